@@ -36,7 +36,7 @@ def planner():
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     """Tiny checkpoints of a dense model and of a Qwen3-Next, by these names."""
-    from tiny_models import make_qwen3, make_qwen3_next  # most tests need no torch
+    from support.tiny_models import make_qwen3, make_qwen3_next  # most tests need no torch
 
     place = tmp_path_factory.mktemp("models")
     return {"dense": make_qwen3(place / "dense", 0), "next": make_qwen3_next(place / "next", 0)}
@@ -53,13 +53,20 @@ def pytest_addoption(parser):
     parser.addoption("--results", type=Path, help="JSON file to which this run's results are added")
 
 
+def pytest_collection_modifyitems(items):
+    """Mark what carries no other mark of pyproject.toml as `unit`."""
+    for item in items:
+        if not any(item.get_closest_marker(name) for name in ("world", "engine", "ray", "kernel", "slow")):
+            item.add_marker("unit")
+
+
 def pytest_configure(config):
     config.stash[STARTED] = time.monotonic()
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    """Say which system programs were missing, and add what became of the tests to the file of --results, under
-    how numbers were rounded."""
+    """Say which system programs were missing, and add what became of the tests to the file of --results,
+    under how numbers were rounded."""
     for line in os.environ.get("NOT_TESTED", "").splitlines():
         terminalreporter.write_line(f"not tested: {line}")
     path = config.getoption("--results")

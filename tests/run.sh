@@ -11,8 +11,9 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 selection=(-m "not slow")
 arguments=()
-numeric=(tests/test_{carriers,critic,equivalences,gated_delta_net,golden,gradient_meter,importance,linear_loss}.py
-    tests/test_{loss,loss_layouts,model_parity,trainer}.py)
+numeric=(tests/credit/test_{carriers,importance}.py tests/loss/test_{linear_loss,loss,loss_layouts}.py
+    tests/models/test_{gated_delta_net,model_parity}.py tests/policy/test_{critic,equivalences,gradient_meter,trainer}.py
+    tests/run/test_golden.py)
 all=false
 for argument in "$@"; do
     if [[ $argument == --all ]]; then

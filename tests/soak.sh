@@ -8,4 +8,4 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 python=$(bash tools/bootstrap.sh dev)
-PYTHONPATH=$PWD:$PWD/tests exec "$python" -m soak "$@"
+PYTHONPATH=$PWD:$PWD/tests exec "$python" -m support.soak "$@"

@@ -29,7 +29,7 @@ from megatron_ibpo.basics.entry_point import run_tool
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
-from golden_runs import LAYOUTS, train_recorded, weights  # noqa: E402
+from support.golden_runs import LAYOUTS, train_recorded, weights  # noqa: E402
 
 EQUAL, DIFFERENT = 0, 1  # and BAD_INPUT where they cannot be compared
 SHOWN_DIGITS = 12

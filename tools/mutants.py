@@ -52,6 +52,8 @@ PROCESSES = "processes"
 """Context of all that tests start, whichever file it was."""
 STARTS = ("run_ranks", "subprocess", "start_script")
 """What a test file has that starts processes."""
+ALONE = ("gpu", "interpreted")
+"""Folders whose tests run by themselves: on a GPU, and where Triton interprets."""
 SETTINGS = f"""
 [run]
 source = megatron_ibpo
@@ -222,7 +224,8 @@ def test_files(mutant: Mutant, source: str, tests: CoverageMap) -> list[str]:
 
 
 def all_test_files() -> list[str]:
-    return sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").glob("test_*.py"))
+    paths = (ROOT / "tests").glob("*/test_*.py")
+    return sorted(path.relative_to(ROOT).as_posix() for path in paths if path.parent.name not in ALONE)
 
 
 def first_failure(copy: Path, files: Sequence[str]) -> str | None:

@@ -37,8 +37,8 @@ class AlgorithmConfig:
     parameters: Annotated[dict[str, Any], *NO_FLAG] = field(default_factory=dict)
     """Parameters of what the three fields above name, by name; one that is left out has its default."""
     group_filter: str | None = None
-    """Import path (package.module:name or path/to/file.py:name) of a function that says of a scored group whether
-    to train on it; all groups are when None."""
+    """Import path (package.module:name or path/to/file.py:name) of a function that says of a scored group
+    whether to train on it; all groups are when None."""
     dynamic_sampling: bool = False
     """DAPO: sample other prompts in the place of those that all or no responses answer correctly, or
     correct: --dynamic-sampling-by."""

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from simulated_cluster import SimulatedCluster, simulated_cluster
 
 from chaos.faults import TEARS, Fault, choose, inject, mend, wrong_end
 from chaos.journal_audit import audit
@@ -24,6 +23,7 @@ from chaos.processes import by_kind, end_all, gone_within
 from chaos.replacements import Engines, NewTrainer, Replacement
 from chaos.trial import HANGS_S, RESPONSES, STEPS, StuckError, Trial, environment_within
 from megatron_ibpo.cluster.ray_session import QUIET
+from support.simulated_cluster import SimulatedCluster, simulated_cluster
 
 Record = dict[str, Any]
 DISK_MB = 200

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
-from simulated_cluster import SimulatedCluster
 
 from chaos.processes import below, gone_within, of_place, shared_memory_of
+from support.paths import ROOT
+from support.simulated_cluster import SimulatedCluster
 
-ROOT = Path(__file__).resolve().parents[2]
 STEPS, PROMPTS, RESPONSES, ENGINES = 80, 4, 4, 2
 HANGS_S = 5.0
 """After which something that does nothing is taken to hang."""

@@ -4,19 +4,17 @@ GPU was at hand. `bash tests/gpu.sh` runs them, also under compute-sanitizer."""
 from __future__ import annotations
 
 import os
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 
 @pytest.fixture(scope="session")
 def device():
     if not torch.cuda.is_available():
-        pytest.skip("no CUDA device; the same suite runs under Triton's interpreter in tests/test_kernels.py")
+        pytest.skip(
+            "no CUDA device; tests/kernels/test_kernels.py runs this suite under Triton's interpreter"
+        )
     if os.environ.get("TRITON_INTERPRET") == "1":
         pytest.skip("TRITON_INTERPRET=1 would run the kernels on the CPU")
     return "cuda"

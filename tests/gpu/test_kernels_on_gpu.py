@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import linear_cases
 import pytest
 import torch
-from kernel_cases import make_batch, options_for, run
-from kernel_suite import *  # noqa: F403
-from linear_cases import batch_of, fused, plain, to_device
-from loss_calls import loss_of_logits
 
 from megatron_ibpo.loss import VARIANTS, choose_backend, packed_logprobs
+from support import linear_cases
+from support.kernel_cases import make_batch, options_for, run
+from support.kernel_suite import *  # noqa: F403
+from support.linear_cases import batch_of, fused, plain, to_device
+from support.loss_calls import loss_of_logits
+
+pytestmark = pytest.mark.kernel
+
 
 MIB = 2**20
 

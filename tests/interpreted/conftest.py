@@ -1,12 +1,8 @@
-"""These tests need Triton's interpreter, which is chosen when Triton is imported: `tests/test_kernels.py`
-runs them in a process of their own. Elsewhere they are not collected."""
+"""These tests need Triton's interpreter, which is chosen when Triton is imported:
+`tests/kernels/test_kernels.py` runs them in a process of their own. Elsewhere they are not collected."""
 
 from __future__ import annotations
 
 import os
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 collect_ignore_glob = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["test_*.py"]

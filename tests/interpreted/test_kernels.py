@@ -1,11 +1,14 @@
-"""The kernels under Triton's interpreter. `tests/test_kernels.py` runs this file in a process where
+"""The kernels under Triton's interpreter. `tests/kernels/test_kernels.py` runs this file in a process where
 TRITON_INTERPRET=1 was set before Triton was imported."""
 
 from __future__ import annotations
 
-import kernel_cases as cases
 import pytest
-from kernel_suite import *  # noqa: F403
+
+from support import kernel_cases as cases
+from support.kernel_suite import *  # noqa: F403
+
+pytestmark = pytest.mark.kernel
 
 
 @pytest.fixture(scope="session")

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-import layout_cases
 import pytest
 
-SLOW = pytest.mark.slow  # (2, 2) has both in one; tests/test_loss_layouts.py takes all of them in torch
+from support import layout_cases
+
+pytestmark = pytest.mark.kernel
+
+
+SLOW = pytest.mark.slow  # (2, 2) has both in one; tests/loss/test_loss_layouts.py takes all of them in torch
 
 
 @pytest.mark.parametrize(

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import re
 import sys
-from pathlib import Path
 
-import kernel_cases as cases
 import pytest
 import torch
-from loss_calls import loss_of_logits
 
 from megatron_ibpo.kernels.variants import KERNEL_TERMS
 from megatron_ibpo.loss import packed_logprobs, resolve_variant
+from support import kernel_cases as cases
+from support.loss_calls import loss_of_logits
+from support.paths import ROOT
 
-PAGE = Path(__file__).resolve().parents[2] / "docs/loss_variants.md"
+pytestmark = pytest.mark.kernel
+
+
+PAGE = ROOT / "docs/loss_variants.md"
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Estimate what a vLLM engine takes of its GPUs, from the configuration. No allowance here has been measured."""
+"""Estimate what a vLLM engine takes of its GPUs, from the configuration. The allowances are not measured."""
 
 from megatron_ibpo.config import Config, RolloutConfig, named_values
 from megatron_ibpo.engines.needs import EngineNeeds

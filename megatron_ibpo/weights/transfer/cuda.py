@@ -2,7 +2,7 @@
 
 Only the control plane is ours: each engine's owner talks to it, while vLLM's classes would have trainer
 rank 0 talk to all. Not run on GPUs: on CPUs the nccl transport runs over gloo in the place of NCCL
-(tests/test_gpu_transports.py).
+(tests/weights/test_gpu_transports.py).
 """
 
 import socket
@@ -34,7 +34,7 @@ from megatron_ibpo.weights.transfer.nccl_group import abort, ends_when_lost, joi
 
 PACKED_BUFFERS = 1
 """Number of vLLM's packed buffers on either side. With two it loads a layer under one stream while a layer's
-memory that was received under another is used again (tests/test_weight_streams.py)."""
+memory that was received under another is used again (tests/weights/test_weight_streams.py)."""
 
 
 class NcclTransport:

@@ -28,7 +28,7 @@ INSTALLED = Path(sysconfig.get_paths()["purelib"]).resolve()
 
 def run(job: Job) -> None:
     if not job.on_gpu:
-        raise Skipped("torch finds waits for the device on CUDA alone; tests/test_host_reads.py counts reads")
+        raise Skipped("torch finds waits on CUDA alone; tests/policy/test_host_reads.py counts reads")
     load = load_of(job)
     model = model_of(job, job.variant)
     policy, _ = start_policy(make_config(job, model, load))

@@ -1,4 +1,4 @@
-"""Logits, loss and gradients beside transformers': `tests/test_model_parity.py` on this device."""
+"""Logits, loss and gradients beside transformers': `tests/models/test_model_parity.py` on this device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def run(job: Job) -> None:
     for module in ("transformers", "megatron"):
         if importlib.util.find_spec(module) is None:
             raise Skipped(f"{module} is not installed")
-    arguments = ["tests/test_model_parity.py"]
+    arguments = ["tests/models/test_model_parity.py"]
     if not job.on_gpu:
         arguments += ["-k", "bfloat16"]
     elif job.quick:

@@ -1,0 +1,178 @@
+"""What a user may give and no program should read: pipes, devices, files of 10 GB, sizes no file holds."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+
+import pytest
+
+from megatron_ibpo.basics.user_files import UserFileError, read_user_file
+from megatron_ibpo.commands import train
+from megatron_ibpo.commands.plan import main as plan
+from megatron_ibpo.config import ConfigError, DataConfig, read_yaml
+from megatron_ibpo.data import DataError, generated, load_tokenizer, open_source
+from megatron_ibpo.evaluate.benchmark_files import benchmark_rows
+from megatron_ibpo.evaluate.stored_samples import read_results
+from megatron_ibpo.journal.framing import records
+from megatron_ibpo.models import ModelConfigError, read_hf_config
+from megatron_ibpo.plan.machine import find_machine
+from megatron_ibpo.report.metrics_log import read_rows
+from megatron_ibpo.report.rollout_data import load_step
+from megatron_ibpo.run.checks import check_settings
+from megatron_ibpo.run.settings import parse_config
+from megatron_ibpo.study.findings import read_findings
+from megatron_ibpo.weights.formats.convert import check_checkpoint
+from megatron_ibpo.weights.formats.gguf import gguf_to_hf
+from megatron_ibpo.weights.formats.integrity import check_integrity
+from megatron_ibpo.weights.formats.run_state import load_run_state
+from megatron_ibpo.weights.weight_errors import CheckpointError
+from support.bad_inputs.mutations import spoil
+from support.paths import ROOT
+
+TINY = ROOT / "examples/tiny_qwen3"
+READERS = {
+    "recipe.yaml": lambda path: read_yaml(path, str(path)),
+    "config.json": lambda path: read_hf_config(path.parent),
+    "tokenizer.json": lambda path: load_tokenizer(path.parent),
+    "tokenizer.model": lambda path: load_tokenizer(path),
+    "rows.jsonl": lambda path: open_source(str(path), load_tokenizer(TINY), DataConfig(), split="train"),
+    "rows.parquet": lambda path: open_source(str(path), load_tokenizer(TINY), DataConfig(), split="train"),
+    "aime.jsonl": lambda path: list(benchmark_rows(str(path))),
+    "aime.json": lambda path: list(benchmark_rows(str(path))),
+    "results.json": lambda path: read_results(path.parent),
+    "study.json": lambda path: read_findings(path),
+    "step_000001.json": lambda path: load_step(path),
+    "metrics.jsonl": lambda path: read_rows(path),
+    "run_state.json": lambda path: load_run_state(path.parent),
+    "integrity.json": lambda path: check_integrity(path.parent),
+    "machine.yaml": lambda path: find_machine(str(path)),
+    "model.gguf": lambda path: gguf_to_hf(path, path.with_name("out")),
+}
+
+
+@pytest.mark.parametrize("kind", ["fifo", "device", "sparse"])
+@pytest.mark.parametrize("name", READERS)
+def test_what_is_no_file_of_its_kind_is_refused_before_it_is_read(tmp_path, name, kind):
+    spoil(tmp_path / name, kind)
+    with pytest.raises(ValueError, match=re.escape(name)):
+        READERS[name](tmp_path / name)
+
+
+def test_a_pipe_in_the_place_of_a_journal_is_refused(tmp_path):
+    spoil(tmp_path / "000001.journal", "fifo")
+    with pytest.raises(UserFileError, match=r"000001\.journal is a pipe; a regular file must be there"):
+        next(records(tmp_path / "000001.journal"))
+
+
+def test_a_file_is_refused_by_its_size(tmp_path):
+    path = tmp_path / "a"
+    path.write_bytes(b"12345")
+    assert read_user_file(path, 5) == b"12345"
+    with pytest.raises(UserFileError, match="has 5 bytes, and a file of its kind at most 4"):
+        read_user_file(path, 4)
+
+
+def changed(directory, name, **fields):
+    """A copy of the tiny checkpoint with other fields in one of its files."""
+    shutil.copytree(TINY, directory)
+    path = directory / name
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+    return directory
+
+
+@pytest.mark.parametrize("number", [2**31, 2**31 - 1, -1, 1.5, "x"])
+def test_ids_of_a_tokenizer_are_bounded(tmp_path, number):
+    content = json.loads((TINY / "tokenizer.json").read_text())
+    content["added_tokens"][0]["id"] = number
+    hf = changed(tmp_path / "hf", "tokenizer.json", **content)
+    with pytest.raises(DataError, match=r"tokenizer\.json: .* has the id .*; it must be a whole"):
+        load_tokenizer(hf)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"rms_norm_eps": 0}, "rms_norm_eps must be above 0 and below 1, is 0"),
+        ({"rms_norm_eps": -1}, "rms_norm_eps must be above 0 and below 1, is -1"),
+        ({"rope_parameters": {"rope_theta": 0}}, "rope_theta must be at least 1, is 0"),
+        ({"rope_parameters": {"rope_theta": -10000}}, "rope_theta must be at least 1, is -10000"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "rope type 'longrope' is not supported"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope type 'dynamic' is not supported"),
+        (
+            {"quantization_config": {"quant_method": "fp8"}},
+            "quantization_config with quant_method 'fp8' is",
+        ),
+        ({"quantization_config": {}}, "quantization_config with quant_method None is not"),
+        ({"num_hidden_layers": 10**5}, "num_hidden_layers must be at most 10000"),
+    ],
+)
+def test_a_model_that_would_compute_nonsense_is_refused_by_name_at_every_door(tmp_path, capfd, fields, says):
+    if "rope_scaling" in fields:
+        fields = fields | {"rope_parameters": None}
+    hf = changed(tmp_path / "hf", "config.json", **fields)
+    with pytest.raises(ModelConfigError, match=re.escape(says)):
+        read_hf_config(hf)
+    named = ["--hf-checkpoint", str(hf)]
+    assert plan(["search", "--gpus", "8", "--hardware", "h100", *named]) == 2
+    assert says in capfd.readouterr().err
+    assert train.main(["--dry-run", *named]) == 2
+    found = capfd.readouterr()
+    assert says in found.out + found.err
+
+
+def test_shapes_are_compared_with_the_files_before_memory_is_taken(tmp_path):
+    hf = changed(tmp_path / "hf", "config.json", head_dim=10**9)
+    with pytest.raises(CheckpointError, match=r"\(128, 96\), config\.json asks for \(4000000000, 96\)"):
+        check_checkpoint(hf, read_hf_config(hf))
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (
+            ["--n-samples-per-prompt", "1000000000000"],
+            "--n-samples-per-prompt: must be between 1 and",
+        ),
+        (["--rollout-batch-size", "4000000"], "are more than the 4000000 sequences"),
+        (["--ibpo-corrections", "1000000000"], "--ibpo-corrections: must be between 1 and 1024"),
+        (["--operator-skill-prompts", "999999999"], "--operator-skill-prompts: must be between 0"),
+        (
+            ["--make-vocab-size-divisible-by", "2147483648"],
+            "--make-vocab-size-divisible-by: must be",
+        ),
+        (
+            ["--update-weight-buffer-size", "9000000000000000000"],
+            "--update-weight-buffer-size: must be",
+        ),
+    ],
+)
+def test_counts_that_no_run_has_are_refused(words, says):
+    flags = ["--hf-checkpoint", str(TINY), "--prompt-data", "reasoning_gym://gcd", "--eval-num-prompts", "0"]
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        check_settings(parse_config([*flags, *words]))
+
+
+def test_a_task_that_catches_what_stops_it_is_stopped_all_the_same(monkeypatch):
+    class Stubborn:
+        size = 2**31
+
+        def __getitem__(self, index):
+            while True:
+                try:
+                    while True:
+                        pass
+                except Exception:
+                    continue
+
+    monkeypatch.setattr(generated, "ITEM_S", 0.2)
+    monkeypatch.setattr(generated, "_dataset", lambda name, parameters: Stubborn())
+    with pytest.raises(DataError, match=r"an item was not made within 0\.2 s; make its parameters smaller"):
+        open_source("reasoning_gym://gcd", load_tokenizer(TINY), DataConfig(), split="train")
+
+
+def test_what_a_task_raises_for_its_parameters_is_told(monkeypatch):
+    monkeypatch.setattr(generated, "_dataset", lambda name, parameters: type("None", (), {"size": 1})())
+    with pytest.raises(DataError, match="item 0: the task makes none: TypeError"):
+        open_source("reasoning_gym://gcd", load_tokenizer(TINY), DataConfig(), split="train")

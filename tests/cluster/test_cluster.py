@@ -1,0 +1,457 @@
+"""Ray around a run: its own on one machine, a cluster of several nodes, and what is left when it ends."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from importlib import metadata
+from pathlib import Path
+
+import psutil
+import pytest
+from ray._private import services
+
+from megatron_ibpo.basics.temporary_directory import private_directory
+from megatron_ibpo.cluster import nodes as cluster_nodes
+from megatron_ibpo.cluster.actor import listening_on
+from megatron_ibpo.cluster.nodes import numeric_address
+from megatron_ibpo.cluster.ray_session import ClusterError
+from megatron_ibpo.cluster.ray_token import own_token, write_token
+from support.paths import ROOT
+from support.waiting import eventually
+
+pytestmark = pytest.mark.ray
+
+
+OWN_RAY = """
+import sys, time
+from megatron_ibpo.cluster.ray_session import open_ray
+with open_ray(None, num_cpus=2, object_store_bytes=128 * 1024**2):
+    import ray
+    print(*[node["NodeManagerAddress"] for node in ray.nodes()], flush=True)
+    time.sleep(float(sys.argv[1]))
+"""
+
+
+def python(*arguments, **options):
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name != "RAY_ADDRESS" and not name.startswith("RAY_AUTH")
+    }
+    return subprocess.Popen(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env=environment | options.pop("env", {}),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        **options,
+    )
+
+
+def rays(directory):
+    """Processes that have files of a Ray below `directory` open."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if any(file.path.startswith(str(directory)) for file in process.open_files()):
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+@pytest.fixture
+def scratch():
+    """A short path: the sockets of a Ray lie in it."""
+    with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as directory:
+        yield Path(directory)
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def test_a_ray_of_the_runs_own_listens_on_loopback_and_leaves_nothing(scratch):
+    process = python("-c", OWN_RAY, "0", env={"TMPDIR": str(scratch)})
+    output, _ = process.communicate(timeout=90)
+    assert process.returncode == 0, output
+    assert output.split() == ["127.0.0.1"]
+    assert rays(scratch) == []
+    assert list(scratch.iterdir()) == []
+
+
+def test_a_killed_driver_leaves_nothing_of_its_ray(scratch):
+    process = python("-c", OWN_RAY, "60", env={"TMPDIR": str(scratch)})
+    assert process.stdout.readline().split() == ["127.0.0.1"]
+    assert len(rays(scratch)) > 3
+    process.kill()
+    process.wait(10)
+    assert eventually(lambda: list(scratch.iterdir()) == [], seconds=20)
+    assert rays(scratch) == []
+
+
+LOOKS = """
+import os, subprocess, sys
+from pathlib import Path
+from megatron_ibpo.cluster.ray_session import open_ray
+os.umask(0)
+with open_ray(None, num_cpus=2, object_store_bytes=128 * 1024**2):
+    import ray
+    token = Path(os.environ["RAY_AUTH_TOKEN_PATH"])
+    print(os.environ["RAY_AUTH_MODE"], f"{token.stat().st_mode & 0o777:o}")
+    outer = token.parent
+    print(*[f"{path} {path.stat().st_mode & 0o777:o}" for path in outer.parent.iterdir()])
+    seen = lambda: [name for name in os.environ if name.startswith("RAY_AUTH")]
+    print(*ray.get(ray.remote(seen).remote()))
+    session = ray._private.worker._global_node.get_session_dir_path()
+    assert Path(session).is_relative_to(outer), session
+assert not any(name.startswith("RAY_AUTH") for name in os.environ)
+"""
+
+
+def test_other_users_find_neither_the_token_nor_the_files_of_a_ray(scratch):
+    """Ray would keep a token in the home and make its own directory writable for every user."""
+    home, temporary = scratch / "home", scratch / "t"
+    home.mkdir()
+    temporary.mkdir()
+    process = python("-c", LOOKS, env={"TMPDIR": str(temporary), "HOME": str(home)})
+    output, _ = process.communicate(timeout=90)
+    assert process.returncode == 0, output
+    token, directories, seen = output.splitlines()
+    assert token == "token 600"
+    assert re.fullmatch(rf"{temporary}/ibpo-ray-\w+ 700", directories)
+    assert set(seen.split()) == {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"}
+    assert list(home.iterdir()) == []
+
+
+def test_a_token_of_the_users_is_kept(monkeypatch, tmp_path):
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    users = [{"RAY_AUTH_MODE": "disabled"}, {"RAY_AUTH_TOKEN": "a" * 32}, {"RAY_AUTH_TOKEN_PATH": "/a"}]
+    for variables in users:
+        with monkeypatch.context() as patch:
+            for name, value in variables.items():
+                patch.setenv(name, value)
+            before = dict(os.environ)
+            with own_token(tmp_path):
+                assert dict(os.environ) == before
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("length", [40, 150])
+def test_where_tmpdir_is_too_long_for_sockets_ray_starts_elsewhere_and_says_so(scratch, length):
+    long = scratch / ("x" * (length - len(str(scratch)) - 1))
+    long.mkdir()
+    process = python("-c", OWN_RAY, "0", env={"TMPDIR": str(long)})
+    output, _ = process.communicate(timeout=90)
+    assert process.returncode == 0, output
+    said, address = output.splitlines()
+    assert said.startswith(f"TMPDIR={long} has {length} bytes, and the Unix sockets of ibpo-ray-* leave it ")
+    assert said.endswith("at most: /tmp is used instead")
+    assert address == "127.0.0.1"
+    assert list(long.iterdir()) == []
+
+
+def test_where_no_place_is_short_enough_the_length_is_said(monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    length = len(str(tmp_path))
+    words = rf"TMPDIR={tmp_path} has {length} bytes, .* leave it 9 at most; set TMPDIR to a shorter path"
+    with pytest.raises(OSError, match=words):
+        private_directory("ibpo-", 107 - 9 - 6 - 8, fallbacks=("/no/such", str(tmp_path)))
+    made = private_directory("ibpo-", 107 - length - 6 - 8, fallbacks=())
+    assert made.parent == tmp_path
+    assert len(str(made)) + 107 - length - 6 - 8 == 107
+
+
+WITH_SERVER = """
+import sys
+from ray._private import services
+services.GCS_SERVER_EXECUTABLE, program = sys.argv[1], sys.argv[2]
+sys.argv[1:] = sys.argv[3:]
+exec(program)
+"""
+SHORT_WAITS = {"RAY_gcs_server_port_wait_time_s": "3", "RAY_raylet_start_wait_time_s": "3"}
+
+
+def test_a_ray_that_does_not_start_is_started_once_more(scratch):
+    server = scratch / "server"
+    server.write_text(
+        f'#!/bin/sh\n[ -e {scratch}/second ] && exec {services.GCS_SERVER_EXECUTABLE} "$@"\n'
+        f": >{scratch}/second; exit 3\n"
+    )
+    server.chmod(0o755)
+    (scratch / "t").mkdir()
+    limits = SHORT_WAITS | {"RAY_gcs_server_port_wait_time_s": "15"}  # the second one is real
+    environment = limits | {"TMPDIR": str(scratch / "t")}
+    process = python("-c", WITH_SERVER, str(server), OWN_RAY, "0", env=environment)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    assert re.search(r"^Ray does not start on this machine: .*; trying once more$", output, re.MULTILINE)
+    assert output.endswith("127.0.0.1\n")
+    assert list((scratch / "t").iterdir()) == []
+
+
+def test_a_ray_that_does_not_start_twice_is_no_bad_input(scratch):
+    """A job that ends with status 2 is not queued again."""
+    train = "from megatron_ibpo.commands.train import main; sys.exit(main(sys.argv[1:]))"
+    recipe = ROOT / "examples/recipes/tiny_qwen3_next_ibpo.yaml"
+    flags = ("--config", str(recipe), "--run-dir", str(scratch / "run"))
+    process = python("-c", WITH_SERVER, "/bin/false", train, *flags, env=SHORT_WAITS)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 1, output
+    assert re.search(r"^error: Ray does not start on this machine: ", output, re.MULTILINE)
+    assert "Traceback" not in output
+
+
+STANDS_STILL = """
+import sys, threading, time
+import psutil
+def meet():
+    while True:
+        for child in psutil.Process().children(recursive=True):
+            try:
+                if child.name() == "raylet":
+                    child.suspend()
+                    time.sleep(40)
+                    return child.resume()
+            except psutil.Error:
+                pass
+        time.sleep(0.01)
+threading.Thread(target=meet, daemon=True).start()
+"""
+
+
+@pytest.mark.slow
+def test_a_ray_may_take_longer_to_start_than_rays_own_limit(scratch):
+    """Its node manager stands still for 40 s; Ray alone waits for 30."""
+    process = python("-c", STANDS_STILL + OWN_RAY, "0", env={"TMPDIR": str(scratch)})
+    output, _ = process.communicate(timeout=200)
+    assert (process.returncode, output) == (0, "127.0.0.1\n")
+
+
+def test_there_is_no_cluster_to_join():
+    program = (
+        "from megatron_ibpo.cluster import ray_session\n"
+        "with ray_session.open_ray('127.0.0.1:%d', num_cpus=1): pass"
+    )
+    process = python("-c", program % free_port(), env={"RAY_raylet_start_wait_time_s": "2"})
+    output, _ = process.communicate(timeout=90)
+    assert "ClusterError: --ray-address 127.0.0.1" in output
+    assert "nothing answers there; start a cluster with `ray start --head`" in output
+
+
+OTHER_VERSION = """
+import sys
+import ray
+ray.__version__ = "2.55.1"
+from ray.cluster_utils import Cluster
+head = {"num_cpus": 1, "object_store_memory": 128 * 1024**2, "include_dashboard": False}
+cluster = Cluster(initialize_head=True, head_node_args=head)
+print("address", cluster.address, flush=True)
+sys.stdin.read()
+cluster.shutdown()
+"""
+
+
+@pytest.mark.slow
+def test_a_cluster_of_another_version_is_refused_with_both_versions_and_what_to_do(tmp_path):
+    """Of a real cluster, which tells that its Ray is another."""
+    cluster = python("-c", OTHER_VERSION, stdin=subprocess.PIPE, env={"RAY_AUTH_MODE": "disabled"})
+    try:
+        lines = iter(cluster.stdout.readline, "")  # Ray may say before that another one runs here
+        address = next(line.split()[1] for line in lines if line.startswith("address "))
+        recipe = ROOT / "examples/recipes/tiny_qwen3_next_ibpo.yaml"
+        flags = ["--config", str(recipe), "--run-dir", str(tmp_path / "run"), "--ray-address", address]
+        output, _ = (process := python("-m", "megatron_ibpo.commands.train", *flags)).communicate(timeout=120)
+    finally:
+        cluster.communicate(timeout=60)
+    assert process.returncode == 2, output
+    assert f"error: --ray-address {address}: Version mismatch" in output
+    assert re.search(r"cluster was started with: Ray: 2\.55\.1 Python: ", output)
+    assert re.search(rf"This process .* was started with: Ray: {re.escape(metadata.version('ray'))} ", output)
+    assert "start both from the same environment" in output
+    assert "Traceback" not in output
+
+
+def nodes(rank, port, scratch, *command, num_nodes=2, timeout=1800, env=None):
+    """A node whose temporary files and run directory lie in `scratch`."""
+    (scratch / "t").mkdir(exist_ok=True)
+    return python(
+        "-m",
+        "megatron_ibpo.cluster.nodes",
+        *("--num-nodes", str(num_nodes), "--node-rank", str(rank), "--address", f"127.0.0.1:{port}"),
+        *("--run-dir", str(scratch / "run"), "--timeout", str(timeout)),
+        "--",
+        *command,
+        env={"TMPDIR": str(scratch / "t")} | (env or {}),
+    )
+
+
+def left_by_nodes(scratch):
+    return [path for folder in ("t", "run") for path in (scratch / folder).glob("*")]
+
+
+IN_A_CLUSTER = """
+import os, ray, subprocess, sys, time
+from pathlib import Path
+mode = Path(sys.argv[1]).stat().st_mode & 0o777
+print("token", f"{mode:o}", [name for name in os.environ if name.startswith("RAY_AUTH")])
+for other in ({}, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "a" * 32}):
+    mine = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
+    join = (
+        "from megatron_ibpo.cluster.ray_session import open_ray\\n"
+        "with open_ray(%r, num_cpus=1): print('in')"
+    )
+    command = [sys.executable, "-c", join % os.environ["RAY_ADDRESS"]]
+    stranger = subprocess.run(command, env=mine | other, capture_output=True, text=True, timeout=60)
+    print("stranger:", stranger.stdout, stranger.stderr.splitlines()[-1])
+from megatron_ibpo.cluster.ray_session import open_ray
+with open_ray(os.environ["RAY_ADDRESS"], num_cpus=1):
+    print("nodes", sum(node["Alive"] for node in ray.nodes()))
+"""
+
+
+def test_nodes_form_a_cluster_for_one_command_that_asks_for_a_token_and_all_end_with_it(scratch):
+    port = free_port()
+    token = scratch / "run/.ray_token"
+    lead = nodes(0, port, scratch, sys.executable, "-c", IN_A_CLUSTER, str(token))
+    said = lead.stdout.readline()
+    assert said == f"waiting for 1 more node at 127.0.0.1:{port}\n"
+    follower = nodes(1, port, scratch)
+    output, _ = lead.communicate(timeout=120)
+    assert lead.returncode == 0, output
+    assert re.search(r"nodes 2\b", output), output
+    assert re.search(r"^token 600 \['RAY_AUTH_MODE', 'RAY_AUTH_TOKEN_PATH'\]$", output, re.MULTILINE), output
+    refused = (
+        r"^stranger:  .*ClusterError: --ray-address 127.0.0.1:\d+: that Ray asks for another token: set "
+    )
+    assert len(re.findall(refused, output, re.MULTILINE)) == 2, output
+    output, _ = follower.communicate(timeout=60)
+    assert follower.returncode == 0, output
+    assert eventually(lambda: rays(scratch) == [], seconds=20)
+    assert left_by_nodes(scratch) == []
+
+
+def test_a_node_without_the_token_says_how_to_give_it_one(monkeypatch, tmp_path, capfd):
+    monkeypatch.setattr(cluster_nodes, "TOKEN_WAIT_S", 1.0)
+    with pytest.raises(
+        ClusterError, match=r"waited . s for .*/\.ray_token, which node 0 .*; let all nodes share"
+    ):
+        cluster_nodes._token_of_node_0(tmp_path)
+    write_token(tmp_path, "a" * 64)
+    assert cluster_nodes._token_of_node_0(tmp_path) == "a" * 64
+    with pytest.raises(ClusterError, match="or set the same RAY_AUTH_TOKEN on all of them"):
+        cluster_nodes._token_of_node_0(None)
+
+
+@pytest.mark.slow
+def test_a_node_with_another_token_is_refused_with_what_to_do(scratch):
+    port = free_port()
+    lead = nodes(0, port, scratch, "true")
+    assert "waiting for 1 more node" in lead.stdout.readline()
+    follower = nodes(1, port, scratch, env={"RAY_AUTH_TOKEN": "b" * 32})
+    output, _ = follower.communicate(timeout=60)
+    assert follower.returncode == 2, output
+    assert "error: Ray has ended on this node (status 1): node 0 has another token; let all nodes" in output
+    lead.terminate()
+    lead.communicate(timeout=60)
+    assert eventually(lambda: left_by_nodes(scratch) == [], seconds=20)
+
+
+@pytest.mark.slow
+def test_nodes_that_do_not_come_are_no_bad_input(scratch):
+    lead = nodes(0, free_port(), scratch, "true", timeout=3)
+    output, _ = lead.communicate(timeout=60)
+    assert lead.returncode == 1, output
+    assert re.search(r"error: waited \d+ s for 1 more node at .*; start the script on every node", output)
+    (log,) = left_by_nodes(scratch)
+    assert f"the traceback is in {log}" in output, "since there is no directory of the run yet"
+
+
+def test_a_name_of_node_0_becomes_an_address_that_other_nodes_reach(monkeypatch):
+    known = {"node0": ["fd00::7", "127.0.1.1", "10.0.0.7"], "alone": ["127.0.1.1"]}
+
+    def resolve(host, port, **_):
+        if host not in known:
+            raise socket.gaierror(-2, "Name or service not known")
+        return [(None, None, None, None, (address, 0)) for address in known[host]]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    assert numeric_address("node0", 2) == "10.0.0.7"
+    assert numeric_address("alone", 1) == "127.0.1.1"
+    assert numeric_address("127.0.0.1", 2) == "127.0.0.1", "nodes that are simulated on one machine"
+    with pytest.raises(ClusterError, match=r"MASTER_ADDR=alone means 127\.0\.1\.1 here, which other"):
+        numeric_address("alone", 2)
+    with pytest.raises(ClusterError, match="MASTER_ADDR=nowhere: no such host is known here"):
+        numeric_address("nowhere", 2)
+
+
+def test_libraries_listen_on_the_interface_of_the_nodes_address(monkeypatch):
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "VLLM_HOST_IP", "IBPO_NODE_ADDRESS"):
+        monkeypatch.delenv(name, raising=False)
+    loopback = {"IBPO_NODE_ADDRESS": "127.0.0.1", "VLLM_HOST_IP": "127.0.0.1"}
+    loopback |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    assert listening_on("127.0.0.1", "127.0.0.1:6379") == loopback
+    assert listening_on("node0.example", "127.0.0.1:6379") == loopback, "by the way to the head"
+    assert listening_on("203.0.113.9", "127.0.0.1:6379") == loopback, "that no interface here has"
+    nowhere = {"IBPO_NODE_ADDRESS": "203.0.113.9", "VLLM_HOST_IP": "203.0.113.9"}
+    assert listening_on("203.0.113.9", "no-such-host.invalid:6379") == nowhere
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
+    assert listening_on("127.0.0.1", "127.0.0.1:6379")["NCCL_SOCKET_IFNAME"] == "ib0", "the user's stays"
+
+
+def test_a_port_that_is_taken_is_said_at_once(scratch):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        process = nodes(0, port, scratch, "true")
+        output, _ = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert f"port {port} is in use on 127.0.0.1: set MASTER_PORT" in output
+    assert "Traceback" not in output
+
+
+@pytest.mark.slow
+def test_ctrl_c_while_waiting_for_nodes_ends_everything(scratch):
+    port = free_port()
+    lead = nodes(0, port, scratch, "true")
+    assert "waiting for 1 more node" in lead.stdout.readline()
+    os.killpg(lead.pid, signal.SIGTERM)
+    lead.communicate(timeout=60)
+    assert eventually(lambda: rays(scratch) == [], seconds=20)
+    assert left_by_nodes(scratch) == []
+
+
+FINISHES = """
+import signal, sys, time
+came = []
+signal.signal(signal.SIGTERM, lambda *_: came.append(1))
+print("ready", flush=True)
+while not came:  # a pause might begin after the signal has come
+    time.sleep(0.05)
+time.sleep(2)
+print("finished", flush=True)
+sys.exit(5)
+"""
+
+
+@pytest.mark.slow
+def test_a_signal_goes_on_to_the_command_which_takes_its_time(scratch):
+    lead = nodes(0, free_port(), scratch, sys.executable, "-c", FINISHES, num_nodes=1)
+    assert lead.stdout.readline() == "ready\n"
+    lead.terminate()
+    output, _ = lead.communicate(timeout=60)
+    assert output == "finished\n"
+    assert lead.returncode == 5
+    assert eventually(lambda: rays(scratch) == [], seconds=20)

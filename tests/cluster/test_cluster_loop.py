@@ -1,0 +1,142 @@
+"""The loop on a cluster of three nodes, simulated on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+
+from support.paths import ROOT
+from support.simulated_cluster import simulated_cluster
+from support.waiting import eventually
+
+pytestmark = [pytest.mark.ray, pytest.mark.engine]
+
+
+SHORT = [
+    *("--num-rollout", "2", "--rollout-batch-size", "4", "--n-samples-per-prompt", "4"),
+    *("--eval-num-prompts", "0", "--no-save", "--check-weight-update-equal"),
+]
+
+
+@pytest.fixture(scope="module")
+def address():
+    with simulated_cluster(3) as cluster:
+        yield cluster.address
+
+
+def run(address, run_dir, *flags):
+    """(exit status, output) of the tiny recipe on the cluster."""
+    command = [sys.executable, "-m", "megatron_ibpo.commands.train"]
+    command += ["--config", str(ROOT / "examples/recipes/tiny_qwen3_next_ibpo.yaml")]
+    command += ["--run-dir", str(run_dir), "--ray-address", address, *SHORT, *flags]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def steps(run_dir):
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if row["kind"] == "step"]
+
+
+@pytest.mark.slow
+def test_trainers_on_two_nodes_and_an_engine_on_the_third(address, tmp_path):
+    status, output = run(address, tmp_path / "run", "--no-colocate", "--rollout-num-gpus", "1")
+    assert status == 0, output[-5000:]
+    placed = [line for line in output.splitlines() if "trainers" in line and "engines" in line]
+    assert sorted(line.split(": ", 1)[1] for line in placed) == [
+        "trainers 0, engines –, 2 verifiers",
+        "trainers 1, engines –, 2 verifiers",
+        "trainers –, engines 0, 2 verifiers",
+    ]
+    assert [row["step"] for row in steps(tmp_path / "run")] == [1, 2]
+
+
+@pytest.mark.slow
+def test_engines_next_to_the_trainers_of_two_nodes(address, tmp_path):
+    status, output = run(address, tmp_path / "run", "--num-trainers", "2")
+    assert status == 0, output[-5000:]
+    placed = [line for line in output.splitlines() if "trainers" in line and "engines" in line]
+    assert sorted(line.split(": ", 1)[1] for line in placed) == [
+        "trainers 0, engines 0, 2 verifiers",
+        "trainers 1, engines 1, 2 verifiers",
+        "trainers –, engines –, 2 verifiers",
+    ]
+    assert [row["step"] for row in steps(tmp_path / "run")] == [1, 2]
+
+
+@pytest.mark.slow
+def test_a_lost_node_is_waited_for_and_nothing_is_sampled_twice(tmp_path):
+    run_dir, log = tmp_path / "run", tmp_path / "log"
+    with simulated_cluster(3) as cluster, log.open("w") as output:
+        command = [
+            *(sys.executable, "-m", "megatron_ibpo.commands.train"),
+            *("--config", str(ROOT / "examples/recipes/tiny_qwen3_next_ibpo.yaml")),
+            *("--run-dir", str(run_dir), "--ray-address", cluster.address),
+            *("--num-rollout", "8", "--rollout-batch-size", "4", "--n-samples-per-prompt", "4"),
+            *("--eval-num-prompts", "0", "--no-save", "--no-colocate", "--rollout-num-gpus", "1"),
+        ]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=output)
+        assert eventually(lambda: run_dir.exists() and "step 2/8" in log.read_text(), 240), log.read_text()[
+            -5000:
+        ]
+        engine = next(p for p in psutil.process_iter() if is_engine_of(p, run_dir))
+        raylet = engine.parent().parent()
+        assert raylet.name() == "raylet"
+        for process_of_node in [raylet, *raylet.children(recursive=True)]:
+            process_of_node.kill()
+        assert eventually(lambda: "when there is room for it" in log.read_text(), 120), log.read_text()[
+            -5000:
+        ]
+        cluster.add_node()
+        assert process.wait(240) == 0, log.read_text()[-5000:]
+    assert [row["step"] for row in steps(run_dir)] == list(range(1, 9))
+    replayed = [row for row in steps(run_dir) if row.get("groups_replayed")]
+    assert [row["groups_replayed"] for row in replayed[:2]] == [4, 4]
+
+
+def is_engine_of(process, run_dir):
+    """vLLM's process, which writes into the run's logs."""
+    try:
+        files = [Path(file.path) for file in process.open_files()]
+        command = process.cmdline()
+    except psutil.Error:
+        return False
+    return run_dir / "logs/engine_0.log" in files and "engine_process" in " ".join(command)
+
+
+@pytest.fixture(scope="module")
+def refused(address, tmp_path_factory):
+    """Side by side: (exit status, output) of each run that this cluster has no room for."""
+    place = tmp_path_factory.mktemp("refused")
+    flags = {
+        "trainers": ["--num-trainers", "4"],
+        "engines": ["--no-colocate", "--rollout-num-gpus", "2"],
+    }
+    with ThreadPoolExecutor(len(flags)) as threads:
+        asked = {name: threads.submit(run, address, place / name, *words) for name, words in flags.items()}
+    return {name: done.result() for name, done in asked.items()}
+
+
+def test_a_cluster_that_is_too_small_says_what_it_has(refused):
+    status, output = refused["trainers"]
+    assert status == 2
+    assert "--num-trainers 4: the cluster has 3 CPUs" in output
+    assert "Traceback" not in output
+
+
+def test_no_room_is_left_for_engines_of_their_own(refused):
+    status, output = refused["engines"]
+    assert status == 2
+    assert "--rollout-num-gpus 2: alongside 2 trainers there is room for 1 of 2 engines" in output
+    assert "Traceback" not in output

@@ -1,0 +1,165 @@
+"""Which recipe and layout a model gets on which devices."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_ibpo.commands.choose_recipe import (
+    Devices,
+    choose,
+    choose_recipe,
+    count_parameters,
+    find_devices,
+)
+from megatron_ibpo.models import read_hf_config
+from support.paths import ROOT
+
+MODELS = ROOT / "examples/models"
+
+
+def chosen(hf_dir: Path, nodes: int, gpus: int, memory: float = 80.0, *flags: str):
+    choice = choose(hf_dir, Devices(nodes, gpus, memory), flags)
+    words = dict(zip(choice.layout[::2], choice.layout[1::2], strict=False))
+    return choice.recipe.stem, choice.trainers_per_node, words.get("--tensor-model-parallel-size")
+
+
+def test_parameters_are_counted_from_the_shape():
+    counts = {
+        "qwen3_0_6b": 0.596e9,
+        "qwen3_4b": 4.02e9,
+        "qwen3_30b_a3b": 30.2e9,  # of 30.5 B; input embeddings of its own are left out
+        "qwen3_32b": 32.0e9,  # Qwen3-32B has 32.8 B, .78 B of them input embeddings
+        "qwen3_next_80b_a3b": 79.4e9,
+        "qwen3_235b_a22b": 234.5e9,  # of 235.1 B
+    }
+    for name, expected in counts.items():
+        assert count_parameters(read_hf_config(MODELS / name)) == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus", "expected"),
+    [
+        ("tiny_qwen3", 0, ("small_dense_cpu", 1, None)),
+        ("tiny_qwen3", 8, ("small_dense_cpu", 1, None)),
+        ("tiny_qwen3_next", 0, ("tiny_qwen3_next_ibpo", 2, None)),
+        ("tiny_qwen3_next", 1, ("tiny_qwen3_next_ibpo", 1, "1")),
+        ("tiny_qwen3_next", 8, ("tiny_qwen3_next_ibpo", 2, None)),
+    ],
+)
+def test_tiny_models_run_on_cpus_and_on_as_many_gpus_as_there_are(model, gpus, expected):
+    assert chosen(ROOT / "examples" / model, 1, gpus) == expected
+
+
+def test_a_small_model_of_an_odd_shape_gets_one_process(tmp_path):
+    content = json.loads((ROOT / "examples/tiny_qwen3_next/config.json").read_text())
+    content["num_experts"] = 3
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    assert chosen(tmp_path, 1, 0) == ("tiny_qwen3_next_ibpo", 1, "1")
+
+
+def test_a_large_model_is_refused_on_cpus():
+    with pytest.raises(ValueError, match=r"about 32\.. B parameters are too many for CPUs.*--dry-run"):
+        chosen(MODELS / "qwen3_32b", 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("model", "nodes", "gpus", "recipe"),
+    [
+        ("qwen3_0_6b", 1, 1, "qwen3_0_6b_ibpo"),
+        ("qwen3_0_6b", 1, 4, "qwen3_0_6b_ibpo"),
+        ("qwen3_4b", 1, 8, "qwen3_4b_ibpo"),
+        ("qwen3_30b_a3b", 1, 8, "qwen3_30b_a3b_ibpo"),
+        ("qwen3_32b", 4, 8, "qwen3_32b_ibpo"),
+    ],
+)
+def test_a_recipe_keeps_its_layout_where_that_fits(model, nodes, gpus, recipe):
+    assert chosen(MODELS / model, nodes, gpus) == (recipe, gpus, None)
+
+
+def test_the_recipe_follows_kind_and_size_of_the_model_and_how_many_gpus_there_are():
+    def taken(model: str, gpus: int | None) -> str:
+        return choose_recipe(read_hf_config(MODELS / model), gpus).name
+
+    assert [taken("qwen3_4b", gpus) for gpus in (1, 7, 8, None)] == [
+        *["qwen3_0_6b_ibpo"] * 2,
+        *["qwen3_4b_ibpo"] * 2,
+    ]
+    assert {taken("qwen3_32b", gpus) for gpus in (1, 32, 512)} == {"qwen3_32b_ibpo"}
+    assert {taken("qwen3_30b_a3b", gpus) for gpus in (1, 8, 64)} == {"qwen3_30b_a3b_ibpo"}
+    assert taken("qwen3_next_80b_a3b", 8) == "qwen3_next_80b_a3b_ibpo"
+    assert {taken("qwen3_235b_a22b", gpus) for gpus in (32, 64, 128)} == {"qwen3_235b_a22b_ibpo"}
+
+
+def test_a_plan_without_gpus_gets_those_of_the_recipe(monkeypatch):
+    monkeypatch.setenv("PATH", "")  # no nvidia-smi
+    shapes = [read_hf_config(MODELS / name) for name in ("qwen3_0_6b", "qwen3_4b", "qwen3_32b")]
+    assert [find_devices(None, None, shape).gpus for shape in shapes] == [0, 8, 32]
+    assert find_devices(None, None, None).gpus == 0
+    assert find_devices(2, 4, shapes[2]) == Devices(2, 4, 80.0), "what the user names"
+
+
+def test_the_optimizer_moves_to_main_memory_where_nothing_else_fits():
+    choice = choose(MODELS / "qwen3_4b", Devices(1, 1, 80.0))
+    assert choice.layout == ("--use-precision-aware-optimizer", "--optimizer-cpu-offload")
+
+
+def test_tensor_parallelism_is_as_small_as_memory_allows():
+    model = MODELS / "qwen3_4b"
+    assert chosen(model, 1, 8, 48.0, *SMALL_CACHE) == ("qwen3_4b_ibpo", 8, "2")
+    assert chosen(model, 1, 8, 24.0, *SMALL_CACHE) == ("qwen3_4b_ibpo", 8, "8"), "4 leave no room"
+
+
+SMALL_CACHE = ("--vllm-kv-cache-bytes", str(6 * 1024**3))
+
+
+def test_flags_of_the_user_win():
+    flags = ("--tensor-model-parallel-size", "8", "--sequence-parallel", "--rollout-num-gpus-per-engine", "8")
+    assert chosen(MODELS / "qwen3_4b", 1, 8, 24.0, *SMALL_CACHE, *flags)[2] is None, (
+        "what is tried first, and works with those flags after it"
+    )
+
+
+def test_what_does_not_fit_is_refused_with_the_reason():
+    with pytest.raises(
+        ValueError, match=r"does not fit on 1 GPU of 24 GiB with .*: training takes .*NNODES="
+    ):
+        chosen(MODELS / "qwen3_32b", 1, 1, 24.0)
+
+
+def run_script(*flags: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        ["bash", str(ROOT / "examples/run.sh"), *flags],
+        cwd=cwd,
+        env=os.environ | {"IBPO_PYTHON": sys.executable} | environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_the_script_says_what_it_chose_and_how_to_choose_otherwise(tmp_path):
+    devices = {"NNODES": "1", "GPUS_PER_NODE": "8"}
+    done = run_script("--dry-run", "--hf-checkpoint", str(MODELS / "qwen3_4b"), cwd=tmp_path, **devices)
+    assert done.returncode == 0, done.stderr
+    for words in (
+        "on 8 GPUs of 80 GiB",
+        "qwen3_4b_ibpo.yaml",
+        "for dense models up to 9 B parameters, written for 8 GPUs",
+        "8 trainers",
+        "NNODES and GPUS_PER_NODE name",
+    ):
+        assert words in done.stderr
+    assert "This fits." in done.stdout
+
+
+def test_the_script_refuses_what_is_no_model(tmp_path):
+    done = run_script(cwd=tmp_path, HF_CHECKPOINT="mine")
+    assert done.returncode == 2
+    assert f"no checkpoint directory {tmp_path}/mine" in done.stderr

@@ -1,0 +1,292 @@
+"""Every command ends an error in one line, with the exit status that says whether another try may help."""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import json
+import re
+import runpy
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+
+import pytest
+from ray.exceptions import RayTaskError
+
+from megatron_ibpo.basics.entry_point import BAD_INPUT, FAILED, INTERRUPTED, STDOUT_CLOSED, command, guarded
+from megatron_ibpo.basics.strict_json import read_json
+from megatron_ibpo.cluster.actor import plain
+from megatron_ibpo.config import ConfigError
+from megatron_ibpo.report import RewardErrorRateError
+from megatron_ibpo.weights.weight_errors import CheckpointError
+from support.paths import ROOT
+
+KEPT = re.compile(r"; the traceback is in (\S+?\.log)")
+
+
+def ends(capsys, work, **options):
+    """(exit status, the one line on stderr) of what `work` raises."""
+    status = guarded(work, **options)
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1, said
+    return status, said.removesuffix("\n")
+
+
+def raising(error):
+    def work():
+        raise error
+
+    return work
+
+
+def traceback_of(line):
+    """What the file has that the line names, which is removed."""
+    path = Path(KEPT.search(line)[1])
+    text = path.read_text()
+    path.unlink()
+    assert "Traceback (most recent call last)" in text
+    return text
+
+
+# ------------------------------------------------------------------------------------------- the handler
+
+
+def test_a_command_that_works_gives_its_own_status():
+    assert [guarded(lambda own=own: own) for own in (None, 0, 1, 5)] == [0, 0, 1, 5]  # type: ignore[misc]
+
+
+def test_bad_input_is_one_line_and_no_file(capsys, tmp_path):
+    answer = ends(capsys, raising(ConfigError("--lr: must be above 0")), logs=tmp_path / "logs")
+    assert answer == (BAD_INPUT, "error: --lr: must be above 0")
+    assert not (tmp_path / "logs").exists()
+
+
+def test_a_failure_names_the_log_in_the_runs_directory(capsys, tmp_path):
+    failure, kept = raising(RewardErrorRateError("the verifier failed")), tmp_path / "logs/driver.log"
+    answer = ends(capsys, failure, logs=tmp_path / "logs")
+    assert answer == (FAILED, f"error: the verifier failed; the traceback is in {kept}")
+    ends(capsys, failure, logs=tmp_path / "logs")
+    assert kept.read_text().count("RewardErrorRateError: the verifier failed") == 2, "earlier ones stay"
+
+
+def test_a_bug_is_one_line_that_asks_for_a_report(capsys, tmp_path):
+    status, line = ends(capsys, lambda: 1 + "a\nb", logs=tmp_path / "gone/logs")
+    assert status == FAILED
+    assert line.startswith("error: internal error: TypeError: unsupported operand")
+    assert line.endswith("; please report it")
+    assert "1 + " in traceback_of(line), "in the temporary directory where there is no run's"
+
+
+def test_a_value_error_is_bad_input_only_where_this_project_raises_it(capsys):
+    status, line = ends(capsys, lambda: read_json("[NaN]"))
+    assert status == BAD_INPUT
+    assert line == "error: NaN is no number in JSON"
+    status, line = ends(capsys, lambda: int("x"))
+    assert status == FAILED
+    assert line.startswith("error: internal error: ValueError: invalid literal")
+    traceback_of(line)
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "said"),
+    [
+        (FileNotFoundError(errno.ENOENT, "No such file or directory", "a.json"), 2, "a.json: No such file"),
+        (FileNotFoundError(errno.ENOENT, "No such file or directory", "{run}/x"), 1, "{run}/x: No such file"),
+        (OSError(errno.EIO, "Input/output error", "a.json"), 1, "a.json: Input/output error"),
+        (OSError(errno.EMFILE, "Too many open files"), 1, "Too many open files"),
+        (MemoryError(), 1, "out of memory"),
+        (RecursionError("too deep"), 1, "internal error: RecursionError: too deep"),
+        (json.JSONDecodeError("Expecting value", "", 0), 2, "something that was given cannot be read: JSON"),
+        (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad"), 2, "something that was given cannot be read: "),
+    ],
+    ids=str,
+)
+def test_other_errors_say_what_they_are_about(capsys, tmp_path, error, status, said):
+    if isinstance(error, OSError) and error.filename:
+        error.filename = error.filename.format(run=tmp_path)
+    found, line = ends(capsys, raising(error), logs=tmp_path / "logs")
+    assert found == status
+    assert line.startswith("error: " + said.format(run=tmp_path))
+
+
+@pytest.mark.parametrize(("work", "status"), [(lambda: read_json("[NaN]"), 2), (lambda: int("x"), 1)])
+def test_an_error_in_a_rays_process_comes_with_its_traceback_there(capsys, tmp_path, work, status):
+    try:
+        work()
+    except ValueError as error:
+        there = RayTaskError("_Process.call", traceback.format_exc(), error.with_traceback(None))
+
+    def driver():
+        raise plain(there, "trainer 1") from None
+
+    found, line = ends(capsys, driver, logs=tmp_path / "logs")
+    assert found == status
+    assert KEPT.search(line)
+    assert "in trainer 1:\n" in (tmp_path / "logs/driver.log").read_text()
+
+
+def test_ctrl_c_ends_with_a_word_and_its_own_status(capsys):
+    assert ends(capsys, raising(KeyboardInterrupt()), stopped="stopped; go on") == (
+        INTERRUPTED,
+        "stopped; go on",
+    )
+
+
+def test_a_traceback_that_no_disk_takes_is_left_out(capsys, monkeypatch):
+    monkeypatch.setattr("tempfile.mkstemp", lambda **_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
+    status, line = ends(capsys, raising(MemoryError()))
+    assert (status, line) == (FAILED, "error: out of memory")
+
+
+PRINTING = """
+from megatron_ibpo.basics.entry_point import command
+@command
+def main():
+    for line in range(100_000):
+        print(line)
+raise SystemExit(main())
+"""
+
+
+def test_a_reader_that_goes_ends_a_command_quietly():
+    piped = ["bash", "-c", '"$0" -c "$1" | head -1; echo "${PIPESTATUS[0]}"', sys.executable, PRINTING]
+    done = subprocess.run(piped, capture_output=True, text=True, timeout=60, check=True, cwd=ROOT)
+    assert done.stdout.split() == ["0", str(STDOUT_CLOSED)]
+    assert done.stderr == ""
+
+
+def test_a_closed_stdout_is_no_error():
+    closed = ["bash", "-c", '"$0" -m megatron_ibpo.commands.main --help >&-', sys.executable]
+    done = subprocess.run(closed, capture_output=True, text=True, timeout=60, check=False, cwd=ROOT)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_decorated_main_can_be_pickled_by_its_name():
+    """Studies start runs in processes of their own."""
+    import pickle
+
+    from megatron_ibpo.commands.train import main
+
+    assert pickle.loads(pickle.dumps(main)) is main
+    assert command(lambda: 3)() == 3
+
+
+# ------------------------------------------------------------------------------------------- each command
+
+TINY, RECIPE = ROOT / "examples/tiny_qwen3", ROOT / "examples/recipes/tiny_qwen3_study.yaml"
+SEARCH = ["search", "--gpus", "8", "--hardware", "h100"]
+A_RUN = ["--config", str(RECIPE), "--run-dir", "run"]
+COMPARE, SAVE = "tools/compare_methods.py", ["--save", "out"]
+
+WRONG = [
+    ("megatron_ibpo.commands.train", ["--config", "nowhere.yaml"], "nowhere.yaml: cannot be read"),
+    ("megatron_ibpo.commands.train", ["--config", "list.yaml"], "must hold `key: value` lines, holds a list"),
+    ("megatron_ibpo.commands.train", [*A_RUN, "--dry-run", "--lr", "-1"], "--lr"),
+    ("megatron_ibpo.commands.train", [*A_RUN, "--hf-checkpoint", "nowhere"], "nowhere is not a directory"),
+    ("megatron_ibpo.commands.evaluate", ["nowhere"], "nowhere is no policy"),
+    ("megatron_ibpo.commands.evaluate", ["compare", "nowhere", "nowhere"], "holds no results.json"),
+    ("megatron_ibpo.commands.plan", [*SEARCH, "--hf-checkpoint", "nowhere"], "nowhere"),
+    ("megatron_ibpo.commands.plan", ["calibrate", *A_RUN], "--dry-run-hardware: required"),
+    ("megatron_ibpo.commands.page", ["page", "nowhere"], "nowhere: is it the directory of a run?"),
+    ("megatron_ibpo.commands.page", ["page", "list.yaml"], "list.yaml"),
+    ("megatron_ibpo.commands.page", ["serve"], "which run?"),
+    ("megatron_ibpo.commands.pass_rates", A_RUN, "--pass-rates: required"),
+    ("megatron_ibpo.commands.choose_recipe", ["--hf-checkpoint", "nowhere"], "nowhere"),
+    ("megatron_ibpo.commands.main", ["no-such"], "no command 'no-such'"),
+    (COMPARE, ["list.yaml", *SAVE], "list.yaml: must hold `key: value` lines"),
+    (COMPARE, ["scalar.yaml", *SAVE], "scalar.yaml: must hold `key: value` lines"),
+    (COMPARE, ["tag.yaml", *SAVE], "tag.yaml: is not YAML"),
+    (COMPARE, ["missing.yaml", *SAVE], "a study needs baseline, budget"),
+    (COMPARE, ["unknown.yaml", *SAVE], "unknown key 'budgt'; did you mean 'budget'?"),
+    (COMPARE, ["seeds.yaml", *SAVE], "seeds must be a list of whole numbers from 0"),
+    (COMPARE, ["task.yaml", *SAVE], "task t: warm-start must be `key: value` lines"),
+    (COMPARE, ["tune.yaml", *SAVE], "tune: seeds must be a list of whole numbers"),
+    (COMPARE, ["wrong.json", *SAVE], "wrong.json: holds no results of a study"),
+    ("tools/audit_credit.py", ["nowhere"], "nowhere holds no config.yaml"),
+    ("tools/audit_credit.py", ["nowhere", "--rollouts", "3"], "--rollouts must be even"),
+    ("tools/operator_skill.py", ["nowhere"], "nowhere holds no policy"),
+    ("tools/operator_skill.py", ["nowhere", "--targets", "0"], "--prompts and --targets must be at least 1"),
+    ("tools/inspect_checkpoint.py", ["nowhere"], "nowhere"),
+    ("tools/inspect_data.py", ["--hf-checkpoint", "nowhere", "--prompt-data", "a"], "nowhere"),
+    ("tools/inspect_data.py", ["--hf-checkpoint", str(TINY), "--prompt-data", "a.jsonl"], "no such file"),
+    ("tools/convert_hf_to_megatron.py", ["--hf-checkpoint", "nowhere", "--save", "out"], "nowhere"),
+    ("tools/convert_megatron_to_hf.py", ["--load", "nowhere", "--save", "out"], "nowhere"),
+    ("tools/convert_gguf_to_hf.py", ["--save", "out"], "--gguf or a package"),
+    ("tools/convert_gguf_to_hf.py", ["--gguf", "nowhere.gguf", "--save", "out"], "no file nowhere.gguf"),
+    ("tools/make_word_problems.py", ["--save", "list.yaml"], "list.yaml"),
+]  # fmt: skip
+
+STUDY = {"methods": {"a": {}, "b": {}}, "baseline": "a", "budget": 3}
+FILES = {
+    "list.yaml": "- 1\n",
+    "scalar.yaml": "3\n",
+    "tag.yaml": "methods: !!python/object:os.system {}\n",
+    "missing.yaml": json.dumps({"methods": {}}),
+    "unknown.yaml": json.dumps(STUDY | {"budgt": 3}),
+    "seeds.yaml": json.dumps(STUDY | {"seeds": 10**12}),
+    "task.yaml": json.dumps(STUDY | {"tasks": {"t": {"settings": {}, "warm-start": 3}}}),
+    "tune.yaml": json.dumps(STUDY | {"tune": {"grid": {"lr": [1.0]}, "seeds": 3, "budget": 1}}),
+    "wrong.json": "[]",
+}
+
+
+@pytest.fixture
+def where_the_user_stands(tmp_path, monkeypatch):
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setenv("IBPO_CWD", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize(("program", "words", "says"), WRONG, ids=lambda part: str(part)[:40])
+def test_a_wrong_input_is_one_line_and_status_2(
+    where_the_user_stands, capsys, monkeypatch, program, words, says
+):
+    monkeypatch.setattr("sys.argv", [program, *words])
+    if program.endswith(".py"):
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(ROOT / program), run_name="__main__")
+        status = ended.value.code
+    else:
+        status = importlib.import_module(program).main(words)
+    said = capsys.readouterr().err
+    assert status == BAD_INPUT, said
+    assert "traceback" not in said.lower(), "what was given is at fault, and the line says it all"
+    (line,) = (line for line in said.splitlines() if line.startswith("error: "))
+    assert says in said.partition(line)[1] + said.partition(line)[2]
+
+
+@pytest.mark.ray
+def test_a_run_whose_reward_function_fails_ends_in_one_line(tmp_path):
+    (tmp_path / "broken.py").write_text("def score(prompt, response, label, metadata): return label['x']\n")
+    command = [sys.executable, "-m", "megatron_ibpo.commands.train", *A_RUN, "--rollout-backend", "lean"]
+    command += ["--rm-type", "broken:score", "--eval-num-prompts", "0", "--rollout-batch-size", "4"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == FAILED
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(
+        "error: the verifier failed on 32 of 32 responses of a step, more than --max-reward-"
+    )
+    assert "the first error: TypeError" in line
+    log = tmp_path / "run/logs/driver.log"
+    assert line.endswith(f"; the traceback is in {log}")
+    assert "RewardErrorRateError" in log.read_text()
+    assert "more than --max-reward-error-rate" not in done.stdout, "said once"
+    assert json.loads((tmp_path / "run/summary.json").read_text())["status"].startswith("failed: RewardError")
+
+
+@pytest.mark.parametrize("deleted", [False, True])
+def test_a_checkpoint_that_is_missing_because_the_run_was_deleted_is_no_bad_input(tmp_path, capsys, deleted):
+    """Trainers that start again may be the first to find it."""
+    run_dir = tmp_path / "run"
+    if not deleted:
+        run_dir.mkdir()
+
+    def work():
+        raise CheckpointError(f"{run_dir}/checkpoints/step_000010 holds no Megatron checkpoint")
+
+    assert guarded(work, logs=run_dir / "logs") == (FAILED if deleted else BAD_INPUT)
+    said = capsys.readouterr().err
+    assert ("the run's directory is gone" in said) == deleted

@@ -1,0 +1,701 @@
+"""Flags and recipes: what wins, what comes back, what is refused and how."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import subprocess
+import sys
+import typing
+from pathlib import Path
+from typing import Annotated
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_ibpo.basics.records import Prompt
+from megatron_ibpo.config import (
+    NOT_NEGATIVE,
+    PRESETS,
+    Config,
+    ConfigError,
+    DataConfig,
+    config_yaml,
+    load_hook,
+    named_values,
+    nearest,
+    write_config,
+)
+from megatron_ibpo.config.all_fields import ENTRIES
+from megatron_ibpo.credit import Operator, find_operator
+from megatron_ibpo.rewards import Score, extracted_answer, open_verifier
+from megatron_ibpo.run.checks import check_run
+from megatron_ibpo.run.settings import parse_config
+from support.paths import ROOT
+
+
+def recipe(tmp_path: Path, text: str, name: str = "recipe.yaml") -> str:
+    path = tmp_path / name
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def test_flags_are_flat_and_typed():
+    line = (
+        "--tensor-model-parallel-size 2 --no-sequence-parallel --lr 3e-4 --hf-checkpoint some/dir "
+        "--ibpo-rewrite-threshold adaptive --eps-clip-high None --rollout-top-k -1"
+    )
+    config = parse_config(line.split())
+    assert config.parallel.tensor_model_parallel_size == 2
+    assert config.parallel.sequence_parallel is False
+    assert config.optimizer.lr == 3e-4
+    assert config.model.hf_checkpoint == Path.cwd() / "some/dir"
+    assert config.algorithm.parameters["ibpo_rewrite_threshold"] == "adaptive"
+    assert config.loss.eps_clip_high is None
+    assert config.rollout.rollout_top_k == -1
+
+
+def test_flags_win_over_recipes_and_recipes_over_the_preset(tmp_path):
+    first = recipe(tmp_path, "advantage-estimator: gspo\nlr: 3e-4\nrollout_batch_size: 16\n", "first.yaml")
+    second = recipe(tmp_path, "rollout-batch-size: 8\nclip-grad: 2\n", "second.yaml")
+
+    config = parse_config(["--config", first, "--config", second, "--clip-grad", "3"])
+
+    assert config.algorithm.ibpo_operator == "none", "from the preset"
+    assert config.optimizer.lr == 3e-4, "from the first recipe"
+    assert config.rollout.rollout_batch_size == 8, "the later recipe wins"
+    assert config.optimizer.clip_grad == 3.0, "the flag wins"
+    by_flag = parse_config(["--config", first, "--advantage-estimator", "ibpo", "--ibpo-corrections", "2"])
+    assert by_flag.algorithm.parameters["ibpo_corrections"] == 2
+
+
+def test_a_preset_counts_where_it_is_named(tmp_path):
+    """Over what was read before it, so that a recipe of one method can be run with another."""
+    base = recipe(tmp_path, "advantage-estimator: ibpo\nibpo-lambda: 0.3\neps-clip: 3e-3\n", "base.yaml")
+    alone = parse_config(["--config", base]).algorithm.parameters
+    assert alone["ibpo_lambda"] == 0.3, "its own file wins over a preset"
+
+    by_flag = parse_config(["--config", base, "--advantage-estimator=ibpo-joint-only"])
+    assert by_flag.algorithm.parameters["ibpo_lambda"] == 0.0
+    assert by_flag.loss.eps_clip == 3e-3, "what the preset says nothing of stays"
+    grpo = parse_config(["--config", base, "--advantage-estimator", "grpo"]).loss
+    assert (grpo.loss_variant, grpo.eps_clip) == ("grpo", None), "the clip was the other variant's"
+
+    method = recipe(tmp_path, "advantage-estimator: ibpo-mask\nibpo-beta: 0.4\n", "method.yaml")
+    by_file = parse_config(["--config", base, "--config", method]).algorithm.parameters
+    assert (by_file["ibpo_lambda"], by_file["ibpo_beta"]) == (0.6, 0.4)
+    later = recipe(tmp_path, "ibpo-k: 3\n", "later.yaml")
+    assert parse_config(["--config", method, "--config", later]).algorithm.parameters["ibpo_k"] == 3
+    back = parse_config(["--config", method, "--advantage-estimator", "gspo"])
+    assert back.algorithm.parameters == {}, "nothing of an earlier preset is left"
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (
+            "--advantage-estimator gspo --ibpo-lambda 0.3",
+            "--ibpo-lambda: gspo with --ibpo-operator none has no such parameter; --ibpo-operator "
+            "compare-and-correct has it",
+        ),
+        ("--advantage-estimator gspo --no-ibpo-joint", "--ibpo-joint: gspo with --ibpo-operator none"),
+        (
+            "--token_credit_weight=1",
+            "--token-credit-weight: ibpo with --token-credit uniform",
+        ),
+        ("--gae-lambda 1", "--gae-lambda: ibpo with --advantages group .*--advantages critic has it"),
+        ("--ibpo-operator span-masking --ibpo-k 3", "--ibpo-k: ibpo with --ibpo-operator span-masking"),
+        ("--ibpo-operator span-msking", "--ibpo-operator span-msking: unknown.*did you mean 'span-masking'"),
+        (
+            "--ibpo-operator agreement",
+            "moved out of the package; name examples/credit/agreement",
+        ),
+        ("--token-credit random-window", "name examples/credit/random_window.py:RandomWindow"),
+        ("--ibpo-gate", "moved out of the package; name --ibpo-operator examples/credit/gated.py:Gated"),
+    ],
+)
+def test_a_parameter_that_the_choice_does_not_have_is_refused(flags, says):
+    with pytest.raises(ConfigError, match=says):
+        parse_config(flags.split())
+
+
+def test_a_key_that_the_choice_does_not_have_is_refused_where_it_stands(tmp_path):
+    wrong = recipe(tmp_path, "advantage-estimator: gspo\nibpo-corrections: 0\nibpo-joint: false\n")
+    with pytest.raises(
+        ConfigError, match=r"recipe\.yaml: --ibpo-corrections: gspo with.*\n.*--ibpo-joint: gspo with"
+    ):
+        parse_config(["--config", wrong, "--advantage-estimator", "ibpo"])
+
+
+def test_naming_another_choice_forgets_the_parameters_of_the_previous_one(tmp_path):
+    text = "token-credit: wrong-weight-by-length\ntoken-credit-tokens: 5\n"
+    base = recipe(tmp_path, text + "advantages: critic\ngae-lambda: 0.5\n")
+    kept = parse_config(["--config", base, "--gae-gamma", "0.9"]).algorithm.parameters
+    assert (kept["token_credit_tokens"], kept["gae_lambda"], kept["gae_gamma"]) == (5, 0.5, 0.9)
+    other = parse_config(["--config", base, "--token-credit", "divergence-window", "--advantages", "group"])
+    assert other.algorithm.parameters["token_credit_tokens"] == 2
+    assert "gae_lambda" not in other.algorithm.parameters
+
+
+@dataclasses.dataclass(frozen=True)
+class Mine(Operator):
+    """A method of the user's."""
+
+    mine_weight: Annotated[float, NOT_NEGATIVE] = 1.5
+    """How much."""
+
+    def judge(self, groups, context):
+        raise AssertionError("never asked")
+
+
+def test_a_method_of_ones_own_has_parameters_with_the_same_rights(tmp_path, capsys):
+    path = f"{__name__}:Mine"
+    by_key = recipe(tmp_path, f"ibpo-operator: {path}\nmine-weight: 2\n")
+    assert parse_config(["--config", by_key]).algorithm.parameters == {"mine_weight": 2.0}
+    config = parse_config(["--ibpo-operator", path, "--mine-weight", "3"])
+    assert find_operator(config.algorithm) == Mine(3.0)
+    assert parse_config(["--config", recipe(tmp_path, config_yaml(config), "back.yaml")]) == config
+    with pytest.raises(ConfigError, match="unknown key 'mine-weigh'; did you mean 'mine-weight'"):
+        parse_config(["--config", recipe(tmp_path, f"ibpo-operator: {path}\nmine-weigh: 2\n", "wrong.yaml")])
+    with pytest.raises(SystemExit):
+        parse_config(["--ibpo-operator", path, "--help"])
+    shown = capsys.readouterr().out
+    assert "--mine-weight" in shown
+    assert "--ibpo-lambda" not in shown
+
+
+def test_the_default_preset_is_in_force_without_naming_it():
+    by_name = parse_config(["--advantage-estimator", Config().algorithm.advantage_estimator])
+    assert parse_config([]) == by_name
+    for name, value in PRESETS[by_name.algorithm.advantage_estimator].items():
+        sections = [vars(getattr(by_name, field.name)) for field in dataclasses.fields(by_name)]
+        parts = [*sections, by_name.algorithm.parameters]
+        assert [part[name] for part in parts if name in part] == [value]
+
+
+def test_print_config_prints_a_recipe_that_means_the_same(tmp_path, capsys):
+    flags = ["--advantage-estimator", "gspo", "--lr", "1e-5", "--run-dir", "a b/c", "--no-save"]
+    with pytest.raises(SystemExit) as ended:
+        parse_config([*flags, "--print-config"])
+    assert ended.value.code == 0
+    printed = capsys.readouterr().out
+    assert yaml.safe_load(printed)["lr"] == 1e-5
+    assert parse_config(["--config", recipe(tmp_path, printed)]) == parse_config(flags)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    lr=st.floats(1e-12, 1.0),
+    path=st.text(st.characters(codec="utf-8", exclude_categories=["C"]), min_size=1),
+    threshold=st.sampled_from(["adaptive", 0.25, 1.0]),
+    high=st.none() | st.floats(1e-6, 0.5),
+)
+def test_a_written_configuration_reads_back_equal(tmp_path_factory, lr, path, threshold, high):
+    config = parse_config([])
+    config.optimizer.lr = lr
+    file = path.replace("?", "_")  # it would begin the settings of a source
+    config.data.prompt_data = (str(Path("/data") / file), "reasoning_gym://chain_sum?weight=2")
+    config.run.run_dir = Path("/runs") / path
+    config.algorithm.parameters["ibpo_rewrite_threshold"] = threshold
+    config.loss.eps_clip_high = high
+    written = tmp_path_factory.mktemp("config") / "config.yaml"
+    write_config(config, written)
+    assert parse_config(["--config", str(written)]) == config
+    assert config_yaml(config) == written.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("recipe", ["tiny_qwen3_next_ibpo", "qwen3_next_80b_a3b_ibpo"])
+def test_a_recipe_alone_means_what_it_means_beside_a_flag_that_changes_nothing(recipe):
+    """Without flags no parser of flags is built."""
+    given = ["--config", f"examples/recipes/{recipe}.yaml"]
+    alone = parse_config(given)
+    assert parse_config([*given, "--lr", str(alone.optimizer.lr)]) == alone
+
+
+def test_an_unknown_flag_suggests_the_nearest(capsys):
+    with pytest.raises(SystemExit) as ended:
+        parse_config(["--tensr-model-parallel-size", "2"])
+    assert ended.value.code == 2
+    said = capsys.readouterr()
+    assert "--tensor-model-parallel-size" in said.out + said.err
+
+
+def test_a_flag_of_the_wrong_type_names_itself_and_its_value(capsys):
+    with pytest.raises(SystemExit) as ended:
+        parse_config(["--tensor-model-parallel-size", "two"])
+    assert ended.value.code == 2
+    said = capsys.readouterr()
+    assert "--tensor-model-parallel-size" in said.out + said.err
+    assert "'two'" in said.out + said.err
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("tensor-model-paralel-size: 2\n", r"recipe.yaml: unknown key 'tensor-model-paralel-size'; did you"),
+        ("tensor-model-paralel-size: 2\n", r"mean 'tensor-model-parallel-size'"),
+        ("lr: fast\n", r"recipe.yaml: lr: 'fast' is not a number"),
+        ("rollout-batch-size: 1.5\n", r"rollout-batch-size: 1.5 is not a whole number"),
+        ("rollout-batch-size: true\n", r"rollout-batch-size: True is not a whole number"),
+        ("sequence-parallel: 1\n", r"sequence-parallel: 1 is not true or false"),
+        ("recompute-granularity: all\n", r"'all' is not one of 'none', 'full', 'selective'"),
+        ("ibpo-rewrite-threshold: often\n", r"'often' is not a number or one of 'adaptive'"),
+        ("lr: 1e-5\nrun-dir: a\nrun_dir: b\n", r"key 'run_dir' is given twice, on lines 2 and 3"),
+        ("lr: 1e-5\nclip-grad: 2\n\nlr: 1e-6\n", r"recipe.yaml: key 'lr' is given twice, on lines 1 and 4"),
+        ("loss-param: {tau_pos: 1, tau_pos: 2}\n", r"key 'tau_pos' is given twice, on lines 1 and 1"),
+        ("loss-param: 3\n", r"loss-param: 3 is not a list, each item text"),
+        ("icepop: [1.2]\n", r"icepop: \[1.2\] is not a list of 2, each item a number or null"),
+        ("qqqqqqqqqq: 3\n", r"unknown key 'qqqqqqqqqq'$"),
+        ("advantage-estimator: ibop\n", r"no preset 'ibop'; there are .*; did you mean 'ibpo'\?$"),
+        ("- lr\n", r"must hold `key: value` lines"),
+        ("lr: [\n", r"is not YAML"),
+    ],
+)  # fmt: skip
+def test_a_bad_recipe_is_refused_with_its_key_and_value(tmp_path, text, expected):
+    with pytest.raises(ConfigError, match=expected):
+        parse_config(["--config", recipe(tmp_path, text)])
+
+
+def test_a_missing_recipe_is_refused():
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml: cannot be read"):
+        parse_config(["--config", "nowhere.yaml"])
+
+
+def runnable(tmp_path: Path) -> Config:
+    config = parse_config([])
+    config.model.hf_checkpoint = tmp_path
+    config.data.eval_prompt_data = "reasoning_gym://chain_sum"
+    config.data.prompt_data = (config.data.eval_prompt_data,)
+    return config
+
+
+def test_a_complete_configuration_passes(tmp_path):
+    check_run(runnable(tmp_path))
+
+
+def test_all_problems_are_named_at_once(tmp_path):
+    config = runnable(tmp_path)
+    config.model.hf_checkpoint = None
+    config.data.eval_prompt_data = None
+    config.optimizer.lr = -1.0
+    config.rollout.n_samples_per_prompt = 1
+    config.parallel.context_parallel_size = 0
+    with pytest.raises(ConfigError, match="5 problems") as refused:
+        check_run(config)
+    for flag in (
+        "--hf-checkpoint",
+        "--eval-prompt-data",
+        "--lr: must be above 0, is -1.0",
+        "--n-samples-per-prompt",
+        "--context-parallel-size: must be between 1 and",
+    ):
+        assert flag in str(refused.value)
+
+
+NUMBERS = [
+    name for name, entry in ENTRIES.items() if {int, float} & {entry.type, *typing.get_args(entry.type)}
+]
+SERIES = [name for name in NUMBERS if typing.get_origin(ENTRIES[name].type) is tuple]
+"""Fields of any count of numbers; what a command line and a recipe give them is always a tuple."""
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), 10**20, -(10**20)])
+def test_no_field_takes_a_number_that_is_none_or_that_no_machine_word_holds(tmp_path, value):
+    config = runnable(tmp_path)
+    before = {name: ENTRIES[name].get(config) for name in NUMBERS}
+    for name in NUMBERS:
+        if isinstance(value, float) or float not in (
+            ENTRIES[name].type,
+            *typing.get_args(ENTRIES[name].type),
+        ):
+            ENTRIES[name].put(config, (value,) if name in SERIES else value)
+    with pytest.raises(ConfigError) as refused:
+        check_run(config)
+    for name in NUMBERS:
+        if ENTRIES[name].get(config) != before[name]:
+            assert f"--{name.replace('_', '-')}: must be a " in str(refused.value)
+
+
+@pytest.mark.parametrize("words", [["--run-dir="], ["--run-dir", ""], ["--hf_checkpoint="], ["--load", ""]])
+def test_an_empty_path_is_refused_and_not_taken_for_the_directory_where_one_stands(words):
+    with pytest.raises(ConfigError, match="is empty; name a path, or leave the flag out"):
+        parse_config(words)
+
+
+def test_an_empty_path_in_a_recipe_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="run-dir: '' is not a path"):
+        parse_config(["--config", recipe(tmp_path, 'run-dir: ""\n')])
+
+
+@pytest.mark.parametrize("name", ["--advantage-estimator", "--loss-variant", "--config"])
+def test_dashes_alone_are_no_value(name):
+    with pytest.raises(ConfigError, match=f"{name}: -- is no value"):
+        parse_config([f"{name}=--"])
+
+
+def test_words_that_are_no_text_are_refused():
+    with pytest.raises(ConfigError, match="is not UTF-8"):
+        parse_config(["--rm-type", b"a\xff".decode(errors="surrogateescape")])
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["lr: .nan", "lr: -.inf", "adam-eps: 1e999", "loss-param: {tau_pos: .nan}", "seed: 99999999999999999999"],
+)
+def test_a_recipe_holds_no_number_that_is_none(tmp_path, text):
+    config = runnable(tmp_path)
+    given = parse_config(["--config", recipe(tmp_path, text)])
+    name = text.partition(":")[0].replace("-", "_")
+    ENTRIES[name].put(config, ENTRIES[name].get(given))
+    with pytest.raises(ConfigError, match=f"problems? in .*\n  --{text.partition(':')[0]}: "):
+        check_run(config)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 2_000,
+        "lr: 2001-99-99",
+        "lr: !!int x",
+        "!!map x",
+        "<<: 3",
+        "lr: 0b",
+        "? [a]\n: b",
+        "lr: !!binary x",
+    ],
+)
+def test_yaml_that_ends_in_other_errors_is_refused_as_well(tmp_path, text):
+    with pytest.raises(ConfigError, match=r"recipe.yaml"):
+        parse_config(["--config", recipe(tmp_path, text)])
+
+
+def test_references_that_would_fill_the_memory_when_written_out_are_named_in_short(tmp_path):
+    levels = "".join(f"l{n}: &l{n} [{', '.join([f'*l{n - 1}'] * 9)}]\n" for n in range(1, 12))
+    text = "l0: &l0 [x]\n" + levels
+    for key in ("lr: *l11\n", "vllm-arg: {a: *l11}\n"):
+        with pytest.raises(ConfigError) as refused:
+            parse_config(["--config", recipe(tmp_path, key.join(["", ""]) + "x: &x 1\n" + text + key)])
+        assert len(str(refused.value)) < 500
+
+
+def breaking(section: str, **fields):
+    return pytest.param(section, fields, id=",".join(fields))
+
+
+@pytest.mark.parametrize(
+    ("section", "fields"),
+    [
+        breaking("loss", num_steps_per_rollout=3),
+        breaking("loss", eps_clip=0.0),
+        breaking("loss", loss_variant="gpso"),
+        breaking("loss", loss_variant="gspo-token", fuse_lm_head=True),
+        breaking("loss", eps_clip_high=-1.0),
+        breaking("algorithm", ibpo_lambda=2.0, ibpo_beta=0.5),
+        breaking("rollout", rollout_max_context_len=8192),
+        breaking("rollout", rollout_top_k=0),
+        breaking("rollout", rollout_temperature=0.0),
+        breaking("run", load=Path("nowhere")),
+        breaking("run", budget=100.0),  # with the default schedule
+        breaking("run", gradient_meter_blocks=1),
+        breaking("run", max_reward_error_rate=1.5),
+        breaking("loss", loss_param=("eps_low=wide",)),
+        breaking("loss", kl_coef=float("nan")),
+        breaking("rollout", vllm_arg=("swap_space=-inf",)),
+        breaking("rollout", rollout_temperature_cycle=(1.0, float("inf"))),
+        breaking("rollout", engine_stall_timeout=3e6),
+        breaking("data", reward_workers=10**6),
+        breaking("run", seed=2**62),
+        breaking("run", dry_run_gpu_memory_gib=1e300),
+        breaking("algorithm", ibpo_k=10**9),
+        breaking("model", ref_load=Path("/")),  # and no --kl-coef
+        breaking("algorithm", ibpo_k=0),
+        breaking("algorithm", advantages="groups"),
+        breaking("rollout", rollout_num_gpus=4),  # and --colocate
+        breaking("rollout", vllm_arg=("=3",)),
+        breaking("run", debug_rollout_only=True, load_debug_rollout_data=Path(".")),
+        breaking("data", prompt_data=()),
+        breaking("data", prompt_data=("a.jsonl", "")),
+        breaking("data", system_prompt="Be brief."),  # and no --apply-chat-template
+        breaking("data", apply_chat_template=True, apply_chat_template_kwargs="[1]"),
+        breaking("data", filter_pass_rate=(0.1, 0.9)),  # and no --pass-rates
+        breaking("data", filter_pass_rate=(0.9, 0.1), pass_rates=Path("setup.py")),
+        breaking("data", filter_pass_rate=(0.1, 0.9), pass_rates=Path("nowhere")),
+        breaking("model", hf_checkpoint=Path("nowhere")),
+    ],
+)
+def test_what_cannot_work_is_refused(tmp_path, section, fields):
+    config = runnable(tmp_path)
+    for name, value in fields.items():
+        if name in ENTRIES:
+            setattr(getattr(config, section), name, value)
+        else:
+            config.algorithm.parameters[name] = value
+    with pytest.raises(ConfigError, match="1 problem in the configuration"):
+        check_run(config)
+
+
+def test_unknown_names_of_a_rooms_registry_are_refused_with_the_nearest(tmp_path):
+    config = runnable(tmp_path)
+    config.algorithm.ibpo_operator = "span-msking"
+    config.loss.loss_variant = "gpso"
+    with pytest.raises(
+        ConfigError,
+        match=r"(?s)--ibpo-operator span-msking: .*'span-masking'\?.*--loss-variant gpso: .*'gspo'\?",
+    ):
+        check_run(config)
+
+
+def test_wandb_without_the_package_says_what_to_install(tmp_path, monkeypatch):
+    config = runnable(tmp_path)
+    config.run.use_wandb = True
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="pip install wandb"):
+        check_run(config)
+
+
+def test_evaluation_turned_off_needs_no_evaluation_data(tmp_path):
+    config = runnable(tmp_path)
+    config.data.eval_prompt_data = None
+    config.run.eval_num_prompts = 0
+    check_run(config)
+
+
+def test_a_dry_run_needs_no_data(tmp_path):
+    config = runnable(tmp_path)
+    config.data.prompt_data, config.data.eval_prompt_data = (), None
+    config.run.dry_run = True
+    check_run(config)
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "examples/algorithms").glob("*.yaml")), ids=lambda path: path.stem
+)
+def test_every_algorithm_works_after_every_models_recipe(path, tmp_path):
+    own = {"run-dir": str(tmp_path), "hf-checkpoint": str(ROOT / "examples/tiny_qwen3")}
+    own |= {"prompt-data": "a.jsonl", "eval-prompt-data": "b.jsonl"}
+    mine = recipe(tmp_path, yaml.safe_dump(own), "mine.yaml")  # read ten times as fast as flags
+    for model in (ROOT / "examples/recipes").glob("*.yaml"):
+        check_run(parse_config(["--config", str(model), "--config", str(path), "--config", mine]))
+
+
+def test_every_algorithm_is_in_the_documentation():
+    listed = (ROOT / "docs/algorithms.md").read_text()
+    names = [path.stem for path in (ROOT / "examples/algorithms").glob("*.yaml")]
+    assert [name for name in [*names, *PRESETS] if f"`{name.replace('-', '_')}`" not in listed] == []
+
+
+def test_naming_another_loss_variant_forgets_the_parameters_of_the_previous_one(tmp_path):
+    base = recipe(tmp_path, "advantage-estimator: ibpo\neps-clip: 3e-3\nloss-param: {a: 1}\n", "base.yaml")
+
+    def clips(*flags):
+        loss = parse_config(["--config", base, *flags]).loss
+        return loss.eps_clip, loss.eps_clip_high, loss.loss_param
+
+    assert clips() == (3e-3, None, ("a=1",))
+    assert clips("--loss-variant", "gspo") == (3e-3, None, ("a=1",)), "the same variant"
+    assert clips("--loss-variant", "sapo") == (None, None, ())
+    assert clips("--loss-variant=cispo", "--eps-clip", "0.1") == (0.1, None, ()), "given at the same place"
+    assert clips("--advantage-estimator", "grpo") == (None, None, ()), "the preset's variant has its own"
+    assert clips("--advantage-estimator", "grpo", "--loss-variant", "sapo") == (None, None, ())
+
+    later = recipe(tmp_path, "loss-variant: sapo\nloss-param: {tau_pos: 2.5}\n", "later.yaml")
+    assert clips("--config", later) == (None, None, ("tau_pos=2.5",))
+    method = recipe(tmp_path, "advantage-estimator: dapo\neps-clip: 0.1\n", "method.yaml")
+    assert clips("--config", method) == (0.1, None, ())
+    assert clips("--config", method, "--advantage-estimator", "ibpo") == (None, None, ())
+
+
+def test_named_values_of_recipes_and_flags_are_merged_by_name(tmp_path):
+    text = "vllm-arg:\n  max-num-batched-tokens: 4096\n  enable_chunked_prefill: true\n"
+    first = recipe(tmp_path, text, "a.yaml")
+    second = recipe(tmp_path, "vllm-arg: [swap_space=1.5]\n", "b.yaml")
+    flags = "--vllm-arg max_num_batched_tokens=1 --vllm-arg x=a=b"
+    config = parse_config(["--config", first, "--config", second, *flags.split()])
+    assert named_values(config.rollout.vllm_arg) == {
+        "max_num_batched_tokens": "1",
+        "enable_chunked_prefill": "true",
+        "swap_space": "1.5",
+        "x": "a=b",
+    }
+    assert parse_config(["--config", recipe(tmp_path, config_yaml(config), "back.yaml")]) == config
+
+
+def test_sources_of_prompts_are_texts_or_mappings(tmp_path):
+    text = """prompt-data:
+  - path: /data/a.jsonl
+    weight: 2
+    suffix: "Put it in \\\\boxed{}."
+    rm-type: math
+  - reasoning_gym://chain_sum?min_terms=5
+  - path: reasoning_gym://countdown?level=1
+    weight: 0.5
+apply-chat-template-kwargs: {enable_thinking: false}
+"""
+    data = parse_config(["--config", recipe(tmp_path, text)]).data
+    assert data.prompt_data == (
+        "/data/a.jsonl?weight=2&suffix=Put+it+in+%5Cboxed%7B%7D.&rm_type=math",
+        "reasoning_gym://chain_sum?min_terms=5",
+        "reasoning_gym://countdown?level=1&weight=0.5",
+    )
+    assert data.apply_chat_template_kwargs == '{"enable_thinking": false}'
+    one = recipe(tmp_path, "prompt-data: /data/a.jsonl\n", "one.yaml")
+    assert parse_config(["--config", one]).data.prompt_data == ("/data/a.jsonl",)
+    assert parse_config(["--config", one, "--prompt-data", "/b", "/c"]).data.prompt_data == ("/b", "/c")
+
+
+@pytest.mark.parametrize("source", ["{weight: 2}", "[{path: a, suffix: [b]}]", "[3]", "{path: 3}"])
+def test_a_source_that_is_none_is_refused(tmp_path, source):
+    with pytest.raises(ConfigError, match="prompt-data"):
+        parse_config(["--config", recipe(tmp_path, f"prompt-data: {source}\n")])
+
+
+@pytest.fixture
+def elsewhere(tmp_path, monkeypatch):
+    """A directory where the user stands, while the process works in the repository's root."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("IBPO_CWD", str(tmp_path))
+    monkeypatch.setattr("sys.path", [*sys.path])
+    return tmp_path
+
+
+def test_paths_of_flags_count_from_where_the_user_stands(elsewhere):
+    recipe(elsewhere, "lr: 1e-3\n", "mine.yaml")
+    flags = ["--config", "mine.yaml", "--hf-checkpoint", "examples/tiny_qwen3", "--prompt-data", "a.jsonl"]
+    config = parse_config([*flags, "--run-dir", "out", "--eval-prompt-data", "reasoning_gym://chain_sum"])
+    assert config.optimizer.lr == 1e-3
+    assert config.model.hf_checkpoint == elsewhere / "examples/tiny_qwen3", "not the repository's"
+    assert config.data.prompt_data == (str(elsewhere / "a.jsonl"),)
+    assert config.data.eval_prompt_data == "reasoning_gym://chain_sum"
+    assert config.run.run_dir == elsewhere / "out"
+    assert parse_config(["--run-dir", "/abs"]).run.run_dir == Path("/abs")
+
+
+def test_paths_of_recipes_are_looked_for_in_the_repository_too(elsewhere):
+    text = "hf-checkpoint: examples/tiny_qwen3\nprompt-data: mine.jsonl\nload: README.md\nrun-dir: examples\n"
+    (elsewhere / "README.md").touch()
+    config = parse_config(["--config", recipe(elsewhere, text)])
+    assert config.model.hf_checkpoint == ROOT / "examples/tiny_qwen3"
+    assert config.data.prompt_data == (str(elsewhere / "mine.jsonl"),), "found nowhere"
+    assert config.run.load == elsewhere / "README.md", "found in both"
+    assert config.run.run_dir == elsewhere / "examples", "it is written, not looked for"
+
+
+def test_a_missing_path_is_named_in_full_with_where_it_was_looked_for(elsewhere):
+    config = runnable(elsewhere)
+    config.model.hf_checkpoint = parse_config(["--hf-checkpoint", "mine"]).model.hf_checkpoint
+    with pytest.raises(ConfigError) as refused:
+        check_run(config)
+    where = "is not a directory (relative paths count from"
+    assert f"--hf-checkpoint: {elsewhere}/mine {where}" in str(refused.value)
+    assert str(ROOT) in str(refused.value)
+    with pytest.raises(ConfigError, match=f"--config {elsewhere}/no.yaml: cannot be read"):
+        parse_config(["--config", "no.yaml"])
+
+
+def test_a_hook_is_found_where_the_user_stands(elsewhere):
+    (elsewhere / "part_of_hook.py").write_text("VALUE = 3\n")
+    (elsewhere / "own_hook.py").write_text("from part_of_hook import VALUE\ndef score(*_): return VALUE\n")
+    assert load_hook("--rm-type", "own_hook:score")() == 3
+
+
+def test_a_hook_is_found_by_the_path_of_its_file(elsewhere):
+    (elsewhere / "mine").mkdir()
+    (elsewhere / "mine" / "beside_hook.py").write_text("VALUE = 4\n")
+    hook = elsewhere / "mine" / "filed_hook.py"
+    hook.write_text("from beside_hook import VALUE\ndef score(*_): return VALUE\n")
+    assert load_hook("--rm-type", "mine/filed_hook.py:score")() == 4
+    assert load_hook("--rm-type", f"{hook}:score")() == 4
+
+
+def test_hooks_of_recipes_are_looked_for_in_the_repository_too(elsewhere):
+    task = str(ROOT / "examples/studies/tasks/pairs.yaml")
+    data = parse_config(["--config", task, "--reward-workers", "1"]).data
+    [rows] = [load_hook("--prompt-data", source.removeprefix("import://")) for source in data.prompt_data]
+    row = rows("eval")[0]
+    prompt = Prompt(0, (1,), 1, row["label"], row["task"], row["prompt"], row["metadata"])
+    with open_verifier(data) as verifier:
+        assert verifier.score([(prompt, "no sum")])[0] == Score(0.0, False)
+    assert extracted_answer(prompt, "1+1=2", data) == "2"
+
+
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        ("own_hook", "expected an import path package.module:name"),
+        ("not_there:f", "no module 'not_there' in {here} or among the installed packages"),
+        ("json.not_there:f", "no module 'json.not_there' in {here}"),
+        ("lacking:scor", "lacking.py defines no 'scor'; did you mean 'score'?"),
+        ("needing:f", "cannot be imported: ModuleNotFoundError: No module named 'absent_library'"),
+        ("broken:f", "cannot be imported: ZeroDivisionError"),
+        ("also_lacking.py:scor", "lacking.py defines no 'scor'; did you mean 'score'?"),
+        ("not_there.py:f", "no file {here}/not_there.py (relative paths count from {here}"),
+        ("json.py:f", "a module 'json' is imported already from "),
+        (
+            "megatron_ibpo.data.study_tasks:pairs",
+            "moved out of the package; name examples/tasks/study_tasks.py:pairs",
+        ),
+    ],
+)
+def test_a_hook_that_cannot_be_loaded_says_why(elsewhere, path, says):
+    for name in ("lacking", "also_lacking"):
+        (elsewhere / f"{name}.py").write_text("def score(): pass\n")
+    (elsewhere / "needing.py").write_text("import absent_library\n")
+    (elsewhere / "broken.py").write_text("1 / 0\n")
+    (elsewhere / "json.py").touch()
+    with pytest.raises(ConfigError, match=re.escape(says.format(here=elsewhere))) as refused:
+        load_hook("--rm-type", path)
+    assert str(refused.value).startswith(f"--rm-type {path}: ")
+
+
+def test_a_reward_function_is_found_where_the_user_stands(elsewhere):
+    (elsewhere / "own_reward.py").write_text("def score(prompt, response, label, metadata): return 0.5\n")
+    with open_verifier(DataConfig(rm_type="own_reward:score", reward_workers=1)) as verifier:
+        [score] = verifier.score([(Prompt(0, (1,), 1, "", "test", "question"), "answer")])
+    assert score.reward == 0.5
+
+
+def test_the_scripts_hand_over_where_the_user_stands(tmp_path):
+    recipe(tmp_path, "lr: 0.25\n", "mine.yaml")
+    script = ROOT / "examples/run_qwen3_next_ibpo.sh"
+    done = subprocess.run(
+        ["bash", str(script), "--dry-run", "--config", "mine.yaml", "--print-config", "--run-dir", "out"],
+        env=os.environ | {"IBPO_PYTHON": sys.executable},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    printed = yaml.safe_load(done.stdout)
+    assert printed["lr"] == 0.25
+    assert printed["run-dir"] == str(tmp_path / "out")
+    assert printed["hf-checkpoint"] == str(ROOT / "examples/tiny_qwen3_next")
+
+
+def test_the_nearest_name_is_shown_as_it_is_typed():
+    assert nearest("chain_summ", ["chain_sum", "spell"]) == "; did you mean 'chain_sum'?"
+    keys = ["rollout-batch-size", "lr"]
+    assert nearest("rollout_batchsize", keys) == "; did you mean 'rollout-batch-size'?"
+    assert nearest("xyz", ["chain_sum"]) == ""
+
+
+@pytest.mark.parametrize(
+    ("preset", "corrections", "operator"), [("gspo", 0, "none"), ("ibpo", 1, "compare-and-correct")]
+)
+def test_the_configuration_of_a_run_of_version_0_1_means_the_same(tmp_path, preset, corrections, operator):
+    """It wrote the parameters of all methods, and no corrections for no operator."""
+    written = config_yaml(parse_config(["--advantage-estimator", preset]))
+    others = {"ibpo-corrections": corrections, "ciw-inverted": False, "gae-lambda": 0.9, "ibpo-lambda": 0.6}
+    others |= {"token-credit-weight": 0.075, "token-credit-eta": 1.0, "ibpo-gate": False}
+    older = yaml.safe_load(written) | others | {"ibpo-operator": "compare-and-correct"}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(older))
+    found = parse_config(["--config", str(tmp_path / "config.yaml")])
+    assert found.algorithm.ibpo_operator == operator
+    assert config_yaml(found) == written
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(older | {"ibpo-gate": True}))
+    with pytest.raises(ConfigError, match=r"config\.yaml: --ibpo-gate: moved out of the package"):
+        parse_config(["--config", str(tmp_path / "config.yaml")])

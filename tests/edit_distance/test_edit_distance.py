@@ -1,0 +1,580 @@
+"""Token edit distance and alignment, on every path, against tables by the book and rapidfuzz."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+import threading
+import time
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rapidfuzz.distance import Levenshtein
+
+from megatron_ibpo import _edit_distance
+from megatron_ibpo.edit_distance import (
+    SATURATED,
+    batch_distance,
+    distance,
+    opcodes,
+    rewrite_test,
+    unmodified_mask,
+)
+from megatron_ibpo.edit_distance.rewrites import adaptive_threshold
+from support.alignment_oracle import canonical_matches, edits, most_matches
+
+ISAS = _edit_distance.supported_isas()
+ENGINES = ["", "packed", "stripes", "wavefront"]
+FEW = st.integers(0, 3)
+SMALL_IDS = st.lists(FEW, max_size=200)
+SHORT = st.lists(FEW, max_size=9)
+ANY_IDS = st.lists(
+    st.sampled_from([0, 1, -1, 2**31 - 1, -(2**31), 2**61 - 1, 2**63 - 1, -(2**63), 2**18, 2**18 - 1]),
+    max_size=70,
+)
+EDGES = [1, 63, 64, 65, 127, 128, 129, 192, 255, 256, 257, 511, 512, 513, 1023, 1024, 1025, 2047, 2048, 2049]
+"""Lengths around the words, stripes and tiles of all instruction sets."""
+
+
+def flatten(sequences) -> tuple[np.ndarray, np.ndarray]:
+    values = np.concatenate([np.asarray(s, np.int64) for s in sequences] or [np.empty(0, np.int64)])
+    return values, np.cumsum([0, *map(len, sequences)])
+
+
+def edited(rng, a, rate, alphabet):
+    """A copy of `a` with about so many of its tokens replaced, left out, or preceded by another."""
+    kind = np.where(rng.random(len(a)) < rate, rng.integers(1, 4, len(a)), 0)
+    copies = np.array([1, 1, 0, 2])[kind]
+    b = np.repeat(a, copies)
+    first = (np.cumsum(copies) - copies)[(kind == 1) | (kind == 3)]
+    b[first] = rng.integers(0, alphabet, len(first))
+    return b
+
+
+def pairs_of_all_kinds(seed, count, lengths):
+    rng = np.random.default_rng(seed)
+    for _ in range(count):
+        alphabet = int(rng.choice([1, 2, 4, 50, 150_000]))
+        a = rng.integers(0, alphabet, int(rng.choice(lengths)))
+        match rng.integers(0, 6):
+            case 0:  # unrelated, of any other length
+                b = rng.integers(0, alphabet, int(rng.choice(lengths)))
+            case 1:  # blocks moved
+                b = np.roll(a, int(rng.integers(0, len(a) + 1)))
+            case 2:  # much shorter
+                b = edited(rng, a[: len(a) // 4], 0.1, alphabet)
+            case 3:  # periodic
+                a, b = np.arange(len(a)) % 7, (np.arange(max(0, len(a) - 5)) + 3) % 7
+            case _:
+                b = edited(rng, a, rng.choice([0.0, 0.02, 0.2, 0.6, 0.95]), alphabet)
+        yield (a, b) if rng.random() < 0.5 else (b, a)
+
+
+# ------------------------------------------------------------------------------------------- distances
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "count", "normalized"),
+    [
+        ([], [], 0, 0.0),
+        ([], [1, 2], 2, 1.0),
+        ([5], [5], 0, 0.0),
+        ([1, 2, 3], [4, 5], 3, 1.0),
+        ([1, 2, 3, 4], [1, 3, 4], 1, 0.25),
+        ([1, 2, 3, 4], [1, 9, 3, 4, 5], 2, 0.4),
+        ([2**61 - 1], [0], 1, 1.0),
+    ],
+)
+def test_known_distances(a, b, count, normalized):
+    assert distance(a, b, normalized=False) == count
+    assert distance(b, a) == normalized
+
+
+@given(SMALL_IDS, SMALL_IDS)
+@settings(max_examples=200, deadline=None)
+def test_equals_the_textbook_table_on_every_path(a, b):
+    values = (*flatten([a]), *flatten([b]))
+    want = edits(a, b)
+    for isa in ISAS:
+        for engine in ENGINES:
+            assert _edit_distance.batch_distance(*values, None, 1, isa, engine).tolist() == [want], (
+                isa,
+                engine,
+            )
+
+
+@given(ANY_IDS, ANY_IDS)
+@settings(deadline=None)
+def test_ids_of_any_size_and_sign(a, b):
+    assert distance(a, b, normalized=False) == edits(a, b)
+    mask, other, count = unmodified_mask([a], None, [b], None, return_other=True)
+    assert list(zip(*map(np.flatnonzero, (mask, other)), strict=True)) == canonical_matches(a, b)
+    assert count.tolist() == [edits(a, b)]
+
+
+@given(SMALL_IDS, SMALL_IDS, SMALL_IDS)
+@settings(deadline=None)
+def test_counts_are_a_metric(a, b, c):
+    ab, ba = distance(a, b, normalized=False), distance(b, a, normalized=False)
+    assert ab == ba
+    assert (ab == 0) == (a == b)
+    assert abs(len(a) - len(b)) <= ab <= max(len(a), len(b))
+    assert distance(a, c, normalized=False) <= ab + distance(b, c, normalized=False)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_every_engine_equals_rapidfuzz_around_all_edges_with_any_number_of_threads(isa):
+    pairs = list(pairs_of_all_kinds(seed=0, count=250, lengths=EDGES))
+    arguments = (*flatten([a for a, _ in pairs]), *flatten([b for _, b in pairs]))
+    want = [Levenshtein.distance(a.tolist(), b.tolist()) for a, b in pairs]
+    for engine in ENGINES:
+        for threads in (0, 1, 3):
+            got = _edit_distance.batch_distance(*arguments, None, threads, isa, engine)
+            assert got.tolist() == want, (engine, threads)
+
+
+def test_long_pairs_equal_rapidfuzz():
+    rng = np.random.default_rng(3)
+    ranks = rng.zipf(1.2, (3, 20_000)) % 150_000
+    pairs = [(ranks[0], edited(rng, ranks[0], rate, 150_000)) for rate in (0.02, 0.2, 0.6)]
+    pairs += [(ranks[1], ranks[2]), (ranks[1], ranks[2][:4000]), (ranks[0], np.roll(ranks[0], 7000))]
+    arguments = (*flatten([a for a, _ in pairs]), *flatten([b for _, b in pairs]))
+    want = [Levenshtein.distance(a.tolist(), b.tolist()) for a, b in pairs]
+    for isa in ISAS:
+        assert _edit_distance.batch_distance(*arguments, None, 1, isa, "").tolist() == want
+        assert _edit_distance.batch_align(*arguments, 1, isa, "")[2].tolist() == want
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_above_the_cutoff_a_pair_is_saturated_and_up_to_it_exact(isa):
+    pairs = list(pairs_of_all_kinds(seed=1, count=150, lengths=[40, 200, 600, 1500]))
+    arguments = (*flatten([a for a, _ in pairs]), *flatten([b for _, b in pairs]))
+    want = np.array([Levenshtein.distance(a.tolist(), b.tolist()) for a, b in pairs])
+    for engine in ENGINES:
+        for more in (-1, 0, 1):
+            cutoffs = np.maximum(want + more, 0)
+            got = _edit_distance.batch_distance(*arguments, cutoffs, 2, isa, engine)
+            assert got.tolist() == np.where(want <= cutoffs, want, SATURATED).tolist(), (engine, more)
+
+
+def test_cutoffs_are_in_the_unit_asked_for():
+    a, b = list(range(10)), [*range(7), 20, 21, 22]  # three edits of ten
+    assert distance(a, b, cutoff=0.3) == 0.3
+    assert distance(a, b, cutoff=0.29) == np.inf
+    assert distance(a, b, normalized=False, cutoff=3) == 3
+    assert distance(a, b, normalized=False, cutoff=2.9) == np.inf
+    assert batch_distance([a], None, [b], None, normalized=False, cutoff=2).tolist() == [SATURATED]
+    assert batch_distance([a, []], None, [b, []], None, cutoff=0).tolist() == [np.inf, 0.0]
+    assert distance(a, b, cutoff=10**400) == 0.3
+    assert distance(a, b, normalized=False, cutoff=10**400) == 3
+
+
+@given(st.integers(1, 2000), st.integers(0, 2000), st.floats(0, 1.2))
+@settings(deadline=None)
+def test_a_cutoff_decides_as_comparing_the_distance_itself_would(length, count, cutoff):
+    count = min(count, length)
+    a = np.arange(length)
+    b = np.where(a < count, -1, a)
+    assert (distance(a, b, cutoff=cutoff) == np.inf) == (count / length > cutoff)
+    assert distance(a, b, cutoff=count / length) == count / length
+
+
+@given(SMALL_IDS, SMALL_IDS)
+@settings(deadline=None)
+def test_new_names_for_ids_and_reversal_change_neither_distance_nor_matches(a, b):
+    def measured(x, y):
+        mask, count = unmodified_mask([x], None, [y], None)
+        return count.tolist(), int(mask.sum())
+
+    names = [7, -3, 2**40, 149_999]
+    assert measured(a, b) == measured([names[x] for x in a], [names[x] for x in b])
+    assert measured(a, b) == measured(a[::-1], b[::-1]) == measured(b, a)
+
+
+# ------------------------------------------------------------------------------------------- alignment
+
+
+@given(SHORT, SHORT)
+@settings(max_examples=300, deadline=None)
+def test_no_alignment_of_least_cost_keeps_more(a, b):
+    mask, _ = unmodified_mask([a], None, [b], None)
+    assert mask.sum() == most_matches(a, b)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_the_alignment_is_the_canonical_one_on_every_path(isa):
+    pairs = list(pairs_of_all_kinds(seed=2, count=60, lengths=[1, 20, 63, 64, 65, 130, 200]))
+    arguments = (*flatten([a for a, _ in pairs]), *flatten([b for _, b in pairs]))
+    want = [canonical_matches(a.tolist(), b.tolist()) for a, b in pairs]
+    for engine in ("", "stripes", "wavefront"):
+        masks = _edit_distance.batch_align(*arguments, 2, isa, engine)[:2]
+        for i, matches in enumerate(want):
+            own = [
+                np.flatnonzero(mask[offsets[i] : offsets[i + 1]])
+                for mask, offsets in zip(masks, (arguments[1], arguments[3]), strict=True)
+            ]
+            assert list(zip(*own, strict=True)) == matches, (engine, pairs[i])
+
+
+def test_alignments_are_bit_equal_on_all_instruction_sets_and_threads():
+    pairs = list(pairs_of_all_kinds(seed=4, count=120, lengths=EDGES))
+    arguments = (*flatten([a for a, _ in pairs]), *flatten([b for _, b in pairs]))
+    masks = [
+        b"".join(part.tobytes() for part in _edit_distance.batch_align(*arguments, threads, isa, engine))
+        for isa in ISAS
+        for engine in ("", "stripes", "wavefront")
+        for threads in (1, 3)
+    ]
+    assert len(set(masks)) == 1
+
+
+def test_masks_keep_equal_tokens_in_order_and_cost_the_distance():
+    for a, b in pairs_of_all_kinds(seed=5, count=80, lengths=EDGES):
+        mask, other, count = unmodified_mask([a], None, [b], None, return_other=True)
+        assert a[mask == 1].tolist() == b[other == 1].tolist()
+        assert mask.dtype == np.uint8
+        spent = sum(
+            max(step.a_end - step.a_start, step.b_end - step.b_start)
+            for step in opcodes(a, b)
+            if step.tag != "equal"
+        )
+        assert spent == count[0] == Levenshtein.distance(a.tolist(), b.tolist())
+
+
+def test_a_script_by_hand():
+    a, b = [1, 2, 3, 4, 5, 6], [1, 9, 3, 5, 6, 7, 8]
+    assert [tuple(step) for step in opcodes(a, b)] == [
+        ("equal", 0, 1, 0, 1),
+        ("replace", 1, 2, 1, 2),
+        ("equal", 2, 3, 2, 3),
+        ("delete", 3, 4, 3, 3),
+        ("equal", 4, 6, 3, 5),
+        ("insert", 6, 6, 5, 7),
+    ]
+    assert opcodes([], []) == []
+    assert [tuple(step) for step in opcodes([1, 2, 3], [4])] == [
+        ("replace", 0, 1, 0, 1),
+        ("delete", 1, 3, 1, 1),
+    ]
+
+
+@given(SMALL_IDS, SMALL_IDS)
+@settings(deadline=None)
+def test_a_script_turns_one_sequence_into_the_other(a, b):
+    made = []
+    reached = (0, 0)
+    for tag, a_start, a_end, b_start, b_end in opcodes(a, b):
+        assert reached == (a_start, b_start)
+        reached = (a_end, b_end)
+        made += a[a_start:a_end] if tag == "equal" else b[b_start:b_end]
+    assert made == b
+    assert reached == (len(a), len(b))
+
+
+# ---------------------------------------------------------------------------------------- rewrite test
+
+
+def test_rewrites_by_hand():
+    y = [[1, 2, 3, 4, 5]] * 5
+    y_hat = [[1, 2, 8, 8, 8]] + [[1, 8, 8, 8, 8]] * 4
+    refs = [[[9] * 5], [[9, 9, 9, 9, 8]], [[9, 9, 9, 8, 8]], [[9] * 5, [9, 9, 9, 8, 8]], []]
+    test = rewrite_test(y, y_hat, refs, threshold=0.6)
+    # not above α; above it, but as far from the reference; nearer to it; the nearest of two counts; none: α
+    # alone
+    assert test.rewritten.tolist() == [False, False, True, True, True]
+    assert test.distance.tolist() == [0.6, 0.8, 0.8, 0.8, 0.8]
+    assert test.reference_distance.tolist()[:4] == [np.inf, 0.8, 0.6, 0.6]  # the first: above 0.6
+    assert np.isnan(test.reference_distance[4])
+    again = rewrite_test(flatten(y), flatten(y_hat), refs, threshold=0.6)
+    assert again.rewritten.tolist() == test.rewritten.tolist()
+    known = rewrite_test(y, y_hat, refs, threshold=0.6, edits=np.array([3, 4, 4, 4, 4]))
+    assert known.rewritten.tolist() == test.rewritten.tolist()
+    with pytest.raises(ValueError, match=r"edits: must be int64 \[5\], not int64 \[4\]"):
+        rewrite_test(y, y_hat, refs, threshold=0.6, edits=np.array([3, 4, 4, 4]))
+
+
+def test_the_adaptive_threshold_by_hand():
+    """d = 0 five times and 1 once: mean 1/6, population std √5/6."""
+    y, y_hat = [[7, 7]] * 6, [[7, 7]] * 5 + [[9, 9]]
+    test = rewrite_test(y, y_hat, [[[9, 9]]] * 6, threshold="adaptive")
+    assert test.threshold == pytest.approx(1 / 6 + 5**0.5 / 3)
+    assert test.rewritten.tolist() == [False] * 5 + [True]
+
+
+@given(st.integers(0, 40), st.integers(0, 40), st.integers(1, 9), st.integers(1, 3))
+@settings(deadline=None)
+def test_a_distance_equal_to_the_adaptive_threshold_is_no_rewrite(common, other, equal, times):
+    """Of equal distances none is above their mean. One in five that is greater than the others, all equal,
+    lies on mean + 2 deviations; one in seven lies above."""
+
+    def rewrites(edits):
+        y = [[0] * 40] * len(edits)
+        y_hat = [[1] * edited + [0] * (40 - edited) for edited in edits]
+        return rewrite_test(y, y_hat, [[]] * len(edits), threshold="adaptive").rewritten.sum()
+
+    assert rewrites([common] * equal) == 0
+    assert rewrites([common] * 4 * times + [other] * times) == 0
+    assert rewrites([common] * 6 + [40]) == (common < 40)
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=30))
+@settings(deadline=None)
+def test_the_adaptive_threshold_is_the_double_below_the_exact_one(distances):
+    exact = [Fraction(value) for value in distances]
+    mean = sum(exact) / len(exact)
+    variance = sum((value - mean) ** 2 for value in exact) / len(exact)
+    threshold = adaptive_threshold(np.array(distances))
+    above = Fraction(math.nextafter(threshold, 2))
+    assert threshold <= mean or (Fraction(threshold) - mean) ** 2 <= 4 * variance
+    assert above > mean
+    assert (above - mean) ** 2 > 4 * variance
+
+
+def test_no_corrections_have_no_adaptive_threshold():
+    test = rewrite_test([], [], [], threshold="adaptive")
+    assert np.isnan(test.threshold)
+    assert test.rewritten.shape == (0,)
+
+
+def test_the_adaptive_threshold_depends_on_neither_order_nor_threads():
+    pairs = list(pairs_of_all_kinds(seed=6, count=60, lengths=[5, 60, 300]))
+    thresholds = {
+        rewrite_test(
+            [a for a, _ in some], [b for _, b in some], [[]] * 60, threshold="adaptive", num_threads=threads
+        ).threshold
+        for some in (pairs, pairs[::-1])
+        for threads in (1, 2, 5)
+    }
+    assert len(thresholds) == 1
+
+
+# ------------------------------------------------------------------------------------------------ input
+
+
+@pytest.mark.parametrize("values_dtype", [np.int32, np.int64])
+@pytest.mark.parametrize("offsets_dtype", [np.int32, np.int64])
+def test_takes_arrays_tensors_and_lists_of_both_widths(values_dtype, offsets_dtype):
+    values_a, offsets_a = np.array([1, 2, 3, 4, 4], values_dtype), np.array([0, 3, 3, 5], offsets_dtype)
+    values_b, offsets_b = np.array([1, 3, 9, 4, 5], np.int64), np.array([0, 2, 3, 5])
+    want = [1, 1, 1]
+    assert batch_distance(values_a, offsets_a, values_b, offsets_b, normalized=False).tolist() == want
+    tensors = [torch.from_numpy(array) for array in (values_a, offsets_a, values_b, offsets_b)]
+    assert batch_distance(*tensors, normalized=False).tolist() == want
+    lists = [np.split(values_a, offsets_a[1:-1]), [torch.tensor(part) for part in ([1, 3], [9], [4, 5])]]
+    assert batch_distance(lists[0], None, lists[1], None, normalized=False).tolist() == want
+    assert distance(values_a[::2], values_b[:2]) == 1 / 3
+
+
+def test_arrays_and_tensors_are_not_copied(monkeypatch):
+    seen = []
+    inner = _edit_distance.batch_distance
+
+    def noted(*args):
+        seen.append(args)
+        return inner(*args)
+
+    monkeypatch.setattr(_edit_distance, "batch_distance", noted)
+    values, offsets = torch.arange(6), torch.tensor([0, 2, 6])
+    batch_distance(values, offsets, values.numpy(), offsets.numpy())
+    for array, tensor in zip(seen[0][:4], (values, offsets, values, offsets), strict=True):
+        assert array.ctypes.data == tensor.data_ptr()
+
+
+@pytest.mark.parametrize("ids", [[3, -1, 2**40], []])
+def test_takes_what_holds_ids_in_any_layout(ids):
+    array = np.array(ids, np.int64)
+    off_by_a_byte = np.frombuffer(b"\0" + array.tobytes(), np.int64, offset=1) if ids else array
+    every_other = np.repeat(array, 2)[::2]
+    for same in (ids, tuple(ids), list(array), array, off_by_a_byte, every_other, torch.from_numpy(array)):
+        assert distance(same, ids) == 0.0
+        assert distance(same, [*ids, 4], normalized=False) == 1.0
+
+
+def test_batches_of_more_than_two_billion_ids():
+    longest = 2**30 - 1
+    many = np.zeros(3 * longest, np.int32)  # pages that no one touches take no memory
+    nothing = np.zeros(0, np.int32)
+    offsets = np.arange(4) * longest
+    got = batch_distance(many, offsets, nothing, np.zeros(4, np.int64), normalized=False)
+    assert got.tolist() == [longest] * 3
+    with pytest.raises(ValueError, match="a: sequence 0 has 1073741824 ids; the most are 1073741823"):
+        batch_distance(many, [0, 2**30, many.size], nothing, [0, 0, 0])
+
+
+def test_a_sequence_too_long_is_refused_before_it_is_copied():
+    """Four bytes with a stride of 0 pass for 2^40 ids."""
+    endless, none = np.broadcast_to(np.int32(7), 2**40), np.zeros(0, np.int32)
+    words = "sequence 0 has 1099511627776 ids; the most are 1073741823"
+    with pytest.raises(ValueError, match=words):
+        distance(endless, none)
+    with pytest.raises(ValueError, match=words):
+        batch_distance(endless, [0, 2**40], none, [0, 0])
+    with pytest.raises(ValueError, match=words):
+        batch_distance([endless], None, [none], None)
+    with pytest.raises(ValueError, match=words):
+        opcodes(endless, none)
+
+
+@pytest.mark.parametrize("written", ["offsets", "ids"])
+def test_arrays_that_another_thread_writes_to_during_a_call_give_any_answer_but_no_fault(written):
+    """In a process of its own: it ended in a segmentation fault within the first calls."""
+    command = [sys.executable, "-c", WRITTEN_TO, written]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 20
+
+
+WRITTEN_TO = """
+import sys, threading, time
+import numpy as np
+from megatron_ibpo import _edit_distance
+ids = np.random.default_rng(0).integers(0, 500, 64 * 600)
+other = np.where(np.arange(ids.size) % 7, ids, 1)
+offsets = np.arange(65) * 600
+target, wrong = {"offsets": (offsets[1:-1], (2**40, -(2**40))), "ids": (ids, (2**50, 3))}[sys.argv[1]]
+right, steady, stopping = target.copy(), offsets.copy(), threading.Event()
+
+def write():
+    while not stopping.is_set():
+        for value in wrong:
+            target[:] = value
+            target[:] = right
+
+writer = threading.Thread(target=write)
+writer.start()
+calls, end = 0, time.monotonic() + 0.7
+while calls <= 20 or time.monotonic() < end:
+    calls += 1
+    try:
+        _edit_distance.batch_distance(ids, offsets, other, steady, None, 2)
+        _edit_distance.batch_align(ids, offsets, other, steady, 2)
+    except ValueError:
+        pass  # caught in the middle of a write
+stopping.set()
+writer.join()
+print(calls)
+"""
+
+
+def test_more_threads_may_be_allowed_than_could_ever_be():
+    assert batch_distance([1, 2], [0, 2], [1, 3], [0, 2], num_threads=2**70).tolist() == [0.5]
+
+
+def test_no_sequences_give_no_distances():
+    assert batch_distance([], [0], [], [0]).shape == (0,)
+    assert batch_distance([], None, [], None).shape == (0,)
+    assert [part.shape for part in unmodified_mask([], None, [], None)] == [(0,), (0,)]
+
+
+def test_other_threads_run_meanwhile():
+    rng = np.random.default_rng(2)
+    a, b = rng.integers(0, 150_000, 131_072), rng.integers(0, 150_000, 131_072)
+    worker = threading.Thread(target=unmodified_mask, args=([a], None, [b], None))
+    worker.start()
+    ticks = 0
+    while worker.is_alive():
+        time.sleep(0.001)
+        ticks += 1
+    assert ticks > 10, "the GIL was held"
+
+
+def test_a_fork_after_threads_were_at_work_still_computes():
+    pairs = list(pairs_of_all_kinds(seed=7, count=100, lengths=[300, 900]))
+    arguments = (*flatten([a for a, _ in pairs]), *flatten([b for _, b in pairs]))
+    want = batch_distance(*arguments, num_threads=4).tolist()
+    child = os.fork()
+    if child == 0:
+        os._exit(int(batch_distance(*arguments, num_threads=4).tolist() != want))
+    deadline = time.monotonic() + 60
+    while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0):
+        if time.monotonic() > deadline:
+            os.kill(child, 9)
+            os.waitpid(child, 0)
+            pytest.fail("the child of the fork hangs")
+        time.sleep(0.01)
+    assert os.waitstatus_to_exitcode(ended[1]) == 0
+
+
+def test_an_instruction_set_is_forced_by_name_or_environment(monkeypatch):
+    arguments = (*flatten([[1, 2]]), *flatten([[1, 3]]))
+    monkeypatch.setenv("IBPO_EDIT_DISTANCE_ISA", "portable")
+    assert batch_distance(*arguments).tolist() == [0.5]
+    monkeypatch.setenv("IBPO_EDIT_DISTANCE_ISA", "mmx")
+    with pytest.raises(ValueError, match=r"IBPO_EDIT_DISTANCE_ISA=mmx: this machine runs .*portable"):
+        batch_distance(*arguments)
+    with pytest.raises(ValueError, match=r"isa=mmx: this machine runs .*portable"):
+        _edit_distance.batch_distance(*arguments, None, 1, "mmx")
+
+
+@pytest.mark.parametrize(
+    ("bad", "error", "message"),
+    [
+        ({"a_values": [1.0, float("nan")]}, TypeError, "a_values: must hold int32 or int64 ids, not float64"),
+        ({"b_values": np.array([1, 2], np.uint64)}, TypeError, "b_values: .* not uint64"),
+        ({"b_values": np.array([1, 2], np.int16)}, TypeError, "b_values: .* not int16"),
+        ({"a_values": np.array([True, False])}, TypeError, "a_values: .* not bool"),
+        ({"a_values": [1, True]}, TypeError, "a_values: holds a bool"),
+        ({"a_values": (np.True_, 1)}, TypeError, "a_values: holds a bool"),
+        ({"a_values": [torch.tensor(True), 1]}, TypeError, "a_values: holds a bool"),
+        ({"a_values": np.ma.array([1, 2], mask=[0, 1])}, TypeError, "a_values: a masked array"),
+        ({"a_values": [2**64, 1]}, TypeError, "a_values: .* not object"),
+        ({"a_values": ["1", "2"]}, TypeError, "a_values: "),
+        ({"a_values": [[1, 2]]}, ValueError, r"a_values: must be 1-D, not of shape \(1, 2\)"),
+        (
+            {"a_values": torch.empty(2, dtype=torch.int64, device="meta")},
+            TypeError,
+            "a_values: cannot be read",
+        ),
+        (
+            {"a_values": 5, "a_offsets": None},
+            TypeError,
+            "a: values without offsets must be a list of sequences",
+        ),
+        ({"a_values": [[1, 2.5]], "a_offsets": None}, TypeError, r"a\[0\]: .* not float64"),
+        ({"a_offsets": [1, 2]}, ValueError, "a_offsets: must start with 0"),
+        ({"b_offsets": []}, ValueError, "b_offsets: must start with 0"),
+        ({"b_offsets": [0, 1]}, ValueError, "b_offsets: must end with the number of values, 2, not 1"),
+        ({"b_offsets": [0, 3, 2]}, ValueError, "b_offsets: must not fall, but entry 2 is 2 after 3"),
+        ({"b_offsets": [0, 1, 2]}, ValueError, "b: 2 sequences, but a has 1"),
+        ({"a_values": [1, None]}, TypeError, "a_values: .* not object"),
+        ({"a_values": [2**63, 2**63]}, TypeError, "a_values: .* not uint64"),
+        ({"a_values": np.array([1, 2], ">i8")}, TypeError, "a_values: .* not >i8"),
+        ({"a_offsets": [0.0, 2.0]}, TypeError, "a_offsets: .* not float64"),
+        ({"num_threads": None}, TypeError, "num_threads: must be an integer, not None"),
+        ({"num_threads": -1}, ValueError, "num_threads: must be 0 or more, not -1"),
+        ({"cutoff": -0.1}, ValueError, "cutoff: must be 0 or more, not -0.1"),
+        ({"cutoff": float("nan")}, ValueError, "cutoff: must be 0 or more, not nan"),
+        ({"cutoff": "0.5"}, TypeError, "cutoff: must be a number, not '0.5'"),
+    ],
+)
+def test_bad_input_is_refused_by_name(bad, error, message):
+    good = {"a_values": [1, 2], "a_offsets": [0, 2], "b_values": [1, 3], "b_offsets": [0, 2]}
+    with pytest.raises(error, match=message):
+        batch_distance(**(good | bad))
+
+
+@pytest.mark.parametrize(
+    ("bad", "error", "message"),
+    [
+        ({"threshold": "adaptiv"}, TypeError, 'threshold: must be a number or "adaptive"'),
+        ({"threshold": -1}, ValueError, "threshold: must be 0 or more, not -1"),
+        ({"threshold": np.array([0.5, 0.6])}, TypeError, 'threshold: must be a number or "adaptive"'),
+        ({"refs": []}, ValueError, "refs: of 0 pairs, but y has 1"),
+        ({"refs": None}, TypeError, "refs: must be a list with, for each pair, a list"),
+        ({"refs": [None]}, TypeError, "refs: must be a list with, for each pair, a list"),
+        ({"refs": [[1, 3]]}, ValueError, r"refs\[0\]: must be 1-D"),
+        ({"refs": ([1], [0, 1])}, TypeError, "refs: must be a list with, for each pair, a list"),
+        ({"y_hat": [[1], [2]]}, ValueError, "y_hat: 2 sequences, but y has 1"),
+        ({"y": [[1.5]]}, TypeError, r"y\[0\]: .* not float64"),
+    ],
+)
+def test_a_bad_rewrite_test_is_refused_by_name(bad, error, message):
+    good = {"y": [[1, 2]], "y_hat": [[1, 3]], "refs": [[[1, 3]]], "threshold": 0.6}
+    with pytest.raises(error, match=message):
+        rewrite_test(**(good | bad))

@@ -1,0 +1,811 @@
+"""Engines sample what they are asked, take new weights exactly, and leave nothing behind when they end."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron_ibpo.basics.process_group import shared_memory
+from megatron_ibpo.basics.records import Sample, SampleRequest, token_ids
+from megatron_ibpo.config import Config
+from megatron_ibpo.engines import Engine, EngineDiedError, EngineError, EngineStartError
+from megatron_ibpo.engines.eos import read_eos_token_ids
+from megatron_ibpo.engines.lean import LeanEngine, checkpoint_weights
+from megatron_ibpo.engines.probe import Probe, compare_probes, probe
+from megatron_ibpo.engines.vllm.arguments import vllm_arguments
+from megatron_ibpo.engines.vllm.engine import _environment
+from megatron_ibpo.engines.vllm.engine_process import _device_arguments, _engine_args
+from megatron_ibpo.engines.vllm.settings import engine_settings, start_timeout
+from megatron_ibpo.models import read_hf_config
+from megatron_ibpo.weights.transfer import gloo
+from megatron_ibpo.weights.transfer.link import Sent
+from megatron_ibpo.weights.transfer.update import Transport
+from megatron_ibpo.weights.transfer.update_order import choose_transport
+from megatron_ibpo.weights.weight_errors import WeightMismatchError, WeightPlanError
+from support.engine_runs import (
+    CONTEXT,
+    TIMEOUT,
+    CheckpointSource,
+    connect,
+    difference,
+    ids_of,
+    left_out_unnoticed,
+    make_config,
+    make_requests,
+    open_gloo,
+    reference_logprobs,
+    start_engine,
+    update,
+)
+from support.mtp_checkpoints import with_mtp
+from support.paths import TESTS
+from support.tiny_models import EOS_ID, make_qwen3, make_qwen3_next
+
+SPECULATION = 'speculative_config={"method": "mtp", "num_speculative_tokens": 1}'
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("checkpoints")
+    made = {f"dense {seed}": make_qwen3(root / f"dense{seed}", seed) for seed in (0, 1)}
+    return made | {f"next {seed}": make_qwen3_next(root / f"next{seed}", seed) for seed in (0, 1)}
+
+
+# --- plain functions ---------------------------------------------------------------------------------
+
+
+def test_transport_follows_the_devices() -> None:
+    assert choose_transport(on_gpu=False, colocate=True) == "gloo"
+    assert choose_transport(on_gpu=True, colocate=True) == "ipc"
+    assert choose_transport(on_gpu=True, colocate=False) == "nccl"
+
+
+def test_a_large_model_has_longer_to_start(tmp_path):
+    rollout = Config().rollout
+    assert start_timeout(rollout, tmp_path) == 600
+    for part in range(2):
+        with (tmp_path / f"model-{part}.safetensors").open("wb") as file:
+            file.truncate(80 * 10**9)  # takes no room
+    assert start_timeout(rollout, tmp_path) == 600 + 160e9 / 0.25e9 == 1240
+    rollout.vllm_start_timeout = 5.0
+    assert start_timeout(rollout, tmp_path) == 5
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_an_engine_whose_log_cannot_be_written_leaves_nothing_behind(tmp_path, monkeypatch, gone):
+    temporary, log = tmp_path / "tmp", tmp_path / "run" / "logs" / "engine_0.log"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    if not gone:
+        log.mkdir(parents=True)
+    with pytest.raises(FileNotFoundError if gone else IsADirectoryError):
+        Engine(None, log, again=True)
+    assert list(temporary.iterdir()) == []
+    assert log.parents[1].exists() is not gone, "a run's directory that was deleted is not made again"
+
+
+def test_end_of_sequence_comes_from_the_generation_config_first(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"eos_token_id": 7}')
+    assert read_eos_token_ids(tmp_path) == (7,)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 6]}')
+    assert read_eos_token_ids(tmp_path) == (5, 6)
+
+
+def test_a_checkpoint_without_end_of_sequence_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match="names eos_token_id"):
+        read_eos_token_ids(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("pair", "value"),
+    [
+        ("enable_expert_parallel=true", True),
+        ("data-parallel-size=2", 2),
+        ("load_format=dummy", "dummy"),
+        ("quantization=none", None),
+        ("tokenizer=4", "4"),
+        ("compilation_config={level: 2}", {"level": 2}),
+        (SPECULATION, {"method": "mtp", "num_speculative_tokens": 1}),
+    ],
+)
+def test_vllm_arguments_get_the_type_that_vllm_declares(pair: str, value: object) -> None:
+    name = pair.partition("=")[0].replace("-", "_")
+    assert vllm_arguments([pair]) == {name: value}
+
+
+@pytest.mark.parametrize(
+    ("pair", "says"),
+    [
+        ("enable_expert_paralel=true", "no such field; did you mean 'enable_expert_parallel'"),
+        ("data_parallel_size=two", "data_parallel_size=two: vLLM wants int"),
+        ("enable_expert_parallel=1", "vLLM wants bool"),
+        ("max_model_len=100", "use --rollout-max-context-len"),
+        ("logprobs_mode=raw_logprobs", "this project sets it"),
+        ("enforce_eager", "name=value"),
+    ],
+)
+def test_a_wrong_vllm_argument_is_refused_before_an_engine_starts(pair: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        vllm_arguments([pair])
+
+
+@pytest.mark.engine
+def test_on_gpus_hybrid_models_are_sampled_without_what_vllm_would_try_out_or_compile(
+    checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rollout = make_config(tmp_path, "bfloat16").rollout
+    dense, hybrid = (
+        engine_settings(rollout, checkpoints[name], "ipc", gpus=(0,), num_threads=1)
+        for name in ("dense 0", "next 0")
+    )
+    assert (dense.prefix_caching, hybrid.prefix_caching) == (True, False)
+    assert _device_arguments(hybrid)["gdn_prefill_backend"] == "triton"
+    (tmp_path / "flashinfer_jit_cache").mkdir()  # FlashInfer's compiled kernels are there
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "gdn_prefill_backend" not in _device_arguments(hybrid)
+
+
+def test_an_engine_that_sleeps_has_none_of_the_allocators_settings_under_either_name(
+    checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    rollout = make_config(tmp_path, "bfloat16").rollout
+    settings = engine_settings(rollout, checkpoints["dense 0"], "ipc", gpus=(0,), num_threads=1)
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    base = dict.fromkeys(names, "expandable_segments:True") | {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+    found = _environment(base, settings, tmp_path)
+    assert not found.keys() & set(names)
+    assert found["VLLM_USE_V2_MODEL_RUNNER"] == "0"  # what docs/gpus.md names to try
+
+
+def test_on_gpus_vllm_records_routing_itself_by_the_blocks_of_its_prefix_cache(
+    checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    rollout = make_config(tmp_path, "bfloat16").rollout
+    for replays, experts in ((False, 0), (True, 4)):
+        rollout.use_rollout_routing_replay = replays
+        on_gpu, on_cpu = (
+            engine_settings(rollout, checkpoints["next 0"], transport, gpus=(), num_threads=1)
+            for transport in ("ipc", "gloo")
+        )
+        assert on_gpu.recorded_experts == on_cpu.recorded_experts == experts
+        assert (on_gpu.prefix_caching, on_cpu.prefix_caching) == (replays, False)
+        assert _device_arguments(on_gpu).get("enable_return_routed_experts", False) == replays
+        assert "enable_return_routed_experts" not in _device_arguments(on_cpu)
+    rollout.vllm_arg = ("enable_return_routed_experts=true",)
+    with pytest.raises(ValueError, match="use --use-rollout-routing-replay"):
+        engine_settings(rollout, checkpoints["next 0"], "ipc", gpus=(0,), num_threads=1)
+
+
+def test_weights_that_are_quantized_before_they_are_loaded_are_refused_at_once(
+    checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    rollout = make_config(tmp_path, "bfloat16").rollout
+    rollout.vllm_arg = ("quantization=awq",)
+    with pytest.raises(ValueError, match=r"quantization=awq: .* trainers give unquantized ones"):
+        engine_settings(rollout, checkpoints["dense 0"], "ipc", gpus=(0,), num_threads=1)
+
+
+# --- one dense engine in float32 ---------------------------------------------------------------------
+
+
+def everything(samples: Sequence[Sample]) -> list[tuple[Any, ...]]:
+    return [(s.token_ids.tolist(), s.logprobs.tolist(), s.finish_reason, s.versions) for s in samples]
+
+
+@pytest.fixture(scope="module")
+def engines(
+    checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Engine, Engine]]:
+    """Of either dense checkpoint, started side by side, since a start takes seconds of one core."""
+    logs = tmp_path_factory.mktemp("dense")
+    started = [start_engine(checkpoints[f"dense {seed}"], logs / f"engine{seed}.log") for seed in (0, 1)]
+    try:
+        for engine in started:
+            engine.wait_ready(TIMEOUT)
+        yield started[0], started[1]
+    finally:
+        for engine in started:
+            engine.close()
+    assert not any(runs(engine.pid) for engine in started)
+
+
+@pytest.fixture(scope="module")
+def dense(engines: tuple[Engine, Engine]) -> Engine:
+    return engines[0]
+
+
+@pytest.fixture(scope="module")
+def fresh(engines: tuple[Engine, Engine]) -> Engine:
+    """From the checkpoint that the other engine is updated to. The last test of this section kills it."""
+    return engines[1]
+
+
+@pytest.fixture(scope="module")
+def updated(dense: Engine, checkpoints: dict[str, Path]) -> tuple[Engine, Transport, CheckpointSource]:
+    """The engine, and the trainer's side of its updates."""
+    source = CheckpointSource(checkpoints["dense 1"])
+    return dense, connect(dense, source), source
+
+
+@pytest.mark.engine
+def test_samples_have_the_asked_form(dense: Engine) -> None:
+    requests = make_requests(60)
+    samples = dense.generate(requests, version=0, timeout=TIMEOUT)
+    assert {sample.finish_reason for sample in samples} == {"stop", "length"}
+    for request, sample in zip(requests, samples, strict=True):
+        assert len(sample.logprobs) == len(sample.token_ids) <= request.max_tokens
+        assert EOS_ID not in sample.token_ids[:-1]
+        assert (sample.token_ids[-1] == EOS_ID) == (sample.finish_reason == "stop")
+        assert sample.finish_reason == "stop" or len(sample.token_ids) == request.max_tokens
+        assert (sample.versions, sample.temperature) == (((0, 0),), 1.0)
+        assert sample.prompt_token_ids is request.prompt_token_ids
+        assert (sample.token_ids.dtype, sample.logprobs.dtype) == (np.int32, np.float32)
+        assert sample.loss_mask.tolist() == [True] * len(sample.token_ids)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_are_those_of_the_sampled_distribution(
+    dense: Engine, checkpoints: dict[str, Path], temperature: float
+) -> None:
+    requests = make_requests(20, temperature=temperature)
+    samples = dense.generate(requests, version=0, timeout=TIMEOUT)
+    reference = reference_logprobs(checkpoints["dense 0"], requests, samples)
+    assert difference([s.logprobs for s in samples], reference).max() < 2e-5
+
+
+@pytest.mark.engine
+def test_the_lean_back_end_writes_the_same_greedy_tokens_with_the_same_logprobs(
+    dense: Engine, checkpoints: dict[str, Path]
+) -> None:
+    requests = make_requests(40, seed=3, temperature=0.0)
+    shape = read_hf_config(checkpoints["dense 0"])
+    lean = LeanEngine(shape, (EOS_ID,), max_context=CONTEXT, most_at_once=16)
+    lean.load(checkpoint_weights(shape, checkpoints["dense 0"]), 0)
+    ours, theirs = lean.generate(requests), dense.generate(requests, version=0, timeout=TIMEOUT)
+    assert [s.token_ids.tolist() for s in ours] == [s.token_ids.tolist() for s in theirs]
+    assert [s.finish_reason for s in ours] == [s.finish_reason for s in theirs]
+    gap = difference([s.logprobs.tolist() for s in ours], [s.logprobs.tolist() for s in theirs])
+    assert gap.max() < 1e-4
+
+
+@pytest.mark.engine
+def test_the_same_seeds_give_the_same_samples_and_others_give_others(dense: Engine) -> None:
+    requests = make_requests(20)
+    first, second = (dense.generate(requests, version=0, timeout=TIMEOUT) for _ in range(2))
+    assert everything(first) == everything(second)
+    others = [SampleRequest(r.prompt_token_ids, r.seed + 1, r.max_tokens) for r in requests]
+    assert ids_of(dense.generate(others, version=0, timeout=TIMEOUT)) != ids_of(first)
+
+
+@pytest.mark.engine
+def test_requests_join_while_others_run_and_finish_when_they_are_done(dense: Engine) -> None:
+    endless = [SampleRequest(token_ids([5, 6, 7]), seed, 240) for seed in range(4)]
+    whole = dense.generate(endless, version=0, timeout=TIMEOUT)
+    longest = max(range(4), key=lambda number: len(whole[number].token_ids))
+    assert len(whole[longest].token_ids) > 60
+    dense.submit([(10, endless[longest])], version=0)
+    dense.submit([(11, SampleRequest(token_ids([8, 9]), 1, 2))], version=0)
+    (number, short), *_ = dense.take(TIMEOUT)
+    assert (number, len(short.token_ids) <= 2) == (11, True)
+    ((number, long),) = dense.take(TIMEOUT)
+    assert (number, long.token_ids.tolist()) == (10, whole[longest].token_ids.tolist())
+    assert dense.take(0.0) == []
+
+
+@pytest.mark.engine
+def test_an_aborted_request_never_comes_back_and_control_waits_for_the_others(dense: Engine) -> None:
+    endless = SampleRequest(token_ids([5, 6, 7]), 3, 200, temperature=0.0)
+    dense.submit([(20, endless), (21, endless)], version=0)
+    with pytest.raises(EngineError, match="digests must wait until the engine has no requests"):
+        dense.call("digests", timeout=TIMEOUT)
+    dense.abort([20, 21])
+    assert dense.call("digests", timeout=TIMEOUT)
+    assert dense.take(0.0) == []
+
+
+@pytest.mark.engine
+def test_the_engine_does_not_hear_ctrl_c(dense: Engine) -> None:
+    assert os.getsid(dense.pid) == dense.pid
+
+
+@pytest.mark.engine
+def test_updated_weights_are_exact_and_old_cache_entries_forgotten(
+    updated: tuple[Engine, Transport, CheckpointSource], fresh: Engine, checkpoints: dict[str, Path]
+) -> None:
+    engine, transport, source = updated
+    sent = update(transport, engine, CheckpointSource(checkpoints["dense 0"]), 1)
+    draw = random.Random(5)
+    long = [
+        SampleRequest(token_ids([draw.randrange(2, 64) for _ in range(200)]), number, 40, temperature=0.0)
+        for number in range(4)
+    ]
+    before = engine.generate(long, version=1, timeout=TIMEOUT)  # whole cache blocks of these prompts are kept
+    update(transport, engine, source, 2)
+    after = engine.generate(long, version=2, timeout=TIMEOUT)
+    assert ids_of(after) != ids_of(before)
+    assert {sample.versions for sample in after} == {((0, 2),)}
+    plain = [replace(request, temperature=1.0) for request in long]  # greedy log-probs are of temperature 1
+    reference = reference_logprobs(checkpoints["dense 1"], plain, after)
+    assert difference([s.logprobs for s in after], reference).max() < 2e-5
+    assert sent.num_bytes == sum(t.nbytes for t in source.tensors.values())
+    compare_probes(probe(engine, 2), probe(fresh, 0))
+    update(transport, engine, CheckpointSource(checkpoints["dense 0"]), 3)
+    with pytest.raises(WeightMismatchError, match="greedy responses differ"):
+        compare_probes(probe(engine, 3), probe(fresh, 0))
+
+
+def test_where_batches_differ_digests_alone_tell_the_same_weights_from_others() -> None:
+    one, other = (
+        Probe([token_ids([number])], [np.array([-number], np.float32)], [{"w": "same"}]) for number in (1, 2)
+    )
+    with pytest.raises(WeightMismatchError, match="greedy responses differ"):
+        compare_probes(one, other)
+    compare_probes(one, other, same_batches=False)
+    with pytest.raises(WeightMismatchError, match="1 tensors of engine worker 0 differ"):
+        compare_probes(one, replace(other, digests=[{"w": "another"}]), same_batches=False)
+
+
+@pytest.mark.engine
+def test_running_requests_go_on_with_new_weights_and_say_which_token_is_whose(
+    updated: tuple[Engine, Transport, CheckpointSource], checkpoints: dict[str, Path]
+) -> None:
+    """What is written after an update is what the new policy writes after the same words, to the last bit
+    that two ways of computing leave alike; what was written before it stays."""
+    engine, transport, source = updated
+    update(transport, engine, CheckpointSource(checkpoints["dense 0"]), 3)
+    request = SampleRequest(token_ids([5, 6, 7]), 3, 240, temperature=0.0)
+    engine.submit([(0, request)], version=3)
+    time.sleep(0.05)  # for some tokens of the first
+    update(transport, engine, source, 4)
+    ((_, sample),) = engine.take(TIMEOUT)
+    (first, old), (switch, new) = sample.versions
+    assert (first, old, new) == (0, 3, 4)
+    plain = replace(request, temperature=1.0)  # greedy log-probs are of temperature 1
+    (of_old,), (of_new,) = (
+        reference_logprobs(checkpoints[name], [plain], [sample]) for name in ("dense 0", "dense 1")
+    )
+    expected = [*of_old[:switch], *of_new[switch:]]
+    assert difference([sample.logprobs], [expected]).max() < 2e-5
+    assert difference([sample.logprobs], [of_new]).max() > 1e-2
+    assert difference([sample.logprobs], [of_old]).max() > 1e-2
+    update(transport, engine, CheckpointSource(checkpoints["dense 0"]), 3)
+
+
+@pytest.mark.engine
+def test_a_bit_that_flips_on_the_way_is_noticed(
+    updated: tuple[Engine, Transport, CheckpointSource], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, transport, source = updated
+    send = gloo._Outbox.send
+
+    def flip_once(outbox: gloo._Outbox, bucket: int, flat: torch.Tensor, *rest: Any) -> None:
+        monkeypatch.setattr(gloo._Outbox, "send", send)
+        flat[0] ^= 1
+        send(outbox, bucket, flat, *rest)
+
+    monkeypatch.setattr(gloo._Outbox, "send", flip_once)
+    with pytest.raises(
+        WeightMismatchError, match=f"1 of {len(source.tensors)} tensors .*: {next(iter(source.tensors))}"
+    ):
+        update(transport, engine, source, 4)
+    update(transport, engine, source, 5)  # the next update mends it
+    engine.generate(make_requests(2), version=5, timeout=TIMEOUT)
+
+
+@pytest.mark.engine
+def test_weights_that_do_not_come_and_unknown_ones_are_named_before_anything_is_sent(
+    updated: tuple[Engine, Transport, CheckpointSource],
+    checkpoints: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine, _, source = updated
+    lacking, strange = (CheckpointSource(checkpoints["dense 1"]) for _ in range(2))
+    del lacking.tensors["model.layers.1.mlp.down_proj.weight"]
+    strange.tensors["model.layers.1.mlp.gate.weight"] = torch.zeros(4, 96)
+    with pytest.raises(WeightPlanError, match=r"do not bring model\.layers\.1\.mlp\.down_proj\.weight"):
+        open_gloo().connect(lacking, {0: engine}, [0])
+    monkeypatch.setattr(engine, "settings", replace(engine.settings, stall_timeout=2.0))
+    engine.submit([(0, make_requests(1)[0])], version=1)
+    for _ in range(3):  # it has no weights: requests wait until some come, and it is not taken to hang
+        assert engine.take(1.0) == []
+    engine.abort([0])
+    with pytest.raises(WeightPlanError, match=r"engine 0 .*layers\.1\.mlp\.gate"):
+        open_gloo().connect(strange, {0: engine}, [0])
+    assert engine.is_alive()
+    update(connect(engine, source), engine, source, 6)  # the next connection mends it
+    engine.generate(make_requests(2), version=6, timeout=TIMEOUT)
+
+
+@pytest.mark.engine
+def test_any_weight_that_an_update_leaves_out_is_named(
+    updated: tuple[Engine, Transport, CheckpointSource],
+) -> None:
+    engine, _, source = updated
+    assert left_out_unnoticed(engine, source) == []
+
+
+@pytest.mark.engine
+def test_an_update_whose_trainers_died_is_begun_anew_by_others(
+    updated: tuple[Engine, Transport, CheckpointSource],
+) -> None:
+    engine, _, source = updated
+    engine.begin("digests")  # what they were asked for and did not come to take is nobody's
+    assert engine.call("start_weight_update", False, timeout=TIMEOUT) is None
+    transport = connect(engine, source)
+    update(transport, engine, source, 7)
+    engine.call("start_weight_update", False, timeout=TIMEOUT)
+    assert transport.send(source, {0: engine}, [0], check=False).failures == {}
+    update(connect(engine, source), engine, source, 8)
+    engine.generate(make_requests(2), version=8, timeout=TIMEOUT)
+
+
+@pytest.mark.engine
+def test_a_killed_engine_hands_over_what_had_finished_and_then_says_how_it_ended(fresh: Engine) -> None:
+    fresh.submit([(0, SampleRequest(token_ids([5, 6]), 0, 2))], version=0)
+    deadline = time.monotonic() + TIMEOUT
+    while not fresh._inbox.idle:  # until the sample is here
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    os.kill(fresh.pid, signal.SIGKILL)
+    assert [number for number, _ in fresh.take(TIMEOUT)] == [0]
+    said = r"(?s)it has ended \(killed by signal 9, most often .*out-of-memory killer\); the end of .*\.log"
+    with pytest.raises(EngineDiedError, match=said):
+        fresh.take(TIMEOUT)
+    with pytest.raises(EngineDiedError):
+        fresh.submit([(1, SampleRequest(token_ids([5, 6]), 0, 2))], version=0)
+    assert not fresh._scratch.exists()
+
+
+# --- Qwen3-Next in bfloat16 -------------------------------------------------------------------------
+
+
+@pytest.mark.engine
+@pytest.mark.slow  # the loop with --check-weight-update-equal does it as well (tests/examples/test_loop.py)
+def test_a_hybrid_engine_takes_new_weights_and_a_fresh_one_agrees(
+    checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    requests = make_requests(31)
+    source = CheckpointSource(checkpoints["next 1"])
+    first, second = (
+        start_engine(checkpoints[name], tmp_path / f"{name}.log", "bfloat16") for name in ("next 0", "next 1")
+    )
+    try:
+        for engine in (first, second):
+            engine.wait_ready(TIMEOUT)
+        before = first.generate(requests, version=0, timeout=TIMEOUT)
+        update(connect(first, source), first, source, 7)
+        after = first.generate(requests, version=7, timeout=TIMEOUT)
+        compare_probes(probe(first, 7), probe(second, 0))
+        assert ids_of(second.generate(requests, version=0, timeout=TIMEOUT)) == ids_of(after)
+        assert left_out_unnoticed(first, source) == []
+    finally:
+        first.close()
+        second.close()
+    assert not runs(first.pid)
+    assert not runs(second.pid)
+    for samples, checkpoint in ((before, "next 0"), (after, "next 1")):
+        reference = reference_logprobs(checkpoints[checkpoint], requests, samples)
+        # bfloat16 flips the choice of experts now and then; a sample of another request is off by nats
+        assert difference([s.logprobs for s in samples], reference).mean() < 0.2
+
+
+# --- speculation -----------------------------------------------------------------------------------
+
+
+def drawn_to_be_guessed(hf_dir: Path) -> dict[str, torch.Tensor]:
+    """A checkpoint's tensors, but that layers add nothing and the multi-token prediction layer passes the
+    embedding on: the policy's next token depends on the last one alone, and the layer guesses just that.
+    No state of a delta net matters then, which vLLM would get wrong here."""
+    tensors = load_file(hf_dir / "model.safetensors")
+    for name, tensor in tensors.items():
+        if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight", "_norm_embedding.weight")):
+            tensor.zero_()
+    tensors["mtp.norm.weight"].copy_(tensors["model.norm.weight"])
+    hidden = len(tensors["mtp.norm.weight"])
+    tensors["mtp.fc.weight"].copy_(torch.eye(hidden, 2 * hidden))
+    return tensors
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_an_engine_drafts_with_the_layer_that_an_update_brings(tmp_path: Path) -> None:
+    hf_dir = with_mtp(make_qwen3_next(tmp_path / "random", 0, std=0.1), seed=6)
+    greedy = make_requests(31, temperature=0.0)
+    source = CheckpointSource(hf_dir)
+    source.tensors = drawn_to_be_guessed(hf_dir)
+    policy_alone = CheckpointSource(hf_dir)
+    policy_alone.tensors = {n: t for n, t in source.tensors.items() if not n.startswith("mtp.")}
+
+    def guessed(version: int) -> float:
+        engine.generate(greedy, version=version, timeout=TIMEOUT)
+        drafted, accepted = engine.call("drafts", timeout=TIMEOUT)
+        assert drafted > 100
+        return accepted / drafted
+
+    rollout = make_config(tmp_path, "bfloat16").rollout
+    settings = engine_settings(rollout, hf_dir, "gloo", gpus=(), num_threads=1)
+    settings = replace(settings, extra_arguments=vllm_arguments([SPECULATION]))  # by itself it is refused
+    engine = Engine(settings, tmp_path / "engine.log")
+    try:
+        engine.wait_ready(TIMEOUT)
+        assert guessed(0) < 0.2, "at random"
+        update(connect(engine, source), engine, source, 7)
+        assert guessed(7) > 0.9
+        update(connect(engine, policy_alone), engine, policy_alone, 8)
+        assert guessed(8) > 0.9, "a layer that is not trained stays what it is"
+    finally:
+        engine.close()
+
+
+def test_speculation_that_samples_wrongly_is_refused(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    rollout = make_config(tmp_path, "bfloat16").rollout
+    rollout.vllm_arg = (SPECULATION,)
+    with pytest.raises(ValueError, match="on CPUs vLLM samples wrongly from models with delta nets"):
+        engine_settings(rollout, checkpoints["next 0"], "gloo", gpus=(), num_threads=1)
+    on_gpu = engine_settings(rollout, checkpoints["next 0"], "nccl", gpus=(0,), num_threads=1)
+    assert on_gpu.extra_arguments["speculative_config"]["method"] == "mtp"
+
+
+def test_what_drafts_outlives_sleep(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    rollout = make_config(tmp_path, "bfloat16").rollout
+    for argument, kept in (((), []), ((SPECULATION,), ["draft.*"])):
+        rollout.vllm_arg = argument
+        colocated = engine_settings(rollout, checkpoints["next 0"], "ipc", gpus=(0,), num_threads=1)
+        assert _engine_args(colocated).sleep_preserve_parameter_names == kept
+
+
+# --- fp8 -------------------------------------------------------------------------------------------
+
+
+def test_experts_in_fp8_are_left_to_kernels_that_keep_nothing_over_an_update(
+    checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    rollout = make_config(tmp_path, "bfloat16").rollout
+
+    def backend(checkpoint: str, *arguments: str) -> str | None:
+        rollout.vllm_arg = arguments
+        settings = engine_settings(rollout, checkpoints[checkpoint], "nccl", gpus=(0,), num_threads=1)
+        return settings.extra_arguments.get("moe_backend")
+
+    assert backend("next 0", "quantization=fp8_per_channel") == "triton"
+    assert backend("next 0", "quantization=fp8_per_channel", "moe-backend=marlin") == "marlin"
+    assert backend("next 0") is None
+    assert backend("dense 0", "quantization=fp8_per_channel") is None
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_an_fp8_engine_takes_unquantized_weights_and_becomes_a_fresh_one(
+    checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    source = CheckpointSource(checkpoints["dense 1"])
+    first, second = (
+        start_engine(
+            checkpoints[name], tmp_path / f"{name}.log", "bfloat16", ("quantization=fp8_per_channel",)
+        )
+        for name in ("dense 0", "dense 1")
+    )
+    try:
+        for engine in (first, second):
+            engine.wait_ready(TIMEOUT)
+        update(connect(first, source), first, source, 7)
+        compare_probes(probe(first, 7), probe(second, 0))
+        assert left_out_unnoticed(first, source) == []
+    finally:
+        first.close()
+        second.close()
+
+
+# --- what goes wrong ---------------------------------------------------------------------------------
+
+
+def runs(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_a_cache_kept_over_an_update_serves_running_requests_alone(
+    checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    """A request that comes afterwards with the same prompt is all the new policy's."""
+    engine = start_engine(checkpoints["dense 0"], tmp_path / "engine.log", recompute_kv=False)
+    try:
+        engine.wait_ready(TIMEOUT)
+        source = CheckpointSource(checkpoints["dense 1"])
+        transport = connect(engine, source)
+        update(transport, engine, CheckpointSource(checkpoints["dense 0"]), 1)
+        draw = random.Random(5)
+        prompt = token_ids([draw.randrange(2, 64) for _ in range(200)])  # whole cache blocks
+        running = SampleRequest(prompt, 3, 240, temperature=0.0)
+        engine.submit([(0, running)], version=1)
+        time.sleep(0.05)  # for some tokens of the first
+        update(transport, engine, source, 2)
+        engine.submit([(1, replace(running, max_tokens=20))], version=2)
+        samples: dict[int, Sample] = {}
+        while len(samples) < 2:
+            samples.update(engine.take(TIMEOUT))
+    finally:
+        engine.close()
+    (_, old), (switch, new) = samples[0].versions
+    assert (old, new, samples[1].versions) == (1, 2, ((0, 2),))
+    plain = replace(running, temperature=1.0)  # greedy log-probs are of temperature 1
+    (of_old,), (of_new,) = (
+        reference_logprobs(checkpoints[name], [plain], [samples[0]]) for name in ("dense 0", "dense 1")
+    )
+    assert difference([samples[0].logprobs[:switch]], [of_old[:switch]]).max() < 2e-5
+    for of_one in (of_old, of_new):  # it went on from the old policy's cache with the new weights
+        assert difference([samples[0].logprobs[switch:]], [of_one[switch:]]).max() > 1e-3
+    (expected,) = reference_logprobs(checkpoints["dense 1"], [plain], [samples[1]])
+    assert difference([samples[1].logprobs], [expected]).max() < 2e-5
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_a_failed_start_shows_what_vllm_said(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for name in ("config.json", "generation_config.json"):
+        (broken / name).write_text((checkpoints["dense 0"] / name).read_text())
+    engine = start_engine(broken, tmp_path / "engine.log")
+    with pytest.raises(
+        EngineStartError, match=r"(?s)vLLM did not start.*engine\.log.*Cannot find any model weights"
+    ):
+        engine.wait_ready(120)
+    assert not engine.is_alive()
+    assert not engine._scratch.exists()
+
+
+@pytest.mark.engine
+def test_an_engine_that_is_killed_for_a_reason_says_it(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    engine = start_engine(checkpoints["dense 0"], tmp_path / "engine.log")
+    waiting = threading.Timer(0.5, engine.kill, ["no sample within 3 seconds"])
+    waiting.start()
+    with pytest.raises(EngineDiedError, match="no sample within 3 seconds"):
+        engine.take(TIMEOUT)
+    waiting.join()
+
+
+@pytest.mark.engine
+def test_an_illegal_instruction_names_the_way_out(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    engine = start_engine(checkpoints["dense 0"], tmp_path / "engine.log")
+    os.kill(engine.pid, signal.SIGILL)
+    with pytest.raises(
+        EngineStartError, match="illegal instruction on this processor; try --vllm-dtype float32"
+    ):
+        engine.wait_ready(TIMEOUT)
+
+
+@pytest.mark.engine
+def test_an_engine_that_does_not_start_in_time_is_gone(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    engine = start_engine(checkpoints["dense 0"], tmp_path / "engine.log")
+    with pytest.raises(EngineStartError, match=r"no answer within 0\.1 seconds"):
+        engine.wait_ready(0.1)
+    assert not runs(engine.pid)
+
+
+OWNER = """
+import sys, time
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+from support.engine_runs import start_engine
+engine = start_engine(Path({checkpoint!r}), Path({log!r}))
+if {ready}:
+    engine.wait_ready(120)
+print(engine.pid, engine._scratch, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("ready", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_an_engine_ends_with_its_owner_and_leaves_nothing(
+    checkpoints: dict[str, Path], tmp_path: Path, ready: bool
+) -> None:
+    program = OWNER.format(
+        ready=ready,
+        tests=str(TESTS),
+        checkpoint=str(checkpoints["dense 0"]),
+        log=str(tmp_path / "engine.log"),
+    )
+    owner = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None
+    with owner, owner.stdout:
+        pid, scratch = owner.stdout.readline().split()
+        mapped = Path(f"/proc/{pid}/maps").read_text()
+        shared = {word for word in mapped.split() if word.startswith("/dev/shm/")}
+        owner.kill()
+    deadline = time.monotonic() + 10
+    while runs(int(pid)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not runs(int(pid))
+    assert not Path(scratch).exists()
+    assert not any(Path(path).exists() for path in shared)
+
+
+@pytest.mark.slow
+def test_an_engine_that_fails_clears_up_itself_since_its_owner_may_have_died_of_the_same(
+    tmp_path: Path,
+) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    here, there = socket.socketpair()
+    program = (
+        "import os; from megatron_ibpo.engines.vllm.engine_process import run; "
+        f"run({there.fileno()}, os.getppid(), {str(scratch)!r})"
+    )
+    engine = subprocess.Popen(
+        [sys.executable, "-c", program],
+        pass_fds=[there.fileno()],
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        text=True,
+    )
+    there.close()
+    with Connection(here.detach()) as channel, engine:
+        channel.send("no settings")
+        _, said = engine.communicate(timeout=TIMEOUT)
+    assert engine.returncode == 1
+    assert "AttributeError" in said
+    assert not scratch.exists()
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_a_tensor_parallel_engine_takes_new_weights_and_leaves_no_shared_memory(
+    checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rollout = make_config(tmp_path, "float32").rollout
+    rollout.rollout_num_gpus_per_engine = 2
+    settings = engine_settings(rollout, checkpoints["dense 0"], "gloo", gpus=(), num_threads=1)
+    requests = make_requests(20)
+    engine = Engine(settings, tmp_path / "engine.log")
+    try:
+        engine.wait_ready(200)
+        transport = open_gloo(workers=2, bucket_bytes=10_000)
+        source = CheckpointSource(checkpoints["dense 1"])
+        assert transport.connect(source, {0: engine}, [0]) == {}
+        send, asked, answers = transport.send, ThreadPoolExecutor(1), []
+
+        def send_while_asked(*given: Any, **named: Any) -> Sent:
+            answers.append(asked.submit(engine.generate, requests, version=1, timeout=100))
+            time.sleep(1)  # vLLM's core, which had nothing to do, would take its first steps
+            return send(*given, **named)
+
+        monkeypatch.setattr(transport, "send", send_while_asked)
+        sent = update(transport, engine, source, 1)
+        samples = answers[0].result()
+        assert {sample.versions for sample in samples} == {((0, 1),)}
+        shared = shared_memory(engine.pid)
+        assert shared
+        os.kill(engine.pid, signal.SIGKILL)
+        with pytest.raises(EngineDiedError):
+            engine.generate(requests, version=1, timeout=100)
+    finally:
+        engine.close()
+    reference = reference_logprobs(checkpoints["dense 1"], requests, samples)
+    assert difference([s.logprobs for s in samples], reference).max() < 2e-5
+    replicated = sum(t.nbytes for name, t in source.tensors.items() if "norm" in name)
+    whole_model = sum(t.nbytes for t in source.tensors.values())
+    assert sent.num_bytes == sent.needed_bytes == whole_model + replicated  # each worker its shard only
+    assert not {entry.name for entry in os.scandir("/dev/shm") if entry.inode() in shared}

@@ -1,0 +1,326 @@
+"""The lean back end: a policy that samples in the trainer's own process. (Beside vLLM's: test_engine.py.)"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from megatron_ibpo.basics.records import SampleRequest, token_ids
+from megatron_ibpo.config import ConfigError
+from megatron_ibpo.engines import EngineError
+from megatron_ibpo.engines.lean import LeanEngine, LeanModel, check_shape, checkpoint_weights
+from megatron_ibpo.models import read_hf_config
+from megatron_ibpo.run.checks import check_evaluation, check_run, check_settings
+from megatron_ibpo.run.settings import parse_config
+from support.paths import ROOT
+from support.tiny_models import EOS_ID, make_qwen3
+
+RECIPE = ROOT / "examples/recipes/tiny_qwen3_study.yaml"
+CONTEXT = 64
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["own head", "tied head"])
+def checkpoint(request, tmp_path_factory):
+    return make_qwen3(tmp_path_factory.mktemp("models") / "dense", 0, tie=request.param)
+
+
+@pytest.fixture(scope="module")
+def engine(checkpoint):
+    return opened(checkpoint)
+
+
+def opened(directory, most_at_once=64):
+    shape = read_hf_config(directory)
+    engine = LeanEngine(shape, (EOS_ID,), max_context=CONTEXT, most_at_once=most_at_once)
+    engine.load(checkpoint_weights(shape, directory), 0)
+    return engine
+
+
+def requests_of(count, seed=0, **settings):
+    draw = np.random.default_rng(seed)
+    return [
+        SampleRequest(
+            token_ids(draw.integers(2, 64, draw.integers(3, 20))),
+            seed=1000 * seed + number,
+            max_tokens=int(draw.integers(1, 30)),
+            **settings,
+        )
+        for number in range(count)
+    ]
+
+
+def reference(directory, request, tokens):
+    """Logits of transformers before each of the sampled tokens."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    ids = torch.tensor([[*request.prompt_token_ids, *tokens]])
+    with torch.no_grad():
+        return model(ids).logits[0, len(request.prompt_token_ids) - 1 : -1]
+
+
+def test_greedy_samples_are_what_transformers_finds_likeliest(engine, checkpoint):
+    requests = requests_of(12, temperature=0.0)
+    for request, sample in zip(requests, engine.generate(requests), strict=True):
+        logits = reference(checkpoint, request, sample.token_ids)
+        assert sample.token_ids.tolist() == logits.argmax(-1).tolist()
+        expected = logits.log_softmax(-1).max(-1).values.numpy()
+        assert np.abs(sample.logprobs - expected).max() < 1e-5
+
+
+def test_logprobs_are_those_of_the_distribution_that_was_sampled(engine, checkpoint):
+    requests = requests_of(12, seed=1, temperature=0.7)
+    for request, sample in zip(requests, engine.generate(requests), strict=True):
+        expected = (reference(checkpoint, request, sample.token_ids) / 0.7).log_softmax(-1)
+        places = torch.tensor(sample.token_ids, dtype=torch.long)[:, None]
+        assert np.abs(sample.logprobs - expected.gather(1, places)[:, 0].numpy()).max() < 1e-5
+
+
+def test_a_sample_ends_with_the_end_of_sequence_or_at_its_length(engine):
+    requests = requests_of(60, seed=2)
+    samples = engine.generate(requests)
+    assert {sample.finish_reason for sample in samples} == {"stop", "length"}
+    for request, sample in zip(requests, samples, strict=True):
+        assert len(sample.logprobs) == len(sample.token_ids) == len(sample.loss_mask) <= request.max_tokens
+        assert EOS_ID not in sample.token_ids[:-1]
+        assert (sample.token_ids[-1] == EOS_ID) == (sample.finish_reason == "stop")
+        assert sample.finish_reason == "stop" or len(sample.token_ids) == request.max_tokens
+        assert sample.versions == ((0, 0),)
+
+
+def test_prompt_and_response_stay_within_the_context(engine):
+    prompt = token_ids(np.full(CONTEXT - 3, 7))
+    samples = engine.generate([SampleRequest(prompt, seed, max_tokens=30) for seed in range(8)])
+    assert max(len(sample.token_ids) for sample in samples) == 3
+
+
+def test_who_else_is_asked_and_in_which_order_changes_no_sample(checkpoint, engine):
+    requests = requests_of(40, seed=3)
+    together = engine.generate(requests)
+    order = np.random.default_rng(0).permutation(40)
+    shuffled = engine.generate([requests[index] for index in order])
+    small_waves = opened(checkpoint, most_at_once=7).generate(requests)
+    alone = [engine.generate([request])[0] for request in requests[:10]]
+    for place, index in enumerate(order):
+        assert shuffled[place].token_ids.tolist() == together[index].token_ids.tolist()
+        assert np.abs(shuffled[place].logprobs - together[index].logprobs).max() < 1e-5
+    for others in (small_waves, alone):
+        for sample, expected in zip(others, together, strict=False):
+            assert sample.token_ids.tolist() == expected.token_ids.tolist()
+
+
+def test_one_seed_gives_one_sample_and_others_give_others(engine):
+    prompt = token_ids([5, 6, 7])
+    same = engine.generate([SampleRequest(prompt, 9, 20)] * 2)
+    others = engine.generate([SampleRequest(prompt, seed, 20) for seed in range(20)])
+    assert same[0].token_ids.tolist() == same[1].token_ids.tolist()
+    assert len({tuple(sample.token_ids) for sample in others}) > 5
+
+
+@pytest.mark.parametrize(
+    ("settings", "kept"),
+    [
+        ({"temperature": 2.0}, 64),
+        ({"temperature": 2.0, "top_k": 3}, 3),
+        ({"temperature": 2.0, "top_p": 0.8}, None),
+    ],
+    ids=["all", "top-k", "top-p"],
+)
+def test_tokens_come_as_often_as_the_distribution_says(engine, checkpoint, settings, kept):
+    """4,000 draws of one token: each frequency within four standard deviations; nothing outside of what
+    top-k and top-p leave; and the log-probs are those of what is left."""
+    prompt = token_ids([3, 9, 27])
+    requests = [SampleRequest(prompt, seed, max_tokens=1, **settings) for seed in range(4000)]
+    drawn = engine.generate(requests)
+    chances = (reference(checkpoint, requests[0], [0])[0] / 2.0).softmax(-1).double().numpy()
+    order = np.argsort(-chances)
+    if kept is None:  # the fewest that reach .8 together
+        kept = int(np.searchsorted(np.cumsum(chances[order]), 0.8)) + 1
+    left = np.where(np.isin(np.arange(64), order[:kept]), chances, 0)
+    left /= left.sum()
+    counts = Counter(int(sample.token_ids[0]) for sample in drawn)
+    assert set(counts) <= set(np.flatnonzero(left).tolist())
+    for token, chance in enumerate(left):
+        spread = np.sqrt(4000 * chance * (1 - chance))
+        assert abs(counts[token] - 4000 * chance) <= 4 * spread + 1
+    for sample in drawn[:50]:
+        assert sample.logprobs[0] == pytest.approx(np.log(left[sample.token_ids[0]]), abs=1e-5)
+
+
+def test_settings_of_a_request_are_its_own(engine):
+    """Greedy, cut and plain ones in one wave are what they are by themselves."""
+    base = SampleRequest(token_ids([4, 8, 15]), 3, 12)
+    asked = [base, replace(base, temperature=0.0), replace(base, top_k=2), replace(base, top_p=0.5)]
+    mixed = engine.generate(asked)
+    for request, sample in zip(asked, mixed, strict=True):
+        assert sample.token_ids.tolist() == engine.generate([request])[0].token_ids.tolist()
+
+
+def test_asked_from_an_event_loop_it_gives_all_under_their_numbers(engine):
+    requests = requests_of(6, seed=4)
+
+    async def ask():
+        await engine.submit([(10 + n, request) for n, request in enumerate(requests[:3])], 0)
+        await engine.submit([(20 + n, request) for n, request in enumerate(requests[3:])], 0)
+        await engine.abort([21])
+        return dict(await engine.take(1.0)), await engine.take(1.0)
+
+    found, rest = asyncio.run(ask())
+    assert sorted(found) == [10, 11, 12, 20, 22]
+    assert rest == []
+    assert found[22].token_ids.tolist() == engine.generate([requests[5]])[0].token_ids.tolist()
+
+
+def test_new_weights_take_effect_and_older_ones_are_refused(checkpoint, tmp_path):
+    engine, request = opened(checkpoint), SampleRequest(token_ids([5, 6, 7]), 0, 20, temperature=0.0)
+    with pytest.raises(EngineError, match="policy version 1, the engine has 0"):
+        engine.generate([request], version=1)
+    before = engine.generate([request])[0]
+    other = make_qwen3(tmp_path / "other", 1)
+    engine.load(checkpoint_weights(read_hf_config(other), other), 1)
+    after = engine.generate([request], version=1)[0]
+    assert before.token_ids.tolist() != after.token_ids.tolist()
+    assert after.versions == ((0, 1),)
+
+
+def test_weights_are_copied_so_that_training_on_does_not_change_them(checkpoint):
+    shape = read_hf_config(checkpoint)
+    weights = {name: tensor.clone() for name, tensor in checkpoint_weights(shape, checkpoint)}
+    engine = LeanEngine(shape, (EOS_ID,), max_context=CONTEXT, most_at_once=8)
+    engine.load(weights.items(), 0)
+    request = SampleRequest(token_ids([5, 6, 7]), 0, 20)
+    before = engine.generate([request])[0]
+    for tensor in weights.values():
+        tensor.zero_()
+    assert engine.generate([request])[0].token_ids.tolist() == before.token_ids.tolist()
+
+
+def test_a_large_policy_is_refused(checkpoint):
+    shape = read_hf_config(checkpoint)
+    engine = LeanEngine(shape, (EOS_ID,), max_context=CONTEXT, most_at_once=8)
+    with pytest.raises(EngineError, match=r"up to 4 M parameters, this one has 5\.0 M; take vllm"):
+        engine.load([("model.embed_tokens.weight", torch.zeros(5_000_000))], 0)
+
+
+def test_another_family_is_refused(shapes):
+    check_shape(shapes["dense"])
+    with pytest.raises(ValueError, match="built as dense qwen3 is, and this one, qwen3_next with exp"):
+        check_shape(shapes["next"])
+
+
+def test_whoever_takes_before_anything_was_asked_lets_others_ask(checkpoint):
+    async def taken():
+        ran = []
+        asyncio.get_running_loop().call_soon(ran.append, "submit")
+        return await opened(checkpoint).take(1.0), ran
+
+    assert asyncio.run(taken()) == ([], ["submit"])
+
+
+def test_a_prompt_that_is_asked_often_is_read_once(checkpoint, monkeypatch):
+    read = []
+    forward = LeanModel._forward
+
+    def counting(self, ids, cache):
+        read.append(tuple(ids.shape))
+        return forward(self, ids, cache)
+
+    monkeypatch.setattr(LeanModel, "_forward", counting)
+    opened(checkpoint).generate([SampleRequest(token_ids([5, 6, 7]), seed, 4) for seed in range(8)])
+    assert read[0] == (1, 3)
+    assert read[1][1] == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--max-staleness", "1"], "sampling cannot run ahead"),
+        (["--num-trainers", "2"], "one process trains"),
+        (["--ray-address", "auto"], "it uses no Ray"),
+        (["--vllm-arg", "block_size=16"], "it uses no vLLM"),
+    ],
+)
+def test_what_one_process_cannot_do_is_refused_before_it_starts(flags, says):
+    config = parse_config(["--config", str(RECIPE), "--rollout-backend", "lean", *flags])
+    config.model.hf_checkpoint = ROOT / "examples/tiny_qwen3"
+    with pytest.raises(ConfigError, match=f"--rollout-backend lean with {flags[0]}: .*{says}"):
+        check_run(config)
+
+
+def test_all_that_one_process_cannot_do_is_said_at_once(tmp_path):
+    flags = ["--num-trainers", "2", "--ray-address", "auto", "--load-debug-rollout-data", str(tmp_path)]
+    flags = ["--config", str(RECIPE), "--hf-checkpoint", str(ROOT / "examples/tiny_qwen3"), *flags]
+    check_settings(parse_config([*flags, "--rollout-backend", "vllm"]))
+    lean = parse_config([*flags, "--rollout-backend", "lean"])
+    every = [
+        "--rollout-backend lean with --num-trainers: one process trains",
+        "--rollout-backend lean with --ray-address: it uses no Ray",
+        "--rollout-backend lean with --load-debug-rollout-data: a replay samples nothing",
+    ]
+    for check in (check_run, check_settings):
+        with pytest.raises(ConfigError) as refused:
+            check(lean)
+        assert str(refused.value).split("\n  ") == ["3 problems in the configuration:", *every]
+
+
+def test_evaluations_are_refused():
+    flags = ["--hf-checkpoint", str(ROOT / "examples/tiny_qwen3"), "--rollout-backend", "lean"]
+    flags += ["--eval-prompt-data", "reasoning_gym://leg_counting"]
+    config = parse_config(["--config", str(RECIPE), *flags])
+    check_run(config)
+    with pytest.raises(ConfigError, match=r"--rollout-backend lean: is for runs that train; .* with vllm$"):
+        check_evaluation(config)
+
+
+def lean_run(run_dir, *flags):
+    """A run as a user starts it."""
+    command = [
+        sys.executable,
+        "-m",
+        "megatron_ibpo.commands.train",
+        "--config",
+        str(RECIPE),
+        "--run-dir",
+        str(run_dir),
+    ]
+    command += ["--rollout-backend", "lean", "--rollout-batch-size", "4", "--n-samples-per-prompt", "4"]
+    command += ["--eval-num-prompts", "8", "--advantage-estimator", "ibpo", *flags]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.ray
+def test_a_whole_run_trains_on_what_it_samples_and_says_which_back_end_that_was(tmp_path):
+    rows = lean_run(tmp_path / "run", "--num-rollout", "2", "--check-weight-update-equal")
+    assert [row["kind"] for row in rows] == ["evaluation", "step", "step", "evaluation"]
+    for row in rows[1:3]:
+        assert row["logprob_diff_abs_max"] < 1e-4  # of trainer and sampler
+        assert row["corrections"] > 0
+        assert row["grad_norm"] > 0
+    assert yaml.safe_load((tmp_path / "run/config.yaml").read_text())["rollout-backend"] == "lean"
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert summary["status"] == "finished"
+    assert 1.5 < summary["break_even"]["price"] < 5
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_run_that_goes_on_ends_as_one_that_was_never_stopped(tmp_path):
+    whole = lean_run(tmp_path / "whole", "--num-rollout", "3", "--save")
+    first = lean_run(
+        tmp_path / "parts", "--num-rollout", "3", "--save", "--budget", "1", "--budget-unit", "flops"
+    )
+    assert [row["step"] for row in first if row["kind"] == "step"] == [1]
+    rest = lean_run(tmp_path / "parts", "--num-rollout", "3", "--save", "--load", str(tmp_path / "parts"))
+    assert [row["reward"] for row in rest if row["kind"] == "step"][-1] == whole[-2]["reward"]
+    assert rest[-1]["accuracy"] == whole[-1]["accuracy"]

@@ -1,0 +1,376 @@
+"""Benchmark files as they are published, written small by hand: what is read, and what is refused where."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import pickle
+import re
+import zlib
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from megatron_ibpo.basics.records import Prompt, token_ids
+from megatron_ibpo.config import DataConfig
+from megatron_ibpo.data import DataError
+from megatron_ibpo.evaluate import benchmark_files
+from megatron_ibpo.evaluate.benchmarks import BENCHMARKS, BenchmarkRows
+from megatron_ibpo.rewards import open_verifier
+from support.paths import ROOT
+from support.sandboxed import adopts_no_longer, needs_sandbox  # noqa: F401
+
+BOXED = "\n\nPlease reason step by step, and put your final answer within \\boxed{}."
+
+
+def lines(path, *rows):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def read(name, path):
+    """(id, prompt, label) of every row, and what is noted of the file."""
+    rows = BenchmarkRows(BENCHMARKS[name], name, str(path))
+    found = [row for _, row in rows]
+    assert all(row["metadata"] == {"id": row["id"], "rm_type": BENCHMARKS[name].rm_type} for row in found)
+    assert all(row["task"] == name for row in found)
+    return [(row["id"], row["prompt"], row["label"]) for row in found], rows.notes()
+
+
+def test_aime_and_hmmt_are_read_in_the_layouts_of_their_publishers(tmp_path):
+    with_numbers = {
+        "problem_idx": 7,
+        "problem": "What is $6\\cdot 7$?",
+        "answer": 42,
+        "problem_type": ["Algebra"],
+    }
+    with_ids = {"id": "a", "problem": "What is $1+1$?", "answer": "2"}
+    bare = {"question": "Find $x$ in $2x=1$. ", "answer": " \\frac{1}{2} "}
+    path = lines(tmp_path / "x.jsonl", with_numbers, with_ids, bare)
+    for name in ("aime25", "hmmt25"):
+        found, notes = read(name, path)
+        assert found == [
+            ("7", "What is $6\\cdot 7$?" + BOXED, "42"),
+            ("a", "What is $1+1$?" + BOXED, "2"),
+            ("2", "Find $x$ in $2x=1$." + BOXED, "\\frac{1}{2}"),
+        ]
+        assert notes == [f"{name}: 3 problems in {path}; published are 30"]
+
+
+def test_a_directory_is_read_in_the_order_of_its_files_and_equal_numbers_are_told_apart(tmp_path):
+    for part, question in (("II", "second?"), ("I", "first?")):
+        row = {"problem_idx": 1, "problem": question, "answer": 5}
+        lines(tmp_path / f"aime/aime2025-{part}.jsonl", row)
+    (tmp_path / "aime/README.md").write_text("not data")
+    found, _ = read("aime25", tmp_path / "aime")
+    assert [(name, question.split("\n")[0]) for name, question, _ in found] == [
+        ("1", "first?"),
+        ("1-2", "second?"),
+    ]
+
+
+def test_math_500(tmp_path):
+    row = {
+        "problem": "Simplify $\\sqrt{4}$.",
+        "solution": "It is $\\boxed{2}$.",
+        "answer": "2",
+        "subject": "Prealgebra",
+        "level": 1,
+        "unique_id": "test/prealgebra/1.json",
+    }
+    found, _ = read("math500", lines(tmp_path / "test.jsonl", row))
+    assert found == [("test/prealgebra/1.json", "Simplify $\\sqrt{4}$." + BOXED, "2")]
+
+
+def test_the_label_of_gsm8k_is_what_follows_the_mark(tmp_path):
+    rows = [
+        {"question": "How many eggs?", "answer": "2 + 3 = <<2+3=5>>5\n#### 5"},
+        {"question": "How many dollars?", "answer": "A lot.\n#### 1,250,000"},
+    ]
+    found, _ = read("gsm8k", lines(tmp_path / "test.jsonl", *rows))
+    assert [(name, label) for name, _, label in found] == [("0", "5"), ("1", "1250000")]
+
+
+def test_humaneval_is_read_from_its_gzipped_file(tmp_path):
+    row = {
+        "task_id": "HumanEval/900",
+        "prompt": 'def twice(x):\n    """Twice x."""\n',
+        "entry_point": "twice",
+        "canonical_solution": "    return 2 * x\n",
+        "test": "def check(candidate):\n    assert candidate(2) == 4\n",
+    }
+    path = tmp_path / "HumanEval.jsonl.gz"
+    path.write_bytes(gzip.compress((json.dumps(row) + "\n").encode()))
+    ((name, question, label),), _ = read("humaneval", path)
+    assert name == "HumanEval/900"
+    assert '```python\ndef twice(x):\n    """Twice x."""\n```' in question
+    assert "return 2 * x" not in question
+    assert json.loads(label) == {"test": row["test"], "entry_point": "twice"}
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(DataError, match=r"HumanEval.jsonl.gz, after line \d: not gzip, or cut off"):
+        read("humaneval", path)
+
+
+def test_mbpp_in_both_of_its_files_and_only_its_test_tasks(tmp_path):
+    full = [
+        {
+            "text": f"Write a function that adds {number}.",
+            "code": "def f(x): ...",
+            "task_id": number,
+            "test_setup_code": "import math",
+            "test_list": [f"assert f(1) == {number + 1}", f"assert f(0) == {number}"],
+            "challenge_test_list": [],
+        }
+        for number in (10, 11, 510, 511)
+    ]
+    found, notes = read("mbpp", lines(tmp_path / "mbpp.jsonl", *full))
+    assert [name for name, _, _ in found] == ["mbpp/11", "mbpp/510"]
+    assert notes == ["mbpp: 2 rows outside of MBPP's test set, task_id 11 to 510 left out"]
+    _, question, label = found[0]
+    assert question.startswith("Write a function that adds 11.\n\nYour code must pass these tests:")
+    assert "assert f(0) == 11" in question
+    assert json.loads(label) == {
+        "test": "import math\nassert f(1) == 12\nassert f(0) == 11",
+        "entry_point": None,
+    }
+    sanitized = tmp_path / "sanitized-mbpp.json"
+    row = {
+        "prompt": "Add one.",
+        "code": "…",
+        "task_id": 60,
+        "test_imports": ["import re"],
+        "test_list": ["assert f(1) == 2"],
+    }
+    sanitized.write_text(json.dumps([row]))
+    ((_, _, label),), _ = read("mbpp", sanitized)
+    assert json.loads(label)["test"] == "import re\nassert f(1) == 2"
+
+
+# ------------------------------------------------------------------------------------------ LiveCodeBench
+
+
+def packed(tests, unpickled=None):
+    """Private tests as the lite files have them: base64 of zlib of a pickle of JSON text."""
+    content = json.dumps(tests) if unpickled is None else unpickled
+    return base64.b64encode(zlib.compress(pickle.dumps(content))).decode()
+
+
+def problem(**changes):
+    public = [{"input": "1 2\n", "output": "3\n", "testtype": "stdin"}]
+    private = [{"input": "2 2\n", "output": "4\n", "testtype": "stdin"}]
+    return {
+        "question_title": "Sum",
+        "question_content": "Print the sum of two numbers.",
+        "platform": "atcoder",
+        "question_id": "x001_a",
+        "contest_id": "x001",
+        "contest_date": "2025-03-01T00:00:00",
+        "starter_code": "",
+        "difficulty": "easy",
+        "public_test_cases": json.dumps(public),
+        "private_test_cases": packed(private),
+        "metadata": "{}",
+        **changes,
+    }
+
+
+def test_livecodebench_has_public_and_private_tests_in_one_label(tmp_path):
+    of_stdin = problem()
+    call = [{"input": "[1, 2]\n3", "output": "6", "testtype": "functional"}]
+    of_a_function = problem(
+        question_id="3700",
+        question_content="Return the sum of a list and a number.",
+        starter_code="class Solution:\n    def total(self, xs: List[int], y: int) -> int:\n        ",
+        public_test_cases=json.dumps(call),
+        private_test_cases=json.dumps(call),  # the full files have them unpacked
+        metadata='{"func_name": "total"}',
+    )
+    found, _ = read("livecodebench_v6", lines(tmp_path / "test6.jsonl", of_stdin, of_a_function))
+    (first, asks_stdin, label), (second, asks_function, label_of_function) = found
+    assert (first, second) == ("x001_a", "3700")
+    assert json.loads(label) == {"inputs": ["1 2\n", "2 2\n"], "outputs": ["3\n", "4\n"]}
+    assert "from stdin" in asks_stdin
+    assert json.loads(label_of_function) == {
+        "inputs": ["[1, 2]\n3"] * 2,
+        "outputs": ["6"] * 2,
+        "fn_name": "total",
+    }
+    assert "def total(self, xs: List[int], y: int) -> int:\n```" in asks_function
+
+
+def test_only_contests_of_the_window_are_asked(tmp_path):
+    dates = ["2025-01-31T23:59:59", "2025-02-01T00:00:00", "2025-05-31T00:00:00", "2025-06-01T00:00:00"]
+    rows = [
+        problem(contest_date=day, question_id=day[:10], question_content=f"Print {day}.") for day in dates
+    ]
+    found, notes = read("livecodebench_v6", lines(tmp_path / "test6.jsonl", *rows))
+    assert [name for name, _, _ in found] == ["2025-02-01", "2025-05-31"]
+    assert notes == ["livecodebench_v6: 2 rows outside of LiveCodeBench v6, 2025-02 to 2025-05 left out"]
+
+
+class Harmful:
+    """Runs code when it is unpickled as usual."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def test_private_tests_that_would_run_code_are_refused_and_do_not(tmp_path):
+    harmed = tmp_path / "harmed"
+    path = lines(tmp_path / "test6.jsonl", problem(private_test_cases=packed(None, Harmful(harmed))))
+    with pytest.raises(DataError, match=r"it asks for pathlib.+, and only a text may be in it"):
+        read("livecodebench_v6", path)
+    assert not harmed.exists()
+    pickle.loads(pickle.dumps(Harmful(harmed)))
+    assert harmed.exists(), "it would have"
+
+
+@pytest.mark.parametrize(
+    ("private", "says"),
+    [
+        (packed(None, {"input": "1"}), "its pickle holds a dict, where a text must be"),
+        (packed(None, 3), "its pickle holds a int"),
+        ("no base64!", "neither JSON nor base64 of zlib of a pickled text"),
+        (base64.b64encode(b"no zlib").decode(), "neither JSON nor base64"),
+        (base64.b64encode(zlib.compress(b"no pickle")).decode(), "neither JSON nor base64"),
+        (base64.b64encode(zlib.compress(pickle.dumps("[]" * 99))[:-9]).decode(), "it is cut off"),
+        (packed(None, '[{"input": "1"}]'), "must be a list of objects with texts 'input' and 'output'"),
+        (17, "its tests cannot be read"),
+    ],
+)
+def test_private_tests_that_are_none_are_refused(tmp_path, private, says):
+    path = lines(
+        tmp_path / "test6.jsonl", problem(), problem(question_content="?", private_test_cases=private)
+    )
+    with pytest.raises(
+        DataError, match=f"test6.jsonl, line 2: field 'private_test_cases'.*{says}"
+    ) as refused:
+        read("livecodebench_v6", path)
+    assert "see docs/evaluation.md#benchmarks" in str(refused.value)
+
+
+# ------------------------------------------------------------------------------------------ what is refused
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_another_layout_is_refused_with_line_and_expectation(name, tmp_path):
+    path = lines(tmp_path / "wrong.jsonl", {"instruction": "1+1=", "output": "2"})
+    with pytest.raises(DataError) as refused:
+        read(name, path)
+    said = str(refused.value)
+    assert said.startswith(f"{path}, line 1: ")
+    assert f"A row of {BENCHMARKS[name].title} has {BENCHMARKS[name].layout}" in said
+    assert "(found: 'instruction', 'output'); see docs/evaluation.md#benchmarks" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "says"),
+    [
+        ("gsm8k", {"question": "?", "answer": "42"}, "field 'answer' has no '#### ' with the final answer"),
+        ("gsm8k", {"question": "?", "answer": "so\n#### "}, "field 'answer' has no '#### '"),
+        ("aime25", {"problem": "?", "answer": True}, "field 'answer' must be a text or a number"),
+        ("math500", {"problem": "?", "answer": "1", "unique_id": 4}, "field 'unique_id' must be a text"),
+        (
+            "mbpp",
+            {"task_id": "11", "text": "?", "test_list": ["assert f()"]},
+            "'task_id' must be a whole number",
+        ),
+        ("mbpp", {"task_id": 11, "text": "?", "test_list": []}, "field 'test_list' must be a list of texts"),
+        ("livecodebench_v6", problem(contest_date="spring"), "Invalid isoformat"),
+        ("livecodebench_v6", problem(metadata="{"), "field 'metadata' must be the text of a JSON object"),
+    ],
+)
+def test_a_field_that_cannot_be_used_is_named(name, row, says, tmp_path):
+    with pytest.raises(DataError, match=re.escape(says)):
+        read(name, lines(tmp_path / "x.jsonl", row))
+
+
+def test_a_problem_for_the_second_time_is_refused(tmp_path):
+    row = {"question": "1+1=", "answer": "#### 2"}
+    path = lines(tmp_path / "x.jsonl", row, row | {"question": "2+2="}, row)
+    with pytest.raises(DataError, match=r"line 3: the same problem is there already, at .*line 1"):
+        read("gsm8k", path)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "says"),
+    [
+        ("x.jsonl", b'{"question": \n', "x.jsonl, line 1: not JSON"),
+        ("x.jsonl", b"[1]\n", "x.jsonl, line 1: expected a JSON object, found list"),
+        ("x.jsonl", b'{"question": "\xff"}\n', "x.jsonl, line 1: not JSON"),
+        ("x.json", b"{}", "x.json: expected a JSON list of objects, found dict"),
+        ("x.json", b"[1]", "x.json, item 0: expected a JSON object"),
+        ("x.csv", b"a,b", "whose name ends in .jsonl, .jsonl.gz, .json, .parquet"),
+        ("x.jsonl.gz", b"plain", "x.jsonl.gz, after line 0: not gzip"),
+    ],
+)
+def test_a_file_that_is_not_what_its_name_says_is_refused(file, content, says, tmp_path):
+    (tmp_path / file).write_bytes(content)
+    with pytest.raises(DataError, match=re.escape(says)):
+        read("gsm8k", tmp_path / file)
+
+
+def test_parquet_files_are_read_like_the_others(tmp_path):
+    rows = [{"problem_idx": 1, "problem": "What is $2^2$?", "answer": 4, "problem_type": ["Algebra"]}]
+    (tmp_path / "data").mkdir()
+    table = pyarrow.Table.from_pylist(rows)
+    pyarrow.parquet.write_table(table, tmp_path / "data/train-00000-of-00001.parquet")
+    found, _ = read("hmmt25", tmp_path)
+    assert found == [("1", "What is $2^2$?" + BOXED, "4")]
+    (tmp_path / "data/x.parquet").write_bytes(b"PAR1 and nothing more")
+    with pytest.raises(DataError, match=r"x\.parquet: "):
+        read("hmmt25", tmp_path / "data/x.parquet")
+
+
+def test_every_benchmark_is_in_the_documentation():
+    page = (ROOT / "docs/evaluation.md").read_text()
+    assert [name for name in BENCHMARKS if f"| `{name}://`" not in page] == []
+
+
+@needs_sandbox
+def test_the_labels_of_code_benchmarks_are_graded_by_the_code_verifier(tmp_path):
+    """A right and a wrong program for a problem of each layout."""
+    call = json.dumps([{"input": "[1, 2]\n3", "output": "6", "testtype": "functional"}])
+    of_a_function = problem(
+        question_content="Return the sum of a list and a number.",
+        starter_code="class Solution:\n    def total(self, xs, y):\n",
+        public_test_cases=call,
+        private_test_cases=call,
+        metadata='{"func_name": "total"}',
+    )
+    method = "class Solution:\n    def total(self, xs, y):\n        return {}"
+    check = "def check(candidate):\n    assert candidate(2) == 4\n"
+    of_humaneval = {"task_id": "H/1", "prompt": "def twice(x):\n", "entry_point": "twice", "test": check}
+    of_mbpp = {"task_id": 11, "text": "Add one.", "test_list": ["assert f(1) == 2"]}
+    cases = [
+        ("humaneval", of_humaneval, "def twice(x):\n    return 2 * x", "def twice(x):\n    return 5 * x"),
+        ("mbpp", of_mbpp, "def f(x):\n    return x + 1", "def f(x):\n    return x"),
+        ("livecodebench_v6", problem(), "print(sum(map(int, input().split())))", "print(3)"),
+        ("livecodebench_v6", of_a_function, method.format("sum(xs) + y"), method.format("y")),
+    ]
+    with open_verifier(DataConfig(rm_type="code", reward_workers=1)) as verifier:
+        for number, (name, row, right, wrong) in enumerate(cases):
+            rows = BenchmarkRows(BENCHMARKS[name], name, str(lines(tmp_path / f"{number}.jsonl", row)))
+            ((_, made),) = rows
+            prompt = Prompt(0, token_ids([1]), 1, made["label"], name, made["prompt"], made["metadata"])
+            scores = verifier.score([(prompt, f"```python\n{code}\n```") for code in (right, wrong)])
+            assert [score.correct for score in scores] == [True, False], name
+            assert [score.error for score in scores] == [None, None]
+
+
+def test_files_are_known_by_their_checksums(tmp_path, monkeypatch):
+    (tmp_path / "a.jsonl").write_bytes(b"abc")
+    (tmp_path / "b.json").write_bytes(b"[]")
+    abc = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"  # FIPS 180-2, B.1
+    monkeypatch.setitem(benchmark_files.PUBLISHED, abc, "the alphabet's first.jsonl")
+    first, second = benchmark_files.checksums(str(tmp_path))
+    assert first == f"{tmp_path}/a.jsonl: SHA-256 {abc}, as published: the alphabet's first.jsonl"
+    assert second.startswith(f"{tmp_path}/b.json: SHA-256 ")
+    assert "published" not in second

@@ -1,0 +1,408 @@
+"""`ibpo evaluate`: what it is told, what it leaves, and two of them compared. Whole evaluations are in
+test_loop.py."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from dataclasses import replace
+
+import matplotlib.image
+import pytest
+from rich.console import Console
+
+from megatron_ibpo.commands.evaluate import main, policy_of
+from megatron_ibpo.config import Config, ConfigError, EvalSampling, write_config
+from megatron_ibpo.data import load_tokenizer
+from megatron_ibpo.evaluate import EvalSample, KeptSamples, SetEvaluation, evaluate, open_eval_sets
+from megatron_ibpo.evaluate.results_file import finish_results
+from megatron_ibpo.evaluate.sets import half_of
+from megatron_ibpo.report.evaluation_report import report_evaluation
+from megatron_ibpo.report.summary import measures
+from megatron_ibpo.run.checks import check_evaluation
+from megatron_ibpo.study.paired_evaluations import compare_evaluations
+from support.paths import ROOT
+
+TINY = ROOT / "examples/tiny_qwen3_next"
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    """A run of training that resumed another one, and has exported its policy."""
+    config = Config()
+    config.model.hf_checkpoint = TINY
+    config.data.eval_prompt_data = "reasoning_gym://chain_sum"
+    config.data.prompt_data = ("reasoning_gym://chain_sum",)
+    config.rollout.rollout_max_response_len = 48
+    config.run.run_dir = tmp_path / "run"
+    config.run.load = tmp_path / "another"
+    config.run.seed = 7
+    config.cluster.ray_address = "10.0.0.1:6379"
+    (tmp_path / "run/hf").mkdir(parents=True)
+    write_config(config, tmp_path / "run/config.yaml")
+    return tmp_path / "run"
+
+
+def test_a_run_gives_the_settings_and_flags_win_over_them(run_dir):
+    config = policy_of([str(run_dir), "--n-samples-per-eval-prompt", "4", "--seed", "8"]).config
+    assert config.model.hf_checkpoint == run_dir / "hf"
+    assert config.run.run_dir == run_dir / "evaluate"
+    assert (config.run.n_samples_per_eval_prompt, config.run.seed) == (4, 8)
+    assert config.rollout.rollout_max_response_len == 48
+    assert config.data.eval_prompt_data == "reasoning_gym://chain_sum"
+    assert (config.run.load, config.cluster.ray_address) == (None, None)
+
+
+def test_another_policy_is_evaluated_by_the_settings_of_a_run(run_dir, tmp_path):
+    flags = ["--hf-checkpoint", str(TINY), "--run-dir", str(tmp_path / "b")]
+    config = policy_of([str(run_dir), *flags]).config
+    assert (config.model.hf_checkpoint, config.run.run_dir) == (TINY, tmp_path / "b")
+
+
+def test_a_relative_run_counts_from_where_the_user_stands(run_dir, monkeypatch):
+    monkeypatch.setenv("IBPO_CWD", str(run_dir.parent))
+    assert policy_of(["run"]).config.model.hf_checkpoint == run_dir / "hf"
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["nowhere"], "nowhere is no policy: a run's directory has a config.yaml"),
+        ([], "--hf-checkpoint: required"),
+        (["--hf-checkpoint", str(TINY)], "--eval-prompt-data: required for evaluation"),
+        (["--hf-checkpoint", str(TINY), "--eval-num-prompts", "0"], "--eval-num-prompts: must be at least 1"),
+        (["--hf-checkpoint", str(TINY), "--load", "runs/a"], "--load: only training has it"),
+        (
+            ["--hf-checkpoint", str(TINY), "--eval-prompt-data", "a.jsonl", "--eval-compare-and-correct"],
+            "--n-samples-per-eval-prompt is 1",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_starts(words, says, capsys):
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    assert says in said
+    assert "Traceback" not in said
+
+
+def test_a_run_without_a_policy_is_refused(run_dir, capsys):
+    (run_dir / "hf").rmdir()
+    assert main([str(run_dir)]) == 2
+    assert f"{run_dir}/hf: there is no policy" in capsys.readouterr().err
+
+
+SUMS = "reasoning_gym://chain_sum?min_terms=2&max_terms=3&min_digits=1&max_digits=1&compact=1"
+
+
+ONE_SAMPLE = ["--n-samples-per-eval-prompt", "1"]
+
+
+def small(tmp_path, *flags) -> Config:
+    """An evaluation of a tiny model whose context start-up has resolved."""
+    words = [
+        "--hf-checkpoint",
+        str(TINY),
+        "--run-dir",
+        str(tmp_path / "out"),
+        "--eval-num-prompts",
+        "3",
+        *flags,
+    ]
+    config = policy_of(words).config
+    config.rollout.rollout_max_context_len = 512
+    if "--rollout-max-response-len" not in flags:
+        config.rollout.rollout_max_response_len = 48
+    return config
+
+
+def opened(tmp_path, *flags):
+    config = small(tmp_path, *flags)
+    check_evaluation(config)
+    return open_eval_sets(config, load_tokenizer(TINY))
+
+
+@pytest.fixture
+def rows(tmp_path):
+    """A file of one's own: JSON Lines of simple sums."""
+
+    def write(name, *rows):
+        path = tmp_path / name
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return path
+
+    return write
+
+
+def test_several_sets_have_names_and_a_single_one_needs_none(tmp_path, rows):
+    path = rows("mine.jsonl", {"prompt": "1+2=", "label": "3"})
+    (alone,) = opened(tmp_path, "--eval-prompt-data", str(path))
+    assert (alone.name, alone.metrics({"accuracy": 0.5})) == ("mine", {"accuracy": 0.5})
+    (named,) = opened(tmp_path, "--eval-prompt-data", f"my={path}")
+    assert named.metrics({"accuracy": 0.5}) == {"eval/my/accuracy": 0.5}
+    both = opened(tmp_path, "--eval-prompt-data", f"my={path}", SUMS)
+    again = opened(tmp_path, "--eval-prompt-data", f"my={path}", "--eval-prompt-data", SUMS)
+    for sets in (both, again):
+        assert [(own.name, own.is_named, len(own.prompts)) for own in sets] == [
+            ("my", True, 1),
+            ("chain_sum", True, 3),
+        ]
+
+
+def test_a_set_is_sampled_at_other_temperatures_as_a_set_of_its_own(tmp_path):
+    plain, cool = opened(tmp_path, "--eval-prompt-data", SUMS, "--eval-other-temperatures", "0.6")
+    assert plain.metrics({"accuracy": 0.5}) == {"accuracy": 0.5}, "it keeps its metrics without a name"
+    assert cool.metrics({"accuracy": 0.7}) == {"eval/chain_sum@0.6/accuracy": 0.7}
+    assert (plain.sampling.temperature, cool.sampling.temperature) == (1.0, 0.6)
+    assert [p.text for p in cool.prompts] == [p.text for p in plain.prompts]
+    both = {"accuracy": 0.5, "greedy_accuracy": 0.9, "eval/chain_sum@0.6/accuracy": 0.7}
+    found = measures(both | {"eval/chain_sum@0.6/greedy_accuracy": 0.9})
+    assert list(found) == ["accuracy", "greedy", "chain_sum@0.6/accuracy", "chain_sum@0.6/greedy"]
+
+
+def test_what_is_tuned_on_and_what_is_judged_by_share_no_question(tmp_path, rows):
+    def texts(half, *flags):
+        (own,) = opened(tmp_path, *flags, "--eval-half", half)
+        return [prompt.text for prompt in own.prompts]
+
+    generated = ["--eval-prompt-data", SUMS, "--eval-num-prompts", "60"]
+    tuning, test, again = (texts(half, *generated) for half in ("tuning", "test", "test"))
+    assert len(tuning) == len(test) == 60
+    assert not set(tuning) & set(test)
+    assert test == again
+    mine = rows("mine.jsonl", *({"prompt": f"{n}+1=", "label": str(n + 1)} for n in range(40)))
+    of_file = ["--eval-prompt-data", str(mine), "--eval-num-prompts", "60"]
+    halves = [set(texts(half, *of_file)) for half in ("tuning", "test")]
+    assert halves[0] | halves[1] == {f"{n}+1=" for n in range(40)}
+    assert not halves[0] & halves[1]
+
+
+def test_a_half_without_a_prompt_is_refused(tmp_path, rows):
+    text = next(text for n in range(9) if half_of(text := f"{n}+1=") == "tuning")
+    path = rows("mine.jsonl", {"prompt": text, "label": "3"})
+    with pytest.raises(ValueError, match="--eval-half test: none of the prompts"):
+        opened(tmp_path, "--eval-prompt-data", str(path), "--eval-half", "test")
+
+
+def test_how_a_set_is_sampled_follows_flags_then_the_preset_then_training(tmp_path):
+    def sampling(*flags):
+        return opened(tmp_path, "--eval-prompt-data", SUMS, *flags)[0].sampling
+
+    assert sampling("--rollout-temperature", "0.9") == EvalSampling(1, 48, 0.9, 1.0, -1)
+    preset = ["--eval-preset", "qwen3-32b", "--eval-max-response-len", "64"]
+    assert sampling(*preset, "--rollout-temperature", "0.9") == EvalSampling(64, 64, 0.6, 0.95, 20)
+    of_next = ["--eval-preset", "qwen3-next-80b-a3b", "--eval-max-response-len", "64"]
+    assert sampling(*of_next, "--n-samples-per-eval-prompt", "2", "--eval-top-p", "1") == EvalSampling(
+        2, 64, 0.7, 1.0, 20
+    )
+
+
+def test_fields_without_a_meaning_are_named(tmp_path, rows):
+    path = rows(
+        "mine.jsonl",
+        {"prompt": "1+2=", "label": "3", "level": 1, "id": "a"},
+        {"prompt": "2+2=", "label": "4", "x": 0},
+    )
+    (own,) = opened(tmp_path, "--eval-prompt-data", str(path))
+    assert own.notes == (f"{path}: fields that have no meaning here and are left aside: 'level', 'x'",)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["aime26://a.jsonl"], "no benchmark 'aime26'; there are aime25, "),
+        (["aime25:///nowhere.jsonl"], "benchmark file /nowhere.jsonl: no such file"),
+        ([SUMS, SUMS], "two sets would be called 'chain_sum'; give them names, NAME=SPEC"),
+        ([SUMS, "--eval-max-response-len", "512"], "512 leaves no room for "),
+    ],
+)
+def test_a_set_that_cannot_be_used_is_refused(tmp_path, flags, says):
+    with pytest.raises(ValueError, match=re.escape(says)):
+        opened(tmp_path, "--eval-prompt-data", *flags)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["a=x.jsonl", "a=y.jsonl"], "--eval-prompt-data: must be SPEC, or NAME=SPEC each"),
+        (["a="], "--eval-prompt-data: must be SPEC"),
+        ([SUMS, "--eval-preset", "qwen3-32"], "no preset 'qwen3-32'; there are qwen3-32b, "),
+        (
+            [
+                SUMS,
+                "--eval-preset",
+                "qwen3-32b",
+                "--eval-compare-and-correct",
+                "--n-samples-per-eval-prompt",
+                "1",
+            ],
+            "--n-samples-per-eval-prompt is 1",
+        ),
+    ],
+)
+def test_flags_that_contradict_each_other_are_refused(tmp_path, flags, says):
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        check_evaluation(small(tmp_path, "--eval-prompt-data", *flags))
+
+
+def test_a_policy_is_a_run_a_hugging_face_or_a_megatron_checkpoint(run_dir, tmp_path):
+    assert policy_of([str(TINY)]).config.model.hf_checkpoint == TINY
+    stored = tmp_path / "run/checkpoints/step_000020"
+    (stored / "hf").mkdir(parents=True)
+    for name in ("metadata.json", "run_state.json"):
+        (stored / name).write_text("{}")
+    policy = policy_of([str(stored)])
+    assert (policy.stored, policy.config.model.hf_checkpoint, policy.name) == (
+        stored,
+        stored / "hf",
+        str(stored),
+    )
+    assert policy_of([str(run_dir)]).stored is None, "what the run exported"
+    (run_dir / "hf").rmdir()
+    policy = policy_of([str(run_dir)])
+    assert (policy.stored, policy.config.rollout.rollout_max_response_len) == (stored, 48)
+    assert policy_of([str(run_dir), "--hf-checkpoint", str(TINY)]).stored is None
+
+
+def written(own, policy_says):
+    """Samples of a set, two of each prompt, whose responses are `policy_says(prompt index, number)`."""
+
+    def ask(asked):
+        return [row(own.name, one, *policy_says(one.key[1], one.key[2])) for one in asked]
+
+    return SetEvaluation(own, *evaluate(own.prompts, ask, own.sampling, has_answers=True))
+
+
+def row(name, asked, text, correct):
+    kind, index, number = asked.key
+    return EvalSample(
+        set=name,
+        id=str(index),
+        prompt_index=index,
+        kind=kind,
+        number=number,
+        prompt=asked.prompt.text,
+        label=asked.prompt.label,
+        text=text,
+        answer=text or None,
+        reward=float(correct),
+        correct=correct,
+        error=None,
+        finish_reason="stop",
+        num_tokens=1,
+        details={},
+        mean_logprob=-1.0 - number,
+    )
+
+
+def test_an_evaluation_leaves_results_a_picture_and_a_table(tmp_path):
+    own = opened(tmp_path, "--eval-prompt-data", f"sums={SUMS}", "--n-samples-per-eval-prompt", "2")[0]
+    one = written(own, lambda index, number: ("yes", True) if index == 0 or number else ("", False))
+    with KeptSamples(tmp_path / "out", "/models/a", {"sums": {"--seed": 0}}):
+        pass
+    screen = io.StringIO()
+    report_evaluation(
+        tmp_path / "out",
+        "/models/a",
+        [one],
+        seconds={"start": 1.5, "evaluate": 2.5},
+        counts={"engine_restarts": 0, "verifier_deaths": 1},
+        console=Console(file=screen, width=100),
+    )
+    results = json.loads((tmp_path / "out/results.json").read_text())
+    of_set = results["sets"]["sums"]
+    assert of_set["measures"] == one.evaluation.metrics()
+    assert of_set["problems"]["id"] == ["0", "1", "2"]
+    assert of_set["problems"]["accuracy"] == [1, 0.5, 0.5]
+    assert of_set["intervals"]["accuracy"] == [one.evaluation.accuracy_low, one.evaluation.accuracy_high]
+    assert {key: results[key] for key in ("status", "policy", "seconds_by_stage", "counts")} == {
+        "status": "finished",
+        "policy": "/models/a",
+        "seconds_by_stage": {"start": 1.5, "evaluate": 2.5},
+        "counts": {"engine_restarts": 0, "verifier_deaths": 1},
+    }
+    assert matplotlib.image.imread(tmp_path / "out/evaluation.png").shape[0] > 300
+    lines = [line.split("│") for line in screen.getvalue().splitlines() if "│" in line]
+    assert [[cell.strip() for cell in line][1:3] for line in lines] == [
+        ["accuracy, sampled", "0.667"],
+        ["accuracy, greedy", "0.333"],
+        ["pass@2", "1.000"],
+        ["maj@2", "1.000"],
+        ["best-of-2", "0.333"],
+        ["cut off", "0.000"],
+        ["without an answer", "0.333"],
+    ]
+
+
+# --------------------------------------------------------------------------------------- two of them compared
+
+
+def left(directory, own, policy_says, settings=None):
+    """The directory of a finished evaluation."""
+    with KeptSamples(directory, "p", {own.name: {"--seed": 0, "policy": str(directory), **(settings or {})}}):
+        finish_results(directory, [written(own, policy_says)], {})
+    return directory
+
+
+@pytest.fixture
+def sums(tmp_path):
+    """Twelve problems of which one or two samples are taken."""
+    flags = ["--eval-prompt-data", SUMS, "--n-samples-per-eval-prompt", "2", "--eval-num-prompts", "12"]
+    return opened(tmp_path, *flags)[0]
+
+
+def test_a_difference_on_every_problem_has_the_smallest_p(tmp_path, sums):
+    worse = left(tmp_path / "a", sums, lambda index, number: ("x", False))
+    better = left(tmp_path / "b", sums, lambda index, number: ("x", number == 0))
+    (one,) = compare_evaluations(worse, better, "accuracy")
+    assert (one.first, one.second, one.difference.mean, one.problems, one.alone) == (0, 0.5, 0.5, 12, 0)
+    assert one.permutation_p == pytest.approx(2 / 2**12), "all twelve signs alike, of 2^12"
+    (other_way,) = compare_evaluations(better, worse, "accuracy")
+    assert other_way.difference.mean == -0.5
+    assert one.settings == (), "the policies may differ"
+
+
+def test_differences_that_cancel_are_none(tmp_path, sums):
+    first = left(tmp_path / "a", sums, lambda index, number: ("x", index < 6))
+    second = left(tmp_path / "b", sums, lambda index, number: ("x", index >= 6), {"--eval-temperature": 0.7})
+    (one,) = compare_evaluations(first, second, "accuracy")
+    assert one.difference.mean == 0
+    assert one.difference.low < 0 < one.difference.high
+    assert one.permutation_p == 1
+    assert one.settings == ("--eval-temperature None and 0.7",)
+    (greedy,) = compare_evaluations(first, first, "greedy_accuracy")
+    assert (greedy.difference.bootstrap_p, greedy.permutation_p) == (1, 1)
+
+
+def test_the_permutation_p_of_three_against_one_is_counted_by_hand(tmp_path, sums):
+    """Four problems differ: three for the second, one for the first. Of the 2^4 signs, the sum is at least 2
+    away from 0 in 2·(1 + 4) = 10."""
+    first = left(tmp_path / "a", sums, lambda index, number: ("x", index == 3))
+    second = left(tmp_path / "b", sums, lambda index, number: ("x", index < 3))
+    (one,) = compare_evaluations(first, second, "accuracy")
+    assert one.permutation_p == pytest.approx(10 / 16)
+
+
+def test_what_cannot_be_compared_is_refused(tmp_path, sums, capsys):
+    first = left(tmp_path / "a", sums, lambda index, number: ("x", True))
+    assert main(["compare", str(first), str(tmp_path / "nothing")]) == 2
+    assert "is it the directory of an evaluation?" in capsys.readouterr().err
+    assert main(["compare", str(first), str(first), "--measure", "pass_at_9"]) == 2
+    assert "'pass_at_9' was not measured in both; there are accuracy" in capsys.readouterr().err
+    other = left(tmp_path / "b", replace(sums, name="others"), lambda index, number: ("x", True))
+    assert main(["compare", str(first), str(other)]) == 2
+    assert "no set is in both" in capsys.readouterr().err
+    asks_else = [replace(prompt, text="what?") for prompt in sums.prompts]
+    other = left(tmp_path / "c", replace(sums, prompts=asks_else), lambda index, number: ("x", True))
+    assert main(["compare", str(first), str(other)]) == 2
+    assert "these problems ask something else in the two: 0, 1" in capsys.readouterr().err
+
+
+def test_two_evaluations_are_shown_side_by_side(tmp_path, sums, capsys):
+    first = left(tmp_path / "a", sums, lambda index, number: ("x", False))
+    second = left(tmp_path / "b", replace(sums, prompts=sums.prompts[:10]), lambda index, number: ("x", True))
+    assert main(["compare", str(first), str(second)]) == 0
+    shown = capsys.readouterr().out
+    assert "2 problems known to one of the two only, left out" in shown
+    assert re.search(r"chain_sum\s+│\s+10 │\s+0.000 │\s+1.000 │\s+\+1.000 ", shown)
+    assert "≤ 0.0005" in shown, "the floor of so many resamples"

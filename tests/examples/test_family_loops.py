@@ -1,0 +1,139 @@
+"""Every family goes through the whole loop: three steps of a tiny random model with vLLM, in two processes,
+each update compared with what the engine holds. So do adapters, and the layer for multi-token prediction."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from support.example_runs import rows_of
+from support.mtp_checkpoints import with_mtp
+from support.paths import ROOT
+from support.tiny_models import LLAMA_3, make_glm4_moe, make_gpt_oss, make_llama, make_qwen2, make_qwen3_moe
+
+pytestmark = [pytest.mark.engine, pytest.mark.ray]
+
+
+RECIPE = ROOT / "examples/recipes/small_dense_cpu.yaml"
+
+EVEN = """
+def score(question, response, label, metadata):
+    return float(sum(map(ord, response)) % 2 == 0)
+"""
+"""What a random model is right about every other time."""
+
+FLAGS = [
+    "--num-trainers", "2", "--tensor-model-parallel-size", "2", "--sequence-parallel",
+    "--num-rollout", "3", "--rollout-batch-size", "4", "--n-samples-per-prompt", "4",
+    "--rollout-max-response-len", "32", "--rollout-max-context-len", "256", "--eval-num-prompts", "8",
+    "--check-weight-update-equal", "--rm-type", "even:score", "--reward-threshold", "1",
+]  # fmt: skip
+
+MODELS = {
+    "llama": lambda directory: make_llama(directory, 1, biased=True, rope=LLAMA_3),
+    "llama tied": lambda directory: make_llama(directory, 2, tie=True),
+    "qwen2": lambda directory: make_qwen2(directory, 3),
+    "qwen3_moe": lambda directory: make_qwen3_moe(directory, 4, std=0.02),
+    "glm4_moe": lambda directory: make_glm4_moe(directory, 5, std=0.05),
+    "gpt_oss": lambda directory: make_gpt_oss(directory, 6, std=0.05),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_three_steps_of_the_loop(tmp_path, name):
+    (tmp_path / "even.py").write_text(EVEN)
+    model = MODELS[name](tmp_path / "model")
+    for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        shutil.copy(ROOT / "examples/tiny_qwen3" / file, model)
+    experts = ["--expert-model-parallel-size", "2"] if "moe" in name or name == "gpt_oss" else []
+    run_dir = tmp_path / "run"
+    command = [sys.executable, "-m", "megatron_ibpo.commands.train", "--config", str(RECIPE)]
+    command += ["--hf-checkpoint", str(model), "--run-dir", str(run_dir), *FLAGS, *experts]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=400, env={**os.environ, "IBPO_CWD": str(tmp_path)})
+    rows = rows_of(run_dir)
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    for row in rows:
+        assert row["grad_norm"] > 0
+        assert row["logprob_diff_abs_max"] < 1e-4  # of vLLM's and the trainer's, both in float32
+    before, after = (load_file(path / "model.safetensors") for path in (model, run_dir / "hf"))
+    assert before.keys() == after.keys()
+    same = {tensor for tensor in before if torch.equal(before[tensor], after[tensor])}
+    assert same == {tensor for tensor in before if tensor.endswith("e_score_correction_bias")}
+
+
+NEXT = ROOT / "examples/tiny_qwen3_next"
+NEXT_FLAGS = [
+    "--config", str(ROOT / "examples/recipes/tiny_qwen3_next_ibpo.yaml"),
+    "--rollout-batch-size", "8", "--eval-num-prompts", "8", "--check-weight-update-equal",
+]  # fmt: skip
+
+
+def run_next(run_dir, *flags):
+    command = [
+        sys.executable,
+        "-m",
+        "megatron_ibpo.commands.train",
+        *NEXT_FLAGS,
+        "--run-dir",
+        str(run_dir),
+        *flags,
+    ]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=280)
+    rows = rows_of(run_dir)
+    for row in rows:
+        assert row["grad_norm"] > 0
+        assert row["logprob_diff_abs_mean"] < 0.01  # the engine computes in bfloat16
+    return rows
+
+
+@pytest.mark.slow
+def test_adapters_are_trained_sampled_from_resumed_and_read_by_peft(tmp_path):
+    """TP2 and EP2. What PEFT makes of the last adapters is the exported model."""
+    import transformers
+    from peft import PeftModel
+
+    lora = ["--lora-rank", "4", "--lr", "3e-3", "--save-interval", "2"]
+    rows = run_next(tmp_path / "run", "--num-rollout", "2", *lora)
+    again = ["--num-rollout", "3", "--load", str(tmp_path / "run" / "checkpoints")]
+    resumed = run_next(tmp_path / "resumed", *lora, *again)
+    assert [row["step"] for row in rows + resumed] == [1, 2, 3]
+
+    origin, merged = (load_file(path / "model.safetensors") for path in (NEXT, tmp_path / "resumed/hf"))
+    assert origin.keys() == merged.keys()
+    moved = {name for name in origin if not torch.equal(origin[name], merged[name])}
+    assert any("experts.3.down_proj" in name for name in moved)
+    assert any("in_proj_qkvz" in name for name in moved)
+    assert not [name for name in moved if "norm" in name or "embed" in name or ".gate." in name]
+
+    tokens = torch.randint(3, 64, (2, 40), generator=torch.Generator().manual_seed(0))
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    with torch.no_grad():
+        exported = load(tmp_path / "resumed/hf", dtype=torch.float32)(tokens).logits
+        base = load(NEXT, dtype=torch.float32)
+        plain = base(tokens).logits
+        adapted = PeftModel.from_pretrained(base, tmp_path / "resumed/hf/adapter")(tokens).logits
+    difference, effect = ((found - adapted).abs().max().item() for found in (exported, plain))
+    print("logits of PEFT and of the export differ by", difference, "adapters move them by", effect)
+    assert difference < 2e-5 * exported.abs().max()  # 7.6e-6 was seen: sums of another order, in float32
+    assert effect > 1
+
+
+@pytest.mark.slow
+def test_the_layer_for_multi_token_prediction_learns_beside_the_policy(tmp_path):
+    model = shutil.copytree(NEXT, tmp_path / "model")
+    with_mtp(model, seed=1)
+    flags = ["--hf-checkpoint", str(model), "--mtp-num-layers", "1", "--num-rollout", "4"]
+    rows = run_next(tmp_path / "run", *flags)
+    losses = [row["mtp_loss"] for row in rows]
+    print("mtp_loss", losses, "mtp_acceptance", [row["mtp_acceptance"] for row in rows])
+    assert losses[-1] < losses[0]
+    before, after = (load_file(path / "model.safetensors") for path in (model, tmp_path / "run/hf"))
+    assert before.keys() == after.keys()
+    assert all(not torch.equal(before[name], after[name]) for name in before if name.startswith("mtp."))

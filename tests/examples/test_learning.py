@@ -1,0 +1,50 @@
+"""Training raises the reward: a whole run of the lean back end, from samples to weights and back."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from statistics import mean
+
+import pytest
+
+from support.paths import ROOT
+
+pytestmark = pytest.mark.ray
+
+
+HERE = Path(__file__).resolve().parent
+FLAGS = (
+    "--config", "examples/recipes/tiny_qwen3_study.yaml", "--rollout-backend", "lean",
+    "--rm-type", "test_learning:minus_signs", "--reward-threshold", "0.6", "--reward-workers", "1",
+    "--rollout-batch-size", "4", "--n-samples-per-prompt", "16", "--rollout-max-response-len", "8",
+    "--rollout-temperature", "3", "--advantage-estimator", "gspo", "--num-steps-per-rollout", "1",
+    "--lr", "1.5e-3", "--num-rollout", "10", "--eval-num-prompts", "0", "--seed", "0",
+)  # fmt: skip
+
+
+def minus_signs(question, response, label, metadata):
+    """What share of eight characters are minus signs, of which the policy writes few."""
+    return response.count("-") / max(8, len(response))
+
+
+def test_ten_steps_raise_a_reward_of_a_tenth_to_four_tenths(tmp_path):
+    """With a margin: .12 and .45 with this seed, .12 and .41 with the next."""
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_ibpo.commands.train", *FLAGS, "--run-dir", str(tmp_path)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE)])},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    rewards = [row["reward"] for row in rows if row["kind"] == "step"]
+    assert len(rewards) == 10
+    assert mean(rewards[:3]) < 0.2
+    assert mean(rewards[-3:]) > 0.3

@@ -1,0 +1,169 @@
+"""What the campaign of kills (tests/chaos.sh) concludes from a journal and from its own records."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+
+import pytest
+from chaos.campaign import failing_disk
+from chaos.faults import Fault, wrong_end
+from chaos.journal_audit import audit
+from chaos.results import append, beyond_start, read, so_far, table
+
+from megatron_ibpo.journal import ClosedBatch, DroppedGroup, Journal
+from support.journals import group, make_sample, response
+
+NOTHING_OPEN = {"cursor": 3, "open": []}
+
+
+def journal_of(directory, *batches):
+    """A journal whose steps train on these groups, one response each; all of it is kept."""
+    with Journal(directory, 2**30, "{}", 0) as journal:
+        for step, closed in enumerate(batches, start=1):
+            for one in closed:
+                journal.sampled(response(one.prompt_index, attempt=one.attempt), make_sample(step))
+            journal.closed(ClosedBatch(step, tuple(closed)))
+            journal.saved(step)  # from here on the writer itself forgets what was trained
+
+
+def test_every_prompt_trained_once_is_as_it_must_be(tmp_path):
+    journal_of(tmp_path, [group(0), group(2)], [group(1)])
+    assert audit(tmp_path, steps=2, responses=1, sampling=NOTHING_OPEN) == []
+
+
+def test_a_prompt_trained_twice_is_found(tmp_path):
+    journal_of(tmp_path, [group(0), group(2)], [group(1), group(0)])
+    (problem,) = audit(tmp_path, steps=2, responses=1, sampling=NOTHING_OPEN)
+    assert problem == "(0, 0) was trained at steps 1 and 2"
+
+
+def test_so_is_one_trained_under_two_attempts(tmp_path):
+    journal_of(tmp_path, [group(0), group(2)], [group(1), group(0, attempt=1)])
+    (problem,) = audit(tmp_path, steps=2, responses=1, sampling=NOTHING_OPEN)
+    assert problem == "prompt 0 was trained twice, under two attempts"
+
+
+def test_a_lost_prompt_is_found_unless_it_is_under_way(tmp_path):
+    journal_of(tmp_path, [group(0)], [group(1)])
+    assert audit(tmp_path, steps=2, responses=1, sampling=NOTHING_OPEN) == ["prompt 2 is lost"]
+    assert audit(tmp_path, steps=2, responses=1, sampling={"cursor": 3, "open": [[2, 1]]}) == []
+
+
+def test_lost_samples_of_a_group_are_found(tmp_path):
+    with Journal(tmp_path, 2**30, "{}", 0) as journal:
+        journal.sampled(response(0), make_sample(1))
+        journal.sampled(response(1), make_sample(2))
+        journal.closed(ClosedBatch(1, (group(0),), (DroppedGroup(1, 0, "expired"),)))
+        journal.sampled(response(2), make_sample(3))
+    problems = audit(tmp_path, steps=1, responses=1, sampling={"cursor": 3, "open": [[1, 1]]})
+    assert problems == [
+        "samples of (2, 0) stand in the journal, but it is in no batch, nor open",
+        "prompt 2 is lost",
+    ]
+
+
+def test_a_step_that_the_journal_lacks_is_found(tmp_path):
+    journal_of(tmp_path, [group(0), group(1), group(2)])
+    (problem,) = audit(tmp_path, steps=2, responses=1, sampling=NOTHING_OPEN)
+    assert problem == "2 steps were taken, the journal has whole batches of [1]"
+
+
+def kill(run, victim="engine", signal="SIGKILL", **more):
+    return {"kind": "kill", "seed": 7, "run": run, "victim": victim, "signal": signal, **more}
+
+
+def test_a_campaign_goes_on_after_its_last_run(tmp_path):
+    path = tmp_path / "chaos.jsonl"
+    assert so_far(read(path), seed=7) == (0, 0)
+    append(path, [kill(0), kill(0), {"kind": "run", "seed": 7, "run": 0}])
+    append(path, [{"kind": "kill", "seed": 8, "run": 4}])
+    assert so_far(read(path), seed=7) == (2, 1)
+
+
+def test_recovery_is_told_with_and_without_the_start_of_what_replaces():
+    engine = kill(0, recovery_seconds=2.0, engine_start_seconds=9.0, replaced_seconds=12.0)
+    assert beyond_start(engine) == 3.0
+    assert beyond_start(kill(0, recovery_seconds=2.0, engine_start_seconds=9.0, replaced_seconds=None)) == 2.0
+    assert beyond_start(kill(0, "trainer", recovery_seconds=8.0, start_seconds=5.0)) == 3.0
+    driver = kill(0, "driver", recovery_seconds=25.0, start_seconds=21.0, driver_status=-9)
+    assert beyond_start(driver) == 4.0
+    alone = kill(0, recovery_seconds=11.0, engine_start_seconds=9.0, replaced_seconds=12.0, engines_left=0)
+    assert beyond_start(alone) == 2.0
+    hung = kill(0, "host", "SIGSTOP", recovery_seconds=6.5, time_out_seconds=5.0)
+    assert beyond_start(hung) == 1.5
+    idle = kill(0, "verifier", "SIGSTOP", recovery_seconds=0.5, time_out_seconds=5.0)
+    assert beyond_start(idle) == 0.5, "no step waited for it"
+    rows = table([engine, kill(0, recovery_seconds=5.0), driver]).splitlines()
+    assert rows[2:] == [
+        "| driver | SIGKILL | 1 | 25.0 s, 25.0 s | 4.0 s, 4.0 s |",
+        "| engine | SIGKILL | 2 | 3.5 s, 5.0 s | 4.0 s, 5.0 s |",
+    ]
+
+
+def test_a_death_with_torn_files_is_of_a_kind_of_its_own():
+    torn = kill(0, "driver", torn="journal", recovery_seconds=25.0, start_seconds=21.0, driver_status=-9)
+    assert table([torn]).endswith("| driver | SIGKILL, torn journal | 1 | 25.0 s, 25.0 s | 4.0 s, 4.0 s |")
+
+
+GONE = Fault("gcs", "SIGKILL")
+SAID = "step 7/80\nerror: Ray's GCS server on this machine has died; start the run again\n"
+
+
+def test_a_run_that_cannot_go_on_ends_with_status_1_and_a_line_in_time():
+    assert wrong_end(GONE, 1, 5.0, SAID) == []
+    assert wrong_end(GONE, 0, 5.0, SAID) == [f"SIGKILL of gcs ended the run with 0, not 1: {SAID[10:-1]}"]
+    assert wrong_end(GONE, 1, 500.0, SAID) == ["after SIGKILL of gcs the run took 500 s to end"]
+    (problem,) = wrong_end(GONE, 1, 5.0, "step 7/80\n")
+    assert "said 0 lines of what is wrong" in problem
+    (problem,) = wrong_end(GONE, 1, 5.0, "Traceback (most recent call last):\n" + SAID)
+    assert "a traceback 1 times" in problem
+
+
+@pytest.mark.parametrize("victim", ["engine", "driver", "start", "gcs"])
+def test_no_fault_is_bad_input(victim):
+    (problem,) = wrong_end(Fault(victim, "SIGKILL"), 2, 5.0, "error: Ray does not start\n")
+    assert problem == f"SIGKILL of {victim} ended the run as if its input were bad: error: Ray does not start"
+
+
+def test_only_what_may_end_a_run_does():
+    assert wrong_end(Fault("driver", "SIGKILL"), -9, 0.1, "") == []
+    assert wrong_end(Fault("start", "busy"), -9, 0.1, "") == []
+    assert wrong_end(Fault("gcs", "SIGSTOP"), 1, 5.0, SAID) != []
+    assert wrong_end(Fault("engine", "SIGKILL"), 1, 5.0, SAID) != []
+
+
+WRITES = """
+import os, sys
+below, failing, code = sys.argv[1:]
+file = os.open(f"{below}/a", os.O_WRONLY | os.O_CREAT)
+os.write(file, b"whole")
+open(failing, "w").write(code)
+changes = [
+    lambda: os.write(file, b"x"), lambda: os.fsync(file), lambda: open(f"{below}/b", "w"),
+    lambda: os.mkdir(f"{below}/c"), lambda: os.rename(f"{below}/a", f"{below}/d"),
+]
+for change in changes:
+    try:
+        change()
+    except OSError as error:
+        print(error.errno)
+print(open(f"{below}/a").read())
+os.unlink(failing)
+os.write(file, b" again")
+print(open(f"{below}/a").read())
+"""
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EROFS])
+def test_a_disk_fails_below_the_run_while_it_is_told_to(tmp_path, code):
+    library, below, failing = failing_disk(tmp_path), tmp_path / "run", tmp_path / "failing"
+    if library is None:
+        pytest.skip("no C compiler")
+    below.mkdir()
+    told = {"LD_PRELOAD": str(library), "CHAOS_BELOW": f"{below}/", "CHAOS_FAILING": str(failing)}
+    command = [sys.executable, "-c", WRITES, str(below), str(failing), str(code)]
+    said = subprocess.run(command, env=os.environ | told, capture_output=True, text=True, check=True).stdout
+    assert said.splitlines() == [str(code)] * 5 + ["whole", "whole again"]

@@ -1,0 +1,241 @@
+"""Every command of every document is one that a fresh clone can run: its script and its flags exist."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import tyro
+import yaml
+
+from megatron_ibpo.commands import page as report
+from megatron_ibpo.commands.choose_recipe import Devices, choose
+from megatron_ibpo.commands.evaluate import Comparison
+from megatron_ibpo.commands.main import COMMANDS
+from megatron_ibpo.commands.plan import Search
+from megatron_ibpo.run.settings import parse_config
+from support.documented_modules import write_modules
+from support.paths import ROOT
+
+sys.path.insert(0, str(ROOT / "tests" / "gpu"))
+
+import conductor
+
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("*/README.md")])
+TAKES_ANYTHING = {"tests/run.sh", "tests/native.sh", "tests/chaos.sh", "tests/soak.sh", ".ci/run", ".ci/lint"}
+BOOTSTRAPPED_PYTHON = "$(bash tools/bootstrap.sh)"
+
+
+def commands_of(document: Path) -> list[str]:
+    """Shell commands of a document's ```sh blocks, comments and line continuations taken away."""
+    blocks = re.findall(r"```sh\n(.*?)```", document.read_text(), re.DOTALL)
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    return [line for raw in lines if (line := re.sub(r"(^|\s)#.*", "", raw).strip())]
+
+
+COMMANDS_OF_DOCUMENTS = [
+    pytest.param(command, id=f"{document.relative_to(ROOT)}: {command[:60]}")
+    for document in DOCUMENTS
+    for command in commands_of(document)
+]
+
+
+def split(command: str) -> tuple[dict[str, str], list[str]]:
+    """(variables set before the program, its words)"""
+    words = shlex.split(command)
+    variables = {}
+    while re.fullmatch(r"[A-Z_]+=.*", words[0]):
+        name, _, value = words.pop(0).partition("=")
+        variables[name] = value
+    return variables, words
+
+
+def check(command: str) -> None:
+    """Raise for a command that would not be understood."""
+    variables, words = split(command)
+    if words[0] == "make":
+        assert words == ["make"]
+    elif words[0] == BOOTSTRAPPED_PYTHON:
+        if "PYTHONPATH" in variables:
+            script = f"{variables['PYTHONPATH']}/{words[2].replace('.', '/')}.py"
+        else:
+            script = next(word for word in words if word.endswith(".py"))
+        assert (ROOT / script).is_file(), script
+        assert BOOTSTRAPPED_PYTHON in command.replace('"', "")
+    else:
+        assert words[0] == "bash", f"{words[0]} is not there in a fresh clone"
+        assert (ROOT / words[1]).is_file(), words[1]
+        if words[1] == "tools/ibpo.sh":
+            check_ibpo(words[2:])
+        elif words[1].startswith("examples/"):
+            check_training(variables, words[1], words[2:])
+        elif words[1] == "tests/gpu.sh":
+            conductor.parse(words[2:])
+        else:
+            assert words[1] in TAKES_ANYTHING, f"{words[1]}: the test does not know it"
+
+
+def check_ibpo(words: list[str]) -> None:
+    if words == ["--help"]:
+        return
+    if words[:2] == ["evaluate", "compare"]:
+        tyro.cli(Comparison, args=words[2:])
+        return
+    length = 2 if words[0] == "convert" else 1
+    python = COMMANDS[" ".join(words[:length])].python
+    if words[0] == "evaluate" and not words[1].startswith("-"):
+        length += 1  # a policy
+    if python[:2] == ("-m", "megatron_ibpo.commands.page"):
+        tyro.cli(report.Arguments, args=[*python[2:], *words[length:]])
+    elif python[:3] == ("-m", "megatron_ibpo.commands.plan", "search"):
+        tyro.cli(Search, args=words[length:])
+    elif python[:3] == ("-m", "megatron_ibpo.commands.plan", "calibrate"):
+        parse_config(words[length:])
+    elif python[0] == "-m":
+        parse_config([*python[2:], *words[length:]])
+    else:
+        tyro.cli(arguments_of(Path(python[0])), args=words[length:])
+
+
+def arguments_of(tool: Path) -> type:
+    """The class that a tool's command line is read into."""
+    spec = importlib.util.spec_from_file_location(tool.stem, tool)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[tool.stem] = module
+    spec.loader.exec_module(module)
+    return module.Arguments
+
+
+def check_training(variables: dict[str, str], script: str, flags: list[str]) -> None:
+    text = (ROOT / script).read_text() + (ROOT / "examples/run.sh").read_text()
+    for name in variables:
+        assert re.search(rf"\b{name}=\$", text), f"{script} reads no {name}"
+    if {"--help", "--print-config"} & set(flags):
+        return
+    tiny = ROOT / "examples" / ("tiny_qwen3_next" if "next" in script else "tiny_qwen3")
+    choice = choose(tiny, Devices(1, 0, 80.0))
+    parse_config(["--config", str(choice.recipe), "--hf-checkpoint", str(tiny), *flags])
+
+
+@pytest.fixture(autouse=True)
+def in_the_root(monkeypatch, tmp_path):
+    """Stand in the root, beside the modules that the documents have users write."""
+    monkeypatch.chdir(ROOT)
+    write_modules(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+@pytest.mark.parametrize("command", COMMANDS_OF_DOCUMENTS)
+def test_a_documented_command_is_understood(command):
+    check(command)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "python tools/inspect_checkpoint.py runs/a",
+        "bash examples/run_qwen4.sh",
+        "bash tools/ibpo.sh convert back",
+        "HF_CHECKPONT=a bash examples/run.sh",
+    ],
+)
+def test_a_command_that_is_wrong_would_be_found(wrong):
+    with pytest.raises((AssertionError, KeyError)):
+        check(wrong)
+
+
+@pytest.mark.parametrize("flags", ["--no-such-flag 1", "--num-rollout many"])
+def test_a_flag_that_is_wrong_would_be_found(flags):
+    with pytest.raises(SystemExit):
+        check(f"bash examples/run_qwen3_next_ibpo.sh {flags}")
+
+
+@pytest.mark.engine
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_training_command_of_the_readme_runs_as_written(tmp_path):
+    """In full, from another directory but for its path."""
+    command = next(c for c in commands_of(ROOT / "README.md") if c.startswith("bash examples/"))
+    script = ROOT / command.split()[1]
+    environment = os.environ | {"IBPO_PYTHON": sys.executable, "RUN_DIR": str(tmp_path / "run")}
+    done = subprocess.run(
+        ["bash", str(script)], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=1700
+    )
+    assert done.returncode == 0, done.stderr[-5000:]
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert summary["steps"] == 60
+    assert summary["accuracy_end"] > summary["accuracy_start"] + 0.1
+
+
+def test_every_command_shows_its_help_from_any_directory(tmp_path):
+    """By the entry point that the documents use."""
+    environment = os.environ | {"IBPO_PYTHON": sys.executable}
+    asked = {
+        name: subprocess.Popen(
+            ["bash", str(ROOT / "tools/ibpo.sh"), *name.split(), "--help"],
+            cwd=tmp_path,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for name in ["", "train", "evaluate", "inspect", "convert to-hf", "serve", "page"]
+    }
+    for name, process in asked.items():
+        shown, errors = process.communicate(timeout=120)
+        assert process.returncode == 0, errors
+        assert "--help" in shown, name
+
+
+def test_an_unknown_command_names_those_that_there_are(tmp_path):
+    command = [sys.executable, "-m", "megatron_ibpo.commands.main", "convert"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "convert to-megatron, convert to-hf" in done.stderr
+
+
+def test_every_link_between_documents_leads_somewhere():
+    broken = [
+        f"{document.relative_to(ROOT)}: {target}"
+        for document in DOCUMENTS
+        for target in re.findall(r"\]\(([^)#\s]+)", document.read_text())
+        if not target.startswith("http") and not (document.parent / target).exists()
+    ]
+    assert broken == []
+
+
+def test_every_page_is_reached_from_the_readme_and_says_why_one_would_read_it():
+    readme = (ROOT / "README.md").read_text()
+    for page in (ROOT / "docs").glob("*.md"):
+        assert f"docs/{page.name}" in readme, page.name
+        lead = page.read_text().split("\n\n")[1]
+        assert lead.startswith("Read this ") or page.name == "studies.md", page.name
+
+
+def test_every_shape_suffix_is_in_the_legend():
+    legend = re.findall(r"^\| ([A-Z](?:, [A-Z])*) \|", (ROOT / "docs/notation.md").read_text(), re.MULTILINE)
+    letters = set(", ".join(legend).split(", "))
+    sources = [*(ROOT / "megatron_ibpo").rglob("*.py"), *(ROOT / "kernels").glob("*.py")]
+    annotated = re.compile(r"\b[a-z]\w*_([A-Z]{1,3}): (?:torch\.)?(?:Tensor|np\.ndarray|Array|Outcomes|npt)")
+    used = {letter for path in sources for suffix in annotated.findall(path.read_text()) for letter in suffix}
+    assert {"N", "V", "S"} <= used <= letters
+
+
+def test_the_citation_and_the_hooks_can_be_read():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["preferred-citation"]["title"] in (ROOT / "README.md").read_text().replace("\n", " ")
+    (repository,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    entry = repository["hooks"][0]["entry"]
+    assert entry in (ROOT / ".ci/run").read_text(), "the same checks as in CI"
+    script = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]["ibpo"]
+    assert script == "megatron_ibpo.commands.main:main"

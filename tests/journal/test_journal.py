@@ -1,0 +1,765 @@
+"""The journal: what it said is on disk comes back bit for bit, whatever dies and whatever is damaged."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import tracemalloc
+import zlib
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from megatron_ibpo.basics.records import Sample
+from megatron_ibpo.journal import (
+    ClosedBatch,
+    ClosedGroup,
+    DroppedGroup,
+    Journal,
+    JournalError,
+    Recovered,
+    SampleKey,
+    read_journal,
+    writer,
+)
+from megatron_ibpo.journal.entries import Sampled, decode, encode
+from megatron_ibpo.journal.framing import Damage
+from megatron_ibpo.journal.recovery import entries
+from support.journals import KEEP, append, group, make_sample, response
+from support.paths import TESTS
+
+PLENTY = 10**6
+
+
+def bits_of(sample: Sample) -> list[object]:
+    """What two samples must share to be the same to the last bit."""
+    values = [getattr(sample, one.name) for one in fields(Sample)]
+    return [exactly(value) for value in values]
+
+
+def exactly(value: object) -> object:
+    match value:
+        case np.ndarray():
+            return value.dtype.str, value.shape, value.tobytes()
+        case float():  # NaNs, too
+            return "float", struct.pack("<d", value)
+    return repr(value)
+
+
+def same(found: dict[SampleKey, Sample], wanted: dict[SampleKey, Sample]) -> bool:
+    return {k: bits_of(v) for k, v in found.items()} == {k: bits_of(v) for k, v in wanted.items()}
+
+
+def segments(directory: Path) -> list[Path]:
+    return sorted(directory.glob("*.journal"))
+
+
+@pytest.fixture
+def three_steps(tmp_path: Path) -> tuple[Path, dict[SampleKey, Sample]]:
+    """A journal with the batches of steps 1 to 3, one prompt each, and an open group; nothing is saved."""
+    with Journal(tmp_path, KEEP, "settings", 0) as journal:
+        samples = {}
+        for step in (1, 2, 3):
+            samples |= append(journal, response(step, 0), response(step, 1))
+            journal.closed(ClosedBatch(step, (group(step, 2),)))
+        samples |= append(journal, response(4))
+    return tmp_path, samples
+
+
+# ------------------------------------------------------------------------------------------------ round trip
+
+floats32 = st.integers(0, 2**32 - 1)
+"""As bits: every infinity and every NaN is among them."""
+int64 = st.integers(-(2**63), 2**63 - 1)
+
+
+any_choices = st.none() | st.builds(
+    lambda shape, dtype: np.arange(np.prod(shape)).astype(dtype).reshape(shape),
+    st.tuples(st.integers(0, 5), st.integers(1, 3), st.integers(1, 2)),
+    st.sampled_from([np.uint8, np.uint16]),
+)
+
+
+@st.composite
+def any_sample(draw: st.DrawFn) -> Sample:
+    tokens = draw(st.lists(st.tuples(st.integers(-(2**31), 2**31 - 1), floats32, st.booleans()), max_size=9))
+    return Sample(
+        prompt_token_ids=np.array(draw(st.lists(st.integers(0, 2**31 - 1), max_size=5)), np.int32),
+        token_ids=np.array([token for token, _, _ in tokens], np.int32),
+        logprobs=np.array([bits for _, bits, _ in tokens], np.uint32).view(np.float32),
+        finish_reason=draw(st.sampled_from(["stop", "length"])),
+        temperature=draw(st.floats()),
+        versions=tuple(draw(st.lists(st.tuples(int64, int64), max_size=3))),
+        loss_mask=np.array([mask for _, _, mask in tokens], bool),
+        index=draw(int64),
+        reward=draw(st.none() | st.floats()),
+        correct=draw(st.booleans()),
+        reward_error=draw(st.none() | st.text(st.characters() | st.characters(categories=["Cs"]))),
+        reward_details=draw(st.dictionaries(st.text(), st.floats(), max_size=2)),
+        routed_experts=draw(any_choices),
+    )
+
+
+@given(any_sample())
+def test_a_sample_comes_back_bit_for_bit(sample):
+    key = SampleKey(2**40, 3, "correction", 7)
+    back = decode(encode(Sampled(key, sample)))
+    assert back.key == key
+    assert bits_of(back.sample) == bits_of(sample)
+
+
+def test_what_comes_back_may_be_written_to(three_steps):
+    directory, _ = three_steps
+    found = read_journal(directory, 0).samples[response(1)]
+    found.token_ids[0] = 5
+    found.logprobs[0] = 0.0
+    found.loss_mask[0] = False
+
+
+def test_an_array_that_would_come_back_changed_is_refused(tmp_path):
+    wide = make_sample(1)
+    wide.logprobs = wide.logprobs.astype(np.float64)
+    with Journal(tmp_path, KEEP, "", 0) as journal, pytest.raises(TypeError, match="float64"):
+        journal.sampled(response(1), wide)
+
+
+def test_batches_come_back_in_order_with_all_that_they_say(tmp_path):
+    first = ClosedBatch(1, (ClosedGroup(5, 1, 2, 1, 3), ClosedGroup(4, 0, 1, 0, 0)))
+    second = ClosedBatch(
+        2, (), (DroppedGroup(6, 0, "all responses agree \udc80"), DroppedGroup(9, 0, "never came"))
+    )
+    keys = [response(5, 0, 1), response(5, 1, 1), SampleKey(5, 1, "correction", 0), response(4)]
+    with Journal(tmp_path, KEEP, "a: 1\nb: \udc80", 0) as journal:
+        samples = append(journal, *keys)
+        journal.closed(first)
+        append(journal, response(6))
+        journal.closed(second)
+    recovered = read_journal(tmp_path, 0)
+    assert recovered.batches == (first, second)
+    assert same(recovered.samples, samples)  # and not the dropped one
+    assert (recovered.settings, recovered.last_step, recovered.is_whole) == ("a: 1\nb: \udc80", 2, True)
+    assert recovered.notes == ()
+
+
+def test_where_nothing_was_written_there_is_nothing_to_recover(tmp_path):
+    recovered = read_journal(tmp_path / "journal", 12)
+    assert (recovered.batches, recovered.samples, recovered.settings) == ((), {}, None)
+    assert (recovered.last_step, recovered.is_whole, recovered.notes) == (12, True, ())
+
+
+# --------------------------------------------------------------------------------------------- resuming
+
+
+@pytest.mark.parametrize("step", [0, 1, 2, 3])
+def test_a_run_replays_the_batches_after_its_checkpoint_and_finds_what_is_open(three_steps, step):
+    directory, samples = three_steps
+    recovered = read_journal(directory, step)
+    assert [batch.step for batch in recovered.batches] == list(range(step + 1, 4))
+    assert same(recovered.samples, {k: s for k, s in samples.items() if k.prompt_index > step})
+    assert recovered.is_whole
+
+
+def test_a_resumed_run_appends_to_what_there_is(three_steps):
+    directory, samples = three_steps
+    with Journal(directory, KEEP, "settings", 1) as journal:
+        samples |= append(journal, response(4, 1))
+        journal.closed(ClosedBatch(4, (group(4, 2),)))
+    recovered = read_journal(directory, 1)
+    assert [batch.step for batch in recovered.batches] == [2, 3, 4]
+    assert same(recovered.samples, {k: s for k, s in samples.items() if k.prompt_index > 1})
+
+
+def test_after_a_rewind_later_batches_and_open_groups_count_no_more(three_steps):
+    directory, samples = three_steps
+    with Journal(directory, KEEP, "other settings", 1) as journal:
+        journal.rewound(1)
+        again = append(journal, response(2))
+        journal.closed(ClosedBatch(2, (group(2),)))
+    recovered = read_journal(directory, 1)
+    assert [batch.groups for batch in recovered.batches] == [(group(2),)]
+    assert same(recovered.samples, again)
+    assert recovered.settings == "other settings"
+    from_the_start = read_journal(directory, 0)
+    assert [batch.groups for batch in from_the_start.batches] == [(group(1, 2),), (group(2),)]
+    assert same(from_the_start.samples, again | {k: s for k, s in samples.items() if k.prompt_index == 1})
+
+
+def test_a_journal_that_ends_before_the_checkpoint_gives_nothing(three_steps):
+    directory, _ = three_steps  # its open group may have been trained on in step 4 or 5
+    recovered = read_journal(directory, 5)
+    assert (recovered.batches, recovered.samples, recovered.is_whole) == ((), {}, False)
+    assert "ends at step 3" in recovered.notes[0]
+    with Journal(directory, KEEP, "settings", 5) as journal:  # even if nobody tells it to rewind
+        new = append(journal, response(4))
+    recovered = read_journal(directory, 5)
+    assert same(recovered.samples, new)
+    assert recovered.is_whole
+
+
+def test_a_checkpoint_older_than_what_is_kept_gives_nothing(tmp_path):
+    with Journal(tmp_path, 0, "settings", 0) as journal:
+        for step in (1, 2, 3):
+            append(journal, response(step))
+            journal.closed(ClosedBatch(step, (group(step),)))
+            journal.saved(step)
+        append(journal, response(4))
+    recovered = read_journal(tmp_path, 1)
+    assert (recovered.batches, recovered.samples, recovered.is_whole) == ((), {}, False)
+    assert "no whole batch of step 2" in recovered.notes[0]
+
+
+def test_a_batch_of_which_a_part_is_deleted_is_not_replayed(tmp_path, monkeypatch):
+    monkeypatch.setattr(writer, "SEGMENT_BYTES", 1)  # every record in a segment of its own
+    with Journal(tmp_path, 300, "settings", 0) as journal:
+        append(journal, response(1, 0), response(1, 1))
+        journal.closed(ClosedBatch(1, (group(1, 2),)))
+        journal.saved(1)
+        append(journal, response(2))
+    assert [path.name for path in segments(tmp_path)] == [f"00000{n}.journal" for n in (2, 3, 4)]
+    recovered = read_journal(tmp_path, 0)
+    assert (recovered.batches, recovered.samples, recovered.is_whole) == ((), {}, False)
+
+
+def test_what_was_sampled_long_before_its_batch_closed_is_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(writer, "SEGMENT_BYTES", 1)
+    with Journal(tmp_path, 0, "settings", 0) as journal:
+        early = append(journal, response(2))
+        append(journal, response(1))
+        journal.closed(ClosedBatch(1, (group(1),)))
+        journal.closed(ClosedBatch(2, (group(2),)))
+        journal.saved(1)
+        recovered = read_journal(tmp_path, 1)
+        assert [batch.step for batch in recovered.batches] == [2]
+        assert same(recovered.samples, early)
+        journal.saved(2)
+    assert segments(tmp_path) == []
+
+
+# --------------------------------------------------------------------------------------------- wrong use
+
+
+def test_what_does_not_fit_the_journal_is_refused(tmp_path):
+    with Journal(tmp_path, KEEP, "", 0) as journal:
+        append(journal, response(1, 0), response(1, 1), response(2))
+        with pytest.raises(ValueError, match="in the journal already"):
+            append(journal, response(2))
+        with pytest.raises(ValueError, match="1 are missing, 0 too many"):
+            journal.closed(ClosedBatch(1, (group(1, 3),)))
+        with pytest.raises(ValueError, match="0 are missing, 1 too many"):
+            journal.closed(ClosedBatch(1, (group(1, 1),)))
+        with pytest.raises(ValueError, match="cannot follow step 0"):
+            journal.closed(ClosedBatch(2, (group(1, 2),)))
+        journal.closed(ClosedBatch(1, (group(1, 2),), (DroppedGroup(2, 0, "filtered"),)))
+        for late in (response(1, 2), response(2, 1)):
+            with pytest.raises(ValueError, match="step 1 has closed or dropped"):
+                append(journal, late)
+    assert [batch.groups for batch in read_journal(tmp_path, 0).batches] == [(group(1, 2),)]
+    with pytest.raises(ValueError, match="is closed"):
+        append(journal, response(3))
+
+
+def test_a_second_writer_is_told_who_the_first_is(tmp_path):
+    with Journal(tmp_path, KEEP, "", 0), pytest.raises(JournalError, match=f"process {os.getpid()} writes"):
+        Journal(tmp_path, KEEP, "", 0)
+    Journal(tmp_path, KEEP, "", 0).close()
+
+
+# ----------------------------------------------------------------------------------------------- damage
+
+
+def test_a_record_cut_at_any_byte_is_lost_and_nothing_else(three_steps, tmp_path_factory):
+    directory, samples = three_steps
+    [segment] = segments(directory)
+    whole = segment.read_bytes()
+    with Journal(directory, KEEP, "settings", 0) as journal:
+        append(journal, response(5))
+    # the last record of the first segment is that of prompt 4's response
+    start = whole.rindex(b"IBPJ")
+    without = {k: s for k, s in samples.items() if k.prompt_index < 4}
+    for size in range(start, len(whole)):
+        torn = tmp_path_factory.mktemp("torn")
+        (torn / segment.name).write_bytes(whole[:size])
+        recovered = read_journal(torn, 0)
+        assert same(recovered.samples, without)
+        assert len(recovered.batches) == 3
+        assert recovered.is_whole
+        assert len(recovered.notes) == (size > start)
+        with Journal(torn, KEEP, "settings", 0) as journal:
+            again = append(journal, response(4))
+        recovered = read_journal(torn, 0)
+        assert same(recovered.samples, without | again)
+        assert recovered.notes == ()
+
+
+def flipped(directory: Path, segment: Path, place: int, bits: int) -> list[bytes]:
+    """Change one byte of a segment; what all segments hold then."""
+    data = bytearray(segment.read_bytes())
+    data[place] ^= bits
+    segment.write_bytes(data)
+    return [path.read_bytes() for path in segments(directory)]
+
+
+def whole_records(directory: Path) -> list[tuple[int, object]]:
+    """(segment, entry) of all that can be read, from the first segment on."""
+    found = [(number, entry) for number, entry in entries(directory, 0) if not isinstance(entry, Damage)]
+    return [(number, encode(entry)) for number, entry in found]
+
+
+def journal_with_every_kind_of_record(directory: Path, per_segment: int) -> dict[SampleKey, Sample]:
+    """Batches of steps 1 to 3 with responses and corrections, groups left open, a restart and a rewind."""
+    samples: dict[SampleKey, Sample] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(writer, "SEGMENT_BYTES", per_segment)
+        with Journal(directory, KEEP, "settings", 0) as journal:
+            for step in (1, 2):
+                samples |= append(journal, response(step, 0), response(step, 1))
+                samples |= append(journal, SampleKey(step, 0, "correction", 0))
+                journal.closed(ClosedBatch(step, (group(step, 2, 1),)))
+            samples |= append(journal, response(3))
+        with Journal(directory, KEEP, "settings", 0) as journal:
+            samples |= append(journal, response(9))
+            journal.rewound(2)
+            samples |= append(journal, response(3))
+            journal.closed(ClosedBatch(3, (group(3),)))
+            samples |= append(journal, response(4), response(5), SampleKey(5, 0, "correction", 0))
+    return samples
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data(), st.sampled_from([1, 400, 10**6]), st.integers(1, 255))
+def test_a_flipped_byte_costs_the_record_that_it_is_in_and_nothing_else(data, per_segment, bits):
+    with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda file: None)  # nothing here loses power
+        directory = Path(name)
+        samples = journal_with_every_kind_of_record(directory, per_segment)
+        written = whole_records(directory)
+        segment = data.draw(st.sampled_from(segments(directory)))
+        damaged = flipped(directory, segment, data.draw(st.integers(0, segment.stat().st_size - 1)), bits)
+        left = whole_records(directory)
+        assert len(left) == len(written) - 1
+        assert left == [one for one in written if one in left], "in order, each as it was written"
+        recovered = read_journal(directory, 0)
+        assert f"{segment}: 1 damaged record is left out" in recovered.notes[0]
+        assert [batch.step for batch in recovered.batches] == list(range(1, recovered.last_step + 1))
+        assert all(bits_of(found) == bits_of(samples[key]) for key, found in recovered.samples.items())
+        goes_on(directory, recovered, samples)
+        assert [path.read_bytes() for path in segments(directory)][: len(damaged)] == damaged
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data(), st.sampled_from([1, 400, 10**6]))
+def test_whatever_bytes_are_damaged_no_file_is_deleted_and_the_journal_can_be_used(data, per_segment):
+    with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda file: None)  # nothing here loses power
+        directory = Path(name)
+        samples = journal_with_every_kind_of_record(directory, per_segment)
+        files = segments(directory)
+        for _ in range(data.draw(st.integers(1, 6))):
+            segment = data.draw(st.sampled_from(files))
+            place = data.draw(st.integers(0, segment.stat().st_size - 1))
+            damaged = flipped(directory, segment, place, data.draw(st.integers(1, 255)))
+        recovered = read_journal(directory, 0)
+        assert all(bits_of(samples[key]) == bits_of(found) for key, found in recovered.samples.items())
+        goes_on(directory, recovered, samples)
+        assert [path.read_bytes() for path in segments(directory)][: len(damaged)] == damaged
+
+
+def goes_on(directory: Path, recovered: Recovered, samples: dict[SampleKey, Sample]) -> None:
+    """A run takes what it finds, samples what is missing, and closes all batches up to step 4: then the
+    journal has each of them once and whole."""
+    with Journal(directory, KEEP, "settings", 0) as journal:
+        journal.follow(recovered)
+        for step in range(recovered.last_step + 1, 5):
+            wanted = [key for key in samples if key.prompt_index == step]
+            append(journal, *(key for key in wanted if key not in recovered.samples))
+            corrections = sum(key.kind == "correction" for key in wanted)
+            closed = ClosedGroup(step, 0, len(wanted) - corrections, corrections, 0)
+            journal.closed(ClosedBatch(step, (closed,)))
+        again = read_journal(directory, 0)
+        assert [batch.step for batch in again.batches] == [1, 2, 3, 4]
+        assert again.is_whole
+        trained = {key: sample for key, sample in samples.items() if key.prompt_index <= 4}
+        assert {key: bits_of(again.samples[key]) for key in trained} == {
+            key: bits_of(sample) for key, sample in trained.items()
+        }
+
+
+def test_what_is_missing_is_asked_again_and_no_more(three_steps):
+    directory, samples = three_steps
+    [segment] = segments(directory)
+    second = segment.read_bytes().index(encode(Sampled(response(2, 1), samples[response(2, 1)])))
+    flipped(directory, segment, second + 10, 1)
+    recovered = read_journal(directory, 0)
+    assert [batch.step for batch in recovered.batches] == [1]
+    assert same(recovered.samples, {key: own for key, own in samples.items() if key != response(2, 1)})
+    assert not recovered.is_whole
+
+
+def test_what_came_from_weights_that_were_trained_on_lost_records_is_not_used(tmp_path):
+    with Journal(tmp_path, KEEP, "settings", 0) as journal:
+        for step in (1, 2, 3):
+            sample = replace(make_sample(step), versions=((0, step - 1),))
+            journal.sampled(response(step), sample)
+            journal.sampled(response(step, 1), sample)
+            journal.closed(ClosedBatch(step, (group(step, 2),)))
+    [segment] = segments(tmp_path)
+    flipped(
+        tmp_path,
+        segment,
+        segment.read_bytes().index(encode(Sampled(response(2), replace(make_sample(2), versions=((0, 1),))))),
+        1,
+    )
+    recovered = read_journal(tmp_path, 0)
+    assert [batch.step for batch in recovered.batches] == [1]
+    assert recovered.samples.keys() == {response(1), response(1, 1), response(2, 1)}, "none of step 3"
+
+
+def test_a_group_that_a_lost_batch_may_have_trained_on_is_not_trained_on_again(three_steps):
+    directory, _ = three_steps
+    [segment] = segments(directory)
+    lost = segment.read_bytes().index(encode(ClosedBatch(2, (group(2, 2),))))
+    flipped(directory, segment, lost, 1)
+    recovered = read_journal(directory, 2)
+    assert [batch.step for batch in recovered.batches] == [3]
+    assert recovered.samples.keys() == {response(3), response(3, 1), response(4)}
+
+
+@pytest.mark.parametrize("settings_after", ["settings", "other settings"])
+def test_where_the_record_of_a_rewind_is_lost_nothing_before_it_is_taken_for_new(tmp_path, settings_after):
+    with Journal(tmp_path, KEEP, "settings", 0) as journal:
+        for step in (1, 2):
+            append(journal, response(step))
+            journal.closed(ClosedBatch(step, (group(step),)))
+        append(journal, response(3), response(4))
+    with Journal(tmp_path, KEEP, settings_after, 0) as journal:
+        journal.rewound(1)
+        new = replace(make_sample(7), versions=((0, 1),))
+        journal.sampled(response(2), new)
+        journal.closed(ClosedBatch(2, (group(2),)))
+    with Journal(tmp_path, KEEP, settings_after, 0) as journal:
+        journal.sampled(response(3), new)
+        journal.closed(ClosedBatch(3, (group(3),)))
+    flipped(tmp_path, segments(tmp_path)[1], 20, 1)
+    recovered = read_journal(tmp_path, 0)
+    assert recovered.settings == settings_after
+    if settings_after == "settings":
+        assert [batch.step for batch in recovered.batches] == [1, 2, 3]
+        assert (
+            bits_of(recovered.samples[response(2)]) == bits_of(recovered.samples[response(3)]) == bits_of(new)
+        )
+        assert response(4) not in recovered.samples
+    else:
+        assert recovered.batches == ()
+        assert not recovered.is_whole
+
+
+def test_no_memory_is_taken_for_a_length_that_cannot_be(three_steps):
+    directory, samples = three_steps
+    [segment] = segments(directory)
+    for length in (2**32 - 1, 2**30):
+        head = struct.pack("<4sII", b"IBPJ", length, 0)
+        with segment.open("ab") as file:
+            file.write(head + struct.pack("<I", zlib.crc32(head)))
+        recovered = read_journal(directory, 0)
+        assert same(recovered.samples, samples)
+        assert len(recovered.notes) == 1
+
+
+@pytest.mark.parametrize("hole", [0, 5, 2**20 - 8, 2**20, 10**12], ids=lambda size: f"{size} bytes")
+def test_records_behind_damage_are_found_wherever_they_begin(three_steps, hole):
+    """Also where a header lies across two reads, and behind a hole that no disk could hold."""
+    directory, samples = three_steps
+    [segment] = segments(directory)
+    whole = segment.read_bytes()
+    with segment.open("wb") as file:
+        file.write(b"IBPJ damaged")
+        file.seek(hole, os.SEEK_CUR)
+        file.write(whole)
+    tracemalloc.start()
+    recovered = read_journal(directory, 0)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert same(recovered.samples, samples)
+    assert "damaged" in recovered.notes[0]
+    assert peak < 2**24
+
+
+def test_damage_before_what_is_needed_does_no_harm(tmp_path):
+    with Journal(tmp_path, KEEP, "settings", 0) as journal:
+        append(journal, response(1))
+        journal.closed(ClosedBatch(1, (group(1),)))
+        journal.saved(1)
+        samples = append(journal, response(2))
+    first, _ = segments(tmp_path)
+    first.write_bytes(b"x" * 100)
+    for _ in range(2):
+        recovered = read_journal(tmp_path, 1)
+        assert same(recovered.samples, samples)
+        assert (recovered.is_whole, recovered.notes) == (True, ())
+        Journal(tmp_path, KEEP, "settings", 1).close()
+
+
+def test_a_missing_segment_costs_what_it_held_and_not_those_after_it(three_steps):
+    directory, samples = three_steps
+    for prompt in (5, 6):
+        with Journal(directory, KEEP, "settings", 0) as journal:
+            samples |= append(journal, response(prompt))
+    segments(directory)[1].unlink()
+    recovered = read_journal(directory, 0)
+    assert same(recovered.samples, {k: s for k, s in samples.items() if k.prompt_index != 5})
+    assert "000002.journal: 1 damaged record is left out" in recovered.notes[0]
+    assert "this segment is missing" in recovered.notes[0]
+    Journal(directory, KEEP, "settings", 0).close()
+    assert [path.name for path in segments(directory)] == ["000001.journal", "000003.journal"]
+
+
+def test_a_journal_of_another_format_is_left_alone(three_steps, monkeypatch):
+    directory, _ = three_steps
+    before = segments(directory)[0].read_bytes()
+    monkeypatch.setattr("megatron_ibpo.journal.entries.FORMAT", 2)
+    for use in (lambda: read_journal(directory, 0), lambda: Journal(directory, KEEP, "settings", 0)):
+        with pytest.raises(JournalError, match=r"000001.journal: it has format 1.* reads format 2"):
+            use()
+    assert segments(directory)[0].read_bytes() == before
+
+
+def test_a_journal_that_is_deleted_under_its_run_says_so_when_a_batch_is_closed(tmp_path):
+    directory = tmp_path / "run" / "journal"
+    with Journal(directory, KEEP, "settings", 0) as journal:
+        append(journal, response(1))
+        shutil.rmtree(tmp_path / "run")
+        with pytest.raises(FileNotFoundError, match="run/journal"):
+            journal.closed(ClosedBatch(1, (group(1),)))
+
+
+def test_a_full_disk_leaves_no_part_of_a_record(three_steps, monkeypatch):
+    directory, samples = three_steps
+    write = os.write
+    with Journal(directory, KEEP, "settings", 0) as journal:
+        for room in (0, 10, 100):  # in a new segment, then in one that holds a record
+            with monkeypatch.context() as full:
+                full.setattr(os, "write", lambda file, data, room=room: write(file, data[:room]))
+                with pytest.raises(OSError, match=r"No space left on device: '.*000002.journal'"):
+                    append(journal, response(10 + room))
+            samples |= append(journal, response(10 + room))
+    recovered = read_journal(directory, 0)
+    assert same(recovered.samples, samples)
+    assert recovered.notes == ()
+
+
+# --------------------------------------------------------------------------- deletion, against a plain model
+
+
+@dataclass
+class Model:
+    """What a run knows of itself."""
+
+    saved: int = 0
+    batches: list[ClosedBatch] = field(default_factory=list)
+    open: dict[int, dict[SampleKey, Sample]] = field(default_factory=dict)
+    trained: dict[SampleKey, Sample] = field(default_factory=dict)
+    """All samples of all batches."""
+    asked: int = 0
+
+    def wanted(self, after: int) -> dict[SampleKey, Sample]:
+        prompts = {group.prompt_index for batch in self.batches[after:] for group in batch.groups}
+        samples = {key: sample for key, sample in self.trained.items() if key.prompt_index in prompts}
+        return samples | {key: sample for own in self.open.values() for key, sample in own.items()}
+
+
+NAMES = ["sample"] * 3 + ["close", "save", "crash", "torn crash", "go back", "rewind"]
+ACTIONS = st.lists(st.tuples(st.sampled_from(NAMES), st.integers(0, 2**16)), max_size=40)
+
+
+@settings(max_examples=80, deadline=None)
+@given(ACTIONS, st.sampled_from([0, 700, KEEP]), st.sampled_from([1, 500]))
+@example([("close", 0), ("sample", 0), ("save", 1)], 0, 1)  # the segment with the saved batch is deleted
+def test_whatever_happens_a_recovery_finds_what_a_plain_model_says(actions, keep, segment_bytes):
+    with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(writer, "SEGMENT_BYTES", segment_bytes)
+        patch.setattr(os, "fsync", lambda file: None)  # nothing here loses power
+        directory, model = Path(name), Model()
+        journal = Journal(directory, keep, "settings", 0)
+        for action, number in actions:
+            journal = act(journal, model, directory, keep, action, number)
+            recovered = read_journal(directory, model.saved)
+            assert recovered.batches == tuple(model.batches[model.saved :])
+            assert same(recovered.samples, model.wanted(model.saved))
+            assert recovered.is_whole
+            assert keep < KEEP or {path.name for path in segments(directory)[:1]} <= {"000001.journal"}
+            check_older_checkpoints(directory, model)
+        journal.close()
+
+
+def act(journal: Journal, model: Model, directory: Path, keep: int, action: str, number: int) -> Journal:
+    match action:
+        case "sample":
+            prompt = number % (model.asked + 1)  # of an open group, or of a new one
+            if prompt not in model.open:
+                prompt, model.asked = model.asked, model.asked + 1
+            own = model.open.setdefault(prompt, {})
+            key = response(prompt, len(own))
+            own |= append(journal, key)
+        case "close":
+            taken = [prompt for place, prompt in enumerate(model.open) if number >> place & 1]
+            dropped = taken[: number % 2]
+            groups = tuple(group(prompt, len(model.open[prompt])) for prompt in taken[number % 2 :])
+            drops = tuple(DroppedGroup(prompt, 0, "expired") for prompt in dropped)
+            batch = ClosedBatch(len(model.batches) + 1, groups, drops)
+            journal.closed(batch)
+            model.batches.append(batch)
+            for prompt in taken:
+                own = model.open.pop(prompt)
+                model.trained |= {} if prompt in dropped else own
+        case "save":
+            model.saved += number % (len(model.batches) - model.saved + 1)
+            journal.saved(model.saved)
+        case "crash" | "torn crash":
+            journal.close()
+            if action == "torn crash" and (files := segments(directory)):
+                with files[-1].open("ab") as file:
+                    file.write(files[-1].read_bytes()[: number % 30 + 1])
+            journal = Journal(directory, keep, "settings", model.saved)
+        case "go back":  # to an older checkpoint
+            model.saved = number % (model.saved + 1)
+            recovered = read_journal(directory, model.saved)
+            journal.close()
+            journal = Journal(directory, keep, "settings", model.saved)
+            if not recovered.is_whole:
+                journal.rewound(recovered.last_step)
+            if not recovered.is_whole or recovered.settings is None:  # nothing is left, and nothing is known
+                del model.batches[recovered.last_step :]
+                model.open = {}
+        case "rewind":
+            step = model.saved + number % (len(model.batches) - model.saved + 1)
+            journal.rewound(step)
+            del model.batches[step:]
+            model.open = {}
+    return journal
+
+
+def check_older_checkpoints(directory: Path, model: Model) -> None:
+    """From those a run finds all, or is told that it does not, and then nothing that is not its own."""
+    for older in range(model.saved):
+        recovered = read_journal(directory, older)
+        batches = tuple(model.batches[older:])
+        if not segments(directory):  # nothing needed was left, and nothing is known
+            assert (recovered.batches, recovered.samples) == ((), {})
+            continue
+        assert recovered.batches == batches[: len(recovered.batches)]
+        if recovered.is_whole:
+            assert recovered.batches == batches
+            assert same(recovered.samples, model.wanted(older))
+        else:
+            wanted = model.wanted(older)
+            assert all(bits_of(sample) == bits_of(wanted[key]) for key, sample in recovered.samples.items())
+
+
+def test_of_what_no_recovery_needs_as_much_is_kept_as_was_asked_for(tmp_path):
+    with Journal(tmp_path, 10_000, "settings", 0) as journal:
+        for step in range(1, 31):
+            append(journal, *(response(step, index) for index in range(4)))
+            journal.closed(ClosedBatch(step, (group(step, 4),)))
+            assert journal.pending_bytes == segments(tmp_path)[-1].stat().st_size
+            journal.saved(step)
+            assert journal.pending_bytes == 0
+            kept = sum(path.stat().st_size for path in segments(tmp_path))
+            assert kept <= 10_000
+        one = segments(tmp_path)[-1].stat().st_size
+        assert kept > 10_000 - one
+        assert len(segments(tmp_path)) < 30
+
+
+# ------------------------------------------------------------------------------------- threads and deaths
+
+
+def test_a_closed_batch_and_its_samples_have_reached_the_disk_itself(tmp_path, monkeypatch):
+    monkeypatch.setattr(writer, "SEGMENT_BYTES", 1)
+    reached, fsync = [], os.fsync
+
+    def record(file: int) -> None:
+        fsync(file)
+        reached.append(Path(os.readlink(f"/proc/self/fd/{file}")).name)
+
+    monkeypatch.setattr(os, "fsync", record)
+    with Journal(tmp_path, KEEP, "settings", 0) as journal:
+        append(journal, response(1, 0), response(1, 1))
+        assert reached == []
+        journal.closed(ClosedBatch(1, (group(1, 2),)))
+        assert reached == ["000001.journal", "000002.journal", "000003.journal", tmp_path.name]
+        reached.clear()
+        journal.closed(ClosedBatch(2, ()))
+        assert reached == ["000003.journal", "000004.journal", tmp_path.name]
+
+
+def test_a_batch_that_did_not_reach_the_disk_may_be_closed_again(tmp_path, monkeypatch):
+    batch = ClosedBatch(1, (group(1),))
+    with Journal(tmp_path, KEEP, "settings", 0) as journal:
+        append(journal, response(1))
+        with monkeypatch.context() as full:
+            full.setattr(os, "fsync", lambda file: os.write(-1, b""))
+            with pytest.raises(OSError, match=f"Bad file descriptor: '{tmp_path}'"):
+                journal.closed(batch)
+        journal.closed(batch)
+        journal.closed(ClosedBatch(2, ()))
+    assert [batch.step for batch in read_journal(tmp_path, 0).batches] == [1, 2]
+
+
+def test_threads_may_append_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(writer, "SEGMENT_BYTES", 5_000)
+    with Journal(tmp_path, KEEP, "settings", 0) as journal:
+        found: list[dict[SampleKey, Sample]] = []
+
+        def work(prompt: int) -> None:
+            found.append(append(journal, *(response(prompt, index) for index in range(200))))
+
+        threads = [threading.Thread(target=work, args=(prompt,)) for prompt in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        journal.closed(ClosedBatch(1, tuple(group(prompt, 200) for prompt in range(8))))
+    recovered = read_journal(tmp_path, 0)
+    assert same(recovered.samples, {k: s for one in found for k, s in one.items()})
+    assert len(recovered.samples) == 1600
+    assert len(recovered.batches) == 1
+
+
+WRITES_FOR_EVER = """
+import itertools, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+from megatron_ibpo.journal import Journal
+from support.paths import TESTS
+from support.journals import KEEP, append, response
+journal = Journal(Path(sys.argv[1]), KEEP, "settings", 0)
+for number in itertools.count():
+    append(journal, response(number))
+    print(number, flush=True)
+"""
+
+
+def test_a_killed_process_loses_nothing_that_it_was_told_is_appended(tmp_path):
+    command = [sys.executable, "-c", WRITES_FOR_EVER, str(tmp_path), str(TESTS)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    told = [process.stdout.readline() for _ in range(300)]
+    with pytest.raises(JournalError, match=f"process {process.pid} writes"):
+        Journal(tmp_path, KEEP, "settings", 0)
+    process.send_signal(signal.SIGKILL)
+    last = int(([*told, *process.stdout.readlines()])[-1])
+    process.wait()
+    process.stdout.close()
+    recovered = read_journal(tmp_path, 0)
+    assert [key.prompt_index for key in recovered.samples][: last + 1] == list(range(last + 1))
+    assert len(recovered.samples) <= last + 2
+    Journal(tmp_path, KEEP, "settings", 0).close()  # a dead writer's lock is free

@@ -1,0 +1,18 @@
+"""The reference loss under tensor and context parallelism equals that of one process."""
+
+from __future__ import annotations
+
+import pytest
+
+from support import layout_cases
+
+pytestmark = pytest.mark.world
+
+
+@pytest.mark.parametrize(("tp", "cp"), [(2, 1), (4, 1), (1, 2), (2, 2)])
+def test_every_variant_equals_one_process(tp, cp):
+    layout_cases.check_layout("torch", tp, cp)
+
+
+def test_a_sequence_that_does_not_divide_among_context_parallel_ranks_is_refused():
+    layout_cases.check_unequal_shares()

@@ -1,0 +1,211 @@
+"""Which libraries compute the layers: found, refused where they are missing, and said at the start."""
+
+from __future__ import annotations
+
+import types
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+
+from megatron_ibpo.config import Config, ModelConfig, RolloutConfig, eval_sampling, on_device
+from megatron_ibpo.engines.vllm.settings import engine_settings
+from megatron_ibpo.evaluate import EvalSet, set_settings
+from megatron_ibpo.models import read_hf_config
+from megatron_ibpo.models.backends import FAST, LOCAL, BackendError, Backends, find_backends, served_by
+from megatron_ibpo.report.sizes import run_sizes
+from megatron_ibpo.run.settings import parse_config
+from support.paths import ROOT
+
+EXAMPLES = ROOT / "examples"
+
+
+def installed(monkeypatch, *packages):
+    """As if these were installed, and neither Transformer Engine nor flash-linear-attention otherwise."""
+
+    def find(name):
+        if name.partition(".")[0] not in packages:
+            raise ImportError(f"{name}: built for another torch")
+
+    monkeypatch.setattr("megatron_ibpo.models.backends.import_module", find)
+
+
+def test_cpus_need_nothing_and_ask_for_nothing(shapes, monkeypatch):
+    monkeypatch.setattr("megatron_ibpo.models.backends.import_module", None)
+    assert find_backends(shapes["next"], on_gpu=False, allow_local=False) == LOCAL
+
+
+@pytest.mark.parametrize(
+    ("model", "there", "missing"),
+    [
+        ("next", (), ["Transformer Engine", "flash-linear-attention"]),
+        ("next", ("fla",), ["Transformer Engine"]),
+        ("next", ("transformer_engine",), ["flash-linear-attention"]),
+        ("dense", (), ["Transformer Engine"]),
+    ],
+)
+def test_a_gpu_run_without_its_libraries_is_refused_and_says_why_and_what_to_do(
+    shapes, monkeypatch, model, there, missing
+):
+    installed(monkeypatch, *there)
+    with pytest.raises(BackendError) as refused:
+        find_backends(shapes[model], on_gpu=True, allow_local=False)
+    said = str(refused.value)
+    named = [name for name in ("Transformer Engine", "flash-linear-attention") if f"{name} (" in said]
+    assert named == missing
+    assert "ImportError" in said
+    assert "built for another torch" in said
+    assert "tools/bootstrap.sh" in said
+    assert "--allow-local-modules" in said
+    accepted = find_backends(shapes[model], on_gpu=True, allow_local=True)
+    assert accepted.transformer_engine == ("Transformer Engine" not in missing)
+    assert accepted.flash_linear_attention == ("flash-linear-attention" not in missing)
+
+
+@pytest.mark.parametrize(
+    ("capability", "triton", "is_refused"),
+    [((9, 0), "3.6.0", True), ((9, 0), "3.7.1", False), ((9, 0), "3.3.1", False), ((8, 0), "3.6.0", False)],
+)
+def test_versions_of_triton_that_compile_wrong_gradients_are_refused(
+    shapes, monkeypatch, capability, triton, is_refused
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(
+        "megatron_ibpo.models.backends.import_module",
+        lambda name: types.SimpleNamespace(__version__=triton),
+    )
+    if is_refused:
+        with pytest.raises(
+            BackendError, match=r"cannot use flash-linear-attention \(Triton 3\.6\.0 compiles"
+        ):
+            find_backends(shapes["next"], on_gpu=True, allow_local=False)
+    found = find_backends(shapes["next"], on_gpu=True, allow_local=True)
+    assert found.flash_linear_attention != is_refused
+    assert find_backends(shapes["dense"], on_gpu=True, allow_local=False) == FAST, "it asks for none of it"
+
+
+@pytest.mark.parametrize(
+    ("capability", "head_dim", "cudnn", "flash", "why"),
+    [
+        ((9, 0), 256, 92000, False, None),
+        ((10, 0), 128, 92000, False, None),
+        ((10, 0), 256, 92000, False, "for heads of 256 .* from 9.25 on, and this one is 9.20"),
+        ((10, 0), 256, 92500, False, None),
+        ((8, 0), 128, 92500, False, "compute capability 9.0 on, and this GPU has 8.0"),
+        ((8, 0), 128, 92500, True, None),
+    ],
+)
+def test_a_gpu_for_which_attention_would_be_quadratic_is_refused(
+    shapes, monkeypatch, capability, head_dim, cudnn, flash, why
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
+    installed(monkeypatch, "transformer_engine", *(["flash_attn"] if flash else []))
+    shape = replace(shapes["dense"], head_dim=head_dim)
+    if why is not None:
+        with pytest.raises(BackendError, match=f"{why}.* Install flash-attn"):
+            find_backends(shape, on_gpu=True, allow_local=False)
+    assert find_backends(shape, on_gpu=True, allow_local=why is not None).transformer_engine
+    assert find_backends(shape, on_gpu=True, allow_local=False, bf16=False).transformer_engine
+
+
+def test_a_dense_model_needs_no_flash_linear_attention(shapes, monkeypatch):
+    installed(monkeypatch, "transformer_engine")
+    assert find_backends(shapes["dense"], on_gpu=True, allow_local=False).transformer_engine
+
+
+def test_a_trainer_refuses_before_it_meets_the_others(models):
+    from megatron_ibpo.policy.rank import TrainerRank
+
+    config = Config(model=ModelConfig(hf_checkpoint=models["next"]))
+    with (
+        mock.patch.object(torch.cuda, "is_available", return_value=True),
+        mock.patch("megatron_ibpo.policy.rank.start_world", side_effect=AssertionError("met them")),
+        pytest.raises(BackendError, match="Transformer Engine"),
+    ):
+        TrainerRank(config, None)
+
+
+def rows(config, layers):
+    return {size.name: (size.value, size.meaning) for size in run_sizes(config, 1, layers=layers)}
+
+
+def test_the_table_says_what_computes_each_part(shapes):
+    fast = rows(Config(model=ModelConfig(bf16=True)), served_by(shapes["next"], FAST, bf16=True))
+    assert [fast[part][0] for part in ("attention", "norms", "experts")] == ["Transformer Engine"] * 3
+    assert fast["delta net"][0] == "flash-linear-attention"
+    assert fast["precision"][0] == "bfloat16"
+    slow = rows(Config(), served_by(shapes["next"], Backends(True, False), bf16=False))
+    assert slow["delta net"][0] == "torch"
+    assert "unfused" in slow["attention"][1]
+    assert slow["precision"][0] == "float32"
+    dense = rows(Config(), served_by(shapes["dense"], LOCAL, bf16=False))
+    assert dense["attention"][0] == "torch"
+    assert not dense.keys() & {"experts", "delta net"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "on_cpus", "on_gpus"),
+    [
+        ([], False, True),
+        (["--bf16"], True, True),
+        (["--no-bf16"], False, False),
+        (["--bf16", "None"], False, True),
+    ],
+)
+def test_precision_follows_the_device_unless_it_is_said(flags, on_cpus, on_gpus):
+    config = parse_config(flags)
+    assert on_device(config, on_gpu=False, has_delta_nets=True).model.bf16 is on_cpus
+    assert on_device(config, on_gpu=True, has_delta_nets=True).model.bf16 is on_gpus
+
+
+@pytest.mark.parametrize(
+    ("flags", "device", "family", "dtype"),
+    [
+        ([], "cpu", "dense", "float32"),
+        ([], "cpu", "next", "bfloat16"),
+        (["--bf16"], "cpu", "dense", "float32"),
+        (["--no-bf16"], "cpu", "next", "bfloat16"),
+        ([], "gpu", "dense", "bfloat16"),
+        ([], "gpu", "next", "bfloat16"),
+        (["--no-bf16"], "gpu", "dense", "float32"),
+        (["--no-bf16"], "gpu", "next", "float32"),
+        (["--vllm-arg", "quantization=fp8_per_channel"], "cpu", "dense", "bfloat16"),
+        (["--vllm-dtype", "bfloat16"], "cpu", "dense", "bfloat16"),
+        (["--vllm-dtype", "float32"], "gpu", "dense", "float32"),
+    ],
+)
+def test_engines_sample_in_what_serves_unless_it_is_said(models, flags, device, family, dtype):
+    """And what they are told, the table of sizes and what an evaluation is known by all have that word."""
+    config = parse_config([*flags, "--rollout-max-context-len", "128"])
+    assert config.rollout.vllm_dtype == (flags[1] if "--vllm-dtype" in flags else "auto")
+    on_gpu, shape = device == "gpu", read_hf_config(models[family])
+    config = on_device(config, on_gpu=on_gpu, has_delta_nets=shape.is_recurrent)
+    assert config.rollout.vllm_dtype == dtype
+    transport = "nccl" if on_gpu else "gloo"
+    settings = engine_settings(config.rollout, models[family], transport, gpus=(), num_threads=1)
+    assert settings.dtype == dtype
+    assert [size.value for size in run_sizes(config, 1, engines=1) if size.name == "engines"] == [1]
+    assert f"vLLM, TP1, {dtype}" in [size.meaning for size in run_sizes(config, 1, engines=1)]
+    held_out = EvalSet("sums", False, [], eval_sampling(config), None)
+    assert set_settings(held_out, config, "policy")["--vllm-dtype"] == dtype
+
+
+@pytest.mark.parametrize("recipe", sorted((EXAMPLES / "recipes").glob("*.yaml")))
+def test_recipes_leave_the_precision_of_sampling_to_the_device(recipe):
+    assert "vllm-dtype" not in recipe.read_text()
+
+
+def test_scripts_do_not_sample_in_another_precision_than_their_recipe():
+    for script in EXAMPLES.glob("*.sh"):
+        assert "--vllm-dtype" not in script.read_text(), script
+
+
+def test_delta_nets_in_float32_are_refused_on_cpus(models):
+    rollout = RolloutConfig(vllm_dtype="float32", rollout_max_context_len=128)
+    with pytest.raises(ValueError, match="--vllm-dtype float32: vLLM's CPU kernels for the delta nets"):
+        engine_settings(rollout, models["next"], "gloo", gpus=(), num_threads=1)
+    assert engine_settings(rollout, models["next"], "nccl", gpus=(0,), num_threads=1).dtype == "float32"

@@ -1,0 +1,484 @@
+"""The Megatron models compute what transformers computes: logits, loss and every gradient, in every layout.
+
+transformers takes each sequence on its own, Megatron all of them packed: equality also shows that packed
+sequences do not see each other. Bounds on logits: 1e-5 for attention alone, 5e-5 for Qwen3-Next and Qwen3.5,
+whose delta rule transformers itself computes with an error of about 4e-5 in float32.
+
+IBPO_PARITY_DEVICE=cuda (`bash tests/gpu.sh --only parity`) runs the same on GPUs and, in bfloat16 with bounds
+for that, what Transformer Engine and flash-linear-attention compute. transformers computes on the CPU, in
+plain torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron_ibpo.config import Config, ModelConfig
+from megatron_ibpo.models import read_hf_config
+from megatron_ibpo.models.backends import LOCAL
+from support.checkpoint_bytes import one_tensor_per_expert
+from support.layouts import layout
+from support.ranks import run_ranks
+from support.tiny_models import (
+    LLAMA_3,
+    VOCAB_SIZE,
+    make_glm4_moe,
+    make_gpt_oss,
+    make_llama,
+    make_qwen2,
+    make_qwen3,
+    make_qwen3_5,
+    make_qwen3_moe,
+    make_qwen3_next,
+)
+
+pytestmark = pytest.mark.world
+
+
+DEVICE = os.environ.get("IBPO_PARITY_DEVICE", "cpu")
+
+LENGTHS = [5, 70, 130, 1, 33, 64, 1]
+"""Below, at and across the delta rule's chunks; the last is padding of weight 0."""
+ODD_VOCABULARY = 211
+"""Of the "odd" models: a prime, which tensor parallelism has to pad."""
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 16.0,
+}
+BOUND = {
+    **dict.fromkeys(("dense", "tied", "wide dense", "odd tied"), 1e-5),
+    **dict.fromkeys(("llama", "llama tied", "llama linear", "llama yarn", "qwen2"), 1e-5),
+    **dict.fromkeys(("moe", "moe as it comes", "glm", "glm plain", "oss", "oss clamped"), 1e-5),
+    **dict.fromkeys(("next", "wide next", "few next", "odd next"), 5e-5),
+    **dict.fromkeys(("3.5", "3.5 moe", "wrapped 3.5", "wide 3.5", "wide 3.5 moe"), 5e-5),
+}
+GRADIENT_BOUND = {name: 1e-5 if bound == 1e-5 else 5e-4 for name, bound in BOUND.items()}
+"""Largest difference in a gradient tensor, relative to the largest element of that gradient tensor. Against
+float64, the decay parameters of Qwen3-Next are off by 2.5e-4 in transformers and by 9e-5 in ours."""
+
+
+CASES = {
+    1: [
+        ("dense", layout()),
+        ("tied", layout()),
+        ("next", layout()),
+        ("llama", layout()),
+        ("llama tied", layout()),
+        ("llama linear", layout()),
+        ("llama yarn", layout()),
+        ("qwen2", layout()),
+        ("moe", layout()),
+        ("moe as it comes", layout()),
+        ("glm", layout()),
+        ("glm plain", layout()),
+        ("oss", layout()),
+        ("oss clamped", layout()),
+        ("3.5", layout()),
+        ("3.5 moe", layout()),
+        ("wrapped 3.5", layout()),
+    ],
+    2: [
+        ("tied", layout(tp=2)),
+        ("tied", layout(pp=2)),
+        ("next", layout(tp=2, ep=2)),
+        ("wide dense", layout(pp=2, first=2)),
+        ("next", layout(pp=2, first=1)),
+        ("next", layout(tp=2, etp=2)),
+        ("odd next", layout(tp=2)),
+        ("llama", layout(tp=2)),
+        ("qwen2", layout(tp=2)),
+        ("moe", layout(ep=2)),
+        ("glm", layout(tp=2, ep=2)),
+        ("glm", layout(pp=2, first=1)),  # a stage without experts
+        ("oss", layout(tp=2, ep=2)),
+        ("3.5", layout()),  # two data-parallel replicas
+        ("3.5 moe", layout(pp=2)),
+        ("wrapped 3.5", layout(tp=2)),
+    ],
+    4: [
+        ("dense", layout(tp=2, pp=2)),
+        ("next", layout(tp=2, pp=2, ep=2)),
+        ("next", layout(tp=2, ep=4)),
+        ("wide dense", layout(tp=4)),
+        ("wide next", layout(tp=4, ep=4)),
+        ("odd tied", layout(tp=4)),
+        ("odd next", layout(tp=4, ep=4)),
+        ("qwen2", layout(tp=2, pp=2)),
+        ("wide 3.5", layout(tp=4)),
+        ("3.5 moe", layout(tp=2, pp=2, ep=2)),
+        ("glm", layout(tp=2, pp=2, ep=2, first=2)),
+        ("oss", layout(tp=2, pp=2, ep=2)),
+        ("oss", layout(tp=4)),  # and more ranks than key/value heads
+        # more ranks than key/value heads
+        ("dense", layout(tp=4)),
+        ("few next", layout(tp=4, ep=4)),
+    ],
+}
+
+MORE_CASES = {
+    2: [
+        ("dense", layout(tp=2)),
+        ("dense", layout(pp=2)),
+        ("next", layout(tp=2)),
+        ("next", layout(ep=2)),
+        ("next", layout(pp=2)),
+        ("odd tied", layout(tp=2)),
+        ("llama", layout(pp=2)),
+        ("llama tied", layout(tp=2)),
+        ("moe", layout(tp=2)),
+        ("moe", layout(pp=2)),
+        ("oss", layout(tp=2)),
+        ("oss", layout(pp=2)),
+        ("3.5", layout(tp=2)),
+        ("3.5", layout(pp=2)),
+        ("3.5 moe", layout(tp=2, ep=2)),
+        ("llama tied", layout(pp=2)),
+        ("qwen2", layout(pp=2)),
+        ("3.5 moe", layout(tp=2, etp=2)),
+        ("moe", layout(tp=2, ep=2)),
+        ("moe as it comes", layout(tp=2, ep=2)),
+        ("glm", layout(tp=2)),
+        ("glm", layout(ep=2)),
+        ("glm", layout(pp=2, first=2)),
+        ("glm", layout(tp=2, etp=2)),
+        ("glm plain", layout(tp=2, ep=2)),
+        ("oss", layout(ep=2)),
+        ("oss clamped", layout(tp=2, ep=2)),
+        ("3.5 moe", layout(ep=2)),
+        ("wrapped 3.5", layout(pp=2, first=1)),
+    ],
+    4: [
+        ("dense", layout(tp=2)),  # and two data-parallel replicas
+        ("next", layout(ep=4)),
+        ("wide next", layout(tp=4, etp=4)),
+        ("odd tied", layout(tp=2, pp=2)),
+        ("llama", layout(tp=2, pp=2)),
+        ("llama tied", layout(tp=2)),
+        ("3.5", layout(tp=2)),
+        ("3.5", layout(tp=2, pp=2)),
+        ("3.5", layout(pp=4)),
+        ("3.5 moe", layout(tp=2, ep=4)),
+        ("3.5 moe", layout(ep=4)),
+        ("wide 3.5 moe", layout(tp=4, ep=4)),
+        ("wide 3.5 moe", layout(tp=4, etp=4)),
+        ("llama", layout(tp=4)),
+        ("moe", layout(tp=2, pp=2, ep=2)),
+        ("glm", layout(tp=4, ep=4)),
+        ("glm", layout(ep=4)),
+    ],
+}
+"""What other layouts of the same families leave little doubt of."""
+
+
+@pytest.fixture(scope="module")
+def plain_transformers():
+    """Delta nets imported as if flash-linear-attention were not there: its kernels take no CPU tensors."""
+    with pytest.MonkeyPatch.context() as patch:
+        for package in ("fla", "causal_conv1d"):
+            patch.setitem(sys.modules, package, None)
+        for family in ("qwen3_next", "qwen3_5", "qwen3_5_moe"):
+            importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory, plain_transformers):
+    directory = tmp_path_factory.mktemp("models")
+    return {
+        "dense": make_qwen3(directory / "dense", 5, std=0.08),
+        "tied": make_qwen3(directory / "tied", 6, std=0.08, tie=True),
+        "next": make_qwen3_next(directory / "next", 7, std=0.08, value_heads=4),
+        "wide dense": make_qwen3(directory / "wide dense", 8, std=0.08, layers=3, kv_heads=4),
+        "wide next": make_qwen3_next(
+            directory / "wide next", 9, std=0.08, kv_heads=4, key_heads=4, value_heads=8
+        ),
+        "few next": make_qwen3_next(directory / "few next", 20, std=0.08, key_heads=4, value_heads=8),
+        "odd tied": make_qwen3(
+            directory / "odd tied", 10, std=0.08, tie=True, kv_heads=4, vocabulary=ODD_VOCABULARY
+        ),
+        "odd next": make_qwen3_next(
+            directory / "odd next",
+            11,
+            std=0.08,
+            kv_heads=4,
+            key_heads=4,
+            value_heads=8,
+            vocabulary=ODD_VOCABULARY,
+        ),
+        "llama": make_llama(directory / "llama", 12, std=0.08, biased=True, rope=LLAMA_3),
+        "llama tied": make_llama(directory / "llama tied", 13, std=0.08, tie=True),
+        "llama linear": make_llama(directory / "llama linear", 14, std=0.08, rope=LINEAR),
+        "llama yarn": make_llama(directory / "llama yarn", 15, std=0.08, rope=YARN),
+        "qwen2": make_qwen2(directory / "qwen2", 16, std=0.08),
+        "moe": make_qwen3_moe(directory / "moe", 17, std=0.08),
+        "moe as it comes": make_qwen3_moe(directory / "moe as it comes", 18, std=0.08, normalized=False),
+        "glm": make_glm4_moe(directory / "glm", 21, std=0.08),
+        "glm plain": make_glm4_moe(directory / "glm plain", 22, std=0.08, dense=2, plain=True),
+        "oss": make_gpt_oss(directory / "oss", 23, std=0.08),
+        "oss clamped": make_gpt_oss(directory / "oss clamped", 24, std=0.08, loud=7.0),
+        "3.5": make_qwen3_5(directory / "3.5", 12, std=0.08, value_heads=4),
+        "3.5 moe": make_qwen3_5(directory / "3.5 moe", 13, std=0.08, value_heads=4, moe=True),
+        "wrapped 3.5": make_qwen3_5(
+            directory / "wrapped 3.5", 14, std=0.08, value_heads=4, wrapped=True, tie=True
+        ),
+        "wide 3.5": make_qwen3_5(
+            directory / "wide 3.5",
+            15,
+            std=0.08,
+            kv_heads=4,
+            key_heads=4,
+            value_heads=8,
+            head_dim=256,
+            vocabulary=ODD_VOCABULARY,
+        ),
+        "wide 3.5 moe": make_qwen3_5(
+            directory / "wide 3.5 moe", 16, std=0.08, kv_heads=4, key_heads=4, value_heads=8, moe=True
+        ),
+    }
+
+
+def draw_batch(vocabulary=VOCAB_SIZE):
+    """(input ids, targets, weights), each [N], of all sequences end to end. No padding ids: transformers
+    gives those no gradient."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = sum(LENGTHS)
+    ids = torch.randint(1, vocabulary, (tokens,), generator=generator)
+    targets = torch.randint(0, vocabulary, (tokens,), generator=generator)
+    weights = torch.rand(tokens, generator=generator)
+    weights[-LENGTHS[-1] :] = 0
+    return ids, targets, weights / weights.sum()
+
+
+# ------------------------------------------------------------------------------------------ transformers
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoints):
+    """name -> (logits [N, vocabulary], loss, gradients by checkpoint name) from transformers."""
+    return {name: transformers_result(path) for name, path in checkpoints.items()}
+
+
+def transformers_result(path):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
+    )
+    ids, targets, weights = draw_batch(model.config.vocab_size)
+    logits = torch.cat([model(sequence[None]).logits[0] for sequence in ids.split(LENGTHS)])
+    loss = (F.cross_entropy(logits, targets, reduction="none") * weights).sum()
+    loss.backward()
+    prefix = read_hf_config(path).hf_prefix  # transformers has the text model alone, unwrapped
+    gradients = {name.replace("model.", prefix, 1): p.grad for name, p in model.named_parameters()}
+    return logits.detach(), loss.item(), dict(one_tensor_per_expert(gradients))
+
+
+# ---------------------------------------------------------------------------------------------- Megatron
+
+
+def megatron_results(world, cases, bf16, libraries):
+    """For each case: logits and loss on the first TP rank of the last stage, gradients on rank 0."""
+    return [megatron_result(world, Path(path), parallel, bf16, libraries) for path, parallel in cases]
+
+
+def megatron_result(world, path, parallel_config, bf16, libraries):
+    from megatron.core import parallel_state
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.utils import get_model_config
+
+    from megatron_ibpo.models import read_hf_config
+    from megatron_ibpo.policy import parallel
+    from megatron_ibpo.policy.model import build_model
+    from megatron_ibpo.weights.formats.load import load_hf
+    from megatron_ibpo.weights.layout.export import HFExport
+
+    parallel.initialize(parallel_config, world, seed=0)
+    shape = read_hf_config(path)
+    config = Config(model=ModelConfig(bf16=bf16, allow_local_modules=True), parallel=parallel_config)
+    chunks = build_model(shape, config, device=DEVICE, libraries=libraries)
+    load_hf(chunks, shape, path)
+    core = get_model_config(chunks[0])
+    model = DistributedDataParallel(core, DistributedDataParallelConfig(grad_reduce_in_fp32=True), chunks[0])
+    core.finalize_model_grads_func = finalize_model_grads
+    seen = {}
+
+    def forward(_, chunk):
+        ids, positions, packed = packed_inputs(shape.vocab_size)
+        output = chunk(ids, positions, None, packed_seq_params=packed)
+        return output, lambda logits: loss_of(logits, shape.vocab_size, seen)
+
+    model.zero_grad_buffer()
+    get_forward_backward_func()(
+        forward_step_func=forward,
+        data_iterator=None,
+        model=[model],
+        num_microbatches=1,
+        seq_length=sum(LENGTHS),
+        micro_batch_size=1,
+        forward_only=False,
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.main_grad)
+    frozen = frozen_tensors(shape)
+    exported = ((name, grad) for name, grad in HFExport([model], shape) if name not in frozen)
+    gradients = {name: None if grad is None else grad.float().cpu().clone() for name, grad in exported}
+    is_speaker = (
+        parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0
+    )
+    parallel.destroy()
+    return seen if is_speaker else None, gradients if world.rank == 0 else None
+
+
+def frozen_tensors(shape):
+    """Names of what a checkpoint holds among the weights of layers and training leaves alone."""
+    from megatron_ibpo.models.weight_map import weight_map
+
+    entries = weight_map(shape).values()
+    return {piece.name for entry in entries if entry.dtype is not None for piece in entry.pieces}
+
+
+def packed_inputs(vocabulary=VOCAB_SIZE):
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    ids, _, _ = draw_batch(vocabulary)
+    boundaries = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0)], dtype=torch.int32)
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])
+    packed = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=boundaries.to(DEVICE),
+        cu_seqlens_kv=boundaries.to(DEVICE),
+        max_seqlen_q=max(LENGTHS),
+        max_seqlen_kv=max(LENGTHS),
+    )
+    return ids[None].to(DEVICE), positions[None].to(DEVICE), packed
+
+
+def loss_of(logits_1NV, vocabulary, seen):
+    from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+
+    _, targets, weights = draw_batch(vocabulary)
+    logits = gather_from_tensor_model_parallel_region(logits_1NV)[0, :, :vocabulary].float()
+    loss = (F.cross_entropy(logits, targets.to(DEVICE), reduction="none") * weights.to(DEVICE)).sum()
+    seen.update(logits=logits.detach().cpu(), loss=loss.item())
+    return loss, {}
+
+
+# ------------------------------------------------------------------------------------------------- tests
+
+
+@pytest.mark.parametrize(
+    "size", [size if size < 4 else pytest.param(size, marks=pytest.mark.slow) for size in CASES]
+)
+def test_logits_loss_and_gradients_equal_those_of_transformers(checkpoints, expected, size):
+    compare(checkpoints, expected, size, close_in_float32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", MORE_CASES)
+def test_so_they_do_in_further_layouts(checkpoints, expected, size):
+    compare(checkpoints, expected, size, close_in_float32, cases=MORE_CASES)
+
+
+@pytest.mark.parametrize("size", CASES if DEVICE == "cuda" else [1])
+def test_they_are_close_in_bfloat16(checkpoints, expected, size):
+    compare(checkpoints, expected, size, close_in_bfloat16)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs GPUs")
+@pytest.mark.parametrize("family", ["dense", "next", "3.5"])
+@pytest.mark.parametrize("size", CASES)
+def test_so_are_those_of_the_libraries_that_are_installed(checkpoints, expected, size, family):
+    """Transformer Engine, flash-linear-attention, or both."""
+    if not any(importlib.util.find_spec(name) for name in ("transformer_engine", "fla")):
+        pytest.skip("neither Transformer Engine nor flash-linear-attention is installed")
+    compare(checkpoints, expected, size, close_in_bfloat16, libraries=None, family=family)
+
+
+def compare(checkpoints, expected, size, check, libraries=LOCAL, family="", cases=CASES):
+    """
+    Args:
+        libraries: that compute the layers; None: those that are installed.
+        family: only models with this in their names.
+        cases: models and layouts by number of processes.
+    """
+    if DEVICE == "cuda" and torch.cuda.device_count() < size:
+        pytest.skip(f"needs {size} GPUs")
+    chosen = [case for case in cases[size] if family in case[0]]
+    paths = [(checkpoints[name], parallel) for name, parallel in chosen]
+    by_rank = run_ranks(megatron_results, size, paths, check is close_in_bfloat16, libraries, timeout=240)
+    for number, (name, parallel) in enumerate(chosen):
+        seen = next(results[number][0] for results in by_rank if results[number][0])
+        found = seen["logits"], seen["loss"], by_rank[0][number][1]
+        check(found, expected[name], name, f"{name} {parallel}")
+
+
+def close_in_float32(found, expected, name, case):
+    assert (found[0] - expected[0]).abs().max() < BOUND[name], case
+    assert found[1] == pytest.approx(expected[1], abs=1e-5), case
+    assert found[2].keys() == expected[2].keys(), case
+    for tensor, gradient in expected[2].items():
+        assert gradient.abs().max() > 0, (case, tensor, "would not be tested")
+        error = (found[2][tensor] - gradient).abs().max() / gradient.abs().max()
+        assert error < GRADIENT_BOUND[name], (case, tensor, float(error))
+    assert norm(found[2]) == pytest.approx(norm(expected[2]), rel=1e-5), case
+
+
+def close_in_bfloat16(found, expected, name, case):
+    """On average: single tokens differ more where rounding sends them to another expert."""
+    assert (found[0] - expected[0]).abs().mean() < 0.1 * expected[0].std(), case
+    assert found[1] == pytest.approx(expected[1], rel=0.01), case
+    assert norm(found[2]) == pytest.approx(norm(expected[2]), rel=0.05), case
+
+
+def norm(tensors):
+    return sum(tensor.square().sum().item() for tensor in tensors.values()) ** 0.5
+
+
+def with_recomputation(world, path):
+    """Gradients without recomputation, with that of attention, and with that of whole layers."""
+    configs = [
+        ModelConfig(recompute_granularity=kind, allow_local_modules=True)
+        for kind in ("none", "selective", "full")
+    ]
+    return [gradients_with(world, Path(path), config) for config in configs]
+
+
+def gradients_with(world, path, model_config):
+    from megatron_ibpo.models import read_hf_config
+    from megatron_ibpo.policy import parallel
+    from megatron_ibpo.policy.model import build_model
+    from megatron_ibpo.weights.formats.load import load_hf
+
+    parallel.initialize(layout(), world, seed=0)
+    shape = read_hf_config(path)
+    (chunk,) = build_model(shape, Config(model=model_config), device=DEVICE)
+    load_hf([chunk], shape, path)
+    ids, positions, packed = packed_inputs()
+    chunk(ids, positions, None, packed_seq_params=packed).square().sum().backward()
+    parallel.destroy()
+    return {name: parameter.grad for name, parameter in chunk.named_parameters()}
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="kernels may add in another order")
+def test_recomputed_activations_give_the_same_gradients(checkpoints):
+    ((stored, selective, full),) = run_ranks(with_recomputation, 1, checkpoints["next"])
+    for name, gradient in stored.items():
+        assert torch.equal(selective[name], gradient), name
+        assert torch.equal(full[name], gradient), name

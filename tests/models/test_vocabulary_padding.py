@@ -1,0 +1,369 @@
+"""Tensor parallelism that does not divide the vocabulary: rows are added, and nothing but memory notices.
+
+Logits and gradients of models with 211 token ids against transformers: tests/models/test_model_parity.py.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from megatron_ibpo.config import ParallelConfig
+from megatron_ibpo.models import check_layout, padded_vocab_size, read_hf_config
+from megatron_ibpo.models.weight_map import weight_map
+from megatron_ibpo.weights.formats.convert import hf_to_megatron, megatron_to_hf
+from megatron_ibpo.weights.formats.run_state import find_checkpoint, find_stored
+from megatron_ibpo.weights.formats.torch_dist import ROWS_MAY_BE_PADDED, StoredCheckpoint
+from megatron_ibpo.weights.weight_errors import CheckpointError
+from support import planned
+from support.checkpoint_bytes import assert_same_bytes, with_random_bits, with_weights
+from support.conversions import ALONE
+from support.critics import critic_config, open_critic
+from support.example_runs import SMALL, finished, rows_of, start_script
+from support.mtp_checkpoints import mtp_tensors
+from support.paths import ROOT
+from support.ranks import run_ranks
+from support.tiny_models import make_qwen3, make_qwen3_next
+from support.train_sequences import sequence
+from support.trainers import close_trainer, config_for, open_trainer
+
+VOCABULARY = 211
+
+
+def layout(tp=1, *, multiple=1, sharded=False):
+    return ParallelConfig(
+        tensor_model_parallel_size=tp,
+        make_vocab_size_divisible_by=multiple,
+        use_distributed_optimizer=sharded,
+    )
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("models")
+    sizes = {"std": 0.1, "kv_heads": 4, "vocabulary": VOCABULARY}
+    return {
+        "dense": make_qwen3(directory / "dense", 3, **sizes),
+        "tied": make_qwen3(directory / "tied", 5, tie=True, **sizes),
+        "reference": make_qwen3(directory / "reference", 6, **sizes),
+        "next": make_qwen3_next(directory / "next", 4, key_heads=4, value_heads=8, **sizes),
+    }
+
+
+def rows(count=6):
+    """Sequences of tokens from the whole vocabulary, the last id among them, with what a critic needs."""
+    rng, ids, made = random.Random(0), range(2, VOCABULARY), []
+    for number in range(count):
+        response = [*rng.choices(ids, k=rng.randrange(1, 30)), VOCABULARY - 1]
+        made.append(
+            sequence(
+                rng.choices(ids, k=rng.randrange(1, 9)),
+                response,
+                advantage=rng.choice([-1.5, -0.5, 1.0]),
+                weight=1 / count,
+                group=number % 3,
+                returns=[rng.uniform(-1, 1) for _ in response],
+                values=[rng.uniform(-1, 1) for _ in response],
+            )
+        )
+    return made
+
+
+# --------------------------------------------------------------------------------------------- how many rows
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "parallel", "expected"),
+    [
+        (211, layout(1), 211),
+        (211, layout(2), 212),
+        (211, layout(4), 212),
+        (212, layout(4), 212),
+        (211, layout(2, multiple=8), 224),
+        (211, layout(1, multiple=128), 256),
+        (151936, layout(8), 151936),  # Qwen's: as before there was padding
+        (151936, layout(8, multiple=128), 152576),
+    ],
+)
+def test_the_vocabulary_is_padded_to_the_next_multiple(models, vocabulary, parallel, expected):
+    shape = replace(read_hf_config(models["dense"]), vocab_size=vocabulary)
+    assert padded_vocab_size(shape, parallel) == expected
+
+
+def test_a_rank_of_nothing_but_padding_is_refused(models):
+    shape = read_hf_config(models["dense"])
+    (problem,) = check_layout(shape, layout(4, multiple=128), 4)
+    assert problem == (
+        "--tensor-model-parallel-size=4 and --make-vocab-size-divisible-by=128 give each rank 128 rows of "
+        "the vocabulary, which has 211: 2 of 4 ranks would hold nothing but padding; lower one of them"
+    )
+    assert check_layout(shape, layout(4, multiple=64), 4) == []
+    assert check_layout(shape, layout(multiple=0), 1) == [
+        "--make-vocab-size-divisible-by=0: must be at least 1"
+    ]
+
+
+@given(vocabulary=st.integers(1, 2000), tp=st.sampled_from([1, 2, 4]), multiple=st.integers(1, 200))
+def test_shards_cover_the_vocabulary_once_and_padding_fills_up_the_last(models, vocabulary, tp, multiple):
+    shape = replace(read_hf_config(models["dense"]), vocab_size=vocabulary)
+    parallel = layout(tp, multiple=multiple)
+    total = padded_vocab_size(shape, parallel)
+    entry = weight_map(shape, vocab_rows=total)["output_layer.weight"]
+    shards = [entry.pieces[0].ranges(rank, tp) for rank in range(tp)]
+    covered = [row for ((start, length),) in shards for row in range(start, start + length)]
+    assert covered == list(range(vocabulary))
+    padding = [entry.padding(rank, tp) for rank in range(tp)]
+    held = [length + padded for ((_, length),), padded in zip(shards, padding, strict=True)]
+    assert held == [total // tp] * tp
+    assert held[0] % multiple == 0
+    empty = sum(length == 0 for ((_, length),) in shards)
+    assert bool(check_layout(shape, parallel, tp)) == bool(empty)
+    if not empty:
+        assert padding[:-1] == [0] * (tp - 1)
+
+
+# ------------------------------------------------------------------------------------------------ training
+
+
+def trained(world, cases: list[tuple[Any, Any, Any, Any]], data, critic_dir, layouts):
+    """Of each (checkpoint, reference, layout, settings of the loss): log-probs, metrics of an update, weights
+    after it, and what is in the padding then. Of a critic in each layout: values before and after an update,
+    and its metrics."""
+    policies = [policy_trained(world, *case, data) for case in cases]
+    return policies, [critic_trained(world, critic_dir, parallel, data) for parallel in layouts]
+
+
+def policy_trained(world, hf_dir, reference, parallel, settings, data):
+    from megatron_ibpo.weights.formats.load import load_hf
+
+    trainer, export, shape = open_trainer(world, hf_dir, config_for(parallel, lr=1.0, **settings), reference)
+    for parameter in trainer.chunks[0].parameters():  # new memory may hold anything, and most often holds 0
+        parameter.data.fill_(torch.nan)
+    load_hf(trainer.chunks, shape, hf_dir)
+    assert padding_of(trainer, shape) == (padding_rows(shape, parallel, world), 0.0, 0.0)
+    logprobs = planned.logprobs(trainer, data)
+    metrics = planned.update(trainer, data)
+    left = padding_of(trainer, shape)
+    weights = {name: None if tensor is None else tensor.clone() for name, tensor in export}
+    close_trainer()
+    return logprobs, metrics, weights, left
+
+
+def critic_trained(world, hf_dir, parallel, data):
+    critic = open_critic(world, hf_dir, critic_config(parallel, lr=0.01))
+    before, metrics = planned.values(critic, data), planned.update_values(critic, data)
+    after = planned.values(critic, data)
+    close_trainer()
+    return before, metrics, after
+
+
+def padding_rows(shape, parallel, world):
+    """Of this rank's embedding and head together, by hand."""
+    tp = parallel.tensor_model_parallel_size
+    share = padded_vocab_size(shape, parallel) // tp
+    own = share - max(0, min(share, VOCABULARY - world.rank % tp * share))
+    return own * (1 if shape.tie_word_embeddings else 2)
+
+
+def padding_of(trainer, shape):
+    """(rows of padding on this rank, largest weight in them, largest gradient in them)"""
+    from megatron.core import parallel_state
+
+    rank, rows, weight, gradient = parallel_state.get_tensor_model_parallel_rank(), 0, 0.0, 0.0
+    for name, parameter in trainer.chunks[0].module.named_parameters():
+        if name in ROWS_MAY_BE_PADDED:
+            own = min(len(parameter), shape.vocab_size - rank * len(parameter))
+            rows += len(parameter) - own
+            for found in (parameter[own:], parameter.main_grad[own:]):
+                assert not found.isnan().any()
+            weight = max([weight, *parameter[own:].detach().abs().flatten().tolist()])
+            gradient = max([gradient, *parameter.main_grad[own:].abs().flatten().tolist()])
+    return rows, weight, gradient
+
+
+SETTINGS = {"logits": {}, "fused": {"fuse_lm_head": True}, "reference": {"kl_coef": 0.5}}
+TRAINED = [("dense", "reference"), ("dense", "fused"), ("tied", "logits")]
+PADDED = {1: [layout()], 2: [layout(2), layout(2, multiple=8)], 4: [layout(4)]}
+
+
+@pytest.fixture(scope="module")
+def runs(models):
+    """(ranks, cases, what each rank found) of every size of PADDED."""
+    made = []
+    for size, layouts in PADDED.items():
+        cases = [
+            (models[name], models["reference"] if kind == "reference" else None, parallel, SETTINGS[kind])
+            for parallel in layouts
+            for name, kind in (TRAINED if parallel.make_vocab_size_divisible_by == 1 else TRAINED[-1:])
+        ]
+        by_rank = run_ranks(trained, size, cases, rows(), models["tied"], layouts, timeout=500)
+        made.append((size, cases, by_rank))
+    return made
+
+
+@pytest.mark.world
+def test_training_is_the_same_with_padding_and_padding_stays_zero(runs):
+    """Tied and untied, logits held or fused with the loss, and a reference policy, at TP1, TP2 and TP4."""
+    expected = {}
+    for size, cases, by_rank in runs:
+        for number, case in enumerate(cases):
+            found = by_rank[0][0][number][:3]
+            wanted = expected.setdefault((case[0], repr(case[3])), found)
+            compare(found, wanted, load_file(case[0] / "model.safetensors"), case)
+            left = [policies[number][3] for policies, _ in by_rank]
+            assert (sum(padded for padded, _, _ in left) > 0) == (size > 1), case
+            assert all((weight, gradient) == (0.0, 0.0) for _, weight, gradient in left), case
+
+
+def compare(found, expected, before, case):
+    for own, wanted in zip(found[0], expected[0], strict=True):
+        assert own == pytest.approx(wanted, abs=1e-5), case
+    kl = ["kl"] if case[1] else []
+    for name in ("loss", "grad_norm", "entropy", "ratio_mean", *kl):
+        assert found[1][name] == pytest.approx(expected[1][name], rel=1e-4, abs=1e-6), (case, name)
+    assert found[2].keys() == expected[2].keys()
+    for name, tensor in expected[2].items():
+        moved = (tensor - before[name]).abs().max()
+        assert moved > 0, (case, name, "would not be tested")
+        assert (found[2][name] - tensor).abs().max() <= 1e-3 * moved, (case, name)
+
+
+@pytest.mark.world
+def test_a_critic_is_the_same_with_padding(runs):
+    """Whose model has embeddings but no head."""
+    found = [values for _, _, by_rank in runs for values in by_rank[0][1]]
+    for before, metrics, after in found[1:]:
+        for own, wanted in zip((*before, *after), (*found[0][0], *found[0][2]), strict=True):
+            assert own == pytest.approx(wanted, abs=1e-4)
+        for name in ("critic_loss", "critic_grad_norm"):
+            assert metrics[name] == pytest.approx(found[0][1][name], rel=1e-4), name
+
+
+# --------------------------------------------------------------------------------------------- there and back
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize(("name", "multiple"), [("dense", 1), ("tied", 16), ("next", 1)])
+def test_conversion_there_and_back_changes_no_bit_and_writes_no_padding(models, tmp_path, name, tp, multiple):
+    origin = with_random_bits(models[name], tmp_path / "origin", torch.bfloat16)
+    if name == "next":  # and what is only carried along
+        everything = load_file(origin / "model.safetensors") | mtp_tensors(torch.bfloat16)
+        origin = with_weights(origin, tmp_path / "mtp", everything)
+    hf_to_megatron(origin, tmp_path / "stored", layout(tp, multiple=multiple), ALONE)
+    stored = StoredCheckpoint(tmp_path / "stored")
+    for key in {*ROWS_MAY_BE_PADDED} & {*stored.tensors}:
+        assert stored.tensors[key].size[0] == VOCABULARY
+        assert len(stored.tensors[key].chunks) == tp
+    megatron_to_hf(tmp_path / "stored", tmp_path / "back", ALONE)
+    assert_same_bytes(
+        load_file(tmp_path / "back" / "model.safetensors"), load_file(origin / "model.safetensors")
+    )
+
+
+# -------------------------------------------------------------------------------------------------- resuming
+
+
+def went_on(world, hf_dir, parallel, start, save_to, updates=1):
+    """Weights, and gradient norm of the last update, after going on from a checkpoint or from the model."""
+    from megatron_ibpo.policy.checkpoint import load_checkpoint
+    from megatron_ibpo.policy.saving import save_checkpoint
+
+    # a large epsilon: what rounding makes of a gradient near zero does not decide about the step
+    trainer, export, shape = open_trainer(world, hf_dir, config_for(parallel, lr=1e-2, eps_adam=1e-2))
+    if start is not None:
+        load_checkpoint(trainer, find_checkpoint(start))
+    assert padding_of(trainer, shape)[1:] == (0.0, 0.0)
+    for _ in range(updates):
+        norm = planned.update(trainer, rows())["grad_norm"]
+    if save_to is not None:
+        save_checkpoint(trainer, save_to, 1, {})
+    weights = {name: None if tensor is None else tensor.clone() for name, tensor in export}
+    close_trainer()
+    return weights, norm
+
+
+JOURNEYS = {
+    "whole": ("tied", [(2, layout(2)), (4, layout(4))], [(1, layout()), (2, layout(2))]),
+    "sharded": (
+        "dense",
+        [(2, layout(1, sharded=True)), (4, layout(2, sharded=True))],
+        [(1, layout(sharded=True)), (4, layout(4, sharded=True))],
+    ),
+}
+"""Optimizer -> model, ranks and layout of the first update and of the second, which are saved, and several of
+the third."""
+
+
+@pytest.mark.world
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["whole", "sharded"])
+def test_a_run_goes_on_under_layouts_that_pad_otherwise(models, tmp_path, optimizer):
+    """TP2, TP4 and back to TP1 and TP2; a sharded optimizer goes from TP1 to TP2 and to TP1 and TP4."""
+    name, legs, ends = JOURNEYS[optimizer]
+    hf_dir, start = models[name], None
+    for size, parallel in legs:
+        place, hf = tmp_path / f"TP{parallel.tensor_model_parallel_size}", tmp_path / "hf" / str(size)
+        weights, _ = run_ranks(went_on, size, hf_dir, parallel, start, place, timeout=300)[0]
+        padded = padded_vocab_size(read_hf_config(hf_dir), parallel)
+        assert StoredCheckpoint(find_stored(place)).tensors[ROWS_MAY_BE_PADDED[0]].size[0] == padded
+        megatron_to_hf(find_stored(place), hf, ALONE, origin=hf_dir)
+        assert_same_bytes(load_file(hf / "model.safetensors"), weights)
+        start = place
+    expected, norm = run_ranks(went_on, 1, hf_dir, layout(), None, None, 3, timeout=300)[0]
+    for size, parallel in ends:
+        found, found_norm = run_ranks(went_on, size, hf_dir, parallel, start, None, timeout=300)[0]
+        assert found_norm == pytest.approx(norm, rel=1e-5), parallel
+        for tensor, wanted in expected.items():
+            assert (found[tensor] - wanted).abs().max() < 1e-6, (parallel, tensor)
+
+
+def resumed_from_another_vocabulary(world, hf_dir, stored):
+    with pytest.raises(
+        CheckpointError, match=r"has 211 rows for a vocabulary of 213: it is of another model"
+    ):
+        went_on(world, hf_dir, layout(), stored, None)
+
+
+@pytest.mark.world
+def test_a_checkpoint_of_a_smaller_vocabulary_is_not_filled_up(models, tmp_path):
+    other = make_qwen3(tmp_path / "other", 3, kv_heads=4, vocabulary=VOCABULARY + 2)
+    hf_to_megatron(models["dense"], tmp_path / "stored", layout(), ALONE)
+    run_ranks(resumed_from_another_vocabulary, 1, other, tmp_path / "stored")
+
+
+@pytest.mark.engine
+@pytest.mark.ray
+@pytest.mark.slow
+def test_engines_get_the_vocabulary_alone(tmp_path, monkeypatch):
+    """The whole loop with two tensor-parallel trainers and vLLM, which says what has arrived."""
+    origin = with_unused_ids(ROOT / "examples/tiny_qwen3", tmp_path / "odd", VOCABULARY)
+    monkeypatch.setenv("HF_CHECKPOINT", str(origin))
+    flags = ["--num-trainers", "2", "--tensor-model-parallel-size", "2", "--check-weight-update-equal"]
+    status, output = finished(start_script(tmp_path / "run", *SMALL, *flags, script="run.sh"), timeout=900)
+    assert status == 0, output[-5000:]
+    before, after = (load_file(path / "model.safetensors") for path in (origin, tmp_path / "run/hf"))
+    assert len(rows_of(tmp_path / "run")) == 3
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        assert after[name].shape == (VOCABULARY, 96)
+        assert not torch.equal(after[name][:64], before[name][:64])
+    assert not torch.equal(after["lm_head.weight"][64:], before["lm_head.weight"][64:]), "rare, not unlikely"
+
+
+def with_unused_ids(source, target, count):
+    """A checkpoint with more token ids, which it seldom writes."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer, model = AutoTokenizer.from_pretrained(source), AutoModelForCausalLM.from_pretrained(source)
+    tokenizer.add_tokens([f"<more{number}>" for number in range(count - len(tokenizer))])
+    assert len(tokenizer) == count
+    model.resize_token_embeddings(count, mean_resizing=False)
+    model.save_pretrained(target)
+    tokenizer.save_pretrained(target)
+    return target

@@ -1,0 +1,255 @@
+"""A machine that is measured, the run that is predicted by it, and how far off that was."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from megatron_ibpo.basics.records import Correction, Group, Prompt, Sample, token_ids
+from megatron_ibpo.commands.calibrate import main as calibrate
+from megatron_ibpo.config import Config
+from megatron_ibpo.models import read_hf_config
+from megatron_ibpo.plan.calibration import MeasuredStep, Rates, calibrated, measure_rates, measured_step
+from megatron_ibpo.plan.forecast import compared, forecast
+from megatron_ibpo.plan.hardware import kind_of
+from megatron_ibpo.plan.machine import Machine, Seen, find_machine, write_machine
+from megatron_ibpo.plan.prediction import setting_of
+from megatron_ibpo.report import Report
+from megatron_ibpo.report.prediction_error import measured_seconds, prediction_error
+from megatron_ibpo.run.settings import parse_config
+from support.paths import ROOT
+
+TINY = ROOT / "examples/tiny_qwen3_next"
+SEEN = Seen(
+    responses=tuple(float(length) for length in range(14, 46, 2)),
+    prompt=14.0,
+    corrections=0.5,
+    correction_prompt=60.0,
+    trained=0.7,
+)
+RATES = Rates(matmul=4e10, copy=1e10)
+SLOW = {"engine_layer": 2e-3, "engine_sequence": 5e-5, "train_layer": 4e-3, "step": 0.01, "update": 1e-3} | (
+    dict.fromkeys(("matmul", "experts", "attention"), 0.05)
+)
+"""What operations cost beyond their arithmetic, on a machine that these tests make up."""
+RECORDED = [
+    {"report": 0.0, "save": 0.0, "sample": 30.0, "credit": 0.1, "train": 20.0, "sync": 2.0},
+    {"report": 0.0232, "save": 0.0, "sample": 11.1408, "credit": 0.0133, "train": 3.6502, "sync": 0.5034},
+    {"report": 0.0183, "save": 0.0, "sample": 11.7488, "credit": 0.013, "train": 3.7796, "sync": 0.7048},
+    {"report": 0.0149, "save": 0.0, "sample": 12.4941, "credit": 0.0235, "train": 3.8545, "sync": 0.6468},
+]
+"""Seconds by stage of a healthy run: three steps as they were recorded, after one that warmed up."""
+ROWS = [{"kind": "step", "step": step, "seconds": seconds} for step, seconds in enumerate(RECORDED, 1)]
+
+
+@pytest.fixture
+def config() -> Config:
+    return parse_config(["--config", str(ROOT / "examples/recipes/tiny_qwen3_next_ibpo.yaml")])
+
+
+def of_size(config: Config, prompts: int) -> Config:
+    return replace(config, rollout=replace(config.rollout, rollout_batch_size=prompts))
+
+
+def on(machine: Machine, config: Config) -> dict[str, float]:
+    return compared(setting_of(config, read_hf_config(TINY), 2, machine).times())
+
+
+def made_up(config: Config) -> Machine:
+    """A machine whose figures are known: that of any steps, with other overheads."""
+    step = MeasuredStep(
+        seconds={"sampling": 1.0, "training": 1.0, "weights": 0.1, "step": 2.2}, prompts=4, seen=SEEN
+    )
+    found = calibrated([step], RATES, config, read_hf_config(TINY), 2, about="made up")
+    reached = replace(found.known.coefficients, **SLOW)
+    return replace(found, known=replace(found.known, coefficients=reached))
+
+
+def calibrated_by_two_sizes(config: Config) -> tuple[Machine, Machine]:
+    """(the machine as it is, as steps of 4 and 16 prompts on it tell)"""
+    true = made_up(config)
+    steps = [
+        MeasuredStep(seconds=on(true, of_size(config, prompts)), prompts=prompts, seen=SEEN)
+        for prompts in (4, 16)
+    ]
+    return true, calibrated(steps, RATES, config, read_hf_config(TINY), 2, about="told by two sizes")
+
+
+def test_steps_of_two_sizes_tell_what_a_third_takes(config):
+    true, found = calibrated_by_two_sizes(config)
+    for prompts in (4, 8, 64):
+        own = of_size(config, prompts)
+        assert on(found, own) == pytest.approx(on(true, own), rel=1e-3)
+
+
+def test_of_each_size_the_step_of_middle_length_counts(config):
+    true = made_up(config)
+    shape = read_hf_config(TINY)
+
+    def step(prompts: int, times: float) -> MeasuredStep:
+        seconds = {name: times * value for name, value in on(true, of_size(config, prompts)).items()}
+        return MeasuredStep(seconds=seconds, prompts=prompts, seen=SEEN)
+
+    steps = [step(prompts, times) for prompts in (4, 16) for times in (9.0, 1.0, 0.5)]
+    found = calibrated(steps, RATES, config, shape, 2, about="one of three stood still")
+    assert on(found, config) == pytest.approx(on(true, config), rel=1e-3)
+
+
+def test_steps_that_trained_nothing_tell_nothing(config):
+    with pytest.raises(ValueError, match="no step had anything to train on"):
+        calibrated([], RATES, config, read_hf_config(TINY), 2, about="")
+
+
+def test_rates_are_operations_and_bytes_over_the_shortest_time():
+    ticks = iter(range(1000))
+    rates = measure_rates(clock=lambda: float(next(ticks)))  # each product and copy takes a second
+    assert rates == Rates(matmul=2 * 768**3, copy=2 * 64 * 1024**2)
+
+
+def sample(prompt: int, written: int) -> Sample:
+    return Sample(
+        prompt_token_ids=token_ids([1] * prompt),
+        token_ids=token_ids([1] * written),
+        logprobs=np.zeros(written, np.float32),
+        finish_reason="stop",
+        temperature=1.0,
+        versions=((0, 0),),
+        loss_mask=np.ones(written, bool),
+    )
+
+
+def test_a_step_is_described_by_what_it_had_to_do():
+    prompt = Prompt(0, token_ids([1] * 10), 1, "", "", "")
+    groups = [
+        Group(prompt, [sample(10, 20), sample(10, 40)], [Correction(0, (), sample(70, 30))]),
+        Group(prompt, [sample(10, 20), sample(10, 40)]),
+    ]
+    found = measured_step(RECORDED[1], groups, tokens_trained=100)
+    assert found.prompts == 2
+    assert found.seconds == measured_seconds([ROWS[0], ROWS[1]])
+    assert (found.seen.prompt, found.seen.corrections, found.seen.correction_prompt) == (10, 0.25, 60)
+    assert found.seen.trained == 100 / (4 * (10 + 30) * 1.25)
+    assert (min(found.seen.responses), max(found.seen.responses)) == (20, 40)
+
+
+def test_a_machine_is_read_as_it_was_written(config, tmp_path):
+    _, found = calibrated_by_two_sizes(config)
+    path = tmp_path / "here.yaml"
+    write_machine(found, path)
+    read = find_machine(str(path))
+    assert (read.workload, read.hardware.name, read.hardware.starts_ahead) == (found.workload, "here", False)
+    assert on(read, config) == pytest.approx(on(found, config), rel=1e-2)  # four digits are kept
+    (tmp_path / "other.yaml").write_text("about: nothing\n")
+    with pytest.raises(ValueError, match="no file of `ibpo calibrate`: KeyError"):
+        find_machine(str(tmp_path / "other.yaml"))
+    with pytest.raises(ValueError, match="No such file or directory; `ibpo calibrate` writes it"):
+        find_machine(str(tmp_path / "none.yaml"))
+
+
+def test_a_run_is_predicted_by_its_own_machine_alone(config, tmp_path):
+    _, found = calibrated_by_two_sizes(config)
+    path, shape = tmp_path / "here.yaml", read_hf_config(TINY)
+    write_machine(found, path)
+    config.run.dry_run_hardware = str(path)
+    assert forecast(config, shape, 2, "CPU").seconds == pytest.approx(on(found, config), rel=1e-2)
+    other = forecast(config, shape, 1, "CPU")
+    assert other.seconds is None
+    assert "on 2 trainers as TP2 PP1 CP1 EP2, engines of 1 beside them (vllm), and this is" in other.said
+    config.run.dry_run_hardware = None
+    unknown = forecast(config, shape, 2, "CPU")
+    assert (unknown.seconds, unknown.said.count("\n")) == (None, 0)
+    assert "`ibpo calibrate` measures a machine" in unknown.said
+
+
+def test_gpus_are_known_by_the_names_that_they_give_themselves(config):
+    names = {
+        "NVIDIA H100 80GB HBM3": "h100",
+        "NVIDIA H200": "h200",
+        "NVIDIA H20": "h20",
+        "NVIDIA A100-SXM4-80GB": "a100",
+        "NVIDIA GB200": "gb200",
+        "NVIDIA B200": "b200",
+        "AMD Instinct MI300X": "mi300x",
+        "NVIDIA A100-SXM4-40GB": None,
+        "NVIDIA H100 PCIe": None,
+        "NVIDIA GeForce RTX 4090": None,
+        "CPU": None,
+    }
+    assert {name: kind_of(name) for name in names} == names
+    model = ROOT / "examples/models/qwen3_4b"
+    config = parse_config(
+        ["--config", str(ROOT / "examples/recipes/qwen3_4b_ibpo.yaml"), "--hf-checkpoint", str(model)]
+    )
+    shape = read_hf_config(model)
+    by_name = forecast(config, shape, 8, "NVIDIA H100 80GB HBM3")
+    config.run.dry_run_hardware = "h100"
+    assert by_name.seconds == compared(setting_of(config, shape, 8).times())
+
+
+def test_an_error_is_predicted_over_the_median_of_all_steps_but_the_first():
+    predicted = {"sampling": 11.7488 * 1.1, "training": 3.7796 / 2, "weights": 0.6468, "step": 2 * 16.2462}
+    # sums over sample, credit, train and sync: 15.3077, 16.2462 and 17.0189
+    assert prediction_error(predicted, ROWS) == pytest.approx(
+        {"sampling": 0.1, "training": -0.5, "weights": 0.0, "step": 1.0}, abs=1e-9
+    )
+    assert prediction_error(predicted, ROWS[:1]) is None
+
+
+def test_a_run_keeps_its_prediction_and_ends_with_the_error(config, tmp_path, capsys):
+    config.run.run_dir = tmp_path
+    _, found = calibrated_by_two_sizes(config)
+    write_machine(found, tmp_path / "here.yaml")
+    config.run.dry_run_hardware = str(tmp_path / "here.yaml")
+    expected = forecast(config, read_hf_config(TINY), 2, "CPU")
+    with Report(config) as report:
+        report.predicted(expected)
+        for step, seconds in enumerate(RECORDED, 1):
+            report.step(step, {"reward": 0.5}, seconds)
+        summary = report.finish()
+    kept = json.loads((tmp_path / "prediction.json").read_text())
+    assert kept == pytest.approx(expected.seconds, abs=1e-4)
+    assert summary["prediction_error"] == prediction_error(kept, ROWS)
+    assert json.loads((tmp_path / "summary.json").read_text()) == summary
+    said = capsys.readouterr().out
+    assert f"predicted by {tmp_path / 'here.yaml'}: {expected.seconds['step']:.2f} s a step" in said
+    assert f"against the median: {summary['prediction_error']['step']:+.0%}" in said
+
+
+def test_without_a_prediction_there_is_no_error(config, tmp_path):
+    config.run.run_dir = tmp_path
+    with Report(config) as report:
+        report.predicted(forecast(config, read_hf_config(TINY), 2, "CPU"))
+        assert report.finish()["prediction_error"] is None
+    assert not (tmp_path / "prediction.json").exists()
+
+
+def test_calibration_wants_the_name_of_a_file(capsys):
+    assert calibrate(["--hf-checkpoint", str(TINY), "--dry-run-hardware", "h100"]) == 2
+    assert "--dry-run-hardware: required, the file to write, NAME.yaml" in capsys.readouterr().err
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_calibrated_machine_predicts_a_run(tmp_path):
+    """By the doors that users take; the error itself is the machine's affair."""
+    recipe = ROOT / "examples/recipes/tiny_qwen3_study.yaml"
+    machine, run_dir = tmp_path / "here.yaml", tmp_path / "run"
+    flags = ["--config", str(recipe), "--dry-run-hardware", str(machine), "--rollout-backend", "lean"]
+    few = ["--num-rollout", "3", "--eval-num-prompts", "0", "--operator-skill-prompts", "0", "--no-save"]
+    for command in (["calibrate", *flags], ["train", *flags, *few, "--run-dir", str(run_dir)]):
+        done = subprocess.run(
+            [sys.executable, "-m", "megatron_ibpo.commands.main", *command],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=280,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+    error = json.loads((run_dir / "summary.json").read_text())["prediction_error"]
+    assert set(error) == {"sampling", "training", "weights", "step"}

@@ -1,0 +1,122 @@
+"""What the host waits for while it launches an update: on a GPU every read of a tensor's value waits for all
+the work before it. Counted on the CPU, where the same calls read. Not run on a GPU."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+import megatron_ibpo
+from support import planned
+from support.critics import critic_config, open_critic, rows_with_returns
+from support.layouts import layout
+from support.ranks import run_ranks
+from support.tiny_models import make_qwen3
+from support.trainers import close_trainer, config_for, open_trainer
+
+PACKAGE = Path(megatron_ibpo.__file__).resolve().parent
+WATCHED = ("policy/", "loss/")
+"""Rooms whose own reads are counted; what Megatron reads for them is not theirs."""
+OF_THE_CPU = ("_row_logprobs", "_write_gradient")
+"""The loss in plain torch; on a GPU kernels take its place, and the device itself checks targets."""
+READS = {
+    *("item", "tolist", "cpu", "nonzero", "masked_select", "bincount", "unique"),
+    *("__bool__", "__int__", "__float__", "__index__"),
+}
+
+
+class HostReads(TorchFunctionMode):
+    """Counts, by file and function of the caller, what would make the host wait for a GPU."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = Counter()
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if waits(function.__name__, args, kwargs or {}):
+            self.note(sys._getframe(1))
+        return function(*args, **(kwargs or {}))
+
+    def note(self, frame):
+        path = Path(frame.f_code.co_filename).resolve()
+        if PACKAGE not in path.parents:
+            return
+        name = f"{path.relative_to(PACKAGE)}:{frame.f_code.co_name}"
+        if name.startswith(WATCHED) and frame.f_code.co_name not in OF_THE_CPU:
+            self.found[name] += 1
+
+
+def waits(name, args, kwargs):
+    if name == "repeat_interleave":
+        return "output_size" not in kwargs
+    if name in ("__getitem__", "__setitem__"):
+        index = args[1] if isinstance(args[1], tuple) else (args[1],)
+        return any(isinstance(part, torch.Tensor) and part.dtype == torch.bool for part in index)
+    return name in READS
+
+
+LOSSES = (
+    {},
+    {"loss_variant": "grpo", "old_logprobs": "engine", "loss_backend": "torch"},
+    {"fuse_lm_head": True, "use_tis": True},
+    {"kl_coef": 0.1},
+)
+
+
+def reads(world, hf_dir, rows, max_tokens):
+    """(micro-batches of the first optimizer step, reads) of an update of two steps, for each of `LOSSES`, and
+    reads of the critic's."""
+    found = []
+    for settings in LOSSES:
+        config = config_for(layout(), max_tokens=max_tokens, num_steps_per_rollout=2, **settings)
+        reference = hf_dir if "kl_coef" in settings else None
+        trainer, _, _ = open_trainer(world, hf_dir, config, reference)
+        with HostReads() as counted:
+            planned.update(trainer, rows)
+        found.append(dict(counted.found))
+        close_trainer()
+    critic = open_critic(world, hf_dir, critic_config(layout(), lr=0.01, max_tokens=max_tokens))
+    with HostReads() as counted:
+        planned.values(critic, rows)
+        planned.update_values(critic, rows)
+    close_trainer()
+    return [*found, dict(counted.found)]
+
+
+@pytest.mark.world
+def test_an_update_reads_the_device_as_often_however_many_micro_batches_it_has(tmp_path):
+    """Once for the numbers of an optimizer step, and once for the log-probs or values of each pass."""
+    rows, hf_dir = rows_with_returns(9), make_qwen3(tmp_path / "dense", 3, std=0.1)
+    step, values = "policy/forward_backward.py:_on_host", "policy/packing.py:response_values"
+    wanted = [
+        {step: 2, values: 1},  # the second step's old log-probs
+        {step: 2},
+        {step: 2, values: 2},  # importance weights need both steps' old log-probs
+        {step: 2, values: 3},  # and the reference's
+        {step: 1, values: 1},
+    ]
+    whole = run_ranks(reads, 1, hf_dir, rows, 10_000)[0]
+    assert whole == wanted
+    in_pieces = run_ranks(reads, 1, hf_dir, rows, 60)[0]
+    assert in_pieces == whole
+
+
+def test_a_read_would_be_seen():
+    mask = torch.tensor([True, False])
+    values = torch.tensor([1.0, 2.0])
+    for read in (
+        values.tolist,
+        values.sum().item,
+        lambda: values[mask],
+        lambda: bool(mask.all()),
+        mask.nonzero,
+    ):
+        with HostReads() as counted:
+            counted.note = lambda frame, counted=counted: counted.found.update(["read"])
+            read()
+        assert counted.found == {"read": 1}

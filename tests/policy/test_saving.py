@@ -1,0 +1,197 @@
+"""A checkpoint that is written while training goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import json
+import os
+import threading
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from megatron_ibpo.weights.formats.retention import Keep
+from support import planned
+from support.allocations import Allocations
+from support.layouts import layout
+from support.ranks import run_ranks
+from support.tiny_models import make_qwen3
+from support.train_sequences import sequences
+from support.trainers import close_trainer, config_for, open_trainer
+
+pytestmark = pytest.mark.world
+
+
+class FullForAMoment(io.FileIO):
+    """Without room for one write. torch then complains of the place in the file, and closing it succeeds."""
+
+    refused = False
+
+    def write(self, data):
+        if not self.refused:
+            self.refused = True
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return super().write(data)
+
+
+def on_full_disk(path, mode):
+    return io.BufferedWriter(FullForAMoment(path, mode))
+
+
+def while_training(world, hf_dir, rows, directory):
+    """Three saves of one trainer of two ranks: one that training overtakes, one for which the disk of rank 1
+    has no room, one that is not disturbed. What was found, by rank."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
+    from megatron_ibpo.policy.checkpoint import load_checkpoint
+    from megatron_ibpo.policy.saving import Order, Saver, save_checkpoint
+
+    directory, write, may_write = (
+        Path(directory),
+        FileSystemWriterAsync.write_preloaded_data,
+        threading.Event(),
+    )
+    trainer, export, _ = open_trainer(world, hf_dir, config_for(layout(tp=2), lr=1e-3, eps_adam=1e-8))
+    saver, found = Saver(world), {}
+
+    def held_back(*arguments, **named):
+        assert may_write.wait(60)
+        return write(*arguments, **named)
+
+    def full_on_rank_1(*arguments, **named):
+        with contextlib.ExitStack() as stack:
+            if world.rank == 1:  # Megatron opens its files by this name
+                stack.enter_context(mock.patch.object(filesystem_async, "open", on_full_disk, create=True))
+            return write(*arguments, **named)
+
+    def there():
+        world.barrier()
+        names = sorted(path.name for path in directory.iterdir())
+        world.barrier()
+        return names
+
+    def finish():
+        saver.rests(wait=True)
+        saver.seal()
+        saver.rests(wait=True)
+        saver.end()
+
+    planned.update(trainer, rows)
+    with mock.patch.object(FileSystemWriterAsync, "write_preloaded_data", held_back):
+        saver.begin(trainer, Order(directory, 1, {"note": "kept"}, Keep(1)))
+        found["under way"] = saver.rests(wait=False), there()
+        metrics = planned.update(trainer, rows)
+        weights = {name: tensor.clone() for name, tensor in export if tensor is not None}
+        may_write.set()
+        finish()
+    found["whole"] = there()
+
+    load_checkpoint(trainer, directory / "step_000001")
+    again = planned.update(trainer, rows)
+    found["same"] = again["grad_norm"] == metrics["grad_norm"] and all(
+        (tensor == weights[name]).all() for name, tensor in export if tensor is not None
+    )
+
+    with mock.patch.object(FileSystemWriterAsync, "write_preloaded_data", full_on_rank_1):
+        saver.begin(trainer, Order(directory, 2, {}, Keep(1)))
+        try:
+            finish()
+        except OSError as error:
+            found["full"] = error.errno
+    found["after full"] = there()
+    found["last"] = save_checkpoint(trainer, directory, 3, {}).name
+    saver.begin(trainer, Order(directory, 4, {}, Keep(1)))
+    finish()
+    found["kept"] = there()
+    close_trainer()
+    return found
+
+
+def of_a_sharded_optimizer(world, hf_dir, rows, directory):
+    """A save of bf16 weights and of an optimizer sharded over two ranks, which training overtakes: bytes a
+    parameter that are held at most and afterwards, and whether the checkpoint goes on as training did."""
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
+    from megatron_ibpo.policy.checkpoint import load_checkpoint
+    from megatron_ibpo.policy.saving import Order, Saver
+
+    write, may_write = FileSystemWriterAsync.write_preloaded_data, threading.Event()
+    config = config_for(layout(distributed_optimizer=True), lr=1e-3, eps_adam=1e-8)
+    config.model.bf16 = True
+    trainer, export, _ = open_trainer(world, hf_dir, config)
+    saver, found = Saver(world), {}
+    parameters = sum(own.numel() for chunk in trainer.chunks for own in chunk.parameters())
+
+    def held_back(*arguments, **named):
+        assert may_write.wait(60)
+        return write(*arguments, **named)
+
+    planned.update(trainer, rows)
+    with mock.patch.object(FileSystemWriterAsync, "write_preloaded_data", held_back):
+        with Allocations() as taken:
+            saver.begin(trainer, Order(Path(directory), 1, {}, Keep(1)))
+        found["most"], found["held"] = taken.peak / parameters, taken.present / parameters
+        metrics = planned.update(trainer, rows)
+        weights = {name: tensor.clone() for name, tensor in export if tensor is not None}
+        may_write.set()
+        saver.rests(wait=True)
+        saver.seal()
+        saver.rests(wait=True)
+        saver.end()
+    load_checkpoint(trainer, Path(directory) / "step_000001")
+    again = planned.update(trainer, rows)
+    found["same"] = again["grad_norm"] == metrics["grad_norm"] and all(
+        (tensor == weights[name]).all() for name, tensor in export if tensor is not None
+    )
+    close_trainer()
+    return found
+
+
+def test_the_state_of_a_sharded_optimizer_is_gathered_once_and_not_copied(tmp_path):
+    """12 bytes a parameter and the weights' 2 are held until they are written; at most there is one kind of
+    state more, and this rank's half of it."""
+    model = make_qwen3(tmp_path / "model", 3, std=0.1)
+    first, other = run_ranks(of_a_sharded_optimizer, 2, model, sequences(6), str(tmp_path / "saved"))
+    assert first["held"] == pytest.approx(12 + 2, rel=0.01)
+    assert first["most"] == pytest.approx(12 + 4 + 2, rel=0.01)
+    assert other["held"] == pytest.approx(0, abs=0.1)
+    assert other["most"] == pytest.approx(4 / 2, rel=0.1)
+    assert first["same"]
+    assert other["same"]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    place = tmp_path_factory.mktemp("saving")
+    model = make_qwen3(place / "model", 3, std=0.1)
+    by_rank = run_ranks(while_training, 2, model, sequences(6), str(place / "checkpoints"))
+    return place / "checkpoints", by_rank
+
+
+def test_a_checkpoint_has_its_name_when_it_is_whole(found):
+    for seen in found[1]:
+        assert seen["under way"] == (False, [".step_000001.partial"])
+        assert seen["whole"] == ["step_000001"]
+
+
+def test_what_is_saved_is_what_was_there_when_saving_began(found):
+    """Training goes on before a byte is written; from the checkpoint it goes the same way, to the bit."""
+    assert all(seen["same"] for seen in found[1])
+
+
+def test_a_full_disk_of_one_rank_is_known_to_all_and_leaves_nothing(found):
+    for seen in found[1]:
+        assert seen["full"] == errno.ENOSPC
+        assert seen["after full"] == ["step_000001"]
+
+
+def test_older_checkpoints_go_when_a_newer_one_has_its_name(found):
+    directory, by_rank = found
+    for seen in by_rank:
+        assert seen["last"] == "step_000003"
+        assert seen["kept"] == ["step_000004"]
+    assert json.loads((directory / "step_000004/run_state.json").read_text()) == {"step": 4}

@@ -1,0 +1,466 @@
+"""The trainer: its loss, gradients and metrics are the same under every layout, and bad steps are not taken.
+
+Gradients are read off the weights: with a huge Adam epsilon a first step moves each weight by
+lr / epsilon times its gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron_ibpo.policy.loss_objective import aggregation
+from megatron_ibpo.policy.packing import packed
+from megatron_ibpo.policy.planning import plan_update, weighted_mean_length
+from support import planned
+from support.layouts import layout
+from support.ranks import run_ranks
+from support.tiny_models import make_qwen3
+from support.train_sequences import sequences, with_holes
+from support.trainers import (
+    COMPARED,
+    EPSILON,
+    LR,
+    assert_close,
+    close_trainer,
+    config_for,
+    gradients,
+    one_update,
+    open_trainer,
+)
+
+pytestmark = pytest.mark.world
+
+
+LAYOUTS = {
+    "dense": {
+        1: [layout()],
+        2: [layout(tp=2), layout(pp=2), layout(cp=2), layout(distributed_optimizer=True)],
+        4: [layout(tp=2, pp=2)],
+    },
+    "next": {
+        1: [layout()],
+        2: [layout(tp=2, ep=2), layout(pp=2), layout(cp=2, ep=2)],
+        4: [layout(tp=2, ep=4), layout(pp=2, ep=2)],
+    },
+}
+"""Model → ranks → layouts that together take apart what can be taken apart."""
+MORE_LAYOUTS = {
+    "dense": {
+        1: [layout()],
+        2: [layout(), layout(cp=2, distributed_optimizer=True)],
+        4: [layout(tp=2), layout(cp=2), layout(cp=4), layout(tp=2, cp=2), layout(pp=2, cp=2)],
+    },
+    "next": {
+        1: [layout()],
+        2: [layout(tp=2), layout(ep=2), layout()],
+        4: [layout(tp=2, ep=2), layout(cp=4), layout(tp=2, cp=2, ep=4), layout(pp=2, cp=2)],
+    },
+}
+
+
+CORRECTED = (
+    {"old_logprobs": "engine", "loss_variant": "grpo"},
+    {"icepop": (0.9, 1.6), "sequence_rejection": (0.5, 1.3), "max_tokens": 60},
+)
+"""What is compared under the layouts that cut a batch, or a model, into most pieces."""
+CORRECTED_LAYOUTS = {
+    1: [layout()],
+    2: [layout(distributed_optimizer=True), layout(cp=2)],
+    4: [layout(tp=2, pp=2)],
+}
+
+
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        pytest.param(LAYOUTS, id="each kind"),
+        pytest.param(MORE_LAYOUTS, id="more", marks=[pytest.mark.slow, pytest.mark.timeout(1500)]),
+    ],
+)
+def test_gradients_and_metrics_are_the_same_under_every_layout(checkpoints, layouts):
+    """One process against TP2, EP2, PP2, CP2, DP2 and their products, with shares that are uneven at DP2;
+    and the off-policy losses."""
+    rows = sequences()
+    found = {}
+    for size in (1, 2, 4):
+        cases = [(checkpoints[model], chosen, {}) for model in layouts for chosen in layouts[model][size]]
+        cases += [(checkpoints["dense"], chosen, s) for s in CORRECTED for chosen in CORRECTED_LAYOUTS[size]]
+        per_rank = run_ranks(gradients, size, cases, rows, timeout=600)
+        for number, (hf_dir, chosen, settings) in enumerate(cases):
+            metrics = [per_rank[rank][number][1] for rank in range(size)]
+            assert all(m == metrics[0] | {"seconds_old_logprobs": m["seconds_old_logprobs"]} for m in metrics)
+            found[(hf_dir.name, repr(settings), size, repr(chosen))] = (per_rank[0][number][0], metrics[0])
+    for (family, settings, size, chosen), (moved, metrics) in found.items():
+        expected, expected_metrics = found[(family, settings, 1, repr(layout()))]
+        assert_close(moved, expected, family, settings, size, chosen)
+        for name in {*COMPARED} & expected_metrics.keys():
+            assert metrics[name] == pytest.approx(expected_metrics[name], rel=2e-4, abs=1e-6), (chosen, name)
+        assert metrics["sequences_without_advantage"] == sum(s.advantage == 0 for s in rows)
+    for settings in CORRECTED[1:]:
+        _, metrics = found[("dense", repr(settings), 1, repr(layout()))]
+        assert 0 < metrics["importance_token_cut_fraction"] < 1
+        assert 0 < metrics["importance_sequence_cut_fraction"] < 1
+
+
+def updates_under_cuts(world, hf_dir, reference, rows, cuts):
+    """For each (tokens of the update, of passes without a gradient): log-probs, metrics and weights after an
+    update of two mini-batches, held to a reference policy."""
+    found = []
+    for max_tokens, log_probs_tokens in cuts:
+        config = config_for(
+            layout(),
+            max_tokens=max_tokens,
+            log_probs_tokens=log_probs_tokens,
+            num_steps_per_rollout=2,
+            kl_coef=0.5,
+            use_tis=True,
+        )
+        trainer, export, _ = open_trainer(world, hf_dir, config, reference)
+        logprobs = planned.logprobs(trainer, rows)
+        metrics = planned.update(trainer, rows)
+        weights = {name: tensor.clone() for name, tensor in export if tensor is not None}
+        found.append((logprobs, metrics, weights))
+        close_trainer()
+    return found
+
+
+def test_neither_cut_changes_what_is_computed(checkpoints, tmp_path):
+    """Micro-batches of one sequence up to all at once, of the update and of the passes ahead of it."""
+    rows, reference = sequences(9), make_qwen3(tmp_path / "other", 6, std=0.1)
+    cuts = [(10_000, None), (40, None), (40, 10_000), (10_000, 1), (60, 90)]
+    before = load_file(checkpoints["dense"] / "model.safetensors")
+    found = run_ranks(updates_under_cuts, 2, checkpoints["dense"], reference, rows, cuts)[0]
+    logprobs, metrics, weights = found[0]
+    moved = {name: weights[name] - before[name] for name in weights}
+    for (own_logprobs, own_metrics, own), cut in zip(found[1:], cuts[1:], strict=True):
+        for values, wanted in zip(own_logprobs, logprobs, strict=True):
+            assert values == pytest.approx(wanted, abs=1e-5), cut
+        for name in {*metrics} - {"seconds_old_logprobs"}:
+            assert own_metrics[name] == pytest.approx(metrics[name], rel=2e-4, abs=1e-6), (cut, name)
+        assert_close({name: own[name] - before[name] for name in own}, moved, cut)
+
+
+def gradients_with_the_fused_head(world, cases, rows):
+    return gradients(world, cases, rows, fuse_lm_head=True, num_steps_per_rollout=2)
+
+
+def gradients_of_the_logits(world, cases, rows):
+    return gradients(world, cases, rows, num_steps_per_rollout=2)
+
+
+def test_the_fused_head_trains_as_the_logits_do(checkpoints):
+    """Tied and untied, with vocabulary and sequences sharded, in pipelines; two mini-batches, of which the
+    second needs old log-probs."""
+    rows = sequences(8)
+    names = ("dense", "tied", "next")
+    expected = run_ranks(gradients_of_the_logits, 1, [(checkpoints[n], layout()) for n in names], rows)[0]
+    cases = [(checkpoints[n], chosen) for n in names for chosen in (layout(tp=2), layout(pp=2))]
+    found = run_ranks(gradients_with_the_fused_head, 2, cases, rows, timeout=240)[0]
+    for number, (moved, metrics) in enumerate(found):
+        wanted, wanted_metrics = expected[number // 2]
+        assert_close(moved, wanted, cases[number])
+        for name in ("loss", "grad_norm", "entropy", "ratio_mean", "clip_fraction", "logprob_diff_abs_mean"):
+            assert metrics[name] == pytest.approx(wanted_metrics[name], rel=2e-4, abs=1e-6), cases[number]
+
+
+def own_packs(rows, config):
+    """This rank's part of `rows`, which are all trained on, as one mini-batch."""
+    (part,) = planned.own_share(plan_update, rows, config)
+    return packed(part.cut.micro_batches)
+
+
+def golden_loss(world, hf_dir, rows):
+    """The loss that the trainer reports, and the same by Σ weight · loss in plain torch."""
+    trainer, _, _ = open_trainer(world, hf_dir, config_for(layout()))
+    rows = [row for row in rows if row.advantage]
+    now = planned.logprobs(trainer, rows)
+    old = [[value - 0.01 * k for k, value in enumerate(logprobs)] for logprobs in now]
+    shared = [
+        replace(arrays, old_logprobs_R=np.array([v for i in arrays.members_S for v in old[i]], np.float32))
+        for arrays in own_packs(rows, trainer.config)
+    ]
+    pieces = trainer.accumulate_gradients(shared, trainer.objective("sequence-mean"))
+    close_trainer()
+    total = 0.0
+    for row, new, before in zip(rows, now, old, strict=True):
+        ratio = math.exp(sum(n - o for n, o in zip(new, before, strict=True)) / len(new))
+        clipped = min(max(ratio, 0.8), 1.2)
+        total += row.weight * -min(ratio * row.advantage, clipped * row.advantage)
+    return sum(piece["loss"] for piece in pieces), total
+
+
+def is_trained_on(row):
+    return row.advantage != 0 and row.loss_mask.any()
+
+
+def old_logprobs(row):
+    """Near what the model says, so that some ratios are clipped and some are not; by position alone."""
+    return (-4.2 + 0.05 * np.cos(np.arange(len(row.response_token_ids)))).astype(np.float32)
+
+
+def masked_step(world, hf_dir, rows, variant):
+    """Loss, sum of ratios, tokens and gradient by name, of one step from given old log-probs."""
+    config = config_for(layout(), loss_variant=variant)
+    trainer, export, _ = open_trainer(world, hf_dir, config)
+    before = {name: None if tensor is None else tensor.clone() for name, tensor in export}
+    live = [row for row in rows if is_trained_on(row)]
+    shared = [
+        replace(a, old_logprobs_R=np.concatenate([[], *(old_logprobs(live[i]) for i in a.members_S)]))
+        for a in own_packs(live, config)
+    ]
+    objective = trainer.objective(aggregation(config, weighted_mean_length(rows)))
+    pieces = trainer.accumulate_gradients(shared, objective)
+    trainer.scheduler.step(1)
+    trainer.gradient_norm()
+    trainer.optimizer.step()
+    steps = {n: before[n] - tensor for n, tensor in export if tensor is not None}
+    # Adam's first step is LR · g / (|g| + EPSILON)
+    moved = {name: EPSILON * step / (LR - step.abs()) for name, step in steps.items()}
+    close_trainer()
+    return [sum(piece[name] for piece in pieces) for name in ("loss", "ratio", "tokens")], moved
+
+
+def masked_by_autograd(hf_dir, rows, variant):
+    """The same from transformers: the whole sequence is read, the masked tokens are in no sum."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(hf_dir, dtype=torch.float32)
+    weight = sum(row.weight for row in rows)
+    mean_length = sum(row.weight * int(row.loss_mask.sum()) for row in rows) / weight
+    loss, ratios, tokens = torch.zeros(()), 0.0, 0
+    for row in rows:
+        if not is_trained_on(row):
+            continue
+        ids = torch.tensor([row.prompt_token_ids.tolist() + row.response_token_ids.tolist()])
+        logits = model(ids).logits[0, len(row.prompt_token_ids) - 1 : -1]
+        logprobs = (logits / row.temperature).log_softmax(-1)
+        new = logprobs.gather(1, ids[0, len(row.prompt_token_ids) :, None])[:, 0]
+        mask = torch.tensor(row.loss_mask.tolist())
+        gap = (new - torch.tensor(old_logprobs(row)))[mask]
+        factors = np.ones(len(mask)) if row.token_weights is None else row.token_weights
+        factors = torch.tensor(factors[row.loss_mask], dtype=torch.float32)
+        gap = gap.detach() + factors * (gap - gap.detach())  # weights of tokens scale the gradient alone
+        ratio = gap.mean().exp() if variant == "gspo" else gap.exp()
+        surrogate = -torch.minimum(ratio * row.advantage, ratio.clamp(0.8, 1.2) * row.advantage)
+        loss = loss + row.weight * (surrogate if variant == "gspo" else surrogate.sum() / mean_length)
+        ratios += gap.mean().exp().item()
+        tokens += len(gap)
+    loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return [loss.item(), ratios, tokens], gradients
+
+
+@pytest.mark.parametrize(("variant", "temperature"), [("gspo", 1.0), ("dapo", 0.7)])
+def test_masked_tokens_are_in_no_loss_ratio_length_or_gradient(checkpoints, variant, temperature):
+    """By transformers and autograd, over two data-parallel ranks; dapo divides by the mean trained length."""
+    rows = [replace(row, temperature=temperature) for row in with_holes(sequences(9))]
+    assert not all(row.loss_mask.all() for row in rows)
+    expected, gradients = masked_by_autograd(checkpoints["dense"], rows, variant)
+    for found, moved in run_ranks(masked_step, 2, checkpoints["dense"], rows, variant):
+        assert found == pytest.approx(expected, rel=1e-5)
+        if moved:  # rank 0 has the weights
+            assert_close(moved, gradients)
+
+
+def masked_logprobs(world, hf_dir, rows):
+    trainer, _, _ = open_trainer(world, hf_dir, config_for(layout()))
+    found = planned.logprobs(trainer, rows), planned.logprobs(trainer, with_holes(rows))
+    metrics = planned.update(trainer, with_holes(rows))
+    close_trainer()
+    return *found, metrics
+
+
+def test_masked_tokens_have_log_prob_0_and_are_counted_out(checkpoints):
+    rows = sequences(9)
+    whole, holed, metrics = run_ranks(masked_logprobs, 1, checkpoints["dense"], rows)[0]
+    masks = [row.loss_mask.tolist() for row in with_holes(rows)]
+    for values, found, mask in zip(whole, holed, masks, strict=True):
+        assert found == tuple(v if kept else 0.0 for v, kept in zip(values, mask, strict=True))
+    trained = [(r, sum(m)) for r, m in zip(rows, masks, strict=True) if r.advantage and any(m)]
+    assert metrics["tokens_trained"] == sum(len(r.prompt_token_ids) + kept for r, kept in trained)
+    gaps = [
+        v - r.rollout_logprobs[k]
+        for r, own, mask in zip(rows, whole, masks, strict=True)
+        if r.advantage
+        for k, v in enumerate(own)
+        if mask[k]
+    ]
+    assert metrics["logprob_diff_mean"] == pytest.approx(sum(gaps) / len(gaps), rel=1e-4)
+
+
+def two_minibatches(world, hf_dir, rows):
+    config = config_for(layout(), num_steps_per_rollout=2, lr=1e-3, eps_adam=1e-8)
+    trainer, _, _ = open_trainer(world, hf_dir, config)
+    before = planned.logprobs(trainer, rows)
+    metrics = planned.update(trainer, rows)
+    after = planned.logprobs(trainer, rows)
+    close_trainer()
+    return before, metrics, after
+
+
+def test_the_second_minibatch_is_off_policy(checkpoints):
+    rows = sequences(8)
+    before, metrics, after = run_ranks(two_minibatches, 1, checkpoints["dense"], rows)[0]
+    assert metrics["ratio_max"] != 1.0  # the first mini-batch alone has ratio 1
+    assert any(b != a for b, a in zip(before, after, strict=True))
+    assert metrics["updates_skipped"] == 0
+    assert metrics["tokens_trained"] == sum(r.num_tokens for r in rows if r.advantage != 0)
+
+
+def poisoned(world, hf_dir, rows):
+    trainer, export, _ = open_trainer(world, hf_dir, config_for(layout()))
+    before = {name: tensor.clone() for name, tensor in export}
+    rows[0].weight = math.nan
+    rows[0].advantage = 1.0
+    skipped = planned.update(trainer, rows)
+    unchanged = all(torch.equal(tensor, before[name]) for name, tensor in export)
+    rows[0].weight = 0.1
+    taken = planned.update(trainer, rows)
+    changed = any(not torch.equal(tensor, before[name]) for name, tensor in export)
+    close_trainer()
+    return skipped, unchanged, taken, changed
+
+
+def test_a_step_that_is_not_finite_is_not_taken_and_the_next_one_is(checkpoints):
+    skipped, unchanged, taken, changed = run_ranks(poisoned, 1, checkpoints["next"], sequences(4))[0]
+    assert skipped["updates_skipped"] == 1
+    assert unchanged
+    assert taken["updates_skipped"] == 0
+    assert changed
+
+
+def with_corrections(world, hf_dir, rows, cases):
+    """Old log-probs; for each (loss settings, rows) the weights after an update and its metrics."""
+    trainer, _, _ = open_trainer(world, hf_dir, config_for(layout()))
+    old = planned.logprobs(trainer, rows)
+    close_trainer()
+    found = []
+    for settings, weighted in cases:
+        after, metrics = one_update(world, hf_dir, config_for(layout(), **settings), weighted(rows, old))
+        found.append((after, metrics[0]))
+    return old, found
+
+
+def as_they_are(rows, _):
+    return rows
+
+
+def weighted_by_hand(rows, old):
+    """Tokens weigh their ratio between .9 and 1.6, sequences nothing outside .5 to 1.3."""
+    made = []
+    for row, own in zip(rows, old, strict=True):
+        ratios = np.exp(np.subtract(own, row.rollout_logprobs, dtype=np.float64))
+        tokens = np.where((ratios < 0.9) | (ratios > 1.6), 0, ratios)
+        before = 1.0 if row.token_weights is None else row.token_weights
+        kept = 0.5 <= np.exp(np.log(ratios).mean()) <= 1.3
+        made.append(replace(row, token_weights=tokens * before, weight=row.weight * kept))
+    return made
+
+
+@pytest.mark.parametrize("variant", ["gspo", "grpo"])
+def test_corrections_weight_gradients_and_the_loss_that_is_reported(checkpoints, variant):
+    """The step is that of rows which bring these weights along, in a sequence-level loss as in a token-level
+    one. The loss, at ratio 1, is -A times the mean weight of the tokens; a mask has no part in it."""
+    rows = [row for row in sequences(9) if row.advantage]
+    corrected = {"icepop": (0.9, 1.6), "sequence_rejection": (0.5, 1.3), "loss_variant": variant}
+    cases = [(corrected, as_they_are), ({"loss_variant": variant}, weighted_by_hand)]
+    old, found = run_ranks(with_corrections, 1, checkpoints["dense"], rows, cases)[0]
+    (weights, metrics), (wanted, wanted_metrics) = found
+    assert metrics["grad_norm"] == pytest.approx(wanted_metrics["grad_norm"], rel=1e-5)
+    before = load_file(checkpoints["dense"] / "model.safetensors")
+    scale = max((wanted[name] - before[name]).abs().max() for name in wanted)
+    for name in wanted:
+        assert (weights[name] - wanted[name]).abs().max() <= 2e-4 * scale, name
+    by_hand = weighted_by_hand([replace(row, token_weights=None) for row in rows], old)
+    losses = [-row.weight * row.advantage * row.token_weights.mean() for row in by_hand]
+    assert metrics["loss"] == pytest.approx(sum(losses), rel=1e-5)
+    assert wanted_metrics["loss"] != pytest.approx(sum(losses), rel=1e-2)
+    kept = [row.token_weights * (row.weight > 0) for row in by_hand]
+    ratios = np.concatenate(kept)
+    assert metrics["importance_weight_mean"] == pytest.approx(ratios.mean(), rel=1e-5)
+    assert metrics["importance_sequence_cut_fraction"] == sum(not own.any() for own in kept) / len(rows)
+    cut = np.concatenate([row.token_weights == 0 for row in by_hand])
+    assert metrics["importance_token_cut_fraction"] == pytest.approx(cut.mean())
+
+
+def test_ratios_to_the_engines_log_probs_reach_the_clip_in_the_first_mini_batch(checkpoints):
+    rows = [row for row in sequences(9) if row.advantage]
+    cases = [({"old_logprobs": "engine"}, as_they_are), ({}, as_they_are)]
+    new, ((_, metrics), (_, recomputed)) = run_ranks(with_corrections, 1, checkpoints["dense"], rows, cases)[
+        0
+    ]
+    ratios = [
+        math.exp(np.subtract(own, row.rollout_logprobs).mean()) for own, row in zip(new, rows, strict=True)
+    ]
+    losses = [
+        -row.weight * min(ratio * row.advantage, min(max(ratio, 0.8), 1.2) * row.advantage)
+        for ratio, row in zip(ratios, rows, strict=True)
+    ]
+    assert metrics["loss"] == pytest.approx(sum(losses), rel=1e-5)
+    assert metrics["ratio_mean"] == pytest.approx(sum(ratios) / len(ratios), rel=1e-5)
+    assert 0 < metrics["clip_fraction"] < 1
+    assert recomputed["ratio_mean"] == 1
+    for name in ("logprob_diff_mean", "logprob_diff_abs_mean", "logprob_diff_k3"):
+        assert metrics[name] == pytest.approx(recomputed[name], rel=1e-6)  # of the trainer, not of themselves
+
+
+def held_to_another(world, hf_dir, reference_dir, rows):
+    """Log-probs of both policies, and metrics of an update of the first held to the second."""
+    reference = open_trainer(world, reference_dir, config_for(layout(tp=world.size)))[0]
+    wanted = planned.logprobs(reference, rows)
+    close_trainer()
+    config = config_for(layout(tp=world.size), kl_coef=0.5, kl_estimator="k3")
+    trainer, _, _ = open_trainer(world, hf_dir, config, reference_dir)
+    before = planned.logprobs(trainer, rows)
+    metrics = planned.update(trainer, rows)
+    close_trainer()
+    return before, wanted, metrics
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_loss_keeps_the_policy_close_to_its_reference(checkpoints, tmp_path, ranks):
+    """k3 = exp(ref - log π) - 1 - (ref - log π); its mean goes onto each sequence's loss."""
+    rows = with_holes([row for row in sequences(8) if row.advantage])
+    rows = [row for row in rows if row.loss_mask.any()]
+    other = make_qwen3(tmp_path / "other", 6, std=0.1)
+    before, wanted, metrics = run_ranks(held_to_another, ranks, checkpoints["dense"], other, rows)[0]
+    loss, tokens, total = 0.0, 0, 0.0
+    for row, own, reference in zip(rows, before, wanted, strict=True):
+        gaps = np.subtract(reference, own)[row.loss_mask]
+        k3 = np.exp(gaps) - 1 - gaps
+        loss += row.weight * (-row.advantage + 0.5 * k3.mean())
+        total, tokens = total + k3.sum(), tokens + len(k3)
+    assert metrics["kl"] == pytest.approx(total / tokens, rel=1e-4)
+    assert metrics["loss"] == pytest.approx(loss, rel=1e-4)
+
+
+def at_temperatures(world, hf_dir, rows):
+    """Log-probs, and the metrics of an update that changes next to nothing, with old log-probs of its own."""
+    config = config_for(layout(), num_steps_per_rollout=2, lr=1e-12, eps_adam=1e-8)
+    trainer, _, _ = open_trainer(world, hf_dir, config)
+    found = planned.logprobs(trainer, rows), planned.update(trainer, rows)
+    close_trainer()
+    return found
+
+
+def test_log_probs_old_and_new_are_those_at_the_temperature_of_each_sample(checkpoints):
+    """By transformers. Where old and new are of one policy every ratio is 1."""
+    from transformers import AutoModelForCausalLM
+
+    rows = [replace(row, temperature=(0.7, 1.0, 1.3)[k % 3]) for k, row in enumerate(sequences(9))]
+    logprobs, metrics = run_ranks(at_temperatures, 1, checkpoints["dense"], rows)[0]
+    model = AutoModelForCausalLM.from_pretrained(checkpoints["dense"], dtype=torch.float32)
+    for row, found in zip(rows, logprobs, strict=True):
+        ids = torch.tensor([row.prompt_token_ids.tolist() + row.response_token_ids.tolist()])
+        with torch.no_grad():
+            logits = model(ids).logits[0, len(row.prompt_token_ids) - 1 : -1] / row.temperature
+        wanted = logits.log_softmax(-1).gather(1, ids[0, len(row.prompt_token_ids) :, None])[:, 0]
+        assert found == pytest.approx(wanted.tolist(), abs=1e-5)
+    assert metrics["ratio_max"] == pytest.approx(1, abs=1e-5)
+    assert metrics["ratio_mean"] == pytest.approx(1, abs=1e-5)

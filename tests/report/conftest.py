@@ -1,0 +1,13 @@
+"""Provides a run for the page to show."""
+
+from __future__ import annotations
+
+import pytest
+
+from support.run_pages import record_run
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    """Two recorded steps of a run, with text that would harm a page that does not escape it."""
+    return record_run(tmp_path)

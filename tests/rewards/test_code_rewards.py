@@ -1,0 +1,507 @@
+"""Code rewards: what is taken as the program, what counts as right, and what cheats come to."""
+
+from __future__ import annotations
+
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ibpo.basics.records import Prompt, token_ids
+from megatron_ibpo.config import DataConfig
+from megatron_ibpo.rewards import open_verifier
+from megatron_ibpo.rewards.code import extract_answer, label_problem, offered_imports, same_output, score
+from megatron_ibpo.rewards.executors import RemoteExecutor
+from megatron_ibpo.rewards.sandbox import Limits, Process, SandboxError, bubblewrap
+from support.sandboxed import adopts_no_longer, needs_sandbox  # noqa: F401
+
+pytestmark = needs_sandbox
+BUNDLED = Path("examples/code/problems.jsonl")
+SUM = {"inputs": ["1 2\n", "3 4\n", "5 6\n"], "outputs": ["3", "7", "11"]}
+APPEND = {"inputs": ["[1, 2]\n3", [[], 0]], "outputs": ["[1, 2, 3]", [[0]]], "fn_name": "append"}
+CHECK = {
+    "test": "def check(candidate):\n    assert candidate(2) == 4\n    assert candidate(-3) == 9\n",
+    "entry_point": "square",
+}
+
+
+def graded(program, label, language="python", **settings):
+    metadata = {"code_execution": {"seconds": 20.0, **settings}}
+    return score("", f"So:\n```{language}\n{program}\n```\n", json.dumps(label), metadata)
+
+
+def passes(program, label, **settings):
+    return graded(program, label, **settings)["score"] == 1.0
+
+
+def bundled():
+    return [json.loads(line) for line in BUNDLED.read_text(encoding="utf-8").splitlines()]
+
+
+def scores(pairs):
+    """Of (program, problem), two at a time."""
+
+    def one(pair):
+        return score(
+            "", f"```python\n{pair[0]}\n```", pair[1]["label"], {"code_execution": {"seconds": 20.0}}
+        )["score"]
+
+    with ThreadPoolExecutor(2) as threads:
+        return list(threads.map(one, pairs))
+
+
+# ------------------------------------------------------------------------------------------------- problems
+
+
+def test_bundled_problems_cover_both_formats():
+    labels = [json.loads(problem["label"]) for problem in bundled()]
+    assert len(labels) >= 30
+    kinds = {("fn_name" in label, label.get("entry_point") is not None, "test" in label) for label in labels}
+    assert len(kinds) == 4
+    assert all(len(problem["mutants"]) >= 3 for problem in bundled())
+    assert all(label_problem(problem["label"], {}) is None for problem in bundled())
+
+
+def test_canonical_solutions_pass_and_mutants_fail():
+    problems = bundled()
+    assert scores([(problem["canonical"], problem) for problem in problems]) == [1.0] * len(problems)
+    assert scores([(problem["mutants"][0], problem) for problem in problems]) == [0.0] * len(problems)
+
+
+@pytest.mark.slow
+def test_every_mutant_fails():
+    pairs = [(mutant, problem) for problem in bundled() for mutant in problem["mutants"]]
+    passed = [pair for pair, value in zip(pairs, scores(pairs), strict=True) if value]
+    assert passed == []
+
+
+# ---------------------------------------------------------------------------------------------- extraction
+
+
+@pytest.mark.parametrize(
+    ("response", "program"),
+    [
+        ("```python\na\n```", "a\n"),
+        ("```py\na\n```\nor rather\n```python\nb\n```", "b\n"),
+        ("```\na\n```", "a\n"),
+        ("```python\na\n```\nIt prints\n```text\n3\n```", "a\n"),
+        ("~~~python\na\n~~~", "a\n"),
+        ("<think>\n```python\na\n```\n</think>\n```python\nb\n```", "b\n"),
+        ("<think>\n```python\na\n```\n</think>\nNo.", None),
+        ("```print(1)```", None),
+        ("```python\na", None),
+        ("```python\na\n```\n```python\nb", "a\n"),
+        ("1. So:\n   ```python\n   if a:\n       b\n   ```", "if a:\n    b\n"),
+        ("````python\n```\na\n````", "```\na\n"),
+        ("```a\n" * 100_000, None),
+        ("print(1)", "print(1)"),
+        ("I do not know", None),
+        ("", None),
+        ("(" * 100_000, None),
+        ("```python\ns = '''\n  ```x```\n'''\n```", "s = '''\n  ```x```\n'''\n"),
+    ],
+)
+def test_the_program_is_the_last_closed_python_block(response, program):
+    assert extract_answer(response) == program
+
+
+def test_no_program_is_wrong():
+    assert score("", "I do not know", json.dumps(SUM), {}) == {
+        "score": 0.0,
+        "tests_passed": 0.0,
+        "timed_out": 0.0,
+    }
+
+
+# ----------------------------------------------------------------------------------------------- comparing
+
+
+@pytest.mark.parametrize(
+    ("said", "expected", "same"),
+    [
+        ("1\n2\n", "1\n2", True),
+        (" 1 \n 2", "1\n2\n\n", True),
+        ("1.0 2.50", "1 2.5", True),
+        ("1e2", "100", True),
+        ("50000000000000000", "50000000000000001", False),
+        ("0.1", "0.10000001", False),
+        ("a b", "a  b", False),
+        ("1\n\n2", "1\n2", False),
+        ("", "", True),
+        ("nan", "nan", True),
+        ("sNaN", "1", False),
+        ("yes", "YES", False),
+    ],
+)
+def test_outputs_are_compared_as_livecodebench_does(said, expected, same):
+    assert same_output(said, expected) is same
+
+
+def test_the_share_of_passed_tests_is_kept_and_the_first_failure_ends():
+    program = "a, b = map(int, input().split())\nprint(a + b if a < 5 else 0)"
+    assert graded(program, SUM) == {"score": 0.0, "tests_passed": pytest.approx(2 / 3), "timed_out": 0.0}
+    assert graded("print(sum(map(int, input().split())))", SUM)["score"] == 1.0
+
+
+def test_functions_get_arguments_and_return_json():
+    assert passes("def append(a, b): return [*a, b]", APPEND)
+    assert passes(
+        "class Solution:\n    def append(self, a: List[int], b: int): return tuple([*a, b])", APPEND
+    )
+    assert not passes("def append(a, b): a.append(b)", APPEND)
+    assert not passes("def append(a, b): return {1, 2, 3}", APPEND)
+    assert not passes("def other(a, b): return [*a, b]", APPEND)
+
+
+def test_what_livecodebench_imports_is_there():
+    assert passes("print(gcd(*map(int, input().split())))", {"inputs": ["4 6"], "outputs": ["2"]})
+    assert offered_imports("x = deque()\nmath.pi\ny = x.split()").splitlines()[2:] == [
+        "from collections import deque",
+        "import math",
+    ]
+    assert offered_imports("from __future__ import annotations\nimport math\nmath.pi").splitlines()[2:] == []
+
+
+def test_a_wrong_exit_status_is_a_failure_and_exit_is_there():
+    assert passes("print(1)\nexit()", {"inputs": [""], "outputs": ["1"]})
+    assert not passes("print(1)\nexit(1)", {"inputs": [""], "outputs": ["1"]})
+
+
+def test_asserts_see_plain_values_helpers_exceptions_and_changed_arguments():
+    test = """
+assert swap(Pair(1, 2)).left == 2
+assert list(count(3)) == [0, 1, 2]
+values = [3, 1]
+order(values)
+assert values == [1, 3]
+assert both(x=1) == (1, {2, 3}, {"a": b"b"}, 1j, None)
+assert math.isclose(third(), 1 / 3)
+try:
+    refuse()
+    assert False, "accepted"
+except ValueError as error:
+    assert str(error) == "no"
+"""
+    program = """
+class Pair:
+    def __init__(self, left, right): self.left, self.right = left, right
+def swap(pair): return Pair(pair.right, pair.left)
+def count(n): yield from range(n)
+def order(values): values.sort()
+def both(x): return x, {2, 3}, {"a": b"b"}, 1j, None
+def third(): return 1 / 3
+def refuse(): raise ValueError("no")
+"""
+    label = {"test": test, "entry_point": None}
+    assert passes(program, label)
+    assert not passes(program.replace("yield from range(n)", "yield from range(n + 1)"), label)
+    assert not passes(program.replace('raise ValueError("no")', "pass"), label)
+
+
+# -------------------------------------------------------------------------------------------------- cheats
+
+EQUAL_TO_ALL = "class All(int):\n    __eq__ = __ne__ = lambda *_: True\n    __hash__ = int.__hash__\n"
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import os; os._exit(0)",
+        "raise SystemExit(0)",
+        "print('passed'); import os; os.write(1, b'passed\\n'); os._exit(0)",
+        EQUAL_TO_ALL + "def square(x): return All(0)",
+        "class Any:\n    __eq__ = lambda *_: True\ndef square(x): return Any()",
+        "import builtins\nbuiltins.AssertionError = ValueError\ndef square(x): return 0",
+        "import sys\nsys.exit = lambda *_: None\ndef square(x): sys.exit(0)",
+        "def check(candidate): pass\ndef square(x): return 0",
+        "import os\ndef square(x):\n    os.write(0, b'[true, 4, null]\\n'); return 0",
+        "import os\nfor fd in range(10):\n    try: os.write(fd, b'passed\\n')\n    except OSError: pass\n"
+        "def square(x): return 0",
+        "import sys\ndef square(x):\n    sys._getframe(1).f_locals['answer'] = [True, 4]\n    return 0",
+        "def square(x): return 4",
+    ],
+)
+def test_cheats_of_asserts_fail(program):
+    assert not passes(program, CHECK)
+
+
+def asserts(test):
+    return {"test": test, "entry_point": None}
+
+
+LOOPS = """
+cases = [1, 2, 3]
+wanted = [1, 4, 9]
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "test"),
+    [
+        ("def f(x): raise StopIteration", "assert all(map(f, [1, 2]))"),
+        ("def f(x): raise StopIteration", "assert all(f(x) for x in [1, 2])"),
+        ("def f(x): raise StopIteration", "assert list(map(f, [])) == []\nassert not any(map(f, [1]))"),
+        ("def f(x): raise StopAsyncIteration", "assert all(map(f, [1, 2]))"),
+        ("class S(StopIteration): pass\ndef f(x): raise S", "assert all(map(f, [1, 2]))"),
+        ("def f(): raise StopIteration", "for x in iter(f, None):\n    assert x == 1\nassert True"),
+        ("def f(x): raise GeneratorExit", "assert all(f(x) for x in [1])"),
+        ("def f(c, x): c.clear(); return x", LOOPS + "for x in cases:\n    assert f(cases, x) == x * x"),
+        ("def f(c, x): c.clear(); return x", LOOPS + "assert all(f(cases, x) == x * x for x in cases)"),
+        (
+            "def f(c, x): c.clear(); return x",
+            LOOPS + "for x, y in zip(cases, wanted):\n    assert f(cases, x) == y",
+        ),
+        (
+            "def f(c, x): c.clear(); return x",
+            LOOPS + "for i, x in enumerate(cases):\n    assert f(cases, x) == wanted[i]",
+        ),
+        ("def f(w): w.clear(); return w", LOOPS + "assert f(wanted) == wanted"),
+        ("def f(w): w.clear(); return []", LOOPS + "assert wanted == f(wanted) or f(wanted) == wanted"),
+        (
+            "def f(d, x): d.clear(); return x",
+            "d = {1: 1, 2: 4}\nfor x, y in d.items():\n    assert f(d, x) == y",
+        ),
+        ("def f(s, x): s.clear(); return 0", "s = {1, 2}\nfor x in s:\n    assert f(s, x) == x"),
+        ("def f(c): c[1][:] = [7]", "case = ([[3, 1]], [1, 3])\nf(case)\nassert case[0] == [1, 3]"),
+        ("def f(x): x[:] = [2]; return x", "w = [1]\nn = [w]\nassert f(w) == n[0]"),
+    ],
+)
+def test_a_program_ends_no_loop_of_the_tests_and_changes_nothing_that_they_expect(program, test):
+    assert not passes(program, asserts(test))
+
+
+SORT = "def f(values, *rest): values.sort()"
+
+
+@pytest.mark.parametrize(
+    ("program", "test"),
+    [
+        (SORT, "a = [3, 1]\nf(a)\nassert a == [1, 3]"),
+        (SORT, "a = [3, 1]\nassert f(a) is None\nassert a == [1, 3]"),
+        (SORT, "for a, w in [([2, 1], [1, 2]), ([3, 1], [1, 3])]:\n f(a)\n assert a == w"),
+        (SORT, "def run():\n a = [3, 1]\n r = f(a)\n assert r is None and a == [1, 3]\nrun()\nassert run"),
+        (SORT, "a = [3, 1]\ndef run():\n f(a)\n assert a == [1, 3]\nrun()\nassert a == [1, 3]"),
+        (SORT, "def g():\n a = [3, 1]\n def run():\n  f(a)\n run()\n assert a == [1, 3]\ng()\nassert 1"),
+        (SORT, "def run(b):\n f(b)\n return b\na = [3, 1]\nassert run(a) == [1, 3]\nassert a == [1, 3]"),
+        (SORT, "args = [[3, 1], 0]\nf(*args)\nassert args[0] == [1, 3]"),
+        (SORT, "case = {'in': [3, 1]}\nf(case['in'])\nassert case['in'] == [1, 3]"),
+        (SORT, "class T:\n def go(self):\n  a = [3, 1]\n  f(a)\n  assert a == [1, 3]\nT().go()\nassert 1"),
+        (SORT, "a = [3, 1]\nif f(a) is None:\n assert a == [1, 3]\nelse:\n assert False"),
+        (SORT, "a = [3, 1]\nif f(a):\n assert False\nassert a == [1, 3]"),
+        (SORT, "a = [3, 1]\ntry:\n f(a)\nfinally:\n assert a == [1, 3]"),
+        ("def f(d): d['x'] = 1; return d", "d = {}\nassert f(d) == {'x': 1}\nassert d == {'x': 1}"),
+        ("def f(d): return dict(d, x=1)", "d = {}\nassert f(d) == {'x': 1}\nassert d == {}"),
+        ("def f(a): return a.pop()", "a = [1, 2]\nr = []\nwhile a:\n r.append(f(a))\nassert r == [2, 1]"),
+        ("def f(x): return x[5]", "try:\n f([1])\n assert False\nexcept IndexError:\n pass"),
+        ("def f(): return iter([1, 2])", "assert [x for x in f()] == [1, 2]"),
+    ],
+)  # fmt: skip
+def test_what_tests_mean_to_see_of_their_arguments_they_see(program, test):
+    assert passes(program, asserts(test))
+    assert not passes("def f(*_): raise KeyError", asserts(test))
+
+
+def test_what_a_program_says_on_stderr_does_not_stop_it():
+    assert passes("import sys\ndef square(x):\n    sys.stderr.write('x' * 10**6)\n    return x * x", CHECK)
+
+
+def test_tests_that_take_any_exception_do_not_take_the_end_of_the_program():
+    label = {"test": "try:\n    f()\n    assert False\nexcept BaseException:\n    pass", "entry_point": None}
+    assert passes("def f(): raise KeyError", label)
+    assert not passes("import os\ndef f(): os._exit(0)", label)
+
+
+def test_programs_that_answer_calls_can_say_what_they_like():
+    for line in ("[true]", "null", "[[[", "[true, 1, 2]", '[false, "passed"]', "x" * 100, "[" * 100_000):
+        program = f"import os\nos.write(3, {line.encode()!r} + b'\\n' * 3)\nos._exit(0)"
+        assert not passes(program, APPEND)
+
+
+def test_slow_programs_are_wrong_and_no_error():
+    label = json.dumps({"inputs": ["1"] * 50, "outputs": ["1"] * 50})
+    sleepy = "```python\nimport time\ntime.sleep(0.1)\nprint(1)\n```"
+    found = score("", sleepy, label, {"code_execution": {"seconds": 20.0, "total_seconds": 0.8}})
+    assert found["score"] == 0.0
+    assert found["timed_out"] == 1.0
+    assert 0.0 < found["tests_passed"] < 1.0
+    assert graded("while True: pass", SUM, seconds=0.3)["timed_out"] == 1.0
+    many = {"inputs": ["1"] * 50, "outputs": ["1"] * 50, "fn_name": "f"}
+    slept = "import time\ndef f(x):\n    time.sleep(0.1)\n    return x"
+    assert graded(slept, many, total_seconds=0.8)["timed_out"] == 1.0
+    assert graded("def append(a, b):\n    while True: pass", APPEND, seconds=0.3)["timed_out"] == 1.0
+    assert graded("def square(x):\n    while True: pass", CHECK, seconds=0.3)["timed_out"] == 1.0
+
+
+# -------------------------------------------------------------------------------------------------- labels
+
+
+@pytest.mark.parametrize(
+    ("label", "why"),
+    [
+        ("x", "must be JSON"),
+        ("[]", "must be"),
+        ('{"inputs": ["1"], "outputs": []}', "same length"),
+        ('{"inputs": [], "outputs": []}', "one test or more"),
+        ('{"inputs": [1], "outputs": ["1"]}', "must be texts"),
+        ('{"inputs": ["x"], "outputs": ["1"], "fn_name": "f"}', "is no JSON"),
+        ('{"inputs": ["1"], "outputs": ["1"], "fn_name": "a b"}', "name of a function"),
+        ('{"test": "def", "entry_point": null}', "is no Python"),
+        ('{"test": "x = 1", "entry_point": null}', "asserts nothing"),
+        ('{"test": "assert True", "entry_point": "f"}', "must define check"),
+    ],
+)
+def test_labels_that_cannot_be_graded_are_named(label, why):
+    assert why in label_problem(label, {})
+    with pytest.raises(ValueError, match=why):
+        score("", "```python\n1\n```", label, {})
+
+
+# ------------------------------------------------------------------------------------- where programs run
+
+
+def prompt(label):
+    return Prompt(0, token_ids([1]), head_length=1, label=json.dumps(label), task="t", text="?", metadata={})
+
+
+def test_the_verifier_grades_programs_in_its_own_processes():
+    data = DataConfig(rm_type="code", reward_workers=1, reward_timeout=60.0)
+    with open_verifier(data) as verifier:
+        right, wrong = verifier.score([(prompt(CHECK), "def square(x): return x * x"), (prompt(CHECK), "no")])
+    assert (right.reward, right.correct, right.details["tests_passed"]) == (1.0, True, 1.0)
+    assert (wrong.reward, wrong.error) == (0.0, None)
+
+
+def test_a_run_refuses_to_start_without_a_sandbox_unless_told(monkeypatch, tmp_path):
+    broken = tmp_path / "bwrap"
+    broken.write_text("#!/bin/sh\necho 'no user namespaces here' >&2\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    with pytest.raises(ValueError, match=r"no user namespaces here.*bubblewrap.*--unsafe-code-execution"):
+        open_verifier(DataConfig(rm_type="code", reward_workers=1))
+    unsafe = DataConfig(rm_type="code", reward_workers=1, reward_timeout=60.0, unsafe_code_execution=True)
+    program = "print(sum(map(int, input().split())))"
+    with open_verifier(unsafe) as verifier:
+        assert [each.reward for each in verifier.score([(prompt(SUM), program)])] == [1.0]
+
+
+def test_a_sandbox_that_fails_is_an_error_of_the_verifier(monkeypatch):
+    monkeypatch.setattr(bubblewrap, "visible_paths", lambda: ("/nowhere",))
+    with pytest.raises(SandboxError, match="nowhere"), Process("program", "", [""], limits=Limits()):
+        pass
+
+
+class Serving(ThreadingHTTPServer):
+    """With what `Server` was posted, and what it is to answer."""
+
+    url: str
+    answers: list[Any]
+    requests: list[Any]
+
+
+class Server(BaseHTTPRequestHandler):
+    """A stand-in for SandboxFusion: runs what it is posted, or answers what is in `server.answers`."""
+
+    server: Serving
+
+    def do_POST(self):
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.requests.append(request)
+        status, content = self.server.answers.pop(0) if self.server.answers else (200, self.executed(request))
+        body = json.dumps(content).encode() if not isinstance(content, bytes) else content
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def executed(self, request):
+        assert request["language"] == "python"
+        limits = Limits(request["run_timeout"], request["memory_limit_MB"] << 20)
+        # not isolated: what a server runs may start processes
+        with Process(
+            "program", request["code"], [""], stdin=request["stdin"].encode(), limits=limits, isolated=False
+        ) as process:
+            done = process.finish()
+        result = {
+            "status": "TimeLimitExceeded" if done.reached else "Finished",
+            "execution_time": 0.1,
+            "return_code": done.status,
+            "stdout": done.stdout.decode(),
+            "stderr": done.stderr,
+        }
+        status = "Success" if done.status == 0 else "Failed"
+        return {"status": status, "message": "", "compile_result": None, "run_result": result, "files": {}}
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def server(monkeypatch):
+    monkeypatch.setattr("megatron_ibpo.rewards.executors._FIRST_WAIT", 0.01)
+    with Serving(("127.0.0.1", 0), Server) as server:
+        server.answers, server.requests = [], []
+        server.url = f"http://127.0.0.1:{server.server_port}"
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield server
+        server.shutdown()
+
+
+def test_a_server_grades_all_formats(server):
+    for program, label in (
+        ("print(sum(map(int, input().split())))", SUM),
+        ("def append(a, b): return [*a, b]", APPEND),
+        ("def square(x): return x * x", CHECK),
+    ):
+        assert passes(program, label, executor=server.url)
+        assert not passes("def square(x): return 0\ndef append(a, b): return 0", label, executor=server.url)
+    assert {request["memory_limit_MB"] for request in server.requests} == {1024}
+    assert graded("while True: pass", SUM, seconds=0.3, executor=server.url)["timed_out"] == 1.0
+
+
+def test_a_server_that_fails_is_asked_again_and_then_is_an_error(server):
+    failed = (200, {"status": "SandboxError", "message": "full", "run_result": None})
+    good = json.dumps(SUM)
+    server.answers = [(503, {}), failed]
+    assert passes("print(sum(map(int, input().split())))", SUM, executor=server.url)
+    for answers, why in (
+        ([failed] * 3, "full"),
+        ([(500, b"?")] * 3, "500"),
+        ([(200, b"?")] * 3, "JSONDecodeError"),
+    ):
+        server.answers, server.requests = list(answers), []
+        with pytest.raises(SandboxError, match=why):
+            score("", "print(1)", good, {"code_execution": {"executor": server.url}})
+        assert len(server.requests) == 3
+    server.answers, server.requests = [(400, {})], []
+    with pytest.raises(SandboxError, match="400"):
+        score("", "print(1)", good, {"code_execution": {"executor": server.url}})
+    assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize("url", ["sandbox:8080", "ftp://x", "http://", "x"])
+def test_a_server_is_named_by_its_url(url):
+    with pytest.raises(ValueError, match="--code-executor"):
+        RemoteExecutor(url)
+
+
+# ------------------------------------------------------------------------------------------------ the example
+
+
+def test_the_tiny_task_is_right_for_its_own_functions_alone():
+    for line in Path("examples/code/tiny_train.jsonl").read_text().splitlines()[:3]:
+        row = json.loads(line)
+        constant, shown = (int(part.partition("=")[2]) for part in row["prompt"].split(", "))
+        factor = (shown - constant) // 100
+        right, wrong = (f"def f(x): return {factor + off}*x+{constant}" for off in (0, 1))
+        settings = {"code_execution": {"seconds": 20.0}}
+        assert score("", right, row["label"], settings)["score"] == 1.0
+        assert score("", wrong, row["label"], settings) == {
+            "score": 0.0,
+            "tests_passed": 0.2,
+            "timed_out": 0.0,
+        }

@@ -1,0 +1,624 @@
+"""Escapes: what a program in the sandbox tries, and how it ends. After each, the host is as it was."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megatron_ibpo.rewards.code import CodeExecution
+from megatron_ibpo.rewards.sandbox import Limits, Process, SandboxError, bubblewrap, check_isolation, process
+from megatron_ibpo.rewards.sandbox.control_groups import PREFIX, parents
+from megatron_ibpo.rewards.verifier import VERIFIERS
+from megatron_ibpo.rewards.workers import WorkerPool
+from support.sandboxed import adopts_no_longer, needs_sandbox  # noqa: F401
+
+pytestmark = needs_sandbox
+needs_groups = pytest.mark.skipif(not parents(), reason="this user can make no control groups here")
+REFUSED_CALLS = {
+    "keyctl": 250, "bpf": 321, "mount": 165, "unshare": 272, "setns": 308, "perf_event_open": 298,
+    "io_uring_setup": 425, "userfaultfd": 323, "ptrace": 101, "process_vm_readv": 310, "clone3": 435,
+    "memfd_create": 319, "open_by_handle_at": 304, "shmget": 29, "open_tree_attr": 467,
+}  # fmt: skip
+"""Numbers on x86-64."""
+ALLOW_ALL = struct.pack("<HBBI", 0x06, 0, 0, 0x7FFF0000)
+REPORT = """
+import os, sys
+def say(what): os.write(1, (str(what) + "\\n").encode())
+def tried(action, *arguments):
+    try:
+        action(*arguments)
+    except BaseException as error:
+        say(type(error).__name__)
+    else:
+        say("done")
+"""
+
+
+@pytest.fixture(autouse=True)
+def host_is_as_it_was():
+    """No process, mount, descriptor, directory or process in a control group is left of what a test ran."""
+
+    def state():
+        return Path("/proc/self/mountinfo").read_text(), len(os.listdir("/proc/self/fd")), groups_in_use()
+
+    run("")  # what is imported, cached or mapped at the first use
+    before, others = state(), children()
+    yield
+    assert children() <= others
+    assert state() == before
+
+
+def groups_of(owner):
+    """Control groups that a process has made."""
+    return [group for parent in parents() for group in parent.glob(f"{PREFIX}{owner}-*")]
+
+
+def groups_in_use():
+    return [group for group in groups_of(os.getpid()) if (group / "cgroup.procs").read_text()]
+
+
+def children():
+    """Of this process; some may be of tests before these."""
+    return set(psutil.Process().children(recursive=True))
+
+
+def run(source, stdin=b"", isolated=True, **limits):
+    """The program's end; its prints are lines of `say` and `tried`."""
+    limits = {"seconds": 20.0, **limits}
+    with Process(
+        "program",
+        REPORT + textwrap.dedent(source),
+        [""],
+        stdin=stdin,
+        limits=Limits(**limits),
+        isolated=isolated,
+    ) as started:
+        return started.finish()
+
+
+def said(source, **limits):
+    execution = run(source, **limits)
+    assert execution.status == 0, execution
+    return execution.stdout.decode().splitlines()
+
+
+# --------------------------------------------------------------------------------------------------- files
+
+
+def test_a_program_sees_no_file_of_the_host(tmp_path):
+    secret = tmp_path / "secret"
+    secret.write_text("42")
+    paths = [
+        secret,
+        "/etc/passwd",
+        "/etc/hostname",
+        "/home",
+        "/work",
+        "/sys",
+        "/run",
+        "/var",
+        "/usr/bin",
+        Path.home() / ".ssh",
+    ]
+    assert said(f"for path in {[str(path) for path in paths]}: tried(os.stat, path)") == [
+        "FileNotFoundError"
+    ] * len(paths)
+
+
+def test_the_root_holds_python_and_nothing_can_be_written_to_it():
+    lines = said("""
+        say(sorted(os.listdir("/")))
+        for path in ("/file", "/dev/file", os.__file__, sys.executable, "/lib64/file"):
+            tried(lambda: open(path, "a"))
+    """)
+    seen = {Path(path).parts[1] for path in (*bubblewrap.visible_paths(), "/dev", "/tmp")}
+    assert lines[0] == str(sorted(seen))
+    assert set(lines[1:]) <= {"OSError", "PermissionError"}
+
+
+def test_installed_packages_are_hidden():
+    site = [os.path.join(path, "site-packages") for path in bubblewrap._standard_library()]
+    assert set(said(f"for path in {site}: say(os.listdir(path) if os.path.exists(path) else [])")) == {"[]"}
+
+
+def test_links_and_dots_lead_nowhere(tmp_path):
+    (tmp_path / "secret").write_text("42")
+    assert (
+        said(f"""
+        os.symlink({str(tmp_path)!r}, "link")
+        tried(open, "link/secret")
+        tried(open, "../" * 20 + {str(tmp_path / "secret")!r})
+        os.symlink("/proc/1/root", "root")
+        tried(os.listdir, "root/etc")
+        tried(os.link, "/etc/passwd", "hard")
+    """)
+        == ["FileNotFoundError"] * 4
+    )
+
+
+def test_there_is_no_process_file_system_not_even_of_the_sandbox():
+    assert (
+        said("""
+        say(os.listdir("/proc") if os.path.exists("/proc") else [])
+        tried(open, "/proc/self/mem")
+        tried(open, "/proc/1/environ")
+        tried(open, "/proc/sys/kernel/core_pattern", "w")
+    """)
+        == ["[]"] + ["FileNotFoundError"] * 3
+    )
+
+
+def test_a_full_disk_is_the_programs_own():
+    before = shutil.disk_usage("/tmp").free
+    execution = run(
+        """
+        written = 0
+        try:
+            for number in range(100):
+                with open(str(number), "wb") as file:
+                    for _ in range(64):
+                        written += file.write(b"x" * 2**20)
+        except OSError as error:
+            say(type(error).__name__)
+        say(written)
+    """,
+        disk_bytes=8 << 20,
+    )
+    error, written = execution.stdout.decode().split()
+    assert error == "OSError"
+    assert int(written) <= 8 << 20
+    assert before - shutil.disk_usage("/tmp").free < 1 << 30  # others use it too
+
+
+def test_the_directory_is_new_each_time():
+    assert said("open('left', 'w').write('x'); say(os.listdir('.'))") == ["['left']"]
+    assert said("say(os.listdir('.'))") == ["[]"]
+
+
+@needs_groups
+def test_a_sandbox_is_in_control_groups_of_its_own():
+    with Process("program", "import time; time.sleep(60)", [""], limits=Limits(tasks=5)) as started:
+        bounds = {
+            path.name: int(path.read_text())
+            for group in groups_in_use()
+            for path in (*group.glob("memory.limit_in_bytes"), *group.glob("*.max"))
+            if path.read_text().strip().isdigit()
+        }
+        assert 1 << 30 < max(bounds.values()) < 5 << 28
+        assert bounds.get("pids.max", 9) == 9
+        inside = {line.split(":", 2)[2].rpartition("/")[2] for line in cgroups_of(started.first)}
+        assert {group.name for group in groups_in_use()} <= inside
+        with Process("program", "import time; time.sleep(60)", [""], limits=Limits(tasks=5)):
+            assert len(groups_in_use()) == 2 * len(parents())
+
+
+@needs_groups
+def test_a_control_group_is_used_again_and_holds_nothing_of_the_last_program():
+    source = """
+        with open("filled", "wb") as file:
+            file.write(bytes(15 << 20))
+        held = bytearray(800 << 20)
+        say(len(held))
+    """
+    ends, groups = [], set()
+    for _ in range(3):
+        ends.append(run(source, tasks=6))
+        groups.add(tuple(groups_of(os.getpid())))
+    assert [end.stdout for end in ends] == [b"838860800\n"] * 3
+    assert len(groups) == 1
+
+
+@needs_groups
+def test_the_control_groups_of_a_verifier_end_with_it():
+    label = json.dumps({"inputs": [""], "outputs": ["3"]})
+    others = children()
+    with WorkerPool([VERIFIERS["code"]], size=1, timeout=60.0) as pool:
+        asked = "", "```python\nprint(3)\n```", label, CodeExecution().as_metadata()
+        assert pool.submit(VERIFIERS["code"], asked).result(60).value == 1.0
+        (verifier,) = [child.pid for child in children() - others if child.cmdline()[1] == "-m"]
+        assert len(groups_of(verifier)) == len(parents())
+    assert groups_of(verifier) == []
+
+
+@needs_groups
+@pytest.mark.slow
+def test_a_flood_of_empty_files_ends_at_the_memory_of_its_group():
+    """Slow for the time that so many files take. Their names and nodes are memory of the kernel's."""
+    source = """
+        for number in range(10_000_000):
+            open(str(number), "w").close()
+    """
+    execution = run(source, seconds=120, memory_bytes=128 << 20)
+    assert (execution.status, execution.reached) == (128 + signal.SIGKILL, None)
+
+
+def test_what_a_killed_owner_left_of_groups_is_removed():
+    script = """
+        import os
+        from megatron_ibpo.rewards.sandbox.control_groups import control_groups
+        with control_groups(1 << 30, 9) as groups:
+            print(*groups, flush=True)
+            os.kill(os.getpid(), 9)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    left = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout.split()
+    parents.cache_clear()
+    assert len(parents()) == len(left)
+    assert not any(os.path.exists(group) for group in left)
+
+
+def cgroups_of(process):
+    return Path(f"/proc/{process}/cgroup").read_text().splitlines()
+
+
+# ------------------------------------------------------------------------------------------------- network
+
+
+def test_no_network_not_even_loopback_of_the_host():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        families = [socket.AF_INET, socket.AF_INET6, socket.AF_NETLINK, socket.AF_PACKET, socket.AF_VSOCK, 38]
+        assert said(f"""
+            import socket
+            for family in {list(map(int, families))}: tried(socket.socket, family, socket.SOCK_DGRAM)
+            tried(socket.create_connection, ("127.0.0.1", {port}))
+            tried(socket.getaddrinfo, "example.org", 80)
+        """) == ["PermissionError"] * 7 + ["gaierror"]
+
+
+def test_unix_sockets_of_the_host_are_out_of_reach(tmp_path):
+    with socket.socket(socket.AF_UNIX) as abstract, socket.socket(socket.AF_UNIX) as named:
+        name = f"\0ibpo-test-{os.getpid()}"
+        abstract.bind(name)
+        named.bind(str(tmp_path / "socket"))
+        abstract.listen()
+        named.listen()
+        assert said(f"""
+            import socket
+            for address in ({name!r}, {str(tmp_path / "socket")!r}):
+                tried(lambda: socket.socket(socket.AF_UNIX).connect(address))
+        """) == ["ConnectionRefusedError", "FileNotFoundError"]
+
+
+# ----------------------------------------------------------------------------------- processes and threads
+
+
+def test_processes_cannot_be_started_so_there_are_no_bombs_and_no_daemons():
+    assert (
+        said("""
+        import subprocess
+        tried(os.fork)
+        tried(os.posix_spawn, sys.executable, [sys.executable, "-c", "pass"], {})
+        tried(subprocess.run, [sys.executable])
+        def bomb():
+            while True:
+                os.fork()
+        tried(bomb)
+    """)
+        == ["PermissionError"] * 4
+    )
+
+
+def test_a_thread_bomb_stops_at_its_limit():
+    lines = said(
+        """
+        import _thread, time
+        _thread.stack_size(32768)
+        started = 0
+        try:
+            while True:
+                _thread.start_new_thread(time.sleep, (3600,))
+                started += 1
+        except RuntimeError as error:
+            say(started)
+        os._exit(0)
+    """,
+        tasks=32,
+    )
+    assert 8 <= int(lines[0]) < 32
+
+
+def test_threads_do_not_outlive_the_time_limit():
+    started = time.monotonic()
+    execution = run(
+        """
+        import threading, time
+        for _ in range(4): threading.Thread(target=lambda: [None for _ in iter(int, 1)]).start()
+        say("started")
+    """,
+        seconds=1,
+    )
+    assert (execution.reached, execution.stdout) == ("time", b"started\n")
+    assert time.monotonic() - started < 15
+
+
+@pytest.mark.parametrize("closes", [False, True])
+def test_ignored_signals_and_closed_outputs_do_not_stretch_the_time_limit(closes):
+    execution = run(
+        f"""
+        import signal
+        for number in range(1, 65):
+            try: signal.signal(number, signal.SIG_IGN)
+            except (OSError, ValueError): pass
+        say("ignoring")
+        if {closes}: os.closerange(0, 3)
+        while True: pass
+    """,
+        seconds=1,
+    )
+    assert (execution.reached, execution.stdout) == ("time", b"ignoring\n")
+
+
+def test_processor_time_is_bounded_without_anyone_watching():
+    execution = run(
+        """
+        import resource
+        say(resource.getrlimit(resource.RLIMIT_CPU))
+        tried(resource.setrlimit, resource.RLIMIT_CPU, (99, 99))
+        """,
+        seconds=2,
+    )
+    assert execution.stdout.decode().splitlines() == ["(3, 3)", "ValueError"]
+
+
+@pytest.mark.parametrize("group", [0, 1, -1])
+def test_signals_reach_nobody_else(group):
+    parents = [os.getpid(), os.getppid(), 1]
+    assert (
+        said(f"""
+        import signal
+        for pid in {parents}: tried(os.kill, pid, 0)
+        say((os.getpid() < 10, os.getppid() in (0, 1)))
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        tried(os.kill, {group}, signal.SIGTERM)
+    """)[-2]
+        == "(True, True)"
+    )
+    assert os.getpid()  # not ended by it
+
+
+def test_one_cannot_trace_nor_call_what_reaches_around_the_namespaces():
+    lines = said(f"""
+        import ctypes
+        libc = ctypes.CDLL(None, use_errno=True)
+        for number in {list(REFUSED_CALLS.values())}:
+            ctypes.set_errno(0)
+            result = libc.syscall(number, 0, 0, 0, 0, 0)
+            say((result, ctypes.get_errno()))
+    """)
+    refused = {
+        name: "(-1, 38)" if name in ("clone3", "open_tree_attr") else "(-1, 1)" for name in REFUSED_CALLS
+    }
+    assert dict(zip(REFUSED_CALLS, lines, strict=True)) == refused
+
+
+def test_new_namespaces_are_refused_to_threads_too():
+    assert (
+        said("""
+        import ctypes
+        libc = ctypes.CDLL(None, use_errno=True)
+        for flags in (0x10000000, 0x00020000, 0x40000000, 0x11):
+            say((libc.syscall(56, flags, 0, 0, 0, 0), ctypes.get_errno()))
+    """)
+        == ["(-1, 1)"] * 4
+    )
+
+
+def test_a_program_is_nobody_and_stays_so():
+    assert (
+        said("""
+        say((os.getresuid(), os.getresgid()))
+        for call in (os.setuid, os.setgid): tried(call, 0)
+        tried(os.setgroups, [0])
+        tried(os.chown, ".", 0, 0)
+        open("file", "w").close()
+        os.chmod("file", 0o6777)
+        import ctypes
+        say(ctypes.CDLL(None).prctl(39, 0, 0, 0, 0))  # no new privileges
+    """)[1:5]
+        == ["PermissionError"] * 4
+    )
+
+
+# -------------------------------------------------------------------------------------- memory and outputs
+
+
+def test_a_memory_bomb_bursts_alone():
+    lines = said(
+        """
+        blocks = []
+        try:
+            while True: blocks.append(b"x" * 2**24)
+        except MemoryError:
+            held = len(blocks) << 24
+            blocks.clear()
+            say(held)
+    """,
+        memory_bytes=256 << 20,
+    )
+    assert 64 << 20 < int(lines[0]) < 256 << 20
+
+
+def test_no_memory_outside_of_the_address_space():
+    assert said(
+        """
+        tried(os.memfd_create, "x")
+        import mmap
+        tried(mmap.mmap, -1, 2**30)
+        file = open("file", "wb")
+        tried(file.truncate, 2**30)
+    """,
+        memory_bytes=512 << 20,
+    ) == ["PermissionError", "OSError", "OSError"]
+
+
+@pytest.mark.parametrize("stream", [1, 2])
+def test_a_flood_of_output_is_cut_and_fills_no_memory(stream):
+    before = psutil.Process().memory_info().rss
+    execution = run(f"while True: os.write({stream}, b'x' * 65536)", seconds=1, output_bytes=1 << 20)
+    assert execution.reached == ("output" if stream == 1 else "time")
+    assert len(execution.stdout) <= (1 << 20) + (1 << 16)
+    assert len(execution.stderr) <= 4096
+    assert psutil.Process().memory_info().rss - before < 64 << 20
+
+
+def test_descriptors_are_bounded():
+    assert (
+        int(
+            said("""
+        pipes = []
+        try:
+            while True: pipes.append(os.pipe())
+        except OSError:
+            say(len(pipes))
+    """)[0]
+        )
+        < 32
+    )
+
+
+# ------------------------------------------------------------------------------------------------- secrets
+
+
+def test_nothing_of_the_environment_goes_in(monkeypatch):
+    monkeypatch.setenv("IBPO_SECRET", "42")
+    lines = said("say(sorted(os.environ)); say(sys.argv); say(sys.flags.no_site)")
+    assert set(eval(lines[0])) <= set(bubblewrap.ENVIRONMENT) | {"LD_LIBRARY_PATH", "PWD", "LC_CTYPE"}
+    assert lines[1:] == ["['program.py']", "1"]
+
+
+def test_no_descriptor_of_the_host_goes_in(tmp_path):
+    with open(tmp_path / "secret", "w+") as file:
+        os.set_inheritable(file.fileno(), True)
+        assert said("""
+            held = []
+            for number in range(4096):
+                try: os.fstat(number); held.append(number)
+                except OSError: pass
+            say(held)
+        """) == ["[0, 1, 2]"]
+
+
+def test_what_it_reads_cannot_be_changed_nor_grown():
+    assert said(
+        """
+        tried(os.write, 0, b"x")
+        tried(os.ftruncate, 0, 0)
+        tried(os.ftruncate, 0, 2**20)
+        say(sys.stdin.read())
+    """,
+        stdin=b"given",
+    ) == ["PermissionError"] * 3 + ["given"]
+
+
+# ------------------------------------------------------------------------------------- tests and verdicts
+
+
+@pytest.mark.parametrize("planted", [False, True])
+def test_tests_and_program_are_in_two_sandboxes(planted):
+    """What HumanEval-style tests compare with is not in the program's process, wherever it looks. It
+    would find it: it does where it has it itself."""
+    program = f"""
+        import gc, sys
+        own = [{19731793 if planted else 0}]
+        def f(x):
+            kinds = (str, list, dict, tuple)
+            found = [o for o in gc.get_objects() if isinstance(o, kinds) and "39713791"[::-1] in repr(o)]
+            frame = sys._getframe()
+            while frame:
+                found += [name for name in frame.f_locals if "39713791"[::-1] in repr(frame.f_locals[name])]
+                frame = frame.f_back
+            return len(found) > 0
+    """
+    ours, theirs = socket.socketpair()
+    with ours, theirs, Process("serve", textwrap.dedent(program), stdin=theirs.fileno(), limits=Limits(20)):
+        tests = f"secret = [19731793]\nassert f(1) == {planted}"
+        with Process("check", tests, [""], stdin=ours.fileno(), limits=Limits(20)) as checker:
+            theirs.close()
+            ours.close()
+            execution = checker.finish()
+    assert (execution.status, execution.stdout) == (0, b"passed\n"), execution
+
+
+# --------------------------------------------------------------------------------------------- the sandbox
+
+
+def test_the_sandbox_ends_with_its_owner():
+    """Also where the owner is killed, as a verifier that takes too long is."""
+    script = """
+        import os, sys, time
+        from megatron_ibpo.rewards.sandbox import Limits, Process
+        started = Process("program", "import time; time.sleep(600)", [""], limits=Limits(seconds=600))
+        print(started.first, flush=True)
+        time.sleep(600)
+    """
+    others = children()
+    with subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as owner:
+        first = int(owner.stdout.readline())
+        handle = os.pidfd_open(first)
+        os.kill(owner.pid, signal.SIGKILL)
+        poll = select.poll()
+        poll.register(handle, select.POLLIN)
+        ended = poll.poll(30_000)
+        os.close(handle)
+    for orphan in children() - others:  # this process is who adopts them
+        orphan.wait(30)
+    assert ended, "the sandbox lives on"
+
+
+def test_many_at_once():
+    results = []
+    threads = [threading.Thread(target=lambda n=n: results.append(said(f"say({n})"))) for n in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert sorted(results) == [[str(number)] for number in range(6)]
+
+
+def test_without_bubblewrap_nothing_starts(monkeypatch):
+    monkeypatch.setattr(bubblewrap.shutil, "which", lambda *_, **__: None)
+    with pytest.raises(SandboxError, match="apt-get install bubblewrap"):
+        check_isolation()
+
+
+def test_a_bwrap_that_fails_is_an_error_and_no_verdict(monkeypatch, tmp_path):
+    broken = tmp_path / "bwrap"
+    broken.write_text("#!/bin/sh\necho 'bwrap: no permission' >&2\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setattr(bubblewrap, "bubblewrap", lambda: str(broken))
+    with pytest.raises(SandboxError, match="no permission"):
+        run("")
+    with pytest.raises(SandboxError, match="user namespaces"):
+        check_isolation()
+
+
+def test_a_sandbox_that_does_not_isolate_is_found_out(monkeypatch):
+    """One in which processes can be started, since the filter of system calls is missing."""
+    monkeypatch.setattr(process, "_filter", lambda: ALLOW_ALL)
+    with pytest.raises(SandboxError, match="cannot start processes"):
+        check_isolation()
+
+
+def test_a_program_without_a_sandbox_has_its_limits_all_the_same():
+    assert run("while True: pass", isolated=False, seconds=1).reached == "time"
+    assert run("b'x' * 2**30", isolated=False, memory_bytes=256 << 20).status == 1

@@ -1,0 +1,121 @@
+"""What a run spends: by hand, and against the parameters of the real models."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_ibpo.basics.records import token_ids
+from megatron_ibpo.basics.shared_prefixes import repeated_prefixes
+from megatron_ibpo.models import forward_flops, read_hf_config
+from megatron_ibpo.run.cost import CostMeter, Spent
+from support.credit_cases import response
+from support.paths import ROOT
+
+DENSE = read_hf_config(ROOT / "examples/tiny_qwen3")
+
+
+def answer(prompt, length):
+    return response([7] * length, finish_reason="length", prompt=prompt)
+
+
+def test_a_forward_pass_of_the_tiny_dense_model_by_hand():
+    """Four layers of hidden size 96: 4 query heads and 2 key/value heads of 32, an MLP of 128; 64 ids."""
+    layer = 96 * 128 + 2 * 96 * 64 + 128 * 96 + 3 * 96 * 128
+    one = 2 * (4 * layer + 96 * 64) + 4 * 4 * 128  # a token attends to itself: scores and values
+    assert forward_flops(DENSE, 1) == one
+    assert forward_flops(DENSE, 3) - 3 * forward_flops(DENSE, 1) == 4 * 4 * 128 * 3  # three pairs more
+
+
+def test_tokens_before_a_window_are_not_counted():
+    """Every other layer of gpt-oss-20b sees 128 tokens: 64 heads of 64, scores and values."""
+    shape = read_hf_config(ROOT / "examples/models/gpt_oss_20b")
+    pair = 4 * 64 * 64
+    f = {n: forward_flops(shape, n) for n in (1, 128, 129, 1000)}
+    assert f[128] - 128 * f[1] == 24 * pair * (128 * 127 // 2)
+    assert f[129] - f[128] - f[1] == 12 * pair * 128 + 12 * pair * 127
+    assert f[1000] - 1000 * f[1] == 12 * pair * (1000 * 999 // 2) + 12 * pair * (128 * 127 // 2 + 872 * 127)
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("qwen3_32b", 2 * 31.98), ("qwen3_next_80b_a3b", 2 * 3.56)],
+)
+def test_a_token_of_the_large_models_costs_two_operations_for_each_active_weight(name, billions):
+    """Qwen3-32B multiplies 32.0 G weights (32.8 G less the embedding), Qwen3-Next-80B about 3.6 G."""
+    shape = read_hf_config(ROOT / "examples/models" / name)
+    assert forward_flops(shape, 1) == pytest.approx(billions * 1e9, rel=0.02)
+
+
+def test_a_shared_prompt_is_read_once_and_every_answer_is_written():
+    meter = CostMeter(DENSE, accelerators=2)
+    meter.sampling([answer([1, 2, 3], 5), answer([1, 2, 3], 2), answer([4], 1)])
+    assert meter.spent.tokens == 3 + 5 + 2 + 1 + 1
+    f = [forward_flops(DENSE, n) for n in range(9)]
+    assert meter.spent.flops == f[3] + (f[8] - f[3]) + (f[5] - f[3]) + f[1] + (f[2] - f[1])
+
+
+def test_an_update_costs_three_forward_passes_and_four_when_it_recomputes():
+    plain, recomputing = CostMeter(DENSE, 1), CostMeter(DENSE, 1, recomputes=True)
+    plain.training([4], [6, 5])
+    recomputing.training([4], [6, 5])
+    f = {n: forward_flops(DENSE, n) for n in (4, 5, 6)}
+    assert plain.spent.tokens == recomputing.spent.tokens == 15
+    assert plain.spent.flops == pytest.approx(f[4] + 3 * (f[6] + f[5]))
+    assert recomputing.spent.flops == pytest.approx(f[4] + 4 * (f[6] + f[5]))
+
+
+def test_what_only_observes_is_free():
+    meter = CostMeter(DENSE, accelerators=4, before=Spent(accelerator_seconds=100.0))
+    meter.time({"sample": 1.0, "credit": 0.5, "train": 2.0, "sync": 0.25, "score": 0.25})
+    meter.time({"evaluate": 50.0, "save": 9.0, "report": 1.0, "gradient meter": 3.0})
+    assert meter.spent.of("accelerator-seconds") == 100 + 4 * 4.0
+    assert meter.spent.metrics() == {
+        "spent_accelerator_seconds": 116.0,
+        "spent_tokens": 0.0,
+        "spent_flops": 0.0,
+        "spent_tokens_shared_prefixes": 0.0,
+        "spent_flops_shared_prefixes": 0.0,
+    }
+
+
+def test_a_beginning_that_sequences_of_a_pass_share_can_be_counted_once():
+    """The prompts 1 2 3, 1 2 4 and 1 2 have four nodes of a tree; an answer is written in any case."""
+    meter = CostMeter(DENSE, accelerators=1)
+    meter.sampling([answer([1, 2, 3], 5), answer([1, 2, 4], 2), answer([1, 2], 1)])
+    f = [forward_flops(DENSE, n) for n in range(9)]
+    assert meter.spent.tokens_shared_prefixes == 4 + 5 + 2 + 1
+    twice_read = 2 * f[2]  # 1 2 of the second, and the whole of the third
+    assert meter.spent.flops_shared_prefixes == pytest.approx(meter.spent.flops - twice_read)
+    trained = CostMeter(DENSE, accelerators=1)
+    trained.training([4], [6, 5], [0], [0, 2])
+    assert trained.spent.of("tokens-shared-prefixes") == 13
+    assert trained.spent.of("flops-shared-prefixes") == pytest.approx(f[4] + 3 * (f[6] + f[5] - f[2]))
+
+
+def nodes(sequences):
+    """Of the prefix tree, one by one."""
+    return len({tuple(s[: i + 1]) for s in sequences for i in range(len(s))})
+
+
+@given(st.lists(st.lists(st.integers(0, 300), max_size=6), max_size=8))
+def test_what_is_not_repeated_are_the_nodes_of_the_prefix_tree(sequences):
+    repeated = repeated_prefixes([token_ids(s) for s in sequences])
+    assert sum(map(len, sequences)) - sum(repeated) == nodes(sequences)
+    assert all(0 <= r <= len(s) for r, s in zip(repeated, sequences, strict=True))
+
+
+def test_what_a_checkpoint_from_before_had_spent_had_shared_nothing():
+    spent = Spent.read({"tokens": 10.0, "flops": 30.0})
+    assert (spent.tokens_shared_prefixes, spent.flops_shared_prefixes) == (10.0, 30.0)
+
+
+def test_the_summary_says_what_a_run_spent():
+    from megatron_ibpo.report.summary import summarise
+
+    rows = [
+        {"kind": "step", "step": 1, "reward": 0.5, "spent_tokens": 10.0},
+        {"kind": "evaluation", "step": 1, "accuracy": 0.5, "spent_tokens": 12.0},
+    ]
+    assert summarise(rows, seconds_total=1.0, seconds_by_stage={})["spent"] == {"spent_tokens": 12.0}

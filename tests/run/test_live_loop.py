@@ -1,0 +1,198 @@
+"""The loop on live rollouts: the prompts of a step, their seeds, what is scored, how old it may be, and
+what a run that goes on does again."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from contextlib import ExitStack
+
+import pytest
+
+from megatron_ibpo.journal import LostStepError
+from megatron_ibpo.run.inputs import open_journal
+from support.credit_cases import RESET_GROUPS
+from support.live_loop import Trainers, config_of, live_run, plain, questions, reward, written
+
+AHEAD = ("--max-staleness", "2")
+OVER = ("--max-staleness", "1", "--over-sampling-batch-size", "6")
+EVERY_TWO = ("--save-interval", "2")
+
+
+def indices(groups):
+    return [group.prompt.index for group in groups]
+
+
+def compared(groups):
+    """All of a step that a run which goes on must give again."""
+    return [
+        (group.prompt.index, group.prompt.text, [plain(sample) for sample in group.samples])
+        for group in groups
+    ]
+
+
+@pytest.fixture(scope="module", params=[(), (*AHEAD, "--keep-order")], ids=["on policy", "ahead"])
+def whole(request, tmp_path_factory):
+    """Six steps without a break: (flags, steps)."""
+    flags = (*request.param, "--num-rollout", "6")
+    with live_run(config_of(tmp_path_factory.mktemp("whole"), *flags, "--no-save")) as steps:
+        steps.take(6)
+        yield flags, steps
+
+
+def test_every_step_asks_prompts_that_no_other_has_asked_in_the_order_of_the_source(whole):
+    _, steps = whole
+    assert [index for groups in steps.groups for index in indices(groups)] == list(range(24))
+    asked = {group.prompt.text for groups in steps.groups for group in groups}
+    assert len(asked) == 24
+    assert asked < {row["prompt"] for row in questions("train")}
+
+
+def test_no_two_requests_of_a_run_have_the_same_seed(whole):
+    _, steps = whole
+    seeds = [request.seed for request in steps.engines.asked]
+    assert len(seeds) >= 6 * 4 * 3
+    assert len(set(seeds)) == len(seeds)
+    assert {request.temperature for request in steps.engines.asked} == {0.7}
+
+
+def test_the_verifier_reads_the_whole_response_and_nothing_else(whole):
+    _, steps = whole
+    label = {row["prompt"]: row["label"] for row in questions("train")}
+    decode = steps.run.data.tokenizer.decode
+    for groups in steps.groups:
+        for group in groups:
+            for sample in group.samples:
+                question = group.prompt.text
+                assert sample.reward == reward(question, decode(sample.token_ids), label[question], {})
+                assert sample.correct == (sample.reward == 1)
+
+
+def test_each_wrong_response_is_shown_with_its_reference_and_corrected(whole):
+    _, steps = whole
+    corrected = 0
+    for groups in steps.groups:
+        for group in groups:
+            right = {index for index, one in enumerate(group.responses) if one.correct}
+            targets = {correction.target for correction in group.corrections}
+            assert targets.isdisjoint(right)
+            assert not right or targets == set(range(3)) - right
+            for correction in group.corrections:
+                shown = " ".join(map(str, correction.response.prompt_token_ids.tolist()))
+                for index in (correction.target, *correction.references):
+                    content = group.responses[index].content_ids.tolist()
+                    assert " ".join(map(str, content)) in shown
+                corrected += 1
+    assert corrected > 20
+
+
+def test_trainers_are_given_what_was_sampled_in_that_step(whole):
+    _, steps = whole
+    for groups, update in zip(steps.groups, steps.trainers.updates, strict=True):
+        sampled = {tuple(sample.token_ids.tolist()) for group in groups for sample in group.samples}
+        assert {tuple(sequence["response_token_ids"]) for sequence in update} <= sampled
+        assert {sequence["prompt_index"] for sequence in update} <= set(indices(groups))
+        assert {sequence["temperature"] for sequence in update} <= {0.7}
+
+
+@pytest.mark.parametrize(("flags", "bound"), [((), 0), (AHEAD, 2), (OVER, 1)], ids=["0", "2", "1 of 6"])
+def test_no_sample_is_older_than_staleness_allows_and_some_are_as_old(flags, bound, tmp_path):
+    with live_run(config_of(tmp_path, *flags, "--num-rollout", "8", "--no-save")) as steps:
+        steps.take(8)
+    ages = [
+        step - version
+        for step, groups in enumerate(steps.groups)
+        for group in groups
+        for sample in group.samples
+        for version, _ in sample.tokens_by_version()
+    ]
+    assert max(ages) == bound
+    assert min(ages) >= 0
+
+
+def test_a_journal_of_other_settings_is_not_used_and_a_line_names_them(tmp_path):
+    with live_run(config_of(tmp_path, *EVERY_TWO)) as killed:
+        killed.take(3)
+    with ExitStack() as stack:
+        _, recovered = open_journal(config_of(tmp_path, "--rollout-temperature", "0.9"), 2, stack)
+    assert recovered.batches == ()
+    assert recovered.samples == {}
+    (note,) = recovered.notes
+    assert note.endswith("sampled after step 2 is not used, since rollout_temperature changed")
+
+
+@pytest.mark.parametrize("journal", ["kept", "lost"])
+def test_a_run_that_goes_on_takes_up_the_order_of_data_where_it_was(whole, journal, tmp_path):
+    """Killed after its third step, with a checkpoint of the second."""
+    flags, undisturbed = whole
+    with live_run(config_of(tmp_path, *flags, *EVERY_TWO)) as killed:
+        killed.take(3)
+    if journal == "lost":
+        shutil.rmtree(tmp_path / "journal")
+    with live_run(config_of(tmp_path, *flags, *EVERY_TWO, "--load", str(tmp_path))) as steps:
+        assert steps.run.progress.step == 2
+        steps.take(4)
+    assert list(map(indices, steps.groups)) == list(map(indices, undisturbed.groups[2:]))
+    for groups, expected in zip(steps.groups, undisturbed.groups[2:], strict=True):
+        for group, other in zip(groups, expected, strict=True):
+            for sample, before in zip(group.samples, other.samples, strict=True):
+                assert sample.token_ids.tolist() == before.token_ids.tolist()
+                assert sample.reward == before.reward
+    if journal == "kept":
+        assert compared(steps.groups[0]) == compared(killed.groups[2])
+        again = {tuple(written(request)) for request in steps.engines.asked}
+        assert again.isdisjoint(tuple(s.token_ids.tolist()) for g in killed.groups[2] for s in g.samples)
+        assert steps.trainers.updates[0] == killed.trainers.updates[2]
+
+
+@pytest.mark.parametrize("journal", ["kept", "lost"])
+def test_a_run_that_goes_on_leaves_no_prompt_out_and_takes_none_twice(journal, tmp_path):
+    """Sampling ahead, each batch takes what is ready: most prompts of a time are under way at the kill."""
+    flags = (*AHEAD, *EVERY_TWO, "--num-rollout", "6")
+    with live_run(config_of(tmp_path, *flags)) as killed:
+        killed.take(3)
+    if journal == "lost":
+        shutil.rmtree(tmp_path / "journal")
+    with live_run(config_of(tmp_path, *flags, "--load", str(tmp_path))) as steps:
+        steps.take(4)
+    taken = [index for groups in [*killed.groups[:2], *steps.groups] for index in indices(groups)]
+    assert sorted(taken) == list(range(24))
+
+
+@pytest.mark.parametrize("saved", [True, False], ids=["after a checkpoint", "before the first"])
+def test_trainers_that_died_train_again_on_what_they_had(whole, saved, tmp_path):
+    flags, undisturbed = whole
+    save = EVERY_TWO if saved else ("--no-save",)
+    trainers = Trainers(dies_at=3)
+    with live_run(config_of(tmp_path, *flags, *save), trainers) as steps:
+        steps.take(4)
+    checkpoint = tmp_path / "checkpoints/step_000002"
+    assert trainers.restarted_from == [checkpoint if saved else None]
+    assert steps.engines.met == 1
+    expected = undisturbed.trainers.updates
+    first = 2 if saved else 0
+    assert trainers.updates == [*expected[:3], *expected[first:3], expected[3]]
+
+
+def test_a_step_that_the_journal_has_lost_ends_the_run_and_is_named(tmp_path):
+    trainers = Trainers(dies_at=3)
+    with live_run(config_of(tmp_path, "--num-rollout", "6", "--no-save"), trainers) as steps:
+        steps.take(3)
+        for segment in (tmp_path / "journal").glob("*.journal"):
+            data = bytearray(segment.read_bytes())
+            data[len(data) // 2] ^= 1
+            segment.write_bytes(data)
+        with pytest.raises(LostStepError, match="the journal does not hold step 2"):
+            steps.take(1)
+
+
+@pytest.mark.parametrize("operator", ["compare-and-correct", RESET_GROUPS])
+def test_a_run_whose_operator_asks_for_more_samples_finishes_with_its_summary(tmp_path, operator):
+    flags = ("--ibpo-operator", operator, "--ibpo-corrections", "2", "--num-rollout", "1", "--no-save")
+    with live_run(config_of(tmp_path, *flags)) as steps:
+        steps.take(1)
+        assert any(group.corrections for group in steps.groups[0])
+        steps.run.finish("finished")
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["status"] == "finished"
+    assert (summary["break_even"] is None) == (operator != "compare-and-correct")

@@ -1,0 +1,321 @@
+"""Sampling ahead of training: nothing is older than allowed, nothing is lost, and what is cut is counted."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from simulated_engines import SimulatedEngine, StepTime, in_virtual_time
+
+from megatron_ibpo.basics.records import Group, Prompt, Sample, SampleRequest, token_ids
+from megatron_ibpo.config import RolloutConfig
+from megatron_ibpo.credit import (
+    CreditContext,
+    Vocabulary,
+    any_group,
+    assign_credit,
+    credit_of,
+    find_operator,
+    is_informative,
+    leaves_gradient,
+)
+from megatron_ibpo.journal import Journal, read_journal
+from megatron_ibpo.sampling import Sampler
+from megatron_ibpo.sampling.ahead import Ahead, Pace, _Flight
+from megatron_ibpo.sampling.groups import Batch, GroupSampler, Rules
+from megatron_ibpo.sampling.journal_memory import JournalMemory, UnderWay
+from megatron_ibpo.sampling.requests import group_requests
+
+STEP = StepTime(fixed=0.01, per_sequence=0.001)
+WANTED, SIZE, STEPS = 3, 2, 6
+ROLLOUT = RolloutConfig(rollout_batch_size=WANTED, n_samples_per_prompt=SIZE, rollout_max_response_len=400)
+
+
+def correction_prompt(prompt: Prompt, wrong: np.ndarray, references: Sequence[np.ndarray]) -> np.ndarray:
+    return np.concatenate([prompt.head_ids, wrong[:3], *[r[:3] for r in references], prompt.tail_ids])
+
+
+CONTEXT = CreditContext(credit_of("ibpo"), ROLLOUT, Vocabulary(correction_prompt), 900, seed=3, step=0)
+OPERATOR = find_operator(CONTEXT.algorithm)
+
+
+def draw(ordinal: int, attempt: int) -> tuple[Prompt, list[SampleRequest], CreditContext]:
+    prompt = Prompt(ordinal, token_ids([ordinal % 50 + 2, 7]), 1, "", "", "")
+    step = ordinal // WANTED
+    requests = group_requests([prompt], ROLLOUT, seed=3, step=step, attempt=attempt)
+    return prompt, requests, replace(CONTEXT, step=step)
+
+
+def long_tailed(request: SampleRequest) -> list[int]:
+    rng = random.Random(request.seed)
+    length = max(2, min(400, round(rng.lognormvariate(0.0, 1.2) * 30)))
+    return [rng.randrange(2, 60) for _ in range(length)]
+
+
+async def score(prompt: Prompt, sample: Sample) -> None:
+    sample.correct = int(sample.token_ids.sum()) % 3 == 0
+    sample.reward = float(sample.correct)
+
+
+@dataclass
+class Loop:
+    """A training loop in virtual time: take a batch, train, give the engines new weights."""
+
+    pace: Pace
+    training: float = 0.5
+    pause: float = 0.05
+    rules: Rules = field(default_factory=lambda: Rules(WANTED, 1, any_group, any_group))
+    num_engines: int = 2
+    steps: int = STEPS
+    batches: list[Batch] = field(default_factory=list)
+    waited: list[float] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def run(self) -> Loop:
+        _, self.seconds = in_virtual_time(self._work())
+        return self
+
+    async def _work(self) -> None:
+        engines = [SimulatedEngine(STEP, long_tailed) for _ in range(self.num_engines)]
+        sampler = Sampler(engines, score, stall_timeout=1e6)
+        ahead = Ahead(GroupSampler(sampler, OPERATOR, self.rules), draw, self.pace, version=0)
+        clock = asyncio.get_running_loop().time
+        for step in range(self.steps):
+            began = clock()
+            self.batches.append(await ahead.batch())
+            self.waited.append(clock() - began)
+            await asyncio.sleep(self.training)
+            await asyncio.gather(*(engine.update(step + 1, self.pause) for engine in engines))
+            sampler.version = step + 1
+            await ahead.advance(step + 1)
+        await ahead.close()
+
+    @property
+    def groups(self) -> list[Group]:
+        return [group for batch in self.batches for group in batch.groups]
+
+
+paces = st.builds(
+    Pace,
+    staleness=st.integers(0, 3),
+    over_sampling=st.sampled_from([0, 0, 2, 5]),
+    keep_order=st.booleans(),
+    last_step=st.sampled_from([None, STEPS]),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(pace=paces, training=st.floats(0.0, 3.0), engines=st.integers(1, 3))
+def test_no_token_of_a_batch_is_older_than_allowed(pace: Pace, training: float, engines: int) -> None:
+    loop = Loop(pace, training, num_engines=engines).run()
+    for step, batch in enumerate(loop.batches):
+        assert len(batch.groups) == WANTED
+        oldest = min(version for group in batch.groups for s in group.samples for _, version in s.versions)
+        assert step - pace.staleness <= oldest <= step
+        assert batch.metrics["staleness_max"] == step - oldest
+
+
+@settings(max_examples=40, deadline=None)
+@given(pace=paces, training=st.floats(0.0, 3.0))
+def test_every_prompt_is_trained_once_or_given_up_and_asked_again(pace: Pace, training: float) -> None:
+    loop = Loop(pace, training).run()
+    trained = [group.prompt.index for group in loop.groups]
+    assert len(set(trained)) == len(trained)
+    dropped = [own for batch in loop.batches for own in batch.dropped]
+    assert sum(batch.metrics["groups_expired"] for batch in loop.batches) == len(dropped)
+    if not pace.over_sampling:  # then a batch waits for what would become too old
+        assert dropped == []
+    attempts = {
+        group.prompt.index: attempt
+        for batch in loop.batches
+        for group, attempt in zip(batch.groups, batch.attempts, strict=True)
+    }
+    for index, attempt in attempts.items():
+        assert sorted(a for i, a, _ in dropped if i == index) == list(range(attempt))
+
+
+def test_in_order_the_prompts_and_seeds_are_those_of_sampling_step_by_step() -> None:
+    steps = Loop(Pace(0)).run()
+    ahead = Loop(Pace(2, keep_order=True)).run()
+    assert [g.prompt.index for g in ahead.groups] == list(range(WANTED * STEPS))
+    for one, other in zip(steps.groups, ahead.groups, strict=True):
+        assert [s.token_ids.tolist() for s in one.responses] == [
+            s.token_ids.tolist() for s in other.responses
+        ]
+
+
+def test_running_ahead_hides_sampling_behind_training() -> None:
+    waits, ahead = Loop(Pace(0), 6.0, steps=20).run(), Loop(Pace(2), 6.0, steps=20).run()
+    assert waits.seconds == pytest.approx(sum(waits.waited) + 20 * 6.05)
+    assert ahead.seconds == pytest.approx(sum(ahead.waited) + 20 * 6.05)
+    assert sum(waits.waited) > 40
+    assert sum(ahead.waited[1:]) == 0  # the first batch alone is waited for
+
+
+def test_a_response_goes_on_with_new_weights_and_says_which_tokens_are_whose() -> None:
+    loop = Loop(Pace(2), training=0.3).run()
+    partial = [s for group in loop.groups for s in group.samples if len(s.versions) > 1]
+    assert len(partial) == sum(batch.metrics["partial_rollouts"] for batch in loop.batches) > 5
+    for sample in partial:
+        starts, versions = zip(*sample.versions, strict=True)
+        assert starts[0] == 0
+        assert list(starts) == sorted(set(starts))
+        assert list(versions) == sorted(set(versions))
+        assert starts[-1] < len(sample.token_ids)
+
+
+def test_over_sampling_shows_that_it_prefers_short_responses() -> None:
+    def bias(pace: Pace) -> float:
+        shown = [b.metrics.get("length_bias") for b in Loop(pace, 0.1, steps=40).run().batches]
+        return float(np.mean([value for value in shown if value is not None]))
+
+    assert bias(Pace(2, over_sampling=6)) < bias(Pace(2)) - 0.05
+
+
+def test_what_a_filter_refuses_is_replaced_and_counted() -> None:
+    def even(group: Group) -> bool:
+        return group.prompt.index % 2 == 0
+
+    loop = Loop(Pace(1), rules=Rules(WANTED, 4, even, any_group)).run()
+    assert all(group.prompt.index % 2 == 0 for group in loop.groups)
+    refused = sum(batch.metrics["groups_refused"] for batch in loop.batches)
+    assert refused >= WANTED * (STEPS - 1)
+    assert refused == sum(reason == "not taken" for batch in loop.batches for *_, reason in batch.dropped)
+
+
+def test_a_batch_that_finds_nothing_better_takes_what_is_not_preferred() -> None:
+    def never(group: Group) -> bool:
+        return False
+
+    loop = Loop(Pace(1), rules=Rules(WANTED, 2, any_group, never)).run()
+    assert all(len(batch.groups) == WANTED for batch in loop.batches)
+    with pytest.raises(ValueError, match="--group-filter refused all"):
+        Loop(Pace(1), rules=Rules(WANTED, 2, never, any_group)).run()
+
+
+def test_ahead_of_training_too_an_unsolved_group_is_kept_for_its_corrections() -> None:
+    rules = Rules(WANTED, 4, any_group, is_informative, leaves_gradient)
+    loop = Loop(Pace(1), rules=rules).run()
+    unsolved = [g for g in loop.groups if not any(response.correct for response in g.responses)]
+    assert unsolved
+    for group in unsolved:
+        assert leaves_gradient(group, CONTEXT, OPERATOR)
+        assert len(group.corrections) == len(group.responses), "asked once"
+
+
+def test_an_advantage_comes_from_the_samples_as_they_were_whatever_sampled_them() -> None:
+    """The bonus of a wrong response is that of its correction, though other weights wrote that one."""
+    loop = Loop(Pace(2), training=0.3).run()
+    mixed = [
+        (batch, correction)
+        for batch in loop.batches
+        for group in batch.groups
+        for correction in group.corrections
+        if correction.response.policy_version > group.responses[correction.target].policy_version
+    ]
+    assert mixed
+    for batch in loop.batches:
+        credited = assign_credit(batch.groups, CONTEXT).sequences
+        as_of_one = [replace(group) for group in batch.groups]
+        for group in as_of_one:
+            for sample in group.samples:
+                sample.versions = ((0, 0),)
+        assert [s.advantage for s in assign_credit(as_of_one, CONTEXT).sequences] == [
+            s.advantage for s in credited
+        ]
+
+
+# --- a run that goes on ----------------------------------------------------------------------------
+
+
+def run_steps(directory: Path, pace: Pace, first: int, last: int) -> tuple[list[Batch], list[SampleRequest]]:
+    """(batches, requests that the engines got) of a process that is gone after step `last`: what it leaves is
+    the journal alone."""
+    recovered = read_journal(directory, first)
+    engines = [SimulatedEngine(STEP, long_tailed) for _ in range(2)]
+    batches: list[Batch] = []
+
+    async def work(memory: JournalMemory) -> None:
+        sampler = Sampler(engines, score, stall_timeout=1e6)
+        rules = Rules(WANTED, 1, any_group, any_group)
+        ahead = Ahead(GroupSampler(sampler, OPERATOR, rules, memory), draw, pace, version=first)
+        under_way = UnderWay(first * WANTED)
+        oldest = memory.open_groups()
+        under_way.ask(index for index, _ in oldest)
+        await ahead.resume(under_way.cursor, [(*g, oldest.get(g, first)) for g in sorted(under_way.open)])
+        await asyncio.gather(*(engine.update(first, 0.0) for engine in engines))
+        sampler.version = first
+        for step in range(first, last):
+            batch = await ahead.batch()
+            batches.append(batch)
+            memory.close(step + 1, batch)
+            await asyncio.sleep(0.4)
+            await asyncio.gather(*(engine.update(step + 1, 0.05) for engine in engines))
+            sampler.version = step + 1
+            await ahead.advance(step + 1)
+
+    with Journal(directory, 10**9, "", first) as journal:
+        in_virtual_time(work(JournalMemory(journal, recovered, lambda write: write())))
+    return batches, [request for engine in engines for _, request in engine.asked]
+
+
+@pytest.mark.parametrize("pace", [Pace(2, keep_order=True), Pace(1, keep_order=True)])
+def test_what_a_process_had_sampled_when_it_died_is_not_sampled_again(tmp_path: Path, pace: Pace) -> None:
+    before, asked_before = run_steps(tmp_path, pace, 0, 3)
+    kept = read_journal(tmp_path, 3)
+    left = {(key.prompt_index, key.kind, key.index) for key in kept.samples}
+    assert left, "it had begun groups of the next batches"
+    after, asked_after = run_steps(tmp_path, pace, 3, 6)
+    trained = [group.prompt.index for batch in [*before, *after] for group in batch.groups]
+    assert trained == list(range(6 * WANTED))
+    finished = {s.token_ids.tobytes() for s in kept.samples.values()}
+    again = {token_ids(long_tailed(request)).tobytes() for request in asked_after}
+    assert finished.isdisjoint(again)
+    assert len(asked_after) < len(asked_before) + len(left)
+
+
+def test_every_batch_is_in_the_journal_as_it_was_trained(tmp_path: Path) -> None:
+    batches, _ = run_steps(tmp_path, Pace(1), 0, 4)
+    recovered = read_journal(tmp_path, 0)
+    with Journal(tmp_path, 10**9, "", 0) as journal:
+        memory = JournalMemory(journal, recovered, lambda write: write())
+        for closed, batch in zip(recovered.batches, batches, strict=True):
+            groups = memory.groups(closed, lambda index: (draw(index, 0)[0], draw(index, 0)[2]), OPERATOR)
+            for one, other in zip(groups, batch.groups, strict=True):
+                assert one.prompt.index == other.prompt.index
+                assert [s.token_ids.tolist() for s in one.samples] == [
+                    s.token_ids.tolist() for s in other.samples
+                ]
+                assert [(c.target, c.references) for c in one.corrections] == [
+                    (c.target, c.references) for c in other.corrections
+                ]
+
+
+@pytest.mark.parametrize("over_sampling", [0, 8])
+def test_a_group_that_ends_does_not_look_at_all_the_others(over_sampling, monkeypatch) -> None:
+    """Groups under way are looked at a few times each for a batch, however many there are of them."""
+    looks = 0
+
+    def counted(flight: _Flight, name: str) -> object:
+        nonlocal looks
+        looks += name == "state"
+        return object.__getattribute__(flight, name)
+
+    monkeypatch.setattr(_Flight, "__getattribute__", counted)
+
+    def looks_for_each(wanted: int) -> float:
+        nonlocal looks
+        looks = 0
+        rules = Rules(wanted, 1, any_group, any_group)
+        loop = Loop(Pace(1, over_sampling), rules=rules, num_engines=wanted // 4, steps=4).run()
+        return looks / len(loop.groups)
+
+    few, many = looks_for_each(8), looks_for_each(64)
+    assert many < 1.5 * few

@@ -1,0 +1,267 @@
+"""The credit audit: by hand on small responses, and on policies whose errors are known."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import yaml
+
+from megatron_ibpo.basics.records import Correction, Group, Prompt, token_ids
+from megatron_ibpo.config import Config
+from megatron_ibpo.credit import ThinkingMarks
+from megatron_ibpo.study import credit_audit
+from megatron_ibpo.study.audit_plot import plot_audit
+from megatron_ibpo.study.audit_run import correction_edits, modified_tokens, prefix_requests, sibling_tokens
+from megatron_ibpo.study.credit_audit import AuditedResponse, audit, step_auc, step_shares
+from support.credit_cases import ids_of, response
+from support.paths import ROOT
+
+
+@pytest.fixture(autouse=True)
+def fewer_resamples(monkeypatch):
+    """A fifth of what an audit draws, which takes most of its time: what is told apart here is far apart."""
+    monkeypatch.setattr(credit_audit, "RESAMPLES", 200)
+
+
+# ------------------------------------------------------------------------------------------------ statistics
+
+
+def wrong(values, modified, *, prompt=0, phi=0.0, step=2, sibling=None):
+    """A response of steps of `step` tokens each."""
+    halves = {"first_half": list(values), "second_half": list(values)}
+    return AuditedResponse(
+        prompt,
+        [step * i for i in range(len(values))],
+        list(values),
+        **halves,
+        modified=modified,
+        phi=phi,
+        sibling=sibling,
+    )
+
+
+def test_one_response_by_hand():
+    """Four steps of two tokens; the value falls at the third, of which both tokens were changed."""
+    response = wrong([0.8, 0.8, 0.7, 0.1, 0.0], [0, 0, 0, 1, 1, 1, 0, 1])
+    shares = step_shares(response.modified, response.boundaries)
+    assert shares.tolist() == [0.0, 0.5, 1.0, 0.5]
+    assert response.drops == pytest.approx([0.0, 0.1, 0.6, 0.1])
+    assert step_auc(shares, 2) == 1.0
+    assert step_auc(shares, 1) == pytest.approx((1 + 0 + 0.5) / 3)  # above, below, tied
+    assert response.nearness == pytest.approx((0.8 + 0.7 + 0.1) / 3)
+    found = audit([response, wrong([0.8, 0.8, 0.7, 0.1, 0.0], [0, 0, 0, 1, 1, 1, 0, 1], prompt=1)])
+    mask = found["mask"]["mask"]
+    assert mask["auc"]["estimate"] == 1.0
+    assert mask["rank_correlation"]["estimate"] == pytest.approx(1.0)  # the ties are tied on both sides
+    assert (
+        mask["first_credited_step_is_the_error"]["estimate"] == 0.0
+    )  # a token of the second step came first
+    assert found["position_of_the_drop"]["estimate"] == 0.75
+    assert found["largest_drop"]["estimate"] == pytest.approx(0.6)
+
+
+def policy(rng, count, *, mask_of, phi_of=lambda nearness: 0.0):
+    """Responses of eight steps with one error each, of which sixteen rollouts tell."""
+    made = []
+    for number in range(count):
+        error = int(rng.integers(1, 7))
+        chance = np.array([0.8] * (error + 1) + [0.05] * (7 - error))
+        halves = [np.append(rng.binomial(8, chance) / 8, 0.0) for _ in range(2)]
+        values = (halves[0] + halves[1]) / 2
+        nearness = float(np.mean(values[1:-1]))
+        made.append(
+            AuditedResponse(
+                number // 3, list(range(0, 25, 3)), values.tolist(), halves[0].tolist(), halves[1].tolist(),
+                modified=mask_of(error, rng), phi=phi_of(nearness),
+            )
+        )  # fmt: skip
+    return made
+
+
+def exactly_the_error(error, rng):
+    return [int(3 * error <= token < 3 * error + 3) for token in range(24)]
+
+
+def anywhere(error, rng):
+    return rng.permutation([1] * 3 + [0] * 21).tolist()
+
+
+def test_a_mask_of_the_errors_is_told_from_one_drawn_at_random():
+    rng = np.random.default_rng(0)
+    good = audit(policy(rng, 45, mask_of=exactly_the_error))
+    assert good["mask"]["mask"]["auc"]["low"] > 0.85
+    assert good["mask"]["mask"]["first_credited_step_is_the_error"]["estimate"] > 0.85
+    assert good["mask_above_random_auc"]["low"] > 0.3
+    assert good["mask"]["ceiling: drops of the other rollouts"]["auc"]["estimate"] > 0.85
+    blind = audit(policy(rng, 45, mask_of=anywhere))
+    assert blind["mask_above_random_auc"]["low"] < 0 < blind["mask_above_random_auc"]["high"]
+    for found in (good, blind):
+        assert found["mask"]["random masks of the same size"]["auc"]["estimate"] == pytest.approx(
+            0.5, abs=0.03
+        )
+        uniform = found["mask"]["uniform credit"]
+        assert uniform["auc"] == {"estimate": 0.5, "low": 0.5, "high": 0.5}
+        assert uniform["rank_correlation"]["estimate"] == 0.0
+
+
+def test_phi_that_follows_how_near_a_response_was_is_told_from_one_that_does_not():
+    rng = np.random.default_rng(1)
+    follows = audit(policy(rng, 45, mask_of=anywhere, phi_of=lambda near: 0.5 * (near > 0.45)))["phi"]
+    assert follows["rank_correlation"]["low"] > 0.5
+    assert follows["rank_correlation_within_prompts"]["low"] > 0.4
+    assert follows["auc_of_phi_for_nearness_above_median"]["low"] > 0.7
+    tossed = audit(policy(rng, 45, mask_of=anywhere, phi_of=lambda near: 0.5 * rng.integers(2)))["phi"]
+    assert tossed["rank_correlation"]["low"] < 0 < tossed["rank_correlation"]["high"]
+    uniform = audit(policy(rng, 45, mask_of=anywhere, phi_of=lambda near: 0.5))["phi"]
+    assert uniform["rank_correlation"] == {"estimate": 0.0, "low": 0.0, "high": 0.0}
+    assert uniform["auc_of_phi_for_nearness_above_median"]["estimate"] == 0.5
+
+
+def test_what_differs_between_prompts_alone_is_no_merit_within_them():
+    """φ and nearness both follow the prompt, and nothing else."""
+    easy = [wrong([0.9, 0.9, 0.0], [1, 0, 0, 0], prompt=p, phi=0.5) for p in (0, 0, 1, 1)]
+    hard = [wrong([0.3, 0.3, 0.0], [1, 0, 0, 0], prompt=p, phi=0.0) for p in (2, 2, 3, 3)]
+    found = audit([*easy, *hard])["phi"]
+    assert found["rank_correlation"]["estimate"] == pytest.approx(1.0)
+    assert found["rank_correlation_within_prompts"]["estimate"] == 0.0
+
+
+def test_responses_without_a_clear_error_or_a_mask_are_counted():
+    found = audit(
+        [
+            wrong([0.2, 0.1, 0.1, 0.0], [1] * 6, prompt=0),  # it never had much to lose
+            wrong([0.9, 0.8, 0.1, 0.0], None, prompt=1),  # no correction earned credit
+            wrong([0.9, 0.8, 0.1, 0.0], [0] * 6, prompt=2),  # its corrections only insert
+            wrong([0.9, 0.0], [1, 1], prompt=3),  # a single step
+            wrong([0.9, 0.8, 0.1, 0.0], [0, 0, 1, 1, 0, 0], prompt=4),
+        ]
+    )
+    assert (found["responses"], found["with_a_located_error"]) == (5, 3)
+    assert (found["located_and_masked"], found["empty_masks"]) == (2, 1)
+    # the empty mask points nowhere: it misses the error, and tells its step from no other
+    assert found["mask"]["mask"]["first_credited_step_is_the_error"]["estimate"] == 0.5
+    assert found["mask"]["mask"]["auc"]["estimate"] == (0.5 + 1) / 2
+    with pytest.raises(ValueError, match="no wrong responses"):
+        audit([])
+
+
+def test_the_difference_to_a_correct_sibling_is_scored_beside_the_mask():
+    """The value falls over the second of three steps; a correction costs a generation, a sibling nothing."""
+    values = [0.9, 0.8, 0.1, 0.0]
+    found = audit(
+        [
+            wrong(values, [0, 0, 1, 1, 0, 0], sibling=[0, 0, 1, 1, 0, 0], prompt=0),
+            wrong(values, [0, 0, 1, 0, 0, 0], sibling=[1, 0, 0, 0, 0, 0], prompt=1),
+            wrong(values, [0, 0, 1, 0, 0, 0], prompt=2),  # no correct sibling
+            wrong(values, None, sibling=[0, 0, 0, 1, 0, 0], prompt=3),  # no correction that earns credit
+        ]
+    )
+    assert found["mask_equals_sibling"]["estimate"] == 0.5
+    assert found["located_with_correct_sibling"] == 3
+    first = {name: s.get("first_credited_step_is_the_error") for name, s in found["mask"].items()}
+    assert first["mask"]["estimate"] == 1.0
+    assert first["difference to a correct sibling, same responses"]["estimate"] == 0.5
+    assert first["difference to a correct sibling, wherever there is one"]["estimate"] == pytest.approx(2 / 3)
+
+
+# ------------------------------------------------------------------------------------------------ from groups
+
+
+def group_of(responses, corrected, target=0):
+    """Corrections of one response: (content, correct, rewritten)."""
+    prompt = Prompt(0, token_ids([1]), 1, "x", "t", "q")
+    made = [
+        Correction(target, (), response(ids, float(correct)), rewritten=rewritten)
+        for ids, correct, rewritten in corrected
+    ]
+    return Group(prompt, responses, made)
+
+
+def mask_of(group, marks=None, *, mark_insertions=False):
+    (edits,) = correction_edits([group], marks, mark_insertions=mark_insertions)
+    return modified_tokens(group, 0, edits)
+
+
+def test_the_mask_joins_the_corrections_that_earn_credit():
+    y = response([5, 6, 7, 8], 0.0)
+    earning = [([9, 6, 7, 8], True, False), ([5, 6, 9, 8], True, False)]
+    others = [([5, 9, 7, 8], False, False), ([5, 6, 7, 9], True, True)]
+    assert mask_of(group_of([y], earning + others)) == [1, 0, 1, 0]
+    assert mask_of(group_of([y], others)) is None
+
+
+def test_a_correction_that_only_inserts_leaves_an_empty_mask_or_marks_the_token_before():
+    group = group_of([response([5, 6, 7], 0.0)], [([5, 6, 9, 7], True, False)])
+    assert mask_of(group) == [0, 0, 0]
+    assert mask_of(group, mark_insertions=True) == [0, 1, 0]
+
+
+def test_where_thinking_is_stripped_the_audit_compares_what_the_prompt_showed():
+    """80 opens and 81 closes thinking: it is hidden, counts as changed, and moves nothing after it."""
+    marks = ThinkingMarks((80,), (81,))
+    y = response([80, 5, 6, 81, 7, 8], 0.0)
+    group = group_of([y], [([80, 9, 9, 9, 81, 7, 9], True, False)])
+    assert mask_of(group, marks) == [1, 1, 1, 1, 0, 1]
+    sibling = response([80, 4, 81, 3, 8], 1.0)
+    group.responses.append(sibling)
+    assert sibling_tokens(group, 0, marks, mark_insertions=False) == [1, 1, 1, 1, 1, 0]
+
+
+def test_the_nearest_correct_sibling_is_the_one_compared_with():
+    y = response([5, 6, 7, 8], 0.0)
+    far, near = response([9, 9, 9, 8], 1.0), response([5, 6, 9, 8], 1.0)
+    wrong_one = response([5, 6, 7, 9], 0.0)
+    group = group_of([y, far, wrong_one, near], [])
+    assert sibling_tokens(group, 0, None, mark_insertions=False) == [0, 0, 1, 0]
+    assert sibling_tokens(group_of([y, wrong_one], []), 0, None, mark_insertions=False) is None
+    assert group.corrections == []
+
+
+def test_continuations_start_at_the_boundaries_with_seeds_and_room_of_their_own():
+    config = Config()
+    config.rollout.rollout_max_response_len = 10
+    prompt = Prompt(3, token_ids([1, 4]), 1, "x", "t", "q")
+    y = response([5, 6, 7], 0.0, prompt=(1, 4))
+    requests = prefix_requests(prompt, y, [0, 2, 3], 2, config, seed=0)
+    assert [ids_of(request.prompt_token_ids) for request in requests] == [(1, 4)] * 2 + [(1, 4, 5, 6)] * 2
+    assert [request.max_tokens for request in requests] == [10, 10, 8, 8]
+    assert len({request.seed for request in requests}) == 4
+
+
+def test_the_picture_is_drawn(tmp_path):
+    responses = policy(np.random.default_rng(0), 12, mask_of=exactly_the_error)
+    plot_audit(responses, audit(responses), tmp_path / "audit.png", title="audit")
+    assert (tmp_path / "audit.png").stat().st_size > 10_000
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_a_run_is_audited_through_its_own_engine(tmp_path):
+    """The policy that a run started from, on a few prompts; of the run it needs its config.yaml alone."""
+    recipe = yaml.safe_load((ROOT / "examples/recipes/tiny_qwen3_study.yaml").read_text())
+    recipe["hf-checkpoint"] = str(ROOT / "examples/tiny_qwen3")
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(recipe))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    command = [sys.executable, str(ROOT / "tools/audit_credit.py"), str(tmp_path)]
+    refused = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    assert refused.returncode == 2
+    assert "audit the policy it started from with --policy start" in refused.stderr
+    command += ["--policy", "start", "--prompts", "4", "--responses", "6", "--rollouts", "4"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stdout + done.stderr
+    kept = json.loads((tmp_path / "audit/audit.json").read_text())
+    assert kept["counts"]["responses_sampled"] == 32
+    assert kept["counts"]["corrections"] == kept["counts"]["wrong"]
+    assert len(kept["responses"]) == kept["found"]["responses"] == 6
+    for audited in kept["responses"]:
+        assert len(audited["values"]) == len(audited["boundaries"]) == len(audited["steps"]) + 1
+        assert audited["values"][-1] == 0.0
+        assert all(value * 4 == int(value * 4) for value in audited["values"])
+        halves = np.array([audited["first_half"], audited["second_half"]])
+        assert halves.mean(0).tolist() == audited["values"]
+    assert (tmp_path / "audit/audit.png").exists()

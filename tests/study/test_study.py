@@ -1,0 +1,819 @@
+"""Comparing methods: what the statistics say, what a study plans, how its runs end."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from megatron_ibpo.config import ConfigError, config_yaml
+from megatron_ibpo.run.settings import parse_config
+from megatron_ibpo.study import runs
+from megatron_ibpo.study.claims import Claim, compare_all
+from megatron_ibpo.study.curves import band, figure_of_runs
+from megatron_ibpo.study.findings import Findings, read_findings, write_findings
+from megatron_ibpo.study.page import write_page
+from megatron_ibpo.study.plan import (
+    PlannedRun,
+    Study,
+    Task,
+    Tuning,
+    grid_points,
+    plan_main,
+    plan_tuning,
+    point_name,
+)
+from megatron_ibpo.study.power import analyse, detectable, power, seeds_needed
+from megatron_ibpo.study.run_results import (
+    RunResult,
+    compare,
+    compare_at_equal_steps,
+    compare_overall,
+    dose_response,
+)
+from megatron_ibpo.study.statistics import (
+    cost_to_reach,
+    holm,
+    mean_with_interval,
+    over_seeds,
+    paired_difference,
+    shown_p,
+)
+from megatron_ibpo.study.study_files import read_study
+from megatron_ibpo.study.study_run import conduct
+from megatron_ibpo.study.table import markdown, tables
+from megatron_ibpo.study.tuning import Tried, beyond, choose
+from support.browser import needs_browser, open_page
+from support.paths import ROOT
+
+STUDIES = sorted((ROOT / "examples/studies").glob("*.yaml"))
+KEPT = sorted(p for p in (ROOT / "docs/studies").glob("*.json") if not p.stem.startswith("audit"))
+
+
+# ------------------------------------------------------------------------------------------------ statistics
+
+
+def outcomes(rng, seeds, problems, accuracy, between_seeds=0.0, between_problems=0.0):
+    """[seeds, problems] of 0 and 1 around `accuracy`, with effects of seed and problem on it."""
+    chance = accuracy + between_seeds * rng.normal(size=(seeds, 1))
+    chance = np.clip(chance + between_problems * rng.normal(size=(1, problems)), 0, 1)
+    return (rng.random((seeds, problems)) < chance).astype(float)
+
+
+@pytest.mark.slow
+def test_the_interval_covers_the_truth_about_as_often_as_it_says():
+    """Over 60 studies of 8 seeds, whose runs and problems both vary."""
+    rng = np.random.default_rng(0)
+    covered = 0
+    for _ in range(60):
+        found = mean_with_interval(outcomes(rng, 8, 120, 0.6, between_seeds=0.06, between_problems=0.1))
+        covered += found.low <= 0.6 <= found.high
+    assert 50 <= covered <= 60
+
+
+def test_seeds_and_problems_both_widen_the_interval():
+    """Where every seed solves the same problems there are 400 outcomes and not 2000; where seeds differ there
+    are five. Where neither matters the interval is too wide, by at most the square root of 3."""
+    rng = np.random.default_rng(1)
+    alike = outcomes(rng, 5, 400, 0.6)
+    found = {
+        "neither": mean_with_interval(alike),
+        "problems": mean_with_interval(np.repeat(alike[:1], 5, axis=0)),
+        "seeds": mean_with_interval(outcomes(rng, 5, 400, 0.6, between_seeds=0.15)),
+    }
+    width = {name: estimate.high - estimate.low for name, estimate in found.items()}
+    one_outcome = 2 * 1.96 * math.sqrt(0.6 * 0.4)
+    assert width["problems"] == pytest.approx(one_outcome / math.sqrt(400), rel=0.1)
+    assert 1 < width["neither"] / (one_outcome / math.sqrt(2000)) < 1.15 * math.sqrt(3)
+    assert width["seeds"] > 2 * width["neither"]
+
+
+def test_a_difference_is_paired():
+    """The same luck of seed and problem in both: it cancels, and a constant gain is seen for what it is."""
+    rng = np.random.default_rng(2)
+    base = outcomes(rng, 5, 300, 0.5, between_seeds=0.1) * 0.5
+    better = base + 0.1
+    found = paired_difference(better, base)
+    assert (found.mean, found.low, found.high) == pytest.approx((0.1, 0.1, 0.1))
+    assert found.bootstrap_p == found.bootstrap_floor == pytest.approx(2 / 4001)
+    assert shown_p(found.bootstrap_p, found.bootstrap_floor) == "≤ 0.0005"
+    assert paired_difference(base, better).mean == pytest.approx(-0.1)
+
+
+@given(st.integers(2, 8))
+@settings(max_examples=7, deadline=None)
+def test_the_sign_flip_test_cannot_go_below_its_floor(seeds):
+    base = np.zeros((seeds, 4))
+    better = base + np.linspace(0.1, 0.2, seeds)[:, None]
+    found = paired_difference(better, base)
+    assert found.sign_flip_p == found.sign_flip_floor == 2 / 2**seeds
+    if seeds == 5:
+        assert found.sign_flip_floor == 0.0625
+
+
+def test_sign_flips_by_hand():
+    """Differences .1, .2, -.05: of their eight sums under flipped signs four are at least .25 from 0."""
+    base = np.zeros((3, 2))
+    method = np.array([[0.1, 0.1], [0.2, 0.2], [-0.05, -0.05]])
+    signs = np.array(np.meshgrid(*[[1, -1]] * 3)).reshape(3, -1)
+    sums = (signs * np.array([[0.1], [0.2], [-0.05]])).sum(0)
+    assert (np.abs(sums) >= 0.25 - 1e-12).sum() == 4
+    assert paired_difference(method, base).sign_flip_p == pytest.approx(4 / 8)
+
+
+def test_the_interval_over_seeds_covers_the_truth_with_few_seeds_too():
+    """2,000 studies of 3 seeds. The bootstrap of the same seeds covers it far too rarely: its p is no
+    evidence."""
+    rng = np.random.default_rng(0)
+    studies = 0.04 + 0.02 * rng.normal(size=(2000, 3))
+    found = [over_seeds(differences) for differences in studies]
+    covered = np.mean([estimate.low <= 0.04 <= estimate.high for estimate in found])
+    assert covered == pytest.approx(0.95, abs=0.02)
+    resampled = studies[:, rng.integers(3, size=(500, 3))].mean(2)
+    low, high = np.quantile(resampled, [0.025, 0.975], axis=1)
+    assert np.mean((low <= 0.04) & (high >= 0.04)) < 0.8
+    nothing = [over_seeds(differences).p for differences in studies - 0.04]
+    assert np.mean(np.array(nothing) < 0.05) == pytest.approx(0.05, abs=0.02)
+
+
+def test_the_paired_t_test_by_hand():
+    """Differences .1, .2, .3: mean .2, standard error .1 / sqrt(3), t = 3.464 of two degrees of freedom, for
+    which p = 1 - t / sqrt(t² + 2) has a closed form."""
+    found = over_seeds([0.1, 0.2, 0.3])
+    t = 0.2 / (0.1 / math.sqrt(3))
+    assert found.p == pytest.approx(1 - t / math.sqrt(t**2 + 2))
+    assert found.spread == pytest.approx(0.1)
+    assert found.high - found.mean == pytest.approx(4.3027 * 0.1 / math.sqrt(3), rel=1e-4)
+    alone = over_seeds([0.2])
+    assert alone.mean == 0.2
+    assert math.isnan(alone.p)
+    assert shown_p(alone.p) == "–"
+    assert over_seeds([0.2, 0.2]).p == 0.0
+    assert over_seeds([0.0, 0.0]).p == 1.0
+
+
+def test_holm_by_hand():
+    """.01, .04, .03, .005: times 4, 3, 2, 1 in ascending order, and never below the one before."""
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([0.5, 0.9]) == [1.0, 1.0]
+    assert holm([0.02]) == [0.02]
+    with_none = holm([0.01, math.nan, 0.02])
+    assert with_none[::2] == pytest.approx([0.02, 0.02])
+    assert math.isnan(with_none[1])
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=8), st.randoms())
+def test_holm_keeps_the_order_and_lies_between_the_raw_p_and_bonferroni(ps, random):
+    adjusted = holm(ps)
+    for p, found in zip(ps, adjusted, strict=True):
+        assert p - 1e-12 <= found <= min(1.0, len(ps) * p) + 1e-12
+    order = list(range(len(ps)))
+    random.shuffle(order)
+    assert holm([ps[i] for i in order]) == pytest.approx([adjusted[i] for i in order])
+
+
+# ----------------------------------------------------------------------------------------------------- power
+
+
+@pytest.mark.parametrize(("effect", "pairs"), [(0.2, 199), (0.5, 34), (0.8, 15), (1.0, 10)])
+def test_the_seeds_needed_are_those_of_the_published_tables(effect, pairs):
+    """Pairs for a power of .8 at a two-sided level of .05 (Cohen 1988; G*Power gives the same)."""
+    assert seeds_needed(0.02, 0.02 / effect) == pairs
+    assert power(0.02, 0.02 / effect, pairs) >= 0.8 > power(0.02, 0.02 / effect, pairs - 1)
+
+
+def test_with_many_seeds_the_power_is_that_of_the_normal_law():
+    """n = (z(.975) + z(.8))² σ² / d² = 7.849 σ² / d²"""
+    assert seeds_needed(0.01, 0.1) == pytest.approx(7.849 * 100, rel=0.005)
+    assert detectable(0.1, 785) == pytest.approx(0.01, rel=0.005)
+
+
+def test_the_power_is_the_share_of_simulated_studies_that_find_the_difference():
+    rng = np.random.default_rng(1)
+    studies = 0.02 + 0.02 * rng.normal(size=(2000, 8))
+    found = np.mean([over_seeds(differences).p < 0.05 for differences in studies])
+    assert found == pytest.approx(power(0.02, 0.02, 8), abs=0.03)
+
+
+def test_a_pilot_says_how_many_seeds_two_points_take():
+    """Two methods whose accuracies spread by .02 differ by .02 sqrt(2); three methods share the level."""
+    pilot = [0.48, 0.50, 0.52]
+    found = analyse([pilot], paired=False, seeds=8, tests=3, source="a pilot")
+    assert found.spread == pytest.approx(0.02 * math.sqrt(2))
+    assert found.level == pytest.approx(0.05 / 3)
+    assert found.needed == seeds_needed(0.02, found.spread, 0.05 / 3) > 8
+    assert found.spread_at_most == pytest.approx(found.spread * math.sqrt(2 / 0.4463), rel=1e-3)
+    assert power(found.detectable, found.spread, 8, found.level) == pytest.approx(0.8, abs=1e-6)
+    paired = analyse([pilot], paired=True, seeds=8, tests=1, source="differences")
+    assert paired.spread == pytest.approx(0.02)
+    assert analyse([[0.5]], paired=True, seeds=8, tests=1, source="one run") is None
+
+
+def test_no_difference_is_no_discovery():
+    rng = np.random.default_rng(3)
+    found = [
+        paired_difference(outcomes(rng, 5, 80, 0.5), outcomes(rng, 5, 80, 0.5)).bootstrap_p for _ in range(12)
+    ]
+    assert np.mean(found) > 0.2
+    same = outcomes(rng, 5, 80, 0.5)
+    assert paired_difference(same, same).bootstrap_p == 1.0
+
+
+def test_one_seed_has_an_interval_over_problems_and_no_sign_to_flip():
+    solved = outcomes(np.random.default_rng(4), 1, 200, 0.5)
+    found = paired_difference(solved, solved * 0.5)
+    assert found.low < found.mean < found.high
+    assert found.sign_flip_p == found.sign_flip_floor == 1.0
+    with pytest.raises(ValueError, match="two of them"):
+        mean_with_interval(solved[:, :1])
+    with pytest.raises(ValueError, match="not paired"):
+        paired_difference(solved, solved[:, :9])
+
+
+def test_problems_that_the_verifier_failed_on_are_left_out():
+    solved = np.tile([[1.0, 0.0, 1.0, 1.0], [1.0, 1.0, 0.0, 1.0]], 10)
+    solved[0, 2] = np.nan
+    assert mean_with_interval(solved).mean == pytest.approx(59 / 79)
+
+
+def test_the_cost_of_a_threshold_is_where_the_smoothed_reward_crosses_it():
+    spent = [10.0 * step for step in range(1, 9)]
+    reward = [0.0, 0.0, 0.5, 0.5, 1.0, 1.0, 1.0, 1.0]
+    # means of two: 0, .25, .5, .75, 1, 1, 1 at 20, 30, … 80
+    assert cost_to_reach(0.75, spent, reward, window=2) == 50
+    assert cost_to_reach(0.625, spent, reward, window=2) == pytest.approx(45)
+    assert cost_to_reach(0.0, spent, reward, window=2) == 20
+    assert cost_to_reach(1.01, spent, reward, window=2) == math.inf
+    assert cost_to_reach(0.5, spent[:1], reward[:1], window=2) == math.inf
+
+
+def test_a_band_covers_what_all_curves_cover():
+    grid, mean, half = band([[(0, 0.0), (10, 1.0)], [(0, 0.0), (8, 0.4)]], points=5)
+    assert grid.tolist() == [0, 2, 4, 6, 8]
+    assert mean == pytest.approx((np.array([0, 0.2, 0.4, 0.6, 0.8]) + np.array([0, 0.1, 0.2, 0.3, 0.4])) / 2)
+    assert half[0] == 0
+    assert half[-1] == pytest.approx(12.706 * 0.2, rel=1e-3)  # Student's t of one degree of freedom
+
+
+# ------------------------------------------------------------------------------------------------- the table
+
+
+def result(method, seed, accuracy, *, problems=40, rewards=(0.2, 0.8, 0.8, 0.8, 0.8, 0.8, 0.8)):
+    solved = {problem: float(problem < accuracy * problems) for problem in range(problems)}
+    return RunResult(
+        method, seed, {}, 8, len(rewards),
+        {"accelerator_seconds": 61.0, "tokens": 1e5, "flops": 1e11},
+        [(0.0, 0.5), (61.0, accuracy)], accuracy,
+        [(10.0 * (step + 1), reward) for step, reward in enumerate(rewards)],
+        12.0, solved, {"gradient_snr": 0.01 * (seed + 1)},
+    )  # fmt: skip
+
+
+STUDY = Study("two", {"gspo": {}, "ibpo": {}}, baseline="gspo", budget=60.0, seeds=(0, 1, 2))
+
+
+def test_the_table_puts_the_baseline_first_and_pairs_by_seed(tmp_path):
+    slow = (0.2,) * 6 + (0.9,) * 5
+    results = [result("ibpo", seed, 0.6 + 0.05 * seed, rewards=slow) for seed in (1, 0, 2)]
+    results += [result("gspo", seed, 0.5 + 0.05 * seed) for seed in (0, 1, 2)]
+    lines = compare(STUDY, results)
+    assert [line["method"] for line in lines] == ["gspo", "ibpo"]
+    assert lines[1]["difference"]["mean"] == pytest.approx(0.1)
+    assert lines[1]["difference"]["sign_flip_p"] == 0.25
+    assert lines[0]["cost_to_threshold"]["of_baseline"] == 1.0
+    assert lines[1]["cost_to_threshold"]["of_baseline"] > 1.5
+    assert lines[0]["gradient"] == {"gradient_snr": pytest.approx(0.02)}
+    found = Findings(STUDY, results)
+    compared = compare_all(found)
+    table = markdown(found, tables(found, compared))
+    assert "| +0.100 [+0.100, +0.100] | < 0.0001 | < 0.0001 | 0.2500 (0.2500) |" in table
+    assert "at most 1.7% over" in table
+    write_findings(tmp_path / "results.json", found, asdict(compared))
+    assert read_findings(tmp_path / "results.json") == found
+    written = write_page(found, compared, tmp_path)
+    assert [path.name for path in written] == [
+        "results.json",
+        "page.html",
+        "table.md",
+        "curves.png",
+        "curves.svg",
+    ]
+    assert (tmp_path / "curves.svg").read_text().startswith("<?xml")
+    page = (tmp_path / "page.html").read_text()
+    assert page.count("data:image/svg+xml;base64,") == 1
+    assert '"ibpo"' in page
+
+
+@needs_browser
+def test_the_page_of_a_study_is_read_in_a_browser(tmp_path):
+    hostile = replace(STUDY, name="<script>fetch('http://nowhere')</script>")
+    results = [result(method, seed, 0.5) for method in ("gspo", "ibpo") for seed in (0, 1)]
+    found = Findings(hostile, results)
+    write_page(found, compare_all(found), tmp_path)
+    with open_page(tmp_path / "page.html") as page:
+        page.wait_until("document.querySelector('#study table')")
+        assert page.evaluate("document.querySelector('#study h1').textContent") == hostile.name
+        assert page.evaluate("document.querySelectorAll('#study table').length") >= 2
+        page.wait_until("document.querySelector('#study img').naturalWidth > 100")
+        assert page.evaluate("document.querySelectorAll('#tabs [data-tab]').length") == 1
+        page.press("1")
+        assert page.evaluate("document.querySelector('#study').hidden") is False
+        assert page.problems() == []
+
+
+def test_a_method_has_the_same_colour_in_every_panel():
+    """gspo has too few steps for a curve of its reward."""
+    short = [result("gspo", seed, 0.5, rewards=(0.5,) * 4) for seed in (0, 1)]
+    figure = figure_of_runs(STUDY, [*short, *(result("ibpo", seed, 0.6) for seed in (0, 1))])
+    of_panels = [{line.get_label(): line.get_color() for line in axes.lines} for axes in figure.axes]
+    assert of_panels[0]["gspo"] != of_panels[0]["ibpo"] == of_panels[1]["ibpo"]
+
+
+def test_a_method_that_never_reaches_the_threshold_has_no_ratio():
+    never = (0.1,) * 7
+    found = Findings(STUDY, [result("gspo", 0, 0.5), result("ibpo", 0, 0.5, rewards=never)])
+    lines = compare(STUDY, found.runs)
+    assert lines[1]["cost_to_threshold"] == {"median": math.inf, "reached": 0, "of_baseline": None}
+    (methods,) = [t for t in tables(found, compare_all(found)) if t.title == "Methods"]
+    assert methods.rows[1][-1] == "0/1 reached"
+    assert methods.rows[1][methods.header.index("p t test")] == "–", "one seed is no test"
+
+
+def test_runs_tested_on_different_problems_are_not_compared():
+    with pytest.raises(ValueError, match="same problems"):
+        compare(STUDY, [result("gspo", 0, 0.5), result("gspo", 1, 0.5, problems=41)])
+    with pytest.raises(ValueError, match="baseline"):
+        compare(STUDY, [result("ibpo", 0, 0.5)])
+
+
+TASKS = replace(
+    STUDY,
+    tasks=(Task("short", {}, skill=0.0), Task("hard", {}, skill=0.9)),
+    methods={"gspo": {}, "ibpo": {}, "mine": {}},
+)
+
+
+def over_tasks(method, seed, **accuracies):
+    return [replace(result(method, seed, accuracy), task=task) for task, accuracy in accuracies.items()]
+
+
+def test_over_several_tasks_the_mean_of_each_seed_is_compared():
+    """ibpo gains .1 and loses .05 alike with every seed; the seed that mine lacks on one task is left out."""
+    results = []
+    for seed in (0, 1, 2):
+        results += over_tasks("gspo", seed, short=0.5 + 0.05 * seed, hard=0.25)
+        results += over_tasks("ibpo", seed, short=0.6 + 0.05 * seed, hard=0.2)
+    results += over_tasks("mine", 0, short=0.55, hard=0.3) + over_tasks("mine", 1, short=0.6)
+    lines = {line["method"]: line for line in compare_overall(TASKS, results)}
+    assert lines["ibpo"]["difference"]["mean"] == pytest.approx(0.025)
+    assert (lines["ibpo"]["seeds"], lines["mine"]["seeds"]) == (3, 1)
+    assert lines["gspo"]["accuracy"]["mean"] == pytest.approx((0.55 + 0.25) / 2)
+    by_task = [(line["task"], line["method"]) for line in compare(TASKS, results)]
+    assert by_task == [(task, m) for task in ("short", "hard") for m in ("gspo", "ibpo", "mine")]
+    assert compare_overall(STUDY, [result("gspo", 0, 0.5)]) == []
+
+
+def test_the_response_is_given_by_the_dose():
+    results = [
+        run
+        for seed in (0, 1)
+        for run in over_tasks("gspo", seed, short=0.5, hard=0.25)
+        + over_tasks("ibpo", seed, short=0.4 + 0.05 * seed, hard=0.3 + 0.05 * seed)
+    ]
+    points = dose_response(TASKS, results, compare(TASKS, results))
+    assert [(p["skill"], p["mean"]) for p in points] == [
+        (0.0, pytest.approx(-0.075)),
+        (0.9, pytest.approx(0.075)),
+    ]
+    one_skill = replace(TASKS, tasks=(Task("short", {}, skill=0.5), Task("hard", {})))
+    lines = compare(one_skill, results)
+    assert dose_response(one_skill, results, lines) == []
+    measured = [
+        replace(run, skill=0.1 if run.seed else 0.3) if run.task == "hard" else run for run in results
+    ]
+    points = dose_response(one_skill, measured, lines)
+    assert [point["skill"] for point in points] == [pytest.approx(0.2), 0.5], "the mean of what runs measured"
+
+
+def test_at_equal_steps_rewards_have_intervals_and_short_runs_none():
+    """The last step is one that half of the methods have reached: the seventh."""
+    results = [result("gspo", s, 0.5, rewards=(0.1 * s,) * 9) for s in (0, 1, 2)]
+    results += [result("ibpo", s, 0.5, rewards=(0.0, 0.0) + (0.1 * s + 0.2,) * 5) for s in (0, 1, 2)]
+    results += [result("mine", s, 0.5, rewards=(0.9,) * 4) for s in (0, 1, 2)]
+    three = replace(STUDY, methods={"gspo": {}, "ibpo": {}, "mine": {}})
+    gspo, ibpo, mine = compare_at_equal_steps(three, results)
+    assert (gspo["first"], gspo["last"]) == (3, 7)
+    assert gspo["reward"]["mean"] == pytest.approx(0.1)
+    assert gspo["reward"]["high"] > 0.1 > gspo["reward"]["low"]
+    assert ibpo["difference"]["mean"] == pytest.approx(0.2)
+    assert "reward" not in mine
+
+
+@pytest.mark.parametrize("path", KEPT, ids=lambda path: path.stem)
+def test_results_from_before_can_still_be_read(path):
+    """What was kept of every run, and the differences that the table had."""
+    found = read_findings(path)
+    kept = json.loads(path.read_text())
+    assert len(found.runs) == len(kept["runs"])
+    two = replace(found.study, methods=dict(list(found.study.methods.items())[:2]))
+    for task in found.study.tasks:
+        before = {line["method"]: line for line in kept["table"] if line.get("task", "") == task.name}
+        for line in compare(two, [run for run in found.runs if run.task == task.name]):
+            if "difference" in line:
+                expected = before[line["method"]]["difference"]["mean"]
+                assert line["difference"]["mean"] == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_file_that_holds_no_results_is_refused(tmp_path):
+    (tmp_path / "other.json").write_text("{}")
+    with pytest.raises(ValueError, match="holds no results of a study"):
+        read_findings(tmp_path / "other.json")
+
+
+# --------------------------------------------------------------------------------------------------- claims
+
+
+def claim_of(*, gain=0.1, seeds=range(8), again=None, study=STUDY, **found):
+    """What may be said of ibpo, whose runs gain so much over GSPO's."""
+    noise = (0.0, 0.025, -0.025, 0.0)
+
+    def both(numbers, gain):
+        pairs = [(seed, noise[seed % 4]) for seed in numbers]
+        return [result("gspo", seed, 0.5) for seed, _ in pairs] + [
+            result("ibpo", seed, 0.5 + gain + luck) for seed, luck in pairs
+        ]
+
+    fresh = both(range(100, 108), again) if again is not None else []
+    grid = {"lr": (1e-4, 3e-4, 1e-3)}
+    chosen = [choose("", method, tried(grid["lr"], best=3e-4)) for method in ("gspo", "ibpo")]
+    tune = Tuning(grid, (50,), 30.0)
+    all_found = {"choices": chosen, "confirmation": fresh} | found
+    (claim,) = compare_all(Findings(replace(study, tune=tune), both(seeds, gain), **all_found)).claims
+    return claim
+
+
+def tried(values, best, key="lr"):
+    return [Tried({key: value}, 50, 0.9 if value == best else 0.5, 0.9, 10) for value in values]
+
+
+def test_a_better_method_is_a_claim_once_fresh_seeds_show_it_too():
+    assert claim_of(again=0.1) == Claim("ibpo", "better", ())
+    assert claim_of().blocks == ("not run again with fresh seeds",)
+    assert claim_of(again=0.0).blocks[0].startswith("fresh seeds do not show it: +0.000")
+
+
+def test_what_stands_against_a_claim_is_named():
+    assert claim_of(gain=0.0).verdict == "not told apart"
+    assert claim_of(gain=-0.1) == Claim("ibpo", "worse", ())
+    assert claim_of(seeds=range(5), again=0.1).blocks == ("5 seeds, 8 are needed",)
+    assert claim_of(seeds=range(1)).verdict == "no test"
+    assert claim_of(runs_left=3, again=0.1).blocks == ("3 runs to go",)
+    edge = choose("", "gspo", tried((1e-4, 3e-4), best=3e-4))
+    assert claim_of(choices=[edge], again=0.1).blocks == ("the best lr of gspo is at the edge of its grid",)
+    assert claim_of(choices=[], again=0.1).blocks == ("what tuning tried was not kept",)
+
+
+# --------------------------------------------------------------------------------------------------- tuning
+
+
+def test_tuning_takes_the_combination_with_the_best_mean():
+    runs_of = [(1e-4, 0.6), (1e-4, 0.7), (3e-4, 0.9), (3e-4, 0.5), (1e-3, 0.1), (1e-3, 0.2)]
+    found = choose("short", "gspo", [Tried({"lr": lr}, 50, a, a, 10) for lr, a in runs_of])
+    assert (found.setting, found.at_edge) == ({"lr": 3e-4}, ())
+    assert len(found.tried) == 6
+
+
+@pytest.mark.parametrize(
+    ("values", "best", "further"),
+    [
+        ((1e-4, 3e-4, 1e-3), 3e-4, None),
+        ((1e-4, 3e-4, 1e-3), 1e-3, 3.33333e-3),
+        ((1e-4, 3e-4, 1e-3), 1e-4, 3.33333e-5),
+        ((4, 8), 4, 2),
+        ((1, 2), 1, None),  # no whole number lies beyond
+        ((3e-4,), 3e-4, None),  # no axis
+        (("gspo", "dapo"), "gspo", None),
+    ],
+)
+def test_the_grid_goes_on_in_equal_ratios_where_the_best_lies_at_its_end(values, best, further):
+    found = choose("", "gspo", tried(values, best, key="x"))
+    assert found.at_edge == (() if further is None else ("x",))
+    assert beyond(found) == ({} if further is None else {"x": {"x": further}})
+
+
+def test_of_two_settings_each_has_its_own_edge():
+    points = [{"lr": lr, "G": g} for lr in (1e-4, 3e-4, 9e-4) for g in (4, 8)]
+    found = choose("", "gspo", [Tried(p, 50, float(p == {"lr": 3e-4, "G": 8}), 0.0, 9) for p in points])
+    assert found.at_edge == ("G",)
+    assert beyond(found) == {"G": {"lr": 3e-4, "G": 16}}
+
+
+# -------------------------------------------------------------------------------------------------- the plan
+
+
+@pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
+def test_every_study_of_the_repository_can_be_run(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    study = read_study([path])
+    one_task = replace(study, tasks=study.tasks[:1])  # what is tuned is the same on every task
+    runs_of = [*plan_tuning(one_task, tmp_path), *plan_main(study, tmp_path)]
+    tuned = [p for m in study.methods for p in grid_points(study.tune, m)] if study.tune else []
+    tuning = len(tuned) * len(study.tune.seeds) if study.tune else 0
+    assert len(runs_of) == tuning + len(study.tasks) * len(study.methods) * len(study.seeds)
+    assert len({run.directory for run in runs_of}) == len(runs_of)
+
+
+def minimal(tmp_path, **changes):
+    content = {
+        "recipe": str(ROOT / "examples/recipes/tiny_qwen3_study.yaml"),
+        "budget": 10,
+        "baseline": "gspo",
+        "seeds": [0, 1],
+        "common": {"hf-checkpoint": str(ROOT / "examples/tiny_qwen3")},
+        "methods": {"gspo": {"advantage-estimator": "gspo"}, "ibpo": {"n-samples-per-prompt": 4}},
+    } | changes
+    path = tmp_path / "study.yaml"
+    path.write_text(yaml.safe_dump({key: value for key, value in content.items() if value is not None}))
+    return path
+
+
+def test_tuning_runs_are_evaluated_at_their_start_and_end_alone(tmp_path):
+    common = {"hf-checkpoint": str(ROOT / "examples/tiny_qwen3"), "eval-interval": 3}
+    tune = {"grid": {"lr": [1e-4]}, "seeds": [9], "budget": 5}
+    study = read_study([minimal(tmp_path, common=common, tune=tune)])
+    tuning, main = plan_tuning(study, tmp_path / "out")[0], plan_main(study, tmp_path / "out")[0]
+    assert yaml.safe_load(tuning.config).get("eval-interval") is None
+    assert yaml.safe_load(main.config)["eval-interval"] == 3
+
+
+def test_every_run_has_its_seed_its_budget_and_a_recipe_of_its_own(tmp_path):
+    planned = plan_main(read_study([minimal(tmp_path)]), tmp_path / "out")
+    assert [(run.method, run.seed) for run in planned] == [
+        ("gspo", 0),
+        ("ibpo", 0),
+        ("gspo", 1),
+        ("ibpo", 1),
+    ]
+    config = yaml.safe_load(planned[3].config)
+    assert (config["seed"], config["data-seed"], config["budget"]) == (1, 1, 10)
+    assert (config["advantage-estimator"], config["n-samples-per-prompt"]) == ("ibpo", 4)
+    assert yaml.safe_load(planned[0].config)["ibpo-operator"] == "none"
+    assert planned[3].directory == tmp_path / "out/runs/ibpo/seed_1"
+    assert planned[3].directory.with_suffix(".yaml").exists()
+
+
+def test_a_task_has_a_warm_start_of_measured_skill(tmp_path):
+    """A number, or what `ibpo skill --save` wrote."""
+    above = {"above_resample": {"estimate": 0.31, "low": 0.2, "high": 0.4}}
+    measured = {"ways": {"groups with a correct response": {"correct reference": above}}}
+    (tmp_path / "skill.json").write_text(json.dumps(measured))
+    settings = {"hf-checkpoint": str(ROOT / "examples/tiny_qwen3_hard"), "lr": 1e-4}
+    tasks = {
+        "easy": {"settings": {}, "skill": 0.02, "warm-start": {"slip": 0.02}},
+        "hard": {"kind": "rare", "settings": settings, "skill": str(tmp_path / "skill.json")},
+    }
+    study = read_study([minimal(tmp_path, tasks=tasks)])
+    assert [(task.name, task.kind, task.skill) for task in study.tasks] == [
+        ("easy", "", 0.02),
+        ("hard", "rare", 0.31),
+    ]
+    planned = plan_main(study, tmp_path / "out")
+    assert [run.task for run in planned[::2]] == ["easy", "hard"] * 2
+    hard = yaml.safe_load(planned[2].config)
+    assert (Path(hard["hf-checkpoint"]).name, hard["lr"]) == ("tiny_qwen3_hard", 1e-4)
+    assert planned[2].directory == tmp_path / "out/runs/hard/gspo/seed_0"
+    (tmp_path / "skill.json").write_text("{}")
+    with pytest.raises(ConfigError, match="task hard: skill must be a number, or a file"):
+        read_study([minimal(tmp_path, tasks=tasks)])
+
+
+def test_the_configuration_of_every_planned_run_is_what_its_flags_say(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # the directory of the results is relative to it
+    for run in plan_main(read_study([minimal(tmp_path)]), Path("out")):
+        assert config_yaml(parse_config(run.arguments)) == run.config
+
+
+def test_recipes_are_methods_too(tmp_path):
+    base = yaml.safe_load((ROOT / "examples/recipes/tiny_qwen3_study.yaml").read_text())
+    base["hf-checkpoint"] = str(ROOT / "examples/tiny_qwen3")
+    for name in ("gspo", "ibpo"):
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(base | {"advantage-estimator": name}))
+    paths = [tmp_path / "gspo.yaml", tmp_path / "ibpo.yaml"]
+    study = read_study(paths, {"budget": 5.0, "baseline": "gspo", "seeds": 3})
+    assert list(study.methods) == ["gspo", "ibpo"]
+    assert len(plan_main(study, tmp_path / "out")) == 6
+    with pytest.raises(ConfigError, match="needs baseline, budget"):
+        read_study(paths)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"baseline": "grpo"}, "'grpo' is none of the methods"),
+        ({"budget": None}, "a study needs budget"),
+        ({"budgett": 3}, "unknown key 'budgett'; did you mean 'budget'"),
+        ({"seeds": [1, 1]}, "seeds must be different"),
+        ({"tune": {"grid": {"lr": [1]}, "seeds": [0], "budget": 1}}, "tuning must not use the study's own"),
+        ({"tune": {"grid": {"lr": [1]}}}, "tune must have budget, grid, seeds"),
+        (
+            {"tune": {"grid": {"lr": [1]}, "seeds": [9], "budget": 1, "own": {"x": {"lr": [1]}}}},
+            "own names x, which is none of the methods",
+        ),
+        ({"tune": {"grid": {"lr": 1}, "seeds": [9], "budget": 1}}, "each setting a list"),
+        ({"pilot-seeds": [7]}, "a pilot of one seed has no spread"),
+        ({"confirm-seeds": [1, 2]}, "confirmation must not use the study's own"),
+        ({"tasks": {"a": {"hf-checkpoint": "x"}}}, "task a: must have settings"),
+        ({"seeds": ["../../x"]}, "seeds must be a list of whole numbers from 0 to"),
+        ({"confirm-seeds": [-1]}, "confirm-seeds must be a list of whole numbers from 0 to"),
+        ({"tasks": {"": {"settings": {}}}}, "a task has no name"),
+        ({"methods": {"gspo": {}, "mine": "nowhere"}}, r"must be a recipe .* or settings"),
+    ],
+)
+def test_a_study_that_makes_no_sense_is_refused(tmp_path, changes, words):
+    with pytest.raises(ConfigError, match=words):
+        read_study([minimal(tmp_path, **changes)])
+
+
+@pytest.mark.parametrize(
+    "name", ["../../x", "/tmp/x", "a/b", "..", ".", ".hidden", "", "a\0b", "a\nb", "\udc80", "x" * 201]
+)
+def test_a_name_that_leads_out_of_the_studys_directory_is_refused_before_anything_is_written(tmp_path, name):
+    methods = {"gspo": {}, name: {}}
+    with pytest.raises(ConfigError, match="no slash, no control character and no dot at its start"):
+        read_study([minimal(tmp_path, methods=methods)])
+    with pytest.raises(ConfigError, match=r"no slash, no control|has no name"):
+        read_study([minimal(tmp_path, tasks={name: {"settings": {}}})])
+    with pytest.raises(ConfigError, match="no slash, no control"):
+        read_study([minimal(tmp_path)], add={name: {}})
+
+
+def test_what_is_tuned_may_be_a_path_and_its_runs_stay_in_the_studys_directory(tmp_path):
+    tune = {"grid": {"prompt-data": ["../../x", "/a/b"]}, "seeds": [9], "budget": 1}
+    study = read_study([minimal(tmp_path, tune=tune)])
+    names = [point_name(point) for point in grid_points(study.tune, "gspo")]
+    assert names == ["prompt-data_..%2F..%2Fx", "prompt-data_%2Fa%2Fb"]
+    tune["grid"]["prompt-data"] = ["x" * 201]
+    with pytest.raises(ConfigError, match=r"tuning run 'prompt-data_x+': a directory is called"):
+        read_study([minimal(tmp_path, tune=tune)])
+
+
+def test_a_method_that_cannot_work_is_refused_before_anything_runs(tmp_path):
+    methods = {"gspo": {"advantage-estimator": "gspo"}, "odd": {"ibpo-lamda": 1}}
+    study = read_study([minimal(tmp_path, methods=methods)])
+    with pytest.raises(ConfigError, match=r"method odd: .*did you mean 'ibpo-lambda'"):
+        plan_main(study, tmp_path / "out")
+    methods["odd"] = {"ibpo-lambda": 3.0}
+    with pytest.raises(ConfigError, match="method odd: 1 problem"):
+        plan_main(read_study([minimal(tmp_path, methods=methods)]), tmp_path / "out")
+
+
+# -------------------------------------------------------------------------------------------- child processes
+
+
+def stubborn(arguments):
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    below = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    unfinished = Path(arguments[0] + ".part")
+    unfinished.write_text(str(below.pid))
+    unfinished.rename(arguments[0])  # it is never seen half written
+    time.sleep(600)
+
+
+def failing(arguments):
+    print("why")
+    return 3
+
+
+def planned(tmp_path):
+    return PlannedRun("m", 0, tmp_path / "runs/seed_0", (str(tmp_path / "pid"),), "key: value\n", 1.0)
+
+
+def execute(run, study, program):
+    return runs.execute(run, study, program, lambda row: None, threading.Event())
+
+
+def test_a_run_that_does_not_end_is_timed_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(runs, "PRELOADED", [])
+    monkeypatch.setattr(runs, "GRACE_S", 0.3)
+    started = time.monotonic()
+    assert execute(planned(tmp_path), replace(STUDY, run_timeout=1.0), stubborn) == "timed out"
+    assert time.monotonic() - started < 60
+
+
+def test_a_run_that_ignores_signals_is_ended_with_all_it_started(tmp_path, monkeypatch):
+    monkeypatch.setattr(runs, "PRELOADED", [])
+    monkeypatch.setattr(runs, "GRACE_S", 0.3)
+    monkeypatch.setattr(runs, "LOOK_EVERY_S", 0.1)
+    stop, pid = threading.Event(), tmp_path / "pid"
+
+    def stop_once_it_is_up():  # a busy machine takes long to start it
+        while not pid.exists() and not ended.wait(0.05):
+            pass
+        stop.set()
+
+    ended = threading.Event()
+    threading.Thread(target=stop_once_it_is_up).start()
+    study = replace(STUDY, run_timeout=120.0)
+    outcome = runs.execute(planned(tmp_path), study, stubborn, lambda row: None, stop)
+    ended.set()
+    assert outcome == "stopped"
+    below = int(pid.read_text())
+    if psutil.pid_exists(below):
+        process = psutil.Process(below)
+        gone, _ = psutil.wait_procs([process], timeout=5)  # it was killed a moment ago
+        assert gone or process.status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_run_that_fails_says_so_and_keeps_its_log(tmp_path, monkeypatch):
+    monkeypatch.setattr(runs, "PRELOADED", [])
+    run = planned(tmp_path)
+    assert execute(run, STUDY, failing) == "failed"
+    assert run.directory.with_suffix(".log").read_text() == "why\n"
+    assert not runs.is_finished(run)
+
+
+def test_a_finished_run_is_known_again_and_another_one_in_its_place_refused(tmp_path):
+    run = planned(tmp_path)
+    run.directory.mkdir(parents=True)
+    run.directory.with_suffix(".config").write_text(run.config)
+    summary = run.directory / "summary.json"
+    summary.write_text('{"status": "interrupted"}')
+    assert not runs.is_finished(run)
+    summary.write_text('{"status": "finished"}')
+    assert runs.is_finished(run)
+    with pytest.raises(ConfigError, match=r"other settings .*key was 'value', is 'other'"):
+        runs.is_finished(replace(run, config="key: other\n"))
+
+
+def test_two_processes_do_not_work_on_one_study(tmp_path):
+    study = read_study([minimal(tmp_path)])
+    holder = (
+        "import fcntl, sys, time; f = open(sys.argv[1], 'w'); fcntl.flock(f, fcntl.LOCK_EX); "
+        "print(flush=True); time.sleep(60)"
+    )
+    (tmp_path / "out").mkdir()
+    other = subprocess.Popen(
+        [sys.executable, "-c", holder, str(tmp_path / "out/lock")], stdout=subprocess.PIPE
+    )
+    try:
+        other.stdout.readline()
+        with pytest.raises(ConfigError, match="another process"):
+            conduct(study, tmp_path / "out", failing, Console(file=io.StringIO()))
+    finally:
+        other.kill()
+        other.wait(10)
+
+
+@pytest.mark.engine
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_comparison_from_its_recipe_to_its_table_stopped_and_resumed(tmp_path):
+    """examples/studies/mini.yaml cut to one step a run, through the command that a user types."""
+    content = yaml.safe_load((ROOT / "examples/studies/mini.yaml").read_text())
+    content |= {"budget": 1, "common": {"eval-num-prompts": 16, "rollout-batch-size": 4}}
+    content["name"] = "mini"
+    (tmp_path / "mini.yaml").write_text(yaml.safe_dump(content))
+    command = [sys.executable, "tools/compare_methods.py", str(tmp_path / "mini.yaml")]
+    command += ["--save", str(tmp_path / "out")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+
+    def compare_methods(*flags, status):
+        done = subprocess.run(
+            [*command, *flags], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280
+        )
+        assert done.returncode == status, done.stdout + done.stderr
+        return done.stdout
+
+    first = compare_methods("--runs-at-most", "1", status=1)
+    assert "0 of 2 runs are there already" in first
+    assert "1 of 2 runs are finished" in first
+    second = compare_methods(status=0)
+    assert "1 of 2 runs are there already" in second
+    assert "gspo, seed 0" not in second  # it is not run again
+    table = (tmp_path / "out/table.md").read_text()
+    assert table.count("| gspo | 4 | 8 | 0.0003 |") == 1  # P, G and the learning rate
+    assert "<td>no test</td>" in (tmp_path / "out/page.html").read_text()
+    assert "| ibpo |" in table
+    kept = json.loads((tmp_path / "out/results.json").read_text())
+    assert [run["steps"] for run in kept["runs"]] == [1, 1]
+    assert kept["table"][1]["gradient"].keys() >= {"gradient_variance", "gspo_gradient_variance"}
+    for run in kept["runs"]:
+        assert run["spent"]["flops"] > run["spent"]["flops_shared_prefixes"] > 0
+        assert 0 <= run["other_accuracies"]["0.6"] <= 1

@@ -1,0 +1,242 @@
+"""Valid inputs of every kind, made once; each bad input is one of them that was changed."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from support.bad_inputs.children import run_command
+from support.paths import ROOT
+
+TASK = "reasoning_gym://chain_sum?min_terms=2&max_terms=3&min_digits=1&max_digits=1&compact=1"
+LETTERS = 260
+"""Tokens of the models' vocabulary: bytes and what is special."""
+RUN = (
+    "--rollout-backend", "lean", "--rollout-batch-size", "2", "--n-samples-per-prompt", "2",
+    "--rollout-max-response-len", "4", "--operator-skill-prompts", "0", "--reward-workers", "1",
+    "--rm-type", "reasoning_gym", "--max-tokens-per-gpu", "512",
+)  # fmt: skip
+"""Flags of a run that takes a second in one process."""
+EVALUATED = (
+    "--eval-num-prompts", "2", "--n-samples-per-eval-prompt", "1", "--eval-max-response-len", "4",
+    "--rm-type", "math",
+)  # fmt: skip
+ROWS = [
+    {
+        "prompt": f"{n}+2",
+        "label": str(n + 2),
+        "task": "sums",
+        "metadata": {"level": [1, 2.5, {"deep": "text"}]},
+    }
+    for n in range(4)
+]
+BENCHMARKS: dict[str, list[dict[str, Any]]] = {
+    "aime25": [{"problem": f"{n}+2", "answer": n + 2, "id": n} for n in range(3)],
+    "math500": [{"problem": f"{n}+2", "answer": str(n + 2), "unique_id": str(n)} for n in range(3)],
+    "gsm8k": [{"question": f"{n}+2", "answer": f"sum\n#### {n + 2}"} for n in range(3)],
+    "humaneval": [
+        {"task_id": f"h/{n}", "prompt": f"def f{n}():", "test": "def check(f): pass", "entry_point": f"f{n}"}
+        for n in range(3)
+    ],
+    "mbpp": [{"task_id": 11 + n, "text": f"write f{n}", "test_list": [f"assert f{n}()"]} for n in range(3)],
+    "livecodebench_v6": [
+        {
+            "question_id": str(n), "question_content": f"add {n}", "contest_date": "2025-03-01T00:00:00",
+            "starter_code": "", "metadata": "{}", "public_test_cases": '[{"input": "1", "output": "2"}]',
+            "private_test_cases": "[]",
+        }
+        for n in range(3)
+    ],
+}  # fmt: skip
+STUDY: dict[str, Any] = {
+    "recipe": "examples/recipes/tiny_qwen3_study.yaml",
+    "baseline": "gspo",
+    "budget": 40000,
+    "budget-unit": "tokens",
+    "seeds": [0, 1],
+    "threshold": 0.5,
+    "processes": 1,
+    "run-timeout": 100,
+    "common": {"eval-num-prompts": 8, "hf-checkpoint": "examples/tiny_qwen3"},
+    "methods": {"gspo": {"advantage-estimator": "gspo"}, "ibpo": {"advantage-estimator": "ibpo"}},
+    "tasks": {"sums": {"settings": {"rm-type": "reasoning_gym"}, "kind": "sums", "skill": 0.5}},
+    "tune": {
+        "grid": {"lr": [1e-4, 3e-4]},
+        "seeds": [5],
+        "budget": 1000,
+        "own": {"ibpo": {"ibpo-lambda": [0.5]}},
+    },
+    "pilot-seeds": [6, 7],
+    "confirm-seeds": [8],
+}
+RESULTS = {
+    "status": "finished",
+    "policy": "a",
+    "sets": {
+        "sums": {
+            "settings": {"policy": "a", "--seed": 0},
+            "settings_hash": "0" * 16,
+            "measures": {"accuracy": 0.5},
+            "intervals": {"accuracy": [0.1, 0.9]},
+            "problems": {"id": ["a", "b", "c"], "digest": ["1", "2", "3"], "accuracy": [0.0, 1.0, 0.5]},
+            "notes": [],
+        }
+    },
+}
+
+
+SMALL = {"rollout-max-response-len": 4, "rollout-batch-size": 8, "max-tokens-per-gpu": 512}
+"""Recipe keys without which no plan fits the models of this module."""
+
+
+class Place:
+    """Where the valid inputs lie."""
+
+    def __init__(self, directory: Path):
+        self.directory = directory
+        self.hf = directory / "hf"
+        self.next = directory / "next"
+        self.stored = directory / "stored"
+        self.run = directory / "run"
+        self.replayed = directory / "replayed"
+        self.data = directory / "data"
+        self.gguf = directory / "model.gguf"
+        self.results = directory / "evaluation"
+        self.recipe = directory / "small.yaml"
+
+    def make(self) -> None:
+        """Write all of them. Takes torch, so that it is done in a child."""
+        import torch
+
+        from megatron_ibpo.basics.distributed import World
+        from megatron_ibpo.config import ParallelConfig
+        from megatron_ibpo.weights.formats.convert import hf_to_megatron
+        from support.tiny_models import make_qwen3
+
+        make_qwen3(self.hf, 1, vocabulary=LETTERS)
+        _save_tokenizer(self.hf)
+        shutil.copytree(ROOT / "examples/tiny_qwen3_next", self.next)
+        hf_to_megatron(self.hf, self.stored, ParallelConfig(), World(0, 1, torch.device("cpu"), None))
+        self._make_data()
+        _write_gguf(self.gguf)
+        self.recipe.write_text(json.dumps(SMALL))
+        self.results.mkdir()
+        (self.results / "results.json").write_text(json.dumps(RESULTS))
+
+    def make_run(self) -> None:
+        """Train for two steps, with a journal and recordings; a checkpoint is not among them."""
+        run_command("train", [*self.flags(self.run), "--num-rollout", "2", "--save-debug-rollout-data"])
+
+    def make_saved(self) -> None:
+        """Train for a step whose checkpoint a run may go on from."""
+        run_command("train", [*self.flags(self.replayed)[:-1], "--num-rollout", "1"])
+
+    def flags(self, run_dir: Path) -> list[str]:
+        """Of a run that takes little."""
+        named = {"--hf-checkpoint": self.hf, "--prompt-data": TASK, "--run-dir": run_dir}
+        words = [word for flag, value in named.items() for word in (flag, str(value))]
+        return [*words, *RUN, "--eval-num-prompts", "0", "--no-save"]
+
+    def valid(self) -> list[list[str]]:
+        """A command for each kind of valid input, which must take it: else nothing bad about it is tested."""
+        hf, out = ["--hf-checkpoint", str(self.hf)], self.directory / "out"
+        study = self.directory / "study.yaml"
+        study.write_text(json.dumps(STUDY))
+        benchmarks = [f"{name}={name}://{self.data}/{name}.json" for name in BENCHMARKS]
+        evaluated = ["--num-rollout", "1", *EVALUATED, "--eval-prompt-data", *benchmarks]
+        files = ["rows.jsonl", "rows.jsonl.gz", "rows.parquet", "saved"]
+        return [
+            ["plan", *hf, "--config", str(self.recipe)],
+            ["search", *hf, "--gpus", "8", "--hardware", "h100", "--config", str(self.recipe)],
+            *(["data", *hf, "--prompt-data", str(self.data / name)] for name in files),
+            *(["inspect", str(checkpoint)] for checkpoint in (self.hf, self.next, self.stored)),
+            ["convert to-hf", "--load", str(self.stored), "--save", str(out / "hf")],
+            ["convert-gguf", "--gguf", str(self.gguf), "--save", str(out / "gguf")],
+            ["train", *self.flags(self.run), "--load", str(self.run), "--num-rollout", "2"],
+            ["page", str(self.run), "--save", str(self.directory / "page.html")],
+            ["train", *self.flags(out / "run"), *evaluated],
+            ["evaluate", "compare", str(self.results), str(self.results)],
+            ["compare", str(study), "--save", str(out / "study"), "--runs-at-most", "0"],
+        ]  # fmt: skip
+
+    def _make_data(self) -> None:
+        import pyarrow as pa
+        from pyarrow import parquet
+
+        self.data.mkdir()
+        lines = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
+        (self.data / "rows.jsonl").write_bytes(lines)
+        (self.data / "rows.jsonl.gz").write_bytes(gzip.compress(lines))
+        table = pa.Table.from_pylist([{"prompt": row["prompt"], "label": row["label"]} for row in ROWS])
+        parquet.write_table(table, self.data / "rows.parquet")
+        saved = self.data / "saved"
+        saved.mkdir()
+        with pa.ipc.new_stream(saved / "data-00000-of-00001.arrow", table.schema) as stream:
+            stream.write_table(table)
+        (saved / "state.json").write_text(
+            json.dumps({"_data_files": [{"filename": "data-00000-of-00001.arrow"}]})
+        )
+        for name, rows in BENCHMARKS.items():
+            (self.data / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+            (self.data / f"{name}.json").write_text(json.dumps(rows))
+
+
+def _save_tokenizer(directory: Path) -> None:
+    """A tokenizer of bytes, with a chat template."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    special = ["<pad>", "<eos>", "<bos>", "<unk>"]
+    names = [*special, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(models.BPE(vocab={name: number for number, name in enumerate(names)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>", eos_token="<eos>", bos_token="<bos>", unk_token="<unk>",
+        chat_template="{% for m in messages %}{{ m['content'] }}{% endfor %}",
+    ).save_pretrained(directory)  # fmt: skip
+
+
+GGUF_FIELDS: dict[str, Any] = {
+    "llama.block_count": 1,
+    "llama.context_length": 64,
+    "llama.embedding_length": 32,
+    "llama.feed_forward_length": 64,
+    "llama.attention.head_count": 2,
+    "llama.attention.head_count_kv": 2,
+    "llama.rope.dimension_count": 16,
+    "llama.vocab_size": 20,
+}
+GGUF_FLOATS = {"llama.attention.layer_norm_rms_epsilon": 1e-5, "llama.rope.freq_base": 10000.0}
+
+
+def _write_gguf(path: Path) -> None:
+    """A Llama of one layer."""
+    import numpy as np
+    from gguf import GGUFWriter
+
+    writer = GGUFWriter(path, "llama")
+    for name, value in GGUF_FIELDS.items():
+        writer.add_uint32(name, value)
+    for name, number in GGUF_FLOATS.items():
+        writer.add_float32(name, number)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(["<pad>", "<eos>", *map(str, range(10)), *"abcdefg", "ab"])
+    writer.add_token_types([3, 3, *[1] * 18])
+    writer.add_token_merges(["a b"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(1)
+    shapes = {"token_embd": (20, 32), "output_norm": (32,), "output": (20, 32), "blk.0.attn_norm": (32,)}
+    shapes |= {f"blk.0.attn_{name}": (32, 32) for name in ("q", "k", "v", "output")}
+    shapes |= {"blk.0.ffn_norm": (32,), "blk.0.ffn_gate": (64, 32), "blk.0.ffn_up": (64, 32)}
+    shapes |= {"blk.0.ffn_down": (32, 64)}
+    for name, shape in shapes.items():
+        writer.add_tensor(f"{name}.weight", np.ones(shape, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()

@@ -1,0 +1,155 @@
+"""A headless Chromium for tests, driven through its DevTools protocol.
+
+with open_page(path_or_address) as page:
+    page.wait_until("document.title")
+    page.press("j")
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from websockets.sync.client import ClientConnection, connect
+
+__all__ = ["Page", "find_browser", "needs_browser", "open_page"]
+
+NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
+TIMEOUT_S = 30.0
+CODES = {"ArrowLeft": 37, "ArrowRight": 39}
+
+
+def find_browser() -> str | None:
+    """A Chromium on this machine."""
+    return next((found for name in NAMES if (found := shutil.which(name))), None)
+
+
+needs_browser = pytest.mark.skipif(
+    find_browser() is None, reason="no Chromium on this machine: apt-get install chromium"
+)
+
+
+class Page:
+    """One open page."""
+
+    def __init__(self, connection: ClientConnection):
+        self._connection = connection
+        self._calls = 0
+        self.events: list[dict[str, Any]] = []
+        """What the page reported: exceptions, console entries, requests."""
+
+    def call(self, method: str, **parameters: Any) -> dict[str, Any]:
+        self._calls += 1
+        self._connection.send(json.dumps({"id": self._calls, "method": method, "params": parameters}))
+        while True:
+            answer = json.loads(self._connection.recv(timeout=TIMEOUT_S))
+            if answer.get("id") == self._calls:
+                assert "error" not in answer, answer
+                return answer["result"]
+            self.events.append(answer)
+
+    def wait_for(self, event: str) -> None:
+        while not any(seen["method"] == event for seen in self.events):
+            self.events.append(json.loads(self._connection.recv(timeout=TIMEOUT_S)))
+
+    def wait_until(self, expression: str) -> Any:
+        """The value of an expression once there is a true one; True for an element."""
+        deadline = time.monotonic() + TIMEOUT_S
+        asked = f"(() => {{ const found = {expression}; return found instanceof Node || found; }})()"
+        while not (value := self.evaluate(asked)):
+            assert time.monotonic() < deadline, (
+                expression,
+                self.problems(),
+                self.evaluate("document.body.innerText"),
+            )
+            time.sleep(0.02)
+        return value
+
+    def wait_until_drawn(self) -> None:
+        """Until what has changed is on the screen, where the mouse can meet it."""
+        self.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+
+    def problems(self) -> list[dict[str, Any]]:
+        """What went wrong on the page: exceptions, and what the browser logged."""
+        return [e for e in self.events if e["method"] in ("Runtime.exceptionThrown", "Log.entryAdded")]
+
+    def evaluate(self, expression: str) -> Any:
+        answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in answer, answer
+        return answer["result"].get("value")
+
+    def press(self, key: str) -> None:
+        code = CODES.get(key, ord(key[0].upper()))
+        common = {"key": key, "windowsVirtualKeyCode": code}
+        self.call("Input.dispatchKeyEvent", type="keyDown", **common)
+        self.call("Input.dispatchKeyEvent", type="keyUp", **common)
+
+    def click(self, selector: str) -> None:
+        self.evaluate(f"document.querySelector({json.dumps(selector)}).click()")
+
+    def screenshot(self, path: Path) -> None:
+        path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot")["data"]))
+
+
+@contextmanager
+def open_page(
+    where: Path | str, *, size: tuple[int, int] = (1400, 1000), dark: bool = False
+) -> Iterator[Page]:
+    """A file or an address of this machine in a browser that can reach nothing else.
+
+    Args:
+        size: of the window, in pixels.
+        dark: the reader prefers dark pages.
+    """
+    browser = find_browser()
+    assert browser is not None
+    with tempfile.TemporaryDirectory() as profile:
+        process = subprocess.Popen(
+            [
+                browser, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+                "--disable-background-networking", "--disable-component-update", "--disable-sync",
+                "--remote-debugging-port=0", f"--user-data-dir={profile}",
+                f"--window-size={size[0]},{size[1]}",
+                "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1", "about:blank",
+            ],
+            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+            start_new_session=True,  # Debian's command is a script that starts the browser
+        )  # fmt: skip
+        try:
+            assert process.stderr is not None
+            line = next(line for line in process.stderr if line.startswith("DevTools listening on "))
+            address = line.removeprefix("DevTools listening on ").strip()
+            with connect(address, max_size=None, open_timeout=TIMEOUT_S) as browser_connection:
+                targets = Page(browser_connection).call("Target.getTargets")["targetInfos"]
+            target = next(t["targetId"] for t in targets if t["type"] == "page")
+            root = address.split("/devtools/")[0]
+            with connect(f"{root}/devtools/page/{target}", max_size=None, open_timeout=TIMEOUT_S) as socket:
+                page = Page(socket)
+                for domain in ("Page", "Runtime", "Network", "Log"):
+                    page.call(f"{domain}.enable")
+                page.call(
+                    "Emulation.setDeviceMetricsOverride",
+                    width=size[0],
+                    height=size[1],
+                    deviceScaleFactor=1,
+                    mobile=False,
+                )
+                scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+                page.call("Emulation.setEmulatedMedia", features=[scheme])
+                page.call("Page.navigate", url=where if isinstance(where, str) else where.resolve().as_uri())
+                page.wait_for("Page.loadEventFired")
+                yield page
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait(10)

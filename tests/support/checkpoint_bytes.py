@@ -1,0 +1,102 @@
+"""Draws the weights of checkpoints, lays them out another way and compares them bit for bit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from support.tiny_models import stored_dtype
+
+
+def with_random_bits(source, target, dtype):
+    generator = torch.Generator().manual_seed(0)
+    shutil.copytree(source, target)
+    tensors = {}
+    for name, tensor in load_file(source / "model.safetensors").items():
+        own = stored_dtype(name, dtype)
+        bits = {torch.float32: torch.int32, torch.bfloat16: torch.int16}[own]
+        limits = torch.iinfo(bits)
+        drawn = torch.randint(limits.min, limits.max, tensor.shape, dtype=bits, generator=generator)
+        drawn = drawn.view(own)
+        tensors[name] = torch.where(drawn.isfinite(), drawn, torch.ones((), dtype=own)).contiguous()
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+def drawn_weights(source, dtype, seed=0):
+    """The tensors of a checkpoint redrawn uniformly over [-4, 4], norms included."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: (torch.rand(tensor.shape, generator=generator) * 8 - 4).to(stored_dtype(name, dtype))
+        for name, tensor in load_file(source / "model.safetensors").items()
+    }
+
+
+def with_weights(source, target, tensors):
+    shutil.copytree(source, target)
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+def as_bytes(tensor):
+    return tensor.contiguous().view(torch.uint8)
+
+
+def assert_same_bytes(found, expected):
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert torch.equal(as_bytes(found[name]), as_bytes(tensor)), name
+
+
+def with_fused_experts(tensors):
+    """transformers' in-memory form: gate_up_proj [E, 2I, H] and down_proj [E, H, I] of a layer."""
+    fused = {name: tensor for name, tensor in tensors.items() if ".mlp.experts." not in name}
+    for layer in range(4):
+        experts = f"model.layers.{layer}.mlp.experts"
+
+        def of(part, expert, experts=experts):
+            return tensors[f"{experts}.{expert}.{part}_proj.weight"]
+
+        gate_up = [torch.cat([of("gate", expert), of("up", expert)]) for expert in range(4)]
+        fused[f"{experts}.gate_up_proj"] = torch.stack(gate_up)
+        fused[f"{experts}.down_proj"] = torch.stack([of("down", expert) for expert in range(4)])
+    return fused
+
+
+def one_tensor_per_expert(tensors):
+    """transformers holds the experts of a layer in one tensor; checkpoints hold them one by one. Those of
+    gpt-oss do not; its router has another name."""
+    in_one = any(name.endswith("mlp.router.bias") for name in tensors)
+    for name, tensor in tensors.items():
+        if in_one:
+            yield name, tensor
+        elif name.endswith(".experts.gate_up_proj"):
+            for expert, both in enumerate(tensor):
+                for part, half in zip(("gate", "up"), both.chunk(2), strict=True):
+                    yield name.replace("gate_up_proj", f"{expert}.{part}_proj.weight"), half
+        elif name.endswith(".experts.down_proj"):
+            for expert, down in enumerate(tensor):
+                yield name.replace("down_proj", f"{expert}.down_proj.weight"), down
+        else:
+            yield name, tensor
+
+
+def shard_by_hand(origin, target, tensors):
+    """A checkpoint in two files with an index."""
+    target.mkdir(parents=True)
+    shutil.copy(origin / "config.json", target)
+    names = sorted(tensors)
+    files = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for file, members in files.items():
+        save_file({name: tensors[name] for name in members}, target / file)
+    index = {name: file for file, members in files.items() for name in members}
+    (target / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    return target
+
+
+def cut_in_half(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])

@@ -1,0 +1,54 @@
+"""Opens critics and draws returns for them."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from support.train_sequences import sequences
+from support.trainers import config_for
+
+EPSILON = 100.0
+"""Of Adam: far above every gradient, so that a step goes along the gradient, and a weight whose gradient is
+rounding error moves no farther than that."""
+
+
+def rows_with_returns(count=9, seed=1):
+    rng = random.Random(seed)
+    return [
+        replace(
+            s,
+            returns=np.array([rng.uniform(-1, 1) for _ in s.response_token_ids]),
+            values=np.array([rng.uniform(-1, 1) for _ in s.response_token_ids], np.float32),
+        )
+        for s in sequences(count)
+    ]
+
+
+def critic_config(parallel, *, lr, eps_adam=EPSILON, **loss):
+    config = config_for(parallel, eps_adam=eps_adam, **loss)
+    config.optimizer.critic_lr = lr
+    return config
+
+
+def open_critic(world, hf_dir, config, head=0.3):
+    """A critic whose head is not 0, so that the whole model has a gradient from the first step on."""
+    from megatron_ibpo.models import read_hf_config
+    from megatron_ibpo.policy import parallel
+    from megatron_ibpo.policy.critic import Critic
+    from megatron_ibpo.policy.model import build_value_model
+    from megatron_ibpo.weights.formats.load import load_hf
+
+    shape = read_hf_config(Path(hf_dir))
+    parallel.initialize(config.parallel, world, seed=0)
+    chunks = build_value_model(shape, config)
+    load_hf(chunks, shape, Path(hf_dir), head=False)
+    for chunk in chunks:
+        if chunk.post_process and head:
+            generator = torch.Generator().manual_seed(7)
+            chunk.output_layer.weight.data.normal_(0, head, generator=generator)
+    return Critic(chunks, config, world, total_updates=10)

@@ -1,0 +1,68 @@
+"""Stands in for flash-linear-attention's kernels, and counts what the host reads of tensors meanwhile."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_ibpo.models import packed
+from megatron_ibpo.models.delta_net.layer import causal_conv, gated_delta_rule
+
+
+class HostReads(TorchDispatchMode):
+    """Counts values that the host asks tensors for: on a GPU it waits for each."""
+
+    def __init__(self):
+        super().__init__()
+        self.count, self.counts = 0, True
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        # of a tensor with itself, torch knows without looking
+        compares = name == "equal" and args[0].data_ptr() != args[1].data_ptr()
+        self.count += self.counts and (name == "_local_scalar_dense" or compares)
+        return function(*args, **(kwargs or {}))
+
+
+@contextmanager
+def kernels_stood_in(reads):
+    """flash-linear-attention's kernels by the torch functions of this project, whose reads do not count."""
+    from megatron.core.ssm.gated_delta_net import common, gdn
+
+    def conv(x, weight, bias, activation, initial_state, output_final_state, cu_seqlens):
+        assert (bias, activation, initial_state, output_final_state) == (None, "silu", None, False)
+        return F.silu(causal_conv(x[0], weight, packed.positions(cu_seqlens)))[None], None
+
+    def rule(q, k, v, g, beta, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens):
+        assert not use_qk_l2norm_in_kernel
+        assert output_final_state == (initial_state is not None)
+        inputs = q[0], k[0], v[0], g[0], beta[0], cu_seqlens
+        if initial_state is None:
+            return gated_delta_rule(*inputs)[None], None
+        output, last = gated_delta_rule(*inputs, initial_state)
+        return output[None], last
+
+    def uncounted(kernel):
+        def call(*args, **kwargs):
+            reads.counts = False
+            try:
+                return kernel(*args, **kwargs)
+            finally:
+                reads.counts = True
+
+        return call
+
+    def l2norm(x):
+        return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+
+    with (
+        mock.patch.object(common, "HAVE_FLA", True),
+        mock.patch.object(common, "l2norm", l2norm),
+        mock.patch.object(gdn, "causal_conv1d", uncounted(conv)),
+        mock.patch.object(gdn, "chunk_gated_delta_rule", uncounted(rule)),
+    ):
+        yield

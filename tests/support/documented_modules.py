@@ -1,0 +1,20 @@
+"""The Python files that docs/extending.md and docs/rewards.md have users write."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from support.paths import ROOT
+
+DOCS = ROOT / "docs"
+PAGES = [DOCS / "extending.md", DOCS / "rewards.md"]
+
+
+def write_modules(directory: Path) -> None:
+    """Write every example into a file of the name that its first line gives."""
+    text = "".join(page.read_text() for page in PAGES)
+    blocks = re.findall(r"```python\n# (\w+\.py)\n(.*?)```", text, re.DOTALL)
+    assert len(blocks) == text.count("```python") == 11
+    for name, code in blocks:
+        (directory / name).write_text(code)

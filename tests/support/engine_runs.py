@@ -1,0 +1,158 @@
+"""Starts vLLM's engines, asks them, gives them weights, and has transformers say what they should answer."""
+
+from __future__ import annotations
+
+import pickle
+import random
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from megatron_ibpo.basics.distributed import World
+from megatron_ibpo.basics.records import Sample, SampleRequest, token_ids
+from megatron_ibpo.config import Config
+from megatron_ibpo.engines import Engine
+from megatron_ibpo.engines.vllm.settings import engine_settings
+from megatron_ibpo.weights.layout.regions import Box, Region, TensorMeta, whole
+from megatron_ibpo.weights.transfer.link import Sent
+from megatron_ibpo.weights.transfer.update import Transport, open_transport, update_engines
+from megatron_ibpo.weights.transfer.update_order import Order
+
+CONTEXT = 256
+TIMEOUT = 120.0
+WORLD = World(0, 1, torch.device("cpu"), None)
+
+
+class CheckpointSource:
+    """The weights of a checkpoint, offered as a trainer offers its own: in shards, one a rank, where a
+    tensor's rows can be divided."""
+
+    def __init__(self, directory: Path, world: World | None = None) -> None:
+        self.tensors = load_file(directory / "model.safetensors")
+        self.rank, self.size = (0, 1) if world is None else (world.rank, world.size)
+
+    def metadata(self) -> list[TensorMeta]:
+        return [TensorMeta(name, t.dtype, tuple(t.shape)) for name, t in self.tensors.items()]
+
+    def regions(self) -> list[tuple[Region, ...]]:
+        return [
+            tuple(Region(box, (rank,)) for rank, box in enumerate(self.shards(tensor)))
+            for tensor in self.tensors.values()
+        ]
+
+    def local(self) -> Iterator[dict[Box, torch.Tensor]]:
+        for tensor in self.tensors.values():
+            boxes = self.shards(tensor)
+            if self.rank < len(boxes):
+                (start, stop), *_ = boxes[self.rank]
+                yield {boxes[self.rank]: tensor[start:stop]}
+            else:
+                yield {}
+
+    def shards(self, tensor: torch.Tensor) -> list[Box]:
+        parts = self.size if len(tensor) % self.size == 0 else 1
+        rows = len(tensor) // parts
+        return [((part * rows, (part + 1) * rows), *whole(tensor.shape[1:])) for part in range(parts)]
+
+
+def make_config(run_dir: Path, dtype: str) -> Config:
+    config = Config()
+    config.run.run_dir = run_dir
+    config.rollout.rollout_max_context_len = CONTEXT
+    config.rollout.vllm_dtype = dtype
+    config.rollout.vllm_kv_cache_bytes = 128 * 1024**2
+    config.rollout.update_weight_buffer_size = 100_000  # several buckets
+    config.rollout.check_weight_update_equal = True
+    return config
+
+
+def start_engine(
+    checkpoint: Path,
+    log: Path,
+    dtype: str = "float32",
+    vllm_arg: tuple[str, ...] = (),
+    *,
+    recompute_kv: bool = True,
+) -> Engine:
+    rollout = make_config(log.parent, dtype).rollout
+    rollout.vllm_arg = vllm_arg
+    rollout.recompute_kv_after_update = recompute_kv
+    return Engine(engine_settings(rollout, checkpoint, "gloo", gpus=(), num_threads=1), log)
+
+
+def make_requests(count: int, *, seed: int = 0, temperature: float = 1.0) -> list[SampleRequest]:
+    draw = random.Random(seed)
+    return [
+        SampleRequest(
+            token_ids([draw.randrange(2, 64) for _ in range(draw.randint(3, 20))]),
+            seed=100 * seed + number,
+            max_tokens=draw.randint(1, 40),
+            temperature=temperature,
+        )
+        for number in range(count)
+    ]
+
+
+def ids_of(samples: Sequence[Sample]) -> list[list[int]]:
+    return [sample.token_ids.tolist() for sample in samples]
+
+
+def reference_logprobs(
+    directory: Path, requests: Sequence[SampleRequest], samples: Sequence[Sample]
+) -> list[list[float]]:
+    """What transformers in float32 says of the sampled tokens."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    found = []
+    for request, sample in zip(requests, samples, strict=True):
+        ids = torch.tensor([[*request.prompt_token_ids, *sample.token_ids]])
+        with torch.no_grad():
+            logits = model(ids).logits[0, len(request.prompt_token_ids) - 1 : -1]
+        logprobs = (logits / request.temperature).log_softmax(-1)
+        chosen = torch.tensor(sample.token_ids, dtype=torch.long)
+        found.append(logprobs.gather(1, chosen[:, None])[:, 0].tolist())
+    return found
+
+
+def difference(ours: Sequence[Any], theirs: Sequence[Any]) -> torch.Tensor:
+    return torch.cat([(torch.tensor(a) - torch.tensor(b)).abs() for a, b in zip(ours, theirs, strict=True)])
+
+
+def open_gloo(workers: int = 1, bucket_bytes: int = 100_000) -> Transport:
+    """For one engine; the buckets are small, so that an update takes several."""
+    return open_transport(
+        "gloo", WORLD, workers_per_engine=workers, bucket_bytes=bucket_bytes, timeout=TIMEOUT
+    )
+
+
+def connect(engine: Engine, source: CheckpointSource) -> Transport:
+    transport = open_gloo()
+    assert transport.connect(source, {0: engine}, [0]) == {}
+    return transport
+
+
+def update(transport: Transport, engine: Engine, source: CheckpointSource, version: int) -> Sent:
+    order = Order(version=version, sleeping=False, check=True, timeout=TIMEOUT)
+    sent = update_engines(transport, WORLD, source, order, {0: engine}, [0])
+    assert sent.failures == {}
+    return sent
+
+
+def left_out_unnoticed(
+    engine: Engine, source: CheckpointSource, name_in_vllm: Callable[[str], str] = str
+) -> list[str]:
+    """Tensors, each left out of a rehearsal of its own, of whose layers nothing was said to be missing. vLLM
+    joins several in one parameter: queries, keys and values, the experts of a layer."""
+    metas = source.metadata()
+    unnoticed = []
+    for absent in metas:
+        brought = pickle.dumps([meta for meta in metas if meta is not absent])
+        (answer,) = engine.call("rehearse_weight_update", brought, timeout=TIMEOUT)
+        layer = name_in_vllm(absent.name).split("mlp")[0].split("_proj")[0].rpartition(".")[0]
+        if not any(layer in name for name in pickle.loads(answer).forgotten):
+            unnoticed.append(absent.name)
+    return unnoticed

@@ -1,0 +1,30 @@
+"""For engines that a test starts with this folder on PYTHONPATH: they get `transfer_stand_ins` for NCCL
+as soon as vLLM's part for it is imported."""
+
+import importlib.util
+import sys
+
+WHEN = "vllm.distributed.weight_transfer.nccl_common"
+
+
+class Finder:
+    """Finds WHEN where it is, and installs the stand-ins after it."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name != WHEN:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        run = spec.loader.exec_module
+
+        def run_and_install(module):
+            from support.transfer_stand_ins import install
+
+            run(module)
+            install()
+
+        spec.loader.exec_module = run_and_install
+        return spec
+
+
+sys.meta_path.insert(0, Finder())

@@ -1,0 +1,80 @@
+"""Starts the example scripts, watches their processes and reads what they wrote."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from support.paths import ROOT
+
+SMALL = [
+    "--num-rollout", "3", "--rollout-batch-size", "4", "--n-samples-per-prompt", "4",
+    "--eval-num-prompts", "24",
+]  # fmt: skip
+ONE_TRAINER = [
+    "--num-trainers", "1", "--tensor-model-parallel-size", "1", "--expert-model-parallel-size", "1",
+]  # fmt: skip
+
+
+def start_script(run_dir, *flags, script="run_qwen3_next_ibpo.sh"):
+    environment = {**os.environ, "RUN_DIR": str(run_dir), "IBPO_PYTHON": sys.executable}
+    command = ["bash", str(ROOT / "examples" / script), *flags]
+    return subprocess.Popen(
+        command,
+        env=environment,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finished(process, timeout=200):
+    """(exit status, output); the process and all it started are gone afterwards."""
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        pytest.fail(f"the script did not end in {timeout} s:\n{output[-5000:]}")
+    return process.returncode, output
+
+
+def started_by(process):
+    """Everything that runs below the script now: launcher, trainers, engines, verifiers."""
+    return psutil.Process(process.pid).children(recursive=True)
+
+
+def engines_among(processes):
+    return [p for p in processes if any("engine_process" in word for word in p.cmdline())]
+
+
+def still_running(processes):
+    _, alive = psutil.wait_procs(processes, timeout=5)
+    return alive
+
+
+def rows_of(run_dir, kind="step"):
+    path = run_dir / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [row for row in rows if row["kind"] == kind]
+
+
+def wait_for_step(run_dir, step, process, timeout=240):
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline and process.poll() is None:
+        if any(row["step"] >= step for row in rows_of(run_dir)):
+            return
+        time.sleep(0.2)
+    with contextlib.suppress(ProcessLookupError):  # it has ended
+        os.killpg(process.pid, signal.SIGKILL)
+    pytest.fail(f"step {step} was not reached:\n{process.communicate()[0][-5000:]}")

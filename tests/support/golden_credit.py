@@ -1,0 +1,166 @@
+"""Credit of the recorded groups as plain rows: the one place that knows how credit is asked for.
+
+    PYTHONPATH=tests python -m support.golden_credit
+
+computes the golden credit anew: CONTRIBUTING.md says when one may.
+
+Where an algorithm asks a model, it gets a fixed function instead: log-probs and values of a trained model
+would differ between processors, and credit is to come out exactly.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import tempfile
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import AutoTokenizer
+
+from megatron_ibpo.config import PRESETS, RolloutConfig
+from megatron_ibpo.credit import CreditContext, Vocabulary, find_operator
+from megatron_ibpo.report import load_groups
+from support.credit_cases import AGREEMENT, credit_at_once, of_preset
+from support.credit_cases import algorithm as algorithm_of
+from support.golden_runs import GOLDEN, recordings
+from support.paths import ROOT
+
+__all__ = ["CASES", "credited", "recorded_steps"]
+
+RESPONSE_TOKENS = 48
+"""--rollout-max-response-len of the recording."""
+NEWER = {"dr-grpo", "wrong-weight"}
+"""Presets that the code which computed the golden credit did not have."""
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: (name, {}) for name in PRESETS if name not in NEWER},
+    "ibpo-adaptive": ("ibpo", {"ibpo_rewrite_threshold": "adaptive"}),
+    "ibpo-mask-insertions": ("ibpo-mask", {"ibpo_mask_insertions": True}),
+    "ibpo-on-ppo": ("ibpo", {"advantages": "critic"}),
+    "agreement": (
+        "ibpo-shaping-only",
+        {"ibpo_operator": AGREEMENT, "ibpo_variant": "mask"},
+    ),
+}
+"""Name → preset and what is set on top of it."""
+
+
+@cache
+def _files() -> dict[int, bytes]:
+    with tempfile.TemporaryDirectory() as directory:
+        paths = sorted(recordings("credit", Path(directory) / "rollouts").iterdir())
+        return {json.loads(path.read_text())["step"]: path.read_bytes() for path in paths}
+
+
+def recorded_steps() -> Iterator[tuple[int, list[dict[str, Any]]]]:
+    """(step, groups) as JSON."""
+    for step, content in _files().items():
+        yield step, json.loads(content)["groups"]
+
+
+def credited(case: str) -> list[list[Any]]:
+    """What is trained on of every response and correction, as rows of (step, group, kind, index, advantage,
+    weight, token weights, token advantages, returns). None: this algorithm has no such thing."""
+    return [row for step in _files() for row in _credited(case, step)]
+
+
+def _credited(case: str, step: int) -> Iterator[list[Any]]:
+    preset, settings = CASES[case]
+    algorithm = algorithm_of(**of_preset(preset) | settings)
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "step.json"
+        path.write_bytes(_files()[step])
+        _, groups = load_groups(path)
+    answers = iter(_answers(groups, find_operator(algorithm).ibpo_corrections))
+    for group in groups:
+        group.corrections, group.skipped_pairs = [], 0
+    tokens = _Tokens()
+    context = CreditContext(
+        algorithm,
+        RolloutConfig(rollout_max_response_len=RESPONSE_TOKENS),
+        Vocabulary(_correction_prompt, tokens.texts, placeholder_id=tokens.pad_id),
+        max_context=1024,
+        seed=0,
+        step=step - 1,  # recordings count from 1
+        logprobs=_logprobs,
+        values=_values,
+    )
+    credit = credit_at_once(groups, context, lambda requests: [next(answers) for _ in requests], _score)
+    assert next(answers, None) is None, "every correction was asked for"
+    for sequence in credit.sequences:
+        yield [
+            step, sequence.group, sequence.kind, sequence.index, sequence.advantage, sequence.weight,
+            _listed(sequence.token_weights), _listed(sequence.token_advantages), _listed(sequence.returns),
+        ]  # fmt: skip
+
+
+def _answers(groups: Any, wanted: int) -> list[Any]:
+    """The first `wanted` recorded corrections of each wrong response, in the order they are asked for."""
+    answers = []
+    for group in groups:
+        taken: dict[int, int] = {}
+        for correction in group.corrections:
+            taken[correction.target] = taken.get(correction.target, 0) + 1
+            if taken[correction.target] <= wanted:
+                answers.append(correction.response)
+    return answers
+
+
+def _score(pairs: Any) -> None:
+    assert all(response.reward is not None for _, response in pairs), "recorded corrections are scored"
+
+
+def _correction_prompt(prompt: Any, target: Any, references: Any) -> Any:
+    return np.concatenate([prompt.token_ids, target, *references])
+
+
+def _logprobs(queries: Any) -> list[Any]:
+    """Whole numbers of which every processor's `exp` is the same: none lies halfway between two floats."""
+    chances = (0.0, -1.0, -2.0, -3.0, -5.0, -6.0, -7.0, -8.0)
+    return [
+        np.array(
+            [
+                chances[sum((n + 1) * t for n, t in enumerate(q.context.tolist())) % 8],
+                *(0.0,) * (len(q.continuation) - 1),
+            ],
+            np.float32,
+        )
+        for q in queries
+    ]
+
+
+def _values(sequences: Any) -> list[Any]:
+    return [
+        np.array(
+            [(31 * token + 7 * t) % 64 / 64 for t, token in enumerate(s.response_token_ids.tolist())],
+            np.float32,
+        )
+        for s in sequences
+    ]
+
+
+class _Tokens:
+    """The vocabulary of the model that was recorded."""
+
+    def __init__(self) -> None:
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(ROOT / "examples/tiny_qwen3")
+        self.pad_id = self._tokenizer.pad_token_id
+
+    def texts(self, ids: Any) -> list[str]:
+        return [self._tokenizer.decode([token]) for token in ids.tolist()]
+
+
+def _listed(values: Any) -> list[float] | None:
+    return None if values is None else values.tolist()
+
+
+def main() -> None:
+    found = json.dumps({case: credited(case) for case in CASES}).encode()
+    (GOLDEN / "credit.json.gz").write_bytes(gzip.compress(found, mtime=0))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,249 @@
+"""Training on the recorded rollouts of `tests/golden`, for the tests and for tools/compare_commits.py.
+
+    PYTHONPATH=tests python -m support.golden_runs [NAME…]
+
+computes golden numbers anew: CONTRIBUTING.md says when one may.
+
+    golden/dense.yaml, next.yaml       what is trained: everything that moves a number
+    golden/rollouts/{dense,next}/      six steps each, as --save-debug-rollout-data wrote them
+    golden/rollouts/credit/            200 groups in four steps, four corrections of each wrong response
+    golden/trained.json                layout → algorithm → what came out, step by step
+    golden/credit.json.gz              case → rows of credit (golden_credit.py)
+
+Nothing here imports the package, so that any commit of it can be run.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from support.paths import ROOT, TESTS
+
+__all__ = [
+    "ALGORITHMS",
+    "GOLDEN",
+    "LAYOUTS",
+    "Layout",
+    "Trained",
+    "recordings",
+    "train_recorded",
+    "watched_weights",
+    "weights",
+]
+
+GOLDEN = TESTS / "golden"
+TIMEOUT_S = 300
+"""Of one run, which takes about 15 s alone on two cores."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A model under a parallel layout."""
+
+    model: str
+    """Names its YAML and its recordings."""
+    trainers: int
+    watched: tuple[str, ...]
+    """Tensors, by Megatron's names, of which some elements are kept as golden numbers."""
+
+
+_DENSE = (
+    "embedding.word_embeddings.weight",
+    "decoder.layers.0.self_attention.linear_qkv.weight",
+    "decoder.layers.2.mlp.linear_fc1.weight",
+    "decoder.layers.3.mlp.linear_fc2.weight",
+    "decoder.final_layernorm.weight",
+)
+_NEXT = (
+    "embedding.word_embeddings.weight",
+    "decoder.layers.0.self_attention.in_proj.weight.query",
+    "decoder.layers.1.self_attention.conv1d.weight.value",
+    "decoder.layers.2.mlp.experts.experts.linear_fc1.weight",
+    "decoder.layers.3.self_attention.linear_qkv.weight",
+    "decoder.layers.3.mlp.router.weight",
+    "decoder.final_layernorm.weight",
+)
+LAYOUTS = {
+    "dense": Layout("dense", 1, _DENSE),
+    "dense-dp2": Layout("dense", 2, _DENSE),
+    "next-tp2-ep2": Layout("next", 2, _NEXT),
+}
+
+_GSPO_CLIP = ("--eps-clip", "3e-3", "--eps-clip-high", "3e-3")
+ALGORITHMS = {
+    "ibpo": _GSPO_CLIP,
+    "ibpo-mask": _GSPO_CLIP,
+    "gspo": _GSPO_CLIP,
+    "dapo": ("--eps-clip", "0.2", "--eps-clip-high", "0.28"),
+    "ppo": ("--eps-clip", "0.2", "--eps-clip-high", "0.2"),
+    "ibpo scheduled": (
+        *_GSPO_CLIP,
+        *("--lr-decay-style", "cosine", "--lr-warmup-fraction", "0.3", "--weight-decay", "0.1"),
+        *("--rollout-temperature", "0.7"),
+    ),
+}
+"""Preset, and what else is said of a case → flags that say again what it leaves to a recipe or to a loss
+variant."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a run on recordings left."""
+
+    rows: list[dict[str, float]]
+    """Of metrics.jsonl, one for each step."""
+    checkpoints: list[Path]
+    """After each step."""
+
+
+def recordings(name: str, directory: Path, temperature: str = "1.0") -> Path:
+    """Unpack the recording into `directory`, as --load-debug-rollout-data wants it. Returns `directory`.
+
+    Args:
+        temperature: at which it is to look sampled; 1.0 is what it was.
+    """
+    directory.mkdir(parents=True)
+    for packed in sorted((GOLDEN / "rollouts" / name).glob("*.gz")):
+        text = gzip.decompress(packed.read_bytes()).decode()
+        text = text.replace('"temperature": 1.0', f'"temperature": {temperature}')
+        (directory / packed.stem).write_text(text)
+    return directory
+
+
+def train_recorded(repository: Path, layout: Layout, algorithm: str, directory: Path) -> Trained:
+    """Train on the recordings with the code in `repository`; files go to `directory`, which is new.
+
+    Raises:
+        RuntimeError: the run failed or did not end in time; with what it printed.
+    """
+    flags = ALGORITHMS[algorithm]
+    temperature = (
+        flags[flags.index("--rollout-temperature") + 1] if "--rollout-temperature" in flags else "1.0"
+    )
+    run_dir, recorded = directory / "run", recordings(layout.model, directory / "rollouts", temperature)
+    fields = "".join(file.read_text() for file in (repository / "megatron_ibpo/config").glob("*.py"))
+    keep_all = ["--keep-checkpoints", "1000"] if "keep_checkpoints" in fields else []  # older code does
+    command = [
+        *_entry_point(repository, layout.trainers),
+        *("--config", GOLDEN / f"{layout.model}.yaml", "--run-dir", run_dir),
+        *("--load-debug-rollout-data", recorded, "--save-interval", "1", *keep_all),
+        *("--advantage-estimator", algorithm.split()[0], *flags),
+    ]
+    status, output = _run([str(word) for word in command], repository)
+    if status != 0:
+        raise RuntimeError(f"{algorithm} in {repository} ended with status {status}:\n{output[-5000:]}")
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    checkpoints = sorted((run_dir / "checkpoints").glob("step_*"))
+    return Trained([row for row in rows if row["kind"] == "step"], checkpoints)
+
+
+def _entry_point(repository: Path, trainers: int) -> list[str | int]:
+    """How the code in `repository` starts that many trainers."""
+    if (repository / "megatron_ibpo/launch.py").exists():  # until trainers were started by the driver
+        launcher: list[str | int] = [
+            sys.executable,
+            "-m",
+            "megatron_ibpo.launch",
+            "--standalone",
+            "--nproc-per-node",
+            trainers,
+        ]
+        return [*launcher, "-m", "megatron_ibpo.train"]
+    moved = (repository / "megatron_ibpo/commands").exists()
+    module = "megatron_ibpo.commands.train" if moved else "megatron_ibpo.train"
+    return [sys.executable, "-m", module, "--num-trainers", trainers]
+
+
+def _run(command: list[str], repository: Path) -> tuple[int, str]:
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "PYTHONPATH": str(repository),
+    }
+    process = subprocess.Popen(
+        command,
+        cwd=repository,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=TIMEOUT_S)
+    except BaseException:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        if sys.exc_info()[0] is not subprocess.TimeoutExpired:
+            raise
+        return 124, f"{output}\nkilled after {TIMEOUT_S} s"
+    return process.returncode, output
+
+
+def weights(checkpoint: Path) -> dict[str, Tensor]:
+    """All weights of a training checkpoint by Megatron's names, the critic's after "critic/"."""
+    found = {}
+    for prefix, directory in (("", checkpoint), ("critic/", checkpoint / "critic")):
+        if directory.is_dir():
+            found |= {prefix + name: tensor for name, tensor in _stored(directory).items()}
+    return found
+
+
+def _stored(directory: Path) -> dict[str, Tensor]:
+    stored = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
+    tensors = {
+        name: torch.empty(meta.size, dtype=meta.properties.dtype)
+        for name, meta in stored.items()
+        if isinstance(meta, TensorStorageMetadata) and not name.startswith(("optimizer.", "chained_"))
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that this is one process
+        dcp.load(tensors, checkpoint_id=directory, no_dist=True)
+    return tensors
+
+
+def watched_weights(layout: Layout, checkpoint: Path) -> dict[str, list[float]]:
+    """Four elements of each watched tensor, spread over it; also of the critic's, where there is one."""
+    held = weights(checkpoint)
+    watched = [*layout.watched, *("critic/" + name for name in layout.watched)]
+    flat = {name: held[name].flatten() for name in watched if name in held}
+    return {
+        name: [values[values.numel() * part // 5].item() for part in range(1, 5)]
+        for name, values in flat.items()
+    }
+
+
+def main(algorithms: Sequence[str]) -> None:
+    """Compute golden numbers of training with the code of this repository: of these algorithms, or of all."""
+    path = GOLDEN / "trained.json"
+    numbers: dict[str, dict[str, object]] = json.loads(path.read_text()) if algorithms else {}
+    for name, layout in LAYOUTS.items():
+        for algorithm in algorithms or ALGORITHMS:
+            with tempfile.TemporaryDirectory() as directory:
+                trained = train_recorded(ROOT, layout, algorithm, Path(directory))
+                numbers.setdefault(name, {})[algorithm] = {
+                    **{key: [row[key] for row in trained.rows] for key in ("step", "loss", "grad_norm")},
+                    "weights": [watched_weights(layout, checkpoint) for checkpoint in trained.checkpoints],
+                }
+            print(f"{name}, {algorithm}", flush=True)
+    path.write_text(json.dumps(numbers, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,39 @@
+"""Makes samples and groups for journals, told apart by small numbers."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megatron_ibpo.basics.records import Sample
+from megatron_ibpo.journal import ClosedGroup, Journal, SampleKey
+
+KEEP = 1024**3
+
+
+def make_sample(mark: int, tokens: int = 3) -> Sample:
+    """A sample that no other mark has."""
+    return Sample(
+        prompt_token_ids=np.array([mark, 1], np.int32),
+        token_ids=np.arange(mark, mark + tokens, dtype=np.int32),
+        logprobs=np.full(tokens, -0.25, np.float32),
+        finish_reason="stop",
+        temperature=1.0,
+        versions=((0, 0),),
+        loss_mask=np.ones(tokens, bool),
+        reward=float(mark),
+    )
+
+
+def response(prompt: int, index: int = 0, attempt: int = 0) -> SampleKey:
+    return SampleKey(prompt, attempt, "response", index)
+
+
+def group(prompt: int, responses: int = 1, corrections: int = 0, attempt: int = 0) -> ClosedGroup:
+    return ClosedGroup(prompt, attempt, responses, corrections, 0)
+
+
+def append(journal: Journal, *keys: SampleKey) -> dict[SampleKey, Sample]:
+    samples = {key: make_sample(100 * key.prompt_index + key.index) for key in keys}
+    for key, sample in samples.items():
+        journal.sampled(key, sample)
+    return samples

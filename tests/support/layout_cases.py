@@ -1,0 +1,116 @@
+"""The loss under tensor and context parallelism over gloo equals that of one process, for either backend."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_ibpo.loss import VARIANTS
+from support.kernel_cases import make_batch, options_for
+from support.loss_calls import loss_of_logits
+from support.ranks import run_ranks
+
+LENGTHS = (8, 4, 0, 16, 12)
+VOCAB = 133
+ROWS = ("logits_NV", "targets_N", "old_logprobs_N", "ref_logprobs_N", "response_mask_N", "token_weights_N")
+
+
+def batch_for_ranks() -> dict[str, Any]:
+    batch = make_batch("cpu", lengths=LENGTHS, vocab=VOCAB)
+    generator = torch.Generator().manual_seed(5)
+    batch["token_weights_N"] = torch.rand(40, generator=generator)
+    batch["ref_logprobs_N"] = batch["old_logprobs_N"] + 0.1
+    batch["sequence_weights_S"] = torch.rand(5, generator=generator)
+    return batch
+
+
+def one_loss(batch: dict[str, Any], variant: str, backend: str, **layout: Any) -> dict[str, Tensor]:
+    logits = batch["logits_NV"].clone().requires_grad_()
+    options = {**options_for(variant), "kl": "k3", "kl_coef": 0.3, "temperature": 0.9, "backend": backend}
+    loss, stats = loss_of_logits(**{**batch, "logits_NV": logits}, **options, **layout)
+    (2 * loss).backward()
+    return {
+        "loss": loss.detach(),
+        "gradient": logits.grad,
+        "logprobs_N": stats.logprobs_N,
+        "entropy_N": stats.entropy_N,
+        "mean_log_ratio_S": stats.mean_log_ratio_S,
+        "kl_N": stats.kl_N,
+        "clipped": stats.clipped,
+    }
+
+
+def on_one_rank(world: Any, backend: str, tp: int, cp: int) -> dict[str, dict[str, Tensor]]:
+    """Results by variant on this rank of a tp × cp layout, tensor-parallel ranks next to each other."""
+    tensor_groups = [dist.new_group(list(range(first, first + tp))) for first in range(0, tp * cp, tp)]
+    context_groups = [dist.new_group(list(range(first, tp * cp, tp))) for first in range(tp)]
+    place, part = world.rank % tp, world.rank // tp
+    batch = batch_for_ranks()
+    batch |= {name: batch[name][context_rows(part, cp)] for name in ROWS}
+    width = -(-VOCAB // tp)
+    first, last = place * width, min((place + 1) * width, VOCAB)
+    shard = torch.full((len(batch["logits_NV"]), width), 77.0)  # padding that must not count
+    shard[:, : last - first] = batch["logits_NV"][:, first:last]
+    layout = {
+        "tp_group": tensor_groups[part],
+        "cp_group": context_groups[place] if cp > 1 else None,
+        "vocab_range": (first, last),
+    }
+    return {
+        variant: one_loss({**batch, "logits_NV": shard}, variant, backend, **layout) for variant in VARIANTS
+    }
+
+
+def context_rows(part: int, cp: int) -> Tensor:
+    """Rows of one context-parallel rank as Megatron deals them: chunks `part` and 2·cp-1-part of each."""
+    rows, start = [], 0
+    for length in LENGTHS:
+        chunks = torch.arange(start, start + length).chunk(2 * cp) if length else ()
+        rows += [chunk for number, chunk in enumerate(chunks) if number in (part, 2 * cp - 1 - part)]
+        start += length
+    return torch.cat(rows)
+
+
+def check_layout(backend: str, tp: int, cp: int) -> None:
+    """Every variant, its loss, statistics and gradient, put together from the ranks."""
+    ranks = run_ranks(on_one_rank, tp * cp, backend, tp, cp, timeout=280)
+    for variant in VARIANTS:
+        expected = one_loss(batch_for_ranks(), variant, "torch")
+        for result in ranks:  # the same bits everywhere
+            for name in ("loss", "mean_log_ratio_S"):
+                assert torch.equal(result[variant][name], ranks[0][variant][name]), (variant, name)
+        found = {name: torch.empty_like(value) for name, value in expected.items()}
+        for part in range(cp):
+            rows = context_rows(part, cp)
+            shards = [result[variant] for result in ranks[part * tp : (part + 1) * tp]]
+            whole = torch.cat([shard["gradient"] for shard in shards], 1)
+            assert not whole[:, VOCAB:].any()
+            found["gradient"][rows] = whole[:, :VOCAB]
+            for name, value in shards[0].items():
+                if name == "gradient":
+                    continue
+                if len(expected["gradient"]) == len(expected[name].reshape(-1)):
+                    found[name][rows] = value
+                else:
+                    found[name] = value
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, atol=3e-6, rtol=3e-6, msg=f"{variant}: {name}")
+
+
+def unequal_shares(world: Any) -> str:
+    batch = batch_for_ranks()
+    batch["cu_seqlens"] = torch.tensor([0, 9, 80], dtype=torch.int32)
+    batch["advantages"], batch["sequence_weights_S"] = torch.ones(2), torch.ones(2)
+    try:
+        loss_of_logits(**batch, cp_group=dist.group.WORLD)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def check_unequal_shares() -> None:
+    for message in run_ranks(unequal_shares, 2):
+        assert "a sequence of 9 rows does not divide among the 2 ranks" in message

@@ -1,0 +1,80 @@
+"""What must hold of the loss with the LM head fused in, on any device and backend."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_ibpo.loss import VARIANTS
+from support.loss_calls import loss_of_hidden, loss_of_logits
+
+V, H = 37, 8
+FUSED = sorted(name for name, variant in VARIANTS.items() if not variant.sequence_ratio)
+
+
+def batch_of(lengths, seed=0, prompt=2, dtype=torch.float64, vocab=V):
+    """Sequences of a prompt and a response each; old log-probs near the policy's, everything weighted."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = sum(lengths) + prompt * len(lengths)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    hidden, weight = normal(rows, H), normal(vocab, H) * 0.5
+    targets = torch.randint(vocab, (rows,), generator=generator)
+    own = (hidden @ weight.t()).log_softmax(-1).gather(1, targets[:, None]).squeeze(1)
+    advantages = normal(len(lengths))
+    advantages[1::3] = 0.0
+    floats = {
+        "hidden_NH": hidden,
+        "weight_VH": weight,
+        "old_logprobs_N": own + 0.2 * normal(rows),
+        "ref_logprobs_N": own + 0.2 * normal(rows),
+        "token_weights_N": torch.rand(rows, generator=generator, dtype=torch.float64),
+        "sequence_weights_S": torch.rand(len(lengths), generator=generator, dtype=torch.float64),
+        "temperature": 0.7 + torch.rand(len(lengths), generator=generator, dtype=torch.float64),
+        "advantages": advantages,
+    }
+    return {name: value.to(dtype) for name, value in floats.items()} | {
+        "targets_N": targets,
+        "response_mask_N": torch.cat([torch.tensor([0.0] * prompt + [1.0] * n) for n in lengths]),
+        "cu_seqlens": torch.tensor([0, *[n + prompt for n in lengths]]).cumsum(0).int(),
+    }
+
+
+def fused(batch, **options):
+    hidden, weight = (batch[name].clone().requires_grad_() for name in ("hidden_NH", "weight_VH"))
+    loss, stats = loss_of_hidden(**{**batch, "hidden_NH": hidden, "weight_VH": weight}, **options)
+    loss.backward()
+    return loss.detach(), hidden.grad, weight.grad, stats
+
+
+def plain(batch, **options):
+    hidden, weight = (batch[name].clone().requires_grad_() for name in ("hidden_NH", "weight_VH"))
+    rest = {name: value for name, value in batch.items() if name not in ("hidden_NH", "weight_VH")}
+    loss, stats = loss_of_logits(logits_NV=hidden @ weight.t(), **rest, **options)
+    loss.backward()
+    return loss.detach(), hidden.grad, weight.grad, stats
+
+
+def options_for(variant):
+    wide = {"eps_low": 0.1, "eps_high": 0.1} if variant.startswith("gspo") else {}
+    constant = {"aggregation": 20.0} if VARIANTS[variant].aggregation == "constant" else {}
+    return {"variant": variant, "params": wide, **constant}
+
+
+def to_device(batch, device):
+    return {name: value.to(device) for name, value in batch.items()}
+
+
+def check_fused_head(device, variant):
+    """In fp32 by the kernels, in chunks that cut sequences, against the loss of the logits in fp64."""
+    lengths, options = (1, 5, 17, 2, 30, 3), options_for(variant) | {"kl_coef": 0.05}
+    loss, hidden, weight, _ = fused(
+        to_device(batch_of(lengths, dtype=torch.float32), device), chunk=7, backend="triton", **options
+    )
+    exact_loss, exact_hidden, exact_weight, _ = plain(
+        to_device(batch_of(lengths), device), backend="torch", **options
+    )
+    assert abs(loss.double() - exact_loss) <= 2e-6 * max(1.0, abs(exact_loss))
+    assert (hidden - exact_hidden).norm() <= 3e-6 * exact_hidden.norm()
+    assert (weight - exact_weight).norm() <= 3e-6 * exact_weight.norm()

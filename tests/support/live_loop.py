@@ -1,0 +1,243 @@
+"""A whole run in this process but for the model: its loop, sampling, journal, credit, checkpoints, verifier
+are those of every run; engines write what the seed of a request says, and trainers note what they get."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import json
+import random
+import tempfile
+import zlib
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+
+from megatron_ibpo.basics.records import Group, Sample, SampleRequest, token_ids
+from megatron_ibpo.config import Config, on_device
+from megatron_ibpo.policy.reports import About
+from megatron_ibpo.report import Stages
+from megatron_ibpo.rewards import Pool, open_pool
+from megatron_ibpo.run.inputs import open_inputs, open_journal
+from megatron_ibpo.run.loop import Run
+from megatron_ibpo.run.open import join
+from megatron_ibpo.run.processes import Processes
+from megatron_ibpo.run.resume_point import read_resume_point
+from megatron_ibpo.run.settings import parse_config
+from support.paths import ROOT
+
+MODEL = ROOT / "examples/tiny_qwen3"
+FLAGS = (
+    "--hf-checkpoint", str(MODEL), "--prompt-data", "import://support.live_loop:questions",
+    "--rm-type", "support.live_loop:reward", "--reward-threshold", "1", "--reward-workers", "1",
+    "--rollout-batch-size", "4", "--n-samples-per-prompt", "3", "--rollout-max-response-len", "12",
+    "--rollout-temperature", "0.7", "--ibpo-corrections", "2", "--operator-skill-prompts", "0",
+    "--eval-num-prompts", "0", "--max-tokens-per-gpu", "512", "--seed", "5",
+)  # fmt: skip
+LETTERS = tuple(range(40, 60))
+"""Tokens that engines write."""
+
+
+def questions(split: str) -> Iterator[dict[str, str]]:
+    return ({"prompt": f"{number}+{number * number}", "label": str(number)} for number in range(50))
+
+
+def reward(question: str, response: str, label: str, metadata: dict[str, Any]) -> float:
+    """Depends on every letter of the response, and on the question."""
+    return float(zlib.crc32(f"{question}|{response}|{label}".encode()) % 3 == 0)
+
+
+def config_of(run_dir: Path, *flags: str) -> Config:
+    config = parse_config([*FLAGS, "--run-dir", str(run_dir), *flags])
+    return on_device(config, on_gpu=False, has_delta_nets=False)
+
+
+def written(request: SampleRequest) -> list[int]:
+    """What an engine answers, whichever policy it has."""
+    draw = random.Random(request.seed + 1000 * int(request.prompt_token_ids.sum()))
+    return [draw.choice(LETTERS) for _ in range(draw.randint(1, request.max_tokens))]
+
+
+@dataclass(eq=False)
+class Engine:
+    """Finishes what it was asked in an order of its own, a few at a time."""
+
+    version: int = 0
+    asked: list[SampleRequest] = field(default_factory=list)
+    open: dict[int, tuple[SampleRequest, int]] = field(default_factory=dict)
+    draw: random.Random = field(default_factory=lambda: random.Random(0))
+
+    async def submit(self, requests: Sequence[tuple[int, SampleRequest]], version: int) -> None:
+        assert self.version >= version, "older weights than were asked for"
+        self.asked += [request for _, request in requests]
+        self.open |= {number: (request, self.version) for number, request in requests}
+
+    async def take(self, timeout: float) -> list[tuple[int, Sample]]:
+        await asyncio.sleep(0.001)
+        numbers = [number for number in self.open if self.draw.random() < 0.4]
+        return [(number, self._sample(*self.open.pop(number))) for number in numbers]
+
+    async def abort(self, numbers: Collection[int]) -> None:
+        for number in numbers:
+            self.open.pop(number, None)
+
+    async def kill(self, why: str) -> None:
+        raise AssertionError(why)
+
+    def _sample(self, request: SampleRequest, version: int) -> Sample:
+        ids = token_ids(written(request))
+        return Sample(
+            prompt_token_ids=request.prompt_token_ids,
+            token_ids=ids,
+            logprobs=np.full(len(ids), -0.5, np.float32),
+            finish_reason="stop" if len(ids) < request.max_tokens else "length",
+            temperature=request.temperature,
+            versions=((0, version),),
+            loss_mask=np.ones(len(ids), np.bool_),
+        )
+
+
+class Engines:
+    """`run.loop.Engines` of two of them."""
+
+    count = alive = 2
+    reproducible = prefix_caching = True
+
+    def __init__(self) -> None:
+        self.engines = [Engine(), Engine()]
+        self.version = 0
+        self.met = 0
+
+    @property
+    def asked(self) -> list[SampleRequest]:
+        return [request for engine in self.engines for request in engine.asked]
+
+    async def revive(self, index: int) -> Engine:
+        raise AssertionError("none dies")
+
+    def clients(self) -> list[Engine]:
+        return self.engines
+
+    def update_weights(self, version: int) -> dict[str, float]:
+        self.version = version
+        for engine in self.engines:
+            engine.version = version
+        return {}
+
+    def meet_trainers(self) -> None:
+        self.met += 1
+
+    def wake(self) -> None:
+        """They never sleep."""
+
+    sleep = admit = wake
+
+
+@dataclass
+class Trainers:
+    """`policy.group.RankCalls` of one rank, which notes its work and saves that it was saved."""
+
+    dies_at: int | None = None
+    """Number of the update in which it dies once, from 0 on."""
+    updates: list[list[dict[str, Any]]] = field(default_factory=list)
+    """What it trained on, update for update; a death is one that is not there."""
+    restarted_from: list[Path | None] = field(default_factory=list)
+
+    def each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        assert method == "update"
+        if self.dies_at == len(self.updates):
+            self.dies_at = None
+            from megatron_ibpo.cluster.actor import ProcessDiedError
+
+            raise ProcessDiedError("trainer 0 was killed")
+        ((mini_batches,),) = arguments
+        batches = [own for mini in mini_batches for own in mini.cut.micro_batches]
+        self.updates.append([plain(sequence) for own in batches for sequence in own.sequences])
+        return [{"loss": 0.0, "updates_skipped": 0.0}]
+
+    def all(self, method: str, *arguments: Any) -> list[Any]:
+        if method == "about":
+            return [About(1, "torch", {}, "CPU", ())]
+        if method == "save":
+            directory, step, state, _ = arguments
+            here = directory / f"step_{step:06d}"
+            here.mkdir(parents=True)
+            (here / "run_state.json").write_text(json.dumps({"step": step, **state}))
+        return [method == "save_rests"]
+
+    def share(self, value: Any) -> Any:
+        return value
+
+    def restart(self, config: Config, checkpoint: Path | None) -> None:
+        self.restarted_from.append(checkpoint)
+
+
+def plain(record: Any) -> dict[str, Any]:
+    """A record's fields as what compares."""
+    values = {name: getattr(record, name) for name in record.__slots__}
+    return {n: v.tolist() if isinstance(v, np.ndarray) else v for n, v in values.items()}
+
+
+@dataclass
+class Steps:
+    """A run that is open, and what its steps gave so far."""
+
+    run: Run
+    engines: Engines
+    trainers: Trainers
+    groups: list[list[Group]] = field(default_factory=list)
+
+    def take(self, count: int) -> list[list[Group]]:
+        """The loop of a run, so many times; the groups of these steps."""
+        for _ in range(count):
+            groups = self.run.sample()
+            credit = self.run.credit(groups)
+            metrics = self.run.update(credit.sequences) | self.run.sync()
+            self.run.report(groups, credit, metrics)
+            self.run.save_if_due()
+            self.groups.append(groups)
+        return self.groups[-count:]
+
+    @property
+    def samples(self) -> list[Sample]:
+        return [sample for groups in self.groups for group in groups for sample in group.samples]
+
+
+@cache
+def verifiers() -> Pool:
+    """Processes that score by `reward`, until this one ends."""
+    config = config_of(Path(tempfile.gettempdir()))
+    opened = open_pool(config.data, [config.data.rm_type])
+    atexit.register(opened.__exit__, None, None, None)
+    return opened.__enter__()
+
+
+@contextmanager
+def live_run(config: Config, trainers: Trainers | None = None) -> Iterator[Steps]:
+    """The run, opened as every run is; all of a process share its verifier, whose start takes the longest."""
+    engines, trainers = Engines(), trainers or Trainers()
+    with ExitStack() as stack:
+        stack.enter_context(patch("megatron_ibpo.run.inputs.open_pool", lambda *_: nullcontext(verifiers())))
+        point = read_resume_point(config)
+        inputs = open_inputs(point.config, point.hf_dir, point.shape, stack)
+        journal = open_journal(inputs.config, point.step, stack)
+        engines.update_weights(point.step)
+        processes = Processes(
+            config=inputs.config,
+            trainers=trainers,
+            world_size=1,
+            engines=engines,  # none is asked alone
+            verifiers=inputs.pool,
+            accelerators=1,
+            progress=point.progress(),
+            deaths=dict,
+            where="in a test",
+        )
+        run = join(point, inputs, journal, processes, Stages(), stack)
+        yield Steps(run, engines, trainers)

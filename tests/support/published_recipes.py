@@ -1,0 +1,47 @@
+"""Names the recipe of each published model whose configuration is in examples/models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron_ibpo.config import Config
+from megatron_ibpo.run.checks import check_run
+from megatron_ibpo.run.settings import parse_config
+from support.paths import ROOT
+
+NEXT_80B = ROOT / "examples/models/qwen3_next_80b_a3b"
+DENSE_32B = ROOT / "examples/models/qwen3_32b"
+DENSE_4B = ROOT / "examples/models/qwen3_4b"
+MIXTURE_30B = ROOT / "examples/models/qwen3_30b_a3b"
+WRITTEN_FOR = {
+    "qwen3_0_6b": 1,
+    "qwen3_4b": 8,
+    "qwen3_30b_a3b": 8,
+    "qwen3_32b": 32,
+    "qwen3_next_80b_a3b": 32,
+    "qwen3_235b_a22b": 64,
+}
+"""GPUs of the recipe of each model."""
+LIKE = {
+    "qwen3_5_0_8b": "qwen3_0_6b",
+    "qwen3_5_27b": "qwen3_32b",
+    "qwen3_5_35b_a3b": "qwen3_30b_a3b",
+    **dict.fromkeys(("llama_3_1_8b", "qwen2_5_7b"), "qwen3_4b"),
+    **dict.fromkeys(("llama_3_1_70b", "qwen2_5_32b"), "qwen3_32b"),
+    **dict.fromkeys(("glm_4_5_air", "gpt_oss_120b"), "qwen3_next_80b_a3b"),
+    "gpt_oss_20b": "qwen3_30b_a3b",
+}
+"""Models for which examples/run.sh takes the recipe of another."""
+RECIPES = {
+    ROOT / "examples/models" / name: ROOT / f"examples/recipes/{name}_ibpo.yaml" for name in WRITTEN_FOR
+}
+RECIPES |= {
+    ROOT / "examples/models" / name: RECIPES[ROOT / "examples/models" / other] for name, other in LIKE.items()
+}
+
+
+def configured(model: Path, *flags: str) -> Config:
+    recipe = RECIPES.get(model, ROOT / "examples/recipes/tiny_qwen3_next_ibpo.yaml")
+    config = parse_config(["--config", str(recipe), "--hf-checkpoint", str(model), "--dry-run", *flags])
+    check_run(config)
+    return config

@@ -1,0 +1,174 @@
+"""Runs a function in N fresh processes of one gloo world and brings back what each rank returned.
+
+    results = run_ranks(function, 2, *args)        # function(world, *args) runs on every rank
+
+The processes are forked from one server that has already imported torch and Megatron, so a launch costs
+well under a second after the first. Every wait has a time-out, no process outlives the call, and none
+outlives a killed test run.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import signal
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing import forkserver
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
+
+from support.paths import ROOT, TESTS
+
+__all__ = ["RankFailed", "run_ranks"]
+
+GRACE_S = 5.0
+"""After the first failure: how long the other ranks may take to fail on their own."""
+
+
+_SERVER_STARTS = threading.Lock()
+"""Tests may run several worlds at once."""
+
+
+class RankFailed(AssertionError):
+    """A rank raised, died or did not finish; the message holds every failed rank's traceback."""
+
+
+def run_ranks(function: Callable[..., Any], size: int, *args: Any, timeout: float = 120.0) -> list[Any]:
+    """Run `function(world, *args)` on `size` ranks; return the results by rank.
+
+    Args:
+        function: importable by name (a module's function); arguments and results must pickle.
+        timeout: seconds for everything; then the stacks of all ranks are shown and they are killed.
+
+    Raises:
+        RankFailed: a rank raised, died or was still running at the time-out.
+    """
+    context = _server()
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with tempfile.TemporaryDirectory(prefix="ranks-") as scratch:
+        processes, pipes = [], []
+        for rank in range(size):
+            here, there = context.Pipe(duplex=False)
+            process = context.Process(
+                target=_run_one,
+                args=(rank, size, store.port, Path(scratch), there, function, args),
+            )
+            process.start()
+            there.close()
+            processes.append(process)
+            pipes.append(here)
+        try:
+            outcomes = _collect(pipes, time.monotonic() + timeout)
+            late = [rank for rank in range(size) if rank not in outcomes]
+            if late:
+                _show_stacks(late, processes)
+            return _results(outcomes, size, timeout, Path(scratch))
+        finally:
+            for process, pipe in zip(processes, pipes, strict=True):
+                if pipe.closed:  # it has reported and is about to end
+                    process.join(GRACE_S)
+                process.kill()
+                process.join(GRACE_S)
+                process.close()
+
+
+def _server() -> Any:
+    """The multiprocessing context whose server has torch and Megatron imported already."""
+    context = multiprocessing.get_context("forkserver")
+    # whoever asks for a GPU while it is imported leaves CUDA unusable to processes forked afterwards
+    on_gpu = os.environ.get("IBPO_PARITY_DEVICE") == "cuda"
+    context.set_forkserver_preload([] if on_gpu else ["support.rank_imports"])
+    # The server looks for the preloaded module on PYTHONPATH only (CPython gh-126631).
+    with _SERVER_STARTS:
+        paths = [str(TESTS), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        changes = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+        with mock.patch.dict(os.environ, changes):
+            forkserver.ensure_running()
+    return context
+
+
+def _collect(pipes: list[Any], deadline: float) -> dict[int, tuple[bool, Any]]:
+    """(succeeded, result or traceback) of each rank that reported before the deadline."""
+    outcomes: dict[int, tuple[bool, Any]] = {}
+    waiting = dict(zip(pipes, range(len(pipes)), strict=True))
+    while waiting and (left := deadline - time.monotonic()) > 0:
+        pipe: Any
+        for pipe in wait(list(waiting), timeout=left):
+            rank = waiting.pop(pipe)
+            try:
+                outcomes[rank] = pickle.loads(pipe.recv_bytes())
+            except EOFError:
+                outcomes[rank] = (False, "died without a word (killed, or crashed in native code)\n")
+            pipe.close()
+            if not outcomes[rank][0]:
+                deadline = min(deadline, time.monotonic() + GRACE_S)
+    return outcomes
+
+
+def _results(outcomes: dict[int, tuple[bool, Any]], size: int, timeout: float, scratch: Path) -> list[Any]:
+    failures = []
+    for rank in range(size):
+        if rank not in outcomes:
+            stacks = (scratch / f"{rank}.stack").read_text() if (scratch / f"{rank}.stack").exists() else ""
+            failures.append(f"rank {rank} had not finished (time-out {timeout} s)\n{stacks}")
+        elif not outcomes[rank][0]:
+            failures.append(f"rank {rank}: {outcomes[rank][1]}")
+    if failures:
+        raise RankFailed("\n".join(failures))
+    return [outcomes[rank][1] for rank in range(size)]
+
+
+def _show_stacks(ranks: list[int], processes: list[Any]) -> None:
+    """Ask ranks that hang to write their stacks, as `_run_one` arranged."""
+    for rank in ranks:
+        if processes[rank].is_alive():
+            os.kill(processes[rank].pid, signal.SIGUSR1)
+    time.sleep(0.5)
+
+
+def _run_one(
+    rank: int,
+    size: int,
+    port: int,
+    scratch: Path,
+    pipe: Any,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    die_with_parent = 1  # PR_SET_PDEATHSIG
+    ctypes.CDLL(None).prctl(die_with_parent, signal.SIGKILL)
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": str(rank),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is the test's, as it is torchrun's
+    }
+    stack_file = (scratch / f"{rank}.stack").open("w")
+    faulthandler.register(signal.SIGUSR1, stack_file, all_threads=True)
+    try:
+        import torch
+
+        from megatron_ibpo.basics.distributed import start_world
+
+        torch.set_num_threads(1)
+        world = start_world(timeout_minutes=2.0)
+        outcome = (True, function(world, *args))
+        world.barrier()
+        dist.destroy_process_group()
+    except BaseException:
+        outcome = (False, traceback.format_exc())
+    pipe.send_bytes(pickle.dumps(outcome))  # plain pickle: torch's would share memory that ends here
+    pipe.close()

@@ -1,0 +1,102 @@
+"""Writes the directories of runs for the page, with text that would harm one that does not escape it."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+from tiny_tokenizer import make_tiny_tokenizer
+
+from megatron_ibpo.basics.records import Correction, Group, Prompt, Sample, TrainSequence, token_ids
+from megatron_ibpo.data.tokenizer import HuggingFaceTokenizer
+from megatron_ibpo.report import rollout_path, save_groups
+
+HOSTILE = "</script><script>window.harmed=1</script><img src=x onerror=window.harmed=1>\u2028&lt;${TITLE}"
+TOKENIZER = HuggingFaceTokenizer(make_tiny_tokenizer())
+
+
+def response(text, correct, prompt=(1, 5), **fields):
+    ids = token_ids([*TOKENIZER.encode(text), TOKENIZER.eos_id])
+    return Sample(
+        **{
+            "prompt_token_ids": token_ids(prompt),
+            "token_ids": ids,
+            "logprobs": np.full(len(ids), -0.5, np.float32),
+            "finish_reason": "stop",
+            "temperature": 1.0,
+            "versions": ((0, 0),),
+            "loss_mask": np.ones(len(ids), bool),
+            "reward": float(correct),
+            "correct": correct,
+        }
+        | fields
+    )
+
+
+def correction(target, references, text, correct, *, rewritten=False):
+    made = Correction(target, tuple(references), response(text, correct, prompt=(1, 2)))
+    made.distance, made.reference_distance, made.rewritten, made.unmodified_share = 0.25, 0.5, rewritten, 0.75
+    return made
+
+
+def sequence(group, kind, index, of, advantage, **fields):
+    return TrainSequence(
+        prompt_token_ids=of.prompt_token_ids,
+        response_token_ids=of.token_ids,
+        loss_mask=of.loss_mask,
+        advantage=advantage,
+        weight=0.125,
+        prompt_index=0,
+        group=group,
+        index=index,
+        kind=kind,
+        **fields,
+    )
+
+
+def record_run(place):
+    """Two recorded steps of a run: a success, a rewrite, a no-op, a failure, and a response left alone."""
+    prompt = Prompt(0, token_ids([1, 5]), 2, HOSTILE, "sum", HOSTILE)
+    wrong, right = response("6+7=3", False), response("6+7=13", True)
+    kept = response("1+1=2", True, finish_reason="length")
+    failed = response("2", False, reward=None, reward_error="timed out")
+    groups = [
+        Group(
+            prompt,
+            [wrong, right, response("6+7=?", False), response("9", False), response("7+6=1", False)],
+            [
+                correction(0, [1], "6+7=13", True),
+                correction(2, [1], "0=0#13", True, rewritten=True),
+                correction(3, [1], "9", False),
+                correction(4, [1], "7+6=2", False),
+            ],
+        ),
+        Group(prompt, [response("2", False), kept, failed], skipped_pairs=1),
+    ]
+    trained = [
+        sequence(0, "response", 0, wrong, 0.75, token_weights=np.array([0.0, 0.0, 0.0, 0.0, 1.0, 0.0])),
+        sequence(0, "response", 1, right, 1.5),
+        sequence(0, "correction", 3, groups[0].corrections[3].response, -1.0),
+        sequence(1, "response", 1, kept, 1.0, token_advantages=np.array([0.5, 0.0, -0.5, 1.0, 2.0, 0.0])),
+    ]
+    old = [np.full(len(s.response_token_ids), -0.5, np.float32) for s in trained]
+    new = [np.array([-0.4, -0.5, -0.6, -0.5, -0.7, -0.5], np.float32), *old[1:]]
+    return write_run(place / "run", groups, trained, old_logprobs=old, new_logprobs=new)
+
+
+def write_run(run, groups, trained=(), *, steps=(1, 2), **logprobs):
+    """The directory of a run that has taken two steps."""
+    run.mkdir()
+    config = {"advantage-estimator": "ibpo", "hf-checkpoint": "moved/away/tiny_qwen3", "num-rollout": 2}
+    (run / "config.yaml").write_text(json.dumps(config))
+    TOKENIZER._tokenizer.save_pretrained(run / "tokenizer")
+    rows = [{"kind": "evaluation", "step": 0, "accuracy": 0.5, "seconds": {}}]
+    rows += [
+        {"kind": "step", "step": s, "reward": 0.1 * s, "gradient_snr": None, "seconds": {"sample": 2.0}}
+        for s in (1, 2)
+    ]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for step in steps:
+        path = rollout_path(run / "rollouts", step)
+        save_groups(path, step, groups, TOKENIZER.decode, trained, **logprobs)
+    return run

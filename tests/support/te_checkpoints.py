@@ -1,0 +1,183 @@
+"""Checkpoints of a model with Transformer Engine's layers, which `te_stand_in` stands in for. Run as a
+program, it saves and loads and prints what came back differently:
+
+    PYTHONPATH=tests python -m support.te_checkpoints HF_DIR CONVERTED_DIR SCRATCH
+
+as JSON of {case: [what differs]}.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from support import te_stand_in
+
+STEPS = 2
+"""Before a save, so that the optimizer counts more than one."""
+
+
+def main(hf_dir: Path, converted: Path, scratch: Path) -> dict[str, Any]:
+    te_stand_in.install()
+    from megatron_ibpo.basics.distributed import start_world
+    from megatron_ibpo.models import read_hf_config
+    from megatron_ibpo.models.backends import LOCAL, Backends
+    from megatron_ibpo.policy import cpu, parallel
+    from support.layouts import layout
+    from support.trainers import config_for
+
+    cpu.activate()
+    from megatron_ibpo.policy.checkpoint import load_checkpoint
+    from megatron_ibpo.policy.model import build_model
+    from megatron_ibpo.policy.saving import save_checkpoint
+    from megatron_ibpo.policy.trainer import Trainer
+    from megatron_ibpo.weights.formats.load import load_hf
+    from megatron_ibpo.weights.weight_errors import CheckpointError
+
+    config = config_for(layout(distributed_optimizer=True))
+    world, shape = start_world(), read_hf_config(hf_dir)
+    parallel.initialize(config.parallel, world, seed=0)
+    te = Backends(transformer_engine=True, flash_linear_attention=False)
+
+    def trainer(libraries: Backends, fp8: bool = False) -> Trainer:
+        chunks = build_model(shape, config, libraries=libraries)
+        load_hf(chunks, shape, hf_dir)
+        made = Trainer(chunks, shape.vocab_size, config, world, total_updates=10)
+        if fp8:  # after it is built: the layers' constructors would ask for kernels
+            made.chunks[0].config.fp8 = "hybrid"
+        return made
+
+    trained = trainer(te)
+    trained.optimizer.prepare_grads()
+    for _ in range(STEPS):
+        step(trained)
+    saved = save_checkpoint(trained, scratch, STEPS, {})
+    expected = contents(trained)
+
+    found: dict[str, Any] = {"extra states": sum("_extra_state" in name for name in extra_states(trained))}
+    resumed = trainer(te)
+    load_checkpoint(resumed, saved)
+    found["saved, loaded"] = differing(expected, contents(resumed))
+    step(trained)
+    step(resumed)
+    found["and the step after"] = differing(contents(trained), contents(resumed))
+
+    found |= with_scales(trainer, te, scratch, converted)
+
+    new = trainer(te)
+    for chunk in new.chunks:
+        for parameter in chunk.parameters():
+            parameter.data.fill_(float("nan"))
+    load_checkpoint(new, converted)
+    found["converted, loaded"] = differing(weights(trainer(LOCAL)), weights(new))
+
+    lacking = trainer(te)
+    chunk = lacking.chunks[0].module
+    named = chunk.sharded_state_dict
+    chunk.sharded_state_dict = lambda *given, **more: {
+        name: value for name, value in named(*given, **more).items() if "q_layernorm.weight" not in name
+    }
+    try:
+        load_checkpoint(lacking, converted)
+    except CheckpointError as error:
+        found["without a weight"] = str(error)
+    return found
+
+
+def with_scales(trainer: Any, te: Any, scratch: Path, converted: Path) -> dict[str, Any]:
+    """What becomes of FP8 scales that a trainer had formed when it was saved."""
+    from dataclasses import replace
+
+    from megatron_ibpo.policy.checkpoint import load_checkpoint
+    from megatron_ibpo.policy.saving import save_checkpoint
+    from megatron_ibpo.weights.weight_errors import CheckpointError
+
+    def loaded(checkpoint: Path, tp: int = 1) -> tuple[list[str], tuple[str, ...]]:
+        new = trainer(te, fp8=True)
+        new.config = replace(new.config, parallel=replace(new.config.parallel, tensor_model_parallel_size=tp))
+        notes = load_checkpoint(new, checkpoint)
+        return [name for name, own in scaled(new) if own.scales], notes
+
+    formed, generator = trainer(te, fp8=True), torch.Generator().manual_seed(0)
+    formed.optimizer.prepare_grads()
+    step(formed)
+    for _, module in scaled(formed):
+        module.scale(generator)
+    saved = save_checkpoint(formed, scratch, STEPS + 1, {})
+    resumed = trainer(te, fp8=True)
+    notes = load_checkpoint(resumed, saved)
+    pairs = list(zip(scaled(formed), scaled(resumed), strict=True))
+    found: dict[str, Any] = {
+        "with scales": len(pairs),
+        "scales of experts": sum(own.num_gemms for (_, own), _ in pairs if own.num_gemms > 1),
+        "scales that differ": [
+            name
+            for (name, own), (_, got) in pairs
+            if own.scales.keys() != got.scales.keys()
+            or not all(torch.equal(value, got.scales[kind]) for kind, value in own.scales.items())
+        ],
+        "notes": notes,
+        "without FP8": load_checkpoint(trainer(te), saved),
+        "of another layout": loaded(saved, tp=2),
+        "of a conversion": loaded(converted),
+    }
+    _, module = scaled(formed)[0]
+    module.get_extra_state = lambda: torch.frombuffer(bytearray(pickle.dumps(print)), dtype=torch.uint8)
+    unsafe = save_checkpoint(formed, scratch, STEPS + 2, {})
+    try:
+        loaded(unsafe)
+    except CheckpointError as error:
+        found["unsafe"] = str(error)
+    return found
+
+
+def scaled(trainer: Any) -> list[tuple[str, Any]]:
+    """The modules that compute in FP8, by name."""
+    modules = trainer.chunks[0].named_modules()
+    return [(name, module) for name, module in modules if isinstance(module, te_stand_in.Module)]
+
+
+def step(trainer: Any) -> None:
+    """A step along gradients of all ones."""
+    for optimizer in trainer.optimizer.chained_optimizers:
+        for group in optimizer.optimizer.param_groups:
+            group["lr"] = 1e-3
+            for parameter in group["params"]:
+                parameter.grad = torch.ones_like(parameter)
+        optimizer.step_with_ready_grads()
+
+
+def weights(trainer: Any) -> dict[str, torch.Tensor]:
+    return {f"model {name}": p.detach().clone() for name, p in trainer.chunks[0].named_parameters()}
+
+
+def contents(trainer: Any) -> dict[str, Any]:
+    """Weights, the optimizer's means, and the steps that it has counted."""
+    found: dict[str, Any] = weights(trainer)
+    for which, optimizer in enumerate(trainer.optimizer.chained_optimizers):
+        adam = optimizer.optimizer
+        for number, group in enumerate(adam.param_groups):
+            found[f"steps {which} {number}"] = torch.tensor(group["step"])
+            for index, parameter in enumerate(group["params"]):
+                for name, value in adam.state[parameter].items():
+                    found[f"{name} {which} {number} {index}"] = value.clone()
+    return found
+
+
+def differing(expected: dict[str, torch.Tensor], got: dict[str, torch.Tensor]) -> list[str]:
+    assert len(expected) > 10
+    names = expected.keys() ^ got.keys()
+    return sorted(names | {n for n in expected.keys() & got.keys() if not torch.equal(expected[n], got[n])})
+
+
+def extra_states(trainer: Any) -> list[str]:
+    return list(trainer.chunks[0].module.state_dict())
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(*map(Path, sys.argv[1:]))))

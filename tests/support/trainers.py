@@ -1,0 +1,87 @@
+"""Opens trainers on a rank and reads gradients off their weights: with a huge Adam epsilon a first step
+moves each weight by lr / epsilon times its gradient."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron_ibpo.config import Config, LossConfig, ModelConfig, OptimizerConfig
+from support import planned
+
+EPSILON = 10.0
+LR = 1.0
+ROUNDING = 2**-22 * EPSILON / LR
+"""Of a gradient that is read off the change of a float32 weight of up to 2 in size."""
+
+
+def config_for(parallel, *, lr=LR, eps_adam=EPSILON, max_tokens=200, log_probs_tokens=None, **loss):
+    loss = {"eps_clip": 0.2, "eps_clip_high": 0.2, **loss}
+    return Config(
+        model=ModelConfig(max_tokens_per_gpu=max_tokens, log_probs_max_tokens_per_gpu=log_probs_tokens),
+        parallel=parallel,
+        optimizer=OptimizerConfig(
+            lr=lr, lr_decay_style="constant", lr_warmup_fraction=0, adam_eps=eps_adam, clip_grad=1e9
+        ),
+        loss=LossConfig(**loss),
+    )
+
+
+def open_trainer(world, hf_dir, config, reference=None):
+    from megatron_ibpo.models import read_hf_config
+    from megatron_ibpo.policy import parallel
+    from megatron_ibpo.policy.model import build_model
+    from megatron_ibpo.policy.reference import load_reference
+    from megatron_ibpo.policy.trainer import Trainer
+    from megatron_ibpo.weights.formats.load import load_hf
+    from megatron_ibpo.weights.layout.export import HFExport
+
+    shape = read_hf_config(Path(hf_dir))
+    parallel.initialize(config.parallel, world, seed=0)
+    chunks = build_model(shape, config, device="cpu")
+    load_hf(chunks, shape, Path(hf_dir))
+    export = HFExport(chunks, shape)
+    held = None if reference is None else load_reference(chunks, shape, reference)
+    return Trainer(chunks, shape.vocab_size, config, world, total_updates=10, reference=held), export, shape
+
+
+def close_trainer():
+    from megatron_ibpo.policy import parallel
+
+    parallel.destroy()
+
+
+def one_update(world, hf_dir, config, rows, updates=1):
+    """(weights by name on rank 0, metrics of each update) after `updates` updates on the same rows."""
+    trainer, export, _ = open_trainer(world, hf_dir, config)
+    metrics = [planned.update(trainer, rows) for _ in range(updates)]
+    weights = {name: None if tensor is None else tensor.clone() for name, tensor in export}
+    close_trainer()
+    return (weights if world.is_rank_0 else None), metrics
+
+
+def gradients(world, cases, rows, **loss):
+    """For each (checkpoint, layout, loss settings if any): gradients by name from rank 0, metrics from every
+    rank."""
+    results = []
+    for hf_dir, parallel, *settings in cases:
+        config = config_for(parallel, **loss, **dict(*settings))
+        before, _ = one_update(world, hf_dir, config, [])
+        after, metrics = one_update(world, hf_dir, config, rows)
+        moved = {n: (before[n] - after[n]) * (EPSILON / LR) for n in before} if world.is_rank_0 else None
+        results.append((moved, metrics[0]))
+    return results
+
+
+COMPARED = (
+    *("loss", "grad_norm", "entropy", "ratio_mean", "clip_fraction", "logprob_diff_abs_mean"),
+    *(f"importance_{name}" for name in ("weight_mean", "token_cut_fraction", "sequence_cut_fraction")),
+)
+
+
+def assert_close(found, expected, *case):
+    """Each tensor by its own largest number: another's would hide one whose gradients are small."""
+    assert found.keys() == expected.keys()
+    for name, wanted in expected.items():
+        worst, scale = (found[name] - wanted).abs().max().item(), wanted.abs().max().item()
+        assert scale > 100 * ROUNDING, (*case, name, scale, "would not be tested")
+        assert worst <= 2e-4 * scale + ROUNDING, (*case, name, worst, scale)

@@ -1,0 +1,288 @@
+"""`tests/gpu.sh`: what a part finds is kept whatever becomes of it, and parts need no vLLM, Ray or tyro."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import re
+import subprocess
+import sys
+import time
+import warnings
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from megatron_ibpo.report.disk import DiskWait
+from support.paths import ROOT
+from support.waiting import eventually
+
+sys.path.insert(0, str(ROOT / "tests" / "gpu"))
+
+import conductor
+import wheels
+
+ENDINGS = {
+    "passes": "job.note(number=1)",
+    "breaks": "job.note(number=2)\n    raise ValueError('no such kernel')",
+    "dies": "job.note(number=3)\n    os.kill(os.getpid(), 9)",
+    "hangs": "job.note(number=4)\n    time.sleep(60)",
+    "nests": "child = subprocess.Popen(['sleep', '60'])\n    job.note(child=child.pid)\n    child.wait()",
+    "lacks": "raise Skipped('no compute-sanitizer')",
+}
+"""Bodies of parts, by the parts' names."""
+
+
+@pytest.fixture
+def parts(tmp_path, monkeypatch):
+    """Parts with these endings, in the place of the real ones."""
+    (tmp_path / "parts").mkdir()
+    for name, body in ENDINGS.items():
+        code = f"import os, subprocess, time\nfrom job import Skipped\n\n\ndef run(job):\n    {body}\n"
+        (tmp_path / "parts" / f"{name}.py").write_text(code)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    made = tuple(conductor.Part(name, 2 if name == "hangs" else 30) for name in ENDINGS if name != "nests")
+    monkeypatch.setattr(conductor, "PARTS", made)
+    return made
+
+
+def test_every_ending_of_a_part_is_reported_with_what_it_had_found(parts, tmp_path, capsys):
+    saved = tmp_path / "gpu.json"
+    assert conductor.main(["--device", "cpu", "--save", str(saved)]) == 1
+    found = json.loads(saved.read_text())["parts"]
+    ends = {name: (own["status"], own.get("number")) for name, own in found.items()}
+    assert ends == {
+        "passes": ("passed", 1),
+        "breaks": ("failed", 2),
+        "dies": ("failed", 3),
+        "hangs": ("failed", 4),
+        "lacks": ("skipped", None),
+    }
+    assert found["breaks"]["reason"] == "ValueError: no such kernel"
+    assert "Traceback" in found["breaks"]["said"]
+    assert found["dies"]["reason"] == "its process died"
+    assert found["hangs"]["reason"] == "it took longer than 2 s"
+    assert found["lacks"]["reason"] == "no compute-sanitizer"
+    assert "1 passed, 3 failed, 1 skipped" in capsys.readouterr().out
+
+
+def test_a_part_that_hangs_leaves_no_process_behind(parts, tmp_path):
+    told = argparse.Namespace(device="cpu", quick=True)
+    found = conductor.run_part(conductor.Part("nests", 2), told, time.monotonic() + 60)
+    assert found["reason"] == "it took longer than 2 s"
+    assert eventually(lambda: is_over(found["child"]), 10)
+
+
+def test_a_run_that_is_cut_off_leaves_what_it_had_and_no_process(parts, tmp_path):
+    pid, saved = tmp_path / "pid", tmp_path / "gpu.json"
+    waits = f"import os, time\n\n\ndef run(job):\n    open({str(pid)!r}, 'w').write(str(os.getpid()))\n"
+    (tmp_path / "parts" / "waits.py").write_text(waits + "    time.sleep(60)\n")
+    program = (
+        "import conductor, sys\n"
+        "conductor.PARTS = conductor.Part('passes', 30), conductor.Part('waits', 60)\n"
+        "sys.exit(conductor.main(['--device', 'cpu', '--save', sys.argv[1]]))"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program, str(saved)], cwd=ROOT / "tests" / "gpu")
+    assert eventually(lambda: pid.exists() and pid.read_text(), 20)
+    process.terminate()
+    assert process.wait(20) == 143
+    assert json.loads(saved.read_text())["parts"]["passes"]["number"] == 1
+    assert eventually(lambda: is_over(pid.read_text()), 10)
+
+
+def test_a_place_for_the_file_that_is_not_there_is_refused_at_once(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        conductor.main(["--device", "cpu", "--save", str(tmp_path / "nowhere" / "gpu.json")])
+    assert "there is no directory" in capsys.readouterr().err
+
+
+def test_what_only_a_gpu_can_refute_comes_first():
+    names = [part.name for part in conductor.PARTS]
+    assert names[:5] == ["machine", "pinned-memory", "trainer-qwen3", "sleep", "weight-update"]
+    late = ["resume", "parity", "trainer-qwen3-fused", "host-syncs-qwen3", "loss-speed", "memcheck"]
+    assert [name for name in names if name in late] == late
+    assert names.index("trainer-qwen3-next-torch") == names.index("trainer-qwen3-next") + 1
+
+
+def test_the_summary_says_which_libraries_computed(parts, tmp_path, capsys, monkeypatch):
+    layers = {"attention": ("torch", "padded"), "delta net": ("flash-linear-attention", "Triton kernels")}
+    for name, found in (("local", layers), ("fast", {"attention": ("Transformer Engine", "cuDNN")})):
+        code = f"def run(job):\n    job.note(layers={found!r})\n"
+        (tmp_path / "parts" / f"{name}.py").write_text(code)
+    monkeypatch.setattr(conductor, "PARTS", (conductor.Part("local", 30), conductor.Part("fast", 30)))
+    saved = tmp_path / "gpu.json"
+    assert conductor.main(["--device", "cpu", "--save", str(saved)]) == 0
+    said = capsys.readouterr().out
+    local = "flash-linear-attention, torch (local modules: no evidence of MFU)"
+    assert f"local was computed by {local}\n" in said
+    assert "fast was computed by Transformer Engine\n" in said
+    assert json.loads(saved.read_text())["computed_by"]["local"] == local
+
+
+@pytest.mark.parametrize(("library", "mfu"), [("torch", None), ("Transformer Engine", 0.1)])
+def test_local_modules_give_no_mfu(tmp_path, monkeypatch, library, mfu):
+    from job import Job
+    from parts import trainer
+
+    monkeypatch.setattr(trainer.torch.cuda, "get_device_name", lambda _: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(trainer, "memory", lambda _: {"peak_reserved": 2**30})
+    job = Job("cuda", True, tmp_path, found={"layers": {"attention": (library, "")}})
+    trainer.note_speed(job, [2.0], 1000, 2 * 98.9e12)
+    assert job.found["mfu"] == mfu
+    assert ("local modules: no MFU" in job.found["summary"]) == (mfu is None)
+
+
+@pytest.mark.parametrize(
+    ("part", "missing", "named"),
+    [("kernels", "hypothesis", "hypothesis"), ("delta-net", "megatron", "megatron-core")],
+)
+def test_a_part_whose_package_is_missing_is_skipped_and_says_so(tmp_path, part, missing, named):
+    (tmp_path / "sitecustomize.py").write_text(f"import sys\nsys.modules[{missing!r}] = None\n")
+    paths = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    found, status = script(tmp_path, "--device", "cpu", "--only", part, environment={"PYTHONPATH": paths})
+    assert (status, found[part]["status"]) == (0, "skipped"), found
+    assert f"{named} is not installed" in found[part]["reason"]
+
+
+def make_wheel(folder, name, content="", tags="py3-none-any"):
+    folder.mkdir(exist_ok=True)
+    with zipfile.ZipFile(folder / f"{name}-1.0-{tags}.whl", "w") as archive:
+        archive.writestr(f"{name}/__init__.py", content)
+        archive.writestr(f"{name}-1.0.dist-info/METADATA", f"Name: {name}\nVersion: 1.0\n")
+
+
+def test_wheels_give_what_is_missing_for_one_run_and_hide_nothing(parts, tmp_path, monkeypatch):
+    folder = tmp_path / "wheels"
+    make_wheel(folder, "only_in_the_folder", "VALUE = 7")
+    make_wheel(folder, "pytest", "raise AssertionError('in the place of the one that is installed')")
+    code = (
+        "import only_in_the_folder, pytest\n\n\ndef run(job):\n    job.note(value=only_in_the_folder.VALUE)\n"
+    )
+    (tmp_path / "parts" / "needs.py").write_text(code)
+    monkeypatch.setattr(conductor, "PARTS", (conductor.Part("needs", 30),))
+    monkeypatch.setenv("WHEELS", str(folder))
+    saved = tmp_path / "gpu.json"
+    assert conductor.main(["--device", "cpu", "--save", str(saved)]) == 0, saved.read_text()
+    report = json.loads(saved.read_text())
+    assert report["parts"]["needs"]["value"] == 7
+    assert report["wheels"] == ["only_in_the_folder-1.0-py3-none-any.whl"]
+
+
+def test_wheels_that_cannot_serve_are_refused_with_the_command_that_makes_them(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("WHEELS", str(tmp_path / "nothing"))
+    with pytest.raises(SystemExit):
+        conductor.main(["--device", "cpu"])
+    assert "there are no wheels; `bash tests/gpu.sh --wheels DIR`" in capsys.readouterr().err
+    folder = tmp_path / "wheels"
+    make_wheel(folder, "compiled", tags="cp36-abi3-manylinux2014_x86_64")
+    monkeypatch.setenv("WHEELS", str(folder))
+    assert conductor.parse([]).wheels is None  # one that serves all versions
+    make_wheel(folder, "compiled", tags="cp39-cp39-manylinux2014_x86_64")
+    with pytest.raises(SystemExit):
+        conductor.main(["--device", "cpu"])
+    assert "is for another Python than this 3." in capsys.readouterr().err
+
+
+def test_the_wheels_are_the_pinned_ones():
+    pins = dict(line.split("==") for line in wheels.pins())
+    assert pins.keys() == set(wheels.PACKAGES)
+    assert pins["megatron-core"] == "0.19.2"
+
+
+def test_back_ends_that_took_a_call_are_known_by_the_log_of_flash_linear_attention():
+    from parts.delta_net_backend import served, tilelang_set_to
+
+    log = logging.getLogger("fla.backends")
+    with served() as found, tilelang_set_to(None):
+        log.info("[FLA Backend] common.chunk_bwd_dqkwg -> tilelang")
+        log.info("[FLA Backend] gated_delta_rule.chunk_gated_delta_rule -> flash_qla rejected: K is 64")
+        assert "FLA_TILELANG" not in os.environ
+    log.info("[FLA Backend] common.chunk_fwd_h -> intracard_cp")
+    assert found == {"tilelang"}
+
+
+def test_when_time_is_up_the_rest_is_skipped(parts):
+    told = argparse.Namespace(device="cpu", quick=True)
+    found = conductor.run_part(parts[0], told, time.monotonic() + conductor.LEAST_S / 2)
+    assert (found["status"], found["reason"]) == ("skipped", "no time was left for it")
+
+
+def test_without_a_gpu_it_says_so(tmp_path):
+    found, status = script(tmp_path, "--only", "kernels", environment={"CUDA_VISIBLE_DEVICES": ""})
+    assert status == 0
+    assert found["kernels"]["status"] == "skipped"
+    assert "no CUDA device" in found["kernels"]["reason"]
+
+
+@pytest.mark.slow
+def test_a_trainer_takes_its_steps_without_vllm_ray_transformer_engine_and_tyro(tmp_path):
+    for name in ("vllm", "ray", "transformer_engine", "tyro"):
+        (tmp_path / f"{name}.py").write_text(f"raise ModuleNotFoundError('{name}', name='{name}')\n")
+    only = ("--device", "cpu", "--quick", "--only", "trainer-qwen3")
+    found, status = script(tmp_path, *only, environment={"PYTHONPATH": str(tmp_path)})
+    trained = found["trainer-qwen3"]
+    assert status == 0, trained
+    assert len(trained["steps"]) == 5
+    assert trained["logprob_gap_after"] > trained["logprob_gap_before"]
+    assert trained["predicted_bytes"]["weights"] == 4 * trained["parameters"]
+    assert trained["tokens_per_second"] > 0
+
+
+@pytest.mark.slow  # about three minutes; each part is tested by itself elsewhere
+@pytest.mark.timeout(600)
+def test_all_parts_pass_on_a_cpu(tmp_path):
+    found, status = script(tmp_path, "--device", "cpu", "--quick")
+    assert status == 0, {name: own for name, own in found.items() if own["status"] == "failed"}
+    assert found.keys() == {part.name for part in conductor.PARTS}
+    skipped = {name for name, own in found.items() if own["status"] == "skipped"}
+    sanitizers = {"memcheck", "racecheck", "synccheck", "initcheck"}
+    need_a_gpu = {"host-syncs-qwen3", "host-syncs-qwen3-next", "pinned-memory", "delta-net-backend"}
+    assert skipped == sanitizers | need_a_gpu
+
+
+def test_waits_are_skipped_without_cuda_with_the_reason(tmp_path):
+    found, status = script(tmp_path, "--device", "cpu", "--quick", "--only", "host-syncs-qwen3")
+    assert status == 0
+    assert found["host-syncs-qwen3"]["status"] == "skipped"
+    assert "on CUDA alone" in found["host-syncs-qwen3"]["reason"]
+
+
+def test_waits_are_counted_by_the_line_that_waits_and_by_ours_that_led_there():
+    """With torch's words, as no CPU says them; every time, and no other warnings."""
+    from parts.host_syncs import SYNCHRONIZES, counted
+
+    def waits():
+        warnings.warn(SYNCHRONIZES, stacklevel=1)
+
+    with counted() as found:
+        for _ in range(2):
+            DiskWait(1, print).write(waits)
+        waits()
+        with pytest.warns(UserWarning, match="something else"):
+            warnings.warn("something else", stacklevel=1)
+    seen = {tuple(re.sub(r":\d+", "", name) for name in places): times for places, times in found.items()}
+    here = "test_gpu_script.py waits"
+    assert seen == {(here, "megatron_ibpo/report/disk.py write"): 2, (here, ""): 1}
+
+
+def is_over(pid):
+    process = Path("/proc", str(pid))
+    return not process.exists() or "(zombie)" in (process / "status").read_text()
+
+
+def script(directory, *arguments, environment=()):
+    """What the parts found, and the exit status."""
+    saved = directory / "gpu.json"
+    done = subprocess.run(
+        ["bash", str(ROOT / "tests" / "gpu.sh"), *arguments, "--save", str(saved)],
+        env={**os.environ, "IBPO_PYTHON": sys.executable, **dict(environment)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert saved.exists(), done.stderr
+    return json.loads(saved.read_text())["parts"], done.returncode

@@ -1,0 +1,111 @@
+"""Published runs as data, predictions of them, and the fit."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from fit_planner import PAGE, RESULTS, fit, judge, known, orderings, tables
+from predict_published import basis_of, layout_of, predict
+from published_runs import Row, halves, read_evidence, shape_of
+
+from megatron_ibpo.plan.coefficients import NAMES, Coefficients, fitted
+from megatron_ibpo.plan.hardware import hardware_names
+from megatron_ibpo.plan.roofline import collective_seconds, pass_time
+from megatron_ibpo.plan.workload import Batch
+
+ROWS = read_evidence()
+
+
+def test_there_are_rows_enough_and_each_says_where_it_was_read():
+    assert len(ROWS) >= 80
+    assert all(row.cited and row.measured and row.facts["hardware"] in hardware_names() for row in ROWS)
+    assert not [name for name, count in Counter((row.source, row.name) for row in ROWS).items() if count > 1]
+
+
+def test_what_a_row_leaves_open_has_a_range_around_its_own_value():
+    for row in ROWS:
+        for fact, (low, high) in row.left_open.items():
+            value = row.facts.get(fact)
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                assert low <= value <= high, (row.name, fact)
+
+
+def test_the_halves_hold_whole_sources_of_every_kind():
+    of = halves(ROWS)
+    kinds = {half: {row.kind for row in ROWS if of[row.source] == half} for half in ("fitted", "held out")}
+    assert kinds["fitted"] == {"training", "generation", "step", "update"}
+    assert kinds["held out"] >= {"training", "generation", "step"}
+    # by name alone: neither what a source says nor the order in which sources are read matters
+    assert halves(ROWS[::-1]) == of
+    # of training in order: nemo, torchtitan (00dd…), pith_train, gpu_recipes and so on
+    assert (of["nemo"], of["torchtitan"], of["pith_train"], of["gpu_recipes"]) == ("fitted", "held out") * 2
+
+
+def test_a_checkpoint_that_is_partly_in_fp8_weighs_what_its_source_logs():
+    """Llama 3.1 405B of Meta on eight H100: 126 layers of 16,384 by 53,248, of which attention and the MLPs
+    of the first and the last layer stay in BF16. The log says 56.77 GiB a GPU."""
+    attention, mlp, table = 2 * 16384**2 + 2 * 16384 * 1024, 3 * 16384 * 53248, 2 * 128256 * 16384
+    held = 126 * attention * 2 + 124 * mlp + 2 * mlp * 2
+    assert (held + 2 * table) / 8 / 1024**3 == pytest.approx(56.77, rel=2e-3)
+    (share,) = {row.facts["weight_bytes"] for row in ROWS if "weight_bytes" in row.facts}
+    assert share == pytest.approx(held / 126 / (attention + mlp), rel=1e-3)
+
+
+def row(kind: str, name: str = "row", **facts) -> Row:
+    return Row("here", name, kind, facts, {}, {}, "nowhere")
+
+
+TRAINING = {
+    "model": "qwen3_4b", "hardware": "h100", "gpus": 64, "precision": "bf16", "batch": 256, "micro_batch": 1,
+    "sequence": 4096, "recompute": "none",
+}  # fmt: skip
+
+
+def test_sharded_weights_are_gathered_in_both_passes_and_gradients_reduced():
+    """Two bytes in each of two passes and four of gradients, in each of four micro-batches."""
+    slow = replace(Coefficients(), link=0.001)
+    basis, layout = basis_of(TRAINING, shape_of("qwen3_4b"), slow), layout_of(TRAINING)
+    plain = pass_time(basis, layout, Batch.of([4096], 256))
+    sending = 4 * 8 * collective_seconds(basis, layout)
+    seconds = plain.total - plain.data + sending - plain.products - plain.attention - plain.memory
+    found = predict({**TRAINING, "fsdp": True}, "training", {"step_seconds": 0.0}, slow)
+    assert found["step_seconds"] == pytest.approx(seconds)
+
+
+def test_the_fit_finds_the_coefficients_that_rows_were_made_with():
+    rows = [one for one in known(ROWS) if one.source in ("nemo", "gpustack", "verl")][::3]
+    true = replace(Coefficients(), matmul=0.8, prefill=0.4, memory=0.6)
+    made = [
+        replace(one, left_open={}, measured=predict(one.facts, one.kind, one.times, true)) for one in rows
+    ]
+    found, intervals = fit(made, Coefficients())
+    for name in ("matmul", "prefill", "memory"):
+        low, high = intervals[name]
+        assert low < getattr(true, name) < high
+        assert getattr(found, name) == pytest.approx(getattr(true, name), rel=0.05)
+    errors = [abs(judged.error) for judged in judge(made, found, {one.source: "fitted" for one in made})]
+    assert max(errors) < 0.05
+
+
+def test_layouts_are_ordered_by_speed_within_what_is_otherwise_alike():
+    rows = [row("training", str(tensor), **TRAINING, tensor=tensor) for tensor in (1, 2, 4)]
+    speeds = {"1": 3.0, "2": 1.0, "4": 2.0}
+    rows = [replace(one, measured={"tokens_per_gpu_second": speeds[one.name]}) for one in rows]
+    (found,) = orderings(judge(rows, Coefficients(), {"here": "fitted"}), rows)
+    assert (found.layouts, found.fastest, found.pairs, found.right) == (3, True, 3, 2)
+
+
+def test_the_page_and_the_coefficients_are_those_of_the_results():
+    results = json.loads(RESULTS.read_text())
+    page = PAGE.read_text()
+    for name, table in tables(results).items():
+        assert f"<!-- {name} -->\n{table}\n<!-- end of {name} -->" in page
+    for name in NAMES:
+        assert getattr(fitted().coefficients, name) == pytest.approx(
+            results["coefficients"][name]["used"], rel=1e-3
+        )
+    for kind, factor in fitted().error.items():
+        assert factor == results["halves"][f"held out, {kind}"]["factor"]

@@ -1,0 +1,34 @@
+"""Provides checkpoints for tests to break."""
+
+from __future__ import annotations
+
+import pytest
+from safetensors.torch import load_file
+
+from megatron_ibpo.config import ParallelConfig
+from megatron_ibpo.weights.formats.convert import hf_to_megatron
+from support.checkpoint_bytes import shard_by_hand
+from support.conversions import ALONE
+from support.tiny_models import make_qwen3
+
+
+@pytest.fixture(scope="module")
+def origin(tmp_path_factory):
+    return make_qwen3(tmp_path_factory.mktemp("models") / "dense", 1)
+
+
+@pytest.fixture(scope="module")
+def tensors(origin):
+    return load_file(origin / "model.safetensors")
+
+
+@pytest.fixture
+def here(tmp_path, origin, tensors):
+    """A sharded copy that a test may break, and where its conversion goes."""
+    return shard_by_hand(origin, tmp_path / "hf", tensors), tmp_path / "out" / "stored"
+
+
+@pytest.fixture
+def stored(tmp_path, origin):
+    hf_to_megatron(origin, tmp_path / "stored", ParallelConfig(tensor_model_parallel_size=2), ALONE)
+    return tmp_path / "stored"

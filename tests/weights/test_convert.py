@@ -1,0 +1,660 @@
+"""Conversion changes no bit in any layout, and Megatron itself agrees about what the files hold."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import subprocess
+import sys
+from dataclasses import asdict
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from megatron_ibpo.config import Config, ModelConfig, ParallelConfig
+from megatron_ibpo.models import pipeline_layers, read_hf_config
+from megatron_ibpo.models.backends import LOCAL
+from megatron_ibpo.models.weight_map import weight_map
+from megatron_ibpo.weights.formats import convert
+from megatron_ibpo.weights.formats.convert import differing_tensors, hf_to_megatron, megatron_to_hf
+from megatron_ibpo.weights.formats.hugging_face import Checkpoint
+from megatron_ibpo.weights.formats.integrity import changed_files
+from megatron_ibpo.weights.formats.run_state import find_stored
+from megatron_ibpo.weights.formats.torch_dist import StoredCheckpoint
+from support import planned
+from support.checkpoint_bytes import (
+    as_bytes,
+    assert_same_bytes,
+    drawn_weights,
+    shard_by_hand,
+    with_fused_experts,
+    with_weights,
+)
+from support.conversions import ALONE
+from support.layouts import layout
+from support.mtp_checkpoints import mtp_tensors
+from support.paths import ROOT
+from support.ranks import run_ranks
+from support.tiny_models import (
+    make_glm4_moe,
+    make_gpt_oss,
+    make_llama,
+    make_qwen2,
+    make_qwen3,
+    make_qwen3_moe,
+    make_qwen3_next,
+)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Every architecture, all of whose dimensions four ranks can divide but one vocabulary and the two
+    key/value heads of "few", in one dtype or another."""
+    directory = tmp_path_factory.mktemp("models")
+    plain = {
+        "dense": (make_qwen3(directory / "p-dense", 1, layers=4, kv_heads=4), torch.bfloat16),
+        "tied": (make_qwen3(directory / "p-tied", 2, layers=4, kv_heads=4, tie=True), torch.float16),
+        "odd": (make_qwen3(directory / "p-odd", 4, kv_heads=4, tie=True, vocabulary=211), torch.float32),
+        "moe": (make_qwen3_moe(directory / "p-moe", 12, layers=4, kv_heads=4), torch.bfloat16),
+        "glm": (
+            make_glm4_moe(directory / "p-glm", 13, layers=4, kv_heads=4, predicting=1),
+            torch.bfloat16,
+        ),
+        "oss": (make_gpt_oss(directory / "p-oss", 14, layers=4, kv_heads=4), torch.bfloat16),
+        "llama": (make_llama(directory / "p-llama", 5, layers=4, kv_heads=4, biased=True), torch.bfloat16),
+        "few": (make_llama(directory / "p-few", 7, biased=True), torch.bfloat16),
+        "qwen2": (make_qwen2(directory / "p-qwen2", 6, layers=4, kv_heads=4), torch.bfloat16),
+        "next": (
+            make_qwen3_next(directory / "p-next", 3, kv_heads=4, key_heads=4, value_heads=8),
+            torch.float32,
+        ),
+    }
+    made = {
+        name: with_weights(path, directory / name, drawn_weights(path, dtype))
+        for name, (path, dtype) in plain.items()
+    }
+    everything = load_file(made["next"] / "model.safetensors") | mtp_tensors(torch.float32)
+    made["mtp"] = with_weights(made["next"], directory / "mtp", everything)
+    made["glm mtp"] = with_weights(made["glm"], directory / "glm mtp", with_fifth_layer(made["glm"]))
+    return made
+
+
+def with_fifth_layer(source):
+    """A checkpoint's tensors and those of a multi-token prediction layer as GLM-4.5's hold it: one more
+    layer, with a projection and norms of its own."""
+    tensors = load_file(source / "model.safetensors")
+    last = "model.layers.3."
+    fifth = {name.replace(last, "model.layers.4."): -own for name, own in tensors.items() if last in name}
+    norm, head = tensors["model.norm.weight"], tensors["lm_head.weight"]
+    fifth["model.layers.4.enorm.weight"] = norm.clone()
+    fifth["model.layers.4.shared_head.norm.weight"] = norm.clone()
+    fifth["model.layers.4.eh_proj.weight"] = torch.cat([head, head], dim=1)
+    return tensors | fifth
+
+
+LAYOUTS = [
+    (layout(), 1),
+    (layout(tp=2), 1),
+    (layout(tp=4), 1),
+    (layout(pp=2), 1),
+    (layout(pp=4), 1),
+    (layout(pp=2, first=3), 1),
+    (layout(pp=3, first=1, last=2), 1),
+    (layout(tp=2, pp=2, last=1), 1),
+    (layout(pp=2), 2),
+    (layout(tp=2, pp=2, last=2), 2),
+]
+EXPERT_LAYOUTS = [
+    (layout(ep=2), 1),
+    (layout(ep=4), 1),
+    (layout(etp=2), 1),
+    (layout(tp=4, etp=4), 1),
+    (layout(tp=2, ep=2, etp=2), 1),
+    (layout(tp=2, pp=2, ep=4), 1),
+    (layout(tp=4, pp=2, ep=2), 2),
+    (layout(ep=2, etp=2, pp=2, first=1), 1),
+]
+
+
+def cases():
+    for name in ("dense", "tied", "llama", "qwen2", "moe", "next", "mtp", "glm", "oss"):
+        experts = [] if name in ("dense", "tied", "llama", "qwen2") else EXPERT_LAYOUTS
+        for parallel, virtual_stages in LAYOUTS + experts:
+            if name != "oss" or parallel.expert_tensor_parallel_size == 1:  # experts with biases
+                yield name, parallel, virtual_stages
+    yield "glm mtp", layout(tp=2, pp=2, ep=2, first=1), 1
+    yield "few", layout(tp=4), 1
+    yield "few", layout(tp=4, pp=2), 1
+
+
+def short(value):
+    if isinstance(value, ParallelConfig):
+        changed = {k: v for k, v in asdict(value).items() if v != getattr(ParallelConfig(), k)}
+        return ",".join(f"{k.split('_')[0]}{k.split('_')[1][0]}{v}" for k, v in changed.items()) or "one"
+    return None
+
+
+@pytest.mark.parametrize(("name", "parallel", "virtual_stages"), list(cases()), ids=short)
+def test_there_and_back_changes_no_bit(models, tmp_path, name, parallel, virtual_stages):
+    stored, back = tmp_path / "stored", tmp_path / "back"
+    hf_to_megatron(models[name], stored, parallel, ALONE, virtual_stages=virtual_stages)
+    megatron_to_hf(stored, back, ALONE)
+    assert_same_bytes(load_file(back / "model.safetensors"), load_file(models[name] / "model.safetensors"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "stored"]
+
+
+def test_each_rank_of_the_layout_has_the_files_of_its_own_shards(models, tmp_path):
+    hf_to_megatron(models["next"], tmp_path / "stored", layout(tp=2, pp=2, ep=2), ALONE)
+    stored = StoredCheckpoint(tmp_path / "stored")
+    ranks = {}
+    for index, place in stored.places.items():
+        ranks.setdefault(index.fqn, set()).add(place.relative_path.rpartition("_")[0])
+    assert ranks["embedding.word_embeddings.weight"] == {"__0", "__1"}
+    assert ranks["decoder.layers.0.self_attention.in_proj.weight.z"] == {"__0", "__1"}
+    assert ranks["decoder.layers.0.mlp.experts.experts.linear_fc1.weight"] == {"__0", "__1"}
+    assert ranks["decoder.layers.1.mlp.router.weight"] == {"__0"}
+    assert ranks["decoder.layers.2.self_attention.out_proj.weight"] == {"__2", "__3"}
+    assert ranks["output_layer.weight"] == {"__2", "__3"}
+    chunks = stored.tensors["decoder.layers.3.self_attention.linear_qkv.weight"].chunks
+    sizes = {tuple(chunk.sizes) for chunk in chunks}
+    assert sizes == {(2 * 32 * (2 + 2), 96)}, "two of the four groups, queries and gates, keys and values"
+
+
+def test_every_form_of_the_source_gives_the_same_checkpoint(models, tmp_path):
+    tensors = load_file(models["next"] / "model.safetensors")
+    forms = [
+        shard_by_hand(models["next"], tmp_path / "sharded", tensors),
+        shard_by_hand(models["next"], tmp_path / "fused", with_fused_experts(tensors)),
+        pickled(models["next"], tmp_path / "pickled", tensors),
+    ]
+    for form in forms:
+        stored, back = tmp_path / f"{form.name}-stored", tmp_path / f"{form.name}-back"
+        hf_to_megatron(form, stored, layout(tp=2, ep=2), ALONE, allow_pickle=form.name == "pickled")
+        megatron_to_hf(stored, back, ALONE)
+        assert_same_bytes(load_file(back / "model.safetensors"), tensors)
+
+
+def pickled(origin, target, tensors):
+    target.mkdir()
+    shutil.copy(origin / "config.json", target)
+    torch.save(tensors, target / "pytorch_model.bin")
+    return target
+
+
+def test_the_result_is_whole_and_loads_in_transformers(models, tmp_path, monkeypatch):
+    """Several files with an index, configuration and tokenizer, and checksums of them all."""
+    from transformers import AutoModelForCausalLM
+
+    monkeypatch.setattr(convert, "HF_FILE_BYTES", 1_000_000)
+    origin = tmp_path / "origin"
+    shutil.copytree(models["moe"], origin)
+    (origin / "tokenizer.json").write_text("{}")
+    hf_to_megatron(origin, tmp_path / "stored", layout(ep=2), ALONE)
+    megatron_to_hf(tmp_path / "stored", tmp_path / "back", ALONE)
+    names = {path.name for path in (tmp_path / "back").iterdir()}
+    assert {"tokenizer.json", "config.json", "integrity.json", "model.safetensors.index.json"} <= names
+    assert len([name for name in names if name.endswith(".safetensors")]) > 1
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["dtype"] == "bfloat16"
+    original = AutoModelForCausalLM.from_pretrained(models["moe"], dtype=torch.bfloat16)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+    assert_same_bytes(loaded.state_dict(), original.state_dict())
+    for directory in (tmp_path / "stored", tmp_path / "back"):
+        listed = json.loads((directory / "integrity.json").read_text())["files"]
+        files = {str(p.relative_to(directory)) for p in directory.rglob("*") if p.is_file()}
+        assert set(listed) == files - {"integrity.json"}
+        assert changed_files(directory) == []
+
+
+# ----------------------------------------------------------------------- multi-token prediction layers
+
+
+def test_mtp_layers_are_carried_there_and_back_and_taken_from_the_origin_after_training(models, tmp_path):
+    hf_to_megatron(models["mtp"], tmp_path / "stored", layout(tp=2, ep=2), ALONE)
+    assert "mtp.layers.0.eh_proj.weight" in StoredCheckpoint(tmp_path / "stored").tensors
+    hf_to_megatron(models["next"], tmp_path / "trained", layout(), ALONE)  # as training saves: without
+    megatron_to_hf(tmp_path / "trained", tmp_path / "back", ALONE, origin=models["mtp"])
+    assert_same_bytes(
+        load_file(tmp_path / "back" / "model.safetensors"), load_file(models["mtp"] / "model.safetensors")
+    )
+
+
+@pytest.mark.world
+def test_a_prediction_layer_that_is_one_more_layer_is_taken_from_the_origin_after_training(models, tmp_path):
+    """And the router's correction, which no gradient reaches, is what it was, in float32."""
+    weights = run_ranks(saved_by_training, 2, models["glm"], tmp_path, layout(tp=2, ep=2))[0]
+    stored, origin = find_stored(tmp_path), models["glm mtp"]
+    with pytest.raises(ValueError, match=r"training keeps no model\.layers\.4\.\*, which .*--origin-hf-ch"):
+        megatron_to_hf(stored, tmp_path / "without", ALONE)
+    megatron_to_hf(stored, tmp_path / "back", ALONE, origin=origin)
+    original = load_file(origin / "model.safetensors")
+    kept = {name: own for name, own in original.items() if name.startswith("model.layers.4.")}
+    assert_same_bytes(load_file(tmp_path / "back" / "model.safetensors"), weights | kept)
+    corrections = [name for name in weights if name.endswith("e_score_correction_bias")]
+    assert len(corrections) == 3
+    assert_same_bytes(
+        {name: weights[name] for name in corrections}, {name: original[name] for name in corrections}
+    )
+    assert not torch.equal(weights["model.norm.weight"].float(), original["model.norm.weight"].float())
+
+
+def test_more_than_one_mtp_layer_is_refused_by_name(models, tmp_path):
+    tensors = load_file(models["mtp"] / "model.safetensors")
+    more = {
+        name.replace("layers.0", "layers.1"): tensor.clone()
+        for name, tensor in tensors.items()
+        if "mtp.layers" in name
+    }
+    several = with_weights(models["mtp"], tmp_path / "several", tensors | more)
+    with pytest.raises(ValueError, match=r"mtp\.layers\.1 to mtp\.layers\.1: only one"):
+        hf_to_megatron(several, tmp_path / "stored", layout(), ALONE)
+
+
+def mtp_keys(world, path):
+    """Names and global shapes that Megatron's own module for it stores."""
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.transformer.multi_token_prediction import (
+        MultiTokenPredictionBlockSubmodules,
+        get_mtp_layer_spec_for_backend,
+    )
+
+    from megatron_ibpo.models import spec as specs
+    from megatron_ibpo.policy import parallel
+    from megatron_ibpo.policy.model import transformer_config
+
+    parallel.initialize(layout(), world, seed=0)
+    shape = read_hf_config(path)
+    core = transformer_config(shape, Config())
+    core.mtp_num_layers, core.use_cpu_initialization = 1, True
+    backend = specs.make_backend(LOCAL)
+    spec = specs.block_spec(shape, backend, 0, shape.num_layers)
+    names = SimpleNamespace(
+        column_parallel_linear=lambda: backend.column_linear, layer_norm=lambda: backend.norm
+    )
+    mtp_layer = get_mtp_layer_spec_for_backend(spec.layer_specs[-1], names)
+    model = GPTModel(
+        config=core,
+        transformer_layer_spec=spec,
+        mtp_block_spec=MultiTokenPredictionBlockSubmodules(layer_specs=[mtp_layer]),
+        vocab_size=shape.vocab_size,
+        max_sequence_length=64,
+        position_embedding_type="rope",
+    )
+    metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+    return stored_shapes(model.sharded_state_dict(metadata=metadata))
+
+
+def stored_shapes(sharded):
+    """Key -> shape of the whole tensor, of everything in a sharded state dict that is a tensor."""
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+
+    shapes = {}
+    for value in nested_values(sharded):
+        if isinstance(value, ShardedTensorFactory):
+            shapes |= stored_shapes({"built": value.build()})
+        elif isinstance(value, ShardedTensor):
+            shapes[value.key] = tuple(value.global_shape)
+    return shapes
+
+
+@pytest.mark.world
+def test_megatron_names_its_mtp_layer_as_the_map_does(models):
+    (found,) = run_ranks(mtp_keys, 1, models["mtp"])
+    entries = weight_map(read_hf_config(models["mtp"]), mtp_layers=1)
+    expected = {block.key: block.shape for entry in entries.values() for block in entry.blocks()}
+    assert found == expected
+
+
+# -------------------------------------------------------------------------------- what Megatron says
+
+
+def parameters_after(world, cases):
+    """For each (HF checkpoint, its conversion, layout): whether loading either gives the same bits, and
+    what Megatron would store."""
+    return [same_parameters(world, *case) for case in cases]
+
+
+def same_parameters(world, hf_dir, stored, parallel_config):
+    from megatron_ibpo.policy import parallel
+    from megatron_ibpo.policy.checkpoint import _models, load_weights
+    from megatron_ibpo.policy.model import build_model
+    from megatron_ibpo.weights.formats.load import load_hf
+
+    parallel.initialize(parallel_config, world, seed=0)
+    shape = read_hf_config(hf_dir)
+    is_half = Checkpoint(hf_dir).dtype(weight_map(shape)["embedding.word_embeddings.weight"].pieces[0])
+    config = Config(model=ModelConfig(bf16=is_half == torch.bfloat16), parallel=parallel_config)
+    chunks = build_model(shape, config)
+    load_hf(chunks, shape, hf_dir)
+    from_hf = {name: weight.clone() for name, weight in weights_of(chunks[0])}
+    with torch.no_grad():
+        for _, weight in weights_of(chunks[0]):
+            weight.fill_(float("nan"))
+    load_weights(chunks, stored, shape.vocab_size)
+    same = all(
+        torch.equal(as_bytes(weight.detach()), as_bytes(from_hf[name]))
+        for name, weight in weights_of(chunks[0])
+    )
+    shapes = stored_shapes(_models(chunks, is_loading=False))
+    parallel.destroy()
+    return same, shapes
+
+
+def weights_of(chunk):
+    """Parameters, and what Megatron stores beside them."""
+    return [(name, own) for name, own in chunk.state_dict(keep_vars=True).items() if own is not None]
+
+
+LOADED = {
+    1: [
+        ("dense", layout(tp=4)),
+        ("tied", layout(pp=2)),
+        ("odd", layout(tp=2)),
+        ("moe", layout(ep=2)),
+        ("glm", layout(tp=2, ep=2)),
+        ("oss", layout(tp=2, ep=2)),
+        ("next", layout(tp=2, ep=4)),
+    ],
+    2: [
+        ("dense", layout(tp=2)),
+        ("tied", layout(pp=2)),
+        ("odd", layout(tp=2)),
+        ("moe", layout(etp=2, tp=2)),
+        ("glm mtp", layout(pp=2, first=1)),
+        ("oss", layout(pp=2)),
+        ("next", layout(pp=2, first=1)),
+        ("mtp", layout(tp=2, ep=2)),
+    ],
+    4: [
+        ("dense", layout(tp=4)),
+        ("odd", layout(tp=4)),
+        ("oss", layout(tp=2, pp=2, ep=2)),
+        ("next", layout(tp=4, ep=2, etp=2)),
+        ("next", layout(pp=2, last=3, ep=2)),
+    ],
+}
+"""By ranks: what is loaded under which layout. Alone, it is what was converted for another layout."""
+
+
+@pytest.mark.world
+@pytest.mark.slow  # the tests of training from one take some
+def test_loading_a_conversion_is_loading_the_original_in_every_layout(models, tmp_path):
+    for size, cases in LOADED.items():
+        arguments = []
+        for number, (name, parallel) in enumerate(cases):
+            stored = tmp_path / f"{size}-{number}"
+            hf_to_megatron(models[name], stored, parallel, ALONE)
+            arguments.append((models[name], stored, layout() if size == 1 else parallel))
+        by_rank = run_ranks(parameters_after, size, arguments, timeout=240)
+        for number, (name, parallel) in enumerate(cases):
+            assert all(results[number][0] for results in by_rank), (name, parallel)
+            shapes = {k: v for results in by_rank for k, v in results[number][1].items()}
+            shape = read_hf_config(models[name])
+            entries = weight_map(shape)
+            if shape.tie_word_embeddings:  # the head is the embedding, stored once
+                del entries["output_layer.weight"]
+            expected = {b.key: b.shape for entry in entries.values() for b in entry.blocks()}
+            if name == "odd" and size > 1:  # Megatron's own padding
+                expected["embedding.word_embeddings.weight"] = (212, shape.hidden_size)
+            assert shapes == expected
+
+
+def saved_by_training(world, hf_dir, directory, parallel_config):
+    from megatron_ibpo.policy.saving import save_checkpoint
+    from support.train_sequences import sequences
+    from support.trainers import close_trainer, config_for, open_trainer
+
+    config = config_for(parallel_config, lr=1e-3)
+    config.model.hf_checkpoint = hf_dir
+    trainer, export, _ = open_trainer(world, hf_dir, config)
+    planned.update(trainer, sequences(4))
+    save_checkpoint(trainer, directory / "checkpoints", 7, {})
+    weights = {name: None if tensor is None else tensor.clone() for name, tensor in export}
+    close_trainer()
+    return weights
+
+
+@pytest.mark.world
+def test_what_training_saves_converts_to_what_it_exports(models, tmp_path):
+    weights = run_ranks(saved_by_training, 2, models["next"], tmp_path, layout(tp=2, ep=2))[0]
+    assert find_stored(tmp_path).name == "step_000007"
+    megatron_to_hf(find_stored(tmp_path), tmp_path / "back", ALONE)
+    assert_same_bytes(load_file(tmp_path / "back" / "model.safetensors"), weights)
+    assert differing_tensors(tmp_path / "back", find_stored(tmp_path), ALONE) == []
+    assert "model.norm.weight" in differing_tensors(models["next"], find_stored(tmp_path), ALONE)
+
+
+def trained_from(world, hf_dir, stored):
+    """Gradient norms of two updates from the original and from its conversion."""
+    from megatron_ibpo.policy.checkpoint import load_checkpoint
+    from support.train_sequences import sequences
+    from support.trainers import close_trainer, config_for, open_trainer
+
+    norms = []
+    for checkpoint in (None, stored):
+        config = config_for(layout(), lr=1e-3)
+        trainer, _, _ = open_trainer(world, hf_dir, config)
+        if checkpoint is not None:
+            with torch.no_grad():
+                for parameter in trainer.chunks[0].parameters():
+                    parameter.zero_()
+            load_checkpoint(trainer, checkpoint)
+        norms.append([planned.update(trainer, sequences(4))["grad_norm"] for _ in range(2)])
+        close_trainer()
+    return norms
+
+
+@pytest.mark.world
+def test_training_starts_from_a_conversion_as_from_the_original(models, tmp_path):
+    hf_to_megatron(models["dense"], tmp_path / "stored", layout(pp=2), ALONE)
+    ((expected, found),) = run_ranks(trained_from, 1, models["dense"], tmp_path / "stored")
+    assert found == expected
+
+
+def interleaved(world, hf_dir, stored, virtual_stages):
+    """This rank's parameters, by HF rows: {name over the whole model: tensor}, from an interleaved model."""
+    from megatron.core import dist_checkpointing, parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+    from megatron_ibpo.models import spec as specs
+    from megatron_ibpo.models.weight_map import global_name
+    from megatron_ibpo.policy import cpu
+    from megatron_ibpo.policy.model import transformer_config
+
+    cpu.activate()
+    parallel_state.initialize_model_parallel(
+        pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=virtual_stages
+    )
+    shape = read_hf_config(hf_dir)
+    core = transformer_config(shape, Config(parallel=layout(pp=2)))
+    core.virtual_pipeline_model_parallel_size, core.use_cpu_initialization = virtual_stages, True
+    held = {}
+    for stage in range(virtual_stages):
+        rank = parallel_state.get_pipeline_model_parallel_rank()
+        offset = get_transformer_layer_offset(core, stage, rank)
+        count = shape.num_layers // (2 * virtual_stages)
+        chunk = GPTModel(
+            config=core,
+            transformer_layer_spec=specs.block_spec(shape, specs.make_backend(LOCAL), offset, count),
+            vocab_size=shape.vocab_size,
+            max_sequence_length=64,
+            pre_process=(rank, stage) == (0, 0),
+            post_process=(rank, stage) == (1, virtual_stages - 1),
+            position_embedding_type="rope",
+            vp_stage=stage,
+        )
+        metadata = {
+            "non_homogeneous_layers": True,
+            "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+        }
+        wanted = {
+            key: value
+            for key, value in chunk.sharded_state_dict(metadata=metadata).items()
+            if not key.endswith("_extra_state")
+        }
+        chunk.load_state_dict(dist_checkpointing.load({"model": wanted}, str(stored))["model"])
+        held |= {global_name(n, offset, 0): p.detach() for n, p in chunk.named_parameters()}
+    return held
+
+
+@pytest.mark.world
+def test_an_interleaved_pipeline_of_megatron_reads_its_layers(models, tmp_path):
+    hf_to_megatron(models["next"], tmp_path / "stored", layout(pp=2), ALONE, virtual_stages=2)
+    by_rank = run_ranks(interleaved, 2, models["next"], tmp_path / "stored", 2)
+    assert {int(n.split(".")[2]) for n in by_rank[0] if ".layers." in n} == {0, 2}
+    checkpoint = Checkpoint(models["next"])
+    held = by_rank[0] | by_rank[1]
+    for name, entry in weight_map(read_hf_config(models["next"])).items():
+        assert torch.equal(held[name], entry.join([checkpoint.read(piece) for piece in entry.pieces])), name
+
+
+def convert_together(world, hf_dir, directory):
+    hf_to_megatron(hf_dir, directory / "stored", layout(tp=2, pp=2), world)
+    megatron_to_hf(directory / "stored", directory / "back", world)
+    return differing_tensors(hf_dir, directory / "stored", world)
+
+
+@pytest.mark.world
+def test_several_processes_share_the_work(models, tmp_path):
+    assert run_ranks(convert_together, 2, models["next"], tmp_path) == [[], []]
+    assert_same_bytes(
+        load_file(tmp_path / "back" / "model.safetensors"), load_file(models["next"] / "model.safetensors")
+    )
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_older_checkpoints_that_stack_layers_and_pad_the_vocabulary_are_read(models, tmp_path):
+    """As Megatron-LM writes a dense model: one tensor for a parameter of all layers, 128 rows at least."""
+    hf_to_megatron(models["dense"], tmp_path / "stored", layout(), ALONE)
+    stored = StoredCheckpoint(tmp_path / "stored")
+    entries = list(weight_map(read_hf_config(models["dense"])).values())
+    restored = tmp_path / "restacked"
+    write_stacked(restored, stored, entries, num_layers=4, rows=128)
+    megatron_to_hf(restored, tmp_path / "back", ALONE, origin=models["dense"])
+    assert_same_bytes(
+        load_file(tmp_path / "back" / "model.safetensors"), load_file(models["dense"] / "model.safetensors")
+    )
+
+
+def write_stacked(directory, stored, entries, num_layers, rows):
+    import torch.distributed.checkpoint as dcp
+
+    stacked = {}
+    for entry in entries:
+        whole = stored.read(entry)
+        if entry.layer is None:
+            padding = rows - len(whole) if entry.name.endswith(("embeddings.weight", "layer.weight")) else 0
+            stacked[entry.name] = torch.cat([whole, whole.new_zeros(padding, *whole.shape[1:])])
+            continue
+        key = entry.name.replace(f"layers.{entry.layer}.", "layers.")
+        if key not in stacked:
+            stacked[key] = whole.new_empty(num_layers, *whole.shape)
+        stacked[key][entry.layer] = whole
+    dcp.save(stacked, storage_writer=dcp.FileSystemWriter(directory), no_dist=True)
+    (directory / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+
+
+# -------------------------------------------------------------------------------------------- the plan
+
+
+@st.composite
+def pipelines(draw):
+    stages, virtual = draw(st.integers(2, 5)), draw(st.integers(1, 3))
+    middle = draw(st.integers(1, 3)) * virtual
+    first = draw(st.none() | st.integers(1, 3).map(lambda n: n * virtual))
+    last = draw(st.none() | st.integers(1, 3).map(lambda n: n * virtual))
+    others = stages - (first is not None) - (last is not None)
+    assume(others or virtual == 1)  # Megatron's own arithmetic divides by zero there
+    return (first or 0) + (last or 0) + others * middle, stages, virtual, first, last
+
+
+@given(pipelines())
+@settings(max_examples=60, deadline=None)
+def test_layers_lie_where_megatron_puts_them(pipeline):
+    from megatron.core.transformer.transformer_block import get_num_layers_to_build
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+    num_layers, stages, virtual, first, last = pipeline
+    core = SimpleNamespace(
+        num_layers=num_layers,
+        pipeline_model_parallel_size=stages,
+        virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
+        pipeline_model_parallel_layout=None,
+        num_layers_in_first_pipeline_stage=first,
+        num_layers_in_last_pipeline_stage=last,
+        account_for_embedding_in_pipeline_split=False,
+        account_for_loss_in_pipeline_split=False,
+    )
+    for stage, chunks in enumerate(
+        pipeline_layers(num_layers, layout(pp=stages, first=first, last=last), virtual)
+    ):
+        for number, layers in enumerate(chunks):
+            vp_stage = number if virtual > 1 else None
+            assert layers.start == get_transformer_layer_offset(core, vp_stage, stage)
+            assert len(layers) == get_num_layers_to_build(core, vp_stage, stage)
+
+
+@pytest.mark.parametrize("name", ["dense", "moe", "glm", "oss", "next", "mtp", "few"])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_shards_cover_every_stored_tensor_once(models, name, ranks):
+    """And joined from cuts, a shard is what its blocks are of the parameter joined whole."""
+    entries = weight_map(read_hf_config(models[name]), mtp_layers=int(name == "mtp"))
+    covered = {}
+    checkpoint = Checkpoint(models[name])
+    for entry in entries.values():
+        whole = entry.join([checkpoint.read(piece) for piece in entry.pieces])
+        assert whole.shape == entry.shape
+        for rank in range(ranks if entry.cut else 1):
+            shard = entry.assemble(checkpoint.read_shard(entry, rank, ranks), rank, ranks)
+            parts = entry.take_apart(shard, rank, ranks)
+            for part, held in zip(parts, checkpoint.read_shard(entry, rank, ranks), strict=True):
+                assert torch.equal(part, held)
+            blocks = entry.blocks(rank, ranks)
+            assert shard.numel() == sum(math.prod(block.sizes) for block in blocks)
+            for block in blocks:
+                counts = covered.setdefault(block.key, torch.zeros(block.shape, dtype=torch.int8))
+                box = tuple(slice(o, o + s) for o, s in zip(block.offsets, block.sizes, strict=True))
+                counts[box] += 1
+    assert all(bool((counts == 1).all()) for counts in covered.values())
+
+
+# ------------------------------------------------------------------------------------------- the tools
+
+
+def test_the_tools_convert_and_verify_from_the_command_line(models, tmp_path):
+    def tool(name, *arguments):
+        return subprocess.run(
+            [sys.executable, ROOT / f"tools/{name}.py", *arguments],
+            capture_output=True,
+            text=True,
+            timeout=200,
+        )
+
+    stored, back = tmp_path / "stored", tmp_path / "back"
+    there = tool(
+        "convert_hf_to_megatron", "--hf-checkpoint", models["next"], "--save", stored,
+        "--tensor-model-parallel-size", "2", "--expert-model-parallel-size", "2", "--verify",
+    )  # fmt: skip
+    assert there.returncode == 0, there.stderr
+    assert "weights: 0 differing bytes" in there.stderr
+    again = tool("convert_megatron_to_hf", "--load", stored, "--save", back, "--verify")
+    assert again.returncode == 0, again.stderr
+    assert "logits: differ by at most" in again.stderr
+    refused = tool("convert_megatron_to_hf", "--load", stored, "--save", back)
+    assert refused.returncode == 2
+    assert "exists; nothing is overwritten" in refused.stderr
+    weights = max(stored.glob("*.distcp"), key=lambda path: path.stat().st_size)
+    damaged = bytearray(weights.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    weights.write_bytes(damaged)
+    refused = tool("convert_megatron_to_hf", "--load", stored, "--save", tmp_path / "damaged", "--verify")
+    assert refused.returncode == 2
+    assert f"{weights.name} is not what was written" in refused.stderr
+    assert not (tmp_path / "damaged").exists()

@@ -1,0 +1,211 @@
+"""Weights that travel between GPUs are read once they are there, and their memory is used again after that.
+
+The streams are a CPU's stand-in (`stream_races`); the gather and vLLM's packed sender and receiver are the
+real ones. Not run on GPUs.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import _disable_current_modes as unwatched
+
+from megatron_ibpo.weights.layout import gather
+from megatron_ibpo.weights.layout.gather import Gather
+from megatron_ibpo.weights.layout.one_stream import on_one_stream
+from megatron_ibpo.weights.layout.regions import Box, Region, TensorMeta, pack, whole
+from support.stream_races import Device, Event, Stream, simulated_streams
+
+SHAPES = {f"layer{number // 3}.{'abc'[number % 3]}": (4 + number, 8) for number in range(18)}
+BUCKET = 1000
+"""Bytes: a few tensors."""
+
+
+def vllm_transfer() -> Any:
+    """vLLM's packed sending and receiving, without the rest of it, whose import takes seconds."""
+    found = importlib.util.find_spec("vllm")
+    assert found is not None
+    assert found.origin is not None
+    path = Path(found.origin).parent / "distributed/weight_transfer/packed_tensor.py"
+    spec = importlib.util.spec_from_file_location("packed_tensor", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class Halves:
+    """Weights of which either of two ranks holds half the rows."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        draw = torch.Generator().manual_seed(0)
+        self.tensors = {name: torch.randn(shape, generator=draw) for name, shape in SHAPES.items()}
+
+    def metadata(self) -> list[TensorMeta]:
+        return [TensorMeta(name, t.dtype, tuple(t.shape)) for name, t in self.tensors.items()]
+
+    def regions(self) -> list[tuple[Region, ...]]:
+        return [
+            tuple(Region(box, (rank,)) for rank, box in enumerate(self.boxes(t)))
+            for t in self.tensors.values()
+        ]
+
+    def boxes(self, tensor: torch.Tensor) -> list[Box]:
+        half, rows = len(tensor) // 2, len(tensor)
+        return [((0, half), *whole(tensor.shape[1:])), ((half, rows), *whole(tensor.shape[1:]))]
+
+    def local(self) -> Iterator[dict[Box, torch.Tensor]]:
+        for tensor in self.tensors.values():
+            box = self.boxes(tensor)[self.rank]
+            (start, stop), *_ = box
+            yield {box: tensor[start:stop]}
+
+
+class Work:
+    """Under way on the stream that torch's NCCL groups have of their own."""
+
+    def __init__(self, device: Device, done: Event, kept: Any) -> None:
+        self.device, self.done, self.kept = device, done, kept
+
+    def wait(self) -> None:
+        self.device.current.wait_event(self.done)
+        self.kept = None
+
+
+class OtherRank:
+    """torch.distributed as the gather of rank 0 sees it: rank 1 sends its halves."""
+
+    isend, irecv = "isend", "irecv"
+
+    def __init__(self, device: Device) -> None:
+        self.device, self.stream = device, Stream(device)
+        with unwatched():
+            self.held = dict(enumerate(Halves(1).local()))
+        self.gather: Any = None
+
+    def is_initialized(self) -> bool:
+        return False
+
+    def P2POp(self, kind: str, flat: torch.Tensor, peer: int, tag: int) -> tuple[torch.Tensor, int]:
+        assert (kind, peer) == (self.irecv, 1)
+        return flat, tag
+
+    def batch_isend_irecv(self, operations: list[tuple[torch.Tensor, int]]) -> list[Work]:
+        self.stream.wait_stream(self.device.current)
+        for flat, place in operations:
+            with unwatched():
+                message = pack(self.gather._messages[place][1], self.held)
+            with self.device.under(self.stream):
+                flat.copy_(message)
+        return [Work(self.device, self.stream.record_event(), operations)]
+
+
+class Wire:
+    """What vLLM's communicator sends from one side to the other, in order."""
+
+    def __init__(self, device: Device) -> None:
+        self.device, self.order, self.sent = device, Event({}), []
+
+    def broadcast(self, tensor: torch.Tensor, src: int) -> None:
+        self.device.current.wait_event(self.order)  # NCCL keeps the order of one communicator's operations
+        self.transfer(tensor)
+        self.order = self.device.current.record_event()
+
+    def transfer(self, tensor: torch.Tensor) -> None:
+        self.sent.append(tensor.clone())
+
+
+def races_of_sending(tensors_of: Any, buffers: int = 2) -> list[str]:
+    """Train, send all to a worker, train again; what was sent is checked here, what raced is returned."""
+    source = Halves(0)
+    with simulated_streams() as device, pytest.MonkeyPatch.context() as patch:
+        other = OtherRank(device)
+        patch.setattr(gather, "dist", other)
+        gathered = other.gather = Gather(source, to=0, bucket_bytes=BUCKET, device="cpu")
+        wire = Wire(device)
+        for tensor in source.tensors.values():
+            tensor.mul_(1)
+        vllm_transfer().packed_nccl_broadcast_producer(
+            iterator=iter(tensors_of(gathered)),
+            group=wire,
+            src=0,
+            post_iter_func=lambda item: item[1],
+            buffer_size_bytes=BUCKET,
+            num_buffers=buffers,
+        )
+        for tensor in source.tensors.values():
+            tensor.mul_(1)
+    expected = torch.cat([tensor.flatten() for tensor in source.tensors.values()])
+    assert torch.equal(torch.cat(wire.sent).view(torch.float32), expected)
+    return device.races
+
+
+def test_gathered_weights_are_sent_after_they_have_arrived():
+    assert races_of_sending(lambda gathered: on_one_stream(gathered, torch.cuda.Stream())) == []
+
+
+def test_without_a_stream_of_its_own_the_gather_races_with_the_sender():
+    races = races_of_sending(lambda gathered: gathered)
+    assert any("reads what is still written" in race for race in races)
+
+
+class Delivered(Wire):
+    """The worker's end: what was sent arrives, whole buckets in order."""
+
+    def __init__(self, device: Device, tensors: Iterable[torch.Tensor]) -> None:
+        super().__init__(device)
+        self.coming = torch.cat([tensor.flatten().view(torch.uint8) for tensor in tensors])
+
+    def transfer(self, tensor: torch.Tensor) -> None:
+        arrived, self.coming = self.coming.split([len(tensor), len(self.coming) - len(tensor)])
+        tensor.copy_(arrived)
+
+
+class Layers:
+    """A model that vLLM reloads layer by layer: what comes is kept until a layer is complete, and is then
+    read under whatever stream is the present one."""
+
+    def __init__(self) -> None:
+        self.parameters = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+        self.kept: dict[str, torch.Tensor] = {}
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            self.kept[name] = tensor
+            layer = name.partition(".")[0]
+            parts = [part for part in self.kept if part.startswith(f"{layer}.")]
+            if len(parts) == 3:
+                for part in parts:
+                    fresh = torch.empty(SHAPES[part]).copy_(self.kept.pop(part))
+                    self.parameters[part].copy_(fresh)
+
+
+def races_of_receiving(buffers: int) -> list[str]:
+    sent = Halves(0).tensors
+    model = Layers()
+    with simulated_streams() as device:
+        with unwatched():
+            wire = Delivered(device, sent.values())
+        vllm_transfer().packed_nccl_broadcast_consumer(
+            iterator=iter([(name, (list(t.shape), t.dtype)) for name, t in sent.items()]),
+            group=wire,
+            src=0,
+            post_unpack_func=model.load_weights,
+            buffer_size_bytes=BUCKET,
+            num_buffers=buffers,
+            device="cpu",
+        )
+    assert all(torch.equal(model.parameters[name], tensor) for name, tensor in sent.items())
+    return device.races
+
+
+def test_a_worker_with_one_buffer_loads_what_has_arrived_and_one_with_two_races():
+    assert races_of_receiving(1) == []
+    assert races_of_receiving(2) != []  # the reason for PACKED_BUFFERS
