@@ -128,6 +128,7 @@ def refused(address, tmp_path_factory):
     return {name: done.result() for name, done in asked.items()}
 
 
+@pytest.mark.slow  # the words are tested on paper, in test_placement.py
 def test_a_cluster_that_is_too_small_says_what_it_has(refused):
     status, output = refused["trainers"]
     assert status == 2
@@ -135,6 +136,7 @@ def test_a_cluster_that_is_too_small_says_what_it_has(refused):
     assert "Traceback" not in output
 
 
+@pytest.mark.slow
 def test_no_room_is_left_for_engines_of_their_own(refused):
     status, output = refused["engines"]
     assert status == 2

@@ -37,6 +37,7 @@ FAMILIES = (
 )  # fmt: skip
 
 
+@pytest.mark.slow  # tests/house/test_fuzz_readers.py reads two thousand inputs without commands
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bad_input_ends_in_a_line_in_time_and_within_memory(table, family):
     found = table[family]

@@ -202,7 +202,8 @@ def test_a_policy_that_diverges_is_stopped(run, tmp_path):
     assert summary["status"].startswith("failed: NotFiniteError")
 
 
-@pytest.mark.parametrize("layout", [ONE_TRAINER, pytest.param([], marks=pytest.mark.slow)], ids=["1", "2"])
+@pytest.mark.slow  # the kills of .ci/run stop runs too (tests/chaos.sh)
+@pytest.mark.parametrize("layout", [ONE_TRAINER, []], ids=["1", "2"])
 def test_ctrl_c_saves_and_leaves_nothing_running(tmp_path, layout):
     """Of one trainer and its engine, or of two and theirs."""
     run_dir = tmp_path / "run"

@@ -596,6 +596,7 @@ def run_script(name: str, *flags: str, **environment: str) -> subprocess.Complet
     )
 
 
+@pytest.mark.slow
 def test_the_script_of_the_80b_model_prints_its_plan_without_a_gpu():
     done = run_script("run_qwen3_next_ibpo.sh", "--dry-run", HF_CHECKPOINT=str(NEXT_80B))
     assert done.returncode == FITS, done.stderr

@@ -628,15 +628,12 @@ def test_shards_cover_every_stored_tensor_once(models, name, ranks):
 # ------------------------------------------------------------------------------------------- the tools
 
 
-def test_the_tools_convert_and_verify_from_the_command_line(models, tmp_path):
-    def tool(name, *arguments):
-        return subprocess.run(
-            [sys.executable, ROOT / f"tools/{name}.py", *arguments],
-            capture_output=True,
-            text=True,
-            timeout=200,
-        )
+def tool(name, *arguments):
+    words = [sys.executable, ROOT / f"tools/{name}.py", *arguments]
+    return subprocess.run(words, capture_output=True, text=True, timeout=200)
 
+
+def test_the_tools_convert_and_verify_from_the_command_line(models, tmp_path):
     stored, back = tmp_path / "stored", tmp_path / "back"
     there = tool(
         "convert_hf_to_megatron", "--hf-checkpoint", models["next"], "--save", stored,
@@ -647,7 +644,15 @@ def test_the_tools_convert_and_verify_from_the_command_line(models, tmp_path):
     again = tool("convert_megatron_to_hf", "--load", stored, "--save", back, "--verify")
     assert again.returncode == 0, again.stderr
     assert "logits: differ by at most" in again.stderr
-    refused = tool("convert_megatron_to_hf", "--load", stored, "--save", back)
+
+
+@pytest.mark.slow  # test_convert_faults.py refuses the same through the functions
+def test_the_tools_refuse_from_the_command_line(models, tmp_path):
+    stored = tmp_path / "stored"
+    assert (
+        tool("convert_hf_to_megatron", "--hf-checkpoint", models["dense"], "--save", stored).returncode == 0
+    )
+    refused = tool("convert_megatron_to_hf", "--load", stored, "--save", models["dense"])
     assert refused.returncode == 2
     assert "exists; nothing is overwritten" in refused.stderr
     weights = max(stored.glob("*.distcp"), key=lambda path: path.stat().st_size)
