@@ -649,9 +649,8 @@ def test_the_tools_convert_and_verify_from_the_command_line(models, tmp_path):
 @pytest.mark.slow  # test_convert_faults.py refuses the same through the functions
 def test_the_tools_refuse_from_the_command_line(models, tmp_path):
     stored = tmp_path / "stored"
-    assert (
-        tool("convert_hf_to_megatron", "--hf-checkpoint", models["dense"], "--save", stored).returncode == 0
-    )
+    there = tool("convert_hf_to_megatron", "--hf-checkpoint", models["dense"], "--save", stored)
+    assert there.returncode == 0, there.stderr
     refused = tool("convert_megatron_to_hf", "--load", stored, "--save", models["dense"])
     assert refused.returncode == 2
     assert "exists; nothing is overwritten" in refused.stderr
