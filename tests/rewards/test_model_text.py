@@ -149,15 +149,16 @@ def test_every_pattern_that_reads_text_is_tried():
 
 
 @pytest.mark.parametrize("door", DOORS)
-def test_a_megabyte_of_one_character_is_read(door):
+def test_a_hundred_thousand_of_one_character_are_read(door):
+    """What is quadratic in them takes minutes."""
     for character in CHARACTERS:
-        read(door, character * MEGABYTE + "?", f"{character!r} and an end that fits nothing")
+        read(door, character * 100_000 + "?", f"{character!r} and an end that fits nothing")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("door", DOORS)
-def test_a_megabyte_of_any_other_character_is_read(door):
-    for character in MORE_CHARACTERS:
+def test_a_megabyte_of_one_character_is_read(door):
+    for character in CHARACTERS + MORE_CHARACTERS:
         read(door, character * MEGABYTE + "?", f"{character!r} and an end that fits nothing")
 
 
