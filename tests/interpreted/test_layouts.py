@@ -9,12 +9,13 @@ from support import layout_cases
 pytestmark = pytest.mark.kernel
 
 
-SLOW = pytest.mark.slow  # (2, 2) has both in one; tests/loss/test_loss_layouts.py takes all of them in torch
+# (2, 2) has both in one; tests/loss/test_loss_layouts.py takes every variant and layout in torch
+def test_a_variant_of_each_kind_equals_one_process():
+    """The kinds differ in what they sum: sequences, tokens, geometric means, log-probs, soft gates."""
+    layout_cases.check_layout("triton", 2, 2, ("gspo", "grpo", "gmpo", "cispo", "sapo"))
 
 
-@pytest.mark.parametrize(
-    ("tp", "cp"),
-    [pytest.param(2, 1, marks=SLOW), pytest.param(4, 1, marks=SLOW), pytest.param(1, 2, marks=SLOW), (2, 2)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("tp", "cp"), [(2, 1), (4, 1), (1, 2), (2, 2)])
 def test_every_variant_equals_one_process(tp, cp):
     layout_cases.check_layout("triton", tp, cp)

@@ -15,21 +15,19 @@ pytest.importorskip("triton")
 pytestmark = pytest.mark.kernel
 
 
-SUITES = ["test_kernels.py", "test_layouts.py", "test_readme.py"]
-
-
-def command(suite, marked="not slow"):
+def command(*suites, marked="not slow"):
     variables = ["TRITON_INTERPRET=1", "OMP_NUM_THREADS=1", f"PYTHONPATH={ROOT}"]
-    pytest_flags = ["-q", "--timeout=280", "-m", marked, str(ROOT / "tests/interpreted" / suite)]
+    files = [str(ROOT / "tests/interpreted" / suite) for suite in suites]
+    pytest_flags = ["-q", "--timeout=280", "-m", marked, *files]
     return ["env", *variables, sys.executable, "-m", "pytest", *pytest_flags]
 
 
 @pytest.mark.parametrize(
     "program",
     [
-        *(pytest.param(command(suite), id=suite) for suite in SUITES),
-        pytest.param(command("test_kernels.py", "slow"), id="more kernels", marks=pytest.mark.slow),
-        pytest.param(command("test_layouts.py", "slow"), id="more layouts", marks=pytest.mark.slow),
+        pytest.param(command("test_kernels.py", "test_layouts.py", "test_readme.py"), id="quick"),
+        pytest.param(command("test_kernels.py", marked="slow"), id="more kernels", marks=pytest.mark.slow),
+        pytest.param(command("test_layouts.py", marked="slow"), id="layouts", marks=pytest.mark.slow),
     ],
 )
 def test_the_suite_passes_under_the_interpreter(program):
