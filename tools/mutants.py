@@ -3,11 +3,12 @@
     python tools/mutants.py --make-map               which test file runs which line: half an hour
     python tools/mutants.py --save tools/results/mutants.json
     python tools/mutants.py --only "no warm-up" "the same prompts every step"
+    python tools/mutants.py --sample 300 --save tools/results/mutant_sample.json      drawn by lot; resumable
 
 Each fault of mutants.yaml is planted in a copy of the last commit. The test files that run a changed line, as
 coverage has found, are run there until one fails: for a minute, those first that are meant for the fault, are
 named after the changed file or name it. The exit status is 0 where every fault is noticed that has no
-`survives` with the reason.
+`survives` with the reason; those of faults that were drawn stand in equivalent_mutants.yaml.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,6 +33,7 @@ from typing import Any
 
 import coverage
 import yaml
+from mutation_sample import at, drawn
 from rich.console import Console
 from rich.table import Table
 
@@ -40,6 +43,8 @@ from megatron_ibpo.basics.versions import machine
 ROOT = Path(__file__).resolve().parents[1]
 MAP = ROOT / "build/coverage_map.json"
 LIST = ROOT / "tools/mutants.yaml"
+EQUIVALENT = ROOT / "tools/equivalent_mutants.yaml"
+"""Name of a drawn fault → why it changes nothing that a test could see."""
 LONGEST_S = 60
 COPIES = 2
 """At a time; a test process takes about a core."""
@@ -70,8 +75,12 @@ class Arguments:
     """Names of faults; all by default."""
     make_map: bool = False
     """Run the fast tests under coverage, and keep which file runs which line."""
+    sample: int | None = None
+    """Draw so many faults by lot, in place of those of the list."""
+    seed: int = 7
+    """Seed of the lot."""
     save: Path | None = None
-    """JSON file for the results."""
+    """JSON file for the results, written after each fault. Drawn faults that it holds are not tried again."""
 
 
 @dataclass(frozen=True)
@@ -133,18 +142,26 @@ def main(arguments: Arguments) -> int:
         return DONE
     if not MAP.exists():
         raise ValueError(f"{MAP} is not there; --make-map makes it")
-    mutants = [one for one in read_mutants() if not arguments.only or one.name in arguments.only]
+    listed = drawn_mutants(arguments.sample, arguments.seed) if arguments.sample else read_mutants()
+    mutants = [one for one in listed if not arguments.only or one.name in arguments.only]
     if unknown := {*arguments.only} - {one.name for one in mutants}:
         raise ValueError(f"{LIST}: no fault is called {', '.join(sorted(unknown))}")
+    results = Results(arguments.save, [one.name for one in listed])
+    if arguments.sample and not arguments.only:
+        mutants = [one for one in mutants if one.name not in results.rows]
     tests = json.loads(MAP.read_text())
     copies: Queue[Path] = Queue()
+
+    def try_one(mutant: Mutant) -> Verdict:
+        verdict = tried(mutant, tests, copies)
+        results.add(verdict)
+        return verdict
+
     with copied() as directories, ThreadPoolExecutor(COPIES) as threads:
         for directory in directories:
             copies.put(directory)
-        verdicts = list(threads.map(lambda mutant: tried(mutant, tests, copies), mutants))
+        verdicts = list(threads.map(try_one, mutants))
     show(verdicts)
-    if arguments.save is not None:
-        save(arguments.save, verdicts)
     return FAILED if any(one.noticed_by is None and one.why_not is None for one in verdicts) else DONE
 
 
@@ -160,6 +177,15 @@ def read_mutants() -> list[Mutant]:
             one.get("survives"),
         )
         for one in yaml.safe_load(LIST.read_text())
+    ]
+
+
+def drawn_mutants(count: int, seed: int) -> list[Mutant]:
+    """Return faults that are drawn by lot."""
+    reasons = yaml.safe_load(EQUIVALENT.read_text()) or {} if EQUIVALENT.exists() else {}
+    return [
+        Mutant(name, room, file, ((edit.old, edit.new),), None, reasons.get(name))
+        for name, room, file, edit in at(drawn(ROOT / "megatron_ibpo", count, seed), ROOT)
     ]
 
 
@@ -284,15 +310,27 @@ def by_file(settings: Path) -> CoverageMap:
     return found
 
 
-def save(path: Path, verdicts: Sequence[Verdict]) -> None:
-    """Write the verdicts; those of other faults that are in the file stay."""
-    listed = [one.name for one in read_mutants()]
-    before = json.loads(path.read_text())["faults"] if path.exists() else []
-    rows = {one["name"]: one for one in before} | {one.name: asdict(one) for one in verdicts}
-    faults = [rows[name] for name in listed if name in rows]
-    noticed = sum(one["noticed_by"] is not None for one in faults)
-    about = {"machine": machine(), "seconds_each": LONGEST_S, "noticed": noticed, "of": len(faults)}
-    path.write_text(json.dumps(about | {"faults": faults}, indent=1) + "\n")
+class Results:
+    """The verdicts of a file, to which those of a run are added one by one. Without a file they are kept in
+    memory."""
+
+    def __init__(self, path: Path | None, listed: Sequence[str]) -> None:
+        self._path = path
+        self._listed = listed
+        self._lock = threading.Lock()
+        before = json.loads(path.read_text())["faults"] if path is not None and path.exists() else []
+        self.rows: dict[str, dict[str, Any]] = {one["name"]: one for one in before}
+
+    def add(self, verdict: Verdict) -> None:
+        """Add a verdict and write the file; what is no longer listed leaves it."""
+        with self._lock:
+            self.rows[verdict.name] = asdict(verdict)
+            if self._path is None:
+                return
+            faults = [self.rows[name] for name in self._listed if name in self.rows]
+            noticed = sum(one["noticed_by"] is not None for one in faults)
+            about = {"machine": machine(), "seconds_each": LONGEST_S, "noticed": noticed, "of": len(faults)}
+            self._path.write_text(json.dumps(about | {"faults": faults}, indent=1) + "\n")
 
 
 def show(verdicts: Sequence[Verdict]) -> None:

@@ -73,7 +73,8 @@ def open_journal(config: Config, step: int, stack: ExitStack) -> tuple[Journal, 
         Journal(directory, round(config.run.journal_keep * 1024**3), settings, step)
     )
     if recovered.settings is not None and recovered.settings != settings:
-        note = f"{directory}: what was sampled after step {step} is not used, since the settings have changed"
+        because = _changed(recovered.settings, settings)
+        note = f"{directory}: what was sampled after step {step} is not used, since {because}"
         recovered = Recovered(settings, (), {}, step, is_whole=False, notes=(note,))
     journal.follow(recovered)
     return journal, recovered
@@ -89,6 +90,18 @@ def sampling_settings(config: Config) -> str:
     }
     sections = [asdict(config.algorithm), asdict(config.data), rollout, {"seed": config.run.seed}]
     return json.dumps(sections, default=str, sort_keys=True)
+
+
+def _changed(before: str, now: str) -> str:
+    """Return what differs between two texts of `sampling_settings`, for a message."""
+    old, new = (
+        {name: value for section in json.loads(text) for name, value in section.items()}
+        for text in (before, now)
+    )
+    if unknown := old.keys() ^ new.keys():
+        return f"another version of the program wrote it, with other settings ({', '.join(sorted(unknown))})"
+    names = [name for name in new if old[name] != new[name]]
+    return f"{', '.join(names)} changed"
 
 
 def _bytes_kept(config: Config, parameters: int) -> int:

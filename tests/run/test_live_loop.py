@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import ExitStack
 
 import pytest
 
 from megatron_ibpo.journal import LostStepError
+from megatron_ibpo.run.inputs import open_journal
 from support.credit_cases import RESET_GROUPS
 from support.live_loop import Trainers, config_of, live_run, plain, questions, reward, written
 
@@ -106,6 +108,17 @@ def test_no_sample_is_older_than_staleness_allows_and_some_are_as_old(flags, bou
     ]
     assert max(ages) == bound
     assert min(ages) >= 0
+
+
+def test_a_journal_of_other_settings_is_not_used_and_a_line_names_them(tmp_path):
+    with live_run(config_of(tmp_path, *EVERY_TWO)) as killed:
+        killed.take(3)
+    with ExitStack() as stack:
+        _, recovered = open_journal(config_of(tmp_path, "--rollout-temperature", "0.9"), 2, stack)
+    assert recovered.batches == ()
+    assert recovered.samples == {}
+    (note,) = recovered.notes
+    assert note.endswith("sampled after step 2 is not used, since rollout_temperature changed")
 
 
 @pytest.mark.parametrize("journal", ["kept", "lost"])

@@ -1,6 +1,7 @@
 """Compiles every kernel with every loss variant ahead of time, without a GPU, and prints what came out.
 
-    python tests/support/aot_kernels.py 90          # one compute capability; a JSON object a line
+    PYTHONPATH=tests python -m support.aot_kernels 90          # one compute capability; a JSON object a line
+    PYTHONPATH=tests python -m support.aot_kernels --save      # all of them, into tools/results
 
 Run as a program of its own: Triton's interpreter, which other tests use, cannot share a process with the
 compiler.
@@ -8,6 +9,7 @@ compiler.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import subprocess
@@ -24,7 +26,10 @@ from triton.compiler import ASTSource
 from megatron_ibpo.kernels import logits_gradient, row_statistics, segment_loss
 from megatron_ibpo.kernels.variants import KERNEL_TERMS, KL_TERMS
 from megatron_ibpo.loss import VARIANTS
+from support.paths import ROOT
 
+RECORD = ROOT / "tools/results/compiled_kernels.json"
+CAPABILITIES = (80, 90, 100)
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 TYPES = {
@@ -151,7 +156,16 @@ def segment_cases(variant: str, kl: str | None) -> Iterator[tuple[str, Any, int,
     yield f"token_coefficients {name}", kernel, warps, coefficients, {}, params
 
 
-def main(capability: int) -> None:
+def sources_hash() -> str:
+    """Return a hash of what the compiled kernels depend on: their sources, this file and Triton's version."""
+    kernels = sorted((ROOT / "kernels").glob("*.py"))
+    files = [*kernels, ROOT / "megatron_ibpo/loss/variants.py", Path(__file__)]
+    read = b"".join(file.read_bytes() for file in files)
+    return hashlib.sha256(read + triton.__version__.encode()).hexdigest()
+
+
+def compile_all(capability: int) -> Iterator[dict[str, Any]]:
+    """Compile every case for one compute capability, and yield what is found of each."""
     done: dict[tuple, dict[str, Any]] = {}  # variants that share a term share its kernels
     for name, kernel, warps, constants, types, params in cases():
         fixed = {key: value for key, value in constants.items() if key in kernel.arg_names}
@@ -163,8 +177,18 @@ def main(capability: int) -> None:
         )
         if same not in done:
             done[same] = describe(*compile_kernel(kernel, capability, warps, types, fixed, params))
-        print(json.dumps({"kernel": name, **done[same]}), flush=True)
+        yield {"kernel": name, **done[same]}
+
+
+def main(asked: str) -> None:
+    if asked == "--save":
+        reports = {str(capability): list(compile_all(capability)) for capability in CAPABILITIES}
+        about = {"hash": sources_hash(), "triton": triton.__version__, "reports": reports}
+        RECORD.write_text(json.dumps(about, indent=1) + "\n")
+        return
+    for report in compile_all(int(asked)):
+        print(json.dumps(report), flush=True)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(sys.argv[1])

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest  # noqa: F401
+import safetensors.torch  # noqa: F401
 import torch.distributed  # noqa: F401
 from megatron.core.distributed import DistributedDataParallel  # noqa: F401
 from megatron.core.models.gpt import GPTModel  # noqa: F401
 from megatron.core.optimizer import get_megatron_optimizer  # noqa: F401
 
-import megatron_ibpo.basics.distributed  # noqa: F401
+import megatron_ibpo.models.qwen3_next.spec
+import megatron_ibpo.policy.rank  # noqa: F401

@@ -5,16 +5,23 @@
     make_glm4_moe(directory, seed)    make_gpt_oss(directory, seed)
 
 No tokenizer, token ids 0..63 unless another vocabulary is asked for, end
-of sequence is id 1.
+of sequence is id 1. Each is built once and copied where it is asked for again.
 """
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import shutil
+import tempfile
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec
 
 import torch
+
+from support.paths import ROOT
 
 __all__ = [
     "EOS_ID",
@@ -32,6 +39,10 @@ __all__ = [
 
 VOCAB_SIZE = 64
 EOS_ID = 1
+BUILT = ROOT / "build/tiny_models"
+"""Checkpoints that were built before, each in a directory named by the hash of what it depends on."""
+P = ParamSpec("P")
+Maker = Callable[Concatenate[Path, int, P], Path]
 
 SHARED: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -46,6 +57,30 @@ SHARED: dict[str, Any] = {
 }
 
 
+def built_once(make: Maker[P]) -> Maker[P]:
+    """Have `make(directory, seed, …)` build each checkpoint once, and copy it afterwards: building imports
+    the model's code and draws its weights, and tests ask for it some hundred times."""
+    depends_on = Path(__file__).read_text() + version("transformers") + version("torch")
+
+    @functools.wraps(make)
+    def copied(directory: Path, seed: int, *args: P.args, **how: P.kwargs) -> Path:
+        asked = f"{depends_on}{make.__name__} {seed} {args} {sorted(how.items())}"
+        kept = BUILT / hashlib.sha256(asked.encode()).hexdigest()[:16]
+        if not kept.exists():
+            BUILT.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=BUILT) as place:
+                made = make(Path(place) / "model", seed, *args, **how)
+                try:
+                    made.rename(kept)
+                except OSError:  # another process was faster
+                    assert kept.exists()
+        shutil.copytree(kept, directory, dirs_exist_ok=True)
+        return directory
+
+    return copied
+
+
+@built_once
 def make_qwen3(
     directory: Path,
     seed: int,
@@ -69,6 +104,7 @@ def make_qwen3(
     return _save(Qwen3ForCausalLM, config, directory, seed)
 
 
+@built_once
 def make_qwen3_moe(
     directory: Path,
     seed: int,
@@ -105,6 +141,7 @@ LLAMA_3 = {
 """Rotary positions of Llama 3.1."""
 
 
+@built_once
 def make_llama(
     directory: Path,
     seed: int,
@@ -132,6 +169,7 @@ def make_llama(
     return _save(LlamaForCausalLM, config, directory, seed)
 
 
+@built_once
 def make_qwen2(directory: Path, seed: int, *, layers: int = 2, std: float = 0.2, kv_heads: int = 2) -> Path:
     """A Qwen2 in float32, whose heads are of 128 / 4 elements: config.json does not say so."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -146,6 +184,7 @@ def make_qwen2(directory: Path, seed: int, *, layers: int = 2, std: float = 0.2,
     return _save(Qwen2ForCausalLM, config, directory, seed)
 
 
+@built_once
 def make_qwen3_next(
     directory: Path,
     seed: int,
@@ -180,6 +219,7 @@ def make_qwen3_next(
     return _save(Qwen3NextForCausalLM, config, directory, seed)
 
 
+@built_once
 def make_qwen3_5(
     directory: Path,
     seed: int,
@@ -244,6 +284,7 @@ def make_qwen3_5(
     return _save(getattr(transformers, f"Qwen3_5{kind}ForConditionalGeneration"), config, directory, seed)
 
 
+@built_once
 def make_glm4_moe(
     directory: Path,
     seed: int,
@@ -277,6 +318,7 @@ def make_glm4_moe(
     return _save(Glm4MoeForCausalLM, config, directory, seed)
 
 
+@built_once
 def make_gpt_oss(
     directory: Path,
     seed: int,
