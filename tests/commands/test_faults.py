@@ -16,7 +16,6 @@ from support.simulated_cluster import simulated_cluster
 
 pytestmark = pytest.mark.ray
 
-
 TINY = ROOT / "examples/tiny_qwen3_next"
 RECIPE = ROOT / "examples/recipes/tiny_qwen3_next_ibpo.yaml"
 BAD_INPUT = 2

@@ -8,7 +8,6 @@ from support import layout_cases
 
 pytestmark = pytest.mark.kernel
 
-
 SLOW = pytest.mark.slow  # (2, 2) has both in one; tests/loss/test_loss_layouts.py takes all of them in torch
 
 

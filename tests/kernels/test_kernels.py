@@ -14,7 +14,6 @@ pytest.importorskip("triton")
 
 pytestmark = pytest.mark.kernel
 
-
 SUITES = ["test_kernels.py", "test_layouts.py", "test_readme.py"]
 
 
