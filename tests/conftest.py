@@ -1,4 +1,4 @@
-"""What holds for all tests."""
+"""Fixtures and options are here that hold for all tests."""
 
 from __future__ import annotations
 

@@ -27,7 +27,6 @@ from support.waiting import eventually
 
 pytestmark = pytest.mark.ray
 
-
 OWN_RAY = """
 import sys, time
 from megatron_ibpo.cluster.ray_session import open_ray

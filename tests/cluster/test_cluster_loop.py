@@ -18,7 +18,6 @@ from support.waiting import eventually
 
 pytestmark = [pytest.mark.ray, pytest.mark.engine]
 
-
 SHORT = [
     *("--num-rollout", "2", "--rollout-batch-size", "4", "--n-samples-per-prompt", "4"),
     *("--eval-num-prompts", "0", "--no-save", "--check-weight-update-equal"),

@@ -21,7 +21,6 @@ from support.waiting import eventually
 
 pytestmark = pytest.mark.ray
 
-
 OWNERS = """
 import time
 import psutil

@@ -12,7 +12,6 @@ from support.waiting import eventually
 
 pytestmark = pytest.mark.ray
 
-
 HOLDS_RAY = """
 import time
 from megatron_ibpo.cluster.ray_session import open_ray

@@ -19,7 +19,6 @@ from support.tiny_models import LLAMA_3, make_glm4_moe, make_gpt_oss, make_llama
 
 pytestmark = [pytest.mark.engine, pytest.mark.ray]
 
-
 RECIPE = ROOT / "examples/recipes/small_dense_cpu.yaml"
 
 EVEN = """

@@ -11,10 +11,9 @@ from statistics import mean
 
 import pytest
 
-from support.paths import ROOT
+from support.paths import ROOT, TESTS
 
 pytestmark = pytest.mark.ray
-
 
 HERE = Path(__file__).resolve().parent
 FLAGS = (
@@ -36,7 +35,7 @@ def test_ten_steps_raise_a_reward_of_a_tenth_to_four_tenths(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "megatron_ibpo.commands.train", *FLAGS, "--run-dir", str(tmp_path)],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE)])},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT, TESTS, HERE)))},
         capture_output=True,
         text=True,
         timeout=120,

@@ -12,7 +12,6 @@ from support.paths import ROOT
 
 pytestmark = [pytest.mark.engine, pytest.mark.ray]
 
-
 SMALL = [
     "--num-rollout", "3", "--rollout-batch-size", "8", "--n-samples-per-prompt", "4", "--num-trainers", "1",
     "--num-steps-per-rollout", "1", "--eval-num-prompts", "0", "--vllm-dtype", "float32",

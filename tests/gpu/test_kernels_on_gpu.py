@@ -14,7 +14,6 @@ from support.loss_calls import loss_of_logits
 
 pytestmark = pytest.mark.kernel
 
-
 MIB = 2**20
 
 

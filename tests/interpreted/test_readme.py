@@ -16,7 +16,6 @@ from support.paths import ROOT
 
 pytestmark = pytest.mark.kernel
 
-
 PAGE = ROOT / "docs/loss_variants.md"
 
 

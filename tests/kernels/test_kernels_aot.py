@@ -16,23 +16,25 @@ import sys
 
 import pytest
 
+from support.paths import ROOT, TESTS
+
 pytest.importorskip("triton")
 
 from megatron_ibpo.loss import VARIANTS
 from support.aot_kernels import RECORD, sources_hash
-from support.paths import ROOT
 
 pytestmark = pytest.mark.kernel
+
 BUDGET = {"row_statistics": 8.0, "row_statistics+entropy": 10.0, "logits_gradient": 6.5}
 
 
 def compiled_now(capability):
     """In a process of its own: Triton's interpreter, which others use, cannot share one with the compiler."""
-    program = [sys.executable, str(ROOT / "tests/support/aot_kernels.py"), str(capability)]
+    program = [sys.executable, "-m", "support.aot_kernels", str(capability)]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
         program,
-        env=environment | {"PYTHONPATH": str(ROOT)},
+        env=environment | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(TESTS)])},
         capture_output=True,
         text=True,
         cwd=ROOT,

@@ -42,7 +42,6 @@ from support.tiny_models import (
 
 pytestmark = pytest.mark.world
 
-
 DEVICE = os.environ.get("IBPO_PARITY_DEVICE", "cpu")
 
 LENGTHS = [5, 70, 130, 1, 33, 64, 1]

@@ -20,7 +20,6 @@ from support.trainers import close_trainer, config_for, open_trainer
 
 pytestmark = pytest.mark.world
 
-
 BEFORE, AS_IT_IS, LATE, FORGOTTEN = "before", "as it is", "late", "late, children forgotten"
 """How weights are gathered: after the step; in the next pass; there as late as can be; so, unguarded."""
 

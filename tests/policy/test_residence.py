@@ -24,7 +24,6 @@ from support.trainers import close_trainer, config_for, open_trainer
 
 pytestmark = pytest.mark.world
 
-
 CASES = {
     "dense fp32": ("dense", ParallelConfig(), False),
     "dense fp32, sharded": ("dense", ParallelConfig(use_distributed_optimizer=True), False),

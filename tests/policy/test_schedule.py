@@ -17,7 +17,6 @@ from support.trainers import EPSILON, LR, assert_close, close_trainer, config_fo
 
 pytestmark = pytest.mark.world
 
-
 UPDATES = 10
 """Of a run, as `open_trainer` says to the schedule."""
 

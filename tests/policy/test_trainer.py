@@ -36,7 +36,6 @@ from support.trainers import (
 
 pytestmark = pytest.mark.world
 
-
 LAYOUTS = {
     "dense": {
         1: [layout()],

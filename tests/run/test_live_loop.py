@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import shutil
 from contextlib import ExitStack
+from dataclasses import replace
 
 import pytest
 
@@ -114,7 +115,8 @@ def test_a_journal_of_other_settings_is_not_used_and_a_line_names_them(tmp_path)
     with live_run(config_of(tmp_path, *EVERY_TWO)) as killed:
         killed.take(3)
     with ExitStack() as stack:
-        _, recovered = open_journal(config_of(tmp_path, "--rollout-temperature", "0.9"), 2, stack)
+        warmer = replace(killed.run.config.rollout, rollout_temperature=0.9)
+        _, recovered = open_journal(replace(killed.run.config, rollout=warmer), 2, stack)
     assert recovered.batches == ()
     assert recovered.samples == {}
     (note,) = recovered.notes

@@ -1,1 +1,1 @@
-"""What several test files share."""
+"""Modules here hold what several test files share."""

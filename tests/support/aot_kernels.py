@@ -1,7 +1,7 @@
 """Compiles every kernel with every loss variant ahead of time, without a GPU, and prints what came out.
 
-    python tests/support/aot_kernels.py 90          # one compute capability; a JSON object a line
-    python tests/support/aot_kernels.py --save      # 80, 90 and 100, into tools/results/compiled_kernels.json
+    PYTHONPATH=tests python -m support.aot_kernels 90          # one compute capability; a JSON object a line
+    PYTHONPATH=tests python -m support.aot_kernels --save      # all of them, into tools/results
 
 Run as a program of its own: Triton's interpreter, which other tests use, cannot share a process with the
 compiler.
@@ -26,8 +26,8 @@ from triton.compiler import ASTSource
 from megatron_ibpo.kernels import logits_gradient, row_statistics, segment_loss
 from megatron_ibpo.kernels.variants import KERNEL_TERMS, KL_TERMS
 from megatron_ibpo.loss import VARIANTS
+from support.paths import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 RECORD = ROOT / "tools/results/compiled_kernels.json"
 CAPABILITIES = (80, 90, 100)
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"

@@ -27,7 +27,7 @@ def with_random_bits(source, target, dtype):
 
 
 def drawn_weights(source, dtype, seed=0):
-    """The tensors of a checkpoint redrawn uniformly over [-4, 4], norms included."""
+    """Return the tensors of a checkpoint redrawn uniformly over [-4, 4], norms included."""
     generator = torch.Generator().manual_seed(seed)
     return {
         name: (torch.rand(tensor.shape, generator=generator) * 8 - 4).to(stored_dtype(name, dtype))
@@ -53,7 +53,7 @@ def assert_same_bytes(found, expected):
 
 
 def with_fused_experts(tensors):
-    """transformers' in-memory form: gate_up_proj [E, 2I, H] and down_proj [E, H, I] of a layer."""
+    """Return transformers' in-memory form: gate_up_proj [E, 2I, H] and down_proj [E, H, I] of a layer."""
     fused = {name: tensor for name, tensor in tensors.items() if ".mlp.experts." not in name}
     for layer in range(4):
         experts = f"model.layers.{layer}.mlp.experts"
@@ -86,7 +86,7 @@ def one_tensor_per_expert(tensors):
 
 
 def shard_by_hand(origin, target, tensors):
-    """A checkpoint in two files with an index."""
+    """Write a checkpoint in two files with an index."""
     target.mkdir(parents=True)
     shutil.copy(origin / "config.json", target)
     names = sorted(tensors)

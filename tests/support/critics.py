@@ -13,8 +13,8 @@ from support.train_sequences import sequences
 from support.trainers import config_for
 
 EPSILON = 100.0
-"""Of Adam: far above every gradient, so that a step goes along the gradient, and a weight whose gradient is
-rounding error moves no farther than that."""
+"""Adam's is far above every gradient, so that a step goes along the gradient, and a weight whose gradient
+is rounding error moves no farther than that."""
 
 
 def rows_with_returns(count=9, seed=1):
@@ -36,7 +36,7 @@ def critic_config(parallel, *, lr, eps_adam=EPSILON, **loss):
 
 
 def open_critic(world, hf_dir, config, head=0.3):
-    """A critic whose head is not 0, so that the whole model has a gradient from the first step on."""
+    """Return a critic whose head is not 0, so that the whole model has a gradient from the first step on."""
     from megatron_ibpo.models import read_hf_config
     from megatron_ibpo.policy import parallel
     from megatron_ibpo.policy.critic import Critic

@@ -30,7 +30,7 @@ class HostReads(TorchDispatchMode):
 
 @contextmanager
 def kernels_stood_in(reads):
-    """flash-linear-attention's kernels by the torch functions of this project, whose reads do not count."""
+    """Let this project's torch functions, whose reads do not count, be flash-linear-attention's kernels."""
     from megatron.core.ssm.gated_delta_net import common, gdn
 
     def conv(x, weight, bias, activation, initial_state, output_final_state, cu_seqlens):

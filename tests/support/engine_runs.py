@@ -27,7 +27,7 @@ WORLD = World(0, 1, torch.device("cpu"), None)
 
 
 class CheckpointSource:
-    """The weights of a checkpoint, offered as a trainer offers its own: in shards, one a rank, where a
+    """Offers the weights of a checkpoint as a trainer offers its own: in shards, one a rank, where a
     tensor's rows can be divided."""
 
     def __init__(self, directory: Path, world: World | None = None) -> None:
@@ -103,7 +103,7 @@ def ids_of(samples: Sequence[Sample]) -> list[list[int]]:
 def reference_logprobs(
     directory: Path, requests: Sequence[SampleRequest], samples: Sequence[Sample]
 ) -> list[list[float]]:
-    """What transformers in float32 says of the sampled tokens."""
+    """Return what transformers in float32 says of the sampled tokens."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
@@ -123,7 +123,7 @@ def difference(ours: Sequence[Any], theirs: Sequence[Any]) -> torch.Tensor:
 
 
 def open_gloo(workers: int = 1, bucket_bytes: int = 100_000) -> Transport:
-    """For one engine; the buckets are small, so that an update takes several."""
+    """Open the transport for one engine; the buckets are small, so that an update takes several."""
     return open_transport(
         "gloo", WORLD, workers_per_engine=workers, bucket_bytes=bucket_bytes, timeout=TIMEOUT
     )
@@ -145,7 +145,7 @@ def update(transport: Transport, engine: Engine, source: CheckpointSource, versi
 def left_out_unnoticed(
     engine: Engine, source: CheckpointSource, name_in_vllm: Callable[[str], str] = str
 ) -> list[str]:
-    """Tensors, each left out of a rehearsal of its own, of whose layers nothing was said to be missing. vLLM
+    """Return the tensors whose absence no rehearsal noticed: each is left out of one of its own. vLLM
     joins several in one parameter: queries, keys and values, the experts of a layer."""
     metas = source.metadata()
     unnoticed = []

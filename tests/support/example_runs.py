@@ -39,7 +39,7 @@ def start_script(run_dir, *flags, script="run_qwen3_next_ibpo.sh"):
 
 
 def finished(process, timeout=200):
-    """(exit status, output); the process and all it started are gone afterwards."""
+    """Return (exit status, output); the process and all it started are gone afterwards."""
     try:
         output, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
@@ -50,7 +50,7 @@ def finished(process, timeout=200):
 
 
 def started_by(process):
-    """Everything that runs below the script now: launcher, trainers, engines, verifiers."""
+    """Return everything that runs below the script now: launcher, trainers, engines, verifiers."""
     return psutil.Process(process.pid).children(recursive=True)
 
 

@@ -1,4 +1,4 @@
-"""What must hold of the Triton kernels, as functions of the device: on CPUs under Triton's interpreter
+"""Checks what must hold of the Triton kernels, as functions of the device: on CPUs under Triton's interpreter
 (`tests/interpreted`), on GPUs as they are (`tests/gpu`).
 
 Everything goes through the entry points of `megatron_ibpo.loss`; the torch reference in fp64 is the measure.

@@ -1,4 +1,4 @@
-"""What must hold of the loss with the LM head fused in, on any device and backend."""
+"""Checks what must hold of the loss with the LM head fused in, on any device and backend."""
 
 from __future__ import annotations
 

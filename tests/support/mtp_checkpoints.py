@@ -30,7 +30,7 @@ def with_mtp(hf_dir, seed):
 
 
 def mtp_tensors(dtype):
-    """A multi-token prediction layer as Qwen3-Next's checkpoints hold it, for the tiny model here."""
+    """Return a multi-token prediction layer as Qwen3-Next's checkpoints hold it, for the tiny model here."""
     hidden, experts, size = 96, 4, 64
     layer = "mtp.layers.0"
     shapes = {

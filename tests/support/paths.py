@@ -1,4 +1,4 @@
-"""Where things are: the repository, and its tests."""
+"""Says where the repository is, and its tests."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What the driver does for the trainers, on one of them: plan for all ranks, take one's own share.
+"""Does what the driver does for the trainers, on one of them: plans for all ranks, takes one's own share.
 
 metrics = update(trainer, rows)      # collective, as the methods of the same names
 """
@@ -17,32 +17,32 @@ __all__ = ["cost", "logprobs", "own_share", "update", "update_values", "values"]
 
 
 def cost(length):
-    """Of a sequence: attention costs as much as all else at 100 tokens."""
+    """Return the cost of a sequence: attention costs as much as all else at 100 tokens."""
     return length + length**2 / 100
 
 
 def update(trainer, rows):
-    """Metrics of a rollout's optimizer steps."""
+    """Return the metrics of a rollout's optimizer steps."""
     return trainer.update(own_share(plan_update, rows, trainer.config)) | update_metrics(rows)
 
 
 def logprobs(trainer, rows):
-    """Of every response token, as a tuple for each row, on every rank."""
+    """Return the log-prob of every response token, as a tuple for each row, on every rank."""
     return merged(trainer, trainer.logprobs(own_share(plan_forward, rows, trainer.config)), len(rows))
 
 
 def update_values(critic, rows):
-    """Metrics of the critic's optimizer steps."""
+    """Return the metrics of the critic's optimizer steps."""
     return critic.update(own_share(plan_value_update, rows, critic.config))
 
 
 def values(critic, rows):
-    """Before every response token, as a tuple for each row, on every rank."""
+    """Return the value before every response token, as a tuple for each row, on every rank."""
     return merged(critic, critic.values(own_share(plan_forward, rows, critic.config)), len(rows))
 
 
 def own_share(plan, rows, config, *more):
-    """This rank's share of what `plan` makes of the rows."""
+    """Return this rank's share of what `plan` makes of the rows."""
     from megatron.core import parallel_state
 
     size, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()

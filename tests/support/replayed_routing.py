@@ -16,18 +16,18 @@ def replaying(parallel=None, *, rollout=True, own=False, recompute="none", overr
 
 
 def weights(export):
-    """By name; of the first rank, which alone is given them."""
+    """Return them by name, on the first rank, which alone is given them."""
     return {name: tensor.clone() for name, tensor in export if tensor is not None}
 
 
 def moved(export, before):
-    """Gradients by name, on the first rank."""
+    """Return gradients by name, on the first rank."""
     after = weights(export)
     return {name: (before[name] - after[name]) * (EPSILON / LR) for name in before}
 
 
 def updated(world, hf_dir, config, rows):
-    """Metrics, gradients and log-probs after an update."""
+    """Return metrics, gradients and log-probs after an update."""
     trainer, export, _ = open_trainer(world, hf_dir, config)
     before = weights(export)
     metrics = planned.update(trainer, rows)

@@ -55,7 +55,7 @@ def sequence(group, kind, index, of, advantage, **fields):
 
 
 def record_run(place):
-    """Two recorded steps of a run: a success, a rewrite, a no-op, a failure, and a response left alone."""
+    """Write two recorded steps: a success, a rewrite, a no-op, a failure, and a response left alone."""
     prompt = Prompt(0, token_ids([1, 5]), 2, HOSTILE, "sum", HOSTILE)
     wrong, right = response("6+7=3", False), response("6+7=13", True)
     kept = response("1+1=2", True, finish_reason="length")
@@ -85,7 +85,7 @@ def record_run(place):
 
 
 def write_run(run, groups, trained=(), *, steps=(1, 2), **logprobs):
-    """The directory of a run that has taken two steps."""
+    """Write the directory of a run that has taken two steps."""
     run.mkdir()
     config = {"advantage-estimator": "ibpo", "hf-checkpoint": "moved/away/tiny_qwen3", "num-rollout": 2}
     (run / "config.yaml").write_text(json.dumps(config))

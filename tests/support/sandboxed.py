@@ -1,4 +1,4 @@
-"""What tests that run programs in sandboxes share: where there can be none they say so, and why."""
+"""Skips tests that run programs in sandboxes where there can be none, and says why."""
 
 import ctypes
 import shutil

@@ -14,7 +14,7 @@ from megatron_ibpo.policy.planning import MicroBatch
 
 
 def sequences(count=9, seed=0):
-    """Uneven lengths, kinds and advantages; a weight for each; old and rollout log-probs not far off."""
+    """Draw uneven lengths, kinds and advantages; a weight for each; old and rollout log-probs not far off."""
     rng = random.Random(seed)
     made = []
     for number in range(count):
@@ -39,7 +39,7 @@ DTYPES = {"loss_mask": bool, "rollout_logprobs": np.float32, "values": np.float3
 
 
 def sequence(prompt, response, *, advantage, weight, group, **fields):
-    """From plain lists, all response tokens in the loss unless a `loss_mask` says otherwise."""
+    """Make one of plain lists, all response tokens in the loss unless a `loss_mask` says otherwise."""
     per_token = {"loss_mask": [True] * len(response)} | {
         k: v for k, v in fields.items() if isinstance(v, list)
     }
@@ -64,7 +64,7 @@ def with_holes(rows):
 
 
 def packed(*ratios, masks=None, token_weights=None, weights=None):
-    """A micro-batch of sequences whose tokens have these ratios of trainer to engine."""
+    """Return a micro-batch of sequences whose tokens have these ratios of trainer to engine."""
     rows = [
         sequence(
             [7],

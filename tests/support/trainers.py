@@ -11,7 +11,7 @@ from support import planned
 EPSILON = 10.0
 LR = 1.0
 ROUNDING = 2**-22 * EPSILON / LR
-"""Of a gradient that is read off the change of a float32 weight of up to 2 in size."""
+"""A gradient that is read off the change of a float32 weight of up to 2 in size is off by so much."""
 
 
 def config_for(parallel, *, lr=LR, eps_adam=EPSILON, max_tokens=200, log_probs_tokens=None, **loss):
@@ -51,7 +51,7 @@ def close_trainer():
 
 
 def one_update(world, hf_dir, config, rows, updates=1):
-    """(weights by name on rank 0, metrics of each update) after `updates` updates on the same rows."""
+    """Return (weights by name on rank 0, metrics of each update) after `updates` updates on the same rows."""
     trainer, export, _ = open_trainer(world, hf_dir, config)
     metrics = [planned.update(trainer, rows) for _ in range(updates)]
     weights = {name: None if tensor is None else tensor.clone() for name, tensor in export}
@@ -60,8 +60,8 @@ def one_update(world, hf_dir, config, rows, updates=1):
 
 
 def gradients(world, cases, rows, **loss):
-    """For each (checkpoint, layout, loss settings if any): gradients by name from rank 0, metrics from every
-    rank."""
+    """Return, for each (checkpoint, layout, loss settings if any), gradients by name from rank 0 and metrics
+    from every rank."""
     results = []
     for hf_dir, parallel, *settings in cases:
         config = config_for(parallel, **loss, **dict(*settings))
@@ -79,7 +79,7 @@ COMPARED = (
 
 
 def assert_close(found, expected, *case):
-    """Each tensor by its own largest number: another's would hide one whose gradients are small."""
+    """Compare each tensor by its own largest number: another's would hide one whose gradients are small."""
     assert found.keys() == expected.keys()
     for name, wanted in expected.items():
         worst, scale = (found[name] - wanted).abs().max().item(), wanted.abs().max().item()

@@ -1,10 +1,10 @@
-"""Waiting for what another process does in its own time."""
+"""Waits for what another process does in its own time."""
 
 import time
 
 
 def eventually(holds, seconds):
-    """Whether `holds()` came true within so many seconds."""
+    """Return whether `holds()` came true within so many seconds."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if holds():
