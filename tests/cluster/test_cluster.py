@@ -147,7 +147,7 @@ def test_a_token_of_the_users_is_kept(monkeypatch, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("length", [40, 150])
+@pytest.mark.parametrize("length", [40, pytest.param(150, marks=pytest.mark.slow)])
 def test_where_tmpdir_is_too_long_for_sockets_ray_starts_elsewhere_and_says_so(scratch, length):
     long = scratch / ("x" * (length - len(str(scratch)) - 1))
     long.mkdir()
@@ -200,6 +200,7 @@ def test_a_ray_that_does_not_start_is_started_once_more(scratch):
     assert list((scratch / "t").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_ray_that_does_not_start_twice_is_no_bad_input(scratch):
     """A job that ends with status 2 is not queued again."""
     train = "from megatron_ibpo.commands.train import main; sys.exit(main(sys.argv[1:]))"
@@ -320,6 +321,7 @@ with open_ray(os.environ["RAY_ADDRESS"], num_cpus=1):
 """
 
 
+@pytest.mark.slow
 def test_nodes_form_a_cluster_for_one_command_that_asks_for_a_token_and_all_end_with_it(scratch):
     port = free_port()
     token = scratch / "run/.ray_token"

@@ -318,6 +318,7 @@ def test_two_at_once_do_the_work_once(checkout):
     assert any("waiting for another bootstrap" in text for text in output)
 
 
+@pytest.mark.slow
 def test_an_environment_of_ones_own_is_used_as_it_is_and_the_extension_is_built_here(checkout):
     """This Python has the extension of another checkout installed, which is neither used nor changed."""
     for file in ("README.md", "LICENSE", "megatron_ibpo/__init__.py"):
@@ -534,7 +535,9 @@ print(kernels.__file__, *ours.__path__)
 """
 
 
-@pytest.mark.parametrize("how", ["-c", "stdin", "-m"])
+@pytest.mark.parametrize(
+    "how", ["-c", pytest.param("stdin", marks=pytest.mark.slow), pytest.param("-m", marks=pytest.mark.slow)]
+)
 def test_the_hugging_face_package_kernels_is_not_shadowed_in_the_root(tmp_path, how):
     """Python started in the root has the root before every installed package on its path."""
     theirs = Path(metadata.distribution("kernels").locate_file("kernels"))

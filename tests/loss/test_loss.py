@@ -93,8 +93,11 @@ def options_for(variant, eps=0.5):
     return {"variant": variant, "params": params, "aggregation": 6.0 if constant else None}
 
 
-@pytest.mark.parametrize("kl", [None, "k1", "k2", "k3"])
-@pytest.mark.parametrize("variant", sorted(VARIANTS))
+@pytest.mark.parametrize(
+    ("variant", "kl"),
+    [(variant, None) for variant in sorted(VARIANTS)]
+    + [(variant, kl) for variant in ("gspo", "grpo") for kl in ("k1", "k2", "k3")],
+)
 def test_gradients_equal_finite_differences(variant, kl):
     batch = random_batch()
     now = packed_logprobs(batch["logits_NV"], batch["targets_N"])[0]

@@ -101,8 +101,8 @@ def hybrid_parameters(c: dict) -> int:
 @pytest.mark.parametrize(
     ("name", "gpus", "tp", "parameters"),
     [
-        ("qwen3_5_0_8b", 1, 1, 752_393_024),
-        ("qwen3_5_27b", 32, 4, 26_895_998_464),
+        pytest.param("qwen3_5_0_8b", 1, 1, 752_393_024, marks=pytest.mark.slow),
+        pytest.param("qwen3_5_27b", 32, 4, 26_895_998_464, marks=pytest.mark.slow),
         ("qwen3_5_35b_a3b", 8, 2, 34_660_610_688),
     ],
 )
@@ -120,9 +120,9 @@ def test_qwen3_5_fits_by_the_recipes_for_models_of_its_size(planner, name, gpus,
     ("name", "gpus", "flags", "parameters"),
     [
         ("llama_3_1_8b", 8, ["--tensor-model-parallel-size", "2"], 8_030_261_248),
-        ("llama_3_1_70b", 64, IN_HOST, 70_553_706_496),
+        pytest.param("llama_3_1_70b", 64, IN_HOST, 70_553_706_496, marks=pytest.mark.slow),
         ("qwen2_5_7b", 8, ["--tensor-model-parallel-size", "2"], 7_615_616_512),
-        ("qwen2_5_32b", 32, [], 32_763_876_352),
+        pytest.param("qwen2_5_32b", 32, [], 32_763_876_352, marks=pytest.mark.slow),
     ],
 )
 def test_llama_and_qwen2_fit_by_the_recipes_for_models_of_their_size(planner, name, gpus, flags, parameters):
@@ -154,7 +154,10 @@ def test_glm_4_5_air_fits_by_the_recipe_for_mixtures_of_its_size(planner):
 
 @pytest.mark.parametrize(
     ("name", "gpus", "parameters"),
-    [("gpt_oss_20b", 8, 20_914_757_184), ("gpt_oss_120b", 32, 116_829_156_672)],
+    [
+        ("gpt_oss_20b", 8, 20_914_757_184),
+        pytest.param("gpt_oss_120b", 32, 116_829_156_672, marks=pytest.mark.slow),
+    ],
 )
 def test_gpt_oss_fits_by_the_recipes_for_mixtures_of_its_size(planner, name, gpus, parameters):
     """With the 20.9 and 116.8 billion parameters that its model card counts."""
@@ -495,6 +498,7 @@ def test_rows_that_pad_the_vocabulary_take_memory_and_no_bandwidth(planner, tmp_
     assert sync_bytes(more.census, more.config) == sync_bytes(least.census, least.config)
 
 
+@pytest.mark.slow
 def test_a_million_ranks_are_planned_and_shown_in_part(planner, tmp_path):
     status, text = planner(printed, make_qwen3_next(tmp_path, 0), "--dry-run-world-size", "1000000")
     assert status == FITS
@@ -605,6 +609,7 @@ def test_the_script_of_the_80b_model_prints_its_plan_without_a_gpu():
     assert "of 1038.84 each" in done.stdout, "GiB of a checkpoint"
 
 
+@pytest.mark.slow
 def test_several_nodes_need_a_shared_run_directory():
     done = run_script("run_qwen3_32b_ibpo.sh", MASTER_PORT="0", NODE_RANK="1", RUN_DIR="")
     assert done.returncode == 2

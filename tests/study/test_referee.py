@@ -162,6 +162,7 @@ def test_what_is_finished_is_not_run_again_and_the_rest_is_priced(tmp_path):
         conducted(tmp_path, path, program)
 
 
+@pytest.mark.slow
 def test_several_runs_go_side_by_side(tmp_path):
     """All four have begun before the first is over."""
     program = training(pause=3.0)
@@ -295,6 +296,7 @@ def test_prompts_and_responses_are_tuned_in_the_declared_grid(tmp_path):
     }
 
 
+@pytest.mark.slow
 def test_the_page_of_kept_results_is_written_by_the_command(tmp_path):
     command = [sys.executable, "tools/compare_methods.py", "docs/studies/qwen3_next.json"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
