@@ -21,6 +21,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 STARTED = pytest.StashKey[float]()
+MARKS = ("world", "engine", "ray", "kernel", "slow", "lint")
+BUDGET_S = 60
+"""Seconds that the tests of a file may take together before the summary names it; none fails by it."""
 
 settings.register_profile("here", deadline=None)  # how long an example takes is the machine's affair
 settings.load_profile("here")
@@ -56,7 +59,7 @@ def pytest_addoption(parser):
 def pytest_collection_modifyitems(items):
     """Mark what carries no other mark of pyproject.toml as `unit`."""
     for item in items:
-        if not any(item.get_closest_marker(name) for name in ("world", "engine", "ray", "kernel", "slow")):
+        if not any(item.get_closest_marker(name) for name in MARKS):
             item.add_marker("unit")
 
 
@@ -65,19 +68,20 @@ def pytest_configure(config):
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    """Say which system programs were missing, and add what became of the tests to the file of --results,
-    under how numbers were rounded."""
+    """Say which system programs were missing and which files take long, and add what became of the tests to
+    the file of --results, under how numbers were rounded."""
     for line in os.environ.get("NOT_TESTED", "").splitlines():
         terminalreporter.write_line(f"not tested: {line}")
+    stats, seconds = terminalreporter.stats, Counter()
+    for report in [report for kind in ("", "passed", "failed") for report in stats.get(kind, [])]:
+        seconds[report.nodeid.partition("::")[0]] += report.duration
+    for file, own in seconds.most_common():
+        if own > BUDGET_S:
+            terminalreporter.write_line(f"{file} took {own:.0f} s, and a file has {BUDGET_S}")
     path = config.getoption("--results")
     if path is None:
         return
-    stats = terminalreporter.stats
     found = json.loads(path.read_text()) if path.exists() else {"machine": machine(), "runs": {}}
-    calls = [report for report in stats.get("passed", []) if report.when == "call"]
-    seconds = Counter()
-    for report in calls:
-        seconds[report.nodeid.partition("::")[0]] += report.duration
     found["runs"][f"MKL_CBWR={os.environ.get('MKL_CBWR', 'AUTO')}"] = {
         "seconds": round(time.monotonic() - config.stash[STARTED]),
         **{kind: len(stats.get(kind, [])) for kind in ("passed", "skipped", "failed", "error")},

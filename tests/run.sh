@@ -4,12 +4,13 @@
 #   bash tests/run.sh [--all] [pytest's arguments]
 #
 # bubblewrap and a Chromium, which some tests need, are installed where apt-get may; pytest says at its end what is
-# missing all the same. --all adds the tests marked slow and, if it stands alone, runs what computes numbers once more, rounded as on
-# another processor, and leaves the results of both in tools/results/tests.json. The slowest tests are listed at the end.
+# missing all the same, which tests were the slowest and which files took more than a minute. --all adds the tests marked
+# slow and, if it stands alone, runs what computes numbers once more, rounded as on another processor, and leaves the
+# results of both in tools/results/tests.json. The rules marked lint are .ci/lint's.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-selection=(-m "not slow")
+selection=(-m "not slow and not lint")
 arguments=()
 numeric=(tests/credit/test_{carriers,importance}.py tests/loss/test_{linear_loss,loss,loss_layouts}.py
     tests/models/test_{gated_delta_net,model_parity}.py tests/policy/test_{critic,equivalences,gradient_meter,trainer}.py
@@ -17,7 +18,7 @@ numeric=(tests/credit/test_{carriers,importance}.py tests/loss/test_{linear_loss
 all=false
 for argument in "$@"; do
     if [[ $argument == --all ]]; then
-        all=true selection=()
+        all=true selection=(-m "not lint")
     else
         arguments+=("$argument")
     fi
@@ -35,7 +36,7 @@ if ! $all || ((${#arguments[@]})); then
 fi
 results=tools/results/tests.json status=0
 rm -f "$results"
-"$python" -m pytest "${side_by_side[@]}" --results "$results" || status=$?
+"$python" -m pytest "${side_by_side[@]}" "${selection[@]}" --results "$results" || status=$?
 # MKL takes other code on AMD than on Intel; so it takes neither's, and last bits differ from both
 MKL_CBWR=COMPATIBLE "$python" -m pytest "${side_by_side[@]}" --results "$results" -m "not slow" "${numeric[@]}" || status=$?
 exit "$status"

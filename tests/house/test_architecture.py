@@ -8,8 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import megatron_ibpo
 from support.paths import TESTS
+
+pytestmark = pytest.mark.lint
 
 PACKAGE = Path(megatron_ibpo.__file__).parent
 

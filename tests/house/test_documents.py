@@ -204,6 +204,7 @@ def test_an_unknown_command_names_those_that_there_are(tmp_path):
     assert "convert to-megatron, convert to-hf" in done.stderr
 
 
+@pytest.mark.lint
 def test_every_link_between_documents_leads_somewhere():
     broken = [
         f"{document.relative_to(ROOT)}: {target}"
@@ -214,6 +215,7 @@ def test_every_link_between_documents_leads_somewhere():
     assert broken == []
 
 
+@pytest.mark.lint
 def test_every_page_is_reached_from_the_readme_and_says_why_one_would_read_it():
     readme = (ROOT / "README.md").read_text()
     for page in (ROOT / "docs").glob("*.md"):
@@ -222,6 +224,7 @@ def test_every_page_is_reached_from_the_readme_and_says_why_one_would_read_it():
         assert lead.startswith("Read this ") or page.name == "studies.md", page.name
 
 
+@pytest.mark.lint
 def test_every_shape_suffix_is_in_the_legend():
     legend = re.findall(r"^\| ([A-Z](?:, [A-Z])*) \|", (ROOT / "docs/notation.md").read_text(), re.MULTILINE)
     letters = set(", ".join(legend).split(", "))
@@ -231,6 +234,7 @@ def test_every_shape_suffix_is_in_the_legend():
     assert {"N", "V", "S"} <= used <= letters
 
 
+@pytest.mark.lint
 def test_the_citation_and_the_hooks_can_be_read():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert citation["preferred-citation"]["title"] in (ROOT / "README.md").read_text().replace("\n", " ")
