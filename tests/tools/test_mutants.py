@@ -32,7 +32,8 @@ def test_drawn_faults_are_those_of_their_seed_and_leave_a_program():
 
 def test_a_place_that_occurs_twice_is_told_by_the_lines_around_it():
     source = "a = 1\nb = x < 2\n\nc = 3\nb = x < 2\n"
-    node = ast.parse(source).body[3].value
-    edit = edit_of(source, node, "(x <= 2)")
+    statement = ast.parse(source).body[3]
+    assert isinstance(statement, ast.Assign)
+    edit = edit_of(source, statement.value, "(x <= 2)")
     assert (edit.line, edit.shown) == (5, "x < 2 → (x <= 2)")
     assert source.replace(edit.old, edit.new) == "a = 1\nb = x < 2\n\nc = 3\nb = (x <= 2)\n"
