@@ -11,7 +11,6 @@ import gzip
 import json
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -21,14 +20,14 @@ from support.paths import ROOT
 
 LEARNING_RATE = 3e-4
 EPSILON = "_EPSILON = 1e-8"
-QUICK = {("dense", "ibpo-mask"), ("next-tp2-ep2", "ibpo")}
-"""Each model and each way to mask once; the others are slow together."""
+QUICK = ("next-tp2-ep2", "ibpo")
+"""Experts, delta nets, tensor and expert parallelism in one; the others are slow together."""
 
 
 def every_run():
     for layout in LAYOUTS:
         for algorithm in ALGORITHMS:
-            slow = () if (layout, algorithm) in QUICK else pytest.mark.slow
+            slow = () if (layout, algorithm) == QUICK else pytest.mark.slow
             yield pytest.param(layout, algorithm, marks=slow)
 
 
@@ -37,29 +36,13 @@ def golden():
     return json.loads((GOLDEN / "trained.json").read_text())
 
 
-@pytest.fixture(scope="module")
-def quick_runs(tmp_path_factory):
-    """Side by side: each keeps a core waiting while its processes start and save."""
-    with ThreadPoolExecutor(len(QUICK)) as threads:
-        found = {
-            (layout, algorithm): threads.submit(
-                train_recorded, ROOT, LAYOUTS[layout], algorithm, tmp_path_factory.mktemp(algorithm)
-            )
-            for layout, algorithm in sorted(QUICK)
-        }
-    return {run: trained.result for run, trained in found.items()}
-
-
 @pytest.mark.ray
 @pytest.mark.parametrize(("layout", "algorithm"), list(every_run()))
-def test_training_on_recorded_rollouts(request, golden, tmp_path, layout, algorithm):
+def test_training_on_recorded_rollouts(golden, tmp_path, layout, algorithm):
     """Loss, gradient norm and some weights after every step. Adam moves a weight by about the learning rate
     per update: a weight may differ by a hundredth of that per step."""
     expected = golden[layout][algorithm]
-    if (layout, algorithm) in QUICK:
-        trained = request.getfixturevalue("quick_runs")[layout, algorithm]()
-    else:
-        trained = train_recorded(ROOT, LAYOUTS[layout], algorithm, tmp_path)
+    trained = train_recorded(ROOT, LAYOUTS[layout], algorithm, tmp_path)
     assert [row["step"] for row in trained.rows] == expected["step"]
     assert [row["loss"] for row in trained.rows] == pytest.approx(expected["loss"], rel=1e-3, abs=1e-5)
     assert [row["grad_norm"] for row in trained.rows] == pytest.approx(expected["grad_norm"], rel=1e-3)
