@@ -28,6 +28,7 @@ NOT_TESTED=$(bash tools/system_programs.sh bubblewrap chromium)
 export NOT_TESTED # for tests/conftest.py
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # tests start several processes on few cores
 export HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1
+unset PYTHONDONTWRITEBYTECODE # hundreds of processes would each compile the package anew
 # A file is a worker's as a whole, since its tests share what is costly to start; tests wait for processes more than
 # they compute, so a worker per core keeps the cores busy.
 side_by_side=(-n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder)

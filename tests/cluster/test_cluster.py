@@ -182,6 +182,7 @@ exec(program)
 SHORT_WAITS = {"RAY_gcs_server_port_wait_time_s": "3", "RAY_raylet_start_wait_time_s": "3"}
 
 
+@pytest.mark.slow
 def test_a_ray_that_does_not_start_is_started_once_more(scratch):
     server = scratch / "server"
     server.write_text(

@@ -144,6 +144,7 @@ def run_script(*flags: str, cwd: Path, **environment: str) -> subprocess.Complet
     )
 
 
+@pytest.mark.slow
 def test_the_script_says_what_it_chose_and_how_to_choose_otherwise(tmp_path):
     devices = {"NNODES": "1", "GPUS_PER_NODE": "8"}
     done = run_script("--dry-run", "--hf-checkpoint", str(MODELS / "qwen3_4b"), cwd=tmp_path, **devices)

@@ -258,7 +258,7 @@ def test_a_wrong_input_is_one_line_and_status_2(
     assert says in said.partition(line)[1] + said.partition(line)[2]
 
 
-@pytest.mark.ray
+@pytest.mark.slow
 def test_a_run_whose_reward_function_fails_ends_in_one_line(tmp_path):
     (tmp_path / "broken.py").write_text("def score(prompt, response, label, metadata): return label['x']\n")
     command = [sys.executable, "-m", "megatron_ibpo.commands.train", *A_RUN, "--rollout-backend", "lean"]

@@ -13,7 +13,7 @@ import pytest
 
 from support.paths import ROOT
 
-TINY = ROOT / "examples/tiny_qwen3_next"
+DENSE = ROOT / "examples/tiny_qwen3"
 RECIPE = ROOT / "examples/recipes/tiny_qwen3_next_ibpo.yaml"
 BAD_INPUT = 2
 
@@ -42,8 +42,8 @@ def answers(commands, out):
 
 
 def checkpoint(directory, **changes):
-    """A copy of the tiny checkpoint with some of its configuration changed."""
-    shutil.copytree(TINY, directory)
+    """A copy of the dense tiny checkpoint with some of its configuration changed."""
+    shutil.copytree(DENSE, directory)
     path = directory / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
     return str(directory)
@@ -71,7 +71,7 @@ def said(tmp_path_factory):
     """What the trainer answers to each bad input, by name."""
     place = tmp_path_factory.mktemp("faults")
     # bad data are found while Ray starts, which takes 4 s; in one process none does
-    alone = partial(single, rollout_backend="lean", hf_checkpoint=ROOT / "examples/tiny_qwen3")
+    alone = partial(single, rollout_backend="lean", hf_checkpoint=DENSE)
 
     def written(name, text):
         (place / name).write_text(text)
@@ -89,7 +89,7 @@ def said(tmp_path_factory):
         "malformed config": single(hf_checkpoint=malformed),
         "unknown model": single(hf_checkpoint=checkpoint(place / "unknown", model_type="gemma3")),
         "layout": [*single(), "--tensor-model-parallel-size", "3"],
-        "truncated weights": single(hf_checkpoint=truncated, run_dir=place / "run1", eval_num_prompts=0),
+        "truncated weights": alone(hf_checkpoint=truncated, run_dir=place / "run1", eval_num_prompts=0),
         "missing prompts": alone(prompt_data=place / "nowhere.jsonl"),
         "empty prompts": alone(prompt_data=written("empty.jsonl", "")),
         "bad row": alone(prompt_data=bad_row),
@@ -101,7 +101,7 @@ def said(tmp_path_factory):
         "context too long": single(rollout_max_context_len=4096),
         "no checkpoint to load": single(load=place),
         "reward function": alone(rm_type="no_such_module:score", run_dir=place / "run2"),
-        "run directory": single(run_dir="/proc/run"),
+        "run directory": alone(run_dir="/proc/run"),
     }
     found = answers([list(map(str, command)) for command in commands.values()], place / "answers.json")
     return dict(zip(commands, found, strict=True))

@@ -299,7 +299,7 @@ def lean_run(run_dir, *flags):
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.ray
+@pytest.mark.slow  # tests/examples/test_learning.py runs one too
 def test_a_whole_run_trains_on_what_it_samples_and_says_which_back_end_that_was(tmp_path):
     rows = lean_run(tmp_path / "run", "--num-rollout", "2", "--check-weight-update-equal")
     assert [row["kind"] for row in rows] == ["evaluation", "step", "step", "evaluation"]

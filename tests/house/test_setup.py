@@ -535,9 +535,7 @@ print(kernels.__file__, *ours.__path__)
 """
 
 
-@pytest.mark.parametrize(
-    "how", ["-c", pytest.param("stdin", marks=pytest.mark.slow), pytest.param("-m", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("how", [pytest.param("-c", marks=pytest.mark.slow), "stdin", "-m"])
 def test_the_hugging_face_package_kernels_is_not_shadowed_in_the_root(tmp_path, how):
     """Python started in the root has the root before every installed package on its path."""
     theirs = Path(metadata.distribution("kernels").locate_file("kernels"))

@@ -42,7 +42,7 @@ def biased(tmp_path_factory):
 
 
 @pytest.mark.parametrize("what", ["parameters", "marks", "checkpoint"])
-@pytest.mark.parametrize("model", ["hybrid", "dense", "biased"])
+@pytest.mark.parametrize("model", ["hybrid", "dense", pytest.param("biased", marks=pytest.mark.slow)])
 def test_both_back_ends_agree(request, model, what):
     built = request.getfixturevalue(model)
     assert built["te"][what] == built["local"][what]

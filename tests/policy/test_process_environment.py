@@ -76,6 +76,7 @@ def hopper(tmp_path):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_on_hopper_a_trainers_delta_net_runs_on_triton_unless_the_user_says_otherwise(hopper):
     assert delta_net_kernels(hopper, "--as-trainers") == ["Triton kernels", False]
     theirs = ["tilelang where they can, else Triton kernels", True]
