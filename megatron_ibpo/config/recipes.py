@@ -91,13 +91,17 @@ def config_yaml(config: Config) -> str:
         part |= part.pop(PARAMETERS, {})
         flat = {name.replace("_", "-"): _plain(value) for name, value in part.items()}
         text.write(f"# {section.name}\n")
-        yaml.safe_dump(flat, text, sort_keys=False, allow_unicode=True, width=1000)
+        yaml.dump(flat, text, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1000)
     return text.getvalue()
 
 
 def write_config(config: Config, path: Path) -> None:
     """Write the resolved configuration of a run as a recipe."""
     path.write_text(config_yaml(config), encoding="utf-8")
+
+
+_Dumper: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+"""libyaml's, ten times as fast, where PyYAML was built with it."""
 
 
 class _RepeatedKeyError(yaml.YAMLError):

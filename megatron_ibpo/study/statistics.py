@@ -6,7 +6,7 @@ so both are resampled; a problem is drawn for all seeds at once, as it is asked 
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +16,8 @@ from scipy import stats
 Array = npt.NDArray[np.float64]
 
 RESAMPLES = 4000
+PICKED_AT_ONCE = 2**22
+"""Values in memory at one time: 32 MB."""
 LEVEL = 0.95
 
 
@@ -134,18 +136,29 @@ def _resample(values_SP: Array) -> tuple[float, float, Array]:
     seeds, problems = values_SP.shape
     if problems < 2:
         raise ValueError(f"an interval over problems needs two of them, there is {problems}")
-    samples: tuple[npt.NDArray[np.int64], ...] = (np.arange(problems),)
-    statistic: Callable[..., float] = lambda p: float(np.nanmean(values_SP[0, p]))  # noqa: E731
-    if seeds > 1:  # one seed cannot be resampled
-        samples = (np.arange(seeds), *samples)
-        statistic = lambda s, p: float(np.nanmean(values_SP[np.ix_(s, p)]))  # noqa: E731
+    # one seed cannot be resampled
+    samples = (np.arange(seeds), np.arange(problems)) if seeds > 1 else (np.arange(problems),)
+
+    def means(*chosen: npt.NDArray[np.int64], axis: int) -> Array:
+        """Return the mean of each resample, of which `chosen` has the numbers along its last axis."""
+        problem_numbers = np.atleast_2d(chosen[-1])
+        seed_numbers = np.atleast_2d(chosen[0]) if seeds > 1 else np.zeros((len(problem_numbers), 1), int)
+        parts = -(-len(problem_numbers) * values_SP.size // PICKED_AT_ONCE)
+        found = [
+            np.nanmean(values_SP[s[:, :, None], p[:, None, :]], axis=(1, 2))
+            for s, p in zip(
+                np.array_split(seed_numbers, parts), np.array_split(problem_numbers, parts), strict=True
+            )
+        ]
+        return np.concatenate(found).reshape(chosen[-1].shape[:-1])
+
     found = stats.bootstrap(
         samples,
-        statistic,
+        means,
         n_resamples=RESAMPLES,
         confidence_level=LEVEL,
         method="percentile",
-        vectorized=False,
+        vectorized=True,
         rng=np.random.default_rng(0),
     )
     interval = found.confidence_interval
