@@ -22,6 +22,7 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 STARTED = pytest.StashKey[float]()
 MARKS = ("world", "engine", "ray", "kernel", "slow", "lint")
+"""Marks of tests that are no unit tests."""
 BUDGET_S = 60
 """Seconds that the tests of a file may take together before the summary names it; none fails by it."""
 

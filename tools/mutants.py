@@ -311,8 +311,7 @@ def by_file(settings: Path) -> CoverageMap:
 
 
 class Results:
-    """The verdicts of a file, to which those of a run are added one by one. Without a file they are kept in
-    memory."""
+    """Keeps the verdicts of a file, and adds those of a run one by one. Without a file they stay in memory."""
 
     def __init__(self, path: Path | None, listed: Sequence[str]) -> None:
         self._path = path

@@ -1,4 +1,4 @@
-"""Small faults drawn by lot: changes of one expression or statement, in proportion to what the rooms hold."""
+"""Draw small faults by lot: changes of one expression or statement, in proportion to what the rooms hold."""
 
 from __future__ import annotations
 

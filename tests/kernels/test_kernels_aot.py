@@ -29,7 +29,7 @@ BUDGET = {"row_statistics": 8.0, "row_statistics+entropy": 10.0, "logits_gradien
 
 
 def compiled_now(capability):
-    """In a process of its own: Triton's interpreter, which others use, cannot share one with the compiler."""
+    """Compile in a process of its own: Triton's interpreter cannot share one with the compiler."""
     program = [sys.executable, "-m", "support.aot_kernels", str(capability)]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
