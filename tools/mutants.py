@@ -311,7 +311,7 @@ def by_file(settings: Path) -> CoverageMap:
 
 
 class Results:
-    """Keeps the verdicts of a file, and adds those of a run one by one. Without a file they stay in memory."""
+    """Keeps the verdicts of a file and adds those of a run one by one. Without a file they stay in memory."""
 
     def __init__(self, path: Path | None, listed: Sequence[str]) -> None:
         self._path = path
