@@ -104,9 +104,11 @@ def of_this_version(layer: Layer, registries: Sequence[Registry]) -> Layer:
     """Return the config.yaml of a run of version 0.1 as this version writes it: the parameters of the choices
     that were made, and no corrections as no operator. Other layers are returned without a gate that is off,
     which a run between the versions wrote."""
-    off = ("ibpo_gate", False)
-    layer = replace(layer, others={k: v for k, v in layer.others.items() if (k.replace("-", "_"), v) != off})
     others = {key.replace("-", "_"): value for key, value in layer.others.items()}
+    if others.get("ibpo_gate") is False:
+        del others["ibpo_gate"]
+        rest = {key: value for key, value in layer.others.items() if key.replace("-", "_") in others}
+        layer = replace(layer, others=rest)
     if not others.keys() >= _WRITTEN_BY_0_1:
         return layer
     fields = dict(layer.fields)

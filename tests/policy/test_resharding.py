@@ -7,8 +7,8 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_ibpo.config import ParallelConfig
 from support import planned
+from support.layouts import layout
 from support.ranks import run_ranks
 from support.tiny_models import make_qwen3, make_qwen3_next
 from support.train_sequences import sequences
@@ -17,18 +17,7 @@ from support.trainers import close_trainer, config_for, open_trainer
 pytestmark = pytest.mark.world
 
 
-def layout(tp=1, pp=1, ep=1, cp=1, *, first=None, distributed=False):
-    return ParallelConfig(
-        tensor_model_parallel_size=tp,
-        pipeline_model_parallel_size=pp,
-        context_parallel_size=cp,
-        decoder_first_pipeline_num_layers=first,
-        expert_model_parallel_size=ep,
-        use_distributed_optimizer=distributed,
-    )
-
-
-SHARDED = {"distributed": True}
+SHARDED = {"distributed_optimizer": True}
 PAIRS = {
     "dense CP2 DP2 to TP2 DP2, sharded": (4, layout(cp=2, **SHARDED), 4, layout(tp=2, **SHARDED)),
     "next CP2 to one rank, sharded": (2, layout(cp=2, **SHARDED), 1, layout(**SHARDED)),
@@ -133,7 +122,7 @@ def load_with_other_optimizer(world, hf_dir, directory):
     trainer, _, _ = open_trainer(world, hf_dir, config_for(layout()))
     saved = save_checkpoint(trainer, directory, 1, {})
     close_trainer()
-    trainer, _, _ = open_trainer(world, hf_dir, config_for(layout(distributed=True)))
+    trainer, _, _ = open_trainer(world, hf_dir, config_for(layout(distributed_optimizer=True)))
     with pytest.raises(ValueError, match="saved with use_distributed_optimizer=False"):
         load_checkpoint(trainer, saved)
     close_trainer()
@@ -148,7 +137,7 @@ def gathered(world, hf_dir):
     and all that its parameters have."""
     from megatron_ibpo.policy.checkpoint import saved_state
 
-    trainer, _, _ = open_trainer(world, hf_dir, config_for(layout(distributed=True)))
+    trainer, _, _ = open_trainer(world, hf_dir, config_for(layout(distributed_optimizer=True)))
     planned.update(trainer, sequences(6))
     with mock.patch.object(torch.Tensor, "cuda", side_effect=AssertionError("on the device")):
         state = saved_state(trainer)["optimizer"]["param_state"]
