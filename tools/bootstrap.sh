@@ -179,7 +179,13 @@ check_compiler() {
         "${CXX:-g++}" -std=c++17 -fsyntax-only -I "$headers" -x c++ - <<<'#include <Python.h>'
 }
 
-pip_install() { .venv/bin/python -m pip install --no-input --disable-pip-version-check --progress-bar off "$@"; }
+# pip_install: Python compiles what it imports, unless it is told not to; pip would compile everything, which takes longer
+# than all else it does.
+pip_install() {
+    local compile=--no-compile
+    [[ -z ${PYTHONDONTWRITEBYTECODE:-} ]] || compile=--compile
+    .venv/bin/python -m pip install --no-input --disable-pip-version-check "$compile" --progress-bar off "$@"
+}
 
 # offered: sets `offered` to pip's arguments for IBPO_TORCH_INDEX.
 offered() {
