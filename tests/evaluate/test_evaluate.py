@@ -233,16 +233,16 @@ def share_covered(intervals, truth):
 def test_the_interval_of_accuracy_covers_the_truth_nineteen_times_in_twenty(samples):
     """Problems of very different difficulty: chances of a U-shaped Beta, whose mean is 1/3."""
     rng = np.random.default_rng(0)
-    chances_RP = rng.beta(0.25, 0.5, size=(400, 60))
-    runs = (rng.random((400, 60, samples)) < chances_RP[..., None]).astype(float)
+    chances_RP = rng.beta(0.25, 0.5, size=(200, 60))
+    runs = (rng.random((200, 60, samples)) < chances_RP[..., None]).astype(float)
     assert 0.92 <= share_covered([interval(run) for run in runs], 1 / 3) <= 0.98
 
 
 def test_the_interval_of_a_measure_covers_the_truth_nineteen_times_in_twenty():
     """pass@2 of 6 samples: its mean is 1 - E[(1-p)²] = 1 - .6·1.6/(1·2) for p of Beta(.4, .6)."""
     rng = np.random.default_rng(1)
-    chances_RP = rng.beta(0.4, 0.6, size=(400, 60))
-    runs = (rng.random((400, 60, 6)) < chances_RP[..., None]).astype(float)
+    chances_RP = rng.beta(0.4, 0.6, size=(200, 60))
+    runs = (rng.random((200, 60, 6)) < chances_RP[..., None]).astype(float)
     intervals = [interval_over_prompts(pass_at(run, 2)) for run in runs]
     assert 0.92 <= share_covered(intervals, 1 - 0.6 * 1.6 / 2) <= 0.98
 

@@ -447,8 +447,10 @@ def test_in_a_browser_the_page_follows_a_run_while_it_trains(run_dir, tmp_path):
 
 
 @needs_browser
-def test_in_a_browser_an_evaluation_is_a_table_and_a_reader(evaluation):
-    with served(evaluation, "--port", 0) as (_, _, port), open_page(f"http://127.0.0.1:{port}/") as page:
+def test_in_a_browser_an_evaluation_is_a_table_and_a_reader(evaluation, tmp_path):
+    file = tmp_path / "page.html"
+    file.write_text(build_page([evaluation]), encoding="utf-8")
+    with open_page(file) as page:
         page.wait_until("document.querySelector('#comparison table')")
         table = page.evaluate("document.querySelector('#comparison table').textContent")
         assert "accuracy0.5 0.4 to 0.6–" in table
