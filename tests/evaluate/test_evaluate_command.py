@@ -15,13 +15,14 @@ from rich.console import Console
 from megatron_ibpo.commands.evaluate import main, policy_of
 from megatron_ibpo.config import Config, ConfigError, EvalSampling, write_config
 from megatron_ibpo.data import load_tokenizer
-from megatron_ibpo.evaluate import EvalSample, KeptSamples, SetEvaluation, evaluate, open_eval_sets
+from megatron_ibpo.evaluate import KeptSamples, SetEvaluation, evaluate, open_eval_sets
 from megatron_ibpo.evaluate.results_file import finish_results
 from megatron_ibpo.evaluate.sets import half_of
 from megatron_ibpo.report.evaluation_report import report_evaluation
 from megatron_ibpo.report.summary import measures
 from megatron_ibpo.run.checks import check_evaluation
 from megatron_ibpo.study.paired_evaluations import compare_evaluations
+from support.eval_samples import judged
 from support.paths import ROOT
 
 TINY = ROOT / "examples/tiny_qwen3_next"
@@ -235,11 +236,8 @@ def test_a_policy_is_a_run_a_hugging_face_or_a_megatron_checkpoint(run_dir, tmp_
     for name in ("metadata.json", "run_state.json"):
         (stored / name).write_text("{}")
     policy = policy_of([str(stored)])
-    assert (policy.stored, policy.config.model.hf_checkpoint, policy.name) == (
-        stored,
-        stored / "hf",
-        str(stored),
-    )
+    assert (policy.stored, policy.name) == (stored, str(stored))
+    assert policy.config.model.hf_checkpoint == stored / "hf"
     assert policy_of([str(run_dir)]).stored is None, "what the run exported"
     (run_dir / "hf").rmdir()
     policy = policy_of([str(run_dir)])
@@ -258,23 +256,9 @@ def written(own, policy_says):
 
 def row(name, asked, text, correct):
     kind, index, number = asked.key
-    return EvalSample(
-        set=name,
-        id=str(index),
-        prompt_index=index,
-        kind=kind,
-        number=number,
-        prompt=asked.prompt.text,
-        label=asked.prompt.label,
-        text=text,
-        answer=text or None,
-        reward=float(correct),
-        correct=correct,
-        error=None,
-        finish_reason="stop",
-        num_tokens=1,
-        details={},
-        mean_logprob=-1.0 - number,
+    asks = {"set": name, "kind": kind, "prompt": asked.prompt.text, "label": asked.prompt.label}
+    return judged(
+        index, number, text, float(correct), answer=text or None, mean_logprob=-1.0 - number, **asks
     )
 
 

@@ -29,7 +29,7 @@ from megatron_ibpo.basics.records import LARGEST_REWARD, Correction, Group, Prom
 from megatron_ibpo.basics.text import counted
 from megatron_ibpo.config import Config, ConfigError, EvalSampling
 from megatron_ibpo.data import load_tokenizer
-from megatron_ibpo.evaluate import EvalSample, EvalSet, Evaluation, SetEvaluation
+from megatron_ibpo.evaluate import EvalSet, Evaluation, SetEvaluation
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.report import (
     Report,
@@ -50,6 +50,7 @@ from megatron_ibpo.report.problem_outcomes import load_outcomes, outcomes_path, 
 from megatron_ibpo.report.run_dir import run_settings, run_tokenizer
 from megatron_ibpo.report.summary import COUNTS
 from megatron_ibpo.run.settings import parse_config
+from support.eval_samples import judged
 from support.paths import ROOT
 
 SAMPLING = EvalSampling(1, 48, 1.0, 1.0, -1)
@@ -86,27 +87,6 @@ def accuracy(sampled: float, greedy: float, *, problems: int = 100, **several) -
 def unnamed(evaluation: Evaluation, samples=()) -> list[SetEvaluation]:
     """The only set of a run, which the user gave no name."""
     return [SetEvaluation(EvalSet("sums", False, [], SAMPLING, None), evaluation, list(samples))]
-
-
-def sample_of(kind: str, index: int, number: int, reward: float | None) -> EvalSample:
-    return EvalSample(
-        set="sums",
-        id=str(index),
-        prompt_index=index,
-        kind=kind,
-        number=number,
-        prompt="1+2=",
-        label="3",
-        text="3",
-        answer="3",
-        reward=reward,
-        correct=reward == 1,
-        error="failed" if reward is None else None,
-        finish_reason="stop",
-        num_tokens=1,
-        details={},
-        mean_logprob=-0.5,
-    )
 
 
 def step_metrics(step: int) -> dict[str, float]:
@@ -613,18 +593,16 @@ def test_the_public_names_exist():
 
 
 def test_outcomes_of_an_evaluation_come_back_problem_by_problem(tmp_path):
-    def answered(index, *correct, temperature=1.0):
-        kind = "greedy" if temperature == 0 else "sampled"
-        rewards = [None if outcome is None else float(outcome) for outcome in correct]
-        return [sample_of(kind, index, number, reward) for number, reward in enumerate(rewards)]
+    def answered(index, *rewards, **fields):
+        return [judged(index, number, "3", reward, **fields) for number, reward in enumerate(rewards)]
 
     path = outcomes_path(tmp_path, 60)
     samples = [
-        *answered(4, 1, 0, None),
-        *answered(9, 1, 1),
+        *answered(4, 1.0, 0.0, None),
+        *answered(9, 1.0, 1.0),
         *answered(2, None),
-        *answered(4, 0, temperature=0.0),
-        sample_of("correction", 4, 0, 1.0),
+        *answered(4, 0.0, kind="greedy"),
+        *answered(4, 1.0, kind="correction"),
     ]
     one = unnamed(accuracy(0.5, 0.5), samples)[0]
     save_outcomes(tmp_path, 60, [one])

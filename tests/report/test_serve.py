@@ -18,13 +18,13 @@ from starlette.testclient import TestClient
 
 from megatron_ibpo.cluster.ray_token import TOKEN_FILE, write_token
 from megatron_ibpo.commands.page import main
-from megatron_ibpo.evaluate.eval_sample import EvalSample
 from megatron_ibpo.report import rollout_path
 from megatron_ibpo.report.columns import Columns
 from megatron_ibpo.report.page.directories import open_source
 from megatron_ibpo.report.page.server import application
 from megatron_ibpo.report.page.static import build_page
 from support.browser import needs_browser, open_page
+from support.eval_samples import judged
 from support.paths import ROOT
 from support.run_pages import HOSTILE, TOKENIZER, write_run
 
@@ -154,18 +154,6 @@ def test_steps_without_a_value_leave_gaps_and_not_zeros():
 # ------------------------------------------------------------------------------------------------ evaluation
 
 
-def sample(index, number, text, reward, **fields):
-    made = EvalSample(
-        **{
-            "set": "aime25", "id": f"p{index}", "prompt_index": index, "kind": "sampled", "number": number,
-            "prompt": f"question {index}", "label": "7", "text": text, "answer": text[-1:], "reward": reward,
-            "correct": reward == 1, "error": None, "finish_reason": "stop", "num_tokens": 3,
-            "details": {"tests_passed": 0.5}, "mean_logprob": -0.5,
-        } | fields
-    )  # fmt: skip
-    return made.as_json()
-
-
 @pytest.fixture
 def evaluation(tmp_path):
     directory = tmp_path / "evaluated"
@@ -178,13 +166,14 @@ def evaluation(tmp_path):
     }  # fmt: skip
     results = {"status": "unfinished", "policy": "/models/a", "sets": sets}
     (directory / "results.json").write_text(json.dumps(results))
+    half = {"set": "aime25", "details": {"tests_passed": 0.5}}
     samples = [
-        sample(1, 0, "so it is 7", 1.0),
-        sample(0, 0, HOSTILE, 0.0, finish_reason="length"),
-        sample(1, 1, "so it is 8", 0.0),
-        sample(0, 1, "é 7", None, error="timed out"),
+        judged(1, 0, "so it is 7", 1.0, **half),
+        judged(0, 0, HOSTILE, 0.0, finish_reason="length", **half),
+        judged(1, 1, "so it is 8", 0.0, **half),
+        judged(0, 1, "é 7", None, error="timed out", **half),
     ]
-    lines = "".join(json.dumps(one) + "\n" for one in samples)
+    lines = "".join(json.dumps(one.as_json()) + "\n" for one in samples)
     (directory / "aime25.samples.jsonl").write_text(lines + '{"being": "writ')
     return directory
 
@@ -192,11 +181,8 @@ def evaluation(tmp_path):
 def test_an_evaluation_is_read_as_sets_of_problems_with_their_samples(evaluation):
     asked = client(evaluation)
     (shown,) = asked.get("/api/runs").json()["runs"]
-    assert (shown["kind"], shown["title"], shown["facts"]) == (
-        "evaluation",
-        "evaluation of a",
-        ["unfinished"],
-    )
+    facts = (shown["kind"], shown["title"], shown["facts"])
+    assert facts == ("evaluation", "evaluation of a", ["unfinished"])
     assert shown["sets"]["aime25"]["measures"]["pass_at_2"] == 0.75
     assert shown["sets"]["aime25"]["intervals"] == {"accuracy": [0.4, 0.6]}
     assert shown["sets"]["math500"] == {"measures": {}, "intervals": {}, "notes": []}
