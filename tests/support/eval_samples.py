@@ -9,7 +9,7 @@ from megatron_ibpo.evaluate import EvalSample
 
 def judged(index: int, number: int, text: str, reward: float | None, **fields: Any) -> EvalSample:
     """Return sample `number` of problem `index`; without a reward the verifier failed on it."""
-    defaults = {
+    defaults: dict[str, Any] = {
         "set": "sums", "id": str(index), "prompt_index": index, "kind": "sampled", "number": number,
         "prompt": f"question {index}", "label": "7", "text": text, "answer": text[-1:] or None,
         "reward": reward, "correct": reward == 1, "error": "failed" if reward is None else None,
