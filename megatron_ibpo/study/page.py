@@ -40,9 +40,10 @@ def write_page(
     if standing := break_even_points(found.runs):
         figures.append(("Where corrections pay", break_even_figure(standing)))
     with mpl.rc_context({"svg.hashsalt": "study"}):  # the same study gives the same file
-        for name in ("curves.png", "curves.svg"):
-            figures[0][1].savefig(directory / name)
-        pictures = [(title, _picture(figure)) for title, figure in figures]
+        figures[0][1].savefig(directory / "curves.png")
+        drawn = [(title, _svg(figure)) for title, figure in figures]
+    (directory / "curves.svg").write_bytes(drawn[0][1])
+    pictures = [(title, _data_address(svg)) for title, svg in drawn]
     (directory / "page.html").write_text(_page(found, made, pictures), encoding="utf-8")
     if console is not None:
         console.print(written, highlight=False, markup=False, soft_wrap=True)
@@ -50,11 +51,14 @@ def write_page(
     return [directory / name for name in names if (directory / name).exists()]
 
 
-def _picture(figure: Figure) -> str:
-    """Return the drawing as a data address."""
+def _svg(figure: Figure) -> bytes:
     drawn = io.BytesIO()
     figure.savefig(drawn, format="svg")
-    return "data:image/svg+xml;base64," + base64.b64encode(drawn.getvalue()).decode()
+    return drawn.getvalue()
+
+
+def _data_address(svg: bytes) -> str:
+    return "data:image/svg+xml;base64," + base64.b64encode(svg).decode()
 
 
 def _page(found: Findings, made: Sequence[Table], pictures: Sequence[tuple[str, str]]) -> str:

@@ -41,24 +41,50 @@ def read(name, path):
     return [(row["id"], row["prompt"], row["label"]) for row in found], rows.notes()
 
 
-def test_aime_and_hmmt_are_read_in_the_layouts_of_their_publishers(tmp_path):
-    with_numbers = {
-        "problem_idx": 7,
-        "problem": "What is $6\\cdot 7$?",
-        "answer": 42,
-        "problem_type": ["Algebra"],
-    }
-    with_ids = {"id": "a", "problem": "What is $1+1$?", "answer": "2"}
-    bare = {"question": "Find $x$ in $2x=1$. ", "answer": " \\frac{1}{2} "}
-    path = lines(tmp_path / "x.jsonl", with_numbers, with_ids, bare)
-    for name in ("aime25", "hmmt25"):
-        found, notes = read(name, path)
-        assert found == [
-            ("7", "What is $6\\cdot 7$?" + BOXED, "42"),
-            ("a", "What is $1+1$?" + BOXED, "2"),
-            ("2", "Find $x$ in $2x=1$." + BOXED, "\\frac{1}{2}"),
-        ]
-        assert notes == [f"{name}: 3 problems in {path}; published are 30"]
+CONTESTS = (
+    [
+        {"problem_idx": 7, "problem": "What is $6\\cdot 7$?", "answer": 42, "problem_type": ["Algebra"]},
+        {"id": "a", "problem": "What is $1+1$?", "answer": "2"},
+        {"question": "Find $x$ in $2x=1$. ", "answer": " \\frac{1}{2} "},
+    ],
+    [
+        ("7", "What is $6\\cdot 7$?" + BOXED, "42"),
+        ("a", "What is $1+1$?" + BOXED, "2"),
+        ("2", "Find $x$ in $2x=1$." + BOXED, "\\frac{1}{2}"),
+    ],
+)
+MATH_500 = {
+    "problem": "Simplify $\\sqrt{4}$.", "solution": "It is $\\boxed{2}$.", "answer": "2",
+    "subject": "Prealgebra", "level": 1, "unique_id": "test/prealgebra/1.json",
+}  # fmt: skip
+GSM8K = [
+    {"question": "How many eggs?", "answer": "2 + 3 = <<2+3=5>>5\n#### 5"},
+    {"question": "How many dollars?", "answer": "A lot.\n#### 1,250,000"},
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "expected"),
+    [
+        ("aime25", *CONTESTS),
+        ("hmmt25", *CONTESTS),
+        ("math500", [MATH_500], [("test/prealgebra/1.json", "Simplify $\\sqrt{4}$." + BOXED, "2")]),
+        # the label is what follows the mark
+        (
+            "gsm8k",
+            GSM8K,
+            [("0", "How many eggs?" + BOXED, "5"), ("1", "How many dollars?" + BOXED, "1250000")],
+        ),
+    ],
+    ids=["aime", "hmmt", "math500", "gsm8k"],
+)
+def test_mathematical_benchmarks_are_read_in_the_layouts_of_their_publishers(name, rows, expected, tmp_path):
+    path = lines(tmp_path / "x.jsonl", *rows)
+    found, notes = read(name, path)
+    assert found == expected
+    published = {"aime25": 30, "hmmt25": 30, "math500": 500, "gsm8k": 1319}[name]
+    assert notes[0].startswith(f"{name}: {len(rows)} problem")
+    assert notes[0].endswith(f" in {path}; published are {published}")
 
 
 def test_a_directory_is_read_in_the_order_of_its_files_and_equal_numbers_are_told_apart(tmp_path):
@@ -71,28 +97,6 @@ def test_a_directory_is_read_in_the_order_of_its_files_and_equal_numbers_are_tol
         ("1", "first?"),
         ("1-2", "second?"),
     ]
-
-
-def test_math_500(tmp_path):
-    row = {
-        "problem": "Simplify $\\sqrt{4}$.",
-        "solution": "It is $\\boxed{2}$.",
-        "answer": "2",
-        "subject": "Prealgebra",
-        "level": 1,
-        "unique_id": "test/prealgebra/1.json",
-    }
-    found, _ = read("math500", lines(tmp_path / "test.jsonl", row))
-    assert found == [("test/prealgebra/1.json", "Simplify $\\sqrt{4}$." + BOXED, "2")]
-
-
-def test_the_label_of_gsm8k_is_what_follows_the_mark(tmp_path):
-    rows = [
-        {"question": "How many eggs?", "answer": "2 + 3 = <<2+3=5>>5\n#### 5"},
-        {"question": "How many dollars?", "answer": "A lot.\n#### 1,250,000"},
-    ]
-    found, _ = read("gsm8k", lines(tmp_path / "test.jsonl", *rows))
-    assert [(name, label) for name, _, label in found] == [("0", "5"), ("1", "1250000")]
 
 
 def test_humaneval_is_read_from_its_gzipped_file(tmp_path):
@@ -118,33 +122,23 @@ def test_humaneval_is_read_from_its_gzipped_file(tmp_path):
 def test_mbpp_in_both_of_its_files_and_only_its_test_tasks(tmp_path):
     full = [
         {
-            "text": f"Write a function that adds {number}.",
-            "code": "def f(x): ...",
-            "task_id": number,
-            "test_setup_code": "import math",
-            "test_list": [f"assert f(1) == {number + 1}", f"assert f(0) == {number}"],
+            "text": f"Write a function that adds {n}.", "code": "def f(x): ...", "task_id": n,
+            "test_setup_code": "import math", "test_list": [f"assert f(1) == {n + 1}", f"assert f(0) == {n}"],
             "challenge_test_list": [],
         }
-        for number in (10, 11, 510, 511)
-    ]
+        for n in (10, 11, 510, 511)
+    ]  # fmt: skip
     found, notes = read("mbpp", lines(tmp_path / "mbpp.jsonl", *full))
     assert [name for name, _, _ in found] == ["mbpp/11", "mbpp/510"]
     assert notes == ["mbpp: 2 rows outside of MBPP's test set, task_id 11 to 510 left out"]
     _, question, label = found[0]
     assert question.startswith("Write a function that adds 11.\n\nYour code must pass these tests:")
     assert "assert f(0) == 11" in question
-    assert json.loads(label) == {
-        "test": "import math\nassert f(1) == 12\nassert f(0) == 11",
-        "entry_point": None,
-    }
+    test = "import math\nassert f(1) == 12\nassert f(0) == 11"
+    assert json.loads(label) == {"test": test, "entry_point": None}
     sanitized = tmp_path / "sanitized-mbpp.json"
-    row = {
-        "prompt": "Add one.",
-        "code": "…",
-        "task_id": 60,
-        "test_imports": ["import re"],
-        "test_list": ["assert f(1) == 2"],
-    }
+    row = {"prompt": "Add one.", "code": "…", "task_id": 60}
+    row |= {"test_imports": ["import re"], "test_list": ["assert f(1) == 2"]}
     sanitized.write_text(json.dumps([row]))
     ((_, _, label),), _ = read("mbpp", sanitized)
     assert json.loads(label)["test"] == "import re\nassert f(1) == 2"
@@ -178,27 +172,25 @@ def problem(**changes):
     }
 
 
+CALL = json.dumps([{"input": "[1, 2]\n3", "output": "6", "testtype": "functional"}])
+OF_A_FUNCTION = problem(
+    question_id="3700",
+    question_content="Return the sum of a list and a number.",
+    starter_code="class Solution:\n    def total(self, xs: List[int], y: int) -> int:\n        ",
+    public_test_cases=CALL,
+    private_test_cases=CALL,  # the full files have them unpacked
+    metadata='{"func_name": "total"}',
+)
+
+
 def test_livecodebench_has_public_and_private_tests_in_one_label(tmp_path):
-    of_stdin = problem()
-    call = [{"input": "[1, 2]\n3", "output": "6", "testtype": "functional"}]
-    of_a_function = problem(
-        question_id="3700",
-        question_content="Return the sum of a list and a number.",
-        starter_code="class Solution:\n    def total(self, xs: List[int], y: int) -> int:\n        ",
-        public_test_cases=json.dumps(call),
-        private_test_cases=json.dumps(call),  # the full files have them unpacked
-        metadata='{"func_name": "total"}',
-    )
-    found, _ = read("livecodebench_v6", lines(tmp_path / "test6.jsonl", of_stdin, of_a_function))
+    found, _ = read("livecodebench_v6", lines(tmp_path / "test6.jsonl", problem(), OF_A_FUNCTION))
     (first, asks_stdin, label), (second, asks_function, label_of_function) = found
     assert (first, second) == ("x001_a", "3700")
     assert json.loads(label) == {"inputs": ["1 2\n", "2 2\n"], "outputs": ["3\n", "4\n"]}
     assert "from stdin" in asks_stdin
-    assert json.loads(label_of_function) == {
-        "inputs": ["[1, 2]\n3"] * 2,
-        "outputs": ["6"] * 2,
-        "fn_name": "total",
-    }
+    twice = {"inputs": ["[1, 2]\n3"] * 2, "outputs": ["6"] * 2, "fn_name": "total"}
+    assert json.loads(label_of_function) == twice
     assert "def total(self, xs: List[int], y: int) -> int:\n```" in asks_function
 
 
@@ -337,14 +329,6 @@ def test_every_benchmark_is_in_the_documentation():
 @needs_sandbox
 def test_the_labels_of_code_benchmarks_are_graded_by_the_code_verifier(tmp_path):
     """A right and a wrong program for a problem of each layout."""
-    call = json.dumps([{"input": "[1, 2]\n3", "output": "6", "testtype": "functional"}])
-    of_a_function = problem(
-        question_content="Return the sum of a list and a number.",
-        starter_code="class Solution:\n    def total(self, xs, y):\n",
-        public_test_cases=call,
-        private_test_cases=call,
-        metadata='{"func_name": "total"}',
-    )
     method = "class Solution:\n    def total(self, xs, y):\n        return {}"
     check = "def check(candidate):\n    assert candidate(2) == 4\n"
     of_humaneval = {"task_id": "H/1", "prompt": "def twice(x):\n", "entry_point": "twice", "test": check}
@@ -353,7 +337,7 @@ def test_the_labels_of_code_benchmarks_are_graded_by_the_code_verifier(tmp_path)
         ("humaneval", of_humaneval, "def twice(x):\n    return 2 * x", "def twice(x):\n    return 5 * x"),
         ("mbpp", of_mbpp, "def f(x):\n    return x + 1", "def f(x):\n    return x"),
         ("livecodebench_v6", problem(), "print(sum(map(int, input().split())))", "print(3)"),
-        ("livecodebench_v6", of_a_function, method.format("sum(xs) + y"), method.format("y")),
+        ("livecodebench_v6", OF_A_FUNCTION, method.format("sum(xs) + y"), method.format("y")),
     ]
     with open_verifier(DataConfig(rm_type="code", reward_workers=1)) as verifier:
         for number, (name, row, right, wrong) in enumerate(cases):

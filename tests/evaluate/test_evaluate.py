@@ -49,7 +49,7 @@ def measured(
     ask,
     *,
     max_tokens=5,
-    samples_per_prompt=1,
+    samples=1,
     temperature=1.0,
     top_p=1.0,
     top_k=-1,
@@ -60,13 +60,13 @@ def measured(
     first token."""
 
     def kept(asked):
-        samples = ask([(one.prompt, one.request) for one in asked])
+        made = ask([(one.prompt, one.request) for one in asked])
         return [
             eval_sample("t", one, sample, str(sample.token_ids[0]), answer, keep_tokens=True)
-            for one, sample in zip(asked, samples, strict=True)
+            for one, sample in zip(asked, made, strict=True)
         ]
 
-    sampling = EvalSampling(samples_per_prompt, max_tokens, temperature, top_p, top_k)
+    sampling = EvalSampling(samples, max_tokens, temperature, top_p, top_k)
     evaluation, _ = evaluate(prompts, kept, sampling, has_answers=answer is not None, corrector=corrector)
     return evaluation
 
@@ -99,7 +99,7 @@ def test_accuracies_lengths_and_truncation_are_counted():
             return [1], "stop"
         return ([1, 2, 3], "stop") if number < 3 else ([0], "length")
 
-    result = measured(prompts(4), answers(plan), max_tokens=5)
+    result = measured(prompts(4), answers(plan))
 
     assert result.accuracy == 0.75
     assert result.greedy_accuracy == 1.0
@@ -117,7 +117,7 @@ def test_a_failed_verifier_is_counted_and_is_no_wrong_answer():
     def plan(number, greedy):
         return ([9], "stop") if number == 0 else ([1], "stop")
 
-    result = measured(prompts(4), answers(plan), max_tokens=5)
+    result = measured(prompts(4), answers(plan))
     assert result.reward_errors == 2, "once sampled, once greedy"
     assert result.accuracy == 1.0
     assert "2 reward errors" in str(result)
@@ -125,12 +125,12 @@ def test_a_failed_verifier_is_counted_and_is_no_wrong_answer():
 
 def test_nothing_scored_is_an_error_with_the_first_cause():
     with pytest.raises(ValueError, match="verifier crashed"):
-        measured(prompts(2), answers(lambda number, greedy: ([9], "stop")), max_tokens=5)
+        measured(prompts(2), answers(lambda number, greedy: ([9], "stop")))
 
 
 def test_no_prompts_is_an_error():
     with pytest.raises(ValueError, match="at least one prompt"):
-        measured([], answers(lambda number, greedy: ([1], "stop")), max_tokens=5)
+        measured([], answers(lambda number, greedy: ([1], "stop")))
 
 
 def test_several_samples_a_prompt_widen_the_interval_by_prompts_not_samples():
@@ -138,8 +138,8 @@ def test_several_samples_a_prompt_widen_the_interval_by_prompts_not_samples():
     def plan(number, greedy):
         return [number % 2], "stop"
 
-    once = measured(prompts(64), answers(plan), max_tokens=5)
-    often = measured(prompts(64), answers(plan), max_tokens=5, samples_per_prompt=16)
+    once = measured(prompts(64), answers(plan))
+    often = measured(prompts(64), answers(plan), samples=16)
     assert often.accuracy == once.accuracy == 0.5
     assert often.samples_per_prompt == 16
     width = often.accuracy_high - often.accuracy_low
@@ -155,15 +155,7 @@ def test_requests_are_the_same_at_every_evaluation_and_differ_within_one():
         return answers(lambda number, greedy: ([1], "stop"))(asked)
 
     for _ in range(2):
-        measured(
-            prompts(3),
-            ask,
-            max_tokens=5,
-            samples_per_prompt=4,
-            temperature=0.7,
-            top_p=0.9,
-            top_k=3,
-        )
+        measured(prompts(3), ask, samples=4, temperature=0.7, top_p=0.9, top_k=3)
     assert plain(seen[0]) == plain(seen[1])
     sampled = [request for request in seen[0] if request.temperature > 0]
     assert len(sampled) == 12
@@ -171,7 +163,7 @@ def test_requests_are_the_same_at_every_evaluation_and_differ_within_one():
     assert all((request.temperature, request.top_p, request.top_k) == (0.7, 0.9, 3) for request in sampled)
     assert len(seen[0]) - len(sampled) == 3, "one greedy response a prompt"
     # the seeds of a prompt do not depend on which other prompts are evaluated with it
-    measured(prompts(3)[2:], ask, max_tokens=5, samples_per_prompt=4, temperature=0.7)
+    measured(prompts(3)[2:], ask, samples=4, temperature=0.7)
     assert [r.seed for r in seen[2] if r.temperature > 0] == [
         r.seed for r in sampled if r.prompt_token_ids[0] == 2
     ]
@@ -233,16 +225,16 @@ def share_covered(intervals, truth):
 def test_the_interval_of_accuracy_covers_the_truth_nineteen_times_in_twenty(samples):
     """Problems of very different difficulty: chances of a U-shaped Beta, whose mean is 1/3."""
     rng = np.random.default_rng(0)
-    chances_RP = rng.beta(0.25, 0.5, size=(400, 60))
-    runs = (rng.random((400, 60, samples)) < chances_RP[..., None]).astype(float)
+    chances_RP = rng.beta(0.25, 0.5, size=(200, 60))
+    runs = (rng.random((200, 60, samples)) < chances_RP[..., None]).astype(float)
     assert 0.92 <= share_covered([interval(run) for run in runs], 1 / 3) <= 0.98
 
 
 def test_the_interval_of_a_measure_covers_the_truth_nineteen_times_in_twenty():
     """pass@2 of 6 samples: its mean is 1 - E[(1-p)²] = 1 - .6·1.6/(1·2) for p of Beta(.4, .6)."""
     rng = np.random.default_rng(1)
-    chances_RP = rng.beta(0.4, 0.6, size=(400, 60))
-    runs = (rng.random((400, 60, 6)) < chances_RP[..., None]).astype(float)
+    chances_RP = rng.beta(0.4, 0.6, size=(200, 60))
+    runs = (rng.random((200, 60, 6)) < chances_RP[..., None]).astype(float)
     intervals = [interval_over_prompts(pass_at(run, 2)) for run in runs]
     assert 0.92 <= share_covered(intervals, 1 - 0.6 * 1.6 / 2) <= 0.98
 
@@ -275,13 +267,7 @@ def test_several_samples_are_evaluated_in_all_ways_at_once():
     right three times, not the last. The answer is the first token."""
     plan = {0: [0, 0, 2, 1], 1: [1, 1, 1, 0]}
     sample, _ = sampler(lambda i, j, request: [plan[i][j] if j < 4 else 1, 7])
-    result = measured(
-        prompts(2),
-        sample,
-        max_tokens=5,
-        samples_per_prompt=4,
-        answer=lambda prompt, text: text,
-    )
+    result = measured(prompts(2), sample, samples=4, answer=lambda prompt, text: text)
     assert result.accuracy == 0.5
     assert result.pass_at == {2: pytest.approx((0.5 + 1) / 2), 4: 1.0}
     assert result.majority_accuracy == 0.5
@@ -290,11 +276,20 @@ def test_several_samples_are_evaluated_in_all_ways_at_once():
     assert metrics["pass_at_4"] == 1.0
     assert "pass_at" not in metrics
     assert "corrected_accuracy" not in metrics
+    assert "by_prompt" not in metrics
     assert "pass@2 0.750, pass@4 1.000, maj@4 0.500, best-of-4 0.500" in str(result)
+    assert result.by_prompt == {
+        "accuracy": [0.25, 0.75],
+        "greedy_accuracy": [1, 1],
+        "pass_at_2": [0.5, 1],
+        "pass_at_4": [1, 1],
+        "majority_accuracy": [0, 1],
+        "best_of_accuracy": [1, 0],
+    }
 
 
 def test_one_sample_is_not_voted_on():
-    result = measured(prompts(2), answers(lambda number, greedy: ([1], "stop")), max_tokens=5)
+    result = measured(prompts(2), answers(lambda number, greedy: ([1], "stop")))
     assert (result.pass_at, result.majority_accuracy, result.best_of_accuracy) == ({}, None, None)
 
 
@@ -317,13 +312,7 @@ def test_every_sample_is_corrected_without_a_look_at_rewards():
         return [10 + j]
 
     sample, requests = sampler(plan)
-    result = measured(
-        prompts(200),
-        sample,
-        samples_per_prompt=4,
-        temperature=0.7,
-        corrector=corrector(),
-    )
+    result = measured(prompts(200), sample, samples=4, temperature=0.7, corrector=corrector())
     assert result.accuracy == 0
     asked = [r for r in requests if r.prompt_token_ids[1] == 50]
     assert len(asked) == 4 * 200, "one of every sample"
@@ -346,7 +335,7 @@ def test_what_is_shown_does_not_depend_on_what_is_right():
             return response
 
         sample, requests = sampler(lambda number, j, request: [10 + j], score)
-        measured(prompts(20), sample, samples_per_prompt=4, corrector=corrector(num_candidates=3))
+        measured(prompts(20), sample, samples=4, corrector=corrector(num_candidates=3))
         return [r.prompt_token_ids.tolist() for r in requests if r.prompt_token_ids[1] == 50]
 
     assert shown(10) == shown(12)
@@ -355,14 +344,14 @@ def test_what_is_shown_does_not_depend_on_what_is_right():
 def test_a_sample_alone_is_corrected_by_itself():
     """K = 1: what is shown is the sample and nothing else."""
     sample, requests = sampler(lambda number, j, request: [10 + j])
-    measured(prompts(3), sample, samples_per_prompt=2, corrector=corrector(num_candidates=1))
+    measured(prompts(3), sample, samples=2, corrector=corrector(num_candidates=1))
     asked = [r.prompt_token_ids[2:].tolist() for r in requests if r.prompt_token_ids[1] == 50]
     assert asked == [[10], [11]] * 3
 
 
 def test_a_sample_whose_correction_prompt_does_not_fit_stands_for_it():
     sample, _ = sampler(lambda number, j, request: [1] if (number, j) in {(0, 0), (0, 1), (1, 0)} else [0])
-    result = measured(prompts(2), sample, samples_per_prompt=2, corrector=corrector(max_context=8))
+    result = measured(prompts(2), sample, samples=2, corrector=corrector(max_context=8))
     assert result.corrections_skipped == 4
     assert result.corrected_accuracy == 0.75
 
@@ -382,24 +371,9 @@ def test_what_was_cut_off_and_what_has_no_answer_are_counted_apart():
 
 
 def test_without_an_extractor_nothing_is_said_of_answers():
-    result = measured(prompts(2), answers(lambda number, greedy: ([1], "stop")), samples_per_prompt=2)
+    result = measured(prompts(2), answers(lambda number, greedy: ([1], "stop")), samples=2)
     assert (result.no_answer_share, result.majority_accuracy) == (None, None)
     assert "no_answer_share" not in result.metrics()
-
-
-def test_every_measure_has_its_value_for_every_problem():
-    plan = {0: [0, 0, 2, 1], 1: [1, 1, 1, 0]}
-    sample, _ = sampler(lambda i, j, request: [plan[i][j] if j < 4 else 1, 7])
-    result = measured(prompts(2), sample, samples_per_prompt=4, answer=lambda prompt, text: text)
-    assert result.by_prompt == {
-        "accuracy": [0.25, 0.75],
-        "greedy_accuracy": [1, 1],
-        "pass_at_2": [0.5, 1],
-        "pass_at_4": [1, 1],
-        "majority_accuracy": [0, 1],
-        "best_of_accuracy": [1, 0],
-    }
-    assert "by_prompt" not in result.metrics()
 
 
 @pytest.mark.parametrize(

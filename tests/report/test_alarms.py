@@ -53,17 +53,9 @@ def test_entropy_has_collapsed_once_ten_steps_have_a_tenth_of_the_first_ten():
 
 @pytest.mark.parametrize(
     ("later", "since", "words"),
-    [
-        (
-            300.0,
-            15,
-            "300 tokens per response over the last 10 steps, 3 times the 100",
-        ),  # (5·100 + 5·300) / 10
-        (
-            20.0,
-            17,
-            "20 tokens per response over the last 10 steps, 0.2 times the 100",
-        ),  # (3·100 + 7·20) / 10 = 44
+    [  # (5·100 + 5·300) / 10 = 200, (3·100 + 7·20) / 10 = 44
+        (300.0, 15, "300 tokens per response over the last 10 steps, 3 times the 100"),
+        (20.0, 17, "20 tokens per response over the last 10 steps, 0.2 times the 100"),
     ],
 )
 def test_lengths_have_drifted_at_twice_or_half_of_the_first_ten_steps(later, since, words):
@@ -97,11 +89,8 @@ DEFAULT_RUN = (0.001, 0.002, 0.003)
         (resolved(), SAMPLED_IN_FLOAT32, False),
         (resolved("--vllm-dtype", "bfloat16"), SAMPLED_IN_BFLOAT16, True),
         (resolved(has_delta_nets=True), DEFAULT_RUN, False),
-        (
-            resolved(),
-            SAMPLED_IN_BFLOAT16,
-            True,
-        ),  # an engine in float32 that differs so much has other weights
+        # an engine in float32 that differs so much has other weights
+        (resolved(), SAMPLED_IN_BFLOAT16, True),
     ],
 )
 def test_a_run_that_differs_from_its_engine_by_more_than_rounding_is_told_at_once(
@@ -136,6 +125,9 @@ def test_a_run_that_differs_from_its_engine_by_more_than_rounding_is_told_at_onc
 )
 def test_what_differs_for_other_reasons_too_has_no_bound(flags):
     assert rounding_bound(resolved(*flags)) is None
+
+
+def test_a_run_in_bfloat16_may_differ_by_what_it_rounds():
     assert rounding_bound(resolved("--bf16")) == rounding_bound(resolved(on_gpu=True)) == 0.03
 
 

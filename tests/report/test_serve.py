@@ -18,13 +18,13 @@ from starlette.testclient import TestClient
 
 from megatron_ibpo.cluster.ray_token import TOKEN_FILE, write_token
 from megatron_ibpo.commands.page import main
-from megatron_ibpo.evaluate.eval_sample import EvalSample
 from megatron_ibpo.report import rollout_path
 from megatron_ibpo.report.columns import Columns
 from megatron_ibpo.report.page.directories import open_source
 from megatron_ibpo.report.page.server import application
 from megatron_ibpo.report.page.static import build_page
 from support.browser import needs_browser, open_page
+from support.eval_samples import judged
 from support.paths import ROOT
 from support.run_pages import HOSTILE, TOKENIZER, write_run
 
@@ -54,11 +54,8 @@ def test_the_server_tells_what_the_file_holds(run_dir):
     assert series["step"]["metrics"]["reward"] == {"mean": [0.1, 0.2]}
     assert series["evaluation"]["metrics"]["accuracy"] == {"mean": [0.5]}
     assert asked.get("/api/runs/0/series?first=2&last=9").json()["step"]["last"] == [2]
-    assert asked.get("/api/runs/0/series?first=3&last=9").json()["step"] == {
-        "first": [],
-        "last": [],
-        "metrics": {},
-    }
+    none = {"first": [], "last": [], "metrics": {}}
+    assert asked.get("/api/runs/0/series?first=3&last=9").json()["step"] == none
     index = asked.get("/api/runs/0/sections/1").json()
     assert [len(group["responses"]) for group in index] == [5, 3]
     group = asked.get("/api/runs/0/sections/1/groups/1").json()
@@ -110,9 +107,8 @@ def test_an_alarm_goes_on_while_its_rule_holds(run_dir):
     for step in range(3, 15):
         add_row(run_dir, step, accuracy=1.0)
     (alarm,) = client(run_dir).get("/api/runs").json()["runs"][0]["alarms"]
-    assert (alarm["name"], alarm["metric"], alarm["since"], alarm["until"]) == (
-        "reward saturates", "accuracy", 12, None,
-    )  # fmt: skip
+    spell = (alarm["name"], alarm["metric"], alarm["since"], alarm["until"])
+    assert spell == ("reward saturates", "accuracy", 12, None)
 
 
 def test_runs_are_compared_by_settings_that_differ_and_by_their_last_numbers(run_dir, tmp_path):
@@ -154,18 +150,6 @@ def test_steps_without_a_value_leave_gaps_and_not_zeros():
 # ------------------------------------------------------------------------------------------------ evaluation
 
 
-def sample(index, number, text, reward, **fields):
-    made = EvalSample(
-        **{
-            "set": "aime25", "id": f"p{index}", "prompt_index": index, "kind": "sampled", "number": number,
-            "prompt": f"question {index}", "label": "7", "text": text, "answer": text[-1:], "reward": reward,
-            "correct": reward == 1, "error": None, "finish_reason": "stop", "num_tokens": 3,
-            "details": {"tests_passed": 0.5}, "mean_logprob": -0.5,
-        } | fields
-    )  # fmt: skip
-    return made.as_json()
-
-
 @pytest.fixture
 def evaluation(tmp_path):
     directory = tmp_path / "evaluated"
@@ -178,13 +162,14 @@ def evaluation(tmp_path):
     }  # fmt: skip
     results = {"status": "unfinished", "policy": "/models/a", "sets": sets}
     (directory / "results.json").write_text(json.dumps(results))
+    half = {"set": "aime25", "details": {"tests_passed": 0.5}}
     samples = [
-        sample(1, 0, "so it is 7", 1.0),
-        sample(0, 0, HOSTILE, 0.0, finish_reason="length"),
-        sample(1, 1, "so it is 8", 0.0),
-        sample(0, 1, "é 7", None, error="timed out"),
+        judged(1, 0, "so it is 7", 1.0, **half),
+        judged(0, 0, HOSTILE, 0.0, finish_reason="length", **half),
+        judged(1, 1, "so it is 8", 0.0, **half),
+        judged(0, 1, "é 7", None, error="timed out", **half),
     ]
-    lines = "".join(json.dumps(one) + "\n" for one in samples)
+    lines = "".join(json.dumps(one.as_json()) + "\n" for one in samples)
     (directory / "aime25.samples.jsonl").write_text(lines + '{"being": "writ')
     return directory
 
@@ -192,11 +177,8 @@ def evaluation(tmp_path):
 def test_an_evaluation_is_read_as_sets_of_problems_with_their_samples(evaluation):
     asked = client(evaluation)
     (shown,) = asked.get("/api/runs").json()["runs"]
-    assert (shown["kind"], shown["title"], shown["facts"]) == (
-        "evaluation",
-        "evaluation of a",
-        ["unfinished"],
-    )
+    facts = (shown["kind"], shown["title"], shown["facts"])
+    assert facts == ("evaluation", "evaluation of a", ["unfinished"])
     assert shown["sets"]["aime25"]["measures"]["pass_at_2"] == 0.75
     assert shown["sets"]["aime25"]["intervals"] == {"accuracy": [0.4, 0.6]}
     assert shown["sets"]["math500"] == {"measures": {}, "intervals": {}, "notes": []}
@@ -237,16 +219,19 @@ def test_a_malformed_file_of_an_evaluation_is_named(evaluation, file, text, word
 
 
 @pytest.mark.parametrize(
-    "host", ["evil.example", "evil.example:8800", "0.0.0.0:8800", "127.0.0.1.evil.example"]
+    ("host", "status"),
+    [
+        ("127.0.0.1:8800", 200),
+        ("localhost:9999", 200),  # the end of a tunnel
+        ("evil.example", 400),
+        ("evil.example:8800", 400),
+        ("0.0.0.0:8800", 400),
+        ("127.0.0.1.evil.example", 400),
+    ],
 )
-def test_a_name_that_was_pointed_here_is_refused(run_dir, host):
-    for path in ("/", "/api/runs", "/api/runs/0/sections/1"):
-        assert client(run_dir, host=host).get(path).status_code == 400
-
-
-def test_this_machine_and_the_end_of_a_tunnel_are_answered(run_dir):
-    for host in ("127.0.0.1:8800", "localhost:9999"):
-        assert client(run_dir, host=host).get("/api/runs").status_code == 200
+def test_this_machine_is_answered_and_a_name_that_was_pointed_here_refused(run_dir, host, status):
+    asked = client(run_dir, host=host)
+    assert [asked.get(p).status_code for p in ("/", "/api/runs", "/api/runs/0/sections/1")] == [status] * 3
 
 
 def test_no_other_origin_may_read_an_answer_and_no_header_lets_a_script_in(run_dir):
@@ -447,8 +432,10 @@ def test_in_a_browser_the_page_follows_a_run_while_it_trains(run_dir, tmp_path):
 
 
 @needs_browser
-def test_in_a_browser_an_evaluation_is_a_table_and_a_reader(evaluation):
-    with served(evaluation, "--port", 0) as (_, _, port), open_page(f"http://127.0.0.1:{port}/") as page:
+def test_in_a_browser_an_evaluation_is_a_table_and_a_reader(evaluation, tmp_path):
+    file = tmp_path / "page.html"
+    file.write_text(build_page([evaluation]), encoding="utf-8")
+    with open_page(file) as page:
         page.wait_until("document.querySelector('#comparison table')")
         table = page.evaluate("document.querySelector('#comparison table').textContent")
         assert "accuracy0.5 0.4 to 0.6–" in table

@@ -22,10 +22,12 @@ from support.credit_cases import ids_of, response
 from support.paths import ROOT
 
 
-@pytest.fixture(autouse=True)
-def fewer_resamples(monkeypatch):
-    """A fifth of what an audit draws, which takes most of its time: what is told apart here is far apart."""
-    monkeypatch.setattr(credit_audit, "RESAMPLES", 200)
+@pytest.fixture(autouse=True, scope="module")
+def fewer_resamples():
+    """A tenth of what an audit draws, which takes most of its time: what is told apart here is far apart."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(credit_audit, "RESAMPLES", 100)
+        yield
 
 
 # ------------------------------------------------------------------------------------------------ statistics
@@ -91,33 +93,38 @@ def anywhere(error, rng):
     return rng.permutation([1] * 3 + [0] * 21).tolist()
 
 
-def test_a_mask_of_the_errors_is_told_from_one_drawn_at_random():
-    rng = np.random.default_rng(0)
-    good = audit(policy(rng, 45, mask_of=exactly_the_error))
+@pytest.fixture(scope="module")
+def audits():
+    """Of a policy whose credit follows what it did wrong and how near it was, and of one that draws both."""
+    rng = np.random.default_rng(2)
+    good = policy(rng, 45, mask_of=exactly_the_error, phi_of=lambda near: 0.5 * (near > 0.45))
+    blind = policy(rng, 45, mask_of=anywhere, phi_of=lambda near: 0.5 * rng.integers(2))
+    return audit(good), audit(blind)
+
+
+def test_a_mask_of_the_errors_is_told_from_one_drawn_at_random(audits):
+    good, blind = audits
     assert good["mask"]["mask"]["auc"]["low"] > 0.85
     assert good["mask"]["mask"]["first_credited_step_is_the_error"]["estimate"] > 0.85
     assert good["mask_above_random_auc"]["low"] > 0.3
     assert good["mask"]["ceiling: drops of the other rollouts"]["auc"]["estimate"] > 0.85
-    blind = audit(policy(rng, 45, mask_of=anywhere))
     assert blind["mask_above_random_auc"]["low"] < 0 < blind["mask_above_random_auc"]["high"]
-    for found in (good, blind):
-        assert found["mask"]["random masks of the same size"]["auc"]["estimate"] == pytest.approx(
-            0.5, abs=0.03
-        )
+    for found in audits:
+        random = found["mask"]["random masks of the same size"]
+        assert random["auc"]["estimate"] == pytest.approx(0.5, abs=0.03)
         uniform = found["mask"]["uniform credit"]
         assert uniform["auc"] == {"estimate": 0.5, "low": 0.5, "high": 0.5}
         assert uniform["rank_correlation"]["estimate"] == 0.0
 
 
-def test_phi_that_follows_how_near_a_response_was_is_told_from_one_that_does_not():
-    rng = np.random.default_rng(1)
-    follows = audit(policy(rng, 45, mask_of=anywhere, phi_of=lambda near: 0.5 * (near > 0.45)))["phi"]
+def test_phi_that_follows_how_near_a_response_was_is_told_from_one_that_does_not(audits):
+    follows, tossed = (found["phi"] for found in audits)
     assert follows["rank_correlation"]["low"] > 0.5
     assert follows["rank_correlation_within_prompts"]["low"] > 0.4
     assert follows["auc_of_phi_for_nearness_above_median"]["low"] > 0.7
-    tossed = audit(policy(rng, 45, mask_of=anywhere, phi_of=lambda near: 0.5 * rng.integers(2)))["phi"]
     assert tossed["rank_correlation"]["low"] < 0 < tossed["rank_correlation"]["high"]
-    uniform = audit(policy(rng, 45, mask_of=anywhere, phi_of=lambda near: 0.5))["phi"]
+    few = policy(np.random.default_rng(1), 6, mask_of=anywhere, phi_of=lambda near: 0.5)
+    uniform = audit(few)["phi"]
     assert uniform["rank_correlation"] == {"estimate": 0.0, "low": 0.0, "high": 0.0}
     assert uniform["auc_of_phi_for_nearness_above_median"]["estimate"] == 0.5
 

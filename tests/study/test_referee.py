@@ -30,30 +30,9 @@ from support import stand_in_training
 from support.paths import ROOT
 
 
-@pytest.fixture(autouse=True)
-def nothing_imported_for_training(monkeypatch):
-    """Nobody trains here."""
-    monkeypatch.setattr(runs, "PRELOADED", [runs.__name__])
-
-
 def training(*, best=3e-4, gains=None, pause=0.0):
     """In the place of training: what a run with known accuracy leaves."""
     return partial(stand_in_training.train, best=best, gains=gains or {}, pause=pause)
-
-
-def written(tmp_path, **changes):
-    content = {
-        "recipe": str(ROOT / "examples/recipes/tiny_qwen3_study.yaml"),
-        "budget": 1e11,
-        "budget-unit": "flops",
-        "baseline": "gspo",
-        "seeds": 8,
-        "common": {"hf-checkpoint": str(ROOT / "examples/tiny_qwen3")},
-        "methods": {"gspo": {"advantage-estimator": "gspo"}, "dr": {"advantage-estimator": "dr-grpo"}},
-    } | changes
-    path = tmp_path / "study.yaml"
-    path.write_text(yaml.safe_dump({key: value for key, value in content.items() if value is not None}))
-    return path
 
 
 def conducted(tmp_path, path, program, **settings):
@@ -85,29 +64,25 @@ TWO_TASKS = {
 }
 
 
-def test_a_study_tunes_extends_its_grid_tells_its_power_compares_and_confirms(tmp_path):
-    """dr is better by .05; the best learning rate lies two values beyond the grid, and is found."""
-    program = training(best=2.7e-3, gains={"dr-grpo": 0.05})
-    path = written(
-        tmp_path,
-        tune={"grid": {"lr": [1e-4, 3e-4]}, "seeds": [50], "budget": 5e10},
-        seeds=3,
-        **{"pilot-seeds": [60, 61, 62], "confirm-seeds": [70, 71]},
-    )
+def test_a_study_tunes_extends_its_grid_tells_its_power_compares_and_confirms(tmp_path, written):
+    """dr is better by .05; the best learning rate lies beyond the grid, and is found."""
+    program = training(best=9e-4, gains={"dr-grpo": 0.05})
+    tune = {"grid": {"lr": [1e-4, 3e-4]}, "seeds": [50], "budget": 5e10}
+    path = written(tune=tune, **{"pilot-seeds": [60, 61], "confirm-seeds": [70, 71]})
     complete, said, found = conducted(tmp_path, path, program, parallel=4)
     assert complete
-    assert [choice.setting for choice in found.choices] == [{"lr": 2.7e-3}, {"lr": 2.7e-3}]
-    assert all(len(choice.tried) == 5 and choice.at_edge == () for choice in found.choices)
+    assert [choice.setting for choice in found.choices] == [{"lr": 9e-4}, {"lr": 9e-4}]
+    assert all(len(choice.tried) == 4 and choice.at_edge == () for choice in found.choices)
     assert found.power.needed >= 2
-    assert "3 runs of gspo per task" in found.power.source
+    assert "2 runs of gspo per task" in found.power.source
     assert said.index("power, from") < said.index("gspo, seed 0"), "before the runs"
-    assert (len(found.runs), len(found.confirmation)) == (6, 4)
-    assert {run.lr for run in found.runs} == {2.7e-3}
+    assert (len(found.runs), len(found.confirmation)) == (4, 4)
+    assert {run.lr for run in found.runs} == {9e-4}
     assert max(run.accuracy[-1][1] for run in found.runs) < 0.65, "judged by other problems than tuned on"
     assert found.runs[0].other_accuracies["0.6"] == pytest.approx(found.runs[0].accuracy[-1][1] + 0.1)
-    assert "dr: better; but 3 seeds, 8 are needed\n" in said, "fresh seeds showed it again"
+    assert "dr: better; but 2 seeds, 8 are needed\n" in said, "fresh seeds showed it again"
     page = (tmp_path / "out/page.html").read_text()
-    for part in ("What may be said", "Curves", "T = 0.6", "At equal steps", "Tuning", "lr 0.0027"):
+    for part in ("What may be said", "Curves", "T = 0.6", "At equal steps", "Tuning", "lr 0.0009"):
         assert part in page
     shutil.rmtree(tmp_path / "out/confirmation/gspo")
     complete, said, found = conducted(tmp_path, path, program, runs_at_most=0)
@@ -117,73 +92,64 @@ def test_a_study_tunes_extends_its_grid_tells_its_power_compares_and_confirms(tm
 
 
 @pytest.mark.slow  # `beyond` is tested alone
-def test_a_grid_whose_best_is_always_the_last_is_left_after_four_values_and_nothing_is_claimed(tmp_path):
+def test_a_grid_whose_best_is_always_the_last_is_left_after_four_values_and_nothing_is_claimed(
+    tmp_path, written
+):
     program = training(best=1e-2, gains={"dr-grpo": 0.05})
     tune = {"grid": {"lr": [1e-5, 2e-5]}, "seeds": [50], "budget": 5e10}
-    _, said, found = conducted(tmp_path, written(tmp_path, tune=tune, seeds=3), program, parallel=4)
+    _, said, found = conducted(tmp_path, written(tune=tune, seeds=3), program, parallel=4)
     assert [(choice.setting, choice.at_edge) for choice in found.choices] == [({"lr": 3.2e-4}, ("lr",))] * 2
     edges = "; but ".join(f"the best lr of {name} is at the edge of its grid" for name in ("dr", "gspo"))
     assert f"but {edges}" in said
 
 
-def test_a_study_of_several_tasks_has_one_page_with_dose_and_response(tmp_path):
+def test_a_study_of_several_tasks_is_priced_resumed_and_has_one_page_with_dose_and_response(
+    tmp_path, written
+):
+    """What is finished is not run again."""
     program = training(gains={"dr-grpo": 0.05})
-    path = written(tmp_path, tasks=TWO_TASKS, seeds=2)
-    complete, said, found = conducted(tmp_path, path, program, parallel=3)
+    path = written(tasks=TWO_TASKS)
+    complete, said, found = conducted(tmp_path, path, program, runs_at_most=0)
+    assert (complete, found) == (False, None)
+    assert "8 runs to go, 8e+11 flops, how long they take is not known beforehand" in said
+    complete, said, found = conducted(tmp_path, path, program, parallel=3, runs_at_most=7)
+    assert (complete, found.runs_left, len(found.runs)) == (False, 1, 7)
+    assert "1 run to go, 1e+11 flops, about 0 minutes" in said  # half a minute
+    complete, said, found = conducted(tmp_path, path, program)
     assert complete
+    assert "run 1/1 rare, gspo, seed 1: finished" in said
+    assert "power: not known beforehand" in said
     assert len(found.runs) == 2 * 2 * 2
     kept = json.loads((tmp_path / "out/results.json").read_text())
     assert [line["method"] for line in kept["overall"]] == ["gspo", "dr"]
     assert kept["overall"][1]["difference"]["mean"] == pytest.approx(0.05, abs=1e-3)
-    assert [(point["task"], point["skill"]) for point in kept["dose_response"]] == [
-        ("rare", 0.1),
-        ("easy", 0.9),
-    ]
+    dose = [(point["task"], point["skill"]) for point in kept["dose_response"]]
+    assert dose == [("rare", 0.1), ("easy", 0.9)]
     page = (tmp_path / "out/page.html").read_text()
     assert page.count("data:image/svg+xml;base64,") == 2
     assert "Methods on easy" in page
-    assert "power: not known beforehand" in said
-
-
-def test_what_is_finished_is_not_run_again_and_the_rest_is_priced(tmp_path):
-    program = training()
-    path = written(tmp_path, seeds=2)
-    complete, said, found = conducted(tmp_path, path, program, runs_at_most=0)
-    assert (complete, found) == (False, None)
-    assert "4 runs to go, 4e+11 flops, how long they take is not known beforehand" in said
-    complete, said, found = conducted(tmp_path, path, program, runs_at_most=3)
-    assert (complete, found.runs_left, len(found.runs)) == (False, 1, 3)
-    assert "1 run to go, 1e+11 flops, about 0 minutes" in said  # half a minute
-    complete, said, _ = conducted(tmp_path, path, program)
-    assert complete
-    assert "run 1/1 gspo, seed 1: finished" in said
-    path = written(tmp_path, seeds=2, common={"hf-checkpoint": str(ROOT / "examples/tiny_qwen3"), "lr": 1e-3})
     with pytest.raises(ConfigError, match=r"other settings .*lr was 0.0003, is 0.001"):
-        conducted(tmp_path, path, program)
+        conducted(tmp_path, written(tasks=TWO_TASKS, common={"lr": 1e-3}), program)
 
 
 @pytest.mark.slow
-def test_several_runs_go_side_by_side(tmp_path):
+def test_several_runs_go_side_by_side(tmp_path, written):
     """All four have begun before the first is over."""
-    program = training(pause=3.0)
-    path = written(tmp_path, seeds=2)
-    conducted(tmp_path, path, program, parallel=4)
+    conducted(tmp_path, written(), training(pause=3.0), parallel=4)
     times = [seconds for seconds, _ in begun(tmp_path)]
     assert len(times) == 4
     assert max(times) - min(times) < 3.0
 
 
-def test_runs_that_share_a_machine_are_not_compared_by_seconds(tmp_path):
-    path = written(tmp_path, **{"budget-unit": "accelerator-seconds"})
+def test_runs_that_share_a_machine_are_not_compared_by_seconds(tmp_path, written):
+    path = written(**{"budget-unit": "accelerator-seconds"})
     with pytest.raises(ConfigError, match="slow each other down"):
         conducted(tmp_path, path, training(), parallel=2)
 
 
-def test_a_stopped_study_leaves_no_child(tmp_path, monkeypatch):
+def test_a_stopped_study_leaves_no_child(tmp_path, written, monkeypatch):
     """An interrupt ends all runs under way, and none begins after it."""
-    program = training(pause=60.0)
     monkeypatch.setattr(runs, "LOOK_EVERY_S", 0.1)
-    path = written(tmp_path, seeds=2)
 
     def interrupt_two() -> None:
         deadline = time.monotonic() + 40
@@ -194,7 +160,7 @@ def test_a_stopped_study_leaves_no_child(tmp_path, monkeypatch):
     started = time.monotonic()
     threading.Thread(target=interrupt_two, daemon=True).start()
     with pytest.raises(KeyboardInterrupt):
-        conducted(tmp_path, path, program, parallel=2)
+        conducted(tmp_path, written(), training(pause=60.0), parallel=2)
     assert time.monotonic() - started < 50
     left = begun(tmp_path)
     assert len(left) == 2
@@ -251,9 +217,9 @@ def test_a_method_is_settings_a_recipe_or_an_import_path(tmp_path):
 
 
 @pytest.mark.usefixtures("own")
-def test_a_method_of_ones_own_is_put_beside_some_of_a_study(tmp_path):
+def test_a_method_of_ones_own_is_put_beside_some_of_a_study(tmp_path, written):
     methods = {name: {"advantage-estimator": name} for name in ("gspo", "dr-grpo", "grpo")}
-    path = written(tmp_path, methods=methods, tasks=TWO_TASKS, seeds=1)
+    path = written(methods=methods, tasks=TWO_TASKS, seeds=1)
     study = read_study([path], add={"own": "own_methods:SameLength"}, only=["own"], tasks=["rare"])
     planned = plan_main(study, tmp_path / "out")
     assert [(run.task, run.method) for run in planned] == [("rare", "gspo"), ("rare", "own")]
@@ -282,18 +248,19 @@ def test_the_study_file_of_the_documentation_can_be_run(tmp_path, monkeypatch):
     assert len(plan_main(one_task, tmp_path / "out")) == 4
 
 
-def test_prompts_and_responses_are_tuned_in_the_declared_grid(tmp_path):
+def test_prompts_and_responses_are_tuned_in_the_declared_grid(tmp_path, written):
     grid = {"lr": ["1e-4", 3e-4], "rollout-batch-size": [16, 32], "n-samples-per-prompt": [4, 8]}
-    path = written(tmp_path, tune={"grid": grid, "seeds": [50], "budget": 5e10}, seeds=1)
-    planned = plan_tuning(read_study([path]), tmp_path / "out")
-    assert len(planned) == 2 * 8
-    assert len({run.directory for run in planned}) == 16
-    config = yaml.safe_load(planned[-1].config)
-    assert (config["lr"], config["rollout-batch-size"], config["n-samples-per-prompt"]) == (3e-4, 32, 8)
-    assert {yaml.safe_load(run.config)["eval-half"] for run in planned} == {"tuning"}
-    assert {yaml.safe_load(r.config)["eval-half"] for r in plan_main(read_study([path]), tmp_path / "o")} == {
-        "test"
-    }
+    methods = {"gspo": {"advantage-estimator": "gspo"}}
+    tune = {"grid": grid, "seeds": [50], "budget": 5e10}
+    study = read_study([written(methods=methods, tune=tune, seeds=1)])
+    planned = plan_tuning(study, tmp_path / "out")
+    assert len({run.directory for run in planned}) == len(planned) == 8
+    configs = [yaml.safe_load(run.config) for run in planned]
+    last = configs[-1]
+    assert (last["lr"], last["rollout-batch-size"], last["n-samples-per-prompt"]) == (3e-4, 32, 8)
+    assert {config["eval-half"] for config in configs} == {"tuning"}
+    (main,) = plan_main(study, tmp_path / "out")
+    assert yaml.safe_load(main.config)["eval-half"] == "test"
 
 
 @pytest.mark.slow

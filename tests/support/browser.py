@@ -63,6 +63,17 @@ class Page:
         while not any(seen["method"] == event for seen in self.events):
             self.events.append(json.loads(self._connection.recv(timeout=TIMEOUT_S)))
 
+    def load(self, where: Path | str) -> None:
+        """Open a file or an address in place of what is shown."""
+        self.events.clear()
+        self.call("Page.navigate", url=where if isinstance(where, str) else where.resolve().as_uri())
+        self.wait_for("Page.loadEventFired")
+
+    def resize(self, width: int, height: int) -> None:
+        """Give the window so many pixels."""
+        size = {"width": width, "height": height}
+        self.call("Emulation.setDeviceMetricsOverride", **size, deviceScaleFactor=1, mobile=False)
+
     def wait_until(self, expression: str) -> Any:
         """The value of an expression once there is a true one; True for an element."""
         deadline = time.monotonic() + TIMEOUT_S
@@ -138,17 +149,10 @@ def open_page(
                 page = Page(socket)
                 for domain in ("Page", "Runtime", "Network", "Log"):
                     page.call(f"{domain}.enable")
-                page.call(
-                    "Emulation.setDeviceMetricsOverride",
-                    width=size[0],
-                    height=size[1],
-                    deviceScaleFactor=1,
-                    mobile=False,
-                )
+                page.resize(*size)
                 scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
                 page.call("Emulation.setEmulatedMedia", features=[scheme])
-                page.call("Page.navigate", url=where if isinstance(where, str) else where.resolve().as_uri())
-                page.wait_for("Page.loadEventFired")
+                page.load(where)
                 yield page
         finally:
             os.killpg(process.pid, signal.SIGKILL)

@@ -19,13 +19,13 @@ from pathlib import Path
 import numpy as np
 import tyro
 
-from megatron_ibpo.basics.records import Group, Prompt, Sample, TrainSequence, token_ids
+from megatron_ibpo.basics.records import Group, Prompt, TrainSequence, token_ids
 from megatron_ibpo.basics.versions import machine
 from megatron_ibpo.report import rollout_path, save_groups
 from megatron_ibpo.report.page.static import build_page
 from support.browser import Page, open_page
 from support.paths import ROOT
-from support.run_pages import TOKENIZER, write_run
+from support.run_pages import TOKENIZER, response, write_run
 
 METRICS = 80
 
@@ -75,16 +75,14 @@ def make_step(draw: np.random.Generator, arguments: Arguments) -> tuple[list[Gro
     for number in range(arguments.groups):
         prompt = Prompt(number, token_ids([1, 5]), 2, "7", "sum", f"problem {number}")
         responses = [
-            Sample(
-                prompt_token_ids=prompt.token_ids,
+            response(
+                "",
+                index % 2 == 1,
+                prompt=prompt.token_ids,
                 token_ids=draw.integers(5, TOKENIZER.vocab_size, arguments.tokens, dtype=np.int32),
                 logprobs=np.asarray(-draw.random(arguments.tokens), np.float32),
                 finish_reason="length",
-                temperature=1.0,
-                versions=((0, 0),),
                 loss_mask=np.ones(arguments.tokens, bool),
-                reward=float(index % 2),
-                correct=index % 2 == 1,
             )
             for index in range(arguments.responses)
         ]

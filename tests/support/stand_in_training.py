@@ -1,9 +1,13 @@
-"""In the place of training: what a run whose true accuracy is known would leave, at once."""
+"""In the place of training: what a run whose true accuracy is known would leave, at once; and runs that fail
+or do not end."""
 
 import json
 import math
 import os
 import random
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -48,3 +52,19 @@ def train(arguments: Sequence[str], *, best: float, gains: Mapping[str, float], 
     summary = {"status": "finished", "steps": 7, "accuracy_end": accuracy, "seconds_total": 30.0}
     (out / "summary.json").write_text(json.dumps(summary))
     return 0
+
+
+def stubborn(arguments: Sequence[str]) -> int:
+    """Ignore signals, start another process and write its number into the file `arguments[0]`."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    below = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    unfinished = Path(arguments[0] + ".part")
+    unfinished.write_text(str(below.pid))
+    unfinished.rename(arguments[0])  # it is never seen half written
+    time.sleep(600)
+    return 0
+
+
+def failing(arguments: Sequence[str]) -> int:
+    print("why")
+    return 3
