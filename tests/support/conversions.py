@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -24,19 +25,17 @@ def contents(directory):
 
 def refuse(source, target, error, *words, **options):
     """The conversion fails with all the words; nothing is left and the source is as it was."""
-    before = contents(source)
-    with pytest.raises(error) as caught:
-        hf_to_megatron(source, target, ParallelConfig(), ALONE, **options)
-    for word in words:
-        assert word in str(caught.value)
-    assert not target.parent.exists() or list(target.parent.iterdir()) == []
-    assert contents(source) == before
+    _refuse(partial(hf_to_megatron, source, target, ParallelConfig()), source, target, error, words, options)
 
 
 def refuse_back(source, target, error, *words, **options):
+    _refuse(partial(megatron_to_hf, source, target), source, target, error, words, options)
+
+
+def _refuse(convert, source, target, error, words, options):
     before = contents(source)
     with pytest.raises(error) as caught:
-        megatron_to_hf(source, target, ALONE, **options)
+        convert(ALONE, **options)
     for word in words:
         assert word in str(caught.value)
     assert not target.parent.exists() or list(target.parent.iterdir()) == []

@@ -13,7 +13,6 @@ import torch
 import tyro
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file
 
 from megatron_ibpo.config import Config
 from megatron_ibpo.models import pipeline_layers, read_hf_config
@@ -32,6 +31,7 @@ from support.checkpoint_bytes import (
     assert_same_bytes,
     drawn_weights,
     shard_by_hand,
+    tensors_of,
     with_fused_experts,
     with_weights,
 )
@@ -77,7 +77,7 @@ def models(tmp_path_factory):
         name: with_weights(path, directory / name, drawn_weights(path, dtype))
         for name, (path, dtype) in plain.items()
     }
-    everything = load_file(made["next"] / "model.safetensors") | mtp_tensors(torch.float32)
+    everything = tensors_of(made["next"]) | mtp_tensors(torch.float32)
     made["mtp"] = with_weights(made["next"], directory / "mtp", everything)
     made["glm mtp"] = with_weights(made["glm"], directory / "glm mtp", with_fifth_layer(made["glm"]))
     return made
@@ -86,7 +86,7 @@ def models(tmp_path_factory):
 def with_fifth_layer(source):
     """A checkpoint's tensors and those of a multi-token prediction layer as GLM-4.5's hold it: one more
     layer, with a projection and norms of its own."""
-    tensors = load_file(source / "model.safetensors")
+    tensors = tensors_of(source)
     last = "model.layers.3."
     fifth = {name.replace(last, "model.layers.4."): -own for name, own in tensors.items() if last in name}
     norm, head = tensors["model.norm.weight"], tensors["lm_head.weight"]
@@ -153,7 +153,7 @@ def test_there_and_back_changes_no_bit(models, tmp_path, name, parallel, virtual
     stored, back = tmp_path / "stored", tmp_path / "back"
     hf_to_megatron(models[name], stored, parallel, ALONE, virtual_stages=virtual_stages)
     megatron_to_hf(stored, back, ALONE)
-    assert_same_bytes(load_file(back / "model.safetensors"), load_file(models[name] / "model.safetensors"))
+    assert_same_bytes(tensors_of(back), tensors_of(models[name]))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "stored"]
 
 
@@ -175,24 +175,21 @@ def test_each_rank_of_the_layout_has_the_files_of_its_own_shards(models, tmp_pat
 
 
 def test_every_form_of_the_source_gives_the_same_checkpoint(models, tmp_path):
-    tensors = load_file(models["next"] / "model.safetensors")
+    tensors = tensors_of(models["next"])
+    pickled = tmp_path / "pickled"
+    pickled.mkdir()
+    shutil.copy(models["next"] / "config.json", pickled)
+    torch.save(tensors, pickled / "pytorch_model.bin")
     forms = [
         shard_by_hand(models["next"], tmp_path / "sharded", tensors),
         shard_by_hand(models["next"], tmp_path / "fused", with_fused_experts(tensors)),
-        pickled(models["next"], tmp_path / "pickled", tensors),
+        pickled,
     ]
     for form in forms:
         stored, back = tmp_path / f"{form.name}-stored", tmp_path / f"{form.name}-back"
         hf_to_megatron(form, stored, layout(tp=2, ep=2), ALONE, allow_pickle=form.name == "pickled")
         megatron_to_hf(stored, back, ALONE)
-        assert_same_bytes(load_file(back / "model.safetensors"), tensors)
-
-
-def pickled(origin, target, tensors):
-    target.mkdir()
-    shutil.copy(origin / "config.json", target)
-    torch.save(tensors, target / "pytorch_model.bin")
-    return target
+        assert_same_bytes(tensors_of(back), tensors)
 
 
 def test_the_result_is_whole_and_loads_in_transformers(models, tmp_path, monkeypatch):
@@ -227,9 +224,7 @@ def test_mtp_layers_are_carried_there_and_back_and_taken_from_the_origin_after_t
     assert "mtp.layers.0.eh_proj.weight" in StoredCheckpoint(tmp_path / "stored").tensors
     hf_to_megatron(models["next"], tmp_path / "trained", layout(), ALONE)  # as training saves: without
     megatron_to_hf(tmp_path / "trained", tmp_path / "back", ALONE, origin=models["mtp"])
-    assert_same_bytes(
-        load_file(tmp_path / "back" / "model.safetensors"), load_file(models["mtp"] / "model.safetensors")
-    )
+    assert_same_bytes(tensors_of(tmp_path / "back"), tensors_of(models["mtp"]))
 
 
 @pytest.mark.world
@@ -241,9 +236,9 @@ def test_a_prediction_layer_that_is_one_more_layer_is_taken_from_the_origin_afte
     with pytest.raises(ValueError, match=r"training keeps no model\.layers\.4\.\*, which .*--origin-hf-ch"):
         megatron_to_hf(stored, tmp_path / "without", ALONE)
     megatron_to_hf(stored, tmp_path / "back", ALONE, origin=origin)
-    original = load_file(origin / "model.safetensors")
+    original = tensors_of(origin)
     kept = {name: own for name, own in original.items() if name.startswith("model.layers.4.")}
-    assert_same_bytes(load_file(tmp_path / "back" / "model.safetensors"), weights | kept)
+    assert_same_bytes(tensors_of(tmp_path / "back"), weights | kept)
     corrections = [name for name in weights if name.endswith("e_score_correction_bias")]
     assert len(corrections) == 3
     assert_same_bytes(
@@ -253,7 +248,7 @@ def test_a_prediction_layer_that_is_one_more_layer_is_taken_from_the_origin_afte
 
 
 def test_more_than_one_mtp_layer_is_refused_by_name(models, tmp_path):
-    tensors = load_file(models["mtp"] / "model.safetensors")
+    tensors = tensors_of(models["mtp"])
     more = {
         name.replace("layers.0", "layers.1"): tensor.clone()
         for name, tensor in tensors.items()
@@ -334,7 +329,7 @@ def same_parameters(world, hf_dir, stored, parallel_config):
     from megatron_ibpo.policy import parallel
     from megatron_ibpo.policy.checkpoint import _models, load_weights
 
-    is_half = load_file(hf_dir / "model.safetensors")["model.embed_tokens.weight"].dtype == torch.bfloat16
+    is_half = tensors_of(hf_dir)["model.embed_tokens.weight"].dtype == torch.bfloat16
     chunks, shape = loaded(world, hf_dir, parallel_config, bf16=is_half)
     from_hf = {name: weight.clone() for name, weight in weights_of(chunks[0])}
     with torch.no_grad():
@@ -440,7 +435,7 @@ def test_what_training_saves_converts_to_what_it_exports(models, trained, tmp_pa
     stored, weights = trained["next"]
     assert stored.name == "step_000007"
     megatron_to_hf(stored, tmp_path / "back", ALONE)
-    assert_same_bytes(load_file(tmp_path / "back" / "model.safetensors"), weights)
+    assert_same_bytes(tensors_of(tmp_path / "back"), weights)
     assert differing_tensors(tmp_path / "back", stored, ALONE) == []
     assert "model.norm.weight" in differing_tensors(models["next"], stored, ALONE)
 
@@ -539,9 +534,7 @@ def convert_together(world, hf_dir, directory):
 @pytest.mark.world
 def test_several_processes_share_the_work(models, tmp_path):
     assert run_ranks(convert_together, 2, models["next"], tmp_path) == [[], []]
-    assert_same_bytes(
-        load_file(tmp_path / "back" / "model.safetensors"), load_file(models["next"] / "model.safetensors")
-    )
+    assert_same_bytes(tensors_of(tmp_path / "back"), tensors_of(models["next"]))
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -553,9 +546,7 @@ def test_older_checkpoints_that_stack_layers_and_pad_the_vocabulary_are_read(mod
     restored = tmp_path / "restacked"
     write_stacked(restored, stored, entries, num_layers=4, rows=128)
     megatron_to_hf(restored, tmp_path / "back", ALONE, origin=models["dense"])
-    assert_same_bytes(
-        load_file(tmp_path / "back" / "model.safetensors"), load_file(models["dense"] / "model.safetensors")
-    )
+    assert_same_bytes(tensors_of(tmp_path / "back"), tensors_of(models["dense"]))
 
 
 def write_stacked(directory, stored, entries, num_layers, rows):

@@ -196,7 +196,7 @@ def place(**values):
                 "a piece of 10^17 elements": piece(sizes=torch.Size([HUGE, 96])),
                 "a piece beyond its tensor": piece(offsets=torch.Size([HUGE, 0])),
                 "a size that is text": tensor(size="many"),
-                "no tensors": lambda metadata: vars(metadata).update(state_dict_metadata=None),
+                "no tensors": lambda metadata: setattr(metadata, "state_dict_metadata", None),
                 "pieces that are numbers": tensor(chunks=[3]),
                 "a tensor that is a number": lambda metadata: metadata.state_dict_metadata.update({QKV: 3}),
                 "10^15 bytes": place(length=HUGE),

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from megatron_ibpo.basics.records import SampleRequest, token_ids
 from megatron_ibpo.engines.eos import read_eos_token_ids
@@ -24,7 +23,13 @@ from megatron_ibpo.models import ModelConfigError, read_hf_config
 from megatron_ibpo.weights.formats.convert import differing_tensors, hf_to_megatron, megatron_to_hf
 from megatron_ibpo.weights.formats.hugging_face import trained_elements
 from megatron_ibpo.weights.formats.torch_dist import StoredCheckpoint
-from support.checkpoint_bytes import assert_same_bytes, drawn_weights, with_fused_experts, with_weights
+from support.checkpoint_bytes import (
+    assert_same_bytes,
+    drawn_weights,
+    tensors_of,
+    with_fused_experts,
+    with_weights,
+)
 from support.conversions import ALONE, round_trip
 from support.engine_runs import (
     TIMEOUT,
@@ -75,10 +80,6 @@ def wrapped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "dense": full_checkpoint(root / "dense", moe=False, tie=True),
         "moe": full_checkpoint(root / "moe", moe=True),
     }
-
-
-def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
-    return load_file(directory / "model.safetensors")
 
 
 # ------------------------------------------------------------------------------------------ config.json

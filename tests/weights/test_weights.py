@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from megatron_ibpo.config import Config
 from megatron_ibpo.models import read_hf_config
@@ -18,6 +17,7 @@ from megatron_ibpo.weights.formats import save as save_module
 from support.checkpoint_bytes import (
     assert_same_bytes,
     shard_by_hand,
+    tensors_of,
     with_fused_experts,
     with_random_bits,
 )
@@ -71,7 +71,7 @@ def test_every_checkpoint_tensor_is_in_the_map_once_and_nothing_else(checkpoints
     stored = [piece.stored for piece in pieces if piece.ends_stored]
     uses = Counter(used for used, _ in stored)
     shapes = dict(stored)
-    files = {name: tuple(tensor.shape) for name, tensor in load_file(path / "model.safetensors").items()}
+    files = {name: tuple(tensor.shape) for name, tensor in tensors_of(path).items()}
     assert shapes == files
     twice = {"model.embed_tokens.weight"} if name == "tied" else set()
     assert {used for used, count in uses.items() if count > 1} == twice
@@ -212,10 +212,10 @@ def test_the_round_trip_changes_no_bit_in_any_layout(checkpoints, tmp_path, size
         cases.append((checkpoints[name, dtype], tmp_path / str(number), parallel, dtype == torch.bfloat16))
     by_rank = run_ranks(there_and_back, size, cases, timeout=240)
     for number, (origin, saved, _, _) in enumerate(cases):
-        expected = load_file(origin / "model.safetensors")
+        expected = tensors_of(origin)
         metadata, tensors = by_rank[0][number]
         assert_same_bytes(dict(tensors), expected)
-        assert_same_bytes(load_file(saved / "model.safetensors"), expected)
+        assert_same_bytes(tensors_of(saved), expected)
         assert [(m.name, m.dtype, m.shape) for m in metadata] == [
             (name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors
         ]
@@ -240,7 +240,7 @@ def read_in_every_form(world, forms):
 @pytest.mark.world
 def test_sharded_files_and_fused_experts_load_like_a_single_file(checkpoints, tmp_path):
     origin = checkpoints["next", torch.float32]
-    tensors = load_file(origin / "model.safetensors")
+    tensors = tensors_of(origin)
     sharded = shard_by_hand(origin, tmp_path / "sharded", tensors)
     fused = shard_by_hand(origin, tmp_path / "fused", with_fused_experts(tensors))
     exports, _ = run_ranks(read_in_every_form, 2, [sharded, fused])
@@ -280,7 +280,7 @@ def test_a_saved_checkpoint_is_a_hugging_face_checkpoint(checkpoints, tmp_path):
     assert sum(name.endswith(".safetensors") for name in written) > 1
     assert json.loads((out_dir / "config.json").read_text())["dtype"] == "float32"
     model = AutoModelForCausalLM.from_pretrained(out_dir)
-    expected = load_file(origin / "model.safetensors")
+    expected = tensors_of(origin)
     assert_same_bytes(model.state_dict(), {name: tensor.float() for name, tensor in expected.items()})
 
 
@@ -330,7 +330,7 @@ def load_all(world, origin, paths):
 def test_bad_checkpoints_are_refused_by_name(checkpoints, tmp_path):
     """What damages a file or an index is in test_convert_faults.py and test_damaged_checkpoints.py."""
     origin = checkpoints["dense", torch.float32]
-    tensors = load_file(origin / "model.safetensors")
+    tensors = tensors_of(origin)
     norm = "model.layers.1.input_layernorm.weight"
     cases = {
         "whole": ({}, "loaded"),
