@@ -12,18 +12,16 @@ from support.tiny_models import stored_dtype
 
 
 def with_random_bits(source, target, dtype):
+    """A checkpoint whose weights are arbitrary finite bit patterns."""
     generator = torch.Generator().manual_seed(0)
-    shutil.copytree(source, target)
     tensors = {}
-    for name, tensor in load_file(source / "model.safetensors").items():
+    for name, tensor in tensors_of(source).items():
         own = stored_dtype(name, dtype)
         bits = {torch.float32: torch.int32, torch.bfloat16: torch.int16}[own]
         limits = torch.iinfo(bits)
-        drawn = torch.randint(limits.min, limits.max, tensor.shape, dtype=bits, generator=generator)
-        drawn = drawn.view(own)
+        drawn = torch.randint(limits.min, limits.max, tensor.shape, dtype=bits, generator=generator).view(own)
         tensors[name] = torch.where(drawn.isfinite(), drawn, torch.ones((), dtype=own)).contiguous()
-    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
-    return target
+    return with_weights(source, target, tensors)
 
 
 def drawn_weights(source, dtype, seed=0):
@@ -31,7 +29,7 @@ def drawn_weights(source, dtype, seed=0):
     generator = torch.Generator().manual_seed(seed)
     return {
         name: (torch.rand(tensor.shape, generator=generator) * 8 - 4).to(stored_dtype(name, dtype))
-        for name, tensor in load_file(source / "model.safetensors").items()
+        for name, tensor in tensors_of(source).items()
     }
 
 
@@ -39,6 +37,10 @@ def with_weights(source, target, tensors):
     shutil.copytree(source, target)
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
     return target
+
+
+def tensors_of(directory):
+    return load_file(directory / "model.safetensors")
 
 
 def as_bytes(tensor):
@@ -57,13 +59,11 @@ def with_fused_experts(tensors):
     fused = {name: tensor for name, tensor in tensors.items() if ".mlp.experts." not in name}
     for layer in range(4):
         experts = f"model.layers.{layer}.mlp.experts"
-
-        def of(part, expert, experts=experts):
-            return tensors[f"{experts}.{expert}.{part}_proj.weight"]
-
-        gate_up = [torch.cat([of("gate", expert), of("up", expert)]) for expert in range(4)]
-        fused[f"{experts}.gate_up_proj"] = torch.stack(gate_up)
-        fused[f"{experts}.down_proj"] = torch.stack([of("down", expert) for expert in range(4)])
+        gate, up, down = (
+            torch.stack([tensors[f"{experts}.{expert}.{part}_proj.weight"] for expert in range(4)])
+            for part in ("gate", "up", "down")
+        )
+        fused |= {f"{experts}.gate_up_proj": torch.cat([gate, up], dim=1), f"{experts}.down_proj": down}
     return fused
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -24,19 +25,17 @@ def contents(directory):
 
 def refuse(source, target, error, *words, **options):
     """The conversion fails with all the words; nothing is left and the source is as it was."""
-    before = contents(source)
-    with pytest.raises(error) as caught:
-        hf_to_megatron(source, target, ParallelConfig(), ALONE, **options)
-    for word in words:
-        assert word in str(caught.value)
-    assert not target.parent.exists() or list(target.parent.iterdir()) == []
-    assert contents(source) == before
+    _refuse(partial(hf_to_megatron, source, target, ParallelConfig()), source, target, error, words, options)
 
 
 def refuse_back(source, target, error, *words, **options):
+    _refuse(partial(megatron_to_hf, source, target), source, target, error, words, options)
+
+
+def _refuse(convert, source, target, error, words, options):
     before = contents(source)
     with pytest.raises(error) as caught:
-        megatron_to_hf(source, target, ALONE, **options)
+        convert(ALONE, **options)
     for word in words:
         assert word in str(caught.value)
     assert not target.parent.exists() or list(target.parent.iterdir()) == []
@@ -53,19 +52,27 @@ def with_metadata(stored, edit):
     (stored / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
-def round_trip(world, origin, saved, parallel_config, bf16):
+def loaded(world, hf_dir, parallel_config=None, *, bf16=False):
+    """Start Megatron's groups; return this rank's part of a model with the weights of a checkpoint, and its
+    shape."""
     from megatron_ibpo.policy import parallel
     from megatron_ibpo.policy.model import build_model
     from megatron_ibpo.weights.formats.load import load_hf
+
+    config = Config(model=ModelConfig(bf16=bf16), parallel=parallel_config or ParallelConfig())
+    parallel.initialize(config.parallel, world, seed=0)
+    shape = read_hf_config(hf_dir)
+    chunks = build_model(shape, config)
+    load_hf(chunks, shape, hf_dir)
+    return chunks, shape
+
+
+def round_trip(world, origin, saved, parallel_config, bf16):
+    from megatron_ibpo.policy import parallel
     from megatron_ibpo.weights.formats.save import save_hf
     from megatron_ibpo.weights.layout.export import HFExport
 
-    parallel.initialize(parallel_config, world, seed=0)
-    shape = read_hf_config(origin)
-    config = Config(model=ModelConfig(bf16=bf16), parallel=parallel_config)
-    chunks = build_model(shape, config)
-    load_hf(chunks, shape, origin)
-    export = HFExport(chunks, shape, bucket_bytes=100_000)  # several buckets
+    export = HFExport(*loaded(world, origin, parallel_config, bf16=bf16), bucket_bytes=100_000)  # several
     tensors = [(name, None if tensor is None else tensor.clone()) for name, tensor in export]
     save_hf(export, world, saved, origin)
     parallel.destroy()

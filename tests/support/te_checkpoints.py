@@ -26,7 +26,7 @@ def main(hf_dir: Path, converted: Path, scratch: Path) -> dict[str, Any]:
     te_stand_in.install()
     from megatron_ibpo.basics.distributed import start_world
     from megatron_ibpo.models import read_hf_config
-    from megatron_ibpo.models.backends import LOCAL, Backends
+    from megatron_ibpo.models.backends import Backends
     from megatron_ibpo.policy import cpu, parallel
     from support.layouts import layout
     from support.trainers import config_for
@@ -37,81 +37,66 @@ def main(hf_dir: Path, converted: Path, scratch: Path) -> dict[str, Any]:
     from megatron_ibpo.policy.saving import save_checkpoint
     from megatron_ibpo.policy.trainer import Trainer
     from megatron_ibpo.weights.formats.load import load_hf
-    from megatron_ibpo.weights.weight_errors import CheckpointError
 
     config = config_for(layout(distributed_optimizer=True))
     world, shape = start_world(), read_hf_config(hf_dir)
     parallel.initialize(config.parallel, world, seed=0)
     te = Backends(transformer_engine=True, flash_linear_attention=False)
 
-    def trainer(libraries: Backends, fp8: bool = False) -> Trainer:
-        chunks = build_model(shape, config, libraries=libraries)
+    def trainer() -> Trainer:
+        chunks = build_model(shape, config, libraries=te)
         load_hf(chunks, shape, hf_dir)
-        made = Trainer(chunks, shape.vocab_size, config, world, total_updates=10)
-        if fp8:  # after it is built: the layers' constructors would ask for kernels
-            made.chunks[0].config.fp8 = "hybrid"
-        return made
+        return Trainer(chunks, shape.vocab_size, config, world, total_updates=10)
 
-    trained = trainer(te)
+    trained, resumed, new = trainer(), trainer(), trainer()
+    original = weights(new)
     trained.optimizer.prepare_grads()
     for _ in range(STEPS):
         step(trained)
     saved = save_checkpoint(trained, scratch, STEPS, {})
-    expected = contents(trained)
-
-    found: dict[str, Any] = {"extra states": sum("_extra_state" in name for name in extra_states(trained))}
-    resumed = trainer(te)
     load_checkpoint(resumed, saved)
-    found["saved, loaded"] = differing(expected, contents(resumed))
+    found: dict[str, Any] = {
+        "extra states": sum("_extra_state" in name for name in trained.chunks[0].module.state_dict()),
+        "saved, loaded": differing(contents(trained), contents(resumed)),
+    }
     step(trained)
     step(resumed)
     found["and the step after"] = differing(contents(trained), contents(resumed))
+    found |= with_scales(trained, resumed, new, scratch, converted)
 
-    found |= with_scales(trainer, te, scratch, converted)
-
-    new = trainer(te)
-    for chunk in new.chunks:
-        for parameter in chunk.parameters():
-            parameter.data.fill_(float("nan"))
+    for parameter in new.chunks[0].parameters():
+        parameter.data.fill_(float("nan"))
     load_checkpoint(new, converted)
-    found["converted, loaded"] = differing(weights(trainer(LOCAL)), weights(new))
+    found["converted, loaded"] = differing(original, weights(new))
 
-    lacking = trainer(te)
-    chunk = lacking.chunks[0].module
+    chunk = new.chunks[0].module
     named = chunk.sharded_state_dict
     chunk.sharded_state_dict = lambda *given, **more: {
         name: value for name, value in named(*given, **more).items() if "q_layernorm.weight" not in name
     }
-    try:
-        load_checkpoint(lacking, converted)
-    except CheckpointError as error:
-        found["without a weight"] = str(error)
+    found["without a weight"] = refused(new, converted)
     return found
 
 
-def with_scales(trainer: Any, te: Any, scratch: Path, converted: Path) -> dict[str, Any]:
-    """What becomes of FP8 scales that a trainer had formed when it was saved."""
+def with_scales(trained: Any, resumed: Any, new: Any, scratch: Path, converted: Path) -> dict[str, Any]:
+    """What becomes of FP8 scales that a trainer had formed when it was saved. `new` gets none."""
     from dataclasses import replace
 
     from megatron_ibpo.policy.checkpoint import load_checkpoint
     from megatron_ibpo.policy.saving import save_checkpoint
-    from megatron_ibpo.weights.weight_errors import CheckpointError
 
-    def loaded(checkpoint: Path, tp: int = 1) -> tuple[list[str], tuple[str, ...]]:
-        new = trainer(te, fp8=True)
-        new.config = replace(new.config, parallel=replace(new.config.parallel, tensor_model_parallel_size=tp))
+    def loaded(checkpoint: Path) -> tuple[list[str], tuple[str, ...]]:
         notes = load_checkpoint(new, checkpoint)
         return [name for name, own in scaled(new) if own.scales], notes
 
-    formed, generator = trainer(te, fp8=True), torch.Generator().manual_seed(0)
-    formed.optimizer.prepare_grads()
-    step(formed)
-    for _, module in scaled(formed):
+    generator = torch.Generator().manual_seed(0)
+    for one in (trained, resumed, new):  # now that they are built: the layers' constructors ask for kernels
+        one.chunks[0].config.fp8 = "hybrid"
+    for _, module in scaled(trained):
         module.scale(generator)
-    saved = save_checkpoint(formed, scratch, STEPS + 1, {})
-    resumed = trainer(te, fp8=True)
+    saved = save_checkpoint(trained, scratch, STEPS + 1, {})
     notes = load_checkpoint(resumed, saved)
-    pairs = list(zip(scaled(formed), scaled(resumed), strict=True))
+    pairs = list(zip(scaled(trained), scaled(resumed), strict=True))
     found: dict[str, Any] = {
         "with scales": len(pairs),
         "scales of experts": sum(own.num_gemms for (_, own), _ in pairs if own.num_gemms > 1),
@@ -122,18 +107,29 @@ def with_scales(trainer: Any, te: Any, scratch: Path, converted: Path) -> dict[s
             or not all(torch.equal(value, got.scales[kind]) for kind, value in own.scales.items())
         ],
         "notes": notes,
-        "without FP8": load_checkpoint(trainer(te), saved),
-        "of another layout": loaded(saved, tp=2),
         "of a conversion": loaded(converted),
     }
-    _, module = scaled(formed)[0]
+    config = new.config
+    new.config = replace(config, parallel=replace(config.parallel, tensor_model_parallel_size=2))
+    found["of another layout"] = loaded(saved)
+    new.config = config
+    _, module = scaled(trained)[0]
     module.get_extra_state = lambda: torch.frombuffer(bytearray(pickle.dumps(print)), dtype=torch.uint8)
-    unsafe = save_checkpoint(formed, scratch, STEPS + 2, {})
+    found["unsafe"] = refused(new, save_checkpoint(trained, scratch, STEPS + 2, {}))
+    new.chunks[0].config.fp8 = None
+    return found | {"without FP8": load_checkpoint(new, saved)}
+
+
+def refused(trainer: Any, checkpoint: Path) -> str:
+    """What is said of a checkpoint that cannot be loaded."""
+    from megatron_ibpo.policy.checkpoint import load_checkpoint
+    from megatron_ibpo.weights.weight_errors import CheckpointError
+
     try:
-        loaded(unsafe)
+        load_checkpoint(trainer, checkpoint)
     except CheckpointError as error:
-        found["unsafe"] = str(error)
-    return found
+        return str(error)
+    return "nothing"
 
 
 def scaled(trainer: Any) -> list[tuple[str, Any]]:
@@ -173,10 +169,6 @@ def differing(expected: dict[str, torch.Tensor], got: dict[str, torch.Tensor]) -
     assert len(expected) > 10
     names = expected.keys() ^ got.keys()
     return sorted(names | {n for n in expected.keys() & got.keys() if not torch.equal(expected[n], got[n])})
-
-
-def extra_states(trainer: Any) -> list[str]:
-    return list(trainer.chunks[0].module.state_dict())
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
-"""Stand-ins for the classes of Transformer Engine 2.20 that Megatron's layers derive from: their arguments
-and their parameters, without kernels. Run as a program, it builds a model with Transformer Engine's layers
-and with the local ones, and prints the names and shapes of both:
+"""Stand-ins for the classes of Transformer Engine 2.20 that Megatron's layers derive from: their parameters,
+without kernels. Arguments that shape no parameter are taken and forgotten.
+
+Run as a program, it builds a model with Transformer Engine's layers and with the local ones, and prints the
+names and shapes of both:
 
     python tests/support/te_stand_in.py CONFIG_DIR TP EP      ->  {"te": {...}, "local": {...}} as JSON
 
@@ -80,22 +82,14 @@ class Linear(Module):
         self,
         in_features: int,
         out_features: int,
+        *,
         sequence_parallel: bool = False,
-        fuse_wgrad_accumulation: bool = False,
-        tp_group: Any = None,
         tp_size: int = 1,
-        get_rng_state_tracker: Any = None,
-        rng_tracker_name: str | None = None,
-        init_method: Any = None,
         bias: bool = True,
-        return_bias: bool = False,
         params_dtype: Any = None,
         parallel_mode: str | None = None,
         device: Any = "cuda",
-        ub_name: str | None = None,
-        delay_wgrad_compute: bool = False,
-        symmetric_ar_type: str | None = None,
-        save_original_input: bool = False,
+        **_: Any,
     ):
         super().__init__()
         rows = divided(out_features, tp_size, parallel_mode == "column")
@@ -113,23 +107,16 @@ class LayerNormLinear(Linear):
         self,
         in_features: int,
         out_features: int,
-        eps: float = 1e-5,
-        normalization: str = "LayerNorm",
+        *,
+        normalization: str,
         zero_centered_gamma: bool = False,
-        return_layernorm_output: bool = False,
         sequence_parallel: bool = False,
         params_dtype: Any = None,
         device: Any = "cuda",
         **linear: Any,
     ):
-        super().__init__(
-            in_features,
-            out_features,
-            sequence_parallel=sequence_parallel,
-            params_dtype=params_dtype,
-            device=device,
-            **linear,
-        )
+        linear |= {"sequence_parallel": sequence_parallel, "params_dtype": params_dtype, "device": device}
+        super().__init__(in_features, out_features, **linear)
         assert normalization == "RMSNorm"
         norm: Any = self.add("layer_norm_weight", in_features, dtype=params_dtype, device=device)
         norm.sequence_parallel = sequence_parallel
@@ -142,22 +129,14 @@ class GroupedLinear(Module):
         num_gemms: int,
         in_features: int,
         out_features: int,
-        sequence_parallel: bool = False,
-        fuse_wgrad_accumulation: bool = False,
-        tp_group: Any = None,
+        *,
         tp_size: int = 1,
-        get_rng_state_tracker: Any = None,
-        rng_tracker_name: str | None = None,
-        init_method: Any = None,
         bias: bool = True,
-        return_bias: bool = False,
         params_dtype: Any = None,
-        parallel_mode: str | None = None,
         device: Any = "cuda",
-        ub_name: str | None = None,
-        delay_wgrad_compute: bool = False,
         single_grouped_weight: bool = False,
         single_grouped_bias: bool = False,
+        **_: Any,
     ):
         super().__init__()
         assert not single_grouped_weight
@@ -177,42 +156,22 @@ class RMSNorm(Module):
     def __init__(
         self,
         normalized_shape: int,
-        eps: float = 1e-5,
+        *,
         sequence_parallel: bool | None = None,
         params_dtype: Any = None,
         zero_centered_gamma: bool = False,
         device: Any = "cuda",
+        **_: Any,
     ):
         super().__init__()
-        weight = torch.empty(normalized_shape, dtype=params_dtype, device=device)
-        own: Any = torch.nn.Parameter(weight)
+        own: Any = self.add("weight", normalized_shape, dtype=params_dtype, device=device)
         own.sequence_parallel = sequence_parallel
-        self.weight = own
         self.zero_centered_gamma = zero_centered_gamma
 
 
 class DotProductAttention(Module):
     def __init__(
-        self,
-        num_attention_heads: int,
-        kv_channels: int,
-        num_gqa_groups: int | None = None,
-        attention_dropout: float = 0.0,
-        qkv_format: str = "sbhd",
-        attn_mask_type: str = "causal",
-        window_size: Any = None,
-        sequence_parallel: bool = False,
-        tp_size: int = 1,
-        get_rng_state_tracker: Any = None,
-        tp_group: Any = None,
-        layer_number: int | None = None,
-        attention_type: str = "self",
-        cp_group: Any = None,
-        cp_global_ranks: Any = None,
-        cp_stream: Any = None,
-        cp_comm_type: str = "p2p",
-        softmax_scale: float | None = None,
-        softmax_type: str = "vanilla",
+        self, num_attention_heads: int, *_: Any, tp_size: int = 1, softmax_type: str = "vanilla", **__: Any
     ):
         super().__init__()
 
@@ -296,30 +255,19 @@ def install() -> None:
     common = _package("transformer_engine.common", recipe=recipes)
     _package("transformer_engine", __version__=VERSION, pytorch=pytorch, common=common)
     for submodule, names in {
-        "attention": (),
-        "attention.rope": ("apply_rotary_pos_emb",),
+        "attention": "",
+        "attention.rope": "apply_rotary_pos_emb",
         "optimizers": (
-            "FusedSGD",
-            "multi_tensor_applier",
-            "multi_tensor_l2norm",
-            "multi_tensor_scale",
-            "multi_tensor_scale_tensor",
+            "FusedSGD multi_tensor_applier multi_tensor_l2norm multi_tensor_scale multi_tensor_scale_tensor"
         ),
         "permutation": (
-            "moe_permute",
-            "moe_permute_with_probs",
-            "moe_sort_chunks_by_index",
-            "moe_sort_chunks_by_index_with_probs",
-            "moe_unpermute",
+            "moe_permute moe_permute_with_probs moe_sort_chunks_by_index "
+            "moe_sort_chunks_by_index_with_probs moe_unpermute"
         ),
-        "fp8": ("FP8GlobalStateManager", "fp8_autocast", "fp8_model_init"),
-        "router": (
-            "fused_compute_score_for_moe_aux_loss",
-            "fused_moe_aux_loss",
-            "fused_topk_with_score_function",
-        ),
+        "fp8": "FP8GlobalStateManager fp8_autocast fp8_model_init",
+        "router": ("fused_compute_score_for_moe_aux_loss fused_moe_aux_loss fused_topk_with_score_function"),
     }.items():
-        _package(f"transformer_engine.pytorch.{submodule}", **dict.fromkeys(names, Kernel))
+        _package(f"transformer_engine.pytorch.{submodule}", **dict.fromkeys(names.split(), Kernel))
     vars(sys.modules["transformer_engine.pytorch.optimizers"])["FusedAdam"] = FusedAdam
     _package("transformer_engine.pytorch.tensor", QuantizedTensor=QuantizedTensor)
 

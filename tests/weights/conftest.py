@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 from safetensors.torch import load_file
 
@@ -28,7 +30,14 @@ def here(tmp_path, origin, tensors):
     return shard_by_hand(origin, tmp_path / "hf", tensors), tmp_path / "out" / "stored"
 
 
+@pytest.fixture(scope="module")
+def converted(origin, tmp_path_factory):
+    target = tmp_path_factory.mktemp("converted") / "stored"
+    hf_to_megatron(origin, target, ParallelConfig(tensor_model_parallel_size=2), ALONE)
+    return target
+
+
 @pytest.fixture
-def stored(tmp_path, origin):
-    hf_to_megatron(origin, tmp_path / "stored", ParallelConfig(tensor_model_parallel_size=2), ALONE)
-    return tmp_path / "stored"
+def stored(tmp_path, converted):
+    """A Megatron checkpoint that a test may break."""
+    return shutil.copytree(converted, tmp_path / "stored")

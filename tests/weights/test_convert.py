@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import shutil
-import subprocess
-import sys
-from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
 import torch
+import tyro
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file
 
-from megatron_ibpo.config import Config, ModelConfig, ParallelConfig
+from megatron_ibpo.config import Config
 from megatron_ibpo.models import pipeline_layers, read_hf_config
 from megatron_ibpo.models.backends import LOCAL
 from megatron_ibpo.models.weight_map import weight_map
@@ -26,19 +24,20 @@ from megatron_ibpo.weights.formats.hugging_face import Checkpoint
 from megatron_ibpo.weights.formats.integrity import changed_files
 from megatron_ibpo.weights.formats.run_state import find_stored
 from megatron_ibpo.weights.formats.torch_dist import StoredCheckpoint
+from megatron_ibpo.weights.weight_errors import CheckpointError
 from support import planned
 from support.checkpoint_bytes import (
     as_bytes,
     assert_same_bytes,
     drawn_weights,
     shard_by_hand,
+    tensors_of,
     with_fused_experts,
     with_weights,
 )
-from support.conversions import ALONE
+from support.conversions import ALONE, loaded
 from support.layouts import layout
 from support.mtp_checkpoints import mtp_tensors
-from support.paths import ROOT
 from support.ranks import run_ranks
 from support.tiny_models import (
     make_glm4_moe,
@@ -78,7 +77,7 @@ def models(tmp_path_factory):
         name: with_weights(path, directory / name, drawn_weights(path, dtype))
         for name, (path, dtype) in plain.items()
     }
-    everything = load_file(made["next"] / "model.safetensors") | mtp_tensors(torch.float32)
+    everything = tensors_of(made["next"]) | mtp_tensors(torch.float32)
     made["mtp"] = with_weights(made["next"], directory / "mtp", everything)
     made["glm mtp"] = with_weights(made["glm"], directory / "glm mtp", with_fifth_layer(made["glm"]))
     return made
@@ -87,7 +86,7 @@ def models(tmp_path_factory):
 def with_fifth_layer(source):
     """A checkpoint's tensors and those of a multi-token prediction layer as GLM-4.5's hold it: one more
     layer, with a projection and norms of its own."""
-    tensors = load_file(source / "model.safetensors")
+    tensors = tensors_of(source)
     last = "model.layers.3."
     fifth = {name.replace(last, "model.layers.4."): -own for name, own in tensors.items() if last in name}
     norm, head = tensors["model.norm.weight"], tensors["lm_head.weight"]
@@ -97,54 +96,64 @@ def with_fifth_layer(source):
     return tensors | fifth
 
 
-LAYOUTS = [
-    (layout(), 1),
-    (layout(tp=2), 1),
-    (layout(tp=4), 1),
-    (layout(pp=2), 1),
-    (layout(pp=4), 1),
-    (layout(pp=2, first=3), 1),
-    (layout(pp=3, first=1, last=2), 1),
-    (layout(tp=2, pp=2, last=1), 1),
-    (layout(pp=2), 2),
-    (layout(tp=2, pp=2, last=2), 2),
-]
-EXPERT_LAYOUTS = [
-    (layout(ep=2), 1),
-    (layout(ep=4), 1),
-    (layout(etp=2), 1),
-    (layout(tp=4, etp=4), 1),
-    (layout(tp=2, ep=2, etp=2), 1),
-    (layout(tp=2, pp=2, ep=4), 1),
-    (layout(tp=4, pp=2, ep=2), 2),
-    (layout(ep=2, etp=2, pp=2, first=1), 1),
-]
+LAYOUTS = {
+    "one": layout(),
+    "TP2": layout(tp=2),
+    "TP4": layout(tp=4),
+    "PP2": layout(pp=2),
+    "PP4": layout(pp=4),
+    "PP2 3+1": layout(pp=2, first=3),
+    "PP3 1+1+2": layout(pp=3, first=1, last=2),
+    "TP2 PP2 3+1": layout(tp=2, pp=2, last=1),
+    "PP2 interleaved": layout(pp=2),
+    "TP2 PP2 interleaved": layout(tp=2, pp=2, last=2),
+}
+EXPERT_LAYOUTS = {
+    "EP2": layout(ep=2),
+    "EP4": layout(ep=4),
+    "ETP2": layout(etp=2),
+    "TP4 ETP4": layout(tp=4, etp=4),
+    "TP2 EP2 ETP2": layout(tp=2, ep=2, etp=2),
+    "TP2 PP2 EP4": layout(tp=2, pp=2, ep=4),
+    "TP4 PP2 EP2 interleaved": layout(tp=4, pp=2, ep=2),
+    "EP2 ETP2 PP2 1+3": layout(ep=2, etp=2, pp=2, first=1),
+}
+DENSE, EXPERTS = ("dense", "tied", "llama", "qwen2"), ("moe", "next", "mtp", "glm", "oss")
+FAST = {
+    "dense": LAYOUTS,
+    "tied": ("TP4", "TP2 PP2 3+1"),
+    "llama": ("TP4", "TP2 PP2 interleaved"),
+    "qwen2": ("TP4", "TP2 PP2 3+1"),
+    "moe": EXPERT_LAYOUTS,
+    "next": ("TP4 ETP4", "TP2 PP2 EP4"),
+    "mtp": ("EP2 ETP2 PP2 1+3", "TP4 PP2 EP2 interleaved"),
+    "glm": ("TP2 EP2 ETP2", "TP4 PP2 EP2 interleaved"),
+    "oss": ("TP4", "TP2 PP2 EP4"),
+}
+"""Pipelines and groups of experts divide a model by layers and by experts, whatever is in them, so one family
+goes through all of them. What tensor parallelism divides differs by family: each goes through TP4, and those
+with experts through one group of experts more."""
 
 
 def cases():
-    for name in ("dense", "tied", "llama", "qwen2", "moe", "next", "mtp", "glm", "oss"):
-        experts = [] if name in ("dense", "tied", "llama", "qwen2") else EXPERT_LAYOUTS
-        for parallel, virtual_stages in LAYOUTS + experts:
+    for name in (*DENSE, *EXPERTS):
+        for place, parallel in (LAYOUTS | (EXPERT_LAYOUTS if name in EXPERTS else {})).items():
             if name != "oss" or parallel.expert_tensor_parallel_size == 1:  # experts with biases
-                yield name, parallel, virtual_stages
-    yield "glm mtp", layout(tp=2, pp=2, ep=2, first=1), 1
-    yield "few", layout(tp=4), 1
-    yield "few", layout(tp=4, pp=2), 1
+                marks = () if place in FAST[name] else pytest.mark.slow
+                yield pytest.param(
+                    name, parallel, 2 if "interleaved" in place else 1, id=f"{name} {place}", marks=marks
+                )
+    yield pytest.param("glm mtp", layout(tp=2, pp=2, ep=2, first=1), 1, id="glm mtp")
+    yield pytest.param("few", layout(tp=4), 1, id="few TP4")
+    yield pytest.param("few", layout(tp=4, pp=2), 1, id="few TP4 PP2", marks=pytest.mark.slow)
 
 
-def short(value):
-    if isinstance(value, ParallelConfig):
-        changed = {k: v for k, v in asdict(value).items() if v != getattr(ParallelConfig(), k)}
-        return ",".join(f"{k.split('_')[0]}{k.split('_')[1][0]}{v}" for k, v in changed.items()) or "one"
-    return None
-
-
-@pytest.mark.parametrize(("name", "parallel", "virtual_stages"), list(cases()), ids=short)
+@pytest.mark.parametrize(("name", "parallel", "virtual_stages"), list(cases()))
 def test_there_and_back_changes_no_bit(models, tmp_path, name, parallel, virtual_stages):
     stored, back = tmp_path / "stored", tmp_path / "back"
     hf_to_megatron(models[name], stored, parallel, ALONE, virtual_stages=virtual_stages)
     megatron_to_hf(stored, back, ALONE)
-    assert_same_bytes(load_file(back / "model.safetensors"), load_file(models[name] / "model.safetensors"))
+    assert_same_bytes(tensors_of(back), tensors_of(models[name]))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "stored"]
 
 
@@ -166,24 +175,21 @@ def test_each_rank_of_the_layout_has_the_files_of_its_own_shards(models, tmp_pat
 
 
 def test_every_form_of_the_source_gives_the_same_checkpoint(models, tmp_path):
-    tensors = load_file(models["next"] / "model.safetensors")
+    tensors = tensors_of(models["next"])
+    pickled = tmp_path / "pickled"
+    pickled.mkdir()
+    shutil.copy(models["next"] / "config.json", pickled)
+    torch.save(tensors, pickled / "pytorch_model.bin")
     forms = [
         shard_by_hand(models["next"], tmp_path / "sharded", tensors),
         shard_by_hand(models["next"], tmp_path / "fused", with_fused_experts(tensors)),
-        pickled(models["next"], tmp_path / "pickled", tensors),
+        pickled,
     ]
     for form in forms:
         stored, back = tmp_path / f"{form.name}-stored", tmp_path / f"{form.name}-back"
         hf_to_megatron(form, stored, layout(tp=2, ep=2), ALONE, allow_pickle=form.name == "pickled")
         megatron_to_hf(stored, back, ALONE)
-        assert_same_bytes(load_file(back / "model.safetensors"), tensors)
-
-
-def pickled(origin, target, tensors):
-    target.mkdir()
-    shutil.copy(origin / "config.json", target)
-    torch.save(tensors, target / "pytorch_model.bin")
-    return target
+        assert_same_bytes(tensors_of(back), tensors)
 
 
 def test_the_result_is_whole_and_loads_in_transformers(models, tmp_path, monkeypatch):
@@ -218,22 +224,21 @@ def test_mtp_layers_are_carried_there_and_back_and_taken_from_the_origin_after_t
     assert "mtp.layers.0.eh_proj.weight" in StoredCheckpoint(tmp_path / "stored").tensors
     hf_to_megatron(models["next"], tmp_path / "trained", layout(), ALONE)  # as training saves: without
     megatron_to_hf(tmp_path / "trained", tmp_path / "back", ALONE, origin=models["mtp"])
-    assert_same_bytes(
-        load_file(tmp_path / "back" / "model.safetensors"), load_file(models["mtp"] / "model.safetensors")
-    )
+    assert_same_bytes(tensors_of(tmp_path / "back"), tensors_of(models["mtp"]))
 
 
 @pytest.mark.world
-def test_a_prediction_layer_that_is_one_more_layer_is_taken_from_the_origin_after_training(models, tmp_path):
+def test_a_prediction_layer_that_is_one_more_layer_is_taken_from_the_origin_after_training(
+    models, trained, tmp_path
+):
     """And the router's correction, which no gradient reaches, is what it was, in float32."""
-    weights = run_ranks(saved_by_training, 2, models["glm"], tmp_path, layout(tp=2, ep=2))[0]
-    stored, origin = find_stored(tmp_path), models["glm mtp"]
+    (stored, weights), origin = trained["glm"], models["glm mtp"]
     with pytest.raises(ValueError, match=r"training keeps no model\.layers\.4\.\*, which .*--origin-hf-ch"):
         megatron_to_hf(stored, tmp_path / "without", ALONE)
     megatron_to_hf(stored, tmp_path / "back", ALONE, origin=origin)
-    original = load_file(origin / "model.safetensors")
+    original = tensors_of(origin)
     kept = {name: own for name, own in original.items() if name.startswith("model.layers.4.")}
-    assert_same_bytes(load_file(tmp_path / "back" / "model.safetensors"), weights | kept)
+    assert_same_bytes(tensors_of(tmp_path / "back"), weights | kept)
     corrections = [name for name in weights if name.endswith("e_score_correction_bias")]
     assert len(corrections) == 3
     assert_same_bytes(
@@ -243,7 +248,7 @@ def test_a_prediction_layer_that_is_one_more_layer_is_taken_from_the_origin_afte
 
 
 def test_more_than_one_mtp_layer_is_refused_by_name(models, tmp_path):
-    tensors = load_file(models["mtp"] / "model.safetensors")
+    tensors = tensors_of(models["mtp"])
     more = {
         name.replace("layers.0", "layers.1"): tensor.clone()
         for name, tensor in tensors.items()
@@ -323,15 +328,9 @@ def parameters_after(world, cases):
 def same_parameters(world, hf_dir, stored, parallel_config):
     from megatron_ibpo.policy import parallel
     from megatron_ibpo.policy.checkpoint import _models, load_weights
-    from megatron_ibpo.policy.model import build_model
-    from megatron_ibpo.weights.formats.load import load_hf
 
-    parallel.initialize(parallel_config, world, seed=0)
-    shape = read_hf_config(hf_dir)
-    is_half = Checkpoint(hf_dir).dtype(weight_map(shape)["embedding.word_embeddings.weight"].pieces[0])
-    config = Config(model=ModelConfig(bf16=is_half == torch.bfloat16), parallel=parallel_config)
-    chunks = build_model(shape, config)
-    load_hf(chunks, shape, hf_dir)
+    is_half = tensors_of(hf_dir)["model.embed_tokens.weight"].dtype == torch.bfloat16
+    chunks, shape = loaded(world, hf_dir, parallel_config, bf16=is_half)
     from_hf = {name: weight.clone() for name, weight in weights_of(chunks[0])}
     with torch.no_grad():
         for _, weight in weights_of(chunks[0]):
@@ -405,29 +404,40 @@ def test_loading_a_conversion_is_loading_the_original_in_every_layout(models, tm
             assert shapes == expected
 
 
-def saved_by_training(world, hf_dir, directory, parallel_config):
+def saved_by_training(world, cases):
+    """What a trainer exports after an update and a save, for each (HF checkpoint, directory)."""
     from megatron_ibpo.policy.saving import save_checkpoint
     from support.train_sequences import sequences
     from support.trainers import close_trainer, config_for, open_trainer
 
-    config = config_for(parallel_config, lr=1e-3)
-    config.model.hf_checkpoint = hf_dir
-    trainer, export, _ = open_trainer(world, hf_dir, config)
-    planned.update(trainer, sequences(4))
-    save_checkpoint(trainer, directory / "checkpoints", 7, {})
-    weights = {name: None if tensor is None else tensor.clone() for name, tensor in export}
-    close_trainer()
-    return weights
+    exports = []
+    for hf_dir, directory in cases:
+        config = config_for(layout(tp=2, ep=2), lr=1e-3)
+        config.model.hf_checkpoint = hf_dir
+        trainer, export, _ = open_trainer(world, hf_dir, config)
+        planned.update(trainer, sequences(4))
+        save_checkpoint(trainer, directory / "checkpoints", 7, {})
+        exports.append({name: None if tensor is None else tensor.clone() for name, tensor in export})
+        close_trainer()
+    return exports
+
+
+@pytest.fixture(scope="module")
+def trained(models, tmp_path_factory):
+    """By model: what training saved, and what it exported."""
+    runs = {name: tmp_path_factory.mktemp(name) for name in ("glm", "next")}
+    exports, _ = run_ranks(saved_by_training, 2, [(models[name], run) for name, run in runs.items()])
+    return {name: (find_stored(run), own) for (name, run), own in zip(runs.items(), exports, strict=True)}
 
 
 @pytest.mark.world
-def test_what_training_saves_converts_to_what_it_exports(models, tmp_path):
-    weights = run_ranks(saved_by_training, 2, models["next"], tmp_path, layout(tp=2, ep=2))[0]
-    assert find_stored(tmp_path).name == "step_000007"
-    megatron_to_hf(find_stored(tmp_path), tmp_path / "back", ALONE)
-    assert_same_bytes(load_file(tmp_path / "back" / "model.safetensors"), weights)
-    assert differing_tensors(tmp_path / "back", find_stored(tmp_path), ALONE) == []
-    assert "model.norm.weight" in differing_tensors(models["next"], find_stored(tmp_path), ALONE)
+def test_what_training_saves_converts_to_what_it_exports(models, trained, tmp_path):
+    stored, weights = trained["next"]
+    assert stored.name == "step_000007"
+    megatron_to_hf(stored, tmp_path / "back", ALONE)
+    assert_same_bytes(tensors_of(tmp_path / "back"), weights)
+    assert differing_tensors(tmp_path / "back", stored, ALONE) == []
+    assert "model.norm.weight" in differing_tensors(models["next"], stored, ALONE)
 
 
 def trained_from(world, hf_dir, stored):
@@ -524,9 +534,7 @@ def convert_together(world, hf_dir, directory):
 @pytest.mark.world
 def test_several_processes_share_the_work(models, tmp_path):
     assert run_ranks(convert_together, 2, models["next"], tmp_path) == [[], []]
-    assert_same_bytes(
-        load_file(tmp_path / "back" / "model.safetensors"), load_file(models["next"] / "model.safetensors")
-    )
+    assert_same_bytes(tensors_of(tmp_path / "back"), tensors_of(models["next"]))
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -538,9 +546,7 @@ def test_older_checkpoints_that_stack_layers_and_pad_the_vocabulary_are_read(mod
     restored = tmp_path / "restacked"
     write_stacked(restored, stored, entries, num_layers=4, rows=128)
     megatron_to_hf(restored, tmp_path / "back", ALONE, origin=models["dense"])
-    assert_same_bytes(
-        load_file(tmp_path / "back" / "model.safetensors"), load_file(models["dense"] / "model.safetensors")
-    )
+    assert_same_bytes(tensors_of(tmp_path / "back"), tensors_of(models["dense"]))
 
 
 def write_stacked(directory, stored, entries, num_layers, rows):
@@ -628,37 +634,39 @@ def test_shards_cover_every_stored_tensor_once(models, name, ranks):
 # ------------------------------------------------------------------------------------------- the tools
 
 
-def tool(name, *arguments):
-    words = [sys.executable, ROOT / f"tools/{name}.py", *arguments]
-    return subprocess.run(words, capture_output=True, text=True, timeout=200)
+def tool(name, world, *arguments):
+    """What a tool prints that ends well."""
+    from conversion import console
+
+    module = importlib.import_module(name)
+    with console.capture() as said:
+        assert module.convert(tyro.cli(module.Arguments, args=[*map(str, arguments)]), world) == 0
+    return " ".join(said.get().split())
 
 
-def test_the_tools_convert_and_verify_from_the_command_line(models, tmp_path):
-    stored, back = tmp_path / "stored", tmp_path / "back"
+def converted_by_the_tools(world, hf_dir, directory):
+    """What the tools say there, back, and of a damaged file."""
+    stored, back = directory / "stored", directory / "back"
     there = tool(
-        "convert_hf_to_megatron", "--hf-checkpoint", models["next"], "--save", stored,
-        "--tensor-model-parallel-size", "2", "--expert-model-parallel-size", "2", "--verify",
+        "convert_hf_to_megatron", world, "--hf-checkpoint", hf_dir, "--save", stored,
+        "--tensor-model-parallel-size", 2, "--expert-model-parallel-size", 2, "--verify",
     )  # fmt: skip
-    assert there.returncode == 0, there.stderr
-    assert "weights: 0 differing bytes" in there.stderr
-    again = tool("convert_megatron_to_hf", "--load", stored, "--save", back, "--verify")
-    assert again.returncode == 0, again.stderr
-    assert "logits: differ by at most" in again.stderr
-
-
-@pytest.mark.slow  # test_convert_faults.py refuses the same through the functions
-def test_the_tools_refuse_from_the_command_line(models, tmp_path):
-    stored = tmp_path / "stored"
-    there = tool("convert_hf_to_megatron", "--hf-checkpoint", models["dense"], "--save", stored)
-    assert there.returncode == 0, there.stderr
-    refused = tool("convert_megatron_to_hf", "--load", stored, "--save", models["dense"])
-    assert refused.returncode == 2
-    assert "exists; nothing is overwritten" in refused.stderr
+    again = tool("convert_megatron_to_hf", world, "--load", stored, "--save", back, "--verify")
     weights = max(stored.glob("*.distcp"), key=lambda path: path.stat().st_size)
     damaged = bytearray(weights.read_bytes())
     damaged[len(damaged) // 2] ^= 1
     weights.write_bytes(damaged)
-    refused = tool("convert_megatron_to_hf", "--load", stored, "--save", tmp_path / "damaged", "--verify")
-    assert refused.returncode == 2
-    assert f"{weights.name} is not what was written" in refused.stderr
-    assert not (tmp_path / "damaged").exists()
+    with pytest.raises(CheckpointError) as refused:
+        tool("convert_megatron_to_hf", world, "--load", stored, "--save", directory / "bad", "--verify")
+    return there, again, (weights.name, str(refused.value))
+
+
+@pytest.mark.world
+def test_the_tools_convert_and_verify(models, tmp_path):
+    """From the command line in test_qwen3_5.py, slowly."""
+    ((there, again, (name, refused)),) = run_ranks(converted_by_the_tools, 1, models["next"], tmp_path)
+    for said in (there, again):
+        assert "weights: 0 differing bytes" in said
+        assert "logits: differ by at most" in said
+    assert f"{name} is not what was written" in refused
+    assert not (tmp_path / "bad").exists()

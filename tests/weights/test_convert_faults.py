@@ -9,11 +9,11 @@ import json
 import os
 import pickle
 import random
+import resource
 import shutil
 import signal
-import subprocess
-import sys
 from collections import namedtuple
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -27,12 +27,15 @@ from megatron_ibpo.config import ParallelConfig
 from megatron_ibpo.models import ModelConfigError
 from megatron_ibpo.weights.formats.convert import differing_tensors, hf_to_megatron, megatron_to_hf
 from megatron_ibpo.weights.formats.directories import DiskSpaceError
+from megatron_ibpo.weights.formats.hugging_face import Checkpoint
 from megatron_ibpo.weights.formats.integrity import changed_files
 from megatron_ibpo.weights.formats.run_state import find_stored
 from megatron_ibpo.weights.formats.torch_dist import Block, DistcpFile, StoredCheckpoint
 from megatron_ibpo.weights.weight_errors import CheckpointError
 from support.checkpoint_bytes import as_bytes, cut_in_half, shard_by_hand
 from support.conversions import ALONE, QKV, edit_json, refuse, refuse_back, with_metadata
+from support.layouts import layout
+from support.ranks import RankFailed, run_ranks
 from support.tiny_models import make_qwen3_next
 
 NORM = "model.layers.1.input_layernorm.weight"
@@ -128,25 +131,21 @@ def test_nan_is_converted_and_named(here, origin, tensors, caplog, tmp_path, nan
 
 
 @pytest.mark.parametrize(
-    ("layout", "virtual_stages", "words"),
+    ("parallel", "virtual_stages", "words"),
     [
-        ({"tensor_model_parallel_size": 3}, 1, "does not divide the attention heads (4)"),
-        ({"pipeline_model_parallel_size": 3}, 1, "does not divide the layers (2)"),
-        ({"expert_model_parallel_size": 2}, 1, "has no experts"),
-        ({"decoder_first_pipeline_num_layers": 1}, 1, "need --pipeline-model-parallel-size > 1"),
-        (
-            {"pipeline_model_parallel_size": 2, "decoder_first_pipeline_num_layers": 2},
-            1,
-            "would hold 0 layers",
-        ),
-        ({"pipeline_model_parallel_size": 2}, 2, "not a positive multiple of its 2 virtual stages"),
-        ({"tensor_model_parallel_size": 0}, 1, "must be at least 1"),
+        (layout(tp=3), 1, "does not divide the attention heads (4)"),
+        (layout(pp=3), 1, "does not divide the layers (2)"),
+        (layout(ep=2), 1, "has no experts"),
+        (layout(first=1), 1, "need --pipeline-model-parallel-size > 1"),
+        (layout(pp=2, first=2), 1, "would hold 0 layers"),
+        (layout(pp=2), 2, "not a positive multiple of its 2 virtual stages"),
+        (layout(tp=0), 1, "must be at least 1"),
     ],
 )
-def test_a_layout_that_cannot_hold_the_model(here, layout, virtual_stages, words):
+def test_a_layout_that_cannot_hold_the_model(here, parallel, virtual_stages, words):
     source, target = here
     with pytest.raises(ValueError, match="this layout cannot hold the model") as caught:
-        hf_to_megatron(source, target, ParallelConfig(**layout), ALONE, virtual_stages=virtual_stages)
+        hf_to_megatron(source, target, parallel, ALONE, virtual_stages=virtual_stages)
     assert words in str(caught.value)
     assert not target.parent.exists()
 
@@ -175,13 +174,6 @@ class RunsCode:
 
 
 # --------------------------------------------------------------------------------------------- Megatron
-
-
-def test_a_truncated_file_of_a_megatron_checkpoint(stored, tmp_path):
-    cut_in_half(stored / "__1_1.distcp")
-    refuse_back(
-        stored, tmp_path / "out" / "back", CheckpointError, "__1_1.distcp", "cannot be read", "damaged"
-    )
 
 
 def test_a_missing_file_of_a_megatron_checkpoint(stored, tmp_path):
@@ -225,10 +217,13 @@ def test_weights_in_integers(stored, tmp_path):
 
 
 def test_metadata_that_would_run_code_is_not_read(stored, tmp_path):
+    from megatron_ibpo.policy.checkpoint import load_weights
+
     (stored / ".metadata").write_bytes(pickle.dumps(RunsCode(tmp_path / "ran")))
-    refuse_back(
-        stored, tmp_path / "out" / "back", CheckpointError, ".metadata is damaged or unsafe", "pathlib"
-    )
+    words = ".metadata is damaged or unsafe", "pathlib"
+    refuse_back(stored, tmp_path / "out" / "back", CheckpointError, *words)
+    with pytest.raises(CheckpointError, match=words[0]):
+        load_weights([], stored, 64)
     assert not (tmp_path / "ran").exists()
 
 
@@ -246,15 +241,6 @@ def test_other_formats_are_named(tmp_path, stored):
 def test_a_checkpoint_without_its_configuration(stored, tmp_path):
     shutil.rmtree(stored / "hf")
     refuse_back(stored, tmp_path / "out" / "back", CheckpointError, "give --origin-hf-checkpoint")
-
-
-def test_training_does_not_unpickle_what_it_cannot_trust(stored, tmp_path):
-    from megatron_ibpo.policy.checkpoint import load_weights
-
-    (stored / ".metadata").write_bytes(pickle.dumps(RunsCode(tmp_path / "ran")))
-    with pytest.raises(CheckpointError, match="damaged or unsafe"):
-        load_weights([], stored, 64)
-    assert not (tmp_path / "ran").exists()
 
 
 def save_entry(stored, name, data):
@@ -403,40 +389,35 @@ def test_a_disk_too_small_is_refused_before_anything_is_written(here, stored, tm
     refuse_back(stored, tmp_path / "other" / "back", DiskSpaceError, "does not fit")
 
 
-LIMITED = """
-import resource, signal, sys, torch
-from pathlib import Path
-signal.signal(signal.SIGXFSZ, signal.{handler})
-from megatron_ibpo.config import ParallelConfig
-from megatron_ibpo.weights.formats.convert import hf_to_megatron, megatron_to_hf
-from megatron_ibpo.basics.distributed import World
-alone = World(0, 1, torch.device("cpu"), None)
-resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))  # no file gets longer
-source, target = Path(sys.argv[1]), Path(sys.argv[2])
-if (source / ".metadata").exists():
-    megatron_to_hf(source, target, alone)
-else:
-    hf_to_megatron(source, target, ParallelConfig(), alone)
-"""
+def convert(source, target):
+    if (source / ".metadata").exists():
+        megatron_to_hf(source, target, ALONE)
+    else:
+        hf_to_megatron(source, target, ParallelConfig(), ALONE)
 
 
-def limited(handler, source, target):
-    """Convert where the system refuses to write on in the middle of a file."""
-    return subprocess.run(
-        [sys.executable, "-c", LIMITED.format(handler=handler), source, target],
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+@contextmanager
+def short_files():
+    """No file gets longer than 200 kB: the system refuses to write on in the middle of one."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-@pytest.mark.parametrize("direction", ["there", "back"])
-def test_a_disk_that_fills_up_leaves_nothing(here, stored, tmp_path, direction):
-    source = here[0] if direction == "there" else stored
-    target = tmp_path / "out" / "new"
-    done = limited("SIG_IGN", source, target)
-    assert done.returncode == 1
-    assert "DiskSpaceError" in done.stderr
-    assert "no room after" in done.stderr
-    assert list(target.parent.iterdir()) == []
+@pytest.fixture(params=["there", "back"])
+def ends(request, here, converted, tmp_path):
+    """From where to where a conversion goes, in either direction."""
+    return here[0] if request.param == "there" else converted, tmp_path / "out" / "new"
+
+
+def test_a_disk_that_fills_up_leaves_nothing(ends):
+    """Python has the signal of it ignored, so that it is an error."""
+    with pytest.raises(DiskSpaceError, match="no room after"), short_files():
+        convert(*ends)
+    assert list(ends[1].parent.iterdir()) == []
 
 
 def test_a_disk_that_fills_up_within_a_tensor_is_no_error_of_torch(tmp_path, monkeypatch):
@@ -449,28 +430,24 @@ def test_a_disk_that_fills_up_within_a_tensor_is_no_error_of_torch(tmp_path, mon
         file.add(Block("weight", weight.shape, (0,), weight.shape), weight)
 
 
-@pytest.mark.parametrize("direction", ["there", "back"])
-def test_a_kill_in_the_middle_leaves_nothing_that_looks_whole(here, stored, tmp_path, direction):
-    source = here[0] if direction == "there" else stored
-    target = tmp_path / "out" / "new"
-    done = limited("SIG_DFL", source, target)
-    assert done.returncode == -signal.SIGXFSZ
+def killed_in_the_middle(world, source, target):
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+    with short_files():
+        convert(source, target)
+
+
+@pytest.mark.world
+def test_a_kill_in_the_middle_leaves_nothing_that_looks_whole(ends):
+    source, target = ends
+    with pytest.raises(RankFailed, match="died without a word"):
+        run_ranks(killed_in_the_middle, 1, source, target)
     (left,) = target.parent.iterdir()
     assert left.name == ".new.partial"
     with pytest.raises(ValueError, match=r"no Megatron checkpoint|cannot be read"):
-        (StoredCheckpoint if direction == "there" else checkpoint_of)(left)
-    if direction == "there":
-        hf_to_megatron(source, target, ParallelConfig(), ALONE)
-    else:
-        megatron_to_hf(source, target, ALONE)
+        (Checkpoint if (source / ".metadata").exists() else StoredCheckpoint)(left)
+    convert(source, target)
     assert [path.name for path in target.parent.iterdir()] == ["new"]
     assert changed_files(target) == []
-
-
-def checkpoint_of(directory):
-    from megatron_ibpo.weights.formats.hugging_face import Checkpoint
-
-    return Checkpoint(directory)
 
 
 # ------------------------------------------------------------------------------------------ inspecting
@@ -484,10 +461,7 @@ def test_inspection_lists_what_is_there_and_what_is_missing(tmp_path, stored, ca
         return status, capsys.readouterr().out
 
     source = make_qwen3_next(tmp_path / "next", 3)
-    parallel = ParallelConfig(
-        tensor_model_parallel_size=2, pipeline_model_parallel_size=2, expert_model_parallel_size=2
-    )
-    hf_to_megatron(source, tmp_path / "whole", parallel, ALONE)
+    hf_to_megatron(source, tmp_path / "whole", layout(tp=2, pp=2, ep=2), ALONE)
     status, said = inspect(tmp_path / "whole", checksums=True)
     assert status == 0
     for words in ("qwen3_next, 4 layers of 96, 4 experts", "TP 2, PP 2, EP 2, ETP 1\n", "weights only"):

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import struct
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -15,13 +16,13 @@ from safetensors.torch import load_file, save_file
 from megatron_ibpo.models import ModelConfigError, read_hf_config
 from megatron_ibpo.run.cost import Spent
 from megatron_ibpo.weights.formats import publishing
-from megatron_ibpo.weights.formats.convert import megatron_to_hf
 from megatron_ibpo.weights.formats.finite import check_finite, is_finite
 from megatron_ibpo.weights.formats.integrity import check_integrity, is_inside, write_integrity
 from megatron_ibpo.weights.formats.publishing import publish
 from megatron_ibpo.weights.formats.run_state import load_run_state, read_layout
+from megatron_ibpo.weights.formats.torch_dist import StoredCheckpoint
 from megatron_ibpo.weights.weight_errors import CheckpointError
-from support.conversions import ALONE, QKV, edit_json, refuse, refuse_back, with_metadata
+from support.conversions import QKV, edit_json, refuse, refuse_back, with_metadata
 from support.ranks import run_ranks
 from support.tiny_models import make_qwen3
 
@@ -77,30 +78,28 @@ def test_files_within_folders_may_be_named():
 HUGE = 10**15
 
 
+def with_header(header):
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + bytes(384)
+
+
 @pytest.mark.parametrize(
-    "header",
+    "content",
     [
-        {NAME: {"dtype": "F32", "shape": [HUGE], "data_offsets": [0, 4 * HUGE]}},
-        {NAME: {"dtype": "F32", "shape": [HUGE, HUGE], "data_offsets": [0, 384]}},
-        {NAME: {"dtype": "F32", "shape": [96], "data_offsets": [HUGE, HUGE + 384]}},
-        {NAME: {"dtype": "F32", "shape": [-96], "data_offsets": [0, 384]}},
-        {NAME: {"dtype": "F99", "shape": [96], "data_offsets": [0, 384]}},
-        {NAME: 3},
-        [],
+        b"",
+        b"x",
+        struct.pack("<Q", 2**63) + b"{}",
+        struct.pack("<Q", HUGE) + b"{}",
+        with_header({NAME: {"dtype": "F32", "shape": [HUGE], "data_offsets": [0, 4 * HUGE]}}),
+        with_header({NAME: {"dtype": "F32", "shape": [HUGE, HUGE], "data_offsets": [0, 384]}}),
+        with_header({NAME: {"dtype": "F32", "shape": [96], "data_offsets": [HUGE, HUGE + 384]}}),
+        with_header({NAME: {"dtype": "F32", "shape": [-96], "data_offsets": [0, 384]}}),
+        with_header({NAME: {"dtype": "F99", "shape": [96], "data_offsets": [0, 384]}}),
+        with_header({NAME: 3}),
+        with_header([]),
     ],
 )
-def test_a_header_with_sizes_that_no_memory_holds(here, header):
-    source, target = here
-    file = json.loads((source / INDEX).read_text())["weight_map"][NAME]
-    text = json.dumps(header).encode()
-    (source / file).write_bytes(struct.pack("<Q", len(text)) + text + bytes(384))
-    refuse(source, target, CheckpointError, f"{file} cannot be read")
-
-
-@pytest.mark.parametrize(
-    "content", [b"", b"x", struct.pack("<Q", 2**63) + b"{}", struct.pack("<Q", HUGE) + b"{}"]
-)
-def test_a_file_that_ends_in_its_header(here, content):
+def test_a_header_that_ends_early_or_has_sizes_that_no_memory_holds(here, content):
     source, target = here
     file = json.loads((source / INDEX).read_text())["weight_map"][NAME]
     (source / file).write_bytes(content)
@@ -165,73 +164,56 @@ def test_the_largest_numbers_are_finite():
 # ---------------------------------------------------------------------------------------- Megatron's files
 
 
-def place_of(stored, key=QKV):
-    from megatron_ibpo.weights.formats.torch_dist import StoredCheckpoint
-
-    return next(place for index, place in StoredCheckpoint(stored).places.items() if index.fqn == key)
+def place_of(stored):
+    return next(place for index, place in StoredCheckpoint(stored).places.items() if index.fqn == QKV)
 
 
-def changed(what):
-    """Edits of `.metadata`."""
-
-    def size(metadata):
-        metadata.state_dict_metadata[QKV].size = torch.Size([HUGE, 96])
-
-    def chunk(metadata):
-        metadata.state_dict_metadata[QKV].chunks[0].sizes = torch.Size([HUGE, 96])
-
-    def beyond(metadata):
-        metadata.state_dict_metadata[QKV].chunks[0].offsets = torch.Size([HUGE, 0])
-
-    def texts(metadata):
-        metadata.state_dict_metadata[QKV].size = "many"
-
-    def nothing(metadata):
-        metadata.state_dict_metadata = None
-
-    def chunks(metadata):
-        metadata.state_dict_metadata[QKV].chunks = [3]
-
-    def entry(metadata):
-        metadata.state_dict_metadata[QKV] = 3
-
-    def of_place(**values):
-        def edit(metadata):
-            for index, place in metadata.storage_data.items():
-                if index.fqn == QKV:
-                    for name, value in values.items():
-                        setattr(place, name, value)
-
-        return edit
-
-    known = {
-        "a tensor of 10^17 elements": size,
-        "a piece of 10^17 elements": chunk,
-        "a piece beyond its tensor": beyond,
-        "a size that is text": texts,
-        "no tensors": nothing,
-        "pieces that are numbers": chunks,
-        "a tensor that is a number": entry,
-        "10^15 bytes": of_place(length=HUGE),
-        "from byte 10^15": of_place(offset=HUGE),
-        "from byte -1": of_place(offset=-1),
-        "a length that is text": of_place(length="all"),
-        "another directory": of_place(relative_path="../../outside.distcp"),
-        "an absolute file": of_place(relative_path="/etc/passwd"),
-        "a file that is a number": of_place(relative_path=3),
-    }
-    return known if what is None else known[what]
+def tensor(**values):
+    return lambda metadata: vars(metadata.state_dict_metadata[QKV]).update(values)
 
 
-@pytest.mark.parametrize("what", changed(None))
-def test_metadata_that_describes_what_is_not_there(stored, tmp_path, what):
+def piece(**values):
+    """Values of a dataclass that is frozen."""
+    return lambda metadata: vars(metadata.state_dict_metadata[QKV].chunks[0]).update(values)
+
+
+def place(**values):
+    def edit(metadata):
+        for index, own in metadata.storage_data.items():
+            if index.fqn == QKV:
+                vars(own).update(values)
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        pytest.param(tensor(size=torch.Size([HUGE, 96])), (QKV, "asks for"), id="10^17 elements"),
+        *(
+            pytest.param(edit, ("take another copy",), id=name)
+            for name, edit in {
+                "a piece of 10^17 elements": piece(sizes=torch.Size([HUGE, 96])),
+                "a piece beyond its tensor": piece(offsets=torch.Size([HUGE, 0])),
+                "a size that is text": tensor(size="many"),
+                "no tensors": lambda metadata: setattr(metadata, "state_dict_metadata", None),
+                "pieces that are numbers": tensor(chunks=[3]),
+                "a tensor that is a number": lambda metadata: metadata.state_dict_metadata.update({QKV: 3}),
+                "10^15 bytes": place(length=HUGE),
+                "from byte 10^15": place(offset=HUGE),
+                "from byte -1": place(offset=-1),
+                "a length that is text": place(length="all"),
+                "another directory": place(relative_path="../../outside.distcp"),
+                "an absolute file": place(relative_path="/etc/passwd"),
+                "a file that is a number": place(relative_path=3),
+            }.items()
+        ),
+    ],
+)
+def test_metadata_that_describes_what_is_not_there(stored, tmp_path, edit, words):
     (tmp_path.parent / "outside.distcp").write_bytes(bytes(10**6))
-    with_metadata(stored, changed(what))
-    target = tmp_path / "out" / "back"
-    if what in ("a tensor of 10^17 elements",):
-        refuse_back(stored, target, CheckpointError, QKV, "asks for")
-    else:
-        refuse_back(stored, target, CheckpointError, str(stored), "take another copy")
+    with_metadata(stored, edit)
+    refuse_back(stored, tmp_path / "out" / "back", CheckpointError, str(stored), *words)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 0.99])
@@ -245,18 +227,10 @@ def test_a_truncated_distcp_file_is_named(stored, tmp_path, share):
 
 def test_a_compressed_tensor_is_not_unpacked(stored, tmp_path):
     """A thousand bytes would become a gigabyte."""
-    import zipfile
-
     file = stored / "bomb.distcp"
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("archive/data.pkl", bytes(10**7))
-
-    def edit(metadata):
-        for index, place in metadata.storage_data.items():
-            if index.fqn == QKV:
-                place.relative_path, place.offset, place.length = file.name, 0, file.stat().st_size
-
-    with_metadata(stored, edit)
+    with_metadata(stored, place(relative_path=file.name, offset=0, length=file.stat().st_size))
     refuse_back(stored, tmp_path / "out" / "back", CheckpointError, "bomb.distcp", QKV, "compressed")
 
 
@@ -445,68 +419,46 @@ def load_what_is_damaged(world, directory):
     from support.trainers import config_for, open_trainer
 
     hf_dir = make_qwen3(directory / "hf", 3)
-    config = config_for(ParallelConfig())
-    trainer, _, _ = open_trainer(world, hf_dir, config)
+    trainer, _, _ = open_trainer(world, hf_dir, config_for(ParallelConfig()))
     planned.update(trainer, sequences(6))
-    saved = save_checkpoint(trainer, directory / "checkpoints", 1, {})
 
-    def said(damage):
-        whole = {path: path.read_bytes() for path in saved.rglob("*") if path.is_file()}
-        damage()
+    def save(step):
+        return save_checkpoint(trainer, directory / "checkpoints", step, {})
+
+    def said(load, *arguments):
         try:
-            load_checkpoint(trainer, saved)
+            load(*arguments)
             return ""
         except CheckpointError as error:
             return str(error)
-        finally:
-            for path, data in whole.items():
-                path.write_bytes(data)
 
+    saved = save(1)
+    whole = {path: path.read_bytes() for path in saved.rglob("*") if path.is_file()}
     largest = max(saved.glob("*.distcp"), key=lambda path: path.stat().st_size)
-    manifest = saved / "integrity.json"
-
-    def flip():
-        data = bytearray(largest.read_bytes())
-        data[len(data) // 2] ^= 1
-        largest.write_bytes(data)
-
-    def garble_without_checksums():
-        manifest.unlink()
-        for path in saved.glob("__*.distcp"):
-            path.write_bytes(bytes(path.stat().st_size))
-
-    def truncate_without_checksums():
-        manifest.unlink()
-        largest.write_bytes(largest.read_bytes()[:-1000])
-
-    answers = [
-        said(lambda: None),
-        said(flip),
-        said(garble_without_checksums),
-        said(truncate_without_checksums),
-    ]
-
-    def said_of_nan_in(tensor, step):
-        with torch.no_grad():
-            tensor.view(-1)[5] = math.nan
-        broken = save_checkpoint(trainer, directory / "checkpoints", step, {})
-        try:
-            load_checkpoint(trainer, broken)
-            return ""
-        except CheckpointError as error:
-            return str(error)
+    data = whole[largest]
+    half = len(data) // 2
+    answers = [said(load_checkpoint, trainer, saved)]
+    for without_checksums, damage in (
+        (False, {largest: data[:half] + bytes([data[half] ^ 1]) + data[half + 1 :]}),
+        (True, {path: bytes(path.stat().st_size) for path in saved.glob("__*.distcp")}),
+        (True, {largest: data[:-1000]}),
+    ):
+        for path, content in (whole | damage).items():
+            path.write_bytes(content)
+        if without_checksums:
+            (saved / "integrity.json").unlink()
+        answers.append(said(load_checkpoint, trainer, saved))
 
     means = next(iter(trainer.optimizer.optimizer.state.values()))
-    answers.append(said_of_nan_in(means["exp_avg_sq"], 2))
-    answers.append(said_of_nan_in(next(trainer.chunks[0].parameters()), 3))
+    for step, tensor in ((2, means["exp_avg_sq"]), (3, next(trainer.chunks[0].parameters()))):
+        with torch.no_grad():
+            tensor.view(-1)[5] = math.nan
+        answers.append(said(load_checkpoint, trainer, save(step)))
     weights = load_file(hf_dir / "model.safetensors")
     weights["model.layers.1.mlp.up_proj.weight"][3, 4] = math.inf
     save_file(weights, hf_dir / "model.safetensors", {"format": "pt"})
-    try:
-        load_hf([chunk.module for chunk in trainer.chunks], read_hf_config(hf_dir), hf_dir)
-        answers.append("")
-    except CheckpointError as error:
-        answers.append(str(error))
+    modules = [chunk.module for chunk in trainer.chunks]
+    answers.append(said(load_hf, modules, read_hf_config(hf_dir), hf_dir))
     return answers
 
 
@@ -523,8 +475,3 @@ def test_training_does_not_go_on_from_what_is_damaged(tmp_path):
     assert "the optimizer's exp_avg_sq holds NaN or infinity" in nan_mean
     assert "model.layers.1.mlp.up_proj.weight holds NaN or infinity" in hf
     assert all("\n" not in text for text in (flipped, garbled, truncated, nan, nan_mean, hf))
-
-
-def test_the_conversion_of_a_whole_checkpoint_still_works(stored, tmp_path):
-    megatron_to_hf(stored, tmp_path / "back", ALONE)
-    check_integrity(tmp_path / "back")

@@ -67,7 +67,7 @@ def packed(tmp_path_factory):
     return directory, whole
 
 
-@pytest.mark.parametrize("parallel", [layout(), layout(tp=2, ep=2)])
+@pytest.mark.parametrize("parallel", [layout(), layout(tp=2, ep=2)], ids=["one", "TP2 EP2"])
 def test_it_is_converted_to_bfloat16(packed, tmp_path, parallel):
     directory, whole = packed
     hf_to_megatron(directory, tmp_path / "stored", parallel, ALONE)

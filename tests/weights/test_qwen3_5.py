@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from megatron_ibpo.basics.records import SampleRequest, token_ids
 from megatron_ibpo.engines.eos import read_eos_token_ids
@@ -24,7 +23,13 @@ from megatron_ibpo.models import ModelConfigError, read_hf_config
 from megatron_ibpo.weights.formats.convert import differing_tensors, hf_to_megatron, megatron_to_hf
 from megatron_ibpo.weights.formats.hugging_face import trained_elements
 from megatron_ibpo.weights.formats.torch_dist import StoredCheckpoint
-from support.checkpoint_bytes import assert_same_bytes, drawn_weights, with_fused_experts, with_weights
+from support.checkpoint_bytes import (
+    assert_same_bytes,
+    drawn_weights,
+    tensors_of,
+    with_fused_experts,
+    with_weights,
+)
 from support.conversions import ALONE, round_trip
 from support.engine_runs import (
     TIMEOUT,
@@ -77,10 +82,6 @@ def wrapped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
-def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
-    return load_file(directory / "model.safetensors")
-
-
 # ------------------------------------------------------------------------------------------ config.json
 
 
@@ -108,11 +109,7 @@ def test_a_wrapped_model_has_the_shape_of_its_text_model(tmp_path):
         ({"tie_word_embeddings": False}, {}, "tie_word_embeddings is False, and True in text_config"),
         ({}, {"attn_output_gate": False}, "attn_output_gate=False is not supported"),
         ({}, {"linear_num_key_heads": 3}, "is no multiple of linear_num_key_heads=3"),
-        (
-            {},
-            {"rope_parameters": {"rope_type": "yarn"}},
-            "rope type yarn over 0.25 of a head is not",
-        ),
+        ({}, {"rope_parameters": {"rope_type": "yarn"}}, "rope type yarn over 0.25 of a head is not"),
     ],
 )
 def test_a_wrapped_config_that_cannot_be_built_is_refused(wrapped, tmp_path, outer, inner, words):
@@ -131,14 +128,19 @@ def test_the_end_of_sequence_of_a_wrapped_model_is_its_text_models(wrapped, tmp_
 @pytest.mark.parametrize(
     ("name", "parallel", "virtual_stages"),
     [
-        ("dense", layout(), 1),
         ("dense", layout(tp=2, pp=2), 1),
-        ("dense", layout(tp=4), 1),
         ("dense", layout(pp=2), 2),
-        ("moe", layout(ep=4), 1),
         ("moe", layout(tp=2, ep=2, etp=2), 1),
-        ("moe", layout(tp=2, pp=2, ep=4), 1),
         ("moe", layout(tp=4, pp=2, etp=2, first=1), 1),
+        *(
+            pytest.param(name, parallel, 1, marks=pytest.mark.slow)
+            for name, parallel in (
+                ("dense", layout()),
+                ("dense", layout(tp=4)),
+                ("moe", layout(ep=4)),
+                ("moe", layout(tp=2, pp=2, ep=4)),
+            )
+        ),
     ],
 )
 def test_there_and_back_changes_no_bit_of_anything(wrapped, tmp_path, name, parallel, virtual_stages):
@@ -150,8 +152,9 @@ def test_there_and_back_changes_no_bit_of_anything(wrapped, tmp_path, name, para
     assert differing_tensors(wrapped[name], stored, ALONE) == []
     megatron_to_hf(stored, back, ALONE)
     assert_same_bytes(tensors_of(back), tensors_of(wrapped[name]))
-    config = json.loads((back / "config.json").read_text())
-    assert config["dtype"] == config["text_config"]["dtype"] == "bfloat16"
+    expected = json.loads((wrapped[name] / "config.json").read_text())
+    expected["dtype"] = expected["text_config"]["dtype"] = "bfloat16"
+    assert json.loads((back / "config.json").read_text()) == expected
 
 
 def test_experts_may_be_fused_in_one_tensor(wrapped, tmp_path):
@@ -188,12 +191,8 @@ def test_what_training_does_not_keep_is_taken_from_the_origin(wrapped, tmp_path)
 @pytest.mark.slow
 def test_the_tools_verify_a_wrapped_checkpoint(wrapped, tmp_path):
     def tool(name, *arguments):
-        done = subprocess.run(
-            [sys.executable, ROOT / f"tools/{name}.py", *arguments],
-            capture_output=True,
-            text=True,
-            timeout=200,
-        )
+        command = [sys.executable, ROOT / f"tools/{name}.py", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=200)
         assert done.returncode == 0, done.stderr
         return done.stdout + done.stderr
 
@@ -206,6 +205,7 @@ def test_the_tools_verify_a_wrapped_checkpoint(wrapped, tmp_path):
     assert "33 tensors of model.visual.*" in " ".join(said.split())
 
 
+@pytest.mark.slow  # the same tensors and the same config.json, by the tests above
 def test_both_of_transformers_classes_load_what_comes_back(wrapped, tmp_path):
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -327,14 +327,9 @@ def test_three_steps_of_the_loop_leave_all_but_the_text_model_as_it_was(wrapped,
     model = with_weights(wrapped[kind], tmp_path / "model", drawn_small(wrapped[kind]))
     for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         shutil.copy(ROOT / "examples/tiny_qwen3_next" / file, model)
-    command = [sys.executable, "-m", "megatron_ibpo.commands.train"]
-    command += [
-        "--config",
-        str(ROOT / "examples/recipes/tiny_qwen3_next_ibpo.yaml"),
-        *parallel,
-        *THREE_STEPS,
-    ]
-    command += ["--hf-checkpoint", str(model), "--run-dir", str(tmp_path / "run")]
+    recipe = ROOT / "examples/recipes/tiny_qwen3_next_ibpo.yaml"
+    command = [sys.executable, "-m", "megatron_ibpo.commands.train", "--config", recipe, *parallel]
+    command += [*THREE_STEPS, "--hf-checkpoint", model, "--run-dir", tmp_path / "run"]
     subprocess.run(command, cwd=ROOT, check=True, timeout=280, env={**os.environ, "IBPO_CWD": str(tmp_path)})
     rows = rows_of(tmp_path / "run")
     assert [row["step"] for row in rows] == [1, 2, 3]

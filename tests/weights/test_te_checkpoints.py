@@ -23,16 +23,8 @@ def found(tmp_path_factory):
     scratch = tmp_path_factory.mktemp("te")
     hf_dir = make_qwen3_next(scratch / "hf", 0)
     hf_to_megatron(hf_dir, scratch / "converted", ParallelConfig(), World(0, 1, torch.device("cpu"), None))
-    command = [
-        sys.executable,
-        "-W",
-        "ignore",
-        "-m",
-        "support.te_checkpoints",
-        hf_dir,
-        scratch / "converted",
-        scratch,
-    ]
+    command = [sys.executable, "-W", "ignore", "-m", "support.te_checkpoints"]
+    command += map(str, (hf_dir, scratch / "converted", scratch))
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(TESTS)])}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr

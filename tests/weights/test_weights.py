@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import shutil
 from collections import Counter, namedtuple
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from megatron_ibpo.config import Config
 from megatron_ibpo.models import read_hf_config
@@ -18,12 +16,12 @@ from megatron_ibpo.models.weight_map import global_name, weight_map
 from megatron_ibpo.weights.formats import save as save_module
 from support.checkpoint_bytes import (
     assert_same_bytes,
-    cut_in_half,
     shard_by_hand,
+    tensors_of,
     with_fused_experts,
     with_random_bits,
 )
-from support.conversions import round_trip
+from support.conversions import loaded, round_trip
 from support.layouts import layout
 from support.ranks import run_ranks
 from support.tiny_models import (
@@ -62,7 +60,10 @@ def checkpoints(tmp_path_factory):
 # -------------------------------------------------------------------------------------------- the map
 
 
-@pytest.mark.parametrize("name", ["dense", "tied", "next", "moe", "glm", "oss", "llama", "qwen2"])
+FAMILIES = ["dense", "tied", "next", "moe", "glm", "oss", "llama", "qwen2"]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
 def test_every_checkpoint_tensor_is_in_the_map_once_and_nothing_else(checkpoints, name):
     path = checkpoints[name, torch.float32]
     entries = weight_map(read_hf_config(path)).values()
@@ -70,7 +71,7 @@ def test_every_checkpoint_tensor_is_in_the_map_once_and_nothing_else(checkpoints
     stored = [piece.stored for piece in pieces if piece.ends_stored]
     uses = Counter(used for used, _ in stored)
     shapes = dict(stored)
-    files = {name: tuple(tensor.shape) for name, tensor in load_file(path / "model.safetensors").items()}
+    files = {name: tuple(tensor.shape) for name, tensor in tensors_of(path).items()}
     assert shapes == files
     twice = {"model.embed_tokens.weight"} if name == "tied" else set()
     assert {used for used, count in uses.items() if count > 1} == twice
@@ -95,10 +96,9 @@ def parameter_shapes(world, paths):
 @pytest.mark.world
 def test_every_megatron_parameter_is_in_the_map_once_and_nothing_else(checkpoints):
     """And every buffer that Megatron stores."""
-    names = ["dense", "tied", "next", "moe", "glm", "oss", "llama", "qwen2"]
-    paths = [checkpoints[name, torch.float32] for name in names]
+    paths = [checkpoints[name, torch.float32] for name in FAMILIES]
     (found,) = run_ranks(parameter_shapes, 1, paths)
-    for name, path, parameters in zip(names, paths, found, strict=True):
+    for name, path, parameters in zip(FAMILIES, paths, found, strict=True):
         entries = weight_map(read_hf_config(path))
         if name == "tied":  # one tensor without pipeline stages, so the head is no parameter
             entries.pop("output_layer.weight")
@@ -109,19 +109,17 @@ def test_every_megatron_parameter_is_in_the_map_once_and_nothing_else(checkpoint
         assert joined == parameters
 
 
-def test_global_names_count_layers_and_experts_over_the_whole_model():
-    local = "module.decoder.layers.1.mlp.experts.linear_fc1.weight3"
-    assert (
-        global_name(local, first_layer=4, first_expert=8)
-        == "decoder.layers.5.mlp.experts.linear_fc1.weight11"
-    )
-    assert global_name("decoder.layers.0.mlp.experts.linear_fc2.bias1", 0, 2) == (
-        "decoder.layers.0.mlp.experts.linear_fc2.bias3"
-    )
-    assert global_name("decoder.layers.0.self_attention.linear_qkv.weight", 2, 4) == (
-        "decoder.layers.2.self_attention.linear_qkv.weight"
-    )
-    assert global_name("output_layer.weight", 2, 4) == "output_layer.weight"
+@pytest.mark.parametrize(
+    ("local", "first_layer", "first_expert", "name"),
+    [
+        ("module.decoder.layers.1.mlp.experts.linear_fc1.weight3", 4, 8, "5.mlp.experts.linear_fc1.weight11"),
+        ("decoder.layers.0.mlp.experts.linear_fc2.bias1", 0, 2, "0.mlp.experts.linear_fc2.bias3"),
+        ("decoder.layers.0.self_attention.linear_qkv.weight", 2, 4, "2.self_attention.linear_qkv.weight"),
+    ],
+)
+def test_global_names_count_layers_and_experts_over_the_whole_model(local, first_layer, first_expert, name):
+    assert global_name(local, first_layer, first_expert) == f"decoder.layers.{name}"
+    assert global_name("output_layer.weight", first_layer, first_expert) == "output_layer.weight"
 
 
 def test_ranks_share_a_key_value_head_by_rows_of_its_group(checkpoints):
@@ -168,20 +166,19 @@ CASES = {
         ("odd", layout(tp=4, vocabulary=16)),
     ],
 }
-MORE_CASES = {
-    2: [
-        ("dense", layout(tp=2)),
-        ("tied", layout(tp=2)),
-        ("next", layout(tp=2)),
-        ("next", layout(pp=2)),
-        ("moe", layout(tp=2, ep=2)),
-        ("oss", layout(tp=2)),
-        ("oss", layout(ep=2)),
-        ("llama", layout(pp=2)),
-        ("qwen2", layout(tp=2)),
-    ],
-}
-"""What other layouts of the same families leave little doubt of."""
+MORE_CASES = [
+    ("dense", layout(tp=2)),
+    ("tied", layout(tp=2)),
+    ("next", layout(tp=2)),
+    ("next", layout(pp=2)),
+    ("moe", layout(tp=2, ep=2)),
+    ("oss", layout(tp=2)),
+    ("oss", layout(ep=2)),
+    ("llama", layout(pp=2)),
+    ("qwen2", layout(tp=2)),
+]
+"""On two ranks: what other layouts of the same families leave little doubt of."""
+DTYPES = (torch.float32, torch.bfloat16)
 
 
 def there_and_back(world, cases):
@@ -191,31 +188,34 @@ def there_and_back(world, cases):
 
 @pytest.mark.world
 @pytest.mark.parametrize(
-    "size", [size if size < 4 else pytest.param(size, marks=pytest.mark.slow) for size in CASES]
+    ("size", "of_size", "first"),
+    [
+        pytest.param(1, CASES[1], 0, id="1"),
+        pytest.param(2, CASES[2], 0, id="2"),
+        pytest.param(4, CASES[4], 0, id="4", marks=pytest.mark.slow),
+        *(
+            pytest.param(size, of_size, 1, id=f"{size}, other dtypes", marks=pytest.mark.slow)
+            for size, of_size in CASES.items()
+        ),
+        *(
+            pytest.param(2, MORE_CASES, first, id=f"2, more, {DTYPES[first]} first", marks=pytest.mark.slow)
+            for first in (0, 1)
+        ),
+    ],
 )
-def test_the_round_trip_changes_no_bit_in_any_layout(checkpoints, tmp_path, size):
-    check_round_trips(checkpoints, tmp_path, size, CASES[size])
-
-
-@pytest.mark.world
-@pytest.mark.slow
-@pytest.mark.parametrize("size", MORE_CASES)
-def test_nor_does_it_in_further_layouts(checkpoints, tmp_path, size):
-    check_round_trips(checkpoints, tmp_path, size, MORE_CASES[size])
-
-
-def check_round_trips(checkpoints, tmp_path, size, of_size):
-    cases = [
-        (checkpoints[name, dtype], tmp_path / str(number) / str(dtype), parallel, dtype == torch.bfloat16)
-        for number, (name, parallel) in enumerate(of_size)
-        for dtype in (torch.float32, torch.bfloat16)
-    ]
+def test_the_round_trip_changes_no_bit_in_any_layout(checkpoints, tmp_path, size, of_size, first):
+    """Cases take turns in float32 and bfloat16; those of Qwen3-Next and GLM, which keep some tensors in
+    float32 anyway, are of both kinds in one go."""
+    cases = []
+    for number, (name, parallel) in enumerate(of_size):
+        dtype = DTYPES[(number + first) % 2]
+        cases.append((checkpoints[name, dtype], tmp_path / str(number), parallel, dtype == torch.bfloat16))
     by_rank = run_ranks(there_and_back, size, cases, timeout=240)
     for number, (origin, saved, _, _) in enumerate(cases):
-        expected = load_file(origin / "model.safetensors")
+        expected = tensors_of(origin)
         metadata, tensors = by_rank[0][number]
         assert_same_bytes(dict(tensors), expected)
-        assert_same_bytes(load_file(saved / "model.safetensors"), expected)
+        assert_same_bytes(tensors_of(saved), expected)
         assert [(m.name, m.dtype, m.shape) for m in metadata] == [
             (name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors
         ]
@@ -227,24 +227,20 @@ def check_round_trips(checkpoints, tmp_path, size, of_size):
 def read_in_every_form(world, forms):
     """What is loaded from each directory, as exported again."""
     from megatron_ibpo.policy import parallel
-    from megatron_ibpo.policy.model import build_model
-    from megatron_ibpo.weights.formats.load import load_hf
     from megatron_ibpo.weights.layout.export import HFExport
 
-    parallel.initialize(layout(ep=2), world, seed=0)
     exports = []
     for path in forms:
-        shape = read_hf_config(path)
-        chunks = build_model(shape, Config(parallel=layout(ep=2)))
-        load_hf(chunks, shape, path)
-        exports.append({n: None if t is None else t.clone() for n, t in HFExport(chunks, shape)})
+        export = HFExport(*loaded(world, path, layout(ep=2)))
+        exports.append({name: None if tensor is None else tensor.clone() for name, tensor in export})
+        parallel.destroy()
     return exports if world.is_rank_0 else None
 
 
 @pytest.mark.world
 def test_sharded_files_and_fused_experts_load_like_a_single_file(checkpoints, tmp_path):
     origin = checkpoints["next", torch.float32]
-    tensors = load_file(origin / "model.safetensors")
+    tensors = tensors_of(origin)
     sharded = shard_by_hand(origin, tmp_path / "sharded", tensors)
     fused = shard_by_hand(origin, tmp_path / "fused", with_fused_experts(tensors))
     exports, _ = run_ranks(read_in_every_form, 2, [sharded, fused])
@@ -256,20 +252,12 @@ def test_sharded_files_and_fused_experts_load_like_a_single_file(checkpoints, tm
 
 
 def save_twice(world, origin, out_dir, shard_bytes):
-    from megatron_ibpo.policy import parallel
-    from megatron_ibpo.policy.model import build_model
-    from megatron_ibpo.weights.formats.load import load_hf
-    from megatron_ibpo.weights.formats.save import save_hf
     from megatron_ibpo.weights.layout.export import HFExport
 
     save_module.SHARD_BYTES = shard_bytes
-    parallel.initialize(layout(tp=2), world, seed=0)
-    shape = read_hf_config(origin)
-    chunks = build_model(shape, Config(parallel=layout(tp=2)))
-    load_hf(chunks, shape, origin)
-    export = HFExport(chunks, shape)
-    save_hf(export, world, out_dir, origin)
-    save_hf(export, world, out_dir, origin)
+    export = HFExport(*loaded(world, origin, layout(tp=2)))
+    save_module.save_hf(export, world, out_dir, origin)
+    save_module.save_hf(export, world, out_dir, origin)
 
 
 @pytest.mark.world
@@ -292,7 +280,7 @@ def test_a_saved_checkpoint_is_a_hugging_face_checkpoint(checkpoints, tmp_path):
     assert sum(name.endswith(".safetensors") for name in written) > 1
     assert json.loads((out_dir / "config.json").read_text())["dtype"] == "float32"
     model = AutoModelForCausalLM.from_pretrained(out_dir)
-    expected = load_file(origin / "model.safetensors")
+    expected = tensors_of(origin)
     assert_same_bytes(model.state_dict(), {name: tensor.float() for name, tensor in expected.items()})
 
 
@@ -322,20 +310,16 @@ def test_a_full_disk_is_refused_before_anything_is_written(checkpoints, tmp_path
 # ------------------------------------------------------------------------------------------- faults
 
 
-def load_all(world, paths):
-    """The error of loading each directory, as text."""
-    from megatron_ibpo.policy import parallel
-    from megatron_ibpo.policy.model import build_model
+def load_all(world, origin, paths):
+    """The error of loading each directory into the model of `origin`, as text."""
     from megatron_ibpo.weights.formats.load import load_hf
     from megatron_ibpo.weights.weight_errors import CheckpointError
 
-    parallel.initialize(layout(), world, seed=0)
-    shape = read_hf_config(paths[0])
-    chunks = build_model(shape, Config())
+    chunks, shape = loaded(world, origin)
     said = []
     for path in paths:
         try:
-            load_hf(chunks, shape, Path(path))
+            load_hf(chunks, shape, path)
             said.append("loaded")
         except CheckpointError as error:
             said.append(str(error))
@@ -344,38 +328,23 @@ def load_all(world, paths):
 
 @pytest.mark.world
 def test_bad_checkpoints_are_refused_by_name(checkpoints, tmp_path):
+    """What damages a file or an index is in test_convert_faults.py and test_damaged_checkpoints.py."""
     origin = checkpoints["dense", torch.float32]
-    tensors = load_file(origin / "model.safetensors")
+    tensors = tensors_of(origin)
     norm = "model.layers.1.input_layernorm.weight"
-
-    def broken(name, break_it):
-        path = shard_by_hand(origin, tmp_path / name, tensors)
-        break_it(path)
-        return path
-
-    def rewrite(**changes):
-        def break_it(path):
-            shutil.rmtree(path)
-            changed = {**tensors, **changes}
-            shard_by_hand(origin, path, {n: t for n, t in changed.items() if t is not None})
-
-        return break_it
-
     cases = {
-        broken("whole", lambda path: None): "loaded",
-        broken("no-shard", lambda path: (path / "b.safetensors").unlink()): "b.safetensors named in",
-        broken("cut", lambda path: cut_in_half(path / "a.safetensors")): "truncated",
-        broken(
-            "bad-index", lambda path: (path / "model.safetensors.index.json").write_text("{")
-        ): "malformed",
-        broken("nothing", lambda path: [file.unlink() for file in path.iterdir()]): "holds neither",
-        broken("lacking", rewrite(**{norm: None})): f"missing {norm}",
-        broken(
-            "extra", rewrite(**{"model.layers.7.mlp.up_proj.weight": torch.ones(1)})
-        ): "model.layers.7.mlp",
-        broken("misshapen", rewrite(**{norm: torch.ones(7)})): f"{norm} has shape (7,)",
-        broken("mtp", rewrite(**{"mtp.norm.weight": torch.ones(1)})): "no place for: mtp.norm",
+        "whole": ({}, "loaded"),
+        "lacking": ({norm: None}, f"missing {norm}"),
+        "extra": ({"model.layers.7.mlp.up_proj.weight": torch.ones(1)}, "model.layers.7.mlp"),
+        "misshapen": ({norm: torch.ones(7)}, f"{norm} has shape (7,)"),
+        "mtp": ({"mtp.norm.weight": torch.ones(1)}, "no place for: mtp.norm"),
     }
-    (said,) = run_ranks(load_all, 1, [origin, *cases])
-    for path, words, message in zip(cases, cases.values(), said[1:], strict=True):
-        assert words in message, (path.name, message)
+    for name, (changes, _) in cases.items():
+        changed = {n: t for n, t in (tensors | changes).items() if t is not None}
+        shard_by_hand(origin, tmp_path / name, changed)
+    (tmp_path / "nothing").mkdir()
+    paths = [tmp_path / name for name in (*cases, "nothing")]
+    (said,) = run_ranks(load_all, 1, origin, paths)
+    for name, (_, words), message in zip(cases, cases.values(), said[:-1], strict=True):
+        assert words in message, name
+    assert "holds neither" in said[-1]
