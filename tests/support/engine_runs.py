@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import random
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -100,13 +101,19 @@ def ids_of(samples: Sequence[Sample]) -> list[list[int]]:
     return [sample.token_ids.tolist() for sample in samples]
 
 
+@cache
+def reference_model(directory: Path) -> Any:
+    """Return the checkpoint as transformers builds it, in float32."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+
+
 def reference_logprobs(
     directory: Path, requests: Sequence[SampleRequest], samples: Sequence[Sample]
 ) -> list[list[float]]:
     """Return what transformers in float32 says of the sampled tokens."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    model = reference_model(directory)
     found = []
     for request, sample in zip(requests, samples, strict=True):
         ids = torch.tensor([[*request.prompt_token_ids, *sample.token_ids]])
