@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -211,7 +212,12 @@ def test_what_would_sample_wrongly_is_refused_at_once(settings, checkpoint, tran
         settings(checkpoint, transport, argument)
 
 
-def test_what_drafts_is_for_gpus_and_outlives_sleep(settings):
+@pytest.mark.parametrize("vllm", ["a stand-in", pytest.param("vLLM itself", marks=pytest.mark.slow)])
+def test_what_drafts_is_for_gpus_and_outlives_sleep(settings, monkeypatch, vllm):
+    if vllm == "a stand-in":  # importing vLLM takes five seconds
+        monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(EngineArgs=SimpleNamespace))
+        config = SimpleNamespace(WeightTransferConfig=SimpleNamespace)
+        monkeypatch.setitem(sys.modules, "vllm.config", config)
     assert _engine_args(settings("next 0")).sleep_preserve_parameter_names == []
     drafting = settings("next 0", "ipc", SPECULATION)
     assert drafting.extra_arguments["speculative_config"]["method"] == "mtp"
