@@ -434,7 +434,7 @@ from megatron_ibpo.basics import distributed
 
 
 def test_the_package_imports_and_works_without_torch_vllm_and_megatron(tmp_path):
-    """From a directory that is not the root, as an installed package where it is one; the loss needs torch."""
+    """From a directory that is not the root, as a package that is installed; the loss needs torch."""
     path = "" if is_installed_from(ROOT) else str(ROOT)
     assert run_python(["-c", WITHOUT_ENGINES], cwd=tmp_path, python_path=path).stdout == "0.5\n"
 
