@@ -278,6 +278,13 @@ def nodes(rank, port, scratch, *command, num_nodes=2, timeout=1800, env=None):
     )
 
 
+def waiting_lead(port, scratch, *command):
+    """Node 0, which waits for another one."""
+    lead = nodes(0, port, scratch, *command)
+    assert lead.stdout.readline() == f"waiting for 1 more node at 127.0.0.1:{port}\n"
+    return lead
+
+
 def left_by_nodes(scratch):
     return [path for folder in ("t", "run") for path in (scratch / folder).glob("*")]
 
@@ -306,9 +313,7 @@ with open_ray(os.environ["RAY_ADDRESS"], num_cpus=1):
 def test_nodes_form_a_cluster_for_one_command_that_asks_for_a_token_and_all_end_with_it(scratch):
     port = free_port()
     token = scratch / "run/.ray_token"
-    lead = nodes(0, port, scratch, sys.executable, "-c", IN_A_CLUSTER, str(token))
-    said = lead.stdout.readline()
-    assert said == f"waiting for 1 more node at 127.0.0.1:{port}\n"
+    lead = waiting_lead(port, scratch, sys.executable, "-c", IN_A_CLUSTER, str(token))
     follower = nodes(1, port, scratch)
     output, _ = lead.communicate(timeout=120)
     assert lead.returncode == 0, output
@@ -340,8 +345,7 @@ def test_a_node_without_the_token_says_how_to_give_it_one(monkeypatch, tmp_path,
 @pytest.mark.slow
 def test_a_node_with_another_token_is_refused_with_what_to_do(scratch):
     port = free_port()
-    lead = nodes(0, port, scratch, "true")
-    assert "waiting for 1 more node" in lead.stdout.readline()
+    lead = waiting_lead(port, scratch, "true")
     follower = nodes(1, port, scratch, env={"RAY_AUTH_TOKEN": "b" * 32})
     output, _ = follower.communicate(timeout=60)
     assert follower.returncode == 2, output
@@ -409,8 +413,7 @@ def test_a_port_that_is_taken_is_said_at_once(monkeypatch, capsys):
 @pytest.mark.slow
 def test_ctrl_c_while_waiting_for_nodes_ends_everything(scratch):
     port = free_port()
-    lead = nodes(0, port, scratch, "true")
-    assert "waiting for 1 more node" in lead.stdout.readline()
+    lead = waiting_lead(port, scratch, "true")
     os.killpg(lead.pid, signal.SIGTERM)
     lead.communicate(timeout=60)
     assert eventually(lambda: rays(scratch) == [], seconds=20)

@@ -17,10 +17,7 @@ from support.waiting import eventually
 
 pytestmark = [pytest.mark.ray, pytest.mark.engine]
 
-SHORT = [
-    *("--num-rollout", "2", "--rollout-batch-size", "4", "--n-samples-per-prompt", "4"),
-    *("--eval-num-prompts", "0", "--no-save", "--check-weight-update-equal"),
-]
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture(scope="module")
@@ -29,14 +26,22 @@ def address():
         yield cluster.address
 
 
+def command_of(address, run_dir, *flags):
+    """The tiny recipe on the cluster."""
+    return [
+        *(sys.executable, "-m", "megatron_ibpo.commands.train"),
+        *("--config", str(ROOT / "examples/recipes/tiny_qwen3_next_ibpo.yaml")),
+        *("--run-dir", str(run_dir), "--ray-address", address),
+        *("--rollout-batch-size", "4", "--n-samples-per-prompt", "4", "--eval-num-prompts", "0", "--no-save"),
+        *flags,
+    ]
+
+
 def run(address, run_dir, *flags):
-    """(exit status, output) of the tiny recipe on the cluster."""
-    command = [sys.executable, "-m", "megatron_ibpo.commands.train"]
-    command += ["--config", str(ROOT / "examples/recipes/tiny_qwen3_next_ibpo.yaml")]
-    command += ["--run-dir", str(run_dir), "--ray-address", address, *SHORT, *flags]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    """(exit status, output) of two steps."""
+    command = command_of(address, run_dir, "--num-rollout", "2", "--check-weight-update-equal", *flags)
     done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False
+        command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=280, check=False
     )
     return done.returncode, done.stdout + done.stderr
 
@@ -77,15 +82,9 @@ def test_a_lost_node_is_waited_for_and_nothing_is_sampled_twice(tmp_path):
         assert eventually(lambda: words in log.read_text(), seconds), log.read_text()[-5000:]
 
     with simulated_cluster(3) as cluster, log.open("w") as output:
-        command = [
-            *(sys.executable, "-m", "megatron_ibpo.commands.train"),
-            *("--config", str(ROOT / "examples/recipes/tiny_qwen3_next_ibpo.yaml")),
-            *("--run-dir", str(run_dir), "--ray-address", cluster.address),
-            *("--num-rollout", "8", "--rollout-batch-size", "4", "--n-samples-per-prompt", "4"),
-            *("--eval-num-prompts", "0", "--no-save", "--no-colocate", "--rollout-num-gpus", "1"),
-        ]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=output)
+        flags = ["--num-rollout", "8", "--no-colocate", "--rollout-num-gpus", "1"]
+        command = command_of(cluster.address, run_dir, *flags)
+        process = subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, stdout=output, stderr=output)
         wait_for("step 2/8", 240)
         engine = next(p for p in psutil.process_iter() if is_engine_of(p, run_dir))
         raylet = engine.parent().parent()

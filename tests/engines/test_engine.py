@@ -363,8 +363,7 @@ def test_updated_weights_are_exact_and_old_cache_entries_forgotten(updated, as_l
     new = engine.generate(long, version=2, timeout=TIMEOUT)
     assert ids_of(new) != ids_of(old)
     assert {sample.versions for sample in new} == {((0, 2),)}
-    plain = [replace(request, temperature=1.0) for request in long]  # greedy log-probs are of temperature 1
-    reference = reference_logprobs(checkpoints["dense 1"], plain, new)
+    reference = reference_logprobs(checkpoints["dense 1"], long, new)
     assert difference([s.logprobs for s in new], reference).max() < 2e-5
     assert sent.num_bytes == sum(t.nbytes for t in after.tensors.values())
     with pytest.raises(WeightMismatchError, match="greedy responses differ"):
@@ -397,9 +396,8 @@ def test_running_requests_go_on_with_new_weights_and_say_which_token_is_whose(up
     ((_, sample),) = engine.take(TIMEOUT)
     (first, old), (switch, new) = sample.versions
     assert (first, old, new) == (0, 3, 4)
-    plain = replace(request, temperature=1.0)  # greedy log-probs are of temperature 1
     (of_old,), (of_new,) = (
-        reference_logprobs(checkpoints[name], [plain], [sample]) for name in ("dense 0", "dense 1")
+        reference_logprobs(checkpoints[name], [request], [sample]) for name in ("dense 0", "dense 1")
     )
     expected = [*of_old[:switch], *of_new[switch:]]
     assert difference([sample.logprobs], [expected]).max() < 2e-5
@@ -611,14 +609,13 @@ def test_a_cache_kept_over_an_update_serves_running_requests_alone(checkpoints, 
         engine.close()
     (_, old), (switch, new) = samples[0].versions
     assert (old, new, samples[1].versions) == (1, 2, ((0, 2),))
-    plain = replace(running, temperature=1.0)  # greedy log-probs are of temperature 1
     (of_old,), (of_new,) = (
-        reference_logprobs(checkpoints[name], [plain], [samples[0]]) for name in ("dense 0", "dense 1")
+        reference_logprobs(checkpoints[name], [running], [samples[0]]) for name in ("dense 0", "dense 1")
     )
     assert difference([samples[0].logprobs[:switch]], [of_old[:switch]]).max() < 2e-5
     for of_one in (of_old, of_new):  # it went on from the old policy's cache with the new weights
         assert difference([samples[0].logprobs[switch:]], [of_one[switch:]]).max() > 1e-3
-    (expected,) = reference_logprobs(checkpoints["dense 1"], [plain], [samples[1]])
+    (expected,) = reference_logprobs(checkpoints["dense 1"], [running], [samples[1]])
     assert difference([samples[1].logprobs], [expected]).max() < 2e-5
 
 
