@@ -52,8 +52,8 @@ def resolved_80b() -> Cluster:
 
 @pytest.fixture
 def cluster_of_80b(resolved_80b: Cluster) -> Cluster:
-    config, *rest = resolved_80b
-    return deepcopy(config), *rest
+    config, shape, elements, placement = resolved_80b
+    return deepcopy(config), shape, elements, placement
 
 
 def test_a_node_that_has_too_little_is_named_with_what_needs_how_much(cluster_of_80b: Cluster):
