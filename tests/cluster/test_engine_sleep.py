@@ -264,10 +264,12 @@ def test_engines_sleep_before_trainers_that_died_start_again(tmp_path, dies_over
 def test_checkpoints_and_exports_are_gathered_while_engines_sleep(tmp_path):
     events = []
 
+    def noted(name, /, *_, **__):
+        events.append(name)
+        return True
+
     def noting(*names):
-        return SimpleNamespace(
-            **{name: lambda *_, name=name, **__: events.append(name) or True for name in names}
-        )
+        return SimpleNamespace(**{name: partial(noted, name) for name in names})
 
     run = run_of(tmp_path, noting("saved", "save", "save_hf"), noting("sleep"))
     for step in range(1, 5):
