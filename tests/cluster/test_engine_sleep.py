@@ -219,7 +219,7 @@ def test_where_no_engine_is_left_trainers_start_again_at_once_and_who_joins_then
 def run_of(run_dir, policy, engines):
     """A run of these stand-ins, on a disk that has room."""
     config = Config()
-    config.run.run_dir, config.run.export_interval, config.run.save_interval = run_dir, 2, 4
+    config.run.run_dir = run_dir
     return Run(
         config=config,
         data=None,
@@ -272,6 +272,7 @@ def test_checkpoints_and_exports_are_gathered_while_engines_sleep(tmp_path):
         return SimpleNamespace(**{name: partial(noted, name) for name in names})
 
     run = run_of(tmp_path, noting("saved", "save", "save_hf"), noting("sleep"))
+    run.config.run.export_interval, run.config.run.save_interval = 2, 4
     for step in range(1, 5):
         run.progress.step = step
         run.save_if_due()
