@@ -214,13 +214,16 @@ def test_what_would_sample_wrongly_is_refused_at_once(settings, checkpoint, tran
 
 @pytest.mark.parametrize("vllm", ["a stand-in", pytest.param("vLLM itself", marks=pytest.mark.slow)])
 def test_what_drafts_is_for_gpus_and_outlives_sleep(settings, monkeypatch, vllm):
-    if vllm == "a stand-in":  # importing vLLM takes five seconds
-        monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(EngineArgs=SimpleNamespace))
-        config = SimpleNamespace(WeightTransferConfig=SimpleNamespace)
-        monkeypatch.setitem(sys.modules, "vllm.config", config)
-    assert _engine_args(settings("next 0")).sleep_preserve_parameter_names == []
-    drafting = settings("next 0", "ipc", SPECULATION)
+    plain, drafting = settings("next 0"), settings("next 0", "ipc", SPECULATION)
     assert drafting.extra_arguments["speculative_config"]["method"] == "mtp"
+    if vllm == "a stand-in":  # importing vLLM takes five seconds
+        usual = {"sleep_preserve_parameter_names": []}
+        found = SimpleNamespace(
+            EngineArgs=lambda **given: SimpleNamespace(**usual | given), WeightTransferConfig=SimpleNamespace
+        )
+        for name in ("vllm", "vllm.config"):
+            monkeypatch.setitem(sys.modules, name, found)
+    assert _engine_args(plain).sleep_preserve_parameter_names == []
     assert _engine_args(drafting).sleep_preserve_parameter_names == ["draft.*"]
 
 
