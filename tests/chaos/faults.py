@@ -25,9 +25,7 @@ KILL, TERM, STOP = "SIGKILL", "SIGTERM", "SIGSTOP"
 NEVER_CONTINUED = ("engine", "host", "verifier")
 """Who takes their place finds out by itself; of a stopped driver or trainer nobody could."""
 
-
 Kinds = dict[str, list[psutil.Process]]
-
 OK, FAILED, BAD_INPUT = 0, 1, 2
 ENDS_WITHIN_S = 90.0
 """In which a run that cannot go on must have ended by itself."""
@@ -84,9 +82,7 @@ WITHOUT_PROCESS = {
 """Victims that are no process → what can happen to them."""
 
 
-def choose(
-    rng: random.Random, trial: Trial, kinds: dict[str, list[psutil.Process]], spared: set[int]
-) -> Fault:
+def choose(rng: random.Random, trial: Trial, kinds: Kinds, spared: set[int]) -> Fault:
     """A fault at random, of those that are possible now: first what it hits, then how.
 
     On a cluster it hits the raylet of a node that has engines, and with it whatever is on that node.

@@ -11,6 +11,7 @@ import sys
 import tempfile
 from importlib import metadata
 from pathlib import Path
+from unittest import mock
 
 import psutil
 import pytest
@@ -20,7 +21,7 @@ from megatron_ibpo.basics.temporary_directory import private_directory
 from megatron_ibpo.cluster import nodes as cluster_nodes
 from megatron_ibpo.cluster.actor import listening_on
 from megatron_ibpo.cluster.nodes import numeric_address
-from megatron_ibpo.cluster.ray_session import ClusterError
+from megatron_ibpo.cluster.ray_session import ClusterError, open_ray
 from megatron_ibpo.cluster.ray_token import own_token, write_token
 from support.paths import ROOT
 from support.waiting import eventually
@@ -28,12 +29,22 @@ from support.waiting import eventually
 pytestmark = pytest.mark.ray
 
 OWN_RAY = """
-import sys, time
+import os, stat, sys, time
+from pathlib import Path
 from megatron_ibpo.cluster.ray_session import open_ray
+os.umask(0)
 with open_ray(None, num_cpus=2, object_store_bytes=128 * 1024**2):
     import ray
-    print(*[node["NodeManagerAddress"] for node in ray.nodes()], flush=True)
-    time.sleep(float(sys.argv[1]))
+    print(*[node["NodeManagerAddress"] for node in ray.nodes()])
+    token = Path(os.environ["RAY_AUTH_TOKEN_PATH"])
+    modes = [oct(stat.S_IMODE(path.stat().st_mode)) for path in (token, token.parent)]
+    print(os.environ["RAY_AUTH_MODE"], *modes)
+    print(token.parent, flush=True)
+    if len(sys.argv) > 1:
+        time.sleep(60)
+    assert Path(ray._private.worker._global_node.get_session_dir_path()).is_relative_to(token.parent)
+    print(*ray.get(ray.remote(lambda: [name for name in os.environ if name.startswith("RAY_AUTH")]).remote()))
+print(*[name for name in os.environ if name.startswith("RAY_AUTH")])
 """
 
 
@@ -80,57 +91,39 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def test_a_ray_of_the_runs_own_listens_on_loopback_and_leaves_nothing(scratch):
-    process = python("-c", OWN_RAY, "0", env={"TMPDIR": str(scratch)})
-    output, _ = process.communicate(timeout=90)
-    assert process.returncode == 0, output
-    assert output.split() == ["127.0.0.1"]
-    assert rays(scratch) == []
-    assert list(scratch.iterdir()) == []
-
-
-def test_a_killed_driver_leaves_nothing_of_its_ray(scratch):
-    process = python("-c", OWN_RAY, "60", env={"TMPDIR": str(scratch)})
-    assert process.stdout.readline().split() == ["127.0.0.1"]
-    assert len(rays(scratch)) > 3
-    process.kill()
-    process.wait(10)
-    assert eventually(lambda: list(scratch.iterdir()) == [], seconds=20)
-    assert rays(scratch) == []
-
-
-LOOKS = """
-import os, subprocess, sys
-from pathlib import Path
-from megatron_ibpo.cluster.ray_session import open_ray
-os.umask(0)
-with open_ray(None, num_cpus=2, object_store_bytes=128 * 1024**2):
-    import ray
-    token = Path(os.environ["RAY_AUTH_TOKEN_PATH"])
-    print(os.environ["RAY_AUTH_MODE"], f"{token.stat().st_mode & 0o777:o}")
-    outer = token.parent
-    print(*[f"{path} {path.stat().st_mode & 0o777:o}" for path in outer.parent.iterdir()])
-    seen = lambda: [name for name in os.environ if name.startswith("RAY_AUTH")]
-    print(*ray.get(ray.remote(seen).remote()))
-    session = ray._private.worker._global_node.get_session_dir_path()
-    assert Path(session).is_relative_to(outer), session
-assert not any(name.startswith("RAY_AUTH") for name in os.environ)
-"""
-
-
-def test_other_users_find_neither_the_token_nor_the_files_of_a_ray(scratch):
+def test_a_ray_of_the_runs_own_listens_on_loopback_is_for_no_other_user_and_leaves_nothing(scratch):
     """Ray would keep a token in the home and make its own directory writable for every user."""
     home, temporary = scratch / "home", scratch / "t"
     home.mkdir()
     temporary.mkdir()
-    process = python("-c", LOOKS, env={"TMPDIR": str(temporary), "HOME": str(home)})
+    process = python("-c", OWN_RAY, env={"TMPDIR": str(temporary), "HOME": str(home)})
     output, _ = process.communicate(timeout=90)
     assert process.returncode == 0, output
-    token, directories, seen = output.splitlines()
-    assert token == "token 600"
-    assert re.fullmatch(rf"{temporary}/ibpo-ray-\w+ 700", directories)
-    assert set(seen.split()) == {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"}
-    assert list(home.iterdir()) == []
+    address, token, directory, in_a_task, afterwards = output.splitlines()
+    assert address == "127.0.0.1"
+    assert token == "token 0o600 0o700"
+    assert re.fullmatch(rf"{temporary}/ibpo-ray-\w+", directory)
+    assert set(in_a_task.split()) == {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"}
+    assert afterwards == ""
+    assert rays(scratch) == [*home.iterdir()] == [*temporary.iterdir()] == []
+
+
+@pytest.mark.parametrize("length", [40, pytest.param(150, marks=pytest.mark.slow)])
+def test_where_tmpdir_is_too_long_ray_starts_elsewhere_and_a_killed_driver_leaves_nothing_of_it(
+    scratch, length
+):
+    long = scratch / ("x" * (length - len(str(scratch)) - 1))
+    long.mkdir()
+    process = python("-c", OWN_RAY, "wait", env={"TMPDIR": str(long)})
+    said, address, _, directory = [process.stdout.readline().strip() for _ in range(4)]
+    assert said.startswith(f"TMPDIR={long} has {length} bytes, and the Unix sockets of ibpo-ray-* leave it ")
+    assert said.endswith("at most: /tmp is used instead")
+    assert address == "127.0.0.1"
+    assert len(rays(directory)) > 3
+    process.kill()
+    process.wait(10)
+    assert eventually(lambda: not Path(directory).exists(), seconds=20)
+    assert rays(directory) == [*long.iterdir()] == []
 
 
 def test_a_token_of_the_users_is_kept(monkeypatch, tmp_path):
@@ -145,20 +138,6 @@ def test_a_token_of_the_users_is_kept(monkeypatch, tmp_path):
             with own_token(tmp_path):
                 assert dict(os.environ) == before
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("length", [40, pytest.param(150, marks=pytest.mark.slow)])
-def test_where_tmpdir_is_too_long_for_sockets_ray_starts_elsewhere_and_says_so(scratch, length):
-    long = scratch / ("x" * (length - len(str(scratch)) - 1))
-    long.mkdir()
-    process = python("-c", OWN_RAY, "0", env={"TMPDIR": str(long)})
-    output, _ = process.communicate(timeout=90)
-    assert process.returncode == 0, output
-    said, address = output.splitlines()
-    assert said.startswith(f"TMPDIR={long} has {length} bytes, and the Unix sockets of ibpo-ray-* leave it ")
-    assert said.endswith("at most: /tmp is used instead")
-    assert address == "127.0.0.1"
-    assert list(long.iterdir()) == []
 
 
 def test_where_no_place_is_short_enough_the_length_is_said(monkeypatch, tmp_path):
@@ -193,11 +172,11 @@ def test_a_ray_that_does_not_start_is_started_once_more(scratch):
     (scratch / "t").mkdir()
     limits = SHORT_WAITS | {"RAY_gcs_server_port_wait_time_s": "15"}  # the second one is real
     environment = limits | {"TMPDIR": str(scratch / "t")}
-    process = python("-c", WITH_SERVER, str(server), OWN_RAY, "0", env=environment)
+    process = python("-c", WITH_SERVER, str(server), OWN_RAY, env=environment)
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 0, output
     assert re.search(r"^Ray does not start on this machine: .*; trying once more$", output, re.MULTILINE)
-    assert output.endswith("127.0.0.1\n")
+    assert re.search(r"^127\.0\.0\.1$", output, re.MULTILINE)
     assert list((scratch / "t").iterdir()) == []
 
 
@@ -235,20 +214,21 @@ threading.Thread(target=meet, daemon=True).start()
 @pytest.mark.slow
 def test_a_ray_may_take_longer_to_start_than_rays_own_limit(scratch):
     """Its node manager stands still for 40 s; Ray alone waits for 30."""
-    process = python("-c", STANDS_STILL + OWN_RAY, "0", env={"TMPDIR": str(scratch)})
+    process = python("-c", STANDS_STILL + OWN_RAY, env={"TMPDIR": str(scratch)})
     output, _ = process.communicate(timeout=200)
-    assert (process.returncode, output) == (0, "127.0.0.1\n")
+    assert process.returncode == 0, output
+    assert output.startswith("127.0.0.1\n"), "nothing is said"
 
 
 def test_there_is_no_cluster_to_join():
-    program = (
-        "from megatron_ibpo.cluster import ray_session\n"
-        "with ray_session.open_ray('127.0.0.1:%d', num_cpus=1): pass"
-    )
-    process = python("-c", program % free_port(), env={"RAY_raylet_start_wait_time_s": "2"})
-    output, _ = process.communicate(timeout=90)
-    assert "ClusterError: --ray-address 127.0.0.1" in output
-    assert "nothing answers there; start a cluster with `ray start --head`" in output
+    address = f"127.0.0.1:{free_port()}"
+    said = f"^--ray-address {address}: nothing answers there; start a cluster with `ray start --head`"
+    with (
+        mock.patch.dict(os.environ),
+        pytest.raises(ClusterError, match=said),
+        open_ray(address, num_cpus=1),
+    ):
+        pass
 
 
 OTHER_VERSION = """
@@ -298,6 +278,13 @@ def nodes(rank, port, scratch, *command, num_nodes=2, timeout=1800, env=None):
     )
 
 
+def waiting_lead(port, scratch, *command):
+    """Node 0, which waits for another one."""
+    lead = nodes(0, port, scratch, *command)
+    assert lead.stdout.readline() == f"waiting for 1 more node at 127.0.0.1:{port}\n"
+    return lead
+
+
 def left_by_nodes(scratch):
     return [path for folder in ("t", "run") for path in (scratch / folder).glob("*")]
 
@@ -326,9 +313,7 @@ with open_ray(os.environ["RAY_ADDRESS"], num_cpus=1):
 def test_nodes_form_a_cluster_for_one_command_that_asks_for_a_token_and_all_end_with_it(scratch):
     port = free_port()
     token = scratch / "run/.ray_token"
-    lead = nodes(0, port, scratch, sys.executable, "-c", IN_A_CLUSTER, str(token))
-    said = lead.stdout.readline()
-    assert said == f"waiting for 1 more node at 127.0.0.1:{port}\n"
+    lead = waiting_lead(port, scratch, sys.executable, "-c", IN_A_CLUSTER, str(token))
     follower = nodes(1, port, scratch)
     output, _ = lead.communicate(timeout=120)
     assert lead.returncode == 0, output
@@ -345,7 +330,8 @@ def test_nodes_form_a_cluster_for_one_command_that_asks_for_a_token_and_all_end_
 
 
 def test_a_node_without_the_token_says_how_to_give_it_one(monkeypatch, tmp_path, capfd):
-    monkeypatch.setattr(cluster_nodes, "TOKEN_WAIT_S", 1.0)
+    monkeypatch.setattr(cluster_nodes, "TOKEN_WAIT_S", 0.0)
+    monkeypatch.setattr(cluster_nodes, "LOOK_EVERY_S", 0.01)
     with pytest.raises(
         ClusterError, match=r"waited . s for .*/\.ray_token, which node 0 .*; let all nodes share"
     ):
@@ -359,8 +345,7 @@ def test_a_node_without_the_token_says_how_to_give_it_one(monkeypatch, tmp_path,
 @pytest.mark.slow
 def test_a_node_with_another_token_is_refused_with_what_to_do(scratch):
     port = free_port()
-    lead = nodes(0, port, scratch, "true")
-    assert "waiting for 1 more node" in lead.stdout.readline()
+    lead = waiting_lead(port, scratch, "true")
     follower = nodes(1, port, scratch, env={"RAY_AUTH_TOKEN": "b" * 32})
     output, _ = follower.communicate(timeout=60)
     assert follower.returncode == 2, output
@@ -412,23 +397,23 @@ def test_libraries_listen_on_the_interface_of_the_nodes_address(monkeypatch):
     assert listening_on("127.0.0.1", "127.0.0.1:6379")["NCCL_SOCKET_IFNAME"] == "ib0", "the user's stays"
 
 
-def test_a_port_that_is_taken_is_said_at_once(scratch):
-    with socket.socket() as taken:
+def test_a_port_that_is_taken_is_said_at_once(monkeypatch, capsys):
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    with socket.socket() as taken, mock.patch.dict(os.environ):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        process = nodes(0, port, scratch, "true")
-        output, _ = process.communicate(timeout=60)
-    assert process.returncode == 2
-    assert f"port {port} is in use on 127.0.0.1: set MASTER_PORT" in output
-    assert "Traceback" not in output
+        flags = ["--num-nodes", "2", "--node-rank", "0", "--address", f"127.0.0.1:{port}"]
+        assert cluster_nodes.main([*flags, "--", "true"]) == 2
+    assert capsys.readouterr().err == (
+        f"error: port {port} is in use on 127.0.0.1: set MASTER_PORT to a free one, the same on all nodes\n"
+    )
 
 
 @pytest.mark.slow
 def test_ctrl_c_while_waiting_for_nodes_ends_everything(scratch):
     port = free_port()
-    lead = nodes(0, port, scratch, "true")
-    assert "waiting for 1 more node" in lead.stdout.readline()
+    lead = waiting_lead(port, scratch, "true")
     os.killpg(lead.pid, signal.SIGTERM)
     lead.communicate(timeout=60)
     assert eventually(lambda: rays(scratch) == [], seconds=20)

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -18,10 +17,7 @@ from support.waiting import eventually
 
 pytestmark = [pytest.mark.ray, pytest.mark.engine]
 
-SHORT = [
-    *("--num-rollout", "2", "--rollout-batch-size", "4", "--n-samples-per-prompt", "4"),
-    *("--eval-num-prompts", "0", "--no-save", "--check-weight-update-equal"),
-]
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture(scope="module")
@@ -30,14 +26,22 @@ def address():
         yield cluster.address
 
 
+def command_of(address, run_dir, *flags):
+    """The tiny recipe on the cluster."""
+    return [
+        *(sys.executable, "-m", "megatron_ibpo.commands.train"),
+        *("--config", str(ROOT / "examples/recipes/tiny_qwen3_next_ibpo.yaml")),
+        *("--run-dir", str(run_dir), "--ray-address", address),
+        *("--rollout-batch-size", "4", "--n-samples-per-prompt", "4", "--eval-num-prompts", "0", "--no-save"),
+        *flags,
+    ]
+
+
 def run(address, run_dir, *flags):
-    """(exit status, output) of the tiny recipe on the cluster."""
-    command = [sys.executable, "-m", "megatron_ibpo.commands.train"]
-    command += ["--config", str(ROOT / "examples/recipes/tiny_qwen3_next_ibpo.yaml")]
-    command += ["--run-dir", str(run_dir), "--ray-address", address, *SHORT, *flags]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    """(exit status, output) of two steps."""
+    command = command_of(address, run_dir, "--num-rollout", "2", "--check-weight-update-equal", *flags)
     done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False
+        command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=280, check=False
     )
     return done.returncode, done.stdout + done.stderr
 
@@ -48,55 +52,46 @@ def steps(run_dir):
 
 
 @pytest.mark.slow
-def test_trainers_on_two_nodes_and_an_engine_on_the_third(address, tmp_path):
-    status, output = run(address, tmp_path / "run", "--no-colocate", "--rollout-num-gpus", "1")
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (
+            ["--no-colocate", "--rollout-num-gpus", "1"],
+            ["trainers 0, engines –", "trainers 1, engines –", "trainers –, engines 0"],
+        ),
+        (
+            ["--num-trainers", "2"],
+            ["trainers 0, engines 0", "trainers 1, engines 1", "trainers –, engines –"],
+        ),
+    ],
+    ids=["engines of their own", "engines next to trainers"],
+)
+def test_trainers_on_two_nodes(address, tmp_path, flags, expected):
+    status, output = run(address, tmp_path / "run", *flags)
     assert status == 0, output[-5000:]
     placed = [line for line in output.splitlines() if "trainers" in line and "engines" in line]
-    assert sorted(line.split(": ", 1)[1] for line in placed) == [
-        "trainers 0, engines –, 2 verifiers",
-        "trainers 1, engines –, 2 verifiers",
-        "trainers –, engines 0, 2 verifiers",
-    ]
-    assert [row["step"] for row in steps(tmp_path / "run")] == [1, 2]
-
-
-@pytest.mark.slow
-def test_engines_next_to_the_trainers_of_two_nodes(address, tmp_path):
-    status, output = run(address, tmp_path / "run", "--num-trainers", "2")
-    assert status == 0, output[-5000:]
-    placed = [line for line in output.splitlines() if "trainers" in line and "engines" in line]
-    assert sorted(line.split(": ", 1)[1] for line in placed) == [
-        "trainers 0, engines 0, 2 verifiers",
-        "trainers 1, engines 1, 2 verifiers",
-        "trainers –, engines –, 2 verifiers",
-    ]
+    assert sorted(line.split(": ", 1)[1] for line in placed) == [f"{row}, 2 verifiers" for row in expected]
     assert [row["step"] for row in steps(tmp_path / "run")] == [1, 2]
 
 
 @pytest.mark.slow
 def test_a_lost_node_is_waited_for_and_nothing_is_sampled_twice(tmp_path):
     run_dir, log = tmp_path / "run", tmp_path / "log"
+
+    def wait_for(words, seconds):
+        assert eventually(lambda: words in log.read_text(), seconds), log.read_text()[-5000:]
+
     with simulated_cluster(3) as cluster, log.open("w") as output:
-        command = [
-            *(sys.executable, "-m", "megatron_ibpo.commands.train"),
-            *("--config", str(ROOT / "examples/recipes/tiny_qwen3_next_ibpo.yaml")),
-            *("--run-dir", str(run_dir), "--ray-address", cluster.address),
-            *("--num-rollout", "8", "--rollout-batch-size", "4", "--n-samples-per-prompt", "4"),
-            *("--eval-num-prompts", "0", "--no-save", "--no-colocate", "--rollout-num-gpus", "1"),
-        ]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=output)
-        assert eventually(lambda: run_dir.exists() and "step 2/8" in log.read_text(), 240), log.read_text()[
-            -5000:
-        ]
+        flags = ["--num-rollout", "8", "--no-colocate", "--rollout-num-gpus", "1"]
+        command = command_of(cluster.address, run_dir, *flags)
+        process = subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, stdout=output, stderr=output)
+        wait_for("step 2/8", 240)
         engine = next(p for p in psutil.process_iter() if is_engine_of(p, run_dir))
         raylet = engine.parent().parent()
         assert raylet.name() == "raylet"
         for process_of_node in [raylet, *raylet.children(recursive=True)]:
             process_of_node.kill()
-        assert eventually(lambda: "when there is room for it" in log.read_text(), 120), log.read_text()[
-            -5000:
-        ]
+        wait_for("when there is room for it", 120)
         cluster.add_node()
         assert process.wait(240) == 0, log.read_text()[-5000:]
     assert [row["step"] for row in steps(run_dir)] == list(range(1, 9))
@@ -114,30 +109,9 @@ def is_engine_of(process, run_dir):
     return run_dir / "logs/engine_0.log" in files and "engine_process" in " ".join(command)
 
 
-@pytest.fixture(scope="module")
-def refused(address, tmp_path_factory):
-    """Side by side: (exit status, output) of each run that this cluster has no room for."""
-    place = tmp_path_factory.mktemp("refused")
-    flags = {
-        "trainers": ["--num-trainers", "4"],
-        "engines": ["--no-colocate", "--rollout-num-gpus", "2"],
-    }
-    with ThreadPoolExecutor(len(flags)) as threads:
-        asked = {name: threads.submit(run, address, place / name, *words) for name, words in flags.items()}
-    return {name: done.result() for name, done in asked.items()}
-
-
-@pytest.mark.slow  # the words are tested on paper, in test_placement.py
-def test_a_cluster_that_is_too_small_says_what_it_has(refused):
-    status, output = refused["trainers"]
-    assert status == 2
-    assert "--num-trainers 4: the cluster has 3 CPUs" in output
-    assert "Traceback" not in output
-
-
-@pytest.mark.slow
-def test_no_room_is_left_for_engines_of_their_own(refused):
-    status, output = refused["engines"]
+@pytest.mark.slow  # on paper in test_placement.py, as is a cluster with too few for its trainers
+def test_a_cluster_that_is_too_small_says_what_it_has(address, tmp_path):
+    status, output = run(address, tmp_path / "run", "--no-colocate", "--rollout-num-gpus", "2")
     assert status == 2
     assert "--rollout-num-gpus 2: alongside 2 trainers there is room for 1 of 2 engines" in output
     assert "Traceback" not in output

@@ -216,6 +216,25 @@ def test_where_no_engine_is_left_trainers_start_again_at_once_and_who_joins_then
     assert engines.events == [("engine 1", "call", "sleep")], "it was awake"
 
 
+def run_of(run_dir, policy, engines):
+    """A run of these stand-ins, on a disk that has room."""
+    config = Config()
+    config.run.run_dir = run_dir
+    return Run(
+        config=config,
+        data=None,
+        rollouts=SimpleNamespace(state=dict, past=lambda steps, _: [[] for _ in steps]),
+        journal=SimpleNamespace(pending_bytes=0, saved=lambda _: None),
+        policy=policy,
+        engines=engines,
+        reporter=SimpleNamespace(note=print),
+        disk=DiskWait(0, print),
+        stages=Stages(),
+        cost=SimpleNamespace(spent=Spent()),
+        progress=Progress(),
+    )
+
+
 @pytest.mark.parametrize("dies_over", ["saved", "update"])
 def test_engines_sleep_before_trainers_that_died_start_again(tmp_path, dies_over):
     """Whatever they died over: after an update of the engines these are awake."""
@@ -230,27 +249,13 @@ def test_engines_sleep_before_trainers_that_died_start_again(tmp_path, dies_over
 
         return called
 
-    config = Config()
-    config.run.run_dir = tmp_path
-    metrics = {"updates_skipped": 0.0}
-    run = Run(
-        config=config,
-        data=None,
-        rollouts=SimpleNamespace(past=lambda steps, _: [[] for _ in steps]),
-        journal=SimpleNamespace(pending_bytes=0),
-        policy=SimpleNamespace(
-            saved=call("saved"),
-            restart=call("restart"),
-            update=call("update", metrics),
-            take_passes=list,
-        ),
-        engines=SimpleNamespace(sleep=call("sleep"), meet_trainers=call("meet")),
-        reporter=SimpleNamespace(note=print),
-        disk=DiskWait(0, print),
-        stages=Stages(),
-        cost=SimpleNamespace(spent=Spent()),
-        progress=Progress(),
+    policy = SimpleNamespace(
+        saved=call("saved"),
+        restart=call("restart"),
+        update=call("update", {"updates_skipped": 0.0}),
+        take_passes=list,
     )
+    run = run_of(tmp_path, policy, SimpleNamespace(sleep=call("sleep"), meet_trainers=call("meet")))
     run.save_if_due() if dies_over == "saved" else run.update([])
     assert events[:4] == [dies_over, "sleep", "restart", "meet"]
     assert events[-1] == dies_over, "what it died over is done again"
@@ -266,21 +271,8 @@ def test_checkpoints_and_exports_are_gathered_while_engines_sleep(tmp_path):
     def noting(*names):
         return SimpleNamespace(**{name: partial(noted, name) for name in names})
 
-    config = Config()
-    config.run.run_dir, config.run.export_interval, config.run.save_interval = tmp_path, 2, 4
-    run = Run(
-        config=config,
-        data=None,
-        rollouts=SimpleNamespace(state=dict),
-        journal=SimpleNamespace(pending_bytes=0, saved=lambda _: None),
-        policy=noting("saved", "save", "save_hf"),
-        engines=noting("sleep"),
-        reporter=SimpleNamespace(note=print),
-        disk=DiskWait(0, print),
-        stages=Stages(),
-        cost=SimpleNamespace(spent=Spent()),
-        progress=Progress(),
-    )
+    run = run_of(tmp_path, noting("saved", "save", "save_hf"), noting("sleep"))
+    run.config.run.export_interval, run.config.run.save_interval = 2, 4
     for step in range(1, 5):
         run.progress.step = step
         run.save_if_due()

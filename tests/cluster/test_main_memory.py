@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from copy import deepcopy
 
 import psutil
 import pytest
@@ -39,14 +40,20 @@ def test_parameters_are_counted_by_elements_whatever_dtype_they_have(models, tmp
         assert sum(trained_elements(tmp_path, read_hf_config(tmp_path)).values()) == count
 
 
-@pytest.fixture
-def cluster_of_80b() -> Cluster:
+@pytest.fixture(scope="module")
+def resolved_80b() -> Cluster:
     """Arguments of the check: four nodes of eight GPUs."""
     nodes = [Node(f"id{n}", f"10.0.0.{n}", cpus=64, gpus=8) for n in range(4)]
     engines = Engines(tensor_parallel_size=8, colocate=True)
     placement = plan_placement(nodes, num_trainers=32, engines=engines, on_gpu=True)
     config = on_device(configured(NEXT_80B), on_gpu=True, has_delta_nets=True)
     return config, read_hf_config(NEXT_80B), elements_of(NEXT_80B), placement
+
+
+@pytest.fixture
+def cluster_of_80b(resolved_80b: Cluster) -> Cluster:
+    config, shape, elements, placement = resolved_80b
+    return deepcopy(config), shape, elements, placement
 
 
 def test_a_node_that_has_too_little_is_named_with_what_needs_how_much(cluster_of_80b: Cluster):

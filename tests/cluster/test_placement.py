@@ -29,7 +29,7 @@ def test_colocated_engines_share_the_gpus_of_consecutive_trainers():
     assert placement.owners == [0, 2, 4, 6]
 
 
-def test_engines_of_their_own_take_the_nodes_without_trainers_first():
+def test_engines_of_their_own_take_the_nodes_without_trainers_first_as_a_table_says():
     engines = Engines(4, colocate=False, num_gpus=8)
     placement = plan_placement(gpus(8, 8), num_trainers=8, engines=engines, on_gpu=True)
     assert where(placement.trainers) == [(0, 1)] * 8
@@ -37,13 +37,7 @@ def test_engines_of_their_own_take_the_nodes_without_trainers_first():
     assert not placement.spans_nodes(0)
     assert placement.partners == [(), ()]
     assert placement.owners == [0, 1]
-
-
-def test_engines_alone_have_the_cluster_to_themselves():
-    engines = Engines(2, colocate=False, num_gpus=6)
-    placement = plan_placement(gpus(4, 2), num_trainers=0, engines=engines, on_gpu=True)
-    assert placement.trainers == []
-    assert where(placement.engines) == [(0, 2), (0, 2), (1, 2)]
+    assert placement.rows() == [("10.0.0.0", "0-7", "–"), ("10.0.0.1", "–", "0-1")]
 
 
 def test_an_engine_larger_than_a_node_leaves_its_gpus_to_vllms_own_ray():
@@ -53,17 +47,19 @@ def test_an_engine_larger_than_a_node_leaves_its_gpus_to_vllms_own_ray():
     assert placement.spans_nodes(0)
 
 
-def test_processes_on_cpus_take_one_each():
-    engines = Engines(1, colocate=False, num_gpus=1)
-    placement = plan_placement(cpus(1, 1, 1), num_trainers=2, engines=engines, on_gpu=False)
-    assert where(placement.trainers) == [(0, 0), (1, 0)]
-    assert where(placement.engines) == [(2, 0)]
-
-
-def test_a_table_says_what_sits_where():
-    engines = Engines(4, colocate=False, num_gpus=8)
-    placement = plan_placement(gpus(8, 8), num_trainers=8, engines=engines, on_gpu=True)
-    assert placement.rows() == [("10.0.0.0", "0-7", "–"), ("10.0.0.1", "–", "0-1")]
+@pytest.mark.parametrize(
+    ("nodes", "trainers", "engines", "of_trainers", "of_engines"),
+    [
+        (gpus(4, 2), 0, Engines(2, colocate=False, num_gpus=6), [], [(0, 2), (0, 2), (1, 2)]),
+        (cpus(1, 1, 1), 2, Engines(1, colocate=False, num_gpus=1), [(0, 0), (1, 0)], [(2, 0)]),
+    ],
+    ids=["engines alone have the cluster to themselves", "processes on CPUs take one each"],
+)
+def test_where_processes_go(nodes, trainers, engines, of_trainers, of_engines):
+    on_gpu = nodes[0].gpus > 0
+    placement = plan_placement(nodes, num_trainers=trainers, engines=engines, on_gpu=on_gpu)
+    assert where(placement.trainers) == of_trainers
+    assert where(placement.engines) == of_engines
 
 
 @pytest.mark.parametrize(

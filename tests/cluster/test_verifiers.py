@@ -6,9 +6,11 @@ import os
 import signal
 import sys
 from concurrent.futures import Future
+from types import SimpleNamespace
 
 import psutil
 import pytest
+import ray
 
 from megatron_ibpo.basics.records import Prompt, token_ids
 from megatron_ibpo.cluster.ray_session import open_ray
@@ -45,15 +47,21 @@ def cluster(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def verifiers(cluster):
-    with open_pool(DATA) as own:
-        with Verifiers(own, cluster_nodes(), DATA) as opened:
-            opened.wait_ready()
-            yield opened
-            pids = {int(pid) for pid in scored(opened, 60)} - {os.getpid()}
-            owners = [psutil.Process(pid) for pid in pids]
-        _, alive = psutil.wait_procs(owners, timeout=10)
-        assert alive == []
+def own(cluster):
+    """The driver's own pool."""
+    with open_pool(DATA) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def verifiers(own):
+    with Verifiers(own, cluster_nodes(), DATA) as opened:
+        opened.wait_ready()
+        yield opened
+        pids = {int(pid) for pid in scored(opened, 60)} - {os.getpid()}
+        owners = [psutil.Process(pid) for pid in pids]
+    _, alive = psutil.wait_procs(owners, timeout=10)
+    assert alive == []
 
 
 def asked(count):
@@ -108,20 +116,25 @@ def test_what_a_killed_actor_owes_is_scored_elsewhere_and_it_comes_back(verifier
     assert verifiers.deaths == deaths + 1
 
 
-def test_a_function_that_cannot_be_loaded_on_a_node_is_refused(cluster):
-    missing = DataConfig(rm_type="owners:nobody", reward_workers=1)
-    refused = pytest.raises(WorkerError, match=r"verifier of .*: .*defines no 'nobody'")
-    with open_pool(DATA) as own, Verifiers(own, cluster_nodes(), missing) as verifiers, refused:
-        verifiers.wait_ready()
-
-
-def test_a_node_that_cannot_run_programs_is_refused_before_anything_starts(cluster):
-    """Programs would run on a server that is not there; a missing sandbox is found by the same check."""
-    nowhere = DataConfig(
-        rm_type="code", reward_workers=1, reward_timeout=60.0, code_executor="http://127.0.0.1:1"
-    )
-    refused = pytest.raises(WorkerError, match=r"verifier of .*: code rewards: .*127\.0\.0\.1:1")
-    with open_pool(DATA) as own, Verifiers(own, cluster_nodes(), nowhere) as verifiers, refused:
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"rm_type": "owners:nobody"}, ".*defines no 'nobody'"),
+        (  # on a server that is not there; a missing sandbox is found by the same check
+            {"rm_type": "code", "reward_timeout": 60.0, "code_executor": "http://127.0.0.1:1"},
+            r"code rewards: .*127\.0\.0\.1:1",
+        ),
+    ],
+    ids=["it cannot load the function", "it cannot run programs"],
+)
+def test_a_node_that_cannot_score_is_refused_before_anything_starts(own, settings, says):
+    here = ray.get_runtime_context().get_node_id()
+    there = next(node for node in cluster_nodes() if node.node_id != here)
+    data = DataConfig(reward_workers=1, **settings)
+    with (
+        Verifiers(own, [there], data) as verifiers,
+        pytest.raises(WorkerError, match=f"verifier of {there.address}: {says}"),
+    ):
         verifiers.wait_ready()
 
 
@@ -133,15 +146,11 @@ def test_half_the_processors_of_a_node_score_responses():
 
 
 def test_a_node_alone_is_asked_without_a_detour(cluster):
-    class Own:
-        answer = Future()
-
-        def submit(self, target, arguments):
-            return self.answer
-
-    with Verifiers(Own(), cluster_nodes()[:1], DATA) as verifiers:
+    answer = Future()
+    only = SimpleNamespace(submit=lambda target, arguments: answer)
+    with Verifiers(only, cluster_nodes()[:1], DATA) as verifiers:
         verifiers.wait_ready()
-        assert verifiers.submit(OWNER, ("what?", "42", "42", {})) is Own.answer
+        assert verifiers.submit(OWNER, ("what?", "42", "42", {})) is answer
 
 
 @pytest.mark.slow

@@ -23,10 +23,7 @@ with open_ray(None, num_cpus=2, object_store_bytes=128 * 1024**2):
 
 @pytest.mark.parametrize(
     ("server", "words"),
-    [
-        ("gcs_server", "GCS server"),
-        pytest.param("raylet", "raylet", marks=pytest.mark.slow),
-    ],
+    [("gcs_server", "GCS server"), pytest.param("raylet", "raylet", marks=pytest.mark.slow)],
 )
 def test_when_a_server_of_its_ray_dies_a_process_ends_with_status_1_and_a_line(server, words):
     process = subprocess.Popen(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
 import signal
@@ -11,11 +12,13 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -37,7 +40,6 @@ from megatron_ibpo.engines.vllm.settings import engine_settings, start_timeout
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.weights.transfer import gloo
 from megatron_ibpo.weights.transfer.link import Sent
-from megatron_ibpo.weights.transfer.update import Transport
 from megatron_ibpo.weights.transfer.update_order import choose_transport
 from megatron_ibpo.weights.weight_errors import WeightMismatchError, WeightPlanError
 from support.engine_runs import (
@@ -56,14 +58,14 @@ from support.engine_runs import (
     update,
 )
 from support.mtp_checkpoints import with_mtp
-from support.paths import TESTS
 from support.tiny_models import EOS_ID, make_qwen3, make_qwen3_next
+from support.waiting import eventually
 
 SPECULATION = 'speculative_config={"method": "mtp", "num_speculative_tokens": 1}'
 
 
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def checkpoints(tmp_path_factory):
     root = tmp_path_factory.mktemp("checkpoints")
     made = {f"dense {seed}": make_qwen3(root / f"dense{seed}", seed) for seed in (0, 1)}
     return made | {f"next {seed}": make_qwen3_next(root / f"next{seed}", seed) for seed in (0, 1)}
@@ -72,7 +74,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 # --- plain functions ---------------------------------------------------------------------------------
 
 
-def test_transport_follows_the_devices() -> None:
+def test_transport_follows_the_devices():
     assert choose_transport(on_gpu=False, colocate=True) == "gloo"
     assert choose_transport(on_gpu=True, colocate=True) == "ipc"
     assert choose_transport(on_gpu=True, colocate=False) == "nccl"
@@ -103,14 +105,14 @@ def test_an_engine_whose_log_cannot_be_written_leaves_nothing_behind(tmp_path, m
     assert log.parents[1].exists() is not gone, "a run's directory that was deleted is not made again"
 
 
-def test_end_of_sequence_comes_from_the_generation_config_first(tmp_path: Path) -> None:
+def test_end_of_sequence_comes_from_the_generation_config_first(tmp_path):
     (tmp_path / "config.json").write_text('{"eos_token_id": 7}')
     assert read_eos_token_ids(tmp_path) == (7,)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 6]}')
     assert read_eos_token_ids(tmp_path) == (5, 6)
 
 
-def test_a_checkpoint_without_end_of_sequence_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_without_end_of_sequence_is_refused(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ValueError, match="names eos_token_id"):
         read_eos_token_ids(tmp_path)
@@ -128,7 +130,7 @@ def test_a_checkpoint_without_end_of_sequence_is_refused(tmp_path: Path) -> None
         (SPECULATION, {"method": "mtp", "num_speculative_tokens": 1}),
     ],
 )
-def test_vllm_arguments_get_the_type_that_vllm_declares(pair: str, value: object) -> None:
+def test_vllm_arguments_get_the_type_that_vllm_declares(pair, value):
     name = pair.partition("=")[0].replace("-", "_")
     assert vllm_arguments([pair]) == {name: value}
 
@@ -144,20 +146,31 @@ def test_vllm_arguments_get_the_type_that_vllm_declares(pair: str, value: object
         ("enforce_eager", "name=value"),
     ],
 )
-def test_a_wrong_vllm_argument_is_refused_before_an_engine_starts(pair: str, says: str) -> None:
+def test_a_wrong_vllm_argument_is_refused_before_an_engine_starts(pair, says):
     with pytest.raises(ValueError, match=says):
         vllm_arguments([pair])
 
 
+@pytest.fixture
+def settings(checkpoints, tmp_path):
+    """Resolves an engine's settings, on a GPU unless another transport is given."""
+
+    def resolved(checkpoint, transport="ipc", *vllm_arg, **options):
+        rollout = make_config(tmp_path, "bfloat16").rollout
+        rollout.vllm_arg = vllm_arg
+        for name, value in options.items():
+            setattr(rollout, name, value)
+        gpus = () if transport == "gloo" else (0,)
+        return engine_settings(rollout, checkpoints[checkpoint], transport, gpus=gpus, num_threads=1)
+
+    return resolved
+
+
 @pytest.mark.engine
 def test_on_gpus_hybrid_models_are_sampled_without_what_vllm_would_try_out_or_compile(
-    checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rollout = make_config(tmp_path, "bfloat16").rollout
-    dense, hybrid = (
-        engine_settings(rollout, checkpoints[name], "ipc", gpus=(0,), num_threads=1)
-        for name in ("dense 0", "next 0")
-    )
+    settings, tmp_path, monkeypatch
+):
+    dense, hybrid = settings("dense 0"), settings("next 0")
     assert (dense.prefix_caching, hybrid.prefix_caching) == (True, False)
     assert _device_arguments(hybrid)["gdn_prefill_backend"] == "triton"
     (tmp_path / "flashinfer_jit_cache").mkdir()  # FlashInfer's compiled kernels are there
@@ -165,44 +178,68 @@ def test_on_gpus_hybrid_models_are_sampled_without_what_vllm_would_try_out_or_co
     assert "gdn_prefill_backend" not in _device_arguments(hybrid)
 
 
-def test_an_engine_that_sleeps_has_none_of_the_allocators_settings_under_either_name(
-    checkpoints: dict[str, Path], tmp_path: Path
-) -> None:
-    rollout = make_config(tmp_path, "bfloat16").rollout
-    settings = engine_settings(rollout, checkpoints["dense 0"], "ipc", gpus=(0,), num_threads=1)
+def test_an_engine_that_sleeps_has_none_of_the_allocators_settings_under_either_name(settings, tmp_path):
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     base = dict.fromkeys(names, "expandable_segments:True") | {"VLLM_USE_V2_MODEL_RUNNER": "0"}
-    found = _environment(base, settings, tmp_path)
+    found = _environment(base, settings("dense 0"), tmp_path)
     assert not found.keys() & set(names)
     assert found["VLLM_USE_V2_MODEL_RUNNER"] == "0"  # what docs/gpus.md names to try
 
 
-def test_on_gpus_vllm_records_routing_itself_by_the_blocks_of_its_prefix_cache(
-    checkpoints: dict[str, Path], tmp_path: Path
-) -> None:
-    rollout = make_config(tmp_path, "bfloat16").rollout
-    for replays, experts in ((False, 0), (True, 4)):
-        rollout.use_rollout_routing_replay = replays
-        on_gpu, on_cpu = (
-            engine_settings(rollout, checkpoints["next 0"], transport, gpus=(), num_threads=1)
-            for transport in ("ipc", "gloo")
+@pytest.mark.parametrize(("replays", "experts"), [(False, 0), (True, 4)])
+def test_on_gpus_vllm_records_routing_itself_by_the_blocks_of_its_prefix_cache(settings, replays, experts):
+    on_gpu, on_cpu = (
+        settings("next 0", transport, use_rollout_routing_replay=replays) for transport in ("ipc", "gloo")
+    )
+    assert on_gpu.recorded_experts == on_cpu.recorded_experts == experts
+    assert (on_gpu.prefix_caching, on_cpu.prefix_caching) == (replays, False)
+    assert _device_arguments(on_gpu).get("enable_return_routed_experts", False) == replays
+    assert "enable_return_routed_experts" not in _device_arguments(on_cpu)
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "transport", "argument", "says"),
+    [
+        ("next 0", "ipc", "enable_return_routed_experts=true", "use --use-rollout-routing-replay"),
+        # weights that vLLM quantizes before it loads them
+        ("dense 0", "ipc", "quantization=awq", r"quantization=awq: .* trainers give unquantized ones"),
+        ("next 0", "gloo", SPECULATION, "on CPUs vLLM samples wrongly from models with delta nets"),
+    ],
+    ids=["routing", "quantization", "speculation"],
+)
+def test_what_would_sample_wrongly_is_refused_at_once(settings, checkpoint, transport, argument, says):
+    with pytest.raises(ValueError, match=says):
+        settings(checkpoint, transport, argument)
+
+
+@pytest.mark.parametrize("vllm", ["a stand-in", pytest.param("vLLM itself", marks=pytest.mark.slow)])
+def test_what_drafts_is_for_gpus_and_outlives_sleep(settings, monkeypatch, vllm):
+    plain, drafting = settings("next 0"), settings("next 0", "ipc", SPECULATION)
+    assert drafting.extra_arguments["speculative_config"]["method"] == "mtp"
+    if vllm == "a stand-in":  # importing vLLM takes five seconds
+        usual = {"sleep_preserve_parameter_names": []}
+        found = SimpleNamespace(
+            EngineArgs=lambda **given: SimpleNamespace(**usual | given), WeightTransferConfig=SimpleNamespace
         )
-        assert on_gpu.recorded_experts == on_cpu.recorded_experts == experts
-        assert (on_gpu.prefix_caching, on_cpu.prefix_caching) == (replays, False)
-        assert _device_arguments(on_gpu).get("enable_return_routed_experts", False) == replays
-        assert "enable_return_routed_experts" not in _device_arguments(on_cpu)
-    rollout.vllm_arg = ("enable_return_routed_experts=true",)
-    with pytest.raises(ValueError, match="use --use-rollout-routing-replay"):
-        engine_settings(rollout, checkpoints["next 0"], "ipc", gpus=(0,), num_threads=1)
+        for name in ("vllm", "vllm.config"):
+            monkeypatch.setitem(sys.modules, name, found)
+    assert _engine_args(plain).sleep_preserve_parameter_names == []
+    assert _engine_args(drafting).sleep_preserve_parameter_names == ["draft.*"]
 
 
-def test_weights_that_are_quantized_before_they_are_loaded_are_refused_at_once(
-    checkpoints: dict[str, Path], tmp_path: Path
-) -> None:
-    rollout = make_config(tmp_path, "bfloat16").rollout
-    rollout.vllm_arg = ("quantization=awq",)
-    with pytest.raises(ValueError, match=r"quantization=awq: .* trainers give unquantized ones"):
-        engine_settings(rollout, checkpoints["dense 0"], "ipc", gpus=(0,), num_threads=1)
+@pytest.mark.parametrize(
+    ("checkpoint", "arguments", "backend"),
+    [
+        ("next 0", ["quantization=fp8_per_channel"], "triton"),
+        ("next 0", ["quantization=fp8_per_channel", "moe-backend=marlin"], "marlin"),
+        ("next 0", [], None),
+        ("dense 0", ["quantization=fp8_per_channel"], None),
+    ],
+)
+def test_experts_in_fp8_are_left_to_kernels_that_keep_nothing_over_an_update(
+    settings, checkpoint, arguments, backend
+):
+    assert settings(checkpoint, "nccl", *arguments).extra_arguments.get("moe_backend") == backend
 
 
 # --- one dense engine in float32 ---------------------------------------------------------------------
@@ -213,42 +250,32 @@ def everything(samples: Sequence[Sample]) -> list[tuple[Any, ...]]:
 
 
 @pytest.fixture(scope="module")
-def engines(
-    checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Engine, Engine]]:
-    """Of either dense checkpoint, started side by side, since a start takes seconds of one core."""
-    logs = tmp_path_factory.mktemp("dense")
-    started = [start_engine(checkpoints[f"dense {seed}"], logs / f"engine{seed}.log") for seed in (0, 1)]
+def dense(checkpoints, tmp_path_factory):
+    """An engine, asked in turn. The last test of this section kills it."""
+    engine = start_engine(checkpoints["dense 0"], tmp_path_factory.mktemp("dense") / "engine.log")
     try:
-        for engine in started:
-            engine.wait_ready(TIMEOUT)
-        yield started[0], started[1]
+        engine.wait_ready(TIMEOUT)
+        yield engine
     finally:
-        for engine in started:
-            engine.close()
-    assert not any(runs(engine.pid) for engine in started)
+        engine.close()
+    assert not runs(engine.pid)
 
 
 @pytest.fixture(scope="module")
-def dense(engines: tuple[Engine, Engine]) -> Engine:
-    return engines[0]
+def as_loaded(dense):
+    """What it answers with the weights that it was started with."""
+    return probe(dense, 0)
 
 
 @pytest.fixture(scope="module")
-def fresh(engines: tuple[Engine, Engine]) -> Engine:
-    """From the checkpoint that the other engine is updated to. The last test of this section kills it."""
-    return engines[1]
-
-
-@pytest.fixture(scope="module")
-def updated(dense: Engine, checkpoints: dict[str, Path]) -> tuple[Engine, Transport, CheckpointSource]:
-    """The engine, and the trainer's side of its updates."""
-    source = CheckpointSource(checkpoints["dense 1"])
-    return dense, connect(dense, source), source
+def updated(dense, as_loaded, checkpoints):
+    """The engine, the trainer's side of its updates, and the weights before and after an update."""
+    before, after = (CheckpointSource(checkpoints[f"dense {seed}"]) for seed in (0, 1))
+    return dense, connect(dense, after), before, after
 
 
 @pytest.mark.engine
-def test_samples_have_the_asked_form(dense: Engine) -> None:
+def test_samples_have_the_asked_form(dense):
     requests = make_requests(60)
     samples = dense.generate(requests, version=0, timeout=TIMEOUT)
     assert {sample.finish_reason for sample in samples} == {"stop", "length"}
@@ -265,9 +292,7 @@ def test_samples_have_the_asked_form(dense: Engine) -> None:
 
 @pytest.mark.engine
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_logprobs_are_those_of_the_sampled_distribution(
-    dense: Engine, checkpoints: dict[str, Path], temperature: float
-) -> None:
+def test_logprobs_are_those_of_the_sampled_distribution(dense, checkpoints, temperature):
     requests = make_requests(20, temperature=temperature)
     samples = dense.generate(requests, version=0, timeout=TIMEOUT)
     reference = reference_logprobs(checkpoints["dense 0"], requests, samples)
@@ -275,9 +300,7 @@ def test_logprobs_are_those_of_the_sampled_distribution(
 
 
 @pytest.mark.engine
-def test_the_lean_back_end_writes_the_same_greedy_tokens_with_the_same_logprobs(
-    dense: Engine, checkpoints: dict[str, Path]
-) -> None:
+def test_the_lean_back_end_writes_the_same_greedy_tokens_with_the_same_logprobs(dense, checkpoints):
     requests = make_requests(40, seed=3, temperature=0.0)
     shape = read_hf_config(checkpoints["dense 0"])
     lean = LeanEngine(shape, (EOS_ID,), max_context=CONTEXT, most_at_once=16)
@@ -290,7 +313,7 @@ def test_the_lean_back_end_writes_the_same_greedy_tokens_with_the_same_logprobs(
 
 
 @pytest.mark.engine
-def test_the_same_seeds_give_the_same_samples_and_others_give_others(dense: Engine) -> None:
+def test_the_same_seeds_give_the_same_samples_and_others_give_others(dense):
     requests = make_requests(20)
     first, second = (dense.generate(requests, version=0, timeout=TIMEOUT) for _ in range(2))
     assert everything(first) == everything(second)
@@ -299,7 +322,7 @@ def test_the_same_seeds_give_the_same_samples_and_others_give_others(dense: Engi
 
 
 @pytest.mark.engine
-def test_requests_join_while_others_run_and_finish_when_they_are_done(dense: Engine) -> None:
+def test_requests_join_while_others_run_and_finish_when_they_are_done(dense):
     endless = [SampleRequest(token_ids([5, 6, 7]), seed, 240) for seed in range(4)]
     whole = dense.generate(endless, version=0, timeout=TIMEOUT)
     longest = max(range(4), key=lambda number: len(whole[number].token_ids))
@@ -314,7 +337,7 @@ def test_requests_join_while_others_run_and_finish_when_they_are_done(dense: Eng
 
 
 @pytest.mark.engine
-def test_an_aborted_request_never_comes_back_and_control_waits_for_the_others(dense: Engine) -> None:
+def test_an_aborted_request_never_comes_back_and_control_waits_for_the_others(dense):
     endless = SampleRequest(token_ids([5, 6, 7]), 3, 200, temperature=0.0)
     dense.submit([(20, endless), (21, endless)], version=0)
     with pytest.raises(EngineError, match="digests must wait until the engine has no requests"):
@@ -325,37 +348,34 @@ def test_an_aborted_request_never_comes_back_and_control_waits_for_the_others(de
 
 
 @pytest.mark.engine
-def test_the_engine_does_not_hear_ctrl_c(dense: Engine) -> None:
+def test_the_engine_does_not_hear_ctrl_c(dense):
     assert os.getsid(dense.pid) == dense.pid
 
 
 @pytest.mark.engine
-def test_updated_weights_are_exact_and_old_cache_entries_forgotten(
-    updated: tuple[Engine, Transport, CheckpointSource], fresh: Engine, checkpoints: dict[str, Path]
-) -> None:
-    engine, transport, source = updated
-    sent = update(transport, engine, CheckpointSource(checkpoints["dense 0"]), 1)
+def test_updated_weights_are_exact_and_old_cache_entries_forgotten(updated, as_loaded, checkpoints):
+    engine, transport, before, after = updated
+    update(transport, engine, before, 1)
     draw = random.Random(5)
     long = [
         SampleRequest(token_ids([draw.randrange(2, 64) for _ in range(200)]), number, 40, temperature=0.0)
         for number in range(4)
     ]
-    before = engine.generate(long, version=1, timeout=TIMEOUT)  # whole cache blocks of these prompts are kept
-    update(transport, engine, source, 2)
-    after = engine.generate(long, version=2, timeout=TIMEOUT)
-    assert ids_of(after) != ids_of(before)
-    assert {sample.versions for sample in after} == {((0, 2),)}
-    plain = [replace(request, temperature=1.0) for request in long]  # greedy log-probs are of temperature 1
-    reference = reference_logprobs(checkpoints["dense 1"], plain, after)
-    assert difference([s.logprobs for s in after], reference).max() < 2e-5
-    assert sent.num_bytes == sum(t.nbytes for t in source.tensors.values())
-    compare_probes(probe(engine, 2), probe(fresh, 0))
-    update(transport, engine, CheckpointSource(checkpoints["dense 0"]), 3)
+    old = engine.generate(long, version=1, timeout=TIMEOUT)  # whole cache blocks of these prompts are kept
+    sent = update(transport, engine, after, 2)
+    new = engine.generate(long, version=2, timeout=TIMEOUT)
+    assert ids_of(new) != ids_of(old)
+    assert {sample.versions for sample in new} == {((0, 2),)}
+    reference = reference_logprobs(checkpoints["dense 1"], long, new)
+    assert difference([s.logprobs for s in new], reference).max() < 2e-5
+    assert sent.num_bytes == sum(t.nbytes for t in after.tensors.values())
     with pytest.raises(WeightMismatchError, match="greedy responses differ"):
-        compare_probes(probe(engine, 3), probe(fresh, 0))
+        compare_probes(probe(engine, 2), as_loaded)
+    update(transport, engine, before, 3)
+    compare_probes(probe(engine, 3), as_loaded)
 
 
-def test_where_batches_differ_digests_alone_tell_the_same_weights_from_others() -> None:
+def test_where_batches_differ_digests_alone_tell_the_same_weights_from_others():
     one, other = (
         Probe([token_ids([number])], [np.array([-number], np.float32)], [{"w": "same"}]) for number in (1, 2)
     )
@@ -367,36 +387,31 @@ def test_where_batches_differ_digests_alone_tell_the_same_weights_from_others() 
 
 
 @pytest.mark.engine
-def test_running_requests_go_on_with_new_weights_and_say_which_token_is_whose(
-    updated: tuple[Engine, Transport, CheckpointSource], checkpoints: dict[str, Path]
-) -> None:
+def test_running_requests_go_on_with_new_weights_and_say_which_token_is_whose(updated, checkpoints):
     """What is written after an update is what the new policy writes after the same words, to the last bit
     that two ways of computing leave alike; what was written before it stays."""
-    engine, transport, source = updated
-    update(transport, engine, CheckpointSource(checkpoints["dense 0"]), 3)
+    engine, transport, before, after = updated
+    update(transport, engine, before, 3)
     request = SampleRequest(token_ids([5, 6, 7]), 3, 240, temperature=0.0)
     engine.submit([(0, request)], version=3)
     time.sleep(0.05)  # for some tokens of the first
-    update(transport, engine, source, 4)
+    update(transport, engine, after, 4)
     ((_, sample),) = engine.take(TIMEOUT)
     (first, old), (switch, new) = sample.versions
     assert (first, old, new) == (0, 3, 4)
-    plain = replace(request, temperature=1.0)  # greedy log-probs are of temperature 1
     (of_old,), (of_new,) = (
-        reference_logprobs(checkpoints[name], [plain], [sample]) for name in ("dense 0", "dense 1")
+        reference_logprobs(checkpoints[name], [request], [sample]) for name in ("dense 0", "dense 1")
     )
     expected = [*of_old[:switch], *of_new[switch:]]
     assert difference([sample.logprobs], [expected]).max() < 2e-5
     assert difference([sample.logprobs], [of_new]).max() > 1e-2
     assert difference([sample.logprobs], [of_old]).max() > 1e-2
-    update(transport, engine, CheckpointSource(checkpoints["dense 0"]), 3)
+    update(transport, engine, before, 3)
 
 
 @pytest.mark.engine
-def test_a_bit_that_flips_on_the_way_is_noticed(
-    updated: tuple[Engine, Transport, CheckpointSource], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine, transport, source = updated
+def test_a_bit_that_flips_on_the_way_is_noticed(updated, monkeypatch):
+    engine, transport, _, source = updated
     send = gloo._Outbox.send
 
     def flip_once(outbox: gloo._Outbox, bucket: int, flat: torch.Tensor, *rest: Any) -> None:
@@ -415,11 +430,9 @@ def test_a_bit_that_flips_on_the_way_is_noticed(
 
 @pytest.mark.engine
 def test_weights_that_do_not_come_and_unknown_ones_are_named_before_anything_is_sent(
-    updated: tuple[Engine, Transport, CheckpointSource],
-    checkpoints: dict[str, Path],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    engine, _, source = updated
+    updated, checkpoints, monkeypatch
+):
+    engine, _, _, source = updated
     lacking, strange = (CheckpointSource(checkpoints["dense 1"]) for _ in range(2))
     del lacking.tensors["model.layers.1.mlp.down_proj.weight"]
     strange.tensors["model.layers.1.mlp.gate.weight"] = torch.zeros(4, 96)
@@ -438,18 +451,14 @@ def test_weights_that_do_not_come_and_unknown_ones_are_named_before_anything_is_
 
 
 @pytest.mark.engine
-def test_any_weight_that_an_update_leaves_out_is_named(
-    updated: tuple[Engine, Transport, CheckpointSource],
-) -> None:
-    engine, _, source = updated
+def test_any_weight_that_an_update_leaves_out_is_named(updated):
+    engine, _, _, source = updated
     assert left_out_unnoticed(engine, source) == []
 
 
 @pytest.mark.engine
-def test_an_update_whose_trainers_died_is_begun_anew_by_others(
-    updated: tuple[Engine, Transport, CheckpointSource],
-) -> None:
-    engine, _, source = updated
+def test_an_update_whose_trainers_died_is_begun_anew_by_others(updated):
+    engine, _, _, source = updated
     engine.begin("digests")  # what they were asked for and did not come to take is nobody's
     assert engine.call("start_weight_update", False, timeout=TIMEOUT) is None
     transport = connect(engine, source)
@@ -461,53 +470,67 @@ def test_an_update_whose_trainers_died_is_begun_anew_by_others(
 
 
 @pytest.mark.engine
-def test_a_killed_engine_hands_over_what_had_finished_and_then_says_how_it_ended(fresh: Engine) -> None:
-    fresh.submit([(0, SampleRequest(token_ids([5, 6]), 0, 2))], version=0)
+def test_a_killed_engine_hands_over_what_had_finished_and_then_says_how_it_ended(dense):
+    dense.submit([(0, SampleRequest(token_ids([5, 6]), 0, 2))], version=8)
     deadline = time.monotonic() + TIMEOUT
-    while not fresh._inbox.idle:  # until the sample is here
+    while not dense._inbox.idle:  # until the sample is here
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    os.kill(fresh.pid, signal.SIGKILL)
-    assert [number for number, _ in fresh.take(TIMEOUT)] == [0]
+    os.kill(dense.pid, signal.SIGKILL)
+    assert [number for number, _ in dense.take(TIMEOUT)] == [0]
     said = r"(?s)it has ended \(killed by signal 9, most often .*out-of-memory killer\); the end of .*\.log"
     with pytest.raises(EngineDiedError, match=said):
-        fresh.take(TIMEOUT)
+        dense.take(TIMEOUT)
     with pytest.raises(EngineDiedError):
-        fresh.submit([(1, SampleRequest(token_ids([5, 6]), 0, 2))], version=0)
-    assert not fresh._scratch.exists()
+        dense.submit([(1, SampleRequest(token_ids([5, 6]), 0, 2))], version=8)
+    assert not dense._scratch.exists()
 
 
 # --- Qwen3-Next in bfloat16 -------------------------------------------------------------------------
 
 
-@pytest.mark.engine
-@pytest.mark.slow  # the loop with --check-weight-update-equal does it as well (tests/examples/test_loop.py)
-def test_a_hybrid_engine_takes_new_weights_and_a_fresh_one_agrees(
-    checkpoints: dict[str, Path], tmp_path: Path
-) -> None:
+@contextmanager
+def both(checkpoints, family, logs, *vllm_arg):
+    """Engines of both checkpoints of a family, in bfloat16; the first one has taken the second's weights, as
+    version 7, and the second one finds the same. Yields the first one as well as what it said before."""
     requests = make_requests(31)
-    source = CheckpointSource(checkpoints["next 1"])
-    first, second = (
-        start_engine(checkpoints[name], tmp_path / f"{name}.log", "bfloat16") for name in ("next 0", "next 1")
-    )
+    source = CheckpointSource(checkpoints[f"{family} 1"])
+    engines = [
+        start_engine(checkpoints[f"{family} {seed}"], logs / f"{seed}.log", "bfloat16", vllm_arg)
+        for seed in (0, 1)
+    ]
+    first, second = engines
     try:
-        for engine in (first, second):
+        for engine in engines:
             engine.wait_ready(TIMEOUT)
         before = first.generate(requests, version=0, timeout=TIMEOUT)
         update(connect(first, source), first, source, 7)
-        after = first.generate(requests, version=7, timeout=TIMEOUT)
         compare_probes(probe(first, 7), probe(second, 0))
-        assert ids_of(second.generate(requests, version=0, timeout=TIMEOUT)) == ids_of(after)
+        yield first, second, requests, before
         assert left_out_unnoticed(first, source) == []
     finally:
-        first.close()
-        second.close()
-    assert not runs(first.pid)
-    assert not runs(second.pid)
+        for engine in engines:
+            engine.close()
+    assert not any(runs(engine.pid) for engine in engines)
+
+
+@pytest.mark.engine
+@pytest.mark.slow  # the loop with --check-weight-update-equal does it as well (tests/examples/test_loop.py)
+def test_a_hybrid_engine_takes_new_weights_and_a_fresh_one_agrees(checkpoints, tmp_path):
+    with both(checkpoints, "next", tmp_path) as (first, second, requests, before):
+        after = first.generate(requests, version=7, timeout=TIMEOUT)
+        assert ids_of(second.generate(requests, version=0, timeout=TIMEOUT)) == ids_of(after)
     for samples, checkpoint in ((before, "next 0"), (after, "next 1")):
         reference = reference_logprobs(checkpoints[checkpoint], requests, samples)
         # bfloat16 flips the choice of experts now and then; a sample of another request is off by nats
         assert difference([s.logprobs for s in samples], reference).mean() < 0.2
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_an_fp8_engine_takes_unquantized_weights_and_becomes_a_fresh_one(checkpoints, tmp_path):
+    with both(checkpoints, "dense", tmp_path, "quantization=fp8_per_channel"):
+        pass
 
 
 # --- speculation -----------------------------------------------------------------------------------
@@ -529,7 +552,7 @@ def drawn_to_be_guessed(hf_dir: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.engine
 @pytest.mark.slow
-def test_an_engine_drafts_with_the_layer_that_an_update_brings(tmp_path: Path) -> None:
+def test_an_engine_drafts_with_the_layer_that_an_update_brings(tmp_path):
     hf_dir = with_mtp(make_qwen3_next(tmp_path / "random", 0, std=0.1), seed=6)
     greedy = make_requests(31, temperature=0.0)
     source = CheckpointSource(hf_dir)
@@ -558,65 +581,6 @@ def test_an_engine_drafts_with_the_layer_that_an_update_brings(tmp_path: Path) -
         engine.close()
 
 
-def test_speculation_that_samples_wrongly_is_refused(checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    rollout = make_config(tmp_path, "bfloat16").rollout
-    rollout.vllm_arg = (SPECULATION,)
-    with pytest.raises(ValueError, match="on CPUs vLLM samples wrongly from models with delta nets"):
-        engine_settings(rollout, checkpoints["next 0"], "gloo", gpus=(), num_threads=1)
-    on_gpu = engine_settings(rollout, checkpoints["next 0"], "nccl", gpus=(0,), num_threads=1)
-    assert on_gpu.extra_arguments["speculative_config"]["method"] == "mtp"
-
-
-def test_what_drafts_outlives_sleep(checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    rollout = make_config(tmp_path, "bfloat16").rollout
-    for argument, kept in (((), []), ((SPECULATION,), ["draft.*"])):
-        rollout.vllm_arg = argument
-        colocated = engine_settings(rollout, checkpoints["next 0"], "ipc", gpus=(0,), num_threads=1)
-        assert _engine_args(colocated).sleep_preserve_parameter_names == kept
-
-
-# --- fp8 -------------------------------------------------------------------------------------------
-
-
-def test_experts_in_fp8_are_left_to_kernels_that_keep_nothing_over_an_update(
-    checkpoints: dict[str, Path], tmp_path: Path
-) -> None:
-    rollout = make_config(tmp_path, "bfloat16").rollout
-
-    def backend(checkpoint: str, *arguments: str) -> str | None:
-        rollout.vllm_arg = arguments
-        settings = engine_settings(rollout, checkpoints[checkpoint], "nccl", gpus=(0,), num_threads=1)
-        return settings.extra_arguments.get("moe_backend")
-
-    assert backend("next 0", "quantization=fp8_per_channel") == "triton"
-    assert backend("next 0", "quantization=fp8_per_channel", "moe-backend=marlin") == "marlin"
-    assert backend("next 0") is None
-    assert backend("dense 0", "quantization=fp8_per_channel") is None
-
-
-@pytest.mark.engine
-@pytest.mark.slow
-def test_an_fp8_engine_takes_unquantized_weights_and_becomes_a_fresh_one(
-    checkpoints: dict[str, Path], tmp_path: Path
-) -> None:
-    source = CheckpointSource(checkpoints["dense 1"])
-    first, second = (
-        start_engine(
-            checkpoints[name], tmp_path / f"{name}.log", "bfloat16", ("quantization=fp8_per_channel",)
-        )
-        for name in ("dense 0", "dense 1")
-    )
-    try:
-        for engine in (first, second):
-            engine.wait_ready(TIMEOUT)
-        update(connect(first, source), first, source, 7)
-        compare_probes(probe(first, 7), probe(second, 0))
-        assert left_out_unnoticed(first, source) == []
-    finally:
-        first.close()
-        second.close()
-
-
 # --- what goes wrong ---------------------------------------------------------------------------------
 
 
@@ -626,9 +590,7 @@ def runs(pid: int) -> bool:
 
 @pytest.mark.engine
 @pytest.mark.slow
-def test_a_cache_kept_over_an_update_serves_running_requests_alone(
-    checkpoints: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_cache_kept_over_an_update_serves_running_requests_alone(checkpoints, tmp_path):
     """A request that comes afterwards with the same prompt is all the new policy's."""
     engine = start_engine(checkpoints["dense 0"], tmp_path / "engine.log", recompute_kv=False)
     try:
@@ -650,20 +612,19 @@ def test_a_cache_kept_over_an_update_serves_running_requests_alone(
         engine.close()
     (_, old), (switch, new) = samples[0].versions
     assert (old, new, samples[1].versions) == (1, 2, ((0, 2),))
-    plain = replace(running, temperature=1.0)  # greedy log-probs are of temperature 1
     (of_old,), (of_new,) = (
-        reference_logprobs(checkpoints[name], [plain], [samples[0]]) for name in ("dense 0", "dense 1")
+        reference_logprobs(checkpoints[name], [running], [samples[0]]) for name in ("dense 0", "dense 1")
     )
     assert difference([samples[0].logprobs[:switch]], [of_old[:switch]]).max() < 2e-5
     for of_one in (of_old, of_new):  # it went on from the old policy's cache with the new weights
         assert difference([samples[0].logprobs[switch:]], [of_one[switch:]]).max() > 1e-3
-    (expected,) = reference_logprobs(checkpoints["dense 1"], [plain], [samples[1]])
+    (expected,) = reference_logprobs(checkpoints["dense 1"], [running], [samples[1]])
     assert difference([samples[1].logprobs], [expected]).max() < 2e-5
 
 
 @pytest.mark.engine
 @pytest.mark.slow
-def test_a_failed_start_shows_what_vllm_said(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+def test_a_failed_start_shows_what_vllm_said(checkpoints, tmp_path):
     broken = tmp_path / "broken"
     broken.mkdir()
     for name in ("config.json", "generation_config.json"):
@@ -678,9 +639,9 @@ def test_a_failed_start_shows_what_vllm_said(checkpoints: dict[str, Path], tmp_p
 
 
 @pytest.mark.engine
-def test_an_engine_that_is_killed_for_a_reason_says_it(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+def test_an_engine_that_is_killed_for_a_reason_says_it(checkpoints, tmp_path):
     engine = start_engine(checkpoints["dense 0"], tmp_path / "engine.log")
-    waiting = threading.Timer(0.5, engine.kill, ["no sample within 3 seconds"])
+    waiting = threading.Timer(0.1, engine.kill, ["no sample within 3 seconds"])
     waiting.start()
     with pytest.raises(EngineDiedError, match="no sample within 3 seconds"):
         engine.take(TIMEOUT)
@@ -688,65 +649,49 @@ def test_an_engine_that_is_killed_for_a_reason_says_it(checkpoints: dict[str, Pa
 
 
 @pytest.mark.engine
-def test_an_illegal_instruction_names_the_way_out(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+def test_an_illegal_instruction_names_the_way_out(checkpoints, tmp_path):
     engine = start_engine(checkpoints["dense 0"], tmp_path / "engine.log")
     os.kill(engine.pid, signal.SIGILL)
-    with pytest.raises(
-        EngineStartError, match="illegal instruction on this processor; try --vllm-dtype float32"
-    ):
+    said = "illegal instruction on this processor; try --vllm-dtype float32"
+    with pytest.raises(EngineStartError, match=said):
         engine.wait_ready(TIMEOUT)
 
 
 @pytest.mark.engine
-def test_an_engine_that_does_not_start_in_time_is_gone(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+def test_an_engine_that_does_not_start_in_time_is_gone(checkpoints, tmp_path):
     engine = start_engine(checkpoints["dense 0"], tmp_path / "engine.log")
     with pytest.raises(EngineStartError, match=r"no answer within 0\.1 seconds"):
         engine.wait_ready(0.1)
     assert not runs(engine.pid)
 
 
-OWNER = """
-import sys, time
-from pathlib import Path
-sys.path.insert(0, {tests!r})
-from support.engine_runs import start_engine
-engine = start_engine(Path({checkpoint!r}), Path({log!r}))
-if {ready}:
-    engine.wait_ready(120)
-print(engine.pid, engine._scratch, flush=True)
-time.sleep(600)
-"""
-
-
 @pytest.mark.parametrize("ready", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_an_engine_ends_with_its_owner_and_leaves_nothing(
-    checkpoints: dict[str, Path], tmp_path: Path, ready: bool
-) -> None:
-    program = OWNER.format(
-        ready=ready,
-        tests=str(TESTS),
-        checkpoint=str(checkpoints["dense 0"]),
-        log=str(tmp_path / "engine.log"),
-    )
-    owner = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
-    assert owner.stdout is not None
-    with owner, owner.stdout:
-        pid, scratch = owner.stdout.readline().split()
-        mapped = Path(f"/proc/{pid}/maps").read_text()
-        shared = {word for word in mapped.split() if word.startswith("/dev/shm/")}
-        owner.kill()
-    deadline = time.monotonic() + 10
-    while runs(int(pid)) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not runs(int(pid))
-    assert not Path(scratch).exists()
+def test_an_engine_ends_with_its_owner_and_leaves_nothing(checkpoints, tmp_path, ready):
+    forked = multiprocessing.get_context("fork")
+    here, there = forked.Pipe()
+
+    def own():
+        engine = start_engine(checkpoints["dense 0"], tmp_path / "engine.log")
+        if ready:
+            engine.wait_ready(TIMEOUT)
+        there.send((engine.pid, engine._scratch))
+        time.sleep(600)
+
+    owner = forked.Process(target=own)
+    owner.start()
+    assert here.poll(TIMEOUT)
+    pid, scratch = here.recv()
+    mapped = Path(f"/proc/{pid}/maps").read_text()
+    shared = {word for word in mapped.split() if word.startswith("/dev/shm/")}
+    owner.kill()
+    owner.join()
+    assert eventually(lambda: not runs(pid), seconds=10)
+    assert not scratch.exists()
     assert not any(Path(path).exists() for path in shared)
 
 
 @pytest.mark.slow
-def test_an_engine_that_fails_clears_up_itself_since_its_owner_may_have_died_of_the_same(
-    tmp_path: Path,
-) -> None:
+def test_an_engine_that_fails_clears_up_itself_since_its_owner_may_have_died_of_the_same(tmp_path):
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     here, there = socket.socketpair()
@@ -773,8 +718,8 @@ def test_an_engine_that_fails_clears_up_itself_since_its_owner_may_have_died_of_
 @pytest.mark.engine
 @pytest.mark.slow
 def test_a_tensor_parallel_engine_takes_new_weights_and_leaves_no_shared_memory(
-    checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    checkpoints, tmp_path, monkeypatch
+):
     rollout = make_config(tmp_path, "float32").rollout
     rollout.rollout_num_gpus_per_engine = 2
     settings = engine_settings(rollout, checkpoints["dense 0"], "gloo", gpus=(), num_threads=1)

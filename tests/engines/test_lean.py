@@ -21,21 +21,30 @@ from megatron_ibpo.engines.lean import LeanEngine, LeanModel, check_shape, check
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.run.checks import check_evaluation, check_run, check_settings
 from megatron_ibpo.run.settings import parse_config
+from support.engine_runs import difference, reference_logprobs, reference_model
 from support.paths import ROOT
 from support.tiny_models import EOS_ID, make_qwen3
 
 RECIPE = ROOT / "examples/recipes/tiny_qwen3_study.yaml"
+TINY = ROOT / "examples/tiny_qwen3"
 CONTEXT = 64
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["own head", "tied head"])
-def checkpoint(request, tmp_path_factory):
-    return make_qwen3(tmp_path_factory.mktemp("models") / "dense", 0, tie=request.param)
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return make_qwen3(tmp_path_factory.mktemp("models") / "dense", 0)
 
 
 @pytest.fixture(scope="module")
 def engine(checkpoint):
     return opened(checkpoint)
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["own head", "tied head"])
+def either(request, tmp_path_factory):
+    """(engine, checkpoint) of a model with an output layer of its own, and of one without."""
+    directory = make_qwen3(tmp_path_factory.mktemp("either") / "dense", 0, tie=request.param)
+    return opened(directory), directory
 
 
 def opened(directory, most_at_once=64):
@@ -60,15 +69,13 @@ def requests_of(count, seed=0, **settings):
 
 def reference(directory, request, tokens):
     """Logits of transformers before each of the sampled tokens."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     ids = torch.tensor([[*request.prompt_token_ids, *tokens]])
     with torch.no_grad():
-        return model(ids).logits[0, len(request.prompt_token_ids) - 1 : -1]
+        return reference_model(directory)(ids).logits[0, len(request.prompt_token_ids) - 1 : -1]
 
 
-def test_greedy_samples_are_what_transformers_finds_likeliest(engine, checkpoint):
+def test_greedy_samples_are_what_transformers_finds_likeliest(either):
+    engine, checkpoint = either
     requests = requests_of(12, temperature=0.0)
     for request, sample in zip(requests, engine.generate(requests), strict=True):
         logits = reference(checkpoint, request, sample.token_ids)
@@ -77,12 +84,11 @@ def test_greedy_samples_are_what_transformers_finds_likeliest(engine, checkpoint
         assert np.abs(sample.logprobs - expected).max() < 1e-5
 
 
-def test_logprobs_are_those_of_the_distribution_that_was_sampled(engine, checkpoint):
+def test_logprobs_are_those_of_the_distribution_that_was_sampled(either):
     requests = requests_of(12, seed=1, temperature=0.7)
-    for request, sample in zip(requests, engine.generate(requests), strict=True):
-        expected = (reference(checkpoint, request, sample.token_ids) / 0.7).log_softmax(-1)
-        places = torch.tensor(sample.token_ids, dtype=torch.long)[:, None]
-        assert np.abs(sample.logprobs - expected.gather(1, places)[:, 0].numpy()).max() < 1e-5
+    samples = either[0].generate(requests)
+    expected = reference_logprobs(either[1], requests, samples)
+    assert difference([sample.logprobs for sample in samples], expected).max() < 1e-5
 
 
 def test_a_sample_ends_with_the_end_of_sequence_or_at_its_length(engine):
@@ -104,9 +110,9 @@ def test_prompt_and_response_stay_within_the_context(engine):
 
 
 def test_who_else_is_asked_and_in_which_order_changes_no_sample(checkpoint, engine):
-    requests = requests_of(40, seed=3)
+    requests = requests_of(20, seed=3)
     together = engine.generate(requests)
-    order = np.random.default_rng(0).permutation(40)
+    order = np.random.default_rng(0).permutation(20)
     shuffled = engine.generate([requests[index] for index in order])
     small_waves = opened(checkpoint, most_at_once=7).generate(requests)
     alone = [engine.generate([request])[0] for request in requests[:10]]
@@ -211,10 +217,10 @@ def test_a_large_policy_is_refused(checkpoint):
         engine.load([("model.embed_tokens.weight", torch.zeros(5_000_000))], 0)
 
 
-def test_another_family_is_refused(shapes):
-    check_shape(shapes["dense"])
+def test_another_family_is_refused(checkpoint):
+    check_shape(read_hf_config(checkpoint))
     with pytest.raises(ValueError, match="built as dense qwen3 is, and this one, qwen3_next with exp"):
-        check_shape(shapes["next"])
+        check_shape(read_hf_config(ROOT / "examples/tiny_qwen3_next"))
 
 
 def test_whoever_takes_before_anything_was_asked_lets_others_ask(checkpoint):
@@ -240,42 +246,37 @@ def test_a_prompt_that_is_asked_often_is_read_once(checkpoint, monkeypatch):
     assert read[1][1] == 1
 
 
+LEAN = ["--config", str(RECIPE), "--hf-checkpoint", str(TINY), "--rollout-backend", "lean"]
+
+
 @pytest.mark.parametrize(
-    ("flags", "says"),
+    "because",
     [
-        (["--max-staleness", "1"], "sampling cannot run ahead"),
-        (["--num-trainers", "2"], "one process trains"),
-        (["--ray-address", "auto"], "it uses no Ray"),
-        (["--vllm-arg", "block_size=16"], "it uses no vLLM"),
+        {
+            "--max-staleness 1": "one process does one thing after another, and sampling cannot run ahead",
+            "--vllm-arg block_size=16": "it uses no vLLM",
+        },
+        {
+            "--num-trainers 2": "one process trains",
+            "--ray-address auto": "it uses no Ray",
+            "--load-debug-rollout-data .": "a replay samples nothing",
+        },
     ],
+    ids=["sampling", "processes"],
 )
-def test_what_one_process_cannot_do_is_refused_before_it_starts(flags, says):
-    config = parse_config(["--config", str(RECIPE), "--rollout-backend", "lean", *flags])
-    config.model.hf_checkpoint = ROOT / "examples/tiny_qwen3"
-    with pytest.raises(ConfigError, match=f"--rollout-backend lean with {flags[0]}: .*{says}"):
-        check_run(config)
-
-
-def test_all_that_one_process_cannot_do_is_said_at_once(tmp_path):
-    flags = ["--num-trainers", "2", "--ray-address", "auto", "--load-debug-rollout-data", str(tmp_path)]
-    flags = ["--config", str(RECIPE), "--hf-checkpoint", str(ROOT / "examples/tiny_qwen3"), *flags]
-    check_settings(parse_config([*flags, "--rollout-backend", "vllm"]))
-    lean = parse_config([*flags, "--rollout-backend", "lean"])
-    every = [
-        "--rollout-backend lean with --num-trainers: one process trains",
-        "--rollout-backend lean with --ray-address: it uses no Ray",
-        "--rollout-backend lean with --load-debug-rollout-data: a replay samples nothing",
-    ]
+def test_all_that_one_process_cannot_do_is_refused_at_once_before_it_starts(because):
+    flags = " ".join(because).split()
+    check_settings(parse_config([*LEAN, *flags, "--rollout-backend", "vllm"]))
+    lean = parse_config([*LEAN, *flags])
+    every = [f"--rollout-backend lean with {flag.split()[0]}: {why}" for flag, why in because.items()]
     for check in (check_run, check_settings):
         with pytest.raises(ConfigError) as refused:
             check(lean)
-        assert str(refused.value).split("\n  ") == ["3 problems in the configuration:", *every]
+        assert str(refused.value).split("\n  ") == [f"{len(every)} problems in the configuration:", *every]
 
 
 def test_evaluations_are_refused():
-    flags = ["--hf-checkpoint", str(ROOT / "examples/tiny_qwen3"), "--rollout-backend", "lean"]
-    flags += ["--eval-prompt-data", "reasoning_gym://leg_counting"]
-    config = parse_config(["--config", str(RECIPE), *flags])
+    config = parse_config([*LEAN, "--eval-prompt-data", "reasoning_gym://leg_counting"])
     check_run(config)
     with pytest.raises(ConfigError, match=r"--rollout-backend lean: is for runs that train; .* with vllm$"):
         check_evaluation(config)
@@ -283,17 +284,10 @@ def test_evaluations_are_refused():
 
 def lean_run(run_dir, *flags):
     """A run as a user starts it."""
-    command = [
-        sys.executable,
-        "-m",
-        "megatron_ibpo.commands.train",
-        "--config",
-        str(RECIPE),
-        "--run-dir",
-        str(run_dir),
-    ]
-    command += ["--rollout-backend", "lean", "--rollout-batch-size", "4", "--n-samples-per-prompt", "4"]
-    command += ["--eval-num-prompts", "8", "--advantage-estimator", "ibpo", *flags]
+    command = [sys.executable, "-m", "megatron_ibpo.commands.train", "--config", str(RECIPE)]
+    command += ["--run-dir", str(run_dir), "--rollout-backend", "lean", "--rollout-batch-size", "4"]
+    command += ["--n-samples-per-prompt", "4", "--eval-num-prompts", "8", "--advantage-estimator", "ibpo"]
+    command += ["--num-rollout", "3", *flags]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
@@ -316,11 +310,9 @@ def test_a_whole_run_trains_on_what_it_samples_and_says_which_back_end_that_was(
 @pytest.mark.ray
 @pytest.mark.slow
 def test_a_run_that_goes_on_ends_as_one_that_was_never_stopped(tmp_path):
-    whole = lean_run(tmp_path / "whole", "--num-rollout", "3", "--save")
-    first = lean_run(
-        tmp_path / "parts", "--num-rollout", "3", "--save", "--budget", "1", "--budget-unit", "flops"
-    )
+    whole = lean_run(tmp_path / "whole", "--save")
+    first = lean_run(tmp_path / "parts", "--save", "--budget", "1", "--budget-unit", "flops")
     assert [row["step"] for row in first if row["kind"] == "step"] == [1]
-    rest = lean_run(tmp_path / "parts", "--num-rollout", "3", "--save", "--load", str(tmp_path / "parts"))
+    rest = lean_run(tmp_path / "parts", "--save", "--load", str(tmp_path / "parts"))
     assert [row["reward"] for row in rest if row["kind"] == "step"][-1] == whole[-2]["reward"]
     assert rest[-1]["accuracy"] == whole[-1]["accuracy"]

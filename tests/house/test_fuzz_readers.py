@@ -1,9 +1,5 @@
 """Two thousand inputs that a seed makes wrong, read by the package: each is taken or refused in a line, none
-with NaN in it. (Through the commands: test_fuzz.py.)
-
-pytest tests/house/test_fuzz_readers.py                                     some of each kind
-PYTHONPATH=tests python tests/house/test_fuzz_readers.py [SEED [COUNT]]     all of them, and the share refused
-"""
+with NaN in it. (Through the commands: test_fuzz.py.)"""
 
 from __future__ import annotations
 
@@ -12,10 +8,7 @@ import json
 import math
 import random
 import shutil
-import sys
-import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from functools import partial
@@ -49,23 +42,6 @@ from support.tiny_models import make_qwen3
 
 SEED = 13
 COUNT = 2000
-SHARES = {
-    "flags": 0.15,
-    "recipes": 0.25,
-    "prompts": 0.25,
-    "checkpoint JSON": 0.15,
-    "checkpoint bytes": 0.1,
-    "run files": 0.1,
-}
-QUICK = {
-    "flags": 6,
-    "recipes": 70,
-    "prompts": 70,
-    "checkpoint JSON": 34,
-    "checkpoint bytes": 10,
-    "run files": 10,
-}
-"""How many of each kind the quick tests take: two hundred."""
 LONGEST_S = 20.0
 """That one input may take on a busy machine."""
 LONGEST_LINE = 12_000
@@ -73,9 +49,6 @@ LONGEST_LINE = 12_000
 
 TASK = "reasoning_gym://chain_sum"
 ALONE = World(0, 1, torch.device("cpu"), None)
-
-
-# -------------------------------------------------------------------------------------------- the kinds
 
 
 class Place:
@@ -91,9 +64,8 @@ class Place:
         index = {"metadata": {"total_size": 1}, "weight_map": names}
         (self.hf / "model.safetensors.index.json").write_text(json.dumps(index))
         self.run = record_run(directory)
-        (self.run / "summary.json").write_text(
-            json.dumps({"status": "finished", "accuracy_end": 0.5, "steps": 2})
-        )
+        summary = {"status": "finished", "accuracy_end": 0.5, "steps": 2}
+        (self.run / "summary.json").write_text(json.dumps(summary))
 
     @contextmanager
     def damaged(self, path: Path, data: bytes) -> Iterator[None]:
@@ -136,11 +108,8 @@ def recipes(rng: random.Random, place: Place) -> None:
     path = place.directory / "recipe.yaml"
     path.write_bytes(data)
     config = Config()
-    config.model.hf_checkpoint, config.data.prompt_data, config.data.eval_prompt_data = (
-        place.hf,
-        (TASK,),
-        TASK,
-    )
+    config.model.hf_checkpoint = place.hf
+    config.data.prompt_data, config.data.eval_prompt_data = (TASK,), TASK
     for name, value in read_recipe(path)[0].items():
         ENTRIES[name].put(config, value)
     _take(config)
@@ -184,12 +153,9 @@ def checkpoint_json(rng: random.Random, place: Place) -> None:
     path = rng.choice(list(reading))
     with place.damaged(path, mutated_json(rng, json.loads(path.read_bytes()))):
         found = reading[path]()
-    parts = (
-        dataclasses.asdict(found)
-        if dataclasses.is_dataclass(found) and not isinstance(found, type)
-        else found
-    )
-    assert "NaN" not in (text := json.dumps(parts, default=str)), text
+    is_record = dataclasses.is_dataclass(found) and not isinstance(found, type)
+    text = json.dumps(dataclasses.asdict(found) if is_record else found, default=str)
+    assert "NaN" not in text, text
     assert "Infinity" not in text, text
 
 
@@ -245,35 +211,44 @@ def run_files(rng: random.Random, place: Place) -> None:
     json.loads(shown, parse_constant=lambda word: pytest.fail(f"{word} on the page"))
 
 
-KINDS: dict[str, tuple[Callable[[random.Random, Place], None], tuple[type[BaseException], ...]]] = {
-    "flags": (flags, (ConfigError, SystemExit)),
-    "recipes": (recipes, (ConfigError,)),
-    "prompts": (prompts, (DataError,)),
-    "checkpoint JSON": (checkpoint_json, (CheckpointError, ModelConfigError, ValueError)),
-    "checkpoint bytes": (checkpoint_bytes, (CheckpointError, ModelConfigError)),
-    "run files": (run_files, (ValueError,)),
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """Inputs of one kind."""
+
+    make: Callable[[random.Random, Place], None]
+    """Makes an input, and takes it."""
+    refusals: tuple[type[BaseException], ...]
+    """What it may be refused with: what commands turn into a line."""
+    share: float
+    """Of the two thousand."""
+    quick: int
+    """How many of them the quick tests take; two hundred of all kinds."""
+
+
+KINDS = {
+    "flags": Kind(flags, (ConfigError, SystemExit), 0.15, 6),
+    "recipes": Kind(recipes, (ConfigError,), 0.25, 70),
+    "prompts": Kind(prompts, (DataError,), 0.25, 70),
+    "checkpoint JSON": Kind(checkpoint_json, (CheckpointError, ModelConfigError, ValueError), 0.15, 34),
+    "checkpoint bytes": Kind(checkpoint_bytes, (CheckpointError, ModelConfigError), 0.1, 10),
+    "run files": Kind(run_files, (ValueError,), 0.1, 10),
 }
-"""What makes an input and takes it, and what it may be refused with: what commands turn into a line."""
 
 
-def tried(kind: str, number: int, seed: int, place: Place) -> bool:
+def tried(kind: str, number: int, place: Place) -> bool:
     """Whether input `number` of a kind was refused; fails with how to see it again where it went wrong."""
-    make, refusals = KINDS[kind]
-    started = time.monotonic()
-    again = f"{kind} {number} of seed {seed}"
+    started, again = time.monotonic(), f"{kind} {number} of seed {SEED}"
+    refused = False
     try:
-        make(random.Random(f"{seed} {kind} {number}"), place)
-    except refusals as error:
-        said = str(error)
+        KINDS[kind].make(random.Random(f"{SEED} {kind} {number}"), place)
+    except KINDS[kind].refusals as error:
+        said, refused = str(error), True
         # Python's own errors of these kinds come from a fault of ours, but for those of a malformed number
         assert said, again
         assert "Traceback" not in said, f"{again}: {said}"
         assert max(map(len, said.splitlines())) < LONGEST_LINE, f"{again}: {said[:500]}"
-        refused = True
     except BaseException as error:
         raise AssertionError(f"{again}: {type(error).__name__}: {str(error)[:500]}") from error
-    else:
-        refused = False
     assert time.monotonic() - started < LONGEST_S, again
     return refused
 
@@ -285,7 +260,7 @@ def place(tmp_path_factory):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_wrong_input_ends_in_one_line(place, kind):
-    refused = sum(tried(kind, number, SEED, place) for number in range(QUICK[kind]))
+    refused = sum(tried(kind, number, place) for number in range(KINDS[kind].quick))
     assert refused > 0
 
 
@@ -293,29 +268,6 @@ def test_wrong_input_ends_in_one_line(place, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_thousand_wrong_inputs_end_in_one_line(place, kind):
     """Slow for their number; the first of them are tried above."""
-    count = round(COUNT * SHARES[kind])
-    refused = sum(tried(kind, number, SEED, place) for number in range(count))
+    count = round(COUNT * KINDS[kind].share)
+    refused = sum(tried(kind, number, place) for number in range(count))
     assert count / 4 < refused <= count
-
-
-def main(seed: int = SEED, count: int = COUNT) -> None:
-    with tempfile.TemporaryDirectory() as directory:
-        place = Place(Path(directory))
-        for kind, share in SHARES.items():
-            started, refused, faults = time.monotonic(), 0, Counter[str]()
-            for number in range(round(count * share)):
-                try:
-                    refused += tried(kind, number, seed, place)
-                except AssertionError as error:
-                    faults[str(error)[:300]] += 1
-            print(
-                f"{kind}: {round(count * share)} inputs, {refused} refused, {faults.total()} faults, "
-                f"{time.monotonic() - started:.1f} s",
-                *faults,
-                sep="\n  ",
-                flush=True,
-            )
-
-
-if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))

@@ -60,5 +60,5 @@ def test_an_error_on_one_rank_is_shown_and_ends_the_others():
 def test_a_hanging_rank_is_killed_and_its_stack_shown():
     start = time.monotonic()
     with pytest.raises(RankFailed, match="in hang"):
-        run_ranks(hang, 2, timeout=5)
+        run_ranks(hang, 2, timeout=3)
     assert time.monotonic() - start < 30

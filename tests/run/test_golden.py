@@ -12,8 +12,10 @@ import json
 import subprocess
 import sys
 
+import compare_commits
 import pytest
 
+from megatron_ibpo.basics.entry_point import guarded
 from support.golden_credit import CASES, credited, recorded_steps
 from support.golden_runs import ALGORITHMS, GOLDEN, LAYOUTS, train_recorded, watched_weights
 from support.paths import ROOT
@@ -21,14 +23,15 @@ from support.paths import ROOT
 LEARNING_RATE = 3e-4
 EPSILON = "_EPSILON = 1e-8"
 QUICK = ("next-tp2-ep2", "ibpo")
-"""Experts, delta nets, tensor and expert parallelism in one; the others are slow together."""
-
-
-def every_run():
-    for layout in LAYOUTS:
-        for algorithm in ALGORITHMS:
-            slow = () if (layout, algorithm) == QUICK else pytest.mark.slow
-            yield pytest.param(layout, algorithm, marks=slow)
+"""Experts, delta nets, tensor and expert parallelism in one; of it two steps are quick, all else is slow."""
+RUNS = [
+    pytest.param(*QUICK, 2, id="quick"),
+    *(
+        pytest.param(layout, algorithm, None, id=f"{layout}-{algorithm}", marks=pytest.mark.slow)
+        for layout in LAYOUTS
+        for algorithm in ALGORITHMS
+    ),
+]
 
 
 @pytest.fixture(scope="module")
@@ -37,25 +40,28 @@ def golden():
 
 
 @pytest.mark.ray
-@pytest.mark.parametrize(("layout", "algorithm"), list(every_run()))
-def test_training_on_recorded_rollouts(golden, tmp_path, layout, algorithm):
+@pytest.mark.parametrize(("layout", "algorithm", "steps"), RUNS)
+def test_training_on_recorded_rollouts(golden, tmp_path, layout, algorithm, steps):
     """Loss, gradient norm and some weights after every step. Adam moves a weight by about the learning rate
     per update: a weight may differ by a hundredth of that per step."""
-    expected = golden[layout][algorithm]
-    trained = train_recorded(ROOT, LAYOUTS[layout], algorithm, tmp_path)
+    expected = {name: values[:steps] for name, values in golden[layout][algorithm].items()}
+    trained = train_recorded(ROOT, LAYOUTS[layout], algorithm, tmp_path, steps)
     assert [row["step"] for row in trained.rows] == expected["step"]
     assert [row["loss"] for row in trained.rows] == pytest.approx(expected["loss"], rel=1e-3, abs=1e-5)
     assert [row["grad_norm"] for row in trained.rows] == pytest.approx(expected["grad_norm"], rel=1e-3)
-    for step, (checkpoint, weights) in enumerate(
-        zip(trained.checkpoints, expected["weights"], strict=True), start=1
-    ):
+    checkpoints = zip(trained.checkpoints, expected["weights"], strict=True)
+    for step, (checkpoint, weights) in enumerate(checkpoints, start=1):
         found = watched_weights(LAYOUTS[layout], checkpoint)
         assert found.keys() == weights.keys()
         for name, values in found.items():
-            assert values == pytest.approx(weights[name], rel=0, abs=1e-2 * LEARNING_RATE * step), (
-                step,
-                name,
-            )
+            close = pytest.approx(weights[name], rel=0, abs=1e-2 * LEARNING_RATE * step)
+            assert values == close, (step, name)
+
+
+def test_a_commit_that_is_not_there_cannot_be_compared(capsys):
+    status = guarded(lambda: compare_commits.main(compare_commits.Arguments("no-such-commit")))
+    assert status == 2
+    assert "no-such-commit" in capsys.readouterr().err
 
 
 def compared(repository, *arguments):
@@ -69,12 +75,6 @@ def compared(repository, *arguments):
         timeout=800,
     )
     return done.returncode, done.stdout
-
-
-def test_a_commit_that_is_not_there_cannot_be_compared():
-    status, output = compared(ROOT, "no-such-commit")
-    assert status == 2
-    assert "no-such-commit" in output
 
 
 @pytest.mark.ray

@@ -44,7 +44,7 @@ def whole(request, tmp_path_factory):
 def test_every_step_asks_prompts_that_no_other_has_asked_in_the_order_of_the_source(whole):
     _, steps = whole
     assert [index for groups in steps.groups for index in indices(groups)] == list(range(24))
-    asked = {group.prompt.text for groups in steps.groups for group in groups}
+    asked = {group.prompt.text for group in steps.all_groups}
     assert len(asked) == 24
     assert asked < {row["prompt"] for row in questions("train")}
 
@@ -61,30 +61,26 @@ def test_the_verifier_reads_the_whole_response_and_nothing_else(whole):
     _, steps = whole
     label = {row["prompt"]: row["label"] for row in questions("train")}
     decode = steps.run.data.tokenizer.decode
-    for groups in steps.groups:
-        for group in groups:
-            for sample in group.samples:
-                question = group.prompt.text
-                assert sample.reward == reward(question, decode(sample.token_ids), label[question], {})
-                assert sample.correct == (sample.reward == 1)
+    for group in steps.all_groups:
+        question = group.prompt.text
+        for sample in group.samples:
+            assert sample.reward == reward(question, decode(sample.token_ids), label[question], {})
+            assert sample.correct == (sample.reward == 1)
 
 
 def test_each_wrong_response_is_shown_with_its_reference_and_corrected(whole):
     _, steps = whole
-    corrected = 0
-    for groups in steps.groups:
-        for group in groups:
-            right = {index for index, one in enumerate(group.responses) if one.correct}
-            targets = {correction.target for correction in group.corrections}
-            assert targets.isdisjoint(right)
-            assert not right or targets == set(range(3)) - right
-            for correction in group.corrections:
-                shown = " ".join(map(str, correction.response.prompt_token_ids.tolist()))
-                for index in (correction.target, *correction.references):
-                    content = group.responses[index].content_ids.tolist()
-                    assert " ".join(map(str, content)) in shown
-                corrected += 1
-    assert corrected > 20
+    for group in steps.all_groups:
+        right = {index for index, one in enumerate(group.responses) if one.correct}
+        targets = {correction.target for correction in group.corrections}
+        assert targets.isdisjoint(right)
+        assert not right or targets == set(range(3)) - right
+        for correction in group.corrections:
+            shown = " ".join(map(str, correction.response.prompt_token_ids.tolist()))
+            for index in (correction.target, *correction.references):
+                content = group.responses[index].content_ids.tolist()
+                assert " ".join(map(str, content)) in shown
+    assert sum(len(group.corrections) for group in steps.all_groups) > 20
 
 
 def test_trainers_are_given_what_was_sampled_in_that_step(whole):
@@ -135,11 +131,10 @@ def test_a_run_that_goes_on_takes_up_the_order_of_data_where_it_was(whole, journ
         assert steps.run.progress.step == 2
         steps.take(4)
     assert list(map(indices, steps.groups)) == list(map(indices, undisturbed.groups[2:]))
-    for groups, expected in zip(steps.groups, undisturbed.groups[2:], strict=True):
-        for group, other in zip(groups, expected, strict=True):
-            for sample, before in zip(group.samples, other.samples, strict=True):
-                assert sample.token_ids.tolist() == before.token_ids.tolist()
-                assert sample.reward == before.reward
+    for group, other in zip(steps.all_groups, undisturbed.all_groups[2 * 4 :], strict=True):
+        for sample, before in zip(group.samples, other.samples, strict=True):
+            assert sample.token_ids.tolist() == before.token_ids.tolist()
+            assert sample.reward == before.reward
     if journal == "kept":
         assert compared(steps.groups[0]) == compared(killed.groups[2])
         again = {tuple(written(request)) for request in steps.engines.asked}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import random
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -100,19 +101,25 @@ def ids_of(samples: Sequence[Sample]) -> list[list[int]]:
     return [sample.token_ids.tolist() for sample in samples]
 
 
+@cache
+def reference_model(directory: Path) -> Any:
+    """Return the checkpoint as transformers builds it, in float32."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+
+
 def reference_logprobs(
     directory: Path, requests: Sequence[SampleRequest], samples: Sequence[Sample]
 ) -> list[list[float]]:
-    """Return what transformers in float32 says of the sampled tokens."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    """Return what transformers in float32 says of the sampled tokens; of greedy ones at temperature 1."""
+    model = reference_model(directory)
     found = []
     for request, sample in zip(requests, samples, strict=True):
         ids = torch.tensor([[*request.prompt_token_ids, *sample.token_ids]])
         with torch.no_grad():
             logits = model(ids).logits[0, len(request.prompt_token_ids) - 1 : -1]
-        logprobs = (logits / request.temperature).log_softmax(-1)
+        logprobs = (logits / (request.temperature or 1.0)).log_softmax(-1)
         chosen = torch.tensor(sample.token_ids, dtype=torch.long)
         found.append(logprobs.gather(1, chosen[:, None])[:, 0].tolist())
     return found

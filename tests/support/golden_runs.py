@@ -125,8 +125,13 @@ def recordings(name: str, directory: Path, temperature: str = "1.0") -> Path:
     return directory
 
 
-def train_recorded(repository: Path, layout: Layout, algorithm: str, directory: Path) -> Trained:
+def train_recorded(
+    repository: Path, layout: Layout, algorithm: str, directory: Path, steps: int | None = None
+) -> Trained:
     """Train on the recordings with the code in `repository`; files go to `directory`, which is new.
+
+    Args:
+        steps: how many of the recorded ones; None: all.
 
     Raises:
         RuntimeError: the run failed or did not end in time; with what it printed.
@@ -143,6 +148,7 @@ def train_recorded(repository: Path, layout: Layout, algorithm: str, directory: 
         *("--config", GOLDEN / f"{layout.model}.yaml", "--run-dir", run_dir),
         *("--load-debug-rollout-data", recorded, "--save-interval", "1", *keep_all),
         *("--advantage-estimator", algorithm.split()[0], *flags),
+        *(() if steps is None else ("--num-rollout", steps)),
     ]
     status, output = _run([str(word) for word in command], repository)
     if status != 0:
@@ -170,16 +176,11 @@ def _entry_point(repository: Path, trainers: int) -> list[str | int]:
 
 
 def _run(command: list[str], repository: Path) -> tuple[int, str]:
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-        "PYTHONPATH": str(repository),
-    }
+    own = {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONPATH": str(repository)}
     process = subprocess.Popen(
         command,
         cwd=repository,
-        env=environment,
+        env=os.environ | own,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -205,8 +205,8 @@ class Steps:
         return self.groups[-count:]
 
     @property
-    def samples(self) -> list[Sample]:
-        return [sample for groups in self.groups for group in groups for sample in group.samples]
+    def all_groups(self) -> list[Group]:
+        return [group for groups in self.groups for group in groups]
 
 
 @cache

@@ -14,7 +14,9 @@ __all__ = ["SimulatedCluster", "simulated_cluster"]
 PROGRAM = """
 import os, sys
 os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
+from ray._private.node import Node
 from ray.cluster_utils import Cluster
+Node.start_log_monitor = Node.start_monitor = Node.start_api_server = lambda *_, **__: None  # slow to start
 node = {"num_cpus": 1, "object_store_memory": 128 * 1024**2}
 cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
 more = [cluster.add_node(**node) for _ in range(int(sys.argv[1]) - 1)]
