@@ -62,6 +62,31 @@ USERS_REWARDS = """
             time.sleep(0.01)
         return 1.0
 
+    class Unspeakable(Exception):
+        def __str__(self):
+            raise KeyError("no words")
+
+    def fail(error):
+        raise error
+
+    GIVEN = {
+        "huge": 1e308, "huge integer": -(10**400), "text": "0.5", "nothing": None, "nan": math.nan,
+        "infinite": math.inf,
+    }
+    DONE = {
+        "raise": lambda: fail(RuntimeError("cannot judge this")),
+        "half a character": lambda: fail(RuntimeError("no \\ud800 in a log")),
+        "unspeakable": lambda: fail(Unspeakable()),
+        "exit": lambda: sys.exit(3),
+        "die": lambda: os._exit(7),
+        "hang": lambda: time.sleep(1000),
+        "hang in C": lambda: sum(itertools.repeat(0)),  # never lets another thread or a signal handler run
+        "flood": lambda: print("x" * 3_000_000) or 1.0,
+        "fork": lambda: float(os.fork() == 0),  # and both return
+        "child": lambda: subprocess.Popen(["sleep", "1000"]).pid,
+        "pid": os.getpid,
+    }
+
     def graded(prompt, response, label, metadata):
         if response.startswith("die once"):
             die_once(response)
@@ -71,63 +96,24 @@ USERS_REWARDS = """
                 file.write("x")
             time.sleep(1000)
         print("a reward function may print")
-        if response == "raise":
-            raise RuntimeError("cannot judge this")
-        if response == "exit":
-            sys.exit(3)
-        if response == "die":
-            os._exit(7)
-        if response == "hang":
-            time.sleep(1000)
-        if response == "half a character":
-            raise RuntimeError("no \\ud800 in a log")
-        if response == "unspeakable":
-            class Unspeakable(Exception):
-                def __str__(self):
-                    raise KeyError("no words")
-            raise Unspeakable
-        if response == "huge":
-            return 1e308
-        if response == "huge integer":
-            return -(10**400)
-        if response == "flood":
-            print("x" * 3_000_000)
-            return 1.0
         if response == "daemon":
             return daemon(metadata["note"])
-        if response == "fork":
-            return float(os.fork() == 0)  # and both return
-        if response == "child":
-            return subprocess.Popen(["sleep", "1000"]).pid
         if response == "child, then die":
             print("child", subprocess.Popen(["sleep", "1000"]).pid, file=open(metadata["note"], "w"))
             os._exit(7)
-        if response == "hang in C":
-            sum(itertools.repeat(0))  # and never lets another thread or a signal handler run
-        if response == "text":
-            return "0.5"
-        if response == "nothing":
-            return None
-        if response == "nan":
-            return math.nan
-        if response == "infinite":
-            return math.inf
-        if response == "pid":
-            return os.getpid()
         if response == "arguments":
             return float((prompt, label, metadata) == ("what?", "42", {"level": 3}))
-        return float(response)
+        if response in DONE:
+            return DONE[response]()
+        return GIVEN[response] if response in GIVEN else float(response)
+
+    MAPPINGS = {"no score": {"tests": 1}, "words": {"score": 1, "tests": "all"}}
+    MAPPINGS["huge"] = {"score": 1, "tests": 1e300}
 
     def measured(prompt, response, label, metadata):
         if response == "unreadable":
             raise ResponseError("a tower of powers")
-        if response == "no score":
-            return {"tests": 1}
-        if response == "words":
-            return {"score": 1, "tests": "all"}
-        if response == "huge":
-            return {"score": 1, "tests": 1e300}
-        return {"score": float(response), "tests": 0.25}
+        return MAPPINGS[response] if response in MAPPINGS else {"score": float(response), "tests": 0.25}
 
     def lengths(prompts, responses, labels, metadata):
         if "unreadable" in responses:
@@ -249,12 +235,12 @@ def asked(*responses, label="42", metadata=None):
 
 def test_a_function_by_import_path_gets_what_it_needs(graded):
     assert graded.score(asked("arguments", metadata={"level": 3})) == [Score(1.0, True)]
+    assert graded.score([]) == []
 
 
 def test_rewards_come_in_order_and_are_correct_from_the_threshold_on(pool):
     graded = verifier(pool, reward_threshold=0.5)
     scores = graded.score(asked(*[str(i / 100) for i in range(100)]))
-    assert graded.score([]) == []
     assert [score.reward for score in scores] == [i / 100 for i in range(100)]
     assert [score.correct for score in scores] == [i >= 50 for i in range(100)]
 
@@ -337,10 +323,12 @@ def test_a_successor_that_dies_or_hangs_while_it_loads_has_successors_in_turn_bu
         assert time.monotonic() - began < 60, "it would hang for ten minutes"
 
 
-def test_responses_are_scored_as_they_come_and_an_error_waits_for_nobody(graded, caplog):
+def test_responses_are_scored_as_they_come_and_an_error_waits_for_nobody(impatient, caplog):
+    graded = verifier(impatient)  # whose one process answers them in order
+
     async def stream():
-        asked_S = [graded.score_one(prompt, text) for prompt, text in asked("1", "raise", "0", "nan")]
-        return await asyncio.gather(*asked_S)
+        pairs = asked("1", "raise", "0", "nan")
+        return await asyncio.gather(*(graded.score_one(prompt, text) for prompt, text in pairs))
 
     scores = asyncio.run(stream())
     assert [score.reward for score in scores] == [1.0, None, 0.0, None]
@@ -372,12 +360,7 @@ def test_one_bad_response_spoils_no_other_of_its_batch(impatient, response, erro
     assert error in scores[2].error
 
 
-def test_errors_are_logged(graded, caplog):
-    graded.score(asked("1", "raise", "nan"))
-    assert "failed on 2 of 3 responses; the first: users_rewards:graded: RuntimeError" in caplog.text
-
-
-def test_an_exception_that_cannot_be_written_is_logged_all_the_same(graded, tmp_path, monkeypatch):
+def test_errors_are_logged_even_where_an_exception_cannot_be_written(graded, tmp_path, monkeypatch):
     log = logging.FileHandler(tmp_path / "log", encoding="utf-8")
     monkeypatch.setattr(log, "handleError", lambda record: pytest.fail("logging broke"))
     logging.getLogger("megatron_ibpo").addHandler(log)
@@ -389,7 +372,8 @@ def test_an_exception_that_cannot_be_written_is_logged_all_the_same(graded, tmp_
     assert scores[0].error == r"RuntimeError: no \ud800 in a log"
     assert scores[1].error == "Unspeakable: it cannot be shown, which fails with KeyError"
     assert scores[2].reward == 1.0
-    assert r"the first: users_rewards:graded: RuntimeError: no \ud800" in (tmp_path / "log").read_text()
+    first = r"failed on 2 of 3 responses; the first: users_rewards:graded: RuntimeError: no \ud800"
+    assert first in (tmp_path / "log").read_text()
 
 
 def test_what_a_function_has_started_ends_with_its_worker(graded, tmp_path):
@@ -428,8 +412,7 @@ def test_a_process_that_forks_within_its_function_answers_once(graded):
 
 
 def test_a_function_may_say_more_than_a_number(measured):
-    (score,) = measured.score(asked("1"))
-    assert score == Score(1.0, True, details={"tests": 0.25})
+    assert measured.score(asked("1")) == [Score(1.0, True, details={"tests": 0.25})]
 
 
 @pytest.mark.parametrize("rm_type", ["users_rewards:measured", "users_rewards:lengths"])
