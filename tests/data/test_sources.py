@@ -611,10 +611,7 @@ def test_prompts_outside_the_window_of_pass_rates_are_left_out(tmp_path):
     rates = {by_label[str(i)]: Rate(correct=i, scored=8) for i in range(9)}  # of 9 nothing is known
     source = opened(path, rates=PassRates(0.25, 0.75, rates))
     assert sorted(labels(source, 5)) == ["2", "3", "4", "5", "6"]
-    assert source.tallies[0].counts == {
-        "outside the pass-rate window": 4,
-        "without a measured pass rate": 1,
-    }
+    assert source.tallies[0].counts == {"outside the pass-rate window": 4, "without a measured pass rate": 1}
 
 
 def test_pass_rates_are_those_of_this_policy_and_its_settings(tmp_path):
