@@ -169,16 +169,6 @@ def test_a_run_replays_the_batches_after_its_checkpoint_and_finds_what_is_open(t
     assert recovered.is_whole
 
 
-def test_a_resumed_run_appends_to_what_there_is(three_steps):
-    directory, samples = three_steps
-    with Journal(directory, KEEP, "settings", 1) as journal:
-        samples |= append(journal, response(4, 1))
-        journal.closed(ClosedBatch(4, (group(4, 2),)))
-    recovered = read_journal(directory, 1)
-    assert [batch.step for batch in recovered.batches] == [2, 3, 4]
-    assert same(recovered.samples, {k: s for k, s in samples.items() if k.prompt_index > 1})
-
-
 def test_after_a_rewind_later_batches_and_open_groups_count_no_more(three_steps):
     directory, samples = three_steps
     with Journal(directory, KEEP, "other settings", 1) as journal:
