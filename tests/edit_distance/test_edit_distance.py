@@ -42,7 +42,7 @@ EDGES = [1, 63, 64, 65, 127, 128, 129, 192, 255, 256, 257, 511, 512, 513, 1023, 
 """Lengths around the words, stripes and tiles of all instruction sets."""
 
 
-def both_flat(pairs) -> tuple[np.ndarray, ...]:
+def both_flat(pairs) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Values and offsets of the first ones of the pairs, and of the second ones."""
     return *flatten([a for a, _ in pairs]), *flatten([b for _, b in pairs])
 
@@ -91,15 +91,11 @@ def pairs_of_all_kinds(seed, count, lengths):
 @pytest.mark.parametrize(
     ("a", "b", "count", "normalized"),
     [
-        ([], [], 0, 0.0),
-        ([], [1, 2], 2, 1.0),
-        ([5], [5], 0, 0.0),
-        ([1, 2, 3], [4, 5], 3, 1.0),
-        ([1, 2, 3, 4], [1, 3, 4], 1, 0.25),
-        ([1, 2, 3, 4], [1, 9, 3, 4, 5], 2, 0.4),
+        ([], [], 0, 0.0), ([], [1, 2], 2, 1.0), ([5], [5], 0, 0.0), ([1, 2, 3], [4, 5], 3, 1.0),
+        ([1, 2, 3, 4], [1, 3, 4], 1, 0.25), ([1, 2, 3, 4], [1, 9, 3, 4, 5], 2, 0.4),
         ([2**61 - 1], [0], 1, 1.0),
     ],
-)
+)  # fmt: skip
 def test_known_distances(a, b, count, normalized):
     assert distance(a, b, normalized=False) == count
     assert distance(b, a) == normalized

@@ -92,26 +92,17 @@ def test_every_canonical_solution_passes_and_every_mutant_fails():
 @pytest.mark.parametrize(
     ("response", "program"),
     [
-        ("```python\na\n```", "a\n"),
-        ("```py\na\n```\nor rather\n```python\nb\n```", "b\n"),
-        ("```\na\n```", "a\n"),
-        ("```python\na\n```\nIt prints\n```text\n3\n```", "a\n"),
-        ("~~~python\na\n~~~", "a\n"),
-        ("<think>\n```python\na\n```\n</think>\n```python\nb\n```", "b\n"),
-        ("<think>\n```python\na\n```\n</think>\nNo.", None),
-        ("```print(1)```", None),
-        ("```python\na", None),
+        ("```python\na\n```", "a\n"), ("```py\na\n```\nor rather\n```python\nb\n```", "b\n"),
+        ("```\na\n```", "a\n"), ("```python\na\n```\nIt prints\n```text\n3\n```", "a\n"),
+        ("~~~python\na\n~~~", "a\n"), ("<think>\n```python\na\n```\n</think>\n```python\nb\n```", "b\n"),
+        ("<think>\n```python\na\n```\n</think>\nNo.", None), ("```print(1)```", None), ("```python\na", None),
         ("```python\na\n```\n```python\nb", "a\n"),
         ("1. So:\n   ```python\n   if a:\n       b\n   ```", "if a:\n    b\n"),
-        ("````python\n```\na\n````", "```\na\n"),
-        ("```a\n" * 100_000, None),
-        ("print(1)", "print(1)"),
-        ("I do not know", None),
-        ("", None),
-        ("(" * 100_000, None),
+        ("````python\n```\na\n````", "```\na\n"), ("```a\n" * 100_000, None), ("print(1)", "print(1)"),
+        ("I do not know", None), ("", None), ("(" * 100_000, None),
         ("```python\ns = '''\n  ```x```\n'''\n```", "s = '''\n  ```x```\n'''\n"),
     ],
-)
+)  # fmt: skip
 def test_the_program_is_the_last_closed_python_block(response, program):
     assert extract_answer(response) == program
 
@@ -130,20 +121,12 @@ def test_no_program_is_wrong():
 @pytest.mark.parametrize(
     ("said", "expected", "same"),
     [
-        ("1\n2\n", "1\n2", True),
-        (" 1 \n 2", "1\n2\n\n", True),
-        ("1.0 2.50", "1 2.5", True),
-        ("1e2", "100", True),
-        ("50000000000000000", "50000000000000001", False),
-        ("0.1", "0.10000001", False),
-        ("a b", "a  b", False),
-        ("1\n\n2", "1\n2", False),
-        ("", "", True),
-        ("nan", "nan", True),
-        ("sNaN", "1", False),
-        ("yes", "YES", False),
+        ("1\n2\n", "1\n2", True), (" 1 \n 2", "1\n2\n\n", True), ("1.0 2.50", "1 2.5", True),
+        ("1e2", "100", True), ("50000000000000000", "50000000000000001", False), ("0.1", "0.10000001", False),
+        ("a b", "a  b", False), ("1\n\n2", "1\n2", False), ("", "", True), ("nan", "nan", True),
+        ("sNaN", "1", False), ("yes", "YES", False),
     ],
-)
+)  # fmt: skip
 def test_outputs_are_compared_as_livecodebench_does(said, expected, same):
     assert same_output(said, expected) is same
 
