@@ -36,7 +36,7 @@ from megatron_ibpo.sampling import Sampler, ThreadedEngine
 from megatron_ibpo.sampling.groups import Batch, GroupSampler, Rules, sample_batch
 from megatron_ibpo.sampling.replay import replay
 from megatron_ibpo.sampling.requests import group_requests
-from support.credit_cases import correct_groups
+from support.credit_cases import correct_groups, plain
 from support.sampling_cases import ROLLOUT, STEP, judge, make_prompts
 from support.tiny_models import make_qwen3
 
@@ -103,17 +103,6 @@ def corrected(groups: list[Group]) -> list[Group]:
 
     correct_groups(groups, CONTEXT, OPERATOR, lambda requests: [answered(r) for r in requests], score)
     return groups
-
-
-def plain(value: Any) -> Any:
-    """Records as what compares."""
-    if isinstance(value, np.ndarray):
-        return value.tolist()
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    if hasattr(value, "__slots__"):
-        return {name: plain(getattr(value, name)) for name in value.__slots__}
-    return value
 
 
 def stream(
@@ -465,13 +454,8 @@ def test_a_replay_without_an_operator_leaves_the_corrections_out() -> None:
 @pytest.mark.slow
 def test_a_real_engine_that_is_killed_is_replaced_and_finishes_its_groups(tmp_path: Path) -> None:
     checkpoint = make_qwen3(tmp_path / "model", 0)
-    rollout = replace(
-        ROLLOUT,
-        rollout_max_response_len=120,
-        rollout_max_context_len=500,
-        vllm_dtype="float32",
-        vllm_kv_cache_bytes=128 * 1024**2,
-    )
+    rollout = replace(ROLLOUT, rollout_max_response_len=120, rollout_max_context_len=500)
+    rollout = replace(rollout, vllm_dtype="float32", vllm_kv_cache_bytes=128 * 1024**2)
     context = replace(CONTEXT, rollout=rollout, max_context=500)
     chosen = engine_settings(rollout, checkpoint, "gloo", gpus=(), num_threads=1)
 
