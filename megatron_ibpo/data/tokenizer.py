@@ -87,7 +87,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     path = Path(path)
     if not path.exists():
         raise DataError(f"tokenizer {path}: no such file or directory")
-    if path.is_file():
+    if not path.is_dir():
         if path.suffix != ".model":
             raise DataError(
                 f"tokenizer {path}: expected a Hugging Face directory or a SentencePiece .model file"

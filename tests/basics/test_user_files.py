@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import shutil
+from contextlib import suppress
 
 import pytest
 
+from megatron_ibpo.basics import user_files
 from megatron_ibpo.basics.user_files import UserFileError, read_user_file
 from megatron_ibpo.commands import train
 from megatron_ibpo.commands.plan import main as plan
 from megatron_ibpo.config import ConfigError, DataConfig, read_yaml
-from megatron_ibpo.data import DataError, generated, load_tokenizer, open_source
+from megatron_ibpo.data import DataError, generated, load_tokenizer, open_source, tables
 from megatron_ibpo.evaluate.benchmark_files import benchmark_rows
 from megatron_ibpo.evaluate.stored_samples import read_results
 from megatron_ibpo.journal.framing import records
@@ -32,13 +35,20 @@ from support.bad_inputs.mutations import spoil
 from support.paths import ROOT
 
 TINY = ROOT / "examples/tiny_qwen3"
+
+
+@functools.cache
+def tiny():
+    return load_tokenizer(TINY)
+
+
 READERS = {
     "recipe.yaml": lambda path: read_yaml(path, str(path)),
     "config.json": lambda path: read_hf_config(path.parent),
     "tokenizer.json": lambda path: load_tokenizer(path.parent),
     "tokenizer.model": lambda path: load_tokenizer(path),
-    "rows.jsonl": lambda path: open_source(str(path), load_tokenizer(TINY), DataConfig(), split="train"),
-    "rows.parquet": lambda path: open_source(str(path), load_tokenizer(TINY), DataConfig(), split="train"),
+    "rows.jsonl": lambda path: open_source(str(path), tiny(), DataConfig(), split="train"),
+    "rows.parquet": lambda path: open_source(str(path), tiny(), DataConfig(), split="train"),
     "aime.jsonl": lambda path: list(benchmark_rows(str(path))),
     "aime.json": lambda path: list(benchmark_rows(str(path))),
     "results.json": lambda path: read_results(path.parent),
@@ -54,7 +64,9 @@ READERS = {
 
 @pytest.mark.parametrize("kind", ["fifo", "device", "sparse"])
 @pytest.mark.parametrize("name", READERS)
-def test_what_is_no_file_of_its_kind_is_refused_before_it_is_read(tmp_path, name, kind):
+def test_what_is_no_file_of_its_kind_is_refused_before_it_is_read(tmp_path, monkeypatch, name, kind):
+    monkeypatch.setattr(user_files, "LINE_BYTES", 2**20)
+    monkeypatch.setattr(tables, "LONGEST_LINE", 2**20)
     spoil(tmp_path / name, kind)
     with pytest.raises(ValueError, match=re.escape(name)):
         READERS[name](tmp_path / name)
@@ -100,21 +112,21 @@ def test_ids_of_a_tokenizer_are_bounded(tmp_path, number):
         ({"rope_parameters": {"rope_theta": -10000}}, "rope_theta must be at least 1, is -10000"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "rope type 'longrope' is not supported"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope type 'dynamic' is not supported"),
-        (
-            {"quantization_config": {"quant_method": "fp8"}},
-            "quantization_config with quant_method 'fp8' is",
-        ),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config with quant_method 'fp8' is"),
         ({"quantization_config": {}}, "quantization_config with quant_method None is not"),
         ({"num_hidden_layers": 10**5}, "num_hidden_layers must be at most 10000"),
     ],
 )
-def test_a_model_that_would_compute_nonsense_is_refused_by_name_at_every_door(tmp_path, capfd, fields, says):
+def test_a_model_that_would_compute_nonsense_is_refused_by_name(tmp_path, fields, says):
     if "rope_scaling" in fields:
         fields = fields | {"rope_parameters": None}
-    hf = changed(tmp_path / "hf", "config.json", **fields)
     with pytest.raises(ModelConfigError, match=re.escape(says)):
-        read_hf_config(hf)
-    named = ["--hf-checkpoint", str(hf)]
+        read_hf_config(changed(tmp_path / "hf", "config.json", **fields))
+
+
+def test_a_model_that_would_compute_nonsense_is_refused_at_the_doors_of_plans_and_runs(tmp_path, capfd):
+    says = "rms_norm_eps must be above 0 and below 1, is 0"
+    named = ["--hf-checkpoint", str(changed(tmp_path / "hf", "config.json", rms_norm_eps=0))]
     assert plan(["search", "--gpus", "8", "--hardware", "h100", *named]) == 2
     assert says in capfd.readouterr().err
     assert train.main(["--dry-run", *named]) == 2
@@ -131,21 +143,12 @@ def test_shapes_are_compared_with_the_files_before_memory_is_taken(tmp_path):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (
-            ["--n-samples-per-prompt", "1000000000000"],
-            "--n-samples-per-prompt: must be between 1 and",
-        ),
+        (["--n-samples-per-prompt", "1000000000000"], "--n-samples-per-prompt: must be between 1 and"),
         (["--rollout-batch-size", "4000000"], "are more than the 4000000 sequences"),
         (["--ibpo-corrections", "1000000000"], "--ibpo-corrections: must be between 1 and 1024"),
         (["--operator-skill-prompts", "999999999"], "--operator-skill-prompts: must be between 0"),
-        (
-            ["--make-vocab-size-divisible-by", "2147483648"],
-            "--make-vocab-size-divisible-by: must be",
-        ),
-        (
-            ["--update-weight-buffer-size", "9000000000000000000"],
-            "--update-weight-buffer-size: must be",
-        ),
+        (["--make-vocab-size-divisible-by", "2147483648"], "--make-vocab-size-divisible-by: must be"),
+        (["--update-weight-buffer-size", "9000000000000000000"], "--update-weight-buffer-size: must be"),
     ],
 )
 def test_counts_that_no_run_has_are_refused(words, says):
@@ -160,19 +163,17 @@ def test_a_task_that_catches_what_stops_it_is_stopped_all_the_same(monkeypatch):
 
         def __getitem__(self, index):
             while True:
-                try:
+                with suppress(Exception):
                     while True:
                         pass
-                except Exception:
-                    continue
 
     monkeypatch.setattr(generated, "ITEM_S", 0.2)
     monkeypatch.setattr(generated, "_dataset", lambda name, parameters: Stubborn())
     with pytest.raises(DataError, match=r"an item was not made within 0\.2 s; make its parameters smaller"):
-        open_source("reasoning_gym://gcd", load_tokenizer(TINY), DataConfig(), split="train")
+        open_source("reasoning_gym://gcd", tiny(), DataConfig(), split="train")
 
 
 def test_what_a_task_raises_for_its_parameters_is_told(monkeypatch):
     monkeypatch.setattr(generated, "_dataset", lambda name, parameters: type("None", (), {"size": 1})())
     with pytest.raises(DataError, match="item 0: the task makes none: TypeError"):
-        open_source("reasoning_gym://gcd", load_tokenizer(TINY), DataConfig(), split="train")
+        open_source("reasoning_gym://gcd", tiny(), DataConfig(), split="train")

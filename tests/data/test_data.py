@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import random
 import signal
@@ -19,11 +18,11 @@ from megatron_ibpo.basics.records import token_ids
 from megatron_ibpo.config import DataConfig
 from megatron_ibpo.data import CorrectionTemplate, DataError, generated, load_tokenizer, open_source
 from megatron_ibpo.data.row_prompts import read_jsonl
-from megatron_ibpo.data.templates import correction_instruction
-from megatron_ibpo.data.tokenizer import HuggingFaceTokenizer
+from support.byte_tokenizers import byte_level
 from support.credit_cases import plain
 
-CHAIN_SUM = "reasoning_gym://chain_sum?min_terms=5&max_terms=7&min_digits=1&max_digits=1&compact=1"
+SUMS = "reasoning_gym://chain_sum?"
+CHAIN_SUM = f"{SUMS}min_terms=5&max_terms=7&min_digits=1&max_digits=1&compact=1"
 
 INSTRUCTION_K2 = (
     "You are given two candidate solutions to the same problem. Compare them step by step, identify any "
@@ -49,23 +48,12 @@ def tiny(tiny_dir):
 
 @pytest.fixture(scope="module")
 def chatty():
-    """A byte-level tokenizer with a ChatML template: nothing merges, everything can be encoded."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {piece: i for i, piece in enumerate([*alphabet, "aa", "n."])}
-    merges = [("a", "a"), ("n", ".")]
-    byte_level = Tokenizer(models.BPE(vocabulary, merges))
-    byte_level.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    byte_level.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_level, eos_token="<|im_end|>")
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
-    tokenizer.chat_template = (
+    """A byte-level tokenizer with a ChatML template."""
+    return byte_level(
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+        merges=[("a", "a"), ("n", ".")],
     )
-    return tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -73,10 +61,10 @@ def sentencepiece_model(tmp_path_factory):
     from sentencepiece import SentencePieceTrainer
 
     path = tmp_path_factory.mktemp("sp")
-    (path / "text").write_text(
+    lines = (
         "Candidate solution 1: one plus two is three.\nWhat is 12 + 7?\nCompare the candidate solutions.\n"
-        * 20
     )
+    (path / "text").write_text(lines * 20)
     SentencePieceTrainer.train(
         input=str(path / "text"),
         model_prefix=str(path / "tokenizer"),
@@ -96,7 +84,7 @@ PIECES = [*"0123456789+-=#?|*/()., \n", CHAIN_SUM_HEAD, "Candidate solution 1: "
 
 
 @given(st.lists(st.sampled_from(PIECES)))
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=50)
 def test_tiny_tokenizer_gives_back_every_text_of_its_alphabet(tiny, pieces):
     text = "".join(pieces)
     ids = tiny.encode(text)
@@ -147,17 +135,23 @@ def test_a_vocabulary_too_small_for_the_correction_prompt_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "make", [lambda p: p / "nowhere", lambda p: p, lambda p: _written(p / "bad.model", "x")]
+    "files",
+    [
+        None,
+        pytest.param({"README.md": "x"}, marks=pytest.mark.slow),  # imports every model's configuration
+        {"tokenizer.json": "{}", "tokenizer_config.json": '{"tokenizer_class": "PreTrainedTokenizerFast"}'},
+        {"tokenizer.model": "x"},
+    ],
+    ids=["nothing there", "no tokenizer there", "no tokenizer.json", "no tokenizer.model"],
 )
-def test_a_tokenizer_that_cannot_be_loaded_says_which(tmp_path, make):
-    path = make(tmp_path)
+def test_a_tokenizer_that_cannot_be_loaded_says_which(tmp_path, files):
+    path = tmp_path / "hf"
+    if files is not None:
+        path.mkdir()
+        for name, content in files.items():
+            (path / name).write_text(content)
     with pytest.raises(DataError, match=str(path)):
         load_tokenizer(path)
-
-
-def _written(path, text):
-    path.write_text(text)
-    return path
 
 
 # ------------------------------------------------------------------------------------- generated tasks
@@ -194,10 +188,10 @@ def test_no_held_out_question_is_ever_trained_on(tiny):
 
 
 def test_the_held_out_items_are_the_same_for_every_seed(tiny):
-    assert plain(_stream(CHAIN_SUM, tiny, "eval", 0)) == plain(_stream(CHAIN_SUM, tiny, "eval", 5))
+    assert plain(_stream(CHAIN_SUM, tiny, "eval", 0, 200)) == plain(_stream(CHAIN_SUM, tiny, "eval", 5, 200))
 
 
-def _stream(spec, tokenizer, split, seed, n=1000):
+def _stream(spec, tokenizer, split, seed, n=600):
     return open_source(spec, tokenizer, DataConfig(data_seed=seed), split=split).batch(0, n)
 
 
@@ -205,16 +199,15 @@ def _stream(spec, tokenizer, split, seed, n=1000):
     ("spec", "says"),
     [
         ("reasoning_gym://chain_summ", "did you mean 'chain_sum'"),
-        ("reasoning_gym://chain_sum?min_term=5", "did you mean 'min_terms'"),
-        ("reasoning_gym://chain_sum?min_terms=five", "min_terms must be of type int"),
-        ("reasoning_gym://chain_sum?min_terms=9&max_terms=3", "max_terms must be >= min_terms"),
-        ("reasoning_gym://chain_sum?min_terms", "name=value"),
-        ("reasoning_gym://chain_sum?seed=3", "--data-seed"),
-        ("reasoning_gym://chain_sum?compact=yes", "compact must be 0 or 1"),
-        (
-            "reasoning_gym://chain_sum?min_terms=1&max_terms=1&max_digits=1&min_digits=1&x=1",
-            "no parameter 'x'",
-        ),
+        (f"{SUMS}min_term=5", "did you mean 'min_terms'"),
+        (f"{SUMS}min_terms=five", "min_terms must be of type int"),
+        *((f"{SUMS}min_terms={value}", "must be") for value in ("nan", "-Infinity", "1e999")),
+        (f"{SUMS}min_terms=9&max_terms=3", "max_terms must be >= min_terms"),
+        (f"{SUMS}min_terms", "name=value"),
+        (f"{SUMS}seed=3", "--data-seed"),
+        (f"{SUMS}compact=yes", "compact must be 0 or 1"),
+        (f"{SUMS}min_terms=1&max_terms=1&max_digits=1&min_digits=1&x=1", "no parameter 'x'"),
+        ("reasoning_gym://leg_counting", "no token for some of the prompt's characters"),
         ("ftp://prompts.jsonl", "expected a file or directory"),
     ],
 )
@@ -227,28 +220,14 @@ def test_an_item_that_takes_forever_is_given_up(tiny, monkeypatch):
     monkeypatch.setattr(generated, "ITEM_S", 0.3)
     before, started = signal.getsignal(signal.SIGALRM), time.monotonic()
     with pytest.raises(DataError, match=r"min_terms=99999999.*an item was not made within 0\.3 s"):
-        open_source(
-            "reasoning_gym://chain_sum?min_terms=99999999&max_terms=99999999",
-            tiny, DataConfig(), split="train", max_prompt_len=100,
-        )  # fmt: skip
+        open_source(f"{SUMS}min_terms=99999999&max_terms=99999999", tiny, DataConfig(), split="train")
     assert time.monotonic() - started < 10
     assert signal.getsignal(signal.SIGALRM) is before
-
-
-@pytest.mark.parametrize("value", ["nan", "inf", "-Infinity", "NaN", "1e999"])
-def test_a_parameter_that_is_no_number_is_refused(tiny, value):
-    with pytest.raises(DataError, match="must be"):
-        open_source(f"reasoning_gym://chain_sum?min_terms={value}", tiny, DataConfig(), split="train")
 
 
 def test_generated_prompts_must_fit_the_context(tiny):
     with pytest.raises(DataError, match=r"item 0: the prompt has \d+ tokens, but only 8 fit"):
         open_source(CHAIN_SUM, tiny, DataConfig(), split="train", max_prompt_len=8)
-
-
-def test_generated_prompts_must_be_sayable(tiny):
-    with pytest.raises(DataError, match="no token for some of the prompt's characters"):
-        open_source("reasoning_gym://leg_counting", tiny, DataConfig(), split="train")
 
 
 # ---------------------------------------------------------------------------------------------- JSONL
@@ -322,13 +301,10 @@ def test_every_epoch_has_every_row_once_in_an_order_of_its_own(tiny, tmp_path):
         ([r'{"prompt": "1\ud800", "label": "1"}'], r"line 1: not JSON: it holds half a character \(\\ud800 "),
         ([r'{"prompt": "1", "label": "\udfff\ud800"}'], "it holds half a character"),
         (
-            ['{"prompt": "' + "1+" * 5_000_000 + '", "label": "1"}'],
-            "has 10,000,000 characters, far more than the 10",
+            ['{"prompt": "' + "1+" * 500_000 + '", "label": "1"}'],
+            "has 1,000,000 characters, far more than the 10",
         ),
-        (
-            ['{"' + "k" * 5_000_000 + '": 1}'],
-            "line 1: no field 'prompt' and no field 'label' .found: 'kkk.{0,80}; --input-key and",
-        ),
+        (['{"' + "k" * 500_000 + '": 1}'], "no field 'label' .found: 'kkk.{0,80}; --input-key and"),
     ],
 )
 def test_a_bad_row_is_named_by_file_line_and_field(tiny, tmp_path, lines, says):
@@ -345,11 +321,6 @@ def test_escapes_of_whole_characters_and_brackets_that_nest_a_little_are_read(tm
     assert row["prompt"] == "\U0001f600"
 
 
-def test_a_missing_prompt_file_is_named(tiny, tmp_path):
-    with pytest.raises(DataError, match=r"gone\.jsonl: no such file"):
-        open_source(str(tmp_path / "gone.jsonl"), tiny, DataConfig(), split="train")
-
-
 # ------------------------------------------------------------------------------------- chat templates
 
 ATTACKS = {
@@ -362,21 +333,19 @@ ATTACKS = {
 
 
 @pytest.mark.parametrize("template", ATTACKS.values(), ids=ATTACKS)
-def test_a_chat_template_runs_in_a_sandbox(chatty, tmp_path, template):
-    hostile = copy.deepcopy(chatty)
-    hostile.chat_template = template
+def test_a_chat_template_runs_in_a_sandbox(tmp_path, template):
+    hostile = byte_level(template)
     ran = tmp_path / "ran"
     with pytest.raises(DataError, match=r"its chat template refuses the messages: .*(unsafe|undefined)"):
-        HuggingFaceTokenizer(hostile).render_chat([{"role": "user", "content": str(ran)}])
+        hostile.render_chat([{"role": "user", "content": str(ran)}])
     assert not ran.exists()
 
 
-def test_a_chat_template_cannot_change_what_it_is_given(chatty):
-    hostile = copy.deepcopy(chatty)
-    hostile.chat_template = "{% set _ = messages.append({'role': 'user', 'content': 'more'}) %}"
+def test_a_chat_template_cannot_change_what_it_is_given():
+    hostile = byte_level("{% set _ = messages.append({'role': 'user', 'content': 'more'}) %}")
     messages = [{"role": "user", "content": "1"}]
     with pytest.raises(DataError, match="refuses the messages"):
-        HuggingFaceTokenizer(hostile).render_chat(messages)
+        hostile.render_chat(messages)
     assert messages == [{"role": "user", "content": "1"}]
 
 
@@ -384,13 +353,13 @@ def test_a_chat_template_cannot_change_what_it_is_given(chatty):
 def test_chat_prompts_are_the_templates_own_and_split_after_the_users_words(chatty, tmp_path, content):
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": content}]
     spec = rows_file(tmp_path / "a.jsonl", [{"prompt": messages, "label": "1"}])
-    tokenizer = HuggingFaceTokenizer(chatty)
-    source = open_source(spec, tokenizer, DataConfig(apply_chat_template=True), split="train")
+    source = open_source(spec, chatty, DataConfig(apply_chat_template=True), split="train")
     (prompt,) = source.batch(0, 1)
-    whole = chatty.apply_chat_template(messages, tokenize=True, add_generation_prompt=True, return_dict=False)
+    own = chatty._tokenizer
+    whole = own.apply_chat_template(messages, tokenize=True, add_generation_prompt=True, return_dict=False)
     assert list(prompt.token_ids) == whole
-    assert chatty.decode(prompt.head_ids).endswith("user\n" + content.strip())
-    assert chatty.decode(prompt.tail_ids) == "<|im_end|>\n<|im_start|>assistant\n"
+    assert own.decode(prompt.head_ids).endswith("user\n" + content.strip())
+    assert own.decode(prompt.tail_ids) == "<|im_end|>\n<|im_start|>assistant\n"
 
 
 def test_a_chat_without_a_template_is_refused(tiny, tmp_path):
@@ -400,11 +369,10 @@ def test_a_chat_without_a_template_is_refused(tiny, tmp_path):
 
 
 def test_a_chat_must_end_with_the_user(chatty, tmp_path):
-    spec = rows_file(
-        tmp_path / "a.jsonl", [{"prompt": [{"role": "assistant", "content": "1"}], "label": "1"}]
-    )
+    row = {"prompt": [{"role": "assistant", "content": "1"}], "label": "1"}
+    spec = rows_file(tmp_path / "a.jsonl", [row])
     with pytest.raises(DataError, match=r"a\.jsonl, line 1: the last message must be the user's"):
-        open_source(spec, HuggingFaceTokenizer(chatty), DataConfig(apply_chat_template=True), split="train")
+        open_source(spec, chatty, DataConfig(apply_chat_template=True), split="train")
 
 
 # --------------------------------------------------------------------------------- correction prompts
@@ -433,22 +401,15 @@ def test_the_correction_prompt_without_a_reference(tiny):
 
 
 def test_the_correction_prompt_stays_inside_the_users_turn(chatty, tmp_path):
-    tokenizer = HuggingFaceTokenizer(chatty)
     spec = rows_file(tmp_path / "a.jsonl", [{"prompt": "1+1?", "label": "2"}])
-    prompt = open_source(spec, tokenizer, DataConfig(apply_chat_template=True), split="train").batch(0, 1)[0]
-    target, *references = [token_ids(tokenizer.encode(text)) for text in "ABC"]
-    ids = CorrectionTemplate(tokenizer, 3)(prompt, target, references)
-    assert chatty.decode(ids) == (
+    prompt = open_source(spec, chatty, DataConfig(apply_chat_template=True), split="train").batch(0, 1)[0]
+    target, *references = [token_ids(chatty.encode(text)) for text in "ABC"]
+    ids = CorrectionTemplate(chatty, 3)(prompt, target, references)
+    assert chatty.decode_all(ids) == (
         "<|im_start|>user\n1+1?\nCandidate solution 1: A\nCandidate solution 2: B\nCandidate solution 3: C\n"
-        + correction_instruction(3)
+        + INSTRUCTION_K2.replace("two", "three")
         + "<|im_end|>\n<|im_start|>assistant\n"
     )
-
-
-def test_the_instructions_are_the_papers_and_ours():
-    assert correction_instruction(2) == INSTRUCTION_K2
-    assert correction_instruction(1) == INSTRUCTION_K1
-    assert correction_instruction(3) == INSTRUCTION_K2.replace("two", "three")
 
 
 def test_a_correction_prompt_that_cannot_be_said_is_refused_at_start(tiny):
@@ -457,10 +418,6 @@ def test_a_correction_prompt_that_cannot_be_said_is_refused_at_start(tiny):
 
 
 # ----------------------------------------------------------------------------------- worked solutions
-
-
-def test_a_worked_solution_writes_every_step():
-    assert worked_solution("6 + 0 + 1 + 8 - 9") == "6+0=6+1=7+8=15-9=6#6"
 
 
 @pytest.mark.parametrize(
@@ -477,7 +434,8 @@ def test_a_student_who_always_drops_carries(expression, written):
     assert worked_solution(expression, random.Random(0), carry_dropped=1.0) == written
 
 
-def test_a_student_drops_borrows_and_slips():
+def test_a_worked_solution_writes_every_step_and_a_student_drops_borrows_and_slips():
+    assert worked_solution("6 + 0 + 1 + 8 - 9") == "6+0=6+1=7+8=15-9=6#6"
     assert worked_solution("15 - 7", random.Random(0), carry_dropped=1.0) == "15-7=18#18"
     slips = {worked_solution("1 + 1", random.Random(i), slip=1.0) for i in range(50)}
     assert slips == {"1+1=0#0", "1+1=1#1", "1+1=3#3", "1+1=4#4"}
@@ -488,6 +446,7 @@ EXPRESSIONS = st.tuples(
 ).map(lambda drawn: " ".join([str(drawn[0]), *(f"{operator} {term}" for operator, term in drawn[1])]))
 
 
+@settings(max_examples=50)
 @given(EXPRESSIONS, st.randoms(use_true_random=False))
 def test_a_student_of_skill_1_mends_the_first_error_and_one_of_skill_0_copies(expression, rng):
     candidate = worked_solution(expression, rng, carry_dropped=0.7, slip=0.3)

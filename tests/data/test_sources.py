@@ -38,34 +38,14 @@ from megatron_ibpo.data import (
 )
 from megatron_ibpo.data.mixture import cycle_counts, interleaved
 from megatron_ibpo.data.order import TableOrder
-from megatron_ibpo.data.pass_rates import (
-    Rate,
-    policy_fingerprint,
-    prompt_fingerprint,
-    rate_record,
-)
+from megatron_ibpo.data.pass_rates import Rate, policy_fingerprint, prompt_fingerprint, rate_record
 from megatron_ibpo.data.tables import JsonLines
 from megatron_ibpo.data.tokenizer import HuggingFaceTokenizer
 from megatron_ibpo.report import read_rows
 from megatron_ibpo.run.run_data import with_epochs
+from support.byte_tokenizers import byte_level
 from support.credit_cases import plain
 from support.paths import ROOT
-
-
-def byte_level(template=None):
-    """A tokenizer that can say everything: one token a byte."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    bytes_only = Tokenizer(models.BPE({piece: i for i, piece in enumerate(alphabet)}, []))
-    bytes_only.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    bytes_only.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bytes_only, eos_token="<|im_end|>")
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
-    tokenizer.chat_template = template
-    return HuggingFaceTokenizer(tokenizer)
-
 
 LETTERS = byte_level()
 TINY = HuggingFaceTokenizer(make_tiny_tokenizer())
@@ -122,6 +102,13 @@ def chatty():
     return byte_level(QWEN3)
 
 
+@pytest.fixture(params=["small", "large"])
+def any_size(request):
+    """Files that are read at once, and files that are read in parts."""
+    if request.param == "large":
+        request.getfixturevalue("everything_is_large")
+
+
 @pytest.fixture
 def everything_is_large(monkeypatch):
     """And comes in blocks of a few rows, of which three are shuffled together."""
@@ -144,7 +131,7 @@ LINES = st.lists(
 
 
 @given(LINES, st.integers(1, 70), st.booleans(), st.booleans())
-@settings(max_examples=150)
+@settings(max_examples=80)
 def test_blocks_of_a_file_have_its_rows_in_order_whatever_their_size(
     tmp_path_factory, lines, size, crlf, ends
 ):
@@ -161,6 +148,7 @@ def test_blocks_of_a_file_have_its_rows_in_order_whatever_their_size(
 
 
 @given(st.integers(1, 60), st.integers(0, 5))
+@settings(max_examples=50)
 def test_every_row_comes_once_an_epoch_and_resuming_needs_no_state(tmp_path_factory, count, seed):
     path = jsonl(tmp_path_factory.mktemp("rows") / "rows.jsonl", rows(count))
     with pytest.MonkeyPatch.context() as patch:
@@ -212,10 +200,7 @@ BAD = [
 
 
 @pytest.mark.parametrize("line", BAD)
-@pytest.mark.parametrize("size", ["small", "large"])
-def test_a_bad_row_is_named_or_skipped_and_counted(tmp_path, request, line, size):
-    if size == "large":
-        request.getfixturevalue("everything_is_large")
+def test_a_bad_row_is_named_or_skipped_and_counted(tmp_path, any_size, line):
     lines = [json.dumps(row) for row in rows(40)]
     lines[20:20] = [line, "", line]
     path = tmp_path / "rows.jsonl"
@@ -271,11 +256,8 @@ def saved(path, content):
     return path
 
 
-@pytest.mark.parametrize("size", ["small", "large"])
 @pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "parquet", "arrow", "saved", "hub"])
-def test_every_format_gives_the_same_prompts(tmp_path, request, kind, size):
-    if size == "large":
-        request.getfixturevalue("everything_is_large")
+def test_every_format_gives_the_same_prompts(tmp_path, any_size, kind):
     content, path = rows(40), tmp_path / f"rows.{kind}"
     if kind == "jsonl":
         jsonl(path, content)
@@ -409,15 +391,15 @@ def test_rows_with_the_id_of_another_can_be_skipped(tmp_path):
 
 
 def test_a_line_without_end_is_not_read_into_memory(tmp_path, monkeypatch, everything_is_large):
-    monkeypatch.setattr(tables, "LONGEST_LINE", 100_000)
+    monkeypatch.setattr(tables, "LONGEST_LINE", 10_000)
     path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows(30)) + '{"prompt": "' + "1" * 10**6)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows(30)) + '{"prompt": "' + "1" * 10**5)
     with pytest.raises(DataError, match=r"line 31: the line is longer than"):
         opened(path).batch(0, 31)
 
 
 @given(st.binary(max_size=400))
-@settings(max_examples=100)
+@settings(max_examples=60)
 def test_any_bytes_are_rows_or_a_data_error(tmp_path_factory, content):
     path = tmp_path_factory.mktemp("any") / "rows.jsonl"
     path.write_bytes(content)
@@ -440,7 +422,7 @@ def tables_on_disk(tmp_path_factory):
     st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.binary(max_size=4)), min_size=1, max_size=4),
     st.booleans(),
 )
-@settings(max_examples=120)
+@settings(max_examples=60)
 def test_any_damage_to_a_table_is_a_data_error(tmp_path_factory, tables_on_disk, suffix, hits, skips):
     content = bytearray(tables_on_disk[suffix])
     for place, written in hits:
@@ -457,10 +439,8 @@ def test_any_damage_to_a_table_is_a_data_error(tmp_path_factory, tables_on_disk,
 
 
 def test_the_settings_of_a_source(tmp_path):
-    path = jsonl(
-        tmp_path / "a.jsonl",
-        [{"q": f"{i}=", "a": i, "metadata": {"level": i % 2}, "task": None} for i in range(10)],
-    )
+    content = [{"q": f"{i}=", "a": i, "metadata": {"level": i % 2}, "task": None} for i in range(10)]
+    path = jsonl(tmp_path / "a.jsonl", content)
     spec = f"{path}?input_key=q&label_key=a&task=sums&suffix=(0)&rm_type=math&only=metadata.level%3D1"
     source = opened(spec, split="eval")
     assert labels(source, 5) == ["1", "3", "5", "7", "9"]
@@ -528,16 +508,17 @@ def test_a_chat_keeps_its_own_system_message_and_loses_old_thoughts(tmp_path, ch
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=5))
+@settings(max_examples=50)
 def test_sources_are_interleaved_evenly_and_in_exact_shares(counts):
     order = interleaved(counts)
     assert Counter(order) == dict(enumerate(counts))
     for end in range(len(order)):
         came = Counter(order[:end])
         for number, count in enumerate(counts):
-            due = end * count / len(order)
-            assert abs(came[number] - due) < len(counts)
+            assert abs(came[number] - end * count / len(order)) < len(counts)
 
 
+@settings(max_examples=50)
 @given(st.lists(st.fractions(Fraction(1, 500), 1000), min_size=1, max_size=5))
 def test_a_cycle_has_the_shares_of_the_weights(weights):
     counts = cycle_counts(weights)
@@ -586,10 +567,7 @@ def test_the_steps_of_epochs_follow_from_the_prompts(tmp_path, epochs, steps):
 # ------------------------------------------------------------------------------------------- filters
 
 
-@pytest.mark.parametrize("size", ["small", "large"])
-def test_long_prompts_are_dropped_where_asked(tmp_path, request, size):
-    if size == "large":
-        request.getfixturevalue("everything_is_large")
+def test_long_prompts_are_dropped_where_asked(tmp_path, any_size):
     content = [{"prompt": "1+" * (i % 10) + "1=", "label": str(i)} for i in range(50)]
     path = jsonl(tmp_path / "rows.jsonl", content)
     with pytest.raises(DataError, match=r"line \d+: the prompt has \d+ tokens.*--drop-long-prompts"):
@@ -603,10 +581,7 @@ def test_long_prompts_are_dropped_where_asked(tmp_path, request, size):
     ], "whatever was drawn before"
 
 
-@pytest.mark.parametrize("size", ["small", "large"])
-def test_questions_that_differ_in_white_space_alone_are_duplicates(tmp_path, request, size):
-    if size == "large":
-        request.getfixturevalue("everything_is_large")
+def test_questions_that_differ_in_white_space_alone_are_duplicates(tmp_path, any_size):
     content = [{"prompt": f"{i % 25} ={' ' * (i // 25)}", "label": str(i)} for i in range(50)]
     path = jsonl(tmp_path / "rows.jsonl", content)
     source = opened(path, data=DataConfig(deduplicate=True))
@@ -614,10 +589,7 @@ def test_questions_that_differ_in_white_space_alone_are_duplicates(tmp_path, req
     assert (source.num_prompts(), source.tallies[0].counts) == (25, {"duplicates": 25})
 
 
-@pytest.mark.parametrize("size", ["small", "large"])
-def test_ids_that_two_rows_share_are_named_or_left_out(tmp_path, request, size):
-    if size == "large":
-        request.getfixturevalue("everything_is_large")
+def test_ids_that_two_rows_share_are_named_or_left_out(tmp_path, any_size):
     content = [{"prompt": f"{i} =", "label": str(i), "id": i % 49} for i in range(50)]
     path = jsonl(tmp_path / "rows.jsonl", content)
     with pytest.raises(DataError, match="line 50: id 0 is that of"):
@@ -639,10 +611,7 @@ def test_prompts_outside_the_window_of_pass_rates_are_left_out(tmp_path):
     rates = {by_label[str(i)]: Rate(correct=i, scored=8) for i in range(9)}  # of 9 nothing is known
     source = opened(path, rates=PassRates(0.25, 0.75, rates))
     assert sorted(labels(source, 5)) == ["2", "3", "4", "5", "6"]
-    assert source.tallies[0].counts == {
-        "outside the pass-rate window": 4,
-        "without a measured pass rate": 1,
-    }
+    assert source.tallies[0].counts == {"outside the pass-rate window": 4, "without a measured pass rate": 1}
 
 
 def test_pass_rates_are_those_of_this_policy_and_its_settings(tmp_path):

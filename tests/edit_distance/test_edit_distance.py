@@ -42,6 +42,15 @@ EDGES = [1, 63, 64, 65, 127, 128, 129, 192, 255, 256, 257, 511, 512, 513, 1023, 
 """Lengths around the words, stripes and tiles of all instruction sets."""
 
 
+def both_flat(pairs) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Values and offsets of the first ones of the pairs, and of the second ones."""
+    return *flatten([a for a, _ in pairs]), *flatten([b for _, b in pairs])
+
+
+def rapidfuzz_distances(pairs) -> list[int]:
+    return [Levenshtein.distance(a.tolist(), b.tolist()) for a, b in pairs]
+
+
 def flatten(sequences) -> tuple[np.ndarray, np.ndarray]:
     values = np.concatenate([np.asarray(s, np.int64) for s in sequences] or [np.empty(0, np.int64)])
     return values, np.cumsum([0, *map(len, sequences)])
@@ -82,35 +91,29 @@ def pairs_of_all_kinds(seed, count, lengths):
 @pytest.mark.parametrize(
     ("a", "b", "count", "normalized"),
     [
-        ([], [], 0, 0.0),
-        ([], [1, 2], 2, 1.0),
-        ([5], [5], 0, 0.0),
-        ([1, 2, 3], [4, 5], 3, 1.0),
-        ([1, 2, 3, 4], [1, 3, 4], 1, 0.25),
-        ([1, 2, 3, 4], [1, 9, 3, 4, 5], 2, 0.4),
+        ([], [], 0, 0.0), ([], [1, 2], 2, 1.0), ([5], [5], 0, 0.0), ([1, 2, 3], [4, 5], 3, 1.0),
+        ([1, 2, 3, 4], [1, 3, 4], 1, 0.25), ([1, 2, 3, 4], [1, 9, 3, 4, 5], 2, 0.4),
         ([2**61 - 1], [0], 1, 1.0),
     ],
-)
+)  # fmt: skip
 def test_known_distances(a, b, count, normalized):
     assert distance(a, b, normalized=False) == count
     assert distance(b, a) == normalized
 
 
 @given(SMALL_IDS, SMALL_IDS)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80)
 def test_equals_the_textbook_table_on_every_path(a, b):
     values = (*flatten([a]), *flatten([b]))
     want = edits(a, b)
     for isa in ISAS:
         for engine in ENGINES:
-            assert _edit_distance.batch_distance(*values, None, 1, isa, engine).tolist() == [want], (
-                isa,
-                engine,
-            )
+            got = _edit_distance.batch_distance(*values, None, 1, isa, engine)
+            assert got.tolist() == [want], (isa, engine)
 
 
 @given(ANY_IDS, ANY_IDS)
-@settings(deadline=None)
+@settings(max_examples=50)
 def test_ids_of_any_size_and_sign(a, b):
     assert distance(a, b, normalized=False) == edits(a, b)
     mask, other, count = unmodified_mask([a], None, [b], None, return_other=True)
@@ -118,21 +121,11 @@ def test_ids_of_any_size_and_sign(a, b):
     assert count.tolist() == [edits(a, b)]
 
 
-@given(SMALL_IDS, SMALL_IDS, SMALL_IDS)
-@settings(deadline=None)
-def test_counts_are_a_metric(a, b, c):
-    ab, ba = distance(a, b, normalized=False), distance(b, a, normalized=False)
-    assert ab == ba
-    assert (ab == 0) == (a == b)
-    assert abs(len(a) - len(b)) <= ab <= max(len(a), len(b))
-    assert distance(a, c, normalized=False) <= ab + distance(b, c, normalized=False)
-
-
 @pytest.mark.parametrize("isa", ISAS)
 def test_every_engine_equals_rapidfuzz_around_all_edges_with_any_number_of_threads(isa):
     pairs = list(pairs_of_all_kinds(seed=0, count=250, lengths=EDGES))
-    arguments = (*flatten([a for a, _ in pairs]), *flatten([b for _, b in pairs]))
-    want = [Levenshtein.distance(a.tolist(), b.tolist()) for a, b in pairs]
+    arguments = both_flat(pairs)
+    want = rapidfuzz_distances(pairs)
     for engine in ENGINES:
         for threads in (0, 1, 3):
             got = _edit_distance.batch_distance(*arguments, None, threads, isa, engine)
@@ -144,8 +137,8 @@ def test_long_pairs_equal_rapidfuzz():
     ranks = rng.zipf(1.2, (3, 20_000)) % 150_000
     pairs = [(ranks[0], edited(rng, ranks[0], rate, 150_000)) for rate in (0.02, 0.2, 0.6)]
     pairs += [(ranks[1], ranks[2]), (ranks[1], ranks[2][:4000]), (ranks[0], np.roll(ranks[0], 7000))]
-    arguments = (*flatten([a for a, _ in pairs]), *flatten([b for _, b in pairs]))
-    want = [Levenshtein.distance(a.tolist(), b.tolist()) for a, b in pairs]
+    arguments = both_flat(pairs)
+    want = rapidfuzz_distances(pairs)
     for isa in ISAS:
         assert _edit_distance.batch_distance(*arguments, None, 1, isa, "").tolist() == want
         assert _edit_distance.batch_align(*arguments, 1, isa, "")[2].tolist() == want
@@ -154,8 +147,8 @@ def test_long_pairs_equal_rapidfuzz():
 @pytest.mark.parametrize("isa", ISAS)
 def test_above_the_cutoff_a_pair_is_saturated_and_up_to_it_exact(isa):
     pairs = list(pairs_of_all_kinds(seed=1, count=150, lengths=[40, 200, 600, 1500]))
-    arguments = (*flatten([a for a, _ in pairs]), *flatten([b for _, b in pairs]))
-    want = np.array([Levenshtein.distance(a.tolist(), b.tolist()) for a, b in pairs])
+    arguments = both_flat(pairs)
+    want = np.array(rapidfuzz_distances(pairs))
     for engine in ENGINES:
         for more in (-1, 0, 1):
             cutoffs = np.maximum(want + more, 0)
@@ -176,7 +169,7 @@ def test_cutoffs_are_in_the_unit_asked_for():
 
 
 @given(st.integers(1, 2000), st.integers(0, 2000), st.floats(0, 1.2))
-@settings(deadline=None)
+@settings(max_examples=50)
 def test_a_cutoff_decides_as_comparing_the_distance_itself_would(length, count, cutoff):
     count = min(count, length)
     a = np.arange(length)
@@ -185,23 +178,11 @@ def test_a_cutoff_decides_as_comparing_the_distance_itself_would(length, count, 
     assert distance(a, b, cutoff=count / length) == count / length
 
 
-@given(SMALL_IDS, SMALL_IDS)
-@settings(deadline=None)
-def test_new_names_for_ids_and_reversal_change_neither_distance_nor_matches(a, b):
-    def measured(x, y):
-        mask, count = unmodified_mask([x], None, [y], None)
-        return count.tolist(), int(mask.sum())
-
-    names = [7, -3, 2**40, 149_999]
-    assert measured(a, b) == measured([names[x] for x in a], [names[x] for x in b])
-    assert measured(a, b) == measured(a[::-1], b[::-1]) == measured(b, a)
-
-
 # ------------------------------------------------------------------------------------------- alignment
 
 
 @given(SHORT, SHORT)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120)
 def test_no_alignment_of_least_cost_keeps_more(a, b):
     mask, _ = unmodified_mask([a], None, [b], None)
     assert mask.sum() == most_matches(a, b)
@@ -210,7 +191,7 @@ def test_no_alignment_of_least_cost_keeps_more(a, b):
 @pytest.mark.parametrize("isa", ISAS)
 def test_the_alignment_is_the_canonical_one_on_every_path(isa):
     pairs = list(pairs_of_all_kinds(seed=2, count=60, lengths=[1, 20, 63, 64, 65, 130, 200]))
-    arguments = (*flatten([a for a, _ in pairs]), *flatten([b for _, b in pairs]))
+    arguments = both_flat(pairs)
     want = [canonical_matches(a.tolist(), b.tolist()) for a, b in pairs]
     for engine in ("", "stripes", "wavefront"):
         masks = _edit_distance.batch_align(*arguments, 2, isa, engine)[:2]
@@ -224,7 +205,7 @@ def test_the_alignment_is_the_canonical_one_on_every_path(isa):
 
 def test_alignments_are_bit_equal_on_all_instruction_sets_and_threads():
     pairs = list(pairs_of_all_kinds(seed=4, count=120, lengths=EDGES))
-    arguments = (*flatten([a for a, _ in pairs]), *flatten([b for _, b in pairs]))
+    arguments = both_flat(pairs)
     masks = [
         b"".join(part.tobytes() for part in _edit_distance.batch_align(*arguments, threads, isa, engine))
         for isa in ISAS
@@ -265,7 +246,7 @@ def test_a_script_by_hand():
 
 
 @given(SMALL_IDS, SMALL_IDS)
-@settings(deadline=None)
+@settings(max_examples=50)
 def test_a_script_turns_one_sequence_into_the_other(a, b):
     made = []
     reached = (0, 0)
@@ -308,7 +289,7 @@ def test_the_adaptive_threshold_by_hand():
 
 
 @given(st.integers(0, 40), st.integers(0, 40), st.integers(1, 9), st.integers(1, 3))
-@settings(deadline=None)
+@settings(max_examples=50)
 def test_a_distance_equal_to_the_adaptive_threshold_is_no_rewrite(common, other, equal, times):
     """Of equal distances none is above their mean. One in five that is greater than the others, all equal,
     lies on mean + 2 deviations; one in seven lies above."""
@@ -324,7 +305,7 @@ def test_a_distance_equal_to_the_adaptive_threshold_is_no_rewrite(common, other,
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=30))
-@settings(deadline=None)
+@settings(max_examples=50)
 def test_the_adaptive_threshold_is_the_double_below_the_exact_one(distances):
     exact = [Fraction(value) for value in distances]
     mean = sum(exact) / len(exact)
@@ -345,10 +326,8 @@ def test_no_corrections_have_no_adaptive_threshold():
 def test_the_adaptive_threshold_depends_on_neither_order_nor_threads():
     pairs = list(pairs_of_all_kinds(seed=6, count=60, lengths=[5, 60, 300]))
     thresholds = {
-        rewrite_test(
-            [a for a, _ in some], [b for _, b in some], [[]] * 60, threshold="adaptive", num_threads=threads
-        ).threshold
-        for some in (pairs, pairs[::-1])
+        rewrite_test(y, y_hat, [[]] * 60, threshold="adaptive", num_threads=threads).threshold
+        for y, y_hat in (map(list, zip(*some, strict=True)) for some in (pairs, pairs[::-1]))
         for threads in (1, 2, 5)
     }
     assert len(thresholds) == 1
@@ -448,7 +427,7 @@ def write():
 
 writer = threading.Thread(target=write)
 writer.start()
-calls, end = 0, time.monotonic() + 0.7
+calls, end = 0, time.monotonic() + 0.4
 while calls <= 20 or time.monotonic() < end:
     calls += 1
     try:
@@ -486,7 +465,7 @@ def test_other_threads_run_meanwhile():
 
 def test_a_fork_after_threads_were_at_work_still_computes():
     pairs = list(pairs_of_all_kinds(seed=7, count=100, lengths=[300, 900]))
-    arguments = (*flatten([a for a, _ in pairs]), *flatten([b for _, b in pairs]))
+    arguments = both_flat(pairs)
     want = batch_distance(*arguments, num_threads=4).tolist()
     child = os.fork()
     if child == 0:
@@ -531,11 +510,7 @@ def test_an_instruction_set_is_forced_by_name_or_environment(monkeypatch):
             TypeError,
             "a_values: cannot be read",
         ),
-        (
-            {"a_values": 5, "a_offsets": None},
-            TypeError,
-            "a: values without offsets must be a list of sequences",
-        ),
+        ({"a_values": 5, "a_offsets": None}, TypeError, "a: values without offsets must be a list of seq"),
         ({"a_values": [[1, 2.5]], "a_offsets": None}, TypeError, r"a\[0\]: .* not float64"),
         ({"a_offsets": [1, 2]}, ValueError, "a_offsets: must start with 0"),
         ({"b_offsets": []}, ValueError, "b_offsets: must start with 0"),

@@ -22,6 +22,7 @@ from support.sandboxed import adopts_no_longer, needs_sandbox  # noqa: F401
 pytestmark = needs_sandbox
 BUNDLED = Path("examples/code/problems.jsonl")
 SUM = {"inputs": ["1 2\n", "3 4\n", "5 6\n"], "outputs": ["3", "7", "11"]}
+ADD = "print(sum(map(int, input().split())))"
 APPEND = {"inputs": ["[1, 2]\n3", [[], 0]], "outputs": ["[1, 2, 3]", [[0]]], "fn_name": "append"}
 CHECK = {
     "test": "def check(candidate):\n    assert candidate(2) == 4\n    assert candidate(-3) == 9\n",
@@ -57,26 +58,32 @@ def scores(pairs):
 # ------------------------------------------------------------------------------------------------- problems
 
 
+def kinds(problems):
+    """How the problems are tested."""
+    labels = [json.loads(problem["label"]) for problem in problems]
+    return {("fn_name" in label, label.get("entry_point") is not None, "test" in label) for label in labels}
+
+
 def test_bundled_problems_cover_both_formats():
-    labels = [json.loads(problem["label"]) for problem in bundled()]
-    assert len(labels) >= 30
-    kinds = {("fn_name" in label, label.get("entry_point") is not None, "test" in label) for label in labels}
-    assert len(kinds) == 4
-    assert all(len(problem["mutants"]) >= 3 for problem in bundled())
-    assert all(label_problem(problem["label"], {}) is None for problem in bundled())
+    problems = bundled()
+    assert len(problems) >= 30
+    assert len(kinds(problems)) == 4
+    assert all(len(problem["mutants"]) >= 3 for problem in problems)
+    assert all(label_problem(problem["label"], {}) is None for problem in problems)
 
 
 def test_canonical_solutions_pass_and_mutants_fail():
-    problems = bundled()
+    problems = bundled()[::5]
+    assert len(kinds(problems)) == 4
     assert scores([(problem["canonical"], problem) for problem in problems]) == [1.0] * len(problems)
     assert scores([(problem["mutants"][0], problem) for problem in problems]) == [0.0] * len(problems)
 
 
 @pytest.mark.slow
-def test_every_mutant_fails():
-    pairs = [(mutant, problem) for problem in bundled() for mutant in problem["mutants"]]
-    passed = [pair for pair, value in zip(pairs, scores(pairs), strict=True) if value]
-    assert passed == []
+def test_every_canonical_solution_passes_and_every_mutant_fails():
+    right = [(problem["canonical"], problem) for problem in bundled()]
+    wrong = [(mutant, problem) for problem in bundled() for mutant in problem["mutants"]]
+    assert scores(right + wrong) == [1.0] * len(right) + [0.0] * len(wrong)
 
 
 # ---------------------------------------------------------------------------------------------- extraction
@@ -85,26 +92,17 @@ def test_every_mutant_fails():
 @pytest.mark.parametrize(
     ("response", "program"),
     [
-        ("```python\na\n```", "a\n"),
-        ("```py\na\n```\nor rather\n```python\nb\n```", "b\n"),
-        ("```\na\n```", "a\n"),
-        ("```python\na\n```\nIt prints\n```text\n3\n```", "a\n"),
-        ("~~~python\na\n~~~", "a\n"),
-        ("<think>\n```python\na\n```\n</think>\n```python\nb\n```", "b\n"),
-        ("<think>\n```python\na\n```\n</think>\nNo.", None),
-        ("```print(1)```", None),
-        ("```python\na", None),
+        ("```python\na\n```", "a\n"), ("```py\na\n```\nor rather\n```python\nb\n```", "b\n"),
+        ("```\na\n```", "a\n"), ("```python\na\n```\nIt prints\n```text\n3\n```", "a\n"),
+        ("~~~python\na\n~~~", "a\n"), ("<think>\n```python\na\n```\n</think>\n```python\nb\n```", "b\n"),
+        ("<think>\n```python\na\n```\n</think>\nNo.", None), ("```print(1)```", None), ("```python\na", None),
         ("```python\na\n```\n```python\nb", "a\n"),
         ("1. So:\n   ```python\n   if a:\n       b\n   ```", "if a:\n    b\n"),
-        ("````python\n```\na\n````", "```\na\n"),
-        ("```a\n" * 100_000, None),
-        ("print(1)", "print(1)"),
-        ("I do not know", None),
-        ("", None),
-        ("(" * 100_000, None),
+        ("````python\n```\na\n````", "```\na\n"), ("```a\n" * 100_000, None), ("print(1)", "print(1)"),
+        ("I do not know", None), ("", None), ("(" * 100_000, None),
         ("```python\ns = '''\n  ```x```\n'''\n```", "s = '''\n  ```x```\n'''\n"),
     ],
-)
+)  # fmt: skip
 def test_the_program_is_the_last_closed_python_block(response, program):
     assert extract_answer(response) == program
 
@@ -123,20 +121,12 @@ def test_no_program_is_wrong():
 @pytest.mark.parametrize(
     ("said", "expected", "same"),
     [
-        ("1\n2\n", "1\n2", True),
-        (" 1 \n 2", "1\n2\n\n", True),
-        ("1.0 2.50", "1 2.5", True),
-        ("1e2", "100", True),
-        ("50000000000000000", "50000000000000001", False),
-        ("0.1", "0.10000001", False),
-        ("a b", "a  b", False),
-        ("1\n\n2", "1\n2", False),
-        ("", "", True),
-        ("nan", "nan", True),
-        ("sNaN", "1", False),
-        ("yes", "YES", False),
+        ("1\n2\n", "1\n2", True), (" 1 \n 2", "1\n2\n\n", True), ("1.0 2.50", "1 2.5", True),
+        ("1e2", "100", True), ("50000000000000000", "50000000000000001", False), ("0.1", "0.10000001", False),
+        ("a b", "a  b", False), ("1\n\n2", "1\n2", False), ("", "", True), ("nan", "nan", True),
+        ("sNaN", "1", False), ("yes", "YES", False),
     ],
-)
+)  # fmt: skip
 def test_outputs_are_compared_as_livecodebench_does(said, expected, same):
     assert same_output(said, expected) is same
 
@@ -144,7 +134,7 @@ def test_outputs_are_compared_as_livecodebench_does(said, expected, same):
 def test_the_share_of_passed_tests_is_kept_and_the_first_failure_ends():
     program = "a, b = map(int, input().split())\nprint(a + b if a < 5 else 0)"
     assert graded(program, SUM) == {"score": 0.0, "tests_passed": pytest.approx(2 / 3), "timed_out": 0.0}
-    assert graded("print(sum(map(int, input().split())))", SUM)["score"] == 1.0
+    assert graded(ADD, SUM)["score"] == 1.0
 
 
 def test_functions_get_arguments_and_return_json():
@@ -233,10 +223,8 @@ def asserts(test):
     return {"test": test, "entry_point": None}
 
 
-LOOPS = """
-cases = [1, 2, 3]
-wanted = [1, 4, 9]
-"""
+LOOPS = "cases = [1, 2, 3]\nwanted = [1, 4, 9]\n"
+CLEAR = "def f(c, x): c.clear(); return x"
 
 
 @pytest.mark.parametrize(
@@ -249,22 +237,13 @@ wanted = [1, 4, 9]
         ("class S(StopIteration): pass\ndef f(x): raise S", "assert all(map(f, [1, 2]))"),
         ("def f(): raise StopIteration", "for x in iter(f, None):\n    assert x == 1\nassert True"),
         ("def f(x): raise GeneratorExit", "assert all(f(x) for x in [1])"),
-        ("def f(c, x): c.clear(); return x", LOOPS + "for x in cases:\n    assert f(cases, x) == x * x"),
-        ("def f(c, x): c.clear(); return x", LOOPS + "assert all(f(cases, x) == x * x for x in cases)"),
-        (
-            "def f(c, x): c.clear(); return x",
-            LOOPS + "for x, y in zip(cases, wanted):\n    assert f(cases, x) == y",
-        ),
-        (
-            "def f(c, x): c.clear(); return x",
-            LOOPS + "for i, x in enumerate(cases):\n    assert f(cases, x) == wanted[i]",
-        ),
+        (CLEAR, LOOPS + "for x in cases:\n    assert f(cases, x) == x * x"),
+        (CLEAR, LOOPS + "assert all(f(cases, x) == x * x for x in cases)"),
+        (CLEAR, LOOPS + "for x, y in zip(cases, wanted):\n    assert f(cases, x) == y"),
+        (CLEAR, LOOPS + "for i, x in enumerate(cases):\n    assert f(cases, x) == wanted[i]"),
         ("def f(w): w.clear(); return w", LOOPS + "assert f(wanted) == wanted"),
         ("def f(w): w.clear(); return []", LOOPS + "assert wanted == f(wanted) or f(wanted) == wanted"),
-        (
-            "def f(d, x): d.clear(); return x",
-            "d = {1: 1, 2: 4}\nfor x, y in d.items():\n    assert f(d, x) == y",
-        ),
+        (CLEAR, "d = {1: 1, 2: 4}\nfor x, y in d.items():\n    assert f(d, x) == y"),
         ("def f(s, x): s.clear(); return 0", "s = {1, 2}\nfor x in s:\n    assert f(s, x) == x"),
         ("def f(c): c[1][:] = [7]", "case = ([[3, 1]], [1, 3])\nf(case)\nassert case[0] == [1, 3]"),
         ("def f(x): x[:] = [2]; return x", "w = [1]\nn = [w]\nassert f(w) == n[0]"),
@@ -277,31 +256,36 @@ def test_a_program_ends_no_loop_of_the_tests_and_changes_nothing_that_they_expec
 SORT = "def f(values, *rest): values.sort()"
 
 
-@pytest.mark.parametrize(
-    ("program", "test"),
-    [
-        (SORT, "a = [3, 1]\nf(a)\nassert a == [1, 3]"),
-        (SORT, "a = [3, 1]\nassert f(a) is None\nassert a == [1, 3]"),
-        (SORT, "for a, w in [([2, 1], [1, 2]), ([3, 1], [1, 3])]:\n f(a)\n assert a == w"),
-        (SORT, "def run():\n a = [3, 1]\n r = f(a)\n assert r is None and a == [1, 3]\nrun()\nassert run"),
-        (SORT, "a = [3, 1]\ndef run():\n f(a)\n assert a == [1, 3]\nrun()\nassert a == [1, 3]"),
-        (SORT, "def g():\n a = [3, 1]\n def run():\n  f(a)\n run()\n assert a == [1, 3]\ng()\nassert 1"),
-        (SORT, "def run(b):\n f(b)\n return b\na = [3, 1]\nassert run(a) == [1, 3]\nassert a == [1, 3]"),
-        (SORT, "args = [[3, 1], 0]\nf(*args)\nassert args[0] == [1, 3]"),
-        (SORT, "case = {'in': [3, 1]}\nf(case['in'])\nassert case['in'] == [1, 3]"),
-        (SORT, "class T:\n def go(self):\n  a = [3, 1]\n  f(a)\n  assert a == [1, 3]\nT().go()\nassert 1"),
-        (SORT, "a = [3, 1]\nif f(a) is None:\n assert a == [1, 3]\nelse:\n assert False"),
-        (SORT, "a = [3, 1]\nif f(a):\n assert False\nassert a == [1, 3]"),
-        (SORT, "a = [3, 1]\ntry:\n f(a)\nfinally:\n assert a == [1, 3]"),
-        ("def f(d): d['x'] = 1; return d", "d = {}\nassert f(d) == {'x': 1}\nassert d == {'x': 1}"),
-        ("def f(d): return dict(d, x=1)", "d = {}\nassert f(d) == {'x': 1}\nassert d == {}"),
-        ("def f(a): return a.pop()", "a = [1, 2]\nr = []\nwhile a:\n r.append(f(a))\nassert r == [2, 1]"),
-        ("def f(x): return x[5]", "try:\n f([1])\n assert False\nexcept IndexError:\n pass"),
-        ("def f(): return iter([1, 2])", "assert [x for x in f()] == [1, 2]"),
-    ],
-)  # fmt: skip
+SEEN = [
+    (SORT, "a = [3, 1]\nf(a)\nassert a == [1, 3]"),
+    (SORT, "a = [3, 1]\nassert f(a) is None\nassert a == [1, 3]"),
+    (SORT, "for a, w in [([2, 1], [1, 2]), ([3, 1], [1, 3])]:\n f(a)\n assert a == w"),
+    (SORT, "def run():\n a = [3, 1]\n r = f(a)\n assert r is None and a == [1, 3]\nrun()\nassert run"),
+    (SORT, "a = [3, 1]\ndef run():\n f(a)\n assert a == [1, 3]\nrun()\nassert a == [1, 3]"),
+    (SORT, "def g():\n a = [3, 1]\n def run():\n  f(a)\n run()\n assert a == [1, 3]\ng()\nassert 1"),
+    (SORT, "def run(b):\n f(b)\n return b\na = [3, 1]\nassert run(a) == [1, 3]\nassert a == [1, 3]"),
+    (SORT, "args = [[3, 1], 0]\nf(*args)\nassert args[0] == [1, 3]"),
+    (SORT, "case = {'in': [3, 1]}\nf(case['in'])\nassert case['in'] == [1, 3]"),
+    (SORT, "class T:\n def go(self):\n  a = [3, 1]\n  f(a)\n  assert a == [1, 3]\nT().go()\nassert 1"),
+    (SORT, "a = [3, 1]\nif f(a) is None:\n assert a == [1, 3]\nelse:\n assert False"),
+    (SORT, "a = [3, 1]\nif f(a):\n assert False\nassert a == [1, 3]"),
+    (SORT, "a = [3, 1]\ntry:\n f(a)\nfinally:\n assert a == [1, 3]"),
+    ("def f(d): d['x'] = 1; return d", "d = {}\nassert f(d) == {'x': 1}\nassert d == {'x': 1}"),
+    ("def f(d): return dict(d, x=1)", "d = {}\nassert f(d) == {'x': 1}\nassert d == {}"),
+    ("def f(a): return a.pop()", "a = [1, 2]\nr = []\nwhile a:\n r.append(f(a))\nassert r == [2, 1]"),
+    ("def f(x): return x[5]", "try:\n f([1])\n assert False\nexcept IndexError:\n pass"),
+    ("def f(): return iter([1, 2])", "assert [x for x in f()] == [1, 2]"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("program", "test"), SEEN)
 def test_what_tests_mean_to_see_of_their_arguments_they_see(program, test):
     assert passes(program, asserts(test))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("test", [test for _, test in SEEN])
+def test_what_tests_mean_to_see_is_not_there_where_the_call_raises(test):
     assert not passes("def f(*_): raise KeyError", asserts(test))
 
 
@@ -328,12 +312,12 @@ def test_slow_programs_are_wrong_and_no_error():
     assert found["score"] == 0.0
     assert found["timed_out"] == 1.0
     assert 0.0 < found["tests_passed"] < 1.0
-    assert graded("while True: pass", SUM, seconds=0.3)["timed_out"] == 1.0
+    assert graded("while True: pass", SUM, seconds=0.2)["timed_out"] == 1.0
     many = {"inputs": ["1"] * 50, "outputs": ["1"] * 50, "fn_name": "f"}
     slept = "import time\ndef f(x):\n    time.sleep(0.1)\n    return x"
-    assert graded(slept, many, total_seconds=0.8)["timed_out"] == 1.0
-    assert graded("def append(a, b):\n    while True: pass", APPEND, seconds=0.3)["timed_out"] == 1.0
-    assert graded("def square(x):\n    while True: pass", CHECK, seconds=0.3)["timed_out"] == 1.0
+    assert graded(slept, many, total_seconds=0.5)["timed_out"] == 1.0
+    assert graded("def append(a, b):\n    while True: pass", APPEND, seconds=0.2)["timed_out"] == 1.0
+    assert graded("def square(x):\n    while True: pass", CHECK, seconds=0.2)["timed_out"] == 1.0
 
 
 # -------------------------------------------------------------------------------------------------- labels
@@ -383,9 +367,8 @@ def test_a_run_refuses_to_start_without_a_sandbox_unless_told(monkeypatch, tmp_p
     with pytest.raises(ValueError, match=r"no user namespaces here.*bubblewrap.*--unsafe-code-execution"):
         open_verifier(DataConfig(rm_type="code", reward_workers=1))
     unsafe = DataConfig(rm_type="code", reward_workers=1, reward_timeout=60.0, unsafe_code_execution=True)
-    program = "print(sum(map(int, input().split())))"
     with open_verifier(unsafe) as verifier:
-        assert [each.reward for each in verifier.score([(prompt(SUM), program)])] == [1.0]
+        assert [each.reward for each in verifier.score([(prompt(SUM), ADD)])] == [1.0]
 
 
 def test_a_sandbox_that_fails_is_an_error_of_the_verifier(monkeypatch):
@@ -453,21 +436,21 @@ def server(monkeypatch):
 
 def test_a_server_grades_all_formats(server):
     for program, label in (
-        ("print(sum(map(int, input().split())))", SUM),
+        (ADD, SUM),
         ("def append(a, b): return [*a, b]", APPEND),
         ("def square(x): return x * x", CHECK),
     ):
         assert passes(program, label, executor=server.url)
         assert not passes("def square(x): return 0\ndef append(a, b): return 0", label, executor=server.url)
     assert {request["memory_limit_MB"] for request in server.requests} == {1024}
-    assert graded("while True: pass", SUM, seconds=0.3, executor=server.url)["timed_out"] == 1.0
+    assert graded("while True: pass", SUM, seconds=0.2, executor=server.url)["timed_out"] == 1.0
 
 
 def test_a_server_that_fails_is_asked_again_and_then_is_an_error(server):
     failed = (200, {"status": "SandboxError", "message": "full", "run_result": None})
     good = json.dumps(SUM)
     server.answers = [(503, {}), failed]
-    assert passes("print(sum(map(int, input().split())))", SUM, executor=server.url)
+    assert passes(ADD, SUM, executor=server.url)
     for answers, why in (
         ([failed] * 3, "full"),
         ([(500, b"?")] * 3, "500"),

@@ -58,11 +58,11 @@ def gguf_to_hf(gguf: Path, target: Path) -> None:
 
 def _read(gguf: Path) -> tuple[Any, Any]:
     """(model, tokenizer)."""
+    header = read_header(gguf)
+    _check_merges(header)
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-    header = read_header(gguf)
-    _check_merges(header)
     config = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
     _check_sizes(config, header)
     with torch.device("meta"):
