@@ -12,6 +12,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 
 from megatron_ibpo.weights.formats.retention import Keep
 from support import planned
@@ -132,7 +133,8 @@ def of_a_sharded_optimizer(world, hf_dir, rows, directory):
 
     planned.update(trainer, rows)
     with mock.patch.object(FileSystemWriterAsync, "write_preloaded_data", held_back):
-        with Allocations() as taken:
+        on_device = mock.patch.object(torch.Tensor, "cuda", side_effect=AssertionError("on the device"))
+        with Allocations() as taken, on_device:
             saver.begin(trainer, Order(Path(directory), 1, {}, Keep(1)))
         found["most"], found["held"] = taken.peak / parameters, taken.present / parameters
         metrics = planned.update(trainer, rows)
