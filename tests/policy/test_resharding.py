@@ -22,13 +22,15 @@ def on(ranks, pieces=1, **sizes):
 SHARDED = {"distributed_optimizer": True}
 QUICK = {
     "dense TP2 DP2 to PP2, sharded": (on(4, tp=2, **SHARDED), on(2, pp=2, **SHARDED)),
-    "next TP2 to uneven PP2": (on(2, tp=2), on(2, pp=2, first=1)),
-    "next EP2 to one rank, sharded": (on(2, ep=2, **SHARDED), on(1, **SHARDED)),
+    "deltas TP2 to uneven PP2": (on(2, tp=2), on(2, pp=2, first=1)),
+    "deltas EP2 to one rank, sharded": (on(2, ep=2, **SHARDED), on(1, **SHARDED)),
 }
 """Where a checkpoint is saved and where it goes on: each kind of parallelism taken apart and put together,
 with either optimizer; "sharded": the optimizer, over data parallel."""
 REST = {
     "dense CP2 DP2 to TP2 DP2, sharded": (on(4, cp=2, **SHARDED), on(4, tp=2, **SHARDED)),
+    "next TP2 to uneven PP2": (on(2, tp=2), on(2, pp=2, first=1)),
+    "next EP2 to one rank, sharded": (on(2, ep=2, **SHARDED), on(1, **SHARDED)),
     "next CP2 to one rank, sharded": (on(2, cp=2, **SHARDED), on(1, **SHARDED)),
     "dense TP2 to one rank": (on(2, tp=2), on(1)),
     "dense TP2 to PP2": (on(2, tp=2), on(2, pp=2)),
@@ -80,6 +82,7 @@ def test_another_layout_goes_on_from_the_same_state(tmp_path, pairs):
     models = {
         "dense": make_qwen3(tmp_path / "dense", 3, std=0.1),
         "deep": make_qwen3(tmp_path / "deep", 3, std=0.1, layers=4),
+        "deltas": make_qwen3_next(tmp_path / "deltas", 4, std=0.1, layers=3),
         "next": make_qwen3_next(tmp_path / "next", 4, std=0.1),
     }
     through, resumed = {}, {}
