@@ -5,6 +5,7 @@ import ast
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, get_args, get_type_hints
 
 from megatron_ibpo.config import Config
@@ -133,20 +134,15 @@ def model_overrides(config: Config) -> dict[str, Any]:
     """
     if not config.model.model_override:
         return {}
-    fields = declared_fields("megatron.core", "model_parallel_config.py", "ModelParallelConfig")
-    fields |= declared_fields("megatron.core", "transformer/transformer_config.py", "TransformerConfig")
     instead = MODEL_OURS | _OF_MEGATRON_LM
-    return _values(MODEL, config.model.model_override, fields, instead, "TransformerConfig")
+    return _values(MODEL, config.model.model_override, instead, "TransformerConfig")
 
 
 def optimizer_overrides(config: Config) -> dict[str, Any]:
     """The same of OptimizerConfig and --optimizer-override."""
     if not config.optimizer.optimizer_override:
         return {}
-    fields = declared_fields("megatron.core", "optimizer/optimizer_config.py", "OptimizerConfig")
-    values = _values(
-        OPTIMIZER, config.optimizer.optimizer_override, fields, OPTIMIZER_OURS, "OptimizerConfig"
-    )
+    values = _values(OPTIMIZER, config.optimizer.optimizer_override, OPTIMIZER_OURS, "OptimizerConfig")
     smaller = [name for name in ("exp_avg_dtype", "exp_avg_sq_dtype", "main_params_dtype") if name in values]
     if smaller and not config.optimizer.use_precision_aware_optimizer:
         raise ValueError(f"{OPTIMIZER} {smaller[0]}: needs --use-precision-aware-optimizer")
@@ -272,11 +268,29 @@ def check_overrides(config: Config) -> None:
         raise ValueError("\n".join(problems))
 
 
-def _values(
-    flag: str, pairs: tuple[str, ...], fields: Fields, ours: Mapping[str, str], of: str
-) -> dict[str, Any]:
-    instead = {name: _OF_OBJECTS for name, declared in fields.items() if _is_object(declared)}
-    instead.update(ours)
+_SOURCES = {
+    "TransformerConfig": (
+        ("model_parallel_config.py", "ModelParallelConfig"),
+        ("transformer/transformer_config.py", "TransformerConfig"),
+    ),
+    "OptimizerConfig": (("optimizer/optimizer_config.py", "OptimizerConfig"),),
+}
+"""Files and classes that declare the fields of Megatron's configurations."""
+
+
+@cache
+def _declared(of: str) -> tuple[Fields, Mapping[str, str]]:
+    """Return the fields of one of `_SOURCES`, and what to do instead of setting those that take a Python
+    object. Reading them takes a tenth of a second, and an update asks several times."""
+    fields: dict[str, ast.expr] = {}
+    for file, name in _SOURCES[of]:
+        fields |= declared_fields("megatron.core", file, name)
+    return fields, {name: _OF_OBJECTS for name, declared in fields.items() if _is_object(declared)}
+
+
+def _values(flag: str, pairs: tuple[str, ...], ours: Mapping[str, str], of: str) -> dict[str, Any]:
+    fields, objects = _declared(of)
+    instead = {**objects, **ours}
     values = declared_values(flag, pairs, fields, instead, library="Megatron", of=of)
     for name, value in values.items():
         if ast.unparse(fields[name]).count("torch.dtype") and value not in (None, *_DTYPES):

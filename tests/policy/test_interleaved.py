@@ -19,7 +19,7 @@ from support.critics import critic_config, open_critic, rows_with_returns
 from support.ranks import run_ranks
 from support.tiny_models import make_qwen3, make_qwen3_next
 from support.train_sequences import sequences
-from support.trainers import EPSILON, LR, assert_close, close_trainer, config_for, open_trainer
+from support.trainers import EPSILON, LR, assert_close, close_trainer, config_for, open_trainer, weights_of
 
 ONE = (1, 1)
 STAGES = (2, 1)
@@ -28,7 +28,7 @@ INTERLEAVED = (2, 2)
 MAKE = {
     "dense": partial(make_qwen3, layers=4),
     "tied": partial(make_qwen3, layers=4, tie=True),
-    "dense, eight layers": partial(make_qwen3, layers=8),
+    "deep": partial(make_qwen3, layers=8),
     "next": make_qwen3_next,
 }
 
@@ -47,16 +47,12 @@ def interleaved(layout, config, **parallel):
     return config
 
 
-def weights(export):
-    return {name: tensor.clone() for name, tensor in export if tensor is not None}
-
-
 def updated(world, hf_dir, layout, rows, parallel):
     """Log-probs, metrics, weights as loaded, and gradients, of a step held to a reference policy."""
-    config = interleaved(layout, config_for(None, max_tokens=40, kl_coef=0.5), **parallel)
+    config = interleaved(layout, config_for(None, max_tokens=60, kl_coef=0.5), **parallel)
     trainer, export, _ = open_trainer(world, hf_dir, config, reference=hf_dir)
-    before, logprobs = weights(export), planned.logprobs(trainer, rows)
-    metrics, after = planned.update(trainer, rows), weights(export)
+    before, logprobs = weights_of(export), planned.logprobs(trainer, rows)
+    metrics, after = planned.update(trainer, rows), weights_of(export)
     close_trainer()
     return logprobs, metrics, before, {name: (before[name] - after[name]) * (EPSILON / LR) for name in before}
 
@@ -66,7 +62,7 @@ def all_updated(world, hf_dirs, layout, rows, parallel):
 
 
 def check_updates(hf_dirs, layout, ranks, **parallel):
-    rows = sequences()
+    rows = sequences(6)
     expected = run_ranks(all_updated, 1, hf_dirs, ONE, rows, {})[0]
     found = run_ranks(all_updated, ranks, hf_dirs, layout, rows, parallel, timeout=240)
     for number, (logprobs, metrics, before, moved) in enumerate(expected):
@@ -81,93 +77,25 @@ def check_updates(hf_dirs, layout, ranks, **parallel):
             assert all(rank[number][1][name] == own_metrics[name] for rank in found)
 
 
-@pytest.mark.world
-def test_logprobs_loss_and_gradients_are_those_of_one_process(models):
-    check_updates([models["tied"], models["next"]], INTERLEAVED, 2)
+SHARED = {
+    "use_distributed_optimizer": True,
+    "overlap_grad_reduce": True,
+    "overlap_param_gather": True,
+    "expert_model_parallel_size": 2,
+}
 
 
 @pytest.mark.world
-@pytest.mark.slow
-def test_they_are_with_data_parallel_ranks_that_share_the_optimizer(models):
-    parallel = {
-        "use_distributed_optimizer": True,
-        "overlap_grad_reduce": True,
-        "overlap_param_gather": True,
-        "expert_model_parallel_size": 2,
-    }
-    check_updates([models["next"]], INTERLEAVED, 4, **parallel)
-
-
-@pytest.mark.world
-@pytest.mark.slow
-def test_they_are_in_a_pipeline_of_four_stages(models):
-    check_updates([models["dense, eight layers"]], (4, 2), 4)
-
-
-def going_on(world, cases, directory, *, saving):
-    """By case: gradient norms and weights of two updates after a checkpoint that is written or read."""
-    return {
-        name: gone_on(world, hf_dir, before if saving else after, directory / name, saving)
-        for name, (hf_dir, before, after) in cases.items()
-        if (before if saving else after)[0] == world.size
-    }
-
-
-def gone_on(world, hf_dir, layout, directory, saving):
-    from megatron_ibpo.policy.checkpoint import load_checkpoint
-    from megatron_ibpo.policy.saving import save_checkpoint
-    from megatron_ibpo.weights.formats.run_state import find_checkpoint
-
-    # a large epsilon: what rounding makes of a gradient near zero does not decide about the step
-    config = interleaved(layout, config_for(None, lr=1e-2, eps_adam=1e-2))
-    trainer, export, _ = open_trainer(world, hf_dir, config)
-    rows = sequences(6)
-    if saving:
-        planned.update(trainer, rows)
-        save_checkpoint(trainer, directory, 1, {})
-    else:
-        load_checkpoint(trainer, find_checkpoint(directory))
-    norms = [planned.update(trainer, rows)["grad_norm"] for _ in range(2)]
-    found = weights(export)
-    close_trainer()
-    return norms, found
-
-
-def check_resuming(cases, directory):
-    through, resumed = {}, {}
-    for found, saving in ((through, True), (resumed, False)):
-        for size in (1, 2):
-            run = partial(going_on, saving=saving)
-            found |= run_ranks(run, size, cases, directory, timeout=240)[0]
-    assert through.keys() == resumed.keys() == cases.keys()
-    for name, (norms, expected) in through.items():
-        assert resumed[name][0] == pytest.approx(norms, rel=1e-5)
-        assert all((resumed[name][1][n] - own).abs().max() < 1e-6 for n, own in expected.items())
-
-
-@pytest.mark.world
-@pytest.mark.slow
-def test_it_goes_on_from_another_layout_and_another_from_it(models, tmp_path):
-    check_resuming(
-        {
-            "into": (models["dense"], ONE, INTERLEAVED),
-            "out of": (models["dense"], INTERLEAVED, STAGES),
-        },
-        tmp_path,
-    )
-
-
-@pytest.mark.world
-@pytest.mark.slow
-def test_so_it_does_with_experts_and_delta_nets(models, tmp_path):
-    check_resuming(
-        {
-            "into": (models["next"], STAGES, INTERLEAVED),
-            "out of": (models["next"], INTERLEAVED, ONE),
-            "as it was": (models["next"], INTERLEAVED, INTERLEAVED),
-        },
-        tmp_path,
-    )
+@pytest.mark.parametrize(
+    ("names", "layout", "ranks", "parallel"),
+    [
+        pytest.param(["tied", "next"], INTERLEAVED, 2, {}, id="two stages"),
+        pytest.param(["next"], INTERLEAVED, 4, SHARED, id="shared optimizer", marks=pytest.mark.slow),
+        pytest.param(["deep"], (4, 2), 4, {}, id="four stages", marks=pytest.mark.slow),
+    ],
+)
+def test_logprobs_loss_and_gradients_are_those_of_one_process(models, names, layout, ranks, parallel):
+    check_updates([models[name] for name in names], layout, ranks, **parallel)
 
 
 def criticised(world, hf_dir, layout, rows):

@@ -16,7 +16,7 @@ from support import planned
 from support.ranks import run_ranks
 from support.tiny_models import make_qwen3, make_qwen3_moe, make_qwen3_next
 from support.train_sequences import sequences
-from support.trainers import close_trainer, config_for, open_trainer
+from support.trainers import close_trainer, config_for, open_trainer, weights_of
 
 pytestmark = pytest.mark.world
 
@@ -77,16 +77,16 @@ def trained(world, hf_dir, config, directory, *, how):
         seen = [planned.update(trainer, rows)]
         if how == FORGOTTEN:
             return without_times(seen)
-        seen += [planned.logprobs(trainer, rows), weights(export)]
+        seen += [planned.logprobs(trainer, rows), weights_of(export)]
         residence = Residence([trainer], world, offload=True)
         residence.leave(Held.NOTHING)
         residence.bring(Held.EVERYTHING)
         saved = save_checkpoint(trainer, directory, 1, {})
-        seen += [planned.update(trainer, rows), weights(export)]
+        seen += [planned.update(trainer, rows), weights_of(export)]
         close_trainer()
         trainer, export, _ = open_trainer(world, hf_dir, config, reference)
         load_checkpoint(trainer, saved)
-        seen += [weights(export), planned.update(trainer, rows), weights(export)]
+        seen += [weights_of(export), planned.update(trainer, rows), weights_of(export)]
     return without_times(seen)
 
 
@@ -97,10 +97,6 @@ def without_times(seen):
         else one
         for one in seen
     ]
-
-
-def weights(export):
-    return {name: tensor.clone() for name, tensor in export if tensor is not None}
 
 
 def compared(world, hf_dir, layout, directory, loss, ways):
@@ -126,6 +122,7 @@ def same(one, other):
 MODELS = {
     "dense": make_qwen3,
     "tied": partial(make_qwen3, tie=True),
+    "delta net": partial(make_qwen3_next, layers=1),
     "next": partial(make_qwen3_next, layers=2),
 }
 CASES: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
@@ -136,32 +133,27 @@ CASES: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
         {"pipeline_model_parallel_size": 2},
         {"kl_coef": 0.1},
     ),
+    "delta net": ("delta net", 2, {}, {}),
     "next": ("next", 2, {}, {}),
     "next, experts shared out": ("next", 2, {"expert_model_parallel_size": 2}, {}),
 }
-QUICK = ["next"]
+QUICK = "delta net"
 
 
-def check(name, tmp_path, ways):
-    model, ranks, layout, loss = CASES[name]
+@pytest.mark.parametrize(
+    "case", [name if name == QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+)
+def test_steps_logprobs_offload_export_and_checkpoints_are_the_same_to_the_bit(case, tmp_path):
+    """When gathers come as late as they can; in slow cases also when they come as they come."""
+    model, ranks, layout, loss = CASES[case]
     hf_dir = MODELS[model](tmp_path / "model", 3, std=0.1)
+    ways = [BEFORE, LATE, FORGOTTEN] + [AS_IT_IS] * (case != QUICK)
     for found in run_ranks(compared, ranks, hf_dir, layout, tmp_path, loss, ways, timeout=300):
         expected = found[BEFORE]
         assert same(expected[5:], [expected[2], *expected[3:5]]), "resumed"
         assert all(same(found[way], expected) for way in {AS_IT_IS, LATE} & found.keys())
-    reads_children = model == "next" or loss.get("fuse_lm_head", False)
+    reads_children = model not in ("dense", "tied") or loss.get("fuse_lm_head", False)
     assert same(found[FORGOTTEN], expected[:1]) != reads_children, "it would have shown"
-
-
-@pytest.mark.parametrize("case", QUICK)
-def test_steps_logprobs_offload_export_and_checkpoints_are_the_same_to_the_bit(case, tmp_path):
-    check(case, tmp_path, [BEFORE, LATE, FORGOTTEN])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", [name for name in CASES if name not in QUICK])
-def test_they_are_under_other_layouts_and_when_gathers_come_as_they_come(case, tmp_path):
-    check(case, tmp_path, [BEFORE, AS_IT_IS, LATE, FORGOTTEN])
 
 
 def never_called(world, cases):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import chain
 
 import pytest
@@ -17,17 +18,12 @@ from support.trainers import close_trainer, config_for, open_trainer
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
+    """Two of each model, by its name."""
     directory = tmp_path_factory.mktemp("models")
+    make = {"dense": make_qwen3, "tied": partial(make_qwen3, tie=True), "next": make_qwen3_next}
     return {
-        "dense": (make_qwen3(directory / "dense", 3, std=0.1), make_qwen3(directory / "dense2", 4, std=0.1)),
-        "tied": (
-            make_qwen3(directory / "tied", 5, std=0.1, tie=True),
-            make_qwen3(directory / "tied2", 6, std=0.1, tie=True),
-        ),
-        "next": (
-            make_qwen3_next(directory / "next", 4, std=0.1),
-            make_qwen3_next(directory / "next2", 5, std=0.1),
-        ),
+        name: [made(directory / f"{name}{seed}", seed, std=0.1) for seed in (3, 4)]
+        for name, made in make.items()
     }
 
 
@@ -38,12 +34,18 @@ def held(trainer):
 
 
 def exchanged(world, policy_dir, reference_dir, parallel, bf16):
-    """After an update: log-probs of policy, reference, policy again; whether each bit is back; the next
-    update's gradient norm."""
+    """After an update: log-probs of policy, reference, policy again; those of the reference opened alone;
+    whether each bit is back; the next update's gradient norm, and the same without an exchange."""
     from megatron_ibpo.policy.reference import load_reference
 
-    rows = sequences(6)
-    trainer, _, shape = open_trainer(world, policy_dir, config_of(parallel, bf16))
+    rows, config = sequences(6), config_of(parallel, bf16)
+    alone, _, _ = open_trainer(world, reference_dir, config)
+    wanted = planned.logprobs(alone, rows)
+    close_trainer()
+    undisturbed, _, _ = open_trainer(world, policy_dir, config)
+    norms = [planned.update(undisturbed, rows)["grad_norm"] for _ in range(2)]
+    close_trainer()
+    trainer, _, shape = open_trainer(world, policy_dir, config)
     reference = load_reference(trainer.chunks, shape, reference_dir)
     planned.update(trainer, rows)
     weights = held(trainer)
@@ -54,27 +56,13 @@ def exchanged(world, policy_dir, reference_dir, parallel, bf16):
     is_back = all(map(torch.equal, weights, held(trainer)))
     next_update = planned.update(trainer, rows)["grad_norm"]
     close_trainer()
-    return before, inside, after, is_back, next_update
+    return (before, inside, after), wanted, is_back, next_update, norms[1]
 
 
 def config_of(parallel, bf16):
     config = config_for(parallel, lr=1e-2, eps_adam=1e-8)
     config.model.bf16 = bf16
     return config
-
-
-def logprobs_of(world, hf_dir, parallel, bf16):
-    trainer, _, _ = open_trainer(world, hf_dir, config_of(parallel, bf16))
-    found = planned.logprobs(trainer, sequences(6))
-    close_trainer()
-    return found
-
-
-def two_updates(world, hf_dir, parallel, bf16):
-    trainer, _, _ = open_trainer(world, hf_dir, config_of(parallel, bf16))
-    norms = [planned.update(trainer, sequences(6))["grad_norm"] for _ in range(2)]
-    close_trainer()
-    return norms
 
 
 CASES = {
@@ -94,10 +82,8 @@ EACH = [case if case in QUICK else pytest.param(case, marks=pytest.mark.slow) fo
 @pytest.mark.parametrize("case", EACH)
 def test_inside_it_is_the_reference_and_afterwards_the_policy_bit_for_bit(checkpoints, case):
     policy, reference = checkpoints[case.split(",")[0]]
-    how = CASES[case], "bfloat16" in case
-    alone = run_ranks(logprobs_of, 2, reference, *how)[0]
-    undisturbed = run_ranks(two_updates, 2, policy, *how)[0][1]
-    for before, inside, after, is_back, norm in run_ranks(exchanged, 2, policy, reference, *how):
+    found = run_ranks(exchanged, 2, policy, reference, CASES[case], "bfloat16" in case)
+    for (before, inside, after), alone, is_back, norm, undisturbed in found:
         assert inside == alone
         assert inside != before == after
         assert is_back

@@ -20,10 +20,10 @@ from megatron_ibpo.policy.planning import plan_forward, plan_update
 from support import planned
 from support.layouts import layout
 from support.ranks import run_ranks
-from support.replayed_routing import all_updated, replaying, updated, weights
+from support.replayed_routing import all_updated, replaying, updated
 from support.tiny_models import make_glm4_moe, make_gpt_oss, make_qwen3_next
 from support.train_sequences import sequences
-from support.trainers import close_trainer, open_trainer
+from support.trainers import close_trainer, open_trainer, weights_of
 
 LAYERS, EXPERTS, K = 4, 4, 2
 """Of the tiny Qwen3-Next."""
@@ -178,7 +178,7 @@ RECOMPUTED = [
 @pytest.mark.world
 def test_recomputation_replays_the_same_choices(model):
     """Bit for bit, with several micro-batches."""
-    rows = with_strange_choices(sequences())
+    rows = with_strange_choices(sequences(6))
     rows[0] = replace(rows[0], routed_experts=None)
     configs = [replaying(max_tokens=60, **how) for how in ({}, *RECOMPUTED)]
     expected, *found = run_ranks(all_updated, 1, model, configs, rows)[0]
@@ -190,11 +190,16 @@ def test_recomputation_replays_the_same_choices(model):
 VPP = "virtual_pipeline_model_parallel_size=2"
 TWO = [
     replaying(layout(tp=2, ep=2), max_tokens=60),
-    replaying(layout(pp=2), max_tokens=60, recompute="full"),
-    replaying(layout(pp=2), max_tokens=40, recompute="full", overrides=(VPP,)),
+    replaying(layout(pp=2), max_tokens=60, recompute="full", overrides=(VPP,)),
 ]
-MORE = {2: [replaying(layout(pp=2), max_tokens=60), replaying(layout(), max_tokens=60)],
-        4: [replaying(layout(tp=2, pp=2, ep=2), max_tokens=60, recompute="full")]}  # fmt: skip
+MORE = {
+    2: [
+        replaying(layout(pp=2), max_tokens=60),
+        replaying(layout(pp=2), max_tokens=60, recompute="full"),
+        replaying(layout(), max_tokens=60),
+    ],
+    4: [replaying(layout(tp=2, pp=2, ep=2), max_tokens=60, recompute="full")],
+}
 
 
 @pytest.mark.world
@@ -203,7 +208,7 @@ MORE = {2: [replaying(layout(pp=2), max_tokens=60), replaying(layout(), max_toke
     [pytest.param({2: TWO}, id="each kind"), pytest.param(MORE, id="more", marks=pytest.mark.slow)],
 )
 def test_choices_are_replayed_alike_under_every_layout(model, layouts):
-    rows = with_strange_choices(sequences())
+    rows = with_strange_choices(sequences(6))
     expected = run_ranks(all_updated, 1, model, [replaying(max_tokens=60)], rows)[0][0]
     for size, configs in layouts.items():
         for found in run_ranks(all_updated, size, model, configs, rows, timeout=300)[0]:
@@ -215,7 +220,7 @@ def test_dense_layers_have_no_place_among_the_choices(tmp_path):
     """Three layers of which the first is dense; also where it is all that a pipeline stage has. An update
     that replays its own pass takes that for what it is, too."""
     glm = make_glm4_moe(tmp_path / "glm", 8, std=0.1)
-    rows = with_strange_choices(sequences(), layers=2)
+    rows = with_strange_choices(sequences(6), layers=2)
     own = {"rollout": False, "own": True}
     expected = run_ranks(all_updated, 1, glm, [replaying(), replaying(**own)], rows)[0]
     apart = replace(layout(pp=2), decoder_first_pipeline_num_layers=1)
@@ -228,7 +233,7 @@ def test_dense_layers_have_no_place_among_the_choices(tmp_path):
 @pytest.mark.world
 def test_choices_of_a_router_with_biases_are_replayed(tmp_path):
     oss = make_gpt_oss(tmp_path / "oss", 9, std=0.1)
-    rows = with_strange_choices(sequences(), layers=2)
+    rows = with_strange_choices(sequences(6), layers=2)
     expected = run_ranks(all_updated, 1, oss, [replaying()], rows)[0][0]
     found = run_ranks(all_updated, 2, oss, [replaying(layout(tp=2, ep=2))], rows)[0][0]
     assert expected[0]["routing_changed"] > 0.3
@@ -244,7 +249,7 @@ def second_step(world, hf_dir, rows, parallel, cases):
         )
         trainer, export, _ = open_trainer(world, hf_dir, config)
         metrics = planned.update(trainer, rows)
-        found.append((metrics, weights(export)))
+        found.append((metrics, weights_of(export)))
         close_trainer()
     return found
 
@@ -253,7 +258,7 @@ def second_step(world, hf_dir, rows, parallel, cases):
 @pytest.mark.parametrize("parallel", [layout(tp=2, ep=2), pytest.param(layout(pp=2), marks=pytest.mark.slow)])
 def test_an_update_replays_the_pass_for_its_old_log_probs(model, parallel):
     """Cut otherwise than the update, so that rows lie elsewhere and on other ranks."""
-    rows = [row for row in sequences(12) if row.advantage]
+    rows = [row for row in sequences(10) if row.advantage]
     cases = [{"own": False}, {"own": True, "log_probs_tokens": 90}, {"own": True, "log_probs_tokens": 1}]
     alone, whole, single = run_ranks(second_step, 1, model, rows, layout(), cases)[0]
     assert alone[0]["updates_skipped"] == whole[0]["updates_skipped"] == 0

@@ -8,10 +8,10 @@ import io
 import json
 import os
 import threading
-from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 
 from megatron_ibpo.weights.formats.retention import Keep
 from support import planned
@@ -20,7 +20,7 @@ from support.layouts import layout
 from support.ranks import run_ranks
 from support.tiny_models import make_qwen3
 from support.train_sequences import sequences
-from support.trainers import close_trainer, config_for, open_trainer
+from support.trainers import close_trainer, config_for, open_trainer, weights_of
 
 pytestmark = pytest.mark.world
 
@@ -41,26 +41,49 @@ def on_full_disk(path, mode):
     return io.BufferedWriter(FullForAMoment(path, mode))
 
 
+@contextlib.contextmanager
+def held_back():
+    """Writing, which waits for the event."""
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
+    write, may_write = FileSystemWriterAsync.write_preloaded_data, threading.Event()
+
+    def late(*arguments, **named):
+        assert may_write.wait(60)
+        return write(*arguments, **named)
+
+    with mock.patch.object(FileSystemWriterAsync, "write_preloaded_data", late):
+        yield may_write
+
+
+def finish(saver):
+    saver.rests(wait=True)
+    saver.seal()
+    saver.rests(wait=True)
+    saver.end()
+
+
+def goes_on_alike(trainer, export, rows, saved, metrics, weights):
+    """Whether an update from what was saved is the one that was made meanwhile."""
+    from megatron_ibpo.policy.checkpoint import load_checkpoint
+
+    load_checkpoint(trainer, saved)
+    again = planned.update(trainer, rows)
+    own = weights_of(export)
+    return again["grad_norm"] == metrics["grad_norm"] and all(own[n].equal(weights[n]) for n in own)
+
+
 def while_training(world, hf_dir, rows, directory):
     """Three saves of one trainer of two ranks: one that training overtakes, one for which the disk of rank 1
     has no room, one that is not disturbed. What was found, by rank."""
     from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
-    from megatron_ibpo.policy.checkpoint import load_checkpoint
     from megatron_ibpo.policy.saving import Order, Saver, save_checkpoint
 
-    directory, write, may_write = (
-        Path(directory),
-        FileSystemWriterAsync.write_preloaded_data,
-        threading.Event(),
-    )
+    write = FileSystemWriterAsync.write_preloaded_data
     trainer, export, _ = open_trainer(world, hf_dir, config_for(layout(tp=2), lr=1e-3, eps_adam=1e-8))
     saver, found = Saver(world), {}
-
-    def held_back(*arguments, **named):
-        assert may_write.wait(60)
-        return write(*arguments, **named)
 
     def full_on_rank_1(*arguments, **named):
         with contextlib.ExitStack() as stack:
@@ -74,38 +97,26 @@ def while_training(world, hf_dir, rows, directory):
         world.barrier()
         return names
 
-    def finish():
-        saver.rests(wait=True)
-        saver.seal()
-        saver.rests(wait=True)
-        saver.end()
-
     planned.update(trainer, rows)
-    with mock.patch.object(FileSystemWriterAsync, "write_preloaded_data", held_back):
+    with held_back() as may_write:
         saver.begin(trainer, Order(directory, 1, {"note": "kept"}, Keep(1)))
         found["under way"] = saver.rests(wait=False), there()
-        metrics = planned.update(trainer, rows)
-        weights = {name: tensor.clone() for name, tensor in export if tensor is not None}
+        metrics, weights = planned.update(trainer, rows), weights_of(export)
         may_write.set()
-        finish()
+        finish(saver)
     found["whole"] = there()
-
-    load_checkpoint(trainer, directory / "step_000001")
-    again = planned.update(trainer, rows)
-    found["same"] = again["grad_norm"] == metrics["grad_norm"] and all(
-        (tensor == weights[name]).all() for name, tensor in export if tensor is not None
-    )
+    found["same"] = goes_on_alike(trainer, export, rows, directory / "step_000001", metrics, weights)
 
     with mock.patch.object(FileSystemWriterAsync, "write_preloaded_data", full_on_rank_1):
         saver.begin(trainer, Order(directory, 2, {}, Keep(1)))
         try:
-            finish()
+            finish(saver)
         except OSError as error:
             found["full"] = error.errno
     found["after full"] = there()
     found["last"] = save_checkpoint(trainer, directory, 3, {}).name
     saver.begin(trainer, Order(directory, 4, {}, Keep(1)))
-    finish()
+    finish(saver)
     found["kept"] = there()
     close_trainer()
     return found
@@ -114,39 +125,24 @@ def while_training(world, hf_dir, rows, directory):
 def of_a_sharded_optimizer(world, hf_dir, rows, directory):
     """A save of bf16 weights and of an optimizer sharded over two ranks, which training overtakes: bytes a
     parameter that are held at most and afterwards, and whether the checkpoint goes on as training did."""
-    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
-
-    from megatron_ibpo.policy.checkpoint import load_checkpoint
     from megatron_ibpo.policy.saving import Order, Saver
 
-    write, may_write = FileSystemWriterAsync.write_preloaded_data, threading.Event()
     config = config_for(layout(distributed_optimizer=True), lr=1e-3, eps_adam=1e-8)
     config.model.bf16 = True
     trainer, export, _ = open_trainer(world, hf_dir, config)
     saver, found = Saver(world), {}
     parameters = sum(own.numel() for chunk in trainer.chunks for own in chunk.parameters())
 
-    def held_back(*arguments, **named):
-        assert may_write.wait(60)
-        return write(*arguments, **named)
-
     planned.update(trainer, rows)
-    with mock.patch.object(FileSystemWriterAsync, "write_preloaded_data", held_back):
-        with Allocations() as taken:
-            saver.begin(trainer, Order(Path(directory), 1, {}, Keep(1)))
+    with held_back() as may_write:
+        on_device = mock.patch.object(torch.Tensor, "cuda", side_effect=AssertionError("on the device"))
+        with Allocations() as taken, on_device:
+            saver.begin(trainer, Order(directory, 1, {}, Keep(1)))
         found["most"], found["held"] = taken.peak / parameters, taken.present / parameters
-        metrics = planned.update(trainer, rows)
-        weights = {name: tensor.clone() for name, tensor in export if tensor is not None}
+        metrics, weights = planned.update(trainer, rows), weights_of(export)
         may_write.set()
-        saver.rests(wait=True)
-        saver.seal()
-        saver.rests(wait=True)
-        saver.end()
-    load_checkpoint(trainer, Path(directory) / "step_000001")
-    again = planned.update(trainer, rows)
-    found["same"] = again["grad_norm"] == metrics["grad_norm"] and all(
-        (tensor == weights[name]).all() for name, tensor in export if tensor is not None
-    )
+        finish(saver)
+    found["same"] = goes_on_alike(trainer, export, rows, directory / "step_000001", metrics, weights)
     close_trainer()
     return found
 
@@ -155,7 +151,7 @@ def test_the_state_of_a_sharded_optimizer_is_gathered_once_and_not_copied(tmp_pa
     """12 bytes a parameter and the weights' 2 are held until they are written; at most there is one kind of
     state more, and this rank's half of it."""
     model = make_qwen3(tmp_path / "model", 3, std=0.1)
-    first, other = run_ranks(of_a_sharded_optimizer, 2, model, sequences(6), str(tmp_path / "saved"))
+    first, other = run_ranks(of_a_sharded_optimizer, 2, model, sequences(6), tmp_path / "saved")
     assert first["held"] == pytest.approx(12 + 2, rel=0.01)
     assert first["most"] == pytest.approx(12 + 4 + 2, rel=0.01)
     assert other["held"] == pytest.approx(0, abs=0.1)
@@ -168,7 +164,7 @@ def test_the_state_of_a_sharded_optimizer_is_gathered_once_and_not_copied(tmp_pa
 def found(tmp_path_factory):
     place = tmp_path_factory.mktemp("saving")
     model = make_qwen3(place / "model", 3, std=0.1)
-    by_rank = run_ranks(while_training, 2, model, sequences(6), str(place / "checkpoints"))
+    by_rank = run_ranks(while_training, 2, model, sequences(6), place / "checkpoints")
     return place / "checkpoints", by_rank
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,8 +11,18 @@ import torch
 from support import planned
 from support.layouts import layout
 from support.ranks import run_ranks
+from support.tiny_models import make_qwen3_next
 from support.train_sequences import sequences
-from support.trainers import EPSILON, LR, assert_close, close_trainer, config_for, open_trainer
+from support.trainers import (
+    EPSILON,
+    LR,
+    assert_close,
+    close_trainer,
+    config_for,
+    one_update,
+    open_trainer,
+    weights_of,
+)
 
 pytestmark = pytest.mark.world
 
@@ -65,14 +74,8 @@ def test_the_rate_rises_in_a_line_and_falls_as_the_schedule_says(checkpoints):
 
 def decayed(world, hf_dir, rows):
     """Weights before, and after an update without and with decay."""
-    found = []
-    for decay in (0.0, 0.1):
-        trainer, export, _ = open_trainer(world, hf_dir, scheduled("constant", 0.0, decay))
-        before = {name: tensor.clone() for name, tensor in export}
-        planned.update(trainer, rows)
-        found.append({name: tensor.clone() for name, tensor in export})
-        close_trainer()
-    return before, *found
+    found = [one_update(world, hf_dir, scheduled("constant", 0.0, decay), rows) for decay in (0.0, 0.1)]
+    return found[0][0], *(after for _, after, _ in found)
 
 
 def test_decay_takes_its_share_of_every_matrix_and_of_no_norm(checkpoints):
@@ -91,15 +94,13 @@ def clipped(world, hf_dir, rows):
     found, bound = [], 1e9
     for _ in range(2):
         config = scheduled("constant", 0.0, 0.0)
-        config = replace(config, optimizer=replace(config.optimizer, clip_grad=bound))
-        trainer, export, _ = open_trainer(world, hf_dir, config)
-        before = {name: tensor.clone() for name, tensor in export}
-        norm = planned.update(trainer, rows)["grad_norm"]
-        steps = {name: before[name] - tensor for name, tensor in export}
+        config.optimizer.clip_grad = bound
+        before, after, metrics = one_update(world, hf_dir, config, rows)
+        steps = {name: before[name] - tensor for name, tensor in after.items()}
         # Adam's first step is LR · g / (|g| + EPSILON)
-        found.append(({name: EPSILON * step / (LR - step.abs()) for name, step in steps.items()}, norm))
-        close_trainer()
-        bound = norm / 2
+        gradients = {name: EPSILON * step / (LR - step.abs()) for name, step in steps.items()}
+        found.append((gradients, metrics["grad_norm"]))
+        bound = metrics["grad_norm"] / 2
     return found
 
 
@@ -109,53 +110,65 @@ def test_a_gradient_above_the_bound_is_scaled_to_it_as_a_whole(checkpoints):
     assert_close(scaled, {name: gradient / 2 for name, gradient in whole.items()})
 
 
-def saved_and_resumed(world, hf_dir, rows, directory, parallel, mode, updates=1):
+RESUMED = {
+    "dense": (2, "dense", layout(tp=2), 1),
+    "delta net": (2, "delta net", layout(tp=2, ep=2), 1),
+    "dense, before its first update": (1, "dense", layout(), 0),
+    "dense, sharded, before its first update": (1, "dense", layout(distributed_optimizer=True), 0),
+    "delta net, before its first update": (1, "delta net", layout(), 0),
+}
+"""Ranks, checkpoint, layout, updates before the run is saved."""
+
+
+def runs(world, checkpoints, rows, directory, resumes):
+    return {
+        name: saved_or_resumed(world, checkpoints[family], rows, directory / name, parallel, updates, resumes)
+        for name, (ranks, family, parallel, updates) in RESUMED.items()
+        if ranks == world.size
+    }
+
+
+def saved_or_resumed(world, hf_dir, rows, directory, parallel, updates, resumes):
     from megatron_ibpo.policy.checkpoint import load_checkpoint
     from megatron_ibpo.policy.saving import save_checkpoint
     from megatron_ibpo.weights.formats.run_state import find_checkpoint, load_run_state
 
-    config = replace(scheduled(lr=1e-3, eps_adam=1e-8), parallel=parallel)
+    config = replace(scheduled(warmup=0.2, lr=1e-3, eps_adam=1e-8), parallel=parallel)
     trainer, export, _ = open_trainer(world, hf_dir, config)
     state = None
-    if mode == "uninterrupted":
-        for _ in range(updates):
-            planned.update(trainer, rows)
-        save_checkpoint(trainer, Path(directory), 1, {"note": "kept"})
-    else:
-        found = find_checkpoint(Path(directory))
+    if resumes:
+        found = find_checkpoint(directory)
         state = load_run_state(found)
         load_checkpoint(trainer, found)
-    metrics = [planned.update(trainer, rows) for _ in range(4)]
-    weights = {name: None if tensor is None else tensor.clone() for name, tensor in export}
+    else:
+        for _ in range(updates):
+            planned.update(trainer, rows)
+        save_checkpoint(trainer, directory, 1, {"note": "kept"})
+    metrics = [planned.update(trainer, rows) for _ in range(2)]
+    weights = weights_of(export)
     close_trainer()
-    told = [(m["grad_norm"], m["learning_rate"]) for m in metrics]
-    return (weights if world.is_rank_0 else None), told, state
+    return weights, [(m["grad_norm"], m["learning_rate"]) for m in metrics], state
 
 
-@pytest.mark.parametrize("family", ["dense", "next"])
-def test_a_resumed_trainer_goes_on_bit_for_bit(checkpoints, tmp_path, family):
-    """In the midst of warm-up, through the peak, with weight decay."""
-    rows = sequences(6)
-    parallel = layout(tp=2, ep=2 if family == "next" else 1)
-    arguments = (checkpoints[family], rows, str(tmp_path), parallel)
-    through = run_ranks(saved_and_resumed, 2, *arguments, "uninterrupted")[0]
-    resumed = run_ranks(saved_and_resumed, 2, *arguments, "resumed")[0]
-    assert resumed[2] == {"step": 1, "note": "kept"}
-    assert through[1] == resumed[1]
-    assert len({rate for _, rate in through[1]}) == 4
-    for name in through[0]:
-        assert torch.equal(through[0][name], resumed[0][name]), name
+@pytest.fixture(scope="module")
+def uninterrupted_and_resumed(checkpoints, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("runs")
+    small = make_qwen3_next(directory / "model", 4, std=0.1, layers=1)
+    arguments = ({**checkpoints, "delta net": small}, sequences(6), directory)
+    return [
+        run_ranks(runs, 1, *arguments, resumes)[0] | run_ranks(runs, 2, *arguments, resumes)[0]
+        for resumes in (False, True)
+    ]
 
 
-@pytest.mark.parametrize(("family", "sharded"), [("dense", False), ("dense", True), ("next", False)])
-def test_a_run_that_was_saved_before_its_first_update_resumes_bit_for_bit(
-    checkpoints, tmp_path, family, sharded
-):
-    """Where no response was right so far, no advantage is anything but 0, and Adam has no state."""
-    rows = sequences(6)
-    arguments = (checkpoints[family], rows, str(tmp_path), layout(distributed_optimizer=sharded))
-    through = run_ranks(saved_and_resumed, 1, *arguments, "uninterrupted", 0)[0]
-    resumed = run_ranks(saved_and_resumed, 1, *arguments, "resumed", 0)[0]
-    assert through[1] == resumed[1]
-    for name in through[0]:
-        assert torch.equal(through[0][name], resumed[0][name]), name
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_resumed_trainer_goes_on_bit_for_bit(uninterrupted_and_resumed, name):
+    """In the midst of warm-up, through the peak, with weight decay. And before the first update: where no
+    response was right so far, no advantage is anything but 0, and Adam has no state."""
+    (weights, told, _), (resumed, resumed_told, state) = (found[name] for found in uninterrupted_and_resumed)
+    assert state == {"step": 1, "note": "kept"}
+    assert told == resumed_told
+    assert len({rate for _, rate in told}) == 2
+    assert weights.keys() == resumed.keys()
+    for tensor, expected in weights.items():
+        assert torch.equal(expected, resumed[tensor]), tensor

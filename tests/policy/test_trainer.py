@@ -32,6 +32,7 @@ from support.trainers import (
     gradients,
     one_update,
     open_trainer,
+    weights_of,
 )
 
 pytestmark = pytest.mark.world
@@ -45,7 +46,7 @@ LAYOUTS = {
     "next": {
         1: [layout()],
         2: [layout(tp=2, ep=2), layout(pp=2), layout(cp=2, ep=2)],
-        4: [layout(tp=2, ep=4), layout(pp=2, ep=2)],
+        4: [layout(tp=2, ep=4)],
     },
 }
 """Model → ranks → layouts that together take apart what can be taken apart."""
@@ -58,38 +59,48 @@ MORE_LAYOUTS = {
     "next": {
         1: [layout()],
         2: [layout(tp=2), layout(ep=2), layout()],
-        4: [layout(tp=2, ep=2), layout(cp=4), layout(tp=2, cp=2, ep=4), layout(pp=2, cp=2)],
+        4: [
+            layout(tp=2, ep=2),
+            layout(pp=2, ep=2),
+            layout(cp=4),
+            layout(tp=2, cp=2, ep=4),
+            layout(pp=2, cp=2),
+        ],
     },
 }
-
-
 CORRECTED = (
     {"old_logprobs": "engine", "loss_variant": "grpo"},
     {"icepop": (0.9, 1.6), "sequence_rejection": (0.5, 1.3), "max_tokens": 60},
 )
-"""What is compared under the layouts that cut a batch, or a model, into most pieces."""
 CORRECTED_LAYOUTS = {
     1: [layout()],
-    2: [layout(distributed_optimizer=True), layout(cp=2)],
-    4: [layout(tp=2, pp=2)],
+    2: [layout(distributed_optimizer=True), layout(cp=2), layout(pp=2)],
+    4: [],
 }
+"""What is compared for off-policy losses: layouts that cut a batch or leave ranks without a loss."""
+MORE_CORRECTED_LAYOUTS = {1: [layout()], 2: [], 4: [layout(tp=2, pp=2)]}
 
 
 @pytest.mark.parametrize(
-    "layouts",
+    ("layouts", "corrected_layouts"),
     [
-        pytest.param(LAYOUTS, id="each kind"),
-        pytest.param(MORE_LAYOUTS, id="more", marks=[pytest.mark.slow, pytest.mark.timeout(1500)]),
+        pytest.param(LAYOUTS, CORRECTED_LAYOUTS, id="each kind"),
+        pytest.param(
+            MORE_LAYOUTS,
+            MORE_CORRECTED_LAYOUTS,
+            id="more",
+            marks=[pytest.mark.slow, pytest.mark.timeout(1500)],
+        ),
     ],
 )
-def test_gradients_and_metrics_are_the_same_under_every_layout(checkpoints, layouts):
+def test_gradients_and_metrics_are_the_same_under_every_layout(checkpoints, layouts, corrected_layouts):
     """One process against TP2, EP2, PP2, CP2, DP2 and their products, with shares that are uneven at DP2;
     and the off-policy losses."""
     rows = sequences()
     found = {}
     for size in (1, 2, 4):
         cases = [(checkpoints[model], chosen, {}) for model in layouts for chosen in layouts[model][size]]
-        cases += [(checkpoints["dense"], chosen, s) for s in CORRECTED for chosen in CORRECTED_LAYOUTS[size]]
+        cases += [(checkpoints["dense"], chosen, s) for s in CORRECTED for chosen in corrected_layouts[size]]
         per_rank = run_ranks(gradients, size, cases, rows, timeout=600)
         for number, (hf_dir, chosen, settings) in enumerate(cases):
             metrics = [per_rank[rank][number][1] for rank in range(size)]
@@ -123,8 +134,7 @@ def updates_under_cuts(world, hf_dir, reference, rows, cuts):
         trainer, export, _ = open_trainer(world, hf_dir, config, reference)
         logprobs = planned.logprobs(trainer, rows)
         metrics = planned.update(trainer, rows)
-        weights = {name: tensor.clone() for name, tensor in export if tensor is not None}
-        found.append((logprobs, metrics, weights))
+        found.append((logprobs, metrics, weights_of(export)))
         close_trainer()
     return found
 
@@ -145,53 +155,22 @@ def test_neither_cut_changes_what_is_computed(checkpoints, tmp_path):
         assert_close({name: own[name] - before[name] for name in own}, moved, cut)
 
 
-def gradients_with_the_fused_head(world, cases, rows):
-    return gradients(world, cases, rows, fuse_lm_head=True, num_steps_per_rollout=2)
-
-
-def gradients_of_the_logits(world, cases, rows):
-    return gradients(world, cases, rows, num_steps_per_rollout=2)
-
-
-def test_the_fused_head_trains_as_the_logits_do(checkpoints):
+@pytest.mark.parametrize(
+    "models", [["dense", "tied"], pytest.param(["next"], marks=pytest.mark.slow)], ids=" and ".join
+)
+def test_the_fused_head_trains_as_the_logits_do(checkpoints, models):
     """Tied and untied, with vocabulary and sequences sharded, in pipelines; two mini-batches, of which the
     second needs old log-probs."""
-    rows = sequences(8)
-    names = ("dense", "tied", "next")
-    expected = run_ranks(gradients_of_the_logits, 1, [(checkpoints[n], layout()) for n in names], rows)[0]
-    cases = [(checkpoints[n], chosen) for n in names for chosen in (layout(tp=2), layout(pp=2))]
-    found = run_ranks(gradients_with_the_fused_head, 2, cases, rows, timeout=240)[0]
+    rows, two, fused = sequences(8), {"num_steps_per_rollout": 2}, {"fuse_lm_head": True}
+    plain = [(checkpoints[name], layout(), two) for name in models]
+    expected = run_ranks(gradients, 1, plain, rows)[0]
+    cases = [(checkpoints[n], chosen, two | fused) for n in models for chosen in (layout(tp=2), layout(pp=2))]
+    found = run_ranks(gradients, 2, cases, rows, timeout=240)[0]
     for number, (moved, metrics) in enumerate(found):
         wanted, wanted_metrics = expected[number // 2]
         assert_close(moved, wanted, cases[number])
         for name in ("loss", "grad_norm", "entropy", "ratio_mean", "clip_fraction", "logprob_diff_abs_mean"):
             assert metrics[name] == pytest.approx(wanted_metrics[name], rel=2e-4, abs=1e-6), cases[number]
-
-
-def own_packs(rows, config):
-    """This rank's part of `rows`, which are all trained on, as one mini-batch."""
-    (part,) = planned.own_share(plan_update, rows, config)
-    return packed(part.cut.micro_batches)
-
-
-def golden_loss(world, hf_dir, rows):
-    """The loss that the trainer reports, and the same by Σ weight · loss in plain torch."""
-    trainer, _, _ = open_trainer(world, hf_dir, config_for(layout()))
-    rows = [row for row in rows if row.advantage]
-    now = planned.logprobs(trainer, rows)
-    old = [[value - 0.01 * k for k, value in enumerate(logprobs)] for logprobs in now]
-    shared = [
-        replace(arrays, old_logprobs_R=np.array([v for i in arrays.members_S for v in old[i]], np.float32))
-        for arrays in own_packs(rows, trainer.config)
-    ]
-    pieces = trainer.accumulate_gradients(shared, trainer.objective("sequence-mean"))
-    close_trainer()
-    total = 0.0
-    for row, new, before in zip(rows, now, old, strict=True):
-        ratio = math.exp(sum(n - o for n, o in zip(new, before, strict=True)) / len(new))
-        clipped = min(max(ratio, 0.8), 1.2)
-        total += row.weight * -min(ratio * row.advantage, clipped * row.advantage)
-    return sum(piece["loss"] for piece in pieces), total
 
 
 def is_trained_on(row):
@@ -203,25 +182,31 @@ def old_logprobs(row):
     return (-4.2 + 0.05 * np.cos(np.arange(len(row.response_token_ids)))).astype(np.float32)
 
 
+def masked_steps(world, hf_dir, cases):
+    return [masked_step(world, hf_dir, *case) for case in cases]
+
+
 def masked_step(world, hf_dir, rows, variant):
     """Loss, sum of ratios, tokens and gradient by name, of one step from given old log-probs."""
     config = config_for(layout(), loss_variant=variant)
     trainer, export, _ = open_trainer(world, hf_dir, config)
-    before = {name: None if tensor is None else tensor.clone() for name, tensor in export}
+    before = weights_of(export)
     live = [row for row in rows if is_trained_on(row)]
+    (part,) = planned.own_share(plan_update, live, config)  # one mini-batch
     shared = [
         replace(a, old_logprobs_R=np.concatenate([[], *(old_logprobs(live[i]) for i in a.members_S)]))
-        for a in own_packs(live, config)
+        for a in packed(part.cut.micro_batches)
     ]
     objective = trainer.objective(aggregation(config, weighted_mean_length(rows)))
     pieces = trainer.accumulate_gradients(shared, objective)
     trainer.scheduler.step(1)
     trainer.gradient_norm()
     trainer.optimizer.step()
-    steps = {n: before[n] - tensor for n, tensor in export if tensor is not None}
-    # Adam's first step is LR · g / (|g| + EPSILON)
-    moved = {name: EPSILON * step / (LR - step.abs()) for name, step in steps.items()}
+    after = weights_of(export)
     close_trainer()
+    # Adam's first step is LR · g / (|g| + EPSILON)
+    steps = {name: before[name] - after[name] for name in before}
+    moved = {name: EPSILON * step / (LR - step.abs()) for name, step in steps.items()}
     return [sum(piece[name] for piece in pieces) for name in ("loss", "ratio", "tokens")], moved
 
 
@@ -255,16 +240,21 @@ def masked_by_autograd(hf_dir, rows, variant):
     return [loss.item(), ratios, tokens], gradients
 
 
-@pytest.mark.parametrize(("variant", "temperature"), [("gspo", 1.0), ("dapo", 0.7)])
-def test_masked_tokens_are_in_no_loss_ratio_length_or_gradient(checkpoints, variant, temperature):
+def test_masked_tokens_are_in_no_loss_ratio_length_or_gradient(checkpoints):
     """By transformers and autograd, over two data-parallel ranks; dapo divides by the mean trained length."""
-    rows = [replace(row, temperature=temperature) for row in with_holes(sequences(9))]
-    assert not all(row.loss_mask.all() for row in rows)
-    expected, gradients = masked_by_autograd(checkpoints["dense"], rows, variant)
-    for found, moved in run_ranks(masked_step, 2, checkpoints["dense"], rows, variant):
-        assert found == pytest.approx(expected, rel=1e-5)
-        if moved:  # rank 0 has the weights
-            assert_close(moved, gradients)
+    holed = with_holes(sequences(9))
+    assert not all(row.loss_mask.all() for row in holed)
+    cases = [
+        ([replace(row, temperature=temperature) for row in holed], variant)
+        for variant, temperature in (("gspo", 1.0), ("dapo", 0.7))
+    ]
+    by_rank = run_ranks(masked_steps, 2, checkpoints["dense"], cases)
+    for number, case in enumerate(cases):
+        expected, gradients = masked_by_autograd(checkpoints["dense"], *case)
+        for found, moved in (own[number] for own in by_rank):
+            assert found == pytest.approx(expected, rel=1e-5), case[1]
+            if moved:  # rank 0 has the weights
+                assert_close(moved, gradients, case[1])
 
 
 def masked_logprobs(world, hf_dir, rows):
@@ -314,40 +304,50 @@ def test_the_second_minibatch_is_off_policy(checkpoints):
 
 def poisoned(world, hf_dir, rows):
     trainer, export, _ = open_trainer(world, hf_dir, config_for(layout()))
-    before = {name: tensor.clone() for name, tensor in export}
-    rows[0].weight = math.nan
-    rows[0].advantage = 1.0
-    skipped = planned.update(trainer, rows)
-    unchanged = all(torch.equal(tensor, before[name]) for name, tensor in export)
-    rows[0].weight = 0.1
-    taken = planned.update(trainer, rows)
-    changed = any(not torch.equal(tensor, before[name]) for name, tensor in export)
+    seen = [weights_of(export)]
+    metrics = []
+    for weight in (math.nan, 0.1):
+        rows[0].weight, rows[0].advantage = weight, 1.0
+        metrics.append(planned.update(trainer, rows))
+        seen.append(weights_of(export))
     close_trainer()
-    return skipped, unchanged, taken, changed
+    return metrics, [all(map(torch.equal, seen[0].values(), later.values())) for later in seen[1:]]
 
 
 def test_a_step_that_is_not_finite_is_not_taken_and_the_next_one_is(checkpoints):
-    skipped, unchanged, taken, changed = run_ranks(poisoned, 1, checkpoints["next"], sequences(4))[0]
-    assert skipped["updates_skipped"] == 1
-    assert unchanged
-    assert taken["updates_skipped"] == 0
-    assert changed
+    metrics, unchanged = run_ranks(poisoned, 1, checkpoints["dense"], sequences(4))[0]
+    assert [own["updates_skipped"] for own in metrics] == [1, 0]
+    assert unchanged == [True, False]
 
 
-def with_corrections(world, hf_dir, rows, cases):
-    """Old log-probs; for each (loss settings, rows) the weights after an update and its metrics."""
+CORRECTIONS = {"icepop": (0.9, 1.6), "sequence_rejection": (0.5, 1.3)}
+
+
+def with_corrections(world, hf_dir, rows):
+    """Old log-probs; by name the (weights before an update, those after it, its metrics)."""
     trainer, _, _ = open_trainer(world, hf_dir, config_for(layout()))
     old = planned.logprobs(trainer, rows)
     close_trainer()
-    found = []
-    for settings, weighted in cases:
-        after, metrics = one_update(world, hf_dir, config_for(layout(), **settings), weighted(rows, old))
-        found.append((after, metrics[0]))
-    return old, found
+    by_hand = weighted_by_hand(rows, old)
+    cases = {
+        "gspo": ({"loss_variant": "gspo", **CORRECTIONS}, rows),
+        "gspo by hand": ({"loss_variant": "gspo"}, by_hand),
+        "grpo": ({"loss_variant": "grpo", **CORRECTIONS}, rows),
+        "grpo by hand": ({"loss_variant": "grpo"}, by_hand),
+        "engine": ({"old_logprobs": "engine"}, rows),
+        "recomputed": ({}, rows),
+    }
+    return old, {
+        name: one_update(world, hf_dir, config_for(layout(), **loss), own)
+        for name, (loss, own) in cases.items()
+    }
 
 
-def as_they_are(rows, _):
-    return rows
+@pytest.fixture(scope="module")
+def corrected(checkpoints):
+    """Rows and what `with_corrections` finds of them."""
+    rows = [row for row in sequences(9) if row.advantage]
+    return rows, *run_ranks(with_corrections, 1, checkpoints["dense"], rows)[0]
 
 
 def weighted_by_hand(rows, old):
@@ -363,16 +363,13 @@ def weighted_by_hand(rows, old):
 
 
 @pytest.mark.parametrize("variant", ["gspo", "grpo"])
-def test_corrections_weight_gradients_and_the_loss_that_is_reported(checkpoints, variant):
+def test_corrections_weight_gradients_and_the_loss_that_is_reported(corrected, variant):
     """The step is that of rows which bring these weights along, in a sequence-level loss as in a token-level
     one. The loss, at ratio 1, is -A times the mean weight of the tokens; a mask has no part in it."""
-    rows = [row for row in sequences(9) if row.advantage]
-    corrected = {"icepop": (0.9, 1.6), "sequence_rejection": (0.5, 1.3), "loss_variant": variant}
-    cases = [(corrected, as_they_are), ({"loss_variant": variant}, weighted_by_hand)]
-    old, found = run_ranks(with_corrections, 1, checkpoints["dense"], rows, cases)[0]
-    (weights, metrics), (wanted, wanted_metrics) = found
+    rows, old, found = corrected
+    before, weights, metrics = found[variant]
+    _, wanted, wanted_metrics = found[f"{variant} by hand"]
     assert metrics["grad_norm"] == pytest.approx(wanted_metrics["grad_norm"], rel=1e-5)
-    before = load_file(checkpoints["dense"] / "model.safetensors")
     scale = max((wanted[name] - before[name]).abs().max() for name in wanted)
     for name in wanted:
         assert (weights[name] - wanted[name]).abs().max() <= 2e-4 * scale, name
@@ -388,12 +385,9 @@ def test_corrections_weight_gradients_and_the_loss_that_is_reported(checkpoints,
     assert metrics["importance_token_cut_fraction"] == pytest.approx(cut.mean())
 
 
-def test_ratios_to_the_engines_log_probs_reach_the_clip_in_the_first_mini_batch(checkpoints):
-    rows = [row for row in sequences(9) if row.advantage]
-    cases = [({"old_logprobs": "engine"}, as_they_are), ({}, as_they_are)]
-    new, ((_, metrics), (_, recomputed)) = run_ranks(with_corrections, 1, checkpoints["dense"], rows, cases)[
-        0
-    ]
+def test_ratios_to_the_engines_log_probs_reach_the_clip_in_the_first_mini_batch(corrected):
+    rows, new, found = corrected
+    metrics, recomputed = found["engine"][2], found["recomputed"][2]
     ratios = [
         math.exp(np.subtract(own, row.rollout_logprobs).mean()) for own, row in zip(new, rows, strict=True)
     ]
@@ -422,13 +416,12 @@ def held_to_another(world, hf_dir, reference_dir, rows):
     return before, wanted, metrics
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_the_loss_keeps_the_policy_close_to_its_reference(checkpoints, tmp_path, ranks):
+def test_the_loss_keeps_the_policy_close_to_its_reference(checkpoints, tmp_path):
     """k3 = exp(ref - log π) - 1 - (ref - log π); its mean goes onto each sequence's loss."""
     rows = with_holes([row for row in sequences(8) if row.advantage])
     rows = [row for row in rows if row.loss_mask.any()]
     other = make_qwen3(tmp_path / "other", 6, std=0.1)
-    before, wanted, metrics = run_ranks(held_to_another, ranks, checkpoints["dense"], other, rows)[0]
+    before, wanted, metrics = run_ranks(held_to_another, 2, checkpoints["dense"], other, rows)[0]
     loss, tokens, total = 0.0, 0, 0.0
     for row, own, reference in zip(rows, before, wanted, strict=True):
         gaps = np.subtract(reference, own)[row.loss_mask]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest  # noqa: F401
 import safetensors.torch  # noqa: F401
 import torch.distributed  # noqa: F401
@@ -11,3 +13,7 @@ from megatron.core.optimizer import get_megatron_optimizer  # noqa: F401
 
 import megatron_ibpo.models.qwen3_next.spec
 import megatron_ibpo.policy.rank  # noqa: F401
+
+# Megatron collects garbage at every save of a sharded optimizer; ranks need not look through all this again
+gc.collect()
+gc.freeze()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from support import planned
 from support.layouts import layout
-from support.trainers import EPSILON, LR, close_trainer, config_for, open_trainer
+from support.trainers import EPSILON, LR, close_trainer, config_for, open_trainer, weights_of
 
 
 def replaying(parallel=None, *, rollout=True, own=False, recompute="none", overrides=(), **settings):
@@ -15,25 +15,15 @@ def replaying(parallel=None, *, rollout=True, own=False, recompute="none", overr
     return config
 
 
-def weights(export):
-    """Return them by name, on the first rank, which alone is given them."""
-    return {name: tensor.clone() for name, tensor in export if tensor is not None}
-
-
-def moved(export, before):
-    """Return gradients by name, on the first rank."""
-    after = weights(export)
-    return {name: (before[name] - after[name]) * (EPSILON / LR) for name in before}
-
-
 def updated(world, hf_dir, config, rows):
     """Return metrics, gradients and log-probs after an update."""
     trainer, export, _ = open_trainer(world, hf_dir, config)
-    before = weights(export)
+    before = weights_of(export)
     metrics = planned.update(trainer, rows)
-    found = metrics, moved(export, before), planned.logprobs(trainer, rows)
+    after = weights_of(export)
+    logprobs = planned.logprobs(trainer, rows)
     close_trainer()
-    return found
+    return metrics, {name: (before[name] - after[name]) * (EPSILON / LR) for name in before}, logprobs
 
 
 def all_updated(world, hf_dir, configs, rows):

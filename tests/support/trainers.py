@@ -50,13 +50,19 @@ def close_trainer():
     parallel.destroy()
 
 
-def one_update(world, hf_dir, config, rows, updates=1):
-    """Return (weights by name on rank 0, metrics of each update) after `updates` updates on the same rows."""
+def weights_of(export):
+    """Return copies by name on the first rank, which alone is given them, and nothing elsewhere."""
+    return {name: tensor.clone() for name, tensor in export if tensor is not None}
+
+
+def one_update(world, hf_dir, config, rows):
+    """Return (weights by name before an update on the rows, those after it, metrics)."""
     trainer, export, _ = open_trainer(world, hf_dir, config)
-    metrics = [planned.update(trainer, rows) for _ in range(updates)]
-    weights = {name: None if tensor is None else tensor.clone() for name, tensor in export}
+    before = weights_of(export)
+    metrics = planned.update(trainer, rows)
+    after = weights_of(export)
     close_trainer()
-    return (weights if world.is_rank_0 else None), metrics
+    return before, after, metrics
 
 
 def gradients(world, cases, rows, **loss):
@@ -65,10 +71,8 @@ def gradients(world, cases, rows, **loss):
     results = []
     for hf_dir, parallel, *settings in cases:
         config = config_for(parallel, **loss, **dict(*settings))
-        before, _ = one_update(world, hf_dir, config, [])
-        after, metrics = one_update(world, hf_dir, config, rows)
-        moved = {n: (before[n] - after[n]) * (EPSILON / LR) for n in before} if world.is_rank_0 else None
-        results.append((moved, metrics[0]))
+        before, after, metrics = one_update(world, hf_dir, config, rows)
+        results.append(({n: (before[n] - after[n]) * (EPSILON / LR) for n in before}, metrics))
     return results
 
 
