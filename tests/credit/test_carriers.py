@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_tokenizer import make_tiny_tokenizer
 
@@ -230,6 +230,7 @@ def test_a_right_correction_of_full_length_is_worth_no_less_than_a_wrong_one():
 written = st.lists(st.integers(10, 14), min_size=1, max_size=7)
 
 
+@settings(max_examples=50)
 @given(
     st.lists(st.tuples(written, st.floats(0, 0.95)), min_size=2, max_size=6),
     st.sampled_from(["gspo", "ibpo-shaping-only", "ibpo-ratio"]),

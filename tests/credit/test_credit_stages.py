@@ -114,7 +114,7 @@ PRESETS_WITHOUT_MODELS = [name for name in PRESETS if name not in ("ppo", "ciw",
 
 @pytest.mark.parametrize("name", PRESETS_WITHOUT_MODELS)
 @given(seed=st.integers(0, 2**16), order=st.randoms(use_true_random=False))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=5, deadline=None)
 def test_who_arrives_first_changes_no_credit(name, seed, order):
     """Groups are followed up in any order, and their corrections come back in any; the batch is ordered by
     prompt before it is judged."""

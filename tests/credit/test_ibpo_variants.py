@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ibpo.basics.records import Group
@@ -187,6 +187,7 @@ def test_where_it_is_made_less_likely_a_signed_mask_is_the_mask():
     assert token_weights([right, near]) == [None, (0.0, 0.0, 0.0, 1.0, 0.0)]
 
 
+@settings(max_examples=20)
 @given(st.integers(0, 10_000))
 def test_a_signed_mask_is_the_mask_or_the_rest_by_the_sign_of_the_advantage(seed):
     masked, signed = (
