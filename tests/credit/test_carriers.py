@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_tokenizer import make_tiny_tokenizer
 
@@ -36,16 +36,10 @@ from support.credit_cases import (
     fix_last,
     group,
     ids_of,
-    of_preset,
     prompt,
     response,
     some_groups,
 )
-
-
-def preset(name, **settings):
-    return algorithm(**of_preset(name) | settings)
-
 
 # ------------------------------------------------------------------------------------- dynamic sampling
 
@@ -127,7 +121,7 @@ def test_a_group_that_none_solves_leaves_a_gradient_where_some_corrections_succe
 ):
     loop = Loop(lambda x: [10, 13] if candidates(x)[0][0] in right_corrections else [10, 14])
     threshold = {"ibpo_rewrite_threshold": 1.0} if name.startswith("ibpo") else {}
-    made, own = group(*contents), context(preset(name, **threshold))
+    made, own = group(*contents), context(algorithm(name, **threshold))
     operator = find_operator(own.algorithm)
     correct_groups([made], own, operator, loop.sample, loop.score)
     assert leaves_gradient(made, own, operator) is leaves
@@ -135,14 +129,14 @@ def test_a_group_that_none_solves_leaves_a_gradient_where_some_corrections_succe
 
 
 def test_dapo_decides_on_responses_and_ibpo_on_credit():
-    decides = {name: preset(name).dynamic_sampling_by for name in PRESETS}
+    decides = {name: algorithm(name).dynamic_sampling_by for name in PRESETS}
     assert {name for name, by in decides.items() if by == "credit"} == {
-        name for name in PRESETS if preset(name).parameters.get("ibpo_corrections")
+        name for name in PRESETS if algorithm(name).parameters.get("ibpo_corrections")
     }
     recipe = parse_config(["--config", "examples/algorithms/ibpo_on_dapo.yaml"]).algorithm
     assert (recipe.dynamic_sampling, recipe.dynamic_sampling_by) == (True, "credit")
     with pytest.raises(ValueError, match="--dynamic-sampling-by credit judges groups while"):
-        check_algorithm(preset("ciw", dynamic_sampling_by="credit"))
+        check_algorithm(algorithm("ciw", dynamic_sampling_by="credit"))
 
 
 # ------------------------------------------------------------------------------------ overlong punishment
@@ -164,12 +158,12 @@ def test_long_responses_and_corrections_pay_and_stay_what_they_are():
     """Limit 8, buffer 4 tokens: |y| = 6 costs .5, |y| = 8 costs 1. Rewards 1, 1 - .5, 0 - 1."""
     made = group([13], [10, 11, 12, 12, 13], [10, 11, 12, 12, 12, 12, 14])
     rollout = RolloutConfig(rollout_max_response_len=8)
-    settings = preset("gspo", overlong_buffer_share=0.5)
+    settings = algorithm("gspo", overlong_buffer_share=0.5)
     credit = Loop(fix_last).credit([made], settings, rollout=rollout)
     assert [s.advantage for s in credit.sequences] == group_z_score([1.0, 0.5, -1.0])
     assert credit.metrics["accuracy"] == pytest.approx(2 / 3)
 
-    joint = preset("ibpo-joint-only", overlong_buffer_share=0.5)
+    joint = algorithm("ibpo-joint-only", overlong_buffer_share=0.5)
     made = group(RIGHT, [14], [10, 11, 12, 12, 14])
     credit = Loop(fix_last).credit([made], joint, rollout=rollout)
     assert [s.advantage for s in by_kind(credit, "correction")] == group_z_score([1.0, 0.5])
@@ -180,7 +174,7 @@ def overlong(*contents, rewards=None, **settings):
     made = group(*contents)
     for sample, reward in zip(made.responses, rewards or [], strict=bool(rewards)):
         sample.reward = reward
-    config = preset(settings.pop("name", "ibpo-shaping-only"), overlong_buffer_share=0.5, **settings)
+    config = algorithm(settings.pop("name", "ibpo-shaping-only"), overlong_buffer_share=0.5, **settings)
     rollout = RolloutConfig(rollout_max_response_len=8)
     credit = Loop(fix_last).credit([made], config, rollout=rollout)
     return credit, [s.reward for s in by_kind(credit, "response")]
@@ -220,7 +214,7 @@ def test_a_right_correction_of_full_length_is_worth_no_less_than_a_wrong_one():
     """With ρ = .5 for a rewrite: 1 - .5 - 1 is less than the other correction's 0."""
     made = group(RIGHT, [20, 14], [21, 15])
     answers = {20: LONG, 21: [22, 16]}
-    settings = preset("ibpo", overlong_buffer_share=0.5, ibpo_rewrite_penalty=0.5)
+    settings = algorithm("ibpo", overlong_buffer_share=0.5, ibpo_rewrite_penalty=0.5)
     loop = Loop(lambda x: answers[candidates(x)[0][0]])
     credit = loop.credit([made], settings, rollout=RolloutConfig(rollout_max_response_len=8))
     assert [c.beyond_threshold for c in made.corrections] == [True, True]
@@ -230,6 +224,7 @@ def test_a_right_correction_of_full_length_is_worth_no_less_than_a_wrong_one():
 written = st.lists(st.integers(10, 14), min_size=1, max_size=7)
 
 
+@settings(max_examples=50)
 @given(
     st.lists(st.tuples(written, st.floats(0, 0.95)), min_size=2, max_size=6),
     st.sampled_from(["gspo", "ibpo-shaping-only", "ibpo-ratio"]),
@@ -240,7 +235,7 @@ def test_no_wrong_response_outranks_a_right_one(drawn, name, share):
     made = group(*(content for content, _ in drawn))
     for sample, (_, graded) in zip(made.responses, drawn, strict=True):
         sample.reward = 1.0 if sample.correct else graded
-    config = preset(name, overlong_buffer_share=share)
+    config = algorithm(name, overlong_buffer_share=share)
     credit = Loop(fix_last).credit([made], config, rollout=RolloutConfig(rollout_max_response_len=8))
     found = by_kind(credit, "response")
     right = [s for s, sample in zip(found, made.responses, strict=True) if sample.correct]
@@ -254,10 +249,10 @@ def test_dapo_is_its_four_parts():
     loss = parse_config(["--advantage-estimator", "dapo"]).loss
     assert (loss.loss_variant, loss_params(loss)) == ("dapo", {"eps_low": 0.2, "eps_high": 0.28})
     assert loss.loss_aggregation == "variant", "which is the token mean"
-    settings = preset("dapo")
+    settings = algorithm("dapo")
     assert (settings.dynamic_sampling, settings.overlong_buffer_share) == (True, 0.2)
-    assert preset("dapo", dynamic_sampling=False, overlong_buffer_share=0.0) == replace(
-        preset("gspo"), advantage_estimator="dapo"
+    assert algorithm("dapo", dynamic_sampling=False, overlong_buffer_share=0.0) == replace(
+        algorithm("gspo"), advantage_estimator="dapo"
     )
 
 
@@ -303,7 +298,7 @@ def test_ppo_gives_every_token_its_own_advantage():
     """Rewards 1 and 0; the critic says .5 everywhere. γ = λ = 1: A = .5 on three tokens, -.5 on two; mean .1,
     variance .25 - .01."""
     credit = Loop(fix_last).credit(
-        [group([12, 13], [14])], preset("ppo", gae_lambda=1.0), values=critic(lambda s, t: 0.5)
+        [group([12, 13], [14])], algorithm("ppo", gae_lambda=1.0), values=critic(lambda s, t: 0.5)
     )
     std = math.sqrt(0.24)
     right, wrong = credit.sequences
@@ -320,7 +315,7 @@ def test_ppo_gives_every_token_its_own_advantage():
 def test_ppo_shapes_and_trains_on_corrections_as_well():
     """Returns at λ = 1 are the rewards: 1, .3 for the wrong response with a right correction, and 1 for that,
     whose value the critic was asked too."""
-    config = preset("ibpo", advantages="critic", gae_lambda=1.0)
+    config = algorithm("ibpo", advantages="critic", gae_lambda=1.0)
     credit = Loop(fix_last).credit(
         [group(RIGHT, [10, 11, 12, 14])], config, values=critic(lambda s, t: 0.1 * t)
     )
@@ -329,7 +324,7 @@ def test_ppo_shapes_and_trains_on_corrections_as_well():
     assert (flat.mean(), flat.std()) == pytest.approx((0, 1), abs=1e-7)
     masked = Loop(fix_last).credit(
         [group(RIGHT, [10, 11, 12, 14])],
-        preset("ibpo", advantages="critic", gae_lambda=1.0, ibpo_variant="mask"),
+        algorithm("ibpo", advantages="critic", gae_lambda=1.0, ibpo_variant="mask"),
         values=critic(lambda s, t: 0.1 * t),
     )
     assert ids_of(masked.sequences[1].token_weights) == (0, 0, 0, 1, 0)
@@ -337,13 +332,13 @@ def test_ppo_shapes_and_trains_on_corrections_as_well():
 
 
 def test_a_critic_that_was_right_all_along_leaves_nothing_to_learn():
-    credit = Loop(fix_last).credit([group([13], [13])], preset("ppo"), values=critic(lambda s, t: 1.0))
+    credit = Loop(fix_last).credit([group([13], [13])], algorithm("ppo"), values=critic(lambda s, t: 1.0))
     assert [s.has_advantage for s in credit.sequences] == [False, False]
 
 
 def test_ppo_needs_a_critic_and_a_loss_of_tokens():
     with pytest.raises(ValueError, match="needs a critic"):
-        Loop(fix_last).credit([group([13], [14])], preset("ppo"))
+        Loop(fix_last).credit([group([13], [14])], algorithm("ppo"))
     with pytest.raises(ValueError, match="--advantages critic gives every token its own"):
         check_run(parse_config(["--advantage-estimator", "ppo", "--loss-variant", "gspo"]))
 
@@ -352,7 +347,7 @@ def test_ppo_needs_a_critic_and_a_loss_of_tokens():
 def test_ibpo_works_on_every_carrier(name):
     """The carrier's settings with IBPO's own on top: the responses are shaped, the corrections trained on."""
     ibpo = {k: v for k, v in PRESETS["ibpo"].items() if k.startswith("ibpo_")}
-    settings = preset(name, **ibpo)
+    settings = algorithm(name, **ibpo)
     check_algorithm(settings)
     credit = Loop(fix_last).credit(some_groups(), settings, values=critic(lambda s, t: 0.5))
     assert credit.metrics["bonus_rate"] > 0
@@ -401,7 +396,7 @@ def test_a_response_is_trained_on_with_the_prompt_and_temperature_it_was_sampled
     made.responses[1].prompt_token_ids = token_ids([1, 5, 6, 27])
     made.responses[1].temperature = 0.7
     loop = Loop(fix_last)
-    credit = loop.credit([made], preset("ibpo"))
+    credit = loop.credit([made], algorithm("ibpo"))
     assert [ids_of(s.prompt_token_ids) for s in by_kind(credit, "response")] == [(1, 5, 27), (1, 5, 6, 27)]
     assert [s.temperature for s in by_kind(credit, "response")] == [1.0, 0.7]
     assert loop.asked == [(1, 5, 90, 14, 90, *RIGHT, 27)], "corrections see the question"

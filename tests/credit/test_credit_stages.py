@@ -114,7 +114,7 @@ PRESETS_WITHOUT_MODELS = [name for name in PRESETS if name not in ("ppo", "ciw",
 
 @pytest.mark.parametrize("name", PRESETS_WITHOUT_MODELS)
 @given(seed=st.integers(0, 2**16), order=st.randoms(use_true_random=False))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=5, deadline=None)
 def test_who_arrives_first_changes_no_credit(name, seed, order):
     """Groups are followed up in any order, and their corrections come back in any; the batch is ordered by
     prompt before it is judged."""
@@ -255,16 +255,6 @@ def test_bessels_std_shrinks_advantages_by_a_factor_that_the_size_gives(values):
         assert found == pytest.approx(
             [(value - mean) / (spread + 1e-8) for value in values], rel=1e-6, abs=1e-9
         )
-
-
-def test_bessel_is_what_peers_compute_at_8_and_2():
-    """1.07 and 1.41 times as much would be the population's."""
-    ratios = [
-        group_z_score(values)[0] / group_z_score_bessel(values)[0]
-        for values in ([1.0] + [0.0] * 7, [1.0, 0.0])
-    ]
-    assert ratios == pytest.approx([1.0690, 1.4142], abs=1e-4)
-    assert group_z_score_bessel([1.0]) == [0.0]
 
 
 def test_maxrl_is_the_gradient_of_the_log_of_the_mean():

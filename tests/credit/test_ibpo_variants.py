@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ibpo.basics.records import Group
@@ -28,6 +28,7 @@ from support.credit_cases import (
     fix_last,
     group,
     ids_of,
+    in_turn,
     of_preset,
     plain,
     prompt,
@@ -40,22 +41,12 @@ THINK, END_THINK = 80, 81
 MARKS = ThinkingMarks((THINK,), (END_THINK,))
 
 
-def preset(name, **settings):
-    return algorithm(**of_preset(name) | settings)
-
-
-def in_turn(*answers):
-    """A policy whose corrections are these, one after the other."""
-    left = list(answers)
-    return lambda x: left.pop(0)
-
-
 # ------------------------------------------------------------------------------------------ ratio, mask
 
 
 def test_ratio_gives_the_share_of_tokens_kept():
     """ŷ keeps three of y's four tokens: Δ = 3/4, r' = .45; mask and β play no part."""
-    credit = Loop(fix_last).credit([group(RIGHT, [10, 11, 12, 14])], preset("ibpo-ratio"))
+    credit = Loop(fix_last).credit([group(RIGHT, [10, 11, 12, 14])], algorithm("ibpo-ratio"))
     right, wrong = by_kind(credit, "response")
     assert [right.advantage, wrong.advantage] == group_z_score([1.0, 0.6 * 0.75])
     assert wrong.token_weights is None
@@ -65,8 +56,8 @@ def test_ratio_gives_the_share_of_tokens_kept():
 def test_mask_lets_the_gradient_through_changed_tokens_only():
     """ŷ replaces y's last token and ends as y does; Δ is β as in the base variant."""
     wrong = [10, 11, 12, 14]
-    masked = Loop(fix_last).credit([group(RIGHT, wrong)], preset("ibpo-mask"))
-    base = Loop(fix_last).credit([group(RIGHT, wrong)], preset("ibpo"))
+    masked = Loop(fix_last).credit([group(RIGHT, wrong)], algorithm("ibpo-mask"))
+    base = Loop(fix_last).credit([group(RIGHT, wrong)], algorithm("ibpo"))
     assert token_weights(by_kind(masked, "response")) == [None, (0.0, 0.0, 0.0, 1.0, 0.0)]
     assert token_weights(by_kind(masked, "correction")) == [None]
     assert [s.advantage for s in masked.sequences] == [s.advantage for s in base.sequences]
@@ -82,7 +73,7 @@ def test_mask_lets_the_gradient_through_changed_tokens_only():
 )
 def test_a_correction_that_does_not_count_masks_nothing(corrected, why):
     made = group([20, 21, 22, 23, 24, 13], [10, 11, 12, 14])
-    credit = Loop(lambda x: corrected).credit([made], preset("ibpo-mask"))
+    credit = Loop(lambda x: corrected).credit([made], algorithm("ibpo-mask"))
     assert token_weights(by_kind(credit, "response")) == [None, None], why
     assert credit.metrics["bonus_rate"] == 0
 
@@ -92,7 +83,7 @@ def test_of_several_corrections_the_bonus_is_the_mean_and_the_mask_the_union():
     wrong = [10, 11, 12, 14]
     answers = in_turn([10, 19, 12, 14, 13], [10, 11, 12, 13], [10, 11, 12, 15], [40, 41, 42, 43, 44, 13])
     made = group(RIGHT, wrong)
-    credit = Loop(answers).credit([made], preset("ibpo-mask", ibpo_corrections=4))
+    credit = Loop(answers).credit([made], algorithm("ibpo-mask", ibpo_corrections=4))
     assert [c.response.correct for c in made.corrections] == [True, True, False, True]
     assert [c.rewritten for c in made.corrections] == [False, False, False, True]
     right, masked = by_kind(credit, "response")
@@ -111,7 +102,7 @@ def test_of_several_corrections_the_bonus_is_the_mean_and_the_mask_the_union():
 )
 def test_a_correction_that_only_inserts_leaves_no_gradient_unless_asked(y, y_hat, mask, with_insertions):
     for option, expected in ((False, mask), (True, with_insertions)):
-        config = preset("ibpo-mask", ibpo_mask_insertions=option, ibpo_rewrite_threshold=1.0)
+        config = algorithm("ibpo-mask", ibpo_mask_insertions=option, ibpo_rewrite_threshold=1.0)
         credit = Loop(lambda x: y_hat).credit([group(RIGHT, y)], config)
         assert ids_of(by_kind(credit, "response")[1].token_weights) == expected
         assert credit.metrics["empty_masks"] == float(not any(expected))
@@ -139,7 +130,7 @@ def test_lambda_cancels_where_no_response_is_correct(estimator):
     wrong, with_right = [[10, 11, 12, 14], [20, 21], [22, 23], [24, 25]], [[10, 11, 12, 14], [20, 21], RIGHT]
 
     def advantage(contents, weight):
-        config = preset("ibpo", ibpo_lambda=weight, advantages=estimator)
+        config = algorithm("ibpo", ibpo_lambda=weight, advantages=estimator)
         credit = Loop(one_is_corrected).credit([group(*contents)], config)
         return by_kind(credit, "response")[0].advantage
 
@@ -153,7 +144,7 @@ def test_lambda_cancels_where_no_response_is_correct(estimator):
 def test_without_the_spread_lambda_counts_everywhere():
     """Dr. GRPO's estimator: A = λβ·3/4."""
     made = group([10, 11, 12, 14], [20, 21], [22, 23], [24, 25])
-    config = preset("ibpo", ibpo_lambda=0.4, advantages="group-mean")
+    config = algorithm("ibpo", ibpo_lambda=0.4, advantages="group-mean")
     assert Loop(one_is_corrected).credit([made], config).sequences[0].advantage == pytest.approx(0.15)
 
 
@@ -172,7 +163,7 @@ def test_in_a_wrong_group_the_mask_raises_the_wrong_token_and_the_signed_mask_th
     """All four are wrong and one is corrected: r' = .3 0 0 0, A = √3 for it. Eq. 17 then makes its wrong
     token likelier, and nothing else of it."""
     made = group([10, 11, 12, 14], [20, 21], [22, 23], [24, 25])
-    credit = Loop(one_is_corrected).credit([made], preset("ibpo-mask", ibpo_variant=variant))
+    credit = Loop(one_is_corrected).credit([made], algorithm("ibpo-mask", ibpo_variant=variant))
     near, *others = by_kind(credit, "response")
     assert near.advantage == pytest.approx(math.sqrt(3), abs=1e-6)
     assert ids_of(near.token_weights) == learns
@@ -181,16 +172,17 @@ def test_in_a_wrong_group_the_mask_raises_the_wrong_token_and_the_signed_mask_th
 
 def test_where_it_is_made_less_likely_a_signed_mask_is_the_mask():
     made = group(RIGHT, [10, 11, 12, 14])
-    credit = Loop(fix_last).credit([made], preset("ibpo-mask", ibpo_variant="signed-mask"))
+    credit = Loop(fix_last).credit([made], algorithm("ibpo-mask", ibpo_variant="signed-mask"))
     right, near = by_kind(credit, "response")
     assert near.advantage < 0
     assert token_weights([right, near]) == [None, (0.0, 0.0, 0.0, 1.0, 0.0)]
 
 
+@settings(max_examples=20)
 @given(st.integers(0, 10_000))
 def test_a_signed_mask_is_the_mask_or_the_rest_by_the_sign_of_the_advantage(seed):
     masked, signed = (
-        Loop(fix_last).credit(some_groups(seed), preset("ibpo-mask", ibpo_variant=variant))
+        Loop(fix_last).credit(some_groups(seed), algorithm("ibpo-mask", ibpo_variant=variant))
         for variant in ("mask", "signed-mask")
     )
     for one, other in zip(masked.sequences, signed.sequences, strict=True):
@@ -242,15 +234,15 @@ def test_edits_are_those_of_the_edit_script(y, y_hat):
 
 
 def test_shaping_only_trains_on_no_correction():
-    shaping = Loop(fix_last).credit(some_groups(), preset("ibpo-shaping-only"))
-    joint = Loop(fix_last).credit(some_groups(), preset("ibpo"))
+    shaping = Loop(fix_last).credit(some_groups(), algorithm("ibpo-shaping-only"))
+    joint = Loop(fix_last).credit(some_groups(), algorithm("ibpo"))
     assert plain(shaping.sequences) == plain(by_kind(joint, "response"))
     assert shaping.metrics["corrections"] > 0
 
 
 def test_joint_only_has_the_responses_of_gspo_and_the_corrections_of_ibpo():
-    joint = Loop(fix_last).credit(some_groups(), preset("ibpo-joint-only"))
-    gspo, ibpo = (Loop(fix_last).credit(some_groups(), preset(name)) for name in ("gspo", "ibpo"))
+    joint = Loop(fix_last).credit(some_groups(), algorithm("ibpo-joint-only"))
+    gspo, ibpo = (Loop(fix_last).credit(some_groups(), algorithm(name)) for name in ("gspo", "ibpo"))
     assert plain(by_kind(joint, "response")) == plain(gspo.sequences)
     assert plain(by_kind(joint, "correction")) == plain(by_kind(ibpo, "correction"))
 
@@ -259,7 +251,7 @@ def test_cipo_shows_the_wrong_answer_alone_and_trains_on_its_correction():
     """Rewards 1 0 0 0; of three corrections the first two are right."""
     answers = in_turn([13], [20, 13], [21])
     loop = Loop(answers)
-    credit = loop.credit([group(RIGHT, [14], [15], [16])], preset("cipo"))
+    credit = loop.credit([group(RIGHT, [14], [15], [16])], algorithm("cipo"))
     assert [candidates(asked) for asked in loop.asked] == [[[14]], [[15]], [[16]]]
     third = 3**-0.5
     assert [s.advantage for s in by_kind(credit, "response")] == pytest.approx(
@@ -271,7 +263,7 @@ def test_cipo_shows_the_wrong_answer_alone_and_trains_on_its_correction():
 
 
 def test_grpo_differs_from_gspo_in_the_loss_alone():
-    assert replace(preset("grpo"), advantage_estimator="gspo") == preset("gspo")
+    assert replace(algorithm("grpo"), advantage_estimator="gspo") == algorithm("gspo")
 
 
 # --------------------------------------------------------------------- groups of corrections, the penalty
@@ -282,10 +274,10 @@ def test_corrections_are_compared_within_their_pair_or_their_prompt():
     answers = ([10, 13], [10, 15], [11, 13], [11, 12, 13])
     made = [group(RIGHT, [10, 14], [11, 14])]
     per_pair = Loop(in_turn(*answers)).credit(
-        made, preset("ibpo", ibpo_corrections=2, ibpo_correction_group="pair")
+        made, algorithm("ibpo", ibpo_corrections=2, ibpo_correction_group="pair")
     )
     made = [group(RIGHT, [10, 14], [11, 14])]
-    per_prompt = Loop(in_turn(*answers)).credit(made, preset("ibpo", ibpo_corrections=2))
+    per_prompt = Loop(in_turn(*answers)).credit(made, algorithm("ibpo", ibpo_corrections=2))
     assert [s.advantage for s in by_kind(per_pair, "correction")] == pytest.approx([1, -1, 0, 0], abs=1e-7)
     assert [s.advantage for s in by_kind(per_prompt, "correction")] == pytest.approx(
         [3**-0.5, -(3**0.5), 3**-0.5, 3**-0.5], abs=1e-7
@@ -300,7 +292,7 @@ def test_rewrites_pay_at_the_source():
     y = [10, 11, 12, 14]
     answers = in_turn([10, 11, 12, 13], [20, 21, 22, 13], [10, 11, 12, 15], [20, 21, 22, 23])
     made = group([10, 11, 22, 13], y)
-    credit = Loop(answers).credit([made], preset("ibpo-rewrite-penalty"))
+    credit = Loop(answers).credit([made], algorithm("ibpo-rewrite-penalty"))
     assert [c.distance for c in made.corrections] == [0.25, 1.0, 0.25, 1.0]
     assert [c.beyond_threshold for c in made.corrections] == [False, True, False, True]
     rewards = [1.0, 0.5, 0.0, -0.5]
@@ -316,7 +308,7 @@ def test_a_far_correction_pays_even_where_the_reference_makes_it_no_rewrite():
     """d(y, ŷ) > α, and ŷ is just as far from the reference: no rewrite, yet beyond α."""
     made = group([30, 31, 32, 13], [10, 11, 12, 14])
     answers = in_turn([20, 21, 22, 23], [10, 11, 12, 15], [10, 11, 12, 16], [10, 11, 12, 17])
-    credit = Loop(answers).credit([made], preset("ibpo-rewrite-penalty"))
+    credit = Loop(answers).credit([made], algorithm("ibpo-rewrite-penalty"))
     assert not made.corrections[0].rewritten
     assert made.corrections[0].beyond_threshold
     assert by_kind(credit, "correction")[0].advantage < 0
@@ -360,7 +352,7 @@ def test_hidden_thinking_is_neither_shown_nor_compared_and_keeps_its_gradient():
     loop = Loop(lambda x: corrected)
     settings = {"ibpo_variant": "mask", "ibpo_strip_thinking": True}
     made = group(right, wrong)
-    credit = loop.credit([made], preset("ibpo", **settings), vocabulary={"thinking": MARKS})
+    credit = loop.credit([made], algorithm("ibpo", **settings), vocabulary={"thinking": MARKS})
     assert candidates(loop.asked[0]) == [[10, 11, 14], [10, 11, 13]]
     (correction,) = made.corrections
     assert (correction.distance, correction.reference_distance) == (pytest.approx(1 / 3), 0.0)
@@ -371,7 +363,7 @@ def test_hidden_thinking_is_neither_shown_nor_compared_and_keeps_its_gradient():
 def test_without_the_option_thinking_is_shown_whole():
     wrong = [THINK, 51, END_THINK, 14]
     loop = Loop(fix_last)
-    loop.credit([group(RIGHT, wrong)], preset("ibpo"), vocabulary={"thinking": MARKS})
+    loop.credit([group(RIGHT, wrong)], algorithm("ibpo"), vocabulary={"thinking": MARKS})
     assert candidates(loop.asked[0]) == [wrong, RIGHT]
 
 
@@ -392,7 +384,7 @@ def sums(*results, answer):
 
 
 def agreement(**settings):
-    return preset("ibpo-shaping-only", ibpo_operator=AGREEMENT, **settings)
+    return algorithm("ibpo-shaping-only", ibpo_operator=AGREEMENT, **settings)
 
 
 def test_agreement_is_the_share_of_steps_that_correct_responses_have_too():
@@ -431,7 +423,7 @@ def test_an_operator_that_is_not_lent_what_it_needs_says_so():
     with pytest.raises(ValueError, match="texts of tokens"):
         Loop(fix_last).credit([group(RIGHT, [14])], agreement())
     with pytest.raises(ValueError, match="marks of thinking"):
-        Loop(fix_last).credit([group(RIGHT, [14])], preset("ibpo", ibpo_strip_thinking=True))
+        Loop(fix_last).credit([group(RIGHT, [14])], algorithm("ibpo", ibpo_strip_thinking=True))
 
 
 # ------------------------------------------------------------------------------------- the check at start

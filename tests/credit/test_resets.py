@@ -23,6 +23,7 @@ from support.credit_cases import (
     check_algorithm,
     group,
     ids_of,
+    in_turn,
     plain,
     response,
     tokens_spent,
@@ -36,20 +37,10 @@ RESETS = GSPO | {
 }
 
 
-class InTurn:
-    """A policy that goes on with these contents, one after the other."""
-
-    def __init__(self, *contents):
-        self.left = iter(contents)
-
-    def __call__(self, prompt_ids):
-        return list(next(self.left))
-
-
 def test_a_wrong_response_goes_on_where_it_leaves_a_right_one_by_hand():
     """10 11 12 14 shares 10 11 12 with 10 11 12 13, and 20 21 shares nothing. Of the first, one suffix
     of two is right: ½ and -½, on the suffix alone. Of the second, neither."""
-    loop = Loop(InTurn([13], [14], [20], [21, 22]))
+    loop = Loop(in_turn([13], [14], [20], [21, 22]))
     made = [group(RIGHT, WRONG, [20, 21])]
     credit = loop.credit(made, algorithm(**RESETS))
     assert loop.asked == [(*PROMPT, 10, 11, 12)] * 2 + [PROMPT] * 2
@@ -69,19 +60,19 @@ def test_a_wrong_response_goes_on_where_it_leaves_a_right_one_by_hand():
 
 
 def test_the_responses_are_those_of_gspo():
-    credit = Loop(InTurn([13], [14])).credit([group(RIGHT, WRONG)], algorithm(**RESETS))
-    gspo = Loop(InTurn()).credit([group(RIGHT, WRONG)], algorithm(**GSPO))
+    credit = Loop(in_turn([13], [14])).credit([group(RIGHT, WRONG)], algorithm(**RESETS))
+    gspo = Loop(in_turn()).credit([group(RIGHT, WRONG)], algorithm(**GSPO))
     assert plain(by_kind(credit, "response")) == plain(gspo.sequences)
 
 
 def test_the_longest_shared_prefix_counts():
-    loop = Loop(InTurn([13], [13]))
+    loop = Loop(in_turn([13], [13]))
     loop.credit([group([10, 13], RIGHT, WRONG)], algorithm(**RESETS))
     assert loop.asked == [(*PROMPT, 10, 11, 12)] * 2
 
 
 def test_without_a_right_response_or_without_room_nothing_is_asked():
-    loop = Loop(InTurn())
+    loop = Loop(in_turn())
     cut_off = group(RIGHT)
     cut_off.responses[0] = response([10, 11, 12, 13], 1.0)
     cut_off.responses.append(response([10, 11, 12], 0.0, "length"))  # all of it is shared
@@ -94,8 +85,8 @@ def test_without_a_right_response_or_without_room_nothing_is_asked():
 def test_the_meter_counts_what_the_recipe_says():
     """|x| = 3, |y| = 5, f = 3, K = 2: reads |x| + f once, writes K(|y| - f), trains K(|x| + |y|)."""
     made, plainly = [group(RIGHT, WRONG)], [group(RIGHT, WRONG)]
-    credit = Loop(InTurn([13], [14])).credit(made, algorithm(**RESETS))
-    gspo = Loop(InTurn()).credit(plainly, algorithm(**GSPO))
+    credit = Loop(in_turn([13], [14])).credit(made, algorithm(**RESETS))
+    gspo = Loop(in_turn()).credit(plainly, algorithm(**GSPO))
     assert tokens_spent(made, credit) - tokens_spent(plainly, gspo) == (3 + 3) + 2 * (5 - 3) + 2 * (3 + 5)
 
 

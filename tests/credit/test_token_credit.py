@@ -35,11 +35,7 @@ FREE_ESTIMATORS = ("group", "group-bessel", "group-mean", "leave-one-out", "maxr
 
 
 def gspo(**settings):
-    return algorithm(**of_preset("gspo") | settings)
-
-
-def ibpo(**settings):
-    return algorithm(**settings)
+    return algorithm("gspo", **settings)
 
 
 def weights_of(made, config, **settings):
@@ -139,7 +135,7 @@ def test_responses_without_a_right_sibling_or_that_are_made_likelier_learn_as_a_
     near, far = [10, 11, 12, 14], [20, 21, 22]
     lifted = group(RIGHT, near, far, far, far, far)
     credit = Loop(lambda x: RIGHT if candidates(x)[0] == near else far).credit(
-        [lifted], ibpo(token_credit=name)
+        [lifted], algorithm(token_credit=name)
     )
     of_responses = by_kind(credit, "response")
     assert of_responses[1].advantage > 0 > of_responses[2].advantage
@@ -260,7 +256,7 @@ def test_a_random_window_lies_in_what_the_policy_wrote_and_may_be_all_of_it():
 def test_a_token_credit_multiplies_the_operators_weights_and_leaves_corrections_alone():
     """The mask of ibpo-mask is 0 0 0 1 0; a wrong response counts .15."""
     made = group(RIGHT, [10, 11, 12, 14])
-    config = ibpo(ibpo_variant="mask", token_credit="wrong-weight")
+    config = algorithm(ibpo_variant="mask", token_credit="wrong-weight")
     credit = Loop(fix_last).credit([made], config)
     assert token_weights(by_kind(credit, "response")) == [None, (0.0, 0.0, 0.0, 0.075, 0.0)]
     assert token_weights(by_kind(credit, "correction")) == [None]

@@ -11,8 +11,8 @@ pytestmark = pytest.mark.kernel
 
 # (2, 2) has both in one; tests/loss/test_loss_layouts.py takes every variant and layout in torch
 def test_a_variant_of_each_kind_equals_one_process():
-    """The kinds differ in what they sum: sequences, tokens, geometric means, log-probs, soft gates."""
-    layout_cases.check_layout("triton", 2, 2, ("gspo", "grpo", "gmpo", "cispo", "sapo"))
+    """Kinds differ in what they sum: sequences, ratios of sequences by tokens, geometric means, tokens."""
+    layout_cases.check_layout("triton", 2, 2, ("gspo", "gspo-token", "gmpo", "cispo"))
 
 
 @pytest.mark.slow

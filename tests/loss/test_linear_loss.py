@@ -25,7 +25,7 @@ def test_it_equals_the_loss_of_the_logits(variant, kl_coef):
     batch = batch_of((1, 5, 17, 2, 30, 3))
     options = options_for(variant) | {"kl_coef": kl_coef}
     expected = plain(batch, **options)
-    for chunk in (1, 4, 7, 16, 1000):
+    for chunk in (1, 7, 1000):
         found = fused(batch, chunk=chunk, **options)
         for ours, theirs in zip(found[:3], expected[:3], strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
@@ -241,7 +241,7 @@ def vocab_parallel(world, batch, options):
 
 
 @pytest.mark.world
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_vocabulary_shards_equal_one_process(size):
     batch, options = batch_of((5, 17, 2, 30)), {"chunk": 7, "params": {"eps_low": 0.1, "eps_high": 0.1}}
     loss, hidden, weight, _ = fused(batch, **options)
@@ -252,8 +252,12 @@ def test_vocabulary_shards_equal_one_process(size):
     torch.testing.assert_close(torch.cat([found[2] for found in per_rank]), weight)
 
 
-def context_parallel(world, batch, options):
+def context_parallel(world, cases):
     """Each rank takes an end and a middle piece of every sequence, as Megatron deals them."""
+    return [one_context_parallel(world, batch, options) for batch, options in cases]
+
+
+def one_context_parallel(world, batch, options):
     rows = torch.cat(dealt(batch["cu_seqlens"].tolist(), world.rank, world.size))
     names = (
         "hidden_NH",
@@ -279,18 +283,17 @@ def dealt(bounds, rank, size):
 
 
 @pytest.mark.world
-@pytest.mark.parametrize(
-    ("variant", "padded"),
-    [("gspo", []), ("gspo", [64 - 10, 64 - 9, 64 - 2, 64 - 1]), ("dapo", []), ("gmpo", [])],
-)
-def test_context_shards_equal_one_process(variant, padded):
+def test_context_shards_equal_one_process():
     """Also where either rank's last chunk has no row in the loss."""
-    batch = batch_of((6, 18, 2, 30))
-    batch["response_mask_N"][padded] = 0
-    options = options_for(variant) | {"chunk": 5, "kl_coef": 0.1}
-    loss, hidden, weight, stats = fused(batch, **options)
-    for found_loss, rows, found_hidden, found_weight, means in run_ranks(context_parallel, 2, batch, options):
-        torch.testing.assert_close(found_loss, loss)
-        torch.testing.assert_close(found_hidden, hidden[rows])
-        torch.testing.assert_close(found_weight, weight)
-        torch.testing.assert_close(means, stats.mean_log_ratio_S)
+    cases = []
+    for variant, padded in [("gspo", []), ("gspo", [54, 55, 62, 63]), ("dapo", []), ("gmpo", [])]:
+        batch = batch_of((6, 18, 2, 30))
+        batch["response_mask_N"][padded] = 0
+        cases.append((batch, options_for(variant) | {"chunk": 5, "kl_coef": 0.1}))
+    for of_rank in run_ranks(context_parallel, 2, cases):
+        for (batch, options), (found_loss, rows, *found) in zip(cases, of_rank, strict=True):
+            loss, hidden, weight, stats = fused(batch, **options)
+            torch.testing.assert_close(found_loss, loss)
+            expected = hidden[rows], weight, stats.mean_log_ratio_S
+            for ours, theirs in zip(found, expected, strict=True):
+                torch.testing.assert_close(ours, theirs, msg=options["variant"])

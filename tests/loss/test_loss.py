@@ -99,9 +99,9 @@ def options_for(variant, eps=0.5):
     + [(variant, kl) for variant in ("gspo", "grpo") for kl in ("k1", "k2", "k3")],
 )
 def test_gradients_equal_finite_differences(variant, kl):
-    batch = random_batch()
+    batch = random_batch(lengths=(2, 3, 1), prompt=1, vocab=5)
     now = packed_logprobs(batch["logits_NV"], batch["targets_N"])[0]
-    batch["old_logprobs_N"] = now + 0.03 * torch.linspace(-1, 1, 18)
+    batch["old_logprobs_N"] = now + 0.03 * torch.linspace(-1, 1, 9)
     if variant == "cispo":  # its clip is detached: differences see the gradient only where the ratio is 1
         batch["old_logprobs_N"] = None
     penalty = {"ref_logprobs_N": now + 0.4, "kl": kl, "kl_coef": 0.7} if kl else {}
@@ -277,9 +277,8 @@ def test_chunks_and_inplace_change_nothing(monkeypatch):
     monkeypatch.setattr(logprobs_module, "CHUNK_BYTES", 4 * 11 * 2)
     chunked_loss, chunked_gradient, _ = loss_and_gradient(batch, params=WIDE)
     inplace_loss, inplace_gradient, _ = loss_and_gradient(batch, params=WIDE, inplace=True)
-    assert torch.equal(loss, chunked_loss)
+    assert loss == chunked_loss == inplace_loss
     assert torch.equal(gradient, chunked_gradient)
-    assert torch.equal(loss, inplace_loss)
     assert torch.equal(gradient, inplace_gradient)
 
 
@@ -350,18 +349,17 @@ def test_the_token_level_ratio_of_one_token_is_the_sequence_level_one_bit_for_bi
 
 
 @pytest.mark.parametrize("variant", sorted(VARIANTS))
-@pytest.mark.parametrize("advantage", [-1.0, 0.0, 1.0])
-@pytest.mark.parametrize("offset", [-1e4, -900.0, 900.0, 1e4])
-def test_extreme_ratios_give_no_nan(variant, advantage, offset):
-    batch = random_batch(dtype=torch.float32)
-    batch["old_logprobs_N"] = batch["old_logprobs_N"] - offset
-    batch["advantages"] = torch.full((3,), advantage)
-    loss, gradient, _ = loss_and_gradient(batch, **options_for(variant))
-    assert loss.isfinite()
-    assert gradient.isfinite().all()
-    if advantage == 0:
-        assert loss == 0
-        assert not gradient.any()
+def test_extreme_ratios_give_no_nan(variant):
+    for advantage, offset in product((-1.0, 0.0, 1.0), (-1e4, -900.0, 900.0, 1e4)):
+        batch = random_batch(dtype=torch.float32)
+        batch["old_logprobs_N"] = batch["old_logprobs_N"] - offset
+        batch["advantages"] = torch.full((3,), advantage)
+        loss, gradient, _ = loss_and_gradient(batch, **options_for(variant))
+        assert loss.isfinite(), (advantage, offset)
+        assert gradient.isfinite().all(), (advantage, offset)
+        if advantage == 0:
+            assert loss == 0
+            assert not gradient.any()
 
 
 def with_an_impossible_token(advantage, variant, old=False, params=None, **settings):
@@ -387,12 +385,11 @@ def with_an_impossible_token(advantage, variant, old=False, params=None, **setti
     return loss.detach(), now.grad, mean_log_ratio_S
 
 
-@pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("variant", sorted(VARIANTS))
-@pytest.mark.parametrize("advantage", [-1.0, 0.0, 1.0])
-def test_a_token_of_probability_0_gives_no_nan(variant, advantage, weighted):
-    weights = {"token_weights_N": torch.linspace(0, 2, 6, dtype=torch.float64)} if weighted else {}
-    for old, params in product((False, True), (None, {})):
+def test_a_token_of_probability_0_gives_no_nan(variant):
+    weighted = {"token_weights_N": torch.linspace(0, 2, 6, dtype=torch.float64)}
+    cases = product((-1.0, 0.0, 1.0), ({}, weighted), (False, True), (None, {}))
+    for advantage, weights, old, params in cases:
         loss, gradient, mean_log_ratio_S = with_an_impossible_token(
             advantage, variant, old, params, **weights
         )

@@ -9,7 +9,12 @@ from support import layout_cases
 pytestmark = pytest.mark.world
 
 
-@pytest.mark.parametrize(("tp", "cp"), [(2, 1), (4, 1), (1, 2), (2, 2)])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("tp", "cp"), [(2, 1), pytest.param(4, 1, marks=SLOW), pytest.param(1, 2, marks=SLOW), (2, 2)]
+)
 def test_every_variant_equals_one_process(tp, cp):
     layout_cases.check_layout("torch", tp, cp)
 

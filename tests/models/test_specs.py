@@ -17,39 +17,32 @@ from support.paths import ROOT, TESTS
 from support.tiny_models import make_gpt_oss, make_qwen3, make_qwen3_next
 
 
-def build_both(config_dir, tp, ep):
-    command = [sys.executable, "-W", "ignore", TESTS / "support/te_stand_in.py", config_dir, str(tp), str(ep)]
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """Return what `te_stand_in` says of each model."""
+    directory = tmp_path_factory.mktemp("models")
+    models = {
+        "hybrid": f"{make_qwen3_next(directory / 'next', 0)}:2",
+        "dense": f"{make_qwen3(directory / 'dense', 0)}:1",
+        "biased": f"{make_gpt_oss(directory / 'oss', 0)}:2",  # sinks, and experts that have biases
+    }
+    command = [sys.executable, "-W", "ignore", TESTS / "support/te_stand_in.py", *models.values()]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-@pytest.fixture(scope="module")
-def hybrid(tmp_path_factory):
-    return build_both(make_qwen3_next(tmp_path_factory.mktemp("next"), 0), tp=2, ep=2)
-
-
-@pytest.fixture(scope="module")
-def dense(tmp_path_factory):
-    return build_both(make_qwen3(tmp_path_factory.mktemp("dense"), 0), tp=2, ep=1)
-
-
-@pytest.fixture(scope="module")
-def biased(tmp_path_factory):
-    """With sinks, and experts that have biases."""
-    return build_both(make_gpt_oss(tmp_path_factory.mktemp("oss"), 0), tp=2, ep=2)
+    return dict(zip(models, json.loads(done.stdout.splitlines()[-1]), strict=True))
 
 
 @pytest.mark.parametrize("what", ["parameters", "marks", "checkpoint"])
-@pytest.mark.parametrize("model", ["hybrid", "dense", pytest.param("biased", marks=pytest.mark.slow)])
-def test_both_back_ends_agree(request, model, what):
-    built = request.getfixturevalue(model)
-    assert built["te"][what] == built["local"][what]
-    assert len(built["te"][what]) > 10
+@pytest.mark.parametrize("model", ["hybrid", "dense", "biased"])
+def test_both_back_ends_agree(built, model, what):
+    engine, local = built[model]["te"][what], built[model]["local"][what]
+    assert engine == local
+    assert len(engine) > 10
 
 
-def test_transformer_engines_classes_serve_where_the_spec_says(hybrid, dense):
+def test_transformer_engines_classes_serve_where_the_spec_says(built):
+    hybrid, dense = built["hybrid"], built["dense"]
     layer, attention, mlp = "decoder.layers.3", "decoder.layers.3.self_attention", "decoder.layers.3.mlp"
     expected = {
         f"{attention}.linear_qkv": "TELayerNormColumnParallelLinear",
@@ -72,12 +65,13 @@ def test_transformer_engines_classes_serve_where_the_spec_says(hybrid, dense):
     assert dense["te"]["classes"]["decoder.layers.0.mlp.linear_fc2"] == "TERowParallelLinear"
 
 
-def test_only_the_delta_nets_output_norm_is_not_zero_centred(hybrid, dense):
-    for built in (hybrid["te"], hybrid["local"]):
-        not_centred = {name for name, centred in built["centred"].items() if not centred}
+def test_only_the_delta_nets_output_norm_is_not_zero_centred(built):
+    for library in ("te", "local"):
+        centred = built["hybrid"][library]["centred"]
+        not_centred = {name for name in centred if not centred[name]}
         assert not_centred == {f"decoder.layers.{layer}.self_attention.out_norm" for layer in range(3)}
-    assert not any(dense["te"]["centred"].values())
+    assert not any(built["dense"]["te"]["centred"].values())
 
 
-def test_fused_adam_serves_where_transformer_engine_is(hybrid):
-    assert hybrid["optimizer"] == "FusedAdam"
+def test_fused_adam_serves_where_transformer_engine_is(built):
+    assert built["hybrid"]["optimizer"] == "FusedAdam"

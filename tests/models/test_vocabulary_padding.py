@@ -5,6 +5,7 @@ Logits and gradients of models with 211 token ids against transformers: tests/mo
 
 from __future__ import annotations
 
+import functools
 import random
 from dataclasses import replace
 from typing import Any
@@ -190,36 +191,41 @@ def padding_of(trainer, shape):
 
 SETTINGS = {"logits": {}, "fused": {"fuse_lm_head": True}, "reference": {"kl_coef": 0.5}}
 TRAINED = [("dense", "reference"), ("dense", "fused"), ("tied", "logits")]
-PADDED = {1: [layout()], 2: [layout(2), layout(2, multiple=8)], 4: [layout(4)]}
+LAYOUTS = {1: [layout()], 2: [layout(2), layout(2, multiple=8)], 4: [layout(4)]}
+"""By number of ranks; one rank pads nothing."""
+PADDED = [2, pytest.param(4, marks=pytest.mark.slow)]
 
 
 @pytest.fixture(scope="module")
 def runs(models):
-    """(ranks, cases, what each rank found) of every size of PADDED."""
-    made = []
-    for size, layouts in PADDED.items():
+    """Return (cases, what each rank found of the policies and of the critics) of a number of ranks."""
+
+    @functools.cache
+    def run(size):
         cases = [
             (models[name], models["reference"] if kind == "reference" else None, parallel, SETTINGS[kind])
-            for parallel in layouts
+            for parallel in LAYOUTS[size]
             for name, kind in (TRAINED if parallel.make_vocab_size_divisible_by == 1 else TRAINED[-1:])
         ]
-        by_rank = run_ranks(trained, size, cases, rows(), models["tied"], layouts, timeout=500)
-        made.append((size, cases, by_rank))
-    return made
+        by_rank = run_ranks(trained, size, cases, rows(), models["tied"], LAYOUTS[size], timeout=500)
+        return cases, by_rank
+
+    return run
 
 
 @pytest.mark.world
-def test_training_is_the_same_with_padding_and_padding_stays_zero(runs):
-    """Tied and untied, logits held or fused with the loss, and a reference policy, at TP1, TP2 and TP4."""
-    expected = {}
-    for size, cases, by_rank in runs:
-        for number, case in enumerate(cases):
-            found = by_rank[0][0][number][:3]
-            wanted = expected.setdefault((case[0], repr(case[3])), found)
-            compare(found, wanted, load_file(case[0] / "model.safetensors"), case)
-            left = [policies[number][3] for policies, _ in by_rank]
-            assert (sum(padded for padded, _, _ in left) > 0) == (size > 1), case
-            assert all((weight, gradient) == (0.0, 0.0) for _, weight, gradient in left), case
+@pytest.mark.parametrize("size", PADDED)
+def test_training_is_the_same_with_padding_and_padding_stays_zero(runs, size):
+    """Tied and untied, logits held or fused with the loss, and a reference policy."""
+    (alone, ((wanted, _),)), (cases, by_rank) = runs(1), runs(size)
+    assert all(left == (0, 0.0, 0.0) for *_, left in wanted)
+    expected = {(case[0], repr(case[3])): found[:3] for case, found in zip(alone, wanted, strict=True)}
+    for number, case in enumerate(cases):
+        before = load_file(case[0] / "model.safetensors")
+        compare(by_rank[0][0][number][:3], expected[case[0], repr(case[3])], before, case)
+        left = [policies[number][3] for policies, _ in by_rank]
+        assert sum(padded for padded, _, _ in left) > 0, case
+        assert all((weight, gradient) == (0.0, 0.0) for _, weight, gradient in left), case
 
 
 def compare(found, expected, before, case):
@@ -236,21 +242,33 @@ def compare(found, expected, before, case):
 
 
 @pytest.mark.world
-def test_a_critic_is_the_same_with_padding(runs):
+@pytest.mark.parametrize("size", PADDED)
+def test_a_critic_is_the_same_with_padding(runs, size):
     """Whose model has embeddings but no head."""
-    found = [values for _, _, by_rank in runs for values in by_rank[0][1]]
-    for before, metrics, after in found[1:]:
-        for own, wanted in zip((*before, *after), (*found[0][0], *found[0][2]), strict=True):
+    ((_, (alone,)),) = runs(1)[1]
+    for before, metrics, after in runs(size)[1][0][1]:
+        for own, wanted in zip((*before, *after), (*alone[0], *alone[2]), strict=True):
             assert own == pytest.approx(wanted, abs=1e-4)
         for name in ("critic_loss", "critic_grad_norm"):
-            assert metrics[name] == pytest.approx(found[0][1][name], rel=1e-4), name
+            assert metrics[name] == pytest.approx(alone[1][name], rel=1e-4), name
 
 
 # --------------------------------------------------------------------------------------------- there and back
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4])
-@pytest.mark.parametrize(("name", "multiple"), [("dense", 1), ("tied", 16), ("next", 1)])
+@pytest.mark.parametrize(
+    ("name", "multiple", "tp"),
+    [
+        ("dense", 1, 4),
+        ("tied", 16, 2),
+        ("next", 1, 2),
+        *[
+            pytest.param(*case, tp, marks=pytest.mark.slow)
+            for case, others in ((("dense", 1), (1, 2)), (("tied", 16), (1, 4)), (("next", 1), (1, 4)))
+            for tp in others
+        ],
+    ],
+)
 def test_conversion_there_and_back_changes_no_bit_and_writes_no_padding(models, tmp_path, name, tp, multiple):
     origin = with_random_bits(models[name], tmp_path / "origin", torch.bfloat16)
     if name == "next":  # and what is only carried along

@@ -196,6 +196,12 @@ def fix_last(prompt_ids):
     return [*candidates(prompt_ids)[0][:-1], 13]
 
 
+def in_turn(*answers):
+    """A policy whose corrections are these, one after the other."""
+    left = list(answers)
+    return lambda prompt_ids: left.pop(0)
+
+
 def tokens_spent(groups, credit, asked=()):
     """Tokens of a step by the run's meter: sampled, asked of the policy by these queries, and trained on."""
     shape = read_hf_config(ROOT / "examples/tiny_qwen3")

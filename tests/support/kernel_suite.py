@@ -3,13 +3,35 @@ names: `tests/interpreted` and `tests/gpu` each run all of it."""
 
 from __future__ import annotations
 
-import pytest
+from itertools import product
 
-from megatron_ibpo.loss import VARIANTS
-from support import kernel_cases as cases
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_ibpo.loss import VARIANTS, LossRows, make_objective, packed_logprobs
+from megatron_ibpo.loss.segments import segment_loss
 from support import linear_cases
+from support.kernel_cases import (
+    BF16_STEP,
+    GRADIENT_BOUND,
+    LENGTHS,
+    LOSS_BOUND,
+    ROWS,
+    check_finite_differences,
+    check_overflow_without_advantage,
+    check_variant,
+    compare,
+    make_batch,
+    options_for,
+    reference,
+    run,
+)
+from support.loss_calls import loss_of_logits
 
 VARIANT_NAMES = sorted(VARIANTS)
+PENALISED = [f"{name} {kl}" for name in ("gspo", "gmpo", "cispo") for kl in ("k1", "k2", "k3")]
+TAKE_TOKEN_ADVANTAGES = [name for name in VARIANT_NAMES if VARIANTS[name].takes_token_advantages]
 SLOW = pytest.mark.slow
 
 
@@ -20,96 +42,248 @@ def mostly(*quick: str, of=VARIANT_NAMES):
 
 @pytest.mark.parametrize("variant", VARIANT_NAMES)
 def test_every_variant_equals_its_reference(device, variant):
-    cases.check_variant(device, variant)
+    check_variant(device, variant)
 
 
-@pytest.mark.parametrize("kl", [pytest.param("k1", marks=SLOW), "k2", "k3"])
-@pytest.mark.parametrize("variant", ["gspo", pytest.param("gmpo", marks=SLOW), "cispo"])
-def test_the_penalty_equals_its_reference(device, variant, kl):
-    cases.check_penalty(device, variant, kl)
+@pytest.mark.parametrize("penalised", mostly("gspo k2", "cispo k3", of=PENALISED))
+def test_the_penalty_equals_its_reference(device, penalised):
+    variant, kl = penalised.split()
+    batch = make_batch(device)
+    ref = torch.where(batch["response_mask_N"] > 0, batch["old_logprobs_N"] - 0.2, torch.nan)
+    compare(batch, 10.0, **options_for(variant), ref_logprobs_N=ref, kl=kl, kl_coef=0.5)
 
 
-@pytest.mark.parametrize("aggregation", ["sequence-mean", "token-mean", 9.0])
-@pytest.mark.parametrize(
-    "variant", ["gspo", pytest.param("gspo-token", marks=SLOW), "grpo", pytest.param("gmpo", marks=SLOW)]
-)
+@pytest.mark.parametrize("aggregation", [pytest.param("sequence-mean", marks=SLOW), "token-mean", 9.0])
+@pytest.mark.parametrize("variant", mostly("gspo", of=["gspo", "gspo-token", "grpo", "gmpo"]))
 def test_aggregations_equal_the_reference(device, variant, aggregation):
-    cases.check_aggregation(device, variant, aggregation)
+    compare(make_batch(device), 10.0, variant=variant, aggregation=aggregation)
 
 
-@pytest.mark.parametrize("variant", mostly("gspo", "gspo-token", "gmpo", "dapo"))
+@pytest.mark.parametrize("variant", mostly("gspo-token", "gmpo"))
 def test_without_old_log_probs_they_are_the_present_ones(device, variant):
-    cases.check_own_old_logprobs(device, variant)
+    compare({**make_batch(device), "old_logprobs_N": None}, 10.0, **options_for(variant))
 
 
-@pytest.mark.parametrize("variant", [v for v in VARIANT_NAMES if VARIANTS[v].takes_token_advantages])
+@pytest.mark.parametrize("variant", mostly("gspo-token", "sapo", of=TAKE_TOKEN_ADVANTAGES))
 def test_advantages_of_tokens(device, variant):
-    cases.check_token_advantages(device, variant)
+    batch = make_batch(device)
+    batch["advantages"] = torch.linspace(-1, 1, ROWS).to(device).round(decimals=1)
+    compare(batch, 10.0, **options_for(variant))
 
 
 @pytest.mark.parametrize("variant", mostly("gspo", "gspo-token", "gmpo", "cispo", "sapo"))
 def test_tokens_of_probability_0(device, variant):
-    cases.check_impossible_tokens(device, variant)
+    """Tokens whose log-prob, or old log-prob, is -inf under every sign of the advantage: as the reference
+    has it, so never a NaN."""
+    from megatron_ibpo.kernels.segment_loss import triton_segment_loss
+
+    for old, advantage in product((False, True), (-1.0, 0.0, 1.0)):
+        found = []
+        for loss_of, dtype in ((triton_segment_loss, torch.float32), (segment_loss, torch.float64)):
+            now = torch.linspace(-2, -1, 6, dtype=dtype, device=device)
+            before = torch.linspace(-1.9, -1.2, 6, dtype=dtype, device=device)
+            (before if old else now)[3] = -torch.inf
+            rows = LossRows(
+                targets_N=torch.zeros(6, dtype=torch.int64, device=device),
+                response_mask_N=torch.ones(6, device=device),
+                cu_seqlens=torch.tensor([0, 2, 5, 6], dtype=torch.int32, device=device),
+                advantages=torch.full((3,), advantage, dtype=dtype, device=device),
+                old_logprobs_N=before,
+                token_weights_N=torch.linspace(0, 2, 6, dtype=dtype, device=device),
+            )
+            objective = make_objective(variant, aggregation=options_for(variant)["aggregation"])
+            now.requires_grad_()
+            loss, mean_log_ratio_S, clipped, _ = loss_of(now, rows.checked(6, objective), objective)
+            loss.backward()
+            found.append((loss.detach().double(), now.grad.double(), mean_log_ratio_S.double(), clipped))
+        for of_kernel, of_reference in zip(*found, strict=True):
+            assert not of_reference.isnan().any()
+            torch.testing.assert_close(of_kernel, of_reference, atol=2e-6, rtol=2e-6)
 
 
 @pytest.mark.parametrize("variant", mostly("gspo", "cispo"))
 def test_gradients_equal_finite_differences(device, variant):
-    cases.check_finite_differences(device, variant)
+    check_finite_differences(device, variant)
 
 
-@pytest.mark.parametrize("variant", mostly("gspo", "sapo"))
+@pytest.mark.parametrize("variant", mostly("gspo"))
 def test_bf16_logits(device, variant):
-    cases.check_bf16(device, variant)
+    """The loss has fp32's error, since only the logits are bf16; the gradient is rounded when written."""
+    batch = make_batch(device)
+    batch["logits_NV"] = batch["logits_NV"].bfloat16()
+    loss, gradient, _ = run(batch, torch.bfloat16, backend="triton", **options_for(variant))
+    expected_loss, expected, _ = reference(batch, **options_for(variant))
+    assert (loss - expected_loss).abs() <= 10 * LOSS_BOUND
+    step = BF16_STEP / 2 if device == "cuda" else BF16_STEP
+    slack = GRADIENT_BOUND * expected.abs().max()
+    assert ((gradient - expected).abs() <= step * expected.abs() + slack).all()
 
 
 def test_rows_of_several_blocks_and_a_tail(device):
-    cases.check_wide_rows(device)
+    """More than one block of columns, with a tail; the largest logit in each of them, and at its ends."""
+    batch = make_batch(device, lengths=(4, 2), vocab=2 * 4096 + 37)
+    for row, column in enumerate((5, 4096 + 7, 8192 + 36, 8191, 4096, 0)):
+        batch["logits_NV"][row, column] = 25.0
+    batch["response_mask_N"][:] = 1
+    batch["old_logprobs_N"] = None
+    compare(batch, 30.0)
 
 
 def test_rows_whose_peak_comes_late(device):
-    cases.check_rows_with_a_late_peak(device)
+    """Logits so far above the first block and the target that the row is read twice."""
+    batch = make_batch(device, lengths=(4, 2), vocab=2 * 4096 + 37)
+    for row, (column, height) in enumerate([(8200, 60.0), (4100, 200.0), (8228, 900.0), (5000, 1e4)]):
+        batch["logits_NV"][row, column] = height
+    batch["response_mask_N"][:] = 1
+    batch["old_logprobs_N"] = None
+    found, entropy = packed_logprobs(batch["logits_NV"], batch["targets_N"], backend="triton")
+    exact, exact_entropy = packed_logprobs(batch["logits_NV"].double(), batch["targets_N"], backend="torch")
+    largest = batch["logits_NV"].abs().amax(1).double()
+    assert ((found - exact).abs() <= 2e-6 + largest * 2**-23).all()
+    assert ((entropy - exact_entropy).abs() <= 5e-6 + largest * 2**-23).all()
+    _, gradient, _ = run(batch, backend="triton")
+    _, expected, _ = reference(batch)
+    assert (gradient - expected).norm() <= GRADIENT_BOUND * expected.norm()
 
 
 @pytest.mark.parametrize("offset", [-40.0, -1e4, -900.0, 900.0])
 def test_rows_of_large_logits(device, offset):
-    cases.check_rows_of_large_logits(device, offset)
+    """All logits far from 0: the error is the rounding of the logits' own size, and nothing overflows."""
+    batch = make_batch(device)
+    batch["logits_NV"] += offset
+    loss, gradient, stats = run(batch, backend="triton")
+    expected_loss, expected, expected_stats = reference(batch)
+    rounding = abs(offset) * 2.0**-23
+    mask = batch["response_mask_N"] > 0
+    assert ((stats.logprobs_N - expected_stats.logprobs_N).abs()[mask] <= 5e-6 + rounding).all()
+    assert (loss - expected_loss).abs() <= LOSS_BOUND + 4 * rounding
+    assert (gradient - expected).norm() <= (GRADIENT_BOUND + 2 * rounding) * expected.norm()
 
 
 def test_logits_of_minus_infinity_take_no_part(device):
-    cases.check_forbidden_tokens(device)
+    """Logits of -inf are as if their columns were not there."""
+    batch = make_batch(device)
+    columns = torch.arange(517, device=device)
+    kept = (columns % 3 != 0)[None] | (columns[None] == batch["targets_N"][:, None])
+    floor = {**batch, "logits_NV": batch["logits_NV"].masked_fill(~kept, -1e6)}
+    forbidden = {**batch, "logits_NV": batch["logits_NV"].masked_fill(~kept, -torch.inf)}
+    expected_loss, expected, expected_stats = reference(floor)
+    for backend in ("torch", "triton"):
+        loss, gradient, stats = run(forbidden, backend=backend)
+        assert (loss - expected_loss).abs() <= LOSS_BOUND
+        assert (gradient - expected).norm() <= GRADIENT_BOUND * expected.norm()
+        torch.testing.assert_close(stats.entropy_N, expected_stats.entropy_N.float(), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("variant", mostly("gspo", "gspo-token", "gmpo", "cispo", "sapo"))
 def test_ratios_that_overflow_give_no_nan(device, variant):
-    cases.check_ratio_overflow(device, variant)
-    cases.check_overflow_without_advantage(device, variant)
+    """Ratios of e^10000 and e^-10000, each under every sign of the advantage, and an empty sequence."""
+    batch = make_batch(device, lengths=(5, 0, 5, 5, 5, 5, 5), vocab=31)
+    sequence_N = torch.repeat_interleave(torch.arange(7), batch["cu_seqlens"].cpu().diff()).to(device)
+    offsets_S = torch.tensor([-1e4, 0.0, 1e4, -1e4, 1e4, -1e4, 1e4], device=device)
+    batch["old_logprobs_N"] -= offsets_S[sequence_N]
+    batch["advantages"] = torch.tensor([-1.0, 0.0, -1.0, 0.0, 0.0, 1.0, 1.0], device=device)
+    loss, gradient, _ = run(batch, backend="triton", **options_for(variant))
+    assert loss.isfinite()
+    assert gradient.isfinite().all()
+    assert not gradient[batch["advantages"][sequence_N] == 0].any()
+    check_overflow_without_advantage(device, variant)
 
 
 def test_masked_rows_and_empty_sequences(device):
-    cases.check_masked_rows(device)
+    """A fully masked sequence, an empty one, one of a single token; and an empty batch of rows."""
+    batch = make_batch(device)
+    batch["response_mask_N"][: LENGTHS[0]] = 0
+    compare(batch)
+    _, gradient, stats = run(batch, backend="triton")
+    assert not gradient[batch["response_mask_N"] == 0].any()
+    assert not stats.logprobs_N[batch["response_mask_N"] == 0].any()
+    batch["response_mask_N"][:] = 0
+    loss, gradient, _ = run(batch, backend="triton")
+    assert loss == 0
+    assert not gradient.any()
 
 
 def test_the_gradient_is_written_over_the_logits_once(device):
-    cases.check_inplace(device)
+    batch = make_batch(device)
+    logits = batch["logits_NV"].clone().requires_grad_()
+    given = logits * 1
+    loss, _ = loss_of_logits(**{**batch, "logits_NV": given}, backend="triton", inplace=True)
+    seen = []
+    given.register_hook(lambda gradient: seen.append(gradient.data_ptr()))
+    loss.backward(retain_graph=True)
+    assert seen == [given.data_ptr()]
+    plain = run(batch, backend="triton")[1]
+    assert torch.equal(logits.grad.double(), plain)
+    with pytest.raises(RuntimeError, match="backward ran twice"):
+        loss.backward()
 
 
 def test_padded_vocabulary_takes_no_part(device):
-    cases.check_padded_vocabulary(device)
+    batch = make_batch(device)
+    loss, gradient, _ = run(batch, backend="triton")
+    padding = torch.full((ROWS, 67), 50.0, device=device)
+    padded = {**batch, "logits_NV": torch.cat([batch["logits_NV"], padding], 1)}
+    for inplace in (False, True):
+        found = run(padded, backend="triton", vocab_range=(0, 517), inplace=inplace)
+        assert found[0] == loss
+        assert torch.equal(found[1][:, :517], gradient)
+        assert not found[1][:, 517:].any()
 
 
 def test_weights_of_one_change_no_bit(device):
-    cases.check_weights_of_one_change_nothing(device)
+    batch = make_batch(device)
+    loss, gradient, _ = run(batch, backend="triton")
+    again = run(batch, backend="triton", token_weights_N=torch.ones(ROWS, device=device))
+    assert loss == again[0]
+    assert torch.equal(gradient, again[1])
 
 
 def test_the_order_of_sequences_changes_no_bit(device):
-    cases.check_order_of_sequences(device)
+    """Packing in another order gives every row the same bits."""
+    lengths = (3, 9, 5)
+    batch = make_batch(device, lengths=lengths)
+    order = [2, 0, 1]
+    starts = [0, 3, 12]
+    rows = torch.cat([torch.arange(starts[i], starts[i] + lengths[i]) for i in order]).to(device)
+    moved = {name: value[rows] for name, value in batch.items() if len(value) == 17}
+    moved["advantages"] = batch["advantages"][order]
+    moved["cu_seqlens"] = torch.tensor([0, *(lengths[i] for i in order)], device=device).cumsum(0).int()
+    _, gradient, _ = run(batch, backend="triton")
+    _, moved_gradient, _ = run(moved, backend="triton")
+    assert torch.equal(gradient[rows], moved_gradient)
+
+
+def train(device: str, backend: str, variant: str, steps: int = 4) -> tuple[list[float], Tensor]:
+    """Losses and the weights of a linear model after a few steps off-policy."""
+    generator = torch.Generator().manual_seed(3)
+    batch = make_batch(device, lengths=(6, 9, 4), vocab=131)
+    hidden = torch.randn(19, 16, generator=generator).to(device)
+    weight = (torch.randn(131, 16, generator=generator) * 0.5).to(device).requires_grad_()
+    batch["old_logprobs_N"] = packed_logprobs(hidden @ weight.detach().T, batch["targets_N"])[0]
+    optimizer = torch.optim.SGD([weight], lr=0.5)
+    losses = []
+    for _ in range(steps):
+        logits = {"logits_NV": hidden @ weight.T}
+        options = {**options_for(variant), "backend": backend, "inplace": True}
+        loss, _ = loss_of_logits(**{**batch, **logits}, **options)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, weight.detach()
 
 
 @pytest.mark.parametrize("variant", mostly("gspo", of=["gspo", "dapo", "gmpo"]))
 def test_training_with_the_kernels_is_training_with_the_reference(device, variant):
-    cases.check_training(device, variant)
+    """A few steps with the kernels are the steps with the reference, and they go somewhere."""
+    losses, weight = train(device, "triton", variant)
+    expected_losses, expected = train(device, "torch", variant)
+    assert losses[-1] < losses[0]
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected_losses), atol=5e-6, rtol=1e-5)
+    torch.testing.assert_close(weight, expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("variant", mostly("cispo", "dual-clip", "gmpo", "grpo", of=linear_cases.FUSED))
+@pytest.mark.parametrize("variant", mostly("dual-clip", "gmpo", of=linear_cases.FUSED))
 def test_the_fused_head_equals_the_loss_of_the_logits(device, variant):
     linear_cases.check_fused_head(device, variant)

@@ -14,7 +14,7 @@ from support.kernel_cases import make_batch, options_for
 from support.loss_calls import loss_of_logits
 from support.ranks import run_ranks
 
-LENGTHS = (8, 4, 0, 16, 12)
+LENGTHS = (8, 4, 0, 12)
 VOCAB = 133
 ROWS = ("logits_NV", "targets_N", "old_logprobs_N", "ref_logprobs_N", "response_mask_N", "token_weights_N")
 
@@ -22,9 +22,9 @@ ROWS = ("logits_NV", "targets_N", "old_logprobs_N", "ref_logprobs_N", "response_
 def batch_for_ranks() -> dict[str, Any]:
     batch = make_batch("cpu", lengths=LENGTHS, vocab=VOCAB)
     generator = torch.Generator().manual_seed(5)
-    batch["token_weights_N"] = torch.rand(40, generator=generator)
+    batch["token_weights_N"] = torch.rand(sum(LENGTHS), generator=generator)
     batch["ref_logprobs_N"] = batch["old_logprobs_N"] + 0.1
-    batch["sequence_weights_S"] = torch.rand(5, generator=generator)
+    batch["sequence_weights_S"] = torch.rand(len(LENGTHS), generator=generator)
     return batch
 
 
@@ -105,7 +105,7 @@ def check_layout(backend: str, tp: int, cp: int, variants: Sequence[str] = tuple
 
 def unequal_shares(world: Any) -> str:
     batch = batch_for_ranks()
-    batch["cu_seqlens"] = torch.tensor([0, 9, 80], dtype=torch.int32)
+    batch["cu_seqlens"] = torch.tensor([0, 9, 2 * sum(LENGTHS)], dtype=torch.int32)
     batch["advantages"], batch["sequence_weights_S"] = torch.ones(2), torch.ones(2)
     try:
         loss_of_logits(**batch, cp_group=dist.group.WORLD)

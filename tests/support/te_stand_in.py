@@ -1,10 +1,10 @@
 """Stand-ins for the classes of Transformer Engine 2.20 that Megatron's layers derive from: their parameters,
 without kernels. Arguments that shape no parameter are taken and forgotten.
 
-Run as a program, it builds a model with Transformer Engine's layers and with the local ones, and prints the
-names and shapes of both:
+Run as a program, it builds models with Transformer Engine's layers and with the local ones, each under TP2 and
+the EP named, and prints the names and shapes of both:
 
-    python tests/support/te_stand_in.py CONFIG_DIR TP EP      ->  {"te": {...}, "local": {...}} as JSON
+    python tests/support/te_stand_in.py CONFIG_DIR:EP ...     ->  [{"te": {...}, "local": {...}}, ...] as JSON
 
 Each holds "parameters" (name -> shape), "marks" (name -> whether its gradient is summed over data-parallel
 and over tensor-parallel ranks), "checkpoint" (keys with global shapes and offsets) and "classes" (where each
@@ -280,10 +280,7 @@ def _package(name: str, **members: Any) -> types.ModuleType:
     return package
 
 
-def describe(config_dir: Path, tp: int, ep: int) -> dict[str, Any]:
-    import torch.distributed as dist
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
+def describe(config_dir: Path, ep: int) -> dict[str, Any]:
     from megatron_ibpo.basics.distributed import World
     from megatron_ibpo.config import Config, ModelConfig, ParallelConfig
     from megatron_ibpo.models import read_hf_config
@@ -291,10 +288,8 @@ def describe(config_dir: Path, tp: int, ep: int) -> dict[str, Any]:
     from megatron_ibpo.policy import parallel
     from megatron_ibpo.policy.model import build_model
 
-    size = max(tp, ep)
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
-    layout = ParallelConfig(tensor_model_parallel_size=tp, expert_model_parallel_size=ep)
-    parallel.initialize(layout, World(0, size, torch.device("cpu"), None), seed=0)
+    layout = ParallelConfig(tensor_model_parallel_size=2, expert_model_parallel_size=ep)
+    parallel.initialize(layout, World(0, 2, torch.device("cpu"), None), seed=0)
     config = Config(model=ModelConfig(bf16=True), parallel=layout)
     shape = read_hf_config(config_dir)
 
@@ -307,6 +302,7 @@ def describe(config_dir: Path, tp: int, ep: int) -> dict[str, Any]:
     ):
         (model,) = build_model(shape, config, device="meta", libraries=libraries)
         described[name] = names_of(model)
+    parallel.destroy()
     return described
 
 
@@ -340,4 +336,9 @@ def names_of(model: Any) -> dict[str, Any]:
 
 if __name__ == "__main__":
     install()
-    print(json.dumps(describe(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))))
+    import torch.distributed
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    models = [argument.rpartition(":") for argument in sys.argv[1:]]
+    print(json.dumps([describe(Path(directory), int(ep)) for directory, _, ep in models]))
