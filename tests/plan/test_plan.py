@@ -184,14 +184,6 @@ def planned_in_short(model: Path, gpus: int) -> tuple[Plan, str]:
     return plan, in_short(plan)
 
 
-def test_a_4b_model_trains_on_one_gpu(planner):
-    """By the recipe that examples/run.sh takes for it."""
-    recipe = str(RECIPES[ROOT / "examples/models/qwen3_0_6b"])
-    plan = planner(plan_of, DENSE_4B, 1, "--config", recipe, *IN_HOST)
-    assert plan.problems == []
-    assert tightest(plan).left > 20 * GIB
-
-
 def test_the_80b_recipe_fits_32_gpus_and_counts_every_parameter(plan_80b):
     plan = plan_80b
     assert plan.problems == []
@@ -391,13 +383,6 @@ def test_the_32b_recipe_fits_32_gpus(planner):
     assert re.search(r"Needs 32 GPUs of 80 GiB, .*\nThis fits\. \w+", text)
 
 
-def test_the_tiny_recipe_fits_two_processes(planner, tmp_path):
-    model = make_qwen3_next(tmp_path, 0)
-    status, text = planner(printed, model, "--dry-run-world-size", "2", "--dry-run-gpus-per-node", "2")
-    assert status == FITS
-    assert "TP2 EP2 PP1 DP1" in text
-
-
 @pytest.mark.parametrize(
     ("model", "world_size", "tensor"),
     [
@@ -493,7 +478,9 @@ def test_rows_that_pad_the_vocabulary_take_memory_and_no_bandwidth(planner, tmp_
         planner(plan_of, model, 2, *flags.split(), "--make-vocab-size-divisible-by", multiple)
         for multiple in ("1", "64")
     )
-    _, text = planner(printed, model, *flags.split(), "--dry-run-world-size", "2")
+    status, text = planner(printed, model, *flags.split(), "--dry-run-world-size", "2")
+    assert status == FITS
+    assert "TP2 EP2 PP1 DP1" in text
     assert "vocabulary: 211 ids, padded to 212 rows" in text
     rows = 128 - 106  # of embedding and head each, on each rank
     assert more.census.stages[0].dense - least.census.stages[0].dense == 2 * rows * 96
