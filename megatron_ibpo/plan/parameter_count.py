@@ -7,14 +7,16 @@ import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn import Module
 
 from megatron_ibpo.basics.distributed import World
-from megatron_ibpo.config import Config, ParallelConfig
+from megatron_ibpo.config import Config, ModelConfig, ParallelConfig
 from megatron_ibpo.models import ModelShape, pipeline_layers
 from megatron_ibpo.models.backends import LOCAL
 from megatron_ibpo.models.cost import weight_count
@@ -132,8 +134,9 @@ def take_census(shape: ModelShape, config: Config, world_size: int) -> Census:
     base = replace(alone, model=replace(alone.model, lora_rank=None))
     with _quiet():
         check_model(shape, config)
-        # parameters do not depend on who shares a sequence
-        config = replace(config, parallel=replace(parallel, context_parallel_size=1))
+        # parameters do not depend on who shares a sequence or the optimizer's state
+        alike = replace(parallel, context_parallel_size=1, use_distributed_optimizer=False)
+        config = replace(config, parallel=alike)
         whole = _count(shape, base, 0, rank=0, world_size=1)
         adapters = config.model.lora_rank is not None
         trained = _count(shape, alone, 0, rank=0, world_size=1).trained if adapters else whole.trained
@@ -177,12 +180,36 @@ def estimate_census(shape: ModelShape, config: Config, world_size: int) -> Censu
 
 
 def _count(shape: ModelShape, config: Config, stage: int, *, rank: int, world_size: int) -> StagePart:
+    model = config.model
+    # nothing else of it changes a parameter, and other overrides may need libraries that are not here
+    pieces = model_chunks(config)
+    built = ModelConfig(
+        mtp_num_layers=model.mtp_num_layers,
+        lora_rank=model.lora_rank,
+        lora_targets=model.lora_targets,
+        model_override=(f"{CHUNKS}={pieces}",) if pieces > 1 else (),
+    )
+    return _build_and_count(shape, _values(built), _values(config.parallel), stage, rank, world_size)
+
+
+def _values(section: ModelConfig | ParallelConfig) -> tuple[Any, ...]:
+    return tuple(getattr(section, field.name) for field in fields(section))
+
+
+@lru_cache(maxsize=256)
+def _build_and_count(
+    shape: ModelShape,
+    model: tuple[Any, ...],
+    parallel: tuple[Any, ...],
+    stage: int,
+    rank: int,
+    world_size: int,
+) -> StagePart:
+    """Sections of the configuration are given as their values, by which counts are kept: a large model takes
+    seconds to build, and the plans that one process makes differ mostly in what changes no parameter."""
     from megatron_ibpo.policy.model import build_model
 
-    # no other override changes a parameter, and they may need libraries that are not here
-    pieces = model_chunks(config)
-    kept = (f"{CHUNKS}={pieces}",) if pieces > 1 else ()
-    config = replace(config, model=replace(config.model, model_override=kept))
+    config = Config(model=ModelConfig(*model), parallel=ParallelConfig(*parallel))
     with as_rank(rank, world_size, config):
         largest = 0
         counts = {(is_expert, trained): 0 for is_expert in (False, True) for trained in (False, True)}

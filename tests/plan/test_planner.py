@@ -24,15 +24,8 @@ RECIPE = ROOT / "examples/recipes/qwen3_4b_ibpo.yaml"
 
 
 def setting(*flags):
-    asked = [
-        "--config",
-        str(RECIPE),
-        "--hf-checkpoint",
-        str(MODELS / "qwen3_4b"),
-        "--dry-run-hardware",
-        "h100",
-    ]
-    return setting_of(parse_config([*asked, *flags]), DENSE, 8)
+    asked = ["--config", str(RECIPE), "--hf-checkpoint", str(MODELS / "qwen3_4b")]
+    return setting_of(parse_config([*asked, "--dry-run-hardware", "h100", *flags]), DENSE, 8)
 
 
 def test_a_run_is_predicted_with_its_interval_its_price_and_what_would_help():
@@ -56,32 +49,18 @@ def test_a_mean_length_above_the_longest_is_refused():
 
 
 def test_search_finds_layouts_that_fit_fastest_first_and_writes_the_best(tmp_path, capsys):
+    recipe, picture = tmp_path / "best.yaml", tmp_path / "step.png"
     asked = ["search", "--gpus", "2", "--hardware", "h200", "--hf-checkpoint", str(MODELS / "qwen3_0_6b")]
-    recipe = tmp_path / "best.yaml"
-    picture = tmp_path / "step.png"
-    asked_for = ["--save", str(recipe), "--picture", str(picture), "--top", "3"]
-    assert plan_command([*asked, *asked_for]) == 0
+    assert plan_command([*asked, "--save", str(recipe), "--picture", str(picture), "--top", "3"]) == 0
     assert picture.exists()
     out = capsys.readouterr().out.splitlines()
     seconds = [float(line.split()[1]) for line in out[:3]]
     assert seconds == sorted(seconds)
     best = parse_config(["--config", str(recipe)])
     assert f"TP{best.parallel.tensor_model_parallel_size} " in out[0]
-    assert (
-        plan_command(
-            [
-                "search",
-                "--gpus",
-                "1",
-                "--hardware",
-                "h100",
-                "--hf-checkpoint",
-                str(MODELS / "qwen3_235b_a22b"),
-            ]
-        )
-        == 2
-    )
-    assert "no layout of qwen3_235b_a22b fits 1 GPUs of h100" in capsys.readouterr().err
+    large = ["--gpus", "1", "--hf-checkpoint", str(MODELS / "qwen3_235b_a22b")]
+    assert plan_command([*asked, *large]) == 2
+    assert "no layout of qwen3_235b_a22b fits 1 GPUs of h200" in capsys.readouterr().err
 
 
 LONG = [

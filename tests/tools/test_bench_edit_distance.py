@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
+import bench_edit_distance
 import pytest
 
 from megatron_ibpo import _edit_distance
-from support.paths import ROOT
-
-TOOL = ROOT / "tools" / "bench_edit_distance.py"
 
 
-def test_a_quick_run_measures_the_cases_asked_for_and_keeps_them(tmp_path):
+def test_a_quick_run_measures_the_cases_asked_for_and_keeps_them(tmp_path, capsys):
     saved = tmp_path / "results.json"
-    command = [sys.executable, str(TOOL), "--quick", "--only", "zipf-(64|4096)-0.2$", "--save", str(saved)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    cases = "zipf-(64|4096)-0.2$"
+    bench_edit_distance.main(bench_edit_distance.Arguments(quick=True, only=cases, save=saved))
+    printed = capsys.readouterr().out
     results = json.loads(saved.read_text())
     forced = [isa for isa in _edit_distance.supported_isas() if isa != "avx512"]
     assert [(row["case"], row["what"], row["peer"]) for row in results["rows"]] == [
@@ -32,6 +28,6 @@ def test_a_quick_run_measures_the_cases_asked_for_and_keeps_them(tmp_path):
     for row in results["rows"]:
         assert row["ours_us"] > 0
         assert row["times"] == pytest.approx(row["peer_us"] / row["ours_us"])
-        assert f"{row['times']:.1f}" in done.stdout
+        assert f"{row['times']:.1f}" in printed
     assert results["machine"]["instruction_sets"] == _edit_distance.supported_isas()
     assert set(results["full_context"]) == {"cpu_ms", "grown_mib"}

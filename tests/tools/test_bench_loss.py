@@ -7,28 +7,16 @@ import os
 import subprocess
 import sys
 
+import bench_loss
 import pytest
 
 from support.paths import ROOT
 
-SCRIPT = ROOT / "tools" / "bench_loss.py"
 RESULTS = ROOT / "tools" / "results"
 
 
-def bench(*arguments, environment=()):
-    return subprocess.run(
-        [sys.executable, str(SCRIPT), *map(str, arguments)],
-        env={**os.environ, "PYTHONPATH": str(ROOT), **dict(environment)},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-
-
 def test_the_committed_predictions_are_what_the_script_predicts(tmp_path):
-    done = bench("--predict", "--save", tmp_path / "predicted.json")
-    assert done.returncode == 0, done.stderr
+    bench_loss.main(bench_loss.Arguments(predict=True, save=tmp_path / "predicted.json"))
     fresh = json.loads((tmp_path / "predicted.json").read_text())
     assert fresh == json.loads((RESULTS / "bench_loss_predicted.json").read_text())
     assert fresh["kind"].startswith("prediction")
@@ -40,10 +28,14 @@ def test_the_committed_predictions_are_what_the_script_predicts(tmp_path):
 
 @pytest.mark.slow  # results are compared in tests/loss/test_linear_loss.py and tests/kernels/test_kernels.py
 def test_on_a_cpu_it_compares_results_and_names_what_is_missing(tmp_path):
-    names = ("ours", "ours, torch", "TRL eager", "ours, head fused")
-    done = bench("--device", "cpu", "--only", *names, "--save", tmp_path / "cpu.json")
-    assert done.returncode == 0, done.stderr
-    rows = {row["contestant"]: row for row in json.loads((tmp_path / "cpu.json").read_text())["errors"]}
+    names, saved = ("ours", "ours, torch", "TRL eager", "ours, head fused"), tmp_path / "cpu.json"
+    subprocess.run(  # Triton's interpreter is chosen before Triton is imported
+        [sys.executable, ROOT / "tools/bench_loss.py", "--device", "cpu", "--only", *names, "--save", saved],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        check=True,
+        timeout=200,
+    )
+    rows = {row["contestant"]: row for row in json.loads(saved.read_text())["errors"]}
     assert set(rows) == set(names)
     for name in ("ours", "ours, torch", "ours, head fused"):
         assert rows[name]["loss_error"] <= 1e-6
@@ -52,7 +44,7 @@ def test_on_a_cpu_it_compares_results_and_names_what_is_missing(tmp_path):
     assert "loss_error" in peer or "No module named" in peer["missing"]
 
 
-def test_without_a_gpu_it_says_so_and_times_nothing():
-    done = bench("--device", "cuda", environment={"CUDA_VISIBLE_DEVICES": ""}.items())
-    assert done.returncode != 0
-    assert "no CUDA device" in done.stderr
+def test_without_a_gpu_it_says_so_and_times_nothing(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(SystemExit, match="no CUDA device"):
+        bench_loss.main(bench_loss.Arguments(device="cuda"))

@@ -137,7 +137,10 @@ def test_local_modules_give_no_mfu(tmp_path, monkeypatch, library, mfu):
 
 @pytest.mark.parametrize(
     ("part", "missing", "named"),
-    [("kernels", "hypothesis", "hypothesis"), ("delta-net", "megatron", "megatron-core")],
+    [
+        ("kernels", "hypothesis", "hypothesis"),
+        pytest.param("delta-net", "megatron", "megatron-core", marks=pytest.mark.slow),
+    ],
 )
 def test_a_part_whose_package_is_missing_is_skipped_and_says_so(tmp_path, part, missing, named):
     (tmp_path / "sitecustomize.py").write_text(f"import sys\nsys.modules[{missing!r}] = None\n")
@@ -210,11 +213,13 @@ def test_when_time_is_up_the_rest_is_skipped(parts):
     assert (found["status"], found["reason"]) == ("skipped", "no time was left for it")
 
 
-def test_without_a_gpu_it_says_so(tmp_path):
-    found, status = script(tmp_path, "--only", "kernels", environment={"CUDA_VISIBLE_DEVICES": ""})
-    assert status == 0
-    assert found["kernels"]["status"] == "skipped"
-    assert "no CUDA device" in found["kernels"]["reason"]
+def test_without_a_gpu_it_says_so(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    saved = tmp_path / "gpu.json"
+    assert conductor.main(["--only", "kernels", "--save", str(saved)]) == 0
+    found = json.loads(saved.read_text())["parts"]["kernels"]
+    assert found["status"] == "skipped"
+    assert "no CUDA device" in found["reason"]
 
 
 @pytest.mark.slow
@@ -243,11 +248,14 @@ def test_all_parts_pass_on_a_cpu(tmp_path):
     assert skipped == sanitizers | need_a_gpu
 
 
+@pytest.mark.slow
 def test_waits_are_skipped_without_cuda_with_the_reason(tmp_path):
-    found, status = script(tmp_path, "--device", "cpu", "--quick", "--only", "host-syncs-qwen3")
-    assert status == 0
-    assert found["host-syncs-qwen3"]["status"] == "skipped"
-    assert "on CUDA alone" in found["host-syncs-qwen3"]["reason"]
+    saved = tmp_path / "gpu.json"
+    told = ["--device", "cpu", "--quick", "--only", "host-syncs-qwen3", "--save", str(saved)]
+    assert conductor.main(told) == 0
+    found = json.loads(saved.read_text())["parts"]["host-syncs-qwen3"]
+    assert found["status"] == "skipped"
+    assert "on CUDA alone" in found["reason"]
 
 
 def test_waits_are_counted_by_the_line_that_waits_and_by_ours_that_led_there():
