@@ -1,8 +1,8 @@
 """Stand-ins for the classes of Transformer Engine 2.20 that Megatron's layers derive from: their parameters,
 without kernels. Arguments that shape no parameter are taken and forgotten.
 
-Run as a program, it builds models with Transformer Engine's layers and with the local ones, each under TP2 and
-the EP named, and prints the names and shapes of both:
+Run as a program, it builds models with Transformer Engine's layers and with the local ones, each under TP2
+and the EP named, and prints the names and shapes of both:
 
     python tests/support/te_stand_in.py CONFIG_DIR:EP ...     ->  [{"te": {...}, "local": {...}}, ...] as JSON
 
