@@ -75,16 +75,8 @@ NEXT_FLAGS = [
 
 
 def run_next(run_dir, *flags):
-    command = [
-        sys.executable,
-        "-m",
-        "megatron_ibpo.commands.train",
-        *NEXT_FLAGS,
-        "--run-dir",
-        str(run_dir),
-        *flags,
-    ]
-    subprocess.run(command, cwd=ROOT, check=True, timeout=280)
+    command = [sys.executable, "-m", "megatron_ibpo.commands.train", *NEXT_FLAGS, "--run-dir", str(run_dir)]
+    subprocess.run([*command, *flags], cwd=ROOT, check=True, timeout=280)
     rows = rows_of(run_dir)
     for row in rows:
         assert row["grad_norm"] > 0

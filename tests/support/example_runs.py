@@ -17,7 +17,7 @@ from support.paths import ROOT
 
 SMALL = [
     "--num-rollout", "3", "--rollout-batch-size", "4", "--n-samples-per-prompt", "4",
-    "--eval-num-prompts", "24",
+    "--eval-num-prompts", "8",
 ]  # fmt: skip
 ONE_TRAINER = [
     "--num-trainers", "1", "--tensor-model-parallel-size", "1", "--expert-model-parallel-size", "1",
