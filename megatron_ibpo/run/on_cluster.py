@@ -14,6 +14,7 @@ from typing import Any
 
 from megatron_ibpo.basics.environment_variables import environment_number
 from megatron_ibpo.basics.policy_digest import policy_digest
+from megatron_ibpo.basics.text import counted
 from megatron_ibpo.cluster.engines import Engines
 from megatron_ibpo.cluster.placement import Engines as WantedEngines
 from megatron_ibpo.cluster.placement import Placement, plan_placement
@@ -310,6 +311,6 @@ def _accelerators(config: Config, placement: Placement) -> int:
 def _where(placement: Placement, verifiers: Verifiers) -> str:
     """Return which processes are where, a line per node."""
     return "\n".join(
-        f"{address}: trainers {trainers}, engines {engines}, {verifiers.workers(node)} verifiers"
+        f"{address}: trainers {trainers}, engines {engines}, {counted(verifiers.workers(node), 'verifier')}"
         for node, (address, trainers, engines) in zip(placement.nodes, placement.rows(), strict=True)
     )

@@ -42,9 +42,12 @@ def finished(process, timeout=200):
     """Return (exit status, output); the process and all it started are gone afterwards."""
     try:
         output, _ = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
+    except BaseException as error:  # pytest's own time-out, and Ctrl-C, leave nothing behind either
+        with contextlib.suppress(ProcessLookupError):  # it has ended
+            os.killpg(process.pid, signal.SIGKILL)
         output, _ = process.communicate()
+        if not isinstance(error, subprocess.TimeoutExpired):
+            raise
         pytest.fail(f"the script did not end in {timeout} s:\n{output[-5000:]}")
     return process.returncode, output
 
