@@ -133,6 +133,7 @@ def in_the_root(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(tmp_path))
 
 
+@pytest.mark.lint
 @pytest.mark.parametrize("command", COMMANDS_OF_DOCUMENTS)
 def test_a_documented_command_is_understood(command):
     check(command)
@@ -176,6 +177,7 @@ def test_the_training_command_of_the_readme_runs_as_written(tmp_path):
     assert summary["accuracy_end"] > summary["accuracy_start"] + 0.1
 
 
+@pytest.mark.lint
 def test_every_command_shows_its_help_from_any_directory(tmp_path):
     """By the entry point that the documents use."""
     environment = os.environ | {"IBPO_PYTHON": sys.executable}

@@ -222,13 +222,13 @@ class Kind:
     share: float
     """Of the two thousand."""
     quick: int
-    """How many of them the quick tests take; two hundred of all kinds."""
+    """How many of them the quick tests take; over a hundred of all kinds."""
 
 
 KINDS = {
     "flags": Kind(flags, (ConfigError, SystemExit), 0.15, 6),
-    "recipes": Kind(recipes, (ConfigError,), 0.25, 70),
-    "prompts": Kind(prompts, (DataError,), 0.25, 70),
+    "recipes": Kind(recipes, (ConfigError,), 0.25, 30),
+    "prompts": Kind(prompts, (DataError,), 0.25, 30),
     "checkpoint JSON": Kind(checkpoint_json, (CheckpointError, ModelConfigError, ValueError), 0.15, 34),
     "checkpoint bytes": Kind(checkpoint_bytes, (CheckpointError, ModelConfigError), 0.1, 10),
     "run files": Kind(run_files, (ValueError,), 0.1, 10),

@@ -23,6 +23,7 @@ def test_every_size_is_there_with_the_recipes_batch_and_with_one_that_grows():
     assert own == grown == set(SIZES)
 
 
+@pytest.mark.lint
 def test_the_data_is_what_the_planner_predicts_now():
     driver = Driver.read(DRIVER)
     now, recorded = predicted(recipe(), 32, 32, driver), FOUND["rows"][0]
