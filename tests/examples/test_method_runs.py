@@ -1,4 +1,5 @@
-"""The methods that ask for further samples or passes, three real steps each, through the example script."""
+"""The methods that ask for further samples or passes, and an engine of one's own, three real steps each,
+through the example script."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import math
 
 import pytest
 
+from support.documented_modules import write_modules
 from support.example_runs import finished, rows_of, start_script
 from support.paths import ROOT
 
@@ -74,3 +76,16 @@ def test_wrong_responses_are_begun_again(tmp_path):
     assert sum(row["reset_suffixes"] for row in rows) > 0
     assert all(row["reset_reward_errors"] == 0 for row in rows)
     assert any(row.get("reset_shared_length", 0) > 0 for row in rows)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1000)
+def test_an_engine_of_ones_own_samples_a_run_under_ray(tmp_path):
+    """The one of docs/extending.md, as its page says: a file in the directory where one stands."""
+    write_modules(tmp_path)
+    run_dir, own = tmp_path / "run", ("--rollout-backend", "counted_engine:CountedEngine")
+    status, output = finished(start_script(run_dir, *SMALL, *own, script="run.sh", directory=tmp_path), 900)
+    assert status == 0, output[-5000:]
+    assert rows_of(run_dir)[-1]["step"] == 3
+    counts = [int(line) for line in (run_dir / "logs/engine_0.requests").read_text().split()]
+    assert sum(counts) >= 3 * 8 * 4, "every response and correction"

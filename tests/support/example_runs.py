@@ -24,13 +24,14 @@ ONE_TRAINER = [
 ]  # fmt: skip
 
 
-def start_script(run_dir, *flags, script="run_qwen3_next_ibpo.sh"):
+def start_script(run_dir, *flags, script="run_qwen3_next_ibpo.sh", directory=ROOT):
+    """Start an example script as a user who stands in the directory does."""
     environment = {**os.environ, "RUN_DIR": str(run_dir), "IBPO_PYTHON": sys.executable}
     command = ["bash", str(ROOT / "examples" / script), *flags]
     return subprocess.Popen(
         command,
         env=environment,
-        cwd=ROOT,
+        cwd=directory,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
