@@ -46,7 +46,7 @@ class LossConfig:
     """Estimate of that divergence from the sampled tokens: -d, d²/2 or e^d - d - 1 of the log-ratio d = log
     π_ref - log π. "k3" is unbiased and never negative."""
     value_clip: Annotated[float, POSITIVE] = 0.2
-    """Clip range around the critic's old value; beyond it the value loss has no gradient (PPO)."""
+    """Largest move of the critic's value from its old one that its loss still follows (PPO)."""
     old_logprobs: Literal["recompute", "engine"] = "recompute"
     """Log-probs of the sampled tokens in the denominator of the loss's ratios. "recompute": the trainer's
     own, under its weights at the first optimizer step of a rollout, from a forward pass where one is needed.

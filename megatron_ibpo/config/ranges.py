@@ -78,7 +78,7 @@ EVAL_SETS = Range(
 )
 SOURCES = Range(lambda specs: all(specs), "no empty text among the sources")
 """Range of fields with sources of prompts; a recipe may give a source as text or as a mapping
-(`source_spec`)."""
+(`recipes._source_spec`)."""
 TARGETS = Range(lambda names: bool(names) and all(names), "one name or more, none of them empty")
 """Range of --lora-targets."""
 SHARES = Range(

@@ -59,9 +59,9 @@ class RolloutConfig:
     """Temperatures to cycle through over a group's responses, for more diverse trajectories. Corrections and
     evaluation keep --rollout-temperature, as do all responses when this is empty."""
     rollout_top_p_cycle: Annotated[tuple[float, ...], each(SHARE)] = ()
-    """As --rollout-temperature-cycle, for --rollout-top-p."""
+    """The same as --rollout-temperature-cycle, for --rollout-top-p."""
     rollout_top_k_cycle: Annotated[tuple[int, ...], each(or_word(-1, at_least(1), "off"))] = ()
-    """As --rollout-temperature-cycle, for --rollout-top-k."""
+    """The same as --rollout-temperature-cycle, for --rollout-top-k."""
     rollout_prompt_suffixes: tuple[str, ...] = ()
     """Texts to append to the question, cycling over a group's responses (prompt perturbation); an empty text
     leaves the question unchanged. Each response is trained on with the prompt that it answered."""

@@ -119,9 +119,9 @@ class RunConfig:
     """Half of the held-out prompts to use: "tuning" for choosing settings, "test" for judging the choice.
     Prompts are divided by their text; no text is in both. Studies that tune set it. all: both halves."""
     eval_top_p: Annotated[float | None, SHARE] = None
-    """As --eval-temperature, for --rollout-top-p."""
+    """The same as --eval-temperature, for --rollout-top-p."""
     eval_top_k: Annotated[int | None, or_word(-1, at_least(1), "off")] = None
-    """As --eval-temperature, for --rollout-top-k."""
+    """The same as --eval-temperature, for --rollout-top-k."""
     eval_max_response_len: Annotated[int | None, COUNT] = None
     """Limit of tokens per response to a held-out prompt. None: as --eval-preset, otherwise
     --rollout-max-response-len."""

@@ -45,10 +45,10 @@ class ModelConfig:
     micro-batch. Bounds activation memory. With --context-parallel-size, the limit holds for each of the ranks
     that share sequences."""
     log_probs_max_tokens_per_gpu: Annotated[int | None, COUNT] = None
-    """As --max-tokens-per-gpu, for passes without a gradient, which keep no activations: old and reference
-    log-probs, the critic's values. More tokens make fewer micro-batches; without --fuse-lm-head all their
-    logits are held. None: --max-tokens-per-gpu, with the micro-batches of the update, so that log-probs under
-    the same weights equal the update's to the last bit."""
+    """The same limit for passes without a gradient, which keep no activations: old and reference log-probs,
+    the critic's values. More tokens make fewer micro-batches; without --fuse-lm-head all their logits are
+    held. None: --max-tokens-per-gpu, with the micro-batches of the update, so that log-probs under the same
+    weights equal the update's to the last bit."""
     recompute_granularity: Literal["none", "full", "selective"] = "none"
     """Megatron's activation recomputation; "full" for long contexts on GPUs."""
     recompute_method: Literal["uniform", "block"] = "uniform"

@@ -318,7 +318,7 @@ class Run:
         return (metrics_by_task(groups) if mixed else {}) | ({} if prompts is None else prompts.left_out())
 
     def _premise(self, groups: Sequence[Group], sequences: Sequence[TrainSequence]) -> dict[str, float]:
-        """Return the metrics that tell whether corrections pay (`credit.break_even`). None if the run learns
+        """Return the metrics that tell whether corrections pay (`credit.break_even`). Empty if the run learns
         from no corrections; the suffixes of reset-groups are other responses."""
         algorithm = self.config.algorithm
         if not corrects(algorithm) or not learns_from_corrections(find_operator(algorithm)):
