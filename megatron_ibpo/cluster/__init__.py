@@ -1,1 +1,1 @@
-"""The processes of a run, on Ray: what runs where, from its start to its end."""
+"""The processes of a run on Ray: placed, started, called and ended."""

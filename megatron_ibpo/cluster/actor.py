@@ -1,4 +1,4 @@
-"""The one kind of Ray actor there is: a process that builds an object of ours and runs its methods."""
+"""The only kind of Ray actor here: a process that builds an object of ours and runs its methods."""
 
 import importlib
 import os
@@ -21,8 +21,8 @@ from megatron_ibpo.cluster.deaths import how_it_ended, note_peak
 from megatron_ibpo.cluster.main_memory import main_memory
 
 GRACE_S = 5.0
-"""Seconds to wait, after the first failure of several processes, for the others to fail too: the better
-message may be theirs."""
+"""Seconds to wait, after the first failure of several processes, for the others to fail too, since theirs may
+be the better message."""
 
 
 class ProcessDiedError(RuntimeError):
@@ -35,13 +35,13 @@ class Where:
 
     address: str
     gpus: tuple[str, ...]
-    """GPUs that Ray gave it, as CUDA_VISIBLE_DEVICES names them."""
+    """GPUs that Ray gave it, as named in CUDA_VISIBLE_DEVICES."""
     memory: int
     """Bytes of main memory that the processes of this node may take together."""
 
 
 class _Process:
-    """Runs inside the actor."""
+    """The code that runs inside the actor."""
 
     def __init__(self, name: str, environment: Mapping[str, str], paths: Sequence[str]) -> None:
         head = ray.get_runtime_context().gcs_address
@@ -58,8 +58,8 @@ class _Process:
         return Where(address, tuple(gpu for gpu in visible.split(",") if gpu), main_memory())
 
     def listen(self) -> tuple[int, int]:
-        """Port and file descriptor of a socket that listens at this node's address, for what is built here: a
-        port that is only found free may be taken some seconds later."""
+        """Return port and file descriptor of a socket that listens at this node's address, for the object
+        built here. A port that is merely found free may be taken seconds later."""
         with listen(ray.util.get_node_ip_address()) as listener:
             return listener.getsockname()[1], listener.detach()
 
@@ -81,12 +81,12 @@ def in_bundle(group: PlacementGroup, bundle: int) -> Place:
 
 
 def on_node(node_id: str) -> Place:
-    """On this node and no other, with nothing reserved."""
+    """Return a place on this node only, with nothing reserved."""
     return NodeAffinitySchedulingStrategy(node_id, soft=False)
 
 
 class Host:
-    """A process of the run, as the driver holds it."""
+    """A process of the run, as the driver controls it."""
 
     def __init__(
         self,
@@ -102,8 +102,8 @@ class Host:
         Args:
             name: for messages, such as "trainer 3".
             place: see `in_bundle` and `on_node`.
-            gpus: of the bundle's, that are its own.
-            threads: calls that it runs at the same time. With 1 they run in its main thread.
+            gpus: number of the bundle's GPUs that it gets.
+            threads: concurrent calls. With 1 they run in its main thread.
         """
         self.name = name
         self.built: Any = None
@@ -122,20 +122,20 @@ class Host:
         return self._actor.where.remote()
 
     def listen(self) -> Any:
-        """Let it listen at a port. Returns what to wait for: the port, and its descriptor in that process."""
+        """Make it listen at a port. Return a handle for the port, and its descriptor in that process."""
         return self._actor.listen.remote()
 
     def build(self, factory: str, environment: Mapping[str, str], *arguments: Any) -> Any:
-        """Let it make its object: `factory` is module:name. Returns what to wait for, which `built` keeps."""
+        """Make it build its object; `factory` is module:name. Return a handle, which `built` keeps."""
         self.built = self._actor.build.remote(factory, dict(environment), *arguments)
         return self.built
 
     def call(self, method: str, *arguments: Any, **named: Any) -> Any:
-        """Let its object run a method. Returns what to wait for."""
+        """Run a method of its object. Return a handle."""
         return self._actor.call.remote(method, *arguments, **named)
 
     def kill(self) -> None:
-        with suppress(Exception):  # whatever is wrong with it, it is to go
+        with suppress(Exception):  # whatever is wrong with it, it is being ended
             ray.kill(self._actor)
 
 
@@ -163,14 +163,15 @@ async def awaited(answer: Any, who: str) -> Any:
 
 
 def plain(error: RayTaskError | RayActorError, who: str) -> Exception:
-    """The exception that the process raised, its traceback there as a note; or one that says how it ended."""
+    """Return the exception that the process raised, with its traceback there as a note; or one that tells how
+    it ended."""
     if isinstance(error, RayActorError):
         message = str(error)
         here = f"ip: {ray.util.get_node_ip_address()}\n" in message
         return ProcessDiedError(f"{who} {how_it_ended(message, _ray_logs() if here else None)}")
     if not isinstance(error.cause, Exception):
         return error
-    # Ray gives some errors its traceback as an attribute, and all of them in their text
+    # Ray puts its traceback into an attribute of some errors, and into the text of all
     error.cause.add_note(f"in {who}:\n{getattr(error, 'traceback_str', error)}")
     return error.cause
 
@@ -178,8 +179,9 @@ def plain(error: RayTaskError | RayActorError, who: str) -> Exception:
 def gather(answers: Sequence[Any], who: Sequence[str], timeout: float | None = None) -> list[Any]:
     """Return the results of calls that work together, in order.
 
-    When one fails the others may be waiting for it for good: what failed is raised after a moment in which
-    more may show itself. A process that died is named first, with what another one found over it.
+    After one failure the others may wait for the failed one forever. The error is raised after a moment in
+    which others may fail too. A process that died is named first, followed by an error that it caused
+    elsewhere.
     """
     waiting = list(answers)
     while waiting:
@@ -220,12 +222,12 @@ def _raise_first(failed: Sequence[Any], answers: Sequence[Any], who: Sequence[st
 
 
 def listening_on(address: str, head: str) -> dict[str, str]:
-    """Return the environment that has gloo, NCCL and vLLM listen on the interface with this node's address
-    and on no other. Variables that the user has set stay.
+    """Return the environment that makes gloo, NCCL and vLLM listen only on the interface with this node's
+    address. Variables set by the user stay.
 
     Args:
-        address: as Ray knows the node. Where no interface has it, as behind a translated address or where Ray
-            was started with a name, that of the interface which reaches the head is taken.
+        address: the node's address in Ray. If no interface has it, as behind a translated address or if Ray
+            was started with a name, the interface that reaches the head is used.
         head: HOST:PORT of the cluster's head.
     """
     interface = _interface(address)
@@ -238,7 +240,7 @@ def listening_on(address: str, head: str) -> dict[str, str]:
 
 
 def _interface(address: str) -> str | None:
-    """Name of the interface of this machine that has the address."""
+    """Return the name of this machine's interface with the address."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(own.address == address for own in addresses):
             return name
@@ -246,7 +248,7 @@ def _interface(address: str) -> str | None:
 
 
 def _facing(head: str) -> str | None:
-    """This machine's address on the way to the head; None without such a way."""
+    """Return this machine's address on the route to the head; None without a route."""
     host, _, port = head.rpartition(":")
     with suppress(OSError, ValueError):
         family, kind, protocol, _, place = socket.getaddrinfo(host, int(port), type=socket.SOCK_DGRAM)[0]
@@ -257,6 +259,6 @@ def _facing(head: str) -> str | None:
 
 
 def _ray_logs() -> Path | None:
-    """Return where Ray keeps the logs of this node's processes; None where that is not known."""
+    """Return where Ray keeps the logs of this node's processes; None if unknown."""
     node = ray._private.worker._global_node
     return None if node is None else Path(node.get_logs_dir_path())

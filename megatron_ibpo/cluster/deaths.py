@@ -1,4 +1,4 @@
-"""Explain how a process of the run ended, as far as that can be known afterwards."""
+"""Explanation of how a process of the run ended, as far as that can be known afterwards."""
 
 import re
 import threading
@@ -10,15 +10,15 @@ import psutil
 
 NOTE_PEAK_EVERY_S = 2.0
 _NO_WORD = "connection error code 2"
-"""Ray's text for a process whose socket closed: SIGKILL and crashes alike."""
+"""Ray's text for a process whose socket closed, after SIGKILL and crashes alike."""
 
 
 def how_it_ended(message: str, logs: Path | None) -> str:
-    """Return what to say after the name of a process that has ended.
+    """Return the text that follows the name of an ended process in a message.
 
     Args:
-        message: of Ray's RayActorError.
-        logs: Ray's on this node; None where the process ran on another one.
+        message: text of Ray's RayActorError.
+        logs: Ray's logs on this node; None if the process ran on another one.
     """
     pid, address = _named(message, "pid"), _named(message, "ip")
     who = f" (process {pid} on {address})" if pid and address else ""
@@ -33,7 +33,7 @@ def how_it_ended(message: str, logs: Path | None) -> str:
 
 
 def note_peak(logs: Path, pid: int) -> None:
-    """Keep on the disk, for who looks when this process is gone, how much memory it has had at most."""
+    """Keep writing this process's peak memory to the disk, for messages after its end."""
 
     def forever() -> None:
         with suppress(OSError):  # no /proc, or Ray has ended
@@ -59,7 +59,7 @@ def _about_memory(logs: Path | None, pid: str | None) -> str:
 
 
 def _kills_for_memory() -> int | None:
-    """Return the kernel's count of out-of-memory kills since boot; None where it keeps none."""
+    """Return the kernel's count of out-of-memory kills since boot; None if it keeps none."""
     try:
         found = re.search(r"^oom_kill (\d+)$", Path("/proc/vmstat").read_text(), re.MULTILINE)
     except OSError:
@@ -68,7 +68,7 @@ def _kills_for_memory() -> int | None:
 
 
 def _crash(logs: Path, pid: str) -> str | None:
-    """The signal that Ray's handler in the process wrote down: it sees every one but SIGKILL."""
+    """Return the signal that Ray's handler in the process recorded; it sees every signal but SIGKILL."""
     for log in logs.glob(f"worker-*-{pid}.err"):
         if found := re.search(r"\*\*\* (SIG[A-Z]+) received", log.read_text(errors="replace")):
             return found[1]

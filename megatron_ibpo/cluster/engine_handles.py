@@ -1,4 +1,4 @@
-"""One engine of a run, and the handles by which driver, sampler and trainers ask it."""
+"""One engine of a run, and its handles for the driver, the sampler and the trainers."""
 
 import asyncio
 from collections.abc import Collection, Sequence
@@ -11,39 +11,39 @@ from megatron_ibpo.cluster.actor import Host, ProcessDiedError, awaited, result
 from megatron_ibpo.engines import EngineDiedError
 
 END_TIMEOUT_S = 2.0
-"""Seconds that a dead engine may take to be removed in order, which takes some tens of milliseconds; then its
+"""Seconds for a dead engine to be removed in order, which takes some tens of milliseconds; after that its
 process is ended by force. Its successor waits for it."""
 SLACK_S = 2.0
-"""Seconds for an answer to come back, beyond the time that the engine itself was given."""
+"""Seconds for an answer to come back, beyond the time given to the engine itself."""
 
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """One engine: the process that it is now, and what became of those before."""
+    """One engine: its present process, and the record of earlier ones."""
 
     index: int
     host: Host
     connected: bool = False
-    """The trainers have met this process for weight updates."""
+    """True once the trainers have connected to this process for weight updates."""
     since: float | None = None
     """time.monotonic() when it began to work; None while it does not."""
     deaths: list[tuple[int, float]] = field(default_factory=list)
-    """Version of the weights at each death, and the seconds that the engine had worked."""
+    """(version of the weights, seconds that the engine had worked) at each death."""
     absent: bool = False
-    """It died and has not joined the others again."""
+    """True from its death until it has joined the others again."""
     joined: Future[None] | None = None
-    """Set while it is up again and waits to join: completes when it has joined."""
+    """Set while the restarted engine waits to join; completes when it has joined."""
     starting: bool = False
-    """Its new process is on its way up."""
+    """True while its new process is starting."""
 
     def replaced_by(self, host: Host) -> None:
-        """Put another process in its place, which the trainers have not met."""
+        """Replace the process by another one, which the trainers have not connected to."""
         self.host, self.connected = host, False
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteEngine:
-    """An engine as the sampler asks it (`engines.protocol.AsyncEngine`), whichever process it is now."""
+    """An engine as the sampler sees it (`engines.protocol.AsyncEngine`), whichever process it is now."""
 
     member: Member
 
@@ -57,7 +57,7 @@ class RemoteEngine:
         await self._call("abort", list(numbers))
 
     async def kill(self, why: str) -> None:
-        """End it in order, or by force where its process does not answer."""
+        """End it in order, or by force if its process does not answer."""
         host = self.member.host
         try:
             async with asyncio.timeout(END_TIMEOUT_S):
@@ -75,7 +75,7 @@ class RemoteEngine:
 
 @dataclass(frozen=True, slots=True)
 class IdleEngine:
-    """An engine that only its holder asks."""
+    """An engine for the exclusive use of its holder."""
 
     host: Host
 
@@ -85,14 +85,14 @@ class IdleEngine:
         return result(answer, self.host.name, timeout + SLACK_S)
 
     def call(self, method: str, *arguments: Any, timeout: float) -> Any:
-        """Return what a control method of the engine's process gives."""
+        """Return the result of a control method of the engine's process."""
         answer = self.host.call("call", method, *arguments, timeout=timeout)
         return result(answer, self.host.name, timeout + SLACK_S)
 
 
 @dataclass(slots=True)
 class RemoteLink:
-    """An engine as a weight update asks it (`weights.transfer.EngineLink`), from a trainer's process."""
+    """An engine as a weight update sees it (`weights.transfer.EngineLink`), from a trainer's process."""
 
     host: Host
     begun: Any = None

@@ -1,4 +1,4 @@
-"""The engines of a run: started, fed through the Sampler, given new weights, replaced when they die."""
+"""The engines of a run: started, fed by the Sampler, updated with new weights, replaced when they die."""
 
 import asyncio
 import logging
@@ -30,12 +30,11 @@ from megatron_ibpo.engines.settings import EngineSettings
 from megatron_ibpo.weights.transfer.update_order import Order
 
 MOST_DEATHS, WITHIN_S = 3, 60.0
-"""Stop the run after this many deaths of one engine within this many seconds of work and one step: they have
-a cause that starting it again does not mend. The time of starting does not count, since a large model
-takes minutes for it."""
+"""Stop the run after this many deaths of one engine within this many seconds of work and one step, because
+starting it again does not fix the cause. Start-up time does not count, since it takes minutes for a large
+model."""
 CLOSE_TIMEOUT_S = 45.0
-"""Seconds that an engine may take to stop in order: twice the time that it gives vLLM itself, and some
-more."""
+"""Seconds for an engine to stop in order: somewhat more than twice the time that it gives vLLM itself."""
 FACTORY = "megatron_ibpo.engines.registry:start_engine"
 CALLS_AT_ONCE = 8
 """Concurrent calls of an engine: one waits for samples while others submit, abort or kill."""
@@ -49,7 +48,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Engines:
-    """All engines of a run, as the driver holds them."""
+    """All engines of a run, as the driver controls them."""
 
     trainers: Trainers
     placement: Placement
@@ -57,28 +56,29 @@ class Engines:
     engine: str
     """Name or import path of the engine (--rollout-backend)."""
     settings: EngineSettings
-    """Settings of each engine; the GPUs it has are filled in."""
+    """Settings of each engine; its GPUs are filled in."""
     logs: Path
     order: Order
     """Settings of the next update."""
     start_timeout: float
     """Seconds that an engine may take to start."""
     died: int = 0
-    """Engines that died in this run."""
+    """Number of engines that died in this run."""
     restarts: int = 0
-    """Processes started in their place."""
+    """Number of processes started in their place."""
     members: dict[int, Member] = field(default_factory=dict)
     """The engines by index."""
     trainers_lost: bool = False
-    """A trainer died while engines joined beside others that sample: they join when there are new ones."""
+    """True after a trainer died while engines joined and others sampled; they join once there are new
+    trainers."""
 
     def launch(self) -> None:
-        """Start the processes that will hold the engines, without waiting."""
+        """Start the processes that will run the engines, without waiting."""
         for index in range(len(self.placement.engines)):
             self.members[index] = Member(index, self._host(index))
 
     def main_memory(self) -> dict[int, int]:
-        """Bytes on each node that has engines and no trainers, by its index in the placement.
+        """Return the bytes on each node that has engines and no trainers, by its index in the placement.
 
         Raises:
             ProcessDiedError: a process did not start.
@@ -91,12 +91,12 @@ class Engines:
         return {node: where.memory for node, where in zip(own, found, strict=True)}
 
     def start(self) -> None:
-        """Start the engines in them, once the trainers' places are known, and return at once."""
+        """Start the engines in their processes, once the trainers are located, and return at once."""
         for index in self.members:
             self._build(index)
 
     def wait_ready(self) -> None:
-        """Wait until every engine can be asked.
+        """Wait until every engine can take requests.
 
         Raises:
             EngineStartError: one did not start; with the end of its log.
@@ -107,9 +107,9 @@ class Engines:
             member.since = now
 
     def meet_trainers(self) -> None:
-        """Let trainers that have just started get ready to send weights; they know no engine yet."""
+        """Prepare trainers that have just started to send weights; they are connected to no engine yet."""
         for member in self.members.values():
-            member.deaths.clear()  # an engine dies with a trainer that sends it weights: no fault of its own
+            member.deaths.clear()  # not its fault if a trainer that sent it weights died
         self.trainers.all("open_transport", self.settings.transport)
         for member in self.members.values():
             member.connected = False
@@ -121,7 +121,7 @@ class Engines:
 
     @property
     def reproducible(self) -> bool:
-        return self.settings.device == "cpu"  # on GPUs vLLM's core begins with the first request to reach it
+        return self.settings.device == "cpu"  # on GPUs vLLM's core starts with the first request to reach it
 
     def clients(self) -> list[RemoteEngine]:
         """Return the engines for the sampler, by index."""
@@ -134,28 +134,28 @@ class Engines:
 
     @property
     def count(self) -> int:
-        """Engines in all."""
+        """Total number of engines."""
         return len(self.members)
 
     @property
     def alive(self) -> int:
-        """Engines that can be asked: those being started again cannot, nor those given up."""
+        """Number of engines that can take requests, without those being restarted or given up."""
         return sum(not member.absent for member in self.members.values())
 
     def sleep(self) -> None:
-        """Let engines on the trainers' GPUs give back their memory, weights too; `wake` or an update wakes
+        """Release the memory of engines on the trainers' GPUs, weights included; `wake` or an update wakes
         them.
 
-        All of them have when this returns: one that does not is ended, since its memory is needed. Does
-        nothing elsewhere: an idle engine uses no processor.
+        All of them have released it when this returns: an engine that does not is ended, since its memory is
+        needed. No-op for other engines: an idle engine uses no processor.
         """
         if not self.order.sleeping and self.settings.sleep_mode:
-            self.order = replace(self.order, sleeping=True)  # first: none is started from now on
+            self.order = replace(self.order, sleeping=True)  # first, so that no engine is started from now on
             self._lay_to_sleep()
 
     def wake(self) -> None:
-        """Let sleeping engines sample again. They have dropped their weights and get them anew from the
-        trainers, who still have those of `version`.
+        """Let sleeping engines sample again. They have dropped their weights, and load them again from the
+        trainers, which still have those of `version`.
 
         Raises as `update_weights`.
         """
@@ -163,17 +163,18 @@ class Engines:
             self.update_weights(self.version)
 
     def update_weights(self, version: int) -> dict[str, float]:
-        """Give all engines the trainers' weights as policy `version`, wake them, clear their caches.
+        """Send the trainers' weights to all engines as policy `version`, wake the engines, and clear their
+        caches.
 
         Returns:
             weight_update_seconds, weight_update_bytes (to all workers of all engines),
-            weight_update_bytes_ratio (those, over what the workers' shards take), and where engines
-            speculate draft_acceptance (of the tokens drafted since the last update, the share accepted).
+            weight_update_bytes_ratio (those bytes over the size of the workers' shards), and with speculative
+            decoding draft_acceptance (accepted share of the tokens drafted since the last update).
 
         Raises:
             WeightPlanError: the trainers' tensors are not those that the engines load.
             WeightMismatchError: with --check-weight-update-equal, other bytes arrived than were sent.
-            ProcessDiedError: a trainer died over it; engines that slept before sleep again.
+            ProcessDiedError: a trainer died during the update; engines that slept before sleep again.
         """
         began = time.monotonic()
         self.order = replace(self.order, version=version)
@@ -185,11 +186,11 @@ class Engines:
                 self._lay_to_sleep()
             raise
         self.order = replace(self.order, sleeping=False)
-        # who samples may have found it first, and what stands in its place is not to be ended
+        # the sampler may have found the death first, and its replacement must not be ended
         dead = {index: why for index, why in found_dead.items() if self.members[index].host is present[index]}
         if dead:
             log.warning("%s", _describe(dead))
-        self._end(dead)  # who samples finds them dead, and has them replaced
+        self._end(dead)  # the sampler finds them dead, and has them replaced
         self.admit()
         return {
             "weight_update_seconds": time.monotonic() - began,
@@ -198,8 +199,8 @@ class Engines:
         } | self._drafts()
 
     def _drafts(self) -> dict[str, float]:
-        """Return the share of drafted tokens that engines accepted since the last call. An engine that died
-        over it is noticed when it is used next."""
+        """Return the share of drafted tokens that engines accepted since the last call. An engine that dies
+        during the call is noticed when it is next used."""
         if "speculative_config" not in self.settings.extra_arguments:
             return {}
         hosts = [member.host for member in self._present]
@@ -215,8 +216,8 @@ class Engines:
         return {"draft_acceptance": accepted / drafted} if drafted else {}
 
     async def revive(self, index: int) -> RemoteEngine:
-        """Another engine in the place of one that died. It starts while everything else goes on, or where
-        engines sleep when they are awake again, and joins when `admit` gives it the present weights.
+        """Replace a dead engine. The new one starts while all other work continues, or after engines that
+        sleep are awake again, and joins when `admit` gives it the present weights.
 
         Raises:
             EngineError: the same engine died several times within a minute of work and one step.
@@ -236,8 +237,8 @@ class Engines:
         return RemoteEngine(member)
 
     async def _its_turn(self, member: Member) -> None:
-        """Wait while engines sleep: the trainers have the memory that one takes to start."""
-        member.starting = True  # before the look: `sleep` says so and then looks for those that start
+        """Wait while engines sleep, since the trainers hold the memory that a starting engine needs."""
+        member.starting = True  # first: `sleep` sets its flag, then looks for starting engines
         while self.order.sleeping:
             member.starting = False
             await asyncio.sleep(LOOK_EVERY_S)
@@ -256,13 +257,15 @@ class Engines:
                 log.warning("engine %d did not start: %s", member.index, error)
 
     def admit(self) -> None:
-        """Give engines that are up again the present weights and let them join.
+        """Give restarted engines the present weights and let them join.
 
-        Only while the trainers have the weights of `version` and nothing else to do.
+        Call it only while the trainers have the weights of `version` and are idle.
 
         Raises:
-            ProcessDiedError: a trainer died over it. Where engines are on the trainers' GPUs and some sample
-                there, it is left to who needs the trainers next: new ones would have no room beside them.
+            ProcessDiedError: a trainer died during this. If engines share the trainers' GPUs and some of them
+                sample, the error is left to the next use of the trainers: new trainers would have no room
+                    beside
+                these engines.
         """
         ready = {member.index: member.joined for member in self.members.values() if member.joined is not None}
         if not ready:
@@ -270,8 +273,8 @@ class Engines:
         if self.trainers_lost and self.alive:
             return
         dead: Reasons = {}
-        may_sleep = self.settings.sleep_mode  # who is up before it joins falls asleep with the others
-        if self.version > 0 or may_sleep:  # else it has the weights that it loaded
+        may_sleep = self.settings.sleep_mode  # restarted engines sleep with the others
+        if self.version > 0 or may_sleep:  # otherwise it has the weights that it loaded
             for index in ready:
                 self.members[index].connected = False
             try:
@@ -280,18 +283,18 @@ class Engines:
                 self._join_later(ready, death)
                 return
         if may_sleep:
-            self.order = replace(self.order, sleeping=False)  # also where no other engine was left
+            self.order = replace(self.order, sleeping=False)  # also if no other engine was left
         self._end(dead)
         for index, joined in ready.items():
             member = self.members[index]
             member.absent, member.joined = False, None
             joined.set_result(None)
             if index not in dead:
-                # a warning as its death was: who sees the one is to see the other
+                # a warning as its death was, so that both are seen
                 log.warning("engine %d is back, with the weights of step %d", index, self.version)
 
     def _join_later(self, ready: Iterable[int], death: ProcessDiedError) -> None:
-        """Put joining off after a trainer died over engines that were to join, which may be awake by now."""
+        """Postpone joining after a trainer died while engines joined; these may be awake by now."""
         if not self.settings.sleep_mode:
             raise death
         self._sleep_or_end(ready)
@@ -302,8 +305,8 @@ class Engines:
 
     @contextmanager
     def fresh(self, index: int, hf_dir: Path) -> Iterator[IdleEngine]:
-        """A fresh engine with the weights of `hf_dir` as version 0, in the place of one that lives; it stays,
-        and gets the current weights in the end."""
+        """Provide a fresh engine with the weights of `hf_dir` as version 0, in place of a living one. It
+        stays, and gets the current weights at the end."""
         self._stop([index])
         self.members[index].replaced_by(self._host(index))
         self._build(index, hf_dir)
@@ -313,11 +316,11 @@ class Engines:
         self._end(dead)
 
     def idle(self, index: int) -> IdleEngine:
-        """One engine, to be asked by itself."""
+        """Return one engine for the caller's exclusive use."""
         return IdleEngine(self.members[index].host)
 
     def close(self) -> None:
-        """Stop all engines; nothing of them remains, whatever state they are in."""
+        """Stop all engines, whatever state they are in; nothing of them remains."""
         self._stop(self.members)
         self.members.clear()
 
@@ -338,7 +341,7 @@ class Engines:
         environment = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
         count = len(gpus) or placement.engines[index].gpus
         settings = replace(self.settings, gpus=tuple(range(count)), model=str(hf_dir or self.settings.model))
-        if placement.spans_nodes(index):  # not run: it takes nodes with GPUs
+        if placement.spans_nodes(index):  # never run so far: it needs nodes with GPUs
             extra = {**settings.extra_arguments, "distributed_executor_backend": "ray"}
             settings = replace(settings, extra_arguments=extra)
             environment["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
@@ -352,12 +355,12 @@ class Engines:
     def _wait(self, engines: Iterable[int]) -> None:
         hosts = [self.members[index].host for index in engines]
         names = [host.name for host in hosts]
-        gather([host.built for host in hosts], names)  # calls run in threads: none may overtake this one
+        gather([host.built for host in hosts], names)  # calls run in threads, and none may overtake this one
         gather([host.call("wait_ready", self.start_timeout) for host in hosts], names)
 
     def _catch_up(self, engines: Sequence[int], order: Order) -> tuple[int, int, Reasons]:
-        """Give `engines` the current weights as `order` says; (bytes sent, bytes that their shards take,
-        those that died)."""
+        """Give `engines` the current weights according to `order`. Return (bytes sent, bytes of their shards,
+        engines that died)."""
         ranks = range(len(self.placement.trainers))
         strangers = [index for index in engines if not self.members[index].connected]
         dead: Reasons = {}
@@ -377,12 +380,12 @@ class Engines:
         return sum(done.num_bytes for done in passes), passes[0].needed_bytes, dead
 
     def _links(self, rank: int, engines: Sequence[int]) -> dict[int, RemoteLink]:
-        """The engines that this rank speaks with."""
+        """Return the engines that this rank is connected to."""
         owners = self.placement.owners
         return {index: RemoteLink(self.members[index].host) for index in engines if owners[index] == rank}
 
     def _reasons(self, parts: Sequence[Mapping[int, str]]) -> Reasons:
-        """Every engine that some rank found dead; its owner knows most of why."""
+        """Return every engine that a rank found dead; its owner knows the reason best."""
         owners = self.placement.owners
         reasons: Reasons = {}
         for rank, part in enumerate(parts):
@@ -392,7 +395,8 @@ class Engines:
         return reasons
 
     def _count_death(self, member: Member) -> None:
-        """
+        """Count a death of the engine.
+
         Raises:
             EngineError: it was one too many.
         """
@@ -410,7 +414,7 @@ class Engines:
             )
 
     def _start_again(self, member: Member) -> None:
-        """Start a new process for a dead engine and wait until it can be asked."""
+        """Start a new process for a dead engine and wait until it can take requests."""
         index = member.index
         log.warning("engine %d: starting it again", index)
         self._end([index])
@@ -428,18 +432,18 @@ class Engines:
     def _finish(self, engines: Iterable[int], timeout: float, method: str, *arguments: Any) -> None:
         hosts = [self.members[index].host for index in engines]
         for host in hosts:
-            with suppress(Exception):  # one that is still being made would leave its files behind
+            with suppress(Exception):  # one that is still being built would leave its files behind
                 result(host.built, host.name, timeout)
         ending = [(host, host.call(method, *arguments)) for host in hosts]
         for host, answer in ending:
             try:
                 result(answer, host.name, timeout)
-            except Exception as error:  # it is to go anyway
+            except Exception as error:  # it is being ended anyway
                 log.debug("%s of %s: %s", method, host.name, error)
             host.kill()
 
     def _lay_to_sleep(self) -> None:
-        # what starting engines take would be missing in training; each start has a time-out
+        # training needs the memory of starting engines; each start has a time-out
         while any(member.starting for member in self.members.values()):
             time.sleep(LOOK_EVERY_S)
         self._sleep_or_end(self._up)
@@ -450,11 +454,11 @@ class Engines:
             log.warning(
                 "%s", "\n".join(f"engine {index} did not sleep: {why}" for index, why in failed.items())
             )
-        self._end(failed)  # who samples finds them dead, and has them replaced
+        self._end(failed)  # the sampler finds them dead, and has them replaced
 
     @property
     def _present(self) -> list[Member]:
-        """Engines that can be asked, in order."""
+        """Engines that can take requests, in order."""
         return [self.members[index] for index in sorted(self.members) if not self.members[index].absent]
 
     @property
@@ -464,8 +468,8 @@ class Engines:
         return [index for index in sorted(members) if not members[index].absent or members[index].joined]
 
     def _tell(self, engines: Iterable[int], method: str, *arguments: Any) -> Reasons:
-        """Ask these engines, and wait for all; why those failed that did. One that died over it is noticed
-        when it is used next."""
+        """Call a method of these engines, wait for all, and return the reasons of those that failed. An
+        engine that dies during the call is noticed when it is next used."""
         asked = [(index, self.members[index].host) for index in engines]
         answers = [
             (index, host, host.call("call", method, *arguments, timeout=self.order.timeout))

@@ -1,4 +1,4 @@
-"""Main memory of the node that this process is on. Source: cgroups(7); only version 1 has been run."""
+"""Main memory of this process's node. Source: cgroups(7); only version 1 has been run."""
 
 from collections.abc import Iterator
 from contextlib import suppress
@@ -11,13 +11,13 @@ _OWN = Path("/proc/self/cgroup")
 
 
 def main_memory(groups: Path = _GROUPS, own: Path = _OWN) -> int:
-    """Bytes that the processes of a run may take on this node: all there are, or the least limit of a control
-    group that this process is in, as containers and batch systems set it. What other programs hold is not
-    taken off.
+    """Return the bytes that the processes of a run may take on this node: all its memory, or the lowest limit
+    of a control group that this process is in, as containers and batch systems set it. The use by other
+    programs is not subtracted.
 
     Args:
         groups: where the kernel shows control groups.
-        own: which ones this process is in.
+        own: file that lists this process's groups.
     """
     limits = [psutil.virtual_memory().total]
     for file in _limit_files(groups, own):

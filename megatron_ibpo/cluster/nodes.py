@@ -51,17 +51,17 @@ from megatron_ibpo.config import path_of_user
 
 LOOK_EVERY_S = 1.0
 QUIET_S = 2.0
-"""Seconds of waiting before a line says what for."""
+"""Seconds of waiting before a line gives the reason."""
 START_S = 30.0
-"""Seconds that Ray may take to start on this node before a line says so."""
+"""Seconds for Ray to start on this node before a line reports the wait."""
 REPEAT_S = 60.0
 LOST_AFTER = 5
-"""Looks in a row at node 0 that find nothing, before a node takes it for ended."""
+"""Consecutive failed looks at node 0 before another node considers it ended."""
 GCS_TIMEOUT_S = 10.0
 STOP_TIMEOUT_S = 5.0
-"""Seconds for Ray to stop; what is left after that is removed with its directory."""
+"""Seconds for Ray to stop; after that the rest is removed with its directory."""
 TOKEN_WAIT_S = 60.0
-"""Seconds to wait for the token once node 0 has written it: another node may see a shared directory a little
+"""Seconds to wait for the token once node 0 has written it: other nodes may see a shared directory a little
 later."""
 SHARE_TOKEN = (
     "let all nodes share RUN_DIR, by which they are given the token of the cluster, or set the same "
@@ -75,7 +75,7 @@ HANDED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @command
 def main(argv: Sequence[str] | None = None) -> int:
-    """Be one node of the cluster; returns the exit status of the command on node 0, elsewhere 0."""
+    """Be one node of the cluster. Return the exit status of the command on node 0, and 0 elsewhere."""
     words = list(sys.argv[1:] if argv is None else argv)
     own, words = (
         (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
@@ -101,11 +101,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def numeric_address(host: str, num_nodes: int) -> str:
-    """The address of node 0 in digits. Ray hands it on as it is given, and a name belongs to no interface
-    that gloo and NCCL could be told to listen on.
+    """Return the numeric address of node 0. Ray passes the address on as given, and gloo and NCCL cannot be
+    told to listen on a name.
 
     Raises:
-        ClusterError: there is no such host, or its name means this machine alone, as /etc/hosts often has it,
+        ClusterError: there is no such host; or its name means this machine alone, as is common in /etc/hosts,
             and there are other nodes.
     """
     with suppress(ValueError):
@@ -162,7 +162,7 @@ def _start_head(host: str, port: int, token: str | None, stack: ExitStack) -> "_
 
 @contextmanager
 def _shared_token(run_dir: Path | None) -> Iterator[str]:
-    """A token that lies in `run_dir` for as long as the cluster is there."""
+    """Give a token that stays in `run_dir` for as long as the cluster exists."""
     if run_dir is None:
         raise ClusterError(f"--run-dir is not given: {SHARE_TOKEN}")
     token = new_token()
@@ -174,14 +174,14 @@ def _shared_token(run_dir: Path | None) -> Iterator[str]:
     try:
         yield token
     finally:
-        if read_token(run_dir) == token:  # else a later start has written its own
+        if read_token(run_dir) == token:  # otherwise a later start has written its own
             path.unlink(missing_ok=True)
 
 
 @contextmanager
 def _handed_on() -> Iterator[list["subprocess.Popen[bytes]"]]:
-    """Signals go on to the command that is put into the list, which ends in its own way and time. A terminal
-    sends some to both; the command takes two in quick succession for one."""
+    """Forward signals to the command in the list, which ends in its own way and time. A terminal sends some
+    to both; the command counts two in quick succession as one."""
     commands: list[subprocess.Popen[bytes]] = []
 
     def hand_on(number: int, _: object) -> None:
@@ -235,10 +235,11 @@ class _Missing:
         self._left = num_nodes
 
     def count(self) -> int:
-        """Asked of the head's own table: a driver here would be one more in the cluster."""
+        """Count them in the head's own table, since a driver here would be one more process in the
+        cluster."""
         nodes = GcsClient(address=self._address).get_all_node_info(timeout=GCS_TIMEOUT_S)
         alive = sum(node.state == GcsNodeInfo.ALIVE for node in nodes.values())
-        self._left = max(0, self._num_nodes - max(1, alive))  # this one is on its way
+        self._left = max(0, self._num_nodes - max(1, alive))  # this node is still joining
         return self._left
 
     def __str__(self) -> str:
@@ -254,7 +255,8 @@ class _RayNode:
     log: Path
 
     def check(self) -> None:
-        """
+        """Raise if Ray has ended on this node.
+
         Raises:
             ClusterError: it has ended, and would again.
             RayStartError: it has ended for another reason.
@@ -272,7 +274,7 @@ class _RayNode:
 
 @contextmanager
 def _ray_node(token: str | None, *arguments: str) -> Iterator[_RayNode]:
-    """A node of Ray in a directory that is gone afterwards, as is the node."""
+    """Run a node of Ray in a temporary directory; both are gone afterwards."""
     with ray_directory() as directory, own_token(directory, token):
         options = [*arguments, "--block", "--disable-usage-stats", f"--temp-dir={directory / RAY_DIRECTORY}"]
         log = directory / "start.log"
@@ -301,7 +303,7 @@ def _wait(
     quiet: float = QUIET_S,
     late: Exception | None = None,
 ) -> None:
-    """Until `done`; says what it waits for, after a moment and then each minute.
+    """Wait until `done`; report the reason after a moment and then every minute.
 
     Args:
         late: raised when it takes longer than `timeout` seconds, with the wait before its message.

@@ -1,4 +1,4 @@
-"""The end of a process whose own Ray has died: without its servers nothing orderly can be done any more."""
+"""Ending a process whose own Ray has died: without Ray's servers, no orderly shutdown is possible."""
 
 import os
 import sys
@@ -14,10 +14,10 @@ LOOK_EVERY_S = 0.2
 
 @contextmanager
 def ended_with_ray() -> Iterator[None]:
-    """End this process in a line and with status 1 as soon as a server of the Ray that it has started dies.
+    """End this process with one line and status 1 as soon as a server of the Ray that it started dies.
 
-    Without the raylet Ray ends its processes itself, and says so in twenty lines. Without the GCS server
-    calls go on for a minute, and then Ray ends this process. What is left of Ray is swept up after its end.
+    Without the raylet Ray ends its processes itself, and prints twenty lines. Without the GCS server calls go
+    on for a minute before Ray ends this process. The rest of Ray is cleaned up after its end.
     """
     from ray._private import ray_constants, worker
 

@@ -1,4 +1,4 @@
-"""Plan which process runs on which node and GPUs, before anything is reserved or started."""
+"""Plan of the node and GPUs for each process, before anything is reserved or started."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from megatron_ibpo.basics.text import listed
 
 _MOST_NAMED = 32
-"""Nodes that a message names before it only counts."""
+"""Most nodes that a message names before it only counts."""
 
 
 class PlacementError(ValueError):
-    """The cluster has not what the run asks for."""
+    """The cluster is too small for the run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A machine of the cluster, with what is free on it."""
+    """A machine of the cluster, with its free resources."""
 
     node_id: str
     address: str
@@ -26,25 +26,24 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One process: the index of its node, and how many GPUs are reserved for it there."""
+    """One process: the index of its node, and the number of GPUs reserved for it there."""
 
     node: int
     gpus: int
-    """0 on CPUs, for an engine on the trainers' GPUs, and for one that spans nodes: vLLM's own Ray back end
-    reserves those."""
+    """0 on CPUs, for an engine on the trainers' GPUs, and for one that spans nodes, whose GPUs vLLM's own Ray
+    back end reserves."""
 
 
 @dataclass(frozen=True, slots=True)
 class Engines:
-    """The engines that are asked for."""
+    """The requested engines."""
 
     tensor_parallel_size: int
-    """GPUs (or CPU workers) of one engine."""
+    """GPUs (or CPU workers) per engine."""
     colocate: bool
-    """They share the trainers' GPUs."""
+    """True if they share the trainers' GPUs."""
     num_gpus: int | None = None
-    """GPUs of all engines together, where they have GPUs of their own; None: as many as there are trainers.
-    """
+    """Total GPUs of engines with their own GPUs; None: as many as there are trainers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +52,15 @@ class Placement:
 
     nodes: list[Node]
     trainers: list[Slot]
-    """Places of trainers by rank. Consecutive ranks lie on one node."""
+    """Places of trainers by rank. Consecutive ranks are on one node."""
     engines: list[Slot]
     partners: list[tuple[int, ...]]
-    """The trainer ranks whose GPUs an engine shares; empty for engines with their own. On CPUs they are the
-    ranks that an engine is next to."""
+    """Trainer ranks whose GPUs an engine shares; empty for engines with their own. On CPUs, the ranks next to
+    an engine."""
     colocated: bool
 
     def rows(self) -> list[tuple[str, str, str]]:
-        """(node, trainers, engines) for people to read."""
+        """Return (node, trainers, engines) for display."""
         ranks, engines = _by_node(self.trainers), _by_node(self.engines)
         return [
             (node.address, _ranges(ranks[index]), _ranges(engines[index]))
@@ -70,16 +69,17 @@ class Placement:
 
     @property
     def on_gpu(self) -> bool:
-        """True where some node has GPUs for the run."""
+        """True if any node has GPUs for the run."""
         return any(node.gpus for node in self.nodes)
 
     def spans_nodes(self, engine: int) -> bool:
-        """The engine is larger than a node: nothing is reserved for it, since vLLM does that itself."""
+        """Return whether the engine is larger than a node. Nothing is reserved for it, since vLLM does that
+        itself."""
         return self.on_gpu and not self.colocated and self.engines[engine].gpus == 0
 
     @property
     def owners(self) -> list[int]:
-        """Return for each engine the trainer rank that speaks with it during a weight update."""
+        """Trainer rank that talks to each engine during a weight update."""
         return [
             partners[0] if partners else number % len(self.trainers)
             for number, partners in enumerate(self.partners)
@@ -89,17 +89,17 @@ class Placement:
 def plan_placement(
     nodes: Sequence[Node], *, num_trainers: int, engines: Engines | None, on_gpu: bool
 ) -> Placement:
-    """Trainers node by node, then engines: colocated ones on the GPUs of consecutive trainers, others on what
-    the trainers leave, nodes without trainers first.
+    """Place trainers node by node, then engines: colocated ones on the GPUs of consecutive trainers, others
+    on the rest, nodes without trainers first.
 
     Args:
-        nodes: that the run may use, the driver's first.
-        engines: None for a run without any (recorded rollouts are replayed).
+        nodes: nodes that the run may use, the driver's first.
+        engines: None for a run without engines (recorded rollouts are replayed).
         on_gpu: every trainer takes one GPU, every engine its tensor-parallel size; otherwise each process
             takes one CPU.
 
     Raises:
-        PlacementError: with what is missing, what there is, and what to change.
+        PlacementError: with the missing and the available resources, and what to change.
     """
     nodes = sorted(nodes, key=lambda node: -(node.gpus if on_gpu else 0))  # stable: the driver's stays first
     free = [node.gpus if on_gpu else node.cpus for node in nodes]
@@ -187,7 +187,7 @@ def _trainers_by_node(nodes: Sequence[Node], trainers: Sequence[Slot]) -> str:
 
 
 def _by_node(slots: Sequence[Slot]) -> dict[int, list[int]]:
-    """The numbers of the slots on each node."""
+    """Return the numbers of the slots on each node."""
     numbers: dict[int, list[int]] = defaultdict(list)
     for number, slot in enumerate(slots):
         numbers[slot.node].append(number)
@@ -195,7 +195,7 @@ def _by_node(slots: Sequence[Slot]) -> dict[int, list[int]]:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """3, 4, 5 as 3-5; nothing as –."""
+    """Format numbers: 3, 4, 5 as 3-5; none as –."""
     if not numbers:
         return "–"
     if len(numbers) > 1 and list(numbers) == list(range(numbers[0], numbers[-1] + 1)):

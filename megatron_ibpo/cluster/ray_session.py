@@ -1,8 +1,8 @@
-"""Ray for the length of a run: one of its own on this machine, or a place in a cluster that exists.
+"""Ray for the length of a run: the run's own on this machine, or a place in an existing cluster.
 
-A Ray of the run's own listens on the loopback interface only, asks for a token, keeps its files in a private
+The run's own Ray listens on the loopback interface only, requires a token, keeps its files in a private
 temporary directory and leaves nothing behind, however the run ends: a small process waits for the end of the
-driver, kills what is left of that Ray and removes its directory.
+driver, kills the rest of that Ray and removes its directory.
 """
 
 import logging
@@ -26,33 +26,34 @@ from megatron_ibpo.cluster.orphan_watch import ended_with_ray
 from megatron_ibpo.cluster.ray_token import own_token, read_settings_again, use_token
 
 SWEEP_TIMEOUT_S = 15.0
-"""Seconds for the process that clears up, once Ray itself has been told to stop."""
+"""Seconds for the process that cleans up, once Ray itself has been told to stop."""
 OBJECT_STORE_BYTES = 1024**3
-"""Bytes of the object store of a Ray of the run's own. It holds what is on its way between processes, mostly
-the packed arrays of a step: 16 bytes for each token of 67 million."""
+"""Bytes of the object store of the run's own Ray. It holds data in transit between processes, mostly the
+packed arrays of a step: 16 bytes per token for 67 million tokens."""
 
 QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DEDUP_LOGS": "0",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # a process without GPUs of Ray's may be given some by us
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # we may give GPUs to a process without GPUs of Ray's
     "RAY_SCHEDULER_EVENTS": "0",
     "RAY_task_events_report_interval_ms": "0",  # a record of every call, for a dashboard: 5 MB per 100 steps
-    # engines and verifiers end with their owner by themselves and clear up; killed by Ray they could not
+    # engines and verifiers end with their owner by themselves and clean up; killed by Ray they could not
     "RAY_kill_child_processes_on_worker_exit": "0",
 }
 START_WAIT_S = 120.0
-"""Seconds that Ray may take to start. Its own limit for each part is 30 s, which a busy machine exceeds."""
+"""Seconds for Ray to start. Ray's own limit for each part is 30 s, which a busy machine exceeds."""
 RAYLET_WAIT = "RAY_raylet_start_wait_time_s"
 GCS_WAIT = "RAY_gcs_server_port_wait_time_s"
-"""Variable for a head that chooses its port. Elsewhere it would multiply Ray's waits."""
+"""Variable for a head that chooses its port; set in other cases, it would multiply Ray's waits."""
 RAY_DIRECTORY = "r"
-"""Within a private directory: Ray makes its own directory writable for every user."""
+"""Subdirectory of a private directory, since Ray makes its own directory writable for every user."""
 SOCKET_BYTES = len(f"/{RAY_DIRECTORY}/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store")
 SERVERS_NOT_USED = ("start_log_monitor", "start_monitor", "start_api_server")
-"""Methods of Ray's node that start processes for a terminal, an autoscaler and a dashboard. A Ray of a run's
-own has none of these, and on two cores the processes take a second of every start."""
+"""Methods of Ray's node that start processes for a terminal, an autoscaler and a dashboard. The run's own Ray
+has none of these, and on two cores the processes take a second of every start."""
 ONE_MACHINE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-"""Ray's word, with 0, for never replacing 127.0.0.1 by an address that others reach; on every system."""
+"""Ray's variable which, set to 0, prevents it on every system from replacing 127.0.0.1 by an address that
+other machines reach."""
 
 CONNECT_TIMEOUT_S = 10.0
 NO_CLUSTER = (
@@ -71,11 +72,11 @@ _abandoned = threading.Event()
 
 
 class ClusterError(ValueError):
-    """Ray cannot be used as the command asks; the user can mend that."""
+    """Ray cannot be used as the command asks; the user can fix that."""
 
 
 class ClusterFailedError(RuntimeError):
-    """Ray, or a node, failed or took too long. The command is not at fault, and may work another time."""
+    """Ray, or a node, failed or took too long. The command is correct, and may work another time."""
 
 
 class RayStartError(ClusterFailedError):
@@ -87,12 +88,12 @@ def open_ray(address: str | None, *, num_cpus: int, object_store_bytes: int | No
     """Connect this process to Ray, and disconnect it on the way out.
 
     Args:
-        address: of an existing cluster (host:port, or "auto" for the one on this machine); None starts one.
-        num_cpus: processes that a Ray of the run's own may hold at once. They share the processors.
-        object_store_bytes: shared memory of a Ray of the run's own.
+        address: an existing cluster (host:port, or "auto" for the one on this machine); None starts one.
+        num_cpus: processes that the run's own Ray may hold at once. They share the processors.
+        object_store_bytes: shared memory of the run's own Ray.
 
     Raises:
-        ClusterError: there is no such cluster, it runs another version of Ray or Python, asks for another
+        ClusterError: there is no such cluster, it runs another version of Ray or Python, requires another
             token, or Ray has no room on this machine.
         RayStartError: Ray does not start, or not in time.
     """
@@ -111,7 +112,7 @@ def open_ray(address: str | None, *, num_cpus: int, object_store_bytes: int | No
 
 
 def twice(start: Callable[[], T]) -> T:
-    """Call `start`, and once more where Ray did not start."""
+    """Call `start`, and once more if Ray did not start."""
     try:
         return start()
     except RayStartError as error:
@@ -122,7 +123,7 @@ def twice(start: Callable[[], T]) -> T:
 
 
 def _start_own(num_cpus: int, object_store_bytes: int) -> ExitStack:
-    """Start a Ray of the run's own. Returns what ends it."""
+    """Start the run's own Ray. Return the stack that ends it."""
     with ExitStack() as stack:
         directory = stack.enter_context(ray_directory())
         stack.enter_context(own_token(directory))
@@ -134,7 +135,7 @@ def _start_own(num_cpus: int, object_store_bytes: int) -> ExitStack:
 
 @contextmanager
 def ray_directory() -> Iterator[Path]:
-    """A private directory for a Ray, which is gone afterwards, as are the processes that use it.
+    """Make a private directory for a Ray. It is removed afterwards, and the processes that use it are ended.
 
     Raises:
         ClusterError: none can be made.
@@ -165,7 +166,7 @@ def _start(directory: Path, num_cpus: int, object_store_bytes: int) -> None:
                 include_dashboard=False,
                 log_to_driver=False,
                 logging_level=logging.ERROR,
-                # for another address of 127.0.0.0/8 Ray's servers would listen on all interfaces
+                # with another address of 127.0.0.0/8, Ray's servers would listen on all interfaces
                 _node_ip_address=LOOPBACK,
                 _temp_dir=str(directory),
             )
@@ -179,9 +180,9 @@ def _first_line(error: Exception) -> str:
 
 @contextmanager
 def _apart() -> Iterator[None]:
-    """Keep what Ray starts on this machine, in a process group of its own. A Ctrl-C, a closed terminal, `kill
-    %1` and `timeout` reach the whole group of the driver, which is to finish its step with the processes
-    that it has; Ray keeps only SIGINT from them."""
+    """Keep Ray's processes on this machine and in their own process group. A Ctrl-C, a closed terminal, `kill
+    %1` and `timeout` reach the whole group of the driver, which must finish its step with its processes; Ray
+    protects them only from SIGINT."""
     from ray._private import ray_constants, services
     from ray._private.node import Node
 
@@ -208,12 +209,12 @@ def _apart() -> Iterator[None]:
 
 
 def patience(*limits: str) -> dict[str, str]:
-    """Return longer limits for Ray's start, where the user has not set them."""
+    """Return longer limits for Ray's start, unless the user has set them."""
     return {name: f"{START_WAIT_S:.0f}" for name in limits if name not in os.environ}
 
 
 def _patient(get_node: Callable[..., Any]) -> Callable[..., Any]:
-    """Ask for the node for as long as it may take to start; Ray stops after 30 s."""
+    """Wrap `get_node` to retry for as long as a start may take; Ray gives up after 30 s."""
     deadline = time.monotonic() + START_WAIT_S
 
     def get(*arguments: Any) -> Any:
@@ -229,7 +230,7 @@ def _patient(get_node: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def _deadline(started: list["subprocess.Popen[bytes]"]) -> Iterator[None]:
-    """Kill the processes of a Ray that takes too long: its own waits follow each other for a quarter of an
+    """Kill the processes of a Ray that takes too long, since its own consecutive waits last a quarter of an
     hour."""
 
     over = threading.Event()
@@ -250,7 +251,7 @@ def _deadline(started: list["subprocess.Popen[bytes]"]) -> Iterator[None]:
 
 
 def abandon_start() -> None:
-    """Let a Ray that another thread starts fail soon, and not be started again."""
+    """Make a Ray that another thread starts fail soon, without a second try."""
     _abandoned.set()
 
 
@@ -264,14 +265,14 @@ def _connect(address: str) -> None:
         raise ClusterError(f"--ray-address {address}: nothing answers there; {NO_CLUSTER}")
     try:
         if port.isdigit() and "://" not in address:
-            GcsClient(address=address)  # says at once what ray.init repeats for minutes
+            GcsClient(address=address)  # reports at once what ray.init would retry for minutes
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except AuthenticationError as error:
         raise ClusterError(f"--ray-address {address}: {OTHER_TOKEN}") from error
     except Exception as error:
         text = str(error)
         if "ersion mismatch" in text:
-            said = " ".join(text.split())  # the versions of both are on lines of their own
+            said = " ".join(text.split())  # the two versions are on separate lines
             raise ClusterError(
                 f"--ray-address {address}: {said}; start both from the same environment"
             ) from error
@@ -290,8 +291,8 @@ def answers(host: str, port: int, timeout: float) -> bool:
 
 
 def take_back_signals() -> None:
-    """Take SIGTERM back in the main thread once Ray is up. Ray takes it for a crash, whatever handler there
-    is, and ends the process three seconds later."""
+    """Restore the SIGTERM handler in the main thread once Ray is up. Ray treats SIGTERM as a crash, whatever
+    handler there is, and ends the process three seconds later."""
     signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
 
 
@@ -327,19 +328,19 @@ while time.monotonic() < deadline:
     time.sleep(0.1)
 shutil.rmtree(directory, ignore_errors=True)
 """
-"""Ends what still uses the directory of a Ray whose driver is gone. After an orderly end that is nothing;
-after a kill Ray's own agents would stay."""
+"""Ends processes that still use the directory of a Ray whose driver is gone. After an orderly end there are
+none; after a kill Ray's own agents would stay."""
 
 
 @contextmanager
 def swept(directory: Path) -> Iterator[None]:
-    """`directory`, and what still uses it, are gone when this block or this process has ended."""
+    """Remove `directory`, and end processes that still use it, when this block or this process has ended."""
     sweeper = subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", SWEEP, str(directory), str(os.getpid())],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        start_new_session=True,  # a Ctrl-C is not for it
+        start_new_session=True,  # protects it from a Ctrl-C
     )
     assert sweeper.stdin is not None
     try:

@@ -1,6 +1,6 @@
-"""A token for each run, without which its Ray refuses connections.
+"""A token for each run, which its Ray requires for connections.
 
-It is handed on by the path of a file: an environment variable with the token itself would reach every child.
+It is passed on as the path of a file: an environment variable with the token itself would reach every child.
 """
 
 import os
@@ -11,18 +11,18 @@ from contextlib import contextmanager
 from pathlib import Path
 
 TOKEN_FILE = ".ray_token"
-"""Name of the token's file in the private directory of a Ray, and in the run's directory for the other nodes
+"""Name of the token's file, in the private directory of a Ray, and in the run's directory for the other nodes
 of a cluster."""
 TOKEN_BYTES = 32
 
 
 def has_token() -> bool:
-    """Tell whether the user has set a token."""
+    """Return whether the user has set a token."""
     return bool(os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH"))
 
 
 def makes_token() -> bool:
-    """Tell whether a run makes a token of its own: not where the user has set one, or wants none."""
+    """Return whether a run makes its own token: not if the user has set one, or wants none."""
     return not has_token() and os.environ.get("RAY_AUTH_MODE", "token").lower() == "token"
 
 
@@ -32,7 +32,7 @@ def new_token() -> str:
 
 
 def write_token(directory: Path, token: str) -> Path:
-    """Write the token where only this user can read it, in one step, over an older one. Returns the file."""
+    """Write the token atomically where only this user can read it, over an older one. Return the file."""
     descriptor, written = tempfile.mkstemp(dir=directory, prefix=TOKEN_FILE)  # mode 0600
     with os.fdopen(descriptor, "w") as file:
         file.write(token)
@@ -40,7 +40,7 @@ def write_token(directory: Path, token: str) -> Path:
 
 
 def read_token(directory: Path) -> str | None:
-    """Return the token that `write_token` left there; None where there is none."""
+    """Return the token that `write_token` left there, or None."""
     try:
         return (directory / TOKEN_FILE).read_text() or None
     except OSError:
@@ -48,7 +48,7 @@ def read_token(directory: Path) -> str | None:
 
 
 def use_token() -> None:
-    """Present the token that the user has set. Ray does so for an address only where the mode is set, too."""
+    """Present the token that the user has set. Ray does so for an address only if the mode is set too."""
     if has_token():
         os.environ.setdefault("RAY_AUTH_MODE", "token")
         read_settings_again()
@@ -56,12 +56,12 @@ def use_token() -> None:
 
 @contextmanager
 def own_token(directory: Path, token: str | None = None) -> Iterator[None]:
-    """Give this process and its children a token in a file of their own, unless the user has set one. Nothing
-    that happens to another copy of it then matters.
+    """Give this process and its children a token in their own file, unless the user has set one. Changes to
+    other copies of it then do not matter.
 
     Args:
         directory: where the file is written, private to the user.
-        token: a new one if None.
+        token: None makes a new one.
     """
     if not makes_token():
         yield
@@ -83,7 +83,7 @@ def own_token(directory: Path, token: str | None = None) -> Iterator[None]:
 
 
 def read_settings_again() -> None:
-    """Let Ray read its environment variables and the token, which it does once for each process."""
+    """Make Ray read its environment variables and the token again; it reads them only once per process."""
     from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
     Config.initialize("")

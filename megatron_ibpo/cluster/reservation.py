@@ -10,10 +10,10 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from megatron_ibpo.cluster.placement import Node, Placement, PlacementError
 
 NODE_LOOK_S = 5.0
-"""Between looks at whether the cluster has room again."""
+"""Seconds between checks for room in the cluster."""
 RESERVE_TIMEOUT_S = 30.0
-"""Seconds to wait for a reservation. Free resources are reserved in well under a second; what others hold may
-stay theirs for hours."""
+"""Seconds to wait for a reservation. Free resources are reserved in well under a second; resources in use by
+others may stay so for hours."""
 
 
 class NodeLostError(RuntimeError):
@@ -21,7 +21,7 @@ class NodeLostError(RuntimeError):
 
 
 def lost_nodes(placement: Placement, nodes: Iterable[int]) -> list[str]:
-    """The addresses of those that have left the cluster.
+    """Return the addresses of nodes that have left the cluster.
 
     Args:
         nodes: indices in `placement.nodes`.
@@ -32,10 +32,10 @@ def lost_nodes(placement: Placement, nodes: Iterable[int]) -> list[str]:
 
 
 def placed_within(wait: float, place: Callable[[], Placement]) -> Placement:
-    """Return what `place` gives; try again for `wait` seconds while the cluster has too little.
+    """Return the result of `place`; retry for `wait` seconds while the cluster is too small.
 
     Raises:
-        PlacementError: it has too little still.
+        PlacementError: it is still too small.
     """
     deadline = time.monotonic() + wait
     while True:
@@ -48,7 +48,7 @@ def placed_within(wait: float, place: Callable[[], Placement]) -> Placement:
 
 
 def cluster_nodes() -> list[Node]:
-    """The living nodes of the cluster, the driver's first."""
+    """Return the living nodes of the cluster, the driver's first."""
     own = ray.get_runtime_context().get_node_id()
     nodes = [
         Node(
@@ -65,11 +65,11 @@ def cluster_nodes() -> list[Node]:
 
 @contextmanager
 def reserved(placement: Placement) -> Iterator[PlacementGroup]:
-    """Reserve all of a placement or nothing; give it back on the way out. Bundle r is trainer rank r's;
-    engines that do not share the trainers' have the bundles after those.
+    """Reserve all of a placement or nothing, and release it on the way out. Bundle r belongs to trainer rank
+    r; engines that do not share the trainers' have the bundles after those.
 
     Raises:
-        PlacementError: something else in the cluster holds what is to be reserved.
+        PlacementError: other users of the cluster hold the resources.
     """
     slots = placement.trainers + ([] if placement.colocated else placement.engines)
     bundles = [{"CPU": 1.0} | ({"GPU": float(slot.gpus)} if slot.gpus else {}) for slot in slots]

@@ -1,4 +1,4 @@
-"""The trainers: one process for each rank of Megatron's world."""
+"""The trainers: one process per rank of Megatron's world."""
 
 import os
 from collections.abc import Sequence
@@ -15,19 +15,19 @@ from megatron_ibpo.config import user_directory
 from megatron_ibpo.policy import process_environment
 
 START_TIMEOUT_S = 300.0
-"""Seconds for a process to come up, before it imports anything large."""
+"""Seconds for a process to start, before it imports anything large."""
 FACTORY = "megatron_ibpo.policy.process_start:trainer_rank"
 
 
 class Trainers:
-    """All trainer ranks, as the driver holds them. An exception of one of them is raised here."""
+    """All trainer ranks, as the driver controls them. Their exceptions are raised here."""
 
     def __init__(self, group: PlacementGroup, placement: Placement) -> None:
         """Start the processes, without waiting."""
         self._environment = {
-            "IBPO_CWD": str(user_directory()),  # where import paths of the user's own are looked for
+            "IBPO_CWD": str(user_directory()),  # where the user's own import paths are looked up
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),  # ranks share the cores of a node
-            # what the user chose here holds on every node
+            # the user's settings here apply on every node
             **{name: os.environ[name] for name in process_environment.DEFAULTS if name in os.environ},
         }
         self._group, self._placement = group, placement
@@ -35,10 +35,10 @@ class Trainers:
         self.places: list[Where] = []
 
     def restart(self, *arguments: Any) -> None:
-        """End what is left of the processes, and let new ones build the model in their place.
+        """End the remaining processes, and build the model in new ones.
 
         Raises:
-            ProcessDiedError: a process did not start, or died over it.
+            ProcessDiedError: a process did not start, or died during this.
             NodeLostError: a node that had some of them has left the cluster.
         """
         self.close()
@@ -48,7 +48,7 @@ class Trainers:
         self.wait(self.build(*arguments))
 
     def locate(self) -> None:
-        """Learn where the processes are, before they take any memory of their GPUs.
+        """Find out where the processes are, before they take any memory of their GPUs.
 
         Raises:
             ProcessDiedError: a process did not start.
@@ -56,12 +56,12 @@ class Trainers:
         self.places = gather([host.where() for host in self.hosts], self._names, START_TIMEOUT_S)
 
     def main_memory(self) -> dict[int, int]:
-        """Bytes on each node that has some of them, by its index in the placement; once they are located."""
+        """Return the bytes on each node with trainers, by its index in the placement; call after `locate`."""
         slots = self._placement.trainers
         return {slot.node: place.memory for slot, place in zip(slots, self.places, strict=True)}
 
     def build(self, *arguments: Any) -> list[Any]:
-        """Let every rank build its part of the model; returns what `wait` takes.
+        """Start building the model on every rank; return handles for `wait`.
 
         Raises:
             ProcessDiedError: a process did not start.
@@ -83,7 +83,7 @@ class Trainers:
         return gather(answers, self._names)
 
     def start(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Let every rank run `method` with its own arguments; returns what `wait` takes."""
+        """Start `method` on every rank with its own arguments; return handles for `wait`."""
         return [host.call(method, *own) for host, own in zip(self.hosts, arguments, strict=True)]
 
     def each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
@@ -95,15 +95,15 @@ class Trainers:
         return self.each(method, [arguments] * len(self.hosts))
 
     def share(self, value: Any) -> Any:
-        """An argument that several ranks get: it is sent to each node once."""
+        """Return an argument for several ranks that is sent to each node only once."""
         return ray.put(value)
 
     def gpus(self, ranks: Sequence[int]) -> tuple[str, ...]:
-        """Return the GPUs of these ranks, as CUDA_VISIBLE_DEVICES names them."""
+        """Return the GPUs of these ranks, as named in CUDA_VISIBLE_DEVICES."""
         return tuple(gpu for rank in ranks for gpu in self.places[rank].gpus)
 
     def close(self) -> None:
-        """End the processes at once: what is to be kept has been saved."""
+        """End the processes at once; everything worth keeping has been saved."""
         for host in self.hosts:
             host.kill()
 
@@ -120,8 +120,8 @@ class Trainers:
         return [host.name for host in self.hosts]
 
     def _local(self, rank: int) -> dict[str, str]:
-        """Return the variables by which torchrun tells a rank of its node. A rank sees the one GPU that Ray
-        gave it, as number 0."""
+        """Return the variables that torchrun would set for a rank on its node. A rank sees the one GPU that
+        Ray gave it, as number 0."""
         slots = self._placement.trainers
         node = slots[rank].node
         peers = [other for other, slot in enumerate(slots) if slot.node == node]

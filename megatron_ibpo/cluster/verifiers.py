@@ -1,4 +1,4 @@
-"""The reward functions on every node of a run: a call goes where the fewest wait."""
+"""The reward functions on every node of a run; each call goes to the node with the shortest queue."""
 
 from __future__ import annotations
 
@@ -23,23 +23,22 @@ from megatron_ibpo.rewards import Outcome, Pool, WorkerError, open_pool, worker_
 
 FACTORY = "megatron_ibpo.cluster.verifiers:NodePool"
 CALLS_AT_ONCE = 4
-"""Concurrent calls of an actor: one waits for outcomes while calls come in."""
+"""Concurrent calls of an actor: one waits for outcomes while others submit."""
 START_TIMEOUT_S = 300.0
-"""Seconds for an actor to come up and its worker processes to import the reward function."""
+"""Seconds for an actor to start and its worker processes to import the reward function."""
 TAKE_S = 5.0
 """Seconds that one look at an actor may take when nothing is finished."""
 SLACK_S = 30.0
-"""Seconds for an answer to come back. An actor that takes longer is lost, as its node is then."""
+"""Seconds for an answer to come back. An actor that takes longer is considered lost, with its node."""
 ALLOWED_RESTARTS = 3
-"""Restarts of a node's actor in a run. One that dies again and again has a cause that restarting does not
-mend."""
+"""Restarts of a node's actor per run. If it keeps dying, restarting does not fix the cause."""
 CLOSE_TIMEOUT_S = 5.0
 
 log = logging.getLogger(__name__)
 
 
 class NodePool:
-    """Runs inside the actor: a pool that is handed calls and asked for what is finished."""
+    """The object inside the actor: a pool that takes calls and returns finished ones."""
 
     def __init__(self, data: DataConfig, rm_types: Sequence[str]) -> None:
         """See `open_pool`."""
@@ -52,7 +51,7 @@ class NodePool:
         outcome.add_done_callback(lambda done: self._finished.put((number, done)))
 
     def take(self, timeout: float) -> tuple[list[tuple[int, Outcome]], int]:
-        """Return the calls that have finished since the last look, and how many worker processes died. Wait
+        """Return the calls finished since the last look, and the number of worker processes that died. Wait
         up to `timeout` seconds for the first call.
 
         Raises:
@@ -76,22 +75,22 @@ class _Call:
 
 @dataclass(eq=False)
 class _Lane:
-    """The actor of one node and what it owes."""
+    """The actor of one node and its unfinished calls."""
 
     node: Node
     host: Host
     workers: int
-    """Processes of its pool."""
+    """Number of processes of its pool."""
     takes_calls: bool = False
     open: dict[int, _Call] = field(default_factory=dict)
 
 
 class Verifiers:
-    """The worker processes of all nodes, asked as one pool (`rewards.Pool`): the driver's own, and an actor
-    with as many on every other node.
+    """The worker processes of all nodes as one pool (`rewards.Pool`): the driver's own, and an actor with as
+    many on every other node.
 
-    With the driver's node alone a call goes straight to its own pool. The calls that an actor owes when it
-    dies are asked again elsewhere; it is started again as long as its node is alive.
+    On the driver's node alone, a call goes straight to its own pool. Unfinished calls of a dead actor are
+    made again elsewhere; the actor is restarted as long as its node is alive.
     """
 
     def __init__(
@@ -101,17 +100,17 @@ class Verifiers:
 
         Args:
             own: the driver's own pool, closed by its opener.
-            nodes: of the run, the driver's among them.
-            rm_types: verifiers that will be asked besides that of `data`.
+            nodes: nodes of the run, including the driver's.
+            rm_types: verifiers that will be needed besides that of `data`.
         """
         self._own, self._own_open = own, 0
         self._deaths_elsewhere = 0
-        """Actors that died in this run, and worker processes of actors."""
+        """Deaths in this run of actors and of their worker processes."""
         self._own_workers = worker_count(data)
         self._data, self._rm_types = data, tuple(rm_types)
         self._numbers = itertools.count()
         self._lock = threading.Lock()
-        """Over the lanes and what is counted here."""
+        """Protects the lanes and the counts here."""
         self._closed = False
         here = ray.get_runtime_context().get_node_id()
         self._lanes = []
@@ -126,19 +125,18 @@ class Verifiers:
 
     @property
     def deaths(self) -> int:
-        """Verifiers that died in this run: worker processes, and the actors that hold those of a node."""
+        """Verifiers that died in this run: worker processes, and the actors of nodes."""
         return self._own.deaths + self._deaths_elsewhere
 
     def workers(self, node: Node) -> int:
-        """Verifier processes on a node of the run."""
+        """Return the number of verifier processes on a node of the run."""
         return next((lane.workers for lane in self._lanes if lane.node == node), self._own_workers)
 
     def wait_ready(self) -> None:
-        """Wait until every actor can be asked.
+        """Wait until every actor can take calls.
 
         Raises:
-            WorkerError: the function cannot be loaded on one of the nodes, or one has no sandbox for programs
-                that are to be run.
+            WorkerError: the function cannot be loaded on a node, or a node lacks the sandbox for programs.
             ProcessDiedError: an actor did not start.
         """
         for lane in self._lanes:
@@ -157,7 +155,7 @@ class Verifiers:
                 call = _Call(target, arguments, Future())
                 number = next(self._numbers)
                 lane.open[number] = call
-                lane.host.call("submit", number, target, arguments)  # its fate shows when outcomes are taken
+                lane.host.call("submit", number, target, arguments)  # shows when outcomes are taken
                 return call.outcome
             self._own_open += 1
         outcome = self._own.submit(target, arguments)
@@ -165,7 +163,7 @@ class Verifiers:
         return outcome
 
     def close(self) -> None:
-        """End the actors, and with them their processes; calls that they owe are cancelled."""
+        """End the actors and their processes; cancel their unfinished calls."""
         self._closed = True
         for lane in self._lanes:
             lane.host.kill()
@@ -183,8 +181,8 @@ class Verifiers:
         self.close()
 
     def _least_busy(self) -> _Lane | None:
-        """The node where a call waits for the fewest others, per worker; None: the driver's, which is
-        preferred, since nothing has to travel."""
+        """Return the node with the fewest waiting calls per worker. None is the driver's, which is preferred,
+        since nothing has to be sent."""
         lanes = [lane for lane in self._lanes if lane.takes_calls]
         least = min(lanes, key=lambda lane: len(lane.open) / lane.workers, default=None)
         if least is None or self._own_open // self._own_workers <= len(least.open) // least.workers:
@@ -203,7 +201,7 @@ class Verifiers:
             on_node(node.node_id),
             gpus=0,
             threads=CALLS_AT_ONCE,
-            environment={"IBPO_CWD": str(user_directory())},  # where import paths are looked for
+            environment={"IBPO_CWD": str(user_directory())},  # where import paths are looked up
         )
         host.build(FACTORY, {}, replace(self._data, reward_workers=workers), self._rm_types)
         return host
@@ -214,13 +212,13 @@ class Verifiers:
             lane.takes_calls = True
 
     def _serve(self, lane: _Lane) -> None:
-        """The thread of one node."""
+        """Run the thread of one node."""
         for restarts in range(ALLOWED_RESTARTS + 1):
             try:
                 if restarts:
                     self._restart(lane)
                 self._collect(lane)
-            except Exception as error:  # whatever Ray says of an actor or a node that is gone
+            except Exception as error:  # any error of Ray's about a lost actor or node
                 if not self._closed:
                     self._give_up(lane, error)
             if self._closed or not _is_alive(lane.node):
@@ -231,12 +229,12 @@ class Verifiers:
     def _restart(self, lane: _Lane) -> None:
         log.warning("starting %s again", lane.host.name)
         lane.host = self._launch(lane.node, lane.workers)
-        if self._closed:  # meanwhile, and not seen this one
+        if self._closed:  # closed meanwhile, without seeing this one
             lane.host.kill()
         self._await_built(lane)
 
     def _collect(self, lane: _Lane) -> None:
-        """Take what the actor finishes, until the end of the run."""
+        """Take finished calls of the actor until the end of the run."""
         while not self._closed:
             taken = lane.host.call("take", TAKE_S)
             finished, deaths = result(taken, lane.host.name, TAKE_S + SLACK_S)
@@ -251,7 +249,7 @@ class Verifiers:
                     call.outcome.set_result(outcome)
 
     def _give_up(self, lane: _Lane, error: Exception) -> None:
-        """Ask elsewhere what a lost actor owes."""
+        """Repeat a lost actor's unfinished calls elsewhere."""
         with self._lock:
             self._deaths_elsewhere += (
                 lane.takes_calls
@@ -266,7 +264,7 @@ class Verifiers:
 
 
 def _hand_on(to: Future[Outcome], done: Future[Outcome]) -> None:
-    """Give `to` what came of `done`."""
+    """Copy the result of `done` to `to`."""
     if done.cancelled():
         to.cancel()
     elif to.set_running_or_notify_cancel():

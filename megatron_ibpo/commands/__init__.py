@@ -1,1 +1,1 @@
-"""One file per command of `ibpo`; nothing imports them."""
+"""The commands of `ibpo`, one file each; no other module imports them."""

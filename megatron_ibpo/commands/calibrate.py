@@ -2,9 +2,9 @@
 
     bash tools/ibpo.sh calibrate FLAGS…
 
-The flags are those of `train`, with --dry-run-hardware naming the file that is written (NAME.yaml). The run
-goes into a directory that is removed in the end; nothing is saved or evaluated. `train` with the same flags
-says at its start what a step will take, and at its end how far that was from the truth (docs/planner.md).
+The flags are those of `train`, with --dry-run-hardware naming the file to write (NAME.yaml). The run uses a
+temporary directory; nothing is saved or evaluated. `train` with the same flags predicts at its start how long
+a step takes, and at its end compares this with the measured time (docs/planner.md).
 """
 
 import sys
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     from megatron_ibpo.run.loop import Run
 
 SMALL = 4
-"""Steps of the smaller size have one prompt for so many of a whole step."""
+"""Small steps use a quarter of the prompts."""
 EACH = 3
-"""Steps of each size, after one that warms up."""
+"""Steps of each size, after one warm-up step."""
 
 
 @command
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure as the flags say. Returns the exit status."""
+    """Measure as the flags say. Return the exit status."""
     config = parse_config(
         sys.argv[1:] if argv is None else argv,
         program="megatron_ibpo.plan calibrate",
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def settings_of(config: Config, scratch: Path) -> tuple[Config, Path]:
-    """(what the run is started with, the file to write).
+    """Return (the configuration of the run, the file to write).
 
     Raises:
         ConfigError: no such file is named.
@@ -73,9 +73,9 @@ def settings_of(config: Config, scratch: Path) -> tuple[Config, Path]:
 
 
 def calibrate(config: Config, path: Path) -> None:
-    """The whole measurement."""
+    """Run the whole measurement and write the file."""
     check_installed()
-    # imported late, so that wrong flags are answered at once
+    # imported late, so that wrong flags are reported at once
     from megatron_ibpo.models import read_hf_config
     from megatron_ibpo.plan.calibration import calibrated, measure_rates
     from megatron_ibpo.plan.machine import write_machine
@@ -96,7 +96,7 @@ def calibrate(config: Config, path: Path) -> None:
 
 
 def measured_steps(run: "Run") -> Iterator["MeasuredStep"]:
-    """Whole steps and smaller ones in turn; those that had nothing to train on are left out."""
+    """Yield whole steps and smaller ones in turn, without those that had nothing to train on."""
     from megatron_ibpo.plan.calibration import measured_step
 
     whole = run.config.rollout.rollout_batch_size
@@ -118,7 +118,7 @@ def _step(run: "Run") -> tuple[list[Group], dict[str, float]]:
 
 
 def _of_size(run: "Run", prompts: int) -> "Run":
-    """The same run with as many prompts a step."""
+    """Return the same run with this many prompts per step."""
     from megatron_ibpo.run.rollouts import LiveRollouts
 
     config = replace(run.config, rollout=replace(run.config.rollout, rollout_batch_size=prompts))

@@ -1,9 +1,9 @@
-"""Which recipe and layout a model gets on the devices at hand: what `examples/run.sh` asks first.
+"""Choose a recipe and layout for a model on the available devices; `examples/run.sh` calls this first.
 
     python -m megatron_ibpo.commands.choose_recipe --hf-checkpoint DIR -- FLAGS…
 
-Prints the choice for a shell, one word per line: recipe, nodes, trainers per node, flags of the layout. What
-was chosen and how to choose otherwise goes to stderr.
+Prints the choice for a shell, one word per line: recipe, nodes, trainers per node, flags of the layout. A
+description of the choice, and of how to make another one, goes to stderr.
 """
 
 import argparse
@@ -22,25 +22,25 @@ from megatron_ibpo.models import ModelShape, check_layout, forward_flops, read_h
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples/recipes"
 LARGEST_ON_CPUS = 1e9
-"""Parameters. A step of more takes longer on CPUs than anybody waits for."""
+"""Parameters. On CPUs a step of a larger model takes too long to be useful."""
 LARGEST_TINY = 1e8
-"""Parameters up to which a model takes the recipe for CPUs on GPUs too: its texts are as short there."""
+"""Parameters up to which a model takes the CPU recipe on GPUs too, since its texts are as short there."""
 ROOM = 0.05
-"""Share of a GPU's memory to leave free: the error of a plan's estimates."""
+"""Share of a GPU's memory to leave free, for the error of a plan's estimates."""
 IN_MAIN_MEMORY = ("--use-precision-aware-optimizer", "--optimizer-cpu-offload")
 PER_NODE = 8
-"""GPUs of a node to plan for, where none was found and no count is given."""
+"""GPUs per node to plan for if none was found and no count is given."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A file of `FOLDER` for GPUs, with what it is written for."""
+    """A file of `FOLDER` for GPUs, with the models and GPUs that it is written for."""
 
     name: str
     mixture: bool
     """True for mixtures of experts, False for dense models."""
     largest: float
-    """Parameters of the models that take it, up to."""
+    """Largest number of parameters of a model for this recipe."""
     gpus: int
 
     @property
@@ -69,7 +69,7 @@ class Devices:
 
     nodes: int
     gpus_per_node: int
-    """0: CPUs alone."""
+    """GPUs per node; 0: CPUs alone."""
     gpu_memory_gib: float
 
     @property
@@ -85,24 +85,26 @@ class Devices:
 
 @dataclass(frozen=True)
 class Choice:
-    """A recipe and how it is laid out."""
+    """A recipe and its layout."""
 
     recipe: Path
     why: str
-    """Kind of model that the recipe is written for."""
+    """Description of the models that the recipe is written for."""
     trainers_per_node: int
     layout: tuple[str, ...]
-    """Flags that follow the recipe."""
+    """Flags to append to the recipe."""
 
 
 def choose(hf_dir: Path, devices: Devices, flags: Sequence[str] = ()) -> Choice:
-    """The recipe for the model in `hf_dir`, and the first layout under which its plan fits the devices: the
-    recipe's own, then least tensor parallelism first, which sends least between GPUs; the same again with the
-    optimizer's steps in main memory, which take longer. One that leaves `ROOM` is preferred.
+    """Return the recipe for the model in `hf_dir`, and the first layout whose plan fits the devices.
+
+    The recipe's own layout is tried first, then others by increasing tensor parallelism, since less of it
+    sends less between GPUs. Then the same layouts with the optimizer's steps in main memory, which take
+    longer. A layout that leaves `ROOM` is preferred.
 
     Args:
         hf_dir: only config.json is read.
-        flags: the user's own, which win over recipe and layout.
+        flags: the user's own, which override recipe and layout.
 
     Raises:
         ValueError: there is no recipe for such a model on such devices, or none fits.
@@ -145,7 +147,7 @@ def choose(hf_dir: Path, devices: Devices, flags: Sequence[str] = ()) -> Choice:
 
 
 def choose_recipe(shape: ModelShape, gpus: int | None = None) -> Recipe:
-    """Return the largest recipe for models of this kind and size that the GPUs suffice for."""
+    """Return the largest matching recipe that fits the GPUs."""
     parameters = count_parameters(shape)
     for_kind = [one for one in RECIPES if one.mixture == shape.is_moe and parameters <= one.largest]
     size = min(one.largest for one in for_kind)
@@ -155,13 +157,13 @@ def choose_recipe(shape: ModelShape, gpus: int | None = None) -> Recipe:
 
 
 def count_parameters(shape: ModelShape) -> float:
-    """About how many parameters a model has: those that take part in matrix products."""
+    """Estimate the number of parameters of a model: those that take part in matrix products."""
     every_expert = replace(shape, experts_per_token=shape.num_experts)
     return forward_flops(every_expert, 1) / 2
 
 
 def _tiny(shape: ModelShape, devices: Devices) -> Choice:
-    """The recipes for CPUs, with one trainer or the recipe's own two."""
+    """Return a recipe for CPUs, with one trainer or the recipe's own two."""
     if not shape.is_moe:
         return Choice(FOLDER / "small_dense_cpu.yaml", "for small dense models", 1, ())
     if not shape.is_recurrent:
@@ -172,12 +174,12 @@ def _tiny(shape: ModelShape, devices: Devices) -> Choice:
     recipe, why = FOLDER / "tiny_qwen3_next_ibpo.yaml", "for tiny models of this family"
     two = ParallelConfig(tensor_model_parallel_size=2, expert_model_parallel_size=2, sequence_parallel=True)
     if devices.gpus_per_node != 1 and not check_layout(shape, two, world_size=2):
-        return Choice(recipe, why, 2, ())  # the recipe's own
+        return Choice(recipe, why, 2, ())  # the recipe's own layout
     return Choice(recipe, why, 1, _flags(tensor=1, expert=1))
 
 
 def _layouts(shape: ModelShape, devices: Devices) -> Iterator[tuple[str, ...]]:
-    """Layouts to try, in order; of no flags, the recipe's own."""
+    """Yield layouts to try, in order; one without flags is the recipe's own."""
     yield ()
     per_node = devices.gpus_per_node
     heads = shape.num_key_value_heads
@@ -204,11 +206,11 @@ def _flags(*, tensor: int, expert: int = 1, pipeline: int = 1, engine: int = 1) 
 
 
 def find_devices(nodes: int | None, gpus_per_node: int | None, planned: ModelShape | None) -> Devices:
-    """Return the devices that the user named, else those of this machine.
+    """Return the devices that the user named, otherwise those of this machine.
 
     Args:
-        planned: a model to plan for. Where no GPU was found, one that is too large for CPUs gets those that
-            its recipe is written for.
+        planned: a model to plan for. If no GPU was found and the model is too large for CPUs, return the GPUs
+            that its recipe is written for.
     """
     memories = _gpu_memories()
     found, memory = len(memories), min(memories, default=80.0)
@@ -220,8 +222,8 @@ def find_devices(nodes: int | None, gpus_per_node: int | None, planned: ModelSha
 
 
 def _gpu_memories() -> list[float]:
-    """GiB of each GPU of this machine that CUDA_VISIBLE_DEVICES leaves. nvidia-smi answers before torch would
-    be imported."""
+    """Return the GiB of each GPU of this machine that CUDA_VISIBLE_DEVICES leaves. nvidia-smi answers faster
+    than torch can be imported."""
     command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)

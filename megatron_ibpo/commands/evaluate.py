@@ -1,12 +1,12 @@
-"""How well a policy does on held-out prompts, without training: engines and verifiers alone.
+"""Evaluate a policy on held-out prompts, without training: only engines and verifiers run.
 
     bash tools/ibpo.sh evaluate POLICY FLAGS…  a run's directory (its policy, by its settings), a Hugging Face
-                                               checkpoint, or a Megatron one, which is converted for it
+                                               checkpoint, or a Megatron one, which is converted first
     bash tools/ibpo.sh evaluate FLAGS…         the policy of --hf-checkpoint
     bash tools/ibpo.sh evaluate compare A B    two evaluations problem by problem, from their directories
 
-The flags are those of `train`; what concerns training alone has no effect. An evaluation that was interrupted
-goes on when the same command is given again.
+The flags are those of `train`; flags for training alone have no effect. An interrupted evaluation resumes
+when the same command is given again.
 """
 
 import signal
@@ -47,9 +47,10 @@ class Policy:
     """The policy to evaluate."""
 
     config: Config
-    """--hf-checkpoint is the policy, or what has the configuration and tokenizer of a Megatron checkpoint."""
+    """Configuration whose --hf-checkpoint is the policy, or has the configuration and tokenizer of a Megatron
+    checkpoint."""
     stored: Path | None = None
-    """The Megatron checkpoint with its weights; None: --hf-checkpoint has them."""
+    """Megatron checkpoint with the weights; None: --hf-checkpoint has them."""
 
     @property
     def name(self) -> str:
@@ -58,19 +59,19 @@ class Policy:
 
 @dataclass
 class Comparison:
-    """Two evaluations problem by problem."""
+    """Compare two evaluations problem by problem."""
 
     first: Annotated[Path, tyro.conf.Positional]
-    """Directory of an evaluation (--run-dir), the one compared with."""
+    """Directory of the evaluation to compare with (--run-dir)."""
     second: Annotated[Path, tyro.conf.Positional]
-    """Directory of another one of the same problems."""
+    """Directory of another evaluation of the same problems."""
     measure: str = "accuracy"
     """Measure to compare, by its name in results.json: accuracy, greedy_accuracy, majority_accuracy, …"""
 
 
 @command
 def main(argv: Sequence[str] | None = None) -> int:
-    """Evaluate as the flags say. Returns the exit status."""
+    """Evaluate as the flags say. Return the exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["compare"]:
         compare(tyro.cli(Comparison, args=words[1:], prog="megatron_ibpo.evaluate compare"))
@@ -84,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def compare(asked: Comparison) -> None:
-    """Show how two evaluations differ."""
+    """Show the differences between two evaluations."""
     from megatron_ibpo.report.display import open_console
     from megatron_ibpo.study.paired_evaluations import compare_evaluations, comparison_notes, comparison_table
 
@@ -98,9 +99,9 @@ def compare(asked: Comparison) -> None:
 
 
 def evaluate_policy(policy: Policy) -> None:
-    """The whole evaluation."""
+    """Run the whole evaluation."""
     check_installed()
-    # imported late, so that wrong flags are answered at once
+    # imported late, so that wrong flags are reported at once
     from megatron_ibpo.report import Stages
     from megatron_ibpo.report.evaluation_report import report_evaluation
     from megatron_ibpo.run.on_cluster import open_evaluation
@@ -134,10 +135,10 @@ def evaluate_policy(policy: Policy) -> None:
 
 
 def policy_of(words: Sequence[str]) -> Policy:
-    """The policy and configuration that a command line means.
+    """Return the policy and configuration for a command line.
 
     Raises:
-        ConfigError: no such policy, or what `parse_config` refuses.
+        ConfigError: no such policy, or an error of `parse_config`.
     """
     flags, of_policy, stored = list(words), list[str](), None
     if flags and not flags[0].startswith("-"):
@@ -156,8 +157,8 @@ def policy_of(words: Sequence[str]) -> Policy:
 
 
 def _named_policy(name: str) -> tuple[list[str], Path | None]:
-    """(flags that a policy stands for, the Megatron checkpoint with its weights if it is one); flags that the
-    user gives win over these."""
+    """Return (the flags that select a policy, the Megatron checkpoint with its weights if it is one). The
+    user's flags override these."""
     path = path_of_user(name)
     if (path / "config.yaml").is_file():
         return _of_run(path)
@@ -174,8 +175,8 @@ def _named_policy(name: str) -> tuple[list[str], Path | None]:
 
 
 def _of_run(run_dir: Path) -> tuple[list[str], Path | None]:
-    """Return the flags that a training run sets for evaluating its policy: the one it exported, else that of
-    its newest checkpoint."""
+    """Return the flags of a training run for evaluating its policy: the exported one, otherwise that of its
+    newest checkpoint."""
     exported, stored = run_dir / "hf", None
     if not exported.is_dir():
         stored = newest_step(run_dir)
@@ -189,7 +190,7 @@ def _of_run(run_dir: Path) -> tuple[list[str], Path | None]:
         "--config": run_dir / "config.yaml",
         "--hf-checkpoint": exported,
         "--run-dir": run_dir / "evaluate",
-        "--ray-address": None,  # that of the run may be gone
+        "--ray-address": None,  # the run's own Ray may be gone
     }
     return [word for flag, value in settings.items() for word in (flag, str(value))], stored
 
@@ -203,8 +204,8 @@ def _stored(path: Path) -> Path | None:
 
 @contextmanager
 def _with_weights(policy: Policy) -> Iterator[Config]:
-    """The configuration with a Hugging Face checkpoint of the policy: a Megatron checkpoint is converted into
-    a directory that is there as long as it is used.
+    """Give the configuration with a Hugging Face checkpoint of the policy. A Megatron checkpoint is converted
+    into a temporary directory.
 
     Raises:
         ValueError, OSError: it cannot be converted.
@@ -219,7 +220,7 @@ def _with_weights(policy: Policy) -> Iterator[Config]:
     from megatron_ibpo.weights.formats.convert import megatron_to_hf
 
     config.run.run_dir.mkdir(parents=True, exist_ok=True)
-    # beside the results and not in the system's temporary directory: engines on other nodes read it too
+    # beside the results, not in the system's temporary directory: engines on other nodes read it too
     with tempfile.TemporaryDirectory(prefix="policy-", dir=config.run.run_dir) as scratch:
         target = Path(scratch) / "hf"
         print(f"converting {policy.stored} into {target}, which is removed at the end", flush=True)
@@ -237,8 +238,8 @@ def _with_weights(policy: Policy) -> Iterator[Config]:
 
 @contextmanager
 def _progress(opened: "OpenEvaluation", config: Config) -> Iterator[Callable[[], None]]:
-    """Give a function to call while the evaluation runs: it lets restarted engines join and shows on a
-    terminal how many samples there are."""
+    """Give a function to call while the evaluation runs. It lets restarted engines join, and shows the number
+    of samples on a terminal."""
     kept = opened.kept
     assert kept is not None  # the policy has a name
     ways = 2 if config.run.eval_compare_and_correct else 1

@@ -1,9 +1,9 @@
-"""ibpo COMMAND …: one entry point to everything that this project does.
+"""ibpo COMMAND …: the entry point to all commands of this project.
 
-    bash tools/ibpo.sh COMMAND …    from a fresh clone; sets up what is missing first
-    .venv/bin/ibpo COMMAND …        once that is there
+    bash tools/ibpo.sh COMMAND …    from a fresh clone; installs missing parts first
+    .venv/bin/ibpo COMMAND …        once these are installed
 
-Each command is a program of its own that this one turns into; COMMAND --help lists its flags.
+Each command is a separate program; COMMAND --help lists its flags.
 """
 
 import os
@@ -70,7 +70,8 @@ COMMANDS = {
 
 @command
 def main(argv: Sequence[str] | None = None) -> int:
-    """Become the program that the command names. Returns only without one: 0 for --help, 2 for bad input."""
+    """Replace this process by the command's program. Returns only without one: 0 for --help, 2 for bad
+    input."""
     words = list(sys.argv[1:] if argv is None else argv)
     length = 2 if words[:1] == ["convert"] else 1
     name, arguments = " ".join(words[:length]), words[length:]

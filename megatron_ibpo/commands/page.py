@@ -1,10 +1,10 @@
 """Read a run: live in a browser, or as one HTML file.
 
     bash tools/ibpo.sh serve runs/a                 follows the run while it trains
-    bash tools/ibpo.sh serve runs/a runs/b          both, and what they have different
+    bash tools/ibpo.sh serve runs/a runs/b          both, and their differences
     bash tools/ibpo.sh page runs/a                  writes runs/a/page.html, which needs no server
 
-Samples are shown of runs with --save-debug-rollout-data. What `evaluate` wrote can be read as well.
+Samples are shown for runs with --save-debug-rollout-data. Results of `evaluate` can be read as well.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Serve:
     runs: tyro.conf.Positional[tuple[Path, ...]]
     """Directories of runs or evaluations."""
     port: int = 8800
-    """On 127.0.0.1; a free one is taken where it is not."""
+    """Port on 127.0.0.1; if it is in use, a free one is taken."""
 
 
 @dataclass
@@ -37,9 +37,9 @@ class Page:
     runs: tyro.conf.Positional[tuple[Path, ...]]
     """Directories of runs or evaluations."""
     save: Path | None = None
-    """The file to write; page.html in the first directory when None."""
+    """File to write; None: page.html in the first directory."""
     steps: tuple[int, ...] | None = None
-    """Show these of the recorded steps only; when None as many of all as a browser opens at once."""
+    """Recorded steps to show; None: as many of all as a browser opens at once."""
 
 
 Arguments = Annotated[Serve, tyro.conf.subcommand("serve")] | Annotated[Page, tyro.conf.subcommand("page")]
@@ -47,7 +47,7 @@ Arguments = Annotated[Serve, tyro.conf.subcommand("serve")] | Annotated[Page, ty
 
 @command
 def main(argv: Sequence[str] | None = None) -> None:
-    """Show runs as the flags say. Returns the exit status."""
+    """Show runs as the flags say. Return the exit status."""
     arguments: Serve | Page = tyro.cli(Arguments, args=argv, description=__doc__)
     if not arguments.runs:
         raise ValueError("which run? Name the directory of one, as in: bash tools/ibpo.sh serve runs/a")
@@ -65,7 +65,7 @@ def _serve(arguments: Serve) -> None:
 
     sources = [open_source(directory) for directory in arguments.runs]
     for source in sources:
-        source.overview()  # what cannot be read is said now
+        source.overview()  # so that unreadable directories are reported now
     serve(sources, arguments.port, say=lambda line: print(line, flush=True))
 
 

@@ -1,10 +1,11 @@
-"""How often a policy solves each training prompt, measured before training for --filter-pass-rate.
+"""Measure a policy's pass rate on each training prompt, before training, for --filter-pass-rate.
 
     bash tools/ibpo.sh pass-rates FLAGS…
 
-The flags are those of `train`, with --pass-rates naming the file that is written: every prompt of
---prompt-data is answered --n-samples-per-prompt times by the policy of --hf-checkpoint. What the file already
-has of this policy and these settings is not measured again, so that a stopped measurement goes on."""
+The flags are those of `train`, with --pass-rates naming the file to write. The policy of --hf-checkpoint
+answers every prompt of --prompt-data --n-samples-per-prompt times. Prompts already in the file with this
+policy and these settings are not measured again, so a stopped measurement can be resumed.
+"""
 
 import signal
 import sys
@@ -32,12 +33,12 @@ from megatron_ibpo.run.checks import check_installed, check_settings
 from megatron_ibpo.run.settings import parse_config
 
 AT_ONCE = 128
-"""Prompts that are asked, and then written down, together."""
+"""Prompts that are sampled, and then written, together."""
 
 
 @command
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure as the flags say. Returns the exit status."""
+    """Measure as the flags say. Return the exit status."""
     config = parse_config(
         sys.argv[1:] if argv is None else argv,
         program="megatron_ibpo.commands.pass_rates",
@@ -50,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def settings_of(config: Config) -> tuple[Config, Path]:
-    """(what engines are started with, the file to write).
+    """Return (the configuration for the engines, the file to write).
 
     Raises:
         ConfigError: no file is named.
@@ -71,9 +72,9 @@ def settings_of(config: Config) -> tuple[Config, Path]:
 
 
 def measure(config: Config, path: Path) -> None:
-    """The whole measurement."""
+    """Run the whole measurement."""
     check_installed()
-    # imported late, so that wrong flags are answered at once
+    # imported late, so that wrong flags are reported at once
     from megatron_ibpo.run.on_cluster import open_evaluation
     from megatron_ibpo.run.rollouts import LiveRollouts
 
@@ -105,7 +106,7 @@ def _prompts(config: Config, tokenizer: Tokenizer) -> PromptSource:
     from megatron_ibpo.run.run_data import training_prompts
 
     hf_dir = config.model.hf_checkpoint
-    assert hf_dir is not None  # check_settings saw to it
+    assert hf_dir is not None  # check_settings has refused None
     context = config.rollout.rollout_max_context_len or read_hf_config(hf_dir).max_position_embeddings
     rollout = replace(config.rollout, rollout_max_context_len=context)
     source = training_prompts(replace(config, rollout=rollout), tokenizer)
@@ -117,7 +118,7 @@ def _prompts(config: Config, tokenizer: Tokenizer) -> PromptSource:
 
 
 def _unknown(source: PromptSource, known: set[str]) -> Iterator[list[Prompt]]:
-    """The prompts that are not known, each once, in batches."""
+    """Yield the unknown prompts, each once, in batches."""
     batch: list[Prompt] = []
     for position in range(source.num_prompts()):
         prompt = source.at(position)
@@ -148,8 +149,8 @@ def _requests(prompt: Prompt, config: Config) -> list[SampleRequest]:
 
 
 def _rates(batch: Sequence[Prompt], samples: Sequence[Sample]) -> Iterator[tuple[Prompt, Rate]]:
-    """Yield the rate of each prompt, whose samples follow one another. A sample that the verifier failed on
-    does not count."""
+    """Yield the rate of each prompt from its consecutive samples. Samples whose verifier failed do not
+    count."""
     size = len(samples) // len(batch)
     for number, prompt in enumerate(batch):
         own = [sample for sample in samples[number * size : (number + 1) * size] if sample.reward is not None]

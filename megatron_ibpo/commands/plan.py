@@ -3,8 +3,8 @@
     python -m megatron_ibpo.commands.plan search --gpus 64 --hardware h100 --hf-checkpoint DIR
     python -m megatron_ibpo.commands.plan calibrate FLAGS…
 
-Only config.json of the checkpoint is read. docs/planner.md says what predictions are worth. calibrate, with
-the flags of a run on this machine, measures what its predictions need.
+Only config.json of the checkpoint is read. docs/planner.md gives the accuracy of the predictions. calibrate,
+with the flags of a run on this machine, makes the measurements for its predictions.
 """
 
 import sys
@@ -26,29 +26,29 @@ from megatron_ibpo.run.settings import parse_config
 
 @dataclass
 class Search:
-    """Layouts of a run on so many GPUs, fastest first, and the best as a recipe."""
+    """Print the layouts of a run on a number of GPUs, fastest first, and save the best as a recipe."""
 
     gpus: int
-    """GPUs in all, trainers' and engines'."""
+    """Total GPUs of trainers and engines."""
     hardware: str
-    """Kind of GPU; docs/planner.md lists them."""
+    """GPU type; docs/planner.md lists them."""
     hf_checkpoint: Path
     """Directory with the model's config.json."""
     config: Path | None = None
-    """Recipe with batch and lengths; that for the model and the GPUs when None."""
+    """Recipe with batch and lengths; None: the recipe for the model and the GPUs."""
     response_len: int | None = None
-    """Mean tokens of a response; half of the longest when None."""
+    """Mean tokens per response; None: half of the limit."""
     top: int = 8
-    """Layouts that are shown."""
+    """Number of layouts to show."""
     save: Path | None = None
-    """File for the best as a recipe."""
+    """File for the best layout as a recipe."""
     picture: Path | None = None
-    """PNG file that shows a step of the best, who works when."""
+    """PNG file for a time line of one step of the best layout."""
 
 
 @command
 def main(argv: Sequence[str] | None = None) -> int:
-    """Search or calibrate. Returns the exit status."""
+    """Search or calibrate. Return the exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["calibrate"]:
         from megatron_ibpo.commands.calibrate import main as calibrate  # with all that a run imports
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(arguments: Search) -> None:
-    """Print the layouts found, and write what else is asked for."""
+    """Print the layouts found, and write the requested files."""
     shape = read_hf_config(arguments.hf_checkpoint)
     recipe = arguments.config or choose_recipe(shape, arguments.gpus).path
     config = parse_config(["--config", str(recipe), "--hf-checkpoint", str(arguments.hf_checkpoint)])
@@ -87,7 +87,7 @@ def run(arguments: Search) -> None:
 
 
 def described(found: Found) -> str:
-    """A layout in a line."""
+    """Return a line that describes a layout."""
     layout, engine, task = found.setting.layout, found.setting.engine, found.setting.task
     shared = f" CP{layout.context}" if layout.context > 1 else ""
     words = [f"TP{layout.tensor} PP{layout.pipeline}{shared} EP{layout.expert} DP{layout.data}"]

@@ -1,4 +1,4 @@
-"""The loop: sample, credit, update, sync, report, save.
+"""The training loop: sample, credit, update, sync, report, save.
 
 This process is the driver. It starts trainers, engines and verifiers, holds prompts, samples and credit, and
 has no model itself.
@@ -20,19 +20,20 @@ if TYPE_CHECKING:
     from megatron_ibpo.run.loop import Run
 
 STARTS = 3
-"""Starts in a row of a run that has lost a node: another one may be lost while it starts again."""
+"""Most consecutive starts of a run that has lost a node, since another one may be lost while it starts
+again."""
 
 
 @command
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train as the flags say. Returns the exit status."""
+    """Train as the flags say. Return the exit status."""
     config = parse_config(sys.argv[1:] if argv is None else argv)
     check_settings(config)
     return _plan(config) if config.run.dry_run else train(config)
 
 
 def train(config: Config) -> int:
-    """The whole run."""
+    """Run the whole training."""
     check_installed()
     stop = StopRequest(config.run.run_dir / "hangup.log")
     logs = config.run.run_dir / "logs"
@@ -40,7 +41,7 @@ def train(config: Config) -> int:
 
 
 def _train(config: Config, stop: StopRequest) -> int:
-    # imported late, so that wrong flags are answered at once
+    # imported late, so that wrong flags are reported at once
     from megatron_ibpo.cluster.actor import ProcessDiedError
     from megatron_ibpo.run.on_cluster import NODE_ERRORS, going_on
     from megatron_ibpo.run.open import open_run
@@ -83,7 +84,7 @@ def _steps(run: "Run", stop: StopRequest) -> int:
 
 
 def _plan(config: Config) -> int:
-    """The plan of a run, printed."""
+    """Print the plan of a run."""
     from megatron_ibpo.plan.run_plan import plan_run
 
     check_run(config)

@@ -1,4 +1,4 @@
-"""What a run is told: fields with range and reason, flags, recipes, presets, and what cannot work."""
+"""Configuration of a run: fields with range and reason, flags, recipes, presets, and checks."""
 
 from megatron_ibpo.config.algorithm import AlgorithmConfig
 from megatron_ibpo.config.all_fields import check_config

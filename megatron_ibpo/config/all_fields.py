@@ -1,4 +1,4 @@
-"""The fields of all sections by their own names, which are unique: what flags, recipes and checks go by."""
+"""The fields of all sections by name. Names are unique; flags, recipes and checks use them."""
 
 import typing
 from collections.abc import Callable, Iterable
@@ -14,7 +14,7 @@ from megatron_ibpo.config.paths import Kind, path_in_recipe, path_of_user, sourc
 from megatron_ibpo.config.ranges import EVAL_SETS, JSON_OBJECT, NAMED_VALUES, OF_ALL, SOURCES, Range
 
 PARAMETERS = "parameters"
-"""Field of AlgorithmConfig with the parameters of what is chosen, and the section of their entries."""
+"""Field of AlgorithmConfig that holds the parameters of the choices, and the section of their entries."""
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,9 @@ class Entry:
     type: Any
     ranges: tuple[Range, ...]
     kind: Kind | None
-    """None also of fields whose type says whether they hold a path."""
+    """None as well for fields whose type already says whether they hold a path."""
     default: Any = None
-    """Default of a parameter; defaults of fields are those of `Config()`."""
+    """Default of a parameter; the defaults of fields are those of `Config()`."""
 
     def get(self, config: Config) -> Any:
         if self.section == PARAMETERS:
@@ -42,32 +42,32 @@ class Entry:
             setattr(getattr(config, self.section), self.name, value)
 
     def out_of_range(self, value: Any) -> str | None:
-        """Return what to say of a value that the field must not have."""
+        """Return an error message if `value` is out of range, otherwise None."""
         broken = None if value is None else next((r for r in self.ranges if not r.holds(value)), None)
         return None if broken is None else f"{flag(self.name)}: must be {broken.rule}, is {shown(value)}"
 
     @property
     def has_names(self) -> bool:
-        """Whether it holds "name=value" settings, of which a later one adds to earlier ones."""
+        """True if the field holds "name=value" settings; later ones are added to earlier ones."""
         return NAMED_VALUES in self.ranges
 
     @property
     def has_sources(self) -> bool:
-        """Whether it holds sources of prompts."""
+        """True if the field holds sources of prompts."""
         return SOURCES in self.ranges
 
     @property
     def is_json(self) -> bool:
-        """Whether it holds a JSON object as text."""
+        """True if the field holds a JSON object as text."""
         return JSON_OBJECT in self.ranges
 
     @property
     def is_path(self) -> bool:
-        """Whether its type says that it holds a path."""
+        """True if the field's type is a path."""
         return Path in (self.type, *typing.get_args(self.type))
 
     def located(self, value: Any, *, in_recipe: bool) -> Any:
-        """`value` with an absolute path where it is one; what is no path is returned as it is."""
+        """Return `value` with paths made absolute; other values are returned unchanged."""
         if value is None or not (self.kind or isinstance(value, Path)):
             return value
         locate = path_in_recipe if in_recipe and self.kind is not Kind.WRITTEN else path_of_user
@@ -83,7 +83,7 @@ class Entry:
 
 
 def flag(name: str) -> str:
-    """The flag of a field."""
+    """Return the flag of a field."""
     return "--" + name.replace("_", "-")
 
 
@@ -113,12 +113,12 @@ ENTRIES = _entries()
 def check_config(
     config: Config, rooms: Iterable[Callable[[Config], object]] = (), *, trains: bool = True
 ) -> None:
-    """Refuse what cannot work.
+    """Refuse a configuration that cannot work.
 
     Args:
-        rooms: checks of those who know more, such as which loss variants there are; each raises ValueError
-            with a line for every problem.
-        trains: otherwise the policy is evaluated and no more.
+        rooms: checks by other parts of the package, such as for known loss variants; each raises ValueError
+            with one line per problem.
+        trains: False if the policy is only evaluated.
 
     Raises:
         ConfigError: with all problems at once, each naming its flag.

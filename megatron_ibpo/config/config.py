@@ -1,8 +1,8 @@
-"""Every knob of a run: typed, with its range, its unit and the reason for its default.
+"""Every setting of a run: typed, with its range, its unit and the reason for its default.
 
 The dataclasses are the one source of flags (`--tensor-model-parallel-size 2`), of recipe keys (YAML, same
-names) and of `--print-config`. What cannot go together is said by the section that it is about. Spelling
-follows Megatron-LM where it has the flag, and otherwise what users of Megatron-based RL systems type.
+names) and of `--print-config`. Each section reports its own conflicts. Names follow Megatron-LM where it has
+the flag, and otherwise the usual names in Megatron-based RL systems.
 """
 
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ from megatron_ibpo.config.trainer import ModelConfig, OptimizerConfig, ParallelC
 
 @dataclass
 class Config:
-    """All of it, by section. Flags and recipe keys do not name the section."""
+    """All settings, by section. Flags and recipe keys do not name the section."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -31,14 +31,14 @@ class Config:
 
     @property
     def replays_routing(self) -> bool:
-        """The trainer's routers choose experts that were chosen before."""
+        """True if the trainer's routers reuse expert choices of an earlier pass."""
         return self.rollout.use_rollout_routing_replay or self.loss.use_routing_replay
 
     def problems(self, *, trains: bool) -> list[str]:
-        """Return what cannot work, as far as that shows without a model, data or a registry.
+        """Return the problems that show without a model, data or a registry.
 
         Args:
-            trains: otherwise the policy is evaluated and no more.
+            trains: False if the policy is only evaluated.
         """
         checked = (self.model, self.parallel, self.optimizer, self.loss, self.data, self.rollout, self.run)
         missing = self.data.missing(self.run, trains=trains)

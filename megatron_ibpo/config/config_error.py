@@ -1,30 +1,30 @@
-"""What is said of a configuration that cannot work."""
+"""The error for a configuration that cannot work, and helpers for its message."""
 
 import difflib
 from collections.abc import Iterable, Mapping
 
 _RESEMBLANCE = 0.5
-"""Share of equal letters below which a suggestion would only puzzle."""
+"""Smallest share of matching letters for a suggestion; weaker matches would only puzzle the user."""
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot work; the text names every problem and what to do."""
+    """A configuration that cannot work. The message names every problem and what to do."""
 
 
 def broken(rules: Mapping[str, bool]) -> list[str]:
-    """Return the problems of those rules that do not hold.
+    """Return the problems that are present.
 
     Args:
-        rules: problem → whether it is there.
+        rules: problem → True if it is present.
     """
     return [problem for problem, is_there in rules.items() if is_there]
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The end of a message about an unknown name: `; did you mean 'lr'?`, or nothing if none resembles it.
+    """Return the end of a message about an unknown name: `; did you mean 'lr'?`, or "" if no name is close.
 
     Args:
-        known: names as the user types them; dashes and underscores count as equal.
+        known: names as the user types them; dashes and underscores are equivalent.
     """
     spellings = {str(other).replace("_", "-"): other for other in known}
     close = difflib.get_close_matches(str(name).replace("_", "-"), spellings, n=1, cutoff=_RESEMBLANCE)

@@ -26,18 +26,18 @@ if TYPE_CHECKING:
 
 @dataclass
 class DataConfig:
-    """Where prompts come from and who scores the responses."""
+    """Sources of prompts, and the verifiers that score responses."""
 
     prompt_data: Annotated[tuple[str, ...], Kind.FILE_OR_URL, SOURCES] = ()
-    """Where prompts come from: a file or directory (JSONL, parquet, a Hugging Face data set on disk); a
-    generated task such as reasoning_gym://chain_sum?min_terms=5&max_terms=7&min_digits=1&max_digits=1; or a
-    source of your own, import://package.module:function. Several are mixed. Settings of one source follow it
-    as ?weight=2&suffix=…; in a recipe a source may be a mapping (docs/data.md). Required."""
+    """Sources of prompts: a file or directory (JSONL, parquet, a Hugging Face data set on disk); a generated
+    task such as reasoning_gym://chain_sum?min_terms=5&max_terms=7&min_digits=1&max_digits=1; or a source of
+    your own, import://package.module:function. Several sources are mixed. Settings of one source follow it as
+    ?weight=2&suffix=…; in a recipe a source may be a mapping (docs/data.md). Required."""
     eval_prompt_data: Annotated[str | tuple[str, ...] | None, Kind.FILE_OR_URL, EVAL_SETS] = None
-    """Held-out prompts, same forms, or a benchmark's published file, such as aime25://DIR/aime25.jsonl (see
-    docs/evaluation.md). Several sets: NAME=SPEC NAME=SPEC …, or the flag once for each; metrics are then
-    eval/NAME/…. Required when evaluation is on. A generated task is drawn with its own seed, disjoint from
-    training's."""
+    """Held-out prompts, in the same forms, or a benchmark's published file, such as aime25://DIR/aime25.jsonl
+    (see docs/evaluation.md). For several sets give NAME=SPEC NAME=SPEC …, or repeat the flag; metrics are
+    then eval/NAME/…. Required when evaluation is on. A generated task is drawn with its own seed, disjoint
+    from training's."""
     input_key: str = "prompt"
     """Field of a row with the question: text, or a list of chat messages."""
     label_key: str = "label"
@@ -45,55 +45,56 @@ class DataConfig:
     apply_chat_template: bool = False
     """Wrap questions with the tokenizer's chat template."""
     apply_chat_template_kwargs: Annotated[str | None, JSON_OBJECT] = None
-    """What the chat template is given besides the messages, as a JSON object, such as {"enable_thinking":
-    false}; in a recipe also a mapping."""
+    """Further arguments of the chat template, as a JSON object, such as {"enable_thinking": false}; in a
+    recipe also a mapping."""
     system_prompt: str | None = None
-    """System message of chats that have none of their own; needs --apply-chat-template."""
+    """System message for chats without one; needs --apply-chat-template."""
     skip_bad_rows: bool = False
-    """Leave out rows that cannot be used, count them and show the first few, instead of ending with an error.
-    Off: a bad row is most often a sign that the whole file was not meant so."""
+    """Leave out rows that cannot be used, count them and show the first few, instead of stopping with an
+    error. Off: a bad row usually means that the whole file is not what was intended."""
     drop_long_prompts: bool = False
-    """Leave out, and count, prompts that do not fit the context next to --rollout-max-response-len, instead
-    of ending with an error."""
+    """Leave out and count prompts that do not fit the context next to --rollout-max-response-len, instead of
+    stopping with an error."""
     deduplicate: bool = False
-    """Leave out, and count, rows whose question equals an earlier one of the same source but for white space.
-    A large file is read through for that before the first step."""
+    """Leave out and count rows whose question equals an earlier one of the same source up to white space.
+    This reads through the whole file before the first step."""
     filter_pass_rate: Annotated[tuple[float, float] | None, SHARES] = None
-    """LOW HIGH: leave out, and count, prompts of which the policy solves less than LOW or more than HIGH of
-    the samples that --pass-rates records. None: all prompts."""
+    """LOW HIGH: leave out and count prompts with a pass rate, as recorded in --pass-rates, below LOW or above
+    HIGH. None: all prompts."""
     pass_rates: Path | None = None
-    """File that `ibpo pass-rates` writes, for --filter-pass-rate."""
+    """File written by `ibpo pass-rates`, for --filter-pass-rate."""
     rm_type: str = "reasoning_gym"
     """Verifier: reasoning_gym, math, code, composite, or an import path package.module:function. A prompt
-    whose metadata has an rm_type is scored by that one."""
+    whose metadata has an rm_type is scored by that verifier instead."""
     reward_part: Annotated[tuple[str, ...], UseAppendAction, NAMED_VALUES] = ()
-    """Of --rm-type composite: a verifier and its weight, such as math=0.9; in a recipe also a mapping. The
-    reward is the weighted sum within 0 and 1. The first is the main one: the others alone must stay below
-    --reward-threshold."""
+    """One verifier of --rm-type composite and its weight, such as math=0.9; in a recipe also a mapping. The
+    reward is the weighted sum, within 0 and 1. The first verifier is the main one: the others together must
+    stay below --reward-threshold."""
     reward_threshold: float = 1.0
     """A response is correct when its reward is at least this."""
     reward_timeout: Annotated[float, SECONDS] = 10.0
-    """Seconds a verifier may take for one response before it is killed and counted as an error. Other than
-    after a death it is not asked again: it would only take as long once more."""
+    """Seconds that a verifier may take for one response before it is killed and counted as an error. A
+    timed-out response is not scored again, because it would take as long once more; a response whose verifier
+    died is."""
     reward_workers: Annotated[int | None, within(1, 1024)] = None
-    """Verifier processes on each node of the cluster. None: half as many as the node has processors, at least
-    2; the other half is for trainers and engines."""
+    """Verifier processes per node. None: half the node's processors, at least 2; the other half is for
+    trainers and engines."""
     code_timeout: Annotated[float, SECONDS] = 6.0
-    """Seconds that a program may take for one test of a code problem. All tests of a response have to fit
-    into --reward-timeout. 6: LiveCodeBench's."""
+    """Seconds that a program may take for one test of a code problem. All tests of a response must fit into
+    --reward-timeout. 6 as in LiveCodeBench."""
     code_memory_mb: Annotated[int, within(64, 2**24)] = 1024
-    """MiB of address space that a program of a code problem may take. 1024: what most judges allow."""
+    """MiB of address space per program of a code problem. 1024: the limit of most judges."""
     code_executor: str | None = None
-    """Server that runs the programs of code problems, http://HOST:PORT, by SandboxFusion's protocol. None: in
-    sandboxes on the nodes of the run."""
+    """Server that runs the programs of code problems, http://HOST:PORT, by SandboxFusion's protocol. None:
+    programs run in sandboxes on the nodes of the run."""
     unsafe_code_execution: bool = False
     """Run programs that a model wrote WITHOUT a sandbox, with your rights: they can read and delete your
     files and use the network. Only for a machine that may be lost."""
     data_seed: Annotated[int, SEED] = 0
-    """Order of prompts and drawing of generated tasks."""
+    """Seed for the order of prompts and for generated tasks."""
 
     def problems(self, config: "Config") -> list[str]:
-        """Return what cannot work, one line each."""
+        """Return the problems, one line each."""
         algorithm = config.algorithm
         passes_over = algorithm.dynamic_sampling or algorithm.group_filter is not None
         found = broken(
@@ -121,7 +122,7 @@ class DataConfig:
         return found
 
     def missing(self, run: "RunConfig", *, trains: bool) -> list[str]:
-        """Return the sources of prompts that a run needs and are not named; a dry run needs none."""
+        """Return an error for each source of prompts that the run needs but lacks; a dry run needs none."""
         if run.dry_run or run.load_debug_rollout_data is not None:
             return []
         turned_off = "; --eval-num-prompts 0 turns evaluation off" if trains else ""

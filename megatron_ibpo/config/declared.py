@@ -1,7 +1,7 @@
 """Settings `name=value` of a library's dataclass, checked before anything starts.
 
-Fields and types are read from the library's source text: importing vLLM or Megatron takes seconds and changes
-threads and environment of the process that does it.
+Fields and types are read from the library's source text, because importing vLLM or Megatron takes seconds and
+changes the threads and environment of the importing process.
 """
 
 import ast
@@ -22,11 +22,11 @@ _SEQUENCES = ("List", "list", "Tuple", "tuple")
 
 
 def declared_fields(package: str, file: str, name: str) -> dict[str, ast.expr]:
-    """The fields of a dataclass, without those of its bases.
+    """Return the fields of a dataclass, without those of its bases.
 
     Args:
-        package: that is installed.
-        file: of the package, with the dataclass `name`.
+        package: an installed package.
+        file: path within the package of the module that defines the dataclass `name`.
 
     Raises:
         ValueError: the package is not installed, or has no such dataclass.
@@ -45,12 +45,13 @@ def declared_fields(package: str, file: str, name: str) -> dict[str, ast.expr]:
 def declared_values(
     flag: str, pairs: Sequence[str], fields: Fields, ours: Mapping[str, str], *, library: str, of: str
 ) -> dict[str, Any]:
-    """The values of settings `name=value`, by name and with the type that is declared.
+    """Return the values of settings `name=value`, by name, with their declared types.
 
     Args:
-        flag: that gave them, for messages.
-        ours: fields that this project sets itself, and what to do instead.
-        library: whose fields they are, and `of` which class, for messages.
+        flag: source of the settings, for messages.
+        ours: fields that this project sets itself → what to do instead.
+        library: library that declares the fields, for messages.
+        of: class that declares the fields, for messages.
 
     Raises:
         ValueError: no such field, one of ours, or a value of another type.
@@ -74,17 +75,18 @@ def declared_values(
 
 
 def typed(text: str, declared: ast.expr) -> Any:
-    """`text` as a value of the declared type: what YAML makes of it, of a type whose parts are known.
+    """Return `text` as a value of the declared type. A type with parts that are not known here gets the value
+    that YAML reads.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the text is no such value.
     """
     options = list(_options(declared))
     if any(_is_none(option) for option in options) and text.lower() in ("none", "null"):
         return None
     value = yaml.safe_load(text)
     if not all(map(_is_known, options)):
-        return value  # the library's own types: it checks them itself
+        return value  # a type of the library's own, which it checks itself
     for option in options:
         try:
             return _as(value, option)
@@ -99,7 +101,7 @@ def typed(text: str, declared: ast.expr) -> Any:
 
 
 def _options(declared: ast.expr) -> Iterator[ast.expr]:
-    """The types of which it may be one."""
+    """Yield the alternatives of a union type."""
     if isinstance(declared, ast.BinOp):
         yield from _options(declared.left)
         yield from _options(declared.right)
@@ -130,7 +132,7 @@ def _is_known(option: ast.expr) -> bool:
 
 
 def _as(value: Any, option: ast.expr) -> Any:
-    """`value` as this one type; TypeError where it is none."""
+    """Return `value` as this one type; TypeError if it is not."""
     if isinstance(option, ast.Subscript):
         parts = _arguments(option)
         if ast.unparse(option.value) == "Literal":

@@ -1,4 +1,4 @@
-"""Defaults that depend on the device, decided once it is known."""
+"""Defaults that depend on the device, resolved once the device is known."""
 
 from dataclasses import replace
 from typing import Literal
@@ -8,11 +8,11 @@ from megatron_ibpo.config.ranges import named_values
 
 
 def on_device(config: Config, *, on_gpu: bool, has_delta_nets: bool) -> Config:
-    """Return the configuration with nothing left to the device.
+    """Return the configuration with every device-dependent default resolved.
 
     Args:
         on_gpu: whether the trainers have GPUs; a plan assumes that they will.
-        has_delta_nets: whether layers of the model are recurrent (`ModelShape.is_recurrent`).
+        has_delta_nets: whether the model has recurrent layers (`ModelShape.is_recurrent`).
     """
     bf16 = on_gpu if config.model.bf16 is None else config.model.bf16
     dtype = engine_dtype(
@@ -37,10 +37,10 @@ def engine_dtype(
     has_delta_nets: bool,
     is_quantized: bool,
 ) -> Literal["bfloat16", "float32"]:
-    """Return the precision that engines sample in.
+    """Return the precision for sampling.
 
-    "auto" is the trainer's on GPUs and float32 on CPUs, but bfloat16 where vLLM takes no float32: beside
-    quantized weights, and on CPUs for delta nets.
+    "auto" is the trainer's on GPUs and float32 on CPUs, but bfloat16 where vLLM does not support float32:
+    with quantized weights, and on CPUs with delta nets.
     """
     if asked != "auto":
         return asked

@@ -1,4 +1,4 @@
-"""How held-out prompts are sampled: flags, then a preset, then the benchmark, then training's settings."""
+"""Sampling of held-out prompts. Flags win over a preset, then the benchmark, then training's settings."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,12 +10,12 @@ from megatron_ibpo.config.run import EVAL_PRESETS
 
 @dataclass(frozen=True)
 class EvalSampling:
-    """How the responses to a set of held-out prompts are sampled."""
+    """Sampling settings for one set of held-out prompts."""
 
     samples: int
     """Responses per prompt."""
     max_tokens: int
-    """Of one response."""
+    """Limit per response."""
     temperature: float
     top_p: float
     top_k: int
@@ -23,10 +23,10 @@ class EvalSampling:
 
 
 def eval_sampling(config: Config, of_the_set: Mapping[str, Any] | None = None) -> EvalSampling:
-    """What holds for a set.
+    """Return the sampling settings of one set.
 
     Args:
-        of_the_set: the benchmark's own, by field of `RunConfig`.
+        of_the_set: the benchmark's own settings, by field of `RunConfig`.
     """
     run, rollout = config.run, config.rollout
     preset = EVAL_PRESETS[run.eval_preset] if run.eval_preset is not None else {}

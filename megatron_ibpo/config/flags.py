@@ -1,8 +1,8 @@
-"""A command line to `Config`.
+"""Parsing a command line into `Config`.
 
 Every field is a flag (`--tensor-model-parallel-size 2`, `--no-sequence-parallel`) and a key of a flat YAML
-recipe (dash or underscore). What wins, weakest first: the fields' defaults, `--config` files in the order
-given, flags. `megatron_ibpo.config.presets` says where a preset counts.
+recipe (dash or underscore). Precedence, weakest first: the fields' defaults, `--config` files in the order
+given, flags. `megatron_ibpo.config.presets` defines where a preset counts.
 """
 
 import argparse
@@ -39,28 +39,27 @@ def parse_config(
     program: str = "megatron_ibpo.commands.train",
     description: str = _TRAINING,
 ) -> Config:
-    """Return the configuration that a command line means, with absolute paths (see
-    `megatron_ibpo.config.paths`).
+    """Return the configuration for a command line, with absolute paths (see `megatron_ibpo.config.paths`).
 
     Args:
-        registries: the choices that have parameters of their own.
-        program: for --help, with what it does.
+        registries: the choices that have their own parameters.
+        program: name for --help, with `description`.
 
     `--help`, `--print-config` and wrong flags end the process (SystemExit 0, 0 and 2).
 
     Raises:
         ConfigError: a recipe that cannot be read, has an unknown or repeated key or a value of the wrong
-            type; an unknown preset or choice; a parameter that the choice does not have; words that are no
-            text, or no value where there must be one.
+            type; an unknown preset or choice; a parameter that the choice does not have; words that are not
+            UTF-8, or a missing value.
     """
     _check_words(argv)
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     early.add_argument("--config", type=path_of_user, action="append", default=[])
     early.add_argument("--print-config", "--print_config", action="store_true")
-    # these decide what earlier layers still mean, and which parameters there are
+    # these decide which values of earlier layers still apply, and which parameters exist
     for name in _DECIDE:
         early.add_argument(name, "--" + name[2:].replace("-", "_"), default=argparse.SUPPRESS)
-    # may be repeated, and takes the place of a recipe's
+    # may be repeated, and replaces a recipe's
     early.add_argument(
         "--eval-prompt-data", "--eval_prompt_data", nargs="+", action="extend", default=argparse.SUPPRESS
     )
@@ -74,7 +73,7 @@ def parse_config(
     if specs := typed.get("eval_prompt_data"):
         typed["eval_prompt_data"] = specs[0] if len(specs) == 1 else tuple(specs)
     config = resolve([*layers, Layer(typed)], registries)
-    if flags:  # tyro builds a parser for every field, which takes ten times as long as all the rest
+    if flags:  # tyro builds a parser for every field, ten times as slow as the rest
         _refuse_parameters_of_others(flags, config.algorithm, registries)
         config = _with_flags(config, registries, flags, program, description)
     for entry in (ENTRIES | entries_of(config.algorithm, registries)).values():
@@ -88,7 +87,7 @@ def parse_config(
 def _with_flags(
     config: Config, registries: Sequence[Registry], flags: Sequence[str], program: str, description: str
 ) -> Config:
-    import tyro  # here, so that a trainer does without it
+    import tyro  # imported here so that a trainer needs no tyro
 
     sections = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     algorithm = config.algorithm
@@ -120,7 +119,7 @@ def _with_flags(
 def _refuse_parameters_of_others(
     flags: Sequence[str], algorithm: AlgorithmConfig, registries: Sequence[Registry]
 ) -> None:
-    """Refuse the flag of a parameter that nothing chosen has."""
+    """Refuse the flag of a parameter that belongs to no chosen method."""
     known = ENTRIES | entries_of(algorithm, registries)
     for word in flags:
         name = word.partition("=")[0].removeprefix("--").replace("-", "_")
@@ -132,7 +131,7 @@ def _refuse_parameters_of_others(
 
 
 def _with_values(words: Sequence[str]) -> list[str]:
-    """A switch that has a third position, to be left to the device, is typed like any other; tyro wants its
+    """Add the value to switches that may also be None. Users type them as plain switches, but tyro wants a
     value."""
     switches = {flag(name) for name, entry in ENTRIES.items() if entry.type == bool | None}
     spelled = {switch: [switch, "True"] for switch in switches}
@@ -145,13 +144,13 @@ def _with_values(words: Sequence[str]) -> list[str]:
 
 
 _DECIDE = ("--advantage-estimator", "--loss-variant", "--ibpo-operator", "--token-credit", "--advantages")
-"""Flags that are read before the others."""
+"""Flags that are parsed before the others."""
 _NEVER_DASHES = ("--config", *_DECIDE)
-"""Flags whose value argparse takes away when it is `--`, as the end of all flags."""
+"""Flags whose value `--` argparse would drop, as the end of the flags."""
 
 
 def _check_words(argv: Sequence[str]) -> None:
-    """Refuse what the parsers would stumble over, or take for something else."""
+    """Refuse words that the parsers would fail on or misread."""
     paths = {flag(name) for name, entry in ENTRIES.items() if entry.is_path}
     previous = ""
     for word in argv:
@@ -162,6 +161,6 @@ def _check_words(argv: Sequence[str]) -> None:
         if is_pair and value == "--" and name in _NEVER_DASHES:
             raise ConfigError(f"{name}: -- is no value")
         empty = name if is_pair and not value else previous_name if not word else ""
-        if empty in paths:  # pathlib takes it for the directory where the user stands
+        if empty in paths:  # pathlib reads it as the user's directory
             raise ConfigError(f"{empty}: is empty; name a path, or leave the flag out")
         previous = word

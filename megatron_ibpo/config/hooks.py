@@ -1,4 +1,4 @@
-"""What a flag names: something of ours by its name, or code of the user's own by an import path."""
+"""Resolving what a flag names: a part of this package by its name, or the user's code by an import path."""
 
 import importlib
 import sys
@@ -13,36 +13,36 @@ from megatron_ibpo.config.paths import path_in_recipe, searched, user_directory
 T = TypeVar("T")
 
 IMPORT_PATH = "package.module:name or path/to/file.py:name"
-"""The forms of an import path, for messages."""
+"""Forms of an import path, for messages."""
 MOVED = {
     "megatron_ibpo.data.study_tasks": "examples/tasks/study_tasks.py",
     "megatron_ibpo.rewards.study_tasks": "examples/tasks/study_rewards.py",
 }
-"""Former modules of the package and the files that hold their code now."""
+"""Former modules of the package → the files that hold their code now."""
 MOVED_CHOICES = {
     "agreement": "examples/credit/agreement.py:Agreement",
     "reset-groups": "examples/credit/resets.py:ResetGroups",
     "random-window": "examples/credit/random_window.py:RandomWindow",
 }
-"""Former names of choices and the import paths that mean the same now."""
+"""Former names of choices → the equivalent import paths."""
 MOVED_PARAMETERS = {"ibpo_gate": "--ibpo-operator examples/credit/gated.py:Gated"}
-"""Former parameters and the choices that mean the same now."""
+"""Former parameters → the equivalent choices."""
 
 
 def is_import_path(text: str) -> bool:
-    """Return whether `text` has one of the forms of an import path."""
+    """Return whether `text` has the form of an import path."""
     return all(text.partition(":"))
 
 
 def known_or_path(flag: str, name: str, known: Mapping[str, T], what: str) -> T | None:
-    """Return known[name], or None where `name` is an import path, for `load_hook`.
+    """Return known[name], or None if `name` is an import path, for `load_hook`.
 
     Args:
-        flag: that gave the name, for messages.
-        what: the known ones are called.
+        flag: source of the name, for messages.
+        what: kind of the known entries, for messages.
 
     Raises:
-        ConfigError: neither; says what is known, and the nearest.
+        ConfigError: neither; the message lists the known names and suggests the nearest.
     """
     if name in MOVED_CHOICES:
         raise ConfigError(f"{flag} {name}: moved out of the package; name {MOVED_CHOICES[name]}")
@@ -55,14 +55,14 @@ def known_or_path(flag: str, name: str, known: Mapping[str, T], what: str) -> T 
 
 
 def load_hook(flag: str, path: str, *, called_with: str | None = None) -> Any:
-    """Return what is called `name` in the module of an import path.
+    """Return the object `name` from the module of an import path.
 
     Args:
-        flag: that gave the path, for messages.
-        called_with: what it will be called with, for messages, where it must be a function.
+        flag: source of the path, for messages.
+        called_with: for a function, its arguments in words, for messages; None accepts any object.
 
     Raises:
-        ConfigError: as `load_module`; or the module has no such name, or it is no function.
+        ConfigError: as `load_module`; or the module has no such name, or the object is not callable.
     """
     module = load_module(flag, path)
     name = path.partition(":")[2]
@@ -79,12 +79,12 @@ def load_hook(flag: str, path: str, *, called_with: str | None = None) -> Any:
 def load_module(flag: str, path: str) -> ModuleType:
     """Import the module of an import path and return it.
 
-    A module is looked for first in the user's directory. A file is found as paths in recipes are, and is
-    imported as Python imports the neighbours of a script: under its own name, with its directory on
-    `sys.path`. Directories stay there, since a module may import others while it runs.
+    Modules are looked up first in the user's directory. Files are found as paths in recipes are, and imported
+    as Python imports a script's neighbours: under their own name, with their directory on `sys.path`. The
+    directory stays there, since a module may import others while it runs.
 
     Args:
-        flag: that gave the path, for messages.
+        flag: source of the path, for messages.
 
     Raises:
         ConfigError: no import path, no such module or file, or the module fails when imported.

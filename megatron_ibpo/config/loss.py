@@ -17,59 +17,60 @@ class LossConfig:
 
     loss_variant: str = "gspo"
     """Name in `megatron_ibpo.loss.VARIANTS`: gspo, gspo-token, gspo-dual-clip, grpo, ppo-clip, dual-clip,
-    dapo, dr-grpo, cispo, sapo, gmpo; or an import path package.module:VARIANT. It owns its parameters: naming
-    another one forgets the clips and --loss-param that were given for the one before."""
+    dapo, dr-grpo, cispo, sapo, gmpo; or an import path package.module:VARIANT. A variant owns its parameters:
+    naming another variant discards the clips and --loss-param given for the previous one."""
     loss_param: Annotated[tuple[str, ...], UseAppendAction, NAMED_VALUES] = ()
     """Parameters of the loss variant as name=value, such as sapo's tau_pos=1.2; in a recipe also a mapping.
-    Defaults and ranges stand with the variant."""
+    Each variant defines their defaults and ranges."""
     eps_clip: float | None = None
-    """Lower clip range, the variant's parameter eps_low. Its own when None: 3e-4 for gspo, as the field uses
+    """Lower clip range, the variant's parameter eps_low. None: the variant's own, 3e-4 for gspo, as is usual
     with its length-normalised ratio, .2 for grpo."""
     eps_clip_high: float | None = None
-    """Upper clip range, the variant's parameter eps_high. When None equal to --eps-clip, or where that is
-    None too the variant's own: 4e-4 for gspo, .2 for grpo, .28 for dapo."""
+    """Upper clip range, the variant's parameter eps_high. None: --eps-clip if given, otherwise the variant's
+    own, 4e-4 for gspo, .2 for grpo, .28 for dapo."""
     loss_aggregation: Literal["variant", "sequence-mean", "token-mean", "constant"] = "variant"
-    """What a sequence's sum over tokens is divided by: its own length, the mean length of the mini-batch
-    (every token counts the same), or --rollout-max-response-len. "variant" is as it was published."""
+    """Divisor of a sequence's sum over tokens. "sequence-mean": its own length. "token-mean": the mean length
+    of the mini-batch, so that every token counts the same. "constant": --rollout-max-response-len. "variant":
+    as published for the variant."""
     loss_backend: Literal["auto", "triton", "torch"] = "auto"
-    """What computes the loss. "auto" takes the Triton kernels on GPUs wherever they can be used, else plain
-    torch; the one in use is printed at start."""
+    """Implementation of the loss. "auto": the Triton kernels on GPUs wherever they can be used, plain torch
+    otherwise; the choice is printed at start."""
     fuse_lm_head: bool = False
-    """Compute logits, loss and gradient a chunk of rows at a time inside the loss, so that logits are never
-    held whole: saves their memory, tokens per micro-batch times vocabulary, and takes one or two fp32
-    matrices of the LM head's size. Off because its speed on GPUs has not been measured."""
+    """Compute logits, loss and gradient in chunks of rows inside the loss, so that logits are never held
+    whole. Saves tokens per micro-batch times vocabulary of memory, and takes one or two fp32 matrices of the
+    LM head's size. Off because its speed on GPUs has not been measured."""
     kl_coef: Annotated[float, NOT_NEGATIVE] = 0.0
     """Weight of the KL divergence from the reference policy (--ref-load) in the loss. 0: no reference, as in
     the paper."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Estimate of that divergence from the sampled tokens: -d, d²/2 or e^d - d - 1 of the log-ratio
-    d = log π_ref - log π. "k3" has no bias and is never negative."""
+    """Estimate of that divergence from the sampled tokens: -d, d²/2 or e^d - d - 1 of the log-ratio d = log
+    π_ref - log π. "k3" is unbiased and never negative."""
     value_clip: Annotated[float, POSITIVE] = 0.2
-    """How far the critic's new value may move from its old one before its loss stops following (PPO)."""
+    """Largest move of the critic's value from its old one that its loss still follows (PPO)."""
     old_logprobs: Literal["recompute", "engine"] = "recompute"
-    """Whose log-probs of the sampled tokens the loss's ratios are to. "recompute": the trainer's own, of its
-    weights at the first of a rollout's optimizer steps, in a forward pass where one is needed; what the
-    engine did differently is left to the importance corrections. "engine": those that the engine sampled by,
-    which saves the pass, and ratios and clips then act on that difference too."""
+    """Log-probs of the sampled tokens in the denominator of the loss's ratios. "recompute": the trainer's
+    own, under its weights at the first optimizer step of a rollout, from a forward pass where one is needed.
+    Differences from the engine are left to the importance corrections. "engine": the log-probs that the
+    engine sampled by. Saves the pass, but ratios and clips then also act on that difference."""
     use_routing_replay: bool = False
-    """For mixtures of experts: in a rollout's optimizer steps the routers choose the experts that they chose
-    in the pass for the old log-probs, so that a ratio is not one between two different models. Off: each pass
-    routes by itself. A mini-batch whose own pass gives its old log-probs (the first, without importance
-    corrections) has nothing to replay."""
+    """Mixture-of-experts models: in a rollout's optimizer steps, routers reuse the experts chosen in the pass
+    for the old log-probs, so that a ratio does not compare two different models. Off: each pass routes by
+    itself. A mini-batch whose own pass gives its old log-probs (the first, without importance corrections)
+    has nothing to replay."""
     use_tis: bool = False
-    """Importance correction: the gradient of each token is weighted by its ratio of trainer to engine, at
-    most --tis-clip (ibpo step 14, token by token). Off, as in the paper."""
+    """Importance correction: weight the gradient of each token by its ratio of trainer to engine, at most
+    --tis-clip (ibpo step 14, per token). Off, as in the paper."""
     tis_clip: Annotated[float, POSITIVE] = 2.0
     """Largest such weight. 2 as published."""
     icepop: Annotated[tuple[float, float] | None, AROUND_1] = None
-    """Importance correction instead of --use-tis, LOW HIGH: tokens are weighted by that ratio, and by 0 where
-    it lies outside. Published: 0.5 5."""
+    """Importance correction instead of --use-tis, LOW HIGH: weight tokens by that ratio, and by 0 where it
+    lies outside. Published: 0.5 5."""
     sequence_rejection: Annotated[tuple[float, float] | None, AROUND_1] = None
-    """Importance correction, alone or with one of the above, LOW HIGH: a sequence weighs 0 where the
-    geometric mean of its tokens' ratios lies outside. The mean is near 1, so bounds are tight, such as
-    0.99 1.01."""
+    """Importance correction, alone or with one of the above, LOW HIGH: weight a sequence by 0 if the
+    geometric mean of its tokens' ratios lies outside. The mean is near 1, so use tight bounds, such as 0.99
+    1.01."""
     num_steps_per_rollout: Annotated[int, COUNT] = 1
-    """Optimizer steps (mini-batches of whole prompts) per rollout. With 1 all ratios to recomputed log-probs
+    """Optimizer steps (mini-batches of whole prompts) per rollout. With 1, all ratios to recomputed log-probs
     are 1."""
 
     @property
@@ -83,7 +84,7 @@ class LossConfig:
         return [name for name, chosen in on.items() if chosen]
 
     def problems(self, config: "Config") -> list[str]:
-        """Return what cannot work, one line each."""
+        """Return the problems, one line each."""
         from_engine, steps = self.old_logprobs == "engine", self.num_steps_per_rollout
         size = config.rollout.rollout_batch_size
         return broken(

@@ -1,7 +1,7 @@
-"""Parameters of what a setting names: a credit method, a token credit, an estimator.
+"""Parameters of the choice of a setting: a credit method, a token credit or an estimator.
 
-Each is a dataclass whose fields are its parameters, typed and documented as those of `Config`. A flag or
-recipe key of one counts where that one is chosen, and is refused elsewhere.
+Each choice is a dataclass whose fields are its parameters, typed and documented as those of `Config`. Flags
+and recipe keys of a choice are accepted only when it is chosen.
 """
 
 import dataclasses
@@ -26,16 +26,16 @@ class Registry:
     known: Mapping[str, Any]
     """Name → the class that has the parameters, or an object without any."""
     find: Callable[[str], Any]
-    """Return the same for a name or an import path; ValueError where there is none."""
+    """Returns the same for a name or an import path; raises ValueError if there is none."""
 
     def entries(self, name: str) -> dict[str, Entry]:
-        """Return the parameters of what is called `name`."""
+        """Return the parameters of the choice `name`."""
         return parameter_entries(self.find(name))
 
 
 @cache
 def parameter_entries(found: Any) -> dict[str, Entry]:
-    """Return the parameters of a class by name; none where it is no dataclass."""
+    """Return the parameters of a class by name; none unless it is a dataclass."""
     if not (isinstance(found, type) and dataclasses.is_dataclass(found)):
         return {}
     hints = typing.get_type_hints(found, include_extras=True)
@@ -52,10 +52,10 @@ def parameter_entries(found: Any) -> dict[str, Entry]:
 
 
 def built(found: Any, parameters: Mapping[str, Any]) -> Any:
-    """Return the object that `found` makes of those of the parameters that are its own.
+    """Return the object that `found` builds from those parameters that are its own.
 
     Raises:
-        ConfigError: with a line for every value that lies outside its range.
+        ConfigError: with one line per value out of range.
     """
     if not isinstance(found, type):
         return found
@@ -68,7 +68,7 @@ def built(found: Any, parameters: Mapping[str, Any]) -> Any:
 
 
 def entries_of(algorithm: AlgorithmConfig, registries: Sequence[Registry]) -> dict[str, Entry]:
-    """Return the parameters of all that the algorithm chooses."""
+    """Return the parameters of all the algorithm's choices."""
     return {
         name: entry
         for registry in registries
@@ -77,10 +77,10 @@ def entries_of(algorithm: AlgorithmConfig, registries: Sequence[Registry]) -> di
 
 
 def not_a_parameter(name: str, chosen: Mapping[str, str], registries: Sequence[Registry]) -> str | None:
-    """Return what to say of a parameter of a choice that is not made; None where no known choice has it.
+    """Return the error message for a parameter of a choice that was not made; None if no known choice has it.
 
     Args:
-        chosen: setting → what it names.
+        chosen: setting → the choice made.
     """
     if name in MOVED_PARAMETERS:
         return f"{flag(name)}: moved out of the package; name {MOVED_PARAMETERS[name]}"

@@ -1,9 +1,9 @@
-"""From which directory a relative path counts.
+"""Resolving relative paths.
 
-What the user types counts from the directory where the user stands, as everywhere. The scripts in
-`examples/` work in the repository's root and hand that directory over as $IBPO_CWD. A path in a recipe counts
-from the same directory; where nothing is there, from the repository's root, so that the recipes of the
-repository work from anywhere.
+Paths that the user types are relative to the user's working directory. The scripts in `examples/` change to
+the repository's root and pass the user's directory on as $IBPO_CWD. Paths in a recipe are relative to the
+same directory, or to the repository's root if nothing exists there, so that the repository's recipes work
+from anywhere.
 """
 
 import os
@@ -15,7 +15,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 class Kind(Enum):
-    """What a field with a path is, where its type does not say it."""
+    """The kind of path that a field holds, where its type does not tell."""
 
     FILE_OR_URL = "text that is a path unless it has a scheme such as reasoning_gym://"
     WRITTEN = "a path that need not exist yet, so that it is not looked for"
@@ -23,25 +23,25 @@ class Kind(Enum):
 
 
 def user_directory() -> Path:
-    """The directory where the user stands."""
+    """Return the user's working directory."""
     return Path(os.environ.get("IBPO_CWD") or Path.cwd())
 
 
 def path_of_user(path: Path | str) -> Path:
-    """The absolute path that is meant by one on the command line."""
+    """Return the absolute path for one on the command line."""
     return user_directory() / path
 
 
 def path_in_recipe(path: Path | str) -> Path:
-    """The absolute path that is meant by one in a recipe, for something that exists."""
+    """Return the absolute path for one in a recipe that should exist already."""
     candidates = [path_of_user(path), REPOSITORY / path]
-    # os.path and not pathlib: it takes names that no file can have
+    # os.path instead of pathlib: it accepts names that no file can have
     return next((found for found in candidates if os.path.exists(found)), candidates[0])
 
 
 def source_located(spec: str, locate: Callable[[str], Path]) -> str:
-    """A source of prompts with an absolute path where it is one: a path may be followed by ?name=value
-    settings, and what has a scheme such as reasoning_gym:// is none."""
+    """Return a source of prompts with its path made absolute. A path may be followed by ?name=value settings;
+    a source with a scheme such as reasoning_gym:// has no path."""
     if "://" in spec.partition("?")[0]:
         return spec
     path, mark, settings = spec.partition("?")
@@ -49,14 +49,14 @@ def source_located(spec: str, locate: Callable[[str], Path]) -> str:
 
 
 def searched(path: Path) -> str:
-    """The end of a message that `path` is missing: where a relative one was looked for."""
+    """Return the end of a message that `path` is missing: the directories that were searched."""
     if not path.is_relative_to(user_directory()):
         return ""
     return f" (relative paths count from {user_directory()}, and those of recipes from {REPOSITORY} too)"
 
 
 def missing_directory(flag: str, path: Path | None) -> list[str]:
-    """Return what to say where `path` is given and is no directory."""
+    """Return an error message if `path` is given but is not a directory."""
     if path is None or os.path.isdir(path):  # pathlib's raises where a name is too long
         return []
     return [f"{flag}: {path} is not a directory{searched(path)}"]

@@ -1,4 +1,4 @@
-"""Algorithms by name, each as what it sets, and what wins where several recipes set something."""
+"""Algorithm presets, and the precedence of several recipes."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,7 +13,7 @@ from megatron_ibpo.config.hooks import MOVED_PARAMETERS
 from megatron_ibpo.config.parameters import Registry, entries_of, not_a_parameter
 from megatron_ibpo.config.recipes import typed_value
 
-# of group-normalised terminal rewards alone
+# group-normalised terminal rewards only
 _PLAIN: dict[str, Any] = {
     "ibpo_operator": "none",
     "token_credit": "uniform",
@@ -60,50 +60,51 @@ PRESETS: dict[str, dict[str, Any]] = {
         "ibpo_correction_group": "pair",
         "ibpo_rewrite_penalty": 0.5,
     },
-    # the policy's own wrong answer is corrected, and the correction trained on; no reference, no shaping
+    # cipo: the policy's own wrong answer is corrected, and the correction trained on; no reference, no
+    # shaping
     "cipo": {**_IBPO, "ibpo_lambda": 0.0, "ibpo_k": 1},
     "gspo": _PLAIN,
     "grpo": {**_PLAIN, "loss_variant": "grpo"},
-    # without the std of the group and the length of the response, which favour some prompts and responses
+    # no std of the group and no length of the response, which favour some prompts and responses
     "dr-grpo": {**_PLAIN, "advantages": "group-mean", "loss_variant": "dr-grpo"},
     # clip higher, a token mean, dynamic sampling, soft overlong punishment
     "dapo": _DAPO,
     # tokens weighted by what the answer loses without their step, on DAPO; and its control
     "ciw": {**_DAPO, "ibpo_operator": "span-masking"},
     "ciw-inverted": {**_DAPO, "ibpo_operator": "span-masking", "ciw_inverted": True},
-    # wrong responses push less where a correct one stands beside them: ahead of GSPO over the suite's tasks
+    # wrong responses push less if their group has a correct one; beats GSPO on average over the suite's tasks
     "wrong-weight": {**_PLAIN, "token_credit": "wrong-weight"},
     # a learned critic and generalised advantage estimation
     "ppo": {**_PLAIN, "advantages": "critic", "loss_variant": "ppo-clip"},
 }
-"""What --advantage-estimator NAME sets: configuration field or parameter of the method → value. It wins over
-recipes read before the place where it is named; what is given there or later wins over it."""
+"""Settings of --advantage-estimator NAME: configuration field or parameter of the method → value. A preset
+overrides recipes read before the one that names it; values given with it or later override the preset."""
 
 _OF_THE_VARIANT = ("eps_clip", "eps_clip_high", "loss_param")
-"""Fields that mean something for one loss variant only."""
+"""Fields that apply to one loss variant only."""
 
 
 @dataclass(frozen=True)
 class Layer:
-    """What a recipe or a command line gives."""
+    """The settings of one recipe or command line."""
 
     fields: Mapping[str, Any]
     """Fields of `Config` and their values."""
     others: Mapping[str, Any] = field(default_factory=dict)
-    """Other keys, which are parameters of what is chosen, or wrong."""
+    """Other keys: parameters of the choices, or errors."""
     source: str = ""
-    """Begins messages about the keys."""
+    """Prefix for messages about the keys."""
 
 
 _WRITTEN_BY_0_1 = {"ciw_inverted", "gae_lambda", "token_credit_weight"}
-"""Keys that stand together in the config.yaml of a run of version 0.1 alone: it wrote the parameters of all
+"""Keys that occur together only in a config.yaml written by version 0.1, which wrote the parameters of all
 methods, whatever was chosen."""
 
 
 def of_this_version(layer: Layer, registries: Sequence[Registry]) -> Layer:
-    """Return the config.yaml of a run of version 0.1 as this version writes it: the parameters of the choices
-    that were made, and no corrections as no operator. Other layers are returned without a gate that is off,
-    which a run between the versions wrote."""
+    """Return a config.yaml of version 0.1 as this version writes it: only the parameters of the choices made,
+    and no operator instead of no corrections. From other layers, remove a gate that is off; a run between the
+    versions wrote it."""
     others = {key.replace("-", "_"): value for key, value in layer.others.items()}
     if others.get("ibpo_gate") is False:
         del others["ibpo_gate"]
@@ -115,7 +116,7 @@ def of_this_version(layer: Layer, registries: Sequence[Registry]) -> Layer:
     if fields["ibpo_operator"] == "compare-and-correct" and others["ibpo_corrections"] == 0:
         fields["ibpo_operator"] = "none"
     own = {name for registry in registries for name in registry.entries(fields[registry.setting])}
-    # a gate that is on stays, to be refused with its new place
+    # keep a gate that is on, so that it is refused with a pointer to its new place
     kept = {name: value for name, value in others.items() if name in own or name in MOVED_PARAMETERS}
     return Layer(fields, kept, layer.source)
 
@@ -123,9 +124,9 @@ def of_this_version(layer: Layer, registries: Sequence[Registry]) -> Layer:
 def resolve(layers: Sequence[Layer], registries: Sequence[Registry]) -> Config:
     """Return the configuration that several layers (recipes, flags) make on top of the preset in force.
 
-    A later layer wins over an earlier one. Naming a preset takes its settings in place of earlier ones, and
-    leaves what it says nothing of. Naming another loss variant, method, token credit or estimator, alone or
-    by a preset, forgets the parameters given for the previous one.
+    A later layer overrides an earlier one. Naming a preset replaces earlier values of its settings and keeps
+    all other settings. Naming another loss variant, method, token credit or estimator, directly or by a
+    preset, discards the parameters given for the previous one.
 
     Raises:
         ConfigError: an unknown preset or choice, an unknown key, a parameter that the choice does not have,
@@ -147,7 +148,7 @@ def resolve(layers: Sequence[Layer], registries: Sequence[Registry]) -> Config:
 
 
 def algorithm_of(preset: str, registries: Sequence[Registry], **settings: Any) -> AlgorithmConfig:
-    """Return the credit of a preset with some settings on top.
+    """Return the algorithm settings of a preset with `settings` on top.
 
     Raises:
         ConfigError: as `resolve`.
@@ -158,7 +159,7 @@ def algorithm_of(preset: str, registries: Sequence[Registry], **settings: Any) -
 
 
 def unknown_preset(name: str) -> str:
-    """Return what to say of a name that is none of `PRESETS`."""
+    """Return the error message for a name that is not in `PRESETS`."""
     known = ", ".join(PRESETS)
     return f"--advantage-estimator: no preset {shown(name)}; there are {known}{nearest(name, PRESETS)}"
 
@@ -184,7 +185,7 @@ def _config(values: Mapping[str, Any], registries: Sequence[Registry]) -> Config
 def _forgotten(
     in_force: Mapping[str, Any], layer: Mapping[str, Any], registries: Sequence[Registry]
 ) -> list[str]:
-    """Return the parameters of every choice in force that `layer` replaces by another one."""
+    """Return the parameters of every choice in force that `layer` replaces by another."""
     names: list[str] = []
     if layer.get("loss_variant", in_force["loss_variant"]) != in_force["loss_variant"]:
         names += _OF_THE_VARIANT
@@ -196,7 +197,7 @@ def _forgotten(
 
 
 def _parameters(layer: Layer, in_force: Mapping[str, Any], registries: Sequence[Registry]) -> dict[str, Any]:
-    """Return the other keys of a layer as the parameters that they are."""
+    """Return the other keys of a layer as typed parameters."""
     if not layer.others:
         return {}
     entries = {
@@ -232,8 +233,8 @@ def _without(settings: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any
 
 
 def _over(given: Mapping[str, Any], layer: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `layer` over `given`; "name=value" settings are added, where `named_values` lets the later one
-    win."""
+    """Return `layer` over `given`. "name=value" settings are concatenated, since `named_values` lets the
+    later one win."""
     merged = {**given, **layer}
     for name in layer:
         if ENTRIES[name].has_names:

@@ -1,4 +1,4 @@
-"""The values that a field may have; stands in the field's type: `Annotated[int, at_least(1)]`."""
+"""Ranges of fields, given in the field's type: `Annotated[int, at_least(1)]`."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -11,7 +11,7 @@ from megatron_ibpo.config.eval_specs import are_distinct, as_specs
 
 @dataclass(frozen=True)
 class Range:
-    """A rule for the value of a field. None, where the field takes it, is never asked about."""
+    """A rule for the value of a field. It is never applied to None."""
 
     holds: Callable[[Any], bool]
     rule: str
@@ -19,28 +19,28 @@ class Range:
 
 
 def at_least(least: float, why: str = "") -> Range:
-    """Values from `least` on."""
+    """Allow values from `least` on."""
     return Range(lambda value: value >= least, f"at least {least}" + (f" ({why})" if why else ""))
 
 
 def within(least: int, most: int, why: str = "") -> Range:
-    """Values from `least` to `most`."""
+    """Allow values from `least` to `most`."""
     rule = f"between {least} and {most}" + (f" ({why})" if why else "")
     return Range(lambda value: least <= value <= most, rule)
 
 
 def above(bound: float, why: str = "") -> Range:
-    """Values beyond `bound`."""
+    """Allow values above `bound`."""
     return Range(lambda value: value > bound, f"above {bound}" + (f" ({why})" if why else ""))
 
 
 def each(one: Range) -> Range:
-    """For a sequence: the rule of every item."""
+    """Apply one rule to every item of a sequence."""
     return Range(lambda values: all(map(one.holds, values)), f"all {one.rule}")
 
 
 def or_word(word: float | str, other: Range, meaning: str = "") -> Range:
-    """A value apart, such as "adaptive" or -1, or one in the other range."""
+    """Allow one special value, such as "adaptive" or -1, besides the values of the other range."""
     named = f"{word} ({meaning})" if meaning else repr(word)
     return Range(lambda value: value == word or other.holds(value), f"{named} or {other.rule}")
 
@@ -55,36 +55,37 @@ AROUND_1 = Range(
     "two bounds LOW HIGH with 0 <= LOW < 1 < HIGH",
 )
 SECONDS = Range(lambda value: 0 < value <= 2_000_000, "above 0 and at most 2000000 (23 days)")
-"""Of a time-out: poll(2), which waits for it, takes 2^31 milliseconds."""
+"""Time-outs. They are waited for with poll(2), whose limit is 2^31 milliseconds."""
 MINUTES = Range(lambda value: 0 < value <= 30_000, "above 0 and at most 30000 (20 days)")
 RANKS = within(1, 10_000_000)
-"""Processes or GPUs: beyond any cluster, and few enough to be counted one by one."""
+"""Numbers of processes or GPUs. The limit is beyond any cluster, and low enough to count them one by one."""
 COUNT = within(1, 10_000_000)
-"""Tokens, sequences or layers: beyond any run, and few enough to be listed one by one."""
+"""Numbers of tokens, sequences or layers. The limit is beyond any run, and low enough to list them one by
+one."""
 BYTES = within(1, 2**50)
-"""Memory or files: a petabyte is more than any machine has."""
+"""Sizes of memory or files. A petabyte is more than any machine has."""
 SEED = Range(lambda value: 0 <= value < 2**62, "at least 0 and below 2^62")
-"""Megatron and torch add to it what tells ranks apart, in 64 bits."""
+"""Megatron and torch add a per-rank offset to the seed in 64 bits."""
 NAMED_VALUES = Range(
     lambda settings: all("" not in text.partition("=")[:2] and not _is_no_number(text) for text in settings),
     "name=value each, no value infinite or NaN",
 )
-"""The range of fields that are read by `named_values`; a recipe may give them as a mapping."""
+"""Range of fields that are read by `named_values`; a recipe may give them as a mapping."""
 
 EVAL_SETS = Range(
     lambda value: are_distinct(as_specs(value)),
     "SPEC, or NAME=SPEC each, names of letters, digits, dots, dashes and underscores, all different",
 )
 SOURCES = Range(lambda specs: all(specs), "no empty text among the sources")
-"""The range of fields with sources of prompts; a recipe may give one as text or as a mapping
-(`source_spec`)."""
+"""Range of fields with sources of prompts; a recipe may give a source as text or as a mapping
+(`recipes._source_spec`)."""
 TARGETS = Range(lambda names: bool(names) and all(names), "one name or more, none of them empty")
-"""The range of --lora-targets."""
+"""Range of --lora-targets."""
 SHARES = Range(
     lambda bounds: 0 <= bounds[0] <= bounds[1] <= 1, "two shares LOW HIGH with 0 <= LOW <= HIGH <= 1"
 )
 JSON_OBJECT = Range(lambda text: _is_object(text), "a JSON object")
-"""The range of fields with settings as JSON; a recipe may give them as a mapping."""
+"""Range of fields with settings as JSON; a recipe may give them as a mapping."""
 
 FINITE = Range(
     lambda value: all(math.isfinite(one) for one in _parts(value) if isinstance(one, float)),
@@ -95,7 +96,7 @@ IN_64_BITS = Range(
     "a number of 64 bits",
 )
 OF_ALL = (FINITE, IN_64_BITS)
-"""Ranges of every field, whatever its own are."""
+"""Ranges that apply to every field, in addition to its own."""
 
 
 def _parts(value: Any) -> tuple[Any, ...]:
@@ -110,7 +111,7 @@ def _is_object(text: str) -> bool:
 
 
 def _is_no_number(setting: str) -> bool:
-    """Whether the value of a "name=value" reads as infinity or NaN."""
+    """Return whether the value of a "name=value" setting reads as infinity or NaN."""
     try:
         return not math.isfinite(float(setting.partition("=")[2]))
     except ValueError:
@@ -118,6 +119,6 @@ def _is_no_number(setting: str) -> bool:
 
 
 def named_values(settings: Iterable[str]) -> dict[str, str]:
-    """{name: value} of settings "name=value"; the later of two of one name wins. Names have underscores."""
+    """Return {name: value} of "name=value" settings; a later value of a name wins. Names get underscores."""
     parts = (text.partition("=") for text in settings)
     return {name.strip().replace("-", "_"): value.strip() for name, _, value in parts}

@@ -1,4 +1,5 @@
-"""Recipes: flat YAML files whose keys are the names of flags. Read with keys and types checked; written."""
+"""Recipes: flat YAML files whose keys are the names of flags, read with keys and types checked, and
+written."""
 
 import dataclasses
 import io
@@ -19,8 +20,8 @@ from megatron_ibpo.config.config_error import ConfigError
 
 
 def read_recipe(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return ({field name: value}, {other key as written: value}) of a recipe, its paths absolute. Other keys
-    are parameters of what is chosen, or wrong.
+    """Return ({field name: value}, {other key as written: value}) of a recipe, with absolute paths. Other
+    keys are parameters of the choices, or errors.
 
     Raises:
         ConfigError: a file that cannot be read, a repeated key, a value of the wrong type.
@@ -43,13 +44,13 @@ def read_recipe(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def typed_value(value: Any, entry: Entry, key: str) -> Any:
-    """Return a recipe's value as its field holds it.
+    """Return a recipe's value as its field stores it.
 
     Args:
-        key: begins the message.
+        key: prefix of the error message.
 
     Raises:
-        ConfigError: it has another type.
+        ConfigError: the value has another type.
     """
     try:
         return entry.located(_value(value, entry), in_recipe=True)
@@ -58,14 +59,14 @@ def typed_value(value: Any, entry: Entry, key: str) -> Any:
 
 
 def read_yaml(path: Path, name: str) -> Any:
-    """What the file holds.
+    """Return the content of a YAML file.
 
     Args:
-        name: of the file, for messages.
+        name: the file, for messages.
 
     Raises:
-        ConfigError: it cannot be read, is not YAML, or gives a key twice in one mapping; dashes and
-            underscores count as equal.
+        ConfigError: the file cannot be read, is not YAML, or gives a key twice in one mapping; dashes and
+            underscores are equivalent.
     """
     try:
         content = read_user_file(path, RECIPE_BYTES)
@@ -79,12 +80,12 @@ def read_yaml(path: Path, name: str) -> Any:
     except RecursionError as error:
         raise ConfigError(f"{name}: is not YAML: its brackets nest too deep") from error
     except (yaml.YAMLError, ValueError, TypeError, AttributeError, LookupError, OverflowError) as error:
-        # PyYAML raises all of these for dates, numbers and tags that are none
+        # PyYAML raises all of these for malformed dates, numbers and tags
         raise ConfigError(f"{name}: is not YAML: {error}") from error
 
 
 def config_yaml(config: Config) -> str:
-    """The configuration as a flat recipe; read back by `--config` it gives an equal `Config`."""
+    """Return the configuration as a flat recipe, which `--config` reads back as an equal `Config`."""
     text = io.StringIO()
     for section in dataclasses.fields(config):
         part = dict(vars(getattr(config, section.name)))
@@ -101,15 +102,16 @@ def write_config(config: Config, path: Path) -> None:
 
 
 _Dumper: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
-"""libyaml's, ten times as fast, where PyYAML was built with it."""
+"""libyaml's dumper, ten times as fast, if PyYAML was built with it."""
 
 
 class _RepeatedKeyError(yaml.YAMLError):
-    """A key is given twice in one mapping."""
+    """A key that is given twice in one mapping."""
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML's own rule that keys are unique, which PyYAML does not keep: there the last one wins silently."""
+    """A YAML loader that refuses repeated keys, as YAML's own rule does; PyYAML silently takes the last
+    one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         lines: dict[str, int] = {}
@@ -127,7 +129,7 @@ def _value(value: Any, entry: Entry) -> Any:
     if entry.has_names and isinstance(value, dict):
         if any(isinstance(v, dict | list) for v in value.values()):
             raise TypeError(_words(entry.type))
-        # JSON spells numbers and truth values as they are typed in a flag
+        # JSON spells numbers and booleans as a flag does
         value = [f"{name}={v if isinstance(v, str) else json.dumps(v)}" for name, v in value.items()]
     if entry.has_sources:
         sources = value if isinstance(value, list) else [] if value is None else [value]
@@ -138,7 +140,7 @@ def _value(value: Any, entry: Entry) -> Any:
 
 
 def _source_spec(source: Any) -> Any:
-    """A source of prompts as it is typed in a flag: {path: a.jsonl, weight: 2} is a.jsonl?weight=2."""
+    """Return a source of prompts as a flag spells it: {path: a.jsonl, weight: 2} is a.jsonl?weight=2."""
     if not isinstance(source, dict):
         return source
     settings = {str(name).replace("-", "_"): value for name, value in source.items()}
@@ -152,7 +154,8 @@ def _source_spec(source: Any) -> Any:
 
 
 def _typed(value: Any, hint: Any) -> Any:
-    """`value` as the type `hint` says; TypeError with the expected type in words when it is not one."""
+    """Return `value` as the type in `hint`. If it is not one, raise TypeError with the expected type in
+    words."""
     origin = typing.get_origin(hint)
     if origin in (typing.Union, types.UnionType):
         for choice in typing.get_args(hint):
@@ -175,7 +178,7 @@ def _typed(value: Any, hint: Any) -> Any:
     elif hint is int and isinstance(value, bool):
         pass
     elif hint is Path and isinstance(value, str):
-        if value:  # pathlib takes an empty one for the directory where the user stands
+        if value:  # pathlib reads an empty path as the user's directory
             return Path(value)
     elif isinstance(value, hint):
         return value
@@ -183,7 +186,7 @@ def _typed(value: Any, hint: Any) -> Any:
 
 
 def _fixed_length(hint: Any) -> int | None:
-    """Of a tuple whose items are all of one type; None: any."""
+    """Return the length of a tuple type whose items have one type; None for any length."""
     items = typing.get_args(hint)
     return None if items[-1] is ... else len(items)
 

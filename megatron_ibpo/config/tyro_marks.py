@@ -1,12 +1,12 @@
-"""tyro's marks of fields. A trainer reads no flags, so that it does without tyro."""
+"""tyro's markers for fields. Trainers read no flags, so they work without tyro."""
 
 from contextlib import suppress
 from typing import Any
 
 UseAppendAction: Any = None
-"""A flag that may be repeated."""
+"""Marks a flag that may be repeated."""
 NO_FLAG: tuple[Any, ...] = (None,)
-"""A field that is no flag."""
+"""Marks a field that is not a flag."""
 with suppress(ModuleNotFoundError):
     import tyro
 

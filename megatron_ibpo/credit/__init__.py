@@ -1,4 +1,4 @@
-"""Credit assignment: everything between scored responses and training sequences; one file an idea."""
+"""Credit assignment: everything between scored responses and training sequences; one idea per file."""
 
 from megatron_ibpo.credit.assign import Credit, assign_credit
 from megatron_ibpo.credit.compared_parts import ThinkingMarks, shown

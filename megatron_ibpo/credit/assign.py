@@ -22,13 +22,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class Credit:
-    """What a step trains on, and what was measured on the way."""
+    """Training sequences of a step, with the metrics of making them."""
 
     sequences: list[TrainSequence]
-    """Group by group, responses before corrections; those with advantage 0 included."""
+    """Sequences group by group, responses before corrections; those with advantage 0 included."""
     metrics: dict[str, float]
     memory: Memory = field(default_factory=dict)
-    """What the context of the next step is to have (`CreditContext.memory`)."""
+    """Memory for the context of the next step (`CreditContext.memory`)."""
 
 
 def assign_credit(
@@ -36,19 +36,19 @@ def assign_credit(
 ) -> Credit:
     """Turn the step's scored groups, corrections attached, into weighted training sequences.
 
-    Every sequence weighs 1 / (P·G), P·G being all responses of the step, those left out included, and a
-    correction that times --ibpo-correction-weight. So the scale of the responses' part does not move with
-    the number of corrections. Responses that the verifier failed on are left out of their group and of
-    training, and counted. The result depends on the arguments alone; the order of the groups moves nothing
-    but the order of the sequences.
+    Every sequence weighs 1 / (P·G). P·G counts all responses of the step, including those left out.
+    Corrections weigh --ibpo-correction-weight times that, so the scale of the responses' part does not depend
+    on the number of corrections. Responses whose verifier failed are left out of their group and of training,
+    and counted. The result depends only on the arguments; the order of the groups affects only the order of
+    the sequences.
 
     Args:
-        groups: all of the step; what the operator finds out about the corrections is filled in.
-        operator: what judges responses; by default the one of --ibpo-operator.
+        groups: all groups of the step; the operator's findings about the corrections are filled in.
+        operator: the method that judges responses; None: the one of --ibpo-operator.
 
     Raises:
-        ValueError: the operator, the estimator or the token credit is unknown, gives what it must not, or
-            needs what the context lacks.
+        ValueError: the operator, the estimator or the token credit is unknown, gives an invalid result, or
+            needs something that the context lacks.
     """
     algorithm = context.algorithm
     operator = operator or find_operator(algorithm)
@@ -89,9 +89,9 @@ def assign_credit(
 def _compared_rewards(
     groups: Sequence[Group], judgement: Judgement, operator: Operator, context: CreditContext
 ) -> tuple[list[Compared], dict[str, float]]:
-    """Return (what is compared in every group: its responses, and then the corrections that join them, with
-    their rewards as they are trained on, None for a correction that does not join; bonuses withheld and
-    overlong penalties limited in all)."""
+    """Return (the samples compared in every group, numbers of bonuses withheld and of overlong penalties
+    limited). The samples are the group's responses, then the corrections that may join them, with their
+    rewards as they are trained on; None for a correction that does not join."""
     compared: list[Compared] = []
     all_withheld = all_limited = 0
     for group, phi in zip(groups, judgement.phi, strict=True):
@@ -124,7 +124,8 @@ def _corrections(
 
 
 def _parted(groups: Sequence[Group], values: Sequence[list[T]]) -> tuple[list[list[T]], list[list[T]]]:
-    """Of every group (those of the responses, those of the corrections that may join them)."""
+    """Split the values of every group into (those of its responses, those of the corrections that may
+    join)."""
     sizes = [len(group.responses) for group in groups]
     pairs = list(zip(values, sizes, strict=True))
     return [own[:size] for own, size in pairs], [own[size:] for own, size in pairs]

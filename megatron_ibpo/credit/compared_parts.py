@@ -1,4 +1,4 @@
-"""Which part of a solution a correction prompt shows, and so which part is compared (ibpo step 4)."""
+"""The part of a solution that a correction prompt shows, which is also the part compared (ibpo step 4)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,16 +10,16 @@ from megatron_ibpo.basics.records import Correction, Flags, Group, Sample, Token
 
 Indices = npt.NDArray[np.intp]
 Ragged = tuple[TokenIds, npt.NDArray[np.int64]]
-"""(values, offsets) of several parts, as megatron_ibpo.edit_distance takes them."""
+"""(values, offsets) of several parts, in the form that megatron_ibpo.edit_distance takes."""
 
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Some of a response's tokens."""
+    """A part of a response's tokens."""
 
     ids: TokenIds
     places: Indices | None
-    """Index in the response of each of them; None: it is the whole content, from the first token on."""
+    """Index of each token in the response; None if the part is the whole content."""
 
 
 @dataclass(frozen=True)
@@ -32,22 +32,22 @@ class ThinkingMarks:
 
 @dataclass(frozen=True, eq=False)
 class ComparedPairs:
-    """Every correction of a step with its target, as they are compared."""
+    """Every correction of a step with its target, in the form for comparison."""
 
     members: list[tuple[Group, Correction]]
     targets: list[Part]
     y: Ragged
-    """What is compared of the targets."""
+    """Compared parts of the targets."""
     y_hat: Ragged
-    """What is compared of the corrections."""
+    """Compared parts of the corrections."""
 
 
 def shown(response: Sample, marks: ThinkingMarks | None) -> Part:
-    """What a correction prompt shows of a response: all but the end-of-sequence id, or, given marks, all but
-    that and what lies between them, marks included.
+    """Return the part of a response that a correction prompt shows: all but the end-of-sequence id. Given
+    marks, thinking is left out too, marks included.
 
-    A prompt whose last mark is an opening one puts the response inside from its start. Thinking that is
-    never closed is hidden to its end; a closing mark that nothing opened hides all that stands before it.
+    If the last mark in the prompt is an opening one, the response starts inside thinking. Thinking that is
+    never closed is hidden to its end; a closing mark that nothing opened hides everything before it.
     """
     if marks is None:
         return Part(response.content_ids, None)
@@ -55,8 +55,8 @@ def shown(response: Sample, marks: ThinkingMarks | None) -> Part:
 
 
 def compared(response: Sample, marks: ThinkingMarks | None) -> Part:
-    """The part of what is shown that the policy wrote: tool output that two solutions share brings them no
-    nearer."""
+    """Return the tokens of the shown part that the policy wrote. Tool output is left out, so that output
+    shared by two solutions brings them no nearer."""
     if response.num_trained_tokens == len(response.token_ids):
         return shown(response, marks)
     written = response.loss_mask[: response.num_content_tokens]
@@ -64,7 +64,8 @@ def compared(response: Sample, marks: ThinkingMarks | None) -> Part:
 
 
 def compared_pairs(groups: Sequence[Group], marks: ThinkingMarks | None) -> ComparedPairs:
-    """Made once for all comparisons: joining the tokens takes as long as finding few edits."""
+    """Return the parts to compare for all corrections. Called once for all comparisons, since joining the
+    tokens takes as long as finding a few edits."""
     members = [(group, correction) for group in groups for correction in group.corrections]
     targets = [compared(group.responses[c.target], marks) for group, c in members]
     corrected = [compared(c.response, marks) for _, c in members]
@@ -82,7 +83,7 @@ def _join(parts: Sequence[Part]) -> Ragged:
 
 
 def _outside_thinking(response: Sample, marks: ThinkingMarks) -> Flags:
-    """Which tokens of the content are no thinking."""
+    """Return which tokens of the content lie outside thinking."""
     content = response.content_ids
     hidden_from: int | None = 0 if _ends_inside(response.prompt_token_ids, marks) else None
     keep = np.ones(len(content), bool)
@@ -103,7 +104,7 @@ def _ends_inside(prompt_ids: TokenIds, marks: ThinkingMarks) -> bool:
 
 
 def _marks_in(ids: TokenIds, marks: ThinkingMarks) -> list[tuple[int, bool]]:
-    """(index, whether it is a closing mark) of every mark, in order."""
+    """Return (index, whether it is a closing mark) of every mark, in order."""
     opening = [(place, False) for place in _occurrences(ids, marks.opening)]
     return sorted(opening + [(place, True) for place in _occurrences(ids, marks.closing)])
 

@@ -1,4 +1,4 @@
-"""Corrections as samples of their own: their rewards, and what these are relative to (ibpo step 11)."""
+"""Corrections as samples of their own: their rewards and advantages (ibpo step 11)."""
 
 from collections.abc import Sequence
 
@@ -9,8 +9,9 @@ from megatron_ibpo.credit.overlong import with_overlong_penalty
 
 
 def correction_rewards(group: Group, operator: Operator, context: CreditContext) -> list[float | None]:
-    """The plain reward of every correction, less ρ where its distance from the wrong response exceeds α, and
-    less the overlong penalty, which puts no correct one below a wrong one; None where the verifier failed."""
+    """Return the plain reward of every correction, less ρ where its distance from the wrong response exceeds
+    α, and less the overlong penalty, which puts no correct one below a wrong one; None where the verifier
+    failed."""
     penalty = operator.ibpo_rewrite_penalty
     rewards = [
         None if c.response.reward is None else c.response.reward - penalty * c.beyond_threshold
@@ -26,8 +27,8 @@ def correction_advantages(
     estimator: Estimator,
     operator: Operator,
 ) -> list[list[float | None]]:
-    """Return the advantage of every correction of every group among those that it is compared with
-    (--ibpo-correction-group)."""
+    """Return the advantage of every correction of every group, relative to the corrections that it is
+    compared with (--ibpo-correction-group)."""
     found: list[list[float | None]] = [[None] * len(of_group) for of_group in rewards]
     places = [
         (number, members) for number, group in enumerate(groups) for members in _compared(group, operator)
@@ -46,13 +47,14 @@ def correction_advantages(
 
 
 def degenerate_correction_groups(group: Group, operator: Operator, context: CreditContext) -> int:
-    """Return the number of groups of corrections in which there is nothing to compare."""
+    """Return the number of groups of corrections whose rewards are all equal."""
     rewards = correction_rewards(group, operator, context)
     return sum(is_degenerate([rewards[i] for i in members]) for members in _compared(group, operator))
 
 
 def _compared(group: Group, operator: Operator) -> list[list[int]]:
-    """Indices of the corrections that are compared with each other: all of the prompt, or those of a pair."""
+    """Return the indices of the corrections that are compared with each other: all of the prompt, or those of
+    a pair."""
     by_pair = operator.ibpo_correction_group == "pair"
     members: dict[int, list[int]] = {}
     for index, correction in enumerate(group.corrections):

@@ -31,48 +31,48 @@ from megatron_ibpo.credit.shaping import correction_bonus, counts
 
 @dataclass(frozen=True)
 class CompareAndCorrect(Operator):
-    """Has every wrong response corrected by the policy itself. φ is what its corrections are worth
-    (`correction_bonus`); under --ibpo-variant mask and signed-mask, those that count say which tokens to
-    learn from. A mask is the paper's Eq. 17 to the letter, whatever the sign of the advantage; a signed mask
-    is turned round where the advantage is above 0.
+    """Compare-and-correct: the policy itself corrects every wrong response. φ is the value of its corrections
+    (`correction_bonus`). Under --ibpo-variant mask and signed-mask, the corrections that count also choose
+    the tokens to learn from. A mask is the paper's Eq. 17 to the letter, whatever the sign of the advantage;
+    a signed mask is inverted where the advantage is above 0.
 
-    Both methods raise ValueError under --ibpo-strip-thinking if the context does not say what marks thinking.
+    Both methods raise ValueError under --ibpo-strip-thinking if the context has no marks of thinking.
     """
 
     ibpo_variant: Literal["base", "ratio", "mask", "signed-mask"] = "base"
-    """How a successful correction is turned into credit: Δ = β ("base"); Δ = the share of tokens that it
-    keeps ("ratio"); or Δ = β and a gradient through the tokens that it changes only ("mask", as in the
-    paper). Where most of a group is wrong the bonus can lift a response above its group's mean, and then
-    "mask" makes just its wrong tokens likelier; "signed-mask" lets such a response learn from the tokens that
-    the correction keeps."""
+    """Credit for a successful correction. "base": Δ = β. "ratio": Δ = the share of tokens that it keeps.
+    "mask": Δ = β, and a gradient only through the tokens that it changes, as in the paper. Where most of a
+    group is wrong, the bonus can lift a response above its group's mean, and "mask" then makes exactly its
+    wrong tokens likelier. "signed-mask": such a response learns instead from the tokens that the correction
+    keeps."""
     ibpo_mask_insertions: bool = False
-    """In a mask, a token counts as changed too if the correction inserts something after it. Off: a
-    correction that only inserts then leaves a response without gradient, which is counted."""
+    """Count a token as changed in a mask if the correction inserts something after it. Off: a response whose
+    correction only inserts is then left without gradient, and counted."""
     ibpo_lambda: Annotated[float, NOT_NEGATIVE] = 0.6
-    """λ: shaped reward is r + λΔ. 0.6 is the best of the paper's sensitivity study."""
+    """λ: the shaped reward is r + λΔ. 0.6 is the best of the paper's sensitivity study."""
     ibpo_beta: Annotated[float, UNIT] = 0.5
     """β: Δ of a successful correction that is no rewrite."""
     ibpo_k: Annotated[int, within(1, 1024, "the wrong response itself is one")] = 2
     """K: solutions compared in one correction prompt, the wrong one included."""
     ibpo_corrections: Annotated[int, within(1, 1024, "for none, --ibpo-operator none")] = 1
-    """M: corrections sampled for each wrong response."""
+    """M: corrections sampled per wrong response."""
     ibpo_rewrite_threshold: Annotated[float | Literal["adaptive"], or_word("adaptive", at_least(0))] = 0.6
-    """α: normalised edit distance above which a correction may count as a rewrite; "adaptive" is mean +
-    2 population standard deviations over the step's corrections."""
+    """α: normalised edit distance above which a correction may count as a rewrite; "adaptive": mean + 2
+    population standard deviations over the step's corrections."""
     ibpo_joint: bool = True
     """Train on the corrections as samples of their own."""
     ibpo_plain_prompt: Literal["none", "successful", "one"] = "none"
-    """In place of --ibpo-joint, corrections that are trained on as off-policy samples of the prompt itself,
-    their rewards compared with those of its responses: "successful", those that are right and no rewrite;
-    "one", one of each group, a right one if there is one (Critique-GRPO). None in the paper."""
+    """Train on corrections as off-policy samples of the prompt itself, in place of --ibpo-joint, with their
+    rewards compared with those of the prompt's responses. "successful": those that are right and no rewrite.
+    "one": one per group, a right one if there is one (Critique-GRPO). "none" in the paper."""
     ibpo_correction_weight: Annotated[float, NOT_NEGATIVE] = 1.0
     """Weight of a correction relative to a response in the joint loss."""
     ibpo_correction_group: Literal["prompt", "pair"] = "prompt"
-    """What a correction's advantage is relative to: all corrections made for its prompt, or those of its own
+    """Comparison group of a correction's advantage: all corrections made for its prompt, or those of its own
     pair (which needs several, --ibpo-corrections)."""
     ibpo_rewrite_penalty: Annotated[float, NOT_NEGATIVE] = 0.0
-    """ρ: what a correction loses of its own reward in the joint loss if its distance from the response
-    exceeds α. Off in the paper's base variant."""
+    """ρ: deducted from a correction's own reward in the joint loss if its distance from the response exceeds
+    α. Off in the paper's base variant."""
     ibpo_strip_thinking: bool = False
     """Leave <think>…</think> out of the solutions that a correction prompt shows. Off, as in the paper."""
 
@@ -137,7 +137,8 @@ class CompareAndCorrect(Operator):
         return asked
 
     def judge(self, groups: Sequence[Group], context: CreditContext) -> Judgement:
-        """Fills in what the comparison with their targets says of the corrections."""
+        """Judge the step, and fill in the fields of the corrections that come from comparing them with their
+        targets."""
         marks = self._thinking(context)
         pairs = compared_pairs(groups, marks)
         edits, numbers = find_edits(pairs, mark_insertions=self.ibpo_mask_insertions)
@@ -150,7 +151,7 @@ class CompareAndCorrect(Operator):
             sum(degenerate_correction_groups(group, self, context) for group in groups)
         )
         if threshold is not None:
-            # no distance exceeds 1, so at α >= 1 nothing is ever called a rewrite
+            # no distance exceeds 1, so with α >= 1 nothing is ever a rewrite
             metrics |= {"rewrite_threshold": threshold, "rewrite_filter_off": float(threshold >= 1)}
         phi = [
             correction_bonus(group, None if self.ibpo_variant == "ratio" else self.ibpo_beta)
@@ -166,7 +167,7 @@ class CompareAndCorrect(Operator):
         return Judgement(phi, masks, metrics, raised)
 
     def _references(self, group: Group, target: int, context: CreditContext) -> tuple[int, ...]:
-        # a generator for each draw, so that a draw does not depend on what was drawn before it
+        # one generator per draw, so that a draw does not depend on earlier ones
         rng = random.Random(derive_seed("pair", context.seed, context.step, group.prompt.index, target))
         return draw_references(target, group.responses, self.ibpo_k - 1, rng)
 
@@ -196,7 +197,8 @@ def _request(
 
 
 def _masks(group: Group, edits: Sequence[Flags]) -> list[TokenWeights]:
-    """The mask of every response: the union of what its corrections that count change; None without any."""
+    """Return the mask of every response: the union of the tokens that its counting corrections change; None
+    without any."""
     of_target: list[list[Flags]] = [[] for _ in group.responses]
     for correction, changed in zip(group.corrections, edits, strict=True):
         if counts(correction):

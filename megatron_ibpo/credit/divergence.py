@@ -1,8 +1,9 @@
-"""Credit by divergence: a wrong response learns where it leaves the prefix that it shares with a right one.
+"""Credit by divergence: a wrong response learns at the place where it leaves the prefix shared with a right
+one.
 
 Samples of one prompt form a tree. Where a wrong response parts from a right one of its group, something was
-decided; what the two share cannot tell right from wrong. Ours; credit by common prefixes as in SPO
-(arXiv 2505.23564) and OAR (arXiv 2601.07408), without their further samples and passes: the price is 1.00
+decided; what the two share cannot tell right from wrong. Our own method, with credit by common prefixes as in
+SPO (arXiv 2505.23564) and OAR (arXiv 2601.07408), but without their extra samples and passes: it costs 1.00
 times the tokens of GSPO.
 """
 
@@ -23,7 +24,7 @@ from megatron_ibpo.credit.token_credit import Advantages, TokenFactors, on_wrong
 
 Unit = Literal["token", "step"]
 Step = tuple[int, int, str | None]
-"""(first token, token after the last, text as it is compared); the end-of-sequence id is one without text."""
+"""(first token, token after the last, text for comparison). The end-of-sequence id is a step without text."""
 
 _NUMBER = re.compile(r"\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d+(?:\.\d+)?")
 _AROUND_SIGNS = re.compile(r"(?:(?<!\s)\s++)?+([^\w\s])\s*+")
@@ -31,18 +32,19 @@ _AROUND_SIGNS = re.compile(r"(?:(?<!\s)\s++)?+([^\w\s])\s*+")
 
 @dataclass(frozen=True)
 class DivergenceCut:
-    """m_t = 1 from the place on where the response leaves the longest prefix that it shares with a correct
-    one of its group, and 0 before it.
+    """m_t = 1 from the place where the response leaves the longest prefix that it shares with a correct one
+    of its group, and 0 before it.
 
-    So for wrong responses with an advantage below 0 and a correct sibling; the others learn as a whole. One
-    that is all prefix, such as one that was cut off, learns nothing.
+    Applies to wrong responses with an advantage below 0 and a correct sibling; the others keep all tokens. A
+    response that is all prefix, such as a truncated one, learns nothing.
 
     A call raises ValueError under --token-credit-unit step if the context has no texts of tokens.
     """
 
     token_credit_unit: Unit = "token"
-    """What divergence goes by. "token": the first token that differs. "step": the first step (a line, a
-    sentence, a calculation) that differs in more than white space and the spelling of numbers, for prose."""
+    """Unit in which responses are compared. "token": the first token that differs. "step": the first step (a
+    line, a sentence, a calculation) that differs in more than white space and the spelling of numbers, for
+    prose."""
 
     chooses_tokens: ClassVar[bool] = True
 
@@ -57,15 +59,15 @@ class DivergenceCut:
 
 @dataclass(frozen=True)
 class DivergenceWindow:
-    """As `DivergenceCut`, and 1 at the first --token-credit-tokens tokens alone that the policy wrote from
-    that place on; by steps, at the step that begins there."""
+    """`DivergenceCut` with m_t = 1 only at the first --token-credit-tokens tokens that the policy wrote from
+    that place on. By steps, only at the step that begins there."""
 
     token_credit_tokens: Annotated[int, COUNT] = 2
     """w, the width of the window. 2 was the best of those tried on the tiny tasks."""
     token_credit_unit: Unit = "token"
-    """What divergence goes by. "token": the first token that differs. "step": the first step (a line, a
-    sentence, a calculation) that differs in more than white space and the spelling of numbers, for prose; the
-    window is then that step."""
+    """Unit in which responses are compared. "token": the first token that differs. "step": the first step (a
+    line, a sentence, a calculation) that differs in more than white space and the spelling of numbers, for
+    prose; the window is then that step."""
 
     chooses_tokens: ClassVar[bool] = True
 
@@ -83,13 +85,13 @@ class DivergenceWindow:
 
 
 def shared_tokens(response: Sample, others: Sequence[Sample]) -> int:
-    """The length of the longest prefix that the response shares with one of the others."""
+    """Return the length of the longest prefix that the response shares with one of the others."""
     return max(shared_length(response.token_ids, other.token_ids) for other in others)
 
 
 def normalised(text: str) -> str:
-    """What two steps are compared by: numbers without thousands separators, leading zeros and zeros at the
-    end of their fraction; one space between words, none around signs."""
+    """Return the form in which two steps are compared: numbers without thousands separators, leading zeros
+    and trailing zeros of their fraction; one space between words, none around signs."""
     return " ".join(_AROUND_SIGNS.sub(r"\1", _NUMBER.sub(_plain_number, text)).split())
 
 
@@ -99,7 +101,8 @@ def _between(
     place: Callable[[Sample, Sequence[Sample]], tuple[int, int]],
     bounds: Callable[[Sample, int, int], tuple[int, int]],
 ) -> TokenFactors:
-    """
+    """Return weights of 1 within `bounds` and 0 elsewhere, for wrong responses with an advantage below 0.
+
     Args:
         place: (response, correct ones) → [first, last) of the step in which it diverges.
         bounds: (response, first token of that step, token after it) → the tokens [first, last) that learn.
@@ -123,13 +126,14 @@ def _place(unit: Unit, context: CreditContext) -> Callable[[Sample, Sequence[Sam
 
 
 def _token_place(response: Sample, correct: Sequence[Sample]) -> tuple[int, int]:
-    """[first, last) of the first token that no correct response has after the same tokens."""
+    """Return [first, last) of the first token that no correct response has after the same tokens."""
     shared = shared_tokens(response, correct)
     return shared, shared + 1
 
 
 def _step_place(context: CreditContext) -> Callable[[Sample, Sequence[Sample]], tuple[int, int]]:
-    """Gives [first, last) of the first step that no correct response has after the same steps."""
+    """Return a function for [first, last) of the first step that no correct response has after the same
+    steps."""
     texts = lent(context.vocabulary.token_texts, "texts of tokens")
     steps = cache(lambda sample: _steps(sample, texts))
 

@@ -1,5 +1,5 @@
-"""What a correction changes of the wrong response: U, the tokens it leaves, and the rest (ibpo step 7); and
-the rewrite test: a correction that is a new solution says nothing about the old one (ibpo step 6)."""
+"""The tokens of the wrong response that a correction changes, and U, those it keeps (ibpo step 7); and the
+rewrite test: a correction that is a new solution says nothing about the old one (ibpo step 6)."""
 
 import math
 from collections.abc import Sequence
@@ -15,15 +15,15 @@ from megatron_ibpo.edit_distance import rewrite_test, unmodified_mask
 
 
 def find_edits(pairs: ComparedPairs, *, mark_insertions: bool) -> tuple[list[Flags], npt.NDArray[np.int64]]:
-    """For every correction, in order, which tokens of its target it changes: those that the canonical
-    alignment of the two does not keep. Fills in `unmodified_share`.
+    """Return the tokens of its target that each correction changes, in order: those that their canonical
+    alignment does not keep. Fill in `unmodified_share`.
 
-    Tokens that the correction prompt hid count as changed. The end-of-sequence id counts as kept where the
+    Tokens hidden from the correction prompt count as changed. The end-of-sequence id counts as kept if the
     correction has one too.
 
     Args:
-        mark_insertions: the token before an insertion counts as changed too. Before the first token there is
-            none.
+        mark_insertions: count the token before an insertion as changed too. Insertions before the first token
+            have no such token.
 
     Returns:
         (flags of each token of each target, number of edits [corrections])
@@ -47,7 +47,8 @@ def find_edits(pairs: ComparedPairs, *, mark_insertions: bool) -> tuple[list[Fla
 
 
 def gradient_mask(edits: Sequence[Flags]) -> Weights:
-    """m_t of a response from its corrections that count: 1 where any of them changes the token, else 0."""
+    """Return m_t of a response from its corrections that count: 1 where any of them changes the token,
+    otherwise 0."""
     return np.logical_or.reduce(edits).astype(np.float64)
 
 
@@ -57,13 +58,14 @@ def mark_rewrites(
     threshold: float | Literal["adaptive"],
     marks: ThinkingMarks | None,
 ) -> float | None:
-    """Fill in the distances of every correction and what follows from them: see records.Correction.
+    """Fill in the distances of every correction and the fields derived from them: see records.Correction.
 
     A correction ŷ of y is a rewrite when d(y, ŷ) > α and, if it had references, d(y, ŷ) > d(ŷ, y_ref) with
-    the nearest of them. d is the token edit distance over the longer length, of what is compared.
+    the nearest of them. d is the token edit distance between the compared parts, divided by the longer
+    length.
 
     Args:
-        edits: of each pair, as `find_edits` counts them.
+        edits: number of edits of each pair, from `find_edits`.
         threshold: α, or "adaptive": mean + 2 population standard deviations of d(y, ŷ) over all corrections
             of the step.
 
@@ -90,7 +92,7 @@ def _cut(flags: npt.NDArray[np.uint8], offsets: npt.NDArray[np.int64]) -> list[F
 
 
 def _before_insertions(kept: Flags, kept_of_corrected: Flags) -> npt.NDArray[np.intp]:
-    """Indices of kept tokens after which the correction has tokens of its own and the target none."""
+    """Return the indices of kept tokens after which the correction inserts tokens and the target has none."""
     ours, theirs = np.flatnonzero(kept), np.flatnonzero(kept_of_corrected)
     gap_here = np.diff(ours, append=len(kept)) - 1
     gap_there = np.diff(theirs, append=len(kept_of_corrected)) - 1
@@ -98,7 +100,7 @@ def _before_insertions(kept: Flags, kept_of_corrected: Flags) -> npt.NDArray[np.
 
 
 def _in_response(changed: Flags, part: Part, response: Sample, correction: Correction) -> Flags:
-    """From the tokens of a part to those of the whole response."""
+    """Map the flags of a part's tokens to those of the whole response."""
     flags = np.ones(len(response.token_ids), bool)
     flags[slice(len(changed)) if part.places is None else part.places] = changed
     if response.finish_reason == "stop":

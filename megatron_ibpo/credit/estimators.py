@@ -1,8 +1,8 @@
-"""Estimators: what a reward is relative to (ibpo step 9).
+"""Advantage estimators: the baseline and scale of a reward (ibpo step 9).
 
-An estimator makes advantages of the rewards that are compared with each other, of one prompt's responses or
-of its corrections. Most are plain functions of these rewards, so that another one is a few lines. One that
-needs the whole batch or the samples, such as their lengths, is an object with a method `of_batch`.
+An estimator turns the rewards that are compared with each other, those of one prompt's responses or of its
+corrections, into advantages. Most are plain functions of these rewards, so that a new one takes a few lines.
+One that needs the whole batch or the samples, such as their lengths, is an object with a method `of_batch`.
 """
 
 import math
@@ -18,17 +18,16 @@ class Compared:
     """Samples that are compared with each other."""
 
     rewards: Sequence[float | None]
-    """Reward of each, as it is trained on. An estimator never sees None, which stands for a failed
-    verifier."""
+    """Reward of each, as it is trained on. None stands for a failed verifier; estimators never see it."""
     samples: Sequence[Sample]
 
 
 GroupEstimator = Callable[[Sequence[float]], Sequence[float]]
-"""Rewards that are compared → the advantage of each, in the same order."""
+"""Compared rewards → the advantage of each, in the same order."""
 
 
 class BatchEstimator(Protocol):
-    """An estimator that sees everything of a step that is compared."""
+    """An estimator that sees everything compared in a step."""
 
     def of_batch(self, batch: Sequence[Compared]) -> Sequence[Sequence[float]]:
         """Return the advantage of each sample of each comparison. A group that is judged alone
@@ -39,19 +38,19 @@ class BatchEstimator(Protocol):
 Estimator = GroupEstimator | BatchEstimator
 
 CRITIC = "critic"
-"""--advantages of PPO: token by token, a reward is relative to what a critic expected (`gae.py`)."""
+"""--advantages of PPO: a critic's value is each token's baseline (`gae.py`)."""
 
 _EPSILON = 1e-8
 
 
 def is_degenerate(rewards: Sequence[float | None]) -> bool:
-    """Nothing to compare: fewer than two different rewards."""
+    """Return whether there is nothing to compare: fewer than two different rewards."""
     return len({reward for reward in rewards if reward is not None}) < 2
 
 
 def group_mean(rewards: Sequence[float]) -> list[float]:
-    """A_i = r_i - mean, in float64: the advantage of Dr. GRPO (arXiv 2503.20783), which has no std because
-    dividing by it makes questions that are nearly always or nearly never answered count more.
+    """Return A_i = r_i - mean, in float64: the advantage of Dr. GRPO (arXiv 2503.20783). It has no std
+    because dividing by it gives more weight to questions that are nearly always or nearly never answered.
 
     Equal rewards have advantages of exactly 0: their rounding error would otherwise be a gradient. Sums are
     exact, so that the order of the group does not matter.
@@ -63,15 +62,15 @@ def group_mean(rewards: Sequence[float]) -> list[float]:
 
 
 def group_z_score(rewards: Sequence[float]) -> list[float]:
-    """A_i = (r_i - mean) / (std + 1e-8) with the population std of the group (GRPO, arXiv 2402.03300).
+    """Return A_i = (r_i - mean) / (std + 1e-8) with the population std of the group (GRPO, arXiv 2402.03300).
 
-    The population's std and not Bessel's, since the group is all that there is, and so is IBPO's.
+    The std is the population's, not Bessel's, since the group is the whole population; IBPO uses the same.
     """
     return _z_score(rewards, len(rewards))
 
 
 def group_z_score_bessel(rewards: Sequence[float]) -> list[float]:
-    """The same with Bessel's std, of a sum divided by n - 1, as verl, TRL, slime and oat have it: advantages
+    """Return the same with Bessel's std, a sum divided by n - 1, as in verl, TRL, slime and oat: advantages
     are √((n - 1)/n) times those of `group_z_score`, .94 at n = 8 and .71 at n = 2."""
     return _z_score(rewards, len(rewards) - 1)
 
@@ -83,13 +82,13 @@ def _z_score(rewards: Sequence[float], divisor: int) -> list[float]:
 
 
 def maxrl(rewards: Sequence[float]) -> list[float]:
-    """A_i = (r_i - mean) / mean: the mean takes the place of the std, so that rare successes count more. Its
+    """Return A_i = (r_i - mean) / mean. The mean replaces the std, so that rare successes count more. The
     gradient is that of the log of the mean success, to the order of the group (MaxRL, arXiv 2602.02710).
 
     A group without a success has advantages of 0.
 
     Raises:
-        ValueError: a reward below 0, of which there is no logarithm.
+        ValueError: a reward below 0, which has no logarithm.
     """
     if rewards and min(rewards) < 0:
         raise ValueError(
@@ -102,8 +101,8 @@ def maxrl(rewards: Sequence[float]) -> list[float]:
 
 
 def leave_one_out(rewards: Sequence[float]) -> list[float]:
-    """A_i = r_i less the mean of the other rewards (RLOO, arXiv 2402.14740), which is n / (n - 1) times r_i
-    less the mean of all: without a bias, since no reward is compared with itself."""
+    """Return A_i = r_i less the mean of the other rewards (RLOO, arXiv 2402.14740), which is n / (n - 1)
+    times r_i less the mean of all. It is unbiased, since no reward is compared with itself."""
     others = max(1, len(rewards) - 1)
     return [value * len(rewards) / others for value in group_mean(rewards)]
 
@@ -112,7 +111,7 @@ def advantages(batch: Sequence[Compared], estimator: Estimator) -> list[list[flo
     """Return the advantage of every sample of every comparison; None where its reward is None.
 
     Raises:
-        ValueError: the estimator gives other than one finite number for each reward.
+        ValueError: the estimator does not give exactly one finite number per reward.
     """
     known = [_known(compared) for compared in batch]
     asked = [compared for compared in known if compared.rewards]

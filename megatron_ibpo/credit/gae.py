@@ -13,13 +13,13 @@ from megatron_ibpo.credit.operator import CreditContext, lent
 
 @dataclass(frozen=True)
 class Critic:
-    """The estimator of PPO. It compares no rewards: the critic is asked once all sequences are there."""
+    """The estimator of PPO. It compares no rewards: the critic is asked once all sequences are complete."""
 
     gae_gamma: Annotated[float, UNIT] = 1.0
-    """γ of generalised advantage estimation. 1: only the end is rewarded, and it should not count less for
-    a long response."""
+    """γ of generalised advantage estimation. 1: only the end is rewarded, and it should not count less for a
+    long response."""
     gae_lambda: Annotated[float, UNIT] = 0.95
-    """λ of generalised advantage estimation, between the critic's next value (0) and the reward (1)."""
+    """λ of generalised advantage estimation: 0 uses the critic's next value, 1 the reward."""
 
     def __call__(self, rewards: Sequence[float]) -> list[float]:
         return [0.0] * len(rewards)
@@ -28,17 +28,17 @@ class Critic:
 def generalised_advantages(
     values: Sequence[Weights], rewards: Sequence[float], *, gamma: float, lam: float
 ) -> list[Weights]:
-    """A_t = Σ_k (γλ)^k δ_{t+k} of every token of every response, δ_t = γ V_{t+1} - V_t; at the last token the
-    reward stands instead of γ V.
+    """Return A_t = Σ_k (γλ)^k δ_{t+k} of every token of every response, δ_t = γ V_{t+1} - V_t; at the last
+    token the reward replaces γ V.
 
     Args:
         values: V_t of each response before its token t, not empty.
-        rewards: of each response, at its end. One that was cut off has ended too.
+        rewards: reward at the end of each response. A truncated response has ended too.
     """
     width = max(map(len, values), default=0)
     values_ST, rewards_S = np.zeros((len(values), width)), np.asarray(rewards, np.float64)
     for row, own in zip(values_ST, values, strict=True):
-        row[width - len(own) :] = own  # aligned at their ends, so that all of them end at once
+        row[width - len(own) :] = own  # aligned at their ends, so that one loop serves all
     out_ST, advantages_S, after_S = np.zeros_like(values_ST), np.zeros(len(values)), rewards_S
     for t in reversed(range(width)):
         advantages_S = after_S - values_ST[:, t] + gamma * lam * advantages_S
@@ -50,10 +50,10 @@ def generalised_advantages(
 def critic_credit(
     sequences: Sequence[TrainSequence], critic: Critic, context: CreditContext
 ) -> tuple[list[TrainSequence], dict[str, float]]:
-    """(the sequences with token advantages, returns and values; what was measured).
+    """Return (the sequences with token advantages, returns and values; metrics).
 
-    Advantages are brought to mean 0 and population std 1 over all trained tokens of the step. Tokens that the
-    policy did not write are passed over: the value after a token is that before the next one it wrote.
+    Advantages are scaled to mean 0 and population std 1 over all trained tokens of the step. Tokens that the
+    policy did not write are skipped: the value after a token is that before the next one it wrote.
 
     Raises:
         ValueError: the context has no critic.
@@ -62,7 +62,7 @@ def critic_credit(
         return [], {}
     ask = lent(context.values, "a critic")
     predicted = ask(list(sequences))
-    # float64 before anything is added up
+    # convert to float64 before any sum
     own_values = [v[s.loss_mask].astype(np.float64) for v, s in zip(predicted, sequences, strict=True)]
     advantages = generalised_advantages(
         own_values,
@@ -90,18 +90,18 @@ def critic_credit(
         "value_mean": float(np.concatenate(own_values).mean()),
         "return_mean": float(flat_returns.mean()),
     }
-    if spread > 0:  # λ-returns contain the values: what they explain of them is flattered, except at λ = 1
+    if spread > 0:  # λ-returns contain the values, so this is too high except at λ = 1
         metrics["value_explained_variance"] = float(1 - flat.var() / spread)
     return credited, metrics
 
 
 def _reward(sequence: TrainSequence) -> float:
-    assert sequence.reward is not None  # sequences of samples that the verifier failed on are never made
+    assert sequence.reward is not None  # samples whose verifier failed never become sequences
     return sequence.reward
 
 
 def _spread(values: Weights, loss_mask: Flags) -> Weights:
-    """From trained tokens to all tokens of a response, 0 at the others."""
+    """Spread values of trained tokens over all tokens of a response, with 0 at the others."""
     out = np.zeros(len(loss_mask))
     out[loss_mask] = values
     return out

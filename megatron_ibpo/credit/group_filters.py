@@ -1,4 +1,4 @@
-"""Which groups are used: --group-filter, and dynamic sampling (DAPO, arXiv 2503.14476, section 3.2)."""
+"""Filters of groups: --group-filter, and dynamic sampling (DAPO, arXiv 2503.14476, section 3.2)."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -10,28 +10,28 @@ from megatron_ibpo.credit.estimators import CRITIC
 from megatron_ibpo.credit.operator import CreditContext, Operator
 
 GroupFilter = Callable[[Group], bool]
-"""Whether a group, scored and not yet corrected, is used."""
+"""Returns whether to use a group, scored and not yet corrected."""
 AfterCredit = Callable[[Group, CreditContext, Operator], bool]
-"""Whether a group is worth using after all, once its corrections are there."""
+"""Returns whether a group is worth using once its corrections are there."""
 
 
 def any_group(group: Group) -> bool:
-    """Every group is used."""
+    """Accept every group."""
     return True
 
 
 def is_informative(group: Group) -> bool:
-    """Some of the responses are correct and some are not; those that the verifier failed on are neither.
-    Prompts that all or no responses answer correctly have no advantage."""
+    """Return whether some of the responses are correct and some are not; those whose verifier failed are
+    neither. If all or no responses are correct, a prompt has no advantage."""
     return len({response.correct for response in group.responses if response.reward is not None}) == 2
 
 
 def leaves_gradient(group: Group, context: CreditContext, operator: Operator) -> bool:
-    """Some response or correction has an advantage other than 0: so for a group without a correct response in
-    which some corrections succeed and others do not.
+    """Return whether some response or correction has an advantage other than 0. For example, a group without
+    a correct response does if some of its corrections succeed and others do not.
 
-    Judged by the group alone, so an adaptive rewrite threshold is that of its own corrections. Rewards decide
-    where a critic makes the advantages.
+    Judged by the group alone, so an adaptive rewrite threshold is that of its own corrections. With a critic,
+    rewards decide instead of advantages.
     """
     algorithm = replace(context.algorithm, token_credit="uniform")
     if algorithm.advantages == CRITIC:
@@ -41,10 +41,10 @@ def leaves_gradient(group: Group, context: CreditContext, operator: Operator) ->
 
 
 def find_group_filter(algorithm: AlgorithmConfig) -> GroupFilter:
-    """The function of --group-filter; every group is used where there is none.
+    """Return the function of --group-filter; by default one that accepts every group.
 
     Raises:
-        ValueError: it cannot be loaded, or is no function.
+        ValueError: it cannot be loaded, or is not callable.
     """
     if algorithm.group_filter is None:
         return any_group
@@ -59,12 +59,13 @@ def fill_batch(
     usable: GroupFilter = any_group,
     preferred: GroupFilter = is_informative,
 ) -> tuple[list[Group], dict[str, float]]:
-    """(`wanted` groups, preferred ones as far as they were found, what was measured).
+    """Return (`wanted` groups, preferred ones as far as available, metrics).
 
     Args:
-        draw: scored groups of round 0, 1, …; each round other prompts.
-        max_rounds: after these the batch is filled up with the first groups that are usable and not
-            preferred, and they are counted. If there are not enough, the batch is smaller: counted too.
+        draw: returns scored groups of round 0, 1, …; each round has other prompts.
+        max_rounds: after these the batch is filled up with the first groups that are usable but not
+            preferred, and they are counted. If there are not enough, the batch is smaller, which is
+            counted too.
         usable: groups that it refuses are never in the batch (--group-filter).
         preferred: groups that it refuses are replaced while there are rounds left (dynamic sampling).
 

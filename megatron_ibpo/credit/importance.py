@@ -1,8 +1,9 @@
-"""Counterfactual importance weighting (CIW, arXiv 2602.09331): which steps a response's answer hangs on.
+"""Counterfactual importance weighting (CIW, arXiv 2602.09331): the steps on which a response's answer
+depends.
 
-One step at a time is replaced by placeholders; its importance is what the policy's probability of the answer
-drops by. Tokens are weighted by the importance of their step, relative to the mean: so without a floor
-rounding errors would make weights of any size where no step matters.
+One step at a time is replaced by placeholders; its importance is the drop in the policy's probability of the
+answer. Tokens are weighted by the importance of their step, relative to the mean. Without a floor, rounding
+errors would therefore become weights of any size where no step matters.
 """
 
 import math
@@ -28,36 +29,37 @@ from megatron_ibpo.credit.operator import (
 from megatron_ibpo.credit.spans import written_spans
 
 FLOOR = 0.01
-"""Nats. The same answer's log-prob differs by that much between two batches in bfloat16: less is no drop."""
+"""Smallest drop that counts, in nats: the log-prob of the same answer differs by this much between two
+batches in bfloat16."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Probe:
-    """One response and the questions about it."""
+    """One response and the queries about it."""
 
     group: int
     index: int
     steps: list[tuple[int, int]]
-    """Spans that are masked, one after the other: all but the answer."""
+    """Spans to mask, one at a time: all but the answer."""
     queries: list[LogProbQuery]
-    """The answer as it stands, then with each step masked."""
+    """Queries for the answer as it stands, then with each step masked."""
 
 
 @dataclass(frozen=True)
 class SpanMasking(Operator):
     """Token weights of every response of more than one span, φ = 0. The last span is the response's answer.
 
-    Groups of equal rewards are left out, for they give no gradient. All questions go to the policy at once;
-    how many there were is in the metrics.
+    Groups of equal rewards are skipped, since they give no gradient. All queries go to the policy at once;
+    their number is in the metrics.
     """
 
     ibpo_lambda = 0.0
     ibpo_joint = False
 
     ciw_inverted: bool = False
-    """The control: the less a step matters for the answer, the more its tokens weigh."""
+    """Give more weight to tokens of steps that matter less for the answer, as a control."""
     ciw_placeholder: Literal["pad", "unk"] = "pad"
-    """The token that stands for a masked one; "pad" exists in every tokenizer."""
+    """Token that stands for a masked one; "pad" exists in every tokenizer."""
 
     @property
     def masks_tokens(self) -> bool:
@@ -74,7 +76,8 @@ class SpanMasking(Operator):
         ]
 
     def judge(self, groups: Sequence[Group], context: CreditContext) -> Judgement:
-        """
+        """Judge the groups by the probability of each answer with one step masked at a time.
+
         Raises:
             ValueError: the context has no log-probs, texts of tokens or placeholder.
         """
@@ -118,18 +121,18 @@ def importance_weights(
     *,
     inverted: bool,
 ) -> TokenWeights:
-    """Weights of a response's tokens from what the answer's probability drops by without each step: of mean 1
-    over the steps' tokens that the policy wrote, and 1 on the answer and the end, so of mean 1 over all. None
-    where all steps count the same.
+    """Return weights of a response's tokens from the drop in the answer's probability without each step.
+    Their mean over the steps' tokens that the policy wrote is 1, and the answer and the end weigh 1, so the
+    mean over all is 1. None where all steps count the same.
 
-    A drop of at most FLOOR nats counts as 0, and so does one below 0 (a distractor: the answer is likelier
+    A drop of at most FLOOR nats counts as 0, and so does a negative one (a distractor: the answer is likelier
     without the step).
 
     Args:
         whole: log-prob of the answer.
-        masked: the same without each step.
-        inverted: the most important step counts as 0, and so does one that comes within FLOOR of it; the
-            others count by what they lack to it: the control.
+        masked: log-prob of the answer without each step.
+        inverted: as a control, count each step by its distance from the most important one; that step, and
+            any within FLOOR of it, count as 0.
     """
     importance = [math.exp(whole) - math.exp(left) if whole - left > FLOOR else 0.0 for left in masked]
     if inverted:

@@ -1,5 +1,5 @@
-"""Corrections that take over a reference's answer and nothing else: a right answer below a wrong derivation,
-or below none, says nothing about where the wrong response went wrong."""
+"""Detection of corrections that only take over a reference's answer. A right answer after a wrong derivation,
+or after none, says nothing about where the wrong response went wrong."""
 
 from collections.abc import Sequence
 
@@ -9,20 +9,20 @@ from megatron_ibpo.credit.operator import AnswerStart
 from megatron_ibpo.edit_distance import unmodified_mask
 
 OWN_SHARE = 0.1
-"""Of a derivation; less than that is no derivation of a correction's own."""
+"""Share of a derivation's tokens below which a correction's own part is no derivation."""
 
 
 def mark_leakage(groups: Sequence[Group], answer_start: AnswerStart, marks: ThinkingMarks | None) -> None:
     """Fill in `Correction.reference_leakage`.
 
-    The derivation of a solution is all that is compared of it before its final answer. A correction leaks if
-    it is correct, a reference that was shown to it is correct, and either
+    The derivation of a solution is the compared part before its final answer. A correction leaks if it is
+    correct, a reference shown to it is correct, and either
 
-    - its derivation keeps every token of the wrong response's and adds no more than OWN_SHARE as many:
-      nothing was repaired, and the answer is another one; or
+    - its derivation keeps every token of the wrong response's and adds at most OWN_SHARE as many: nothing was
+      repaired, only the answer changed; or
     - its derivation has less than OWN_SHARE of the tokens of the shortest correct reference's: there is none.
 
-    Without a final answer in the correction, or in what it is held against, nothing is said.
+    A correction is never marked if it has no final answer, or if the solution it is compared with has none.
     """
     for group in groups:
         for correction in group.corrections:
@@ -55,7 +55,7 @@ def _derivation(prompt: Prompt, ids: TokenIds, answer_start: AnswerStart) -> Tok
 
 
 def _only_adds(own: TokenIds, wrong: TokenIds) -> bool:
-    """Keeps every token, and adds next to none."""
+    """Return whether a derivation keeps every token of the wrong one and adds next to none."""
     if not 0 <= len(own) - len(wrong) <= OWN_SHARE * len(wrong):
         return False
     kept, _ = unmodified_mask([wrong], None, [own], None)

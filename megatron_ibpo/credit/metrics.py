@@ -1,6 +1,6 @@
-"""What is measured of credit at every step (ibpo, "What to measure every step").
+"""Metrics of credit, measured at every step (ibpo, "What to measure every step").
 
-A rate without a denominator is left out of the result; counts are always there.
+A rate without a denominator is left out of the result; counts are always present.
 """
 
 import math
@@ -11,12 +11,13 @@ from megatron_ibpo.credit.estimators import is_degenerate
 from megatron_ibpo.credit.pairing import is_wrong
 
 _COUNTED = "response_error"
-"""A detail that counts responses (`megatron_ibpo.rewards.ResponseError`) and measures none of them."""
+"""A reward detail that is a count of responses (`megatron_ibpo.rewards.ResponseError`), not a measurement."""
 
 
 def response_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Rewards, lengths and failures of the responses, corrections not included. Lengths are those of what
-    the policy wrote; `reward/NAME` is the mean of a verifier's detail over the responses that have it."""
+    """Return rewards, lengths and failures of the responses, without corrections. Lengths count the tokens
+    that the policy wrote; `reward/NAME` is the mean of a verifier's detail over the responses that have
+    it."""
     responses = [response for group in groups for response in group.responses]
     lengths = [response.num_trained_tokens for response in responses]
     scored = [response for response in responses if response.reward is not None]
@@ -35,14 +36,14 @@ def response_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def correction_metrics(groups: Sequence[Group], *, knows_answers: bool) -> dict[str, float]:
-    """How corrections went.
+    """Return metrics of the corrections.
 
     correction_success: share of scored corrections that are correct. rewrite_rate, noop_rate (ŷ = y),
     reference_copy_rate (ŷ = a reference), reference_leakage_rate (`mark_leakage`) and beyond_threshold_rate
     (d(y, ŷ) > α): shares of all corrections.
 
     Args:
-        knows_answers: otherwise nothing is known of leakage.
+        knows_answers: if False, leakage is unknown and left out.
     """
     corrections = [correction for group in groups for correction in group.corrections]
     responses = [correction.response for correction in corrections]
@@ -68,10 +69,10 @@ def correction_metrics(groups: Sequence[Group], *, knows_answers: bool) -> dict[
 def shaping_metrics(
     groups: Sequence[Group], phi: Sequence[Sequence[float]], shaped: Sequence[Sequence[float | None]]
 ) -> dict[str, float]:
-    """What shaping did, with Y = r, φ = Δ and A = r' - group mean (before the division by std).
+    """Return the effects of shaping, with Y = r, φ = Δ and A = r' - group mean (before the division by std).
 
-    Covariance and variances are the population's within each group, averaged over the groups. lambda_max =
-    -2 Cov(Y, φ) / V_φ is the largest λ that does not raise the variance of A (Theorem A.2).
+    Covariance and variances are the population's within each group, averaged over the groups. lambda_max = -2
+    Cov(Y, φ) / V_φ is the largest λ that does not raise the variance of A (Theorem A.2).
     """
     covariances, phi_variances, plain, after = [], [], [], []
     for group, phi_of, shaped_of in zip(groups, phi, shaped, strict=True):

@@ -1,4 +1,4 @@
-"""Soft overlong punishment (DAPO, arXiv 2503.14476, eq. 13), which leaves right above wrong."""
+"""Soft overlong punishment (DAPO, arXiv 2503.14476, eq. 13) that keeps right responses above wrong ones."""
 
 import math
 from collections.abc import Sequence
@@ -8,25 +8,24 @@ from megatron_ibpo.credit.operator import CreditContext
 
 
 def overlong_penalty(length: int, max_length: int, buffer: float) -> float:
-    """Between 0 and -1: how far a response of `length` tokens reaches into the last `buffer` tokens before
-    `max_length`."""
+    """Return between 0 and -1: how far a response of `length` tokens reaches into the last `buffer` tokens
+    before `max_length`."""
     return -min(1.0, max(0.0, (length - (max_length - buffer)) / buffer)) if buffer > 0 else 0.0
 
 
 def with_overlong_penalty(
     rewards: Sequence[float | None], responses: Sequence[Sample], context: CreditContext
 ) -> tuple[list[float | None], int]:
-    """(rewards with the penalty of their response added (--overlong-buffer-share), how many penalties were
-    limited); None stays. The length is that of what the policy wrote.
+    """Return (rewards with the overlong penalty added (--overlong-buffer-share), number of penalties
+    limited); None stays None. A response's length is that of the tokens the policy wrote.
 
-    A penalty puts no correct response below a wrong one that it would else be above: it then takes the
-    reward down to the best of the wrong ones, as they are with theirs, and no further. So a long correct
-    response never pays so much that a wrong one beside it, near the mark or with a graded reward, is made
-    likelier at its expense.
+    Keep a penalised correct response above every wrong one: its penalty lowers the reward at most to the best
+    wrong reward, with that one's own penalty. So a long correct response never pays so much that a wrong one
+    of its group, near the mark or with a graded reward, becomes likelier at its expense.
 
     Args:
         rewards: as they are trained on, bonuses included.
-        responses: that are compared with each other.
+        responses: the responses that are compared with each other.
     """
     limit = context.rollout.rollout_max_response_len
     buffer = context.algorithm.overlong_buffer_share * limit

@@ -1,4 +1,4 @@
-"""Which responses a wrong response is compared with (ibpo step 3)."""
+"""The responses that a wrong response is compared with (ibpo step 3)."""
 
 import random
 from collections.abc import Sequence
@@ -7,7 +7,8 @@ from megatron_ibpo.basics.records import Sample
 
 
 def is_wrong(response: Sample) -> bool:
-    """Scored and not correct; a response that the verifier failed on is neither."""
+    """Return whether a response is scored and not correct. It is neither right nor wrong if its verifier
+    failed."""
     return response.reward is not None and not response.correct
 
 
@@ -16,8 +17,8 @@ def draw_references(
 ) -> tuple[int, ...]:
     """Draw `count` = K-1 references for the wrong response `target`, as indices into `responses`.
 
-    Uniform over the correct responses; over the other wrong ones if none is correct. Responses that the
-    verifier failed on are no references. Empty if there is no other response: K falls to 1.
+    Uniform over the correct responses, or over the other wrong ones if none is correct. Responses whose
+    verifier failed are never references. Empty if there is no other response: K falls to 1.
     """
     pool = [i for i, response in enumerate(responses) if response.correct]
     if not pool:
@@ -26,7 +27,7 @@ def draw_references(
 
 
 def draw(pool: Sequence[int], count: int, rng: random.Random) -> tuple[int, ...]:
-    """`count` of the pool; none is drawn twice before all were drawn. Empty for an empty pool."""
+    """Draw `count` items of the pool, none twice before all were drawn. Empty for an empty pool."""
     drawn: list[int] = []
     while pool and len(drawn) < count:
         drawn += rng.sample(pool, min(len(pool), count - len(drawn)))

@@ -1,10 +1,10 @@
 """Corrections trained on as off-policy samples of the plain prompt (--ibpo-plain-prompt).
 
-ŷ was written by a policy that read x̃, with a wrong response and a reference in it. Under x alone it is what
-LUFFY (arXiv 2504.14945) takes from a stronger model and Critique-GRPO (arXiv 2506.03106) from refinements: a
-sample of another distribution. It joins the group of x, its advantage is relative to all rewards of that
-group, and the loss takes the shaped surrogate of its tokens (`megatron_ibpo.loss.off_policy`). x̃ is not
-trained on.
+ŷ was written by a policy that read x̃, which contains a wrong response and a reference. Under x alone it is a
+sample of another distribution, as are the stronger model's samples in LUFFY (arXiv 2504.14945) and the
+refinements in Critique-GRPO (arXiv 2506.03106). It joins the group of x, its advantage is relative to all
+rewards of that group, and the loss takes the shaped surrogate of its tokens
+(`megatron_ibpo.loss.off_policy`). x̃ is not trained on.
 """
 
 from collections.abc import Sequence
@@ -17,11 +17,11 @@ from megatron_ibpo.credit.train_sequences import train_sequences
 
 
 def joining_rewards(group: Group, which: Literal["none", "successful", "one"]) -> list[float | None]:
-    """The reward of every correction that joins the responses; None for the others. Empty where none may
-    join.
+    """Return the reward of every correction that joins the responses and None for the others; empty if none
+    may join.
 
-    "successful": those that are right and no rewrite. "one": one of each group, the first that is right, or
-    else the first of all, which is punished if others are right (Critique-GRPO).
+    "successful": corrections that are right and no rewrite. "one": one per group, the first right one, or the
+    first of all if none is right. A wrong one is punished if others are right (Critique-GRPO).
     """
     if which == "none":
         return []
@@ -36,7 +36,7 @@ def plain_prompt_sequences(
     advantages: Sequence[float | None],
     weight: float,
 ) -> list[TrainSequence]:
-    """The corrections that have an advantage, each behind the prompt that its target was sampled from.
+    """Return the corrections that have an advantage, each behind the prompt that its target was sampled from.
 
     Args:
         number: index of the group in the step.
@@ -49,7 +49,7 @@ def plain_prompt_sequences(
             sequence,
             prompt_token_ids=group.responses[group.corrections[sequence.index].target].prompt_token_ids,
             off_policy=True,
-            routed_experts=None,  # of tokens that are no longer read
+            routed_experts=None,  # recorded for tokens of x̃
         )
         for sequence in train_sequences(group, number, "correction", columns, weight)
     ]

@@ -1,4 +1,4 @@
-"""The methods, token credits and estimators by name, and those of the user's own by import path."""
+"""The methods, token credits and estimators by name, and the user's own by import path."""
 
 from typing import Any
 
@@ -34,7 +34,7 @@ OPERATORS: dict[str, type[Operator]] = {
     "none": NoOperator,
     "span-masking": SpanMasking,
 }
-"""--ibpo-operator → what judges wrong responses."""
+"""--ibpo-operator → the operator that judges wrong responses."""
 
 TOKEN_CREDITS: dict[str, Any] = {
     "uniform": uniform,
@@ -44,7 +44,7 @@ TOKEN_CREDITS: dict[str, Any] = {
     "divergence-cut": DivergenceCut,
     "self-teacher": SelfTeacher,
 }
-"""--token-credit → what weighs the tokens of responses."""
+"""--token-credit → the token credit that weighs the tokens of responses."""
 
 ESTIMATORS: dict[str, Any] = {
     "group": group_z_score,
@@ -61,7 +61,7 @@ def find_operator(algorithm: AlgorithmConfig) -> Operator:
     """Return the method of --ibpo-operator with its parameters.
 
     Raises:
-        ValueError: there is none, it lacks a method, or a parameter lies outside its range.
+        ValueError: no such method, it lacks `judge`, or a parameter is out of range.
     """
     return built(_operator(algorithm.ibpo_operator), algorithm.parameters)
 
@@ -70,7 +70,7 @@ def find_token_credit(algorithm: AlgorithmConfig) -> TokenCredit:
     """Return the token credit of --token-credit with its parameters.
 
     Raises:
-        ValueError: there is none, or a parameter lies outside its range.
+        ValueError: no such token credit, or a parameter is out of range.
     """
     return built(_token_credit(algorithm.token_credit), algorithm.parameters)
 
@@ -79,13 +79,13 @@ def find_estimator(algorithm: AlgorithmConfig) -> Estimator:
     """Return the estimator of --advantages with its parameters.
 
     Raises:
-        ValueError: there is none, or a parameter lies outside its range.
+        ValueError: no such estimator, or a parameter is out of range.
     """
     return built(_estimator(algorithm.advantages), algorithm.parameters)
 
 
 def credit_of(preset: str, **settings: Any) -> AlgorithmConfig:
-    """Return the credit of a preset, with other settings and parameters on top.
+    """Return the algorithm settings of a preset, with other settings and parameters on top.
 
     Raises:
         ValueError: an unknown name, or a parameter that the choice does not have.
@@ -97,7 +97,7 @@ def check_credit(config: Config) -> None:
     """Refuse credit that cannot work.
 
     Raises:
-        ValueError: with a line for every problem.
+        ValueError: with one line per problem.
     """
     problems: list[str] = []
     parts: list[Any] = []
@@ -115,7 +115,7 @@ def check_credit(config: Config) -> None:
 
 
 def _contradictions(algorithm: AlgorithmConfig, operator: Operator, token_credit: TokenCredit) -> list[str]:
-    """Return what is wrong between choices that are fine alone."""
+    """Return the conflicts between choices that are valid alone."""
     problems = []
     if algorithm.token_credit != "uniform" and algorithm.advantages == CRITIC:
         problems.append(
@@ -169,4 +169,4 @@ REGISTRIES = (
     Registry("token_credit", TOKEN_CREDITS, _token_credit),
     Registry("advantages", ESTIMATORS, _estimator),
 )
-"""The settings whose choices have parameters, for `megatron_ibpo.config.parse_config`."""
+"""Settings whose choices have parameters, for `megatron_ibpo.config.parse_config`."""

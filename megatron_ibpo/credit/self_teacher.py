@@ -1,5 +1,5 @@
-"""Credit by a self-teacher: the policy, shown a right response, says which tokens of a wrong one it would not
-have written. After SDPO (arXiv 2601.20802), whose distillation is here a factor on the policy gradient."""
+"""Credit by a self-teacher: the policy, shown a right response, tells which tokens of a wrong one it would
+not have written. After SDPO (arXiv 2601.20802), with its distillation as a factor on the policy gradient."""
 
 import random
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from megatron_ibpo.credit.token_credit import Advantages, TokenFactors
 
 @dataclass(frozen=True, eq=False)
 class _Question:
-    """What the teacher is asked of one response."""
+    """The teacher's query for one response."""
 
     group: int
     index: int
@@ -27,22 +27,23 @@ class _Question:
 
 @dataclass(frozen=True)
 class SelfTeacher:
-    """m_t = 1 + η clip(-a_t, -1, 1) for wrong responses with an advantage and a correct sibling y⁺:
-    a_t = log π(y_t | x, y⁺, y_<t) - log π(y_t | x, y_<t). So A_t = A_i m_t.
+    """m_t = 1 + η clip(-a_t, -1, 1) for wrong responses with an advantage and a correct sibling y⁺: a_t = log
+    π(y_t | x, y⁺, y_<t) - log π(y_t | x, y_<t). So A_t = A_i m_t.
 
     y⁺ is drawn among the correct siblings and shown as a correction prompt shows a lone candidate. The first
-    term takes a forward pass of about |x| + 2|y| tokens, all wrong responses at once; the second is what the
-    engine sampled by. A response whose pass would not fit the context learns as a whole, and is counted.
+    term takes a forward pass of about |x| + 2|y| tokens, for all wrong responses at once; the second is the
+    engine's log-prob when sampling. A response whose pass would not fit the context keeps factors of one, and
+    is counted.
 
     A call raises ValueError if the context has no log-probs.
     """
 
     token_credit_eta: Annotated[float, UNIT] = 1.0
-    """η: how far the factors may leave 1. 1 is the most at which no token's advantage changes its sign; the
-    source has no such number."""
+    """η: largest deviation of the factors from 1. At most 1, so that no token's advantage changes its sign;
+    the source has no such number."""
 
     def problems(self, config: Config) -> list[str]:
-        """Return what it cannot be had with."""
+        """Return the settings that this token credit cannot work with."""
         rollout = config.rollout
         top_p = [*rollout.rollout_top_p_cycle, rollout.rollout_top_p]
         top_k = [*rollout.rollout_top_k_cycle, rollout.rollout_top_k]
@@ -96,6 +97,6 @@ def _tokens(query: LogProbQuery) -> int:
 
 
 def _gap(response: Sample, teacher: Floats) -> Weights:
-    """a_t; 0 for tokens that the policy did not write."""
+    """Return a_t; 0 for tokens that the policy did not write."""
     gap = teacher.astype(np.float64) - response.logprobs
     return np.where(response.loss_mask, gap, 0.0)

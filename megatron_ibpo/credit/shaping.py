@@ -7,16 +7,16 @@ from megatron_ibpo.credit.pairing import is_wrong
 
 
 def counts(correction: Correction) -> bool:
-    """The correction says that its target was near the mark: it is right, and no rewrite."""
+    """Return whether the correction shows that its target was nearly right: it is right, and no rewrite."""
     return correction.response.correct and not correction.rewritten
 
 
 def correction_bonus(group: Group, beta: float | None) -> list[float]:
-    """Δ of every response: the mean over its corrections of β, or of the share of tokens that the correction
-    keeps where β is None, and of 0 for those that do not count.
+    """Return Δ of every response: the mean over its corrections of β, or of the share of tokens that the
+    correction keeps if β is None. Corrections that do not count contribute 0.
 
-    Corrections that the verifier failed on say nothing and are left out of the mean. A response without
-    corrections has Δ = 0; a failed correction costs nothing.
+    Corrections whose verifier failed are left out of the mean. A response without corrections has Δ = 0; a
+    failed correction costs nothing.
     """
     earned: list[list[float]] = [[] for _ in group.responses]
     for correction in group.corrections:
@@ -29,10 +29,10 @@ def correction_bonus(group: Group, beta: float | None) -> list[float]:
 def shaped_rewards(
     group: Group, phi: Sequence[float], shaping_weight: float, reward_threshold: float
 ) -> tuple[list[float | None], int]:
-    """(r' = r + λφ of every response, bonuses withheld); None where the verifier failed.
+    """Return (r' = r + λφ of every response, bonuses withheld); None where the verifier failed.
 
-    A wrong response whose graded reward would reach the smallest correct reward with its bonus keeps its
-    reward without it, and is counted.
+    A wrong response whose graded reward plus bonus would reach the smallest correct reward gets no bonus, and
+    is counted.
 
     Raises:
         ValueError: φ outside [0, 1], or above 0 for a response that is not wrong.

@@ -9,20 +9,20 @@ from megatron_ibpo.basics.records import Sample, TokenIds
 
 _ENDS = re.compile(
     r"\n+"
-    r"|(?<![.!?;])[.!?;]++(?=\s|$)"  # of a sentence; not the point of a number
-    r"|=\s*+(?:[-+]\s*+)?(?:[$€£]\s*+)?\d++(?:[.,]\d++)*+"  # of a calculation: its result
+    r"|(?<![.!?;])[.!?;]++(?=\s|$)"  # end of a sentence; not a decimal point
+    r"|=\s*+(?:[-+]\s*+)?(?:[$€£]\s*+)?\d++(?:[.,]\d++)*+"  # end of a calculation: its result
 )
 
 
 def split_spans(texts: Sequence[str]) -> list[tuple[int, int]]:
-    """Cut a solution into spans [first, last) of tokens, which follow each other without a gap.
+    """Cut a solution into spans [first, last) of tokens that follow each other without a gap.
 
-    A span ends with a line, with a sentence, or with the result behind an equals sign, `6+1=7-8=-1#-1` so
-    into `6+1=7`, `-8=-1`, `#-1`. What holds neither letter nor digit belongs to the span before it. The token
-    in which an end falls belongs to it whole.
+    A span ends with a line, with a sentence, or with the result behind an equals sign, so `6+1=7-8=-1#-1`
+    becomes `6+1=7`, `-8=-1`, `#-1`. A piece with neither letter nor digit belongs to the span before it. A
+    token in which a span ends belongs to that span whole.
 
     Args:
-        texts: of each token.
+        texts: the text of each token.
     """
     text = "".join(texts)
     ends_of_tokens = list(accumulate(map(len, texts)))
@@ -38,6 +38,7 @@ def split_spans(texts: Sequence[str]) -> list[tuple[int, int]]:
 
 
 def written_spans(response: Sample, texts: Callable[[TokenIds], list[str]]) -> list[tuple[int, int]]:
-    """The spans of a response's content in which the policy wrote a token; tool output makes none."""
+    """Return the spans of a response's content in which the policy wrote a token, so none of only tool
+    output."""
     spans = split_spans(texts(response.content_ids))
     return [(first, last) for first, last in spans if response.loss_mask[first:last].any()]

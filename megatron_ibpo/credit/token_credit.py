@@ -1,8 +1,8 @@
-"""The seam for credit of single tokens, beside what an operator says of them (--token-credit).
+"""The interface for credit of single tokens, on top of the operator's (--token-credit).
 
-A token credit looks at the groups of a step once their advantages are known, and gives each response's tokens
-factors m_t on their gradient. Ratios, clips, lengths and divisors stay what they are, and all tokens are
-computed as before. Corrections are not its business: theirs are all ones.
+A token credit sees the groups of a step once their advantages are known, and gives each response's tokens
+factors m_t on their gradient. Ratios, clips, lengths and divisors are unchanged, and all tokens are still
+computed. Corrections always have factors of one.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,25 +15,25 @@ from megatron_ibpo.credit.operator import CreditContext, Judgement, TokenWeights
 from megatron_ibpo.credit.pairing import is_wrong
 
 Advantages = Sequence[Sequence[float | None]]
-"""Of every response of every group; None where the verifier failed."""
+"""Advantage of every response of every group; None where the verifier failed."""
 
 
 @dataclass(frozen=True)
 class TokenFactors:
-    """What a token credit found."""
+    """The result of a token credit."""
 
     weights: list[list[TokenWeights]]
-    """For every response of every group; None: all ones."""
+    """Factors for every response of every group; None: all ones."""
     metrics: dict[str, float] = field(default_factory=dict)
 
 
 TokenCredit = Callable[[Sequence[Group], Advantages, CreditContext], TokenFactors]
 """(all groups of the step, their advantages, the context) → factors. It may ask the policy for log-probs, and
-keeps nothing between calls."""
+keeps no state between calls."""
 
 
 def uniform(groups: Sequence[Group], advantages: Advantages, context: CreditContext) -> TokenFactors:
-    """All tokens of a response count alike."""
+    """Weigh all tokens of a response equally."""
     return TokenFactors([[None] * len(group.responses) for group in groups])
 
 
@@ -42,8 +42,8 @@ def on_wrong_responses(
     advantages: Advantages,
     weigh: Callable[[Group, int, float], TokenWeights],
 ) -> list[list[TokenWeights]]:
-    """weigh(group, index, advantage) of every wrong response whose group has a correct one; all ones for the
-    other responses."""
+    """Return weigh(group, index, advantage) for every wrong response whose group has a correct one, and all
+    ones for the other responses."""
 
     def of_response(group: Group, index: int, advantage: float | None) -> TokenWeights:
         judged = is_wrong(group.responses[index]) and any(other.correct for other in group.responses)
@@ -62,11 +62,11 @@ def weigh_tokens(
     token_credit: TokenCredit,
     context: CreditContext,
 ) -> TokenFactors:
-    """The product of the operator's token weights and the token credit's.
+    """Return the product of the operator's token weights and the token credit's.
 
     `token_weight_mean` is the mean factor over the trained tokens of responses that have an advantage, and
-    `weightless_responses` counts those of them that lose their gradient whole. Neither is there if all
-    factors are one.
+    `weightless_responses` counts such responses without any gradient left. Both are missing if all factors
+    are one.
 
     Raises:
         ValueError: weights that do not fit their response.

@@ -1,4 +1,4 @@
-"""From advantages to what the trainer gets (ibpo step 11)."""
+"""Conversion of samples with advantages into the trainer's sequences (ibpo step 11)."""
 
 from collections.abc import Iterable
 from typing import Literal
@@ -14,12 +14,12 @@ def train_sequences(
     credited: Iterable[tuple[Sample, float | None, float | None, TokenWeights]],
     weight: float,
 ) -> list[TrainSequence]:
-    """The responses or corrections of a group as training sequences; a correction's prompt is x̃.
+    """Return the responses or corrections of a group as training sequences; a correction's prompt is x̃.
 
     Args:
         number: index of the group in the step.
-        credited: (sample, shaped reward, advantage, token weights) of each. The advantage is None where the
-            verifier failed: the sample is left out of training, as is one without trained tokens.
+        credited: (sample, shaped reward, advantage, token weights) of each. Samples are left out of training
+            if the advantage is None, because the verifier failed, or if they have no trained tokens.
     """
     return [
         TrainSequence(

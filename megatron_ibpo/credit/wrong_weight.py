@@ -1,8 +1,8 @@
 """A small weight on wrong responses: in a group that has a correct response, push less against wrong ones.
 
-Ours, as the control that every finer credit has to beat; compare W-REINFORCE (arXiv 2506.01347), which weighs
-right responses instead, and TOPR (arXiv 2503.14286), which tapers wrong ones by their ratio. It costs no
-forward pass: 1.00 times the tokens of GSPO.
+Our own method, as the control that every finer credit has to beat. Compare W-REINFORCE (arXiv 2506.01347),
+which weighs right responses instead, and TOPR (arXiv 2503.14286), which tapers wrong ones by their ratio. It
+costs no forward pass: 1.00 times the tokens of GSPO.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from megatron_ibpo.credit.token_credit import Advantages, TokenFactors, on_wrong
 
 @dataclass(frozen=True)
 class WrongWeight:
-    """Every token of a wrong response counts --token-credit-weight."""
+    """Weight of --token-credit-weight on every token of a wrong response."""
 
     token_credit_weight: Annotated[float, NOT_NEGATIVE] = 0.075
     """Factor on the gradient of a wrong response. Tuning chose 0.075 of 0.0375, 0.075 and 0.15 on the tasks
@@ -36,10 +36,12 @@ class WrongWeight:
 
 @dataclass(frozen=True)
 class WrongWeightByLength:
-    """A wrong response of n trained tokens counts as w of them: w/n each, up to 1."""
+    """Equal weights w/n, up to 1, on the tokens of a wrong response of n trained tokens, so that it counts as
+    w tokens."""
 
     token_credit_tokens: Annotated[int, COUNT] = 2
-    """w, how many tokens of a wrong response count. 2 was the best of those tried on the tiny tasks."""
+    """w, number of tokens that a wrong response counts as. 2 was the best of those tried on the tiny
+    tasks."""
 
     def __call__(
         self, groups: Sequence[Group], advantages: Advantages, context: CreditContext

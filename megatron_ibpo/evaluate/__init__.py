@@ -1,4 +1,4 @@
-"""Measuring a policy on held-out prompts."""
+"""Evaluation of a policy on held-out prompts."""
 
 from megatron_ibpo.evaluate.accuracy import Evaluation, evaluate
 from megatron_ibpo.evaluate.eval_sample import Asked, EvalSample, eval_sample

@@ -1,4 +1,4 @@
-"""Accuracy on held-out prompts: sampled (avg@k), greedy, by vote, at best, and after correction."""
+"""Accuracy on held-out prompts: sampled (avg@k), greedy, majority vote, best-of-k, and after correction."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -15,17 +15,17 @@ from megatron_ibpo.evaluate.inference import Corrector, corrections_asked
 from megatron_ibpo.evaluate.pass_at_k import Outcomes, best_of, interval, majority, mean_over_prompts, pass_at
 
 Ask = Callable[[Sequence[Asked]], Sequence[EvalSample]]
-"""The samples that are asked for, scored, in order. What was kept before is not asked of an engine again."""
+"""Requests → scored samples, in order. Stored samples are reused without asking an engine again."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One evaluation of one policy on one set."""
+    """The measures of one policy on one set."""
 
     num_prompts: int
     samples_per_prompt: int
     accuracy: float
-    """Share of correct responses among those sampled: avg@samples_per_prompt."""
+    """Share of correct responses among the sampled ones: avg@samples_per_prompt."""
     accuracy_low: float
     accuracy_high: float
     """95 % interval of `accuracy` for the population that the prompts were drawn from."""
@@ -33,32 +33,33 @@ class Evaluation:
     reward: float
     """Mean reward of the sampled responses."""
     mean_length: float
-    """Tokens that the policy wrote of a response."""
+    """Mean number of tokens that the policy wrote per response."""
     truncated_share: float
-    """Share of sampled responses that ended for length."""
+    """Share of sampled responses that reached the length limit."""
     reward_errors: int
-    """Responses (sampled, greedy, corrected) that the verifier failed on: left out of the accuracies, and not
-    known to be right in a vote."""
+    """Responses (sampled, greedy, corrected) whose verifier failed. They are left out of the accuracies, and
+    do not count as right in a vote."""
     no_answer_share: float | None = None
-    """Share of sampled responses that ended by themselves and yet have no answer that can be extracted; None
-    where no verifier says how answers are extracted."""
+    """Share of sampled responses that ended by themselves but have no answer that can be extracted; None if
+    no verifier defines answers."""
     pass_at: dict[int, float] = field(default_factory=dict)
-    """k → pass@k, for powers of two from 2 on and all samples."""
+    """k → pass@k, for powers of two from 2 on and for all samples."""
     majority_accuracy: float | None = None
-    """maj@samples_per_prompt; None for one sample, or where no answers can be extracted."""
+    """maj@samples_per_prompt; None for one sample, or if no answers can be extracted."""
     best_of_accuracy: float | None = None
     """Accuracy of the sample that the policy itself finds likeliest (mean log-prob): best-of-n without a
-    verifier. With one that knows the answer it is pass@n."""
+    verifier. With a verifier that knows the answer, best-of-n is pass@n."""
     corrected_accuracy: float | None = None
-    """Share of correct ones among the corrections of all samples; None where compare-and-correct is off."""
+    """Share of correct corrections among those of all samples; None if compare-and-correct is off."""
     corrections_skipped: int = 0
-    """Samples whose correction prompt left no room for a correction: they stand for it as they are."""
+    """Number of samples whose correction prompt left no room for a correction; the sample itself is used
+    instead."""
     by_prompt: dict[str, list[float | None]] = field(default_factory=dict, repr=False)
     """Measure (accuracy, greedy_accuracy, pass_at_K, …) → its value for every prompt, in order; None where
     the verifier failed."""
 
     def metrics(self) -> dict[str, float]:
-        """For the metrics log: what is known."""
+        """Return the known measures for the metrics log."""
         known = asdict(self)
         del known["by_prompt"]
         known |= {f"pass_at_{k}": value for k, value in known.pop("pass_at").items()}
@@ -90,15 +91,15 @@ def evaluate(
     has_answers: bool = False,
     corrector: Corrector | None = None,
 ) -> tuple[Evaluation, list[EvalSample]]:
-    """Have every prompt answered `sampling.samples` times and once greedily: (the summary, every sample).
+    """Answer every prompt `sampling.samples` times and once greedily, and return (the summary, every sample).
 
-    The seed of each sample depends on `seed`, the prompt's index and the sample's number alone, so that
+    The seed of each sample depends only on `seed`, the prompt's index and the sample's number, so that
     evaluations of two policies on the same prompts are paired. `ask` is called once, with the samples in the
     order of the prompts and then the greedy ones; corrections take another call.
 
     Args:
-        has_answers: the samples that `ask` gives have answers, for maj@k.
-        corrector: has every sample corrected, without a look at the scores.
+        has_answers: the samples from `ask` have answers, for maj@k.
+        corrector: corrects every sample, without looking at the scores; None: no corrections.
 
     Raises:
         ValueError: no prompts, or no response at all could be scored.
@@ -145,7 +146,7 @@ def summarised(
     """Return the measures of one set from its samples.
 
     Args:
-        order: indices of the prompts. Every one has equally many samples, numbered from 0.
+        order: indices of the prompts. All have the same number of samples, numbered from 0.
         has_answers, corrects: as in `evaluate`.
 
     Raises:
@@ -210,7 +211,7 @@ def _request(prompt: Prompt, sampling: EvalSampling, number: int, seed: int) -> 
 def _of_several(
     correct_PS: Outcomes, sampled: Sequence[Sequence[EvalSample]], has_answers: bool
 ) -> dict[str, Outcomes]:
-    """pass@k, maj@n and best-of-n from the samples of each prompt."""
+    """Return pass@k, maj@n and best-of-n from the samples of each prompt."""
     n = correct_PS.shape[1]
     ks = sorted({k for k in (2**i for i in range(1, n.bit_length())) if k <= n} | {n})
     measures = {f"pass_at_{k}": pass_at(correct_PS, k) for k in ks}
@@ -222,7 +223,7 @@ def _of_several(
 
 
 def _corrected(own: Sequence[EvalSample], found: Mapping[Key, EvalSample]) -> list[EvalSample]:
-    """The correction of every sample; the sample itself where it has none."""
+    """Return the correction of every sample, or the sample itself if it has none."""
     return [found.get(("correction", s.prompt_index, s.number), s) for s in own]
 
 
@@ -235,12 +236,12 @@ def _lacks_answer(sample: EvalSample) -> bool:
 
 
 def _correctness(rows: Sequence[Sequence[EvalSample]]) -> Outcomes:
-    """1 correct, 0 wrong, NaN where the verifier failed."""
+    """Return 1 for correct, 0 for wrong, NaN where the verifier failed."""
     return np.array([[np.nan if s.reward is None else float(s.correct) for s in own] for own in rows])
 
 
 def _means(outcomes_PS: Outcomes) -> Outcomes:
-    """Return the mean of what is known for each prompt; NaN where nothing is."""
+    """Return the mean of the known outcomes for each prompt; NaN if none is known."""
     known_P = (~np.isnan(outcomes_PS)).sum(axis=1)
     return np.where(known_P > 0, np.nansum(outcomes_PS, axis=1) / np.maximum(known_P, 1), np.nan)
 
@@ -258,5 +259,5 @@ def _listed(values_P: Outcomes) -> list[float | None]:
 
 
 def unknown_as_nan(values: Sequence[float | None]) -> Outcomes:
-    """`Evaluation.by_prompt` as the estimators take it."""
+    """Return values of `Evaluation.by_prompt` in the form that the estimators take."""
     return np.array([math.nan if value is None else value for value in values])

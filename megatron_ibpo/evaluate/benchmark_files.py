@@ -20,16 +20,16 @@ PUBLISHED = {
     "b796127e635a67f93fb35c04f4cb03cf06f38c8072ee7cee8833d7bee06979ef": "HumanEval.jsonl.gz",
     "35dc41080a3680858b27fa7e0533d2d547825316fc5dafe5d316f4ccc5a06132": "prm800k's math_splits/test.jsonl",
 }
-"""SHA-256 of files as they are published → which they are; docs/evaluation.md says how each is known."""
+"""SHA-256 of published files → their names; docs/evaluation.md gives the source of each hash."""
 
 Row = dict[str, Any]
 
 
 def benchmark_rows(path: str) -> Iterator[tuple[str, Row]]:
-    """(where, row) of every row; the files of a directory in the order of their names.
+    """Yield (where, row) for every row; the files of a directory in the order of their names.
 
     Raises:
-        DataError: nothing there, or a file that is not what its name says; with file and line.
+        DataError: nothing there, or a file in another format than its name says; with file and line.
     """
     for file in _files(path):
         if file.suffix == ".parquet":
@@ -41,8 +41,8 @@ def benchmark_rows(path: str) -> Iterator[tuple[str, Row]]:
 
 
 def checksums(path: str) -> list[str]:
-    """A line for each file: its SHA-256, by which two evaluations can be known to have read the same, and
-    whether a published file is known to have it.
+    """Return one line per file: its SHA-256, which shows whether two evaluations read the same file, and the
+    published file that has it, if known.
 
     Raises:
         DataError: nothing there.
@@ -105,7 +105,7 @@ def _of_parquet(file: Path) -> Iterator[tuple[str, Row]]:
             for row in batch.to_pylist():
                 yield f"{file}, row {number}", row
                 number += 1
-    except OSError as error:  # pyarrow's own errors are of it, or of ValueError
+    except OSError as error:  # pyarrow's own errors derive from it, or from ValueError
         raise DataError(f"{file}: cannot be read as parquet: {error}") from error
     except ValueError as error:
         raise DataError(f"{file}: not parquet: {error}") from error

@@ -1,7 +1,7 @@
 """Benchmarks by name: from the rows of their published files to prompts and labels.
 
 `--eval-prompt-data aime25://PATH` reads PATH, a file or a directory of files, as AIME 2025 is published.
-Where each file is, its licence and checksum are in docs/evaluation.md. Nothing is fetched.
+docs/evaluation.md lists the source of each file, its licence and checksum. Nothing is downloaded.
 """
 
 import json
@@ -21,29 +21,29 @@ _BOXED = "Please reason step by step, and put your final answer within \\boxed{}
 _IN_A_BLOCK = "Give the whole program in one ```python block at the end."
 
 Made = tuple[str | None, str, str]
-"""(id, None where the layout has none; question; label)"""
+"""(id, or None if the layout has none; question; label)"""
 
 
 @dataclass(frozen=True)
 class Benchmark:
-    """How one benchmark is published and asked."""
+    """The layout of one benchmark's files and the settings for its prompts."""
 
     title: str
     layout: str
     """The fields of a row, in words."""
     row: Callable[[Row], Made | None]
-    """Returns the question of a row; None where it is outside of the benchmark. Raises ValueError for another
+    """Returns the question of a row; None if it is outside the benchmark. Raises ValueError for another
     layout."""
     rm_type: Literal["math", "code"]
     problems: int | None
-    """As published; None where that is not known for sure."""
+    """Number of published problems; None if not known for sure."""
     samples: int
-    """Responses per problem, where no flag and no preset says how many."""
+    """Responses per problem, if no flag or preset sets it."""
 
 
 @dataclass
 class BenchmarkRows:
-    """The rows of a benchmark's file, with what was noticed once they are read."""
+    """The rows of a benchmark's file, with counts for notes once they are read."""
 
     benchmark: Benchmark
     name: str
@@ -52,13 +52,14 @@ class BenchmarkRows:
     outside: int = 0
 
     def __iter__(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """(where, row) with prompt, label, task, id and metadata, as `prompts_of_rows` takes them.
+        """Yield (where, row) with prompt, label, task, id and metadata, in the form that `prompts_of_rows`
+        takes.
 
-        An id that another problem has already, as those of two files may, gets a number after it.
+        A repeated id, which two files may have, gets a number appended.
 
         Raises:
-            DataError: a row of another layout, or a question for the second time; with file, line, what a row
-                must have, and where that is described.
+            DataError: a row of another layout, or a repeated question; with file, line, the fields a row must
+                have, and where they are described.
         """
         places: dict[str, str] = {}
         names: Counter[str] = Counter()
@@ -111,7 +112,7 @@ class BenchmarkRows:
 
 
 def _competition(row: Row) -> Made:
-    """AIME and HMMT as several people publish them."""
+    """Parse AIME and HMMT in the layouts of several publishers."""
     question = _one_of(row, ("problem", "question"))
     own = next((str(row[name]) for name in ("problem_idx", "id") if name in row), None)
     return own, _boxed(question), _answer(row)

@@ -1,4 +1,4 @@
-"""One sample of an evaluation as it is kept: a line of JSON that can be read, resumed from and shown."""
+"""One stored sample of an evaluation: a line of JSON that can be read, resumed from and shown."""
 
 import math
 from collections.abc import Callable
@@ -11,10 +11,10 @@ from megatron_ibpo.basics.records import Prompt, Sample, SampleRequest, token_id
 
 Kind = Literal["sampled", "greedy", "correction"]
 Key = tuple[Kind, int, int]
-"""(kind, index of the prompt, number of the sample): what a sample of a set is asked again by."""
+"""(kind, index of the prompt, number of the sample): identifies a sample within a set."""
 
 _LONGEST_LABEL = 2000
-"""Characters. The tests of a code problem may take megabytes, and every sample has its label."""
+"""Characters. The tests of a code problem may take megabytes, and every sample stores its label."""
 
 
 @dataclass(frozen=True)
@@ -24,33 +24,34 @@ class EvalSample:
     set: str
     """Name of the set of prompts."""
     id: str
-    """Identity of the problem: the data's own where it has one, else its place."""
+    """Identity of the problem: the data's own id if it has one, otherwise its position."""
     prompt_index: int
     kind: Kind
-    """A correction has the number of the sample that it corrects."""
+    """Kind of sample. A correction has the number of the sample that it corrects."""
     number: int
     prompt: str
     """The question."""
     label: str
-    """Label that the verifier compares with; cut where it is long."""
+    """Label that the verifier compares with; truncated if long."""
     text: str
     """The response."""
     answer: str | None
-    """Answer that the verifier's module extracts from the response; None: no answer, no vote."""
+    """Answer that the verifier's module extracts from the response. Without one, None, the sample has no
+    vote."""
     reward: float | None
     """None where the verifier failed."""
     correct: bool
     error: str | None
-    """How the verifier failed."""
+    """Error of the verifier, if it failed."""
     finish_reason: Literal["stop", "length"]
     num_tokens: int
     """Number of tokens that the policy wrote."""
     details: dict[str, float]
-    """Further numbers of the verifier's."""
+    """Further numbers from the verifier."""
     mean_logprob: float | None
-    """Over those tokens; None without any."""
+    """Mean over those tokens; None without any."""
     token_ids: list[int] | None = field(default=None, repr=False)
-    """Kept where the sample may be corrected."""
+    """Token ids; stored only if the sample may be corrected."""
 
     @property
     def key(self) -> Key:
@@ -61,12 +62,12 @@ class EvalSample:
 
     @classmethod
     def from_json(cls, row: dict[str, Any]) -> "EvalSample":
-        """Raises TypeError or KeyError for what `as_json` does not give."""
+        """Restore a sample from `as_json`. Raises TypeError or KeyError for other rows."""
         return cls(**{name.name: row[name.name] for name in fields(cls)})
 
     def as_candidate(self, prompt: Prompt) -> Sample:
-        """The sample as a correction prompt is made of it: without a look at its score."""
-        assert self.token_ids is not None  # kept where corrections are asked
+        """Return the sample as input for a correction prompt, without its score."""
+        assert self.token_ids is not None  # stored if corrections are requested
         ids = token_ids(self.token_ids)
         return Sample(
             prompt_token_ids=prompt.token_ids,
@@ -81,7 +82,7 @@ class EvalSample:
 
 @dataclass(frozen=True)
 class Asked:
-    """A sample that is to be had."""
+    """A sample to be generated."""
 
     key: Key
     prompt: Prompt
@@ -89,7 +90,7 @@ class Asked:
 
 
 def problem_id(prompt: Prompt) -> str:
-    """The data's own name of a problem, else its place in the source."""
+    """Return the data's own id of a problem, otherwise its position in the source."""
     return str(prompt.metadata.get("id", prompt.index))
 
 
@@ -102,12 +103,12 @@ def eval_sample(
     *,
     keep_tokens: bool,
 ) -> EvalSample:
-    """A scored sample as it is kept.
+    """Return a scored sample in its stored form.
 
     Args:
-        name: of the set.
-        text: of the response.
-        answer: extracts the answer of a response to a prompt; None where no verifier of the set says how.
+        name: the set.
+        text: the response.
+        answer: extracts the answer of a response to a prompt; None if no verifier of the set defines that.
     """
     prompt, (kind, index, number) = asked.prompt, asked.key
     tokens = sample.num_trained_tokens

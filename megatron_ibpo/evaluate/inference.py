@@ -1,7 +1,8 @@
 """Compare-and-correct at test time, the paper's GSPO+Prompt: every sample is corrected alongside others.
 
-Nothing here looks at a reward or a label: what is shown is drawn uniformly, and handed on without its score.
-Training's rule, which shows a wrong response beside a correct one, would tell the policy what it got wrong.
+Nothing here looks at a reward or a label: the samples shown are drawn uniformly and passed on without scores.
+Training's rule, which shows a wrong response beside a correct one, would tell the policy that its response
+was wrong.
 """
 
 import random
@@ -16,14 +17,14 @@ from megatron_ibpo.evaluate.eval_sample import Asked, EvalSample
 
 @dataclass(frozen=True)
 class Corrector:
-    """How solutions are corrected at test time."""
+    """The way solutions are corrected at test time."""
 
     prompt_ids: Callable[[Prompt, Sequence[Sample]], TokenIds]
     """(prompt, candidate solutions, the one to be corrected first) → x̃."""
     num_candidates: int
-    """K: how many of a prompt's samples are shown."""
+    """K: number of a prompt's samples in a correction prompt."""
     max_context: int
-    """Tokens that x̃ and the correction may have together."""
+    """Limit of tokens in x̃ and the correction together."""
 
 
 def corrections_asked(
@@ -33,10 +34,11 @@ def corrections_asked(
     sampling: EvalSampling,
     seed: int,
 ) -> list[Asked]:
-    """The corrections of a prompt's samples, one of each; none of those whose x̃ leaves no room for it.
+    """Return one correction request per sample of a prompt, except where x̃ leaves no room for the
+    correction.
 
     Args:
-        samples: all of the prompt's, by number; at least num_candidates.
+        samples: all samples of the prompt, by number; at least num_candidates.
     """
     asked = []
     for number, target in enumerate(samples):

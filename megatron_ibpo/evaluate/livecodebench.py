@@ -1,4 +1,4 @@
-"""LiveCodeBench's rows (arXiv 2403.07974): tests that are packed, and two kinds of programs."""
+"""LiveCodeBench's rows (arXiv 2403.07974), with packed tests and two kinds of programs."""
 
 import base64
 import binascii
@@ -14,20 +14,20 @@ from megatron_ibpo.basics.strict_json import read_json
 FIRST_DAY, LAST_DAY = date(2025, 2, 1), date(2025, 5, 31)
 """First and last contest_date of the window 25.02-25.05."""
 _MOST_BYTES = 2**30
-"""Bytes of one problem's private tests, unpacked: far more than any has, and what a small file could
-claim."""
+"""Limit of one problem's private tests in bytes, unpacked. It is far more than any problem has; a small file
+could expand to more."""
 
 
 def in_window(contest_date: str) -> bool:
-    """Return whether a problem is of the window. Raises ValueError for what is no ISO date."""
+    """Return whether a problem is in the window. Raises ValueError unless the date is an ISO date."""
     return FIRST_DAY <= date.fromisoformat(contest_date[:10]) <= LAST_DAY
 
 
 def code_label(row: dict[str, Any]) -> str:
-    """The label that the verifier `code` takes: all tests of a row, public ones first.
+    """Return the label for the verifier `code`: all tests of a row, public ones first.
 
     Raises:
-        ValueError: tests that cannot be unpacked, or are none; says which field.
+        ValueError: the tests cannot be unpacked, or there are none; the message names the field.
     """
     tests = [*_tests(row, "public_test_cases"), *_tests(row, "private_test_cases")]
     if not tests:
@@ -69,7 +69,7 @@ def _tests(row: dict[str, Any], field: str) -> list[dict[str, str]]:
 
 
 def _text(packed: str) -> str:
-    """JSON text, given as it is or as base64 of zlib of a pickle of it."""
+    """Return JSON text that is given as it is, or as base64 of zlib of a pickle of it."""
     if packed.lstrip().startswith("["):
         return packed
     try:
@@ -95,7 +95,8 @@ def _unzipped(data: bytes) -> bytes:
 
 
 class _TextUnpickler(pickle.Unpickler):
-    """Reads pickles of texts. Others may run code when they are read, by what they name: none is found."""
+    """An unpickler for texts only. Other pickles may run code through the names they look up, so every lookup
+    is refused."""
 
     def find_class(self, module: str, name: str) -> Any:
         raise pickle.UnpicklingError(f"it asks for {module}.{name}, and only a text may be in it")

@@ -1,7 +1,7 @@
 """Measures of several samples of a prompt: pass@k, maj@k, best-of-k; intervals over prompts.
 
-Each measure is first a value for every prompt. Their mean is the measure; the prompts are what an interval or
-a comparison resamples, since samples of one prompt are not independent.
+Each measure is first computed for every prompt; the mean over prompts is the measure. Intervals and
+comparisons resample prompts, since samples of one prompt are not independent.
 """
 
 import math
@@ -12,14 +12,15 @@ import numpy as np
 import numpy.typing as npt
 
 Outcomes = npt.NDArray[np.float64]
-"""1 correct, 0 wrong, NaN where the verifier failed: [P, S] of all samples, or [P], a measure by prompt."""
+"""1 for correct, 0 for wrong, NaN where the verifier failed: [P, S] for all samples, or [P] for a measure by
+prompt."""
 
 _RESAMPLES = 2000
 
 
 def pass_at(correct_PS: Outcomes, k: int) -> Outcomes:
-    """Probability that at least one of k samples is correct: of each prompt the unbiased estimate
-    1 - C(n-c, k) / C(n, k) from its n scored samples, of which c are correct (arXiv 2107.03374, eq. 1).
+    """Return the probability that at least one of k samples is correct. For each prompt it is the unbiased
+    estimate 1 - C(n-c, k) / C(n, k) from its n scored samples, c of them correct (arXiv 2107.03374, eq. 1).
 
     NaN for prompts with fewer than k scored samples.
     """
@@ -33,9 +34,9 @@ def pass_at(correct_PS: Outcomes, k: int) -> Outcomes:
 
 
 def majority(correct_PS: Outcomes, answers: Sequence[Sequence[str | None]]) -> Outcomes:
-    """maj@n (arXiv 2203.11171): whether a prompt's most frequent answer is correct; of answers that are
-    equally frequent the mean. None and "" are no answers and have no vote; a prompt without any vote is
-    answered wrongly."""
+    """Return maj@n (arXiv 2203.11171): whether a prompt's most frequent answer is correct, or the mean over
+    equally frequent answers. None and "" are no answers and have no vote; a prompt without any vote counts as
+    wrong."""
     return np.array([_voted(*pair) for pair in zip(correct_PS, answers, strict=True)])
 
 
@@ -46,14 +47,14 @@ def _voted(correct_S: Outcomes, answers: Sequence[str | None]) -> float:
             outcomes[answer].append(outcome)
     most = max(map(len, outcomes.values()), default=0)
     winners = [np.array(own) for own in outcomes.values() if len(own) == most]
-    # an answer that the verifier failed on each time is not known to be right
+    # an answer whose verifier failed every time does not count as right
     scores = [float(np.nanmean(own)) if not np.isnan(own).all() else 0.0 for own in winners]
     return float(np.mean(scores)) if scores else 0.0
 
 
 def best_of(correct_PS: Outcomes, scores_PS: npt.NDArray[np.float64]) -> Outcomes:
-    """Return whether a prompt's sample with the highest score is correct; one that the verifier failed on is
-    not known to be."""
+    """Return whether a prompt's sample with the highest score is correct. If its verifier failed, it does not
+    count as correct."""
     best_P = scores_PS.argmax(axis=1)
     return np.nan_to_num(np.take_along_axis(correct_PS, best_P[:, None], axis=1))[:, 0]
 
@@ -65,8 +66,8 @@ def mean_over_prompts(values_P: Outcomes) -> float | None:
 
 
 def interval(correct_PS: Outcomes) -> tuple[float, float]:
-    """95 % interval of the mean of all outcomes. One sample a prompt: Wilson's. More: samples of a prompt are
-    not independent, so prompts are resampled (percentile bootstrap)."""
+    """Return the 95 % interval of the mean of all outcomes: Wilson's for one sample per prompt. For more,
+    prompts are resampled (percentile bootstrap), because samples of a prompt are not independent."""
     if correct_PS.shape[1] == 1:
         known = correct_PS[~np.isnan(correct_PS)]
         return wilson(float(known.mean()), len(known))
@@ -80,8 +81,8 @@ def interval(correct_PS: Outcomes) -> tuple[float, float]:
 
 
 def interval_over_prompts(values_P: Outcomes) -> tuple[float, float]:
-    """95 % interval of the mean of a measure whose values by prompt are these: Wilson's where they are all 0
-    or 1, so that few prompts without a failure do not look certain; else prompts are resampled (percentile
+    """Return the 95 % interval of a measure's mean over prompts. If all values are 0 or 1, it is Wilson's, so
+    that a few prompts without a failure do not look certain. Otherwise prompts are resampled (percentile
     bootstrap)."""
     known = values_P[~np.isnan(values_P)]
     if np.isin(known, (0.0, 1.0)).all():
@@ -92,7 +93,7 @@ def interval_over_prompts(values_P: Outcomes) -> tuple[float, float]:
 
 
 def wilson(share: float, count: int) -> tuple[float, float]:
-    """Wilson's score interval, 95 %, of a share of `count` independent trials."""
+    """Return Wilson's score interval, 95 %, of a share of `count` independent trials."""
     z2 = 1.959964**2
     center = (share + z2 / (2 * count)) / (1 + z2 / count)
     half = math.sqrt(z2 * (share * (1 - share) + z2 / (4 * count)) / count) / (1 + z2 / count)

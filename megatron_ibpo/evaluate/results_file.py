@@ -1,4 +1,4 @@
-"""results.json: what came of an evaluation, set by set and problem by problem."""
+"""results.json: the results of an evaluation, by set and by problem."""
 
 import hashlib
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from megatron_ibpo.evaluate.stored_samples import FINISHED, UNFINISHED, read_res
 def finish_results(
     directory: Path, evaluated: Sequence[SetEvaluation], more: dict[str, Any]
 ) -> dict[str, Any]:
-    """Write what came of these sets beside what is there of others, and return all of it.
+    """Write the results of these sets beside existing results of others, and return all of them.
 
     Args:
         more: entries beside the sets, such as seconds.
@@ -31,8 +31,9 @@ def finish_results(
 
 
 def set_results(one: SetEvaluation) -> dict[str, Any]:
-    """measures: as the metrics log has them. intervals: 95 %, of each measure that is a mean over problems.
-    problems: id, digest of question and label, and each such measure's value for every problem, in order."""
+    """Return the entries of one set. measures: as in the metrics log. intervals: 95 %, for each measure that
+    is a mean over problems. problems: id, digest of question and label, and each such measure's value for
+    every problem, in order."""
     evaluation = one.evaluation
     intervals = {
         name: interval_over_prompts(unknown_as_nan(values))

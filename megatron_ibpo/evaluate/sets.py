@@ -25,32 +25,32 @@ from megatron_ibpo.rewards.verifier import rm_type_of
 
 _OTHER_SCHEMES = ("reasoning_gym", "import")
 _MOST_LOOKED_AT = 100
-"""Prompts of an endless source that are looked at for one of a half; every second one falls into it."""
+"""Prompts of an endless source to look at per prompt of a half; every second prompt falls into it."""
 
 
 @dataclass(frozen=True)
 class EvalSet:
-    """Held-out prompts, and how they are asked."""
+    """Held-out prompts, and how responses to them are sampled."""
 
     name: str
     is_named: bool
-    """True where metrics have its name: not where it is the only set, and the user gave it none."""
+    """True if metrics include the name: unless it is the only set, and the user gave it none."""
     prompts: list[Prompt]
     sampling: EvalSampling
     answer: Callable[[Prompt, str], str | None] | None
-    """The answer of a response to a prompt; None where no verifier of the set says how it is extracted."""
+    """Extracts the answer of a response to a prompt; None if no verifier of the set defines that."""
     notes: tuple[str, ...] = ()
     """Notes on the source for the user."""
 
     def metrics(self, of_evaluation: dict[str, float]) -> dict[str, float]:
-        """The metrics of an evaluation of this set by the names that a log has them under."""
+        """Return the metrics of an evaluation of this set, by their names in a log."""
         prefix = f"eval/{self.name}/" if self.is_named else ""
         return {f"{prefix}{name}": value for name, value in of_evaluation.items()}
 
 
 @dataclass(frozen=True)
 class SetEvaluation:
-    """One set, evaluated."""
+    """One set with its evaluation."""
 
     set: EvalSet
     evaluation: Evaluation
@@ -58,10 +58,10 @@ class SetEvaluation:
 
 
 def set_settings(own: EvalSet, config: Config, policy: str) -> Settings:
-    """All that the samples of a set depend on.
+    """Return everything that the samples of a set depend on.
 
     Args:
-        policy: digest of its weights.
+        policy: digest of the policy's weights.
     """
     corrects, operator = config.run.eval_compare_and_correct, find_operator(config.algorithm)
     return {
@@ -84,7 +84,7 @@ def set_settings(own: EvalSet, config: Config, policy: str) -> Settings:
 
 
 def open_eval_sets(config: Config, tokenizer: Tokenizer) -> list[EvalSet]:
-    """Every set of --eval-prompt-data; none where evaluation is off.
+    """Open every set of --eval-prompt-data; none if evaluation is off.
 
     Raises:
         ValueError: one cannot be used (`DataError`), two have one name, or --eval-compare-and-correct shows
@@ -158,7 +158,7 @@ def _at_temperature(own: EvalSet, temperature: float) -> EvalSet:
 
 
 def _of_half(source: PromptSource, half: str, count: int, spec: EvalSpec) -> list[Prompt]:
-    """The first `count` prompts of a half, or all there are.
+    """Return the first `count` prompts of a half, or all there are.
 
     Raises:
         DataError: there is none.
@@ -171,7 +171,8 @@ def _of_half(source: PromptSource, half: str, count: int, spec: EvalSpec) -> lis
 
 
 def half_of(text: str) -> str:
-    """tuning or test: by a hash of a question's text, so that a question is on one side in every run."""
+    """Return "tuning" or "test" by a hash of a question's text, so that a question is in the same half in
+    every run."""
     return (
         "tuning" if hashlib.blake2b(text.encode(), key=b"half", digest_size=1).digest()[0] < 128 else "test"
     )
@@ -202,9 +203,9 @@ def _check(spec: EvalSpec, config: Config, prompts: list[Prompt], sampling: Eval
 
 
 def _room(config: Config, sampling: EvalSampling) -> int:
-    """Tokens that a prompt may have."""
+    """Return the limit of tokens per prompt."""
     context = config.rollout.rollout_max_context_len
-    assert context is not None  # start-up resolved it
+    assert context is not None  # resolved at start-up
     if sampling.max_tokens >= context:
         raise ValueError(
             f"--eval-max-response-len, which --eval-preset may set: {sampling.max_tokens} leaves no room for "
@@ -222,7 +223,7 @@ def _answers(prompts: list[Prompt], data: DataConfig) -> Callable[[Prompt, str],
 
 
 def _name_of(spec: str) -> str:
-    """A name for a set that the user gave none: its benchmark, task, function or file."""
+    """Return a name for a set that the user did not name: its benchmark, task, function or file."""
     scheme, separator, rest = spec.partition("://")
     if scheme in BENCHMARKS:
         return scheme
@@ -231,7 +232,7 @@ def _name_of(spec: str) -> str:
 
 
 def _unused_fields(spec: str, data: DataConfig) -> list[str]:
-    """A note of the fields of a JSONL file that have no meaning here."""
+    """Return a note on the fields of a JSONL file that have no meaning here."""
     location = spec.partition("?")[0]
     if "://" in location or not location.endswith(".jsonl"):
         return []
@@ -245,5 +246,5 @@ def _unused_fields(spec: str, data: DataConfig) -> list[str]:
 
 def _field_names(path: Path) -> Iterator[str]:
     for _, row in read_jsonl(path):
-        if isinstance(row, dict):  # what is none is told of elsewhere
+        if isinstance(row, dict):  # other rows are reported elsewhere
             yield from row

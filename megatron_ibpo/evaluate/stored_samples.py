@@ -1,8 +1,8 @@
-"""The files of an evaluation in progress: every sample, and the settings it was made by.
+"""The files of an evaluation in progress: every sample, and the settings that it was made with.
 
-DIR/results.json has the settings of every set from the start and the measures in the end;
-DIR/SET.samples.jsonl has a line for every sample as soon as it is scored. An evaluation that was interrupted
-takes from there what it has, as long as the settings are the same.
+DIR/results.json has the settings of every set from the start, and the measures at the end;
+DIR/SET.samples.jsonl gets a line for every sample as soon as it is scored. An interrupted evaluation reuses
+the samples there, as long as the settings are the same.
 """
 
 import hashlib
@@ -23,24 +23,25 @@ RESULTS_FILE = "results.json"
 UNFINISHED, FINISHED = "unfinished", "finished"
 
 Settings = dict[str, Any]
-"""All that a sample of a set depends on, by the flag that sets it."""
+"""Everything that a sample of a set depends on, by the flag that sets it."""
 
 
 class KeptError(ValueError):
-    """A directory whose samples cannot be gone on with; says why and what to do."""
+    """A directory whose samples cannot be continued; the message gives the reason and what to do."""
 
 
 class KeptSamples:
-    """The samples of an evaluation, read at its start and appended to while it goes. A context manager."""
+    """The samples of an evaluation, read at its start and appended to during it. A context manager."""
 
     def __init__(self, directory: Path, policy: str, settings: Mapping[str, Settings]) -> None:
-        """
+        """Open the files of every set.
+
         Args:
-            policy: that is evaluated, for readers.
-            settings: of every set, by its name.
+            policy: the evaluated policy, for readers.
+            settings: name of each set → its settings.
 
         Raises:
-            KeptError: what is there was made by other settings, or is not what this class writes.
+            KeptError: existing samples were made with other settings, or were not written by this class.
         """
         self.directory = directory
         directory.mkdir(parents=True, exist_ok=True)
@@ -49,7 +50,7 @@ class KeptSamples:
         self._files: dict[str, io.FileIO] = {}
         self._stack = ExitStack()
         self.num_added = 0
-        """Samples that this process made."""
+        """Number of samples that this process made."""
         before = read_results(directory)
         for name, own in settings.items():
             self._check(name, own, before)
@@ -62,15 +63,15 @@ class KeptSamples:
 
     @property
     def num_found(self) -> int:
-        """Samples that an earlier process made."""
+        """Number of samples that an earlier process made."""
         return sum(map(len, self._found.values()))
 
     def found(self, name: str) -> Mapping[Key, EvalSample]:
-        """The samples of a set that an earlier process made and its verifier did not fail on."""
+        """Return the samples of a set that an earlier process made, without those whose verifier failed."""
         return self._found[name]
 
     def add(self, sample: EvalSample) -> None:
-        """Keep a sample. Raises what `append_record` raises."""
+        """Store a sample. Raises the errors of `append_record`."""
         own_hash = settings_hash(self._settings[sample.set])
         append_record(self._files[sample.set], {**sample.as_json(), "settings": own_hash})
         self.num_added += 1
@@ -119,12 +120,12 @@ def answered(
     ask: Callable[[Sequence[Asked], Callable[[int, EvalSample], None]], None],
     add: Callable[[EvalSample], None],
 ) -> list[EvalSample]:
-    """A sample for everything that is asked, in order: what was found, and the rest by `ask`.
+    """Return a sample for every request, in order: stored ones, and the rest from `ask`.
 
     Args:
-        ask: has samples made, and calls its second argument with the index and the sample of each when it is
-            scored.
-        add: is given every new one at once.
+        ask: generates samples, and calls its second argument with the index and the sample of each as soon as
+            it is scored.
+        add: called at once with every new sample.
     """
     samples = {key: found[key] for key in (one.key for one in asked) if key in found}
     missing = [one for one in asked if one.key not in samples]
@@ -139,12 +140,12 @@ def answered(
 
 
 def samples_path(directory: Path, name: str) -> Path:
-    """Where the samples of a set are."""
+    """Return the path of a set's samples."""
     return directory / f"{name}.samples.jsonl"
 
 
 def read_samples(directory: Path, name: str) -> list[EvalSample]:
-    """The samples of a set, as they were made.
+    """Return the samples of a set, in the order in which they were made.
 
     Raises:
         KeptError: there are none, or a line is no sample.
@@ -156,10 +157,10 @@ def read_samples(directory: Path, name: str) -> list[EvalSample]:
 
 
 def read_results(directory: Path) -> dict[str, Any]:
-    """results.json; empty where there is none.
+    """Return the content of results.json; empty if there is none.
 
     Raises:
-        KeptError: it is not what an evaluation writes.
+        KeptError: it was not written by an evaluation.
     """
     path = directory / RESULTS_FILE
     if not path.exists():
@@ -176,19 +177,19 @@ def read_results(directory: Path) -> dict[str, Any]:
 
 
 def write_results(directory: Path, content: Mapping[str, Any]) -> None:
-    """Write results.json, whole or not at all."""
+    """Write results.json atomically."""
     unfinished = directory / f".{RESULTS_FILE}.tmp"
     unfinished.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
     unfinished.replace(directory / RESULTS_FILE)
 
 
 def settings_hash(settings: Settings) -> str:
-    """16 hexadecimal digits."""
+    """Return a hash of the settings in 16 hexadecimal digits."""
     return hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
 def prompts_digest(prompts: Sequence[Prompt]) -> str:
-    """Tells whether two evaluations ask the same."""
+    """Return a digest that tells whether two evaluations use the same prompts and labels."""
     digest = hashlib.blake2b(digest_size=8)
     for prompt in prompts:
         digest.update(prompt.token_ids.tobytes() + b"\0" + prompt.label.encode(errors="replace") + b"\0")
@@ -199,7 +200,7 @@ def _read(path: Path, own_hash: str | None) -> list[EvalSample]:
     """Return the samples of all finished lines.
 
     Args:
-        own_hash: of the settings that every line must have been made by.
+        own_hash: hash of the settings that every line must have been made with; None accepts any.
     """
     samples = []
     for where, line in record_lines(path):

@@ -1,4 +1,5 @@
-"""Scored samples and closed batches on disk before they are trained on: no death costs a sample."""
+"""Scored samples and closed batches on disk before they are trained on, so that no sample is lost when a
+process dies."""
 
 from megatron_ibpo.journal.entries import (
     ClosedBatch,

@@ -1,4 +1,4 @@
-"""Entries of the journal and their bytes: msgpack, arrays as they lie in memory."""
+"""Entries of the journal and their encoding: msgpack, with arrays as raw bytes."""
 
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -15,28 +15,28 @@ GroupId = tuple[int, int]
 
 
 class JournalError(ValueError):
-    """A journal that cannot be used; the text says where it is and what to do."""
+    """A journal that cannot be used; the message says where it is and what to do."""
 
 
 class LostStepError(RuntimeError):
-    """A step that was taken is not in the journal any more; a new start of the run samples it again."""
+    """A completed step that is no longer in the journal; a new start of the run samples it again."""
 
 
 class MalformedEntryError(ValueError):
-    """Bytes that are whole but are no entry."""
+    """Undamaged bytes that are not an entry."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampleKey:
-    """Which sample of a run: no two have the same."""
+    """The unique key of a sample in a run."""
 
     prompt_index: int
     """`Prompt.index`."""
     attempt: int
-    """0, 1, …: how often the prompt had been asked before."""
+    """Number of times that the prompt had been asked before: 0, 1, …."""
     kind: Literal["response", "correction"]
     index: int
-    """Its index among the responses, or the corrections, of its group (`Sample.index`)."""
+    """Index among the responses, or the corrections, of its group (`Sample.index`)."""
 
     @property
     def group(self) -> GroupId:
@@ -49,9 +49,9 @@ class ClosedGroup(NamedTuple):
     prompt_index: int
     attempt: int
     responses: int
-    """How many."""
+    """Number of responses."""
     corrections: int
-    """How many."""
+    """Number of corrections."""
     skipped_pairs: int
     """`Group.skipped_pairs`."""
 
@@ -60,7 +60,7 @@ class ClosedGroup(NamedTuple):
         return self.prompt_index, self.attempt
 
     def sample_keys(self) -> list[SampleKey]:
-        """Keys of all its samples."""
+        """Return the keys of all its samples."""
         of = self.prompt_index, self.attempt
         return [SampleKey(*of, "response", index) for index in range(self.responses)] + [
             SampleKey(*of, "correction", index) for index in range(self.corrections)
@@ -81,17 +81,17 @@ class DroppedGroup(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ClosedBatch:
-    """The batch that a step trains on, with what was given up since the batch before it was closed."""
+    """The batch that a step trains on, and the groups dropped since the previous batch was closed."""
 
     step: int
-    """Steps that the run has completed once it has trained on this batch: the first batch has 1."""
+    """Completed steps of the run after training on this batch: the first batch has 1."""
     groups: tuple[ClosedGroup, ...]
-    """In the order in which they are credited."""
+    """Groups in the order in which they are credited."""
     dropped: tuple[DroppedGroup, ...] = ()
 
     @property
     def settled(self) -> list[GroupId]:
-        """The groups that are open no more."""
+        """Groups that this batch closed or dropped."""
         return [group.id for group in self.groups] + [group.id for group in self.dropped]
 
 
@@ -100,16 +100,15 @@ class Begin:
     """The first entry of every segment."""
 
     settings: str
-    """Sampling settings of the run that writes it."""
+    """Sampling settings of the run that writes the segment."""
     saved: int
-    """The step of the checkpoint that was whole on disk at this time."""
+    """Step of the checkpoint that was complete on disk at this time."""
     last_step: int
-    """Number of the last batch that had been closed by then; its own segment may be deleted before this one.
-    """
+    """Number of the last batch closed by then; its own segment may be deleted before this one."""
     needed_from: int
-    """The first segment that a run needs which goes on from that checkpoint, or from one of a later step."""
+    """First segment needed to resume from that checkpoint, or from one of a later step."""
     rewound: int | None = None
-    """Batches of later steps than this, and samples of groups then open, count no more."""
+    """If set, batches of later steps than this, and samples of groups open at that time, no longer count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,14 +123,15 @@ Entry = Begin | Sampled | ClosedBatch
 
 _TOKENS, _FLOATS, _FLAGS = np.dtype("<i4"), np.dtype("<f4"), np.dtype("?")
 _EXPERTS: tuple[np.dtype[Any], ...] = (np.dtype("u1"), np.dtype("<u2"))
-"""Types of expert ids by their bytes, less one."""
+"""Types of expert ids, by bytes per id less one."""
 
 
 def encode(entry: Entry) -> bytes:
-    """The bytes of an entry.
+    """Return the bytes of an entry.
 
     Raises:
-        TypeError: an array of a sample has another dtype than `Sample` says, and would come back changed.
+        TypeError: an array of a sample has another dtype than `Sample` allows, and would be restored
+            differently.
     """
     fields: list[Any]
     match entry:
@@ -142,15 +142,15 @@ def encode(entry: Entry) -> bytes:
             fields = ["sample", *_key_fields(entry.key), *_sample_fields(entry.sample)]
         case ClosedBatch():
             fields = ["closed", entry.step, entry.groups, entry.dropped]
-    # what a verifier says of an error may hold halves of surrogate pairs, which UTF-8 proper refuses
+    # a verifier's error text may hold halves of surrogate pairs, which strict UTF-8 refuses
     return msgpack.packb(fields, unicode_errors="surrogatepass")
 
 
 def decode(payload: bytes) -> Entry:
-    """The entry that `encode` made these bytes of; the arrays are new and may be written to.
+    """Return the entry that `encode` gave these bytes for; the arrays are new and writable.
 
     Raises:
-        MalformedEntryError: they are those of no entry.
+        MalformedEntryError: the bytes are no entry.
         JournalError: another version of this program wrote them.
     """
     try:
@@ -199,7 +199,7 @@ def _sample_fields(sample: Sample) -> list[Any]:
         bool(sample.correct),
         sample.reward_error,
     ]
-    # left out where there are none, as by versions that knew of none
+    # left out if empty, as in older versions without them
     if sample.routed_experts is not None:
         return [*fields, sample.reward_details, _choices_fields(sample.routed_experts)]
     return [*fields, sample.reward_details] if sample.reward_details else fields

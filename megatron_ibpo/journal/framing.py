@@ -1,4 +1,4 @@
-"""Records in a file, one behind the other: each has a header with its length and checksums of both."""
+"""Consecutive records in a file, each with a header of its length and checksums of both."""
 
 import errno
 import os
@@ -14,16 +14,16 @@ from megatron_ibpo.basics.user_files import check_user_file
 
 _MAGIC = b"IBPJ"
 _HEADER = struct.Struct("<4sIII")
-"""Magic, bytes of the payload, CRC-32 of the payload, CRC-32 of the header up to here: a damaged length is
-told from a record whose end was never written."""
+"""Magic, bytes of the payload, CRC-32 of the payload, CRC-32 of the header up to here. The last one
+distinguishes a damaged length from a record whose end was never written."""
 _MOST_BYTES = 2**30
-"""Bytes of the largest payload; Linux takes 2 GiB in one write."""
+"""Largest payload in bytes; Linux takes 2 GiB in one write."""
 _CHUNK = 2**20
-"""Bytes that are looked through at once for a header; mapping the file would hold all of it in memory."""
+"""Bytes to search for a header at a time; mapping the file would hold all of it in memory."""
 
 
 class Record(NamedTuple):
-    """A record that is whole."""
+    """A complete record."""
 
     offset: int
     payload: bytes
@@ -31,16 +31,16 @@ class Record(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """Bytes from this offset on that hold no record, up to the next one that can be found."""
+    """Bytes from this offset to the next record that can be found, which hold no record."""
 
     offset: int
     what: str
     is_torn: bool = False
-    """The file only ends too early: its writer was stopped in the middle of a record."""
+    """True if the file merely ends too early, because its writer was stopped in the middle of a record."""
 
 
 def framed(payload: bytes) -> bytes:
-    """The record of this payload.
+    """Return the record of this payload.
 
     Raises:
         ValueError: it is longer than 1 GiB.
@@ -52,13 +52,13 @@ def framed(payload: bytes) -> bytes:
 
 
 def records(path: Path) -> Iterator[Record | Damage]:
-    """All records of the file, and what is damaged between them. A length beyond its end is not read.
+    """Yield all records of the file, and the damage between them. A length beyond the file's end is not read.
 
-    Where a payload is damaged, its header says where the next record begins. Where a header is, the next one
-    that has its checksum is looked for.
+    If a payload is damaged, its header still gives the start of the next record. If a header is damaged, the
+    next one with a valid checksum is searched for.
     """
     check_user_file(path)
-    with path.open("rb", buffering=0) as file:  # a buffer would not know of the seeks of `_skip_hole`
+    with path.open("rb", buffering=0) as file:  # a buffer would not follow the seeks of `_skip_hole`
         size, offset = os.fstat(file.fileno()).st_size, 0
         while offset < size:
             file.seek(offset)
@@ -81,7 +81,7 @@ def records(path: Path) -> Iterator[Record | Damage]:
 
 
 def _length(header: bytes) -> int | None:
-    """Bytes of the payload behind this header; None if it is none."""
+    """Return the bytes of the payload behind this header; None if it is no header."""
     if len(header) < _HEADER.size:
         return None
     magic, length, _, checksum = _HEADER.unpack(header)
@@ -91,8 +91,8 @@ def _length(header: bytes) -> int | None:
 
 
 def _next_header(file: FileIO, start: int, size: int) -> int:
-    """Return the offset of the first header from `start` on; `size` where there is none."""
-    offset, kept = start, b""  # of the last read, since a header may lie across two
+    """Return the offset of the first header from `start` on, or `size` if there is none."""
+    offset, kept = start, b""  # end of the last read, since a header may span two reads
     while (data_at := _skip_hole(file, offset + len(kept), size)) < size:
         if data_at > offset + len(kept):
             offset, kept = data_at, b""
@@ -109,11 +109,11 @@ def _next_header(file: FileIO, start: int, size: int) -> int:
 
 
 def _skip_hole(file: FileIO, offset: int, size: int) -> int:
-    """Return the offset of the first byte from `offset` on that was written: a file that was only made longer
-    may have 10 GB of nothing."""
+    """Return the offset of the first written byte from `offset` on: a file that was only extended may have a
+    10 GB hole."""
     try:
         return os.lseek(file.fileno(), offset, os.SEEK_DATA)
     except OSError as error:
-        if error.errno != errno.ENXIO:  # which says that nothing more was written
+        if error.errno != errno.ENXIO:  # nothing more was written
             raise
         return size

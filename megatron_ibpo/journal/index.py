@@ -1,4 +1,4 @@
-"""Which segments of a journal a recovery needs, and what may be written next."""
+"""Tracking of the segments that a recovery needs, and of what may be written next."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -9,23 +9,23 @@ from megatron_ibpo.journal.recovery import settle
 
 @dataclass
 class Index:
-    """Where everything stands that a run may need which goes on from the checkpoint of step `saved`."""
+    """Locations of the records needed to resume from the checkpoint of step `saved`."""
 
     saved: int
     last_step: int
     """Number of the last batch that the journal knows to be closed."""
     _open: dict[GroupId, dict[SampleKey, int]] = field(default_factory=dict)
-    """The segment of every sample that no batch has taken or dropped."""
+    """Segment of every sample that no batch has taken or dropped."""
     _batches: dict[int, int] = field(default_factory=dict)
-    """Step → the first segment that its replay needs, of the batches after the saved step."""
+    """Step → the first segment that its replay needs, for batches after the saved step."""
     _settled: dict[GroupId, int] = field(default_factory=dict)
-    """The steps of the groups that these batches took or dropped."""
+    """Group that one of these batches took or dropped → the batch's step."""
 
     def needed_from(self, present: int, rewound: int | None = None) -> int:
-        """The first segment that a recovery needs; `present` where it needs nothing that was written before.
+        """Return the first segment that a recovery needs; `present` if it needs no earlier one.
 
         Args:
-            rewound: as if the journal had been rewound to this step.
+            rewound: compute as if the journal had been rewound to this step.
         """
         if rewound is not None:
             return min([present, *(segment for step, segment in self._batches.items() if step <= rewound)])
@@ -33,13 +33,13 @@ class Index:
         return min([present, *samples, *self._batches.values()])
 
     def take(self, segment: int, entry: Entry) -> None:
-        """Note an entry that stands in this segment."""
+        """Note an entry of this segment."""
         match entry:
             case Sampled(key):
                 self._open.setdefault(key.group, {})[key] = segment
             case ClosedBatch(step):
                 samples = settle(self._open, entry)
-                self._forget(lambda own: own >= step)  # where the record of a rewind is lost
+                self._forget(lambda own: own >= step)  # in case the record of a rewind is lost
                 self.last_step = step
                 if step > self.saved:
                     self._batches[step] = min([segment, *samples.values()])
@@ -52,19 +52,19 @@ class Index:
                 self.last_step = step
 
     def save(self, step: int) -> None:
-        """The checkpoint of this step is whole: nothing of it or before needs to be replayed."""
+        """Note that the checkpoint of this step is complete: nothing up to it needs to be replayed."""
         self.saved = step
         self._forget(lambda own: own <= step)
 
     def check_sample(self, key: SampleKey) -> None:
-        """Raises ValueError for a sample that the journal has, or whose group is settled."""
+        """Raise ValueError for a sample that the journal has, or whose group is settled."""
         if key in self._open.get(key.group, {}):
             raise ValueError(f"{key} is in the journal already")
         if (step := self._settled.get(key.group)) is not None:
             raise ValueError(f"{key}: the batch of step {step} has closed or dropped its group")
 
     def check_batch(self, batch: ClosedBatch) -> None:
-        """Raises ValueError for a batch out of turn, or one that does not name all samples of its groups."""
+        """Raise ValueError for a batch out of turn, or one that does not name all samples of its groups."""
         if batch.step != self.last_step + 1:
             raise ValueError(
                 f"a batch of step {batch.step} cannot follow step {self.last_step}; a run that does not go "

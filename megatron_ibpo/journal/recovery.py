@@ -22,7 +22,7 @@ from megatron_ibpo.journal.framing import Damage, Record, records
 
 _SUFFIX = ".journal"
 _MOST_PLACES = 5
-"""Places of damage that a note names."""
+"""Most places of damage to name in a note."""
 
 T = TypeVar("T")
 
@@ -32,33 +32,33 @@ class Recovered:
     """Samples and batches that a resumed run need not sample again."""
 
     settings: str | None
-    """Sampling settings of the last run that wrote; None where nothing was written."""
+    """Sampling settings of the last run that wrote; None if nothing was written."""
     batches: tuple[ClosedBatch, ...]
-    """Those of the steps after the checkpoint's, without a gap."""
+    """Batches of the steps after the checkpoint's, without a gap."""
     samples: dict[SampleKey, Sample]
-    """All samples of these batches, and those of other groups that the run goes on with."""
+    """All samples of these batches, and those of other groups that the run continues with."""
     last_step: int
-    """The step of the last of these batches; the checkpoint's where there is none."""
+    """Step of the last of these batches, or of the checkpoint if there is none."""
     is_whole: bool
-    """These batches are all that the journal knows of, and nothing is damaged. Where that is not so, or where
-    the run is not to follow them, the writer must be told (`Journal.follow`)."""
+    """True if these batches are all that the journal knows of, and nothing is damaged. Otherwise, or if the
+    run does not follow them, the writer must be told (`Journal.follow`)."""
     notes: tuple[str, ...]
     """Records that could not be read, for the user."""
 
     @property
     def open_samples(self) -> dict[SampleKey, Sample]:
-        """Those that none of the batches took."""
+        """Samples that none of the batches took."""
         taken = {key for batch in self.batches for group in batch.groups for key in group.sample_keys()}
         return {key: sample for key, sample in self.samples.items() if key not in taken}
 
 
 def read_journal(directory: Path, after_step: int) -> Recovered:
-    """Return what the journal holds for a run that resumes from the checkpoint of step `after_step` (0: from
-    none).
+    """Return what the journal holds for a run that resumes from the checkpoint of step `after_step` (0: no
+    checkpoint).
 
-    Damaged records are left out, and counted in the notes. A batch that they leave incomplete is not
-    replayed, nor are those after it, whose samples come from weights that were trained on it. What is asked
-    for again is then only what is missing: the responses that came from weights up to that batch are there.
+    Damaged records are left out, and counted in the notes. A batch that is incomplete for that reason is not
+    replayed. Nor are later batches, because weights trained on it sampled them. Only the missing samples are
+    then requested again; responses sampled with weights up to that batch are kept.
 
     Nothing is changed on disk; a directory that does not exist is an empty journal.
 
@@ -99,8 +99,8 @@ def read_journal(directory: Path, after_step: int) -> Recovered:
 
 
 def entries(directory: Path, after_step: int) -> Iterator[tuple[int, Entry | Damage]]:
-    """(number of its segment, entry), as written, of all that a run after `after_step` may need, and what is
-    damaged between them.
+    """Yield (segment number, entry), as written, for everything that a run after `after_step` may need, and
+    the damage in between.
 
     Raises:
         JournalError: another version of the program wrote it.
@@ -118,25 +118,26 @@ def entries(directory: Path, after_step: int) -> Iterator[tuple[int, Entry | Dam
 
 
 def segment_path(directory: Path, number: int) -> Path:
-    """Where a segment lies."""
+    """Return the path of a segment."""
     return directory / f"{number:06d}{_SUFFIX}"
 
 
 def segment_numbers(directory: Path) -> list[int]:
-    """Return the numbers of the segments that there are, oldest first."""
+    """Return the numbers of the existing segments, oldest first."""
     stems = (path.stem for path in directory.glob(f"*{_SUFFIX}"))
     return sorted(int(stem) for stem in stems if stem.isdecimal())
 
 
 def settle(groups: dict[GroupId, dict[SampleKey, T]], batch: ClosedBatch) -> dict[SampleKey, T]:
-    """Take the groups that a batch trains on or drops out of the open ones; what was kept of the former."""
+    """Remove the groups that a batch trains on or drops from the open ones, and return the values of those it
+    trains on."""
     for dropped in batch.dropped:
         groups.pop(dropped.id, None)
     return {key: kept for group in batch.groups for key, kept in groups.pop(group.id, {}).items()}
 
 
 def _first_needed(directory: Path, numbers: list[int], after_step: int) -> int:
-    """The segment to start from: what is older is not read, and damage there does no harm."""
+    """Return the segment to start from. Older ones are not read, so damage there does no harm."""
     for number in reversed(numbers):
         begin = next(_entries(directory, number), None)
         if isinstance(begin, Begin) and begin.saved <= after_step:
@@ -176,7 +177,7 @@ def _damage_note(path: Path, found: list[Damage]) -> str:
 
 
 def _newest_version(sample: Sample) -> float:
-    """Return the newest policy that a sample came from; infinity where that is not known."""
+    """Return the newest policy that a sample came from; infinity if unknown."""
     return max((version for _, version in sample.versions), default=math.inf)
 
 
@@ -187,13 +188,13 @@ class _Closed:
 
     @property
     def is_complete(self) -> bool:
-        """No segment with samples of it has been deleted."""
+        """True if no segment with its samples has been deleted."""
         return all(key in self.samples for group in self.batch.groups for key in group.sample_keys())
 
 
 @dataclass
 class _State:
-    """The state that the entries so far come to."""
+    """The state after the entries so far."""
 
     after_step: int
     settings: str | None = None
@@ -202,9 +203,9 @@ class _State:
     open: dict[GroupId, dict[SampleKey, Sample]] = field(default_factory=dict)
     closed: dict[int, _Closed] = field(default_factory=dict)
     is_damaged: bool = False
-    """Records are missing among those that count."""
+    """True if records are missing among those that count."""
     doubtful: set[GroupId] = field(default_factory=set)
-    """Groups that a batch before the checkpoint, whose record is lost, may have trained on."""
+    """Groups that a batch before the checkpoint may have trained on; the batch's record is lost."""
 
     def take(self, entry: Entry) -> None:
         match entry:
@@ -222,8 +223,8 @@ class _State:
                 self._begin(entry)
 
     def trusted(self, step: int) -> dict[SampleKey, Sample]:
-        """Where records are missing, what there is for batches after `step`: responses by the policies up to
-        that step. Corrections may be of a response that is missing, and are left out."""
+        """Return what is usable for batches after `step` if records are missing: responses of the policies up
+        to that step. Corrections are left out, since their response may be missing."""
         groups = [closed.samples for own, closed in self.closed.items() if own > step]
         groups += [samples for group, samples in self.open.items() if group not in self.doubtful]
         return {
@@ -238,7 +239,7 @@ class _State:
         self.settings = begin.settings
         if begin.rewound is not None:
             self._rewind(begin.rewound)
-            self.is_damaged = False  # what was missing before counts no more, or leaves a batch incomplete
+            self.is_damaged = False  # earlier losses no longer count, or leave a batch incomplete
             self.doubtful.clear()
             return
         if changed or begin.last_step < self.last_step:  # the record of a rewind is lost
@@ -246,7 +247,7 @@ class _State:
         self._reach(begin.last_step)
 
     def _reach(self, step: int) -> None:
-        """All batches up to this step were closed, whether or not their records are there."""
+        """Note that all batches up to this step were closed, whether or not their records exist."""
         if self.last_step < min(step, self.after_step):
             self.doubtful |= self.open.keys()
         self.last_step = max(self.last_step, step)

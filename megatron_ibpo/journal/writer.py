@@ -1,4 +1,4 @@
-"""The one that writes a journal."""
+"""The writer of a journal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from megatron_ibpo.journal.index import Index
 from megatron_ibpo.journal.recovery import Recovered, entries, segment_numbers, segment_path
 
 SEGMENT_BYTES = 64 * 1024**2
-"""From this size on a new segment begins: small against --journal-keep, since only whole ones are deleted."""
+"""Size from which a new segment begins. Small against --journal-keep, since only whole segments are
+deleted."""
 
 log = logging.getLogger(__name__)
 
@@ -25,21 +26,21 @@ log = logging.getLogger(__name__)
 class Journal:
     """Appends scored samples and closed batches to the segments of a directory.
 
-    A record is one call of write(): what `sampled` or `closed` has returned from outlives the death of this
-    process, and what `closed` has returned from that of the machine. Safe to use from several threads.
+    A record is one call of write(). Records survive the death of this process once `sampled` or `closed` has
+    returned, and the death of the machine once `closed` has returned. Safe to use from several threads.
 
-    On a full disk `sampled`, `closed` and `rewound` raise OSError and leave the journal as it was: they may
-    be called again.
+    On a full disk `sampled`, `closed` and `rewound` raise OSError and leave the journal unchanged, so they
+    can be called again.
     """
 
     def __init__(self, directory: Path, keep_bytes: int, settings: str, step: int) -> None:
-        """Open the journal, or begin one. An unfinished record at its end is cut off; what is damaged stays
-        where it is, between records that are read.
+        """Open the journal, or start one. An unfinished record at its end is cut off; damaged bytes stay
+        where they are, between records that are read.
 
         Args:
-            keep_bytes: most bytes of segments that are kept though no recovery needs them (--journal-keep).
-            settings: of this run, for `Recovered.settings`.
-            step: of the checkpoint that the run goes on from; 0 without one.
+            keep_bytes: most bytes of segments to keep that no recovery needs (--journal-keep).
+            settings: settings of this run, for `Recovered.settings`.
+            step: step of the checkpoint to resume from; 0 without one.
 
         Raises:
             JournalError: another process writes in it, or another version of the program wrote it.
@@ -54,18 +55,18 @@ class Journal:
         self._file: int | None = None
         """The present segment, once something is written to it."""
         self._full: list[int] = []
-        """Segments before it that may not have reached the disk itself."""
+        """Earlier segments that may not have reached the disk itself."""
         self._unsynced_batch: ClosedBatch | None = None
         try:
             self._index = _indexed(directory, step)
             numbers = segment_numbers(directory)
             self._sizes = {number: segment_path(directory, number).stat().st_size for number in numbers}
-            """Bytes of every segment, by number."""
+            """Segment number → its bytes."""
             self._number = max(numbers, default=0) + 1
             """Number of the present segment."""
             needed_from = self._index.needed_from(self._number)
             self._pending = sum(size for number, size in self._sizes.items() if number >= needed_from)
-            if self._index.last_step < step:  # it lacks what was closed since; what is open in it may be, too
+            if self._index.last_step < step:  # it lacks later batches
                 self.rewound(step)
         except BaseException:
             self.close()
@@ -79,15 +80,16 @@ class Journal:
 
     @property
     def pending_bytes(self) -> int:
-        """Written since the last saved step; just opened, what a recovery from its checkpoint needs."""
+        """Bytes written since the last saved step. When just opened, the bytes that a recovery from its
+        checkpoint needs."""
         return self._pending
 
     def sampled(self, key: SampleKey, sample: Sample) -> None:
         """Append a scored sample.
 
         Raises:
-            ValueError: the journal has this sample already, or its group is closed or dropped.
-            TypeError: an array of it has a dtype that `Sample` does not allow.
+            ValueError: the journal already has this sample, or its group is closed or dropped.
+            TypeError: one of its arrays has a dtype that `Sample` does not allow.
             OSError: no room.
         """
         entry = Sampled(key, sample)
@@ -98,22 +100,23 @@ class Journal:
             self._index.take(self._number, entry)
 
     def closed(self, batch: ClosedBatch) -> None:
-        """Append what a step trains on, and see to it that all samples so far are on the disk itself.
+        """Append the batch that a step trains on, and sync all samples so far to the disk itself.
 
         Raises:
-            ValueError: its step does not follow that of the last batch, or it names samples that the journal
-                does not have, or not all that it has of a group.
+            ValueError: its step does not follow that of the last batch, it names samples that the journal
+                does not
+                have, or it does not name all samples of a group.
             OSError: no room.
         """
         with self._lock:
-            if batch is not self._unsynced_batch:  # else all but reaching the disk was done the time before
+            if batch is not self._unsynced_batch:  # otherwise an earlier call did all but the sync
                 self._index.check_batch(batch)
                 self._append(framed(encode(batch)))
                 self._index.take(self._number, batch)
                 self._unsynced_batch = batch
             full = self._full
             present = [] if self._file is None else [self._file]
-        self._sync(full + present)  # not under the lock: meanwhile others may append
+        self._sync(full + present)  # not under the lock, so that other threads can append meanwhile
         with self._lock:
             self._full = self._full[len(full) :]
             self._unsynced_batch = None
@@ -121,8 +124,9 @@ class Journal:
             os.close(file)
 
     def saved(self, step: int) -> None:
-        """The checkpoint of this step is whole on disk. A new segment begins, and the oldest of those that no
-        recovery from this checkpoint needs are deleted until the others are within the bound."""
+        """Note that the checkpoint of this step is complete on disk. Start a new segment, and delete the
+        oldest segments that no recovery from this checkpoint needs, until the rest of them are within the
+        bound."""
         with self._lock:
             self._index.save(step)
             self._end_segment()
@@ -137,8 +141,8 @@ class Journal:
                 excess -= self._sizes.pop(number)
 
     def rewound(self, step: int) -> None:
-        """The run does not follow the journal beyond this step: batches of later steps, and samples of groups
-        that are open, count no more and may be sampled and closed anew.
+        """Stop following the journal after this step: batches of later steps, and samples of open groups, no
+        longer count and may be sampled and closed again.
 
         Raises:
             OSError: no room.
@@ -150,8 +154,8 @@ class Journal:
             self._index.take(self._number, begin)
 
     def follow(self, recovered: Recovered) -> None:
-        """Begin where a run goes on with `recovered`, if the journal is not that already: rewound to the last
-        of its batches, behind which the samples of open groups stand again.
+        """Bring the journal to the state in `recovered`, unless it is already there: rewind to the last of
+        its batches, then append the samples of open groups again.
 
         Raises:
             OSError: no room.
@@ -163,7 +167,7 @@ class Journal:
             self.sampled(key, sample)
 
     def close(self) -> None:
-        """Let others write here. What was appended stays."""
+        """Let other processes write here. Appended records stay."""
         with self._lock:
             self._end_segment()
             for file in self._full:
@@ -172,7 +176,7 @@ class Journal:
             self._holder.close()
 
     def _sync(self, files: list[int]) -> None:
-        """Let these files, and the names of new ones, reach the disk itself."""
+        """Sync these files, and the names of new ones, to the disk itself."""
         try:
             for file in files:
                 os.fsync(file)
@@ -180,7 +184,7 @@ class Journal:
             raise OSError(error.errno, error.strerror, str(self.directory)) from None
         _sync_directory(self.directory)
 
-    # all below with the lock held
+    # all methods below need the lock
 
     def _append(self, record: bytes) -> None:
         """Write a record to the present segment, or to the next one if that is full."""
@@ -201,13 +205,13 @@ class Journal:
             if written < len(data):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
-            os.ftruncate(self._file, before)  # what follows a part of a record could not be read
+            os.ftruncate(self._file, before)  # records after a partial one could not be read
             raise OSError(error.errno, error.strerror, str(path)) from None
         self._sizes[self._number] = before + len(data)
         self._pending += len(data)
 
     def _begin(self, rewound: int | None = None) -> Begin:
-        """The first entry of the present segment."""
+        """Return the first entry of the present segment."""
         needed_from = self._index.needed_from(self._number, rewound)
         index = self._index
         return Begin(self._settings, index.saved, index.last_step, needed_from, rewound)
@@ -225,7 +229,8 @@ class Journal:
 
 
 def _indexed(directory: Path, step: int) -> Index:
-    """Where all stands that a run from this step may need; an unfinished record at the end is cut off."""
+    """Return the locations of the records that a run from this step may need; cut off an unfinished record at
+    the end."""
     index = Index(saved=step, last_step=0 if segment_numbers(directory) else step)
     torn: tuple[Path, int] | None = None
     for segment, entry in entries(directory, step):
@@ -247,7 +252,7 @@ def _cut(path: Path, size: int) -> None:
 
 
 def _alone(directory: Path) -> IO[str]:
-    """Holds the directory until it is closed or this process ends."""
+    """Lock the directory until the returned file is closed or this process ends."""
     path = directory / "lock"
     holder = path.open("a+", encoding="utf-8")
     try:
@@ -264,7 +269,7 @@ def _alone(directory: Path) -> IO[str]:
 
 
 def _sync_directory(directory: Path) -> None:
-    """Names of new files reach the disk itself."""
+    """Sync the names of new files to the disk itself."""
     file = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(file)

@@ -1,1 +1,2 @@
-"""What a run would need and take on any cluster, without running it: the plan that `--dry-run` prints."""
+"""The needs and predicted time of a run on any cluster, without running it: the plan that `--dry-run`
+prints."""

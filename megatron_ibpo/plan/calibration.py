@@ -1,7 +1,7 @@
 """Calibration: the coefficients of this machine under which predictions equal a few measured steps.
 
-On processors a tiny model's time goes into starting operations, which no data sheet has. Steps of two sizes
-tell what a layer costs at least, and what a token costs beyond that.
+On processors a tiny model spends its time starting operations, which no data sheet covers. Steps of two sizes
+separate a layer's least cost from the further cost per token.
 """
 
 import time
@@ -26,14 +26,14 @@ from megatron_ibpo.plan.roofline import GIB
 from megatron_ibpo.report.prediction_error import SAMPLING, STEP, TRAINING, WEIGHTS, measured_seconds
 
 _QUANTILES = 16
-"""Quantiles of response lengths that a machine's file keeps."""
+"""Quantiles of response lengths to store in a machine's file."""
 _MATRIX = 768
 """Rows and columns of the timed product."""
 _COPIED_BYTES = 64 * 1024**2
 _LEAST = 1e-4
 """Shortest measured time in seconds; less counts as this much."""
 _NUDGE = 1e-3
-"""Change of a coefficient's logarithm with which slopes are measured."""
+"""Change of a coefficient's logarithm for measuring slopes."""
 _WHOLE = Coefficients(
     matmul=1, experts=1, attention=1, memory=1, link=1, train_layer=0, prefill=1, engine_layer=0,
     engine_sequence=0, update=1, host=1, step=0, loop=1,
@@ -43,7 +43,7 @@ _WHOLE = Coefficients(
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """Rates that one trainer's threads reach, alone on the machine."""
+    """Rates of one trainer's threads, alone on the machine."""
 
     matmul: float
     """Operations per second of products in fp32."""
@@ -72,7 +72,7 @@ def measured_step(
         tokens_trained: tokens in training, prompts included.
     """
     row = {"kind": "step", "seconds": by_stage}
-    seconds = measured_seconds([row, row])  # of steps the first is left out
+    seconds = measured_seconds([row, row])  # the first step is always left out
     assert seconds is not None
     responses = [sample for group in groups for sample in group.responses]
     corrections = [correction.response for group in groups for correction in group.corrections]
@@ -196,7 +196,7 @@ def _hardware(rates: Rates, world_size: int, about: str) -> Hardware:
 
 
 def _of_size(config: Config, prompts: int) -> Config:
-    """Return the configuration with as many prompts per step, of the measured lengths."""
+    """Return the configuration with this many prompts per step and the measured lengths."""
     return replace(
         config,
         rollout=replace(config.rollout, rollout_batch_size=prompts, max_staleness=0),
@@ -232,11 +232,11 @@ def _nearest(
     predict: Callable[[Sequence[float]], Sequence[float]], start: Sequence[float], measured: Sequence[float]
 ) -> list[float]:
     """Return the positive values whose predictions are nearest to the measured seconds, both in logarithms. A
-    value that no step moves stays where it began."""
+    value that affects no step keeps its start."""
     target = np.log(measured)
 
     def residuals(point: np.ndarray) -> np.ndarray:
         return np.log(predict(np.exp(point).tolist())) - target
 
-    # a wider difference than the last bits of a double, since simulated times have steps
+    # wider than the last bits of a double, since simulated times have jumps
     return np.exp(least_squares(residuals, np.log(start), diff_step=_NUDGE).x).tolist()

@@ -1,6 +1,7 @@
-"""The coefficients of the roofline: shares of a data sheet that programs reach, and overheads in seconds.
+"""The coefficients of the roofline: shares of a data sheet's rates that programs reach, and overheads in
+seconds.
 
-`tools/fit_planner.py` fits them to published runs. They hold for every GPU alike, except for one factor on
+`tools/fit_planner.py` fits them to published runs. They are the same for every GPU, except for one factor on
 products per generation. `ibpo calibrate` measures them on a machine that has no data sheet.
 """
 
@@ -16,12 +17,12 @@ FILE = Path(__file__).parent / "coefficients.yaml"
 
 @dataclass(frozen=True, kw_only=True)
 class Coefficients:
-    """The defaults are where a fit starts; `fitted` has what runs use."""
+    """The coefficients. The defaults are the start of a fit; `fitted` returns the values for runs."""
 
     matmul: float = 0.6
     """Share of the peak that a trainer's matrix products reach."""
     experts: float = 0.4
-    """The same for products of experts, among which tokens are spread unevenly."""
+    """The same for products of experts, whose tokens are unevenly distributed."""
     attention: float = 0.5
     """Share of the peak in bf16 that a trainer's attention reaches."""
     memory: float = 0.7
@@ -39,13 +40,13 @@ class Coefficients:
     update: float = 0.1
     """Share of the bandwidth that a weight update reaches."""
     host: float = 0.5
-    """Share of the bandwidth to main memory that moves of state and an optimizer there reach."""
+    """Share of the bandwidth to main memory that state moves, and an optimizer there, reach."""
     step: float = 5.0
     """Seconds of a step outside its stages."""
     loop: float = 1.2
-    """Time of a trainer or engine within a training loop over its time in a benchmark."""
+    """Time of a trainer or engine within a training loop, relative to a benchmark."""
     ampere: float = 1.0
-    """Share of the peak that products reach on A100, over Hopper's share."""
+    """Share of the peak that products reach on A100, relative to Hopper's share."""
     blackwell: float = 1.0
     """The same for B200 and GB200."""
     cdna: float = 1.0
@@ -69,7 +70,7 @@ NAMES = tuple(field.name for field in fields(Coefficients))
 
 @dataclass(frozen=True)
 class Fitted:
-    """Coefficients, and how well they predict."""
+    """Coefficients, and the errors of their predictions."""
 
     coefficients: Coefficients
     error: dict[str, float]

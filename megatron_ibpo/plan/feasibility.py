@@ -1,7 +1,7 @@
-"""Whether a configuration can work on a cluster, and what it takes there, without a GPU.
+"""Feasibility of a configuration on a cluster, and its needs there, worked out without a GPU.
 
 A rank's part of every stage of the real model is built on the meta device (`census`), memory is counted from
-it (`memory`), and what training and engines would refuse is refused here, with the reason.
+it (`memory`), and configurations that training or engines would refuse are refused here, with the reason.
 """
 
 from collections.abc import Callable, Iterator
@@ -29,25 +29,25 @@ from megatron_ibpo.plan.parameter_count import Census, take_census
 from megatron_ibpo.policy.overrides import model_chunks
 
 USABLE_SHARE = 0.97
-"""Of a GPU's memory: the driver keeps some, and 80 GB cards offer a little less than 80 GiB."""
+"""Usable share of a GPU's memory: the driver keeps some, and 80 GB cards offer a little less than 80 GiB."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A configuration on a cluster. `problems` is empty when it can work as far as this can tell."""
+    """A configuration on a cluster. `problems` is empty if it can work as far as this plan can tell."""
 
     config: Config
-    """With the context length, and what depends on the device, resolved."""
+    """The configuration with the context length and all device-dependent settings resolved."""
     shape: ModelShape
     world_size: int
     problems: list[str]
     census: Census | None = None
-    """None, and so are stages and engine, when the sizes do not fit together already."""
+    """None, as are stages and engine, if the sizes already do not fit together."""
     stages: list[RankMemory] | None = None
-    """Of a rank of each pipeline stage: all of them have as much."""
+    """Memory of a rank of each pipeline stage; all its ranks have the same."""
     engine: EngineMemory | None = None
     host: HostMemory | None = None
-    """Of the node that needs most."""
+    """Memory of the node that needs most."""
     placement: Placement | None = None
 
     @property
@@ -60,15 +60,15 @@ def make_plan(
     world_size: int,
     count: Callable[[ModelShape, Config, int], Census] = take_census,
 ) -> Plan:
-    """Work out the plan of a run on `world_size` ranks.
+    """Return the plan of a run on `world_size` ranks.
 
     Args:
-        count: counts parameters, on the real model unless another is given.
+        count: counts parameters; by default on the real model.
 
     Raises:
         ModelConfigError: there is no usable config.json.
     """
-    assert config.model.hf_checkpoint is not None  # check_config saw to it
+    assert config.model.hf_checkpoint is not None  # check_config has refused None
     shape = read_hf_config(config.model.hf_checkpoint)
     context = config.rollout.rollout_max_context_len or shape.max_position_embeddings
     config = on_device(config, on_gpu=True, has_delta_nets=shape.is_recurrent)
@@ -94,7 +94,7 @@ def make_plan(
 
 
 def _share(tokens: int, ranks: int) -> int:
-    """Tokens of a sequence that each of the ranks has that share it."""
+    """Return the tokens of a sequence on each of the ranks that share it."""
     chunks = context_chunks(ranks)
     return -(-tokens // chunks) * chunks // ranks
 
@@ -104,8 +104,8 @@ def ranks_per_node(config: Config, world_size: int) -> int:
 
 
 def _placement(config: Config, world_size: int, problems: list[str]) -> Placement | None:
-    """On nodes like those of the dry run, as many as are needed; None where that cannot be, and why among the
-    problems."""
+    """Place the run on as many nodes like those of the dry run as are needed. If that is impossible, return
+    None and add the reason to the problems."""
     rollout, per_node = config.rollout, ranks_per_node(config, world_size)
     if world_size % per_node:
         problems.append(f"--dry-run-gpus-per-node={per_node} does not divide the {world_size} ranks")
@@ -123,11 +123,11 @@ def _placement(config: Config, world_size: int, problems: list[str]) -> Placemen
         return None
 
 
-# ----------------------------------------------------------------------------------------- what cannot work
+# ----------------------------------------------------------------------------------------- problems
 
 
 def _engine_problems(shape: ModelShape, config: Config) -> Iterator[str]:
-    """Yield what an engine would refuse."""
+    """Yield the problems for which an engine would refuse to start."""
     size = config.rollout.rollout_num_gpus_per_engine
     flag = f"--rollout-num-gpus-per-engine={size}"
     counts = {**shape.divided_by_tp(), "an expert's hidden size": shape.expert_hidden_size}
@@ -180,7 +180,7 @@ def _memory_problems(plan: Plan) -> Iterator[str]:
                 f"GPU of {plan.config.run.dry_run_gpu_memory_gib:g} GiB: {hint}"
             )
     asked = needs.memory_share
-    resting = max(memory.resting for memory in plan.stages)  # when one that died starts again
+    resting = max(memory.resting for memory in plan.stages)  # for an engine that restarts after its death
     if plan.config.rollout.colocate and asked * gpu_bytes + resting > gpu_bytes:
         yield (
             f"{needs.memory_share_flag}={asked:g}: a starting engine wants that share free, "
@@ -195,9 +195,9 @@ def _memory_problems(plan: Plan) -> Iterator[str]:
 
 
 def peaks(plan: Plan, stage: int) -> dict[str, int]:
-    """Bytes in use at the worst moment of each phase, for a rank of a stage.
+    """Return the bytes in use at the worst moment of each phase, for a rank of a stage.
 
-    The fuller GPU counts where trainer and engine have their own.
+    If trainer and engine have separate GPUs, the fuller one counts.
     """
     assert plan.stages is not None
     assert plan.engine is not None
@@ -223,7 +223,7 @@ def peaks(plan: Plan, stage: int) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Tightest:
-    """The moment of a step that leaves least room."""
+    """The moment of a step that leaves the least room."""
 
     phase: str
     rank: int
@@ -232,12 +232,12 @@ class Tightest:
 
     @property
     def left(self) -> int:
-        """Below 0 where it does not fit."""
+        """Free bytes; below 0 if it does not fit."""
         return self.usable - self.taken
 
 
 def tightest(plan: Plan) -> Tightest:
-    """Over all phases and ranks; needs a plan with stages."""
+    """Return the tightest moment over all phases and ranks; needs a plan with stages."""
     assert plan.stages is not None
     assert plan.census is not None
     taken, stage, phase = max(
@@ -253,12 +253,13 @@ def usable_bytes(config: Config) -> int:
 
 
 def full_contexts(plan: Plan) -> float:
-    """Sequences of the longest context that one engine's KV cache holds at once."""
+    """Return the number of sequences of the longest context that one engine's KV cache holds at once."""
     return sequences(plan, plan.config.rollout.rollout_max_context_len or 0)
 
 
 def sequences(plan: Plan, tokens: int) -> float:
-    """Sequences of so many tokens that one engine's KV cache holds at once, each with its recurrent state."""
+    """Return the number of sequences of `tokens` tokens that one engine's KV cache holds at once, each with
+    its recurrent state."""
     assert plan.engine is not None
     one = kv_bytes(plan.shape, plan.config, tokens)
     one += state_bytes_per_sequence(plan.shape, plan.config)

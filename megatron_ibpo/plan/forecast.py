@@ -34,7 +34,7 @@ def forecast(config: Config, shape: ModelShape, world_size: int, device: str) ->
 
 
 def compared(times: StepTimes) -> dict[str, float]:
-    """Return the seconds as a run measures them: of sampling ahead, what a step waits for."""
+    """Return the seconds as a run measures them; for sampling ahead, the time that a step waits for it."""
     training = times.log_probs + times.update + times.switching
     waiting = times.total - training - times.weights - times.other
     return {

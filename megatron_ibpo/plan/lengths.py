@@ -1,4 +1,4 @@
-"""Lengths of responses: recorded ones, or a log-normal distribution that is cut off at the longest."""
+"""Lengths of responses: recorded ones, or a log-normal distribution truncated at the longest."""
 
 import math
 from collections.abc import Sequence
@@ -8,9 +8,9 @@ from statistics import NormalDist
 import numpy as np
 
 SIGMA = 1.0
-"""Standard deviation of the logarithm of lengths before the cut, where nothing tells it."""
+"""Assumed standard deviation of the logarithm of lengths before truncation."""
 MOST_STAND_INS = 256
-"""Most responses of an engine that are followed one by one."""
+"""Most responses of an engine to simulate one by one."""
 _NORMAL = NormalDist()
 _POINTS = 512
 
@@ -28,13 +28,13 @@ def log_normal(mean: float, longest: float, count: int, sigma: float = SIGMA) ->
 
 
 def recorded(lengths: Sequence[float] | np.ndarray, count: int) -> np.ndarray:
-    """Return `count` quantiles of lengths that a run had."""
+    """Return `count` quantiles of a run's lengths."""
     return np.quantile(np.asarray(lengths, np.float64), (np.arange(count) + 0.5) / count)
 
 
 def stand_ins(lengths: Sequence[float] | np.ndarray, count: int) -> tuple[np.ndarray, float]:
-    """Return the lengths of `count` responses with these quantiles, in the order in which they come, and how
-    many responses each of them stands for."""
+    """Return the lengths of `count` responses with these quantiles, in order of arrival, and the number of
+    responses that each represents."""
     own = min(count, MOST_STAND_INS)
     if own == 0:
         return np.empty(0), 1.0
@@ -45,7 +45,7 @@ def stand_ins(lengths: Sequence[float] | np.ndarray, count: int) -> tuple[np.nda
 
 @lru_cache(maxsize=256)
 def median_length(mean: float, longest: float, sigma: float = SIGMA) -> float:
-    """Return the median of the distribution before the cut, by bisection: the mean grows with it."""
+    """Return the median of the distribution before truncation, by bisection: the mean grows with it."""
     low, high = 0.0, math.log(longest) + 12 * sigma
     spread = np.exp(sigma * _quantiles(_POINTS))
     for _ in range(60):

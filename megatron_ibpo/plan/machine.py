@@ -1,4 +1,4 @@
-"""The machine that a prediction is about: a GPU by its data sheet, or one that `ibpo calibrate` measured.
+"""The machine of a prediction: a GPU by its data sheet, or one that `ibpo calibrate` measured.
 
 A calibrated machine's file holds a data sheet like those of `plan.hardware`, the coefficients reached there,
 the work of a step of the recipe, and the run that it was measured with.
@@ -22,7 +22,7 @@ _HEAD = "# Made by `ibpo calibrate`; megatron_ibpo/plan/machine.py says what eac
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """The work of a measured step, which no configuration tells."""
+    """The work of a measured step that the configuration does not determine."""
 
     responses: tuple[float, ...]
     """Evenly spread quantiles of the tokens of responses."""
@@ -31,7 +31,7 @@ class Seen:
     corrections: float
     """Corrections per response."""
     correction_prompt: float
-    """Tokens that a correction's prompt has beyond a response's."""
+    """Tokens of a correction's prompt beyond those of a response's."""
     trained: float
     """Share of the sampled tokens, prompts included, that was trained on. Sequences without an advantage are
     left out; a correction is trained with the responses that it was shown."""
@@ -39,18 +39,18 @@ class Seen:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Hardware, and the coefficients that hold on it."""
+    """Hardware, with its coefficients."""
 
     hardware: Hardware
     known: Fitted
     workload: str | None = None
-    """Run that it was measured with (`workload_of`); None where it serves all runs."""
+    """Run that it was measured with (`workload_of`); None if it serves all runs."""
     seen: Seen | None = None
 
 
 def workload_of(config: Config, shape: ModelShape, world_size: int) -> str:
-    """Return in words what runs must share for figures of one to hold for another; batch and lengths may
-    differ."""
+    """Return a description of everything that runs must share for measurements of one to apply to another;
+    batch and lengths may differ."""
     parallel, rollout = config.parallel, config.rollout
     where = "beside them" if rollout.colocate else f"of their own, {rollout.rollout_num_gpus or world_size}"
     return (

@@ -1,9 +1,9 @@
-"""Bytes on one GPU, and of a node's main memory: what training, saving, the weight update and sampling take.
+"""Bytes on one GPU, and in a node's main memory, for training, saving, the weight update and sampling.
 
-Weights, gradients and optimizer state are counted exactly. Activations, logits and the engine's workspace
-are estimates from the tensors that a layer keeps for its backward pass with Transformer Engine, flash
-attention and flash-linear-attention; the allowances below stand for what no formula gives. None of it has
-been compared with a GPU.
+Weights, gradients and optimizer state are counted exactly. Activations, logits and the engine's workspace are
+estimates from the tensors that a layer keeps for its backward pass with Transformer Engine, flash attention
+and flash-linear-attention; the allowances below stand for parts without a formula. None of it has been
+compared with a GPU.
 """
 
 from collections.abc import Container, Sequence
@@ -28,19 +28,21 @@ from megatron_ibpo.report.run_dir import checkpoint_bytes
 
 GIB = 1024**3
 CONTEXT_BYTES = int(0.75 * GIB)
-"""One process on a GPU: CUDA's context, the kernels of torch and its libraries, cuBLAS' workspaces."""
+"""Memory of one process on a GPU: CUDA's context, the kernels of torch and its libraries, cuBLAS'
+workspaces."""
 COMMUNICATOR_BYTES = int(0.4 * GIB)
 """NCCL's buffers of one communicator: 4 MiB and more for each of its channels, protocols and directions. With
 the context that makes 3 to 5 GiB for the eight to ten communicators of a large layout."""
 FRAGMENTED = 0.05
-"""Of what comes and goes in a training pass: held by torch's allocator in pieces that nothing fits into."""
+"""Share of a training pass's temporary memory that torch's allocator holds in fragments too small for
+reuse."""
 _GATHERED_BYTES = 12
-"""Of a parameter's optimizer state in a checkpoint: itself and Adam's two means, in fp32."""
+"""Bytes per parameter of optimizer state in a checkpoint: the parameter and Adam's two means, in fp32."""
 _GATHERING_BYTES = 4
-"""Of a parameter, while one of these kinds is on its way: where it arrives, and as much where it comes from
-(`policy.gathering`)."""
+"""Bytes per parameter in transit, while one of these is gathered; the sender and the receiver each hold as
+many (`policy.gathering`)."""
 _LOSS_CHUNK_BYTES = 4 * 64 * 1024**2
-"""fp32 statistics of the loss, which goes through the logits in chunks."""
+"""fp32 statistics of the loss, which processes the logits in chunks."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +53,10 @@ class RankMemory:
     gradients: int
     optimizer: int
     host_optimizer: int
-    """Of its state, in main memory (--optimizer-cpu-offload)."""
+    """Optimizer state in main memory (--optimizer-cpu-offload)."""
     activations: int
     logits: int
-    """And what the loss holds beside them."""
+    """Logits, with the memory of the loss on them."""
     without_gradient: int
     """Activations and logits of a pass without a gradient, of --log-probs-max-tokens-per-gpu tokens."""
     second_gradients: int
@@ -64,7 +66,7 @@ class RankMemory:
     copies: int
     """FP8 copies of weights, which stay."""
     moves_out: bool
-    """Weights, gradients and optimizer state leave the GPU while engines sample."""
+    """True if weights, gradients and optimizer state leave the GPU while engines sample."""
 
     @property
     def state(self) -> int:
@@ -72,7 +74,7 @@ class RankMemory:
 
     @property
     def resident(self) -> int:
-        """Between two passes."""
+        """Bytes between two passes."""
         return self.state + self.process + self.copies
 
     @property
@@ -81,22 +83,22 @@ class RankMemory:
 
     @property
     def training(self) -> int:
-        """The peak of a forward and backward pass."""
+        """Peak of a forward and backward pass."""
         return self.resident + self.second_gradients + self.activations + self.logits + self.fragments
 
     @property
     def inferring(self) -> int:
-        """The peak of a pass without a gradient, as before the first optimizer step of an update."""
+        """Peak of a pass without a gradient, as before the first optimizer step of an update."""
         return self.resident + int((1 + FRAGMENTED) * self.without_gradient)
 
     @property
     def updating(self) -> int:
-        """While weights are sent."""
+        """Bytes while weights are sent."""
         return self.process + self.copies + (self.weights if self.moves_out else self.state)
 
     @property
     def resting(self) -> int:
-        """While engines sample."""
+        """Bytes while engines sample."""
         return self.process + self.copies + (0 if self.moves_out else self.state)
 
 
@@ -109,9 +111,10 @@ class EngineMemory:
     workspace: int
     """Activations of the longest step, logits, buffers of kernels."""
     loading: int
-    """Bytes that a weight update takes: an engine collects a whole module before it takes over its shard."""
+    """Bytes for loading during a weight update: an engine collects a whole module before it loads its
+    shard."""
     asleep: int
-    """What sleep gives back to nobody: CUDA context, communicators and graphs."""
+    """Bytes that sleep does not free: CUDA context, communicators and graphs."""
 
     @property
     def sampling(self) -> int:
@@ -119,29 +122,30 @@ class EngineMemory:
 
     @property
     def updating(self) -> int:
-        """Weights wake first; the KV cache follows when the new ones are in."""
+        """Bytes during a weight update. Weights wake first; the KV cache follows when the new ones are
+        loaded."""
         return self.weights + self.loading + self.asleep
 
 
 @dataclass(frozen=True)
 class HostMemory:
-    """Bytes of a node's main memory that are large; programs, data and Ray's object store come on top."""
+    """Large parts of a node's main memory, in bytes; programs, data and Ray's object store come on top."""
 
     trainers: int
-    """What trainers move out while engines sample, in pinned memory."""
+    """State that trainers move to pinned memory while engines sample."""
     checkpoint: int
-    """Copies of what is being written, while training goes on."""
+    """Copies of the checkpoint being written while training continues."""
     reference: int
     """Weights of the reference policy (--kl-coef)."""
     optimizer: int
-    """State that is there at all times (--optimizer-cpu-offload)."""
+    """Optimizer state kept there at all times (--optimizer-cpu-offload)."""
 
     @property
     def total(self) -> int:
         return sum(self.named().values())
 
     def named(self) -> dict[str, int]:
-        """For people to read."""
+        """Return the parts by name, for display."""
         return {
             "trainers' state while engines sample": self.trainers,
             "a checkpoint being written": self.checkpoint,
@@ -153,7 +157,7 @@ class HostMemory:
 def rank_memory(
     shape: ModelShape, config: Config, part: StagePart, census: Census, max_tokens: int
 ) -> RankMemory:
-    """A trainer rank with micro-batches of up to `max_tokens` tokens."""
+    """Return the memory of a trainer rank with micro-batches of up to `max_tokens` tokens."""
     element = _trainer_element(config)
     state = optimizer_bytes(config)
     own = _shard(census, part) if config.parallel.use_distributed_optimizer else part.trained
@@ -176,10 +180,10 @@ def rank_memory(
 
 
 def _weight_copies(shape: ModelShape, config: Config, part: StagePart) -> int:
-    """FP8 copies of the layers' matrices and of their transposes, a byte an element each. Transformer Engine
-    keeps them from the first micro-batch of a step on, unless parameters are FP8 themselves or
-    disable_parameter_transpose_cache is set (transformer_engine/pytorch/module/linear.py). Embeddings and
-    head stay as they are. Not seen on a GPU."""
+    """Return the bytes of FP8 copies of the layers' matrices and of their transposes, one byte per element
+    each. Transformer Engine keeps them from the first micro-batch of a step on, unless parameters are FP8
+    themselves or disable_parameter_transpose_cache is set (transformer_engine/pytorch/module/linear.py).
+    Embeddings and head have no copies. Not seen on a GPU."""
     given = model_overrides(config)
     if not given.get("fp8") or given.get("fp8_param") or given.get("disable_parameter_transpose_cache"):
         return 0
@@ -192,8 +196,9 @@ def _weight_copies(shape: ModelShape, config: Config, part: StagePart) -> int:
 
 
 def communicators(shape: ModelShape, config: Config, census: Census) -> dict[str, int]:
-    """NCCL communicators that a trainer comes to use, by what for, with the ranks of each: Megatron's groups
-    of more than one rank, one over all ranks that gathers weights, and one with engines elsewhere."""
+    """Return the NCCL communicators that a trainer uses, by purpose, with the ranks of each: Megatron's
+    groups of more than one rank, one over all ranks that gathers weights, and one with engines on other
+    GPUs."""
     parallel, world = config.parallel, census.world_size
     tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     experts, expert_tensor = parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size
@@ -224,8 +229,9 @@ def communicators(shape: ModelShape, config: Config, census: Census) -> dict[str
 
 
 def _logits(shape: ModelShape, config: Config, max_tokens: int, element: int) -> int:
-    """Logits of a micro-batch; with the LM head fused those of a chunk, and two fp32 gradients of the head:
-    its own, and that of the sequence which the chunk leaves open. Beside adapters the head has none."""
+    """Return the bytes of a micro-batch's logits. With the LM head fused, those of a chunk and two fp32
+    gradients of the head: its own, and that of the sequence that the chunk leaves open. With adapters the
+    head has none."""
     columns = padded_vocab_size(shape, config.parallel) // config.parallel.tensor_model_parallel_size
     if config.loss.fuse_lm_head:
         gradients = 0 if config.model.lora_rank else 2 * columns * shape.hidden_size * 4
@@ -234,7 +240,8 @@ def _logits(shape: ModelShape, config: Config, max_tokens: int, element: int) ->
 
 
 def engine_memory(shape: ModelShape, config: Config, census: Census, gpu_bytes: int) -> EngineMemory:
-    """Return the memory of one GPU of an engine. The KV cache has its own size, or what the share leaves.
+    """Return the memory of one GPU of an engine. The KV cache has its configured size, or the rest of the
+    share.
 
     Args:
         gpu_bytes: memory of the GPU; 0 on CPUs.
@@ -256,7 +263,7 @@ def engine_memory(shape: ModelShape, config: Config, census: Census, gpu_bytes: 
 def host_memory(
     config: Config, census: Census, stages: Sequence[RankMemory], ranks_per_node: int
 ) -> HostMemory:
-    """The node that needs most, of nodes with as many ranks each."""
+    """Return the memory of the node that needs most, among nodes with as many ranks each."""
     firsts = range(0, census.world_size, ranks_per_node)
     nodes = [node_memory(config, census, stages, range(rank, rank + ranks_per_node)) for rank in firsts]
     return max(nodes, key=lambda node: node.total)
@@ -265,7 +272,7 @@ def host_memory(
 def node_memory(
     config: Config, census: Census, stages: Sequence[RankMemory], ranks: Sequence[int]
 ) -> HostMemory:
-    """A node with GPUs and these trainers. Engines that sleep keep nothing.
+    """Return the memory of a node with GPUs and these trainers. Sleeping engines keep nothing there.
 
     Args:
         stages: memory of a rank of each pipeline stage.
@@ -282,16 +289,17 @@ def node_memory(
 
 
 def _reference(config: Config, census: Census, rank: RankMemory, place: Place) -> int:
-    """Bytes of the reference policy that wait for a rank: those of what is trained where that is all in which
-    the two differ."""
+    """Return the bytes of the reference policy that are stored for a rank: only the trained parameters, if
+    the two policies differ only in these."""
     if config.model.lora_rank is None or config.model.ref_load is not None:
         return rank.weights // _models(config)
     return census.stages[place.pipeline].trained * _trainer_element(config)
 
 
 def _checkpoint_copies(config: Config, census: Census, places: Sequence[Place]) -> int:
-    """What a node holds of a checkpoint until it is written. The state of a sharded optimizer is gathered on
-    the first rank of each data-parallel group; of everything else ranks have a share."""
+    """Return the bytes of a checkpoint that a node holds until it is written. The state of a sharded
+    optimizer is gathered on the first rank of each data-parallel group; the ranks share everything
+    besides."""
     if not config.parallel.use_distributed_optimizer:
         whole = checkpoint_bytes(census.trained, bf16=bool(config.model.bf16))
         return _models(config) * whole * len(places) // census.world_size
@@ -303,13 +311,13 @@ def _checkpoint_copies(config: Config, census: Census, places: Sequence[Place]) 
 
 
 def _shard(census: Census, part: StagePart) -> int:
-    """Parameters whose optimizer state a rank has, where data-parallel ranks share it out."""
+    """Return the number of parameters whose optimizer state a rank has when data-parallel ranks share it."""
     dense, experts = part.dense - part.frozen_dense, part.experts - part.frozen_experts
     return -(-dense // census.data_parallel) + -(-experts // census.expert_data_parallel)
 
 
 def _gathers(census: Census, place: Place) -> int:
-    """Parameters whose optimizer state comes together on this rank."""
+    """Return the number of parameters whose optimizer state is gathered on this rank."""
     part = census.stages[place.pipeline]
     dense, experts = part.dense - part.frozen_dense, part.experts - part.frozen_experts
     return dense * (place.data == 0) + experts * (place.expert_data == 0)
@@ -325,8 +333,8 @@ def _engine_weights(shape: ModelShape, total: int, size: int, needs: EngineNeeds
 
 
 def kv_bytes(shape: ModelShape, config: Config, tokens: int) -> int:
-    """KV cache of a sequence of so many tokens on one GPU of an engine; key/value heads are copied where TP
-    exceeds them. Layers with a window keep no more than that."""
+    """Return the KV cache of a sequence of `tokens` tokens on one GPU of an engine. Key/value heads are
+    copied if TP exceeds them. Layers with a window keep only that many tokens."""
     heads = max(1, shape.num_key_value_heads // config.rollout.rollout_num_gpus_per_engine)
     windows = shape.attention_windows().items()
     kept = sum(layers * (tokens if window is None else min(tokens, window)) for window, layers in windows)
@@ -342,10 +350,10 @@ def state_bytes_per_sequence(shape: ModelShape, config: Config) -> int:
 
 
 def sync_bytes(census: Census, config: Config) -> tuple[int, int]:
-    """(bytes one engine receives in a weight update, extra bytes on a GPU while it lasts).
+    """Return (bytes one engine receives in a weight update, extra bytes on a GPU during it).
 
-    The weights travel in the trainer's dtype. The largest tensor is gathered whole, and a bucket exists
-    twice: filling up on the trainer's side, being loaded on the engine's.
+    The weights are sent in the trainer's dtype. The largest tensor is gathered whole, and a bucket exists
+    twice: being filled on the trainer's side, being loaded on the engine's.
     """
     element = _trainer_element(config)
     whole, largest = census.total * element, census.largest * element
@@ -354,7 +362,8 @@ def sync_bytes(census: Census, config: Config) -> tuple[int, int]:
 
 
 def _models(config: Config) -> int:
-    """A critic is a second model of about this size; its activations are gone before the policy's begin."""
+    """Return the number of models. A critic is a second one of about this size; its activations are freed
+    before the policy's begin."""
     return 2 if config.algorithm.advantages == "critic" else 1
 
 
@@ -363,7 +372,7 @@ def _trainer_element(config: Config) -> int:
 
 
 def _activations(shape: ModelShape, config: Config, part: StagePart, tokens: int) -> int:
-    """What is kept for the backward pass at its fullest, and what the layer that is being worked on takes."""
+    """Return the peak bytes kept for the backward pass, plus the working memory of the present layer."""
     stages = config.parallel.pipeline_model_parallel_size
     element = _trainer_element(config)
     in_flight = _in_flight(config, stages, part.pipeline)
@@ -380,7 +389,7 @@ def _activations(shape: ModelShape, config: Config, part: StagePart, tokens: int
     working += _gathered(shape, config.parallel, tokens) * element
     working += _passed_keys(shape, config.parallel, tokens) * element
     # Autograd gives a weight's gradient in its own dtype, before it is added to the fp32 buffer: that of the
-    # largest weight, or of a layer's experts at once, whose first matrices are two thirds of them.
+    # largest weight, or of all experts of a layer, whose first matrices are two thirds of them.
     if config.model.lora_rank is None:
         with_experts = sum(shape.has_experts(layer) for layer in layers)
         working += max(part.largest, part.experts // max(1, with_experts) * 2 // 3) * element
@@ -396,9 +405,9 @@ def _activations(shape: ModelShape, config: Config, part: StagePart, tokens: int
 
 
 def _in_flight(config: Config, stages: int, stage: int) -> float:
-    """Micro-batches that 1F1B keeps alive on a stage, at its fullest: those of which it has seen the forward
-    pass and not the backward pass. Interleaved, each of them through one of the rank's chunks is a share of
-    one."""
+    """Return the most micro-batches that 1F1B keeps alive on a stage: those after their forward pass and
+    before their backward pass. With interleaving, a micro-batch in one of the rank's chunks counts as a share
+    of one."""
     chunks = model_chunks(config)
     if chunks == 1:
         return stages - stage
@@ -407,13 +416,14 @@ def _in_flight(config: Config, stages: int, stage: int) -> float:
 
 
 def _layers(shape: ModelShape, config: Config, part: StagePart) -> list[int]:
-    """Those of a pipeline stage, of all its chunks."""
+    """Return the layers of a pipeline stage, in all its chunks."""
     ranges = pipeline_layers(shape.num_layers, config.parallel, model_chunks(config))[part.pipeline]
     return [layer for layers in ranges for layer in layers]
 
 
 def _without_gradient(shape: ModelShape, config: Config, part: StagePart, max_tokens: int) -> int:
-    """One layer's tensors, and on the last stage logits with what the loss takes of them."""
+    """Return the bytes of one layer's tensors, and on the last stage of logits with the memory of the
+    loss."""
     tokens = max(max_tokens, config.model.tokens_without_gradient)
     element = _trainer_element(config)
     widest = max(kept_elements(shape, config.parallel, layer) for layer in _layers(shape, config, part))
@@ -425,16 +435,16 @@ def _without_gradient(shape: ModelShape, config: Config, part: StagePart, max_to
 
 
 def _gathered(shape: ModelShape, parallel: ParallelConfig, tokens: int) -> int:
-    """Elements of a layer's whole input and of its gradient, which sequence parallelism gathers for a matrix
-    product and its backward pass."""
+    """Return the elements of a layer's whole input and of its gradient, which sequence parallelism gathers
+    for a matrix product and its backward pass."""
     if parallel.tensor_model_parallel_size == 1 or not parallel.sequence_parallel:
         return 0
     return 2 * tokens * shape.hidden_size
 
 
 def _passed_keys(shape: ModelShape, parallel: ParallelConfig, tokens: int) -> int:
-    """Elements of keys, values and their gradients on their way around the ranks that share sequences: those
-    that attention works on, and those that arrive meanwhile."""
+    """Return the elements of keys, values and their gradients sent around the ranks that share sequences:
+    those in use by attention, and those arriving meanwhile."""
     if parallel.context_parallel_size == 1:
         return 0
     heads = max(1, shape.num_key_value_heads // parallel.tensor_model_parallel_size)

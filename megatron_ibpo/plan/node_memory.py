@@ -1,8 +1,9 @@
-"""Whether the nodes of a cluster have the main memory that a run will hold there, before any of it is taken.
+"""Check that the nodes of a cluster have the main memory that a run will hold there, before any of it is
+taken.
 
-Counted is what is there in every run: what trainers and engines keep between steps, a checkpoint while it is
-written, and the least that the programs take. Activations of trainers on CPUs, data and Ray's object store
-come on top, so a run that is let through may still lack some.
+Counted are the parts present in every run: the state of trainers and engines between steps, a checkpoint
+while it is written, and the least that the programs take. Activations of trainers on CPUs, data and Ray's
+object store come on top, so a run that passes may still lack memory.
 """
 
 import math
@@ -22,11 +23,11 @@ from megatron_ibpo.plan.parameter_count import Census, StagePart
 from megatron_ibpo.policy.overrides import model_chunks
 
 TRAINER_PROGRAM_BYTES = int(0.4 * GIB)
-"""Of a trainer's process, its model apart: 406 MiB with a tiny one (tools/results/soak_next.json)."""
+"""Bytes of a trainer's process without its model: 406 MiB with a tiny one (tools/results/soak_next.json)."""
 ENGINE_PROGRAM_BYTES = int(0.5 * GIB)
-"""Of an engine's on a CPU: 1,104 MiB there, of which a KV cache of 512 MiB."""
+"""Bytes of an engine's process on a CPU: measured 1,104 MiB, including a KV cache of 512 MiB."""
 _MOST_NODES = 8
-"""That a message names."""
+"""Most nodes that a message names."""
 
 _TRAINERS = "weights, gradients and optimizer state of the trainers"
 _ENGINES = "weights and KV caches of the engines"
@@ -40,7 +41,7 @@ _ADVICE = {
     _ENGINES: "a smaller {kv_cache_flag} or --rollout-num-gpus",
     _PROGRAMS: "a smaller --num-trainers",
 }
-"""What takes most → what would take less."""
+"""Largest part → advice for reducing it."""
 
 
 def check_main_memory(
@@ -53,12 +54,12 @@ def check_main_memory(
     """Refuse a run that holds more in main memory than a node has.
 
     Args:
-        config: with what depends on the device resolved.
-        elements: of every tensor that is trained, by its name in the checkpoint.
-        memory: bytes of every node that has trainers or engines, by its index in the placement.
+        config: configuration with all device-dependent settings resolved.
+        elements: trained tensor, by its name in the checkpoint → number of elements.
+        memory: node with trainers or engines, by its index in the placement → its bytes.
 
     Raises:
-        ValueError: for each node that has too little: what needs how much, what is there, what to change.
+        ValueError: for each node with too little memory: the needs, what it has, and what to change.
     """
     problems = []
     for node, parts in _needed(config, shape, elements, placement).items():
@@ -84,7 +85,7 @@ def _refusal(address: str, there: int, parts: Mapping[str, int], kv_cache_flag: 
 def _needed(
     config: Config, shape: ModelShape, elements: Mapping[str, int], placement: Placement
 ) -> dict[int, dict[str, int]]:
-    """By node that has any of the run's processes: bytes by what they are for."""
+    """Return, for each node with any of the run's processes, the bytes by purpose."""
     ranks = _on_nodes([slot.node for slot in placement.trainers])
     engines = Counter(slot.node for slot in placement.engines)
     on_gpu = placement.on_gpu
@@ -97,7 +98,7 @@ def _needed(
         parts = node_memory(config, census, stages, own).named()
         if not on_gpu:
             parts |= _on_cpus(config, census, stages, own) | {_ENGINES: engines[node] * engine}
-        # an engine with GPUs has never been measured
+        # the program of an engine with GPUs has never been measured
         programs = len(own) * TRAINER_PROGRAM_BYTES
         programs += 0 if on_gpu else engines[node] * ENGINE_PROGRAM_BYTES
         needed[node] = parts | {_PROGRAMS: programs}
@@ -105,7 +106,7 @@ def _needed(
 
 
 def _on_nodes(nodes: Sequence[int]) -> dict[int, list[int]]:
-    """The ranks on each node."""
+    """Return the ranks on each node."""
     ranks: dict[int, list[int]] = {}
     for rank, node in enumerate(nodes):
         ranks.setdefault(node, []).append(rank)
@@ -115,7 +116,7 @@ def _on_nodes(nodes: Sequence[int]) -> dict[int, list[int]]:
 def _on_cpus(
     config: Config, census: Census, stages: Sequence[RankMemory], ranks: Sequence[int]
 ) -> dict[str, int]:
-    """What trainers have on a GPU elsewhere; nothing moves out."""
+    """Return the state that trainers with GPUs would hold on these; nothing moves out."""
     own = [stages[census.place(rank).pipeline] for rank in ranks]
     return {"trainers' state while engines sample": 0, _TRAINERS: sum(rank.state for rank in own)}
 
@@ -132,10 +133,11 @@ def _engine_on_cpu(shape: ModelShape, config: Config, census: Census) -> int:
 def census_by_names(
     shape: ModelShape, config: Config, elements: Mapping[str, int], world_size: int
 ) -> Census:
-    """`take_census` without Megatron, from a checkpoint's headers: for the driver, which builds no model.
+    """Return `take_census` without Megatron, from a checkpoint's headers, for the driver, which builds no
+    model.
 
-    What tensor-parallel ranks have copies of (norms, routers) counts as if it were cut: some thousandths of a
-    model. Tied embeddings count on both ends of a pipeline.
+    Tensors that tensor-parallel ranks have copies of (norms, routers) count as if they were cut, an error of
+    some thousandths of a model. Tied embeddings count on both ends of a pipeline.
     """
     parallel = config.parallel
     stage_of = {
@@ -176,7 +178,8 @@ def census_by_names(
 
 
 def _adapters(parallel: ParallelConfig, entries: Iterable[Entry]) -> dict[bool, int]:
-    """Elements of adapters on each rank of a pipeline stage: beside dense matrices, beside experts (True)."""
+    """Return the elements of adapters on each rank of a pipeline stage: beside dense matrices (False), beside
+    experts (True)."""
     found = {False: 0, True: 0}
     for entry in entries:
         is_expert = entry.expert is not None
@@ -187,7 +190,7 @@ def _adapters(parallel: ParallelConfig, entries: Iterable[Entry]) -> dict[bool, 
 
 
 def _layer(entry: Entry) -> int:
-    assert entry.layer is not None  # adapters stand in layers
+    assert entry.layer is not None  # adapters are in layers
     return entry.layer
 
 

@@ -1,4 +1,5 @@
-"""Parameters of every pipeline stage's ranks, counted on the real model, built on the meta device."""
+"""Parameters of every pipeline stage's ranks, counted on the real model, which is built on the meta
+device."""
 
 import contextlib
 import io
@@ -26,18 +27,19 @@ from megatron_ibpo.policy.overrides import CHUNKS, model_chunks
 
 @dataclass(frozen=True)
 class StagePart:
-    """What each rank of a pipeline stage holds. All of them hold as much: layouts divide evenly."""
+    """The parameters of each rank of a pipeline stage. They are the same on all its ranks: layouts divide
+    evenly."""
 
     pipeline: int
-    """The stage."""
+    """Index of the stage."""
     dense: int
-    """Parameters outside the experts, of which there are DP copies."""
+    """Parameters outside the experts; each has DP copies."""
     experts: int
-    """Parameters of experts, of which there are expert-DP copies."""
+    """Parameters of experts; each has expert-DP copies."""
     frozen_dense: int
-    """Of the former, those that are not trained."""
+    """Parameters of `dense` that are not trained."""
     frozen_experts: int
-    """Of the latter."""
+    """Parameters of `experts` that are not trained."""
     layers: int
     largest: int
     """Elements of the largest single parameter."""
@@ -54,7 +56,8 @@ class StagePart:
 
 @dataclass(frozen=True)
 class Place:
-    """One rank's place in the layout: its index in each of its groups, data and context parallel in one."""
+    """One rank's place in the layout: its index in each of its groups, with data and context parallel as
+    one."""
 
     rank: int
     tensor: int
@@ -66,12 +69,12 @@ class Place:
 
 @dataclass(frozen=True)
 class Census:
-    """The whole model and its parts."""
+    """Parameter counts of the whole model and of its parts."""
 
     total: int
-    """Parameters of the model, each counted once; adapters are none of it."""
+    """Parameters of the model, each counted once, without adapters."""
     trained: int
-    """What is trained: the model, or adapters beside it."""
+    """Trained parameters: the model's, or those of its adapters."""
     largest: int
     """Elements of the largest tensor of the whole model."""
     stages: list[StagePart]
@@ -80,7 +83,7 @@ class Census:
 
     @property
     def data_parallel(self) -> int:
-        """Ranks that have the same dense parameters: data parallel times context parallel."""
+        """Number of ranks with the same dense parameters: data parallel times context parallel."""
         return self._stage_size // self.parallel.tensor_model_parallel_size
 
     @property
@@ -95,11 +98,12 @@ class Census:
         return self.world_size // len(self.stages)
 
     def ranks(self, stage: int) -> range:
-        """Those of a pipeline stage."""
+        """Return the ranks of a pipeline stage."""
         return range(stage * self._stage_size, (stage + 1) * self._stage_size)
 
     def place(self, rank: int) -> Place:
-        """Where Megatron puts a rank: tensor-parallel first, then expert, data and pipeline parallel."""
+        """Return Megatron's placement of a rank: tensor-parallel first, then expert, data and pipeline
+        parallel."""
         stage, inner = divmod(rank, self._stage_size)
         data, tensor = divmod(inner, self.parallel.tensor_model_parallel_size)
         expert_data, expert = divmod(
@@ -111,12 +115,13 @@ class Census:
 def take_census(shape: ModelShape, config: Config, world_size: int) -> Census:
     """Build one rank's part of each pipeline stage on the meta device, as that rank would, and count.
 
-    The layout must have passed `check_layout`. Needs no launcher and no GPU; leaves no process group behind.
-    The time does not depend on the world: parts are built in the smallest one that has the layout.
+    The layout must have passed `check_layout`. Needs no launcher and no GPU, and leaves no process group
+    behind. The time does not depend on the world size: parts are built in the smallest world that has the
+    layout.
 
     Raises:
         RuntimeError: torch.distributed is in use in this process.
-        ValueError: Megatron refuses what --model-override asks for.
+        ValueError: Megatron refuses a setting of --model-override.
     """
     from megatron_ibpo.policy.model import check_model
 
@@ -134,7 +139,7 @@ def take_census(shape: ModelShape, config: Config, world_size: int) -> Census:
     base = replace(alone, model=replace(alone.model, lora_rank=None))
     with _quiet():
         check_model(shape, config)
-        # parameters do not depend on who shares a sequence or the optimizer's state
+        # parameters do not depend on how ranks share a sequence or the optimizer's state
         alike = replace(parallel, context_parallel_size=1, use_distributed_optimizer=False)
         config = replace(config, parallel=alike)
         whole = _count(shape, base, 0, rank=0, world_size=1)
@@ -148,9 +153,9 @@ def take_census(shape: ModelShape, config: Config, world_size: int) -> Census:
 
 
 def estimate_census(shape: ModelShape, config: Config, world_size: int) -> Census:
-    """The same from the shape alone, in no time: norms, biases and short convolutions are left out, all
-    layers of a model are taken to have as much, experts apart, and adapters to be whole on every rank. For
-    comparing many layouts."""
+    """Estimate the same counts from the shape alone, instantly, for comparing many layouts. Norms, biases and
+    short convolutions are left out. All layers of a model are assumed to have the same size, apart from
+    experts, and adapters to be whole on every rank."""
     parallel, count = config.parallel, weight_count(shape)
     tensor, stages = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     expert_ranks = parallel.expert_model_parallel_size * parallel.expert_tensor_parallel_size
@@ -181,7 +186,7 @@ def estimate_census(shape: ModelShape, config: Config, world_size: int) -> Censu
 
 def _count(shape: ModelShape, config: Config, stage: int, *, rank: int, world_size: int) -> StagePart:
     model = config.model
-    # nothing else of it changes a parameter, and other overrides may need libraries that are not here
+    # no other setting changes a parameter, and other overrides may need libraries that are missing here
     pieces = model_chunks(config)
     built = ModelConfig(
         mtp_num_layers=model.mtp_num_layers,
@@ -205,8 +210,9 @@ def _build_and_count(
     rank: int,
     world_size: int,
 ) -> StagePart:
-    """Sections of the configuration are given as their values, by which counts are kept: a large model takes
-    seconds to build, and the plans that one process makes differ mostly in what changes no parameter."""
+    """Build and count one part. Sections of the configuration are passed as their values, as keys of the
+    cache: a large model takes seconds to build, and the plans of one process mostly differ in settings that
+    change no parameter."""
     from megatron_ibpo.policy.model import build_model
 
     config = Config(model=ModelConfig(*model), parallel=ParallelConfig(*parallel))
@@ -234,7 +240,8 @@ def _build_and_count(
 
 
 def _beside(shape: ModelShape, config: Config) -> list[Module]:
-    """What is trained beside the policy: there is one stage then (`check_layout`)."""
+    """Build the layers that are trained in addition to the policy; there is one stage then
+    (`check_layout`)."""
     from megatron_ibpo.policy.mtp_model import build_mtp
 
     if not config.model.mtp_num_layers:
@@ -244,7 +251,7 @@ def _beside(shape: ModelShape, config: Config) -> list[Module]:
 
 @contextmanager
 def as_rank(rank: int, world_size: int, config: Config) -> Iterator[None]:
-    """This process as `rank` of a world in which nobody else exists and no collective communicates."""
+    """Make this process `rank` of a world without other processes, where no collective communicates."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from megatron_ibpo.policy import parallel
@@ -263,7 +270,7 @@ def as_rank(rank: int, world_size: int, config: Config) -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without Megatron's remarks on every construction."""
+    """Silence Megatron's warnings and output at every construction."""
     disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

@@ -1,4 +1,4 @@
-"""The predicted time of a run: seconds of a step by stage, GPU-hours, and changes that would help."""
+"""The predicted time of a run: seconds per step by stage, GPU-hours, and changes that would help."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -17,35 +17,35 @@ from megatron_ibpo.plan.workload import Basis, Engine, Layout, Task
 from megatron_ibpo.policy.overrides import model_chunks, model_overrides
 
 WRONG = 0.5
-"""Assumed share of wrong responses, each of which is corrected --ibpo-corrections times."""
+"""Assumed share of wrong responses; each is corrected --ibpo-corrections times."""
 _POINTS = 512
-"""Quantiles that stand for the lengths of a step's responses."""
+"""Quantiles that represent the lengths of a step's responses."""
 _PROMPT = 200
 """Assumed tokens of a prompt: a question of mathematics."""
 _UNKNOWN_FACTOR = 2.0
-"""90 % error factor that is shown for a calibrated machine."""
+"""90 % error factor to show for a calibrated machine."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """All that a prediction needs; alternatives change a part of it."""
+    """All inputs of a prediction; alternatives change a part of it."""
 
     basis: Basis
     layout: Layout
     engine: Engine
     most_running_flag: str
-    """Flag of the engine's most sequences at once."""
+    """Flag for the engine's largest number of sequences at once."""
     task: Task
     engine_gpus: int
     colocated: bool
     factor: float
-    """90 % error factor of a step."""
+    """90 % error factor of a step's time."""
 
     def times(self) -> StepTimes:
         """Return the times of a step.
 
         Raises:
-            ValueError: an engine does not hold weights and a sequence.
+            ValueError: an engine cannot hold the weights and a sequence.
         """
         return step_times(
             self.basis,
@@ -68,14 +68,14 @@ class Change:
 
     flag: str
     seconds: float
-    """Seconds of a step with it."""
+    """Seconds per step with it."""
 
 
 def setting_of(config: Config, shape: ModelShape, world_size: int, machine: Machine | None = None) -> Setting:
     """Return the setting of a configuration whose device and context are resolved (`plan.feasibility`).
 
     Args:
-        machine: the machine of --dry-run-hardware when None.
+        machine: machine to predict for; None: that of --dry-run-hardware.
 
     Raises:
         ValueError: there is no such hardware, or a mean length exceeds the longest.
@@ -119,10 +119,10 @@ def _layout_of(config: Config, world_size: int) -> Layout:
 
 
 def task_of(config: Config, seen: Seen | None = None) -> Task:
-    """Return the work of a step: as it was measured, or with usual lengths.
+    """Return the work of a step, with measured lengths or usual ones.
 
     Raises:
-        ValueError: a mean length above the longest.
+        ValueError: a mean length exceeds the longest.
     """
     rollout, longest = config.rollout, config.rollout.rollout_max_response_len
     asked = config.run.dry_run_response_len
@@ -155,13 +155,13 @@ def task_of(config: Config, seen: Seen | None = None) -> Task:
 
 
 def changes(setting: Setting, most: int = 3) -> list[Change]:
-    """Return the single changes that would save most, best first. Memory is not checked."""
+    """Return the single changes that would save most time, best first. Memory is not checked."""
     before = setting.times().total
     found = []
     for flag, other in _others(setting):
         try:
             seconds = other.times().total
-        except ValueError:  # an engine does not hold it
+        except ValueError:  # an engine cannot hold it
             continue
         if seconds < 0.99 * before:
             found.append(Change(flag, seconds))

@@ -2,7 +2,7 @@
 
 Work is divided by the share of a data sheet's rate that programs reach (`plan.coefficients`). A trainer's
 pass adds up products, attention, memory traffic, exchanges between ranks, the pipeline's bubble and the
-optimizer. An engine reads prompts and then takes decoding steps, each of which reads the weights or computes
+optimizer. An engine reads prompts and then takes decoding steps. Each step reads the weights or computes
 products, whichever takes longer, and reads caches.
 
 Volumes and bubble follow Narayanan et al. (arXiv 2104.04473) and Korthikanti et al. (arXiv 2205.05198),
@@ -25,25 +25,25 @@ from megatron_ibpo.plan.workload import Basis, Batch, Engine, Layout, PassTime, 
 
 GIB = 1024**3
 _BACKWARD = 2.0
-"""Operations of a backward pass over those of the forward pass."""
+"""Operations of a backward pass relative to the forward pass."""
 _ATTENTION_BACKWARD = 2.5
-"""The same in flash attention, which computes the scores again (Dao, arXiv 2307.08691)."""
+"""The same in flash attention, which recomputes the scores (Dao, arXiv 2307.08691)."""
 _REPEATED = {"none": 0.0, "selective": 0.35, "full": 1.0}
 """Share of the forward pass that recomputation repeats."""
 _STATE_RULE = 2.0
-"""Operations of a delta net whose ranks pass states on, over those on one rank."""
+"""Operations of a delta net whose ranks pass states on, relative to one rank."""
 _GRADIENT_BYTES = 8
-"""Bytes per parameter that adding a micro-batch's gradient in fp32 moves."""
+"""Bytes per parameter moved when a micro-batch's gradient is added in fp32."""
 _REDUCED_BYTES = 6
 """Bytes per parameter between data-parallel ranks: gradients in fp32, weights in bf16."""
 _ADAM_BYTES = 26
-"""Bytes per parameter that an optimizer step moves: gradient, master weight, two means, weight."""
+"""Bytes per parameter moved by an optimizer step: gradient, master weight, two means, weight."""
 _OFFLOADED_BYTES = 6
 """Bytes per parameter between GPU and an optimizer in main memory: gradient out, weight back."""
 _STATE_BYTES = 12
 """Bytes per parameter of master weight and two means."""
 _WORKSPACE = 1.5 * GIB
-"""Memory of an engine's GPU beside weights and cache."""
+"""Memory of an engine's GPU besides weights and cache."""
 
 # ------------------------------------------------------------------------------------------- training
 
@@ -51,7 +51,7 @@ _WORKSPACE = 1.5 * GIB
 def pass_time(
     basis: Basis, layout: Layout, batch: Batch, *, backward: bool = True, steps: int = 1
 ) -> PassTime:
-    """Return the seconds of a forward pass, or with `backward` of an update in so many optimizer steps."""
+    """Return the seconds of a forward pass, or with `backward` of an update in `steps` optimizer steps."""
     work = _Pass(basis, layout, batch, backward, steps)
     products, attention, memory = work.products(), work.attention(), work.memory()
     computing = products + attention + memory
@@ -84,17 +84,17 @@ class _Pass:
 
     @property
     def repeated(self) -> float:
-        """Share of the forward pass that runs again for the backward pass."""
+        """Share of the forward pass that is recomputed for the backward pass."""
         return _REPEATED[self.layout.recompute] if self.backward else 0.0
 
     @property
     def passes(self) -> float:
-        """Work of all passes over that of a forward pass."""
+        """Work of all passes relative to a forward pass."""
         return 1 + self.repeated + (_BACKWARD if self.backward else 0)
 
     @property
     def exchanges(self) -> int:
-        """Passes whose exchanges between ranks take place."""
+        """Number of passes with exchanges between ranks."""
         return 1 + (self.repeated == 1) + self.backward
 
     @property
@@ -104,7 +104,7 @@ class _Pass:
 
     @property
     def micro_batches(self) -> float:
-        """Micro-batches of a data-parallel rank; on average half a sequence does not fit into one."""
+        """Micro-batches of a data-parallel rank. On average half a sequence does not fit into one."""
         size, mean = self.layout.micro_batch, self.batch.tokens / self.batch.sequences
         fill = size if mean >= size or size % mean < 1e-9 else size - mean / 2
         return max(float(self.steps), self.batch.tokens / self.layout.data / max(fill, mean))
@@ -133,13 +133,15 @@ class _Pass:
         return moved / (basis.hardware.memory_bandwidth * basis.reached.memory)
 
     def waiting(self, computing: float) -> float:
-        """A layer takes `train_layer` at least, or that much more where nothing is started ahead."""
+        """Return the time for starting operations. A layer takes at least `train_layer`, or that much more if
+        nothing is started ahead."""
         layers = self.basis.shape.num_layers / self.layout.pipeline
         least = self.basis.reached.train_layer * layers * self.micro_batches * self.passes
         return max(0.0, least - computing) if self.basis.hardware.starts_ahead else least
 
     def tensor(self) -> float:
-        """Sequence parallelism gathers and scatters four times forwards and six times backwards."""
+        """Return the time of sequence parallelism, which gathers and scatters four times in the forward pass
+        and six times in the backward pass."""
         layout, shape = self.layout, self.basis.shape
         times = 4.0 * (1 + (self.repeated == 1)) + (6 if self.backward else 0)
         if shape.is_moe:
@@ -148,7 +150,8 @@ class _Pass:
         return sent * shape.num_layers / layout.pipeline / self.basis.between(layout.tensor)
 
     def expert(self) -> float:
-        """Each token goes to its experts and back; what leaves the linked GPUs goes over the network."""
+        """Return the time for sending each token to its experts and back; the network carries tokens that
+        leave the linked GPUs."""
         layout, shape, hardware = self.layout, self.basis.shape, self.basis.hardware
         near = min(1.0, hardware.linked / layout.expert)
         seconds = (near / hardware.link + (1 - near) / hardware.network) / self.basis.reached.link
@@ -157,7 +160,8 @@ class _Pass:
         return sent / layout.tensor * away * seconds * shape.moe_layers / layout.pipeline
 
     def context(self, attention: float) -> float:
-        """Keys and values go around behind attention; delta nets wait for what others send."""
+        """Return the time of context parallelism that is not hidden. Keys and values are sent while attention
+        computes; delta nets wait for other ranks' data."""
         layout, basis = self.layout, self.basis
         if layout.context == 1:
             return 0.0
@@ -174,8 +178,8 @@ class _Pass:
         return max(0.0, around - attention) + self.exchanges * delta_nets
 
     def _states_passed(self) -> tuple[float, float]:
-        """Return (bytes, messages per micro-batch) of a forward pass: from chunk to chunk of each sequence a
-        state in fp32, and the last tokens of both chunks of a rank to all others."""
+        """Return (bytes, messages per micro-batch) of a forward pass. A state in fp32 goes from chunk to
+        chunk of each sequence, and the last tokens of both chunks of a rank go to all others."""
         layout, shape = self.layout, self.basis.shape
         mixers = [mixer_cost(shape, layer) for layer in range(shape.num_layers)]
         hops = context_chunks(layout.context) - 1
@@ -185,7 +189,7 @@ class _Pass:
         return sent, (hops + 1) * self._recurrent_layers
 
     def _heads_exchanged(self) -> tuple[float, float]:
-        """Return the same where each rank gets some heads of all tokens."""
+        """Return the same for ranks that each get some heads of all tokens."""
         layout, shape = self.layout, self.basis.shape
         elements = sum(mixer_cost(shape, layer).exchanged for layer in range(shape.num_layers))
         away = (layout.context - 1) / layout.context
@@ -198,7 +202,7 @@ class _Pass:
         return (shape.num_layers - sum(shape.full_attention)) / self.layout.pipeline
 
     def pipeline(self, busy: float) -> float:
-        """The bubble is (p - 1) / (v m) of the work; sends between stages come on top."""
+        """Return the bubble, (p - 1) / (v m) of the work, plus the sends between stages."""
         layout = self.layout
         if layout.pipeline == 1:
             return 0.0
@@ -207,13 +211,14 @@ class _Pass:
         return bubble + (2 if self.backward else 1) * sent / self.basis.between(layout.gpus)
 
     def data(self, computing: float) -> float:
-        """Half of the last micro-batch's backward pass hides a step's gradients and weights."""
+        """Return the time for a step's gradients and weights, except for the part hidden by half of the last
+        micro-batch's backward pass."""
         seconds = _REDUCED_BYTES * self.steps * collective_seconds(self.basis, self.layout)
         return max(0.0, seconds - self.steps * computing / self.micro_batches / 2)
 
 
 def collective_seconds(basis: Basis, layout: Layout) -> float:
-    """Return the seconds in which data-parallel ranks gather or reduce one byte per parameter."""
+    """Return the seconds for data-parallel ranks to gather or reduce one byte per parameter."""
     dense, experts = layout.parameters(basis.shape)
     copies, holders, hardware = layout.copies, layout.expert_copies, basis.hardware
     seconds = dense * (copies - 1) / copies / hardware.collective(copies, layout.tensor)
@@ -230,7 +235,7 @@ def optimizer_seconds(basis: Basis, layout: Layout) -> float:
 
 
 def checkpoint_seconds(basis: Basis, layout: Layout) -> float:
-    """Return the seconds in which a rank copies its weights and optimizer state into main memory."""
+    """Return the seconds for a rank to copy its weights and optimizer state into main memory."""
     held = 2 * sum(layout.parameters(basis.shape))
     if not layout.offload_optimizer:
         held += _STATE_BYTES * layout.optimizer_parameters(basis.shape)
@@ -261,17 +266,17 @@ def sample(
     group: int = 1,
     concurrency: int | None = None,
 ) -> Sampled:
-    """Return the time in which one engine writes responses in their order.
+    """Return the time for one engine to write responses in their order.
 
     Args:
         lengths: tokens of responses.
-        times: number of responses that each length stands for.
+        times: number of responses that each length represents.
         prompt: tokens of every prompt.
         group: responses per prompt, which share its cache except on hybrid models.
-        concurrency: requests that are under way at once; all when None.
+        concurrency: requests in flight at once; None: all.
 
     Raises:
-        ValueError: memory does not hold a sequence.
+        ValueError: memory cannot hold a sequence.
     """
     written = np.asarray(lengths, np.float64)
     if len(written) == 0:
@@ -334,7 +339,7 @@ def decode_seconds(basis: Basis, engine: Engine, running: Any, context: float) -
 
 
 def prompt_seconds(basis: Basis, engine: Engine, tokens: float) -> float:
-    """Return the seconds of reading one prompt beside others."""
+    """Return the seconds for reading one prompt among others."""
     count, (per_token, per_pair) = weight_count(basis.shape), mixer_flops(basis.shape)
     work = tokens * (2 * (count.layers + count.chosen) + per_token)
     work += sum(flops * seen_pairs(tokens, window) for window, flops in per_pair.items())
@@ -342,10 +347,10 @@ def prompt_seconds(basis: Basis, engine: Engine, tokens: float) -> float:
 
 
 def engine_slots(basis: Basis, engine: Engine, tokens: float) -> int:
-    """Return how many sequences of so many tokens run at once.
+    """Return the number of sequences of `tokens` tokens that run at once.
 
     Raises:
-        ValueError: memory does not hold one of them beside the weights.
+        ValueError: memory cannot hold one of them with the weights.
     """
     count, hardware = weight_count(basis.shape), basis.hardware
     matrices = count.layers + count.experts
@@ -361,7 +366,8 @@ def engine_slots(basis: Basis, engine: Engine, tokens: float) -> int:
 
 
 def cache_bytes(shape: ModelShape, engine: Engine, tokens: float) -> float:
-    """Return the bytes of a sequence's keys and values on all GPUs. Layers with a window keep no more."""
+    """Return the bytes of a sequence's keys and values on all GPUs. Layers with a window keep only that many
+    tokens."""
     heads = max(shape.num_key_value_heads, min(engine.tensor, shape.num_attention_heads))
     windows = shape.attention_windows().items()
     kept = sum(layers * (tokens if window is None else min(tokens, window)) for window, layers in windows)
@@ -378,7 +384,7 @@ def _engine_rate(basis: Basis, engine: Engine) -> float:
 
 
 def _sums_seconds(basis: Basis, engine: Engine, tokens: Any) -> Any:
-    """Return the seconds in which an engine's GPUs add up results, twice in every layer."""
+    """Return the seconds for an engine's GPUs to all-reduce results, twice per layer."""
     each = 2 * 2 * basis.shape.hidden_size * (engine.tensor - 1) / engine.tensor
     return 2 * basis.shape.num_layers * each * tokens / basis.between(engine.tensor)
 
@@ -389,7 +395,7 @@ def update_seconds(
     """Return the seconds of a weight update.
 
     Args:
-        transport: gathered: every tensor whole to all engines; resharded: to each GPU its part; ipc: to each
+        transport: gathered: every whole tensor to all engines; resharded: to each GPU its part; ipc: to each
             GPU its part, on its own node.
         gpus: GPUs of trainers and engines.
     """

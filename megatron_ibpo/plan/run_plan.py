@@ -1,4 +1,4 @@
-"""The plan that `--dry-run` prints: what a configuration means on a cluster, and whether it can work."""
+"""The plan that `--dry-run` prints: the layout of a configuration on a cluster, and whether it can work."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -41,18 +41,18 @@ from megatron_ibpo.report.sizes import run_sizes
 FITS, REFUSED = 0, 2
 
 _MOST_SHOWN = 256
-"""Ranks up to which the plan names each."""
+"""Most ranks that the plan lists one by one."""
 _MOST_NODES = 64
-"""Nodes with engines of their own that are named."""
+"""Most nodes with engines on their own GPUs to list."""
 
 
 def plan_run(config: Config, console: Console | None = None) -> int:
     """Print the plan of a run.
 
     Returns:
-        FITS (0), or REFUSED (2) after printing why.
+        FITS (0), or REFUSED (2) after printing the reason.
     """
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the plan is the same on a machine with GPUs
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # so that the plan is the same on a machine with GPUs
     console = console or open_console()
     try:
         plan = make_plan(config, _world_size(config))
@@ -122,7 +122,7 @@ def _say_time(plan: Plan, say: Callable[[str], None]) -> None:
 
 
 def in_short(plan: Plan) -> str:
-    """A line on what a plan needs; the recipes say it in their heads."""
+    """Return a line on a plan's needs, as in the heads of the recipes."""
     assert plan.stages is not None
     assert plan.host is not None
     assert plan.census is not None
@@ -166,7 +166,8 @@ def _places_table(plan: Plan, census: Census) -> Table:
 
 
 def _shown_ranks(census: Census, per_node: int) -> list[int]:
-    """All of them, or where there are too many to read the first node of each stage, and the last."""
+    """Return all ranks, or if there are too many to read, those of the first node of each stage and of the
+    last node."""
     if census.world_size <= _MOST_SHOWN:
         return list(range(census.world_size))
     starts = [census.ranks(stage).start for stage in range(len(census.stages))]
@@ -238,7 +239,7 @@ def _memory_table(plan: Plan, census: Census) -> Table:
 
 
 def _distinct(memories: Sequence[RankMemory]) -> list[list[int]]:
-    """Stages with the same memory, grouped, in order."""
+    """Group stages with the same memory, in order."""
     groups: dict[RankMemory, list[int]] = {}
     for stage, memory in enumerate(memories):
         groups.setdefault(memory, []).append(stage)
@@ -246,7 +247,7 @@ def _distinct(memories: Sequence[RankMemory]) -> list[list[int]]:
 
 
 def _ranks_name(parts: Sequence[range]) -> str:
-    """Of the ranks of some stages."""
+    """Return the name of the ranks of some stages."""
     first, last, count = parts[0].start, parts[-1].stop - 1, sum(map(len, parts))
     if count == 1:
         return f"rank {first}"
@@ -348,7 +349,7 @@ def _disk(config: Config, census: Census) -> str:
 
 
 def _disk_bytes(config: Config, census: Census) -> int:
-    """What a run keeps at one time."""
+    """Return the bytes that a run keeps on disk at one time."""
     if not config.run.save:
         return 0
     checkpoints, exports = kept_at_once(config)

@@ -1,4 +1,4 @@
-"""Search for layouts of a run: those whose memory fits, ranked by the predicted seconds of a step."""
+"""Search for layouts of a run whose memory fits, ranked by the predicted seconds of a step."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -22,11 +22,11 @@ RECOMPUTE: tuple[Literal["none", "full"], ...] = ("none", "full")
 ENGINES = (1, 2, 4, 8, 16)
 """GPUs per engine."""
 SHARES = (0.25, 0.5, 0.75)
-"""Shares of the GPUs for engines of their own."""
+"""Shares of the GPUs for engines with their own GPUs."""
 STALENESS = (0, 1, 4)
-"""Steps that engines of their own sample ahead."""
+"""Steps that engines with their own GPUs sample ahead."""
 _TRAINERS = 12
-"""Number of fastest trainer layouts that are combined with every kind of engines."""
+"""Number of fastest trainer layouts to combine with every kind of engines."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Found:
 
     config: Config
     seconds: float
-    """Seconds of a step."""
+    """Seconds per step."""
     setting: Setting
     plan: Plan
 
@@ -84,7 +84,7 @@ def search(config: Config, gpus: int, hardware: str, most: int = 8) -> list[Foun
 def _candidates(
     config: Config, shape: ModelShape, hardware: Hardware, gpus: int
 ) -> Iterator[tuple[Setting, Config]]:
-    """Yield engines of every kind beside the trainer's fastest layouts, where both have room."""
+    """Yield engines of every kind with the trainer's fastest layouts, where both have room."""
     for own in (0, *(int(gpus * share) for share in SHARES if gpus * share >= 1)):
         trainers = _trainers(config, shape, gpus - own)
         for trainer, size, staleness in product(trainers, ENGINES, STALENESS if own else (0,)):

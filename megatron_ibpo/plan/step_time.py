@@ -1,6 +1,6 @@
-"""Seconds of a step of reinforcement learning: stages by the roofline, in turn or side by side.
+"""Seconds of a step of reinforcement learning: stages by the roofline, one after the other or in parallel.
 
-Stages of a step add up. Engines that sample ahead work beside the trainer, so that the slower of both
+Stages of a step add up. Engines that sample ahead work in parallel with the trainer: the slower of both
 counts, and several steps share the wait for the longest response.
 """
 
@@ -23,7 +23,7 @@ from megatron_ibpo.plan.workload import Basis, Engine, Layout, PassTime, Sampled
 
 @dataclass(frozen=True, kw_only=True)
 class StepTimes:
-    """Predicted seconds of a step by stage. Where engines sample ahead, `total` is less than the sum."""
+    """Predicted seconds of a step by stage. If engines sample ahead, `total` is less than the sum."""
 
     sampling: float
     corrections: float
@@ -32,11 +32,11 @@ class StepTimes:
     update: float
     weights: float
     switching: float
-    """State of colocated trainers and engines on its way to main memory and back."""
+    """Moves of colocated trainers' and engines' state to main memory and back."""
     other: float
     total: float
     bound: dict[str, str]
-    """Stage → what takes most of it."""
+    """Stage → its largest part."""
     sampled: Sampled
     corrected: Sampled
     passes: PassTime
@@ -60,11 +60,11 @@ def step_times(
     """Return the times of one step in the steady state.
 
     Args:
-        engine_gpus: GPUs of all engines; the trainer's own where colocated.
-        transport: way of the weight update; ipc where colocated and gathered elsewhere when None.
+        engine_gpus: GPUs of all engines; the trainer's own if colocated.
+        transport: kind of weight update; None: ipc if colocated, otherwise gathered.
 
     Raises:
-        ValueError: an engine does not hold weights and a sequence.
+        ValueError: an engine cannot hold the weights and a sequence.
     """
     basis = replace(basis, reached=basis.reached.within_a_loop())
     engines = max(1, engine_gpus // engine.tensor)
@@ -112,7 +112,7 @@ def _phase(
     """Return the time per step of an engine that writes `count` responses of the task's lengths per step.
 
     Args:
-        stream: steps whose responses are under way at once, which share the wait for the longest.
+        stream: steps whose responses are in flight at once; they share the wait for the longest.
     """
     lengths, times = stand_ins(task.responses, math.ceil(count * stream))
     return sample(basis, engine, lengths, times=times, prompt=prompt, group=group).shared(stream)

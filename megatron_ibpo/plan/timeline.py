@@ -11,9 +11,9 @@ LANES = (ENGINES, CORRECTIONS, MOVES, TRAINER, OPTIMIZER, WEIGHTS, OTHER)
 
 
 def timeline(setting: Setting) -> list[Span]:
-    """Return the spans of one step in the steady state, except empty ones. Raises as `Setting.times`.
+    """Return the spans of one step in the steady state, without empty ones. Raises as `Setting.times`.
 
-    On GPUs of their own, with staleness, engines write for a later step while trainers train.
+    With their own GPUs and staleness, engines write for a later step while trainers train.
     """
     times = setting.times()
     if setting.colocated or not setting.task.staleness:
@@ -27,8 +27,8 @@ def timeline(setting: Setting) -> list[Span]:
 
 
 def _sampling(times: StepTimes) -> list[Span]:
-    """Prompts are drawn before responses, though engines read them in between. Corrections of the first
-    groups begin while the last responses are written."""
+    """Return the spans of sampling. Prompts are drawn before responses, though engines read them in between.
+    Corrections of the first groups start while the last responses are written."""
     prompts, written = times.sampled.prompts, times.sampling
     end = written + times.corrections
     return [
@@ -39,7 +39,8 @@ def _sampling(times: StepTimes) -> list[Span]:
 
 
 def _training(times: StepTimes, begin: float) -> list[Span]:
-    """Half of what colocation moves goes in here, the other half out in `_closing`."""
+    """Return the spans of training. They include half of colocation's moves; `_closing` has the other
+    half."""
     optimizer = times.passes.optimizer
     return _in_turn(
         begin,

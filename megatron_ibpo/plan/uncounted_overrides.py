@@ -1,4 +1,4 @@
-"""What --model-override asks for that changes a GPU's memory in ways the dry run does not count."""
+"""Settings of --model-override that change a GPU's memory in ways the dry run does not count."""
 
 from collections.abc import Iterator
 
@@ -31,11 +31,12 @@ UNCOUNTED = {
     "overlap_moe_expert_parallel_comm": "a second micro-batch under way",
     "tp_comm_overlap": _USER_BUFFERS,
 }
-"""Field of TransformerConfig → what of it is not counted."""
+"""Field of TransformerConfig → its memory that is not counted."""
 
 
 def not_counted(config: Config) -> list[str]:
-    """Each setting of --model-override that changes memory uncounted, with what it changes."""
+    """Return each setting of --model-override that changes memory uncounted, with the memory that it
+    changes."""
     return list(_not_counted(config))
 
 

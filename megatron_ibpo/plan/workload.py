@@ -1,4 +1,4 @@
-"""Plain data of the time model: a trainer's layout, an engine, a step's work, and what they take."""
+"""Plain data of the time model: a trainer's layout, an engine, a step's work, and their times."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -16,14 +16,14 @@ from megatron_ibpo.plan.hardware import Hardware
 
 @dataclass(frozen=True, kw_only=True)
 class Basis:
-    """A model, the GPUs that run it, and what programs reach of them."""
+    """A model, its GPUs, and the shares of their rates that programs reach."""
 
     shape: ModelShape
     hardware: Hardware
     reached: Coefficients
 
     def peak(self, precision: str) -> float:
-        """Return the operations per second of products, before a share of them is reached."""
+        """Return the operations per second of products, before the share that is reached."""
         return self.hardware.peak(precision) * self.reached.on(self.hardware.generation)
 
     def between(self, gpus: int) -> float:
@@ -33,7 +33,7 @@ class Basis:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How a trainer is laid out over its GPUs, and what its passes do."""
+    """Layout of a trainer over its GPUs, and the kind of its passes."""
 
     gpus: int
     tensor: int = 1
@@ -47,7 +47,7 @@ class Layout:
     recompute: Literal["none", "selective", "full"] = "none"
     offload_optimizer: bool = False
     delta_net_cp: Literal["state", "heads"] = "state"
-    """How ranks that share a sequence run delta nets: pass states on, or exchange heads."""
+    """Delta nets on ranks that share a sequence: pass states on, or exchange heads."""
     micro_batch: int
     """Tokens of a micro-batch, over all its context-parallel ranks."""
 
@@ -68,7 +68,7 @@ class Layout:
 
     @property
     def passes_states(self) -> bool:
-        """Delta nets pass states between ranks that share a sequence."""
+        """True if delta nets pass states between ranks that share a sequence."""
         return self.context > 1 and self.delta_net_cp == "state"
 
     def parameters(self, shape: ModelShape) -> tuple[float, float]:
@@ -89,7 +89,7 @@ class Batch:
 
     lengths: tuple[float, ...]
     times: float = 1.0
-    """Number of sequences that each length stands for."""
+    """Number of sequences that each length represents."""
 
     @classmethod
     def of(cls, lengths: Sequence[float] | npt.NDArray[np.float64], times: float = 1.0) -> "Batch":
@@ -98,12 +98,12 @@ class Batch:
 
     @property
     def tokens(self) -> float:
-        """Tokens in all."""
+        """Total tokens."""
         return self.times * sum(self.lengths)
 
     @property
     def sequences(self) -> float:
-        """Sequences in all."""
+        """Total sequences."""
         return self.times * len(self.lengths)
 
     def pairs(self, window: int | None) -> float:
@@ -152,7 +152,7 @@ class Task:
     corrections: float = 0.0
     """Corrections per response, written in a second phase, with lengths like the responses'."""
     correction_prompt: float = 0.0
-    """Tokens that a correction's prompt has beyond a response's."""
+    """Tokens of a correction's prompt beyond those of a response's."""
     updates: int = 1
     """Optimizer steps."""
     passes_without_gradient: float = 1.0
@@ -172,26 +172,26 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True)
 class PassTime:
-    """Seconds of one pass over a batch, by what takes them. They add up."""
+    """Seconds of one pass over a batch, by cause. They add up to the total."""
 
     products: float
     attention: float
     memory: float
-    """Activations, weights and gradients that are read and written."""
+    """Reading and writing of activations, weights and gradients."""
     tensor: float
     expert: float
     context: float
     pipeline: float
     """Sends between stages, and the bubble."""
     data: float
-    """Gradients and weights between data-parallel ranks, where computing does not hide them."""
+    """Gradients and weights between data-parallel ranks, except where computation hides them."""
     optimizer: float
     layers: float
-    """Time in which computing waits to be started."""
+    """Time in which computation waits to be started."""
 
     @property
     def total(self) -> float:
-        """Seconds in all."""
+        """Total seconds."""
         return sum(self.named().values())
 
     def named(self) -> dict[str, float]:
@@ -199,26 +199,26 @@ class PassTime:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def largest(self) -> str:
-        """Return the name of what takes most."""
+        """Return the name of the largest part."""
         named = self.named()
         return max(named, key=named.__getitem__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampled:
-    """The time that an engine takes for its responses."""
+    """The time of an engine for its responses."""
 
     seconds: float
     prompts: float
     """Seconds in which it reads prompts."""
     tail: float
-    """Seconds with fewer sequences running than half of what could."""
+    """Seconds in which fewer than half of the possible sequences run."""
     tokens: float
     """Tokens written."""
     mean_running: float
     slots: int
 
     def shared(self, steps: int) -> "Sampled":
-        """Return the part of one of so many steps."""
+        """Return the share of one of `steps` steps."""
         parts = {name: getattr(self, name) / steps for name in ("seconds", "prompts", "tail", "tokens")}
         return replace(self, **parts)

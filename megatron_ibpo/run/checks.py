@@ -1,4 +1,4 @@
-"""The checks of a configuration that need a room's registry."""
+"""The checks of a configuration that need the registries of other packages."""
 
 from collections.abc import Callable
 from functools import partial
@@ -12,7 +12,7 @@ from megatron_ibpo.rewards import reward_functions
 
 
 def check_installed() -> None:
-    """Refuse to start where a package is missing that runs need.
+    """Refuse to start if a required package is missing.
 
     Raises:
         ConfigError: with the names of the packages.
@@ -33,10 +33,10 @@ def check_run(config: Config) -> None:
 
 
 def check_settings(config: Config) -> None:
-    """The part of `check_run` that needs no torch.
+    """Run the part of `check_run` that needs no torch.
 
     Raises:
-        ConfigError: as there.
+        ConfigError: as `check_run`.
     """
     _check(config)
 
@@ -51,11 +51,11 @@ def check_evaluation(config: Config) -> None:
 
 
 def check_loss_of_run(config: Config) -> None:
-    """The other part: a loss that cannot work. Importing torch takes a second.
+    """Run the other part: refuse a loss that cannot work. Importing torch takes a second.
 
     Raises:
-        ConfigError: an unknown variant, parameters that it has not or that lie outside its ranges, or a
-            combination that no loss has.
+        ConfigError: an unknown variant, parameters that it lacks or that are out of range, or a combination
+            that no loss supports.
     """
     try:
         _check_loss(config)
@@ -76,7 +76,7 @@ def _check_corrected_evaluation(config: Config) -> None:
     schemes = [
         spec.spec.partition("://")[0] for spec in as_specs(data.eval_prompt_data) if "://" in spec.spec
     ]
-    # a benchmark says itself how many samples it wants
+    # a benchmark has its own number of samples
     has_benchmark = any(scheme not in ("reasoning_gym", "import") for scheme in schemes)
     if samples < k and (says_how_many or not has_benchmark):
         raise ValueError(

@@ -1,8 +1,7 @@
 """Cost of a run in several currencies, so that methods can be compared at the same expense.
 
-Everything that an algorithm asks for is counted: sampling of responses and corrections, scoring, forward
-passes for log-probs, updates, weight transfer. What only observes is not: evaluation, checkpoints, reports,
-the gradient meter.
+All work for an algorithm is counted: sampling of responses and corrections, scoring, forward passes for
+log-probs, updates, weight transfer. Observation is not: evaluation, checkpoints, reports, the gradient meter.
 """
 
 import math
@@ -24,24 +23,24 @@ class Spent:
     """Cost since the start of training."""
 
     accelerator_seconds: float = 0.0
-    """Seconds of the loop times accelerators held meanwhile (processes, where there are none)."""
+    """Seconds of the loop times accelerators held meanwhile (processes, without accelerators)."""
     tokens: float = 0.0
-    """Tokens that went through the model, each once for every pass: prompts read and responses sampled by
-    the engines, and all that the trainer computed. The prompt of a group is read once."""
+    """Tokens that went through the model, once per pass: prompts read and responses sampled by the engines,
+    and all tokens that the trainer computed. The prompt of a group is read once."""
     flops: float = 0.0
     """Floating-point operations of those passes, estimated from the model's shape (`forward_flops`)."""
     tokens_shared_prefixes: float = 0.0
-    """The same tokens, but a beginning that several sequences of one pass share counted once: what engines
-    and trainers that keep a tree of prefixes would compute."""
+    """The same tokens, with a prefix that several sequences of one pass share counted once, as in engines and
+    trainers with a prefix tree."""
     flops_shared_prefixes: float = 0.0
-    """The operations of those."""
+    """The operations of those tokens."""
 
     @classmethod
     def read(cls, stored: Any) -> "Spent":
         """Read the cost from a run's state.
 
         Raises:
-            ValueError: it is not what was spent.
+            ValueError: the state holds no valid cost.
         """
         names = {field.name for field in fields(cls)}
         if not isinstance(stored, dict) or not stored.keys() <= names:
@@ -50,28 +49,29 @@ class Spent:
             if type(value) not in (int, float) or not 0 <= value < math.inf:
                 raise ValueError(f"spent: {name} must be a number of at least 0, is {shown(value)}")
         unshared = {f"{name}_shared_prefixes": stored.get(name, 0.0) for name in ("tokens", "flops")}
-        return cls(**unshared | stored)  # what was saved before prefixes were looked at shared none
+        return cls(**unshared | stored)  # states from before prefixes were tracked count none as shared
 
     def metrics(self) -> dict[str, float]:
         """Return the cost for the metrics log."""
         return {f"spent_{name}": value for name, value in asdict(self).items()}
 
     def of(self, unit: str) -> float:
-        """The amount in one currency, as --budget-unit names it."""
+        """Return the amount in one currency, named as in --budget-unit."""
         return asdict(self)[unit.replace("-", "_")]
 
 
 class CostMeter:
-    """Adds up what a run spends."""
+    """Adds up the cost of a run."""
 
     def __init__(
         self, shape: ModelShape, accelerators: int, *, recomputes: bool = False, before: Spent | None = None
     ):
-        """
+        """Start from the cost in `before`.
+
         Args:
-            accelerators: that the run holds, engines' own included.
+            accelerators: number that the run holds, engines' own included.
             recomputes: the backward pass repeats the forward pass (full activation recomputation).
-            before: what a resumed run had spent.
+            before: cost before resuming; None for a new run.
         """
         self._shape = shape
         self._accelerators = accelerators
@@ -79,7 +79,7 @@ class CostMeter:
         self.spent = before or Spent()
 
     def sampling(self, samples: Iterable[Sample]) -> None:
-        """Count what engines sampled."""
+        """Count samples of the engines."""
         samples = list(samples)
         # a prompt that several samples share is read once
         prompts = list({prompt.tobytes(): prompt for prompt in map(_read, samples)}.values())
@@ -100,13 +100,14 @@ class CostMeter:
         repeated_forward: Sequence[int] = (),
         repeated_updates: Sequence[int] = (),
     ) -> None:
-        """Sequences that the trainer computed, by their lengths in tokens.
+        """Count sequences that the trainer computed, by their lengths in tokens.
 
         Args:
             forward: forward passes alone, for log-probs.
             updates: with the backward pass, which costs twice the forward pass.
-            repeated_forward, repeated_updates: tokens at their beginnings that another sequence of the same
-                pass has too (`basics.shared_prefixes.repeated_prefixes`).
+            repeated_forward, repeated_updates: lengths of prefixes that another sequence of the same pass has
+                too
+                (`basics.shared_prefixes.repeated_prefixes`).
         """
         self._add(
             sum(forward) + sum(updates),
@@ -116,12 +117,12 @@ class CostMeter:
         )
 
     def correction_price(self, groups: Iterable[Group], sequences: Sequence[TrainSequence]) -> float | None:
-        """κ: operations of a correction, in operations of a response; None where there are none. Each with
-        its sampling and the update on what it is trained as; passes for log-probs, which both have alike,
-        are left out.
+        """Return κ: operations of a correction, in operations of a response; None if there are none of
+        either. Both include sampling and the update; passes for log-probs, which are the same for both, are
+        left out.
 
         Args:
-            sequences: what the step trains on.
+            sequences: training sequences of the step.
         """
         groups = list(groups)
         responses = [response for group in groups for response in group.responses]
@@ -138,24 +139,24 @@ class CostMeter:
         return each(corrections, "correction") / each(responses, "response")
 
     def of_sample(self, prompt: int, response: int, *, sharing: int = 1, trained: int = 0) -> float:
-        """Operations of one sample.
+        """Return the operations of one sample.
 
         Args:
-            prompt, response: tokens that are read and written.
-            sharing: samples that the prompt is read for, once.
-            trained: tokens of an update on it; 0 without one.
+            prompt, response: tokens read and written.
+            sharing: number of samples that share one reading of the prompt.
+            trained: tokens of an update on the sample; 0 without one.
         """
         read, update = self._forward(prompt) / sharing, self._update_passes * self._forward(trained)
         return read + self._written(prompt, response) + update
 
     def time(self, seconds: Mapping[str, float]) -> None:
-        """Seconds by stage of the loop."""
+        """Count seconds by stage of the loop."""
         counted = sum(value for stage, value in seconds.items() if stage not in FREE_STAGES)
         spent = self.spent.accelerator_seconds + counted * self._accelerators
         self.spent = replace(self.spent, accelerator_seconds=spent)
 
     def _written(self, read: int, written: int) -> float:
-        """Tokens that are sampled one after the other behind what is read."""
+        """Return the operations for sampling tokens one by one after those read."""
         return self._forward(read + written) - self._forward(read)
 
     def _forward(self, length: int) -> float:
@@ -176,7 +177,6 @@ class CostMeter:
 
 
 def _read(sample: Sample) -> TokenIds:
-    """Return what stands before the first token that was sampled: the prompt, and the part of the response
-    that was given."""
+    """Return the tokens before the first sampled one: the prompt, and the given part of the response."""
     begun = sample.num_begun_tokens
     return np.concatenate([sample.prompt_token_ids, sample.token_ids[:begun]])

@@ -38,7 +38,7 @@ class InOneProcess:
         """Return the configuration for one process.
 
         Raises:
-            ValueError: a GPU is there, or a model or layout that cannot be had in one process.
+            ValueError: there is a GPU, or the model or layout does not work in one process.
         """
         check_shape(shape)
         if torch.cuda.is_available():
@@ -78,16 +78,16 @@ class OwnRank:
         self._rank = rank
 
     def each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Return what `method` gives, called with the one rank's arguments."""
+        """Return the result of `method`, called with the one rank's arguments."""
         (own,) = arguments
         return [getattr(self._rank, method)(*own)]
 
     def all(self, method: str, *arguments: Any) -> list[Any]:
-        """Return what `method` gives."""
+        """Return the result of `method`."""
         return self.each(method, [arguments])
 
     def share(self, value: Any) -> Any:
-        """Return the value itself: nothing travels."""
+        """Return the value itself, since nothing is transferred."""
         return value
 
     def restart(self, *arguments: Any) -> None:
@@ -96,20 +96,21 @@ class OwnRank:
 
 
 class LeanEngines:
-    """The one engine, in this process, as the loop and the sampler hold it (`run.loop.Engines`)."""
+    """The one engine, in this process, for the loop and the sampler (`run.loop.Engines`)."""
 
     count = alive = 1
 
     def __init__(self, rank: Any, shape: ModelShape, config: Config, hf_dir: Path) -> None:
-        """
+        """Build the engine, without weights yet.
+
         Args:
-            rank: the trainer, from whose memory weights are copied.
+            rank: the trainer; weights are copied from its memory.
 
         Raises:
-            ValueError: a model that the lean back end does not compute.
+            ValueError: a model that the lean back end does not support.
         """
         limit = config.rollout.rollout_max_context_len
-        assert limit is not None  # start-up resolved it
+        assert limit is not None  # resolved at start-up
         self._rank, self._shape = rank, shape
         self._engine = LeanEngine(
             shape,
@@ -159,7 +160,7 @@ class LeanEngines:
 
     @contextmanager
     def fresh(self, index: int, hf_dir: Path) -> Iterator[Any]:
-        """Give the engine with the weights of `hf_dir` as version 0; load the trainer's on the way out."""
+        """Provide the engine with the weights of `hf_dir` as version 0; load the trainer's on the way out."""
         self._engine.load(checkpoint_weights(self._shape, hf_dir), 0)
         yield self._engine
         self.update_weights(self.version)
@@ -179,5 +180,5 @@ def _trainer(config: Config, checkpoint: Path | None) -> Iterator[Any]:
 
 
 def _deaths(pool: Pool) -> dict[str, int]:
-    """Return how many processes died, by metric."""
+    """Return the number of dead processes, by metric."""
     return {"verifier_deaths": pool.deaths, "trainer_restarts": 0, "engine_deaths": 0, "engine_restarts": 0}

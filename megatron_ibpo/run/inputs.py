@@ -18,7 +18,7 @@ from megatron_ibpo.run.run_data import RunData, open_run_data, with_epochs
 
 @dataclass(frozen=True)
 class Inputs:
-    """The inputs of a run, read and checked. Its run directory is locked for it."""
+    """The inputs of a run, read and checked. The run directory is locked."""
 
     config: Config
     """The configuration with the number of steps resolved."""
@@ -26,7 +26,7 @@ class Inputs:
     elements: dict[str, int]
     """Trained tensor → number of its elements; empty for an evaluation."""
     rm_types: list[str]
-    """Verifiers that some prompt names."""
+    """Verifiers that a prompt names."""
     pool: Pool
     """Verifier processes of this machine."""
 
@@ -34,7 +34,8 @@ class Inputs:
 def open_inputs(
     config: Config, hf_dir: Path, shape: ModelShape, stack: ExitStack, *, trains: bool = True
 ) -> Inputs:
-    """Read and check data, weights' headers and verifiers, which takes seconds, and lock the run's directory.
+    """Read and check data, headers of the weights and verifiers, which takes seconds, and lock the run's
+    directory.
 
     Args:
         stack: closes what is opened.
@@ -62,7 +63,7 @@ def open_inputs(
 
 
 def open_journal(config: Config, step: int, stack: ExitStack) -> tuple[Journal, Recovered]:
-    """Open the run's journal and read what it holds of steps after `step`.
+    """Open the run's journal and read its records of steps after `step`.
 
     Raises:
         JournalError: another version of the program wrote it.
@@ -82,7 +83,7 @@ def open_journal(config: Config, step: int, stack: ExitStack) -> tuple[Journal, 
 
 def sampling_settings(config: Config) -> str:
     """Return all settings that samples and their credit depend on, as text. A journal serves only runs with
-    equal ones."""
+    equal settings."""
     rollout = {
         name: value
         for name, value in asdict(config.rollout).items()
@@ -93,7 +94,7 @@ def sampling_settings(config: Config) -> str:
 
 
 def _changed(before: str, now: str) -> str:
-    """Return what differs between two texts of `sampling_settings`, for a message."""
+    """Return the differences between two texts of `sampling_settings`, for a message."""
     old, new = (
         {name: value for section in json.loads(text) for name, value in section.items()}
         for text in (before, now)
@@ -105,8 +106,8 @@ def _changed(before: str, now: str) -> str:
 
 
 def _bytes_kept(config: Config, parameters: int) -> int:
-    """Return the bytes that the run keeps on disk at one time: an upper bound, since the device, and with it
-    the precision, is not known yet."""
+    """Return an upper bound on the bytes that the run keeps on disk at one time. The device, and with it the
+    precision, is not known yet."""
     models = 2 if config.algorithm.advantages == "critic" else 1
     bf16 = config.model.bf16 is not False
     checkpoints, exports = kept_at_once(config)
@@ -115,7 +116,7 @@ def _bytes_kept(config: Config, parameters: int) -> int:
 
 
 def _saved_parameters(config: Config, parameters: int) -> int:
-    """Return how many parameters a checkpoint holds: the adapters' alone with --lora-rank, else the
+    """Return the number of parameters in a checkpoint: only the adapters' with --lora-rank, otherwise the
     model's."""
     hf_dir = config.model.hf_checkpoint
     if config.model.lora_rank is None or hf_dir is None:

@@ -1,4 +1,4 @@
-"""The loop's verbs: what one step does, each in a method that commands/train.py calls. On the driver."""
+"""The stages of one training step, each a method that commands/train.py calls. Runs on the driver."""
 
 import shutil
 import time
@@ -56,7 +56,7 @@ from megatron_ibpo.weights.formats.run_state import load_run_state, newest_step
 T = TypeVar("T")
 
 GSPO = credit_of("gspo")
-"""Plain advantages of the responses alone: what the gradient meter compares with."""
+"""Plain advantages of the responses only, as the gradient meter's comparison."""
 
 
 class NotFiniteError(RuntimeError):
@@ -68,74 +68,75 @@ class Progress:
     """Counters of a run that change from step to step."""
 
     step: int = 0
-    """Steps that are behind it."""
+    """Completed steps."""
     trainer_restarts: int = 0
     deaths_in_a_row: int = 0
     """Deaths of trainers since the last completed step."""
     saved: int = 0
-    """Steps that were behind it when it was saved last, or began to."""
+    """Steps completed when the last save began."""
     whole: int = 0
-    """Steps that were behind it when the last checkpoint got its name."""
+    """Steps completed at the last complete checkpoint."""
     saved_at: float = field(default_factory=time.monotonic)
     start_seconds: dict[str, float] = field(default_factory=dict)
     skipped_in_a_row: int = 0
-    """Steps whose update was not taken."""
+    """Consecutive steps whose update was skipped."""
     remembered: dict[int, Mapping[str, Any]] = field(default_factory=dict)
-    """Steps that are behind it → what their credit wants known at the next one (`Credit.memory`); since the
-    last whole checkpoint, where there is anything."""
+    """Completed steps → the memory of their credit for the next step (`Credit.memory`); entries since the
+    last complete checkpoint."""
     weights_checked: bool = False
-    """--check-weight-update-equal has compared an engine with a fresh one."""
+    """True once --check-weight-update-equal has compared an engine with a fresh one."""
     old_logprobs: list[Floats] | None = None
-    """The trainers' log-probs before this step's update, with --save-debug-rollout-data; `new_logprobs` are
+    """The trainers' log-probs before this step's update, with --save-debug-rollout-data; `new_logprobs` holds
     those after it."""
     new_logprobs: list[Floats] | None = None
 
 
 class Engines(Fleet, Protocol):
-    """The engines of a run, as the loop leads them: those of a cluster (`cluster.Engines`), or one in this
+    """The engines of a run, as the loop controls them: those of a cluster (`cluster.Engines`), or one in this
     process."""
 
     @property
     def count(self) -> int:
-        """Engines in all."""
+        """Total number of engines."""
         ...
 
     @property
     def alive(self) -> int:
-        """Number of engines that can be asked."""
+        """Number of engines that can take requests."""
         ...
 
     @property
     def reproducible(self) -> bool:
-        """True where an idle engine computes the same requests in the same batches every time."""
+        """True if an idle engine computes the same requests in the same batches every time."""
         ...
 
     def sleep(self) -> None:
-        """Leave devices that are shared to the trainers."""
+        """Release shared devices to the trainers."""
         ...
 
     def wake(self) -> None:
-        """Be ready to sample again."""
+        """Get ready to sample again."""
         ...
 
     def admit(self) -> None:
-        """Let engines that are up again join, while the trainers have nothing to do."""
+        """Admit engines that are up again, while the trainers are idle."""
         ...
 
     def update_weights(self, version: int) -> dict[str, float]:
-        """Take the trainers' weights as policy `version`; metrics of that."""
+        """Load the trainers' weights as policy `version`, and return metrics of the update."""
         ...
 
     def meet_trainers(self) -> None:
-        """Get to know trainers that have just started."""
+        """Connect to trainers that have just started."""
         ...
 
     def idle(self, index: int) -> IdleEngine:
-        """Return one engine for its caller alone."""
+        """Return one engine for the caller's exclusive use."""
         ...
 
     def fresh(self, index: int, hf_dir: Path) -> AbstractContextManager[IdleEngine]:
-        """A fresh engine with the weights of `hf_dir` as version 0, in the place of one."""
+        """Provide a fresh engine with the weights of `hf_dir` as version 0, in place of the engine at
+        `index`."""
         ...
 
 
@@ -158,13 +159,13 @@ class Run:
     progress: Progress
 
     def done(self) -> bool:
-        """Return whether the steps that were asked for are taken, or the budget is spent."""
+        """Return whether all steps are done, or the budget is spent."""
         run = self.config.run
         within = run.budget is None or self.cost.spent.of(run.budget_unit) < run.budget
         return self.progress.step >= run.num_rollout or not within
 
     def sample(self) -> list[Group]:
-        """This step's groups: responses, scores, and the corrections that the algorithm asks for."""
+        """Return this step's groups: responses, scores, and the corrections that the algorithm requests."""
         self._wake_engines()
         with self.stages("sample"):
             groups = self.rollouts.groups(self.progress.step, self._context(), self._admit_engines)
@@ -172,8 +173,8 @@ class Run:
         return groups
 
     def credit(self, groups: list[Group]) -> Credit:
-        """Advantages and weights: what the algorithm makes of the groups."""
-        self._lay_engines_to_sleep()  # credit may ask the policy or the critic, and training follows
+        """Turn the groups into training sequences with advantages and weights."""
+        self._lay_engines_to_sleep()  # credit may need the policy or the critic, and training follows
         with self.stages("credit"):
             credit = self._surviving(lambda: assign_credit(groups, self._context()))
         self._count_passes()
@@ -181,13 +182,13 @@ class Run:
         return credit
 
     def measure_corrections_if_due(self) -> None:
-        """Measure before the first step whether corrections succeed more often than another try. Uses seeds,
-        and asks prompts, that the first step does not."""
+        """Measure before the first step whether corrections succeed more often than another try. Its seeds
+        and prompts are not those of the first step."""
         config, rollouts = self.config, self.rollouts
         count, algorithm = config.run.operator_skill_prompts, config.algorithm
         if self.progress.step > 0 or not count or not corrects(algorithm):
             return
-        if not isinstance(rollouts, LiveRollouts):  # a recording cannot be asked
+        if not isinstance(rollouts, LiveRollouts):  # a recording cannot answer
             return
         context = self._context()
         asking = Asking(
@@ -214,8 +215,8 @@ class Run:
     def measure_gradient_if_due(
         self, groups: list[Group], sequences: Sequence[TrainSequence]
     ) -> dict[str, float]:
-        """Every --gradient-meter-interval steps, before the update: how noisy the gradient is over prompts,
-        and what GSPO's would be on the same responses."""
+        """Measure, every --gradient-meter-interval steps and before the update, the gradient's noise over
+        prompts, and that of GSPO on the same responses."""
         run = self.config.run
         interval = run.gradient_meter_interval
         if interval is None or self.progress.step % interval or run.debug_rollout_only:
@@ -223,14 +224,14 @@ class Run:
         with self.stages("gradient meter"):
             plain = assign_credit(groups, self._context(algorithm=GSPO)).sequences
             metrics = self._surviving(lambda: self.policy.measure_gradient(sequences, plain))
-        self.policy.take_passes()  # an instrument's are free
+        self.policy.take_passes()  # passes of an instrument are free
         return metrics
 
     def update(self, sequences: Sequence[TrainSequence]) -> dict[str, float]:
-        """The optimizer steps of one rollout.
+        """Run the optimizer steps of one rollout.
 
         Raises:
-            NotFiniteError: --max-nonfinite-steps steps in a row had to be skipped.
+            NotFiniteError: --max-nonfinite-steps consecutive steps were skipped.
         """
         if self.config.run.debug_rollout_only:
             return {}
@@ -249,7 +250,7 @@ class Run:
         return metrics
 
     def sync(self) -> dict[str, float]:
-        """Count the step, and give the engines the trainers' weights.
+        """Count the step, and send the trainers' weights to the engines.
 
         Raises:
             WeightMismatchError: with --check-weight-update-equal, the engines have other weights.
@@ -266,10 +267,12 @@ class Run:
         return metrics
 
     def report(self, groups: list[Group], credit: Credit, metrics: dict[str, float]) -> None:
-        """Record the step, and what was spent with it.
+        """Record the step and its cost.
 
         Raises:
-            RewardErrorRateError: the verifier failed on more of it than --max-reward-error-rate allows.
+            RewardErrorRateError: the verifier failed on more of the step's responses than
+                --max-reward-error-rate
+                allows.
         """
         seconds = self.stages.take()
         self.cost.time(seconds)
@@ -315,8 +318,8 @@ class Run:
         return (metrics_by_task(groups) if mixed else {}) | ({} if prompts is None else prompts.left_out())
 
     def _premise(self, groups: Sequence[Group], sequences: Sequence[TrainSequence]) -> dict[str, float]:
-        """Return the metrics that tell whether corrections pay (`credit.break_even`); none where the run
-        learns from no corrections: suffixes of reset-groups are other responses."""
+        """Return the metrics that tell whether corrections pay (`credit.break_even`). Empty if the run learns
+        from no corrections; the suffixes of reset-groups are other responses."""
         algorithm = self.config.algorithm
         if not corrects(algorithm) or not learns_from_corrections(find_operator(algorithm)):
             return {}
@@ -339,24 +342,24 @@ class Run:
         self._with_room(lambda: self.reporter.evaluation(step, evaluated, seconds, self.cost.spent.metrics()))
 
     def save_if_due(self) -> None:
-        """Begin a Megatron checkpoint after the last step and every --save-interval steps or
-        --save-interval-minutes; bring one that is under way on. An export every --export-interval steps.
+        """Start a Megatron checkpoint after the last step and every --save-interval steps or
+        --save-interval-minutes; continue one in progress. Export every --export-interval steps.
 
         Raises:
             OSError, CheckpointError: a save failed.
-            DiskFullError: for want of room, for longer than --disk-wait.
+            DiskFullError: the disk was full for longer than --disk-wait.
         """
         run, step = self.config.run, self.progress.step
         if not run.save:
             if self._journal_is_full():
-                self.journal.saved(step)  # nothing can go on from before it, and it must not fill the disk
+                self.journal.saved(step)  # no run resumes from before it, so free the disk
             return
         with self.stages("save"):
             self._surviving(self._bring_on_saves)
 
     def finish(self, status: str) -> None:
-        """Save what is not saved, wait for it, export the policy in Hugging Face format, draw the curves,
-        write the summary. Raises as `save_if_due`."""
+        """Save the rest, wait for it, export the policy in Hugging Face format, draw the curves, write the
+        summary. Raises as `save_if_due`."""
         run = self.config.run
         if run.save:
             with self.stages("save"):
@@ -390,7 +393,8 @@ class Run:
         )
 
     def _journal_is_full(self) -> bool:
-        """It holds more than is kept, all of it needed until a checkpoint is saved."""
+        """Return whether the journal holds more than --journal-keep that is needed until a checkpoint is
+        saved."""
         return self.journal.pending_bytes > self.config.run.journal_keep * 1024**3
 
     def _export(self, directory: Path) -> None:
@@ -398,7 +402,7 @@ class Run:
         self._with_room(lambda: self.policy.save_hf(directory))
 
     def _begin_save(self) -> None:
-        self._lay_engines_to_sleep()  # trainers need their whole state; the next sampling wakes them
+        self._lay_engines_to_sleep()  # trainers need their whole state; the next sampling wakes the engines
         run = self.config.run
         state = {"seed": run.seed, "spent": asdict(self.cost.spent), **self.rollouts.state()}
         if remembered := self.progress.remembered.get(self.progress.step):
@@ -408,8 +412,8 @@ class Run:
         self.progress.saved, self.progress.saved_at = self.progress.step, time.monotonic()
 
     def _settle_save(self, *, wait: bool) -> None:
-        """Bring the save under way on. One that found the disk full is made again, of the present step, once
-        there is room."""
+        """Continue the save in progress. If it found the disk full, save the present step once there is
+        room."""
         try:
             whole = self.policy.saved(wait=wait)
         except OSError as error:
@@ -425,7 +429,7 @@ class Run:
         return self.policy.saved(wait=True)
 
     def _with_room(self, write: Callable[[], T]) -> T:
-        """Return what `write` gives. The run waits here while the disk is full."""
+        """Return the result of `write`, after waiting while the disk is full."""
         return self.disk.write(write)
 
     def _wake_engines(self) -> None:
@@ -441,16 +445,17 @@ class Run:
         return self.engines.update_weights(self.progress.step)
 
     def _admit_engines(self) -> None:
-        """While samples are waited for, the trainers have the engines' weights and nothing to do."""
+        """Admit restarted engines while the loop waits for samples; trainers then have the engines' weights
+        and are idle."""
         if self.engines is not None:
             self._surviving(self.engines.admit)
 
     def _surviving(self, work: Callable[[], T]) -> T:
-        """Return what `work` gives. When a trainer dies over it, start new trainers, bring them to the
-        present step, and do it again.
+        """Return the result of `work`. If a trainer dies during it, start new trainers, bring them to the
+        present step, and repeat it.
 
         Raises:
-            ProcessDiedError: trainers died MOST_DEATHS times without a step between.
+            ProcessDiedError: trainers died MOST_DEATHS times without a completed step in between.
         """
         while True:
             try:
@@ -459,9 +464,9 @@ class Run:
                 self._replace_trainers(death)
 
     def _replace_trainers(self, death: ProcessDiedError) -> None:
-        """New trainers from the last checkpoint train again on what the journal has: nothing is sampled
-        again, engines stay up (asleep where they share the trainers' GPUs), and the weights come out as they
-        were."""
+        """Start new trainers from the last checkpoint and train them again on the journal's samples. Nothing
+        is sampled again, engines stay up (asleep if they share the trainers' GPUs), and the weights come out
+        the same."""
         progress = self.progress
         while True:
             progress.deaths_in_a_row += 1
@@ -484,7 +489,7 @@ class Run:
         if checkpoint is None and run.load is not None:
             checkpoint = newest_step(run.load)
         done = 0 if checkpoint is None else load_run_state(checkpoint)["step"]
-        self._lay_engines_to_sleep()  # trainers build and train; the next sampling wakes them
+        self._lay_engines_to_sleep()  # trainers build and train; the next sampling wakes the engines
         self.policy.restart(checkpoint)
         if self.engines is not None:
             self.engines.meet_trainers()
@@ -494,17 +499,18 @@ class Run:
             credit = assign_credit(groups, self._context(step))
             self._remember(step, credit)
             self.policy.update(credit.sequences)
-        self.policy.take_passes()  # what a death costs is no cost of the algorithm
+        self.policy.take_passes()  # repeated work after a death is no cost of the algorithm
 
     def _remember(self, step: int, credit: Credit) -> None:
-        """Remember what the credit of the step after `step` completed ones needs at the next."""
+        """Store the state that the credit of the next step needs from the one after `step` completed
+        steps."""
         kept = {at: memory for at, memory in self.progress.remembered.items() if at >= self.progress.whole}
         self.progress.remembered = kept | ({step + 1: credit.memory} if credit.memory else {})
 
     def _context(self, step: int | None = None, algorithm: AlgorithmConfig | None = None) -> CreditContext:
-        """Return the context of the step after `step` completed ones; of the present one by default."""
+        """Return the context of the step after `step` completed ones; None: the present step."""
         limit = self.config.rollout.rollout_max_context_len
-        assert limit is not None  # start-up resolved it
+        assert limit is not None  # resolved at start-up
         step = self.progress.step if step is None else step
         return CreditContext(
             algorithm or self.config.algorithm,
@@ -525,7 +531,7 @@ class Run:
             return self.policy.logprobs([_as_sequence(query) for query in queries])
 
     def _observed_logprobs(self, sequences: Sequence[TrainSequence]) -> list[Floats] | None:
-        """Return the log-probs for the record. They cost nothing and take no part in training."""
+        """Return the log-probs for the record. They are not counted as cost and do not affect training."""
         if not self.config.run.save_debug_rollout_data:
             return None
         with self.stages("record"):
@@ -540,8 +546,7 @@ class Run:
             )
 
     def _check_against_fresh_engine(self, engines: Engines) -> None:
-        """Compare engine 0 with a fresh one after the first update: what goes wrong inside engines goes wrong
-        at once.
+        """Compare engine 0 with a fresh one after the first update, since errors inside engines show at once.
 
         The fresh engine takes the place of engine 0, so that no two models need memory at once, and stays.
         """
@@ -555,7 +560,7 @@ class Run:
 
 
 def _as_sequence(query: LogProbQuery) -> TrainSequence:
-    """Return the sequence that the trainers compute log-probs of; nothing of it is trained on."""
+    """Return the sequence for which the trainers compute log-probs; it is not trained on."""
     return TrainSequence(
         query.context,
         query.continuation,

@@ -37,18 +37,18 @@ from megatron_ibpo.run.run_data import RunData
 from megatron_ibpo.weights.transfer.update_order import Order, choose_transport
 
 NODE_ERRORS = (NodeLostError, EngineLostError)
-"""Errors after which a run can go on once the cluster has room for it again."""
+"""Errors after which a run can continue once the cluster has room for it again."""
 
 
 @dataclass(frozen=True)
 class OnCluster:
-    """The back end of engines that run in processes of their own."""
+    """The back end of engines in their own processes."""
 
     node_wait: float = 0.0
     """Seconds to wait for nodes while the cluster has too few."""
 
     def check(self, config: Config, shape: ModelShape) -> Config:
-        """Refuse a layout that cannot hold the model, where the number of trainers is known already."""
+        """Refuse a layout that cannot hold the model, if the number of trainers is known already."""
         if config.cluster.num_trainers is not None:
             check_model_layout(shape, config, config.cluster.num_trainers)
         return config
@@ -58,7 +58,7 @@ class OnCluster:
         return _starting(_ray_of(config))
 
     def start(self, point: ResumePoint, inputs: Inputs, stack: ExitStack) -> Processes:
-        """Start trainers with their model; engines and verifiers are on their way up when this returns."""
+        """Start trainers with their model; engines and verifiers are still starting when this returns."""
         placement = placed_within(self.node_wait, lambda: _placed(inputs.config))
         config = _on_devices(inputs.config, placement, point.shape)
         verifiers = stack.enter_context(Verifiers(inputs.pool, placement.nodes, config.data, inputs.rm_types))
@@ -93,7 +93,7 @@ def _on_devices(config: Config, placement: Placement, shape: ModelShape) -> Conf
     """Return the configuration with everything resolved that depends on the devices of the placement.
 
     Raises:
-        ValueError: the layout cannot hold the model on so many trainers.
+        ValueError: the layout cannot hold the model on this number of trainers.
     """
     world_size = len(placement.trainers)
     config = replace(config, cluster=replace(config.cluster, num_trainers=world_size))
@@ -107,7 +107,7 @@ def _build(config: Config, checkpoint: Path | None, trainers: Trainers, engines:
     if engines is not None:
         engines.start()
         if engines.settings.sleep_mode:
-            # what trainers took meanwhile would look like the engines' own use of a shared GPU
+            # memory that trainers take meanwhile would look like the engines' own use of a shared GPU
             engines.wait_ready()
             engines.sleep()
     trainers.wait(trainers.build(config, checkpoint))
@@ -122,7 +122,7 @@ def _wait_ready(engines: Engines | None, verifiers: Verifiers) -> None:
 
 
 def _deaths(engines: Engines | None, verifiers: Verifiers, progress: Progress) -> dict[str, int]:
-    """Return how many processes died and how many were started again, by metric."""
+    """Return the numbers of dead and of restarted processes, by metric."""
     counts = {"verifier_deaths": verifiers.deaths, "trainer_restarts": progress.trainer_restarts}
     if engines is not None:
         counts |= {"engine_deaths": engines.died, "engine_restarts": engines.restarts}
@@ -148,13 +148,13 @@ def open_evaluation(config: Config, policy: str | None = None) -> Iterator[OpenE
     out.
 
     Args:
-        policy: the user's name for these weights, under which samples are kept; None keeps none.
+        policy: the user's name for these weights, under which samples are stored; None stores none.
 
     Raises:
         ValueError, OSError, EngineError, ProcessDiedError: says what is wrong, where, and what to do.
     """
     hf_dir = config.model.hf_checkpoint
-    assert hf_dir is not None  # check_evaluation saw to it
+    assert hf_dir is not None  # check_evaluation has refused None
     with ExitStack() as stack:
         shape = read_hf_config(hf_dir)
         config = with_context(config, shape)
@@ -179,7 +179,7 @@ def open_evaluation(config: Config, policy: str | None = None) -> Iterator[OpenE
 
 
 def _kept_samples(config: Config, hf_dir: Path, data: RunData, policy: str) -> KeptSamples:
-    """Open the samples that an earlier start of the same evaluation kept, to resume from."""
+    """Open the samples that an earlier start of the same evaluation stored, to resume from."""
     digest = policy_digest(hf_dir)
     settings = {own.name: set_settings(own, config, digest) for own in data.eval_sets}
     return KeptSamples(config.run.run_dir, policy, settings)
@@ -205,9 +205,9 @@ def _starting(context: AbstractContextManager[Any]) -> Iterator[Callable[[], Any
 
 
 def _ray_of(config: Config) -> AbstractContextManager[None]:
-    """Return the Ray to connect to: that of --ray-address or RAY_ADDRESS, or one of the run's own."""
+    """Return the Ray to connect to: that of --ray-address or RAY_ADDRESS, or the run's own."""
     cluster, rollout = config.cluster, config.rollout
-    # a Ray of the run's own counts processes, which share the processors
+    # the run's own Ray counts processes, which share the processors
     processes = 2 * (cluster.num_trainers or 1) + (rollout.rollout_num_gpus or 0)
     return open_ray(
         cluster.ray_address or os.environ.get("RAY_ADDRESS"),
@@ -220,7 +220,7 @@ def _placed(config: Config) -> Placement:
     """Place trainers and engines on the nodes of the cluster.
 
     Raises:
-        PlacementError: the cluster has too little.
+        PlacementError: the cluster is too small.
     """
     cluster, rollout = config.cluster, config.rollout
     nodes = cluster_nodes()
@@ -247,7 +247,7 @@ def _engines_placed(config: Config) -> Placement:
     """Place engines alone: on all GPUs of the cluster, or as many CPU processes as a run has trainers.
 
     Raises:
-        PlacementError: the cluster has too little.
+        PlacementError: the cluster is too small.
     """
     nodes, rollout = cluster_nodes(), config.rollout
     size, num_gpus = rollout.rollout_num_gpus_per_engine, sum(node.gpus for node in nodes)
@@ -295,21 +295,22 @@ def going_on(run: Run, asked: Config) -> Config:
     """Return the configuration for restarting after a node was lost, from the run's checkpoint and journal.
 
     Args:
-        asked: the configuration that the run was started with. The journal compares the sampling settings as
-            they were asked, before devices decided some of them.
+        asked: the configuration that the run was started with. The journal compares sampling settings as
+            given, before devices decided some of them.
     """
     own = replace(run.config.run, load=run.config.run.run_dir)
     return replace(run.config, rollout=asked.rollout, run=own)
 
 
 def _accelerators(config: Config, placement: Placement) -> int:
-    """Return how many GPUs the run holds: the trainers', and the engines' unless these share them."""
+    """Return the number of GPUs that the run holds: the trainers', and the engines' unless they share
+    them."""
     own = 0 if placement.colocated else len(placement.engines) * config.rollout.rollout_num_gpus_per_engine
     return len(placement.trainers) + (own if placement.on_gpu else 0)
 
 
 def _where(placement: Placement, verifiers: Verifiers) -> str:
-    """Return which processes are where, a line per node."""
+    """Return the placement of processes, one line per node."""
     return "\n".join(
         f"{address}: trainers {trainers}, engines {engines}, {counted(verifiers.workers(node), 'verifier')}"
         for node, (address, trainers, engines) in zip(placement.nodes, placement.rows(), strict=True)

@@ -1,4 +1,4 @@
-"""Opening a run: read what it starts from, check it, place and start its processes, join them to a `Run`."""
+"""Opening a run: read and check its inputs, place and start its processes, join them to a `Run`."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -54,7 +54,7 @@ def open_run(config: Config, node_wait: float = 0.0) -> Iterator[Run]:
 
 
 def choose_backend(config: Config, node_wait: float) -> Backend:
-    """Return what starts the processes for --rollout-backend."""
+    """Return the back end that starts the processes for --rollout-backend."""
     if samples_in_trainer(config.rollout.rollout_backend):
         from megatron_ibpo.run.in_one_process import InOneProcess  # imports torch
 
@@ -72,7 +72,7 @@ def join(
     stages: Stages,
     stack: ExitStack,
 ) -> Run:
-    """Return the run over its processes, with its table of sizes shown.
+    """Return the run over its processes, after showing its table of sizes.
 
     Args:
         stack: closes what is opened.
@@ -110,7 +110,7 @@ def join(
 
 
 def _introduce(reporter: Report, point: ResumePoint, processes: Processes, about: About) -> None:
-    """Show the sizes of the run, which process is where, and how long a step is predicted to take."""
+    """Show the sizes of the run, the placement of its processes, and the predicted time per step."""
     from megatron_ibpo.plan.forecast import forecast  # imports torch
 
     config, engines = processes.config, processes.engines
@@ -130,7 +130,7 @@ def _introduce(reporter: Report, point: ResumePoint, processes: Processes, about
 
 
 def _warnings(config: Config) -> list[str]:
-    """Return what the user should know of settings that work and may not be meant."""
+    """Return warnings about settings that work but may not be intended."""
     if config.rollout.max_staleness and not config.loss.corrections:
         return [
             "samples may be older than the policy that they train, and nothing corrects for that: "
@@ -141,7 +141,7 @@ def _warnings(config: Config) -> list[str]:
 
 @contextmanager
 def _failure_in_summary(reporter: Report) -> Iterator[None]:
-    """Write how the run failed into its summary."""
+    """Record in the summary how the run failed."""
     try:
         yield
     except KeyboardInterrupt:

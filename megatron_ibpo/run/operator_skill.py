@@ -1,8 +1,8 @@
-"""Measure how good a policy is at correcting: IBPO's premise, before anything is trained on it.
+"""Measurement of a policy's skill at correcting: IBPO's premise, before any training relies on it.
 
-IBPO pays for corrections, so a correction must know more than another try at the same problem. The policy
-answers prompts as in training; wrong responses of it are corrected in several ways, and answered anew, and
-all of that is scored by the same verifier. Success is compared in groups with and without a correct sibling,
+IBPO pays for corrections, so a correction must succeed more often than another try at the same problem. The
+policy answers prompts as in training; its wrong responses are corrected in several ways, and answered anew,
+and the same verifier scores all samples. Success is compared in groups with and without a correct sibling,
 since only the former have a correct reference to show.
 """
 
@@ -28,7 +28,7 @@ from megatron_ibpo.sampling.requests import group_requests
 
 Way = Literal["correct reference", "wrong reference", "no reference", "resample"]
 """Replacement of a wrong response: a correction that is shown correct responses of its group, other wrong
-ones, or itself alone; or another response to the plain prompt."""
+ones, or no other response; or another response to the plain prompt."""
 RESAMPLE: Way = "resample"
 COMPOSITIONS: dict[str, Callable[["Trial"], bool]] = {
     "all groups": lambda trial: True,
@@ -51,16 +51,16 @@ class Asking:
     rollout: RolloutConfig
     vocabulary: Vocabulary
     max_context: int
-    """Tokens that prompt and response may have together."""
+    """Limit of tokens in prompt and response together."""
     seed: int
-    """Seed of the run. The seeds derived here are used by nothing else of a run."""
+    """Seed of the run. Seeds derived from it here differ from all others of a run."""
     targets: int
-    """Wrong responses of a group that are replaced, at most."""
+    """Most wrong responses of a group to replace."""
     as_in_training: bool = False
-    """Correct them in the one way of training alone (a correct reference if there is one, else a wrong one)
-    instead of in every way that their group allows."""
+    """Correct only in the way that training does (a correct reference if there is one, otherwise a wrong
+    one), instead of in every way that the group allows."""
     prompt_ids: Callable[[Prompt, int], TokenIds] | None = None
-    """Prompt of each response, as `group_requests` takes it."""
+    """Prompt of each response, in the form that `group_requests` takes."""
 
 
 @dataclass(frozen=True)
@@ -68,33 +68,33 @@ class Trial:
     """One wrong response, replaced in one way."""
 
     prompt: int
-    """Trials of one prompt are not independent."""
+    """Index of the prompt. Trials of one prompt are not independent."""
     target: int
     way: Way
     has_correct_sibling: bool
     success: bool
     copies_reference: bool
-    """It is a reference, token for token."""
+    """True if the replacement equals a reference, token for token."""
     unchanged: bool
-    """It is the wrong response, token for token."""
+    """True if the replacement equals the wrong response, token for token."""
     tokens_read: int
     tokens_written: int
 
 
 @dataclass(frozen=True)
 class Trials:
-    """All samples, and their scores."""
+    """All samples with their scores."""
 
     groups: list[Group]
     trials: list[Trial]
     too_long: int
-    """Corrections that were not asked for, since their prompt leaves no room for a response."""
+    """Corrections not requested, because their prompt leaves no room for a response."""
     reward_errors: int
-    """Replacements that the verifier failed on. They are no trials."""
+    """Replacements whose verifier failed. They are not trials."""
 
 
 def corrects(algorithm: AlgorithmConfig) -> bool:
-    """Return whether a run has wrong responses corrected by compare-and-correct or a method built on it."""
+    """Return whether a run corrects wrong responses by compare-and-correct or a method built on it."""
     return isinstance(find_operator(algorithm), CompareAndCorrect)
 
 
@@ -158,7 +158,7 @@ def _replacements(
 
 
 def _ways(group: Group, target: int, asking: Asking) -> dict[Way, list[int]]:
-    """Every way to replace the response, with the responses that its references are drawn from."""
+    """Return every way to replace the response, with the responses that its references are drawn from."""
     compares, as_in_training = find_operator(asking.algorithm).ibpo_k > 1, asking.as_in_training
     correct = [i for i, response in enumerate(group.responses) if response.correct]
     wrong = [i for i, response in enumerate(group.responses) if is_wrong(response) and i != target]
@@ -175,7 +175,7 @@ def _ways(group: Group, target: int, asking: Asking) -> dict[Way, list[int]]:
 def _correction(
     group: Group, candidates: Sequence[int], request: SampleRequest, asking: Asking
 ) -> SampleRequest:
-    """A correction of the first candidate, sampled as training samples one."""
+    """Return a correction request for the first candidate, sampled as in training."""
     rollout, vocabulary = asking.rollout, asking.vocabulary
     target, *references = [shown(group.responses[i], vocabulary.thinking).ids for i in candidates]
     return replace(
@@ -204,14 +204,15 @@ def _trial(group: Group, replacement: _Replacement, sample: Sample) -> Trial:
     )
 
 
-# ------------------------------------------------------------------------------------- what the trials say
+# ------------------------------------------------------------------------------------- results of the trials
 
 
 def operator_skill(tried: Trials) -> dict[str, Any]:
-    """Success of each way, by composition of the group, as plain data. Intervals are of 95 %, over prompts.
+    """Return the success of each way, by composition of the group, as plain data, with 95 % intervals over
+    prompts.
 
     `above_resample` compares with a resample of the same wrong responses. `copies_reference` is a share of
-    the successes, `unchanged` one of all trials; None where there are none.
+    the successes, `unchanged` a share of all trials; None if there are none.
     """
     responses = [response for group in tried.groups for response in group.responses]
     correct = [sum(response.correct for response in group.responses) for group in tried.groups]
@@ -258,10 +259,10 @@ def _of_way(trials: Sequence[Trial], resampled: Mapping[tuple[int, int], Trial])
 
 
 def success_rate(prompts: Sequence[int], successes: Sequence[bool]) -> Interval:
-    """The share of successes with Wilson's interval, for as many independent trials as these are worth.
+    """Return the share of successes with Wilson's interval at the effective number of independent trials.
 
-    Trials of a prompt are alike. The variance between prompts says how many independent ones have the same
-    variance of the mean; never more than there are (Kish's effective sample size).
+    Trials of a prompt are correlated. The variance between prompts gives the number of independent trials
+    with the same variance of the mean, at most the actual number (Kish's effective sample size).
     """
     values = np.asarray(successes, dtype=np.float64)
     rate, number = float(values.mean()), float(len(values))
@@ -274,7 +275,7 @@ def success_rate(prompts: Sequence[int], successes: Sequence[bool]) -> Interval:
 
 
 def _mean_of_prompts(prompts: Sequence[int], values: Sequence[float]) -> Interval | None:
-    """The mean of values with its normal interval over prompts; None for less than two prompts."""
+    """Return the mean of values with its normal interval over prompts; None for fewer than two prompts."""
     if len(set(prompts)) < 2:
         return None
     array = np.asarray(values, dtype=np.float64)
@@ -283,7 +284,7 @@ def _mean_of_prompts(prompts: Sequence[int], values: Sequence[float]) -> Interva
 
 
 def _variance(prompts: Sequence[int], values: Array) -> float:
-    """Return the variance of the mean of values that are alike within a prompt (the ratio estimator's,
+    """Return the variance of the mean of values that are correlated within a prompt (the ratio estimator's,
     linearised); 0 for one prompt, which gives no estimate."""
     _, cluster = np.unique(np.asarray(prompts), return_inverse=True)
     sums = np.bincount(cluster, weights=values - values.mean())
@@ -293,14 +294,15 @@ def _variance(prompts: Sequence[int], values: Array) -> float:
 
 
 def skill_json(skill: Mapping[str, Any], settings: Mapping[str, Any] | None = None) -> str:
-    """The figures, what they say of IBPO's premise, and how they were measured, to be kept in a file."""
+    """Return the figures as JSON for a file, with the verdict on IBPO's premise and the settings of the
+    measurement."""
     content = {"premise": premise(skill)} | ({"settings": dict(settings)} if settings else {}) | dict(skill)
     plain = jsonable(content, shorten=lambda value: round(value, 5))
     return json.dumps(plain, indent=1, allow_nan=False) + "\n"
 
 
 def premise(skill: Mapping[str, Any]) -> str:
-    """Return a sentence on what the figures say of IBPO's premise, for the user at the start of a run."""
+    """Return the verdict on IBPO's premise in a sentence, for the user at the start of a run."""
     mixed = skill["ways"]["groups with a correct response"]
     way = next((way for way in ("correct reference", "no reference") if way in mixed), None)
     if way is None or mixed[way]["above_resample"] is None:
@@ -328,8 +330,8 @@ def premise(skill: Mapping[str, Any]) -> str:
 
 
 CLOSE = 0.1
-"""A gain over a resample that is surely smaller than this is none that could pay for a correction, which
-costs as much as two or three resamples."""
+"""A gain over a resample that is surely below this cannot pay for a correction, which costs as much as two or
+three resamples."""
 
 
 def _short(share: float) -> str:
@@ -337,7 +339,7 @@ def _short(share: float) -> str:
 
 
 def skill_table(skill: Mapping[str, Any]) -> str:
-    """The figures as a table in Markdown."""
+    """Return the figures as a table in Markdown."""
     lines = [
         "| groups | way | trials | success [95 %] | above a resample [95 %] "
         "| successes that are the reference | unchanged | tokens read, written |",

@@ -1,4 +1,4 @@
-"""The processes of a run, and what each engine back end does to start them."""
+"""The processes of a run, and the interface of the back ends that start them."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
@@ -42,7 +42,7 @@ class Backend(Protocol):
     """A way to start the processes of a run: on a cluster, or all in the driver's own process."""
 
     def check(self, config: Config, shape: ModelShape) -> Config:
-        """Return the configuration with what the back end decides.
+        """Return the configuration with the back end's choices.
 
         Raises:
             ValueError: this back end cannot run it.
@@ -66,7 +66,7 @@ def check_model_layout(shape: ModelShape, config: Config, world_size: int) -> No
     """Refuse a layout that cannot hold the model.
 
     Raises:
-        ValueError: with a line for every problem.
+        ValueError: with one line per problem.
     """
     if config.replays_routing and not shape.is_moe:
         raise ValueError(

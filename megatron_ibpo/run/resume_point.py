@@ -15,7 +15,7 @@ from megatron_ibpo.weights.formats.run_state import RUN_STATE, find_checkpoint, 
 from megatron_ibpo.weights.weight_errors import CheckpointError
 
 JOURNAL = "journal"
-"""Folder in a run's directory."""
+"""Name of the folder in a run's directory."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class ResumePoint:
     spent: Spent
     """Budget used before resuming."""
     remembered: Mapping[int, Mapping[str, Any]]
-    """State that the credit of the next step needs from earlier ones, as in `Progress`."""
+    """Step → state that the credit of the next step needs from it, as in `Progress`."""
 
     @property
     def step(self) -> int:
@@ -47,13 +47,13 @@ class ResumePoint:
 
 
 def read_resume_point(config: Config) -> ResumePoint:
-    """Read the model's config.json and the state of the checkpoint that --load means.
+    """Read the model's config.json and the state of the checkpoint in --load.
 
     Raises:
         ValueError, CheckpointError: a file is missing, cannot be read, or does not fit the model.
     """
     hf_dir = config.model.hf_checkpoint
-    assert hf_dir is not None  # check_config saw to it
+    assert hf_dir is not None  # check_config has refused None
     shape = read_hf_config(hf_dir)
     if config.run.dry_run_hardware is not None:
         find_machine(config.run.dry_run_hardware)
@@ -98,8 +98,8 @@ def with_context(config: Config, shape: ModelShape) -> Config:
 
 
 def _chosen_checkpoint(config: Config) -> Path | None:
-    """Return the checkpoint that --load means; None for a new run, or one that died before its first
-    checkpoint and left a journal."""
+    """Return the checkpoint of --load. None for a new run, or for one that died before its first checkpoint
+    and left a journal."""
     load = config.run.load
     if load is None:
         return None
@@ -112,7 +112,7 @@ def _chosen_checkpoint(config: Config) -> Path | None:
 
 
 def _check_recording(config: Config, shape: ModelShape) -> None:
-    """Read the first recorded step, so that a wrong directory shows before any process starts.
+    """Read the first recorded step, so that a wrong directory is noticed before any process starts.
 
     Raises:
         ValueError: there is no recording, or its token ids are beyond the model's vocabulary.

@@ -52,12 +52,12 @@ class Fleet(Protocol):
 
     @property
     def version(self) -> int:
-        """Version of the policy whose weights the engines have."""
+        """Policy version of the engines' weights."""
         ...
 
     @property
     def prefix_caching(self) -> bool:
-        """True where engines compute the shared beginning of a prompt's requests once."""
+        """True if engines compute the shared prefix of a prompt's requests once."""
         ...
 
     def clients(self) -> Sequence[AsyncEngine]:
@@ -65,8 +65,8 @@ class Fleet(Protocol):
         ...
 
     async def revive(self, index: int) -> AsyncEngine:
-        """A new engine in the place of one that died, once it has the present weights; EngineError where
-        there is none."""
+        """Replace a dead engine by a new one, return it once it has the present weights; EngineError if
+        impossible."""
         ...
 
 
@@ -76,27 +76,27 @@ class Rollouts(Protocol):
     def groups(
         self, step: int, context: CreditContext, meanwhile: Callable[[], None] | None = None
     ) -> list[Group]:
-        """The groups of the step after `step` completed ones: scored, and with their corrections.
+        """Return the groups of the step after `step` completed ones, scored and with their corrections.
 
         Args:
-            meanwhile: called every so often while they are waited for.
+            meanwhile: called from time to time while waiting for them.
         """
         ...
 
     def past(self, steps: range, context: Callable[[int], CreditContext]) -> Iterator[list[Group]]:
-        """The groups of steps that `groups` has given before, as they were.
+        """Yield the groups of steps that `groups` has returned before, unchanged.
 
         Args:
-            context: of the step after so many completed ones.
+            context: completed steps → the context of the next one.
         """
         ...
 
     def advance(self, version: int) -> None:
-        """The engines have the weights of policy `version` now."""
+        """Note that the engines now have the weights of policy `version`."""
         ...
 
     def state(self) -> dict[str, Any]:
-        """JSON for a checkpoint of this moment; comes back to `open_rollouts`."""
+        """Return the present state as JSON for a checkpoint; `open_rollouts` takes it back."""
         ...
 
     def sampled(self) -> list[Sample]:
@@ -110,10 +110,10 @@ class Rollouts(Protocol):
     def evaluation(
         self, data: RunData, meanwhile: Callable[[], None] | None = None, kept: KeptSamples | None = None
     ) -> list[SetEvaluation]:
-        """The policy on every set of held-out prompts.
+        """Evaluate the policy on every set of held-out prompts.
 
         Args:
-            kept: has what was sampled before, and takes every new sample.
+            kept: stored samples to reuse; takes every new sample.
         """
         ...
 
@@ -127,15 +127,15 @@ def open_rollouts(
     memory: JournalMemory | None = None,
     state: dict[str, Any] | None = None,
 ) -> Iterator[Rollouts]:
-    """Rollouts by the engines; without engines, those that --load-debug-rollout-data names.
+    """Open rollouts by the engines; without engines, those of --load-debug-rollout-data.
 
     Args:
-        memory: keeps what is sampled, and has what an earlier process sampled; None where nothing is trained.
-        state: of the checkpoint that the run goes on from (`Rollouts.state`).
+        memory: stores samples, and has those of an earlier process; None without training.
+        state: state at the checkpoint to resume from (`Rollouts.state`).
     """
     if engines is None:
         recorded = config.run.load_debug_rollout_data
-        assert recorded is not None  # else there are engines
+        assert recorded is not None  # otherwise there are engines
         yield RecordedRollouts(recorded)
         return
     sampler = Sampler(
@@ -152,14 +152,14 @@ def open_rollouts(
 
 @dataclass
 class RecordedRollouts:
-    """The groups that --save-debug-rollout-data kept, one file for each step."""
+    """Groups that --save-debug-rollout-data saved, one file per step."""
 
     directory: Path
 
     def groups(
         self, step: int, context: CreditContext, meanwhile: Callable[[], None] | None = None
     ) -> list[Group]:
-        """See `Rollouts`. Raises ValueError where the recording lacks something."""
+        """See `Rollouts`. Raises ValueError if the recording is incomplete."""
         _, groups = load_groups(rollout_path(self.directory, step + 1))
         return replay(groups, find_operator(context.algorithm), context)
 
@@ -167,13 +167,13 @@ class RecordedRollouts:
         return (self.groups(step, context(step)) for step in steps)
 
     def advance(self, version: int) -> None:
-        """A recording is what it is."""
+        """No-op: a recording has no engines."""
 
     def state(self) -> dict[str, Any]:
         return {}
 
     def sampled(self) -> list[Sample]:
-        """None: a replay costs no sampling."""
+        """Return no samples: a replay costs no sampling."""
         return []
 
     def metrics(self) -> dict[str, float]:
@@ -204,7 +204,7 @@ class LiveRollouts:
     def groups(
         self, step: int, context: CreditContext, meanwhile: Callable[[], None] | None = None
     ) -> list[Group]:
-        """See `Rollouts`. Raises what `sample_batch` and `Ahead.batch` raise."""
+        """See `Rollouts`. Raises the errors of `sample_batch` and `Ahead.batch`."""
         self.sampler.version = self.fleet.version
         operator, memory = find_operator(context.algorithm), self.memory
         if self._under_way is None:
@@ -226,7 +226,7 @@ class LiveRollouts:
     def _again(
         self, closed: ClosedBatch, memory: JournalMemory, operator: Operator, context: CreditContext
     ) -> list[Group]:
-        """The groups that an earlier process sampled and had not saved the training on."""
+        """Return groups that an earlier process sampled, but did not save the training on."""
         assert self._under_way is not None
         groups = self._recorded(closed, memory, operator, context)
         self._under_way.close(closed)
@@ -237,7 +237,7 @@ class LiveRollouts:
     def _recorded(
         self, closed: ClosedBatch, memory: JournalMemory, operator: Operator, context: CreditContext
     ) -> list[Group]:
-        """A batch as the journal has it."""
+        """Return a batch from the journal."""
 
         def draw(position: int) -> tuple[Prompt, CreditContext]:
             if self._pace is None:
@@ -248,7 +248,7 @@ class LiveRollouts:
         return memory.groups(closed, draw, operator)
 
     def past(self, steps: range, context: Callable[[int], CreditContext]) -> Iterator[list[Group]]:
-        """See `Rollouts`. Raises LostStepError where the journal does not hold one of them."""
+        """See `Rollouts`. Raises LostStepError if the journal lacks one of the steps."""
         assert self.memory is not None
         memory = self.memory.after(steps.start)
         for step in steps:
@@ -276,7 +276,7 @@ class LiveRollouts:
 
     @property
     def _pace(self) -> Pace | None:
-        """Return how far sampling runs ahead; None where each step's groups are sampled when it begins."""
+        """Pace for sampling ahead; None if each step's groups are sampled when it begins."""
         rollout = self.config.rollout
         over = (rollout.over_sampling_batch_size or 0) - rollout.rollout_batch_size
         if rollout.max_staleness == 0 and over <= 0:
@@ -309,17 +309,17 @@ class LiveRollouts:
         pace = self._pace
         assert pace is not None
         if self._ahead is None:
-            # credit's questions to the policy are for the thread that trains it
+            # credit's requests to the policy belong to the thread that trains it
             plain = replace(context, logprobs=None, values=None)
             self._ahead = Ahead(groups, partial(self._drawn, plain), pace, version=step)
             self.sampler.wait(self.sampler.start(self._ahead.resume(*self._left(step))))
         batch = self.sampler.wait(self.sampler.start(self._ahead.batch()), meanwhile)
         if pace.staleness == 0:
-            self.sampler.run(self.sampler.settle())  # nothing is under way now
+            self.sampler.run(self.sampler.settle())  # nothing is in flight now
         return batch
 
     def _left(self, step: int) -> tuple[int, list[tuple[int, int, int]]]:
-        """Return what an earlier process left under way, for `Ahead.resume`."""
+        """Return the groups that an earlier process left in flight, for `Ahead.resume`."""
         assert self._under_way is not None
         oldest = {} if self.memory is None else self.memory.open_groups()
         self._under_way.ask(index for index, _ in oldest)
@@ -329,8 +329,8 @@ class LiveRollouts:
     def _drawn(
         self, context: CreditContext, ordinal: int, attempt: int
     ) -> tuple[Prompt, Sequence[SampleRequest], CreditContext]:
-        """A prompt with its requests, and what its corrections are drawn by: as the step would have it that
-        its place in the order belongs to."""
+        """Return a prompt with its requests and the context for drawing its corrections, both as in the step
+        of its place in the order."""
         prompt = self._prompts.at(ordinal)
         step = ordinal // self._batch_size
         return prompt, self._requests(prompt, step, attempt), replace(context, step=step)
@@ -344,10 +344,10 @@ class LiveRollouts:
     def evaluation(
         self, data: RunData, meanwhile: Callable[[], None] | None = None, kept: KeptSamples | None = None
     ) -> list[SetEvaluation]:
-        """See `Rollouts`. Raises what `evaluate`, `Sampler.answer` and `KeptSamples.add` raise."""
+        """See `Rollouts`. Raises the errors of `evaluate`, `Sampler.answer` and `KeptSamples.add`."""
         self.sampler.version = self.fleet.version
         evaluated = [self._evaluated(own, meanwhile, kept) for own in data.eval_sets]
-        self.sampler.take_metrics()  # those of training are shown
+        self.sampler.take_metrics()  # only training's metrics are shown
         return evaluated
 
     def observed(
@@ -355,7 +355,8 @@ class LiveRollouts:
         ask: Callable[[Sampler], Coroutine[Any, Any, T]],
         meanwhile: Callable[[], None] | None = None,
     ) -> T:
-        """Ask for an instrument between steps. No step's metrics show it. Raises what `ask` raises."""
+        """Run an instrument's requests between steps, without any effect on a step's metrics. Raises the
+        errors of `ask`."""
         self.sampler.version = self.fleet.version
         found = self.sampler.run(ask(self.sampler), meanwhile)
         self.sampler.take_metrics()
@@ -397,7 +398,7 @@ class LiveRollouts:
         if self._pace is None:
             self.sampler.run(work, meanwhile)
         else:
-            self.sampler.wait(self.sampler.start(work), meanwhile)  # training's go on beside them
+            self.sampler.wait(self.sampler.start(work), meanwhile)  # training's requests continue beside them
 
     def _rules(self) -> Rules:
         algorithm = self.config.algorithm
@@ -416,15 +417,15 @@ class LiveRollouts:
         return self.data.prompts
 
     def prompts_of_later_steps(self, count: int) -> list[Prompt]:
-        """The first prompts of training that are not asked before the first update, so that no engine has
-        them in its cache when training asks them."""
+        """Return the first training prompts that are not sampled before the first update, so that no engine
+        has them in its cache when training samples them."""
         rules, rollout = self._rules(), self.config.rollout
         batch = max(rules.wanted, rollout.over_sampling_batch_size or 0)
         first = (1 + rollout.max_staleness) * rules.max_rounds * batch
         return [self._prompts.at(position) for position in range(first, first + count)]
 
     def _requests(self, prompt: Prompt, step: int, attempt: int = 0) -> list[SampleRequest]:
-        """The requests of a prompt's responses."""
+        """Return the requests for a prompt's responses."""
         return group_requests(
             [prompt],
             self.config.rollout,
@@ -436,7 +437,7 @@ class LiveRollouts:
 
     def _corrector(self) -> Corrector:
         vocabulary, limit = self.data.vocabulary, self.config.rollout.rollout_max_context_len
-        assert limit is not None  # start-up resolved it
+        assert limit is not None  # resolved at start-up
 
         def prompt_ids(prompt: Prompt, candidates: Sequence[Sample]) -> TokenIds:
             first, *others = [shown(candidate, vocabulary.thinking).ids for candidate in candidates]

@@ -1,4 +1,4 @@
-"""The data that a run works on: its tokenizer, its prompts, and what credit must know of the vocabulary."""
+"""The data of a run: its tokenizer, its prompts, and the parts of the vocabulary that credit needs."""
 
 from bisect import bisect_right
 from dataclasses import dataclass, replace
@@ -31,16 +31,16 @@ from megatron_ibpo.rewards import (
 
 @dataclass(frozen=True)
 class RunData:
-    """Hold the data of a run, which stay the same from its start to its end."""
+    """The data of a run, constant from its start to its end."""
 
     tokenizer: Tokenizer
     vocabulary: Vocabulary
     suffixes: PromptSuffixes
     """Prompt suffixes of --rollout-prompt-suffixes."""
     prompts: PromptSource | None
-    """None when recorded rollouts are replayed, or for an evaluation on its own."""
+    """Prompts of training; None if recorded rollouts are replayed, or for an evaluation on its own."""
     eval_sets: list[EvalSet]
-    """None when recorded rollouts are replayed, or evaluation is off."""
+    """Sets of held-out prompts; empty if recorded rollouts are replayed, or evaluation is off."""
 
     @property
     def first_prompts(self) -> list[Prompt]:
@@ -54,8 +54,7 @@ class RunData:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Lines to show about the sources of prompts: layouts that were recognised, rows that are left
-        out."""
+        """Lines to show about the sources of prompts: recognised layouts, rows left out."""
         of_training = () if self.prompts is None else self.prompts.notes
         return of_training + tuple(note for own in self.eval_sets for note in own.notes)
 
@@ -64,12 +63,13 @@ def open_run_data(config: Config, *, trains: bool = True) -> RunData:
     """Read and check all data that the run will need.
 
     Args:
-        trains: otherwise held-out prompts are all that is asked.
+        trains: False if only held-out prompts are needed.
 
     Raises:
-        ValueError, OSError: a tokenizer or data that does not serve; with what, where, and what to do.
+        ValueError, OSError: a tokenizer or data that cannot be used; with the reason, the place, and what to
+            do.
     """
-    assert config.model.hf_checkpoint is not None  # check_config saw to it
+    assert config.model.hf_checkpoint is not None  # check_config has refused None
     tokenizer = load_tokenizer(config.model.hf_checkpoint)
     thinking, operator = None, find_operator(config.algorithm)
     if operator.ibpo_strip_thinking:
@@ -93,11 +93,10 @@ def open_run_data(config: Config, *, trains: bool = True) -> RunData:
 
 
 def with_epochs(config: Config, prompts: PromptSource | None) -> Config:
-    """The configuration with the steps that --num-epoch means.
+    """Return the configuration with --num-epoch converted to steps.
 
     Args:
-        prompts: of training; None where recorded rollouts are replayed, of which there are as many as there
-        are.
+        prompts: prompts of training; None if recorded rollouts are replayed, whose number of steps is fixed.
 
     Raises:
         ValueError: the prompts never repeat.
@@ -115,17 +114,17 @@ def with_epochs(config: Config, prompts: PromptSource | None) -> Config:
 
 
 def training_prompts(config: Config, tokenizer: Tokenizer, growth: int = 0) -> PromptSource:
-    """The prompts of --prompt-data.
+    """Open the prompts of --prompt-data.
 
     Args:
-        growth: tokens that perturbation may add to a prompt.
+        growth: most tokens that perturbation may add to a prompt.
 
     Raises:
-        ValueError, OSError: prompts that do not serve; with what, where, and what to do.
+        ValueError, OSError: prompts that cannot be used; with the reason, the place, and what to do.
     """
     data = config.data
     rollout = config.rollout
-    assert rollout.rollout_max_context_len is not None  # start-up resolved it
+    assert rollout.rollout_max_context_len is not None  # resolved at start-up
     room = rollout.rollout_max_context_len - rollout.rollout_max_response_len - growth
     return open_sources(
         data.prompt_data,
@@ -138,7 +137,8 @@ def training_prompts(config: Config, tokenizer: Tokenizer, growth: int = 0) -> P
 
 
 def _answer_start(config: Config, operator: Operator, tokenizer: Tokenizer) -> AnswerStart | None:
-    """None where nothing is corrected, or the verifier of --rm-type does not say what an answer is."""
+    """Return the function that finds answers. None if nothing is corrected, or if the verifier of --rm-type
+    does not define answers."""
     if operator.ibpo_corrections == 0 or answer_extractor(main_rm_type(config.data)) is None:
         return None
     texts = token_texts(tokenizer)

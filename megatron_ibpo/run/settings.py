@@ -1,4 +1,4 @@
-"""The settings of a run from a command line, with the parameters of the methods that there are."""
+"""Command-line parsing of a run's settings, including the parameters of all methods."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,7 +8,7 @@ from megatron_ibpo.credit import REGISTRIES
 
 
 def parse_config(argv: Sequence[str], **about: Any) -> config.Config:
-    """Return the configuration that a command line means (`megatron_ibpo.config.parse_config`).
+    """Return the configuration for a command line (`megatron_ibpo.config.parse_config`).
 
     Args:
         about: `program` and `description`, for --help.

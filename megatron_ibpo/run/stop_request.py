@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and a closed terminal: finish the step, save, stop; at once when asked again."""
+"""Ctrl-C, SIGTERM and a closed terminal: finish the step, save, stop; on a second request stop at once."""
 
 import errno
 import io
@@ -16,21 +16,21 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 REPEAT_AFTER_S = 2.0
-"""A launcher passes a Ctrl-C on that the terminal has sent already: signals this close are one."""
+"""Signals this close count as one: a launcher passes on a Ctrl-C that the terminal has sent already."""
 OUTPUT = (1, 2)
 
 
 class StopRequest:
-    """Notes the first signal; a second one raises KeyboardInterrupt where the program stands.
+    """Records the first signal; a second one raises KeyboardInterrupt at the present instruction.
 
     SIGHUP stays ignored where it is (nohup).
     """
 
     def __init__(self, hangup_log: Path) -> None:
-        """Listen from now on.
+        """Install the signal handlers.
 
         Args:
-            hangup_log: file for what is said after the terminal, or what reads a pipe, has gone.
+            hangup_log: file for output after the terminal, or the reader of a pipe, has gone.
         """
         for descriptor, name in zip(OUTPUT, ("stdout", "stderr"), strict=True):
             if (stream := getattr(sys, name)) is getattr(sys, f"__{name}__") and stream is not None:
@@ -39,7 +39,7 @@ class StopRequest:
         self._hangup_log = hangup_log
         self._asked_at: float | None = None
         self._at_once = False
-        """Nothing is lost by stopping where the program stands."""
+        """True while nothing is lost by stopping at once."""
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._note)
@@ -49,8 +49,7 @@ class StopRequest:
         return self._asked_at is not None
 
     def cuts_short(self, work: Callable[[], T]) -> T | None:
-        """Return what `work` gives, if nothing is lost by cutting it short; None where a signal has come or
-        comes."""
+        """Return the result of `work`, which a signal may interrupt without loss; None after a signal."""
         if self.requested:
             return None
         self._at_once = True
@@ -71,7 +70,7 @@ class StopRequest:
             self._asked_at = now
             if self._at_once:
                 raise KeyboardInterrupt
-            # not by print, in the middle of which this may come
+            # not by print, since this handler may interrupt a print
             with suppress(OSError):
                 os.write(OUTPUT[0], b"stopping after this step; once more to stop at once\n")
         elif now - self._asked_at > REPEAT_AFTER_S:
@@ -80,10 +79,10 @@ class StopRequest:
 
 
 class _LastingOutput:
-    """Output of a run that goes on in a file once nothing reads it: no run ends for want of a reader.
+    """Output of a run that moves to a file once nothing reads it, so that no run ends for lack of a reader.
 
-    It stands in front of the stream and not behind its buffer: a signal's handler may raise within a method
-    of ours, and a buffer would take that for a failed write and print the same once more.
+    It wraps the stream rather than its buffer. A signal handler may raise within a method of this class, and
+    a buffer would take that for a failed write and print the same text again.
     """
 
     def __init__(self, stream: io.TextIOWrapper, descriptor: int, log: Path) -> None:
@@ -94,7 +93,7 @@ class _LastingOutput:
             return self._stream.write(text)
         except OSError as error:
             self._move(error)
-            if self._stream.write_through:  # without a buffer (PYTHONUNBUFFERED) nothing was kept
+            if self._stream.write_through:  # without a buffer (PYTHONUNBUFFERED) the text was not kept
                 self._stream.write(text)
             return len(text)
 
@@ -105,7 +104,7 @@ class _LastingOutput:
             self._move(error)
 
     def _move(self, error: OSError) -> None:
-        """Go on in the file, with what is left in the buffer; raise what is another error."""
+        """Continue in the file, with the rest of the buffer; raise other errors."""
         if error.errno not in (errno.EPIPE, errno.EIO):
             raise error
         _output_to(self._log, [self._descriptor])

@@ -1,5 +1,4 @@
-"""The stream of scored and corrected groups made from prompts: the one way of asking engines and
-verifiers."""
+"""The stream of scored and corrected groups made from prompts; the only access to engines and verifiers."""
 
 from megatron_ibpo.sampling.sampler import Sampler
 from megatron_ibpo.sampling.scoring import scorer

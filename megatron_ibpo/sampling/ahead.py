@@ -1,4 +1,4 @@
-"""Sampling ahead of training: groups under way for coming batches, and which of them a batch takes."""
+"""Sampling ahead of training: groups in flight for coming batches, and the choice of groups for a batch."""
 
 import asyncio
 from collections import Counter, deque
@@ -14,22 +14,23 @@ from megatron_ibpo.sampling.groups import Batch, Drawn, GroupSampler
 from megatron_ibpo.sampling.journal_memory import EXPIRED
 
 DrawPrompt = Callable[[int, int], tuple[Prompt, Sequence[SampleRequest], CreditContext]]
-"""(ordinal, attempt) → the prompt, the requests of its responses, and what its corrections are drawn by."""
+"""(ordinal, attempt) → (the prompt, the requests for its responses, the context for drawing its
+corrections)."""
 
 
 @dataclass(frozen=True)
 class Pace:
-    """Limits of sampling ahead of training, and the size of a batch."""
+    """Limits of sampling ahead of training."""
 
     staleness: int
-    """S: steps by which the oldest weights behind a batch may be older than those that it trains."""
+    """S: most steps by which the oldest weights behind a batch may be older than those that it trains."""
     over_sampling: int = 0
-    """Groups under way beyond those that the batches within S steps take. With it a batch takes the first
-    that are complete, and does not wait for those that will be too old for the next."""
+    """Groups in flight beyond those that the batches within S steps take. With it, a batch takes the first
+    groups to complete, and does not wait for those that will be too old for the next batch."""
     keep_order: bool = False
     """Take groups in the order of their prompts."""
     last_step: int | None = None
-    """Batches after which nothing more is asked; without end when None."""
+    """Number of batches after which no more groups are requested; None: no end."""
 
 
 _State = Literal["flying", "ready", "spare", "refused"]
@@ -37,7 +38,7 @@ _State = Literal["flying", "ready", "spare", "refused"]
 
 @dataclass(eq=False)
 class _Flight:
-    """A group under way."""
+    """A group in flight."""
 
     ordinal: int
     """Position of its prompt in the source's stream."""
@@ -47,9 +48,9 @@ class _Flight:
     samples: list[Sample] = field(default_factory=list)
     """Samples of the group so far."""
     drawn: Drawn | None = None
-    """Once its responses are scored."""
+    """The group, once its responses are scored."""
     state: _State = "flying"
-    """`spare`: not preferred, for a batch that finds nothing better."""
+    """State of the group. `spare`: not preferred, for a batch that finds nothing better."""
     too_old: bool = False
     task: asyncio.Task[None] | None = None
 
@@ -60,30 +61,33 @@ class _Flight:
 
 @dataclass(eq=False)
 class _Taken:
-    """A batch whose bias is not known yet: some groups that were under way with it have not finished."""
+    """A batch whose bias is not known yet, because some groups that were in flight with it have not
+    finished."""
 
     lengths: list[int]
     """Lengths of the responses that the batch took."""
     later: list[_Flight]
-    """Groups that were under way when it was taken."""
+    """Groups in flight when it was taken."""
 
 
 class Ahead:
-    """Keeps engines busy with the groups of coming batches, within a bound on how old they may become.
+    """Keeps engines busy with the groups of coming batches, within a bound on their age.
 
     While the engines have the weights of version v and batch b is the next to be taken (it trains version b),
-    at most (v + S - b + 1) batches of groups are under way: what is asked now will be trained on by step
-    v + S. A batch is taken as soon as enough groups are complete, the oldest first, and waits for those that
-    would else become too old; so without over-sampling nothing is ever given up. With it, the batch takes
-    the first that are complete, and what becomes too old is aborted, counted, and asked again.
+    at most (v + S - b + 1) batches of groups are in flight: groups requested now will be trained on by step v
+    + S. A batch is taken as soon as enough groups are complete, the oldest first. It waits for groups that
+    would otherwise become too old, so without over-sampling no group is ever dropped. With over-sampling, the
+    batch takes the first groups to complete, and those that become too old are aborted, counted, and
+    requested again.
 
     All methods run in one event loop.
     """
 
     def __init__(self, groups: GroupSampler, draw: DrawPrompt, pace: Pace, *, version: int) -> None:
-        """
+        """Start with no group in flight.
+
         Args:
-            version: of the policy that the engines have; as many batches have been taken.
+            version: policy version of the engines' weights; as many batches have been taken.
         """
         self._groups, self._draw, self._pace = groups, draw, pace
         self._version = self._next = version
@@ -92,35 +96,35 @@ class Ahead:
         self._again: deque[tuple[int, int]] = deque()
         self._flights: dict[tuple[int, int], _Flight] = {}
         self._tally: Counter[tuple[_State, int]] = Counter()
-        """Number of groups by state and version, so that a group that ends need not look at all."""
+        """Number of groups by state and version, so that a finished group need not look at all of them."""
         self._news = asyncio.Event()
         self._failure: BaseException | None = None
         self._unwanted = 0
         """Groups since the last batch that were refused, or not preferred."""
         self._left: list[_Flight] = []
-        """Groups that were sampled since then and will never be trained on."""
+        """Groups sampled since then that will never be trained on."""
         self._counts = {"groups_expired": 0, "groups_refused": 0, "tokens_discarded": 0}
         self._untold: list[_Taken] = []
         self._length_bias: float | None = None
 
     async def resume(self, cursor: int, under_way: Sequence[tuple[int, int, int]]) -> None:
-        """Go on where an earlier process was.
+        """Continue from the state of an earlier process.
 
         Args:
-            cursor: position of the first prompt that was never asked.
-            under_way: (ordinal, attempt, version) of the groups that were and are in no batch yet.
+            cursor: position of the first prompt that was never requested.
+            under_way: (ordinal, attempt, version) of the requested groups that are in no batch yet.
         """
         self._cursor = cursor
         for ordinal, attempt, version in under_way:
             self._ask(ordinal, attempt, version)
 
     async def advance(self, version: int) -> None:
-        """The engines have the weights of `version` now."""
+        """Note that the engines now have the weights of `version`."""
         self._version = version
         self._fill()
 
     async def batch(self) -> Batch:
-        """The next batch, when it is complete.
+        """Return the next batch, once it is complete.
 
         Raises:
             ValueError: no group is usable, or a prompt leaves no room for a response.
@@ -137,24 +141,24 @@ class Ahead:
             await self._news.wait()
 
     async def close(self) -> None:
-        """Give up what is under way."""
+        """Cancel the groups in flight."""
         tasks = [flight.task for flight in self._flights.values() if flight.task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def gauges(self) -> dict[str, float]:
-        """Return gauges of what is under way now."""
+        """Return gauges of the groups in flight now."""
         return {
             "groups_in_flight": float(self._number("flying")),
             "groups_buffered": float(self._number("ready", "spare")),
         }
 
-    # ---------------------------------------------------------------------------------------- what is asked
+    # ---------------------------------------------------------------------------------------- requests
 
     @property
     def _room(self) -> int:
-        """Groups that may be under way."""
+        """Number of groups that may be in flight."""
         ahead = self._version + self._pace.staleness + 1
         if self._pace.last_step is not None:
             ahead = min(ahead, self._pace.last_step)
@@ -163,7 +167,7 @@ class Ahead:
 
     @property
     def _exhausted(self) -> bool:
-        """Return whether so many groups were unwanted that the batch has to do with what there is."""
+        """True if so many groups were unwanted that the batch must use the existing ones."""
         return self._unwanted >= self._groups.rules.max_rounds * self._wanted
 
     def _fill(self) -> None:
@@ -199,7 +203,8 @@ class Ahead:
             del self._tally[place]
 
     def _number(self, *states: _State, oldest: int | None = None) -> int:
-        """Groups under way in one of these states; with `oldest` those alone whose weights are no newer."""
+        """Return the number of groups in one of these states; with `oldest`, only those with no newer
+        weights."""
         return sum(
             count
             for (state, version), count in self._tally.items()
@@ -225,12 +230,12 @@ class Ahead:
             self._failure = error
         self._news.set()
 
-    # ---------------------------------------------------------------------------------------- what is taken
+    # ---------------------------------------------------------------------------------------- batches
 
     def _choose(self) -> list[_Flight] | None:
-        """The groups of the next batch; None while it has to wait."""
+        """Return the groups of the next batch; None while it has to wait."""
         if self._exhausted and not self._number("flying"):
-            return self._ready()[: self._wanted]  # perhaps fewer than a batch has
+            return self._ready()[: self._wanted]  # perhaps fewer than a batch needs
         if self._number("ready") < self._wanted:
             return None
         if self._pace.keep_order:
@@ -250,8 +255,8 @@ class Ahead:
         return chosen if len(chosen) == self._wanted else None
 
     def _leaves_time(self) -> bool:
-        """Once this batch has the oldest that are ready, those to come can take every other group before it
-        is too old."""
+        """Return whether, once this batch takes the oldest ready groups, coming batches can take every other
+        group before it is too old."""
         for steps in range(self._pace.staleness + 1):
             oldest = self._next + steps - self._pace.staleness
             taken = min(self._wanted, self._number("ready", oldest=oldest))
@@ -260,7 +265,7 @@ class Ahead:
         return True
 
     async def _fill_up_with_spares(self) -> None:
-        """Take groups that are not preferred, where no better ones are to be had."""
+        """Take groups that are not preferred if no better ones are available."""
         if not self._exhausted or self._number("flying"):
             return
         spares = [flight for flight in self._flights.values() if flight.state == "spare"]
@@ -300,7 +305,7 @@ class Ahead:
         )
 
     def _expire(self) -> None:
-        """Give up what the next batch could not take any more, and what this one did not want."""
+        """Drop groups too old for the next batch, and groups that this batch refused."""
         too_old = self._next - self._pace.staleness
         for flight in list(self._flights.values()):
             refused = flight.state in ("refused", "spare")
@@ -338,8 +343,8 @@ class Ahead:
         return metrics
 
     def _tell_bias(self) -> None:
-        """Report the length bias of the last batch for which it is known, because everything under way with
-        it has ended."""
+        """Report the length bias of the last batch for which it is known, because all groups in flight with
+        it have ended."""
         under_way = {flight for flight in self._flights.values() if flight.state == "flying"}
         while self._untold and under_way.isdisjoint(self._untold[0].later):
             taken = self._untold.pop(0)

@@ -1,4 +1,4 @@
-"""Samples that go on from the beginning of a response (`SampleRequest.begun`)."""
+"""Samples that continue the beginning of a response (`SampleRequest.begun`)."""
 
 from dataclasses import replace
 
@@ -8,10 +8,10 @@ from megatron_ibpo.basics.records import Sample
 
 
 def with_beginning(sample: Sample, begun: int) -> Sample:
-    """The whole response of a sample whose prompt ended in the first `begun` tokens of it.
+    """Return the whole response of a sample whose prompt ended in the response's first `begun` tokens.
 
-    The beginning is context: it has no log-probs and is not trained on. So a verifier reads the response, and
-    the loss sees what was sampled now.
+    The beginning is context: it has no log-probs and is not trained on. The verifier thus reads the whole
+    response, and the loss sees only what was sampled now.
     """
     if begun == 0:
         return sample

@@ -11,11 +11,11 @@ from megatron_ibpo.sampling.sampler import Sampler
 from megatron_ibpo.sampling.tasks import together
 
 DrawRound = Callable[[int], Sequence[tuple[Prompt, Sequence[SampleRequest]]]]
-"""The prompts of round 0, 1, … of a step, each with the requests of its responses."""
+"""Round 0, 1, … of a step → its prompts, each with the requests for its responses."""
 
 
 Each = Callable[[Sample], None]
-"""Told of each sample that was sampled now, when it is scored."""
+"""Called with each new sample once it is scored."""
 
 
 @dataclass(frozen=True)
@@ -23,15 +23,15 @@ class Rules:
     """Rules for the groups that a batch takes."""
 
     wanted: int
-    """Groups in the batch."""
+    """Number of groups in the batch."""
     max_rounds: int
-    """Rounds of prompts that may be sampled for it."""
+    """Most rounds of prompts to sample for it."""
     usable: GroupFilter
     """Groups that it refuses are never taken (--group-filter)."""
     preferred: GroupFilter
-    """Groups that it refuses fill the batch up only when the rounds are over (dynamic sampling)."""
+    """Groups that it refuses only fill the batch up after the last round (dynamic sampling)."""
     after_credit: AfterCredit | None = None
-    """Test that may make such a group preferred after all, once it is followed up; None: nothing does."""
+    """Test that may still make such a group preferred, once it has corrections; None: no test."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Batch:
     groups: list[Group]
     """Groups in the order of the prompts, with corrections attached."""
     sampled: list[Sample]
-    """Everything that was sampled for it, in the same order: what was discarded, too."""
+    """All samples for it, in the same order, discarded ones included."""
     metrics: dict[str, float]
     """Metrics of `fill_batch`."""
     attempts: tuple[int, ...]
@@ -51,20 +51,20 @@ class Batch:
 
 
 class Memory(Protocol):
-    """Scored samples that are kept beyond this process, and those that an earlier one kept."""
+    """Scored samples stored beyond this process, and those that an earlier one stored."""
 
     def recall(self, key: SampleKey) -> Sample | None:
-        """The sample, which then need not be asked for."""
+        """Return the stored sample, or None if it must be sampled."""
         ...
 
     def keep(self, key: SampleKey, sample: Sample) -> None:
-        """Remember a scored sample."""
+        """Store a scored sample."""
         ...
 
 
 @dataclass(eq=False)
 class Drawn:
-    """A group, and where the cache of its prompt is."""
+    """A group, and the engine with the cache of its prompt."""
 
     group: Group
     attempt: int
@@ -76,13 +76,13 @@ class Drawn:
 
     @property
     def is_taken(self) -> bool:
-        """The batch takes it as long as it has room."""
+        """True if the batch takes it as long as it has room."""
         return self.usable and self.preferred
 
 
 @dataclass(frozen=True, eq=False)
 class GroupSampler:
-    """Single groups: their responses, and what the operator wants sampled of them."""
+    """Sampling of single groups: their responses, and the operator's follow-ups."""
 
     sampler: Sampler
     operator: Operator
@@ -92,14 +92,14 @@ class GroupSampler:
     async def respond(
         self, prompt: Prompt, requests: Sequence[SampleRequest], attempt: int = 0, each: Each | None = None
     ) -> Drawn:
-        """The scored responses to a prompt."""
+        """Return the scored responses to a prompt."""
         engine = self.sampler.place(requests)
         keys = [SampleKey(prompt.index, attempt, "response", index) for index in range(len(requests))]
         group = Group(prompt, await self._answers(prompt, requests, keys, engine, each))
         return Drawn(group, attempt, engine, self.rules.usable(group), self.rules.preferred(group))
 
     async def follow_up(self, drawn: Drawn, context: CreditContext, each: Each | None = None) -> None:
-        """Have sampled what the operator wants of a group whose responses are scored."""
+        """Sample the operator's follow-ups for a group whose responses are scored."""
         group = drawn.group
         drawn.is_followed_up = True
         follow_ups = self.operator.follow_ups(group, context)
@@ -112,7 +112,8 @@ class GroupSampler:
         self.operator.attach(group, follow_ups, samples)
 
     async def reconsider(self, drawn: Drawn, context: CreditContext, each: Each | None = None) -> None:
-        """Follow a group up that is usable and not preferred, where that may change it."""
+        """Sample the follow-ups of a group that is usable but not preferred, if they may make it
+        preferred."""
         after_credit = self.rules.after_credit
         if after_credit is None or not drawn.usable or drawn.preferred:
             return
@@ -127,7 +128,7 @@ class GroupSampler:
         engine: int,
         each: Each | None,
     ) -> list[Sample]:
-        """A scored sample for every request; what is remembered is not sampled again."""
+        """Return a scored sample for every request; stored ones are not sampled again."""
         memory = self.memory
         found = {} if memory is None else {i: s for i, key in enumerate(keys) if (s := memory.recall(key))}
         missing = [index for index in range(len(requests)) if index not in found]
@@ -147,12 +148,12 @@ class GroupSampler:
 
 
 async def sample_batch(groups: GroupSampler, draw: DrawRound, context: CreditContext) -> Batch:
-    """The batch of one step.
+    """Return the batch of one step.
 
-    A response is scored as soon as it is sampled. When the last one of a group is scored, what the operator
-    wants sampled of the group is asked at once, while other groups are still being sampled; a group that may
-    yet be discarded waits for that until its round is over, unless its corrections decide. The result does
-    not depend on who finishes first.
+    A response is scored as soon as it is sampled. When the last one of a group is scored, the operator's
+    follow-ups are requested at once, while other groups are still being sampled. A group that may yet be
+    discarded waits for the end of its round, unless its corrections decide. The result does not depend on the
+    order in which groups finish.
 
     Raises:
         ValueError: no group is usable, or a prompt leaves no room for a response.
@@ -171,7 +172,7 @@ async def sample_batch(groups: GroupSampler, draw: DrawRound, context: CreditCon
     found = 0
     while len(rounds) < rules.max_rounds and found < rules.wanted:
         asked = draw(len(rounds))
-        # those before it in the round can take no more than one place each
+        # earlier ones in the round can take at most one place each
         rounds.append(
             await together(
                 one_group(prompt, requests, certain=found + position < rules.wanted)

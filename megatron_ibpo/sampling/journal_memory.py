@@ -1,4 +1,4 @@
-"""The journal as sampling uses it: what is kept, and what a resumed run finds there."""
+"""The journal in sampling: storing samples, and reusing those that a resumed run finds."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from megatron_ibpo.sampling.groups import Batch
 from megatron_ibpo.sampling.replay import replay
 
 EXPIRED = "expired"
-"""Why a group was dropped whose prompt is asked again."""
+"""Reason of a dropped group whose prompt is sampled again."""
 
 
 @dataclass
 class UnderWay:
-    """Prompts that are in no batch yet when sampling runs ahead. Goes into checkpoints as JSON."""
+    """Prompts that are in no batch yet when sampling runs ahead. Stored in checkpoints as JSON."""
 
     cursor: int
-    """Position of the first prompt that was never asked."""
+    """Position of the first prompt that was never sampled."""
     open: set[tuple[int, int]] = field(default_factory=set)
     """(position, attempt) of the others."""
 
     def close(self, batch: ClosedBatch) -> None:
-        """The batch is taken."""
+        """Note that the batch is taken."""
         self.ask(index for index, _ in batch.settled)
         self.open -= set(batch.settled)
         self.open |= {(d.prompt_index, d.attempt + 1) for d in batch.dropped if d.reason == EXPIRED}
 
     def ask(self, positions: Iterable[int]) -> None:
-        """These prompts were asked, and so were all before them."""
+        """Note that these prompts, and all before them, were requested."""
         end = max([self.cursor, *(position + 1 for position in positions)])
         self.open |= {(position, 0) for position in range(self.cursor, end)}
         self.cursor = end
@@ -51,12 +51,12 @@ class UnderWay:
 
 @dataclass
 class JournalMemory:
-    """The journal as `groups.Memory`, and the batches that it has of steps that are trained again."""
+    """The journal as `groups.Memory`, and its batches of steps that are trained again."""
 
     journal: Journal
     recovered: Recovered
     with_room: Callable[[Callable[[], None]], None]
-    """Does a write, waiting while the disk is full."""
+    """Runs a write, waiting while the disk is full."""
 
     def recall(self, key: SampleKey) -> Sample | None:
         return self.recovered.samples.get(key)
@@ -65,7 +65,7 @@ class JournalMemory:
         self.with_room(lambda: self.journal.sampled(key, sample))
 
     def close(self, step: int, batch: Batch) -> ClosedBatch:
-        """Write down what the `step`-th step trains on, before it does."""
+        """Record the batch of the `step`-th step before it is trained on."""
         groups = zip(batch.groups, batch.attempts, strict=True)
         closed = ClosedBatch(
             step,
@@ -93,8 +93,7 @@ class JournalMemory:
         return next((batch for batch in self.recovered.batches if batch.step == step), None)
 
     def open_groups(self) -> dict[tuple[int, int], int]:
-        """(prompt index, attempt) of the groups that no batch has taken, with the oldest weights behind what
-        is there of each."""
+        """Return (prompt index, attempt) → oldest weights, for groups that no batch has taken."""
         settled = {group for batch in self.recovered.batches for group in batch.settled}
         oldest: dict[tuple[int, int], int] = {}
         for key, sample in self.recovered.samples.items():
@@ -108,10 +107,10 @@ class JournalMemory:
         draw: Callable[[int], tuple[Prompt, CreditContext]],
         operator: Operator,
     ) -> list[Group]:
-        """Its groups as they were.
+        """Return the batch's groups as they were.
 
         Args:
-            draw: position → the prompt, and what its corrections were drawn by.
+            draw: position → (the prompt, the context that its corrections were drawn by).
         """
         return [self._group(closed, *draw(closed.prompt_index), operator) for closed in batch.groups]
 

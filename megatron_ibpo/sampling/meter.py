@@ -26,8 +26,8 @@ class Meter:
         self._asked_again += unfinished
 
     def take(self) -> dict[str, float]:
-        """Return since the last call: most and fewest requests of an engine, engines that died, requests that
-        were asked again for it, and the seconds from the first sample to the last."""
+        """Return, since the last call: most and fewest requests of an engine, engines that died, requests
+        repeated for that reason, and the seconds from the first sample to the last."""
         metrics = {
             "engine_requests_max": float(max(self._requests)),
             "engine_requests_min": float(min(self._requests)),

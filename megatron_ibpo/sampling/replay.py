@@ -1,15 +1,15 @@
-"""Recorded samples in the place of engines."""
+"""Recorded samples in place of engines."""
 
 from megatron_ibpo.basics.records import Group
 from megatron_ibpo.credit import CreditContext, Operator
 
 
 def replay(groups: list[Group], operator: Operator, context: CreditContext) -> list[Group]:
-    """The recorded groups as if they had been sampled now: what the operator wants of a group is answered by
-    the corrections recorded for it, in order.
+    """Return the recorded groups as if they had been sampled now. The operator's requests for a group are
+    answered by its recorded corrections, in order.
 
     Raises:
-        ValueError: there are fewer of them than it asks for.
+        ValueError: there are fewer of them than the operator requests.
     """
     for group in groups:
         recorded = [correction.response for correction in group.corrections]

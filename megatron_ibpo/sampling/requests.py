@@ -1,4 +1,4 @@
-"""Sampling plans: from prompts to the requests of one step."""
+"""The requests of one step, made from prompts."""
 
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -19,12 +19,12 @@ def group_requests(
     attempt: int = 0,
     prompt_ids: Callable[[Prompt, int], TokenIds] | None = None,
 ) -> list[SampleRequest]:
-    """G requests for each prompt, prompt by prompt, each with a seed of its own. Temperature, top-p and top-k
-    go through their cycles, where there are any, from each group's first sample on.
+    """Return G requests per prompt, prompt by prompt, each with its own seed. Temperature, top-p and top-k go
+    through their cycles, if any, starting at each group's first sample.
 
     Args:
-        attempt: how often these prompts were asked before; other seeds each time.
-        prompt_ids: (prompt, number of the sample) → what it is sampled from; the prompt as it is by default.
+        attempt: number of earlier requests for these prompts; each attempt has other seeds.
+        prompt_ids: (prompt, number of the sample) → token ids to sample from; None: the prompt's own.
     """
     return [
         SampleRequest(

@@ -1,4 +1,4 @@
-"""The one way of asking engines and verifiers: requests go out as a stream, scored samples come back."""
+"""The only access to engines and verifiers: requests go out as a stream, scored samples come back."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from megatron_ibpo.sampling.tasks import together
 TAKE_S = 1.0
 """Seconds that one look at an engine may take."""
 KILL_TIMEOUT_S = 5.0
-"""Seconds for a hanging engine to be ended; it has a shorter time-out of its own."""
+"""Seconds to end a hanging engine, which has a shorter time-out of its own."""
 LOOK_S = 0.2
-"""Seconds between two times that who waits for work does something else."""
+"""Seconds between calls of `meanwhile` during a wait."""
 CLOSE_TIMEOUT_S = 10.0
 
 Revive = Callable[[int], Awaitable[AsyncEngine]]
-"""A new engine in the place of the one with this index, which has died; EngineError where there is none."""
+"""Replaces the dead engine with this index by a new one; raises EngineError if impossible."""
 
 T = TypeVar("T")
 
@@ -48,47 +48,48 @@ class _Open:
 
 @dataclass(slots=True, eq=False)
 class _Lane:
-    """One engine and what it owes."""
+    """One engine and its unfinished requests."""
 
     index: int
     engine: AsyncEngine
     state: Literal["alive", "mending", "gone"] = "alive"
     open: dict[int, _Open] = field(default_factory=dict)
-    """Every request that it has or is about to get, by number."""
+    """Number → request, for all requests that the engine has or is about to get."""
     unsent: list[int] = field(default_factory=list)
     dropped: list[int] = field(default_factory=list)
-    """Requests that nobody waits for any more."""
+    """Requests whose samples are no longer needed."""
     load: int = 0
-    """Tokens that its requests may still take, at most."""
+    """Most tokens that its requests may still take."""
     sending: asyncio.Task[None] | None = None
     collecting: asyncio.Task[None] | None = None
     mending: asyncio.Task[None] | None = None
 
     def close(self, number: int) -> _Open | None:
-        """The request, which its engine no longer owes; None where it did not."""
+        """Remove and return a request; None if the engine did not have it."""
         opened = self.open.pop(number, None)
         if opened is not None:
             self.load -= opened.request.max_tokens
         return opened
 
     def clear(self) -> list[_Open]:
-        """Forget all requests that the engine owes, and return them."""
+        """Remove and return all requests of the engine."""
         opened = list(self.open.values())
         self.open, self.unsent, self.dropped, self.load = {}, [], [], 0
         return opened
 
 
 class Sampler:
-    """Asks engines for samples and verifiers for rewards, for training, evaluation, studies and the audit.
+    """Requests samples from engines and rewards from verifiers, for training, evaluation, studies and the
+    audit.
 
-    Requests are spread by load. Those of one prompt stay together where engines cache what they begin with.
-    What an engine leaves unfinished when it dies is asked again elsewhere at once, or of its successor, which
-    joins when it is ready. Every request has its own seed, so that it does not matter who answers, nor when.
+    Requests are spread by load. Those of one prompt stay together if engines cache shared prefixes.
+    Unfinished requests of a dead engine are repeated at once elsewhere, or by its successor, which joins when
+    it is ready. Every request has its own seed, so the result depends neither on the engine nor on the time.
 
-    An engine that does not answer at all for `stall_timeout` seconds is ended, as one that died.
+    An engine that does not answer at all for `stall_timeout` seconds is ended and treated as dead.
 
-    It works in an event loop. `run` and `start` have one in a thread of the Sampler's own, which goes on
-    whatever the caller does meanwhile; within another event loop the coroutines are used directly.
+    It works in an event loop. `run` and `start` use one in the Sampler's own thread, which continues whatever
+    the caller does meanwhile; within another event loop the coroutines are used directly.
     """
 
     def __init__(
@@ -101,16 +102,17 @@ class Sampler:
         prefix_caching: bool = True,
         revive: Revive | None = None,
     ) -> None:
-        """
+        """Start with all engines alive.
+
         Args:
-            stall_timeout: --engine-stall-timeout; engines look themselves whether they write anything.
-            max_context: tokens that prompt and response may have together.
-            prefix_caching: engines compute once what requests of one prompt begin with.
-            revive: replaces an engine that died; without it, or when it raises, sampling ends with the error,
-                except that after EngineLostError the other engines go on.
+            stall_timeout: --engine-stall-timeout; engines check by themselves whether they write anything.
+            max_context: limit of tokens in prompt and response together.
+            prefix_caching: engines compute shared prefixes of one prompt's requests only once.
+            revive: replaces an engine that died. Without it, or when it raises, sampling ends with the error,
+                except that after EngineLostError the other engines continue.
         """
         self.version = 0
-        """Version of the policy whose weights, or later ones, the engines must have. Set by the owner of the
+        """Policy version whose weights, or later ones, the engines must have. Set by the owner of the
         weights."""
         self._lanes = [_Lane(index, engine) for index, engine in enumerate(engines)]
         self._score = score
@@ -120,25 +122,25 @@ class Sampler:
         self._revive = revive
         self._numbers = itertools.count()
         self._homeless: list[_Open] = []
-        """Requests that wait until an engine lives again."""
+        """Requests that wait until an engine is alive again."""
         self._failure: Exception | None = None
-        """Why sampling has ended for good, though other engines may live: whoever asks next is told."""
+        """Error that ended sampling for good, although other engines may live; raised for later requests."""
         self._meter = Meter(len(engines))
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
 
-    # ------------------------------------------------------------------------------------ for the askers
+    # ------------------------------------------------------------------------------------ for callers
 
     def run(self, work: Coroutine[Any, Any, T], meanwhile: Callable[[], None] | None = None) -> T:
-        """Do the work, which asks this Sampler, and wait until it is done and no engine owes anything.
+        """Run the work, which uses this Sampler, and wait until it is done and no engine has a request left.
 
         Args:
-            meanwhile: called every so often while it is waited for.
+            meanwhile: called from time to time during the wait.
         """
         return self.wait(self.start(self._finished(work)), meanwhile)
 
     def start(self, work: Coroutine[Any, Any, T]) -> futures.Future[T]:
-        """Begin the work and go on."""
+        """Start the work and return at once."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             self._thread = threading.Thread(target=self._loop.run_forever, name="sampler", daemon=True)
@@ -146,7 +148,7 @@ class Sampler:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def wait(self, started: futures.Future[T], meanwhile: Callable[[], None] | None = None) -> T:
-        """Return the result of the work that `started`; give it up when the wait is interrupted."""
+        """Return the result of the work that `started`; cancel it when the wait is interrupted."""
         try:
             while not started.done():
                 futures.wait([started], LOOK_S)
@@ -158,7 +160,7 @@ class Sampler:
             raise
 
     def close(self) -> None:
-        """End the event loop; what is still asked for is given up."""
+        """End the event loop and cancel unfinished requests."""
         if self._loop is None or self._thread is None:
             return
         futures.wait([asyncio.run_coroutine_threadsafe(_give_up(), self._loop)], CLOSE_TIMEOUT_S)
@@ -184,10 +186,10 @@ class Sampler:
         asked: Sequence[tuple[Prompt, SampleRequest]],
         each: Callable[[int, Sample], None] | None = None,
     ) -> list[Sample]:
-        """A scored sample for every request, in order.
+        """Return a scored sample for every request, in order.
 
         Args:
-            each: called with each one's index when it is scored.
+            each: called with each sample and its index once it is scored.
         """
         by_prompt: dict[Prompt, list[int]] = {}
         for position, (prompt, _) in enumerate(asked):
@@ -212,11 +214,11 @@ class Sampler:
         near: int | None = None,
         each: Callable[[int, Sample], None] | None = None,
     ) -> list[Sample]:
-        """A sample for every request, in order, each scored as soon as it is there.
+        """Return a sample for every request, in order, each scored as soon as it arrives.
 
         Args:
-            near: the engine that holds what these requests begin with (`place`).
-            each: called with each one's index when it is scored.
+            near: engine that caches the prefix of these requests (`place`).
+            each: called with each sample and its index once it is scored.
 
         Raises:
             ValueError: a prompt is empty or leaves no room for a response.
@@ -242,7 +244,8 @@ class Sampler:
         return await together(scored(index, sample) for index, sample in enumerate(samples))
 
     def place(self, requests: Sequence[SampleRequest], near: int | None = None) -> int:
-        """The engine that has the least to do; `near` as long as that saves less than these requests take."""
+        """Return the engine with the least load, or `near` if its extra load is below that of these
+        requests."""
         lanes = self._working()
         least = min(lanes, key=lambda lane: lane.load)
         if near is not None and self._lanes[near] in lanes:
@@ -252,7 +255,7 @@ class Sampler:
         return least.index
 
     def spread(self, requests: Sequence[SampleRequest]) -> list[int]:
-        """Return for each request the engine that has the least to do then."""
+        """Return an engine for each request, the one with the least load at that point."""
         loads = [(lane.load, lane.index) for lane in self._working()]
         heapq.heapify(loads)
         places = []
@@ -266,14 +269,15 @@ class Sampler:
         return [lane for lane in self._lanes if lane.state == "alive"] or self._lanes
 
     async def _finished(self, work: Coroutine[Any, Any, T]) -> T:
-        """The work, and then everything settled, so that nothing is left half done while the loop rests."""
+        """Run the work, then settle, so that nothing is left half done while the loop rests."""
         try:
             return await work
         finally:
             await self.settle()
 
     async def settle(self) -> None:
-        """Wait until no engine owes anything. One that is being replaced joins when it is ready."""
+        """Wait until no engine has a request left. An engine that is being replaced joins when it is
+        ready."""
         while tasks := [
             task
             for lane in self._lanes
@@ -285,7 +289,7 @@ class Sampler:
     # ------------------------------------------------------------------------------- requests and engines
 
     def _ask(self, request: SampleRequest, engine: int) -> asyncio.Future[Sample]:
-        """The sample, when it comes. Cancelled, it takes its request back."""
+        """Return the sample as a future. Cancelling it takes the request back."""
         opened = _Open(request, asyncio.get_running_loop().create_future())
         self._assign(opened, self._lanes[engine])
         return opened.sample
@@ -307,19 +311,19 @@ class Sampler:
             lane.collecting = asyncio.create_task(self._collect(lane))
 
     def _take_back(self, lane: _Lane, number: int, sample: asyncio.Future[Sample]) -> None:
-        """Abort a request whose sample nothing waits for any more."""
+        """Abort a request whose sample is no longer needed."""
         if sample.cancelled() and number in lane.open:
             lane.close(number)
             lane.dropped.append(number)
             self._start_sending(lane)
 
     def _start_sending(self, lane: _Lane) -> None:
-        # What is asked before the loop turns goes out together: this task runs after those that ask now.
+        # Requests made before the loop turns go out together: this task runs after their callers.
         if lane.sending is None or lane.sending.done():
             lane.sending = asyncio.create_task(self._send(lane))
 
     async def _send(self, lane: _Lane) -> None:
-        """Hand over what is to be sent to this engine."""
+        """Send requests and aborts to this engine."""
         try:
             while lane.unsent or lane.dropped:
                 numbers, lane.unsent = lane.unsent, []
@@ -330,12 +334,12 @@ class Sampler:
                 if sent := set(dropped) - set(numbers):
                     await lane.engine.abort(sent)
         except EngineDiedError:
-            return  # who collects from it is told as well
+            return  # the collecting task is told as well
         except Exception as error:
             self._fail(error)
 
     async def _collect(self, lane: _Lane) -> None:
-        """Take what this engine finishes as long as it owes anything."""
+        """Take finished samples of this engine as long as it has requests."""
         clock = asyncio.get_running_loop().time
         while lane.open:
             try:
@@ -354,7 +358,8 @@ class Sampler:
                     opened.sample.set_result(sample)
 
     async def _taken(self, engine: AsyncEngine) -> list[tuple[int, Sample]]:
-        """Return what an engine has finished. An engine whose whole process hangs never reports itself."""
+        """Return an engine's finished samples. Raise EngineDiedError if its whole process hangs, since it
+        then never reports itself."""
         limit = self._stall_timeout
         try:
             async with asyncio.timeout(limit + TAKE_S):
@@ -367,7 +372,8 @@ class Sampler:
         raise EngineDiedError(why)
 
     def _bury(self, lane: _Lane, error: EngineDiedError) -> None:
-        """Ask again what a dead engine owes, at once where another lives, and have it replaced meanwhile."""
+        """Repeat a dead engine's requests, at once if another engine is alive, and have it replaced
+        meanwhile."""
         lane.state = "mending"
         orphans = [opened for opened in lane.clear() if not opened.sample.done()]
         asked = counted(len(orphans), "request")
@@ -378,7 +384,7 @@ class Sampler:
         lane.mending = asyncio.create_task(self._mend(lane, error))
 
     async def _mend(self, lane: _Lane, error: EngineDiedError) -> None:
-        if lane.sending is not None:  # it must not meet the successor
+        if lane.sending is not None:  # it must not reach the successor
             lane.sending.cancel()
             await asyncio.wait([lane.sending])
         try:
@@ -397,7 +403,7 @@ class Sampler:
         self._house()
 
     def _house(self) -> None:
-        """Give the homeless requests to living engines, if there are any."""
+        """Give waiting requests to living engines, if there are any."""
         if all(lane.state != "alive" for lane in self._lanes):
             return
         homeless, self._homeless = self._homeless, []
@@ -406,7 +412,7 @@ class Sampler:
                 self._assign(opened, self._lanes[self.place([opened.request])])
 
     def _fail(self, error: Exception) -> None:
-        """Everything that is asked for ends with the error, and no engine goes on with it."""
+        """End all requests with the error, and abort them in the engines."""
         waiting, self._homeless = self._homeless, []
         for lane in self._lanes:
             numbers = list(lane.open)
@@ -420,7 +426,7 @@ class Sampler:
 
 
 async def _give_up() -> None:
-    """Cancel everything in this event loop, and what begins because of that."""
+    """Cancel everything in this event loop, and tasks that start because of that."""
     while others := asyncio.all_tasks() - {asyncio.current_task()}:
         for task in others:
             task.cancel()

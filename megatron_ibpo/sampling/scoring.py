@@ -1,4 +1,4 @@
-"""Scoring samples as they come."""
+"""Scoring of samples as they arrive."""
 
 from collections.abc import Awaitable, Callable
 
@@ -10,10 +10,10 @@ Score = Callable[[Prompt, Sample], Awaitable[None]]
 
 
 def scorer(verifier: Verifier, text: Callable[[Prompt, Sample], str]) -> Score:
-    """Asks the verifier about every sample that is not scored yet.
+    """Return a function that lets the verifier score samples that are not scored yet.
 
     Args:
-        text: of a sample of the prompt, as the verifier is to read it.
+        text: returns the text of a sample of the prompt for the verifier.
     """
 
     async def score(prompt: Prompt, sample: Sample) -> None:

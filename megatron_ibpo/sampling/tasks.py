@@ -1,4 +1,4 @@
-"""Several coroutines at once, where the first failure ends all."""
+"""Concurrent coroutines where the first failure ends all."""
 
 import asyncio
 from collections.abc import Coroutine, Iterable
@@ -8,7 +8,7 @@ T = TypeVar("T")
 
 
 async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results in order. The first exception cancels the others and is raised as it is."""
+    """Return the results in order. The first exception cancels the others and is raised unchanged."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(coroutine) for coroutine in coroutines]

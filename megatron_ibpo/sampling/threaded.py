@@ -1,4 +1,4 @@
-"""An engine of this process, asked from an event loop."""
+"""An engine of this process, for use from an event loop."""
 
 import asyncio
 from collections.abc import Collection, Sequence

@@ -1,4 +1,4 @@
-"""The credit audit in one picture."""
+"""The credit audit in one figure."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +15,8 @@ from megatron_ibpo.study.credit_audit import AuditedResponse
 def plot_audit(
     responses: Sequence[AuditedResponse], found: dict[str, Any], path: Path, *, title: str
 ) -> None:
-    """How the value falls along wrong responses, where it falls most, and how credit agrees with that."""
+    """Plot the value along wrong responses, the places of its largest drops, and the agreement of credit with
+    them."""
     with mpl.rc_context({"font.size": 9, "axes.grid": True, "grid.alpha": 0.3}):
         figure = Figure(figsize=(13, 3.8), dpi=120, layout="constrained")
         figure.suptitle(title)

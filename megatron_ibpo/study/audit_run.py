@@ -1,4 +1,4 @@
-"""The audit of a run: its policy answers, corrects, and writes on from every step of its wrong answers."""
+"""The audit of a run: its policy answers, corrects, and continues from every step of its wrong answers."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -48,17 +48,17 @@ def audit_responses(
     rollouts: int,
     seed: int,
 ) -> tuple[list[AuditedResponse], list[dict[str, Any]], dict[str, Any]]:
-    """Sample groups of held-out prompts as the run does, have the wrong responses corrected, and estimate the
-    value at every step boundary of a sample of them.
+    """Sample groups of held-out prompts as the run does, correct the wrong responses, and estimate the value
+    at every step boundary of a sample of them.
 
     Args:
-        scratch: for the engine's logs.
+        scratch: directory for the engine's logs.
         policy: the checkpoint that the run started from, or the one that it exported.
-        responses: wrong ones that are audited, drawn among all.
-        rollouts: from each boundary; even, since halves are compared.
+        responses: number of wrong responses to audit, drawn among all.
+        rollouts: continuations per boundary; even, since halves are compared.
 
     Returns:
-        (what was measured, the same responses as text for a reader, what was counted on the way).
+        (measurements, the same responses as text for a reader, counts).
 
     Raises:
         ValueError: no such run or policy.
@@ -117,7 +117,8 @@ def audit_responses(
 def prefix_requests(
     prompt: Prompt, response: Sample, boundaries: Sequence[int], rollouts: int, config: Config, seed: int
 ) -> list[SampleRequest]:
-    """`rollouts` continuations from each boundary but the last, sampled as in training."""
+    """Return `rollouts` requests for continuations from each boundary but the last, sampled as in
+    training."""
     rollout = config.rollout
     return [
         SampleRequest(
@@ -134,11 +135,11 @@ def prefix_requests(
 
 
 def modified_tokens(group: Group, index: int, edits: Sequence[Flags]) -> list[int] | None:
-    """1 for each token of a response that some correction changes, of those that earn credit (correct and no
-    rewrite); None if none does. All 0 where those only insert.
+    """Return 1 for each token of a response that a correction with credit (correct and no rewrite) changes;
+    None if there is no such correction. All 0 if they only insert.
 
     Args:
-        edits: of every correction of the group, as `correction_edits` gives them.
+        edits: edits of every correction of the group, from `correction_edits`.
     """
     earning = [
         changed
@@ -154,8 +155,8 @@ def modified_tokens(group: Group, index: int, edits: Sequence[Flags]) -> list[in
 def sibling_tokens(
     group: Group, index: int, marks: ThinkingMarks | None, *, mark_insertions: bool
 ) -> list[int] | None:
-    """1 for each token of a response that the nearest correct response of its group has otherwise, the first
-    of equally near ones; None if none is correct. What a mask costs that needs no correction."""
+    """Return 1 for each token of a response that differs from the nearest correct response of its group, the
+    first of equally near ones; None if none is correct. This mask needs no correction."""
     siblings = [Correction(index, (), other) for other in group.responses if other.correct]
     if not siblings:
         return None
@@ -168,14 +169,15 @@ def sibling_tokens(
 def correction_edits(
     groups: Sequence[Group], marks: ThinkingMarks | None, *, mark_insertions: bool
 ) -> list[list[Flags]]:
-    """For each group, which tokens of its target every correction changes, as training masks them."""
+    """Return, for each group, the tokens of its target that every correction changes, as training masks
+    them."""
     edits, _ = find_edits(compared_pairs(groups, marks), mark_insertions=mark_insertions)
     left = iter(edits)
     return [list(islice(left, len(group.corrections))) for group in groups]
 
 
 class _Asker:
-    """One engine and one verifier, used as the loop uses them."""
+    """One engine and one verifier, used as in the training loop."""
 
     def __init__(self, config: Config, hf_dir: Path, tokenizer: Tokenizer, stack: ExitStack):
         self.config, self.tokenizer = config, tokenizer
@@ -186,15 +188,15 @@ class _Asker:
         self.verifier = stack.enter_context(open_verifier(config.data))
         self.engine = ThreadedEngine(open_engine(config, hf_dir, stack))
         method = find_operator(config.algorithm)
-        # the policy of a baseline can be audited too, and of a method that corrects some responses only, such
-        # as examples/credit/gated.py, all are corrected
+        # corrects all responses, so that the policy of a baseline can be audited too, or of a method that
+        # corrects only some, such as examples/credit/gated.py
         own = fields(CompareAndCorrect) if isinstance(method, CompareAndCorrect) else ()
         self.operator = CompareAndCorrect(**{field.name: getattr(method, field.name) for field in own})
         strips = self.operator.ibpo_strip_thinking
         self.thinking = ThinkingMarks(*thinking_marks(tokenizer)) if strips else None
 
     def groups(self, count: int, seed: int) -> tuple[list[Group], list[list[float]]]:
-        """(groups of held-out prompts, scored and with corrections; φ of every response)."""
+        """Return (groups of held-out prompts, scored and with corrections; φ of every response)."""
         data, rollout = self.config.data, self.config.rollout
         room = self.max_context - rollout.rollout_max_response_len
         held_out = as_specs(data.eval_prompt_data)
@@ -221,7 +223,7 @@ class _Asker:
         rollouts: int,
         seed: int,
     ) -> list[np.ndarray]:
-        """For each response [boundaries - 1, rollouts]: 1 where the continuation ended correct."""
+        """Return, for each response, [boundaries - 1, rollouts]: 1 where the continuation ended correct."""
         asked = [
             (prompt, request)
             for (prompt, response), bounds in zip(pieces, boundaries, strict=True)
@@ -260,12 +262,12 @@ class _Asker:
 
 
 def _boundaries(texts: Sequence[str]) -> list[int]:
-    """Tokens before each step, and all of them."""
+    """Return the number of tokens before each step, then the total."""
     return [0, *(last for _, last in split_spans(texts))]
 
 
 def _settings(run_dir: Path, policy: Literal["start", "end"]) -> tuple[Config, Path]:
-    """The run's configuration and the checkpoint of the policy."""
+    """Return the run's configuration and the checkpoint of the policy."""
     path = run_dir / "config.yaml"
     if not path.exists():
         raise ValueError(f"{run_dir} holds no config.yaml: is it the directory of a run?")

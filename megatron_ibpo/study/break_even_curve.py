@@ -20,7 +20,7 @@ _TITLES = {
 
 @dataclass(frozen=True)
 class Point:
-    """Where the corrections of one run stand in groups of one composition."""
+    """The corrections of one run in groups of one composition."""
 
     task: str
     method: str
@@ -28,22 +28,22 @@ class Point:
     composition: str
     """`ALONE` or `ACCOMPANIED`."""
     resample: float
-    """p, success of a further response."""
+    """p, success rate of a further response."""
     skill: float
-    """q, success of a correction, with its 95 % interval."""
+    """q, success rate of a correction, with its 95 % interval."""
     skill_low: float
     skill_high: float
     price: float
-    """κ, of a correction in responses."""
+    """κ, price of a correction in responses."""
 
     @property
     def margin(self) -> float:
-        """Success that the corrections have beyond what the law asks at their price."""
+        """Success rate of the corrections above what the law requires at their price."""
         return self.skill - skill_needed(self.resample, self.price, first=self.composition == ALONE)
 
 
 def break_even_points(runs: Sequence[RunResult]) -> list[Point]:
-    """The points of all runs that made corrections, up to two of each."""
+    """Return the points of all runs that made corrections, up to two per run."""
     return [
         Point(
             run.task,
@@ -64,8 +64,8 @@ def break_even_points(runs: Sequence[RunResult]) -> list[Point]:
 
 
 def break_even_figure(points: Sequence[Point]) -> Figure:
-    """Success of corrections over success of a further response, and the curve from which on they pay, at the
-    median price of the points. Above it corrections pay, in so far as the law's assumptions hold."""
+    """Draw the success of corrections over that of a further response, and the break-even curve at the median
+    price of the points. Above the curve corrections pay, if the law's assumptions hold."""
     with mpl.rc_context({"font.size": 9, "axes.grid": True, "grid.alpha": 0.3}):
         figure = Figure(figsize=(11, 4.6), dpi=120, layout="constrained")
         for axes, composition in zip(figure.subplots(1, 2), _TITLES, strict=True):

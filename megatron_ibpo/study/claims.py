@@ -1,4 +1,4 @@
-"""What a study may claim of its methods, and what stands against it."""
+"""The claims that a study supports about its methods, and the objections to them."""
 
 import math
 from collections.abc import Sequence
@@ -11,38 +11,38 @@ from megatron_ibpo.study.run_results import compare, compare_at_equal_steps, com
 
 LEVEL = 0.05
 FEWEST_SEEDS = 8
-"""With fewer, one lucky seed decides, and intervals are too short."""
+"""Fewest seeds for a claim. With fewer, one lucky seed decides, and intervals are too short."""
 
 
 @dataclass(frozen=True)
 class Claim:
-    """One method against the baseline, over all tasks."""
+    """The result of one method against the baseline, over all tasks."""
 
     method: str
     verdict: str
     """better, worse, not told apart, or no test."""
     blocks: tuple[str, ...]
-    """Why better or worse is no claim yet; none: it is one."""
+    """Reasons why better or worse is not a claim yet; empty if it is."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """All tables that follow from what a study has found."""
+    """All tables that follow from a study's findings."""
 
     table: list[dict[str, Any]]
-    """`compare`"""
+    """Result of `compare`."""
     overall: list[dict[str, Any]]
-    """`compare_overall`"""
+    """Result of `compare_overall`."""
     equal_steps: list[dict[str, Any]]
-    """`compare_at_equal_steps`"""
+    """Result of `compare_at_equal_steps`."""
     dose_response: list[dict[str, Any]]
     claims: list[Claim]
-    """One for each method but the baseline, by the paired t test over seeds, with Holm's adjustment over the
-    methods. A bootstrap p is no part of it."""
+    """One claim for each method but the baseline, by the paired t test over seeds, with Holm's adjustment
+    over the methods. Bootstrap p values are not used."""
 
 
 def compare_all(found: Findings) -> Comparison:
-    """The tables. The baseline must have runs.
+    """Return all tables. The baseline must have runs.
 
     Raises:
         ValueError: it has none, or runs of a task were tested on different problems.
@@ -63,13 +63,13 @@ def compare_all(found: Findings) -> Comparison:
 
 
 def winners(found: Findings) -> list[str]:
-    """Methods that the study's own seeds show to be better than the baseline."""
+    """Return the methods that the study's own seeds show to be better than the baseline."""
     lines = compare_overall(found.study, found.runs) or compare(found.study, found.runs)
     return [method for method, difference in _differences(lines).items() if _verdict(difference) == "better"]
 
 
 def _differences(lines: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """By method, the mean difference over seeds and its tests: of all tasks, or of the only one."""
+    """Return each method's mean difference over seeds and its tests: over all tasks, or for the only one."""
     found = {line["method"]: line["difference"] for line in lines if "difference" in line}
     return {method: difference | difference.get("over_seeds", {}) for method, difference in found.items()}
 
@@ -83,7 +83,7 @@ def _verdict(difference: dict[str, Any]) -> str:
 
 
 def _confirmed(found: Findings) -> dict[str, dict[str, Any]]:
-    """The difference of each method that was run again with fresh seeds."""
+    """Return the difference of each method that was run again with fresh seeds."""
     if not found.confirmation:
         return {}
     runs = found.confirmation

@@ -1,9 +1,8 @@
-"""Does credit fall where the value falls? The statistics of the audit, on plain numbers.
+"""Statistics of the audit, on plain numbers: does credit fall where the value falls?
 
-The value of a prefix is the chance that the policy, writing on from there, ends correct. In a wrong response
-it falls from the prompt's to 0, and the step with the largest drop is where the response went wrong, as far
-as rollouts can tell. A token mask is compared with that step by step within each response, φ between
-responses.
+The value of a prefix is the probability that the policy, continuing from there, ends correct. In a wrong
+response it falls from the prompt's to 0. The step with the largest drop is where the response went wrong, as
+far as rollouts can tell. A token mask is compared with that step within each response, φ between responses.
 """
 
 import warnings
@@ -20,9 +19,9 @@ from scipy import stats
 Array = npt.NDArray[np.float64]
 
 Measure = Callable[[Array, Array], float]
-"""How well the steps' scores agree with the value's drops over them."""
+"""(scores of the steps, the value's drops over them) → their agreement."""
 Credit = Callable[["AuditedResponse"], list[Array]]
-"""Token weights for a response; several where they are drawn."""
+"""Response → its token weights; several arrays if they are drawn."""
 
 RESAMPLES = 1000
 RANDOM = "random masks of the same size"
@@ -33,10 +32,10 @@ RANDOM_MASKS = 20
 
 @dataclass(frozen=True)
 class AuditedResponse:
-    """A wrong response with n steps, and what was measured of it."""
+    """A wrong response with n steps, and its measurements."""
 
     prompt: int
-    """Responses of one prompt are not independent: intervals resample prompts."""
+    """Prompt of the response. Responses of one prompt are not independent, so intervals resample prompts."""
     boundaries: list[int]
     """[n + 1] tokens before each boundary, from 0 to all."""
     values: list[float]
@@ -46,43 +45,45 @@ class AuditedResponse:
     second_half: list[float]
     """[n + 1] the same share over the remaining rollouts."""
     modified: list[int] | None
-    """[tokens] 1 where corrections that earn credit change the response; None where none does."""
+    """[tokens] 1 where corrections that earn credit change the response; None if there are none."""
     phi: float
     sibling: list[int] | None = None
-    """[tokens] 1 where the nearest correct response of the group differs; None where none is correct."""
+    """[tokens] 1 where the nearest correct response of the group differs; None if none is correct."""
 
     @cached_property
     def drops(self) -> Array:
-        """[n] by how much the value falls over each step."""
+        """[n] fall of the value over each step."""
         return _drops(self.values)
 
     @cached_property
     def nearness(self) -> float:
-        """Mean value of the boundaries inside: how long the response could still have ended well."""
+        """Mean value of the inner boundaries: how long the response could still have ended well."""
         return float(np.mean(self.values[1:-1])) if len(self.values) > 2 else 0.0
 
 
 def _drops(values: Sequence[float]) -> Array:
     falls: Array = -np.diff(np.asarray(values, dtype=np.float64))
-    return falls.round(9)  # equal ones stay equal
+    return falls.round(9)  # rounded so that equal ones stay equal
 
 
 def step_shares(weights: Sequence[float] | Array, boundaries: Sequence[int]) -> Array:
-    """Mean weight of the tokens of each step."""
+    """Return the mean weight of the tokens of each step."""
     return np.array([np.mean(weights[a:b]) for a, b in pairwise(boundaries)])
 
 
 def step_auc(scores: Array, step: int) -> float:
-    """Chance that `step` has a higher score than another step of the response, ties counting half."""
+    """Return the probability that `step` has a higher score than another step of the response; ties count
+    half."""
     return float((stats.rankdata(scores)[step] - 1) / (len(scores) - 1))
 
 
 def audit(responses: Sequence[AuditedResponse], *, min_drop: float = 0.25) -> dict[str, Any]:
-    """All that is reported, each figure with its 95 % interval (percentile bootstrap over prompts).
+    """Return all figures of the report, each with its 95 % interval (percentile bootstrap over prompts).
 
     Args:
-        min_drop: a response whose largest drop is smaller has no step that can be called the error; it is
-            left out of what asks for one, and counted.
+        min_drop: a response whose largest drop is smaller has no step that can be called the error. It is
+            left
+            out of the figures that need one, and counted.
 
     Raises:
         ValueError: no responses.
@@ -154,7 +155,7 @@ def _scores(
 
 
 def _averaged(credit: Credit, measure: Measure, response: AuditedResponse) -> float:
-    """Mean of a measure over the masks that a credit gives a response."""
+    """Return the mean of a measure over the masks that a credit gives a response."""
     drops = response.drops
     shares = [step_shares(mask, response.boundaries) for mask in credit(response)]
     return float(np.mean([measure(share, drops) for share in shares]))
@@ -165,19 +166,19 @@ def _auc(scores: Array, drops: Array) -> float:
 
 
 def _first_is_error(scores: Array, drops: Array) -> float:
-    """Whether the first credited step is the one where the value drops most. An empty mask has none."""
+    """Return 1 if the first credited step is the one where the value drops most. An empty mask gives 0."""
     credited = np.flatnonzero(scores)
     return float(bool(credited.size) and credited[0] == drops.argmax())
 
 
 def _ceiling_auc(response: AuditedResponse) -> float:
-    """What the drops that half of the rollouts see say of the error that the other half sees: no credit can
-    be expected to agree better with values known from so few rollouts."""
+    """Return the AUC of the drops from half of the rollouts for the error found by the other half. No credit
+    can be expected to agree better with values estimated from so few rollouts."""
     return step_auc(_drops(response.first_half), int(_drops(response.second_half).argmax()))
 
 
 def _position(response: AuditedResponse) -> float:
-    """Where the largest drop ends, as a share of the response's tokens."""
+    """Return where the largest drop ends, as a share of the response's tokens."""
     return response.boundaries[int(response.drops.argmax()) + 1] / response.boundaries[-1]
 
 
@@ -189,7 +190,7 @@ def _phi_rank(responses: Sequence[AuditedResponse]) -> float:
 
 
 def _phi_rank_within(responses: Sequence[AuditedResponse]) -> float:
-    """The same after taking out what responses of a prompt have in common, as group advantages do."""
+    """Return the same after removing the mean of each prompt's responses, as group advantages do."""
     by_prompt: dict[int, list[AuditedResponse]] = {}
     for response in responses:
         by_prompt.setdefault(response.prompt, []).append(response)
@@ -202,7 +203,8 @@ def _phi_rank_within(responses: Sequence[AuditedResponse]) -> float:
 
 
 def _phi_auc(responses: Sequence[AuditedResponse]) -> float:
-    """Chance that of two responses, one nearer than the median and one not, the nearer has the larger φ."""
+    """Return the probability that, of two responses on either side of the median nearness, the nearer has the
+    larger φ."""
     nearness = np.array([r.nearness for r in responses])
     phi = np.array([r.phi for r in responses])
     near = nearness > np.median(nearness)
@@ -216,7 +218,7 @@ def _centred(values: Sequence[float]) -> Array:
 
 
 def _rank(x: Array, y: Array) -> float:
-    """Spearman's rank correlation; 0 where one side is constant and so says nothing."""
+    """Return Spearman's rank correlation; 0 if one side is constant and so carries no information."""
     if len(x) < 2 or np.ptp(x) == 0 or np.ptp(y) == 0:
         return 0.0
     # as scipy's spearmanr, without its test, which would take most of a bootstrap's time
@@ -229,7 +231,7 @@ def _rank(x: Array, y: Array) -> float:
 def _mean(
     responses: Sequence[AuditedResponse], measure: Callable[[AuditedResponse], float]
 ) -> dict[str, float] | None:
-    """Mean over responses, and its interval; None without responses."""
+    """Return the mean over responses, and its interval; None without responses."""
     if not responses:
         return None
     values = {id(r): measure(r) for r in responses}
@@ -239,7 +241,8 @@ def _mean(
 def _of_prompts(
     responses: Sequence[AuditedResponse], statistic: Callable[[Sequence[AuditedResponse]], float]
 ) -> dict[str, float]:
-    """A statistic of the responses and its interval when prompts are drawn again, each with its responses."""
+    """Return a statistic of the responses and its interval from resampling prompts, each with its
+    responses."""
     prompts: dict[int, list[AuditedResponse]] = {}
     for response in responses:
         prompts.setdefault(response.prompt, []).append(response)

@@ -1,4 +1,4 @@
-"""Accuracy and reward over what was spent, one line per method with its band over seeds."""
+"""Accuracy and reward over the amount spent, one line per method with its band over seeds."""
 
 from collections.abc import Callable, Sequence
 from itertools import cycle
@@ -21,7 +21,7 @@ _STYLE: Any = {"font.size": 9, "axes.grid": True, "grid.alpha": 0.3}
 
 
 def figure_of_runs(study: Study, results: Sequence[RunResult]) -> Figure:
-    """Both curves of every task that has runs, a row for each."""
+    """Draw both curves of every task that has runs, one row per task."""
     panels: list[tuple[str, Callable[[RunResult], Points]]] = [
         ("Accuracy on held-out problems", lambda run: run.accuracy),
         (f"Reward in training, mean of {_REWARD_WINDOW} steps", lambda run: _smooth(run.reward)),
@@ -44,7 +44,8 @@ def figure_of_runs(study: Study, results: Sequence[RunResult]) -> Figure:
 
 
 def dose_figure(study: Study, points: Sequence[dict[str, Any]]) -> Figure:
-    """The difference from the baseline against the comparison skill of the warm start, a line per method."""
+    """Draw the difference from the baseline against the comparison skill of the warm start, one line per
+    method."""
     with mpl.rc_context(_STYLE):
         figure = Figure(figsize=(7.5, 4.2), dpi=120, layout="constrained")
         axes = figure.add_subplot()
@@ -64,7 +65,7 @@ def _draw(
     axes: Axes, study: Study, results: Sequence[RunResult], points: Callable[[RunResult], Points]
 ) -> None:
     colors = mpl.color_sequences["tab10" if len(study.methods) <= 10 else "tab20"]
-    # a method keeps its colour in panels that lack another one
+    # a method keeps its colour in panels that lack other methods
     for method, color in zip(study.methods, cycle(colors), strict=False):
         curves = [points(run) for run in results if run.method == method]
         curves = [curve for curve in curves if len(curve) > 1]
@@ -76,8 +77,8 @@ def _draw(
 
 
 def band(curves: Sequence[Points], points: int = 100) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(spent, mean, half width of the 95 % interval) on a common grid that all curves cover; Student's t over
-    the curves, 0 wide for a single one."""
+    """Return (spent, mean, half width of the 95 % interval) on a common grid that all curves cover. The
+    interval is Student's t over the curves; the width is 0 for a single curve."""
     start = max(curve[0][0] for curve in curves)
     end = min(curve[-1][0] for curve in curves)
     grid = np.linspace(start, end, points)

@@ -1,4 +1,4 @@
-"""All that a study has found, as plain data: kept as results.json, and read back."""
+"""The findings of a study as plain data, saved as results.json."""
 
 import json
 import math
@@ -17,28 +17,28 @@ from megatron_ibpo.study.tuning import Choice, Tried
 
 @dataclass(frozen=True)
 class Findings:
-    """A study, and what its runs left."""
+    """A study and the results of its runs."""
 
     study: Study
     runs: list[RunResult]
     choices: list[Choice] = field(default_factory=list)
     power: PowerAnalysis | None = None
-    """Before the runs, from the pilot."""
+    """Analysis of the pilot, made before the runs."""
     confirmation: list[RunResult] = field(default_factory=list)
     """Runs with fresh seeds."""
     runs_left: int = 0
-    """Main runs that are planned and not finished."""
+    """Number of main runs that are planned and not finished."""
 
 
 def write_findings(path: Path, found: Findings, tables: Mapping[str, Any]) -> None:
-    """All of it as JSON, with the tables that follow from it."""
+    """Write all findings as JSON, with the tables that follow from them."""
     content = {item.name: _plain(getattr(found, item.name)) for item in fields(found)} | dict(tables)
     plain = jsonable(content, shorten=lambda value: float(f"{value:.7g}"))
     path.write_text(json.dumps(plain, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def read_findings(path: Path) -> Findings:
-    """What `write_findings` wrote; or the results of a study from before there were tasks and grids.
+    """Read a file of `write_findings`, or the results of a study from before there were tasks and grids.
 
     Raises:
         ValueError: the file cannot be read or holds no results of a study.

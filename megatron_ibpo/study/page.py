@@ -1,4 +1,4 @@
-"""The result of a study on one page: page.html, which needs nothing beside it; and its parts as files."""
+"""The result of a study on one page: page.html, which is self-contained; and its parts as files."""
 
 import base64
 import io
@@ -24,8 +24,8 @@ from megatron_ibpo.study.table import Table, markdown, tables
 def write_page(
     found: Findings, compared: Comparison, directory: Path, console: Console | None = None
 ) -> list[Path]:
-    """Write page.html, table.md, curves.png and curves.svg; returns the files, results.json first if it is
-    there.
+    """Write page.html, table.md, curves.png and curves.svg. Return the files, results.json first if it
+    exists.
 
     Args:
         console: shows the tables too.

@@ -1,4 +1,4 @@
-"""Two evaluations compared problem by problem."""
+"""Comparison of two evaluations, problem by problem."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,23 +24,25 @@ class Compared:
     difference: Difference
     """Second minus first."""
     permutation_p: float
-    """Two-sided p of no difference: with none, the sign of each problem's difference is a toss of a coin."""
+    """Two-sided p of no difference. Under that hypothesis, the sign of each problem's difference is a coin
+    toss."""
     problems: int
     alone: int
-    """Problems that only one of the two has, or knows the outcome of."""
+    """Number of problems that only one of the two has, or has an outcome for."""
     settings: tuple[str, ...]
-    """What the two were sampled by differently, the policy aside."""
+    """Sampling settings that differ between the two, apart from the policy."""
 
 
 def compare_evaluations(first: Path, second: Path, measure: str) -> list[Compared]:
-    """Every set that both directories have measured.
+    """Compare every set that both directories have measured.
 
     Args:
-        measure: as in results.json: accuracy, greedy_accuracy, majority_accuracy, pass_at_8, …
+        measure: a name in results.json: accuracy, greedy_accuracy, majority_accuracy, pass_at_8, …
 
     Raises:
-        ValueError: a directory without results, no set that both have, a measure that is not there, a problem
-            that asks something else in one of them, or fewer than two problems in common.
+        ValueError: a directory without results, no set that both have, a missing measure, a problem whose
+            text
+            differs between the two, or fewer than two problems in common.
     """
     results = [_measured(directory) for directory in (first, second)]
     common = [name for name in results[0] if name in results[1]]
@@ -51,7 +53,7 @@ def compare_evaluations(first: Path, second: Path, measure: str) -> list[Compare
 
 
 def comparison_table(compared: list[Compared]) -> Table:
-    """A line for each set."""
+    """Return a table with one line per set."""
     table = Table("set", show_edge=False, pad_edge=False)
     for column in (
         "problems",
@@ -73,7 +75,7 @@ def comparison_table(compared: list[Compared]) -> Table:
 
 
 def comparison_notes(compared: list[Compared]) -> list[str]:
-    """What a reader must know besides the table."""
+    """Return notes that the reader needs with the table."""
     notes = []
     for one in compared:
         if one.alone:
@@ -98,7 +100,7 @@ def _measured(directory: Path) -> dict[str, dict[str, Any]]:
 
 
 def _are_columns(problems: Any) -> bool:
-    """Tell whether these are what `set_results` writes."""
+    """Return whether `problems` has the form that `set_results` writes."""
     if not isinstance(problems, dict) or not {"id", "digest"} <= problems.keys():
         return False
     columns = problems.values()

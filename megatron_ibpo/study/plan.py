@@ -1,6 +1,6 @@
 """A study (several methods, several seeds, one budget, one task or several) as the list of its runs.
 
-Each run gets a recipe of its own, written next to its directory.
+Each run gets its own recipe, written next to its directory.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,22 +22,22 @@ Settings = dict[str, Any]
 Phase = Literal["tuning", "pilot", "main", "confirmation"]
 
 OTHER_TEMPERATURES = [0.6]
-"""At which policies are evaluated beside --eval-temperature, unless the study says otherwise: a method that
-only makes the policy surer of itself gains at temperature 1 and not here."""
+"""Temperatures for evaluation besides --eval-temperature, unless the study sets others. A method that only
+makes the policy more confident gains at temperature 1 but not here."""
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """Settings chosen for each task and method by themselves, by short runs that all methods get alike. They
-    are evaluated on problems that no other run of the study is evaluated on."""
+    """Settings chosen separately for each task and method, by short runs that are the same for all methods.
+    They are evaluated on problems that no other run of the study is evaluated on."""
 
     grid: dict[str, tuple[Any, ...]]
     """Recipe key, such as lr or n-samples-per-prompt → its values. Every combination is tried."""
     seeds: tuple[int, ...]
-    """None of them is a seed of the study itself."""
+    """Seeds of the tuning runs; none of them is a seed of the study itself."""
     budget: float
     own: dict[str, dict[str, tuple[Any, ...]]] = field(default_factory=dict)
-    """Method → further settings that it alone has, and their values: its grid is wider by these."""
+    """Method → further settings and values for its grid alone."""
 
 
 @dataclass(frozen=True)
@@ -45,48 +45,48 @@ class Task:
     """One task of a study, with the policy that its runs start from."""
 
     name: str
-    """Empty in a study of one task that names none."""
+    """Name of the task; empty in a study of one task that names none."""
     settings: Settings
-    """What it changes in the recipe: the warm start (hf-checkpoint), prompts, verifier."""
+    """Changes to the recipe: the warm start (hf-checkpoint), prompts, verifier."""
     kind: str = ""
-    """What it is there for, in words."""
+    """Purpose of the task, in words."""
     warm_start: Settings = field(default_factory=dict)
-    """How its warm start was made; for the reader, no run uses it."""
+    """Settings that made the warm start; for the reader, no run uses them."""
     skill: float | None = None
-    """Comparison skill of the warm start, as measured: how much more often than another try a correction
-    that is shown a correct reference succeeds."""
+    """Measured comparison skill of the warm start: how much more often a correction that is shown a correct
+    reference succeeds than another try."""
 
 
 @dataclass(frozen=True)
 class Study:
-    """What is compared, and at which cost."""
+    """The methods to compare, and the budget for each run."""
 
     name: str
     methods: dict[str, Settings]
-    """What each method changes in the recipe."""
+    """Method → its changes to the recipe."""
     baseline: str
-    """The method that the others are compared with."""
+    """Method that the others are compared with."""
     budget: float
-    """What every run may spend, in `budget_unit`; evaluation is free."""
+    """Budget of every run, in `budget_unit`; evaluation is free."""
     budget_unit: str = "accelerator-seconds"
     seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
     recipe: Path | None = None
-    """What all methods start from."""
+    """Recipe that all methods start from."""
     common: Settings = field(default_factory=dict)
-    """What the study changes in it for all."""
+    """Changes to that recipe for all methods."""
     threshold: float = 0.75
     """Training reward whose cost is compared."""
     processes: int = 1
-    """Trainer processes of a run."""
+    """Trainer processes per run."""
     run_timeout: float = 1800.0
     """Seconds after which a run is ended and counted as failed."""
     tune: Tuning | None = None
     tasks: tuple[Task, ...] = (Task("", {}),)
     pilot_seeds: tuple[int, ...] = ()
-    """Seeds of runs of the baseline, before all others of the same budget, whose spread tells how many seeds
+    """Seeds for runs of the baseline, before all others of the same budget. Their spread tells how many seeds
     the study needs."""
     confirm_seeds: tuple[int, ...] = ()
-    """Fresh seeds by which the baseline and what beat it are run again."""
+    """Fresh seeds for running the baseline again, with the methods that beat it."""
 
 
 @dataclass(frozen=True)
@@ -99,22 +99,22 @@ class PlannedRun:
     arguments: tuple[str, ...]
     """The flags of megatron_ibpo.commands.train."""
     config: str
-    """The resolved configuration, by which a finished run is known again."""
+    """Resolved configuration, for recognising a finished run."""
     budget: float
     setting: Settings = field(default_factory=dict)
-    """What is tuned, and its values."""
+    """Tuned settings and their values."""
     task: str = ""
     phase: Phase = "main"
 
     @property
     def label(self) -> str:
-        """What it is called on the way."""
+        """Name of the run in progress messages."""
         values = [f"{key} {value}" for key, value in self.setting.items()]
         return ", ".join([*filter(None, [self.task]), self.method, f"seed {self.seed}", *values])
 
 
 def grid_points(tuning: Tuning, method: str) -> list[Settings]:
-    """Every combination of the values that a method is tried with."""
+    """Return every combination of a method's grid."""
     grid = tuning.grid | tuning.own.get(method, {})
     return [dict(zip(grid, values, strict=True)) for values in product(*grid.values())]
 
@@ -125,7 +125,7 @@ def point_name(point: Settings) -> str:
 
 
 def plan_tuning(study: Study, directory: Path) -> list[PlannedRun]:
-    """The runs that tune each method on each task; none if the study tunes nothing.
+    """Return the runs that tune each method on each task; none if the study tunes nothing.
 
     Raises:
         ConfigError: a method's settings cannot work.
@@ -144,10 +144,10 @@ def plan_tuning(study: Study, directory: Path) -> list[PlannedRun]:
 def plan_point(
     study: Study, directory: Path, task: Task, method: str, point: Settings, seeds: Sequence[int]
 ) -> list[PlannedRun]:
-    """The runs that try one combination.
+    """Return the runs that try one combination.
 
     Raises:
-        ConfigError: it cannot work.
+        ConfigError: the combination cannot work.
     """
     assert study.tune is not None
     parent = _of_task(directory / "tuning", task) / method / point_name(point)
@@ -155,7 +155,7 @@ def plan_point(
 
 
 Chosen = Mapping[tuple[str, str], Settings]
-"""(task, method) → what tuning found for it."""
+"""(task, method) → settings found by tuning."""
 
 
 def plan_runs(
@@ -166,7 +166,7 @@ def plan_runs(
     methods: Sequence[str],
     chosen: Chosen | None = None,
 ) -> list[PlannedRun]:
-    """The runs of a phase, seed by seed, so that a study cut short has whole seeds.
+    """Return the runs of a phase, seed by seed, so that a study cut short has whole seeds.
 
     Raises:
         ConfigError: a method's settings cannot work.
@@ -190,7 +190,7 @@ def plan_runs(
 
 
 def plan_main(study: Study, directory: Path, chosen: Chosen | None = None) -> list[PlannedRun]:
-    """The runs that are compared.
+    """Return the runs that are compared.
 
     Raises:
         ConfigError: a method's settings cannot work.
@@ -211,16 +211,16 @@ def _planned(
     parent: Path,
     tuned: Settings,
 ) -> list[PlannedRun]:
-    """Runs that differ by their seed alone."""
+    """Return runs that differ only by their seed."""
     assert study.tune is not None or phase != "tuning"
     budget = study.tune.budget if study.tune is not None and phase == "tuning" else study.budget
     settings: Settings = {} if phase == "tuning" else {"eval-other-temperatures": OTHER_TEMPERATURES}
     settings |= {**study.common, **task.settings, **study.methods[method], **tuned}
     settings |= {"budget": budget, "budget-unit": study.budget_unit}
     if phase == "tuning":
-        settings["eval-interval"] = None  # judged by its end alone
+        settings["eval-interval"] = None  # only the end is judged
     if study.tune is not None or study.pilot_seeds:
-        # what is chosen must not be chosen on the problems by which it is judged
+        # settings must not be chosen on the problems that judge them
         settings["eval-half"] = "tuning" if phase in ("tuning", "pilot") else "test"
     parent.mkdir(parents=True, exist_ok=True)
     runs: list[PlannedRun] = []
@@ -234,7 +234,7 @@ def _planned(
         recipes = (*base, "--config", str(recipe))
         if config is None:
             where = f"task {task.name}, method {method}" if task.name else f"method {method}"
-            # without its only flag, the run's directory, it is read ten times as fast
+            # parsing is ten times as fast without flags, so the run's directory is set below
             config = _checked(recipes, where)
         config.run.seed = config.data.data_seed = seed
         config.run.run_dir = path_of_user(directory)

@@ -1,9 +1,9 @@
-"""How many seeds a comparison needs to see a difference, from the spread that a pilot shows.
+"""Number of seeds that a comparison needs to detect a difference, from the spread in a pilot.
 
-The test is the paired t test over seeds. With n seeds and a difference d whose spread over seeds is σ it
-finds something with the chance that Student's noncentral t of n - 1 degrees of freedom and noncentrality
-d √n / σ lies beyond the critical value (Cohen, Statistical Power Analysis for the Behavioral Sciences, 2nd
-ed. 1988, chapter 2).
+The test is the paired t test over seeds. With n seeds and a difference d whose spread over seeds is σ, its
+power is the probability that Student's noncentral t of n - 1 degrees of freedom and noncentrality d √n / σ
+lies beyond the critical value (Cohen, Statistical Power Analysis for the Behavioral Sciences, 2nd ed. 1988,
+chapter 2).
 """
 
 import math
@@ -14,42 +14,42 @@ import numpy as np
 from scipy import stats
 
 POWER = 0.8
-"""Chance to see the difference where it is there."""
+"""Probability of detecting a difference that exists."""
 LEVEL = 0.05
-"""Two-sided chance to see one where there is none, over all methods together."""
+"""Two-sided probability of detecting a difference that does not exist, over all methods together."""
 TWO_POINTS = 0.02
-"""The difference that a comparison is to see."""
+"""Difference that a comparison should detect."""
 MOST_SEEDS = 10_000
 
 
 @dataclass(frozen=True)
 class PowerAnalysis:
-    """What a pilot says of a comparison that is to come."""
+    """Predictions from a pilot about a coming comparison."""
 
     source: str
-    """Which runs the spread is from."""
+    """Runs that the spread is estimated from."""
     spread: float
     """Standard deviation over seeds of the difference of two methods' accuracies."""
     degrees_of_freedom: int
-    """Of its estimate."""
+    """Degrees of freedom of that estimate."""
     spread_at_most: float
     """Upper end of its one-sided 80 % interval: a pilot of few runs may have looked calm by luck."""
     difference: float
-    """That is to be seen, as a share of the problems."""
+    """Difference to detect, as a share of the problems."""
     level: float
-    """Of one test: the least favourable of Holm's."""
+    """Level of one test: the least favourable of Holm's."""
     needed: int
-    """Seeds with which it is seen with a chance of .8."""
+    """Seeds that detect it with probability .8."""
     needed_at_most: int
     """The same with `spread_at_most`."""
     seeds: int
-    """That the study has."""
+    """Seeds that the study has."""
     detectable: float
-    """The difference that these see with a chance of .8; infinite for one seed."""
+    """Difference that these detect with probability .8; infinite for one seed."""
 
 
 def power(difference: float, spread: float, seeds: int, level: float = LEVEL) -> float:
-    """Chance that a two-sided paired t test sees a difference.
+    """Return the probability that a two-sided paired t test detects a difference.
 
     Args:
         spread: standard deviation of the paired differences over seeds.
@@ -61,13 +61,13 @@ def power(difference: float, spread: float, seeds: int, level: float = LEVEL) ->
     degrees = seeds - 1
     critical = stats.t.ppf(1 - level / 2, degrees)
     shift = abs(difference) * math.sqrt(seeds) / spread
-    # scipy's nct loses its far lower tail, which is nothing beside the upper one
+    # scipy's nct gives NaN in its far lower tail, which is negligible beside the upper one
     below = np.nan_to_num(stats.nct.cdf(-critical, degrees, shift))
     return float(np.nan_to_num(stats.nct.sf(critical, degrees, shift), nan=1.0) + below)
 
 
 def seeds_needed(difference: float, spread: float, level: float = LEVEL) -> int:
-    """The fewest seeds with which `power` reaches .8; MOST_SEEDS where even these do not."""
+    """Return the fewest seeds for which `power` reaches .8; MOST_SEEDS if even these are too few."""
     few, many = 1, 2
     while power(difference, spread, many, level) < POWER:
         if many >= MOST_SEEDS:
@@ -80,7 +80,7 @@ def seeds_needed(difference: float, spread: float, level: float = LEVEL) -> int:
 
 
 def detectable(spread: float, seeds: int, level: float = LEVEL) -> float:
-    """The difference that so many seeds see with a chance of .8; infinite for one."""
+    """Return the difference that this number of seeds detects with probability .8; infinite for one."""
     if seeds < 2:
         return math.inf
     low, high = 0.0, spread
@@ -95,18 +95,18 @@ def detectable(spread: float, seeds: int, level: float = LEVEL) -> float:
 def analyse(
     groups: Sequence[Sequence[float]], *, paired: bool, seeds: int, tests: int, source: str
 ) -> PowerAnalysis | None:
-    """The analysis from the runs of a pilot.
+    """Return the analysis of a pilot's runs.
 
     Args:
-        groups: lists of values over seeds that differ by their seed alone. Their variances are pooled.
+        groups: lists of values that differ only by their seed. Their variances are pooled.
         paired: the values are differences of two methods on one seed. If not, they are accuracies of one
-            method, and the difference of two is taken to spread √2 times as much, as it does where the seed
-            brings both the same luck in nothing.
-        seeds: of the study.
-        tests: methods that are compared with the baseline.
+            method, and the difference of two is assumed to spread √2 times as much, as if the seed affected
+            both methods independently.
+        seeds: number of seeds of the study.
+        tests: number of methods that are compared with the baseline.
 
     Returns:
-        None where no group has two values.
+        None if no group has two values.
     """
     groups = [group for group in groups if len(group) > 1]
     degrees = sum(len(group) - 1 for group in groups)
@@ -131,7 +131,7 @@ def analyse(
 
 
 def in_words(found: PowerAnalysis) -> str:
-    """The analysis in a sentence or two."""
+    """Return the analysis in a sentence or two."""
     sees = "no difference, whatever its size" if math.isinf(found.detectable) else f"{found.detectable:.3f}"
     enough = found.seeds >= found.needed
     return (

@@ -1,4 +1,4 @@
-"""What came of the runs of a study: read from their directories, compared, as plain data."""
+"""Results of a study's runs: read from their directories, compared, as plain data."""
 
 import json
 import math
@@ -28,55 +28,55 @@ from megatron_ibpo.study.statistics import (
 
 _AT = re.compile(r"eval/[^/]+@([\d.]+)/accuracy")
 _STEPS = 5
-"""Whose mean is compared at equal steps."""
+"""Number of steps whose mean is compared at equal steps."""
 _METERED = ("gradient_snr", "gspo_gradient_snr", "gradient_variance", "gspo_gradient_variance")
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """One finished run: small enough to keep as data."""
+    """The results of one finished run, small enough to save as data."""
 
     method: str
     seed: int
     setting: dict[str, Any]
-    """What was tuned, and its value."""
+    """Tuned settings and their values."""
     samples_per_prompt: int
-    """G, the responses sampled for each prompt."""
+    """G, responses sampled per prompt."""
     steps: int
     spent: dict[str, float]
-    """accelerator_seconds, tokens and flops."""
+    """Totals of accelerator_seconds, tokens and flops."""
     accuracy: list[tuple[float, float]]
     """(spent, accuracy at temperature) of each evaluation."""
     greedy: float
     reward: list[tuple[float, float]]
     """(spent, mean training reward) of each step."""
     sequences_per_prompt: float
-    """Responses and corrections sampled for a prompt, on average: what to match G with."""
+    """Mean number of responses and corrections sampled per prompt, for choosing a G that matches."""
     solved: dict[int, float]
-    """Share of correct responses to each held-out problem, in the end."""
+    """Held-out problem → share of correct responses at the end."""
     gradient: dict[str, float]
-    """Means of what the gradient meter measured; empty without it."""
+    """Means of the gradient meter's measurements; empty without it."""
     task: str = ""
     lr: float | None = None
-    """Learning rate; None in results from before it was kept, as the following are."""
+    """Learning rate; None in results from before it was recorded, as for the fields below."""
     prompts_per_step: int | None = None
     """P."""
     other_accuracies: dict[str, float] = field(default_factory=dict)
-    """Temperature → accuracy in the end, of --eval-other-temperatures."""
+    """Temperature of --eval-other-temperatures → accuracy at the end."""
     seconds: float | None = None
-    """That the run took, start and evaluations included."""
+    """Duration of the run, start and evaluations included."""
     skill: float | None = None
-    """`comparison_skill` of the policy that it started from, where the run has measured it."""
+    """`comparison_skill` of the policy that the run started from, if the run measured it."""
     break_even: dict[str, Any] | None = None
-    """Where its corrections stand (`report.break_even`); None where it made none."""
+    """The corrections' position under the break-even law (`report.break_even`); None if there were none."""
 
 
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"""libyaml's, ten times as fast, where PyYAML was built with it: for what this package wrote itself."""
+"""libyaml's loader, ten times as fast, if PyYAML was built with it; for files that this package wrote."""
 
 
 def read_run(run: PlannedRun, unit: str, setting: dict[str, Any] | None = None) -> RunResult:
-    """Read what a finished run left.
+    """Read the results of a finished run.
 
     Raises:
         ValueError: its records are incomplete.
@@ -117,8 +117,8 @@ def read_run(run: PlannedRun, unit: str, setting: dict[str, Any] | None = None) 
 
 
 def comparison_skill(path: Path) -> float | None:
-    """How much more often a correction with a correct reference succeeds than another try, from a file that
-    `ibpo skill`, or a run before its first step, has left; None where that was asked of too few.
+    """Return how much more often a correction with a correct reference succeeds than another try. The file is
+    from `ibpo skill`, or from a run before its first step. None if too few prompts allowed the measurement.
 
     Raises:
         OSError, ValueError, TypeError, KeyError: it is no such file.
@@ -129,10 +129,10 @@ def comparison_skill(path: Path) -> float | None:
 
 
 def compare(study: Study, results: Sequence[RunResult]) -> list[dict[str, Any]]:
-    """One line of the table for each task and method that have runs, baseline first.
+    """Return one line of the table for each task and method with runs, baseline first.
 
     Methods are compared over the seeds that they and the baseline both have. Costs that were never reached
-    are infinite; a ratio of medians over seeds is given where both are finite.
+    are infinite; the ratio of medians over seeds is given if both are finite.
 
     Raises:
         ValueError: the baseline has no runs, or runs of a task were tested on different problems.
@@ -144,8 +144,8 @@ def compare(study: Study, results: Sequence[RunResult]) -> list[dict[str, Any]]:
 
 
 def compare_overall(study: Study, results: Sequence[RunResult]) -> list[dict[str, Any]]:
-    """One line for each method over all tasks: the mean of its accuracies on them, over the seeds with which
-    it and the baseline have run on every task. Empty where the study has one task."""
+    """Return one line per method over all tasks: the mean of its accuracies on them, over the seeds for which
+    it and the baseline have run on every task. Empty if the study has one task."""
     if len(study.tasks) < 2:
         return []
     means = {name: _mean_over_tasks(study, name, results) for name in study.methods}
@@ -172,11 +172,11 @@ def compare_overall(study: Study, results: Sequence[RunResult]) -> list[dict[str
 
 
 def compare_at_equal_steps(study: Study, results: Sequence[RunResult]) -> list[dict[str, Any]]:
-    """Mean training reward of the same five steps for every task and method, with intervals over seeds: what
-    a step brings, whatever it costs.
+    """Return the mean training reward of the same five steps for every task and method, with intervals over
+    seeds: the effect of a step, whatever it costs.
 
     The last of these steps is one that the baseline and at least half of all methods have reached with every
-    seed. A method that has had fewer is given without a reward.
+    seed. A method with fewer steps is listed without a reward.
     """
     lines: list[dict[str, Any]] = []
     for task in study.tasks:
@@ -203,12 +203,12 @@ def compare_at_equal_steps(study: Study, results: Sequence[RunResult]) -> list[d
 def dose_response(
     study: Study, results: Sequence[RunResult], lines: Sequence[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """For every method the difference from the baseline on each task, by the comparison skill of the task's
-    warm start: as the study gives it, else the mean over what runs have measured before their first step.
-    Empty unless warm starts of two skills were compared.
+    """Return every method's difference from the baseline on each task, by the comparison skill of the task's
+    warm start. The skill is the study's, otherwise the mean of the runs' measurements before their first
+    step. Empty unless warm starts of two skills were compared.
 
     Args:
-        lines: of `compare`.
+        lines: result of `compare`.
     """
     skills: dict[str, float] = {}
     for task in study.tasks:
@@ -241,7 +241,7 @@ def _of_task(study: Study, task: str, results: Sequence[RunResult]) -> list[dict
 
 
 def _adjust(lines: Sequence[dict[str, Any]], p_of: Callable[[dict[str, Any]], float]) -> None:
-    """Put the p of the paired t test, adjusted over the methods, beside it."""
+    """Add the p of the paired t test, adjusted over the methods, to each line."""
     tested = [line for line in lines if "difference" in line]
     for line, p in zip(tested, holm([p_of(line) for line in tested]), strict=True):
         line["difference"]["holm_p"] = p
@@ -260,14 +260,14 @@ def _baseline_first(study: Study) -> list[str]:
 
 
 def _mean_over_tasks(study: Study, method: str, results: Sequence[RunResult]) -> dict[int, float]:
-    """By seed, of those that have run on every task."""
+    """Return the mean accuracy by seed, for seeds that have run on every task."""
     runs = [_by_method(task.name, results).get(method, {}) for task in study.tasks]
     seeds = set.intersection(*(set(of_task) for of_task in runs))
     return {seed: fmean(of_task[seed].accuracy[-1][1] for of_task in runs) for seed in sorted(seeds)}
 
 
 def _rewards(runs: dict[int, RunResult], last: int) -> dict[int, float]:
-    """By seed: the mean training reward of the steps up to the `last`."""
+    """Return the mean training reward of the last steps up to `last`, by seed."""
     return {seed: fmean(r for _, r in run.reward[last - _STEPS : last]) for seed, run in runs.items()}
 
 
@@ -318,7 +318,7 @@ def _line(
 
 
 def _matrix(runs: Sequence[RunResult]) -> np.ndarray:
-    """[seeds, problems]"""
+    """Return outcomes [seeds, problems]."""
     problems = sorted(runs[0].solved)
     if any(sorted(run.solved) != problems for run in runs):
         raise ValueError("the runs were not tested on the same problems")

@@ -1,4 +1,4 @@
-"""The runs of a study as child processes: each with a time-out and an end, finished ones known again."""
+"""The runs of a study as child processes, each with a time-out; finished runs are recognised."""
 
 import json
 import multiprocessing
@@ -23,7 +23,7 @@ from megatron_ibpo.report import read_rows
 from megatron_ibpo.study.plan import PlannedRun, Study
 
 Program = Callable[[Sequence[str]], int]
-"""What a child runs (`commands.train.main`): given the flags of a run, it returns the exit status."""
+"""Entry point of a child (`commands.train.main`): takes the flags of a run and returns the exit status."""
 PRELOADED = [
     __name__,
     "megatron_ibpo.run.in_one_process",
@@ -31,23 +31,23 @@ PRELOADED = [
     "megatron_ibpo.report.run_curves",
     "transformers.tokenization_utils_tokenizers",
 ]
-"""Imported once, in the process that all children are forked from: seven seconds of each run's start."""
+"""Modules imported once, in the process that all children are forked from; saves seven seconds at each run's
+start."""
 LOOK_EVERY_S = 2.0
 GRACE_S = 30.0
-"""Seconds in which a child may finish its step after the first signal, and in which it must end after the
-second."""
+"""Seconds for a child to finish its step after the first signal, and again to end after the second."""
 
 Outcome = Literal["finished", "failed", "timed out", "stopped"]
 
 
 def summary(run: PlannedRun) -> dict[str, Any] | None:
-    """The summary that the run left; None where it left none."""
+    """Return the summary that the run left, or None."""
     path = run.directory / "summary.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
 def is_finished(run: PlannedRun) -> bool:
-    """Whether this very run was completed before.
+    """Return whether this very run was completed before.
 
     Raises:
         ConfigError: its directory holds a finished run with another configuration.
@@ -77,22 +77,22 @@ def execute(
     show: Callable[[dict[str, Any]], None],
     stop: threading.Event,
 ) -> Outcome:
-    """Run it from its start; what an interrupted attempt left is removed.
+    """Run it from its start, after removing the remains of an interrupted attempt.
 
-    Its output goes to a .log file next to its directory. However this function is left, the child and all it
-    started have ended.
+    Its output goes to a .log file next to its directory. The child and all its processes have ended when this
+    function returns or raises.
 
     Args:
-        show: given the newest row of the run's metrics from time to time.
-        stop: once it is set, the run is ended.
+        show: called from time to time with the newest row of the run's metrics.
+        stop: ends the run once it is set.
     """
     if run.directory.exists():
         shutil.rmtree(run.directory)
     run.directory.parent.mkdir(parents=True, exist_ok=True)
     _planned_path(run).write_text(run.config, encoding="utf-8")
-    # last, so that the study's number of processes wins over a recipe's
+    # last, so that the study's number of processes overrides a recipe's
     arguments = [*run.arguments, "--num-trainers", str(study.processes)]
-    # read when the process starts that all children are forked from
+    # read when the process starts from which all children are forked
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     server = multiprocessing.get_context("forkserver")
     server.set_forkserver_preload(PRELOADED)
@@ -108,11 +108,11 @@ def execute(
 
 
 def _in_child(program: Program, arguments: list[str], log: Path) -> None:
-    os.setsid()  # the child and all it starts can be signalled together
+    os.setsid()  # so that the child and all its processes can be signalled together
     with log.open("wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    sys.argv = ["megatron_ibpo.commands.train", *arguments]  # what the run notes as its command
+    sys.argv = ["megatron_ibpo.commands.train", *arguments]  # recorded by the run as its command
     sys.exit(program(arguments))
 
 
@@ -121,7 +121,7 @@ def _planned_path(run: PlannedRun) -> Path:
 
 
 def _wait(child: ForkServerProcess, timeout: float, look: Callable[[], None], stop: threading.Event) -> bool:
-    """Whether the child ended by itself before the time-out, and before it was to stop."""
+    """Return whether the child ended by itself before the time-out and before `stop` was set."""
     deadline = time.monotonic() + timeout
     while (left := deadline - time.monotonic()) > 0 and not stop.is_set():
         child.join(min(LOOK_EVERY_S, left))
@@ -132,7 +132,7 @@ def _wait(child: ForkServerProcess, timeout: float, look: Callable[[], None], st
 
 
 def _end(child: ForkServerProcess) -> None:
-    """Ask the child to stop, ask it to stop at once, then make it."""
+    """Ask the child to stop, ask it to stop at once, then kill it."""
     assert child.pid is not None
     for _ in range(2):
         if child.exitcode is None:
@@ -140,7 +140,7 @@ def _end(child: ForkServerProcess) -> None:
                 os.killpg(child.pid, signal.SIGINT)
             child.join(GRACE_S)
     end_group(child.pid)
-    child.kill()  # where it did not come to have a group of its own
+    child.kill()  # in case it did not get its own group
     child.join(GRACE_S)
 
 

@@ -1,4 +1,4 @@
-"""Several runs of a study at a time, each a child process of a thread of its own."""
+"""Several runs of a study at a time, each a child process of its own thread."""
 
 import threading
 import time
@@ -23,15 +23,15 @@ def run_all(
     parallel: int,
     at_most: int | None = None,
 ) -> int:
-    """Run those that are not finished, `parallel` at a time, in their order; how many were run.
+    """Run the unfinished runs in their order, `parallel` at a time, and return how many were run.
 
-    However this is left, the children and all they started have ended.
+    The children and all their processes have ended when this function returns or raises.
 
     Args:
-        at_most: so many; all when None.
+        at_most: limit of runs; None: all.
 
     Raises:
-        ConfigError: a directory holds a finished run with other settings; before anything is run.
+        ConfigError: a directory holds a finished run with other settings; found before anything is run.
     """
     open_runs = [run for run in runs if not is_finished(run)][:at_most]
     stop = threading.Event()
@@ -51,7 +51,7 @@ def run_all(
                     soft_wrap=True,
                 )
         except BaseException:
-            stop.set()  # those under way end themselves; the others must not begin
+            stop.set()  # running ones end themselves; the others must not begin
             pool.shutdown(cancel_futures=True)
             raise
     return len(open_runs)

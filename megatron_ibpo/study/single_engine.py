@@ -1,4 +1,4 @@
-"""An engine in a process of its own, without Ray and trainers, for instruments that ask one policy."""
+"""An engine in its own process, without Ray and trainers, for instruments that sample from one policy."""
 
 from contextlib import ExitStack
 from pathlib import Path
@@ -10,7 +10,7 @@ from megatron_ibpo.models import read_hf_config
 
 
 def open_engine(config: Config, hf_dir: Path, stack: ExitStack) -> Engine:
-    """An engine that keeps the weights it starts with."""
+    """Start an engine that keeps its initial weights."""
     import torch
 
     on_gpu = torch.cuda.is_available()

@@ -1,4 +1,5 @@
-"""The skill of a checkpoint: it answers held-out prompts of a task and corrects its own wrong answers."""
+"""Measurement of a checkpoint's skill: it answers held-out prompts of a task and corrects its own wrong
+answers."""
 
 from contextlib import ExitStack
 from dataclasses import replace
@@ -19,15 +20,16 @@ from megatron_ibpo.study.single_engine import open_engine
 def skill_of_checkpoint(
     config: Config, scratch: Path, *, prompts: int, targets: int, seed: int
 ) -> dict[str, Any]:
-    """`operator_skill` of the policy of config.model.hf_checkpoint, on held-out prompts of the recipe's task.
+    """Return `operator_skill` of the policy in config.model.hf_checkpoint, on held-out prompts of the
+    recipe's task.
 
     Args:
-        scratch: for the engine's logs.
-        prompts: that are answered, each by a group as in training.
-        targets: wrong responses of each group that are corrected, at most.
+        scratch: directory for the engine's logs.
+        prompts: number of prompts, each answered by a group as in training.
+        targets: most wrong responses per group to correct.
 
     Raises:
-        ValueError: a checkpoint or task that does not serve.
+        ValueError: an unsuitable checkpoint or task.
         EngineError: the engine did not start or died.
     """
     hf_dir = config.model.hf_checkpoint

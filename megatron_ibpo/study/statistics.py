@@ -1,8 +1,8 @@
-"""What a comparison of methods may say: intervals and tests over seeds and held-out problems.
+"""Statistics of a comparison of methods: intervals and tests over seeds and held-out problems.
 
-Every method is trained with the same seeds and tested on the same problems, so outcomes form a matrix
-[seeds, problems] per method, and two methods are paired entry by entry. Both seeds and problems are samples,
-so both are resampled; a problem is drawn for all seeds at once, as it is asked of all.
+Every method is trained with the same seeds and tested on the same problems, so outcomes form a matrix [seeds,
+problems] per method, and two methods are paired entry by entry. Both seeds and problems are samples, so both
+are resampled. A problem is drawn for all seeds at once, because all seeds are tested on it.
 """
 
 import math
@@ -17,7 +17,7 @@ Array = npt.NDArray[np.float64]
 
 RESAMPLES = 4000
 PICKED_AT_ONCE = 2**22
-"""Values in memory at one time: 32 MB."""
+"""Most values in memory at one time: 32 MB."""
 LEVEL = 0.95
 
 
@@ -35,30 +35,30 @@ class OverSeeds(Estimate):
     """A mean over seeds, its interval by Student's t, and the test that it is 0."""
 
     p: float
-    """Two-sided; NaN for one seed, which has no spread."""
+    """Two-sided p; NaN for one seed, which has no spread."""
     spread: float
-    """Standard deviation over seeds; NaN for one."""
+    """Standard deviation over seeds; NaN for one seed."""
 
 
 @dataclass(frozen=True)
 class Difference(Estimate):
-    """How much more one method reaches than another, paired."""
+    """Paired difference of two methods."""
 
     over_seeds: OverSeeds
     """The difference of each seed's mean, with the paired t test."""
     bootstrap_p: float
-    """Two-sided p of no difference: twice the share of resamples on the other side of 0. It sees no more than
-    the seeds that there are, and with few of them it is far too small: never alone as evidence."""
+    """Two-sided p of no difference: twice the share of resamples on the other side of 0. It depends only on
+    the seeds at hand, and with few of them it is far too small: never use it alone as evidence."""
     bootstrap_floor: float
-    """The smallest p that so many resamples can give."""
+    """Smallest p that this number of resamples can give."""
     sign_flip_p: float
-    """Two-sided and exact p over seeds alone: with no difference, each seed's sign is a toss of a coin."""
+    """Two-sided and exact p over seeds alone. With no difference, each seed's sign is a coin toss."""
     sign_flip_floor: float
-    """The smallest p that so many seeds can give: 2 / 2^seeds."""
+    """Smallest p that this number of seeds can give: 2 / 2^seeds."""
 
 
 def mean_with_interval(solved_SP: Array) -> Estimate:
-    """Mean accuracy and its interval over seeds and problems.
+    """Return the mean accuracy and its interval over seeds and problems.
 
     Args:
         solved_SP: share of correct responses of each seed's run on each problem; NaN where unknown. With one
@@ -72,10 +72,10 @@ def mean_with_interval(solved_SP: Array) -> Estimate:
 
 
 def paired_difference(method_SP: Array, baseline_SP: Array) -> Difference:
-    """Method minus baseline, same seeds and problems in the same order.
+    """Return method minus baseline, with the same seeds and problems in the same order.
 
     Raises:
-        ValueError: the two are not of one shape, or there are fewer than two problems.
+        ValueError: the shapes differ, or there are fewer than two problems.
     """
     if method_SP.shape != baseline_SP.shape:
         raise ValueError(f"not paired: {method_SP.shape} outcomes against {baseline_SP.shape}")
@@ -96,12 +96,13 @@ def paired_difference(method_SP: Array, baseline_SP: Array) -> Difference:
 
 
 def over_seeds(values_S: Array | Sequence[float]) -> OverSeeds:
-    """Mean of one value for each seed, with Student's t: of paired differences this is the paired t test."""
+    """Return the mean of one value per seed, with Student's t. For paired differences this is the paired t
+    test."""
     values_S = np.asarray(values_S, dtype=np.float64)
     mean = float(values_S.mean())
     if len(values_S) < 2:
         return OverSeeds(mean, math.nan, math.nan, math.nan, math.nan)
-    if np.ptp(values_S) < 1e-9:  # equal but for rounding: scipy warns of it, or gives no number
+    if np.ptp(values_S) < 1e-9:  # equal up to rounding: scipy warns, or returns NaN
         return OverSeeds(mean, mean, mean, float(abs(mean) < 1e-9), 0.0)
     found = stats.ttest_1samp(values_S, 0.0)
     interval = found.confidence_interval(LEVEL)
@@ -110,9 +111,8 @@ def over_seeds(values_S: Array | Sequence[float]) -> OverSeeds:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """p values of several tests, adjusted so that together they find something where nothing is as seldom as
-    one would: Holm's step-down (Scandinavian Journal of Statistics 6, 1979, 65-70). NaN stays NaN and counts
-    as no test."""
+    """Adjust the p values of several tests so that together they have the false-positive rate of one: Holm's
+    step-down (Scandinavian Journal of Statistics 6, 1979, 65-70). NaN stays NaN and counts as no test."""
     adjusted = [math.nan] * len(p_values)
     order = sorted((i for i, p in enumerate(p_values) if not math.isnan(p)), key=lambda i: p_values[i])
     largest = 0.0
@@ -123,7 +123,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def shown_p(p: float, floor: float | None = None) -> str:
-    """A p for a reader: `≤ FLOOR` where the method can give no smaller one, – where there is none."""
+    """Return a p for display: `≤ FLOOR` at the smallest p that the method can give, – if there is none."""
     if math.isnan(p):
         return "–"
     if floor is not None and p <= floor:
@@ -132,7 +132,7 @@ def shown_p(p: float, floor: float | None = None) -> str:
 
 
 def _resample(values_SP: Array) -> tuple[float, float, Array]:
-    """(low, high, resampled means) of the mean over resampled seeds and problems."""
+    """Return (low, high, resampled means) of the mean over resampled seeds and problems."""
     seeds, problems = values_SP.shape
     if problems < 2:
         raise ValueError(f"an interval over problems needs two of them, there is {problems}")
@@ -140,7 +140,7 @@ def _resample(values_SP: Array) -> tuple[float, float, Array]:
     samples = (np.arange(seeds), np.arange(problems)) if seeds > 1 else (np.arange(problems),)
 
     def means(*chosen: npt.NDArray[np.int64], axis: int) -> Array:
-        """Return the mean of each resample, of which `chosen` has the numbers along its last axis."""
+        """Return the mean of each resample; the last axis of `chosen` holds its numbers."""
         problem_numbers = np.atleast_2d(chosen[-1])
         seed_numbers = np.atleast_2d(chosen[0]) if seeds > 1 else np.zeros((len(problem_numbers), 1), int)
         parts = -(-len(problem_numbers) * values_SP.size // PICKED_AT_ONCE)
@@ -166,8 +166,8 @@ def _resample(values_SP: Array) -> tuple[float, float, Array]:
 
 
 def sign_flip_p(method_S: Array, baseline_S: Array) -> float:
-    """Two-sided p of no difference of the means of paired values: each pair's order is a toss of a coin.
-    Exact up to 16 pairs, of 65,536 random tosses beyond."""
+    """Return the two-sided p of equal means of paired values, with each pair's order as a coin toss. Exact up
+    to 16 pairs, from 65,536 random tosses beyond."""
     if len(method_S) < 2:
         return 1.0
     found = stats.permutation_test(
@@ -176,25 +176,25 @@ def sign_flip_p(method_S: Array, baseline_S: Array) -> float:
         permutation_type="samples",
         vectorized=True,
         n_resamples=2**16,  # exact up to 16 pairs
-        batch=2**10,  # or thousands of pairs would take gigabytes
+        batch=2**10,  # otherwise thousands of pairs would take gigabytes
         rng=np.random.default_rng(0),
     )
     return float(found.pvalue)
 
 
 def running_mean(values: Sequence[float], window: int) -> np.ndarray:
-    """Means of every `window` values in a row."""
+    """Return the means of every `window` consecutive values."""
     return np.convolve(values, np.ones(window) / window, mode="valid")
 
 
 def cost_to_reach(
     threshold: float, spent: Sequence[float], values: Sequence[float], window: int = 5
 ) -> float:
-    """What was spent when the mean of the last `window` values first reached `threshold`; infinite if it
-    never did. Between two steps it is interpolated.
+    """Return the amount spent when the mean of the last `window` values first reached `threshold`; infinite
+    if it never did. Interpolates between two steps.
 
     Args:
-        spent: running total with each value, ascending.
+        spent: running total at each value, ascending.
     """
     if len(values) < window:
         return math.inf

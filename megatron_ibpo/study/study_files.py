@@ -1,4 +1,4 @@
-"""Studies as files: YAML in, `Study` out."""
+"""Reading studies from YAML files."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields, replace
@@ -54,7 +54,7 @@ _OF_STUDY: dict[str, Kind] = {
     "pilot_seeds": _SEEDS,
     "confirm_seeds": _SEEDS,
 }
-"""Kind of value that each key of a study must hold."""
+"""Key of a study → the kind of value that it must hold."""
 _OF_TUNING: dict[str, Kind] = {"grid": _MAPPING, "seeds": _SEEDS, "budget": _NUMBER, "own": _MAPPING}
 
 LONGEST_NAME = 200
@@ -69,12 +69,12 @@ def read_study(
     only: Sequence[str] = (),
     tasks: Sequence[str] = (),
 ) -> Study:
-    """The study of one file with `methods`, or of several recipes, each of which is a method.
+    """Read a study from one file with `methods`, or from several recipes that are a method each.
 
     Args:
-        overrides: fields of `Study` that win over the file's; with recipes they must give the budget and the
+        overrides: fields of `Study` that override the file's; with recipes they must give the budget and the
             baseline.
-        add: further methods, as `method_settings` takes them.
+        add: further methods, in the forms of `method_settings`.
         only: names of methods to compare with the baseline; all if empty.
         tasks: names of tasks to run; all if empty.
 
@@ -124,15 +124,15 @@ def read_study(
 
 
 def method_settings(given: Settings | str | None) -> Settings:
-    """What a method changes in the recipe.
+    """Return the settings by which a method changes the recipe.
 
     Args:
         given: settings; or the path of a recipe; or an import path module:NAME of settings, of an operator
-            (--ibpo-operator), or, on GSPO, of a function: of rewards it is an estimator (--advantages), of
-            groups, advantages and context a token credit (--token-credit).
+            (--ibpo-operator), or, on GSPO, of a function: one of rewards is an estimator (--advantages), one
+            of groups, advantages and context a token credit (--token-credit).
 
     Raises:
-        ConfigError: there is no such recipe, or the import path leads to nothing of the kind.
+        ConfigError: there is no such recipe, or the import path leads to none of these.
     """
     if given is None or isinstance(given, Mapping):
         return dict(given or {})
@@ -193,7 +193,7 @@ def _check(study: Study, path: Path) -> None:
 
 
 def _bad_names(study: Study) -> list[str]:
-    """Say which names cannot be those of directories within the study's own."""
+    """Return an error for each name that cannot be a directory within the study's own."""
     points = [] if study.tune is None else [p for m in study.methods for p in grid_points(study.tune, m)]
     named = [("method", name) for name in study.methods]
     named += [("task", task.name) for task in study.tasks if task.name]
@@ -212,10 +212,10 @@ def _names_a_directory(name: str) -> bool:
 
 
 def _of_kinds(raw: Mapping[str, Any], kinds: Mapping[str, Kind], where: str) -> dict[str, Any]:
-    """Return what is given, without keys that hold nothing.
+    """Return the given values, without empty keys.
 
     Raises:
-        ConfigError: something is not of its kind.
+        ConfigError: a value is not of its kind.
     """
     given = {key: value for key, value in raw.items() if value is not None}
     for key, (words, fits) in kinds.items():
@@ -248,7 +248,7 @@ def _grid(raw: Any, path: Path) -> dict[str, tuple[Any, ...]]:
 
 
 def _number(value: Any) -> Any:
-    """YAML 1.1 reads 3e-4 as text."""
+    """Return text that is a number as a number; YAML 1.1 reads 3e-4 as text."""
     try:
         return float(value) if isinstance(value, str) else value
     except ValueError:
@@ -277,7 +277,7 @@ def _task(name: str, raw: Any, path: Path) -> Task:
 
 
 def _skill(given: Any, where: str) -> float | None:
-    """A number, or the file that `ibpo skill --save` wrote."""
+    """Return a number, or the skill from a file that `ibpo skill --save` wrote."""
     if given is None or isinstance(given, int | float):
         return given
     try:

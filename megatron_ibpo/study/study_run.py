@@ -30,10 +30,11 @@ from megatron_ibpo.study.side_by_side import run_all
 from megatron_ibpo.study.tuning import Choice, Tried, beyond, choose
 
 OVERHEAD_S = 40.0
-"""Seconds that a run is assumed to take on top of its budget (start, evaluation) before one was seen."""
+"""Seconds that a run is assumed to take on top of its budget (start, evaluation) before any run was
+measured."""
 
 MOST_EXTENSIONS = 4
-"""By so many values a grid is extended, one after the other, while its best lies at an end."""
+"""Most values by which a grid is extended, one after the other, while its best lies at an end."""
 
 
 def conduct(
@@ -45,19 +46,19 @@ def conduct(
     parallel: int = 1,
     runs_at_most: int | None = None,
 ) -> bool:
-    """Run what is not finished yet, then write results.json, table.md, curves and page.html into `directory`.
+    """Run the unfinished runs, then write results.json, table.md, curves and page.html into `directory`.
 
     Args:
-        program: what a run is: training.
+        program: entry point of a run: training.
         parallel: runs at a time.
-        runs_at_most: stop after so many runs; the rest is for the next time.
+        runs_at_most: stop after this many runs; a later call continues with the rest.
 
     Returns:
-        whether every run of the study is finished.
+        True if every run of the study is finished.
 
     Raises:
-        ConfigError: a method's settings cannot work; found before anything is run. Or another process works
-            in the same directory, or seconds are to be compared of runs that share the machine.
+        ConfigError: a method's settings cannot work, found before anything is run; another process works in
+            the same directory; or seconds would be compared between runs that share the machine.
     """
     if parallel > 1 and study.budget_unit == "accelerator-seconds":
         raise ConfigError(
@@ -103,7 +104,7 @@ class _Conductor:
         if complete and study.confirm_seeds:
             again = self._confirmation(found, chosen)
             complete = self._run(again)
-            if complete:  # a part of it confirms nothing, and may have no run of the baseline
+            if complete:  # a part of it confirms nothing, and may lack runs of the baseline
                 found = replace(found, confirmation=self._results(again))
             main += again
         if not complete:
@@ -115,7 +116,7 @@ class _Conductor:
         return complete
 
     def _tune(self, planned: Sequence[PlannedRun]) -> list[Choice] | None:
-        """What each method was tuned to on each task; None while tuning is not finished."""
+        """Tune each method on each task and return the choices; None while tuning is not finished."""
         if not self._run(planned):
             return None
         of_method: dict[tuple[str, str], list[PlannedRun]] = {}
@@ -144,16 +145,16 @@ class _Conductor:
         return choose(task, method, tried)
 
     def _beyond(self, choice: Choice) -> list[PlannedRun]:
-        """The runs that extend the grid where the best lies at its edge."""
+        """Return the runs that extend the grid where the best lies at its edge."""
         return [run for point in beyond(choice).values() for run in self._possible(choice, point)]
 
     def _settled(self, choice: Choice) -> Choice:
-        """The choice without those edges beyond which no run is possible: there the axis ends by itself."""
+        """Return the choice without edges beyond which no run is possible, since the axis ends there."""
         edges = tuple(key for key, point in beyond(choice).items() if self._possible(choice, point))
         return replace(choice, at_edge=edges)
 
     def _possible(self, choice: Choice, point: Settings) -> list[PlannedRun]:
-        """The runs of a combination; none where its settings are refused."""
+        """Return the runs of a combination; none if its settings are refused."""
         assert self.study.tune is not None
         task = next(task for task in self.study.tasks if task.name == choice.task)
         try:
@@ -166,7 +167,7 @@ class _Conductor:
         return plan_runs(study, self.directory, "pilot", study.pilot_seeds, [study.baseline], chosen)
 
     def _power(self, pilot: Sequence[PlannedRun]) -> PowerAnalysis | None:
-        """From the baseline's accuracies in the pilot: of each seed, their mean over the tasks."""
+        """Analyse the baseline's accuracies in the pilot: for each seed, their mean over the tasks."""
         by_seed: dict[int, list[float]] = {}
         for result in self._results(pilot):
             by_seed.setdefault(result.seed, []).append(result.accuracy[-1][1])
@@ -180,7 +181,8 @@ class _Conductor:
         )
 
     def _confirmation(self, found: Findings, chosen: dict[tuple[str, str], Settings]) -> list[PlannedRun]:
-        """The baseline and what beat it, with fresh seeds; nothing where nothing did."""
+        """Return runs with fresh seeds of the baseline and the methods that beat it; none if no method
+        did."""
         better = winners(found)
         if not better:
             return []
@@ -193,8 +195,8 @@ class _Conductor:
         return [read_run(run, self.study.budget_unit, run.setting) for run in runs if is_finished(run)]
 
     def _run(self, runs: Sequence[PlannedRun]) -> bool:
-        """Run them; whether what follows can go on from them. A tuning run that failed for good (its summary
-        says so) is no candidate, and nothing waits for it."""
+        """Run them, and return whether later phases can build on them. A tuning run that failed for good, as
+        its summary says, is no candidate, and nothing waits for it."""
         ran = run_all(self.study, runs, self.program, self.console, parallel=self.parallel, at_most=self.left)
         if self.left is not None:
             self.left -= ran
@@ -230,7 +232,7 @@ def _tuned(choice: Choice) -> str:
 
 
 def _announcement(study: Study, runs: Sequence[PlannedRun]) -> str:
-    """What will be run and what it will cost."""
+    """Return the number of runs and their cost."""
     kinds = [(len(study.tasks), "task"), (len(study.methods), "method"), (len(study.seeds), "seed")]
     parts = [f"{study.name}: {' x '.join(counted(number, noun) for number, noun in kinds)}"]
     main = len(study.tasks) * len(study.methods) * len(study.seeds)
@@ -246,8 +248,8 @@ def _announcement(study: Study, runs: Sequence[PlannedRun]) -> str:
 
 
 def _rest(study: Study, runs: Sequence[PlannedRun]) -> str:
-    """What the runs that are not there yet will cost."""
-    # whether a main run has the settings that are tuned is known after tuning only
+    """Return the cost of the remaining runs."""
+    # tuning must end before it is known whether a main run has the tuned settings
     known = [(run, left["seconds_total"]) for run in runs if (left := summary(run)) is not None]
     open_runs = [run for run in runs if summary(run) is None]
     seconds = _predicted(study, known, open_runs)
@@ -261,8 +263,8 @@ def _rest(study: Study, runs: Sequence[PlannedRun]) -> str:
 def _predicted(
     study: Study, seen: Sequence[tuple[PlannedRun, float]], open_runs: Sequence[PlannedRun]
 ) -> float | None:
-    """Seconds for the open runs, from those that the others took; None where nothing tells how long so many
-    tokens or operations take."""
+    """Return the seconds for the open runs, estimated from the finished ones; None if nothing tells how long
+    this many tokens or operations take."""
     if study.budget_unit == "accelerator-seconds":
         extra = [seconds - run.budget / study.processes for run, seconds in seen]
         overhead = statistics.fmean(extra) if extra else OVERHEAD_S
@@ -275,7 +277,7 @@ def _predicted(
 
 @contextmanager
 def _alone(directory: Path) -> Iterator[None]:
-    """Two processes would run the same runs."""
+    """Lock the directory, since two processes would run the same runs."""
     with (directory / "lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""The tables of a comparison: as rows of text, and in Markdown."""
+"""Tables of a comparison, as rows of text and in Markdown."""
 
 import math
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ class Table:
 
 
 def tables(found: Findings, compared: Comparison) -> list[Table]:
-    """All that a study has something for, in the order of the page."""
+    """Return all tables that have rows, in the order of the page."""
     made = [_verdicts(found.study, compared), _overall(compared.overall)]
     for task in found.study.tasks:
         of_task = [line for line in compared.table if line["task"] == task.name]
@@ -33,7 +33,7 @@ def tables(found: Findings, compared: Comparison) -> list[Table]:
 
 
 def markdown(found: Findings, made: Sequence[Table]) -> str:
-    """Tables in Markdown, behind what the pilot said of the seeds."""
+    """Return the tables in Markdown, after the pilot's power analysis."""
     parts = [in_words(found.power)] if found.power is not None else []
     for table in made:
         rows = [table.header, ["---"] * len(table.header), *table.rows]

@@ -1,9 +1,9 @@
-"""What tuning chooses for a method on a task, and whether the grid was wide enough to choose from.
+"""The choice of tuned settings for a method on a task, and whether the grid was wide enough.
 
-A best value at the end of its axis says that a better one may lie beyond. So the grid is extended there by
-one value, as far from the last as that is from the one before, and again while the best is the last. A best
-that lies at the end after a number of values is taken, and marked: nothing is claimed of a method, or against
-a baseline, that was tuned so.
+A best value at the end of its axis suggests that a better one lies beyond. The grid is then extended there by
+one value, in the ratio of the last two, and again while the best is the last. If the best is still at the end
+after a number of extensions, it is taken and marked: no claim is made about a method, or against a baseline,
+that was tuned so.
 """
 
 from collections.abc import Sequence
@@ -21,26 +21,26 @@ class Tried:
     setting: Settings
     seed: int
     accuracy: float
-    """In the end, on the problems of tuning."""
+    """Final accuracy on the problems of tuning."""
     greedy: float
     steps: int
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What one method was tuned to on one task."""
+    """The settings chosen for one method on one task."""
 
     task: str
     method: str
     setting: Settings
-    """The combination with the highest mean accuracy; of equal ones the first."""
+    """Combination with the highest mean accuracy, the first of equal ones."""
     at_edge: tuple[str, ...]
     """Settings whose best value is the smallest or the largest that was tried."""
     tried: list[Tried]
 
 
 def choose(task: str, method: str, tried: Sequence[Tried]) -> Choice:
-    """The best combination of those that were tried; at least one."""
+    """Return the best of the combinations tried; needs at least one."""
     by_point: dict[tuple[tuple[str, Any], ...], list[float]] = {}
     for run in tried:
         by_point.setdefault(tuple(run.setting.items()), []).append(run.accuracy)
@@ -52,15 +52,15 @@ def choose(task: str, method: str, tried: Sequence[Tried]) -> Choice:
 
 
 def beyond(choice: Choice) -> dict[str, Settings]:
-    """For each setting that is at an edge, the combination one value further, the rest as the best has it."""
+    """Return, for each setting at an edge, the best combination with that setting one value further."""
     tried = [run.setting for run in choice.tried]
     return {key: choice.setting | {key: _beyond(key, choice.setting, tried)} for key in choice.at_edge}
 
 
 def _beyond(key: str, best: Settings, settings: Sequence[Settings]) -> float | int | None:
-    """The value after the end of an axis that the best one lies at, in equal ratios. None where it lies
-    inside, where there is no axis (one value, or values that are no numbers above 0), or no whole number
-    beyond."""
+    """Return the value beyond the end of an axis where the best one lies, in equal ratios. None if the best
+    lies inside, if there is no axis (one value, or values that are no numbers above 0), or if no whole number
+    lies beyond."""
     values = {setting[key] for setting in settings}
     if len(values) < 2 or not all(_is_positive(value) for value in values):
         return None

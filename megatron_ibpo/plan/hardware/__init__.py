@@ -1,4 +1,4 @@
-"""GPUs as data: one file each with the figures of a data sheet, for dense products."""
+"""GPU types as data: one file each with the figures of a data sheet, for dense products."""
 
 import re
 from dataclasses import MISSING, dataclass, fields
@@ -11,13 +11,13 @@ import yaml
 _PLACE = Path(__file__).parent
 _START = 8.4e-6
 _LINK_START, _NETWORK_START = 3.4e-6, 14e-6
-"""Seconds before a message between two GPUs begins to arrive, and more of them on a link or the network: the
-figures by which NCCL chooses how to send (its src/graph/tuning.cc, ring, protocol Simple)."""
+"""Seconds before a message between two GPUs starts to arrive, and the extra seconds on a link or the network.
+These are the figures by which NCCL chooses how to send (its src/graph/tuning.cc, ring, protocol Simple)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """A kind of GPU and its links. Shares of it that programs reach are in `plan.coefficients`."""
+    """A GPU type and its links. The shares of its rates that programs reach are in `plan.coefficients`."""
 
     name: str
     about: str
@@ -30,7 +30,7 @@ class Hardware:
     """Floating-point operations per second of dense products."""
     peak_fp8: float
     linked: int
-    """GPUs that `link` joins: those of a node, or of a rack."""
+    """Number of GPUs that `link` joins: those of a node, or of a rack."""
     link: float
     """Bytes per second that a GPU sends to linked GPUs."""
     network: float
@@ -40,7 +40,8 @@ class Hardware:
     generation: str = ""
     """Generation of the design; `plan.coefficients` has a factor for some."""
     starts_ahead: bool = True
-    """Kernels are started while others compute; a processor starts one when the one before is done."""
+    """True if kernels are started while others compute. A processor starts a kernel only when the previous
+    one is done."""
 
     def peak(self, precision: str) -> float:
         """Return the operations per second of products in `bf16`, or in any kind of fp8."""
@@ -51,13 +52,13 @@ class Hardware:
         return self.link if gpus <= self.linked else self.network
 
     def start(self, gpus: int) -> float:
-        """Return the seconds before a message between two of so many neighbouring GPUs begins to arrive."""
+        """Return the seconds before a message between two of `gpus` neighbouring GPUs starts to arrive."""
         return _START + (_LINK_START if gpus <= self.linked else _NETWORK_START)
 
     def collective(self, ranks: int, stride: int = 1) -> float:
         """Return the bytes per second at which each of `ranks`, `stride` GPUs apart, gathers or reduces.
 
-        Rings pass between nodes on the networks of all members that a node has.
+        Rings between nodes use the networks of all members of a node.
         """
         if ranks * stride <= self.linked:
             return self.link
@@ -71,7 +72,7 @@ def hardware_names() -> list[str]:
 
 @cache
 def read_hardware(name: str) -> Hardware:
-    """Return a kind of GPU by its name. Raises ValueError for a name that no file has."""
+    """Return a GPU type by its name. Raises ValueError for an unknown name."""
     path = _PLACE / f"{name.lower()}.yaml"
     if name.lower() not in hardware_names():
         raise ValueError(f"no hardware {name!r}; there are {', '.join(hardware_names())}")
@@ -89,7 +90,8 @@ def hardware_of(name: str, raw: dict[str, Any]) -> Hardware:
 
 
 def kind_of(device: str) -> str | None:
-    """Return the file of a GPU that calls itself so, such as "NVIDIA H100 80GB HBM3"; None if there is none.
+    """Return the name of the file for a GPU's device name, such as "NVIDIA H100 80GB HBM3"; None if there is
+    none.
 
     PCIe cards, and those with less memory, have lower figures than their namesakes here.
     """
