@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measure as the flags say. Return the exit status."""
     config = parse_config(
         sys.argv[1:] if argv is None else argv,
-        program="megatron_ibpo.plan calibrate",
+        program="ibpo calibrate",
         description=str(__doc__),
     )
     with tempfile.TemporaryDirectory(prefix="ibpo-calibrate-") as scratch:

@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Evaluate as the flags say. Return the exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["compare"]:
-        compare(tyro.cli(Comparison, args=words[1:], prog="megatron_ibpo.evaluate compare"))
+        compare(tyro.cli(Comparison, args=words[1:], prog="ibpo evaluate compare"))
         return DONE
     policy = policy_of(words)
     check_evaluation(policy.config)
@@ -145,7 +145,7 @@ def policy_of(words: Sequence[str]) -> Policy:
         of_policy, stored = _named_policy(flags.pop(0))
     if strays := OF_TRAINING & {word.partition("=")[0] for word in flags}:
         raise ConfigError(f"{', '.join(sorted(strays))}: only training has it")
-    config = parse_config([*of_policy, *flags], program="megatron_ibpo.evaluate", description=str(__doc__))
+    config = parse_config([*of_policy, *flags], program="ibpo evaluate", description=str(__doc__))
     config = replace(
         config,
         run=replace(config.run, load=None, load_debug_rollout_data=None, dry_run=False),
