@@ -17,7 +17,8 @@ from chaos.processes import below, gone_within, of_place, shared_memory_of
 from support.paths import ROOT
 from support.simulated_cluster import SimulatedCluster
 
-STEPS, PROMPTS, RESPONSES, ENGINES = 80, 4, 4, 2
+STEPS = int(os.environ.get("CHAOS_STEPS", "80"))
+PROMPTS, RESPONSES, ENGINES = 4, 4, 2
 HANGS_S = 5.0
 """After which something that does nothing is taken to hang."""
 FLAGS = [

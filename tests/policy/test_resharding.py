@@ -49,10 +49,10 @@ REST = {
 def go_on(world, cases, saving):
     """For each (name, checkpoint to start from, where to save, layout, pieces): gradient norm and weights of
     the second update, before which the first is made and saved here or else read."""
-    return {name: second_update(world, *case, saving) for name, *case in cases}
+    return {name: second_update(world, saving, *case) for name, *case in cases}
 
 
-def second_update(world, hf_dir, directory, parallel, pieces, saving):
+def second_update(world, saving, hf_dir, directory, parallel, pieces):
     from megatron_ibpo.policy.checkpoint import load_checkpoint
     from megatron_ibpo.policy.saving import save_checkpoint
     from megatron_ibpo.weights.formats.run_state import find_checkpoint
