@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from megatron_ibpo.models.families import family_part
+from megatron_ibpo.models.families import family_module
 from megatron_ibpo.models.shape import ModelShape
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def block_spec(shape: ModelShape, backend: Backend, first_layer: int, layers: in
     TransformerBlockSubmodules."""
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-    family = family_part(shape.family, "spec")
+    family = family_module(shape.family)
     numbers = range(first_layer, first_layer + layers)
     return TransformerBlockSubmodules(
         layer_specs=[family.layer_spec(shape, layer, backend) for layer in numbers],

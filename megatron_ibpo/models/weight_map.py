@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from megatron_ibpo.models.families import family_part
+from megatron_ibpo.models.families import family_module
 from megatron_ibpo.models.shape import ModelShape
 
 if TYPE_CHECKING:
@@ -301,7 +301,7 @@ def weight_map(shape: ModelShape, mtp_layers: int = 0, vocab_rows: int | None = 
         vocab_rows: rows of embedding and head over all ranks, padding included (`padded_vocab_size`); those
             of the vocabulary alone when None, which ranks can only divide where it has no rest.
     """
-    family = family_part(shape.family, "weight_map")
+    family = family_module(shape.family)
     hidden, vocab = shape.hidden_size, shape.vocab_size
     rows = replace(ROWS, padded=vocab_rows)
     embedding = Piece(f"{shape.hf_prefix}embed_tokens.weight", (vocab, hidden), rows)

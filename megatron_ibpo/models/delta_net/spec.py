@@ -1,4 +1,4 @@
-"""The mixer of a layer: attention, or a gated delta net.
+"""A layer: attention or a gated delta net, and a dense MLP or experts.
 
 | part                           | on GPUs                                     | local               |
 |--------------------------------|---------------------------------------------|---------------------|
@@ -12,17 +12,18 @@ from megatron_ibpo.models import spec
 from megatron_ibpo.models.delta_net.shape import DeltaNetShape
 
 
-def mixer(shape: DeltaNetShape, layer: int, backend: spec.Backend) -> spec.LayerSpec:
-    return spec.attention(backend) if shape.full_attention[layer] else _gated_delta_net(backend)
-
-
-def mlp(shape: DeltaNetShape, backend: spec.Backend) -> spec.MLPAndNorm:
-    return spec.moe(shape, backend) if shape.is_moe else spec.dense_mlp(backend)
+def layer_spec(shape: DeltaNetShape, layer: int, backend: spec.Backend) -> spec.LayerSpec:
+    mixer = spec.attention(backend) if shape.full_attention[layer] else _gated_delta_net(backend)
+    return spec.transformer_layer(mixer, _mlp(shape, backend))
 
 
 def mtp_layer_spec(shape: DeltaNetShape, backend: spec.Backend) -> spec.LayerSpec:
     """The decoder layer inside the multi-token prediction layer: always attention."""
-    return spec.transformer_layer(spec.attention(backend), mlp(shape, backend))
+    return spec.transformer_layer(spec.attention(backend), _mlp(shape, backend))
+
+
+def _mlp(shape: DeltaNetShape, backend: spec.Backend) -> spec.MLPAndNorm:
+    return spec.moe(shape, backend) if shape.is_moe else spec.dense_mlp(backend)
 
 
 def _gated_delta_net(backend: spec.Backend) -> spec.LayerSpec:
