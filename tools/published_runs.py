@@ -16,7 +16,7 @@ from typing import Any, Literal
 import yaml
 
 from megatron_ibpo.models import ModelShape, read_hf_config
-from megatron_ibpo.models.families import family_part
+from megatron_ibpo.models.families import family_module
 from megatron_ibpo.models.shape import Fields
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -69,7 +69,7 @@ def shape_of(model: str) -> ModelShape | None:
     raw = yaml.safe_load((PLACE / "models.yaml").read_text(encoding="utf-8")).get(model)
     if raw is None:
         return None
-    shape: ModelShape = family_part(raw["model_type"], "shape").read(Fields(raw, Path(model)))
+    shape: ModelShape = family_module(raw["model_type"]).read(Fields(raw, Path(model)))
     return shape
 
 

@@ -1,6 +1,7 @@
-"""The models that can be trained. What is special to a family lies in its folder, what is common here.
+"""The models that can be trained. What is special to a family lies in the module of its name.
 
-Nothing here imports torch or Megatron when it is imported: weight maps import torch, layer specs Megatron.
+Reading a shape or a cost imports neither torch nor Megatron. Families, weight maps and specs import them
+where they build something.
 """
 
 from megatron_ibpo.models.cost import forward_flops

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from megatron_ibpo.config import ParallelConfig
-from megatron_ibpo.models.families import family_part
+from megatron_ibpo.models.families import family_module
 from megatron_ibpo.models.shape import ModelShape
 
 COUNTED = frozenset({"core_attn", "mlp", "moe", "moe_act", "shared_experts"})
@@ -45,13 +45,13 @@ class MixerCost:
 
 @lru_cache(maxsize=4096)
 def mixer_cost(shape: ModelShape, layer: int) -> MixerCost:
-    cost: MixerCost = family_part(shape.family, "cost").mixer_cost(shape, layer)
+    cost: MixerCost = getattr(family_module(shape.family), "mixer_cost", attention_cost)(shape, layer)
     return cost
 
 
-def attention_cost(shape: ModelShape, window: int | None = None) -> MixerCost:
-    """Softmax attention. A causal token meets itself and all before it, or a window that ends with it, once
-    for the scores and once for the values."""
+def attention_cost(shape: ModelShape, layer: int) -> MixerCost:
+    """Softmax attention, the mixer of every layer where a family has no `mixer_cost`. A causal token meets
+    itself and all before it, or a window that ends with it, once for the scores and once for the values."""
     query = shape.num_attention_heads * shape.head_dim
     key = shape.num_key_value_heads * shape.head_dim
     gated = shape.attention_output_gate
@@ -60,7 +60,7 @@ def attention_cost(shape: ModelShape, window: int | None = None) -> MixerCost:
     return MixerCost(
         weights=shape.hidden_size * ((2 if gated else 1) * query + 2 * key + query),
         flops_per_pair=4 * query,
-        window=window,
+        window=shape.window(layer),
         kept=projected + normed_and_rotated + query + (2 * query if gated else 0),
     )
 

@@ -1,7 +1,7 @@
-"""The families of models that can be trained: a line for each, with the folder of what is special to it."""
+"""The families of models that can be trained: a line for each, with the module of what is special to it."""
 
 from importlib import import_module
-from typing import Any, Literal
+from types import ModuleType
 
 FAMILIES = {
     "llama": "megatron_ibpo.models.llama",
@@ -16,22 +16,22 @@ FAMILIES = {
     "glm4_moe": "megatron_ibpo.models.glm4_moe",
     "gpt_oss": "megatron_ibpo.models.gpt_oss",
 }
-"""`model_type` of config.json → the package with everything that is special to the family."""
-
-Part = Literal["shape", "cost", "weight_map", "spec"]
+"""`model_type` of config.json → the module with everything that is special to the family."""
 
 
-def family_part(family: str, part: Part) -> Any:
-    """A module of a family's package, imported when it is first asked for.
+def family_module(family: str) -> ModuleType:
+    """Return a family's module, imported when it is first asked for. It defines, in this order:
 
-    | module       | imports  | gives                                                                     |
-    |--------------|----------|---------------------------------------------------------------------------|
-    | `shape`      | –        | `read(fields) -> ModelShape`                                              |
-    | `cost`       | –        | `mixer_cost(shape, layer) -> MixerCost`                                   |
-    | `weight_map` | torch    | `layer_entries(shape, layer) -> list[Entry]`, and `mtp_entries` alike     |
-    |              |          | where checkpoints hold multi-token prediction layers                      |
-    | `spec`       | Megatron | `layer_spec(shape, layer, backend) -> ModuleSpec`,                        |
-    |              |          | `config_fields(shape)` for Megatron's TransformerConfig, and              |
-    |              |          | `mtp_layer_spec(shape, backend)` beside `mtp_entries`                     |
+    | function                            | returns                                                         |
+    |-------------------------------------|-----------------------------------------------------------------|
+    | `read(fields)`                      | ModelShape                                                      |
+    | `mixer_cost(shape, layer)`          | MixerCost; only where some layers are not softmax attention     |
+    | `layer_entries(shape, layer)`       | list[Entry] of the weight map                                   |
+    | `mtp_entries(shape, layer)`         | the same, only where checkpoints hold multi-token prediction    |
+    | `layer_spec(shape, layer, backend)` | LayerSpec, which is Megatron's ModuleSpec                       |
+    | `config_fields(shape)`              | dict of fields for Megatron's TransformerConfig                 |
+    | `mtp_layer_spec(shape, backend)`    | LayerSpec, beside `mtp_entries`                                 |
+
+    The module, `read` and `mixer_cost` import neither torch nor Megatron; the other functions may, inside.
     """
-    return import_module(f"{FAMILIES[family]}.{part}")
+    return import_module(FAMILIES[family])

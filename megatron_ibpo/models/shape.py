@@ -8,7 +8,7 @@ from typing import Any
 from megatron_ibpo.basics.strict_json import read_json
 from megatron_ibpo.basics.text import shown
 from megatron_ibpo.basics.user_files import JSON_BYTES, UserFileError, read_user_file
-from megatron_ibpo.models.families import FAMILIES, family_part
+from megatron_ibpo.models.families import FAMILIES, family_module
 from megatron_ibpo.models.rope import MEGATRON_LLAMA3, RopeScaling
 
 
@@ -144,7 +144,7 @@ def read_hf_config(hf_dir: Path) -> ModelShape:
         raise ModelConfigError(f"{path}: model_type {shown(family)} is unknown; one of {', '.join(FAMILIES)}")
     fields = Fields(raw, path)
     fields.refuse_quantization()
-    shape: ModelShape = family_part(family, "shape").read(fields)
+    shape: ModelShape = family_module(family).read(fields)
     if shape.moe_layers * shape.num_experts > MOST_EXPERTS:
         raise fields.error(
             f"{shape.moe_layers} layers of {shape.num_experts} experts are more than {MOST_EXPERTS} in all"

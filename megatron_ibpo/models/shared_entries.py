@@ -1,13 +1,16 @@
 """Entries of the weight map that families share: attention, a dense MLP, a mixture of experts."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from functools import lru_cache
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from megatron_ibpo.models.shape import ModelShape
-from megatron_ibpo.models.weight_map import COLUMNS, ROWS, Cut, Entry, Fused, Piece
+from megatron_ibpo.models.weight_map import COLUMNS, ROWS, Cut, Entry, Fused, Piece, concatenate
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def attention(shape: ModelShape) -> list[Entry]:
@@ -104,7 +107,7 @@ def _expert(shape: ModelShape, expert: int) -> list[Entry]:
                 Piece(f"{hf}.gate_proj.weight", (size, hidden), ROWS, Fused(*up, expert, 0)),
                 Piece(f"{hf}.up_proj.weight", (size, hidden), ROWS, Fused(*up, expert, size)),
             ),
-            torch.cat,
+            concatenate,
             _halves,
             Cut(0, (size, size)),
             expert=expert,
@@ -132,7 +135,7 @@ def _gate_and_up(megatron: str, hf: str, kind: str, half: tuple[int, ...]) -> En
     return Entry(
         f"{megatron}.linear_fc1.{kind}",
         (Piece(f"{hf}.gate_proj.{kind}", half, ROWS), Piece(f"{hf}.up_proj.{kind}", half, ROWS)),
-        torch.cat,
+        concatenate,
         _halves,
         Cut(0, (half[0], half[0])),
     )
@@ -157,7 +160,7 @@ class _QKV:
         kinds = 2 if self.gated else 1
         query = query.view(-1, self.heads_per_group, kinds, self.dim, *columns).transpose(1, 2)
         key, value = key.view(-1, self.dim, *columns), value.view(-1, self.dim, *columns)
-        return torch.cat((query.flatten(1, 3), key, value), dim=1).flatten(0, 1)
+        return concatenate([query.flatten(1, 3), key, value], dim=1).flatten(0, 1)
 
     def part(self, shard: Tensor) -> list[Tensor]:
         kinds = 2 if self.gated else 1

@@ -11,34 +11,28 @@ One spec serves both back ends. They differ in classes only; parameter and check
 | attention                     | SelfAttention with TEDotProductAttention | PackedSelfAttention |
 | experts                       | TEGroupedMLP of TE grouped linears | TEGroupedMLP of local grouped linears |
 
+Megatron is imported by the functions that build something: families import this module, and a family's shape
+and cost are read where there is no Megatron.
+
 The optimizer's classes (fused Adam, multi-tensor norm and scale) are chosen by Megatron itself:
 Transformer Engine's where installed, else apex's, else torch's.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
-from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
-from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
-from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
-from megatron.core.transformer.moe.router import TopKRouter
-from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
-from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
-
-from megatron_ibpo.models import local_modules
-from megatron_ibpo.models.backends import Backends
-from megatron_ibpo.models.families import family_part
+from megatron_ibpo.models.families import family_module
 from megatron_ibpo.models.shape import ModelShape
 
+if TYPE_CHECKING:
+    from megatron_ibpo.models.backends import Backends
+
+LayerSpec = Any
+"""Megatron's ModuleSpec, of a layer or of a part of one."""
 MLPAndNorm = tuple[Callable[..., Any], Callable[..., Any]]
 """Class of a layer's MLP or experts, and of the norm before it."""
 
@@ -68,6 +62,10 @@ def make_backend(libraries: Backends) -> Backend:
 
 
 def _local(libraries: Backends) -> Backend:
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+
+    from megatron_ibpo.models import local_modules
+
     return Backend(
         libraries=libraries,
         norm=local_modules.RMSNorm,
@@ -83,6 +81,7 @@ def _local(libraries: Backends) -> Backend:
 
 def _transformer_engine(libraries: Backends) -> Backend:
     from megatron.core.extensions import transformer_engine as te
+    from megatron.core.transformer.attention import SelfAttention
 
     if not te.HAVE_TE:
         raise ImportError("Transformer Engine is not installed")
@@ -99,11 +98,12 @@ def _transformer_engine(libraries: Backends) -> Backend:
     )
 
 
-def block_spec(
-    shape: ModelShape, backend: Backend, first_layer: int, layers: int
-) -> TransformerBlockSubmodules:
-    """The layers [first_layer, first_layer + layers) of the model, and its final norm."""
-    family = family_part(shape.family, "spec")
+def block_spec(shape: ModelShape, backend: Backend, first_layer: int, layers: int) -> Any:
+    """The layers [first_layer, first_layer + layers) of the model, and its final norm, as Megatron's
+    TransformerBlockSubmodules."""
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+    family = family_module(shape.family)
     numbers = range(first_layer, first_layer + layers)
     return TransformerBlockSubmodules(
         layer_specs=[family.layer_spec(shape, layer, backend) for layer in numbers],
@@ -111,7 +111,12 @@ def block_spec(
     )
 
 
-def transformer_layer(mixer: ModuleSpec, mlp: MLPAndNorm) -> ModuleSpec:
+def transformer_layer(mixer: LayerSpec, mlp: MLPAndNorm) -> LayerSpec:
+    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+    from megatron.core.transformer.identity_op import IdentityOp
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
@@ -125,11 +130,15 @@ def transformer_layer(mixer: ModuleSpec, mlp: MLPAndNorm) -> ModuleSpec:
     )
 
 
-def attention(backend: Backend, *, norms: bool = True, output_bias: bool = False) -> ModuleSpec:
+def attention(backend: Backend, *, norms: bool = True, output_bias: bool = False) -> LayerSpec:
     """
     Args:
         norms: of queries and keys.
     """
+    from megatron.core.transformer.attention import SelfAttentionSubmodules
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
     return ModuleSpec(
         module=backend.attention,
         params={"attn_mask_type": AttnMaskType.causal},
@@ -154,14 +163,27 @@ def _biased(linear: type) -> Callable[..., Any]:
 
 def dense_mlp(backend: Backend, *, bias: bool = False) -> MLPAndNorm:
     """The norm is fused into the MLP's first linear layer."""
+    from megatron.core.transformer.identity_op import IdentityOp
+    from megatron.core.transformer.mlp import MLP, MLPSubmodules
+
     linears = backend.norm_column_linear, backend.row_linear
     first, second = map(_biased, linears) if bias else linears
     submodules = MLPSubmodules(linear_fc1=first, linear_fc2=second)
     return partial(MLP.as_mlp_submodule, submodules=submodules), IdentityOp
 
 
-def moe(shape: ModelShape, backend: Backend, router: type[TopKRouter] = TopKRouter) -> MLPAndNorm:
-    """A mixture of experts: router and experts share one normed input."""
+def moe(shape: ModelShape, backend: Backend, router: Callable[..., Any] | None = None) -> MLPAndNorm:
+    """A mixture of experts: router and experts share one normed input.
+
+    Args:
+        router: makes the router; None: Megatron's own.
+    """
+    from megatron.core.transformer.mlp import MLPSubmodules
+    from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
+    from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+    from megatron.core.transformer.moe.router import TopKRouter
+    from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+
     experts = partial(
         TEGroupedMLP,
         submodules=GroupedMLPSubmodules(
@@ -174,5 +196,5 @@ def moe(shape: ModelShape, backend: Backend, router: type[TopKRouter] = TopKRout
             SharedExpertMLP,
             submodules=MLPSubmodules(linear_fc1=backend.column_linear, linear_fc2=backend.row_linear),
         )
-    submodules = MoESubmodules(experts=experts, shared_experts=shared, router=router)
+    submodules = MoESubmodules(experts=experts, shared_experts=shared, router=router or TopKRouter)
     return partial(MoELayer, submodules=submodules), backend.norm

@@ -18,13 +18,21 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-from torch import Tensor
-
-from megatron_ibpo.models.families import family_part
+from megatron_ibpo.models.families import family_module
 from megatron_ibpo.models.shape import ModelShape
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+
+def concatenate(tensors: list[Tensor], dim: int = 0) -> Tensor:
+    """`torch.cat`, for maps: torch is imported when a tensor is first moved, not when a map is made."""
+    import torch
+
+    return torch.cat(tensors, dim)
 
 
 @dataclass(frozen=True)
@@ -173,7 +181,7 @@ class Entry:
         if self._is_even(ranks):
             return self.join(cuts)
         spans = self.spans(rank, ranks)
-        return torch.cat([cuts[span.piece][span.piece_row :][: span.rows] for span in spans])
+        return concatenate([cuts[span.piece][span.piece_row :][: span.rows] for span in spans])
 
     def take_apart(self, shard: Tensor, rank: int, ranks: int) -> list[Tensor]:
         """The inverse."""
@@ -183,7 +191,7 @@ class Entry:
         rows = [
             [shard[s.shard_row :][: s.rows] for s in spans if s.piece == n] for n in range(len(self.pieces))
         ]
-        return [torch.cat(parts) if parts else shard[:0] for parts in rows]
+        return [concatenate(parts) if parts else shard[:0] for parts in rows]
 
     def spans(self, rank: int = 0, ranks: int = 1) -> tuple[Span, ...]:
         """Return how `assemble` moves rows, by rows of the shard."""
@@ -241,6 +249,8 @@ class Entry:
 @lru_cache(maxsize=256)
 def _spans(join: Callable[[list[Tensor]], Tensor], counts: tuple[int, ...]) -> tuple[Span, ...]:
     """Let `join` arrange the numbers of the rows, and see where each comes to lie."""
+    import torch
+
     numbers = torch.arange(sum(counts)).view(-1, 1).split(list(counts))
     joined = join(list(numbers)).flatten()
     breaks = (joined.diff() != 1).nonzero().flatten() + 1
@@ -291,7 +301,7 @@ def weight_map(shape: ModelShape, mtp_layers: int = 0, vocab_rows: int | None = 
         vocab_rows: rows of embedding and head over all ranks, padding included (`padded_vocab_size`); those
             of the vocabulary alone when None, which ranks can only divide where it has no rest.
     """
-    family = family_part(shape.family, "weight_map")
+    family = family_module(shape.family)
     hidden, vocab = shape.hidden_size, shape.vocab_size
     rows = replace(ROWS, padded=vocab_rows)
     embedding = Piece(f"{shape.hf_prefix}embed_tokens.weight", (vocab, hidden), rows)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from megatron_ibpo.config import Config
 from megatron_ibpo.models import ModelShape, padded_vocab_size
 from megatron_ibpo.models.backends import BackendError, Backends, find_backends
-from megatron_ibpo.models.families import family_part
+from megatron_ibpo.models.families import family_module
 from megatron_ibpo.models.layout import exchanges_heads
 from megatron_ibpo.models.lora import chosen_lora
 from megatron_ibpo.models.rope import config_attributes, gpt_arguments, takes_fused_rotation
@@ -261,4 +261,4 @@ def _own_fields(shape: ModelShape, config: Config, *, use_te: bool) -> dict[str,
             "moe_shared_expert_intermediate_size": shape.shared_expert_hidden_size,
             "moe_shared_expert_gate": shape.shared_expert_gate,
         }
-    return fields | family_part(shape.family, "spec").config_fields(shape)
+    return fields | family_module(shape.family).config_fields(shape)

@@ -23,7 +23,7 @@ from torch import Tensor
 from megatron_ibpo.config import Config
 from megatron_ibpo.models import ModelShape
 from megatron_ibpo.models.backends import Backends
-from megatron_ibpo.models.families import family_part
+from megatron_ibpo.models.families import family_module
 from megatron_ibpo.models.spec import Backend, make_backend
 from megatron_ibpo.policy.model import current_device, transformer_config
 
@@ -99,7 +99,7 @@ def _spec(shape: ModelShape, backend: Backend) -> ModuleSpec:
             enorm=backend.norm,
             hnorm=backend.norm,
             eh_proj=backend.column_linear,
-            mtp_model_layer=family_part(shape.family, "spec").mtp_layer_spec(shape, backend),
+            mtp_model_layer=family_module(shape.family).mtp_layer_spec(shape, backend),
             layer_norm=backend.norm,
         ),
     )

@@ -8,6 +8,7 @@ from pathlib import Path
 from megatron_ibpo.config import Config
 from megatron_ibpo.journal import Journal, Recovered, read_journal
 from megatron_ibpo.models import ModelShape, read_hf_config
+from megatron_ibpo.models.lora import adapter_elements
 from megatron_ibpo.report import checkpoint_bytes, export_bytes, kept_at_once, prepare_run_dir
 from megatron_ibpo.report.run_lock import locked
 from megatron_ibpo.rewards import Pool, check_labels, named_rm_types, open_pool
@@ -121,6 +122,4 @@ def _saved_parameters(config: Config, parameters: int) -> int:
     hf_dir = config.model.hf_checkpoint
     if config.model.lora_rank is None or hf_dir is None:
         return parameters
-    from megatron_ibpo.models.lora import adapter_elements  # imports torch
-
     return adapter_elements(config.model, read_hf_config(hf_dir))

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from megatron_ibpo.config import Config, ConfigError
 from megatron_ibpo.models import ModelShape, check_layout
+from megatron_ibpo.models.lora import check_lora
 from megatron_ibpo.policy.group import RankCalls
 from megatron_ibpo.policy.overrides import model_chunks
 from megatron_ibpo.rewards import Pool
@@ -76,8 +77,6 @@ def check_model_layout(shape: ModelShape, config: Config, world_size: int) -> No
     mtp, chunks = config.model.mtp_num_layers, model_chunks(config)
     if problems := check_layout(shape, config.parallel, world_size, chunks, mtp):
         raise ValueError("this layout cannot hold the model:\n  " + "\n  ".join(problems))
-    if config.model.lora_rank is not None:
-        from megatron_ibpo.models.lora import check_lora  # imports torch
-
-        if problems := check_lora(config.model, shape, config.parallel, chunks):
-            raise ConfigError("\n  ".join(["these adapters cannot be trained:", *problems]))
+    adapted = config.model.lora_rank is not None
+    if adapted and (problems := check_lora(config.model, shape, config.parallel, chunks)):
+        raise ConfigError("\n  ".join(["these adapters cannot be trained:", *problems]))

@@ -1,10 +1,10 @@
-"""A family of models is a folder and a line of the table: a new one is read, built, converted and costed."""
+"""A family of models is a module and a line of the table: a new one is read, built, converted and costed."""
 
 from __future__ import annotations
 
 import ast
-import importlib
 import json
+import subprocess
 import sys
 from contextlib import closing
 from dataclasses import replace
@@ -17,37 +17,28 @@ import megatron_ibpo
 from megatron_ibpo.basics.distributed import start_world
 from megatron_ibpo.config import Config, ParallelConfig
 from megatron_ibpo.models import FAMILIES, forward_flops, read_hf_config
+from megatron_ibpo.models.families import family_module
 from megatron_ibpo.weights.formats.convert import hf_to_megatron, megatron_to_hf
 from support.checkpoint_bytes import assert_same_bytes
+from support.paths import ROOT
 from support.ranks import run_ranks
 from support.tiny_models import make_qwen3
 
 PACKAGE = Path(megatron_ibpo.__file__).parent
 
-PLAIN = {
-    "__init__.py": "",
-    "shape.py": """
+PLAIN = """
+from dataclasses import replace
+
+from megatron_ibpo.models import shared_entries, spec
 from megatron_ibpo.models.shape import ModelShape, common_fields
 
 
 def read(fields):
     return ModelShape(**common_fields(fields), ffn_hidden_size=fields.count("mlp_size"))
-""",
-    "cost.py": """
-from megatron_ibpo.models.cost import attention_cost
-
-
-def mixer_cost(shape, layer):
-    return attention_cost(shape)
-""",
-    "weight_map.py": """
-from dataclasses import replace
-
-from megatron_ibpo.models.shared_entries import attention, dense_mlp
 
 
 def layer_entries(shape, layer):
-    entries = [*attention(shape), *dense_mlp(shape)]
+    entries = [*shared_entries.attention(shape), *shared_entries.dense_mlp(shape)]
     norms = "self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight"
     return [renamed(entry) for entry in entries if entry.name not in norms]
 
@@ -55,34 +46,29 @@ def layer_entries(shape, layer):
 def renamed(entry):
     pieces = (replace(piece, name=piece.name.replace("self_attn", "attn")) for piece in entry.pieces)
     return replace(entry, pieces=tuple(pieces))
-""",
-    "spec.py": """
-from megatron.core.transformer.identity_op import IdentityOp
-
-from megatron_ibpo.models.spec import attention, dense_mlp, transformer_layer
 
 
 def layer_spec(shape, layer, backend):
-    mixer = attention(backend)
+    from megatron.core.transformer.identity_op import IdentityOp
+
+    mixer = spec.attention(backend)
     mixer.submodules.q_layernorm = mixer.submodules.k_layernorm = IdentityOp
-    return transformer_layer(mixer, dense_mlp(backend))
+    return spec.transformer_layer(mixer, spec.dense_mlp(backend))
 
 
 def config_fields(shape):
     return {"qk_layernorm": False}
-""",
-}
+"""
 """A family "plain": a dense Qwen3 without norms of queries and keys, and with names of its own."""
 
 
 @pytest.fixture
 def plain(tmp_path, monkeypatch):
-    """A checkpoint of the family, whose folder is the only thing written and whose line is added."""
-    folder = tmp_path / "code" / "plain_family"
-    folder.mkdir(parents=True)
-    for name, text in PLAIN.items():
-        (folder / name).write_text(text)
-    monkeypatch.syspath_prepend(str(folder.parent))
+    """A checkpoint of the family, whose module is the only thing written and whose line is added."""
+    code = tmp_path / "code"
+    code.mkdir()
+    (code / "plain_family.py").write_text(PLAIN)
+    monkeypatch.syspath_prepend(str(code))
     monkeypatch.setitem(FAMILIES, "plain", "plain_family")
     checkpoint = make_qwen3(tmp_path / "hf", 3)
     config = json.loads((checkpoint / "config.json").read_text())
@@ -92,8 +78,7 @@ def plain(tmp_path, monkeypatch):
     kept = {name.replace("self_attn", "attn"): tensors[name] for name in tensors if "_norm." not in name}
     save_file(kept, checkpoint / "model.safetensors", metadata={"format": "pt"})
     yield checkpoint
-    for name in [name for name in sys.modules if name.startswith("plain_family")]:
-        del sys.modules[name]
+    sys.modules.pop("plain_family", None)
 
 
 def exported(world, code, checkpoint):
@@ -114,7 +99,7 @@ def exported(world, code, checkpoint):
 
 
 @pytest.mark.world
-def test_a_family_is_added_by_a_folder_and_a_line(plain, tmp_path):
+def test_a_family_is_added_by_a_module_and_a_line(plain, tmp_path):
     shape = read_hf_config(plain)
     assert (shape.family, shape.ffn_hidden_size) == ("plain", 192)
     assert forward_flops(shape, 9) == forward_flops(read_hf_config(make_qwen3(tmp_path / "qwen3", 0)), 9)
@@ -129,19 +114,29 @@ def test_a_family_is_added_by_a_folder_and_a_line(plain, tmp_path):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_has_the_parts_that_the_table_promises(family):
-    given = {
-        part: vars(importlib.import_module(f"{FAMILIES[family]}.{part}"))
-        for part in ("shape", "cost", "weight_map", "spec")
-    }
-    for part, name in (
-        ("shape", "read"),
-        ("cost", "mixer_cost"),
-        ("weight_map", "layer_entries"),
-        ("spec", "layer_spec"),
-        ("spec", "config_fields"),
-    ):
-        assert callable(given[part][name])
+def test_every_family_has_the_functions_that_the_table_promises(family):
+    module = family_module(family)
+    for name in ("read", "layer_entries", "layer_spec", "config_fields"):
+        assert callable(getattr(module, name))
+    assert hasattr(module, "mtp_entries") == hasattr(module, "mtp_layer_spec")
+
+
+SHAPES_AND_COSTS = """
+import sys
+from pathlib import Path
+from megatron_ibpo.models import FAMILIES, forward_flops, read_hf_config
+
+shapes = [read_hf_config(model) for model in Path(sys.argv[1]).iterdir()]
+assert all(forward_flops(shape, 9) for shape in shapes)
+print({*FAMILIES.values()} - {FAMILIES[shape.family] for shape in shapes})
+print("torch" in sys.modules, "megatron" in sys.modules)
+"""
+
+
+def test_shapes_and_costs_of_all_families_need_neither_torch_nor_megatron():
+    command = [sys.executable, "-c", SHAPES_AND_COSTS, str(ROOT / "examples/models")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["set()", "False False"]
 
 
 def test_no_room_but_the_models_tells_families_apart():

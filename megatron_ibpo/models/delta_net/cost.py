@@ -8,7 +8,7 @@ CHUNK = 64
 
 
 def mixer_cost(shape: DeltaNetShape, layer: int) -> MixerCost:
-    return attention_cost(shape) if shape.full_attention[layer] else delta_net_cost(shape)
+    return attention_cost(shape, layer) if shape.full_attention[layer] else delta_net_cost(shape)
 
 
 def delta_net_cost(shape: DeltaNetShape) -> MixerCost:

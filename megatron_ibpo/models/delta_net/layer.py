@@ -5,6 +5,7 @@ torch keeps its parameters and checkpoint and computes the same. Gated DeltaNet:
 "Gated Delta Networks: Improving Mamba2 with Delta Rule", 2024.
 """
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any, overload
@@ -14,11 +15,12 @@ import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet, common, gdn
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_ibpo.models import packed
 from megatron_ibpo.models.delta_net import state_passing
-from megatron_ibpo.models.local_modules import wide
+from megatron_ibpo.models.local_modules import RMSNorm, wide
 
 CHUNK = 32
 """Tokens per chunk of the delta rule."""
@@ -80,6 +82,26 @@ class PackedGatedDeltaNet(GatedDeltaNet):
         **__: Any,
     ) -> tuple[Tensor, Tensor | None]:
         return _mix(self, hidden_states, packed_seq_params, _torch_conv, gated_delta_rule)
+
+
+class GatedNorm(RMSNorm):
+    """The norm of a gated delta net's output. Never zero-centred, unlike the other norms of these
+    models: its checkpoint value is copied as it is (subtracting one would lose bits)."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6):
+        super().__init__(config, hidden_size, eps)
+        self.zero_centered_gamma = False
+
+
+class TEGatedNorm:
+    """The same as a TENorm."""
+
+    def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-6) -> Any:
+        from megatron.core.extensions.transformer_engine import TENorm
+
+        config = copy.copy(config)
+        config.layernorm_zero_centered_gamma = False
+        return TENorm(config, hidden_size, eps)
 
 
 def _mix(

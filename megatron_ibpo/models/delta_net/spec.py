@@ -1,4 +1,4 @@
-"""The mixer of a layer: attention, or a gated delta net.
+"""A layer: attention or a gated delta net, and a dense MLP or experts.
 
 | part                           | on GPUs                                     | local               |
 |--------------------------------|---------------------------------------------|---------------------|
@@ -6,55 +6,38 @@
 | norm of the delta net's output | TEGatedNorm (Transformer Engine)            | GatedNorm           |
 """
 
-import copy
 from typing import Any
 
-from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
-from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_config import TransformerConfig
-
-from megatron_ibpo.models.delta_net.layer import FlashGatedDeltaNet, PackedGatedDeltaNet
+from megatron_ibpo.models import spec
 from megatron_ibpo.models.delta_net.shape import DeltaNetShape
-from megatron_ibpo.models.local_modules import RMSNorm
-from megatron_ibpo.models.spec import Backend, attention, dense_mlp, moe, transformer_layer
 
 
-class GatedNorm(RMSNorm):
-    """The norm of a gated delta net's output. Never zero-centred, unlike the other norms of these
-    models: its checkpoint value is copied as it is (subtracting one would lose bits)."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6):
-        super().__init__(config, hidden_size, eps)
-        self.zero_centered_gamma = False
+def layer_spec(shape: DeltaNetShape, layer: int, backend: spec.Backend) -> spec.LayerSpec:
+    mixer = spec.attention(backend) if shape.full_attention[layer] else _gated_delta_net(backend)
+    return spec.transformer_layer(mixer, _mlp(shape, backend))
 
 
-class TEGatedNorm:
-    """The same as a TENorm."""
-
-    def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-6) -> Any:
-        from megatron.core.extensions.transformer_engine import TENorm
-
-        config = copy.copy(config)
-        config.layernorm_zero_centered_gamma = False
-        return TENorm(config, hidden_size, eps)
-
-
-def mixer(shape: DeltaNetShape, layer: int, backend: Backend) -> ModuleSpec:
-    return attention(backend) if shape.full_attention[layer] else _gated_delta_net(backend)
-
-
-def mtp_layer_spec(shape: DeltaNetShape, backend: Backend) -> ModuleSpec:
+def mtp_layer_spec(shape: DeltaNetShape, backend: spec.Backend) -> spec.LayerSpec:
     """The decoder layer inside the multi-token prediction layer: always attention."""
-    return transformer_layer(attention(backend), moe(shape, backend) if shape.is_moe else dense_mlp(backend))
+    return spec.transformer_layer(spec.attention(backend), _mlp(shape, backend))
 
 
-def _gated_delta_net(backend: Backend) -> ModuleSpec:
+def _mlp(shape: DeltaNetShape, backend: spec.Backend) -> spec.MLPAndNorm:
+    return spec.moe(shape, backend) if shape.is_moe else spec.dense_mlp(backend)
+
+
+def _gated_delta_net(backend: spec.Backend) -> spec.LayerSpec:
+    from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    from megatron_ibpo.models.delta_net import layer
+
     libraries = backend.libraries
     return ModuleSpec(
-        module=FlashGatedDeltaNet if libraries.flash_linear_attention else PackedGatedDeltaNet,
+        module=layer.FlashGatedDeltaNet if libraries.flash_linear_attention else layer.PackedGatedDeltaNet,
         submodules=GatedDeltaNetSubmodules(
             in_proj=backend.norm_column_linear,
-            out_norm=TEGatedNorm if libraries.transformer_engine else GatedNorm,
+            out_norm=layer.TEGatedNorm if libraries.transformer_engine else layer.GatedNorm,
             out_proj=backend.row_linear,
         ),
     )

@@ -1,25 +1,49 @@
 """Entries of the weight map that families with gated delta nets share."""
 
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
 from megatron_ibpo.models.delta_net.shape import DeltaNetShape
 from megatron_ibpo.models.shared_entries import attention, dense_mlp, moe
 from megatron_ibpo.models.weight_map import COLUMNS, ROWS, Cut, Entry, Piece
 
-IN_PROJ = "self_attention.in_proj.weight"
-IN_PROJ_SECTIONS = "query", "key", "value", "z", "beta", "alpha"
-"""Sections of Megatron's input projection, each of all heads; a Megatron checkpoint stores them apart."""
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
-def in_proj_cut(shape: DeltaNetShape) -> Cut:
-    """Return how tensor-parallel ranks divide the sections of the input projection."""
-    keys, values, heads = shape.gdn_keys, shape.gdn_values, shape.gdn_value_heads
-    return Cut(0, (keys, keys, values, values, heads, heads))
+def mixed_entries(shape: DeltaNetShape, layer: int, in_proj: Entry) -> list[Entry]:
+    """Return the entries of a layer: attention or a gated delta net, and a dense MLP or experts.
 
-
-def gated_delta_net(shape: DeltaNetShape, in_proj: Entry) -> list[Entry]:
-    """
     Args:
-        in_proj: the input projection, which checkpoints of different families hold differently.
+        in_proj: the delta net's `in_projection`.
     """
+    mixer = attention(shape) if shape.full_attention[layer] else _gated_delta_net(shape, in_proj)
+    return [*mixer, *_mlp(shape)]
+
+
+def in_projection(
+    shape: DeltaNetShape,
+    pieces: tuple[Piece, ...],
+    join: Callable[[list[Tensor]], Tensor],
+    part: Callable[[Tensor], list[Tensor]],
+) -> Entry:
+    """Return the entry of the delta net's input projection, which checkpoints of each family hold in other
+    pieces. Megatron's has a section each of q, k, v, z, b and a, of all heads. Tensor-parallel ranks divide
+    each section, and a Megatron checkpoint stores them apart."""
+    keys, values, heads = shape.gdn_keys, shape.gdn_values, shape.gdn_value_heads
+    return Entry(
+        "self_attention.in_proj.weight",
+        pieces,
+        join,
+        part,
+        Cut(0, (keys, keys, values, values, heads, heads)),
+        ("query", "key", "value", "z", "beta", "alpha"),
+    )
+
+
+def _gated_delta_net(shape: DeltaNetShape, in_proj: Entry) -> list[Entry]:
     hidden, keys, values = shape.hidden_size, shape.gdn_keys, shape.gdn_values
     return [
         Entry("self_attention.in_proj.layer_norm_weight", (Piece("input_layernorm.weight", (hidden,)),)),
@@ -45,7 +69,7 @@ def gated_delta_net(shape: DeltaNetShape, in_proj: Entry) -> list[Entry]:
     ]
 
 
-def mlp(shape: DeltaNetShape) -> list[Entry]:
+def _mlp(shape: DeltaNetShape) -> list[Entry]:
     return moe(shape) if shape.is_moe else dense_mlp(shape)
 
 
@@ -60,5 +84,5 @@ def mtp_entries(shape: DeltaNetShape, layer: int) -> list[Entry]:
         Entry("eh_proj.weight", (Piece("mtp.fc.weight", (hidden, 2 * hidden), ROWS),)),
         Entry("final_layernorm.weight", (Piece("mtp.norm.weight", (hidden,)),)),
     ]
-    inner = [entry.within("transformer_layer.", prefix) for entry in (*attention(shape), *mlp(shape))]
+    inner = [entry.within("transformer_layer.", prefix) for entry in (*attention(shape), *_mlp(shape))]
     return [entry.within(prefix, "") for entry in (*around, *inner)]

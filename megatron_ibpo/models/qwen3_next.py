@@ -1,43 +1,59 @@
-"""Qwen3-Next's tensors: the delta net's input projection is stored by key heads."""
+"""Qwen3-Next: https://huggingface.co/Qwen/Qwen3-Next-80B-A3B-Instruct.
+
+Three layers of four are gated delta nets, the fourth is attention with an output gate; every layer has a
+mixture of experts with a shared one. Norms are zero-centred, but for that of the delta net's output.
+Checkpoints hold the delta net's input projection by key heads.
+"""
+
+from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+from megatron_ibpo.models.delta_net.cost import mixer_cost
+from megatron_ibpo.models.delta_net.shape import DeltaNetShape, delta_net_fields
+from megatron_ibpo.models.delta_net.spec import config_fields, layer_spec, mtp_layer_spec
+from megatron_ibpo.models.delta_net.weight_map import in_projection, mixed_entries, mtp_entries
+from megatron_ibpo.models.shape import Fields, expert_fields
+from megatron_ibpo.models.weight_map import ROWS, Entry, Piece, concatenate
 
-from megatron_ibpo.models.delta_net.shape import DeltaNetShape
-from megatron_ibpo.models.delta_net.weight_map import (
-    IN_PROJ,
-    IN_PROJ_SECTIONS,
-    gated_delta_net,
-    in_proj_cut,
-    mlp,
-    mtp_entries,
-)
-from megatron_ibpo.models.shared_entries import attention
-from megatron_ibpo.models.weight_map import ROWS, Entry, Piece
+if TYPE_CHECKING:
+    from torch import Tensor
 
-__all__ = ["layer_entries", "mtp_entries"]
+__all__ = [
+    "config_fields",
+    "layer_entries",
+    "layer_spec",
+    "mixer_cost",
+    "mtp_entries",
+    "mtp_layer_spec",
+    "read",
+]
+
+
+def read(fields: Fields) -> DeltaNetShape:
+    return DeltaNetShape(
+        **delta_net_fields(fields),
+        **expert_fields(fields, normalized=True),
+        shared_expert_hidden_size=fields.count("shared_expert_intermediate_size"),
+    )
 
 
 def layer_entries(shape: DeltaNetShape, layer: int) -> list[Entry]:
-    mixer = attention(shape) if shape.full_attention[layer] else gated_delta_net(shape, _in_proj(shape))
-    return [*mixer, *mlp(shape)]
+    return mixed_entries(shape, layer, _in_proj(shape))
 
 
 def _in_proj(shape: DeltaNetShape) -> Entry:
     hidden, keys, values = shape.hidden_size, shape.gdn_keys, shape.gdn_values
     order = _ByKeyHeads(shape.gdn_key_dim, shape.gdn_value_dim, shape.gdn_value_heads // shape.gdn_key_heads)
-    return Entry(
-        IN_PROJ,
+    return in_projection(
+        shape,
         (
             Piece("linear_attn.in_proj_qkvz.weight", (2 * keys + 2 * values, hidden), ROWS),
             Piece("linear_attn.in_proj_ba.weight", (2 * shape.gdn_value_heads, hidden), ROWS),
         ),
         order.join,
         order.part,
-        in_proj_cut(shape),
-        IN_PROJ_SECTIONS,
     )
 
 
@@ -61,7 +77,7 @@ class _ByKeyHeads:
             for cut, sizes in zip(cuts, self._sizes, strict=True)
             for kind in cut.view(-1, sum(sizes), cut.shape[-1]).split(sizes, dim=1)
         ]
-        return torch.cat(kinds)
+        return concatenate(kinds)
 
     def part(self, shard: Tensor) -> list[Tensor]:
         qkvz, ba = self._sizes
@@ -69,4 +85,4 @@ class _ByKeyHeads:
         kinds = [
             kind.unflatten(0, (key_heads, -1)) for kind in shard.split([key_heads * n for n in qkvz + ba])
         ]
-        return [torch.cat(kinds[:4], dim=1).flatten(0, 1), torch.cat(kinds[4:], dim=1).flatten(0, 1)]
+        return [concatenate(kinds[:4], dim=1).flatten(0, 1), concatenate(kinds[4:], dim=1).flatten(0, 1)]

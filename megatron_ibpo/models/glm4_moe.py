@@ -1,8 +1,18 @@
-"""GLM-4.5's dimensions."""
+"""GLM-4.5, GLM-4.5-Air (https://huggingface.co/zai-org/GLM-4.5-Air) and GLM-4.6. GLM Team, "GLM-4.5: Agentic,
+Reasoning, and Coding (ARC) Foundation Models", 2025.
+
+The first layers have a dense MLP, the others experts and a shared one without a gate. A router scores
+experts by sigmoids, and chooses by scores to which it adds a correction. This is no parameter: pretraining
+balanced the experts with it, and it stays as it is. Checkpoints hold their multi-token prediction layer as
+one more layer, which is carried along.
+"""
 
 from dataclasses import dataclass
+from typing import Any
 
+from megatron_ibpo.models import shared_entries, spec
 from megatron_ibpo.models.shape import MOST_REPEATED, Fields, ModelShape, common_fields
+from megatron_ibpo.models.weight_map import EXPERT_BIAS, Entry, Piece
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,3 +64,42 @@ def read(fields: Fields) -> Glm4MoeShape:
         routed_scaling_factor=factor,
         carried=tuple(f"model.layers.{layers + layer}." for layer in range(predicting)),
     )
+
+
+def layer_entries(shape: ModelShape, layer: int) -> list[Entry]:
+    import torch
+
+    if not shape.has_experts(layer):
+        return [*shared_entries.attention(shape), *shared_entries.dense_mlp(shape)]
+    bias = Piece("mlp.gate.e_score_correction_bias", (shape.num_experts,))
+    return [
+        *shared_entries.attention(shape),
+        *shared_entries.moe(shape, shared="mlp.shared_experts"),
+        Entry(EXPERT_BIAS, (bias,), dtype=torch.float32),
+    ]
+
+
+def layer_spec(shape: Glm4MoeShape, layer: int, backend: spec.Backend) -> spec.LayerSpec:
+    has_experts = shape.has_experts(layer)
+    mlp = spec.moe(shape, backend, _frozen_bias_router) if has_experts else spec.dense_mlp(backend)
+    return spec.transformer_layer(spec.attention(backend, norms=shape.query_key_norms), mlp)
+
+
+def _frozen_bias_router(*args: Any, **kwargs: Any) -> Any:
+    """Make a router whose correction stays as it is. (An update rate of 0 would turn -0.0 into 0.0.)"""
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    router = TopKRouter(*args, **kwargs)
+    router.frozen_expert_bias = True
+    return router
+
+
+def config_fields(shape: Glm4MoeShape) -> dict[str, Any]:
+    return {
+        "qk_layernorm": shape.query_key_norms,
+        "add_qkv_bias": shape.qkv_bias,
+        "moe_layer_freq": [int(shape.has_experts(layer)) for layer in range(shape.num_layers)],
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_topk_scaling_factor": shape.routed_scaling_factor,
+    }

@@ -1,0 +1,164 @@
+"""gpt-oss-20b and gpt-oss-120b (https://huggingface.co/openai/gpt-oss-20b). OpenAI, "gpt-oss-120b &
+gpt-oss-20b Model Card", 2025.
+
+Experts in every layer; attention with biases, a sink for each head and, in every other layer, a window.
+Experts and router have biases too, and the experts' gated activation is clamped. Checkpoints hold the
+experts of a layer in four tensors: matrices as [in, out], which is the transpose of Megatron's, and outputs
+of gate and up in turn, which Megatron has one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from megatron_ibpo.basics.text import shown
+from megatron_ibpo.models import shared_entries, spec
+from megatron_ibpo.models.shape import MOST_REPEATED, Fields, ModelShape, common_fields
+from megatron_ibpo.models.weight_map import Entry, Fused, Piece
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    Change = Callable[[Tensor], Tensor]
+
+SIGMOID_GAIN = 1.702
+"""Gain of the gate's activation; megatron-core has it written into its code (`quick_gelu`)."""
+LIMIT = 7.0
+"""The gate is clamped above by it, what is gated on both sides; vLLM 0.32 has it written into its code."""
+KINDS = ("sliding_attention", "full_attention")
+"""Kinds of layers, in turn; vLLM 0.32 has no other order."""
+
+
+def read(fields: Fields) -> ModelShape:
+    common = common_fields(fields, head_dim=64, may_have_biases=True)
+    layers = common["num_layers"]
+    # megatron-core has one switch for the biases of attention, router and experts, and these always have them
+    fields.refuse("attention_bias", True)
+    fields.refuse("attention_dropout", 0)
+    fields.refuse("tie_word_embeddings", False)  # vLLM 0.32 would not tie them
+    fields.refuse("swiglu_alpha", SIGMOID_GAIN)
+    fields.refuse("swiglu_limit", LIMIT)
+    kinds = [KINDS[layer % 2] for layer in range(layers)]
+    if fields.raw.get("layer_types") not in (None, kinds):
+        raise fields.error(
+            f"layer_types must be {KINDS[0]} and {KINDS[1]} in turn for {layers} layers, is "
+            f"{shown(fields.raw['layer_types'])}"
+        )
+    window = fields.count("sliding_window", 128)
+    return ModelShape(
+        **{
+            **common,
+            "rms_norm_eps": fields.epsilon(1e-5),
+            "max_position_embeddings": fields.count("max_position_embeddings", 131072),
+        },
+        windows=tuple(window if kind == KINDS[0] else None for kind in kinds),
+        attention_sinks=True,
+        query_key_norms=False,
+        qkv_bias=True,
+        attention_output_bias=True,
+        num_experts=fields.count("num_local_experts", most=MOST_REPEATED),
+        experts_per_token=fields.count("num_experts_per_tok"),
+        expert_hidden_size=fields.count("intermediate_size"),
+        expert_bias=True,
+    )
+
+
+def layer_entries(shape: ModelShape, layer: int) -> list[Entry]:
+    hidden = shape.hidden_size
+    return [
+        *shared_entries.attention(shape),
+        Entry("pre_mlp_layernorm.weight", (Piece("post_attention_layernorm.weight", (hidden,)),)),
+        Entry("mlp.router.weight", (Piece("mlp.router.weight", (shape.num_experts, hidden)),)),
+        Entry("mlp.router.bias", (Piece("mlp.router.bias", (shape.num_experts,)),)),
+        *_experts(shape),
+    ]
+
+
+@lru_cache(maxsize=2)  # the same in every layer
+def _experts(shape: ModelShape) -> tuple[Entry, ...]:
+    hidden, size = shape.hidden_size, shape.expert_hidden_size
+    both = 2 * size
+    return (
+        *_of_all(
+            shape, "linear_fc1.weight", "gate_up_proj", (hidden, both), (both, hidden), _gate_up, _in_turn
+        ),
+        *_of_all(shape, "linear_fc1.bias", "gate_up_proj_bias", (both,), (both,), _apart, _together),
+        *_of_all(
+            shape, "linear_fc2.weight", "down_proj", (size, hidden), (hidden, size), _transposed, _transposed
+        ),
+        *_of_all(shape, "linear_fc2.bias", "down_proj_bias", (hidden,), (hidden,), _same, _same),
+    )
+
+
+def _of_all(
+    shape: ModelShape,
+    megatron: str,
+    hf: str,
+    piece: tuple[int, ...],
+    parameter: tuple[int, ...],
+    join: Change,
+    part: Change,
+) -> list[Entry]:
+    """One parameter of every expert, whose tensor in a checkpoint has `piece` of each."""
+    return [
+        Entry(
+            f"mlp.experts.{megatron}{expert}",
+            (
+                Piece(
+                    f"mlp.experts.{expert}.{hf}",
+                    piece,
+                    fused=Fused(f"mlp.experts.{hf}", (shape.num_experts, *piece), expert, 0, always=True),
+                ),
+            ),
+            lambda cuts: join(cuts[0]),
+            lambda shard: [part(shard)],
+            by_rows=False,
+            joined_shape=parameter,
+            expert=expert,
+            num_experts=shape.num_experts,
+        )
+        for expert in range(shape.num_experts)
+    ]
+
+
+def _apart(x: Tensor) -> Tensor:
+    """Rows of gate and up in turn -> all of gate, all of up."""
+    return x.unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1)
+
+
+def _together(x: Tensor) -> Tensor:
+    return x.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1)
+
+
+def _gate_up(x: Tensor) -> Tensor:
+    return _apart(x.t())
+
+
+def _in_turn(x: Tensor) -> Tensor:
+    return _together(x).t()
+
+
+def _transposed(x: Tensor) -> Tensor:
+    return x.t()
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+def layer_spec(shape: ModelShape, layer: int, backend: spec.Backend) -> spec.LayerSpec:
+    return spec.transformer_layer(spec.attention(backend, norms=False), spec.moe(shape, backend))
+
+
+def config_fields(shape: ModelShape) -> dict[str, Any]:
+    from megatron.core.fusions.fused_bias_geglu import quick_gelu
+
+    return {
+        "qk_layernorm": False,
+        "add_bias_linear": True,
+        "activation_func": quick_gelu,
+        "glu_linear_offset": 1.0,
+        "activation_func_clamp_value": LIMIT,
+    }

@@ -1,8 +1,0 @@
-"""Cost of gpt-oss's layers: attention in all of them, over a window in some."""
-
-from megatron_ibpo.models.cost import MixerCost, attention_cost
-from megatron_ibpo.models.shape import ModelShape
-
-
-def mixer_cost(shape: ModelShape, layer: int) -> MixerCost:
-    return attention_cost(shape, shape.window(layer))

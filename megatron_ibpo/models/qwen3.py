@@ -1,0 +1,28 @@
+"""Qwen3, dense (https://huggingface.co/Qwen/Qwen3-32B) and with a mixture of experts in every layer
+(https://huggingface.co/Qwen/Qwen3-30B-A3B). Qwen Team, "Qwen3 Technical Report", 2025."""
+
+from typing import Any
+
+from megatron_ibpo.models import shared_entries, spec
+from megatron_ibpo.models.shape import Fields, ModelShape, common_fields, expert_fields
+from megatron_ibpo.models.weight_map import Entry
+
+
+def read(fields: Fields) -> ModelShape:
+    if fields.raw["model_type"] == "qwen3_moe":
+        return ModelShape(**common_fields(fields), **expert_fields(fields, normalized=False))
+    return ModelShape(**common_fields(fields), ffn_hidden_size=fields.count("intermediate_size"))
+
+
+def layer_entries(shape: ModelShape, layer: int) -> list[Entry]:
+    mlp = shared_entries.moe(shape) if shape.is_moe else shared_entries.dense_mlp(shape)
+    return [*shared_entries.attention(shape), *mlp]
+
+
+def layer_spec(shape: ModelShape, layer: int, backend: spec.Backend) -> spec.LayerSpec:
+    mlp = spec.moe(shape, backend) if shape.is_moe else spec.dense_mlp(backend)
+    return spec.transformer_layer(spec.attention(backend), mlp)
+
+
+def config_fields(shape: ModelShape) -> dict[str, Any]:
+    return {}

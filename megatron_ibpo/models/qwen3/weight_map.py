@@ -1,9 +1,0 @@
-"""Qwen3's tensors."""
-
-from megatron_ibpo.models.shape import ModelShape
-from megatron_ibpo.models.shared_entries import attention, dense_mlp, moe
-from megatron_ibpo.models.weight_map import Entry
-
-
-def layer_entries(shape: ModelShape, layer: int) -> list[Entry]:
-    return [*attention(shape), *(moe(shape) if shape.is_moe else dense_mlp(shape))]

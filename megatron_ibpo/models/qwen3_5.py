@@ -1,0 +1,114 @@
+"""Qwen3.5 and what came after it under the same names: https://huggingface.co/Qwen/Qwen3.5-27B (dense) and
+https://huggingface.co/Qwen/Qwen3.5-35B-A3B (a mixture of experts with a shared one).
+
+Layers are Qwen3-Next's, with a dense MLP where there are no experts, and the delta net's input projection
+is stored in four tensors. Checkpoints wrap the text model in one that also sees (`text_config`, names under
+`model.language_model.`): the text model is trained, and the vision tower is carried along as it is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from megatron_ibpo.basics.text import shown
+from megatron_ibpo.models.delta_net.cost import mixer_cost
+from megatron_ibpo.models.delta_net.shape import DeltaNetShape, delta_net_fields
+from megatron_ibpo.models.delta_net.spec import config_fields, layer_spec, mtp_layer_spec
+from megatron_ibpo.models.delta_net.weight_map import in_projection, mixed_entries, mtp_entries
+from megatron_ibpo.models.shape import Fields, expert_fields
+from megatron_ibpo.models.weight_map import ROWS, Cut, Entry, Piece, concatenate
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = [
+    "config_fields",
+    "layer_entries",
+    "layer_spec",
+    "mixer_cost",
+    "mtp_entries",
+    "mtp_layer_spec",
+    "read",
+]
+
+TEXT = "_text"
+"""Ends the `model_type` of a text model that is not wrapped."""
+
+
+def read(fields: Fields) -> DeltaNetShape:
+    """`rope_parameters` may divide the rotation among time, height and width (mrope): a text's positions are
+    the same in all three, so it rotates as without."""
+    family = fields.raw["model_type"]
+    if family.endswith(TEXT):
+        return _text_model(fields, family)
+    inner = fields.raw.get("text_config")
+    if not isinstance(inner, dict):
+        raise fields.error(
+            f"text_config must hold the text model's fields, is {shown(inner)}; a text model that is not "
+            f"wrapped has model_type {family}{TEXT}"
+        )
+    text = _text_model(replace(fields, raw={**inner, "model_type": family}), family)
+    return replace(
+        text,
+        tie_word_embeddings=_tied(fields, inner),
+        hf_prefix="model.language_model.",
+        carried=("model.visual.",),
+    )
+
+
+def _text_model(fields: Fields, family: str) -> DeltaNetShape:
+    fields.refuse("attn_output_gate", True)
+    fields.refuse("output_gate_type", "swish", "silu")  # of the delta net
+    is_moe = family.removesuffix(TEXT).endswith("_moe")
+    return DeltaNetShape(**delta_net_fields(fields), **(_experts(fields) if is_moe else _dense(fields)))
+
+
+def _dense(fields: Fields) -> dict[str, Any]:
+    return {"ffn_hidden_size": fields.count("intermediate_size")}
+
+
+def _experts(fields: Fields) -> dict[str, Any]:
+    shared = fields.count("shared_expert_intermediate_size")
+    return {**expert_fields(fields, normalized=True), "shared_expert_hidden_size": shared}
+
+
+def _tied(fields: Fields, inner: dict[str, Any]) -> bool:
+    """Return whether the head is the embedding. transformers asks the wrapping model, vLLM the text model."""
+    key = "tie_word_embeddings"
+    outer, text = fields.flag(key, inner.get(key, False)), inner.get(key, fields.raw.get(key, False))
+    if outer != text:
+        raise fields.error(f"{key} is {outer}, and {text} in text_config: which of the two?")
+    return outer
+
+
+def layer_entries(shape: DeltaNetShape, layer: int) -> list[Entry]:
+    return mixed_entries(shape, layer, _in_proj(shape))
+
+
+def _in_proj(shape: DeltaNetShape) -> Entry:
+    hidden, keys, values, heads = shape.hidden_size, shape.gdn_keys, shape.gdn_values, shape.gdn_value_heads
+    qkv = 2 * keys + values
+    return in_projection(
+        shape,
+        (
+            Piece("linear_attn.in_proj_qkv.weight", (qkv, hidden), Cut(0, (keys, keys, values))),
+            Piece("linear_attn.in_proj_z.weight", (values, hidden), ROWS),
+            Piece("linear_attn.in_proj_b.weight", (heads, hidden), ROWS),
+            Piece("linear_attn.in_proj_a.weight", (heads, hidden), ROWS),
+        ),
+        concatenate,
+        _Apart((qkv, values, heads, heads)).part,
+    )
+
+
+@dataclass(frozen=True)
+class _Apart:
+    """HF: [q | k | v], [z], [b] and [a], each of all heads. Megatron: the same rows in one tensor."""
+
+    rows: tuple[int, ...]
+    """Rows of the HF tensors."""
+
+    def part(self, shard: Tensor) -> list[Tensor]:
+        ranks = sum(self.rows) // len(shard)
+        return list(shard.split([rows // ranks for rows in self.rows]))
