@@ -1,7 +1,7 @@
 """Plain fields of a row in any of the layouts of existing data sets.
 
-ours {"prompt": text or messages, "label": text or number, "task", "metadata", "rm_type", "id"} of RL data
-sets {"prompt": messages, "reward_model": {"ground_truth": …}, "data_source", "extra_info"}
+ours            {"prompt": text or messages, "label": text or number, "task", "metadata", "rm_type", "id"}
+of RL data sets {"prompt": messages, "reward_model": {"ground_truth": …}, "data_source", "extra_info"}
 """
 
 import json

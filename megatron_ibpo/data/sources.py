@@ -1,6 +1,7 @@
 """The specification of one source of prompts: a location, and settings after a question mark.
 
-train.jsonl?weight=2&suffix=Answer+in+\\boxed{}. reasoning_gym://chain_sum?level=1&weight=0.5
+train.jsonl?weight=2&suffix=Answer+in+\\boxed{}.
+reasoning_gym://chain_sum?level=1&weight=0.5
 """
 
 from dataclasses import dataclass

@@ -47,8 +47,8 @@ class Objective:
 
     "sequence-mean" divides by its response tokens. "token-mean" divides by the weighted mean of response
     tokens over the sequences of the call, so that every token counts the same. A number is the divisor
-    itself (for a token mean over several micro-batches, or for "constant"). A sequence term's loss counts once for
-    each token, and so once for the sequence under "sequence-mean".
+    itself (for a token mean over several micro-batches, or for "constant"). A sequence term's loss counts
+    once for each token, and so once for the sequence under "sequence-mean".
     """
     kl: KLEstimator = "k3"
     kl_coef: float = 0.0

@@ -4,10 +4,10 @@ A layer's module keeps its class, its parameters and their names; a hook adds th
 layer's. Ranks share the work as they do for the layer:
 
 | layer          | A                  | between the two             | B                  |
-|----------------|--------------------|-----------------------------|--------------------| | column-parallel |
-whole on every rank | as the layer's input, rank wide | rows, as the layer's | | row-parallel    | columns, as
-the layer's | as the layer's output, rank wide | whole on every rank | | experts         | as above, nothing
-between: the token dispatcher has gathered, and will sum | | |
+|----------------|--------------------|-----------------------------|--------------------|
+| column-parallel | whole on every rank | as the layer's input, rank wide | rows, as the layer's |
+| row-parallel    | columns, as the layer's | as the layer's output, rank wide | whole on every rank |
+| experts         | as above, nothing between: the token dispatcher has gathered, and will sum | | |
 
 A factor may be whole on ranks that see different tokens or different rows; each of them then has a part of
 its gradient. Megatron sums the parts for dense layers once per step (`sequence_parallel`), as it does for

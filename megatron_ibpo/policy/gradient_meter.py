@@ -116,8 +116,8 @@ def estimate_noise(sizes: Sequence[int], squares: Sequence[float], total_square:
     """Estimate the noise of one prompt's gradient from squared norms of blocks of prompts.
 
     With b_j the mean gradient of the m_j prompts of block j and g that of all P, Σ m_j |b_j - g|² has the
-    expectation (k - 1) v over k blocks: the between-groups sum of squares of an analysis of variance. With k
-    = P these are the prompts themselves; with two halves a and b the signal is the product a·b.
+    expectation (k - 1) v over k blocks: the between-groups sum of squares of an analysis of variance. With
+    k = P these are the prompts themselves; with two halves a and b the signal is the product a·b.
 
     Args:
         sizes: m_j, prompts of each block, k ≥ 2 of them.

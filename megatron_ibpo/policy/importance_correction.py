@@ -4,9 +4,9 @@ The engine that sampled a response (π_behave) computes differently from the tra
 weights. Training starts from the proximal policy π_prox, the trainer's own at its first optimizer step. The
 ratio r = π_prox / π_behave of a token corrects both differences:
 
-    truncation (TIS, ibpo step 14)      min(r, clip)                        of each token masking (IcePop)
-    r inside [low, high], else 0        of each token rejection by the geometric mean     1 where exp(mean log
-    r) lies inside [low, high], else 0
+    truncation (TIS, ibpo step 14)      min(r, clip)                        of each token
+    masking (IcePop)                    r inside [low, high], else 0        of each token
+    rejection by the geometric mean     1 where exp(mean log r) lies inside [low, high], else 0
                                                                             of each sequence
 
 Token weights scale the gradient of the token, whatever the loss variant, and the reported loss. Divisors do

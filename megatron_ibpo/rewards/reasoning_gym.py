@@ -57,7 +57,8 @@ def judged(prompt: str, response: str, label: str, metadata: dict[str, Any]) -> 
     well.
 
     Raises:
-        ValueError: the prompt does not come from reasoning_gym. whatever the scorer raises on the label.
+        ValueError: the prompt does not come from reasoning_gym.
+        whatever the scorer raises on the label.
     """
     if "source_dataset" not in metadata:
         raise ValueError("the prompt is no reasoning_gym item (no source_dataset in its metadata)")
@@ -97,7 +98,8 @@ def label_problem(label: str, metadata: dict[str, Any]) -> str | None:
 def _has_full_marks(answer: str, prompt: str, label: str, metadata: dict[str, Any]) -> bool:
     """
     Raises:
-        ResponseError: scoring takes too long. whatever the scorer raises on an answer that it cannot take.
+        ResponseError: scoring takes too long.
+        whatever the scorer raises on an answer that it cannot take.
     """
     parameters = json.dumps(metadata.get("parameters", {}), sort_keys=True)
     dataset = _dataset(metadata["source_dataset"], parameters)
