@@ -102,7 +102,7 @@ class LeanEngine:
     async def take(self, timeout: float) -> list[tuple[int, Sample]]:
         """Take samples as `AsyncEngine` says. Samples all waiting requests, however long that takes: nothing
         else can be done here meanwhile."""
-        asked = -1  # waits once in any case, or who asks in vain would never let anybody submit
+        asked = -1  # waits at least once, so that others can submit
         while len(self._waiting) > asked:
             asked = len(self._waiting)
             await asyncio.sleep(LINGER_S)

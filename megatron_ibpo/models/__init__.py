@@ -1,6 +1,7 @@
-"""The models that can be trained. What is special to a family lies in its folder, what is common here.
+"""The models that can be trained. Each family has a folder with what is special to it; the modules here are
+common.
 
-Nothing here imports torch or Megatron when it is imported: weight maps import torch, layer specs Megatron.
+Importing this package imports neither torch nor Megatron: weight maps import torch, layer specs Megatron.
 """
 
 from megatron_ibpo.models.cost import forward_flops

@@ -1,4 +1,4 @@
-"""The families of models that can be trained: a line for each, with the folder of what is special to it."""
+"""The families of models that can be trained: one line each, with the package of what is special to it."""
 
 from importlib import import_module
 from typing import Any, Literal
@@ -16,13 +16,13 @@ FAMILIES = {
     "glm4_moe": "megatron_ibpo.models.glm4_moe",
     "gpt_oss": "megatron_ibpo.models.gpt_oss",
 }
-"""`model_type` of config.json → the package with everything that is special to the family."""
+"""`model_type` of config.json → the family's package."""
 
 Part = Literal["shape", "cost", "weight_map", "spec"]
 
 
 def family_part(family: str, part: Part) -> Any:
-    """A module of a family's package, imported when it is first asked for.
+    """Return a module of a family's package, imported at its first use.
 
     | module       | imports  | gives                                                                     |
     |--------------|----------|---------------------------------------------------------------------------|

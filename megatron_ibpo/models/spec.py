@@ -1,6 +1,6 @@
-"""Classes of the parts of layers in Megatron's model that families share.
+"""Classes for the layer parts in Megatron's model that families share.
 
-One spec serves both back ends. They differ in classes only; parameter and checkpoint names are the same:
+One spec serves both back ends. Only the classes differ; parameter and checkpoint names are the same:
 
 | part                          | Transformer Engine              | local                      |
 |-------------------------------|---------------------------------|----------------------------|
@@ -11,8 +11,8 @@ One spec serves both back ends. They differ in classes only; parameter and check
 | attention                     | SelfAttention with TEDotProductAttention | PackedSelfAttention |
 | experts                       | TEGroupedMLP of TE grouped linears | TEGroupedMLP of local grouped linears |
 
-The optimizer's classes (fused Adam, multi-tensor norm and scale) are chosen by Megatron itself:
-Transformer Engine's where installed, else apex's, else torch's.
+The optimizer's classes (fused Adam, multi-tensor norm and scale) are chosen by Megatron itself: Transformer
+Engine's if installed, then apex's, then torch's.
 """
 
 from collections.abc import Callable
@@ -40,12 +40,12 @@ from megatron_ibpo.models.families import family_part
 from megatron_ibpo.models.shape import ModelShape
 
 MLPAndNorm = tuple[Callable[..., Any], Callable[..., Any]]
-"""Class of a layer's MLP or experts, and of the norm before it."""
+"""Class of a layer's MLP or experts, and class of the norm before it."""
 
 
 @dataclass(frozen=True)
 class Backend:
-    """The classes a spec is made of."""
+    """The classes from which a spec is made."""
 
     libraries: Backends
     norm: type
@@ -59,10 +59,10 @@ class Backend:
 
 
 def make_backend(libraries: Backends) -> Backend:
-    """The classes by which these libraries compute.
+    """Return these libraries' classes.
 
     Raises:
-        ImportError: Transformer Engine is wanted and not installed.
+        ImportError: Transformer Engine is requested and not installed.
     """
     return _transformer_engine(libraries) if libraries.transformer_engine else _local(libraries)
 
@@ -102,7 +102,7 @@ def _transformer_engine(libraries: Backends) -> Backend:
 def block_spec(
     shape: ModelShape, backend: Backend, first_layer: int, layers: int
 ) -> TransformerBlockSubmodules:
-    """The layers [first_layer, first_layer + layers) of the model, and its final norm."""
+    """Return the layers [first_layer, first_layer + layers) of the model, and its final norm."""
     family = family_part(shape.family, "spec")
     numbers = range(first_layer, first_layer + layers)
     return TransformerBlockSubmodules(
@@ -128,7 +128,7 @@ def transformer_layer(mixer: ModuleSpec, mlp: MLPAndNorm) -> ModuleSpec:
 def attention(backend: Backend, *, norms: bool = True, output_bias: bool = False) -> ModuleSpec:
     """
     Args:
-        norms: of queries and keys.
+        norms: whether queries and keys have norms.
     """
     return ModuleSpec(
         module=backend.attention,
@@ -144,7 +144,8 @@ def attention(backend: Backend, *, norms: bool = True, output_bias: bool = False
 
 
 def _biased(linear: type) -> Callable[..., Any]:
-    """The layer with a bias of its own. Megatron's add_bias_linear would give one to every linear layer."""
+    """Return the layer with a bias of its own. Megatron's add_bias_linear would give one to every linear
+    layer."""
 
     def build(*args: Any, bias: bool, **kwargs: Any) -> Any:
         return linear(*args, bias=True, **kwargs)
@@ -153,7 +154,7 @@ def _biased(linear: type) -> Callable[..., Any]:
 
 
 def dense_mlp(backend: Backend, *, bias: bool = False) -> MLPAndNorm:
-    """The norm is fused into the MLP's first linear layer."""
+    """Return a dense MLP, with the norm fused into its first linear layer."""
     linears = backend.norm_column_linear, backend.row_linear
     first, second = map(_biased, linears) if bias else linears
     submodules = MLPSubmodules(linear_fc1=first, linear_fc2=second)
@@ -161,7 +162,7 @@ def dense_mlp(backend: Backend, *, bias: bool = False) -> MLPAndNorm:
 
 
 def moe(shape: ModelShape, backend: Backend, router: type[TopKRouter] = TopKRouter) -> MLPAndNorm:
-    """A mixture of experts: router and experts share one normed input."""
+    """Return a mixture of experts: router and experts share one normed input."""
     experts = partial(
         TEGroupedMLP,
         submodules=GroupedMLPSubmodules(

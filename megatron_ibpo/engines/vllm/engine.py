@@ -48,7 +48,7 @@ STAND_INS = Path(__file__).parent / "stand_ins"
 
 LAUNCHER_VARIABLES = {"RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "MASTER_ADDR"}
 LAUNCHER_VARIABLES |= {"WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "MASTER_PORT"}
-"""The trainers' world, which is not the engine's."""
+"""Variables of the trainers' world, which the engine does not belong to."""
 
 
 class Engine:

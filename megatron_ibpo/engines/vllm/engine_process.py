@@ -103,7 +103,7 @@ def _serve(channel: Connection, engine: SamplingEngine) -> None:
             held += 1
             continue
         if engine.busy and engine.paused and not channel.poll(PROGRESS_S):
-            held += 1  # it waits for its weights, perhaps for long while another engine hangs: a sign of life
+            held += 1  # a sign of life: it waits for its weights, perhaps for long
             continue
         call: Call = channel.recv()
         if call.method == "close":

@@ -20,8 +20,8 @@ from megatron_ibpo.models.spec import Backend, attention, dense_mlp, moe, transf
 
 
 class GatedNorm(RMSNorm):
-    """The norm of a gated delta net's output. Never zero-centred, unlike the other norms of these
-    models: its checkpoint value is copied as it is (subtracting one would lose bits)."""
+    """The norm of a gated delta net's output. It is never zero-centred, unlike the other norms of these
+    models: its checkpoint value is copied unchanged (subtracting one would lose bits)."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6):
         super().__init__(config, hidden_size, eps)
@@ -44,7 +44,7 @@ def mixer(shape: DeltaNetShape, layer: int, backend: Backend) -> ModuleSpec:
 
 
 def mtp_layer_spec(shape: DeltaNetShape, backend: Backend) -> ModuleSpec:
-    """The decoder layer inside the multi-token prediction layer: always attention."""
+    """Return the decoder layer inside the multi-token prediction layer: always attention."""
     return transformer_layer(attention(backend), moe(shape, backend) if shape.is_moe else dense_mlp(backend))
 
 

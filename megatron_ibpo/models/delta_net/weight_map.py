@@ -6,7 +6,8 @@ from megatron_ibpo.models.weight_map import COLUMNS, ROWS, Cut, Entry, Piece
 
 IN_PROJ = "self_attention.in_proj.weight"
 IN_PROJ_SECTIONS = "query", "key", "value", "z", "beta", "alpha"
-"""Sections of Megatron's input projection, each of all heads; a Megatron checkpoint stores them apart."""
+"""Sections of Megatron's input projection, each for all heads; a Megatron checkpoint stores them
+separately."""
 
 
 def in_proj_cut(shape: DeltaNetShape) -> Cut:
@@ -18,7 +19,7 @@ def in_proj_cut(shape: DeltaNetShape) -> Cut:
 def gated_delta_net(shape: DeltaNetShape, in_proj: Entry) -> list[Entry]:
     """
     Args:
-        in_proj: the input projection, which checkpoints of different families hold differently.
+        in_proj: the input projection, which differs between the checkpoints of families.
     """
     hidden, keys, values = shape.hidden_size, shape.gdn_keys, shape.gdn_values
     return [
@@ -50,8 +51,9 @@ def mlp(shape: DeltaNetShape) -> list[Entry]:
 
 
 def mtp_entries(shape: DeltaNetShape, layer: int) -> list[Entry]:
-    """Multi-token prediction: embedding and hidden state, each normed, are projected to one vector that
-    goes through an attention layer. HF has the projection and norms once, whatever the layers."""
+    """Return the entries of multi-token prediction: embedding and hidden state, each normed, are projected to
+    one vector that goes through an attention layer. HF has the projection and norms once, for any number of
+    layers."""
     hidden = shape.hidden_size
     prefix = f"mtp.layers.{layer}."
     around = [

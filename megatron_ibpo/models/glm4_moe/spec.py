@@ -10,7 +10,7 @@ from megatron_ibpo.models.spec import Backend, attention, dense_mlp, moe, transf
 
 
 class FrozenBiasRouter(TopKRouter):
-    """A router whose correction stays as it is. (An update rate of 0 would turn -0.0 into 0.0.)"""
+    """A router whose correction never changes. (An update rate of 0 would turn -0.0 into 0.0.)"""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)

@@ -4,17 +4,19 @@ from megatron_ibpo.basics.text import shown
 from megatron_ibpo.models.shape import MOST_REPEATED, Fields, ModelShape, common_fields
 
 SIGMOID_GAIN = 1.702
-"""Gain of the gate's activation; megatron-core has it written into its code (`quick_gelu`)."""
+"""Gain of the gate's activation; hard-coded in megatron-core (`quick_gelu`)."""
 LIMIT = 7.0
-"""The gate is clamped above by it, what is gated on both sides; vLLM 0.32 has it written into its code."""
+"""Clamp: an upper bound of the gate, and a bound on both sides of the gated values; hard-coded in vLLM
+0.32."""
 KINDS = ("sliding_attention", "full_attention")
-"""Kinds of layers, in turn; vLLM 0.32 has no other order."""
+"""Kinds of layers, alternating; vLLM 0.32 supports no other order."""
 
 
 def read(fields: Fields) -> ModelShape:
     common = common_fields(fields, head_dim=64, may_have_biases=True)
     layers = common["num_layers"]
-    # megatron-core has one switch for the biases of attention, router and experts, and these always have them
+    # megatron-core has one switch for the biases of attention, router and experts, and this family always has
+    # them
     fields.refuse("attention_bias", True)
     fields.refuse("attention_dropout", 0)
     fields.refuse("tie_word_embeddings", False)  # vLLM 0.32 would not tie them

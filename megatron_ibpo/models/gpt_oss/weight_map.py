@@ -1,5 +1,5 @@
-"""gpt-oss's tensors. Checkpoints hold the experts of a layer in four tensors: matrices as [in, out], which is
-the transpose of Megatron's, and outputs of gate and up in turn, which Megatron has one after the other."""
+"""gpt-oss's tensors. Checkpoints hold the experts of a layer in four tensors: matrices are [in, out], the
+transpose of Megatron's, and outputs of gate and up alternate, while Megatron has one after the other."""
 
 from collections.abc import Callable
 from functools import lru_cache
@@ -49,7 +49,8 @@ def _of_all(
     join: Change,
     part: Change,
 ) -> list[Entry]:
-    """One parameter of every expert, whose tensor in a checkpoint has `piece` of each."""
+    """Return the entries of one parameter for every expert; its tensor in a checkpoint has `piece` of
+    each."""
     return [
         Entry(
             f"mlp.experts.{megatron}{expert}",
@@ -72,7 +73,7 @@ def _of_all(
 
 
 def _apart(x: Tensor) -> Tensor:
-    """Rows of gate and up in turn -> all of gate, all of up."""
+    """Return all rows of gate, then all rows of up, from alternating rows."""
     return x.unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1)
 
 

@@ -1,4 +1,4 @@
-"""Qwen3.5's dimensions, of the text model."""
+"""Dimensions of Qwen3.5's text model."""
 
 from dataclasses import replace
 from typing import Any
@@ -8,12 +8,12 @@ from megatron_ibpo.models.delta_net.shape import DeltaNetShape, delta_net_fields
 from megatron_ibpo.models.shape import Fields, expert_fields
 
 TEXT = "_text"
-"""Ends the `model_type` of a text model that is not wrapped."""
+"""Suffix of `model_type` for a text model that is not wrapped."""
 
 
 def read(fields: Fields) -> DeltaNetShape:
-    """`rope_parameters` may divide the rotation among time, height and width (mrope): a text's positions are
-    the same in all three, so it rotates as without."""
+    """Read the shape. `rope_parameters` may divide the rotation among time, height and width (mrope); a text
+    has the same positions in all three, so its rotation is the plain one."""
     family = fields.raw["model_type"]
     if family.endswith(TEXT):
         return _text_model(fields, family)

@@ -1,4 +1,4 @@
-"""Qwen3.5's tensors: the delta net's input projections are stored apart."""
+"""Qwen3.5's tensors: the delta net's input projections are stored separately."""
 
 from dataclasses import dataclass
 
@@ -45,7 +45,8 @@ def _in_proj(shape: DeltaNetShape) -> Entry:
 
 @dataclass(frozen=True)
 class _Apart:
-    """HF: [q | k | v], [z], [b] and [a], each of all heads. Megatron: the same rows in one tensor."""
+    """A join of HF's [q | k | v], [z], [b] and [a], each for all heads, into Megatron's tensor of the same
+    rows."""
 
     rows: tuple[int, ...]
     """Rows of the HF tensors."""
