@@ -127,7 +127,7 @@ class Entry:
     layer: int | None = None
     expert: int | None = None
     num_experts: int = 0
-    """For an expert's parameter, the number of experts in the layer; it is a slice of a stored tensor of them
+    """Number of experts in the layer, if this is an expert's parameter: a slice of a stored tensor of them
     all."""
     even_up_to: int | None = None
     """Largest number of ranks for which an equal share of every piece makes up a shard; None: any number.
