@@ -1,1 +1,2 @@
-"""Plain records, text, seeds, user files and the trainers' processes: code that every room may use."""
+"""Plain records, text, seeds, user files and the trainers' process groups: code that every package may
+use."""

@@ -1,7 +1,8 @@
-"""The trainer ranks: who I am, and how small Python objects go between us.
+"""The trainer ranks: a rank's identity, and the exchange of small Python objects between ranks.
 
-Tensors of the model travel in Megatron's own groups, data comes from the driver; this is for what ranks agree
-on (errors, sums, plans), always over gloo, so that it works the same alongside NCCL and without a GPU.
+Tensors of the model travel in Megatron's own groups, and data comes from the driver. This module carries what
+ranks agree on (errors, sums, plans), always over gloo, so that it works the same alongside NCCL and without a
+GPU.
 """
 
 import os
@@ -26,7 +27,7 @@ class RemoteError(RuntimeError):
 
 @dataclass(frozen=True)
 class World:
-    """The group of all trainer ranks, as one of them sees it."""
+    """The group of all trainer ranks, from the view of one of them."""
 
     rank: int
     size: int
@@ -50,8 +51,8 @@ class World:
         """Run `work` on every rank and return the results of all, in rank order, on every rank.
 
         Raises:
-            the rank's own exception where there was one, RemoteError with its text elsewhere: no rank is left
-            waiting.
+            the rank's own exception if it had one, otherwise RemoteError with the other rank's text: no rank
+            is left waiting.
         """
         result: Any = None
         error: BaseException | None = None
@@ -69,7 +70,7 @@ class World:
         return [result for result, _ in outcomes]
 
     def all_gather(self, item: T) -> list[T]:
-        """Every rank's `item`, in rank order, on every rank."""
+        """Return every rank's `item`, in rank order, on every rank."""
         if self.size == 1:
             return [item]
         items: list[Any] = [None] * self.size
@@ -77,7 +78,7 @@ class World:
         return items
 
     def close(self) -> None:
-        """Leave the process groups; without waiting, since another rank may have failed."""
+        """Leave the process groups, without waiting, since another rank may have failed."""
         dist.destroy_process_group()
 
     def barrier(self) -> None:
@@ -91,7 +92,7 @@ def start_world(timeout_minutes: float = 30.0) -> World:
     Every collective gives up after `timeout_minutes`.
 
     Raises:
-        ValueError: a variable of the launcher's is no such number.
+        ValueError: a variable of the launcher is not such a number.
     """
     size = environment_number("WORLD_SIZE", 1, least=1)
     rank = environment_number("RANK", 0, most=size - 1)
@@ -110,7 +111,7 @@ def start_world(timeout_minutes: float = 30.0) -> World:
 
 
 def own_address() -> str:
-    """The address at which the run's other processes reach this machine: loopback where none is set."""
+    """Return the address at which the run's other processes reach this machine; loopback if none is set."""
     return os.environ.get(NODE_ADDRESS) or LOOPBACK
 
 
@@ -118,12 +119,12 @@ def open_store(
     address: str, port: int, timeout: timedelta, size: int | None = None, descriptor: int | None = None
 ) -> dist.TCPStore:
     """Start a TCP store bound to `address` only. torch's own socket listens on every interface, and any
-    process that reaches it can read and write what the ranks tell each other.
+    process that reaches it can read and write the ranks' messages.
 
     Args:
-        port: 0 for any that is free.
+        port: 0 for any free port.
         size: processes to wait for, this one included; None: none.
-        descriptor: of a socket that listens there already; None opens one.
+        descriptor: socket that already listens there; None: open one.
     """
     with listen(address, port) if descriptor is None else socket.socket(fileno=descriptor) as listener:
         return dist.TCPStore(
@@ -138,7 +139,7 @@ def open_store(
 
 
 def _store(rank: int, size: int, timeout: timedelta) -> Any:
-    """Return the store where the ranks meet; None where the launcher has one, as torchrun does."""
+    """Return the store where the ranks meet; None if the launcher has one, as torchrun does."""
     if "MASTER_ADDR" not in os.environ:
         if size != 1:
             raise RuntimeError(f"WORLD_SIZE={size} but no MASTER_ADDR: start the ranks with torchrun")
@@ -148,6 +149,6 @@ def _store(rank: int, size: int, timeout: timedelta) -> Any:
         return None
     address = os.environ["MASTER_ADDR"]
     if rank == 0:
-        held = os.environ.pop(STORE_DESCRIPTOR, None)  # once: it is the store's from now on
+        held = os.environ.pop(STORE_DESCRIPTOR, None)  # once: it belongs to the store from now on
         return open_store(address, port, timeout, size, None if held is None else int(held))
     return dist.TCPStore(address, port, size, is_master=False, timeout=timeout)

@@ -1,7 +1,7 @@
-"""The handler at the top of every command: what goes wrong ends in one line on stderr and an exit status.
+"""The handler at the top of every command: any error ends in one line on stderr and an exit status.
 
-The line says what is wrong, where, and what to do. The traceback goes to a file that the line names, except
-where the user's input is at fault and the line says it all.
+The line says what is wrong, where, and what to do. The traceback goes to a file that the line names, unless
+the user's input is at fault and the line says everything.
 """
 
 import os
@@ -27,7 +27,7 @@ OF_PATHS = (
     NotADirectoryError,
     PermissionError,
 )
-"""Errors of the system that come from a path of the user's, unless it lies in the run's own directory."""
+"""System errors that come from a path of the user's, unless the path is in the run's own directory."""
 SOURCES = (Path(__file__).parents[1], Path(__file__).parents[2] / "tools")
 PACKAGE = __name__.partition(".")[0]
 READERS = ("json", "yaml")
@@ -36,13 +36,13 @@ FRAME = re.compile(r'File "(.+)", line \d+, in .*\n +(.*)')
 LOG = "driver.log"
 INTERNAL, UNREADABLE = "internal error", "something that was given cannot be read"
 LONGEST = 500
-"""Characters of the message of an internal error."""
+"""Most characters of an internal error's message."""
 
 P = ParamSpec("P")
 
 
 def command(main: Callable[P, int | None]) -> Callable[P, int]:
-    """Decorate the main function of a command: it returns the exit status, whatever happens."""
+    """Decorate the main function of a command: it always returns the exit status."""
 
     @wraps(main)
     def run(*arguments: P.args, **named: P.kwargs) -> int:
@@ -61,11 +61,11 @@ def run_tool(
 
 
 def guarded(work: Callable[[], int | None], *, logs: Path | None = None, stopped: str = "stopped") -> int:
-    """Run `work` and return the exit status; an error has been printed.
+    """Run `work` and return the exit status; any error has been printed.
 
     Args:
-        logs: folder for tracebacks in the directory of a run, which may not be there yet; None: they go to
-            the temporary directory.
+        logs: folder for tracebacks in the directory of a run, which may not exist yet; None: the temporary
+            directory.
         stopped: printed after a Ctrl-C.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
@@ -87,13 +87,13 @@ def guarded(work: Callable[[], int | None], *, logs: Path | None = None, stopped
         status = STDOUT_CLOSED if cut_off else _answer(error, logs)
     finally:
         threading.excepthook = before
-    if _reader_is_gone():  # Python would complain at its end about what is left to print
+    if _reader_is_gone():  # Python would complain at exit about unprinted output
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     return status
 
 
 def _reader_is_gone() -> bool:
-    """Tell whether stdout is a pipe that nothing reads any more, as after `| head -1`."""
+    """Return whether stdout is a pipe without a reader, as after `| head -1`."""
     stdout = select.poll()
     stdout.register(1, 0)
     return any(event & select.POLLERR for _, event in stdout.poll(0))
@@ -106,9 +106,9 @@ def _answer_thread(logs: Path | None, failed: threading.ExceptHookArgs) -> None:
 
 
 def _answer(error: BaseException, logs: Path | None) -> int:
-    """Print an error; returns the exit status."""
+    """Print an error; return the exit status."""
     said, status = _judged(error, logs)
-    # a note is the traceback in another process
+    # a note is the traceback from another process
     if status == FAILED or said.startswith(UNREADABLE) or hasattr(error, "__notes__"):
         kept = _kept(error, logs)
         said = said.partition("\n")[0] + (f"; the traceback is in {kept}" if kept else "")
@@ -117,7 +117,7 @@ def _answer(error: BaseException, logs: Path | None) -> int:
 
 
 def _judged(error: BaseException, logs: Path | None) -> tuple[str, int]:
-    """Return what to say of an error, and the exit status."""
+    """Return the line for an error, and the exit status."""
     name = os.fsdecode(found) if isinstance(found := getattr(error, "filename", ""), str | bytes) else ""
     within_run = logs and Path(name).is_relative_to(logs.parent)
     if logs and not logs.parent.is_dir() and (within_run or f"{logs.parent}{os.sep}" in str(error)):
@@ -139,15 +139,15 @@ def _judged(error: BaseException, logs: Path | None) -> tuple[str, int]:
 
 
 def _is_raised_here(error: BaseException) -> bool:
-    """Tell whether a `raise` of this project made it. A ValueError that comes from a library or from Python
-    itself is a bug of ours, since what the user gives is checked before."""
+    """Return whether a `raise` of this project made the error. A ValueError from a library or from Python
+    itself is a bug of this project, since the user's input is checked before."""
     stack = "".join(traceback.format_exception(type(error), error, error.__traceback__, chain=False))
     file, line = FRAME.findall(stack)[-1]  # of the process that raised it: notes come last
     return line.startswith("raise ") and any(Path(file).is_relative_to(place) for place in SOURCES)
 
 
 def _kept(error: BaseException, logs: Path | None) -> Path | None:
-    """The file that the traceback is added to; None where no disk takes it."""
+    """Append the traceback to a file and return its path; None if no disk accepts it."""
     trace = "".join(traceback.format_exception(error))
     text = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {' '.join(sys.argv)}\n{trace}\n".encode(errors="replace")
     if logs is not None and logs.parent.is_dir():

@@ -1,13 +1,13 @@
-"""Numbers from the environment, where launchers put them."""
+"""Numbers from environment variables, which launchers set."""
 
 import os
 
 
 def environment_number(name: str, default: int, *, least: int = 0, most: int = 2**31 - 1) -> int:
-    """The variable's value; `default` where it is not set.
+    """Return the variable's value; `default` if it is not set.
 
     Raises:
-        ValueError: it is no whole number from `least` to `most`.
+        ValueError: the value is not a whole number from `least` to `most`.
     """
     text = os.environ.get(name)
     if text is None:

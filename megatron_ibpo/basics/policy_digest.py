@@ -1,15 +1,16 @@
-"""Telling policies apart by what is in their files, wherever they lie."""
+"""A digest that identifies a policy by the content of its files, regardless of their location."""
 
 import hashlib
 from pathlib import Path
 
 _PIECES, _PIECE_BYTES = 64, 64 * 1024
 """Number and size of the pieces of each weight file that are read. Training changes nearly every number, so a
-few megabytes tell two policies apart without reading a checkpoint of 160 GB."""
+few megabytes distinguish two policies without reading a checkpoint of 160 GB."""
 
 
 def policy_digest(hf_dir: Path) -> str:
-    """16 hexadecimal digits of the configuration, and of names, sizes and pieces of the files of weights."""
+    """Return 16 hexadecimal digits from the configuration, and from names, sizes and pieces of the weight
+    files."""
     digest = hashlib.blake2b(digest_size=8)
     files = sorted(file for kind in ("*.safetensors", "*.bin") for file in hf_dir.glob(kind))
     for file in [hf_dir / "config.json", *files]:

@@ -1,4 +1,4 @@
-"""Ending a process group by force, with the shared memory that its members cannot clear any more (Linux)."""
+"""Ending a process group by force, with the shared memory that its members can no longer remove (Linux)."""
 
 import os
 import signal
@@ -9,16 +9,16 @@ from pathlib import Path
 
 SHARED_MEMORY = "/dev/shm/"
 END_TIMEOUT_S = 20.0
-"""Seconds to wait for killed processes to end: a driver may have tens of GiB to give back first."""
+"""Seconds to wait for killed processes to end: a driver may first have tens of GiB to free."""
 LOOK_EVERY_S = 0.01
 
 
 def end_group(group: int, known: Iterable[int] = ()) -> None:
-    """Kill all processes of `group` but the caller, and remove the shared memory that only they used; returns
-    when they have ended, and with that given back the memory of their GPUs.
+    """Kill all processes of `group` but the caller, and remove the shared memory that only they used. Returns
+    when they have ended, and so have freed their GPUs' memory.
 
     Args:
-        known: `shared_memory` of the group earlier, for members that have ended already.
+        known: earlier result of `shared_memory` for the group, for members that have already ended.
     """
     inodes = shared_memory(group) | set(known)
     for pid in _members(group):
@@ -36,8 +36,8 @@ def end_group(group: int, known: Iterable[int] = ()) -> None:
 
 
 def shared_memory(group: int) -> set[int]:
-    """Inodes of the shared memory that processes of `group` have mapped. (Semaphores are mapped under a
-    name that exists no more.)"""
+    """Return the inodes of the shared memory that processes of `group` have mapped. (Semaphores are mapped
+    under a name that no longer exists.)"""
     return {inode for pid in _members(group) for inode in _mapped(pid)}
 
 
@@ -50,7 +50,7 @@ def _processes() -> list[int]:
 
 
 def _group(pid: int) -> int | None:
-    """Process group of `pid`; None when it has ended, as a zombie too."""
+    """Return the process group of `pid`; None if it has ended, even if it is still a zombie."""
     with suppress(OSError):
         state, _parent, group = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:3]
         return int(group) if state != "Z" else None

@@ -1,8 +1,8 @@
-"""Files of records, one line of JSON each, that are appended to while their writer may die at any moment.
+"""Files of records, one line of JSON each. They are appended to by a writer that may die at any moment.
 
-Metrics, samples of evaluations and pass rates stand in such files and not in a journal, since users search
-them and the page finds a sample by its byte. A last line without its end was never finished: readers leave it
-out, and a writer cuts it off.
+Metrics, samples of evaluations and pass rates are in such files and not in a journal, since users search them
+and the page finds a sample by its byte offset. A last line without a newline is unfinished: readers skip it,
+and a writer cuts it off.
 """
 
 import errno
@@ -17,7 +17,7 @@ from megatron_ibpo.basics.user_files import RECORD_BYTES, check_user_file, user_
 
 
 def record_lines(path: Path) -> Iterator[tuple[str, bytes]]:
-    """Yield where each finished line stands, as `PATH, line N` for messages, and the line.
+    """Yield the place of each finished line, as `PATH, line N` for messages, and the line.
 
     Raises:
         OSError, UserFileError: as `check_user_file` does.
@@ -48,11 +48,11 @@ def append_record(file: io.FileIO, record: Mapping[str, Any]) -> None:
 
 
 def append_whole(file: io.FileIO, data: bytes) -> None:
-    """Append all of `data` to an unbuffered file, or nothing where that raises.
+    """Append all of `data` to an unbuffered file, or nothing if that raises.
 
     Raises:
         FileNotFoundError: the file was deleted while it was open, perhaps with the directory of its run.
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     end = file.seek(0, io.SEEK_END)
     left = memoryview(data)

@@ -1,7 +1,7 @@
-"""The typed records that flow between the rooms. Plain data: numpy arrays of tokens, rewards, weights.
+"""The typed records that flow between the packages. Plain data: numpy arrays of tokens, rewards, weights.
 
-Token ids travel from end to end; text appears only where a verifier or a reader needs it. Records compare by
-identity, since arrays have no single answer to `==`; tests compare the fields that they are about.
+Token ids travel from end to end; text appears only where a verifier or a user needs it. Records compare by
+identity, since arrays have no single answer to `==`; tests compare the fields of interest.
 """
 
 from dataclasses import dataclass, field
@@ -18,20 +18,21 @@ Weights = npt.NDArray[np.float64]
 """Credit is computed in float64; packing rounds it once, to float32."""
 ExpertIds = npt.NDArray[np.unsignedinteger[Any]]
 """[tokens read, layers, experts per token]: the experts that a mixture's routers chose for each token that
-was read, which are all of prompt and response but the last. In the smallest type that holds their numbers and
-one more value, `no_expert`."""
+was read (all of prompt and response but the last). In the smallest type that holds their numbers and one more
+value, `no_expert`."""
 
 LARGEST_REWARD = 1e9
-"""Largest size of a reward, and of each further number of a verifier: their squares and sums stay finite."""
+"""Largest absolute value of a reward, and of each further number of a verifier: their squares and sums stay
+finite."""
 
 
 def token_ids(ids: Any) -> TokenIds:
-    """`ids` (any sequence of integers) as records hold them; an int32 array is not copied."""
+    """Return `ids` (any sequence of integers) as records hold them; an int32 array is not copied."""
     return np.asarray(ids, dtype=np.int32)
 
 
 def expert_ids(ids: Any, num_experts: int) -> ExpertIds:
-    """`ids` (any array of integers) as records hold them; negative ones say that there is no record.
+    """Return `ids` (any array of integers) as records hold them; negative ones mean no record.
 
     Raises:
         ValueError: more experts than two bytes count.
@@ -61,7 +62,7 @@ class Prompt:
     """Number of `token_ids` before the point where further user content may be inserted (candidate solutions
     of a correction); the rest is the generation prompt."""
     label: str
-    """Ground truth, as the verifier wants it."""
+    """Ground truth, in the verifier's format."""
     task: str
     """Name of the data source or sub-task: verifiers and metrics may group by it."""
     text: str
@@ -85,13 +86,13 @@ class SampleRequest:
     seed: int
     max_tokens: int
     temperature: float = 1.0
-    """0 means greedy."""
+    """Sampling temperature; 0 means greedy."""
     top_p: float = 1.0
     top_k: int = -1
-    """-1: off."""
+    """Number of likeliest tokens to sample from; -1: off."""
     begun: int = 0
-    """Number of tokens at the end of the prompt that begin the response already: the sample comes back as the
-    whole response, whose beginning is not trained on."""
+    """Number of tokens at the end of the prompt that already begin the response: the sample comes back as the
+    whole response, and its beginning is not trained on."""
 
 
 @dataclass(slots=True, eq=False)
@@ -103,8 +104,8 @@ class Sample:
     token_ids: TokenIds
     """Everything after the prompt; the end-of-sequence id is the last one when `finish_reason` is "stop"."""
     logprobs: Floats
-    """Per token, of the distribution actually sampled (after temperature, top-p, top-k), from the engine;
-    0 where `loss_mask` is False. Same length as `token_ids`."""
+    """Log-prob of each token under the distribution actually sampled (after temperature, top-p, top-k), from
+    the engine; 0 where `loss_mask` is False. Same length as `token_ids`."""
     finish_reason: Literal["stop", "length"]
     temperature: float
     versions: tuple[tuple[int, int], ...]
@@ -113,17 +114,17 @@ class Sample:
     """False for tokens that the policy did not write (tool output): they are context and not trained on.
     Same length as `token_ids`."""
     routed_experts: ExpertIds | None = None
-    """Experts that the engine's routers chose when the log-probs were sampled; None where they are not
+    """Experts that the engine's routers chose when the log-probs were sampled; None if they are not
     recorded."""
     index: int = 0
     """Its index among the responses, or the corrections, of its group."""
     reward: float | None = None
-    """None until scored, and for good when the verifier failed: an error is not a reward of 0."""
+    """None until scored, and for good if the verifier failed: an error is not a reward of 0."""
     correct: bool = False
-    """reward has reached the verifier's threshold."""
+    """True if the reward has reached the verifier's threshold."""
     reward_error: str | None = None
     reward_details: dict[str, float] = field(default_factory=dict)
-    """Further numbers that the verifier gave with the reward, such as a share of tests passed."""
+    """Further numbers from the verifier, such as a share of tests passed."""
 
     @property
     def is_scored(self) -> bool:
@@ -131,28 +132,28 @@ class Sample:
 
     @property
     def policy_version(self) -> int:
-        """Version of the oldest weights that sampled a part of it."""
+        """Version of the oldest weights that sampled part of it."""
         return min(version for _, version in self.versions)
 
     def tokens_by_version(self) -> list[tuple[int, int]]:
-        """(policy version, how many tokens it sampled) of each span."""
+        """Return (policy version, number of tokens it sampled) for each span."""
         ends = [*(first for first, _ in self.versions[1:]), len(self.token_ids)]
         return [(version, end - first) for (first, version), end in zip(self.versions, ends, strict=True)]
 
     @property
     def num_trained_tokens(self) -> int:
-        """Tokens that the policy wrote: its length, wherever lengths are compared, punished or averaged."""
+        """Number of tokens that the policy wrote: the length for comparisons, penalties and averages."""
         return int(np.count_nonzero(self.loss_mask))
 
     @property
     def num_begun_tokens(self) -> int:
-        """Tokens at its start that the policy was given: read, not written."""
+        """Number of tokens at its start that the policy was given: read, not written."""
         written = np.flatnonzero(self.loss_mask)
         return int(written[0]) if len(written) else len(self.token_ids)
 
     @property
     def num_content_tokens(self) -> int:
-        """Tokens without the end-of-sequence id."""
+        """Number of tokens without the end-of-sequence id."""
         return len(self.token_ids) - (self.finish_reason == "stop")
 
     @property
@@ -174,13 +175,14 @@ class Correction:
     distance: float = 0.0
     """Normalised token edit distance d(y_i, corrected)."""
     reference_distance: float | None = None
-    """d(corrected, nearest reference); None when it is farther than `distance`, or there is none (K=1)."""
+    """d(corrected, nearest reference); None if it exceeds `distance`, or if there are no references (K=1)."""
     beyond_threshold: bool = False
-    """The first half of the rewrite test: `distance` exceeds α."""
+    """First half of the rewrite test: True if `distance` exceeds α."""
     rewritten: bool = False
-    """The rewrite test fired: a full rewrite earns no bonus."""
+    """True if the rewrite test fired: a full rewrite earns no bonus."""
     reference_leakage: bool = False
-    """It takes over a reference's answer without a derivation of its own (`megatron_ibpo.credit.leakage`)."""
+    """True if it copies a reference's answer without a derivation of its own
+    (`megatron_ibpo.credit.leakage`)."""
     unmodified_share: float = 0.0
     """Share of the tokens of y_i that the canonical alignment with the corrected response keeps."""
 
@@ -193,7 +195,7 @@ class Group:
     responses: list[Sample]
     corrections: list[Correction] = field(default_factory=list)
     skipped_pairs: int = 0
-    """Wrong responses whose correction prompt would not have fitted the context."""
+    """Number of wrong responses whose correction prompt would not have fitted the context."""
 
     @property
     def samples(self) -> list[Sample]:
@@ -202,13 +204,13 @@ class Group:
 
     @property
     def policy_version(self) -> int:
-        """Version of the oldest weights that sampled a part of it."""
+        """Version of the oldest weights that sampled part of it."""
         return min(sample.policy_version for sample in self.samples)
 
 
 @dataclass(slots=True, eq=False)
 class TrainSequence:
-    """One sequence for the trainer, which knows no more of the algorithm than this.
+    """One sequence for the trainer, which knows nothing else of the algorithm.
 
     The step's loss is the sum over sequences of `weight` times the variant's loss of the sequence. Tokens
     whose `loss_mask` is False are context: they take no part in ratio, length, loss or metrics.
@@ -228,25 +230,26 @@ class TrainSequence:
     """Its index among the responses, or the corrections, of its group."""
     kind: Literal["response", "correction"] = "response"
     off_policy: bool = False
-    """It was sampled from another prompt than this one: its rollout log-probs say nothing of it, and it loses
-    the shaped surrogate (`megatron_ibpo.loss.off_policy`) in place of the variant's."""
+    """True if it was sampled from another prompt than this one. Its rollout log-probs then do not apply, and
+    its loss is the shaped surrogate (`megatron_ibpo.loss.off_policy`) in place of the variant's."""
     temperature: float = 1.0
     reward: float | None = None
-    """Shaped, at the end of the sequence: what a critic's returns are made of."""
+    """Shaped reward at the end of the sequence, from which a critic's returns are computed."""
     rollout_logprobs: Floats | None = None
     """The engine's log-probs; needed for importance corrections, --old-logprobs engine and mismatch metrics.
     This and the arrays below have the length of `response_token_ids`."""
     token_weights: Weights | None = None
-    """Scale the gradient of each response token; None means all ones."""
+    """Factor of the gradient of each response token; None means all ones."""
     token_advantages: Weights | None = None
-    """Instead of `advantage`, one for each response token; for loss variants that have no term of whole
-    sequences."""
+    """Advantage of each response token, in place of `advantage`; for loss variants without a sequence
+    term."""
     returns: Weights | None = None
-    """Target of the critic at each response token; None where there is no critic."""
+    """Target of the critic at each response token; None without a critic."""
     values: Floats | None = None
     """The critic's prediction at each response token, before the update."""
     routed_experts: ExpertIds | None = None
-    """Experts as in `Sample`; the routers of the policy choose these again (--use-rollout-routing-replay)."""
+    """Experts as in `Sample`; the policy's routers choose the same ones again
+    (--use-rollout-routing-replay)."""
 
     @property
     def num_tokens(self) -> int:
@@ -254,10 +257,10 @@ class TrainSequence:
 
     @property
     def num_trained_tokens(self) -> int:
-        """Response tokens that the policy wrote: the length that the loss divides by."""
+        """Number of response tokens that the policy wrote: the length that the loss divides by."""
         return int(np.count_nonzero(self.loss_mask))
 
     @property
     def has_advantage(self) -> bool:
-        """Something to learn from: without it there is no gradient."""
+        """True if there is something to learn from: otherwise there is no gradient."""
         return self.advantage != 0 if self.token_advantages is None else bool(self.token_advantages.any())

@@ -1,11 +1,11 @@
-"""Seeds by name: every draw of a run has its own, independent of the order in which draws are made."""
+"""Seeds by name: every draw of a run has its own, independent of the order of draws."""
 
 import hashlib
 
 
 def derive_seed(*keys: int | str) -> int:
-    """A seed in [0, 2^63) that depends on nothing but `keys`, such as ("pair", run seed, step,
-    prompt, response).
+    """Return a seed in [0, 2^63) that depends only on `keys`, such as ("pair", run seed, step, prompt,
+    response).
 
     The same in every process and on every machine, unlike `hash`.
     """

@@ -1,5 +1,5 @@
-"""JSON as its standard has it. Python's own reader also takes NaN, Infinity, numbers that become infinite and
-half characters, and ends in a RecursionError where brackets nest too deep."""
+"""JSON in strict accordance with its standard. Python's own reader also accepts NaN, Infinity, numbers that
+become infinite and lone surrogates, and fails with a RecursionError if brackets nest too deep."""
 
 import json
 import math
@@ -8,14 +8,15 @@ from collections.abc import Iterator
 from typing import Any
 
 DEEPEST = 100
-"""Levels of brackets: more than anything here needs, and few enough for what walks through records later."""
+"""Deepest nesting of brackets: more than anything here needs, and few enough for later walks through
+records."""
 
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")
-"""The escape of half a character beyond U+FFFF."""
+"""The escape of a surrogate, half of a character beyond U+FFFF."""
 
 
 def read_json(text: str | bytes) -> Any:
-    """Return the value that a JSON text holds.
+    """Return the value of a JSON text.
 
     Raises:
         ValueError: it is not JSON in UTF-8, has a number that is not finite or a lone surrogate, or nests
@@ -59,7 +60,7 @@ def _check_depth(value: Any) -> None:
 
 
 def _items(value: Any) -> Iterator[Any]:
-    """The containers in a container."""
+    """Yield the containers in a container."""
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return (item for item in inner if isinstance(item, dict | list))
 

@@ -1,4 +1,4 @@
-"""Private temporary directories whose paths are short enough for the Unix sockets in them."""
+"""Private temporary directories with paths short enough for Unix sockets."""
 
 import os
 import sys
@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 LONGEST_SOCKET = 107
-"""Bytes of a Unix socket's path, a limit of Linux."""
+"""Longest path of a Unix socket in bytes, a limit of Linux."""
 FALLBACKS = ("/tmp", "/dev/shm")
 RANDOM_PART = 8
 """Characters that mkdtemp appends."""
 
 
 def private_directory(prefix: str, socket_bytes: int, fallbacks: Sequence[str] = FALLBACKS) -> Path:
-    """Make a directory that other users of the machine cannot enter, in TMPDIR or, where that is too long,
-    in one of `fallbacks`, and say so.
+    """Make a directory that other users of the machine cannot enter: in TMPDIR or, if that is too long, in
+    one of `fallbacks`, with a line that says so.
 
     Args:
         socket_bytes: length of the longest path of a socket within the directory, with its leading slash.

@@ -1,4 +1,4 @@
-"""Reading files that the user gives: what is no regular file, or too large for its kind, is refused."""
+"""Reading of user files: anything but a regular file, or too large for its kind, is refused."""
 
 import os
 import stat
@@ -14,7 +14,7 @@ JSON_BYTES = 64 * MIB
 RECORD_BYTES = GIB
 """Largest file of records that is read whole: a recorded step, metrics, rows, pickled metadata."""
 LINE_BYTES = 512 * MIB
-"""Longest row of a file that is read line by line. LiveCodeBench's tests take tens of MB."""
+"""Longest line of a file that is read line by line. LiveCodeBench's tests take tens of MB."""
 _KINDS = (
     (stat.S_ISDIR, "a directory"),
     (stat.S_ISFIFO, "a pipe"),
@@ -29,15 +29,15 @@ class _Lines(Protocol):
 
 
 class UserFileError(ValueError):
-    """A file of the user's that is not read; the text says which and why."""
+    """A file of the user's that is refused; the text says which and why."""
 
 
 def check_user_file(path: Path, most_bytes: float = float("inf")) -> None:
-    """Refuse what is no regular file, which may never end, and what is too large.
+    """Refuse a path that is not a regular file, which may never end, and a file that is too large.
 
     Raises:
-        OSError: it is not there.
-        UserFileError: it is of another kind, or larger than `most_bytes`.
+        OSError: the file does not exist.
+        UserFileError: it is not a regular file, or larger than `most_bytes`.
     """
     status = os.stat(path)
     if not stat.S_ISREG(status.st_mode):
@@ -50,7 +50,7 @@ def check_user_file(path: Path, most_bytes: float = float("inf")) -> None:
 
 
 def read_user_file(path: Path, most_bytes: int) -> bytes:
-    """The content of a file that the user gives.
+    """Return the content of a user's file.
 
     Raises:
         OSError, UserFileError: as `check_user_file` does.
@@ -60,10 +60,10 @@ def read_user_file(path: Path, most_bytes: int) -> bytes:
 
 
 def user_lines(file: _Lines, name: Path) -> Iterator[bytes]:
-    """The lines of an open file.
+    """Yield the lines of an open file.
 
     Raises:
-        UserFileError: one is longer than LINE_BYTES, as in a file that is no text.
+        UserFileError: a line is longer than LINE_BYTES, as in a file that is not text.
     """
     while line := file.readline(LINE_BYTES + 1):
         if len(line) > LINE_BYTES:

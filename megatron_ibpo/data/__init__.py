@@ -44,8 +44,8 @@ def open_sources(
     max_prompt_len: int | None = None,
     rates: PassRates | None = None,
 ) -> PromptSource:
-    """Open all sources, as one in the shares of their weights. A generated task among several is graded by
-    reasoning_gym where its settings name no verifier.
+    """Open all sources as one, mixed in proportion to their weights. In a mixture, a generated task whose
+    settings name no verifier is graded by reasoning_gym.
 
     Raises:
         DataError: see `open_source`.
@@ -74,14 +74,14 @@ def open_source(
     max_prompt_len: int | None = None,
     rates: PassRates | None = None,
 ) -> PromptSource:
-    """Open a file or directory, `reasoning_gym://TASK?parameter=value…` or `import://package.module:function`.
+    """Open a file or directory, `reasoning_gym://TASK?parameter=value…` or
+    `import://package.module:function`.
 
     Args:
-        split: training prompts come in an order drawn by `data.data_seed`; a file's evaluation prompts in
-            the file's order. Generated splits never share a question; that two files do not is theirs to
-            see to.
+        split: training prompts come in an order drawn by `data.data_seed`; a file's evaluation prompts come
+            in the file's order. Generated splits never share a question; for files that is up to the user.
         max_prompt_len: tokens that a prompt may have, so that a response still fits the context.
-        rates: what --filter-pass-rate goes by.
+        rates: pass rates for --filter-pass-rate.
 
     Raises:
         DataError: the source or one of its prompts cannot be used.

@@ -1,5 +1,4 @@
-"""Files and directories with rows: which files are meant, and whether they are small enough to be read
-whole."""
+"""Files and directories of rows: which files to read, and whether they are small enough to read whole."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,25 +13,25 @@ from megatron_ibpo.data.tables import ArrowFile, Files, JsonLines, Parquet, Row,
 from megatron_ibpo.data.tokenizer import DataError, read_object
 
 SMALL_ROWS = 8192
-"""Up to so many rows are read and checked whole before anything starts."""
+"""Rows up to which a source is read and checked whole before the run starts."""
 SMALL_BYTES = 64 * 1024**2
 SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet", ".arrow")
 T = TypeVar("T")
 _SHARD = re.compile(r"-\d{5}-of-\d{5}$")
 _HELD_OUT = ("test", "validation", "eval", "dev", "held_out")
-"""Names of a held-out part, in the order in which it is looked for."""
+"""Names of a held-out part, in the order in which they are tried."""
 
 
 def chosen_files(path: Path, role: str, split: str | None) -> list[Path]:
-    """The files that are meant, in order.
+    """Return the files to read, in order.
 
     Args:
         path: a file; or a directory, as `datasets` saves it or as the Hugging Face hub lays it out.
         role: "train" or "eval".
-        split: which part of a directory, by name; the role decides where it is None.
+        split: part of a directory, by name; None: the role decides.
 
     Raises:
-        DataError: there is nothing, or of several parts not the one that is wanted.
+        DataError: there is nothing there, or the part is missing or ambiguous.
     """
     if not path.exists():
         raise DataError(f"prompt file {path}: no such file{searched(path)}")
@@ -64,7 +63,7 @@ def chosen_files(path: Path, role: str, split: str | None) -> list[Path]:
 
 
 def small_rows(files: Sequence[Path], columns: Sequence[str]) -> Rows | None:
-    """The rows where they are few enough to be checked whole, else None.
+    """Return the rows if they are few enough to be checked whole, else None.
 
     Raises:
         DataError: a file is damaged.
@@ -88,7 +87,8 @@ def small_rows(files: Sequence[Path], columns: Sequence[str]) -> Rows | None:
 
 
 def open_table(files: Sequence[Path], columns: Sequence[str]) -> Table:
-    """All rows of the files. Raises DataError for a file that is damaged or of another format."""
+    """Open the rows of the files as one table. Raises DataError for a file that is damaged or of another
+    format."""
     tables = [_table(file, columns) for file in files]
     return tables[0] if len(tables) == 1 else Files(tables)
 
@@ -112,11 +112,11 @@ def _all_rows(files: Sequence[Path], columns: Sequence[str]) -> Iterator[tuple[s
 
 
 LazyRow = tuple[Callable[[], str], Callable[[], Row]]
-"""(where a row is, the row), neither of which is looked for before it is asked."""
+"""(function that returns a row's place, function that returns the row); both are called only on demand."""
 
 
 def each_row(files: Sequence[Path], columns: Sequence[str]) -> Iterator[LazyRow]:
-    """The rows of all files in order, however large they are."""
+    """Yield the rows of all files in order, whatever their size."""
     for file in files:
         if file.name.endswith(".gz"):
             yield from (lazy(where, row) for where, row in read_jsonl(file))
@@ -129,7 +129,7 @@ def each_row(files: Sequence[Path], columns: Sequence[str]) -> Iterator[LazyRow]
 
 
 def lazy(where: str, found: Row | DataError) -> LazyRow:
-    """A row that is there already, or what is wrong with it."""
+    """Return a lazy row for a row already read, or for the error in its place."""
 
     def read() -> Row:
         if isinstance(found, DataError):
@@ -151,7 +151,7 @@ def _rows_of(table: Table) -> Iterator[tuple[str, Row | DataError]]:
 
 
 def _part(parts: Mapping[str, T], path: Path, role: str, split: str | None) -> T:
-    """The part of a directory that is wanted."""
+    """Return the part of a directory for a role and split."""
     wanted = [split] if split is not None else ["train"] if role == "train" else list(_HELD_OUT)
     for name in wanted:
         if name in parts:
@@ -193,7 +193,8 @@ def _stem(file: Path) -> str:
 
 
 def _split_of(file: Path, root: Path) -> str:
-    """train of data/train-00000-of-00002.parquet, of train.jsonl and of train/a.parquet."""
+    """Return the split in a file's name: train for data/train-00000-of-00002.parquet, train.jsonl and
+    train/a.parquet."""
     stem = _SHARD.sub("", _stem(file))
     known = ("train", *_HELD_OUT)
     if stem in known or file.parent == root or file.parent.name not in known:

@@ -2,10 +2,10 @@
 
     reasoning_gym://chain_sum?min_terms=5&max_terms=7&min_digits=1&max_digits=1&compact=1
 
-Parameters are those of the task's own configuration, but for `seed` and `size`, which follow from
---data-seed, and for ours: `compact=1` drops the spaces of an arithmetic expression, `level=2` takes the
-parameters of that level of the task's own curriculum, and `level=0..4&over=20000` goes through the levels in
-equal parts of the first 20,000 prompts and stays at the last.
+Parameters are those of the task's own configuration, except `seed` and `size`, which follow from --data-seed.
+Three are added: `compact=1` drops the spaces of an arithmetic expression, `level=2` takes the parameters of
+that level of the task's own curriculum, and `level=0..4&over=20000` goes through the levels in equal parts of
+the first 20,000 prompts and stays at the last.
 """
 
 import dataclasses
@@ -35,20 +35,20 @@ from megatron_ibpo.data.tokenizer import DataError, Tokenizer
 SCHEME = "reasoning_gym://"
 
 _ITEM_SEEDS = 2**32
-"""An item is made from its own seed below this; numpy, which some tasks use, takes no larger one."""
+"""Exclusive upper bound of item seeds: numpy, which some tasks use, takes no larger seed."""
 _MADE_AHEAD = {"acre": 2**14, "gsm_symbolic": 2**14, "list_functions": 2**14, "word_ladder": 2**14}
 """Tasks that prepare or forbid large sizes when they are opened, and the number of items to give them."""
 _MOST_ATTEMPTS = 1000
 _CHECKED_AT_START = 64
 CHECK_S = 1.0
-"""Seconds after which no further item is checked at the start; later ones are when they are drawn. Some tasks
-take a second for an item."""
+"""Seconds after which no further item is checked at the start; later items are checked when they are drawn.
+Some tasks take a second per item."""
 TOLD_AFTER_S = 1.5
-"""Seconds after which who waits for a task is told."""
+"""Seconds of waiting for a task after which the user is told."""
 ITEM_S = 10.0
 """Seconds that an item may take; usual ones take milliseconds."""
 AGAIN_S = 0.5
-"""Seconds after which a task is stopped once more that has caught what should have stopped it."""
+"""Seconds after which a task that caught the exception of the time limit is stopped again."""
 
 
 @dataclass(frozen=True)
@@ -57,15 +57,16 @@ class _Task:
 
     name: str
     parameters: dict[str, Any]
-    """Parameters of the task's own configuration."""
+    """Values of the task's own parameters."""
     compact: bool
     levels: range | None
-    """Levels of its curriculum; None: its parameters are all."""
+    """Levels of its curriculum; None: its parameters alone define it."""
     over: int
-    """Positions in which the levels are gone through."""
+    """Number of positions over which training climbs the levels."""
 
     def level(self, index: int, split: str) -> int | None:
-        """At a position: training climbs, and held-out items are of all levels in turn."""
+        """Return the level at a position: training climbs, and held-out items go through all levels in
+        turn."""
         if self.levels is None:
             return None
         count = len(self.levels)
@@ -81,11 +82,11 @@ def generated_prompts(
     split: Literal["train", "eval"],
     max_prompt_len: int | None,
 ) -> PromptSource:
-    """An endless stream of one task's items, each a function of the seed and its position alone.
+    """Return an endless stream of one task's items, each a function of the seed and its position alone.
 
-    Training and evaluation never share a question, whatever their seeds: a question belongs to one of them
-    by a hash of its text, and an item that falls on the other side is drawn again. The held-out items are
-    the same for every data seed.
+    Training and evaluation never share a question, whatever their seeds: a hash of a question's text assigns
+    it to one of them, and an item of the other split is drawn again. The held-out items are the same for
+    every data seed.
 
     Raises:
         DataError: unknown task, parameter or level, a value the task refuses, a task with too few different
@@ -98,16 +99,16 @@ def generated_prompts(
 
     @cache
     def dataset(level: int | None) -> tuple[Any, dict[str, Any]]:
-        """Return what makes the items of a level, and its parameters."""
+        """Return the dataset of a level, and its parameters."""
         parameters = {**_of_level(task.name, level, spec), **task.parameters}
         return _dataset(task.name, parameters), parameters
 
     def prompt_of(index: int, attempt: int) -> Prompt | None:
-        """Return the prompt of a draw for `index`; None where its question belongs to the other split."""
+        """Return the prompt of a draw for `index`; None if its question belongs to the other split."""
         made, parameters = dataset(task.level(index, split))
         try:
             item = made[derive_seed("item", split, seed, index, attempt) % min(_ITEM_SEEDS, made.size)]
-        except Exception as error:  # of the task's own code, where its parameters do not fit each other
+        except Exception as error:  # the task's own code raises it for parameters that contradict each other
             raise DataError(f"the task makes none: {type(error).__name__}: {error}") from error
         if _held_out(item["question"]) != (split == "eval"):
             return None
@@ -129,7 +130,7 @@ def generated_prompts(
 
     @lru_cache(maxsize=_CHECKED_AT_START)
     def prompt_at(index: int) -> Prompt:
-        """The first of the draws for `index` that can be used."""
+        """Return the first usable draw for `index`."""
         with _time_limit(spec):
             return first_usable(index)
 
@@ -164,7 +165,8 @@ def generated_prompts(
 
 @contextmanager
 def told_if_slow(said: str) -> Iterator[None]:
-    """Say what is waited for, where it takes more than a moment: some tasks make all their items at once."""
+    """Print what the run waits for if it takes more than a moment: some tasks make all their items at
+    once."""
     timer = threading.Timer(TOLD_AFTER_S, print, [said], {"file": sys.stderr, "flush": True})
     timer.daemon = True
     timer.start()
@@ -175,13 +177,13 @@ def told_if_slow(said: str) -> Iterator[None]:
 
 
 class _TookTooLong(BaseException):
-    """No Exception, since tasks that draw again and again catch those."""
+    """The exception of the time limit. It is not an Exception, since tasks with retry loops catch those."""
 
 
 @contextmanager
 def _time_limit(spec: str) -> Iterator[None]:
-    """Refuse parameters with which one item takes forever, such as min_terms=99999999. By an alarm, which
-    only the main thread has: it also ends the work. It repeats, since a task may catch what it raises."""
+    """Refuse parameters that make one item take forever, such as min_terms=99999999. An alarm, which only the
+    main thread gets, also ends the work. It repeats, since a task may catch the exception."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -237,7 +239,7 @@ def _parse_task(spec: str) -> _Task:
 
 
 def _levels(level: str | None, over: str | None, spec: str) -> tuple[range | None, int]:
-    """The levels of level=2 or level=0..4, and the positions of over=20000."""
+    """Return the levels of level=2 or level=0..4, and the positions of over=20000."""
     if level is None:
         if over is not None:
             raise DataError(
@@ -258,10 +260,10 @@ def _levels(level: str | None, over: str | None, spec: str) -> tuple[range | Non
 
 
 def _of_level(name: str, level: int | None, spec: str) -> dict[str, Any]:
-    """The parameters of a level of the task's own curriculum, where they differ from the task's defaults.
+    """Return the parameters of a level of the task's own curriculum that differ from the task's defaults.
 
     Raises:
-        DataError: the task has no curriculum, or not so many levels.
+        DataError: the task has no curriculum, or fewer levels.
     """
     if level is None:
         return {}
@@ -290,7 +292,7 @@ def _of_level(name: str, level: int | None, spec: str) -> dict[str, Any]:
 
 
 def _dataset(name: str, parameters: dict[str, Any]) -> Any:
-    """The reasoning_gym dataset that makes and scores a task's items.
+    """Return the reasoning_gym dataset that makes and scores a task's items.
 
     Raises:
         DataError: the task refuses the parameters.
@@ -306,7 +308,7 @@ def _dataset(name: str, parameters: dict[str, Any]) -> Any:
 
 
 def _value(text: str, field: dataclasses.Field[Any], spec: str) -> Any:
-    """A parameter's text as JSON where it is that and as text otherwise; of its default's type."""
+    """Return a parameter's text parsed as JSON, else as text; it must have the type of the default."""
     try:
         value = read_json(text)
     except ValueError:
@@ -328,7 +330,7 @@ def _value(text: str, field: dataclasses.Field[Any], spec: str) -> Any:
 
 
 def _without_spaces(question: str, expression: str | None, spec: str) -> str:
-    """`…problem: 4 - 1 + 7 =` as `…problem: 4-1+7=`."""
+    """Return `…problem: 4 - 1 + 7 =` as `…problem: 4-1+7=`."""
     start = -1 if expression is None else question.find(expression)
     if start < 0:
         raise DataError(f"{spec}: compact=1 needs a task whose items are expressions, such as chain_sum")

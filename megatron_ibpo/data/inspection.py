@@ -1,4 +1,4 @@
-"""Prompts of a source as the policy will see them, and what is left out of it and why, for readers."""
+"""Inspection of a source: prompts as the policy will see them, and what is left out and why."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -30,28 +30,28 @@ from megatron_ibpo.data.tokenizer import DataError, Tokenizer
 
 BINS = 10
 _BAR = 40
-"""Characters of the longest bar of a histogram."""
+"""Length of a histogram's longest bar, in characters."""
 
 
 @dataclass
 class Inspection:
-    """Findings in one source."""
+    """The findings in one source."""
 
     source: str
     rows: int = 0
-    """Number of rows that were looked at."""
+    """Number of rows inspected."""
     is_whole: bool = True
-    """True where these are all rows."""
+    """True if these are all rows."""
     is_rl_layout: bool = False
     tally: Tally = field(default_factory=lambda: Tally(""))
     lengths: list[int] = field(default_factory=list)
-    """Tokens of each prompt that is used."""
+    """Tokens of each prompt in use."""
     tasks: dict[str, int] = field(default_factory=dict)
-    """Task → its prompts."""
+    """Task → its number of prompts."""
     first: list[Prompt] = field(default_factory=list)
 
     def as_json(self, tokenizer: Tokenizer) -> dict[str, object]:
-        """All of it for machines."""
+        """Return the findings as JSON, for programs."""
         counts, edges = histogram(self.lengths)
         return {
             "source": self.source,
@@ -81,12 +81,11 @@ def inspect_source(
     show: int,
     rates: PassRates | None = None,
 ) -> Inspection:
-    """Look at the first `most_rows` rows of a source. Everything that a run would end with is counted
-    instead.
+    """Inspect the first `most_rows` rows of a source. Errors that would end a run are counted instead.
 
     Args:
-        split: which part of a directory or generated task.
-        show: prompts to keep for showing.
+        split: part of a directory or generated task.
+        show: number of prompts to keep for printing.
 
     Raises:
         DataError: the source as a whole cannot be read.
@@ -116,7 +115,7 @@ def inspect_source(
 
 
 def histogram(lengths: Sequence[int]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """(how many in each bin, edges of the bins), edges being whole numbers."""
+    """Return (the count in each bin, the edges of the bins); edges are whole numbers."""
     if not lengths:
         return np.zeros(0, np.int64), np.zeros(1, np.int64)
     low, high = min(lengths), max(lengths) + 1
@@ -125,7 +124,7 @@ def histogram(lengths: Sequence[int]) -> tuple[npt.NDArray[np.int64], npt.NDArra
 
 
 def show_inspection(found: Inspection, tokenizer: Tokenizer, console: Console) -> None:
-    """Print it: what is left out, lengths, the first prompts."""
+    """Print the findings: what is left out, lengths, the first prompts."""
     more = "" if found.is_whole else ", and there are more"
     layout = ", the layout of RL data sets" if found.is_rl_layout else ""
     console.rule(escape(found.source))
@@ -158,7 +157,7 @@ def _bars(lengths: Sequence[int]) -> RichTable:
 
 
 Entry = tuple[Callable[[], str], Prompt | None]
-"""Where a row is, and its prompt; None where it is left out."""
+"""(function that returns a row's place, its prompt); the prompt is None if the row is left out."""
 
 
 def _generated(reader: Reader, split: Literal["train", "eval"]) -> Iterator[Entry]:

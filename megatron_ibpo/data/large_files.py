@@ -1,4 +1,4 @@
-"""Prompts of files that are too large to be read whole: checked in part at the start, and the rest when
+"""Prompts of files that are too large to be read whole: some rows are checked at the start, the others when
 drawn."""
 
 import itertools
@@ -22,19 +22,19 @@ from megatron_ibpo.data.tables import Counted, Row, Table, WithoutRows
 from megatron_ibpo.data.tokenizer import DataError
 
 FIRST_CHECKED, SAMPLE_CHECKED = 64, 192
-"""Rows that are looked at before anything starts: the first ones, and some from everywhere."""
+"""Rows checked before the run starts: the first ones, and a sample from the whole file."""
 MOST_ATTEMPTS = 1000
-"""Rows that are tried for one position; where so many in a row are left out, next to none can be used."""
+"""Rows that are tried for one position; if so many in a row are left out, almost none can be used."""
 
 
 def prompts_of_table(table: Table, reader: Reader, *, shuffled: bool) -> PromptSource:
-    """The rows of a table, over and over.
+    """Return the rows of a table as an endless stream.
 
-    Shuffled, a row that is left out gives its position to another one, drawn at random, since which rows will
-    be left out is not known beforehand. In the file's own order the next one takes it.
+    If shuffled, a row that is left out gives its position to another one, drawn at random, since which rows
+    will be left out is not known beforehand. In the file's own order the next row takes it.
 
     Raises:
-        DataError: no rows, or one of those that are looked at first cannot be used.
+        DataError: the table is empty, or one of the rows checked first cannot be used.
     """
     if reader.data.deduplicate:
         table = _without_duplicates(table, reader)
@@ -76,7 +76,7 @@ def _in_order(table: Table, counted: Counted, reader: Reader) -> Callable[[int],
         if not kept:
             raise _nothing_left(reader)
         prompt = _prompt(table, reader, kept[position % len(kept)])
-        assert prompt is not None  # it was kept
+        assert prompt is not None  # such a row was kept
         return replace(prompt, index=position)
 
     return prompt_at
@@ -88,12 +88,12 @@ def _nothing_left(reader: Reader) -> DataError:
 
 
 def _places(table: Table, counted: Counted) -> Iterator[Place]:
-    """All of them, in the order of the file."""
+    """Yield the places of all rows, in the order of the file."""
     return ((block, number) for block in range(table.num_blocks) for number in range(counted[block]))
 
 
 def _checked(table: Table, order: TableOrder, reader: Reader) -> tuple[str, ...]:
-    """Read some rows. Returns what to say of them."""
+    """Read some rows; return the lines to print about them."""
     looked = replace(reader, tally=Tally(reader.source.location))
     places = list(itertools.islice(_places(table, order.counted), FIRST_CHECKED))
     if not places:
@@ -114,8 +114,8 @@ def _checked(table: Table, order: TableOrder, reader: Reader) -> tuple[str, ...]
 
 
 def _without_duplicates(table: Table, reader: Reader) -> Table:
-    """The table without rows whose question an earlier one has; reads it through, with progress, and so finds
-    ids that two rows share, too."""
+    """Return the table without rows that repeat an earlier question. This reads it through, with progress,
+    and so also finds ids that two rows share."""
     seen: set[int] = set()
     ids: set[int] = set()
     left_out: dict[int, list[int]] = {}
@@ -126,7 +126,7 @@ def _without_duplicates(table: Table, reader: Reader) -> Table:
             try:
                 row = table.row(block, number)
             except DataError:
-                continue  # it is told when it is drawn
+                continue  # the error is raised when the row is drawn
             question = _question(row, reader.input_key)
             if question is None:
                 continue
@@ -158,10 +158,10 @@ def _row_with_new_id(table: Table, place: Place, ids: set[int]) -> Row:
 
 
 def _check_id(row: Row, ids: set[int]) -> None:
-    """Add the row's id to `ids`: hashes, since they may be many.
+    """Add the row's id to `ids`, as a hash, since ids may be many.
 
     Raises:
-        DataError: it is there already.
+        DataError: another row has the same id.
     """
     if (own := row.get("id")) is not None:
         key = derive_seed(json.dumps(own, default=str))
@@ -171,7 +171,7 @@ def _check_id(row: Row, ids: set[int]) -> None:
 
 
 def _question(row: Row, input_key: str) -> str | None:
-    """The text that the user asks, None where the row has none that can be compared."""
+    """Return the text of the user's question; None if the row has none that can be compared."""
     question = row.get(input_key)
     if isinstance(question, list) and question and isinstance(question[-1], dict):
         question = question[-1].get("content")

@@ -1,6 +1,6 @@
-"""From a row, in one of the layouts that data sets have, to its plain fields.
+"""Plain fields of a row in any of the layouts of existing data sets.
 
-ours {"prompt": text or messages, "label": text or number, "task", "metadata", "rm_type", "id"}
+ours            {"prompt": text or messages, "label": text or number, "task", "metadata", "rm_type", "id"}
 of RL data sets {"prompt": messages, "reward_model": {"ground_truth": …}, "data_source", "extra_info"}
 """
 
@@ -15,7 +15,7 @@ from megatron_ibpo.data.tables import Row
 from megatron_ibpo.data.tokenizer import DataError, Message
 
 COLUMNS = ("task", "metadata", "rm_type", "id", "reward_model", "data_source", "extra_info")
-"""Columns that may be read of a row besides question and label."""
+"""Columns that may be read besides question and label."""
 
 _KINDS: dict[str, tuple[type, ...]] = {
     "text": (str,),
@@ -31,15 +31,15 @@ class PlainRow:
 
     messages: Sequence[Message]
     is_chat: bool
-    """True where the row has chat messages, and not one text."""
+    """True if the row has chat messages, False for one text."""
     label: str
     task: str | None
     metadata: dict[str, Any]
-    """With `rm_type` and `id`, where the row has them."""
+    """Metadata, with `rm_type` and `id` if the row has them."""
 
 
 def plain_row(row: Row, input_key: str, label_key: str) -> PlainRow:
-    """The row's fields, whatever its layout.
+    """Return the row's fields, whatever its layout.
 
     Raises:
         DataError: a field is missing, empty or of another type; says which.
@@ -76,7 +76,7 @@ def is_rl_layout(row: Row, label_key: str) -> bool:
 
 
 def has_value(row: Row, field: str, value: str) -> bool:
-    """Return whether the field, in which dots lead into objects, has the value, as text."""
+    """Return whether the field has the value, compared as text; dots in its name lead into objects."""
     found: Any = row
     for name in field.split("."):
         found = found.get(name) if isinstance(found, dict) else None
@@ -98,7 +98,7 @@ def _check_keys(row: Row, flags: Mapping[str, str]) -> None:
 
 
 def _optional(row: Row, key: str, kind: str) -> Any:
-    """row[key] where it is there; columns of a table are there and hold nothing."""
+    """Return row[key] if present; the columns of a table are always present but may be null."""
     return None if row.get(key) is None else _checked(row[key], key, kind)
 
 
@@ -129,8 +129,7 @@ def _as_json(label: Any) -> str:
 
 
 def _plain_value(value: Any) -> Any:
-    """As JSON has it: what tables have beyond that (times, bytes) as text, and null for a number that is
-    none."""
+    """Return a value that JSON can hold: times and bytes become text, NaN and infinity become null."""
     if isinstance(value, Mapping):
         return {str(key): _plain_value(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""Rows left out of a source, counted by reason, and the first few named."""
+"""Rows left out of a source, counted by reason; the first few are named."""
 
 from collections import Counter
 from collections.abc import Callable, Hashable
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from megatron_ibpo.basics.text import counted
 
 _NAMED = 5
-"""How many are named; finding the line of a large file takes a while."""
+"""Number of rows that are named; finding a line in a large file takes a while."""
 
 BAD_ROW, TOO_LONG, DUPLICATE, NOT_CHOSEN = "bad rows", "too long prompts", "duplicates", "not chosen by only"
 PASS_RATE, NOT_MEASURED = "outside the pass-rate window", "without a measured pass rate"
@@ -15,19 +15,20 @@ PASS_RATE, NOT_MEASURED = "outside the pass-rate window", "without a measured pa
 
 @dataclass
 class Tally:
-    """The count of one source. A row is counted once however often it is come upon."""
+    """The counts of one source. A row counts once however often it is drawn."""
 
     source: str
     counts: Counter[str] = field(default_factory=Counter)
     named: dict[str, list[str]] = field(default_factory=dict)
-    """Reason → where the first few are."""
+    """Reason → places of the first few rows."""
     _seen: set[Hashable] = field(default_factory=set)
 
     def add(self, reason: str, key: Hashable, say: Callable[[], str]) -> None:
-        """
+        """Count a row.
+
         Args:
-            key: tells rows apart.
-            say: where it is, and what is wrong with it; called for the first few only.
+            key: identifies the row.
+            say: returns its place and its fault; called for the first few rows only.
         """
         if key in self._seen:
             return
@@ -38,7 +39,7 @@ class Tally:
             named.append(say())
 
     def lines(self) -> list[str]:
-        """Return the lines to show: one for each reason, and the bad rows that are named."""
+        """Return the lines to print: one per reason, and the bad rows that are named."""
         lines = [f"{self.source}: left out {count} {reason}" for reason, count in sorted(self.counts.items())]
         bad = self.named.get(BAD_ROW, [])
         lines += [f"  {text}" for text in bad]

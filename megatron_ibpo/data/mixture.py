@@ -1,5 +1,5 @@
-"""Several sources as one: which of them gives the prompt at a position, and which of its own it is, follow
-from the position alone."""
+"""Several sources as one. The position alone determines which source gives a prompt, and which of its
+prompts."""
 
 import math
 from collections.abc import Sequence
@@ -12,20 +12,20 @@ from megatron_ibpo.basics.records import Prompt
 from megatron_ibpo.data.prompts import PromptSource
 
 LONGEST_CYCLE = 10_000
-"""Positions after which the pattern of sources repeats, at most: shares are exact to this fraction."""
+"""Longest cycle of the pattern of sources, in positions; shares are exact to this fraction."""
 
 
 def mixed(sources: Sequence[PromptSource], weights: Sequence[Fraction]) -> PromptSource:
-    """Prompts of all sources in shares as the weights; every source in its own order.
+    """Mix the prompts of all sources in proportion to the weights, each source in its own order.
 
-    The pattern repeats after a cycle in which the shares are exact, and within it they are never off by more
-    than one prompt of a source for every other source.
+    The pattern repeats after a cycle. Within it, each share is off by at most one prompt of a source per
+    other source.
     """
     counts = cycle_counts(weights)
     cycle = np.array(interleaved(counts))
     length = len(cycle)
     rank = np.zeros(length, np.int64)
-    """How many of the positions before this one in the cycle have the same source."""
+    """Number of earlier positions in the cycle with the same source, by position."""
     for number in range(len(sources)):
         own = cycle == number
         rank[own] = np.arange(own.sum())
@@ -37,7 +37,7 @@ def mixed(sources: Sequence[PromptSource], weights: Sequence[Fraction]) -> Promp
         return replace(sources[number].at(own), index=position)
 
     def count() -> int:
-        """Positions until every source has given all its prompts; 0 where one never does."""
+        """Return the positions until every source has given all its prompts; 0 if one never does."""
         sizes = [source.num_prompts() for source in sources]
         if not all(sizes):
             return 0
@@ -61,8 +61,8 @@ def mixed(sources: Sequence[PromptSource], weights: Sequence[Fraction]) -> Promp
 
 
 def cycle_counts(weights: Sequence[Fraction]) -> list[int]:
-    """How often each source comes in a cycle: in exactly the shares of the weights where a cycle of
-    LONGEST_CYCLE can have them, else rounded to it (largest remainder), and at least once."""
+    """Return how often each source comes in a cycle. The shares are exact if a cycle of at most LONGEST_CYCLE
+    can hold them, else rounded (largest remainder); every source comes at least once."""
     total = sum(weights, Fraction(0))
     shares = [weight / total for weight in weights]
     length = math.lcm(*(share.denominator for share in shares))
@@ -76,8 +76,8 @@ def cycle_counts(weights: Sequence[Fraction]) -> list[int]:
 
 
 def interleaved(counts: Sequence[int]) -> list[int]:
-    """Source i counts[i] times, as evenly as can be: each next position goes to the source that is furthest
-    behind (smooth weighted round robin)."""
+    """Return an order with source i counts[i] times, spread evenly: each next position goes to the source
+    that is furthest behind (smooth weighted round robin)."""
     length, behind, order = sum(counts), [0] * len(counts), []
     for _ in range(length):
         behind = [value + count for value, count in zip(behind, counts, strict=True)]
@@ -88,7 +88,7 @@ def interleaved(counts: Sequence[int]) -> list[int]:
 
 
 def _position_of(own: int, cycle: np.ndarray, source: int) -> int:
-    """Where prompt `own` of a source comes."""
+    """Return the position at which prompt `own` of a source comes."""
     places = np.flatnonzero(cycle == source)
     turn, rank = divmod(own, len(places))
     return turn * len(cycle) + int(places[rank])

@@ -1,9 +1,9 @@
-"""Which row of a table comes at which position: a function of the position alone, found without reading the
-table through.
+"""The order of a table's rows: the row at a position is a function of the position alone, found without
+reading the table through.
 
-An epoch is a permutation of the blocks; the rows of some blocks in a row of it (a window) are shuffled
-together. So a window is found by counting the rows of those before it, which have been used by then, and
-every row comes once an epoch.
+An epoch is a permutation of the blocks; consecutive blocks form windows, and the rows of a window are
+shuffled together. A window is found by counting the rows of the windows before it, which have been used by
+then. Every row comes once per epoch.
 """
 
 import bisect
@@ -15,11 +15,11 @@ from megatron_ibpo.basics.seeds import derive_seed
 from megatron_ibpo.data.tables import Counted, Table
 
 Place = tuple[int, int]
-"""(block, row of it)."""
+"""(block, row in it)."""
 
 
 def shuffled(count: int, *keys: int | str) -> list[int]:
-    """0 to count - 1 in an order that depends on `keys` alone."""
+    """Return 0 to count - 1 in an order that depends on `keys` alone."""
     order = list(range(count))
     random.Random(derive_seed(*keys)).shuffle(order)
     return order
@@ -27,11 +27,11 @@ def shuffled(count: int, *keys: int | str) -> list[int]:
 
 @dataclass
 class _Epoch:
-    """One time through the table, as far as it has been looked at."""
+    """One pass over the table, as far as it has been read."""
 
     blocks: list[int]
     ends: list[int] = field(default_factory=list)
-    """How many rows the windows have up to the end of each."""
+    """Number of rows up to the end of each window."""
 
 
 class TableOrder:
@@ -44,7 +44,7 @@ class TableOrder:
         self._rows = lru_cache(maxsize=2)(self._shuffled_window)
 
     def place(self, position: int) -> Place:
-        """The row at a position of the endless order.
+        """Return the row at a position of the endless order.
 
         Raises:
             DataError: the table is damaged, or has no rows.
@@ -57,8 +57,8 @@ class TableOrder:
         return self._rows(epoch, window)[rest - before]
 
     def substitute(self, position: int, attempt: int) -> Place | None:
-        """A row to try where the one at `position` cannot be used and `attempt` others neither; None: another
-        attempt."""
+        """Return a row to try when neither the one at `position` nor `attempt` substitutes can be used; None:
+        try the next attempt."""
         drawn = derive_seed("substitute", self._seed, position, attempt)
         block = drawn % self._table.num_blocks
         count = self.counted[block]
@@ -68,7 +68,7 @@ class TableOrder:
         return _Epoch(shuffled(self._table.num_blocks, "blocks", self._seed, epoch))
 
     def _window(self, epoch: int, rest: int) -> int | None:
-        """Number of the window with row `rest` of the epoch; None where the epoch has fewer rows."""
+        """Return the number of the window with row `rest` of the epoch; None if the epoch has fewer rows."""
         found = self._epoch(epoch)
         while not found.ends or found.ends[-1] <= rest:
             blocks = self._blocks(epoch, len(found.ends))

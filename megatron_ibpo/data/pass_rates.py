@@ -1,8 +1,8 @@
-"""How often a policy solves each prompt, measured before training and kept in a file, and the filter by it.
+"""A policy's pass rate on each prompt, measured before training and kept in a file, and the filter by it.
 
 A line of the file: {"policy": fingerprint, "prompt": fingerprint, "correct": k, "scored": n}. The policy's
-fingerprint covers its weights and how it was sampled and scored, so that one file serves several of them, and
-rates of another policy are never taken for this one's.
+fingerprint covers its weights and how it was sampled and scored. So one file serves several policies, and
+their rates are never confused.
 """
 
 import hashlib
@@ -38,7 +38,7 @@ class PassRates:
     rates: Mapping[str, Rate]
 
     def refusal(self, prompt: Prompt) -> str | None:
-        """Why the prompt is left out; None where it is taken."""
+        """Return why the prompt is left out; None if it is used."""
         rate = self.rates.get(prompt_fingerprint(prompt))
         if rate is None or not rate.scored:
             return NOT_MEASURED
@@ -46,10 +46,10 @@ class PassRates:
 
 
 def open_pass_rates(config: Config) -> PassRates | None:
-    """The filter that the configuration asks for.
+    """Open the filter that the configuration asks for.
 
     Raises:
-        DataError: the file is damaged, or has nothing of this policy.
+        DataError: the file is damaged, or has no rates of this policy.
     """
     bounds, path = config.data.filter_pass_rate, config.data.pass_rates
     if bounds is None or path is None:
@@ -64,7 +64,7 @@ def open_pass_rates(config: Config) -> PassRates | None:
 
 
 def read_pass_rates(path: Path, policy: str) -> dict[str, Rate]:
-    """Return {fingerprint of a prompt: rate} of one policy; nothing where there is no file.
+    """Return {fingerprint of a prompt: rate} for one policy; empty if there is no file.
 
     Raises:
         DataError: a line is damaged.
@@ -81,7 +81,7 @@ def read_pass_rates(path: Path, policy: str) -> dict[str, Rate]:
 
 
 def rate_record(policy: str, prompt: Prompt, rate: Rate) -> dict[str, Any]:
-    """Return what a line of the file holds."""
+    """Return the content of one line of the file."""
     return {
         "policy": policy,
         "prompt": prompt_fingerprint(prompt),
@@ -91,14 +91,15 @@ def rate_record(policy: str, prompt: Prompt, rate: Rate) -> dict[str, Any]:
 
 
 def prompt_fingerprint(prompt: Prompt) -> str:
-    """Return a fingerprint of what the policy sees and what it is graded by."""
+    """Return a fingerprint of the prompt as the policy sees it and of its grading."""
     digest = hashlib.blake2b(prompt.token_ids.astype("<i4").tobytes(), digest_size=12)
     digest.update(prompt.label.encode())
     return digest.hexdigest()
 
 
 def policy_fingerprint(config: Config) -> str:
-    """Return a fingerprint of the weights of --hf-checkpoint, and of what else its pass rates depend on."""
+    """Return a fingerprint of the weights of --hf-checkpoint, and of everything else that affects its pass
+    rates."""
     hf_dir, rollout, data = config.model.hf_checkpoint, config.rollout, config.data
     assert hf_dir is not None  # checked before
     settings = [

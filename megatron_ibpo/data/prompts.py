@@ -1,4 +1,5 @@
-"""From a question to a prompt's token ids, and where candidate solutions go in them; prompts in order."""
+"""Token ids of prompts, the place in them for candidate solutions, and sources of prompts in a fixed
+order."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +12,7 @@ from megatron_ibpo.data.tokenizer import DataError, Message, Tokenizer, has_unkn
 
 _SENTINEL = "SENTINELc9f0f895fb98ab91"
 _CHARACTERS_OF_A_TOKEN = 128
-"""Characters of the longest tokens, which are spaces."""
+"""Length of the longest tokens in characters; they are runs of spaces."""
 
 
 class TooLongError(DataError):
@@ -20,33 +21,32 @@ class TooLongError(DataError):
 
 @dataclass(frozen=True)
 class PromptSource:
-    """Prompts in a fixed endless order."""
+    """An endless sequence of prompts in a fixed order."""
 
     at: Callable[[int], Prompt]
-    """The prompt at a position: a function of that alone, so that resuming needs no state."""
+    """Return the prompt at a position. It depends on the position alone, so that resuming needs no state."""
     size: int = 0
-    """How many prompts there are before they repeat; 0 when they never do, or it is not known yet."""
+    """Number of prompts before they repeat; 0 if they never do, or if it is not known yet."""
     count: Callable[[], int] | None = None
-    """Finds `size` out where it is not known; reads a large file through."""
+    """Finds `size` if it is not known; reads a large file through."""
     notes: tuple[str, ...] = ()
-    """Lines to show before it is used."""
+    """Lines to print before the source is used."""
     tallies: tuple[Tally, ...] = ()
-    """Counts of what is left out of each of its parts."""
+    """Counts of the rows left out of each part."""
     ready: int | None = None
-    """How many of the first prompts are made already, where making one may take long; None: any number is
-    quick."""
+    """Number of first prompts already made, if making one may take long; None: all are quick."""
     grows: bool = False
-    """True where more is found out about what is left out as prompts are drawn."""
+    """True if drawing prompts may reveal more rows to leave out."""
 
     def __len__(self) -> int:
         return self.size
 
     def num_prompts(self) -> int:
-        """How many prompts there are before they repeat; 0 when they never do."""
+        """Return the number of prompts before they repeat; 0 if they never do."""
         return self.size if self.count is None else self.count()
 
     def left_out(self) -> dict[str, float]:
-        """Metrics of the rows left out of large files so far; none where all rows were looked at first."""
+        """Return metrics of the rows left out of large files so far; empty if all rows were checked first."""
         if not self.grows:
             return {}
         reasons = Counter[str]()
@@ -55,12 +55,13 @@ class PromptSource:
         return {f"left_out/{reason.replace(' ', '_')}": float(count) for reason, count in reasons.items()}
 
     def batch(self, step: int, n: int) -> list[Prompt]:
-        """Prompts step·n to step·n + n - 1."""
+        """Return prompts step·n to step·n + n - 1."""
         return [self.at(position) for position in range(step * n, step * n + n)]
 
 
 def plain_prompt(text: str, tokenizer: Tokenizer, tail: str = "") -> tuple[TokenIds, int]:
-    """Token ids of `text` followed by `tail`, and how many of them are `text` (`Prompt.head_length`)."""
+    """Return the token ids of `text` followed by `tail`, and the number of them that are `text`
+    (`Prompt.head_length`)."""
     head = tokenizer.encode_prompt(text)
     return token_ids([*head, *tokenizer.encode(tail)]), len(head)
 
@@ -68,13 +69,13 @@ def plain_prompt(text: str, tokenizer: Tokenizer, tail: str = "") -> tuple[Token
 def chat_prompt(
     messages: Sequence[Message], tokenizer: Tokenizer, settings: Mapping[str, Any] | None = None
 ) -> tuple[TokenIds, int]:
-    """Token ids of `messages` in the tokenizer's chat format, and how many of them come up to the end of the
-    last user content.
+    """Return the token ids of `messages` in the tokenizer's chat format, and their number up to the end of
+    the last user content.
 
-    What follows that content is found by rendering the chat once more with a marker appended to it.
+    The text after that content is found by rendering the chat again with a marker appended to it.
 
     Args:
-        settings: what the template is given besides, such as {"enable_thinking": False}.
+        settings: further arguments of the template, such as {"enable_thinking": False}.
 
     Raises:
         DataError: the last message is not the user's, there is no chat template, or the template does not
@@ -95,8 +96,8 @@ def chat_prompt(
 
 
 def check_size(characters: int, max_prompt_len: int | None) -> None:
-    """Raise TooLongError for a text that is too long for the context whatever its tokens are, before a
-    tokenizer takes minutes to find that out."""
+    """Raise TooLongError for a text that exceeds the context whatever its tokens are. A tokenizer could take
+    minutes to find that out."""
     if max_prompt_len is not None and characters > max_prompt_len * _CHARACTERS_OF_A_TOKEN:
         raise TooLongError(
             f"the prompt has {characters:,} characters, far more than the {max_prompt_len} tokens that fit "
@@ -105,8 +106,8 @@ def check_size(characters: int, max_prompt_len: int | None) -> None:
 
 
 def check_prompt(ids: TokenIds, tokenizer: Tokenizer, max_prompt_len: int | None) -> None:
-    """Raise DataError for a prompt that the tokenizer could not express, so that the policy would not see the
-    task, and TooLongError for one that is longer than the context leaves room for."""
+    """Raise DataError for a prompt that the tokenizer cannot express, since the policy would not see the
+    task, and TooLongError for one that leaves no room for a response in the context."""
     if has_unknown(tokenizer, ids):
         raise DataError(
             f"the tokenizer has no token for some of the prompt's characters (shown as ⁇ in "

@@ -1,4 +1,4 @@
-"""Prompts from rows: of files, or what a function of the user's own gives."""
+"""Prompts made from rows of files, or from rows that a user's function returns."""
 
 import gzip
 import json
@@ -29,17 +29,17 @@ from megatron_ibpo.data.tables import LONGEST_LINE, Row, check_encoding, parsed_
 from megatron_ibpo.data.tokenizer import DataError, Message, Tokenizer
 
 OWN_SCHEME = "import://"
-"""Starts the URL of rows that a function of the user's own gives: `import://package.module:function`."""
+"""URL scheme of rows from a user's function: `import://package.module:function`."""
 LARGEST_COMPRESSED = 1024**3
-"""Bytes of a compressed file's content, which is held in memory."""
+"""Limit on the decompressed bytes of a file, which are held in memory."""
 
 Rows = Iterable[tuple[str, "Row | DataError"]]
-"""Each with where it is from, for messages; an error in the place of a row that cannot be read."""
+"""Rows, each with its place for messages; an error stands in for a row that cannot be read."""
 
 
 @dataclass(frozen=True)
 class Reader:
-    """Makes prompts of the rows of one source, and leaves out what is to be left out."""
+    """A maker of prompts from the rows of one source; it drops the rows that are to be left out."""
 
     tokenizer: Tokenizer
     data: DataConfig
@@ -58,20 +58,20 @@ class Reader:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Columns of a table that prompts may be made of."""
+        """Columns of a table that prompts may need."""
         chosen = () if self.source.only is None else (self.source.only[0].partition(".")[0],)
         return (self.input_key, self.label_key, *COLUMNS, *chosen)
 
     def prompt(self, key: Hashable, where: Callable[[], str], read: Callable[[], Row]) -> Prompt | None:
-        """The prompt of a row, whose `index` is 0; None where the row is left out, which is counted.
+        """Return the prompt of a row, with `index` 0; None if the row is left out, which is counted.
 
         Args:
-            key: of the row, to count it once.
-            where: it is, for messages.
-            read: gives the row, or raises DataError.
+            key: identifies the row, so that it is counted once.
+            where: the row's place, for messages.
+            read: returns the row, or raises DataError.
 
         Raises:
-            DataError: a row that cannot be used, without --skip-bad-rows; with where it is.
+            DataError: a row that cannot be used, without --skip-bad-rows; with its place.
         """
         try:
             row = read()
@@ -110,7 +110,7 @@ class Reader:
         return Prompt(0, token_ids, head_length, row.label, task, messages[-1]["content"], metadata)
 
     def _messages(self, messages: Iterable[Message]) -> list[Message]:
-        """With the source's suffix, and the system prompt where there is none."""
+        """Return the messages with the source's suffix, and with the system prompt if they have none."""
         made = list(messages)
         if self.source.suffix:
             made[-1] = {**made[-1], "content": made[-1]["content"] + self.source.suffix}
@@ -118,14 +118,14 @@ class Reader:
 
 
 def with_system_prompt(messages: list[Message], data: DataConfig) -> list[Message]:
-    """The chat with --system-prompt before it, unless it has a system message of its own."""
+    """Return the chat with --system-prompt before it, unless it has a system message of its own."""
     if data.system_prompt is None or any(message["role"] == "system" for message in messages):
         return messages
     return [{"role": "system", "content": data.system_prompt}, *messages]
 
 
 def template_settings(data: DataConfig) -> dict[str, Any]:
-    """--apply-chat-template-kwargs."""
+    """Return --apply-chat-template-kwargs."""
     return json.loads(data.apply_chat_template_kwargs or "{}")
 
 
@@ -139,20 +139,20 @@ def prompts_of_rows(
     max_prompt_len: int | None,
     rates: PassRates | None = None,
 ) -> PromptSource:
-    """Rows, over and over; shuffled in a new order every epoch. All are read and checked at once.
+    """Return the rows as an endless source; shuffled anew in every epoch. All are read and checked at once.
 
     A row has a question (text, or chat messages ending with the user's), a label (text or number), and
     optionally `task` (text), `metadata` (object), `rm_type` (text) and `id` (text or number), which no two
     rows may share; or it has the layout of existing RL data sets.
 
     Args:
-        rows: each with where it is from, for messages.
-        spec: of the source; its last part names the task where a row does not say.
+        rows: each with its place, for messages.
+        spec: the source; its last part names the task of rows without one.
         max_prompt_len: tokens that a prompt may have.
-        rates: what --filter-pass-rate goes by.
+        rates: pass rates for --filter-pass-rate.
 
     Raises:
-        DataError: no rows, or one that cannot be used: says where and which field.
+        DataError: no rows, or one that cannot be used: names the place and the field.
     """
     source = spec if isinstance(spec, SourceSpec) else SourceSpec(spec)
     reader = Reader(tokenizer, data, source, Tally(source.location), max_prompt_len, rates)
@@ -190,7 +190,7 @@ def prompts_of_rows(
 
 
 def layout_note(source: SourceSpec, is_rl: bool) -> tuple[str, ...]:
-    """Return the line to show about a layout that was recognised."""
+    """Return the line to print about a recognised layout."""
     if not is_rl:
         return ()
     return (f"{source.location}: the layout of RL data sets; labels are reward_model.ground_truth",)
@@ -202,7 +202,8 @@ def normalised(question: str) -> str:
 
 
 def _reading(found: Row | DataError, where: str, ids: dict[str, str]) -> Callable[[], Row]:
-    """Gives the row, or raises what is wrong with it: it could not be read, or shares its id with another."""
+    """Return a function that gives the row or raises its fault: it could not be read, or shares its id with
+    another."""
 
     def read() -> Row:
         if isinstance(found, DataError):
@@ -217,8 +218,8 @@ def _reading(found: Row | DataError, where: str, ids: dict[str, str]) -> Callabl
 
 
 def read_jsonl(path: Path) -> Iterator[tuple[str, "Row | DataError"]]:
-    """(file and line, row) of every line that is not blank; of one that is no JSON object the error. A name
-    that ends in .gz is that of a compressed file.
+    """Yield (file and line, row) of every line that is not blank; an error stands in for a row that is no
+    JSON object. A name that ends in .gz is a compressed file's.
 
     Raises:
         DataError: file missing or in another encoding, or compressed and damaged or too large.
@@ -252,10 +253,10 @@ def _decompressed(path: Path) -> bytes:
 
 
 def own_rows(spec: str, split: str) -> Iterator[tuple[str, "Row | DataError"]]:
-    """(which one, row) of all that function(split) gives; rows as in a JSONL file.
+    """Yield (place, row) of everything that function(split) returns; rows are as in a JSONL file.
 
     Raises:
-        ValueError: it cannot be loaded; DataError: it raises, or gives other than dictionaries.
+        ValueError: the function cannot be loaded; DataError: it raises, or returns other than dictionaries.
     """
     function = load_hook("--prompt-data", spec.removeprefix(OWN_SCHEME))
     try:

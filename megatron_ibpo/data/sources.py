@@ -1,4 +1,4 @@
-"""What one source of prompts is: a place, and settings after a question mark.
+"""The specification of one source of prompts: a location, and settings after a question mark.
 
 train.jsonl?weight=2&suffix=Answer+in+\\boxed{}.
 reasoning_gym://chain_sum?level=1&weight=0.5
@@ -19,17 +19,17 @@ class SourceSpec:
     location: str
     """A path, or a URL with the parameters of a generated task."""
     weight: Fraction = Fraction(1)
-    """Its prompts are this share of those of a mixture, relative to the other weights."""
+    """Weight in a mixture: the source's share of prompts, relative to the other weights."""
     task: str | None = None
-    """`Prompt.task` of rows that do not name theirs."""
+    """Task (`Prompt.task`) of rows that name none."""
     suffix: str = ""
-    """Text after every question."""
+    """Text appended to every question."""
     rm_type: str | None = None
-    """Verifier of rows that do not name theirs; --rm-type where None."""
+    """Verifier of rows that name none; None: --rm-type."""
     split: str | None = None
-    """Which part of a directory; train, or the held-out one, where None."""
+    """Part of a directory; None: train, or the held-out one for evaluation."""
     only: tuple[str, str] | None = None
-    """(field, value): rows whose field has another value are left out; dots lead into objects."""
+    """(field, value): keep only rows whose field has this value; dots lead into objects."""
     input_key: str | None = None
     label_key: str | None = None
 
@@ -38,10 +38,10 @@ _NAMES = ("weight", "task", "suffix", "rm_type", "split", "only", "input_key", "
 
 
 def read_spec(spec: str) -> SourceSpec:
-    """`spec` taken apart. Parameters of a generated task stay with its location.
+    """Parse a source as the user wrote it. Parameters of a generated task stay with its location.
 
     Raises:
-        DataError: an unknown setting of a file, with the nearest; a weight that is no positive number.
+        DataError: an unknown setting of a file, with the nearest; a weight that is not a positive number.
     """
     location, mark, query = spec.partition("?")
     try:

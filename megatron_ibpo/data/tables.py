@@ -1,5 +1,5 @@
-"""Rows of files, a block at a time: nothing is read before it is asked for, and a file of any size takes the
-memory of the blocks in use.
+"""Rows of files, a block at a time. Nothing is read before it is needed, and a file of any size takes only
+the memory of the blocks in use.
 
 A block is a stretch of bytes of a JSONL file, a row group of a parquet file or a record batch of an Arrow
 file.
@@ -23,13 +23,13 @@ from megatron_ibpo.data.tokenizer import DataError
 Row = dict[str, Any]
 
 LONGEST_LINE = 64 * 1024**2
-"""Bytes of one row: more is a file that is no JSONL."""
+"""Longest row in bytes; a file with a longer one is not JSONL."""
 WINDOW_ROWS = 16_384
-"""Rows that are shuffled together, about: many batches' worth, and little memory."""
+"""Approximate rows shuffled together: many batches' worth, and little memory."""
 _BLOCK_BYTES = 256 * 1024
 _MOST_BLOCKS = 2**16
 _WINDOW_BLOCKS = 64
-"""Blocks of a window of JSONL: 16 MiB from as many places of the file."""
+"""Blocks per window of JSONL: 16 MiB from as many places in the file."""
 _READ_BYTES = 4096
 _NEWLINE = 10
 _BLANKS = np.frombuffer(b" \t\r\n\v\f", np.uint8)
@@ -44,23 +44,23 @@ class Table(Protocol):
     """Blocks to shuffle together and hold at one time."""
 
     def count(self, block: int) -> int:
-        """Rows in the block."""
+        """Return the number of rows in the block."""
         ...
 
     def row(self, block: int, number: int) -> Row:
-        """Row `number`, from 0, of the block. Raises DataError for one that is no object."""
+        """Return row `number`, from 0, of the block. Raises DataError for a row that is no object."""
         ...
 
     def where(self, block: int, number: int) -> str:
-        """File and line, or row, for messages. May read the file up to there."""
+        """Return the file and line, or row, for messages. May read the file up to there."""
         ...
 
 
 def parsed_row(line: bytes) -> Row:
-    """The object on a line of JSONL.
+    """Return the object on a line of JSONL.
 
     Raises:
-        DataError: it is none.
+        DataError: the line is no JSON object.
     """
     try:
         row = read_json(line)
@@ -76,7 +76,7 @@ def parsed_row(line: bytes) -> Row:
 
 
 def check_encoding(path: Path, start: bytes) -> None:
-    """Raise DataError where a file starts as UTF-16."""
+    """Raise DataError if a file starts as UTF-16."""
     if start[:2] in _UTF16:
         raise DataError(f"{path}: is UTF-16, expected UTF-8; `iconv -f UTF-16 -t UTF-8` converts it")
 
@@ -96,7 +96,7 @@ class JsonLines:
         check_encoding(path, os.pread(self._file, 2, 0))
         if (
             self._size > LONGEST_LINE
-        ):  # of a file that is no text a single line would be looked for to its end
+        ):  # in a file that is not text, one line would be searched to the file's end
             self._check_first_line()
 
     def _check_first_line(self) -> None:
@@ -122,10 +122,10 @@ class JsonLines:
         return f"{self.path}, line {line}"
 
     def _find_starts(self, block: int) -> npt.NDArray[np.int64]:
-        """Where the lines start that are not blank."""
+        """Return the offsets at which the lines that are not blank start."""
         first = block * self._block_bytes
         last = min(first + self._block_bytes, self._size)
-        before = max(0, first - 1)  # a line starts after the newline of another one
+        before = max(0, first - 1)  # a line starts after another one's newline
         content = np.frombuffer(os.pread(self._file, last - before, before), np.uint8)
         starts = np.flatnonzero(content[:-1] == _NEWLINE) + before + 1
         if block == 0:
@@ -156,7 +156,7 @@ class Parquet:
     def __init__(self, path: Path, columns: Sequence[str]):
         """
         Args:
-            columns: that may be needed; others are never decoded.
+            columns: columns that may be needed; others are never decoded.
         """
         import pyarrow
         from pyarrow import parquet
@@ -203,7 +203,7 @@ class ArrowFile:
     def __init__(self, path: Path, columns: Sequence[str]):
         """
         Args:
-            columns: that may be needed.
+            columns: columns that may be needed.
         """
         import pyarrow
 
@@ -232,7 +232,8 @@ class ArrowFile:
         return f"{self.path}, row {self._first[block] + number}"
 
     def _validated(self, block: int) -> Any:
-        """The batch, once it is known that nothing in it points outside: the library trusts what it maps."""
+        """Return the batch after checking that none of its offsets point outside; the library trusts what it
+        maps."""
         import pyarrow
 
         batch = self._batches[block]
@@ -245,7 +246,7 @@ class ArrowFile:
 
 
 class Files:
-    """Several tables one after the other."""
+    """Several tables, one after the other."""
 
     def __init__(self, tables: Sequence[Table]):
         self._tables = tables
@@ -276,7 +277,7 @@ class WithoutRows:
     def __init__(self, table: Table, left_out: dict[int, npt.NDArray[np.int64]]):
         """
         Args:
-            left_out: numbers of rows by block.
+            left_out: numbers of the left-out rows, by block.
         """
         self._table, self._left_out = table, left_out
         self.num_blocks, self.window = table.num_blocks, table.window
@@ -297,7 +298,7 @@ class WithoutRows:
 
 
 class Counted:
-    """How many rows the blocks of a table have, each counted once."""
+    """The numbers of rows in a table's blocks, each counted once."""
 
     def __init__(self, table: Table):
         self._table = table
@@ -310,7 +311,7 @@ class Counted:
 
     @cached_property
     def total(self) -> int:
-        """Rows in all: reads the table through."""
+        """Number of rows in all; reads the table through."""
         missing = np.flatnonzero(self._known < 0).tolist()
         with ThreadPoolExecutor(os.cpu_count()) as threads:
             self._known[missing] = list(threads.map(self._table.count, missing))
@@ -318,7 +319,7 @@ class Counted:
 
 
 def _as_row(table: Any) -> Row:
-    """The row of a table of one."""
+    """Return the row of a table with one row."""
     try:
         return table.to_pylist()[0]
     except UnicodeDecodeError as error:

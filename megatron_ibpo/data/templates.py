@@ -1,5 +1,5 @@
-"""Prompts made of a prompt's token ids: the correction prompt x̃ = (x; y, references) (ibpo step 4), and the
-same question asked in several ways (prompt perturbation)."""
+"""Prompts made from a prompt's token ids: the correction prompt x̃ = (x; y, references) (ibpo step 4), and
+the same question asked in several ways (prompt perturbation)."""
 
 from collections.abc import Sequence
 
@@ -31,10 +31,10 @@ def candidate_heading(number: int) -> str:
 
 
 class CorrectionTemplate:
-    """Builds correction prompts: the prompt up to the end of its user content, the candidates (the wrong
-    response first), the instruction, and the prompt's own generation prompt.
+    """A builder of correction prompts: the prompt up to the end of its user content, the candidates (the
+    wrong response first), the instruction, and the prompt's own generation prompt.
 
-    Candidates go in as the ids that were sampled, so nothing is decoded and encoded again.
+    Candidates are inserted as the sampled ids, so nothing is decoded and encoded again.
     """
 
     def __init__(self, tokenizer: Tokenizer, num_candidates: int):
@@ -63,11 +63,11 @@ class CorrectionTemplate:
         return ids
 
     def __call__(self, prompt: Prompt, target_ids: TokenIds, references: Sequence[TokenIds]) -> TokenIds:
-        """Token ids of x̃.
+        """Return the token ids of x̃.
 
         Args:
             target_ids: the wrong response, without its end-of-sequence id.
-            references: the K-1 references in drawn order, without theirs; may be empty (K=1).
+            references: the K-1 references in drawn order, without end-of-sequence ids; may be empty (K=1).
         """
         candidates = (target_ids, *references)
         parts = [prompt.head_ids]
@@ -79,13 +79,13 @@ class CorrectionTemplate:
 
 
 class PromptSuffixes:
-    """Appends one of several texts to the user's content, in turn over the samples of a group, so that
-    they differ more."""
+    """Appends one of several texts to the user's content, in turn over the samples of a group, to make them
+    more diverse."""
 
     def __init__(self, tokenizer: Tokenizer, texts: Sequence[str]):
         """
         Args:
-            texts: an empty one leaves the prompt as it is; without any, all prompts are left so.
+            texts: an empty one leaves the prompt unchanged; without texts, all prompts are unchanged.
 
         Raises:
             DataError: the tokenizer cannot express one of them.
@@ -100,11 +100,11 @@ class PromptSuffixes:
 
     @property
     def longest(self) -> int:
-        """Tokens that a prompt grows by at most."""
+        """Largest number of tokens added to a prompt."""
         return max(map(len, self._suffixes), default=0)
 
     def __call__(self, prompt: Prompt, sample: int) -> TokenIds:
-        """The prompt of sample number `sample`."""
+        """Return the prompt of sample number `sample`."""
         if not self._suffixes:
             return prompt.token_ids
         suffix = self._suffixes[sample % len(self._suffixes)]

@@ -1,6 +1,6 @@
 """Tokenizers behind one small protocol: Hugging Face directories and SentencePiece `.model` files.
 
-Everything else sees token ids. Pieces of a prompt are encoded one by one and joined as ids, so `encode` must
+All other modules see token ids. Pieces of a prompt are encoded one by one and joined as ids, so `encode` must
 add nothing of its own: no special tokens, no leading space.
 """
 
@@ -23,7 +23,8 @@ TOKENIZER_FILES = (
 """Files of a Hugging Face directory that `load_tokenizer` may read."""
 
 MOST_IDS = 2**24
-"""A tokenizer's tables are as long as its largest id. Published vocabularies have a fiftieth of this."""
+"""Limit on ids: a tokenizer's tables are as long as its largest id. Published vocabularies have a fiftieth of
+this."""
 
 Message = dict[str, str]
 """One chat turn: {"role": ..., "content": ...}."""
@@ -39,32 +40,33 @@ class Tokenizer(Protocol):
     eos_id: int
     pad_id: int
     unk_id: int | None
-    """Id that stands for what the vocabulary lacks; None where everything can be encoded."""
+    """Id that stands for unknown text; None if everything can be encoded."""
     vocab_size: int
     """Number of ids; the model's embedding may have more rows."""
 
     def encode(self, text: str) -> list[int]:
-        """Ids of `text` as it stands in the middle of a prompt: no special tokens are added."""
+        """Return the ids of `text` in the middle of a prompt: no special tokens are added."""
         ...
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Ids of `text` at the start of a prompt: with the beginning-of-sequence id if the tokenizer has
-        one that it adds."""
+        """Return the ids of `text` at the start of a prompt: with the beginning-of-sequence id if the
+        tokenizer adds one."""
         ...
 
     def decode(self, ids: npt.ArrayLike) -> str:
-        """Text of `ids` (an array or a sequence); special tokens such as end-of-sequence are left out."""
+        """Return the text of `ids` (an array or a sequence) without special tokens such as
+        end-of-sequence."""
         ...
 
     def decode_all(self, ids: npt.ArrayLike) -> str:
-        """Text of `ids` with special tokens, for readers."""
+        """Return the text of `ids` with special tokens, for display."""
         ...
 
     def render_chat(self, messages: Sequence[Message], settings: Mapping[str, Any] | None = None) -> str:
-        """`messages` as one text in the tokenizer's chat format, generation prompt included.
+        """Return `messages` as one text in the tokenizer's chat format, generation prompt included.
 
         Args:
-            settings: what the template is given besides (--apply-chat-template-kwargs).
+            settings: further arguments of the template (--apply-chat-template-kwargs).
 
         Raises:
             DataError: the tokenizer has no chat template, or the template refuses the messages.
@@ -78,11 +80,11 @@ def has_unknown(tokenizer: Tokenizer, ids: Sequence[int] | npt.NDArray[np.int32]
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Load from local files: a Hugging Face directory, a SentencePiece `.model` file, or a directory with
-    a `tokenizer.model` and no `tokenizer.json`.
+    """Load from local files: a Hugging Face directory, a SentencePiece `.model` file, or a directory with a
+    `tokenizer.model` and no `tokenizer.json`.
 
     Raises:
-        DataError: nothing there, unreadable files, or no end-of-sequence token.
+        DataError: no tokenizer there, unreadable files, or no end-of-sequence token.
     """
     path = Path(path)
     if not path.exists():
@@ -110,10 +112,11 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def _check_files(path: Path) -> None:
-    """Refuse what the library would read without end, or give a table as long as the largest id.
+    """Refuse files that the library would read without end, or that would give a table as long as the largest
+    id.
 
     Raises:
-        DataError: a file is none or too large, or an id is out of range.
+        DataError: a file is not valid or too large, or an id is out of range.
     """
     present = [path / name for name in TOKENIZER_FILES if os.path.lexists(path / name)]
     for file in present:
@@ -137,7 +140,7 @@ def _check_ids(file: Path, content: dict[str, Any]) -> None:
 
 
 def _tables_of_ids(name: str, content: dict[str, Any]) -> Iterator[dict[Any, Any]]:
-    """Token → id, as the files of a tokenizer have them."""
+    """Yield the tables token → id in a tokenizer's files."""
     if name in ("vocab.json", "added_tokens.json"):
         yield content
     if name == "tokenizer.json":
@@ -152,8 +155,9 @@ def _tables_of_ids(name: str, content: dict[str, Any]) -> Iterator[dict[Any, Any
 
 
 def _tokenizer_class(path: Path) -> Any:
-    """AutoTokenizer, or what it would choose for a tokenizer that is all in its tokenizer.json: to find that
-    out it imports torch and every model's configuration, which takes seconds."""
+    """Return AutoTokenizer, or the class it would choose for a tokenizer that is complete in its
+    tokenizer.json. AutoTokenizer imports torch and every model's configuration to find that out, which takes
+    seconds."""
     settings = path / "tokenizer_config.json"
     if (path / "tokenizer.json").exists() and settings.exists():
         chosen = read_object(settings).get("tokenizer_class")
@@ -167,10 +171,10 @@ def _tokenizer_class(path: Path) -> Any:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """A file's JSON object.
+    """Return a file's JSON object.
 
     Raises:
-        DataError: it holds something else.
+        DataError: the file holds something else.
     """
     try:
         content = read_json(read_user_file(path, JSON_BYTES))
@@ -184,7 +188,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def token_texts(tokenizer: Tokenizer) -> Callable[[npt.NDArray[np.int32]], list[str]]:
-    """A function from ids to the text of each; every id is decoded once."""
+    """Return a function from ids to the text of each; every id is decoded once."""
     known: dict[int, str] = {}
 
     def texts(ids: npt.NDArray[np.int32]) -> list[str]:
@@ -197,7 +201,7 @@ def token_texts(tokenizer: Tokenizer) -> Callable[[npt.NDArray[np.int32]], list[
 
 
 def thinking_marks(tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Ids of <think> and of </think>.
+    """Return the ids of <think> and of </think>.
 
     Raises:
         DataError: the tokenizer cannot express them.
@@ -232,7 +236,7 @@ class HuggingFaceTokenizer:
     def encode(self, text: str) -> list[int]:
         try:
             return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
-        except Exception as error:  # a vocabulary without an unknown token raises for what it lacks
+        except Exception as error:  # a vocabulary without an unknown token raises for missing text
             raise DataError(
                 f"{self._name}: cannot encode {_start_of(text)!r}: {error}; the vocabulary has "
                 f"{self.vocab_size} tokens: is it this model's tokenizer?"
@@ -315,5 +319,5 @@ class SentencePieceTokenizer:
 
 
 def _plain(ids: npt.ArrayLike) -> list[int]:
-    """As the libraries take them."""
+    """Return the ids as a list of Python integers, which the libraries take."""
     return np.asarray(ids, np.int64).tolist()

@@ -1,11 +1,11 @@
-"""Token edit distance and alignment of batches, in C++ (csrc/): exact, of any lengths, for ids of any size.
+"""Token edit distance and alignment of batches, in C++ (csrc/): exact, for any lengths and ids of any size.
 
-Ids are int32 or int64, of any value, in numpy arrays, CPU tensors or anything else that numpy views without a
-copy; sequences of Python ints are taken too and copied. A batch is ragged, all ids one after another with
-offsets as in cu_seqlens, or a list of sequences. The GIL is released during the work, results do not depend
-on the number of threads, and there is nothing that a fork could break.
+Ids are int32 or int64, of any value, in numpy arrays, CPU tensors or any other object that numpy can view
+without a copy; sequences of Python ints work too and are copied. A batch is ragged, all ids one after another
+with offsets as in cu_seqlens, or a list of sequences. The GIL is released during the work, results do not
+depend on the number of threads, and forks are safe.
 
-AVX-512, AVX2 or plain C++ is chosen when it runs; IBPO_EDIT_DISTANCE_ISA=avx512|avx2|portable forces one.
+AVX-512, AVX2 or plain C++ is chosen at run time; IBPO_EDIT_DISTANCE_ISA=avx512|avx2|portable forces one.
 """
 
 from megatron_ibpo.edit_distance.alignments import Opcode, opcodes, unmodified_mask

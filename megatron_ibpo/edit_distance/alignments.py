@@ -1,4 +1,4 @@
-"""Which tokens an edit leaves: the canonical alignment."""
+"""The canonical alignment: the tokens that an edit keeps."""
 
 from typing import Any, Literal, NamedTuple
 
@@ -28,20 +28,21 @@ def unmodified_mask(
     num_threads: int = 0,
     return_other: bool = False,
 ) -> tuple[npt.NDArray[Any], ...]:
-    """Which tokens of each y its edited version ŷ keeps, in the canonical alignment of the two.
+    """Return which tokens of each y its edited version ŷ keeps, in the canonical alignment of the two.
 
     There are many alignments of least cost, and they keep different tokens. This one is fixed, and exact for
     every input:
 
-    1. The common prefix is matched, then the common suffix of what is left.
-    2. In what is left, D(i, j) is the distance of the first i tokens of y and the first j of ŷ. A step of the
-       alignment to (i, j) is allowed if it is optimal for D; where the two tokens are equal, only matching
-       them is. (No cost and no match is lost by that.)
-    3. Among the alignments of allowed steps one with most matches; among these, from the start, matching or
-       replacing is preferred, then leaving out a token of y, then putting in one of ŷ.
+    1. The common prefix is matched, then the common suffix of the rest.
+    2. In the rest, D(i, j) is the distance of the first i tokens of y and the first j of ŷ. A step of the
+       alignment to (i, j) is allowed if it is optimal for D; if the two tokens are equal, only matching them
+       is allowed. (This loses neither cost nor matches.)
+    3. Among the alignments of allowed steps, one with most matches is chosen. Ties are broken from the start:
+       match or replace first, then leave out a token of y, then insert one of ŷ.
 
     So it costs as many edits as the distance and keeps as many tokens as any alignment of that cost. A
-    longest common subsequence would keep more, on unrelated texts several times as many, which say nothing.
+    longest common subsequence would keep more; on unrelated texts it keeps several times as many, which mean
+    nothing.
 
     Args:
         y_values, y_offsets, yhat_values, yhat_offsets, num_threads: as in batch_distance.
@@ -64,10 +65,11 @@ def unmodified_mask(
 
 
 def opcodes(a: Any, b: Any) -> list[Opcode]:
-    """The edit script of the canonical alignment (unmodified_mask), for people: what turns `a` into `b`.
+    """Return the edit script that turns `a` into `b` in the canonical alignment (unmodified_mask), for
+    display.
 
-    Between two runs of kept tokens, p tokens of `a` make place for q of `b`: min(p, q) are replaced, the rest
-    is deleted or inserted. The tokens replaced, deleted and inserted add up to the distance.
+    Between two runs of kept tokens, p tokens of `a` give way to q of `b`: min(p, q) are replaced, the others
+    are deleted or inserted. The numbers of tokens replaced, deleted and inserted add up to the distance.
 
     Raises:
         TypeError, ValueError: as distance.

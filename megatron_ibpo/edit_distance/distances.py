@@ -10,17 +10,17 @@ from megatron_ibpo import _edit_distance
 from megatron_ibpo.edit_distance.inputs import Ragged, check_threads, pair_up, read_ids, read_ragged
 
 SATURATED: int = np.iinfo(np.int64).max
-"""A count of edits that is above the cutoff, by how much is not known."""
+"""Count of edits above the cutoff; the exact number is unknown."""
 
 
 def distance(a: Any, b: Any, *, normalized: bool = True, cutoff: float | None = None) -> float:
-    """Insertions, deletions and substitutions that turn `a` into `b`.
+    """Return the number of insertions, deletions and substitutions that turn `a` into `b`.
 
     Args:
         a, b: token ids, 1-D.
-        normalized: divide by the longer length: 0 for equal (also for two empty) sequences, 1 when nothing
-            is shared. Not a metric: the triangle inequality holds for counts only.
-        cutoff: a distance above it, in the unit asked for, is given as infinite. That takes less time.
+        normalized: divide by the longer length: 0 for equal (also for two empty) sequences, 1 when nothing is
+            shared. Not a metric: the triangle inequality holds for counts only.
+        cutoff: a larger distance, in the unit of the result, is returned as infinite. That takes less time.
 
     Raises:
         TypeError: an argument holds something other than int32 or int64 ids; ValueError: it is not 1-D, or
@@ -41,7 +41,7 @@ def batch_distance(
     cutoff: float | None = None,
     num_threads: int = 0,
 ) -> npt.NDArray[Any]:
-    """`distance` of n pairs of sequences of any lengths.
+    """Return `distance` of n pairs of sequences of any lengths.
 
     Sequence i of `a` is `a_values[a_offsets[i] : a_offsets[i + 1]]`, as with cu_seqlens; likewise `b`.
     Instead, `a_values` may be a list of n sequences and `a_offsets` None.
@@ -50,7 +50,7 @@ def batch_distance(
         a_values, b_values: token ids of all sequences, one after another, 1-D.
         a_offsets, b_offsets: int32 or int64 [n + 1]; first 0, never falling, last the number of values.
         normalized, cutoff: as in `distance`.
-        num_threads: at most this many threads, 0: one a core. The result does not depend on it.
+        num_threads: at most this many threads; 0: one per core. The result does not depend on it.
 
     Returns:
         float64 [n], infinite above the cutoff; with normalized=False int64 [n], SATURATED above it.
@@ -67,12 +67,13 @@ def batch_distance(
 def count_edits(
     a: Ragged, b: Ragged, limits: npt.NDArray[np.int64] | None = None, *, num_threads: int = 0
 ) -> npt.NDArray[np.int64]:
-    """Edits of each pair, SATURATED where there are more than its limit; a and b as pair_up gives them."""
+    """Return the edits of each pair, SATURATED if there are more than its limit; a and b come from
+    pair_up."""
     return _edit_distance.batch_distance(a.values, a.offsets, b.values, b.offsets, limits, num_threads)
 
 
 def normalize(counts: npt.NDArray[np.int64], a: Ragged, b: Ragged) -> npt.NDArray[np.float64]:
-    """Counts over the longer length; infinite where SATURATED."""
+    """Return the counts over the longer length; infinite where SATURATED."""
     return np.where(counts == SATURATED, np.inf, counts / np.maximum(_longer(a, b), 1))
 
 
@@ -96,10 +97,10 @@ def _longer(a: Ragged, b: Ragged) -> npt.NDArray[np.int64]:
 
 
 def _limits(cutoff: float, longer: npt.NDArray[np.int64], normalized: bool) -> npt.NDArray[np.int64]:
-    """The most edits that are not above the cutoff.
+    """Return the most edits that do not exceed the cutoff.
 
-    For fractions the largest K with K / longer <= cutoff in double precision, so that the answer is the one
-    that comparing the distance itself would give.
+    For fractions this is the largest K with K / longer <= cutoff in double precision, so that the answer
+    agrees with comparing the distance itself.
     """
     if isinstance(cutoff, bool) or not isinstance(cutoff, int | float | np.integer | np.floating):
         raise TypeError(f"cutoff: must be a number, not {cutoff!r}")

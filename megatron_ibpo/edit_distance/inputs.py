@@ -1,4 +1,5 @@
-"""Token ids as callers hold them, checked: what is not certainly a batch of ids is refused by name."""
+"""Checked input: token ids as callers hold them. Anything that is not clearly a batch of ids is refused by
+name."""
 
 from __future__ import annotations
 
@@ -12,12 +13,12 @@ import numpy.typing as npt
 from megatron_ibpo import _edit_distance
 
 LONGEST = 2**30 - 1
-"""Ids of one sequence; a batch may hold any number."""
+"""Most ids of one sequence; a batch may hold any number."""
 
 
 @dataclass(frozen=True)
 class Ragged:
-    """Sequence i is values[offsets[i] : offsets[i + 1]]."""
+    """Sequences of ids: sequence i is values[offsets[i] : offsets[i + 1]]."""
 
     values: npt.NDArray[Any]
     """int32 or int64, contiguous."""
@@ -32,7 +33,7 @@ class Ragged:
         return np.diff(self.offsets)
 
     def take(self, indices: npt.NDArray[np.int64]) -> Ragged:
-        """The sequences of these indices, in this order; each may be taken any number of times."""
+        """Return the sequences with these indices, in this order; each may be taken any number of times."""
         if np.array_equal(indices, np.arange(len(self))):
             return self
         parts = [self.values[self.offsets[i] : self.offsets[i + 1]] for i in indices]
@@ -41,7 +42,7 @@ class Ragged:
 
 
 def read_ids(name: str, values: Any) -> npt.NDArray[Any]:
-    """One sequence as a contiguous, aligned array of int32 or int64, a view wherever one is possible.
+    """Return one sequence as a contiguous, aligned array of int32 or int64, as a view if possible.
 
     Raises:
         TypeError: it holds something other than such ids; ValueError: it is not 1-D, or has more than LONGEST
@@ -53,12 +54,13 @@ def read_ids(name: str, values: Any) -> npt.NDArray[Any]:
 
 
 def _in_order(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Contiguous and aligned. Lengths are checked first: a few bytes with a stride of 0 pass for 2^60 ids."""
+    """Return the array contiguous and aligned. Lengths are checked first: a few bytes with a stride of 0 pass
+    for 2^60 ids."""
     return array if array.flags.c_contiguous and array.flags.aligned else array.copy()
 
 
 def _read_array(name: str, values: Any) -> npt.NDArray[Any]:
-    """As `read_ids`, in whatever order the ids lie."""
+    """Read as `read_ids` does, in whatever memory layout the ids have."""
     if type(values) in (list, tuple) and (ints := _edit_distance.read_ints(values)) is not None:
         return ints
     if isinstance(values, np.ma.MaskedArray):
@@ -80,15 +82,16 @@ def _read_array(name: str, values: Any) -> npt.NDArray[Any]:
 
 
 def _kind(value: Any) -> type:
-    """bool of anything that numpy would count as one: Python's, numpy's, or a tensor of it."""
+    """Return the type of a value; bool for anything that numpy would count as one: Python's, numpy's, or a
+    tensor."""
     return bool if isinstance(value, bool) or np.asarray(value).dtype == np.bool_ else type(value)
 
 
 def _read_offsets(name: str, offsets: Any, num_values: int) -> npt.NDArray[np.int64]:
-    """`offsets` as int64; first 0, never falling, last `num_values`.
+    """Return `offsets` as int64; first 0, never falling, last `num_values`.
 
     Raises:
-        TypeError: not integers; ValueError: any of this is not so.
+        TypeError: not integers; ValueError: one of these conditions fails.
     """
     array = read_ids(name, offsets).astype(np.int64, copy=False)
     if array.size == 0 or array[0] != 0:
@@ -103,7 +106,7 @@ def _read_offsets(name: str, offsets: Any, num_values: int) -> npt.NDArray[np.in
 
 
 def read_ragged(name: str, values: Any, offsets: Any = None) -> Ragged:
-    """Sequences from `<name>_values` and `<name>_offsets`, or from a list of sequences and None.
+    """Return the sequences from `<name>_values` and `<name>_offsets`, or from a list of sequences and None.
 
     Raises:
         TypeError, ValueError: as read_ids; offsets that are no bounds of the values; a sequence of more than
@@ -137,7 +140,7 @@ def _joined(name: str, sequences: Any) -> Ragged:
 
 
 def pair_up(name_a: str, a: Ragged, name_b: str, b: Ragged) -> tuple[Ragged, Ragged]:
-    """Both with ids of one width.
+    """Return both with ids of one width.
 
     Raises:
         ValueError: they differ in the number of sequences.

@@ -13,14 +13,14 @@ from megatron_ibpo.edit_distance.inputs import Ragged, check_threads, pair_up, r
 
 
 class RewriteTest(NamedTuple):
-    """Of n corrections."""
+    """The results of the rewrite test for n corrections."""
 
     rewritten: npt.NDArray[np.bool_]
     """[n]"""
     distance: npt.NDArray[np.float64]
     """[n] d(y, ŷ)"""
     reference_distance: npt.NDArray[np.float64]
-    """[n] d(ŷ, nearest reference); infinite if that is above d(y, ŷ), NaN without references."""
+    """[n] d(ŷ, nearest reference); infinite if above d(y, ŷ), NaN without references."""
     threshold: float
     """α in force; NaN if it is adaptive and there are no corrections."""
 
@@ -34,8 +34,8 @@ def rewrite_test(
     edits: npt.NDArray[np.int64] | None = None,
     num_threads: int = 0,
 ) -> RewriteTest:
-    """Correction ŷ of y is a rewrite if d(y, ŷ) > α and, where it had references, d(y, ŷ) > d(ŷ, nearest of
-    them).
+    """Test for rewrites: correction ŷ of y is one if d(y, ŷ) > α and, if it had references, d(y, ŷ) > d(ŷ,
+    nearest of them).
 
     d is the token edit distance over the longer length. The two distances are compared as fractions, not as
     rounded quotients.
@@ -44,12 +44,13 @@ def rewrite_test(
         y, y_hat: n sequences each: a tuple (values, offsets) as in batch_distance, or a list of sequences.
         refs: the references of each of the n pairs, none, one or several: a list of n lists of sequences.
         threshold: α, or "adaptive" (`adaptive_threshold`).
-        edits: of each y and ŷ, int64 [n], where they are known: unmodified_mask and batch_distance give them.
+        edits: number of edits between each y and ŷ, int64 [n], if known: unmodified_mask and batch_distance
+            return it.
         num_threads: as in batch_distance.
 
     Raises:
-        TypeError, ValueError: as batch_distance; edits that are not as many; a threshold that is negative or
-            not a number.
+        TypeError, ValueError: as batch_distance; edits of another length; a threshold that is negative or not
+            a number.
     """
     threads = check_threads(num_threads)
     _check_threshold(threshold)
@@ -73,7 +74,7 @@ def _against_references(
     edits: npt.NDArray[np.int64],
     num_threads: int,
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
-    """(d(ŷ, nearest reference), whether d(y, ŷ) is above it; true without references)."""
+    """Return (d(ŷ, nearest reference), whether d(y, ŷ) exceeds it); the flag is true without references."""
     seen, refs = pair_up("y_hat", corrected.take(owners), "refs", references)
     longer = np.maximum(np.maximum(seen.lengths, refs.lengths), 1)
     longer_y = np.maximum(np.maximum(originals.lengths, corrected.lengths), 1)[owners]
@@ -94,10 +95,10 @@ def _against_references(
 
 
 def adaptive_threshold(distances: npt.NDArray[np.float64]) -> float:
-    """mean + 2 population standard deviations of the distances, NaN without any.
+    """Return mean + 2 population standard deviations of the distances, NaN without any.
 
-    Nothing is rounded on the way, so that a distance equal to it is no rewrite, and that neither order nor
-    the number of threads changes it.
+    No intermediate value is rounded, so that a distance equal to the threshold is no rewrite, and neither
+    order nor the number of threads changes it.
     """
     if not distances.size:
         return math.nan
@@ -107,10 +108,10 @@ def adaptive_threshold(distances: npt.NDArray[np.float64]) -> float:
 
 
 def _floor_of_sum(x: Fraction, y: Fraction) -> float:
-    """The largest double that is not above x + √y, both 0 or more.
+    """Return the largest double that is not above x + √y, both 0 or more.
 
-    A double d is above it just if it is above x + √y. Rounded sums would decide ties by chance, and ties are
-    common: corrections that all have one distance, or one in five that has another.
+    A double d exceeds it exactly if it exceeds x + √y. Rounded sums would decide ties by chance, and ties are
+    common: corrections that all have one distance, or one in five with another.
     """
 
     def fits(candidate: float) -> bool:
@@ -148,7 +149,7 @@ def _read(name: str, sequences: Any) -> Ragged:
 
 
 def _read_references(refs: Any, count: int) -> tuple[Ragged, npt.NDArray[np.int64]]:
-    """(all references, the pair that each belongs to)."""
+    """Return (all references, the pair that each belongs to)."""
     if not isinstance(refs, list) or not all(isinstance(own, list | tuple) for own in refs):
         raise TypeError("refs: must be a list with, for each pair, a list of sequences, none to several")
     if len(refs) != count:

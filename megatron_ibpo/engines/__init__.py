@@ -1,4 +1,4 @@
-"""Sampling by vLLM, in processes of its own."""
+"""Sampling by vLLM, in separate processes."""
 
 from megatron_ibpo.engines.protocol import (
     AsyncEngine,

@@ -9,7 +9,8 @@ from megatron_ibpo.basics.user_files import JSON_BYTES, UserFileError, read_user
 
 
 def read_eos_token_ids(hf_dir: Path) -> tuple[int, ...]:
-    """Return the end-of-sequence ids: those of generation_config.json if it names any, else of config.json.
+    """Return the end-of-sequence ids: those of generation_config.json if it names any, otherwise those of
+    config.json.
 
     Raises:
         ValueError: neither file names one.
@@ -18,7 +19,7 @@ def read_eos_token_ids(hf_dir: Path) -> tuple[int, ...]:
         if not (hf_dir / name).exists():
             continue
         config = _read_json(hf_dir / name)
-        text = config.get("text_config")  # a text model that is wrapped has its own
+        text = config.get("text_config")  # a wrapped text model has its own
         found = config.get("eos_token_id", text.get("eos_token_id") if isinstance(text, dict) else None)
         ids = found if isinstance(found, list) else [] if found is None else [found]
         if not all(type(number) is int and 0 <= number < 2**31 for number in ids):

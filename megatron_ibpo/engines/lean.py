@@ -1,8 +1,8 @@
 """The lean back end: sampling in the process of the trainer, by plain torch in float32, for tiny dense Qwen3.
 
-An engine of vLLM takes ten seconds to start and is built for models a thousand times as large. Here a wave of
-requests is decoded together until the last one has ended; every request draws from a stream of its own, so
-that it does not matter which others are in its wave.
+A vLLM engine takes ten seconds to start and is built for models a thousand times as large. Here a wave of
+requests is decoded together until the last one has ended. Every request draws from a random stream of its
+own, so that its samples do not depend on the other requests of the wave.
 """
 
 import asyncio
@@ -24,14 +24,14 @@ from megatron_ibpo.models.weight_map import weight_map
 from megatron_ibpo.weights.formats.hugging_face import Checkpoint
 
 MOST_PARAMETERS = 4_000_000
-"""Parameters of the largest policy that is sampled here; larger ones vLLM samples faster even on CPUs."""
+"""Parameters of the largest policy that is sampled here; vLLM samples larger ones faster even on CPUs."""
 LINGER_S = 0.01
-"""A wave begins when nothing more was asked for so long: requests that come one by one, as their groups are
-scored, share it."""
+"""Seconds without a new request after which a wave begins. Requests that arrive one by one, as their groups
+are scored, so share a wave."""
 
 
 class LeanEngine:
-    """A policy that samples in this process, asked from an event loop (`engines.AsyncEngine`)."""
+    """A policy that samples in this process, called from an event loop (`engines.AsyncEngine`)."""
 
     def __init__(
         self, shape: ModelShape, eos_token_ids: Sequence[int], *, max_context: int, most_at_once: int
@@ -39,7 +39,7 @@ class LeanEngine:
         """
         Args:
             max_context: tokens of prompt and response together.
-            most_at_once: sequences of a wave.
+            most_at_once: largest number of sequences in a wave.
 
         Raises:
             ValueError: a model that the lean back end does not compute.
@@ -70,10 +70,10 @@ class LeanEngine:
     def generate(
         self, requests: Sequence[SampleRequest], *, version: int = 0, timeout: float = 0
     ) -> list[Sample]:
-        """One sample for each request, in order.
+        """Return one sample for each request, in order.
 
         Args:
-            timeout: as other engines have it; what is computed here comes to an end.
+            timeout: as for other engines; computation here always ends.
 
         Raises:
             EngineError: the weights are older than `version`.
@@ -87,7 +87,7 @@ class LeanEngine:
         return [samples[index] for index in range(len(requests))]
 
     def call(self, method: str, *arguments: Any, timeout: float) -> Any:
-        """`digests`, which is all that can be asked here: of each tensor of the one worker."""
+        """Call `digests`, the only supported method: digests of each tensor of the single worker."""
         if method != "digests":
             raise EngineError(f"the lean back end has no {method}")
         assert self._model is not None
@@ -100,9 +100,9 @@ class LeanEngine:
         self._waiting.update(requests)
 
     async def take(self, timeout: float) -> list[tuple[int, Sample]]:
-        """See `AsyncEngine`. Samples all that is waiting, however long that takes: nothing else can be done
-        here meanwhile."""
-        asked = -1  # waits once in any case, or who asks in vain would never let anybody submit
+        """Take samples as `AsyncEngine` says. Samples all waiting requests, however long that takes: nothing
+        else can be done here meanwhile."""
+        asked = -1  # waits at least once, so that others can submit
         while len(self._waiting) > asked:
             asked = len(self._waiting)
             await asyncio.sleep(LINGER_S)
@@ -116,7 +116,7 @@ class LeanEngine:
             self._waiting.pop(number, None)
 
     async def kill(self, why: str) -> None:
-        """See `AsyncEngine`. It is the caller's own process, and ends with it."""
+        """End the engine as `AsyncEngine` says. It is the caller's own process, and ends with it."""
 
     def _check(self, version: int) -> None:
         if self._version < version:
@@ -181,13 +181,13 @@ class _Settings:
     """Sampling parameters of the rows of a wave."""
 
     temperature: Tensor
-    """[rows, 1] float; 1 where greedy, as the engine of vLLM has it for its log-probs."""
+    """[rows, 1] float; 1 for greedy rows, as in vLLM's log-probs."""
     greedy: Tensor | None
-    """[rows] bool; None: nowhere."""
+    """[rows] bool; None: no row is greedy."""
     top_k: Tensor | None
-    """[rows, 1] long; the vocabulary's size where off; None: nowhere on."""
+    """[rows, 1] long; the vocabulary's size where off; None: off for all rows."""
     top_p: Tensor | None
-    """[rows, 1] float; None: nowhere on."""
+    """[rows, 1] float; None: off for all rows."""
 
     @classmethod
     def of(cls, requests: Sequence[SampleRequest]) -> "_Settings":
@@ -209,14 +209,14 @@ class _Settings:
 
 @dataclass(frozen=True)
 class _Wave:
-    """The rows that are still being written."""
+    """The rows that are still being generated."""
 
     rows: Tensor
-    """[rows] long: places among the requests."""
+    """[rows] long: index of each row's request."""
     limits: Tensor
-    """[rows] long: tokens that each may have."""
+    """[rows] long: most tokens of each row."""
     chances: Tensor
-    """[rows, tokens] float64, uniform in [0, 1): the luck of each token."""
+    """[rows, tokens] float64, uniform in [0, 1): the random number of each token."""
     settings: _Settings
 
     def only(self, rows: Tensor) -> "_Wave":
@@ -224,7 +224,7 @@ class _Wave:
 
 
 def _chances(requests: Sequence[SampleRequest], limits: Sequence[int]) -> Tensor:
-    """[requests, longest], from a stream for each request that its seed alone decides."""
+    """Return [requests, longest], from a stream per request that depends on its seed alone."""
     chances = np.zeros((len(requests), max(limits)))
     for row, (request, limit) in enumerate(zip(requests, limits, strict=True)):
         chances[row, :limit] = np.random.default_rng(request.seed).random(limit)
@@ -232,11 +232,11 @@ def _chances(requests: Sequence[SampleRequest], limits: Sequence[int]) -> Tensor
 
 
 def _drawn(logits: Tensor, chances: Tensor, settings: _Settings) -> tuple[Tensor, Tensor]:
-    """(a token for each row, its log-prob after temperature, top-k and top-p)
+    """Return (a token for each row, its log-prob after temperature, top-k and top-p).
 
     Args:
         logits: [rows, vocabulary] float32.
-        chances: [rows] in [0, 1): where in the cumulative distribution the token lies.
+        chances: [rows] in [0, 1): the token's place in the cumulative distribution.
     """
     logits = _cut(logits / settings.temperature, settings)
     logprobs = logits.log_softmax(-1)
@@ -248,8 +248,8 @@ def _drawn(logits: Tensor, chances: Tensor, settings: _Settings) -> tuple[Tensor
 
 
 def _cut(logits: Tensor, settings: _Settings) -> Tensor:
-    """Only the likeliest tokens: so many, and of those the fewest that together have the probability asked
-    for. As vLLM's `apply_top_k_top_p_pytorch`."""
+    """Keep only the likeliest tokens: the top k, and of those the fewest that together reach the probability
+    p. As vLLM's `apply_top_k_top_p_pytorch`."""
     if settings.top_k is None and settings.top_p is None:
         return logits
     ordered, places = logits.sort(dim=-1)
@@ -269,7 +269,7 @@ def _cut(logits: Tensor, settings: _Settings) -> Tensor:
 
 @dataclass
 class _Cache:
-    """Keys and values of a wave; prompts end in the same column, so that all rows write the same one next."""
+    """Keys and values of a wave. Prompts end in the same column, so that all rows write the same one next."""
 
     keys: list[Tensor]
     """Keys of each layer [rows, key-value heads, columns, head]."""
@@ -277,22 +277,22 @@ class _Cache:
     pads: Tensor
     """[rows] long: columns before the prompt, which attention does not see."""
     filled: int
-    """Columns that are written."""
+    """Number of columns already written."""
 
     def keep(self, rows: Tensor) -> None:
-        """Forget the other rows."""
+        """Drop all other rows."""
         self.keys = [keys[rows] for keys in self.keys]
         self.values = [values[rows] for values in self.values]
         self.pads = self.pads[rows]
 
 
 class LeanModel:
-    """A dense Qwen3 in float32. Formulas are those of transformers' modeling_qwen3."""
+    """A dense Qwen3 in float32, with the formulas of transformers' modeling_qwen3."""
 
     def __init__(self, shape: ModelShape, tensors: Mapping[str, Tensor]) -> None:
         """
         Args:
-            tensors: by their Hugging Face names.
+            tensors: weights by their Hugging Face names.
         """
         self.tensors = tensors
         self._shape = shape
@@ -305,8 +305,8 @@ class LeanModel:
         self._cos, self._sin = _rotations(shape)
 
     def read(self, prompts: Sequence[np.ndarray], room: int) -> tuple[Tensor, _Cache]:
-        """(logits after each prompt [prompts, vocabulary], the cache with `room` columns more). A prompt that
-        is there several times is computed once."""
+        """Return (logits after each prompt [prompts, vocabulary], the cache with `room` columns more). A
+        prompt that occurs several times is computed once."""
         different = {prompt.tobytes(): prompt for prompt in prompts}
         places = {content: place for place, content in enumerate(different)}
         longest = max(map(len, prompts))
@@ -325,11 +325,12 @@ class LeanModel:
         return logits[rows], cache
 
     def write(self, tokens: Tensor, cache: _Cache) -> Tensor:
-        """Logits after one more token of each row."""
+        """Return the logits after one more token of each row."""
         return self._forward(tokens[:, None], cache)
 
     def _forward(self, ids: Tensor, cache: _Cache) -> Tensor:
-        """Logits after the last of the tokens [rows, columns], which come after those in the cache."""
+        """Return the logits after the last of the tokens [rows, columns], which come after those in the
+        cache."""
         first, last = cache.filled, cache.filled + ids.shape[1]
         columns = torch.arange(last)
         own = columns[first:, None]  # [columns of ids, 1]
@@ -387,7 +388,7 @@ class _Layer:
         first: int,
         last: int,
     ) -> Tensor:
-        """[rows, columns, hidden] → the same; writes columns `first` to `last` of the cache."""
+        """Map [rows, columns, hidden] to the same; write columns `first` to `last` of the cache."""
         shape, eps = self.shape, self.shape.rms_norm_eps
         rows, columns, _ = hidden.shape
         heads, shared = shape.num_attention_heads, shape.num_key_value_heads
@@ -403,7 +404,7 @@ class _Layer:
 
 
 def _attended(queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor) -> Tensor:
-    """[rows, columns, query heads * head]
+    """Return attention's output, [rows, columns, query heads * head].
 
     `scaled_dot_product_attention` takes three times as long for one query per row: here the query heads that
     share keys are the rows of one product.
@@ -412,7 +413,7 @@ def _attended(queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor) -> Te
         queries: [rows, columns, query heads, head]
         keys: [rows, key-value heads, all columns, head]
         values: as `keys`.
-        bias: [rows, columns, all columns]: 0 where a query sees, else -inf.
+        bias: [rows, columns, all columns]: 0 where a query attends, -inf elsewhere.
     """
     rows, columns, heads, head = queries.shape
     shared, seen = keys.shape[1:3]
@@ -436,7 +437,7 @@ def _rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _rotations(shape: ModelShape) -> tuple[Tensor, Tensor]:
-    """(cosines, sines) [positions, head]"""
+    """Return (cosines, sines) [positions, head]."""
     frequencies = shape.rope_theta ** -(torch.arange(0, shape.head_dim, 2).double() / shape.head_dim)
     angles = torch.arange(shape.max_position_embeddings).double()[:, None] * frequencies
     angles = torch.cat([angles, angles], -1)
@@ -444,7 +445,7 @@ def _rotations(shape: ModelShape) -> tuple[Tensor, Tensor]:
 
 
 def checkpoint_weights(shape: ModelShape, hf_dir: Path) -> Iterator[tuple[str, Tensor]]:
-    """The weights of a checkpoint, for `LeanEngine.load`.
+    """Yield the weights of a checkpoint, for `LeanEngine.load`.
 
     Raises:
         CheckpointError: a file or a tensor is missing.
@@ -473,7 +474,7 @@ def check_shape(shape: ModelShape) -> None:
 
 
 def _names(shape: ModelShape) -> set[str]:
-    """Names of the tensors that `_Layer` and the model around it read."""
+    """Return the names of the tensors that `_Layer` and the model around it read."""
     attention = [f"self_attn.{part}" for part in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")]
     mlp = [f"mlp.{part}_proj" for part in ("gate", "up", "down")]
     layer = [*attention, *mlp, "input_layernorm", "post_attention_layernorm"]

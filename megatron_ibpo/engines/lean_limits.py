@@ -1,14 +1,14 @@
-"""What the lean engine cannot be combined with. Importing this loads no torch."""
+"""Limits of the lean engine: settings that it does not support. Importing this loads no torch."""
 
 from megatron_ibpo.config import Config
 from megatron_ibpo.config.config_error import broken
 
 
 def lean_problems(config: Config, *, trains: bool) -> list[str]:
-    """Return what a run in one process cannot do, one line each.
+    """Return what a run in one process does not support, one line each.
 
     Args:
-        trains: otherwise the policy is evaluated and no more.
+        trains: False for an evaluation, which does not train.
     """
     rollout, cluster = config.rollout, config.cluster
     rules = {

@@ -1,17 +1,17 @@
-"""What an engine takes of its GPUs: the planner counts memory with it and knows no engine by name."""
+"""GPU memory of an engine: the planner counts with it and knows no engine by name."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineNeeds:
-    """What one engine takes on each of its GPUs, and the flags that change it."""
+    """The memory that one engine takes on each of its GPUs, and the flags that change it."""
 
     memory_share: float
-    """Share of a GPU's memory for weights, KV cache and workspace. A starting engine wants it free."""
+    """Share of a GPU's memory for weights, KV cache and workspace. It must be free when an engine starts."""
     memory_share_flag: str
     kv_cache_bytes: int | None
-    """Bytes of the KV cache; None: what the share leaves."""
+    """Bytes of the KV cache; None: the rest of the share."""
     kv_cache_flag: str
     most_running: int
     """Largest number of sequences at once."""
@@ -31,4 +31,4 @@ class EngineNeeds:
     graph_bytes: int
     """CUDA graphs, which stay while an engine sleeps."""
     communicators: int
-    """NCCL communicators among the GPUs of an engine that has several."""
+    """Number of NCCL communicators among the GPUs of an engine that has several."""

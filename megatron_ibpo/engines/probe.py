@@ -1,4 +1,4 @@
-"""Two engines asked the same, to see whether they have the same weights."""
+"""A comparison of two engines by the same requests, to check that they have the same weights."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,18 +16,18 @@ VOCABULARY = 60
 """Token ids below this are in every model's vocabulary."""
 TIMEOUT_S = 600.0
 LOGPROB_TOLERANCE = 1e-5
-"""Between two runs of the same kernels on the same weights; other weights differ by far more."""
+"""Tolerance between two runs of the same kernels on the same weights; other weights differ by far more."""
 
 
 class IdleEngine(Protocol):
-    """An engine that only its holder asks: `engines.Engine`, or one in another process."""
+    """An engine with a single caller: `engines.Engine`, or one in another process."""
 
     def generate(self, requests: Sequence[SampleRequest], *, version: int, timeout: float) -> list[Sample]:
-        """One sample for each request, in order."""
+        """Return one sample for each request, in order."""
         ...
 
     def call(self, method: str, *arguments: Any, timeout: float) -> Any:
-        """Return what a control method of the engine's process gives."""
+        """Return the result of a control method of the engine's process."""
         ...
 
 
@@ -38,12 +38,12 @@ class Probe:
     token_ids: list[TokenIds]
     logprobs: list[Floats]
     digests: list[dict[str, str]]
-    """For each worker, digests of the weights that vLLM keeps as tensors. On CPUs most are packed out of
-    sight and only the greedy output speaks for them."""
+    """Digests, for each worker, of the weights that vLLM keeps as tensors. On CPUs most are packed out of
+    sight, and only the greedy output shows them."""
 
 
 def probe(engine: IdleEngine, version: int) -> Probe:
-    """Ask for the greedy responses to fixed prompts, and for digests of the weights."""
+    """Request the greedy responses to fixed prompts, and digests of the weights."""
     requests = [
         SampleRequest(
             token_ids([(7 * number + 13 * position) % VOCABULARY for position in range(PROMPT_LENGTH)]),
@@ -62,11 +62,12 @@ def probe(engine: IdleEngine, version: int) -> Probe:
 
 
 def compare_probes(updated: Probe, fresh: Probe, *, same_batches: bool = True) -> None:
-    """
+    """Compare two engines' answers.
+
     Args:
-        same_batches: both engines computed the requests in the same batches, so that outputs are alike to the
-            last bits. On GPUs vLLM's core begins with the first request that reaches it; digests, which
-            have all weights there, decide alone.
+        same_batches: both engines computed the requests in the same batches, so that outputs agree to the
+            last bits. On GPUs vLLM's core begins with the first request that arrives; there digests, which
+            cover all weights, decide alone.
 
     Raises:
         WeightMismatchError: the engines do not have the same weights.

@@ -7,7 +7,7 @@ from megatron_ibpo.basics.records import Sample, SampleRequest
 
 
 class EngineError(RuntimeError):
-    """An engine cannot do what it was asked."""
+    """An engine cannot do what was requested."""
 
 
 class EngineStartError(EngineError):
@@ -19,16 +19,15 @@ class EngineDiedError(EngineError):
 
 
 class EngineLostError(EngineError):
-    """The engine ended and nothing can take its place for now; the others can go on."""
+    """The engine ended and cannot be replaced for now; the others can go on."""
 
 
 class AsyncEngine(Protocol):
-    """One engine, wherever it runs. Requests have numbers that the asker chooses; samples come back under
-    them in whatever order they finish."""
+    """One engine, wherever it runs. The caller numbers its requests; samples come back under these numbers in
+    any order."""
 
     async def submit(self, requests: Sequence[tuple[int, SampleRequest]], version: int) -> None:
-        """Add requests to those that are running, to be sampled with the weights of policy `version`
-        or later ones.
+        """Add requests to the running ones, to be sampled with the weights of policy `version` or later.
 
         Raises:
             EngineDiedError: the engine is gone.
@@ -36,8 +35,8 @@ class AsyncEngine(Protocol):
         ...
 
     async def take(self, timeout: float) -> list[tuple[int, Sample]]:
-        """Return what has finished since the last call. Wait for the first sample at most `timeout` seconds;
-        return nothing when none came.
+        """Return what has finished since the last call. Wait at most `timeout` seconds for the first sample;
+        return an empty list if none came.
 
         Raises:
             EngineDiedError: the engine is gone, and all that it had finished has been taken; or it had
@@ -47,25 +46,25 @@ class AsyncEngine(Protocol):
         ...
 
     async def abort(self, numbers: Collection[int]) -> None:
-        """Forget these requests: they take no more computation and their samples never come."""
+        """Drop these requests: they take no more computation and their samples never come."""
         ...
 
     async def kill(self, why: str) -> None:
-        """End an engine that has stopped working, by force where it does not answer; `take` then raises
-        EngineDiedError, which says why."""
+        """End an engine that has stopped working, by force if it does not answer; `take` then raises
+        EngineDiedError with the reason."""
         ...
 
 
 class Engine(Protocol):
     """One engine in the process that owns it. A run's processes build it as `Class(settings, log, again)`:
-    its `EngineSettings`, the path of its log, and whether it takes the place of one that died.
+    its `EngineSettings`, the path of its log, and whether it replaces one that died.
 
-    Any thread may call any method. An engine that trains along answers the calls of a weight update too, with
-    the names and arguments of `engines.vllm.engine_process.SamplingEngine`.
+    Any thread may call any method. An engine in a training run also answers the calls of a weight update,
+    with the names and arguments of `engines.vllm.engine_process.SamplingEngine`.
     """
 
     def wait_ready(self, timeout: float) -> None:
-        """Wait until the engine can be asked.
+        """Wait until the engine can take requests.
 
         Raises:
             EngineStartError: it did not start within `timeout` seconds.
@@ -81,11 +80,11 @@ class Engine(Protocol):
         ...
 
     def abort(self, numbers: Collection[int]) -> None:
-        """Forget these requests."""
+        """Drop these requests."""
         ...
 
     def generate(self, requests: Sequence[SampleRequest], *, version: int, timeout: float) -> list[Sample]:
-        """Return one sample for each request, in order; called only while nothing else is asked."""
+        """Return one sample for each request, in order; call it only while no other request runs."""
         ...
 
     def begin(self, method: str, *arguments: Any) -> None:
@@ -97,7 +96,7 @@ class Engine(Protocol):
         ...
 
     def call(self, method: str, *arguments: Any, timeout: float) -> Any:
-        """Do both: `begin`, then `result`."""
+        """Call `begin`, then `result`."""
         ...
 
     def kill(self, why: str | None = None) -> None:
@@ -105,5 +104,5 @@ class Engine(Protocol):
         ...
 
     def close(self) -> None:
-        """Stop the engine in order. Nothing of it remains."""
+        """Stop the engine in order. No process of it remains."""
         ...

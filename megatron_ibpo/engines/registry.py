@@ -1,4 +1,4 @@
-"""Engines by name (--rollout-backend), and the user's own by import path."""
+"""Engines by name (--rollout-backend), and users' own by import path."""
 
 from importlib import import_module
 from pathlib import Path
@@ -12,16 +12,16 @@ from megatron_ibpo.engines.vllm.needs import vllm_needs
 FLAG = "--rollout-backend"
 VLLM, LEAN = "vllm", "lean"
 ENGINES = {VLLM: "megatron_ibpo.engines.vllm.engine:Engine", LEAN: None}
-"""Name → import path of the class that an engine's process builds (`engines.protocol.Engine`); None: the
+"""Name → import path of the class that an engine's process builds (`engines.protocol.Engine`). None: the
 trainer's own process samples, and no cluster is needed."""
 LIMITS = {LEAN: lean_problems}
-"""Name → function that returns what the engine cannot be combined with."""
+"""Name → function that returns what the engine does not support."""
 
 _METHODS = ("wait_ready", "submit", "take", "abort", "kill", "close", "generate", "begin", "result", "call")
 
 
 def check_engine(name: str) -> None:
-    """Refuse an engine that does not exist or cannot be asked.
+    """Refuse an engine that does not exist or lacks a method.
 
     Raises:
         ConfigError: no such name or import path.
@@ -41,7 +41,7 @@ def check_engine(name: str) -> None:
 
 
 def check_limits(config: Config, *, trains: bool) -> None:
-    """Refuse what the engine cannot do in a run, or in an evaluation where it does not train.
+    """Refuse settings that the engine does not support in a run, or in an evaluation, which does not train.
 
     Raises:
         ValueError: with a line for every problem.
@@ -57,10 +57,10 @@ def samples_in_trainer(name: str) -> bool:
 
 
 def engine_needs(config: Config, *, on_gpu: bool = True) -> EngineNeeds:
-    """Return what an engine of this configuration takes, as its class says or else as vLLM takes it.
+    """Return the memory needs of an engine with this configuration: as its class says, or vLLM's by default.
 
     Args:
-        config: with what depends on the device resolved (`config.on_device`).
+        config: configuration with device-dependent values resolved (`config.on_device`).
         on_gpu: whether engines have GPUs; a plan assumes that they will.
     """
     name = config.rollout.rollout_backend
@@ -70,7 +70,7 @@ def engine_needs(config: Config, *, on_gpu: bool = True) -> EngineNeeds:
 
 
 def start_engine(name: str, settings: Any, log: Path, again: bool) -> Any:
-    """Start the engine that `name` means, in the process that is to own it."""
+    """Start the engine named `name`, in the process that is to own it."""
     own = ENGINES.get(name)
     if own is None:
         return load_hook(FLAG, name)(settings, log, again)

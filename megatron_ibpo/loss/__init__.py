@@ -1,4 +1,5 @@
-"""The policy-gradient loss over packed sequences: torch defines it, Triton kernels do the same on GPUs."""
+"""The policy-gradient loss over packed sequences: torch defines it, Triton kernels compute the same on
+GPUs."""
 
 from megatron_ibpo.loss.backend import ChosenBackend, choose_backend
 from megatron_ibpo.loss.linear_loss import CHUNK_ROWS, linear_packed_logprobs, linear_packed_sequence_loss

@@ -1,4 +1,4 @@
-"""Which implementation computes the loss: the Triton kernels or plain torch."""
+"""The choice of the loss implementation: the Triton kernels or plain torch."""
 
 import importlib.util
 import os
@@ -14,7 +14,7 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass(frozen=True)
 class ChosenBackend:
-    """The back end in use, and why, in a few words."""
+    """The back end in use and the reason, in a few words."""
 
     name: Literal["triton", "torch"]
     reason: str
@@ -26,10 +26,10 @@ class ChosenBackend:
 def choose_backend(
     asked: LossBackend, device: torch.device, dtype: torch.dtype, variant: str | None = None
 ) -> ChosenBackend:
-    """The implementation for logits of that device and dtype and, if named, for that variant.
+    """Return the implementation for logits of this device and dtype and, if named, for this variant.
 
-    "auto" takes the kernels on CUDA devices wherever they can be used, and torch everywhere else. "triton" on
-    a CPU needs Triton's interpreter (TRITON_INTERPRET=1), which is for tests.
+    "auto" takes the kernels on CUDA devices if they can be used, otherwise torch. "triton" on a CPU needs
+    Triton's interpreter (TRITON_INTERPRET=1), which is for tests.
 
     Raises:
         ValueError: an unknown name, or "triton" where the kernels cannot be used.
@@ -49,7 +49,7 @@ def choose_backend(
 
 
 def _obstacle(device: torch.device, dtype: torch.dtype, variant: str | None) -> str | None:
-    """Why the kernels cannot be used, or None."""
+    """Return why the kernels cannot be used, or None."""
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed"
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":

@@ -1,13 +1,13 @@
-"""Scale of each row's gradient, while the chunks of the fused LM head reveal it.
+"""The scale of each row's gradient, found while the chunks of the fused LM head are computed.
 
-The loss moves with the log-prob of row t of sequence i by
+The derivative of the loss by the log-prob of row t of sequence i is
 
     c_t = slope_i · policy_t + penalty_t
 
 policy_t (the token term's derivative, times its weights) and penalty_t (the KL estimate's) are known as soon
 as the row's log-prob is. slope_i, the derivative of sequence i's loss by the mean of its token values, needs
-all rows of the sequence, and a chunk may end in the middle of one. Holding the chunk's logits until the
-sequence ends would hold them whole, and computing them again is a fourth product. So rows whose slope is
+all rows of the sequence, and a chunk may end in the middle of one. Keeping a chunk's logits until the
+sequence ends would keep all logits, and recomputing them would be a fourth product. So rows whose slope is
 missing are summed without it: one number scales the whole sum later.
 
 A worked example: GSPO of sequence A with 3 response rows and B with 2, advantages 2 and -1, weights ½, chunks
@@ -37,7 +37,7 @@ from megatron_ibpo.loss.segments import divisors, sum_over_ranks
 
 @dataclass(frozen=True)
 class Step:
-    """One chunk: response rows start to stop; behind it sequences before `closed` are complete."""
+    """One chunk: response rows start to stop. After it, sequences before `closed` are complete."""
 
     start: int
     stop: int
@@ -45,8 +45,8 @@ class Step:
 
 
 def schedule(rows: LossRows, rows_R: Tensor, ends: list[int], chunk: int) -> list[Step]:
-    """Steps of `chunk` response rows. Ranks that share sequences have different response rows and must close
-    the same sequences at the same step: there it is `chunk` rows of any kind.
+    """Return steps of `chunk` response rows. Ranks that share sequences have different response rows, but
+    must close the same sequences at the same step: for them a step is `chunk` rows of any kind.
 
     Args:
         ends: each sequence's end among the response rows.
@@ -64,19 +64,19 @@ def schedule(rows: LossRows, rows_R: Tensor, ends: list[int], chunk: int) -> lis
 
 @dataclass(frozen=True)
 class ChunkCoefficients:
-    """How the rows of a chunk enter the weight's gradient."""
+    """Coefficients with which the rows of a chunk enter the weight's gradient."""
 
     final_C: Tensor
-    """Rows from the first on by their coefficient; of the open sequence's, if it has any, the part of the
-    coefficient that does not wait for its end (the KL penalty's)."""
+    """Coefficients of the leading rows. For rows of the open sequence, if any are among them, only the part
+    that does not wait for its end (the KL penalty's)."""
     open_C: Tensor
-    """The last rows, those of the sequence that stays open, by their coefficient without its slope."""
+    """Coefficients, without the slope, of the last rows, which belong to the open sequence."""
     closing: Tensor | None
-    """The slope of the sequence that earlier chunks left open, if it ended in this one."""
+    """Slope of the sequence that earlier chunks left open, if it ended in this one."""
 
 
 class RowCoefficients:
-    """The coefficients of the response rows, as far as they are known; see above."""
+    """The known coefficients of the response rows; see above."""
 
     def __init__(self, rows: LossRows, objective: Objective, rows_R: Tensor, dtype: torch.dtype):
         """
@@ -110,9 +110,9 @@ class RowCoefficients:
         self.slope_S = torch.ones_like(factor_S)
         self.value_R, self.policy_R, self.penalty_R = (torch.zeros_like(self.factor_R) for _ in range(3))
         self.closed = 0
-        """Sequences whose slope is known: those before this one."""
+        """Number of sequences whose slope is known: those before this one."""
         self.open: int | None = None
-        """The sequence of which earlier chunks hold rows without their slope."""
+        """Sequence with rows in earlier chunks that still lack their slope."""
 
     def see(self, step: Step, logprobs_C: Tensor) -> None:
         """Take in the log-probs of a step's rows, and the slopes of the sequences that it completes."""
@@ -132,7 +132,7 @@ class RowCoefficients:
             self.closed = step.closed
 
     def of_chunk(self, step: Step) -> ChunkCoefficients:
-        """How the rows of the step that was seen last enter the weight's gradient."""
+        """Return the coefficients of the rows of the step seen last in the weight's gradient."""
         ended = self.ends[self.closed - 1] if self.closed else 0
         open_from = min(max(ended, step.start), step.stop)
         waits = open_from if self.ref_R is None else step.stop
@@ -147,7 +147,7 @@ class RowCoefficients:
         return ChunkCoefficients(final_C, self.policy_R[open_from : step.stop], closing)
 
     def of_all_rows(self) -> Tensor:
-        """[R], after all rows."""
+        """Return the coefficients [R], after all rows were seen."""
         return self.slope_S[self.sequence_R] * self.policy_R + self.penalty_R
 
     def _token_values(self, part: slice, logprobs_C: Tensor) -> Tensor:
@@ -176,7 +176,7 @@ class RowCoefficients:
             return
         part = slice(self.ends[first - 1] if first else 0, self.ends[last - 1])
         lengths_S = self.local_S[first:last]
-        # "unsafe": the lengths are right, and to check them the host would wait for the device
+        # "unsafe": the lengths are right, and checking them would make the host wait for the device
         sums_S = torch.segment_reduce(self.value_R[part], "sum", lengths=lengths_S, unsafe=True)
         sums_S = sum_over_ranks(sums_S, self.rows.cp_group)
         counts_S, advantages_S = self.counts_S[first:last], self.advantages[first:last]

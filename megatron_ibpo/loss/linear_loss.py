@@ -1,4 +1,4 @@
-"""The loss with the LM head fused in: the logits are made chunk by chunk and never held whole.
+"""The loss with the LM head fused in: the logits are computed chunk by chunk and never held whole.
 
 The gradient of row t's logits is c_t·(onehot - softmax), and c_t, one number, is known only when the row's
 whole sequence has been seen. It commutes through both products, so a chunk of logits is turned in place into
@@ -6,8 +6,8 @@ P = (onehot - softmax)/temperature and used at once:
 
     hidden gradient  P·W, each row scaled by c_t at the end
     weight gradient  Pᵀ·(c_t·hidden) for the rows whose sequence ends in the chunk. At most one sequence stays
-                     open behind a chunk: its rows go, without the factor that is not known yet, into one fp32
-                     matrix of the weight's size, which is scaled and added when the sequence ends.
+                     open after a chunk: its rows go, without the still unknown factor, into one fp32 matrix
+                     of the weight's size, which is scaled and added when the sequence ends.
 
 Three products of 2·N·H·V operations; recomputing the logits in the backward pass would be a fourth.
 """
@@ -44,7 +44,7 @@ def linear_packed_sequence_loss(
     tp_group: Any = None,
     vocab_range: tuple[int, int] | None = None,
 ) -> tuple[Tensor, LossStats]:
-    """`packed_sequence_loss` of the logits hidden_NH @ weight_VH.T.
+    """Return `packed_sequence_loss` of the logits hidden_NH @ weight_VH.T.
 
     Only response rows are computed. Both gradients are ready after the forward pass; backward multiplies them
     by the incoming gradient, so loss scaling works, and can run once.
@@ -53,11 +53,11 @@ def linear_packed_sequence_loss(
         hidden_NH: [N, H] bf16, fp32 or fp64 (not fp16, in which scaled rows would underflow), whole on every
             rank of tp_group. Its gradient is that of this rank's columns: take it from Megatron's
             `copy_to_tensor_model_parallel_region` or `gather_from_sequence_parallel_region`, which sum it.
-        weight_VH: [V, H] this rank's rows of the output layer, or of the embedding where they are tied.
+        weight_VH: [V, H] this rank's rows of the output layer, or of the embedding if they are tied.
         chunk: response rows whose logits are held at once.
         into_main_grad: add the weight's gradient to `weight_VH.main_grad` in fp32 (Megatron's gradient
-            accumulation fusion) and hand zeros to autograd. Otherwise it goes there in the weight's dtype,
-            from where Megatron's DDP adds it to main_grad. Both are right for tied weights too.
+            accumulation fusion) and return zeros to autograd. Otherwise it is returned in the weight's dtype,
+            and Megatron's DDP adds it to main_grad. Both are right for tied weights too.
         tp_group, vocab_range: as in `packed_logprobs`.
 
     Returns:
@@ -65,7 +65,7 @@ def linear_packed_sequence_loss(
 
     Raises:
         ValueError: as there; fp16; dtypes that differ; a variant whose token term sees its sequence's mean
-            (gspo-token: gspo is the same loss for advantages [S]); no main_grad where it is asked for.
+            (gspo-token: gspo is the same loss for advantages [S]); into_main_grad without a main_grad.
     """
     rows = rows.checked(len(hidden_NH), objective)
     _check(hidden_NH, weight_VH, rows.targets_N, chunk)
@@ -99,13 +99,13 @@ def linear_packed_logprobs(
     vocab_range: tuple[int, int] | None = None,
     backend: LossBackend = "auto",
 ) -> Tensor:
-    """The log-probs that `packed_logprobs` finds in the logits hidden_NH @ weight_VH.T, without a gradient.
+    """Return what `packed_logprobs` finds in the logits hidden_NH @ weight_VH.T, without a gradient.
 
-    Arguments as there and in `linear_packed_sequence_loss`, and
+    Arguments are as there and in `linear_packed_sequence_loss`, and
 
     Args:
-        response_rows_R: [R] int64, the rows that response_mask_N does not leave out, if they are known: else
-            the host waits for their number.
+        response_rows_R: [R] int64, the rows that response_mask_N keeps, if known: otherwise the host waits
+            for their number.
 
     Returns:
         [N] fp32 (fp64 for fp64), 0 in rows where response_mask_N is 0.
@@ -170,7 +170,7 @@ def _head(
 
 
 class _LinearLoss(torch.autograd.Function):
-    """Both gradients in the forward pass; backward scales them."""
+    """An autograd function with both gradients in the forward pass; backward scales them."""
 
     @staticmethod
     def forward(ctx, hidden_NH, weight_VH, head, rows, objective, chunk, into_main_grad, grad_enabled):
@@ -187,7 +187,7 @@ class _LinearLoss(torch.autograd.Function):
             rows_C = rows_R[step.start : step.stop]
             logprobs_N[rows_C], entropy_N[rows_C], overwrite = head(rows_C)
             known.see(step, logprobs_N[rows_C])
-            # a sequence may end without a row of this rank's: where others share it
+            # a sequence may end without a row of this rank's, if other ranks share it
             if any(wanted) and (len(rows_C) or known.open is not None):
                 gradients.add(rows_C, overwrite(), known.of_chunk(step))
         gradients.finish(rows_R, known.of_all_rows())
@@ -215,18 +215,18 @@ class _LinearLoss(torch.autograd.Function):
 
 
 class _Gradients:
-    """The two gradients while they grow."""
+    """The two gradients under construction."""
 
     def __init__(self, hidden_NH: Tensor, weight_VH: Tensor, wanted: tuple[bool, bool], dtype: torch.dtype):
         self.hidden_NH, self.weight_VH = hidden_NH, weight_VH
         self.of_hidden_NH = torch.zeros_like(hidden_NH) if wanted[0] else None
         self.of_weight_VH = torch.zeros_like(weight_VH, dtype=dtype) if wanted[1] else None
         self.open_VH: Tensor | None = None
-        """The weight gradient of the open sequence, without its slope; made when first needed."""
+        """The weight gradient of the open sequence, without its slope; created when first needed."""
         self.open_is_empty = True
 
     def add(self, rows_C: Tensor, p_CV: Tensor, found: ChunkCoefficients) -> None:
-        """p_CV: (onehot - softmax)/temperature of the rows."""
+        """Add the rows' part. p_CV: (onehot - softmax)/temperature of the rows."""
         if self.of_hidden_NH is not None:
             self.of_hidden_NH[rows_C] = p_CV @ self.weight_VH
         if self.of_weight_VH is None:
@@ -257,7 +257,7 @@ class _Gradients:
 
 
 def _accumulate(sum_VH: Tensor, p_CV: Tensor, hidden_CH: Tensor, scales_C: Tensor) -> None:
-    """sum += Pᵀ·(scales·hidden), in the sum's precision."""
+    """Compute sum += Pᵀ·(scales·hidden), in the sum's precision."""
     scaled_CH = (hidden_CH * scales_C[:, None]).to(p_CV.dtype)
     if p_CV.dtype == sum_VH.dtype:
         sum_VH.addmm_(p_CV.t(), scaled_CH)

@@ -1,7 +1,7 @@
 """Log-probs and entropies of packed rows: vocabulary-parallel, statistics in fp32, chunk by chunk.
 
-The one log-softmax of the project: the loss, old log-probs and reference log-probs all come from here. In
-plain torch below, and in Triton by `kernels/row_logprobs.py`.
+The only log-softmax of the project: the loss, old log-probs and reference log-probs all come from here. Plain
+torch is below; `kernels/row_logprobs.py` has Triton's version.
 """
 
 from collections.abc import Callable
@@ -29,26 +29,27 @@ def packed_logprobs(
     inplace: bool = False,
     backend: LossBackend = "auto",
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-prob of each row's target, and entropy of each row's distribution, at its temperature.
+    """Return the log-prob of each row's target, and the entropy of each row's distribution, at its
+    temperature.
 
     Args:
         logits_NV: [N, V] this rank's columns of the logits; row t predicts targets_N[t].
         targets_N: [N] int64 global vocabulary ids.
-        response_mask_N: [N]; rows with 0 are not computed and come out as 0. All rows when None.
+        response_mask_N: [N]; rows with 0 are not computed and come out as 0. None: all rows.
         temperature_N: a number or [N]; logits are divided by it.
         tp_group: process group over which the vocabulary is sharded; one all-gather of row statistics.
         vocab_range: (start, stop) of the global ids in this rank's columns; columns from stop - start on are
-            padding and take no part. Equal contiguous shards when None.
+            padding and take no part. None: equal contiguous shards.
         entropy: False leaves it out, which is a little faster.
         inplace: let the backward pass write the gradient over the logits, which must not be used after.
-        backend: what computes it, see `choose_backend`.
+        backend: implementation, see `choose_backend`.
 
     Returns:
         (logprobs_N, entropy_N or None), fp32 (fp64 for fp64 logits). Only the first carries a gradient.
 
     Raises:
-        ValueError: shapes that do not fit, a target outside the whole vocabulary (an assertion of the
-            device on GPUs), or a backend that cannot be used.
+        ValueError: shapes that do not fit, a target outside the whole vocabulary (an assertion of the device
+            on GPUs), or a backend that cannot be used.
     """
     num_rows = len(logits_NV)
     if targets_N.shape != (num_rows,):
@@ -63,7 +64,7 @@ def packed_logprobs(
 
 
 def own_vocab_range(vocab_range: tuple[int, int] | None, num_columns: int, tp_group: Any) -> tuple[int, int]:
-    """The global ids in this rank's columns: as given, or equal contiguous shards.
+    """Return the range of global ids in this rank's columns: as given, or equal contiguous shards.
 
     Raises:
         ValueError: a range that the columns cannot hold.
@@ -77,7 +78,7 @@ def own_vocab_range(vocab_range: tuple[int, int] | None, num_columns: int, tp_gr
 
 
 def row_functions(backend: str) -> tuple[Callable[..., Any], Callable[..., None]]:
-    """How a backend computes log-probs of rows, and their gradient:
+    """Return a backend's functions for log-probs of rows and for their gradient:
 
     row_logprobs(logits_NV, targets_N, mask_N, temperature_N, tp_group, vocab_range, entropy) -> (logprobs_N,
         entropy_N, kept): both are 0 where the mask is 0, and entropy_N is None unless it is asked for; `kept`
@@ -95,7 +96,7 @@ def row_functions(backend: str) -> tuple[Callable[..., Any], Callable[..., None]
 
 
 class _RowLogprobs(torch.autograd.Function):
-    """Keeps the logits and a few numbers per row; the softmax is recomputed."""
+    """An autograd function that keeps the logits and a few numbers per row; the softmax is recomputed."""
 
     @staticmethod
     def forward(
@@ -133,7 +134,8 @@ def _row_logprobs(
     vocab_range: tuple[int, int],
     entropy: bool,
 ) -> tuple[Tensor, Tensor | None, tuple[Tensor, Tensor, Tensor]]:
-    """As `row_functions` says; kept are the rows computed, all temperatures and the rows' log-sum-exp.
+    """Compute log-probs as `row_functions` says; kept are the computed rows, all temperatures and the rows'
+    log-sum-exp.
 
     Raises:
         ValueError: a target outside the vocabulary of all shards.
@@ -183,7 +185,7 @@ def _write_gradient(
 
 
 def _chunks(rows: Tensor, num_columns: int) -> list[slice]:
-    """Slices of `rows` whose fp32 logits fit CHUNK_BYTES."""
+    """Return slices of `rows` whose fp32 logits fit CHUNK_BYTES."""
     size = max(1, CHUNK_BYTES // (4 * num_columns))
     return [slice(first, first + size) for first in range(0, len(rows), size)]
 
@@ -196,13 +198,14 @@ def _scaled(
 
 
 def _own_targets(targets_R: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
-    """(which targets lie in this rank's columns, their column there; 0 for the others)."""
+    """Return (which targets are in this rank's columns, their column there; 0 for the others)."""
     own = (targets_R >= start) & (targets_R < stop)
     return own, torch.where(own, targets_R - start, 0)
 
 
 def _shard_statistics(x_RV: Tensor, targets_R: Tensor, vocab_range: tuple[int, int], entropy: bool) -> Tensor:
-    """[4, R]: max, Σ exp(x - max), Σ x·exp(x - max) for the entropy, target logit (-inf where not here)."""
+    """Return [4, R]: max, Σ exp(x - max), Σ x·exp(x - max) for the entropy, target logit (-inf if not in this
+    shard)."""
     own, column = _own_targets(targets_R, *vocab_range)
     target = x_RV.gather(1, column[:, None]).squeeze(1).masked_fill(~own, -torch.inf)
     largest = x_RV.amax(1)
@@ -214,7 +217,7 @@ def _shard_statistics(x_RV: Tensor, targets_R: Tensor, vocab_range: tuple[int, i
 
 
 def _combine(local_4R: Tensor, tp_group: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """(log-sum-exp, target logit, mean logit) over all vocabulary shards."""
+    """Return (log-sum-exp, target logit, mean logit) over all vocabulary shards."""
     if tp_group is None or dist.get_world_size(tp_group) == 1:
         shards = local_4R[None]
     else:

@@ -1,4 +1,4 @@
-"""The objective of a loss, as one object from the entry points down to the kernels."""
+"""The objective of a loss: one object from the entry points down to the kernels."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -31,25 +31,29 @@ expectation, that of k2 is the divergence's.
 
 @dataclass(frozen=True)
 class Objective:
-    """A variant with its parameters, how tokens become one loss, the KL penalty, and what computes it.
+    """A variant with its parameters, the aggregation of tokens into one loss, the KL penalty and the back
+    end.
 
-    `make_objective` fills in what the variant says itself.
+    `make_objective` fills in the variant's own defaults.
     """
 
     name: str
     """The variant's name, by which the kernels know it."""
     variant: Variant
     params: Mapping[str, float]
-    """All that the variant takes, in its order."""
+    """All parameters of the variant, in its order."""
     aggregation: str | float
-    """Divisor of the sum over a sequence's tokens: "sequence-mean", its response tokens; "token-mean", the
-    weighted mean of response tokens over the sequences of the call, so that every token counts the same; a
-    number, itself (for a token mean over several micro-batches, or for "constant"). A sequence term's loss
-    counts once for each token, and so once for the sequence under "sequence-mean"."""
+    """Divisor of the sum over a sequence's tokens.
+
+    "sequence-mean" divides by its response tokens. "token-mean" divides by the weighted mean of response
+    tokens over the sequences of the call, so that every token counts the same. A number is the divisor
+    itself (for a token mean over several micro-batches, or for "constant"). A sequence term's loss counts
+    once for each token, and so once for the sequence under "sequence-mean".
+    """
     kl: KLEstimator = "k3"
     kl_coef: float = 0.0
-    """Times the estimate of KL(π ‖ π_ref), added for each response token. 0: it is only measured, where there
-    are reference log-probs."""
+    """Factor of the estimate of KL(π ‖ π_ref), added for each response token. 0: it is only measured, if
+    there are reference log-probs."""
     backend: LossBackend = "auto"
 
     def __post_init__(self) -> None:
@@ -81,14 +85,14 @@ def make_objective(
     kl_coef: float = 0.0,
     backend: LossBackend = "auto",
 ) -> Objective:
-    """The objective of a variant, as it was published but for what is given.
+    """Return the objective of a variant as published, except for the values given.
 
     Args:
         variant: as in `resolve_variant`.
         params: overrides of its parameters.
 
     Raises:
-        ValueError: as `resolve_variant`; an unknown aggregation or KL estimator, a number that is not above
+        ValueError: see `resolve_variant`; an unknown aggregation or KL estimator, a number that is not above
             0, or a variant that divides by a constant and got none.
     """
     chosen, resolved = resolve_variant(variant, params)

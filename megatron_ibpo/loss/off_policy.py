@@ -1,4 +1,4 @@
-"""Loss of tokens that another distribution wrote: policy shaping (LUFFY, arXiv 2504.14945)."""
+"""Loss of tokens sampled from another distribution: policy shaping (LUFFY, arXiv 2504.14945)."""
 
 import math
 
@@ -10,10 +10,10 @@ GAMMA = 0.1
 
 
 def shaped_surrogate(logprobs: Tensor, advantages: Tensor) -> Tensor:
-    """-A·f(π) of each token, f(p) = p / (p + γ), which is sigmoid(log p - log γ).
+    """Return -A·f(π) of each token, f(p) = p / (p + γ), which is sigmoid(log p - log γ).
 
-    The probability under the policy in training stands in place of a ratio, for what wrote the token is taken
-    to have been sure of it. The gradient by log p, -A·γp/(p + γ)², is largest at p = γ and fades for tokens
-    that the policy writes anyway. No clip.
+    The probability under the policy in training replaces the ratio: the token's source is assumed to have
+    been certain of it. The gradient by log p, -A·γp/(p + γ)², is largest at p = γ and fades for tokens that
+    the policy writes anyway. No clip.
     """
     return -advantages * torch.sigmoid(logprobs - math.log(GAMMA))

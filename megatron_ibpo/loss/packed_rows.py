@@ -1,4 +1,4 @@
-"""The packed rows that a loss is of: everything known of them besides their logits."""
+"""The packed rows of a loss: everything known of them besides their logits."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from megatron_ibpo.loss.objective import Objective
 
 @dataclass(frozen=True)
 class RowIndex:
-    """Where rows lie, as the host that laid them out knows it. To read it from the device, the host would
-    wait for all the work before."""
+    """Places of rows, as known to the host that laid them out. Reading them from the device would make the
+    host wait for all earlier work."""
 
     bounds: tuple[int, ...]
-    """cu_seqlens."""
+    """Content of cu_seqlens."""
     response_rows_R: Tensor
-    """[R] int64 on the device, rising: this rank's rows that response_mask_N does not leave out."""
+    """[R] int64 on the device, rising: this rank's rows that response_mask_N keeps."""
     ends: tuple[int, ...]
-    """Each sequence's end among those."""
+    """Each sequence's end among those rows."""
 
 
 @dataclass(frozen=True)
@@ -33,57 +33,60 @@ class LossRows:
     targets_N: Tensor
     """[N] int64."""
     response_mask_N: Tensor
-    """[N], 0 for rows that take no part in anything: prompt, padding, and inside a response tokens that the
-    policy did not write. Their other values may be rubbish."""
+    """[N], 0 for rows that take no part in anything: prompt, padding, and tokens of a response that the
+    policy did not write. Their other values may be arbitrary."""
     cu_seqlens: Tensor
-    """[S + 1] int32 boundaries of the sequences, from 0 to N. A sequence must lie in one call whole."""
+    """[S + 1] int32 boundaries of the sequences, from 0 to N. A sequence must be whole within one call."""
     advantages: Tensor
-    """[S], or [N] for variants without a sequence term; [S] is meant where N = S."""
+    """[S], or [N] for variants without a sequence term; if N = S it is taken as [S]."""
     old_logprobs_N: Tensor | None = None
-    """[N] log-probs under the policy that sampled; None: the present values, detached, which is the first
-    update after a rollout."""
+    """[N] log-probs under the policy that sampled; None: the present values, detached, as in the first update
+    after a rollout."""
     ref_logprobs_N: Tensor | None = None
     """[N] log-probs under the reference policy, for the KL estimate."""
     token_weights_N: Tensor | None = None
     """[N] factors on the policy gradient of each token; they change neither the ratio's value (IBPO's mask,
     `ibpo` step 10) nor the KL penalty."""
     sequence_weights_S: Tensor | None = None
-    """[S], 1/S each when None."""
+    """[S]; None: 1/S each."""
     off_policy_S: Tensor | None = None
-    """[S] bool: sequences that were sampled from another prompt, which lose the shaped surrogate
-    (`off_policy.py`) in place of the variant's terms. None: there are none."""
+    """[S] bool: sequences sampled from another prompt; their loss is the shaped surrogate (`off_policy.py`)
+    in place of the variant's terms. None: there are none."""
     temperature: Tensor | float = 1.0
-    """At which was sampled, a number or [S]; logits are divided by it."""
+    """Sampling temperature, a number or [S]; logits are divided by it."""
     cp_group: Any = None
-    """Ranks that share every sequence equally: each has 1/size of its rows, in any order, and everything [N]
-    is of those; cu_seqlens and everything [S] are of the whole sequences. None: this rank alone."""
+    """Group of the ranks that share every sequence equally. Each has 1/size of its rows, in any order, and
+    arrays [N] cover those; cu_seqlens and arrays [S] cover the whole sequences. None: this rank alone."""
     index: RowIndex | None = None
-    """None: it is read from the device where it is needed."""
+    """None: read from the device when needed."""
 
     @property
     def num_sequences(self) -> int:
         return len(self.cu_seqlens) - 1
 
     def sequence_of_row(self) -> Tensor:
-        """[N] int64."""
+        """Return the sequence of each row, [N] int64."""
         device, rows = self.response_mask_N.device, len(self.response_mask_N)
         numbers = torch.arange(self.num_sequences, device=device)
-        # boundaries may still be those of the whole sequences, of which each rank of cp_group has its share
+        # boundaries may still be those of the whole sequences; each rank of cp_group has its share of these
         lengths_S = self.cu_seqlens.diff().long() * rows // self.cu_seqlens[-1].clamp(min=1)
         return torch.repeat_interleave(numbers, lengths_S, output_size=rows)
 
     def temperature_of_row(self) -> Tensor | float:
-        """A temperature for each sequence as [N]; a number stays one."""
+        """Return per-sequence temperatures as [N]; a number stays a number."""
         if not isinstance(self.temperature, Tensor) or self.temperature.ndim == 0:
             return self.temperature
         return self.temperature[self.sequence_of_row()]
 
     def checked(self, num_rows: int, objective: Objective) -> LossRows:
-        """These rows as the loss takes them: a mask of bools, this rank's own cu_seqlens (those given,
-        divided by the ranks of cp_group), weights filled in. One copy to the host, unless there is an index.
+        """Return these rows in the form that the loss takes. One copy to the host, unless there is an index.
+
+        The mask becomes bool, cu_seqlens this rank's own (those given, divided by the ranks of cp_group), and
+        weights are filled in.
 
         Raises:
-            ValueError: what does not fit the number of rows, the sequences or the objective, with its shape.
+            ValueError: values that do not fit the number of rows, the sequences or the objective, with their
+                shape.
         """
         if objective.kl_coef != 0 and self.ref_logprobs_N is None:
             raise ValueError(f"kl_coef={objective.kl_coef} needs ref_logprobs_N")

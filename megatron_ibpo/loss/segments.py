@@ -1,7 +1,7 @@
-"""From the log-probs of packed rows to the loss: the part of every variant that knows of sequences.
+"""The loss from the log-probs of packed rows: the part of every variant that knows of sequences.
 
-All of it is [N] and [S] floats, so this plain torch is the definition on every device; the Triton kernels of
-`kernels/segment_loss.py` do the same in three launches.
+All values are floats [N] and [S], so this plain torch is the definition on every device; the Triton kernels
+of `kernels/segment_loss.py` do the same in three launches.
 """
 
 from typing import Any
@@ -18,9 +18,11 @@ from megatron_ibpo.loss.packed_rows import LossRows
 def segment_loss(
     logprobs_N: Tensor, rows: LossRows, objective: Objective
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Σ_i w_i/D_i (n_i·L_i + kl_coef·Σ_t kl_t): L_i is the sequence's loss by the variant, or the mean of its
-    tokens' shaped surrogates where it is off-policy, n_i its response
-    tokens, w_i its weight and D_i the divisor that the aggregation says (n_i for "sequence-mean").
+    """Return Σ_i w_i/D_i (n_i·L_i + kl_coef·Σ_t kl_t).
+
+    L_i is the sequence's loss by the variant, or the mean of its tokens' shaped surrogates if it is
+    off-policy. n_i is its number of response tokens, w_i its weight and D_i the aggregation's divisor (n_i
+    for "sequence-mean").
 
     Args:
         logprobs_N: fp32 or fp64; the loss is differentiable in it.
@@ -52,14 +54,14 @@ def _segment_loss(
     kl_N = _kl_estimate(logprobs_N, rows, objective)
 
     def weighed(values_N: Tensor) -> Tensor:
-        """Return the values of live tokens times their weights; the weights are those of a sequence's loss
-        where there is one."""
+        """Return the values of live tokens times their weights, which apply to a sequence's loss if there is
+        one."""
         if value_weights_N is not None and variant.sequence_term is None:
             values_N = values_N * value_weights_N.to(dtype)
         return torch.where(live_N, values_N, 0.0)
 
     def sums(*columns_N: Tensor) -> Tensor:
-        """[K, S] over the response rows of each sequence, on all ranks."""
+        """Return [K, S], sums over the response rows of each sequence, on all ranks."""
         masked = torch.where(mask_N, torch.stack(columns_N), 0.0)
         zeros = torch.zeros(len(columns_N), size, dtype=dtype, device=mask_N.device)
         return sum_over_ranks(zeros.index_add(1, sequence_N, masked), rows.cp_group)
@@ -119,14 +121,14 @@ def _segment_loss(
 def weighted_value(
     logprobs_N: Tensor, rows: LossRows, objective: Objective, importance_weights_N: Tensor
 ) -> Tensor:
-    """The value of the loss with the importance weights of its tokens: of each token's term, or, of a
-    sequence's term, their mean over its response tokens. No gradient goes through it.
+    """Return the value of the loss with the importance weights of its tokens. No gradient goes through it.
 
-    `LossRows.token_weights_N` are factors on the gradient alone, and importance weights are among them; what
-    verl, TRL and slime report has them in the value too.
+    A token term is multiplied by its token's weight, a sequence term by the mean over its response tokens.
+    `LossRows.token_weights_N` scale the gradient alone, and importance weights are among them; the losses
+    that verl, TRL and slime report include them in the value too.
 
     Args:
-        logprobs_N: as `LossStats` has them.
+        logprobs_N: as in `LossStats`.
         importance_weights_N: [N] floats.
     """
     with torch.no_grad():
@@ -135,7 +137,7 @@ def weighted_value(
 
 
 def divisors(aggregation: str | float, counts_S: Tensor, weights_S: Tensor) -> Tensor:
-    """[S] what each sequence's sum over tokens is divided by, never 0.
+    """Return the divisor of each sequence's sum over tokens, [S], never 0.
 
     "token-mean" is the weighted mean length: with equal weights Σ_i Σ_t / Σ_i n_i.
     """
@@ -148,7 +150,7 @@ def divisors(aggregation: str | float, counts_S: Tensor, weights_S: Tensor) -> T
 
 
 def sum_over_ranks(values: Tensor, group: Any) -> Tensor:
-    """Sum over the group; the gradient is that of this rank's own share. One all-reduce."""
+    """Return the sum over the group; the gradient is that of this rank's own share. One all-reduce."""
     if group is None or dist.get_world_size(group) == 1:
         return values
     total = values.detach().clone()
@@ -157,15 +159,15 @@ def sum_over_ranks(values: Tensor, group: Any) -> Tensor:
 
 
 def _scale_gradient(values_N: Tensor, weights_N: Tensor | None) -> Tensor:
-    """The same values; their gradient is scaled by the weights."""
+    """Return the same values, with their gradient scaled by the weights."""
     if weights_N is None:
         return values_N
     return values_N.detach() + weights_N.to(values_N.dtype) * _gradient_alone(values_N)
 
 
 def _gradient_alone(values_N: Tensor) -> Tensor:
-    """0 with the gradient of the values. An infinite value has none: -inf is the log of a probability of 0,
-    which has no slope."""
+    """Return 0 with the gradient of the values. An infinite value has none: -inf is the log of a probability
+    of 0, which has no slope."""
     finite_N = torch.where(values_N.isfinite(), values_N, 0.0)
     return finite_N - finite_N.detach()
 

@@ -1,4 +1,4 @@
-"""The loss over packed sequences: one entry point; behind it torch, which defines it, or Triton kernels."""
+"""The loss over packed sequences: one entry point for torch, which defines it, and the Triton kernels."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -23,9 +23,10 @@ class LossStats:
     mean_log_ratio_S: Tensor
     """Mean over response tokens of log π - log π_old; exp of it is GSPO's s_i."""
     clipped: Tensor
-    """bool, [N] for variants with a token term, else [S]: the clip is what counts."""
+    """bool, [N] for variants with a token term, otherwise [S]: True where the clip takes effect."""
     kl_N: Tensor | None
-    """KL estimate of each response token against ref_logprobs_N, 0 in other rows; None without those."""
+    """KL estimate of each response token against ref_logprobs_N, 0 in other rows; None without
+    ref_logprobs_N."""
 
 
 def packed_sequence_loss(
@@ -37,7 +38,7 @@ def packed_sequence_loss(
     vocab_range: tuple[int, int] | None = None,
     inplace: bool = False,
 ) -> tuple[Tensor, LossStats]:
-    """Σ_i sequence_weights_i · loss_i over S packed sequences, and what it saw.
+    """Return Σ_i sequence_weights_i · loss_i over S packed sequences, and its statistics.
 
     Args:
         logits_NV: [N, V] this rank's vocabulary columns; row t predicts rows.targets_N[t].
@@ -48,8 +49,8 @@ def packed_sequence_loss(
     term, one more with a KL penalty; gspo-token takes another one.
 
     Returns:
-        (scalar loss, LossStats). Sequences without response rows, and as far as the policy goes those of
-        advantage 0, lose exactly 0, whatever their ratio.
+        (scalar loss, LossStats). Sequences without response rows have a loss of exactly 0; so has the policy
+        term of those with advantage 0, whatever their ratio.
 
     Raises:
         ValueError: shapes that do not fit, cut sequences, a target outside the vocabulary, a backend that

@@ -1,5 +1,5 @@
 """Libraries that compute the layers of a model: Transformer Engine and flash-linear-attention on GPUs, plain
-torch on CPUs. Imports neither until it is asked."""
+torch on CPUs. Neither library is imported until it is needed."""
 
 import re
 import socket
@@ -13,17 +13,17 @@ from megatron_ibpo.models.shape import ModelShape
 
 ALLOW = "--allow-local-modules"
 CUDNN_OF_LARGE_HEADS = 92500
-"""First cuDNN version, as `torch.backends.cudnn.version()` gives it, with packed attention of larger heads on
-Blackwell."""
+"""First cuDNN version, in the form of `torch.backends.cudnn.version()`, with packed attention of larger heads
+on Blackwell."""
 
 
 class BackendError(ValueError):
-    """A library that a GPU needs is not there, or of no use."""
+    """A library that a GPU needs is missing or cannot be used."""
 
 
 @dataclass(frozen=True)
 class Backends:
-    """The libraries that a model is built on; what they do not compute runs in plain torch."""
+    """The libraries that a model is built on; plain torch computes the rest."""
 
     transformer_engine: bool
     flash_linear_attention: bool
@@ -42,7 +42,7 @@ def find_backends(
 
     Args:
         allow_local: let plain torch stand in on a GPU for a library that is not installed.
-        bf16: of the trainer. (In fp32 there is no fused attention to miss.)
+        bf16: the trainer's precision. (In fp32 there is no fused attention to miss.)
 
     Raises:
         BackendError: a library is missing, or fails when it is imported; says which, where and why.
@@ -80,7 +80,7 @@ def find_backends(
 
 
 def served_by(shape: ModelShape, backends: Backends, *, bf16: bool) -> dict[str, tuple[str, str]]:
-    """Part of a layer → (the library that computes it, how), for the table at the start of a run."""
+    """Return part of a layer → (the library that computes it, how), for the table at the start of a run."""
     fast = backends.transformer_engine
     library = "Transformer Engine" if fast else "torch"
     attention = "cuDNN or flash attention" if bf16 else "unfused and quadratic in memory: fp32 has no other"
@@ -116,7 +116,7 @@ def _delta_net_kernels() -> str:
 
 
 def _import_failure(*modules: str) -> str | None:
-    """Why one of the modules cannot be imported; None if all can."""
+    """Return why one of the modules cannot be imported; None if all can."""
     try:
         for name in modules:
             import_module(name)
@@ -126,8 +126,8 @@ def _import_failure(*modules: str) -> str | None:
 
 
 def _no_fused_attention(shape: ModelShape) -> str | None:
-    """Why cuDNN does not compute it for this GPU, where flash-attn is not there to do so. (As Transformer
-    Engine's `fused_attn.cpp` has it, 2.18 to 2.20; not run on GPUs.)"""
+    """Return why cuDNN does not compute attention on this GPU, if flash-attn is not there to do so. (As in
+    Transformer Engine's `fused_attn.cpp`, 2.18 to 2.20; not run on GPUs.)"""
     if not torch.cuda.is_available() or _import_failure("flash_attn") is None:
         return None
     major, minor = torch.cuda.get_device_capability()
@@ -143,9 +143,9 @@ def _no_fused_attention(shape: ModelShape) -> str | None:
 
 
 def _wrong_gradients() -> str | None:
-    """Why flash-linear-attention cannot train here though it is installed. On Hopper some versions of Triton
-    compile its backward pass wrongly, and it raises there, after the first batch was sampled (its issue
-    640)."""
+    """Return why flash-linear-attention cannot train here although it is installed. On Hopper some versions
+    of Triton compile its backward pass wrongly, and it raises there, after the first batch was sampled (its
+    issue 640)."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         return None
     triton = import_module("triton")

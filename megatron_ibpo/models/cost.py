@@ -1,7 +1,7 @@
 """Cost of a model's layers: operations of a forward pass, and memory for its backward pass.
 
-Estimates from the shape. What the mixer of a layer costs (attention, or what a family has in its place) is
-the family's to say; everything around it is common.
+Estimates from the shape. The family defines the cost of a layer's mixer (attention, or what the family has in
+its place); everything around it is common.
 """
 
 from collections.abc import Container, Mapping
@@ -13,32 +13,32 @@ from megatron_ibpo.models.families import family_module
 from megatron_ibpo.models.shape import ModelShape
 
 COUNTED = frozenset({"core_attn", "mlp", "moe", "moe_act", "shared_experts"})
-"""Parts of a layer whose recomputation is counted. Attention keeps what it takes and gives in any case: what
-comes before and after it needs that, and flash attention has nothing large between."""
+"""Parts of a layer whose recomputation is counted. Attention keeps its input and output in any case: the
+operations before and after it need them, and flash attention has nothing large between."""
 EXPERT_IMBALANCE = 2.0
-"""Tokens that the fullest expert-parallel rank gets, relative to an even share."""
+"""Tokens of the fullest expert-parallel rank, relative to an even share."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MixerCost:
-    """The mixer of one layer, over all tensor-parallel ranks."""
+    """The cost of one layer's mixer, over all tensor-parallel ranks."""
 
     weights: int
     """Weights that a token meets in matrix products."""
     flops_per_token: int = 0
-    """Operations beyond those products, for each token."""
+    """Operations per token beyond those products."""
     flops_per_pair: int = 0
-    """The same for each pair of a token and one that it sees, itself among them."""
+    """Operations per pair of a token and one that it attends to, including itself."""
     window: int | None = None
-    """Number of tokens each token sees; None: itself and all before it."""
+    """Number of tokens that each token attends to; None: itself and all before it."""
     kept: int
     """Elements per token that the backward pass needs."""
     kept_with_states: int = 0
-    """The same, more of them, where states are passed between ranks that share a sequence."""
+    """Elements per token in addition, if states are passed between ranks that share a sequence."""
     exchanged: int = 0
-    """Elements per token that ranks which share a sequence exchange, where they share out heads instead."""
+    """Elements per token that ranks which share a sequence exchange, if they divide the heads instead."""
     recurrent_state: int = 0
-    """Elements of one sequence that an engine holds in place of keys and values."""
+    """Elements per sequence that an engine holds in place of keys and values."""
     convolution_state: int = 0
     """Elements of the state of the short convolution before it."""
 
@@ -66,10 +66,10 @@ def attention_cost(shape: ModelShape, layer: int) -> MixerCost:
 
 
 def forward_flops(shape: ModelShape, length: int) -> float:
-    """Floating-point operations of one causal forward pass over a sequence of `length` tokens.
+    """Return the floating-point operations of one causal forward pass over a sequence of `length` tokens.
 
-    2 for each weight that a token meets in a matrix product, and what the mixers do with the sequence. Norms,
-    embeddings, short convolutions and activations are left out.
+    They are 2 for each weight that a token meets in a matrix product, and the mixers' operations on the
+    sequence. Norms, embeddings, short convolutions and activations are left out.
     """
     per_token, per_pair = mixer_flops(shape)
     pairs = sum(flops * seen_pairs(length, window) for window, flops in per_pair.items())
@@ -77,20 +77,21 @@ def forward_flops(shape: ModelShape, length: int) -> float:
 
 
 def seen_pairs(length: float, window: int | None) -> float:
-    """Pairs of a token and one that it sees, itself among them, in a causal sequence."""
+    """Return the number of pairs of a token and one that it attends to, including itself, in a causal
+    sequence."""
     beyond = 0 if window is None else max(0, length - window)
     return (length * (length + 1) - beyond * (beyond + 1)) / 2
 
 
 @lru_cache(maxsize=8)
 def _flops_of_weights(shape: ModelShape) -> int:
-    """Operations of a token in products with weights."""
+    """Return a token's operations in products with weights."""
     mixers = sum(mixer_cost(shape, layer).weights for layer in range(shape.num_layers))
     return 2 * (mixers + _mlp_weights(shape) + shape.hidden_size * shape.vocab_size)
 
 
 def _mlp_weights(shape: ModelShape) -> int:
-    """Weights that a token meets in the MLPs or experts of all layers."""
+    """Return the weights that a token meets in the MLPs or experts of all layers."""
     hidden = shape.hidden_size
     dense = 3 * hidden * shape.ffn_hidden_size
     experts = shape.experts_per_token * shape.expert_hidden_size + shape.shared_expert_hidden_size
@@ -106,11 +107,11 @@ def kept_elements(
     recomputed: Container[str] = (),
     imbalance: float = EXPERT_IMBALANCE,
 ) -> float:
-    """Elements per token that one layer keeps for its backward pass on one rank.
+    """Return the elements per token that one layer keeps for its backward pass on one rank.
 
     Args:
-        recomputed: parts that keep their input alone, in the words of Megatron's recompute_modules: of these
-            `COUNTED` are known here, and others change nothing.
+        recomputed: parts that keep their input alone, in the words of Megatron's recompute_modules; only
+            those in `COUNTED` have an effect.
         imbalance: tokens of the rank's experts over an even share.
     """
     tensor = parallel.tensor_model_parallel_size
@@ -129,20 +130,20 @@ def kept_elements(
         elements += 3 * shape.shared_expert_hidden_size / tensor
     elements += 3 * 2 * shape.num_experts / sequence  # router logits and probabilities in fp32
     # each chosen expert: its input before and after the exchange, both layers, its output
-    inner = 2 if "moe_act" in recomputed else 3  # without what the activation gives
+    inner = 2 if "moe_act" in recomputed else 3  # without the activation's output
     routed = shape.experts_per_token * imbalance * (3 * hidden + inner * shape.expert_hidden_size)
     return elements + routed / sequence
 
 
 def inference_elements(shape: ModelShape, tensor: int) -> float:
-    """Elements per token that an engine's widest layer holds at one time, on one of `tensor` GPUs: residual,
-    input and output, and the tensors of its mixer or of its MLP."""
+    """Return the elements per token that an engine's widest layer holds at one time, on one of `tensor` GPUs:
+    residual, input and output, and the tensors of its mixer or of its MLP."""
     hidden = shape.hidden_size
     mixer = max(mixer_cost(shape, layer).kept for layer in range(shape.num_layers)) / tensor
     mlp = 3 * shape.ffn_hidden_size / tensor
     if shape.is_moe:
-        # of each chosen expert: both halves of its first product or its output in one buffer, and what it
-        # makes of those
+        # of each chosen expert: one buffer for both halves of its first product or its output, and the
+        # activation's output
         inner = shape.expert_hidden_size / tensor
         chosen = shape.experts_per_token * (max(2 * inner, hidden) + inner)
         mlp = max(mlp, 3 * shape.shared_expert_hidden_size / tensor + chosen)
@@ -150,8 +151,8 @@ def inference_elements(shape: ModelShape, tensor: int) -> float:
 
 
 def largest_module(shape: ModelShape) -> int:
-    """Parameters of the largest module that an engine loads in one piece: the embeddings, the experts of a
-    layer, or the first matrices of a dense MLP."""
+    """Return the parameters of the largest module that an engine loads in one piece: the embeddings, the
+    experts of a layer, or the first matrices of a dense MLP."""
     hidden = shape.hidden_size
     experts = 3 * shape.num_experts * shape.expert_hidden_size
     return hidden * max(shape.vocab_size, experts, 2 * shape.ffn_hidden_size)
@@ -159,18 +160,18 @@ def largest_module(shape: ModelShape) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightCount:
-    """Weights of a model's matrices; norms, biases and short convolutions are left out."""
+    """The weights of a model's matrices; norms, biases and short convolutions are left out."""
 
     layers: int
-    """Parameters of all layers, without the experts that tokens choose."""
+    """Parameters of all layers, without the routed experts."""
     experts: int
-    """Parameters of all these experts."""
+    """Parameters of all routed experts."""
     chosen: int
     """Parameters of the experts that one token goes through."""
     table: int
-    """Parameters of the embeddings, and again of the head."""
+    """Parameters of the embeddings, and the same again for the head."""
     tied: bool
-    """Both are one."""
+    """True if embeddings and head share weights."""
 
     @property
     def total(self) -> int:
@@ -193,8 +194,8 @@ def weight_count(shape: ModelShape) -> WeightCount:
 
 @lru_cache(maxsize=64)
 def mixer_flops(shape: ModelShape) -> tuple[int, Mapping[int | None, int]]:
-    """(operations of all mixers for each token beyond products with weights, by window those for each pair of
-    a token and one that it sees)"""
+    """Return (operations of all mixers per token beyond products with weights, by window those per pair of a
+    token and one that it attends to)."""
     mixers = [mixer_cost(shape, layer) for layer in range(shape.num_layers)]
     per_pair: dict[int | None, int] = {}
     for mixer in mixers:

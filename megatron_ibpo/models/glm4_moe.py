@@ -32,10 +32,10 @@ def read(fields: Fields) -> Glm4MoeShape:
     dense = fields.count("first_k_dense_replace", 1, least=0)
     if dense >= layers:
         raise fields.error(f"first_k_dense_replace={dense} leaves no layer of {layers} with experts")
-    # experts in groups, of which a token goes to few
+    # experts in groups; a token goes to only a few groups
     fields.refuse("n_group", 1)
     fields.refuse("topk_group", 1)
-    # megatron-core normalises sigmoids always, but for a single expert, where it never does
+    # megatron-core always normalises sigmoids, except for a single expert, where it never does
     fields.refuse("norm_topk_prob", True)
     chosen = fields.count("num_experts_per_tok")
     if chosen == 1:

@@ -1,4 +1,4 @@
-"""Requirements of a parallel layout on a model, and how it divides the layers."""
+"""Requirements of a parallel layout on a model, and the division of layers into stages."""
 
 from collections.abc import Iterator
 
@@ -9,19 +9,19 @@ from megatron_ibpo.models.shape import ModelShape
 def pipeline_layers(
     num_layers: int, parallel: ParallelConfig, virtual_stages: int = 1
 ) -> list[tuple[range, ...]]:
-    """Return the layers of each pipeline stage: for every stage, one range for each of its model chunks.
+    """Return the layers of each pipeline stage, as one range per model chunk.
 
-    With one virtual stage a stage holds consecutive layers. With more the pipeline is interleaved: it runs
-    through all stages once for each virtual stage.
+    With one virtual stage a stage holds consecutive layers. With more, the pipeline is interleaved: it runs
+    through all stages once per virtual stage.
 
     Raises:
-        ValueError: the layers cannot be divided so; names the flags.
+        ValueError: the layers cannot be divided like this; names the flags.
     """
     stages = parallel.pipeline_model_parallel_size
     first, last = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
     if stages == 1 and (first, last) != (None, None):
         raise ValueError("layers of the first or last pipeline stage need --pipeline-model-parallel-size > 1")
-    if stages > num_layers:  # before a list that may be as long as memory is large
+    if stages > num_layers:  # checked before building a list that may exhaust the memory
         raise ValueError(f"--pipeline-model-parallel-size={stages} does not divide the layers ({num_layers})")
     counts: list[int | None] = [None] * stages
     if first is not None:
@@ -56,15 +56,15 @@ def pipeline_layers(
 
 
 def padded_vocab_size(shape: ModelShape, parallel: ParallelConfig) -> int:
-    """Rows of the embedding, and of the head, over all tensor-parallel ranks: the vocabulary, padded to a
-    multiple of --make-vocab-size-divisible-by times TP, as Megatron-LM pads it."""
+    """Return the rows of the embedding, and of the head, over all tensor-parallel ranks: the vocabulary,
+    padded to a multiple of --make-vocab-size-divisible-by times TP, as in Megatron-LM."""
     multiple = parallel.make_vocab_size_divisible_by * parallel.tensor_model_parallel_size
     return -(-shape.vocab_size // multiple) * multiple
 
 
 def context_chunks(ranks: int) -> int:
-    """Into how many chunks as many context-parallel ranks cut every sequence (`zigzag`), whose length is
-    padded to a multiple of it."""
+    """Return the number of chunks into which context-parallel ranks cut every sequence (`zigzag`); its length
+    is padded to a multiple of this."""
     return 2 * ranks if ranks > 1 else 1
 
 
@@ -84,7 +84,7 @@ def check_layout(
     none.
 
     Args:
-        mtp_layers: multi-token prediction layers that are trained too.
+        mtp_layers: number of multi-token prediction layers that are trained too.
     """
     sizes = {
         "--tensor-model-parallel-size": parallel.tensor_model_parallel_size,
@@ -108,13 +108,13 @@ def _layout_problems(
     yield from _undivided("--tensor-model-parallel-size", tp, shape.divided_by_tp())
     if shape.is_recurrent and tp > 1 and not parallel.sequence_parallel:
         # each rank's norm after a delta net has the gradient of its own heads, and Megatron adds those up
-        # under sequence parallelism alone
+        # only under sequence parallelism
         yield "delta nets with --tensor-model-parallel-size > 1 need --sequence-parallel"
     if exchanges_heads(shape, parallel):
         counts = {what: count for what, count in shape.divided_by_tp().items() if "delta net" in what}
         yield from _undivided("--delta-net-cp heads: TP x CP", tp * cp, counts)
     heads = shape.num_key_value_heads
-    if heads % tp and tp % heads:  # more ranks than heads share them, as Megatron lets them
+    if heads % tp and tp % heads:  # more ranks than heads share them, as in Megatron
         yield (
             f"--tensor-model-parallel-size={tp} is neither a divisor nor a multiple of the key/value heads "
             f"({heads})"

@@ -1,5 +1,5 @@
-"""Layers in plain torch, for machines without Transformer Engine. They take packed (thd) sequences, and
-their parameters and checkpoint entries carry the names that Transformer Engine's layers give them."""
+"""Layers in plain torch, for machines without Transformer Engine. They take packed (thd) sequences, and use
+the names of Transformer Engine's layers for their parameters and checkpoint entries."""
 
 import itertools
 from collections.abc import Callable
@@ -31,12 +31,12 @@ from megatron_ibpo.models import packed, zigzag
 
 
 def wide(x: Tensor) -> Tensor:
-    """Return the tensor in float32; float64 stays."""
+    """Return the tensor in float32; float64 is unchanged."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def rms_norm(x_BH: Tensor, weight_H: Tensor, eps: float, zero_centered: bool) -> Tensor:
-    """RMSNorm with float32 statistics, in the order of operations that transformers uses."""
+    """Apply RMSNorm with float32 statistics, in transformers' order of operations."""
     normed = wide(x_BH)
     normed = normed * torch.rsqrt(normed.square().mean(-1, keepdim=True) + eps)
     if zero_centered:
@@ -45,10 +45,10 @@ def rms_norm(x_BH: Tensor, weight_H: Tensor, eps: float, zero_centered: bool) ->
 
 
 class RMSNorm(torch.nn.Module):
-    """RMSNorm that honours zero-centred weights and sequence parallelism.
+    """RMSNorm with support for zero-centred weights and sequence parallelism.
 
-    `weight.sequence_parallel` makes Megatron sum its gradient over the TP ranks, each of which has seen
-    only its share of the tokens (or of the heads).
+    `weight.sequence_parallel` makes Megatron sum its gradient over the TP ranks, since each has seen only its
+    share of the tokens (or of the heads).
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6):
@@ -68,7 +68,7 @@ def _norm_weight(config: TransformerConfig, size: int) -> torch.nn.Parameter:
 
 
 class NormColumnParallelLinear(ColumnParallelLinear):
-    """RMSNorm, then a column-parallel linear layer: `layer_norm_weight` and `weight`, as in Transformer
+    """RMSNorm, then a column-parallel linear layer, with `layer_norm_weight` and `weight` as in Transformer
     Engine's LayerNormLinear."""
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any):
@@ -86,9 +86,9 @@ class NormColumnParallelLinear(ColumnParallelLinear):
 
 
 class _GroupedLinear(torch.nn.Module):
-    """One linear layer an expert, `weight0`, `weight1`, … and, with biases, `bias0`, `bias1`, …, as in
-    Transformer Engine's GroupedLinear. Rows of the input belong to the experts in order. Communication is
-    the token dispatcher's. Expert-tensor parallelism does not divide layers with biases."""
+    """One linear layer per expert, `weight0`, `weight1`, … and, with biases, `bias0`, `bias1`, …, as in
+    Transformer Engine's GroupedLinear. Rows of the input belong to the experts in order. The token dispatcher
+    communicates. Expert-tensor parallelism does not divide layers with biases."""
 
     partition_dim: int
     """Dimension of a weight that expert-tensor parallelism divides."""
@@ -121,7 +121,7 @@ class _GroupedLinear(torch.nn.Module):
                 self.register_parameter(f"bias{expert}", own)
 
     def forward(self, x_TI: Tensor, tokens_per_expert: list[int]) -> tuple[Tensor, list[Tensor] | None]:
-        """The second part: the biases of all experts, where they are left to whom called."""
+        """Return the output, and the biases of all experts if the caller must add them."""
         biases = [
             getattr(self, f"bias{expert}") for expert in range(self.num_experts if self.use_bias else 0)
         ]
@@ -133,12 +133,13 @@ class _GroupedLinear(torch.nn.Module):
         return torch.cat(parts), biases if biases and self.skip_bias_add else None
 
     def backward_dw(self) -> None:
-        """Weight gradients are never delayed here."""
+        """Do nothing: weight gradients are never delayed here."""
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> ShardedStateDict:
-        """Experts of all EP ranks as slices of one tensor, `weight` or `bias`, as in Transformer Engine."""
+        """Return the experts of all EP ranks as slices of one tensor, `weight` or `bias`, as in Transformer
+        Engine."""
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         first = get_pg_rank(self.groups.ep) * self.num_experts
         total = get_pg_size(self.groups.ep) * self.num_experts
@@ -161,20 +162,20 @@ class _GroupedLinear(torch.nn.Module):
 
 
 class GroupedColumnLinear(_GroupedLinear):
-    """First layer of the experts: outputs are divided."""
+    """The first layer of the experts: outputs are divided."""
 
     partition_dim = 0
 
 
 class GroupedRowLinear(_GroupedLinear):
-    """Second layer of the experts: inputs are divided."""
+    """The second layer of the experts: inputs are divided."""
 
     partition_dim = 1
 
 
 class NoCoreAttention(torch.nn.Module):
-    """Holds core attention's place in Megatron's layer: `PackedSelfAttention` computes it itself. Here are
-    its sinks, a number for each head of this rank, and how many tokens it sees."""
+    """A placeholder for core attention in Megatron's layer: `PackedSelfAttention` computes it itself. It
+    holds the sinks, a number per head of this rank, and the window."""
 
     def __init__(
         self,
@@ -197,7 +198,7 @@ class NoCoreAttention(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> ShardedStateDict:
-        """The sinks of all heads as one tensor, as Transformer Engine's are."""
+        """Return the sinks of all heads as one tensor, as in Transformer Engine."""
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         return make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True),
@@ -212,7 +213,7 @@ class NoCoreAttention(torch.nn.Module):
 class PackedSelfAttention(SelfAttention):
     """Causal self-attention over packed sequences by torch's scaled_dot_product_attention.
 
-    Replaces Megatron's forward, whose unfused paths loop over sequences; projections, norms and
+    It replaces Megatron's forward pass, whose unfused paths loop over sequences; projections, norms and
     parameters are inherited.
     """
 
@@ -235,7 +236,7 @@ class PackedSelfAttention(SelfAttention):
         group = self.pg_collection.cp
         positions_N = zigzag.positions(cu_seqlens, group.rank(), group.size())
         angles_ND = rotary_pos_emb[:, 0, 0].index_select(0, positions_N)
-        grown = self._yarn_concentration_factor  # 1 but for YaRN
+        grown = self._yarn_concentration_factor  # 1 except with YaRN
         cos, sin = grown * angles_ND.cos().unsqueeze(1), grown * angles_ND.sin().unsqueeze(1)
         query_NHD, key_NHD = _rotate(query_NHD, cos, sin), _rotate(key_NHD, cos, sin)
 
@@ -255,7 +256,7 @@ class PackedSelfAttention(SelfAttention):
 
 
 def _rotate(x_NHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary position embedding on the first elements of each head (as many as `cos` has)."""
+    """Apply the rotary position embedding to the first elements of each head (as many as `cos` has)."""
     turning, still = x_NHD.split([cos.shape[-1], x_NHD.shape[-1] - cos.shape[-1]], dim=-1)
     first, second = turning.chunk(2, dim=-1)
     turned = turning * cos.to(x_NHD.dtype) + torch.cat((-second, first), dim=-1) * sin.to(x_NHD.dtype)
@@ -270,11 +271,11 @@ def _attend(
     value_NGD: Tensor,
     cu_seqlens: Tensor,
 ) -> Tensor:
-    """Causal attention within each sequence; H query heads share G key/value heads. [N, H, D].
+    """Compute causal attention within each sequence; H query heads share G key/value heads. [N, H, D].
 
     Args:
-        sinks_H: each head's logit of nothing; None: there is none.
-        window: how many tokens each sees, itself the last; None: all before it.
+        sinks_H: each head's logit of an empty key; None: no sinks.
+        window: number of tokens that each attends to, itself the last; None: all before it.
     """
     rectangles = packed.by_length(cu_seqlens)
     heads = [query_NHD.shape[1], key_NGD.shape[1], value_NGD.shape[1]]
@@ -292,23 +293,23 @@ def _attend(
 
 
 def _seen(position_L: Tensor, key_BGKD: Tensor, window: int | None) -> Tensor:
-    """bool [..., L, K]: which of a sequence's keys a query sees.
+    """Return which of a sequence's keys a query attends to, bool [..., L, K].
 
     Args:
-        position_L: of the queries, [..., L, 1].
+        position_L: positions of the queries, [..., L, 1].
     """
     keys_K = torch.arange(key_BGKD.shape[2], device=key_BGKD.device)
-    seen = keys_K <= position_L  # what pads a sequence comes after all positions
+    seen = keys_K <= position_L  # padding of a sequence comes after all positions
     return seen if window is None else seen & (keys_K > position_L - window)
 
 
 def _attend_where(
     seen: Tensor, query_BHLD: Tensor, key_BGKD: Tensor, value_BGKD: Tensor, sinks_H: Tensor | None
 ) -> Tensor:
-    """Attention to the keys that are `seen`. [B, H, L, D].
+    """Compute attention to the keys that are `seen`. [B, H, L, D].
 
-    A sink is one more key, of value zero, in front of the others: queries, keys and values get one more
-    element, which is the sink in queries, 1 in that key and 0 elsewhere, so that their product is the sink.
+    A sink is one more key, of value zero, in front of the others. Queries, keys and values get one more
+    element: the sink in queries, 1 in that key and 0 elsewhere, so that the product is the sink.
     """
     if sinks_H is None:
         return F.scaled_dot_product_attention(
@@ -336,13 +337,13 @@ def _attend_to_all_ranks(
     value_NGD: Tensor,
     cu_seqlens: Tensor,
 ) -> Tensor:
-    """The same under context parallelism: of the queries that this rank holds, to keys and values that are
-    gathered from all ranks. [N, H, D].
+    """Compute attention under context parallelism: of this rank's queries to keys and values gathered from
+    all ranks. [N, H, D].
 
     Args:
-        positions_N: of the queries in their sequences.
+        positions_N: positions of the queries in their sequences.
         sinks_H, window: as in `_attend`.
-        cu_seqlens: of whole sequences.
+        cu_seqlens: boundaries of whole sequences.
     """
     ranks = group.size()
     together = torch.cat((key_NGD, value_NGD), dim=1)

@@ -1,11 +1,11 @@
-"""Places of low-rank adapters in a model: which matrices have them, under which names, and how ranks divide
-them.
+"""Places of low-rank adapters in a model: the matrices that have them, their names, and their division over
+ranks.
 
-Beside a matrix W [out, in] stand A [rank, in] and B [out, rank]; the model computes with W + alpha/rank · B·A
-(Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021). Every Hugging Face matrix has a pair
-of its own, also where Megatron joins several in one parameter, so that what is trained is what PEFT stores.
-The experts of a layer are the exception that transformers makes: it holds gate and up of all experts as one
-tensor, PEFT gives each expert one pair for both, and so does this.
+A matrix W [out, in] has A [rank, in] and B [out, rank] beside it; the model computes with W + alpha/rank ·
+B·A (Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021). Every Hugging Face matrix has a
+pair of its own, even if Megatron joins several in one parameter, so that PEFT can store exactly what is
+trained. The experts of a layer are an exception that transformers makes: it holds gate and up of all experts
+as one tensor, PEFT gives each expert one pair for both, and so does this module.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class Lora:
 
 
 def chosen_lora(model: ModelConfig, shape: ModelShape) -> Lora | None:
-    """The adapters that --lora-* ask for; None where nothing does.
+    """Return the adapters that --lora-* ask for; None without such flags.
 
     Raises:
-        ConfigError: a target that the model has not.
+        ConfigError: a target that the model lacks.
     """
     if model.lora_rank is None:
         return None
@@ -90,9 +90,9 @@ def _layout_problems(
 
 
 def adapted(entry: Entry) -> tuple[Piece, ...]:
-    """The HF matrices of a Megatron parameter that may have adapters: those of the layers' linear modules,
-    and of an expert what transformers holds of it in one tensor. Routers and gates, which no rank divides,
-    have none."""
+    """Return the HF matrices of a Megatron parameter that may have adapters: those of the layers' linear
+    modules; for an expert, the tensor in which transformers holds it. Routers and gates, which ranks do not
+    divide, have none."""
     if entry.layer is None or entry.cut is None or len(entry.shape) != 2:
         return ()
     if entry.expert is None:
@@ -110,7 +110,7 @@ def target_of(piece: Piece) -> str:
 
 @dataclass(frozen=True)
 class Pair:
-    """A and B beside one HF matrix, which is number `number` of those that its Megatron parameter joins."""
+    """A and B beside one HF matrix, number `number` of those that its Megatron parameter joins."""
 
     number: int
     a: Entry
@@ -118,14 +118,14 @@ class Pair:
     """B's rows are those of the matrix: a rank holds them section by section (`Cut.sections`)."""
 
     def sections(self) -> tuple[int, ...]:
-        """Rows of B that ranks divide on their own."""
+        """Rows of B that ranks divide separately."""
         cut = self.b.cut
         return cut.sections if cut is not None and cut.sections else (self.b.shape[0],)
 
 
 def pairs(entry: Entry, lora: Lora) -> list[Pair]:
-    """The adapters beside a Megatron parameter. Their entries are named after it, `….lora.A0` and `….lora.B0`
-    for its first HF matrix, with the expert's number behind; pieces are named after that matrix,
+    """Return the adapters beside a Megatron parameter. Their entries are named after it, `….lora.A0` and
+    `….lora.B0` for its first HF matrix, followed by the expert's number; pieces are named after that matrix,
     `….lora_A.weight` and `….lora_B.weight`."""
     found = []
     for number, piece in enumerate(adapted(entry)):
@@ -141,17 +141,17 @@ def pairs(entry: Entry, lora: Lora) -> list[Pair]:
 
 
 def lora_entries(shape: ModelShape, lora: Lora) -> Iterator[Entry]:
-    """Yield all adapters of the model, A and B in turn, in checkpoint order."""
+    """Yield all adapters of the model, A and B alternating, in checkpoint order."""
     for entry in weight_map(shape).values():
         for pair in pairs(entry, lora):
             yield from (pair.a, pair.b)
 
 
 def adapter_elements(model: ModelConfig, shape: ModelShape) -> int:
-    """Return the number of elements of all adapters of a run that has some, each counted once.
+    """Return the number of elements of all adapters of a run with adapters, each counted once.
 
     Raises:
-        ConfigError: as `chosen_lora`.
+        ConfigError: see `chosen_lora`.
     """
     lora = chosen_lora(model, shape)
     return 0 if lora is None else sum(math.prod(entry.shape) for entry in lora_entries(shape, lora))
@@ -163,7 +163,7 @@ def is_adapter(name: str) -> bool:
 
 
 def module_of(entry: Entry) -> str:
-    """The name of the Megatron module that holds a parameter."""
+    """Return the name of the Megatron module that holds a parameter."""
     return entry.name.rpartition(".")[0]
 
 

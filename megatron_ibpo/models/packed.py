@@ -1,8 +1,8 @@
 """Packed sequences as batches: gathering tokens into rectangles and back, without a loop over sequences.
 
-Packed (thd) input is N tokens of consecutive sequences with boundaries cu_seqlens. Attention and the
-gated delta net want rectangles; these are the indices that make them and undo them. Padding takes any
-token: it comes after a sequence's own tokens, so nothing causal can see it, and its outputs are dropped.
+Packed (thd) input is N tokens of consecutive sequences with boundaries cu_seqlens. Attention and the gated
+delta net need rectangles; these are the indices that make them and undo them. Padding may be any token: it
+comes after a sequence's own tokens, so nothing causal can see it, and its outputs are dropped.
 """
 
 from dataclasses import dataclass
@@ -13,19 +13,19 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Rectangles:
-    """Tokens laid out as one or more rectangles, one after the other."""
+    """Tokens laid out as one or more rectangles, one after another."""
 
     rows: list[int]
     """Rows of each rectangle."""
     widths: list[int]
     """Tokens per row of each rectangle."""
     tokens_M: Tensor
-    """int64: the token that stands at each of the M = sum(rows x widths) places."""
+    """int64: the token at each of the M = sum(rows x widths) places."""
     places_N: Tensor
     """int64: the place of each of the N tokens."""
 
     def split(self, x_MX: Tensor) -> list[Tensor]:
-        """Views [rows, width, ...] of each rectangle."""
+        """Return views [rows, width, ...] of each rectangle."""
         sizes = [rows * width for rows, width in zip(self.rows, self.widths, strict=True)]
         return [
             part.unflatten(0, (rows, width))
@@ -34,7 +34,7 @@ class Rectangles:
 
 
 class _Take(torch.autograd.Function):
-    """x[index] along dim 0, where `index` reaches every row and `inverse` says where. Its gradient is a
+    """x[index] along dim 0, where `index` covers every row and `inverse` is its inverse. The gradient is a
     gather too: places that only repeat a token get no gradient, since their outputs are dropped."""
 
     @staticmethod
@@ -49,7 +49,7 @@ class _Take(torch.autograd.Function):
 
 
 class _Drop(torch.autograd.Function):
-    """x[index] along dim 0, where `index` reaches no row twice: its gradient is a copy into zeros."""
+    """x[index] along dim 0, where `index` covers no row twice: its gradient is a copy into zeros."""
 
     @staticmethod
     def forward(ctx, x, index):
@@ -64,23 +64,23 @@ class _Drop(torch.autograd.Function):
 
 
 def take(x_NX: Tensor, rectangles: Rectangles) -> Tensor:
-    """Tokens to places: [N, ...] -> [M, ...]."""
+    """Gather tokens into places: [N, ...] -> [M, ...]."""
     return _Take.apply(x_NX, rectangles.tokens_M, rectangles.places_N)
 
 
 def drop(x_MX: Tensor, rectangles: Rectangles) -> Tensor:
-    """Places to tokens, padding dropped: [M, ...] -> [N, ...]."""
+    """Gather places back into tokens, without padding: [M, ...] -> [N, ...]."""
     return _Drop.apply(x_MX, rectangles.places_N)
 
 
 def is_real(rectangles: Rectangles) -> Tensor:
-    """[M] bool: the places that are not padding."""
+    """Return [M] bool: the places that are not padding."""
     index = rectangles.places_N
     return torch.zeros_like(rectangles.tokens_M, dtype=torch.bool).index_fill_(0, index, True)
 
 
 def positions(cu_seqlens: Tensor) -> Tensor:
-    """Position of each token in its sequence, int64 [N]."""
+    """Return the position of each token in its sequence, int64 [N]."""
     lengths = cu_seqlens.diff()
     return torch.arange(int(cu_seqlens[-1]), device=cu_seqlens.device) - torch.repeat_interleave(
         cu_seqlens[:-1].long(), lengths
@@ -88,11 +88,11 @@ def positions(cu_seqlens: Tensor) -> Tensor:
 
 
 def by_length(cu_seqlens: Tensor, share: int = 1) -> Rectangles:
-    """One row a sequence. Sequences whose lengths share a power of two share a rectangle, so that
+    """Lay out one row per sequence. Sequences whose lengths share a power of two share a rectangle, so that
     padding at most doubles the tokens however uneven the lengths are.
 
     Args:
-        share: there is 1 / share of the tokens of each sequence; rows stand as those of whole ones do.
+        share: the tokens are 1 / share of each sequence; rows are arranged as for whole sequences.
     """
     starts, lengths = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
     starts, lengths = starts[lengths > 0], lengths[lengths > 0]
@@ -105,15 +105,15 @@ def by_length(cu_seqlens: Tensor, share: int = 1) -> Rectangles:
 
 
 def longest_first(cu_seqlens: Tensor, chunk: int) -> Tensor:
-    """int64: the sequences that have tokens, those of most chunks first."""
+    """Return int64: the non-empty sequences, those with most chunks first."""
     chunks = (cu_seqlens.diff().long() + chunk - 1) // chunk
     sequences = chunks.nonzero().squeeze(1)
     return sequences[chunks[sequences].argsort(descending=True, stable=True)]
 
 
 def by_chunks(cu_seqlens: Tensor, chunk: int) -> Rectangles:
-    """Rows of `chunk` tokens. Rectangle i holds the i-th chunk of every sequence that has one, in the order
-    of `longest_first`, so a sequence keeps its row number in every rectangle."""
+    """Lay out rows of `chunk` tokens. Rectangle i holds the i-th chunk of every sequence that has one, in the
+    order of `longest_first`, so a sequence keeps its row number in every rectangle."""
     order = longest_first(cu_seqlens, chunk)
     starts, lengths = cu_seqlens[:-1].long()[order], cu_seqlens.diff().long()[order]
     chunks = (lengths + chunk - 1) // chunk
@@ -126,7 +126,7 @@ def by_chunks(cu_seqlens: Tensor, chunk: int) -> Rectangles:
 def _rectangles(
     starts: Tensor, lengths: Tensor, rows: list[int], widths: list[int], tokens: int
 ) -> Rectangles:
-    """Rectangles whose rows hold `lengths` tokens from `starts` on, padded to their widths."""
+    """Return rectangles whose rows hold `lengths` tokens from `starts` on, padded to their widths."""
     width_R = torch.repeat_interleave(
         torch.tensor(widths, device=starts.device), torch.tensor(rows, device=starts.device)
     )

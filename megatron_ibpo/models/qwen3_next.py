@@ -59,8 +59,8 @@ def _in_proj(shape: DeltaNetShape) -> Entry:
 
 @dataclass(frozen=True)
 class _ByKeyHeads:
-    """The gated delta net's input projection. HF: for each key head [q | k | v | z] and [b | a] (v, z, b
-    and a of its value heads). Megatron: [q | k | v | z | b | a], each of all heads."""
+    """The gated delta net's input projection. HF: for each key head [q | k | v | z] and [b | a] (v, z, b and
+    a of its value heads). Megatron: [q | k | v | z | b | a], each for all heads."""
 
     key_dim: int
     value_dim: int

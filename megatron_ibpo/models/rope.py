@@ -1,4 +1,4 @@
-"""Rotary positions beyond the context that a model was first trained for."""
+"""Rotary positions beyond the context length of a model's first training."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -11,13 +11,13 @@ class RopeScaling:
     rope_type: Literal["linear", "llama3", "yarn"]
     factor: float
     original_max_position_embeddings: int = 0
-    """Positions that the model was first trained for; 0 for linear scaling, which does not ask."""
+    """Positions of the model's first training; 0 for linear scaling, which does not need them."""
     beta_fast: float = 32.0
-    """YaRN: turns within those positions from which on a frequency stays as it is."""
+    """YaRN: turns within those positions above which a frequency is unchanged."""
     beta_slow: float = 1.0
     """YaRN: turns below which it is divided by `factor`."""
     truncate: bool = True
-    """YaRN: the frequencies between which it changes from one to the other are whole ones."""
+    """YaRN: True to round the bounds of the frequencies between the two to whole ones."""
 
 
 MEGATRON_LLAMA3 = {
@@ -25,12 +25,12 @@ MEGATRON_LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-"""Values that megatron-core 0.19.2 has written into its code (`RotaryEmbedding._apply_scaling`); the
-published Llama 3.1, 3.2 and 3.3 have these."""
+"""Values hard-coded in megatron-core 0.19.2 (`RotaryEmbedding._apply_scaling`); the published Llama 3.1, 3.2
+and 3.3 have these."""
 
 
 def gpt_arguments(scaling: RopeScaling | None) -> dict[str, Any]:
-    """Arguments of Megatron's GPTModel."""
+    """Return the arguments for Megatron's GPTModel."""
     if scaling is None:
         return {"position_embedding_type": "rope"}
     if scaling.rope_type == "linear":
@@ -45,7 +45,7 @@ def gpt_arguments(scaling: RopeScaling | None) -> dict[str, Any]:
 
 
 def config_attributes(scaling: RopeScaling | None) -> dict[str, Any]:
-    """Return the attributes that Megatron reads off a TransformerConfig without having fields for them, as
+    """Return the attributes that Megatron reads from a TransformerConfig without having fields for them, as
     its own training script sets them (`megatron.training.argument_utils`)."""
     if scaling is None or scaling.rope_type != "yarn":
         return {}
@@ -62,5 +62,5 @@ def config_attributes(scaling: RopeScaling | None) -> dict[str, Any]:
 
 
 def takes_fused_rotation(scaling: RopeScaling | None) -> bool:
-    """Transformer Engine's fused rotation cannot make cosines and sines grow."""
+    """Return whether Transformer Engine's fused rotation can be used; it cannot scale cosines and sines."""
     return scaling is None or scaling.rope_type != "yarn"

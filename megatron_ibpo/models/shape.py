@@ -1,4 +1,4 @@
-"""A model's dimensions in plain numbers, as its config.json gives them."""
+"""A model's dimensions in plain numbers, as in its config.json."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -32,43 +32,43 @@ class ModelShape:
     num_key_value_heads: int
     head_dim: int
     rotary_dim: int
-    """Elements of a head that rotate; the rest carries no position."""
+    """Elements of a head that rotate; the others carry no position."""
     rope_theta: float
     rms_norm_eps: float
     max_position_embeddings: int
     tie_word_embeddings: bool
     initializer_range: float
     full_attention: tuple[bool, ...]
-    """True for each layer with softmax attention, which keeps keys and values of every token, False for a
+    """True for each layer with softmax attention, which keeps keys and values of every token; False for a
     mixer with a recurrent state."""
     rope_scaling: RopeScaling | None = None
     """None: plain rotation."""
     query_key_norms: bool = True
-    """Each head's query and key go through an RMSNorm before they rotate."""
+    """True if each head's query and key go through an RMSNorm before they rotate."""
     qkv_bias: bool = False
-    """The projections to queries, keys and values add a bias."""
+    """True if the projections to queries, keys and values add a bias."""
     attention_output_bias: bool = False
-    """The projection back adds one."""
+    """True if attention's output projection adds a bias."""
     attention_sinks: bool = False
-    """Each head's softmax has one more logit, of its own and without a value."""
+    """True if each head's softmax has one more logit, a parameter without a value."""
     windows: tuple[int | None, ...] = ()
-    """Number of tokens that attention of each layer sees, itself the last; None: all. Empty: no windows."""
+    """Tokens that each layer's attention covers, itself the last; None: all. Empty: no windows."""
     mlp_bias: bool = False
-    """True where all linear layers of the dense MLP add a bias."""
+    """True if all linear layers of the dense MLP add a bias."""
     attention_output_gate: bool = False
-    """Attention's output is multiplied by a sigmoid gate, projected alongside the queries."""
+    """True if attention's output is multiplied by a sigmoid gate, projected alongside the queries."""
     zero_centered_norms: bool = False
-    """RMSNorm multiplies by 1 + weight."""
+    """True if RMSNorm multiplies by 1 + weight."""
     mtp_in_checkpoints: bool = False
-    """Checkpoints may hold multi-token prediction layers, for speculative decoding. They are converted along
-    with the model and not trained; config.json does not say whether they are there."""
+    """True if checkpoints may hold multi-token prediction layers, for speculative decoding. They are
+    converted along with the model and not trained; config.json does not say whether they are there."""
     hf_prefix: str = "model."
-    """Prefix of the names that checkpoints give the tensors of layers, embedding and final norm."""
+    """Prefix of the checkpoint's names for the tensors of layers, embedding and final norm."""
     carried: tuple[str, ...] = ()
-    """Beginnings of the names of tensors that checkpoints hold beside the policy, such as a vision tower's.
-    They are kept as they are and not trained."""
+    """Prefixes of tensors that checkpoints hold beside the policy, such as a vision tower's. They are kept
+    unchanged and not trained."""
     ffn_hidden_size: int = 0
-    """Width of dense MLPs; 0 where every layer has experts."""
+    """Width of dense MLPs; 0 if every layer has experts."""
     dense_layers: int = 0
     """Number of first layers of a mixture that have a dense MLP in place of experts."""
     num_experts: int = 0
@@ -76,15 +76,15 @@ class ModelShape:
     expert_hidden_size: int = 0
     shared_expert_hidden_size: int = 0
     shared_expert_gate: bool = True
-    """True where the output of a shared expert is multiplied by a sigmoid of the token."""
+    """True if the output of a shared expert is multiplied by a sigmoid of the token."""
     normalize_expert_weights: bool = True
-    """The weights of a token's chosen experts sum to one."""
+    """True if the weights of a token's chosen experts sum to one."""
     expert_bias: bool = False
-    """The linear layers of experts add a bias, and so does the router."""
+    """True if the linear layers of experts add a bias, and so does the router."""
 
     @property
     def is_moe(self) -> bool:
-        """Some layers have experts."""
+        """True if some layers have experts."""
         return self.num_experts > 0
 
     def has_experts(self, layer: int) -> bool:
@@ -97,19 +97,20 @@ class ModelShape:
 
     @property
     def is_recurrent(self) -> bool:
-        """Some layers carry a state from token to token in place of keys and values."""
+        """True if some layers carry a state from token to token in place of keys and values."""
         return not all(self.full_attention)
 
     def window(self, layer: int) -> int | None:
-        """Return how many tokens the attention of a layer sees; None: all."""
+        """Return the number of tokens that the attention of a layer covers; None: all."""
         return self.windows[layer] if self.windows else None
 
     def attention_windows(self) -> Counter[int | None]:
-        """Window → how many layers with softmax attention have it."""
+        """Return window → number of softmax attention layers with it."""
         return Counter(self.window(layer) for layer, softmax in enumerate(self.full_attention) if softmax)
 
     def divided_by_tp(self) -> dict[str, int]:
-        """Sizes that tensor parallelism has to divide, in the trainer and in engines, by what they count."""
+        """Return the sizes that tensor parallelism has to divide, in the trainer and in engines, by what they
+        count."""
         return {
             "the attention heads": self.num_attention_heads,
             "the MLP's hidden size": self.ffn_hidden_size,
@@ -155,23 +156,23 @@ def read_hf_config(hf_dir: Path) -> ModelShape:
 UNPACKED = "mxfp4"
 """The one quantization that is read, as bfloat16."""
 MOST = 2**31 - 1
-"""Largest number that config.json may count anything by; C counts no further."""
+"""Largest count that config.json may contain; C counts no further."""
 MOST_REPEATED = 10_000
-"""Layers of a model, and experts of a layer, which are listed one by one."""
+"""Most layers of a model, and most experts of a layer; they are listed one by one."""
 MOST_EXPERTS = 200_000
-"""Experts in all layers of a model. The largest published ones have a tenth of this."""
+"""Most experts in all layers of a model. The largest published models have a tenth of this."""
 
 
 @dataclass(frozen=True)
 class Fields:
-    """config.json's fields, each with a clear error."""
+    """The fields of config.json, each with a clear error."""
 
     raw: dict[str, Any]
     path: Path
 
     def count(self, name: str, default: int | None = None, *, least: int = 1, most: int = MOST) -> int:
         value = self.raw.get(name)
-        if value is None:  # null says as much as nothing
+        if value is None:  # null means the same as a missing field
             value = default
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             kind = "a positive integer" if least == 1 else f"an integer of at least {least}"
@@ -187,7 +188,8 @@ class Fields:
         return float(value)
 
     def epsilon(self, default: float = 1e-6) -> float:
-        """Return what RMSNorm adds to a mean of squares: with 0 or less a row of zeros becomes NaN."""
+        """Return the epsilon that RMSNorm adds to a mean of squares: with 0 or less a row of zeros becomes
+        NaN."""
         value = self.number("rms_norm_eps", default)
         if not 0 < value < 1:
             raise self.error(f"rms_norm_eps must be above 0 and below 1, is {value:g}")
@@ -204,7 +206,7 @@ class Fields:
             raise self.error(f"{name}={shown(value)} is not supported")
 
     def refuse_quantization(self) -> None:
-        """Refuse weights in other formats, which would be missing or be read as if they were numbers."""
+        """Refuse weights in other formats, which would be missing or be misread as numbers."""
         inner = self.raw.get("text_config")
         for raw in (self.raw, inner) if isinstance(inner, dict) else (self.raw,):
             if (quantization := raw.get("quantization_config")) is None:
@@ -217,7 +219,7 @@ class Fields:
                 )
 
     def groups(self, heads: str, shared: str) -> tuple[int, int]:
-        """(heads, heads that several of those share), by their fields' names."""
+        """Return (heads, heads that several of those share), by their fields' names."""
         many = self.count(heads)
         few = self.count(shared, many)
         if many % few:
@@ -231,11 +233,11 @@ class Fields:
 def common_fields(
     fields: Fields, *, head_dim: int = 128, rotary_share: float = 1.0, may_have_biases: bool = False
 ) -> dict[str, Any]:
-    """Return the fields that every decoder of this kind has: SwiGLU, full attention in all layers.
+    """Return the fields common to decoders of this kind: SwiGLU, full attention in all layers.
 
     Args:
         head_dim, rotary_share: the family's defaults.
-        may_have_biases: the family reads config.json's fields for them; else they are refused.
+        may_have_biases: the family reads config.json's fields for them; otherwise they are refused.
     """
     fields.refuse("hidden_act", "silu")
     if not may_have_biases:
@@ -268,7 +270,7 @@ def common_fields(
 
 
 def expert_fields(fields: Fields, *, normalized: bool) -> dict[str, Any]:
-    """A mixture of experts in every layer.
+    """Return the fields of a mixture of experts in every layer.
 
     Args:
         normalized: the family's default of `norm_topk_prob`.
@@ -286,7 +288,8 @@ def expert_fields(fields: Fields, *, normalized: bool) -> dict[str, Any]:
 
 
 def _rope(fields: Fields, default_share: float) -> tuple[float, float, RopeScaling | None]:
-    """(theta, rotating share of a head, scaling); since transformers 5 all live in `rope_parameters`."""
+    """Return (theta, rotating share of a head, scaling); since transformers 5 all are in
+    `rope_parameters`."""
     old: dict[str, Any] = {
         name: fields.raw[name] for name in ("rope_theta", "partial_rotary_factor") if name in fields.raw
     }
@@ -305,8 +308,8 @@ def _rope(fields: Fields, default_share: float) -> tuple[float, float, RopeScali
 
 
 def _rope_scaling(rope: Fields, share: float) -> RopeScaling | None:
-    """Return the scaling that megatron-core computes exactly as transformers does; anything else is refused
-    by name."""
+    """Return the scaling that megatron-core computes exactly as transformers does; any other is refused by
+    name."""
     kind = rope.raw.get("rope_type", rope.raw.get("type", "default"))
     if kind == "default":
         return None

@@ -1,4 +1,4 @@
-"""Entries of the weight map that families share: attention, a dense MLP, a mixture of experts."""
+"""Weight-map entries that families share: attention, a dense MLP, a mixture of experts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ def attention(shape: ModelShape) -> list[Entry]:
 
 
 def _qkv(shape: ModelShape, kind: str, columns: tuple[int, ...]) -> Entry:
-    """The input projection's weight, of rows of `columns`, or its bias, which has a number a row."""
+    """Return the input projection's weight, with rows of `columns`, or its bias, which has one number per
+    row."""
     dim, gated = shape.head_dim, shape.attention_output_gate
     queries, groups = shape.num_attention_heads * dim, shape.num_key_value_heads * dim
     qkv = _QKV(shape.num_attention_heads // shape.num_key_value_heads, dim, gated)
@@ -71,10 +72,11 @@ def dense_mlp(shape: ModelShape) -> list[Entry]:
 
 
 def moe(shape: ModelShape, shared: str = "mlp.shared_expert") -> list[Entry]:
-    """A mixture of experts: the norm before it, router, shared expert where there is one, and experts.
+    """Return the entries of a mixture of experts: the norm before it, router, shared expert if there is one,
+    and experts.
 
     Args:
-        shared: what checkpoints call the shared expert.
+        shared: name of the shared expert in checkpoints.
     """
     hidden = shape.hidden_size
     entries = [
@@ -89,13 +91,13 @@ def moe(shape: ModelShape, shared: str = "mlp.shared_expert") -> list[Entry]:
     return [*entries, *_experts(shape)]
 
 
-@lru_cache(maxsize=2)  # the same in every layer, and there may be tens of thousands in a model
+@lru_cache(maxsize=2)  # the same in every layer, and a model may have tens of thousands
 def _experts(shape: ModelShape) -> tuple[Entry, ...]:
     return tuple(entry for expert in range(shape.num_experts) for entry in _expert(shape, expert))
 
 
 def _expert(shape: ModelShape, expert: int) -> list[Entry]:
-    """One expert, which lies in tensors of its own or in the layer's fused ones."""
+    """Return the entries of one expert, which is in tensors of its own or in the layer's fused ones."""
     hidden, size = shape.hidden_size, shape.expert_hidden_size
     hf = f"mlp.experts.{expert}"
     up = "mlp.experts.gate_up_proj", (shape.num_experts, 2 * size, hidden)
@@ -123,7 +125,7 @@ def _expert(shape: ModelShape, expert: int) -> list[Entry]:
 
 
 def _gated_mlp(megatron: str, hf: str, size: int, hidden: int) -> list[Entry]:
-    """SwiGLU."""
+    """Return the entries of SwiGLU."""
     return [
         _gate_and_up(megatron, hf, "weight", (size, hidden)),
         Entry(f"{megatron}.linear_fc2.weight", (Piece(f"{hf}.down_proj.weight", (hidden, size), COLUMNS),)),
@@ -131,7 +133,7 @@ def _gated_mlp(megatron: str, hf: str, size: int, hidden: int) -> list[Entry]:
 
 
 def _gate_and_up(megatron: str, hf: str, kind: str, half: tuple[int, ...]) -> Entry:
-    """fc1 is [gate; up] on each rank."""
+    """Return the entry of fc1, which is [gate; up] on each rank."""
     return Entry(
         f"{megatron}.linear_fc1.{kind}",
         (Piece(f"{hf}.gate_proj.{kind}", half, ROWS), Piece(f"{hf}.up_proj.{kind}", half, ROWS)),

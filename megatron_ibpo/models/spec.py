@@ -1,6 +1,6 @@
-"""Classes of the parts of layers in Megatron's model that families share.
+"""Classes for the layer parts in Megatron's model that families share.
 
-One spec serves both back ends. They differ in classes only; parameter and checkpoint names are the same:
+One spec serves both back ends. Only the classes differ; parameter and checkpoint names are the same:
 
 | part                          | Transformer Engine              | local                      |
 |-------------------------------|---------------------------------|----------------------------|
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 LayerSpec = Any
 """Megatron's ModuleSpec, of a layer or of a part of one."""
 MLPAndNorm = tuple[Callable[..., Any], Callable[..., Any]]
-"""Class of a layer's MLP or experts, and of the norm before it."""
+"""Class of a layer's MLP or experts, and class of the norm before it."""
 
 
 @dataclass(frozen=True)
 class Backend:
-    """The classes a spec is made of."""
+    """The classes from which a spec is made."""
 
     libraries: Backends
     norm: type
@@ -53,10 +53,10 @@ class Backend:
 
 
 def make_backend(libraries: Backends) -> Backend:
-    """The classes by which these libraries compute.
+    """Return these libraries' classes.
 
     Raises:
-        ImportError: Transformer Engine is wanted and not installed.
+        ImportError: Transformer Engine is requested and not installed.
     """
     return _transformer_engine(libraries) if libraries.transformer_engine else _local(libraries)
 
@@ -133,7 +133,7 @@ def transformer_layer(mixer: LayerSpec, mlp: MLPAndNorm) -> LayerSpec:
 def attention(backend: Backend, *, norms: bool = True, output_bias: bool = False) -> LayerSpec:
     """
     Args:
-        norms: of queries and keys.
+        norms: whether queries and keys have norms.
     """
     from megatron.core.transformer.attention import SelfAttentionSubmodules
     from megatron.core.transformer.enums import AttnMaskType
@@ -153,7 +153,8 @@ def attention(backend: Backend, *, norms: bool = True, output_bias: bool = False
 
 
 def _biased(linear: type) -> Callable[..., Any]:
-    """The layer with a bias of its own. Megatron's add_bias_linear would give one to every linear layer."""
+    """Return the layer with a bias of its own. Megatron's add_bias_linear would give one to every linear
+    layer."""
 
     def build(*args: Any, bias: bool, **kwargs: Any) -> Any:
         return linear(*args, bias=True, **kwargs)

@@ -1,10 +1,10 @@
-"""The map from Hugging Face tensors to Megatron parameters, and how both are cut over ranks.
+"""The map from Hugging Face tensors to Megatron parameters, and the division of both over ranks.
 
 Loading, export and conversion all follow from this map. A Megatron parameter is an `Entry` under its global
 name (layer and expert numbers count over the whole model). It is joined from one or more `Piece`s, HF
 tensors. Every piece is cut over the tensor-parallel ranks so that joining a rank's cuts gives exactly that
-rank's shard of the parameter: joins never see the layout. Only where more ranks divide attention than there
-are key/value heads is a shard made of rows of the joined parameter (`Entry.even_up_to`). A Megatron
+rank's shard of the parameter: joins do not depend on the layout. Only if more ranks divide attention than
+there are key/value heads is a shard made of rows of the joined parameter (`Entry.even_up_to`). A Megatron
 checkpoint holds the parameter in `Block`s, which do not depend on the layout either.
 
 A family gives the entries of its layers, with names relative to the layer; `shared_entries` has those that
@@ -37,13 +37,14 @@ def concatenate(tensors: list[Tensor], dim: int = 0) -> Tensor:
 
 @dataclass(frozen=True)
 class Cut:
-    """A division of a tensor over ranks along `dim`: each of the `sections` alone (all of it if none)."""
+    """A division of a tensor over ranks along `dim`: each of the `sections` separately (all of it if
+    none)."""
 
     dim: int
     sections: tuple[int, ...] = ()
     padded: int | None = None
-    """Size along `dim` that ranks divide, where that is more than the tensor has (`padded_vocab_size`): the
-    last shard is the shorter one, and the rest of its parameter is padding."""
+    """Size along `dim` that ranks divide, if larger than the tensor's (`padded_vocab_size`): the last shard
+    is shorter, and the rest of its parameter is padding."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,8 @@ class Fused:
     expert: int
     first_row: int
     always: bool = False
-    """No checkpoint holds the piece apart, and exports do not either. It is all of what the larger tensor has
-    of the expert then."""
+    """True if no checkpoint or export holds the piece by itself. It is then the larger tensor's whole content
+    for the expert."""
 
 
 @dataclass(frozen=True)
@@ -67,28 +68,29 @@ class Piece:
     name: str
     shape: tuple[int, ...]
     cut: Cut | None = None
-    """None: every rank holds all of it."""
+    """Division over ranks; None: every rank holds all of it."""
     fused: Fused | None = None
 
     def within(self, prefix: str) -> Piece:
-        """The piece with its names prefixed."""
+        """Return the piece with its names prefixed."""
         fused = self.fused and replace(self.fused, name=prefix + self.fused.name)
         return replace(self, name=prefix + self.name, fused=fused)
 
     @property
     def stored(self) -> tuple[str, tuple[int, ...]]:
-        """Name and shape of the tensor that holds the piece in the checkpoints which are written here."""
+        """Name and shape of the tensor that holds the piece in checkpoints written here."""
         if self.fused is not None and self.fused.always:
             return self.fused.name, self.fused.shape
         return self.name, self.shape
 
     @property
     def ends_stored(self) -> bool:
-        """It is the last piece of that tensor, in the order of a weight map."""
+        """True for the last piece of that tensor, in the order of a weight map."""
         return self.fused is None or not self.fused.always or self.fused.expert == self.fused.shape[0] - 1
 
     def ranges(self, rank: int, ranks: int) -> list[tuple[int, int]]:
-        """(start, length) along the cut's dimension of what `rank` of `ranks` holds; of rows if uncut."""
+        """Return (start, length) along the cut's dimension of the part of `rank` of `ranks`; of rows if
+        uncut."""
         return _ranges(self.shape, self.cut, rank, ranks)
 
     def shard_shape(self, rank: int, ranks: int) -> tuple[int, ...]:
@@ -107,7 +109,7 @@ class Block:
 
 
 class Span(NamedTuple):
-    """Rows of a piece's cut that lie together in the shard of its parameter."""
+    """Consecutive rows of a piece's cut that are together in the shard of its parameter."""
 
     piece: int
     piece_row: int
@@ -125,7 +127,7 @@ class Entry:
     join: Callable[[list[Tensor]], Tensor] = lambda cuts: cuts[0]
     """Cuts of the pieces -> shard of the parameter."""
     part: Callable[[Tensor], list[Tensor]] = lambda shard: [shard]
-    """The inverse."""
+    """Inverse of `join`."""
     joined_cut: Cut | None = None
     """Division of a parameter that is joined from several pieces."""
     stored_apart: tuple[str, ...] = ()
@@ -133,17 +135,18 @@ class Entry:
     layer: int | None = None
     expert: int | None = None
     num_experts: int = 0
-    """An expert's parameter is a slice of a stored tensor of all experts of the layer."""
+    """Number of experts in the layer, if this is an expert's parameter: a slice of a stored tensor of them
+    all."""
     even_up_to: int | None = None
-    """Ranks up to which an equal share of every piece makes up a shard; None: any number. More ranks divide
-    the rows of the joined parameter, wherever in the pieces these come from."""
+    """Largest number of ranks for which an equal share of every piece makes up a shard; None: any number.
+    More ranks divide the rows of the joined parameter, regardless of pieces."""
     by_rows: bool = True
-    """`join` moves whole rows and nothing else; otherwise there is one piece, and ranks do not divide it."""
+    """True if `join` only moves whole rows; otherwise there is one piece, and ranks do not divide it."""
     joined_shape: tuple[int, ...] | None = None
-    """Shape of the whole parameter, where `join` does not keep that of its piece."""
+    """Shape of the whole parameter, if `join` changes that of its piece."""
     dtype: torch.dtype | None = None
-    """Data type of a buffer that Megatron holds beside weights in another, and does not train. None: a
-    parameter in the dtype of the model."""
+    """Data type of an untrained buffer that Megatron holds in another one than the weights. None: a parameter
+    in the model's dtype."""
 
     @property
     def cut(self) -> Cut | None:
@@ -163,28 +166,29 @@ class Entry:
         return _shard_shape(self.shape, self.cut, rank, ranks)
 
     def padding(self, rank: int, ranks: int) -> int:
-        """Rows of that rank's parameter that follow its shard and are no part of the model."""
+        """Return the number of rows of that rank's parameter after its shard, which are no part of the
+        model."""
         if self.cut is None or self.cut.padded is None:
             return 0
         return self.cut.padded // ranks - self.shard_shape(rank, ranks)[0]
 
     def ranges(self, number: int, rank: int, ranks: int) -> list[tuple[int, int]]:
-        """(start, length) along its cut of what the shard of `rank` of `ranks` holds of piece `number`; of
-        rows if uncut. None where it holds nothing of it."""
+        """Return (start, length) along its cut of the part of piece `number` in the shard of `rank` of
+        `ranks`; of rows if uncut. None if the shard holds nothing of it."""
         if self._is_even(ranks):
             return self.pieces[number].ranges(rank, ranks)
         spans = sorted(self._rows_of_whole(rank, ranks))
         return [(span.piece_row, span.rows) for span in spans if span.piece == number]
 
     def assemble(self, cuts: list[Tensor], rank: int, ranks: int) -> Tensor:
-        """The shard of `rank` of `ranks` from what it holds of each piece, ranges one after the other."""
+        """Assemble the shard of `rank` of `ranks` from its part of each piece, ranges one after another."""
         if self._is_even(ranks):
             return self.join(cuts)
         spans = self.spans(rank, ranks)
         return concatenate([cuts[span.piece][span.piece_row :][: span.rows] for span in spans])
 
     def take_apart(self, shard: Tensor, rank: int, ranks: int) -> list[Tensor]:
-        """The inverse."""
+        """Split a shard into its parts of the pieces; the inverse of `assemble`."""
         if self._is_even(ranks):
             return self.part(shard)
         spans = sorted(self.spans(rank, ranks))
@@ -194,7 +198,7 @@ class Entry:
         return [concatenate(parts) if parts else shard[:0] for parts in rows]
 
     def spans(self, rank: int = 0, ranks: int = 1) -> tuple[Span, ...]:
-        """Return how `assemble` moves rows, by rows of the shard."""
+        """Return the row moves of `assemble`, by rows of the shard."""
         if self._is_even(ranks):
             return _spans(self.join, tuple(piece.shard_shape(rank, ranks)[0] for piece in self.pieces))
         held: dict[int, int] = {}
@@ -208,7 +212,7 @@ class Entry:
         return self.even_up_to is None or ranks <= self.even_up_to
 
     def _rows_of_whole(self, rank: int, ranks: int) -> list[Span]:
-        """The shard's rows, which follow each other in the whole parameter, in the whole pieces."""
+        """Return the shard's rows, consecutive in the whole parameter, as rows of the whole pieces."""
         first, length = _ranges(self.shape, ROWS, rank, ranks)[0]
         found = []
         for span in self.spans():
@@ -219,13 +223,13 @@ class Entry:
         return found
 
     def within(self, megatron: str, hf: str, layer: int | None = None) -> Entry:
-        """The entry with its names prefixed, in a layer of the model."""
+        """Return the entry with its names prefixed, in a layer of the model."""
         pieces = tuple(piece.within(hf) for piece in self.pieces)
         return replace(self, name=megatron + self.name, pieces=pieces, layer=layer)
 
     def blocks(self, rank: int = 0, ranks: int = 1) -> list[Block]:
-        """Return where a Megatron checkpoint holds the shard of `rank` of `ranks`: in order, the blocks make
-        it up along the cut's dimension."""
+        """Return the blocks of a Megatron checkpoint that hold the shard of `rank` of `ranks`: in order, they
+        make it up along the cut's dimension."""
         spans = _ranges(self.shape, self.cut, rank, ranks)
         if self.cut is None or not self.stored_apart:
             dim = self.cut.dim if self.cut else 0
@@ -259,7 +263,7 @@ def _spans(join: Callable[[list[Tensor]], Tensor], counts: tuple[int, ...]) -> t
     spans = []
     for row, end in itertools.pairwise(starts):
         source, left = int(joined[row]), end - row
-        while left:  # consecutive numbers may go on from one piece to the next
+        while left:  # consecutive numbers may continue from one piece to the next
             piece = next(i for i in range(len(counts)) if source < firsts[i + 1])
             rows = min(left, firsts[piece + 1] - source)
             spans.append(Span(piece, source - firsts[piece], end - left, rows))
@@ -268,7 +272,7 @@ def _spans(join: Callable[[list[Tensor]], Tensor], counts: tuple[int, ...]) -> t
 
 
 def _ranges(shape: tuple[int, ...], cut: Cut | None, rank: int, ranks: int) -> list[tuple[int, int]]:
-    """(start, length) of what `rank` of `ranks` holds of each section."""
+    """Return (start, length) of the part of `rank` of `ranks` in each section."""
     if cut is None:
         return [(0, shape[0])]
     if cut.padded is not None:
@@ -290,16 +294,17 @@ def _shard_shape(shape: tuple[int, ...], cut: Cut | None, rank: int, ranks: int)
 
 ROWS, COLUMNS = Cut(0), Cut(1)
 EXPERT_BIAS = "mlp.router.expert_bias"
-"""The one buffer that a layer may have among its weights: what a router adds to scores before it chooses."""
+"""Name of the only buffer among a layer's weights: the correction that a router adds to scores before it
+chooses."""
 
 
 def weight_map(shape: ModelShape, mtp_layers: int = 0, vocab_rows: int | None = None) -> dict[str, Entry]:
-    """Every Megatron parameter of the whole model, by global name, in checkpoint order.
+    """Return every Megatron parameter of the whole model, by global name, in checkpoint order.
 
     Args:
-        mtp_layers: multi-token prediction layers, whether carried along or trained beside the policy.
-        vocab_rows: rows of embedding and head over all ranks, padding included (`padded_vocab_size`); those
-            of the vocabulary alone when None, which ranks can only divide where it has no rest.
+        mtp_layers: multi-token prediction layers, carried along or trained beside the policy.
+        vocab_rows: rows of embedding and head over all ranks, padding included (`padded_vocab_size`). None:
+            the vocabulary's alone, which ranks can only divide if it is a multiple.
     """
     family = family_module(shape.family)
     hidden, vocab = shape.hidden_size, shape.vocab_size
@@ -332,8 +337,8 @@ _EXPERT = re.compile(r"(\.experts\.linear_fc[12]\.(?:weight|bias))(\d+)$")
 
 
 def global_name(local_name: str, first_layer: int, first_expert: int) -> str:
-    """A rank's own parameter name -> the name over the whole model. DDP's "module." is dropped, and the layer
-    inside a multi-token prediction layer has the name that Megatron's checkpoints give it."""
+    """Map a rank's own parameter name to the name in the whole model. DDP's "module." is dropped, and the
+    layer inside a multi-token prediction layer has the name that Megatron's checkpoints give it."""
     name = local_name
     while name.startswith("module."):
         name = name.removeprefix("module.")
@@ -343,20 +348,20 @@ def global_name(local_name: str, first_layer: int, first_expert: int) -> str:
 
 
 def carried_entry(name: str, shape: tuple[int, ...]) -> Entry:
-    """A tensor that is kept as it is (`ModelShape.carried`): a Megatron checkpoint holds it under the name
-    that it has in the Hugging Face one."""
+    """Return the entry of a tensor that is kept unchanged (`ModelShape.carried`): a Megatron checkpoint holds
+    it under its Hugging Face name."""
     return Entry(name, (Piece(name, shape),))
 
 
 def is_carried(shape: ModelShape, name: str) -> bool:
-    """Tensors of a checkpoint that are kept and not trained: multi-token prediction layers, and what else
-    lies beside the policy."""
+    """Return whether a checkpoint's tensor is kept and not trained: multi-token prediction layers, and other
+    tensors beside the policy."""
     return (shape.mtp_in_checkpoints and name.startswith("mtp.")) or name.startswith(shape.carried)
 
 
 def is_ignored(shape: ModelShape, name: str) -> bool:
-    """Tensors of a checkpoint that the trained model has no use for: those that are carried, rotary tables,
-    the head's copy of tied embeddings."""
+    """Return whether the trained model has no use for a checkpoint's tensor: carried ones, rotary tables, the
+    head's copy of tied embeddings."""
     return (
         is_carried(shape, name)
         or name.endswith("rotary_emb.inv_freq")

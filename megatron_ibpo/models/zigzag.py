@@ -1,8 +1,8 @@
-"""Tokens of packed sequences that each rank of a context-parallel group holds.
+"""The tokens of packed sequences that each rank of a context-parallel group holds.
 
-Every sequence is cut into 2 x ranks chunks of the same length, which its packing pads it for. Rank r holds
-the chunks r and 2 x ranks - 1 - r, one after the other, so that under causal attention all ranks have as much
-to compute. Transformer Engine's attention over packed sequences wants this order.
+Every sequence is padded and cut into 2 x ranks chunks of the same length. Rank r holds the chunks r and 2 x
+ranks - 1 - r, one after the other, so that under causal attention all ranks have the same amount to compute.
+Transformer Engine's attention over packed sequences requires this order.
 """
 
 import torch
@@ -12,7 +12,7 @@ from megatron_ibpo.models import packed
 
 
 def places(cu_seqlens: Tensor, ranks: int) -> Tensor:
-    """[N] int64: where each token stands when the tokens of all ranks are laid end to end.
+    """Return [N] int64: the place of each token when the tokens of all ranks are laid end to end.
 
     Args:
         cu_seqlens: boundaries of the whole sequences, each a multiple of `context_chunks(ranks)` long.
@@ -31,13 +31,13 @@ def places(cu_seqlens: Tensor, ranks: int) -> Tensor:
 
 
 def tokens(cu_seqlens: Tensor, ranks: int) -> Tensor:
-    """[N] int64: the tokens of rank 0, then those of rank 1, …; the inverse of `places`."""
+    """Return [N] int64: the tokens of rank 0, then those of rank 1, …; the inverse of `places`."""
     places_N = places(cu_seqlens, ranks)
     return torch.empty_like(places_N).index_copy_(0, places_N, torch.arange(len(places_N)).to(places_N))
 
 
 def positions(cu_seqlens: Tensor, rank: int, ranks: int) -> Tensor:
-    """[N / ranks] int64: position in its sequence of each token that `rank` holds."""
+    """Return [N / ranks] int64: position in its sequence of each token that `rank` holds."""
     if ranks == 1:
         return packed.positions(cu_seqlens)
     return packed.positions(cu_seqlens)[tokens(cu_seqlens, ranks).chunk(ranks)[rank]]

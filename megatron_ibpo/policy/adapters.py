@@ -1,7 +1,7 @@
 """Low-rank adapters beside a Megatron model's linear layers: all that a run with --lora-rank trains.
 
-A layer's module keeps its class, its parameters and their names; what its adapters add to its output is added
-by a hook. How ranks share the work follows the layer's own:
+A layer's module keeps its class, its parameters and their names; a hook adds the adapters' output to the
+layer's. Ranks share the work as they do for the layer:
 
 | layer          | A                  | between the two             | B                  |
 |----------------|--------------------|-----------------------------|--------------------|
@@ -9,9 +9,9 @@ by a hook. How ranks share the work follows the layer's own:
 | row-parallel    | columns, as the layer's | as the layer's output, rank wide | whole on every rank |
 | experts         | as above, nothing between: the token dispatcher has gathered, and will sum | | |
 
-A factor that is whole on ranks which see different tokens, or different rows, gets a part of its gradient on
-each of them. Megatron sums those of the dense layers once a step (`sequence_parallel`), as it does for norms;
-those of experts are summed in the backward pass.
+A factor may be whole on ranks that see different tokens or different rows; each of them then has a part of
+its gradient. Megatron sums the parts for dense layers once per step (`sequence_parallel`), as it does for
+norms; those for experts are summed in the backward pass.
 """
 
 import hashlib
@@ -53,8 +53,10 @@ from megatron_ibpo.weights.layout.holdings import Holding, layers_of, my_holding
 
 
 def add_adapters(chunks: Sequence[Any], shape: ModelShape, lora: Lora, seed: int) -> None:
-    """Freeze the model and put adapters beside its layers. B starts at 0, so that the model computes as
-    before; A starts as PEFT's, uniform within ±1/√(its inputs), the same under every layout.
+    """Freeze the model and put adapters beside its layers.
+
+    B starts at 0, so that the model computes as before. A starts as in PEFT, uniform within ±1/√(its inputs),
+    the same under every layout.
 
     Args:
         chunks: parts of a model on this rank, not wrapped yet.
@@ -70,14 +72,14 @@ def add_adapters(chunks: Sequence[Any], shape: ModelShape, lora: Lora, seed: int
             if entries := by_module.get(global_name(name, layers.start, 0)):
                 module.lora = Adapter(module, entries, lora, holding, chunk.config.sequence_parallel, seed)
                 module.register_forward_hook(_add)
-        if chunk.pre_process:  # else recomputed layers, whose input needs no gradient, would have none
+        if chunk.pre_process:  # recomputed layers would have no gradient if their input needs none
             chunk.embedding.register_forward_hook(lambda module, inputs, output: output.requires_grad_())
 
 
 def _add(linear: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
-    """The hook: (output of the layer and of its adapters, the layer's bias)."""
+    """Add the adapters to a layer, as its hook: return (output of both, the layer's bias)."""
     x, *tokens_per_expert = inputs
-    if hasattr(linear, "layer_norm_weight"):  # the layer's own, whose result it keeps to itself
+    if hasattr(linear, "layer_norm_weight"):  # the layer's own norm, whose result it does not expose
         config = linear.config
         x = rms_norm(
             x, linear.layer_norm_weight, config.layernorm_epsilon, config.layernorm_zero_centered_gamma
@@ -100,7 +102,7 @@ class Adapter(Module):
     ):
         """
         Args:
-            entries: of the layer's matrices on this rank: one, or one for each expert.
+            entries: entries of the layer's matrices on this rank: one, or one per expert.
         """
         super().__init__()
         self.entries, self.scale, self.sequence_parallel = tuple(entries), lora.scale, sequence_parallel
@@ -134,7 +136,7 @@ class Adapter(Module):
         return self.entries[0].expert is not None
 
     def forward(self, x: Tensor, tokens_per_expert: Sequence[int] | None = None) -> Tensor:
-        """Return what is added to the layer's output.
+        """Return the sum to add to the layer's output.
 
         Args:
             x: the layer's input, after its norm.
@@ -167,8 +169,8 @@ class Adapter(Module):
         return copy_to_tensor_model_parallel_region(hidden)
 
     def _factors(self) -> tuple[Tensor, Tensor]:
-        """(A, B) of the whole layer on this rank: those of all its HF matrices as one, with the experts as
-        first dimension where there are some."""
+        """Return (A, B) of the whole layer on this rank: the factors of all its HF matrices as one, with
+        experts, if any, as the first dimension."""
         a = torch.cat([self._a(pair) for pair in self.pairs[0]], dim=-2)
         own = {pair.number: self._b(pair) for pair in self.pairs[0]}
         entry = self.entries[0]
@@ -195,15 +197,15 @@ class Adapter(Module):
 
     @torch.no_grad()
     def added(self, place: int) -> Tensor:
-        """Return what this rank's part of matrix number `place` is increased by: alpha/rank · B·A in float32,
-        or in the adapters' dtype where that is wider."""
+        """Return the increase of this rank's part of matrix number `place`: alpha/rank · B·A in float32, or
+        in the adapters' dtype if that is wider."""
         factors = self._factors()
         a, b = (own[place] if self._is_moe else own for own in factors)
         dtype = torch.promote_types(a.dtype, torch.float32)
         return self.scale * (b.to(dtype) @ a.to(dtype))
 
     def factors_by_name(self) -> Iterator[tuple[str, Callable[[], Tensor]]]:
-        """This rank's part of each A and B, under the names of their entries."""
+        """Yield this rank's part of each A and B, under the names of their entries."""
         for place, of_entry in enumerate(self.pairs):
             for pair in of_entry:
                 for entry, read in ((pair.a, self._a), (pair.b, self._b)):
@@ -214,7 +216,7 @@ class Adapter(Module):
         return read(pair)[place] if self._is_moe else read(pair)
 
     def sharded(self) -> Iterator[tuple[str, ShardedTensor]]:
-        """(name in this module, what a Megatron checkpoint stores of it)."""
+        """Yield (name in this module, sharded tensor to store in a Megatron checkpoint)."""
         parameter: Any
         for name, parameter in self.named_parameters():
             offsets, rank = [], self.shard[0]
@@ -235,7 +237,7 @@ class Adapter(Module):
 
 
 def _initial(entry: Entry, seed: int, rank: int, ranks: int, device: torch.device) -> Tensor:
-    """This rank's part of an A, drawn by its own name."""
+    """Return this rank's part of an A, drawn from a seed of its own name."""
     if device.type == "meta":
         return torch.empty(entry.shard_shape(rank, ranks), device=device)
     digest = hashlib.sha256(f"{seed} {entry.pieces[0].name}".encode()).digest()
@@ -248,8 +250,8 @@ def _initial(entry: Entry, seed: int, rank: int, ranks: int, device: torch.devic
 
 
 def sharded_adapters(chunk: Module) -> dict[str, ShardedTensor]:
-    """Return the adapters' sharded tensors by the names that parameters have in a part of the model that is
-    not wrapped."""
+    """Return the adapters' sharded tensors, by their parameters' names in a part of the model that is not
+    wrapped."""
     return {
         f"{module}.{name}": sharded
         for module, adapter in chunk.named_modules()
@@ -259,13 +261,13 @@ def sharded_adapters(chunk: Module) -> dict[str, ShardedTensor]:
 
 
 def adapter_values(chunks: Sequence[Module]) -> dict[str, Callable[[], Tensor]]:
-    """Functions that give this rank's part of each A and B, by the names of `lora_entries`."""
+    """Return functions that give this rank's part of each A and B, by the names of `lora_entries`."""
     return {name: read for adapter, _ in _adapters(chunks) for name, read in adapter.factors_by_name()}
 
 
 def merged_values(chunks: Sequence[Module]) -> Mapping[str, Callable[[], Tensor]]:
-    """Functions that give this rank's part of each matrix as the model computes with it, by global name:
-    summed with what adapters add in at least float32, and rounded once to the matrix's dtype."""
+    """Return functions that give this rank's part of each matrix as the model computes with it, by global
+    name: summed with the adapters' part in at least float32, and rounded once to the matrix's dtype."""
     found = {}
     for adapter, linear in _adapters(chunks):
         for place, entry in enumerate(adapter.entries):
@@ -279,17 +281,17 @@ def _merged(weight: Tensor, adapter: Adapter, place: int) -> Tensor:
 
 
 def offered_adapters(chunks: list[Any], shape: ModelShape, model: ModelConfig) -> Adapters | None:
-    """The adapters of all ranks, for who saves them; None where there are none. Collective."""
+    """Return the adapters of all ranks, for saving; None if there are none. Collective."""
     lora = chosen_lora(model, shape)
     if lora is None:
         return None
-    assert model.hf_checkpoint is not None  # check_config saw to it
+    assert model.hf_checkpoint is not None  # check_config has checked it
     export = HFExport(chunks, shape, values=adapter_values(chunks), entries=list(lora_entries(shape, lora)))
     return Adapters(export, shape, lora, model.hf_checkpoint)
 
 
 def _adapters(chunks: Sequence[Module]) -> Iterator[tuple[Adapter, Module]]:
-    """Yield each adapter with the layer beside which it stands."""
+    """Yield each adapter with its layer."""
     for chunk in chunks:
         for module in chunk.modules():
             if isinstance(adapter := getattr(module, "lora", None), Adapter):

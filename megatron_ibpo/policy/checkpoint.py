@@ -1,4 +1,4 @@
-"""Contents of a Megatron distributed checkpoint of policy and critic, and how any layout loads it."""
+"""Content of a Megatron distributed checkpoint of policy and critic, and loading it under any layout."""
 
 import io
 import re
@@ -29,16 +29,19 @@ from megatron_ibpo.weights.formats.torch_dist import ROWS_MAY_BE_PADDED, StoredC
 from megatron_ibpo.weights.weight_errors import CheckpointError, first_line, listed
 
 CRITIC = "critic"
-"""Directory in a checkpoint: tensors of both models have the same names."""
+"""Directory of the critic in a checkpoint; the tensors of both models have the same names."""
 Trained = Trainer | Critic | Mtp
 MTP = "mtp_"
-"""Begins what a checkpoint keeps of the multi-token prediction layer, tensors apart."""
+"""Prefix of a checkpoint's state of the multi-token prediction layer, except tensors."""
 
 
 def saved_state(trained: Trainer | Critic) -> dict[str, Any]:
-    """Return everything that a checkpoint keeps of a model: weights, optimizer and schedule, as Megatron
-    names shards, and the same of the layer that is trained beside it under names of its own. Of a model
-    with adapters only these are kept."""
+    """Return everything that a checkpoint keeps of a model: weights, optimizer and schedule, with Megatron's
+    shard names.
+
+    The layer trained beside it is included, under names of its own. For a model with adapters only these are
+    kept.
+    """
     state: dict[str, Any] = {}
     for prefix, part in _parts(trained):
         models = _models(part.chunks, is_loading=False)
@@ -61,18 +64,18 @@ def _prefixed(prefix: str, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def load_checkpoint(trainer: Trainer, checkpoint: Path, critic: Critic | None = None) -> tuple[str, ...]:
-    """Restore weights, optimizer state and schedule, saved under whatever layout, and under the same layout
-    the scales of FP8.
+    """Restore weights, optimizer state and schedule, saved under any layout; under the same layout also FP8
+    scales.
 
     A checkpoint of weights alone, as the conversion tools write, leaves optimizer, schedule and critic new.
 
     Returns:
-        what the user is to know: what has not been restored, and why.
+        notes for the user: what has not been restored, and why.
 
     Raises:
-        CheckpointError: the checkpoint is damaged or unsafe, or holds NaN, another model, or no critic where
-            there is one, or only one of its optimizer and this one is sharded over data-parallel ranks; or it
-            was trained with other adapters, beside another model, or without any.
+        CheckpointError: the checkpoint is damaged or unsafe, or holds NaN, another model, or no critic
+            although one is trained. Or only one of its optimizer and this one is sharded over data-parallel
+            ranks. Or it was trained with other adapters, beside another model, or without any.
     """
     world = trainer.world
     world.on_all_ranks(lambda: check_integrity(checkpoint, world.rank, world.size))
@@ -108,8 +111,8 @@ def load_checkpoint(trainer: Trainer, checkpoint: Path, critic: Critic | None = 
 
 
 def _differing_sizes(saved: Mapping[str, Any], present: ParallelConfig) -> list[str]:
-    """Return the dimensions in which the saved model was divided otherwise than this one. FP8 scales are
-    named by these parts."""
+    """Return the dimensions in which the saved model was divided differently. FP8 scales are named by these
+    parts."""
     sizes = {f"{axis}_model_parallel_size" for axis in ("tensor", "pipeline", "expert")}
     sizes |= {"expert_tensor_parallel_size"}
     return [
@@ -129,7 +132,7 @@ def _is_fp8(trained: Trained) -> bool:
 
 
 def _restore(trained: Trainer | Critic, directory: Path, vocab_size: int, *, with_scales: bool) -> None:
-    # a critic's head has a row for its value and none for the vocabulary
+    # a critic's head has one row, for its value, and none for the vocabulary
     keys = ROWS_MAY_BE_PADDED[:1] if isinstance(trained, Critic) else ROWS_MAY_BE_PADDED
     wanted: dict[str, Any] = {}
     for prefix, part in _parts(trained):
@@ -148,10 +151,11 @@ def _restore(trained: Trainer | Critic, directory: Path, vocab_size: int, *, wit
 
 
 def load_weights(chunks: Sequence[Any], checkpoint: Path, vocab_size: int) -> None:
-    """Fill this rank's models, wrapped by DDP or not, from a checkpoint, converting to their dtype.
+    """Fill this rank's models, wrapped by DDP or not, from a checkpoint, cast to their dtype.
 
     Args:
-        vocab_size: true vocabulary; rows beyond it are padding, which a checkpoint may have or not.
+        vocab_size: true size of the vocabulary; rows beyond it are padding, which a checkpoint may or may not
+            have.
 
     Raises:
         CheckpointError: the checkpoint is damaged or unsafe, or holds NaN or another model.
@@ -162,7 +166,7 @@ def load_weights(chunks: Sequence[Any], checkpoint: Path, vocab_size: int) -> No
 def _load(
     wanted: dict[str, Any], checkpoint: Path, vocab_size: int, keys: Sequence[str] = ROWS_MAY_BE_PADDED
 ) -> dict[str, Any]:
-    # reads all pickles safely first: Megatron unpickles them as they come
+    # reads all pickles safely first: Megatron unpickles them unchecked
     StoredCheckpoint(checkpoint).check_vocabulary(vocab_size, keys)
     try:
         return dist_checkpointing.load(wanted, str(checkpoint))
@@ -173,8 +177,8 @@ def _load(
 
 
 def _reason(error: BaseException) -> str:
-    """Return the reason of an error in one line. torch's exception holds those of all ranks, each with a
-    traceback."""
+    """Return the reason of an error in one line. torch's exception holds the reasons of all ranks, each with
+    a traceback."""
     inner = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
     return f"{type(inner).__name__}: {first_line(inner)[:500]}"
 
@@ -191,7 +195,7 @@ def _fill(chunks: Sequence[Any], state: dict[str, Any], checkpoint: Path, prefix
         model = _unwrapped(chunk)
         filled = model.load_state_dict(own, strict=False)
         frozen = {name for name, weight in model.named_parameters() if not weight.requires_grad}
-        if frozen:  # of adapters alone
+        if frozen:  # a checkpoint of adapters alone
             frozen |= {name for name, _ in model.named_buffers()}
         lacks = [n for n in filled.missing_keys if not (_is_extra_state(n) or n in frozen)]
         if lacks or filled.unexpected_keys:
@@ -202,22 +206,22 @@ def _fill(chunks: Sequence[Any], state: dict[str, Any], checkpoint: Path, prefix
 
 
 def _is_extra_state(name: str) -> bool:
-    """Return whether a key is Transformer Engine's FP8 state: scales. Its grouped layers number them."""
+    """Return whether a key is Transformer Engine's FP8 state: scales. Grouped layers number them."""
     return re.fullmatch(r"_extra_state\d*", name.rpartition(".")[2]) is not None
 
 
 def _stored_scales(directory: Path) -> frozenset[str]:
-    """Keys of the extra state that a checkpoint holds; a conversion has none."""
+    """Return the keys of the extra state in a checkpoint; a conversion has none."""
     places = read_metadata(directory).storage_data
     return frozenset(index.fqn for index in places if "_extra_state" in index.fqn)
 
 
 def _check_scales(value: Any, checkpoint: Path, name: str) -> None:
-    """A pickle in a tensor of bytes, empty without FP8, which Transformer Engine reads as it is: it is read
-    first by what cannot run code.
+    """Check, with an unpickler that cannot run code, a pickle that Transformer Engine would load unchecked.
+    It is a tensor of bytes, empty without FP8.
 
     Raises:
-        CheckpointError: it is something else, or asks for more than scales need.
+        CheckpointError: the tensor holds something else, or asks for more than scales need.
     """
     try:
         if value.numel():
@@ -230,7 +234,7 @@ def _check_scales(value: Any, checkpoint: Path, name: str) -> None:
 
 
 def _check_optimizer(trained: Trained, directory: Path) -> None:
-    """A NaN among its means would make the next step's weights NaN."""
+    """Refuse NaN in the optimizer's moments: the next step's weights would be NaN."""
     for optimizer in _optimizers(trained):
         for state in optimizer.optimizer.state.values():
             for name, value in state.items():
@@ -244,8 +248,8 @@ def _metadata() -> dict[str, Any]:
         # one optimizer for dense and expert parameters each: without the flag their keys depend on EP
         "chained_optim_avoid_prefix": True,
         "distrib_optim_sharding_type": "fully_reshardable",
-        # a sharded optimizer's state is gathered in host memory: else every rank would hold a whole buffer in
-        # fp32 on its GPU, and all of them in host memory
+        # a sharded optimizer's state is gathered in host memory: otherwise every rank would hold a whole
+        # buffer in fp32 on its GPU, and all of them in host memory
         "distrib_optim_fully_reshardable_mem_efficient": True,
         "non_homogeneous_layers": True,
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
@@ -258,7 +262,7 @@ def _models(
     """Return the state that Megatron names for each chunk.
 
     Args:
-        scales: keys of the extra state that is to be loaded.
+        scales: keys of the extra state to load.
     """
     models = {f"model{index}": _model(_unwrapped(chunk)) for index, chunk in enumerate(chunks)}
     if not is_loading:
@@ -274,38 +278,38 @@ def _models(
 
 
 def _model(chunk: Any) -> dict[str, Any]:
-    """Return the state of one chunk: its adapters alone where it has some, else its weights."""
+    """Return the state of one chunk: only its adapters if it has some, otherwise its weights."""
     return sharded_adapters(chunk) or chunk.sharded_state_dict(metadata=_metadata())
 
 
 def _unwrapped(chunk: Any) -> Any:
-    """It may be wrapped by DDP."""
+    """Return the chunk without its DDP wrapper, if it has one."""
     return getattr(chunk, "module", chunk)
 
 
 def _progress(trained: Trained, models: dict[str, Any], *, is_loading: bool) -> dict[str, Any]:
-    """Optimizer and schedule."""
+    """Return the state of optimizer and schedule."""
     optimizer = trained.optimizer.sharded_state_dict(models, is_loading=is_loading, metadata=_metadata())
     return {"optimizer": _without_classes(optimizer), "scheduler": trained.scheduler.state_dict()}
 
 
 def _without_classes(state: Any) -> Any:
-    """Return the state without what would be pickled as code: an optimizer in host memory names the classes
-    it is made of among its settings, and no checkpoint with such an entry can be read."""
+    """Return the state without the classes that would be pickled as code. An optimizer in host memory names
+    the classes it is made of among its settings, and a checkpoint with such an entry cannot be read."""
     if isinstance(state, dict):
         return {key: _without_classes(own) for key, own in state.items() if not isinstance(own, type)}
     return [_without_classes(own) for own in state] if isinstance(state, list) else state
 
 
 def _optimizers(trained: Trained) -> Sequence[Any]:
-    """Megatron's, of dense and of expert parameters."""
+    """Return Megatron's optimizers, of dense and of expert parameters."""
     return getattr(trained.optimizer, "chained_optimizers", [trained.optimizer])
 
 
 @contextmanager
 def _state_to_save(trained: Trained) -> Iterator[list[Any]]:
-    """Give optimizers that have not taken a step yet the state that their first step starts from, while it is
-    saved. Megatron saves what it finds, and would not load a checkpoint without it.
+    """Give optimizers that have not stepped yet the state that their first step starts from, while it is
+    saved. Megatron saves the state as it is, and could not load a checkpoint without it.
 
     Yields:
         these optimizers.
@@ -320,11 +324,11 @@ def _state_to_save(trained: Trained) -> Iterator[list[Any]]:
         yield fresh
     finally:
         for own in fresh:
-            own.optimizer.state.clear()  # torch's Adam takes no step with a state that it has not made
+            own.optimizer.state.clear()  # torch's Adam takes no step with a state that it has not created
 
 
 def _add_step_0(trained: Trained, fresh: Sequence[Any], saved: dict[Any, Any]) -> None:
-    """Add the step of torch's Adam where it is 0, which Megatron takes for none and leaves out."""
+    """Add the step of torch's Adam if it is 0, which Megatron takes for absent and leaves out."""
     optimizers = _optimizers(trained)
     for index, own in enumerate(optimizers):
         # a sharded optimizer saves it with its tensors
@@ -335,22 +339,22 @@ def _add_step_0(trained: Trained, fresh: Sequence[Any], saved: dict[Any, Any]) -
 
 
 def _torch_optimizers(trained: Trained) -> Iterator[DistributedOptimizer]:
-    """Sharded optimizers around torch's Adam, with which megatron-core 0.19 does not load as it is."""
+    """Yield sharded optimizers around torch's Adam; megatron-core 0.19 cannot load these unaided."""
     for optimizer in _optimizers(trained):
         if isinstance(optimizer, DistributedOptimizer) and isinstance(optimizer.optimizer, torch.optim.Adam):
             yield optimizer
 
 
 def _allocate_torch_state(trained: Trained) -> None:
-    """Megatron looks for `step` in a state that torch's Adam only has after a first step."""
+    """Create the state with `step` that torch's Adam has only after a first step; Megatron looks for it."""
     for optimizer in _torch_optimizers(trained):
         if not optimizer.optimizer.state:
             optimizer._init_optimizer_states_with_dummy_values()
 
 
 def _step_left_alone() -> AbstractContextManager[Any]:
-    """Megatron fills in every tensor of a parameter's state, and has none for torch's `step`, which it has
-    set before."""
+    """Keep Megatron from filling in `step`. It fills every tensor of a parameter's state, and has none for
+    torch's `step`, which it has already set."""
     fill_in = DistributedOptimizer._set_main_param_and_optimizer_states
 
     def fill_in_all_but_step(self: Any, parameter: Any, tensors: dict[str, Any]) -> None:
@@ -362,7 +366,8 @@ def _step_left_alone() -> AbstractContextManager[Any]:
 
 
 def _give_each_parameter_its_step(trained: Trained) -> None:
-    """Megatron loads one `step` tensor for all parameters, and each of them would count it up."""
+    """Give each parameter its own `step`. Megatron loads one tensor for all, and each of them would count it
+    up."""
     for optimizer in _torch_optimizers(trained):
         for state in optimizer.optimizer.state.values():
             state["step"] = state["step"].clone()

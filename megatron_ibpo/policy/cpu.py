@@ -1,7 +1,7 @@
-"""Megatron-core on machines without CUDA. The one module that knows CUDA is absent.
+"""Megatron-core on machines without CUDA. The only module that deals with the absence of CUDA.
 
-megatron-core 0.19.2 takes CUDA for granted in about sixty places of the paths that a trainer executes,
-but nothing of it needs a GPU: gloo serves all its collectives. `activate()` puts CPU stand-ins there:
+megatron-core 0.19.2 takes CUDA for granted in about sixty places of the paths that a trainer executes, but
+nothing of it needs a GPU: gloo serves all its collectives. `activate()` puts CPU stand-ins there:
 
 1. `torch.cuda` functions that ask for, set or wait on a device (`CUDA_FUNCTIONS`): the device is the CPU,
    waiting is over at once, memory statistics are 0, the random generator is the CPU's.
@@ -18,8 +18,8 @@ but nothing of it needs a GPU: gloo serves all its collectives. `activate()` put
 8. torch.compile (Megatron's `jit_fuser`): gives functions back as they are. Compiling took 27 s for a step
    that runs in 0.1 s, and importing the compiler nearly 2 s.
 
-Call it in trainer processes only; the vLLM process must not see it. It does nothing where CUDA is
-available. `tests/policy/test_cpu.py` pins the sites to the Megatron version, so that an upgrade is noticed.
+Call it in trainer processes only; the vLLM process must not see it. It does nothing where CUDA is available.
+`tests/policy/test_cpu.py` pins the sites to the Megatron version, so that an upgrade is noticed.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ CUDA_TYPE_NAMES = (
 
 
 class NullStream:
-    """A stream on which everything is done by the time it is asked for. There is only one."""
+    """A stream on which all work is already done. There is only one."""
 
     cuda_stream = 0
     _only: NullStream | None = None
@@ -79,7 +79,7 @@ class NullStream:
 
 
 class NullEvent:
-    """An event that has happened."""
+    """An event that has already happened."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
     def record(self, _stream: Any = None) -> None: ...
@@ -115,7 +115,7 @@ CUDA_FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 
 class _TorchOnCpu(ModuleType):
-    """torch, except that its tensor factories take the CPU for "cuda", and pin no memory."""
+    """torch, with tensor factories that take the CPU for "cuda" and pin no memory."""
 
     def __init__(self) -> None:
         super().__init__("torch")
@@ -152,7 +152,7 @@ def _as_numpy_if_asked(tensor: Any, as_numpy: bool = False, record_stream: bool 
 
 
 def _as_it_is(function: Any = None, **_: Any) -> Any:
-    """torch.compile, as a call or a decorator."""
+    """Stand in for torch.compile, as a call or a decorator; return the function unchanged."""
     return _as_it_is if function is None else function
 
 
@@ -171,7 +171,7 @@ def activate() -> None:
 
     cuda: Any = torch.cuda
     for name, function in CUDA_FUNCTIONS.items():
-        # each an object of its own: torch.compile's tables, if imported, refuse one that has two names
+        # a separate object for each: torch.compile's tables, if imported, refuse one object under two names
         setattr(cuda, name, partial(function))
     cuda.random.get_rng_state = CUDA_FUNCTIONS["get_rng_state"]
     cuda.random.set_rng_state = CUDA_FUNCTIONS["set_rng_state"]

@@ -25,7 +25,7 @@ from megatron_ibpo.policy.planning import MiniBatch, RankForward, RankUpdate
 
 
 class ValueHead(torch.nn.Module):
-    """One number from each hidden state, instead of GPTModel's output layer. Starts at 0.
+    """A head with one number per hidden state, in place of GPTModel's output layer. Starts at 0.
 
     It is the same on every tensor-parallel rank, and so is its gradient, since each sees all rows.
     """
@@ -37,7 +37,7 @@ class ValueHead(torch.nn.Module):
         self.bias = torch.nn.Parameter(torch.zeros(1, dtype=dtype, device=device))
 
     def forward(self, hidden_NBH: Tensor, **_: Any) -> tuple[Tensor, None]:
-        """(values [N, B, 1] in fp32, None for the bias, as Megatron's linear layers)."""
+        """Return (values [N, B, 1] in fp32, None for the bias, as Megatron's linear layers do)."""
         if self.sequence_parallel:
             hidden_NBH = gather_from_sequence_parallel_region(hidden_NBH, tensor_parallel_output_grad=False)
         return F.linear(hidden_NBH.float(), self.weight.float(), self.bias.float()), None
@@ -46,8 +46,8 @@ class ValueHead(torch.nn.Module):
 def value_loss(
     values_N: Tensor, old_values_N: Tensor, returns_N: Tensor, clip: float
 ) -> tuple[Tensor, Tensor]:
-    """½ max((v - R)², (clip(v, v_old ± ε) - R)²) of each row, and where the clip is what counts (as in PPO's
-    reference implementation; arXiv 2005.12729, section 3)."""
+    """Return ½ max((v - R)², (clip(v, v_old ± ε) - R)²) of each row, and where the clipped term is the larger
+    (as in PPO's reference implementation; arXiv 2005.12729, section 3)."""
     move_N = values_N - old_values_N
     bounded_N = torch.where(move_N.abs() > clip, old_values_N + move_N.clamp(-clip, clip), values_N)
     plain_N, clipped_N = (values_N - returns_N).square(), (bounded_N - returns_N).square()
@@ -60,7 +60,7 @@ class Critic:
     def __init__(self, chunks: list[Any], config: Config, world: World, total_updates: int):
         """
         Args:
-            chunks: what `build_value_model` made for this rank.
+            chunks: result of `build_value_model` on this rank.
         """
         self.config, self.world = config, world
         lr = config.optimizer.critic_lr
@@ -73,12 +73,12 @@ class Critic:
         return found if is_reporting_rank() else []
 
     def update(self, share: RankUpdate) -> dict[str, float]:
-        """One rollout's optimizer steps towards the `returns` of the sequences; every trained token of a
+        """Take one rollout's optimizer steps towards the sequences' `returns`; every trained token of a
         mini-batch counts the same. Collective.
 
         Returns:
-            metrics, the same on every rank. `critic_updates_skipped` counts steps that were not taken
-            because the loss or the gradient was not finite.
+            metrics, the same on every rank. `critic_updates_skipped` counts steps that were not taken because
+            the loss or the gradient was not finite.
         """
         steps = [self._optimizer_step(part) for part in share]
         finish_gathers(self.chunks)
@@ -119,7 +119,7 @@ def _values_output(_: PackedBatch, values_1N1: Tensor) -> Tensor:
 def _loss_output(
     tokens: int, clip: float, scale: float, batch: PackedBatch, values_1N1: Tensor
 ) -> tuple[Tensor, Observed]:
-    """(scaled loss, sums over trained rows of loss, |v - R| and clipped rows)."""
+    """Return (scaled loss, sums over trained rows of loss, |v - R| and clipped rows)."""
     if batch.returns_N is None or batch.values_N is None:  # nothing but padding: `plan_value_update` checked
         return values_1N1.sum() * 0.0, {"loss": 0.0, "error": 0.0, "clipped": 0.0}
     mask_N, values_N = batch.rows.response_mask_N, values_1N1[0, :, 0]

@@ -1,4 +1,4 @@
-"""Packed micro-batches through a Megatron model, and its optimizer: what policy and critic share."""
+"""Packed micro-batches through a Megatron model, and its optimizer: the code that policy and critic share."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -40,15 +40,16 @@ from megatron_ibpo.policy.planning import MicroBatch
 from megatron_ibpo.policy.routing_replay import RoutingReplay
 
 QUANTIZED_ROWS = 128
-"""Under fp8 and fp4 a rank's rows come in multiples of it: blocks of scales have 32 or 128, others need 8."""
+"""Under fp8 and fp4 a rank's rows are a multiple of this: blocks of scales have 32 or 128 rows, others need
+8."""
 
 Values = Callable[[PackedBatch, Tensor], Tensor]
-"""(micro-batch, output of the last stage) → [N], a value of each row."""
+"""(micro-batch, output of the last stage) → [N], one value per row."""
 Observed = Mapping[str, Tensor | float]
-"""Numbers of a micro-batch by name. Those that are computed stay scalars on the device, without a gradient:
-the host, which launches the next micro-batch meanwhile, waits for none of them."""
+"""Numbers of a micro-batch by name. Computed ones stay scalars on the device, without a gradient: the host,
+which launches the next micro-batch meanwhile, waits for none of them."""
 Loss = Callable[[float, PackedBatch, Tensor], tuple[Tensor, Observed]]
-"""(scale, micro-batch, output of the last stage) → (loss times scale, what was observed)."""
+"""(scale, micro-batch, output of the last stage) → (loss times scale, observed numbers)."""
 
 
 def make_trainable(
@@ -58,16 +59,16 @@ def make_trainable(
     total_updates: int,
     processor: Callable[..., Tensor] | None = None,
 ) -> tuple[list[Any], Any, OptimizerParamScheduler]:
-    """This rank's part of a model under data parallelism, its optimizer and its schedule.
+    """Return this rank's part of a model under data parallelism, its optimizer and its schedule.
 
     Args:
-        chunks: what `build_model` made for this rank.
+        chunks: result of `build_model` on this rank.
         lr: peak learning rate.
         total_updates: optimizer steps of the whole run, for the learning-rate schedule.
-        processor: GPTModel's `output_processor` in all passes, instead of its output layer.
+        processor: GPTModel's `output_processor` in all passes, in place of its output layer.
 
     Raises:
-        ValueError: --overlap-param-gather with a model that it does not serve, or settings that Megatron's
+        ValueError: --overlap-param-gather with a model that does not support it, or settings that Megatron's
             optimizer refuses.
     """
     ddp_config = DistributedDataParallelConfig(
@@ -81,7 +82,7 @@ def make_trainable(
     if config.parallel.overlap_param_gather:
         uncalled = [find_uncalled(chunk, partial(_forward_nothing, chunk, processor)) for chunk in chunks]
     wrapped = [
-        # as Megatron-LM: only what the last part of a backward pass reduces has nothing to hide behind
+        # as in Megatron-LM: only the reduction of a backward pass's last part has nothing to overlap with
         DistributedDataParallel(model_config, ddp_config, chunk, disable_bucketing=number > 0)
         for number, chunk in enumerate(chunks)
     ]
@@ -99,16 +100,16 @@ def make_trainable(
 
 
 def _drop_unused(optimizer: Any) -> None:
-    """Drop Megatron's optimizer without parameters. There is one where only experts have adapters, so that
-    nothing dense is trained; it steps and cannot be saved."""
+    """Drop Megatron's optimizer that has no parameters. It exists if only experts have adapters, so that
+    nothing dense is trained; it steps but cannot be saved."""
     parts = optimizer.chained_optimizers
     optimizer.chained_optimizers = [part for part in parts if part.optimizer is not None]
 
 
 def _count_padding(chunk: Any) -> None:
-    """Megatron's checkpoint of a sharded optimizer leaves out the padding at the end of buckets, and then
-    looks for each parameter's state where it lies with the padding. After a bucket that has some, every
-    parameter would be saved with a part of another's state. Padding that counts as contents stays in."""
+    """Make Megatron count the padding of buckets as content when it saves a sharded optimizer.  It leaves out
+    the padding at the end of buckets, but looks for each parameter's state at its place with the padding.
+    After a padded bucket, every parameter would be saved with a part of another's state."""
     for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
         buffer.numel_unpadded = buffer.numel
         for bucket in buffer.buckets:
@@ -125,17 +126,18 @@ def infer(
     *,
     records: list[tuple[int, ExpertIds]] | None = None,
 ) -> list[tuple[int, Floats]]:
-    """`values` of every response token in a pass without gradients and dropout. Collective.
+    """Return `values` of every response token from a pass without gradients and dropout. Collective.
 
     Args:
-        processor: GPTModel's `output_processor`, instead of its output layer.
-        routing: of the model's routers, where they choose what the micro-batches say; None: by themselves.
-        records: where to put what they chose of each sequence of this rank ([tokens but the last, this rank's
-            layers, K], by its index), on every stage; needs `routing`.
+        processor: GPTModel's `output_processor`, in place of its output layer.
+        routing: replay for the model's routers, which then choose as the micro-batches say; None: they choose
+            freely.
+        records: filled with the routers' choices for each sequence of this rank ([tokens but the last, this
+            rank's layers, K], by its index), on every stage; needs `routing`.
 
     Returns:
-        (index in the list that was planned, one float32 for each response token, 0 where the loss mask is
-        False) of each sequence of this rank, on ranks of the last stage; nothing elsewhere.
+        (index in the planned list, one float32 per response token, 0 where the loss mask is False) of each
+        sequence of this rank, on ranks of the last stage; empty elsewhere.
     """
     if not packs:
         return []
@@ -172,22 +174,25 @@ def accumulate_gradients(
     processor: Callable[..., Tensor] | None = None,
     routing: RoutingReplay | None = None,
 ) -> list[dict[str, float]]:
-    """Fill the gradient buffers with the gradient of the sum of losses over the micro-batches of all ranks,
-    which must not be empty, reduced over the ranks; what was in them is gone. Collective.
+    """Fill the gradient buffers with the gradient of the sum of losses over all ranks' micro-batches.
+    Collective.
+
+    There must be at least one micro-batch. Gradients are reduced over the ranks; the buffers' old content is
+    lost.
 
     Args:
-        routing: as for `infer`.
+        routing: see `infer`.
 
     Returns:
-        what was observed of every rank's micro-batches, in the order of ranks and micro-batches, the same on
-        every rank. Ranks that share sequences have each observed their own rows.
+        the observed numbers of every rank's micro-batches, in the order of ranks and micro-batches, the same
+        on every rank. Ranks that share sequences each observe their own rows.
     """
     batches = _lay_out_all(packs, world.device, chunks[0].config)
     for chunk in chunks:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
     # Megatron divides by the micro-batches and averages over data-parallel ranks; the loss is a sum. Ranks
-    # that share sequences have a gradient of their own rows each, and Megatron adds those up.
+    # that share sequences each have a gradient of their own rows, and Megatron adds those up.
     scale = len(batches) * parallel_state.get_data_parallel_world_size()
     observed = _run(chunks, batches, partial(loss, scale), processor, routing, forward_only=False)
     parts = world.all_gather(_on_host(observed) if _has_own_rows() else [])
@@ -205,10 +210,10 @@ def _on_host(observed: Sequence[Observed]) -> list[dict[str, float]]:
 
 
 def _lay_out_all(packs: Sequence[PackedArrays], device: torch.device, model: Any) -> list[PackedBatch]:
-    """This rank's micro-batches as tensors.
+    """Return this rank's micro-batches as tensors.
 
     Args:
-        model: its TransformerConfig.
+        model: the model's TransformerConfig.
     """
     multiple, context = parallel_state.get_tensor_model_parallel_world_size(), _context()
     if model.fp8 or model.fp4:
@@ -234,10 +239,10 @@ def _run(
     forward_only: bool,
     records: bool = False,
 ) -> list[Any]:
-    """Every micro-batch through the pipeline.
+    """Run every micro-batch through the pipeline.
 
     Args:
-        output: (micro-batch, output of the last stage) → (loss, what is kept of it).
+        output: (micro-batch, output of the last stage) → (loss, what to keep of it).
 
     Returns:
         what was kept of each, on ranks of the last stage.
@@ -265,7 +270,7 @@ def _run(
 
 
 def _forward(model: Any, batch: PackedBatch, processor: Callable[..., Tensor] | None) -> Tensor:
-    """A micro-batch through this rank's part of the model."""
+    """Run a micro-batch through this rank's part of the model."""
     return model(
         batch.input_ids_1N,
         batch.position_ids_1N,
@@ -287,7 +292,7 @@ def packed_sequences(batch: PackedBatch) -> PackedSeqParams:
 
 
 def _forward_nothing(model: Any, processor: Callable[..., Tensor] | None) -> None:
-    """Padding through this rank's part of the model, without the rest of the pipeline."""
+    """Run padding through this rank's part of the model, without the rest of the pipeline."""
     weight = next(model.parameters())
     (batch,) = _lay_out_all([pack(MicroBatch((), ()))], weight.device, model.config)
     if not model.pre_process:
@@ -300,19 +305,21 @@ def _forward_nothing(model: Any, processor: Callable[..., Tensor] | None) -> Non
 
 
 def is_reporting_rank() -> bool:
-    """One rank for each data-parallel share of the last stage holds the results."""
+    """Return whether this rank holds the results; one rank does for each data-parallel share of the last
+    stage."""
     return _has_own_rows() and parallel_state.get_context_parallel_rank() == 0
 
 
 def _has_own_rows() -> bool:
-    """One rank for each share of the rows of the last stage."""
+    """Return whether this rank stands for its share of the rows of the last stage; one rank per share
+    does."""
     return parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0
 
 
 def _optimizer_config(config: Config, lr: float) -> MegatronOptimizerConfig:
     """
     Raises:
-        ValueError: --use-precision-aware-optimizer without Transformer Engine, or as `optimizer_overrides`.
+        ValueError: --use-precision-aware-optimizer without Transformer Engine, or see `optimizer_overrides`.
     """
     chosen, overrides = config.optimizer, optimizer_overrides(config)
     if chosen.use_precision_aware_optimizer and not (chosen.optimizer_cpu_offload or HAVE_TE):
@@ -333,7 +340,7 @@ def _optimizer_config(config: Config, lr: float) -> MegatronOptimizerConfig:
         "params_dtype": torch.bfloat16 if config.model.bf16 else torch.float32,
         "use_distributed_optimizer": config.parallel.use_distributed_optimizer,
         "use_precision_aware_optimizer": chosen.use_precision_aware_optimizer,
-        # saved they would be taken for master weights
+        # saved, they would be taken for master weights
         "store_param_remainders": False,
         "optimizer_cpu_offload": chosen.optimizer_cpu_offload,
         "optimizer_offload_fraction": 1.0,

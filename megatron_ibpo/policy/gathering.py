@@ -1,9 +1,9 @@
-"""The state of a sharded optimizer, brought together in main memory for a checkpoint.
+"""Gathering of a sharded optimizer's state in main memory for a checkpoint.
 
-In the place of Megatron's `DistributedOptimizer.get_parameter_state_dp_zero`, with the same result: that one
-has all kinds of state of a bucket beside the whole at once, and most buffers are a single bucket, so that the
-first data-parallel rank comes to 24 bytes a parameter and 12 of its own shard. Here one kind comes after the
-other: 16, and 4 of the shard.
+This replaces Megatron's `DistributedOptimizer.get_parameter_state_dp_zero`, with the same result. Megatron's
+holds all kinds of state of a bucket beside the whole at once, and most buffers are a single bucket. So the
+first data-parallel rank needs 24 bytes per parameter and 12 per parameter of its own shard. Here one kind
+comes after the other: 16, and 4 for the shard.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,12 +18,13 @@ from torch import Tensor
 
 
 def gathered_by_kind() -> AbstractContextManager[Any]:
-    """Within, Megatron gathers a sharded optimizer's state as this module does."""
+    """Make Megatron gather a sharded optimizer's state with this module, within the context."""
     return mock.patch.object(DistributedOptimizer, "get_parameter_state_dp_zero", _gather)
 
 
 def _gather(optimizer: Any, **_: Any) -> dict[Any, Any] | None:
-    """Megatron's dictionary on the first rank of the data-parallel group, None on the others. Collective."""
+    """Return Megatron's dictionary on the first rank of the data-parallel group, None on the others.
+    Collective."""
     kinds = ("param", *optimizer.optimizer_state_keys)
     group = optimizer.data_parallel_group_gloo
     state: dict[Any, Any] = {"buckets_coalesced": True}
@@ -37,8 +38,8 @@ def _gather(optimizer: Any, **_: Any) -> dict[Any, Any] | None:
 
 
 class _Scratch:
-    """Memory for the largest bucket, used for every bucket and kind: gloo's threads hold what was gathered a
-    little longer than the gather takes, so that memory made for each one would be there twice."""
+    """Memory for the largest bucket, reused for every bucket and kind. gloo's threads hold gathered data a
+    little longer than the gather takes, so fresh memory for each would exist twice."""
 
     def __init__(self, elements: int, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -46,12 +47,12 @@ class _Scratch:
         self._arrived = _on_host(elements) if group.rank() == 0 else None
 
     def shard(self, size: int) -> Tensor:
-        """[size] zeros."""
+        """Return zeros [size]."""
         return self._shard[:size].zero_()
 
     def brought_together(self, shard: Tensor) -> Tensor | None:
-        """Gather all ranks' shards, one behind the other, on the first rank. The result is valid until the
-        next call."""
+        """Gather all ranks' shards, one after another, on the first rank. The result is valid until the next
+        call."""
         first = dist.get_global_rank(self._group, 0)
         if self._arrived is None:
             dist.gather(shard, None, first, self._group)
@@ -62,11 +63,11 @@ class _Scratch:
 
 
 def _whole(optimizer: Any, buffer: Any, ranges: Sequence[Any], kind: str, scratch: _Scratch) -> Tensor | None:
-    """One kind of state of all parameters in a buffer, float32 [elements without padding]; None on ranks that
-    are not the first.
+    """Return one kind of state of all parameters in a buffer, float32 [elements without padding]; None except
+    on the first rank.
 
     Args:
-        ranges: by bucket: which part of each parameter is this rank's.
+        ranges: by bucket: the part of each parameter that is this rank's.
     """
     group = optimizer.data_parallel_group_gloo
     whole = _on_host(buffer.numel_unpadded) if group.rank() == 0 else None
@@ -83,7 +84,7 @@ def _whole(optimizer: Any, buffer: Any, ranges: Sequence[Any], kind: str, scratc
 
 
 def _fill(shard: Tensor, optimizer: Any, places: Mapping[Any, Any], kind: str) -> None:
-    """This rank's part of a bucket."""
+    """Fill in this rank's part of a bucket."""
     for parameter, ranges in places.items():
         place = ranges["gbuf_local"]
         tensors = optimizer._get_main_param_and_optimizer_states(parameter)

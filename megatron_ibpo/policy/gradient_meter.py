@@ -1,12 +1,13 @@
 """Signal-to-noise ratio of a step's policy gradient over its prompts.
 
-A step's gradient is the mean of one gradient per prompt. How far these differ (v, the trace of their
-covariance) against how long their mean is says how much of a step is signal. Both scale with the loss, their
-ratio does not, so the ratio is what may be compared between objectives:
+A step's gradient is the mean of one gradient per prompt. Their spread (v, the trace of their covariance),
+relative to the length of their mean, tells how much of a step is signal. Both scale with the loss, but their
+ratio does not, so only the ratio may be compared between objectives:
 
     SNR = (|g|² - v/P) / v
 
-over P prompts; v/P is what noise alone adds to |g|², so that pure noise reads 0 and not 1/P.
+over P prompts. v/P is the part of |g|² due to noise alone; without subtracting it, pure noise would read 1/P
+instead of 0.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -29,16 +30,16 @@ class GradientNoise:
     """Mean and spread of P per-prompt gradients."""
 
     snr: float | None
-    """signal / variance; None where the gradients do not differ at all."""
+    """signal / variance; None if the gradients do not differ at all."""
     variance: float
     """v: trace of the covariance of a prompt's gradient, unbiased."""
     signal: float
-    """|g|² of the expected gradient, unbiased: may be below 0 on noise."""
+    """|g|² of the expected gradient, unbiased; noise can make it negative."""
     prompts: int
     blocks: int
 
     def metrics(self, prefix: str = "") -> dict[str, float]:
-        """Return the metrics; those that may be compared between objectives come first."""
+        """Return the metrics, first those that may be compared between objectives."""
         snr = {} if self.snr is None else {f"{prefix}gradient_snr": self.snr}
         return snr | {
             f"{prefix}gradient_variance": self.variance,
@@ -47,14 +48,14 @@ class GradientNoise:
 
 
 def compare_with_gspo(trainer: Trainer, share: RankMeasure) -> dict[str, float]:
-    """Metrics of the run's objective on what the step trains on, and under the prefix gspo_ of GSPO on the
-    same responses with plain advantages. Collective."""
+    """Return metrics of the run's objective on the step's training data and, with the prefix gspo_, of GSPO
+    on the same responses with plain advantages. Collective."""
     config = trainer.config
     own = trainer.objective(aggregation(config, share.mean_length))
     gspo = gspo_objective(config, trainer.world.device)
     trained = ((block.prompts, trainer.as_trained(block.cut)) for block in share.own)
     noise = measure_gradient(trainer, trained, own)
-    # of the same sequences and loss it is the same, and on-policy ratios of 1 reach no clip
+    # with the same sequences and loss the result is the same, and on-policy ratios of 1 reach no clip
     ratios_are_1 = config.loss.old_logprobs == "recompute"
     same_loss = replace(own, params=gspo.params) == gspo and not config.loss.corrections and ratios_are_1
     plain = share.own if share.plain is None else share.plain
@@ -65,7 +66,7 @@ def compare_with_gspo(trainer: Trainer, share: RankMeasure) -> dict[str, float]:
 
 
 def as_sampled(blocks: Iterable[Block]) -> Iterator[Packed]:
-    """One block at a time, at ratio 1 and without a reference policy."""
+    """Yield one block at a time, at ratio 1 and without a reference policy."""
     for block in blocks:
         yield block.prompts, packed(block.cut.micro_batches)
 
@@ -73,20 +74,21 @@ def as_sampled(blocks: Iterable[Block]) -> Iterator[Packed]:
 def measure_gradient(
     trainer: Trainer, blocks: Iterable[Packed], objective: Objective
 ) -> GradientNoise | None:
-    """Measure at the trainer's present weights, which stay as they are; only gradient buffers are used.
+    """Measure at the trainer's present weights, which do not change; only gradient buffers are used.
+    Collective.
 
     The gradient of each block of prompts is computed by itself, under any layout: all ranks work on one block
-    at a time, as they do on a mini-batch. It costs one forward and backward of the sequences, and memory for
-    one more copy of the gradients. Collective.
+    at a time, as they do on a mini-batch. It costs one forward and backward pass over the sequences, and
+    memory for one more copy of the gradients.
 
     Args:
-        blocks: this rank's part of a whole step's, two blocks or more; weights as they are trained with.
-            Without old log-probs ratios are 1: the forward pass gives them. A prompt whose advantages are all
-            0 counts, with a gradient of 0. As many blocks as prompts: each is one, exact. Two halves are the
-            cheapest unbiased estimate, for models where a backward pass costs much.
+        blocks: this rank's part of a whole step's blocks, two or more, with training weights. Without old
+            log-probs ratios are 1: the forward pass gives them. A prompt whose advantages are all 0 counts,
+            with a gradient of 0. With as many blocks as prompts, the estimate is exact. Two halves are the
+            cheapest unbiased estimate, for models whose backward pass is expensive.
 
     Returns:
-        None where there are no blocks.
+        None if there are no blocks.
     """
     sizes, squares = [], []
     total = [torch.zeros_like(buffer) for buffer in trainer.gradient_buffers()]
@@ -111,7 +113,7 @@ def _add_gradient(
 
 
 def estimate_noise(sizes: Sequence[int], squares: Sequence[float], total_square: float) -> GradientNoise:
-    """The noise of one prompt's gradient from squared norms of blocks of prompts.
+    """Estimate the noise of one prompt's gradient from squared norms of blocks of prompts.
 
     With b_j the mean gradient of the m_j prompts of block j and g that of all P, Σ m_j |b_j - g|² has the
     expectation (k - 1) v over k blocks: the between-groups sum of squares of an analysis of variance. With

@@ -1,6 +1,6 @@
 """All trainer ranks as one policy, on the driver's side: no torch, no model.
 
-The driver's side: no torch, no model. How a call reaches the ranks is the caller's (`RankCalls`).
+The caller determines how a call reaches the ranks (`RankCalls`).
 """
 
 from collections.abc import Sequence
@@ -38,35 +38,36 @@ class RankCalls(Protocol):
         ...
 
     def share(self, value: Any) -> Any:
-        """An argument that several ranks get."""
+        """Return an argument that several ranks receive."""
         ...
 
     def restart(self, *arguments: Any) -> None:
-        """New ranks in the place of all."""
+        """Replace all ranks by new ones."""
         ...
 
 
 class Policy:
-    """The policy under training, and the critic where there is one."""
+    """The policy under training, and the critic if there is one."""
 
     def __init__(self, ranks: RankCalls, config: Config, world_size: int, cost: Cost) -> None:
         """
         Args:
-            cost: by which sequences are dealt to the data-parallel ranks.
+            cost: cost of a sequence, for dealing sequences to the data-parallel ranks.
         """
         self._ranks, self._config, self._cost = ranks, config, cost
         self._shares = [data_parallel_rank(rank, config.parallel, world_size) for rank in range(world_size)]
         self._passes: list[Passes] = []
         self._saves: list[str] = []
-        """Calls that every rank still has to answer for the save under way, each once it rests."""
+        """Outstanding calls of the save under way, one per rank; a rank answers once it has nothing left to
+        do for it."""
 
     def restart(self, checkpoint: Path | None) -> None:
-        """New trainers, with the weights of the checkpoint, or those that the run began with."""
+        """Start new trainers, with the weights of the checkpoint, or with the run's initial ones."""
         self._saves.clear()
         self._ranks.restart(self._config, checkpoint)
 
     def update(self, sequences: Sequence[TrainSequence]) -> dict[str, float]:
-        """One rollout's optimizer steps, of the policy and then of the critic; returns the metrics."""
+        """Take one rollout's optimizer steps, of the policy and then of the critic; return the metrics."""
         plan = plan_update(sequences, self._config, self._num_shares, self._cost)
         metrics = self._run("update", plan)[0] | update_metrics(sequences)
         if micro_batch_multiple(self._config) > 1:
@@ -77,7 +78,7 @@ class Policy:
         return metrics
 
     def logprobs(self, sequences: Sequence[TrainSequence]) -> list[Floats]:
-        """Log-prob of every response token under the present weights."""
+        """Return the log-prob of every response token under the present weights."""
         return self._forward("logprobs", sequences)
 
     def values(self, sequences: Sequence[TrainSequence]) -> list[Floats]:
@@ -87,26 +88,28 @@ class Policy:
     def measure_gradient(
         self, sequences: Sequence[TrainSequence], plain: Sequence[TrainSequence]
     ) -> dict[str, float]:
-        """Return how noisy the gradient of `sequences` is over prompts, and GSPO's gradient on `plain`."""
+        """Return the noise of the gradient of `sequences` over prompts, and of GSPO's gradient on `plain`."""
         plan = plan_measure(sequences, plain, self._config, self._num_shares, self._cost)
         return self._run("measure_gradient", plan)[0]
 
     def save(self, directory: Path, step: int, run_state: dict[str, Any], keep: Keep) -> None:
-        """Begin a Megatron checkpoint under `directory`, which all ranks reach; training may go on. It has
-        its name when `saved` says so. Waits for the one before.
+        """Begin a Megatron checkpoint under `directory`, which all ranks reach; training may go on. Waits for
+        the one before.
+
+        The checkpoint has its final name once `saved` returns True.
 
         Raises:
-            OSError, CheckpointError: nothing was begun, or that one failed.
+            OSError, CheckpointError: nothing was begun, or the one before failed.
         """
         self.saved(wait=True)
         self._ranks.all("save", directory, step, run_state, keep)
         self._saves = ["seal_save", "end_save"]
 
     def saved(self, *, wait: bool) -> bool:
-        """Return whether no save is under way any more. Brings it on; waits for it only with `wait`.
+        """Return whether no save is under way any more. Advances the save; waits for it only with `wait`.
 
         Raises:
-            OSError, CheckpointError: it failed, is over, and has left nothing.
+            OSError, CheckpointError: the save failed, is over, and has left nothing.
         """
         while self._saves:
             if not all(self._ranks.all("save_rests", wait)):
@@ -117,11 +120,11 @@ class Policy:
         return True
 
     def save_hf(self, directory: Path) -> None:
-        """The policy in Hugging Face format."""
+        """Write the policy in Hugging Face format."""
         self._ranks.all("save_hf", directory)
 
     def take_passes(self) -> list[Passes]:
-        """Return what was computed since the last take."""
+        """Return the passes computed since the last call."""
         taken, self._passes = self._passes, []
         return taken
 
@@ -136,7 +139,8 @@ class Policy:
         return merge_parts(self._run(method, plan), len(sequences))
 
     def _run(self, method: str, plan: Plan[Any]) -> list[Any]:
-        """Every rank gets the share of its data-parallel rank: sent once however many ranks want it."""
+        """Run `method` on every rank with the share of its data-parallel rank; a share is sent once however
+        many ranks get it."""
         shared = [self._ranks.share(plan.shares[share]) for share in range(self._num_shares)]
         self._passes.append(plan.passes)
         return self._ranks.each(method, [(shared[share],) for share in self._shares])

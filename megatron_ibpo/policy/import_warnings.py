@@ -1,4 +1,4 @@
-"""Megatron's remarks on every import and construction: true, many, and nothing a user can act on."""
+"""Silence Megatron's warnings at import and construction: true, many, and none that a user can act on."""
 
 import logging
 import warnings

@@ -2,15 +2,15 @@
 
 The engine that sampled a response (π_behave) computes differently from the trainer, and may have had older
 weights. Training starts from the proximal policy π_prox, the trainer's own at its first optimizer step. The
-ratio r = π_prox / π_behave of a token makes up for both differences:
+ratio r = π_prox / π_behave of a token corrects both differences:
 
     truncation (TIS, ibpo step 14)      min(r, clip)                        of each token
     masking (IcePop)                    r inside [low, high], else 0        of each token
     rejection by the geometric mean     1 where exp(mean log r) lies inside [low, high], else 0
                                                                             of each sequence
 
-Token weights scale the gradient of the token, whatever the loss variant, and the loss that is reported.
-Divisors stay: what is cut still counts. Sources stand in docs/loss_variants.md.
+Token weights scale the gradient of the token, whatever the loss variant, and the reported loss. Divisors do
+not change: tokens that are cut still count. Sources are in docs/loss_variants.md.
 """
 
 import math
@@ -25,7 +25,8 @@ from megatron_ibpo.config import LossConfig
 from megatron_ibpo.policy.packing import PackedArrays
 
 MAX_GAP = 50.0
-"""exp of more is beyond any bound, and might be infinite; exp of less than its negative might be 0."""
+"""Limit on log-ratios: exp of more exceeds any bound and may be infinite; exp of less than its negative may
+be 0."""
 
 Ratios = npt.NDArray[np.float64]
 
@@ -34,22 +35,22 @@ class Corrected(NamedTuple):
     """The outcome of importance correction for one sequence."""
 
     member: int
-    """Its index in the list that was planned."""
+    """Its index in the planned list."""
     tokens: int
-    """Its tokens in the loss."""
+    """Number of its tokens in the loss."""
     tokens_cut: int
     """Number of tokens whose own ratio was truncated or masked."""
     weight: float
-    """Sum over its tokens; 0 where it was rejected."""
+    """Sum of its tokens' weights; 0 if it was rejected."""
 
 
 def truncated(ratios: Ratios, clip: float) -> Ratios:
-    """At most `clip`."""
+    """Return the ratios capped at `clip`."""
     return np.minimum(ratios, clip)
 
 
 def masked(ratios: Ratios, low: float, high: float) -> Ratios:
-    """0 outside [low, high]."""
+    """Return the ratios, with 0 for those outside [low, high]."""
     return np.where((ratios >= low) & (ratios <= high), ratios, 0.0)
 
 
@@ -60,12 +61,12 @@ def is_rejected(log_ratios: Ratios, low: float, high: float) -> bool:
 
 
 def correct(arrays: PackedArrays, loss: LossConfig) -> tuple[PackedArrays, list[Corrected]]:
-    """`arrays` with the run's corrections multiplied into the weights of tokens and sequences, and what
-    became of each sequence.
+    """Return `arrays` with the run's corrections multiplied into the weights of tokens and sequences, and the
+    outcome for each sequence.
 
     Args:
-        arrays: old log-probs are those of π_prox; neither they nor the rollout's may be missing where there
-            are sequences. Every sequence has a token in the loss.
+        arrays: old log-probs are those of π_prox; neither they nor the rollout's may be missing if there are
+            sequences. Every sequence has a token in the loss.
     """
     if not len(arrays.members_S):
         return arrays, []
@@ -96,7 +97,8 @@ def correct(arrays: PackedArrays, loss: LossConfig) -> tuple[PackedArrays, list[
 
 
 def _token_weights(gaps_R: Ratios, loss: LossConfig) -> tuple[Ratios, npt.NDArray[np.bool_]]:
-    """Each token's, and whether it is not the token's ratio; all 1 without a correction of tokens."""
+    """Return each token's weight, and whether it differs from the token's ratio; all 1 without a correction
+    of tokens."""
     ratios_R = np.exp(np.clip(gaps_R, -MAX_GAP, MAX_GAP))
     if loss.use_tis:
         weights_R = truncated(ratios_R, loss.tis_clip)
@@ -108,7 +110,7 @@ def _token_weights(gaps_R: Ratios, loss: LossConfig) -> tuple[Ratios, npt.NDArra
 
 
 def correction_metrics(found: Sequence[Corrected]) -> dict[str, float]:
-    """Shares and the mean weight over all sequences that were corrected; nothing where there are none.
+    """Return shares and the mean weight over all corrected sequences; empty if there are none.
 
     Args:
         found: in an order that does not depend on the layout, so that the sums do not either.
@@ -124,7 +126,7 @@ def correction_metrics(found: Sequence[Corrected]) -> dict[str, float]:
 
 
 def _in_loss(arrays: PackedArrays, values_R: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
-    """Return each sequence's values at the tokens that are in the loss."""
+    """Return each sequence's values at the tokens in the loss."""
     bounds = arrays.response_lengths_S.cumsum()[:-1]
     pairs = zip(np.split(values_R, bounds), np.split(arrays.loss_mask_R, bounds), strict=True)
     return [own[mask] for own, mask in pairs]

@@ -1,4 +1,4 @@
-"""Build the objective that the loss entry points take from the configuration."""
+"""Builds the objective of the loss entry points from the configuration."""
 
 from collections.abc import Iterable
 
@@ -9,13 +9,13 @@ from megatron_ibpo.loss import ChosenBackend, Objective, choose_backend, make_ob
 
 
 def run_objective(config: Config, divisor: str | float, backend: ChosenBackend) -> Objective:
-    """The run's loss of a mini-batch.
+    """Return the run's loss of a mini-batch.
 
     Args:
-        divisor: what divides a sequence's sum over tokens, see `aggregation`.
+        divisor: divisor of a sequence's sum over tokens, see `aggregation`.
 
     Raises:
-        ValueError: as `loss_params`.
+        ValueError: see `loss_params`.
     """
     loss = config.loss
     return make_objective(
@@ -29,7 +29,7 @@ def run_objective(config: Config, divisor: str | float, backend: ChosenBackend) 
 
 
 def gspo_objective(config: Config, device: torch.device) -> Objective:
-    """GSPO as published, whatever the run trains with: what the gradient meter compares with."""
+    """Return GSPO as published, whatever the run trains with: the gradient meter compares with it."""
     backend = choose_backend(config.loss.loss_backend, device, _logits_dtype(config), "gspo")
     return make_objective("gspo", backend=backend.name)
 
@@ -38,8 +38,8 @@ def loss_params(loss: LossConfig) -> dict[str, float]:
     """Return all parameters of the run's loss variant: those of the flags, and the variant's own defaults.
 
     Raises:
-        ValueError: an unknown variant, a parameter that it does not have or that lies outside its range, one
-            that a clip's flag and --loss-param both give, or a --loss-param that is no number.
+        ValueError: an unknown variant, a parameter that the variant lacks or that is out of range, one given
+            both by a clip's flag and by --loss-param, or a --loss-param that is not a number.
     """
     named = _named_params(loss.loss_param)
     low, high = loss.eps_clip, loss.eps_clip_high
@@ -68,11 +68,11 @@ def _named_params(given: Iterable[str]) -> dict[str, float]:
 
 
 def check_loss(loss: LossConfig) -> None:
-    """Refuse settings that no loss has.
+    """Refuse settings that no loss supports.
 
     Raises:
-        ValueError: as `loss_params`; --fuse-lm-head with a variant whose token term needs its whole sequence
-            first.
+        ValueError: see `loss_params`; or --fuse-lm-head with a variant whose token term needs its whole
+            sequence first.
     """
     loss_params(loss)
     if loss.fuse_lm_head and resolve_variant(loss.loss_variant)[0].sequence_ratio:
@@ -86,7 +86,7 @@ def aggregation(config: Config, mean_length: float) -> str | float:
     """Return the divisor of a sequence's sum over tokens in every micro-batch of a mini-batch.
 
     Args:
-        mean_length: `planning.weighted_mean_length` of the mini-batch, which a token mean divides by.
+        mean_length: `planning.weighted_mean_length` of the mini-batch, the divisor of a token mean.
     """
     chosen = config.loss.loss_aggregation
     if chosen == "variant":
@@ -103,7 +103,7 @@ def backend_in_use(config: Config, device: torch.device) -> ChosenBackend:
         ValueError: an unknown variant, or --loss-backend triton where the kernels cannot be used.
     """
     loss = config.loss
-    resolve_variant(loss.loss_variant)  # a module of the user's registers its kernels when it is imported
+    resolve_variant(loss.loss_variant)  # importing a user's module registers its kernels
     return choose_backend(loss.loss_backend, device, _logits_dtype(config), loss.loss_variant)
 
 

@@ -1,4 +1,4 @@
-"""Build this rank's part of the Megatron model from a ModelShape."""
+"""Builds this rank's part of the Megatron model from a ModelShape."""
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -29,19 +29,19 @@ def build_model(
     """Build this rank's part of the model: a GPTModel, or in an interleaved pipeline several, in the order of
     their layers.
 
-    Megatron's groups must exist (`parallel.initialize`). Weights are not initialised: `weights.load_hf`
-    fills every one of them. "meta" builds without memory, for counting. Parameters are bfloat16 under
-    config.model.bf16, else float32. With --lora-rank they are frozen, and adapters stand beside them.
+    Megatron's groups must exist (`parallel.initialize`). Weights are not initialised: `weights.load_hf` fills
+    every one of them. "meta" builds without memory, for counting. Parameters are bfloat16 under
+    config.model.bf16, else float32. With --lora-rank they are frozen, and adapters are added beside them.
 
     Args:
-        libraries: that compute the layers; None: those that `find_backends` finds for the device. Names and
-            shapes of parameters do not depend on them.
+        libraries: libraries that compute the layers; None: those that `find_backends` finds for the device.
+            Names and shapes of parameters do not depend on them.
 
     Raises:
         BackendError: a library is missing on a GPU, or for --delta-net-cp heads; or ranks would share
-            sequences that Transformer Engine attends to with sinks.
-        ConfigError: adapters beside modules that the model has not.
-        ValueError: Megatron refuses what --model-override made of its configuration.
+            sequences whose attention Transformer Engine computes with sinks.
+        ConfigError: adapters beside modules that the model lacks.
+        ValueError: Megatron refuses the configuration with --model-override.
 
     chunk(input_ids [1, N], position_ids [1, N], None, packed_seq_params=PackedSeqParams("thd", …)) gives
     logits [1, N, padded_vocab_size/TP] in the last chunk of the last pipeline stage, which mean nothing
@@ -74,7 +74,7 @@ def build_model(
     core = transformer_config(shape, config, use_te=libraries.transformer_engine)
     core.use_cpu_initialization = device == "cpu"
     core.init_model_with_meta_device = device == "meta"
-    core.moe_permute_fusion &= device == "cuda"  # makes tensors on the GPU
+    core.moe_permute_fusion &= device == "cuda"  # creates tensors on the GPU
     numbers = range(core.virtual_pipeline_model_parallel_size or 1)
     rows = padded_vocab_size(shape, config.parallel)
     with torch.device(device), current_device(device), blaming(MODEL, config.model.model_override):
@@ -82,7 +82,7 @@ def build_model(
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
             if ".experts." in name:
-                parameter.allreduce = False  # theirs is the expert-data-parallel group, at EP=1 too
+                parameter.allreduce = False  # their group is the expert-data-parallel one, at EP=1 too
             if name.endswith(".softmax_offset"):  # Transformer Engine's are in fp32 and not marked
                 parameter.data = parameter.data.to(core.params_dtype)
                 set_tensor_model_parallel_attributes(parameter, True, 0, 1)
@@ -94,7 +94,8 @@ def build_model(
 
 
 def _chunk(shape: ModelShape, core: Any, backend: Any, number: int, vocab_size: int) -> Any:
-    """Number `number` of this rank's pieces of the model, with the vocabulary padded to `vocab_size`."""
+    """Build number `number` of this rank's pieces of the model, with the vocabulary padded to
+    `vocab_size`."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer.transformer_block import get_num_layers_to_build
@@ -128,7 +129,7 @@ def build_value_model(
     device: Literal["cpu", "cuda", "meta"] = "cpu",
     libraries: Backends | None = None,
 ) -> list[Any]:
-    """The same model with a value head in the place of the LM head: chunk(…) gives values [1, N, 1] in fp32
+    """Build the same model with a value head in place of the LM head: chunk(…) gives values [1, N, 1] in fp32
     on the last pipeline stage. Embeddings are not tied to anything; `weights.load_hf` fills all but the
     head."""
     untied = replace(shape, tie_word_embeddings=False)
@@ -147,17 +148,18 @@ def build_value_model(
 
 
 def current_device(device: str) -> AbstractContextManager[Any]:
-    """Megatron asks CUDA for the current device in many places; a model without memory wants its own."""
+    """Set the current device: Megatron asks CUDA for it in many places, and a model without memory needs its
+    own."""
     if device != "meta":
         return nullcontext()
     return mock.patch.object(torch.cuda, "current_device", return_value=torch.device("meta"))
 
 
 def transformer_config(shape: ModelShape, config: Config, *, use_te: bool = False) -> Any:
-    """Megatron's TransformerConfig: the model's dimensions, the layout, precision and recomputation.
+    """Return Megatron's TransformerConfig: the model's dimensions, the layout, precision and recomputation.
 
     Raises:
-        ValueError: Megatron refuses what --model-override made of it.
+        ValueError: Megatron refuses the result of --model-override.
     """
     from megatron.core.transformer import TransformerConfig
 
@@ -172,15 +174,15 @@ def transformer_config(shape: ModelShape, config: Config, *, use_te: bool = Fals
 
 
 def check_model(shape: ModelShape, config: Config) -> None:
-    """Let Megatron look at what a GPU run would configure, on a machine that need not have its libraries.
+    """Have Megatron check the configuration of a GPU run, on a machine that may lack its libraries.
 
     Raises:
-        ValueError: it refuses what --model-override made of it.
+        ValueError: Megatron refuses the result of --model-override.
     """
     from megatron.core.transformer import TransformerConfig
 
     fields = _own_fields(shape, config, use_te=True)
-    fields |= {"apply_rope_fusion": False, "moe_permute_fusion": False}  # it looks for their kernels
+    fields |= {"apply_rope_fusion": False, "moe_permute_fusion": False}  # Megatron looks for their kernels
     with blaming(MODEL, config.model.model_override):
         TransformerConfig(**fields | as_megatron(model_overrides(config), TransformerConfig))
 
@@ -213,14 +215,14 @@ def _own_fields(shape: ModelShape, config: Config, *, use_te: bool) -> dict[str,
         "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,
         "num_layers_in_first_pipeline_stage": parallel.decoder_first_pipeline_num_layers,
         "num_layers_in_last_pipeline_stage": parallel.decoder_last_pipeline_num_layers,
-        # it asks the heads of delta nets to divide, which states that are passed do not need
+        # Megatron requires delta-net heads to divide, which is unnecessary when states are passed
         "context_parallel_size": parallel.context_parallel_size if parallel.delta_net_cp == "heads" else 1,
         "expert_model_parallel_size": parallel.expert_model_parallel_size,
         "expert_tensor_parallel_size": parallel.expert_tensor_parallel_size,
         "sequence_parallel": parallel.sequence_parallel and parallel.tensor_model_parallel_size > 1,
         "variable_seq_lengths": True,  # between pipeline stages
-        "moe_token_dispatcher_type": "alltoall",  # the one that takes them
-        # as Megatron-LM's: in batches, two interleaved stages would mix up what they send each other
+        "moe_token_dispatcher_type": "alltoall",  # the only one that takes them
+        # as in Megatron-LM: in batches, two interleaved stages would mix up what they send each other
         "overlap_p2p_comm": model_chunks(config) > 1,
         "batch_p2p_comm": model_chunks(config) == 1,
         # precision

@@ -1,11 +1,12 @@
-"""Training of the multi-token prediction layer, so that it drafts for the policy as it is now.
+"""Training of the multi-token prediction layer, so that it keeps drafting for the present policy.
 
 A row of the policy's last hidden states and the embedding of the next token predict the token after that, by
-cross-entropy. Hidden states, embedding and head are the policy's and come without a gradient.
+cross-entropy. Hidden states, embedding and head are the policy's and pass no gradient.
 
-In the loss is where an engine would draft: the next token and the one after it are both the policy's own. The
-first token of a response is never drafted, nor is what a tool said. Published practice for RL trains on
-response tokens alone too (slime's --enable-mtp-training); Megatron-LM in pretraining on all.
+The loss covers the positions that an engine would draft: the next token and the one after it are both the
+policy's own. The first token of a response is never drafted, nor is a tool's output. Published practice for
+RL also trains on response tokens alone (slime's --enable-mtp-training); Megatron-LM in pretraining uses all
+tokens.
 """
 
 import math
@@ -30,7 +31,7 @@ from megatron_ibpo.policy.output_layer import head_weight, own_vocabulary, whole
 from megatron_ibpo.policy.packing import PackedBatch
 
 HEAD_ROWS = 1024
-"""Rows whose logits are held at once: they are computed again for the backward pass."""
+"""Rows whose logits are held at once; they are recomputed for the backward pass."""
 
 
 class Mtp:
@@ -41,15 +42,16 @@ class Mtp:
     ):
         """
         Args:
-            model: what `build_mtp` made for this rank, filled.
-            policy: the GPTModel that it drafts for, whole but for tensor and expert parallelism.
-            vocab_size: true vocabulary.
-            total_updates: optimizer steps of the whole run, for the learning-rate schedule, the policy's.
-            backend: that computes log-probs, see `megatron_ibpo.loss`.
+            model: result of `build_mtp` on this rank, with its weights.
+            policy: the GPTModel that it drafts for, divided only by tensor and expert parallelism.
+            vocab_size: true size of the vocabulary.
+            total_updates: optimizer steps of the whole run, for the learning-rate schedule, which is the
+                policy's.
+            backend: computes log-probs, see `megatron_ibpo.loss`.
         """
         self._policy, self._vocab_size, self._backend = policy, vocab_size, backend
         self._factor = config.model.mtp_loss_scaling_factor
-        # nothing runs beside its passes that a reduction or a gather could hide behind
+        # no other computation runs during its passes that could hide a reduction or a gather
         parallel = replace(config.parallel, overlap_grad_reduce=False, overlap_param_gather=False)
         self.chunks, self.optimizer, self.scheduler = make_trainable(
             [model], replace(config, parallel=parallel), config.optimizer.lr, total_updates
@@ -58,12 +60,15 @@ class Mtp:
 
     @contextmanager
     def listening(self) -> Iterator[Callable[[Loss], Loss]]:
-        """Within, passes of the policy leave their hidden states here; yields what makes of the policy's loss
-        one that also fills this layer's gradients, and observes what it saw. They begin at 0."""
+        """Record the hidden states of the policy's passes within the context.
+
+        Yields a function that wraps the policy's loss: the result also fills this layer's gradients, from 0,
+        and adds its own observations.
+        """
         self.chunks[0].zero_grad_buffer()
         self.optimizer.zero_grad()
-        # Transformer Engine quantizes weights for fp8 at the first micro-batch alone, which only Megatron's
-        # schedules say by themselves
+        # Transformer Engine quantizes weights for fp8 at the first micro-batch alone, and only Megatron's
+        # schedules announce it by themselves
         self.chunks[0].set_is_first_microbatch()
         hook = self._policy.decoder.register_forward_hook(self._hear)
         try:
@@ -73,13 +78,13 @@ class Mtp:
             self._hidden = None
 
     def step(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """An optimizer step on the gradients of all micro-batches. Collective.
+        """Take an optimizer step on the gradients of all micro-batches. Collective.
 
         Args:
-            sums: of what was observed, over all ranks; the same on all of them.
+            sums: sums of the observations over all ranks; the same on all of them.
 
         Returns:
-            sums that `mtp_metrics` makes metrics of.
+            sums from which `mtp_metrics` makes metrics.
         """
         tokens = sums.get("mtp_tokens", 0.0)
         if not tokens:
@@ -120,7 +125,7 @@ class Mtp:
         rows_R, labels_R, drafted_R = _drafts(batch)
         weight = head_weight(self._policy).detach()
         sums = [torch.zeros(2, device=whole_NH.device)]
-        # a part of the graph with no row at all: every rank has the same collectives to go through
+        # even without rows the graph has this part, so that every rank has the same collectives
         total = whole_NH.float().sum() * 0.0
         for rows, labels, drafted in zip(
             rows_R.split(HEAD_ROWS), labels_R.split(HEAD_ROWS), drafted_R.split(HEAD_ROWS), strict=True
@@ -148,7 +153,8 @@ class Mtp:
     def _loss_of_rows(
         self, hidden_RH: Tensor, weight_VH: Tensor, labels_R: Tensor, drafted_R: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """(Σ -log p of the labels, how many of them are the likeliest token), over the rows drafted."""
+        """Return (Σ -log p of the labels, number of labels that are the likeliest token), over the drafted
+        rows."""
         logits_RV = F.linear(hidden_RH, weight_VH)
         vocabulary = own_vocabulary(len(weight_VH), self._vocab_size)
         logprobs_R, _ = packed_logprobs(
@@ -159,7 +165,7 @@ class Mtp:
 
 
 def mtp_metrics(sums: Mapping[str, float]) -> dict[str, float]:
-    """Metrics from the sums of what was observed and of what `Mtp.step` gave; none without the layer.
+    """Return metrics from the sums of the observations and of `Mtp.step`; empty without the layer.
 
     `mtp_acceptance`: the share of drafted tokens that the policy sampled. An engine that drafts one token and
     corrects by rejection accepts as many on average, under these weights.
@@ -178,17 +184,17 @@ def mtp_metrics(sums: Mapping[str, float]) -> dict[str, float]:
 
 
 def _drafts(batch: PackedBatch) -> tuple[Tensor, Tensor, Tensor]:
-    """[R] each: rows whose next token is in the loss, the token after that one, whether it is in the loss
-    too."""
+    """Return [R] each: rows whose next token is in the loss, the token after that one, and whether that is in
+    the loss too."""
     rows_R = batch.loss_rows()
     positions_N, mask_N = batch.position_ids_1N[0], batch.rows.response_mask_N
     after_R = (rows_R + 1).clamp(max=len(mask_N) - 1)
-    within_R = positions_N[after_R] == positions_N[rows_R] + 1  # else it is the next sequence's
+    within_R = positions_N[after_R] == positions_N[rows_R] + 1  # otherwise it is the next sequence's
     return rows_R, batch.rows.targets_N[after_R], within_R & mask_N[after_R].bool()
 
 
 def _argmax(logits_RV: Tensor, *, tp_group: Any, vocab_range: tuple[int, int]) -> Tensor:
-    """[R] the likeliest token of each row over all ranks' columns, the first of several."""
+    """Return [R], the likeliest token of each row over all ranks' columns; the first on a tie."""
     start, stop = vocab_range
     best_R, column_R = logits_RV[:, : stop - start].max(dim=1)
     own_2R = torch.stack([best_R.double(), (column_R + start).double()])

@@ -1,7 +1,7 @@
-"""The multi-token prediction layer as a Megatron model of its own, beside the policy's.
+"""The multi-token prediction layer as a separate Megatron model beside the policy's.
 
-Megatron would build it into GPTModel. Apart, its gradients, its optimizer and what data parallelism does with
-both cannot touch the policy's: these are the same bit for bit whether the layer is trained or not.
+Megatron would build it into GPTModel. As a separate model, its gradients, optimizer and data parallelism
+cannot touch the policy's: the policy is the same bit for bit whether the layer is trained or not.
 """
 
 from collections.abc import Callable
@@ -28,12 +28,13 @@ from megatron_ibpo.models.spec import Backend, make_backend
 from megatron_ibpo.policy.model import current_device, transformer_config
 
 Embedding = Callable[..., Tensor]
-"""GPTModel's: input_ids [1, N], position_ids [1, N] → [N, 1, H], with sequence parallelism [N / TP, 1, H]."""
+"""GPTModel's embedding: input_ids [1, N], position_ids [1, N] → [N, 1, H], with sequence parallelism [N / TP,
+1, H]."""
 
 
 class MtpModel(MegatronModule):
-    """One multi-token prediction layer, of one attention layer (DeepSeek-AI, "DeepSeek-V3 Technical Report",
-    2024, section 2.2). Parameters and checkpoint have the names that they have in a GPTModel."""
+    """One multi-token prediction layer with one attention layer (DeepSeek-AI, "DeepSeek-V3 Technical Report",
+    2024, section 2.2). Parameters and checkpoint use the same names as in a GPTModel."""
 
     def __init__(self, config: Any, layer: ModuleSpec):
         super().__init__(config=config)
@@ -52,18 +53,18 @@ class MtpModel(MegatronModule):
         rotary: Tensor,
         packed: PackedSeqParams,
     ) -> Tensor:
-        """Return the hidden states that the policy's head makes logits of for the tokens after `next_ids`;
-        shaped as `hidden_states`.
+        """Return the hidden states from which the policy's head computes logits for the tokens after
+        `next_ids`; shaped like `hidden_states`.
 
         Args:
-            hidden_states: [N, 1, H] the policy's, after its final norm, one row a token; [N / TP, 1, H] with
-                sequence parallelism.
+            hidden_states: [N, 1, H] the policy's, after its final norm, one row per token; [N / TP, 1, H]
+                with sequence parallelism.
             next_ids: [1, N] the token after each.
             position_ids: [1, N].
             rotary: as GPTModel's `rotary_pos_emb` gives it.
-            packed: where the sequences lie.
+            packed: places of the sequences.
         """
-        # the one way through it that rolls no tokens, which are known here
+        # the only path through it that rolls no tokens; they are known here
         return self.mtp.layers[0].forward_single_position(
             hidden_states, next_ids, position_ids, embedding, rotary_pos_emb=rotary, packed_seq_params=packed
         )
@@ -72,11 +73,11 @@ class MtpModel(MegatronModule):
 def build_mtp(
     shape: ModelShape, config: Config, *, device: Literal["cpu", "cuda", "meta"], libraries: Backends
 ) -> MtpModel:
-    """This rank's part of the layer that --mtp-num-layers asks for, in the dtype of the policy; weights are
-    not initialised: `weights.formats.load.load_mtp` fills them.
+    """Build this rank's part of the layer that --mtp-num-layers asks for, in the dtype of the policy.
 
-    The layer has no loss that balances its experts: it is to guess what the policy samples, and no more. Its
-    activations are never recomputed in whole, under --recompute-granularity full neither: it is one layer.
+    Weights are not initialised: `weights.formats.load.load_mtp` fills them. The layer has no loss that
+    balances its experts, since it only has to predict what the policy samples. Its activations are never
+    recomputed as a whole, not even under --recompute-granularity full: it is one layer.
     """
     core = transformer_config(shape, config, use_te=libraries.transformer_engine)
     core.use_cpu_initialization = device == "cpu"

@@ -1,4 +1,4 @@
-"""The output layer of a model's last stage, taken apart: for what needs its weight and not its logits."""
+"""Parts of the output layer of a model's last stage, for code that needs its weight and not its logits."""
 
 from typing import Any
 
@@ -11,9 +11,9 @@ from torch import Tensor
 
 
 def whole_hidden_states(*, hidden_states: Tensor, output_layer: Any, **_: Any) -> Tensor:
-    """GPTModel's `output_processor`: [1, N, H], every row on every tensor-parallel rank.
+    """Act as GPTModel's `output_processor`: return [1, N, H], every row on every tensor-parallel rank.
 
-    What the output layer would do to its input: the backward pass sums the gradients of the ranks' columns.
+    As in the output layer, the backward pass sums the gradients of the ranks' columns.
     """
     if output_layer.sequence_parallel:
         return gather_from_sequence_parallel_region(hidden_states).transpose(0, 1)
@@ -21,15 +21,15 @@ def whole_hidden_states(*, hidden_states: Tensor, output_layer: Any, **_: Any) -
 
 
 def head_weight(model: Any) -> Tensor:
-    """[V / TP, H] this rank's rows of the output layer of a GPTModel's last stage, tied or not."""
+    """Return [V / TP, H], this rank's rows of the output layer of a GPTModel's last stage, tied or not."""
     if model.share_embeddings_and_output_weights:
         return model.shared_embedding_or_output_weight()
     return model.output_layer.weight
 
 
 def own_vocabulary(width: int, vocab_size: int) -> dict[str, Any]:
-    """This rank's columns of the vocabulary, of which there are `width` with padding, as the functions of
-    `megatron_ibpo.loss` take them."""
+    """Return this rank's columns of the vocabulary as arguments for the functions of `megatron_ibpo.loss`;
+    `width` counts its columns with padding."""
     start = parallel_state.get_tensor_model_parallel_rank() * width
     return {
         "tp_group": parallel_state.get_tensor_model_parallel_group(),

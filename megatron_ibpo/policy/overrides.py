@@ -1,5 +1,8 @@
 """--model-override and --optimizer-override: any field of Megatron's TransformerConfig and OptimizerConfig by
-its name, checked before anything starts and without Megatron. What they do on a GPU has not been run."""
+its name, checked before anything starts and without Megatron.
+
+Their effect on a GPU has not been run.
+"""
 
 import ast
 from collections.abc import Iterator, Mapping, Sequence
@@ -74,7 +77,7 @@ MODEL_OURS = {
     "mtp_loss_scaling_factor": "use --mtp-loss-scaling-factor",
     "moe_router_load_balancing_type": "use --moe-aux-loss-coeff",
 }  # fmt: skip
-"""Fields of TransformerConfig that follow from the rest → what to do instead."""
+"""Fields of TransformerConfig that follow from other settings → what to do instead."""
 _OF_MEGATRON_LM = {
     "num_layers_per_virtual_pipeline_stage": "use virtual_pipeline_model_parallel_size, into how many such "
     "pieces the layers of a rank are cut",
@@ -102,7 +105,7 @@ OPTIMIZER_OURS = {
     "overlap_param_gather_with_optimizer_step": "use --overlap-param-gather",
     "store_param_remainders": "master weights are whole: Megatron cannot load a checkpoint of remainders",
 }
-"""Fields of OptimizerConfig that follow from the rest → what to do instead."""
+"""Fields of OptimizerConfig that follow from other settings → what to do instead."""
 
 
 @dataclass(frozen=True)
@@ -126,11 +129,11 @@ _DTYPES = {
 
 
 def model_overrides(config: Config) -> dict[str, Any]:
-    """Fields of TransformerConfig that --model-override sets; those of torch's and Megatron's own types as
-    the text that was given.
+    """Return the fields of TransformerConfig that --model-override sets. Values of torch's and Megatron's own
+    types stay text.
 
     Raises:
-        ValueError: no such field, one that follows from the rest, or a value of another type.
+        ValueError: no such field, one that follows from other settings, or a value of another type.
     """
     if not config.model.model_override:
         return {}
@@ -139,7 +142,7 @@ def model_overrides(config: Config) -> dict[str, Any]:
 
 
 def optimizer_overrides(config: Config) -> dict[str, Any]:
-    """The same of OptimizerConfig and --optimizer-override."""
+    """Return the fields of OptimizerConfig that --optimizer-override sets, as `model_overrides` does."""
     if not config.optimizer.optimizer_override:
         return {}
     values = _values(OPTIMIZER, config.optimizer.optimizer_override, OPTIMIZER_OURS, "OptimizerConfig")
@@ -150,10 +153,10 @@ def optimizer_overrides(config: Config) -> dict[str, Any]:
 
 
 def as_megatron(overrides: Mapping[str, Any], config_class: type) -> dict[str, Any]:
-    """The same values, names of torch's and Megatron's own types as these.
+    """Return the same values with names of torch's and Megatron's own types resolved.
 
     Args:
-        config_class: Megatron's, whose fields they are.
+        config_class: Megatron's class with these fields.
 
     Raises:
         ValueError: no such kernels for attention.
@@ -176,7 +179,7 @@ def as_megatron(overrides: Mapping[str, Any], config_class: type) -> dict[str, A
 
 @contextmanager
 def blaming(flag: str, settings: Sequence[str]) -> Iterator[None]:
-    """Turn what Megatron refuses within into a ValueError that names the given settings."""
+    """Turn what Megatron refuses within the context into a ValueError that names the given settings."""
     try:
         yield
     except (ValueError, AssertionError, ImportError) as error:
@@ -187,20 +190,20 @@ def blaming(flag: str, settings: Sequence[str]) -> Iterator[None]:
 
 
 def model_chunks(config: Config) -> int:
-    """Pieces of the model that each rank holds: more than one in an interleaved pipeline.
+    """Return the number of model pieces that each rank holds; several in an interleaved pipeline.
 
     Raises:
-        ValueError: as `model_overrides`.
+        ValueError: see `model_overrides`.
     """
     return model_overrides(config).get(CHUNKS) or 1
 
 
 def micro_batch_multiple(config: Config) -> int:
-    """Return the number that a pass's micro-batches must be a multiple of: in an interleaved pipeline a rank
+    """Return the number that a pass's micro-batches must be a multiple of. In an interleaved pipeline a rank
     takes that many through one of its pieces of the model before it turns to the next.
 
     Raises:
-        ValueError: as `model_overrides`.
+        ValueError: see `model_overrides`.
     """
     if model_chunks(config) == 1:
         return 1
@@ -233,7 +236,8 @@ def _check_pipeline(config: Config) -> None:
 def _check_replay(config: Config) -> None:
     """
     Raises:
-        ValueError: replay of routing with what decides on experts, or repeats it, out of its sight.
+        ValueError: replay of routing with features that choose experts, or repeat the choice, without its
+            knowledge.
     """
     if not config.replays_routing:
         return
@@ -252,10 +256,10 @@ def _check_model(config: Config) -> None:
 
 
 def check_overrides(config: Config) -> None:
-    """Refuse what cannot be overridden.
+    """Refuse overrides that cannot work.
 
     Raises:
-        ValueError: as `model_overrides`, with a line for each of both flags; or an interleaved pipeline that
+        ValueError: see `model_overrides`, with a line for each of both flags; or an interleaved pipeline that
             cannot run.
     """
     problems = []
@@ -280,8 +284,8 @@ _SOURCES = {
 
 @cache
 def _declared(of: str) -> tuple[Fields, Mapping[str, str]]:
-    """Return the fields of one of `_SOURCES`, and what to do instead of setting those that take a Python
-    object. Reading them takes a tenth of a second, and an update asks several times."""
+    """Return the fields of one of `_SOURCES`, and what to do instead of setting fields that hold a Python
+    object. Cached, since reading takes a tenth of a second, and an update asks several times."""
     fields: dict[str, ast.expr] = {}
     for file, name in _SOURCES[of]:
         fields |= declared_fields("megatron.core", file, name)
@@ -306,7 +310,8 @@ def _is_object(declared: ast.expr) -> bool:
 
 
 def recomputed_modules(config: Config) -> frozenset[str]:
-    """Parts of a layer that selective recomputation takes; Megatron's own choice is the core of attention."""
+    """Return the parts of a layer that selective recomputation covers; by default, as in Megatron, the
+    attention core."""
     if config.model.recompute_granularity != "selective":
         return frozenset()
     return frozenset(model_overrides(config).get("recompute_modules") or ["core_attn"])
@@ -314,19 +319,19 @@ def recomputed_modules(config: Config) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class OptimizerBytes:
-    """Bytes that the optimizer keeps for one parameter of a rank's shard."""
+    """Bytes that the optimizer keeps per parameter of a rank's shard."""
 
     device: float
-    """On the GPU: the master weight where the weight is bf16, and both means."""
+    """Bytes on the GPU: the master weight if the weight is bf16, and both moments."""
     host: float
     """Bytes in main memory (--optimizer-cpu-offload): the same, and the gradient."""
 
 
 def optimizer_bytes(config: Config) -> OptimizerBytes:
-    """Bytes of optimizer state, --optimizer-override considered.
+    """Return the bytes of optimizer state, with --optimizer-override applied.
 
     Raises:
-        ValueError: as `optimizer_overrides`.
+        ValueError: see `optimizer_overrides`.
     """
     chosen, overrides = config.optimizer, optimizer_overrides(config)
     precise = not chosen.use_precision_aware_optimizer

@@ -1,7 +1,7 @@
 """The trainer's half of packing: from a micro-batch's records to the tensors that model and loss take.
 
-Arrays and tensors are named by what they run over: S sequences, T tokens (prompts and responses), R response
-tokens, N rows of the model's output.
+Suffixes of arrays and tensors name their dimensions: S sequences, T tokens (prompts and responses), R
+response tokens, N rows of the model's output.
 """
 
 import math
@@ -37,38 +37,38 @@ class PackedArrays:
     advantages_S: Floats
     temperature_S: Floats
     rollout_logprobs_R: Floats | None
-    """None where a sequence has none; so with returns and values."""
+    """None if any sequence lacks them; the same holds for returns and values."""
     token_weights_R: Weights | None
-    """None where no sequence has any. Not rounded yet: importance weights are multiplied in."""
+    """None if no sequence has any. Not rounded yet: importance weights are multiplied in."""
     token_advantages_R: Floats | None
-    """Instead of `advantages_S`; None where no sequence has any."""
+    """Used in place of `advantages_S`; None if no sequence has any."""
     returns_R: Floats | None
     values_R: Floats | None
     members_S: Lengths
-    """Index of each sequence in the list that was planned."""
+    """Index of each sequence in the planned list."""
     old_logprobs_R: Floats | None = None
-    """Log-probs of the proximal policy, filled in by the rank itself before its first step. None: the forward
-    pass itself gives them."""
+    """Log-probs of the proximal policy, filled in by the rank before its first step. None: the forward pass
+    itself gives them."""
     ref_logprobs_R: Floats | None = None
-    """Log-probs of the reference policy, filled in by the rank itself where there is one."""
+    """Log-probs of the reference policy, filled in by the rank if there is one."""
     importance_weights_R: Weights | None = None
-    """Filled in by the rank itself where it corrects for the policy that sampled. `token_weights_R` have
-    them, and so has the loss that is reported."""
+    """Weights that correct for the policy that sampled, filled in by the rank. They are part of
+    `token_weights_R`, and so of the reported loss."""
     off_policy_S: Flags | None = None
-    """Sequences that were sampled from another prompt; None where there are none."""
+    """Flags of sequences that were sampled from another prompt; None if there are none."""
     routed_experts: ExpertIds | None = None
-    """[tokens but the last of each sequence, layers, experts per token]: what the routers are to choose; None
-    where no sequence has any, and `no_expert` throughout a sequence that has none."""
+    """Experts that the routers must choose, [tokens but the last of each sequence, layers, experts per
+    token]. None if no sequence has any; `no_expert` throughout a sequence without any."""
 
     @property
     def off_policy_R(self) -> Flags | None:
-        """Their response tokens."""
+        """Flags of these sequences' response tokens."""
         return None if self.off_policy_S is None else np.repeat(self.off_policy_S, self.response_lengths_S)
 
 
 @dataclass(frozen=True)
 class Context:
-    """This rank among those that share every sequence: context parallelism."""
+    """This rank's place among the ranks that share every sequence: context parallelism."""
 
     rank: int = 0
     size: int = 1
@@ -86,48 +86,49 @@ class PackedBatch:
     A last token is never an input, since nothing is predicted from it. The rows are padded by one more
     sequence of weight 0, so that they divide among tensor-parallel ranks. Under context parallelism each
     sequence is padded too, by rows that are not in the loss, and this rank has its chunks of all of them
-    (`models.zigzag`): everything [N] is of those, boundaries and everything [S] of the whole sequences.
+    (`models.zigzag`). Then arrays [N] cover these chunks; boundaries and arrays [S] cover the whole
+    sequences.
     """
 
     input_ids_1N: Tensor
     position_ids_1N: Tensor
     max_seqlen: int
     rows: LossRows
-    """Rows of the loss with an index, the padding sequence included; the mask is float32. Without old log-
-    probs the forward pass itself gives them; without a reference policy there are none of it."""
+    """Rows of the loss with an index, including the padding sequence; the mask is float32. Without old
+    log-probs the forward pass itself gives them; without a reference policy it has no log-probs."""
     rollout_logprobs_N: Tensor | None
     importance_weights_N: Tensor | None
     returns_N: Tensor | None
     values_N: Tensor | None
     num_sequences: int
-    """Without the padding."""
+    """Number of sequences without the padding."""
     compared_rows_R: Tensor
     """[R] int64, rising: rows in the loss whose rollout log-probs were sampled from this very prompt."""
     places_R: Lengths
     """Row of each response token; under context parallelism among the rows of all ranks, laid end to end."""
     places_T: Lengths
-    """The same for each token that is an input: all but the last of each sequence."""
+    """Row of each input token (all but the last of each sequence), likewise."""
     context: Context = ALONE
     routed_experts_NLK: ExpertIds | None = None
-    """[N, layers, experts per token] on the host: what the routers are to choose. `no_expert` in the
+    """Experts that the routers must choose, [N, layers, experts per token] on the host; `no_expert` in the
     padding."""
 
     @property
     def is_real_N(self) -> Flags:
-        """[N] on the host: whether the row is no padding."""
+        """[N] on the host: True for rows that are not padding."""
         is_real = np.zeros(self.context.size * self.input_ids_1N.shape[1], bool)
         is_real[self.places_T] = True
         return is_real.reshape(self.context.size, -1)[self.context.rank]
 
     def loss_rows(self) -> Tensor:
-        """[T] int64, rising: the rows that are in the loss. Taking them by number asks nothing of the device;
-        by a mask the host would wait for how many there are."""
-        assert self.rows.index is not None  # `lay_out` made it
+        """[T] int64, rising: the rows in the loss. Indexing by number needs nothing from the device; with a
+        mask the host would wait for the count."""
+        assert self.rows.index is not None  # `lay_out` sets it
         return self.rows.index.response_rows_R
 
 
 def pack(micro_batch: MicroBatch) -> PackedArrays:
-    """Its sequences, laid end to end."""
+    """Lay the sequences of a micro-batch end to end."""
     chosen = micro_batch.sequences
     weighted = any(s.token_weights is not None for s in chosen)
     differing = any(s.token_advantages is not None for s in chosen)
@@ -159,12 +160,12 @@ def pack(micro_batch: MicroBatch) -> PackedArrays:
 
 
 def packed(micro_batches: Sequence[MicroBatch]) -> list[PackedArrays]:
-    """Each of them."""
+    """Pack each micro-batch."""
     return [pack(micro_batch) for micro_batch in micro_batches]
 
 
 def _joined(parts: Sequence[npt.NDArray[Any]], dtype: type[np.generic]) -> npt.NDArray[Any]:
-    """float64 becomes float32 here, rounded once."""
+    """Join the parts; float64 becomes float32 here, rounded once."""
     return np.concatenate([np.empty(0, dtype), *parts], dtype=dtype, casting="same_kind")
 
 
@@ -193,7 +194,8 @@ def _or_all(values: Weights | None, value: float, sequence: TrainSequence) -> We
 def lay_out(
     arrays: PackedArrays, *, multiple: int, device: torch.device, context: Context = ALONE
 ) -> PackedBatch:
-    """The tensors of a micro-batch on this rank; its number of rows becomes a multiple of `multiple`."""
+    """Return the tensors of a micro-batch on this rank; its number of rows becomes a multiple of
+    `multiple`."""
     chunks = context_chunks(context.size)
     lengths = arrays.prompt_lengths_S + arrays.response_lengths_S - 1
     padded = -(-lengths // chunks) * chunks
@@ -288,7 +290,9 @@ def lay_out(
 
 
 def response_values(batches: Sequence[PackedBatch], values: Sequence[Tensor]) -> list[Floats]:
-    """[R] float32 of each micro-batch: the value of each response token, 0 where a token is not in the loss.
+    """Return [R] float32 for each micro-batch: the value of each response token, 0 where a token is not in
+    the loss.
+
     All come from the device in one copy; under context parallelism from all ranks, in one all-gather.
 
     Args:
@@ -311,7 +315,7 @@ def response_values(batches: Sequence[PackedBatch], values: Sequence[Tensor]) ->
 
 
 def split_sequences(arrays: PackedArrays, values_R: Floats) -> list[tuple[int, Floats]]:
-    """(index in the list that was planned, values of its response tokens) for each sequence."""
+    """Return (index in the planned list, values of its response tokens) for each sequence."""
     ends = arrays.response_lengths_S.cumsum()
     starts = ends - arrays.response_lengths_S
     spans = zip(arrays.members_S.tolist(), starts.tolist(), ends.tolist(), strict=True)
@@ -319,15 +323,14 @@ def split_sequences(arrays: PackedArrays, values_R: Floats) -> list[tuple[int, F
 
 
 def split_choices(arrays: PackedArrays, ids: ExpertIds) -> list[tuple[int, ExpertIds]]:
-    """(index in the list that was planned, what routers chose for its tokens but the last) of each
-    sequence."""
+    """Return (index in the planned list, routers' choices for its tokens but the last) for each sequence."""
     ends = (arrays.prompt_lengths_S + arrays.response_lengths_S - 1).cumsum()
     return list(zip(arrays.members_S.tolist(), np.split(ids, ends[:-1]), strict=True)) if len(ends) else []
 
 
 def with_choices(packs: Sequence[PackedArrays], found: Sequence[tuple[int, ExpertIds]]) -> list[PackedArrays]:
-    """Each micro-batch with what routers are to choose, from choices by sequence as `split_choices` gives
-    them."""
+    """Return each micro-batch with the experts that routers must choose, from choices by sequence
+    (`split_choices`)."""
     by_member = dict(found)
     return [
         replace(arrays, routed_experts=np.concatenate([by_member[m] for m in arrays.members_S.tolist()]))
@@ -338,8 +341,8 @@ def with_choices(packs: Sequence[PackedArrays], found: Sequence[tuple[int, Exper
 
 
 def packed_values(packs: Sequence[PackedArrays], found: Sequence[tuple[int, Floats]]) -> list[Floats | None]:
-    """[R] of each micro-batch, from values by sequence as `split_sequences` gives them; None where a sequence
-    of it has none, as on pipeline stages that compute none."""
+    """Return [R] for each micro-batch, from values by sequence (`split_sequences`); None if one of its
+    sequences has none, as on pipeline stages that compute none."""
     by_member = dict(found)
     wanted = [arrays.members_S.tolist() for arrays in packs]
     return [

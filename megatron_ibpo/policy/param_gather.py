@@ -1,10 +1,10 @@
 """--overlap-param-gather: each layer's new weights arrive while the layers before it compute.
 
 After an optimizer step with a sharded optimizer a rank has only its own share of the new weights. Megatron's
-DistributedDataParallel gathers the rest when the next forward pass comes to a module: a hook on each module
-waits for the module's own parameters. A module whose parameters are read without calling it (the gated delta
-net's convolution, an output layer whose weight the loss takes) has a hook that never runs. Here one pass is
-watched before training: what waits for such a module is then the nearest module around it that is called.
+DistributedDataParallel gathers the rest when the next forward pass reaches a module: a hook on each module
+waits for the module's own parameters. If a module's parameters are read without calling it (the gated delta
+net's convolution, an output layer whose weight the loss takes), its hook never runs. So one pass is watched
+before training; afterwards the nearest called module around such a module waits in its place.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,20 +21,20 @@ from torch.utils._pytree import tree_leaves
 from megatron_ibpo.weights.weight_errors import listed
 
 Waits = list[tuple[Module, Module]]
-"""(module that is never called, the nearest one around it that is)."""
+"""(module that is never called, nearest called module around it)."""
 
 
 def find_uncalled(model: Module, run: Callable[[], object]) -> Waits:
-    """The modules whose parameters are read without a call.
+    """Find the modules whose parameters are read without a call.
 
     Args:
-        model: a rank's part of one, not wrapped yet.
-        run: one forward pass through it, as in training. It is done in evaluation and in training mode,
-            without gradients. Collective, where the pass is.
+        model: a rank's part of the model, not wrapped yet.
+        run: one forward pass through it, as in training. It runs in evaluation and in training mode, without
+            gradients. Collective if the pass is.
 
     Raises:
-        ValueError: a parameter is read before the module that would wait for it is called; names both. Or
-            CUDA graphs, which run without hooks.
+        ValueError: a parameter is read before the call of the module that would wait for it; names both. Or
+            CUDA graphs are in use, which run without hooks.
     """
     if getattr(model.config, "cuda_graph_impl", "none") != "none":
         raise ValueError("--overlap-param-gather: CUDA graphs of the model read weights without waiting")
@@ -47,7 +47,8 @@ def find_uncalled(model: Module, run: Callable[[], object]) -> Waits:
 
 
 def wait_around(chunk: Any, uncalled: Waits) -> None:
-    """Have the modules around wait for parameters of those that are never called.
+    """Make the surrounding modules wait for parameters of modules that are never called.  Args: chunk: the
+    model in Megatron's DistributedDataParallel, built with overlap_param_gather.
 
     Args:
         chunk: the model in Megatron's DistributedDataParallel, built with overlap_param_gather.
@@ -58,11 +59,12 @@ def wait_around(chunk: Any, uncalled: Waits) -> None:
 
 
 def finish_gathers(chunks: Sequence[Any]) -> None:
-    """Have all of the weights on every rank: before they are read by anything but a forward pass. Nothing to
-    do without --overlap-param-gather, or where they have arrived. Collective.
+    """Wait until every rank has all weights, before anything but a forward pass reads them. Collective.
+
+    Does nothing without --overlap-param-gather, or if the weights have arrived.
 
     Args:
-        chunks: of a rank, wrapped by DistributedDataParallel.
+        chunks: a rank's chunks, wrapped by DistributedDataParallel.
     """
     groups = [group for chunk in chunks if chunk.ddp_config.overlap_param_gather for group in _groups(chunk)]
     for group in groups:
@@ -73,7 +75,7 @@ def finish_gathers(chunks: Sequence[Any]) -> None:
 
 
 def _groups(chunk: Any) -> Iterator[Any]:
-    """Return the buckets' groups in the order in which forward passes ask for them."""
+    """Yield the buckets' groups in the order in which forward passes need them."""
     for groups in (chunk.bucket_groups, chunk.expert_parallel_bucket_groups):
         yield from reversed(groups)
 
@@ -83,14 +85,14 @@ class _Pass:
     """A record of one forward pass."""
 
     calls: dict[Module, int]
-    """Place of each module that was called, by the first call."""
+    """Position of each called module, by the first call."""
     reads: dict[Parameter, int]
-    """Modules that had been called when a parameter was first read."""
+    """Number of modules that had been called when a parameter was first read."""
 
 
 class _Reads(TorchFunctionMode):
-    """Notes when each parameter is first read by a function of torch's. Functions of Transformer Engine's own
-    are not seen: they read in the forward pass of their module."""
+    """A mode that records when each parameter is first read by one of torch's functions. Functions of
+    Transformer Engine's own are not seen: they read in the forward pass of their module."""
 
     def __init__(self, found: _Pass, parameters: set[Parameter]):
         super().__init__()
@@ -98,7 +100,7 @@ class _Reads(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        # shapes and dtypes are no values
+        # reading shapes and dtypes reads no values
         if any(isinstance(leaf, Tensor) for leaf in tree_leaves(result)):
             for leaf in tree_leaves((args, kwargs)):
                 if isinstance(leaf, Parameter) and leaf in self._parameters:
@@ -121,8 +123,8 @@ def _watched(model: Module, run: Callable[[], object]) -> _Pass:
 
 
 def _uncalled(model: Module, passes: Sequence[_Pass]) -> Waits:
-    """Return where to wait for the modules that some pass did not call; those around them were called in all
-    passes.
+    """Return the waiting places for modules that some pass did not call; the modules around them were called
+    in all passes.
 
     Raises:
         ValueError: a parameter was read before either was called.
@@ -149,7 +151,7 @@ def _uncalled(model: Module, passes: Sequence[_Pass]) -> Waits:
 
 
 def _outwards(name: str) -> Iterator[str]:
-    """A module's name, and of those around it; the model's own is empty."""
+    """Yield a module's name, and those of the modules around it; the model's own is empty."""
     while name:
         yield name
         name = name.rpartition(".")[0]

@@ -1,4 +1,5 @@
-"""The driver's half of packing: which rank computes what. A rank is sent its own share alone.
+"""The driver's half of packing: it assigns the computation to ranks. A rank receives only its own share.  The
+driver has neither a GPU nor a model, so nothing here needs torch.
 
 The driver has neither a GPU nor a model, so nothing here needs torch.
 """
@@ -20,45 +21,45 @@ from megatron_ibpo.policy.overrides import micro_batch_multiple
 Share = TypeVar("Share")
 
 Cost = Callable[[int], float]
-"""Tokens of a sequence → what a pass over it costs, in any unit; `forward_flops` of the model's shape. Ranks
-wait for each other, so all should have about as much to compute."""
+"""Tokens of a sequence → cost of a pass over it, in any unit; `forward_flops` of the model's shape. Ranks
+wait for each other, so all should have about the same amount to compute."""
 
 
 @dataclass(frozen=True)
 class MicroBatch:
     """Sequences that go through the model together. May be empty.
 
-    They travel as records whose arrays are written out once, on the way to their rank, which lays them end
-    to end: so the driver holds no second copy of them.
+    They travel as records whose arrays are serialized once, on the way to their rank, which lays them end to
+    end. So the driver holds no second copy of them.
     """
 
     members: tuple[int, ...]
-    """Index of each in the list that was planned."""
+    """Index of each sequence in the planned list."""
     sequences: tuple[TrainSequence, ...]
 
 
 @dataclass(frozen=True)
 class Cut:
-    """One rank's sequences, cut into micro-batches twice. As many of each kind on every rank, some of them
-    empty; none where no rank has a sequence."""
+    """One rank's sequences, cut into micro-batches twice. Every rank has the same number of each kind, some
+    of them empty; there are none if no rank has a sequence."""
 
     micro_batches: list[MicroBatch]
     """Micro-batches for a forward and a backward pass, of up to --max-tokens-per-gpu tokens."""
     forward_batches: list[MicroBatch]
-    """The same sequences for a pass without a gradient, of up to --log-probs-max-tokens-per-gpu. Nothing more
-    to send: pickling writes what both hold once."""
+    """The same sequences for a pass without a gradient, of up to --log-probs-max-tokens-per-gpu. This sends
+    no more data: pickling writes shared records once."""
 
 
 @dataclass(frozen=True)
 class MiniBatch:
-    """One rank's part of one optimizer step, and what it must know of the other ranks'."""
+    """One rank's part of one optimizer step, with what it must know of the other ranks' parts."""
 
     cut: Cut
     needs_old_logprobs: bool
-    """True where old log-probs come from a forward pass ahead of the first step; else the engine gave them,
+    """True if old log-probs come from a forward pass before the first step; otherwise the engine gave them,
     or the mini-batch's own forward pass does."""
     mean_length: float
-    """`weighted_mean_length` of the whole mini-batch, sequences without advantage included."""
+    """`weighted_mean_length` of the whole mini-batch, including sequences without advantage."""
     trained_tokens: int
     """Tokens in the loss, on all ranks."""
 
@@ -66,7 +67,7 @@ class MiniBatch:
 RankUpdate = list[MiniBatch]
 """One rank's part of a rollout's optimizer steps."""
 RankForward = list[MicroBatch]
-"""One rank's part of a forward pass. As many on every rank; none where there is no sequence."""
+"""One rank's part of a forward pass. Every rank has the same number; none if there is no sequence."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ class Block:
     """One rank's part of the sequences of a block of prompts."""
 
     prompts: int
-    """Number of prompts, those without any gradient included."""
+    """Number of prompts, including those without any gradient."""
     cut: Cut
     """Cut of the sequences that have an advantage."""
 
@@ -84,11 +85,11 @@ class RankMeasure:
     """One rank's part of a measurement of the gradient's noise."""
 
     own: list[Block]
-    """Blocks of what the step trains on; empty for fewer than two prompts, which give no estimate."""
+    """Blocks of the step's training data; empty for fewer than two prompts, which give no estimate."""
     mean_length: float
     """`weighted_mean_length` of `own`."""
     plain: list[Block] | None
-    """The same responses with plain advantages; None: as `own`."""
+    """The same responses with plain advantages; None: the same as `own`."""
 
 
 @dataclass(frozen=True)
@@ -101,13 +102,14 @@ class Passes:
     """Lengths in forward and backward passes of optimizer steps."""
     repeated_forward: list[int] = field(default_factory=list)
     repeated_updates: list[int] = field(default_factory=list)
-    """Length of the prefix that each of these shares with another sequence of the same pass."""
+    """Length of the prefix that each sequence in `updates` shares with another one of the same pass."""
 
     @classmethod
     def of(
         cls, forward: Sequence[Sequence[TrainSequence]], updates: Sequence[Sequence[TrainSequence]]
     ) -> "Passes":
-        """The passes of sequences, those that the same weights compute in one list."""
+        """Return the passes of these sequences; each list holds the sequences computed with the same
+        weights."""
         return cls(*map(_lengths, (forward, updates)), *map(_repeated, (forward, updates)))
 
 
@@ -123,7 +125,7 @@ class Plan(Generic[Share]):
 def plan_update(
     sequences: Sequence[TrainSequence], config: Config, num_ranks: int, cost: Cost
 ) -> Plan[RankUpdate]:
-    """The optimizer steps of one rollout.
+    """Plan the optimizer steps of one rollout.
 
     Sequences without anything to learn from are not computed; they count in the divisor of a token mean.
 
@@ -140,7 +142,7 @@ def plan_update(
     unread = _unread(config)
     live = [[_without(s, *unread) for s in part if _is_trained_on(s)] for part in parts]
     _check_rollout_logprobs((s for part in live for s in part), loss)
-    # the first mini-batch's own forward gives its old log-probs, unless a weight depends on them
+    # the first mini-batch's own forward pass gives its old log-probs, unless a weight depends on them
     needs_old = [
         loss.old_logprobs == "recompute" and (bool(loss.corrections) or number > 0)
         for number in range(len(live))
@@ -158,7 +160,8 @@ def plan_update(
 def plan_value_update(
     sequences: Sequence[TrainSequence], config: Config, num_ranks: int, cost: Cost
 ) -> Plan[RankUpdate]:
-    """The critic's optimizer steps of one rollout: it learns from all sequences, whatever their advantage.
+    """Plan the critic's optimizer steps of one rollout: it learns from all sequences, whatever their
+    advantage.
 
     Raises:
         ValueError: a sequence whose arrays do not fit its response, or without returns and old values.
@@ -178,7 +181,7 @@ def plan_value_update(
 def plan_forward(
     sequences: Sequence[TrainSequence], config: Config, num_ranks: int, cost: Cost
 ) -> Plan[RankForward]:
-    """A pass for log-probs or values of every response token.
+    """Plan a pass for log-probs or values of every response token.
 
     Raises:
         ValueError: a sequence whose arrays do not fit its response.
@@ -205,10 +208,10 @@ def plan_measure(
     num_ranks: int,
     cost: Cost,
 ) -> Plan[RankMeasure]:
-    """A measurement of the gradient's noise over at most --gradient-meter-blocks blocks of prompts.
+    """Plan a measurement of the gradient's noise over at most --gradient-meter-blocks blocks of prompts.
 
     Args:
-        sequences: a whole step's; weights as they are trained with.
+        sequences: sequences of a whole step, with their training weights.
         plain: the same responses with plain advantages and no corrections.
     """
     _check([*sequences, *plain])
@@ -236,10 +239,10 @@ def update_metrics(sequences: Sequence[TrainSequence]) -> dict[str, float]:
 
 
 def merge_parts(parts: Iterable[Sequence[tuple[int, Any]]], count: int) -> list[Any]:
-    """Return what the ranks found for `count` planned sequences, in order.
+    """Merge the ranks' results for `count` planned sequences, in order.
 
     Raises:
-        ValueError: nothing was found of some of them.
+        ValueError: some sequences have no result.
     """
     found = {index: value for part in parts for index, value in part}
     if missing := [index for index in range(count) if index not in found]:
@@ -250,16 +253,16 @@ def merge_parts(parts: Iterable[Sequence[tuple[int, Any]]], count: int) -> list[
 
 
 def data_parallel_rank(rank: int, parallel: ParallelConfig, world_size: int) -> int:
-    """Whose share rank `rank` of the trainers gets; Megatron counts tensor parallel ranks first and pipeline
-    stages last."""
+    """Return the data-parallel share that rank `rank` of the trainers gets; Megatron counts tensor-parallel
+    ranks first and pipeline stages last."""
     inner = parallel.tensor_model_parallel_size * parallel.context_parallel_size
     return rank // inner % (world_size // inner // parallel.pipeline_model_parallel_size)
 
 
 def split_minibatches(sequences: Sequence[TrainSequence], count: int) -> list[list[TrainSequence]]:
-    """Cut a step's sequences into `count` mini-batches of whole groups, as equal as may be.
+    """Cut a step's sequences into `count` mini-batches of whole groups, as equal as possible.
 
-    Weights are relative to the step; a mini-batch with a share of the groups gets them scaled up by the
+    Weights are relative to the step; in a mini-batch with a share of the groups they are scaled up by the
     inverse of that share, so that each update is an average over its own prompts.
     """
     parts = _cut_groups(sequences, count)
@@ -278,10 +281,10 @@ def _cut_groups(sequences: Sequence[TrainSequence], count: int) -> list[set[int]
 
 
 def weighted_mean_length(sequences: Sequence[TrainSequence]) -> float:
-    """Σ weight x trained tokens / Σ weight: the divisor of a token mean over `sequences`.
+    """Return Σ weight x trained tokens / Σ weight: the divisor of a token mean over `sequences`.
 
-    It is over a whole mini-batch, sequences of advantage 0 included, so that the loss does not depend on how
-    it is cut into micro-batches. 1 where nothing has weight.
+    The sum is over a whole mini-batch, including sequences of advantage 0, so that the loss does not depend
+    on how it is cut into micro-batches. 1 if nothing has weight.
     """
     weight = sum(s.weight for s in sequences)
     tokens = sum(s.weight * s.num_trained_tokens for s in sequences)
@@ -289,7 +292,8 @@ def weighted_mean_length(sequences: Sequence[TrainSequence]) -> float:
 
 
 def empty_micro_batches(shares: Sequence[RankUpdate]) -> int:
-    """Micro-batches of an update, on all ranks, that have no sequence: passes over padding alone."""
+    """Return the number of an update's micro-batches, on all ranks, without a sequence: passes over padding
+    alone."""
     cuts = [part.cut for share in shares for part in share]
     return sum(not batch.members for cut in cuts for batch in cut.micro_batches)
 
@@ -305,11 +309,12 @@ def plan_micro_batches(
 
 
 def deal(lengths: Sequence[int], num_ranks: int, cost: Cost) -> list[list[int]]:
-    """The sequences of each data-parallel rank, longest first, so that all have about as much to compute.
+    """Deal the sequences to data-parallel ranks, longest first, so that all have about the same amount to
+    compute.
 
-    The longest that is left goes to the rank that has least so far. The fullest of R ranks gets at most
-    4/3 - 1/(3R) of what it gets under the best deal (R. L. Graham, "Bounds on multiprocessing timing
-    anomalies", 1969).
+    The longest remaining one goes to the rank with the least so far. The fullest of R ranks gets at most 4/3
+    - 1/(3R) of its load under the best deal (R. L. Graham, "Bounds on multiprocessing timing anomalies",
+    1969).
     """
     shares: list[list[int]] = [[] for _ in range(num_ranks)]
     loads = [(0.0, rank) for rank in range(num_ranks)]
@@ -324,13 +329,15 @@ def deal(lengths: Sequence[int], num_ranks: int, cost: Cost) -> list[list[int]]:
 def cut_shares(
     shares: Sequence[Sequence[int]], lengths: Sequence[int], max_tokens: int, cost: Cost, multiple: int = 1
 ) -> list[list[list[int]]]:
-    """Each rank's sequences in micro-batches of up to `max_tokens` tokens, a longer sequence in one of its
-    own; [rank][micro-batch][index], the same number on every rank, and a multiple of `multiple`: empty ones
-    fill up.
+    """Cut each rank's sequences into micro-batches of up to `max_tokens` tokens; a longer sequence has one of
+    its own.
+
+    Returns [rank][micro-batch][index]. Every rank has the same number of micro-batches, a multiple of
+    `multiple`; empty ones fill up.
 
     Each sequence goes into the first micro-batch with room, longest first, which leaves few micro-batches.
-    Those that cost most come first: ranks that share experts wait for each other in every micro-batch, and so
-    have like ones at the same time.
+    The most expensive come first: ranks that share experts wait for each other in every micro-batch, and so
+    process similar ones at the same time.
     """
     plan = [_first_fit(share, lengths, max_tokens) for share in shares]
     for batches in plan:
@@ -367,7 +374,7 @@ def _unread(config: Config) -> list[str]:
 
 
 def _without(sequence: TrainSequence, *names: str) -> TrainSequence:
-    """Less to send: what the receiver does not read."""
+    """Return the sequence without what the receiver does not read, so that less is sent."""
     dropped: dict[str, Any] = dict.fromkeys(names)
     return replace(sequence, **dropped)
 
@@ -400,7 +407,7 @@ def _minibatch(
     num_ranks: int,
     cost: Cost,
 ) -> list[MiniBatch]:
-    """Each rank's part of the mini-batch `whole`, of which `chosen` are computed."""
+    """Return each rank's part of the mini-batch `whole`; only its sequences `chosen` are computed."""
     length, tokens = weighted_mean_length(whole), sum(s.num_trained_tokens for s in chosen)
     cuts = _cuts(chosen, config, num_ranks, cost)
     return [MiniBatch(cut, needs_old_logprobs, length, tokens) for cut in cuts]
@@ -413,7 +420,7 @@ def _rank_updates(minibatches: Sequence[Sequence[MiniBatch]], num_ranks: int) ->
 def _blocks(
     sequences: Sequence[TrainSequence], config: Config, num_ranks: int, cost: Cost
 ) -> list[list[Block]]:
-    """Each rank's part of each block of whole prompts."""
+    """Return each rank's part of each block of whole prompts."""
     count = min(config.run.gradient_meter_blocks, len({s.group for s in sequences}))
     blocks: list[list[Block]] = [[] for _ in range(num_ranks)]
     if count < 2:
@@ -447,7 +454,7 @@ PER_TOKEN = ("loss_mask", "rollout_logprobs", "token_weights", "token_advantages
 
 
 def _check(sequences: Iterable[TrainSequence]) -> None:
-    """Refuse what would shift all sequences behind it in a pack."""
+    """Refuse arrays of wrong length, which would shift all later sequences in a pack."""
     for number, s in enumerate(sequences):
         if not len(s.prompt_token_ids) or not len(s.response_token_ids):
             raise ValueError(

@@ -1,7 +1,7 @@
 """The environment variables of a trainer's process, set before a library reads them.
 
-What the user has set stays, except for the one setting with which weights cannot be lent to engines. None of
-this has been run on a GPU; it follows from the sources of the pinned versions.
+The user's settings stay, except for the one setting that makes it impossible to lend weights to engines. None
+of this has been run on a GPU; it follows from the sources of the pinned versions.
 """
 
 import re
@@ -10,14 +10,14 @@ from collections.abc import MutableMapping
 from pathlib import Path
 
 DEFAULTS = {
-    # Megatron's overlap of communication under TP asks for it
+    # needed by Megatron's overlap of communication under TP
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     # on Hopper flash-linear-attention 0.6.0 lets TileLang compile the delta net's backward pass with nvcc, in
     # the first step, after a rollout was paid for; its Triton kernels are right from Triton 3.7.1 on
     "FLA_TILELANG": "0",
 }
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""The present and the former name of the same settings."""
+"""Present and former name of the same settings."""
 EXPANDABLE = r"\s*expandable_segments\s*:\s*true\s*(,|$)"
 CUDA_WHEELS = Path(sysconfig.get_path("purelib"), "nvidia", "cu13")
 
@@ -25,15 +25,15 @@ CUDA_WHEELS = Path(sysconfig.get_path("purelib"), "nvidia", "cu13")
 def set_environment(
     environ: MutableMapping[str, str], *, colocate: bool, wheels: Path = CUDA_WHEELS
 ) -> tuple[str, ...]:
-    """Set what a trainer's libraries are to find, and return what to tell the user.
+    """Set the environment for a trainer's libraries, and return notes for the user.
 
     Args:
         colocate: engines share the trainer's GPU and open its memory.
-        wheels: where the pinned packages of CUDA lie, if they are installed.
+        wheels: directory of the pinned CUDA packages, if they are installed.
     """
     for name, value in DEFAULTS.items():
         environ.setdefault(name, value)
-    # Transformer Engine would look under CUDA_HOME and /usr/local/cuda first, where CUDA 12 may be
+    # Transformer Engine would look under CUDA_HOME and /usr/local/cuda first, which may hold CUDA 12
     for library in ("nvrtc", "curand"):
         if any(wheels.glob(f"lib/lib{library}.so.*")):
             environ.setdefault(f"{library.upper()}_HOME", str(wheels))
@@ -41,7 +41,7 @@ def set_environment(
 
 
 def _without_expandable_segments(environ: MutableMapping[str, str]) -> tuple[str, ...]:
-    """Drop the setting: such memory is lent as file descriptors, which containers often forbid."""
+    """Drop expandable segments: such memory is lent as file descriptors, which containers often forbid."""
     notes = []
     for name in ALLOCATOR:
         found = environ.get(name, "")

@@ -11,9 +11,12 @@ from megatron_ibpo.policy.process_environment import set_environment
 
 
 def trainer_rank(config: Config, checkpoint: Path | None) -> Any:
-    """A `rank.TrainerRank`. Libraries read their environment when they are imported, so that comes first.
-    Without CUDA its stand-ins come before Megatron, which would import torch.compile's machinery for nothing:
-    two seconds."""
+    """Return a `rank.TrainerRank`, after setting the environment, which libraries read when they are
+    imported.
+
+    Without CUDA the stand-ins come before Megatron, which would import torch.compile's machinery for nothing:
+    two seconds.
+    """
     notes = set_environment(os.environ, colocate=config.rollout.colocate)
     hide_tilelang()
     hush_megatron()
@@ -28,7 +31,7 @@ def trainer_rank(config: Config, checkpoint: Path | None) -> Any:
 
 
 def hide_tilelang() -> None:
-    """Let flash-linear-attention find no TileLang unless it is to be used: wherever it finds one it imports
-    all of TVM, even if FLA_TILELANG is 0 (0.6.0, `ops/utils/sinkhorn`)."""
+    """Hide TileLang from flash-linear-attention unless it is to be used: if it finds TileLang it imports all
+    of TVM, even if FLA_TILELANG is 0 (0.6.0, `ops/utils/sinkhorn`)."""
     if os.environ["FLA_TILELANG"] == "0":
         sys.modules.setdefault("tilelang", None)  # type: ignore[arg-type]

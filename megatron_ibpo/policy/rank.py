@@ -1,6 +1,6 @@
-"""One trainer process: a rank of Megatron's world, with what the driver asks of it.
+"""One trainer process: a rank of Megatron's world, with the methods that the driver calls.
 
-All ranks are asked the same at the same time, each with its own share of the data. What a method returns is
+All ranks get the same calls at the same time, each with its own share of the data. A method's result is
 small, or this rank's own share again.
 """
 
@@ -41,19 +41,19 @@ from megatron_ibpo.weights.transfer.update_order import Order, TransportName, dr
 
 
 class TrainerRank:
-    """This rank's part of the policy (and of the critic), and its way to the engines."""
+    """This rank's part of the policy (and of the critic), and its connection to the engines."""
 
     def __init__(self, config: Config, checkpoint: Path | None) -> None:
-        """Join the other ranks, build, and load the weights. Collective, as everything here.
+        """Join the other ranks, build the model and load the weights. Collective, like all methods here.
 
         Args:
-            checkpoint: to go on from; else the weights of --hf-checkpoint.
+            checkpoint: checkpoint to resume from; None: the weights of --hf-checkpoint.
 
         Raises:
-            ValueError, OSError: a layout, checkpoint or model that does not serve, or a machine that lacks a
+            ValueError, OSError: a layout, checkpoint or model that cannot be used, or a machine that lacks a
                 library.
         """
-        assert config.model.hf_checkpoint is not None  # check_config saw to it
+        assert config.model.hf_checkpoint is not None  # check_config has checked it
         self.config = config
         shape = read_hf_config(config.model.hf_checkpoint)
         self.libraries = find_backends(
@@ -64,7 +64,7 @@ class TrainerRank:
         )
         self.world: World = start_world(config.parallel.distributed_timeout_minutes)
         if config.optimizer.optimizer_cpu_offload and self.world.device.type == "cuda":
-            # the optimizer's steps are the processors' then; not run on GPUs
+            # the optimizer then steps on CPUs; not run on GPUs
             ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
             torch.set_num_threads(max(torch.get_num_threads(), len(os.sched_getaffinity(0)) // ranks))
         parallel.initialize(config.parallel, self.world, config.run.seed)
@@ -105,52 +105,53 @@ class TrainerRank:
         return About(parameters, str(self.trainer.loss_backend), layers, device, self.notes)
 
     def update(self, work: RankUpdate) -> dict[str, float]:
-        """The policy's optimizer steps of one rollout."""
+        """Take the policy's optimizer steps of one rollout."""
         self.residence.bring_for_steps()
         return self.trainer.update(work)
 
     def update_critic(self, work: RankUpdate) -> dict[str, float]:
-        """The critic's."""
+        """Take the critic's optimizer steps of one rollout."""
         assert self.critic is not None
         self.residence.bring_for_steps()
         return self.critic.update(work)
 
     def logprobs(self, work: RankForward) -> list[tuple[int, Floats]]:
-        """(index of the sequence, log-probs of its response tokens); nothing on ranks that do not report."""
+        """Return (index of the sequence, log-probs of its response tokens); empty on ranks that do not
+        report."""
         self.residence.bring(Held.WEIGHTS)
         return self.trainer.logprobs(work)
 
     def values(self, work: RankForward) -> list[tuple[int, Floats]]:
-        """(index of the sequence, what the critic expects before each response token)."""
+        """Return (index of the sequence, the critic's values before each response token)."""
         assert self.critic is not None
         self.residence.bring(Held.WEIGHTS)
         return self.critic.values(work)
 
     def measure_gradient(self, work: RankMeasure) -> dict[str, float]:
-        """Return how noisy the gradient is over prompts, and GSPO's gradient on the same responses."""
+        """Return the noise of the gradient over prompts, and of GSPO's gradient on the same responses."""
         self.residence.bring(Held.EVERYTHING)
         return compare_with_gspo(self.trainer, work)
 
     def save(self, directory: Path, step: int, run_state: dict[str, Any], keep: Keep) -> None:
-        """Begin a Megatron checkpoint under `directory`, as `policy.group` leads it on; see `Saver`."""
+        """Begin a Megatron checkpoint under `directory`; `policy.group` drives the later stages. See
+        `Saver`."""
         self.residence.bring(Held.EVERYTHING)
         self.saver.begin(self.trainer, SaveOrder(directory, step, run_state, keep), self.critic)
 
     def save_rests(self, wait: bool) -> bool:
-        """Return whether this rank writes nothing any more; with `wait`, wait until it does not. Not
-        collective."""
+        """Return whether this rank has nothing left to write; with `wait`, wait for that. Not collective."""
         return self.saver.rests(wait=wait)
 
     def seal_save(self) -> None:
-        """Make one checkpoint of what all ranks have written, and begin to give it its name."""
+        """Turn the ranks' parts into one checkpoint, and begin to give it its name."""
         self.saver.seal()
 
     def end_save(self) -> None:
-        """Raises what went wrong with that."""
+        """Raise the error of that, if there was one."""
         self.saver.end()
 
     def save_hf(self, directory: Path) -> None:
-        """The policy in Hugging Face format."""
+        """Write the policy in Hugging Face format."""
         assert self.config.model.hf_checkpoint is not None
         with self.residence.visited():
             save_hf(
@@ -162,11 +163,11 @@ class TrainerRank:
             )
 
     def make_room(self) -> None:
-        """Leave the device to engines that share it; what is done next brings back what it needs."""
+        """Leave the device to engines that share it; later calls bring back what they need."""
         self.residence.leave(Held.NOTHING)
 
     def open_transport(self, name: TransportName) -> None:
-        """Get ready to send weights; before `connect`."""
+        """Prepare to send weights; call it before `connect`."""
         rollout = self.config.rollout
         self.transport = open_transport(
             name,
@@ -177,12 +178,12 @@ class TrainerRank:
         )
 
     def connect(self, links: Mapping[int, EngineLink], engines: Sequence[int]) -> dict[int, str]:
-        """Meet `engines`, of which this rank speaks with those in `links`; why those that failed did."""
+        """Connect to `engines`; this rank calls those in `links`. Return why engines failed."""
         assert self.transport is not None
         return _reasons(self.transport.connect(self.export, links, engines))
 
     def send(self, links: Mapping[int, EngineLink], engines: Sequence[int], order: Order) -> Sent:
-        """Send one pass over the weights to `engines`, which have been met."""
+        """Send one pass over the weights to `engines`, after `connect`."""
         assert self.transport is not None
         if order.sleeping:
             self.residence.leave(Held.WEIGHTS)
@@ -193,7 +194,7 @@ class TrainerRank:
         return Sent(_reasons(sent.failures), sent.num_bytes, sent.needed_bytes)
 
     def _build_critic(self, updates: int) -> Critic | None:
-        """The value model, which starts from the policy's checkpoint; None where advantages need none."""
+        """Build the value model, which starts from the policy's checkpoint; None if advantages need none."""
         if self.config.algorithm.advantages != "critic":
             return None
         assert self.config.model.hf_checkpoint is not None
@@ -206,5 +207,5 @@ class TrainerRank:
 
 
 def _reasons(failures: Mapping[int, Exception]) -> dict[int, str]:
-    """Return the failures as text: an exception of a library may not survive the way to another process."""
+    """Return the failures as text: a library's exception may not survive pickling."""
     return {engine: str(error) for engine, error in failures.items()}

@@ -1,7 +1,7 @@
 """The reference policy of the KL penalty: a second set of weights for the policy's model.
 
-A second model would cost its weights on the device all the time. These wait in host memory instead, and take
-the policy's place for a pass of log-probs.
+A second model would occupy the device with its weights all the time. This set waits in host memory, and
+replaces the policy's for a pass of log-probs.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,18 +17,18 @@ from megatron_ibpo.weights.formats.load import load_hf
 
 
 class Reference:
-    """Weights of this rank that change places with those of the policy.
+    """Weights of this rank that can be exchanged with those of the policy.
 
     One set waits here while the other is in the model, so the host holds one copy and never two. Values are
-    exchanged in place: whatever else views them (flat buffers of data parallelism, tied embeddings) stays as
-    it is. The optimizer's float32 master weights are no part of the model and are not touched.
+    exchanged in place: their views (flat buffers of data parallelism, tied embeddings) stay valid. The
+    optimizer's float32 master weights are no part of the model and are not touched.
     """
 
     def __init__(self, chunks: Sequence[Any], *, frozen: bool = True):
         """
         Args:
-            chunks: the model's parts on this rank, wrapped or not; what they hold now is copied.
-            frozen: False leaves out what is never trained, where the two sets do not differ in it.
+            chunks: the model's parts on this rank, wrapped or not; their present weights are copied.
+            frozen: False leaves out weights that are never trained, if the two sets agree on them.
         """
         self._frozen = frozen
         self._waiting = [_host_copy(own) for own in self._weights(chunks)]
@@ -36,8 +36,8 @@ class Reference:
 
     @contextmanager
     def swapped_in(self, chunks: Sequence[Any]) -> Iterator[None]:
-        """Within, the chunks compute with these weights; afterwards with their own again, bit for bit, also
-        when an error ends it. Collects nothing over ranks: each exchanges its own part.
+        """Make the chunks compute with these weights within the context; afterwards, even after an error,
+        with their own again, bit for bit. Not collective: each rank exchanges its own part.
 
         Args:
             chunks: parts of the same model as at the start.
@@ -63,8 +63,8 @@ class Reference:
             waiting.copy_(leaving)
 
     def _weights(self, chunks: Sequence[Any]) -> Iterator[Tensor]:
-        """Parameters and buffers, each once, in an order that wrapping does not change."""
-        for chunk in chunks:  # by names, since Megatron's wrapper calls something else `buffers`
+        """Yield parameters and buffers, each once, in an order that wrapping does not change."""
+        for chunk in chunks:  # by name, since Megatron's wrapper uses `buffers` for something else
             for _, parameter in chunk.named_parameters():
                 if self._frozen or parameter.requires_grad:
                     yield parameter
@@ -72,20 +72,20 @@ class Reference:
 
 
 def load_reference(chunks: Sequence[Any], shape: ModelShape, hf_dir: Path | None) -> Reference:
-    """The reference policy for the model `chunks`, which keeps its own weights.
+    """Return the reference policy for the model `chunks`, which keeps its own weights.
 
     Args:
-        chunks: what `build_model` made for this rank, filled.
-        hf_dir: --ref-load, in Hugging Face format. None: the weights that the chunks hold now; beside
-            adapters only these change places.
+        chunks: result of `build_model` on this rank, with weights.
+        hf_dir: --ref-load, in Hugging Face format. None: the chunks' present weights; beside adapters only
+            these are exchanged.
 
     Raises:
-        CheckpointError: as `load_hf`.
+        CheckpointError: see `load_hf`.
     """
     reference = Reference(chunks, frozen=hf_dir is not None)
     if hf_dir is not None:
         with reference.swapped_in(chunks):
-            load_hf(list(chunks), shape, hf_dir)  # and so it is what waits afterwards
+            load_hf(list(chunks), shape, hf_dir)  # leaving the context makes these the waiting set
     return reference
 
 

@@ -14,9 +14,9 @@ class About:
     layers: dict[str, tuple[str, str]]
     """Part of a layer → (the library that computes it, how)."""
     device: str
-    """Device that computes: the name that a GPU gives itself, or "CPU"."""
+    """Device that computes: the GPU's own name, or "CPU"."""
     notes: tuple[str, ...]
-    """Lines for the user about the environment and the checkpoint that was loaded."""
+    """Lines for the user about the environment and the loaded checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +24,8 @@ class Sent:
     """The outcome of one pass over the weights, as this rank saw it."""
 
     failures: dict[int, str]
-    """Index of an engine → why it has no part in the update any more."""
+    """Index of an engine → why it no longer takes part in the update."""
     num_bytes: int
-    """Bytes that this rank gave to engines."""
+    """Bytes that this rank sent to engines."""
     needed_bytes: int
     """Bytes that the shards of all engines' workers take."""

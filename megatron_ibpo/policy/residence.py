@@ -1,11 +1,12 @@
 """Moves a trainer's state between its device and host memory, while engines sample on the same device.
 
-Megatron's `DistributedDataParallel.offload_grad_buffers` gives gradients away. Its `optimizer.offload_to_cpu`
-is not used: it gives each of the optimizer's parameters other memory. Where these are views into the model
-(float32 parameters, or --use-precision-aware-optimizer) they are the model's no more afterwards, and steps
-move nothing. It also brings back to the GPU what --optimizer-cpu-offload keeps off it, and copies through
-pageable memory. Here the memory itself is freed and comes back below the same tensors, whatever views it, as
-Megatron does with its own flat buffers. Streams have only been run as stand-ins that delay: not on a GPU.
+Megatron's `DistributedDataParallel.offload_grad_buffers` frees gradients. Its `optimizer.offload_to_cpu` is
+not used, since it gives each of the optimizer's parameters new memory. If these are views into the model
+(float32 parameters, or --use-precision-aware-optimizer), they are separate from the model afterwards, and
+steps have no effect. It also brings back to the GPU what --optimizer-cpu-offload keeps off it, and copies
+through pageable memory. Here the memory itself is freed and comes back below the same tensors and all their
+views, as Megatron does with its own flat buffers. Streams have only been run as stand-ins that delay: not on
+a GPU.
 """
 
 import gc
@@ -21,14 +22,15 @@ from torch import Tensor, UntypedStorage
 from megatron_ibpo.basics.distributed import World
 
 ALIGNMENT = 256
-"""Bytes. Between what waits side by side: a multiple of every element's size, and fast to copy from."""
+"""Alignment in bytes of storages that wait side by side: a multiple of every element's size, and fast to copy
+from."""
 
 
 class Held(IntEnum):
     """Parts of the trainer's state that are on the device."""
 
     NOTHING = 0
-    """Caches and communicators apart."""
+    """Only caches and communicators."""
     WEIGHTS = 1
     """State that log-probs, exports and weight updates need."""
     EVERYTHING = 2
@@ -43,12 +45,12 @@ class Trained(Protocol):
 
 
 class Residence:
-    """Moves what this rank's models hold; where `offload` is off, only caches are given back."""
+    """Moves the state of this rank's models; with `offload` off, only caches are freed."""
 
     def __init__(self, trained: Sequence[Trained], world: World, *, offload: bool) -> None:
         """
         Raises:
-            ValueError: something on the device would look for the weights where they were.
+            ValueError: something on the device keeps the weights' old addresses.
         """
         graphs = any(getattr(chunk.config, "cuda_graph_impl", "none") != "none" for chunk in _chunks(trained))
         if offload and graphs:
@@ -64,13 +66,13 @@ class Residence:
         self.held = Held.EVERYTHING
 
     def bring(self, needed: Held) -> None:
-        """Have at least `needed` on the device; values are as they were, gradients 0."""
+        """Bring at least `needed` to the device; values are unchanged, gradients 0."""
         self._fetch(needed)
         self._wait_for_arrivals()
 
     def bring_for_steps(self) -> None:
-        """Everything, for optimizer steps: these wait for the optimizer's state, which comes beside the
-        passes before them. Nothing else may look at it."""
+        """Bring everything, for optimizer steps: these wait for the optimizer's state, which is copied during
+        the passes before them. Nothing else may use that state."""
         self._fetch(Held.EVERYTHING)
 
     def _fetch(self, needed: Held) -> None:
@@ -79,7 +81,7 @@ class Residence:
             self._weights.fill()
         if needed == Held.EVERYTHING > self.held:
             self._states.allocate()
-            self._arrivals.wait_stream(torch.cuda.current_stream())  # what had that memory before is done
+            self._arrivals.wait_stream(torch.cuda.current_stream())  # earlier uses of that memory are done
             with torch.cuda.stream(self._arrivals):
                 self._states.fill()
             for chunk in _chunks(self._trained):
@@ -91,22 +93,23 @@ class Residence:
         torch.cuda.current_stream().wait_stream(self._arrivals)
 
     def leave(self, kept: Held) -> None:
-        """Have at most `kept` on the device, and nothing in PyTorch's caches; returns when this holds of all
-        ranks, whose devices others may take memory of. Collective."""
+        """Keep at most `kept` on the device, and empty PyTorch's caches. Returns when all ranks have done so,
+        since other processes may then take the devices' memory. Collective."""
         self._wait_for_arrivals()
         if self._offload:
             self._move_out(kept)
-        parallel_state.get_global_memory_buffer().buffer.clear()  # grows with micro-batches, shrinks never
+        parallel_state.get_global_memory_buffer().buffer.clear()  # grows with micro-batches and never shrinks
         gc.collect()  # tensors in cycles hold memory, too
         if torch.cuda.is_initialized():
-            self._world.barrier()  # every owner's engines have given back what they were lent (transport ipc)
+            self._world.barrier()  # every owner's engines have returned borrowed memory (transport ipc)
             torch.cuda.ipc_collect()
         torch.cuda.empty_cache()
         self._world.barrier()
 
     @contextmanager
     def visited(self) -> Iterator[None]:
-        """Within, the weights are on the device; afterwards it is left as it was found. Collective."""
+        """Bring the weights to the device within the context; afterwards restore the state before it.
+        Collective."""
         before = self.held
         self.bring(Held.WEIGHTS)
         yield
@@ -136,7 +139,8 @@ class Residence:
                 yield from self._here(_tensors_of(inner))
 
     def _optimizers(self) -> Iterator[torch.optim.Optimizer]:
-        """torch's, inside Megatron's; a rank has none for parameters of a kind that it does not hold."""
+        """Yield torch's optimizers, inside Megatron's; a rank has none for kinds of parameters that it does
+        not hold."""
         for trained in self._trained:
             for part in getattr(trained.optimizer, "chained_optimizers", [trained.optimizer]):
                 if part.optimizer is not None:
@@ -148,14 +152,14 @@ class Residence:
 
 
 class _HostCopy:
-    """Contents of storages that gave their memory away. The host's memory is kept for the next time."""
+    """Contents of storages whose memory was freed. The host's memory is kept for the next time."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._taken: list[tuple[UntypedStorage, Tensor]] = []
 
     def take(self, storages: Sequence[UntypedStorage]) -> None:
-        """Copy the contents of `storages` to the host, and free them: what views them must not be used until
+        """Copy the contents of `storages` to the host, and free them: their views must not be used until
         `allocate` and `fill`."""
         sizes = [-(-storage.nbytes() // ALIGNMENT) * ALIGNMENT for storage in storages]
         if sum(sizes) > len(self._memory):
@@ -170,23 +174,23 @@ class _HostCopy:
             storage.resize_(0)
 
     def allocate(self) -> None:
-        """Give the storages memory again."""
+        """Allocate the storages' memory again."""
         for storage, content in self._taken:
             storage.resize_(len(content))
 
     def fill(self) -> None:
-        """Bring their contents back, in the order of the present stream."""
+        """Copy their contents back, in the order of the present stream."""
         for storage, content in self._taken:
             _bytes_of(storage).copy_(content, non_blocking=True)
         self._taken.clear()
 
     def _grow(self, size: int, *, pinned: bool) -> None:
-        """Memory of `size` bytes, pinned for copies at full speed; optimizers have more state after a first
-        step. PyTorch's own pinned memory comes in powers of two, which would waste up to half of what all
-        ranks of a node take.
+        """Grow the memory to `size` bytes, pinned for copies at full speed; optimizers have more state after
+        a first step. PyTorch's own pinned memory comes in powers of two, which would waste up to half of the
+        memory that a node's ranks take.
 
         Raises:
-            RuntimeError: it could not be pinned.
+            RuntimeError: the memory could not be pinned.
         """
         if pinned and len(self._memory):
             torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())
@@ -213,7 +217,7 @@ def _tensors_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
 
 
 def _storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
-    """Return the storages below the tensors, each once: flat buffers are below many."""
+    """Return the storages below the tensors, each once: a flat buffer is below many tensors."""
     found = {storage.data_ptr(): storage for storage in (tensor.untyped_storage() for tensor in tensors)}
     return [storage for storage in found.values() if storage.nbytes()]
 

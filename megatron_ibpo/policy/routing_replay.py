@@ -1,11 +1,12 @@
-"""Routers that choose again what was chosen before: in the engine that sampled, or in an earlier pass.
+"""Replay of routing: routers repeat their earlier choices, from the engine that sampled or from an earlier
+pass.
 
 Only *which* experts is replayed. Their weights are the trainer's own, of its own logits at those experts, so
 that gradients flow through them (R3, arXiv 2510.11370); an expert keeps its slot, and with it its weight.
 
-Megatron's own RouterReplay keeps all routers of a process in one list and what they replay in another, by the
-order of construction and of calls. This takes its place in the routers of one model, layer by layer, and
-knows which micro-batch each call is of.
+Megatron's own RouterReplay keeps all routers of a process in one list and their replayed choices in another,
+by the order of construction and of calls. This class replaces it in the routers of one model, layer by layer,
+and knows the micro-batch of each call.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from megatron_ibpo.basics.records import ExpertIds, expert_ids, no_expert
 from megatron_ibpo.policy.packing import PackedBatch
 
 CHANGED, LIVE, CHOICES = "routing_changed", "routing_live", "routing_choices"
-"""Counts of choices (one per token and layer) in passes that train: those where the router would have chosen
-other experts than it was told, those it was told nothing of, and all."""
+"""Counts of choices (one per token and layer) in passes that train: choices in which the router itself would
+have differed from the replay, choices without a record, and all."""
 
 
 class RoutingReplay:
@@ -46,8 +47,8 @@ class RoutingReplay:
             raise ValueError("replay of routing: the model has no routers")
         found = [module for chunk in chunks for module in chunk.modules() if isinstance(module, TopKRouter)]
         self.layers = [_place(router.layer_number - 1, config.moe_layer_freq) for router in found]
-        """Index of each router here among all routers of the model; None on a pipeline stage of dense layers.
-        """
+        """Index of each router here among all routers of the model; None on a pipeline stage of dense
+        layers."""
         self.num_experts: int = config.num_moe_experts
         self._chosen: int = config.moe_router_topk
         self._routers = [_Router(self, column) for column in range(len(found))]
@@ -58,7 +59,7 @@ class RoutingReplay:
         self.given_NLK: Tensor | None = None
         """int32 of the rows that routers of this rank see; negative: nothing to replay."""
         self.is_real_N = torch.empty(0, dtype=torch.bool)
-        """True for the rows that are no padding."""
+        """True for rows that are not padding."""
         self.real_rows = 0
         self.in_forward = False
         self._changed: Tensor | float = 0.0
@@ -66,19 +67,19 @@ class RoutingReplay:
         self._choices = 0.0
 
     def of_own_layers(self, choices: ExpertIds) -> ExpertIds:
-        """[.., routers of the model, K] → [.., routers here, K]."""
+        """Return [.., routers of the model, K] → [.., routers here, K]."""
         return choices[:, self.layers]
 
     @contextmanager
     def schedule(self, *, trains: bool, records: bool) -> Iterator[None]:
-        """Around all micro-batches of a pass.
+        """Prepare the routers for all micro-batches of one pass, within the context.
 
         Args:
-            trains: there is a backward pass, which may compute parts of the forward pass again.
-            records: keep what the routers choose for `recorded`.
+            trains: there is a backward pass, which may recompute parts of the forward pass.
+            records: keep the routers' choices for `recorded`.
 
         Raises:
-            RuntimeError: the backward pass computed another part again than the forward pass announced.
+            RuntimeError: the backward pass recomputed another part than the forward pass announced.
         """
         self.trains, self.records = trains, records
         for router in self._routers:
@@ -95,7 +96,8 @@ class RoutingReplay:
 
     @contextmanager
     def forward(self, batch: PackedBatch) -> Iterator[None]:
-        """Around the forward pass of one micro-batch through one chunk."""
+        """Prepare the routers for the forward pass of one micro-batch through one chunk, within the
+        context."""
         rows = _own_rows(batch.input_ids_1N.shape[1])
         self.given_NLK = None
         if batch.routed_experts_NLK is not None:
@@ -113,21 +115,21 @@ class RoutingReplay:
             self.given_NLK = None
 
     def count(self, changed: Tensor | float, live: Tensor | float, choices: int) -> None:
-        """Add to what `take_counts` gives; nothing waits for the device."""
+        """Add to the result of `take_counts`; nothing waits for the device."""
         self._changed = self._changed + changed
         self._live = self._live + live
         self._choices += choices
 
     def take_counts(self) -> dict[str, float]:
-        """This rank's counts since the last call. They add up over all ranks, since each sees rows and layers
-        of its own."""
+        """Return this rank's counts since the last call. They add up over all ranks, since each sees rows and
+        layers of its own."""
         counts = {CHANGED: float(self._changed), LIVE: float(self._live), CHOICES: self._choices}
         self._changed = self._live = self._choices = 0.0
         return counts
 
     def recorded(self, batches: Sequence[PackedBatch]) -> list[ExpertIds]:
-        """[tokens that are inputs, routers here, K] of each micro-batch of the pass before, which recorded;
-        the same on all tensor- and context-parallel ranks. Collective among these."""
+        """Return [input tokens, routers here, K] for each micro-batch of the preceding recording pass; the
+        same on all tensor- and context-parallel ranks. Collective among these."""
         if not self._routers:
             none = [np.empty((len(batch.places_T), 0, self._chosen), np.int32) for batch in batches]
             return [expert_ids(ids, self.num_experts) for ids in none]
@@ -142,14 +144,14 @@ class RoutingReplay:
 
 
 class _Router:
-    """One router's stand-in for Megatron's RouterReplay."""
+    """A router's stand-in for Megatron's RouterReplay."""
 
     def __init__(self, replay: RoutingReplay, column: int) -> None:
         self._replay, self._column = replay, column
         self.chosen: list[Tensor] = []
         """int32 [rows, K] of each micro-batch of a pass that records."""
         self.to_recompute: deque[Tensor | None] = deque()
-        """Choices given in forward passes that a checkpoint will compute again, in order: a chunk's backward
+        """Choices given in forward passes that a checkpoint will recompute, in order: a chunk's backward
         passes take the micro-batches in the order of its forward passes, under every schedule."""
 
     def get_replay_topk(
@@ -203,17 +205,17 @@ class _Router:
 
 
 def _place(layer: int, frequency: int | list[int]) -> int:
-    """A layer's place among those with experts.
+    """Return a layer's place among those with experts.
 
     Args:
-        frequency: Megatron's `moe_layer_freq`: 1 for all layers, or of each layer whether it has some.
+        frequency: Megatron's `moe_layer_freq`: 1 for all layers, or a flag for each layer.
     """
     return layer if isinstance(frequency, int) else sum(frequency[:layer])
 
 
 def _own_rows(rows: int) -> slice:
-    """The rows that the routers of this rank see: its part of them under sequence parallelism, which mixtures
-    always have under tensor parallelism."""
+    """Return the slice of rows that the routers of this rank see: its part of them under sequence
+    parallelism, which mixtures always have under tensor parallelism."""
     size, rank = (
         parallel_state.get_tensor_model_parallel_world_size(),
         parallel_state.get_tensor_model_parallel_rank(),
@@ -222,7 +224,8 @@ def _own_rows(rows: int) -> slice:
 
 
 def _all_rows(own_NLK: Tensor) -> Tensor:
-    """Return the rows of all tensor-parallel ranks, in order, and so of all that share the sequences."""
+    """Return the rows of all tensor-parallel ranks, in order, and so those of all ranks that share the
+    sequences."""
     for size, group in (
         (
             parallel_state.get_tensor_model_parallel_world_size(),

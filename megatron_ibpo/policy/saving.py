@@ -1,9 +1,10 @@
-"""Checkpoints written beside training: whole before they have their name, one at a time.
+"""Checkpoints written in the background of training, one at a time; a checkpoint is whole before it gets its
+name.
 
 The stages are those of Megatron's asynchronous save (`dist_checkpointing.save(async_sharded_save=True)`): all
-ranks plan, each writes its part, all ranks finalize. Megatron's callers of the middle one are left out. One
-forks the trainer, which is not safe beside the threads of Ray, gloo and CUDA: a lock that one of them holds
-stays locked in the child. The other keeps a process for each rank that imports everything again. Here a
+ranks plan, each writes its part, all ranks finalize. Megatron's two callers of the middle stage are not used.
+One forks the trainer, which is not safe beside the threads of Ray, gloo and CUDA: a lock that one of them
+holds stays locked in the child. The other keeps a process for each rank that imports everything again. Here a
 thread of the rank writes copies that were taken before training went on.
 """
 
@@ -52,13 +53,13 @@ SMALL_FILES_BYTES = 4 * 1024**2
 
 @dataclass(frozen=True)
 class Order:
-    """An order to save: what, and where."""
+    """An order to save: content and place."""
 
     directory: Path
     """Directory of all checkpoints; this one is `directory`/step_N."""
     step: int
     run_state: dict[str, Any]
-    """JSON of the loop's own; comes back from `load_run_state`."""
+    """JSON of the loop's own state; `load_run_state` returns it."""
     keep: Keep
     """Rule for the checkpoints that stay once this one has its name."""
 
@@ -74,7 +75,7 @@ class _Part:
     request: Any
     """Megatron's `AsyncRequest`."""
     files: list[Any]
-    """Megatron's write buckets, their tensors copied into main memory; empty where it writes nothing."""
+    """Megatron's write buckets, their tensors copied into main memory; empty if this rank writes nothing."""
 
     @property
     def num_bytes(self) -> int:
@@ -83,14 +84,14 @@ class _Part:
 
 @dataclass
 class Saver:
-    """One rank's part in saving. `begin` and `seal` are collective, the rest is the rank's own.
+    """One rank's part in saving. `begin` and `seal` are collective; the other methods are local to the rank.
 
     begin → the thread writes → `rests` → seal → the thread of rank 0 publishes → `rests` → end
     """
 
     world: World
     adapters: Adapters | None = None
-    """Adapters that PEFT is to be able to load from every checkpoint."""
+    """Adapters to store in every checkpoint for PEFT."""
     _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "checkpoint"))
     _job: "Future[None] | None" = None
     _order: Order | None = None
@@ -98,7 +99,7 @@ class Saver:
     _others: dict[str, Any] = field(default_factory=dict)
 
     def begin(self, trainer: Trainer, order: Order, critic: Critic | None = None) -> None:
-        """Copy what is to be saved and begin to write it. Training may go on when this returns.
+        """Copy the state and begin to write it. Training may go on when this returns.
 
         Raises:
             OSError: ENOSPC, the disk has no room for it; nothing is left of it then.
@@ -108,7 +109,7 @@ class Saver:
         directories = [partial] if critic is None else [partial, partial / CRITIC]
 
         def prepare() -> None:
-            order.directory.mkdir(exist_ok=True)  # in the run's directory, which is there or was deleted
+            order.directory.mkdir(exist_ok=True)  # in the run's directory, which exists or was deleted
             remove_leftovers(order.directory)
             for directory in directories:
                 directory.mkdir()
@@ -133,12 +134,12 @@ class Saver:
         self._job = self._thread.submit(_write, self._parts)
 
     def _save_adapters(self, partial: Path) -> None:
-        """They are small: training waits for them."""
+        """Save the adapters at once: they are small, and training waits for them."""
         assert self.adapters is not None
         error: Exception | None = None
         try:
             save_peft(self.adapters, partial / DIRECTORY)
-        except OSError as caught:  # rank 0 writes when all has been gathered
+        except OSError as caught:  # rank 0 writes after everything is gathered
             error = caught
             shutil.rmtree(partial, ignore_errors=True)
         self._raise_everywhere(error)
@@ -150,10 +151,11 @@ class Saver:
         return self._job is None or self._job.done()
 
     def seal(self) -> None:
-        """Once every rank rests: write what makes the parts a checkpoint, and begin to publish it.
+        """Complete the checkpoint once every rank rests: write what joins the parts, and begin to publish it.
 
         Raises:
-            OSError, CheckpointError: some rank could not write its part, on all ranks; nothing is left of it.
+            OSError, CheckpointError: on all ranks, if some rank could not write its part; nothing is left of
+                it.
         """
         order, parts, job = self._order, self._parts, self._job
         assert order is not None
@@ -177,13 +179,14 @@ class Saver:
             self._job = self._thread.submit(_publish, order, self._others)
 
     def end(self) -> None:
-        """Raises OSError where the checkpoint could not be given its name."""
+        """Raise OSError if the checkpoint could not get its name."""
         job, self._job = self._job, None
         if job is not None:
             job.result()
 
     def _on_rank_0(self, work: Callable[[], None]) -> None:
-        """`World.on_rank_0`, but every rank raises the very error: the driver is to know a full disk."""
+        """Run `World.on_rank_0`, but raise the original error on every rank: the driver must recognise a full
+        disk."""
         error: Exception | None = None
         if self.world.is_rank_0:
             try:
@@ -193,7 +196,7 @@ class Saver:
         self._raise_everywhere(error)
 
     def _raise_everywhere(self, error: BaseException | None) -> None:
-        """The first rank's error, where there is one."""
+        """Raise the first rank's error on every rank, if there is one."""
         for told in self.world.all_gather(_told(error, self.world.rank)):
             if told is not None:
                 raise told
@@ -202,7 +205,7 @@ class Saver:
 def save_checkpoint(
     trainer: Trainer, directory: Path, step: int, run_state: dict[str, Any], critic: Critic | None = None
 ) -> Path:
-    """A checkpoint at once, for who has nothing else to do meanwhile; returns where it is. Collective."""
+    """Write a checkpoint and wait for it; return its directory. Collective."""
     saver, order = Saver(trainer.world), Order(directory, step, run_state, Keep(step + 1))
     saver.begin(trainer, order, critic)
     saver.rests(wait=True)
@@ -212,14 +215,14 @@ def save_checkpoint(
 
 
 def _staged(state: dict[str, Any], directory: Path) -> _Part:
-    """Megatron's plan for this rank, with copies of what it names and training goes on with."""
-    apply_factories(state)  # before anything is copied: what they cut out would be once more
+    """Return Megatron's plan for this rank, with copies of the tensors that training will change."""
+    apply_factories(state)  # before anything is copied: they would cut a second copy out of it
     optimizers = [own for name, own in state.items() if name.endswith("optimizer")]
     gathered = _cut_out([shard for own in optimizers for shard in _gathered(own)])
     trained = {_place(tensor) for tensor in _tensors(state)} - gathered
-    # Each writer gives its results to the thread that asked for them and needs no more than this queue.
-    # Megatron's is for writers elsewhere: it lives in a process of its own for each rank, which takes seconds
-    # to import everything again.
+    # Each writer gives its results to the thread that called it and needs no more than this queue. Megatron's
+    # queue serves writers elsewhere: it lives in a process of its own for each rank, which takes seconds to
+    # import everything again.
     with mock.patch.object(filesystem_async, "_results_queue", queue.SimpleQueue()):
         request = dist_checkpointing.save(
             state, str(directory), async_sharded_save=True, async_strategy="mcore"
@@ -228,7 +231,7 @@ def _staged(state: dict[str, Any], directory: Path) -> _Part:
         return _Part(request, [])
     asked = request.async_fn_args[1]
     files = [
-        # what came from a GPU, and what Megatron cut out of a buffer, is a copy already
+        # tensors from a GPU, and those that Megatron cut out of a buffer, are copies already
         (path, name, (texts, [(item, t.clone() if _place(t) in trained else t) for item, t in tensors]))
         for path, name, (texts, tensors) in request.preload_fn()
     ]
@@ -238,16 +241,16 @@ def _staged(state: dict[str, Any], directory: Path) -> _Part:
 
 
 def _gathered(optimizer: dict[str, Any]) -> Iterator[ShardedTensor]:
-    """The state of sharded optimizers that was gathered on this rank for this save: nobody else has it."""
-    for part in (optimizer, *optimizer.values()):  # one alone, or those of dense and of expert parameters
+    """Yield the state of sharded optimizers that was gathered on this rank, and only here, for this save."""
+    for part in (optimizer, *optimizer.values()):  # one alone, or one for dense and one for expert parameters
         if isinstance(part, dict) and part.get("param_state"):
             yield from (own for own in nested_values(part["param_state"]) if isinstance(own, ShardedTensor))
 
 
 def _cut_out(gathered: Sequence[ShardedTensor]) -> set[int]:
-    """Give each of them memory of its own, and return where that is. They come as views into buffers of a
-    whole model's part, whose views Megatron would all copy while the buffers are there; here a buffer goes
-    before the next one is cut."""
+    """Give each of them memory of its own, and return the addresses. They come as views into buffers of a
+    whole model's part. Megatron would copy all views while the buffers exist; here a buffer is freed before
+    the next one is cut."""
     buffers: dict[int, list[ShardedTensor]] = {}
     for shard in gathered:
         buffers.setdefault(_place(shard.data), []).append(shard)
@@ -272,7 +275,7 @@ def _write(parts: Sequence[_Part]) -> None:
     """Write this rank's files, in its thread; they are on the disk when this returns.
 
     Megatron's function for all files of a rank turns every error into text, and a full disk into no more than
-    the word OSError; that for one of them keeps it.
+    the word OSError; its function for one file, used here, keeps the error.
     """
     for part in parts:
         if not part.files:
@@ -289,7 +292,7 @@ def _write(parts: Sequence[_Part]) -> None:
         part.request.async_fn_args[2].put(results)
         part.files.clear()
     if torch.cuda.is_initialized():
-        torch.accelerator.empty_host_cache()  # PyTorch keeps what it pinned for copies from a GPU
+        torch.accelerator.empty_host_cache()  # PyTorch keeps the memory it pinned for copies from a GPU
 
 
 def _told(error: BaseException | None, rank: int) -> Exception | None:

@@ -1,4 +1,4 @@
-"""The policy under training: log-probs and optimizer steps. It sees tokens, advantages, weights."""
+"""The policy under training: log-probs and optimizer steps. It sees tokens, advantages and weights."""
 
 from __future__ import annotations
 
@@ -71,15 +71,15 @@ class Trainer:
     ):
         """
         Args:
-            chunks: what `build_model` made for this rank.
-            vocab_size: true vocabulary; logits beyond it are padding.
+            chunks: result of `build_model` on this rank.
+            vocab_size: true size of the vocabulary; logits beyond it are padding.
             total_updates: optimizer steps of the whole run, for the learning-rate schedule.
-            reference: its log-probs go with every micro-batch into the loss; None without a KL penalty.
-            mtp: the multi-token prediction layer, filled, that is trained beside; None to train none.
+            reference: policy whose log-probs go into the loss of every micro-batch; None without a KL
+                penalty.
+            mtp: the multi-token prediction layer to train beside it, with weights; None to train none.
 
         Raises:
-            ValueError: a loss that is unknown, or that its flags do not fit; replay of routing without
-                routers.
+            ValueError: an unknown loss, flags that do not fit the loss, or replay of routing without routers.
         """
         self.config, self.world, self.vocab_size = config, world, vocab_size
         self.reference = reference
@@ -97,7 +97,7 @@ class Trainer:
             self.mtp = Mtp(mtp, policy, vocab_size, config, total_updates, backend)
 
     def update(self, share: RankUpdate) -> dict[str, float]:
-        """One rollout's optimizer steps. Collective.
+        """Take one rollout's optimizer steps. Collective.
 
         Returns:
             metrics, the same on every rank. `updates_skipped` counts optimizer steps that were not taken
@@ -105,8 +105,8 @@ class Trainer:
         """
         started = time.perf_counter()
         if self.routing is not None:
-            self.routing.take_counts()  # of passes that measured the gradient
-        # all before the first step, when the weights are still those that the ratios are to
+            self.routing.take_counts()  # drop the counts of passes that measured the gradient
+        # all before the first step, when the weights are still those of the ratios' denominator
         prepared = [self._prepared(part) for part in share]
         seconds_logprobs = time.perf_counter() - started
         corrected: list[Corrected] = []
@@ -124,19 +124,20 @@ class Trainer:
         return metrics | correction_metrics(corrected) | self._routing_metrics()
 
     def logprobs(self, share: RankForward) -> list[tuple[int, Floats]]:
-        """Log-probs of the response tokens under the present weights. Collective.
+        """Return log-probs of the response tokens under the present weights. Collective.
 
         Returns:
-            (index in the list that was planned, one float32 for each response token, 0 where the loss mask is
-            False) of each sequence of this rank; nothing on ranks that do not report.
+            (index in the planned list, one float32 per response token, 0 where the loss mask is False) of
+            each sequence of this rank; empty on ranks that do not report.
         """
         found = self._logprobs(share)
         return found if is_reporting_rank() else []
 
     def as_trained(self, cut: Cut) -> list[PackedArrays]:
-        """Return the micro-batches as the first optimizer step of an update trains on them: with the engine's
-        log-probs as old ones, or without old log-probs, at ratio 1, and with importance corrections.
-        Collective."""
+        """Return the micro-batches as the first optimizer step of an update trains on them. Collective.
+
+        Their old log-probs are the engine's, or absent at ratio 1; importance corrections are included.
+        """
         loss = self.config.loss
         packs = self._packed(cut.micro_batches)
         if loss.old_logprobs == "engine":
@@ -153,8 +154,8 @@ class Trainer:
         return self._with_old_logprobs(packs, part.cut) if part.needs_old_logprobs else packs
 
     def _packed(self, micro_batches: Sequence[MicroBatch]) -> list[PackedArrays]:
-        """Return the packed micro-batches with the experts that this rank's routers are to choose, where
-        sequences have them."""
+        """Return the packed micro-batches, with the experts that this rank's routers must choose for
+        sequences that have them."""
         packs = packed(micro_batches)
         if self.routing is None:
             return packs
@@ -166,12 +167,13 @@ class Trainer:
         ]
 
     def _logprobs(self, micro_batches: Sequence[MicroBatch]) -> list[tuple[int, Floats]]:
-        """Return log-probs as `infer`; routers choose by themselves."""
+        """Return log-probs as `infer` does; routers choose freely."""
         packs = packed(micro_batches)
         return infer(self.chunks, packs, self._logprob_output, self.world.device, self._processor)
 
     def _with_old_logprobs(self, packs: Sequence[PackedArrays], cut: Cut) -> list[PackedArrays]:
-        """Also with what the routers chose on the way, under --use-routing-replay."""
+        """Return the packs with old log-probs and, under --use-routing-replay, with the routers' choices in
+        that pass."""
         chosen: list[tuple[int, ExpertIds]] | None = [] if self.config.loss.use_routing_replay else None
         own = infer(
             self.chunks,
@@ -195,8 +197,8 @@ class Trainer:
         return [replace(a, ref_logprobs_R=own) for a, own in zip(packs, found, strict=True)]
 
     def _corrected(self, packs: Sequence[PackedArrays]) -> tuple[list[PackedArrays], list[Corrected]]:
-        """Return the packs with importance corrections, and the outcome for each sequence. Packs stay
-        unchanged except on the last stage, which alone has log-probs and computes a loss."""
+        """Return the packs with importance corrections, and the outcome for each sequence. Only the last
+        stage has log-probs and computes a loss; on other stages packs stay unchanged."""
         if not parallel_state.is_pipeline_last_stage():
             return list(packs), []
         pairs = [correct(arrays, self.config.loss) for arrays in packs]
@@ -234,7 +236,7 @@ class Trainer:
         return totals
 
     def objective(self, divisor: str | float) -> Objective:
-        """The run's loss, with the divisor of a mini-batch (`aggregation`)."""
+        """Return the run's loss, with the divisor of a mini-batch (`aggregation`)."""
         return run_objective(self.config, divisor, self.loss_backend)
 
     def accumulate_gradients(
@@ -243,12 +245,14 @@ class Trainer:
         objective: Objective,
         beside: Callable[[Loss], Loss] = _as_it_is,
     ) -> list[dict[str, float]]:
-        """Fill the gradient buffers with the gradient of Σ weight x loss over the micro-batches of all ranks,
-        which must not be empty, reduced over the ranks; what was in them is gone. Collective. Returns what
-        was observed of each micro-batch (`_observed`), the same on every rank.
+        """Fill the gradient buffers with the gradient of Σ weight x loss over all ranks' micro-batches.
+        Collective.
+
+        There must be at least one micro-batch. Gradients are reduced over the ranks; the buffers' old content
+        is lost. Returns the observed numbers of each micro-batch (`_observed`), the same on every rank.
 
         Args:
-            beside: makes of the loss one that does something else, too.
+            beside: wraps the loss to do something more.
         """
         output = beside(partial(self._loss_output, objective))
         return accumulate_gradients(
@@ -256,9 +260,11 @@ class Trainer:
         )
 
     def _routing_metrics(self) -> dict[str, float]:
-        """Return metrics of the routers' choices in an update, on all ranks: `routing_changed`, the share of
-        replayed choices that the router would have made otherwise, and `routing_live`, the share of
-        choices that it made by itself, since there was no record."""
+        """Return metrics of the routers' choices in an update, on all ranks.
+
+        `routing_changed` is the share of replayed choices that the router itself would have made differently;
+        `routing_live` is the share of choices that it made itself, for lack of a record.
+        """
         if self.routing is None:
             return {}
         counts = self.world.all_gather(self.routing.take_counts())
@@ -266,13 +272,13 @@ class Trainer:
         return {CHANGED: changed / max(1.0, choices - live), LIVE: live / max(1.0, choices)}
 
     def gradient_norm(self) -> float:
-        """Norm of what the gradient buffers hold, each parameter of the whole model counted once."""
+        """Return the norm of the gradient buffers, with each parameter of the whole model counted once."""
         self.optimizer.prepare_grads()
         return float(self.optimizer.get_grad_norm())
 
     def gradient_buffers(self) -> list[Tensor]:
-        """This rank's gradients, as flat fp32 tensors that may be read and written. With the distributed
-        optimizer only this rank's shard of them is meaningful."""
+        """Return this rank's gradients, as flat fp32 tensors that may be read and written. With the
+        distributed optimizer only this rank's shard of them is meaningful."""
         return [
             buffer.grad_data
             for chunk in self.chunks
@@ -289,13 +295,13 @@ class Trainer:
                 weight,
                 batch.rows,
                 objective,
-                into_main_grad=weight.requires_grad,  # it is frozen beside adapters
+                into_main_grad=weight.requires_grad,  # false for weights frozen beside adapters
                 **self._vocabulary(len(weight)),
             )
         else:
             vocabulary = self._vocabulary(output.shape[-1])
             loss, stats = packed_sequence_loss(output[0], batch.rows, objective, inplace=True, **vocabulary)
-        # the engine's own would differ from the engine's by nothing
+        # the engine's log-probs would not differ from themselves
         recomputed = self.config.loss.old_logprobs == "recompute"
         trainer_N = batch.rows.old_logprobs_N if recomputed else None
         reported = loss
@@ -373,8 +379,8 @@ class _Totals:
 
 
 def _observed(batch: PackedBatch, loss: Tensor, stats: LossStats, trainer_N: Tensor | None) -> Observed:
-    """Sums and `_MAXIMA` of one micro-batch; the padding sequence is left out. What is of whole sequences
-    comes from the first of the ranks that share them.
+    """Return sums and `_MAXIMA` of one micro-batch, without the padding sequence. The first of the ranks that
+    share sequences reports what concerns whole sequences.
 
     Args:
         trainer_N: log-probs to compare the engine's with; None: those of the present weights.

@@ -1,5 +1,5 @@
-"""Rules for what the user should hear of while a run goes on, and for what stops it. Each rule stands here
-once: some are shown above the progress of a step, all of them on the page of a run."""
+"""Rules for alarms during a run, and for what stops it. Each rule is defined once: some are shown above the
+progress of a step, all of them on the page of a run."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -13,30 +13,35 @@ from megatron_ibpo.config import Config, named_values
 from megatron_ibpo.report.columns import Array, Columns
 
 REWARD_ERROR_SHARE = 0.05
-"""Verifier failures from which on there is an alarm: a time-out now and then is no news, one in twenty is."""
+"""Share of verifier failures from which there is an alarm: an occasional time-out is normal, one in twenty is
+not."""
 TRUNCATED_SHARE = 0.9
-"""Responses cut off at the length limit from which on there is an alarm: hardly any can be correct then."""
+"""Share of responses cut off at the length limit from which there is an alarm: hardly any can be correct
+then."""
 WINDOW = 10
-"""Steps over which the rules below take means: one step alone says little of a trend."""
+"""Steps over which the rules below average: one step alone says little of a trend."""
 ENTROPY_SHARE = 0.1
-"""Entropy has collapsed below this share of what it was in the first steps. Half or a third of it is what
-learning looks like; at a tenth all responses of a group are nearly the same."""
+"""Entropy has collapsed below this share of its value in the first steps. Half or a third is normal in
+learning; at a tenth all responses of a group are nearly the same."""
 LENGTH_FACTOR = 2.0
-"""Responses have drifted when they are as many times as long, or as short, as in the first steps."""
+"""Factor by which responses have become longer, or shorter, than in the first steps when they have
+drifted."""
 MISMATCH_BOUND = 0.01
-"""Nats per token, k3 estimate, that trainer and engine may differ by: about half the square of the difference
-of log-probs, so a typical token's probability is off by 14 %. Sound kernels stay a hundred times below."""
+"""Nats per token, k3 estimate, that trainer and engine may differ by. k3 is about half the square of the
+difference of log-probs, so a typical token's probability is off by 14 %. Sound kernels stay a hundred times
+below."""
 ROUNDING_BOUNDS = {"float32": 1e-3, "bfloat16": 0.03}
 """Precision → mean |Δ log-prob| per token that a run may have. Measured on CPUs: float32 about 1e-5 in every
 family; bfloat16 .001 to .003 on the default run, and .03 to .15 where SmolLM2 is trained in float32 and
 sampled in bfloat16 (docs/models.md)."""
 SATURATED_ACCURACY = 0.98
-"""Nearly all responses right (or, at one minus it, wrong): there is hardly anything left to learn from."""
+"""Share of right responses (or, at one minus it, wrong ones) that leaves hardly anything to learn from."""
 DEAD_GROUPS_SHARE = 0.9
-"""Groups of equal rewards give no gradient. A good policy has many; at nine of ten most sampling is lost."""
+"""Share of groups with equal rewards, which give no gradient. A good policy has many; at nine of ten most
+sampling is lost."""
 LEAKAGE_SHARE = 0.2
-"""Corrections that only take over a reference's answer. Where nothing but the final answer was wrong a sound
-one looks the same, and the default run has one in forty; of one in five that is not the reason."""
+"""Share of corrections that only copy a reference's answer. A sound correction of a response with only a
+wrong final answer looks the same, but that explains one in forty (the default run), not one in five."""
 
 
 class RewardErrorRateError(RuntimeError):
@@ -45,37 +50,37 @@ class RewardErrorRateError(RuntimeError):
 
 @dataclass(frozen=True)
 class Alarm:
-    """A spell of steps over which a rule held."""
+    """A run of steps over which a rule held."""
 
     name: str
     metric: str
-    """The one that shows it best."""
+    """Name of the metric that shows it best."""
     since: int
     """Its first step."""
     until: int | None
     """Its last step; None when it held at the last step that has the metric."""
     reason: str
-    """With the numbers of its last step."""
+    """Reason, with the numbers of its last step."""
 
 
 @dataclass(frozen=True)
 class _Finding:
-    """A rule's finding for each step that it can judge."""
+    """A rule's result for each step that it can judge."""
 
     steps: Array
     held: npt.NDArray[np.bool_]
     reason: Callable[[int], str]
-    """Returns the reason for the n-th of these steps."""
+    """Return the reason for the n-th of these steps."""
 
 
 def run_alarms(columns: Columns, *, groups_per_step: int | None) -> list[Alarm]:
-    """Every spell of every rule over a run, those that go on first, then the latest first.
+    """Return every spell of every rule over a run, ongoing ones first, then the latest first.
 
     Spells that are less than WINDOW steps apart count as one.
 
     Args:
-        columns: of the rows of steps.
-        groups_per_step: prompts of a step; without it nothing is said of dead groups.
+        columns: rows of the steps.
+        groups_per_step: prompts per step; None: no alarm about dead groups.
     """
     found: list[tuple[str, str, _Finding]] = [
         ("verifier fails", "reward_errors", _verifier_fails(columns)),
@@ -104,14 +109,14 @@ def step_alarms(
     first_reward_error: str | None = None,
     most_reward_errors: float = 1.0,
 ) -> list[str]:
-    """Lines to show above the progress of a step; none where all is well.
+    """Return the lines to show above the progress of a step; empty if all is well.
 
     Args:
-        metrics: the step's, with `reward_errors` and `truncated_responses` counted over `responses`, and
-            with `logprob_diff_bound` where `rounding_bound` gives one.
-        responses: sampled in the step, corrections not included.
-        first_reward_error: what the verifier raised first.
-        most_reward_errors: share from which on `check_reward_errors` says it.
+        metrics: metrics of the step, with `reward_errors` and `truncated_responses` counted over `responses`,
+            and with `logprob_diff_bound` if `rounding_bound` gives one.
+        responses: number of responses sampled in the step, without corrections.
+        first_reward_error: the verifier's first error.
+        most_reward_errors: share above which `check_reward_errors` reports instead.
     """
     if responses == 0:
         return []
@@ -128,11 +133,11 @@ def step_alarms(
 
 
 def rounding_bound(config: Config) -> float | None:
-    """Return the mean |Δ log-prob| per token that precision may cause; None where trainer and engine differ
-    for other reasons too: samples of older weights, a cut-off distribution or quantized numbers.
+    """Return the mean |Δ log-prob| per token that precision may cause. None if trainer and engine differ for
+    other reasons too: samples of older weights, a truncated distribution or quantized numbers.
 
     Args:
-        config: of a run, all of it resolved.
+        config: configuration of a run, fully resolved.
     """
     rollout, loss = config.rollout, config.loss
     one_policy = not rollout.max_staleness and (
@@ -153,12 +158,12 @@ def rounding_bound(config: Config) -> float | None:
 def check_reward_errors(
     errors: int, responses: int, most: float, *, first_reward_error: str | None = None
 ) -> None:
-    """Stop a run whose verifier does not work: nothing could be learnt from what is left.
+    """Stop a run whose verifier does not work: the remaining responses teach nothing.
 
     Args:
-        errors: responses of one step that the verifier failed on.
-        responses: of that step.
-        most: --max-reward-error-rate, the share of errors that is still allowed.
+        errors: responses of one step on which the verifier failed.
+        responses: responses of that step.
+        most: --max-reward-error-rate, the largest share of errors allowed.
 
     Raises:
         RewardErrorRateError: there are more.
@@ -212,7 +217,7 @@ def _truncation(columns: Columns) -> _Finding:
 
 
 def _of_responses(columns: Columns, name: str) -> tuple[Array, Array, Array]:
-    """(steps, counts, responses of the step): their tokens over their mean length."""
+    """Return (steps, counts, responses of the step); responses are their tokens over their mean length."""
     steps, counts, tokens, length = columns.known(name, "tokens_responses", "response_length")
     some = length > 0
     return steps[some], counts[some], np.round(tokens[some] / length[some])
@@ -298,7 +303,8 @@ def _dead_groups(columns: Columns, groups_per_step: int) -> _Finding:
 
 
 def _recent(steps: Array, values: Array) -> tuple[Array, Array, float]:
-    """(steps from the WINDOW-th on, mean of the WINDOW values up to each, mean of the first WINDOW)."""
+    """Return (steps from the WINDOW-th on, mean of the WINDOW values up to each, mean of the first
+    WINDOW)."""
     if len(values) < WINDOW:
         return np.empty(0), np.empty(0), np.nan
     means = np.lib.stride_tricks.sliding_window_view(values, WINDOW).mean(axis=1)
@@ -306,7 +312,7 @@ def _recent(steps: Array, values: Array) -> tuple[Array, Array, float]:
 
 
 def _spells(finding: _Finding) -> list[tuple[int, int, str]]:
-    """(first step, last step, reason at the last) of each."""
+    """Return (first step, last step, reason at the last) of each spell."""
     spells: list[tuple[int, int, int]] = []
     for number in np.flatnonzero(finding.held).tolist():
         step = int(finding.steps[number])

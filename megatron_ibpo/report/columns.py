@@ -1,4 +1,4 @@
-"""The rows of a metrics log by name, and few enough of them to be drawn."""
+"""The rows of a metrics log as named columns, thinned so that they can be drawn."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -10,7 +10,7 @@ Array = npt.NDArray[np.float64]
 
 
 class Columns:
-    """Rows of one kind as columns that grow. A value that a row lacks is NaN.
+    """Rows of one kind as growing columns. A value that a row lacks is NaN.
 
     The seconds of a stage are the column `seconds/STAGE`.
     """
@@ -22,7 +22,7 @@ class Columns:
             self.add(row)
 
     def add(self, row: dict[str, Any]) -> None:
-        """Take a row of metrics.jsonl."""
+        """Add a row of metrics.jsonl."""
         values = {name: value for name, value in row.items() if name not in ("kind", "step", "seconds")}
         values |= {f"seconds/{stage}": value for stage, value in row.get("seconds", {}).items()}
         for name in values:
@@ -38,23 +38,24 @@ class Columns:
         return list(self._values)
 
     def known(self, *names: str) -> tuple[Array, ...]:
-        """(steps, values of each name) of the rows that have all of them."""
+        """Return (steps, values of each name) of the rows that have all of them."""
         columns = np.array([self._values.get(name, [np.nan] * len(self.steps)) for name in names])
         present = ~np.isnan(columns).any(axis=0)
         return np.array(self.steps, float)[present], *columns[:, present]
 
     def last(self, name: str, most: int) -> float | None:
-        """The mean of its last `most` known values; None where there are none."""
+        """Return the mean of the column's last `most` known values; None if there are none."""
         _, values = self.known(name)
         return float(values[-most:].mean()) if values.size else None
 
     def thinned(self, first: int | None, last: int | None, most: int) -> dict[str, Any]:
-        """The rows from step `first` to `last` in at most `most` buckets of as many rows each; the newest row
-        is one by itself.
+        """Return the rows from step `first` to `last` in at most `most` buckets of equal size; the newest row
+        has its own.
 
         Returns:
-            "first" and "last": steps of each bucket. "metrics": name → "mean", and where a bucket has several
-            rows "low" and "high", by bucket; None where no row has a value. Numbers have 5 digits.
+            "first" and "last": steps of each bucket. "metrics": name → "mean" and, if a bucket has several
+            rows, "low"
+            and "high", by bucket; None if no row has a value. Numbers have 5 digits.
         """
         steps = np.array(self.steps, float)  # a damaged log may hold a step beyond any integer of numpy
         chosen = np.ones(len(steps), bool)

@@ -1,4 +1,4 @@
-"""The value of a run's corrections by its own figures: success by composition of groups, and metered
+"""The value of a run's corrections by its own figures: success by composition of groups, and measured
 price."""
 
 from collections.abc import Mapping, Sequence
@@ -15,17 +15,18 @@ Row = Mapping[str, Any]
 
 
 def break_even(steps: Sequence[Row]) -> dict[str, Any] | None:
-    """Return where a run's corrections stand relative to the law of `credit.break_even`.
+    """Return how a run's corrections compare with the break-even law of `credit.break_even`.
 
     Args:
         steps: rows of the metrics log.
 
     Returns:
         price (κ) and, for each composition that has corrections and responses, `resample` and `skill` (p and
-        q, each with low and high of Wilson's 95 % interval), `needed` (the skill from which on corrections
-        pay) and `pays`: True or False where the intervals leave no doubt, else None. None without any.
+        q, each with low and high of Wilson's 95 % interval), `needed` (the skill from which corrections pay)
+        and `pays`: True or False if the intervals leave no doubt, else None. None without any such
+        composition.
     """
-    # runs of version 0.1 wrote a price beside the suffixes of reset-groups, which are no corrections
+    # runs of version 0.1 recorded a price beside the suffixes of reset-groups, which are no corrections
     known = [row for row in steps if row.get("correction_price") is not None and "corrections" in row]
     if not known:
         return None
@@ -62,7 +63,7 @@ def _share(successes: float, trials: float) -> dict[str, float]:
 
 
 def break_even_line(found: dict[str, Any] | None) -> str | None:
-    """The same in one line for a reader; None where there is nothing to say."""
+    """Return the same in one line for the user; None if there is nothing to say."""
     parts = [_part(name, found[name]) for name in _WHERE if found and name in found]
     if found is None or not parts:
         return None

@@ -1,4 +1,4 @@
-"""A full disk: whoever writes waits for room, for a while."""
+"""Waiting for room on a full disk, up to a limit."""
 
 import errno
 import math
@@ -16,18 +16,20 @@ LOOK_EVERY_S = 2.0
 
 
 class DiskFullError(RuntimeError):
-    """There was no room for as long as --disk-wait."""
+    """The disk stayed full for as long as --disk-wait."""
 
 
 def is_full(error: OSError) -> bool:
-    """The disk, or the user's share of it, has no room."""
+    """Return whether the error means that the disk, or the user's share of it, is full."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 class DiskWait:
-    """The wait of a run for room on its disk. All that write share one deadline, which counts from the first
-    write that found no room until one finds some. So a run whose responses come in one by one ends once, not
-    after a wait for each. Safe to use from several threads."""
+    """The wait of a run for room on its disk. Safe to use from several threads.
+
+    All writers share one deadline, which counts from the first write that found no room until one finds some.
+    So a run whose responses arrive one by one ends once, not after a wait for each.
+    """
 
     def __init__(
         self,
@@ -39,26 +41,26 @@ class DiskWait:
     ) -> None:
         """
         Args:
-            wait: seconds.
-            say: is told when the waiting begins and when it ends.
+            wait: limit in seconds.
+            say: called when the waiting begins and when it ends.
         """
         self._wait, self._say, self._look_every = wait, say, look_every
         self._now, self._sleep = now, sleep
         self._lock = threading.Lock()
         self._full_since: float | None = None
         self._waiting = 0
-        """Writes that are waiting."""
+        """Number of writes that are waiting."""
 
     def write(self, write: Callable[[], T]) -> T:
-        """Return what `write` gives, tried again while the disk is full.
+        """Return the result of `write`, retried while the disk is full.
 
         Args:
-            write: leaves nothing in part under a final name when it fails, and may be called again.
+            write: leaves no partial file under a final name when it fails, and may be called again.
 
         Raises:
-            DiskFullError: there has been no room for `wait` seconds.
+            DiskFullError: the disk has been full for `wait` seconds.
         """
-        since = math.inf  # small writes that find room do not keep a large one waiting for longer
+        since = math.inf  # small writes that find room do not extend the wait of a large one
         try:
             while True:
                 try:
@@ -81,7 +83,7 @@ class DiskWait:
                     self._waiting -= 1
 
     def _refused(self, error: OSError, *, is_new: bool) -> float:
-        """Return since when the disk has been full."""
+        """Return the time since when the disk has been full."""
         with self._lock:
             self._waiting += is_new
             is_first = self._full_since is None
@@ -93,7 +95,7 @@ class DiskWait:
 
     def _succeeded(self, *, waited: bool) -> None:
         with self._lock:
-            if self._waiting and not waited:  # a small one tells nothing of those that wait
+            if self._waiting and not waited:  # a small write's success says nothing about those that wait
                 return
             since, self._full_since = self._full_since, None
         if since is not None:
@@ -101,6 +103,6 @@ class DiskWait:
 
 
 def require_room(directory: Path, num_bytes: int) -> None:
-    """Raises OSError, as a full disk does, where so much is not free."""
+    """Raise OSError, as a full disk does, unless this much is free."""
     if shutil.disk_usage(directory).free < num_bytes:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(directory))

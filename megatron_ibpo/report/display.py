@@ -21,7 +21,7 @@ SHOWN = {
     "clip_fraction": "clipped",
     "logprob_diff_abs_mean": "|Δ log-prob|",
 }
-"""Metrics of the live display and what they are called there."""
+"""Metrics of the live display → their labels there."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Size:
 
 
 def sizes_table(sizes: Iterable[Size]) -> Table:
-    """The named sizes of a run, one line each."""
+    """Return a table with the named sizes of a run, one per line."""
     table = Table(show_edge=False, pad_edge=False)
     table.add_column("size", no_wrap=True)
     table.add_column("value", justify="right")
@@ -46,13 +46,13 @@ def sizes_table(sizes: Iterable[Size]) -> Table:
 
 
 def open_console() -> Console:
-    """The terminal as it is; a file or pipe is given lines wide enough for the tables."""
+    """Open the terminal as it is; a file or pipe gets lines wide enough for the tables."""
     console = Console()
     return console if console.is_terminal else Console(width=120)
 
 
 class ProgressDisplay:
-    """A live panel on a terminal; one plain line per step anywhere else."""
+    """A live panel on a terminal; one plain line per step on any other output."""
 
     def __init__(self, num_steps: int, *, completed_steps: int = 0, console: Console | None = None):
         self.console = console or open_console()
@@ -68,7 +68,7 @@ class ProgressDisplay:
     def step(self, step: int, metrics: Mapping[str, float], seconds: Mapping[str, float]) -> None:
         """Show a completed step."""
         if self._step == self._first_step:
-            self._start = time.monotonic() - sum(seconds.values())  # start-up is no part of the estimate
+            self._start = time.monotonic() - sum(seconds.values())  # start-up is not part of the estimate
         self._step = step
         if not self.console.is_terminal:
             self.print(self._line(metrics, seconds))
@@ -113,7 +113,8 @@ class ProgressDisplay:
 
 
 def _sampling(metrics: Mapping[str, float]) -> list[str]:
-    """Engines that live and, where sampling runs ahead, how old the batch was and what is under way."""
+    """Return the number of live engines and, if sampling runs ahead, the age of the batch and the work under
+    way."""
     parts = []
     if "engines" in metrics:
         parts.append(f"engines {metrics['engines_alive']:.0f}/{metrics['engines']:.0f}")

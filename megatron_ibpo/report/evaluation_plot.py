@@ -1,4 +1,4 @@
-"""evaluation.png: what an evaluation measured, with intervals, and pass@k over k."""
+"""evaluation.png: the measures of an evaluation, with intervals, and pass@k over k."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -73,7 +73,7 @@ def _draw_pass_at(axes: Axes, curves: Mapping[str, list[tuple[int, float, float,
 
 
 def _pass_at(entry: Mapping[str, Any]) -> list[tuple[int, float, float, float]]:
-    """(k, pass@k, low, high); pass@1 is the accuracy."""
+    """Return (k, pass@k, low, high); pass@1 is the accuracy."""
     names = {1: "accuracy"}
     for name in entry["measures"]:
         if name.startswith("pass_at_"):

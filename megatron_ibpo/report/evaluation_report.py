@@ -1,4 +1,4 @@
-"""Output of an evaluation on its own: what it shows and keeps."""
+"""Output of a stand-alone evaluation: what it prints and saves."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -29,9 +29,9 @@ def report_evaluation(
     """Finish results.json, draw evaluation.png, and show the measures.
 
     Args:
-        policy: that was evaluated.
-        seconds: by stage, of this process.
-        counts: of what died.
+        policy: the evaluated policy.
+        seconds: seconds of this process by stage.
+        counts: numbers of deaths.
     """
     from megatron_ibpo.report.evaluation_plot import plot_evaluation  # slow to import
 
@@ -52,7 +52,7 @@ def report_evaluation(
 
 
 def _table(sets: Mapping[str, Any], names: Sequence[str]) -> Table:
-    """A line for each measure of each set."""
+    """Return a table with a line per measure of each set."""
     table = Table("set", "", show_edge=False, pad_edge=False)
     for column in ("share", "95 % interval"):
         table.add_column(column, justify="right")

@@ -13,27 +13,28 @@ from megatron_ibpo.report.run_dir import METRICS_FILE, jsonable, write_whole
 Kind = Literal["step", "evaluation"]
 
 ROOM_BYTES = 1024**2
-"""Free before a row is written, also for TensorBoard: its thread ends at a disk that fills up under it."""
+"""Bytes that must be free before a row is written. This protects TensorBoard too: its thread dies when the
+disk fills up during a write."""
 
 log = logging.getLogger(__name__)
 
 
 class MetricsLog:
-    """Appends one row per step and one per evaluation, flushed at once.
+    """The log of metrics, with one row per step and one per evaluation, flushed at once.
 
     A row is `{"kind", "step", name: value, …, "seconds": {stage: seconds}}`. `step` is the number of steps
     completed: 1 for the first step's row, 0 for the evaluation before it. A value that is not finite is
-    written as null, for JSON has no word for it.
+    written as null, since JSON cannot represent it.
     """
 
     def __init__(
         self, run_dir: Path, *, completed_steps: int = 0, wandb_config: dict[str, Any] | None = None
     ):
-        """Continue the log of `run_dir` after `completed_steps`; later rows, of steps that will be taken
-        again, are removed.
+        """Continue the log of `run_dir` after `completed_steps`; later rows, of steps that will be repeated,
+        are removed.
 
         Args:
-            wandb_config: logs to Weights & Biases too, with this as the run's configuration.
+            wandb_config: log to Weights & Biases too, with this as the run's configuration.
         """
         from torch.utils.tensorboard import SummaryWriter  # slow to import, and for the driver only
 
@@ -53,7 +54,8 @@ class MetricsLog:
         self._tensorboard: Any = SummaryWriter(str(run_dir / "tensorboard"), purge_step=completed_steps + 1)
 
     def append(self, kind: Kind, step: int, metrics: dict[str, float], seconds: dict[str, float]) -> None:
-        """Write a row everywhere. Where OSError is raised the row is nowhere, and may be appended again."""
+        """Write a row to all logs. If OSError is raised, the row is in none of them and may be appended
+        again."""
         rounded = {name: round(value, 4) for name, value in seconds.items()}
         row = {"kind": kind, "step": step, **jsonable(metrics), "seconds": rounded}
         require_room(self._dir, ROOM_BYTES)
@@ -68,8 +70,8 @@ class MetricsLog:
             self._wandb.log(scalars | {"step": step})
 
     def _draw(self, scalars: dict[str, float], step: int) -> None:
-        """For TensorBoard, whose writer cannot go on after an error: what it has is kept, and the whole of it
-        is in the rows."""
+        """Write scalars to TensorBoard. Its writer cannot continue after an error: it keeps what it has, and
+        the rows hold everything."""
         try:
             for name, value in scalars.items():
                 self._tensorboard.add_scalar(name, value, step)
@@ -90,16 +92,16 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     """Return the rows of a metrics.jsonl, without an unfinished one at the end.
 
     Raises:
-        ValueError: a line is not JSON, or no row.
+        ValueError: a line is not JSON, or not a row.
     """
     return [read_row(line, where) for where, line in record_lines(path)]
 
 
 def read_row(line: bytes, where: str) -> dict[str, Any]:
-    """The row that a line of a metrics.jsonl holds.
+    """Return the row on a line of a metrics.jsonl.
 
     Raises:
-        ValueError: it is not JSON, or no row.
+        ValueError: the line is not JSON, or not a row.
     """
     try:
         row = read_json(line)
@@ -124,5 +126,5 @@ def _is_row(row: Any) -> bool:
 
 
 def is_number(value: Any) -> bool:
-    """Return whether a value can be drawn and printed: JSON's whole numbers may exceed any float."""
+    """Return whether a value can be drawn and printed: JSON's integers may exceed any float."""
     return isinstance(value, int | float) and abs(value) < 1e300

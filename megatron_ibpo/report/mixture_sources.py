@@ -1,4 +1,4 @@
-"""How a mixture of sources does, each by itself."""
+"""Metrics of each source in a mixture."""
 
 from collections.abc import Sequence
 
@@ -6,8 +6,8 @@ from megatron_ibpo.basics.records import Group
 
 
 def metrics_by_task(groups: Sequence[Group]) -> dict[str, float]:
-    """`prompts/TASK` and `accuracy/TASK` (share of scored responses that are correct) of every task of a
-    step."""
+    """Return `prompts/TASK` and `accuracy/TASK` (share of scored responses that are correct) for every task
+    of a step."""
     by_task: dict[str, list[Group]] = {}
     for group in groups:
         by_task.setdefault(group.prompt.task, []).append(group)

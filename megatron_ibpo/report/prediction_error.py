@@ -1,4 +1,4 @@
-"""How far a prediction of a step's seconds was from what the run took."""
+"""Error of the predicted seconds of a step against the measured ones."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,25 +9,24 @@ from megatron_ibpo.report.stages import FREE_STAGES
 
 SAMPLING, TRAINING, WEIGHTS, STEP = "sampling", "training", "weights", "step"
 _STAGES = {SAMPLING: ("sample",), TRAINING: ("log-probs", "train"), WEIGHTS: ("sync",)}
-"""Part that is compared → stages of the loop. A step is all stages that train
-(`report.stages.FREE_STAGES`)."""
+"""Compared part → stages of the loop. A step is all stages that train (`report.stages.FREE_STAGES`)."""
 
 Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """A prediction of a step, or why there is none."""
+    """A prediction of a step, or the reason why there is none."""
 
     seconds: Mapping[str, float] | None
-    """Seconds of a step and its parts, by these names."""
+    """Seconds of a step and of its parts, by the names here."""
     said: str
-    """The same for people to read."""
+    """The same as text for the user."""
 
 
 def measured_seconds(rows: Sequence[Row]) -> dict[str, float] | None:
-    """Return the seconds of a step and its parts: medians over the steps of a metrics log but the first,
-    which warms up. None where there are no others."""
+    """Return the seconds of a step and of its parts: medians over all steps of a metrics log but the first,
+    which warms up. None if there are no others."""
     steps = [row["seconds"] for row in rows if row["kind"] == "step" and row.get("seconds")][1:]
     if not steps:
         return None
@@ -40,8 +39,8 @@ def measured_seconds(rows: Sequence[Row]) -> dict[str, float] | None:
 
 
 def prediction_error(predicted: Mapping[str, float], rows: Sequence[Row]) -> dict[str, float] | None:
-    """predicted / measured - 1, of a step and of each of its parts that took time. None without a second
-    step."""
+    """Return predicted / measured - 1, for a step and for each of its parts that took time. None without a
+    second step."""
     measured = measured_seconds(rows)
     if measured is None:
         return None
@@ -49,6 +48,6 @@ def prediction_error(predicted: Mapping[str, float], rows: Sequence[Row]) -> dic
 
 
 def error_line(predicted: Mapping[str, float], errors: Mapping[str, float]) -> str:
-    """For people to read."""
+    """Return the errors as text for the user."""
     parts = ", ".join(f"{name} {error:+.0%}" for name, error in errors.items() if name != STEP)
     return f"prediction of {predicted[STEP]:.2f} s a step against the median: {errors[STEP]:+.0%} ({parts})"

@@ -1,4 +1,4 @@
-"""Which held-out problems a policy solved: kept for each evaluation, so that runs can be compared problem by
+"""The held-out problems that a policy solved, kept for each evaluation, so that runs can be compared by
 problem."""
 
 import json
@@ -13,10 +13,10 @@ from megatron_ibpo.report.run_dir import write_whole
 
 
 def outcomes_path(run_dir: Path, step: int, name: str = "") -> Path:
-    """Where the outcomes of the evaluation after `step` steps are kept.
+    """Return the path of the outcomes of the evaluation after `step` steps.
 
     Args:
-        name: of the set, where the sets have names.
+        name: the set's name, if sets have names.
     """
     return run_dir / "evaluations" / name / f"step_{step:06d}.json"
 
@@ -30,8 +30,8 @@ def save_outcomes(run_dir: Path, step: int, evaluated: Sequence[SetEvaluation]) 
 
 
 def _problems(samples: Sequence[EvalSample]) -> dict[str, dict[str, list[int | None]]]:
-    """1 (correct), 0 (wrong) or null (the verifier failed) for each response, by problem; sampled and greedy
-    ones apart."""
+    """Return 1 (correct), 0 (wrong) or null (the verifier failed) for each response, by problem; sampled and
+    greedy ones are separate."""
     problems: dict[str, dict[str, list[int | None]]] = {}
     for sample in samples:
         kept = problems.setdefault(str(sample.prompt_index), {"sampled": [], "greedy": []})
@@ -41,7 +41,7 @@ def _problems(samples: Sequence[EvalSample]) -> dict[str, dict[str, list[int | N
 
 
 def load_outcomes(path: Path) -> dict[int, float]:
-    """Problem → share of its sampled responses that were correct; NaN where the verifier failed on all.
+    """Return problem → share of its sampled responses that were correct; NaN if the verifier failed on all.
 
     Raises:
         ValueError: the file is missing or is not what `save_outcomes` writes.

@@ -1,7 +1,7 @@
 """The records of a step as readable JSON, and back.
 
-Token ids stand alongside their text; the text is for readers and is not read back. Floats are written so that
-reading gives the same bits; in a prompt's metadata tuples and lists stay what they were.
+Token ids come with their text, which is for readers and is not read back. Floats are written so that reading
+gives the same bits; tuples and lists in a prompt's metadata keep their types.
 """
 
 import base64
@@ -35,12 +35,13 @@ from megatron_ibpo.report.run_dir import write_whole
 _FORMAT = 2
 _HALF = re.compile("[\ud800-\udfff]")
 _READABLE_FORMATS = (1, 2)
-"""1: one policy version per response, no loss mask, no index; the prompt of a correction stood next to it."""
+"""Format 1 has one policy version per response, no loss mask and no index; a correction's prompt was next to
+it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-    """Advantage and weight with which a response or correction was trained on."""
+    """Advantage and weight used to train on a response or correction."""
 
     advantage: float
     weight: float
@@ -49,13 +50,13 @@ class Trained:
     token_advantages: Weights | None
     """None: `advantage` for every token."""
     old_logprobs: Floats | None
-    """The trainer's, before the update."""
+    """The trainer's log-probs before the update."""
     new_logprobs: Floats | None
-    """The trainer's, after it."""
+    """The trainer's log-probs after it."""
 
 
 def rollout_path(directory: Path, step: int) -> Path:
-    """Where the records of a step are kept."""
+    """Return the path of a step's records."""
     return directory / f"step_{step:06d}.json"
 
 
@@ -69,10 +70,10 @@ def save_groups(
     old_logprobs: Sequence[Floats] | None = None,
     new_logprobs: Sequence[Floats] | None = None,
 ) -> None:
-    """Write the groups of a step, corrections and rewards included, and what was trained on of them.
+    """Write the groups of a step with corrections and rewards, and what was trained on.
 
     Args:
-        old_logprobs, new_logprobs: the trainer's of each sequence, before and after the update.
+        old_logprobs, new_logprobs: the trainer's log-probs of each sequence, before and after the update.
 
     Raises:
         TypeError: a prompt's metadata holds what JSON cannot keep.
@@ -83,13 +84,13 @@ def save_groups(
         "groups": [_group_to_json(group, decode) for group in groups],
         "trained": _trained_to_json(sequences, old_logprobs, new_logprobs),
     }
-    # half a character, which a prompt or a message may hold, has no place in UTF-8 but as an escape
+    # a lone surrogate, which a prompt or a message may hold, can be in UTF-8 only as an escape
     text = _HALF.sub(lambda found: f"\\u{ord(found[0]):04x}", _readable(content))
     write_whole(path, text + "\n")
 
 
 def load_groups(path: Path) -> tuple[int, list[Group]]:
-    """(step, groups) as they were saved, by this version or the one before it.
+    """Return (step, groups) as they were saved, by this version or the one before it.
 
     Raises:
         ValueError: the file is missing or is not what `save_groups` writes.
@@ -99,10 +100,10 @@ def load_groups(path: Path) -> tuple[int, list[Group]]:
 
 
 def load_step(path: Path) -> tuple[int, list[Group], dict[tuple[int, str, int], Trained]]:
-    """(step, groups, what was trained on) as they were saved, by this version or the one before it.
+    """Return (step, groups, what was trained on) as they were saved, by this version or the one before it.
 
-    The last is by (group, "response" or "correction", index in the group). Those left out of training are
-    missing, and all of them in recordings that hold none.
+    The last is by (group, "response" or "correction", index in the group). It lacks what was left out of
+    training, and is empty for recordings without it.
 
     Raises:
         ValueError: the file is missing or is not what `save_groups` writes.
@@ -127,13 +128,13 @@ def load_step(path: Path) -> tuple[int, list[Group], dict[tuple[int, str, int], 
 
 @contextmanager
 def _content(path: Path) -> Iterator[Any]:
-    """Yield the content of the file; problems with it are told with the file's name."""
+    """Yield the content of the file; errors name the file."""
     try:
         text = read_user_file(path, RECORD_BYTES)
     except OSError as error:
         raise ValueError(f"recorded rollouts {path}: {error.strerror}") from error
     try:
-        yield json.loads(text)  # with infinities, which a record may hold
+        yield json.loads(text)  # including infinities, which a record may hold
     except (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError) as error:
         raise ValueError(
             f"recorded rollouts {path}: not a file of --save-debug-rollout-data: {shown(error)}"
@@ -187,7 +188,7 @@ def _group_from_json(item: dict[str, Any]) -> Group:
     corrections = []
     for index, stored in enumerate(item["corrections"]):
         correction = _without(stored, "prompt_decoded")
-        asked = token_ids(correction.pop("prompt_token_ids", prompt["token_ids"]))  # of format 1
+        asked = token_ids(correction.pop("prompt_token_ids", prompt["token_ids"]))  # format 1
         correction["references"] = tuple(correction["references"])
         correction["response"] = _sample_from_json(correction["response"], index, asked)
         corrections.append(Correction(**correction))
@@ -201,7 +202,8 @@ def _group_from_json(item: dict[str, Any]) -> Group:
 def _sample_to_json(
     sample: Sample, decode: Callable[[TokenIds], str], usual_prompt: TokenIds
 ) -> dict[str, Any]:
-    """Without what goes without saying: the group's own prompt, a mask that hides nothing, no details."""
+    """Return a sample as JSON, without defaults: the group's own prompt, a mask that hides nothing, no
+    details."""
     content = {"decoded": decode(sample.token_ids)} | _fields(sample)
     if sample.routed_experts is None:
         content = _without(content, "routed_experts")
@@ -233,7 +235,7 @@ def _sample_from_json(item: dict[str, Any], index: int, usual_prompt: TokenIds) 
 
 
 def _packed(ids: ExpertIds) -> dict[str, Any]:
-    """As text of 4/3 characters a byte: nobody reads so many numbers."""
+    """Return ids as text with 4/3 characters per byte: users do not read that many numbers."""
     text = base64.b64encode(ids.tobytes()).decode("ascii")
     return {"dtype": ids.dtype.str, "shape": list(ids.shape), "base64_text": text}
 
@@ -260,7 +262,8 @@ def _without(item: dict[str, Any], key: str) -> dict[str, Any]:
 
 
 def _tagged(value: Any) -> Any:
-    """Metadata with what JSON would change (tuples, dictionaries by other than text) under a tag."""
+    """Return metadata in which values that JSON would change (tuples, dictionaries with other keys than text)
+    are tagged."""
     if isinstance(value, tuple):
         return {"(tuple)": [_tagged(item) for item in value]}
     if isinstance(value, list):
@@ -287,7 +290,7 @@ def _untagged(value: Any) -> Any:
 
 
 def _readable(value: Any, indent: str = "") -> str:
-    """JSON with one line for each field and each list of numbers."""
+    """Return JSON with one line per field and per list of numbers."""
     deeper = indent + "  "
     if isinstance(value, dict) and value:
         lines = [f"{deeper}{json.dumps(key)}: {_readable(item, deeper)}" for key, item in value.items()]

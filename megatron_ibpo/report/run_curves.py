@@ -1,4 +1,4 @@
-"""curves.png: how a run went, in one picture."""
+"""curves.png: the course of a run in one picture."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -19,7 +19,7 @@ _LINES = {
     "Trainer against engine, mean |Δ log-prob| per token": ["logprob_diff_abs_mean"],
     "Gradient norm": ["grad_norm"],
 }
-"""Panel title → metrics drawn in it, where they exist."""
+"""Panel title → metrics drawn in it, if they exist."""
 STYLE: Any = {
     "font.size": 9,
     "axes.grid": True,
@@ -30,10 +30,10 @@ STYLE: Any = {
 
 
 def plot_curves(rows: Sequence[dict[str, Any]], path: Path, *, title: str) -> bool:
-    """Draw the rows of a metrics log; panels without data are left out.
+    """Plot the rows of a metrics log; panels without data are left out.
 
     Returns:
-        whether there was anything to draw.
+        True if there was anything to draw.
     """
     steps = [row for row in rows if row["kind"] == "step"]
     evaluations = [row for row in rows if row["kind"] == "evaluation"]

@@ -1,4 +1,4 @@
-"""The one directory of a run: made, checked and described before work starts."""
+"""The one directory of a run: created, checked and described before work starts."""
 
 import json
 import math
@@ -20,21 +20,21 @@ METRICS_FILE = "metrics.jsonl"
 SUMMARY_FILE = "summary.json"
 CONFIG_FILE = "config.yaml"
 PREDICTION_FILE = "prediction.json"
-"""Seconds of a step and its parts that were predicted before the first one."""
+"""Seconds of a step and of its parts, predicted before the first one."""
 SKILL_FILE = "operator_skill.json"
-"""File with the success of the policy's corrections, and of another try, before the first step."""
+"""File with the success rates of the policy's corrections, and of another try, before the first step."""
 _TOKENIZER = "tokenizer"
-"""Directory with the tokenizer of the run's model, and what else describes that model but for its weights."""
+"""Directory with the tokenizer of the run's model, and that model's files without its weights."""
 _SPARE_BYTES = 64 * 1024**2
-"""For logs, metrics and curves."""
+"""Bytes kept free for logs, metrics and curves."""
 
 
 def prepare_run_dir(config: Config, *, checkpoint_bytes: int = 0) -> Path:
-    """Make the run's directory and write into it what whoever reads the run later needs: config.yaml,
-    versions.json, and the model's tokenizer and configuration.
+    """Create the run's directory, with config.yaml, versions.json, and the model's tokenizer and
+    configuration for later readers.
 
     Args:
-        checkpoint_bytes: that the checkpoints kept at one time will take; see `checkpoint_bytes`.
+        checkpoint_bytes: space for the checkpoints kept at one time; see `checkpoint_bytes`.
 
     Raises:
         ConfigError: the directory cannot be made or written, already holds another run, or its disk has too
@@ -55,7 +55,7 @@ def prepare_run_dir(config: Config, *, checkpoint_bytes: int = 0) -> Path:
     except OSError as error:
         raise ConfigError(f"--run-dir: {run_dir} cannot be written: {error.strerror}") from error
     needed = _SPARE_BYTES
-    if config.run.save:  # a run that goes on writes in the place of what it has
+    if config.run.save:  # a resumed run overwrites what it has
         needed += max(0, checkpoint_bytes - _saved_bytes(run_dir))
     free = shutil.disk_usage(run_dir).free
     if free < needed:
@@ -75,23 +75,23 @@ def prepare_run_dir(config: Config, *, checkpoint_bytes: int = 0) -> Path:
 
 
 def checkpoint_bytes(num_parameters: int, *, bf16: bool) -> int:
-    """Bytes of one Megatron checkpoint: the weights, fp32 master weights where the weights are bf16, and
-    Adam's two fp32 moments."""
+    """Return the bytes of one Megatron checkpoint: the weights, fp32 master weights if the weights are bf16,
+    and Adam's two fp32 moments."""
     weight = 2 if bf16 else 4
     master = 4 if bf16 else 0
     return num_parameters * (weight + master + 8)
 
 
 def export_bytes(num_parameters: int, *, bf16: bool) -> int:
-    """Bytes of one Hugging Face export."""
+    """Return the bytes of one Hugging Face export."""
     return num_parameters * (2 if bf16 else 4)
 
 
 def kept_at_once(config: Config) -> tuple[int, int]:
-    """(Megatron checkpoints, Hugging Face exports) that a run holds at one time, at most: what it keeps, and
-    one more that is being written before an older one goes."""
+    """Return the most (Megatron checkpoints, Hugging Face exports) that a run holds at one time: those it
+    keeps, and one more that is written before an older one goes."""
     run = config.run
-    # how many steps fall into minutes is not known
+    # the number of steps per time interval is not known
     interval = 1 if run.save_interval_minutes is not None else run.save_interval or run.num_rollout
     saves = -(-run.num_rollout // interval)
     forever = run.num_rollout // run.keep_checkpoint_every if run.keep_checkpoint_every else 0
@@ -100,10 +100,10 @@ def kept_at_once(config: Config) -> tuple[int, int]:
 
 
 def run_settings(run_dir: Path) -> dict[str, Any]:
-    """The recipe that a run was made with, all keys resolved.
+    """Return the settings that a run was made with, all keys resolved.
 
     Raises:
-        ValueError: `run_dir` is no run's directory, or its recipe cannot be read.
+        ValueError: `run_dir` is not a run's directory, or its settings cannot be read.
     """
     path = run_dir / CONFIG_FILE
     if not path.exists():
@@ -115,7 +115,7 @@ def run_settings(run_dir: Path) -> dict[str, Any]:
 
 
 def run_tokenizer(run_dir: Path) -> Tokenizer:
-    """The tokenizer that a run was made with, from the run's own directory.
+    """Return the tokenizer that a run was made with, from the run's own directory.
 
     Raises:
         ValueError: there is none, or it cannot be read.
@@ -124,15 +124,15 @@ def run_tokenizer(run_dir: Path) -> Tokenizer:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file that is there whole or not at all, whenever the run ends."""
+    """Write a file atomically: it is complete or absent, whenever the run ends."""
     with whole(path) as unfinished:
         unfinished.write_text(text, encoding="utf-8")
 
 
 @contextmanager
 def whole(path: Path) -> Iterator[Path]:
-    """Where to write `path` until it is whole; it gets its name at the end of the block."""
-    path.parent.mkdir(exist_ok=True)  # not its parents: a run's directory that is gone stays gone
+    """Yield a temporary path to write `path` to; it is renamed at the end of the block."""
+    path.parent.mkdir(exist_ok=True)  # not its parents: a deleted run directory stays deleted
     unfinished = path.with_suffix(".tmp")
     try:
         yield unfinished
@@ -143,7 +143,7 @@ def whole(path: Path) -> Iterator[Path]:
 
 
 def jsonable(value: Any, shorten: Callable[[float], float] = float) -> Any:
-    """As JSON has it: what is not finite is null, what it does not know is text.
+    """Return a value that JSON can represent: non-finite numbers are null, unknown objects are text.
 
     Args:
         shorten: applied to every finite float.
@@ -158,7 +158,7 @@ def jsonable(value: Any, shorten: Callable[[float], float] = float) -> Any:
 
 
 def how_to_go_on(run_dir: Path) -> str:
-    """Return what to do after a run that did not finish: the command that resumes it, where it left a
+    """Return what to do after a run that did not finish: the command that resumes it, if it left a
     checkpoint."""
     steps = sorted((run_dir / "checkpoints").glob("step_*"))
     if not steps:
@@ -175,7 +175,7 @@ def how_to_go_on(run_dir: Path) -> str:
 
 
 def _saved_bytes(run_dir: Path) -> int:
-    """Return the bytes that checkpoints and exports of the run take on the disk already."""
+    """Return the bytes that the run's checkpoints and exports already take on the disk."""
     files = (path for part in ("checkpoints", "hf*") for path in run_dir.glob(f"{part}/**/*"))
     return sum(path.stat().st_size for path in files if path.is_file())
 

@@ -1,4 +1,4 @@
-"""A run's directory belongs to one run at a time."""
+"""The lock on a run's directory: one run at a time."""
 
 import errno
 import fcntl
@@ -19,10 +19,10 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def locked(run_dir: Path) -> Iterator[None]:
-    """Hold `run_dir`, which is made, until the end of the block or of this process, however that comes.
+    """Hold `run_dir`, which is created, until the end of the block or of this process, however it ends.
 
-    The kernel holds the lock, not the file, which stays and only names the holder. On NFS it holds among all
-    machines where the file system takes locks; where it takes none that is said.
+    The kernel holds the lock; the file stays and only names the holder. On NFS the lock works across machines
+    if the file system supports locks; if it does not, a line says so.
 
     Raises:
         ConfigError: another run holds it, which is named; or it cannot be written.
@@ -30,7 +30,7 @@ def locked(run_dir: Path) -> Iterator[None]:
     path = run_dir / LOCK_FILE
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        file = path.open("a+", encoding="utf-8")  # not cut short: it may name another
+        file = path.open("a+", encoding="utf-8")  # not truncated: it may name another holder
     except OSError as error:
         raise ConfigError(f"--run-dir: {run_dir} cannot be written: {error.strerror}") from error
     with file:

@@ -1,4 +1,4 @@
-"""The report of a run: one object that the loop tells what happened."""
+"""The report of a run: one object to which the loop reports its events."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ from megatron_ibpo.report.warnings import warnings_shown
 class Report:
     """Metrics, display, curves and summary of a run, on the driver.
 
-    What the program warns of meanwhile is shown above the progress. Closing it (it is a context manager) ends
-    the display and the logs, and is safe at any time; `finish` writes curves.png and summary.json first.
+    The program's warnings are shown above the progress. Closing it (it is a context manager) ends the display
+    and the logs, and is safe at any time; `finish` writes curves.png and summary.json first.
     """
 
     def __init__(
@@ -53,9 +53,9 @@ class Report:
         """Report into config.run.run_dir, which must exist (`prepare_run_dir`).
 
         Args:
-            completed_steps: steps that a resumed run has behind it; later rows of its log are removed.
-            started: time.time() at which the run began; when this process began if None.
-            deaths: gives the deaths and restarts in this process so far, by metric. A step's row has those
+            completed_steps: steps completed before a resumed run; later rows of its log are removed.
+            started: time.time() at the run's start; None: this process's start.
+            deaths: returns the deaths and restarts in this process so far, by metric. A step's row has those
                 since the row before it.
         """
         self._run_dir = config.run.run_dir
@@ -83,7 +83,7 @@ class Report:
         self._display.print(text)
 
     def predicted(self, forecast: Forecast) -> None:
-        """Show what a step is predicted to take, and keep it for the end of the run."""
+        """Show the predicted time of a step, and keep it for the end of the run."""
         self.note(forecast.said)
         if forecast.seconds is None:
             return
@@ -101,7 +101,7 @@ class Report:
         for all sets.
 
         Args:
-            spent: metrics of what training had cost until then.
+            spent: metrics of the cost of training until then.
         """
         metrics = dict(spent or {})
         for one in evaluated:
@@ -112,11 +112,11 @@ class Report:
             self.note(f"evaluation after {counted(step, 'step')}{of_set}: {one.evaluation}")
 
     def step(self, step: int, metrics: Mapping[str, float], seconds: Mapping[str, float]) -> None:
-        """Record and show the `step`-th step, counted from 1, with its seconds by stage."""
+        """Record and show step number `step`, counted from 1, with its seconds by stage."""
         told = dict(self._deaths())
         metrics = dict(metrics) | self._since(told)
         self._record("step", step, metrics, seconds)
-        self._deaths_told = told  # not before: a row that found no room is recorded again
+        self._deaths_told = told  # not earlier: a row that found no room is recorded again
         self._display.step(step, metrics, seconds)
 
     def finish(
@@ -125,8 +125,8 @@ class Report:
         """Write curves.png and summary.json, show where they are, and return the summary.
 
         Args:
-            status: how the run ended: finished, interrupted, failed: …
-            seconds: by stage, of what came after the last row (saving).
+            status: end of the run: finished, interrupted, failed: …
+            seconds: seconds after the last row (saving), by stage.
         """
         from megatron_ibpo.report.run_curves import plot_curves  # slow to import, and for the driver only
 
@@ -145,12 +145,12 @@ class Report:
             ("curves.png", lambda path: plot_curves(self._log.rows, path, title=self._title)),
         ):
             try:
-                # a directory that was deleted under the run is not made again
+                # a directory that was deleted during the run is not made again
                 if self._run_dir.is_dir() and write(self._run_dir / name):
                     kept.append(self._run_dir / name)
-            except OSError as error:  # what is known is shown all the same
+            except OSError as error:  # the results are shown all the same
                 self.note(f"{self._run_dir / name} could not be written: {error.strerror}")
-        # why a run failed is printed last, by the handler of the command
+        # the command's error handler prints last why a run failed
         self.note(f"{status.partition(':')[0]}: {counted(summary['steps'], 'step')}")
         self._display.print(_results_table(summary))
         self._display.print(_seconds_table(summary))
@@ -186,7 +186,7 @@ class Report:
         self._count(seconds)  # last: a row that found no room is recorded again
 
     def _since(self, deaths: Mapping[str, int]) -> dict[str, int]:
-        """Return the part of these deaths that no row has."""
+        """Return the deaths that no row has counted yet."""
         return {name: count - self._deaths_told.get(name, 0) for name, count in deaths.items()}
 
     def _count(self, seconds: Mapping[str, float]) -> None:
@@ -200,7 +200,7 @@ def _write_summary(summary: dict[str, Any], path: Path) -> bool:
 
 
 def _results_table(summary: dict[str, Any]) -> Table:
-    """Start and end of each measure of the summary; "–" where one was not measured."""
+    """Return a table with the start and end of each measure of the summary; "–" if it was not measured."""
     table = Table("", show_edge=False, pad_edge=False)
     for column in ("start", "end"):
         table.add_column(column, justify="right")
@@ -211,8 +211,8 @@ def _results_table(summary: dict[str, Any]) -> Table:
 
 
 def measure_name(key: str) -> str:
-    """pass_at_4 → pass@4, best_of_4 → best-of-4, and the words of the others; of a set, aime25/pass_at_4 →
-    aime25: pass@4."""
+    """Return the measure's display name: pass_at_4 → pass@4, best_of_4 → best-of-4, others in words; for a
+    set, aime25/pass_at_4 → aime25: pass@4."""
     names = {
         "accuracy": "accuracy, sampled",
         "greedy": "accuracy, greedy",
@@ -238,7 +238,7 @@ def _seconds_table(summary: dict[str, Any]) -> Table:
 
 
 def _counts(summary: dict[str, Any]) -> str:
-    """Return in words what was dropped or failed in the run; empty when nothing was."""
+    """Return in words what was dropped or failed in the run; empty if nothing was."""
     return ", ".join(
         f"{count:,} {name.replace('_', ' ')}" for name, count in summary["counts"].items() if count
     )

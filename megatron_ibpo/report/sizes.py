@@ -1,4 +1,4 @@
-"""The named sizes of a run: few, and what each means."""
+"""The named sizes of a run: few, each with its meaning."""
 
 from collections.abc import Mapping
 
@@ -18,10 +18,10 @@ def run_sizes(
     loss_backend: str | None = None,
     layers: Mapping[str, tuple[str, str]] | None = None,
 ) -> list[Size]:
-    """Return the named sizes of a step, and of model and engines where they are known.
+    """Return the named sizes of a step, and those of model and engines if known.
 
-    loss_backend: what computes the loss and why, once that is known.
-    layers: part of a layer → (what computes it, how), of those that are known.
+    loss_backend: back end that computes the loss and why, once known.
+    layers: part of a layer → (the library that computes it, how), for the known parts.
     """
     rollout, loss, parallel = config.rollout, config.loss, config.parallel
     prompts, samples, corrections = (

@@ -11,13 +11,13 @@ FREE_STAGES = frozenset(
 
 
 class Stages:
-    """Names where the time goes.
+    """A meter of the seconds spent in each stage.
 
         with stages("sample"):
             ...
         seconds = stages.take()  # {"sample": 1.2}
 
-    A stage inside another takes its seconds away from the outer one, so that the sum never counts a second
+    The seconds of an inner stage are subtracted from the outer one, so that the sum never counts a second
     twice. A stage that raises is counted all the same.
     """
 
@@ -39,10 +39,10 @@ class Stages:
                 self._inner[-1] += elapsed
 
     def add(self, name: str, seconds: float) -> None:
-        """Count seconds that were measured elsewhere."""
+        """Add seconds that were measured elsewhere."""
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
     def take(self) -> dict[str, float]:
-        """Seconds by stage since the last take."""
+        """Return the seconds by stage since the last call."""
         taken, self._seconds = self._seconds, {}
         return taken

@@ -1,4 +1,4 @@
-"""A picture of one step: a lane for each who works, a bar for each stretch of work."""
+"""A picture of one step: a lane per process, a bar per period of work."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,12 +13,12 @@ from megatron_ibpo.report.run_dir import whole
 
 @dataclass(frozen=True)
 class Span:
-    """A stretch of work."""
+    """A period of work."""
 
     lane: str
     name: str
     begin: float
-    """Seconds since the step began."""
+    """Start in seconds since the step began."""
     end: float
 
 

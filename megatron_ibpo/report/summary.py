@@ -1,4 +1,4 @@
-"""summary.json: what came of a run."""
+"""summary.json: the results of a run."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -45,9 +45,9 @@ _SPENT = (
 """Running totals of the whole run, resumed or not."""
 _REWARD_STEPS = 5
 _OF_SET = "eval/"
-"""Starts the metrics of a set that has a name: eval/SET/METRIC."""
+"""Prefix of the metrics of a named set: eval/SET/METRIC."""
 _EVALUATED = {"accuracy": "accuracy", "greedy": "greedy_accuracy"}
-"""Measures of a summary → metrics of an evaluation, where those are always there."""
+"""Measures of a summary → metrics of an evaluation that always exist."""
 
 Row = Mapping[str, Any]
 
@@ -60,19 +60,20 @@ def summarise(
     since: Mapping[str, int] | None = None,
     predicted: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
-    """The summary of a metrics log.
+    """Return the summary of a metrics log.
 
-    Pairs NAME_start and NAME_end; what was not measured, or not so that the two can be compared, is None:
+    Pairs are NAME_start and NAME_end. A value that was not measured, or that cannot be compared with its
+    pair, is None:
         accuracy, greedy, and with several samples per prompt pass_at_K, maj_at_K, best_of_K, corrected: by
             the evaluation before the first step and the one after the last step. A start that was measured on
             another number of problems than the end is None.
-        reward: mean training reward of the first and of the last five steps, where there are ten.
+        reward: mean training reward of the first and of the last five steps, given at least ten.
     break_even: whether corrections paid, by the run's own figures (`report.correction_value`).
-    prediction_error: predicted over measured seconds of a step and its parts, less 1; None without either.
+    prediction_error: predicted over measured seconds of a step and of its parts, less 1; None without either.
     seconds_* are of this process: a resumed run counts from there.
 
     Args:
-        since: counts of what has happened since the last row.
+        since: counts since the last row.
         predicted: seconds, by the names of `report.prediction_error`.
     """
     steps = [row for row in rows if row["kind"] == "step"]
@@ -110,8 +111,8 @@ def _accuracies(rows: Sequence[Row], steps: Sequence[Row]) -> dict[str, float | 
 
 
 def measures(evaluation: Row) -> dict[str, str]:
-    """Measures of one evaluation and the metrics that hold them. Those of sets that have names are called
-    SET/MEASURE; those of a set without one come first."""
+    """Return the measures of one evaluation and the metrics that hold them. Measures of named sets are called
+    SET/MEASURE; those of a set without a name come first."""
     sets = list(dict.fromkeys(name.split("/")[1] for name in evaluation if name.startswith(_OF_SET)))
     is_alone = not sets or "accuracy" in evaluation
     found = _measures_of_set(evaluation) if is_alone else {}
@@ -141,7 +142,7 @@ def _numbers_of_prompts(evaluation: Row) -> Row:
 
 def _rewards(steps: Sequence[Row]) -> dict[str, float | None]:
     rewards = [row["reward"] for row in steps if row.get("reward") is not None]
-    enough = len(rewards) >= 2 * _REWARD_STEPS  # fewer, and some steps would be start and end at once
+    enough = len(rewards) >= 2 * _REWARD_STEPS  # with fewer, some steps would be in both start and end
     return {
         "reward_start": _mean(rewards[:_REWARD_STEPS]) if enough else None,
         "reward_end": _mean(rewards[-_REWARD_STEPS:]) if enough else None,

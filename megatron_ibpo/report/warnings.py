@@ -1,5 +1,5 @@
-"""Warnings of the program's loggers during a run, shown where the user looks: deaths above all, and what
-became of them."""
+"""Warnings of the program's loggers during a run, shown to the user: above all deaths and what followed
+them."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -23,7 +23,7 @@ class _Shown(logging.Handler):
 
 @contextmanager
 def warnings_shown(show: Callable[[str], None]) -> Iterator[None]:
-    """Give `show` every warning of the program, from whichever thread, with the time of day.
+    """Pass every warning of the program to `show`, from any thread, with the time of day.
 
     Otherwise Python would print them to stderr, without the time and beside the display.
     """

@@ -5,7 +5,7 @@ Labels are JSON text in one of two forms:
 - `{"inputs": […], "outputs": […]}`: a program that reads stdin and writes stdout, or, with `"fn_name"`, a
   function (a method of `Solution` where the program has such a class). LiveCodeBench's format, and that of
   most sets for reinforcement learning.
-- `{"test": SOURCE, "entry_point": NAME or null}`: tests that are Python. With a name they define
+- `{"test": SOURCE, "entry_point": NAME or null}`: tests in Python. With a name they define
   `check(candidate)`, as HumanEval's do; without one they are bare asserts, as MBPP's.
 
 Sources: Jain et al., LiveCodeBench, 2024 (arXiv 2403.07974), and its lcb_runner/evaluation/testing_util.py
@@ -37,14 +37,14 @@ from megatron_ibpo.rewards.sandbox.inside import needed_names
 SETTINGS = "code_execution"
 """Key of the metadata under which `score` is told how programs are run."""
 CHECK = f"{__name__}:check_execution"
-"""Function that a verifier process is asked before any response."""
+"""Function that a verifier process calls before it scores any response."""
 _SHARE_OF_TIMEOUT = 0.8
 """Share of a verifier's time for one response that tests may take; the rest is for starting them on a busy
-machine. So a slow program is wrong, and no failed verifier."""
+machine. A slow program is therefore wrong, not a failure of the verifier."""
 _LANGUAGE = re.compile(r"[\w+-]*")
 LONGEST_PROGRAM = 200_000
-"""Characters; more is no answer. Contests accept 64 kB, and what reads a program before it runs takes 400
-bytes of memory for each character."""
+"""Longest program, in characters; a longer one is no answer. Contests accept 64 kB, and the checks that read
+a program before it runs take 400 bytes of memory per character."""
 _PYTHON = {"", "python", "python3", "py"}
 _OFFERED = (
     *("string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics"),
@@ -55,16 +55,16 @@ _OFFERED = (
 
 @dataclass(frozen=True)
 class CodeExecution:
-    """How programs are run."""
+    """Settings for running programs."""
 
     executor: str | None = None
-    """URL of a server; None: in a sandbox here."""
+    """URL of a server; None: run programs in a sandbox on this machine."""
     unsafe: bool = False
     seconds: float = 6.0
-    """For one test."""
+    """Time limit of one test."""
     memory_mb: int = 1024
     total_seconds: float = 60.0
-    """For all tests of a response."""
+    """Time limit of all tests of a response."""
 
     @classmethod
     def of(cls, data: DataConfig) -> CodeExecution:
@@ -77,11 +77,11 @@ class CodeExecution:
         )
 
     def as_metadata(self) -> dict[str, Any]:
-        """Return the metadata of a prompt in which `score` finds this."""
+        """Return the prompt metadata from which `score` reads these settings."""
         return {SETTINGS: asdict(self)}
 
     def open(self) -> Executor:
-        """Raises what `open_executor` raises."""
+        """Open the executor; raises what `open_executor` raises."""
         return open_executor(self.executor, unsafe=self.unsafe)
 
 
@@ -90,7 +90,7 @@ class Problem:
     """Tests of one problem."""
 
     inputs: tuple[Any, ...] = ()
-    """For a program, texts; for a function, lists of arguments."""
+    """Inputs of the tests: texts for a program, lists of arguments for a function."""
     outputs: tuple[Any, ...] = ()
     function: str | None = None
     test: str | None = None
@@ -98,14 +98,15 @@ class Problem:
 
 
 def score(prompt: str, response: str, label: str, metadata: dict[str, Any]) -> dict[str, float]:
-    """`score`: 1 if the response's program passes all tests, else 0. `tests_passed`: the share of tests
-    passed before the first that failed, after which no other is run. `timed_out`: 1 if that one reached a
-    time limit.
+    """Return `score`: 1 if the response's program passes all tests, else 0.
+
+    `tests_passed` is the share of tests passed before the first failure; no test runs after it. `timed_out`
+    is 1 if that test reached a time limit.
 
     Raises:
         ResponseError: the program is too long.
-        ValueError: the label is none.
-        SandboxError: what runs programs failed.
+        ValueError: the label is not valid.
+        SandboxError: the executor failed.
     """
     problem = read_problem(label)
     settings = CodeExecution(**metadata.get(SETTINGS, {}))
@@ -127,11 +128,11 @@ def score(prompt: str, response: str, label: str, metadata: dict[str, Any]) -> d
 
 
 def check_execution(prompt: str, response: str, label: str, metadata: dict[str, Any]) -> float:
-    """Refuse to start where programs cannot be run as the metadata says; asked like `score`.
+    """Refuse to start where programs cannot be run as the metadata says; called like `score`.
 
     Raises:
         SandboxError: no sandbox can be had on this machine (with what to do), or the server runs no programs.
-        ValueError: the server's URL is none.
+        ValueError: the server's URL is not one.
     """
     execution = CodeExecution(**metadata[SETTINGS])
     limits = Limits(execution.seconds, execution.memory_mb << 20)
@@ -142,8 +143,11 @@ def check_execution(prompt: str, response: str, label: str, metadata: dict[str, 
 
 
 def extract_answer(response: str) -> str | None:
-    """The response's program: its last fenced block that is marked as Python or not marked at all, after any
-    thinking; without a fence, the whole of it if that is Python. A block that is not closed is no answer."""
+    """Return the response's program: its last fenced block that is marked as Python or not marked at all.
+
+    The search starts after any thinking. Without a fence, the whole response is the program if it is Python.
+    A block that is not closed is no answer.
+    """
     answer = response.rpartition("</think>")[2]
     has_fence, program = False, None
     for language, block in _blocks(answer):
@@ -154,8 +158,8 @@ def extract_answer(response: str) -> str | None:
 
 
 def _blocks(text: str) -> Iterator[tuple[str, str | None]]:
-    """(language, content) of the fenced blocks of a Markdown text; the content of one that is not closed is
-    None. A block ends with a line that is nothing but a fence like its first, at least as long."""
+    """Yield (language, content) of the fenced blocks of a Markdown text; the content of an unclosed block is
+    None. A block ends with a line that is only a fence like its first, at least as long."""
     lines: list[str] = []
     opened: _Fence | None = None
     for line in text.split("\n"):
@@ -172,7 +176,7 @@ def _blocks(text: str) -> Iterator[tuple[str, str | None]]:
 
 
 class _Fence(NamedTuple):
-    """A line that opens a block."""
+    """A line that opens a fenced block."""
 
     marks: str
     language: str
@@ -180,7 +184,7 @@ class _Fence(NamedTuple):
 
 
 def _fence(line: str) -> _Fence | None:
-    """Return the fence that this line is: three or more of "`" or "~", and no "`" behind them."""
+    """Return the fence on this line: three or more of "`" or "~" with no "`" after them."""
     inner = line.lstrip(" \t")
     rest = inner.lstrip(inner[:1]) if inner.startswith(("```", "~~~")) else "`"
     if "`" in rest:
@@ -191,7 +195,7 @@ def _fence(line: str) -> _Fence | None:
 
 
 def label_problem(label: str, metadata: dict[str, Any]) -> str | None:
-    """Why this label cannot be graded; None if it can."""
+    """Return why this label cannot be graded; None if it can."""
     try:
         read_problem(label)
     except ValueError as error:
@@ -261,7 +265,7 @@ def _text(value: Any) -> str:
 
 
 def _arguments(value: Any) -> list[Any]:
-    """A list of arguments, or a text with one on each line."""
+    """Return a list of arguments; a text has one argument per line."""
     if isinstance(value, list):
         return value
     if not isinstance(value, str):
@@ -270,8 +274,8 @@ def _arguments(value: Any) -> list[Any]:
 
 
 def _expected(value: Any) -> list[Any]:
-    """The results that are right. A text is JSON. A list of one element may also be a list around the result,
-    as in the sets that follow APPS."""
+    """Return the accepted results. A text is read as JSON. A list of one element may also be a list around
+    the result, as in data sets derived from APPS."""
     if isinstance(value, str):
         return [_json(value)]
     return [value, value[0]] if isinstance(value, list) and len(value) == 1 else [value]
@@ -285,7 +289,7 @@ def _json(text: str) -> Any:
 
 
 def _verdicts(executor: Executor, program: str, problem: Problem, settings: CodeExecution) -> Iterator[str]:
-    """Yield the verdict of one test after the other: passed, failed or, for a time limit, time."""
+    """Yield the verdict of each test in turn: passed, failed, or time for a time limit."""
     deadline = time.monotonic() + settings.total_seconds
 
     def limits() -> Limits:
@@ -314,7 +318,8 @@ def _verdict(is_right: bool) -> str:
 
 
 def same_output(said: str, expected: str) -> bool:
-    """Line by line without the space around them. Lines that differ as text may be equal as numbers, exactly.
+    """Compare two outputs line by line, without surrounding space; lines that differ as text may be exactly
+    equal as numbers.
 
     Source: LiveCodeBench, grade_stdio.
     """
@@ -332,8 +337,8 @@ def _same_line(said: str, expected: str) -> bool:
 
 
 def offered_imports(program: str) -> str:
-    """Imports of what a program uses and does not import, as LiveCodeBench does for it, and LiveCodeBench's
-    limit of recursion. Only of what is used: importing all of it takes longer than most programs."""
+    """Return the imports that a program uses and lacks, as LiveCodeBench adds them, and LiveCodeBench's
+    recursion limit. Only names in use are imported: importing all takes longer than most programs."""
     lines = ["import sys", "sys.setrecursionlimit(50000)"]
     try:
         missing = needed_names(program)
@@ -344,7 +349,7 @@ def offered_imports(program: str) -> str:
 
 @functools.cache
 def _offered() -> dict[str, str]:
-    """Name → the statement that imports it."""
+    """Return the map from a name to the statement that imports it."""
     offered: dict[str, str] = {}
     for name in [*_OFFERED, "typing"]:
         module = importlib.import_module(name)

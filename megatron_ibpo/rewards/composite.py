@@ -11,7 +11,7 @@ from megatron_ibpo.rewards.workers import Outcome
 COMPOSITE = "composite"
 """--rm-type of a weighted sum."""
 _DECIMALS = 9
-"""Kept of a sum, so that .7 + .2 + .1 is 1."""
+"""Decimals kept of a sum, so that .7 + .2 + .1 is 1."""
 
 
 @dataclass(frozen=True)
@@ -19,16 +19,16 @@ class Part:
     """One of the rewards that are summed."""
 
     name: str
-    """As --rm-type names it."""
+    """Name of the reward, as in --rm-type."""
     weight: float
 
 
 def parts_of(rm_type: str, data: DataConfig) -> list[Part]:
-    """The rewards that a verifier is made of: itself, or for `composite` those of --reward-part, the main one
-    first.
+    """Return the rewards that make up a verifier: itself, or for `composite` those of --reward-part, the main
+    one first.
 
     Raises:
-        ConfigError: a weight is no number, or there are no parts.
+        ConfigError: a weight is not a number, or there are no parts.
     """
     if rm_type != COMPOSITE:
         return [Part(rm_type, 1.0)]
@@ -39,8 +39,9 @@ def parts_of(rm_type: str, data: DataConfig) -> list[Part]:
 
 
 def check_parts(data: DataConfig) -> None:
-    """Refuse weights with which "correct" (a reward of --reward-threshold or more) would not mean that the
-    main part, the first, is right.
+    """Refuse weights under which a "correct" response need not be right in the main part, the first.
+
+    A response is correct when its reward reaches --reward-threshold.
 
     Raises:
         ConfigError: with the reason.
@@ -64,8 +65,9 @@ def check_parts(data: DataConfig) -> None:
 
 
 def combined(parts: Sequence[Part], outcomes: Sequence[Outcome]) -> Outcome:
-    """Σ weight · value, within [0, 1]. The details hold the value of every part under its name and the
-    parts' own, the first one's where two have the same; an error of one part is one of the whole."""
+    """Return Σ weight · value, clipped to [0, 1]. The details hold each part's value under its name, and the
+    parts' own details; on a name clash the first part's wins. An error in one part is an error of the
+    whole."""
     details: dict[str, float] = {}
     for part, outcome in zip(parts, outcomes, strict=True):
         if outcome.value is None:

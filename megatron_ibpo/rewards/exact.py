@@ -1,4 +1,4 @@
-r"""The quick way to compare two answers: as text and as plain numbers. Whatever needs mathematics is left
+r"""The fast comparison of two answers, as text and as plain numbers. Anything that needs mathematics is left
 undecided."""
 
 import functools
@@ -23,13 +23,14 @@ _FRACTION = re.compile(r"([-+]?)\\frac(?:\{(-?\d+)\}\{(-?\d+)\}|(\d)(\d))|([-+]?
 _MEMBERS = re.compile(r"([(\[])([^()\[\],]*+,[^()\[\]]*+)([)\]])")
 _WORD = re.compile(r"[A-Za-z][A-Za-z'\- ]*")
 _LONGEST_KEPT = 1000
-"""Characters of an answer whose normal form is kept; thousands of long ones would fill the memory."""
+"""Longest answer, in characters, whose normal form is cached; thousands of long ones would fill the
+memory."""
 _MOST_WRAPPINGS = 100
-"""Delimiters around delimiters that are taken off: each costs a look at the whole text."""
+"""Limit on nested delimiters that are stripped: each costs a scan of the whole text."""
 _LONGEST_INTEGER = 300
-"""Digits of the parts of a fraction; longer ones are left to others."""
+"""Limit on the digits of a fraction's parts; longer ones are left undecided."""
 _PLACES = 6
-"""Decimals to which math-verify compares: two numbers of no more are equal or are not."""
+"""Decimals to which math-verify compares: two numbers with no more decimals are equal or they are not."""
 _UNITS = re.compile(
     r"""[cmk]?m | (?:centi|kilo)?met(?:er|re)s? | in(?:ch(?:es)?)? | f(?:oo|ee)?t | y(?:ar)?ds? | mi(?:les?)?
       | [km]?g | (?:kilo)?grams? | lbs? | pounds? | oz | ounces? | s | sec(?:ond)?s? | min(?:ute)?s?
@@ -37,7 +38,7 @@ _UNITS = re.compile(
       | (?:square|cubic)?\ *units?""",
     re.VERBOSE | re.IGNORECASE,
 )
-"""Left away after a number."""
+"""Units dropped after a number."""
 _UNIT = re.compile(r"([-+]?[\d.,/]*\d)\s*([A-Za-z][A-Za-z ]*)")
 
 
@@ -46,15 +47,16 @@ class _Number:
     """An exact value."""
 
     value: Fraction | tuple[str, str, str]
-    """(sign, digits before the point, digits after it), without idle zeros; a fraction where it is one."""
+    """(sign, digits before the point, digits after it), without redundant zeros; a Fraction for a
+    fraction."""
     is_short: bool
-    """No more than `_PLACES` decimals, or a fraction of integers."""
+    """True for at most `_PLACES` decimals, or a fraction of integers."""
     has_point: bool
 
 
 def normal(text: str) -> str:
-    r"""Return the answer without what says nothing: spaces, `$`, `\left`, `\text{}`, a full stop at the end,
-    and with one spelling of what has several: `\frac` for `\dfrac`, `\emptyset` for `\varnothing`."""
+    r"""Return the answer without noise (spaces, `$`, `\left`, `\text{}`, a final full stop) and with one
+    spelling for each symbol: `\frac` for `\dfrac`, `\emptyset` for `\varnothing`."""
     return _short_normal(text) if len(text) <= _LONGEST_KEPT else _normal(text)
 
 
@@ -85,7 +87,7 @@ _short_normal = functools.lru_cache(maxsize=8192)(_normal)
 
 
 def _unbraced(text: str) -> str:
-    """Without braces around all of it, however many; regular expressions count none."""
+    """Strip braces around the whole text, however many; regular expressions cannot count them."""
     inner = text.lstrip("{")
     depth = len(text) - len(inner)
     core = inner[: len(inner) - depth] if depth and inner.endswith("}" * depth) else text
@@ -93,7 +95,7 @@ def _unbraced(text: str) -> str:
 
 
 def compare(answer: str, label: str) -> bool | None:
-    """Return whether two answers are the same; None where that takes mathematics."""
+    """Return whether two answers are the same; None if that takes mathematics."""
     ours, theirs = normal(answer), normal(label)
     if not ours or not theirs:
         return None
@@ -119,7 +121,7 @@ def _compare_numbers(ours: str, theirs: str) -> bool | None:
 
 
 def _compare_percent(ours: str, theirs: str) -> bool | None:
-    """50% is 50, as in a question that asks for percent, and .5."""
+    """Compare a percentage: 50% equals 50, as in a question that asks for percent, and .5."""
     same = _compare_numbers(ours.rstrip("%"), theirs.rstrip("%"))
     if same is not False or ours[-1] == theirs[-1]:
         return same
@@ -128,7 +130,7 @@ def _compare_percent(ours: str, theirs: str) -> bool | None:
 
 
 def _compare_members(ours: str, theirs: str) -> bool | None:
-    """Pairs, tuples and intervals of numbers, in order; one of them is no single number."""
+    """Compare pairs, tuples and intervals of numbers, in order; a tuple never equals a single number."""
     first, second = _MEMBERS.fullmatch(ours), _MEMBERS.fullmatch(theirs)
     if (first is None) != (second is None):
         return False if _number(theirs if first is not None else ours) is not None else None
@@ -142,8 +144,8 @@ def _compare_members(ours: str, theirs: str) -> bool | None:
 
 
 def decimal_comma(text: str) -> str | None:
-    """`1,22` as 1.22, where the comma can hardly part thousands; None where it is none or may well part the
-    members of a list."""
+    """Return `1,22` as 1.22 if the comma is unlikely to separate thousands; None if there is no such comma or
+    it may separate the members of a list."""
     found = _DECIMAL_COMMA.fullmatch(normal(text))
     if found is None:
         return None
@@ -157,7 +159,8 @@ def _folded(words: str) -> str:
 
 
 def _is_prose(word: str) -> bool:
-    """Not a product of variables, in which capitals are other variables."""
+    """Return whether a word is prose rather than a product of variables, in which capitals are other
+    variables."""
     return len(word) > 2 or word.casefold() == "no"
 
 

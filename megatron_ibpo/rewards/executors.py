@@ -1,4 +1,5 @@
-"""Where programs run: in a sandbox on this machine, on a server or, if someone insists, without a sandbox."""
+"""Executors of programs: in a sandbox on this machine, on a server or, on explicit request, without a
+sandbox."""
 
 from __future__ import annotations
 
@@ -26,9 +27,9 @@ from megatron_ibpo.rewards.sandbox import (
 
 _ATTEMPTS = 3
 _FIRST_WAIT = 1.0
-"""Seconds before a server is asked again; twice as long each time."""
+"""Seconds before the first retry of a request to a server; doubled each time."""
 _SERVER_SLACK = 30.0
-"""Seconds that a server may take beyond the program's own: queueing, starting."""
+"""Seconds that a server may take beyond the program's own time, for queueing and starting."""
 _LARGEST_ANSWER = 64 << 20
 
 
@@ -38,16 +39,17 @@ class Call:
 
     returned: bool
     result: Any = None
-    """As JSON has it."""
+    """Value that the function returned, as JSON represents it."""
     reached: Reached | None = None
-    """The limit for which the program was ended during it."""
+    """Limit that ended the program during the call."""
 
 
 class Executor(Protocol):
-    """Runs programs. Whatever a program does is a result; an executor that fails raises SandboxError."""
+    """A place to run programs. Whatever a program does is a result; an executor that fails raises
+    SandboxError."""
 
     def run(self, program: str, first: str, stdin: str, limits: Limits) -> Execution:
-        """The program as one reads stdin and writes stdout.
+        """Run the program as one that reads stdin and writes stdout.
 
         Args:
             first: Python that runs in its namespace before it.
@@ -63,28 +65,28 @@ class Executor(Protocol):
         limits: Limits,
         total: float,
     ) -> Iterator[Call]:
-        """One call of a function after the other, or of a method of `Solution` where the program has such a
-        class. It ends after a call that the program did not answer.
+        """Call one function repeatedly, or a method of `Solution` if the program has such a class. Ends after
+        a call that the program did not answer.
 
         Args:
-            arguments: of each call.
-            limits: of one call.
-            total: seconds for all of them.
+            arguments: the arguments of each call.
+            limits: limits of one call.
+            total: seconds for all calls.
         """
         ...
 
     def check(self, program: str, tests: str, entry_point: str | None, limits: Limits) -> Execution:
-        """Tests that are Python source: status 0 if the program passes."""
+        """Run tests written in Python; the status is 0 if the program passes."""
         ...
 
 
 class LocalExecutor:
-    """Processes of this machine."""
+    """An executor that starts processes on this machine."""
 
     def __init__(self, *, isolated: bool = True):
         """
         Args:
-            isolated: each in a sandbox of its own. Otherwise nothing but their limits holds them.
+            isolated: run each program in its own sandbox. Otherwise only its resource limits hold it.
         """
         self._isolated = isolated
 
@@ -125,10 +127,11 @@ class LocalExecutor:
                 yield _answer(bytes(process.stdout[start:read]))
 
     def check(self, program: str, tests: str, entry_point: str | None, limits: Limits) -> Execution:
-        """See `Executor`. The tests and the program are in two sandboxes, joined by a socket pair over which
-        plain values go. What the program does to its own process reaches nothing that decides."""
+        """Run tests as `Executor` says. The tests and the program are in two sandboxes, joined by a socket
+        pair that carries plain values. What the program does to its own process cannot reach the code that
+        decides."""
         ours, theirs = socket.socketpair()
-        with ours, theirs:  # noqa: SIM117 (what is closed between the two is what matters)
+        with ours, theirs:  # noqa: SIM117 (the code between the two closes what matters)
             with Process("serve", program, stdin=theirs.fileno(), limits=limits, isolated=self._isolated):
                 theirs.close()
                 with Process(
@@ -152,10 +155,10 @@ class RemoteExecutor:
     def __init__(self, url: str):
         """
         Args:
-            url: of the server, such as http://sandbox:8080.
+            url: the server's URL, such as http://sandbox:8080.
 
         Raises:
-            ValueError: no http(s) URL.
+            ValueError: not an http(s) URL.
         """
         parts = urllib.parse.urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.netloc:
@@ -175,7 +178,7 @@ class RemoteExecutor:
         limits: Limits,
         total: float,
     ) -> Iterator[Call]:
-        """See `Executor`. All calls are made before the first result is known."""
+        """Call as `Executor` says. All calls are made before the first result is known."""
         longest = replace(limits, seconds=min(total, limits.seconds * len(arguments)))
         done = self._post(_script("calls", program, first, name), _requests(arguments).decode(), longest)
         lines = done.stdout.splitlines()[: len(arguments)]
@@ -184,7 +187,8 @@ class RemoteExecutor:
             yield Call(returned=False, reached=done.reached)
 
     def check(self, program: str, tests: str, entry_point: str | None, limits: Limits) -> Execution:
-        """See `Executor`. The tests and the program are two processes in one sandbox of the server."""
+        """Run tests as `Executor` says. The tests and the program are two processes in one sandbox of the
+        server."""
         script = _script("check_here", tests, entry_point or "", _script("serve", program))
         return _passed(self._post(script, "", limits))
 
@@ -224,7 +228,7 @@ class RemoteExecutor:
 
 
 def _is_final(error: Exception) -> bool:
-    """Asked again, the server would say the same."""
+    """Return whether the server would answer the same if asked again."""
     return isinstance(error, urllib.error.HTTPError) and error.code < 500 and error.code != 429
 
 
@@ -232,7 +236,7 @@ def _execution(answer: Any) -> Execution:
     """
     Raises:
         SandboxError: the server's sandbox failed.
-        KeyError, TypeError: the answer is none of the protocol's.
+        KeyError, TypeError: the answer does not follow the protocol.
     """
     if answer["status"] not in ("Success", "Failed"):
         raise SandboxError(f"{answer['status']}: {answer.get('message')}")
@@ -250,7 +254,7 @@ def _requests(arguments: Sequence[list[Any]]) -> bytes:
 
 
 def _answer(line: bytes) -> Call:
-    """Return what a program says that its call returned; it may say anything."""
+    """Return what a program reports as the result of its call; it may report anything."""
     try:
         returned, result = json.loads(line)
     except (ValueError, TypeError, RecursionError):
@@ -259,28 +263,28 @@ def _answer(line: bytes) -> Call:
 
 
 def _passed(checker: Execution) -> Execution:
-    """Status 0 only where the tests have run to their end."""
+    """Return status 0 only if the tests ran to their end."""
     passed = checker.stdout.decode(errors="replace").splitlines()[-1:] == [inside.PASSED]
     return checker if passed or checker.status != 0 else replace(checker, status=1)
 
 
 @functools.cache
 def _definitions() -> str:
-    """The text of `inside` without its last lines, which run it."""
+    """Return the text of `inside` without its last lines, which run it."""
     return Path(inside.__file__).read_text(encoding="utf-8").partition('\nif __name__ == "__main__":')[0]
 
 
 def _script(mode: str, *arguments: str) -> str:
-    """One program that does what a mode of `inside` does."""
+    """Return one program that does what a mode of `inside` does."""
     return f"{_definitions()}\nrun({', '.join(map(ascii, (mode, *arguments)))})\n"
 
 
 def open_executor(url: str | None, *, unsafe: bool) -> Executor:
-    """Where programs are to run, tried once.
+    """Open the executor for programs, and try it once.
 
     Raises:
         SandboxError: no sandbox can be had on this machine; with what to do.
-        ValueError: `url` is none.
+        ValueError: `url` is not a URL.
     """
     if url is not None:
         return RemoteExecutor(url)

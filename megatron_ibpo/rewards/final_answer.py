@@ -1,9 +1,9 @@
-r"""Where a response gives its answer: after its thinking, in the last `\boxed{}`, or where it says so."""
+r"""The answer of a response: after its thinking, in the last `\boxed{}`, or where the text announces it."""
 
 import re
 
 _BRACE = re.compile(r"(\\f?boxed\s*+\{)|(?<!\\)[{}]")
-"""A brace that counts, or the beginning of a box."""
+"""A brace that counts, or the start of a box."""
 _BETWEEN_BOXES = re.compile(
     r"""(?: \s | [,;$&] | \band\b | \bor\b
       | \\(?:quad|qquad|text\{\s*+(?:(?:,\s*+)?(?:and|or)|,)\s*+\}|[\\,;:!()\[\] ])
@@ -11,20 +11,20 @@ _BETWEEN_BOXES = re.compile(
     )*+""",
     re.VERBOSE,
 )
-"""Boxes with no more than this between them are one answer."""
+"""Separators between boxes that together form one answer."""
 _STATED = re.compile(
     r"answer\s+is:?\s*([^\n]+)|^\#{4}\s*([^\n]+)|^[^\w\n]*+(?:(?:final\s+)?answer|A):[\s*]*([^\n]+)",
     re.IGNORECASE | re.MULTILINE,
 )
 _LONGEST_SOUGHT = 200
-"""Characters by which an answer is found again in a text."""
+"""Characters used to find an answer again in a text."""
 _SHORTEST_QUOTE = 20
-"""Characters from which on a prompt found in a response is a quotation."""
+"""Length from which a passage of the prompt, repeated in a response, is a quotation."""
 
 
 def final_part(response: str, prompt: str = "") -> str:
-    """Return what follows the thinking, without quotations of the prompt: these answer nothing. Thinking that
-    has not come to an end has no final part."""
+    """Return the text after the thinking, without quotations of the prompt: those answer nothing. Unfinished
+    thinking has no final part."""
     _, closed, rest = response.rpartition("</think>")
     if not closed and "<think>" in response:
         return ""
@@ -33,8 +33,8 @@ def final_part(response: str, prompt: str = "") -> str:
 
 
 def final_boxes(text: str) -> list[str]:
-    r"""The contents of the last complete `\boxed{...}` or `\fbox{...}` that is not empty, and of those before
-    it with no words between: together they are the answer. None twice."""
+    r"""Return the contents of the last complete, non-empty `\boxed{...}` or `\fbox{...}`, and of the boxes
+    before it with no words between: together they are the answer. Duplicates are dropped."""
     found = _boxes(text)
     contents: list[str] = []
     end = None
@@ -49,14 +49,14 @@ def final_boxes(text: str) -> list[str]:
 
 
 def stated_answer(text: str) -> str | None:
-    """Return what follows the last "answer is", "answer:" or "####" on its line; None without one."""
+    """Return the rest of the line after the last "answer is", "answer:" or "####"; None without one."""
     found = _STATED.findall(text)
     return "".join(found[-1]).strip() if found else None
 
 
 def answer_place(text: str, answer: str) -> int | None:
-    """Return the index in the text at which the last occurrence of the answer begins, whatever spaces either
-    has; None without one."""
+    """Return the index at which the last occurrence of the answer begins, ignoring differences in spaces;
+    None without one."""
     letters = "".join(answer.split())[:_LONGEST_SOUGHT]
     places = [i for i, letter in enumerate(text) if not letter.isspace()]
     found = "".join(text[i] for i in places).rfind(letters) if letters else -1
@@ -64,8 +64,8 @@ def answer_place(text: str, answer: str) -> int | None:
 
 
 def _boxes(text: str) -> list[tuple[int, int, str]]:
-    """Return (start, end, content) of every complete box; those inside others are left out. One pass: a text
-    may have as many boxes that are never closed as it has room for."""
+    """Return (start, end, content) of every complete box except nested ones. It takes one pass: a text may be
+    full of boxes that are never closed."""
     closed: list[tuple[int, int, int]] = []  # positions: the contents of boxes in boxes would fill the memory
     open_braces: list[re.Match[str]] = []
     for brace in _BRACE.finditer(text):

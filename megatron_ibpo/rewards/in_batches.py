@@ -1,11 +1,11 @@
-"""Verifiers that are quicker than a message to a process: asked about many responses at once."""
+"""Batched verifiers: faster than one message per response to a worker process."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 
 def in_batches(judge: Callable[[str, str, str, dict[str, Any]], Any]) -> Callable[..., list[Any]]:
-    """The batched verifier (`rewards.Verifier`) that judges each response by itself.
+    """Return a batched verifier (`rewards.Verifier`) that judges each response by itself.
 
     Args:
         judge: (prompt, response, label, metadata) → value.

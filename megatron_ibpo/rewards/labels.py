@@ -1,4 +1,4 @@
-"""The check at the start: can the labels be graded at all?"""
+"""The check at the start that labels can be graded."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -10,21 +10,22 @@ from megatron_ibpo.rewards.reward_errors import LabelError
 from megatron_ibpo.rewards.verifier import Pool, functions_of, rm_type_of
 
 CHECKED_AT_START = 64
-"""Prompts of each source whose labels are checked before anything else starts."""
+"""Prompts per source whose labels are checked before the run starts."""
 _MOST_SHOWN = 5
 
 
 def named_rm_types(prompts: Iterable[Prompt], data: DataConfig) -> list[str]:
-    """The verifiers of these prompts, each once."""
+    """Return the verifiers of these prompts, each once."""
     return list(dict.fromkeys(rm_type_of(prompt, data) for prompt in prompts))
 
 
 def check_labels(pool: Pool, prompts: Sequence[Prompt], data: DataConfig) -> None:
-    """Ask the verifiers of these prompts whether they can grade the labels: the `label_problem(label,
-    metadata) -> str | None` of each one's module, where it has one.
+    """Ask the verifiers of these prompts whether they can grade the labels.
+
+    A verifier's module may define `label_problem(label, metadata) -> str | None` for that.
 
     Raises:
-        LabelError: there are labels that cannot be graded; names the first with their reasons.
+        LabelError: some labels cannot be graded; names the first with their reasons.
     """
     asked = [
         (prompt, pool.submit(f"{__name__}:problem", (target, prompt.label, prompt.metadata)))
@@ -46,10 +47,10 @@ def check_labels(pool: Pool, prompts: Sequence[Prompt], data: DataConfig) -> Non
 
 
 def problem(target: str, label: str, metadata: dict[str, Any]) -> float:
-    """Runs in a worker, since what it asks may hang as a reward function may.
+    """Check one label, in a worker, since this check may hang as a reward function may.
 
     Raises:
-        LabelError: the module of `target` has something against the label.
+        LabelError: the module of `target` refuses the label.
     """
     module = load_module("--rm-type", target)
     ask = getattr(module, "label_problem", None)

@@ -1,4 +1,4 @@
-"""An end to what a response makes a judge compute."""
+"""A limit on the processor time that a response can make a judge spend."""
 
 import signal
 import threading
@@ -9,23 +9,25 @@ from typing import Any
 from megatron_ibpo.rewards.reward_errors import ResponseError
 
 _REPEAT_S = 0.2
-"""Until the next try, where a library has swallowed the exception."""
+"""Seconds until the next try, in case a library swallowed the exception."""
 
 
 class _TimeUp(BaseException):
-    """No Exception, so that fewer libraries swallow it."""
+    """The exception of the time limit. It is not an Exception, so that fewer libraries swallow it."""
 
 
 @contextmanager
 def cpu_limit(seconds: float) -> Iterator[None]:
-    """Ends what takes longer, by a signal, which only a main thread gets; elsewhere there is no limit. What
-    never comes back to the interpreter is left to the worker pool, which kills.
+    """End a computation that takes longer, by a signal. Only a main thread gets signals; elsewhere there is
+    no limit.
+
+    Code that never returns to the interpreter is left to the worker pool, which kills the process.
 
     Args:
-        seconds: of processor time, so that a busy machine makes nobody wrong.
+        seconds: processor time, so that a busy machine makes no answer wrong.
 
     Raises:
-        ResponseError: it took longer.
+        ResponseError: the computation took longer.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

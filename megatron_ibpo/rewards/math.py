@@ -1,9 +1,8 @@
-r"""Verifier of mathematical answers: compared as they are written where that decides, else by the library
-math-verify.
+r"""Verifier of mathematical answers: as text where that decides, otherwise by the library math-verify.
 
-The answer of a response is what stands in its last `\boxed{}`, in several where nothing but commas and "and"
-stands between them; else what follows "the answer is" or "####"; else the last formula or number. Units are
-not compared, as math-verify does not.
+The answer is the content of the last `\boxed{}`, or of several if only commas and "and" stand between them;
+else what follows "the answer is" or "####"; else the last formula or number. Units are not compared, as in
+math-verify.
 """
 
 import cmath
@@ -24,24 +23,23 @@ from megatron_ibpo.rewards.in_batches import in_batches
 from megatron_ibpo.rewards.limits import cpu_limit
 from megatron_ibpo.rewards.reward_errors import RESPONSE_ERROR, LabelError, ResponseError
 
-# math-verify asks for a time-out of one's own where its alarm signal is off; there is one
+# math-verify asks for a time-out of the caller's own when its alarm signal is off; `cpu_limit` is that
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 CHECK_S = 2.0
-"""Seconds of processor time that one response may take. Usual ones take milliseconds; a tower of powers takes
-longer than anybody has."""
+"""Seconds of processor time for one response. Usual ones take milliseconds; a tower of powers never ends."""
 _DEEPEST = 100
-"""Braces in braces, for which LaTeX is parsed; a deeper answer only costs time."""
+"""Limit on nested braces up to which LaTeX is parsed; parsing a deeper answer only costs time."""
 _ENDLESS = re.compile(r"\d{101}")
-"""A number in a formula with which one step of arithmetic may take so long that no signal ends it."""
+"""A number so long that one step of arithmetic on it may take longer than any signal can end."""
 _END = 5_000
-"""Characters at the end of a response in which an answer that is not in a box is looked for, and the longest
-formula that is given to math-verify."""
+"""Characters at the end of a response that are searched for an unboxed answer, and the longest formula given
+to math-verify."""
 _LONGEST = 200_000
-"""Characters of a label; an answer of more is no answer to it."""
+"""Longest label in characters; a longer answer is no answer."""
 _EXTRACTION = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
 _FAR = 1e-3
-"""Relative difference of two formulas that no rounding explains."""
+"""Relative difference between two formulas that rounding cannot explain."""
 _SCIENTIFIC = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([-+]?\d{1,3})(?![\w.])")
 _ZEROS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _SCALE = re.compile(rf"(?<=\d)\s*(?:\\text\s*\{{\s*({'|'.join(_ZEROS)})s?\s*\}}|({'|'.join(_ZEROS)})s?\b)")
@@ -53,7 +51,7 @@ _DIGIT = re.compile(r"\d")
 
 
 def _judged(prompt: str, response: str, label: str, _: dict[str, Any]) -> Any:
-    """1 for a response whose answer equals its label, else 0, also where it has no answer.
+    """Return 1 for a response whose answer equals its label, else 0, also if it has no answer.
 
     Raises:
         LabelError: the label cannot be graded.
@@ -68,15 +66,15 @@ score = in_batches(_judged)
 
 
 def is_right(response: str, label: str, prompt: str = "") -> bool:
-    """Whether the response's answer equals the label, a formula, number or text with or without `$` or
-    `\\boxed{}` around it.
+    """Return whether the response's answer equals the label: a formula, number or text, with or without `$`
+    or `\\boxed{}` around it.
 
     Args:
-        prompt: of which a quotation answers nothing.
+        prompt: the question; a quotation of it is no answer.
 
     Raises:
         LabelError: the label cannot be graded.
-        ResponseError: the answer asks for more than can be computed, or math-verify stumbles over it.
+        ResponseError: the answer asks for more than can be computed, or math-verify fails on it.
     """
     if (problem := _unreadable(label)) is not None:
         raise LabelError(problem)
@@ -92,8 +90,8 @@ def is_right(response: str, label: str, prompt: str = "") -> bool:
 
 
 def extract_answer(response: str) -> str | None:
-    r"""The answer of a response, as for a majority vote; None without any. Spaces and a full stop at the end
-    are left out."""
+    r"""Return a response's answer, as for a majority vote; None without any. Spaces and a final full stop are
+    dropped."""
     text = final_part(response)
     answer = ",".join(final_boxes(text)) or stated_answer(text)
     if answer is None:
@@ -102,7 +100,8 @@ def extract_answer(response: str) -> str | None:
 
 
 def label_problem(label: str, metadata: dict[str, Any] | None = None) -> str | None:
-    """Why a label cannot be graded; None if it can. Text that is no mathematics is compared as text."""
+    """Return why a label cannot be graded; None if it can. Text that is not mathematics is compared as
+    text."""
     problem = _unreadable(label)
     if problem is None:
         try:
@@ -120,11 +119,11 @@ def _unreadable(label: str) -> str | None:
 
 @dataclass(frozen=True)
 class _Answer:
-    """The answer that a response gives."""
+    """The answer of a response."""
 
     text: str
     context: str
-    """Text in which math-verify is to find it: a box, or the end of the response."""
+    """Text in which math-verify looks for it: a box, or the end of the response."""
 
 
 def _answer(text: str) -> _Answer | None:
@@ -169,7 +168,7 @@ def _boxed(text: str) -> _Answer:
 
 
 def _unassigned(text: str) -> str:
-    """`x=5` as 5."""
+    """Return `x=5` as 5."""
     return _ASSIGNED.sub("", text)
 
 
@@ -215,8 +214,8 @@ def _same_mathematics(label: str, context: str) -> bool:
 
 
 def _plainly_differ(gold: list[Any], answers: list[Any]) -> bool:
-    """Tell whether two formulas have values too far apart to be equal. That takes a tenth of the time in
-    which math-verify looks for a way to make them equal. A factor of 100 may be a percentage."""
+    """Return whether two formulas have values too far apart to be equal. That takes a tenth of the time in
+    which math-verify tries to make them equal. A factor of 100 may be a percentage."""
     ours, theirs = _value(answers), _value(gold)
     if ours is None or theirs is None:
         return False
@@ -227,8 +226,8 @@ def _plainly_differ(gold: list[Any], answers: list[Any]) -> bool:
 
 
 def _value(parsed: list[Any]) -> complex | None:
-    """Return the value of the one formula that was parsed, each variable at a place of its own; None where it
-    has none, such as a set or an equation."""
+    """Return the value of the one parsed formula, with each variable at a point of its own; None if it has no
+    value, such as a set or an equation."""
     formulas = [each for each in parsed if not isinstance(each, str)]
     if len(formulas) != 1 or not isinstance(formulas[0], Expr):
         return None
@@ -242,7 +241,7 @@ def _value(parsed: list[Any]) -> complex | None:
 
 @functools.lru_cache(maxsize=4096)
 def _gold(label: str) -> list[Any]:
-    """The label as math-verify reads it; nothing where that is no mathematics, or does not equal itself.
+    """Return the label as math-verify reads it; empty if it is not mathematics, or does not equal itself.
 
     Raises:
         LabelError: it takes too long.
@@ -262,17 +261,17 @@ def _equal_to_itself(label: str) -> list[Any]:
     try:
         gold = parse(label, parsing_timeout=0, raise_on_error=True)
         return gold if verify(gold, gold, timeout_seconds=0, raise_on_error=True) else []
-    except Exception:  # no mathematics then
+    except Exception:  # not mathematics then
         return []
 
 
 def _plain(text: str) -> str:
-    """In the spelling that math-verify reads."""
+    """Return the text in the spelling that math-verify reads."""
     text = text.replace("\\$", "").replace("\\fbox", "\\boxed").replace("\\varnothing", "\\emptyset")
     text = _SCALE.sub(lambda found: f" \\times 10^{{{_ZEROS[found[1] or found[2]]}}}", text)
     return _SCIENTIFIC.sub(r"\1 \\times 10^{\2}", text)
 
 
 def _depth(text: str) -> int:
-    """How deep braces are nested."""
+    """Return the depth of nested braces."""
     return max(accumulate((brace == "{") - (brace == "}") for brace in text), default=0)

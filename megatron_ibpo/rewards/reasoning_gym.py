@@ -22,15 +22,16 @@ UNGRADABLE = {
     "rubiks_cube": "its items have no answer (None), and no worked answer shows that its scorer can be won",
     "rush_hour": "its items have no answer (None), and no worked answer shows that its scorer can be won",
 }
-"""Tasks that cannot be graded, whatever their parameters, and why."""
+"""Tasks that cannot be graded whatever their parameters, with the reason."""
 _MARK_IN_ANSWERS = frozenset({"ab"})
-"""Tasks whose answers contain `#`, which elsewhere stands before an answer."""
+"""Tasks whose answers contain `#`, which elsewhere comes before an answer."""
 _NO_ANSWERS = ("I do not know", "")
 
 
 def extract_answer(response: str, metadata: dict[str, Any] | None = None) -> str | None:
-    r"""What follows the last `#`, as worked solutions end in `#15`; the whole response if there is none. Of
-    that what stands in the last `<answer>` or `\boxed{}`, where it has one. None if nothing is left."""
+    r"""Return the text after the last `#`, as in worked solutions that end in `#15`; without one, the whole
+    response. Within that, the last `<answer>` or `\boxed{}` counts if there is one. None if nothing is
+    left."""
     final = final_part(response)
     if (metadata or {}).get("source_dataset") not in _MARK_IN_ANSWERS:
         final = final.rpartition("#")[2]
@@ -42,18 +43,18 @@ def extract_answer(response: str, metadata: dict[str, Any] | None = None) -> str
 
 
 def _tagged(text: str) -> str | None:
-    """Return what stands in the last `<answer>…</answer>`; None without one."""
+    """Return the content of the last `<answer>…</answer>`; None without one."""
     before, closed, _ = text.rpartition("</answer>")
     _, opened, content = before.rpartition("<answer>")
     return content.partition("</answer>")[0] if closed and opened else None
 
 
 def judged(prompt: str, response: str, label: str, metadata: dict[str, Any]) -> Any:
-    """1 if the task's scorer gives the answer full marks, else 0.
+    """Return 1 if the task's scorer gives the answer full marks, else 0.
 
-    Part marks (a right digit, a right format) are left out: in a group of wrong answers they would be all
-    that the advantage is made of. An answer over which the scorer stumbles is wrong, unless it stumbles over
-    the label as well.
+    Part marks (a right digit, a right format) are left out: in a group of wrong answers they alone would make
+    up the advantage. An answer on which the scorer fails is wrong, unless the scorer fails on the label as
+    well.
 
     Raises:
         ValueError: the prompt does not come from reasoning_gym.
@@ -65,7 +66,7 @@ def judged(prompt: str, response: str, label: str, metadata: dict[str, Any]) -> 
     if answer is None:
         if label.strip():
             return 0.0
-        answer = ""  # then that is right, as now and then in ab
+        answer = ""  # then the empty answer is right, as now and then in ab
     try:
         return float(_has_full_marks(answer, prompt, label, metadata))
     except ResponseError:
@@ -79,7 +80,7 @@ score = in_batches(judged)
 
 
 def label_problem(label: str, metadata: dict[str, Any]) -> str | None:
-    """Why an item cannot be graded: its own answer does not get full marks, or one that is wrong does."""
+    """Return why an item cannot be graded: its own answer does not get full marks, or a wrong one does."""
     name = metadata.get("source_dataset")
     if name in UNGRADABLE:
         return f"reasoning_gym's {name} cannot be graded: {UNGRADABLE[name]}"
@@ -97,7 +98,7 @@ def label_problem(label: str, metadata: dict[str, Any]) -> str | None:
 def _has_full_marks(answer: str, prompt: str, label: str, metadata: dict[str, Any]) -> bool:
     """
     Raises:
-        ResponseError: it takes too long.
+        ResponseError: scoring takes too long.
         whatever the scorer raises on an answer that it cannot take.
     """
     parameters = json.dumps(metadata.get("parameters", {}), sort_keys=True)

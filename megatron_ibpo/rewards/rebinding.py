@@ -1,10 +1,10 @@
-"""Tests that see what a program changes in their arguments, and nothing else that it changes.
+"""Tests that see what a program changes in their arguments, and no other change it makes.
 
-The program runs in another process, so a list that it sorts in place is a copy. To write the changes into the
-tests' own list would hand the program that list: it could clear what the tests are looping over, or what they
-compare with. So each statement of the tests is followed by an assignment, `a = __changed__(a)` for every name
-among the arguments of its calls. The name then stands for the changed copy; loops that have begun, and other
-names, keep the list that they had.
+The program runs in another process, so a list that it sorts in place is a copy. Writing the changes into the
+tests' own list would give the program that list: it could clear what the tests are looping over, or what they
+compare with. So each statement of the tests is followed by an assignment, `a = __changed__(a)`, for every
+name among the arguments of its calls. The name then refers to the changed copy; loops already begun, and
+other names, keep the original list.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from megatron_ibpo.rewards.sandbox.inside import CHANGED
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
-"""Have names of their own, which no assignment outside them reaches."""
+"""Nodes with scopes of their own, which no assignment outside reaches."""
 
 
 def with_rebinding(tests: str) -> str:
-    """Return the tests with an assignment behind each statement that calls something with a name.
+    """Return the tests with an assignment after each statement that passes a name to a call.
 
     Raises:
-        SyntaxError: the tests are no Python.
+        SyntaxError: the tests are not Python.
     """
     tree = ast.parse(tests)
     _rebind(tree.body, [_names_bound_in(tree)], set())
@@ -89,7 +89,7 @@ def _blocks(statement: ast.stmt) -> Iterator[list[ast.stmt]]:
 
 
 def _arguments(statement: ast.stmt) -> list[str]:
-    """Return the names at the root of the arguments of the calls in a statement, without its blocks."""
+    """Return the root names of the arguments of the calls in a statement, without its blocks."""
     names: dict[str, None] = {}
     for node in _expressions(statement):
         if isinstance(node, ast.Call):
@@ -102,7 +102,7 @@ def _arguments(statement: ast.stmt) -> list[str]:
 
 
 def _expressions(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield what a statement evaluates itself: no blocks, no inner scopes."""
+    """Yield the expressions that a statement evaluates itself: no blocks, no inner scopes."""
     for child in ast.iter_child_nodes(node):
         if not isinstance(child, (ast.stmt, ast.ExceptHandler, ast.match_case, *_SCOPES, *_COMPREHENSIONS)):
             yield child

@@ -3,7 +3,7 @@ bounded.
 
 Started by its path as `python -I -S supervisor.py OWNER CONNECTION PRINTED NAME COMMAND…`, so that it imports
 nothing of the package and takes little memory. It runs COMMAND, in which {owner} stands for its own process
-id, in a session of its own, and ends as that does. CONNECTION is a descriptor for the command. Processes
+id, in a new session, and ends when the command does. CONNECTION is a descriptor for the command. Processes
 that lose their parent, such as those of a double fork, become the supervisor's children. All of them are
 killed when the worker ends, when the owner dies, and at a SIGTERM.
 
@@ -24,12 +24,12 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _CHUNK = 1 << 16
 _END_SECONDS = 5
-"""After these the supervisor ends in any case: the kernel may be unable to end a process, or stderr may be
-full."""
+"""Seconds after which the supervisor ends in any case: the kernel may be unable to end a process, or stderr
+may be full."""
 
 
 def main() -> None:
-    """Run the command until it ends or is to end."""
+    """Run the command until it ends or must be ended."""
     owner, connection, printed, name, *command = sys.argv[1:]
     supervisor = _Supervisor(int(printed), name)
     libc = ctypes.CDLL(None)
@@ -38,7 +38,7 @@ def main() -> None:
     if os.getppid() != int(owner):
         sys.exit("the owner of this verifier is gone")
     supervisor.start([word.replace("{owner}", str(os.getpid())) for word in command])
-    os.close(int(connection))  # which is to end with the worker
+    os.close(int(connection))  # it must close when the worker ends
     supervisor.watch()
     supervisor.end()
 
@@ -52,7 +52,7 @@ class _Supervisor:
         self._wake, woken = os.pipe()
         os.set_blocking(woken, False)
         signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)  # which wakes
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # the signal wakes `watch`
         signal.signal(signal.SIGTERM, lambda *_: self.end())  # also while a write to stderr waits
         output, self._theirs = os.pipe()
         os.set_blocking(output, False)
@@ -61,7 +61,7 @@ class _Supervisor:
     def start(self, command: list[str]) -> None:
         self._worker = os.fork()
         if self._worker == 0:
-            os.setsid()  # what signals its whole group does not reach the supervisor
+            os.setsid()  # signals to the worker's group do not reach the supervisor
             for stream in (1, 2):
                 os.dup2(self._theirs, stream)
             os.execv(command[0], command)
@@ -81,7 +81,7 @@ class _Supervisor:
                     return
 
     def end(self) -> None:
-        """Kill all descendants, and end as the worker did, so that the owner can tell how."""
+        """Kill all descendants, and end as the worker did, so that the owner can see how it ended."""
         # SIG_IGN would make Python print an error about a signal that came a moment before
         signal.signal(signal.SIGTERM, lambda *_: None)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
@@ -90,7 +90,7 @@ class _Supervisor:
             for child in children:
                 with suppress(ProcessLookupError):
                     os.kill(child, signal.SIGKILL)
-            self._reap(0)  # whose own children are ours now
+            self._reap(0)  # its own children are the supervisor's now
         self._prints.finish()
         if os.WIFSIGNALED(self._status):
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -121,7 +121,7 @@ class _Prints:
         self._omitted = 0
 
     def take(self) -> bool:
-        """Pass on what is next in the pipe; False when it is empty or at its end."""
+        """Pass on the next output in the pipe; False when the pipe is empty or at its end."""
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # what is read is counted before the end
         try:
             read = os.read(self.descriptor, _CHUNK)
@@ -139,7 +139,7 @@ class _Prints:
         return bool(read)
 
     def finish(self) -> None:
-        """Pass on the rest, and tell how much was left out."""
+        """Pass on the rest, and say how much was left out."""
         while self.take():
             pass
         if self._omitted:
@@ -147,7 +147,7 @@ class _Prints:
 
 
 def _say(text: bytes) -> None:
-    with suppress(OSError):  # nobody reads it any more
+    with suppress(OSError):  # no reader is left
         while text:
             text = text[os.write(2, text) :]
 

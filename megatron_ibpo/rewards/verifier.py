@@ -1,4 +1,4 @@
-"""Scoring responses: rewards by name or by import path, always in processes that can be killed."""
+"""Scoring of responses: rewards by name or by import path, always in processes that can be killed."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ VERIFIERS = {
     "math": "megatron_ibpo.rewards.math:score",
     "code": "megatron_ibpo.rewards.code:score",
 }
-"""--rm-type → where its function is. `composite` is made of these and of functions by import path."""
+"""--rm-type → import path of its function. `composite` is made of these and of functions by import path."""
 RM_TYPE = "rm_type"
-"""Key of `Prompt.metadata` that names the verifier of this prompt; --rm-type is that of the others."""
+"""Key of `Prompt.metadata` that names this prompt's verifier; the other prompts use --rm-type."""
 
 _log = logging.getLogger(__name__)
 
@@ -34,14 +34,14 @@ class Score:
     """A verifier's judgement of one response."""
 
     reward: float | None
-    """None: the verifier failed. That is not a reward of 0."""
+    """None: the verifier failed. That differs from a reward of 0."""
     correct: bool
-    """The reward has reached the threshold."""
+    """True if the reward reached the threshold."""
     error: str | None = None
-    """How the verifier failed."""
+    """Description of the verifier's failure."""
     details: dict[str, float] = field(default_factory=dict)
-    """Further numbers that it gave; `response_error` is 1 where it failed for the response's own fault, which
-    is a reward of 0."""
+    """Further numbers from the verifier; `response_error` is 1 if it failed through the response's own fault,
+    which gives a reward of 0."""
 
 
 class Pool(Protocol):
@@ -53,7 +53,7 @@ class Pool(Protocol):
         ...
 
     def submit(self, target: str, arguments: tuple[Any, ...]) -> Future[Outcome]:
-        """The outcome of one call of a function, package.module:function, when it comes."""
+        """Submit one call of a function, package.module:function; the future gets its outcome."""
         ...
 
     def close(self) -> None:
@@ -62,12 +62,12 @@ class Pool(Protocol):
 
 
 class Verifier:
-    """Scores each response by the verifier of its prompt: the one that the prompt's metadata names under
-    `rm_type`, else --rm-type.
+    """A scorer of responses by the verifier of their prompt: the one under `rm_type` in the prompt's
+    metadata, else --rm-type.
 
-    A verifier is a function (prompt text, response text, label, metadata) -> number, or a mapping with the
-    number as `score` and further numbers. One with an attribute `batched` that is true is given lists
-    instead: of each argument, those of all responses that wait to be scored, and it returns a value for each.
+    A verifier is a function (prompt text, response text, label, metadata) -> number, or -> a mapping with the
+    number as `score` and further numbers. A function whose attribute `batched` is true gets lists instead:
+    each argument is a list over all waiting responses, and it returns a value for each.
     """
 
     def __init__(self, pool: Pool, data: DataConfig):
@@ -76,7 +76,7 @@ class Verifier:
             pool: runs the functions.
 
         Raises:
-            ConfigError: as `reward_functions`.
+            ConfigError: see `reward_functions`.
         """
         reward_functions(data)
         self._data = data
@@ -86,7 +86,7 @@ class Verifier:
     def score(self, pairs: Sequence[tuple[Prompt, str]]) -> list[Score]:
         """Score each response text to its prompt, in order.
 
-        A function that raises, hangs, kills its process (twice, for it is asked again) or returns what is no
+        A function that raises, hangs, kills its process (twice, since it gets a second try) or returns no
         finite number gives a score without a reward. The first such error of a call is logged.
         """
         asked = [self._ask(prompt, response) for prompt, response in pairs]
@@ -103,8 +103,8 @@ class Verifier:
         return scores
 
     async def score_one(self, prompt: Prompt, response: str) -> Score:
-        """Score one response text as `score` does, alongside others that are waited for. Errors are logged
-        when their number, since the start, has reached a power of two.
+        """Score one response text as `score` does, concurrently with other calls. Errors are logged when
+        their number since the start reaches a power of two.
 
         Raises:
             WorkerError: a process that had to be replaced does not start again.
@@ -143,7 +143,7 @@ class Verifier:
         return _Asked(name, parts, outcomes)
 
     def _metadata(self, prompt: Prompt, target: str) -> dict[str, Any]:
-        """Return the metadata of the prompt; for programs with how they are run, whatever the prompt says of
+        """Return the prompt's metadata. For programs it includes how they are run; the prompt cannot override
         that."""
         if target != VERIFIERS["code"]:
             return prompt.metadata
@@ -161,7 +161,7 @@ class Verifier:
 
 @dataclass(frozen=True)
 class _Asked:
-    """The calls that one response takes."""
+    """The calls for one response."""
 
     name: str
     """Name of the verifier."""
@@ -169,20 +169,20 @@ class _Asked:
     outcomes: Sequence[Future[Outcome]] = ()
     """Outcomes of the parts."""
     refused: str | None = None
-    """Why nobody can be asked."""
+    """Reason why no verifier can be called."""
 
 
 def open_verifier(data: DataConfig) -> Verifier:
-    """The verifier that `data` names, on this machine alone. Raises what `open_pool` raises."""
+    """Open the verifier that `data` names, on this machine alone. Raises what `open_pool` raises."""
     return Verifier(open_pool(data), data)
 
 
 def open_pool(data: DataConfig, rm_types: Iterable[str] = ()) -> WorkerPool:
-    """Processes of this machine that run the functions which `data.rm_type` and `rm_types` name.
+    """Start processes on this machine that run the functions named by `data.rm_type` and `rm_types`.
 
     Raises:
         ValueError: an unknown name (with the nearest), a function that cannot be loaded, or no sandbox for
-            programs that are to be run.
+            running programs.
     """
     targets = reward_functions(data, rm_types)
     pool = WorkerPool(targets, size=worker_count(data), timeout=data.reward_timeout)
@@ -195,14 +195,14 @@ def open_pool(data: DataConfig, rm_types: Iterable[str] = ()) -> WorkerPool:
 
 
 def worker_count(data: DataConfig, processors: int | None = None) -> int:
-    """Verifier processes of a node with so many processors; of this one when None."""
+    """Return the number of verifier processes for a node with this many processors; None: this node's."""
     if processors is None:
         processors = len(os.sched_getaffinity(0))
     return data.reward_workers or max(2, processors // 2)
 
 
 def reward_functions(data: DataConfig, rm_types: Iterable[str] = ()) -> list[str]:
-    """module:function of everything that `data.rm_type` and `rm_types` name, each once.
+    """Return module:function of every verifier that `data.rm_type` and `rm_types` name, each once.
 
     Raises:
         ConfigError: an unknown name (with the nearest), or parts of a composite that make no sense.
@@ -215,17 +215,17 @@ def reward_functions(data: DataConfig, rm_types: Iterable[str] = ()) -> list[str
 
 
 def rm_type_of(prompt: Prompt, data: DataConfig) -> str:
-    """The name of the verifier of a prompt."""
+    """Return the name of a prompt's verifier."""
     return str(prompt.metadata.get(RM_TYPE, data.rm_type))
 
 
 def main_rm_type(data: DataConfig) -> str:
-    """--rm-type, or the main part of a composite."""
+    """Return --rm-type, or the main part of a composite."""
     return parts_of(data.rm_type, data)[0].name
 
 
 def functions_of(prompt: Prompt, data: DataConfig) -> list[str]:
-    """module:function of the verifier of a prompt, or of its parts.
+    """Return module:function of a prompt's verifier, or of its parts.
 
     Raises:
         ConfigError: an unknown name (with the nearest).
@@ -234,8 +234,8 @@ def functions_of(prompt: Prompt, data: DataConfig) -> list[str]:
 
 
 def answer_extractor(rm_type: str) -> Callable[[str], str | None] | None:
-    """`extract_answer(response) -> str | None` of the module in which a verifier is, for majority votes; None
-    if it has none.
+    """Return `extract_answer(response) -> str | None` of a verifier's module, for majority votes; None if it
+    has none.
 
     Answers that are written differently are different answers.
 
@@ -246,9 +246,9 @@ def answer_extractor(rm_type: str) -> Callable[[str], str | None] | None:
 
 
 def extracted_answer(prompt: Prompt, response: str, data: DataConfig) -> str | None:
-    """The final answer of a response, as the module of the prompt's verifier (of its main part) finds it:
-    `extract_answer(response)` or `extract_answer(response, metadata)`. None without an answer, or without
-    such a function."""
+    """Return a response's final answer as found by the module of the prompt's verifier (of its main part):
+    `extract_answer(response)` or `extract_answer(response, metadata)`. None without an answer or such a
+    function."""
     name = parts_of(rm_type_of(prompt, data), data)[0].name
     extract: Callable[..., str | None] | None = answer_extractor(name)
     if extract is None:
@@ -258,7 +258,7 @@ def extracted_answer(prompt: Prompt, response: str, data: DataConfig) -> str | N
 
 
 def _function(name: str) -> str:
-    """module:function of a verifier that is no composite.
+    """Return module:function of a verifier other than a composite.
 
     Raises:
         ConfigError: an unknown name, with the nearest.

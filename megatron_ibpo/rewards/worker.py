@@ -1,13 +1,13 @@
-"""A worker process: runs reward functions on what the owner sends, until the owner goes away.
+"""A worker process: run reward functions on the owner's requests until the owner is gone.
 
 Started as `python -m megatron_ibpo.rewards.worker FD OWNER MODULE:FUNCTION…` by `supervisor`, the OWNER. It
-answers ("ready", (its process id, the batched ones of the functions)) or ("failed", why) once, and then to
-every message, (function, a list of tuples of arguments), ("outcomes", an `Answer` for each), or ("error",
-why) where there are none. A function that was not named at the start is loaded when it is first asked for.
+answers ("ready", (its process id, the batched functions)) or ("failed", why) once. Then it answers every
+message, (function, a list of tuples of arguments), with ("outcomes", an `Answer` for each), or ("error", why)
+if there are none. A function that was not named at the start is loaded at its first call.
 
-A function is batched if it has an attribute `batched` that is true. It is given the arguments of many calls
-at once, as a list for each argument, and returns a value for each call; others are given those of one call.
-A value is a number, or a mapping with the number as `score` and further numbers.
+A function is batched if its attribute `batched` is true. It gets the arguments of many calls at once, as one
+list per argument, and returns a value for each call; other functions get the arguments of one call. A value
+is a number, or a mapping with the number as `score` and further numbers.
 """
 
 import ctypes
@@ -29,7 +29,7 @@ Answer = tuple[float | None, dict[str, float], str | None]
 _Function = Callable[..., Any]
 
 _WRONG = {"score": 0.0, RESPONSE_ERROR: 1.0}
-"""The value of a response that cannot be judged for its own fault."""
+"""Value of a response that cannot be judged through its own fault."""
 _PR_SET_PDEATHSIG = 1
 _LONGEST_ERROR = 500
 
@@ -92,7 +92,7 @@ def _values(function: _Function, calls: list[tuple[Any, ...]]) -> Sequence[Any]:
     try:
         values = list(function(*map(list, zip(*calls, strict=True))))
     except ResponseError:
-        if len(calls) > 1:  # the owner asks about each alone, and so finds out which it was
+        if len(calls) > 1:  # the owner then sends each alone, and so finds the faulty one
             raise
         return [_WRONG]
     if len(values) != len(calls):
@@ -108,7 +108,7 @@ def _value(function: _Function, arguments: tuple[Any, ...]) -> Any:
 
 
 def _outcome(value: Any) -> Answer:
-    """Return what a function's value means, or why it is no reward."""
+    """Return the reward in a function's value, or why it is no reward."""
     parts = {"score": value} if not isinstance(value, Mapping) else dict(value)
     if "score" not in parts:
         return _no_reward(f"ValueError: expected a number, or a mapping with a score; got {value!r}")
@@ -124,7 +124,7 @@ def _outcome(value: Any) -> Answer:
 
 
 def _fits(number: Any) -> bool:
-    return bool(abs(number) <= LARGEST_REWARD)  # nor does what is no number
+    return bool(abs(number) <= LARGEST_REWARD)  # false for NaN as well
 
 
 def _too_large(what: str, number: Real) -> str:
@@ -144,13 +144,13 @@ def _no_reward(why: str) -> Answer:
 def _in_words(error: BaseException) -> str:
     try:
         said = str(error)
-    except Exception as in_turn:  # an exception of the user's own may fail at that too
+    except Exception as in_turn:  # a user's exception may fail at that too
         said = f"it cannot be shown, which fails with {type(in_turn).__name__}"
     return _printable(f"{type(error).__name__}: {said}"[:_LONGEST_ERROR])
 
 
 def _printable(text: str) -> str:
-    """Half characters as escapes: no log can write them."""
+    """Return lone surrogates as escapes: no log can write them."""
     return text.encode(errors="backslashreplace").decode()
 
 

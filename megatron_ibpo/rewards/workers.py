@@ -1,4 +1,5 @@
-"""A pool of killable processes that run functions: what hangs is killed, what dies is replaced."""
+"""A pool of killable processes that run functions: a process that hangs is killed, one that dies is
+replaced."""
 
 from __future__ import annotations
 
@@ -24,21 +25,22 @@ from megatron_ibpo.basics.text import counted
 from megatron_ibpo.rewards.sandbox.control_groups import remove_groups
 
 _START_TIMEOUT = 120.0
-"""Seconds a worker may take to start: the imports of the reward function are in them."""
+"""Seconds a worker may take to start, including the imports of the reward function."""
 _SHORTEST_START_TIMEOUT = 10.0
 _START_SLACK = 10.0
-"""How many times longer than the first ones a successor may take to start; then it hangs."""
+"""Factor by which a successor may start slower than the first processes; beyond it, it is taken to hang."""
 _CLOSE_TIMEOUT = 5.0
 _STARTS = 3
-"""Starts of a successor: it may be killed while it loads the function as the one before was; not over and
-over."""
+"""Starts of a successor. It may be killed while loading the function, as the one before it was; not
+endlessly."""
 _LARGEST_BATCH = 64
-"""Calls that a batched function gets at once: what waits when a worker is free, up to so many."""
+"""Calls that a batched function gets at once: all that wait when a worker is free, up to this many."""
 _PRINTED_BYTES = 64 << 10
-"""Bytes that a process may print. The n-th successor may print an n-th of it, so that functions which print
+"""Bytes that a process may print. The n-th successor may print an n-th of it, so that functions that print
 and die fill no disk either."""
 _DEATHS_TOLD = 10
-"""Deaths that have a line each; later the 16th has one, the 32nd and so on, since all may have one cause."""
+"""Deaths that are reported one by one; later the 16th, the 32nd and so on are, since all may have one
+cause."""
 
 _log = logging.getLogger(__name__)
 
@@ -48,7 +50,7 @@ class WorkerError(ValueError):
 
 
 class _NotLoadedError(WorkerError):
-    """The process ended while it loaded the function, or did not come to an end with it; the next one may."""
+    """The process ended while loading the function, or never finished; the next one may."""
 
 
 @dataclass(frozen=True)
@@ -62,17 +64,18 @@ class Outcome:
 
 
 class WorkerPool:
-    """Runs functions, each named as package.module:function, in `size` processes of its own.
+    """A pool that runs functions, each named as package.module:function, in `size` processes of its own.
 
-    Each process has a thread here that starts it, hands it one call after another, and replaces it. The
-    kernel kills a process when the thread that started it ends, so that thread must live as long.
+    A thread of this process serves each of them: it starts the process, sends it one call after another, and
+    replaces it. The kernel kills a process when the thread that started it ends, so the thread must live as
+    long.
     """
 
     def __init__(self, targets: Sequence[str], *, size: int, timeout: float):
-        """Starts the processes and waits until the functions are loaded in all of them.
+        """Start the processes and wait until all of them have loaded the functions.
 
         Args:
-            targets: functions that will be asked; another one is loaded by the first call that names it.
+            targets: functions that will be called; any other is loaded by the first call that names it.
             timeout: seconds one call may take.
 
         Raises:
@@ -83,13 +86,13 @@ class WorkerPool:
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._workers: list[_Worker] = []
         self.deaths = 0
-        """Processes that died by themselves or by another's hand; those ended here do not count."""
+        """Processes that died by themselves or were killed from outside; those ended here do not count."""
         self._started_in = 0.0
-        """Seconds, of the slowest of the first processes."""
+        """Start-up time in seconds of the slowest of the first processes."""
         self._size, self._starts = size, 0
         """Processes at one time, and those started so far."""
         self._lock = threading.Lock()
-        """Over `_workers`, `deaths`, `_started_in`, `_starts` and `_closed`."""
+        """Guards `_workers`, `deaths`, `_started_in`, `_starts` and `_closed`."""
         self._closed = False
         starts: list[Future[None]] = [Future() for _ in range(size)]
         self._threads = [
@@ -106,10 +109,13 @@ class WorkerPool:
             raise
 
     def submit(self, target: str, arguments: tuple[Any, ...]) -> Future[Outcome]:
-        """The outcome of one call of `target`, when it comes. A call that raises or takes longer than the
-        time-out has an outcome with an error. One whose process dies is made once more; if that process dies
-        too, it has an error as well. Other calls are not affected. The future raises WorkerError when a
-        process that had to be replaced does not start again, and is cancelled by `close`."""
+        """Submit one call of `target`; the future gets its outcome.
+
+        A call that raises or exceeds the time-out has an outcome with an error. A call whose process dies is
+        made once more; if that process dies too, it also has an error. Other calls are not affected. The
+        future raises WorkerError when a process that had to be replaced does not start again, and `close`
+        cancels it.
+        """
         call = _Call(target, arguments, Future())
         with self._lock:
             if self._closed:
@@ -139,7 +145,7 @@ class WorkerPool:
         self.close()
 
     def _run_worker(self, started: Future[None]) -> None:
-        """The thread of one worker and its successors."""
+        """Run the thread of one worker and its successors."""
         began = time.monotonic()
         try:
             worker = self._start(_START_TIMEOUT)
@@ -155,7 +161,7 @@ class WorkerPool:
         self._end(worker)
 
     def _settled(self, worker: _Worker, calls: list[_Call]) -> _Worker:
-        """Have the calls answered, whatever happens; return the worker that is left."""
+        """Get the calls answered, whatever happens; return the worker that is left."""
         try:
             return self._settle(self._alive(worker), calls)
         except WorkerError as error:
@@ -165,11 +171,11 @@ class WorkerPool:
             return worker
 
     def _settle(self, worker: _Worker, calls: list[_Call], *, once_more: bool = True) -> _Worker:
-        """Have the calls, of one function, answered; return the worker that is left.
+        """Get the calls, all of one function, answered; return the worker that is left.
 
-        When a batch fails as a whole, each of its calls is made again alone, so that one that kills or hangs
-        spoils no other. A call whose process died is made once more, since the call need not be the cause. A
-        time-out is one: it would only be waited for twice.
+        When a batch fails as a whole, each of its calls is made again alone, so that a call that kills or
+        hangs spoils no other. A call whose process died is made once more, since it need not be the cause. A
+        time-out is not retried: it would only cost the wait twice.
         """
         target = calls[0].target
         outcomes, fault = worker.ask(target, [call.arguments for call in calls], self._timeout)
@@ -189,22 +195,22 @@ class WorkerPool:
         return worker
 
     def _next_calls(self, batched: Sequence[str]) -> list[_Call]:
-        """The next call, and those that wait behind it up to one of a function that is not batched; none when
-        the pool is closed."""
+        """Return the next call and those waiting behind it, up to the first of a function that is not
+        batched; none when the pool is closed."""
         calls: list[_Call] = []
         with suppress(queue.Empty):
             while not calls or (len(calls) < _LARGEST_BATCH and calls[-1].target in batched):
                 call = self._calls.get(block=not calls)
                 if call is None:
                     if calls:
-                        self._calls.put(None)  # for the next look
+                        self._calls.put(None)  # for the next reader
                     break
                 if call.outcome.set_running_or_notify_cancel():
                     calls.append(call)
         return calls
 
     def _alive(self, worker: _Worker) -> _Worker:
-        """The worker, or its successor if it died."""
+        """Return the worker, or its successor if it died."""
         if worker.is_alive():
             return worker
         if not worker.ended:
@@ -219,7 +225,7 @@ class WorkerPool:
 
     def _count_death(self, what: str, why: str, so: str) -> None:
         with self._lock:
-            if self._closed:  # which is why it died
+            if self._closed:  # closing it is why it died
                 return
             self.deaths += 1
             deaths = self.deaths
@@ -259,7 +265,7 @@ class _Call:
 
 @dataclass(frozen=True)
 class _Fault:
-    """Why a worker has no outcomes."""
+    """The reason why a worker has no outcomes."""
 
     why: str
     died: bool = False
@@ -289,14 +295,14 @@ class _Worker:
                 # what the owner can import, the worker can
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
             )
-        """The supervisor of the worker, which ends as the worker does."""
+        """Supervisor of the worker; it ends when the worker does."""
         self._connection = Connection(ours.detach())
         self._worker: int | None = None
         """Process id of the worker itself; known once the functions are loaded."""
         self.ended = False
         """True once its owner has ended it."""
         self.batched: list[str] = []
-        """Those of the functions that take many calls at once; known once they are loaded."""
+        """Functions that take many calls at once; known once they are loaded."""
 
     def await_ready(self, timeout: float) -> None:
         """Wait until the functions are loaded; raise WorkerError if one cannot be."""
@@ -316,10 +322,10 @@ class _Worker:
     def ask(
         self, target: str, calls: list[tuple[Any, ...]], timeout: float
     ) -> tuple[list[Outcome], _Fault | None]:
-        """(the outcome of each call, None), or ([], why there are none).
+        """Return (the outcome of each call, None), or ([], why there are none).
 
         Args:
-            timeout: seconds for each call; a process that takes longer for all is killed.
+            timeout: seconds per call; a process that exceeds their sum is killed.
         """
         seconds = timeout * len(calls)
         try:
@@ -339,7 +345,7 @@ class _Worker:
         return self.process.poll() is None
 
     def kill(self) -> None:
-        """Have the supervisor kill the worker and all that it has started."""
+        """Have the supervisor kill the worker and everything it has started."""
         if self.is_alive():
             self.process.terminate()
 
@@ -357,7 +363,7 @@ class _Worker:
             self.process.kill()
             self.process.wait(_CLOSE_TIMEOUT)
         if self._worker is not None:
-            with suppress(ProcessLookupError):  # there is something left only where the supervisor was killed
+            with suppress(ProcessLookupError):  # there is something left only if the supervisor was killed
                 os.killpg(self._worker, signal.SIGKILL)
             remove_groups(self._worker)
         self._connection.close()

@@ -1,5 +1,5 @@
 """Weights between Hugging Face checkpoints, the trainer's ranks and the engines.
 
-Nothing here imports Megatron or vLLM when it is imported: both sides use this room. Import from its modules:
-the driver needs a few that work without torch.
+Importing this package imports neither Megatron nor vLLM, since trainers and engines both use it. Import from
+its modules: the driver needs a few that work without torch.
 """

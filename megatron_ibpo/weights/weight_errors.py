@@ -1,11 +1,11 @@
-"""What goes wrong with a checkpoint, or with a weight update when no engine died. Needs no torch."""
+"""Errors of checkpoints, and of weight updates in which no engine died. Needs no torch."""
 
 from collections.abc import Sequence
 
 from megatron_ibpo.basics import text
 
 SHOWN = 8
-"""Names listed in an error before it only counts."""
+"""Names listed in an error; the rest are only counted."""
 
 
 class CheckpointError(ValueError):
@@ -21,7 +21,7 @@ class WeightPlanError(ValueError):
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, in one line; its kind where it says nothing."""
+    """Return an error's text in one line; its type if it has no text."""
     return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 

@@ -1,1 +1,1 @@
-"""The vLLM engine, in a process of its own."""
+"""The vLLM engine, in a separate process."""

@@ -26,14 +26,15 @@ OURS = {
     "language_model_only": None,
     "enable_return_routed_experts": "--use-rollout-routing-replay",
 }
-"""Argument that every engine is given anyway → the flag that sets it; None: it follows from the rest."""
+"""Argument that every engine is given anyway → the flag that sets it; None: it follows from other
+settings."""
 
 FLAG = "--vllm-arg"
 
 
 def vllm_arguments(pairs: Sequence[str]) -> dict[str, Any]:
-    """The values of --vllm-arg name=value, by name and with the type that vLLM declares: text, a number, a
-    truth value or a list; of vLLM's own types, what YAML makes of it.
+    """Return the values of --vllm-arg name=value by name, with the type that vLLM declares: text, a number, a
+    truth value or a list. Values of vLLM's own types are parsed as YAML.
 
     Raises:
         ValueError: no such argument, one that this project sets itself, or a value of another type.

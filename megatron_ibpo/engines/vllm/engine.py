@@ -1,4 +1,4 @@
-"""One vLLM engine as its owner sees it: a process to start, ask, and stop."""
+"""One vLLM engine as its owner sees it: a process to start, call and stop."""
 
 import importlib.util
 import os
@@ -36,26 +36,27 @@ from megatron_ibpo.engines.vllm.messages import (
 from megatron_ibpo.engines.vllm.needs import vllm_needs
 
 SOCKET_BYTES = 37
-"""vLLM's sockets are called by 36 characters."""
+"""Length of the names of vLLM's sockets, with a slash."""
 LOG_LINES = 30
 CLOSE_TIMEOUT_S = 15.0
 LOOK_EVERY_S = 1.0
-"""A dead process is noticed through its socket; this is for the case that something else holds it open."""
+"""Seconds between checks of the process. A dead one is noticed through its socket; this covers a socket that
+another process holds open."""
 
 STAND_INS = Path(__file__).parent / "stand_ins"
-"""Directory of packages that vLLM imports and that have no build for CPUs."""
+"""Directory of stand-ins for packages that vLLM imports and that have no build for CPUs."""
 
 LAUNCHER_VARIABLES = {"RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "MASTER_ADDR"}
 LAUNCHER_VARIABLES |= {"WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "MASTER_PORT"}
-"""The trainers' world, which is not the engine's."""
+"""Variables of the trainers' world, which the engine does not belong to."""
 
 
 class Engine:
-    """A vLLM engine in a process of its own, in a session of its own: Ctrl-C reaches the owner only.
+    """A vLLM engine in a process and session of its own, so that Ctrl-C reaches only the owner.
 
-    Sampling is a stream: `submit` adds requests, `take` hands out what has finished. Everything else is asked
-    one thing at a time, while nothing is being sampled: `begin` asks, `result` waits for the answer, `call`
-    does both. Any thread may call any method.
+    Sampling is a stream: `submit` adds requests, `take` returns what has finished. Control calls are made one
+    at a time, while no request is running: `begin` sends one, `result` waits for its answer, `call` does
+    both. Any thread may call any method.
     """
 
     needs = staticmethod(vllm_needs)
@@ -64,8 +65,8 @@ class Engine:
         """Start the process and return at once; `wait_ready` waits for vLLM in it.
 
         Args:
-            again: in the place of an engine that had the same log. The run's directory, if it was deleted
-                meanwhile, is not made again.
+            again: the engine replaces one that had the same log. If the run's directory was deleted
+                meanwhile, it is not created again.
 
         Raises:
             OSError: the log cannot be written.
@@ -99,7 +100,7 @@ class Engine:
             self._channel.send(settings)
 
     def wait_ready(self, timeout: float) -> None:
-        """Wait until the engine can be asked.
+        """Wait until the engine can take requests.
 
         Raises:
             EngineStartError: it died, or took longer than `timeout` seconds. It is gone then.
@@ -111,8 +112,8 @@ class Engine:
         self._shared_memory = shared_memory(self._process.pid)
 
     def submit(self, requests: Sequence[tuple[int, SampleRequest]], version: int) -> None:
-        """Add numbered requests to those that are running, to be sampled with the weights of policy `version`
-        or later ones; `take` raises EngineError if the engine has older ones.
+        """Add numbered requests to the running ones, to be sampled with the weights of policy `version` or
+        later; `take` raises EngineError if the engine has older ones.
 
         Raises:
             EngineDiedError: the engine has ended.
@@ -121,13 +122,13 @@ class Engine:
         self._send("submit", version, [Asked(number, request) for number, request in requests])
 
     def take(self, timeout: float) -> list[tuple[int, Sample]]:
-        """The samples, by their requests' numbers, that have finished since the last call. Waits for the
-        first at most `timeout` seconds, and returns nothing when none came.
+        """Return the samples, by their requests' numbers, that have finished since the last call. Wait at
+        most `timeout` seconds for the first, and return an empty list if none came.
 
         Raises:
-            EngineDiedError: the engine has ended, and all that it had finished has been taken; or it has
+            EngineDiedError: the engine has ended, and all that it had finished has been taken; or it had
                 requests and wrote nothing for `stall_timeout` seconds, and is gone now.
-            EngineError: it refused requests and is as it was: its weights are older.
+            EngineError: it refused requests, and is unchanged: its weights are older.
         """
         samples = self._inbox.take(timeout)
         if samples is None:
@@ -137,12 +138,12 @@ class Engine:
         return samples
 
     def abort(self, numbers: Collection[int]) -> None:
-        """Forget these requests; their samples never come."""
+        """Drop these requests; their samples never come."""
         self._inbox.forget(numbers)
         self._send("abort", list(numbers))
 
     def generate(self, requests: Sequence[SampleRequest], *, version: int, timeout: float) -> list[Sample]:
-        """Return one sample for each request, in order; call only while nothing else is asked.
+        """Return one sample for each request, in order; call it only while no other request runs.
 
         Raises:
             EngineDiedError: the engine ended or took longer than `timeout` seconds.
@@ -163,7 +164,7 @@ class Engine:
         return self.result(timeout)
 
     def begin(self, method: str, *arguments: Any) -> None:
-        """Ask without waiting. An earlier call that is still unanswered gets no answer any more.
+        """Send a call without waiting. An earlier call that is still unanswered gets no answer any more.
 
         Raises:
             EngineDiedError: the engine has ended.
@@ -172,11 +173,11 @@ class Engine:
         self._send(method, *arguments)
 
     def result(self, timeout: float) -> Any:
-        """The answer to what `begin` asked.
+        """Return the answer to the call that `begin` sent.
 
         Raises:
             EngineDiedError: the engine ended, or `timeout` seconds passed; it is gone then.
-            EngineError: the engine refused, and is as it was.
+            EngineError: the engine refused, and is unchanged.
         """
         answer = self._inbox.answer(timeout)
         if answer is None:
@@ -195,7 +196,7 @@ class Engine:
         return self._process.poll() is None
 
     def close(self) -> None:
-        """Stop the engine: by asking if it is idle, by force otherwise. Nothing of it remains."""
+        """Stop the engine: by request if it is idle, by force otherwise. No process of it remains."""
         if self._inbox.idle and self.is_alive():
             with suppress(EngineError, subprocess.TimeoutExpired):
                 self.call("close", timeout=CLOSE_TIMEOUT_S)
@@ -206,14 +207,14 @@ class Engine:
         """End the engine and everything it started at once.
 
         Args:
-            why: the reason that the errors of later calls give.
+            why: reason that later calls give in their errors.
         """
         with self._ending:
             if self._channel.closed:
                 return
             self._why_killed = why
             self._killed_by_others = self._process.poll() == -signal.SIGKILL
-            # first of all, since this process may be killed here too; who is left then clears up
+            # comes first, since this process may be killed here too; the other processes then clear up
             shutil.rmtree(self._scratch, ignore_errors=True)
             end_group(self._process.pid, self._shared_memory)
             self._process.wait()
@@ -231,7 +232,7 @@ class Engine:
             raise self._died("it has ended") from None
 
     def _read(self) -> None:
-        """The reader's thread: whatever comes, until the engine has ended."""
+        """Run the reader's thread: receive messages until the engine has ended."""
         try:
             while True:
                 while not self._channel.poll(LOOK_EVERY_S):
@@ -242,9 +243,9 @@ class Engine:
             self._inbox.close()
 
     def _died(self, why: str) -> EngineDiedError:
-        """The error to raise, once nothing of the engine is left."""
+        """Return the error to raise, once all processes of the engine have ended."""
         with suppress(subprocess.TimeoutExpired):
-            self._process.wait(LOOK_EVERY_S)  # a process that ends by itself says how
+            self._process.wait(LOOK_EVERY_S)  # a process that ends by itself reports how
         self.kill(why)
         code = self._process.returncode
         how = f"killed by signal {-code}" if code < 0 else f"exit status {code}"
@@ -270,27 +271,27 @@ class _Inbox:
         self._open: dict[int, SampleRequest] = {}
         self._samples: list[tuple[int, Sample]] = []
         self._refusal: str | None = None
-        """Why requests were not sampled."""
+        """Reason why requests were not sampled."""
         self._answer: Answer | Refused | None = None
         """Answer to the last call, until it is taken."""
         self._asked, self._answered = 1, 0
-        """Number of answers to expect, and received so far; the first says that the engine is ready."""
+        """Number of answers expected, and received so far; the first says that the engine is ready."""
         self.closed = False
         self._heard = time.monotonic()
 
     @property
     def owed(self) -> bool:
-        """The engine owes an answer."""
+        """True if the engine owes an answer."""
         return self._answered < self._asked
 
     @property
     def idle(self) -> bool:
-        """Nothing is being sampled or answered."""
+        """True if nothing is being sampled or answered."""
         return not self._open and not self.owed
 
     def silence(self) -> float:
-        """Seconds for which the engine has given no sign of work on its requests; 0 where it has none, or
-        does something else."""
+        """Return the seconds since the engine's last sign of work on its requests; 0 if it has none, or does
+        something else."""
         with self._news:
             return 0.0 if not self._open or self.owed else time.monotonic() - self._heard
 
@@ -307,7 +308,7 @@ class _Inbox:
             self._samples = [pair for pair in self._samples if pair[0] not in numbers]
 
     def put(self, message: Message) -> None:
-        """Take in a message from the engine."""
+        """Process a message from the engine."""
         with self._news:
             self._heard = time.monotonic()
             if isinstance(message, Samples):
@@ -318,7 +319,7 @@ class _Inbox:
                     self._open.pop(number, None)
             else:
                 self._answered += 1
-                if not self.owed:  # else something else has been asked since
+                if not self.owed:  # otherwise another call has been made since
                     self._answer = message
             self._news.notify_all()
 
@@ -340,14 +341,14 @@ class _Inbox:
             self._samples.append((done.number, sample))
 
     def close(self) -> None:
-        """Nothing more will come."""
+        """Mark the end: no more messages will come."""
         with self._news:
             self.closed = True
             self._open.clear()
             self._news.notify_all()
 
     def take(self, timeout: float) -> list[tuple[int, Sample]] | None:
-        """Finished samples, perhaps none; None when all have been taken and nothing more will come."""
+        """Return finished samples, perhaps none; None when all have been taken and no more will come."""
         with self._news:
             self._news.wait_for(lambda: self._samples or self._refusal or self.closed, timeout)
             if self._samples:
@@ -359,7 +360,7 @@ class _Inbox:
             return None if self.closed else []
 
     def ask(self) -> None:
-        """Something is going to be asked."""
+        """Record that a call is about to be sent."""
         with self._news:
             self._asked, self._answer = self._asked + 1, None
             self._news.notify_all()
@@ -388,7 +389,7 @@ def _program(descriptor: int, scratch: Path) -> str:
 
 
 def _environment(base: Mapping[str, str], settings: EngineSettings, scratch: Path) -> dict[str, str]:
-    """The engine's environment: the owner's without its launcher's variables, and what vLLM needs."""
+    """Return the engine's environment: the owner's without its launcher's variables, and vLLM's needs."""
     environment = {
         name: value
         for name, value in base.items()
@@ -399,7 +400,7 @@ def _environment(base: Mapping[str, str], settings: EngineSettings, scratch: Pat
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "TOKENIZERS_PARALLELISM": "false",
-        "TMPDIR": str(scratch),  # one place to clear, also after a kill
+        "TMPDIR": str(scratch),  # one place to clean, also after a kill
     }
     environment.setdefault("VLLM_LOGGING_LEVEL", "INFO")
     if settings.device == "cpu":
@@ -429,8 +430,8 @@ def _environment(base: Mapping[str, str], settings: EngineSettings, scratch: Pat
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
             environment.pop(name, None)  # expandable segments cannot sleep
-        # PATH stays as it is: with ninja of .venv/bin on it FlashInfer would compile kernels by an nvcc that
-        # has not been tried here. Without, Triton serves on Blackwell (docs/gpus.md)
+        # PATH stays as it is: with ninja of .venv/bin on it FlashInfer would compile kernels with an nvcc
+        # that has not been tested here. Without it, Triton serves on Blackwell (docs/gpus.md)
         if settings.transport == "ipc":
             environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # memory handles between own processes
     return environment

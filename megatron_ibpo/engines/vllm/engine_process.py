@@ -1,5 +1,5 @@
-"""The process of one vLLM engine: samples a stream of requests, does what its owner asks over a socket, ends
-with its owner.
+"""The process of one vLLM engine: it samples a stream of requests, obeys its owner's calls over a socket, and
+ends with its owner.
 
 Started by `megatron_ibpo.engines.vllm.engine.Engine`, which sets the environment; it never imports Megatron.
 """
@@ -38,11 +38,11 @@ from megatron_ibpo.weights.transfer.update_order import NCCL_BACKEND, TransportN
 
 HOLD_STEPS = 16
 """Steps of a busy engine between messages with finished samples. Each message costs several processes a
-millisecond or two, and each prompt that joins makes its step a longer one: corrections that are asked
-together share it. An engine that comes to rest sends at once, so that none idles for it. On the tiny model
-16 came out ahead of 1, and of 32, where groups wait too long for their corrections."""
+millisecond or two, and each prompt that joins makes its step longer: corrections that are requested together
+share this cost. An engine that becomes idle sends at once. On the tiny model 16 was better than 1, and than
+32, where groups wait too long for their corrections."""
 OWNER_CHECK_S = 0.5
-"""Between looks at whether the owner still lives."""
+"""Seconds between checks that the owner is still alive."""
 CPU_BATCHED_TOKENS = 8192
 """Prompt tokens that one step may take on CPUs: all prompts of a step at once."""
 FLASHINFER_KERNELS = "flashinfer_jit_cache"
@@ -50,11 +50,11 @@ FLASHINFER_KERNELS = "flashinfer_jit_cache"
 net at the first prompt, for minutes, on GPUs where it prefers FlashInfer (Hopper)."""
 PLUGIN = "megatron_ibpo.weights.transfer.vllm_plugin.WorkerExtension"
 RECORDING_PLUGIN = "megatron_ibpo.engines.vllm.routing_recorder.RecordingWorker"
-"""The same, and keeps what routers choose, where vLLM's own way is not to be had: on CPUs."""
+"""The same plugin with a record of the routers' choices, for CPUs, where vLLM's own record does not work."""
 NO_VERSION = "none"
 """Version of weights that are being replaced."""
 PROGRESS_S = 1.0
-"""Between signs of life of an engine that writes long responses and finishes none."""
+"""Seconds between signs of life of an engine that writes long responses and finishes none."""
 WHILE_BUSY = {
     "init_weight_transfer",
     "rehearse_weight_update",
@@ -64,12 +64,12 @@ WHILE_BUSY = {
     "finish_weight_update",
     "drafts",
 }
-"""Calls allowed while requests run: those of a weight update, for which requests wait, and a question that is
+"""Calls allowed while requests run: those of a weight update, for which requests wait, and a query that is
 answered at once."""
 
 
 class Refusal(Exception):
-    """The request cannot be served; the engine is as it was."""
+    """The request cannot be served; the engine is unchanged."""
 
 
 def main(descriptor: int, owner: int, scratch: Path) -> None:
@@ -88,8 +88,8 @@ def main(descriptor: int, owner: int, scratch: Path) -> None:
 
 
 def _serve(channel: Connection, engine: SamplingEngine) -> None:
-    """Sample what is asked for, and take in more between steps. Whatever fails inside vLLM ends the process,
-    for a restart."""
+    """Sample requests, and receive more between steps. Any failure inside vLLM ends the process, for a
+    restart."""
     finished: list[Finished] = []
     held = 0
     said = time.monotonic()
@@ -103,7 +103,7 @@ def _serve(channel: Connection, engine: SamplingEngine) -> None:
             held += 1
             continue
         if engine.busy and engine.paused and not channel.poll(PROGRESS_S):
-            held += 1  # it waits for its weights, perhaps for long while another engine hangs: a sign of life
+            held += 1  # a sign of life: it waits for its weights, perhaps for long
             continue
         call: Call = channel.recv()
         if call.method == "close":
@@ -116,8 +116,8 @@ def _serve(channel: Connection, engine: SamplingEngine) -> None:
 
 
 def _obey(engine: SamplingEngine, method: str, arguments: tuple[Any, ...]) -> Message | None:
-    """Run the method and return the message to answer with; None for submit, which is answered by samples,
-    and abort."""
+    """Run the method and return the message to answer with; None for submit, whose answer is samples, and for
+    abort."""
     try:
         if method == "submit":
             engine.submit(*arguments)
@@ -136,7 +136,7 @@ def _obey(engine: SamplingEngine, method: str, arguments: tuple[Any, ...]) -> Me
 
 
 def _end_with_owner(owner: int, scratch: Path) -> None:
-    """End this process and all that vLLM started once the owner has died, however busy vLLM is."""
+    """End this process and everything that vLLM started once the owner has died, however busy vLLM is."""
     while os.getppid() == owner:
         time.sleep(OWNER_CHECK_S)
     _end(scratch)
@@ -153,11 +153,11 @@ def _clear_up(scratch: Path) -> None:
 
 
 class SamplingEngine:
-    """vLLM's engine with what this project asks of it. The owner calls the public methods by name; those but
-    `submit`, `abort` and `WHILE_BUSY` only while it is not busy.
+    """vLLM's engine with this project's control calls. The owner calls the public methods by name. While it
+    is busy, only `submit`, `abort` and `WHILE_BUSY` are allowed.
 
-    New weights may come while requests run. These pause with the tokens that they have and go on with the new
-    weights; each sample says which of its tokens which version wrote.
+    New weights may arrive while requests run. These pause with the tokens that they have and continue with
+    the new weights; each sample records which version wrote which of its tokens.
     """
 
     def __init__(self, settings: EngineSettings) -> None:
@@ -165,33 +165,33 @@ class SamplingEngine:
         from vllm.usage.usage_lib import UsageContext
 
         self._settings = settings
-        # vLLM takes how much it reads of prompts in one step from the GPU and from this: 16,384 tokens on an
-        # H100, and 2,048 where nothing is said
+        # vLLM derives the prompt tokens per step from the GPU and from this: 16,384 on an H100, and 2,048 by
+        # default
         self._llm = LLMEngine.from_engine_args(_engine_args(settings), UsageContext.LLM_CLASS)
         self._llm.set_weight_version("0")
         self.paused = False
-        """Weights are being replaced: nothing is sampled until they are whole."""
+        """True while weights are being replaced: nothing is sampled until they are whole."""
         self._updating = False
-        """An update has begun and is not finished."""
+        """True if an update has begun and is not finished."""
         self._updates = 0
-        """Begun so far."""
+        """Number of updates begun so far."""
         self._drafted, self._accepted = 0, 0
         if self._records_itself:
             self._llm.collective_rpc("record_routing", args=(settings.recorded_experts,))
         self.submit(0, [Asked(0, SampleRequest(np.zeros(1, np.int32), seed=0, max_tokens=2))])
-        while self.busy:  # what is built at first use is built now
+        while self.busy:  # this builds everything that is built at first use
             self.step()
         gc.collect()
         gc.freeze()
 
     @property
     def busy(self) -> bool:
-        """There are requests that have not finished."""
+        """True if some requests have not finished."""
         return self._llm.has_unfinished_requests()
 
     def submit(self, version: int, requests: list[Asked]) -> None:
-        """Add requests, to be sampled with the weights of `version` or later ones. While weights come they
-        wait for those."""
+        """Add requests, to be sampled with the weights of `version` or later. During an update they wait for
+        its end."""
         held = self._llm.get_weight_version()
         if not self.paused and (held == NO_VERSION or int(held) < version):
             raise Refusal(f"asked to sample with policy version {version}, the engine has {held}")
@@ -199,8 +199,8 @@ class SamplingEngine:
         for number, request in requests:
             prompt: Any = {"prompt_token_ids": request.prompt_token_ids.tolist()}
             if not self._settings.recompute_kv_after_update:
-                # vLLM forgets no cached prefix as long as a request that keeps its cache runs; only requests
-                # with the same salt share one
+                # vLLM forgets no cached prefix while a request that keeps its cache runs; only requests with
+                # the same salt share one
                 prompt["cache_salt"] = str(self._updates)
             self._llm.add_request(str(number), prompt, self._params(request))
 
@@ -241,8 +241,8 @@ class SamplingEngine:
         return [_finished(output, own) for output, own in zip(ended, choices, strict=True)]
 
     def drafts(self) -> tuple[int, int]:
-        """(tokens that were drafted, how many of them were accepted) for the requests that have ended since
-        this was asked before. Nothing without speculation."""
+        """Return (tokens drafted, tokens of these accepted) for the requests that have ended since the last
+        call. Both are 0 without speculation."""
         counts, self._drafted, self._accepted = (self._drafted, self._accepted), 0, 0
         return counts
 
@@ -252,7 +252,7 @@ class SamplingEngine:
         if not count or not outputs:
             return [None] * len(outputs)
         reads = [len(o.prompt_token_ids) + len(o.outputs[0].token_ids) - 1 for o in outputs]
-        if not self._records_itself:  # vLLM's own; not run
+        if not self._records_itself:  # vLLM's own record; not run
             return [_native_choices(o, n, count, dense) for o, n in zip(outputs, reads, strict=True)]
         asked = [(output.request_id, n) for output, n in zip(outputs, reads, strict=True)]
         of_workers = self._llm.collective_rpc("take_routing", args=(asked,))
@@ -267,12 +267,12 @@ class SamplingEngine:
             gc.enable()
 
     def init_weight_transfer(self, init_info: dict[str, Any]) -> None:
-        """Meet the trainer at the place that `init_info` names."""
+        """Join the trainer's group at the address that `init_info` names."""
         self._llm.collective_rpc("init_weight_transfer_engine", args=(init_info,))
 
     def rehearse_weight_update(self, tensors: bytes) -> list[bytes]:
-        """Return what each worker needs of these tensors (`weights.transfer.wire`). The engine has no weights
-        afterwards until it is given some."""
+        """Return each worker's needs of these tensors (`weights.transfer.wire`). The engine has no weights
+        afterwards until it receives some."""
         self.start_weight_update(False)
         self.update_weights({"rehearse": tensors})
         answers = self._llm.collective_rpc("take_rehearsal")
@@ -280,12 +280,12 @@ class SamplingEngine:
         return answers
 
     def start_weight_update(self, check: bool) -> None:
-        """Get ready for new weights; with `check` keep checksums of what arrives. Until the update is
-        finished the engine does not sample."""
+        """Prepare for new weights; with `check` keep checksums of what arrives. The engine does not sample
+        until the update is finished."""
         self._pause()
         self._updates += 1
         self._llm.set_weight_version(NO_VERSION)
-        if self._updating:  # what came of the last one is not whole, and others begin anew
+        if self._updating:  # the tensors of the last one are not whole, and others start anew
             self._end_update()
         self._llm.collective_rpc("start_weight_update")
         self._llm.collective_rpc("watch_loading", args=(check,))
@@ -296,15 +296,16 @@ class SamplingEngine:
         self._llm.collective_rpc("update_weights", args=(update_info,))
 
     def missing_weights(self) -> list[list[str]]:
-        """Return the tensors that each worker lacks of the present update; none if it is whole."""
+        """Return the tensors that each worker still lacks in the present update; empty if it is whole."""
         return self._llm.collective_rpc("missing_weights")
 
     def finish_weight_update(self, version: int) -> list[dict[str, int]]:
-        """Make the received weights those of policy `version`, forget what was computed with the old unless
-        the settings keep it for running requests, and let those go on.
+        """Make the received weights those of policy `version`, and let requests continue.
+
+        What was computed with the old weights is forgotten unless the settings keep it for running requests.
 
         Returns:
-            checksums by tensor name of each worker, where they were asked for.
+            checksums by tensor name of each worker, if they were requested.
         """
         sums = self._end_update()
         self._llm.set_weight_version(str(version))
@@ -317,15 +318,15 @@ class SamplingEngine:
         return sums
 
     def _end_update(self) -> list[dict[str, int]]:
-        """Let vLLM have what came of an update, be it whole or not; the checksums of each worker."""
+        """Let vLLM process the tensors of an update, whole or not; return the checksums of each worker."""
         sums = self._llm.collective_rpc("end_loading")
         self._llm.collective_rpc("finish_weight_update")
         self._updating = False
         return sums
 
     def _pause(self) -> None:
-        """Let no step see weights that are half replaced. Requests keep what they have. A core that is idle
-        is told too: it would take a step at once for a request that comes meanwhile."""
+        """Pause, so that no step sees half-replaced weights. Requests keep what they have. An idle core is
+        paused too: otherwise it would take a step at once for a request that arrives meanwhile."""
         if not self.paused and not self._in_process:
             self._tell_core("pause_scheduler", "keep", False)
         self.paused = True
@@ -336,14 +337,13 @@ class SamplingEngine:
         self.paused = False
 
     def _tell_core(self, method: str, *arguments: Any) -> None:
-        """Call a method of vLLM's core in its own process, where it steps by itself unless it is told not
-        to."""
+        """Call a method of vLLM's core in its own process, where it steps by itself unless told not to."""
         core: Any = self._llm.engine_core
         core.call_utility(method, *arguments)
 
     @property
     def _in_process(self) -> bool:
-        """True where all of vLLM runs in this process and steps only when it is told to."""
+        """True if all of vLLM runs in this process and steps only when told to."""
         return self._settings.device == "cpu" and self._settings.tensor_parallel_size == 1
 
     def digests(self) -> list[dict[str, str]]:
@@ -352,23 +352,24 @@ class SamplingEngine:
         return self._llm.collective_rpc("compute_weight_checksums")
 
     def sleep(self) -> None:
-        """Give back the GPU's memory. The weights are dropped: what wakes is an update, which is known to be
-        whole. (vLLM's level 1 would keep them in host memory.)"""
+        """Free the GPU's memory. The weights are dropped: waking needs an update, which is known to be whole.
+        (vLLM's level 1 would keep them in host memory.)"""
         self._llm.sleep(level=2)
         self._llm.set_weight_version(NO_VERSION)
 
     def wake(self, part: str) -> None:
-        """Bring back the memory of "weights" or "kv_cache", with undefined contents."""
+        """Allocate the memory of "weights" or "kv_cache" again, with undefined contents."""
         self._llm.wake_up([part])
 
     def close(self) -> None:
         if self._in_process:
-            return  # all of vLLM is in this process and ends with it; its own way takes a second longer
+            return  # all of vLLM is in this process and ends with it; its own shutdown takes a second longer
         self._llm.engine_core.shutdown()
 
 
 def _records_itself(settings: EngineSettings) -> bool:
-    """vLLM's own record of routing needs its second model runner, which CPUs do not have."""
+    """Return whether vLLM's own record of routing works: it needs its second model runner, which CPUs
+    lack."""
     return settings.recorded_experts > 0 and settings.device == "cpu"
 
 
@@ -412,7 +413,7 @@ def _backend(transport: TransportName) -> str:
 
 
 def _device_arguments(settings: EngineSettings) -> dict[str, Any]:
-    """Arguments of vLLM's that differ between CPUs and GPUs."""
+    """Return vLLM's arguments that differ between CPUs and GPUs."""
     if settings.device == "cpu":
         # Whole prompts in one step: taking them in parts fails with seeds on CPUs, as in `engine_settings`.
         batched_tokens = max(CPU_BATCHED_TOKENS, settings.max_model_len or 0)
@@ -435,7 +436,7 @@ def _engine_args(settings: EngineSettings) -> Any:
     if "speculative_config" in settings.extra_arguments:
         arguments["per_request_spec_decode_metrics"] = "summary"
         if settings.sleep_mode:
-            # sleep drops all weights, and updates need not bring those of what drafts. Not run on GPUs
+            # sleep drops all weights, and an update need not bring the drafter's. Not run on GPUs
             arguments["sleep_preserve_parameter_names"] = ["draft.*"]
     return EngineArgs(
         model=settings.model,
@@ -458,13 +459,13 @@ def _engine_args(settings: EngineSettings) -> Any:
 
 
 def run(descriptor: int, owner: int, scratch: str) -> None:
-    """`main`, with its failure in the log and nothing of vLLM left behind."""
+    """Run `main`, log its failure, and leave no process of vLLM behind."""
     try:
         main(descriptor, owner, Path(scratch))
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()
-        _clear_up(Path(scratch))  # what it failed of may have ended its owner too, who else would
+        _clear_up(Path(scratch))  # its cause may have ended the owner too, which would otherwise clean up
         os._exit(1)
     sys.stdout.flush()
     os._exit(0)  # closed in order already; the interpreter's own teardown takes seconds

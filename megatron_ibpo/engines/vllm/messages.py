@@ -1,4 +1,4 @@
-"""Messages between an engine's owner and its process. Plain data over a socket of their own."""
+"""Messages between an engine's owner and its process: plain data over a separate socket."""
 
 from typing import Any, Literal, NamedTuple
 
@@ -6,14 +6,14 @@ from megatron_ibpo.basics.records import ExpertIds, Floats, SampleRequest, Token
 
 
 class Call(NamedTuple):
-    """The owner asks the engine to run a method. Every call but submit and abort gets one `Answer`."""
+    """A request to run a method of the engine. Every call but submit and abort gets one `Answer`."""
 
     method: str
     arguments: tuple[Any, ...]
 
 
 class Asked(NamedTuple):
-    """A request under the number that the owner gave it, as it goes to the engine in submit."""
+    """A request with the owner's number, as sent to the engine in submit."""
 
     number: int
     request: SampleRequest
@@ -32,26 +32,26 @@ class Finished(NamedTuple):
 
 
 class Samples(NamedTuple):
-    """Samples that have finished. An empty list is a sign of life from a busy engine."""
+    """Finished samples. An empty list is a sign of life from a busy engine."""
 
     finished: list[Finished]
 
 
 class Unsampled(NamedTuple):
-    """The engine refuses these requests and is as it was."""
+    """The engine refuses these requests and is unchanged."""
 
     numbers: list[int]
     why: str
 
 
 class Answer(NamedTuple):
-    """The result of a call; of the first message, the seconds that starting took."""
+    """The result of a call; in the first message, the seconds that starting took."""
 
     value: Any
 
 
 class Refused(NamedTuple):
-    """The engine cannot do what was called, and is as it was."""
+    """The engine cannot do what was called, and is unchanged."""
 
     why: str
 

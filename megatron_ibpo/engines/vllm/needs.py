@@ -1,4 +1,4 @@
-"""Estimate what a vLLM engine takes of its GPUs, from the configuration. The allowances are not measured."""
+"""Estimate of a vLLM engine's memory on its GPUs, from the configuration. The allowances are not measured."""
 
 from megatron_ibpo.config import Config, RolloutConfig, named_values
 from megatron_ibpo.engines.needs import EngineNeeds
@@ -13,15 +13,15 @@ SAMPLER_BYTES = 14
 """Bytes per logit of a sampled token: the logit in bf16 and fp32, its log-probability and its probability in
 fp32."""
 COMMUNICATORS = 2
-"""torch's and vLLM's own."""
+"""Number of communicators: torch's and vLLM's own."""
 
 
 def vllm_needs(config: Config, on_gpu: bool) -> EngineNeeds:
-    """Return what an engine takes.
+    """Return an engine's memory needs.
 
     Args:
-        config: with what depends on the device resolved (`config.on_device`).
-        on_gpu: otherwise the engine runs on CPUs, with its KV cache in main memory.
+        config: configuration with device-dependent values resolved (`config.on_device`).
+        on_gpu: False if the engine runs on CPUs, with its KV cache in main memory.
     """
     rollout = config.rollout
     given = named_values(rollout.vllm_arg)
@@ -36,9 +36,9 @@ def vllm_needs(config: Config, on_gpu: bool) -> EngineNeeds:
         most_running=rollout.vllm_max_num_seqs,
         most_running_flag="--vllm-max-num-seqs",
         element_bytes=element,
-        # the layers' matrices are quantized, and scales are left out
+        # the layers' matrices are quantized; scales are left out
         matrix_bytes=element if quantization is None else 0.5 if "fp4" in quantization else 1,
-        # vLLM keeps recurrent states in the model's dtype unless it is told another
+        # vLLM keeps recurrent states in the model's dtype unless told otherwise
         state_bytes={"float32": 4, "float16": 2, "bfloat16": 2}.get(state, element),
         prefill_tokens=int(given.get("max_num_batched_tokens", PREFILL_TOKENS)),
         logit_bytes=SAMPLER_BYTES,
@@ -49,5 +49,5 @@ def vllm_needs(config: Config, on_gpu: bool) -> EngineNeeds:
 
 
 def kv_cache_bytes(rollout: RolloutConfig, *, on_gpu: bool) -> int | None:
-    """Return the KV-cache bytes of each rank of an engine; None: what its share of the GPU leaves."""
+    """Return the KV-cache bytes of each rank of an engine; None: the rest of its share of the GPU."""
     return rollout.vllm_kv_cache_bytes or (None if on_gpu else CPU_KV_CACHE_BYTES)

@@ -1,4 +1,4 @@
-"""Experts that routers chose, by request and position, as `routing_recorder` keeps them."""
+"""Experts chosen by routers, by request and position, as `routing_recorder` keeps them."""
 
 from dataclasses import dataclass, field
 
@@ -18,14 +18,14 @@ class _Kept:
     reached: int = 0
     """Positions before this one have been computed or taken from a cache."""
     parts: list[tuple[int, Choices]] = field(default_factory=list)
-    """(first position, choices) of what was computed, without overlap."""
+    """(first position, choices) of the computed parts, without overlap."""
 
 
 class RoutingRecord:
-    """Experts that routers chose, by request and position.
+    """The experts that routers chose, by request and position.
 
-    The first choice of a position counts. What is computed again, after an update of the weights or where a
-    request had lost its cache, has its log-probs from before.
+    The first choice of a position counts. A position that is recomputed, after an update of the weights or
+    because a request lost its cache, keeps its first log-probs.
     """
 
     def __init__(self, num_experts: int) -> None:
@@ -43,7 +43,7 @@ class RoutingRecord:
 
     def take(self, request: str, tokens: int) -> ExpertIds | None:
         """Return the choices of the first `tokens` positions and forget them; `no_expert` where there is no
-        record, None where there is none at all."""
+        record, None if there is none at all."""
         kept = self._kept.pop(request, None)
         if kept is None:
             return None
@@ -57,5 +57,5 @@ class RoutingRecord:
         self._kept.pop(request, None)
 
     def names(self) -> list[str]:
-        """Names of the requests that have a record."""
+        """Return the names of the requests that have a record."""
         return list(self._kept)

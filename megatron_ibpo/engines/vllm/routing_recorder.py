@@ -1,7 +1,7 @@
-"""A vLLM worker on CPUs that keeps which experts its routers choose for each token of each request.
+"""A vLLM worker on CPUs that records the experts chosen for each token of each request.
 
-vLLM has this itself (`enable_return_routed_experts`), for its second model runner, which CPUs do not have.
-Imported in vLLM's process alone.
+vLLM has such a record itself (`enable_return_routed_experts`), for its second model runner, which CPUs lack.
+This module is imported in vLLM's process alone.
 """
 
 from functools import partial
@@ -16,13 +16,14 @@ from megatron_ibpo.weights.transfer.vllm_plugin import WorkerExtension
 
 
 class RecordingWorker(WorkerExtension):
-    """`WorkerExtension` with a `RoutingRecord`. vLLM takes one class of methods for its workers."""
+    """`WorkerExtension` with a `RoutingRecord`, since vLLM takes only one class of methods for its
+    workers."""
 
     def record_routing(self, num_experts: int) -> None:
         """Start recording.
 
         Raises:
-            RuntimeError: the model has no routers, or routes inside a kernel that does not tell.
+            RuntimeError: the model has no routers, or routes inside a kernel that does not reveal it.
         """
         found = [m for m in self.model_runner.get_model().modules() if isinstance(m, MoERunner)]
         if not found or any(
@@ -35,8 +36,8 @@ class RecordingWorker(WorkerExtension):
             module.router.set_capture_fn(partial(self._routed, place, len(found)))
 
     def take_routing(self, asked: list[tuple[str, int]]) -> list[tuple[str, list[int], bytes] | None]:
-        """`RoutingRecord.take` of requests, by the names that they were asked by, as (dtype, shape, bytes):
-        what vLLM sends from process to process."""
+        """Return `RoutingRecord.take` of requests, by the names under which they were submitted, as (dtype,
+        shape, bytes): what vLLM sends between processes."""
         full = self._full_names()
         found = [self._record.take(full.get(name, name), tokens) for name, tokens in asked]
         return [None if ids is None else (ids.dtype.str, list(ids.shape), ids.tobytes()) for ids in found]
@@ -48,11 +49,11 @@ class RecordingWorker(WorkerExtension):
             self._record.forget(full.get(name, name))
 
     def _full_names(self) -> dict[str, str]:
-        """vLLM appends a random part to the names of requests."""
+        """Return the full names of requests: vLLM appends a random part."""
         return {full.rpartition("-")[0]: full for full in self._record.names()}
 
     def _routed(self, place: int, layers: int, topk_ids: torch.Tensor) -> None:
-        """A router's answer in the forward pass of a step; layers come in their order."""
+        """Receive a router's answer in the forward pass of a step; layers come in order."""
         if place == 0:
             self._step = []
         self._step.append(topk_ids.to(torch.int32).numpy().copy())
@@ -60,7 +61,7 @@ class RecordingWorker(WorkerExtension):
             self._note(np.stack(self._step, 1))
 
     def _note(self, choices: Choices) -> None:
-        """Rows of a step to requests; rows past the last request's are padding."""
+        """Assign the rows of a step to requests; rows past the last request's are padding."""
         batch = self.model_runner.input_batch
         starts = self.model_runner.query_start_loc.np
         for row, request in enumerate(batch.req_ids):

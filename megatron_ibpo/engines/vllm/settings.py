@@ -12,9 +12,9 @@ from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.weights.transfer.update_order import TransportName
 
 START_S = 600.0
-"""Seconds that an engine may take to start, beyond reading its weights."""
+"""Seconds that an engine may take to start, in addition to reading its weights."""
 READ_BYTES_PER_S = 0.25e9
-"""Bytes of weights read per second: what a disk gives that many nodes read at once."""
+"""Bytes of weights read per second from a disk that many nodes read at once."""
 
 ONLINE_QUANTIZATION = (
     "fp8_per_tensor",
@@ -25,7 +25,7 @@ ONLINE_QUANTIZATION = (
     "int8_per_channel_weight_only",
     "nvfp4_per_token",
 )
-"""Quantizations that vLLM applies itself whenever it loads unquantized weights, at an update too. "fp8" is
+"""Quantizations that vLLM applies itself whenever it loads unquantized weights, also in an update. "fp8" is
 its older name for the first."""
 
 
@@ -37,7 +37,7 @@ def engine_settings(
     gpus: tuple[int, ...],
     num_threads: int,
 ) -> EngineSettings:
-    """Settings of one engine of this run.
+    """Return the settings of one engine of this run.
 
     Raises:
         ModelConfigError: there is no usable config.json.
@@ -46,10 +46,10 @@ def engine_settings(
     on_cpu = transport == "gloo"
     shape = read_hf_config(hf_dir)
     recorded = shape.num_experts if rollout.use_rollout_routing_replay else 0
-    # With recurrent layers vLLM cuts long prompts at cache-block boundaries, and discarding the token
-    # sampled after a part of a prompt fails with seeds on CPUs ("CPU Generator does not use offset").
-    # On GPUs prefix caching of such models is experimental and finds next to nothing. There vLLM keeps what
-    # routers chose by the blocks of that cache, and records nothing without it.
+    # With recurrent layers vLLM cuts long prompts at cache-block boundaries, and discarding the token sampled
+    # after a part of a prompt fails with seeds on CPUs ("CPU Generator does not use offset"). On GPUs prefix
+    # caching of such models is experimental and finds next to nothing. There vLLM keeps what routers chose by
+    # the blocks of that cache, and records nothing without it.
     prefix_caching = not shape.is_recurrent or (recorded > 0 and not on_cpu)
     assert rollout.vllm_dtype != "auto"  # config.on_device resolved it
     if on_cpu and shape.is_recurrent and rollout.vllm_dtype == "float32":
@@ -61,7 +61,7 @@ def engine_settings(
         vllm_arguments(rollout.vllm_arg), experts_on_gpu=shape.is_moe and not on_cpu
     )
     if on_cpu and shape.is_recurrent and "speculative_config" in arguments:
-        # vLLM 0.32: log-probs are NaN from the second token on, greedy tokens change, and it says nothing
+        # vLLM 0.32: log-probs are NaN from the second token on, greedy tokens change, and there is no error
         raise ValueError(
             "--vllm-arg speculative-config: on CPUs vLLM samples wrongly from models with delta nets when it "
             "speculates; leave it out, or speculate on GPUs"
@@ -97,7 +97,7 @@ def engine_settings(
 
 
 def _taking_new_weights(arguments: dict[str, Any], *, experts_on_gpu: bool) -> dict[str, Any]:
-    """`arguments`, if an engine that has them can take a trainer's weights."""
+    """Return `arguments`, if an engine with them can take a trainer's weights."""
     quantization = arguments.get("quantization")
     if quantization is not None and quantization not in ONLINE_QUANTIZATION:
         raise ValueError(
@@ -106,14 +106,14 @@ def _taking_new_weights(arguments: dict[str, Any], *, experts_on_gpu: bool) -> d
             f"{', '.join(ONLINE_QUANTIZATION)}"
         )
     if quantization == "fp8_per_channel" and experts_on_gpu:
-        # vLLM 0.32 takes CUTLASS, whose strides are made anew with new weights and dropped by sleep, while
-        # CUDA graphs go on reading the old ones (vLLM issue 41670). Not run on GPUs
+        # vLLM 0.32 takes CUTLASS, whose strides are recreated with new weights and dropped by sleep, while
+        # CUDA graphs keep reading the old ones (vLLM issue 41670). Not run on GPUs
         return {"moe_backend": "triton"} | arguments
     return arguments
 
 
 def start_timeout(rollout: RolloutConfig, hf_dir: Path) -> float:
-    """Seconds that an engine may take to start, by the size of the model's files where nothing is said."""
+    """Return the seconds that an engine may take to start; by default from the size of the model's files."""
     if rollout.vllm_start_timeout is not None:
         return rollout.vllm_start_timeout
     weights = sum(file.stat().st_size for file in hf_dir.glob("*.safetensors"))

@@ -12,8 +12,8 @@ def mixer_cost(shape: DeltaNetShape, layer: int) -> MixerCost:
 
 
 def delta_net_cost(shape: DeltaNetShape) -> MixerCost:
-    """A gated delta net. Every token has its state decayed and read for the old value, written, and read for
-    the output."""
+    """Return the cost of a gated delta net. For every token the state is decayed and read for the old value,
+    written, and read for the output."""
     key, value = shape.gdn_keys, shape.gdn_values
     state = value * shape.gdn_key_dim
     projected = 2 * key + 2 * value + 2 * shape.gdn_value_heads
@@ -24,7 +24,7 @@ def delta_net_cost(shape: DeltaNetShape) -> MixerCost:
         weights=shape.hidden_size * (projected + value),
         flops_per_token=6 * state,
         kept=projected + convolved + repeated + output + state // CHUNK,
-        # what the state before a chunk adds: values and outputs as wide as keys, and their states
+        # additions of the state before a chunk: values and outputs as wide as keys, and their states
         kept_with_states=(2 + shape.gdn_key_dim // CHUNK) * shape.gdn_value_heads * shape.gdn_key_dim,
         exchanged=projected + value,
         recurrent_state=state,

@@ -1,8 +1,8 @@
 """The gated delta net over packed sequences: by flash-linear-attention's kernels, or in plain torch.
 
-Megatron's layer needs those kernels, which are for GPUs, and refuses to start without them; the one in plain
-torch keeps its parameters and checkpoint and computes the same. Gated DeltaNet: Yang, Kautz and Hatamizadeh,
-"Gated Delta Networks: Improving Mamba2 with Delta Rule", 2024.
+Megatron's layer needs those kernels, which run only on GPUs, and refuses to start without them. The one in
+plain torch keeps its parameters and checkpoint and computes the same. Gated DeltaNet: Yang, Kautz and
+Hatamizadeh, "Gated Delta Networks: Improving Mamba2 with Delta Rule", 2024.
 """
 
 import copy
@@ -27,10 +27,12 @@ CHUNK = 32
 
 
 class FlashGatedDeltaNet(GatedDeltaNet):
-    """Megatron's GatedDeltaNet, which waits for the GPU in every layer to compare the boundaries of sequences
-    with the number of tokens. Here the first layer to see the boundaries of a micro-batch does, and the
-    others take its word. Under context parallelism states are passed (`state_passing`), unless --delta-
-    net-cp asks for Megatron's exchange of heads. Not run on a GPU."""
+    """Megatron's GatedDeltaNet without its wait for the GPU in every layer.
+
+    Megatron compares the boundaries of sequences with the number of tokens in every layer. Here only the
+    first layer that sees a micro-batch's boundaries does. Under context parallelism states are passed
+    (`state_passing`), unless --delta-net-cp asks for Megatron's exchange of heads. Not run on a GPU.
+    """
 
     def forward(
         self,
@@ -111,7 +113,7 @@ def _mix(
     conv: Callable[[Tensor, Tensor, Tensor], Tensor],
     rule: Callable[..., Any],
 ) -> tuple[Tensor, Tensor | None]:
-    """A forward pass of a GatedDeltaNet.
+    """Run the forward pass of a GatedDeltaNet.
 
     Args:
         conv: ([N, F], [F, K], boundaries) → [N, F], convolution and activation.
@@ -149,8 +151,8 @@ def _mix(
 
 
 def _slices(cu_seqlens: Any, group: Any, width: int) -> state_passing.Slices:
-    """Return the slices of the micro-batch; kept with its boundaries, since finding them makes the host wait
-    for the device."""
+    """Return the slices of the micro-batch; cached with its boundaries, since finding them makes the host
+    wait for the device."""
     if getattr(cu_seqlens, "slices", None) is None:
         cu_seqlens.slices = state_passing.make_slices(cu_seqlens, group, width)
     slices: state_passing.Slices = cu_seqlens.slices
@@ -162,7 +164,7 @@ def _torch_conv(x_NF: Tensor, weight_FK: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 
 def _flash_conv(x_NF: Tensor, weight_FK: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """The same by flash-linear-attention. Not run on a GPU."""
+    """Convolve by flash-linear-attention. Not run on a GPU."""
     output, _ = gdn.causal_conv1d(
         x=x_NF[None],
         weight=weight_FK,
@@ -184,7 +186,7 @@ def _flash_rule(
     cu_seqlens: Tensor,
     first_SHDE: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """`gated_delta_rule` by flash-linear-attention. Not run on a GPU."""
+    """Compute `gated_delta_rule` by flash-linear-attention. Not run on a GPU."""
     repeats = value_NHE.shape[1] // key_NGD.shape[1]
     query, key = (common.l2norm(x.contiguous()).repeat_interleave(repeats, 1) for x in (query_NGD, key_NGD))
     output, last_SHDE = gdn.chunk_gated_delta_rule(
@@ -202,7 +204,7 @@ def _flash_rule(
 
 
 class _CausalConv(torch.autograd.Function):
-    """Written out because autograd's version takes four times as long on CPUs."""
+    """A causal convolution. It is written out because autograd's version takes four times as long on CPUs."""
 
     @staticmethod
     def forward(ctx, x_NF, weight_FK, positions_N):
@@ -227,12 +229,13 @@ class _CausalConv(torch.autograd.Function):
 
 
 def _inside(positions_N: Tensor, back: int, like: Tensor) -> Tensor:
-    """1 for each token (from the `back`-th on) whose sequence reaches `back` tokens back, else 0."""
+    """Return 1 for each token (from the `back`-th on) whose sequence has a token `back` places earlier,
+    otherwise 0."""
     return (positions_N[back:] >= back).to(like.dtype).unsqueeze(1)
 
 
 def causal_conv(x_NF: Tensor, weight_FK: Tensor, positions_N: Tensor) -> Tensor:
-    """Each channel's last K tokens, weighted, within its own sequence. [N, F]."""
+    """Return the weighted sum of each channel's last K tokens, within its own sequence. [N, F]."""
     return _CausalConv.apply(x_NF, weight_FK, positions_N)
 
 
@@ -268,21 +271,21 @@ def gated_delta_rule(
     cu_seqlens: Tensor,
     first_SHDE: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The gated delta rule over packed sequences. [N, H, E] in the dtype of `value`.
+    """Apply the gated delta rule to packed sequences. Returns [N, H, E] in the dtype of `value`.
 
     Each of the H value heads has a state S [D, E], zero at a sequence's start, and at every token:
     S ← exp(decay)·S;  S ← S + k ⊗ β(v − Sᵀk);  output = Sᵀq/√D, where q and k are of unit length and
     every G-th head shares them. float32 inside, or float64.
 
     Args:
-        first_SHDE: the states that sequences start with instead. Those they end with then come with the
-            output, [S, H, D, E]; of a sequence without tokens it is the first.
+        first_SHDE: initial states of the sequences, in place of zero. The final states then come with the
+            output, [S, H, D, E]; for a sequence without tokens it is the initial one.
     """
     rectangles = packed.by_chunks(cu_seqlens, CHUNK)
     (groups, dim), heads = query_NGD.shape[1:], value_NHE.shape[1]
 
     def in_chunks(x_NHX: Tensor) -> Tensor:
-        """[rows x heads, chunk, …]"""
+        """Return [rows x heads, chunk, …]."""
         x_RLHX = packed.take(wide(x_NHX), rectangles).unflatten(0, (-1, CHUNK))
         x_RHLX = x_RLHX.transpose(1, 2)
         if len(x_NHX[0]) < heads:
@@ -296,7 +299,7 @@ def gated_delta_rule(
     if first_SHDE is not None:
         real_M = packed.is_real(rectangles).unflatten(0, (-1, 1, CHUNK))
         real = real_M.expand(-1, heads, -1).flatten(0, 1).to(beta.dtype)
-        decay, beta = decay * real, beta * real  # so that padding leaves states as they are
+        decay, beta = decay * real, beta * real  # padding then leaves states as they are
         order = packed.longest_first(cu_seqlens, CHUNK)
         first = wide(first_SHDE).index_select(0, order).flatten(0, 1)
     output, last = _ChunkedDeltaRule.apply(
@@ -316,12 +319,12 @@ def gated_delta_rule(
 
 
 class _ChunkedDeltaRule(torch.autograd.Function):
-    """The delta rule in chunks of L tokens, by the WY form of the products of a chunk (paper, section
-    3.3), and its gradient. Written out because autograd's takes twice the time and memory.
+    """The delta rule in chunks of L tokens, by the WY form of the products of a chunk (paper, section 3.3),
+    and its gradient. It is written out because autograd's version takes twice the time and memory.
 
-    Inputs are [B, L, …] (B rows, each a chunk of one head): query (scaled), key [B, L, D], value
-    [B, L, E], decay and beta [B, L], the states before first chunks [sizes[0], D, E] (None: zero), and
-    `sizes`: how many rows are first chunks, second chunks, …; row i of a group continues row i of the group
+    Inputs are [B, L, …] (B rows, each a chunk of one head): query (scaled), key [B, L, D], value [B, L, E],
+    decay and beta [B, L], the states before first chunks [sizes[0], D, E] (None: zero), and `sizes`: the
+    numbers of rows that are first chunks, second chunks, …; row i of a group continues row i of the group
     before. Outputs are [B, L, E], and the states after last chunks. In a chunk, with c the running sum of
     decay:
 

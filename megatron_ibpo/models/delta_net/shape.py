@@ -8,15 +8,15 @@ from megatron_ibpo.models.shape import Fields, ModelShape, common_fields
 
 @dataclass(frozen=True, kw_only=True)
 class DeltaNetShape(ModelShape):
-    """The gated delta net (gdn): heads, and elements per head."""
+    """The dimensions of a model with gated delta nets (gdn): heads, and elements per head."""
 
     gdn_key_heads: int
     gdn_value_heads: int
-    """A multiple of the key heads, each of which serves as many value heads."""
+    """Number of value heads, a multiple of the key heads; each key head serves an equal number of them."""
     gdn_key_dim: int
     gdn_value_dim: int
     gdn_conv_kernel: int
-    """Tokens that the short convolution sees, the present one among them."""
+    """Tokens that the short convolution sees, including the present one."""
 
     @property
     def gdn_keys(self) -> int:
@@ -36,8 +36,8 @@ class DeltaNetShape(ModelShape):
 
 
 def delta_net_fields(fields: Fields) -> dict[str, Any]:
-    """Return all fields but those of the MLP or the experts. Raises ModelConfigError where one cannot be
-    used."""
+    """Return all fields except those of the MLP or the experts. Raises ModelConfigError for a field that
+    cannot be used."""
     common = common_fields(fields, head_dim=256, rotary_share=0.25)
     value_heads, key_heads = fields.groups("linear_num_value_heads", "linear_num_key_heads")
     return common | {

@@ -1,12 +1,12 @@
-"""The gated delta net under context parallelism: what passes between the ranks that share a sequence.
+"""The gated delta net under context parallelism: the states passed between the ranks that share a sequence.
 
-Each rank holds two chunks of every sequence (`models.zigzag`). What a chunk needs of those before it is as
-large for any length: the last tokens before it, for the short convolution, and the recurrent state.
+Each rank holds two chunks of every sequence (`models.zigzag`). A chunk needs the same amount of data from
+those before it, whatever their length: the last tokens, for the short convolution, and the recurrent state.
 
-The rule is affine in the state S that a chunk begins with: the outputs are O + Q S, and the state at the
-end is M S + N. Every rank computes O, Q, M and N of its own chunks, all ranks at once, by the rule over the
-values [v | 0] from the state [0 | 1]. Then the states go along the chunks, at each of which they cost one
-product of matrices as large as a state. Neither heads nor lengths have to divide.
+The rule is affine in the state S at a chunk's start: the outputs are O + Q S, and the state at the end is M S
++ N. Every rank computes O, Q, M and N of its own chunks, all ranks at once, by the rule over the values [v |
+0] from the state [0 | 1]. Then the states pass along the chunks; each chunk costs one product of matrices as
+large as a state. Neither heads nor lengths have to divide.
 """
 
 from collections.abc import Callable
@@ -21,14 +21,15 @@ from torch import Tensor
 Convolve = Callable[[Tensor, Tensor], Tensor]
 """([N, F], boundaries of sequences) → the convolution within each sequence, [N, F]."""
 Rule = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""(query [N, G, D], key [N, G, D], value [N, H, E], decay [N, H], beta [N, H], boundaries, first states
-[S, H, D, E]) → (outputs [N, H, E], last states [S, H, D, E])."""
+"""(query [N, G, D], key [N, G, D], value [N, H, E], decay [N, H], beta [N, H], boundaries, first states [S,
+H, D, E]) → (outputs [N, H, E], last states [S, H, D, E])."""
 
 
 @dataclass(frozen=True)
 class Slices:
-    """This rank's chunks of the sequences of a micro-batch, C = 2 of each, and where what comes before them
-    is. Chunks without tokens are left out. W: tokens that the convolution sees beside the present one."""
+    """This rank's chunks of the sequences of a micro-batch, C = 2 per sequence, and the places of the tokens
+    before them. Chunks without tokens are left out. W: tokens that the convolution sees besides the present
+    one."""
 
     group: Any
     lengths: list[int]
@@ -36,15 +37,15 @@ class Slices:
     cu_chunks: Tensor
     """[C + 1] int32 boundaries of the chunks, as if each were a sequence."""
     last_CW: Tensor
-    """int64: the last tokens of each chunk, the very last first; any where a chunk has fewer."""
+    """int64: the last tokens of each chunk, the very last first; arbitrary if a chunk has fewer."""
     before_CW: Tensor
-    """int64: which of all ranks' last tokens come before each chunk, the nearest first; the one beyond all of
-    them where the sequence begins."""
+    """int64: places, among all ranks' last tokens, of those before each chunk, nearest first; one past their
+    end marks the start of a sequence."""
     cu_led: Tensor
-    """Boundaries of the chunks once W tokens stand before each."""
+    """Boundaries of the chunks with W tokens before each."""
     led_M: Tensor
-    """int64: what stands at the M = N + C W places then: which of the N tokens, and behind them which of the
-    C W before chunks."""
+    """int64: content of the M = N + C W places then: index among the N tokens, followed by the C W tokens
+    before chunks."""
     places_N: Tensor
     """int64: the place of each token among those."""
 
@@ -99,7 +100,7 @@ def make_slices(cu_seqlens: Tensor, group: Any, width: int) -> Slices:
 
 
 def convolve(function: Convolve, x_NF: Tensor, slices: Slices) -> Tensor:
-    """`function` of whole sequences, of the tokens that this rank holds. [N, F]. Sends W tokens a chunk."""
+    """Apply `function` of whole sequences to this rank's tokens. [N, F]. Sends W tokens per chunk."""
     own = x_NF.index_select(0, slices.last_CW.flatten())
     of_all = gather_from_sequence_parallel_region(own, tensor_parallel_output_grad=True, group=slices.group)
     of_all = torch.cat((of_all, of_all.new_zeros(1, of_all.shape[1])))
@@ -111,8 +112,8 @@ def convolve(function: Convolve, x_NF: Tensor, slices: Slices) -> Tensor:
 def delta_rule(
     rule: Rule, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, slices: Slices
 ) -> Tensor:
-    """`rule` of whole sequences, of the tokens that this rank holds. [N, H, E] in the dtype of `value`. Sends
-    a state a chunk, and its gradient in the backward pass."""
+    """Apply `rule` of whole sequences to this rank's tokens. [N, H, E] in the dtype of `value`. Sends one
+    state per chunk, and its gradient in the backward pass."""
     heads, width, dim = value.shape[1], value.shape[2], key.shape[2]
     dtype = torch.promote_types(value.dtype, torch.float32)
     first = torch.zeros(dim, width + dim, dtype=dtype, device=value.device)
@@ -137,8 +138,8 @@ def delta_rule(
 
 
 class _PassedStates(torch.autograd.Function):
-    """The state that each chunk of this rank begins with, [C, H, D, E], from what all chunks do to a state:
-    S ← transition S + added, [C, H, D, D] and [C, H, D, E].
+    """The initial states of this rank's chunks, [C, H, D, E], from the effect of all chunks on a state: S ←
+    transition S + added, [C, H, D, D] and [C, H, D, E].
 
     States go from the first rank to the last through the first chunks of their sequences, and back through
     the second ones; gradients go the other way.
@@ -179,7 +180,7 @@ class _PassedStates(torch.autograd.Function):
 
 
 def _halves(x_CHDX: Tensor) -> tuple[Tensor, ...]:
-    """[S, H, D, X] of the first chunks of sequences, and of the second ones."""
+    """Return [S, H, D, X] of the first chunks of sequences, and of the second ones."""
     return x_CHDX.unflatten(0, (-1, 2)).unbind(1)
 
 
@@ -194,7 +195,7 @@ def _received(rank: int, like: Tensor, group: Any) -> Tensor:
 
 
 def _exchange(operation: Callable[..., Any], state: Tensor, rank: int, group: Any) -> None:
-    """Exchange a state in a batch of one: NCCL then takes the group's communicator, and makes none for the
+    """Exchange a state in a batch of one: NCCL then uses the group's communicator, and creates none for the
     two ranks."""
     (work,) = dist.batch_isend_irecv([dist.P2POp(operation, state, group=group, group_peer=rank)])
     work.wait()

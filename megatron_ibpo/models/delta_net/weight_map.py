@@ -74,8 +74,9 @@ def _mlp(shape: DeltaNetShape) -> list[Entry]:
 
 
 def mtp_entries(shape: DeltaNetShape, layer: int) -> list[Entry]:
-    """Multi-token prediction: embedding and hidden state, each normed, are projected to one vector that
-    goes through an attention layer. HF has the projection and norms once, whatever the layers."""
+    """Return the entries of multi-token prediction: embedding and hidden state, each normed, are projected to
+    one vector that goes through an attention layer. HF has the projection and norms once, for any number of
+    layers."""
     hidden = shape.hidden_size
     prefix = f"mtp.layers.{layer}."
     around = [

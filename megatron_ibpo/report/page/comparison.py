@@ -1,18 +1,18 @@
-"""Differences between runs: settings, and the numbers that they came to."""
+"""Differences between runs: settings and results."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 _PLACES = {"run-dir", "load"}
-"""Settings that say where a run lies: they differ between any two."""
+"""Settings with a run's location: they differ between any two runs."""
 
 
 def comparison(overviews: Sequence[Mapping[str, Any]]) -> dict[str, list[list[Any]]]:
-    """Return, for the runs among the overviews, rows of a name and one value per overview (None: it has
+    """Return, for the runs among the overviews, rows of a name and one value per overview (None if it has
     none).
 
     Returns:
-        "settings": those that are not the same in all runs. "numbers": the last ones, all of them.
+        "settings": those that differ between runs. "numbers": all of the last numbers.
     """
     runs = [overview for overview in overviews if overview["kind"] == "run"]
 

@@ -1,5 +1,5 @@
-"""One directory for the page, read from disk when it is asked for: a run, which may still train, or an
-evaluation. Nothing outside the directory is read."""
+"""One directory for the page, read from disk on request: a run, which may still train, or an evaluation.
+Nothing outside the directory is read."""
 
 import threading
 from collections import OrderedDict
@@ -39,11 +39,11 @@ from megatron_ibpo.report.run_dir import (
 )
 
 DRAWN = 400
-"""Points of a curve: about as many as it is wide on a screen."""
+"""Points of a curve: about its width on a screen."""
 LAST = 10
-"""Steps over which the last numbers of a run are means."""
+"""Steps over which the last numbers of a run are averaged."""
 _KEPT = 3
-"""Recorded steps, or sets, that stay in memory once read."""
+"""Recorded steps, or sets, that are cached in memory."""
 _SUMMARY = {
     "accuracy_start": "accuracy at start",
     "accuracy_end": "at end",
@@ -55,47 +55,47 @@ T = TypeVar("T")
 
 
 class NotThere(LookupError):
-    """A section, a group or a file that does not exist, or not inside the directory."""
+    """A section, a group or a file does not exist, or is not inside the directory."""
 
 
 class Source(Protocol):
-    """A directory that the page shows. A section is a recorded step or a set: a number that names it."""
+    """A directory that the page shows. A section is a recorded step or a set, named by a number."""
 
     name: str
 
     def version(self) -> str:
-        """Another text whenever anything else of it has changed."""
+        """Return a text that changes whenever any other answer has changed."""
         ...
 
     def overview(self) -> dict[str, Any]:
-        """Everything but curves and samples."""
+        """Return everything but curves and samples."""
         ...
 
     def series(self, first: int | None, last: int | None) -> dict[str, Any]:
-        """Kind of row → thinned columns of the steps from `first` to `last`."""
+        """Return kind of row → thinned columns of the steps from `first` to `last`."""
         ...
 
     def section(self, key: int) -> list[dict[str, Any]]:
-        """The groups of a section without their tokens. Raises NotThere."""
+        """Return the groups of a section without their tokens. Raises NotThere."""
         ...
 
     def group(self, key: int, number: int) -> dict[str, Any]:
-        """A group with all there is of it. Raises NotThere."""
+        """Return all data of a group. Raises NotThere."""
         ...
 
     def search(self, key: int, text: str) -> list[tuple[int, int]]:
-        """(group, response) of each that holds the text. Raises NotThere."""
+        """Return (group, response) of each response that contains the text. Raises NotThere."""
         ...
 
 
 def open_source(directory: Path, *, tokenizer: Tokenizer | None = None) -> Source:
-    """The run or evaluation in a directory.
+    """Open the run or evaluation in a directory.
 
     Args:
-        tokenizer: of a run, its own when None.
+        tokenizer: tokenizer for a run; None: the run's own.
 
     Raises:
-        ValueError: it holds neither, or a file of it cannot be read.
+        ValueError: the directory holds neither, or a file in it cannot be read.
     """
     if not directory.is_dir():
         raise ValueError(f"{directory}: is it the directory of a run? There is no such directory")
@@ -111,7 +111,7 @@ def open_source(directory: Path, *, tokenizer: Tokenizer | None = None) -> Sourc
 
 
 class RunSource:
-    """A run, read as far as it has got. Safe to use from several threads."""
+    """A run, read as far as it has progressed. Safe to use from several threads."""
 
     def __init__(self, directory: Path, *, tokenizer: Tokenizer | None = None):
         self.name = directory.resolve().name
@@ -123,7 +123,7 @@ class RunSource:
                 raise ValueError(f"{CONFIG_FILE} of the run: {name} must be text, is {shown(value)}")
         self._log = _Log(directory / METRICS_FILE, directory)
         self._steps: _Kept[tuple[list[Group], dict[tuple[int, str, int], Trained]]] = _Kept()
-        # apart, so that curves go on while a large step is read
+        # separate, so that curves go on while a large step is read
         self._log_lock, self._steps_lock = threading.Lock(), threading.Lock()
 
     def version(self) -> str:
@@ -184,7 +184,7 @@ class RunSource:
         return _inside(self._directory, rollout_path(self._directory / "rollouts", key))
 
     def _shown(self, key: int, content: Callable[..., Any]) -> Any:
-        """Return the content of a recorded step; problems of its records are told with their file."""
+        """Return the content of a recorded step; errors in its records name their file."""
         path = self._path(key)
         with self._steps_lock:
             groups, trained = self._steps.get(path, lambda: load_step(path)[1:])
@@ -207,7 +207,7 @@ class RunSource:
         return size if type(size) is int and size > 0 else None
 
     def _last_numbers(self) -> dict[str, float]:
-        """Means over the last steps, and of the last evaluation."""
+        """Return means over the last steps, and the last evaluation's measures."""
         numbers: dict[str, float] = {}
         for kind, most, prefix in (("evaluation", 1, "evaluation/"), ("step", LAST, "")):
             columns = self._log.columns[kind]
@@ -254,7 +254,7 @@ class RunSource:
 
 
 class EvaluationSource:
-    """An evaluation's directory: results.json, and per set SET.samples.jsonl."""
+    """An evaluation's directory: results.json, and SET.samples.jsonl for each set."""
 
     def __init__(self, directory: Path):
         self.name = directory.resolve().name
@@ -310,7 +310,7 @@ class EvaluationSource:
 
 
 class _Log:
-    """A metrics.jsonl that grows, read from where it was left."""
+    """A growing metrics.jsonl; each reading starts where the last one ended."""
 
     def __init__(self, path: Path, directory: Path):
         self._path, self._directory = path, directory
@@ -326,10 +326,10 @@ class _Log:
         return f"{self._file}-{self._offset}"
 
     def read_on(self) -> None:
-        """Take the whole lines that are new. A log that was replaced, as by a run that resumes, begins again.
+        """Read the new complete lines. A log that was replaced, as by a resumed run, is read from its start.
 
         Raises:
-            ValueError: a line is no row.
+            ValueError: a line is not a row.
         """
         if not self._path.exists():
             return
@@ -348,7 +348,7 @@ class _Log:
 
 
 class _Kept(Generic[T]):
-    """The last few files read, as they were when they were read."""
+    """A cache of the last few files that were read, in the state in which they were read."""
 
     def __init__(self) -> None:
         self._contents: OrderedDict[tuple[Path, int], T] = OrderedDict()
@@ -364,7 +364,7 @@ class _Kept(Generic[T]):
 
 
 def _inside(directory: Path, path: Path) -> Path:
-    """The path, if it is a file that lies in the directory also when links are followed.
+    """Return the path, if it is a file that is inside the directory even after following links.
 
     Raises:
         NotThere: it is not.
@@ -377,5 +377,5 @@ def _inside(directory: Path, path: Path) -> Path:
 
 
 def _plain(value: Any) -> str | float | bool | None:
-    """A setting as the table shows it."""
+    """Return a setting in the form that the table shows."""
     return value if isinstance(value, str | int | float | bool | None) else str(value)

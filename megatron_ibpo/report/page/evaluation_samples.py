@@ -1,5 +1,7 @@
-"""The samples of an evaluation's set as the page shows them: its problems as groups, found again by their
-place in the file, so that a set of any size takes no more memory than its table."""
+"""The samples of an evaluation's set as the page shows them: its problems as groups.
+
+Samples are read by their place in the file, so that a set of any size takes only its table's memory.
+"""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +16,7 @@ from megatron_ibpo.report.metrics_log import is_number
 
 _SAMPLES = samples_path(Path(), "").name
 _PROMPT_END = 160
-"""Characters of a prompt in the table of problems."""
+"""Characters of a prompt's end in the table of problems."""
 
 
 @dataclass
@@ -22,24 +24,24 @@ class Problem:
     """All samples of one prompt."""
 
     prompt: str
-    """Its end."""
+    """End of the prompt."""
     label: str
     identity: str
     places: list[int] = field(default_factory=list)
-    """Byte in the file at which the line of each sample begins."""
+    """Offset in the file at which the line of each sample begins."""
     outcomes: list[dict[str, Any]] = field(default_factory=list)
 
 
 def sample_files(directory: Path) -> dict[str, Path]:
-    """Set → file of its samples."""
+    """Return set → file of its samples."""
     return {path.name.removesuffix(_SAMPLES): path for path in sorted(directory.glob("*" + _SAMPLES))}
 
 
 def read_problems(path: Path) -> list[Problem]:
-    """The problems of a set, in their order; a last line that is being written is left out.
+    """Return the problems of a set, in order; an unfinished last line is left out.
 
     Raises:
-        ValueError: a line is no sample; the text names it.
+        ValueError: a line is not a sample; the text names it.
     """
     problems: dict[int, Problem] = {}
     check_user_file(path)
@@ -72,10 +74,10 @@ def index_of_set(problems: list[Problem]) -> list[dict[str, Any]]:
 
 
 def group_of_set(path: Path, problem: Problem) -> dict[str, Any]:
-    """A problem with the text of every sample.
+    """Return a problem with the text of every sample.
 
     Raises:
-        ValueError: the file has changed and a line is no sample any more.
+        ValueError: the file has changed and a line is no longer a sample.
     """
     samples = []
     with path.open("rb") as file:
@@ -100,7 +102,8 @@ def group_of_set(path: Path, problem: Problem) -> dict[str, Any]:
 
 
 def matching_samples(path: Path, problems: list[Problem], text: str) -> list[tuple[int, int]]:
-    """(problem, sample) of each sample that holds the text, case aside, in itself or in its prompt."""
+    """Return (problem, sample) of each sample that contains the text, ignoring case, in itself or in its
+    prompt."""
     wanted = text.casefold()
     found = []
     with path.open("rb") as file:
@@ -124,10 +127,10 @@ class Results:
 
 
 def results_of(directory: Path) -> Results:
-    """The results of an evaluation; those of a set that is not finished are empty.
+    """Return the results of an evaluation; an unfinished set's are empty.
 
     Raises:
-        ValueError: its file is no results.
+        ValueError: its file does not hold results.
     """
     content = read_results(directory)
     try:

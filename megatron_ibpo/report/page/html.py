@@ -1,7 +1,7 @@
-"""The page of runs, evaluations and studies: one HTML file made of browser/, perhaps with its data.
+"""The page of runs, evaluations and studies: one HTML file made of browser/, with its data if wanted.
 
-Data goes in as JSON that cannot end its element, and reaches the page as text nodes only; a content security
-policy with the hashes of the page's own script and style lets nothing else run.
+Data is embedded as JSON that cannot end its element, and reaches the page as text nodes only. A content
+security policy with the hashes of the page's own script and style blocks all other code.
 """
 
 import base64
@@ -22,10 +22,11 @@ _FORBIDDEN = re.compile("[\ud800-\udfff]")
 
 
 def page(title: str, data: str | None = None) -> str:
-    """The page as text that UTF-8 can hold.
+    """Return the page as text that UTF-8 can represent.
 
     Args:
-        data: `embedded`, what it would ask a server for, by address; None: it asks one.
+        data: `embedded` answers that the page would request from a server, by address; None: it requests
+            them.
     """
     style, script = _read("style.css"), page_script()
     return Template(_read("page.html")).substitute(
@@ -38,7 +39,7 @@ def page(title: str, data: str | None = None) -> str:
 
 
 def policy(*, live: bool) -> str:
-    """The content security policy of the page: its own style and script, and while live its server."""
+    """Return the content security policy of the page: its own style and script, and while live its server."""
     source = "'self'" if live else "'none'"
     return (
         f"default-src 'none'; style-src '{_hash(_read('style.css'))}'; script-src '{_hash(page_script())}'; "
@@ -49,8 +50,8 @@ def policy(*, live: bool) -> str:
 
 @cache
 def page_script() -> str:
-    """The modules of browser/ in one: each after those that it imports, in one scope, without import and
-    export. No two modules have a name in common, so that nothing else has to be done."""
+    """Return the modules of browser/ as one script: each after its imports, in one scope, without import and
+    export. No two modules share a name, so that no more is needed."""
     order: list[str] = []
 
     def take(name: str) -> None:
@@ -70,7 +71,7 @@ def page_script() -> str:
 
 
 def embedded(data: Any) -> str:
-    """JSON in which nothing can be taken for markup."""
+    """Return JSON in which nothing can be taken for markup."""
     try:
         text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     except (ValueError, TypeError):  # it holds what JSON has no word for; to look for that takes longer

@@ -18,9 +18,9 @@ _TrainedOn = Mapping[tuple[int, str, int], Trained]
 _OF_CORRECTION = ("target", "references", "distance", "reference_distance", "rewritten", "unmodified_share")
 """Fields of a correction that the page shows as they are."""
 _PROMPT_END = 160
-"""Characters of a prompt in the table of groups."""
+"""Characters of a prompt's end in the table of groups."""
 _LONGEST_CHARACTER = 4
-"""Bytes of a character in UTF-8, and so its tokens at most."""
+"""Most bytes of a character in UTF-8, and so its most tokens."""
 
 
 def index_of_step(groups: Sequence[Group]) -> list[dict[str, Any]]:
@@ -45,7 +45,7 @@ def index_of_step(groups: Sequence[Group]) -> list[dict[str, Any]]:
 
 
 def group_of_step(number: int, group: Group, trained: _TrainedOn, tokenizer: Tokenizer) -> dict[str, Any]:
-    """A group with its tokens."""
+    """Return a group with its tokens."""
     vocabulary = _Vocabulary(tokenizer)
     content = {
         "prompt": vocabulary.turns(group.prompt.token_ids) or [("prompt", group.prompt.text)],
@@ -65,8 +65,8 @@ def group_of_step(number: int, group: Group, trained: _TrainedOn, tokenizer: Tok
 
 
 def matches(groups: Sequence[Group], text: str, tokenizer: Tokenizer) -> list[tuple[int, int]]:
-    """(group, response) of each response that holds the text, case aside, in itself, in its prompt or in a
-    correction of it."""
+    """Return (group, response) of each response that contains the text, ignoring case, in itself, in its
+    prompt or in its correction."""
     wanted = text.casefold()
 
     def holds(ids: TokenIds) -> bool:
@@ -144,7 +144,7 @@ def _rounded(values: np.ndarray | None) -> list[float] | None:
 
 
 class _Vocabulary:
-    """Numbers the different tokens of a group as they come, with their texts."""
+    """A numbering of a group's different tokens in order of appearance, with their texts."""
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
@@ -152,7 +152,7 @@ class _Vocabulary:
         self._alone: dict[int, str] = {}
         self.texts: list[tuple[str, bool]] = []
         """(text, special)"""
-        # ids of ChatML's marks, where the tokenizer has them as one token each
+        # ids of ChatML's marks, if the tokenizer has each as one token
         marks = [tokenizer.encode(mark) for mark in ("<|im_start|>", "<|im_end|>")]
         self._marks = tuple(mark[0] if len(mark) == 1 else None for mark in marks)
 
@@ -160,8 +160,8 @@ class _Vocabulary:
         return self._tokenizer.decode(ids)
 
     def numbers(self, ids: TokenIds) -> list[int]:
-        """Return the number of each token's text. Where several tokens are one character, it stands at the
-        first of them."""
+        """Return the number of each token's text. If several tokens form one character, it is at the first of
+        them."""
         tokens = ids.tolist()
         texts = [self._text_alone(token) for token in tokens]
         for start in range(len(texts)):
@@ -173,7 +173,7 @@ class _Vocabulary:
         return [self._number(text, token) for text, token in zip(texts, tokens, strict=True)]
 
     def turns(self, ids: TokenIds) -> list[tuple[str, str]]:
-        """(role, text) of a chat in ChatML; none in any other prompt."""
+        """Return (role, text) of a chat in ChatML; empty for any other prompt."""
         opening, _ = self._marks
         tokens = ids.tolist()
         if opening is None or opening not in tokens:

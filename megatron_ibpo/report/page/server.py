@@ -1,9 +1,9 @@
-"""The page of runs from a server on this machine's loopback: it follows runs that train, and reads samples
-when they are looked at.
+"""The page of runs from a server on this machine's loopback. It follows runs that train, and reads samples
+when they are viewed.
 
-It answers GET only, to a browser that was sent to 127.0.0.1 or localhost: a name that an attacker points
-here (DNS rebinding) is refused by its Host header, and no other origin may read an answer. Addresses are
-numbers of runs, steps and groups, never paths.
+It answers GET only, to a browser at 127.0.0.1 or localhost. A name that an attacker points here (DNS
+rebinding) is refused by its Host header, and no other origin may read an answer. Addresses are numbers of
+runs, steps and groups, never paths.
 """
 
 import getpass
@@ -44,8 +44,8 @@ def serve(sources: Sequence[Source], port: int, say: Callable[[str], None] = pri
     """Serve the page until Ctrl-C or SIGTERM.
 
     Args:
-        port: on 127.0.0.1; a free one where it is taken.
-        say: told the address, and how to reach it from another machine.
+        port: port on 127.0.0.1; a free one if it is taken.
+        say: called with the address, and with how to reach it from another machine.
     """
     listening = _listen(port)
     got = listening.getsockname()[1]
@@ -54,7 +54,7 @@ def serve(sources: Sequence[Source], port: int, say: Callable[[str], None] = pri
     say(f"http://{ADDRESS}:{got}/    (Ctrl-C ends it)")
     say(f"from another machine: ssh -L {got}:{ADDRESS}:{got} {getpass.getuser()}@{socket.gethostname()}")
     server = uvicorn.Server(uvicorn.Config(application(sources), log_level="warning", server_header=False))
-    # in a daemon thread, as are those that it starts: nothing is written, so none is waited for at the end
+    # in a daemon thread, as are the threads it starts: nothing is written, so none is awaited at the end
     thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     thread.start()
@@ -65,10 +65,10 @@ def serve(sources: Sequence[Source], port: int, say: Callable[[str], None] = pri
 
 
 def application(sources: Sequence[Source]) -> Starlette:
-    """The server as an ASGI application."""
+    """Return the server as an ASGI application."""
 
     def shown(content: Callable[[Request], Any]) -> Callable[[Request], Any]:
-        """An endpoint that answers with what `content` finds, outside the event loop."""
+        """Return an endpoint that answers with the result of `content`, computed outside the event loop."""
 
         async def endpoint(request: Request) -> Response:
             return await run_in_threadpool(_answer, content, request)
@@ -136,7 +136,7 @@ def _step(request: Request, name: str) -> int | None:
 
 
 def _listen(port: int) -> socket.socket:
-    """A socket on the port, or on a free one."""
+    """Return a socket on the port, or on a free one."""
     for tried in (port, 0):
         listening = socket.socket()
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,4 +1,4 @@
-"""The page of runs as one file that needs no server and no network, small enough to open at once."""
+"""The page of runs as one file that needs no server or network, small enough to open at once."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -20,14 +20,14 @@ def build_page(
     tokenizer: Tokenizer | None = None,
     most_bytes: int = MOST_BYTES,
 ) -> str:
-    """The page of these runs and evaluations.
+    """Return the page of these runs and evaluations.
 
-    Samples are taken until there are `most_bytes` of them; the page says what was left out. The last step
-    comes first, then the first, then those that halve the gaps.
+    Samples are added up to `most_bytes`; the page says what was left out. The last step comes first, then the
+    first, then those that halve the gaps.
 
     Args:
-        steps: of the recorded steps of every run only these; all when None.
-        tokenizer: of the runs, their own when None.
+        steps: recorded steps to include from every run; None: all.
+        tokenizer: tokenizer of the runs; None: their own.
 
     Raises:
         ValueError: a directory holds neither a run nor an evaluation, a step was not recorded, or a record
@@ -67,7 +67,7 @@ def _wanted(source: Source, overview: dict[str, Any], steps: Sequence[int] | Non
 def _add_samples(
     replies: dict[str, str], number: int, source: Source, keys: Sequence[int], most_bytes: int
 ) -> set[int]:
-    """Add sections to the replies while there is room. Returns which."""
+    """Add sections to the replies while there is room. Returns the keys added."""
     kept: set[int] = set()
     size = 0
     for key in _spread(keys):
@@ -85,7 +85,7 @@ def _add_samples(
 
 
 def _spread(keys: Sequence[int]) -> Iterable[int]:
-    """The last, the first, then the middle of each gap, widest gaps first."""
+    """Yield the last, the first, then the middle of each gap, widest gaps first."""
     if keys:
         yield keys[-1]
     if len(keys) > 1:

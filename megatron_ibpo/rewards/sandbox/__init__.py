@@ -1,4 +1,4 @@
-"""Where code that a model wrote runs."""
+"""The sandbox for code that a model wrote."""
 
 from megatron_ibpo.rewards.sandbox.bubblewrap import SandboxError
 from megatron_ibpo.rewards.sandbox.process import Execution, Limits, Process, Reached

@@ -1,4 +1,5 @@
-"""The command that builds a sandbox: bubblewrap (`bwrap`) with every namespace, and a root with Python alone.
+"""The command that builds a sandbox: bubblewrap (`bwrap`) with every namespace, and a root that holds only
+Python.
 
 Source: bwrap(1), user_namespaces(7).
 """
@@ -15,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 NOBODY = 65534
-"""Who a program is: a user that owns nothing. The kernel bounds the threads of a user, but not those of
+"""User id of a program: a user that owns nothing. The kernel limits the threads of a user, but not of
 root."""
 WORKING_DIRECTORY = "/tmp"
 ENVIRONMENT = {
@@ -27,17 +28,17 @@ ENVIRONMENT = {
     "PYTHONDONTWRITEBYTECODE": "1",
     "MALLOC_ARENA_MAX": "2",  # others each reserve 64 MiB of the address space, which is bounded
 }
-"""All of it."""
+"""The whole environment of a program."""
 INSTALL = "install bubblewrap (Debian, Ubuntu: apt-get install bubblewrap; Fedora: dnf install bubblewrap)"
 _DEVICES = ("/dev/null",)
 
 
 class SandboxError(Exception):
-    """The sandbox itself failed, or cannot be had: nothing is known of the program."""
+    """The sandbox itself failed, or cannot be had; this says nothing about the program."""
 
 
 def bubblewrap() -> str:
-    """Where bwrap is.
+    """Return the path of bwrap.
 
     Raises:
         SandboxError: it is not installed.
@@ -50,13 +51,14 @@ def bubblewrap() -> str:
 
 @functools.cache
 def python() -> str:
-    """The interpreter that programs run on: the one that this one's virtual environment was made from,
-    without its packages."""
+    """Return the interpreter for programs: the one under this process's virtual environment, without its
+    packages."""
     return os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
 
 
 def python_command(stub: str, arguments: Sequence[str]) -> list[str]:
-    """Starts Python as quickly as it can be: no site packages, no path but the standard library's.
+    """Return the command that starts Python fastest: no site packages, and only the standard library on the
+    path.
 
     Flags: -P no working directory on the path, -S no `site`, -s no packages of the user.
     """
@@ -64,14 +66,14 @@ def python_command(stub: str, arguments: Sequence[str]) -> list[str]:
 
 
 def bubblewrap_command(info: int, block: int, seccomp: int, disk_bytes: int, *, as_root: bool) -> list[str]:
-    """bwrap with its arguments, to be followed by the command to run inside.
+    """Return bwrap with its arguments; the command to run inside comes after them.
 
     Args:
         info: descriptor to which bwrap writes the process id of the sandbox's first process.
         block: descriptor on which the sandbox waits until its users are mapped.
         seccomp: descriptor of the filter.
-        disk_bytes: that the working directory may hold.
-        as_root: the program starts as root of the user namespace, able to become another user and no more.
+        disk_bytes: capacity of the working directory.
+        as_root: start the program as root of the user namespace, able only to become another user.
     """
     command = [bubblewrap(), "--unshare-user", "--unshare-ipc", "--unshare-pid", "--unshare-net"]
     command += ["--unshare-uts", "--unshare-cgroup-try", "--hostname", "sandbox"]
@@ -100,8 +102,8 @@ def bubblewrap_command(info: int, block: int, seccomp: int, disk_bytes: int, *, 
 
 @functools.cache
 def visible_paths() -> tuple[str, ...]:
-    """Files and directories of the host that a program can read: the interpreter, its standard library, and
-    the directories of the shared libraries that these need."""
+    """Return the host's files and directories that a program can read: the interpreter, its standard library,
+    and the directories of the shared libraries that these need."""
     paths = {python(), *_standard_library(), *_library_directories()}
     existing = sorted(path for path in paths if os.path.exists(path))
     return tuple(path for path in existing if not any(_within(path, other) for other in existing))
@@ -109,7 +111,8 @@ def visible_paths() -> tuple[str, ...]:
 
 @functools.cache
 def _standard_library() -> frozenset[str]:
-    """Return the directories of the interpreter itself, also where this one runs in a virtual environment."""
+    """Return the directories of the interpreter itself, even if this process runs in a virtual
+    environment."""
     base = {"platbase": sys.base_exec_prefix, "base": sys.base_prefix}
     return frozenset(sysconfig.get_path(name, vars=base) for name in ("stdlib", "platstdlib"))
 
@@ -123,15 +126,15 @@ def _within(path: str, other: str) -> bool:
 
 
 def _hidden_paths() -> list[str]:
-    """Packages that are installed next to the standard library."""
+    """Return the packages installed next to the standard library."""
     directories = [os.path.join(path, "site-packages") for path in sorted(_standard_library())]
     return [path for path in directories if os.path.isdir(path)]
 
 
 @functools.cache
 def _library_directories() -> frozenset[str]:
-    """Return the directories of the libraries that the interpreter and the standard library's extensions are
-    linked with."""
+    """Return the directories of the libraries that the interpreter and the standard library's extensions link
+    to."""
     extensions = (file for path in _standard_library() for file in Path(path, "lib-dynload").glob("*.so"))
     listed = subprocess.run(
         ["ldd", python(), *map(str, extensions)], capture_output=True, text=True, timeout=60, check=False

@@ -1,10 +1,10 @@
-"""Control groups around sandboxes, where this user may make any: they bound what limits of a process do not
-see, such as the kernel's memory for a million empty files.
+"""Control groups around sandboxes, if this user may create any. They bound what process limits do not see,
+such as the kernel's memory for a million empty files.
 
-They are used again, since the kernel takes long to take down one that bounds memory: without that, a tenth
-fewer programs run per second.
+They are reused, since the kernel takes long to remove one that bounds memory: without reuse, a tenth fewer
+programs run per second.
 
-Both versions of the kernel's interface; only the first one has been run. Source: cgroups(7).
+Both versions of the kernel's interface are handled; only the first has been run. Source: cgroups(7).
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ _numbers = itertools.count()
 
 @contextmanager
 def control_groups(memory_bytes: int, tasks: int) -> Iterator[list[Path]]:
-    """Groups with these bounds, to be entered by writing a process id to their `cgroup.procs`; none where
-    none can be made. At the end, when all their processes must have ended, they are kept for the next
-    sandbox of this process.
+    """Yield groups with these bounds, to be entered by writing a process id to their `cgroup.procs`; none if
+    none can be created.
+
+    At the end, when all their processes must have ended, they are kept for this process's next sandbox.
 
     Args:
-        memory_bytes: with what the kernel holds for the processes, and no swap on top.
+        memory_bytes: memory including what the kernel holds for the processes, with no swap on top.
         tasks: processes and threads.
     """
     kept = _kept(os.getpid(), memory_bytes, tasks)
@@ -48,7 +49,8 @@ def control_groups(memory_bytes: int, tasks: int) -> Iterator[list[Path]]:
 
 @functools.cache
 def _kept(process: int, memory_bytes: int, tasks: int) -> list[list[Path]]:
-    """Groups with these bounds that no sandbox uses. By process, since a fork must not share them."""
+    """Return groups with these bounds that no sandbox uses. They are kept per process, since a fork must not
+    share them."""
     atexit.register(remove_groups, process)
     return []
 
@@ -75,8 +77,8 @@ def _make(memory_bytes: int, tasks: int) -> list[Path]:
 
 
 def remove_groups(owner: int) -> None:
-    """Those that a process with this id has made, once it has ended or needs them no more. One whose last
-    processes are still being killed is waited for, one second at most; the next owner removes what is
+    """Remove the groups that a process with this id created, once it has ended or no longer needs them. If a
+    group's last processes are still being killed, wait for one second at most; the next owner removes what is
     left."""
     deadline = time.monotonic() + 1.0
     left = [group for parent in _own_groups() for group in parent.glob(f"{PREFIX}{owner}-*")]
@@ -90,8 +92,8 @@ def remove_groups(owner: int) -> None:
 
 @functools.cache
 def parents() -> tuple[Path, ...]:
-    """The groups in which this process can make others, one of each hierarchy that bounds memory or tasks.
-    What an owner that was killed left in them is removed."""
+    """Return the groups in which this process can create others, one per hierarchy that bounds memory or
+    tasks. Remove what killed owners left in them."""
     usable = []
     for parent in sorted(_own_groups()):
         _remove([group for group in parent.glob(f"{PREFIX}*") if not _is_owned(group)])
@@ -104,8 +106,7 @@ def parents() -> tuple[Path, ...]:
 
 
 def _own_groups() -> set[Path]:
-    """Return the groups of this process in which groups below them would have a controller that is needed
-    here."""
+    """Return the groups of this process whose child groups would have a controller that is needed here."""
     found = set()
     lines = ""
     with suppress(OSError):  # a kernel without them

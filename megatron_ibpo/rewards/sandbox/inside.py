@@ -1,18 +1,21 @@
-"""What runs in the sandbox, around the program. It imports nothing of the package and, before it has to,
-little of the standard library: that would take longer than most programs.
+"""The code that runs in the sandbox, around the program.
+
+It imports nothing of the package and, until it must, little of the standard library: that would take longer
+than most programs.
 
 Started as `python -c STUB RUNNER PROGRAM READY UID MODE ARGUMENTS…`. The first three are descriptors: of this
-module, compiled, of the program's text, and of a pipe that is told when the sandbox stands. Modes:
+module, compiled, of the program's text, and of a pipe that is told when the sandbox is ready. Modes:
 
 - `program FIRST`: the program as if it had been started by itself; stdin and stdout are its own. FIRST is
   Python that runs in its namespace before it.
-- `calls FIRST NAME`: calls one function. Each line of stdin is a JSON list of arguments, each of stdout a
-  JSON answer: [true, result] or [false, what was raised].
-- `serve`: holds the program for a `check` in another sandbox, which asks over a socket pair (stdin).
-- `check ENTRY_POINT`: runs tests that are Python source. Here PROGRAM is the text of the tests, and whatever
-  they need of the program is asked of `serve`. Prints "passed" at the end.
-- `check_here ENTRY_POINT SERVE`: the same where both are in one sandbox, somewhere else. SERVE is the text of
-  a script that serves the program, and is started as another process.
+- `calls FIRST NAME`: calls one function. Each line of stdin is a JSON list of arguments, each line of stdout
+  a JSON answer: [true, result] or [false, what was raised].
+- `serve`: holds the program for a `check` in another sandbox, which sends requests over a socket pair
+  (stdin).
+- `check ENTRY_POINT`: runs tests written in Python. Here PROGRAM is the text of the tests, and whatever they
+  need of the program is requested from `serve`. Prints "passed" at the end.
+- `check_here ENTRY_POINT SERVE`: the same with both in one sandbox, on a server. SERVE is the text of a
+  script that serves the program, and is started as another process.
 """
 
 import builtins
@@ -27,14 +30,14 @@ if TYPE_CHECKING:
 
 PASSED = "passed"
 CHANGED = "__changed__"
-"""Name under which tests find what a call has changed in its arguments; see `rewards.rebinding`."""
+"""Name under which tests find a call's changes to its arguments; see `rewards.rebinding`."""
 STUB = "import marshal,sys;exec(marshal.load(open(int(sys.argv[1]),'rb',closefd=False)))"
 _HIGHEST_DESCRIPTOR = 256
 _ENDS_OF_LOOPS = (StopIteration, StopAsyncIteration)
 
 
 def main() -> None:
-    """Runs the mode that the command line names."""
+    """Run the mode that the command line names."""
     program_fd, ready_fd, uid = map(int, sys.argv[2:5])
     mode, *arguments = sys.argv[5:]
     sys.argv = ["program.py"]
@@ -48,7 +51,7 @@ def main() -> None:
 
 
 def run(mode: str, source: str, *arguments: str) -> None:
-    """Does what the mode says with a program or, for `check`, with tests."""
+    """Run the mode on a program or, for `check`, on tests."""
     if mode == "program":
         load(source, "__main__", *arguments)
     elif mode == "calls":
@@ -68,7 +71,7 @@ def _give_up_root(uid: int) -> None:
 
 
 def load(source: str, name: str, first: str = "") -> "ModuleType":
-    """Runs a program as a module of this name, and returns that."""
+    """Run a program as a module of this name, and return the module."""
     vars(builtins).update(
         exit=sys.exit, quit=sys.exit
     )  # as the module `site` does, which takes time to start
@@ -96,7 +99,7 @@ def _answer_calls(source: str, first: str, name: str) -> None:
 
 
 def _private_stdout() -> "Any":
-    """stdout for ourselves; what the program reads and prints is nothing."""
+    """Return stdout for this runner alone; the program reads and prints nothing."""
     ours = open(os.dup(1), "wb", buffering=0)  # noqa: SIM115
     _standard_to_nowhere(0, 1)
     return ours
@@ -112,13 +115,14 @@ def _standard_to_nowhere(*descriptors: int) -> None:
 
 
 class Plain:
-    """Values as JSON: data by value, everything else as a reference that its owner keeps."""
+    """A codec of values as JSON: data goes by value, anything else as a reference that its owner keeps."""
 
     def __init__(self, refer: "Callable[[Any], int]", resolve: "Callable[[int], Any]"):
         self._refer, self._resolve = refer, resolve
 
     def pack(self, value: "Any") -> "Any":
-        """Subclasses of data become the data itself, so that no `__eq__` of the program's is ever asked."""
+        """Return the value as JSON. Subclasses of data become the data itself, so that no `__eq__` of the
+        program's is ever called."""
         if value is None or value is True or value is False:
             return value
         if isinstance(value, (int, float, str)):
@@ -155,13 +159,13 @@ class Plain:
 
 
 def _serve(source: str) -> None:
-    """Holds the program. Answers [true, result, the arguments after the call] or [false, exception,
+    """Hold the program, and answer [true, result, the arguments after the call] or [false, exception,
     message]."""
     import json
 
     channel = open(os.dup(0), "wb", buffering=0)  # noqa: SIM115
     requests = open(os.dup(0), encoding="utf-8")  # noqa: SIM115
-    _standard_to_nowhere(0, 1, 2)  # nobody reads what it says, and a full pipe would stop it
+    _standard_to_nowhere(0, 1, 2)  # its prints go nowhere, and a full pipe would stop it
     kept: list[Any] = []
 
     def refer(value: "Any") -> int:
@@ -182,7 +186,7 @@ def _serve(source: str) -> None:
 
 
 def _done(module: "ModuleType", action: str, arguments: "list[Any]") -> "tuple[Any, Any]":
-    """(result, the arguments of a call as they are after it)"""
+    """Return (result, the arguments of a call as they are after it)."""
     if action == "global":
         (name,) = arguments
         if not hasattr(module, name) and hasattr(module, "Solution"):
@@ -198,8 +202,8 @@ def _done(module: "ModuleType", action: str, arguments: "list[Any]") -> "tuple[A
 
 
 class Remote:
-    """Something of the program's that is no plain data: can be called, read and iterated, and equals nothing
-    else."""
+    """An object of the program's that is no plain data. It can be called, read and iterated, and equals
+    nothing but itself."""
 
     def __init__(self, ask: "Callable[..., list[Any]]", number: int, changes: "Changes"):
         self.__dict__.update(_ask=ask, _number=number, _changes=changes)
@@ -220,8 +224,8 @@ class Remote:
 
 
 class Changes:
-    """Arguments that calls have changed in place. The tests' own objects stay as they are, since tests may
-    loop over them or compare with them."""
+    """Arguments that calls changed in place. The tests' own objects stay as they are, since tests may loop
+    over them or compare with them."""
 
     def __init__(self) -> None:
         self._changed: dict[int, tuple[Any, Any]] = {}
@@ -236,7 +240,7 @@ class Changes:
                 self._changed.pop(id(before), None)
 
     def changed(self, value: "Any") -> "Any":
-        """Return the value as the last call has left it, itself or what it contains."""
+        """Return the value, or what it contains, as the last call left it."""
         if id(value) in self._changed:
             return self._changed[id(value)][1]
         if type(value) in (list, tuple) and any(id(item) in self._changed for item in value):
@@ -247,8 +251,8 @@ class Changes:
 
 
 def _check(tests: str, entry_point: str = "") -> None:
-    """Runs tests in this process, whose program is another: what it returns are plain values, and it can
-    reach neither the tests nor what they compare with."""
+    """Run tests in this process against a program in another one. It returns plain values, and can reach
+    neither the tests nor what they compare with."""
     import json
 
     channel = open(0, "wb", buffering=0, closefd=False)  # noqa: SIM115
@@ -297,8 +301,8 @@ def _check_here(tests: str, entry_point: str, serve: str) -> None:
 
 
 def _exception(kind: str, message: str) -> Exception:
-    """An exception of the program's, so that tests may expect it. Never one that would end the tests, or one
-    of their loops: what `all` and `map` take for the end of a list is an error like any other."""
+    """Return an exception of the program's, so that tests may expect it. It never ends the tests or one of
+    their loops: what `all` and `map` take for the end of a list is an ordinary error here."""
     found = getattr(builtins, kind, None)
     if isinstance(found, type) and issubclass(found, Exception) and found not in _ENDS_OF_LOOPS:
         return found(message)
@@ -306,10 +310,10 @@ def _exception(kind: str, message: str) -> Exception:
 
 
 def needed_names(tests: str) -> set[str]:
-    """Global names that tests use and do not define.
+    """Return the global names that tests use and do not define.
 
     Raises:
-        SyntaxError: the tests are no Python.
+        SyntaxError: the tests are not Python.
     """
     import symtable
 

@@ -1,4 +1,4 @@
-"""One program in a sandbox: started, bounded, read and ended from outside."""
+"""One program in a sandbox: start it, bound it, read its output and end it from outside."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ from megatron_ibpo.rewards.sandbox.control_groups import control_groups
 from megatron_ibpo.rewards.sandbox.seccomp import seccomp_filter
 
 Mode = Literal["program", "calls", "serve", "check"]
-"""Uses that `inside` makes of the source that it is given."""
+"""Ways in which `inside` uses the source that it is given."""
 Reached = Literal["time", "output"]
-"""The limit for which a program was ended."""
+"""Limit that ended a program."""
 
 _SETUP_TIMEOUT = 30.0
-"""Seconds until a sandbox stands. It takes some ms; on a machine that swaps, much more."""
+"""Seconds until a sandbox is ready. It takes milliseconds; on a machine that swaps, much more."""
 _END_TIMEOUT = 30.0
 """Seconds until the kernel has ended all processes of a sandbox."""
 _LONGEST_STDERR = 4096
 _CHUNK = 1 << 16
 _KERNEL_BYTES = 64 << 20
-"""For what the kernel holds for a sandbox, besides the program's memory and files."""
+"""Memory for what the kernel holds for a sandbox, besides the program's memory and files."""
 _TASKS_OF_SANDBOX = 4
-"""bwrap's own and the program's first, with room."""
+"""Tasks of the sandbox itself: bwrap's and the program's first, with room to spare."""
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -54,34 +54,34 @@ class Limits:
     """Limits of one program."""
 
     seconds: float = 6.0
-    """Wall-clock time from the moment the sandbox stands, and processor time of all its threads (in whole
+    """Wall-clock time from the moment the sandbox is ready, and processor time of all its threads (in whole
     seconds). 6: LiveCodeBench's."""
     memory_bytes: int = 1 << 30
     """Address space. 1 GiB: what most judges of programs allow."""
     output_bytes: int = 8 << 20
-    """On stdout. A program that writes more is ended."""
+    """Output on stdout. A program that writes more is ended."""
     disk_bytes: int = 16 << 20
-    """In its working directory, which is in memory."""
+    """Disk space of its working directory, which is in memory."""
     tasks: int = 32
     """Threads."""
     descriptors: int = 64
-    """Open at one time."""
+    """File descriptors open at one time."""
 
 
 @dataclass(frozen=True)
 class Execution:
-    """How a program ended."""
+    """The end of a program and its output."""
 
     stdout: bytes
     stderr: str
-    """The last of it."""
+    """Last part of stderr."""
     status: int | None
-    """128 + N after signal N; None: it was ended for a limit."""
+    """Exit status, 128 + N after signal N; None: it was ended for a limit."""
     reached: Reached | None = None
 
 
 class Process:
-    """A program that runs, in a sandbox or without one. Used in a `with`, which ends it.
+    """A running program, in a sandbox or without one. Used in a `with`, which ends it.
 
     Attributes:
         stdout: what has been read of its output.
@@ -99,16 +99,16 @@ class Process:
         limits: Limits,
         isolated: bool = True,
     ):
-        """Start it. Returns once it is about to run what it is given.
+        """Start the program. Returns once it is about to run its source.
 
         Args:
-            source: text of a program, or of tests where the mode is `check`.
-            arguments: of the mode.
-            stdin: what it reads, or a descriptor that becomes its stdin.
-            isolated: in a sandbox.
+            source: text of a program, or of tests if the mode is `check`.
+            arguments: arguments of the mode.
+            stdin: input text, or a descriptor that becomes its stdin.
+            isolated: run it in a sandbox.
 
         Raises:
-            SandboxError: the sandbox does not stand.
+            SandboxError: the sandbox does not start.
         """
         self.stdout = bytearray()
         self._stderr = bytearray()
@@ -153,7 +153,7 @@ class Process:
                 pass_fds=passed,
                 env={} if self._isolated else ENVIRONMENT,
                 cwd="/" if self._isolated else self._ends.enter_context(tempfile.TemporaryDirectory()),
-                # a sandbox stays in the group of its owner, and so is killed with a verifier's
+                # a sandbox stays in the process group of its owner, and so is killed with a verifier's
                 start_new_session=not self._isolated,
             )
             self._process = process
@@ -174,7 +174,8 @@ class Process:
         return control_groups(memory, limits.tasks + _TASKS_OF_SANDBOX)
 
     def _first_process(self, info: int, deadline: float) -> int:
-        """The process id, as seen from here, of the one with which all others of the sandbox end."""
+        """Return the process id, as seen from here, of the sandbox's first process, which takes all others
+        down with it."""
         said = b""
         while not said.rstrip().endswith(b"}"):
             if not (more := _read(info, deadline)):
@@ -192,10 +193,10 @@ class Process:
         return SandboxError(f"the sandbox {what}: {said}")
 
     def read(self, enough: Callable[[bytearray], bool], deadline: float) -> bool:
-        """Read until there is enough of it; False: the program ended, or reached a limit, before.
+        """Read until there is enough output; False if the program ended, or reached a limit, before.
 
         Args:
-            deadline: of `time.monotonic()`.
+            deadline: as of `time.monotonic()`.
         """
         return enough(self.stdout) or self._pump(enough, min(deadline, self._deadline))
 
@@ -211,7 +212,8 @@ class Process:
         return Execution(bytes(self.stdout), self._stderr.decode(errors="replace"), status, self.reached)
 
     def _pump(self, enough: Callable[[bytearray], bool], deadline: float) -> bool:
-        """Until there is enough, all processes have ended and their output is read, or a limit is reached."""
+        """Read until there is enough output, all processes have ended and their output is read, or a limit is
+        reached."""
         poll = select.poll()
         for descriptor in (self._out, self._err, self._handle):
             poll.register(descriptor, select.POLLIN)
@@ -234,7 +236,7 @@ class Process:
         return False
 
     def _take(self, descriptor: int) -> bool:
-        """Read some of what there is; False at the end."""
+        """Read some of the available output; False at the end."""
         read = os.read(descriptor, _CHUNK)
         if descriptor == self._out:
             self.stdout += read
@@ -244,11 +246,11 @@ class Process:
         return bool(read)
 
     def end(self) -> None:
-        """End all its processes, and wait for that."""
+        """End all its processes, and wait until they have ended."""
         self._ends.close()
 
     def _end_processes(self) -> None:
-        """bwrap ends when the first process of its sandbox has, and with that all others."""
+        """End the sandbox's first process: bwrap then ends, and all other processes with it."""
         if self._handle < 0:
             self._process.kill()
         elif self._isolated:
@@ -282,7 +284,7 @@ def _pipe(reader: ExitStack, writer: ExitStack) -> tuple[int, int]:
 
 
 def _file_in_memory(stack: ExitStack, content: bytes) -> int:
-    """A descriptor of what can be read and never changed."""
+    """Return a descriptor of content that can be read and never changed."""
     descriptor = os.memfd_create("sandbox", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     stack.callback(os.close, descriptor)
     with open(descriptor, "wb", closefd=False) as file:
@@ -298,7 +300,7 @@ def _file_in_memory(stack: ExitStack, content: bytes) -> int:
 
 @functools.cache
 def _runner() -> bytes:
-    """`inside`, compiled: programs run on the version of Python that this is."""
+    """Return `inside`, compiled; programs run on the same Python version as this process."""
     path = Path(inside.__file__)
     return marshal.dumps(compile(path.read_text(encoding="utf-8"), "inside.py", "exec", dont_inherit=True))
 
@@ -312,7 +314,7 @@ def _filter() -> bytes:
 
 
 def _read(descriptor: int, deadline: float) -> bytes:
-    """Return what a pipe has next; nothing at its end or at the deadline."""
+    """Return the next bytes of a pipe; empty at its end or at the deadline."""
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     if not poll.poll(max(0.0, deadline - time.monotonic()) * 1e3):
@@ -321,7 +323,7 @@ def _read(descriptor: int, deadline: float) -> bytes:
 
 
 def _bound(process: int, limits: Limits) -> None:
-    """Limits of a process and all that it starts."""
+    """Set the limits of a process and of everything it starts."""
     seconds = int(limits.seconds) + 1
     for what, most in (
         (resource.RLIMIT_CPU, seconds),
@@ -347,11 +349,13 @@ def _enter(groups: Sequence[Path], process: int) -> None:
 
 
 def _map_users(process: int, *, as_root: bool) -> None:
-    """Who is who in the user namespace of a process: root is mapped so that the sandbox can be built as root
-    and left for nobody; a user without rights can map itself alone, to nobody.
+    """Map the users of a process's user namespace.
+
+    Root is mapped so that the sandbox can be built as root, which then becomes NOBODY. A user without rights
+    can map only itself, to NOBODY.
 
     Raises:
-        SandboxError: this process may not.
+        SandboxError: this process may not map users.
     """
     uid, gid = os.getuid(), os.getgid()
     try:
@@ -366,7 +370,7 @@ def _map_users(process: int, *, as_root: bool) -> None:
 
 @functools.cache
 def _adopt() -> None:
-    """Become the parent of what loses its own: bwrap ends without waiting for the first process of its
-    sandbox, which would stay as a zombie where the first process of the machine (of a container) does not
-    care for others."""
+    """Become the parent of orphaned descendants. bwrap ends without waiting for the first process of its
+    sandbox, which would stay as a zombie if the machine's (or container's) first process does not reap
+    orphans."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)

@@ -61,14 +61,14 @@ _AF_UNIX = 1
 _ALLOW, _KILL = 0x7FFF0000, 0x80000000
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _NUMBER, _ARCH, _FIRST_ARGUMENT = 0, 4, 16
-"""Where they are in struct seccomp_data; both architectures are little-endian."""
+"""Offsets in struct seccomp_data; both architectures are little-endian."""
 
 
 def seccomp_filter(machine: str | None = None) -> bytes:
-    """The filter, as an array of struct sock_filter.
+    """Return the filter, as an array of struct sock_filter.
 
     Args:
-        machine: x86_64 or aarch64, as `platform.machine()` says it; this one when None.
+        machine: x86_64 or aarch64, as `platform.machine()` names it; None: this machine's.
 
     Raises:
         ValueError: another kind of processor.
@@ -111,5 +111,5 @@ def _refuse(error: int) -> bytes:
 
 
 def _step(code: int, value: int, then: int = 0, unless: int = 0) -> bytes:
-    """One instruction; a test skips `then` instructions where it holds, else `unless`."""
+    """Return one instruction; a test skips `then` instructions if it holds, else `unless`."""
     return struct.pack("<HBBI", code, then, unless, value)

@@ -1,4 +1,4 @@
-"""Test that the sandbox holds on this machine, before anything is trusted to it."""
+"""Test that the sandbox holds on this machine, before it runs any code of a model."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ print(json.dumps({
 
 
 def check_isolation() -> None:
-    """Run a program in a sandbox that tries what it must not be able to do. Takes about 0.2 s.
+    """Run a program in a sandbox that tries each forbidden action. Takes about 0.2 s.
 
     Raises:
-        SandboxError: it could, or there is no sandbox; with what to do.
+        SandboxError: one succeeded, or there is no sandbox; with what to do.
     """
     limits = Limits()
     with tempfile.NamedTemporaryFile() as file:

@@ -1,1 +1,1 @@
-"""Checkpoints as files, in Hugging Face's and Megatron's format, and from one to the other."""
+"""Checkpoint files in Hugging Face's and Megatron's formats, and conversion between the two."""

@@ -1,10 +1,10 @@
 """Checks of what a Megatron checkpoint holds alongside tensors, before anything unpickles it.
 
 Scalars of the optimizer, the schedule, a tool's arguments, random states and Transformer Engine's
-`_extra_state` are stored as pickles. torch's distributed reader unpickles what `.metadata` calls bytes with
-`weights_only=False`, whatever the reader wanted to find there, so a checkpoint could run code. Here torch's
-restricted unpickler reads the same bytes first. It knows tensors and plain containers, and is given the other
-classes that Megatron-LM stores.
+`_extra_state` are stored as pickles. torch's distributed reader unpickles every entry that `.metadata` calls
+bytes with `weights_only=False`, so a checkpoint could run code. Here torch's restricted unpickler reads the
+same bytes first. It knows tensors and plain containers, and is given the other classes that Megatron-LM
+stores.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatron_ibpo.basics.user_files import RECORD_BYTES, check_user_file, read_
 from megatron_ibpo.weights.weight_errors import CheckpointError, listed
 
 _COMMON_FILE = "common.pt"
-"""File in which older versions of Megatron keep what is no tensor."""
+"""File in which older versions of Megatron keep everything but tensors."""
 
 _HARMLESS: dict[str, Callable[..., Any]] = {
     "_io.BytesIO": io.BytesIO,
@@ -55,11 +55,11 @@ _OF_MEGATRON = (
     "megatron.core.transformer.enums.CudaGraphScope",
     "megatron.core.transformer.enums.InferenceCudaGraphScope",
 )
-"""Both together: what `megatron.core.safe_globals` allows. By name, since tools run without Megatron."""
+"""Together, what `megatron.core.safe_globals` allows. By name, since tools run without Megatron."""
 
 
 class _StandIn:
-    """Made in place of an object of Megatron's; takes the arguments and the state that belong to it."""
+    """A stand-in for an object of Megatron's; accepts the arguments and state that belong to it."""
 
     def __new__(cls, *_: Any, **__: Any) -> _StandIn:
         return super().__new__(cls)
@@ -72,16 +72,16 @@ class _StandIn:
 
 
 def check_byte_entries(directory: Path, metadata: Metadata) -> None:
-    """Unpickle everything in `directory` that is no tensor, by an unpickler that cannot run code.
+    """Unpickle everything in `directory` that is not a tensor, with an unpickler that cannot run code.
 
     Args:
-        metadata: the directory's, whose files are all there.
+        metadata: metadata of the directory, whose files all exist.
 
     Raises:
-        CheckpointError: an entry is damaged or asks for what no checkpoint needs; names file and entry.
+        CheckpointError: an entry is damaged or needs a class that is not allowed; names file and entry.
     """
     allowed = {**_HARMLESS, **dict.fromkeys(_OF_MEGATRON, _StandIn)}
-    # pairs: of bare classes, those that Megatron has allowed for itself would be forgotten at the end
+    # pairs: given bare classes, torch would forget at the end those that Megatron has allowed for itself
     with torch.serialization.safe_globals([(known, name) for name, known in allowed.items()]):
         for path, entry, data in _entries(directory, metadata):
             try:
@@ -94,7 +94,7 @@ def check_byte_entries(directory: Path, metadata: Metadata) -> None:
 
 
 def _entries(directory: Path, metadata: Metadata) -> Iterator[tuple[Path, str, bytes]]:
-    """File, name and bytes of each pickle."""
+    """Yield file, name and bytes of each pickle."""
     for index, place in metadata.storage_data.items():
         if isinstance(metadata.state_dict_metadata.get(index.fqn), TensorStorageMetadata):
             continue  # read with weights_only=True by all readers
@@ -114,6 +114,6 @@ def _entries(directory: Path, metadata: Metadata) -> Iterator[tuple[Path, str, b
 
 
 def _reason(error: Exception) -> str:
-    """Without torch's advice, which is to allow what was refused."""
+    """Return the reason without torch's advice, which is to allow what was refused."""
     asked = re.search(r"GLOBAL (\S+)", str(error))
     return f"it asks for {asked[1]}" if asked else f"no pickle of plain data ({type(error).__name__})"

@@ -1,7 +1,7 @@
 """Hugging Face checkpoints ⇄ Megatron's distributed checkpoints, file to file.
 
-No model is built. The weight map says which rows lie where; tensors are read, rearranged and written one at
-a time, by a few threads on every rank, each of which writes files of its own.
+No model is built. The weight map gives the place of every row; tensors are read, rearranged and written one
+at a time, by a few threads on every rank. Each thread writes files of its own.
 """
 
 from __future__ import annotations
@@ -75,15 +75,15 @@ def hf_to_megatron(
 ) -> None:
     """Write the weights in `hf_dir` as a torch_dist checkpoint at `target`. Collective.
 
-    Megatron reads it under any layout; `parallel` and `virtual_stages` (model chunks of a rank in an
-    interleaved pipeline) say in what pieces and files it is written, so that a run in that layout reads
-    whole pieces. Rows that pad the vocabulary are not written: Megatron sets them to 0 when it loads. Dtypes
-    are kept. `world` may be of any size: it divides the work.
+    Megatron reads it under any layout. `parallel` and `virtual_stages` (model chunks of a rank in an
+    interleaved pipeline) determine its pieces and files, so that a run in that layout reads whole pieces.
+    Rows that pad the vocabulary are not written: Megatron sets them to 0 when it loads. Dtypes are kept.
+    `world` may have any size: its ranks share the work.
 
     Raises:
         CheckpointError, ModelConfigError: `hf_dir` is not a checkpoint of a known model.
         ValueError: the layout cannot hold the model.
-        FileExistsError: there is something at `target`.
+        FileExistsError: `target` exists.
         DiskSpaceError: the disk is or becomes full.
     """
     world.on_rank_0(lambda: _check_target(target))
@@ -130,16 +130,17 @@ def megatron_to_hf(
 ) -> None:
     """Write the weights of the torch_dist checkpoint `stored_dir` in Hugging Face format. Collective.
 
-    One tensor an expert, in sharded safetensors. Dtypes are kept. Optimizer state and the like stay behind.
+    The result is sharded safetensors with one tensor per expert. Dtypes are kept. Optimizer state and the
+    like are dropped.
 
     Args:
         origin: Hugging Face checkpoint with the configuration and tokenizer; None: the checkpoint's own.
-            What a checkpoint holds beside the policy (multi-token prediction layers, a vision tower) is taken
-            from its weights where `stored_dir` has none.
+            Tensors beside the policy (multi-token prediction layers, a vision tower) are taken from its
+            weights if `stored_dir` has none.
 
     Raises:
-        CheckpointError: neither has what config.json says that there is beside the policy.
-        others as `hf_to_megatron`.
+        CheckpointError: tensors declared in config.json beside the policy are missing from both.
+        others: see `hf_to_megatron`.
     """
     world.on_rank_0(lambda: _check_target(target))
     origin, shape = model_of(stored_dir, origin)
@@ -153,7 +154,7 @@ def megatron_to_hf(
         logger.warning("%s: not trained and taken from %s: %s", stored_dir, origin, names)
 
     def metas_of(entry: Entry) -> list[TensorMeta]:
-        """Return for each piece the tensor that it is stored in."""
+        """Return, for each piece, the tensor that it is stored in."""
         if source is not None and entry.name in from_origin:
             return [TensorMeta(piece.name, source.dtype(piece), piece.shape) for piece in entry.pieces]
         dtype = stored.dtype(entry.blocks()[0])
@@ -185,7 +186,7 @@ def model_of(stored_dir: Path, origin: Path | None = None) -> tuple[Path, ModelS
     dimensions.
 
     Raises:
-        CheckpointError: the checkpoint holds none and no `origin` is given, or adapters alone.
+        CheckpointError: the checkpoint has neither and no `origin` is given, or it holds only adapters.
     """
     if read_layout(stored_dir).get("lora"):
         raise CheckpointError(
@@ -210,7 +211,7 @@ def differing_tensors(
     allow_pickle: bool = False,
     report: Report = lambda now, total: None,
 ) -> list[str]:
-    """Names of HF tensors that are not, bit for bit, what the Megatron checkpoint holds; both are read from
+    """Return the names of HF tensors that differ in any bit from the Megatron checkpoint; both are read from
     disk. Collective: the ranks divide the work.
 
     Raises:
@@ -237,7 +238,7 @@ def differing_tensors(
 def _same_bits(first: Tensor, second: Tensor) -> bool:
     if first.dtype != second.dtype or first.shape != second.shape:
         return False
-    integers = {2: torch.int16, 4: torch.int32}[first.dtype.itemsize]  # NaNs have bits too
+    integers = {2: torch.int16, 4: torch.int32}[first.dtype.itemsize]  # integers, because NaNs have bits too
     return torch.equal(first.contiguous().view(integers), second.contiguous().view(integers))
 
 
@@ -268,13 +269,13 @@ class Tensors(Protocol):
     """A checkpoint of either format."""
 
     def __iter__(self) -> Iterator[str]:
-        """The names of its tensors."""
+        """Iterate over the names of its tensors."""
 
     def shape_of(self, name: str) -> tuple[int, ...]: ...
 
 
 def model_entries(shape: ModelShape, tensors: Tensors, vocab_rows: int | None = None) -> list[Entry]:
-    """Return the entries that a checkpoint with these tensors has to hold, every HF tensor once.
+    """Return the entries that a checkpoint with these tensors must hold, every HF tensor once.
 
     Args:
         vocab_rows: as in `weight_map`.
@@ -296,7 +297,8 @@ def model_entries(shape: ModelShape, tensors: Tensors, vocab_rows: int | None = 
 
 
 def check_checkpoint(hf_dir: Path, shape: ModelShape) -> None:
-    """Compare the tensors of a checkpoint with the model of its config.json, before memory is taken for one.
+    """Compare the tensors of a checkpoint with the model of its config.json, before allocating memory for
+    them.
 
     Raises:
         CheckpointError: a tensor is missing, superfluous, or of another shape or dtype.
@@ -306,7 +308,7 @@ def check_checkpoint(hf_dir: Path, shape: ModelShape) -> None:
 
 
 def _stored_dtypes(checkpoint: Checkpoint, entries: list[Entry]) -> dict[str, torch.dtype]:
-    """Dtype of every entry. Raises CheckpointError where a stored tensor would have two."""
+    """Return the dtype of every entry. Raises CheckpointError if a stored tensor would have two."""
     by_key: dict[str, tuple[torch.dtype, str]] = {}
     dtypes = {}
     for entry in entries:
@@ -324,7 +326,7 @@ def _stored_dtypes(checkpoint: Checkpoint, entries: list[Entry]) -> dict[str, to
 
 
 def _check_tied_head(checkpoint: Checkpoint, shape: ModelShape) -> None:
-    """Some checkpoints hold the tied head as well; then it has to be the embeddings."""
+    """Check that a tied head equals the embeddings; some checkpoints hold it as well."""
     if not shape.tie_word_embeddings or "lm_head.weight" not in checkpoint.file_of:
         return
     untied = weight_map(shape)["embedding.word_embeddings.weight"].pieces[0]
@@ -337,14 +339,14 @@ def _check_tied_head(checkpoint: Checkpoint, shape: ModelShape) -> None:
 
 
 def _is_conversion(stored_dir: Path) -> bool:
-    """`hf_to_megatron` wrote it, and left out nothing."""
+    """Return whether `hf_to_megatron` wrote the checkpoint and left nothing out."""
     return (stored_dir / RUN_STATE).is_file() and load_run_state(stored_dir)["step"] == 0
 
 
 def _carried(
     origin: Path, shape: ModelShape, entries: list[Entry], *, converted: bool
 ) -> tuple[list[Entry], Checkpoint | None]:
-    """Return what lies beside the policy in the origin's weights only."""
+    """Return the entries beside the policy that only the origin's weights hold."""
     if not any(origin.glob("*.safetensors")):
         has_some = any(entry.name.startswith(shape.carried) for entry in entries)
         if shape.carried and not has_some and not converted:
@@ -362,7 +364,7 @@ def _carried(
 
 
 def _has_nan(tensor: Tensor) -> bool:
-    """amax hands NaN on, and is faster than isnan."""
+    """Return whether a tensor holds NaN. amax propagates NaN, and is faster than isnan."""
     return bool(tensor.numel() and torch.isnan(tensor.amax()))
 
 
@@ -380,8 +382,8 @@ def _run_share(
     report: Report,
     work: Callable[[Job[Item], Turn, Callable[[int], None]], Result],
 ) -> dict[str, Result]:
-    """Return what `work` gives for each of this rank's files, by name. It is handed a function to call with
-    the bytes of each parameter that is done."""
+    """Return the result of `work` for each of this rank's files, by name. `work` also gets a function to call
+    with the bytes of each finished parameter."""
     mine = jobs[world.rank :: world.size]
     total = sum(job.num_bytes for job in mine)
     done = run_jobs(mine, lambda job, turn: work(job, turn, lambda now: report(now, total)))
@@ -391,7 +393,7 @@ def _run_share(
 def _write_distcp(
     directory: Path, checkpoint: Checkpoint, job: Job[_Share], turn: Turn, report: Callable[[int], None]
 ) -> tuple[list[Record], str]:
-    """One file of a Megatron checkpoint. Returns what is in it, and its digest."""
+    """Write one file of a Megatron checkpoint; return its records and its digest."""
     file = DistcpFile(directory / job.file)
     for share in job.items:
         with _joined(checkpoint, share, turn) as shard:
@@ -411,7 +413,7 @@ def _write_safetensors(
     turn: Turn,
     report: Callable[[int], None],
 ) -> str:
-    """One file of a Hugging Face checkpoint. Returns its digest."""
+    """Write one file of a Hugging Face checkpoint; return its digest."""
     file = SafetensorsFile(directory / job.file, _tensors(job.items, metas))
     for entry in job.items:
         with parameter(entry, turn) as whole:
@@ -427,7 +429,7 @@ def _tensors(entries: Sequence[Entry], metas: dict[str, list[TensorMeta]]) -> li
 
 
 def _parts(entry: Entry, number: int, whole: Tensor) -> list[Tensor]:
-    """Consecutive rows of the tensor that piece `number` of a parameter is stored in."""
+    """Return consecutive rows of the tensor that piece `number` of a parameter is stored in."""
     if not entry.by_rows:
         return [part[None] for part in entry.part(whole)]
     spans = sorted(span for span in entry.spans() if span.piece == number)
@@ -436,7 +438,7 @@ def _parts(entry: Entry, number: int, whole: Tensor) -> list[Tensor]:
 
 @contextmanager
 def _joined(checkpoint: Checkpoint, share: _Share, turn: Turn) -> Iterator[Tensor]:
-    """A shard, contiguous: where it lies in a file if nothing has to be moved for it."""
+    """Yield a shard, contiguous. It is a view of the file if nothing has to be moved."""
     cuts = checkpoint.read_shard(share.entry, share.rank, share.ranks)
     if not share.entry.by_rows:
         with turn(share.shape, cuts[0].dtype) as shard:
@@ -461,7 +463,8 @@ def _joined(checkpoint: Checkpoint, share: _Share, turn: Turn) -> Iterator[Tenso
 
 @contextmanager
 def _stored(stored: StoredCheckpoint, entry: Entry, turn: Turn) -> Iterator[Tensor]:
-    """A parameter of a Megatron checkpoint, contiguous: where it lies in a file if it lies there whole."""
+    """Yield a parameter of a Megatron checkpoint, contiguous. It is a view of the file if stored in one
+    piece."""
     whole = stored.view(entry)
     with (
         nullcontext(whole) if whole is not None else turn(entry.shape, stored.dtype(entry.blocks()[0])) as out
@@ -486,7 +489,7 @@ class _Share:
 
     @property
     def dim(self) -> int:
-        """Dimension that is divided."""
+        """Dimension along which the parameter is divided."""
         return self.entry.cut.dim if self.entry.cut else 0
 
     @property
@@ -499,7 +502,7 @@ class _Share:
 
 
 def _shares(entries: list[Entry], holdings: list[Holding]) -> dict[int, list[_Share]]:
-    """Each rank's shards: every shard once, with the first rank that holds it."""
+    """Return each rank's shards. Every shard appears once, on the first rank that holds it."""
     shares: dict[int, list[_Share]] = defaultdict(list)
     for entry, holders in zip(entries, shard_holders(entries, holdings), strict=True):
         for shard, ranks in enumerate(holders if entry.cut else holders[:1]):
@@ -508,7 +511,7 @@ def _shares(entries: list[Entry], holdings: list[Holding]) -> dict[int, list[_Sh
 
 
 def _in_parts(shares: list[_Share], parts: int) -> list[list[_Share]]:
-    """Consecutive runs of about equal size; none is empty."""
+    """Split into consecutive runs of about equal size; none is empty."""
     total = sum(share.numel for share in shares)
     runs: list[list[_Share]] = [[] for _ in range(parts)]
     before = 0
@@ -519,7 +522,7 @@ def _in_parts(shares: list[_Share], parts: int) -> list[list[_Share]]:
 
 
 def _hf_files(entries: list[Entry], metas: dict[str, list[TensorMeta]]) -> list[Job[Entry]]:
-    """Entries whose pieces are stored in one tensor are in one file."""
+    """Group entries into files. Entries whose pieces are stored in one tensor share a file."""
     groups: list[list[Entry]] = [[]]
     for entry in entries:
         groups[-1].append(entry)

@@ -1,4 +1,4 @@
-"""Checkpoint directories that are whole or not there: disk space first, checksums last, then one rename."""
+"""Checkpoint directories that are complete or absent: disk space first, checksums last, then one rename."""
 
 import errno
 import fcntl
@@ -17,18 +17,18 @@ from megatron_ibpo.weights.formats.publishing import publish
 T = TypeVar("T")
 
 BUFFER_BYTES = 8 * 1024**2
-"""Collected before it is hashed and written: whole blocks of any disk."""
+"""Bytes collected before they are hashed and written: whole blocks of any disk."""
 
 
 class DiskSpaceError(OSError):
-    """Not enough room for a checkpoint."""
+    """The disk has not enough room for a checkpoint."""
 
     errno = errno.ENOSPC
 
 
 def disk_error(error: Exception) -> Exception:
-    """The disk's own error, where that is beneath. torch closes the archive that it could not write, and then
-    complains of that: a full disk would be a RuntimeError, "unexpected pos"."""
+    """Return the disk's own error if it caused this one. torch closes the archive that it could not write,
+    and then complains of that: a full disk would be a RuntimeError, "unexpected pos"."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError):
@@ -38,10 +38,10 @@ def disk_error(error: Exception) -> Exception:
 
 
 class HashedFile:
-    """A new file, written front to back, hashed on the way and on the disk when it is closed.
+    """A new file, written front to back. It is hashed on the way, and is on the disk once it is closed.
 
-    It goes to the disk past the system's cache where the file system lets it: what is written once and read
-    later would only push out of the cache what is being read, and cost a copy and a page of memory each.
+    Writes bypass the system's cache if the file system allows it. Data that is written once and read later
+    would only evict what is being read, and cost a copy and a page of memory each.
     """
 
     def __init__(self, path: Path):
@@ -53,7 +53,7 @@ class HashedFile:
         self._used = 0
 
     def write(self, data: bytes | memoryview) -> int:
-        """Raises DiskSpaceError, naming the file, when the disk is full."""
+        """Write the data. Raises DiskSpaceError, naming the file, when the disk is full."""
         left = memoryview(data).cast("B")
         num_bytes = left.nbytes
         while left.nbytes:
@@ -81,11 +81,11 @@ class HashedFile:
         self._used = 0
 
     def flush(self) -> None:
-        """Flush nothing; it is here for callers that take this for an ordinary file. The last bytes are kept
-        back until `close`."""
+        """Do nothing; callers that treat this as an ordinary file need it. The last bytes are kept back until
+        `close`."""
 
     def close(self) -> str:
-        """The digest of what was written."""
+        """Close the file; return the digest of its content."""
         if self._is_direct:  # the end need not fill a block
             fcntl.fcntl(self._file, fcntl.F_SETFL, fcntl.fcntl(self._file, fcntl.F_GETFL) & ~os.O_DIRECT)
         self._write_out()
@@ -95,7 +95,7 @@ class HashedFile:
 
 
 def _create(path: Path) -> tuple[int, bool]:
-    """(descriptor of a new file, whether what is written to it goes past the system's cache)."""
+    """Return (descriptor of a new file, whether writes to it bypass the system's cache)."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
     try:
         return os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o666), hasattr(os, "O_DIRECT")
@@ -107,7 +107,7 @@ def _create(path: Path) -> tuple[int, bool]:
 
 
 def check_disk_space(directory: Path, needed: int) -> None:
-    """Raises DiskSpaceError if the disk of `directory` has not `needed` bytes (and 1 % more) free."""
+    """Raise DiskSpaceError if the disk of `directory` has not `needed` bytes (and 1 % more) free."""
     free = shutil.disk_usage(directory).free
     if free < needed * 1.01:
         raise DiskSpaceError(
@@ -126,13 +126,13 @@ def write_directory(
     """Fill a directory, on all ranks, and put it at `target`. Collective; all ranks share the file system.
 
     It is filled beside `target` under a hidden name, which a killed run leaves behind and the next run
-    removes; a `target` that exists is replaced by the finished directory in one rename.
+    removes. An existing `target` is replaced by the finished directory in one rename.
 
     Args:
         needed: bytes that the disk must have free.
-        write: every rank's own files; no collectives. Its result must pickle.
-        finish: on rank 0, with all ranks' results: the remaining files. Returns the digests that are
-            known already, by file name; other files are hashed.
+        write: writes every rank's own files, without collectives. Its result must pickle.
+        finish: writes the remaining files on rank 0, from all ranks' results. Returns the digests that are
+            already known, by file name; other files are hashed.
 
     Raises:
         DiskSpaceError: before anything is written, or when the disk fills up on the way.

@@ -1,4 +1,4 @@
-"""Files written by a few threads at once, in bounded memory."""
+"""Concurrent writing of files by a few threads, in bounded memory."""
 
 import math
 import mmap
@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 THREADS_PER_CORE = 2
-"""One computes while the other waits for the disk."""
+"""Threads per core: one computes while the other waits for the disk."""
 MAX_THREADS = 8
 MEMORY = 768 * 1024**2
-"""Bytes of tensors in work at once; more only for a single tensor that needs it."""
+"""Bytes of tensors in work at once; only a single larger tensor may exceed it."""
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -25,7 +25,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Job(Generic[Item]):
-    """A file and what goes into it."""
+    """A file and its content."""
 
     file: str
     items: Sequence[Item]
@@ -33,14 +33,14 @@ class Job(Generic[Item]):
 
 
 class Stopped(Exception):
-    """Another thread failed."""
+    """Raised in a thread because another thread failed."""
 
 
 class Turn:
-    """Gives threads memory to work in when there is some, and ends them when one has failed.
+    """A turn at memory: gives threads memory to work in when there is some, and ends them when one has
+    failed.
 
-    Memory is used again and again: the kernel takes longer to hand out fresh pages than it takes to fill
-    them.
+    Memory is reused: the kernel takes longer to hand out fresh pages than it takes to fill them.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class Turn:
 
     @contextmanager
     def __call__(self, shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[Tensor]:
-        """A tensor of any content. Raises Stopped instead when the work has been given up."""
+        """Yield a tensor with undefined content. Raises Stopped when another thread has failed."""
         count = math.prod(shape)
         memory = self._take(max(count * dtype.itemsize, mmap.PAGESIZE))
         try:
@@ -78,7 +78,7 @@ class Turn:
             raise Stopped
 
     def check(self) -> None:
-        """Raises Stopped when the work has been given up."""
+        """Raise Stopped when another thread has failed."""
         if self._stopping:
             raise Stopped
 
@@ -96,7 +96,7 @@ def _fresh(num_bytes: int) -> mmap.mmap:
 
 
 def run_jobs(jobs: list[Job[Item]], work: Callable[[Job[Item], Turn], Result]) -> list[Result]:
-    """`work` on every job, in threads; the first error ends all of them and is raised."""
+    """Run `work` on every job, in threads; the first error ends all of them and is raised."""
     threads = max(1, min(len(jobs), THREADS_PER_CORE * len(os.sched_getaffinity(0)), MAX_THREADS))
     turn = Turn()
     inner = torch.get_num_threads()

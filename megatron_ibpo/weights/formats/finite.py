@@ -1,4 +1,5 @@
-"""Weights that are numbers. One NaN in a checkpoint makes every log-prob NaN, and every step is skipped."""
+"""Checks for NaN and infinity. One NaN in a checkpoint makes every log-prob NaN, and every step is
+skipped."""
 
 from pathlib import Path
 
@@ -9,7 +10,8 @@ from megatron_ibpo.weights.weight_errors import CheckpointError
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """One pass without memory of its own: minimum and maximum hand NaN on."""
+    """Return whether all values are finite. One pass without memory of its own: minimum and maximum propagate
+    NaN."""
     return not tensor.numel() or bool(torch.isfinite(torch.stack(torch.aminmax(tensor))).all())
 
 

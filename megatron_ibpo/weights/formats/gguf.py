@@ -1,4 +1,4 @@
-"""GGUF files, as llama.cpp keeps models, to Hugging Face checkpoints. Needs the package gguf."""
+"""Conversion of GGUF files (llama.cpp's format) to Hugging Face checkpoints. Needs the package gguf."""
 
 import shutil
 from pathlib import Path
@@ -13,21 +13,21 @@ from megatron_ibpo.weights.formats.publishing import publish
 from megatron_ibpo.weights.weight_errors import CheckpointError
 
 LONGEST = 300
-"""Characters of another library's message."""
+"""Characters kept of another library's message."""
 SIZES = ("vocab_size", "hidden_size", "intermediate_size")
-"""Fields of a model's configuration that are the size of some tensor."""
+"""Fields of a model's configuration that give the size of some tensor."""
 
 
 def gguf_to_hf(gguf: Path, target: Path) -> None:
-    """Write a GGUF file as a Hugging Face checkpoint with tokenizer and chat template, in float32: every
-    quantized weight becomes the number that it stands for.
+    """Write a GGUF file as a Hugging Face checkpoint with tokenizer and chat template, in float32: quantized
+    weights are dequantized.
 
-    Reading is left to transformers, which knows the names and the order of each architecture. What it would
-    believe, and take memory for, is compared with the file first.
+    transformers does the reading, since it knows the names and the order of each architecture. It trusts the
+    file's sizes and allocates memory for them, so they are compared with the file first.
 
     Raises:
         CheckpointError: the file is not there or does not hold all of a model, or gguf is not installed.
-        FileExistsError: `target` is there.
+        FileExistsError: `target` exists.
     """
     if not gguf.is_file():
         raise CheckpointError(f"no file {gguf}")
@@ -57,7 +57,7 @@ def gguf_to_hf(gguf: Path, target: Path) -> None:
 
 
 def _read(gguf: Path) -> tuple[Any, Any]:
-    """(model, tokenizer)."""
+    """Return (model, tokenizer)."""
     header = read_header(gguf)
     _check_merges(header)
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -101,7 +101,7 @@ def _check_sizes(config: Any, header: Header) -> None:
 def _check_merges(header: Header) -> None:
     """
     Raises:
-        CheckpointError: a merge gives what is no token, over which the tokenizer's own code would crash.
+        CheckpointError: a merge gives no token of the vocabulary; the tokenizer's own code would crash on it.
     """
     tokens = set(header.fields.get("tokenizer.ggml.tokens", ()))
     for merge in header.fields.get("tokenizer.ggml.merges", ()):

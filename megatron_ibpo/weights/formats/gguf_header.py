@@ -1,4 +1,4 @@
-"""The header of a GGUF file, read within the bounds of the file: libraries believe its lengths and counts."""
+"""The header of a GGUF file, read within the bounds of the file: libraries trust its lengths and counts."""
 
 import mmap
 import struct
@@ -14,7 +14,7 @@ MAGIC, VERSIONS, ALIGNMENT = b"GGUF", (2, 3), 32
 SCALARS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
 TEXT, ARRAY = 8, 9
 LONGEST_ARRAY = 2**22
-"""Entries: several times the largest vocabularies."""
+"""Most entries of an array: several times the largest vocabularies."""
 MOST_DIMENSIONS = 4
 
 
@@ -34,7 +34,7 @@ class Header:
 def read_header(path: Path) -> Header:
     """
     Raises:
-        CheckpointError: it is no GGUF file, cut off, or describes more than it holds.
+        CheckpointError: not a GGUF file, a truncated one, or one that describes more than it holds.
         UnicodeDecodeError, ValueError: a name is no text, or a tensor's type unknown.
         ImportError: gguf is not installed.
     """
@@ -45,7 +45,7 @@ def read_header(path: Path) -> Header:
 
 
 class _Reader:
-    """Takes one thing after the other from a file."""
+    """A reader of consecutive values in a file."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self._data, self._at = data, 0
@@ -97,7 +97,7 @@ class _Reader:
         return [self._value(item) for _ in range(count)]
 
     def _tensor(self) -> tuple[list[int], int]:
-        """(its sizes, where it ends after the header)."""
+        """Return (the tensor's sizes, the offset after the header at which it ends)."""
         from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
         if not 1 <= (dimensions := self._number("I")) <= MOST_DIMENSIONS:

@@ -1,4 +1,4 @@
-"""Checkpoints in Hugging Face format on disk: tensors read by parts, files written tensor by tensor."""
+"""Checkpoints in Hugging Face format on disk: tensors are read in parts, files written tensor by tensor."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Checkpoint:
                 for name in self._stored_in
                 if name.endswith(BLOCKS) and name.removesuffix(BLOCKS) + SCALES in self._stored_in
             ]
-            """Tensors in MXFP4, which are read as bfloat16."""
+            """Names of tensors in MXFP4, which are read as bfloat16."""
             parts = {name + part for name in self.packed for part in (BLOCKS, SCALES)}
             self.file_of = {name: file for name, file in self._stored_in.items() if name not in parts}
             self.file_of |= {name: self._stored_in[name + BLOCKS] for name in self.packed}
@@ -76,7 +76,7 @@ class Checkpoint:
         raise CheckpointError(f"{hf_dir} holds neither {SINGLE} nor {INDEX}")
 
     def __iter__(self) -> Iterator[str]:
-        """The names of its tensors."""
+        """Iterate over the names of its tensors."""
         return iter(self.file_of)
 
     def _read_index(self, index: str) -> dict[str, str]:
@@ -120,12 +120,12 @@ class Checkpoint:
             ) from None
 
     def _source(self, piece: Piece) -> str | None:
-        """Name under which this checkpoint holds the piece."""
+        """Return the name under which this checkpoint holds the piece."""
         names = [piece.name] + ([piece.fused.name] if piece.fused else [])
         return next((name for name in names if name in self.file_of), None)
 
     def _found(self, piece: Piece) -> tuple[str, Any]:
-        """(name, what reads it) of a piece that `check` has found."""
+        """Return (name, reader) of a piece that `check` has found."""
         name = self._source(piece)
         assert name is not None, f"{piece.name}: presence is checked before reading"
         return name, self._slice(name)
@@ -150,8 +150,8 @@ class Checkpoint:
             ) from None
 
     def refuse_packed(self) -> None:
-        """Raises CheckpointError if some of it is in MXFP4: engines that load the same files would hold that,
-        and could not take what is trained."""
+        """Raise CheckpointError if some of it is in MXFP4: engines that load the same files would hold that,
+        and could not take the trained weights."""
         if self.packed:
             raise CheckpointError(
                 f"{self.directory} holds {listed(sorted(self.packed))} in MXFP4, which is not trained: make "
@@ -207,14 +207,14 @@ class Checkpoint:
         return tuple(self._slice(name).get_shape())
 
     def carried(self, shape: ModelShape) -> list[Piece]:
-        """The tensors that are kept and not trained."""
+        """Return the tensors that are kept and not trained."""
         return [Piece(name, self.shape_of(name)) for name in sorted(self.file_of) if is_carried(shape, name)]
 
     def dtype(self, piece: Piece) -> torch.dtype:
         return DTYPES[self._found(piece)[1].get_dtype()]
 
     def read(self, piece: Piece) -> Tensor:
-        """A tensor in the checkpoint's dtype. May share memory with the file."""
+        """Return a tensor in the checkpoint's dtype. May share memory with the file."""
         return self._read(piece, piece.ranges(0, 1))
 
     def read_shard(self, entry: Entry, rank: int, ranks: int) -> list[Tensor]:
@@ -242,8 +242,8 @@ class Checkpoint:
 
 
 def trained_elements(hf_dir: Path, shape: ModelShape) -> dict[str, int]:
-    """Elements of every tensor that is trained, by its name in the checkpoint, whatever dtype it has there;
-    reads only headers.
+    """Return the number of elements of every trained tensor, by its name in the checkpoint, whatever its
+    dtype. Reads only headers.
 
     Raises:
         CheckpointError: no weights are there, files that cannot be read, or weights in MXFP4.
@@ -255,7 +255,7 @@ def trained_elements(hf_dir: Path, shape: ModelShape) -> dict[str, int]:
 
 
 class _PickledFile:
-    """`torch.save`d tensors, with safe_open's methods."""
+    """A file of tensors saved by `torch.save`, with safe_open's methods."""
 
     def __init__(self, path: Path):
         self._tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -288,8 +288,8 @@ class _PickledSlice:
 
 
 class SafetensorsFile:
-    """A safetensors file whose tensors are announced first and then written in the announced order, so that
-    one at a time need be in memory."""
+    """A safetensors file. Its tensors are announced first and then written in the announced order, so that
+    only one must be in memory at a time."""
 
     def __init__(self, path: Path, metas: Iterable[TensorMeta]):
         metas = list(metas)
@@ -307,7 +307,8 @@ class SafetensorsFile:
         self._file.write(len(text).to_bytes(8, "little") + text)
 
     def write(self, name: str, *parts: Tensor) -> None:
-        """The next tensor, or the next rows of it: parts of consecutive rows, in one call or in several."""
+        """Write the next tensor, or the next rows of it: parts of consecutive rows, in one call or in
+        several."""
         meta = next(self._expected) if self._begun is None else self._begun
         self._rows += sum(part.shape[0] for part in parts)
         self._begun = meta if self._rows < meta.shape[0] else None
@@ -321,21 +322,21 @@ class SafetensorsFile:
             self._file.write(raw.numpy().data)
 
     def close(self) -> str:
-        """The file's digest."""
+        """Close the file; return its digest."""
         left = self._begun or next(self._expected, None)
         assert left is None, f"{left} was announced and not written"
         return self._file.close()
 
 
 def file_names(count: int) -> list[str]:
-    """Names of the `count` weight files of a checkpoint."""
+    """Return the names of a checkpoint's `count` weight files."""
     if count == 1:
         return [SINGLE]
     return [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
 
 
 def write_index(directory: Path, files: dict[str, list[TensorMeta]]) -> None:
-    """The index of a checkpoint's weight files; a single one needs none."""
+    """Write the index of a checkpoint's weight files; a single file needs none."""
     if len(files) == 1:
         return
     index = {
@@ -346,8 +347,8 @@ def write_index(directory: Path, files: dict[str, list[TensorMeta]]) -> None:
 
 
 def copy_all_but_weights(origin: Path, target: Path, dtype: torch.dtype) -> None:
-    """Configuration, tokenizer and whatever else lies beside the weights; config.json names `dtype`, and no
-    quantization, which is never written."""
+    """Copy the configuration, tokenizer and all else beside the weights. config.json then names `dtype` and
+    no quantization, which is never written."""
     for path in sorted(origin.iterdir()):
         if not path.is_dir() and not path.name.endswith(WEIGHTS):
             check_user_file(path, JSON_BYTES)

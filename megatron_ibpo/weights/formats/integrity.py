@@ -1,7 +1,7 @@
 """`integrity.json`: SHA-256 of every file of a checkpoint, written with it and compared before it is loaded.
 
-In the format of megatron-core's `dist_checkpointing.save(verify_integrity=True)`, which lists only the files
-of the directory itself; here those of its folders are listed as well.
+The format is that of megatron-core's `dist_checkpointing.save(verify_integrity=True)`, which lists only the
+files of the directory itself; here those of its folders are listed as well.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ def write_integrity(directory: Path, known: Mapping[str, str] | None = None) -> 
     """Write the manifest of all files in `directory`.
 
     Args:
-        known: digests, by file name, of files that need not be read for it.
+        known: digests already known, by file name; these files are not read.
     """
     known = known or {}
     names = [path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()]
@@ -41,13 +41,13 @@ def write_integrity(directory: Path, known: Mapping[str, str] | None = None) -> 
 
 
 def check_integrity(directory: Path, part: int = 0, parts: int = 1) -> None:
-    """Compare the files of `directory` with its manifest. Without one nothing is known, and nothing refused.
+    """Compare the files of `directory` with its manifest. Without a manifest, nothing is checked or refused.
 
     Args:
-        part, parts: of several processes each may take its part of the files.
+        part, parts: each of several processes may take its part of the files.
 
     Raises:
-        CheckpointError: a file is missing or not what was written, or the manifest is malformed.
+        CheckpointError: a file is missing or was changed, or the manifest is malformed.
     """
     try:
         wrong = changed_files(directory, part, parts)
@@ -64,7 +64,7 @@ def changed_files(directory: Path, part: int = 0, parts: int = 1) -> list[str]:
 
     Raises:
         FileNotFoundError: there is no manifest.
-        ValueError: it is malformed.
+        ValueError: the manifest is malformed.
     """
     names, digests = _read(directory / MANIFEST)
 
@@ -75,7 +75,7 @@ def changed_files(directory: Path, part: int = 0, parts: int = 1) -> list[str]:
             check_user_file(path, JSON_BYTES if path.suffix == ".json" else float("inf"))
         except FileNotFoundError:
             return f"{path} is missing"
-        except OSError as error:  # such as a link to itself: told with what else is wrong
+        except OSError as error:  # such as a link to itself: reported with the other problems
             return f"{path}: {error.strerror}"
         except UserFileError as error:
             return str(error)
@@ -91,7 +91,7 @@ def file_digest(path: Path) -> str:
 
 
 def _read(path: Path) -> tuple[list[str], dict[str, str]]:
-    """(names in order, digests by name)."""
+    """Return (names in order, digests by name)."""
     try:
         manifest = read_json(read_user_file(path, JSON_BYTES))
         files, algorithm = dict(manifest["files"]), manifest["algorithm"]

@@ -26,16 +26,16 @@ logger = logging.getLogger(__name__)
 
 
 def load_hf(chunks: list[Any], shape: ModelShape, hf_dir: Path, *, head: bool = True) -> None:
-    """Fill this rank's parameters, and buffers that are weights, from the checkpoint in `hf_dir`, converting
-    to their dtype. Rows that pad the vocabulary become 0.
+    """Fill this rank's parameters, and buffers that are weights, from the checkpoint in `hf_dir`, cast to
+    their dtype. Rows that pad the vocabulary become 0.
 
     Args:
         head: False leaves the output layer as it is: a value model has one of its own.
 
     Raises:
-        CheckpointError: a file is missing or truncated, a tensor is missing, superfluous or has another
-            shape than config.json says, is in MXFP4 or no floating-point tensor: nothing is written then. Or
-            a tensor holds NaN or infinity.
+        CheckpointError: a file is missing or truncated, or a tensor is missing, superfluous, of another shape
+            than config.json says, in MXFP4 or not floating-point: nothing is written then. Or a tensor holds
+            NaN or infinity.
     """
     checkpoint = Checkpoint(hf_dir)
     checkpoint.refuse_packed()
@@ -52,11 +52,11 @@ def load_mtp(model: Any, policy: list[Any], shape: ModelShape, hf_dir: Path) -> 
     """Fill this rank's part of the multi-token prediction layer from the checkpoint in `hf_dir`.
 
     Args:
-        model: what `policy.mtp_model.build_mtp` made.
-        policy: what `build_model` made.
+        model: result of `policy.mtp_model.build_mtp`.
+        policy: result of `build_model`.
 
     Raises:
-        CheckpointError: as `load_hf`, or the checkpoint has no such layer, or several.
+        CheckpointError: see `load_hf`; or the checkpoint has no such layer, or several.
     """
     checkpoint = Checkpoint(hf_dir)
     layers = mtp_layers(checkpoint)
@@ -80,7 +80,7 @@ def _fill(
 ) -> None:
     """
     Args:
-        weights: with their names in the whole model.
+        weights: parameters, with their names in the whole model.
     """
     for name, weight in weights:
         entry = entries[name]

@@ -1,7 +1,7 @@
-"""Tensors that `torch.save` put somewhere into a larger file, as views of the mapped file.
+"""Tensors saved by `torch.save` inside a larger file, as views of the mapped file.
 
-`torch.load` maps whole files only, and else copies to fresh memory, which takes longer than reading a file
-that the system has cached.
+`torch.load` can map whole files only. Otherwise it copies to fresh memory, which takes longer than reading a
+file that the system has cached.
 """
 
 import io
@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron_ibpo.basics.user_files import check_user_file
 
 MAPPED_BYTES = 64 * 1024**2
-"""Read from files before they are unmapped: pages that were read count as this process's memory."""
+"""Bytes read from files before they are unmapped: pages that were read count as this process's memory."""
 LOCAL_HEADER_BYTES = 30
 STORAGES = {"BFloat16Storage": torch.bfloat16, "HalfStorage": torch.float16, "FloatStorage": torch.float32}
 
@@ -28,7 +28,7 @@ File = TypeVar("File")
 
 
 class OpenFiles(Generic[File]):
-    """Files that are opened when they are first read, by every thread for itself."""
+    """Files that each thread opens for itself when it first reads them."""
 
     def __init__(self, open_file: Callable[[str], File]):
         self._open_file = open_file
@@ -41,7 +41,8 @@ class OpenFiles(Generic[File]):
         return files[name]
 
     def count(self, num_bytes: int) -> None:
-        """Note what was read of a file; now and then all are closed, and unmapped when the last view goes."""
+        """Count bytes read from a file. Now and then all files are closed; each is unmapped when its last
+        view goes."""
         read = getattr(self._own, "bytes", 0) + num_bytes
         if read > MAPPED_BYTES:
             self._own.files.clear()
@@ -57,10 +58,10 @@ class MappedFiles:
         self._files = OpenFiles(self._map)
 
     def tensor(self, file: str, offset: int, length: int) -> Tensor:
-        """The tensor that was saved to these bytes, a view of the file.
+        """Return the tensor saved in these bytes, a view of the file.
 
         Raises:
-            ValueError: the bytes are not there, or are no plainly saved float tensor.
+            ValueError: the bytes are not there, or are not a plainly saved float tensor.
         """
         mapping = self._files.get(file)
         if offset + length > len(mapping):
@@ -71,7 +72,7 @@ class MappedFiles:
             archive = zipfile.ZipFile(io.BufferedReader(window))
             records = {info.filename.partition("/")[2]: info for info in archive.infolist()}
             if any(info.compress_type != zipfile.ZIP_STORED for info in records.values()):
-                raise ValueError("the tensor is compressed")  # to a size that nothing bounds
+                raise ValueError("the tensor is compressed")  # its size is unbounded
             described = _Description(io.BytesIO(archive.read(records["data.pkl"]))).load()
             data = records[f"data/{described.key}"]
             if archive.read(records["byteorder"]) != b"little":
@@ -91,7 +92,7 @@ class MappedFiles:
     def _map(self, file: str) -> mmap.mmap:
         check_user_file(self.directory / file)
         with (self.directory / file).open("rb") as opened:
-            # private: torch wants memory that may be written to, the file never is
+            # private, because torch wants writable memory; the file is never written
             return mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
 
 
@@ -134,7 +135,7 @@ class _Plain:
 
 
 class _Description(pickle.Unpickler):
-    """Reads the pickle of a plain tensor, without its data, and nothing else."""
+    """An unpickler for the description of a plain tensor, without its data; it refuses everything else."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):

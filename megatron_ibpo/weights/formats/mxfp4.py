@@ -1,4 +1,4 @@
-"""Weights in MXFP4: numbers of four bits, 32 of which share a power of two ("OCP Microscaling Formats (MX)
+"""Weights in MXFP4: 4-bit numbers, in groups of 32 that share a power of two ("OCP Microscaling Formats (MX)
 Specification", version 1.0, 2023). gpt-oss is published with its experts in it. It is read, never written."""
 
 from typing import Any
@@ -7,17 +7,17 @@ import torch
 from torch import Tensor
 
 BLOCKS, SCALES = "_blocks", "_scales"
-"""End the names of the two tensors that hold one."""
+"""Suffixes of the two tensors that hold one weight."""
 SHARING = 32
 """Numbers that share a scale."""
 SCALE_BIAS = 127
-"""Scales are stored with it added."""
+"""Bias added to stored scales."""
 POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Values of the lower three bits; the highest is the sign."""
+"""Values of the lower three bits; the highest bit is the sign."""
 
 
 def dequantised(blocks_XGB: Tensor, scales_XG: Tensor) -> Tensor:
-    """The numbers, in bfloat16, which holds all of them exactly: [..., G * 32].
+    """Return the numbers in bfloat16, which represents all of them exactly: [..., G * 32].
 
     Args:
         blocks_XGB: uint8 [..., G, 16], two numbers each, the lower four bits first.
@@ -30,13 +30,13 @@ def dequantised(blocks_XGB: Tensor, scales_XG: Tensor) -> Tensor:
 
 
 class PackedSlice:
-    """A tensor [experts, in, out] whose two parts lie in a file as [experts, out, …], with the methods of
-    safetensors' slices."""
+    """A tensor [experts, in, out] with the methods of safetensors' slices. Its two parts are stored in a file
+    as [experts, out, …]."""
 
     def __init__(self, blocks: Any, scales: Any):
         """
         Raises:
-            ValueError: they are no two such parts.
+            ValueError: these are not two such parts.
         """
         self._blocks, self._scales = blocks, scales
         sizes, shared = list(blocks.get_shape()), list(scales.get_shape())

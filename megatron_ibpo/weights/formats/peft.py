@@ -1,4 +1,5 @@
-"""Adapters as a directory that PEFT loads: `adapter_model.safetensors` and `adapter_config.json`."""
+"""Export of adapters as a directory that PEFT loads: `adapter_model.safetensors` and
+`adapter_config.json`."""
 
 import json
 import re
@@ -22,10 +23,10 @@ WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 _EXPERT = re.compile(rf"(.*\.{EXPERTS})\.(\w+)\.(\d+)\.(lora_[AB])\.weight$")
 _WRAPPED = {"gate_up_proj": ".base_layer", "down_proj": ""}
-"""PEFT wraps a module once for each of its tensors that has an adapter, in the order of these."""
+"""Wrapper suffixes: PEFT wraps a module once per tensor with an adapter, in the order of these."""
 _RENAMED = ("gate_proj", "up_proj", "down_proj")
-"""PEFT 0.21 takes these among the modules of a mixture of experts for what its experts were called before
-transformers 5 fused them, even where they are a shared expert's."""
+"""Names that PEFT 0.21, in a mixture of experts, takes for the experts' names from before transformers 5
+fused them, even if they are a shared expert's."""
 
 
 @dataclass(frozen=True)
@@ -33,18 +34,18 @@ class Adapters:
     """The adapters of a model under training."""
 
     export: HFExport
-    """Export that offers `lora_entries`."""
+    """Export with `lora_entries`."""
     shape: ModelShape
     lora: Lora
     base: Path
-    """The model that they belong to."""
+    """Directory of the base model."""
 
 
 def save_peft(adapters: Adapters, directory: Path) -> None:
     """Write the adapters to `directory`, which must not exist, from rank 0. Collective.
 
     Raises:
-        OSError: on rank 0, when all ranks have done their part.
+        OSError: on rank 0, after all ranks have done their part.
     """
     found = {name: tensor.cpu() for name, tensor in adapters.export if tensor is not None}
     if found:
@@ -56,7 +57,7 @@ def save_peft(adapters: Adapters, directory: Path) -> None:
 
 
 def peft_config(shape: ModelShape, lora: Lora, base: Path) -> dict[str, Any]:
-    """PEFT's `LoraConfig` of the adapters."""
+    """Return PEFT's `LoraConfig` of the adapters."""
     as_tensors = {*(_RENAMED if shape.is_moe else ()), EXPERTS}
     return {
         "peft_type": "LORA",
@@ -74,8 +75,8 @@ def peft_config(shape: ModelShape, lora: Lora, base: Path) -> dict[str, Any]:
 
 
 def _tensors(shape: ModelShape, lora: Lora, targets: Container[str]) -> list[str]:
-    """Yield the name endings, after the layer's name, of what PEFT is to find as tensors of a module and not
-    as modules."""
+    """Return the name endings, after the layer's name, of targets that PEFT must find as a module's tensors,
+    not as modules."""
     found = set()
     for entry in weight_map(shape).values():
         for pair in pairs(entry, lora):
@@ -87,8 +88,8 @@ def _tensors(shape: ModelShape, lora: Lora, targets: Container[str]) -> list[str
 
 
 def _stacked(factors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the factors by PEFT's names. It has the factors of a layer's experts in one tensor: A with one
-    expert's rows behind the other's, B with all experts' first columns before their second ones."""
+    """Return the factors by PEFT's names. PEFT keeps the factors of a layer's experts in one tensor: A with
+    the experts' rows one after another, B with all experts' first columns before their second ones."""
     found: dict[str, Tensor] = {}
     experts: dict[tuple[str, str], list[Tensor]] = {}
     for name, factor in factors.items():

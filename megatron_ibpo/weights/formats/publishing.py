@@ -1,4 +1,4 @@
-"""The last step of whatever writes a checkpoint: all of it is on the disk before it has its name."""
+"""The last step of writing a checkpoint: all of it reaches the disk before it gets its name."""
 
 import os
 import shutil
@@ -6,10 +6,10 @@ from pathlib import Path
 
 
 def publish(partial: Path, final: Path) -> None:
-    """Give the finished directory `partial` the name `final`, beside it, in place of what has it.
+    """Rename the finished directory `partial` to `final`, beside it, replacing what has that name.
 
-    After a loss of power there is the old one, the new one or, between two renames, none under that name;
-    never a part of one.
+    After a power loss, that name holds the old directory, the new one or, between two renames, nothing; never
+    a part of one.
     """
     for path in [*partial.rglob("*"), partial]:
         flush(path)
@@ -23,7 +23,7 @@ def publish(partial: Path, final: Path) -> None:
 
 
 def flush(path: Path) -> None:
-    """Have a file's content, or a directory's names, on the disk."""
+    """Flush a file's content, or a directory's names, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""Retention of a run's checkpoints, and the removal of those that do not stay."""
+"""Retention of a run's checkpoints, and removal of the others."""
 
 import shutil
 from collections.abc import Iterable
@@ -13,26 +13,26 @@ class Keep:
     """A rule for the checkpoints that a run keeps."""
 
     newest: int
-    """This many of the last ones."""
+    """Number of latest checkpoints to keep."""
     every: int | None = None
-    """And those of all steps that are multiples of this."""
+    """Also keep the checkpoints of all steps that are multiples of this."""
 
 
 def step_name(step: int) -> str:
-    """The directory of a step's checkpoint."""
+    """Return the directory name of a step's checkpoint."""
     return f"{PREFIX}{step:06d}"
 
 
 def partial_of(final: Path) -> Path:
-    """Return the directory in which it is written before it has its name. A later run removes what a killed
-    one leaves there."""
+    """Return the directory in which the checkpoint is written before it gets its name. A later run removes
+    what a killed one leaves there."""
     return final.with_name(f".{final.name}.partial")
 
 
 def superseded(steps: Iterable[int], last: int, keep: Keep) -> list[int]:
-    """The steps whose checkpoints go once that of step `last` has its name.
+    """Return the steps whose checkpoints can go once that of step `last` has its name.
 
-    Later ones belong to a run that went on from here before: they are neither counted nor removed.
+    Later ones belong to a run that resumed here before: they are neither counted nor removed.
     """
     before = sorted(step for step in steps if step <= last)
     old = before[: max(0, len(before) - keep.newest)]
@@ -40,7 +40,7 @@ def superseded(steps: Iterable[int], last: int, keep: Keep) -> list[int]:
 
 
 def remove_superseded(directory: Path, last: int, keep: Keep) -> None:
-    """Remove them from `directory`. None is ever there in part under its name."""
+    """Remove superseded checkpoints from `directory`. None is ever partly there under its name."""
     found = {int(path.name.removeprefix(PREFIX)): path for path in _checkpoints(directory)}
     for step in superseded(found, last, keep):
         gone = found[step].with_name(f".{found[step].name}.removed")
@@ -49,7 +49,7 @@ def remove_superseded(directory: Path, last: int, keep: Keep) -> None:
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Remove what a run that was killed had begun to write or to remove."""
+    """Remove what a killed run had begun to write or to remove."""
     for ending in ("partial", "removed"):
         for path in directory.glob(f".{PREFIX}*.{ending}"):
             shutil.rmtree(path, ignore_errors=True)

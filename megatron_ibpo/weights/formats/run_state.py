@@ -1,4 +1,4 @@
-"""This project's own files of a checkpoint, and the search for the checkpoint that is meant. Needs no
+"""This project's own files in a checkpoint, and the search for the checkpoint that a path means. Needs no
 torch."""
 
 from pathlib import Path
@@ -10,7 +10,8 @@ from megatron_ibpo.basics.user_files import JSON_BYTES, KIB, read_user_file
 from megatron_ibpo.weights.weight_errors import CheckpointError
 
 RUN_STATE = "run_state.json"
-"""JSON of the training loop, `step` among it; what --load looks for. Weights alone are at step 0."""
+"""JSON with the state of the training loop, including `step`; --load looks for it. Weights alone are at step
+0."""
 LAYOUT = "layout.json"
 """File with the layout that the checkpoint was written for, and whether it holds an optimizer."""
 METADATA, CONFIG = ".metadata", "metadata.json"
@@ -20,7 +21,7 @@ HF_FILES = "hf"
 
 
 def find_checkpoint(path: Path) -> Path:
-    """The checkpoint that `--load PATH` means: PATH itself, or the newest in PATH or PATH/checkpoints.
+    """Return the checkpoint that `--load PATH` means: PATH itself, or the newest in PATH or PATH/checkpoints.
 
     Raises:
         CheckpointError: there is none.
@@ -33,8 +34,8 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def find_stored(path: Path) -> Path:
-    """The checkpoint directory that `path` means: itself, the newest step of a training run, or what
-    Megatron-LM's tracker file names.
+    """Return the checkpoint directory that `path` means: itself, the newest step of a training run, or the
+    one that Megatron-LM's tracker file names.
 
     Raises:
         CheckpointError: there is no such directory.
@@ -53,7 +54,7 @@ def find_stored(path: Path) -> Path:
 
 
 def load_run_state(checkpoint: Path) -> dict[str, Any]:
-    """The loop's own part of a checkpoint, `step` included.
+    """Return the loop's own part of a checkpoint, `step` included.
 
     Raises:
         CheckpointError: the file is missing or malformed.
@@ -73,7 +74,7 @@ def read_layout(checkpoint: Path) -> dict[str, Any]:
     """Return the content of `layout.json`; empty for checkpoints without one.
 
     Raises:
-        CheckpointError: it is malformed.
+        CheckpointError: the file is malformed.
     """
     path = checkpoint / LAYOUT
     try:
@@ -121,6 +122,6 @@ def _unusable(path: Path, error: Exception) -> CheckpointError:
 
 
 def newest_step(path: Path) -> Path | None:
-    """The last step that a training run has saved in `path` or `path`/checkpoints."""
+    """Return the last step that a training run has saved in `path` or `path`/checkpoints."""
     found = [*path.glob("step_*"), *path.glob("checkpoints/step_*")]
     return max((step for step in found if (step / RUN_STATE).is_file()), key=lambda p: p.name, default=None)

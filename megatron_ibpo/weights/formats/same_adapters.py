@@ -1,4 +1,4 @@
-"""Comparison of a checkpoint's adapters with a run's: the same rank, scale, places and base."""
+"""Comparison of a checkpoint's adapters with a run's: same rank, scale, targets and base."""
 
 import hashlib
 from functools import lru_cache
@@ -11,15 +11,15 @@ from megatron_ibpo.models.lora import chosen_lora
 from megatron_ibpo.weights.weight_errors import CheckpointError
 
 BLOCKS, BLOCK_BYTES = 256, 64 * 1024
-"""Number and size of evenly spaced blocks that are read of a weight file to know it again; a small file is
-read whole."""
+"""Number and size of the evenly spaced blocks that are hashed of a weight file; a small file is read
+whole."""
 
 
 def describe_adapters(model: ModelConfig) -> dict[str, Any] | None:
-    """Return the description of a run's adapters for `layout.json`; None where it has none.
+    """Return the description of a run's adapters for `layout.json`; None if it has none.
 
     Raises:
-        ConfigError: a target that the model has not.
+        ConfigError: a target that the model lacks.
     """
     if model.lora_rank is None or model.hf_checkpoint is None:
         return None
@@ -37,10 +37,10 @@ def describe_adapters(model: ModelConfig) -> dict[str, Any] | None:
 def check_same_adapters(saved: Any, model: ModelConfig, checkpoint: Path) -> None:
     """
     Args:
-        saved: what the checkpoint's `layout.json` has under "lora".
+        saved: entry "lora" of the checkpoint's `layout.json`.
 
     Raises:
-        CheckpointError: training cannot go on with these adapters; says what differs.
+        CheckpointError: training cannot resume with these adapters; says what differs.
     """
     present = describe_adapters(model)
     if saved is None and present is None:
@@ -73,10 +73,10 @@ def _shown(value: Any) -> str:
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-@lru_cache(maxsize=1)  # of every checkpoint of a run
+@lru_cache(maxsize=1)  # called for every checkpoint of a run
 def weights_digest(hf_dir: Path) -> str:
-    """Return a hash that tells the weights of one model from another's: of their files' sizes and of evenly
-    spaced parts. Names and places of files do not count, and a change between those parts goes unseen."""
+    """Return a hash that identifies a model's weights, from their files' sizes and evenly spaced blocks.
+    Names and places of files do not count, and a change between those blocks goes unseen."""
     found = sorted(_file_digest(path) for path in hf_dir.iterdir() if path.suffix in (".safetensors", ".bin"))
     return hashlib.sha256("".join(found).encode()).hexdigest()
 

@@ -28,15 +28,15 @@ SHARD_BYTES = 5 * 1000**3
 def save_hf(
     export: HFExport, world: World, out_dir: Path, origin_hf_dir: Path, adapters: Adapters | None = None
 ) -> None:
-    """Write the weights to `out_dir` with the configuration and tokenizer of `origin_hf_dir`, and with those
-    of its tensors that are carried and not trained. Collective.
+    """Write the weights to `out_dir` with the configuration, the tokenizer and the carried, untrained tensors
+    of `origin_hf_dir`. Collective.
 
-    Written beside `out_dir` and moved there when complete; an `out_dir` that exists is replaced then.
-    Weights keep the trainer's dtype, which config.json then names, carried tensors their own.
+    The directory is written beside `out_dir` and moved there when complete; it replaces an existing
+    `out_dir`. Weights keep the trainer's dtype, which config.json then names; carried tensors keep their own.
     `integrity.json` holds checksums.
 
     Args:
-        adapters: that PEFT is to find beside the weights, in a folder; `export` has them merged.
+        adapters: adapters to write for PEFT beside the weights, in a folder; `export` has them merged.
 
     Raises:
         DiskSpaceError: before anything is written, if the disk cannot hold it.
@@ -80,7 +80,7 @@ def _write(
 ) -> dict[str, str]:
     """Gather and write tensor by tensor, on rank 0. Returns digests by file.
 
-    An error does not end the gathering, in which all ranks take part; it is raised after it.
+    An error does not end the gathering, in which all ranks take part; it is raised afterwards.
     """
     error: Exception | None = None
     digests: dict[str, str] = {}

@@ -1,8 +1,8 @@
 """Megatron's distributed checkpoints (`torch_dist`) on disk, without Megatron: named tensors in pieces.
 
-A directory of `.distcp` files, each a sequence of `torch.save`d pieces, and `.metadata`, a pickle that says
-which piece of which tensor lies where. The pickle is read by an unpickler that knows only the classes that
-belong there: it cannot run code.
+Such a checkpoint is a directory of `.distcp` files, each a sequence of `torch.save`d pieces, and `.metadata`,
+a pickle with the place of every piece of every tensor. The pickle is read by an unpickler that knows only the
+classes that belong there: it cannot run code.
 """
 
 import json
@@ -37,7 +37,7 @@ from megatron_ibpo.weights.formats.run_state import CONFIG, METADATA
 from megatron_ibpo.weights.weight_errors import CheckpointError, first_line, listed
 
 COMMON = "common_state/shard_0_1"
-"""Key under which megatron-core 0.19 looks for what is no tensor."""
+"""Key under which megatron-core 0.19 looks for everything but tensors."""
 ROWS_MAY_BE_PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")
 """Parameters with rows beyond the vocabulary, which Megatron saves as it holds them."""
 
@@ -63,10 +63,10 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def read_metadata(directory: Path) -> Metadata:
-    """The directory's `.metadata`, by a restricted unpickler.
+    """Return the directory's `.metadata`, read by a restricted unpickler.
 
     Raises:
-        CheckpointError: it is no torch_dist checkpoint, or its metadata is damaged or asks for code.
+        CheckpointError: not a torch_dist checkpoint, or its metadata is damaged or asks for code.
     """
     config = directory / CONFIG
     if not config.is_file() or not (directory / METADATA).is_file():
@@ -109,11 +109,13 @@ def read_metadata(directory: Path) -> Metadata:
 
 
 def _check_metadata(metadata: Metadata) -> dict[str, int]:
-    """The byte at which each file may end at the earliest; whether all this describes tensors. The unpickler
-    checks classes alone, not what is in them, and a reader takes as much memory as a piece is said to have.
+    """Check that the metadata describes tensors; return the smallest size in bytes that each file must have.
+
+    The unpickler checks only classes, not their content, and a reader allocates as much memory as a piece
+    claims.
 
     Raises:
-        AttributeError, TypeError, ValueError: it does not.
+        AttributeError, TypeError, ValueError: it does not describe tensors.
     """
     for key, meta in metadata.state_dict_metadata.items():
         if isinstance(meta, TensorStorageMetadata):
@@ -149,11 +151,12 @@ def _check_sizes(key: object, sizes: Iterable[int]) -> None:
 class StoredCheckpoint:
     """A torch_dist checkpoint's tensors, read piece by piece. May be shared by threads.
 
-    Whoever has one may let Megatron load the directory: all pickles in it were read without running code.
+    Once one exists, Megatron may load the directory: all pickles in it were read without running code.
     """
 
     def __init__(self, directory: Path):
-        """Raises CheckpointError as `read_metadata` and `check_byte_entries`, or if files are missing."""
+        """Open the checkpoint. Raises CheckpointError as `read_metadata` and `check_byte_entries` do, or if
+        files are missing."""
         self.directory = directory
         self._files = MappedFiles(directory)
         self._metadata = read_metadata(directory)
@@ -172,7 +175,7 @@ class StoredCheckpoint:
         check_byte_entries(directory, self._metadata)
 
     def __iter__(self) -> Iterator[str]:
-        """The names of its tensors."""
+        """Iterate over the names of its tensors."""
         return iter(self.tensors)
 
     def shape_of(self, name: str) -> tuple[int, ...]:
@@ -184,8 +187,8 @@ class StoredCheckpoint:
         return self._metadata.storage_data
 
     def check(self, entries: Iterable[Entry]) -> None:
-        """Raises CheckpointError if a tensor is missing or unknown, or has another shape or dtype than the
-        model's."""
+        """Raise CheckpointError if a tensor is missing or unknown, or differs from the model's in shape or
+        dtype."""
         missing, wanted = [], set()
         for entry in entries:
             found = [self._find(block) for block in entry.blocks()]
@@ -207,7 +210,8 @@ class StoredCheckpoint:
             )
 
     def check_vocabulary(self, vocab_size: int, keys: Sequence[str] = ROWS_MAY_BE_PADDED) -> None:
-        """Raises CheckpointError if embedding or head have fewer rows, which Megatron would add as 0.
+        """Raise CheckpointError if embedding or head have fewer rows than the vocabulary; Megatron would add
+        0s.
 
         Args:
             keys: the tensors that have a row for each token.
@@ -234,7 +238,8 @@ class StoredCheckpoint:
             )
 
     def _find(self, block: Block) -> Block | None:
-        """The block where it lies: a homogeneous model's layers may be one tensor with a layer axis."""
+        """Return the block under which it is stored, or None: a homogeneous model's layers may be one tensor
+        with a layer axis."""
         if block.key in self.tensors:
             return block
         head, _, rest = block.key.partition(".layers.")
@@ -256,15 +261,15 @@ class StoredCheckpoint:
         return found
 
     def _exact(self, block: Block) -> ChunkStorageMetadata | None:
-        """The piece that is the block, if one is."""
+        """Return the piece that is exactly the block, if there is one."""
         chunk = self._chunks[block.key].get(block.offsets)
         return chunk if chunk is not None and tuple(chunk.sizes) == block.sizes else None
 
     def read(self, entry: Entry, out: Tensor | None = None) -> Tensor:
-        """A parameter over all ranks.
+        """Return a parameter over all ranks.
 
         Args:
-            out: contiguous memory of the parameter's shape and dtype to put it in; fresh when None.
+            out: contiguous memory of the parameter's shape and dtype to read into; None: fresh memory.
 
         Raises:
             CheckpointError: a piece of it is missing or damaged; names file and tensor.
@@ -280,10 +285,10 @@ class StoredCheckpoint:
         return out
 
     def view(self, entry: Entry) -> Tensor | None:
-        """A parameter as it lies in a file; None unless it lies there in one contiguous piece.
+        """Return a parameter as a view of a file; None unless it is stored there in one contiguous piece.
 
         Raises:
-            CheckpointError: as `read`.
+            CheckpointError: see `read`.
         """
         first, *others = entry.blocks()
         found = self._found(first)
@@ -308,7 +313,7 @@ class StoredCheckpoint:
             raise CheckpointError(f"{self.directory}: {METADATA} names no place for parts of {found.key}")
 
     def _load(self, key: str, chunk: ChunkStorageMetadata) -> Tensor:
-        """A piece as it lies in the file."""
+        """Load a piece as it is stored in the file."""
         place = self._metadata.storage_data.get(MetadataIndex(key, chunk.offsets))
         if place is None:
             raise CheckpointError(f"{self.directory}: {METADATA} names no place for parts of {key}")
@@ -326,7 +331,7 @@ class StoredCheckpoint:
 
 
 def is_weight(key: str) -> bool:
-    """Not what a training run stores beside the weights."""
+    """Return whether a key is a weight, not another part of a training run's state."""
     return (
         not key.startswith(("optimizer.", "chained_", "rng_state", "rerun_state"))
         and "_extra_state" not in key
@@ -334,12 +339,12 @@ def is_weight(key: str) -> bool:
 
 
 def _own_dims(block: Block) -> tuple[int, ...]:
-    """Sizes of the parameter's own axes: an expert's block has one more in front."""
+    """Return the sizes of the parameter's own axes: an expert's block has one more in front."""
     return block.sizes[1:] if ".experts.experts." in block.key else block.sizes
 
 
 def _overlap(block: Block, chunk: ChunkStorageMetadata) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-    """Return what both hold, as indices into the block and into the chunk."""
+    """Return the overlap of both, as indices into the block and into the chunk."""
     ours, theirs = [], []
     for start, size, other, length in zip(
         block.offsets, block.sizes, chunk.offsets, chunk.sizes, strict=True
@@ -374,7 +379,7 @@ class DistcpFile:
         self._file = HashedFile(path)
 
     def add(self, block: Block, tensor: Tensor) -> None:
-        """`tensor`: the block's elements, contiguous."""
+        """Add a block; `tensor` holds its elements, contiguous."""
         first = tensor.storage_offset() * tensor.itemsize
         own = tensor.untyped_storage()[first : first + tensor.nbytes]  # else all of a view's storage is saved
         tensor = torch.empty(0, dtype=tensor.dtype).set_(own).view(block.sizes)
@@ -387,12 +392,13 @@ class DistcpFile:
         self.records.append(Record(block, tensor.dtype, self._file.path.name, start, length))
 
     def close(self) -> str:
-        """The file's digest."""
+        """Close the file; return its digest."""
         return self._file.close()
 
 
 def write_metadata(directory: Path, records: Iterable[Record]) -> dict[str, str]:
-    """Write what makes the files of `records` a checkpoint. Returns digests of files that were written."""
+    """Write the files that turn `records` into a checkpoint. Returns the digests of files that were
+    written."""
     tensors: dict[str, TensorStorageMetadata] = {}
     storage: dict[MetadataIndex, _StorageInfo] = {}
     counts: dict[str, int] = defaultdict(int)

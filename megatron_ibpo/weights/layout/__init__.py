@@ -1,1 +1,1 @@
-"""Parts of every tensor that each rank holds, and the whole tensors from those parts."""
+"""The parts of every tensor that each rank holds, and assembly of whole tensors from them."""

@@ -1,8 +1,8 @@
-"""Megatron parameters under Hugging Face names: who holds which part of each tensor, and those parts.
+"""Megatron parameters under Hugging Face names: the parts of each tensor and the ranks that hold them.
 
-Names are those of Hugging Face checkpoints with one tensor per expert, which both transformers and
-vLLM's `load_weights` take; where a family's checkpoints hold the experts of a layer in one tensor only, it is
-that one, and each rank has the part of its experts.
+Names are those of Hugging Face checkpoints with one tensor per expert, which both transformers and vLLM's
+`load_weights` take. If a family's checkpoints hold all experts of a layer in one tensor only, its name is
+used, and each rank has the part of its experts.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,15 +30,15 @@ from megatron_ibpo.weights.layout.regions import Box, Region, TensorMeta, whole
 
 @dataclass(frozen=True)
 class _Task:
-    """An entry, and where its shards are."""
+    """An entry and the ranks that hold its shards."""
 
     entry: Entry
     holders: tuple[tuple[int, ...], ...]
     """Ranks that hold each shard, in order."""
 
     def boxes(self, number: int, shard: int) -> list[Box]:
-        """Return what shard number `shard` of the entry holds of piece `number`, in the order of its rows or
-        columns."""
+        """Return the boxes of piece `number` in shard number `shard` of the entry, in the order of its rows
+        or columns."""
         piece = self.entry.pieces[number]
         before, dim = whole(piece.shape), piece.cut.dim if piece.cut else 0
         return [
@@ -64,11 +64,11 @@ class _Task:
 
 
 class HFExport:
-    """The model's weights as a `WeightSource`, and whole on rank 0.
+    """The model's weights as a `WeightSource`, and gathered whole on rank 0.
 
-    Iterating is collective: every trainer rank must iterate to the end. It yields (name, tensor) in the
-    order of `metadata()`; the tensor is whole on global rank 0, on the parameters' device and in their
-    dtype or its entry's own, and None elsewhere. A yielded tensor may share memory with the model.
+    Iterating is collective: every trainer rank must iterate to the end. It yields (name, tensor) in the order
+    of `metadata()`. The tensor is whole on global rank 0, on the parameters' device and in their dtype or its
+    entry's own; it is None elsewhere. A yielded tensor may share memory with the model.
     """
 
     def __init__(
@@ -81,14 +81,14 @@ class HFExport:
         entries: Sequence[Entry] | None = None,
         bucket_bytes: int = 512 * 1024**2,
     ):
-        """Collective. `chunks`: from `build_model`, wrapped by DDP or not.
+        """Plan the export. Collective. `chunks` come from `build_model`, wrapped by DDP or not.
 
         Args:
-            mtp: from `build_mtp`: its weights are given too, after the policy's. None: none are.
-            values: by global name, functions for what takes the place of a parameter's contents on this rank.
-            entries: what to offer, in this order; all weights of the model if None.
-            bucket_bytes: tensors that rank 0 gathers at once when it iterates, in bytes; at least one
-                tensor. Two such buckets exist: one that is being used, and the next one on its way.
+            mtp: from `build_mtp`: its weights follow the policy's; None: without them.
+            values: functions by global name whose result replaces a parameter's content on this rank.
+            entries: entries to offer, in this order; None: all weights of the model.
+            bucket_bytes: bytes of tensors that rank 0 gathers at once when it iterates; at least one tensor.
+                Two such buckets exist: one in use, and the next one on its way.
         """
         holding = my_holding(shape, layers_of(chunks), vocab_rows_of(chunks))
         self._rank = dist.get_rank()
@@ -124,7 +124,7 @@ class HFExport:
                     held = {}
 
     def _held(self, task: _Task) -> list[dict[Box, Tensor]]:
-        """Return for each piece what this rank holds of the tensor that it is stored in."""
+        """Return, for each piece, this rank's part of the tensor that it is stored in."""
         shard = task.shard_of(self._rank)
         if shard is None:
             return [{} for _ in task.entry.pieces]
@@ -143,12 +143,13 @@ class HFExport:
 
 
 def metadata_of(shape: ModelShape, dtype: torch.dtype, mtp_layers: int = 0) -> list[TensorMeta]:
-    """The tensors of a model in checkpoint order, as a trainer of `dtype` offers them."""
+    """Return the tensors of a model in checkpoint order, as a trainer of `dtype` offers them."""
     return _metadata(_entries(shape, mtp_layers), dtype)
 
 
 def regions_of(shape: ModelShape, holdings: list[Holding]) -> list[tuple[Region, ...]]:
-    """Return who holds which part of each tensor when rank r holds `holdings[r]`, in checkpoint order."""
+    """Return, in checkpoint order, the regions of each tensor and their ranks, given that rank r holds
+    `holdings[r]`."""
     return _regions(_plan(_entries(shape, 0, holdings[0].vocab_rows), holdings))
 
 
@@ -172,14 +173,14 @@ def _regions(tasks: list[_Task]) -> list[tuple[Region, ...]]:
 
 
 def _in_stored(piece: Piece, box: Box) -> Box:
-    """A box of a piece, in the tensor that it is stored in."""
+    """Return a box of a piece as a box of the tensor that it is stored in."""
     if piece.fused is None or not piece.fused.always:
         return box
     return ((piece.fused.expert, piece.fused.expert + 1), *box)
 
 
 def _by_box(piece: Piece, part: Tensor, boxes: list[Box]) -> dict[Box, Tensor]:
-    """A shard of a piece, cut where its boxes join."""
+    """Return a shard of a piece, cut at the borders of its boxes."""
     dim = piece.cut.dim if piece.cut else 0
     if not boxes:
         return {}

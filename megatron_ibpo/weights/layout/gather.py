@@ -1,4 +1,4 @@
-"""A weight source's tensors, whole, on one trainer rank or on all of them; gathered a bucket ahead."""
+"""Gathering of a weight source's whole tensors, on one trainer rank or on all; one bucket ahead."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -25,14 +25,14 @@ from megatron_ibpo.weights.layout.regions import (
 
 @dataclass
 class _Arriving:
-    """A bucket on its way: this rank's own part of it, and the messages of others."""
+    """A bucket on its way: this rank's own part of it, and the messages from other ranks."""
 
     place: int
     """Index of the bucket among all."""
     bucket: range
     held: dict[int, Held]
     flats: dict[int, Tensor] = field(default_factory=dict)
-    """Flat tensors by sender; on the sender itself those that must stay until they have been sent."""
+    """Flat tensors by sender; the sender itself keeps those that must stay until they have been sent."""
     works: list[Any] = field(default_factory=list)
 
     def wait(self) -> None:
@@ -41,20 +41,21 @@ class _Arriving:
 
 
 class Gather:
-    """Iterating is collective over the default process group: every rank must iterate to the end.
+    """An iterator over whole tensors, collective over the default process group: every rank must iterate to
+    the end.
 
-    It yields (name, tensor) in the source's order: the tensor whole where it was asked for, None elsewhere.
-    While one bucket is used the next one travels. A tensor may share memory with the model.
+    It yields (name, tensor) in the source's order: the whole tensor on ranks that get it, None elsewhere.
+    While one bucket is in use the next one travels. A tensor may share memory with the model.
     """
 
     def __init__(
         self, source: WeightSource, *, to: int | None, bucket_bytes: int, device: torch.device | str
     ) -> None:
-        """The plan, made once.
+        """Plan the gathering, once.
 
         Args:
             to: the rank that gets the tensors; None for all ranks.
-            bucket_bytes: size of a bucket, of which two exist; a larger tensor is a bucket of its own.
+            bucket_bytes: size of a bucket; two exist, and a larger tensor is a bucket of its own.
         """
         self._source = source
         self._to = to
@@ -84,7 +85,7 @@ class Gather:
         for sender, message in self._messages[place].items():
             mine = sender == self._rank
             if mine and self._to == self._rank:
-                continue  # it is here already
+                continue  # this rank holds it already
             if not mine and self._to not in (self._rank, None):
                 continue
             flat = pack(message, arriving.held) if mine else receive_buffer(message, self._device)
@@ -102,7 +103,7 @@ class Gather:
         return arriving
 
     def _tensors(self, arriving: _Arriving) -> Iterator[tuple[str, Tensor | None]]:
-        """The tensors of a bucket that has arrived."""
+        """Yield the tensors of a bucket that has arrived."""
         if self._to not in (self._rank, None):
             yield from ((self._metas[number].name, None) for number in arriving.bucket)
             return

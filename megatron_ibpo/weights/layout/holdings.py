@@ -1,4 +1,4 @@
-"""Parts of the model that each rank holds."""
+"""The parts of the model that each rank holds."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class Holding:
     etp_rank: int
     etp_size: int
     layers: tuple[range, ...]
-    """Layers of each model chunk; there are several only in an interleaved pipeline."""
+    """Layers of each model chunk; several only in an interleaved pipeline."""
     first_expert: int
     experts: int
     is_first_stage: bool
@@ -45,8 +45,8 @@ class Holding:
 
 
 def my_holding(shape: ModelShape, layers: tuple[range, ...], vocab_rows: int) -> Holding:
-    """This rank's part, from Megatron's groups; `layers` and `vocab_rows` as `layers_of` and `vocab_rows_of`
-    its model."""
+    """Return this rank's part, from Megatron's groups; `layers` and `vocab_rows` are what `layers_of` and
+    `vocab_rows_of` return for its model."""
     from megatron.core import parallel_state as groups
 
     experts = shape.num_experts // groups.get_expert_model_parallel_world_size()
@@ -65,10 +65,10 @@ def my_holding(shape: ModelShape, layers: tuple[range, ...], vocab_rows: int) ->
 
 
 def holdings_of(shape: ModelShape, parallel: ParallelConfig, virtual_stages: int = 1) -> list[Holding]:
-    """The ranks of one replica of the model, tensor parallel first, then expert parallel, then pipeline.
+    """Return the holdings of one replica's ranks: tensor parallel first, then expert parallel, then pipeline.
 
-    Where expert parallelism is wider than tensor parallelism, the ranks beyond the first TP repeat its
-    dense weights, and the other way round.
+    If expert parallelism is wider than tensor parallelism, the ranks beyond the first TP repeat its dense
+    weights; if it is narrower, experts are repeated.
     """
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     ep, etp = parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size
@@ -92,12 +92,12 @@ def holdings_of(shape: ModelShape, parallel: ParallelConfig, virtual_stages: int
 
 
 def layers_of(chunks: Sequence[Any]) -> tuple[range, ...]:
-    """Layers of the whole model that each model chunk of a rank holds."""
+    """Return the layers of the whole model that each model chunk of a rank holds."""
     return tuple(_layers(_unwrapped(chunk)) for chunk in chunks)
 
 
 def vocab_rows_of(chunks: Sequence[Any]) -> int:
-    """Rows of embedding and head that all tensor-parallel ranks were built for, padding included."""
+    """Return the rows of embedding and head over all tensor-parallel ranks, padding included."""
     rows: int = _unwrapped(chunks[0]).vocab_size
     return rows
 
@@ -108,22 +108,22 @@ def _layers(chunk: Any) -> range:
 
 
 def _unwrapped(chunk: Any) -> Any:
-    """It may be wrapped by DDP."""
+    """Return the chunk without its DDP wrapper, if it has one."""
     while hasattr(chunk, "module"):
         chunk = chunk.module
     return chunk
 
 
 def weights_by_global_name(chunks: Sequence[Any], holding: Holding) -> Iterator[tuple[str, Tensor]]:
-    """This rank's parameters under their names in the whole model, and buffers that are weights too; adapters
-    are beside it."""
+    """Yield this rank's parameters, and buffers that are weights, under their names in the whole model;
+    adapters are not among them."""
     for chunk, layers in zip(chunks, holding.layers, strict=True):
         yield from named_globally(chunk, layers.start, holding)
 
 
 def named_globally(model: Any, first_layer: int, holding: Holding) -> Iterator[tuple[str, Tensor]]:
-    """The same of one model chunk whose layers begin with `first_layer`, or of the multi-token prediction
-    layer, which has none of those."""
+    """Yield the same for one model chunk whose layers start at `first_layer`, or for the multi-token
+    prediction layer, which is outside that count."""
     for name, parameter in model.named_parameters():
         if not is_adapter(name):
             yield global_name(name, first_layer, holding.first_expert), parameter
@@ -133,7 +133,7 @@ def named_globally(model: Any, first_layer: int, holding: Holding) -> Iterator[t
 
 
 def shard_holders(entries: Sequence[Entry], holdings: Sequence[Holding]) -> list[tuple[tuple[int, ...], ...]]:
-    """Return for each entry, in shard order, the ranks with the shard when rank r holds `holdings[r]`."""
+    """Return, for each entry and in shard order, the ranks with the shard when rank r holds `holdings[r]`."""
     known: dict[tuple[object, ...], tuple[tuple[int, ...], ...]] = {}
     found = []
     for entry in entries:

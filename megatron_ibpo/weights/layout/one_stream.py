@@ -1,4 +1,4 @@
-"""Tensors computed on one CUDA stream for a taker who changes streams. Not run on GPUs."""
+"""Tensors computed on one CUDA stream for a consumer that changes streams. Not run on GPUs."""
 
 from collections.abc import Iterable, Iterator
 
@@ -8,12 +8,12 @@ Named = tuple[str, torch.Tensor | None]
 
 
 def on_one_stream(tensors: Iterable[Named], stream: torch.cuda.Stream) -> Iterator[Named]:
-    """`tensors`, all computed on `stream`, after what the present stream has been given until now.
+    """Yield `tensors`, all computed on `stream`, after the work queued so far on the present stream.
 
-    vLLM's packed sender takes each bucket under another of its own streams. A gather that waits for a
-    message under one of them has not waited under the next, and memory that is freed under one would be
-    used again while another still reads it. So the taker's stream waits for each tensor, and the tensor's
-    memory for the taker's stream.
+    vLLM's packed sender takes each bucket under another of its own streams. A gather that waited for a
+    message under one of them has not waited under the next, and memory freed under one could be reused while
+    another still reads it. So the consumer's stream waits for each tensor, and the tensor's memory waits for
+    the consumer's stream.
     """
     # now, and not when the first tensor is taken: the weights were trained on the present stream
     stream.wait_stream(torch.cuda.current_stream(stream.device))

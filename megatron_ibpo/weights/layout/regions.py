@@ -1,7 +1,7 @@
-"""Regions of every tensor that ranks hold and receivers want, and the messages that follow from them.
+"""Regions of every tensor that ranks hold and receivers need, and the messages that follow from them.
 
-A region is a box: (start, stop) along every dimension. Sender and receiver derive the same messages from
-the same plain data, so that nothing but bytes travels in an update.
+A region is a box: (start, stop) along every dimension. Sender and receiver derive the same messages from the
+same plain data, so that an update carries nothing but bytes.
 """
 
 import math
@@ -19,7 +19,7 @@ Buckets = list[range]
 Held = Mapping[Box, Tensor]
 """Boxes of one tensor that a rank holds."""
 Sender = tuple[int, Box]
-"""A rank, and the region of a tensor that it sends to whoever wants of it."""
+"""(rank, the region of a tensor that it sends to receivers that need part of it)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,19 +50,19 @@ class WeightSource(Protocol):
     """
 
     def metadata(self) -> list[TensorMeta]:
-        """The tensors, in the order in which they are sent."""
+        """Return the tensors, in the order in which they are sent."""
 
     def regions(self) -> list[tuple[Region, ...]]:
-        """Return for each tensor disjoint regions that cover it."""
+        """Return, for each tensor, disjoint regions that cover it."""
 
     def local(self) -> Iterator[Held]:
-        """One pass over the tensors: the regions that this rank holds, by their boxes; empty where it holds
-        none. They may share memory with the model."""
+        """Yield, in one pass over the tensors, the regions that this rank holds, by their boxes; empty if it
+        holds none. They may share memory with the model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """A receiver's needs of one tensor: disjoint boxes, as `dtype`."""
+    """The part of one tensor that a receiver needs: disjoint boxes, in `dtype`."""
 
     dtype: torch.dtype
     boxes: tuple[Box, ...]
@@ -90,7 +90,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Everything that one sender has for one receiver in one bucket."""
+    """All the data that one sender has for one receiver in one bucket."""
 
     parts: tuple[Part, ...]
     num_bytes: int
@@ -101,20 +101,20 @@ def whole(shape: Sequence[int]) -> Box:
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """Return the box that both cover; None if there is none."""
+    """Return the overlap of two boxes; None if there is none."""
     both = tuple((max(s, t), min(e, f)) for (s, e), (t, f) in zip(a, b, strict=True))
     return both if all(start < stop for start, stop in both) else None
 
 
 def box_name(name: str, box: Box, shape: Sequence[int]) -> str:
-    """`name`, with the bounds of `box` where it is not all of the tensor."""
+    """Return `name`, with the bounds of `box` unless it is the whole tensor."""
     if box == whole(shape):
         return name
     return f"{name}[{', '.join(f'{start}:{stop}' for start, stop in box)}]"
 
 
 def need_all(metas: Sequence[TensorMeta]) -> list[Need | None]:
-    """The needs of a receiver that wants every tensor whole."""
+    """Return the needs of a receiver that takes every tensor whole."""
     return [Need(meta.dtype, (whole(meta.shape),)) for meta in metas]
 
 
@@ -124,7 +124,8 @@ def plan_buckets(metas: Sequence[TensorMeta], limit: int) -> Buckets:
 
 
 def consecutive_runs(sizes: Sequence[int], limit: int) -> list[range]:
-    """Numbers of consecutive things that together have at most `limit`; a larger one is a run of its own."""
+    """Split items into consecutive runs with a total size of at most `limit` each; a larger item is a run of
+    its own."""
     runs: list[range] = []
     first, filled = 0, 0
     for number, size in enumerate(sizes):
@@ -138,7 +139,8 @@ def consecutive_runs(sizes: Sequence[int], limit: int) -> list[range]:
 def choose_senders(
     metas: Sequence[TensorMeta], regions: Sequence[Sequence[Region]], *, prefer: int | None = None
 ) -> list[tuple[Sender, ...]]:
-    """One holder of every region: rank `prefer` where it is one, else the one that sends least so far."""
+    """Choose one holder of every region: rank `prefer` if it holds it, else the one that sends least so
+    far."""
     load: dict[int, int] = {}
     chosen = []
     for meta, parts in zip(metas, regions, strict=True):
@@ -157,7 +159,7 @@ def choose_senders(
 def messages(
     bucket: range, senders: Sequence[Sequence[Sender]], needs: Sequence[Need | None]
 ) -> dict[int, Message]:
-    """Return for each sending rank what it has in `bucket` for a receiver with `needs`."""
+    """Return, for each sending rank, its data in `bucket` for a receiver with `needs`."""
     parts: dict[int, list[Part]] = {}
     ends: dict[int, int] = {}
     for number in bucket:
@@ -178,10 +180,10 @@ def messages(
 
 
 def pack(message: Message, held: Mapping[int, Held], room: Tensor | None = None) -> Tensor:
-    """The message as bytes, uint8 [num_bytes], from what this rank holds of the bucket's tensors.
+    """Return the message as bytes, uint8 [num_bytes], from this rank's parts of the bucket's tensors.
 
     Args:
-        room: memory to write it to, uint8 [num_bytes]; fresh memory where None.
+        room: memory to write it to, uint8 [num_bytes]; None: fresh memory.
     """
     if room is None:
         room = receive_buffer(message, next(iter(held[message.parts[0].number].values())).device)
@@ -191,7 +193,7 @@ def pack(message: Message, held: Mapping[int, Held], room: Tensor | None = None)
 
 
 def local_parts(message: Message, held: Mapping[int, Held]) -> list[Tensor]:
-    """The message's parts where this rank holds them, in the source's dtype."""
+    """Return the message's parts as this rank holds them, in the source's dtype."""
     return [_cut(held[part.number][part.held], part.held, part.box) for part in message.parts]
 
 
@@ -200,7 +202,7 @@ def receive_buffer(message: Message, device: torch.device | str) -> Tensor:
 
 
 def unpack(message: Message, flat: Tensor) -> list[Tensor]:
-    """The message's parts, as views of its bytes."""
+    """Return the message's parts, as views of its bytes."""
     return [
         flat[part.offset : part.offset + part.num_bytes].view(part.dtype).view(_shape(part.box))
         for part in message.parts
@@ -210,10 +212,10 @@ def unpack(message: Message, flat: Tensor) -> list[Tensor]:
 def parts_by_tensor(
     bucket: range, by_sender: Mapping[int, Message], flats: Mapping[int, Tensor], own: Mapping[int, Held] = {}
 ) -> dict[int, list[tuple[Box, Tensor]]]:
-    """Return what has arrived of each tensor of a bucket.
+    """Return the parts of each tensor of a bucket that have arrived.
 
     Args:
-        flats: the messages' bytes by sender; a sender that has none is this rank, which holds `own`.
+        flats: the messages' bytes by sender; a sender without any is this rank, which holds `own`.
     """
     parts: dict[int, list[tuple[Box, Tensor]]] = {number: [] for number in bucket}
     for sender, message in by_sender.items():
@@ -226,12 +228,12 @@ def parts_by_tensor(
 def assemble(
     shape: Sequence[int], need: Need, arrived: Iterable[tuple[Box, Tensor]], *, blank: bool = False
 ) -> Tensor:
-    """A tensor of `shape` in which the boxes of `need` are filled.
+    """Return a tensor of `shape` in which the boxes of `need` are filled.
 
-    Where one part is all of it, that is it, without a copy.
+    If one part is the whole tensor, it is returned without a copy.
 
     Args:
-        blank: fill the rest with what nobody can mistake for weights (NaN) instead of leaving it undefined.
+        blank: fill the rest with NaN, which cannot be mistaken for weights, instead of leaving it undefined.
     """
     parts = list(arrived)
     if len(parts) == 1 and parts[0][0] == whole(shape):
@@ -250,6 +252,6 @@ def _shape(box: Box) -> tuple[int, ...]:
 
 
 def _cut(tensor: Tensor, held: Box, box: Box) -> Tensor:
-    """The part `box` of a tensor that is the region `held`."""
+    """Return the part `box` of a tensor that is the region `held`."""
     inside = (slice(s - h, e - h) for (s, e), (h, _) in zip(box, held, strict=True))
     return tensor[tuple(inside)]

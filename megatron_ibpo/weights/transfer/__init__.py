@@ -1,1 +1,1 @@
-"""Weights from the trainers to running engines: gloo on CPUs, nccl or ipc on GPUs."""
+"""Weight updates from the trainers to running engines: gloo on CPUs, nccl or ipc on GPUs."""

@@ -1,4 +1,4 @@
-"""A checksum that costs one pass over a tensor where it lies, on a CPU or a GPU."""
+"""A checksum that costs one pass over a tensor in place, on a CPU or a GPU."""
 
 from collections.abc import Mapping, Sequence
 
@@ -12,7 +12,7 @@ CHUNK_WORDS = 16 * 1024**2
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    """Σ (wᵢ + 1)·(2i + 1)·c mod 2⁶⁴ over the tensor's bytes taken as 32-bit words wᵢ.
+    """Return Σ (wᵢ + 1)·(2i + 1)·c mod 2⁶⁴ over the tensor's bytes taken as 32-bit words wᵢ.
 
     Each word has its own odd multiplier, so that any single wrong word, and values that changed places,
     change the sum.
@@ -32,7 +32,7 @@ def checksum(tensor: torch.Tensor) -> int:
 
 
 def part_checksums(message: Message, flat: torch.Tensor, metas: Sequence[TensorMeta]) -> dict[str, int]:
-    """Return the checksum of each part of a message, by the name of its tensor and the bounds in it."""
+    """Return the checksum of each part of a message, by its tensor's name and bounds."""
     return {
         box_name(metas[part.number].name, part.box, metas[part.number].shape): checksum(view)
         for part, view in zip(message.parts, unpack(message, flat), strict=True)
@@ -40,12 +40,14 @@ def part_checksums(message: Message, flat: torch.Tensor, metas: Sequence[TensorM
 
 
 def compare_checksums(sent: Mapping[str, int], receipts: Sequence[Mapping[str, int]]) -> None:
-    """
+    """Compare what was sent with what the workers received.
+
     Args:
-        receipts: of the workers of one engine, which may have received different parts.
+        receipts: receipts of one engine's workers, which may have received different parts.
 
     Raises:
-        WeightMismatchError: a worker has something else than was sent, or no worker has it; names the first.
+        WeightMismatchError: a worker received something other than was sent, or no worker received it; names
+            the first.
     """
     wrong = {name for receipt in receipts for name in receipt if sent.get(name) != receipt[name]}
     wrong |= sent.keys() - {name for receipt in receipts for name in receipt}

@@ -1,7 +1,7 @@
 """Weights between GPUs, through vLLM's own transports: nccl to other GPUs, ipc on shared ones.
 
-Only the control plane is ours: each engine's owner talks to it, while vLLM's classes would have trainer
-rank 0 talk to all. Not run on GPUs: on CPUs the nccl transport runs over gloo in the place of NCCL
+Only the control plane is this project's: each engine's owner talks to it, while vLLM's classes would have
+trainer rank 0 talk to all. Not run on GPUs: on CPUs the nccl transport runs over gloo in place of NCCL
 (tests/weights/test_gpu_transports.py).
 """
 
@@ -33,19 +33,19 @@ from megatron_ibpo.weights.transfer.link import EngineLink, Failures, Sent, ask,
 from megatron_ibpo.weights.transfer.nccl_group import abort, ends_when_lost, joined, say_lost
 
 PACKED_BUFFERS = 1
-"""Number of vLLM's packed buffers on either side. With two it loads a layer under one stream while a layer's
-memory that was received under another is used again (tests/weights/test_weight_streams.py)."""
+"""Number of vLLM's packed buffers on either side. With two, vLLM loads a layer under one stream while memory
+of a layer received under another is reused (tests/weights/test_weight_streams.py)."""
 
 
 class NcclTransport:
     """An NCCL group of trainer rank 0 and the workers of all engines that a pass goes to.
 
-    It is formed when other engines are to be sent to than last time, or new processes in their places. An
-    engine that is lost on the way ends it; the others then begin anew in another.
+    A new group is formed when the engines differ from last time, or have new processes. An engine that is
+    lost during a pass ends the group; the others then start again in another.
 
-    vLLM's class broadcasts whole tensors from rank 0, so every worker receives what its engine's other
-    workers need too; `Sent` says how much that is. Gathering goes on while vLLM broadcasts: its packed
-    buffer and our two are a third of a bucket each.
+    vLLM's class broadcasts whole tensors from rank 0, so every worker also receives what only its engine's
+    other workers need; `Sent` counts it. Gathering goes on while vLLM broadcasts: its packed buffer and the
+    two of `Gather` are a third of a bucket each.
     """
 
     def __init__(self, world: World, workers_per_engine: int, bucket_bytes: int, timeout: float) -> None:
@@ -57,14 +57,14 @@ class NcclTransport:
         self._members: list[int] = []
         """Engines of the present group."""
         self._lost: Any = None
-        """The store in which the group's members say that one is lost."""
+        """Store in which the group's members report that one is lost."""
         self._sender: NCCLTrainerWeightTransferEngine | None = None
         self._stream = torch.cuda.Stream(world.device)
 
     def connect(
         self, source: WeightSource, links: Mapping[int, EngineLink], engines: Sequence[int]
     ) -> Failures:
-        """Plan; `engines` are met when they are sent to."""
+        """Plan; the group with `engines` is formed at the first `send`."""
         self._gather = Gather(source, to=0, bucket_bytes=self._bucket_bytes, device=self._world.device)
         self._leave()
         return {}
@@ -106,7 +106,7 @@ class NcclTransport:
         group = self._sender.model_update_group
         with (
             _heard(links, failures, self._lost, self._timeout),
-            ends_when_lost(self._lost, group, 2 * self._timeout),  # engines that hang fail before
+            ends_when_lost(self._lost, group, 2 * self._timeout),  # engines that hang fail earlier
         ):
             self._sender.send_weights()
         return failures
@@ -179,8 +179,8 @@ class NcclTransport:
 def _heard(
     links: Mapping[int, EngineLink], failures: Failures, lost: dist.Store, timeout: float
 ) -> Iterator[None]:
-    """Collect the engines' answers meanwhile: those that fail are added to `failures`, and the group learns
-    at once that it has lost a member."""
+    """Collect the engines' answers in the background: those that fail are added to `failures`, and the group
+    learns at once that it has lost a member."""
 
     def hear(engine: int) -> Failures:
         failed: Failures = {}
@@ -200,9 +200,9 @@ def _heard(
 
 
 class IpcTransport:
-    """Memory handles to engines on the trainers' own GPUs: each of an engine's workers opens the buffer of
-    the trainer rank on its GPU, and takes whole tensors from it. Every rank therefore gathers every bucket,
-    each shard broadcast by the rank that holds it."""
+    """A transport of memory handles to engines on the trainers' own GPUs. Each of an engine's workers opens
+    the buffer of the trainer rank on its GPU, and takes whole tensors from it. Every rank therefore gathers
+    every bucket, each shard broadcast by the rank that holds it."""
 
     def __init__(self, world: World, workers_per_engine: int, bucket_bytes: int, timeout: float) -> None:
         self._world = world
@@ -233,7 +233,7 @@ class IpcTransport:
             IPCTrainerInitInfo(
                 packed=True,
                 packed_buffer_size_bytes=max(self._bucket_bytes, *(meta.num_bytes for meta in metas)),
-                rank=0 if links else 1,  # to vLLM rank 0 is who hands over handles: here every owner
+                rank=0 if links else 1,  # to vLLM, rank 0 hands over handles; here every owner does
             ),
             client=client,
             source=_Adapted(metas, recorded),
@@ -246,8 +246,8 @@ class IpcTransport:
 
 
 class _Lender(IPCTrainerWeightTransferEngine):
-    """vLLM's, on a rank whose engine may take no part. PyTorch keeps a buffer that was lent until whoever
-    opened it lets go of it, and nobody opens that rank's. Not run on GPUs."""
+    """vLLM's sender, on a rank whose engine may take no part. PyTorch keeps a lent buffer until its receiver
+    releases it, and that rank's buffer has no receiver. Not run on GPUs."""
 
     _lent: tuple[Any, ...] | None = None
     """Arguments with which a worker rebuilds the buffer's tensor: PyTorch's `rebuild_cuda_tensor`."""
@@ -258,7 +258,7 @@ class _Lender(IPCTrainerWeightTransferEngine):
         return super()._all_gather_and_merge_handles(handles)
 
     def take_back(self) -> None:
-        """Give the buffer's memory back, which nobody has opened."""
+        """Take back the memory of a buffer that no worker has opened."""
         if self._lent is not None:
             counter, offset = self._lent[11:13]
             torch.UntypedStorage._release_ipc_counter_cuda(counter, offset)  # as a worker does
@@ -282,7 +282,7 @@ class _Uninvolved:
 
 
 class _Relay(_Uninvolved):
-    """Passes the buckets on to the engines that this rank owns."""
+    """A relay of buckets to the engines that this rank owns."""
 
     def __init__(self, links: Mapping[int, EngineLink], timeout: float) -> None:
         self._links = dict(links)
@@ -294,7 +294,7 @@ class _Relay(_Uninvolved):
 
 
 class _Adapted(VllmWeightSource):
-    """Our source as vLLM 0.32 wants it. (0.33 makes `metadata` a property and renames `__iter__`.)"""
+    """The weight source as vLLM 0.32 wants it. (0.33 makes `metadata` a property and renames `__iter__`.)"""
 
     def __init__(self, metas: Sequence[TensorMeta], tensors: Any) -> None:
         self._metas = [ParamMeta(meta.name, meta.dtype, meta.shape) for meta in metas]
@@ -308,7 +308,7 @@ class _Adapted(VllmWeightSource):
 
 
 def _recorded(tensors: Gather, sums: dict[str, int]) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """The tensors, with their checksums noted as they pass."""
+    """Yield the tensors, and record their checksums as they pass."""
     for name, tensor in tensors:
         assert tensor is not None
         sums[name] = checksum(tensor)

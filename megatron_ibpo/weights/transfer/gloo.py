@@ -1,7 +1,7 @@
-"""Weights over gloo: the trainer ranks that send and the workers of one engine form a group of their own.
+"""Weights over gloo: the sending trainer ranks and the workers of one engine form a group of their own.
 
-Every rank sends its own part of each tensor straight to the workers that want of it; nobody gathers. An
-engine that dies takes no other with it.
+Every rank sends its own part of each tensor straight to the workers that need part of it; nothing is
+gathered. An engine that dies takes no other with it.
 """
 
 import pickle
@@ -36,18 +36,18 @@ from megatron_ibpo.weights.transfer.message_memory import Memory
 from megatron_ibpo.weights.transfer.wire import WirePlan, read_answers
 
 BUCKETS_UNDERWAY = 2
-"""Messages of so many buckets travel while one more is packed or loaded."""
+"""Number of buckets whose messages travel while one more is packed or loaded."""
 BLOCKS_IN_A_BUCKET = 8
-"""Memory is taken in such parts of a bucket."""
+"""Memory blocks per bucket."""
 MOMENT_S = 0.1
-"""Seconds that an engine is given at least when another one has used up the time."""
+"""Seconds that each engine gets at least, even if another one has used up the time."""
 MEET_TIMEOUT = timedelta(seconds=60)
-"""Both sides are known to be there when they meet."""
+"""Time for both sides to meet; both are known to be running then."""
 
 
 @dataclass(frozen=True)
 class _Delivery:
-    """One message of one bucket, and the workers that want exactly it."""
+    """One message of one bucket, and the workers that need exactly it."""
 
     message: Message
     workers: tuple[tuple[int, int], ...]
@@ -57,7 +57,7 @@ class _Delivery:
 class GlooTransport:
     """The trainers' side. Methods are collective over all trainer ranks.
 
-    A bucket is half of what may be held: two travel while a third is packed, at most three halves.
+    A bucket is half of the allowed memory: two travel while a third is packed, at most three halves.
     """
 
     def __init__(self, world: World, workers_per_engine: int, bucket_bytes: int, timeout: float) -> None:
@@ -66,7 +66,7 @@ class GlooTransport:
         self._bucket_bytes = max(1, bucket_bytes // 2)
         self._timeout = timeout
         self._groups: dict[int, Any] = {}
-        """On ranks that send: the group of each engine."""
+        """Group of each engine, on ranks that send."""
         self._needs: dict[int, list[list[Need | None]]] = {}
         """Needs of each worker of each engine."""
         self._metas: list[TensorMeta] = []
@@ -78,7 +78,7 @@ class GlooTransport:
     def connect(
         self, source: WeightSource, links: Mapping[int, EngineLink], engines: Sequence[int]
     ) -> Failures:
-        """Learn what `engines` need of the source's tensors, plan, and meet them.
+        """Learn which parts of the source's tensors `engines` need, plan, and form groups with them.
 
         Raises:
             WeightPlanError: on every rank, if tensors and engines do not fit each other.
@@ -96,7 +96,7 @@ class GlooTransport:
     def send(
         self, source: WeightSource, links: Mapping[int, EngineLink], engines: Sequence[int], *, check: bool
     ) -> Sent:
-        """Send one pass over `source` to `engines`; it must be what it was when they were met."""
+        """Send one pass over `source` to `engines`; the source must be as it was at `connect`."""
         failures = start(links, "update_weights", lambda _: ({},))
         groups = {engine: group for engine, group in self._groups.items() if engine in engines}
         outbox = _Outbox(groups, self._first_worker, self._timeout)
@@ -115,12 +115,12 @@ class GlooTransport:
         collect(links, failures, self._timeout)
         for engine in outbox.failures:
             self._groups.pop(engine, None)
-        # what the engine itself says tells more
+        # the engine's own error tells more
         return Sent(outbox.failures | failures, outbox.num_bytes, self._needed(engines), sums)
 
     @property
     def _ranks(self) -> list[int]:
-        """The trainer ranks that send; their places in the groups are those in this list."""
+        """Trainer ranks that send; their places in the groups are those in this list."""
         return sorted({rank for senders in self._senders for rank, _ in senders})
 
     @property
@@ -128,7 +128,7 @@ class GlooTransport:
         return len(self._ranks)
 
     def _ask_needs(self, links: Mapping[int, EngineLink]) -> Failures:
-        """Let engines rehearse an update, and tell all ranks what they need."""
+        """Have the engines rehearse an update, and tell all ranks their needs."""
         failures: Failures = {}
         metas = pickle.dumps(self._metas)
         answers = ask(links, failures, self._timeout, "rehearse_weight_update", metas)
@@ -138,7 +138,7 @@ class GlooTransport:
         return failures
 
     def _meet(self, links: Mapping[int, EngineLink], engines: Sequence[int], absent: Failures) -> Failures:
-        """Form the groups of those of `engines` that have not failed on any rank."""
+        """Form the groups of those `engines` that have not failed on any rank."""
         missing = {engine for part in self._world.all_gather(list(absent)) for engine in part}
         present = [engine for engine in engines if engine not in missing]
         host = self._world.on_rank_0(own_address)
@@ -176,7 +176,7 @@ class GlooTransport:
         return unmet | failures
 
     def _deliveries_of(self, bucket: range) -> list[_Delivery]:
-        """Return what this rank sends in `bucket`; workers that want the same share a message."""
+        """Return this rank's messages in `bucket`; workers that need the same share a message."""
         workers: dict[Message, list[tuple[int, int]]] = {}
         for engine in self._needs:
             for number, needs in enumerate(self._needs[engine]):
@@ -186,25 +186,25 @@ class GlooTransport:
         return [_Delivery(message, tuple(wanted)) for message, wanted in workers.items()]
 
     def _needed(self, engines: Sequence[int]) -> int:
-        """Bytes that the workers of `engines` need of one pass."""
+        """Return the bytes that the workers of `engines` need of one pass."""
         needs = (need for engine in engines for worker in self._needs.get(engine, []) for need in worker)
         return sum(need.num_bytes for need in needs if need is not None)
 
 
 class _Outbox:
-    """Messages that are under way."""
+    """The messages under way."""
 
     def __init__(self, groups: dict[int, Any], first_worker: int, timeout: float) -> None:
         self._groups = groups
         self._first_worker = first_worker
         self._timeout = timeout
         self._underway: deque[tuple[int, list[tuple[int, Any]]]] = deque()
-        """(bucket, works by engine), of each message; a work keeps what it sends"""
+        """(bucket, works by engine) of each message; a work holds the tensor it sends"""
         self.failures: Failures = {}
         self.num_bytes = 0
 
     def send(self, bucket: int, flat: torch.Tensor, workers: Sequence[tuple[int, int]]) -> None:
-        """Start sending `flat` to those of the workers' engines that still listen."""
+        """Start sending `flat` to those of the workers' engines that have not failed."""
         works = []
         for engine, worker in workers:
             if engine not in self._groups or engine in self.failures:
@@ -217,8 +217,8 @@ class _Outbox:
         self._underway.append((bucket, works))
 
     def wait(self, buckets: int) -> None:
-        """Until messages of at most `buckets` buckets are under way; engines that do not take theirs in time
-        have failed."""
+        """Wait until at most `buckets` buckets have messages under way; engines that do not take theirs in
+        time fail."""
         deadline = time.monotonic() + self._timeout
         while self._underway and len({bucket for bucket, *_ in self._underway}) > buckets:
             _, works = self._underway.popleft()
@@ -231,7 +231,7 @@ class _Outbox:
 
 
 def open_group(store: Any, rank: int, size: int) -> Any:
-    """A gloo group beside any other that the process has, whose members meet in `store`.
+    """Open a gloo group, beside any other that the process has; its members meet in `store`.
 
     Raises:
         RuntimeError: the others did not come in time.
@@ -243,12 +243,12 @@ def open_group(store: Any, rank: int, size: int) -> Any:
 
 
 def join_group(host: str, port: int, rank: int, size: int) -> Any:
-    """`open_group` for those who come to the trainer's rank 0."""
+    """Join, from a worker, the group of the trainers' rank 0 by `open_group`."""
     return open_group(_find(host, port), rank, size)
 
 
 class GlooReceiver:
-    """A worker's side: receives what the trainers send of the tensors in its `needs`."""
+    """A worker's side: receives the parts of the trainers' tensors that are in its `needs`."""
 
     def __init__(self, group: Any, plan: WirePlan, needs: Sequence[Need | None], timeout: float) -> None:
         """
@@ -264,10 +264,11 @@ class GlooReceiver:
         self._buckets = [(bucket, messages(bucket, plan.senders, needs)) for bucket in plan.buckets]
 
     def tensors(self, receipt: dict[str, int] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """One pass, in the plan's order. Of a tensor that is not needed whole the rest is undefined.
+        """Yield the tensors of one pass, in the plan's order. In a tensor that is needed in part, the rest is
+        undefined.
 
         Args:
-            receipt: gets the checksum of every part that arrives; what is undefined is then NaN.
+            receipt: gets the checksum of every part that arrives; undefined parts are then NaN.
 
         Raises:
             RuntimeError: a trainer has gone, or sent nothing in time.
@@ -281,7 +282,7 @@ class GlooReceiver:
             yield from self._unpacked(place, flats, receipt)
 
     def _arrived(self, posted: dict[int, tuple[torch.Tensor, Any]]) -> dict[int, torch.Tensor]:
-        """The messages of a bucket by sender, once they are all here."""
+        """Return the messages of a bucket by sender, once all have arrived."""
         for _, work in posted.values():
             work.wait(self._timeout)
         return {sender: flat for sender, (flat, _) in posted.items()}
@@ -289,7 +290,7 @@ class GlooReceiver:
     def _unpacked(
         self, place: int, flats: dict[int, torch.Tensor], receipt: dict[str, int] | None
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors of a bucket; what `flats` held is theirs then."""
+        """Yield the tensors of a bucket; they take over the memory of `flats`."""
         bucket, by_sender = self._buckets[place]
         if receipt is not None:
             for sender, flat in flats.items():

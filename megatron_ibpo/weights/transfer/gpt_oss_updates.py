@@ -1,9 +1,9 @@
-"""Mends, in vLLM's workers, how vLLM 0.32 takes updates of gpt-oss.
+"""Fixes, in vLLM's workers, how vLLM 0.32 takes updates of gpt-oss.
 
-An update goes by the loaders that vLLM wraps for it. The model's own loader copies sinks, and the tensors
-that hold all experts of a layer, into parameters past those loaders: a first load is right, and an update of
-them is lost without a word. Experts are handed to it one by one, which it takes by their loader, sinks are
-loaded here.
+An update passes through the loaders that vLLM wraps for it. The model's own loader copies sinks, and the
+tensors that hold all experts of a layer, into parameters without those loaders: a first load is right, and an
+update of them is silently lost. So experts are passed to it one by one, which it takes by their loader, and
+sinks are loaded here.
 """
 
 from collections.abc import Iterable, Iterator
@@ -22,12 +22,12 @@ EXPERTS = (
     ".experts.down_proj",
     ".experts.down_proj_bias",
 )
-"""End the names of tensors that hold all experts of a layer."""
+"""Suffixes of tensors that hold all experts of a layer."""
 SINKS = ".self_attn.sinks"
 
 
 def take_updates_whole() -> None:
-    """Let all of gpt-oss come by vLLM's loaders."""
+    """Make all of gpt-oss pass through vLLM's loaders."""
     model_class: Any = GptOssForCausalLM
     load_weights = model_class.load_weights
 
@@ -39,7 +39,7 @@ def take_updates_whole() -> None:
 
 
 def _one_by_one(model: Any, weights: Weights, loaded: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The same without sinks, which are loaded, and with a tensor for each expert."""
+    """Yield the weights with one tensor per expert and without sinks, which are loaded here."""
     for name, tensor in weights:
         if name.endswith(EXPERTS):
             before, _, kind = name.rpartition(".")
@@ -52,7 +52,7 @@ def _one_by_one(model: Any, weights: Weights, loaded: set[str]) -> Iterator[tupl
 
 
 def _load_sinks(model: Any, name: str, sinks_H: torch.Tensor) -> set[str]:
-    """The parameter that took this worker's heads; none where it is of a layer that another worker has."""
+    """Return the parameter that took this worker's heads; none if it belongs to a layer of another worker."""
     parameter = dict(model.named_parameters()).get(name)
     if parameter is None:
         return set()

@@ -1,11 +1,11 @@
-"""Calls of a weight update to the engines that a rank owns: ask all, then wait for all."""
+"""Calls of a weight update to the engines that a rank owns: call all, then wait for all."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 Failures = dict[int, Exception]
-"""Index of an engine → why it has no part in the update any more."""
+"""Index of an engine → why it no longer takes part in the update."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,30 +14,30 @@ class Sent:
 
     failures: Failures
     num_bytes: int
-    """Bytes that this rank gave to engines."""
+    """Bytes that this rank sent to engines."""
     needed_bytes: int
     """Bytes that the shards of all engines' workers take."""
     sums: dict[str, int]
-    """Checksums of what this rank sent, if they were asked for."""
+    """Checksums of what this rank sent, if requested."""
     again: bool = False
-    """No engine has whole weights, since one of them failed on the way: the others are to begin anew. The
-    same on every rank."""
+    """True if no engine has whole weights, since one of them failed on the way: the others must start again.
+    The same on every rank."""
 
 
 class EngineLink(Protocol):
     """An engine as its owner holds it (`megatron_ibpo.engines.vllm.engine.Engine`)."""
 
     def begin(self, method: str, *arguments: Any) -> None:
-        """Ask without waiting. Raises RuntimeError when the engine is gone."""
+        """Call a method without waiting. Raises RuntimeError when the engine is gone."""
 
     def result(self, timeout: float) -> Any:
-        """The answer. Raises RuntimeError when the engine is gone or refuses."""
+        """Return the answer. Raises RuntimeError when the engine is gone or refuses."""
 
 
 def start(
     links: Mapping[int, EngineLink], method: str, arguments: Callable[[int], tuple[Any, ...]]
 ) -> Failures:
-    """Ask every engine to run `method` with the arguments for its index; return those that are gone."""
+    """Start `method` on every engine, with the arguments for its index; return the engines that are gone."""
     failures: Failures = {}
     for engine, link in links.items():
         try:
@@ -48,7 +48,7 @@ def start(
 
 
 def collect(links: Mapping[int, EngineLink], failures: Failures, timeout: float) -> dict[int, Any]:
-    """The answers of the engines that are not in `failures`; adds to it those that fail now, or that do not
+    """Return the answers of the engines that are not in `failures`. Adds to it those that fail now or do not
     answer within `timeout` seconds."""
     answers = {}
     for engine, link in without(links, failures).items():
@@ -62,12 +62,12 @@ def collect(links: Mapping[int, EngineLink], failures: Failures, timeout: float)
 def ask(
     links: Mapping[int, EngineLink], failures: Failures, timeout: float, method: str, *arguments: Any
 ) -> dict[int, Any]:
-    """`start` and `collect` in one, for the engines that are not in `failures`."""
+    """Run `start` and `collect` for the engines that are not in `failures`."""
     left = without(links, failures)
     failures |= start(left, method, lambda _: arguments)
     return collect(left, failures, timeout)
 
 
 def without(links: Mapping[int, EngineLink], failures: Failures) -> dict[int, EngineLink]:
-    """The engines that have not failed."""
+    """Return the engines that have not failed."""
     return {engine: link for engine, link in links.items() if engine not in failures}

@@ -1,6 +1,5 @@
-"""Record of what an engine's model takes of a weight update, so that what it lacks is known before it
-samples; and the share in it of a drafter, where the engine speculates with the model's multi-token
-prediction layer."""
+"""Record of the weights that reach an engine's model in an update, so that missing ones are known before it
+samples; and the drafter's share, if the engine speculates with the model's multi-token prediction layer."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -16,24 +15,23 @@ from megatron_ibpo.weights.transfer.checksum import checksum
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 DRAFTED = "mtp."
-"""Begins the names of the layer's tensors."""
+"""Prefix of the layer's tensors."""
 
 
 class Drafter:
     """The model that drafts: vLLM's second one, with the target's own embedding and head.
 
-    It takes its tensors from the stream that the target's loader reads and has no place for them. (vLLM would
-    update it in a session and a pass over the weights of its own.)
+    It takes its tensors from the stream that the target's loader reads; that loader has no place for them.
+    (vLLM would update it in a session and a pass over the weights of its own.)
     """
 
     def __init__(self, model: Any, model_config: Any) -> None:
         self._model, self._config = model, model_config
         self._absent: set[str] | None = None
-        """Tensors that must still come; None as long as no update has brought anything: the engine keeps what
-        it has."""
+        """Tensors still to come; None until an update brings the first: the engine then keeps its weights."""
 
     def fed(self, weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
-        """The same, and what is the drafter's has been loaded."""
+        """Yield the weights, and load the drafter's."""
         for name, tensor in weights:
             if name.startswith(DRAFTED):
                 if self._absent is None:
@@ -50,7 +48,7 @@ class Drafter:
         return [f"the drafter's {name}" for name in sorted(self._absent)] + _cut_short(self._model)
 
     def close(self) -> None:
-        """Let it draft with what has come."""
+        """Let the drafter use what has come."""
         if self._absent is not None:
             finalize_layerwise_reload(self._model, self._config)
             self._absent = None
@@ -59,14 +57,14 @@ class Drafter:
 class Loading:
     """One update of a worker's model, from the moment that vLLM is ready for weights to its end.
 
-    vLLM itself only warns of a layer that no weight reached, and says nothing of one that some reached.
+    vLLM itself only warns of a layer that no weight reached, and says nothing of a partly loaded one.
     """
 
     def __init__(self, model: Any, sums: dict[str, int] | None, drafter: Drafter | None) -> None:
         """
         Args:
-            drafter: that takes its part; None: the engine does not speculate, or not with a model.
-            sums: gets a checksum of each whole tensor that arrives; None: none are taken.
+            drafter: takes its part; None: the engine does not speculate, or not with a model.
+            sums: gets a checksum of each whole tensor that arrives; None: no checksums.
         """
         self._model = model
         self._sums = sums
@@ -76,12 +74,12 @@ class Loading:
         model.load_weights = self._load
 
     def missing(self) -> list[str]:
-        """Return what has not come so far: parameters, and layers of which a part came."""
+        """Return what has not come so far: parameters, and layers that were loaded in part."""
         drafters = self._drafter.missing() if self._drafter is not None else []
         return sorted(self._absent) + _cut_short(self._model) + drafters
 
     def close(self) -> None:
-        """Let the model load without being watched."""
+        """Stop recording."""
         if self._drafter is not None:
             self._drafter.close()
         del self._model.load_weights  # the instance's; the class has its own
@@ -105,22 +103,22 @@ class Loading:
 
 
 def _owned(model: torch.nn.Module) -> Iterator[str]:
-    """Parameters that must come, each once where layers share it. Scales of a quantized KV cache have
-    defaults."""
+    """Yield the parameters that must come, once each even if layers share them. Scales of a quantized KV
+    cache have defaults."""
     seen = set()
     for prefix, layer in model.named_modules():
         if is_deferred_attention_layer(layer):
             continue
         present, _ = get_layerwise_info(layer).kernel_tensors or ({}, {})
         for name, parameter in layer.named_parameters(recurse=False):
-            kept = id(present.get(name, parameter))  # what was shared is not while weights come
+            kept = id(present.get(name, parameter))  # sharing is undone while weights come
             if kept not in seen:
                 seen.add(kept)
                 yield f"{prefix}.{name}" if prefix else name
 
 
 def _cut_short(model: torch.nn.Module) -> list[str]:
-    """Layers of which a part came."""
+    """Return the layers that were loaded in part."""
     return [
         f"a part of {name} ({loaded:,} of {owned:,} numbers came)"
         for name, layer in model.named_modules()
@@ -130,8 +128,8 @@ def _cut_short(model: torch.nn.Module) -> list[str]:
 
 
 def _progress(layer: torch.nn.Module) -> tuple[int, int]:
-    """(numbers that came, numbers that must come) of a layer's own parameters, while vLLM waits for more;
-    (0, 0) otherwise."""
+    """Return (numbers that came, numbers that must come) of a layer's own parameters, while vLLM waits for
+    more; (0, 0) otherwise."""
     info = get_layerwise_info(layer)
     if not info.can_load() or is_deferred_attention_layer(layer):
         return 0, 0

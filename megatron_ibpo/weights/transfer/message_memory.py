@@ -1,7 +1,7 @@
-"""CPU memory for messages, used again as soon as nothing lies in it any more.
+"""CPU memory for messages, reused as soon as no tensor is in it.
 
-To touch memory for the first time costs as much as to receive into it, so a pass over the weights should
-do that with a few buckets, not with all of them.
+Touching memory for the first time costs as much as receiving into it, so a pass over the weights should do
+that for a few buckets only.
 """
 
 import mmap
@@ -10,27 +10,28 @@ import sys
 import torch
 
 UNUSED = 3
-"""References to a block in which no tensor lies: the list's, the loop's and `getrefcount`'s own."""
+"""References to an unused block: the list's, the loop's and `getrefcount`'s own."""
 
 
 class Memory:
-    """Blocks of huge pages. A block is free when the last tensor in it, or view of one, has gone."""
+    """Blocks of huge pages. A block is free when the last tensor in it, or view of one, is gone."""
 
     def __init__(self, step: int) -> None:
         """
         Args:
-            step: blocks are multiples of so many bytes, so that a later message fits where an earlier was.
+            step: blocks are multiples of this many bytes, so that a later message fits in an earlier one's
+                place.
         """
         self._step = max(1, step)
         self._blocks: list[mmap.mmap] = []
 
     def take(self, num_bytes: int) -> torch.Tensor:
-        """Undefined bytes, uint8 [num_bytes]."""
+        """Return undefined bytes, uint8 [num_bytes]."""
         size = -(-num_bytes // self._step) * self._step
         free = [block for block in self._blocks if sys.getrefcount(block) == UNUSED]
         fitting = [block for block in free if size <= len(block) <= 2 * size]
         if not fitting:
-            # what is free but does not fit makes room
+            # free blocks that do not fit make room
             self._blocks = [block for block in self._blocks if not any(block is other for other in free)]
             fitting = [_huge_pages(size)]
             self._blocks += fitting

@@ -1,8 +1,8 @@
 """An NCCL group that ends for all its members when one of them is lost.
 
-NCCL waits for ever for a member that has gone, and pynccl has no watchdog. So the members look at a store
-while they send and receive: whoever learns that one is lost says so there, and each aborts its own part.
-Abort is the only call that ends NCCL's waiting. Not run on GPUs.
+NCCL waits forever for a lost member, and pynccl has no watchdog. So the members watch a store while they send
+and receive: a member that learns of a loss reports it there, and each aborts its own part. Abort is the only
+call that ends NCCL's waiting. Not run on GPUs.
 """
 
 import threading
@@ -17,9 +17,9 @@ import torch.distributed as dist
 T = TypeVar("T")
 
 LOOK_EVERY_S = 0.2
-"""Seconds that the others go on waiting after one is lost."""
+"""Seconds between looks at the store: the others wait that much longer after one is lost."""
 LOST = "lost"
-"""Key in the store of a group that is of no use any more."""
+"""Key in the store of a group that can no longer be used."""
 
 
 def say_lost(store: dist.Store) -> None:
@@ -28,8 +28,8 @@ def say_lost(store: dist.Store) -> None:
 
 
 def joined(join: Callable[[], T], device: int, store: dist.Store, timeout: float) -> T | None:
-    """Return what `join` gives, called on GPU number `device`; None once the store says that a member is
-    lost, or after `timeout` seconds. NCCL itself would wait for ever; then its thread does.
+    """Return the result of `join`, called on GPU number `device`; None once the store reports a lost member,
+    or after `timeout` seconds. NCCL itself would wait forever; its thread then does.
 
     Raises:
         Exception: what `join` raised. The others hear at once that this one is lost.
@@ -57,15 +57,15 @@ def joined(join: Callable[[], T], device: int, store: dist.Store, timeout: float
 
 @contextmanager
 def ends_when_lost(store: dist.Store, group: Any, timeout: float) -> Iterator[threading.Event]:
-    """End what waits in `group` when the store says that a member is lost, when the store is gone with
-    trainer rank 0, or after `timeout` seconds. What is sent after that goes nowhere, what is received is
-    undefined, and neither raises.
+    """End all waiting in `group` when the store reports a lost member, when the store is gone with trainer
+    rank 0, or after `timeout` seconds. After that, data sent is lost, data received is undefined, and neither
+    raises.
 
     Args:
         group: vLLM's PyNcclCommunicator.
 
     Yields:
-        an event: set if it came to that.
+        an event: set if the group was ended.
     """
     lost, over = threading.Event(), threading.Event()
     deadline = time.monotonic() + timeout
@@ -88,7 +88,7 @@ def ends_when_lost(store: dist.Store, group: Any, timeout: float) -> Iterator[th
 
 def abort(group: Any) -> None:
     """End this member's part of a group, whatever it waits for. (`PyNcclCommunicator.destroy` closes the
-    group to further calls only afterwards, when the thread that waited may have made one.)"""
+    group to further calls only afterwards, when the waiting thread may have made one.)"""
     if group.disabled:
         return
     group.disabled = True
@@ -97,7 +97,7 @@ def abort(group: Any) -> None:
 
 
 def is_lost(store: dist.Store) -> bool:
-    """Return whether a member said that one is lost, or the store has gone with trainer rank 0."""
+    """Return whether a member reported a loss, or the store has gone with trainer rank 0."""
     try:
         return store.check([LOST])
     except RuntimeError:

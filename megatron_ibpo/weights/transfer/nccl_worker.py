@@ -15,7 +15,7 @@ from megatron_ibpo.weights.transfer.nccl_group import abort, ends_when_lost, joi
 
 @dataclass(kw_only=True)
 class GroupInfo(NCCLWeightTransferInitInfo):
-    """Address of the group, as vLLM has it, and of the store that says that a member is lost."""
+    """Address of the group, in vLLM's form, and of the store that reports lost members."""
 
     lost_port: int
     """Port of that store, on the master's address."""
@@ -24,11 +24,11 @@ class GroupInfo(NCCLWeightTransferInitInfo):
 
 
 class NcclWorker(NCCLWeightTransferEngine):
-    """Registered with vLLM for `--no-colocate` on GPUs. Not run on GPUs."""
+    """The worker class that vLLM uses for `--no-colocate` on GPUs. Not run on GPUs."""
 
     init_info_cls = GroupInfo  # type: ignore[assignment]
     lost = False
-    """The present update was cut off: the model has undefined weights."""
+    """True if the present update was cut off: the model has undefined weights."""
 
     def init_transfer_engine(self, init_info: GroupInfo) -> None:  # type: ignore[override]
         if self.model_update_group is not None:
@@ -38,7 +38,7 @@ class NcclWorker(NCCLWeightTransferEngine):
         self._timeout = init_info.timeout
         meeting = timedelta(seconds=init_info.timeout)
         self._store = dist.TCPStore(init_info.master_address, init_info.lost_port, timeout=meeting)
-        # whoever does not join in time is not waited for: the trainers hear of it, and form another group
+        # the trainers do not wait for a worker that does not join in time: they form another group
         join = super().init_transfer_engine
         joined(lambda: join(init_info), self.device.index or 0, self._store, init_info.timeout)
 

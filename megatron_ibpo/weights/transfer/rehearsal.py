@@ -1,8 +1,7 @@
-"""Parts that a model's loader takes of each tensor, learnt by giving it tensors of zeros that note what is
-read.
+"""The parts of each tensor that a model's loader takes, learnt from tensors of zeros that record reads.
 
-A tensor-parallel worker copies its shard out of every tensor that it is given. Nothing says beforehand
-which part that is; the copying itself does.
+A tensor-parallel worker copies its shard out of every tensor that it gets. Which part that is shows only in
+the copying itself.
 """
 
 import math
@@ -19,7 +18,7 @@ HARMLESS = {
     "is_contiguous", "is_floating_point", "is_complex", "ndimension", "get_device", "untyped_storage",
     "__len__", "requires_grad_",
 }  # fmt: skip
-"""Functions of a tensor that do not look at its values."""
+"""Tensor functions that do not read its values."""
 
 
 @dataclass
@@ -29,7 +28,7 @@ class _Reads:
     meta: TensorMeta
     boxes: set[Box] = field(default_factory=set)
     dtypes: set[torch.dtype] = field(default_factory=set)
-    """Into which it was copied."""
+    """Dtypes that it was copied into."""
 
     def note(self, view: torch.Tensor, dtype: torch.dtype | None) -> None:
         self.boxes.add(_box_of(view, self.meta))
@@ -47,28 +46,28 @@ class _Reads:
 
 
 class Rehearsal:
-    """Zeros under the names and shapes of tensors to come, and what was read of them.
+    """Zeros under the names and shapes of tensors to come, and a record of what was read of them.
 
-    A plain copy is noted with its bounds, and with the precision that it was copied to, in which the tensor
-    may then travel. Whatever else looks at values counts as reading all that it looks at.
+    A plain copy is recorded with its bounds and with its target precision, in which the tensor may then
+    travel. Any other operation on values counts as reading all of its operand.
     """
 
     def __init__(self, metas: Sequence[TensorMeta]) -> None:
         self._reads = [_Reads(meta) for meta in metas]
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """To be given to a model's `load_weights`. They take no memory: nobody writes to them."""
+        """Yield tensors for a model's `load_weights`. They take no memory: they are never written to."""
         for reads in self._reads:
             zeros = torch.zeros(reads.meta.shape, dtype=reads.meta.dtype)
             yield reads.meta.name, _watched(zeros, reads)
 
     def needs(self) -> list[Need | None]:
-        """Return for each tensor what was read; None if nothing was."""
+        """Return, for each tensor, what was read; None if nothing was."""
         return [reads.need() for reads in self._reads]
 
 
 class _Watched(torch.Tensor):
-    """A tensor that tells what is read of it and of its views."""
+    """A tensor that records reads of it and of its views."""
 
     reads: _Reads
 
@@ -101,7 +100,7 @@ def _watched(tensor: torch.Tensor, reads: _Reads) -> torch.Tensor:
 
 
 def _found(arguments: Any) -> Iterator[_Watched]:
-    """The watched tensors among arguments, however deep."""
+    """Yield the watched tensors among arguments, at any depth."""
     if isinstance(arguments, _Watched):
         yield arguments
     elif isinstance(arguments, dict):
@@ -130,8 +129,8 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 def _box_of(view: torch.Tensor, meta: TensorMeta) -> Box:
-    """The bounds of a view in the contiguous tensor that it was cut from; if it is no box, the rows that it
-    touches."""
+    """Return the bounds of a view in the contiguous tensor that it was cut from; if it is no box, the rows
+    that it touches."""
     with torch._C.DisableTorchFunctionSubclass():
         dtype, sizes, strides = view.dtype, tuple(view.shape), view.stride()
         offset = int(view.storage_offset())

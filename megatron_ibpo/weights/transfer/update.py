@@ -1,4 +1,4 @@
-"""Transports by their names, and one weight update of running engines, the same over all of them."""
+"""Transports by name, and one weight update of running engines, the same over all transports."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -13,12 +13,12 @@ from megatron_ibpo.weights.weight_errors import WeightPlanError, listed
 
 
 class Transport(Protocol):
-    """Carries tensors from the trainers to engines. Methods are collective over all trainer ranks."""
+    """A carrier of tensors from the trainers to engines. Methods are collective over all trainer ranks."""
 
     def connect(
         self, source: WeightSource, links: Mapping[int, EngineLink], engines: Sequence[int]
     ) -> Failures:
-        """Plan what goes to `engines`, which are new; `links` are those of them that this rank owns.
+        """Plan the update of `engines`, which are new; `links` are those of them that this rank owns.
 
         Raises:
             WeightPlanError: on every rank, if the source's tensors are not those that the engines load.
@@ -27,8 +27,8 @@ class Transport(Protocol):
     def send(
         self, source: WeightSource, links: Mapping[int, EngineLink], engines: Sequence[int], *, check: bool
     ) -> Sent:
-        """Send one pass over `source` to `engines`, the same on every rank, which wait for it; with `check`,
-        take checksums."""
+        """Send one pass over `source` to `engines`, which wait for it and are the same on every rank; with
+        `check`, compute checksums."""
 
 
 def open_transport(
@@ -39,10 +39,10 @@ def open_transport(
     bucket_bytes: int,
     timeout: float,
 ) -> Transport:
-    """The trainers' side of transport `name`, not yet connected. Only nccl and ipc import vLLM.
+    """Return the trainers' side of transport `name`, not yet connected. Only nccl and ipc import vLLM.
 
     Args:
-        bucket_bytes: at most twice so much memory is used beside the model.
+        bucket_bytes: the update uses at most twice this much memory beside the model.
         timeout: seconds that a step of an update may take.
     """
     if name == "gloo":
@@ -67,19 +67,19 @@ def update_engines(
 ) -> Sent:
     """Give idle `engines` the weights of `source`; collective.
 
-    An engine that fails on the way is left with no version at all, so that it refuses to sample.
+    An engine that fails on the way is left without a version, so that it refuses to sample.
 
     Args:
         links: those of `engines` that this rank owns.
-        make_room: collective; lets the ranks give memory back before sleeping engines wake their caches,
-            when the weights have been sent.
+        make_room: collective; lets the ranks give memory back after the weights are sent, before sleeping
+            engines wake their caches.
 
     Returns:
         what this rank sent, and the failures that it saw.
 
     Raises:
         WeightPlanError: on every rank: an engine lacks something of its model.
-        WeightMismatchError: on the ranks whose engines received something else than was sent.
+        WeightMismatchError: on the ranks whose engines received something other than was sent.
     """
     failures: Failures = {}
     if order.sleeping:
@@ -89,7 +89,7 @@ def update_engines(
         ask(links, failures, order.timeout, "start_weight_update", order.check)
         present = _agreed(world, engines, failures)
         sent = transport.send(source, without(links, failures), present, check=order.check)
-        failures = sent.failures | failures  # what was known first is the cause
+        failures = sent.failures | failures  # the earlier failure is the cause
         again = sent.again
     _refuse_incomplete(world, ask(links, failures, order.timeout, "missing_weights"))
     receipts = ask(links, failures, order.timeout, "finish_weight_update", order.version)
@@ -114,7 +114,7 @@ def _agreed(world: World, engines: Sequence[int], failures: Failures) -> list[in
 def _refuse_incomplete(world: World, answers: Mapping[int, Sequence[Sequence[str]]]) -> None:
     """
     Args:
-        answers: by engine: what each of its workers misses.
+        answers: by engine, the tensors that each of its workers lacks.
     """
     mine = {
         engine: sorted({name for worker in workers for name in worker}) for engine, workers in answers.items()

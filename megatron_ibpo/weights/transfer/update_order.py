@@ -1,4 +1,4 @@
-"""Orders for a weight update. Needs no torch: the driver orders, trainers and engines carry out."""
+"""Orders for a weight update: the driver gives them, trainers and engines carry them out. Needs no torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from megatron_ibpo.config import named_values
 
 TransportName = Literal["gloo", "ipc", "nccl"]
 NCCL_BACKEND = "ibpo_nccl"
-"""Under which vLLM knows this project's worker for nccl; its own has the shorter name."""
+"""Name under which vLLM knows this project's worker for nccl; its own has the shorter name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,19 +20,20 @@ class Order:
     version: int
     """Version of the policy whose weights are sent."""
     sleeping: bool
-    """The engines sleep, and wake in the order that needs the least memory: weights, update, KV cache."""
+    """True if the engines sleep. They wake in the order that needs the least memory: weights, update, KV
+    cache."""
     check: bool
-    """Compare checksums of everything as sent and as received."""
+    """True to compare checksums of everything as sent and as received."""
     timeout: float
     """Seconds that each step may take."""
 
 
 def drafts_with_own_layer(vllm_arguments: Sequence[str]) -> bool:
-    """Return whether engines speculate with the policy's multi-token prediction layer, and so have a place
-    for it.
+    """Return whether engines speculate with the policy's multi-token prediction layer, and so take its
+    weights.
 
     Args:
-        vllm_arguments: of --vllm-arg, name=value.
+        vllm_arguments: values of --vllm-arg, name=value.
     """
     chosen = yaml.safe_load(named_values(vllm_arguments).get("speculative_config", "{}"))
     method = chosen.get("method") if isinstance(chosen, dict) else None
@@ -40,7 +41,7 @@ def drafts_with_own_layer(vllm_arguments: Sequence[str]) -> bool:
 
 
 def choose_transport(*, on_gpu: bool, colocate: bool) -> TransportName:
-    """gloo on CPUs; on GPUs ipc where engines share the trainers' and nccl where they do not."""
+    """Choose gloo on CPUs; on GPUs ipc if engines share the trainers' GPUs, else nccl."""
     if not on_gpu:
         return "gloo"
     return "ipc" if colocate else "nccl"

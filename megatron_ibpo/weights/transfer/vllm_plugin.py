@@ -1,5 +1,7 @@
-"""Loaded into vLLM's workers (`worker_extension_cls`): receives weights over gloo, keeps receipts of what
-arrives, and mends the update of gpt-oss and, on CPUs, of experts and tied heads, and prompts of one token."""
+"""The extension of vLLM's workers (`worker_extension_cls`). It receives weights over gloo and keeps receipts.
+
+It also fixes vLLM's updates of gpt-oss and, on CPUs, of experts and tied heads, and prompts of one token.
+"""
 
 import logging
 import pickle
@@ -44,17 +46,18 @@ class GlooInitInfo(WeightTransferInitInfo):
 @dataclass
 class GlooUpdateInfo(WeightTransferUpdateInfo):
     rehearse: bytes | None = None
-    """Receive nothing, but find out what the model takes of these tensors: pickled `TensorMeta`s."""
+    """If given, receive nothing, but find out what the model takes of these tensors: pickled
+    `TensorMeta`s."""
 
 
 class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
-    """A worker's side of `megatron_ibpo.weights.transfer.gloo`: asked first what it needs, it then meets the
-    trainers, and from then on receives that."""
+    """A worker's side of `megatron_ibpo.weights.transfer.gloo`. It first answers what it needs, then joins
+    the trainers' group, and from then on receives that."""
 
     init_info_cls = GlooInitInfo
     update_info_cls = GlooUpdateInfo
     receipt: dict[str, int] | None = None
-    """Checksums of what arrives; None keeps none."""
+    """Checksums of what arrives; None: none are kept."""
     _needs: list[Need | None] | None = None
     _receiver: GlooReceiver | None = None
 
@@ -76,16 +79,16 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
         self.model.load_weights(self._receiver.tensors(self.receipt))  # type: ignore[operator]
 
     def _rehearse(self, metas: list[TensorMeta]) -> None:
-        """Load zeros, and note what the model takes of them. Its weights are lost until the next update."""
+        """Load zeros, and record what the model takes of them. Its weights are lost until the next update."""
         rehearsal = Rehearsal(metas)
         try:
             self.model.load_weights(rehearsal.tensors())  # type: ignore[operator]
-        except Exception as error:  # whatever a model raises at a name or shape that it does not know
+        except Exception as error:  # a model may raise anything at a name or shape that it does not know
             self._error = f"{type(error).__name__}: {error}"
         self._needs = rehearsal.needs()
 
     def answer(self, forgotten: list[str]) -> bytes:
-        """Return the answer to the rehearsal, which brought nothing for what is `forgotten`."""
+        """Return the answer to the rehearsal, in which no tensor reached `forgotten`."""
         assert self._needs is not None
         return pickle.dumps(Answer(self._needs, forgotten, self._error))
 
@@ -105,8 +108,8 @@ class WorkerExtension:
     weight_transfer_engine: WeightTransferEngine[Any, Any]
 
     def watch_loading(self, check: bool) -> None:
-        """Once vLLM is ready for weights: note what comes until `end_loading`. With `check` keep checksums,
-        of the parts that gloo brings, of whole tensors where vLLM's own transports bring them."""
+        """Record what arrives until `end_loading`; call it once vLLM is ready for weights. With `check`, keep
+        checksums: of the parts that gloo brings, or of the whole tensors of vLLM's own transports."""
         engine = self.weight_transfer_engine
         self._sums: dict[str, int] = {}
         in_parts = isinstance(engine, GlooWeightTransferEngine)
@@ -116,14 +119,14 @@ class WorkerExtension:
         self._loading = Loading(self.model_runner.get_model(), sums, self._drafter())
 
     def _drafter(self) -> Drafter | None:
-        """The model of --vllm-arg speculative-config, where it is the policy's own prediction layer."""
+        """Return the model of --vllm-arg speculative-config, if it is the policy's own prediction layer."""
         speculation = self.model_runner.vllm_config.speculative_config
         if speculation is None or speculation.method != "mtp":
             return None
         return Drafter(self.model_runner.get_draft_model(), speculation.draft_model_config)
 
     def take_rehearsal(self) -> bytes:
-        """Return what this worker needs of the trainers' tensors: a pickled `Answer`."""
+        """Return this worker's needs of the trainers' tensors: a pickled `Answer`."""
         engine = self.weight_transfer_engine
         assert isinstance(engine, GlooWeightTransferEngine)
         return engine.answer(self._loading.missing())
@@ -132,7 +135,7 @@ class WorkerExtension:
         """Return the tensors that this update has not brought; see `Loading.missing`.
 
         Raises:
-            RuntimeError: it was cut off on the way.
+            RuntimeError: the update was cut off on the way.
         """
         engine = self.weight_transfer_engine
         if isinstance(engine, NcclWorker) and engine.lost:
@@ -140,15 +143,15 @@ class WorkerExtension:
         return self._loading.missing()
 
     def end_loading(self) -> dict[str, int]:
-        """The checksums since `watch_loading`; none where they were not asked for."""
+        """Return the checksums since `watch_loading`; empty if none were requested."""
         self._loading.close()
         sums, self._sums = self._sums, {}
         return sums
 
 
 def _repack_experts_on_update() -> None:
-    """Let vLLM 0.32 (and 0.33) pack experts for its CPU kernels on weight updates, not only at the first
-    load: `_setup_kernel` skips it, and the kernels then read plain weights as packed ones, silently."""
+    """Make vLLM 0.32 (and 0.33) pack experts for its CPU kernels on weight updates, not only at the first
+    load: `_setup_kernel` skips it, and the kernels then silently read plain weights as packed ones."""
     method: Any = UnquantizedFusedMoEMethod
     setup_kernel = method._setup_kernel
 
@@ -162,8 +165,8 @@ def _repack_experts_on_update() -> None:
 
 
 def _repack_tied_heads(model: torch.nn.Module) -> None:
-    """A head that has the embedding's weight gets none of its own, so on CPUs vLLM 0.32 goes on with what it
-    packed at the first load."""
+    """Pack a tied head again. It has the embedding's weight and gets none of its own, so on CPUs vLLM 0.32
+    keeps using the packing of the first load."""
     layers = [layer for layer in model.modules() if isinstance(layer, VocabParallelEmbedding)]
     embeddings = {id(layer.weight) for layer in layers if not isinstance(layer, ParallelLMHead)}
     for layer in layers:
@@ -172,7 +175,7 @@ def _repack_tied_heads(model: torch.nn.Module) -> None:
 
 
 def _close_up_single_rows() -> None:
-    """Let vLLM 0.32 read a prompt of one token with Qwen3.5, whose queries, keys and values are a slice of a
+    """Make vLLM 0.32 read a prompt of one token with Qwen3.5, whose queries, keys and values are a slice of a
     wider row: torch counts a single row as contiguous whatever its stride, and the convolution for CPUs
     refuses the stride."""
     convolve = gdn_attention._causal_conv1d_fwd_cpu
@@ -186,9 +189,8 @@ def _close_up_single_rows() -> None:
 
 
 def _say_less() -> None:
-    """Warnings of every update are expected: float32 weights are cast as they load,
-    and vLLM takes layers without weights for layers that were forgotten (what is forgotten is an error
-    above)."""
+    """Silence warnings that are expected in every update: float32 weights are cast as they load, and vLLM
+    takes layers without weights for forgotten layers (truly forgotten ones are an error above)."""
     for module in ("models.utils", "model_loader.reload.layerwise"):
         logging.getLogger(f"vllm.model_executor.{module}").setLevel(logging.ERROR)
 

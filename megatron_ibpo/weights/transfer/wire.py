@@ -1,5 +1,5 @@
 """Messages between trainers and the workers of an engine before a weight update. They go through vLLM
-pickled: bytes are passed on as they are by whatever stands between its processes."""
+pickled: vLLM's processes pass bytes on unchanged."""
 
 import pickle
 from collections.abc import Sequence
@@ -32,13 +32,13 @@ class Answer:
     forgotten: list[str]
     """Parameters of its model that no tensor reached."""
     error: str | None
-    """Why loading failed, if it did."""
+    """Reason why loading failed, if it did."""
 
 
 def read_answers(
     engine: int, pickled: Sequence[bytes], metas: Sequence[TensorMeta]
 ) -> list[list[Need | None]]:
-    """The needs of each worker of `engine`.
+    """Return the needs of each worker of `engine`.
 
     Raises:
         WeightPlanError: names the tensors that no worker knows and the parameters that no tensor reaches.

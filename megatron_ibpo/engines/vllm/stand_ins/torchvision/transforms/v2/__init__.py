@@ -1,4 +1,4 @@
-"""The second edition of the same functions."""
+"""The same functions under torchvision's second interface."""
 
 from torchvision.transforms import functional
 
