@@ -24,17 +24,19 @@ if TYPE_CHECKING:
     Change = Callable[[Tensor], Tensor]
 
 SIGMOID_GAIN = 1.702
-"""Gain of the gate's activation; megatron-core has it written into its code (`quick_gelu`)."""
+"""Gain of the gate's activation; hard-coded in megatron-core (`quick_gelu`)."""
 LIMIT = 7.0
-"""The gate is clamped above by it, what is gated on both sides; vLLM 0.32 has it written into its code."""
+"""Clamp: an upper bound of the gate, and a bound on both sides of the gated values; hard-coded in vLLM
+0.32."""
 KINDS = ("sliding_attention", "full_attention")
-"""Kinds of layers, in turn; vLLM 0.32 has no other order."""
+"""Kinds of layers, alternating; vLLM 0.32 supports no other order."""
 
 
 def read(fields: Fields) -> ModelShape:
     common = common_fields(fields, head_dim=64, may_have_biases=True)
     layers = common["num_layers"]
-    # megatron-core has one switch for the biases of attention, router and experts, and these always have them
+    # megatron-core has one switch for the biases of attention, router and experts, and this family always has
+    # them
     fields.refuse("attention_bias", True)
     fields.refuse("attention_dropout", 0)
     fields.refuse("tie_word_embeddings", False)  # vLLM 0.32 would not tie them
@@ -101,7 +103,8 @@ def _of_all(
     join: Change,
     part: Change,
 ) -> list[Entry]:
-    """One parameter of every expert, whose tensor in a checkpoint has `piece` of each."""
+    """Return the entries of one parameter for every expert; its tensor in a checkpoint has `piece` of
+    each."""
     return [
         Entry(
             f"mlp.experts.{megatron}{expert}",
@@ -124,7 +127,7 @@ def _of_all(
 
 
 def _apart(x: Tensor) -> Tensor:
-    """Rows of gate and up in turn -> all of gate, all of up."""
+    """Return all rows of gate, then all rows of up, from alternating rows."""
     return x.unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1)
 
 

@@ -1,4 +1,4 @@
-"""Qwen3.5 and what came after it under the same names: https://huggingface.co/Qwen/Qwen3.5-27B (dense) and
+"""Qwen3.5 and its successors under the same names: https://huggingface.co/Qwen/Qwen3.5-27B (dense) and
 https://huggingface.co/Qwen/Qwen3.5-35B-A3B (a mixture of experts with a shared one).
 
 Layers are Qwen3-Next's, with a dense MLP where there are no experts, and the delta net's input projection
@@ -33,12 +33,12 @@ __all__ = [
 ]
 
 TEXT = "_text"
-"""Ends the `model_type` of a text model that is not wrapped."""
+"""Suffix of `model_type` for a text model that is not wrapped."""
 
 
 def read(fields: Fields) -> DeltaNetShape:
-    """`rope_parameters` may divide the rotation among time, height and width (mrope): a text's positions are
-    the same in all three, so it rotates as without."""
+    """Read the shape. `rope_parameters` may divide the rotation among time, height and width (mrope); a text
+    has the same positions in all three, so its rotation is the plain one."""
     family = fields.raw["model_type"]
     if family.endswith(TEXT):
         return _text_model(fields, family)
@@ -104,7 +104,8 @@ def _in_proj(shape: DeltaNetShape) -> Entry:
 
 @dataclass(frozen=True)
 class _Apart:
-    """HF: [q | k | v], [z], [b] and [a], each of all heads. Megatron: the same rows in one tensor."""
+    """A join of HF's [q | k | v], [z], [b] and [a], each for all heads, into Megatron's tensor of the same
+    rows."""
 
     rows: tuple[int, ...]
     """Rows of the HF tensors."""

@@ -14,8 +14,8 @@ One spec serves both back ends. Only the classes differ; parameter and checkpoin
 Megatron is imported by the functions that build something: families import this module, and a family's shape
 and cost are read where there is no Megatron.
 
-The optimizer's classes (fused Adam, multi-tensor norm and scale) are chosen by Megatron itself:
-Transformer Engine's where installed, else apex's, else torch's.
+The optimizer's classes (fused Adam, multi-tensor norm and scale) are chosen by Megatron itself: Transformer
+Engine's if installed, then apex's, then torch's.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def _biased(linear: type) -> Callable[..., Any]:
 
 
 def dense_mlp(backend: Backend, *, bias: bool = False) -> MLPAndNorm:
-    """The norm is fused into the MLP's first linear layer."""
+    """Return a dense MLP, with the norm fused into its first linear layer."""
     from megatron.core.transformer.identity_op import IdentityOp
     from megatron.core.transformer.mlp import MLP, MLPSubmodules
 

@@ -252,7 +252,7 @@ class Entry:
 
 @lru_cache(maxsize=256)
 def _spans(join: Callable[[list[Tensor]], Tensor], counts: tuple[int, ...]) -> tuple[Span, ...]:
-    """Let `join` arrange the numbers of the rows, and see where each comes to lie."""
+    """Return the spans of `join`: it arranges row numbers, which show where each row goes."""
     import torch
 
     numbers = torch.arange(sum(counts)).view(-1, 1).split(list(counts))

@@ -18,7 +18,7 @@ def layer_spec(shape: DeltaNetShape, layer: int, backend: spec.Backend) -> spec.
 
 
 def mtp_layer_spec(shape: DeltaNetShape, backend: spec.Backend) -> spec.LayerSpec:
-    """The decoder layer inside the multi-token prediction layer: always attention."""
+    """Return the decoder layer inside the multi-token prediction layer: always attention."""
     return spec.transformer_layer(spec.attention(backend), _mlp(shape, backend))
 
 
