@@ -63,7 +63,7 @@ def math_verify_cases(tests: Path) -> Iterator[Case]:
 
 
 def gsm8k_cases(path: Path) -> Iterator[Case]:
-    """Every model's solution to every problem, with GSM8K's own verdict."""
+    """Yield every model's solution to every problem, with GSM8K's own verdict."""
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         row = json.loads(line)
         label = row["ground_truth"].rpartition(_GSM8K_ANSWER)[2].strip()

@@ -311,7 +311,7 @@ def is_reporting_rank() -> bool:
 
 
 def _has_own_rows() -> bool:
-    """Return whether this rank stands for its share of the rows of the last stage; one rank per share
+    """Return whether this rank represents its share of the rows of the last stage; one rank per share
     does."""
     return parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0
 
