@@ -107,9 +107,12 @@ def _drop_unused(optimizer: Any) -> None:
 
 
 def _count_padding(chunk: Any) -> None:
-    """Make Megatron count the padding of buckets as content when it saves a sharded optimizer.  It leaves out
-    the padding at the end of buckets, but looks for each parameter's state at its place with the padding.
-    After a padded bucket, every parameter would be saved with a part of another's state."""
+    """Make Megatron count the padding of buckets as content when it saves a sharded optimizer.
+
+    Its checkpoint leaves out the padding at the end of buckets, and then looks for each parameter's state at
+    its place with the padding. After a padded bucket, every parameter would be saved with a part of another's
+    state.
+    """
     for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
         buffer.numel_unpadded = buffer.numel
         for bucket in buffer.buckets:

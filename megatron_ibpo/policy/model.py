@@ -131,8 +131,8 @@ def build_value_model(
     libraries: Backends | None = None,
 ) -> list[Any]:
     """Build the same model with a value head in place of the LM head: chunk(…) gives values [1, N, 1] in fp32
-    on the last pipeline stage. Embeddings are not tied to anything; `weights.formats.load.load_hf` fills all but
-    the head."""
+    on the last pipeline stage. Embeddings are not tied to anything; `weights.formats.load.load_hf` fills all
+    but the head."""
     untied = replace(shape, tie_word_embeddings=False)
     chunks = build_model(untied, config, device=device, libraries=libraries)
     from megatron_ibpo.policy.critic import ValueHead
