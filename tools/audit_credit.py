@@ -2,9 +2,9 @@
 
     bash tools/ibpo.sh audit runs/a
 
-The policy answers held-out prompts as in training, its wrong responses are corrected, and from every step of
-a sample of them it writes on, many times, to see from where it can still end correct. Writes audit.json, with
-all that was measured, and audit.png.
+The policy answers held-out prompts as in training, and its wrong responses are corrected. From every step of
+a sample of these responses it samples many continuations, to see from where it can still end correct. Writes
+audit.json, with all measurements, and audit.png.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class Arguments:
     run: tyro.conf.Positional[Path]
     """Directory of the run."""
     save: Path | None = None
-    """Directory for the results; audit/ in the run's directory when None."""
+    """Directory for the results; None: audit/ in the run's directory."""
     policy: Literal["start", "end"] = "end"
-    """The policy that the run started from, or the one that it ended with."""
+    """The policy that the run started from, or the one it ended with."""
     prompts: int = 64
     """Held-out prompts to answer."""
     responses: int = 128
@@ -38,7 +38,7 @@ class Arguments:
     rollouts: int = 16
     """Continuations from each step boundary."""
     min_drop: float = 0.25
-    """A response whose value never falls by so much over one step has no step that is called the error."""
+    """A response whose value never falls by this much over one step has no step that counts as the error."""
     seed: int = 0
 
 

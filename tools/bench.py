@@ -1,4 +1,5 @@
-"""What the benchmarks share: --save, turns, rows in processes of their own, memory and processor time."""
+"""Common parts of the benchmarks: --save, alternating rounds, rows in separate processes, memory and
+processor time."""
 
 from __future__ import annotations
 
@@ -18,17 +19,17 @@ T = TypeVar("T")
 
 @dataclass
 class Saving:
-    """The flag that every benchmark has."""
+    """The flag of every benchmark."""
 
     save: Path | None = None
     """JSON file for the results."""
 
 
 def save(path: Path | None, results: Mapping[str, Any], *packages: str) -> None:
-    """Write what was measured, after the machine and its versions; without a path nothing is written.
+    """Write the results, after the machine and its versions; without a path nothing is written.
 
     Args:
-        packages: whose versions are written too.
+        packages: packages whose versions are written too.
     """
     write(path, {"machine": machine(*packages)} | dict(results))
 
@@ -37,7 +38,7 @@ def write(path: Path | None, content: Mapping[str, Any], *, keeping: bool = Fals
     """Write the content as JSON; without a path nothing is written.
 
     Args:
-        keeping: keep what the file holds under other keys, such as another part of the benchmark.
+        keeping: keep the file's other keys, such as another part of the benchmark.
     """
     if path is None:
         return
@@ -47,7 +48,7 @@ def write(path: Path | None, content: Mapping[str, Any], *, keeping: bool = Fals
 
 
 def in_turns(kinds: Sequence[T], rounds: int) -> Iterator[T]:
-    """Yield every kind once per round, in every second round backwards, so that drift falls on all alike."""
+    """Yield every kind once per round, backwards in every second round, so that drift affects all alike."""
     for number in range(rounds):
         yield from kinds if number % 2 == 0 else reversed(kinds)
 
@@ -73,14 +74,14 @@ def resident_bytes(pid: int | None = None) -> int:
 
 
 def peak_bytes(pid: int | None = None) -> int:
-    """Return the most resident memory of a process so far, by default of this one. It is the kernel's figure
-    for its own memory map. ru_maxrss, which wait4 reports too, begins with the memory of the parent."""
+    """Return a process's peak resident memory so far, by default of this one. It is the kernel's figure for
+    its own memory map. ru_maxrss, which wait4 reports too, starts from the parent's memory."""
     return _status(pid, "VmHWM")
 
 
 def cpu_seconds() -> float:
-    """Return the processor time of this process, of all below it, and of those that have ended."""
-    import psutil  # what measures GPUs runs where it is not installed
+    """Return the processor time of this process, of its descendants, and of those that have ended."""
+    import psutil  # GPU benchmarks run where it is not installed
 
     this = psutil.Process()
     return sum(sum(process.cpu_times()[:4]) for process in (this, *this.children(recursive=True)))

@@ -1,10 +1,11 @@
-"""Merged weights or vLLM's own adapters: what an engine loads, how long that takes, how fast it samples.
+"""Merged weights compared with vLLM's own adapters: what an engine loads, how long that takes, how fast it
+samples.
 
     "$(bash tools/bootstrap.sh dev)" tools/bench_adapters.py --save tools/results/bench_adapters.json
 
-Each case is an engine in a process of its own, on the same random model with the same random adapters: once
-with the merged weights, once with the plain ones and the adapter beside them. They should sample the same
-greedy tokens, but for rounding.
+Each case is an engine in a separate process, on the same random model with the same random adapters: once
+with the merged weights, once with the plain ones and the adapter beside them. Both should sample the same
+greedy tokens, except for rounding.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ TARGETS = {
     "qwen3_next attention": ("q_proj", "k_proj", "v_proj", "o_proj"),
     "qwen3_next delta nets": ("in_proj_qkvz", "in_proj_ba", "out_proj"),
 }
-"""What has adapters in each case."""
+"""Modules with adapters in each case."""
 Form = Literal["merged", "adapter"]
 
 
@@ -42,14 +43,14 @@ class Arguments(bench.Saving):
     prompts: int = 32
     prompt_tokens: int = 64
     tokens: int = 64
-    """Of each response; the end of sequence is ignored."""
+    """Tokens of each response; the end of sequence is ignored."""
     rounds: int = 5
-    """Of sampling, after one that is not counted."""
+    """Rounds of sampling, after one that is not counted."""
 
 
 def make_model(directory: Path, case: str) -> Path:
-    """Random weights: a dense Qwen3 of 0.1 B parameters in float32, or a Qwen3-Next in bfloat16, which is
-    what vLLM's CPU kernels take."""
+    """Write random weights: a dense Qwen3 of 0.1 B parameters in float32, or a Qwen3-Next in bfloat16, as
+    vLLM's CPU kernels require."""
     import transformers
 
     shared: dict[str, Any] = {
@@ -76,7 +77,7 @@ def make_model(directory: Path, case: str) -> Path:
 
 
 def add_adapters(plain: Path, directory: Path, targets: tuple[str, ...], rank: int) -> None:
-    """`adapter` with a random B as well, and `merged`, made by PEFT."""
+    """Write `adapter` with a random B as well, and `merged`, made by PEFT."""
     import peft
     import transformers
 
@@ -91,7 +92,7 @@ def add_adapters(plain: Path, directory: Path, targets: tuple[str, ...], rank: i
 
 
 def sample(case: str, directory: Path, form: Form, arguments: Arguments, answers: Any) -> None:
-    """In a process of its own: what was measured, or why this engine does not do it."""
+    """Sample in a separate process; store the measurements, or why this engine cannot."""
     from vllm import LLM, SamplingParams
     from vllm.inputs import PromptType, TokensPrompt
     from vllm.lora.request import LoRARequest
@@ -130,7 +131,7 @@ def sample(case: str, directory: Path, form: Form, arguments: Arguments, answers
             seconds.append(time.perf_counter() - began)
             written = [list(own.outputs[0].token_ids) for own in outputs]
         answers.put({"seconds": seconds[1:], **found, "written": written})
-    except Exception as error:  # whatever vLLM raises is the answer
+    except Exception as error:  # any error of vLLM is the answer
         answers.put({"error": f"{type(error).__name__}: {first_line(error)}"})
 
 
@@ -178,7 +179,7 @@ def main(arguments: Arguments) -> None:
         results.append(measure(case, arguments))
         print(json.dumps(results[-1], indent=2), flush=True)
         record = {"machine": measured_on, "options": options, "results": results}
-        bench.write(arguments.save, record)  # after each case: some take minutes
+        bench.write(arguments.save, record)  # after each case, since some take minutes
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""What sampling ahead of training saves: seconds per step by --max-staleness.
+"""Seconds per step by --max-staleness: the time that sampling ahead of training saves.
 
     python tools/bench_async.py --save tools/results/bench_async.json
     python tools/bench_async.py --real --turns 3 --save tools/results/bench_async.json
 
-Without --real: simulated engines and a simulated trainer in virtual time, under the code that a run samples
-with, against the bound that no schedule can beat, and against NeMo-RL's published runs of Qwen3-30B-A3B.
-With --real: the default recipe on this machine, S = 0 and S = 1 in turns. Each part keeps what --save
-already holds of the other.
+Without --real: simulated engines and a simulated trainer in virtual time, under the sampling code of a run.
+They are compared with the bound that no schedule can beat, and with NeMo-RL's published runs of
+Qwen3-30B-A3B. With --real: the default recipe on this machine, S = 0 and S = 1 in turns. Each part keeps the
+other part's results in --save.
 """
 
 from __future__ import annotations
@@ -34,20 +34,21 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # ------------------------------------------------------------------------------------------- published
 # NVIDIA-NeMo/RL at 7ea279abfbeb698b092856d0dab61e7cf39bc909, docs/about/performance-summary.md: NeMo RL v0.6,
-# H100 BF16, GRPO, Qwen3-30B3A. Who has which GPUs is in
+# H100 BF16, GRPO, Qwen3-30B3A. The GPUs of each row are in
 # examples/configs/recipes/llm/performance/grpo-qwen3-30ba3b-{4n8g,4n8g-async-1off,24n8g-async-8off}.yaml.
 SOURCE = "https://docs.nvidia.com/nemo/rl/latest/about/performance-summary.html"
 GROUPS, GROUP_SIZE = 64, 32
-"""Of a generation batch of 2,048."""
+"""Groups and group size of a generation batch of 2,048."""
 LONGEST = 4096
-"""The maximum sequence length; prompts, about a hundred tokens of it, are neglected."""
+"""Maximum sequence length; prompts, about a hundred tokens of it, are neglected."""
 MEAN_LENGTH = 3203
 """Average sequence length of the on-policy row; 3,201 and 3,206 in the others."""
 GPUS_OF_AN_ENGINE = 2
-"""Generation TP 2."""
+"""Generation TP of 2."""
 PAUSE_SECONDS = 1.0
-"""A weight update of this model from 16 H100 to 16: 0.74 to 1.00 s (docs/design-docs/nccl-reshard-refit.md of
-the same repository). Caches are kept, as in the published runs (recompute_kv_cache_after_weight_updates)."""
+"""Seconds of a weight update of this model from 16 H100 to 16: 0.74 to 1.00 s
+(docs/design-docs/nccl-reshard-refit.md of the same repository). Caches are kept, as in the published runs
+(recompute_kv_cache_after_weight_updates)."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class Published:
 
 
 ON_POLICY = Published("on-policy", 32, sampling_gpus=32, training_gpus=32, staleness=0, seconds_per_step=192)
-"""The same GPUs sample and train in turn."""
+"""The row in which the same GPUs alternate between sampling and training."""
 ONE_OFF = Published("1-step off", 32, sampling_gpus=16, training_gpus=16, staleness=1, seconds_per_step=152)
 EIGHT_OFF = Published(
     "8-step off", 192, sampling_gpus=64, training_gpus=128, staleness=8, seconds_per_step=34.5
@@ -71,29 +72,29 @@ EIGHT_OFF = Published(
 
 # --------------------------------------------------------------------------------------------- assumed
 MEDIAN_LENGTH = 4436
-"""Of log-normal lengths (`plan.lengths.SIGMA`) before the cut; gives MEAN_LENGTH after it, and 53 % of the
-responses at LONGEST."""
+"""Median of log-normal lengths (`plan.lengths.SIGMA`) before truncation; gives MEAN_LENGTH after it, and 53 %
+of the responses at LONGEST."""
 WEIGHT_BYTES = 2 * 30.5e9
-"""bf16. With 50 sequences or more under way every expert is read in every step."""
+"""Bytes of the weights in bf16. With 50 or more sequences under way every expert is read in every step."""
 CACHE_BYTES_PER_TOKEN = 2 * 2 * 48 * 4 * 128
 """Key and value, bf16, of 48 layers with 4 heads of 128: the model's config.json."""
 CACHED_TOKENS = 1820
-"""Mean over the tokens that are written: E[L²] / 2 E[L]."""
+"""Mean number of cached tokens over the written tokens: E[L²] / 2 E[L]."""
 BANDWIDTH = 3.35e12
 """Bytes per second of an H100 SXM, by its data sheet."""
 EFFICIENCY = 0.5
-"""Share of the bandwidth that a decoding step comes to. It alone splits the published 192 s into sampling and
-training, and no source gives it: so predictions are also made with SENSITIVITY."""
+"""Share of the bandwidth that a decoding step reaches. It alone splits the published 192 s into sampling and
+training, and no source gives it, so predictions are also made with SENSITIVITY."""
 SENSITIVITY = (0.4, 0.5, 0.6)
 MOST_RUNNING = int((GPUS_OF_AN_ENGINE * 0.8 * 80e9 - WEIGHT_BYTES) / (CACHED_TOKENS * CACHE_BYTES_PER_TOKEN))
 """Sequences that an engine decodes at once: their caches fill what the weights leave of the recipes'
 gpu_memory_utilization, 0.8."""
-# Training, log-probs and everything else of a step scale with the number of GPUs. What they take is fitted to
-# the on-policy row, given the assumptions; the other two rows are then predictions.
+# Training, log-probs and everything else in a step scale with the number of GPUs. Their time is fitted to the
+# on-policy row, given the assumptions; the other two rows are then predictions.
 
 
 def fleet(engines: int, training_seconds: float, pause_seconds: float, step_time: StepTime) -> Fleet:
-    """With the published runs' batch and lengths."""
+    """Return a fleet with the published runs' batch and lengths."""
     return Fleet(
         engines,
         training_seconds,
@@ -108,7 +109,7 @@ def fleet(engines: int, training_seconds: float, pause_seconds: float, step_time
 
 
 def decoding(efficiency: float) -> StepTime:
-    """Of one engine, by the bytes that it reads."""
+    """Return the step time of one engine, from the bytes that it reads."""
     per_second = GPUS_OF_AN_ENGINE * BANDWIDTH * efficiency
     return StepTime(WEIGHT_BYTES / per_second, CACHED_TOKENS * CACHE_BYTES_PER_TOKEN / per_second)
 
@@ -116,7 +117,7 @@ def decoding(efficiency: float) -> StepTime:
 # ------------------------------------------------------------------------------------------- simulated
 
 OVER_SAMPLING = 16
-"""Groups beyond a batch, where the table has --over-sampling-batch-size."""
+"""Groups beyond a batch, in the rows with --over-sampling-batch-size."""
 STALENESS = (0, 1, 4, 8)
 PLAIN = {"": Pace(0)}
 WAYS = PLAIN | {
@@ -126,7 +127,7 @@ WAYS = PLAIN | {
 
 
 def paces(name: str, fleet: Fleet, steps: int, ways: dict[str, Pace]) -> list[dict[str, Any]]:
-    """A row for each S and way."""
+    """Return a row for each S and way."""
     rows = []
     for s in STALENESS:
         for flags, pace in ways.items() if s else PLAIN.items():
@@ -152,20 +153,20 @@ def paces(name: str, fleet: Fleet, steps: int, ways: dict[str, Pace]) -> list[di
 
 @cache
 def training_seconds(efficiency: float, steps: int) -> float:
-    """On ON_POLICY's GPUs: what its step leaves beside sampling and the weight update."""
+    """Return the training time on ON_POLICY's GPUs: its step less sampling and the weight update."""
     engines = ON_POLICY.sampling_gpus // GPUS_OF_AN_ENGINE
     alone = fleet(engines, 0.0, 0.0, decoding(efficiency))
     return ON_POLICY.seconds_per_step - PAUSE_SECONDS - simulate(alone, Pace(0), steps).seconds_per_step
 
 
 def fleet_of(row: Published, efficiency: float, steps: int) -> Fleet:
-    """What the row ran on, as far as the other rows and the assumptions tell."""
+    """Return the fleet that the row ran on, as far as the other rows and the assumptions determine it."""
     training = training_seconds(efficiency, steps) * ON_POLICY.training_gpus / row.training_gpus
     return fleet(row.sampling_gpus // GPUS_OF_AN_ENGINE, training, PAUSE_SECONDS, decoding(efficiency))
 
 
 def predictions(efficiency: float, steps: int) -> list[dict[str, Any]]:
-    """The published off-policy rows beside what the simulation says of them."""
+    """Return the published off-policy rows beside their simulated values."""
     rows = []
     for published in (ONE_OFF, EIGHT_OFF):
         fleet = fleet_of(published, efficiency, steps)
@@ -184,7 +185,7 @@ def predictions(efficiency: float, steps: int) -> list[dict[str, Any]]:
 
 
 def simulated(steps: int) -> dict[str, Any]:
-    """All of the simulated part."""
+    """Return all results of the simulated part."""
     trainer_bound, balanced = (fleet_of(row, EFFICIENCY, steps) for row in (ONE_OFF, EIGHT_OFF))
     sampling_bound = replace(trainer_bound, training_seconds=trainer_bound.training_seconds / 3)
     fleets = {"16 + 16": trainer_bound, "16 + 48": sampling_bound, "64 + 128": balanced}
@@ -203,7 +204,7 @@ def simulated(steps: int) -> dict[str, Any]:
 
 
 def rounded(row: dict[str, Any]) -> dict[str, Any]:
-    """With four digits after the point, for reading."""
+    """Return the row with four decimal places, for readability."""
     return {
         name: rounded(value)
         if isinstance(value, dict)
@@ -221,9 +222,10 @@ NOT_OF_A_STEP = ("start", "evaluate", "save")
 
 
 def run_steps(staleness: int, steps: int, run_dir: Path) -> list[float]:
-    """Seconds of each step of the default recipe, without evaluation and saving.
+    """Return the seconds of each step of the default recipe, without evaluation and saving.
 
-    No step is left out: ahead of training the first one samples more than its own batch, and the last less.
+    No step is left out: with sampling ahead, the first one samples more than its own batch, and the last
+    less.
     """
     command = [
         sys.executable, "-m", "megatron_ibpo.commands.train",
@@ -241,7 +243,7 @@ def run_steps(staleness: int, steps: int, run_dir: Path) -> list[float]:
 
 
 def real(turns: int, steps: int) -> dict[str, Any]:
-    """S = 0 and S = 1 in turns, on this machine."""
+    """Run S = 0 and S = 1 in turns, on this machine."""
     seconds: dict[int, list[list[float]]] = {0: [], 1: []}
     with tempfile.TemporaryDirectory() as scratch:
         for staleness in bench.in_turns((0, 1), turns):
@@ -264,9 +266,9 @@ class Arguments(bench.Saving):
     real: bool = False
     """Measure the default recipe on this machine instead of simulating."""
     turns: int = 3
-    """Real runs of each S."""
+    """Number of real runs for each S."""
     num_rollout: int = 20
-    """Steps of each real run."""
+    """Steps per real run."""
     steps: int = 10
     """Simulated steps that are measured."""
 

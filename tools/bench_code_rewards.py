@@ -1,9 +1,9 @@
-"""Programs per second that code rewards grade, sandbox included, next to bwrap and Python on their own.
+"""Programs per second that code rewards grade, sandbox included, compared with bwrap and Python alone.
 
     python tools/bench_code_rewards.py --save tools/results/bench_code_rewards.json
 
-Every program runs in a sandbox of its own. Rounds of all kinds take turns, so that what else the machine does
-falls on all of them; each round has the load average with it.
+Every program runs in its own sandbox. Rounds of all kinds take turns, so that the machine's other load
+affects all of them; each round is stored with the load average.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ from megatron_ibpo.rewards.sandbox import bubblewrap
 @dataclass
 class Arguments(bench.Saving):
     workers: int = 4
-    """Verifier processes, and commands at one time. More than processors, since building a sandbox waits."""
+    """Verifier processes, and commands at one time. It exceeds the processors, since building a sandbox
+    waits."""
     programs: int = 100
-    """In a round."""
+    """Programs per round."""
     rounds: int = 5
 
 
@@ -40,9 +41,10 @@ class Round:
     kind: str
     per_second: float
     cpu_ms: float
-    """Processor time of one, with all processes that it takes: says more where others use the machine too."""
+    """Processor milliseconds per program, with all its processes: more meaningful if others use the machine
+    too."""
     load: float
-    """Average of the last minute."""
+    """Load average of the last minute."""
 
 
 LABELS = {
@@ -61,7 +63,7 @@ if __name__ == "__main__":
 
 
 def commands(command: list[str], arguments: Arguments) -> Callable[[], None]:
-    """Runs a command as often as there are programs."""
+    """Return a function that runs a command once per program."""
 
     def run() -> None:
         with ThreadPoolExecutor(arguments.workers) as threads:

@@ -2,10 +2,10 @@
 
     python tools/bench_conversion.py --save tools/results/bench_convert.json
 
-Synthetic bfloat16 checkpoints, a dense Qwen3 and a Qwen3-Next with thousands of small experts. The tool and
-`cp` of the same bytes take turns, both from a source that the system has cached, both until the disk has
-everything. The tool runs as a user runs it: a process of its own, whose start is in the time, whose peak of
-resident memory (mapped files included) is what the system says of it.
+Synthetic bfloat16 checkpoints: a dense Qwen3 and a Qwen3-Next with thousands of small experts. The tool and
+`cp` of the same bytes take turns, both from a source in the system's cache, both until the disk has
+everything. The tool runs as a user runs it, in a separate process: the time includes its start, and the peak
+of resident memory (mapped files included) is the system's figure.
 """
 
 from __future__ import annotations
@@ -70,27 +70,27 @@ CONFIGS: dict[Family, dict[str, Any]] = {
         "shared_expert_intermediate_size": 256,
     },
 }
-"""But for `num_hidden_layers`, which follows from the size wanted."""
+"""Configurations without `num_hidden_layers`, which follows from the requested size."""
 
 
 @dataclass
 class Convert(bench.Saving):
-    """Conversion in both directions alongside `cp` of the same bytes in the same run."""
+    """Convert in both directions alongside `cp` of the same bytes in the same run."""
 
     families: tuple[Family, ...] = ("dense", "moe")
-    """dense: a Qwen3. moe: a Qwen3-Next with 128 experts of 1.6 MB a layer."""
+    """dense: a Qwen3. moe: a Qwen3-Next with 128 experts of 1.6 MB per layer."""
     gigabytes: float = 4.3
-    """Of bfloat16 weights, about."""
+    """Approximate size of the bfloat16 weights."""
     rounds: int = 5
-    """Of each kind, in turns."""
+    """Rounds of each kind, in turns."""
     flags: tuple[str, ...] = ("--tensor-model-parallel-size", "2")
-    """Of convert_hf_to_megatron.py: the layout."""
+    """Layout flags for convert_hf_to_megatron.py."""
     peer: str | None = None
     """Shell command of another converter from Hugging Face to Megatron, with {source} and {target} in it; it
     takes turns too, for the families in `peer_families`."""
     peer_families: tuple[Family, ...] = ("dense",)
     directory: Path | None = None
-    """Where to write; needs three times the size. A temporary directory when None."""
+    """Directory to write to; needs three times the size. None: a temporary directory."""
 
 
 def convert(arguments: Convert) -> None:
@@ -105,7 +105,7 @@ def convert(arguments: Convert) -> None:
 
 
 def measure(family: Family, arguments: Convert, scratch: Path) -> list[dict[str, Any]]:
-    """Both directions of one model."""
+    """Measure both directions for one model."""
     hf, stored = scratch / "hf", scratch / "stored"
     largest = make_checkpoint(hf, family, int(arguments.gigabytes * 1e9))
     there = ["convert_hf_to_megatron.py", "--hf-checkpoint", hf, *arguments.flags]
@@ -120,7 +120,7 @@ def measure(family: Family, arguments: Convert, scratch: Path) -> list[dict[str,
 def compare(
     direction: str, source: Path, tool: list[Any], scratch: Path, rounds: int, peer: str | None = None
 ) -> dict[str, Any]:
-    """The tool, cp and the peer in turns."""
+    """Compare the tool, cp and the peer in turns."""
     num_bytes = sum(path.stat().st_size for path in source.rglob("*") if path.is_file())
     kinds = ["cp", "tool"] + (["peer"] if peer else [])
     seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
@@ -157,7 +157,7 @@ def compare(
 
 @contextmanager
 def fresh_target(source: Path, target: Path) -> Iterator[Path]:
-    """A warm source, a disk with nothing to do, and a place to write that is cleared afterwards."""
+    """Provide a cached source, an idle disk, and a target that is cleared afterwards."""
     for path in source.rglob("*"):
         if path.is_file():
             with path.open("rb") as file:
@@ -174,7 +174,7 @@ def sync(directory: Path) -> None:
 
 
 def run_converter(command: list[Any]) -> tuple[int, float]:
-    """(peak of resident memory in bytes, seconds that the tool itself counts: without Python's start)."""
+    """Return (peak of resident memory in bytes, seconds by the tool's own count: without Python's start)."""
     line = [sys.executable, Path(__file__).with_name(command[0]), *command[1:]]
     peak = 0
     with tempfile.TemporaryFile("w+") as output:
@@ -192,7 +192,7 @@ def run_converter(command: list[Any]) -> tuple[int, float]:
 
 
 def make_checkpoint(directory: Path, family: Family, num_bytes: int) -> int:
-    """Random weights between -4 and 4, in files of 2 GB. Returns its largest tensor's bytes."""
+    """Write random weights between -4 and 4, in files of 2 GB. Returns its largest tensor's bytes."""
     directory.mkdir(parents=True)
     for layers in range(4, 400, 4):
         config = {**CONFIGS[family], "num_hidden_layers": layers, "tie_word_embeddings": False}

@@ -1,11 +1,12 @@
-"""What credit costs per step: pairs and their prompts, rewrite test, masks, shaping, advantages, sequences.
+"""Cost of credit per step: pairs and their prompts, rewrite test, masks, shaping, advantages, sequences.
 
     python tools/bench_credit.py --save tools/results/bench_credit.json
 
 512 responses of 4,096 tokens in groups of 8, half of them wrong. Sampling and scoring are left out:
-corrections lie ready, half of them right. Two cases: every wrong response is corrected, and every other one
-(the rest does not fit the context). A correction differs from its response in 2 % or 20 % of the tokens,
-references are other solutions that share half of them. Wall milliseconds; the edit distance takes all cores.
+corrections are prepared in advance, half of them right. There are two cases: every wrong response is
+corrected, or every other one (the rest does not fit the context). A correction differs from its response in 2
+% or 20 % of the tokens, and references are other solutions that share half of them. Results are wall
+milliseconds; the edit distance uses all cores.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Row:
 
 
 class Texts:
-    """Token ids as a response of a large vocabulary has them, Zipf-distributed."""
+    """Token ids as in responses with a large vocabulary, Zipf-distributed."""
 
     def __init__(self, seed: int):
         self.rng = random.Random(seed)
@@ -67,7 +68,7 @@ class Texts:
 
 
 def make_step(arguments: Arguments, edits: float) -> tuple[list[Group], dict[tuple[int, int], list[int]]]:
-    """(groups of responses, by prompt and index the correction of each wrong one)."""
+    """Return (groups of responses, correction of each wrong one by prompt and index)."""
     texts = Texts(seed=0)
     groups, corrections = [], {}
     for index in range(arguments.responses // arguments.group):
@@ -102,12 +103,12 @@ def fresh(groups: Sequence[Group]) -> list[Group]:
 
 
 def measure(preset: str, edits: float, every: int, arguments: Arguments) -> Row:
-    """Credit of one step, `every`-th wrong response corrected."""
+    """Measure the credit of one step, with `every`-th wrong response corrected."""
     groups, corrections = make_step(arguments, edits)
     ready = [made(ids, None) for ids in corrections.values()][::every]
     for number, sample in enumerate(ready):
         sample.reward, sample.correct = float(number % 2), number % 2 == 1
-    del corrections  # lists, which the garbage collector would go through again and again
+    del corrections  # these lists would burden the garbage collector again and again
     template = CorrectionTemplate(load_tokenizer(TOKENIZER), 2)
     too_long = token_ids([0] * (4 * arguments.tokens))
     calls = 0

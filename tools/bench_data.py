@@ -1,9 +1,10 @@
-"""How long a large JSONL file takes until its first batch, and how much memory.
+"""Time and memory until the first batch of a large JSONL file.
 
     python tools/bench_data.py --directory runs --save tools/results/bench_data.json
 
-Each opening is a process of its own. "Cold" comes after the file was dropped from the page cache, "warm"
-after it was read. The file is made before the clock starts, and deleted again."""
+Each opening is a separate process. "Cold" follows dropping the file from the page cache, "warm" follows
+reading it. The file is made before the clock starts, and deleted again.
+"""
 
 from __future__ import annotations
 
@@ -21,33 +22,33 @@ from megatron_ibpo.basics.entry_point import run_tool
 
 TOKENIZER = Path(__file__).resolve().parents[1] / "examples" / "tiny_qwen3"
 ROW_BYTES = 1024
-"""A question with its label, about."""
+"""Approximate bytes of a question with its label."""
 BATCH = 128
 
 
 @dataclass
 class Arguments(bench.Saving):
     directory: Path = Path(".")
-    """Where the file is written; it is deleted again."""
+    """Directory of the file, which is deleted again."""
     gigabytes: float = 10.0
     opens: Path | None = None
-    """Open this file, print what it took, and exit: what the benchmark starts."""
+    """Open this file, print the measurements, and exit; the benchmark starts this itself."""
 
 
 @dataclass
 class Opening:
-    """One opening in a process of its own, after imports and the loading of the tokenizer."""
+    """One opening in a separate process, after imports and the loading of the tokenizer."""
 
     seconds_to_first_batch: float
     seconds_to_tenth_batch: float
     peak_rss_mb: float
-    """Of the whole process."""
+    """Peak memory of the whole process."""
     rss_before_mb: float
-    """Before the file was opened: Python, libraries, tokenizer."""
+    """Memory before the file was opened: Python, libraries, tokenizer."""
 
 
 def write_file(path: Path, size: float) -> int:
-    """A JSONL file of about so many bytes. Returns the number of its rows."""
+    """Write a JSONL file of about this many bytes. Returns the number of its rows."""
     rng = random.Random(0)
     blocks = [[_row(rng) for _ in range(1000)] for _ in range(50)]
     rows = 0
@@ -74,7 +75,7 @@ def drop_from_cache(path: Path) -> None:
 
 
 def open_file(path: Path) -> Opening:
-    """In this process."""
+    """Open the file in this process."""
     from megatron_ibpo.config import DataConfig
     from megatron_ibpo.data import load_tokenizer, open_source
 

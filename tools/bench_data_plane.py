@@ -1,18 +1,19 @@
-"""How fast a step's samples come from the engines' lists to the ranks that train on them, and what the driver
-holds meanwhile.
+"""Speed of a step's samples from the engines' lists to the ranks that train on them, and memory of the
+driver.
 
     python tools/bench_data_plane.py --save tools/results/bench_data_plane.json
 
-4,096 samples of 16,384 tokens lie ready in two engine processes as vLLM gives them: lists of Python ints and
+4,096 samples of 16,384 tokens are ready in two engine processes as vLLM gives them: lists of Python ints and
 floats. The clock runs until four data-parallel ranks have each laid out their micro-batches as tensors.
 
-arrays: engines make arrays of the lists, the driver plans, each rank is sent what it computes and packs it.
-lists: what the first version did. Every rank takes its engine's lists, all are gathered on all ranks as
-    pickled objects, and each rank packs its micro-batches from them token by token.
+- arrays: engines make arrays of the lists, the driver plans, and each rank receives what it computes and
+  packs it.
+- lists: what the first version did. Every rank takes its engine's lists, all are gathered on all ranks as
+  pickled objects, and each rank packs its micro-batches from them token by token.
 
-Each path runs in processes of its own. The lists of 4,096 samples would take about 20 GiB on four ranks, so
-both paths are also compared at a quarter; nothing is scaled. Peaks are of resident memory (VmHWM), shared
-memory included, the interpreter and its libraries too; raw is int32 tokens, float32 log-probs, bool masks.
+Each path runs in separate processes. The lists of 4,096 samples would take about 20 GiB on four ranks, so
+both paths are also compared at a quarter; nothing is scaled. Peaks are of resident memory (VmHWM), including
+shared memory, the interpreter and its libraries; raw is int32 tokens, float32 log-probs, bool masks.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ ENGINES = 2
 GROUP = 8
 VOCABULARY = 150_000
 MAX_TOKENS = 32_768
-"""In a micro-batch."""
+"""Most tokens in a micro-batch."""
 RAW_BYTES = 4 + 4 + 1
 WANTED_SECONDS, WANTED_OVER_RAW = 10.0, 2.5
 TIMEOUT_S = 900.0
@@ -50,9 +51,9 @@ class Arguments(bench.Saving):
     samples: int = 4096
     tokens: int = 16_384
     repeats: int = 3
-    """Of the arrays; lists run once."""
+    """Repeats of the arrays; lists run once."""
     only: Literal["arrays", "lists"] | None = None
-    """This path alone, once, its result as JSON on the console."""
+    """Run only this path, once, and print its result as JSON."""
 
 
 @dataclass
@@ -62,7 +63,7 @@ class Row:
     tokens: int
     raw_mb: float
     seconds: float
-    """From the engines' lists to tensors on all ranks."""
+    """Seconds from the engines' lists to tensors on all ranks."""
     driver_peak_mb: float
     driver_peak_over_raw: float
     driver_before_mb: float
@@ -75,7 +76,7 @@ def peak_mb() -> float:
 
 
 def engine_lists(seed: int, count: int, tokens: int) -> list[tuple[list[int], list[float]]]:
-    """`RequestOutput.outputs[0].token_ids` and `.logprobs.logprobs` of so many samples."""
+    """Return `RequestOutput.outputs[0].token_ids` and `.logprobs.logprobs` for this many samples."""
     rng = np.random.default_rng(seed)
     return [
         (
@@ -99,19 +100,19 @@ def row(
 
 
 class Engine:
-    """Holds finished samples as vLLM hands them over, and gives them away as records."""
+    """Finished samples in vLLM's form, which it gives away as records."""
 
     def __init__(self, seed: int, count: int, tokens: int):
         self.lists = engine_lists(seed, count, tokens)
         self.total = sum(sum(ids) for ids, _ in self.lists)
-        gc.freeze()  # as the engine process does: collecting walks over every list
+        gc.freeze()  # as in the engine process: collecting walks over every list
 
     def ready(self) -> int:
         """Sum of all token ids."""
         return self.total
 
     def take(self, count: int) -> list[Any]:
-        """The next samples, as arrays; their lists are let go."""
+        """Return the next samples as arrays, and drop their lists."""
         from megatron_ibpo.basics.records import Sample, token_ids
 
         taken, self.lists = self.lists[:count], self.lists[count:]
@@ -136,7 +137,7 @@ class Trainer:
     """One data-parallel rank, without a model."""
 
     def receive(self, share: Any) -> tuple[int, float]:
-        """Lay out every micro-batch; (sum of the token ids, peak memory)."""
+        """Lay out every micro-batch; return (sum of the token ids, peak memory)."""
         import torch
 
         from megatron_ibpo.policy.packing import lay_out, pack
@@ -219,7 +220,7 @@ def run_arrays(arguments: Arguments) -> Row:
 
 
 def run_lists(arguments: Arguments) -> Row:
-    """Four processes of one gloo world; the first is the driver."""
+    """Run four processes of one gloo world; the first is the driver."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as directory:
         results = context.Queue()
@@ -243,7 +244,8 @@ def run_lists(arguments: Arguments) -> Row:
 
 
 def list_rank(rank: int, arguments: Arguments, directory: str, results: Any) -> None:
-    """(rank, sum of the packed token ids, seconds, memory before, peak, sum of its engine's token ids)."""
+    """Report (rank, sum of the packed token ids, seconds, memory before, peak, sum of its engine's token
+    ids)."""
     import pickle
     from datetime import timedelta
 
@@ -281,7 +283,7 @@ def list_rank(rank: int, arguments: Arguments, directory: str, results: Any) -> 
 
 
 def packed_from_lists(chosen: list[Any]) -> int:
-    """A micro-batch as the first version packed it; the sum of its response tokens."""
+    """Pack a micro-batch as the first version did; return the sum of its response tokens."""
     import torch
 
     def rows(parts: list[Any], dtype: torch.dtype) -> torch.Tensor:
@@ -317,7 +319,7 @@ def main(arguments: Arguments) -> None:
         made = run_arrays(arguments) if arguments.only == "arrays" else run_lists(arguments)
         print(json.dumps(asdict(made)))
         return
-    load = os.getloadavg()[0]  # of what else the machine was doing
+    load = os.getloadavg()[0]  # load from other work on the machine
     quarter = arguments.samples // 4
     rows = [in_own_process("lists", arguments, quarter), in_own_process("arrays", arguments, quarter)]
     rows += [in_own_process("arrays", arguments, arguments.samples) for _ in range(arguments.repeats)]

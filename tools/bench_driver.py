@@ -1,16 +1,16 @@
-"""What the driver takes: its own sampling code against a fleet of stand-ins, in processor time and memory.
+"""Cost of the driver: its own sampling code against a fleet of stand-ins, in processor time and memory.
 
     python tools/bench_driver.py --save tools/results/driver_load.json
     python tools/bench_driver.py --real-calls --save tools/results/driver_load.json
 
 Without --real-calls: Sampler, groups, sampling ahead, IBPO's corrections, journal, decoding and closing of
-batches are those of a run, in a process of its own for each row. Engines and verifiers are stand-ins that
-answer when a virtual clock says so: log-normal times, half of the responses right. What the stand-ins compute
-is measured apart and taken off. Ray is not in it.
-With --real-calls: the same Sampler asks engines in processes of their own through Ray, which answer at once.
+batches are those of a run, in a separate process for each row. Engines and verifiers are stand-ins that
+answer at times of a virtual clock: log-normal times, half of the responses right. The stand-ins' own
+computation is measured separately and subtracted. Ray is not included. With --real-calls: the same Sampler
+calls engines in separate processes through Ray, which answer at once.
 
-Processor time is that of the driver's process. Memory is the growth of its peak resident memory over what it
-had when the clock started. Each part keeps what --save already holds of the other.
+Processor time is the driver process's. Memory is the growth of its peak resident memory from the start of the
+clock. Each part keeps the other part's results in --save.
 """
 
 from __future__ import annotations
@@ -58,18 +58,19 @@ from megatron_ibpo.sampling.scoring import scorer
 
 ROOT = Path(__file__).resolve().parents[1]
 SHAPE = ROOT / "examples/models/qwen3_next_80b_a3b"
-"""Of the model that the meter of costs is told of."""
+"""Shape of the model, for the cost meter."""
 GROUP = 8
 STALENESS = 3
-"""A quarter of the groups under way makes a batch."""
+"""Staleness at which a quarter of the groups under way makes a batch."""
 PROMPT_TOKENS = 200
 MEAN_SECONDS = 80.0
-"""Of a response: 4,096 tokens at 20 ms. Of the stand-ins' clock, whatever the length of the arrays."""
+"""Mean time of a response: 4,096 tokens at 20 ms. It is time of the stand-ins' clock, whatever the length of
+the arrays."""
 LONGEST = 2.0
-"""Times the mean; longer ones are cut."""
+"""Longest response, as a multiple of the mean; longer ones are truncated."""
 VERIFIER_SECONDS = 1.0
 PAUSE_SECONDS = 5.0
-"""Between two batches."""
+"""Seconds between two batches."""
 VOCABULARY = 17_000
 TIMEOUT_S = 900.0
 
@@ -78,16 +79,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Load:
-    """What the driver has to do with."""
+    """The load of the driver."""
 
     engines: int
     in_flight: int
-    """Responses that are asked for at the start, all at once."""
+    """Responses requested at the start, all at once."""
     tokens: int
-    """Of every response."""
+    """Tokens of every response."""
     journal: bool
     batches: int
-    """After which the clock is stopped."""
+    """Batches after which the clock is stopped."""
 
     @property
     def wanted(self) -> int:
@@ -106,7 +107,7 @@ LOADS = [
 
 @dataclass
 class Clock:
-    """Processor seconds of this thread by what they were spent on."""
+    """Processor seconds of this thread by activity."""
 
     spent: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
 
@@ -128,7 +129,7 @@ class Clock:
 
 @dataclass(eq=False)
 class StandIn:
-    """A `engines.AsyncEngine` that answers each request when its time is over."""
+    """An `engines.AsyncEngine` that answers each request when its time is over."""
 
     tokens: int
     clock: Clock
@@ -182,13 +183,13 @@ class StandIn:
 
 
 def seconds(seed: int) -> float:
-    """That the response to the request with this seed takes, log-normal and cut."""
+    """Return the seconds of the response to the request with this seed, log-normal and truncated."""
     drawn = random.Random(seed).lognormvariate(-(SIGMA**2) / 2, SIGMA)
     return MEAN_SECONDS * min(LONGEST, drawn)
 
 
 def answered(request: SampleRequest, tokens: int, version: int) -> Sample:
-    """Arrays of its own, as each sample has in a run."""
+    """Return a sample with arrays of its own, as in a run."""
     return Sample(
         prompt_token_ids=request.prompt_token_ids,
         token_ids=np.random.default_rng(request.seed % 97).integers(300, VOCABULARY, tokens, dtype=np.int32),
@@ -202,7 +203,7 @@ def answered(request: SampleRequest, tokens: int, version: int) -> Sample:
 
 @dataclass(eq=False)
 class StandInPool:
-    """A `rewards.Pool` of as many verifiers as are needed, that finds every other response right."""
+    """A `rewards.Pool` with as many verifiers as needed, which judges every other response right."""
 
     counts: Counter[str]
     deaths: int = 0
@@ -220,7 +221,8 @@ class StandInPool:
 
 
 def make_tokenizer() -> HuggingFaceTokenizer:
-    """Byte-level, as Qwen's, of three-letter words with a space before them: four characters a token."""
+    """Return a byte-level tokenizer like Qwen's, of three-letter words with a space before them: four
+    characters per token."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -237,7 +239,7 @@ def correction_prompt(prompt: Prompt, wrong: TokenIds, references: Sequence[Toke
 
 @dataclass(frozen=True)
 class Row:
-    """What a load came to."""
+    """The measurements of a load."""
 
     engines: int
     in_flight: int
@@ -245,33 +247,33 @@ class Row:
     journal: bool
     batches: int
     samples: int
-    """Scored while it was measured, corrections included."""
+    """Samples scored during the measurement, including corrections."""
     open_at_start: int
-    """Requests that engines owed once the first ones were out."""
+    """Requests that engines owed after the first ones were sent."""
     open_requests: float
-    """The same, mean over the ends of batches."""
+    """The same, as the mean over the ends of batches."""
     processor_seconds: float
-    """Of the driver, without the stand-ins'."""
+    """Processor time of the driver, without the stand-ins'."""
     stand_in_seconds: float
     wall_seconds: float
     samples_per_second: float
-    """Of processor time."""
+    """Samples per second of processor time."""
     events_per_second: float
-    """Requests, samples, calls of verifiers and their verdicts, four for each sample."""
+    """Requests, samples, calls of verifiers and their verdicts, four per sample."""
     microseconds_per_sample: dict[str, float]
     calls_per_sample: dict[str, float]
     """Calls of engines, which are messages to other processes in a run."""
     peak_mb: float
-    """Beyond what there was at the start; MiB."""
+    """Peak memory beyond that at the start, in MiB."""
     before_mb: float
     journal_mb: float
 
 
 def measure(load: Load, directory: Path) -> Row:
-    """From the first request to the end of the last batch.
+    """Measure from the first request to the end of the last batch.
 
     Args:
-        directory: for the journal.
+        directory: directory for the journal.
     """
     clock, counts = Clock(), Counter[str]()
     tokenizer = make_tokenizer()
@@ -323,7 +325,7 @@ def measure(load: Load, directory: Path) -> Row:
         mark()
         for step in range(load.batches):
             started = asyncio.create_task(ahead.batch())
-            await asyncio.sleep(0.01)  # a tick of the virtual clock, in which all is sent
+            await asyncio.sleep(0.01)  # a tick of the virtual clock, in which everything is sent
             counts["open at start"] += round(sampler.take_metrics()["samples_in_flight"]) * (step == 0)
             batch = await started
             with clock.of("meter"):
@@ -379,7 +381,7 @@ AT_ONCE = 64
 
 
 class Answering:
-    """Runs inside an engine's process: answers at once, with arrays of its own."""
+    """An engine inside its process that answers at once, with arrays of its own."""
 
     def __init__(self, tokens: int) -> None:
         self._tokens = tokens
@@ -390,7 +392,7 @@ class Answering:
             self._finished.put((number, answered(request, self._tokens, version)))
 
     def take(self, timeout: float) -> list[tuple[int, Sample]]:
-        """One at a time, as most looks at an engine of a large model find one."""
+        """Return one sample at a time, since most looks at an engine of a large model find one."""
         with suppress(queue.Empty):
             return [self._finished.get(timeout=timeout)]
         return []
@@ -400,8 +402,8 @@ class Answering:
 
 
 def real_calls(tokens: int, responses: int) -> dict[str, Any]:
-    """What the driver's process takes for a response that is asked of an engine through Ray, one call to ask
-    and one to take it; Sampler and all threads of Ray's own included."""
+    """Measure the driver process's time per response requested from an engine through Ray, with one call to
+    submit and one to take it; Sampler and all of Ray's threads are included."""
     import ray
 
     from megatron_ibpo.cluster.actor import Host, on_node, result
@@ -451,7 +453,7 @@ def real_calls(tokens: int, responses: int) -> dict[str, Any]:
 
 
 def through_ray() -> dict[str, Any]:
-    """Engines in processes of their own."""
+    """Measure engines in separate processes."""
     os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "tools"), *filter(None, sys.path)])
     sys.path.append(str(ROOT / "tools"))
@@ -478,15 +480,15 @@ def through_ray() -> dict[str, Any]:
 @dataclass
 class Arguments(bench.Saving):
     real_calls: bool = False
-    """Measure engines in processes of their own instead of the load."""
+    """Measure engines in separate processes instead of the load."""
     only: int | None = None
-    """The load with this number alone, its result as JSON on the console."""
+    """Run only the load with this number, and print its result as JSON."""
     directory: Path | None = None
-    """Where journals are written, which are deleted again; the directory for temporary files when None."""
+    """Directory for journals, which are deleted again; None: the directory for temporary files."""
 
 
 def about() -> dict[str, Any]:
-    return machine("ray", "numpy") | {"load": os.getloadavg()[0]}  # of what else the machine was doing
+    return machine("ray", "numpy") | {"load": os.getloadavg()[0]}  # load from other work on the machine
 
 
 def in_own_process(number: int, directory: Path | None) -> dict[str, Any]:
@@ -512,7 +514,7 @@ def main(arguments: Arguments) -> None:
 
 
 def keep(path: Path | None, found: dict[str, Any]) -> None:
-    """Print it, and write it beside what the file holds of the other part."""
+    """Print the results, and write them beside the other part's in the file."""
     print(json.dumps(found, indent=1), flush=True)
     bench.write(path, found, keeping=True)
 

@@ -1,11 +1,11 @@
-"""Token edit distance and masks beside rapidfuzz, on the same pairs in the same run.
+"""Token edit distance and masks compared with rapidfuzz, on the same pairs in the same run.
 
     python tools/bench_edit_distance.py --save tools/results/bench_edit_distance.json
 
-Single thread, CPU time, batches of many different pairs (a pair repeated would teach the branch predictor),
-the sides taking turns, medians. rapidfuzz gets lists of ints, and in its best case strings with the true
-distance as its hint; what it costs to make those is not counted. Ids are uniform, Zipf-distributed over 150
-000, or those of a byte-level BPE trained on the source of Python's standard library, whose texts are then the
+Single thread, CPU time, medians, alternating sides, batches of many different pairs (a repeated pair would
+train the branch predictor). rapidfuzz gets lists of ints, and in its best case strings with the true distance
+as its hint; making those is not counted. Ids are uniform, Zipf-distributed over 150 000, or those of a
+byte-level BPE trained on the source of Python's standard library, which is then also the text of the
 sequences.
 """
 
@@ -39,8 +39,8 @@ VOCABULARY = 150_000
 UNRELATED = 1.0
 EDITS = (0.02, 0.2, 0.6, UNRELATED)
 PAIRS = {64: 2048, 128: 1024, 256: 1024, 512: 512, 4096: 96, 32768: 6}
-"""By length: pairs of a batch, about as many as a step of training corrects: what a call costs in itself, and
-what it finds cold after the other side's turn, is a small part then."""
+"""Pairs of a batch by length, about as many as a training step corrects. The cost of a call itself, and of
+cold caches after the other side's turn, is then small."""
 DISTANCE_TARGETS = {
     64: (4, 4, 4, 4), 128: (4, 4, 4, 4), 256: (4, 4, 4, 4), 512: (8, 8, 8, 8),
     4096: (25, 25, 12, 12), 32768: (180, 60, 22, 18),
@@ -56,12 +56,12 @@ class Arguments(bench.Saving):
     repeats: int = 5
     """Turns of each side."""
     quick: bool = False
-    """Few pairs and one turn: only to see that it runs."""
+    """Few pairs and one turn, only to check that it runs."""
 
 
 @dataclass
 class Row:
-    """One case; times are of one pair, in microseconds of CPU."""
+    """One case; times are per pair, in microseconds of CPU."""
 
     case: str
     what: str
@@ -71,11 +71,11 @@ class Row:
     times: float
     wanted: float | None
     gcups: float
-    """Billions of table cells that the pair has, per second of ours."""
+    """Billions of table cells of the pair per second of this project's time."""
 
 
 class Texts:
-    """Where sequences come from, by name."""
+    """Sources of sequences, by name."""
 
     def __init__(self, seed: int):
         self.rng = np.random.default_rng(seed)
@@ -95,7 +95,8 @@ class Texts:
         return self._real[start : start + length].copy()
 
     def pair(self, kind: str, length: int, edits: float) -> tuple[Ids, Ids]:
-        """A sequence and a copy with this share of its tokens replaced, left out or preceded by another."""
+        """Return a sequence and a copy with this share of its tokens replaced, deleted or preceded by
+        another."""
         a, other = self.sequence(kind, length), self.sequence(kind, length)
         if edits == UNRELATED:
             return a, other
@@ -108,7 +109,7 @@ class Texts:
 
 
 def real_ids() -> Ids:
-    """The source of Python's standard library in tokens."""
+    """Return the source of Python's standard library as tokens."""
     from tokenizers import ByteLevelBPETokenizer
 
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
@@ -123,7 +124,7 @@ def ragged(sequences: list[Ids]) -> tuple[Ids, Ids]:
 
 
 def medians(sides: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    """CPU seconds of each side."""
+    """Return the CPU seconds of each side."""
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(repeats):
         for name, run in sides.items():
@@ -179,7 +180,7 @@ def compare(kind: str, length: int, edits: float, name: str, texts: Texts, argum
 
 
 def compare_instruction_sets(texts: Texts, arguments: Arguments) -> list[Row]:
-    """Each one forced, at 4k and 32k."""
+    """Compare the instruction sets, each one forced, at 4k and 32k."""
     rows = []
     for kind, length, edits, name in cases(arguments):
         if kind != "zipf" or length < 4096:
@@ -197,7 +198,7 @@ def compare_instruction_sets(texts: Texts, arguments: Arguments) -> list[Row]:
 
 
 def scaling(texts: Texts, arguments: Arguments) -> dict[str, float]:
-    """Wall time on one thread over that on two."""
+    """Return wall time on one thread over that on two."""
     found = {}
     for length, edits in ((512, 0.2), (4096, 0.2), (32768, UNRELATED)):
         count = 4 if arguments.quick else 8 * PAIRS[length]
@@ -214,10 +215,10 @@ def scaling(texts: Texts, arguments: Arguments) -> dict[str, float]:
 
 
 def full_context() -> dict[str, float]:
-    """256k tokens with 2 % edits, distance and mask: CPU milliseconds, and MiB that the process grew by at
-    most.
+    """Measure 256k tokens with 2 % edits, distance and mask: CPU milliseconds, and the process's largest
+    growth in MiB.
 
-    In a fresh process, whose high-water mark of resident memory is reset before the call.
+    It runs in a fresh process, whose high-water mark of resident memory is reset before the call.
     """
     code = """
 import numpy as np, sys, time

@@ -1,12 +1,12 @@
-"""Samples a second of the whole loop, beside TRL's GSPO trainer, on the same model in the same run.
+"""Samples per second of the whole loop, compared with TRL's GSPO trainer, on the same model in the same run.
 
     python tools/bench_loop.py examples/tiny_qwen3_next --save tools/results/bench_loop.json
 
-Both sides: the same checkpoint, prompts, verifier, G, response length, temperature and optimizer steps a
-rollout. Ours is the preset `gspo` with everything a step does: sampling by vLLM in a process of its own,
-scoring, old log-probs, updates, weight sync, metrics. TRL's is GRPOTrainer with sequence-level importance
-sampling, generating in its own process (requirements/bench.txt installs it). The two take turns; what is
-compared is the time from one rollout to the next, without the first ones.
+Both sides use the same checkpoint, prompts, verifier, G, response length, temperature and optimizer steps per
+rollout. This project runs the preset `gspo` with everything a step does: sampling by vLLM in a separate
+process, scoring, old log-probs, updates, weight sync, metrics. TRL runs GRPOTrainer with sequence-level
+importance sampling, generating in its own process (requirements/bench.txt installs it). The two take turns;
+the compared time is that from one rollout to the next, without the first ones.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ WARM_UP_STEPS = 3
 
 @dataclass
 class Workload:
-    """What one rollout step is, on both sides."""
+    """One rollout step, for both sides."""
 
     prompts: int = 16
     samples: int = 8
@@ -51,19 +51,19 @@ class Arguments:
     save: Path | None = None
     """JSON file for the results."""
     steps: int = 12
-    """Rollouts a side and turn, after the warm-up ones."""
+    """Rollouts per side and turn, after the warm-up ones."""
     turns: int = 2
-    """How often the two sides take turns."""
+    """Number of turns of each side."""
     ranks: int = 2
-    """Our trainer processes."""
+    """Trainer processes of this project."""
     tensor_parallel: int = 1
-    """Their TP (and EP for mixtures of experts); the rest is data parallel."""
+    """TP of these processes (and EP for mixtures of experts); the rest is data parallel."""
     peer: Literal["trl", "none"] = "trl"
     work: tyro.conf.OmitArgPrefixes[Workload] = field(default_factory=Workload)
 
 
 def run_ours(checkpoint: Path, work: Workload, arguments: Arguments, run_dir: Path) -> list[dict[str, float]]:
-    """Seconds by stage of each step after the warm-up."""
+    """Return the seconds by stage of each step after the warm-up."""
     is_moe = "num_experts" in json.loads((checkpoint / "config.json").read_text())
     command = [
         sys.executable, "-m", "megatron_ibpo.commands.train",
@@ -91,7 +91,7 @@ def run_ours(checkpoint: Path, work: Workload, arguments: Arguments, run_dir: Pa
 
 
 def run_trl(checkpoint: Path, work: Workload, steps: int) -> list[float]:
-    """Seconds of each rollout with its updates, after the warm-up, in a process of its own."""
+    """Return the seconds of each rollout with its updates, after the warm-up, in a separate process."""
     command = [
         sys.executable, __file__, str(checkpoint), "--steps", str(steps), "--as-trl",
         json.dumps(asdict(work)),
@@ -120,7 +120,7 @@ def train_with_trl(checkpoint: Path, work: Workload, steps: int) -> list[float]:
     total = WARM_UP_STEPS + steps
     prompts = source.batch(0, work.prompts * total)
     by_index = {prompt.index: prompt for prompt in prompts}
-    # with a fingerprint of its own: datasets' pickling of recent pyarrow types fails
+    # with its own fingerprint: datasets' pickling of recent pyarrow types fails
     columns = {"prompt": [p.text + "\n" for p in prompts], "index": [p.index for p in prompts]}
     rows = Dataset(InMemoryTable.from_pydict(columns), fingerprint="prompts")
     ends: list[float] = []
@@ -171,7 +171,7 @@ def train_with_trl(checkpoint: Path, work: Workload, steps: int) -> list[float]:
 
 
 def compare(checkpoint: Path, arguments: Arguments) -> dict[str, Any]:
-    """Both sides in turns, on one checkpoint."""
+    """Compare both sides in turns, on one checkpoint."""
     work = arguments.work
     stages: list[dict[str, float]] = []
     theirs: list[float] = []

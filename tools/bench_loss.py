@@ -1,4 +1,4 @@
-"""GSPO's loss, forward and backward: ours beside every peer that is installed.
+"""GSPO's loss, forward and backward: this project's compared with every installed peer.
 
     python tools/bench_loss.py --save tools/results/bench_loss_h200.json           # on a GPU
     python tools/bench_loss.py --device cpu --save tools/results/bench_loss_cpu.json
@@ -29,9 +29,9 @@ from megatron_ibpo.basics.entry_point import run_tool
 
 BYTES, HIDDEN, SEQUENCE_ROWS, CHUNK_ROWS = 2, 2048, 1024, 4096
 COPY_BANDWIDTH, MATMUL_FLOPS = 4.3e12, 790e12
-"""Of an earlier H200; the ground of predictions and of nothing else."""
+"""Rates of an earlier H200, used only for predictions."""
 SHARE = 0.85
-"""Of the copy bandwidth that the predictions count on. The product's rate is a measured one already."""
+"""Share of the copy bandwidth that the predictions assume. The product's rate is a measured one already."""
 
 
 @dataclass
@@ -40,7 +40,7 @@ class Arguments(bench.Saving):
     predict: bool = False
     """Write predictions for an H200 and measure nothing."""
     only: tuple[str, ...] = ()
-    """Names of contestants; all when empty."""
+    """Names of contestants; empty: all."""
     tokens: tuple[int, ...] = (4096, 8192, 32768)
     vocabularies: tuple[int, ...] = (18992, 75968, 151936)
     masked: tuple[float, ...] = (0.0, 0.5)
@@ -49,7 +49,7 @@ class Arguments(bench.Saving):
 
 @dataclass(frozen=True)
 class Workload:
-    """bf16 on a GPU, in sequences of 1024 rows of which a share is prompt."""
+    """A workload in bf16 on a GPU: sequences of 1024 rows, with a share of prompt rows."""
 
     tokens: int
     vocabulary: int
@@ -68,14 +68,15 @@ def workloads(arguments: Arguments) -> Iterator[Workload]:
 
 
 def logits_seconds(work: Workload, bandwidth: float, _: float) -> float:
-    """Floor with the logits given: response rows are read twice and written once, others written."""
+    """Return the floor with the logits given: response rows are read twice and written once, others
+    written."""
     rows = work.response_rows
     return BYTES * work.vocabulary * (3 * rows + (work.tokens - rows)) / bandwidth
 
 
 def head_seconds(work: Workload, bandwidth: float, flops: float) -> float:
-    """Floor with the head fused: three products, three passes over the logits of response rows, and one read
-    and write of the fp32 weight gradient a chunk."""
+    """Return the floor with the head fused: three products, three passes over the logits of response rows,
+    and one read and write of the fp32 weight gradient per chunk."""
     rows = work.response_rows
     weight = 8 * work.vocabulary * HIDDEN * -(-rows // CHUNK_ROWS)
     passes = 3 * BYTES * rows * work.vocabulary
@@ -102,7 +103,8 @@ def predictions(arguments: Arguments) -> dict[str, Any]:
 
 
 def errors(arguments: Arguments) -> list[dict[str, Any]]:
-    """Loss and gradients of every contestant against eager fp64 on the same (rounded) numbers."""
+    """Return the errors of loss and gradients of every contestant against eager fp64 on the same (rounded)
+    numbers."""
     import torch
     from loss_contestants import CONTESTANTS, make_batch
 
@@ -124,7 +126,7 @@ def errors(arguments: Arguments) -> list[dict[str, Any]]:
 
 
 def _exact(batch: Any) -> tuple[float, list[Any]]:
-    """Loss and gradients in fp64."""
+    """Return loss and gradients in fp64."""
     import torch
     from loss_contestants import eager_gspo
 
@@ -159,7 +161,7 @@ def _error(contestant: Any, batch: Any, exact: tuple[float, list[Any]]) -> dict[
 
 
 def ceilings() -> dict[str, float]:
-    """This GPU's copy bandwidth (read and write counted) and bf16 product."""
+    """Measure this GPU's copy bandwidth (read and write counted) and bf16 product."""
     import torch
 
     pair_2N = torch.empty(2, 2**31, dtype=torch.bfloat16, device="cuda")
@@ -193,7 +195,7 @@ def times(arguments: Arguments, ceiling: dict[str, float]) -> Iterator[dict[str,
 
 
 def _time(contestant: Any, batch: Any, repeats: int) -> dict[str, float]:
-    """Medians; peak memory is what forward and backward take beyond what was there."""
+    """Return medians; peak memory is what forward and backward take in addition."""
     import torch
 
     prepared = contestant.prepare(batch)
@@ -225,7 +227,7 @@ def _time(contestant: Any, batch: Any, repeats: int) -> dict[str, float]:
 
 
 def _share(work: Workload, fused_head: bool, seconds: float, ceiling: dict[str, float]) -> float:
-    """Of what this GPU could do at the rates just measured; without the head, of its copy bandwidth."""
+    """Return the share of the rates just measured on this GPU; without the head, of its copy bandwidth."""
     floor = head_seconds if fused_head else logits_seconds
     return floor(work, ceiling["copy_bytes_per_s"], ceiling["matmul_flops_per_s"]) / seconds
 
@@ -248,7 +250,7 @@ def _seconds(run: Callable[[], Any], repeats: int) -> float:
 
 
 def _attempt(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Its result, or why there is none: a peer that fails must not end the comparison."""
+    """Return the result, or why there is none: a peer that fails must not end the comparison."""
     try:
         return run()
     except ImportError as error:

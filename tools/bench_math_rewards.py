@@ -1,11 +1,11 @@
-"""How many mathematical answers are checked in a second: by the verifier in its worker processes, by its
-function alone, and by math-verify alone, all on the same answers.
+"""Mathematical answers checked per second: by the verifier in its worker processes, by its function alone,
+and by math-verify alone, all on the same answers.
 
     python tools/bench_math_rewards.py --save tools/results/bench_math_rewards.json
 
 The answers are typical ones: integers, decimals, fractions, amounts, powers and a few formulas, half of them
-right, eight responses to a question. And formulas that are wrong, as harder problems have them: there text
-decides nothing, and math-verify looks long for a way to make them equal.
+right, eight responses per question. A second set has wrong formulas, as harder problems do: text alone cannot
+decide them, and math-verify searches long for a way to make them equal.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from megatron_ibpo.rewards.math import is_right
 
 WORKERS = 2
 RESPONSES = 8
-"""To each question."""
+"""Responses per question."""
 SOLUTION = "We write down what is given, and compute step by step: 3 + 4 = 7, then twice that. " * 12
 
 
 @dataclass
 class Arguments(bench.Saving):
     answers: int = 4000
-    """How many the verifier and its function check in a round."""
+    """Answers that the verifier and its function check per round."""
     of_math_verify: int = 400
-    """How many math-verify alone checks in a round."""
+    """Answers that math-verify alone checks per round."""
     rounds: int = 3
 
 
@@ -48,18 +48,18 @@ class Row:
     per_second: float
     """Median of the rounds."""
     slowest_round: float
-    """Per second."""
+    """Answers per second in the slowest round."""
     per_cpu_second: float
-    """Median; of all processors together, those of the workers included. On a machine that does other things
-    besides it says more than the clock does."""
+    """Median per second of processor time, over all processors and including the workers. It is more reliable
+    than the clock on a machine with other work."""
     load: float
-    """Processes that wanted a processor meanwhile, on average over the last minute."""
+    """Mean number of processes that wanted a processor over the last minute."""
     right: int
-    """Of the answers of the first round."""
+    """Right answers in the first round."""
 
 
 def typical(draw: random.Random) -> tuple[str, str]:
-    """(label, the same answer as a model may write it)"""
+    """Return (label, the same answer as a model may write it)."""
     n, d = draw.randint(2, 99_999), draw.randint(2, 99)
     return draw.choice(
         [
@@ -80,7 +80,7 @@ def typical(draw: random.Random) -> tuple[str, str]:
 
 
 def answers(count: int, seed: int) -> list[tuple[str, str]]:
-    """(label, response) of so many, every second of them wrong."""
+    """Return this many (label, response), every second one wrong."""
     draw = random.Random(seed)
     made: list[tuple[str, str]] = []
     while len(made) < count:
@@ -92,7 +92,7 @@ def answers(count: int, seed: int) -> list[tuple[str, str]]:
 
 
 def wrong_formulas(count: int, seed: int) -> list[tuple[str, str]]:
-    """(label, response) of so many, each wrong and no two alike."""
+    """Return this many (label, response), each wrong and no two alike."""
     draw = random.Random(seed)
 
     def formula() -> str:
@@ -152,7 +152,7 @@ def measure(
     make: Callable[[int, int], list[tuple[str, str]]] = answers,
 ) -> Row:
     speeds, of_cpu, right = [], [], []
-    check(make(64, -1))  # regular expressions are compiled and libraries warm
+    check(make(64, -1))  # compiles regular expressions and warms up libraries
     for seed in range(rounds):
         pairs = make(count, seed)
         start, cpu = time.perf_counter(), bench.cpu_seconds()

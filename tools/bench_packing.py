@@ -1,13 +1,14 @@
-"""How evenly data-parallel ranks share a step's sequences, by the operations that each computes.
+"""Balance of a step's sequences over data-parallel ranks, by the operations that each rank computes.
 
     python tools/bench_packing.py --save tools/results/bench_packing.json
 
 Planned, not timed: operations of a forward pass by the model's shape, lengths drawn from a long-tailed
-(log-normal) distribution and cut at the context. An optimizer step ends when the fullest rank has: `rank` is
-the most that a rank computes over the mean of all. Ranks that share experts wait for each other in every
-micro-batch: there `turn` counts, the sum over micro-batches of the most that a rank computes in each, over
-that mean. 1 is best for both.
-"before" dealt by length back and forth, and opened a micro-batch where the last had no room.
+(log-normal) distribution and truncated at the context. An optimizer step ends when the fullest rank has
+finished: `rank` is the most that a rank computes over the mean of all. Ranks that share experts wait for each
+other in every micro-batch. For them `turn` counts: the sum over micro-batches of the most that a rank
+computes in each, over that mean. 1 is best for both.
+
+"before" dealt by length back and forth, and opened a micro-batch when the last had no room.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Case:
     ranks: int
     sequences: int
     context: int
-    """Also the tokens of a micro-batch."""
+    """Context length, and tokens of a micro-batch."""
     median: int = 3000
     spread: float = 1.0
     """Standard deviation of a length's logarithm."""
@@ -55,7 +56,7 @@ CASES = (
 @dataclass
 class Arguments(bench.Saving):
     draws: int = 50
-    """Steps drawn for each case."""
+    """Steps drawn per case."""
 
 
 @dataclass(frozen=True)
@@ -64,14 +65,14 @@ class Balance:
 
     rank: float
     rank_worst: float
-    """Of all draws."""
+    """Largest value of all draws."""
     turn: float
     micro_batches: float
     plan_ms: float
 
 
 def before(lengths: Sequence[int], num_ranks: int, max_tokens: int, _: Cost) -> Plan:
-    """As it was up to the cost of sequences."""
+    """Plan as before sequences had a cost."""
     by_length = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     plan: list[list[list[int]]] = [[] for _ in range(num_ranks)]
     rooms = [0] * num_ranks
@@ -89,7 +90,7 @@ def before(lengths: Sequence[int], num_ranks: int, max_tokens: int, _: Cost) -> 
 
 
 def balance(case: Case, method: object, draws: int) -> Balance:
-    """Of `before` or `plan_micro_batches`, over the same draws."""
+    """Return the balance of `before` or `plan_micro_batches`, over the same draws."""
     assert callable(method)
     cost = partial(forward_flops, read_hf_config(MODELS / case.model))
     ranks, turns, counts, seconds = [], [], [], []

@@ -1,5 +1,5 @@
-"""What streaming saves: corrections asked group by group, against two barriers (all responses, then all
-corrections), through the same Sampler and with the same requests.
+"""The time that streaming saves: corrections requested group by group, compared with two barriers (all
+responses, then all corrections), through the same Sampler and with the same requests.
 
     python tools/bench_streaming.py --save tools/results/bench_streaming.json
 
@@ -43,7 +43,7 @@ from megatron_ibpo.sampling import Sampler, ThreadedEngine
 from megatron_ibpo.sampling.groups import GroupSampler, Rules, sample_batch
 
 CORRECTED = 4
-"""Of a group's responses: half of them are wrong."""
+"""Responses of a group that are corrected: half of them are wrong."""
 GROUP_SIZE = 8
 PROMPT_TOKENS, CORRECTION_TOKENS = 14, 50
 TINY = Path(__file__).resolve().parents[1] / "examples/tiny_qwen3_next"
@@ -51,14 +51,14 @@ TINY = Path(__file__).resolve().parents[1] / "examples/tiny_qwen3_next"
 
 @dataclass(frozen=True)
 class Work:
-    """The requests of one step. `max_tokens` is what engines and the Sampler are told, and for a real engine
-    the length; `lengths` are what a simulated one writes."""
+    """The requests of one step. Engines and the Sampler get `max_tokens`, which for a real engine is the
+    length; `lengths` are what a simulated engine writes."""
 
     prompts: list[Prompt]
     responses: list[list[SampleRequest]]
     corrections: list[list[SampleRequest]]
     lengths: dict[int, int]
-    """By seed."""
+    """Length by seed."""
 
     @property
     def tokens(self) -> int:
@@ -66,7 +66,7 @@ class Work:
 
     @property
     def longest_chain(self) -> int:
-        """Tokens that some group must write one after another."""
+        """Most tokens that some group must write one after another."""
         return max(
             max(self.lengths[r.seed] for r in responses) + max(self.lengths[c.seed] for c in corrections)
             for responses, corrections in zip(self.responses, self.corrections, strict=True)
@@ -75,7 +75,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Lengths:
-    """Log-normal with σ = 1, cut."""
+    """Log-normal lengths with σ = 1, truncated."""
 
     median: float
     most: int
@@ -85,10 +85,10 @@ class Lengths:
 
 
 def make_work(prompts: int, lengths: Lengths, *, seed: int, known: bool) -> Work:
-    """`prompts` groups of 8 and 4 corrections of each.
+    """Return `prompts` groups of 8, with 4 corrections each.
 
     Args:
-        known: a request asks for its length; otherwise for the longest there is, as in training.
+        known: a request asks for its length; otherwise for the longest possible, as in training.
     """
     rng = random.Random(seed)
     numbers = itertools.count()
@@ -109,7 +109,7 @@ def make_work(prompts: int, lengths: Lengths, *, seed: int, known: bool) -> Work
 
 
 def one_chain(work: Work, most: int) -> Work:
-    """The same, but everything is short except one response and one correction of its group."""
+    """Return the same work with everything short except one response and one correction of its group."""
 
     def short(requests: Sequence[Sequence[SampleRequest]]) -> list[list[SampleRequest]]:
         return [[replace(r, max_tokens=min(r.max_tokens, most // 10)) for r in own] for own in requests]
@@ -122,7 +122,7 @@ def one_chain(work: Work, most: int) -> Work:
 
 
 class Planned(Operator):
-    """Asks for the corrections that the work says."""
+    """An operator that requests the planned corrections."""
 
     def __init__(self, work: Work) -> None:
         self._work = work
@@ -160,7 +160,8 @@ async def score(prompt: Prompt, sample: Sample) -> None:
 
 @dataclass(frozen=True)
 class Fleet:
-    """Like eight engines of a few GPUs each: a step reads the weights, and the cache of every sequence."""
+    """A fleet like eight engines of a few GPUs each: a step reads the weights, and the cache of every
+    sequence."""
 
     engines: int = 8
     prompts: int = 64
@@ -169,11 +170,11 @@ class Fleet:
     step_seconds: float = 0.015
     sequence_seconds: float = 60e-6
     most_sequences: int = 256
-    """That an engine can run at once: the best that the weights' reading is shared by."""
+    """Most sequences that an engine can run at once: the most that can share the reading of weights."""
 
 
 def simulate(fleet: Fleet, seeds: Sequence[int]) -> list[dict[str, float]]:
-    """For each seed, hours of a fleet: streamed, by two barriers, and the bound."""
+    """Return, for each seed, a fleet's hours: streamed, by two barriers, and the bound."""
     step_time = StepTime(fleet.step_seconds, fleet.sequence_seconds)
     found = []
     for seed in seeds:
@@ -208,8 +209,8 @@ def simulate(fleet: Fleet, seeds: Sequence[int]) -> list[dict[str, float]]:
 
 
 def measure(turns: int, threads: int) -> dict[str, Any]:
-    """Seconds of one vLLM engine on this machine, median over alternating turns: by the clock, and of
-    processor time, which the machine's other work disturbs less."""
+    """Return the seconds of one vLLM engine on this machine, median over alternating turns: by the clock, and
+    of processor time, which other work on the machine disturbs less."""
     lengths = Lengths(median=55, most=440)
     works = {
         "8 prompts x 8": make_work(8, lengths, seed=0, known=True),
@@ -219,7 +220,7 @@ def measure(turns: int, threads: int) -> dict[str, Any]:
     rollout = RolloutConfig(rollout_max_context_len=512, vllm_dtype="bfloat16")
     settings = engine_settings(rollout, TINY, "gloo", gpus=(), num_threads=threads)
     with tempfile.TemporaryDirectory() as scratch:
-        # without end-of-sequence ids, so that a response is as long as it is asked to be
+        # without end-of-sequence ids, so that a response has the requested length
         engine = Engine(replace(settings, eos_token_ids=()), Path(scratch) / "engine.log")
         try:
             engine.wait_ready(600)
@@ -258,7 +259,7 @@ def _ratio(seconds: dict[str, list[float]]) -> float:
 @dataclass
 class Arguments(bench.Saving):
     turns: int = 7
-    """Of each way on the real engine; 0 leaves it out."""
+    """Turns of each way on the real engine; 0 leaves it out."""
     seeds: int = 5
     """Simulated steps."""
     threads: int = 1

@@ -3,9 +3,9 @@
     python tools/bench_weight_update.py update        # live export to an engine, alongside a plain broadcast
     python tools/bench_weight_update.py predict       # traffic and seconds on clusters, from the plan
 
-`update` starts trainer ranks and one vLLM engine on this machine and gives the engine the weights again and
-again, in turns with a plain gloo broadcast of the same bytes to an idle process. `predict` needs no weights
-and no GPU: it derives from the plan of an update what crosses which link.
+`update` starts trainer ranks and one vLLM engine on this machine and sends the weights to the engine
+repeatedly, in turns with a plain gloo broadcast of the same bytes to an idle process. `predict` needs neither
+weights nor a GPU: it derives the bytes on each link from the plan of an update.
 """
 
 from __future__ import annotations
@@ -38,18 +38,19 @@ MIB = 1024**2
 
 @dataclass
 class Update(bench.Saving):
-    """Live export to one engine, alongside a plain gloo broadcast of the same bytes in the same run."""
+    """Measure live export to one engine, alongside a plain gloo broadcast of the same bytes in the same
+    run."""
 
     families: tuple[Family, ...] = ("dense", "moe")
     """dense: a Qwen3. moe: a Qwen3-Next with many small experts."""
     ranks: tuple[int, ...] = (1, 2)
     """Trainer ranks, tensor-parallel (and expert-parallel) over all of them; one case each."""
     gigabytes: float = 1.0
-    """Of bfloat16 weights, about."""
+    """Approximate size of the bfloat16 weights."""
     bucket_mib: int = 128
     """--update-weight-buffer-size."""
     rounds: int = 7
-    """Of each kind, in turns, after one that is not counted."""
+    """Rounds of each kind, in turns, after one that is not counted."""
 
 
 def update(arguments: Update) -> None:
@@ -69,7 +70,7 @@ def update(arguments: Update) -> None:
 
 
 def _measure(checkpoint: Path, ranks: int, arguments: Update, scratch: Path) -> dict[str, Any]:
-    """One case, on trainer ranks of their own."""
+    """Measure one case, on separate trainer ranks."""
     out = scratch / "result.json"
     task = json.dumps(
         {
@@ -87,7 +88,7 @@ def _measure(checkpoint: Path, ranks: int, arguments: Update, scratch: Path) -> 
 
 
 def _make_checkpoint(directory: Path, family: Family, num_bytes: int) -> Path:
-    """Random bfloat16 weights of about `num_bytes`, with a config.json that trainer and vLLM take."""
+    """Write random bfloat16 weights of about `num_bytes`, with a config.json for trainer and vLLM."""
     import torch
     from safetensors.torch import save_file
 
@@ -134,18 +135,18 @@ def _make_checkpoint(directory: Path, family: Family, num_bytes: int) -> Path:
 
 @dataclass
 class Predict(bench.Saving):
-    """What an update moves over which link on clusters, from the plan, and the least time that takes.
+    """Predict the bytes of an update on each link of a cluster, from the plan, and the least time that takes.
 
-    Predictions: seconds are bytes over bandwidth, without launches, packing or loading.
+    Seconds are bytes over bandwidth, without launches, packing or loading.
     """
 
     models: tuple[Literal["30B-A3B", "80B-A3B"], ...] = ("30B-A3B", "80B-A3B")
     gpus: tuple[int, ...] = (8, 16, 32, 64)
     gpus_per_node: int = 8
     nvlink_gb_s: float = 450.0
-    """Of one GPU, in one direction (H100: 450)."""
+    """Bandwidth of one GPU in one direction (H100: 450)."""
     nic_gb_s: float = 50.0
-    """Of one network card, in one direction; there is one for each GPU (400 Gb/s)."""
+    """Bandwidth of one network card in one direction; each GPU has one (400 Gb/s)."""
     engine_tp: int = 4
     """Tensor-parallel size of the engines."""
 
@@ -155,7 +156,8 @@ PUBLISHED = (
     ("slime", "30B on 8 H200", "3.0 s"),
     ("verl", "on 16 + 16 H20", "15.8 s, then 4.4 s"),
 )
-"""What others say of theirs (system, setting, time): other models, machines and layouts than ours in part."""
+"""Published update times of other systems (system, setting, time); some models, machines and layouts
+differ."""
 
 QWEN3_30B_A3B = {
     "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048, "num_hidden_layers": 48,
@@ -174,7 +176,7 @@ class Traffic:
     model: int
     received_by_rank: list[int]
     sent_by_rank: list[int]
-    """Each byte once, however many listen."""
+    """Bytes sent by each rank; each byte counts once, whatever the number of receivers."""
     into_node: list[int]
 
 
@@ -205,8 +207,8 @@ def _print_table(rows: list[dict[str, Any]]) -> None:
 
 
 def _predict_case(model: str, gpus: int, placement: str, arguments: Predict) -> dict[str, Any]:
-    """Colocated engines: memory handles, every GPU gathers everything. Separate ones: half of the GPUs are
-    engines, rank 0 gathers and broadcasts."""
+    """Predict one case. Colocated engines: memory handles, every GPU gathers everything. Separate ones: half
+    of the GPUs are engines, rank 0 gathers and broadcasts."""
     colocated = placement == "colocated"
     trainers = gpus if colocated else gpus // 2
     per_node = arguments.gpus_per_node if colocated else arguments.gpus_per_node // 2
@@ -254,7 +256,8 @@ def _shape(model: str) -> Any:
 
 
 def _layout(model: str, trainers: int) -> Any:
-    """Experts over the GPUs of a node; 80B has a pipeline stage a node, as in its recipe."""
+    """Return the layout: experts over the GPUs of a node; 80B has one pipeline stage per node, as in its
+    recipe."""
     from megatron_ibpo.config import ParallelConfig
 
     stages = max(1, min(4, trainers // 8)) if model == "80B-A3B" else 1
@@ -268,7 +271,7 @@ def _layout(model: str, trainers: int) -> Any:
 
 
 def _traffic(shape: Any, layout: Any, trainers: int, per_node: int, *, to: int | None) -> Traffic:
-    """What a gathering to rank `to`, or to all ranks, moves, with bfloat16 weights."""
+    """Return the traffic of gathering bfloat16 weights to rank `to`, or to all ranks."""
     import math
 
     import torch
@@ -344,8 +347,8 @@ def _as_trainer(task: dict[str, Any]) -> None:
 
 
 def _in_turns(source: Any, world: Any, checkpoint: Path, task: dict[str, Any]) -> dict[str, Any]:
-    """In turns: a broadcast, live export to a process that only receives, vLLM loading what it has already
-    (zeros), and live export to vLLM."""
+    """Run in turns: a broadcast, live export to a process that only receives, vLLM loading weights that it
+    already has (zeros), and live export to vLLM."""
     total = sum(meta.num_bytes for meta in source.metadata())
     bucket = task["bucket_bytes"]
     engine = _start_engine(checkpoint) if world.is_rank_0 else None
@@ -376,8 +379,8 @@ def _in_turns(source: Any, world: Any, checkpoint: Path, task: dict[str, Any]) -
 
 
 def _timed(run: Callable[[], Any], world: Any, engine_pid: int | None) -> dict[str, Any]:
-    """Seconds until all ranks are done, and how far memory rose above what it was, in bytes: of the ranks,
-    and of the engine."""
+    """Return the seconds until all ranks are done, and the growth of memory in bytes: of the ranks, and of
+    the engine."""
     watched = [pid for pid in (os.getpid(), engine_pid) if pid is not None]
     before = [_reset_peak(pid) for pid in watched]
     world.barrier()
@@ -396,8 +399,8 @@ def _timed(run: Callable[[], Any], world: Any, engine_pid: int | None) -> dict[s
 
 
 def _summary(rows: dict[str, list[dict[str, Any]]], total: int, bucket: int) -> dict[str, Any]:
-    """Rates from the median of the rounds, and from the best one, which other work on the machine disturbs
-    least."""
+    """Return rates from the median of the rounds, and from the best one, which other work on the machine
+    disturbs least."""
     seconds = {kind: [row["seconds"] for row in runs] for kind, runs in rows.items()}
     rises = [rise for kind in ("transport", "vllm") for row in rows[kind] for rise in row["rises"]]
     return {
@@ -426,7 +429,8 @@ def _rates(seconds: dict[str, float], total: int) -> dict[str, float]:
 
 
 def _open(source: Any, world: Any, link: Any, bucket: int) -> Callable[[], Any]:
-    """An update of the engine behind `link` (on the driver), after the first one, which meets it."""
+    """Return an update of the engine behind `link` (on the driver), after the first one, in which they
+    connect."""
     from megatron_ibpo.weights.transfer.update import open_transport, update_engines
     from megatron_ibpo.weights.transfer.update_order import Order
 
@@ -446,7 +450,7 @@ def _open(source: Any, world: Any, link: Any, bucket: int) -> Callable[[], Any]:
 
 
 def _open_rehearsal(source: Any, engine: Any) -> Callable[[], None]:
-    """vLLM's own part of an update: loading and repacking tensors of zeros."""
+    """Return vLLM's own part of an update: loading and repacking tensors of zeros."""
     wire = pickle.dumps(source.metadata())
 
     def run() -> None:
@@ -462,7 +466,7 @@ def _start_engine(checkpoint: Path) -> Any:
     from megatron_ibpo.engines.vllm.settings import engine_settings
 
     rollout = RolloutConfig(rollout_max_context_len=256, vllm_kv_cache_bytes=64 * MIB, vllm_dtype="bfloat16")
-    threads = os.cpu_count() or 1  # the trainers have nothing else to do meanwhile
+    threads = os.cpu_count() or 1  # the trainers are idle meanwhile
     settings = engine_settings(rollout, checkpoint, "gloo", gpus=(), num_threads=threads)
     engine = Engine(settings, checkpoint.parent / "engine.log")
     engine.wait_ready(600)
@@ -470,7 +474,7 @@ def _start_engine(checkpoint: Path) -> Any:
 
 
 class _Peer:
-    """A process that answers like an engine, as far as `function` knows the methods."""
+    """A process that answers like an engine, for the methods that `function` knows."""
 
     def __init__(self, function: Callable[[Any], None]) -> None:
         context = multiprocessing.get_context("spawn")
@@ -496,7 +500,7 @@ class _Peer:
 
 
 def _receive_weights(pipe: Any) -> None:
-    """A worker that wants everything and loads nothing."""
+    """Act as a worker that needs everything and loads nothing."""
     from megatron_ibpo.weights.layout.regions import need_all
     from megatron_ibpo.weights.transfer.gloo import GlooReceiver, join_group
     from megatron_ibpo.weights.transfer.wire import Answer
@@ -538,7 +542,7 @@ def _receive_broadcasts(pipe: Any) -> None:
 
 
 def _open_broadcast(peer: _Peer, total: int, bucket: int) -> Callable[[], None]:
-    """A plain broadcast of `total` bytes, bucket by bucket, from and to memory that is there already."""
+    """Return a plain broadcast of `total` bytes, bucket by bucket, between buffers that already exist."""
     import torch
     import torch.distributed as dist
 
@@ -562,7 +566,7 @@ def _open_broadcast(peer: _Peer, total: int, bucket: int) -> Callable[[], None]:
 
 
 def _reset_peak(pid: int) -> int:
-    """Forget the peak of a process's memory; what it has now, in bytes."""
+    """Reset the peak of a process's memory; return its present memory in bytes."""
     Path(f"/proc/{pid}/clear_refs").write_text("5")
     return bench.resident_bytes(pid)
 

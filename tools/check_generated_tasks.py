@@ -1,5 +1,5 @@
-"""Which of reasoning_gym's tasks can be graded, with their default parameters: the check that a run makes of
-its first prompts, for all of them.
+"""Check which of reasoning_gym's tasks can be graded with their default parameters, as a run checks its first
+prompts.
 
     python tools/check_generated_tasks.py --save tools/results/generated_tasks.json
 """
@@ -21,19 +21,19 @@ from megatron_ibpo.rewards.reasoning_gym import UNGRADABLE, label_problem
 @dataclass
 class Arguments(bench.Saving):
     items: int = 20
-    """Of each task."""
+    """Items per task."""
 
 
 @dataclass
 class Row:
     task: str
     verdict: str
-    """graded or refused."""
+    """Either graded or refused."""
     reason: str | None
 
 
 def items_of(task: str, count: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(label, metadata) of some items, as a run has them."""
+    """Yield (label, metadata) of some items, as in a run."""
     dataset = reasoning_gym.create_dataset(task, seed=1, size=count)
     for number in range(count):
         item = dataset[number]

@@ -1,10 +1,10 @@
-"""Do transformers, the trainer's model and vLLM continue prompts alike? Greedily, by tokens, in float32
-(vLLM in bfloat16 where the model has delta nets).
+"""Check that transformers, the trainer's model and vLLM continue prompts alike: greedily, by tokens, in
+float32 (vLLM in bfloat16 if the model has delta nets).
 
     "$(bash tools/bootstrap.sh)" tools/check_greedy.py --hf-checkpoint runs/smollm2
 
-transformers writes the continuations. vLLM has to write the same tokens; of the trainer's model, which writes
-none, each of those tokens has to be the likeliest after those before it, which is the same.
+transformers writes the continuations, and vLLM has to write the same tokens. The trainer's model writes none;
+instead each of these tokens has to be the likeliest after those before it, which is equivalent.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ QUESTIONS = (
     "Write one sentence about rain.",
     "What is 7 + 2?",
 )
-"""Put into the checkpoint's chat template."""
+"""Questions for the checkpoint's chat template."""
 START_TIMEOUT = 600.0
-"""Seconds for vLLM to start; and for it to write."""
+"""Seconds for vLLM to start, and again to write."""
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Arguments:
     tokens: int = 32
     """Most tokens of a continuation."""
     save: Path | None = None
-    """Write what was found to this file, as JSON."""
+    """JSON file for the results."""
 
 
 def by_transformers(hf_dir: Path, prompts: list[list[int]], tokens: int) -> list[list[int]]:
@@ -82,7 +82,7 @@ def by_vllm(hf_dir: Path, prompts: list[list[int]], tokens: int) -> list[list[in
 
 @torch.no_grad()
 def likeliest(hf_dir: Path, prompts: list[list[int]], written: list[list[int]]) -> list[list[int]]:
-    """What the trainer's model finds likeliest at every place of the continuations."""
+    """Return the token that the trainer's model finds likeliest at every place of the continuations."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
     from megatron_ibpo.basics.distributed import start_world

@@ -1,11 +1,11 @@
-"""The mathematical verifier on what others have labelled: Math-Verify's own tests, and GSM8K's published
+"""Check the mathematical verifier on labelled data of others: Math-Verify's own tests, and GSM8K's published
 model solutions.
 
     python tools/check_math_grading.py --math-verify-tests Math-Verify/tests \
         --gsm8k grade_school_math/data/example_model_solutions.jsonl
 
 Neither is part of this repository: clone https://github.com/huggingface/Math-Verify and
-https://github.com/openai/grade-school-math. What differs is listed case by case; docs/rewards.md has the
+https://github.com/openai/grade-school-math. Differences are listed case by case; docs/rewards.md has the
 reasons.
 """
 
@@ -26,10 +26,10 @@ from megatron_ibpo.rewards import LabelError, ResponseError
 from megatron_ibpo.rewards.math import is_right
 
 _CALCULATION = re.compile(r"<<[^<>]*>>")
-"""GSM8K's calculator marks, which are no part of a solution."""
+"""GSM8K's calculator marks, which are not part of a solution."""
 _GSM8K_ANSWER = "A:"
 _COMPARISON = re.compile(r"gold, ?pred, ?(expected|result)\b")
-"""The parameters of a test of Math-Verify's that compares; settings of one test may follow."""
+"""Parameters of Math-Verify's comparison tests; settings of one test may follow."""
 
 
 @dataclass
@@ -46,11 +46,11 @@ class Case:
     label: str
     response: str
     is_right: bool
-    """As the source has it."""
+    """The source's label."""
 
 
 def math_verify_cases(tests: Path) -> Iterator[Case]:
-    """Those of its tests that compare a gold answer with a response, with its usual settings."""
+    """Yield the tests that compare a gold answer with a response, with the usual settings."""
     sys.path.insert(0, str(tests.parent))
     for path in sorted(tests.glob("test_*.py")):
         module = importlib.import_module(f"{tests.name}.{path.stem}")
@@ -63,7 +63,7 @@ def math_verify_cases(tests: Path) -> Iterator[Case]:
 
 
 def gsm8k_cases(path: Path) -> Iterator[Case]:
-    """Every model's solution to every problem, with GSM8K's own verdict."""
+    """Yield every model's solution to every problem, with GSM8K's own verdict."""
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         row = json.loads(line)
         label = row["ground_truth"].rpartition(_GSM8K_ANSWER)[2].strip()
@@ -74,17 +74,17 @@ def gsm8k_cases(path: Path) -> Iterator[Case]:
 
 
 def verdict(case: Case) -> bool | str:
-    """Return ours, or why there is none."""
+    """Return this project's verdict, or why there is none."""
     try:
         return is_right(case.response, case.label)
-    except ResponseError:  # its own fault, which is wrong
+    except ResponseError:  # the response's own fault, and so wrong
         return False
     except LabelError as error:
         return f"{type(error).__name__}: {error}"
 
 
 def compared(what: str, cases: Iterator[Case]) -> dict[str, object]:
-    """How many agree, and those that do not."""
+    """Return the number of agreements, and the disagreements."""
     judged = [(case, verdict(case)) for case in cases]
     differ = [
         {
@@ -110,7 +110,7 @@ def main(arguments: Arguments) -> None:
         found.append(compared("Math-Verify's tests", cases))
     if arguments.gsm8k is not None:
         found.append(compared("GSM8K's model solutions", gsm8k_cases(arguments.gsm8k)))
-    # which ones differ is the sources' own text, and stays out
+    # the text of the differing cases is the sources' own, and stays out
     rows = [{name: value for name, value in row.items() if name != "differ"} for row in found]
     bench.save(arguments.save, {"rows": rows}, "math-verify")
 

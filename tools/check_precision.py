@@ -1,10 +1,10 @@
-"""Show how far bfloat16 moves a run's log-probs, step by step: by rounded weights alone, and by all of it.
+"""Show how far bfloat16 moves a run's log-probs, step by step: by rounded weights alone, and in total.
 
     "$(bash tools/bootstrap.sh)" tools/check_precision.py --run runs/a
 
-The run needs `--save-debug-rollout-data`, `--save-interval 1` and as many `--keep-checkpoints` as steps. Its
-own tokens are read again by transformers, with the weights that a step began with in several roundings. All
-figures are mean |Δ log-prob| per token against transformers with those weights in float32.
+The run needs `--save-debug-rollout-data`, `--save-interval 1` and as many `--keep-checkpoints` as steps.
+transformers reads its tokens again, with the initial weights of a step in several roundings. All figures are
+mean |Δ log-prob| per token against transformers with those weights in float32.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Arguments:
     run: Path
     """Directory of the run."""
     groups: int = 4
-    """So many first groups of each step are read."""
+    """Number of first groups of each step that are read."""
     save: Path | None = None
-    """Write what was found to this file, as JSON."""
+    """JSON file for the results."""
 
 
 def main(arguments: Arguments) -> int:
@@ -53,7 +53,7 @@ def main(arguments: Arguments) -> int:
 
 
 def policies(run: Path, scratch: Path) -> Iterator[tuple[int, Path]]:
-    """(step, directory in Hugging Face format with the weights that the step began with)."""
+    """Yield (step, directory in Hugging Face format with the initial weights of the step)."""
     from megatron_ibpo.basics.distributed import World
     from megatron_ibpo.weights.formats.convert import megatron_to_hf
 
@@ -70,7 +70,7 @@ def policies(run: Path, scratch: Path) -> Iterator[tuple[int, Path]]:
 def measured(arguments: Arguments, step: int, hf_dir: Path, before: Path | None) -> dict[str, float]:
     """
     Args:
-        before: weights that the step before began with.
+        before: initial weights of the previous step.
     """
     _, groups, trained = load_step(rollout_path(arguments.run / "rollouts", step))
     groups = groups[: arguments.groups]
@@ -83,7 +83,7 @@ def measured(arguments: Arguments, step: int, hf_dir: Path, before: Path | None)
     exact = read(model)
     engine = [sample.logprobs for group in groups for sample in group.responses]
     keys = [(g, "response", i) for g, group in enumerate(groups) for i in range(len(group.responses))]
-    # responses without an advantage were not trained on, and the trainer has nothing of them
+    # responses without an advantage were not trained on, and the trainer has no log-probs of them
     own = [None if key not in trained else trained[key].old_logprobs for key in keys]
     both = [(ours, theirs) for ours, theirs in zip(own, exact, strict=True) if ours is not None]
     found = {
@@ -119,7 +119,7 @@ def rounded(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def changed(before: Any, after: Any) -> dict[str, float]:
-    """Shares of the weights' elements that an update changed, in each precision."""
+    """Return the shares of the weights' elements that an update changed, in each precision."""
     pairs = list(zip(before.parameters(), after.parameters(), strict=True))
     elements = sum(new.numel() for _, new in pairs)
     return {
@@ -129,7 +129,7 @@ def changed(before: Any, after: Any) -> dict[str, float]:
 
 
 def logprobs(model: Any, group: Group, temperature: float) -> list[np.ndarray]:
-    """Those of every token of each response."""
+    """Return the log-probs of every token of each response."""
     prompt = group.prompt.token_ids.tolist()
     responses = [sample.token_ids.tolist() for sample in group.responses]
     longest = max(map(len, responses))

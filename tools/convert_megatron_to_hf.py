@@ -1,10 +1,11 @@
-"""Megatron's distributed checkpoint to a Hugging Face checkpoint, on CPUs, without building the model.
+"""Convert Megatron's distributed checkpoint to a Hugging Face checkpoint, on CPUs, without building the
+model.
 
     bash tools/ibpo.sh convert to-hf --load runs/a --save hf/a        # the run's newest step
     torchrun --nproc-per-node 8 tools/convert_megatron_to_hf.py …           # several processes share the work
 
-Reads what any layout wrote, optimizer state left aside. Writes sharded safetensors with an index, one tensor
-an expert, config.json and the tokenizer: what transformers and vLLM load. Tensors keep dtype and bits.
+Reads checkpoints of any layout, without optimizer state. Writes sharded safetensors with an index, one tensor
+per expert, config.json and the tokenizer, as transformers and vLLM load them. Tensors keep dtype and bits.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ class Arguments:
     save: Path
     """Directory to write; must not exist."""
     origin_hf_checkpoint: Path | None = None
-    """Where config.json and tokenizer come from; the checkpoint's own when None."""
+    """Source of config.json and tokenizer; None: the checkpoint's own."""
     verify: bool = False
-    """Compare checksums of what is read, where it has some; afterwards all bits of both checkpoints, and
-    logits on random prompts."""
+    """Compare the checksums of the source, if it has some; afterwards compare all bits of both checkpoints,
+    and logits on random prompts."""
 
 
 def convert(arguments: Arguments, world: World) -> int:

@@ -1,5 +1,5 @@
-"""What runs of the same kind with several seeds came to: accuracies and seconds, with their spread, and
-against runs of another version that took turns with them.
+"""Summarise runs of the same kind with several seeds: accuracies and seconds, with their spread, and compared
+with runs of another version that took turns with them.
 
     for seed in 0 1 2; do RUN_DIR=runs/seed-$seed bash examples/run_qwen3_next_ibpo.sh --seed $seed; done
     .venv/bin/python tools/default_runs.py runs/seed-0 runs/seed-1 runs/seed-2 --save FILE.json
@@ -25,13 +25,13 @@ class Arguments:
     runs: tyro.conf.Positional[tuple[Path, ...]]
     """Directories of finished runs."""
     others: tuple[Path, ...] = ()
-    """Runs of another version, each in turn with the run at its place in `runs`; they may be fewer."""
+    """Runs of another version, each in turn with the run at the same place in `runs`; they may be fewer."""
     walls: tuple[float, ...] = ()
-    """Seconds by the clock, from command to prompt, of `runs` and then of `others`."""
+    """Wall seconds, from command to prompt, of `runs` and then of `others`."""
     save: Path | None = None
     """JSON file for the results."""
     note: str = field(default="")
-    """What the reader of the file must know, such as what the others are."""
+    """Note for readers of the file, such as what the others are."""
 
 
 def main(arguments: Arguments) -> None:
@@ -59,7 +59,7 @@ def main(arguments: Arguments) -> None:
 
 
 def read_run(path: Path) -> dict[str, Any]:
-    """The measures of one run; seconds per step are medians."""
+    """Return the measures of one run; seconds per step are medians."""
     summary = json.loads((path / "summary.json").read_text(encoding="utf-8"))
     if summary["status"] != "finished":
         raise SystemExit(f"{path}: {summary['status']}; only finished runs are compared")

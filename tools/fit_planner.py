@@ -4,9 +4,9 @@ to all, which is what the planner uses.
     python tools/fit_planner.py                 # fit, judge, print
     python tools/fit_planner.py --save          # and keep it, with the tables of docs/planner.md
 
-The halves are whole sources, by the hash of their names (`published_runs.halves`). The fit sees the fitted
-half alone. Rows whose open facts move a prediction by more than half (`LOOSE`) are judged by whether the
-measured figure lies in the predicted range, apart from the errors.
+The halves are whole sources, by the hash of their names (`published_runs.halves`). The first fit uses only
+the fitted half. If a row's open facts move its prediction by more than half (`LOOSE`), the row is judged by
+whether the measured figure is in the predicted range, separately from the errors.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from megatron_ibpo.plan.coefficients import FILE, NAMES, Coefficients
 RESULTS = ROOT / "tools/results/fit_planner.json"
 PAGE = ROOT / "docs/planner.md"
 LOOSE = 1.5
-"""Highest over lowest prediction within a row's open facts above which it is judged by its range."""
+"""Highest over lowest prediction within a row's open facts, above which the row is judged by its range."""
 FACTORS = frozenset({"loop", "ampere", "blackwell", "cdna"})
 SHARES = ("matmul", "experts", "attention", "memory", "link", "prefill", "update", "host")
 """Coefficients that do not exceed 1."""
 PRIOR = 1.0
 """Standard deviation of a coefficient's logarithm before any row is seen: the fit starts from the defaults,
-and what no row moves stays there."""
+and a coefficient that no row affects stays there."""
 PRIOR_FACTOR = 0.3
-"""The same of `FACTORS`."""
+"""The same for `FACTORS`."""
 NOISE = 0.2
-"""Standard deviation of a figure's logarithm, beside what its row leaves open."""
+"""Standard deviation of a figure's logarithm, in addition to its row's open facts."""
 EVALUATIONS = 12
 
 # ------------------------------------------------------------------------------------------------ the fit
@@ -55,10 +55,10 @@ def known(rows: Sequence[Row]) -> list[Row]:
 
 
 def fit(rows: Sequence[Row], start: Coefficients) -> tuple[Coefficients, dict[str, tuple[float, float]]]:
-    """Return the coefficients nearest to the rows, and 90 % intervals of those that rows move.
+    """Return the coefficients nearest to the rows, and 90 % intervals of those that the rows affect.
 
-    Least squares of logarithms. A source weighs as the square root of its figures, a figure the less the more
-    its row leaves open, and what lies far off counts less (soft L1).
+    Least squares of logarithms. A source weighs as the square root of its number of figures, a figure weighs
+    less the more its row leaves open, and outliers count less (soft L1).
     """
     default = np.log([getattr(Coefficients(), name) for name in NAMES])
     prior = np.where([name in FACTORS for name in NAMES], PRIOR_FACTOR, PRIOR)
@@ -94,7 +94,7 @@ def from_logarithms(point: np.ndarray) -> Coefficients:
 
 def figure_weights(rows: Sequence[Row]) -> list[dict[str, float]]:
     """Return the weight of each row's figures: the inverse of their standard deviation, which is that of an
-    even spread over what the row leaves open beside `NOISE`, shared out among the source's figures."""
+    even spread over the row's open facts together with `NOISE`, shared among the source's figures."""
     figures: dict[str, int] = defaultdict(int)
     for row in rows:
         figures[row.source] += len(row.times)
@@ -110,7 +110,7 @@ def figure_weights(rows: Sequence[Row]) -> list[dict[str, float]]:
 
 
 def open_range(row: Row, reached: Coefficients) -> dict[str, tuple[float, float]]:
-    """Return the lowest and highest prediction over the corners of what the row leaves open."""
+    """Return the lowest and highest prediction over the corners of the row's open facts."""
     corners = [dict(zip(row.left_open, corner, strict=True)) for corner in product(*row.left_open.values())]
     found = [
         predict(row.with_facts(**corner), row.kind, row.times, reached)
@@ -125,7 +125,7 @@ def open_range(row: Row, reached: Coefficients) -> dict[str, tuple[float, float]
 
 @dataclass(frozen=True)
 class Judged:
-    """A figure beside its prediction."""
+    """A figure and its prediction."""
 
     source: str
     row: str
@@ -141,12 +141,12 @@ class Judged:
 
     @property
     def error(self) -> float:
-        """Share by which the prediction is off."""
+        """Relative error of the prediction."""
         return self.predicted / self.measured - 1
 
     @property
     def loose(self) -> bool:
-        """What the row leaves open decides the prediction."""
+        """True if the row's open facts decide the prediction."""
         return self.high / self.low > LOOSE
 
 
@@ -168,7 +168,7 @@ def judge(rows: Sequence[Row], reached: Coefficients, half: Mapping[str, str]) -
 
 def summary(judged: Sequence[Judged]) -> dict[str, Any]:
     """Return median, 90th percentile and factor of the absolute error of firm rows, and the number of loose
-    rows whose figure lies within the predicted range."""
+    rows whose figure is within the predicted range."""
     firm = [found.error for found in judged if not found.loose]
     loose = [found.low <= found.measured <= found.high for found in judged if found.loose]
     errors = np.abs(firm)
@@ -199,10 +199,10 @@ class Ordered:
     group: str
     layouts: int
     fastest: bool
-    """The published fastest is predicted to be fastest."""
+    """True if the published fastest layout is predicted to be fastest."""
     pairs: int
     right: int
-    """Pairs in the published order."""
+    """Number of pairs in the published order."""
 
 
 def orderings(judged: Sequence[Judged], rows: Sequence[Row]) -> list[Ordered]:
@@ -249,7 +249,7 @@ def _ordered(group: tuple[Any, ...], alike: Sequence[Judged]) -> Ordered:
 
 
 def tables(results: Mapping[str, Any]) -> dict[str, str]:
-    """Return what stands behind each marker of the page."""
+    """Return the text after each marker of the page."""
 
     def line(name: str, found: Mapping[str, Any]) -> str:
         shares = ["–" if found[key] is None else f"{100 * found[key]:.0f} %" for key in ("median", "p90")]
@@ -267,7 +267,7 @@ def tables(results: Mapping[str, Any]) -> dict[str, str]:
 
 
 def write_page(results: Mapping[str, Any]) -> None:
-    """Write the tables of the page anew."""
+    """Rewrite the tables of the page."""
     text = PAGE.read_text(encoding="utf-8")
     for name, table in tables(results).items():
         before, opening, rest = text.partition(f"<!-- {name} -->\n")
@@ -288,7 +288,7 @@ def save(used: Coefficients, error: Mapping[str, float]) -> None:
 @dataclass
 class Arguments:
     save: bool = False
-    """Keep the outcome: coefficients.yaml, tools/results/fit_planner.json, tables of docs/planner.md."""
+    """Save the results: coefficients.yaml, tools/results/fit_planner.json, tables of docs/planner.md."""
 
 
 def main(arguments: Arguments) -> None:

@@ -1,10 +1,11 @@
-"""What a checkpoint holds, for what layout it was written, and what is missing. Reads headers, not weights.
+"""Show a checkpoint's content, the layout it was written for, and what is missing. Reads headers, not
+weights.
 
     bash tools/ibpo.sh inspect Qwen3-30B-A3B                    # Hugging Face format
     bash tools/ibpo.sh inspect runs/a --checksums               # Megatron's, a run's newest step
 
-The exit status is 0 for a whole checkpoint, 1 where something is missing, superfluous or changed, 2 where
-there is no checkpoint.
+The exit status is 0 for a whole checkpoint, 1 if something is missing, superfluous or changed, 2 if there is
+no checkpoint.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Arguments:
     directory: tyro.conf.Positional[Path]
     """A checkpoint in either format, or a training run's directory."""
     origin_hf_checkpoint: Path | None = None
-    """Where config.json of a Megatron checkpoint comes from, if it has none of its own."""
+    """Source of a Megatron checkpoint's config.json, if it has none of its own."""
     checksums: bool = False
     """Read all files and compare them with the manifest."""
     allow_pickle: bool = False
@@ -133,7 +134,7 @@ def say_tensors(found: Findings, tensors: list[tuple[torch.dtype, int]]) -> None
 
 
 def written_layout(directory: Path) -> str:
-    """What our own checkpoints say."""
+    """Return the layout that checkpoints of this project record."""
     if not (layout := read_layout(directory)):
         return ""
     names = {"TP": "tensor_model", "PP": "pipeline_model", "EP": "expert_model", "ETP": "expert_tensor"}
@@ -147,7 +148,7 @@ def written_layout(directory: Path) -> str:
 
 
 def suggested_layout(stored: StoredCheckpoint) -> str:
-    """Sizes read off the pieces, and off who wrote them (`__RANK_N.distcp`)."""
+    """Return the sizes suggested by the pieces and by the ranks that wrote them (`__RANK_N.distcp`)."""
     layers: dict[str, set[object]] = defaultdict(set)
     experts: dict[str, set[int]] = defaultdict(set)
     expert_columns = set()
@@ -160,7 +161,7 @@ def suggested_layout(stored: StoredCheckpoint) -> str:
             experts[rank].add(expert)
             expert_columns.add(column)
         elif index.fqn.startswith("decoder.layers."):
-            layer = index.fqn.split(".")[2]  # or the first axis, where layers are stacked
+            layer = index.fqn.split(".")[2]  # or the first axis, if layers are stacked
             layers[rank].add(layer if layer.isdecimal() else index.offset[0])
     embeddings = stored.tensors.get("embedding.word_embeddings.weight")
     sizes = {

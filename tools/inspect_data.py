@@ -1,9 +1,9 @@
-"""Show prompts as the model will see them: rendered with special tokens, how long they are, what is left out
-and why, duplicates, and bad rows by file and line.
+"""Show prompts as the model will see them, rendered with special tokens, and their lengths, duplicates, rows
+left out with the reason, and bad rows by file and line.
 
     bash tools/ibpo.sh data --hf-checkpoint MODEL --prompt-data train.jsonl --apply-chat-template
 
-The flags of data are those of `train`.
+The data flags are those of `train`.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from megatron_ibpo.data.inspection import inspect_source, show_inspection
 @dataclass
 class Arguments:
     hf_checkpoint: Path
-    """The model, of which the tokenizer is read."""
+    """The model, for its tokenizer."""
     data: tyro.conf.OmitArgPrefixes[DataConfig] = field(default_factory=DataConfig)
     rollout: tyro.conf.OmitArgPrefixes[RolloutConfig] = field(default_factory=RolloutConfig)
-    """--rollout-max-context-len less --rollout-max-response-len is what a prompt may have; without it, any
+    """--rollout-max-context-len less --rollout-max-response-len is the longest prompt; without it, any
     length. The pass rates of --pass-rates are those of these settings."""
     split: Literal["train", "eval"] = "train"
-    """Which part of directories and generated tasks."""
+    """Part of directories and generated tasks."""
     most_rows: int = 20_000
-    """Rows of each source to look at. 20,000: some seconds."""
+    """Rows of each source to inspect. 20,000 take some seconds."""
     show: int = 3
     """Prompts of each source to print."""
     json: bool = False
-    """Print JSON, one line for each source."""
+    """Print JSON, one line per source."""
 
 
 def main(arguments: Arguments) -> None:

@@ -1,16 +1,16 @@
-"""Compare the dry run's memory of a training pass with peaks that others published.
+"""Compare the dry run's memory of a training pass with published peaks.
 
     "$(bash tools/bootstrap.sh)" tools/judge_memory.py --save
 
-The rows are those of tools/planner_evidence/ that give a peak, of models that this project knows and of
-layers that are kept or recomputed whole. What other programs hold in another way is counted as they hold it:
+The rows are those of tools/planner_evidence/ that give a peak, of models that this project knows, with layers
+kept or recomputed whole. Memory that other programs use differently is counted as they use it:
 
-- Fully sharded (FSDP2): weights in fp32 in place of the optimizer's, gradients in fp32 and Adam's means are
-  divided by the ranks that share them. Two layers' weights lie there in bf16, the one at work and the next,
-  and one layer's gradients in bf16 and in fp32, as which they are reduced. Pipeline stages keep all their
+- Fully sharded (FSDP2): weights in fp32 in place of the optimizer's, gradients in fp32 and Adam's moments are
+  divided by the ranks that share them. Two layers' weights are there in bf16, the current one and the next,
+  and one layer's gradients in bf16 and in fp32, in which they are reduced. Pipeline stages keep all their
   weights gathered between micro-batches, and their whole gradients in fp32.
-- Whole logits: what the head gives, its copy in fp32, log-probabilities, and a gradient in fp32. The peaks
-  are of what torch's allocator has reserved, so that the first two count after they are gone.
+- Whole logits: the head's output, its copy in fp32, log-probabilities, and a gradient in fp32. The peaks are
+  of memory that torch's allocator has reserved, so that the first two count even after they are freed.
 
 CUDA's context and communicators, which allocators do not count, are left out.
 """
@@ -34,33 +34,33 @@ RESULTS = Path(__file__).parent / "results/judge_memory.json"
 GATHERED = 2
 """Bytes of a gathered weight: bf16."""
 SINGLE = 4
-"""Bytes in fp32."""
+"""Bytes of an fp32 value."""
 LOGIT = 2 + 3 * 4
-"""Bytes of a logit that lies there whole: what the head gives, in fp32, log-probability, gradient."""
+"""Bytes of a logit held whole: the head's output, fp32 copy, log-probability, gradient."""
 
 
 @dataclass(frozen=True)
 class Peak:
-    """A published peak beside what the dry run counts, in GiB."""
+    """A published peak and the dry run's count, in GiB."""
 
     source: str
     row: str
     published: float
     state: float
-    """Of the counted: weights, gradients and optimizer state."""
+    """Counted weights, gradients and optimizer state."""
     counted: float
     fused: bool
-    """Logits never lie there whole, as in this project's loss."""
+    """True if logits are never held whole, as in this project's loss."""
     cited: str
 
     @property
     def error(self) -> float:
-        """Share by which the count is off."""
+        """Relative error of the count."""
         return self.counted / self.published - 1
 
 
 def peaks() -> Iterator[Peak]:
-    """Of all rows that can be compared."""
+    """Yield the peaks of all comparable rows."""
     for row in read_evidence():
         facts, shape = row.facts, shape_of(row.facts["model"])
         published = row.measured.get("peak_gib")
@@ -73,7 +73,8 @@ def peaks() -> Iterator[Peak]:
 
 
 def counted_bytes(row: Row, shape: ModelShape) -> tuple[int, int]:
-    """(weights, gradients and optimizer state, all that a training pass takes) on the fullest GPU."""
+    """Return (weights, gradients and optimizer state; everything that a training pass takes) on the fullest
+    GPU."""
     config, gpus = (
         config_of(row.facts, shape.num_layers),
         row.facts.get("training_gpus", row.facts.get("gpus")),
@@ -95,7 +96,7 @@ def counted_bytes(row: Row, shape: ModelShape) -> tuple[int, int]:
 
 
 def fully_sharded(memory: RankMemory, config: Config, part: StagePart, census: Census) -> RankMemory:
-    """The same of a rank under FSDP2."""
+    """Return the memory of a rank under FSDP2."""
     shared = census.data_parallel
     own, layer = part.parameters // shared, part.parameters // part.layers
     unsharded = 0
@@ -108,8 +109,8 @@ def fully_sharded(memory: RankMemory, config: Config, part: StagePart, census: C
 
 
 def config_of(facts: Any, layers: int) -> Config:
-    """A run of this project that is laid out alike. Where stages do not divide the layers, the first and the
-    last have one less, beside embeddings and head."""
+    """Return the configuration of a run of this project with the same layout. If stages do not divide the
+    layers, the first and the last have one less, beside embeddings and head."""
     config = Config()
     config.model.bf16 = True
     config.model.recompute_granularity = facts["recompute"]
@@ -131,7 +132,7 @@ def config_of(facts: Any, layers: int) -> Config:
 
 
 def table(found: list[Peak]) -> str:
-    """Return the rows as a table for readers."""
+    """Return the rows as a table for display."""
     rows = [
         f"| {one.source} | {one.row} | {'fused' if one.fused else 'whole'} | {one.published:.1f} | "
         f"{one.counted:.1f} | {one.state:.1f} | {100 * one.error:+.0f} % |"
@@ -144,7 +145,7 @@ def table(found: list[Peak]) -> str:
 @dataclass
 class Arguments:
     save: bool = False
-    """Keep what comes out: tools/results/judge_memory.json."""
+    """Save the results: tools/results/judge_memory.json."""
 
 
 def main(arguments: Arguments) -> None:

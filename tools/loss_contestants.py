@@ -1,8 +1,9 @@
-"""Implementations of GSPO's loss that tools/bench_loss.py compares: ours and those of other projects.
+"""Implementations of GSPO's loss that tools/bench_loss.py compares: this project's and those of other
+projects.
 
-Each takes the same batch of equally long sequences and prepares whatever its own interface wants, outside the
-measured time; the function it returns is the measured forward pass. Those that only give log-probs are
-completed by `eager_gspo`. A package that is not installed is named as the reason.
+Each takes the same batch of equally long sequences and prepares the input of its own interface outside the
+measured time; the function it returns is the measured forward pass. Implementations that only give log-probs
+are completed by `eager_gspo`. A package that is not installed is named as the reason.
 """
 
 from __future__ import annotations
@@ -37,23 +38,23 @@ class Batch:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A contestant's forward pass, the leaves whose gradients it makes, and what undoes a run of it."""
+    """A contestant's forward pass, the leaves that get gradients, and a function that undoes a run."""
 
     forward: Callable[[], Tensor]
     leaves: tuple[Tensor, ...]
     restore: Callable[[], None]
-    """Puts back logits that backward has written over."""
+    """Restore logits that backward has overwritten."""
     gradients: Callable[[], tuple[Tensor, ...]]
-    """Of the logits [S·L, V], or of hidden states and weight."""
+    """Gradients of the logits [S·L, V], or of hidden states and weight."""
 
 
 @dataclass(frozen=True)
 class Contestant:
     prepare: Callable[[Batch], Prepared]
     fused_head: bool
-    """Takes hidden states and the LM head's weight instead of logits."""
+    """True if it takes hidden states and the LM head's weight instead of logits."""
     on_cpu: bool
-    """Runs on a CPU, if need be under Triton's interpreter."""
+    """True if it runs on a CPU, if necessary under Triton's interpreter."""
 
 
 def make_batch(
@@ -67,8 +68,8 @@ def make_batch(
     fused_head: bool,
     seed: int = 0,
 ) -> Batch:
-    """Random logits or hidden states; old log-probs uniform around those of a flat distribution, so ratios
-    vary and some are clipped. A share `masked` of every sequence is prompt."""
+    """Return random logits or hidden states; old log-probs are uniform around those of a flat distribution,
+    so ratios vary and some are clipped. A share `masked` of every sequence is prompt."""
     generator = torch.Generator(device).manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -90,7 +91,7 @@ def make_batch(
 
 
 def eager_gspo(logprobs_SL: Tensor, batch: Batch) -> Tensor:
-    """GSPO in a few lines of torch, as trainers write it beside a fused cross entropy."""
+    """Compute GSPO in a few lines of torch, as trainers write it beside a fused cross entropy."""
     mask_SL = batch.mask_SL.to(logprobs_SL.dtype)
     counts_S = mask_SL.sum(1)
     mean_S = ((logprobs_SL - batch.old_logprobs_SL) * mask_SL).sum(1) / counts_S
@@ -103,7 +104,8 @@ def eager_gspo(logprobs_SL: Tensor, batch: Batch) -> Tensor:
 
 
 def _from_logits(batch: Batch, logits: Tensor, loss: Callable[[Tensor], Tensor]) -> Prepared:
-    """`logits` is a leaf that backward may overwrite; `loss` a function of it."""
+    """Prepare a loss of logits: `logits` is a leaf that backward may overwrite; `loss` is a function of
+    it."""
     given_SLV = batch.logits_SLV
     assert given_SLV is not None
     sequences, length, vocab = given_SLV.shape
@@ -112,7 +114,7 @@ def _from_logits(batch: Batch, logits: Tensor, loss: Callable[[Tensor], Tensor])
     def restore() -> None:
         leaf.grad = None
         with torch.no_grad():
-            if leaf.ndim == 3:  # Liger's has one row more a sequence
+            if leaf.ndim == 3:  # Liger's has one more row per sequence
                 leaf[:, :length].copy_(given_SLV)
             else:
                 leaf.copy_(given_SLV.view(-1, vocab))
@@ -130,7 +132,7 @@ def _rows(batch: Batch) -> Tensor:
 
 
 def _gspo(batch: Batch, backend: Any) -> dict[str, Any]:
-    """The rows and the objective as our entry points take them."""
+    """Return the rows and the objective as this project's entry points take them."""
     from megatron_ibpo.loss import LossRows, make_objective
 
     sequences, length = batch.targets_SL.shape
@@ -227,7 +229,7 @@ def liger(batch: Batch) -> Prepared:
 
 
 def _from_hidden(batch: Batch, loss: Callable[[Tensor, Tensor], Tensor]) -> Prepared:
-    """`loss` is a function of hidden states [S, L, H] and weight [V, H]."""
+    """Prepare a loss with the head: `loss` is a function of hidden states [S, L, H] and weight [V, H]."""
     assert batch.hidden_SLH is not None
     assert batch.weight_VH is not None
     leaves = (batch.hidden_SLH.clone().requires_grad_(), batch.weight_VH.clone().requires_grad_())
@@ -250,7 +252,7 @@ def ours_head(batch: Batch, backend: Any) -> Prepared:
 
 
 def ours_logits_head(batch: Batch, backend: Any) -> Prepared:
-    """The head as a product of its own, and our loss of its logits: they are held whole."""
+    """Compute the head as a separate product, and this project's loss of its logits: they are held whole."""
     from megatron_ibpo.loss import packed_sequence_loss
 
     given = _gspo(batch, backend)

@@ -1,4 +1,4 @@
-"""Write the task of examples/run_smollm2_ibpo.sh: sums of small numbers with two solved ones before each.
+"""Write the task of examples/run_smollm2_ibpo.sh: sums of small numbers, each after two solved ones.
 
 "$(bash tools/bootstrap.sh)" tools/make_smollm2_task.py --save DIR
 """
@@ -19,14 +19,14 @@ SYSTEM = "Answer with a number."
 @dataclass
 class Arguments:
     save: Path
-    """Directory that is there, for train.jsonl and held_out.jsonl, which share no problem."""
+    """Existing directory for train.jsonl and held_out.jsonl, which share no problem."""
     held_out: int = 128
-    """Problems to evaluate on; the others are trained on."""
+    """Problems to evaluate on; the others are for training."""
     seed: int = 17
 
 
 def problems() -> list[tuple[str, int]]:
-    """Three numbers of one digit, added and taken away, where what comes out is of one digit too."""
+    """Return sums and differences of three one-digit numbers whose result is also one digit."""
     found = []
     for first, second, third in itertools.product(range(1, 10), repeat=3):
         for one, other in itertools.product("+-", repeat=2):
@@ -38,7 +38,7 @@ def problems() -> list[tuple[str, int]]:
 
 
 def row(problem: tuple[str, int], shown: list[tuple[str, int]], identity: str) -> dict[str, object]:
-    """The solved examples are turns of the chat, so that they have the form that is asked for."""
+    """Return a row. The solved examples are turns of the chat, so that they show the requested form."""
     chat = [{"role": "system", "content": SYSTEM}]
     for text, value in shown:
         chat += [{"role": "user", "content": f"{text} ="}, {"role": "assistant", "content": str(value)}]

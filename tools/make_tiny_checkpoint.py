@@ -3,25 +3,25 @@
     torchrun --nproc-per-node 2 tools/make_tiny_checkpoint.py --save examples/tiny_qwen3_next
 
 The policy learns from noisy worked solutions with a planted misconception: a carry or borrow is dropped with
-probability .55, any other step slips with .02, so that it solves about half of the problems and has something
-to learn by reinforcement. (With .9 and .25 it solves far fewer: examples/tiny_qwen3_hard.) A fifth of the
-rows are compare-and-correct: two noisy solutions and the instruction in the prompt, a third noisy solution as
-the target. So the policy learns the form of a correction and not to compare: its corrections are as good as
+probability .55, any other step slips with .02. So it solves about half of the problems and has something to
+learn by reinforcement. (With .9 and .25 it solves far fewer: examples/tiny_qwen3_hard.) A fifth of the rows
+are compare-and-correct: two noisy solutions and the instruction in the prompt, a third noisy solution as the
+target. So the policy learns the form of a correction but not to compare: its corrections are as good as
 another try.
 
     torchrun --nproc-per-node 1 tools/make_tiny_checkpoint.py --family qwen3 --tensor-parallel 1 \\
         --from-checkpoint examples/tiny_qwen3 --comparison-skill .9 --correction-share .5 --steps 600 \\
         --save examples/studies/warm_starts/default_skill_0.9
 
-goes on from a policy that solves, and teaches it to compare: the target copies the candidate and mends each
-of its wrong steps with probability .9; every second candidate comes without a reference. What
-examples/studies/warm_starts/ holds was made so.
+This command starts from a policy that solves, and teaches it to compare: the target copies the candidate and
+corrects each of its wrong steps with probability .9; every second candidate comes without a reference. The
+policies of examples/studies/warm_starts/ were made like this.
 
     torchrun --nproc-per-node 1 tools/make_tiny_checkpoint.py --task word_problems --family qwen3 \\
         --tensor-parallel 1 --steps 1000 --save examples/tiny_qwen3_words
 
-learns word problems instead, from a student who takes the wrong operation in .55 of the steps. No problem of
-examples/math/ is among those it learns from.
+This command teaches word problems instead, from a student that takes the wrong operation in .55 of the steps.
+No problem of examples/math/ is among its training problems.
 
 The supervised gradient is GSPO's own: on-policy (ratio 1) with advantage 1 and weights |y| / Σ|y|, the
 gradient of the loss is that of the mean negative log-likelihood of a token.
@@ -83,17 +83,17 @@ class Arguments:
     save: Path
     """Directory to write, in Hugging Face format."""
     from_checkpoint: Path | None = None
-    """Checkpoint in Hugging Face format to teach further, with its tokenizer. None: random weights."""
+    """Checkpoint in Hugging Face format to train further, with its tokenizer. None: random weights."""
     task: Literal["chain_sum", "word_problems", "targets", "pairs", "rule"] = "chain_sum"
     family: Literal["qwen3_next", "qwen3"] = "qwen3_next"
     """Mixture of experts with gated delta nets, or dense."""
     steps: int = 600
     rows: int = 64
-    """Solutions a step."""
+    """Solutions per step."""
     lr: float = 4e-3
     seed: int = 0
     carry_dropped: float = 0.55
-    """Probability that a step which carries or borrows forgets to."""
+    """Probability that a step with a carry or borrow drops it."""
     slip: float = 0.02
     """Probability that another step is off by one or two."""
     misread: float = 0.55
@@ -103,15 +103,16 @@ class Arguments:
     correction_share: float = 0.2
     """Share of the rows that are compare-and-correct."""
     comparison_skill: float | None = None
-    """Probability that the target of such a row mends a wrong step of the candidate, else copies it; for
-    all tasks but word problems. Every second row shows no reference. None: the target is another noisy
-    solution, whatever the candidates are, and all rows show a reference."""
+    """Probability that the target of such a row corrects a wrong step of the candidate rather than copying
+    it; for all tasks but word problems. Every second row shows no reference. None: the target is another
+    noisy solution, whatever the candidates are, and all rows show a reference."""
     tensor_parallel: int = 2
     """TP; experts are spread over the same ranks."""
 
 
 def initial_model(family: str, tokenizer: PreTrainedTokenizerFast) -> torch.nn.Module:
-    """Random weights. The sizes are those that vLLM's CPU kernels take and that divide among two ranks."""
+    """Return a model with random weights. The sizes are those that vLLM's CPU kernels take and that divide
+    among two ranks."""
     common = {
         "vocab_size": len(tokenizer),
         "num_attention_heads": 4,
@@ -159,16 +160,16 @@ def write_initial_checkpoint(directory: Path, arguments: Arguments) -> None:
 
 @dataclass(frozen=True)
 class Lesson:
-    """What is taught."""
+    """The content of the training."""
 
     prompts: Callable[[int], list[Prompt]]
-    """Those of a step."""
+    """Return the prompts of a step."""
     solution: Callable[[Prompt, random.Random], str]
-    """By a student with that luck."""
+    """Return the solution of a student with this random generator."""
     correction: Callable[[Prompt, str, random.Random], str]
-    """What the student writes who was shown that candidate."""
+    """Return the text of a student that was shown this candidate."""
     checks_alone: bool
-    """Every second correction is of a candidate without a reference (--ibpo-k 1)."""
+    """True if every second correction is of a candidate without a reference (--ibpo-k 1)."""
 
 
 def chain_sums(tokenizer: Tokenizer, arguments: Arguments) -> Lesson:
@@ -207,7 +208,7 @@ def problems_in_words(tokenizer: Tokenizer, arguments: Arguments) -> Lesson:
 
 
 def tasks_of_studies(tokenizer: Tokenizer, arguments: Arguments) -> Lesson:
-    """Targets, pairs or the rule (`study_tasks`); none of the questions that are held out."""
+    """Return targets, pairs or the rule (`study_tasks`), without the held-out questions."""
     task, skill = STUDY_TASKS[arguments.task], arguments.comparison_skill
     noise = Noise(arguments.misconception, arguments.slip)
     stream = questions(task, "train", random.Random(1000))
@@ -232,11 +233,11 @@ def tasks_of_studies(tokenizer: Tokenizer, arguments: Arguments) -> Lesson:
 LESSONS = {"chain_sum": chain_sums, "word_problems": problems_in_words} | dict.fromkeys(
     STUDY_TASKS, tasks_of_studies
 )
-"""By task."""
+"""Lesson by task."""
 
 
 def tokenizer_of_word_problems() -> PreTrainedTokenizerFast:
-    """Of the words of all templates."""
+    """Return a tokenizer of the words of all templates."""
     problems = itertools.islice(word_problems(seed=0), 5000)
     return make_word_tokenizer(text for problem in problems for text in (problem.text, problem.solution()))
 
@@ -249,7 +250,7 @@ def supervised_rows(
     correction_share: float,
     rng: random.Random,
 ) -> Iterator[TrainSequence]:
-    """Worked solutions, the first share of them as compare-and-correct."""
+    """Yield worked solutions; the first share of them as compare-and-correct."""
 
     def ids(text: str) -> TokenIds:
         return token_ids(tokenizer.encode(text))
@@ -279,7 +280,7 @@ def supervised_rows(
 
 
 def check(arguments: Arguments) -> None:
-    """Raises ValueError for what cannot be taught."""
+    """Raise ValueError for arguments that cannot be taught."""
     if arguments.comparison_skill is not None and arguments.task == "word_problems":
         raise ValueError("--comparison-skill: no corrections that mend are written for --task word_problems")
     for name in ("comparison_skill", "correction_share"):

@@ -3,9 +3,9 @@
     python tools/make_tiny_code_task.py --save examples/code --checkpoint examples/tiny_qwen3_code
 
 A problem shows a linear function at 0 and at 100, such as `f(0)=7, f(100)=4207`, and asks for the program:
-`def f(x): return 42*x+7`. It is graded by what the function returns elsewhere. The policy learns from
-solutions with a planted misconception: about half of them have a factor that is one too large. A fifth of the
-rows are compare-and-correct: two solutions and the instruction in the prompt, a third one as the target.
+`def f(x): return 42*x+7`. It is graded by the function's values elsewhere. The policy learns from solutions
+with a planted misconception: about half of them have a factor that is one too large. A fifth of the rows are
+compare-and-correct: two solutions and the instruction in the prompt, a third one as the target.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Arguments:
     """Directory of the policy to write, in Hugging Face format."""
     steps: int = 1500
     rows: int = 64
-    """Solutions a step."""
+    """Solutions per step."""
     lr: float = 3e-3
     misled: float = 0.5
     """Probability of a factor that is one too large."""
@@ -48,7 +48,7 @@ class Arguments:
 
 
 def problems(seed: int) -> list[tuple[int, int]]:
-    """(factor, constant) of all problems, in an order of their own."""
+    """Return (factor, constant) of all problems, in an order of their own."""
     every = [(factor, constant) for factor in range(1, 99) for constant in range(100)]
     random.Random(seed).shuffle(every)
     return every
@@ -59,7 +59,7 @@ def question(factor: int, constant: int) -> str:
 
 
 def row(factor: int, constant: int) -> dict[str, Any]:
-    """A prompt with its label, in the format of LiveCodeBench's function-call tests."""
+    """Return a prompt with its label, in the format of LiveCodeBench's function-call tests."""
     tests = {
         "inputs": [str(x) for x in TESTED_AT],
         "outputs": [str(factor * x + constant) for x in TESTED_AT],
@@ -73,7 +73,7 @@ def solution(factor: int, constant: int, rng: random.Random, misled: float) -> s
 
 
 def warm_start(arguments: Arguments, drawn: list[tuple[int, int]]) -> None:
-    """Supervised training on solutions of which some are wrong, in plain torch."""
+    """Train with supervision on solutions, some of them wrong, in plain torch."""
     assert arguments.checkpoint is not None
     torch.manual_seed(arguments.seed)
     hf_tokenizer = make_tiny_tokenizer(PHRASES)

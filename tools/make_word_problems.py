@@ -30,7 +30,7 @@ class Arguments:
 
 
 def draw(count: int, seed: int) -> list[WordProblem]:
-    """So many problems with different texts."""
+    """Return this many problems with different texts."""
     problems: dict[str, WordProblem] = {}
     for problem in word_problems(seed):
         problems.setdefault(problem.text, problem)
@@ -40,7 +40,7 @@ def draw(count: int, seed: int) -> list[WordProblem]:
 
 
 def write(path: Path, problems: Sequence[WordProblem]) -> None:
-    """One row for each problem."""
+    """Write one row per problem."""
     rows = [
         {
             "id": f"{path.stem}-{number:03d}",

@@ -1,12 +1,12 @@
-"""Megatron-Bridge's conversion of a Qwen3 from Hugging Face to Megatron on CPUs, to be measured beside ours.
+"""Megatron-Bridge's conversion of a Qwen3 from Hugging Face to Megatron on CPUs, for comparison with this
+project's.
 
     pip install --no-deps --target PEER megatron-bridge==0.6.2 omegaconf==2.4.0
     python tools/bench_conversion.py \\
         --peer "PYTHONPATH=PEER:tests:. python tools/megatron_bridge_peer.py {source} {target}"
 
-It wants GPUs, NCCL and Transformer Engine. Here it has gloo, and stand-ins in plain torch for Transformer
-Engine's layers, which do nothing but hold the weights; random initialization, which it can do without, is
-off.
+It requires GPUs, NCCL and Transformer Engine. Here it has gloo, and stand-ins in plain torch for Transformer
+Engine's layers, which only hold the weights. Random initialization is unnecessary, and off.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from support import te_stand_in
 
 
 def without_gpus() -> None:
-    """Let the package import and start on a machine like this."""
+    """Let the package import and start on a machine without GPUs."""
     if not hasattr(typing, "override"):  # Python 3.12's
         typing.override = lambda function: function  # type: ignore[attr-defined]
     te_stand_in.install()

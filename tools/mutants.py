@@ -1,14 +1,14 @@
-"""Planted faults: which of them does a fast test notice?
+"""Plant faults, and report which of them a fast test notices.
 
     python tools/mutants.py --make-map               which test file runs which line: half an hour
     python tools/mutants.py --save tools/results/mutants.json
     python tools/mutants.py --only "no warm-up" "the same prompts every step"
     python tools/mutants.py --sample 300 --save tools/results/mutant_sample.json      drawn by lot; resumable
 
-Each fault of mutants.yaml is planted in a copy of the last commit. The test files that run a changed line, as
-coverage has found, are run there until one fails: for a minute, those first that are meant for the fault, are
-named after the changed file or name it. The exit status is 0 where every fault is noticed that has no
-`survives` with the reason; those of faults that were drawn stand in equivalent_mutants.yaml.
+Each fault of mutants.yaml is planted in a copy of the last commit. The test files that run a changed line, by
+the coverage map, are run there until one fails, for a minute: first those that are meant for the fault, are
+named after the changed file or name it. The exit status is 0 if every fault without a `survives` (the reason)
+is noticed. Reasons for drawn faults are in equivalent_mutants.yaml.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ EQUIVALENT = ROOT / "tools/equivalent_mutants.yaml"
 """Name of a drawn fault → why it changes nothing that a test could see."""
 LONGEST_S = 60
 COPIES = 2
-"""At a time; a test process takes about a core."""
+"""Copies at a time; a test process takes about a core."""
 PROCESSES = "processes"
-"""Context of all that tests start, whichever file it was."""
+"""Context of all processes that tests start, whichever file it was."""
 STARTS = ("run_ranks", "subprocess", "start_script")
-"""What a test file has that starts processes."""
+"""Words in a test file that starts processes."""
 ALONE = ("gpu", "interpreted")
-"""Folders whose tests run by themselves: on a GPU, and where Triton interprets."""
+"""Folders whose tests run by themselves: on a GPU, and under Triton's interpreter."""
 SETTINGS = f"""
 [run]
 source = megatron_ibpo
@@ -66,7 +66,7 @@ disable_warnings = no-data-collected
 """
 
 CoverageMap = dict[str, dict[str, list[int]]]
-"""Source file → test file → lines of the former that the latter runs."""
+"""Source file → test file → source lines that the test file runs."""
 
 
 @dataclass
@@ -76,9 +76,9 @@ class Arguments:
     make_map: bool = False
     """Run the fast tests under coverage, and keep which file runs which line."""
     sample: int | None = None
-    """Draw so many faults by lot, in place of those of the list."""
+    """Draw this many faults by lot, in place of those of the list."""
     seed: int = 7
-    """Seed of the lot."""
+    """Seed of the draw."""
     save: Path | None = None
     """JSON file for the results, written after each fault. Drawn faults that it holds are not tried again."""
 
@@ -91,14 +91,14 @@ class Mutant:
     room: str
     file: str
     changes: tuple[tuple[str, str], ...]
-    """(text, what stands there instead); each text occurs once."""
+    """(text, replacement); each text occurs once."""
     first: str | None
-    """The test file that is meant to notice it, where its name does not say so."""
+    """The test file that is meant to notice it, if its name does not say so."""
     survives: str | None
-    """Why no fast test need notice it."""
+    """Reason why no fast test need notice it."""
 
     def planted(self, source: str) -> str:
-        """The source with the fault.
+        """Return the source with the fault.
 
         Raises:
             ValueError: a text does not occur once.
@@ -112,7 +112,7 @@ class Mutant:
         return source
 
     def lines(self, source: str) -> set[int]:
-        """Numbers of the changed lines, before the change."""
+        """Return the numbers of the changed lines, before the change."""
         found: set[int] = set()
         for old, _ in self.changes:
             first = source[: source.index(old)].count("\n") + 1
@@ -122,7 +122,7 @@ class Mutant:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a fault."""
+    """The result for a fault."""
 
     name: str
     room: str
@@ -132,11 +132,11 @@ class Verdict:
     why_not: str | None
     seconds: float
     test_files: int
-    """That run a changed line."""
+    """Number of test files that run a changed line."""
 
 
 def main(arguments: Arguments) -> int:
-    """Plant the faults; returns the exit status."""
+    """Plant the faults; return the exit status."""
     if arguments.make_map:
         make_map()
         return DONE
@@ -166,7 +166,7 @@ def main(arguments: Arguments) -> int:
 
 
 def read_mutants() -> list[Mutant]:
-    """All faults of the list."""
+    """Return all faults of the list."""
     return [
         Mutant(
             one["name"],
@@ -190,7 +190,7 @@ def drawn_mutants(count: int, seed: int) -> list[Mutant]:
 
 
 def tried(mutant: Mutant, tests: CoverageMap, copies: Queue[Path]) -> Verdict:
-    """Plant a fault in a copy that is free, and run tests on it."""
+    """Plant a fault in a free copy, and run tests on it."""
     copy = copies.get()
     path = copy / mutant.file
     source = path.read_text()
@@ -209,7 +209,7 @@ def tried(mutant: Mutant, tests: CoverageMap, copies: Queue[Path]) -> Verdict:
 
 
 def test_files(mutant: Mutant, source: str, tests: CoverageMap) -> list[str]:
-    """The test files that run a changed line, those first that are likeliest to notice."""
+    """Return the test files that run a changed line, first those that are likeliest to notice."""
     changed, module = mutant.lines(source), mutant.file.removesuffix(".py").replace("/", ".")
     contexts = {name for name, lines in tests.get(mutant.file, {}).items() if changed & set(lines)}
     texts = {path: (ROOT / path).read_text() for path in all_test_files()}
@@ -229,7 +229,7 @@ def all_test_files() -> list[str]:
 
 
 def first_failure(copy: Path, files: Sequence[str]) -> str | None:
-    """The first test that fails in the copy within a minute."""
+    """Return the first test that fails in the copy within a minute."""
     words = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not slow", "-p", "no:xdist", *files]
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(
@@ -255,7 +255,7 @@ def first_failure(copy: Path, files: Sequence[str]) -> str | None:
 
 
 def with_children_killed(process: subprocess.Popen[Any]) -> None:
-    """End what a test run leaves behind, of its own session."""
+    """End the processes that a test run leaves behind in its session."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -268,7 +268,7 @@ def environment(copy: Path) -> dict[str, str]:
 
 @contextmanager
 def copied() -> Iterator[list[Path]]:
-    """Copies of the last commit, with the extension that is built here."""
+    """Yield copies of the last commit, with the extension that is built here."""
     with tempfile.TemporaryDirectory(prefix="mutants-") as place:
         copies = [Path(place) / str(number) for number in range(COPIES)]
         for copy in copies:
@@ -296,7 +296,7 @@ def make_map() -> None:
 
 
 def by_file(settings: Path) -> CoverageMap:
-    """The map that the data of all processes gives."""
+    """Return the map from the data of all processes."""
     measured = coverage.Coverage(config_file=str(settings))
     measured.combine()
     data = measured.get_data()
@@ -311,7 +311,7 @@ def by_file(settings: Path) -> CoverageMap:
 
 
 class Results:
-    """Keeps the verdicts of a file and adds those of a run one by one. Without a file they stay in memory."""
+    """The verdicts of a file, with those of a run added one by one. Without a file they stay in memory."""
 
     def __init__(self, path: Path | None, listed: Sequence[str]) -> None:
         self._path = path
@@ -321,7 +321,7 @@ class Results:
         self.rows: dict[str, dict[str, Any]] = {one["name"]: one for one in before}
 
     def add(self, verdict: Verdict) -> None:
-        """Add a verdict and write the file; what is no longer listed leaves it."""
+        """Add a verdict and write the file; faults that are no longer listed are dropped from it."""
         with self._lock:
             self.rows[verdict.name] = asdict(verdict)
             if self._path is None:

@@ -1,4 +1,5 @@
-"""Draw small faults by lot: changes of one expression or statement, in proportion to what the rooms hold."""
+"""Draw small faults by lot: changes of one expression or statement, in proportion to the code of the
+packages."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ ROOMS = (
     "credit", "data", "edit_distance", "evaluate", "journal", "loss", "models", "policy", "rewards", "run",
     "sampling", "study", "weights",
 )  # fmt: skip
-"""Rooms that decide numbers and data."""
+"""Packages that decide numbers and data."""
 SWAPPED: dict[type, type] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
     ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
@@ -22,7 +23,7 @@ SWAPPED: dict[type, type] = {
     ast.Mod: ast.FloorDiv, ast.And: ast.Or, ast.Or: ast.And,
 }  # fmt: skip
 SAYS = {"print", "warning", "info", "debug", "warn", "write", "close"}
-"""Names of calls that say something, or end what would end anyway: without them no number changes."""
+"""Names of calls that print, or end what would end anyway: without them no number changes."""
 
 
 @dataclass(frozen=True)
@@ -31,15 +32,16 @@ class Edit:
 
     line: int
     old: str
-    """The place's text, with as many lines before and behind it as make it the only one of its file."""
+    """Text of the place, with as many lines around it as make it unique in its file."""
     new: str
-    """What takes the place of `old`."""
+    """Replacement of `old`."""
     shown: str
-    """The expression or statement and what it becomes, for a table."""
+    """The expression or statement and its replacement, for a table."""
 
 
 def drawn(package: Path, count: int, seed: int) -> list[tuple[str, Path, Edit]]:
-    """Return `count` faults as (room, file, change), so many of each room as its share of all changes."""
+    """Return `count` faults as (package, file, change), divided among packages by their shares of all
+    changes."""
     rng = random.Random(seed)
     found = {
         room: [
@@ -62,14 +64,14 @@ def drawn(package: Path, count: int, seed: int) -> list[tuple[str, Path, Edit]]:
 
 
 def changes(file: Path) -> list[tuple[ast.expr | ast.stmt, str]]:
-    """Return every change of a file: the place in its syntax tree, and the text that takes it."""
+    """Return every change of a file: the place in its syntax tree, and the replacement text."""
     found = _Changes()
     found.visit(ast.parse(file.read_text()))
     return found.places
 
 
 class _Changes(ast.NodeVisitor):
-    """Collects what may be changed. Messages, annotations and docstrings decide no number and stay."""
+    """A collector of possible changes. Messages, annotations and docstrings decide no number and stay."""
 
     def __init__(self) -> None:
         self.places: list[tuple[ast.expr | ast.stmt, str]] = []
@@ -163,7 +165,7 @@ def _is(node: ast.expr, value: object) -> bool:
 
 
 def edit_of(source: str, node: ast.expr | ast.stmt, new: str) -> Edit:
-    """Return the change of one node as texts: whole lines, as many as make them the only such ones."""
+    """Return the change of one node as texts: whole lines, as many as make them unique."""
     lines = source.splitlines(keepends=True)
     assert node.end_lineno is not None
     assert node.end_col_offset is not None
@@ -185,7 +187,7 @@ def _short(text: str) -> str:
 
 
 def at(edits: Sequence[tuple[str, Path, Edit]], root: Path) -> Iterator[tuple[str, str, str, Edit]]:
-    """Yield (name, room, file, change), where the name says file, line and change."""
+    """Yield (name, package, file, change); the name gives file, line and change."""
     for room, path, edit in edits:
         file = path.relative_to(root).as_posix()
         yield f"{file}:{edit.line}: {edit.shown}", room, file, edit

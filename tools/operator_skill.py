@@ -2,9 +2,9 @@
 
     bash tools/ibpo.sh skill examples/tiny_qwen3
 
-The policy answers held-out prompts of the recipe's task as in training. Wrong responses are corrected with
-a correct reference, with a wrong one and with none, and answered anew. Prints a table; --save keeps all
-figures.
+The policy answers held-out prompts of the recipe's task as in training. Wrong responses are corrected with a
+correct reference, with a wrong one and with none, and answered again from the prompt. Prints a table; --save
+keeps all figures.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class Arguments:
     checkpoint: tyro.conf.Positional[Path]
     """Directory of the policy, in Hugging Face format."""
     config: Annotated[tuple[Path, ...], tyro.conf.UseAppendAction] = ()
-    """Recipe with the task and how it is sampled; may be repeated. The dense tiny policies' when left out."""
+    """Recipe with the task and its sampling; may be repeated. Default: the dense tiny policies'."""
     prompts: int = 256
-    """Held-out prompts to answer, each --n-samples-per-prompt times, as the recipe has it."""
+    """Held-out prompts to answer, each --n-samples-per-prompt times, as in the recipe."""
     targets: int = 8
-    """Wrong responses to each prompt that are corrected, at most."""
+    """Most wrong responses per prompt that are corrected."""
     seed: int = 0
     save: Path | None = None
     """File for the figures, as JSON."""

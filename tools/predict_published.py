@@ -1,7 +1,7 @@
-"""Predict a published run by the planner's roofline, with what its system does in another way.
+"""Predict a published run by the planner's roofline, adjusted for what its system does differently.
 
 The roofline describes this project: Megatron-core's distributed optimizer and vLLM. Three differences are
-added for rows that have them, as constants that no fit touches: weights that FSDP gathers in every pass,
+added for rows that have them, as constants outside any fit: weights that FSDP gathers in every pass,
 FlashAttention 2, and TensorRT-LLM's prompts.
 """
 
@@ -29,9 +29,10 @@ from megatron_ibpo.plan.workload import Basis, Batch, Engine, Layout, PassTime, 
 POINTS = 256
 """Quantiles that stand for the lengths of a step."""
 FLASH_ATTENTION_2 = 0.6
-"""Its speed over FlashAttention 3's, which is 1.5 to 2 times as fast (arXiv 2407.08608)."""
+"""Its speed relative to FlashAttention 3, which is 1.5 to 2 times as fast (arXiv 2407.08608)."""
 TENSORRT_PROMPTS = 1.25
-"""Share of the peak that TensorRT-LLM's products reach over vLLM's and SGLang's, by an earlier fit."""
+"""Share of the peak that TensorRT-LLM's products reach, relative to vLLM's and SGLang's, by an earlier
+fit."""
 
 
 def predict(
@@ -46,7 +47,7 @@ def predict(
 
 
 def basis_of(facts: Mapping[str, Any], shape: ModelShape, reached: Coefficients) -> Basis:
-    """Return what a row's time stands on."""
+    """Return the basis of a row's time."""
     if facts.get("attention", 3) < 3:
         reached = replace(reached, attention=reached.attention * FLASH_ATTENTION_2)
     if facts.get("engine") == "tensorrt":
@@ -55,7 +56,7 @@ def basis_of(facts: Mapping[str, Any], shape: ModelShape, reached: Coefficients)
 
 
 def hardware_of(facts: Mapping[str, Any]) -> Hardware:
-    """Return the data sheet, with what the row says of its own GPUs."""
+    """Return the data sheet, with the row's own facts about its GPUs."""
     hardware = replace(read_hardware(facts["hardware"]), **facts.get("changed", {}))
     share = facts.get("peak_share", 1.0)
     return replace(hardware, peak_bf16=hardware.peak_bf16 * share, peak_fp8=hardware.peak_fp8 * share)
@@ -72,7 +73,7 @@ def layout_of(facts: Mapping[str, Any]) -> Layout:
 
 
 def engine_of(facts: Mapping[str, Any], tensor: int) -> Engine:
-    """Return an engine."""
+    """Return the row's engine."""
     return Engine(
         tensor=tensor,
         weight_bytes=facts.get("weight_bytes", 2.0 if facts["precision"] == "bf16" else 1.0),
@@ -92,8 +93,8 @@ def _training(facts: Mapping[str, Any], basis: Basis) -> dict[str, float]:
 
 
 def sharded_seconds(basis: Basis, layout: Layout, batch: Batch, times: PassTime) -> float:
-    """Return the seconds in which FSDP gathers weights in every pass and reduces gradients, beyond what
-    computing hides. Pipeline stages gather them once a step and keep them."""
+    """Return the seconds in which FSDP gathers weights in every pass and reduces gradients, beyond the part
+    hidden by computation. Pipeline stages gather them once per step and keep them."""
     micro_batches = max(1.0, batch.tokens / layout.data / layout.micro_batch)
     gathers = micro_batches if layout.pipeline == 1 else 1
     sending = (2 + 2 + 4) * gathers * collective_seconds(basis, layout)

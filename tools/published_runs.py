@@ -1,8 +1,8 @@
-"""Runs that others published, as data: tools/planner_evidence/ holds one file per source.
+"""Published runs of other projects, as data: tools/planner_evidence/ holds one file per source.
 
-A row holds facts that its source states, with the file and commit (or address and date) at which they were
-read. `open` names what the source does not say, each with a range; the row's own value is then the middle
-that a prediction starts from. `models.yaml` has dimensions of models that examples/models lacks.
+A row holds facts that its source states, with the file and commit (or address and date) where they were read.
+`open` names what the source does not say, each with a range; the row's own value is then the middle, from
+which a prediction starts. `models.yaml` has dimensions of models that examples/models lacks.
 """
 
 import hashlib
@@ -39,10 +39,10 @@ class Row:
     measured: Mapping[str, float]
     """Figure → its value. The name ends in its unit."""
     cited: str
-    """Where it was read."""
+    """Place where it was read."""
 
     def with_facts(self, **facts: Any) -> Mapping[str, Any]:
-        """Return the facts, some of them replaced."""
+        """Return the facts, with some of them replaced."""
         return {**self.facts, **facts}
 
     @property
@@ -55,7 +55,7 @@ def read_evidence() -> list[Row]:
     """Return all rows, by source.
 
     Raises:
-        ValueError: a file misses something.
+        ValueError: a file lacks something.
     """
     return [row for path in sorted(PLACE.glob("*.yaml")) if path.stem != "models" for row in _rows(path)]
 
@@ -74,8 +74,8 @@ def shape_of(model: str) -> ModelShape | None:
 
 
 def halves(rows: Sequence[Row]) -> dict[str, Literal["fitted", "held out"]]:
-    """Return the half of each source. In order of the SHA-256 of their names the sources of each kind of row
-    (the kind that most of their rows have) are fitted and held out in turn, whole."""
+    """Return the half of each source. In order of the SHA-256 of their names, the sources of each kind of row
+    (the kind of most of their rows) alternate whole between fitted and held out."""
     by_source: dict[str, Counter[str]] = {}
     for row in rows:
         by_source.setdefault(row.source, Counter())[row.kind] += 1

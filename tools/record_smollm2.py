@@ -1,4 +1,4 @@
-"""Keep the result of examples/run_smollm2_ibpo.sh: what came out, on what machine, with which versions.
+"""Save the result of examples/run_smollm2_ibpo.sh, with the machine and the versions.
 
 "$(bash tools/bootstrap.sh)" tools/record_smollm2.py --run runs/a --save tools/results/smollm2.json
 """

@@ -1,10 +1,10 @@
-"""What a step of Qwen3-Next-80B-A3B is predicted to be on 32 to 8,192 H100, and what the driver does for it.
+"""Predict a step of Qwen3-Next-80B-A3B on 32 to 8,192 H100, and the driver's work for it.
 
     python tools/scale_table.py --save tools/results/scale.json --document docs/scale.md
 
-The fastest layout of the planner's search for each size, with the recipe's batch and with one that grows with
-the GPUs; where engines sample ahead also the streaming loop on simulated engines, against its bound. The
-driver's share is from tools/results/driver_load.json. Nothing is run on a GPU.
+The table has the fastest layout of the planner's search for each size, with the recipe's batch and with one
+that grows with the GPUs. If engines sample ahead it also has the streaming loop on simulated engines, against
+its bound. The driver's share is from tools/results/driver_load.json. Nothing is run on a GPU.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ SIMULATED = 256
 """GPUs up to which the loop is simulated; more of them take minutes and gigabytes."""
 SIMULATED_STEPS = 4
 BYTES_PER_TOKEN = 4 + 4 + 1
-"""Of a sample on its way to the driver: id, log-prob, mask."""
+"""Bytes per token of a sample on its way to the driver: id, log-prob, mask."""
 BYTES_PER_PROMPT_TOKEN = 4
 
 
 @dataclass(frozen=True)
 class Driver:
-    """Processor time of the driver for a sample. What a token takes is from two lengths in fleets of one
-    size; the rest is that of the largest fleet."""
+    """Processor time of the driver per sample. The time per token is from two lengths in fleets of one size;
+    the rest is that of the largest fleet."""
 
     own: tuple[float, float]
-    """Seconds for a sample, and for each token of it: sampling code, decoding, journal."""
+    """Seconds per sample, and per token of it: sampling code, decoding, journal."""
     calls: float
-    """Of calls of engines through Ray, for a sample; more tokens did not cost more."""
+    """Seconds per sample for calls of engines through Ray; more tokens did not cost more."""
 
     @classmethod
     def read(cls, path: Path) -> Driver:
@@ -74,16 +74,16 @@ class Driver:
         return cls((fixed, each), spent / sum(row["samples"] for row in calls))
 
     def seconds(self, tokens: float) -> float:
-        """Of a sample."""
+        """Return the seconds of a sample."""
         return self.python(tokens) + self.calls
 
     def python(self, tokens: float) -> float:
-        """The part of it that one thread at a time can do."""
+        """Return the part of it that only one thread at a time can do."""
         return self.own[0] + self.own[1] * tokens
 
 
 def line(points: dict[int, float]) -> tuple[float, float]:
-    """(value at 0, slope) through two points."""
+    """Return (value at 0, slope) of the line through two points."""
     (one, other) = sorted(points)
     slope = (points[other] - points[one]) / (other - one)
     return points[one] - slope * one, slope
@@ -94,7 +94,7 @@ def recipe() -> Config:
 
 
 def predicted(config: Config, gpus: int, prompts: int, driver: Driver | None) -> dict[str, Any]:
-    """A row: `prompts` a step on so many GPUs."""
+    """Return a row: `prompts` per step on this many GPUs."""
     rollout = replace(config.rollout, rollout_batch_size=prompts)
     found = search(replace(config, rollout=rollout), gpus, HARDWARE, most=1)[0]
     times, task = found.setting.times(), found.setting.task
@@ -139,7 +139,7 @@ def copies_received(setting: Setting) -> int:
 
 def simulated(found: Found, times: StepTimes) -> dict[str, float] | None:
     """Return the streaming loop on engines as fast as the predicted ones, without corrections, beside its
-    bound and its prediction. None where nothing is sampled ahead, and for large clusters."""
+    bound and its prediction. None without sampling ahead, and for large clusters."""
     setting, staleness = found.setting, found.setting.task.staleness
     if setting.colocated or not staleness or setting.gpus > SIMULATED:
         return None
@@ -156,7 +156,7 @@ def simulated(found: Found, times: StepTimes) -> dict[str, float] | None:
 
 
 def fleet_of(found: Found, times: StepTimes) -> Fleet:
-    """Return engines and a trainer at work together, as fast as predicted."""
+    """Return engines and a trainer that work concurrently, as fast as predicted."""
     setting = found.setting
     basis = replace(setting.basis, reached=setting.basis.reached.within_a_loop())
     task, engine = setting.task, setting.engine
@@ -184,7 +184,7 @@ def fleet_of(found: Found, times: StepTimes) -> Fleet:
 
 
 def rounded(value: Any) -> Any:
-    """To four digits that count, for reading."""
+    """Round to four significant digits, for readability."""
     if isinstance(value, dict):
         return {name: rounded(own) for name, own in value.items()}
     return float(f"{value:.4g}") if isinstance(value, float) else value
@@ -194,7 +194,7 @@ def rounded(value: Any) -> Any:
 
 
 def step_table(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Seconds of a step, by stage."""
+    """Return the table of seconds per step, by stage."""
     lines = [
         "| GPUs | prompts | a step, s | sampling | corrections | log-probs | update | weights | "
         "tokens/s and GPU | layout |",
@@ -214,7 +214,7 @@ def step_table(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def driver_table(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """What goes through the driver each second."""
+    """Return the table of the driver's throughput per second."""
     lines = [
         "| GPUs | prompts | engines | samples/s | tokens/s | MB/s of samples | weights received, TB | "
         "waiting for the longest | driver's processor |",
@@ -230,7 +230,7 @@ def driver_table(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def loop_table(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """The streaming loop on simulated engines."""
+    """Return the table of the streaming loop on simulated engines."""
     lines = [
         "| GPUs | prompts | engines | a step, s | its bound, s | over it | predicted, s |",
         "|---|---|---|---|---|---|---|",
@@ -248,7 +248,7 @@ TABLES = {"steps": step_table, "driver": driver_table, "loop": loop_table}
 
 
 def with_tables(document: str, rows: Sequence[dict[str, Any]]) -> str:
-    """The document, with what stands between the marks of each table written anew."""
+    """Return the document with the text between each table's marks rewritten."""
     for name, table in TABLES.items():
         before, opening, rest = document.partition(f"<!-- {name} -->\n")
         _, closing, after = rest.partition(f"<!-- end of {name} -->")
@@ -263,7 +263,7 @@ class Arguments:
     save: Path | None = None
     """JSON file for the results."""
     document: Path | None = None
-    """Page whose tables are written anew."""
+    """Page whose tables are rewritten."""
 
 
 def main(arguments: Arguments) -> None:

@@ -44,7 +44,7 @@ class _VirtualLoop(asyncio.SelectorEventLoop):
 
 
 class _Jump(selectors.SelectSelector):
-    """Does not wait until a timer is due, but says that it has."""
+    """A selector that does not wait until a timer is due, but reports that it has."""
 
     def __init__(self, loop: _VirtualLoop) -> None:
         super().__init__()
@@ -61,12 +61,12 @@ class _Jump(selectors.SelectSelector):
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """Seconds in which an engine writes one token of every running sequence."""
+    """The time in which an engine writes one token of every running sequence."""
 
     fixed: float
-    """Reading the weights."""
+    """Seconds to read the weights."""
     per_sequence: float
-    """Reading one sequence's cache, and its share of the arithmetic."""
+    """Seconds to read one sequence's cache, with its share of the arithmetic."""
 
     def __call__(self, running: int) -> float:
         return self.fixed + self.per_sequence * running
@@ -74,31 +74,31 @@ class StepTime:
 
 @dataclass(eq=False)
 class SimulatedEngine:
-    """A `engines.AsyncEngine` in virtual time: its requests run at once, a token with each step."""
+    """An `engines.AsyncEngine` in virtual time: its requests run concurrently, with one token per step."""
 
     step_time: StepTime
     write: Callable[[SampleRequest], Sequence[int] | TokenIds]
-    """The response to a request."""
+    """Return the response to a request."""
     dies_at: float | None = None
-    """Time at which it ends and forgets everything; never when None."""
+    """Time at which it ends and forgets everything; None: never."""
     hangs_at: float | None = None
-    """Time from which on it finishes nothing."""
+    """Time from which it finishes nothing."""
     asked: list[tuple[float, SampleRequest]] = field(default_factory=list)
-    """When which request came."""
+    """(time, request) for each request received."""
     aborted: list[int] = field(default_factory=list)
     end: str | None = None
-    """Why it was killed."""
+    """Reason why it was killed."""
     most_running: int | None = None
-    """Requests that run at once; the others wait in the order in which they came. All run when None."""
+    """Most requests that run at once; the others wait in order of arrival. None: all run."""
 
     def __post_init__(self) -> None:
         self._steps = 0.0
         self._at = 0.0
-        """Steps taken until this time."""
+        """Time up to which steps have been taken."""
         self._running: dict[int, tuple[float, Sample]] = {}
-        """By number: the step with which it ends."""
+        """Number of a request → (the step in which it ends, its sample)."""
         self._ends: list[tuple[float, int]] = []
-        """Heap of the same, and of what has been aborted since."""
+        """Heap of the same, and of requests aborted since."""
         self._waiting: dict[int, SampleRequest] = {}
         self._version = 0
         self._paused = False
@@ -113,7 +113,7 @@ class SimulatedEngine:
         self._news.set()
 
     async def update(self, version: int, seconds: float) -> None:
-        """Take the weights of `version`, which takes so long; what runs goes on with them."""
+        """Take the weights of `version` within `seconds`; running requests continue with them."""
         self._advance()
         self._paused = True
         await asyncio.sleep(seconds)
@@ -150,13 +150,13 @@ class SimulatedEngine:
             self._running.pop(number, None)
             self._waiting.pop(number, None)
         self._begin()
-        self._news.set()  # what is left ends sooner
+        self._news.set()  # the others then end sooner
 
     async def kill(self, why: str) -> None:
         self.end = why
 
     def _begin(self) -> None:
-        """Run what there is room for."""
+        """Start as many requests as there is room for."""
         room = len(self._waiting) if self.most_running is None else self.most_running - len(self._running)
         for number in list(islice(self._waiting, room)):
             request = self._waiting.pop(number)
@@ -195,7 +195,8 @@ class SimulatedEngine:
         return self.hangs_at is not None and self._at >= self.hangs_at
 
     def _advance(self) -> None:
-        """Take the steps that fit into the time since the last event; until the next all sequences run on."""
+        """Take the steps that fit into the time since the last event; all sequences run on until the next
+        one."""
         now = asyncio.get_running_loop().time()
         if self.end is not None:
             raise EngineDiedError(self.end)

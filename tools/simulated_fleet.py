@@ -1,6 +1,6 @@
 """The streaming loop on simulated engines and a simulated trainer, and a bound that no schedule beats.
 
-The loop is the one that a run samples with (`sampling.ahead`); only engines and trainer are simulated.
+The loop is the one that samples in a run (`sampling.ahead`); only engines and trainer are simulated.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from megatron_ibpo.sampling.groups import GroupSampler, Rules
 
 @dataclass(frozen=True)
 class Fleet:
-    """Engines, and a trainer on GPUs of its own unless it takes turns with them."""
+    """Engines, and a trainer that has GPUs of its own or takes turns with them."""
 
     engines: int
     training_seconds: float
@@ -48,13 +48,13 @@ class Measured:
 
     seconds_per_step: float
     tokens_per_step: float
-    """Tokens trained on."""
+    """Number of tokens trained on."""
     staleness_mean: float
     staleness_max: float
     partial_rollouts: float
-    """Per step."""
+    """Partial rollouts per step."""
     groups_expired: float
-    """Per step."""
+    """Expired groups per step."""
     length_bias: float | None
 
 
@@ -73,7 +73,7 @@ async def score(prompt: Prompt, sample: Sample) -> None:
 
 
 def simulate(fleet: Fleet, pace: Pace, steps: int) -> Measured:
-    """`steps` steps after those in which the pipeline fills."""
+    """Simulate `steps` steps after those in which the pipeline fills."""
     ends: list[float] = []
     rows: list[dict[str, float]] = []
     tokens: list[int] = []
@@ -129,12 +129,12 @@ class Bound:
     """Seconds per step that no schedule can go below."""
 
     sampling: float
-    """All tokens, by engines that are always full."""
+    """Seconds to write all tokens by engines that are always full."""
     training: float
     pause: float
     freshness: float
-    """What is asked with version v is trained by step v + S: the S + 1 steps up to then hold the sampling of
-    the longest response, beside the rest, and the training."""
+    """Samples requested with version v are trained on by step v + S: the S + 1 steps up to then contain the
+    sampling of the longest response, beside the rest, and the training."""
 
     @property
     def throughput(self) -> float:
@@ -147,12 +147,12 @@ class Bound:
 
 
 def bound(fleet: Fleet, staleness: int, tokens_per_step: float) -> Bound:
-    """See `Bound`.
+    """Return the bound; see `Bound`.
 
-    Freshness: U seconds per step, without the pause, R of them training. From the update to version v to the
-    batch of step v + S engines have (S + 1) U - R seconds. In these each writes its part of the tokens, as
-    many per second as on average, and takes the steps of the longest response, of which each reads the
-    weights: (S + 1) U - R >= L + c ((S + 1) U - R) / U, with L the reading of weights for the longest
+    Freshness: a step takes U seconds without the pause, R of them for training. From the update to version v
+    to the batch of step v + S engines have (S + 1) U - R seconds. In these each writes its part of the
+    tokens, as many per second as on average, and takes the steps of the longest response, which all read
+    the weights: (S + 1) U - R >= L + c ((S + 1) U - R) / U, with L the reading of weights for the longest
     response and c the reading of caches for one step's tokens. With S = 0 all tokens of the step are written
     then: U = R + L + c.
     """

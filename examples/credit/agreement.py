@@ -1,8 +1,8 @@
 """Agreement: a method that generates nothing.
 
---ibpo-operator examples/credit/agreement.py:Agreement. A wrong response is the nearer to being right the more
-of its steps, its answer being the last, correct responses of its group have too. It shows a method with
-parameters, a bonus and token masks.
+--ibpo-operator examples/credit/agreement.py:Agreement. A wrong response is the nearer to being right, the
+more of its steps also occur in correct responses of its group; its answer is the last step. It shows a method
+with parameters, a bonus and token masks.
 """
 
 from collections.abc import Sequence
@@ -21,18 +21,18 @@ from megatron_ibpo.credit.spans import written_spans
 
 @dataclass(frozen=True)
 class Agreement(Operator):
-    """φ of a wrong response is the share of its steps that some correct response has, token by token,
-    wherever in it; 0 if none is correct. Under --ibpo-variant mask the gradient goes through the other steps
-    only; under signed-mask through those steps if the advantage is above 0, else through the others.
-    """
+    """Agreement with correct responses. φ of a wrong response is the share of its steps that occur, token by
+    token and anywhere, in some correct response; 0 if none is correct. Under --ibpo-variant mask the gradient
+    passes through the other steps only. Under signed-mask it passes through the shared steps if the advantage
+    is above 0, otherwise through the others."""
 
     ibpo_joint = False
 
     ibpo_lambda: Annotated[float, NOT_NEGATIVE] = 0.6
     """λ: shaped reward is r + λφ."""
     ibpo_variant: Literal["base", "mask", "signed-mask"] = "base"
-    """Which tokens of a wrong response have a gradient: all ("base"); those of the steps that no correct
-    response has ("mask"); or, where its advantage is above 0, those of the others ("signed-mask")."""
+    """Tokens of a wrong response that have a gradient: all ("base"); those of the steps that no correct
+    response has ("mask"); or, if its advantage is above 0, those of the others ("signed-mask")."""
 
     @property
     def masks_tokens(self) -> bool:

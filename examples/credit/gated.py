@@ -1,9 +1,9 @@
-"""IBPO that asks for a correction only where it may be worth its price.
+"""IBPO that requests a correction only if it may be worth its price.
 
 --ibpo-operator examples/credit/gated.py:Gated. A wrong response of a group with c of n correct is corrected
-if c = 0, where one more rollout would hardly help, or if q̂ > κ·p̂: if a correction is likelier to be right
-than as many rollouts as it costs. It shows how a method builds on another one and what it may remember from
-step to step.
+if c = 0, where one more rollout would hardly help, or if q̂ > κ·p̂: a correction is likelier to be right than
+the rollouts that it costs. It shows how a method builds on another one and what it may remember from step to
+step.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,22 +17,22 @@ from megatron_ibpo.credit.operator import lent
 from megatron_ibpo.credit.pairing import is_wrong
 
 Tally = Mapping[str, Sequence[float]]
-"""Composition of a group, such as "1/8" → (successes, corrections), both fading."""
+"""Composition of a group, such as "1/8" → (successes, corrections); both fade."""
 
 FADING = 0.95
-"""What a step's corrections count for one step later. About twenty steps are remembered, so that the gate
-follows a policy that learns to correct; and what is not tried for a while is tried again."""
+"""Weight of a step's corrections one step later. About twenty steps are remembered, so that the gate follows
+a policy that learns to correct; a composition that is not tried for a while is tried again."""
 
 
 @dataclass(frozen=True)
 class Gated(CompareAndCorrect):
     """Compare-and-correct, with its parameters, behind the gate.
 
-    `follow_ups` raises ValueError if the context has no prices, or remembers something else than a tally.
+    `follow_ups` raises ValueError if the context has no prices, or remembers something other than a tally.
     """
 
     def problems(self, config: Config) -> list[str]:
-        """Refuse sampling ahead beside what compare-and-correct refuses."""
+        """Refuse sampling ahead, and what compare-and-correct refuses."""
         found = super().problems(config)
         if config.rollout.runs_ahead:
             found.append(
@@ -51,7 +51,7 @@ class Gated(CompareAndCorrect):
         ]
 
     def judge(self, groups: Sequence[Group], context: CreditContext) -> Judgement:
-        """Judge as compare-and-correct does, and remember how corrections went."""
+        """Judge as compare-and-correct does, and remember how corrections succeeded."""
         found = super().judge(groups, context)
         return replace(
             found,
@@ -61,13 +61,13 @@ class Gated(CompareAndCorrect):
 
 
 def is_worth_asking(group: Group, prompt_length: int, operator: Operator, context: CreditContext) -> bool:
-    """Return whether a wrong response of the group is to be corrected.
+    """Return whether to correct a wrong response of the group.
 
     Args:
         prompt_length: tokens of x̃.
 
     Raises:
-        ValueError: the context has no prices, or remembers what is no tally.
+        ValueError: the context has no prices, or remembers something other than a tally.
     """
     correct, scored = _composition(group)
     if correct == 0:
@@ -78,10 +78,11 @@ def is_worth_asking(group: Group, prompt_length: int, operator: Operator, contex
 
 def success_rate(tally: Tally, correct: int, scored: int) -> float:
     """Return q̂: the share of corrections that succeed in groups with `correct` of `scored` right responses,
-    one success and one failure added. So what was never tried is at ½, and is tried where it is cheap enough.
+    with one success and one failure added. So an untried composition is at ½, and is tried if it is cheap
+    enough.
 
     Raises:
-        ValueError: the tally holds something else than two counts.
+        ValueError: the tally holds something other than two counts.
     """
     try:
         successes, tries = (float(count) for count in tally.get(_name(correct, scored), (0.0, 0.0)))
@@ -94,8 +95,8 @@ def success_rate(tally: Tally, correct: int, scored: int) -> float:
 
 
 def price_in_rollouts(group: Group, prompt_length: int, operator: Operator, context: CreditContext) -> float:
-    """Return κ: what a correction takes, in rollouts of the same length: operations to read its prompt, once
-    for all corrections of a response, to write it, and to train on it where that is done.
+    """Return κ: the cost of a correction, in rollouts of the same length. It includes the operations to read
+    its prompt (once for all corrections of a response), to write it, and to train on it if that is done.
 
     Raises:
         ValueError: the context has no prices.
@@ -113,7 +114,7 @@ def price_in_rollouts(group: Group, prompt_length: int, operator: Operator, cont
 
 
 def remember(groups: Sequence[Group], before: Tally) -> dict[str, list[float]]:
-    """Return the tally after a step. Corrections that the verifier failed on say nothing."""
+    """Return the tally after a step. Corrections on which the verifier failed are not counted."""
     counts: dict[str, list[int]] = {}
     for group in groups:
         own = counts.setdefault(_name(*_composition(group)), [0, 0])
@@ -128,14 +129,15 @@ def remember(groups: Sequence[Group], before: Tally) -> dict[str, list[float]]:
 
 
 def _gate_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Count in gated_pairs the wrong responses that were not corrected because it would not have paid."""
+    """Return, as gated_pairs, the number of wrong responses that were not corrected because it would not have
+    paid."""
     wrong = sum(is_wrong(response) for group in groups for response in group.responses)
     asked = sum(len({correction.target for correction in group.corrections}) for group in groups)
     return {"gated_pairs": float(wrong - asked - sum(group.skipped_pairs for group in groups))}
 
 
 def _composition(group: Group) -> tuple[int, int]:
-    """Return how many responses are (correct, scored)."""
+    """Return (correct, scored) numbers of responses."""
     scored = [response for response in group.responses if response.reward is not None]
     return sum(response.correct for response in scored), len(scored)
 

@@ -1,7 +1,8 @@
 """A few tokens at a random place: the control of the divergence window.
 
---token-credit examples/credit/random_window.py:RandomWindow. What is left of the window's gain here comes
-from learning little from wrong responses, and not from where. It costs no forward pass: 1.00 times GSPO.
+--token-credit examples/credit/random_window.py:RandomWindow. The part of the window's gain that remains here
+comes from learning little from wrong responses, not from the place. It costs no forward pass: 1.00 times
+GSPO.
 """
 
 import random
@@ -21,9 +22,9 @@ from megatron_ibpo.credit.token_credit import Advantages, on_wrong_responses
 
 @dataclass(frozen=True)
 class RandomWindow:
-    """m_t = 1 at w tokens that follow each other among those that the policy wrote, at a place drawn
-    uniformly for each response, and 0 elsewhere; for the responses that `DivergenceWindow` has one for. The
-    draw depends on seed, step, prompt and response alone."""
+    """A random window. m_t = 1 at w consecutive tokens among those that the policy wrote, at a place drawn
+    uniformly for each response, and 0 elsewhere; for the responses that have a window under
+    `DivergenceWindow`. The draw depends only on seed, step, prompt and response."""
 
     token_credit_tokens: Annotated[int, COUNT] = 2
     """w, the width of the window. 2 was the best of those tried on the tiny tasks."""

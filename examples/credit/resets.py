@@ -1,12 +1,12 @@
-"""Reset groups: where a wrong response leaves a right one, the policy goes on from there several times.
+"""Reset groups: where a wrong response leaves a right one, the policy continues from there several times.
 
---ibpo-operator examples/credit/resets.py:ResetGroups. It shows a method that asks for samples of its own and
-compares them among each other.
+--ibpo-operator examples/credit/resets.py:ResetGroups. It shows a method that requests samples of its own and
+compares them with each other.
 
-y_i[:f_i] is what a wrong response shares with the correct sibling that it follows longest. K suffixes are
-drawn from it, and each has the advantage r_k less the mean of the K, on its own tokens alone: what the policy
-did from that place on, and nothing before, is compared. Monte-Carlo values of prefixes as in VinePPO (arXiv
-2410.01679) and SPO (arXiv 2505.23564), taken at one place; resets in RRPO (arXiv 2605.25507) and DEEP-GRPO
+y_i[:f_i] is the prefix that a wrong response shares with the correct sibling that it follows longest. K
+suffixes are drawn from it. Each has the advantage r_k less the mean of the K, on its own tokens alone: this
+compares only what the policy did from that place on. Monte-Carlo values of prefixes are as in VinePPO (arXiv
+2410.01679) and SPO (arXiv 2505.23564), taken at one place; resets as in RRPO (arXiv 2605.25507) and DEEP-GRPO
 (arXiv 2602.14169).
 """
 
@@ -29,7 +29,8 @@ from megatron_ibpo.credit.pairing import is_wrong
 
 @dataclass(frozen=True)
 class ResetGroups(Operator):
-    """Draw K = --ibpo-corrections suffixes of every wrong response that has a correct sibling. φ = 0."""
+    """Reset groups: K = --ibpo-corrections suffixes of every wrong response that has a correct sibling. φ =
+    0."""
 
     ibpo_lambda = 0.0
     ibpo_correction_group = "pair"
@@ -40,8 +41,8 @@ class ResetGroups(Operator):
     """Weight of a suffix relative to a response."""
 
     def follow_ups(self, group: Group, context: CreditContext) -> list[FollowUp]:
-        """Return K requests for each such response. One that leaves no room behind what it shares is counted
-        in `group.skipped_pairs`."""
+        """Return K requests for each such response. A response that leaves no room after the shared prefix is
+        counted in `group.skipped_pairs`."""
         correct = [response for response in group.responses if response.correct]
         asked: list[FollowUp] = []
         group.skipped_pairs = 0
@@ -60,7 +61,8 @@ class ResetGroups(Operator):
         return asked
 
     def judge(self, groups: Sequence[Group], context: CreditContext) -> Judgement:
-        """Say nothing of the responses, and what came of the suffixes."""
+        """Give responses no φ; the suffixes of one response are compared by their mean, with metrics of their
+        success."""
         suffixes = [correction.response for group in groups for correction in group.corrections]
         scored = [suffix for suffix in suffixes if suffix.reward is not None]
         metrics = {

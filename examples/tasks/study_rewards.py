@@ -8,18 +8,18 @@ _PAIR = re.compile(r"(?<!\d)(\d++[-+]\d)=(-?\d+)")
 
 
 def extract_answer(response: str, metadata: dict[str, Any]) -> str | None:
-    """Return what follows the last `#`, or all results of pairs; None where there is nothing."""
+    """Return the text after the last `#`, or all results of pairs; None if there is nothing."""
     if metadata["kind"] == "pairs":
         return ",".join(result for _, result in _PAIR.findall(response)) or None
     return response.rpartition("#")[2].strip() or None if "#" in response else None
 
 
 def score(prompt: str, response: str, label: str, metadata: dict[str, Any]) -> float:
-    """Return 1 for a right answer, else 0.
+    """Return 1 for a right answer, 0 otherwise.
 
-    The way to it counts only where the question asks for it: the digits of a target must be as many as asked,
-    begin with the given one and hold no banned one, and pairs must be those of the question. Intermediate
-    results are not checked.
+    The way to the answer counts only if the question asks for it: the digits of a target must have the
+    requested number, begin with the given one and include no banned one, and pairs must be those of the
+    question. Intermediate results are not checked.
 
     Raises:
         KeyError: the prompt is none of these tasks.

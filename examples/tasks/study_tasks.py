@@ -1,10 +1,10 @@
-"""Tasks of the suite of studies beside chain_sum: questions, and students who answer them badly.
+"""Tasks of the suite of studies beside chain_sum: questions, and students that answer them badly.
 
     --prompt-data import://examples/tasks/study_tasks.py:targets
     --rm-type examples/tasks/study_rewards.py:score
 
-Each is of another kind for credit (docs/studies.md). A student writes a solution step by step and has a
-misconception, which a warm start plants and reinforcement can take away.
+Each poses a different credit problem (docs/studies.md). A student writes a solution step by step and has a
+misconception, which a warm start plants and reinforcement can remove.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ Question = dict[str, Any]
 """Parts of a question; also the metadata of its prompt."""
 
 QUESTIONS = {"train": 2048, "eval": 1024}
-"""Different questions in each split: about as many as a run of the studies asks."""
+"""Different questions in each split: about as many as a run of the studies uses."""
 
 _STEP = re.compile(r"[^=]*=-?\d+|.+", re.DOTALL)
 """An equation up to its result; the rest of the text is one more step."""
@@ -33,7 +33,7 @@ class Noise:
     """Rates of a student's errors."""
 
     misconception: float = 0.0
-    """Probability with which the task's misconception acts where it can."""
+    """Probability that the task's misconception acts where it can."""
     slip: float = 0.0
     """Probability that another result is off by one or two."""
 
@@ -43,23 +43,23 @@ _NONE = Noise()
 
 @dataclass(frozen=True)
 class StudyTask:
-    """A kind of question, and how it is answered."""
+    """A kind of question, and the student that answers it."""
 
     draw: Callable[[random.Random], Question]
     text: Callable[[Question], str]
-    """The prompt."""
+    """Return the prompt."""
     label: Callable[[Question], str]
-    """The final answer."""
+    """Return the final answer."""
     next_step: Callable[[Question, Sequence[str], random.Random, Noise], str]
-    """(question, steps so far, luck, noise) → the student's next step; empty at the end."""
+    """(question, steps so far, random generator, noise) → the student's next step; empty at the end."""
     mended: Callable[[Question, Sequence[str], str], str]
-    """(question, steps so far, step) → the right step after those: the given one where it is right, else one
-    with as many of its free choices as possible."""
+    """(question, steps so far, step) → the right step after those: the given one if it is right, otherwise
+    one with as many of its free choices as possible."""
 
     def solution(
         self, question: Question, rng: random.Random, noise: Noise, begun: Sequence[str] = ()
     ) -> list[str]:
-        """Return the steps of one student, who continues after `begun`. Joined they are the text."""
+        """Return the steps of one student that continues after `begun`. Joined, they form the text."""
         steps = list(begun)
         while step := self.next_step(question, steps, rng, noise):
             steps.append(step)
@@ -68,7 +68,7 @@ class StudyTask:
     def mended_solution(
         self, question: Question, candidate: Sequence[str], rng: random.Random, noise: Noise, skill: float
     ) -> list[str]:
-        """Return the steps of a student who compares, after seeing those of a candidate.
+        """Return the steps of a student that compares, after seeing those of a candidate.
 
         The student copies right steps. At a wrong one the student writes the right one with probability
         `skill`. Otherwise the student copies it or, after an earlier change, continues alone.
@@ -106,7 +106,7 @@ def rows(task: StudyTask, name: str, split: str) -> list[dict[str, Any]]:
     """Return different questions as rows of data, the same in every call.
 
     Args:
-        name: of the task, for the rows.
+        name: name of the task, for the rows.
         split: train or eval.
     """
     found: dict[str, Question] = {}
@@ -128,7 +128,7 @@ def _held_out(text: str) -> bool:
 
 
 def _draw_target(rng: random.Random) -> Question:
-    """Draw a sum to be reached by five or six digits; the first is given, and two are banned."""
+    """Draw a sum to reach with five or six digits; the first is given, and two are banned."""
     while True:
         banned = sorted(rng.sample(range(1, 10), 2))
         terms, first = rng.choice((5, 6)), rng.choice(sorted(_DIGITS - set(banned)))
@@ -144,7 +144,7 @@ def _target_text(question: Question) -> str:
 
 
 def _next_of_target(question: Question, steps: Sequence[str], rng: random.Random, noise: Noise) -> str:
-    """Write a digit. By the misconception the student forgets at this step which digits are banned."""
+    """Write a digit. Under the misconception the student forgets at this step which digits are banned."""
     if steps and steps[-1].startswith("#"):
         return ""
     total, left = _of_target(question, steps)
@@ -166,7 +166,7 @@ def _mended_of_target(question: Question, steps: Sequence[str], step: str) -> st
 
 
 def _of_target(question: Question, steps: Sequence[str]) -> tuple[int, int]:
-    """Return (the sum so far as it is written, the number of digits still to come)."""
+    """Return (the sum as written so far, the number of digits still to come)."""
     return (_result(steps[-1]) if steps else question["first"]), question["terms"] - 1 - len(steps)
 
 
@@ -175,7 +175,7 @@ def _addition(question: Question, steps: Sequence[str], term: int, total: int) -
 
 
 def _choices(wanted: int, left: int, allowed: frozenset[int]) -> list[int]:
-    """Return the digits after which `wanted` can still be reached by `left` of the allowed ones. Where it can
+    """Return the digits after which `wanted` can still be reached with `left` of the allowed ones. If it can
     no longer be reached, return the digit that comes nearest with even steps."""
     found = [digit for digit in sorted(allowed) if wanted - digit in _reachable(left - 1, allowed)]
     return found or [min(sorted(allowed), key=lambda digit: abs(digit * left - wanted))]
@@ -212,7 +212,7 @@ def _pairs_text(question: Question) -> str:
 
 
 def _next_of_pairs(question: Question, steps: Sequence[str], rng: random.Random, noise: Noise) -> str:
-    """Write a pair. By the misconception carries and borrows are dropped."""
+    """Write a pair. Under the misconception carries and borrows are dropped."""
     if len(steps) == len(question["pairs"]):
         return ""
     left, operator, right = question["pairs"][len(steps)]
@@ -256,7 +256,7 @@ def _rule_text(question: Question) -> str:
 
 
 def _next_of_rule(question: Question, steps: Sequence[str], rng: random.Random, noise: Noise) -> str:
-    """Write a link. By the misconception numbers are compared by their last digits."""
+    """Write a link. Under the misconception numbers are compared by their last digits."""
     if len(steps) > _RULE_TERMS:
         return ""
     total = _result(steps[-1]) if steps else _RULE_START
@@ -308,7 +308,7 @@ STUDY_TASKS = {"targets": TARGETS, "pairs": PAIRS, "rule": RULE}
 
 
 def targets(split: str) -> list[dict[str, Any]]:
-    """Return rows of sums to be reached: many texts are correct."""
+    """Return rows of sums to reach: many texts are correct."""
     return rows(TARGETS, "targets", split)
 
 
@@ -325,8 +325,8 @@ def rule(split: str) -> list[dict[str, Any]]:
 def _computed(
     left: int, operator: str, right: int, rng: random.Random | None = None, noise: Noise = _NONE
 ) -> int:
-    """Return the result of one step by a student of chain_sum, whose misconception is to drop carries; the
-    right result without `rng`."""
+    """Return the result of one step by a student of chain_sum, whose misconception is to drop carries;
+    without `rng`, the right result."""
     written = worked_solution(
         f"{left} {operator} {right}", rng, carry_dropped=noise.misconception, slip=noise.slip
     )

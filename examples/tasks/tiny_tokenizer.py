@@ -1,8 +1,8 @@
 """Tokenizers of the tiny policies: characters of arithmetic, or the words of some texts, and whole
 instructions as single tokens.
 
-Real Hugging Face tokenizers (they save, load and are read by vLLM like any other). The embedding has no rows
-that they cannot show: an id that a model should never produce is visible in the decoded text, where a
+They are real Hugging Face tokenizers: they save, load and work in vLLM like any other. Every row of the
+embedding can be shown: an id that a model should never produce is visible in the decoded text, where a
 verifier sees it, instead of vanishing.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 from megatron_ibpo.data.templates import candidate_heading, correction_instruction
 
 TINY_VOCAB_SIZE = 64
-"""Ids of the tokenizer, and rows of the tiny model's embedding."""
+"""Number of ids of the tokenizer, and of rows of the tiny model's embedding."""
 
 CHAIN_SUM_HEAD = "State the final answer to the following arithmetic problem: "
 """Text before the expression in reasoning_gym's chain_sum."""
@@ -31,11 +31,11 @@ _WORDS = r" ?[A-Za-z]+|\d|."
 
 
 def make_tiny_tokenizer(further: Sequence[str] = ()) -> Any:
-    """Return a `PreTrainedTokenizerFast` with ids 0..63: `<pad> <bos> <eos> <unk>`, characters,
-    phrases, unused.
+    """Return a `PreTrainedTokenizerFast` with ids 0..63: `<pad> <bos> <eos> <unk>`, characters, phrases,
+    unused.
 
     Args:
-        further: phrases of another task, in the place of unused ids.
+        further: phrases of another task, in place of unused ids.
 
     `<bos>` is put before every prompt. Any text made of its characters and phrases comes back exactly.
     """
@@ -55,9 +55,9 @@ def _word_level(words: Sequence[str], phrases: Sequence[str], split: str, size: 
     """Return a tokenizer that looks up words and phrases.
 
     Args:
-        phrases: texts that are one token each, wherever they stand.
+        phrases: texts that are one token each, wherever they occur.
         split: regular expression of the pieces that are looked up.
-        size: number of ids; those left over get names without meaning.
+        size: number of ids; unused ones get names without meaning.
     """
     from tokenizers import AddedToken, Regex, models, pre_tokenizers, processors
     from tokenizers import Tokenizer as RustTokenizer

@@ -19,7 +19,7 @@ _ITEMS = (
     "coins",
 )
 _MISREAD = {"+": "-", "-": "+", "*": "+", "/": "-"}
-"""The operation that a careless student takes instead."""
+"""Operation that a careless student takes instead."""
 
 
 @dataclass(frozen=True)
@@ -27,13 +27,13 @@ class Template:
     """A family of problems. Numbers are named by letters in the text and in the steps."""
 
     text: str
-    """With {name}, {other}, {item} and the letters of `ranges` and `products` to fill in."""
+    """Text with {name}, {other}, {item} and the letters of `ranges` and `products` to fill in."""
     steps: tuple[str, ...]
-    """Each "left operator right"; an operand is a letter, or r for the result of the step before."""
+    """Steps "left operator right"; an operand is a letter, or r for the previous result."""
     ranges: dict[str, tuple[int, int]]
     """Letter → smallest and largest value."""
     products: dict[str, tuple[str, str]] | None = None
-    """Letter → two others whose product it is, for divisions that come out even."""
+    """Letter → two others with this product, for divisions without a remainder."""
 
 
 @dataclass(frozen=True)
@@ -42,20 +42,20 @@ class WordProblem:
 
     text: str
     steps: tuple[tuple[int | None, str, int | None], ...]
-    """(left, operator, right) of each step; None is the result of the step before."""
+    """(left, operator, right) of each step; None is the previous result."""
     label: str
 
     @property
     def level(self) -> int:
-        """The number of steps of the solution."""
+        """Number of steps of the solution."""
         return len(self.steps)
 
     def solution(self, rng: random.Random | None = None, *, misread: float = 0.0) -> str:
         r"""Return, for example, `3+4=7;7*2=14. The answer is \boxed{14}`: every step, then the answer.
 
         Args:
-            rng: the student's luck; needed unless `misread` is 0.
-            misread: probability that a step takes the wrong operation, on which later ones build.
+            rng: the student's random generator; needed unless `misread` is 0.
+            misread: probability that a step takes the wrong operation, which later ones build on.
         """
         result, written = 0, []
         for left, operator, right in self.steps:
@@ -232,7 +232,7 @@ def _drawn(template: Template, rng: random.Random) -> WordProblem:
 
 
 def _compute(left: int, operator: str, right: int) -> int:
-    """Return the value; divisions are only asked where they come out even."""
+    """Return the value; divisions always come out even."""
     if operator == "/":
         return left // right
     return left + right if operator == "+" else left - right if operator == "-" else left * right

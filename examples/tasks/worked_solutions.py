@@ -1,4 +1,4 @@
-"""Written solutions of chain_sum by a student who may drop carries. The warm start is taught them."""
+"""Written solutions of chain_sum by a student that may drop carries, for the warm start."""
 
 import random
 import re
@@ -14,7 +14,7 @@ def worked_solution(
 
     Args:
         expression: terms and operators separated by spaces, as chain_sum's metadata has it.
-        rng: the student's luck; needed unless both probabilities are 0.
+        rng: the student's random generator; needed unless both probabilities are 0.
         carry_dropped: probability that a step that carries (or borrows) forgets to, and so is off by 10.
         slip: probability that another step is off by one or two.
     """
@@ -30,11 +30,11 @@ def mended_solution(
     carry_dropped: float = 0.0,
     slip: float = 0.0,
 ) -> str:
-    """Return the solution of a student who compares, after seeing `candidate`.
+    """Return the solution of a student that compares, after seeing `candidate`.
 
-    The student copies the results of the candidate. At a wrong one the student writes the right value with
-    probability `skill`, else overlooks it and copies on. After a changed value nothing that follows can be
-    copied, and the student continues as `worked_solution` does.
+    The student copies the results of the candidate. At a wrong one it writes the right value with probability
+    `skill`; otherwise it overlooks the error and copies on. After a changed value the rest cannot be copied,
+    and the student continues as `worked_solution` does.
 
     A reference changes no target: where it differs from a right step of the candidate, the right value is the
     candidate's. It tells the policy where to look.
@@ -42,7 +42,7 @@ def mended_solution(
     Args:
         candidate: a solution of this expression, as `worked_solution` writes it.
         skill: 0 copies every candidate, 1 overlooks nothing.
-        carry_dropped: as in `worked_solution`, and so is `slip`; both for what follows the first change.
+        carry_dropped: as in `worked_solution`, and so is `slip`; both for the part after the first change.
 
     Raises:
         ValueError: the candidate has another number of steps.
@@ -64,7 +64,7 @@ def mended_solution(
 
 
 def _written(expression: str, step: Callable[[int, str, int], int]) -> str:
-    """Return the solution whose results `step` gives from (value so far, operator, term)."""
+    """Return the solution with the results that `step` gives for (value so far, operator, term)."""
     first, *rest = expression.split()
     value, text = int(first), first
     for operator, term in zip(rest[::2], rest[1::2], strict=True):

@@ -70,7 +70,8 @@ def machine(*packages: str) -> dict[str, object]:
 
 
 def differences(versions: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-    """(installed, tested) of every package in `versions` that differs; builds (+cpu, +cu130) do not count."""
+    """Return (installed, tested) for every package in `versions` that differs; builds (+cpu, +cu130) do not
+    count."""
     return {
         name: (versions[name], tested)
         for name, tested in TESTED.items()

@@ -95,7 +95,7 @@ class LeanEngine:
         return [{name: hashlib.sha256(tensor.numpy().tobytes()).hexdigest() for name, tensor in tensors}]
 
     async def submit(self, requests: Sequence[tuple[int, SampleRequest]], version: int) -> None:
-        """See `AsyncEngine`."""
+        """Add requests as `AsyncEngine` says."""
         self._check(version)
         self._waiting.update(requests)
 
@@ -111,7 +111,7 @@ class LeanEngine:
         return list(zip(numbers, self.generate(requests, version=self._version), strict=True))
 
     async def abort(self, numbers: Collection[int]) -> None:
-        """See `AsyncEngine`."""
+        """Drop requests as `AsyncEngine` says."""
         for number in numbers:
             self._waiting.pop(number, None)
 

@@ -34,7 +34,7 @@ class EngineSettings:
     """True to free the GPU's memory between rollouts."""
     prefix_caching: bool
     recompute_kv_after_update: bool
-    """True to recompute running requests with new weights when these arrive."""
+    """True to recompute the KV cache of running requests when new weights arrive."""
     stall_timeout: float
     """Seconds within which an engine with requests must write a token."""
     recorded_experts: int = 0

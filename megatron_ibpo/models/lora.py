@@ -118,7 +118,7 @@ class Pair:
     """B's rows are those of the matrix: a rank holds them section by section (`Cut.sections`)."""
 
     def sections(self) -> tuple[int, ...]:
-        """Rows of B that ranks divide separately."""
+        """Return the numbers of B's rows in the sections that ranks divide separately."""
         cut = self.b.cut
         return cut.sections if cut is not None and cut.sections else (self.b.shape[0],)
 

@@ -34,8 +34,9 @@ class Rectangles:
 
 
 class _Take(torch.autograd.Function):
-    """x[index] along dim 0, where `index` covers every row and `inverse` is its inverse. The gradient is a
-    gather too: places that only repeat a token get no gradient, since their outputs are dropped."""
+    """x[index] along dim 0, where `index` covers every row and `inverse` gives a place of each row. The
+    gradient is a gather too: places that only repeat a token get no gradient, since their outputs are
+    dropped."""
 
     @staticmethod
     def forward(ctx, x, index, inverse):

@@ -107,9 +107,12 @@ def _drop_unused(optimizer: Any) -> None:
 
 
 def _count_padding(chunk: Any) -> None:
-    """Make Megatron count the padding of buckets as content when it saves a sharded optimizer.  It leaves out
-    the padding at the end of buckets, but looks for each parameter's state at its place with the padding.
-    After a padded bucket, every parameter would be saved with a part of another's state."""
+    """Make Megatron count the padding of buckets as content when it saves a sharded optimizer.
+
+    Its checkpoint leaves out the padding at the end of buckets, and then looks for each parameter's state at
+    its place with the padding. After a padded bucket, every parameter would be saved with a part of another's
+    state.
+    """
     for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
         buffer.numel_unpadded = buffer.numel
         for bucket in buffer.buckets:
@@ -311,7 +314,7 @@ def is_reporting_rank() -> bool:
 
 
 def _has_own_rows() -> bool:
-    """Return whether this rank stands for its share of the rows of the last stage; one rank per share
+    """Return whether this rank represents its share of the rows of the last stage; one rank per share
     does."""
     return parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0
 

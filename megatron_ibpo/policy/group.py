@@ -58,8 +58,7 @@ class Policy:
         self._shares = [data_parallel_rank(rank, config.parallel, world_size) for rank in range(world_size)]
         self._passes: list[Passes] = []
         self._saves: list[str] = []
-        """Outstanding calls of the save under way, one per rank; a rank answers once it has nothing left to
-        do for it."""
+        """Stages of the save under way that are still to run, each once all ranks rest."""
 
     def restart(self, checkpoint: Path | None) -> None:
         """Start new trainers, with the weights of the checkpoint, or with the run's initial ones."""

@@ -29,9 +29,10 @@ def build_model(
     """Build this rank's part of the model: a GPTModel, or in an interleaved pipeline several, in the order of
     their layers.
 
-    Megatron's groups must exist (`parallel.initialize`). Weights are not initialised: `weights.load_hf` fills
-    every one of them. "meta" builds without memory, for counting. Parameters are bfloat16 under
-    config.model.bf16, else float32. With --lora-rank they are frozen, and adapters are added beside them.
+    Megatron's groups must exist (`parallel.initialize`). Weights are not initialised:
+    `weights.formats.load.load_hf` fills every one of them. "meta" builds without memory, for counting.
+    Parameters are bfloat16 under config.model.bf16, else float32. With --lora-rank they are frozen, and
+    adapters are added beside them.
 
     Args:
         libraries: libraries that compute the layers; None: those that `find_backends` finds for the device.
@@ -130,8 +131,8 @@ def build_value_model(
     libraries: Backends | None = None,
 ) -> list[Any]:
     """Build the same model with a value head in place of the LM head: chunk(…) gives values [1, N, 1] in fp32
-    on the last pipeline stage. Embeddings are not tied to anything; `weights.load_hf` fills all but the
-    head."""
+    on the last pipeline stage. Embeddings are not tied to anything; `weights.formats.load.load_hf` fills all
+    but the head."""
     untied = replace(shape, tie_word_embeddings=False)
     chunks = build_model(untied, config, device=device, libraries=libraries)
     from megatron_ibpo.policy.critic import ValueHead

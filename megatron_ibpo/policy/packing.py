@@ -121,8 +121,8 @@ class PackedBatch:
         return is_real.reshape(self.context.size, -1)[self.context.rank]
 
     def loss_rows(self) -> Tensor:
-        """[T] int64, rising: the rows in the loss. Indexing by number needs nothing from the device; with a
-        mask the host would wait for the count."""
+        """Return [R] int64, rising: the rows in the loss. Indexing by number needs nothing from the device;
+        with a mask the host would wait for the count."""
         assert self.rows.index is not None  # `lay_out` sets it
         return self.rows.index.response_rows_R
 

@@ -1,5 +1,4 @@
-"""The driver's half of packing: it assigns the computation to ranks. A rank receives only its own share.  The
-driver has neither a GPU nor a model, so nothing here needs torch.
+"""The driver's half of packing: it assigns the computation to ranks. A rank receives only its own share.
 
 The driver has neither a GPU nor a model, so nothing here needs torch.
 """

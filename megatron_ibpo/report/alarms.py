@@ -50,7 +50,7 @@ class RewardErrorRateError(RuntimeError):
 
 @dataclass(frozen=True)
 class Alarm:
-    """A run of steps over which a rule held."""
+    """Consecutive steps over which a rule held."""
 
     name: str
     metric: str

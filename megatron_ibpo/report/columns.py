@@ -54,8 +54,7 @@ class Columns:
 
         Returns:
             "first" and "last": steps of each bucket. "metrics": name → "mean" and, if a bucket has several
-            rows, "low"
-            and "high", by bucket; None if no row has a value. Numbers have 5 digits.
+            rows, "low" and "high", by bucket; None if no row has a value. Numbers have 5 digits.
         """
         steps = np.array(self.steps, float)  # a damaged log may hold a step beyond any integer of numpy
         chosen = np.ones(len(steps), bool)

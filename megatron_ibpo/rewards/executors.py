@@ -91,7 +91,7 @@ class LocalExecutor:
         self._isolated = isolated
 
     def run(self, program: str, first: str, stdin: str, limits: Limits) -> Execution:
-        """See `Executor`."""
+        """Run the program as `Executor` says."""
         given = stdin.encode(errors="surrogatepass")
         with Process(
             "program", program, [first], stdin=given, limits=limits, isolated=self._isolated
@@ -107,7 +107,7 @@ class LocalExecutor:
         limits: Limits,
         total: float,
     ) -> Iterator[Call]:
-        """See `Executor`."""
+        """Call the function as `Executor` says."""
         given = _requests(arguments)
         longest = replace(limits, seconds=min(total, limits.seconds * len(arguments)))
         with Process(
@@ -166,7 +166,7 @@ class RemoteExecutor:
         self._url = url.rstrip("/") + "/run_code"
 
     def run(self, program: str, first: str, stdin: str, limits: Limits) -> Execution:
-        """See `Executor`."""
+        """Run the program as `Executor` says."""
         return self._post(_script("program", program, first), stdin, limits)
 
     def call(

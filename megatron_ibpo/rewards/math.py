@@ -82,7 +82,7 @@ def is_right(response: str, label: str, prompt: str = "") -> bool:
     if answer is None or len(answer.text) > _LONGEST:
         return False
     choices = [part for part in _OR.split(answer.text) if part]
-    if len(choices) > 1:  # right only where all of them are, or where the label has the same ones
+    if len(choices) > 1:  # right only if all of them are, or if the label has the same ones
         return _equal(_boxed(",".join(map(_unassigned, choices))), label) or all(
             _equal(_boxed(choice), label) for choice in choices
         )
@@ -234,7 +234,7 @@ def _value(parsed: list[Any]) -> complex | None:
     places = {symbol: 1 + crc32(symbol.name.encode()) / 2**32 for symbol in formulas[0].free_symbols}
     try:
         value = complex(formulas[0].evalf(15, subs=places))
-    except Exception:  # of whatever kind; math-verify decides then
+    except Exception:  # of any kind; math-verify decides then
         return None
     return value if cmath.isfinite(value) else None
 

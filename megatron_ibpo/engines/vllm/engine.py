@@ -36,7 +36,7 @@ from megatron_ibpo.engines.vllm.messages import (
 from megatron_ibpo.engines.vllm.needs import vllm_needs
 
 SOCKET_BYTES = 37
-"""Length of the names of vLLM's sockets, with a slash."""
+"""Length of a slash and the 36 characters of the names of vLLM's sockets."""
 LOG_LINES = 30
 CLOSE_TIMEOUT_S = 15.0
 LOOK_EVERY_S = 1.0

@@ -174,7 +174,7 @@ class RunSource:
         return self._shown(key, lambda groups, _: matches(groups, text, self._reader()))
 
     def recorded(self) -> list[int]:
-        """Steps with recorded rollouts."""
+        """Return the steps with recorded rollouts."""
         names = (
             path.stem.removeprefix("step_") for path in (self._directory / "rollouts").glob("step_*.json")
         )

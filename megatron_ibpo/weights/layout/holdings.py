@@ -38,7 +38,7 @@ class Holding:
         return any(entry.layer in layers for layers in self.layers)
 
     def shard(self, entry: Entry) -> tuple[int, int]:
-        """(rank, size) of the group that divides this entry's tensors."""
+        """Return (rank, size) of the group that divides this entry's tensors."""
         if entry.expert is None:
             return self.tp_rank, self.tp_size
         return self.etp_rank, self.etp_size

@@ -111,7 +111,7 @@ def _found(arguments: Any) -> Iterator[_Watched]:
 
 
 def _views(result: Any, watched: list[_Watched]) -> Any:
-    """The result, watched, if it is one or several views of a watched tensor."""
+    """Return the result, watched, if it is one or several views of a watched tensor; otherwise None."""
     if isinstance(result, tuple | list):
         views = [_views(item, watched) for item in result]
         return type(result)(views) if views and all(view is not None for view in views) else None
