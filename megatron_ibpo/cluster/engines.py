@@ -27,7 +27,7 @@ from megatron_ibpo.cluster.reservation import lost_nodes
 from megatron_ibpo.cluster.trainers import START_TIMEOUT_S, Trainers
 from megatron_ibpo.engines import EngineError, EngineLostError
 from megatron_ibpo.engines.settings import EngineSettings
-from megatron_ibpo.weights.transfer.update_order import Order
+from megatron_ibpo.weights.transfer.update_order import UpdateOrder
 
 MOST_DEATHS, WITHIN_S = 3, 60.0
 """Stop the run after this many deaths of one engine within this many seconds of work and one step, because
@@ -58,7 +58,7 @@ class Engines:
     settings: EngineSettings
     """Settings of each engine; its GPUs are filled in."""
     logs: Path
-    order: Order
+    order: UpdateOrder
     """Settings of the next update."""
     start_timeout: float
     """Seconds that an engine may take to start."""
@@ -358,7 +358,7 @@ class Engines:
         gather([host.built for host in hosts], names)  # calls run in threads, and none may overtake this one
         gather([host.call("wait_ready", self.start_timeout) for host in hosts], names)
 
-    def _catch_up(self, engines: Sequence[int], order: Order) -> tuple[int, int, Reasons]:
+    def _catch_up(self, engines: Sequence[int], order: UpdateOrder) -> tuple[int, int, Reasons]:
         """Give `engines` the current weights according to `order`. Return (bytes sent, bytes of their shards,
         engines that died)."""
         ranks = range(len(self.placement.trainers))

@@ -110,7 +110,7 @@ def choose(hf_dir: Path, devices: Devices, flags: Sequence[str] = ()) -> Choice:
         ValueError: there is no recipe for such a model on such devices, or none fits.
     """
     shape = read_hf_config(hf_dir)
-    parameters = count_parameters(shape)
+    parameters = estimated_parameters(shape)
     if devices.gpus == 0 and parameters > LARGEST_ON_CPUS:
         raise ValueError(
             f"about {parameters / 1e9:.1f} B parameters are too many for CPUs, and no GPU was found here. To "
@@ -148,7 +148,7 @@ def choose(hf_dir: Path, devices: Devices, flags: Sequence[str] = ()) -> Choice:
 
 def choose_recipe(shape: ModelShape, gpus: int | None = None) -> Recipe:
     """Return the largest matching recipe that fits the GPUs."""
-    parameters = count_parameters(shape)
+    parameters = estimated_parameters(shape)
     for_kind = [one for one in RECIPES if one.mixture == shape.is_moe and parameters <= one.largest]
     size = min(one.largest for one in for_kind)
     for_size = sorted((one for one in for_kind if one.largest == size), key=lambda recipe: recipe.gpus)
@@ -156,7 +156,7 @@ def choose_recipe(shape: ModelShape, gpus: int | None = None) -> Recipe:
     return (within or for_size[:1])[-1]
 
 
-def count_parameters(shape: ModelShape) -> float:
+def estimated_parameters(shape: ModelShape) -> float:
     """Estimate the number of parameters of a model: those that take part in matrix products."""
     every_expert = replace(shape, experts_per_token=shape.num_experts)
     return forward_flops(every_expert, 1) / 2
@@ -214,7 +214,7 @@ def find_devices(nodes: int | None, gpus_per_node: int | None, planned: ModelSha
     """
     memories = _gpu_memories()
     found, memory = len(memories), min(memories, default=80.0)
-    if planned is not None and not found and count_parameters(planned) > LARGEST_ON_CPUS:
+    if planned is not None and not found and estimated_parameters(planned) > LARGEST_ON_CPUS:
         gpus = choose_recipe(planned).gpus
         per_node = min(gpus, PER_NODE) if gpus_per_node is None else gpus_per_node
         return Devices(nodes or -(-gpus // PER_NODE), per_node, memory)

@@ -1,7 +1,7 @@
 """Credit assignment: everything between scored responses and training sequences; one idea per file."""
 
 from megatron_ibpo.credit.assign import Credit, assign_credit
-from megatron_ibpo.credit.compared_parts import ThinkingMarks, shown
+from megatron_ibpo.credit.compared_parts import ThinkingMarks, part_in_prompt
 from megatron_ibpo.credit.estimators import CRITIC, Compared, Estimator
 from megatron_ibpo.credit.group_filters import (
     AfterCredit,
@@ -66,5 +66,5 @@ __all__ = [
     "find_token_credit",
     "is_informative",
     "leaves_gradient",
-    "shown",
+    "part_in_prompt",
 ]

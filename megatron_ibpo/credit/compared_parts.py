@@ -42,7 +42,7 @@ class ComparedPairs:
     """Compared parts of the corrections."""
 
 
-def shown(response: Sample, marks: ThinkingMarks | None) -> Part:
+def part_in_prompt(response: Sample, marks: ThinkingMarks | None) -> Part:
     """Return the part of a response that a correction prompt shows: all but the end-of-sequence id. Given
     marks, thinking is left out too, marks included.
 
@@ -58,7 +58,7 @@ def compared(response: Sample, marks: ThinkingMarks | None) -> Part:
     """Return the tokens of the shown part that the policy wrote. Tool output is left out, so that output
     shared by two solutions brings them no nearer."""
     if response.num_trained_tokens == len(response.token_ids):
-        return shown(response, marks)
+        return part_in_prompt(response, marks)
     written = response.loss_mask[: response.num_content_tokens]
     return _part(response, written if marks is None else written & _outside_thinking(response, marks))
 

@@ -9,10 +9,10 @@ from typing import Annotated, Literal
 from megatron_ibpo.basics.records import Flags, Group, SampleRequest, TokenIds
 from megatron_ibpo.basics.seeds import derive_seed
 from megatron_ibpo.config import NOT_NEGATIVE, UNIT, Config, at_least, or_word, within
-from megatron_ibpo.credit.compared_parts import ThinkingMarks, compared_pairs, shown
+from megatron_ibpo.credit.compared_parts import ThinkingMarks, compared_pairs, part_in_prompt
 from megatron_ibpo.credit.correction_advantages import degenerate_correction_groups
 from megatron_ibpo.credit.edits import find_edits, gradient_mask, mark_rewrites
-from megatron_ibpo.credit.leakage import mark_leakage
+from megatron_ibpo.credit.leakage import note_reference_leakage
 from megatron_ibpo.credit.metrics import correction_metrics
 from megatron_ibpo.credit.operator import (
     CreditContext,
@@ -145,7 +145,7 @@ class CompareAndCorrect(Operator):
         threshold = mark_rewrites(pairs, numbers, self.ibpo_rewrite_threshold, marks)
         answer_start = context.vocabulary.answer_start
         if answer_start is not None:
-            mark_leakage(groups, answer_start, marks)
+            note_reference_leakage(groups, answer_start, marks)
         metrics = correction_metrics(groups, knows_answers=answer_start is not None)
         metrics["degenerate_correction_groups"] = float(
             sum(degenerate_correction_groups(group, self, context) for group in groups)
@@ -173,7 +173,7 @@ class CompareAndCorrect(Operator):
 
     def _correction_prompt(self, group: Group, candidates: Sequence[int], context: CreditContext) -> TokenIds:
         marks = self._thinking(context)
-        target, *references = [shown(group.responses[i], marks).ids for i in candidates]
+        target, *references = [part_in_prompt(group.responses[i], marks).ids for i in candidates]
         return context.vocabulary.correction_prompt(group.prompt, target, references)
 
     def _thinking(self, context: CreditContext) -> ThinkingMarks | None:

@@ -12,7 +12,9 @@ OWN_SHARE = 0.1
 """Share of a derivation's tokens below which a correction's own part is no derivation."""
 
 
-def mark_leakage(groups: Sequence[Group], answer_start: AnswerStart, marks: ThinkingMarks | None) -> None:
+def note_reference_leakage(
+    groups: Sequence[Group], answer_start: AnswerStart, marks: ThinkingMarks | None
+) -> None:
     """Fill in `Correction.reference_leakage`.
 
     The derivation of a solution is the compared part before its final answer. A correction leaks if it is

@@ -39,8 +39,8 @@ def correction_metrics(groups: Sequence[Group], *, knows_answers: bool) -> dict[
     """Return metrics of the corrections.
 
     correction_success: share of scored corrections that are correct. rewrite_rate, noop_rate (ŷ = y),
-    reference_copy_rate (ŷ = a reference), reference_leakage_rate (`mark_leakage`) and beyond_threshold_rate
-    (d(y, ŷ) > α): shares of all corrections.
+    reference_copy_rate (ŷ = a reference), reference_leakage_rate (`note_reference_leakage`) and
+    beyond_threshold_rate (d(y, ŷ) > α): shares of all corrections.
 
     Args:
         knows_answers: if False, leakage is unknown and left out.

@@ -18,7 +18,7 @@ from megatron_ibpo.data.left_out import BAD_ROW, DUPLICATE, Tally
 from megatron_ibpo.data.order import Place, TableOrder
 from megatron_ibpo.data.prompts import PromptSource
 from megatron_ibpo.data.row_prompts import Reader, layout_note, normalised
-from megatron_ibpo.data.tables import Counted, Row, Table, WithoutRows
+from megatron_ibpo.data.tables import Row, RowCounts, Table, WithoutRows
 from megatron_ibpo.data.tokenizer import DataError
 
 FIRST_CHECKED, SAMPLE_CHECKED = 64, 192
@@ -62,7 +62,7 @@ def _shuffled(table: Table, order: TableOrder, reader: Reader) -> Callable[[int]
     return prompt_at
 
 
-def _in_order(table: Table, counted: Counted, reader: Reader) -> Callable[[int], Prompt]:
+def _in_order(table: Table, counted: RowCounts, reader: Reader) -> Callable[[int], Prompt]:
     kept: list[Place] = []
     rest = _places(table, counted)
 
@@ -87,7 +87,7 @@ def _nothing_left(reader: Reader) -> DataError:
     return DataError(f"{reader.source.location}: next to no prompt is left ({left})")
 
 
-def _places(table: Table, counted: Counted) -> Iterator[Place]:
+def _places(table: Table, counted: RowCounts) -> Iterator[Place]:
     """Yield the places of all rows, in the order of the file."""
     return ((block, number) for block in range(table.num_blocks) for number in range(counted[block]))
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from megatron_ibpo.basics.seeds import derive_seed
-from megatron_ibpo.data.tables import Counted, Table
+from megatron_ibpo.data.tables import RowCounts, Table
 
 Place = tuple[int, int]
 """(block, row in it)."""
@@ -38,7 +38,7 @@ class TableOrder:
     """The rows of a table over and over, in a new order every epoch."""
 
     def __init__(self, table: Table, seed: int):
-        self.counted = Counted(table)
+        self.counted = RowCounts(table)
         self._table, self._seed = table, seed
         self._epoch = lru_cache(maxsize=2)(self._start_epoch)  # a batch may span two epochs
         self._rows = lru_cache(maxsize=2)(self._shuffled_window)

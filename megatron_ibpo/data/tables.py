@@ -297,7 +297,7 @@ class WithoutRows:
         return int(np.setdiff1d(np.arange(self._table.count(block)), self._left_out[block])[number])
 
 
-class Counted:
+class RowCounts:
     """The numbers of rows in a table's blocks, each counted once."""
 
     def __init__(self, table: Table):

@@ -29,7 +29,7 @@ def family_module(family: str) -> ModuleType:
     | `layer_entries(shape, layer)`       | list[Entry] of the weight map                                   |
     | `mtp_entries(shape, layer)`         | the same, only where checkpoints hold multi-token prediction    |
     | `layer_spec(shape, layer, backend)` | LayerSpec, which is Megatron's ModuleSpec                       |
-    | `config_fields(shape)`              | dict of fields for Megatron's TransformerConfig                 |
+    | `megatron_fields(shape)`            | dict of fields for Megatron's TransformerConfig                 |
     | `mtp_layer_spec(shape, backend)`    | LayerSpec, beside `mtp_entries`                                 |
 
     The module, `read` and `mixer_cost` import neither torch nor Megatron; the other functions may, inside.

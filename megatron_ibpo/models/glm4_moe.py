@@ -94,7 +94,7 @@ def _frozen_bias_router(*args: Any, **kwargs: Any) -> Any:
     return router
 
 
-def config_fields(shape: Glm4MoeShape) -> dict[str, Any]:
+def megatron_fields(shape: Glm4MoeShape) -> dict[str, Any]:
     return {
         "qk_layernorm": shape.query_key_norms,
         "add_qkv_bias": shape.qkv_bias,

@@ -155,7 +155,7 @@ def layer_spec(shape: ModelShape, layer: int, backend: spec.Backend) -> spec.Lay
     return spec.transformer_layer(spec.attention(backend, norms=False), spec.moe(shape, backend))
 
 
-def config_fields(shape: ModelShape) -> dict[str, Any]:
+def megatron_fields(shape: ModelShape) -> dict[str, Any]:
     from megatron.core.fusions.fused_bias_geglu import quick_gelu
 
     return {

@@ -31,5 +31,5 @@ def layer_spec(shape: ModelShape, layer: int, backend: spec.Backend) -> spec.Lay
     return spec.transformer_layer(mixer, spec.dense_mlp(backend, bias=shape.mlp_bias))
 
 
-def config_fields(shape: ModelShape) -> dict[str, Any]:
+def megatron_fields(shape: ModelShape) -> dict[str, Any]:
     return {"qk_layernorm": shape.query_key_norms, "add_qkv_bias": shape.qkv_bias}

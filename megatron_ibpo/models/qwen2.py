@@ -26,5 +26,5 @@ def layer_spec(shape: ModelShape, layer: int, backend: spec.Backend) -> spec.Lay
     return spec.transformer_layer(spec.attention(backend, norms=False), spec.dense_mlp(backend))
 
 
-def config_fields(shape: ModelShape) -> dict[str, Any]:
+def megatron_fields(shape: ModelShape) -> dict[str, Any]:
     return {"qk_layernorm": False, "add_qkv_bias": True}

@@ -24,5 +24,5 @@ def layer_spec(shape: ModelShape, layer: int, backend: spec.Backend) -> spec.Lay
     return spec.transformer_layer(spec.attention(backend), mlp)
 
 
-def config_fields(shape: ModelShape) -> dict[str, Any]:
+def megatron_fields(shape: ModelShape) -> dict[str, Any]:
     return {}

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_ibpo.basics.text import shown
 from megatron_ibpo.models.delta_net.cost import mixer_cost
 from megatron_ibpo.models.delta_net.shape import DeltaNetShape, delta_net_fields
-from megatron_ibpo.models.delta_net.spec import config_fields, layer_spec, mtp_layer_spec
+from megatron_ibpo.models.delta_net.spec import layer_spec, megatron_fields, mtp_layer_spec
 from megatron_ibpo.models.delta_net.weight_map import in_projection, mixed_entries, mtp_entries
 from megatron_ibpo.models.shape import Fields, expert_fields
 from megatron_ibpo.models.weight_map import ROWS, Cut, Entry, Piece, concatenate
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
-    "config_fields",
     "layer_entries",
     "layer_spec",
+    "megatron_fields",
     "mixer_cost",
     "mtp_entries",
     "mtp_layer_spec",

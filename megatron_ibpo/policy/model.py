@@ -264,4 +264,4 @@ def _own_fields(shape: ModelShape, config: Config, *, use_te: bool) -> dict[str,
             "moe_shared_expert_intermediate_size": shape.shared_expert_hidden_size,
             "moe_shared_expert_gate": shape.shared_expert_gate,
         }
-    return fields | family_module(shape.family).config_fields(shape)
+    return fields | family_module(shape.family).megatron_fields(shape)

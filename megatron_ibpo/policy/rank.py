@@ -28,8 +28,7 @@ from megatron_ibpo.policy.planning import RankForward, RankMeasure, RankUpdate
 from megatron_ibpo.policy.reference import load_reference
 from megatron_ibpo.policy.reports import About, Sent
 from megatron_ibpo.policy.residence import Held, Residence
-from megatron_ibpo.policy.saving import Order as SaveOrder
-from megatron_ibpo.policy.saving import Saver
+from megatron_ibpo.policy.saving import SaveOrder, Saver
 from megatron_ibpo.policy.trainer import Trainer
 from megatron_ibpo.weights.formats.load import load_hf, load_mtp
 from megatron_ibpo.weights.formats.retention import Keep
@@ -37,7 +36,7 @@ from megatron_ibpo.weights.formats.save import save_hf
 from megatron_ibpo.weights.layout.export import HFExport
 from megatron_ibpo.weights.transfer.link import EngineLink
 from megatron_ibpo.weights.transfer.update import Transport, open_transport, update_engines
-from megatron_ibpo.weights.transfer.update_order import Order, TransportName, drafts_with_own_layer
+from megatron_ibpo.weights.transfer.update_order import TransportName, UpdateOrder, drafts_with_own_layer
 
 
 class TrainerRank:
@@ -182,7 +181,7 @@ class TrainerRank:
         assert self.transport is not None
         return _reasons(self.transport.connect(self.export, links, engines))
 
-    def send(self, links: Mapping[int, EngineLink], engines: Sequence[int], order: Order) -> Sent:
+    def send(self, links: Mapping[int, EngineLink], engines: Sequence[int], order: UpdateOrder) -> Sent:
         """Send one pass over the weights to `engines`, after `connect`."""
         assert self.transport is not None
         if order.sleeping:

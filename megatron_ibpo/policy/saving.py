@@ -52,7 +52,7 @@ SMALL_FILES_BYTES = 4 * 1024**2
 
 
 @dataclass(frozen=True)
-class Order:
+class SaveOrder:
     """An order to save: content and place."""
 
     directory: Path
@@ -94,11 +94,11 @@ class Saver:
     """Adapters to store in every checkpoint for PEFT."""
     _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "checkpoint"))
     _job: "Future[None] | None" = None
-    _order: Order | None = None
+    _order: SaveOrder | None = None
     _parts: list[_Part] = field(default_factory=list)
     _others: dict[str, Any] = field(default_factory=dict)
 
-    def begin(self, trainer: Trainer, order: Order, critic: Critic | None = None) -> None:
+    def begin(self, trainer: Trainer, order: SaveOrder, critic: Critic | None = None) -> None:
         """Copy the state and begin to write it. Training may go on when this returns.
 
         Raises:
@@ -206,7 +206,7 @@ def save_checkpoint(
     trainer: Trainer, directory: Path, step: int, run_state: dict[str, Any], critic: Critic | None = None
 ) -> Path:
     """Write a checkpoint and wait for it; return its directory. Collective."""
-    saver, order = Saver(trainer.world), Order(directory, step, run_state, Keep(step + 1))
+    saver, order = Saver(trainer.world), SaveOrder(directory, step, run_state, Keep(step + 1))
     saver.begin(trainer, order, critic)
     saver.rests(wait=True)
     saver.seal()
@@ -312,7 +312,7 @@ def _check_room(partial: Path, needed: int) -> None:
         )
 
 
-def _publish(order: Order, others: dict[str, Any]) -> None:
+def _publish(order: SaveOrder, others: dict[str, Any]) -> None:
     """Write the small files, give the checkpoint its name and remove older ones, in the thread of rank 0."""
     partial = partial_of(order.final)
     try:

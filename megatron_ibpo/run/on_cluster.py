@@ -34,7 +34,7 @@ from megatron_ibpo.run.processes import Processes, check_model_layout
 from megatron_ibpo.run.resume_point import ResumePoint, with_context
 from megatron_ibpo.run.rollouts import Rollouts, open_rollouts
 from megatron_ibpo.run.run_data import RunData
-from megatron_ibpo.weights.transfer.update_order import Order, choose_transport
+from megatron_ibpo.weights.transfer.update_order import UpdateOrder, choose_transport
 
 NODE_ERRORS = (NodeLostError, EngineLostError)
 """Errors after which a run can continue once the cluster has room for it again."""
@@ -278,7 +278,7 @@ def _launch_engines(
         rollout.rollout_backend,
         settings,
         config.run.run_dir / "logs",
-        Order(
+        UpdateOrder(
             version=0,
             sleeping=False,
             check=rollout.check_weight_update_equal,

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from megatron_ibpo.basics.records import Group, Prompt, Sample, SampleRequest, TokenIds
 from megatron_ibpo.basics.seeds import derive_seed
 from megatron_ibpo.config import AlgorithmConfig, RolloutConfig
-from megatron_ibpo.credit import Vocabulary, find_operator, shown
+from megatron_ibpo.credit import Vocabulary, find_operator, part_in_prompt
 from megatron_ibpo.credit.corrections import CompareAndCorrect
 from megatron_ibpo.credit.pairing import draw, is_wrong
 from megatron_ibpo.report import jsonable
@@ -177,7 +177,7 @@ def _correction(
 ) -> SampleRequest:
     """Return a correction request for the first candidate, sampled as in training."""
     rollout, vocabulary = asking.rollout, asking.vocabulary
-    target, *references = [shown(group.responses[i], vocabulary.thinking).ids for i in candidates]
+    target, *references = [part_in_prompt(group.responses[i], vocabulary.thinking).ids for i in candidates]
     return replace(
         request,
         prompt_token_ids=vocabulary.correction_prompt(group.prompt, target, references),

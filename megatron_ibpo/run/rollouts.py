@@ -17,7 +17,7 @@ from megatron_ibpo.credit import (
     find_operator,
     is_informative,
     leaves_gradient,
-    shown,
+    part_in_prompt,
 )
 from megatron_ibpo.data import PromptSource
 from megatron_ibpo.engines import AsyncEngine
@@ -440,7 +440,7 @@ class LiveRollouts:
         assert limit is not None  # resolved at start-up
 
         def prompt_ids(prompt: Prompt, candidates: Sequence[Sample]) -> TokenIds:
-            first, *others = [shown(candidate, vocabulary.thinking).ids for candidate in candidates]
+            first, *others = [part_in_prompt(candidate, vocabulary.thinking).ids for candidate in candidates]
             return vocabulary.correction_prompt(prompt, first, others)
 
         return Corrector(prompt_ids, find_operator(self.config.algorithm).ibpo_k, limit)

@@ -15,7 +15,7 @@ from megatron_ibpo.cluster import engines as module
 from megatron_ibpo.cluster.engine_handles import Member, RemoteEngine
 from megatron_ibpo.cluster.engines import Engines
 from megatron_ibpo.engines import EngineError
-from megatron_ibpo.weights.transfer.update_order import Order
+from megatron_ibpo.weights.transfer.update_order import UpdateOrder
 
 
 class Process:
@@ -39,7 +39,7 @@ class StandsStill(Process):
 @pytest.fixture
 def engines(monkeypatch):
     monkeypatch.setattr(module, "result", lambda *_: None)
-    order = Order(version=0, sleeping=False, check=False, timeout=1.0)
+    order = UpdateOrder(version=0, sleeping=False, check=False, timeout=1.0)
     nothing = dict.fromkeys(("trainers", "placement", "group")) | {"engine": "vllm"}
     settings = SimpleNamespace(transport="gloo", sleep_mode=False, extra_arguments={})
     found: Any = Engines(**nothing, settings=settings, logs=Path("logs"), order=order, start_timeout=1.0)

@@ -24,7 +24,7 @@ from megatron_ibpo.report import Stages
 from megatron_ibpo.report.disk import DiskWait
 from megatron_ibpo.run.cost import Spent
 from megatron_ibpo.run.loop import Progress, Run
-from megatron_ibpo.weights.transfer.update_order import Order
+from megatron_ibpo.weights.transfer.update_order import UpdateOrder
 
 
 class Process:
@@ -62,7 +62,7 @@ def engines(monkeypatch):
         engine="vllm",
         settings=SimpleNamespace(sleep_mode=True, transport="ipc", extra_arguments={}),
         logs=Path("logs"),
-        order=Order(version=0, sleeping=True, check=False, timeout=1.0),
+        order=UpdateOrder(version=0, sleeping=True, check=False, timeout=1.0),
         start_timeout=1.0,
     )
     found.members = {index: Member(index, Process(index, events)) for index in range(2)}
@@ -77,7 +77,7 @@ def updated(events, engines, order):
 
 
 def update(*engines, version=0):
-    return ("update", *engines, Order(version=version, sleeping=True, check=False, timeout=1.0))
+    return ("update", *engines, UpdateOrder(version=version, sleeping=True, check=False, timeout=1.0))
 
 
 def test_engines_that_wake_get_the_weights_that_they_had_before_and_wake_once(engines):

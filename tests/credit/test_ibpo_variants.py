@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megatron_ibpo.basics.records import Group
 from megatron_ibpo.config import PRESETS
-from megatron_ibpo.credit.compared_parts import ThinkingMarks, compared_pairs, shown
+from megatron_ibpo.credit.compared_parts import ThinkingMarks, compared_pairs, part_in_prompt
 from megatron_ibpo.credit.edits import find_edits, gradient_mask
 from megatron_ibpo.credit.estimators import group_z_score
 from megatron_ibpo.edit_distance import opcodes
@@ -333,14 +333,14 @@ def test_a_far_correction_pays_even_where_the_reference_makes_it_no_rewrite():
     ],
 )
 def test_what_is_shown_of_a_solution_that_thinks(prompt_ids, content, seen):
-    part = shown(response(content, 0.0, prompt=prompt_ids), MARKS)
+    part = part_in_prompt(response(content, 0.0, prompt=prompt_ids), MARKS)
     assert part.ids.tolist() == seen
     assert [content[place] for place in part.places] == seen
 
 
 def test_marks_of_several_tokens_are_found():
     marks = ThinkingMarks((60, 61), (60, 62))
-    part = shown(response([60, 61, 5, 60, 60, 62, 61, 7, 60], 0.0, prompt=(1,)), marks)
+    part = part_in_prompt(response([60, 61, 5, 60, 60, 62, 61, 7, 60], 0.0, prompt=(1,)), marks)
     assert part.ids.tolist() == [61, 7, 60]
 
 

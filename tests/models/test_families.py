@@ -56,7 +56,7 @@ def layer_spec(shape, layer, backend):
     return spec.transformer_layer(mixer, spec.dense_mlp(backend))
 
 
-def config_fields(shape):
+def megatron_fields(shape):
     return {"qk_layernorm": False}
 """
 """A family "plain": a dense Qwen3 without norms of queries and keys, and with names of its own."""
@@ -116,7 +116,7 @@ def test_a_family_is_added_by_a_module_and_a_line(plain, tmp_path):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_has_the_functions_that_the_table_promises(family):
     module = family_module(family)
-    for name in ("read", "layer_entries", "layer_spec", "config_fields"):
+    for name in ("read", "layer_entries", "layer_spec", "megatron_fields"):
         assert callable(getattr(module, name))
     assert hasattr(module, "mtp_entries") == hasattr(module, "mtp_layer_spec")
 

@@ -299,7 +299,7 @@ def saved_and_resumed(world, cases, rows, directory):
     the run that was saved and of the one that goes on, and what a checkpoint has beside Megatron's files."""
     from megatron_ibpo.policy import parallel
     from megatron_ibpo.policy.checkpoint import load_checkpoint
-    from megatron_ibpo.policy.saving import Keep, Order, Saver
+    from megatron_ibpo.policy.saving import Keep, SaveOrder, Saver
     from megatron_ibpo.weights.formats.torch_dist import StoredCheckpoint
 
     found = []
@@ -308,7 +308,7 @@ def saved_and_resumed(world, cases, rows, directory):
         trainer, offered, adapters = open_adapted(world, training_config(hf_dir, saves, targets=targets))
         planned.update(trainer, rows)
         saver = Saver(world, adapters)
-        saver.begin(trainer, Order(place, 1, {}, Keep(1)))
+        saver.begin(trainer, SaveOrder(place, 1, {}, Keep(1)))
         planned.update(trainer, rows)
         saver.rests(wait=True)
         saver.seal()

@@ -14,7 +14,7 @@ from megatron_ibpo.config import ParallelConfig
 from megatron_ibpo.policy.planning import plan_forward, plan_update
 from megatron_ibpo.weights.formats.retention import Keep
 from megatron_ibpo.weights.transfer.link import Sent
-from megatron_ibpo.weights.transfer.update_order import Order
+from megatron_ibpo.weights.transfer.update_order import UpdateOrder
 from support import planned
 from support.ranks import run_ranks
 from support.tiny_models import make_qwen3, make_qwen3_next
@@ -272,7 +272,7 @@ def through_a_step(world, hf_dir, directory, rows, sleeping):
         found["log-probs"] = rank.logprobs(planned.own_share(plan_forward, rows, config))
         room()
         found["norm"] = rank.update(planned.own_share(plan_update, rows, config))["grad_norm"]
-        order = Order(version=1, sleeping=sleeping, check=False, timeout=5)
+        order = UpdateOrder(version=1, sleeping=sleeping, check=False, timeout=5)
         rank.send({0: link} if world.is_rank_0 else {}, [0], order)
         found["sent"], found["asked"] = rank.transport.sent, link.asked
         found["asleep"] = set(taken(rank.trainer).values()) == {0}

@@ -79,7 +79,7 @@ def while_training(world, hf_dir, rows, directory):
     from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
-    from megatron_ibpo.policy.saving import Order, Saver, save_checkpoint
+    from megatron_ibpo.policy.saving import SaveOrder, Saver, save_checkpoint
 
     write = FileSystemWriterAsync.write_preloaded_data
     trainer, export, _ = open_trainer(world, hf_dir, config_for(layout(tp=2), lr=1e-3, eps_adam=1e-8))
@@ -99,7 +99,7 @@ def while_training(world, hf_dir, rows, directory):
 
     planned.update(trainer, rows)
     with held_back() as may_write:
-        saver.begin(trainer, Order(directory, 1, {"note": "kept"}, Keep(1)))
+        saver.begin(trainer, SaveOrder(directory, 1, {"note": "kept"}, Keep(1)))
         found["under way"] = saver.rests(wait=False), there()
         metrics, weights = planned.update(trainer, rows), weights_of(export)
         may_write.set()
@@ -108,14 +108,14 @@ def while_training(world, hf_dir, rows, directory):
     found["same"] = goes_on_alike(trainer, export, rows, directory / "step_000001", metrics, weights)
 
     with mock.patch.object(FileSystemWriterAsync, "write_preloaded_data", full_on_rank_1):
-        saver.begin(trainer, Order(directory, 2, {}, Keep(1)))
+        saver.begin(trainer, SaveOrder(directory, 2, {}, Keep(1)))
         try:
             finish(saver)
         except OSError as error:
             found["full"] = error.errno
     found["after full"] = there()
     found["last"] = save_checkpoint(trainer, directory, 3, {}).name
-    saver.begin(trainer, Order(directory, 4, {}, Keep(1)))
+    saver.begin(trainer, SaveOrder(directory, 4, {}, Keep(1)))
     finish(saver)
     found["kept"] = there()
     close_trainer()
@@ -125,7 +125,7 @@ def while_training(world, hf_dir, rows, directory):
 def of_a_sharded_optimizer(world, hf_dir, rows, directory):
     """A save of bf16 weights and of an optimizer sharded over two ranks, which training overtakes: bytes a
     parameter that are held at most and afterwards, and whether the checkpoint goes on as training did."""
-    from megatron_ibpo.policy.saving import Order, Saver
+    from megatron_ibpo.policy.saving import SaveOrder, Saver
 
     config = config_for(layout(distributed_optimizer=True), lr=1e-3, eps_adam=1e-8)
     config.model.bf16 = True
@@ -137,7 +137,7 @@ def of_a_sharded_optimizer(world, hf_dir, rows, directory):
     with held_back() as may_write:
         on_device = mock.patch.object(torch.Tensor, "cuda", side_effect=AssertionError("on the device"))
         with Allocations() as taken, on_device:
-            saver.begin(trainer, Order(directory, 1, {}, Keep(1)))
+            saver.begin(trainer, SaveOrder(directory, 1, {}, Keep(1)))
         found["most"], found["held"] = taken.peak / parameters, taken.present / parameters
         metrics, weights = planned.update(trainer, rows), weights_of(export)
         may_write.set()

@@ -20,7 +20,7 @@ from megatron_ibpo.engines.vllm.settings import engine_settings
 from megatron_ibpo.weights.layout.regions import Box, Region, TensorMeta, whole
 from megatron_ibpo.weights.transfer.link import Sent
 from megatron_ibpo.weights.transfer.update import Transport, open_transport, update_engines
-from megatron_ibpo.weights.transfer.update_order import Order
+from megatron_ibpo.weights.transfer.update_order import UpdateOrder
 
 CONTEXT = 256
 TIMEOUT = 120.0
@@ -143,7 +143,7 @@ def connect(engine: Engine, source: CheckpointSource) -> Transport:
 
 
 def update(transport: Transport, engine: Engine, source: CheckpointSource, version: int) -> Sent:
-    order = Order(version=version, sleeping=False, check=True, timeout=TIMEOUT)
+    order = UpdateOrder(version=version, sleeping=False, check=True, timeout=TIMEOUT)
     sent = update_engines(transport, WORLD, source, order, {0: engine}, [0])
     assert sent.failures == {}
     return sent

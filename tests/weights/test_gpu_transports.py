@@ -16,7 +16,7 @@ import pytest
 from megatron_ibpo.basics.records import Sample, SampleRequest
 from megatron_ibpo.engines import Engine
 from megatron_ibpo.engines.vllm.settings import engine_settings
-from megatron_ibpo.weights.transfer.update_order import Order, TransportName
+from megatron_ibpo.weights.transfer.update_order import TransportName, UpdateOrder
 from megatron_ibpo.weights.weight_errors import WeightPlanError
 from support.engine_runs import (
     TIMEOUT,
@@ -82,7 +82,7 @@ def two_engines_of_which_one_dies(
                 links[1].wait_ready(TIMEOUT)
             if version == 3:
                 transport.connect(source, links if world.rank == 1 else {}, [1])
-            order = Order(version=version, sleeping=False, check=True, timeout=60.0)
+            order = UpdateOrder(version=version, sleeping=False, check=True, timeout=60.0)
             sent = update_engines(transport, world, source, order, links, [0, 1])
             found["failures"].append({engine: str(error) for engine, error in sent.failures.items()})
             if links[world.rank].is_alive():
@@ -127,7 +127,7 @@ def engines_on_the_trainers_gpus(world: Any, checkpoints: list[str], folder: str
         engine.wait_ready(TIMEOUT)
 
         def update(version: int) -> int | None:
-            order = Order(version=version, sleeping=False, check=True, timeout=60.0)
+            order = UpdateOrder(version=version, sleeping=False, check=True, timeout=60.0)
             transport.connect(source, {world.rank: engine}, [0, 1])
             sent = update_engines(transport, world, source, order, {world.rank: engine}, [0, 1])
             assert sent.failures == {}
@@ -145,7 +145,7 @@ def engines_on_the_trainers_gpus(world: Any, checkpoints: list[str], folder: str
         found.append(update(3))
         assert transfer_stand_ins.RELEASED == []  # the engines let go of what they opened
         alone = {0: engine} if world.rank == 0 else {}
-        order = Order(version=4, sleeping=False, check=True, timeout=60.0)
+        order = UpdateOrder(version=4, sleeping=False, check=True, timeout=60.0)
         assert update_engines(transport, world, source, order, alone, [0]).failures == {}
         found.append(len(transfer_stand_ins.RELEASED))
     finally:

@@ -44,7 +44,7 @@ from megatron_ibpo.weights.transfer.gloo import GlooReceiver, GlooTransport, _Ou
 from megatron_ibpo.weights.transfer.message_memory import Memory
 from megatron_ibpo.weights.transfer.rehearsal import Rehearsal
 from megatron_ibpo.weights.transfer.update import update_engines
-from megatron_ibpo.weights.transfer.update_order import Order
+from megatron_ibpo.weights.transfer.update_order import UpdateOrder
 from megatron_ibpo.weights.transfer.wire import Answer, read_answers
 from megatron_ibpo.weights.weight_errors import WeightMismatchError, WeightPlanError
 from support.ranks import run_ranks
@@ -439,8 +439,8 @@ class ToyEngine:
         )
 
 
-def order(version: int, timeout: float = 20.0) -> Order:
-    return Order(version=version, sleeping=False, check=True, timeout=timeout)
+def order(version: int, timeout: float = 20.0) -> UpdateOrder:
+    return UpdateOrder(version=version, sleeping=False, check=True, timeout=timeout)
 
 
 def two_engines_of_two(world: Any) -> dict[str, Any]:
@@ -481,7 +481,7 @@ def asked_of_a_sleeping_engine(world: Any) -> list[Any]:
     transport = GlooTransport(world, 1, BUCKET, timeout=20)
     transport.connect(ToySource(world), {0: engine}, [0])
     engine.asked.clear()
-    asleep = Order(version=5, sleeping=True, check=False, timeout=20)
+    asleep = UpdateOrder(version=5, sleeping=True, check=False, timeout=20)
     assert update_engines(transport, world, ToySource(world), asleep, {0: engine}, [0]).failures == {}
     return engine.asked
 

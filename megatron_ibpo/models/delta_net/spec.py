@@ -43,7 +43,7 @@ def _gated_delta_net(backend: spec.Backend) -> spec.LayerSpec:
     )
 
 
-def config_fields(shape: DeltaNetShape) -> dict[str, Any]:
+def megatron_fields(shape: DeltaNetShape) -> dict[str, Any]:
     return {
         "experimental_attention_variant": "gated_delta_net",
         "linear_attention_freq": [0 if full else 1 for full in shape.full_attention],

@@ -56,7 +56,7 @@ def python() -> str:
     return os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
 
 
-def python_command(stub: str, arguments: Sequence[str]) -> list[str]:
+def bare_python_command(stub: str, arguments: Sequence[str]) -> list[str]:
     """Return the command that starts Python fastest: no site packages, and only the standard library on the
     path.
 

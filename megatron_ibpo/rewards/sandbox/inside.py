@@ -114,7 +114,7 @@ def _standard_to_nowhere(*descriptors: int) -> None:
 # ------------------------------------------------------------------------------- values between two sandboxes
 
 
-class Plain:
+class JsonCodec:
     """A codec of values as JSON: data goes by value, anything else as a reference that its owner keeps."""
 
     def __init__(self, refer: "Callable[[Any], int]", resolve: "Callable[[int], Any]"):
@@ -172,7 +172,7 @@ def _serve(source: str) -> None:
         kept.append(value)
         return len(kept) - 1
 
-    plain = Plain(refer, lambda number: kept[number])
+    plain = JsonCodec(refer, lambda number: kept[number])
     module = load(source, "program")
     for line in requests:
         action, *packed = json.loads(line)
@@ -258,7 +258,7 @@ def _check(tests: str, entry_point: str = "") -> None:
     channel = open(0, "wb", buffering=0, closefd=False)  # noqa: SIM115
     answers = open(os.dup(0), encoding="utf-8")  # noqa: SIM115
     changes = Changes()
-    plain = Plain(lambda value: value._number, lambda number: Remote(ask, number, changes))
+    plain = JsonCodec(lambda value: value._number, lambda number: Remote(ask, number, changes))
 
     def ask(action: str, *arguments: "Any") -> "list[Any]":
         channel.write(json.dumps([action, *map(plain.pack, arguments)]).encode() + b"\n")

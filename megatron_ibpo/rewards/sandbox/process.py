@@ -25,8 +25,8 @@ from megatron_ibpo.rewards.sandbox.bubblewrap import (
     ENVIRONMENT,
     NOBODY,
     SandboxError,
+    bare_python_command,
     bubblewrap_command,
-    python_command,
 )
 from megatron_ibpo.rewards.sandbox.control_groups import control_groups
 from megatron_ibpo.rewards.sandbox.seccomp import seccomp_filter
@@ -137,7 +137,7 @@ class Process:
             program = source.encode(errors="surrogatepass")
             passed = [_file_in_memory(theirs, _runner()), _file_in_memory(theirs, program), ready_theirs]
             words = [*map(str, passed), str(NOBODY if as_root else -1), mode, *arguments]
-            command = python_command(inside.STUB, words)
+            command = bare_python_command(inside.STUB, words)
             if self._isolated:
                 info, info_theirs = _pipe(self._ends, theirs)
                 block_theirs, block = _pipe(theirs, self._ends)

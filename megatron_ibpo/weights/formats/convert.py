@@ -32,7 +32,7 @@ from megatron_ibpo.models import (
 )
 from megatron_ibpo.models.weight_map import Entry, carried_entry, is_carried, mtp_layers, weight_map
 from megatron_ibpo.weights.formats.directories import write_directory
-from megatron_ibpo.weights.formats.file_jobs import Item, Job, Result, Turn, run_jobs
+from megatron_ibpo.weights.formats.file_jobs import Item, Job, Result, WorkingMemory, run_jobs
 from megatron_ibpo.weights.formats.hugging_face import (
     Checkpoint,
     SafetensorsFile,
@@ -160,10 +160,10 @@ def megatron_to_hf(
         dtype = stored.dtype(entry.blocks()[0])
         return [TensorMeta(name, dtype, size) for name, size in (piece.stored for piece in entry.pieces)]
 
-    def parameter(entry: Entry, turn: Turn) -> AbstractContextManager[Tensor]:
+    def parameter(entry: Entry, memory: WorkingMemory) -> AbstractContextManager[Tensor]:
         if source is not None and entry.name in from_origin:
-            return _joined(source, _Share(entry, 0, 1), turn)
-        return _stored(stored, entry, turn)
+            return _joined(source, _Share(entry, 0, 1), memory)
+        return _stored(stored, entry, memory)
 
     metas = {entry.name: metas_of(entry) for entry in (*entries, *carried)}
     jobs = _hf_files([*entries, *carried], metas)
@@ -380,23 +380,27 @@ def _run_share(
     jobs: list[Job[Item]],
     world: World,
     report: Report,
-    work: Callable[[Job[Item], Turn, Callable[[int], None]], Result],
+    work: Callable[[Job[Item], WorkingMemory, Callable[[int], None]], Result],
 ) -> dict[str, Result]:
     """Return the result of `work` for each of this rank's files, by name. `work` also gets a function to call
     with the bytes of each finished parameter."""
     mine = jobs[world.rank :: world.size]
     total = sum(job.num_bytes for job in mine)
-    done = run_jobs(mine, lambda job, turn: work(job, turn, lambda now: report(now, total)))
+    done = run_jobs(mine, lambda job, memory: work(job, memory, lambda now: report(now, total)))
     return {job.file: result for job, result in zip(mine, done, strict=True)}
 
 
 def _write_distcp(
-    directory: Path, checkpoint: Checkpoint, job: Job[_Share], turn: Turn, report: Callable[[int], None]
+    directory: Path,
+    checkpoint: Checkpoint,
+    job: Job[_Share],
+    memory: WorkingMemory,
+    report: Callable[[int], None],
 ) -> tuple[list[Record], str]:
     """Write one file of a Megatron checkpoint; return its records and its digest."""
     file = DistcpFile(directory / job.file)
     for share in job.items:
-        with _joined(checkpoint, share, turn) as shard:
+        with _joined(checkpoint, share, memory) as shard:
             blocks = share.entry.blocks(share.rank, share.ranks)
             sizes = [block.sizes[share.dim - shard.dim()] for block in blocks]
             for block, part in zip(blocks, shard.split(sizes, dim=share.dim), strict=True):
@@ -408,15 +412,15 @@ def _write_distcp(
 def _write_safetensors(
     directory: Path,
     metas: dict[str, list[TensorMeta]],
-    parameter: Callable[[Entry, Turn], AbstractContextManager[Tensor]],
+    parameter: Callable[[Entry, WorkingMemory], AbstractContextManager[Tensor]],
     job: Job[Entry],
-    turn: Turn,
+    memory: WorkingMemory,
     report: Callable[[int], None],
 ) -> str:
     """Write one file of a Hugging Face checkpoint; return its digest."""
     file = SafetensorsFile(directory / job.file, _tensors(job.items, metas))
     for entry in job.items:
-        with parameter(entry, turn) as whole:
+        with parameter(entry, memory) as whole:
             for number, meta in enumerate(metas[entry.name]):
                 file.write(meta.name, *_parts(entry, number, whole))
             report(whole.nbytes)
@@ -437,20 +441,20 @@ def _parts(entry: Entry, number: int, whole: Tensor) -> list[Tensor]:
 
 
 @contextmanager
-def _joined(checkpoint: Checkpoint, share: _Share, turn: Turn) -> Iterator[Tensor]:
+def _joined(checkpoint: Checkpoint, share: _Share, memory: WorkingMemory) -> Iterator[Tensor]:
     """Yield a shard, contiguous. It is a view of the file if nothing has to be moved."""
     cuts = checkpoint.read_shard(share.entry, share.rank, share.ranks)
     if not share.entry.by_rows:
-        with turn(share.shape, cuts[0].dtype) as shard:
-            turn.check()
+        with memory(share.shape, cuts[0].dtype) as shard:
+            memory.check()
             shard.copy_(share.entry.join(cuts))
             _warn_of_nan(shard, f"{checkpoint.directory}: {share.entry.pieces[0].name}")
             yield shard
         return
     spans = share.entry.spans(share.rank, share.ranks)
     in_place = len(spans) == 1 and cuts[spans[0].piece].is_contiguous()
-    with nullcontext(cuts[spans[0].piece]) if in_place else turn(share.shape, cuts[0].dtype) as shard:
-        turn.check()
+    with nullcontext(cuts[spans[0].piece]) if in_place else memory(share.shape, cuts[0].dtype) as shard:
+        memory.check()
         if not in_place:
             for span in spans:
                 rows = cuts[span.piece][span.piece_row :][: span.rows]
@@ -462,14 +466,16 @@ def _joined(checkpoint: Checkpoint, share: _Share, turn: Turn) -> Iterator[Tenso
 
 
 @contextmanager
-def _stored(stored: StoredCheckpoint, entry: Entry, turn: Turn) -> Iterator[Tensor]:
+def _stored(stored: StoredCheckpoint, entry: Entry, memory: WorkingMemory) -> Iterator[Tensor]:
     """Yield a parameter of a Megatron checkpoint, contiguous. It is a view of the file if stored in one
     piece."""
     whole = stored.view(entry)
     with (
-        nullcontext(whole) if whole is not None else turn(entry.shape, stored.dtype(entry.blocks()[0])) as out
+        nullcontext(whole)
+        if whole is not None
+        else memory(entry.shape, stored.dtype(entry.blocks()[0])) as out
     ):
-        turn.check()
+        memory.check()
         if whole is None:
             stored.read(entry, out)
         _warn_of_nan(out, f"{stored.directory}: {entry.name} ({entry.pieces[0].name})")

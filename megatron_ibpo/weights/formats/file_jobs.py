@@ -36,9 +36,9 @@ class Stopped(Exception):
     """Raised in a thread because another thread failed."""
 
 
-class Turn:
-    """A turn at memory: gives threads memory to work in when there is some, and ends them when one has
-    failed.
+class WorkingMemory:
+    """Memory that threads share to work in. A thread waits until some is free, and ends when another thread
+    has failed.
 
     Memory is reused: the kernel takes longer to hand out fresh pages than it takes to fill them.
     """
@@ -95,19 +95,19 @@ def _fresh(num_bytes: int) -> mmap.mmap:
     return memory
 
 
-def run_jobs(jobs: list[Job[Item]], work: Callable[[Job[Item], Turn], Result]) -> list[Result]:
+def run_jobs(jobs: list[Job[Item]], work: Callable[[Job[Item], WorkingMemory], Result]) -> list[Result]:
     """Run `work` on every job, in threads; the first error ends all of them and is raised."""
     threads = max(1, min(len(jobs), THREADS_PER_CORE * len(os.sched_getaffinity(0)), MAX_THREADS))
-    turn = Turn()
+    working_memory = WorkingMemory()
     inner = torch.get_num_threads()
     torch.set_num_threads(1)  # the threads here are enough
     try:
         with ThreadPoolExecutor(threads) as pool:
-            futures = [pool.submit(work, job, turn) for job in jobs]
+            futures = [pool.submit(work, job, working_memory) for job in jobs]
             try:
                 wait(futures, return_when=FIRST_EXCEPTION)
             finally:
-                turn.stop()
+                working_memory.stop()
     finally:
         torch.set_num_threads(inner)
     for future in futures:

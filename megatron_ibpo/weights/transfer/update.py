@@ -8,7 +8,7 @@ from megatron_ibpo.basics.distributed import World
 from megatron_ibpo.weights.layout.regions import WeightSource
 from megatron_ibpo.weights.transfer.checksum import compare_checksums
 from megatron_ibpo.weights.transfer.link import EngineLink, Failures, Sent, ask, without
-from megatron_ibpo.weights.transfer.update_order import Order, TransportName
+from megatron_ibpo.weights.transfer.update_order import TransportName, UpdateOrder
 from megatron_ibpo.weights.weight_errors import WeightPlanError, listed
 
 
@@ -60,7 +60,7 @@ def update_engines(
     transport: Transport,
     world: World,
     source: WeightSource,
-    order: Order,
+    order: UpdateOrder,
     links: Mapping[int, EngineLink],
     engines: Sequence[int],
     make_room: Callable[[], None] = lambda: None,

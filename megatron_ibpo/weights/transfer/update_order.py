@@ -14,8 +14,8 @@ NCCL_BACKEND = "ibpo_nccl"
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
-    """Settings of an update."""
+class UpdateOrder:
+    """An order to update the engines: which version, and how."""
 
     version: int
     """Version of the policy whose weights are sent."""

@@ -52,9 +52,9 @@ def run(job: Job) -> None:
 
 def send(rank: Any, link: PipeLink, *, version: int, check_sums: bool) -> dict[str, Any]:
     """One update; with `check_sums`, `update_engines` raises where something else came than was sent."""
-    from megatron_ibpo.weights.transfer.update_order import Order
+    from megatron_ibpo.weights.transfer.update_order import UpdateOrder
 
-    order = Order(version, sleeping=False, check=check_sums, timeout=TIMEOUT_S)
+    order = UpdateOrder(version, sleeping=False, check=check_sums, timeout=TIMEOUT_S)
     started = time.perf_counter()
     sent = rank.send({0: link}, [0], order)
     seconds = time.perf_counter() - started
