@@ -7,10 +7,10 @@ import shutil
 import textwrap
 import types
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -41,8 +41,9 @@ _TYPES = {int: "INT", float: "NUMBER", str: "TEXT", Path: "PATH", bool: "True|Fa
 
 @dataclass(frozen=True)
 class _Flag:
-    """A flag, its docstring, and its value by default."""
+    """A flag, the title of its section, its docstring, and its value by default."""
 
+    section: str
     entry: Entry
     text: str
     value: Any
@@ -66,10 +67,8 @@ class _Flag:
 
 def usage_text(program: str, description: str) -> str:
     """Return the description of a program; its indented paragraphs are not wrapped."""
-    parts = [
-        part if part[0] == " " else _filled(part) for part in inspect.cleandoc(description).split("\n\n")
-    ]
-    return "\n\n".join([f"usage: {program} FLAGS…", *parts, ""])
+    parts = f"usage: {program} FLAGS…\n\n{inspect.cleandoc(description)}".split("\n\n")
+    return "\n\n".join([*(part if part[0] == " " else _filled(part) for part in parts), ""])
 
 
 def help_text(
@@ -80,15 +79,12 @@ def help_text(
     Args:
         words: [] shows the flags `common`, words show the flags that have all of them, None shows all flags.
     """
-    sections = _sections(config, registries)
-    flags = {one.entry.name: one for section in sections.values() for one in section}
+    flags = {one.entry.name: one for one in _flags(config, registries)}
     if words:
         return _search([word.lower().strip("-").replace("_", "-") for word in words], flags)
     if words is None:
-        full = ("\n\n".join(one.full() for one in section) for section in sections.values())
-        return "\n\n".join(
-            f"{_filled(title)}\n\n{texts}" for title, texts in zip(sections, full, strict=True)
-        )
+        sections = groupby(flags.values(), lambda one: one.section)
+        return "\n\n".join(text for title, own in sections for text in (title, *(one.full() for one in own)))
     rows = {flag(name): f"{_first_sentence(flags[name].text)} {flags[name].default}" for name in common}
     lines = [_filled(text, f"  {name:<31}", 33) for name, text in (rows | HELP_FLAGS).items()]
     lines.insert(len(rows), f"\nThese are {len(rows)} of {len(flags)} flags, with their [defaults]. More:")
@@ -105,27 +101,19 @@ def _search(words: Sequence[str], flags: Mapping[str, _Flag]) -> str:
     return "\n\n".join([*peers, *(one.full() for one in found)]) or nothing
 
 
-def _sections(config: Config, registries: Sequence[Registry]) -> dict[str, list[_Flag]]:
-    """Return the flags by the title of their section. The parameters of each choice are a section."""
-    sections = {}
-
-    def add(title: str, owner: Any, entries: Iterable[Entry]) -> None:
-        texts = _docstrings(owner)
-        sections[title] = [_Flag(one, texts.get(one.name, ""), one.get(config)) for one in entries]
-
-    for field in fields(config):
-        kind = type(getattr(config, field.name))
-        entries = [one for one in ENTRIES.values() if one.section == field.name]
-        add(f"{field.name}: {_first_sentence(str(kind.__doc__))}", kind, entries)
+def _flags(config: Config, registries: Sequence[Registry]) -> Iterator[_Flag]:
+    """Yield the flags by section. The parameters of each choice are a section."""
+    owners: list[tuple[str, Any, Iterable[Entry]]] = []
+    for name, kind in ((field.name, type(getattr(config, field.name))) for field in fields(config)):
+        title = _filled(f"{name}: {_first_sentence(str(kind.__doc__))}")
+        owners.append((title, kind, [one for one in ENTRIES.values() if one.section == name]))
     for registry in registries:
         choice = getattr(config.algorithm, registry.setting)
-        if of_choice := registry.entries(choice):
-            add(
-                f"{PARAMETERS} of {flag(registry.setting)} {choice}",
-                registry.find(choice),
-                of_choice.values(),
-            )
-    return sections
+        title = f"{PARAMETERS} of {flag(registry.setting)} {choice}"
+        owners.append((title, registry.find(choice), registry.entries(choice).values()))
+    for title, owner, entries in owners:
+        texts = _docstrings(owner) if entries else {}
+        yield from (_Flag(title, one, texts.get(one.name, ""), one.get(config)) for one in entries)
 
 
 def _docstrings(kind: type) -> dict[str, str]:
@@ -142,10 +130,10 @@ def _docstrings(kind: type) -> dict[str, str]:
 
 def _values(kind: Any) -> str:
     """Return the values of a type, as the user types them."""
-    origin, parts = typing.get_origin(kind), typing.get_args(kind)
-    if origin is Literal:
-        return "{" + ",".join(map(str, parts)) + "}"
-    if origin is tuple:
+    parts = typing.get_args(kind)
+    if typing.get_origin(kind) is Literal:
+        return f"{{{','.join(map(str, parts))}}}"
+    if typing.get_origin(kind) is tuple:
         return " ".join("…" if part is ... else _values(part) for part in parts)
     return "|".join(map(_values, parts)) if parts else _TYPES.get(kind, "VALUE")
 

@@ -3,8 +3,6 @@
 They are answered and not accepted, because batch sizes, steps and clips are counted in other units there.
 """
 
-from collections import Counter
-
 
 def _renamed(pairs: str) -> dict[str, str]:
     """Return names that mean the same here, from "theirs=ours …"."""
@@ -15,39 +13,32 @@ _LOCAL = "; names of the Hugging Face hub are not downloaded"
 _CLIP = "--eps-clip; --loss-variant gspo clips a sequence's ratio, at 3e-4 or so: for 0.2 take grpo or dapo"
 _CLIP_HIGH = _CLIP.replace("--eps-clip", "--eps-clip-high")
 _ONCE = "none: each response is trained on once; --num-steps-per-rollout splits a rollout"
-_LONG = (
-    "--rollout-max-context-len, for prompt and response together; --drop-long-prompts drops what is longer"
-)
+_LONG = "--rollout-max-context-len, for prompt and response; --drop-long-prompts drops those that do not fit"
 _NODES = "the variable {} of examples/run.sh; --num-trainers counts the trainers' GPUs over all nodes"
-_PARALLEL = [
-    f"{of}_parallel" for of in ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
-]
+_PARALLEL = ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
 _NO_KL_REWARD = "none: the KL divergence is a term of the loss (--kl-coef), never of the reward"
 
 TRL = _renamed("""
     output-dir=run-dir learning-rate=lr lr-scheduler-type=lr-decay-style warmup-ratio=lr-warmup-fraction
     max-grad-norm=clip-grad adam-epsilon=adam-eps save-steps=save-interval save-total-limit=keep-checkpoints
-    eval-steps=eval-interval num-generations=n-samples-per-prompt
+    eval-steps=eval-interval num-generations=n-samples-per-prompt temperature=rollout-temperature
     num-generations-eval=n-samples-per-eval-prompt max-completion-length=rollout-max-response-len
-    temperature=rollout-temperature top-p=rollout-top-p
     vllm-tensor-parallel-size=rollout-num-gpus-per-engine vllm-max-model-length=rollout-max-context-len
-    use-peft=lora-rank lora-r=lora-rank lora-target-modules=lora-targets report-to=use-wandb
-    resume-from-checkpoint=load
+    lora-r=lora-rank lora-target-modules=lora-targets report-to=use-wandb resume-from-checkpoint=load
+    use-peft=lora-rank top-p=rollout-top-p
 """) | {
     "model-name-or-path": f"--hf-checkpoint, a directory{_LOCAL}",
     "dataset-name": f"--prompt-data, a file or directory{_LOCAL}",
     "reward-funcs": "--rm-type, a verifier such as math, or your own as path/to/file.py:function",
-    "gradient-checkpointing": "--recompute-granularity full",
     "num-train-epochs": "--num-epoch, a whole number; without it --num-rollout gives the number of steps",
     "max-steps": "--num-rollout, which counts rollouts of --num-steps-per-rollout optimizer steps each",
-    "logging-steps": "nothing to set: every step is logged",
+    "gradient-checkpointing": "--recompute-granularity full", "logging-steps": "nothing: all are logged",
     "per-device-train-batch-size": "--rollout-batch-size, prompts over all devices, not responses per device",
-    "gradient-accumulation-steps": "nothing to set: micro-batches follow from --max-tokens-per-gpu",
+    "gradient-accumulation-steps": "nothing: micro-batches follow from --max-tokens-per-gpu",
     "steps-per-generation": "--num-steps-per-rollout, in optimizer steps rather than micro-batches",
-    "num-iterations": _ONCE,
-    "max-prompt-length": _LONG,
+    "num-iterations": _ONCE, "max-prompt-length": _LONG,
     "top-k": "--rollout-top-k, where -1 is off instead of 0",
-    "use-vllm": "nothing to set: vLLM samples (--rollout-backend)",
+    "use-vllm": "nothing: vLLM samples (--rollout-backend)",
     "vllm-mode": "--colocate, or --no-colocate with --rollout-num-gpus; the run starts vLLM itself",
     "beta": "--kl-coef, the weight of the KL divergence in the loss",
     "epsilon": _CLIP, "epsilon-high": _CLIP_HIGH,
@@ -72,15 +63,13 @@ _SECTIONS = {
         optim.weight_decay=weight-decay grad_clip=clip-grad ppo_max_token_len_per_gpu=max-tokens-per-gpu
         kl_loss_coef=kl-coef policy_loss.loss_mode=loss-variant
     """) | {
-        **{f"megatron.{name}_size": f"--{name}-size".replace("_", "-") for name in _PARALLEL},
+        **{f"megatron.{of}_parallel_size": f"--{of}-parallel-size".replace("_", "-") for of in _PARALLEL},
         "ppo_mini_batch_size": "--num-steps-per-rollout, which is train_batch_size / ppo_mini_batch_size",
         "ppo_micro_batch_size_per_gpu": "--max-tokens-per-gpu, in tokens, since sequences are packed",
-        "use_dynamic_bsz": "nothing to set: sequences are always packed, up to --max-tokens-per-gpu",
-        "ppo_epochs": _ONCE,
+        "use_dynamic_bsz": "nothing: sequences are always packed, up to --max-tokens-per-gpu",
         "clip_ratio": _CLIP, "clip_ratio_low": _CLIP, "clip_ratio_high": _CLIP_HIGH,
-        "entropy_coeff": "none: the loss has no entropy bonus",
-        "use_kl_loss": "--kl-coef above 0",
-        "kl_loss_type": "--kl-estimator; low_var_kl is k3",
+        "ppo_epochs": _ONCE, "entropy_coeff": "none: the loss has no entropy bonus",
+        "use_kl_loss": "--kl-coef above 0", "kl_loss_type": "--kl-estimator; low_var_kl is k3",
         "loss_agg_mode": "--loss-aggregation; seq-mean-token-mean is sequence-mean",
     },
     "actor_rollout_ref.rollout": _renamed("""
@@ -112,9 +101,8 @@ _SECTIONS = {
 }  # fmt: skip
 VERL = {f"{section}.{key}": text for section, keys in _SECTIONS.items() for key, text in keys.items()}
 """Key → what it is here."""
-_LEAVES = Counter(key.rpartition(".")[2] for key in VERL)
-_FLAGS = {leaf.replace("_", "-"): key for key in VERL if _LEAVES[leaf := key.rpartition(".")[2]] == 1}
-"""Last part of a key, as a flag → the key; only those that one key has."""
+_FLAGS = {leaf.replace("_", "-"): key for key in VERL if "_" in (leaf := key.rpartition(".")[2])}
+"""Last part of a key, as a flag → the key."""
 
 
 def peer_answer(word: str) -> str | None:
@@ -123,7 +111,5 @@ def peer_answer(word: str) -> str | None:
     name = typed.removeprefix("--").replace("_", "-")
     if typed.startswith("--") and name in TRL:
         return f"{typed}: a flag of TRL; here {TRL[name]}"
-    key = typed.removeprefix("--")
-    if key not in VERL and typed.startswith("--"):
-        key = _FLAGS.get(name, key)
-    return f"{typed}: verl's {key}; here {VERL[key]}" if key in VERL and (is_pair or typed != key) else None
+    key = _FLAGS.get(name, typed[2:]) if typed.startswith("--") else typed if is_pair else ""
+    return f"{typed}: verl's {key}; here {VERL[key]}" if key in VERL else None
