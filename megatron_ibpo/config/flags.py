@@ -124,7 +124,7 @@ def _with_flags(config: Config, registries: Sequence[Registry], flags: Sequence[
 def _refuse_unknown(flags: Sequence[str], algorithm: AlgorithmConfig, registries: Sequence[Registry]) -> None:
     """Refuse all flags that do not exist, that belong to a method not chosen, or that TRL or verl has."""
     known = ENTRIES | entries_of(algorithm, registries)
-    spelled = [*map(flag, known), *(name.split()[0] for name in HELP_FLAGS)]
+    names = [*known, *(name.split()[0][2:] for name in HELP_FLAGS)]
     problems = []
     for word in flags:
         typed = word.partition("=")[0]
@@ -134,7 +134,8 @@ def _refuse_unknown(flags: Sequence[str], algorithm: AlgorithmConfig, registries
             answer = peer_answer(word)
             if is_flag and answer is None:
                 answer = not_a_parameter(name.removeprefix("no_"), vars(algorithm), registries)
-                answer = answer or f"{typed}: no such flag{nearest(typed, spelled)}"
+                close = nearest(name, names).replace("_", "-").replace("'", "'--", 1)
+                answer = answer or f"{typed}: no such flag{close}"
             problems += [answer] if answer else []
     if len(problems) > 1:
         problems.insert(0, f"{len(problems)} wrong flags:")

@@ -97,7 +97,8 @@ def _search(words: Sequence[str], flags: Mapping[str, _Flag]) -> str:
     found = [one for one in flags.values() if all(map(one.has, words))]
     found.sort(key=lambda one: not all(word in flag(one.entry.name) for word in words))
     asked, parts = " ".join(words), {part: None for name in flags for part in name.split("_")}
-    nothing = f"No flag has {asked!r} in its name or text{nearest(asked, [*parts, *map(flag, flags)])}"
+    close = nearest(asked, [*parts, *flags]).replace("_", "-")
+    nothing = f"No flag has {asked!r} in its name or text{close}"
     return "\n\n".join([*peers, *(one.full() for one in found)]) or nothing
 
 

@@ -112,4 +112,5 @@ def peer_answer(word: str) -> str | None:
     if typed.startswith("--") and name in TRL:
         return f"{typed}: a flag of TRL; here {TRL[name]}"
     key = _FLAGS.get(name, typed[2:]) if typed.startswith("--") else typed if is_pair else ""
-    return f"{typed}: verl's {key}; here {VERL[key]}" if key in VERL else None
+    origin = "a key of verl" if typed == key else f"verl's {key}"
+    return f"{typed}: {origin}; here {VERL[key]}" if key in VERL else None

@@ -77,7 +77,7 @@ def test_all_flags_are_shown_with_their_text_and_those_of_the_method_alone(shown
         ("SandboxFusion", "code_executor", []),
         ("num-generations", None, ["--n-samples-per-prompt"]),
         ("ovrlong", None, ["'overlong'"]),
-        ("tensor-model-paralel-size", None, ["'--tensor-model-parallel-size'"]),
+        ("tensor-model-paralel-size", None, ["'tensor-model-parallel-size'"]),
         ("qqqqqqqq", None, ["'qqqqqqqq'"]),
     ],
 )
@@ -146,6 +146,7 @@ def test_flags_of_other_trainers_are_answered_with_flags_that_exist(word):
         ("--actor_rollout_ref.actor.optim.lr=1e-6", "--lr"),
         ("--tensr-model-parallel-size 2", "'--tensor-model-parallel-size'"),
         ("--help-al", "'--help-all'"),
+        ("--foo 3", "--foo: no such flag"),
     ],
 )
 def test_the_name_here_is_said(words, ours):
