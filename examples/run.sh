@@ -6,7 +6,7 @@
 #   HF_CHECKPOINT=/models/Qwen3-0.6B bash examples/run.sh                   your own
 #   HF_CHECKPOINT=… NNODES=4 NODE_RANK=… MASTER_ADDR=… bash examples/run.sh  on every one of four nodes
 #
-# Flags are passed through (--help lists them) and win over what is chosen. --dry-run prints the plan and starts
+# Flags are passed through (--help-all lists them) and win over what is chosen. --dry-run prints the plan and starts
 # nothing; it needs no more of a model than its config.json.
 set -euo pipefail
 export IBPO_CWD=${IBPO_CWD:-$PWD} # relative paths of the user's count from here

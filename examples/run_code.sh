@@ -8,7 +8,7 @@
 #       your own model and problems (docs/code_rewards.md says how they are written)
 #
 # It needs bubblewrap, and installs it where apt-get may. What else may be set: see examples/run.sh. Flags are passed
-# through (--help lists them) and win over what is chosen here; --dry-run prints the plan and starts nothing.
+# through (--help-all lists them) and win over what is chosen here; --dry-run prints the plan and starts nothing.
 set -euo pipefail
 export IBPO_CWD=${IBPO_CWD:-$PWD} # relative paths of the user's count from here
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -6,7 +6,7 @@
 #   HF_CHECKPOINT=/models/Qwen3-0.6B PROMPT_DATA=train.jsonl EVAL_PROMPT_DATA=test.jsonl bash examples/run_math_jsonl.sh
 #       your own; the tiny model knows no words but those of the bundled problems
 #
-# examples/run.sh says what else may be set. Flags are passed through (--help lists them). docs/data.md says which
+# examples/run.sh says what else may be set. Flags are passed through (--help-all lists them). docs/data.md says which
 # files can be read; tools/make_word_problems.py wrote the bundled ones.
 set -euo pipefail
 export IBPO_CWD=${IBPO_CWD:-$PWD} # relative paths of the user's count from here

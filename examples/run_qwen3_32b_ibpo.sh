@@ -4,7 +4,7 @@
 #   HF_CHECKPOINT=/models/Qwen3-32B PROMPT_DATA=… EVAL_PROMPT_DATA=… RUN_DIR=/shared/run \
 #   NNODES=4 NODE_RANK=… MASTER_ADDR=… bash examples/run_qwen3_32b_ibpo.sh
 #
-# Flags are passed through (--help lists them). --dry-run prints the plan and starts nothing; it needs no more of
+# Flags are passed through (--help-all lists them). --dry-run prints the plan and starts nothing; it needs no more of
 # a model than its config.json, which is what HF_CHECKPOINT names when it is not set. examples/run.sh says what
 # else may be set.
 set -euo pipefail

@@ -8,7 +8,7 @@
 #       on every node: Qwen3-Next-80B-A3B on 32 GPUs
 #
 # A model that HF_CHECKPOINT names is treated as by examples/run.sh, which says what may be set and takes any model.
-# Flags are passed through (--help lists them). --dry-run prints the plan and starts nothing.
+# Flags are passed through (--help-all lists them). --dry-run prints the plan and starts nothing.
 set -euo pipefail
 export IBPO_CWD=${IBPO_CWD:-$PWD} # relative paths of the user's count from here
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import copy
 import random
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -187,7 +188,11 @@ def _short(text: str) -> str:
 
 
 def at(edits: Sequence[tuple[str, Path, Edit]], root: Path) -> Iterator[tuple[str, str, str, Edit]]:
-    """Yield (name, package, file, change); the name gives file, line and change."""
+    """Yield (name, package, file, change); the name gives file, line and change, and a number where two of
+    one line look alike."""
+    seen: Counter[str] = Counter()
     for room, path, edit in edits:
         file = path.relative_to(root).as_posix()
-        yield f"{file}:{edit.line}: {edit.shown}", room, file, edit
+        name = f"{file}:{edit.line}: {edit.shown}"
+        seen[name] += 1
+        yield name if seen[name] == 1 else f"{name} ({seen[name]})", room, file, edit

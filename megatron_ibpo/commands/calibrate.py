@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from megatron_ibpo.basics.entry_point import command
 from megatron_ibpo.basics.records import Group
-from megatron_ibpo.config import Config, ConfigError
+from megatron_ibpo.config import COMMON_FLAGS, Config, ConfigError
 from megatron_ibpo.run.checks import check_installed, check_settings
 from megatron_ibpo.run.settings import parse_config
 
@@ -39,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.argv[1:] if argv is None else argv,
         program="ibpo calibrate",
         description=str(__doc__),
+        common=("dry_run_hardware", *(name for name in COMMON_FLAGS if name != "dry_run")),
     )
     with tempfile.TemporaryDirectory(prefix="ibpo-calibrate-") as scratch:
         config, path = settings_of(config, Path(scratch))

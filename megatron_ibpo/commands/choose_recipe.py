@@ -28,6 +28,8 @@ LARGEST_TINY = 1e8
 ROOM = 0.05
 """Share of a GPU's memory to leave free, for the error of a plan's estimates."""
 IN_MAIN_MEMORY = ("--use-precision-aware-optimizer", "--optimizer-cpu-offload")
+QUESTIONS = {"-h", "--help", "--help-all"}
+"""Flags that `train` answers without a run."""
 PER_NODE = 8
 """GPUs per node to plan for if none was found and no count is given."""
 
@@ -104,7 +106,7 @@ def choose(hf_dir: Path, devices: Devices, flags: Sequence[str] = ()) -> Choice:
 
     Args:
         hf_dir: only config.json is read.
-        flags: the user's own, which override recipe and layout.
+        flags: the user's own, which override recipe and layout. Those that only ask something are left out.
 
     Raises:
         ValueError: there is no recipe for such a model on such devices, or none fits.
@@ -122,6 +124,7 @@ def choose(hf_dir: Path, devices: Devices, flags: Sequence[str] = ()) -> Choice:
     from megatron_ibpo.run.settings import parse_config  # slow to import, and for GPUs only
 
     recipe = choose_recipe(shape, devices.gpus)
+    flags = [] if QUESTIONS & {*flags} else [word for word in flags if word != "--print-config"]
     problems: list[str] = []
     tight: Choice | None = None
     layouts = list(_layouts(shape, devices))

@@ -1,12 +1,12 @@
 """Evaluate a policy on held-out prompts, without training: only engines and verifiers run.
 
-    bash tools/ibpo.sh evaluate POLICY FLAGS…  a run's directory (its policy, by its settings), a Hugging Face
-                                               checkpoint, or a Megatron one, which is converted first
+    bash tools/ibpo.sh evaluate POLICY FLAGS…  a run's directory or a checkpoint
     bash tools/ibpo.sh evaluate FLAGS…         the policy of --hf-checkpoint
-    bash tools/ibpo.sh evaluate compare A B    two evaluations problem by problem, from their directories
+    bash tools/ibpo.sh evaluate compare A B    two evaluations, by problem, from their directories
 
-The flags are those of `train`; flags for training alone have no effect. An interrupted evaluation resumes
-when the same command is given again.
+The policy of a run is evaluated with the settings of the run. A checkpoint is in Hugging Face format, or
+Megatron's, which is converted first. The flags are those of `train`; flags for training alone have no effect.
+An interrupted evaluation resumes when the same command is given again.
 """
 
 import signal
@@ -39,6 +39,12 @@ if TYPE_CHECKING:
     from megatron_ibpo.run.on_cluster import OpenEvaluation
 
 _BAR = (TextColumn("{task.description}"), BarColumn())
+FLAGS = (
+    "hf_checkpoint", "eval_prompt_data", "rm_type", "apply_chat_template", "eval_num_prompts", "eval_preset",
+    "n_samples_per_eval_prompt", "eval_temperature", "eval_top_p", "eval_top_k", "eval_max_response_len",
+    "eval_compare_and_correct", "rollout_num_gpus", "rollout_num_gpus_per_engine", "run_dir", "seed",
+)  # fmt: skip
+"""Fields that --help shows."""
 OF_TRAINING = {"--load", "--load-debug-rollout-data", "--dry-run"}
 
 
@@ -145,7 +151,9 @@ def policy_of(words: Sequence[str]) -> Policy:
         of_policy, stored = _named_policy(flags.pop(0))
     if strays := OF_TRAINING & {word.partition("=")[0] for word in flags}:
         raise ConfigError(f"{', '.join(sorted(strays))}: only training has it")
-    config = parse_config([*of_policy, *flags], program="ibpo evaluate", description=str(__doc__))
+    config = parse_config(
+        [*of_policy, *flags], program="ibpo evaluate", description=str(__doc__), common=FLAGS
+    )
     config = replace(
         config,
         run=replace(config.run, load=None, load_debug_rollout_data=None, dry_run=False),

@@ -32,6 +32,12 @@ from megatron_ibpo.data.pass_rates import (
 from megatron_ibpo.run.checks import check_installed, check_settings
 from megatron_ibpo.run.settings import parse_config
 
+FLAGS = (
+    "hf_checkpoint", "prompt_data", "rm_type", "apply_chat_template", "pass_rates", "n_samples_per_prompt",
+    "rollout_temperature", "rollout_max_response_len", "rollout_num_gpus", "rollout_num_gpus_per_engine",
+    "run_dir", "seed",
+)  # fmt: skip
+"""Fields that --help shows."""
 AT_ONCE = 128
 """Prompts that are sampled, and then written, together."""
 
@@ -41,8 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure as the flags say. Return the exit status."""
     config = parse_config(
         sys.argv[1:] if argv is None else argv,
-        program="megatron_ibpo.commands.pass_rates",
+        program="ibpo pass-rates",
         description=str(__doc__),
+        common=FLAGS,
     )
     config, path = settings_of(config)
     check_settings(config)

@@ -8,10 +8,10 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_ibpo.basics.entry_point import DONE, INTERRUPTED, command, guarded
-from megatron_ibpo.config import Config
+from megatron_ibpo.config import COMMON_FLAGS, Config
 from megatron_ibpo.run.checks import check_installed, check_run, check_settings
 from megatron_ibpo.run.settings import parse_config
 from megatron_ibpo.run.stop_request import StopRequest
@@ -19,6 +19,15 @@ from megatron_ibpo.run.stop_request import StopRequest
 if TYPE_CHECKING:
     from megatron_ibpo.run.loop import Run
 
+OF_PLAN: dict[str, Any] = {
+    "program": "ibpo plan",
+    "description": "Print what a run with these flags would need (layout, memory), and start nothing.",
+    "common": (
+        "dry_run_world_size", "dry_run_gpus_per_node", "dry_run_gpu_memory_gib", "dry_run_hardware",
+        "dry_run_response_len", "gpu_hour_price", *(name for name in COMMON_FLAGS if name != "dry_run"),
+    ),
+}  # fmt: skip
+"""Help of `train --dry-run`."""
 STARTS = 3
 """Most consecutive starts of a run that has lost a node, since another one may be lost while it starts
 again."""
@@ -27,7 +36,8 @@ again."""
 @command
 def main(argv: Sequence[str] | None = None) -> int:
     """Train as the flags say. Return the exit status."""
-    config = parse_config(sys.argv[1:] if argv is None else argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    config = parse_config(words, **(OF_PLAN if "--dry-run" in words else {}))
     check_settings(config)
     return _plan(config) if config.run.dry_run else train(config)
 

@@ -9,6 +9,7 @@ from megatron_ibpo.config.device import on_device
 from megatron_ibpo.config.eval_sampling import EvalSampling, eval_sampling
 from megatron_ibpo.config.eval_specs import EvalSpec, as_specs
 from megatron_ibpo.config.flags import parse_config
+from megatron_ibpo.config.help import COMMON_FLAGS
 from megatron_ibpo.config.hooks import known_or_path, load_hook, load_module
 from megatron_ibpo.config.loss import LossConfig
 from megatron_ibpo.config.parameters import Registry, built
@@ -30,6 +31,7 @@ from megatron_ibpo.config.run import EVAL_PRESETS
 from megatron_ibpo.config.trainer import ModelConfig, OptimizerConfig, ParallelConfig
 
 __all__ = [
+    "COMMON_FLAGS",
     "COUNT",
     "EVAL_PRESETS",
     "NOT_NEGATIVE",

@@ -7,13 +7,15 @@ given, flags. `megatron_ibpo.config.presets` defines where a preset counts.
 
 import argparse
 import dataclasses
+import re
 from collections.abc import Sequence
 from itertools import zip_longest
 
 from megatron_ibpo.config.algorithm import AlgorithmConfig
 from megatron_ibpo.config.all_fields import ENTRIES, flag
 from megatron_ibpo.config.config import Config
-from megatron_ibpo.config.config_error import ConfigError
+from megatron_ibpo.config.config_error import ConfigError, nearest
+from megatron_ibpo.config.help import COMMON_FLAGS, HELP_FLAGS, help_text, usage_text
 from megatron_ibpo.config.parameters import (
     Registry,
     built,
@@ -22,38 +24,39 @@ from megatron_ibpo.config.parameters import (
     parameter_entries,
 )
 from megatron_ibpo.config.paths import path_of_user
+from megatron_ibpo.config.peer_flags import peer_answer
 from megatron_ibpo.config.presets import Layer, of_this_version, resolve
 from megatron_ibpo.config.recipes import config_yaml, read_recipe
 
 _TRAINING = "Train a policy by IBPO: Megatron-core trains, vLLM samples."
-_RECIPES = """
-
-Besides the flags below: --config FILE.yaml reads a recipe with these flags as keys (may be repeated, the
-later file wins, flags win over files); --print-config prints the resolved recipe and exits."""
 
 
 def parse_config(
     argv: Sequence[str],
     registries: Sequence[Registry],
     *,
-    program: str = "megatron_ibpo.commands.train",
+    program: str = "ibpo train",
     description: str = _TRAINING,
+    common: Sequence[str] = COMMON_FLAGS,
 ) -> Config:
     """Return the configuration for a command line, with absolute paths (see `megatron_ibpo.config.paths`).
 
     Args:
         registries: the choices that have their own parameters.
-        program: name for --help, with `description`.
+        program: name for --help, with `description` and the fields that matter most to it (`common`).
 
-    `--help`, `--print-config` and wrong flags end the process (SystemExit 0, 0 and 2).
+    `--help`, `--print-config` and wrong values end the process (SystemExit 0, 0 and 2).
 
     Raises:
-        ConfigError: a recipe that cannot be read, has an unknown or repeated key or a value of the wrong
-            type; an unknown preset or choice; a parameter that the choice does not have; words that are not
-            UTF-8, or a missing value.
+        ConfigError: unknown flags, those of TRL and verl with their name here; a recipe that cannot be read,
+            has an unknown or repeated key or a value of the wrong type; an unknown preset or choice; a
+            parameter that the choice does not have; words that are not UTF-8, or a missing value.
     """
     _check_words(argv)
+    argv = ["--help" if word in ("-h", "-help") else word for word in argv]
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    early.add_argument("--help", nargs="*")
+    early.add_argument("--help-all", "--help_all", action="store_true")
     early.add_argument("--config", type=path_of_user, action="append", default=[])
     early.add_argument("--print-config", "--print_config", action="store_true")
     # these decide which values of earlier layers still apply, and which parameters exist
@@ -63,7 +66,7 @@ def parse_config(
     early.add_argument(
         "--eval-prompt-data", "--eval_prompt_data", nargs="+", action="extend", default=argparse.SUPPRESS
     )
-    known, flags = early.parse_known_args(list(argv))
+    known, flags = early.parse_known_args(argv)
     flags = _with_values(flags)
 
     layers = [
@@ -73,9 +76,14 @@ def parse_config(
     if specs := typed.get("eval_prompt_data"):
         typed["eval_prompt_data"] = specs[0] if len(specs) == 1 else tuple(specs)
     config = resolve([*layers, Layer(typed)], registries)
+    if known.help_all or known.help is not None:
+        if known.help_all or not known.help:
+            print(usage_text(program, description))
+        print(help_text(config, registries, None if known.help_all else known.help, common))
+        raise SystemExit(0)
     if flags:  # tyro builds a parser for every field, ten times as slow as the rest
-        _refuse_parameters_of_others(flags, config.algorithm, registries)
-        config = _with_flags(config, registries, flags, program, description)
+        _refuse_unknown(flags, config.algorithm, registries)
+        config = _with_flags(config, registries, flags, program)
     for entry in (ENTRIES | entries_of(config.algorithm, registries)).values():
         entry.put(config, entry.located(entry.get(config), in_recipe=False))
     if known.print_config:
@@ -84,9 +92,7 @@ def parse_config(
     return config
 
 
-def _with_flags(
-    config: Config, registries: Sequence[Registry], flags: Sequence[str], program: str, description: str
-) -> Config:
+def _with_flags(config: Config, registries: Sequence[Registry], flags: Sequence[str], program: str) -> Config:
     import tyro  # imported here so that a trainer needs no tyro
 
     sections = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
@@ -104,7 +110,6 @@ def _with_flags(
         args=flags,
         default=every_flag(**parts),
         prog=program,
-        description=description + _RECIPES,
         config=(tyro.conf.OmitArgPrefixes,),
     )
     result = Config(**{name: getattr(parsed, name) for name in sections})
@@ -116,18 +121,26 @@ def _with_flags(
     return result
 
 
-def _refuse_parameters_of_others(
-    flags: Sequence[str], algorithm: AlgorithmConfig, registries: Sequence[Registry]
-) -> None:
-    """Refuse the flag of a parameter that belongs to no chosen method."""
+def _refuse_unknown(flags: Sequence[str], algorithm: AlgorithmConfig, registries: Sequence[Registry]) -> None:
+    """Refuse all flags that do not exist, that belong to a method not chosen, or that TRL or verl has."""
     known = ENTRIES | entries_of(algorithm, registries)
+    names = [*known, *(name.split()[0][2:] for name in HELP_FLAGS)]
+    problems = []
     for word in flags:
-        name = word.partition("=")[0].removeprefix("--").replace("-", "_")
-        name = name if name in known else name.removeprefix("no_")
-        if word.startswith("--") and name not in known:
-            refused = not_a_parameter(name, vars(algorithm), registries)
-            if refused is not None:
-                raise ConfigError(refused)
+        typed = word.partition("=")[0]
+        name = typed.removeprefix("--").replace("-", "_")
+        is_flag = re.fullmatch(r"--[a-zA-Z][\w.-]*", typed)
+        if not (is_flag and (name in known or name.removeprefix("no_") in known)):
+            answer = peer_answer(word)
+            if is_flag and answer is None:
+                answer = not_a_parameter(name.removeprefix("no_"), vars(algorithm), registries)
+                close = nearest(name, names).replace("_", "-").replace("'", "'--", 1)
+                answer = answer or f"{typed}: no such flag{close}"
+            problems += [answer] if answer else []
+    if len(problems) > 1:
+        problems.insert(0, f"{len(problems)} wrong flags:")
+    if problems:
+        raise ConfigError("\n  ".join(problems))
 
 
 def _with_values(words: Sequence[str]) -> list[str]:

@@ -125,6 +125,12 @@ def test_flags_of_the_user_win():
     )
 
 
+@pytest.mark.parametrize("asked", ["--help", "--help lr", "-h", "--help-all", "--print-config"])
+def test_questions_are_left_to_the_run(asked):
+    flags = [*SMALL_CACHE, *asked.split()]
+    assert chosen(MODELS / "qwen3_4b", 1, 8, 80.0, *flags)[0].startswith("qwen3"), "and nothing is printed"
+
+
 def test_what_does_not_fit_is_refused_with_the_reason():
     with pytest.raises(
         ValueError, match=r"does not fit on 1 GPU of 24 GiB with .*: training takes .*NNODES="

@@ -154,9 +154,9 @@ def test_a_method_of_ones_own_has_parameters_with_the_same_rights(tmp_path, caps
     with pytest.raises(ConfigError, match="unknown key 'mine-weigh'; did you mean 'mine-weight'"):
         parse_config(["--config", recipe(tmp_path, f"ibpo-operator: {path}\nmine-weigh: 2\n", "wrong.yaml")])
     with pytest.raises(SystemExit):
-        parse_config(["--ibpo-operator", path, "--help"])
+        parse_config(["--ibpo-operator", path, "--help-all"])
     shown = capsys.readouterr().out
-    assert "--mine-weight" in shown
+    assert re.search(r"--mine-weight .*\n +How much\.", shown)
     assert "--ibpo-lambda" not in shown
 
 
@@ -208,18 +208,13 @@ def test_a_recipe_alone_means_what_it_means_beside_a_flag_that_changes_nothing(r
     assert parse_config([*given, "--lr", str(alone.optimizer.lr)]) == alone
 
 
-@pytest.mark.parametrize(
-    ("words", "value"),
-    [("--tensr-model-parallel-size 2", ""), ("--tensor-model-parallel-size two", "'two'")],
-    ids=["unknown", "of the wrong type"],
-)
-def test_a_wrong_flag_is_refused_with_its_or_the_nearest_name_and_its_value(capsys, words, value):
+def test_a_value_of_the_wrong_type_is_refused_with_its_flag(capsys):
     with pytest.raises(SystemExit) as ended:
-        parse_config(words.split())
+        parse_config(["--tensor-model-parallel-size", "two"])
     assert ended.value.code == 2
     said = "".join(capsys.readouterr())
     assert "--tensor-model-parallel-size" in said
-    assert value in said
+    assert "'two'" in said
 
 
 @pytest.mark.parametrize(
