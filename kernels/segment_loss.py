@@ -44,7 +44,7 @@ def load_advantage(advantages_ptr, sequence, row, kept, ADVANTAGE_PER_TOKEN: tl.
 @triton.jit(do_not_specialize=["num_sequences"])
 def segment_sums_kernel(
     logprobs_ptr, old_ptr, ref_ptr, mask_ptr, cu_ptr, advantages_ptr, mean_log_ratio_ptr, out_ptr,
-    num_sequences, params,
+    num_sequences, parameters,
     TOKEN_TERM: tl.constexpr, KL: tl.constexpr, ADVANTAGE_PER_TOKEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One sequence a program. out [4, S] fp32: response tokens, Σ log-ratio, Σ KL, Σ token term.
@@ -69,7 +69,7 @@ def segment_sums_kernel(
             advantage = load_advantage(advantages_ptr, sequence, row, kept, ADVANTAGE_PER_TOKEN)
             if mean_log_ratio_ptr is not None:
                 log_ratio = tl.load(mean_log_ratio_ptr + sequence) + tl.zeros_like(log_ratio)
-            value, _, _ = TOKEN_TERM(log_ratio, logprob, advantage, *params)
+            value, _, _ = TOKEN_TERM(log_ratio, logprob, advantage, *parameters)
             value_sum += tl.where(advantage != 0, value, 0.0)
     out_ptr += sequence
     tl.store(out_ptr, tl.sum(count, 0))
@@ -82,7 +82,7 @@ def segment_sums_kernel(
 def sequence_loss_kernel(
     sums_ptr, advantages_ptr, weights_ptr,
     loss_ptr, mean_log_ratio_ptr, slope_ptr, kl_slope_ptr, clipped_ptr,
-    num_sequences, constant, kl_coef, params,
+    num_sequences, constant, kl_coef, parameters,
     SEQUENCE_TERM: tl.constexpr, HAS_TOKEN_TERM: tl.constexpr, AGGREGATION: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program over all sequences: the loss, and by what each scales its tokens' derivatives."""
@@ -115,7 +115,7 @@ def sequence_loss_kernel(
         if SEQUENCE_TERM is not None:
             advantage = tl.load(advantages_ptr + i, mask=real, other=0.0)
             live = (advantage != 0) & (count > 0)
-            loss, slope, clipped = SEQUENCE_TERM(tl.where(live, mean, 0.0), n, advantage, *params)
+            loss, slope, clipped = SEQUENCE_TERM(tl.where(live, mean, 0.0), n, advantage, *parameters)
             loss, slope = tl.where(live, loss, 0.0), tl.where(live, slope, 0.0)
             tl.store(clipped_ptr + i, clipped & live, mask=real)
         loss_sum += weight * (loss * (count / divisor) + kl_coef * kl_sum / divisor)
@@ -130,7 +130,7 @@ def token_coefficients_kernel(
     logprobs_ptr, old_ptr, ref_ptr, mask_ptr, cu_ptr, advantages_ptr, token_weights_ptr,
     mean_log_ratio_ptr, slope_ptr, kl_slope_ptr,
     out_ptr, kl_ptr, clipped_ptr,
-    params,
+    parameters,
     TOKEN_TERM: tl.constexpr, SEQUENCE_RATIO: tl.constexpr, KL: tl.constexpr,
     ADVANTAGE_PER_TOKEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -146,7 +146,7 @@ def token_coefficients_kernel(
             advantage = load_advantage(advantages_ptr, sequence, row, kept, ADVANTAGE_PER_TOKEN)
             if SEQUENCE_RATIO:
                 log_ratio = tl.load(mean_log_ratio_ptr + sequence) + tl.zeros_like(log_ratio)
-            _, derivative, clipped = TOKEN_TERM(log_ratio, logprob, advantage, *params)
+            _, derivative, clipped = TOKEN_TERM(log_ratio, logprob, advantage, *parameters)
             live = advantage != 0
             coefficient *= tl.where(live, derivative, 0.0)
             tl.store(clipped_ptr + row, clipped & live, mask=row < end)
@@ -190,7 +190,7 @@ class _SegmentLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logprobs_N, rows, objective):
         token_term, sequence_term = KERNEL_TERMS[objective.name]
-        params, sequence_ratio = tuple(objective.params.values()), objective.variant.sequence_ratio
+        parameters, sequence_ratio = tuple(objective.params.values()), objective.variant.sequence_ratio
         mask_N, cu_seqlens, advantages = rows.response_mask_N, rows.cu_seqlens, rows.advantages
         old_N, ref_N, cp_group = rows.old_logprobs_N, rows.ref_logprobs_N, rows.cp_group
         num_sequences = len(cu_seqlens) - 1
@@ -204,7 +204,7 @@ class _SegmentLoss(torch.autograd.Function):
             sums_4S = empty(4, num_sequences)
             segment_sums_kernel[(num_sequences,)](
                 logprobs_N, old_N, ref_N, mask_N, cu_seqlens, advantages, mean_log_ratio_S, sums_4S,
-                num_sequences, params,
+                num_sequences, parameters,
                 TOKEN_TERM=term, KL=kl_term, ADVANTAGE_PER_TOKEN=per_token, BLOCK=BLOCK, num_warps=NUM_WARPS,
             )  # fmt: skip
             return sums_4S
@@ -225,7 +225,7 @@ class _SegmentLoss(torch.autograd.Function):
         sequence_loss_kernel[(1,)](
             sums_4S, advantages, rows.sequence_weights_S,
             loss, mean_log_ratio_S, slope_S, kl_slope_S, clipped_S,
-            num_sequences, constant, float(objective.kl_coef), params,
+            num_sequences, constant, float(objective.kl_coef), parameters,
             SEQUENCE_TERM=sequence_term, HAS_TOKEN_TERM=token_term is not None, AGGREGATION=code,
             BLOCK=BLOCK_S, num_warps=NUM_WARPS,
         )  # fmt: skip
@@ -234,7 +234,7 @@ class _SegmentLoss(torch.autograd.Function):
         clipped_N = None if token_term is None else torch.empty_like(mask_N)
         token_coefficients_kernel[(num_sequences,)](
             logprobs_N, old_N, ref_N, mask_N, cu_seqlens, advantages, rows.token_weights_N,
-            mean_log_ratio_S, slope_S, kl_slope_S, coefficients_N, kl_N, clipped_N, params,
+            mean_log_ratio_S, slope_S, kl_slope_S, coefficients_N, kl_N, clipped_N, parameters,
             TOKEN_TERM=token_term, SEQUENCE_RATIO=sequence_ratio, KL=kl_term,
             ADVANTAGE_PER_TOKEN=per_token, BLOCK=BLOCK, num_warps=NUM_WARPS,
         )  # fmt: skip

@@ -15,6 +15,8 @@ from support.loss_calls import loss_of_logits
 pytestmark = pytest.mark.kernel
 
 MIB = 2**20
+LOG_RATIOS = torch.tensor([-0.6, -0.1, 0.1, 0.6])
+"""Further from every variant's bounds than bf16 rounds a logit: a token that crosses one has another slope."""
 
 
 def test_the_kernels_are_what_auto_chooses(device):
@@ -102,9 +104,11 @@ def test_the_fused_head_in_bf16(device, variant, chunk):
     for name in ("hidden_NH", "weight_VH"):
         batch[name] = batch[name].bfloat16().double()
     options = linear_cases.options_for(variant)
+    own_N = plain(batch, backend="torch", **options)[3].logprobs_N
+    batch["old_logprobs_N"] = own_N - LOG_RATIOS.to(own_N).repeat(len(own_N))[: len(own_N)]
     _, hidden_exact, weight_exact, _ = plain(batch, backend="torch", **options)
     low = {name: batch[name].bfloat16() for name in ("hidden_NH", "weight_VH")}
     _, hidden, weight, _ = fused({**batch, **low}, chunk=chunk, backend="triton", **options)
     # a row's ratio moves with its bf16 logits, and so, by at most their rounding, does its coefficient
-    assert (hidden - hidden_exact).norm() <= 2**-6 * hidden_exact.norm()
-    assert (weight - weight_exact).norm() <= 2**-6 * weight_exact.norm()
+    assert (hidden - hidden_exact).norm() <= 2**-7 * hidden_exact.norm()
+    assert (weight - weight_exact).norm() <= 2**-7 * weight_exact.norm()

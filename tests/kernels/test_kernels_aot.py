@@ -28,12 +28,11 @@ pytestmark = pytest.mark.kernel
 BUDGET = {"row_statistics": 8.0, "row_statistics+entropy": 10.0, "logits_gradient": 6.5}
 
 
-def compiled_now(capability):
-    """Compile in a process of its own: Triton's interpreter cannot share one with the compiler."""
-    program = [sys.executable, "-m", "support.aot_kernels", str(capability)]
+def run_compiler(*program):
+    """Return what a program prints that runs in a process of its own, without Triton's interpreter."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        program,
+        [sys.executable, "-m", *program],
         env=environment | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(TESTS)])},
         capture_output=True,
         text=True,
@@ -41,7 +40,11 @@ def compiled_now(capability):
         timeout=290,
     )
     assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    return done.stdout
+
+
+def compiled_now(capability):
+    return [json.loads(line) for line in run_compiler("support.aot_kernels", str(capability)).splitlines()]
 
 
 def reports_of(capability):
@@ -68,3 +71,9 @@ def test_every_kernel_compiles_without_spills_and_within_its_budget(reports, cap
     compiled = {report["kernel"] for report in found}
     for variant in VARIANTS:
         assert {f"segment_sums {variant}", f"token_coefficients {variant}"} <= compiled
+
+
+def test_triton_binds_the_arguments_of_every_launch():
+    """Its binder is a function that it writes, with names of its own beside those of the arguments: `params`
+    as an argument's name failed every launch on a GPU, and nothing else."""
+    assert int(run_compiler("support.dry_launches")) > 3 * len(VARIANTS)

@@ -48,7 +48,7 @@ def compile_kernel(
         if name in constants:
             signature[name] = "constexpr"
             fixed[(place,)] = constants[name]
-        elif name == "params":
+        elif name == "parameters":
             signature[name] = ("fp32",) * params
         else:
             default = "*fp32" if name.endswith("_ptr") else "i32"
