@@ -35,8 +35,8 @@ from megatron_ibpo.plan.parameter_count import Census
 from megatron_ibpo.plan.prediction import lines, setting_of
 from megatron_ibpo.plan.uncounted_overrides import not_counted
 from megatron_ibpo.report.display import open_console, sizes_table
-from megatron_ibpo.report.run_dir import checkpoint_bytes, export_bytes, kept_at_once
 from megatron_ibpo.report.sizes import run_sizes
+from megatron_ibpo.weights.saved_sizes import checkpoint_bytes, export_bytes, kept_at_once
 
 FITS, REFUSED = 0, 2
 

@@ -7,10 +7,7 @@ from megatron_ibpo.report.mixture_sources import metrics_by_task
 from megatron_ibpo.report.problem_outcomes import load_outcomes, outcomes_path, save_outcomes
 from megatron_ibpo.report.rollout_data import load_groups, rollout_path, save_groups
 from megatron_ibpo.report.run_dir import (
-    checkpoint_bytes,
-    export_bytes,
     jsonable,
-    kept_at_once,
     prepare_run_dir,
 )
 from megatron_ibpo.report.run_report import Report
@@ -23,10 +20,7 @@ __all__ = [
     "Size",
     "Stages",
     "check_reward_errors",
-    "checkpoint_bytes",
-    "export_bytes",
     "jsonable",
-    "kept_at_once",
     "load_groups",
     "load_outcomes",
     "metrics_by_task",

@@ -34,7 +34,7 @@ def prepare_run_dir(config: Config, *, checkpoint_bytes: int = 0) -> Path:
     configuration for later readers.
 
     Args:
-        checkpoint_bytes: space for the checkpoints kept at one time; see `checkpoint_bytes`.
+        checkpoint_bytes: space for the checkpoints kept at one time; see `weights.saved_sizes`.
 
     Raises:
         ConfigError: the directory cannot be made or written, already holds another run, or its disk has too
@@ -72,31 +72,6 @@ def prepare_run_dir(config: Config, *, checkpoint_bytes: int = 0) -> Path:
     written = json.dumps(versions | {"command": " ".join(sys.argv)}, indent=2)
     (run_dir / "versions.json").write_text(written + "\n", encoding="utf-8")
     return run_dir
-
-
-def checkpoint_bytes(num_parameters: int, *, bf16: bool) -> int:
-    """Return the bytes of one Megatron checkpoint: the weights, fp32 master weights if the weights are bf16,
-    and Adam's two fp32 moments."""
-    weight = 2 if bf16 else 4
-    master = 4 if bf16 else 0
-    return num_parameters * (weight + master + 8)
-
-
-def export_bytes(num_parameters: int, *, bf16: bool) -> int:
-    """Return the bytes of one Hugging Face export."""
-    return num_parameters * (2 if bf16 else 4)
-
-
-def kept_at_once(config: Config) -> tuple[int, int]:
-    """Return the most (Megatron checkpoints, Hugging Face exports) that a run holds at one time: those it
-    keeps, and one more that is written before an older one goes."""
-    run = config.run
-    # the number of steps per time interval is not known
-    interval = 1 if run.save_interval_minutes is not None else run.save_interval or run.num_rollout
-    saves = -(-run.num_rollout // interval)
-    forever = run.num_rollout // run.keep_checkpoint_every if run.keep_checkpoint_every else 0
-    exports = run.num_rollout // run.export_interval if run.export_interval else 0
-    return min(saves, run.keep_checkpoints + 1 + forever), exports + 1
 
 
 def run_settings(run_dir: Path) -> dict[str, Any]:

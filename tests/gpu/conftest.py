@@ -1,5 +1,5 @@
-"""These tests are collected everywhere and run where there is a CUDA device. They have not run yet: no
-GPU was at hand. `bash tests/gpu.sh` runs them, also under compute-sanitizer."""
+"""These tests are collected everywhere and run where there is a CUDA device. `bash tests/gpu.sh`
+runs them, also under compute-sanitizer."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.kernel
 
 MIB = 2**20
 LOG_RATIOS = torch.tensor([-0.6, -0.1, 0.1, 0.6])
-"""Further from every variant's bounds than bf16 rounds a logit: a token that crosses one has another slope."""
+"""Further from every variant's bounds than bf16 rounds a logit: past a bound a token has another slope."""
 
 
 def test_the_kernels_are_what_auto_chooses(device):

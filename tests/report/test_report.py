@@ -37,8 +37,6 @@ from megatron_ibpo.report import (
     Size,
     Stages,
     check_reward_errors,
-    checkpoint_bytes,
-    export_bytes,
     load_groups,
     prepare_run_dir,
     rollout_path,
@@ -50,6 +48,7 @@ from megatron_ibpo.report.problem_outcomes import load_outcomes, outcomes_path, 
 from megatron_ibpo.report.run_dir import run_settings, run_tokenizer
 from megatron_ibpo.report.summary import COUNTS
 from megatron_ibpo.run.settings import parse_config
+from megatron_ibpo.weights.saved_sizes import checkpoint_bytes, export_bytes
 from support.eval_samples import judged
 from support.paths import ROOT
 

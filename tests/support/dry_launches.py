@@ -38,7 +38,7 @@ class NoDevice:
 
 
 def launch_everything() -> int:
-    """Launch the loss of every variant, forward and backward, and return the number of different signatures."""
+    """Launch the loss of every variant, forward and backward, and return how many signatures there were."""
     bound: set[tuple[str, str]] = set()
     driver.set_active(NoDevice())
 
@@ -48,7 +48,8 @@ def launch_everything() -> int:
     JITFunction._do_compile = count  # where it returns nothing, nothing is launched
     # the kernels write nothing: NaN, unlike whatever memory holds, passes as a log-prob
     torch.use_deterministic_algorithms(True)
-    os.environ["TRITON_INTERPRET"] = "1"  # the kernels are there already: it only lets the loss take CPU tensors
+    # the kernels are there already: this only lets the loss take CPU tensors
+    os.environ["TRITON_INTERPRET"] = "1"
     batch = make_batch("cpu")
     for variant in VARIANTS:
         options = {**options_for(variant), "backend": "triton"}
