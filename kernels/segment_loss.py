@@ -5,8 +5,9 @@ sequence (the second: all of them), so that nothing is atomic and the result doe
 programs. All of it is [N] and [S] floats; next to a pass over the logits it takes no time.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,13 +15,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_ibpo.kernels.variants import KERNEL_TERMS, KL_TERMS
+from megatron_ibpo.kernels.traced_terms import traced_term
 
 BLOCK = 1024
 BLOCK_S = 256
 NUM_WARPS = 4
 _AGGREGATIONS = {"sequence-mean": 0, "token-mean": 1}
 _CONSTANT = 2
+GIVEN, SEQUENCE_GIVEN = ("log_ratio", "logprobs", "advantages"), ("log_ratio", "lengths", "advantages")
+"""Inputs that the kernels hand to token and sequence terms; token terms load others themselves."""
 
 
 @triton.jit
@@ -44,7 +47,7 @@ def load_advantage(advantages_ptr, sequence, row, kept, ADVANTAGE_PER_TOKEN: tl.
 @triton.jit(do_not_specialize=["num_sequences"])
 def segment_sums_kernel(
     logprobs_ptr, old_ptr, ref_ptr, mask_ptr, cu_ptr, advantages_ptr, mean_log_ratio_ptr, out_ptr,
-    num_sequences, parameters,
+    num_sequences, others, parameters,
     TOKEN_TERM: tl.constexpr, KL: tl.constexpr, ADVANTAGE_PER_TOKEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One sequence a program. out [4, S] fp32: response tokens, Σ log-ratio, Σ KL, Σ token term.
@@ -63,13 +66,13 @@ def segment_sums_kernel(
         count += tl.where(kept, 1.0, 0.0)
         ratio_sum += log_ratio
         if KL is not None:
-            kl, _ = KL(logprob - tl.load(ref_ptr + row, mask=kept, other=0.0))
+            kl, _ = KL(logprob - tl.load(ref_ptr + row, mask=kept, other=0.0), others, row, kept, parameters)
             kl_sum += tl.where(kept, kl, 0.0)
         if TOKEN_TERM is not None:
             advantage = load_advantage(advantages_ptr, sequence, row, kept, ADVANTAGE_PER_TOKEN)
             if mean_log_ratio_ptr is not None:
                 log_ratio = tl.load(mean_log_ratio_ptr + sequence) + tl.zeros_like(log_ratio)
-            value, _, _ = TOKEN_TERM(log_ratio, logprob, advantage, *parameters)
+            value, _, _ = TOKEN_TERM(log_ratio, logprob, advantage, others, row, kept, parameters)
             value_sum += tl.where(advantage != 0, value, 0.0)
     out_ptr += sequence
     tl.store(out_ptr, tl.sum(count, 0))
@@ -82,7 +85,7 @@ def segment_sums_kernel(
 def sequence_loss_kernel(
     sums_ptr, advantages_ptr, weights_ptr,
     loss_ptr, mean_log_ratio_ptr, slope_ptr, kl_slope_ptr, clipped_ptr,
-    num_sequences, constant, kl_coef, parameters,
+    num_sequences, constant, kl_coef, others, parameters,
     SEQUENCE_TERM: tl.constexpr, HAS_TOKEN_TERM: tl.constexpr, AGGREGATION: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program over all sequences: the loss, and by what each scales its tokens' derivatives."""
@@ -115,7 +118,8 @@ def sequence_loss_kernel(
         if SEQUENCE_TERM is not None:
             advantage = tl.load(advantages_ptr + i, mask=real, other=0.0)
             live = (advantage != 0) & (count > 0)
-            loss, slope, clipped = SEQUENCE_TERM(tl.where(live, mean, 0.0), n, advantage, *parameters)
+            seen = tl.where(live, mean, 0.0)
+            loss, slope, clipped = SEQUENCE_TERM(seen, n, advantage, others, i, live, parameters)
             loss, slope = tl.where(live, loss, 0.0), tl.where(live, slope, 0.0)
             tl.store(clipped_ptr + i, clipped & live, mask=real)
         loss_sum += weight * (loss * (count / divisor) + kl_coef * kl_sum / divisor)
@@ -130,7 +134,7 @@ def token_coefficients_kernel(
     logprobs_ptr, old_ptr, ref_ptr, mask_ptr, cu_ptr, advantages_ptr, token_weights_ptr,
     mean_log_ratio_ptr, slope_ptr, kl_slope_ptr,
     out_ptr, kl_ptr, clipped_ptr,
-    parameters,
+    others, parameters,
     TOKEN_TERM: tl.constexpr, SEQUENCE_RATIO: tl.constexpr, KL: tl.constexpr,
     ADVANTAGE_PER_TOKEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -146,26 +150,30 @@ def token_coefficients_kernel(
             advantage = load_advantage(advantages_ptr, sequence, row, kept, ADVANTAGE_PER_TOKEN)
             if SEQUENCE_RATIO:
                 log_ratio = tl.load(mean_log_ratio_ptr + sequence) + tl.zeros_like(log_ratio)
-            _, derivative, clipped = TOKEN_TERM(log_ratio, logprob, advantage, *parameters)
+            _, derivative, clipped = TOKEN_TERM(log_ratio, logprob, advantage, others, row, kept, parameters)
             live = advantage != 0
             coefficient *= tl.where(live, derivative, 0.0)
             tl.store(clipped_ptr + row, clipped & live, mask=row < end)
         if token_weights_ptr is not None:
             coefficient *= tl.load(token_weights_ptr + row, mask=kept, other=0.0)
         if KL is not None:
-            kl, derivative = KL(logprob - tl.load(ref_ptr + row, mask=kept, other=0.0))
+            gap = logprob - tl.load(ref_ptr + row, mask=kept, other=0.0)
+            kl, derivative = KL(gap, others, row, kept, parameters)
             coefficient += tl.where(kept, tl.load(kl_slope_ptr + sequence) * derivative, 0.0)
             tl.store(kl_ptr + row, tl.where(kept, kl, 0.0), mask=row < end)
         tl.store(out_ptr + row, coefficient, mask=row < end)
 
 
 def triton_segment_loss(
-    logprobs_N: Tensor, rows: Any, objective: Any
+    logprobs_N: Tensor, rows: Any, objective: Any, others: Mapping[str, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """(loss, mean_log_ratio_S, clipped, kl_N), the first differentiable in logprobs_N.
 
     Arguments as `megatron_ibpo.loss.segments.segment_loss` has them, all on one device; float tensors of any
     precision are read as fp32.
+
+    Args:
+        others: what else the token term reads, [N], by name.
     """
 
     def floats(tensor: Tensor | None) -> Tensor | None:
@@ -181,21 +189,52 @@ def triton_segment_loss(
         token_weights_N=floats(rows.token_weights_N),
         sequence_weights_S=floats(rows.sequence_weights_S),
     )
-    return _SegmentLoss.apply(logprobs_N.contiguous(), plain_rows, objective)
+    read = {name: values_N.to(torch.float32).contiguous() for name, values_N in others.items()}
+    return _SegmentLoss.apply(logprobs_N.contiguous(), plain_rows, objective, read)
+
+
+class Terms(NamedTuple):
+    """The traced terms of an objective; None for one that it does not have."""
+
+    token: Any
+    sequence: Any
+    kl: Any
+
+
+def traced_terms(objective: Any, others: Sequence[str]) -> Terms:
+    """Return the terms of an objective as Triton functions; see `kernels/traced_terms.py`.
+
+    Args:
+        others: names of what its token term reads beside `GIVEN`.
+
+    Raises:
+        TermError: a term that Triton code cannot be made of.
+    """
+    variant, params = objective.variant, objective.params
+
+    def traced(term: Any, given: Sequence[str], names: Sequence[str]) -> Any:
+        return None if term is None else traced_term(term, given, names, params)
+
+    return Terms(
+        traced(variant.token_term, GIVEN, others),
+        traced(variant.sequence_term, SEQUENCE_GIVEN, ()),
+        traced_term(objective.kl_term, ("gap",), (), {}),
+    )
 
 
 class _SegmentLoss(torch.autograd.Function):
     """The gradient is known when the loss is: forward keeps it, backward scales it."""
 
     @staticmethod
-    def forward(ctx, logprobs_N, rows, objective):
-        token_term, sequence_term = KERNEL_TERMS[objective.name]
+    def forward(ctx, logprobs_N, rows, objective, more):
+        token_term, sequence_term, kl_term = traced_terms(objective, tuple(more))
         parameters, sequence_ratio = tuple(objective.params.values()), objective.variant.sequence_ratio
+        others = tuple(more.values())
         mask_N, cu_seqlens, advantages = rows.response_mask_N, rows.cu_seqlens, rows.advantages
         old_N, ref_N, cp_group = rows.old_logprobs_N, rows.ref_logprobs_N, rows.cp_group
         num_sequences = len(cu_seqlens) - 1
         per_token = len(advantages) != num_sequences
-        kl_term = None if ref_N is None else KL_TERMS[objective.kl]
+        kl_term = None if ref_N is None else kl_term
 
         def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=logprobs_N.device)
@@ -204,7 +243,7 @@ class _SegmentLoss(torch.autograd.Function):
             sums_4S = empty(4, num_sequences)
             segment_sums_kernel[(num_sequences,)](
                 logprobs_N, old_N, ref_N, mask_N, cu_seqlens, advantages, mean_log_ratio_S, sums_4S,
-                num_sequences, parameters,
+                num_sequences, others, parameters,
                 TOKEN_TERM=term, KL=kl_term, ADVANTAGE_PER_TOKEN=per_token, BLOCK=BLOCK, num_warps=NUM_WARPS,
             )  # fmt: skip
             return sums_4S
@@ -225,7 +264,7 @@ class _SegmentLoss(torch.autograd.Function):
         sequence_loss_kernel[(1,)](
             sums_4S, advantages, rows.sequence_weights_S,
             loss, mean_log_ratio_S, slope_S, kl_slope_S, clipped_S,
-            num_sequences, constant, float(objective.kl_coef), parameters,
+            num_sequences, constant, float(objective.kl_coef), (), parameters,
             SEQUENCE_TERM=sequence_term, HAS_TOKEN_TERM=token_term is not None, AGGREGATION=code,
             BLOCK=BLOCK_S, num_warps=NUM_WARPS,
         )  # fmt: skip
@@ -234,7 +273,8 @@ class _SegmentLoss(torch.autograd.Function):
         clipped_N = None if token_term is None else torch.empty_like(mask_N)
         token_coefficients_kernel[(num_sequences,)](
             logprobs_N, old_N, ref_N, mask_N, cu_seqlens, advantages, rows.token_weights_N,
-            mean_log_ratio_S, slope_S, kl_slope_S, coefficients_N, kl_N, clipped_N, parameters,
+            mean_log_ratio_S, slope_S, kl_slope_S, coefficients_N, kl_N, clipped_N,
+            others, parameters,
             TOKEN_TERM=token_term, SEQUENCE_RATIO=sequence_ratio, KL=kl_term,
             ADVANTAGE_PER_TOKEN=per_token, BLOCK=BLOCK, num_warps=NUM_WARPS,
         )  # fmt: skip
@@ -246,7 +286,7 @@ class _SegmentLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads):
         (coefficients_N,) = ctx.saved_tensors
-        return coefficients_N * grads[0], None, None
+        return coefficients_N * grads[0], None, None, None
 
 
 def _sum_over_ranks(sums_4S: Tensor, rows: list[int], group: Any) -> None:

@@ -62,6 +62,7 @@ COMMANDS = {
     "data": Command(
         _tool("inspect_data.py"), "prompts as the model will see them, and what is left out and why"
     ),
+    "loss": Command(_module("loss"), "a loss variant: its code for GPUs, its gradient checked, a picture"),
     "pass-rates": Command(_module("pass_rates"), "how often a policy solves each prompt, for a filter"),
     "serve": Command(_module("page", "serve"), "read runs in a browser, also while they train"),
     "page": Command(_module("page", "page"), "the same as one HTML file"),

@@ -7,7 +7,7 @@ from megatron_ibpo.loss.logprobs import packed_logprobs
 from megatron_ibpo.loss.objective import Objective, make_objective
 from megatron_ibpo.loss.packed_rows import LossRows, RowIndex
 from megatron_ibpo.loss.segments import weighted_value
-from megatron_ibpo.loss.sequence_loss import LossStats, packed_sequence_loss
+from megatron_ibpo.loss.sequence_loss import LossStats, check_terms, packed_sequence_loss
 from megatron_ibpo.loss.variants import VARIANTS, Parameter, Variant, resolve_variant
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "Parameter",
     "RowIndex",
     "Variant",
+    "check_terms",
     "choose_backend",
     "linear_packed_logprobs",
     "linear_packed_sequence_loss",

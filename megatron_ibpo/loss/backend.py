@@ -23,10 +23,8 @@ class ChosenBackend:
         return f"{self.name} ({self.reason})"
 
 
-def choose_backend(
-    asked: LossBackend, device: torch.device, dtype: torch.dtype, variant: str | None = None
-) -> ChosenBackend:
-    """Return the implementation for logits of this device and dtype and, if named, for this variant.
+def choose_backend(asked: LossBackend, device: torch.device, dtype: torch.dtype) -> ChosenBackend:
+    """Return the implementation for logits of this device and dtype.
 
     "auto" takes the kernels on CUDA devices if they can be used, otherwise torch. "triton" on a CPU needs
     Triton's interpreter (TRITON_INTERPRET=1), which is for tests.
@@ -40,7 +38,7 @@ def choose_backend(
         return ChosenBackend("torch", "as asked")
     if asked == "auto" and device.type != "cuda":
         return ChosenBackend("torch", "no CUDA device")
-    obstacle = _obstacle(device, dtype, variant)
+    obstacle = _obstacle(device, dtype)
     if obstacle is None:
         return ChosenBackend("triton", "as asked" if asked == "triton" else "CUDA device")
     if asked == "triton":
@@ -48,7 +46,7 @@ def choose_backend(
     return ChosenBackend("torch", obstacle)
 
 
-def _obstacle(device: torch.device, dtype: torch.dtype, variant: str | None) -> str | None:
+def _obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
     """Return why the kernels cannot be used, or None."""
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed"
@@ -56,9 +54,4 @@ def _obstacle(device: torch.device, dtype: torch.dtype, variant: str | None) -> 
         return f"the kernels run on CUDA devices, not on {device.type}, except under TRITON_INTERPRET=1"
     if dtype not in _DTYPES:
         return f"the kernels take bfloat16, float16 and float32 logits, not {dtype}"
-    if variant is not None:
-        from megatron_ibpo.kernels.variants import KERNEL_TERMS
-
-        if variant not in KERNEL_TERMS:
-            return f"loss variant {variant!r} has no terms in kernels/variants.py"
     return None

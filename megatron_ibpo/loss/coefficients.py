@@ -31,8 +31,9 @@ from torch import Tensor
 
 from megatron_ibpo.loss.objective import KL_ESTIMATORS, Objective
 from megatron_ibpo.loss.off_policy import shaped_surrogate
-from megatron_ibpo.loss.packed_rows import LossRows
-from megatron_ibpo.loss.segments import divisors, sum_over_ranks
+from megatron_ibpo.loss.packed_rows import LossRows, sum_over_ranks
+from megatron_ibpo.loss.segments import divisors
+from megatron_ibpo.loss.term_inputs import SequenceInputs, TokenInputs, apply_term, more_inputs
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,9 @@ class RowCoefficients:
         """The sequence's weight over its divisor."""
         self.old_R, self.ref_R = of_rows(rows.old_logprobs_N), of_rows(rows.ref_logprobs_N)
         self.token_weights_R = of_rows(rows.token_weights_N)
+        known = tuple(name for name in objective.variant.token_inputs if name != "entropy")
+        more_N = more_inputs(rows, known, None, dtype)  # entropies come with the log-probs
+        self.more = {name: values_N[rows_R] for name, values_N in more_N.items()}
         self.off_policy_S = rows.off_policy_S
         self.off_policy_R = None if rows.off_policy_S is None else rows.off_policy_S[sequence_R]
         self.slope_S = torch.ones_like(factor_S)
@@ -114,12 +118,13 @@ class RowCoefficients:
         self.open: int | None = None
         """Sequence with rows in earlier chunks that still lack their slope."""
 
-    def see(self, step: Step, logprobs_C: Tensor) -> None:
-        """Take in the log-probs of a step's rows, and the slopes of the sequences that it completes."""
+    def see(self, step: Step, logprobs_C: Tensor, entropy_C: Tensor) -> None:
+        """Take in log-probs and entropies of a step's rows, and the slopes of the sequences that it
+        completes."""
         part = slice(step.start, step.stop)
         with torch.enable_grad():
             logprobs_C = logprobs_C.detach().requires_grad_()
-            value_C = self._token_values(part, logprobs_C)
+            value_C = self._token_values(part, logprobs_C, entropy_C)
             (policy_C,) = torch.autograd.grad(value_C.sum(), logprobs_C)
         if self.token_weights_R is not None:
             policy_C = policy_C * self.token_weights_R[part]
@@ -150,14 +155,16 @@ class RowCoefficients:
         """Return the coefficients [R], after all rows were seen."""
         return self.slope_S[self.sequence_R] * self.policy_R + self.penalty_R
 
-    def _token_values(self, part: slice, logprobs_C: Tensor) -> Tensor:
+    def _token_values(self, part: slice, logprobs_C: Tensor, entropy_C: Tensor) -> Tensor:
         old_C = logprobs_C.detach() if self.old_R is None else self.old_R[part]
         log_ratio_C = logprobs_C - old_C
         value_C, term, advantages_C = log_ratio_C, self.objective.variant.token_term, self.advantages_R[part]
         if term is not None:
             live_C = advantages_C != 0
             seen_C = torch.where(live_C, log_ratio_C, 0.0)
-            value_C, _ = term(seen_C, logprobs_C, advantages_C, **self.objective.params)
+            more = {name: values_R[part] for name, values_R in self.more.items()}
+            inputs = TokenInputs(seen_C, logprobs_C, advantages_C, **more, entropy=entropy_C)
+            value_C, _ = apply_term(term, inputs, self.objective.params)
             value_C = torch.where(live_C, value_C, 0.0)
         if self.off_policy_R is None:
             return value_C
@@ -184,7 +191,7 @@ class RowCoefficients:
         n_S = counts_S.clamp(min=1.0)
         with torch.enable_grad():
             mean_S = torch.where(live_S, sums_S / n_S, 0.0).requires_grad_()
-            loss_S, _ = term(mean_S, n_S, advantages_S, **self.objective.params)
+            loss_S, _ = apply_term(term, SequenceInputs(mean_S, n_S, advantages_S), self.objective.params)
             (slope_S,) = torch.autograd.grad(loss_S.sum(), mean_S)
         slope_S = torch.where(live_S, slope_S, 0.0)
         if self.off_policy_S is not None:

@@ -186,12 +186,12 @@ class _LinearLoss(torch.autograd.Function):
         for step in schedule(rows, rows_R, known.ends, chunk):
             rows_C = rows_R[step.start : step.stop]
             logprobs_N[rows_C], entropy_N[rows_C], overwrite = head(rows_C)
-            known.see(step, logprobs_N[rows_C])
+            known.see(step, logprobs_N[rows_C], entropy_N[rows_C])
             # a sequence may end without a row of this rank's, if other ranks share it
             if any(wanted) and (len(rows_C) or known.open is not None):
                 gradients.add(rows_C, overwrite(), known.of_chunk(step))
         gradients.finish(rows_R, known.of_all_rows())
-        loss, *seen = segment_loss(logprobs_N, rows, objective)
+        loss, *seen = segment_loss(logprobs_N, rows, objective, entropy_N)
         ctx.gradients, ctx.main_grad = gradients, weight_VH.main_grad if into_main_grad else None
         outputs = (logprobs_N, entropy_N, *seen)
         ctx.mark_non_differentiable(*(output for output in outputs if output is not None))

@@ -56,6 +56,11 @@ class Objective:
     there are reference log-probs."""
     backend: LossBackend = "auto"
 
+    @property
+    def kl_term(self) -> Callable[[Tensor], Tensor]:
+        """The KL estimator, a function of the gap [N]."""
+        return KL_ESTIMATORS[self.kl]
+
     def __post_init__(self) -> None:
         if self.kl not in KL_ESTIMATORS:
             raise ValueError(f"unknown KL estimator {self.kl!r}; there are {', '.join(KL_ESTIMATORS)}")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_ibpo.loss.objective import Objective
+if TYPE_CHECKING:
+    from megatron_ibpo.loss.objective import Objective
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,8 @@ class LossRows:
     after a rollout."""
     ref_logprobs_N: Tensor | None = None
     """[N] log-probs under the reference policy, for the KL estimate."""
+    rollout_logprobs_N: Tensor | None = None
+    """[N] log-probs under the weights and the engine that sampled; only for variants that read them."""
     token_weights_N: Tensor | None = None
     """[N] factors on the policy gradient of each token; they change neither the ratio's value (IBPO's mask,
     `ibpo` step 10) nor the KL penalty."""
@@ -122,7 +125,14 @@ class LossRows:
         return self.cu_seqlens if size == 1 else self.cu_seqlens // size
 
     def _check_sizes(self, num_rows: int, objective: Objective) -> None:
-        for name in ("response_mask_N", "old_logprobs_N", "token_weights_N", "ref_logprobs_N"):
+        names = (
+            "response_mask_N",
+            "old_logprobs_N",
+            "ref_logprobs_N",
+            "rollout_logprobs_N",
+            "token_weights_N",
+        )
+        for name in names:
             _check_shape(name, getattr(self, name), num_rows)
         _check_shape("sequence_weights_S", self.sequence_weights_S, self.num_sequences)
         _check_shape("off_policy_S", self.off_policy_S, self.num_sequences)
@@ -133,6 +143,15 @@ class LossRows:
         if self.advantages.ndim != 1 or len(self.advantages) not in sizes:
             wanted = " or ".join(f"({size},)" for size in sizes)
             raise ValueError(f"advantages have shape {tuple(self.advantages.shape)}, wanted {wanted}")
+
+
+def sum_over_ranks(values: Tensor, group: Any) -> Tensor:
+    """Return the sum over the group; the gradient is that of this rank's own share. One all-reduce."""
+    if group is None or dist.get_world_size(group) == 1:
+        return values
+    total = values.detach().clone()
+    dist.all_reduce(total, group=group)
+    return total + (values - values.detach())  # exactly `total`, so equal on every rank
 
 
 def _check_shape(name: str, tensor: Tensor | None, size: int) -> None:

@@ -4,19 +4,17 @@ All values are floats [N] and [S], so this plain torch is the definition on ever
 of `kernels/segment_loss.py` do the same in three launches.
 """
 
-from typing import Any
-
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_ibpo.loss.objective import KL_ESTIMATORS, Objective
 from megatron_ibpo.loss.off_policy import shaped_surrogate
-from megatron_ibpo.loss.packed_rows import LossRows
+from megatron_ibpo.loss.packed_rows import LossRows, sum_over_ranks
+from megatron_ibpo.loss.term_inputs import SequenceInputs, TokenInputs, apply_term, more_inputs
 
 
 def segment_loss(
-    logprobs_N: Tensor, rows: LossRows, objective: Objective
+    logprobs_N: Tensor, rows: LossRows, objective: Objective, entropy_N: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return Σ_i w_i/D_i (n_i·L_i + kl_coef·Σ_t kl_t).
 
@@ -27,16 +25,21 @@ def segment_loss(
     Args:
         logprobs_N: fp32 or fp64; the loss is differentiable in it.
         rows: as `LossRows.checked` returns them.
+        entropy_N: entropies of the rows, for variants that read them.
 
     Returns:
         (scalar loss, the same on every rank of cp_group; then as in `LossStats` mean_log_ratio_S, clipped,
         kl_N).
     """
-    return _segment_loss(logprobs_N, rows, objective, None)
+    return _segment_loss(logprobs_N, rows, objective, entropy_N, None)
 
 
 def _segment_loss(
-    logprobs_N: Tensor, rows: LossRows, objective: Objective, value_weights_N: Tensor | None
+    logprobs_N: Tensor,
+    rows: LossRows,
+    objective: Objective,
+    entropy_N: Tensor | None,
+    value_weights_N: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """
     Args:
@@ -53,9 +56,18 @@ def _segment_loss(
     log_ratio_N = torch.where(mask_N, weighted_N - old_N, 0.0)
     kl_N = _kl_estimate(logprobs_N, rows, objective)
 
+    more = more_inputs(rows, variant.token_inputs, entropy_N, dtype)
+
+    def token_values(ratio_N: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the token term's values times their weights, which apply to a sequence's loss if there is
+        one, and where it clips."""
+        assert variant.token_term is not None
+        seen_N = torch.where(live_N, ratio_N, 0.0)
+        inputs = TokenInputs(seen_N, weighted_N, advantages_N, **more)
+        values_N, clipped_N = apply_term(variant.token_term, inputs, objective.params)
+        return weighed(values_N), clipped_N
+
     def weighed(values_N: Tensor) -> Tensor:
-        """Return the values of live tokens times their weights, which apply to a sequence's loss if there is
-        one."""
         if value_weights_N is not None and variant.sequence_term is None:
             values_N = values_N * value_weights_N.to(dtype)
         return torch.where(live_N, values_N, 0.0)
@@ -70,35 +82,29 @@ def _segment_loss(
     columns = [mask_N.to(dtype), log_ratio_N] + ([] if kl_N is None else [kl_N])
     token_clipped = None
     if variant.token_term is not None and not variant.sequence_ratio:
-        value_N, token_clipped = variant.token_term(
-            torch.where(live_N, log_ratio_N, 0.0), weighted_N, advantages_N, **objective.params
-        )
-        columns.append(weighed(value_N))
+        value_N, token_clipped = token_values(log_ratio_N)
+        columns.append(value_N)
     off_policy_S = rows.off_policy_S
     if off_policy_S is not None:
         columns.append(torch.where(live_N, shaped_surrogate(weighted_N, advantages_N), 0.0))
-    count_S, log_ratio_sum_S, *more = sums(*columns)
-    kl_sum_S = None if kl_N is None else more.pop(0)
-    shaped_sum_S = None if off_policy_S is None else more.pop()
-    value_sum_S = more.pop() if more else None
+    count_S, log_ratio_sum_S, *further = sums(*columns)
+    kl_sum_S = None if kl_N is None else further.pop(0)
+    shaped_sum_S = None if off_policy_S is None else further.pop()
+    value_sum_S = further.pop() if further else None
     n_S = count_S.clamp(min=1.0)
     mean_log_ratio_S = log_ratio_sum_S / n_S
     if variant.sequence_ratio:
-        assert variant.token_term is not None
         own_N = mean_log_ratio_S.detach()[sequence_N] + _gradient_alone(log_ratio_N)
-        value_N, token_clipped = variant.token_term(
-            torch.where(live_N, own_N, 0.0), weighted_N, advantages_N, **objective.params
-        )
-        value_sum_S = sums(weighed(value_N))[0]
+        value_N, token_clipped = token_values(own_N)
+        value_sum_S = sums(value_N)[0]
     mean_S = mean_log_ratio_S if value_sum_S is None else value_sum_S / n_S
 
     if variant.sequence_term is None:
         loss_S, sequence_clipped = mean_S, None
     else:
         live_S = (advantages != 0) & (count_S > 0)
-        loss_S, sequence_clipped = variant.sequence_term(
-            torch.where(live_S, mean_S, 0.0), n_S, advantages, **objective.params
-        )
+        inputs = SequenceInputs(torch.where(live_S, mean_S, 0.0), n_S, advantages)
+        loss_S, sequence_clipped = apply_term(variant.sequence_term, inputs, objective.params)
         loss_S, sequence_clipped = torch.where(live_S, loss_S, 0.0), sequence_clipped & live_S
         if value_weights_N is not None:
             loss_S = loss_S * sums(value_weights_N.to(dtype))[0] / n_S
@@ -119,7 +125,11 @@ def _segment_loss(
 
 
 def weighted_value(
-    logprobs_N: Tensor, rows: LossRows, objective: Objective, importance_weights_N: Tensor
+    logprobs_N: Tensor,
+    rows: LossRows,
+    objective: Objective,
+    importance_weights_N: Tensor,
+    entropy_N: Tensor | None = None,
 ) -> Tensor:
     """Return the value of the loss with the importance weights of its tokens. No gradient goes through it.
 
@@ -130,10 +140,11 @@ def weighted_value(
     Args:
         logprobs_N: as in `LossStats`.
         importance_weights_N: [N] floats.
+        entropy_N: as in `LossStats`, for variants that read it.
     """
     with torch.no_grad():
         checked = rows.checked(len(logprobs_N), objective)
-        return _segment_loss(logprobs_N, checked, objective, importance_weights_N)[0]
+        return _segment_loss(logprobs_N, checked, objective, entropy_N, importance_weights_N)[0]
 
 
 def divisors(aggregation: str | float, counts_S: Tensor, weights_S: Tensor) -> Tensor:
@@ -147,15 +158,6 @@ def divisors(aggregation: str | float, counts_S: Tensor, weights_S: Tensor) -> T
         mean = (weights_S * counts_S).sum() / weights_S.sum()
         return torch.where(mean > 0, mean, 1.0).expand_as(counts_S)
     return torch.full_like(counts_S, float(aggregation))
-
-
-def sum_over_ranks(values: Tensor, group: Any) -> Tensor:
-    """Return the sum over the group; the gradient is that of this rank's own share. One all-reduce."""
-    if group is None or dist.get_world_size(group) == 1:
-        return values
-    total = values.detach().clone()
-    dist.all_reduce(total, group=group)
-    return total + (values - values.detach())  # exactly `total`, so equal on every rank
 
 
 def _scale_gradient(values_N: Tensor, weights_N: Tensor | None) -> Tensor:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatron_ibpo.loss.backend import choose_backend
@@ -10,6 +11,7 @@ from megatron_ibpo.loss.logprobs import packed_logprobs
 from megatron_ibpo.loss.objective import Objective
 from megatron_ibpo.loss.packed_rows import LossRows
 from megatron_ibpo.loss.segments import segment_loss
+from megatron_ibpo.loss.term_inputs import MORE, more_inputs
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ def packed_sequence_loss(
             cannot be used.
     """
     rows = rows.checked(len(logits_NV), objective)
-    backend = choose_backend(objective.backend, logits_NV.device, logits_NV.dtype, objective.name).name
+    backend = choose_backend(objective.backend, logits_NV.device, logits_NV.dtype).name
     logprobs_N, entropy_N = packed_logprobs(
         logits_NV,
         rows.targets_N,
@@ -69,10 +71,23 @@ def packed_sequence_loss(
         backend=backend,
     )
     assert entropy_N is not None
-    of_segments = segment_loss
     if backend == "triton" and rows.off_policy_S is None:  # the kernel has no shaped surrogate
         from megatron_ibpo.kernels.segment_loss import triton_segment_loss
 
-        of_segments = triton_segment_loss
-    loss, mean_log_ratio_S, clipped, kl_N = of_segments(logprobs_N, rows, objective)
+        others = more_inputs(rows, objective.variant.token_inputs, entropy_N, torch.float32)
+        loss, mean_log_ratio_S, clipped, kl_N = triton_segment_loss(logprobs_N, rows, objective, others)
+    else:
+        loss, mean_log_ratio_S, clipped, kl_N = segment_loss(logprobs_N, rows, objective, entropy_N)
     return loss, LossStats(logprobs_N.detach(), entropy_N, mean_log_ratio_S, clipped, kl_N)
+
+
+def check_terms(objective: Objective) -> None:
+    """Refuse an objective whose terms the kernels cannot compute. Takes about a second for a new variant.
+
+    Raises:
+        ValueError: with the line of the term and what can be computed.
+    """
+    from megatron_ibpo.kernels.segment_loss import traced_terms
+
+    names = objective.variant.token_inputs
+    traced_terms(objective, tuple(name for name in MORE if name in names))

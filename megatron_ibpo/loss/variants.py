@@ -2,11 +2,11 @@
 
 A variant says what one token, or one sequence, loses; everything else (log-probs, packing, masks, weights,
 KL penalty, aggregation, parallel layouts) is the same for all of them. Gradients come from autograd, and what
-is detached here has none. `kernels/variants.py` has the same terms for Triton, under the same names.
+is detached here has none; on GPUs `kernels/traced_terms.py` makes Triton code of the same functions.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 
 from megatron_ibpo.config import known_or_path, load_hook
+from megatron_ibpo.loss.term_inputs import SequenceInputs, Term, TokenInputs, input_names
 
 # exp(80) is the last power of ten below float32's largest: ratios beyond it are clipped anyway, and an
 # infinite one would turn a zero coefficient into NaN.
 MAX_LOG_RATIO = 80.0
-
-Term = Callable[..., tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -50,20 +49,18 @@ class Parameter:
 class Variant:
     """One or both terms, the parameters they take, and what the publication combines them with.
 
-    token_term(log_ratio_N, logprobs_N, advantages_N, **params) -> (value_N, clipped_N): log_ratio is
-        log π - log π_old of each response token, logprobs log π itself.
-    sequence_term(log_ratio_S, lengths_S, advantages_S, **params) -> (loss_S, clipped_S): log_ratio is the
-        mean over the sequence's `lengths` response tokens of log π - log π_old, or, if there is a token
-        term too, of its values.
+    token_term(*inputs, **params) -> (value_N, clipped_N), the inputs by their names in `TokenInputs`.
+    sequence_term(*inputs, **params) -> (loss_S, clipped_S), the inputs by their names in `SequenceInputs`.
 
     Without a sequence term the sequence's loss is the mean of its token values. Both terms must be finite
-    for log-ratios of any size, and 0 for an advantage of 0.
+    for log-ratios of any size, and 0 for an advantage of 0. They are elementwise: the kernels are made of
+    them (`kernels/traced_terms.py`), with the derivative by autograd.
     """
 
     token_term: Term | None = None
     sequence_term: Term | None = None
     params: Mapping[str, Parameter] = field(default_factory=dict)
-    """Parameters by name, in the order in which the Triton terms take them."""
+    """Parameters by name: keyword arguments of both terms."""
     aggregation: Literal["sequence-mean", "token-mean", "constant"] = "sequence-mean"
     """How token values become one loss, unless the caller says: see `Objective`."""
     sequence_ratio: bool = False
@@ -75,6 +72,14 @@ class Variant:
             raise ValueError("a variant needs a token_term, a sequence_term or both")
         if self.sequence_ratio and (self.token_term is None or self.sequence_term is not None):
             raise ValueError("sequence_ratio is for variants with a token_term alone")
+        if self.sequence_term is not None:
+            input_names(self.sequence_term, SequenceInputs)
+        _ = self.token_inputs  # refuses an unknown name
+
+    @property
+    def token_inputs(self) -> tuple[str, ...]:
+        """Names of what the token term reads; see `TokenInputs`."""
+        return () if self.token_term is None else input_names(self.token_term, TokenInputs)
 
     @property
     def takes_token_advantages(self) -> bool:
@@ -114,7 +119,7 @@ def _ratio(log_ratio: Tensor) -> Tensor:
 
 
 def clipped_surrogate(
-    log_ratio: Tensor, _: Tensor, advantages: Tensor, *, eps_low: float, eps_high: float
+    log_ratio: Tensor, advantages: Tensor, *, eps_low: float, eps_high: float
 ) -> tuple[Tensor, Tensor]:
     """-min(s·A, clip(s, 1-ε_low, 1+ε_high)·A) with s = exp(log_ratio).
 
@@ -128,10 +133,10 @@ def clipped_surrogate(
 
 
 def dual_clip(
-    log_ratio: Tensor, _: Tensor, advantages: Tensor, *, eps_low: float, eps_high: float, bound: float
+    log_ratio: Tensor, advantages: Tensor, *, eps_low: float, eps_high: float, bound: float
 ) -> tuple[Tensor, Tensor]:
     """The clipped surrogate, and for A < 0 at most bound·|A| (arXiv 1912.09729)."""
-    loss, clipped = clipped_surrogate(log_ratio, _, advantages, eps_low=eps_low, eps_high=eps_high)
+    loss, clipped = clipped_surrogate(log_ratio, advantages, eps_low=eps_low, eps_high=eps_high)
     ceiling = -bound * advantages
     beyond = (advantages < 0) & (loss > ceiling)
     return torch.where(beyond, ceiling, loss), clipped | beyond
@@ -148,18 +153,16 @@ def cispo(
     return torch.where(bounded == 0, 0.0, -bounded * advantages * logprobs), bounded != ratio
 
 
-def sapo(
-    log_ratio: Tensor, _: Tensor, advantages: Tensor, *, tau_pos: float, tau_neg: float
-) -> tuple[Tensor, Tensor]:
+def sapo(log_ratio: Tensor, advantages: Tensor, *, tau_pos: float, tau_neg: float) -> tuple[Tensor, Tensor]:
     """-(4/τ)·sigmoid(τ(r - 1))·A, a soft gate in place of the clip, with a τ for each sign of A
     (arXiv 2511.20347)."""
-    tau = torch.full_like(advantages, tau_pos).where(advantages > 0, tau_neg)
+    tau = torch.where(advantages > 0, tau_pos, tau_neg * torch.ones_like(advantages))
     gate = torch.sigmoid(tau * (_ratio(log_ratio) - 1.0)) * 4.0 / tau
     return -gate * advantages, torch.zeros_like(gate, dtype=torch.bool)
 
 
 def gmpo_token(
-    log_ratio: Tensor, _: Tensor, advantages: Tensor, *, eps_low: float, eps_high: float
+    log_ratio: Tensor, advantages: Tensor, *, eps_low: float, eps_high: float
 ) -> tuple[Tensor, Tensor]:
     """The token's log-ratio, cut at ε_high for A > 0 and at -ε_low for A < 0 (arXiv 2507.20673)."""
     cut = torch.where(advantages > 0, log_ratio.clamp(max=eps_high), log_ratio.clamp(min=-eps_low))
@@ -167,7 +170,7 @@ def gmpo_token(
 
 
 def gmpo_sequence(
-    log_ratio: Tensor, _: Tensor, advantages: Tensor, *, eps_low: float, eps_high: float
+    log_ratio: Tensor, advantages: Tensor, *, eps_low: float, eps_high: float
 ) -> tuple[Tensor, Tensor]:
     """-A times the geometric mean of the tokens' cut ratios."""
     loss = -_ratio(log_ratio) * advantages

@@ -5,7 +5,14 @@ from collections.abc import Iterable
 import torch
 
 from megatron_ibpo.config import Config, LossConfig, named_values
-from megatron_ibpo.loss import ChosenBackend, Objective, choose_backend, make_objective, resolve_variant
+from megatron_ibpo.loss import (
+    ChosenBackend,
+    Objective,
+    check_terms,
+    choose_backend,
+    make_objective,
+    resolve_variant,
+)
 
 
 def run_objective(config: Config, divisor: str | float, backend: ChosenBackend) -> Objective:
@@ -30,7 +37,7 @@ def run_objective(config: Config, divisor: str | float, backend: ChosenBackend) 
 
 def gspo_objective(config: Config, device: torch.device) -> Objective:
     """Return GSPO as published, whatever the run trains with: the gradient meter compares with it."""
-    backend = choose_backend(config.loss.loss_backend, device, _logits_dtype(config), "gspo")
+    backend = choose_backend(config.loss.loss_backend, device, _logits_dtype(config))
     return make_objective("gspo", backend=backend.name)
 
 
@@ -100,11 +107,19 @@ def backend_in_use(config: Config, device: torch.device) -> ChosenBackend:
     """Return the back end that computes the loss on this device.
 
     Raises:
-        ValueError: an unknown variant, or --loss-backend triton where the kernels cannot be used.
+        ValueError: an unknown variant; one that the kernels cannot compute, where they would be used; or
+            --loss-backend triton where they cannot be used.
     """
     loss = config.loss
-    resolve_variant(loss.loss_variant)  # importing a user's module registers its kernels
-    return choose_backend(loss.loss_backend, device, _logits_dtype(config), loss.loss_variant)
+    chosen = choose_backend(loss.loss_backend, device, _logits_dtype(config))
+    if chosen.name == "triton" and not loss.fuse_lm_head:  # the fused head takes terms in torch
+        try:
+            check_terms(run_objective(config, 1.0, chosen))
+        except ValueError as error:
+            raise ValueError(
+                f"--loss-variant {loss.loss_variant}: {error}. --loss-backend torch needs no kernels"
+            ) from error
+    return chosen
 
 
 def _logits_dtype(config: Config) -> torch.dtype:

@@ -242,6 +242,7 @@ def lay_out(
     mask_N = per_row(arrays.loss_mask_R)
     assert mask_N is not None
     token_advantages_N = per_row(arrays.token_advantages_R)
+    rollout_logprobs_N = per_row(arrays.rollout_logprobs_R)
     both = arrays.returns_R is not None and arrays.values_R is not None
     is_trained_R = is_own_R & arrays.loss_mask_R
     loss_rows = own_rows_R[is_trained_R]
@@ -269,6 +270,7 @@ def lay_out(
             ),
             old_logprobs_N=per_row(arrays.old_logprobs_R),
             ref_logprobs_N=per_row(arrays.ref_logprobs_R),
+            rollout_logprobs_N=rollout_logprobs_N,
             token_weights_N=per_row(arrays.token_weights_R),
             sequence_weights_S=sequences(arrays.weights_S, 0.0),
             off_policy_S=off_policy_S,
@@ -276,7 +278,7 @@ def lay_out(
             cp_group=context.group,
             index=index,
         ),
-        rollout_logprobs_N=per_row(arrays.rollout_logprobs_R),
+        rollout_logprobs_N=rollout_logprobs_N,
         importance_weights_N=per_row(arrays.importance_weights_R),
         returns_N=per_row(arrays.returns_R) if both else None,
         values_N=per_row(arrays.values_R) if both else None,

@@ -307,7 +307,7 @@ class Trainer:
         reported = loss
         if batch.importance_weights_N is not None:
             weights_N = batch.importance_weights_N
-            reported = weighted_value(stats.logprobs_N, batch.rows, objective, weights_N)
+            reported = weighted_value(stats.logprobs_N, batch.rows, objective, weights_N, stats.entropy_N)
         return loss * scale, _observed(batch, reported, stats, trainer_N)
 
     def _logprob_output(self, batch: PackedBatch, output: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ LOG_RATIOS = torch.tensor([-0.6, -0.1, 0.1, 0.6])
 
 
 def test_the_kernels_are_what_auto_chooses(device):
-    chosen = choose_backend("auto", torch.device(device), torch.bfloat16, "gspo")
+    chosen = choose_backend("auto", torch.device(device), torch.bfloat16)
     assert chosen.name == "triton"
 
 

@@ -1,4 +1,4 @@
-"""The worked example of a new loss variant in docs/loss_variants.md does what it says, as written."""
+"""The worked examples of docs/loss_variants.md do what they say, as written."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import sys
 import pytest
 import torch
 
-from megatron_ibpo.kernels.variants import KERNEL_TERMS
 from megatron_ibpo.loss import packed_logprobs, resolve_variant
 from support import kernel_cases as cases
 from support.loss_calls import loss_of_logits
@@ -20,39 +19,65 @@ PAGE = ROOT / "docs/loss_variants.md"
 
 
 @pytest.fixture
-def spo(tmp_path, monkeypatch):
-    section = PAGE.read_text().split("\n## Add a loss variant\n")[1].split("\n## ")[0]
-    torch_part, kernel_part = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
-    (tmp_path / "spo.py").write_text(torch_part + kernel_part)  # Triton reads the source of its functions
+def examples(tmp_path, monkeypatch):
+    """Write the two variants of the page into one file; return the third example as it stands."""
+    spo, undecided, step = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    (tmp_path / "spo.py").write_text(spo + undecided)
     monkeypatch.syspath_prepend(tmp_path)
-    before = set(KERNEL_TERMS)
+    yield step
+    sys.modules.pop("spo", None)
+
+
+@pytest.mark.parametrize("name", ["spo:SPO", "spo:UNDECIDED"])
+def test_the_kernel_equals_the_torch_lines(examples, name):
+    cases.check_variant("cpu", name)
+    cases.check_overflow_without_advantage("cpu", name)
+
+
+def test_the_derivatives_are_right(examples):
     assert resolve_variant("spo:SPO")[1] == {"eps": 0.2}
-    assert set(KERNEL_TERMS) - before == {"spo:SPO"}
-    yield "spo:SPO"
-    del KERNEL_TERMS["spo:SPO"], sys.modules["spo"]
-
-
-def test_the_kernel_equals_the_torch_lines(spo):
-    cases.check_variant("cpu", spo)
-    cases.check_overflow_without_advantage("cpu", spo)
-
-
-def test_the_derivatives_are_right(spo):
     batch = cases.make_batch("cpu", lengths=(3, 2), vocab=7)
     logits = batch["logits_NV"].double()
     batch["old_logprobs_N"] = packed_logprobs(logits, batch["targets_N"])[0] + 0.1
 
     def loss(logits):
-        return loss_of_logits(**{**batch, "logits_NV": logits}, variant=spo)[0]
+        return loss_of_logits(**{**batch, "logits_NV": logits}, variant="spo:SPO")[0]
 
     assert torch.autograd.gradcheck(loss, logits.requires_grad_())
-    cases.check_finite_differences("cpu", spo)
+    cases.check_finite_differences("cpu", "spo:SPO")
 
 
-def test_without_its_kernel_a_variant_says_so(spo):
-    terms = KERNEL_TERMS.pop(spo)
-    try:
-        with pytest.raises(ValueError, match="'spo:SPO' has no terms in kernels/variants"):
-            cases.run(cases.make_batch("cpu"), variant=spo, backend="triton")
-    finally:
-        KERNEL_TERMS[spo] = terms
+def test_ten_steps_in_torch_and_by_the_kernels_lead_to_the_same_weights(examples):
+    weights = {}
+    for backend in ("torch", "triton"):
+        batch = cases.make_batch("cpu", lengths=(5, 9, 3), vocab=61)
+        weight = batch["logits_NV"].clone().requires_grad_()
+        optimizer = torch.optim.SGD([weight], lr=0.5)
+        for _ in range(10):
+            loss, _ = loss_of_logits(
+                **{**batch, "logits_NV": weight * 1}, variant="spo:UNDECIDED", backend=backend
+            )
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        weights[backend] = weight.detach()
+    assert (weights["torch"] - batch["logits_NV"]).abs().max() > 1e-2
+    torch.testing.assert_close(weights["triton"], weights["torch"], atol=1e-5, rtol=0)
+
+
+def test_the_loss_trains_a_model_of_transformers(examples):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.Qwen3Config(vocab_size=50, num_key_value_heads=1, head_dim=16, **shape)
+    model = transformers.Qwen3ForCausalLM(config)
+    names = {}
+    exec(compile(examples, str(PAGE), "exec"), names)
+    ids = torch.randint(50, (1, 12))
+    mask = torch.tensor([0, 0, 1, 1, 1, 0, 0, 1, 1, 1, 1, 0.0])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    given = (ids, torch.tensor([0, 6, 12], dtype=torch.int32), mask, torch.tensor([1.0, -1.0]))
+    seen = [names["train_step"](model, optimizer, *given)[1].detach() for _ in range(5)]
+    good, bad = slice(2, 5), slice(7, 11)
+    assert seen[-1][good].mean() > seen[0][good].mean() + 0.1
+    assert seen[-1][bad].mean() < seen[0][bad].mean() - 0.1

@@ -86,7 +86,8 @@ def test_the_worked_example_of_coefficients():
     known = RowCoefficients(rows, objective, rows_R, torch.float64)
     seen = []
     for step in schedule(rows, rows_R, known.ends, 2):
-        known.see(step, torch.zeros(step.stop - step.start, dtype=torch.float64))
+        zeros = torch.zeros(step.stop - step.start, dtype=torch.float64)
+        known.see(step, zeros, zeros)
         seen.append(known.of_chunk(step))
     assert [found.final_C.tolist() for found in seen] == [
         [],

@@ -24,8 +24,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from megatron_ibpo.kernels import logits_gradient, row_statistics, segment_loss
-from megatron_ibpo.kernels.variants import KERNEL_TERMS, KL_TERMS
-from megatron_ibpo.loss import VARIANTS
+from megatron_ibpo.loss import VARIANTS, make_objective
+from megatron_ibpo.loss.objective import KL_ESTIMATORS
 from support.paths import ROOT
 
 RECORD = ROOT / "tools/results/compiled_kernels.json"
@@ -48,8 +48,8 @@ def compile_kernel(
         if name in constants:
             signature[name] = "constexpr"
             fixed[(place,)] = constants[name]
-        elif name == "parameters":
-            signature[name] = ("fp32",) * params
+        elif name in ("parameters", "others"):
+            signature[name] = ("fp32",) * params if name == "parameters" else ()
         else:
             default = "*fp32" if name.endswith("_ptr") else "i32"
             signature[name] = types.get(name, TYPES.get(name, default))
@@ -120,23 +120,24 @@ def cases() -> Iterator[tuple[str, Any, int, dict[str, Any], dict[str, str], int
     yield "combine", row_statistics.combine_kernel, 4, combine, {}, 0
     for variant in VARIANTS:
         yield from segment_cases(variant, None)
-    for kl in KL_TERMS:
+    for kl in KL_ESTIMATORS:
         yield from segment_cases("gspo", kl)
         yield from segment_cases("grpo", kl)
 
 
 def segment_cases(variant: str, kl: str | None) -> Iterator[tuple[str, Any, int, dict, dict, int]]:
-    terms, registered = KERNEL_TERMS[variant], VARIANTS[variant]
+    registered = VARIANTS[variant]
+    terms = segment_loss.traced_terms(make_objective(variant, aggregation=1.0, kl=kl or "k3"), ())
     name = variant if kl is None else f"{variant}+{kl}"
     warps, params = segment_loss.NUM_WARPS, len(registered.params)
     tokens = {
-        "TOKEN_TERM": terms.token_term,
-        "KL": KL_TERMS.get(kl),
+        "TOKEN_TERM": terms.token,
+        "KL": terms.kl if kl else None,
         "ADVANTAGE_PER_TOKEN": False,
         "BLOCK": segment_loss.BLOCK,
     }
     without = {"token_weights_ptr": None} | ({} if kl else {"ref_ptr": None, "kl_ptr": None})
-    if terms.token_term is None:
+    if terms.token is None:
         without["clipped_ptr"] = None
     sums = {**tokens, **without}
     if not registered.sequence_ratio:
@@ -144,8 +145,8 @@ def segment_cases(variant: str, kl: str | None) -> Iterator[tuple[str, Any, int,
     yield f"segment_sums {name}", segment_loss.segment_sums_kernel, warps, sums, {}, params
     for number, aggregation in enumerate(("sequence-mean", "token-mean", "constant")):
         constants = {
-            "SEQUENCE_TERM": terms.sequence_term,
-            "HAS_TOKEN_TERM": terms.token_term is not None,
+            "SEQUENCE_TERM": terms.sequence,
+            "HAS_TOKEN_TERM": terms.token is not None,
             "AGGREGATION": number,
             "BLOCK": segment_loss.BLOCK_S,
         }
@@ -159,7 +160,8 @@ def segment_cases(variant: str, kl: str | None) -> Iterator[tuple[str, Any, int,
 def sources_hash() -> str:
     """Return a hash of what the compiled kernels depend on: their sources, this file and Triton's version."""
     kernels = sorted((ROOT / "kernels").glob("*.py"))
-    files = [*kernels, ROOT / "megatron_ibpo/loss/variants.py", Path(__file__)]
+    terms = [ROOT / "megatron_ibpo/loss" / name for name in ("variants.py", "objective.py")]
+    files = [*kernels, *terms, Path(__file__)]
     read = b"".join(file.read_bytes() for file in files)
     return hashlib.sha256(read + triton.__version__.encode()).hexdigest()
 
@@ -171,7 +173,7 @@ def compile_all(capability: int) -> Iterator[dict[str, Any]]:
         fixed = {key: value for key, value in constants.items() if key in kernel.arg_names}
         same = (
             id(kernel),
-            *((k, getattr(v, "__name__", v)) for k, v in fixed.items()),
+            *((k, getattr(v, "__module__", v)) for k, v in fixed.items()),
             *types.items(),
             params,
         )

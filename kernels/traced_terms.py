@@ -1,0 +1,393 @@
+"""A loss term written in torch, as a Triton function with its derivative.
+
+`torch.func.vjp` of the term is traced into a graph of elementwise operators and written out as Triton source,
+into a file of Triton's cache directory, so that profilers and errors show it. One torch function is thus the
+only definition of a term; nobody differentiates by hand. Second derivatives are not made.
+"""
+
+import functools
+import hashlib
+import importlib.util
+import inspect
+import math
+import operator
+import os
+import re
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor, fx
+from torch._decomp import core_aten_decompositions
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["MOVED_BY_LOGPROB", "TermError", "traced_source", "traced_term"]
+
+aten = torch.ops.aten
+
+BINARY = {
+    aten.mul: "{} * {}", aten.add: "{} + {}", aten.sub: "{} - {}", aten.div: "{} / {}",
+    aten.rsub: "{1} - {0}",
+    aten.lt: "{} < {}", aten.gt: "{} > {}", aten.le: "{} <= {}", aten.ge: "{} >= {}",
+    aten.eq: "{} == {}", aten.ne: "{} != {}",
+    aten.logical_and: "{} & {}", aten.logical_or: "{} | {}", aten.logical_xor: "{} ^ {}",
+    aten.bitwise_and: "{} & {}", aten.bitwise_or: "{} | {}", aten.bitwise_xor: "{} ^ {}",
+    aten.minimum: "tl.minimum({}, {})", aten.maximum: "tl.maximum({}, {})",
+    aten.fmin: "tl.minimum({}, {})", aten.fmax: "tl.maximum({}, {})",
+    operator.mul: "{} * {}", operator.add: "{} + {}", operator.sub: "{} - {}", operator.truediv: "{} / {}",
+}  # fmt: skip
+UNARY = {
+    aten.exp: "tl.exp({})", aten.exp2: "tl.exp2({})", aten.log: "tl.log({})", aten.log2: "tl.log2({})",
+    aten.sqrt: "tl.sqrt({})", aten.rsqrt: "1.0 / tl.sqrt({})", aten.reciprocal: "1.0 / {}", aten.neg: "-{}",
+    aten.abs: "tl.abs({})", aten.sin: "tl.sin({})", aten.cos: "tl.cos({})", aten.erf: "tl.erf({})",
+    aten.sigmoid: "tl.sigmoid({})", aten.tanh: "tanh_of({})", aten.expm1: "expm1_of({})",
+    aten.log1p: "log1p_of({})",
+    aten.sign: "sign_of({})", aten.sgn: "sign_of({})", aten.relu: "tl.maximum({}, 0.0)",
+    aten.logical_not: "{} == 0", aten.bitwise_not: "~{}", aten.isnan: "{0} != {0}",
+    aten.isinf: "tl.abs({}) == float('inf')",
+    **dict.fromkeys(
+        (
+            aten.detach, aten.detach_copy, aten.alias, aten.alias_copy, aten.clone, aten.lift_fresh_copy,
+            aten.view, aten.view_copy, aten.expand, aten.expand_copy,
+        ),
+        "{}",
+    ),
+}  # fmt: skip
+CREATED = {aten.full_like: 1, aten.full: 1, aten.scalar_tensor: 0, aten.new_full: 2}
+"""Operators that make a tensor of one number, and the argument that is the number."""
+OTHERS = (aten.where, aten.masked_fill, aten.clamp, aten.pow, aten._to_copy)
+NEUTRAL = {aten.mul: "(1.0)", aten.add: "(0.0)", operator.mul: "(1.0)", operator.add: "(0.0)"}
+LARGEST_POWER = 8
+"""Integer powers up to this are written out as products."""
+
+RESERVED = ("tl", "triton", "term", "zero", "others", "row", "kept", "parameters")
+"""Names of the written function's own."""
+MOVED_BY_LOGPROB = ("log_ratio", "logprobs", "gap")
+"""Inputs that change one for one with the policy's log-prob."""
+
+PREAMBLE = '''"""{title}, traced; made anew where its file is missing."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def sign_of(x):
+    return tl.where(x > 0, 1.0, tl.where(x < 0, -1.0, 0.0))
+
+
+@triton.jit
+def log1p_of(x):  # Kahan's: the rounding of 1 + x cancels
+    u = 1.0 + x
+    return tl.where(u == 1.0, x, tl.where(x == float("inf"), x, tl.log(u) * (x / (u - 1.0))))
+
+
+@triton.jit
+def expm1_of(x):  # Kahan's
+    u = tl.exp(x)
+    near = tl.abs(x) < 1.0
+    return tl.where(u == 1.0, x, tl.where(near, (u - 1.0) * (x / tl.log(tl.where(near, u, 2.0))), u - 1.0))
+
+
+@triton.jit
+def tanh_of(x):
+    t = expm1_of(-2.0 * tl.abs(x))
+    return sign_of(x) * (-t / (t + 2.0))
+
+
+'''
+
+
+class TermError(ValueError):
+    """A term that cannot be written in Triton; the message names its line and what can be."""
+
+
+def traced_term(
+    term: Callable[..., Any], given: Sequence[str], others: Sequence[str], parameters: Mapping[str, float]
+) -> Any:
+    """Return the `@triton.jit` function of a term: f(*given, others, row, kept, parameters).
+
+    It takes the given inputs, fp32 tensors of one shape, and loads the others, whose pointers are in a tuple,
+    at the rows that are kept. It returns (value, derivative, clipped), or without `clipped` if the term
+    returns its value alone. The derivative is that by the policy's log-prob: by those inputs of
+    `MOVED_BY_LOGPROB` that the term reads.
+
+    Parameters are read at run time, so that other values compile nothing. A term that needs them as numbers
+    of Python (`if eps > 0`, `math.log(eps)`) is traced with their present values, and again for others.
+
+    Args:
+        term: a function of torch tensors, term(*inputs, **parameters) -> (value, clipped) or value, whose
+            positional arguments are named as inputs.
+        given: names of the inputs that the function takes.
+        others: names of the inputs that it loads, in the order of their pointers.
+        parameters: its keyword arguments, in the order in which they are passed.
+
+    Raises:
+        TermError: an operator that is not elementwise or not in the tables above, a value of Python that
+            depends on data, or a random number.
+    """
+    key = (term, tuple(given), tuple(others), tuple(parameters.items()))
+    return _load(getattr(term, "__name__", "term"), _source(*key)).term
+
+
+def traced_source(
+    term: Callable[..., Any], given: Sequence[str], others: Sequence[str], parameters: Mapping[str, float]
+) -> str:
+    """Return the source of `traced_term`. Raises as it does."""
+    return _source(term, tuple(given), tuple(others), tuple(parameters.items()))
+
+
+@functools.lru_cache(maxsize=256)
+def _source(
+    term: Callable[..., Any],
+    given: tuple[str, ...],
+    others: tuple[str, ...],
+    parameters: tuple[tuple[str, float], ...],
+) -> str:
+    inputs = _input_names(term)
+    if reserved := [name for name in (*inputs, *dict(parameters)) if name in RESERVED]:
+        raise TermError(f"{_place(term)}: the name {reserved[0]} is the kernels' own; take another one")
+    if unknown := [name for name in inputs if name not in (*given, *others)]:
+        raise TermError(
+            f"{_place(term)}: no input {', '.join(unknown)}; there are {', '.join((*given, *others))}"
+        )
+    try:
+        body = _body(term, inputs, {name: torch.tensor(value) for name, value in parameters})
+    except _ParameterNeeded:
+        body = _body(term, inputs, dict(parameters))
+    loads = [
+        f"{name} = tl.load(others[{place}] + row, mask=kept, other=0.0)"
+        for place, name in enumerate(others)
+        if name in inputs
+    ]
+    numbers = [f"{name} = parameters[{place}]" for place, (name, _) in enumerate(parameters) if name in body]
+    lines = "\n    ".join([f"zero = tl.zeros_like({given[0]})", *loads, *numbers, body])
+    head = PREAMBLE.format(title=f"{getattr(term, '__module__', '')}.{getattr(term, '__name__', 'term')}")
+    original = "".join(f"# {line}".rstrip() + "\n" for line in _source_lines(term))
+    signature = f"term({', '.join(given)}, others, row, kept, parameters)"
+    return f"{head}{original}@triton.jit\ndef {signature}:\n    {lines}\n"
+
+
+def _input_names(term: Callable[..., Any]) -> tuple[str, ...]:
+    """Return the names of a term's positional arguments: the inputs that it reads."""
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return tuple(n for n, p in inspect.signature(term).parameters.items() if p.kind in positional)
+
+
+def _load(name: str, source: str) -> ModuleType:
+    """Import the source from a file, which Triton, profilers and tracebacks read."""
+    title = f"{name.strip('<>_')}_{hashlib.sha256(source.encode()).hexdigest()[:12]}"
+    if (known := sys.modules.get(f"loss_terms.{title}")) is not None:
+        return known
+    path = Path(triton.knobs.cache.dir, "loss_terms", f"{title}.py")
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, new = tempfile.mkstemp(dir=path.parent, prefix=title)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(source)
+        os.replace(new, path)  # other ranks may write the same
+    spec = importlib.util.spec_from_file_location(f"loss_terms.{title}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    sys.modules[spec.name] = module
+    return module
+
+
+class _ParameterNeeded(Exception):
+    """The term reads the value of a parameter as a number of Python."""
+
+
+def _graph(term: Callable[..., Any], inputs: tuple[str, ...], parameters: Mapping[str, Any]) -> fx.Graph:
+    """Trace value, derivative and clip. Parameters that are tensors become arguments, numbers are kept."""
+    moving = [place for place, name in enumerate(inputs) if name in MOVED_BY_LOGPROB]
+    if not moving:
+        raise TermError(
+            f"{_place(term)}: the term reads none of {', '.join(MOVED_BY_LOGPROB)}: it has no gradient"
+        )
+    named = [name for name, value in parameters.items() if isinstance(value, Tensor)]
+
+    def value_and_slope(*arguments: Tensor) -> tuple[Tensor, ...]:
+        fixed, numbers = (
+            list(arguments[: len(inputs)]),
+            dict(zip(named, arguments[len(inputs) :], strict=True)),
+        )
+        clips = True
+
+        def moved(*tensors: Tensor) -> tuple[Tensor, Any]:
+            nonlocal clips
+            for place, tensor in zip(moving, tensors, strict=True):
+                fixed[place] = tensor
+            found = term(*fixed, **{**parameters, **numbers})
+            clips = isinstance(found, tuple)
+            return found if clips else (found, found.detach())
+
+        value, pull, clipped = torch.func.vjp(moved, *(fixed[place] for place in moving), has_aux=True)
+        slope = functools.reduce(operator.add, pull(torch.ones_like(value)))
+        return (value, slope, clipped) if clips else (value, slope)
+
+    traced = make_fx(
+        torch.func.functionalize(value_and_slope, remove="mutations_and_views"),
+        decomposition_table=core_aten_decompositions(),
+        tracing_mode="fake",
+    )
+    try:
+        graph = traced(*(torch.ones(3) for _ in inputs), *(parameters[name] for name in named)).graph
+    except Exception as error:  # of torch's tracing, or of the user's function under it
+        if named:
+            raise _ParameterNeeded from error
+        reason = str(error).strip().partition("\n")[0][:200]
+        raise TermError(
+            f"{_place(term)}: the term cannot be traced ({type(error).__name__}: {reason})"
+        ) from error
+    graph.eliminate_dead_code()
+    if named and any(node.target is aten._local_scalar_dense.default for node in graph.nodes):
+        raise _ParameterNeeded
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    for node, name in zip(placeholders, (*inputs, *named), strict=True):
+        node.name = name
+    return graph
+
+
+def _body(term: Callable[..., Any], inputs: tuple[str, ...], parameters: Mapping[str, Any]) -> str:
+    """Return the statements of the traced term. Constants are folded, and nothing is computed twice."""
+    graph = _graph(term, inputs, parameters)
+    taken = {*RESERVED, *inputs, *parameters}
+    names: dict[fx.Node, str] = {}
+    known: dict[str, str] = {}
+    lines: list[str] = []
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            names[node] = node.name
+            continue
+        if node.op == "output":
+            results = [_operand(value, names) for value in node.args[0]]
+            results = [f"zero + {result}" if result.startswith("(") else result for result in results]
+            lines.append(f"return {', '.join(results)}")
+            continue
+        try:
+            text = _expression(node, names)
+        except NotImplementedError:
+            place = _line_of(term, inputs, parameters, node.target)
+            raise TermError(
+                f"{place}: Triton code cannot be made of {node.target}; there are {', '.join(_operators())}"
+            ) from None
+        if (constant := _constant(text)) is not None:
+            names[node] = constant
+        elif text.isidentifier():
+            names[node] = text
+        elif text in known:
+            names[node] = known[text]
+        else:
+            names[node] = known[text] = f"{node.name}_" if node.name in taken else node.name
+            lines.append(f"{names[node]} = {text}")
+    return "\n    ".join(lines)
+
+
+def _constant(text: str) -> str | None:
+    """Return the number that an expression of numbers alone is, as an operand."""
+    if not re.fullmatch(r"[-+*/() .\de]+", text):
+        return None
+    return f"({float(eval(text))!r})"  # digits and operators, nothing else
+
+
+def _expression(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
+    """Return the node's operator applied to its operands, as Triton says it."""
+    target, arguments = getattr(node.target, "overloadpacket", node.target), node.args
+
+    def said(value: Any) -> str:
+        return _operand(value, names)
+
+    if node.kwargs.get("alpha", 1) != 1:
+        raise NotImplementedError
+    if target in BINARY:
+        left, right = (said(value) for value in arguments[:2])
+        neutral = NEUTRAL.get(target)
+        if neutral in (left, right):
+            return left if right == neutral else right
+        return BINARY[target].format(left, right)
+    if target in UNARY:
+        return UNARY[target].format(said(arguments[0]))
+    if target in CREATED:
+        number = said(arguments[CREATED[target]])
+        return f"zero != {number}" if node.meta["val"].dtype == torch.bool else number
+    if target is aten._to_copy:
+        is_bool = node.meta["val"].dtype == torch.bool
+        return f"{said(arguments[0])} != 0" if is_bool else f"{said(arguments[0])} + zero"
+    if target is aten.where:
+        return f"tl.where({', '.join(said(value) for value in arguments)})"
+    if target is aten.masked_fill:
+        value, mask, filling = (said(value) for value in arguments)
+        return f"tl.where({mask}, {filling}, {value})"
+    if target is aten.clamp:
+        value, low, high = (*arguments, None, None)[:3]
+        text = said(value)
+        text = text if low is None else f"tl.maximum({text}, {said(low)})"
+        return text if high is None else f"tl.minimum({text}, {said(high)})"
+    if target is aten.pow and isinstance(arguments[1], int | float):
+        return _power(said(arguments[0]), float(arguments[1]))
+    raise NotImplementedError
+
+
+def _power(base: str, exponent: float) -> str:
+    if exponent == 0.5:
+        return f"tl.sqrt({base})"
+    whole = abs(exponent)
+    if whole != int(whole) or whole > LARGEST_POWER:
+        raise NotImplementedError
+    product = " * ".join([base] * int(whole)) or "(1.0)"
+    return product if exponent >= 0 else f"1.0 / ({product})"
+
+
+def _operand(value: Any, names: Mapping[fx.Node, str]) -> str:
+    if isinstance(value, fx.Node):
+        return names[value]
+    if isinstance(value, bool | int | float):
+        number = float(value)
+        return f"({number!r})" if math.isfinite(number) else f"float('{number}')"
+    raise NotImplementedError
+
+
+def _operators() -> list[str]:
+    packets = (*BINARY, *UNARY, *CREATED, *OTHERS)
+    return sorted(
+        {str(packet).removeprefix("aten.") for packet in packets if str(packet).startswith("aten.")}
+    )
+
+
+def _line_of(
+    term: Callable[..., Any], inputs: tuple[str, ...], parameters: Mapping[str, Any], wanted: Any
+) -> str:
+    """Return file and line of the term that calls an operator, or where the term begins."""
+    file, found = _place(term).partition(", line ")[0], []
+
+    class Lines(TorchDispatchMode):
+        def __torch_dispatch__(self, operator_called, types, args=(), kwargs=None):
+            if operator_called == wanted:
+                found.extend(frame for frame in traceback.extract_stack() if frame.filename == file)
+            return operator_called(*args, **(kwargs or {}))
+
+    with Lines(), suppress(Exception):  # it is run for its lines only
+        term(*(torch.ones(3) for _ in inputs), **parameters)
+    return f"{file}, line {found[-1].lineno}: {found[-1].line}" if found else _place(term)
+
+
+def _place(term: Callable[..., Any]) -> str:
+    code = getattr(term, "__code__", None)
+    return f"{code.co_filename}, line {code.co_firstlineno}" if code else repr(term)
+
+
+def _source_lines(term: Callable[..., Any]) -> list[str]:
+    try:
+        return inspect.getsource(term).splitlines()
+    except (OSError, TypeError):  # of a function that was typed in, or is no function of Python
+        return []

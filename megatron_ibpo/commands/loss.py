@@ -1,0 +1,158 @@
+"""Look at a loss variant: its terms in torch and in Triton, a check of its gradient, and a picture.
+
+bash tools/ibpo.sh loss gspo
+bash tools/ibpo.sh loss my_file:VARIANT --loss-param eps=0.1 --save variant.png
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import tyro
+from torch import Tensor
+
+from megatron_ibpo.basics.entry_point import command
+from megatron_ibpo.config import named_values
+from megatron_ibpo.loss import Variant, choose_backend, resolve_variant
+from megatron_ibpo.loss.term_inputs import MORE, SequenceInputs, Term, TokenInputs, apply_term
+
+EXAMPLE = {
+    "lengths": 100.0,
+    "positions": 50.0,
+    "entropy": 1.0,
+    "ref_logprobs": -1.2,
+    "rollout_logprobs": -1.0,
+    "logprobs": -1.0,
+}
+"""What a term sees beside log-ratio and advantage, in the picture and the check."""
+POINTS = 2001
+GRADIENT_BOUND = 1e-5
+
+
+@dataclass
+class Arguments:
+    variant: tyro.conf.Positional[str]
+    """Name of a loss variant, or package.module:VARIANT."""
+    loss_param: tuple[str, ...] = ()
+    """Values of its parameters, as name=value."""
+    save: Path | None = None
+    """Write the picture to this file (.png, .svg or .pdf)."""
+    width: float = 2.0
+    """Half of the picture's range of log-ratios; for GSPO's narrow clip try 0.002."""
+
+
+@command
+def main(argv: list[str] | None = None) -> int:
+    """Show one variant. Return 1 if its gradient is wrong."""
+    arguments = tyro.cli(Arguments, args=argv, description=__doc__)
+    given = {name: float(value) for name, value in named_values(arguments.loss_param).items()}
+    variant, params = resolve_variant(arguments.variant, given)
+    terms = {"token": variant.token_term, "sequence": variant.sequence_term}
+    print(f"{arguments.variant}: {', '.join(f'{name}={value:g}' for name, value in params.items())}")
+    right = True
+    for kind, term in terms.items():
+        if term is None:
+            continue
+        print(f"\n# the {kind} term in torch\n{inspect.getsource(term)}")
+        print(f"# the {kind} term in Triton\n{triton_source(kind, term, variant, params)}")
+        right &= check_gradient(kind, term, params)
+    for device in ("cuda", "cpu"):
+        print(f"on {device}: {choose_backend('auto', torch.device(device), torch.bfloat16)}")
+    if arguments.save is not None:
+        draw(arguments.variant, terms, params, arguments.width, arguments.save)
+        print(f"picture: {arguments.save}")
+    return 0 if right else 1
+
+
+def triton_source(kind: str, term: Term, variant: Variant, params: Mapping[str, float]) -> str:
+    """Return the traced function's source, or why there is none."""
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed here\n"
+    from megatron_ibpo.kernels.segment_loss import GIVEN, SEQUENCE_GIVEN
+    from megatron_ibpo.kernels.traced_terms import TermError, traced_source
+
+    given = GIVEN if kind == "token" else SEQUENCE_GIVEN
+    others = tuple(name for name in MORE if kind == "token" and name in variant.token_inputs)
+    try:
+        source = traced_source(term, given, others, params)
+    except TermError as error:
+        return f"none: {error}\n"
+    return source[source.rindex("@triton.jit") :]
+
+
+def evaluate(
+    kind: str, term: Term, log_ratio_N: Tensor, advantage: float, params: Mapping[str, float]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (value, slope by the log-prob, clipped) at these log-ratios, [N] each."""
+    log_ratio_N = log_ratio_N.clone().requires_grad_()
+    full = {name: torch.full_like(log_ratio_N, value).detach() for name, value in EXAMPLE.items()}
+    advantages_N = torch.full_like(log_ratio_N, advantage).detach()
+    inputs: TokenInputs | SequenceInputs
+    if kind == "token":
+        # the log-prob moves with the ratio
+        own_N = full.pop("logprobs") + (log_ratio_N - log_ratio_N.detach())
+        inputs = TokenInputs(log_ratio_N, own_N, advantages_N, **full)
+    else:
+        inputs = SequenceInputs(log_ratio_N, full["lengths"], advantages_N)
+    value_N, clipped_N = apply_term(term, inputs, params)
+    (slope_N,) = torch.autograd.grad(value_N.sum(), log_ratio_N)
+    return value_N.detach(), slope_N, clipped_N
+
+
+def check_gradient(kind: str, term: Term, params: Mapping[str, float]) -> bool:
+    """Compare the slope with differences of the value, away from kinks; print and return the outcome.
+
+    A term that detaches a part on purpose, as CISPO does, has another slope than its value: it is named, and
+    is not wrong.
+    """
+    step, worst = 1e-4, 0.0
+    grid_N = torch.linspace(-1.9, 1.9, POINTS, dtype=torch.float64)
+    detaches = "detach" in inspect.getsource(term)
+    for advantage in (1.0, -1.0):
+        _, slope_N, here_N = evaluate(kind, term, grid_N, advantage, params)
+        above_N, _, clip_above_N = evaluate(kind, term, grid_N + step, advantage, params)
+        below_N, _, clip_below_N = evaluate(kind, term, grid_N - step, advantage, params)
+        smooth_N = (clip_above_N == here_N) & (clip_below_N == here_N)
+        error_N = ((above_N - below_N) / (2 * step) - slope_N).abs() / (slope_N.abs() + 1.0)
+        worst = max(worst, error_N[smooth_N].max().item())
+    right = worst <= GRADIENT_BOUND
+    wrong = "other than its value's, as the term detaches a part" if detaches else "WRONG"
+    verdict = "right" if right else wrong
+    print(f"gradient of the {kind} term: {verdict} (differences of the value: {worst:.1e})")
+    return right or detaches
+
+
+def draw(
+    name: str, terms: Mapping[str, Term | None], params: Mapping[str, float], width: float, path: Path
+) -> None:
+    """Write a picture: value and slope over the log-ratio for A = ±1, dotted where the clip is in effect."""
+    from matplotlib.figure import Figure
+
+    chosen = [(kind, term) for kind, term in terms.items() if term is not None]
+    figure = Figure(figsize=(9, 3.5 * len(chosen)), layout="constrained")
+    axes = figure.subplots(len(chosen), 2, squeeze=False)
+    grid_N = torch.linspace(-width, width, POINTS, dtype=torch.float64)
+    for (kind, term), (left, right) in zip(chosen, axes, strict=True):
+        for advantage, colour in ((1.0, "tab:blue"), (-1.0, "tab:orange")):
+            value_N, slope_N, clipped_N = evaluate(kind, term, grid_N, advantage, params)
+            for axis, curve_N in ((left, value_N), (right, slope_N)):
+                for mask_N, style in ((~clipped_N, "-"), (clipped_N, ":")):
+                    shown_N = torch.where(mask_N, curve_N, torch.nan)
+                    label = f"A = {advantage:+g}{', clipped' if style == ':' else ''}"
+                    axis.plot(grid_N.numpy(), shown_N.numpy(), style, color=colour, label=label)
+        left.set_title(f"{name}: value of the {kind} term")
+        right.set_title("slope by the log-prob")
+        for axis in (left, right):
+            axis.set_xlabel("log-ratio")
+            axis.axvline(0, color="0.8", linewidth=0.8, zorder=0)
+        left.legend(fontsize="small")
+    figure.savefig(path)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

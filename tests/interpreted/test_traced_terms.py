@@ -1,0 +1,250 @@
+"""A term's Triton code, made from its torch function, has the value, derivative and clip that torch has."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_ibpo.kernels.traced_terms import TermError, traced_source, traced_term
+from megatron_ibpo.loss import VARIANTS, Variant, resolve_variant
+from megatron_ibpo.loss.objective import KL_ESTIMATORS
+from support import kernel_cases as cases
+from support.loss_calls import loss_of_logits
+
+pytestmark = pytest.mark.kernel
+
+TOKEN, SEQUENCE = ("log_ratio", "logprobs", "advantages"), ("log_ratio", "lengths", "advantages")
+TERMS = [
+    *((name, TOKEN, v.token_term, resolve_variant(name)[1]) for name, v in VARIANTS.items() if v.token_term),
+    *(
+        (name, SEQUENCE, v.sequence_term, resolve_variant(name)[1])
+        for name, v in VARIANTS.items()
+        if v.sequence_term
+    ),
+    *((name, ("gap",), estimator, {}) for name, estimator in KL_ESTIMATORS.items()),
+]
+
+
+@triton.jit
+def apply_kernel(a, b, c, parameters, value, slope, clipped, TERM: tl.constexpr, N: tl.constexpr):
+    i = tl.arange(0, N)
+    found = TERM(tl.load(a + i), tl.load(b + i), tl.load(c + i), (), i, i < N, parameters)
+    tl.store(value + i, found[0])
+    tl.store(slope + i, found[1])
+    if clipped is not None:
+        tl.store(clipped + i, found[2])
+
+
+@triton.jit
+def apply_to_gap_kernel(gap, value, slope, TERM: tl.constexpr, N: tl.constexpr):
+    i = tl.arange(0, N)
+    found = TERM(tl.load(gap + i), (), i, i < N, ())
+    tl.store(value + i, found[0])
+    tl.store(slope + i, found[1])
+
+
+def in_triton(term, names, inputs, params):
+    function = traced_term(term, names, (), params)
+    value, slope = torch.empty(2, len(inputs[0]))
+    if len(names) == 1:
+        apply_to_gap_kernel[(1,)](*inputs, value, slope, TERM=function, N=len(value))
+        return value, slope, None
+    clipped = torch.empty(len(value), dtype=torch.bool)
+    apply_kernel[(1,)](*inputs, tuple(params.values()), value, slope, clipped, TERM=function, N=len(value))
+    return value, slope, clipped
+
+
+def in_torch(term, names, inputs, params, dtype=torch.float64):
+    read = traced_inputs(term)
+    doubled = dict(zip(names, (x.clone().to(dtype) for x in inputs), strict=True))
+    moving = [doubled[n].requires_grad_() for n in read if n in ("log_ratio", "logprobs", "gap")]
+    found = term(*(doubled[n] for n in read), **params)
+    value, clipped = found if isinstance(found, tuple) else (found, None)
+    slopes = torch.autograd.grad(value.sum(), moving, allow_unused=True)
+    return value.detach(), sum(s for s in slopes if s is not None), clipped
+
+
+def traced_inputs(term):
+    return term.__code__.co_varnames[: term.__code__.co_argcount]
+
+
+def compare(term, names, inputs, params, bound):
+    """Hold the Triton code to an error of `bound`, and to four times that of torch in float32 where rounding
+    grows on the way."""
+    found, exact = in_triton(term, names, inputs, params), in_torch(term, names, inputs, params)
+    single = in_torch(term, names, inputs, params, torch.float32)
+    for own, plain, theirs in zip(found[:2], single[:2], exact[:2], strict=True):
+        assert not own.isnan().any()
+        allowed = bound * (theirs.abs() + 1.0) + 4 * (plain - theirs).abs().max()
+        assert ((own.double() - theirs).abs() <= allowed).all(), (own.double() - theirs).abs().max()
+    if exact[2] is not None:
+        assert torch.equal(found[2], exact[2])
+
+
+IDS = [t[0] if len(t[1]) == 1 else f"{t[0]} {t[1][1]}" for t in TERMS]
+
+
+@pytest.mark.parametrize(("name", "names", "term", "params"), TERMS, ids=IDS)
+def test_every_term_has_the_value_slope_and_clip_that_autograd_gives(name, names, term, params):
+    """At log-ratios of every size, at the clip bounds and at both ends of float32's range."""
+    edges = [0.0, 1e-7, -1e-7, 0.5, -0.5, 3.0, -3.0, 20.0, -20.0, 79.9, -79.9, 80.1, 1e4, -1e4, 85.0, -85.0]
+    generator = torch.Generator().manual_seed(0)
+    sizes = torch.logspace(-6, 1, 240)
+    first = torch.cat([torch.tensor(edges), torch.randn(240, generator=generator) * sizes])
+    second = (
+        -torch.rand(256, generator=generator) * 5 if names == TOKEN else torch.randint(1, 999, (256,)).float()
+    )
+    third = torch.randn(256, generator=generator)
+    third[::5] = third[::5].sign()
+    inputs = (first, second, third)[: len(names)]
+    huge = in_torch(term, names, inputs, params)[0].abs() > 1e30  # exp(80): past float32's products
+    compare(term, names, [torch.where(huge, torch.ones(()), x) for x in inputs], params, bound=4e-6)
+
+
+UNARY = {
+    "exp": lambda x: (x.clamp(-5, 5)).exp(),
+    "log": lambda x: (x.abs() + 0.5).log(),
+    "sqrt": lambda x: (x.abs() + 0.1).sqrt(),
+    "tanh": torch.tanh,
+    "sigmoid": torch.sigmoid,
+    "softplus": torch.nn.functional.softplus,
+    "relu": torch.relu,
+    "expm1": lambda x: torch.expm1(x.clamp(-5, 5)),
+    "log1p": lambda x: torch.log1p(x.abs()),
+    "square": lambda x: x**2,
+    "cube": lambda x: x**3 / 10,
+    "inverse": lambda x: (x.abs() + 0.5) ** -1,
+    "negate": lambda x: -x,
+    "abs": torch.abs,
+    "clamp": lambda x: x.clamp(-0.7, 1.3),
+    "detach": lambda x: x.detach(),
+    "positive": lambda x: torch.where(x > 0, x, 0.1 * x),
+    "sine": torch.sin,
+}
+BINARY = {
+    "add": lambda x, y: x + y,
+    "subtract": lambda x, y: x - y,
+    "multiply": lambda x, y: x * y,
+    "divide": lambda x, y: x / (y.abs() + 0.5),
+    "minimum": torch.minimum,
+    "maximum": torch.maximum,
+    "where": lambda x, y: torch.where(x > y, x, y * 0.5),
+}
+
+
+def expressions():
+    leaves = st.sampled_from(["log_ratio", "logprobs", "advantages", "scale", 0.5, -1.25])
+    return st.recursive(
+        leaves,
+        lambda inner: st.one_of(
+            st.tuples(st.sampled_from(sorted(UNARY)), inner),
+            st.tuples(st.sampled_from(sorted(BINARY)), inner, inner),
+        ),
+        max_leaves=6,
+    )
+
+
+def evaluate(tree, values):
+    if isinstance(tree, str):
+        return values[tree]
+    if isinstance(tree, float):
+        return torch.full_like(values["log_ratio"], tree)
+    operator, *operands = tree
+    found = [evaluate(operand, values) for operand in operands]
+    return (UNARY if len(found) == 1 else BINARY)[operator](*found)
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(tree=expressions())
+def test_any_expression_of_known_operators_is_differentiated_as_autograd_does(tree):
+    def term(log_ratio, logprobs, advantages, *, scale):
+        values = {"log_ratio": log_ratio, "logprobs": logprobs, "advantages": advantages}
+        value = evaluate(tree, values | {"scale": scale * torch.ones_like(log_ratio)}) + 0.0 * log_ratio
+        return value, value > 1e9
+
+    generator = torch.Generator().manual_seed(1)
+    inputs = (
+        torch.randn(64, generator=generator),
+        -torch.rand(64, generator=generator) * 3,
+        torch.randn(64, generator=generator),
+    )
+    compare(term, TOKEN, inputs, {"scale": -0.75}, bound=4e-6)
+
+
+def test_other_values_of_parameters_compile_nothing_new():
+    variant, params = resolve_variant("grpo")
+    assert traced_term(variant.token_term, TOKEN, (), params) is traced_term(
+        variant.token_term, TOKEN, (), {name: value / 2 for name, value in params.items()}
+    )
+
+
+def by_python_value(log_ratio, advantages, *, eps):
+    factor = math.log(eps) if eps > 1 else 1.0
+    return -factor * log_ratio * advantages, log_ratio > eps
+
+
+def test_a_parameter_that_python_needs_is_written_in():
+    inputs = (torch.tensor([0.5, -2.0]), torch.zeros(2), torch.tensor([1.0, -1.0]))
+    for eps in (0.5, 3.0):
+        compare(by_python_value, TOKEN, inputs, {"eps": eps}, bound=1e-6)
+
+
+def over_neighbours(log_ratio, advantages):
+    return log_ratio.cumsum(0) * advantages, advantages > 0
+
+
+def by_chance(log_ratio, advantages):
+    return log_ratio * torch.rand_like(advantages), advantages > 0
+
+
+def by_data(log_ratio, advantages):
+    return (log_ratio if log_ratio.sum() > 0 else -log_ratio) * advantages, advantages > 0
+
+
+def without_gradient(advantages):
+    return advantages, advantages > 0
+
+
+@pytest.mark.parametrize(
+    ("term", "says"),
+    [
+        (
+            over_neighbours,
+            r"_terms.py, line \d+: return log_ratio.cumsum\(0\).*aten.cumsum.*there are .*abs, add",
+        ),
+        (by_chance, r"return log_ratio \* torch.rand_like.*aten.rand_like"),
+        (by_data, "cannot be traced .*data-dependent"),
+        (without_gradient, "reads none of log_ratio, logprobs, gap: it has no gradient"),
+    ],
+)
+def test_what_no_kernel_can_compute_is_refused_with_its_line(term, says):
+    with pytest.raises(TermError, match=says):
+        traced_source(term, TOKEN, (), {})
+
+
+def weighed_by_much(
+    log_ratio, advantages, lengths, positions, entropy, ref_logprobs, rollout_logprobs, *, tau
+):
+    late = (positions + 1.0) / lengths
+    drift = (ref_logprobs - rollout_logprobs).clamp(-1, 1)
+    return -log_ratio.clamp(max=80.0).exp() * advantages * late * (tau + entropy + drift), entropy > tau
+
+
+def test_a_term_may_read_lengths_places_entropies_and_other_policies(monkeypatch):
+    from megatron_ibpo.loss import Parameter
+
+    variant = Variant(token_term=weighed_by_much, params={"tau": Parameter(0.3)})
+    monkeypatch.setitem(VARIANTS, "weighed", variant)
+    batch = cases.make_batch("cpu")
+    for name, shift in (("ref_logprobs_N", 0.2), ("rollout_logprobs_N", -0.4)):
+        batch[name] = batch["old_logprobs_N"] + shift
+    cases.compare(batch, size=10.0, variant="weighed", token_weights_N=torch.rand(cases.ROWS))
+    del batch["rollout_logprobs_N"]
+    with pytest.raises(ValueError, match="reads rollout_logprobs, and these rows have no rollout_logprobs_N"):
+        loss_of_logits(**batch, variant="weighed")
