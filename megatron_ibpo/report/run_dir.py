@@ -25,6 +25,8 @@ SKILL_FILE = "operator_skill.json"
 """File with the success rates of the policy's corrections, and of another try, before the first step."""
 _TOKENIZER = "tokenizer"
 """Directory with the tokenizer of the run's model, and that model's files without its weights."""
+_WORK = ("journal/*.journal", "checkpoints/*", SKILL_FILE)
+"""Files that appear with the first sample, the first checkpoint and the first measurement."""
 _SPARE_BYTES = 64 * 1024**2
 """Bytes kept free for logs, metrics and curves."""
 
@@ -37,12 +39,12 @@ def prepare_run_dir(config: Config, *, checkpoint_bytes: int = 0) -> Path:
         checkpoint_bytes: space for the checkpoints kept at one time; see `weights.saved_sizes`.
 
     Raises:
-        ConfigError: the directory cannot be made or written, already holds another run, or its disk has too
-            little room.
+        ConfigError: the directory cannot be made or written, already holds another run's work, or its disk
+            has too little room.
     """
     run_dir = config.run.run_dir
     continues = config.run.load is not None
-    if any((run_dir / name).exists() for name in (METRICS_FILE, SUMMARY_FILE)) and not continues:
+    if holds_work(run_dir) and not continues:
         raise ConfigError(
             f"--run-dir: {run_dir} already holds a run; choose another directory, or continue that run's "
             f"training with --load {run_dir}"
@@ -72,6 +74,14 @@ def prepare_run_dir(config: Config, *, checkpoint_bytes: int = 0) -> Path:
     written = json.dumps(versions | {"command": " ".join(sys.argv)}, indent=2)
     (run_dir / "versions.json").write_text(written + "\n", encoding="utf-8")
     return run_dir
+
+
+def holds_work(run_dir: Path) -> bool:
+    """Return whether anything was measured, sampled or trained in a run's directory. Otherwise its start
+    failed, and a new run may take its place."""
+    metrics = run_dir / METRICS_FILE
+    measured = metrics.exists() and metrics.stat().st_size > 0
+    return measured or any(next(run_dir.glob(work), None) is not None for work in _WORK)
 
 
 def run_settings(run_dir: Path) -> dict[str, Any]:
@@ -134,7 +144,9 @@ def jsonable(value: Any, shorten: Callable[[float], float] = float) -> Any:
 
 def how_to_go_on(run_dir: Path) -> str:
     """Return what to do after a run that did not finish: the command that resumes it, if it left a
-    checkpoint."""
+    checkpoint; the same command, if it left nothing."""
+    if not holds_work(run_dir):
+        return "nothing was sampled yet: the same command starts the run again"
     steps = sorted((run_dir / "checkpoints").glob("step_*"))
     if not steps:
         return "nothing to go on from: the run saved no checkpoint (--save-interval saves while it runs)"
