@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import pytest
@@ -44,6 +45,14 @@ def test_a_step_is_its_row_its_samples_and_its_sequences(tmp_path):
     assert status_of(config) == "finished"
     with pytest.raises(ValueError, match="this run is closed"):
         next(run)
+
+
+def test_a_notebook_has_an_event_loop_that_runs_already(tmp_path):
+    async def cell():
+        with in_place(StandIns()), mi.open_run(config_of(tmp_path, *TWO)) as run:
+            return [step.metrics["step"] for step in run]
+
+    assert asyncio.run(cell()) == [1, 2]
 
 
 def test_a_run_that_is_left_early_goes_on_where_it_was(tmp_path):
