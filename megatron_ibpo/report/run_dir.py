@@ -25,7 +25,8 @@ SKILL_FILE = "operator_skill.json"
 """File with the success rates of the policy's corrections, and of another try, before the first step."""
 _TOKENIZER = "tokenizer"
 """Directory with the tokenizer of the run's model, and that model's files without its weights."""
-_WORK = ("journal/*.journal", "checkpoints/*", SKILL_FILE)
+_SEGMENTS = "journal/*.journal"
+_WORK = (_SEGMENTS, "checkpoints/*", SKILL_FILE)
 """Files that appear with the first sample, the first checkpoint and the first measurement."""
 _SPARE_BYTES = 64 * 1024**2
 """Bytes kept free for logs, metrics and curves."""
@@ -144,19 +145,20 @@ def jsonable(value: Any, shorten: Callable[[float], float] = float) -> Any:
 
 def how_to_go_on(run_dir: Path) -> str:
     """Return what to do after a run that did not finish: the command that resumes it, if it left a
-    checkpoint; the same command, if it left nothing."""
+    checkpoint or a journal; the same command, if it left nothing."""
     if not holds_work(run_dir):
         return "nothing was sampled yet: the same command starts the run again"
     steps = sorted((run_dir / "checkpoints").glob("step_*"))
-    if not steps:
+    if not steps and not any(run_dir.glob(_SEGMENTS)):
         return "nothing to go on from: the run saved no checkpoint (--save-interval saves while it runs)"
     launcher = Path(__file__).resolve().parents[2] / "tools/ibpo.sh"
     here = run_dir.absolute()
     command = shlex.join(
         ["bash", str(launcher), "train", "--config", str(here / CONFIG_FILE), "--load", str(here)]
     )
+    from_where = f"after step {int(steps[-1].name.removeprefix('step_'))}" if steps else "from the journal"
     return (
-        f"to go on after step {int(steps[-1].name.removeprefix('step_'))} (a run on several nodes: by its "
+        f"to go on {from_where} (a run on several nodes: by its "
         f"script on every node, with --load {here}):\n  {command}"
     )
 

@@ -79,7 +79,9 @@ def test_a_run_that_is_left_early_goes_on_where_it_was(tmp_path):
     ],
     ids=["Ctrl-C in a step", "error between steps"],
 )
-def test_what_was_sampled_before_an_error_is_not_sampled_again(tmp_path, monkeypatch, within, error, status):
+def test_what_was_sampled_before_an_error_is_not_sampled_again(
+    tmp_path, monkeypatch, capsys, within, error, status
+):
     """The journal has the first step's samples, and there is no checkpoint."""
 
     def fail(*_):
@@ -99,6 +101,7 @@ def test_what_was_sampled_before_an_error_is_not_sampled_again(tmp_path, monkeyp
             step_in_vain()
     assert backend.engines.asked
     assert status_of(config) == status
+    assert "to go on from the journal" in capsys.readouterr().out
     with pytest.raises(ValueError, match="this run is closed"):
         next(opened[0])
 
