@@ -15,16 +15,19 @@ from typing import Any
 __version__ = "0.1.0"
 
 _ROOMS = {
-    "basics.records": ("Group", "Prompt", "Sample", "SampleRequest", "TrainSequence"),
-    "config": ("Config", "ConfigError"),
-    "credit": ("FollowUp", "Judgement", "Operator", "TokenFactors"),
+    "basics.records": ("Correction", "Group", "Prompt", "Sample", "SampleRequest", "TrainSequence"),
+    "config": ("Config", "ConfigError", "DataConfig", "RolloutConfig"),
+    "credit": (
+        "CreditContext", "FollowUp", "Judgement", "Operator", "TokenFactors", "Vocabulary", "assign_credit",
+        "credit_of",
+    ),
     "edit_distance": ("batch_distance", "distance", "opcodes", "rewrite_test", "unmodified_mask"),
     "engines": ("Engine",),
-    "loss": ("Parameter", "Variant"),
-    "rewards": ("LabelError", "ResponseError", "Score"),
-    "run.open": ("open_run",),
-    "run.settings": ("parse_config",),
-}
+    "loss": ("LossRows", "Parameter", "Variant", "make_objective", "packed_sequence_loss"),
+    "rewards": ("LabelError", "ResponseError", "Score", "open_verifier"),
+    "run.settings": ("load_recipe", "parse_config"),
+    "run.steps": ("OpenRun", "Step", "open_run"),
+}  # fmt: skip
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
 __all__ = sorted(_ROOM_OF)
 

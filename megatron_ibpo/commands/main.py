@@ -3,7 +3,7 @@
     bash tools/ibpo.sh COMMAND …    from a fresh clone; installs missing parts first
     .venv/bin/ibpo COMMAND …        once these are installed
 
-Each command is a separate program; COMMAND --help lists its flags.
+Each command is a separate program; COMMAND --help lists its flags. --version prints the versions that matter.
 """
 
 import os
@@ -12,7 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_ibpo import __version__
 from megatron_ibpo.basics.entry_point import BAD_INPUT, command
+from megatron_ibpo.basics.versions import installed_versions
 
 _ROOT = Path(__file__).resolve().parents[2]
 
@@ -71,8 +73,8 @@ COMMANDS = {
 
 @command
 def main(argv: Sequence[str] | None = None) -> int:
-    """Replace this process by the command's program. Returns only without one: 0 for --help, 2 for bad
-    input."""
+    """Replace this process by the command's program. Returns only without one: 0 for --help and --version, 2
+    for bad input."""
     words = list(sys.argv[1:] if argv is None else argv)
     length = 2 if words[:1] == ["convert"] else 1
     name, arguments = " ".join(words[:length]), words[length:]
@@ -82,8 +84,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(__doc__)
         print("\n".join(f"  {known:<20} {command.meaning}" for known, command in COMMANDS.items()))
         return 0
+    if name == "--version":
+        print(version_text())
+        return 0
     print(f"error: no command {name!r}; there are {', '.join(COMMANDS)}", file=sys.stderr)
     return BAD_INPUT
+
+
+def version_text() -> str:
+    """Return the version and commit of this package, and those of the libraries that decide what works."""
+    installed = installed_versions()
+    commit = f", commit {installed['commit']}" if "commit" in installed else ""
+    libraries = ("torch", "megatron-core", "vllm", "transformers")
+    listed = ", ".join(f"{name} {installed.get(name, 'not installed')}" for name in libraries)
+    return f"megatron_ibpo {__version__}{commit}\n{listed}"
 
 
 if __name__ == "__main__":

@@ -1,8 +1,4 @@
-"""The training loop: sample, credit, update, sync, report, save.
-
-This process is the driver. It starts trainers, engines and verifiers, holds prompts, samples and credit, and
-has no model itself.
-"""
+"""ibpo train: open a run, train it to its end (`run.steps`), and open it again after the loss of a node."""
 
 import sys
 from collections.abc import Sequence
@@ -78,17 +74,10 @@ def _train(config: Config, stop: StopRequest) -> int:
 
 
 def _steps(run: "Run", stop: StopRequest) -> int:
-    stop.cuts_short(run.evaluate_if_due)
-    stop.cuts_short(run.measure_corrections_if_due)
-    while not (run.done() or stop.requested):
-        groups = run.sample()
-        credit = run.credit(groups)
-        metrics = run.measure_gradient_if_due(groups, credit.sequences)
-        metrics |= run.update(credit.sequences)
-        metrics |= run.sync()
-        run.report(groups, credit, metrics)
-        run.save_if_due()
-        stop.cuts_short(run.evaluate_if_due)
+    from megatron_ibpo.run.steps import steps  # imported late, as `open_run`
+
+    for _ in steps(run, stop):
+        pass
     run.finish("interrupted" if stop.requested else "finished")
     return INTERRUPTED if stop.requested else DONE
 

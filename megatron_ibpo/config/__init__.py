@@ -8,7 +8,7 @@ from megatron_ibpo.config.data import DataConfig
 from megatron_ibpo.config.device import on_device
 from megatron_ibpo.config.eval_sampling import EvalSampling, eval_sampling
 from megatron_ibpo.config.eval_specs import EvalSpec, as_specs
-from megatron_ibpo.config.flags import parse_config
+from megatron_ibpo.config.flags import load_recipe, parse_config
 from megatron_ibpo.config.help import COMMON_FLAGS
 from megatron_ibpo.config.hooks import known_or_path, load_hook, load_module
 from megatron_ibpo.config.loss import LossConfig
@@ -60,6 +60,7 @@ __all__ = [
     "known_or_path",
     "load_hook",
     "load_module",
+    "load_recipe",
     "named_values",
     "nearest",
     "on_device",

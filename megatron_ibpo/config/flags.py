@@ -8,8 +8,10 @@ given, flags. `megatron_ibpo.config.presets` defines where a preset counts.
 import argparse
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
+from pathlib import Path
+from typing import Any
 
 from megatron_ibpo.config.algorithm import AlgorithmConfig
 from megatron_ibpo.config.all_fields import ENTRIES, flag
@@ -23,10 +25,10 @@ from megatron_ibpo.config.parameters import (
     not_a_parameter,
     parameter_entries,
 )
-from megatron_ibpo.config.paths import path_of_user
+from megatron_ibpo.config.paths import path_in_recipe, path_of_user
 from megatron_ibpo.config.peer_flags import peer_answer
 from megatron_ibpo.config.presets import Layer, of_this_version, resolve
-from megatron_ibpo.config.recipes import config_yaml, read_recipe
+from megatron_ibpo.config.recipes import config_yaml, read_recipe, typed_settings
 
 _TRAINING = "Train a policy by IBPO: Megatron-core trains, vLLM samples."
 
@@ -84,12 +86,32 @@ def parse_config(
     if flags:  # tyro builds a parser for every field, ten times as slow as the rest
         _refuse_unknown(flags, config.algorithm, registries)
         config = _with_flags(config, registries, flags, program)
-    for entry in (ENTRIES | entries_of(config.algorithm, registries)).values():
-        entry.put(config, entry.located(entry.get(config), in_recipe=False))
+    _locate(config, registries)
     if known.print_config:
         print(config_yaml(config), end="")
         raise SystemExit(0)
     return config
+
+
+def load_recipe(path: Path | str, settings: Mapping[str, Any], registries: Sequence[Registry]) -> Config:
+    """Return the configuration of a recipe with `settings` on top, typed and located as a second recipe's.
+
+    Raises:
+        ConfigError: the recipe cannot be read; an unknown key, a value of the wrong type, an unknown preset
+            or choice, or a parameter that the choice does not have.
+    """
+    located = path_in_recipe(path)
+    recipe = of_this_version(Layer(*read_recipe(located), source=f"{located}: "), registries)
+    listed = {name: list(own) if isinstance(own, tuple) else own for name, own in settings.items()}
+    config = resolve([recipe, Layer(*typed_settings(listed))], registries)
+    _locate(config, registries)
+    return config
+
+
+def _locate(config: Config, registries: Sequence[Registry]) -> None:
+    """Make the paths absolute that no recipe has given, in place."""
+    for entry in (ENTRIES | entries_of(config.algorithm, registries)).values():
+        entry.put(config, entry.located(entry.get(config), in_recipe=False))
 
 
 def _with_flags(config: Config, registries: Sequence[Registry], flags: Sequence[str], program: str) -> Config:

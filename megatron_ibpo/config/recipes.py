@@ -6,6 +6,7 @@ import io
 import json
 import types
 import typing
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlencode
@@ -20,8 +21,7 @@ from megatron_ibpo.config.config_error import ConfigError
 
 
 def read_recipe(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return ({field name: value}, {other key as written: value}) of a recipe, with absolute paths. Other
-    keys are parameters of the choices, or errors.
+    """Return the settings of a recipe (`typed_settings`).
 
     Raises:
         ConfigError: a file that cannot be read, a repeated key, a value of the wrong type.
@@ -31,15 +31,28 @@ def read_recipe(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         return {}, {}
     if not isinstance(content, dict):
         raise ConfigError(f"--config {path}: must hold `key: value` lines, holds a {type(content).__name__}")
+    return typed_settings(content, f"{path}: ")
+
+
+def typed_settings(settings: Mapping[Any, Any], source: str = "") -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return ({field name: value}, {other key as written: value}) of settings by their keys, with absolute
+    paths. Other keys are parameters of the choices, or errors.
+
+    Args:
+        source: prefix of error messages.
+
+    Raises:
+        ConfigError: a value of the wrong type.
+    """
     fields: dict[str, Any] = {}
     others: dict[str, Any] = {}
-    for key, value in content.items():
+    for key, value in settings.items():
         name = str(key).replace("-", "_")
         entry = ENTRIES.get(name)
         if entry is None:
             others[str(key)] = value
         else:
-            fields[name] = typed_value(value, entry, f"{path}: {key}")
+            fields[name] = typed_value(value, entry, f"{source}{key}")
     return fields, others
 
 

@@ -25,6 +25,9 @@ SKILL_FILE = "operator_skill.json"
 """File with the success rates of the policy's corrections, and of another try, before the first step."""
 _TOKENIZER = "tokenizer"
 """Directory with the tokenizer of the run's model, and that model's files without its weights."""
+_SEGMENTS = "journal/*.journal"
+_WORK = (_SEGMENTS, "checkpoints/*", SKILL_FILE)
+"""Files that appear with the first sample, the first checkpoint and the first measurement."""
 _SPARE_BYTES = 64 * 1024**2
 """Bytes kept free for logs, metrics and curves."""
 
@@ -37,12 +40,12 @@ def prepare_run_dir(config: Config, *, checkpoint_bytes: int = 0) -> Path:
         checkpoint_bytes: space for the checkpoints kept at one time; see `weights.saved_sizes`.
 
     Raises:
-        ConfigError: the directory cannot be made or written, already holds another run, or its disk has too
-            little room.
+        ConfigError: the directory cannot be made or written, already holds another run's work, or its disk
+            has too little room.
     """
     run_dir = config.run.run_dir
     continues = config.run.load is not None
-    if any((run_dir / name).exists() for name in (METRICS_FILE, SUMMARY_FILE)) and not continues:
+    if holds_work(run_dir) and not continues:
         raise ConfigError(
             f"--run-dir: {run_dir} already holds a run; choose another directory, or continue that run's "
             f"training with --load {run_dir}"
@@ -72,6 +75,14 @@ def prepare_run_dir(config: Config, *, checkpoint_bytes: int = 0) -> Path:
     written = json.dumps(versions | {"command": " ".join(sys.argv)}, indent=2)
     (run_dir / "versions.json").write_text(written + "\n", encoding="utf-8")
     return run_dir
+
+
+def holds_work(run_dir: Path) -> bool:
+    """Return whether anything was measured, sampled or trained in a run's directory. Otherwise its start
+    failed, and a new run may take its place."""
+    metrics = run_dir / METRICS_FILE
+    measured = metrics.exists() and metrics.stat().st_size > 0
+    return measured or any(next(run_dir.glob(work), None) is not None for work in _WORK)
 
 
 def run_settings(run_dir: Path) -> dict[str, Any]:
@@ -134,17 +145,20 @@ def jsonable(value: Any, shorten: Callable[[float], float] = float) -> Any:
 
 def how_to_go_on(run_dir: Path) -> str:
     """Return what to do after a run that did not finish: the command that resumes it, if it left a
-    checkpoint."""
+    checkpoint or a journal; the same command, if it left nothing."""
+    if not holds_work(run_dir):
+        return "nothing was sampled yet: the same command starts the run again"
     steps = sorted((run_dir / "checkpoints").glob("step_*"))
-    if not steps:
+    if not steps and not any(run_dir.glob(_SEGMENTS)):
         return "nothing to go on from: the run saved no checkpoint (--save-interval saves while it runs)"
     launcher = Path(__file__).resolve().parents[2] / "tools/ibpo.sh"
     here = run_dir.absolute()
     command = shlex.join(
         ["bash", str(launcher), "train", "--config", str(here / CONFIG_FILE), "--load", str(here)]
     )
+    from_where = f"after step {int(steps[-1].name.removeprefix('step_'))}" if steps else "from the journal"
     return (
-        f"to go on after step {int(steps[-1].name.removeprefix('step_'))} (a run on several nodes: by its "
+        f"to go on {from_where} (a run on several nodes: by its "
         f"script on every node, with --load {here}):\n  {command}"
     )
 

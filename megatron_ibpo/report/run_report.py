@@ -73,6 +73,11 @@ class Report:
         self._warnings = ExitStack()
         self._warnings.enter_context(warnings_shown(self.note))
 
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """The rows of metrics.jsonl so far."""
+        return self._log.rows
+
     def sizes(self, sizes: Iterable[Size]) -> None:
         """Show the table of sizes."""
         self.note(f"{self._title} → {self._run_dir}")

@@ -1,4 +1,4 @@
-"""The stages of one training step, each a method that commands/train.py calls. Runs on the driver."""
+"""The stages of one training step, each a method that `steps` calls. Runs on the driver."""
 
 import shutil
 import time

@@ -23,11 +23,12 @@ from megatron_ibpo.sampling.journal_memory import JournalMemory
 
 
 @contextmanager
-def open_run(config: Config, node_wait: float = 0.0) -> Iterator[Run]:
+def open_run(config: Config, node_wait: float = 0.0, started: float | None = None) -> Iterator[Run]:
     """Open a run; close it, with all its processes, on the way out.
 
     Args:
         node_wait: seconds to wait for nodes while the cluster has too few.
+        started: time.time() at the run's start; None: this process's start.
 
     Raises:
         ValueError, OSError, EngineError, ProcessDiedError: says what is wrong, where, and what to do.
@@ -44,7 +45,7 @@ def open_run(config: Config, node_wait: float = 0.0) -> Iterator[Run]:
             journal = open_journal(inputs.config, point.step, stack)
             wait_connected()
             processes = backend.start(point, inputs, stack)
-            run = join(point, inputs, journal, processes, stages, stack)
+            run = join(point, inputs, journal, processes, stages, stack, started)
         if run.engines is not None and run.engines.version != run.progress.step:
             with stages("sync"):
                 run.engines.update_weights(run.progress.step)
@@ -71,18 +72,21 @@ def join(
     processes: Processes,
     stages: Stages,
     stack: ExitStack,
+    started: float | None = None,
 ) -> Run:
     """Return the run over its processes, after showing its table of sizes.
 
     Args:
         stack: closes what is opened.
+        started: as in `open_run`.
     """
     config, engines = processes.config, processes.engines
     own_journal, recovered = journal
     about = processes.trainers.all("about")[0]
-    reporter = stack.enter_context(Report(config, completed_steps=point.step, deaths=processes.deaths))
+    report = Report(config, completed_steps=point.step, started=started, deaths=processes.deaths)
+    reporter = stack.enter_context(report)
     _introduce(reporter, point, processes, about)
-    for note in (*about.notes, *inputs.data.notes, *recovered.notes, *_warnings(config)):
+    for note in (*point.notes, *about.notes, *inputs.data.notes, *recovered.notes, *_warnings(config)):
         reporter.note(note)
     processes.wait_ready()
     disk = DiskWait(config.run.disk_wait, reporter.note)

@@ -9,6 +9,7 @@ from megatron_ibpo.config import Config
 from megatron_ibpo.models import ModelShape, read_hf_config
 from megatron_ibpo.plan.machine import find_machine
 from megatron_ibpo.report import load_groups, rollout_path
+from megatron_ibpo.report.run_dir import CONFIG_FILE, holds_work
 from megatron_ibpo.run.cost import Spent
 from megatron_ibpo.run.loop import Progress
 from megatron_ibpo.weights.formats.run_state import RUN_STATE, find_checkpoint, load_run_state
@@ -39,6 +40,14 @@ class ResumePoint:
     def step(self) -> int:
         """Number of completed steps."""
         return int(self.state["step"])
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """A line for the user if --load names no checkpoint."""
+        load = self.config.run.load
+        if load is None or self.checkpoint is not None:
+            return ()
+        return (f"--load {load}: no checkpoint was saved there; the run starts at step 0",)
 
     def progress(self) -> Progress:
         """Return the counters of a run that starts here."""
@@ -98,15 +107,16 @@ def with_context(config: Config, shape: ModelShape) -> Config:
 
 
 def _chosen_checkpoint(config: Config) -> Path | None:
-    """Return the checkpoint of --load. None for a new run, or for one that died before its first checkpoint
-    and left a journal."""
+    """Return the checkpoint of --load. None for a new run, for one that died before its first checkpoint and
+    left a journal, and for one whose start failed."""
     load = config.run.load
     if load is None:
         return None
     try:
         return find_checkpoint(load)
     except CheckpointError:
-        if (load / JOURNAL).is_dir():
+        start_failed = (load / CONFIG_FILE).is_file() and not holds_work(load)
+        if (load / JOURNAL).is_dir() or start_failed:
             return None
         raise
 

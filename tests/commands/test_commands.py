@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from ray.exceptions import RayTaskError
 
+from megatron_ibpo import __version__
 from megatron_ibpo.basics.entry_point import BAD_INPUT, FAILED, INTERRUPTED, STDOUT_CLOSED, command, guarded
 from megatron_ibpo.basics.strict_json import read_json
 from megatron_ibpo.cluster.actor import plain
@@ -161,6 +162,15 @@ def test_a_closed_stdout_is_no_error():
     closed = ["bash", "-c", '"$0" -m megatron_ibpo.commands.main --help >&-', sys.executable]
     done = subprocess.run(closed, capture_output=True, text=True, timeout=60, check=False, cwd=ROOT)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_versions_that_matter_are_printed(capsys):
+    from megatron_ibpo.commands.main import main
+
+    assert main(["--version"]) == 0
+    own, libraries = capsys.readouterr().out.splitlines()
+    assert own.startswith(f"megatron_ibpo {__version__}")
+    assert re.fullmatch(r"torch 2\.\S+, megatron-core \S+, vllm \S+, transformers 5\.\S+", libraries)
 
 
 def test_a_decorated_main_can_be_pickled_by_its_name():

@@ -10,6 +10,7 @@ import shlex
 import subprocess
 import sys
 import tomllib
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,10 @@ def check(command: str) -> None:
             script = next(word for word in words if word.endswith(".py"))
         assert (ROOT / script).is_file(), script
         assert BOOTSTRAPPED_PYTHON in command.replace('"', "")
+    elif words[:2] == ["pip", "install"]:
+        files = [word for option, word in pairwise(words) if option == "-r"]
+        assert files
+        assert all((ROOT / file).is_file() for file in files), files
     else:
         assert words[0] == "bash", f"{words[0]} is not there in a fresh clone"
         assert (ROOT / words[1]).is_file(), words[1]
@@ -85,7 +90,7 @@ def check(command: str) -> None:
 
 
 def check_ibpo(words: list[str]) -> None:
-    if words == ["--help"]:
+    if words in (["--help"], ["--version"]):
         return
     if words[:2] == ["evaluate", "compare"]:
         tyro.cli(Comparison, args=words[2:])

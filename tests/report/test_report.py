@@ -232,6 +232,7 @@ def test_sets_with_names_have_metrics_curves_and_lines_of_their_own(config):
 
 def test_a_run_that_stopped_early_says_how_to_go_on(config):
     (config.run.run_dir / "checkpoints/step_000001").mkdir(parents=True)
+    config.run.load = config.run.run_dir
     summary, shown = shown_at_the_end(config, status="failed: no luck", steps=1)
     assert summary["accuracy_start"] is None
     command = shlex.split(shown.splitlines()[-1])
@@ -376,6 +377,16 @@ def test_another_run_in_the_directory_is_not_overwritten(finished):
         prepare_run_dir(config)
 
 
+@pytest.mark.parametrize("work", ["journal/000001.journal", "checkpoints/step_000001", "operator_skill.json"])
+def test_what_was_sampled_or_trained_is_not_overwritten_before_the_first_row_either(config, work):
+    prepare_run_dir(config)
+    prepare_run_dir(config)
+    (config.run.run_dir / work).parent.mkdir(exist_ok=True)
+    (config.run.run_dir / work).touch()
+    with pytest.raises(ConfigError, match="already holds a run"):
+        prepare_run_dir(config)
+
+
 def test_an_unwritable_run_directory_is_refused(config):
     config.run.run_dir.parent.mkdir()
     config.run.run_dir.write_text("a file stands here")
@@ -402,6 +413,7 @@ def test_a_run_that_goes_on_writes_in_the_place_of_what_it_has_saved(config, mon
         file.parent.mkdir(parents=True)
         with file.open("wb") as whole:
             whole.truncate(7 * 2**30)  # takes no room
+    config.run.load = config.run.run_dir
     prepare_run_dir(config, checkpoint_bytes=14 * 2**30 + 2**29)
     with pytest.raises(ConfigError, match=r"need 2.06 GiB more.*--keep-checkpoints"):
         prepare_run_dir(config, checkpoint_bytes=16 * 2**30)

@@ -9,8 +9,8 @@ import json
 import random
 import tempfile
 import zlib
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -21,14 +21,14 @@ import numpy as np
 
 from megatron_ibpo.basics.records import Group, Sample, SampleRequest, token_ids
 from megatron_ibpo.config import Config, on_device
+from megatron_ibpo.models import ModelShape
 from megatron_ibpo.policy.reports import About
-from megatron_ibpo.report import Stages
 from megatron_ibpo.rewards import Pool, open_pool
-from megatron_ibpo.run.inputs import open_inputs, open_journal
+from megatron_ibpo.run.inputs import Inputs
 from megatron_ibpo.run.loop import Run
-from megatron_ibpo.run.open import join
+from megatron_ibpo.run.open import open_run
 from megatron_ibpo.run.processes import Processes
-from megatron_ibpo.run.resume_point import read_resume_point
+from megatron_ibpo.run.resume_point import ResumePoint
 from megatron_ibpo.run.settings import parse_config
 from support.paths import ROOT
 
@@ -218,26 +218,49 @@ def verifiers() -> Pool:
     return opened.__enter__()
 
 
-@contextmanager
-def live_run(config: Config, trainers: Trainers | None = None) -> Iterator[Steps]:
-    """The run, opened as every run is; all of a process share its verifier, whose start takes the longest."""
-    engines, trainers = Engines(), trainers or Trainers()
-    with ExitStack() as stack:
-        stack.enter_context(patch("megatron_ibpo.run.inputs.open_pool", lambda *_: nullcontext(verifiers())))
-        point = read_resume_point(config)
-        inputs = open_inputs(point.config, point.hf_dir, point.shape, stack)
-        journal = open_journal(inputs.config, point.step, stack)
-        engines.update_weights(point.step)
-        processes = Processes(
+@dataclass
+class StandIns:
+    """`run.processes.Backend` of the engines and trainers above."""
+
+    engines: Engines = field(default_factory=Engines)
+    trainers: Trainers = field(default_factory=Trainers)
+    wait_ready: Callable[[], None] = lambda: None
+
+    def check(self, config: Config, shape: ModelShape) -> Config:
+        return config
+
+    def connect(self, config: Config) -> AbstractContextManager[Callable[[], None]]:
+        return nullcontext(lambda: None)
+
+    def start(self, point: ResumePoint, inputs: Inputs, stack: ExitStack) -> Processes:
+        return Processes(
             config=inputs.config,
-            trainers=trainers,
+            trainers=self.trainers,
             world_size=1,
-            engines=engines,  # none is asked alone
+            engines=self.engines,  # none is asked alone
             verifiers=inputs.pool,
             accelerators=1,
             progress=point.progress(),
             deaths=dict,
             where="in a test",
+            wait_ready=self.wait_ready,
         )
-        run = join(point, inputs, journal, processes, Stages(), stack)
-        yield Steps(run, engines, trainers)
+
+
+@contextmanager
+def in_place(backend: StandIns) -> Iterator[None]:
+    """Runs that are opened meanwhile get these processes; all of a process share its verifier, whose start
+    takes the longest."""
+    with (
+        patch("megatron_ibpo.run.inputs.open_pool", lambda *_: nullcontext(verifiers())),
+        patch("megatron_ibpo.run.open.choose_backend", lambda *_: backend),
+    ):
+        yield
+
+
+@contextmanager
+def live_run(config: Config, trainers: Trainers | None = None) -> Iterator[Steps]:
+    """The run, opened as every run is."""
+    backend = StandIns(trainers=trainers or Trainers())
+    with in_place(backend), open_run(config) as run:
+        yield Steps(run, backend.engines, backend.trainers)

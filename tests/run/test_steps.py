@@ -1,0 +1,179 @@
+"""A run that is stepped from Python, and a start that failed, with stand-ins for the processes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+import megatron_ibpo as mi
+from megatron_ibpo.report import read_rows
+from megatron_ibpo.run.loop import Run
+from support.live_loop import StandIns, config_of, in_place
+from support.paths import ROOT
+
+TWO = ("--num-rollout", "2", "--save-interval", "1")
+
+
+@pytest.fixture(autouse=True)
+def no_curves(monkeypatch):
+    """Drawing takes a second."""
+    monkeypatch.setattr("megatron_ibpo.report.run_curves.plot_curves", lambda *_, **__: False)
+
+
+def rows_of(config):
+    return [(row["kind"], row["step"]) for row in read_rows(config.run.run_dir / "metrics.jsonl")]
+
+
+def status_of(config):
+    return json.loads((config.run.run_dir / "summary.json").read_text())["status"]
+
+
+def test_a_step_is_its_row_its_samples_and_its_sequences(tmp_path):
+    config = config_of(tmp_path, *TWO)
+    with in_place(StandIns()), mi.open_run(config) as run:
+        steps = list(run)
+        assert run.rows == [step.metrics for step in steps]
+        assert run.config.run.num_rollout == 2
+    assert [step.metrics for step in steps] == read_rows(tmp_path / "metrics.jsonl")
+    assert [step.metrics["step"] for step in steps] == [1, 2]
+    for step in steps:
+        rewards = [response.reward for group in step.groups for response in group.responses]
+        assert step.metrics["reward"] == pytest.approx(sum(rewards) / len(rewards))
+        assert {sequence.prompt_index for sequence in step.sequences} == {g.prompt.index for g in step.groups}
+    assert status_of(config) == "finished"
+    with pytest.raises(ValueError, match="this run is closed"):
+        next(run)
+
+
+def test_a_notebook_has_an_event_loop_that_runs_already(tmp_path):
+    async def cell():
+        with in_place(StandIns()), mi.open_run(config_of(tmp_path, *TWO)) as run:
+            return [step.metrics["step"] for step in run]
+
+    assert asyncio.run(cell()) == [1, 2]
+
+
+def test_a_run_that_is_left_early_goes_on_where_it_was(tmp_path):
+    config = config_of(tmp_path, "--num-rollout", "3")
+    with in_place(StandIns()), mi.open_run(config) as run:
+        for step in run:
+            assert step.metrics["step"] == 1
+            break
+        assert next(run).metrics["step"] == 2
+    assert status_of(config) == "interrupted"
+    with (
+        in_place(StandIns()),
+        mi.open_run(config_of(tmp_path, "--num-rollout", "3", "--load", str(tmp_path))) as run,
+    ):
+        assert [step.metrics["step"] for step in run] == [3]
+    assert rows_of(config) == [("step", 1), ("step", 2), ("step", 3)]
+
+
+@pytest.mark.parametrize(
+    ("within", "error", "status"),
+    [
+        ("a step", KeyboardInterrupt(), "stopped at once"),
+        ("the program", RuntimeError("no luck"), "failed: RuntimeError: no luck"),
+    ],
+    ids=["Ctrl-C in a step", "error between steps"],
+)
+def test_what_was_sampled_before_an_error_is_not_sampled_again(
+    tmp_path, monkeypatch, capsys, within, error, status
+):
+    """The journal has the first step's samples, and there is no checkpoint."""
+
+    def fail(*_):
+        raise error
+
+    def step_in_vain():
+        with mi.open_run(config) as run:
+            opened.append(run)
+            next(run)
+            fail()
+
+    config, backend, opened = config_of(tmp_path, "--num-rollout", "2"), StandIns(), []
+    with in_place(backend), monkeypatch.context() as patched:
+        if within == "a step":
+            patched.setattr(Run, "update", fail)
+        with pytest.raises(type(error)):
+            step_in_vain()
+    assert backend.engines.asked
+    assert status_of(config) == status
+    assert "to go on from the journal" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="this run is closed"):
+        next(opened[0])
+
+    again = StandIns()
+    with (
+        in_place(again),
+        mi.open_run(config_of(tmp_path, "--num-rollout", "1", "--load", str(tmp_path))) as run,
+    ):
+        assert [step.metrics["step"] for step in run] == [1]
+    assert again.engines.asked == []
+
+
+def test_a_recipe_takes_settings_as_flags_do(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    recipe = "examples/recipes/small_dense_cpu.yaml"
+    config = mi.load_recipe(recipe, run_dir="a", num_rollout=2, ibpo_lambda=0.3, eval_num_prompts=0)
+    flags = ("--run-dir", "a", "--num-rollout", "2", "--ibpo-lambda", "0.3", "--eval-num-prompts", "0")
+    typed = mi.parse_config(["--config", str(ROOT / recipe), *flags])
+    assert config == typed
+    assert mi.load_recipe(recipe, prompt_data=("b.jsonl", "c.jsonl")).data.prompt_data == (
+        str(tmp_path / "b.jsonl"),
+        str(tmp_path / "c.jsonl"),
+    )
+    with pytest.raises(mi.ConfigError, match="unknown key 'num_rolout'; did you mean 'num-rollout'"):
+        mi.load_recipe(recipe, num_rolout=2)
+    with pytest.raises(mi.ConfigError, match="num_rollout: 'two' is not a whole number"):
+        mi.load_recipe(recipe, num_rollout="two")
+    with pytest.raises(mi.ConfigError, match=r"--config .*none.yaml: cannot be read"):
+        mi.load_recipe("none.yaml")
+
+
+def test_settings_that_cannot_work_are_refused_before_anything_starts(tmp_path):
+    config = config_of(tmp_path / "run", "--num-steps-per-rollout", "3", "--eps-clip", "2")
+    with pytest.raises(mi.ConfigError, match="--num-steps-per-rollout"):
+        mi.open_run(config)
+    assert not (tmp_path / "run").exists()
+
+
+class FailedStart(RuntimeError):
+    """An engine that does not start."""
+
+
+def fail_to_start():
+    raise FailedStart("engine 0 did not start")
+
+
+def start_in_vain(config):
+    with in_place(StandIns(wait_ready=fail_to_start)), pytest.raises(FailedStart):
+        mi.open_run(config)
+
+
+def test_after_a_start_that_failed_the_same_command_starts_the_run(tmp_path):
+    config = config_of(tmp_path, *TWO)
+    for _ in range(2):
+        start_in_vain(config)
+    with in_place(StandIns()), mi.open_run(config) as run:
+        assert len(list(run)) == 2
+    assert rows_of(config) == [("step", 1), ("step", 2)]
+    with in_place(StandIns()), pytest.raises(mi.ConfigError, match="already holds a run"):
+        mi.open_run(config)
+
+
+def test_so_does_load_which_says_that_it_starts_at_step_0(tmp_path, capsys):
+    start_in_vain(config_of(tmp_path, *TWO))
+    with in_place(StandIns()), mi.open_run(config_of(tmp_path, *TWO, "--load", str(tmp_path))) as run:
+        assert next(run).metrics["step"] == 1
+    said = capsys.readouterr().out
+    assert f"--load {tmp_path}: no checkpoint was saved there; the run starts at step 0\n" in said
+
+
+def test_load_of_a_directory_without_a_run_is_refused(tmp_path):
+    (tmp_path / "empty").mkdir()
+    config = config_of(tmp_path / "run", "--load", str(tmp_path / "empty"))
+    with in_place(StandIns()), pytest.raises(ValueError, match=r"there is no step_N with a run_state.json"):
+        mi.open_run(config)
