@@ -83,6 +83,11 @@ def gmpo_sequence(log_ratio, length, advantage, eps_low, eps_high):
     return -ratio * advantage, -slope * advantage, advantage != advantage
 
 
+@triton.jit
+def nll(log_ratio, logprob, advantage):
+    return -advantage * logprob, -advantage, advantage != advantage
+
+
 KERNEL_TERMS: dict[str, KernelTerms] = {
     "gspo": KernelTerms(sequence_term=clipped_surrogate),
     "gspo-token": KernelTerms(token_term=clipped_surrogate),
@@ -95,6 +100,7 @@ KERNEL_TERMS: dict[str, KernelTerms] = {
     "cispo": KernelTerms(token_term=cispo),
     "sapo": KernelTerms(token_term=sapo),
     "gmpo": KernelTerms(token_term=gmpo_token, sequence_term=gmpo_sequence),
+    "nll": KernelTerms(token_term=nll),
 }
 
 
