@@ -132,16 +132,20 @@ def jsonable(value: Any, shorten: Callable[[float], float] = float) -> Any:
     return value if isinstance(value, int | str | None) else str(value)
 
 
-def how_to_go_on(run_dir: Path) -> str:
+def how_to_go_on(run_dir: Path, training: str = "train") -> str:
     """Return what to do after a run that did not finish: the command that resumes it, if it left a
-    checkpoint."""
+    checkpoint.
+
+    Args:
+        training: the command of ibpo that trained.
+    """
     steps = sorted((run_dir / "checkpoints").glob("step_*"))
     if not steps:
         return "nothing to go on from: the run saved no checkpoint (--save-interval saves while it runs)"
     launcher = Path(__file__).resolve().parents[2] / "tools/ibpo.sh"
     here = run_dir.absolute()
     command = shlex.join(
-        ["bash", str(launcher), "train", "--config", str(here / CONFIG_FILE), "--load", str(here)]
+        ["bash", str(launcher), training, "--config", str(here / CONFIG_FILE), "--load", str(here)]
     )
     return (
         f"to go on after step {int(steps[-1].name.removeprefix('step_'))} (a run on several nodes: by its "
