@@ -160,7 +160,7 @@ class Report:
                 self.note(f"{self._run_dir / name} could not be written: {error.strerror}")
         # the command's error handler prints last why a run failed
         self.note(f"{status.partition(':')[0]}: {counted(summary['steps'], 'step')}")
-        self._display.print(_results_table(summary))
+        self._display.print(_results_table(summary, only_measured=self._command == "sft"))
         self._display.print(_seconds_table(summary))
         if counts := _counts(summary):
             self.note(f"in the whole run: {counts}")
@@ -207,14 +207,18 @@ def _write_summary(summary: dict[str, Any], path: Path) -> bool:
     return True
 
 
-def _results_table(summary: dict[str, Any]) -> Table:
-    """Return a table with the start and end of each measure that was measured; "–" for a missing one."""
+def _results_table(summary: dict[str, Any], *, only_measured: bool) -> Table:
+    """Return a table with the start and end of each measure of the summary; "–" if it was not measured.
+
+    Args:
+        only_measured: leave out measures without both.
+    """
     table = Table("", show_edge=False, pad_edge=False)
     for column in ("start", "end"):
         table.add_column(column, justify="right")
     for key in (key.removesuffix("_start") for key in summary if key.endswith("_start")):
         start, end = summary[f"{key}_start"], summary[f"{key}_end"]
-        if start is None and end is None:
+        if only_measured and start is None and end is None:
             continue
         table.add_row(measure_name(key), *("–" if x is None else f"{x:.3f}" for x in (start, end)))
     return table
