@@ -38,6 +38,7 @@ def _tool(name: str) -> tuple[str, ...]:
 
 COMMANDS = {
     "train": Command(_module("train"), "train a policy"),
+    "sft": Command(_module("sft"), "train a policy on demonstrations, as a warm start"),
     "evaluate": Command(
         _module("evaluate"),
         "benchmarks and held-out prompts, without training; comparison of two results",

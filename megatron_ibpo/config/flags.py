@@ -40,12 +40,14 @@ def parse_config(
     program: str = "ibpo train",
     description: str = _TRAINING,
     common: Sequence[str] = COMMON_FLAGS,
+    defaults: Mapping[str, Any] | None = None,
 ) -> Config:
     """Return the configuration for a command line, with absolute paths (see `megatron_ibpo.config.paths`).
 
     Args:
         registries: the choices that have their own parameters.
         program: name for --help, with `description` and the fields that matter most to it (`common`).
+        defaults: its own defaults of fields, which recipes and flags override.
 
     `--help`, `--print-config` and wrong values end the process (SystemExit 0, 0 and 2).
 
@@ -77,7 +79,7 @@ def parse_config(
     typed = {name: value for name, value in vars(known).items() if name in ENTRIES}
     if specs := typed.get("eval_prompt_data"):
         typed["eval_prompt_data"] = specs[0] if len(specs) == 1 else tuple(specs)
-    config = resolve([*layers, Layer(typed)], registries)
+    config = resolve([Layer(defaults or {}), *layers, Layer(typed)], registries)
     if known.help_all or known.help is not None:
         if known.help_all or not known.help:
             print(usage_text(program, description))

@@ -17,8 +17,8 @@ class LossConfig:
 
     loss_variant: str = "gspo"
     """Name in `megatron_ibpo.loss.VARIANTS`: gspo, gspo-token, gspo-dual-clip, grpo, ppo-clip, dual-clip,
-    dapo, dr-grpo, cispo, sapo, gmpo; or an import path package.module:VARIANT. A variant owns its parameters:
-    naming another variant discards the clips and --loss-param given for the previous one."""
+    dapo, dr-grpo, cispo, sapo, gmpo, nll; or an import path package.module:VARIANT. A variant owns its
+    parameters: naming another variant discards the clips and --loss-param given for the previous one."""
     loss_param: Annotated[tuple[str, ...], UseAppendAction, NAMED_VALUES] = ()
     """Parameters of the loss variant as name=value, such as sapo's tau_pos=1.2; in a recipe also a mapping.
     Each variant defines their defaults and ranges."""

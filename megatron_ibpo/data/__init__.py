@@ -43,9 +43,13 @@ def open_sources(
     split: Literal["train", "eval"],
     max_prompt_len: int | None = None,
     rates: PassRates | None = None,
+    reader_type: type[Reader] = Reader,
 ) -> PromptSource:
     """Open all sources as one, mixed in proportion to their weights. In a mixture, a generated task whose
     settings name no verifier is graded by reasoning_gym.
+
+    Args:
+        reader_type: what rows of files and functions hold: prompts, or demonstrations.
 
     Raises:
         DataError: see `open_source`.
@@ -59,7 +63,15 @@ def open_sources(
             for source in sources
         ]
     opened = [
-        _opened(source, tokenizer, data, split=split, max_prompt_len=max_prompt_len, rates=rates)
+        _opened(
+            source,
+            tokenizer,
+            data,
+            split=split,
+            max_prompt_len=max_prompt_len,
+            rates=rates,
+            reader_type=reader_type,
+        )
         for source in sources
     ]
     return opened[0] if len(opened) == 1 else mixed(opened, [source.weight for source in sources])
@@ -98,6 +110,7 @@ def _opened(
     split: Literal["train", "eval"],
     max_prompt_len: int | None,
     rates: PassRates | None,
+    reader_type: type[Reader] = Reader,
 ) -> PromptSource:
     location, shuffled = source.location, split == "train"
     rows: Rows
@@ -113,12 +126,19 @@ def _opened(
             f"{OWN_SCHEME}package.module:function"
         )
     else:
-        reader = Reader(tokenizer, data, source, Tally(location), max_prompt_len, rates)
+        reader = reader_type(tokenizer, data, source, Tally(location), max_prompt_len, rates)
         files = chosen_files(Path(location), split, source.split)
         small = small_rows(files, reader.columns)
         if small is None:
             return prompts_of_table(open_table(files, reader.columns), reader, shuffled=shuffled)
         rows = small
     return prompts_of_rows(
-        rows, tokenizer, data, spec=source, shuffled=shuffled, max_prompt_len=max_prompt_len, rates=rates
+        rows,
+        tokenizer,
+        data,
+        spec=source,
+        shuffled=shuffled,
+        max_prompt_len=max_prompt_len,
+        rates=rates,
+        reader_type=reader_type,
     )

@@ -53,15 +53,15 @@ def plain_row(row: Row, input_key: str, label_key: str) -> PlainRow:
             "metadata": row.get("metadata") or row.get("extra_info"),
         }
     _check_keys(row, {input_key: "--input-key", label_key: "--label-key"})
-    question = _checked(row[input_key], input_key, "text or a list of messages")
-    label = _checked(row[label_key], label_key, "text or a number")
+    question = checked(row[input_key], input_key, "text or a list of messages")
+    label = checked(row[label_key], label_key, "text or a number")
     metadata = _plain_value(_optional(row, "metadata", "an object") or {})
     for name in ("rm_type", "id"):
         kind = "text" if name == "rm_type" else "text or a number"
         if (value := _optional(row, name, kind)) is not None:
             metadata[name] = value
     return PlainRow(
-        _messages(question, input_key),
+        as_messages(question, input_key),
         isinstance(question, list),
         str(label),
         _optional(row, "task", "text"),
@@ -99,10 +99,15 @@ def _check_keys(row: Row, flags: Mapping[str, str]) -> None:
 
 def _optional(row: Row, key: str, kind: str) -> Any:
     """Return row[key] if present; the columns of a table are always present but may be null."""
-    return None if row.get(key) is None else _checked(row[key], key, kind)
+    return None if row.get(key) is None else checked(row[key], key, kind)
 
 
-def _checked(value: Any, key: str, kind: str) -> Any:
+def checked(value: Any, key: str, kind: str) -> Any:
+    """Return the value of a field.
+
+    Raises:
+        DataError: it is empty or not of this kind (`_KINDS`).
+    """
     if not isinstance(value, _KINDS[kind]) or isinstance(value, bool):
         raise DataError(f"field {key!r} must be {kind}, found {type(value).__name__}")
     if isinstance(value, float) and not math.isfinite(value):
@@ -112,7 +117,12 @@ def _checked(value: Any, key: str, kind: str) -> Any:
     return value
 
 
-def _messages(question: str | list[Any], input_key: str) -> list[Message]:
+def as_messages(question: str | list[Any], input_key: str) -> list[Message]:
+    """Return a question as chat messages: a text is the user's.
+
+    Raises:
+        DataError: a message without a role or content.
+    """
     if isinstance(question, str):
         return [{"role": "user", "content": question}]
     for number, message in enumerate(question):

@@ -78,8 +78,7 @@ class Reader:
             if self.source.only is not None and not has_value(row, *self.source.only):
                 self.tally.add(NOT_CHOSEN, key, where)
                 return None
-            prompt = self._made(plain_row(row, self.input_key, self.label_key))
-            check_prompt(prompt.token_ids, self.tokenizer, self.max_prompt_len)
+            prompt = self.of_row(row)
         except DataError as error:
             is_long = isinstance(error, TooLongError)
             if not (self.data.drop_long_prompts if is_long else self.data.skip_bad_rows):
@@ -93,9 +92,19 @@ class Reader:
             return None
         return prompt
 
+    def of_row(self, row: Row) -> Prompt:
+        """Return the prompt of a row, with `index` 0.
+
+        Raises:
+            DataError: the row cannot be used.
+        """
+        prompt = self._made(plain_row(row, self.input_key, self.label_key))
+        check_prompt(prompt.token_ids, self.tokenizer, self.max_prompt_len)
+        return prompt
+
     def _made(self, row: PlainRow) -> Prompt:
         data = self.data
-        messages = self._messages(row.messages)
+        messages = self.asked(row.messages)
         check_size(sum(len(message["content"]) for message in messages), self.max_prompt_len)
         if data.apply_chat_template:
             token_ids, head_length = chat_prompt(messages, self.tokenizer, template_settings(data))
@@ -109,7 +118,7 @@ class Reader:
         task = row.task or self.source.task or Path(self.source.location).stem
         return Prompt(0, token_ids, head_length, row.label, task, messages[-1]["content"], metadata)
 
-    def _messages(self, messages: Iterable[Message]) -> list[Message]:
+    def asked(self, messages: Iterable[Message]) -> list[Message]:
         """Return the messages with the source's suffix, and with the system prompt if they have none."""
         made = list(messages)
         if self.source.suffix:
@@ -138,6 +147,7 @@ def prompts_of_rows(
     shuffled: bool,
     max_prompt_len: int | None,
     rates: PassRates | None = None,
+    reader_type: type[Reader] = Reader,
 ) -> PromptSource:
     """Return the rows as an endless source; shuffled anew in every epoch. All are read and checked at once.
 
@@ -150,12 +160,13 @@ def prompts_of_rows(
         spec: the source; its last part names the task of rows without one.
         max_prompt_len: tokens that a prompt may have.
         rates: pass rates for --filter-pass-rate.
+        reader_type: what rows hold: prompts, or demonstrations.
 
     Raises:
         DataError: no rows, or one that cannot be used: names the place and the field.
     """
     source = spec if isinstance(spec, SourceSpec) else SourceSpec(spec)
-    reader = Reader(tokenizer, data, source, Tally(source.location), max_prompt_len, rates)
+    reader = reader_type(tokenizer, data, source, Tally(source.location), max_prompt_len, rates)
     prompts: list[Prompt] = []
     ids: dict[str, str] = {}
     questions: set[str] = set()

@@ -62,11 +62,18 @@ class Tokenizer(Protocol):
         """Return the text of `ids` with special tokens, for display."""
         ...
 
-    def render_chat(self, messages: Sequence[Message], settings: Mapping[str, Any] | None = None) -> str:
-        """Return `messages` as one text in the tokenizer's chat format, generation prompt included.
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        settings: Mapping[str, Any] | None = None,
+        *,
+        generation_prompt: bool = True,
+    ) -> str:
+        """Return `messages` as one text in the tokenizer's chat format.
 
         Args:
             settings: further arguments of the template (--apply-chat-template-kwargs).
+            generation_prompt: end with the beginning of the assistant's next turn.
 
         Raises:
             DataError: the tokenizer has no chat template, or the template refuses the messages.
@@ -253,7 +260,13 @@ class HuggingFaceTokenizer:
     def decode_all(self, ids: npt.ArrayLike) -> str:
         return self._tokenizer.decode(_plain(ids), clean_up_tokenization_spaces=False)
 
-    def render_chat(self, messages: Sequence[Message], settings: Mapping[str, Any] | None = None) -> str:
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        settings: Mapping[str, Any] | None = None,
+        *,
+        generation_prompt: bool = True,
+    ) -> str:
         if not self._tokenizer.chat_template:
             raise DataError(
                 f"{self._name}: no chat template; use a checkpoint that has one, "
@@ -261,7 +274,7 @@ class HuggingFaceTokenizer:
             )
         try:
             return self._tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=True, **(settings or {})
+                list(messages), tokenize=False, add_generation_prompt=generation_prompt, **(settings or {})
             )
         except Exception as error:
             raise DataError(f"{self._name}: its chat template refuses the messages: {error}") from error
@@ -311,7 +324,13 @@ class SentencePieceTokenizer:
     def decode_all(self, ids: npt.ArrayLike) -> str:
         return "".join(self._start.id_to_piece(_plain(ids))).replace("▁", " ")
 
-    def render_chat(self, messages: Sequence[Message], settings: Mapping[str, Any] | None = None) -> str:
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        settings: Mapping[str, Any] | None = None,
+        *,
+        generation_prompt: bool = True,
+    ) -> str:
         raise DataError(
             f"tokenizer {self._name}: a SentencePiece model has no chat template; "
             "drop --apply-chat-template and write the prompts out"

@@ -177,6 +177,11 @@ def gmpo_sequence(
     return loss, torch.zeros_like(loss, dtype=torch.bool)
 
 
+def nll(logprobs: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
+    """-A·log π: at advantage 1 the negative log-likelihood, the loss of supervised fine-tuning."""
+    return -advantages * logprobs, torch.zeros_like(logprobs, dtype=torch.bool)
+
+
 _GSPO = {"eps_low": Parameter(3e-4, 0.0, 1.0), "eps_high": Parameter(4e-4, 0.0)}
 """As the field uses with a length-normalised ratio (arXiv 2507.18071, section 5.1)."""
 _PPO = {"eps_low": Parameter(0.2, 0.0, 1.0), "eps_high": Parameter(0.2, 0.0)}
@@ -209,4 +214,5 @@ VARIANTS: dict[str, Variant] = {
         sequence_term=gmpo_sequence,
         params={"eps_low": Parameter(0.4, 0.0), "eps_high": Parameter(0.4, 0.0)},
     ),
+    "nll": Variant(token_term=nll, aggregation="token-mean"),
 }

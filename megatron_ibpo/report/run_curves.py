@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from megatron_ibpo.report.run_dir import whole
+from megatron_ibpo.report.summary import HELD_OUT_LOSS
 
 _LINES = {
     "Reward in training": ["reward", "shaped_reward"],
@@ -38,7 +39,9 @@ def plot_curves(rows: Sequence[dict[str, Any]], path: Path, *, title: str) -> bo
     steps = [row for row in rows if row["kind"] == "step"]
     evaluations = [row for row in rows if row["kind"] == "evaluation"]
     panels: list[tuple[str, Callable[[Axes], None]]] = []
-    if evaluations:
+    if any(HELD_OUT_LOSS in row for row in evaluations) or any("loss_tokens" in row for row in steps):
+        panels.append(("Loss per token", partial(_draw_losses, steps=steps, evaluations=evaluations)))
+    elif evaluations:
         panels.append(("Accuracy on held-out problems", partial(_draw_evaluations, evaluations=evaluations)))
     for name, metrics in _LINES.items():
         present = [metric for metric in metrics if any(row.get(metric) is not None for row in steps)]
@@ -77,6 +80,12 @@ def _draw_lines(axes: Axes, steps: Sequence[dict[str, Any]], metrics: Sequence[s
     axes.set_ylim(bottom=0 if axes.get_ylim()[0] > 0 else None)
     if len(metrics) > 1:
         axes.legend(frameon=False)
+
+
+def _draw_losses(axes: Axes, steps: Sequence[dict[str, Any]], evaluations: Sequence[dict[str, Any]]) -> None:
+    axes.plot(*_series(steps, "loss"), label="training")
+    axes.plot(*_series(evaluations, HELD_OUT_LOSS), marker="o", label="held out")
+    axes.legend(frameon=False)
 
 
 def _draw_evaluations(axes: Axes, evaluations: Sequence[dict[str, Any]]) -> None:

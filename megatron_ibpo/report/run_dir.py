@@ -143,9 +143,13 @@ def jsonable(value: Any, shorten: Callable[[float], float] = float) -> Any:
     return value if isinstance(value, int | str | None) else str(value)
 
 
-def how_to_go_on(run_dir: Path) -> str:
+def how_to_go_on(run_dir: Path, training: str = "train") -> str:
     """Return what to do after a run that did not finish: the command that resumes it, if it left a
-    checkpoint or a journal; the same command, if it left nothing."""
+    checkpoint or a journal; the same command, if it left nothing.
+
+    Args:
+        training: the command of ibpo that trained.
+    """
     if not holds_work(run_dir):
         return "nothing was sampled yet: the same command starts the run again"
     steps = sorted((run_dir / "checkpoints").glob("step_*"))
@@ -154,7 +158,7 @@ def how_to_go_on(run_dir: Path) -> str:
     launcher = Path(__file__).resolve().parents[2] / "tools/ibpo.sh"
     here = run_dir.absolute()
     command = shlex.join(
-        ["bash", str(launcher), "train", "--config", str(here / CONFIG_FILE), "--load", str(here)]
+        ["bash", str(launcher), training, "--config", str(here / CONFIG_FILE), "--load", str(here)]
     )
     from_where = f"after step {int(steps[-1].name.removeprefix('step_'))}" if steps else "from the journal"
     return (

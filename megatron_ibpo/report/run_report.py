@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 from rich.console import Console
@@ -30,7 +30,7 @@ from megatron_ibpo.report.run_dir import (
     jsonable,
     write_whole,
 )
-from megatron_ibpo.report.summary import summarise
+from megatron_ibpo.report.summary import HELD_OUT_LOSS, summarise
 from megatron_ibpo.report.warnings import warnings_shown
 
 
@@ -49,6 +49,7 @@ class Report:
         console: Console | None = None,
         started: float | None = None,
         deaths: Callable[[], Mapping[str, int]] = dict,
+        command: Literal["train", "sft"] = "train",
     ):
         """Report into config.run.run_dir, which must exist (`prepare_run_dir`).
 
@@ -57,10 +58,12 @@ class Report:
             started: time.time() at the run's start; None: this process's start.
             deaths: returns the deaths and restarts in this process so far, by metric. A step's row has those
                 since the row before it.
+            command: command of the run, which resumes it too.
         """
         self._run_dir = config.run.run_dir
         model = config.model.hf_checkpoint.name if config.model.hf_checkpoint else "no model"
-        self._title = f"{config.algorithm.advantage_estimator}, {model}"
+        method = config.algorithm.advantage_estimator if command == "train" else command
+        self._title, self._command = f"{method}, {model}", command
         self._started = psutil.Process().create_time() if started is None else started
         self._seconds: dict[str, float] = {}
         wandb_config = jsonable(dataclasses.asdict(config)) if config.run.use_wandb else None
@@ -116,6 +119,11 @@ class Report:
             of_set = f", {one.set.name}" if one.set.is_named else ""
             self.note(f"evaluation after {counted(step, 'step')}{of_set}: {one.evaluation}")
 
+    def held_out_loss(self, step: int, loss: float, seconds: Mapping[str, float]) -> None:
+        """Record and show the loss per token of held-out demonstrations after `step` completed steps."""
+        self._record("evaluation", step, {HELD_OUT_LOSS: loss}, seconds)
+        self.note(f"held-out loss after {counted(step, 'step')}: {loss:.4f} per token")
+
     def step(self, step: int, metrics: Mapping[str, float], seconds: Mapping[str, float]) -> None:
         """Record and show step number `step`, counted from 1, with its seconds by stage."""
         told = dict(self._deaths())
@@ -157,7 +165,7 @@ class Report:
                 self.note(f"{self._run_dir / name} could not be written: {error.strerror}")
         # the command's error handler prints last why a run failed
         self.note(f"{status.partition(':')[0]}: {counted(summary['steps'], 'step')}")
-        self._display.print(_results_table(summary))
+        self._display.print(_results_table(summary, only_measured=self._command == "sft"))
         self._display.print(_seconds_table(summary))
         if counts := _counts(summary):
             self.note(f"in the whole run: {counts}")
@@ -168,7 +176,7 @@ class Report:
         for file in kept:
             self.note(str(file))
         if status != "finished":
-            self.note(how_to_go_on(self._run_dir))
+            self.note(how_to_go_on(self._run_dir, self._command))
         return summary
 
     def close(self) -> None:
@@ -204,13 +212,19 @@ def _write_summary(summary: dict[str, Any], path: Path) -> bool:
     return True
 
 
-def _results_table(summary: dict[str, Any]) -> Table:
-    """Return a table with the start and end of each measure of the summary; "–" if it was not measured."""
+def _results_table(summary: dict[str, Any], *, only_measured: bool) -> Table:
+    """Return a table with the start and end of each measure of the summary; "–" if it was not measured.
+
+    Args:
+        only_measured: leave out measures without both.
+    """
     table = Table("", show_edge=False, pad_edge=False)
     for column in ("start", "end"):
         table.add_column(column, justify="right")
     for key in (key.removesuffix("_start") for key in summary if key.endswith("_start")):
         start, end = summary[f"{key}_start"], summary[f"{key}_end"]
+        if only_measured and start is None and end is None:
+            continue
         table.add_row(measure_name(key), *("–" if x is None else f"{x:.3f}" for x in (start, end)))
     return table
 

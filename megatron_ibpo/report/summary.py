@@ -48,6 +48,8 @@ _OF_SET = "eval/"
 """Prefix of the metrics of a named set: eval/SET/METRIC."""
 _EVALUATED = {"accuracy": "accuracy", "greedy": "greedy_accuracy"}
 """Measures of a summary → metrics of an evaluation that always exist."""
+HELD_OUT_LOSS = "held_out_loss"
+"""Metric of an evaluation in supervised training, which has no others."""
 
 Row = Mapping[str, Any]
 
@@ -64,9 +66,10 @@ def summarise(
 
     Pairs are NAME_start and NAME_end. A value that was not measured, or that cannot be compared with its
     pair, is None:
-        accuracy, greedy, and with several samples per prompt pass_at_K, maj_at_K, best_of_K, corrected: by
-            the evaluation before the first step and the one after the last step. A start that was measured on
-            another number of problems than the end is None.
+        accuracy, greedy, and with several samples per prompt pass_at_K, maj_at_K, best_of_K, corrected, or
+            the held_out_loss of supervised training: by the evaluation before the first step and the one
+            after the last step. A start that was measured on another number of problems than the end is
+            None.
         reward: mean training reward of the first and of the last five steps, given at least ten.
     break_even: whether corrections paid, by the run's own figures (`report.correction_value`).
     prediction_error: predicted over measured seconds of a step and of its parts, less 1; None without either.
@@ -131,6 +134,7 @@ def _measures_of_set(evaluation: Row) -> dict[str, str]:
         f"maj_at_{samples}": "majority_accuracy",
         f"best_of_{samples}": "best_of_accuracy",
         "corrected": "corrected_accuracy",
+        HELD_OUT_LOSS: HELD_OUT_LOSS,
     }
     return _EVALUATED | {name: metric for name, metric in several.items() if metric in evaluation}
 

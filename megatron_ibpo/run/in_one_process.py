@@ -22,7 +22,7 @@ from megatron_ibpo.models import ModelShape
 from megatron_ibpo.policy.process_start import trainer_rank
 from megatron_ibpo.rewards import Pool
 from megatron_ibpo.run.inputs import Inputs
-from megatron_ibpo.run.processes import Processes, check_model_layout
+from megatron_ibpo.run.processes import Processes, TrainersAlone, check_model_layout
 from megatron_ibpo.run.resume_point import ResumePoint
 
 ABOUT = (
@@ -69,6 +69,13 @@ class InOneProcess:
             deaths=partial(_deaths, inputs.pool),
             where=ABOUT,
         )
+
+    def start_trainers(
+        self, point: ResumePoint, config: Config, elements: dict[str, int], stack: ExitStack
+    ) -> TrainersAlone:
+        """Build the trainer in this process."""
+        rank = stack.enter_context(_trainer(config, point.checkpoint))
+        return TrainersAlone(config, OwnRank(rank), 1, "one process trains (--rollout-backend lean)")
 
 
 class OwnRank:

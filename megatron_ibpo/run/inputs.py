@@ -57,7 +57,7 @@ def open_inputs(
     stack.enter_context(locked(config.run.run_dir))
     elements = trained_elements(hf_dir, shape) if trains else {}
     check_checkpoint(hf_dir, shape)
-    prepare_run_dir(config, checkpoint_bytes=_bytes_kept(config, sum(elements.values())) if trains else 0)
+    prepare_run_dir(config, checkpoint_bytes=bytes_kept(config, sum(elements.values())) if trains else 0)
     rm_types = named_rm_types(data.first_prompts, config.data)
     pool = stack.enter_context(open_pool(config.data, rm_types))
     check_labels(pool, data.first_prompts, config.data)
@@ -107,7 +107,7 @@ def _changed(before: str, now: str) -> str:
     return f"{', '.join(names)} changed"
 
 
-def _bytes_kept(config: Config, parameters: int) -> int:
+def bytes_kept(config: Config, parameters: int) -> int:
     """Return an upper bound on the bytes that the run keeps on disk at one time. The device, and with it the
     precision, is not known yet."""
     models = 2 if config.algorithm.advantages == "critic" else 1

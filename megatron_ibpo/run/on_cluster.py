@@ -30,7 +30,7 @@ from megatron_ibpo.models import ModelShape, read_hf_config
 from megatron_ibpo.rewards import Verifier
 from megatron_ibpo.run.inputs import Inputs, open_inputs
 from megatron_ibpo.run.loop import Progress, Run
-from megatron_ibpo.run.processes import Processes, check_model_layout
+from megatron_ibpo.run.processes import Processes, TrainersAlone, check_model_layout
 from megatron_ibpo.run.resume_point import ResumePoint, with_context
 from megatron_ibpo.run.rollouts import Rollouts, open_rollouts
 from megatron_ibpo.run.run_data import RunData
@@ -87,6 +87,23 @@ class OnCluster:
             where=_where(placement, verifiers),
             wait_ready=partial(_wait_ready, engines, verifiers),
         )
+
+    def start_trainers(
+        self, point: ResumePoint, config: Config, elements: dict[str, int], stack: ExitStack
+    ) -> TrainersAlone:
+        """Start trainers with their model on every GPU of the cluster, or --num-trainers of them."""
+        placement = placed_within(self.node_wait, lambda: _placed(config, samples=False))
+        config = _on_devices(config, placement, point.shape)
+        trainers = Trainers(stack.enter_context(reserved(placement)), placement)
+        stack.callback(trainers.close)
+        trainers.locate()
+        from megatron_ibpo.plan.node_memory import check_main_memory  # imports torch
+
+        check_main_memory(config, point.shape, elements, placement, trainers.main_memory())
+        _build(config, point.checkpoint, trainers, None)
+        nodes = zip(placement.nodes, placement.rows(), strict=True)
+        where = "\n".join(f"{node.address}: trainers {ranks}" for node, (_, ranks, _) in nodes)
+        return TrainersAlone(config, trainers, len(placement.trainers), where)
 
 
 def _on_devices(config: Config, placement: Placement, shape: ModelShape) -> Config:
@@ -216,8 +233,11 @@ def _ray_of(config: Config) -> AbstractContextManager[None]:
     )
 
 
-def _placed(config: Config) -> Placement:
+def _placed(config: Config, *, samples: bool = True) -> Placement:
     """Place trainers and engines on the nodes of the cluster.
+
+    Args:
+        samples: False for a run without engines.
 
     Raises:
         PlacementError: the cluster is too small.
@@ -226,7 +246,7 @@ def _placed(config: Config) -> Placement:
     nodes = cluster_nodes()
     num_gpus = sum(node.gpus for node in nodes)
     engines = None
-    if config.run.load_debug_rollout_data is None:
+    if samples and config.run.load_debug_rollout_data is None:
         engines = WantedEngines(
             rollout.rollout_num_gpus_per_engine, rollout.colocate, rollout.rollout_num_gpus
         )

@@ -50,7 +50,7 @@ def open_run(config: Config, node_wait: float = 0.0, started: float | None = Non
             with stages("sync"):
                 run.engines.update_weights(run.progress.step)
         run.progress.start_seconds = stages.take()
-        with _failure_in_summary(run.reporter):
+        with failure_in_summary(run.reporter):
             yield run
 
 
@@ -144,7 +144,7 @@ def _warnings(config: Config) -> list[str]:
 
 
 @contextmanager
-def _failure_in_summary(reporter: Report) -> Iterator[None]:
+def failure_in_summary(reporter: Report) -> Iterator[None]:
     """Record in the summary how the run failed."""
     try:
         yield

@@ -39,6 +39,18 @@ class Processes:
     """Waits for the processes that the first step needs and start-up does not."""
 
 
+@dataclass(frozen=True)
+class TrainersAlone:
+    """Trainers that have been started without engines and verifiers."""
+
+    config: Config
+    """The configuration with everything resolved that depends on the devices."""
+    trainers: RankCalls
+    world_size: int
+    where: str
+    """Nodes of the processes, for the user."""
+
+
 class Backend(Protocol):
     """A way to start the processes of a run: on a cluster, or all in the driver's own process."""
 
@@ -59,6 +71,19 @@ class Backend(Protocol):
 
         Raises:
             ValueError, OSError, EngineError, ProcessDiedError: one did not start; says why and what to do.
+        """
+        ...
+
+    def start_trainers(
+        self, point: ResumePoint, config: Config, elements: dict[str, int], stack: ExitStack
+    ) -> TrainersAlone:
+        """Place and start trainers, for training without sampling. `stack` ends them.
+
+        Args:
+            elements: as in `Inputs`.
+
+        Raises:
+            ValueError, OSError, ProcessDiedError: as `start`.
         """
         ...
 

@@ -162,6 +162,7 @@ GOLDEN = {
         -math.log(0.5) * (2 * (1.25 + 0.9) - 0.8) / 3,
         (-2 * 1.25 / 3, -2 * 0.9 / 3, 0.8 / 3),
     ),
+    "nll": ({}, None, -math.log(0.5) * (2 * 2 - 1) / 3, (-2 / 3, -2 / 3, 1 / 3)),
     # log-ratios cut at ln 1.1 above for A > 0, at ln .9 below for A < 0: √(1.1·.9) and .9
     "gmpo": (
         {"eps_low": -math.log(0.9), "eps_high": math.log(1.1)},

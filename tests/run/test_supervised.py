@@ -1,0 +1,136 @@
+"""Supervised training: its loss is transformers' cross-entropy, and a run that resumes equals one that did
+not stop."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from functools import cache
+
+import numpy as np
+import pytest
+
+from megatron_ibpo.config import ConfigError
+from megatron_ibpo.data import load_tokenizer, open_sources
+from megatron_ibpo.data.demonstrations import DemonstrationReader
+from megatron_ibpo.run.settings import parse_config
+from megatron_ibpo.run.supervised import sequences_of, supervised
+from support.paths import ROOT
+
+MODEL = ROOT / "examples/tiny_qwen3"
+
+
+@pytest.fixture
+def rows(tmp_path):
+    sums = [(a, b) for a in range(1, 10) for b in range(1, 10)]
+    lines = [{"prompt": f"{a}+{b}\n", "response": f"{a}+{b}={a + b}#{a + b}"} for a, b in sums]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def flags_for(rows, *more):
+    return ("--hf-checkpoint", str(MODEL), "--prompt-data", str(rows), "--label-key", "response", *more)
+
+
+def sequences(rows, count):
+    config = parse_config(flags_for(rows))
+    source = open_sources(
+        config.data.prompt_data,
+        load_tokenizer(MODEL),
+        config.data,
+        split="train",
+        reader_type=DemonstrationReader,
+    )
+    return sequences_of(source.batch(0, count))
+
+
+@cache
+def of_transformers():
+    """Return the model as transformers computes it."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+
+
+def cross_entropy(sequences):
+    """Return transformers' loss of the sequences in one padded batch."""
+    import torch
+
+    longest = max(s.num_tokens for s in sequences)
+    ids, labels = np.zeros((len(sequences), longest), int), np.full((len(sequences), longest), -100)
+    for row, s in enumerate(sequences):
+        ids[row, : s.num_tokens] = np.concatenate([s.prompt_token_ids, s.response_token_ids])
+        own = np.where(s.loss_mask, s.response_token_ids, -100)
+        labels[row, len(s.prompt_token_ids) : s.num_tokens] = own
+    with torch.no_grad():
+        return of_transformers()(input_ids=torch.from_numpy(ids), labels=torch.from_numpy(labels)).loss.item()
+
+
+def test_the_loss_of_a_batch_is_the_cross_entropy_of_transformers(rows):
+    import torch
+
+    from megatron_ibpo.loss import make_objective, packed_sequence_loss
+    from megatron_ibpo.policy.packing import lay_out, pack
+    from megatron_ibpo.policy.planning import MicroBatch, weighted_mean_length
+
+    batch = sequences(rows, 7)
+    batch[0].loss_mask[:3] = False  # another speaker's
+    packed = lay_out(pack(MicroBatch(tuple(range(7)), tuple(batch))), multiple=1, device=torch.device("cpu"))
+    config, _ = supervised(parse_config(flags_for(rows)))
+    objective = make_objective(config.loss.loss_variant, aggregation=weighted_mean_length(batch))
+    whole = [np.concatenate([s.prompt_token_ids, s.response_token_ids])[None] for s in batch]
+    with torch.no_grad():
+        logits = [of_transformers()(torch.from_numpy(ids)).logits[0, :-1] for ids in whole]
+        loss, _ = packed_sequence_loss(torch.cat(logits), packed.rows, objective)
+    assert loss.item() == pytest.approx(cross_entropy(batch), rel=1e-6)
+
+
+def test_settings_of_sampling_have_no_effect_and_are_named(rows):
+    flags = flags_for(rows, "--kl-coef", "0.1", "--n-samples-per-prompt", "4", "--advantage-estimator", "ppo")
+    config, idle = supervised(parse_config(flags))
+    assert (config.loss.loss_variant, config.loss.kl_coef) == ("nll", 0)
+    assert {"--kl-coef", "--n-samples-per-prompt", "--advantage-estimator"} <= {*idle}
+    assert supervised(parse_config(flags_for(rows)))[1] == []
+
+
+def test_what_only_rl_can_do_is_refused_by_name(rows):
+    with pytest.raises(ConfigError, match=r"^--dry-run, --deduplicate: only `ibpo train` has it"):
+        supervised(parse_config(flags_for(rows, "--dry-run", "--deduplicate")))
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+@pytest.mark.timeout(1000)
+def test_a_run_on_two_ranks_learns_exports_and_resumes_bit_for_bit(rows, tmp_path):
+    flags = flags_for(rows, "--eval-prompt-data", str(rows), "--eval-num-prompts", "16")
+    flags += (
+        "--num-trainers",
+        "2",
+        "--tensor-model-parallel-size",
+        "2",
+        "--lr",
+        "1e-3",
+        "--num-rollout",
+        "6",
+    )
+
+    def train(name, *more):
+        command = [sys.executable, "-m", "megatron_ibpo.commands.sft", *flags, "--save-interval", "3"]
+        subprocess.run(
+            [*command, "--run-dir", str(tmp_path / name), *more], check=True, timeout=450, cwd=ROOT
+        )
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines], (tmp_path / name / "hf/model.safetensors").read_bytes()
+
+    whole, weights = train("whole")
+    resumed, again = train("resumed", "--load", str(tmp_path / "whole/checkpoints/step_000003"))
+    losses = [row["loss"] for row in whole if row["kind"] == "step"]
+    assert losses[0] == pytest.approx(cross_entropy(sequences(rows, 32)), rel=1e-5)
+    assert losses[-1] < 0.2 * losses[0]
+    held_out = [row["held_out_loss"] for row in whole if row["kind"] == "evaluation"]
+    assert held_out[-1] < 0.2 * held_out[0]
+    assert [row["loss"] for row in resumed if row["kind"] == "step"] == losses[3:]
+    assert again == weights
