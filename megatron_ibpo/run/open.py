@@ -87,7 +87,7 @@ def join(
     processes.wait_ready()
     disk = DiskWait(config.run.disk_wait, reporter.note)
     memory = JournalMemory(own_journal, recovered, disk.write)
-    verifier = Verifier(processes.verifiers, config.data)
+    verifier = stack.enter_context(Verifier(processes.verifiers, config.data))
     rollouts = open_rollouts(config, inputs.data, engines, verifier, memory, point.state)
     return Run(
         config=config,
