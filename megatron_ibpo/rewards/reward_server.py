@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from http import HTTPStatus
-from typing import Any
+from typing import Any, cast
 
 import aiohttp
 
@@ -132,9 +132,10 @@ class RewardServer:
         async with _session() as self._session:
             self._ready.set()
             await self._closing.wait()
-            for task in self._asking:
+            asking = list(self._asking)
+            for task in asking:
                 task.cancel()
-            await asyncio.gather(*self._asking, return_exceptions=True)
+            await asyncio.gather(*asking, return_exceptions=True)
             for call in list(self._open):  # cancelling one takes it out
                 call.outcome.cancel()
 
@@ -149,9 +150,7 @@ class RewardServer:
     def _start_asking(self) -> None:
         """Start one more task that makes requests, up to the limit."""
         if len(self._asking) < self._concurrency:
-            task = self._loop.create_task(self._ask_waiting())
-            self._asking.add(task)
-            task.add_done_callback(self._asking.discard)
+            self._asking.add(self._loop.create_task(self._ask_waiting()))
 
     async def _ask_waiting(self) -> None:
         """Make one request after another until no call waits."""
@@ -162,6 +161,8 @@ class RewardServer:
                 count = min(len(self._waiting), self._wire.batch_size)
                 calls = [self._waiting.popleft() for _ in range(count)]
                 await self._ask(calls, self._timeout if count == 1 else self._timeout / 2)
+        # here and not in a callback: a call that comes before the callback would start no task
+        self._asking.discard(cast("asyncio.Task[None]", asyncio.current_task()))
 
     async def _ask(self, calls: Sequence[_Call], seconds: float) -> None:
         """Get an answer for the calls within so many seconds."""

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import threading
+import time
 from contextlib import contextmanager
 
 import pytest
+import uvicorn
 from aiohttp import web
 
 from megatron_ibpo.basics.records import Prompt, token_ids
 from megatron_ibpo.config import ConfigError, DataConfig
 from megatron_ibpo.rewards import Verifier, check_servers, http_judge, reward_functions
 from megatron_ibpo.rewards.workers import WorkerPool
+from support.documented_modules import write_modules
 
 TEMPLATE = 'Q: {{question}}\nR: {{ response }}\nL: {{label}}\nEnd with {"score": 0 to 1}.'
 FUNCTIONS = ["megatron_ibpo.rewards.http_judge:score", "megatron_ibpo.rewards.http_score:score"]
@@ -300,3 +304,22 @@ def test_a_server_is_tried_before_the_run(rm_type, answer, says, template, monke
     assert says in str(refused.value)
     assert str(refused.value).startswith("--rm-url: http://127.0.0.1")
     assert "\n" not in str(refused.value)
+
+
+def test_the_documented_score_server_scores(pool, tmp_path, monkeypatch):
+    write_modules(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    app = importlib.import_module("score_server").app
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started and thread.is_alive():
+        time.sleep(0.01)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    settings = {"rm_type": "http_score", "rm_url": f"http://127.0.0.1:{port}/score"}
+    check_servers(DataConfig(**settings))
+    with verifier(pool, **settings) as opened:
+        scores = opened.score(asked("it is 42", "it is 43"))
+    server.should_exit = True
+    thread.join(20)
+    assert [score.reward for score in scores] == [1.0, 0.0]
