@@ -138,9 +138,13 @@ class Verifier:
 
     def close(self) -> None:
         """End the requests to servers and the worker processes."""
+        self.close_servers()
+        self._pool.close()
+
+    def close_servers(self) -> None:
+        """End the requests to servers; the worker processes are left to the opener of the pool."""
         for server in self._servers.values():
             server.close()
-        self._pool.close()
 
     def __enter__(self) -> Verifier:
         return self

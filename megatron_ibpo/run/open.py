@@ -87,7 +87,8 @@ def join(
     processes.wait_ready()
     disk = DiskWait(config.run.disk_wait, reporter.note)
     memory = JournalMemory(own_journal, recovered, disk.write)
-    verifier = stack.enter_context(Verifier(processes.verifiers, config.data))
+    verifier = Verifier(processes.verifiers, config.data)
+    stack.callback(verifier.close_servers)
     rollouts = open_rollouts(config, inputs.data, engines, verifier, memory, point.state)
     return Run(
         config=config,

@@ -99,8 +99,7 @@ def template(tmp_path):
 def verifier(pool, **settings):
     opened = Verifier(pool, DataConfig(**settings))
     yield opened
-    for server in opened._servers.values():
-        server.close()
+    opened.close_servers()
 
 
 def asked(*responses, label="42"):
