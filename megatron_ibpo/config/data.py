@@ -65,8 +65,8 @@ class DataConfig:
     pass_rates: Path | None = None
     """File written by `ibpo pass-rates`, for --filter-pass-rate."""
     rm_type: str = "reasoning_gym"
-    """Verifier: reasoning_gym, math, code, composite, or an import path package.module:function. A prompt
-    whose metadata has an rm_type is scored by that verifier instead."""
+    """Verifier: reasoning_gym, math, code, http_judge, http_score, composite, or an import path
+    package.module:function. A prompt whose metadata has an rm_type is scored by that verifier instead."""
     reward_part: Annotated[tuple[str, ...], UseAppendAction, NAMED_VALUES] = ()
     """One verifier of --rm-type composite and its weight, such as math=0.9; in a recipe also a mapping. The
     reward is the weighted sum, within 0 and 1. The first verifier is the main one: the others together must
@@ -80,6 +80,26 @@ class DataConfig:
     reward_workers: Annotated[int | None, within(1, 1024)] = None
     """Verifier processes per node. None: half the node's processors, at least 2; the other half is for
     trainers and engines."""
+    rm_url: str | None = None
+    """Server that scores responses (docs/http_rewards.md). For http_judge the base URL of OpenAI's protocol,
+    such as http://HOST:8000/v1; for http_score the URL that takes the POST. A key is taken from the
+    environment, IBPO_RM_API_KEY."""
+    rm_template: Path | None = None
+    """File with the prompt of http_judge: text with {{question}}, {{response}} and {{label}}."""
+    rm_model: str | None = None
+    """Model that the server of http_judge is asked for. None: none is named, for servers with one model."""
+    rm_score: str | None = None
+    """Place of the score in the judge's text: the name of a field of a JSON object, or a regular expression
+    with one group around the number. The last match counts. None: `Score: 0.8` or `"score": 0.8`."""
+    rm_batch_size: Annotated[int, within(1, 1024)] = 1
+    """Most responses in one request of http_score. Above 1 its body is a list, and so is the answer."""
+    rm_concurrency: Annotated[int, within(1, 4096)] = 64
+    """Requests at one time to --rm-url from the whole run. 64: a vLLM server is busy with fewer, and has room
+    for more."""
+    rm_timeout: Annotated[float, SECONDS] = 120.0
+    """Seconds that all requests for one response may take, with the waits between them; one may take half of
+    that. Then the response has no reward. --reward-timeout does not apply. 120: a judge that writes 1,000
+    tokens while it is busy, twice."""
     code_timeout: Annotated[float, SECONDS] = 6.0
     """Seconds that a program may take for one test of a code problem. All tests of a response must fit into
     --reward-timeout. 6 as in LiveCodeBench."""

@@ -8,13 +8,13 @@ import json
 import socket
 import time
 import urllib.error
-import urllib.parse
 import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from megatron_ibpo.rewards.http_wire import is_transient, server_url
 from megatron_ibpo.rewards.sandbox import (
     Execution,
     Limits,
@@ -160,10 +160,7 @@ class RemoteExecutor:
         Raises:
             ValueError: not an http(s) URL.
         """
-        parts = urllib.parse.urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.netloc:
-            raise ValueError(f"--code-executor {url}: expected http://HOST:PORT or https://…")
-        self._url = url.rstrip("/") + "/run_code"
+        self._url = server_url("--code-executor", url) + "/run_code"
 
     def run(self, program: str, first: str, stdin: str, limits: Limits) -> Execution:
         """Run the program as `Executor` says."""
@@ -229,7 +226,7 @@ class RemoteExecutor:
 
 def _is_final(error: Exception) -> bool:
     """Return whether the server would answer the same if asked again."""
-    return isinstance(error, urllib.error.HTTPError) and error.code < 500 and error.code != 429
+    return isinstance(error, urllib.error.HTTPError) and not is_transient(error.code)
 
 
 def _execution(answer: Any) -> Execution:

@@ -9,20 +9,34 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_ibpo.basics.records import Prompt
 from megatron_ibpo.config import ConfigError, DataConfig, known_or_path, load_module
 from megatron_ibpo.rewards.code import CHECK, CodeExecution
 from megatron_ibpo.rewards.composite import COMPOSITE, Part, check_parts, combined, parts_of
+from megatron_ibpo.rewards.http_judge import JudgeWire
+from megatron_ibpo.rewards.http_score import ScoreWire
+from megatron_ibpo.rewards.http_wire import Question, Wire
 from megatron_ibpo.rewards.workers import Outcome, WorkerPool
+
+if TYPE_CHECKING:
+    from megatron_ibpo.rewards.reward_server import RewardServer
 
 VERIFIERS = {
     "reasoning_gym": "megatron_ibpo.rewards.reasoning_gym:score",
     "math": "megatron_ibpo.rewards.math:score",
     "code": "megatron_ibpo.rewards.code:score",
+    "http_judge": "megatron_ibpo.rewards.http_judge:score",
+    "http_score": "megatron_ibpo.rewards.http_score:score",
 }
 """--rm-type → import path of its function. `composite` is made of these and of functions by import path."""
+WIRES: dict[str, Callable[[DataConfig], Wire]] = {
+    VERIFIERS["http_judge"]: JudgeWire,
+    VERIFIERS["http_score"]: ScoreWire,
+}
+"""Functions that get a server's answer in place of a response → the protocol of that server."""
 RM_TYPE = "rm_type"
 """Key of `Prompt.metadata` that names this prompt's verifier; the other prompts use --rm-type."""
 
@@ -81,6 +95,8 @@ class Verifier:
         reward_functions(data)
         self._data = data
         self._pool = pool
+        self._servers: dict[str, RewardServer] = {}
+        """Servers that were asked so far, by the function that reads their answers."""
         self._errors = 0
 
     def score(self, pairs: Sequence[tuple[Prompt, str]]) -> list[Score]:
@@ -121,8 +137,14 @@ class Verifier:
         return score
 
     def close(self) -> None:
-        """End the worker processes."""
+        """End the requests to servers and the worker processes."""
+        self.close_servers()
         self._pool.close()
+
+    def close_servers(self) -> None:
+        """End the requests to servers; the worker processes are left to the opener of the pool."""
+        for server in self._servers.values():
+            server.close()
 
     def __enter__(self) -> Verifier:
         return self
@@ -134,13 +156,29 @@ class Verifier:
         name = rm_type_of(prompt, self._data)
         try:
             parts, targets = parts_of(name, self._data), functions_of(prompt, self._data)
+            outcomes = [self._submit(target, prompt, response) for target in targets]
         except ConfigError as error:  # found at the start where the first prompts name it
             return _Asked(name, refused=f"{RM_TYPE} of the prompt: {error}")
-        outcomes = [
-            self._pool.submit(target, (prompt.text, response, prompt.label, self._metadata(prompt, target)))
-            for target in targets
-        ]
         return _Asked(name, parts, outcomes)
+
+    def _submit(self, target: str, prompt: Prompt, response: str) -> Future[Outcome]:
+        if target in WIRES:
+            return self._server(target).submit(Question(prompt.text, response, prompt.label))
+        return self._pool.submit(
+            target, (prompt.text, response, prompt.label, self._metadata(prompt, target))
+        )
+
+    def _server(self, target: str) -> RewardServer:
+        if target not in self._servers:
+            from megatron_ibpo.rewards.reward_server import RewardServer  # aiohttp takes half a second
+
+            self._servers[target] = RewardServer(
+                WIRES[target](self._data),
+                partial(self._pool.submit, target),
+                concurrency=self._data.rm_concurrency,
+                timeout=self._data.rm_timeout,
+            )
+        return self._servers[target]
 
     def _metadata(self, prompt: Prompt, target: str) -> dict[str, Any]:
         """Return the prompt's metadata. For programs it includes how they are run; the prompt cannot override
@@ -154,7 +192,7 @@ class Verifier:
             return Score(None, False, asked.refused)
         outcome = combined(asked.parts, outcomes) if asked.name == COMPOSITE else outcomes[0]
         if outcome.error is not None:
-            return Score(None, False, outcome.error)
+            return Score(None, False, outcome.error, outcome.details)
         assert outcome.value is not None
         return Score(outcome.value, outcome.value >= self._data.reward_threshold, details=outcome.details)
 
@@ -173,8 +211,23 @@ class _Asked:
 
 
 def open_verifier(data: DataConfig) -> Verifier:
-    """Open the verifier that `data` names, on this machine alone. Raises what `open_pool` raises."""
+    """Open the verifier that `data` names, on this machine alone. Raises what `open_pool` and `check_servers`
+    raise."""
+    check_servers(data)
     return Verifier(open_pool(data), data)
+
+
+def check_servers(data: DataConfig, rm_types: Iterable[str] = ()) -> None:
+    """Make one request to the server that `data.rm_type` or `rm_types` need, if there is one.
+
+    Raises:
+        ConfigError: as `reward_functions`; or the server cannot be used, with the reason.
+    """
+    for target in reward_functions(data, rm_types):
+        if target in WIRES:
+            from megatron_ibpo.rewards.reward_server import check_server
+
+            check_server(WIRES[target](data))
 
 
 def open_pool(data: DataConfig, rm_types: Iterable[str] = ()) -> WorkerPool:
@@ -205,13 +258,18 @@ def reward_functions(data: DataConfig, rm_types: Iterable[str] = ()) -> list[str
     """Return module:function of every verifier that `data.rm_type` and `rm_types` name, each once.
 
     Raises:
-        ConfigError: an unknown name (with the nearest), or parts of a composite that make no sense.
+        ConfigError: an unknown name (with the nearest), parts of a composite that make no sense, or settings
+            of a server that cannot be used.
     """
     if data.reward_part:
         check_parts(data)
     named = dict.fromkeys([data.rm_type, *rm_types])
     parts = [part.name for name in named for part in parts_of(name, data)]
-    return list(dict.fromkeys(_function(name) for name in parts))
+    targets = list(dict.fromkeys(_function(name) for name in parts))
+    for target in targets:
+        if target in WIRES:
+            WIRES[target](data)  # reads the settings
+    return targets
 
 
 def rm_type_of(prompt: Prompt, data: DataConfig) -> str:

@@ -11,7 +11,7 @@ from megatron_ibpo.models import ModelShape, read_hf_config
 from megatron_ibpo.models.lora import adapter_elements
 from megatron_ibpo.report import prepare_run_dir
 from megatron_ibpo.report.run_lock import locked
-from megatron_ibpo.rewards import Pool, check_labels, named_rm_types, open_pool
+from megatron_ibpo.rewards import Pool, check_labels, check_servers, named_rm_types, open_pool
 from megatron_ibpo.run.checks import check_loss_of_run
 from megatron_ibpo.run.resume_point import JOURNAL
 from megatron_ibpo.run.run_data import RunData, open_run_data, with_epochs
@@ -59,6 +59,7 @@ def open_inputs(
     check_checkpoint(hf_dir, shape)
     prepare_run_dir(config, checkpoint_bytes=bytes_kept(config, sum(elements.values())) if trains else 0)
     rm_types = named_rm_types(data.first_prompts, config.data)
+    check_servers(config.data, rm_types)
     pool = stack.enter_context(open_pool(config.data, rm_types))
     check_labels(pool, data.first_prompts, config.data)
     return Inputs(config, data, elements, rm_types, pool)

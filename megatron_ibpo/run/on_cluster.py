@@ -191,6 +191,7 @@ def open_evaluation(config: Config, policy: str | None = None) -> Iterator[OpenE
         verifiers.wait_ready()
         engines.wait_ready()
         verifier = Verifier(verifiers, config.data)
+        stack.callback(verifier.close_servers)
         rollouts = stack.enter_context(open_rollouts(config, inputs.data, engines, verifier))
         yield OpenEvaluation(inputs.data, kept, rollouts, engines, verifiers, _where(placement, verifiers))
 

@@ -92,6 +92,7 @@ def join(
     disk = DiskWait(config.run.disk_wait, reporter.note)
     memory = JournalMemory(own_journal, recovered, disk.write)
     verifier = Verifier(processes.verifiers, config.data)
+    stack.callback(verifier.close_servers)
     rollouts = open_rollouts(config, inputs.data, engines, verifier, memory, point.state)
     return Run(
         config=config,

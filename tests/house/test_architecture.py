@@ -35,6 +35,7 @@ LIBRARIES = {
     "msgpack": {"journal"},
     "starlette": {"report"},
     "uvicorn": {"report"},
+    "aiohttp": {"rewards"},
 }
 """Library → rooms that may import it."""
 

@@ -19,7 +19,7 @@ import study_rewards
 
 from megatron_ibpo.credit.divergence import normalised
 from megatron_ibpo.credit.spans import split_spans
-from megatron_ibpo.rewards import code, exact, final_answer, math, reasoning_gym
+from megatron_ibpo.rewards import code, exact, final_answer, http_judge, math, reasoning_gym
 from megatron_ibpo.rewards.reward_errors import ResponseError
 
 DOORS: dict[str, Callable[[str], Any]] = {
@@ -35,6 +35,8 @@ DOORS: dict[str, Callable[[str], Any]] = {
     "generated tasks": lambda text: reasoning_gym.extract_answer(text, {}),
     "sums": lambda text: study_rewards.score("", text, "1", SUM),
     "pairs": lambda text: study_rewards.score("", text, "1", {"kind": "pairs", "pairs": [(1, "+", 2)]}),
+    "judge": lambda text: http_judge.score(text, None),
+    "judge's JSON": lambda text: http_judge.score(text, "score"),
     "steps": lambda text: split_spans(list(text)),
     "steps compared": normalised,
 }
@@ -43,6 +45,7 @@ SUM: dict[str, Any] = {"kind": "targets", "terms": 2, "first": 1, "banned": [], 
 MODULES = (
     *("megatron_ibpo.rewards.code", "megatron_ibpo.rewards.exact", "megatron_ibpo.rewards.final_answer"),
     *("megatron_ibpo.rewards.math", "megatron_ibpo.rewards.reasoning_gym", "study_rewards"),
+    "megatron_ibpo.rewards.http_judge",
     *("megatron_ibpo.credit.divergence", "megatron_ibpo.credit.spans"),
 )
 

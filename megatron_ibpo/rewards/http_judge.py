@@ -1,0 +1,152 @@
+"""Verifier that asks a language model: a judge behind OpenAI's protocol for chat completions.
+
+The user's template makes one message of question, response and label. The score is taken from the text of the
+judge's answer.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_ibpo.basics.text import listed
+from megatron_ibpo.basics.user_files import KIB, read_user_file
+from megatron_ibpo.config import ConfigError, DataConfig
+from megatron_ibpo.rewards.final_answer import final_part
+from megatron_ibpo.rewards.http_wire import UNREADABLE, Question, reward_url
+
+_TEMPLATE_BYTES = 256 * KIB
+_PLACEHOLDER = re.compile(r"\{\{\s*+(\w++)\s*+\}\}")
+_PLACEHOLDERS = ("question", "response", "label")
+_NUMBER = r"([-+]?(?:\d++(?:\.\d++)?+|\.\d++)(?:e[-+]?\d++)?+)"
+_OTHERWISE = r"(?!\w|[.,–-]\d|\s*+(?:[/%]|out\ of))"
+"""What must not follow the number: `0,8`, `0-1`, `7/10` and `70 %` are in another notation or range than a
+run expects, and no score."""
+_SCORE = re.compile(
+    rf"""\bscore[\s"'*_`]{{0,8}}+[:=][\s"'*_`]{{0,8}}+{_NUMBER}{_OTHERWISE}""", re.IGNORECASE | re.VERBOSE
+)
+"""`Score: 0.8` or `"score": 0.8`, with or without marks of Markdown."""
+_END = 10_000
+"""Characters at the end of the judge's text that are searched for the score."""
+_MODELS_SHOWN = 5
+
+
+class JudgeWire:
+    """OpenAI's protocol: POST /chat/completions, one response per request, at temperature 0."""
+
+    batch_size = 1
+
+    def __init__(self, data: DataConfig):
+        """
+        Raises:
+            ConfigError: the URL, the template or the pattern of the score cannot be used, or is missing.
+        """
+        self._base = reward_url(data)
+        self.url = f"{self._base}/chat/completions"
+        self._template = _read_template(data.rm_template)
+        self._model = data.rm_model
+        self._place = data.rm_score
+        if data.rm_batch_size != 1:
+            raise ConfigError("--rm-batch-size: a judge gets one response per request; leave it at 1")
+        _check_place(data.rm_score)
+
+    def body(self, questions: Sequence[Question]) -> dict[str, Any]:
+        """Return one user message; without --rm-model no model is named, and the server takes its own."""
+        (question,) = questions
+        message = {"role": "user", "content": _filled(self._template, question)}
+        named = {} if self._model is None else {"model": self._model}
+        return {"messages": [message], "temperature": 0, **named}
+
+    def answers(self, content: Any, count: int) -> list[str]:
+        """Return the judge's text; "" if a reasoning model came to no answer."""
+        return [content["choices"][0]["message"]["content"] or ""]
+
+    def reading(self, answer: str) -> tuple[str, str | None]:
+        """Return the arguments of `score`."""
+        return answer, self._place
+
+    def trial(self) -> tuple[str, None]:
+        """Ask for the list of models."""
+        return f"{self._base}/models", None
+
+    def trial_problem(self, content: Any) -> str | None:
+        """Refuse a server that lacks the model."""
+        models = [str(model["id"]) for model in content["data"]]
+        if self._model is None or self._model in models:
+            return None
+        return f"has no model --rm-model {self._model}; it has {listed(models, most=_MODELS_SHOWN)}"
+
+
+def score(text: str, place: str | None) -> dict[str, float]:
+    """Return the score in a judge's text, the last one if there are several, and whether it is unreadable.
+
+    Args:
+        place: name of a field of a JSON object, or a regular expression with one group; None: `Score: 0.8` or
+            `"score": 0.8`.
+    """
+    end = text[-_END:]
+    if place is not None and place.isidentifier():
+        found = _field(end, place)
+    else:
+        matches = [match[1] for match in re.finditer(place or _SCORE, end)]
+        found = matches[-1] if matches else None
+    try:
+        return {"score": float(found), UNREADABLE: 0.0}
+    except (TypeError, ValueError, OverflowError):
+        return {"score": 0.0, UNREADABLE: 1.0}
+
+
+def _field(text: str, name: str) -> Any:
+    """Return the field of the last JSON object that has it; objects within others do not count."""
+    decoder, found = json.JSONDecoder(), None
+    start = text.find("{")
+    while start >= 0:
+        try:
+            value, start = decoder.raw_decode(text, start)
+            found = value.get(name, found)
+        except (ValueError, RecursionError):
+            start += 1
+        start = text.find("{", start)
+    return found
+
+
+def _check_place(place: str | None) -> None:
+    if place is None or place.isidentifier():
+        return
+    try:
+        groups = re.compile(place).groups
+    except re.error as error:
+        raise ConfigError(f"--rm-score {place}: not a regular expression: {error}") from None
+    if groups != 1:
+        raise ConfigError(
+            f"--rm-score {place}: has {groups} groups; put the number, and nothing else, into parentheses, "
+            "or give the name of a JSON field"
+        )
+
+
+def _read_template(path: Path | None) -> str:
+    if path is None:
+        raise ConfigError("--rm-template: required for http_judge, the file with the judge's prompt")
+    try:
+        template = read_user_file(path, _TEMPLATE_BYTES).decode()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--rm-template: {error}") from None
+    named = _PLACEHOLDER.findall(template)
+    if unknown := [name for name in named if name not in _PLACEHOLDERS]:
+        raise ConfigError(
+            f"--rm-template {path}: unknown placeholder {{{{{unknown[0]}}}}}; there are "
+            f"{', '.join(f'{{{{{name}}}}}' for name in _PLACEHOLDERS)}"
+        )
+    if "response" not in named:
+        raise ConfigError(f"--rm-template {path}: has no {{{{response}}}}, so the judge would not see it")
+    return template
+
+
+def _filled(template: str, question: Question) -> str:
+    """Return the template with its placeholders replaced, in one pass: a response may contain one too. The
+    response is what follows the thinking, as for the other verifiers."""
+    values = dict(
+        zip(_PLACEHOLDERS, (question.prompt, final_part(question.response), question.label), strict=True)
+    )
+    return _PLACEHOLDER.sub(lambda placeholder: values[placeholder[1]], template)

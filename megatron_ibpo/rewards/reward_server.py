@@ -1,0 +1,325 @@
+"""Requests to a server that scores responses: many at a time, from one thread of the driver."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import random
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from http import HTTPStatus
+from typing import Any, cast
+
+import aiohttp
+
+from megatron_ibpo.basics.text import counted, shown
+from megatron_ibpo.config import ConfigError
+from megatron_ibpo.rewards.http_wire import API_KEY, UNREADABLE, Question, Wire, is_transient
+from megatron_ibpo.rewards.workers import Outcome
+
+RETRIES = "retries"
+"""Detail of a response: requests that were made again until the server answered for it."""
+_FIRST_WAIT = 0.5
+"""Seconds before the first retry; doubled each time."""
+_LONGEST_WAIT = 10.0
+_TRIAL_S = 20.0
+"""Seconds for the one request before the run."""
+_LARGEST_ANSWER = 64 << 20
+_SHOWN = 150
+"""Characters of a judge's answer that a message shows."""
+_START_TIMEOUT = _CLOSE_TIMEOUT = 5.0
+_HINTS: dict[int, str] = {
+    HTTPStatus.UNAUTHORIZED: f"; the key is taken from the environment, {API_KEY}",
+    HTTPStatus.FORBIDDEN: f"; the key is taken from the environment, {API_KEY}",
+    HTTPStatus.NOT_FOUND: "; for a judge give the base URL that OpenAI's clients take, as a rule …/v1",
+}
+
+_log = logging.getLogger(__name__)
+
+
+class _NoAnswerError(Exception):
+    """The server gave no answer; the text says why."""
+
+    def __init__(self, why: str, *, transient: bool = False, status: int | None = None):
+        """
+        Args:
+            transient: the same request may succeed later.
+            status: status of the answer, if there was one.
+        """
+        super().__init__(why)
+        self.transient, self.status = transient, status
+
+
+class _Call:
+    """One response to be scored."""
+
+    def __init__(self, question: Question):
+        self.question = question
+        self.outcome: Future[Outcome] = Future()
+        self.retries = 0
+        """Requests for it that were made again so far."""
+
+    def settle(self, outcome: Outcome) -> None:
+        if self.outcome.set_running_or_notify_cancel():
+            self.outcome.set_result(outcome)
+
+    def fail(self, error: Exception) -> None:
+        if self.outcome.set_running_or_notify_cancel():
+            self.outcome.set_exception(error)
+
+
+class RewardServer:
+    """A server that scores responses, asked from a thread with an event loop.
+
+    At most `concurrency` requests are in flight. A request that fails in a way that may pass (429, 5xx, a
+    time-out, a lost connection) is made again after a wait that doubles. A batch that fails is made again one
+    by one, since one response may be the cause.
+    """
+
+    def __init__(
+        self,
+        wire: Wire,
+        read: Callable[[tuple[Any, ...]], Future[Outcome]],
+        *,
+        concurrency: int,
+        timeout: float,
+    ):
+        """
+        Args:
+            read: finds the score in an answer; gets `wire.reading`.
+            timeout: seconds for all requests for one response, without the wait for its turn. One request may
+                take half of that, so that a request that hangs is made again.
+        """
+        self._wire, self._read = wire, read
+        self._concurrency, self._timeout = concurrency, timeout
+        self._waiting: deque[_Call] = deque()
+        self._alone: deque[_Call] = deque()
+        """Calls whose batch has failed; each has half of the time left."""
+        self._asking: set[asyncio.Task[None]] = set()
+        self._open: set[_Call] = set()
+        self._failures = 0
+        """Requests that failed so far."""
+        self._jitter = random.Random()  # never the run's generators
+        self._loop = asyncio.new_event_loop()
+        self._closing = asyncio.Event()
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="reward server", daemon=True)
+        self._thread.start()
+        self._ready.wait(_START_TIMEOUT)
+
+    def submit(self, question: Question) -> Future[Outcome]:
+        """Have one response scored; the future gets its outcome. Without an answer it has an error."""
+        call = _Call(question)
+        self._loop.call_soon_threadsafe(self._enter, call)
+        return call.outcome
+
+    def close(self) -> None:
+        """Give up the requests; their futures are cancelled."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._closing.set)
+            self._thread.join(_CLOSE_TIMEOUT)
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._serve())
+
+    async def _serve(self) -> None:
+        async with _session() as self._session:
+            self._ready.set()
+            await self._closing.wait()
+            asking = list(self._asking)
+            for task in asking:
+                task.cancel()
+            await asyncio.gather(*asking, return_exceptions=True)
+            for call in list(self._open):  # cancelling one takes it out
+                call.outcome.cancel()
+
+    # ------------------------------------------------------------------------------------------- the queue
+
+    def _enter(self, call: _Call) -> None:
+        self._open.add(call)
+        call.outcome.add_done_callback(lambda _: self._open.discard(call))
+        self._waiting.append(call)
+        self._start_asking()
+
+    def _start_asking(self) -> None:
+        """Start one more task that makes requests, up to the limit."""
+        if len(self._asking) < self._concurrency:
+            self._asking.add(self._loop.create_task(self._ask_waiting()))
+
+    async def _ask_waiting(self) -> None:
+        """Make one request after another until no call waits."""
+        while self._alone or self._waiting:
+            if self._alone:
+                await self._ask([self._alone.popleft()], self._timeout / 2)
+            else:
+                count = min(len(self._waiting), self._wire.batch_size)
+                calls = [self._waiting.popleft() for _ in range(count)]
+                await self._ask(calls, self._timeout if count == 1 else self._timeout / 2)
+        # here and not in a callback: a call that comes before the callback would start no task
+        self._asking.discard(cast("asyncio.Task[None]", asyncio.current_task()))
+
+    async def _ask(self, calls: Sequence[_Call], seconds: float) -> None:
+        """Get an answer for the calls within so many seconds."""
+        try:
+            answers = await self._answers(calls, seconds)
+            for call, answer in zip(calls, answers, strict=True):
+                reading = self._read(self._wire.reading(answer))
+                reading.add_done_callback(partial(_take_score, call, answer))
+        except _NoAnswerError as error:
+            if len(calls) > 1:
+                for call in calls:
+                    call.retries += 1
+                    self._alone.append(call)
+                    self._start_asking()
+                return
+            for call in calls:
+                why = f"{self._wire.url}: {error} ({counted(call.retries + 1, 'request')})"
+                call.settle(Outcome(None, why, {RETRIES: float(call.retries)}))
+        except Exception as error:  # a verifier process that does not start, or a fault of ours
+            for call in calls:
+                call.fail(error)
+
+    # ------------------------------------------------------------------------------------------ the request
+
+    async def _answers(self, calls: Sequence[_Call], seconds: float) -> list[Any]:
+        """Return the answers of one request, which is made until it succeeds, fails for good, or time is up.
+
+        Raises:
+            _NoAnswerError: it failed.
+        """
+        deadline, wait = self._loop.time() + seconds, _FIRST_WAIT
+        body = self._wire.body([call.question for call in calls])
+        while True:
+            left = deadline - self._loop.time()
+            try:
+                content = await _exchange(self._session, self._wire.url, body, min(left, seconds / 2))
+                return _understood(self._wire.answers, content, len(calls))
+            except _NoAnswerError as error:
+                self._count_failure(error)
+                pause = wait * self._jitter.uniform(0.5, 1)
+                if not error.transient or self._loop.time() + pause >= deadline:
+                    raise
+            await asyncio.sleep(pause)
+            wait = min(2 * wait, _LONGEST_WAIT)
+            for call in calls:
+                call.retries += 1
+
+    def _count_failure(self, error: _NoAnswerError) -> None:
+        self._failures += 1
+        if self._failures.bit_count() == 1:
+            _log.warning(
+                "%s: %s failed; the last: %s", self._wire.url, counted(self._failures, "request"), error
+            )
+
+
+def check_server(wire: Wire) -> None:
+    """Make one request, so that a server that is missing or wrong is found before the run.
+
+    Raises:
+        ConfigError: the server does not answer, or not as it must.
+    """
+    url, body = wire.trial()
+    try:
+        content = asyncio.run(_tried(url, body))
+        problem = _understood(wire.trial_problem, content)
+    except _NoAnswerError as error:
+        hint = _HINTS.get(error.status, "") if error.status else ""
+        problem = f"{error}{hint}"
+    if problem is not None:
+        raise ConfigError(f"--rm-url: {url}: {problem}")
+
+
+async def _tried(url: str, body: Any) -> Any:
+    async with _session() as session:
+        return await _exchange(session, url, body, _TRIAL_S)
+
+
+def _session() -> aiohttp.ClientSession:
+    headers = {"Content-Type": "application/json"}
+    if key := _api_key():
+        headers["Authorization"] = f"Bearer {key}"
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0),  # `RewardServer` keeps the limit
+        timeout=aiohttp.ClientTimeout(total=None),
+        headers=headers,
+    )
+
+
+def _api_key() -> str:
+    return os.environ.get(API_KEY, "").strip()
+
+
+async def _exchange(session: aiohttp.ClientSession, url: str, body: Any, seconds: float) -> Any:
+    """Return the JSON with which the server answers one request: a GET without a body, else a POST.
+
+    Raises:
+        _NoAnswerError: there is no such answer within so many seconds.
+    """
+    method, data = ("GET", None) if body is None else ("POST", json.dumps(body).encode())
+    try:
+        async with (
+            asyncio.timeout(seconds),
+            session.request(method, url, data=data, allow_redirects=False) as response,
+        ):
+            status, content = response.status, await _content(response)
+    except TimeoutError:
+        raise _NoAnswerError(f"no answer within {seconds:.3g} s", transient=True) from None
+    except (aiohttp.ClientError, OSError) as error:
+        raise _NoAnswerError(f"{type(error).__name__}: {error}", transient=True) from None
+    if not HTTPStatus.OK <= status < HTTPStatus.MULTIPLE_CHOICES:
+        why = f"status {status}: {_without_key(content)}"
+        raise _NoAnswerError(why, transient=is_transient(status), status=status)
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError):
+        raise _NoAnswerError(f"expected JSON, got {_without_key(content)}") from None
+
+
+async def _content(response: aiohttp.ClientResponse) -> bytes:
+    content = bytearray()
+    async for chunk in response.content.iter_any():
+        content += chunk
+        if len(content) > _LARGEST_ANSWER:
+            raise _NoAnswerError(f"the answer is longer than {_LARGEST_ANSWER:,} bytes")
+    return bytes(content)
+
+
+def _understood(read: Callable[..., Any], *arguments: Any) -> Any:
+    """Return what a wire makes of the content of an answer.
+
+    Raises:
+        _NoAnswerError: the content does not follow the protocol.
+    """
+    try:
+        return read(*arguments)
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        got = _without_key(json.dumps(arguments[0]).encode())
+        raise _NoAnswerError(f"{type(error).__name__}: {error}; got {got}") from None
+
+
+def _without_key(content: bytes) -> str:
+    """Return the beginning of an answer for a message; a server may quote the key."""
+    text = content.decode(errors="replace")
+    return shown(text.replace(key, "[key]") if (key := _api_key()) else text)
+
+
+def _take_score(call: _Call, answer: Any, reading: Future[Outcome]) -> None:
+    """Settle a call with the score that was found in its answer."""
+    if reading.cancelled():
+        call.outcome.cancel()
+    elif isinstance(error := reading.exception(), Exception):
+        call.fail(error)
+    else:
+        read = reading.result()
+        details = read.details | {RETRIES: float(call.retries)}
+        if read.details.get(UNREADABLE):
+            end = shown(str(answer)[-_SHOWN:])
+            call.settle(Outcome(None, f"no score in the judge's answer, which ends {end}", details))
+        else:
+            call.settle(Outcome(read.value, read.error, details))
