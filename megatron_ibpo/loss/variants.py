@@ -128,8 +128,9 @@ def clipped_surrogate(
     """
     ratio = _ratio(log_ratio)
     plain = ratio * advantages
-    clipped = ratio.clamp(1.0 - eps_low, 1.0 + eps_high) * advantages
-    return -torch.minimum(plain, clipped), clipped < plain
+    bounded = ratio.detach().clamp(1.0 - eps_low, 1.0 + eps_high) * advantages  # constant where it counts
+    clipped = bounded < plain
+    return -torch.where(clipped, bounded, plain), clipped
 
 
 def dual_clip(
