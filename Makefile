@@ -16,7 +16,7 @@ test: ## the tests
 test-all: ## and the slow ones
 	bash tests/run.sh --all
 
-lint: ## ruff, shellcheck, mypy
+lint: ## ruff, hadolint, shellcheck, mypy, documents
 	bash .ci/lint
 
 format: ## repair what lint can repair

@@ -3,6 +3,7 @@
 #
 #   python=$(bash tools/bootstrap.sh)         what runs need
 #   python=$(bash tools/bootstrap.sh dev)     and requirements/dev.txt: lint, types, tests
+#   python=$(bash tools/bootstrap.sh dev lint)     and requirements/lint.txt: all of .ci/lint
 #
 # .venv at the root gets the pinned packages (requirements/), megatron-core, and this package with its C++ extension.
 # Each step leaves a stamp of its inputs in .venv/.steps and is skipped while they stay as they are: a second run

@@ -46,7 +46,7 @@ TESTED = {
 
 _ON_GPUS = ("transformer-engine", "flash-linear-attention")
 """Packages that compute layers on GPUs; the second one computes delta nets."""
-_WHERE_INSTALLED = (*_ON_GPUS, "apex", "wandb")
+_WHERE_INSTALLED = (*_ON_GPUS, "apex", "wandb", "trackio")
 _ROOT = Path(__file__).resolve().parents[2]
 
 

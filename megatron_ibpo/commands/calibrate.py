@@ -68,6 +68,7 @@ def settings_of(config: Config, scratch: Path) -> tuple[Config, Path]:
         eval_num_prompts=0,
         operator_skill_prompts=0,
         use_wandb=False,
+        use_trackio=False,
     )
     rollout = replace(config.rollout, max_staleness=0, over_sampling_batch_size=None)
     return replace(config, run=run, rollout=rollout), Path(named)

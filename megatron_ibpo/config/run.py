@@ -151,6 +151,8 @@ class RunConfig:
     the tiny runs, and gives the difference within about .3; `ibpo.sh skill` measures more precisely."""
     use_wandb: bool = False
     """Also log to Weights & Biases."""
+    use_trackio: bool = False
+    """Also log to trackio, which keeps runs on this machine ($TRACKIO_DIR); `trackio show` shows them."""
     max_reward_error_rate: Annotated[float, UNIT] = 0.5
     """Stop the run when verifiers fail on more than this share of a step's responses. 0.5: single failures
     are counted and left out, but a verifier that fails on most responses is broken."""
@@ -176,17 +178,25 @@ class RunConfig:
     gpu_hour_price: Annotated[float | None, NOT_NEGATIVE] = None
     """Price of one GPU hour, in any currency, for the cost of a predicted run."""
 
+    @property
+    def trackers(self) -> list[str]:
+        """Packages with wandb's interface that metrics are logged to as well."""
+        return [name for name, used in (("wandb", self.use_wandb), ("trackio", self.use_trackio)) if used]
+
     def problems(self, config: "Config") -> list[str]:
         """Return the problems, one line each."""
         preset = self.eval_preset
-        lacks_wandb = self.use_wandb and importlib.util.find_spec("wandb") is None
         unknown = f"--eval-preset: no preset {shown(preset)}; there are {', '.join(EVAL_PRESETS)}"
         return [
             *missing_directory("--load", self.load),
             *missing_directory("--load-debug-rollout-data", self.load_debug_rollout_data),
+            *(
+                f"--use-{name}: the package {name} is not installed; pip install {name}"
+                for name in self.trackers
+                if importlib.util.find_spec(name) is None
+            ),
             *broken(
                 {
-                    "--use-wandb: the package wandb is not installed; pip install wandb": lacks_wandb,
                     f"{unknown}{nearest(preset or '', EVAL_PRESETS)}": (
                         preset is not None and preset not in EVAL_PRESETS
                     ),

@@ -1,7 +1,9 @@
-"""The log of a run's metrics: metrics.jsonl, TensorBoard, Weights & Biases."""
+"""The log of a run's metrics: metrics.jsonl, TensorBoard, Weights & Biases, trackio."""
 
+import importlib
 import json
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -28,13 +30,19 @@ class MetricsLog:
     """
 
     def __init__(
-        self, run_dir: Path, *, completed_steps: int = 0, wandb_config: dict[str, Any] | None = None
+        self,
+        run_dir: Path,
+        *,
+        completed_steps: int = 0,
+        trackers: Sequence[str] = (),
+        tracked_config: dict[str, Any] | None = None,
     ):
         """Continue the log of `run_dir` after `completed_steps`; later rows, of steps that will be repeated,
         are removed.
 
         Args:
-            wandb_config: log to Weights & Biases too, with this as the run's configuration.
+            trackers: packages with wandb's interface (wandb, trackio) to log to as well.
+            tracked_config: the run's configuration, for them.
         """
         from torch.utils.tensorboard import SummaryWriter  # slow to import, and for the driver only
 
@@ -42,13 +50,7 @@ class MetricsLog:
         path = run_dir / METRICS_FILE
         before = read_rows(path) if path.exists() else []
         self.rows = [row for row in before if row["step"] <= completed_steps]
-        self._wandb: Any = None
-        if wandb_config is not None:
-            import wandb  # optional
-
-            self._wandb = wandb.init(
-                dir=str(run_dir), project="megatron_ibpo", name=run_dir.name, config=wandb_config
-            )
+        self._tracked: list[Any] = [_tracked_run(name, run_dir, tracked_config) for name in trackers]
         write_whole(path, "".join(json.dumps(row) + "\n" for row in self.rows))
         self._file = open_records(path)
         self._tensorboard: Any = SummaryWriter(str(run_dir / "tensorboard"), purge_step=completed_steps + 1)
@@ -66,8 +68,8 @@ class MetricsLog:
         scalars |= {f"seconds/{name}": value for name, value in seconds.items()}
         if self._tensorboard is not None:
             self._draw(scalars, step)
-        if self._wandb is not None:
-            self._wandb.log(scalars | {"step": step})
+        for tracked in self._tracked:
+            tracked.log(scalars, step=step)
 
     def _draw(self, scalars: dict[str, float], step: int) -> None:
         """Write scalars to TensorBoard. Its writer cannot continue after an error: it keeps what it has, and
@@ -84,8 +86,15 @@ class MetricsLog:
         self._file.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
-        if self._wandb is not None:
-            self._wandb.finish()
+        for tracked in self._tracked:
+            tracked.finish()
+
+
+def _tracked_run(tracker: str, run_dir: Path, config: dict[str, Any] | None) -> Any:
+    """Return a run of wandb or trackio, with the name of the run's directory."""
+    own = {"dir": str(run_dir)} if tracker == "wandb" else {}  # trackio keeps all runs in $TRACKIO_DIR
+    module = importlib.import_module(tracker)
+    return module.init(project="megatron_ibpo", name=run_dir.name, config=config, **own)
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

@@ -66,8 +66,12 @@ class Report:
         self._title, self._command = f"{method}, {model}", command
         self._started = psutil.Process().create_time() if started is None else started
         self._seconds: dict[str, float] = {}
-        wandb_config = jsonable(dataclasses.asdict(config)) if config.run.use_wandb else None
-        self._log = MetricsLog(self._run_dir, completed_steps=completed_steps, wandb_config=wandb_config)
+        self._log = MetricsLog(
+            self._run_dir,
+            completed_steps=completed_steps,
+            trackers=config.run.trackers,
+            tracked_config=jsonable(dataclasses.asdict(config)),
+        )
         self._display = ProgressDisplay(
             config.run.num_rollout, completed_steps=completed_steps, console=console
         )

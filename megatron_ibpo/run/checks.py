@@ -63,6 +63,26 @@ def check_loss_of_run(config: Config) -> None:
         raise ConfigError(str(error)) from None
 
 
+def doubtful_settings(config: Config) -> list[str]:
+    """Return warnings about settings that work but may not be intended."""
+    algorithm, operator = config.algorithm, find_operator(config.algorithm)
+    shapes_alone = operator.ibpo_lambda > 0 and operator.ibpo_plain_prompt == "none"
+    notes = {
+        "samples may be older than the policy that they train, and nothing corrects for that: "
+        "--use-tis, --icepop or --sequence-rejection do (docs/loss_variants.md)": (
+            config.rollout.max_staleness > 0 and not config.loss.corrections
+        ),
+        f"--n-samples-per-prompt 2: --advantages {algorithm.advantages} gives a right and a wrong response "
+        "opposite advantages of one size, whatever bonus the wrong one has; the bonus acts from 3 responses "
+        "on, or with --advantages group-mean": (
+            shapes_alone
+            and config.rollout.n_samples_per_prompt == 2
+            and algorithm.advantages in ("group", "group-bessel")
+        ),
+    }
+    return [note for note, holds in notes.items() if holds]
+
+
 def _check(config: Config, *more: Callable[[Config], object], trains: bool = True) -> None:
     check_config(config, [*_WITHOUT_TORCH, partial(check_limits, trains=trains), *more], trains=trains)
 

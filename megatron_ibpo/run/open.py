@@ -13,6 +13,7 @@ from megatron_ibpo.policy.reports import About
 from megatron_ibpo.report import Report, Stages, run_sizes
 from megatron_ibpo.report.disk import DiskWait
 from megatron_ibpo.rewards import Verifier
+from megatron_ibpo.run.checks import doubtful_settings
 from megatron_ibpo.run.cost import CostMeter
 from megatron_ibpo.run.inputs import Inputs, open_inputs, open_journal
 from megatron_ibpo.run.loop import Run
@@ -86,7 +87,8 @@ def join(
     report = Report(config, completed_steps=point.step, started=started, deaths=processes.deaths)
     reporter = stack.enter_context(report)
     _introduce(reporter, point, processes, about)
-    for note in (*point.notes, *about.notes, *inputs.data.notes, *recovered.notes, *_warnings(config)):
+    notes = (*point.notes, *about.notes, *inputs.data.notes, *recovered.notes, *doubtful_settings(config))
+    for note in notes:
         reporter.note(note)
     processes.wait_ready()
     disk = DiskWait(config.run.disk_wait, reporter.note)
@@ -132,16 +134,6 @@ def _introduce(reporter: Report, point: ResumePoint, processes: Processes, about
     reporter.note(processes.where)
     if engines is not None:
         reporter.predicted(forecast(config, point.shape, processes.world_size, about.device))
-
-
-def _warnings(config: Config) -> list[str]:
-    """Return warnings about settings that work but may not be intended."""
-    if config.rollout.max_staleness and not config.loss.corrections:
-        return [
-            "samples may be older than the policy that they train, and nothing corrects for that: "
-            "--use-tis, --icepop or --sequence-rejection do (docs/loss_variants.md)"
-        ]
-    return []
 
 
 @contextmanager

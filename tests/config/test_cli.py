@@ -31,7 +31,7 @@ from megatron_ibpo.config import (
 from megatron_ibpo.config.all_fields import ENTRIES
 from megatron_ibpo.credit import Operator, find_operator
 from megatron_ibpo.rewards import Score, extracted_answer, open_verifier
-from megatron_ibpo.run.checks import check_run
+from megatron_ibpo.run.checks import check_run, doubtful_settings
 from megatron_ibpo.run.settings import parse_config
 from support.paths import ROOT
 
@@ -408,12 +408,31 @@ def test_what_cannot_work_is_refused(tmp_path, section, fields):
         check_run(config)
 
 
-def test_wandb_without_the_package_says_what_to_install(tmp_path, monkeypatch):
+@pytest.mark.parametrize("tracker", ["wandb", "trackio"])
+def test_a_tracker_without_its_package_says_what_to_install(tmp_path, monkeypatch, tracker):
     config = runnable(tmp_path)
-    config.run.use_wandb = True
+    setattr(config.run, f"use_{tracker}", True)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="pip install wandb"):
+    with pytest.raises(ConfigError, match=f"pip install {tracker}"):
         check_run(config)
+
+
+@pytest.mark.parametrize(
+    ("flags", "is_noted"),
+    [
+        ("--advantage-estimator ibpo", True),
+        ("--advantage-estimator ibpo-mask --advantages group-bessel", True),
+        ("--advantage-estimator ibpo --n-samples-per-prompt 3", False),
+        ("--advantage-estimator ibpo --advantages group-mean", False),
+        ("--advantage-estimator ibpo --no-ibpo-joint --ibpo-plain-prompt successful", False),
+        ("--advantage-estimator ibpo-joint-only", False),
+        ("--advantage-estimator gspo", False),
+    ],
+)
+def test_a_bonus_that_cannot_change_an_advantage_is_noted(flags, is_noted):
+    """The z-scores of two rewards are opposite and of one size, whatever the lower one is raised by."""
+    notes = doubtful_settings(parse_config(["--n-samples-per-prompt", "2", *flags.split()]))
+    assert any("--n-samples-per-prompt 2" in note for note in notes) == is_noted
 
 
 def test_what_a_run_does_not_read_may_be_left_out(tmp_path):

@@ -12,7 +12,9 @@ import sys
 import tomllib
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
+import docs_site
 import pytest
 import tyro
 import yaml
@@ -227,6 +229,40 @@ def test_every_page_is_in_the_index_and_says_why_one_would_read_it():
     for page in {*index.parent.glob("*.md")} - {index}:
         assert f"({page.name})" in index.read_text(), page.name
         assert page.read_text().split("\n\n")[1].startswith("Read this "), page.name
+
+
+@pytest.mark.lint
+def test_the_site_has_the_pages_of_the_index_under_its_headings():
+    """Read as text: mkdocs.yml has tags of MkDocs' own."""
+    index: dict[str, list[str]] = {}
+    pages: list[str] = []
+    for line in (ROOT / "docs/README.md").read_text().splitlines():
+        if heading := re.match(r"\| \*\*(.*)\*\* \|", line):
+            pages = index.setdefault(heading[1].capitalize(), [])
+        elif line.startswith("|"):
+            pages.extend(re.findall(r"\((\w[\w-]*\.md)\)", line))
+    _, _, navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")
+    first, *sections = yaml.safe_load(navigation)
+    assert first == "README.md"
+    assert {heading: pages for section in sections for heading, pages in section.items()} == index
+
+
+@pytest.mark.lint
+@pytest.mark.parametrize(
+    ("repository", "shown"),
+    [
+        (
+            "https://host.example/a/b/",
+            "[record](https://host.example/a/b/blob/main/tools/results/x.json#seeds)",
+        ),
+        ("", "record (`tools/results/x.json`)"),
+    ],
+)
+def test_the_site_leads_to_files_outside_docs(repository, shown):
+    config = SimpleNamespace(repo_url=repository)
+    text = "see [record](../tools/results/x.json#seeds), [a page](runs.md)"
+    site = docs_site.on_page_markdown(text, page=None, config=config, files=None)
+    assert site == f"see {shown}, [a page](runs.md)"
 
 
 @pytest.mark.lint

@@ -358,16 +358,20 @@ def test_rows_are_on_disk_as_soon_as_they_are_written_and_nan_is_null(config):
         assert rows_of(config) == [{"kind": "step", "step": 1, "loss": None, "reward": 0.5, "seconds": {}}]
 
 
-def test_wandb_gets_the_same_numbers(config, monkeypatch):
+@pytest.mark.parametrize(("tracker", "own"), [("wandb", {"dir"}), ("trackio", set())])
+def test_wandb_and_trackio_get_the_same_numbers(config, monkeypatch, tracker, own):
     prepare_run_dir(config)
-    config.run.use_wandb = True
+    setattr(config.run, f"use_{tracker}", True)
     logged, started = [], {}
-    session = SimpleNamespace(log=logged.append, finish=lambda: logged.append("finished"))
+    session = SimpleNamespace(
+        log=lambda scalars, step: logged.append((scalars, step)), finish=lambda: logged.append("finished")
+    )
     fake = SimpleNamespace(init=lambda **keywords: started.update(keywords) or session)
-    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.setitem(sys.modules, tracker, fake)
     with Report(config, console=Console(file=io.StringIO())) as report:
         report.step(1, {"reward": 0.5}, {"sample": 2.0})
-    assert logged == [{"reward": 0.5, "seconds/sample": 2.0, "step": 1}, "finished"]
+    assert logged == [({"reward": 0.5, "seconds/sample": 2.0}, 1), "finished"]
+    assert started.keys() == {"project", "name", "config"} | own, "trackio takes no dir"
     assert started["config"]["run"]["run_dir"] == str(config.run.run_dir)
 
 
