@@ -130,7 +130,7 @@ def choose(hf_dir: Path, devices: Devices, flags: Sequence[str] = ()) -> Choice:
     layouts = list(_layouts(shape, devices))
     for layout in [*layouts, *((*layout, *IN_MAIN_MEMORY) for layout in layouts)]:
         arguments = ["--config", str(recipe.path), *layout, *flags, "--hf-checkpoint", str(hf_dir)]
-        config = parse_config(arguments)
+        config = parse_config(arguments, note=lambda line: None)  # the run itself prints them
         config.run.dry_run_gpus_per_node = devices.gpus_per_node
         config.run.dry_run_gpu_memory_gib = devices.gpu_memory_gib
         plan = make_plan(config, devices.gpus)
