@@ -167,14 +167,9 @@ def estimated_parameters(shape: ModelShape) -> float:
 
 def _tiny(shape: ModelShape, devices: Devices) -> Choice:
     """Return a recipe for CPUs, with one trainer or the recipe's own two."""
-    if not shape.is_moe:
-        return Choice(FOLDER / "small_dense_cpu.yaml", "for small dense models", 1, ())
-    if not shape.is_recurrent:
-        raise ValueError(
-            f"there is no recipe for so small a {shape.family}; write one (examples/recipes/ has the others) "
-            "and give it to `bash tools/ibpo.sh train --config FILE`"
-        )
-    recipe, why = FOLDER / "tiny_qwen3_next_ibpo.yaml", "for tiny models of this family"
+    if not (shape.is_moe and shape.is_recurrent):
+        return Choice(FOLDER / "small_cpu.yaml", "for small models", 1, ())
+    recipe, why = FOLDER / "tiny_qwen3_next_ibpo.yaml", "for tiny mixtures of experts with delta nets, as Qwen3-Next"
     two = ParallelConfig(tensor_model_parallel_size=2, expert_model_parallel_size=2, sequence_parallel=True)
     if devices.gpus_per_node != 1 and not check_layout(shape, two, world_size=2):
         return Choice(recipe, why, 2, ())  # the recipe's own layout
