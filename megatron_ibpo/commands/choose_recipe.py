@@ -169,7 +169,10 @@ def _tiny(shape: ModelShape, devices: Devices) -> Choice:
     """Return a recipe for CPUs, with one trainer or the recipe's own two."""
     if not (shape.is_moe and shape.is_recurrent):
         return Choice(FOLDER / "small_cpu.yaml", "for small models", 1, ())
-    recipe, why = FOLDER / "tiny_qwen3_next_ibpo.yaml", "for tiny mixtures of experts with delta nets, as Qwen3-Next"
+    recipe, why = (
+        FOLDER / "tiny_qwen3_next_ibpo.yaml",
+        "for tiny models built as Qwen3-Next is",
+    )
     two = ParallelConfig(tensor_model_parallel_size=2, expert_model_parallel_size=2, sequence_parallel=True)
     if devices.gpus_per_node != 1 and not check_layout(shape, two, world_size=2):
         return Choice(recipe, why, 2, ())  # the recipe's own layout
