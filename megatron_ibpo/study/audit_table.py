@@ -35,8 +35,8 @@ def _sampled(counts: Mapping[str, int], found: Mapping[str, Any]) -> Iterator[st
     )
     yield (
         f"In {found['with_a_located_error']:,} of them one step costs at least {found['min_drop']:.0%} of "
-        f"the chance to end correct: the error. {found['located_and_masked']:,} of these have a correction that "
-        "earns credit."
+        f"the chance to end correct: the error. {found['located_and_masked']:,} of these have a "
+        "correction that earns credit."
     )
     if found["largest_drop"] is not None:
         yield (
@@ -71,8 +71,8 @@ def _verdicts(found: Mapping[str, Any]) -> Iterator[str]:
     phi = found["phi"]
     yield (
         f"A share of {phi['positive']:.2f} of the wrong responses earns a bonus (φ > 0). The rank "
-        f"correlation of φ with how near a response was to correct is {_number(phi['rank_correlation'])}, and "
-        f"{_number(phi['rank_correlation_within_prompts'])} among responses to one prompt."
+        f"correlation of φ with how near a response was to correct is {_number(phi['rank_correlation'])}, "
+        f"and {_number(phi['rank_correlation_within_prompts'])} among responses to one prompt."
     )
 
 
