@@ -18,7 +18,7 @@ from rich.table import Table
 from megatron_ibpo.basics.text import counted
 from megatron_ibpo.config import Config
 from megatron_ibpo.evaluate import SetEvaluation
-from megatron_ibpo.report.correction_value import break_even_line
+from megatron_ibpo.report.correction_value import break_even_lines
 from megatron_ibpo.report.display import ProgressDisplay, Size, sizes_table
 from megatron_ibpo.report.metrics_log import MetricsLog
 from megatron_ibpo.report.prediction_error import Forecast, error_line
@@ -155,8 +155,8 @@ class Report:
         self._display.print(_results_table(summary))
         self._display.print(_seconds_table(summary))
         if counts := _counts(summary):
-            self.note(f"in the whole run: {counts}")
-        if line := break_even_line(summary["break_even"]):
+            self.note(f"dropped or failed in the whole run: {counts}")
+        for line in break_even_lines(summary["break_even"]):
             self.note(line)
         if self._predicted is not None and (errors := summary["prediction_error"]) is not None:
             self.note(error_line(self._predicted, errors))
