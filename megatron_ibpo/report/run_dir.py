@@ -137,15 +137,15 @@ def how_to_go_on(run_dir: Path) -> str:
     checkpoint."""
     steps = sorted((run_dir / "checkpoints").glob("step_*"))
     if not steps:
-        return "nothing to go on from: the run saved no checkpoint (--save-interval saves while it runs)"
+        return "The run cannot be resumed: it saved no checkpoint (--save-interval saves while it runs)."
     launcher = Path(__file__).resolve().parents[2] / "tools/ibpo.sh"
     here = run_dir.absolute()
     command = shlex.join(
         ["bash", str(launcher), "train", "--config", str(here / CONFIG_FILE), "--load", str(here)]
     )
     return (
-        f"to go on after step {int(steps[-1].name.removeprefix('step_'))} (a run on several nodes: by its "
-        f"script on every node, with --load {here}):\n  {command}"
+        f"To resume after step {int(steps[-1].name.removeprefix('step_'))} (on several nodes: start the "
+        f"script on every node with --load {here}):\n  {command}"
     )
 
 

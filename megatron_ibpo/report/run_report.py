@@ -155,7 +155,7 @@ class Report:
         self._display.print(_results_table(summary))
         self._display.print(_seconds_table(summary))
         if counts := _counts(summary):
-            self.note(f"dropped or failed in the whole run: {counts}")
+            self.note(f"taught nothing, dropped or failed in the whole run: {counts}")
         for line in break_even_lines(summary["break_even"]):
             self.note(line)
         if self._predicted is not None and (errors := summary["prediction_error"]) is not None:
@@ -237,8 +237,18 @@ def _seconds_table(summary: dict[str, Any]) -> Table:
     return table
 
 
+_IN_WORDS = {
+    "skipped_pairs": "wrong responses not corrected because the prompt would be too long",
+    "degenerate_groups": "groups of responses with equal rewards",
+    "degenerate_correction_groups": "groups of corrections with equal rewards",
+}
+"""Counts whose names in the log do not read as words."""
+
+
 def _counts(summary: dict[str, Any]) -> str:
-    """Return in words what was dropped or failed in the run; empty if nothing was."""
+    """Return in words what taught nothing, was dropped or failed in the run; empty if nothing did."""
     return ", ".join(
-        f"{count:,} {name.replace('_', ' ')}" for name, count in summary["counts"].items() if count
+        f"{count:,} {_IN_WORDS.get(name) or name.replace('_', ' ')}"
+        for name, count in summary["counts"].items()
+        if count
     )

@@ -162,7 +162,7 @@ def test_a_run_leaves_metrics_summary_curves_configuration_and_versions(finished
     assert "step 3/4  reward 0.3  corrected 0.5  loss -0.1  1.5 s (sample 1.00, train 0.50)  eta 0:0" in shown
     assert "accuracy 0.500" in shown
     assert str(run_dir / "summary.json") in shown
-    assert "skipped pairs" in shown
+    assert "not corrected because the prompt would be too long" in shown
     assert "reward errors" not in shown, "a count of zero is no news at the end"
 
 
@@ -246,7 +246,7 @@ def test_a_run_that_stopped_early_says_how_to_go_on(config):
     summary, shown = shown_at_the_end(config, status="failed: no luck", steps=1)
     assert summary["accuracy_start"] is None
     command = shlex.split(shown.splitlines()[-1])
-    assert shown.splitlines()[-2].startswith("to go on after step 1 ")
+    assert shown.splitlines()[-2].startswith("To resume after step 1 ")
     run_dir = config.run.run_dir
     assert command[2:] == ["train", "--config", str(run_dir / "config.yaml"), "--load", str(run_dir)]
     assert Path(command[1]).is_file()
