@@ -35,7 +35,7 @@ fi
 mkdir -p "$RUN_DIR/task"
 "$python" tools/make_smollm2_task.py --save "$RUN_DIR/task"
 "$python" tools/check_greedy.py --hf-checkpoint "$HF_CHECKPOINT" --save "$RUN_DIR/greedy_before.json"
-"$python" -m megatron_ibpo.commands.train --config examples/recipes/small_dense_cpu.yaml "${CKPT_ARGS[@]}" "${DATA_ARGS[@]}" \
+"$python" -m megatron_ibpo.commands.train --config examples/recipes/small_cpu.yaml "${CKPT_ARGS[@]}" "${DATA_ARGS[@]}" \
     "${ROLLOUT_ARGS[@]}" "${ALGORITHM_ARGS[@]}" "${OPTIMIZER_ARGS[@]}" "${EVAL_ARGS[@]}" "$@"
 "$python" tools/check_greedy.py --hf-checkpoint "$RUN_DIR/hf" --save "$RUN_DIR/greedy_after.json"
 if [[ -n $RECORD ]]; then

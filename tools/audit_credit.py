@@ -3,8 +3,8 @@
     bash tools/ibpo.sh audit runs/a
 
 The policy answers held-out prompts as in training, and its wrong responses are corrected. From every step of
-a sample of these responses it samples many continuations, to see from where it can still end correct. Writes
-audit.json, with all measurements, and audit.png.
+a sample of these responses it samples many continuations, to see from where it can still end correct. Prints
+what was found; audit.json has all measurements, and audit.png shows them.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ import tyro
 
 from megatron_ibpo.basics.entry_point import run_tool
 from megatron_ibpo.report import jsonable
+from megatron_ibpo.report.display import open_console
 from megatron_ibpo.study.audit_plot import plot_audit
 from megatron_ibpo.study.audit_run import audit_responses
+from megatron_ibpo.study.audit_table import audit_page
 from megatron_ibpo.study.credit_audit import audit
 
 
@@ -67,7 +69,8 @@ def main(arguments: Arguments) -> None:
     plot_audit(
         responses, found, save / "audit.png", title=f"{arguments.run.name}, policy: {arguments.policy}"
     )
-    print(json.dumps(_rounded({"counts": counts} | found), indent=2))
+    console = open_console()
+    console.print(audit_page(counts, _rounded(found)), highlight=False, markup=False)
     print(save / "audit.json", save / "audit.png", sep="\n")
 
 

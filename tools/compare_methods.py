@@ -89,7 +89,7 @@ def main(arguments: Arguments) -> int:
         parallel=arguments.parallel,
         runs_at_most=arguments.runs_at_most,
     )
-    return DONE if complete else FAILED
+    return DONE if complete or arguments.runs_at_most == 0 else FAILED
 
 
 def _named(text: str) -> tuple[str, str]:

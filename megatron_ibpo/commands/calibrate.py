@@ -64,6 +64,7 @@ def settings_of(config: Config, scratch: Path) -> tuple[Config, Path]:
         load=None,
         load_debug_rollout_data=None,
         save_debug_rollout_data=False,
+        keep_samples=0,
         debug_rollout_only=False,
         eval_num_prompts=0,
         operator_skill_prompts=0,

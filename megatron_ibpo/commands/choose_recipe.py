@@ -130,7 +130,7 @@ def choose(hf_dir: Path, devices: Devices, flags: Sequence[str] = ()) -> Choice:
     layouts = list(_layouts(shape, devices))
     for layout in [*layouts, *((*layout, *IN_MAIN_MEMORY) for layout in layouts)]:
         arguments = ["--config", str(recipe.path), *layout, *flags, "--hf-checkpoint", str(hf_dir)]
-        config = parse_config(arguments)
+        config = parse_config(arguments, note=lambda line: None)  # the run itself prints them
         config.run.dry_run_gpus_per_node = devices.gpus_per_node
         config.run.dry_run_gpu_memory_gib = devices.gpu_memory_gib
         plan = make_plan(config, devices.gpus)
@@ -167,14 +167,12 @@ def estimated_parameters(shape: ModelShape) -> float:
 
 def _tiny(shape: ModelShape, devices: Devices) -> Choice:
     """Return a recipe for CPUs, with one trainer or the recipe's own two."""
-    if not shape.is_moe:
-        return Choice(FOLDER / "small_dense_cpu.yaml", "for small dense models", 1, ())
-    if not shape.is_recurrent:
-        raise ValueError(
-            f"there is no recipe for so small a {shape.family}; write one (examples/recipes/ has the others) "
-            "and give it to `bash tools/ibpo.sh train --config FILE`"
-        )
-    recipe, why = FOLDER / "tiny_qwen3_next_ibpo.yaml", "for tiny models of this family"
+    if not (shape.is_moe and shape.is_recurrent):
+        return Choice(FOLDER / "small_cpu.yaml", "for small models", 1, ())
+    recipe, why = (
+        FOLDER / "tiny_qwen3_next_ibpo.yaml",
+        "for tiny models built as Qwen3-Next is",
+    )
     two = ParallelConfig(tensor_model_parallel_size=2, expert_model_parallel_size=2, sequence_parallel=True)
     if devices.gpus_per_node != 1 and not check_layout(shape, two, world_size=2):
         return Choice(recipe, why, 2, ())  # the recipe's own layout

@@ -8,7 +8,7 @@ Each command is a separate program; COMMAND --help lists its flags. --version pr
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,6 +72,13 @@ COMMANDS = {
 }
 
 
+_QUESTIONS = ("", "-h", "--help")
+
+
+def _print_commands(names: Iterable[str]) -> None:
+    print("\n".join(f"  {name:<20} {COMMANDS[name].meaning}" for name in names))
+
+
 @command
 def main(argv: Sequence[str] | None = None) -> int:
     """Replace this process by the command's program. Returns only without one: 0 for --help and --version, 2
@@ -81,9 +88,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     name, arguments = " ".join(words[:length]), words[length:]
     if name in COMMANDS:
         os.execv(sys.executable, [sys.executable, *COMMANDS[name].python, *arguments])
-    if name in ("", "-h", "--help"):
+    if name in _QUESTIONS:
         print(__doc__)
-        print("\n".join(f"  {known:<20} {command.meaning}" for known, command in COMMANDS.items()))
+        _print_commands(COMMANDS)
+        return 0
+    own = [known for known in COMMANDS if known.startswith(f"{words[0]} ")]
+    if own and "".join(words[1:2]) in _QUESTIONS:
+        _print_commands(own)
         return 0
     if name == "--version":
         print(version_text())

@@ -4,7 +4,8 @@
     bash tools/ibpo.sh serve runs/a runs/b          both, and their differences
     bash tools/ibpo.sh page runs/a                  writes runs/a/page.html, which needs no server
 
-Samples are shown for runs with --save-debug-rollout-data. Results of `evaluate` can be read as well.
+Samples are those of --keep-samples, or of every step with --save-debug-rollout-data. Results of `evaluate`
+can be read as well.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ given, flags. `megatron_ibpo.config.presets` defines where a preset counts.
 import argparse
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ def parse_config(
     argv: Sequence[str],
     registries: Sequence[Registry],
     *,
+    fit: Callable[[Config, Set[str]], Config] = lambda config, typed: config,
     program: str = "ibpo train",
     description: str = _TRAINING,
     common: Sequence[str] = COMMON_FLAGS,
@@ -46,6 +47,8 @@ def parse_config(
 
     Args:
         registries: the choices that have their own parameters.
+        fit: changes the configuration, given the names of the fields that the user set by flags; all others
+            come from recipes, presets or defaults.
         program: name for --help, with `description` and the fields that matter most to it (`common`).
         defaults: its own defaults of fields, which recipes and flags override.
 
@@ -89,6 +92,7 @@ def parse_config(
         _refuse_unknown(flags, config.algorithm, registries)
         config = _with_flags(config, registries, flags, program)
     _locate(config, registries)
+    config = fit(config, typed.keys() | _fields_of(flags))
     if known.print_config:
         print(config_yaml(config), end="")
         raise SystemExit(0)
@@ -114,6 +118,12 @@ def _locate(config: Config, registries: Sequence[Registry]) -> None:
     """Make the paths absolute that no recipe has given, in place."""
     for entry in (ENTRIES | entries_of(config.algorithm, registries)).values():
         entry.put(config, entry.located(entry.get(config), in_recipe=False))
+
+
+def _fields_of(flags: Sequence[str]) -> set[str]:
+    """Return the names of the fields that flags set."""
+    names = {word.partition("=")[0][2:].replace("-", "_") for word in flags if word.startswith("--")}
+    return {name for name in ENTRIES if name in names or f"no_{name}" in names}
 
 
 def _with_flags(config: Config, registries: Sequence[Registry], flags: Sequence[str], program: str) -> Config:

@@ -129,6 +129,10 @@ class RunConfig:
     """Also let the policy correct every sample during evaluation, alongside --ibpo-k - 1 others of its
     prompt, which are drawn without knowing which are right (the paper's GSPO+Prompt). Doubles the number of
     responses."""
+    keep_samples: Annotated[int, within(0, 10_000)] = 8
+    """Number of steps whose samples are kept for `ibpo.sh serve`: the first, the last, and others evenly
+    between. Of a step the first groups are written, about 50,000 tokens, as readable JSON into
+    run_dir/samples. 0: none. 8: some 30 MB, enough to see how responses change."""
     save_debug_rollout_data: bool = False
     """Save every step's records as readable JSON in run_dir/rollouts, with token weights and the trainer's
     log-probs before and after the update, which takes two more forward passes per step. `ibpo.sh serve` shows

@@ -4,10 +4,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from megatron_ibpo.config import Config, known_or_path, load_hook
+from megatron_ibpo.config import Config, RolloutConfig, known_or_path, load_hook
 from megatron_ibpo.engines.lean_limits import lean_problems
 from megatron_ibpo.engines.needs import EngineNeeds
+from megatron_ibpo.engines.vllm.cpu_limits import cpu_problems
 from megatron_ibpo.engines.vllm.needs import vllm_needs
+from megatron_ibpo.models import ModelShape
 
 FLAG = "--rollout-backend"
 VLLM, LEAN = "vllm", "lean"
@@ -15,7 +17,9 @@ ENGINES = {VLLM: "megatron_ibpo.engines.vllm.engine:Engine", LEAN: None}
 """Name → import path of the class that an engine's process builds (`engines.protocol.Engine`). None: the
 trainer's own process samples, and no cluster is needed."""
 LIMITS = {LEAN: lean_problems}
-"""Name → function that returns what the engine does not support."""
+"""Name → function that returns the settings that the engine does not support."""
+CPU_LIMITS = {VLLM: cpu_problems}
+"""Name → function that returns what the engine cannot compute of a model on CPUs."""
 
 _METHODS = ("wait_ready", "submit", "take", "abort", "kill", "close", "generate", "begin", "result", "call")
 
@@ -48,6 +52,20 @@ def check_limits(config: Config, *, trains: bool) -> None:
     """
     limits = LIMITS.get(config.rollout.rollout_backend)
     if limits is not None and (problems := limits(config, trains=trains)):
+        raise ValueError("\n".join(problems))
+
+
+def check_model(rollout: RolloutConfig, shape: ModelShape, *, on_gpu: bool) -> None:
+    """Refuse a model that the engine cannot compute, before it starts.
+
+    Args:
+        rollout: settings with device-dependent values resolved (`config.on_device`).
+
+    Raises:
+        ValueError: with a line for every problem.
+    """
+    limits = None if on_gpu else CPU_LIMITS.get(rollout.rollout_backend)
+    if limits is not None and (problems := limits(rollout, shape)):
         raise ValueError("\n".join(problems))
 
 

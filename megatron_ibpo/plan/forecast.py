@@ -19,7 +19,7 @@ def forecast(config: Config, shape: ModelShape, world_size: int, device: str) ->
     """
     named = config.run.dry_run_hardware or kind_of(device)
     if named is None:
-        why = f"{device} has no data sheet here; `ibpo calibrate` measures a machine"
+        why = f"{device} is not among the known GPUs; `ibpo calibrate` measures a machine"
         return Forecast(None, f"no time is predicted: {why}")
     config = replace(config, run=replace(config.run, dry_run_hardware=named))
     try:

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from megatron_ibpo.basics.text import listed
-from megatron_ibpo.cluster.placement import Placement
+from megatron_ibpo.cluster.placement import Engines, Node, Placement, plan_placement
 from megatron_ibpo.config import Config, ParallelConfig
 from megatron_ibpo.engines.registry import engine_needs
 from megatron_ibpo.models import ModelShape, pipeline_layers
@@ -62,13 +62,32 @@ def check_main_memory(
         ValueError: for each node with too little memory: the needs, what it has, and what to change.
     """
     problems = []
-    for node, parts in _needed(config, shape, elements, placement).items():
+    census = census_by_names(shape, config, elements, len(placement.trainers))
+    for node, parts in _needed(config, shape, census, placement).items():
         needed, there = sum(parts.values()), memory[node]
         if needed > there:
             needs = engine_needs(config, on_gpu=placement.on_gpu)
             problems.append(_refusal(placement.nodes[node].address, there, parts, needs.kv_cache_flag))
     if problems:
         raise ValueError(listed(problems, "\n", most=_MOST_NODES))
+
+
+def memory_on_cpus(config: Config, shape: ModelShape, census: Census) -> dict[str, int]:
+    """Return the bytes of main memory, by purpose, that a run holds on one machine without GPUs.
+
+    Args:
+        config: configuration with device-dependent settings resolved for CPUs.
+
+    Raises:
+        PlacementError: the processes do not make whole engines.
+    """
+    rollout, ranks = config.rollout, census.world_size
+    engines = Engines(rollout.rollout_num_gpus_per_engine, rollout.colocate, rollout.rollout_num_gpus)
+    processes = 2 * ranks + (rollout.rollout_num_gpus or 0)  # as many as the run's own Ray counts
+    machine = Node("here", "here", cpus=processes, gpus=0)
+    placement = plan_placement([machine], num_trainers=ranks, engines=engines, on_gpu=False)
+    (parts,) = _needed(config, shape, census, placement).values()
+    return parts
 
 
 def _refusal(address: str, there: int, parts: Mapping[str, int], kv_cache_flag: str) -> str:
@@ -83,13 +102,12 @@ def _refusal(address: str, there: int, parts: Mapping[str, int], kv_cache_flag: 
 
 
 def _needed(
-    config: Config, shape: ModelShape, elements: Mapping[str, int], placement: Placement
+    config: Config, shape: ModelShape, census: Census, placement: Placement
 ) -> dict[int, dict[str, int]]:
     """Return, for each node with any of the run's processes, the bytes by purpose."""
     ranks = _on_nodes([slot.node for slot in placement.trainers])
     engines = Counter(slot.node for slot in placement.engines)
     on_gpu = placement.on_gpu
-    census = census_by_names(shape, config, elements, len(placement.trainers))
     stages = [rank_memory(shape, config, part, census, max_tokens=1) for part in census.stages]
     engine = 0 if on_gpu else _engine_on_cpu(shape, config, census)
     needed = {}

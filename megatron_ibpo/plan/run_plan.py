@@ -2,14 +2,17 @@
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import accumulate
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
 from megatron_ibpo.basics.environment_variables import environment_number
 from megatron_ibpo.basics.text import counted, listed
-from megatron_ibpo.config import Config
+from megatron_ibpo.cluster.main_memory import main_memory
+from megatron_ibpo.config import Config, on_device
 from megatron_ibpo.engines.registry import engine_needs
 from megatron_ibpo.models import ModelConfigError, padded_vocab_size
 from megatron_ibpo.models.backends import ALLOW, FAST, served_by
@@ -31,6 +34,7 @@ from megatron_ibpo.plan.memory import (
     state_bytes_per_sequence,
     sync_bytes,
 )
+from megatron_ibpo.plan.node_memory import memory_on_cpus
 from megatron_ibpo.plan.parameter_count import Census
 from megatron_ibpo.plan.prediction import lines, setting_of
 from megatron_ibpo.plan.uncounted_overrides import not_counted
@@ -52,6 +56,7 @@ def plan_run(config: Config, console: Console | None = None) -> int:
     Returns:
         FITS (0), or REFUSED (2) after printing the reason.
     """
+    has_gpu = torch.cuda.device_count() > 0
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # so that the plan is the same on a machine with GPUs
     console = console or open_console()
     try:
@@ -59,7 +64,7 @@ def plan_run(config: Config, console: Console | None = None) -> int:
     except (ModelConfigError, ValueError) as error:
         console.print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
         return REFUSED
-    _print_plan(plan, console)
+    _print_plan(plan, console, "" if has_gpu else _on_this_machine(plan, config))
     return REFUSED if plan.problems else FITS
 
 
@@ -67,7 +72,32 @@ def _world_size(config: Config) -> int:
     return config.run.dry_run_world_size or environment_number("WORLD_SIZE", 1, least=1)
 
 
-def _print_plan(plan: Plan, console: Console) -> None:
+def _on_this_machine(plan: Plan, config: Config) -> str:
+    """Return the main memory that the run would take here, on CPUs. Empty if this machine has fewer CPUs than
+    the run has ranks, since such a plan is for another one.
+
+    Args:
+        config: configuration as the user gave it, without the plan's choices for GPUs.
+    """
+    if plan.census is None or plan.world_size > (os.cpu_count() or 1):
+        return ""
+    context = plan.config.rollout.rollout_max_context_len
+    config = replace(config, rollout=replace(config.rollout, rollout_max_context_len=context))
+    config = on_device(config, on_gpu=False, has_delta_nets=plan.shape.is_recurrent)
+    try:
+        parts = memory_on_cpus(config, plan.shape, plan.census)
+    except ValueError as error:
+        return f"On this machine, which has no GPU, it cannot run: {error}"
+    total, there = sum(parts.values()), main_memory()
+    named = "; ".join(f"{name} {_gib(size)}" for name, size in parts.items() if size)
+    enough = "" if total < there else " This is too little."
+    return (
+        f"On this machine, which has no GPU, its processes hold {_gib(total)} GiB of {_gib(there)} GiB of "
+        f"main memory ({named}); activations and data come on top.{enough}"
+    )
+
+
+def _print_plan(plan: Plan, console: Console, on_this_machine: str) -> None:
     config = plan.config
 
     def say(text: str = "") -> None:
@@ -92,6 +122,9 @@ def _print_plan(plan: Plan, console: Console) -> None:
         say()
         for line in _remarks(plan, plan.census):
             say(line)
+        if on_this_machine:
+            say()
+            say(on_this_machine)
         if config.run.dry_run_hardware is not None:
             say()
             _say_time(plan, say)

@@ -8,8 +8,12 @@ from typing import Any
 from megatron_ibpo.credit.break_even import ACCOMPANIED, ALONE, skill_needed
 from megatron_ibpo.evaluate.pass_at_k import wilson
 
-_WHERE = {ALONE: "where no other response is correct", ACCOMPANIED: "beside a correct response"}
-_VERDICT = {True: "they pay", False: "they do not pay", None: "which cannot be told apart yet"}
+_WHERE = {ALONE: "no other response", ACCOMPANIED: "another response"}
+_VERDICT = {
+    True: ", so these are",
+    False: ", so these are not",
+    None: "; there were too few to tell whether these are",
+}
 
 Row = Mapping[str, Any]
 
@@ -62,19 +66,19 @@ def _share(successes: float, trials: float) -> dict[str, float]:
     return {"estimate": successes / trials, "low": max(low, 0.0), "high": min(high, 1.0)}
 
 
-def break_even_line(found: dict[str, Any] | None) -> str | None:
-    """Return the same in one line for the user; None if there is nothing to say."""
-    parts = [_part(name, found[name]) for name in _WHERE if found and name in found]
-    if found is None or not parts:
-        return None
-    return f"corrections, each at the price of {found['price']:.1f} responses: " + "; ".join(parts)
+def break_even_lines(found: dict[str, Any] | None) -> list[str]:
+    """Return the same in sentences for the user; empty if there is nothing to say."""
+    said = [_sentence(name, found[name]) for name in _WHERE if found and name in found]
+    return [f"A correction costs as much as {found['price']:.1f} responses.", *said] if found and said else []
 
 
-def _part(composition: str, standing: dict[str, Any]) -> str:
+def _sentence(composition: str, standing: dict[str, Any]) -> str:
     skill, resample, needed = standing["skill"], standing["resample"], standing["needed"]
-    from_where = "could not pay with any success" if needed > 1 else f"pay from {needed:.0%} on"
-    said = "" if needed > 1 and standing["pays"] is False else f": {_VERDICT[standing['pays']]}"
-    return (
-        f"{_WHERE[composition]} {skill['estimate']:.0%} of them succeed and {resample['estimate']:.0%} of "
-        f"further responses, so that they {from_where}{said}"
+    rates = (
+        f"If {_WHERE[composition]} to the prompt is right, {skill['estimate']:.0%} of corrections and "
+        f"{resample['estimate']:.0%} of retries succeed."
     )
+    if needed <= 1:
+        return f"{rates} Corrections are worth their cost from {needed:.0%} on{_VERDICT[standing['pays']]}."
+    sure = "" if standing["pays"] is False else "; there were too few to be sure"
+    return f"{rates} Corrections cannot be worth their cost where retries succeed so often{sure}."

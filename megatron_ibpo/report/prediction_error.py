@@ -50,4 +50,7 @@ def prediction_error(predicted: Mapping[str, float], rows: Sequence[Row]) -> dic
 def error_line(predicted: Mapping[str, float], errors: Mapping[str, float]) -> str:
     """Return the errors as text for the user."""
     parts = ", ".join(f"{name} {error:+.0%}" for name, error in errors.items() if name != STEP)
-    return f"prediction of {predicted[STEP]:.2f} s a step against the median: {errors[STEP]:+.0%} ({parts})"
+    return (
+        f"A step was predicted to take {predicted[STEP]:.2f} s, an error of {errors[STEP]:+.0%} against the "
+        f"median step ({parts})."
+    )

@@ -154,7 +154,7 @@ def how_to_go_on(run_dir: Path, training: str = "train") -> str:
         return "nothing was sampled yet: the same command starts the run again"
     steps = sorted((run_dir / "checkpoints").glob("step_*"))
     if not steps and not any(run_dir.glob(_SEGMENTS)):
-        return "nothing to go on from: the run saved no checkpoint (--save-interval saves while it runs)"
+        return "The run cannot be resumed: it saved no checkpoint (--save-interval saves while it runs)."
     launcher = Path(__file__).resolve().parents[2] / "tools/ibpo.sh"
     here = run_dir.absolute()
     command = shlex.join(
@@ -162,8 +162,8 @@ def how_to_go_on(run_dir: Path, training: str = "train") -> str:
     )
     from_where = f"after step {int(steps[-1].name.removeprefix('step_'))}" if steps else "from the journal"
     return (
-        f"to go on {from_where} (a run on several nodes: by its "
-        f"script on every node, with --load {here}):\n  {command}"
+        f"To resume {from_where} (on several nodes: start the script on every node with --load {here}):\n"
+        f"  {command}"
     )
 
 

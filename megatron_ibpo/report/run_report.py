@@ -18,7 +18,7 @@ from rich.table import Table
 from megatron_ibpo.basics.text import counted
 from megatron_ibpo.config import Config
 from megatron_ibpo.evaluate import SetEvaluation
-from megatron_ibpo.report.correction_value import break_even_line
+from megatron_ibpo.report.correction_value import break_even_lines
 from megatron_ibpo.report.display import ProgressDisplay, Size, sizes_table
 from megatron_ibpo.report.metrics_log import MetricsLog
 from megatron_ibpo.report.prediction_error import Forecast, error_line
@@ -172,8 +172,8 @@ class Report:
         self._display.print(_results_table(summary, only_measured=self._command == "sft"))
         self._display.print(_seconds_table(summary))
         if counts := _counts(summary):
-            self.note(f"in the whole run: {counts}")
-        if line := break_even_line(summary["break_even"]):
+            self.note(f"taught nothing, dropped or failed in the whole run: {counts}")
+        for line in break_even_lines(summary["break_even"]):
             self.note(line)
         if self._predicted is not None and (errors := summary["prediction_error"]) is not None:
             self.note(error_line(self._predicted, errors))
@@ -260,8 +260,18 @@ def _seconds_table(summary: dict[str, Any]) -> Table:
     return table
 
 
+_IN_WORDS = {
+    "skipped_pairs": "wrong responses not corrected because the prompt would be too long",
+    "degenerate_groups": "groups of responses with equal rewards",
+    "degenerate_correction_groups": "groups of corrections with equal rewards",
+}
+"""Counts whose names in the log do not read as words."""
+
+
 def _counts(summary: dict[str, Any]) -> str:
-    """Return in words what was dropped or failed in the run; empty if nothing was."""
+    """Return in words what taught nothing, was dropped or failed in the run; empty if nothing did."""
     return ", ".join(
-        f"{count:,} {name.replace('_', ' ')}" for name, count in summary["counts"].items() if count
+        f"{count:,} {_IN_WORDS.get(name) or name.replace('_', ' ')}"
+        for name, count in summary["counts"].items()
+        if count
     )

@@ -38,6 +38,7 @@ from megatron_ibpo.report import (
     step_alarms,
 )
 from megatron_ibpo.report.disk import DiskWait, is_full
+from megatron_ibpo.report.kept_samples import is_kept, keep_samples
 from megatron_ibpo.report.run_dir import SKILL_FILE, write_whole
 from megatron_ibpo.run.cost import CostMeter
 from megatron_ibpo.run.operator_skill import (
@@ -291,6 +292,8 @@ class Run:
                         new_logprobs=self.progress.new_logprobs,
                     )
                 )
+            elif is_kept(step, run.num_rollout, run.keep_samples):
+                self._keep_samples(step, groups, credit.sequences)
             if self.engines is not None:
                 alive, engines = self.engines.alive, self.engines.count
                 metrics = metrics | {"engines": float(engines), "engines_alive": float(alive)}
@@ -309,6 +312,14 @@ class Run:
             self._with_room(lambda: self.reporter.step(step, metrics, seconds))
         self.progress.deaths_in_a_row = 0
         check_reward_errors(len(errors), len(responses), most, first_reward_error=first)
+
+    def _keep_samples(self, step: int, groups: Sequence[Group], sequences: Sequence[TrainSequence]) -> None:
+        """Write some samples of the step for a reader. The run does not depend on them."""
+        directory, decode = self.config.run.run_dir, self.data.tokenizer.decode
+        try:
+            self._with_room(lambda: keep_samples(directory, step, groups, decode, sequences))
+        except TypeError as error:
+            self.reporter.note(f"the samples of step {step} are not kept: {error}")
 
     def _by_source(self, groups: Sequence[Group]) -> dict[str, float]:
         """Return the accuracy and number of prompts of each task of a mixture, and the rows of large files

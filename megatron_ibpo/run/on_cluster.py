@@ -24,6 +24,7 @@ from megatron_ibpo.cluster.trainers import Trainers
 from megatron_ibpo.cluster.verifiers import Verifiers
 from megatron_ibpo.config import Config, on_device
 from megatron_ibpo.engines import EngineLostError
+from megatron_ibpo.engines.registry import check_model
 from megatron_ibpo.engines.vllm.settings import engine_settings, start_timeout
 from megatron_ibpo.evaluate import KeptSamples, set_settings
 from megatron_ibpo.models import ModelShape, read_hf_config
@@ -288,6 +289,7 @@ def _launch_engines(
 ) -> Engines:
     """Launch the engines' processes without waiting for them."""
     rollout = config.rollout
+    check_model(rollout, read_hf_config(hf_dir), on_gpu=placement.on_gpu)
     transport = choose_transport(on_gpu=placement.on_gpu, colocate=rollout.colocate)
     settings = engine_settings(
         rollout, hf_dir, transport, gpus=(), num_threads=environment_number("OMP_NUM_THREADS", 1, least=1)

@@ -1,23 +1,82 @@
 """A run's settings from a command line or a recipe, including the parameters of all methods."""
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence, Set
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from megatron_ibpo import config
 from megatron_ibpo.credit import REGISTRIES
+from megatron_ibpo.models import ModelConfigError, read_hf_config
+
+CONTEXTS_PER_RESPONSE = 4
+"""Context length per response length where neither is given, since a correction prompt holds two
+responses."""
 
 
-def parse_config(argv: Sequence[str], **about: Any) -> config.Config:
-    """Return the configuration for a command line (`megatron_ibpo.config.parse_config`).
+def _to_stderr(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def parse_config(
+    argv: Sequence[str], *, note: Callable[[str], None] = _to_stderr, **about: Any
+) -> config.Config:
+    """Return the configuration for a command line (`megatron_ibpo.config.parse_config`). Lengths of a recipe
+    that exceed the model's context are lowered; lengths that the user typed are not.
 
     Args:
+        note: gets a line for every length that is lowered.
         about: `program` and `description`, for --help.
 
     Raises:
         ConfigError: as there.
     """
-    return config.parse_config(argv, REGISTRIES, **about)
+
+    def fit(parsed: config.Config, typed: Set[str]) -> config.Config:
+        fitted, notes = fit_to_model(parsed, typed)
+        for line in notes:
+            note(line)
+        return fitted
+
+    return config.parse_config(argv, REGISTRIES, fit=fit, **about)
+
+
+def fit_to_model(parsed: config.Config, typed: Set[str]) -> tuple[config.Config, list[str]]:
+    """Return the configuration with lengths that the model's context allows, and a line for every change.
+
+    The limit of responses is lowered in proportion to the context. A configuration that fits, or whose model
+    cannot be read, is returned unchanged; opening the run says what is wrong with such a model.
+
+    Args:
+        typed: fields that the user set on the command line; these keep their values.
+    """
+    hf_dir, asked = parsed.model.hf_checkpoint, parsed.rollout.rollout_max_context_len
+    if hf_dir is None or "rollout_max_context_len" in typed:
+        return parsed, []
+    try:
+        limit = read_hf_config(hf_dir).max_position_embeddings
+    except ModelConfigError:
+        return parsed, []
+    longest = parsed.rollout.rollout_max_response_len
+    if limit < CONTEXTS_PER_RESPONSE or limit >= (longest + 1 if asked is None else asked):
+        return parsed, []
+    rollout, run, notes = parsed.rollout, parsed.run, []
+    if asked is not None:
+        rollout = replace(rollout, rollout_max_context_len=limit)
+        notes.append(f"rollout_max_context_len {asked} of the recipe → {limit}, the model's context")
+    meant = asked or CONTEXTS_PER_RESPONSE * longest
+    proportion = f"in proportion to the context of {limit}"
+    if "rollout_max_response_len" not in typed:
+        shorter = max(1, longest * limit // meant)
+        rollout = replace(rollout, rollout_max_response_len=shorter)
+        notes.append(f"rollout_max_response_len {longest} → {shorter}, {proportion}")
+    held_out = run.eval_max_response_len
+    if held_out is not None and "eval_max_response_len" not in typed:
+        shorter = max(1, held_out * limit // meant)
+        run = replace(run, eval_max_response_len=shorter)
+        notes.append(f"eval_max_response_len {held_out} → {shorter}, {proportion}")
+    return replace(parsed, rollout=rollout, run=run), notes
 
 
 def load_recipe(path: Path | str, **settings: Any) -> config.Config:
@@ -31,4 +90,8 @@ def load_recipe(path: Path | str, **settings: Any) -> config.Config:
     Raises:
         ConfigError: as `megatron_ibpo.config.load_recipe`.
     """
-    return config.load_recipe(path, settings, REGISTRIES)
+    loaded = config.load_recipe(path, settings, REGISTRIES)
+    fitted, notes = fit_to_model(loaded, settings.keys())
+    for line in notes:
+        _to_stderr(line)
+    return fitted

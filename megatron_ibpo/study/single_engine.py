@@ -5,6 +5,7 @@ from pathlib import Path
 
 from megatron_ibpo.config import Config, on_device
 from megatron_ibpo.engines import Engine
+from megatron_ibpo.engines.registry import check_model
 from megatron_ibpo.engines.vllm.settings import engine_settings, start_timeout
 from megatron_ibpo.models import read_hf_config
 
@@ -14,8 +15,9 @@ def open_engine(config: Config, hf_dir: Path, stack: ExitStack) -> Engine:
     import torch
 
     on_gpu = torch.cuda.is_available()
-    has_delta_nets = read_hf_config(hf_dir).is_recurrent
-    rollout = on_device(config, on_gpu=on_gpu, has_delta_nets=has_delta_nets).rollout
+    shape = read_hf_config(hf_dir)
+    rollout = on_device(config, on_gpu=on_gpu, has_delta_nets=shape.is_recurrent).rollout
+    check_model(rollout, shape, on_gpu=on_gpu)
     engine = Engine(
         engine_settings(
             rollout,

@@ -22,7 +22,7 @@ PROMPTS, RESPONSES, ENGINES = 4, 4, 2
 HANGS_S = 5.0
 """After which something that does nothing is taken to hang."""
 FLAGS = [
-    *("--config", str(ROOT / "examples/recipes/small_dense_cpu.yaml")),
+    *("--config", str(ROOT / "examples/recipes/small_cpu.yaml")),
     *("--hf-checkpoint", str(ROOT / "examples/tiny_qwen3"), "--num-trainers", "1"),
     *("--no-colocate", "--rollout-num-gpus", str(ENGINES), "--max-staleness", "1"),
     *("--num-rollout", str(STEPS), "--rollout-batch-size", str(PROMPTS)),

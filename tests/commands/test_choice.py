@@ -19,6 +19,7 @@ from megatron_ibpo.commands.choose_recipe import (
 )
 from megatron_ibpo.models import read_hf_config
 from support.paths import ROOT
+from support.tiny_models import make_qwen3_moe
 
 MODELS = ROOT / "examples/models"
 
@@ -45,8 +46,8 @@ def test_parameters_are_counted_from_the_shape():
 @pytest.mark.parametrize(
     ("model", "gpus", "expected"),
     [
-        ("tiny_qwen3", 0, ("small_dense_cpu", 1, None)),
-        ("tiny_qwen3", 8, ("small_dense_cpu", 1, None)),
+        ("tiny_qwen3", 0, ("small_cpu", 1, None)),
+        ("tiny_qwen3", 8, ("small_cpu", 1, None)),
         ("tiny_qwen3_next", 0, ("tiny_qwen3_next_ibpo", 2, None)),
         ("tiny_qwen3_next", 1, ("tiny_qwen3_next_ibpo", 1, "1")),
         ("tiny_qwen3_next", 8, ("tiny_qwen3_next_ibpo", 2, None)),
@@ -54,6 +55,10 @@ def test_parameters_are_counted_from_the_shape():
 )
 def test_tiny_models_run_on_cpus_and_on_as_many_gpus_as_there_are(model, gpus, expected):
     assert chosen(ROOT / "examples" / model, 1, gpus) == expected
+
+
+def test_a_small_mixture_of_another_family_gets_the_recipe_of_small_models(tmp_path):
+    assert chosen(make_qwen3_moe(tmp_path / "moe", 0), 1, 0) == ("small_cpu", 1, None)
 
 
 def test_a_small_model_of_an_odd_shape_gets_one_process(tmp_path):

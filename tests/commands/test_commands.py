@@ -19,6 +19,7 @@ from megatron_ibpo import __version__
 from megatron_ibpo.basics.entry_point import BAD_INPUT, FAILED, INTERRUPTED, STDOUT_CLOSED, command, guarded
 from megatron_ibpo.basics.strict_json import read_json
 from megatron_ibpo.cluster.actor import plain
+from megatron_ibpo.commands import main
 from megatron_ibpo.config import ConfigError
 from megatron_ibpo.report import RewardErrorRateError
 from megatron_ibpo.weights.weight_errors import CheckpointError
@@ -266,6 +267,25 @@ def test_a_wrong_input_is_one_line_and_status_2(
     assert "traceback" not in said.lower(), "what was given is at fault, and the line says it all"
     (line,) = (line for line in said.splitlines() if line.startswith("error: "))
     assert says in said.partition(line)[1] + said.partition(line)[2]
+
+
+@pytest.mark.parametrize("words", [["--help"], ["convert"], ["convert", "--help"]])
+def test_both_ways_to_convert_are_listed(capsys, words):
+    assert main.main(words) == 0
+    said = capsys.readouterr().out
+    assert "convert to-megatron" in said
+    assert "convert to-hf" in said
+    assert ("train" in said) == (words == ["--help"])
+
+
+def test_what_a_study_would_cost_is_an_answer_and_no_failure(where_the_user_stands, capsys, monkeypatch):
+    study = STUDY | {"recipe": str(ROOT / "examples/recipes/tiny_qwen3_study.yaml")}
+    Path("whole.yaml").write_text(json.dumps(study), encoding="utf-8")
+    monkeypatch.setattr("sys.argv", [COMPARE, "whole.yaml", "--runs-at-most", "0", *SAVE])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(ROOT / COMPARE), run_name="__main__")
+    assert ended.value.code == 0
+    assert "runs are there already" in capsys.readouterr().out
 
 
 @pytest.mark.slow

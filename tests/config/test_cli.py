@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import re
 import subprocess
@@ -69,6 +70,49 @@ def test_flags_win_over_recipes_and_recipes_over_the_preset(tmp_path):
     assert config.optimizer.clip_grad == 3.0, "the flag wins"
     by_flag = parse_config(["--config", first, "--advantage-estimator", "ibpo", "--ibpo-corrections", "2"])
     assert by_flag.algorithm.parameters["ibpo_corrections"] == 2
+
+
+@pytest.fixture
+def model_of_256(tmp_path):
+    shape = json.loads((ROOT / "examples/tiny_qwen3/config.json").read_text(encoding="utf-8"))
+    directory = tmp_path / "short"
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(shape | {"max_position_embeddings": 256}))
+    return str(directory)
+
+
+@pytest.mark.parametrize(
+    ("flags", "lengths", "notes"),
+    [
+        ([], (256, 48, 32), 3),
+        (["--rollout_max_response_len=100"], (256, 100, 32), 2),
+        (["--rollout-max-context-len", "512"], (512, 96, 64), 0),  # typed: opening the run refuses it
+    ],
+)
+def test_lengths_of_a_recipe_yield_to_the_model_and_typed_ones_do_not(
+    tmp_path, model_of_256, flags, lengths, notes
+):
+    text = "rollout-max-context-len: 512\nrollout-max-response-len: 96\neval-max-response-len: 64\n"
+    said: list[str] = []
+    argv = ["--config", recipe(tmp_path, text), "--hf-checkpoint", model_of_256, *flags]
+    config = parse_config(argv, note=said.append)
+    rollout = config.rollout
+    assert lengths == (
+        rollout.rollout_max_context_len,
+        rollout.rollout_max_response_len,
+        config.run.eval_max_response_len,
+    )
+    assert len(said) == notes
+    if not flags:
+        assert said[0] == "rollout_max_context_len 512 of the recipe → 256, the model's context"
+        assert "rollout_max_response_len 96 → 48" in said[1]
+
+
+def test_the_default_length_of_a_response_yields_to_the_model_too(model_of_256):
+    said: list[str] = []
+    config = parse_config(["--hf-checkpoint", model_of_256], note=said.append)
+    assert config.rollout.rollout_max_response_len == 64
+    assert said == ["rollout_max_response_len 8192 → 64, in proportion to the context of 256"]
 
 
 def test_a_preset_counts_where_it_is_named(tmp_path):

@@ -19,7 +19,7 @@ from megatron_ibpo.credit.break_even import (
     skill_needed,
 )
 from megatron_ibpo.models import forward_flops, read_hf_config
-from megatron_ibpo.report.correction_value import break_even, break_even_line
+from megatron_ibpo.report.correction_value import break_even, break_even_lines
 from megatron_ibpo.run.cost import CostMeter
 from megatron_ibpo.run.settings import parse_config
 from megatron_ibpo.study.break_even_curve import break_even_figure, break_even_points
@@ -164,12 +164,13 @@ def test_a_run_says_where_its_corrections_stand():
     assert found["accompanied"]["needed"] == pytest.approx(1.8)
     assert (found["alone"]["pays"], found["accompanied"]["pays"]) == (True, False)
     assert found["alone"]["skill"]["low"] == pytest.approx(0.451, abs=1e-3)
-    assert break_even_line(found) == (
-        "corrections, each at the price of 3.0 responses: where no other response is correct 50% of them "
-        "succeed and 5% of further responses, so that they pay from 14% on: they pay; beside a correct "
-        "response 50% of them succeed and 60% of further responses, so that they could not pay with any "
-        "success"
-    )
+    assert break_even_lines(found) == [
+        "A correction costs as much as 3.0 responses.",
+        "If no other response to the prompt is right, 50% of corrections and 5% of retries succeed. "
+        "Corrections are worth their cost from 14% on, so these are.",
+        "If another response to the prompt is right, 50% of corrections and 60% of retries succeed. "
+        "Corrections cannot be worth their cost where retries succeed so often.",
+    ]
 
 
 def test_figures_that_leave_doubt_are_called_doubtful():
@@ -184,13 +185,15 @@ def test_figures_that_leave_doubt_are_called_doubtful():
         ]
     )
     assert found["alone"]["pays"] is None
-    assert break_even_line(found).endswith("they pay from 27% on: which cannot be told apart yet")
+    assert break_even_lines(found)[-1].endswith(
+        "worth their cost from 27% on; there were too few to tell whether these are."
+    )
     assert "accompanied" not in found
 
 
 def test_a_run_without_corrections_says_nothing():
     assert break_even([{"kind": "step", "reward": 0.5}]) is None
-    assert break_even_line(None) is None
+    assert break_even_lines(None) == []
 
 
 def test_the_points_of_a_study_lie_on_the_right_side_of_the_curve():

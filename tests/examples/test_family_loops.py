@@ -19,7 +19,7 @@ from support.tiny_models import LLAMA_3, make_glm4_moe, make_gpt_oss, make_llama
 
 pytestmark = [pytest.mark.engine, pytest.mark.ray]
 
-RECIPE = ROOT / "examples/recipes/small_dense_cpu.yaml"
+RECIPE = ROOT / "examples/recipes/small_cpu.yaml"
 
 EVEN = """
 def score(question, response, label, metadata):

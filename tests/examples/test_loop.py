@@ -214,7 +214,7 @@ def test_ctrl_c_saves_and_leaves_nothing_running(tmp_path, layout):
     taken = rows_of(run_dir)[-1]["step"]
     assert (run_dir / f"checkpoints/step_{taken:06d}").is_dir()
     assert json.loads((run_dir / "summary.json").read_text())["status"] == "interrupted"
-    assert f"to go on after step {taken} " in output
+    assert f"To resume after step {taken} " in output
     assert f"--load {run_dir}" in output
     assert still_running(started) == []
     assert still_there(shared) == []

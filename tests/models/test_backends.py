@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import re
 import types
 from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 
 from megatron_ibpo.config import Config, ModelConfig, RolloutConfig, eval_sampling, on_device
+from megatron_ibpo.engines.registry import check_model
+from megatron_ibpo.engines.vllm.cpu_limits import HEAD_DIMS
 from megatron_ibpo.engines.vllm.settings import engine_settings
 from megatron_ibpo.evaluate import EvalSet, set_settings
 from megatron_ibpo.models import read_hf_config
@@ -204,8 +210,29 @@ def test_scripts_do_not_sample_in_another_precision_than_their_recipe():
         assert "--vllm-dtype" not in script.read_text(), script
 
 
-def test_delta_nets_in_float32_are_refused_on_cpus(models):
-    rollout = RolloutConfig(vllm_dtype="float32", rollout_max_context_len=128)
-    with pytest.raises(ValueError, match="--vllm-dtype float32: vLLM's CPU kernels for the delta nets"):
-        engine_settings(rollout, models["next"], "gloo", gpus=(), num_threads=1)
-    assert engine_settings(rollout, models["next"], "nccl", gpus=(0,), num_threads=1).dtype == "float32"
+@pytest.mark.parametrize(
+    ("family", "changes", "dtype", "says"),
+    [
+        ("next", {}, "float32", "--vllm-dtype float32: vLLM's CPU kernels for the delta nets"),
+        ("next", {"linear_value_head_dim": 48}, "bfloat16", "linear_key_head_dim .* need equal sizes"),
+        ("next", {"head_dim": 24}, "bfloat16", "head_dim 24 in config.json: vLLM's attention on CPUs"),
+        ("dense", {"head_dim": 16}, "float32", "head_dim 16 in config.json: vLLM's attention on CPUs"),
+    ],
+)
+def test_what_vllm_cannot_compute_on_cpus_is_refused_before_it_starts(
+    models, tmp_path, family, changes, dtype, says
+):
+    content = json.loads((models[family] / "config.json").read_text(encoding="utf-8"))
+    (tmp_path / "config.json").write_text(json.dumps(content | changes))
+    shape, rollout = read_hf_config(tmp_path), RolloutConfig(vllm_dtype=dtype)
+    with pytest.raises(ValueError, match=says):
+        check_model(rollout, shape, on_gpu=False)
+    check_model(rollout, shape, on_gpu=True)
+    check_model(replace(rollout, rollout_backend="mine:Engine"), shape, on_gpu=False)
+
+
+@pytest.mark.skipif(find_spec("vllm") is None, reason="compares with the installed vLLM")
+def test_the_head_sizes_are_those_of_the_installed_vllm():
+    source = Path(find_spec("vllm").origin).parent / "v1/attention/backends/cpu_attn.py"
+    sizes = re.search(r"def get_supported_head_sizes.*?return (\[.*?\])", source.read_text(), re.DOTALL)[1]
+    assert tuple(json.loads(sizes)) == HEAD_DIMS

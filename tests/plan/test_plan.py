@@ -424,6 +424,16 @@ def test_what_cannot_work_is_refused_with_the_reason(planner, model, world_size,
     assert re.search(reason, refusal), refusal
 
 
+def test_a_plan_says_what_a_machine_without_gpus_would_hold_itself(planner):
+    one = ["--tensor-model-parallel-size", "1", "--expert-model-parallel-size", "1", "--no-sequence-parallel"]
+    model = ROOT / "examples/tiny_qwen3_next"
+    status, said = planner(printed, model, *one, "--vllm-kv-cache-bytes", str(GIB))
+    assert status == FITS
+    (line,) = (line for line in said.splitlines() if line.startswith("On this machine, which has no GPU"))
+    total, engines = (float(re.search(part, line)[1]) for part in (r"hold ([\d.]+) GiB", r"engines ([\d.]+)"))
+    assert 1 <= engines < 1.1 < total < 3, "the cache, the weights, and two programs"
+
+
 def test_a_model_that_is_none_is_refused(planner, tmp_path):
     status, text = planner(printed, tmp_path)
     assert status == REFUSED

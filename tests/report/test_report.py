@@ -25,7 +25,15 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron_ibpo import report as reporting
-from megatron_ibpo.basics.records import LARGEST_REWARD, Correction, Group, Prompt, Sample, token_ids
+from megatron_ibpo.basics.records import (
+    LARGEST_REWARD,
+    Correction,
+    Group,
+    Prompt,
+    Sample,
+    TrainSequence,
+    token_ids,
+)
 from megatron_ibpo.basics.text import counted
 from megatron_ibpo.config import Config, ConfigError, EvalSampling
 from megatron_ibpo.data import load_tokenizer
@@ -37,6 +45,7 @@ from megatron_ibpo.report import (
     Size,
     Stages,
     check_reward_errors,
+    kept_samples,
     load_groups,
     prepare_run_dir,
     rollout_path,
@@ -44,7 +53,9 @@ from megatron_ibpo.report import (
     save_groups,
     step_alarms,
 )
+from megatron_ibpo.report.kept_samples import is_kept, keep_samples
 from megatron_ibpo.report.problem_outcomes import load_outcomes, outcomes_path, save_outcomes
+from megatron_ibpo.report.rollout_data import load_step
 from megatron_ibpo.report.run_dir import run_settings, run_tokenizer
 from megatron_ibpo.report.summary import COUNTS
 from megatron_ibpo.run.settings import parse_config
@@ -151,7 +162,7 @@ def test_a_run_leaves_metrics_summary_curves_configuration_and_versions(finished
     assert "step 3/4  reward 0.3  corrected 0.5  loss -0.1  1.5 s (sample 1.00, train 0.50)  eta 0:0" in shown
     assert "accuracy 0.500" in shown
     assert str(run_dir / "summary.json") in shown
-    assert "skipped pairs" in shown
+    assert "not corrected because the prompt would be too long" in shown
     assert "reward errors" not in shown, "a count of zero is no news at the end"
 
 
@@ -236,7 +247,7 @@ def test_a_run_that_stopped_early_says_how_to_go_on(config):
     summary, shown = shown_at_the_end(config, status="failed: no luck", steps=1)
     assert summary["accuracy_start"] is None
     command = shlex.split(shown.splitlines()[-1])
-    assert shown.splitlines()[-2].startswith("to go on after step 1 ")
+    assert shown.splitlines()[-2].startswith("To resume after step 1 ")
     run_dir = config.run.run_dir
     assert command[2:] == ["train", "--config", str(run_dir / "config.yaml"), "--load", str(run_dir)]
     assert Path(command[1]).is_file()
@@ -557,6 +568,39 @@ FORMAT_1 = """{"format": 1, "step": 7, "groups": [{
   "distance": 0.5, "reference_distance": 0.0, "beyond_threshold": false, "rewritten": false,
   "unmodified_share": 0.0}],
 "skipped_pairs": 1}]}"""
+
+
+def test_samples_of_the_first_the_last_and_some_steps_between_are_kept():
+    def kept(num_steps: int, count: int) -> list[int]:
+        return [step for step in range(1, num_steps + 1) if is_kept(step, num_steps, count)]
+
+    assert kept(60, 8) == [1, 9, 18, 26, 35, 43, 52, 60]
+    assert kept(3, 8) == [1, 2, 3]
+    assert (kept(1, 8), kept(60, 1), kept(60, 0)) == ([1], [1], [])
+
+
+def test_kept_samples_are_the_first_groups_of_a_step_and_what_was_trained_of_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(kept_samples, "TOKENS_PER_STEP", 5)  # a group has 13
+    group = recorded_group()
+    trained = [
+        TrainSequence(
+            response.prompt_token_ids,
+            response.token_ids,
+            response.loss_mask,
+            advantage=1.0,
+            weight=0.5,
+            prompt_index=3,
+            group=number,
+            index=response.index,
+        )
+        for number in range(3)
+        for response in group.responses
+    ]
+    keep_samples(tmp_path, 9, [group] * 3, lambda ids: "text", trained)
+    step, groups, found = load_step(rollout_path(tmp_path / "samples", 9))
+    assert step == 9
+    assert exactly(groups) == exactly([group])
+    assert found.keys() == {(0, "response", 0), (0, "response", 1)}
 
 
 def test_recordings_of_the_first_format_are_read_as_ever(tmp_path):

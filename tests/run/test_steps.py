@@ -116,7 +116,7 @@ def test_what_was_sampled_before_an_error_is_not_sampled_again(
 
 def test_a_recipe_takes_settings_as_flags_do(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    recipe = "examples/recipes/small_dense_cpu.yaml"
+    recipe = "examples/recipes/small_cpu.yaml"
     config = mi.load_recipe(recipe, run_dir="a", num_rollout=2, ibpo_lambda=0.3, eval_num_prompts=0)
     flags = ("--run-dir", "a", "--num-rollout", "2", "--ibpo-lambda", "0.3", "--eval-num-prompts", "0")
     typed = mi.parse_config(["--config", str(ROOT / recipe), *flags])

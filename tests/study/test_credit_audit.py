@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -10,6 +11,7 @@ import sys
 import numpy as np
 import pytest
 import yaml
+from rich.console import Console
 
 from megatron_ibpo.basics.records import Correction, Group, Prompt, token_ids
 from megatron_ibpo.config import Config
@@ -17,6 +19,7 @@ from megatron_ibpo.credit import ThinkingMarks
 from megatron_ibpo.study import credit_audit
 from megatron_ibpo.study.audit_plot import plot_audit
 from megatron_ibpo.study.audit_run import correction_edits, modified_tokens, prefix_requests, sibling_tokens
+from megatron_ibpo.study.audit_table import audit_page
 from megatron_ibpo.study.credit_audit import AuditedResponse, audit, step_auc, step_shares
 from support.credit_cases import ids_of, response
 from support.paths import ROOT
@@ -115,6 +118,18 @@ def test_a_mask_of_the_errors_is_told_from_one_drawn_at_random(audits):
         uniform = found["mask"]["uniform credit"]
         assert uniform["auc"] == {"estimate": 0.5, "low": 0.5, "high": 0.5}
         assert uniform["rank_correlation"]["estimate"] == 0.0
+
+
+def test_the_audit_prints_a_page_that_reads_without_the_docs(audits):
+    names = ("responses_sampled", "wrong", "corrections", "corrections_correct", "rollouts")
+    counts = dict(zip(names, (512, 90, 90, 40, 11440), strict=True))
+    screen = io.StringIO()
+    Console(file=screen, width=140).print(audit_page(counts, audits[0]))
+    said = screen.getvalue()
+    assert "512 responses were sampled; 90 are wrong. 40 of 90 corrections succeed." in said
+    assert "tokens that corrections change (the mask)" in said
+    assert "The mask lies on the error more often than random tokens" in said
+    assert "{" not in said
 
 
 def test_phi_that_follows_how_near_a_response_was_is_told_from_one_that_does_not(audits):

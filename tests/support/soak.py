@@ -31,7 +31,7 @@ MODELS = {
         *("--tensor-model-parallel-size", "1", "--expert-model-parallel-size", "1"),
     ),
     "dense": (
-        *("--config", str(ROOT / "examples/recipes/small_dense_cpu.yaml")),
+        *("--config", str(ROOT / "examples/recipes/small_cpu.yaml")),
         *("--hf-checkpoint", str(ROOT / "examples/tiny_qwen3")),
     ),
 }

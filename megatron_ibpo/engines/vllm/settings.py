@@ -52,11 +52,6 @@ def engine_settings(
     # the blocks of that cache, and records nothing without it.
     prefix_caching = not shape.is_recurrent or (recorded > 0 and not on_cpu)
     assert rollout.vllm_dtype != "auto"  # config.on_device resolved it
-    if on_cpu and shape.is_recurrent and rollout.vllm_dtype == "float32":
-        raise ValueError(
-            f"--vllm-dtype float32: vLLM's CPU kernels for the delta nets of {shape.family} take bfloat16 "
-            "alone; leave it out"
-        )
     arguments = _taking_new_weights(
         vllm_arguments(rollout.vllm_arg), experts_on_gpu=shape.is_moe and not on_cpu
     )

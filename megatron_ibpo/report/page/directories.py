@@ -17,6 +17,7 @@ from megatron_ibpo.data import Tokenizer
 from megatron_ibpo.evaluate.stored_samples import RESULTS_FILE
 from megatron_ibpo.report.alarms import run_alarms
 from megatron_ibpo.report.columns import Columns
+from megatron_ibpo.report.kept_samples import SAMPLES
 from megatron_ibpo.report.metrics_log import is_number, read_row
 from megatron_ibpo.report.page.evaluation_samples import (
     Problem,
@@ -175,13 +176,16 @@ class RunSource:
 
     def recorded(self) -> list[int]:
         """Return the steps with recorded rollouts."""
-        names = (
-            path.stem.removeprefix("step_") for path in (self._directory / "rollouts").glob("step_*.json")
-        )
+        names = (path.stem.removeprefix("step_") for path in self._records().glob("step_*.json"))
         return sorted(int(step) for step in names if step.isascii() and step.isdigit())
 
+    def _records(self) -> Path:
+        """Return the folder of recorded steps: all of them, if they were saved, otherwise a few."""
+        every = self._directory / "rollouts"
+        return every if every.is_dir() else self._directory / SAMPLES
+
     def _path(self, key: int) -> Path:
-        return _inside(self._directory, rollout_path(self._directory / "rollouts", key))
+        return _inside(self._directory, rollout_path(self._records(), key))
 
     def _shown(self, key: int, content: Callable[..., Any]) -> Any:
         """Return the content of a recorded step; errors in its records name their file."""

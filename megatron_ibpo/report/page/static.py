@@ -60,7 +60,7 @@ def _wanted(source: Source, overview: dict[str, Any], steps: Sequence[int] | Non
     if steps is None or not isinstance(source, RunSource):
         return keys
     if missing := sorted(set(steps) - set(keys)):
-        raise ValueError(f"{source.name}/rollouts holds no records of step {', '.join(map(str, missing))}")
+        raise ValueError(f"{source.name} holds no records of step {', '.join(map(str, missing))}")
     return sorted(set(steps))
 
 

@@ -11,7 +11,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from datetime import date
 from functools import partial
 from importlib.metadata import version
@@ -130,10 +129,7 @@ def tried(
 
 
 def _ended(words: list[str], log: Path, busy: bool) -> Outcome:
-    outcome = in_child(partial(run_command, words[0], words[1:]), log, busy)
-    if words[0] == "compare" and outcome.status == 1 and outcome.verdict == "refused":
-        return replace(outcome, verdict="taken")  # a study that is not finished
-    return outcome
+    return in_child(partial(run_command, words[0], words[1:]), log, busy)
 
 
 def _about(seed: int) -> dict[str, Any]:

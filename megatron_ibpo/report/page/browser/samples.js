@@ -76,7 +76,7 @@ export async function refresh() {
 
 function showNothing() {
   byId("samples").replaceChildren(element("p", { class: "hint" },
-    overviews.some((one) => one.kind === "run") ? "No rollouts were kept: train with --save-debug-rollout-data to see them." :
+    overviews.some((one) => one.kind === "run") ? "No samples were kept: --keep-samples says of how many steps, and --save-debug-rollout-data keeps every step." :
       "This evaluation kept no samples."));
 }
 

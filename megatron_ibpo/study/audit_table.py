@@ -1,0 +1,85 @@
+"""The findings of a credit audit as text and a table, for the terminal."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rich.console import Group
+from rich.table import Table
+
+_MEASURES = {
+    "auc": "AUC",
+    "rank_correlation": "rank correlation",
+    "first_credited_step_is_the_error": "first credited step is the error",
+}
+_CREDITS = {"mask": "tokens that corrections change (the mask)"}
+_DASH = "–"
+
+
+def audit_page(counts: Mapping[str, int], found: Mapping[str, Any]) -> Group:
+    """Return the findings of `credit_audit.audit` for a console, with 95 % intervals in brackets.
+
+    Args:
+        counts: numbers of what was sampled for them.
+    """
+    return Group(*_sampled(counts, found), "", _agreement(found), "", *_verdicts(found))
+
+
+def _sampled(counts: Mapping[str, int], found: Mapping[str, Any]) -> Iterator[str]:
+    yield (
+        f"{counts['responses_sampled']:,} responses were sampled; {counts['wrong']:,} are wrong. "
+        f"{counts['corrections_correct']:,} of {counts['corrections']:,} corrections succeed."
+    )
+    yield (
+        f"{found['responses']:,} wrong responses to {found['prompts']:,} prompts were audited with "
+        f"{counts['rollouts']:,} continuations."
+    )
+    yield (
+        f"In {found['with_a_located_error']:,} of them one step costs at least {found['min_drop']:.0%} of "
+        f"the chance to end correct: the error. {found['located_and_masked']:,} of these have a "
+        "correction that earns credit."
+    )
+    if found["largest_drop"] is not None:
+        yield (
+            f"The error costs {_number(found['largest_drop'])} of the chance, and ends at "
+            f"{_number(found['position_of_the_drop'])} of the response."
+        )
+
+
+def _agreement(found: Mapping[str, Any]) -> Table:
+    table = Table(show_edge=False, pad_edge=False)
+    table.add_column("does credit lie on the error?")
+    for measure in _MEASURES.values():
+        table.add_column(measure, justify="right")
+    for name, scores in found["mask"].items():
+        table.add_row(_CREDITS.get(name, name), *(_number(scores.get(measure)) for measure in _MEASURES))
+    return table
+
+
+def _verdicts(found: Mapping[str, Any]) -> Iterator[str]:
+    yield (
+        "AUC is the chance that the error has a larger share of credited tokens than another step of its "
+        "response; .5 is no better than chance."
+    )
+    if (above := found["mask_above_random_auc"]) is not None:
+        told = "more often than" if above["low"] > 0 else "not surely more often than"
+        yield f"The mask lies on the error {told} random tokens: AUC higher by {_number(above)}."
+    if (same := found["mask_equals_sibling"]) is not None:
+        yield (
+            f"A share of {_number(same)} of the masks equals the difference to a correct response of the "
+            "same group, which costs no correction."
+        )
+    phi = found["phi"]
+    yield (
+        f"A share of {phi['positive']:.2f} of the wrong responses earns a bonus (φ > 0). The rank "
+        f"correlation of φ with how near a response was to correct is {_number(phi['rank_correlation'])}, "
+        f"and {_number(phi['rank_correlation_within_prompts'])} among responses to one prompt."
+    )
+
+
+def _number(value: Mapping[str, float | None] | None) -> str:
+    """Return an estimate with its interval; a dash for what could not be measured."""
+    if value is None or value["estimate"] is None:
+        return _DASH
+    low, high = value["low"], value["high"]
+    interval = "" if low is None or high is None else f" [{low:.2f}, {high:.2f}]"
+    return f"{value['estimate']:.2f}{interval}"
