@@ -29,8 +29,9 @@ class DataConfig:
     """Sources of prompts, and the verifiers that score responses."""
 
     prompt_data: Annotated[tuple[str, ...], Kind.FILE_OR_URL, SOURCES] = ()
-    """Sources of prompts: files, directories, generated tasks or functions. A file or directory holds JSONL,
-    parquet or a Hugging Face data set. A generated task is, for example,
+    """Sources of prompts: files, directories, data sets of the Hugging Face Hub, generated tasks or functions.
+    A file or directory holds JSONL, parquet or a Hugging Face data set. A data set of the Hub is owner/name,
+    owner/name/folder or owner/name@revision/folder, such as openai/gsm8k. A generated task is, for example,
     reasoning_gym://chain_sum?min_terms=5&max_terms=7&min_digits=1&max_digits=1. A function of your own is
     import://package.module:function. Several sources are mixed. Settings of one source follow it as
     ?weight=2&suffix=…; in a recipe a source may be a mapping (docs/data.md). Required."""

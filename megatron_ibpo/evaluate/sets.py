@@ -9,7 +9,16 @@ from typing import Any
 
 from megatron_ibpo.basics.records import Prompt
 from megatron_ibpo.basics.text import counted, listed
-from megatron_ibpo.config import Config, DataConfig, EvalSampling, EvalSpec, as_specs, eval_sampling, nearest
+from megatron_ibpo.config import (
+    Config,
+    DataConfig,
+    EvalSampling,
+    EvalSpec,
+    as_specs,
+    display_name,
+    eval_sampling,
+    nearest,
+)
 from megatron_ibpo.credit import find_operator
 from megatron_ibpo.data import DataError, PromptSource, Tokenizer, open_source
 from megatron_ibpo.data.generated import told_if_slow
@@ -227,7 +236,9 @@ def _name_of(spec: str) -> str:
     scheme, separator, rest = spec.partition("://")
     if scheme in BENCHMARKS:
         return scheme
-    last = rest.partition("?")[0] if separator else Path(spec).stem
+    path = Path(spec.partition("?")[0])
+    of_file = path.stem if display_name(path) == path.name else display_name(path)
+    last = rest.partition("?")[0] if separator else of_file
     return "".join(letter if letter.isalnum() or letter in "._-" else "_" for letter in last) or "prompts"
 
 

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_ibpo.basics.text import counted
-from megatron_ibpo.config import Config
+from megatron_ibpo.config import Config, display_name
 from megatron_ibpo.evaluate import SetEvaluation
 from megatron_ibpo.report.correction_value import break_even_line
 from megatron_ibpo.report.display import ProgressDisplay, Size, sizes_table
@@ -59,7 +59,7 @@ class Report:
                 since the row before it.
         """
         self._run_dir = config.run.run_dir
-        model = config.model.hf_checkpoint.name if config.model.hf_checkpoint else "no model"
+        model = display_name(config.model.hf_checkpoint) if config.model.hf_checkpoint else "no model"
         self._title = f"{config.algorithm.advantage_estimator}, {model}"
         self._started = psutil.Process().create_time() if started is None else started
         self._seconds: dict[str, float] = {}

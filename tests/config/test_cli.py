@@ -51,7 +51,7 @@ def test_flags_are_flat_and_typed():
     assert config.parallel.tensor_model_parallel_size == 2
     assert config.parallel.sequence_parallel is False
     assert config.optimizer.lr == 3e-4
-    assert config.model.hf_checkpoint == Path.cwd() / "some/dir"
+    assert config.model.hf_checkpoint == Path.cwd() / "some_dir"
     assert config.algorithm.parameters["ibpo_rewrite_threshold"] == "adaptive"
     assert config.loss.eps_clip_high is None
     assert config.rollout.rollout_top_k == -1
