@@ -29,8 +29,8 @@ class DataConfig:
     """Sources of prompts, and the verifiers that score responses."""
 
     prompt_data: Annotated[tuple[str, ...], Kind.FILE_OR_URL, SOURCES] = ()
-    """Sources of prompts: files, directories, data sets of the Hugging Face Hub, generated tasks or functions.
-    A file or directory holds JSONL, parquet or a Hugging Face data set. A data set of the Hub is owner/name,
+    """Sources of prompts: files, directories, data sets of the Hugging Face Hub, generated tasks or
+    functions. A file or directory holds JSONL, parquet or a Hugging Face data set. A data set of the Hub is owner/name,
     owner/name/folder or owner/name@revision/folder, such as openai/gsm8k. A generated task is, for example,
     reasoning_gym://chain_sum?min_terms=5&max_terms=7&min_digits=1&max_digits=1. A function of your own is
     import://package.module:function. Several sources are mixed. Settings of one source follow it as
@@ -41,7 +41,8 @@ class DataConfig:
     then eval/NAME/…. Required when evaluation is on. A generated task is drawn with its own seed, disjoint
     from training's."""
     input_key: str = "prompt"
-    """Field of a row with the question: text, or a list of chat messages."""
+    """Field of a row with the question: text, or a list of chat messages. prompt, with --label-key label:
+    rows without these fields may also have the layout of a known data set (docs/data.md)."""
     label_key: str = "label"
     """Field of a row with the ground truth."""
     apply_chat_template: bool = False

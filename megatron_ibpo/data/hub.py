@@ -167,7 +167,6 @@ def _answer(asked: HubId, kind: str, ask: Callable[[], Any]) -> Any:
     from httpx2 import HTTPError
     from huggingface_hub import constants, errors
 
-    unreachable = (errors.LocalEntryNotFoundError, errors.RevisionResolutionError, errors.OfflineModeIsEnabled)
     what = f"{asked}: there is no such path, and"
     try:
         return ask()

@@ -22,7 +22,7 @@ from megatron_ibpo.config import (
 from megatron_ibpo.credit import find_operator
 from megatron_ibpo.data import DataError, PromptSource, Tokenizer, open_source
 from megatron_ibpo.data.generated import told_if_slow
-from megatron_ibpo.data.layouts import COLUMNS
+from megatron_ibpo.data.layouts import fields_read
 from megatron_ibpo.data.row_prompts import prompts_of_rows, read_jsonl
 from megatron_ibpo.evaluate.accuracy import Evaluation
 from megatron_ibpo.evaluate.benchmark_files import checksums
@@ -247,7 +247,7 @@ def _unused_fields(spec: str, data: DataConfig) -> list[str]:
     location = spec.partition("?")[0]
     if "://" in location or not location.endswith(".jsonl"):
         return []
-    known = {data.input_key, data.label_key, *COLUMNS}
+    known = fields_read(data.input_key, data.label_key)
     unused = list(dict.fromkeys(name for name in _field_names(Path(location)) if name not in known))
     if not unused:
         return []
