@@ -75,7 +75,8 @@ def parse_config(
     typed = {name: value for name, value in vars(known).items() if name in ENTRIES}
     if specs := typed.get("eval_prompt_data"):
         typed["eval_prompt_data"] = specs[0] if len(specs) == 1 else tuple(specs)
-    config = resolve([*layers, Layer(typed)], registries)
+    names_prompts = any(word.partition("=")[0].replace("_", "-") == "--prompt-data" for word in flags)
+    config = resolve(_held_out_with_their_prompts([*layers, Layer(typed)], names_prompts), registries)
     if known.help_all or known.help is not None:
         if known.help_all or not known.help:
             print(usage_text(program, description))
@@ -90,6 +91,26 @@ def parse_config(
         print(config_yaml(config), end="")
         raise SystemExit(0)
     return config
+
+
+def _held_out_with_their_prompts(layers: Sequence[Layer], names_prompts: bool) -> list[Layer]:
+    """Return the layers, of which one that names prompts of its own takes back held-out prompts that an
+    earlier one named together with others: those say nothing about a policy that is trained on these.
+
+    Args:
+        names_prompts: True if a flag, in the last layer, names prompts.
+    """
+    found: list[Layer] = []
+    are_a_pair = False
+    for number, layer in enumerate(layers, start=1):
+        prompts = "prompt_data" in layer.fields or (names_prompts and number == len(layers))
+        if "eval_prompt_data" in layer.fields:
+            are_a_pair = prompts
+        elif prompts and are_a_pair:
+            layer = dataclasses.replace(layer, fields={**layer.fields, "eval_prompt_data": None})
+            are_a_pair = False
+        found.append(layer)
+    return found
 
 
 def _with_flags(config: Config, registries: Sequence[Registry], flags: Sequence[str], program: str) -> Config:

@@ -128,7 +128,9 @@ def show_inspection(found: Inspection, tokenizer: Tokenizer, console: Console) -
     more = "" if found.is_whole else ", and there are more"
     layout = f", {found.layout}" if found.layout else ""
     console.rule(escape(found.source))
-    console.print(f"{counted(found.rows, 'row')} looked at{more}; {len(found.lengths):,} prompts{layout}", markup=False)
+    console.print(
+        f"{counted(found.rows, 'row')} looked at{more}; {len(found.lengths):,} prompts{layout}", markup=False
+    )
     if found.tally.counts:
         console.print(_left_out(found.tally))
     if len(found.tasks) > 1:

@@ -110,7 +110,11 @@ def _checked(table: Table, order: TableOrder, reader: Reader) -> tuple[str, ...]
     left = looked.tally.lines()
     count = len(set(places))
     note = f"{reader.source.location}: large, so {count} rows are checked now and the others when drawn"
-    return (note, *layout_notes(reader.source, [layout]), *(f"of the rows checked now, {line}" for line in left))
+    return (
+        note,
+        *layout_notes(reader.source, [layout]),
+        *(f"of the rows checked now, {line}" for line in left),
+    )
 
 
 def _without_duplicates(table: Table, reader: Reader) -> Table:

@@ -12,8 +12,9 @@ from typing import Any
 from megatron_ibpo.basics.records import Prompt
 from megatron_ibpo.basics.user_files import RECORD_BYTES, read_user_file
 from megatron_ibpo.config import DataConfig, load_hook, searched
+from megatron_ibpo.data.division import Division
 from megatron_ibpo.data.layouts import PlainRow, fields_read, has_value, layout_said, plain_row
-from megatron_ibpo.data.left_out import BAD_ROW, DUPLICATE, NOT_CHOSEN, TOO_LONG, Tally
+from megatron_ibpo.data.left_out import BAD_ROW, DUPLICATE, HELD_OUT, NOT_CHOSEN, TOO_LONG, Tally
 from megatron_ibpo.data.order import shuffled as in_random_order
 from megatron_ibpo.data.pass_rates import PassRates
 from megatron_ibpo.data.prompts import (
@@ -47,6 +48,8 @@ class Reader:
     tally: Tally
     max_prompt_len: int | None
     rates: PassRates | None = None
+    division: Division | None = None
+    """Leaves out what is held out for evaluation; None: nothing is, or was before."""
 
     @property
     def input_key(self) -> str:
@@ -66,6 +69,16 @@ class Reader:
         """Return the line to print about the layout of a row; None for plain fields."""
         return layout_said(row, self.input_key, self.label_key)
 
+    def question(self, row: Row) -> str:
+        """Return the text by which the row's question is compared.
+
+        Raises:
+            DataError: it has none, or the row is not chosen by only=.
+        """
+        if self.source.only is not None and not has_value(row, *self.source.only):
+            raise DataError(NOT_CHOSEN)
+        return normalised(plain_row(row, self.input_key, self.label_key).messages[-1]["content"])
+
     def prompt(self, key: Hashable, where: Callable[[], str], read: Callable[[], Row]) -> Prompt | None:
         """Return the prompt of a row, with `index` 0; None if the row is left out, which is counted.
 
@@ -81,6 +94,9 @@ class Reader:
             row = read()
             if self.source.only is not None and not has_value(row, *self.source.only):
                 self.tally.add(NOT_CHOSEN, key, where)
+                return None
+            if self.division is not None and self.division.holds_out(self.question(row)):
+                self.tally.add(HELD_OUT, key, where)
                 return None
             prompt = self._made(plain_row(row, self.input_key, self.label_key))
             check_prompt(prompt.token_ids, self.tokenizer, self.max_prompt_len)

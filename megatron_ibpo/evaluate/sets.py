@@ -93,7 +93,7 @@ def set_settings(own: EvalSet, config: Config, policy: str) -> Settings:
 
 
 def open_eval_sets(config: Config, tokenizer: Tokenizer) -> list[EvalSet]:
-    """Open every set of --eval-prompt-data; none if evaluation is off.
+    """Open every set of --eval-prompt-data, or what is held out of --prompt-data; none if evaluation is off.
 
     Raises:
         ValueError: one cannot be used (`DataError`), two have one name, or --eval-compare-and-correct shows
@@ -102,6 +102,8 @@ def open_eval_sets(config: Config, tokenizer: Tokenizer) -> list[EvalSet]:
     if config.run.eval_num_prompts == 0:
         return []
     specs = as_specs(config.data.eval_prompt_data)
+    if config.holds_out:
+        specs = [EvalSpec(None, spec) for spec in config.data.prompt_data]
     sets = [
         _open(spec, config, tokenizer, is_named=len(specs) > 1 or spec.name is not None) for spec in specs
     ]
@@ -136,7 +138,14 @@ def _open(spec: EvalSpec, config: Config, tokenizer: Tokenizer, *, is_named: boo
         source = _benchmark_prompts(rows, tokenizer, config.data, room)
         notes = [*source.notes, *rows.notes(), *checksums(rest)]
     else:
-        source = open_source(spec.spec, tokenizer, config.data, split="eval", max_prompt_len=room)
+        source = open_source(
+            spec.spec,
+            tokenizer,
+            config.data,
+            split="eval",
+            max_prompt_len=room,
+            holds_out=config.holds_out,
+        )
         notes = [*source.notes, *_unused_fields(spec.spec, config.data)]
     count, found = config.run.eval_num_prompts, source.num_prompts()
     number = min(count, found or count)
