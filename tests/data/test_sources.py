@@ -804,7 +804,10 @@ QUESTION = "What is 1 + 1?"
 OF_KNOWN_DATA_SETS = {
     "GSM8K": ({"question": QUESTION, "answer": "1 + 1 = 1,002 <<1+1=2>>\n#### 1,002"}, "1002"),
     "OpenR1-Math": ({"problem": QUESTION, "solution": r"So $\boxed{3}$.", "answer": "2"}, "2"),
-    "NuminaMath-CoT": ({"problem": QUESTION, "solution": r"Not \boxed{3} but \boxed{\frac{1}{2}}."}, r"\frac{1}{2}"),
+    "NuminaMath-CoT": (
+        {"problem": QUESTION, "solution": r"Not \boxed{3} but \boxed{\frac{1}{2}}."},
+        r"\frac{1}{2}",
+    ),
     "messages": ({"messages": [{"role": "user", "content": QUESTION}], "label": 2}, "2"),
     "DAPO-Math-17k": (
         {"prompt": [{"role": "user", "content": QUESTION}], "reward_model": {"ground_truth": "2"}},
@@ -830,7 +833,7 @@ def test_named_fields_win_over_a_known_layout(tmp_path):
     path = jsonl(tmp_path / "a.jsonl", [row])
     source = opened(path, data=DataConfig(input_key="question", label_key="answer"))
     assert (source.at(0).label, source.notes) == (row["answer"], ())
-    with pytest.raises(DataError, match="no field 'q'.*--input-key"):
+    with pytest.raises(DataError, match=r"no field 'q'.*--input-key"):
         opened(path, data=DataConfig(input_key="q", label_key="answer"))
 
 
