@@ -33,8 +33,8 @@ class DataConfig:
     functions. A file or directory holds JSONL, parquet or a Hugging Face data set. A data set of the Hub is
     owner/name, owner/name/folder or owner/name@revision/folder, such as openai/gsm8k. A generated task is,
     for example, reasoning_gym://chain_sum?min_terms=5&max_terms=7&min_digits=1&max_digits=1. A function of
-    your own is import://package.module:function. Several sources are mixed. Settings of one source follow it as
-    ?weight=2&suffix=…; in a recipe a source may be a mapping (docs/data.md). Required."""
+    your own is import://package.module:function. Several sources are mixed. Settings of one source follow it
+    as ?weight=2&suffix=…; in a recipe a source may be a mapping (docs/data.md). Required."""
     eval_prompt_data: Annotated[str | tuple[str, ...] | None, Kind.FILE_OR_URL, EVAL_SETS] = None
     """Held-out prompts, in the same forms, or a benchmark's published file, such as aime25://DIR/aime25.jsonl
     (see docs/evaluation.md). For several sets give NAME=SPEC NAME=SPEC …, or repeat the flag; metrics are
