@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,7 @@ def local_model(path: Path, pins: Pins = no_pins, *, weights: bool = True) -> Pa
         raise HubError(f"--hf-checkpoint {path}: a model is owner/name or owner/name@revision on the Hub")
     asked = _pinned(asked, "model", pins)
     wanted = [*_OF_MODELS, "*.safetensors"] if weights else [*_OF_MODELS]
-    return _snapshot(asked, "model", {"allow_patterns": wanted, "ignore_patterns": ["*/*"]})
+    return _snapshot(asked, "model", wanted, ["*/*"])
 
 
 def local_source(spec: str, pins: Pins = no_pins) -> str:
@@ -81,8 +82,8 @@ def local_source(spec: str, pins: Pins = no_pins) -> str:
     asked = _pinned(asked, "dataset", pins)
     commit, files = _listing(asked)
     folder, chosen = _chosen_data(asked, files)
-    wanted = {"allow_patterns": [glob.escape(file) for file in chosen]}
-    path = _snapshot(replace(asked, revision=commit), "dataset", wanted, asked) / folder
+    wanted = [glob.escape(file) for file in chosen]
+    path = _snapshot(replace(asked, revision=commit), "dataset", wanted, named=asked) / folder
     if not re.search(r"(^|&)task=", settings):
         settings += f"{'&' if settings else ''}task={asked.name}"
     return f"{path}?{settings}"
@@ -97,16 +98,31 @@ def _pinned(asked: HubId, kind: str, pins: Pins) -> HubId:
     return asked if commit is None else replace(asked, revision=commit)
 
 
-def _snapshot(asked: HubId, kind: str, files: dict[str, list[str]], named: HubId | None = None) -> Path:
+def _snapshot(
+    asked: HubId,
+    kind: str,
+    wanted: list[str],
+    ignored: list[str] | None = None,
+    *,
+    named: HubId | None = None,
+) -> Path:
+    """Download the files that match `wanted` and not `ignored`; return the directory of the snapshot.
+
+    Args:
+        named: the id as the user wrote it, for messages, if it is another.
+    """
     from huggingface_hub import snapshot_download
 
-    path = Path(
-        _answer(
-            named or asked,
-            kind,
-            lambda: snapshot_download(asked.repo, repo_type=kind, revision=asked.revision, **files),
+    def download() -> str:
+        return snapshot_download(
+            asked.repo,
+            repo_type=kind,
+            revision=asked.revision,
+            allow_patterns=wanted,
+            ignore_patterns=ignored,
         )
-    )
+
+    path = Path(_answer(named or asked, kind, download))
     print(f"{named or asked} of the Hub: commit {path.name}, in {path}", file=sys.stderr, flush=True)
     return path
 
@@ -116,13 +132,14 @@ def _listing(asked: HubId) -> tuple[str, list[str]]:
     from huggingface_hub import HfApi, get_cached_repo_tree
     from huggingface_hub.errors import CachedRepoTreeNotFoundError
 
-    api, about = HfApi(), {"repo_id": asked.repo, "repo_type": "dataset"}
-    revision = _answer(asked, "dataset", lambda: api.resolve_revision(**about, revision=asked.revision))
+    api = HfApi()
+    about = partial[dict[str, Any]](dict, repo_id=asked.repo, repo_type="dataset")
+    revision = _answer(asked, "dataset", lambda: api.resolve_revision(**about(revision=asked.revision)))
     commit = str(revision.resolved)
     try:
-        return commit, [file.path for file in get_cached_repo_tree(**about, revision=commit)]
+        return commit, [file.path for file in get_cached_repo_tree(**about(revision=commit))]
     except CachedRepoTreeNotFoundError:
-        return commit, _answer(asked, "dataset", lambda: api.list_repo_files(**about, revision=commit))
+        return commit, _answer(asked, "dataset", lambda: api.list_repo_files(**about(revision=commit)))
 
 
 def _chosen_data(asked: HubId, files: Iterable[str]) -> tuple[str, list[str]]:

@@ -144,7 +144,9 @@ def layout_said(row: Row, input_key: str, label_key: str) -> str | None:
     if is_rl_layout(row, label_key):
         return "the layout of RL data sets; labels are reward_model.ground_truth"
     layout = known_layout(row, input_key, label_key)
-    return layout and f"a known layout: prompts are {layout.question}, labels {layout.says}"
+    if layout is None:
+        return None
+    return f"a known layout: prompts are {layout.question}, labels {layout.says}"
 
 
 def fields_read(input_key: str, label_key: str) -> set[str]:
