@@ -2,7 +2,7 @@
 # Sourced by run.sh next to this file: from its variables to one launch line.
 #
 #   IBPO_CWD                                      where the user stands
-#   HF_CHECKPOINT                                 the model, a directory
+#   HF_CHECKPOINT                                 the model: a directory, or owner/name on the Hugging Face Hub
 #   NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT   where several nodes meet; one node needs none of them
 #   GPUS_PER_NODE                                 empty: those found here
 #   RUN_DIR                                       empty: a new directory under runs/
@@ -36,7 +36,6 @@ choose() {
         case ${previous:-} in --hf-checkpoint) HF_CHECKPOINT=$flag ;; esac
         previous=$flag
     done
-    [[ $HF_CHECKPOINT == /* ]] || HF_CHECKPOINT=$IBPO_CWD/$HF_CHECKPOINT
     python=$(bash tools/bootstrap.sh) || exit $?
     chosen=$("$python" -m megatron_ibpo.commands.choose_recipe --hf-checkpoint "$HF_CHECKPOINT" ${NNODES:+--nodes "$NNODES"} \
         ${GPUS_PER_NODE:+--gpus-per-node "$GPUS_PER_NODE"} -- "$@") || exit $?

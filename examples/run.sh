@@ -4,6 +4,7 @@
 #
 #   bash examples/run.sh                                                    a tiny dense model, on CPUs
 #   HF_CHECKPOINT=/models/Qwen3-0.6B bash examples/run.sh                   your own
+#   HF_CHECKPOINT=Qwen/Qwen3-0.6B PROMPT_DATA=openai/gsm8k bash examples/run.sh --rm-type math    from the Hub
 #   HF_CHECKPOINT=… NNODES=4 NODE_RANK=… MASTER_ADDR=… bash examples/run.sh  on every one of four nodes
 #
 # Flags are passed through (--help-all lists them) and win over what is chosen. --dry-run prints the plan and starts
@@ -16,7 +17,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 HF_CHECKPOINT=${HF_CHECKPOINT:-$PWD/examples/tiny_qwen3}
 RUN_DIR=${RUN_DIR:-}                   # empty: a new directory under runs/
 PROMPT_DATA=${PROMPT_DATA:-}           # empty: the recipe's
-EVAL_PROMPT_DATA=${EVAL_PROMPT_DATA:-} # empty: the recipe's
+EVAL_PROMPT_DATA=${EVAL_PROMPT_DATA:-} # empty: held out of PROMPT_DATA, or the recipe's
 NNODES=${NNODES:-}                     # empty: this one
 GPUS_PER_NODE=${GPUS_PER_NODE:-}       # empty: those found here
 NODE_RANK=${NODE_RANK:-0}
@@ -25,7 +26,7 @@ MASTER_PORT=${MASTER_PORT:-}           # of node 0, where several nodes meet; em
 # -----------------------------------------------------------------------------------------------------
 
 source examples/launch.sh
-choose "$@"
+choose ${PROMPT_DATA:+--prompt-data "$PROMPT_DATA"} ${EVAL_PROMPT_DATA:+--eval-prompt-data "$EVAL_PROMPT_DATA"} "$@"
 CKPT_ARGS=(--hf-checkpoint "$HF_CHECKPOINT")
 DATA_ARGS=(${PROMPT_DATA:+--prompt-data "$PROMPT_DATA"})
 EVAL_ARGS=(${EVAL_PROMPT_DATA:+--eval-prompt-data "$EVAL_PROMPT_DATA"})

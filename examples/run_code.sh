@@ -19,8 +19,6 @@ if [[ -z ${PROMPT_DATA:-} ]]; then
     export PROMPT_DATA=$PWD/examples/code/tiny_train.jsonl
     export EVAL_PROMPT_DATA=${EVAL_PROMPT_DATA:-$PWD/examples/code/tiny_eval.jsonl}
     TASK_ARGS+=(--num-rollout 25 --rollout-max-response-len 32 --rollout-max-context-len 256 --eval-num-prompts 400)
-elif [[ -z ${EVAL_PROMPT_DATA:-} ]]; then
-    TASK_ARGS+=(--eval-num-prompts 0)
 fi
 export HF_CHECKPOINT=${HF_CHECKPOINT:-$PWD/examples/tiny_qwen3_code}
 exec bash examples/run.sh "${TASK_ARGS[@]}" "$@"

@@ -13,6 +13,8 @@ export IBPO_CWD=${IBPO_CWD:-$PWD} # relative paths of the user's count from here
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 export HF_CHECKPOINT=${HF_CHECKPOINT:-$PWD/examples/tiny_qwen3_words}
-export PROMPT_DATA=${PROMPT_DATA:-$PWD/examples/math/train.jsonl}
-export EVAL_PROMPT_DATA=${EVAL_PROMPT_DATA:-$PWD/examples/math/held_out.jsonl}
+if [[ -z ${PROMPT_DATA:-} ]]; then
+    export PROMPT_DATA=$PWD/examples/math/train.jsonl
+    export EVAL_PROMPT_DATA=${EVAL_PROMPT_DATA:-$PWD/examples/math/held_out.jsonl}
+fi
 exec bash examples/run.sh --rm-type math --num-rollout 100 "$@"

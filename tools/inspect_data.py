@@ -19,13 +19,14 @@ from rich.console import Console
 from megatron_ibpo.basics.entry_point import run_tool
 from megatron_ibpo.config import Config, DataConfig, ModelConfig, RolloutConfig, as_specs
 from megatron_ibpo.data import load_tokenizer, open_pass_rates
+from megatron_ibpo.data.hub import local_model, local_source
 from megatron_ibpo.data.inspection import inspect_source, show_inspection
 
 
 @dataclass
 class Arguments:
     hf_checkpoint: Path
-    """The model, for its tokenizer."""
+    """The model, for its tokenizer: a directory or a model of the Hugging Face Hub."""
     data: tyro.conf.OmitArgPrefixes[DataConfig] = field(default_factory=DataConfig)
     rollout: tyro.conf.OmitArgPrefixes[RolloutConfig] = field(default_factory=RolloutConfig)
     """--rollout-max-context-len less --rollout-max-response-len is the longest prompt; without it, any
@@ -45,10 +46,10 @@ def main(arguments: Arguments) -> None:
     specs = data.prompt_data or tuple(held_out.spec for held_out in as_specs(data.eval_prompt_data))
     if not specs:
         raise ValueError("--prompt-data: required, what is to be shown")
-    tokenizer = load_tokenizer(arguments.hf_checkpoint)
-    rates = open_pass_rates(
-        Config(model=ModelConfig(arguments.hf_checkpoint), data=data, rollout=arguments.rollout)
-    )
+    hf_dir = local_model(arguments.hf_checkpoint, weights=data.filter_pass_rate is not None)
+    specs = tuple(map(local_source, specs))
+    tokenizer = load_tokenizer(hf_dir)
+    rates = open_pass_rates(Config(model=ModelConfig(hf_dir), data=data, rollout=arguments.rollout))
     context = arguments.rollout.rollout_max_context_len
     room = None if context is None else context - arguments.rollout.rollout_max_response_len
     for spec in specs:

@@ -1,9 +1,10 @@
 """Choose a recipe and layout for a model on the available devices; `examples/run.sh` calls this first.
 
-    python -m megatron_ibpo.commands.choose_recipe --hf-checkpoint DIR -- FLAGS…
+    python -m megatron_ibpo.commands.choose_recipe --hf-checkpoint MODEL -- FLAGS…
 
 Prints the choice for a shell, one word per line: recipe, nodes, trainers per node, flags of the layout. A
-description of the choice, and of how to make another one, goes to stderr.
+description of the choice, and of how to make another one, goes to stderr. A model of the Hub is downloaded,
+on every node on which the script is started.
 """
 
 import argparse
@@ -17,7 +18,8 @@ from pathlib import Path
 
 from megatron_ibpo.basics.entry_point import command
 from megatron_ibpo.basics.text import counted
-from megatron_ibpo.config import ParallelConfig
+from megatron_ibpo.config import ParallelConfig, display_name, hub_id, path_of_user, read_yaml
+from megatron_ibpo.data.hub import local_model, pins_of
 from megatron_ibpo.models import ModelShape, check_layout, forward_flops, read_hf_config
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples/recipes"
@@ -143,7 +145,7 @@ def choose(hf_dir: Path, devices: Devices, flags: Sequence[str] = ()) -> Choice:
     if tight is not None:
         return tight
     raise ValueError(
-        f"{hf_dir.name} (about {parameters / 1e9:.1f} B parameters) does not fit on {devices} with "
+        f"{display_name(hf_dir)} (about {parameters / 1e9:.1f} B parameters) does not fit on {devices} with "
         f"{recipe.path.name} ({recipe}): " + "; ".join(problems) + ". More devices: NNODES=… and "
         "GPUS_PER_NODE=…; --dry-run plans without having them"
     )
@@ -235,6 +237,27 @@ def _gpu_memories() -> list[float]:
     return memories if visible is None else memories[: len([gpu for gpu in visible.split(",") if gpu])]
 
 
+def _local(model: Path, flags: Sequence[str]) -> Path:
+    """Return the directory of the model, with its weights if `flags` are those of a run; of a resumed run
+    with the commit that it had."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--load", type=path_of_user)
+    load = parser.parse_known_args(flags)[0].load
+    pins = pins_of([] if load is None else [load, *load.parents[:2]])
+    runs = not ({*QUESTIONS, "--dry-run", "--print-config"} & {*flags})
+    return local_model(model if hub_id(model) else path_of_user(model), pins, weights=runs)
+
+
+def _demonstration(recipe: Path, hf_dir: Path, flags: Sequence[str]) -> str:
+    """Return a line that says that a model of the user's will train on a task of the repository, if so."""
+    names = {word.partition("=")[0].replace("_", "-") for word in flags}
+    task = read_yaml(recipe, str(recipe)).get("prompt-data")
+    is_own = not hf_dir.is_relative_to(FOLDER.parent)
+    if task is None or not is_own or names & {"--prompt-data", "--config", "--load-debug-rollout-data"}:
+        return ""
+    return f"No PROMPT_DATA is given: this trains on a demonstration task, {task}, not on data of yours\n"
+
+
 @command
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the choice. Returns the exit status."""
@@ -244,13 +267,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--gpus-per-node", type=int)
     parser.add_argument("flags", nargs="*", help="of the training run, after --")
     known = parser.parse_args(argv)
-    shape = read_hf_config(known.hf_checkpoint)
+    hf_dir = _local(known.hf_checkpoint, known.flags)
+    shape = read_hf_config(hf_dir)
     devices = find_devices(known.nodes, known.gpus_per_node, shape if "--dry-run" in known.flags else None)
-    choice = choose(known.hf_checkpoint, devices, known.flags)
+    choice = choose(hf_dir, devices, known.flags)
     layout = " ".join(choice.layout) or "the recipe's own"
     trainers = devices.nodes * choice.trainers_per_node
+    demonstration = _demonstration(choice.recipe, hf_dir, known.flags)
     print(
-        f"{known.hf_checkpoint.name} on {devices}:\n"
+        f"{demonstration}{display_name(hf_dir)} on {devices}:\n"
         f"  recipe  {choice.recipe}\n"
         f"          {choice.why}\n"
         "          (any key of it is a flag, --config FILE adds another recipe)\n"

@@ -32,6 +32,7 @@ from megatron_ibpo.basics.entry_point import DONE, command, guarded
 from megatron_ibpo.basics.text import counted
 from megatron_ibpo.config import Config, ConfigError, path_of_user
 from megatron_ibpo.run.checks import check_evaluation, check_installed
+from megatron_ibpo.run.hub_inputs import with_local_copies
 from megatron_ibpo.run.settings import parse_config
 from megatron_ibpo.weights.formats.run_state import CONFIG, HF_FILES, find_stored, newest_step
 
@@ -84,6 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return DONE
     policy = policy_of(words)
     check_evaluation(policy.config)
+    policy = replace(policy, config=with_local_copies(policy.config))
     logs = policy.config.run.run_dir / "logs"
     return guarded(
         lambda: evaluate_policy(policy), logs=logs, stopped="stopped; the same command goes on from here"

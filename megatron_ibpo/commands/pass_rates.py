@@ -30,6 +30,7 @@ from megatron_ibpo.data.pass_rates import (
     read_pass_rates,
 )
 from megatron_ibpo.run.checks import check_installed, check_settings
+from megatron_ibpo.run.hub_inputs import with_local_copies
 from megatron_ibpo.run.settings import parse_config
 
 FLAGS = (
@@ -53,6 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     config, path = settings_of(config)
     check_settings(config)
+    config = with_local_copies(config)
     logs = config.run.run_dir / "logs"
     return guarded(lambda: measure(config, path), logs=logs, stopped="stopped; what was measured is kept")
 

@@ -17,6 +17,7 @@ import tyro
 from megatron_ibpo.basics.entry_point import BAD_INPUT, DONE, command
 from megatron_ibpo.commands.choose_recipe import choose_recipe
 from megatron_ibpo.config import write_config
+from megatron_ibpo.data.hub import local_model
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.plan.prediction import lines
 from megatron_ibpo.plan.search import Found, search
@@ -33,7 +34,7 @@ class Search:
     hardware: str
     """GPU type; docs/planner.md lists them."""
     hf_checkpoint: Path
-    """Directory with the model's config.json."""
+    """Directory with the model's config.json, or a model of the Hugging Face Hub."""
     config: Path | None = None
     """Recipe with batch and lengths; None: the recipe for the model and the GPUs."""
     response_len: int | None = None
@@ -63,9 +64,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(arguments: Search) -> None:
     """Print the layouts found, and write the requested files."""
-    shape = read_hf_config(arguments.hf_checkpoint)
+    hf_dir = local_model(arguments.hf_checkpoint, weights=False)
+    shape = read_hf_config(hf_dir)
     recipe = arguments.config or choose_recipe(shape, arguments.gpus).path
-    config = parse_config(["--config", str(recipe), "--hf-checkpoint", str(arguments.hf_checkpoint)])
+    config = parse_config(["--config", str(recipe), "--hf-checkpoint", str(hf_dir)])
     config.run.dry_run_response_len = arguments.response_len
     planned = replace(config.run, dry_run=True, dry_run_world_size=arguments.gpus)
     check_settings(replace(config, run=planned))

@@ -11,9 +11,10 @@ from megatron_ibpo.config.eval_specs import EvalSpec, as_specs
 from megatron_ibpo.config.flags import load_recipe, parse_config
 from megatron_ibpo.config.help import COMMON_FLAGS
 from megatron_ibpo.config.hooks import known_or_path, load_hook, load_module
+from megatron_ibpo.config.hub_ids import HubId, display_name
 from megatron_ibpo.config.loss import LossConfig
 from megatron_ibpo.config.parameters import Registry, built
-from megatron_ibpo.config.paths import path_in_recipe, path_of_user, searched, user_directory
+from megatron_ibpo.config.paths import hub_id, path_in_recipe, path_of_user, searched, user_directory
 from megatron_ibpo.config.presets import PRESETS, algorithm_of
 from megatron_ibpo.config.ranges import (
     COUNT,
@@ -43,6 +44,7 @@ __all__ = [
     "DataConfig",
     "EvalSampling",
     "EvalSpec",
+    "HubId",
     "LossConfig",
     "ModelConfig",
     "OptimizerConfig",
@@ -56,7 +58,9 @@ __all__ = [
     "built",
     "check_config",
     "config_yaml",
+    "display_name",
     "eval_sampling",
+    "hub_id",
     "known_or_path",
     "load_hook",
     "load_module",

@@ -10,7 +10,7 @@ from megatron_ibpo.basics.text import shown
 from megatron_ibpo.config.config import Config
 from megatron_ibpo.config.config_error import ConfigError
 from megatron_ibpo.config.eval_specs import relocated
-from megatron_ibpo.config.paths import Kind, path_in_recipe, path_of_user, source_located
+from megatron_ibpo.config.paths import Kind, hub_id, path_in_recipe, path_of_user, source_located
 from megatron_ibpo.config.ranges import EVAL_SETS, JSON_OBJECT, NAMED_VALUES, OF_ALL, SOURCES, Range
 
 PARAMETERS = "parameters"
@@ -67,11 +67,13 @@ class Entry:
         return Path in (self.type, *typing.get_args(self.type))
 
     def located(self, value: Any, *, in_recipe: bool) -> Any:
-        """Return `value` with paths made absolute; other values are returned unchanged."""
+        """Return `value` with paths made absolute; other values, Hub ids too, are returned unchanged."""
         if value is None or not (self.kind or isinstance(value, Path)):
             return value
         locate = path_in_recipe if in_recipe and self.kind is not Kind.WRITTEN else path_of_user
         if self.kind is Kind.NAME_OR_YAML and not value.endswith(".yaml"):
+            return value
+        if self.kind is Kind.MODEL and hub_id(value) is not None:
             return value
         if self.kind is not Kind.FILE_OR_URL:
             return type(value)(locate(value))

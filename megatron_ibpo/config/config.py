@@ -34,6 +34,13 @@ class Config:
         """True if the trainer's routers reuse expert choices of an earlier pass."""
         return self.rollout.use_rollout_routing_replay or self.loss.use_routing_replay
 
+    @property
+    def holds_out(self) -> bool:
+        """True if prompts of --prompt-data are held out for evaluation, since no others are named."""
+        return bool(
+            self.run.eval_num_prompts > 0 and self.data.prompt_data and not self.data.eval_prompt_data
+        )
+
     def problems(self, *, trains: bool) -> list[str]:
         """Return the problems that show without a model, data or a registry.
 

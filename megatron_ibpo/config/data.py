@@ -29,18 +29,22 @@ class DataConfig:
     """Sources of prompts, and the verifiers that score responses."""
 
     prompt_data: Annotated[tuple[str, ...], Kind.FILE_OR_URL, SOURCES] = ()
-    """Sources of prompts: files, directories, generated tasks or functions. A file or directory holds JSONL,
-    parquet or a Hugging Face data set. A generated task is, for example,
-    reasoning_gym://chain_sum?min_terms=5&max_terms=7&min_digits=1&max_digits=1. A function of your own is
-    import://package.module:function. Several sources are mixed. Settings of one source follow it as
-    ?weight=2&suffix=…; in a recipe a source may be a mapping (docs/data.md). Required."""
+    """Sources of prompts: files, directories, data sets of the Hugging Face Hub, generated tasks or
+    functions. A file or directory holds JSONL, parquet or a Hugging Face data set. A data set of the Hub is
+    owner/name, owner/name/folder or owner/name@revision/folder, such as openai/gsm8k. A generated task is,
+    for example, reasoning_gym://chain_sum?min_terms=5&max_terms=7&min_digits=1&max_digits=1. A function of
+    your own is import://package.module:function. Several sources are mixed. Settings of one source follow it
+    as ?weight=2&suffix=…; in a recipe a source may be a mapping (docs/data.md). Required."""
     eval_prompt_data: Annotated[str | tuple[str, ...] | None, Kind.FILE_OR_URL, EVAL_SETS] = None
     """Held-out prompts, in the same forms, or a benchmark's published file, such as aime25://DIR/aime25.jsonl
     (see docs/evaluation.md). For several sets give NAME=SPEC NAME=SPEC …, or repeat the flag; metrics are
-    then eval/NAME/…. Required when evaluation is on. A generated task is drawn with its own seed, disjoint
-    from training's."""
+    then eval/NAME/…. A generated task is drawn with its own seed, disjoint from training's. None: the
+    held-out part of the data set of --prompt-data, other items of its task, or else a small share of its
+    prompts, which are then not trained on. Other --prompt-data than a recipe's replaces the recipe's held-out
+    prompts too."""
     input_key: str = "prompt"
-    """Field of a row with the question: text, or a list of chat messages."""
+    """Field of a row with the question: text, or a list of chat messages. prompt, with --label-key label:
+    rows without these fields may also have the layout of a known data set (docs/data.md)."""
     label_key: str = "label"
     """Field of a row with the ground truth."""
     apply_chat_template: bool = False
@@ -154,7 +158,7 @@ class DataConfig:
                     trains and not self.prompt_data
                 ),
                 f"--eval-prompt-data: required for evaluation{turned_off}": (
-                    run.eval_num_prompts > 0 and not self.eval_prompt_data
+                    run.eval_num_prompts > 0 and not self.eval_prompt_data and not self.prompt_data
                 ),
                 "--eval-num-prompts: must be at least 1 for an evaluation, is 0": (
                     not trains and run.eval_num_prompts == 0

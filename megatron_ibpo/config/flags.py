@@ -82,7 +82,9 @@ def parse_config(
     typed = {name: value for name, value in vars(known).items() if name in ENTRIES}
     if specs := typed.get("eval_prompt_data"):
         typed["eval_prompt_data"] = specs[0] if len(specs) == 1 else tuple(specs)
-    config = resolve([Layer(defaults or {}), *layers, Layer(typed)], registries)
+    names_prompts = any(word.partition("=")[0].replace("_", "-") == "--prompt-data" for word in flags)
+    given = [Layer(defaults or {}), *layers, Layer(typed)]
+    config = resolve(_held_out_with_their_prompts(given, names_prompts), registries)
     if known.help_all or known.help is not None:
         if known.help_all or not known.help:
             print(usage_text(program, description))
@@ -124,6 +126,26 @@ def _fields_of(flags: Sequence[str]) -> set[str]:
     """Return the names of the fields that flags set."""
     names = {word.partition("=")[0][2:].replace("-", "_") for word in flags if word.startswith("--")}
     return {name for name in ENTRIES if name in names or f"no_{name}" in names}
+
+
+def _held_out_with_their_prompts(layers: Sequence[Layer], names_prompts: bool) -> list[Layer]:
+    """Return the layers, of which one that names prompts of its own takes back held-out prompts that an
+    earlier one named together with others: those say nothing about a policy that is trained on these.
+
+    Args:
+        names_prompts: True if a flag, in the last layer, names prompts.
+    """
+    found: list[Layer] = []
+    are_a_pair = False
+    for number, layer in enumerate(layers, start=1):
+        prompts = "prompt_data" in layer.fields or (names_prompts and number == len(layers))
+        if "eval_prompt_data" in layer.fields:
+            are_a_pair = prompts
+        elif prompts and are_a_pair:
+            layer = dataclasses.replace(layer, fields={**layer.fields, "eval_prompt_data": None})
+            are_a_pair = False
+        found.append(layer)
+    return found
 
 
 def _with_flags(config: Config, registries: Sequence[Registry], flags: Sequence[str], program: str) -> Config:

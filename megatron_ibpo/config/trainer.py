@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from megatron_ibpo.config.config_error import broken
-from megatron_ibpo.config.paths import missing_directory
+from megatron_ibpo.config.paths import Kind, missing_model
 from megatron_ibpo.config.ranges import (
     BELOW_1,
     COUNT,
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 class ModelConfig:
     """Settings of the policy and its computation."""
 
-    hf_checkpoint: Path | None = None
-    """Directory in Hugging Face format: config.json, safetensors, tokenizer. Required."""
-    ref_load: Path | None = None
-    """Directory in Hugging Face format of the reference policy for --kl-coef. None: the initial policy of the
-    run."""
+    hf_checkpoint: Annotated[Path | None, Kind.MODEL] = None
+    """Directory in Hugging Face format (config.json, safetensors, tokenizer), or a model of the Hugging Face
+    Hub, owner/name or owner/name@revision, which is downloaded at the start. Required."""
+    ref_load: Annotated[Path | None, Kind.MODEL] = None
+    """Reference policy for --kl-coef, in the same forms. None: the initial policy of the run."""
     bf16: bool | None = None
     """Train in bfloat16 with float32 master weights and gradients; otherwise in float32. None: bfloat16 on
     GPUs, since attention in float32 has no fast kernel there; float32 on CPUs, where it is as fast."""
@@ -86,9 +86,9 @@ class ModelConfig:
         """Return the problems, one line each."""
         found = []
         if self.hf_checkpoint is None:
-            found.append("--hf-checkpoint: required, a directory in Hugging Face format")
-        found += missing_directory("--hf-checkpoint", self.hf_checkpoint)
-        found += missing_directory("--ref-load", self.ref_load)
+            found.append("--hf-checkpoint: required, a directory in Hugging Face format, or owner/name")
+        found += missing_model("--hf-checkpoint", self.hf_checkpoint)
+        found += missing_model("--ref-load", self.ref_load)
         if self.ref_load is not None and config.loss.kl_coef == 0:
             found.append("--ref-load: --kl-coef 0 uses no reference policy; set one or drop the other")
         return [*found, *(self._needs_lora() if self.lora_rank is None else self._adapter_problems(config))]

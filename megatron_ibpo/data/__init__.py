@@ -2,12 +2,21 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import starmap
 from pathlib import Path
 from typing import Literal
 
+from megatron_ibpo.basics.text import counted
 from megatron_ibpo.config import DataConfig
-from megatron_ibpo.data.files import chosen_files, open_table, small_rows
+from megatron_ibpo.data.files import chosen_files, each_row, lazy, open_table, small_rows
 from megatron_ibpo.data.generated import SCHEME, generated_prompts
+from megatron_ibpo.data.held_out import (
+    divided_files,
+    held_out_rows,
+    large_division,
+    small_division,
+    training_rows,
+)
 from megatron_ibpo.data.large_files import prompts_of_table
 from megatron_ibpo.data.left_out import Tally
 from megatron_ibpo.data.mixture import mixed
@@ -44,6 +53,7 @@ def open_sources(
     max_prompt_len: int | None = None,
     rates: PassRates | None = None,
     reader_type: type[Reader] = Reader,
+    holds_out: bool = False,
 ) -> PromptSource:
     """Open all sources as one, mixed in proportion to their weights. In a mixture, a generated task whose
     settings name no verifier is graded by reasoning_gym.
@@ -71,6 +81,7 @@ def open_sources(
             max_prompt_len=max_prompt_len,
             rates=rates,
             reader_type=reader_type,
+            holds_out=holds_out,
         )
         for source in sources
     ]
@@ -85,6 +96,7 @@ def open_source(
     split: Literal["train", "eval"],
     max_prompt_len: int | None = None,
     rates: PassRates | None = None,
+    holds_out: bool = False,
 ) -> PromptSource:
     """Open a file or directory, `reasoning_gym://TASK?parameter=value…` or
     `import://package.module:function`.
@@ -94,12 +106,16 @@ def open_source(
             in the file's order. Generated splits never share a question; for files that is up to the user.
         max_prompt_len: tokens that a prompt may have, so that a response still fits the context.
         rates: pass rates for --filter-pass-rate.
+        holds_out: both splits are opened from this source, so rows of a file that names no part for
+            evaluation are divided between them.
 
     Raises:
         DataError: the source or one of its prompts cannot be used.
     """
     source = read_spec(spec)
-    return _opened(source, tokenizer, data, split=split, max_prompt_len=max_prompt_len, rates=rates)
+    return _opened(
+        source, tokenizer, data, split=split, max_prompt_len=max_prompt_len, rates=rates, holds_out=holds_out
+    )
 
 
 def _opened(
@@ -110,35 +126,77 @@ def _opened(
     split: Literal["train", "eval"],
     max_prompt_len: int | None,
     rates: PassRates | None,
-    reader_type: type[Reader] = Reader,
+    reader_type: type[Reader],
+    holds_out: bool,
 ) -> PromptSource:
-    location, shuffled = source.location, split == "train"
-    rows: Rows
+    location = source.location
     if location.startswith(SCHEME):
         generated = generated_prompts(source, tokenizer, data, split=split, max_prompt_len=max_prompt_len)
-        note = f"{location}: --filter-pass-rate does not act on it, since its prompts never repeat"
-        return generated if rates is None else replace(generated, notes=(note,))
+        if rates is not None:
+            note = f"{location}: --filter-pass-rate does not act on it, since its prompts never repeat"
+            return replace(generated, notes=(note,))
+        return (
+            _told(generated, "other items of the same task", location)
+            if holds_out and split == "eval"
+            else generated
+        )
+    reader = reader_type(tokenizer, data, source, Tally(location), max_prompt_len, rates)
     if location.startswith(OWN_SCHEME):
-        rows = own_rows(location, split)
-    elif "://" in location:
+        own = _of_rows(own_rows(location, split), reader, split)
+        return _told(own, 'its rows for "eval"', location) if holds_out and split == "eval" else own
+    if "://" in location:
         raise DataError(
             f"prompts {location!r}: expected a file or directory, {SCHEME}TASK?parameter=value or "
             f"{OWN_SCHEME}package.module:function"
         )
+    return _of_files(reader, split, holds_out=holds_out)
+
+
+def _of_files(reader: Reader, split: Literal["train", "eval"], *, holds_out: bool) -> PromptSource:
+    source, seed, path = reader.source, reader.data.data_seed, Path(reader.source.location)
+    if holds_out:
+        files, is_divided = divided_files(path, split, source.split)
     else:
-        reader = reader_type(tokenizer, data, source, Tally(location), max_prompt_len, rates)
-        files = chosen_files(Path(location), split, source.split)
-        small = small_rows(files, reader.columns)
+        files, is_divided = chosen_files(path, split, source.split), False
+    small = small_rows(files, reader.columns)
+    if not is_divided:
         if small is None:
-            return prompts_of_table(open_table(files, reader.columns), reader, shuffled=shuffled)
-        rows = small
+            table = open_table(files, reader.columns)
+            opened = prompts_of_table(table, reader, shuffled=split == "train")
+        else:
+            opened = _of_rows(small, reader, split)
+        told = holds_out and split == "eval"
+        return _told(opened, f"its own held-out part, {files[0].name}", source.location) if told else opened
+    if small is not None:
+        known = list(small)
+        division = small_division([row for _, row in known], reader.question, seed, source.location)
+        if split == "train":
+            return _of_rows(training_rows(known, division, reader.question), reader, split)
+        rows = held_out_rows(starmap(lazy, known), division, reader.question)
+    else:
+        division = large_division(seed)
+        if split == "train":
+            table = open_table(files, reader.columns)
+            return prompts_of_table(table, replace(reader, division=division), shuffled=True)
+        rows = held_out_rows(each_row(files, reader.columns), division, reader.question)
+    opened = _of_rows(rows, reader, split)
+    return _told(opened, f"{counted(len(opened), 'prompt')} of it, which are not trained on", source.location)
+
+
+def _of_rows(rows: Rows, reader: Reader, split: Literal["train", "eval"]) -> PromptSource:
     return prompts_of_rows(
         rows,
-        tokenizer,
-        data,
-        spec=source,
-        shuffled=shuffled,
-        max_prompt_len=max_prompt_len,
-        rates=rates,
-        reader_type=reader_type,
+        reader.tokenizer,
+        reader.data,
+        spec=reader.source,
+        shuffled=split == "train",
+        max_prompt_len=reader.max_prompt_len,
+        rates=reader.rates,
+        reader_type=type(reader),
     )
+
+
+def _told(opened: PromptSource, what: str, location: str) -> PromptSource:
+    """Return the held-out prompts with a line that says which they are."""
+    note = f"{location}: no --eval-prompt-data is given, so evaluation is on {what}"
+    return replace(opened, notes=(*opened.notes, note))

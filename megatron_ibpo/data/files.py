@@ -18,7 +18,7 @@ SMALL_BYTES = 64 * 1024**2
 SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet", ".arrow")
 T = TypeVar("T")
 _SHARD = re.compile(r"-\d{5}-of-\d{5}$")
-_HELD_OUT = ("test", "validation", "eval", "dev", "held_out")
+HELD_OUT = ("test", "validation", "eval", "dev", "held_out")
 """Names of a held-out part, in the order in which they are tried."""
 
 
@@ -152,7 +152,7 @@ def _rows_of(table: Table) -> Iterator[tuple[str, Row | DataError]]:
 
 def _part(parts: Mapping[str, T], path: Path, role: str, split: str | None) -> T:
     """Return the part of a directory for a role and split."""
-    wanted = [split] if split is not None else ["train"] if role == "train" else list(_HELD_OUT)
+    wanted = [split] if split is not None else ["train"] if role == "train" else list(HELD_OUT)
     for name in wanted:
         if name in parts:
             return parts[name]
@@ -196,7 +196,7 @@ def _split_of(file: Path, root: Path) -> str:
     """Return the split in a file's name: train for data/train-00000-of-00002.parquet, train.jsonl and
     train/a.parquet."""
     stem = _SHARD.sub("", _stem(file))
-    known = ("train", *_HELD_OUT)
+    known = ("train", *HELD_OUT)
     if stem in known or file.parent == root or file.parent.name not in known:
         return stem
     return file.parent.name

@@ -21,7 +21,6 @@ from megatron_ibpo.basics.text import counted
 from megatron_ibpo.config import DataConfig
 from megatron_ibpo.data.files import LazyRow, chosen_files, each_row, lazy
 from megatron_ibpo.data.generated import SCHEME, generated_prompts
-from megatron_ibpo.data.layouts import is_rl_layout
 from megatron_ibpo.data.left_out import DUPLICATE, Tally
 from megatron_ibpo.data.pass_rates import PassRates
 from megatron_ibpo.data.row_prompts import OWN_SCHEME, Reader, normalised, own_rows
@@ -42,7 +41,8 @@ class Inspection:
     """Number of rows inspected."""
     is_whole: bool = True
     """True if these are all rows."""
-    is_rl_layout: bool = False
+    layout: str | None = None
+    """The recognised layout of its rows; None: plain fields."""
     tally: Tally = field(default_factory=lambda: Tally(""))
     lengths: list[int] = field(default_factory=list)
     """Tokens of each prompt in use."""
@@ -57,7 +57,7 @@ class Inspection:
             "source": self.source,
             "rows": self.rows,
             "is_whole": self.is_whole,
-            "layout": "rl" if self.is_rl_layout else "plain",
+            "layout": self.layout or "plain",
             "prompts": len(self.lengths),
             "left_out": dict(self.tally.counts),
             "named": self.tally.named,
@@ -126,9 +126,11 @@ def histogram(lengths: Sequence[int]) -> tuple[npt.NDArray[np.int64], npt.NDArra
 def show_inspection(found: Inspection, tokenizer: Tokenizer, console: Console) -> None:
     """Print the findings: what is left out, lengths, the first prompts."""
     more = "" if found.is_whole else ", and there are more"
-    layout = ", the layout of RL data sets" if found.is_rl_layout else ""
+    layout = f", {found.layout}" if found.layout else ""
     console.rule(escape(found.source))
-    console.print(f"{counted(found.rows, 'row')} looked at{more}; {len(found.lengths):,} prompts{layout}")
+    console.print(
+        f"{counted(found.rows, 'row')} looked at{more}; {len(found.lengths):,} prompts{layout}", markup=False
+    )
     if found.tally.counts:
         console.print(_left_out(found.tally))
     if len(found.tasks) > 1:
@@ -179,5 +181,5 @@ def _read(reader: Reader, split: Literal["train", "eval"], found: Inspection) ->
     for number, (where, read) in enumerate(rows):
         if number == 0:
             with suppress(DataError):
-                found.is_rl_layout = is_rl_layout(read(), reader.label_key)
+                found.layout = reader.layout(read())
         yield where, reader.prompt(number, where, read)

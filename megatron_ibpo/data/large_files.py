@@ -13,11 +13,11 @@ from rich.progress import track
 
 from megatron_ibpo.basics.records import Prompt
 from megatron_ibpo.basics.seeds import derive_seed
-from megatron_ibpo.data.layouts import is_rl_layout
+from megatron_ibpo.data.layouts import known_layout
 from megatron_ibpo.data.left_out import BAD_ROW, DUPLICATE, Tally
 from megatron_ibpo.data.order import Place, TableOrder
 from megatron_ibpo.data.prompts import PromptSource
-from megatron_ibpo.data.row_prompts import Reader, layout_note, normalised
+from megatron_ibpo.data.row_prompts import Reader, layout_notes, normalised
 from megatron_ibpo.data.tables import Row, RowCounts, Table, WithoutRows
 from megatron_ibpo.data.tokenizer import DataError
 
@@ -98,7 +98,7 @@ def _checked(table: Table, order: TableOrder, reader: Reader) -> tuple[str, ...]
     places = list(itertools.islice(_places(table, order.counted), FIRST_CHECKED))
     if not places:
         raise DataError(f"{reader.source.location}: no prompts in it")
-    is_rl = is_rl_layout(table.row(*places[0]), reader.label_key)
+    layout = reader.layout(table.row(*places[0]))
     rng = random.Random(derive_seed("check", reader.source.location))
     for _ in range(SAMPLE_CHECKED):
         block = rng.randrange(table.num_blocks)
@@ -110,7 +110,11 @@ def _checked(table: Table, order: TableOrder, reader: Reader) -> tuple[str, ...]
     left = looked.tally.lines()
     count = len(set(places))
     note = f"{reader.source.location}: large, so {count} rows are checked now and the others when drawn"
-    return (note, *layout_note(reader.source, is_rl), *(f"of the rows checked now, {line}" for line in left))
+    return (
+        note,
+        *layout_notes(reader.source, [layout]),
+        *(f"of the rows checked now, {line}" for line in left),
+    )
 
 
 def _without_duplicates(table: Table, reader: Reader) -> Table:
@@ -127,7 +131,7 @@ def _without_duplicates(table: Table, reader: Reader) -> Table:
                 row = table.row(block, number)
             except DataError:
                 continue  # the error is raised when the row is drawn
-            question = _question(row, reader.input_key)
+            question = _question(row, reader)
             if question is None:
                 continue
             key = derive_seed(normalised(question))
@@ -170,9 +174,10 @@ def _check_id(row: Row, ids: set[int]) -> None:
         ids.add(key)
 
 
-def _question(row: Row, input_key: str) -> str | None:
+def _question(row: Row, reader: Reader) -> str | None:
     """Return the text of the user's question; None if the row has none that can be compared."""
-    question = row.get(input_key)
+    layout = known_layout(row, reader.input_key, reader.label_key)
+    question = row.get(reader.input_key if layout is None else layout.question)
     if isinstance(question, list) and question and isinstance(question[-1], dict):
         question = question[-1].get("content")
     return question if isinstance(question, str) else None

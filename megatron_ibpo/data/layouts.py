@@ -2,20 +2,25 @@
 
 ours            {"prompt": text or messages, "label": text or number, "task", "metadata", "rm_type", "id"}
 of RL data sets {"prompt": messages, "reward_model": {"ground_truth": …}, "data_source", "extra_info"}
+                (verl's, DAPO-Math-17k)
+of others       see LAYOUTS; only with the default --input-key and --label-key, for rows without these fields
 """
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_ibpo.basics.text import listed
 from megatron_ibpo.data.tables import Row
 from megatron_ibpo.data.tokenizer import DataError, Message
+from megatron_ibpo.rewards.final_answer import final_boxes
 
 COLUMNS = ("task", "metadata", "rm_type", "id", "reward_model", "data_source", "extra_info")
 """Columns that may be read besides question and label."""
+PLAIN_KEYS = ("prompt", "label")
+"""The default --input-key and --label-key."""
 
 _KINDS: dict[str, tuple[type, ...]] = {
     "text": (str,),
@@ -26,9 +31,56 @@ _KINDS: dict[str, tuple[type, ...]] = {
 
 
 @dataclass(frozen=True)
+class Layout:
+    """The fields of a known data set."""
+
+    question: str
+    """Field with the question."""
+    answer: str
+    """Field with the ground truth, alone or at the end of a solution."""
+    label: Callable[[Any], Any]
+    """Returns the label for the value of that field."""
+    says: str
+    """Where the labels are, for the user."""
+
+
+def _after_hashes(answer: Any) -> Any:
+    """Return the result at the end of a solution of GSM8K, as a number without separators of thousands; an
+    answer without one as it is."""
+    if not isinstance(answer, str) or "####" not in answer:
+        return answer
+    return answer.rpartition("####")[2].strip().replace(",", "")
+
+
+def _in_box(solution: Any) -> Any:
+    r"""Return the content of the last \boxed{} of a solution."""
+    boxes = final_boxes(solution) if isinstance(solution, str) else []
+    if not boxes:
+        raise DataError(r"field 'solution' has no \boxed{} with an answer")
+    return ",".join(boxes)
+
+
+def _whole(answer: Any) -> Any:
+    return answer
+
+
+LAYOUTS = (
+    Layout("question", "answer", _after_hashes, "answer, of which the part after #### (GSM8K)"),
+    Layout("problem", "answer", _whole, "answer (OpenR1-Math, NuminaMath-1.5, MATH-500)"),
+    Layout("problem", "solution", _in_box, r"the last \boxed{} of solution (NuminaMath)"),
+    Layout("messages", "label", _whole, "label"),
+    Layout("messages", "answer", _whole, "answer"),
+)
+"""Layouts of known data sets, in the order in which they are tried."""
+_OF_LAYOUTS = {name for layout in LAYOUTS for name in (layout.question, layout.answer)}
+
+
+@dataclass(frozen=True)
 class PlainRow:
     """The fields of a row, checked."""
 
+    input_key: str
+    """Field with the question."""
     messages: Sequence[Message]
     is_chat: bool
     """True if the row has chat messages, False for one text."""
@@ -52,6 +104,9 @@ def plain_row(row: Row, input_key: str, label_key: str) -> PlainRow:
             "task": row.get("task") or row.get("data_source"),
             "metadata": row.get("metadata") or row.get("extra_info"),
         }
+    elif (layout := known_layout(row, input_key, label_key)) is not None:
+        input_key, label_key = layout.question, layout.answer
+        row = {**row, label_key: layout.label(row[label_key])}
     _check_keys(row, {input_key: "--input-key", label_key: "--label-key"})
     question = checked(row[input_key], input_key, "text or a list of messages")
     label = checked(row[label_key], label_key, "text or a number")
@@ -61,6 +116,7 @@ def plain_row(row: Row, input_key: str, label_key: str) -> PlainRow:
         if (value := _optional(row, name, kind)) is not None:
             metadata[name] = value
     return PlainRow(
+        input_key,
         as_messages(question, input_key),
         isinstance(question, list),
         str(label),
@@ -73,6 +129,30 @@ def is_rl_layout(row: Row, label_key: str) -> bool:
     """Return whether the ground truth is in `reward_model`, as existing RL data sets have it."""
     truth = row.get("reward_model")
     return label_key not in row and isinstance(truth, dict) and "ground_truth" in truth
+
+
+def known_layout(row: Row, input_key: str, label_key: str) -> Layout | None:
+    """Return the layout of a known data set that a row has; None for a row with plain fields, and where the
+    user names the fields."""
+    if (input_key, label_key) != PLAIN_KEYS or all(key in row for key in PLAIN_KEYS):
+        return None
+    return next((one for one in LAYOUTS if one.question in row and one.answer in row), None)
+
+
+def layout_said(row: Row, input_key: str, label_key: str) -> str | None:
+    """Return the line to print about the layout of a row; None for plain fields."""
+    if is_rl_layout(row, label_key):
+        return "the layout of RL data sets; labels are reward_model.ground_truth"
+    layout = known_layout(row, input_key, label_key)
+    if layout is None:
+        return None
+    return f"a known layout: prompts are {layout.question}, labels {layout.says}"
+
+
+def fields_read(input_key: str, label_key: str) -> set[str]:
+    """Return the fields of a row that may be read."""
+    known = _OF_LAYOUTS if (input_key, label_key) == PLAIN_KEYS else set()
+    return {input_key, label_key, *COLUMNS, *known}
 
 
 def has_value(row: Row, field: str, value: str) -> bool:

@@ -10,6 +10,7 @@ _NAMED = 5
 """Number of rows that are named; finding a line in a large file takes a while."""
 
 BAD_ROW, TOO_LONG, DUPLICATE, NOT_CHOSEN = "bad rows", "too long prompts", "duplicates", "not chosen by only"
+HELD_OUT = "held out for evaluation"
 PASS_RATE, NOT_MEASURED = "outside the pass-rate window", "without a measured pass rate"
 
 

@@ -12,8 +12,9 @@ from typing import Any
 from megatron_ibpo.basics.records import Prompt
 from megatron_ibpo.basics.user_files import RECORD_BYTES, read_user_file
 from megatron_ibpo.config import DataConfig, load_hook, searched
-from megatron_ibpo.data.layouts import COLUMNS, PlainRow, has_value, is_rl_layout, plain_row
-from megatron_ibpo.data.left_out import BAD_ROW, DUPLICATE, NOT_CHOSEN, TOO_LONG, Tally
+from megatron_ibpo.data.division import Division
+from megatron_ibpo.data.layouts import PlainRow, fields_read, has_value, layout_said, plain_row
+from megatron_ibpo.data.left_out import BAD_ROW, DUPLICATE, HELD_OUT, NOT_CHOSEN, TOO_LONG, Tally
 from megatron_ibpo.data.order import shuffled as in_random_order
 from megatron_ibpo.data.pass_rates import PassRates
 from megatron_ibpo.data.prompts import (
@@ -47,6 +48,8 @@ class Reader:
     tally: Tally
     max_prompt_len: int | None
     rates: PassRates | None = None
+    division: Division | None = None
+    """Leaves out what is held out for evaluation; None: nothing is, or was before."""
 
     @property
     def input_key(self) -> str:
@@ -60,7 +63,21 @@ class Reader:
     def columns(self) -> tuple[str, ...]:
         """Columns of a table that prompts may need."""
         chosen = () if self.source.only is None else (self.source.only[0].partition(".")[0],)
-        return (self.input_key, self.label_key, *COLUMNS, *chosen)
+        return (*sorted(fields_read(self.input_key, self.label_key)), *chosen)
+
+    def layout(self, row: Row) -> str | None:
+        """Return the line to print about the layout of a row; None for plain fields."""
+        return layout_said(row, self.input_key, self.label_key)
+
+    def question(self, row: Row) -> str:
+        """Return the text by which the row's question is compared.
+
+        Raises:
+            DataError: it has none, or the row is not chosen by only=.
+        """
+        if self.source.only is not None and not has_value(row, *self.source.only):
+            raise DataError(NOT_CHOSEN)
+        return normalised(plain_row(row, self.input_key, self.label_key).messages[-1]["content"])
 
     def prompt(self, key: Hashable, where: Callable[[], str], read: Callable[[], Row]) -> Prompt | None:
         """Return the prompt of a row, with `index` 0; None if the row is left out, which is counted.
@@ -77,6 +94,9 @@ class Reader:
             row = read()
             if self.source.only is not None and not has_value(row, *self.source.only):
                 self.tally.add(NOT_CHOSEN, key, where)
+                return None
+            if self.division is not None and self.division.holds_out(self.question(row)):
+                self.tally.add(HELD_OUT, key, where)
                 return None
             prompt = self.of_row(row)
         except DataError as error:
@@ -109,7 +129,7 @@ class Reader:
         if data.apply_chat_template:
             token_ids, head_length = chat_prompt(messages, self.tokenizer, template_settings(data))
         elif row.is_chat:
-            raise DataError(f"field {self.input_key!r} has chat messages: add --apply-chat-template")
+            raise DataError(f"field {row.input_key!r} has chat messages: add --apply-chat-template")
         else:
             token_ids, head_length = plain_prompt(messages[-1]["content"], self.tokenizer)
         metadata = row.metadata
@@ -170,10 +190,10 @@ def prompts_of_rows(
     prompts: list[Prompt] = []
     ids: dict[str, str] = {}
     questions: set[str] = set()
-    layouts: set[bool] = set()
+    layouts: set[str | None] = set()
     number = 0
     for number, (where, found) in enumerate(rows, start=1):
-        layouts.add(isinstance(found, dict) and is_rl_layout(found, reader.label_key))
+        layouts.add(reader.layout(found) if isinstance(found, dict) else None)
         read = _reading(found, where, ids)
         prompt = reader.prompt(number, partial(str, where), read)
         if prompt is None:
@@ -196,15 +216,13 @@ def prompts_of_rows(
         epoch, place = divmod(position, len(prompts))
         return replace(prompts[order(epoch)[place] if shuffled else place], index=position)
 
-    notes = layout_note(source, layouts == {True}) + tuple(reader.tally.lines())
+    notes = layout_notes(source, layouts) + tuple(reader.tally.lines())
     return PromptSource(prompt_at, len(prompts), notes=notes, tallies=(reader.tally,))
 
 
-def layout_note(source: SourceSpec, is_rl: bool) -> tuple[str, ...]:
-    """Return the line to print about a recognised layout."""
-    if not is_rl:
-        return ()
-    return (f"{source.location}: the layout of RL data sets; labels are reward_model.ground_truth",)
+def layout_notes(source: SourceSpec, layouts: Iterable[str | None]) -> tuple[str, ...]:
+    """Return the lines to print about the layouts that rows have."""
+    return tuple(f"{source.location}: {layout}" for layout in sorted(filter(None, layouts)))
 
 
 def normalised(question: str) -> str:

@@ -321,9 +321,12 @@ class RowCounts:
 def _as_row(table: Any) -> Row:
     """Return the row of a table with one row."""
     try:
-        return table.to_pylist()[0]
+        rows = table.to_pylist()
     except UnicodeDecodeError as error:
         raise DataError(f"not UTF-8: {error.object[:40]!r}") from error
+    if not rows:
+        raise DataError("the file is damaged: it counts more rows than it has")
+    return rows[0]
 
 
 def _record_batches(path: Path) -> list[Any]:

@@ -9,11 +9,20 @@ from typing import Any
 
 from megatron_ibpo.basics.records import Prompt
 from megatron_ibpo.basics.text import counted, listed
-from megatron_ibpo.config import Config, DataConfig, EvalSampling, EvalSpec, as_specs, eval_sampling, nearest
+from megatron_ibpo.config import (
+    Config,
+    DataConfig,
+    EvalSampling,
+    EvalSpec,
+    as_specs,
+    display_name,
+    eval_sampling,
+    nearest,
+)
 from megatron_ibpo.credit import find_operator
 from megatron_ibpo.data import DataError, PromptSource, Tokenizer, open_source
 from megatron_ibpo.data.generated import told_if_slow
-from megatron_ibpo.data.layouts import COLUMNS
+from megatron_ibpo.data.layouts import fields_read
 from megatron_ibpo.data.row_prompts import prompts_of_rows, read_jsonl
 from megatron_ibpo.evaluate.accuracy import Evaluation
 from megatron_ibpo.evaluate.benchmark_files import checksums
@@ -84,7 +93,7 @@ def set_settings(own: EvalSet, config: Config, policy: str) -> Settings:
 
 
 def open_eval_sets(config: Config, tokenizer: Tokenizer) -> list[EvalSet]:
-    """Open every set of --eval-prompt-data; none if evaluation is off.
+    """Open every set of --eval-prompt-data, or what is held out of --prompt-data; none if evaluation is off.
 
     Raises:
         ValueError: one cannot be used (`DataError`), two have one name, or --eval-compare-and-correct shows
@@ -93,6 +102,8 @@ def open_eval_sets(config: Config, tokenizer: Tokenizer) -> list[EvalSet]:
     if config.run.eval_num_prompts == 0:
         return []
     specs = as_specs(config.data.eval_prompt_data)
+    if config.holds_out:
+        specs = [EvalSpec(None, spec) for spec in config.data.prompt_data]
     sets = [
         _open(spec, config, tokenizer, is_named=len(specs) > 1 or spec.name is not None) for spec in specs
     ]
@@ -127,7 +138,14 @@ def _open(spec: EvalSpec, config: Config, tokenizer: Tokenizer, *, is_named: boo
         source = _benchmark_prompts(rows, tokenizer, config.data, room)
         notes = [*source.notes, *rows.notes(), *checksums(rest)]
     else:
-        source = open_source(spec.spec, tokenizer, config.data, split="eval", max_prompt_len=room)
+        source = open_source(
+            spec.spec,
+            tokenizer,
+            config.data,
+            split="eval",
+            max_prompt_len=room,
+            holds_out=config.holds_out,
+        )
         notes = [*source.notes, *_unused_fields(spec.spec, config.data)]
     count, found = config.run.eval_num_prompts, source.num_prompts()
     number = min(count, found or count)
@@ -227,7 +245,9 @@ def _name_of(spec: str) -> str:
     scheme, separator, rest = spec.partition("://")
     if scheme in BENCHMARKS:
         return scheme
-    last = rest.partition("?")[0] if separator else Path(spec).stem
+    path = Path(spec.partition("?")[0])
+    of_file = path.stem if display_name(path) == path.name else display_name(path)
+    last = rest.partition("?")[0] if separator else of_file
     return "".join(letter if letter.isalnum() or letter in "._-" else "_" for letter in last) or "prompts"
 
 
@@ -236,7 +256,7 @@ def _unused_fields(spec: str, data: DataConfig) -> list[str]:
     location = spec.partition("?")[0]
     if "://" in location or not location.endswith(".jsonl"):
         return []
-    known = {data.input_key, data.label_key, *COLUMNS}
+    known = fields_read(data.input_key, data.label_key)
     unused = list(dict.fromkeys(name for name in _field_names(Path(location)) if name not in known))
     if not unused:
         return []

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Literal
 
-from megatron_ibpo.config import Config
+from megatron_ibpo.config import Config, display_name
 from megatron_ibpo.models import ModelShape, check_layout, read_hf_config
 from megatron_ibpo.plan.feasibility import Plan, make_plan
 from megatron_ibpo.plan.hardware import Hardware, read_hardware
@@ -76,7 +76,7 @@ def search(config: Config, gpus: int, hardware: str, most: int = 8) -> list[Foun
     if not found:
         reason = f": {problems[0]}" if problems else ""
         raise ValueError(
-            f"no layout of {config.model.hf_checkpoint.name} fits {gpus} GPUs of {kind.name}{reason}"
+            f"no layout of {display_name(config.model.hf_checkpoint)} fits {gpus} GPUs of {kind.name}{reason}"
         )
     return found
 

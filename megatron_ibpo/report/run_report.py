@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_ibpo.basics.text import counted
-from megatron_ibpo.config import Config
+from megatron_ibpo.config import Config, display_name
 from megatron_ibpo.evaluate import SetEvaluation
 from megatron_ibpo.report.correction_value import break_even_lines
 from megatron_ibpo.report.display import ProgressDisplay, Size, sizes_table
@@ -61,7 +61,7 @@ class Report:
             command: command of the run, which resumes it too.
         """
         self._run_dir = config.run.run_dir
-        model = config.model.hf_checkpoint.name if config.model.hf_checkpoint else "no model"
+        model = display_name(config.model.hf_checkpoint) if config.model.hf_checkpoint else "no model"
         method = config.algorithm.advantage_estimator if command == "train" else command
         self._title, self._command = f"{method}, {model}", command
         self._started = psutil.Process().create_time() if started is None else started

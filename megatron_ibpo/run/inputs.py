@@ -92,7 +92,8 @@ def sampling_settings(config: Config) -> str:
         for name, value in asdict(config.rollout).items()
         if name not in ("engine_stall_timeout", "vllm_start_timeout", "update_weight_timeout")
     }
-    sections = [asdict(config.algorithm), asdict(config.data), rollout, {"seed": config.run.seed}]
+    more = {"seed": config.run.seed} | ({"prompts_held_out": True} if config.holds_out else {})
+    sections = [asdict(config.algorithm), asdict(config.data), rollout, more]
     return json.dumps(sections, default=str, sort_keys=True)
 
 

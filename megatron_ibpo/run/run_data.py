@@ -56,7 +56,8 @@ class RunData:
     def notes(self) -> tuple[str, ...]:
         """Lines to show about the sources of prompts: recognised layouts, rows left out."""
         of_training = () if self.prompts is None else self.prompts.notes
-        return of_training + tuple(note for own in self.eval_sets for note in own.notes)
+        of_evaluation = tuple(note for own in self.eval_sets for note in own.notes)
+        return tuple(dict.fromkeys(of_training + of_evaluation))  # both may read one file
 
 
 def open_run_data(config: Config, *, trains: bool = True) -> RunData:
@@ -133,6 +134,7 @@ def training_prompts(config: Config, tokenizer: Tokenizer, growth: int = 0) -> P
         split="train",
         max_prompt_len=room,
         rates=open_pass_rates(config),
+        holds_out=config.holds_out,
     )
 
 

@@ -202,7 +202,9 @@ class _Asker:
         held_out = as_specs(data.eval_prompt_data)
         spec = held_out[0].spec if held_out else next(iter(data.prompt_data), None)
         assert spec is not None  # the run had one
-        source = open_source(spec, self.tokenizer, data, split="eval", max_prompt_len=room)
+        source = open_source(
+            spec, self.tokenizer, data, split="eval", max_prompt_len=room, holds_out=not held_out
+        )
         prompts = source.batch(0, min(count, len(source) or count))
         requests = group_requests(prompts, rollout, seed=seed, step=0)
         size = rollout.n_samples_per_prompt

@@ -65,5 +65,5 @@ def _held_out(config: Config, tokenizer: Tokenizer, count: int) -> list[Prompt]:
         raise ValueError("the recipe names no prompts: --prompt-data or --eval-prompt-data")
     assert rollout.rollout_max_context_len is not None  # the caller resolved it
     room = rollout.rollout_max_context_len - rollout.rollout_max_response_len
-    source = open_source(spec, tokenizer, data, split="eval", max_prompt_len=room)
+    source = open_source(spec, tokenizer, data, split="eval", max_prompt_len=room, holds_out=not held_out)
     return source.batch(0, min(count, len(source) or count))

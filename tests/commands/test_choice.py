@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from megatron_ibpo.commands.choose_recipe import (
     choose_recipe,
     estimated_parameters,
     find_devices,
+    main,
 )
 from megatron_ibpo.models import read_hf_config
 from support.paths import ROOT
@@ -175,3 +177,13 @@ def test_the_script_refuses_what_is_no_model(tmp_path):
     done = run_script(cwd=tmp_path, HF_CHECKPOINT="mine")
     assert done.returncode == 2
     assert f"no checkpoint directory {tmp_path}/mine" in done.stderr
+
+
+def test_a_model_of_the_users_own_without_data_is_told_that_it_trains_on_a_demonstration(tmp_path, capsys):
+    shutil.copytree(ROOT / "examples/tiny_qwen3", tmp_path / "mine")
+    mine = ["--hf-checkpoint", str(tmp_path / "mine"), "--gpus-per-node", "0", "--"]
+    assert main(mine) == 0
+    first = capsys.readouterr().err.splitlines()[0]
+    assert first.startswith("No PROMPT_DATA is given: this trains on a demonstration task, reasoning_gym://")
+    assert main([*mine, "--prompt-data", "train.jsonl"]) == 0
+    assert "demonstration" not in capsys.readouterr().err

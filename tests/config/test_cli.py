@@ -45,14 +45,14 @@ def recipe(tmp_path: Path, text: str, name: str = "recipe.yaml") -> str:
 
 def test_flags_are_flat_and_typed():
     line = (
-        "--tensor-model-parallel-size 2 --no-sequence-parallel --lr 3e-4 --hf-checkpoint some/dir "
+        "--tensor-model-parallel-size 2 --no-sequence-parallel --lr 3e-4 --hf-checkpoint some_dir "
         "--ibpo-rewrite-threshold adaptive --eps-clip-high None --rollout-top-k -1"
     )
     config = parse_config(line.split())
     assert config.parallel.tensor_model_parallel_size == 2
     assert config.parallel.sequence_parallel is False
     assert config.optimizer.lr == 3e-4
-    assert config.model.hf_checkpoint == Path.cwd() / "some/dir"
+    assert config.model.hf_checkpoint == Path.cwd() / "some_dir"
     assert config.algorithm.parameters["ibpo_rewrite_threshold"] == "adaptive"
     assert config.loss.eps_clip_high is None
     assert config.rollout.rollout_top_k == -1
@@ -304,14 +304,15 @@ def runnable(tmp_path: Path) -> Config:
 def test_all_problems_are_named_at_once(tmp_path):
     config = runnable(tmp_path)
     config.model.hf_checkpoint = None
-    config.data.eval_prompt_data = None
+    config.data.prompt_data, config.data.eval_prompt_data = (), None
     config.optimizer.lr = -1.0
     config.rollout.n_samples_per_prompt = 1
     config.parallel.context_parallel_size = 0
-    with pytest.raises(ConfigError, match="5 problems") as refused:
+    with pytest.raises(ConfigError, match="6 problems") as refused:
         check_run(config)
     for flag in (
         "--hf-checkpoint",
+        "--prompt-data",
         "--eval-prompt-data",
         "--lr: must be above 0, is -1.0",
         "--n-samples-per-prompt",

@@ -271,9 +271,9 @@ def test_every_epoch_has_every_row_once_in_an_order_of_its_own(tiny, tmp_path):
         (["not json"], "line 1: not JSON"),
         (['{"prompt": "1", "label": "1"}', "", "[1]"], "line 3: expected a JSON object, found list"),
         (['{"prompt": "1"}'], "line 1: no field 'label'.*--label-key"),
-        (  # as GSM8K is published
-            ['{"question": "1", "answer": "1"}'],
-            "no field 'prompt' and no field 'label' .found: 'question', 'answer'.; "
+        (
+            ['{"sum": "1", "result": "1"}'],
+            "no field 'prompt' and no field 'label' .found: 'sum', 'result'.; "
             "--input-key and --label-key name others",
         ),
         (['{"question": "1", "label": "1"}'], "no field 'prompt' .found: 'question', 'label'.; --input-key"),

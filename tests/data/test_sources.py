@@ -342,7 +342,7 @@ def damaged(kind, folder):
         parquet.write_table(pa.Table.from_pylist(content), folder / "rows.parquet")
         return folder / "rows.parquet"
     elif kind == "no such column":
-        parquet.write_table(pa.table({"question": ["1="]}), folder / "rows.parquet")
+        parquet.write_table(pa.table({"sentence": ["1="]}), folder / "rows.parquet")
         return folder / "rows.parquet"
     elif kind == "two data sets":
         for name in ("main", "socratic"):
@@ -368,7 +368,7 @@ def damaged(kind, folder):
         ("no data", r"rows\.jsonl: holds no data set"),
         ("other kind", r"rows\.txt: expected a file that ends in \.jsonl"),
         ("NaN", r"rows\.parquet, row 1: field 'label' must be text or a number, is nan"),
-        ("no such column", r"rows\.parquet: has none of the columns prompt.*found: question"),
+        ("no such column", r"rows\.parquet: has none of the columns .*prompt.*found: sentence"),
         ("two data sets", r"several data sets .*main.*socratic.*name one of them"),
         ("no such part", r"no part for train; it has tran, test|no part for train; it has test, tran"),
     ],
@@ -798,3 +798,46 @@ def test_the_inspection_is_printed_for_readers(tmp_path, capsys):
     assert "█" in said
     with pytest.raises(DataError, match=r"nowhere\.jsonl: no such file"):
         inspect_data.main(tyro.cli(inspect_data.Arguments, args=[*flags[:3], "nowhere.jsonl"]))
+
+
+QUESTION = "What is 1 + 1?"
+OF_KNOWN_DATA_SETS = {
+    "GSM8K": ({"question": QUESTION, "answer": "1 + 1 = 1,002 <<1+1=2>>\n#### 1,002"}, "1002"),
+    "OpenR1-Math": ({"problem": QUESTION, "solution": r"So $\boxed{3}$.", "answer": "2"}, "2"),
+    "NuminaMath-CoT": (
+        {"problem": QUESTION, "solution": r"Not \boxed{3} but \boxed{\frac{1}{2}}."},
+        r"\frac{1}{2}",
+    ),
+    "messages": ({"messages": [{"role": "user", "content": QUESTION}], "label": 2}, "2"),
+    "DAPO-Math-17k": (
+        {"prompt": [{"role": "user", "content": QUESTION}], "reward_model": {"ground_truth": "2"}},
+        "2",
+    ),
+}
+
+
+@pytest.mark.parametrize(("row", "label"), OF_KNOWN_DATA_SETS.values(), ids=OF_KNOWN_DATA_SETS)
+@pytest.mark.parametrize("large", [False, True], ids=["small", "large"])
+def test_layouts_of_known_data_sets_are_recognised_and_said(tmp_path, monkeypatch, chatty, row, label, large):
+    monkeypatch.setattr(files, "SMALL_ROWS", 1 if large else 10)
+    parquet.write_table(pa.Table.from_pylist([row, row, row]), tmp_path / "train.parquet")
+    data = DataConfig(apply_chat_template=True)
+    source = open_source(str(tmp_path / "train.parquet"), chatty, data, split="train")
+    prompt = source.at(1)
+    assert (prompt.text, prompt.label) == (QUESTION, label)
+    assert any("layout" in note and "label" in note for note in source.notes)
+
+
+def test_named_fields_win_over_a_known_layout(tmp_path):
+    row = {"question": "1=", "answer": "2\n#### 1"}
+    path = jsonl(tmp_path / "a.jsonl", [row])
+    source = opened(path, data=DataConfig(input_key="question", label_key="answer"))
+    assert (source.at(0).label, source.notes) == (row["answer"], ())
+    with pytest.raises(DataError, match=r"no field 'q'.*--input-key"):
+        opened(path, data=DataConfig(input_key="q", label_key="answer"))
+
+
+def test_a_solution_without_an_answer_is_a_bad_row(tmp_path):
+    path = jsonl(tmp_path / "a.jsonl", [{"problem": "1=", "solution": "clear"}])
+    with pytest.raises(DataError, match=r"line 1: field 'solution' has no \\boxed"):
+        opened(path)

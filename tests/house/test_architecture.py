@@ -32,6 +32,7 @@ LIBRARIES = {
     "triton": {"kernels"},
     "scipy": {"study", "plan"},  # statistics; the fit of a calibration
     "pyarrow": {"data", "evaluate"},
+    "huggingface_hub": {"data"},
     "msgpack": {"journal"},
     "starlette": {"report"},
     "uvicorn": {"report"},

@@ -13,6 +13,7 @@ from megatron_ibpo.basics.records import Group
 from megatron_ibpo.basics.strict_json import read_json
 from megatron_ibpo.basics.text import shown
 from megatron_ibpo.basics.user_files import JSON_BYTES, read_user_file
+from megatron_ibpo.config import display_name
 from megatron_ibpo.data import Tokenizer
 from megatron_ibpo.evaluate.stored_samples import RESULTS_FILE
 from megatron_ibpo.report.alarms import run_alarms
@@ -140,7 +141,7 @@ class RunSource:
             steps = self._log.columns["step"]
             alarms = run_alarms(steps, groups_per_step=self._groups_per_step())
             last = self._last_numbers()
-        model = Path(self._settings["hf-checkpoint"]).name
+        model = display_name(Path(self._settings["hf-checkpoint"]))
         return {
             "name": self.name,
             "kind": "run",

@@ -1,0 +1,102 @@
+"""Prompts that are held out of training for evaluation, where the user names none: a part of the data set
+made for that if it has one, otherwise a small share of its questions.
+
+A question's hash decides, so equal questions are on one side, and the seed and the files alone settle which.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from itertools import islice
+from pathlib import Path
+from typing import Literal
+
+from megatron_ibpo.data.division import Division, question_hash
+from megatron_ibpo.data.files import LazyRow, chosen_files
+from megatron_ibpo.data.tables import Row
+from megatron_ibpo.data.tokenizer import DataError
+
+SHARE_OF_SMALL, SHARE_OF_LARGE = 0.05, 0.01
+"""Share of the questions of a file that is read whole, and of a larger one. Small, since they are lost to
+training."""
+MOST_HELD_OUT = 2048
+"""Most held-out prompts that are evaluated: finding one in a large file means reading a hundred rows."""
+_HASHES = 2**63
+
+Question = Callable[[Row], str]
+"""Returns the text by which a row's question is compared; raises DataError for a row that has none."""
+
+
+def divided_files(path: Path, role: Literal["train", "eval"], split: str | None) -> tuple[list[Path], bool]:
+    """Return (the files for the role, True if their rows must be divided).
+
+    Args:
+        split: part of a directory, by name, which is then divided.
+
+    Raises:
+        DataError: there is nothing to train on.
+    """
+    train = chosen_files(path, "train", split)
+    if split is None:
+        with suppress(DataError):
+            held_out = chosen_files(path, "eval", None)
+            if not {*train} & {*held_out}:
+                return (train if role == "train" else held_out), False
+    return train, True
+
+
+def small_division(rows: Iterable[Row | DataError], question: Question, seed: int, name: str) -> Division:
+    """Return the division of rows that are all known.
+
+    Raises:
+        DataError: they have fewer than two questions.
+    """
+    hashes = sorted({question_hash(text, seed) for row in rows if (text := _text(row, question)) is not None})
+    if len(hashes) < 2:
+        raise DataError(
+            f"{name}: too few questions to hold some out for evaluation; name others by --eval-prompt-data, "
+            "or turn evaluation off by --eval-num-prompts 0"
+        )
+    return Division(seed, hashes[max(1, round(SHARE_OF_SMALL * len(hashes))) - 1])
+
+
+def large_division(seed: int) -> Division:
+    """Return the division of rows that are not all read."""
+    return Division(seed, int(SHARE_OF_LARGE * _HASHES))
+
+
+def training_rows(
+    rows: Sequence[tuple[str, Row | DataError]], division: Division, question: Question
+) -> list[tuple[str, Row | DataError]]:
+    """Return the rows that are trained on, those that cannot be read among them."""
+    return [
+        (where, row)
+        for where, row in rows
+        if (text := _text(row, question)) is None or not division.holds_out(text)
+    ]
+
+
+def held_out_rows(
+    rows: Iterable[LazyRow], division: Division, question: Question
+) -> Iterator[tuple[str, Row | DataError]]:
+    """Yield the rows that are held out with their places, each question once."""
+
+    def found() -> Iterator[tuple[str, Row | DataError]]:
+        seen: set[str] = set()
+        for where, read in rows:
+            with suppress(DataError):  # a row that cannot be read is training's
+                row = read()
+                text = question(row)
+                if text not in seen and division.holds_out(text):
+                    seen.add(text)
+                    yield where(), row
+
+    return islice(found(), MOST_HELD_OUT)
+
+
+def _text(row: Row | DataError, question: Question) -> str | None:
+    if isinstance(row, DataError):
+        return None
+    try:
+        return question(row)
+    except DataError:
+        return None

@@ -1,0 +1,218 @@
+"""Models and data sets of the Hugging Face Hub, downloaded into huggingface_hub's own cache.
+
+The cache's rules hold: HF_HOME places it, HF_HUB_OFFLINE uses only what it has, HF_TOKEN opens what is
+private or gated, HF_ENDPOINT names another Hub. What comes back is the directory of a snapshot, whose path
+has the commit in it.
+"""
+
+import glob
+import re
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from megatron_ibpo.basics.text import listed
+from megatron_ibpo.config import HubId, hub_id
+from megatron_ibpo.data.files import HELD_OUT, SUFFIXES
+
+_OF_MODELS = ("*.json", "*.jinja", "*.txt", "*.model")
+"""Files of a model's top folder that a run may read besides the weights: configuration, tokenizer."""
+_USUAL = ("", "default", "main", "data")
+"""Folders to take, in this order, from a repository with several data sets: usual names of the first one."""
+
+Pins = Callable[[str], str | None]
+"""Returns the commit that an earlier start of this run had, by the name of a repository's folder in the
+cache (models--owner--name); None: it had none."""
+
+
+class HubError(ValueError):
+    """A model or data set that cannot be had; the message says why and what to do."""
+
+
+def no_pins(folder: str) -> str | None:
+    """Return None: there was no earlier start."""
+    return None
+
+
+def pins_of(runs: Iterable[Path]) -> Pins:
+    """Return the commits in the settings (config.yaml) that runs were made with."""
+    settings = [text.read_text(errors="replace") for run in runs if (text := run / "config.yaml").is_file()]
+
+    def pinned(folder: str) -> str | None:
+        pattern = re.compile(rf"/{re.escape(folder)}/snapshots/([0-9a-f]{{40}})")
+        return next((found[1] for text in settings if (found := pattern.search(text))), None)
+
+    return pinned
+
+
+def local_model(path: Path, pins: Pins = no_pins, *, weights: bool = True) -> Path:
+    """Return the directory of a model; one of the Hub is downloaded first.
+
+    Args:
+        path: a local path, which is returned as it is, or a Hub id.
+        weights: False if configuration and tokenizer are enough.
+
+    Raises:
+        HubError: the Hub or its cache does not have it; says what to do.
+    """
+    asked = hub_id(path)
+    if asked is None:
+        return path
+    if asked.path:
+        raise HubError(f"--hf-checkpoint {path}: a model is owner/name or owner/name@revision on the Hub")
+    asked = _pinned(asked, "model", pins)
+    wanted = [*_OF_MODELS, "*.safetensors"] if weights else [*_OF_MODELS]
+    return _snapshot(asked, "model", wanted, ["*/*"])
+
+
+def local_source(spec: str, pins: Pins = no_pins) -> str:
+    """Return a source of prompts with a path in place of a Hub id; the data set is downloaded first. Its
+    task, unless named, is the repository's name.
+
+    Raises:
+        HubError: the Hub or its cache does not have it, or it has several data sets; says what to do.
+    """
+    location, _, settings = spec.partition("?")
+    asked = None if "://" in location else hub_id(location)
+    if asked is None:
+        return spec
+    asked = _pinned(asked, "dataset", pins)
+    commit, files = _listing(asked)
+    folder, chosen = _chosen_data(asked, files)
+    wanted = [glob.escape(file) for file in chosen]
+    path = _snapshot(replace(asked, revision=commit), "dataset", wanted, named=asked) / folder
+    if not re.search(r"(^|&)task=", settings):
+        settings += f"{'&' if settings else ''}task={asked.name}"
+    return f"{path}?{settings}"
+
+
+def _pinned(asked: HubId, kind: str, pins: Pins) -> HubId:
+    from huggingface_hub.file_download import repo_folder_name
+
+    if asked.revision is not None:
+        return asked
+    commit = pins(repo_folder_name(repo_id=asked.repo, repo_type=kind))
+    return asked if commit is None else replace(asked, revision=commit)
+
+
+def _snapshot(
+    asked: HubId,
+    kind: str,
+    wanted: list[str],
+    ignored: list[str] | None = None,
+    *,
+    named: HubId | None = None,
+) -> Path:
+    """Download the files that match `wanted` and not `ignored`; return the directory of the snapshot.
+
+    Args:
+        named: the id as the user wrote it, for messages, if it is another.
+    """
+    from huggingface_hub import snapshot_download
+
+    def download() -> str:
+        return snapshot_download(
+            asked.repo,
+            repo_type=kind,
+            revision=asked.revision,
+            allow_patterns=wanted,
+            ignore_patterns=ignored,
+        )
+
+    path = Path(_answer(named or asked, kind, download))
+    print(f"{named or asked} of the Hub: commit {path.name}, in {path}", file=sys.stderr, flush=True)
+    return path
+
+
+def _listing(asked: HubId) -> tuple[str, list[str]]:
+    """Return (commit, names of all files) of a data set; without the Hub, as the cache has them."""
+    from huggingface_hub import HfApi, get_cached_repo_tree
+    from huggingface_hub.errors import CachedRepoTreeNotFoundError
+
+    api = HfApi()
+    about = partial[dict[str, Any]](dict, repo_id=asked.repo, repo_type="dataset")
+    revision = _answer(asked, "dataset", lambda: api.resolve_revision(**about(revision=asked.revision)))
+    commit = str(revision.resolved)
+    try:
+        return commit, [file.path for file in get_cached_repo_tree(**about(revision=commit))]
+    except CachedRepoTreeNotFoundError:
+        return commit, _answer(asked, "dataset", lambda: api.list_repo_files(**about(revision=commit)))
+
+
+def _chosen_data(asked: HubId, files: Iterable[str]) -> tuple[str, list[str]]:
+    """Return (the folder or file to read, the files in it); "" is the top folder."""
+    data = [file for file in files if file.endswith(SUFFIXES)]
+    if asked.path in data:
+        return asked.path, [asked.path]
+    folders: dict[str, list[str]] = {}
+    for file in sorted(data):
+        if not asked.path or file.startswith(f"{asked.path}/"):
+            folders.setdefault(_data_set_of(file), []).append(file)
+    if not folders:
+        raise HubError(
+            f"{asked}: the data set has no file there that ends in {', '.join(SUFFIXES)}; try "
+            f"{asked.repo}@refs/convert/parquet, where the Hub keeps others as parquet"
+        )
+    names = [name or "the top folder" for name in folders]
+    usual = list(folders) if len(folders) == 1 else [name for name in _USUAL if name in folders]
+    if not usual:
+        one = replace(asked, path=names[0])
+        raise HubError(f"{asked}: several data sets, {listed(names, most=20)}; name one, such as {one}")
+    if len(folders) > 1:
+        said = f"{asked} has several data sets, {listed(names, most=20)}: takes {usual[0] or names[0]}"
+        print(said, file=sys.stderr, flush=True)
+    return usual[0], folders[usual[0]]
+
+
+def _data_set_of(file: str) -> str:
+    """Return the folder of the data set that a file belongs to: its own, or that around train/, test/ …"""
+    folder = Path(file).parent
+    if folder.name in ("train", *HELD_OUT):
+        folder = folder.parent
+    return "" if folder == Path() else str(folder)
+
+
+def _answer(asked: HubId, kind: str, ask: Callable[[], Any]) -> Any:
+    """Return what the Hub answers.
+
+    Raises:
+        HubError: it has no such repository or revision, does not open it, or cannot be reached.
+    """
+    from httpx2 import HTTPError
+    from huggingface_hub import constants, errors
+
+    what = f"{asked}: there is no such path, and"
+    try:
+        return ask()
+    except errors.GatedRepoError as error:
+        why = "is gated: accept its terms on its page, then `hf auth login` or set HF_TOKEN"
+        raise HubError(f"{what} on {constants.ENDPOINT} the {kind} {asked.repo} {why}") from error
+    except errors.RevisionNotFoundError as error:
+        raise HubError(f"{what} the {kind} {asked.repo} has no revision {asked.revision}") from error
+    except errors.RepositoryNotFoundError as error:
+        raise HubError(
+            f"{what} no {kind} {asked.repo} on {constants.ENDPOINT}; a private one needs `hf auth login` or "
+            "HF_TOKEN"
+        ) from error
+    except (
+        errors.LocalEntryNotFoundError,
+        errors.RevisionResolutionError,
+        errors.OfflineModeIsEnabled,
+    ) as error:
+        said = (
+            "HF_HUB_OFFLINE is set"
+            if constants.HF_HUB_OFFLINE
+            else f"{constants.ENDPOINT} does not answer ({_first_line(error.__cause__ or error)})"
+        )
+        raise HubError(
+            f"{what} {said}, and the cache in {constants.HF_HUB_CACHE} lacks the {kind}, or a part of it"
+        ) from error
+    except (HTTPError, ConnectionError) as error:
+        raise HubError(f"{what} {constants.ENDPOINT} does not give it: {_first_line(error)}") from error
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0][:200] or type(error).__name__

@@ -1,0 +1,168 @@
+"""Models and data sets of the Hugging Face Hub, by a server on this machine that answers in its place."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from megatron_ibpo.config.hub_ids import display_name, missing_snapshot, read_hub_id
+from megatron_ibpo.run.settings import parse_config
+from support.hub_stand_in import hub_stand_in
+from support.paths import ROOT
+
+TINY, RECIPE = ROOT / "examples/tiny_qwen3", ROOT / "examples/recipes/small_dense_cpu.yaml"
+OLD, NEW = "a" * 40, "b" * 40
+
+PROGRAM = """
+import json, sys
+from megatron_ibpo.run.hub_inputs import with_local_copies
+from megatron_ibpo.run.settings import parse_config
+for words in json.loads(sys.argv[1]):
+    try:
+        config = with_local_copies(parse_config(words))
+        data = config.data
+        print(json.dumps([str(config.model.hf_checkpoint), *data.prompt_data, data.eval_prompt_data]))
+    except ValueError as error:
+        print(json.dumps(str(error)))
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A data set in the layout of openai/gsm8k, and room for the cache."""
+    place = tmp_path_factory.mktemp("hub")
+    for name in ("main", "socratic"):
+        (place / "gsm8k" / name).mkdir(parents=True)
+        for split, count in (("train", 30), ("test", 3)):
+            rows = [{"question": f"{n}+{n}", "answer": f"...\n#### {2 * n}"} for n in range(count)]
+            text = "\n".join(map(json.dumps, rows))
+            (place / f"gsm8k/{name}/{split}-00000-of-00001.jsonl").write_text(text)
+    (place / "gsm8k/README.md").write_text("# GSM8K")
+    shutil.copytree(TINY, place / "model")
+    (place / "model/original").mkdir()
+    (place / "model/original/model.safetensors").write_bytes(b"the same weights in another layout")
+    return place
+
+
+NEWEST = ["--hf-checkpoint", "Qwen/Tiny", "--prompt-data", "openai/gsm8k?weight=2"]
+DATA = ["--hf-checkpoint", str(TINY), "--prompt-data"]
+ASKED = {
+    "newest": NEWEST,
+    "resumed": [*NEWEST, "--load", "run"],
+    "revision": ["--hf-checkpoint", f"Qwen/Tiny@{OLD}"],
+    "parts": [
+        *DATA,
+        "openai/gsm8k@main/socratic?task=mine",
+        "--eval-prompt-data",
+        "held=openai/gsm8k?split=test",
+    ],
+    "no model": ["--hf-checkpoint", "Qwen/Nope"],
+    "no revision": ["--hf-checkpoint", "Qwen/Tiny@v2"],
+    "part of a model": ["--hf-checkpoint", "Qwen/Tiny/sub"],
+    "no data": [*DATA, "openai/gsm8k/other"],
+}
+OFFLINE = {"newest": NEWEST, "not cached": [*DATA, "openai/none"]}
+
+
+@pytest.fixture(scope="module")
+def answers(place):
+    """What the command lines of ASKED become, and stderr; then of OFFLINE, from the cache alone."""
+    cache = place / "home/hub"
+    (place / "run").mkdir()
+    (place / "run/config.yaml").write_text(
+        f"hf-checkpoint: {cache}/models--Qwen--Tiny/snapshots/{OLD}\n"
+        f"prompt-data:\n- {cache}/datasets--openai--gsm8k/snapshots/{OLD}/main?weight=2\n"
+    )
+    with hub_stand_in() as hub:
+        hub.add("Qwen/Tiny", place / "model", NEW)
+        hub.add("datasets/openai/gsm8k", place / "gsm8k", NEW)
+        return resolved(place, hub.url, ASKED), resolved(place, hub.url, OFFLINE, offline=True)
+
+
+def resolved(place, url, asked, *, offline=False):
+    """Return (the model, prompts and held-out prompts of each command line, or its error; stderr)."""
+    found = subprocess.run(
+        [sys.executable, "-c", PROGRAM, json.dumps([*asked.values()])],
+        env={**os.environ, "HF_HOME": str(place / "home"), "HF_ENDPOINT": url,
+             "HF_HUB_OFFLINE": str(int(offline)), "IBPO_CWD": str(place), "PYTHONPATH": str(ROOT)},
+        check=True, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    return dict(zip(asked, map(json.loads, found.stdout.splitlines()), strict=True)), found.stderr
+
+
+def test_ids_become_snapshots_of_the_cache(place, answers):
+    (found, said), (offline, _) = answers
+    model = place / f"home/hub/models--Qwen--Tiny/snapshots/{NEW}"
+    data = place / f"home/hub/datasets--openai--gsm8k/snapshots/{NEW}"
+    assert found["newest"] == [str(model), f"{data}/main?weight=2&task=gsm8k", None]
+    held_out = f"held={data}/main?split=test&task=gsm8k"
+    assert found["parts"] == [str(TINY), f"{data}/socratic?task=mine", held_out]
+    assert offline["newest"] == found["newest"]
+    assert f"Qwen/Tiny of the Hub: commit {NEW}" in said
+    assert "openai/gsm8k has several data sets, main, socratic: takes main" in said
+    assert (model / "model.safetensors").read_bytes() == (TINY / "model.safetensors").read_bytes()
+    assert not (model / "original").exists()
+    assert not (data / "README.md").exists()
+
+
+def test_a_revision_is_taken_and_a_resumed_run_keeps_the_commits_that_it_had(place, answers):
+    (found, _), _ = answers
+    model = place / f"home/hub/models--Qwen--Tiny/snapshots/{OLD}"
+    data = place / f"home/hub/datasets--openai--gsm8k/snapshots/{OLD}"
+    assert found["resumed"] == [str(model), f"{data}/main?weight=2&task=gsm8k", None]
+    assert found["revision"][0] == str(model)
+
+
+def test_what_cannot_be_had_is_one_line(answers):
+    (found, _), (offline, _) = answers
+    assert "Qwen/Nope: there is no such path, and no model Qwen/Nope on http" in found["no model"]
+    assert "the model Qwen/Tiny has no revision v2" in found["no revision"]
+    assert "a model is owner/name or owner/name@revision" in found["part of a model"]
+    assert "no file there that ends in .jsonl" in found["no data"]
+    assert "HF_HUB_OFFLINE is set, and the cache in" in offline["not cached"]
+    assert not any("\n" in said for said in (*found.values(), *offline.values()) if isinstance(said, str))
+
+
+def test_a_path_wins_over_an_id(tmp_path, monkeypatch):
+    monkeypatch.setenv("IBPO_CWD", str(tmp_path))
+    (tmp_path / "Qwen/Tiny").mkdir(parents=True)
+    assert parse_config(["--hf-checkpoint", "Qwen/Tiny"]).model.hf_checkpoint == tmp_path / "Qwen/Tiny"
+    mistyped = parse_config(["--hf-checkpoint", "Qwen/Tyni"])
+    (said,) = [line for line in mistyped.problems(trains=False) if "hf-checkpoint" in line]
+    assert "Qwen/Tyni is not a directory" in said
+    assert "Qwen/Tyni@main would name it on the Hugging Face Hub" in said
+    assert parse_config(["--prompt-data", "data/train.jsonl"]).data.prompt_data == (
+        f"{tmp_path}/data/train.jsonl",
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("Qwen/Qwen3-0.6B", ("Qwen/Qwen3-0.6B", None, "")),
+        ("a/b@refs/pr/3", ("a/b", "refs/pr/3", "")),
+        ("a/b@refs/convert/parquet/main", ("a/b", "refs/convert/parquet", "main")),
+        ("openai/gsm8k/main/train.parquet", ("openai/gsm8k", None, "main/train.parquet")),
+        ("train.jsonl", None),
+        ("/models/Qwen3", None),
+        ("../models/Qwen3", None),
+        ("data/train.jsonl", None),
+    ],
+)
+def test_ids_are_told_from_paths(text, parts):
+    found = read_hub_id(text)
+    assert (found and (found.repo, found.revision, found.path)) == parts
+    assert found is None or str(found) == text
+
+
+def test_a_snapshot_that_is_gone_is_found_again_by_its_commit():
+    path = f"/gone/hub/models--Qwen--Qwen3-0.6B/snapshots/{OLD}"
+    assert str(missing_snapshot(path)) == f"Qwen/Qwen3-0.6B@{OLD}"
+    assert str(missing_snapshot(path + "/main")) == f"Qwen/Qwen3-0.6B@{OLD}/main"
+    assert missing_snapshot("/gone/models") is None
+    assert display_name(type(ROOT)(path)) == "Qwen3-0.6B"
