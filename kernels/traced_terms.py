@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import torch
 import triton
@@ -231,13 +231,14 @@ def _graph(term: Callable[..., Any], inputs: tuple[str, ...], parameters: Mappin
             clips = isinstance(found, tuple)
             return found if clips else (found, found.detach())
 
-        value, pull, clipped = torch.func.vjp(moved, *(fixed[place] for place in moving), has_aux=True)
+        found = torch.func.vjp(moved, *(fixed[place] for place in moving), has_aux=True)
+        value, pull, clipped = cast(tuple[Tensor, Callable[[Tensor], tuple[Tensor, ...]], Tensor], found)
         slope = functools.reduce(operator.add, pull(torch.ones_like(value)))
         return (value, slope, clipped) if clips else (value, slope)
 
     traced = make_fx(
         torch.func.functionalize(value_and_slope, remove="mutations_and_views"),
-        decomposition_table=core_aten_decompositions(),
+        decomposition_table=dict(core_aten_decompositions()),
         tracing_mode="fake",
     )
     try:
@@ -326,11 +327,10 @@ def _expression(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
     if target is aten.where:
         return f"tl.where({', '.join(said(value) for value in arguments)})"
     if target is aten.masked_fill:
-        value, mask, filling = (said(value) for value in arguments)
-        return f"tl.where({mask}, {filling}, {value})"
+        return f"tl.where({said(arguments[1])}, {said(arguments[2])}, {said(arguments[0])})"
     if target is aten.clamp:
-        value, low, high = (*arguments, None, None)[:3]
-        text = said(value)
+        _, low, high = (*arguments, None, None)[:3]
+        text = said(arguments[0])
         text = text if low is None else f"tl.maximum({text}, {said(low)})"
         return text if high is None else f"tl.minimum({text}, {said(high)})"
     if target is aten.pow and isinstance(arguments[1], int | float):
@@ -368,7 +368,8 @@ def _line_of(
     term: Callable[..., Any], inputs: tuple[str, ...], parameters: Mapping[str, Any], wanted: Any
 ) -> str:
     """Return file and line of the term that calls an operator, or where the term begins."""
-    file, found = _place(term).partition(", line ")[0], []
+    file = _place(term).partition(", line ")[0]
+    found: list[traceback.FrameSummary] = []
 
     class Lines(TorchDispatchMode):
         def __torch_dispatch__(self, operator_called, types, args=(), kwargs=None):

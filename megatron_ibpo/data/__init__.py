@@ -114,7 +114,14 @@ def open_source(
     """
     source = read_spec(spec)
     return _opened(
-        source, tokenizer, data, split=split, max_prompt_len=max_prompt_len, rates=rates, holds_out=holds_out
+        source,
+        tokenizer,
+        data,
+        split=split,
+        max_prompt_len=max_prompt_len,
+        rates=rates,
+        reader_type=Reader,
+        holds_out=holds_out,
     )
 
 

@@ -19,6 +19,7 @@ import pytest
 import tyro
 import yaml
 
+from megatron_ibpo.commands import loss
 from megatron_ibpo.commands import page as report
 from megatron_ibpo.commands.choose_recipe import Devices, choose
 from megatron_ibpo.commands.evaluate import Comparison
@@ -103,6 +104,8 @@ def check_ibpo(words: list[str]) -> None:
         length += 1  # a policy
     if python[:2] == ("-m", "megatron_ibpo.commands.page"):
         tyro.cli(report.Arguments, args=[*python[2:], *words[length:]])
+    elif python == ("-m", "megatron_ibpo.commands.loss"):
+        tyro.cli(loss.Arguments, args=words[length:])
     elif python[:3] == ("-m", "megatron_ibpo.commands.plan", "search"):
         tyro.cli(Search, args=words[length:])
     elif python[:3] == ("-m", "megatron_ibpo.commands.plan", "calibrate"):
