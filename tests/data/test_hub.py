@@ -15,7 +15,7 @@ from megatron_ibpo.run.settings import parse_config
 from support.hub_stand_in import hub_stand_in
 from support.paths import ROOT
 
-TINY, RECIPE = ROOT / "examples/tiny_qwen3", ROOT / "examples/recipes/small_dense_cpu.yaml"
+TINY, RECIPE = ROOT / "examples/tiny_qwen3", ROOT / "examples/recipes/small_cpu.yaml"
 OLD, NEW = "a" * 40, "b" * 40
 
 PROGRAM = """
