@@ -12,7 +12,7 @@ from megatron_ibpo.run.settings import parse_config
 from support.paths import ROOT
 
 TINY = load_tokenizer(ROOT / "examples/tiny_qwen3")
-RECIPE = ROOT / "examples/recipes/small_dense_cpu.yaml"
+RECIPE = ROOT / "examples/recipes/small_cpu.yaml"
 
 
 def rows(path, count, copies=1):
