@@ -126,3 +126,10 @@ def _check_loss(config: Config) -> None:
             "--advantages critic gives every token its own advantage, and the --loss-variant takes one for a "
             "whole sequence; take ppo-clip, grpo or dapo"
         )
+    if "ref_logprobs" in variant.token_inputs and config.loss.kl_coef == 0:
+        raise ValueError("the --loss-variant reads ref_logprobs, which need a reference: --kl-coef above 0")
+    if "positions" in variant.token_inputs and config.parallel.context_parallel_size > 1:
+        raise ValueError(
+            "the --loss-variant reads positions, which ranks of context parallelism do not know: "
+            "--context-parallel-size 1"
+        )

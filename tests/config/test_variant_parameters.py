@@ -6,10 +6,11 @@ import sys
 
 import pytest
 
-from megatron_ibpo.config import LossConfig
+from megatron_ibpo.config import Config, ConfigError, LossConfig, ParallelConfig
 from megatron_ibpo.loss import VARIANTS, Parameter, Variant
 from megatron_ibpo.loss.variants import clipped_surrogate
 from megatron_ibpo.policy.loss_objective import check_loss, loss_params
+from megatron_ibpo.run.checks import check_loss_of_run
 from megatron_ibpo.run.settings import parse_config
 from support.paths import ROOT
 
@@ -116,3 +117,31 @@ def test_a_variant_of_the_users_own_by_import_path(tmp_path, monkeypatch):
     assert loss_params(loss_of(STUDY, flags=flags)) == {"width": 0.5}
     assert loss_params(loss_of(STUDY, flags=[*flags, "--loss-param", "width=0.7"])) == {"width": 0.7}
     sys.modules.pop("my_loss")
+
+
+@pytest.mark.parametrize(
+    ("argument", "flags", "says"),
+    [
+        ("ref_logprobs", {}, "reads ref_logprobs, which need a reference: --kl-coef above 0"),
+        (
+            "positions",
+            {"parallel": ParallelConfig(context_parallel_size=2)},
+            "reads positions.*context-parallel",
+        ),
+        ("_", {}, "term has an argument '_'; a term reads its inputs by these names: log_ratio, logprobs"),
+    ],
+)
+def test_an_input_that_a_term_cannot_have_is_refused_before_the_start(
+    tmp_path, monkeypatch, argument, flags, says
+):
+    write(
+        tmp_path / "reads.py",
+        "from megatron_ibpo.loss import Variant\n"
+        f"def term(log_ratio, advantages, {argument}):\n"
+        f"    return -log_ratio * advantages * {argument}, advantages > 0\n"
+        "READS = Variant(token_term=term)\n",
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=says):
+        check_loss_of_run(Config(loss=LossConfig(loss_variant="reads:READS"), **flags))
+    sys.modules.pop("reads", None)
