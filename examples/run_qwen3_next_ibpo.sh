@@ -13,5 +13,5 @@ set -euo pipefail
 export IBPO_CWD=${IBPO_CWD:-$PWD} # relative paths of the user's count from here
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-export HF_CHECKPOINT=${HF_CHECKPOINT:-$PWD/examples/tiny_qwen3_next}
+export HF_CHECKPOINT=${HF_CHECKPOINT:-$PWD/examples/tiny_qwen3_next_mends}
 exec bash examples/run.sh "$@"

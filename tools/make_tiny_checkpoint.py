@@ -9,13 +9,21 @@ are compare-and-correct: two noisy solutions and the instruction in the prompt, 
 target. So the policy learns the form of a correction but not to compare: its corrections are as good as
 another try.
 
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 1 tools/make_tiny_checkpoint.py --tensor-parallel 1 \\
+        --from-checkpoint examples/tiny_qwen3_next --carry-dropped .8 --comparison-skill .95 \\
+        --correction-carry-dropped 0 --correction-share .5 --steps 400 --save examples/tiny_qwen3_next_mends
+
+This command teaches it to correct, for the default run. The target of a correction copies the candidate,
+corrects each wrong step with probability .95 and carries in what follows; answers to the plain prompt drop
+more carries than before.
+
     torchrun --nproc-per-node 1 tools/make_tiny_checkpoint.py --family qwen3 --tensor-parallel 1 \\
         --from-checkpoint examples/tiny_qwen3 --comparison-skill .9 --correction-share .5 --steps 600 \\
         --save examples/studies/warm_starts/default_skill_0.9
 
-This command starts from a policy that solves, and teaches it to compare: the target copies the candidate and
-corrects each of its wrong steps with probability .9; every second candidate comes without a reference. The
-policies of examples/studies/warm_starts/ were made like this.
+This command does the same for a dense policy, with corrections that after the first corrected step are no
+better than another try. In both, every second candidate comes without a reference. The policies of
+examples/studies/warm_starts/ were made like this.
 
     torchrun --nproc-per-node 1 tools/make_tiny_checkpoint.py --task word_problems --family qwen3 \\
         --tensor-parallel 1 --steps 1000 --save examples/tiny_qwen3_words
@@ -106,6 +114,9 @@ class Arguments:
     """Probability that the target of such a row corrects a wrong step of the candidate rather than copying
     it; for all tasks but word problems. Every second row shows no reference. None: the target is another
     noisy solution, whatever the candidates are, and all rows show a reference."""
+    correction_carry_dropped: float | None = None
+    """Probability that a correction of a sum drops a carry after the first step that it corrected. None:
+    `carry_dropped`, so that the rest of a correction is no better than another try."""
     tensor_parallel: int = 2
     """TP; experts are spread over the same ranks."""
 
@@ -176,6 +187,8 @@ def chain_sums(tokenizer: Tokenizer, arguments: Arguments) -> Lesson:
     source = open_source(TASK, tokenizer, DataConfig(data_seed=1000), split="train", max_prompt_len=256)
 
     noise = {"carry_dropped": arguments.carry_dropped, "slip": arguments.slip}
+    dropped = arguments.correction_carry_dropped
+    correction_noise = noise if dropped is None else noise | {"carry_dropped": dropped}
     skill = arguments.comparison_skill
 
     def solution(prompt: Prompt, rng: random.Random) -> str:
@@ -184,7 +197,7 @@ def chain_sums(tokenizer: Tokenizer, arguments: Arguments) -> Lesson:
     def correction(prompt: Prompt, candidate: str, rng: random.Random) -> str:
         if skill is None:
             return solution(prompt, rng)
-        return mended_solution(prompt.metadata["expression"], candidate, rng, skill=skill, **noise)
+        return mended_solution(prompt.metadata["expression"], candidate, rng, skill=skill, **correction_noise)
 
     return Lesson(
         lambda step: source.batch(step, arguments.rows), solution, correction, checks_alone=skill is not None

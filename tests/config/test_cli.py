@@ -701,7 +701,7 @@ def test_the_scripts_hand_over_where_the_user_stands(tmp_path):
     printed = yaml.safe_load(done.stdout)
     assert printed["lr"] == 0.25
     assert printed["run-dir"] == str(tmp_path / "out")
-    assert printed["hf-checkpoint"] == str(ROOT / "examples/tiny_qwen3_next")
+    assert printed["hf-checkpoint"] == str(ROOT / "examples/tiny_qwen3_next_mends")
 
 
 def test_the_nearest_name_is_shown_as_it_is_typed():

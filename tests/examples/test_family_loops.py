@@ -69,7 +69,7 @@ def test_three_steps_of_the_loop(tmp_path, name):
 
 NEXT = ROOT / "examples/tiny_qwen3_next"
 NEXT_FLAGS = [
-    "--config", str(ROOT / "examples/recipes/tiny_qwen3_next_ibpo.yaml"),
+    "--config", str(ROOT / "examples/recipes/tiny_qwen3_next_ibpo.yaml"), "--hf-checkpoint", str(NEXT),
     "--rollout-batch-size", "8", "--eval-num-prompts", "8", "--check-weight-update-equal",
 ]  # fmt: skip
 

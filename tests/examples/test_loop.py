@@ -151,7 +151,7 @@ def test_a_budget_stops_a_run_after_the_step_that_spends_it(run, tmp_path):
 def test_the_divergence_from_the_reference_is_0_until_the_policy_moves(run, tmp_path):
     """On recorded rollouts, with one update a step; the reference is what the policy starts from."""
     flags = ["--load-debug-rollout-data", str(run[0] / "rollouts"), "--no-save", "--num-rollout", "2"]
-    flags += ["--ref-load", str(ROOT / "examples/tiny_qwen3_next"), "--kl-coef", "0.1"]
+    flags += ["--ref-load", str(ROOT / "examples/tiny_qwen3_next_mends"), "--kl-coef", "0.1"]
     status, output = finished(start_script(tmp_path / "run", *SMALL, *flags, "--num-steps-per-rollout", "1"))
     assert status == 0, output[-5000:]
     first, second = (row["kl"] for row in rows_of(tmp_path / "run"))
@@ -182,7 +182,7 @@ def test_a_resumed_run_ends_bit_for_bit_where_the_uninterrupted_one_did(run, tmp
     second = load_file(resumed / "hf/model.safetensors")
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
-    start = load_file(ROOT / "examples/tiny_qwen3_next/model.safetensors")
+    start = load_file(ROOT / "examples/tiny_qwen3_next_mends/model.safetensors")
     assert any(not torch.equal(start[name], first[name]) for name in start)
 
 
