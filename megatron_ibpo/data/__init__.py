@@ -176,7 +176,11 @@ def _of_files(reader: Reader, split: Literal["train", "eval"], *, holds_out: boo
         return _told(opened, f"its own held-out part, {files[0].name}", source.location) if told else opened
     if small is not None:
         known = list(small)
-        division = small_division([row for _, row in known], reader.question, seed, source.location)
+        try:
+            division = small_division([row for _, row in known], reader.question, seed, source.location)
+        except DataError:
+            _of_rows(known, reader, split)  # a row that cannot be used is the better reason
+            raise
         if split == "train":
             return _of_rows(training_rows(known, division, reader.question), reader, split)
         rows = held_out_rows(starmap(lazy, known), division, reader.question)

@@ -85,7 +85,7 @@ def supervised(config: Config) -> tuple[Config, list[str]]:
         for section in ("loss", "algorithm", "rollout")
         for name, value in vars(getattr(config, section)).items()
         if value not in (getattr(getattr(chosen, section), name), getattr(getattr(untouched, section), name))
-        and name != "parameters"
+        and name not in ("parameters", "rollout_max_response_len")  # which follows the model's context
     ]
     return chosen, idle
 

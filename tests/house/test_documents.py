@@ -210,7 +210,7 @@ def test_every_command_shows_its_help_from_any_directory(tmp_path):
 
 
 def test_an_unknown_command_names_those_that_there_are(capsys):
-    assert main(["convert"]) == 2
+    assert main(["konvert"]) == 2
     assert "convert to-megatron, convert to-hf" in capsys.readouterr().err
 
 

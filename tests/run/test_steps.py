@@ -101,7 +101,7 @@ def test_what_was_sampled_before_an_error_is_not_sampled_again(
             step_in_vain()
     assert backend.engines.asked
     assert status_of(config) == status
-    assert "to go on from the journal" in capsys.readouterr().out
+    assert "To resume from the journal" in capsys.readouterr().out
     with pytest.raises(ValueError, match="this run is closed"):
         next(opened[0])
 
