@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron_ibpo.basics.entry_point import command
 from megatron_ibpo.config import named_values
 from megatron_ibpo.loss import Variant, choose_backend, resolve_variant
-from megatron_ibpo.loss.term_inputs import MORE, SequenceInputs, Term, TokenInputs, apply_term
+from megatron_ibpo.loss.term_inputs import SequenceInputs, Term, TokenInputs, apply_term
 
 EXAMPLE = {
     "lengths": 100.0,
@@ -29,7 +29,7 @@ EXAMPLE = {
     "rollout_logprobs": -1.0,
     "logprobs": -1.0,
 }
-"""What a term sees beside log-ratio and advantage, in the picture and the check."""
+"""Values of the inputs beside log-ratio and advantage, in the picture and the check."""
 POINTS = 2001
 GRADIENT_BOUND = 1e-5
 
@@ -77,7 +77,7 @@ def triton_source(kind: str, term: Term, variant: Variant, params: Mapping[str, 
     from megatron_ibpo.kernels.traced_terms import TermError, traced_source
 
     given = GIVEN if kind == "token" else SEQUENCE_GIVEN
-    others = tuple(name for name in MORE if kind == "token" and name in variant.token_inputs)
+    others = variant.further_inputs if kind == "token" else ()
     try:
         source = traced_source(term, given, others, params)
     except TermError as error:

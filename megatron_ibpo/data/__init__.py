@@ -112,15 +112,13 @@ def open_source(
     Raises:
         DataError: the source or one of its prompts cannot be used.
     """
-    source = read_spec(spec)
-    return _opened(
-        source,
+    return open_sources(
+        (spec,),
         tokenizer,
         data,
         split=split,
         max_prompt_len=max_prompt_len,
         rates=rates,
-        reader_type=Reader,
         holds_out=holds_out,
     )
 

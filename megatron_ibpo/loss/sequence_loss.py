@@ -11,7 +11,7 @@ from megatron_ibpo.loss.logprobs import packed_logprobs
 from megatron_ibpo.loss.objective import Objective
 from megatron_ibpo.loss.packed_rows import LossRows
 from megatron_ibpo.loss.segments import segment_loss
-from megatron_ibpo.loss.term_inputs import MORE, more_inputs
+from megatron_ibpo.loss.term_inputs import more_inputs
 
 
 @dataclass(frozen=True)
@@ -89,5 +89,4 @@ def check_terms(objective: Objective) -> None:
     """
     from megatron_ibpo.kernels.segment_loss import traced_terms
 
-    names = objective.variant.token_inputs
-    traced_terms(objective, tuple(name for name in MORE if name in names))
+    traced_terms(objective, objective.variant.further_inputs)

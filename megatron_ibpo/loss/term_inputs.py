@@ -1,4 +1,4 @@
-"""What the terms of a loss variant may read: each input is a positional argument of its name.
+"""Inputs of the terms of a loss variant: each is read by a positional argument of its name.
 
 Only inputs that a term names are computed, and only these are loaded by the kernels. All are floats of one
 shape: [N] for token terms, [S] for sequence terms. Gradients go through log_ratio and logprobs alone.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_ibpo.config import known_or_path, load_hook
-from megatron_ibpo.loss.term_inputs import SequenceInputs, Term, TokenInputs, input_names
+from megatron_ibpo.loss.term_inputs import MORE, SequenceInputs, Term, TokenInputs, input_names
 
 # exp(80) is the last power of ten below float32's largest: ratios beyond it are clipped anyway, and an
 # infinite one would turn a zero coefficient into NaN.
@@ -80,6 +80,11 @@ class Variant:
     def token_inputs(self) -> tuple[str, ...]:
         """Names of what the token term reads; see `TokenInputs`."""
         return () if self.token_term is None else input_names(self.token_term, TokenInputs)
+
+    @property
+    def further_inputs(self) -> tuple[str, ...]:
+        """Those of `token_inputs` that are made only for terms that read them, in the kernels' order."""
+        return tuple(name for name in MORE if name in self.token_inputs)
 
     @property
     def takes_token_advantages(self) -> bool:

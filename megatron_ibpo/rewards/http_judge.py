@@ -21,8 +21,8 @@ _PLACEHOLDER = re.compile(r"\{\{\s*+(\w++)\s*+\}\}")
 _PLACEHOLDERS = ("question", "response", "label")
 _NUMBER = r"([-+]?(?:\d++(?:\.\d++)?+|\.\d++)(?:e[-+]?\d++)?+)"
 _OTHERWISE = r"(?!\w|[.,–-]\d|\s*+(?:[/%]|out\ of))"
-"""What must not follow the number: `0,8`, `0-1`, `7/10` and `70 %` are in another notation or range than a
-run expects, and no score."""
+"""Text that must not follow the number: `0,8`, `0-1`, `7/10` and `70 %` are in another notation or range
+than a run expects, and no score."""
 _SCORE = re.compile(
     rf"""\bscore[\s"'*_`]{{0,8}}+[:=][\s"'*_`]{{0,8}}+{_NUMBER}{_OTHERWISE}""", re.IGNORECASE | re.VERBOSE
 )
