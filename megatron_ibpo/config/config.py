@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from megatron_ibpo.config.algorithm import AlgorithmConfig
 from megatron_ibpo.config.data import DataConfig
+from megatron_ibpo.config.environment import EnvironmentConfig
 from megatron_ibpo.config.loss import LossConfig
 from megatron_ibpo.config.rollout import RolloutConfig
 from megatron_ibpo.config.run import ClusterConfig, RunConfig
@@ -26,6 +27,7 @@ class Config:
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     data: DataConfig = field(default_factory=DataConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     run: RunConfig = field(default_factory=RunConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
@@ -47,6 +49,15 @@ class Config:
         Args:
             trains: False if the policy is only evaluated.
         """
-        checked = (self.model, self.parallel, self.optimizer, self.loss, self.data, self.rollout, self.run)
+        checked = (
+            self.model,
+            self.parallel,
+            self.optimizer,
+            self.loss,
+            self.data,
+            self.rollout,
+            self.environment,
+            self.run,
+        )
         missing = self.data.missing(self.run, trains=trains)
         return [*missing, *(problem for section in checked for problem in section.problems(self))]

@@ -19,8 +19,8 @@ PACKAGE = Path(megatron_ibpo.__file__).parent
 
 ROOMS = [
     "commands", "study", "run", "plan", "report", "evaluate", "sampling", "cluster", "engines", "policy",
-    "weights", "journal", "credit", "loss", "kernels", "models", "data", "rewards", "edit_distance", "config",
-    "basics",
+    "weights", "journal", "credit", "loss", "kernels", "models", "environments", "data",
+    "rewards", "edit_distance", "config", "basics",
 ]  # fmt: skip
 """From the top floor down: a room imports only from rooms below it, inside functions too."""
 
