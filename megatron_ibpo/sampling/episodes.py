@@ -45,6 +45,8 @@ class Episodes:
     reward_threshold: float
     max_context: int | None
     """Limit of tokens in prompt and episode together."""
+    framed: Callable[[list[Message]], list[Message]] = lambda messages: messages
+    """Puts the run's system prompt before an opening."""
     faults: Counter[str] = field(default_factory=Counter)
     """Faults of environments by kind since the last `take_metrics`."""
     counts: Counter[str] = field(default_factory=Counter)
@@ -102,7 +104,7 @@ class Episodes:
         try:
             if np.array_equal(script.request.prompt_token_ids, prompt.token_ids):
                 opening = session.opening
-                script.open(token_ids(self.chat.open(opening.messages, opening.tools)))
+                script.open(token_ids(self.chat.open(self.framed(list(opening.messages)), opening.tools)))
             done = await self._take_turns(script, session, ask)
             return self._scored(script.sample("stop" if done else "length"), script, await session.score())
         finally:
