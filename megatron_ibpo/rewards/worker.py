@@ -11,16 +11,14 @@ is a number, or a mapping with the number as `score` and further numbers.
 """
 
 import ctypes
-import math
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
-from numbers import Real
 from typing import Any
 
-from megatron_ibpo.basics.records import LARGEST_REWARD
+from megatron_ibpo.basics.reward_value import read_reward
 from megatron_ibpo.config import ConfigError, load_hook
 from megatron_ibpo.rewards.reward_errors import RESPONSE_ERROR, ResponseError
 
@@ -109,32 +107,10 @@ def _value(function: _Function, arguments: tuple[Any, ...]) -> Any:
 
 def _outcome(value: Any) -> Answer:
     """Return the reward in a function's value, or why it is no reward."""
-    parts = {"score": value} if not isinstance(value, Mapping) else dict(value)
-    if "score" not in parts:
-        return _no_reward(f"ValueError: expected a number, or a mapping with a score; got {value!r}")
-    for name, number in parts.items():
-        what = "number" if value is number else f"number as {name!r}"
-        if not isinstance(name, str):
-            return _no_reward(f"TypeError: names must be text, got {name!r}")
-        if not isinstance(number, Real):
-            return _no_reward(f"TypeError: expected a {what}, got {type(number).__name__} {number!r}")
-        if not _fits(number):
-            return _no_reward(f"ValueError: expected a {_too_large(what, number)}")
-    return float(parts.pop("score")), {name: float(number) for name, number in parts.items()}, None
-
-
-def _fits(number: Any) -> bool:
-    return bool(abs(number) <= LARGEST_REWARD)  # false for NaN as well
-
-
-def _too_large(what: str, number: Real) -> str:
     try:
-        got = float(number)
-    except OverflowError:  # an integer of more than 308 digits
-        return f"{what} of at most {LARGEST_REWARD:g} in size, got a longer one: scale it"
-    if not math.isfinite(got):
-        return f"finite {what}, got {got}"
-    return f"{what} of at most {LARGEST_REWARD:g} in size, got {got:g}: scale it"
+        return *read_reward(value), None
+    except (TypeError, ValueError) as error:
+        return _no_reward(f"{type(error).__name__}: {error}")
 
 
 def _no_reward(why: str) -> Answer:
