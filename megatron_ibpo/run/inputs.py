@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megatron_ibpo.config import Config, EnvironmentConfig
+from megatron_ibpo.environments.processes import EnvironmentPool
 from megatron_ibpo.journal import Journal, Recovered, read_journal
 from megatron_ibpo.models import ModelShape, read_hf_config
 from megatron_ibpo.models.lora import adapter_elements
@@ -41,6 +42,8 @@ class Inputs:
     """Verifiers that a prompt names."""
     pool: Pool
     """Verifier processes of this machine."""
+    environments: EnvironmentPool | None
+    """Processes for episodes on this machine; None if no prompt names an environment."""
 
 
 def open_inputs(
@@ -73,7 +76,12 @@ def open_inputs(
     check_servers(config.data, rm_types)
     pool = stack.enter_context(open_pool(config.data, rm_types))
     check_labels(pool, verified, config.data)
-    return Inputs(config, data, elements, rm_types, pool)
+    environments = None
+    if data.environments:
+        environments = stack.enter_context(EnvironmentPool(config.environment))
+        for target in data.environments:
+            environments.check(target)
+    return Inputs(config, data, elements, rm_types, pool, environments)
 
 
 def open_journal(config: Config, step: int, stack: ExitStack) -> tuple[Journal, Recovered]:
