@@ -5,7 +5,9 @@ from collections.abc import Mapping
 from numbers import Real
 from typing import Any
 
-from megatron_ibpo.basics.records import LARGEST_REWARD
+LARGEST_REWARD = 1e9
+"""Largest absolute value of a reward, and of each further number of a verifier: their squares and sums stay
+finite."""
 
 
 def read_reward(value: Any) -> tuple[float, dict[str, float]]:

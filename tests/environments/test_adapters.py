@@ -15,6 +15,7 @@ from megatron_ibpo.config import ConfigError
 from megatron_ibpo.environments.adapters import load_environment
 from megatron_ibpo.environments.protocol import EpisodeFaultError
 from megatron_ibpo.environments.tool_schema import tool_of
+from support.documented_modules import write_modules
 from support.environment_frameworks import stand_ins, write_compared_environments
 from support.openenv_server import serving
 from support.players import call, guess_number, say
@@ -363,4 +364,16 @@ def test_a_textarena_game_has_the_reward_of_its_end(made):
     environment.reset("", "", {}, 0)
     assert environment.step(say("end")).done
     assert environment.score() == {"score": -1, "unfinished": 0.0}
+    environment.close()
+
+
+def test_the_documented_calculator_is_played(directory):
+    write_modules(directory)
+    environment = load_environment("calculator:Calculator")()
+    opening = environment.reset("123 * 456?", "56088", {}, 0)
+    assert [tool["name"] for tool in opening.tools] == ["multiply"]
+    assert environment.step(call("multiply", a=123, b="many")).messages[0]["content"].startswith("error: ")
+    assert environment.step(call("multiply", a=123, b=456)).messages[0]["content"] == "56088"
+    assert environment.step(say("It is 56088")).done
+    assert environment.score() == 1.0
     environment.close()

@@ -105,6 +105,11 @@ class Fails:
         return Observation(message="Over.", done=True)
 
 
+def play(environment, move):
+    environment.step(say(move))
+    return environment.score()
+
+
 @pytest.mark.parametrize(
     ("how", "problem"),
     [
@@ -118,8 +123,7 @@ def test_what_fails_on_the_wire_is_a_fault_and_never_a_reward(how, problem):
         environment = load_environment(server)()
         environment.reset("", "", {}, 0)
         with pytest.raises(EpisodeFaultError, match=problem) as fault:
-            environment.step(say(how))
-            environment.score()
+            play(environment, how)
         assert fault.value.kind == "wire"
         assert server in str(fault.value)
         environment.close()

@@ -10,12 +10,13 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from contextlib import contextmanager
 
 import pytest
 
 from megatron_ibpo.environments.adapters import load_environment
 from support.environment_frameworks import write_compared_environments
-from support.players import guess_number, say
+from support.players import call, guess_number, say
 
 pytestmark = pytest.mark.slow
 
@@ -97,16 +98,73 @@ def test_a_game_of_textarena_is_won_in_every_wrapping(directory, name):
     environment.close()
 
 
-def test_the_compared_server_plays_with_the_real_openenv(directory):
+@contextmanager
+def serving(directory, module):
+    """Run an OpenEnv server, and give its address."""
     needs("openenv")
-    command = [sys.executable, "-m", "uvicorn", "guess_openenv:app", "--port", "0"]
+    command = [sys.executable, "-m", "uvicorn", f"{module}:app", "--port", "0"]
     with subprocess.Popen(command, cwd=directory, stderr=subprocess.PIPE, text=True) as server:
         try:
             line = next(line for line in server.stderr if "running on" in line)
-            address = re.search(r"http://(\S+)", line)[1]
-            ours, _ = guess_number(load_environment("guess_ours:GuessTheNumber")(), seed=3)
-            theirs, score = guess_number(load_environment(f"openenv://{address}")(), seed=3)
+            yield "openenv://" + re.search(r"http://(\S+)", line)[1]
         finally:
             server.terminate()
+
+
+def test_the_compared_server_plays_with_the_real_openenv(directory):
+    ours, _ = guess_number(load_environment("guess_ours:GuessTheNumber")(), seed=3)
+    with serving(directory, "guess_openenv") as server:
+        theirs, score = guess_number(load_environment(server)(), seed=3)
     assert theirs == ours
     assert score == 1.0
+
+
+TOOLS = """
+from fastmcp import FastMCP
+from openenv.core.env_server import (
+    CallToolAction, CallToolObservation, MCPEnvironment, Observation, State, create_app
+)
+
+class Adds(MCPEnvironment):
+    def __init__(self):
+        server = FastMCP("adds")
+
+        @server.tool
+        def add(a: int, b: int) -> int:
+            "Add two numbers."
+            return a + b
+
+        super().__init__(server)
+
+    def reset(self, seed=None, episode_id=None, **row):
+        return Observation()
+
+    def _step_impl(self, action, timeout_s=None, **options):
+        raise ValueError("only tools")
+
+    @property
+    def state(self):
+        return State()
+
+app = create_app(Adds, CallToolAction, CallToolObservation)
+"""
+
+
+def test_tools_of_a_real_openenv_server_are_called(directory):
+    (directory / "adds.py").write_text(TOOLS)
+    with serving(directory, "adds") as server:
+        environment = load_environment(server)()
+        opening = environment.reset("2 + 3?", "", {}, 0)
+        assert opening.messages == [{"role": "user", "content": "2 + 3?"}]
+        [tool] = opening.tools
+        assert (tool["name"], tool["description"]) == ("add", "Add two numbers.")
+        assert tool["parameters"]["required"] == ["a", "b"]
+        contents = [
+            environment.step(message).messages[0]["content"]
+            for message in (call("add", a=2, b=3), call("add", a="two"), call("subtract"))
+        ]
+        assert contents[0] == "5"
+        assert all(content.startswith("{'error': ") for content in contents[1:])
+        assert environment.step(say("5")).done
+        assert environment.score() == 0.0
+        environment.close()

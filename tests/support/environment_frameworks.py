@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import re
-from abc import ABC
 from types import ModuleType, SimpleNamespace
 
 from support import openenv_server
@@ -54,7 +53,7 @@ class BaseTextEnv:
         return {}
 
 
-class GemEnv(ABC):
+class GemEnv:
     """GEM's base class."""
 
     def reset(self, seed=None):
@@ -82,7 +81,7 @@ class SinglePlayerState:
         return self.done, {}
 
 
-class TextArenaEnv(ABC):
+class TextArenaEnv:
     """TextArena's base class."""
 
     def get_observation(self):

@@ -1,4 +1,4 @@
-"""A server that speaks OpenEnv's published wire, and the few names of its package that an environment needs."""
+"""A server that speaks OpenEnv's published wire, and what an environment needs of its package."""
 
 from __future__ import annotations
 
