@@ -171,7 +171,7 @@ class OpenEnvironment:
         field = self._server.observation_field
         if field is not None and field not in observation:
             raise self._fault(f"an observation has no field {field!r}{nearest(field, observation)}")
-        shown = {name: value for name, value in observation.items() if name != "metadata"}
+        shown: Any = {name: value for name, value in observation.items() if name != "metadata"}
         if field is not None or len(shown) <= 1:
             shown = observation[field] if field is not None else next(iter(shown.values()), "")
         return shown if isinstance(shown, str) else json.dumps(shown)

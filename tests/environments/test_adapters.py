@@ -219,7 +219,7 @@ def test_tools_have_the_schema_that_transformers_gives_them():
         between: tuple[int, int] = (0, 1),
         exact: bool | int = False,
         anything: Any = None,
-    ) -> str:
+    ) -> None:
         """Search in the archive.
 
         Looks at titles and texts.

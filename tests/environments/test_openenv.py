@@ -32,9 +32,12 @@ def test_text_goes_into_the_named_field_and_what_comes_back_is_shown():
         environment.close()
 
 
-class Outputs(Coding):
+class Outputs:
     def reset(self, **row):
         return Observation(output="Go.", exit_code=0)
+
+    def step(self, action):
+        return Observation(output=action.code.upper(), exit_code=0)
 
 
 def test_one_field_of_an_observation_can_be_chosen():

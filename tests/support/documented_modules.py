@@ -1,5 +1,4 @@
-"""The Python files that docs/extending.md, docs/rewards.md, docs/http_rewards.md and docs/environments.md have
-users write."""
+"""The Python files that pages have users write."""
 
 from __future__ import annotations
 

@@ -84,6 +84,8 @@ class SinglePlayerState:
 class TextArenaEnv:
     """TextArena's base class."""
 
+    state: SinglePlayerState
+
     def get_observation(self):
         shown, self.state.observations = self.state.observations, []
         return 0, shown
