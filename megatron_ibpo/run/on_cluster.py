@@ -30,6 +30,7 @@ from megatron_ibpo.engines.vllm.settings import engine_settings, start_timeout
 from megatron_ibpo.evaluate import KeptSamples, set_settings
 from megatron_ibpo.models import ModelShape, read_hf_config
 from megatron_ibpo.rewards import Verifier
+from megatron_ibpo.run.episodes import open_episodes
 from megatron_ibpo.run.inputs import Inputs, open_inputs
 from megatron_ibpo.run.loop import Progress, Run
 from megatron_ibpo.run.processes import Processes, TrainersAlone, check_model_layout
@@ -213,7 +214,9 @@ def open_evaluation(config: Config, policy: str | None = None) -> Iterator[OpenE
         engines.wait_ready()
         verifier = Verifier(verifiers, config.data)
         stack.callback(verifier.close_servers)
-        rollouts = stack.enter_context(open_rollouts(config, inputs.data, engines, verifier))
+        episodes = open_episodes(config, inputs, environments)
+        opened = open_rollouts(config, inputs.data, engines, verifier, episodes=episodes)
+        rollouts = stack.enter_context(opened)
         yield OpenEvaluation(inputs.data, kept, rollouts, engines, verifiers, _where(placement, verifiers))
 
 
