@@ -4,10 +4,11 @@ import json
 import os
 import random
 import socket
-import sys
 import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
+
+from numpy import random as numpy_random  # loaded here, once; numpy itself would load it in each episode
 
 from megatron_ibpo.basics.text import error_text
 from megatron_ibpo.environments.protocol import Environment, EpisodeFaultError
@@ -65,8 +66,7 @@ class _Episode:
 def _seed_generators(seed: int) -> None:
     """Seed the global generators, so that an environment that uses them starts alike each time."""
     random.seed(seed)
-    if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed(seed % 2**32)
+    numpy_random.seed(seed % 2**32)
 
 
 def _answer(method: Callable[..., Any], arguments: list[Any]) -> bytes:

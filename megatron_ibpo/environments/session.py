@@ -29,8 +29,11 @@ T = TypeVar("T")
 class Owner(Protocol):
     """The pool of a session."""
 
-    step_timeout: float
-    episode_timeout: float
+    @property
+    def step_timeout(self) -> float: ...
+
+    @property
+    def episode_timeout(self) -> float: ...
 
     def fault(self, kind: FaultKind, text: str) -> EpisodeFaultError:
         """Count a fault, and return its exception."""

@@ -108,7 +108,11 @@ class _Zygote:
 
     def _fork(self, connection: socket.socket) -> None:
         own = os.getpid()
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError as error:  # too many processes, or no memory
+            _close(connection, f"it cannot be forked: {error}")
+            return
         if pid == 0:
             status = 1
             try:
@@ -151,10 +155,15 @@ class _Zygote:
         for child, status in ended:
             with suppress(KeyError):
                 self._poll.unregister(child.connection)
-            with child.connection, suppress(OSError):  # the owner is gone, or reads nothing
-                child.connection.send(DEATH + _how(status).encode() + b"\n", socket.MSG_DONTWAIT)
+            _close(child.connection, _how(status))
             if self._directory is not None:
                 shutil.rmtree(self._directory / str(child.pid), ignore_errors=True)
+
+
+def _close(connection: socket.socket, why: str) -> None:
+    """Close the connection to an episode's owner, and tell it why."""
+    with connection, suppress(OSError):  # the owner is gone, or reads nothing
+        connection.send(DEATH + why.encode() + b"\n", socket.MSG_DONTWAIT)
 
 
 def _children() -> set[int]:
