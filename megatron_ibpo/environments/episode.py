@@ -13,7 +13,6 @@ from numpy import random as numpy_random  # loaded here, once; numpy itself woul
 from megatron_ibpo.basics.text import error_text
 from megatron_ibpo.environments.protocol import Environment, EpisodeFaultError
 from megatron_ibpo.environments.wire import line, opening_value, score_value, turn_value
-from megatron_ibpo.rewards.reward_errors import WRONG, ResponseError
 
 
 def serve(connection: socket.socket, make: Callable[[], Environment]) -> None:
@@ -54,7 +53,14 @@ class _Episode:
         assert self._environment is not None
         try:
             value = self._environment.score()
-        except ResponseError:
+        except Exception as error:
+            from megatron_ibpo.rewards.reward_errors import (  # most episodes need no rewards
+                WRONG,
+                ResponseError,
+            )
+
+            if not isinstance(error, ResponseError):
+                raise
             value = WRONG
         return score_value(value)
 

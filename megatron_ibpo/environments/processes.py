@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_ibpo.basics.strict_json import read_json
+from megatron_ibpo.basics.supervised import Supervised
 from megatron_ibpo.config import ConfigError, EnvironmentConfig
 from megatron_ibpo.environments.protocol import EpisodeFaultError, FaultKind
 from megatron_ibpo.environments.sandbox import OWNER, TEMPORARY, sandboxed
 from megatron_ibpo.environments.session import ProcessSession
 from megatron_ibpo.rewards.sandbox import SandboxError
-from megatron_ibpo.rewards.supervised import Supervised
 
 _START_TIMEOUT = 120.0
 """Seconds that the import of an environment may take."""

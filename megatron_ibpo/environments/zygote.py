@@ -25,12 +25,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_ibpo.basics.supervised import die_with
 from megatron_ibpo.basics.text import error_text, printable
 from megatron_ibpo.config import ConfigError
 from megatron_ibpo.environments.episode import serve
 from megatron_ibpo.environments.protocol import Environment
 from megatron_ibpo.environments.wire import DEATH, line
-from megatron_ibpo.rewards.supervised import die_with
 
 _PR_SET_CHILD_SUBREAPER = 36
 _CHUNK = 1 << 12
