@@ -221,7 +221,7 @@ class TemplateChat:
 
 
 def _without_calls(message: Message, text: str, tools: Sequence[Tool] | None) -> Message:
-    """Return the message of an episode without tools: what would be a call elsewhere is part of the content."""
+    """Return the message of an episode without tools: what is a call elsewhere is content."""
     if tools is None or tools or not ("tool_calls" in message or "malformed_tool_calls" in message):
         return message
     return policy_message(text.rpartition("</think>")[2], message.get("reasoning_content"), [], [])
