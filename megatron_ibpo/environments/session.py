@@ -19,7 +19,7 @@ from megatron_ibpo.environments.protocol import (
     Turn,
 )
 
-_END_TIMEOUT = 10.0
+_END_TIMEOUT = 60.0
 """Seconds until a zygote has ended an episode; one that takes longer hangs."""
 _CHUNK = 1 << 16
 
