@@ -345,6 +345,7 @@ OWNER = """
 """
 
 
+@pytest.mark.slow
 def test_episodes_and_what_they_started_die_with_their_owner(users_module, tmp_path):
     owner = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(OWNER), str(tmp_path)],
