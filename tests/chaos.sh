@@ -7,6 +7,9 @@
 #   bash tests/chaos.sh episodes [KILLS, 100 by default] [SEED, 0 by default]
 #       the same for the processes of environments, with a scripted policy: every episode that has a reward is played
 #       once more
+#   bash tests/chaos.sh agents [KILLS] [SEED] [MINUTES]
+#       runs whose responses are episodes: drivers, engines and environments are killed, and each episode of the journal
+#       is played once more (tools/results/chaos_agents.jsonl)
 #
 # Each fault and each run is a line of tools/results/chaos.jsonl (or $CHAOS_RESULTS); a campaign goes on where the last
 # one with the same seed has ended, until there are so many kills. After MINUTES nothing more is killed: the run is
@@ -19,5 +22,9 @@ python=$(bash tools/bootstrap.sh dev)
 export PYTHONPATH=$PWD:$PWD/tests
 if [[ ${1:-} == episodes ]]; then
     exec "$python" -m chaos.episodes "${@:2}"
+fi
+if [[ ${1:-} == agents ]]; then
+    export CHAOS_AGENTS=1 CHAOS_RESULTS=${CHAOS_RESULTS:-$PWD/tools/results/chaos_agents.jsonl}
+    shift
 fi
 exec "$python" -m chaos "$@"

@@ -17,11 +17,12 @@ from typing import Any
 
 import psutil
 
+from chaos.episodes_audit import audit_episodes
 from chaos.faults import TEARS, Fault, choose, inject, mend, wrong_end
 from chaos.journal_audit import audit
 from chaos.processes import by_kind, end_all, gone_within
 from chaos.replacements import Engines, NewTrainer, Replacement
-from chaos.trial import HANGS_S, RESPONSES, STEPS, StuckError, Trial, environment_within
+from chaos.trial import AGENTS, FLAGS, HANGS_S, RESPONSES, STEPS, StuckError, Trial, environment_within
 from megatron_ibpo.cluster.ray_session import QUIET
 from support.simulated_cluster import SimulatedCluster, simulated_cluster
 
@@ -51,7 +52,7 @@ def one_run(seed: int, number: int, kills: int, until: float) -> tuple[list[Reco
     """
     rng = random.Random(f"{seed}/{number}")
     began = time.monotonic()
-    nodes = NODES if number % CLUSTER_EVERY == CLUSTER_EVERY - 1 else 1
+    nodes = NODES if number % CLUSTER_EVERY == CLUSTER_EVERY - 1 and not AGENTS else 1
     with _place() as place:
         trial = Trial(place, place / "disk" / "run", seed=rng.randrange(2**31))
         trial.failing_disk = failing_disk(place)
@@ -61,8 +62,9 @@ def one_run(seed: int, number: int, kills: int, until: float) -> tuple[list[Reco
                 most = kills if trial.cluster is None else min(kills, KILLS_ON_A_CLUSTER)
                 records = [named | record for record in _faults(trial, rng, most, until)]
             problems = trial.problems + _checked(trial, place)
+            episodes = _episodes_checked(trial, problems) if AGENTS else {}
         except StuckError as error:
-            records, problems = [], [*trial.problems, str(error)]
+            records, problems, episodes = [], [*trial.problems, str(error)], {}
         finally:
             end_all(place)
         run = {
@@ -75,6 +77,7 @@ def one_run(seed: int, number: int, kills: int, until: float) -> tuple[list[Reco
             "starts": trial.starts,
             "seconds": round(time.monotonic() - began, 1),
             "load": round(os.getloadavg()[0], 1),
+            **episodes,
             "problems": problems,
         }
         if problems:
@@ -215,6 +218,13 @@ def _checked(trial: Trial, place: Path) -> list[str]:
     if _weights(trial.run_dir) != _weights(replay.run_dir):
         problems.append("the run's last weights differ from those of a clean replay of its journal")
     return problems
+
+
+def _episodes_checked(trial: Trial, problems: list[str]) -> Record:
+    """Add to the problems those of the run's episodes; return how many have rewards, how many lack one."""
+    found, scored, absent = audit_episodes(trial.run_dir / "journal", [*FLAGS, "--seed", str(trial.seed)])
+    problems += found
+    return {"episodes_scored": scored, "episodes_absent": absent}
 
 
 def _lying_about(trial: Trial, place: Path) -> list[str]:

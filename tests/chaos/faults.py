@@ -15,14 +15,14 @@ from pathlib import Path
 import psutil
 
 from chaos.processes import RAY_SERVERS, engine_index, raylets_above
-from chaos.trial import Trial
+from chaos.trial import AGENTS, Trial
 from megatron_ibpo.journal.entries import ClosedBatch, decode
 from megatron_ibpo.journal.framing import Record, records
 from megatron_ibpo.journal.recovery import segment_numbers, segment_path
 from megatron_ibpo.weights.formats.run_state import newest_step
 
 KILL, TERM, STOP = "SIGKILL", "SIGTERM", "SIGSTOP"
-NEVER_CONTINUED = ("engine", "host", "verifier")
+NEVER_CONTINUED = ("engine", "host", "verifier", "episode")
 """Who takes their place finds out by itself; of a stopped driver or trainer nobody could."""
 
 Kinds = dict[str, list[psutil.Process]]
@@ -105,6 +105,8 @@ def choose(rng: random.Random, trial: Trial, kinds: Kinds, spared: set[int]) -> 
         "host": [one for one in kinds["host"] if not spared & {engine_index(child) for child in _below(one)}],
     }
     victims = sorted(kind for kind, found in kinds.items() if found)
+    if AGENTS:
+        return _of_agents(rng, kinds)
     victims += ["directory", "start"]
     if trial.run_dir.parent.is_mount():
         victims.append("disk")
@@ -120,6 +122,17 @@ def choose(rng: random.Random, trial: Trial, kinds: Kinds, spared: set[int]) -> 
     for one in {"engine": [process], "host": _below(process)}.get(victim, []):
         if (index := engine_index(one)) is not None:
             fault.engine, fault.engine_pid = index, one.pid
+    return fault
+
+
+def _of_agents(rng: random.Random, kinds: Kinds) -> Fault:
+    """Choose a process of the kinds that episodes depend on."""
+    victim = rng.choice([kind for kind in ("driver", "engine", "engine", "episode", "zygote") if kinds[kind]])
+    process = rng.choice(kinds[victim])
+    how = rng.choice([KILL, TERM, STOP] if victim == "episode" else [KILL, TERM])
+    fault = Fault(victim, how, process)
+    if victim == "engine" and (index := engine_index(process)) is not None:
+        fault.engine, fault.engine_pid = index, process.pid
     return fault
 
 

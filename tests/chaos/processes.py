@@ -15,6 +15,8 @@ import psutil
 VERIFIER = "-m megatron_ibpo.rewards.worker"
 SUPERVISOR = "basics/supervisor.py"
 """Its command holds that of its verifier."""
+ZYGOTE = "megatron_ibpo.environments.zygote"
+"""Module of the process that forks episodes, and of each episode."""
 ENGINE = "engine_process"
 ACTOR = "ray::_Process"
 RAY_SERVERS = {"gcs_server": "gcs", "raylet": "own raylet"}
@@ -34,9 +36,10 @@ def below(pid: int) -> list[psutil.Process]:
 
 
 def by_kind(processes: Iterable[psutil.Process]) -> dict[str, list[psutil.Process]]:
-    """Trainers, engines, the processes that hold engines, verifiers, and the servers of a Ray of the run's
-    own; of each those that are far enough to be told."""
+    """Trainers, engines, the processes that hold engines, verifiers, episodes and what forks them, and the
+    servers of a Ray of the run's own; of each those that are far enough to be told."""
     kinds: dict[str, list[psutil.Process]] = {"trainer": [], "engine": [], "host": [], "verifier": []}
+    kinds |= {"episode": [], "zygote": []}
     kinds |= {victim: [] for victim in RAY_SERVERS.values()}
     actors = []
     for process in processes:
@@ -44,6 +47,10 @@ def by_kind(processes: Iterable[psutil.Process]) -> dict[str, list[psutil.Proces
             command = title(process)
             if VERIFIER in command and SUPERVISOR not in command:
                 kinds["verifier"].append(process)
+            elif process.cmdline()[2:3] == [ZYGOTE]:
+                parent = process.parent()
+                is_fork = parent is not None and parent.cmdline()[2:3] == [ZYGOTE]
+                kinds["episode" if is_fork else "zygote"].append(process)
             elif ENGINE in command:
                 kinds["engine"].append(process)
             elif ACTOR in command:

@@ -21,9 +21,13 @@ STEPS = int(os.environ.get("CHAOS_STEPS", "80"))
 PROMPTS, RESPONSES, ENGINES = 4, 4, 2
 HANGS_S = 5.0
 """After which something that does nothing is taken to hang."""
+AGENTS = os.environ.get("CHAOS_AGENTS") == "1"
+"""Whether responses are episodes, and only drivers, engines and the processes of environments are hit."""
+TASK = ("tiny_qwen3_agent.yaml", "tiny_qwen3_agent") if AGENTS else ("small_cpu.yaml", "tiny_qwen3")
 FLAGS = [
-    *("--config", str(ROOT / "examples/recipes/small_cpu.yaml")),
-    *("--hf-checkpoint", str(ROOT / "examples/tiny_qwen3"), "--num-trainers", "1"),
+    *("--config", str(ROOT / "examples/recipes" / TASK[0])),
+    *("--hf-checkpoint", str(ROOT / "examples" / TASK[1]), "--num-trainers", "1"),
+    *("--step-timeout", str(HANGS_S)),
     *("--no-colocate", "--rollout-num-gpus", str(ENGINES), "--max-staleness", "1"),
     *("--num-rollout", str(STEPS), "--rollout-batch-size", str(PROMPTS)),
     *("--n-samples-per-prompt", str(RESPONSES), "--num-steps-per-rollout", "1", "--eval-num-prompts", "0"),
