@@ -30,8 +30,9 @@ class EnvironmentConfig:
     """Seconds that all calls of an environment in one episode may take together. Waiting for the policy does
     not count, so that a busy engine fails no episode."""
     environment_processes: Annotated[int, COUNT] = 256
-    """Most environments that run at once on one node; further episodes wait. Each is a process. 256: at 20 MB
-    each, 5 GB of main memory."""
+    """Most environments that run at once on one node; further episodes wait. Each is a process, a fork of
+    one that has imported the class: 2 MB of its own for a small environment. 256: as many as an engine
+    decodes at once (--vllm-max-num-seqs)."""
     environment_sandbox: bool = False
     """Run environments in bubblewrap: without network, with a read-only file system and a temporary directory
     of their own. Off: most environments need files or a network."""
