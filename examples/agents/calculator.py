@@ -1,0 +1,110 @@
+"""An environment with a tool: arithmetic that needs a calculator.
+
+    --environment examples/agents/calculator.py:Calculator
+    --prompt-data import://examples/agents/agent_prompts.py:calculator
+
+The policy may call `calculate` as often as it has turns. Its first message without a call is its answer, and
+the last number in it counts.
+"""
+
+import ast
+import operator
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_ibpo.environments.protocol import Message, Opening, Turn
+
+CALCULATE = {
+    "name": "calculate",
+    "description": "Compute an expression.",
+    "parameters": {
+        "type": "object",
+        "properties": {"expression": {"type": "string", "description": "whole numbers, +, -, * and ()"}},
+        "required": ["expression"],
+    },
+}
+"""The tool, as the policy sees it."""
+UNREADABLE = "That call is malformed."
+"""Reply to a call that is not in the chat format."""
+CANNOT_COMPUTE = "error"
+"""The tool's answer to anything but an expression."""
+LONGEST_EXPRESSION = 100
+"""Limit in characters, so that every value is computed at once."""
+
+_OPERATORS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.UAdd: operator.pos,
+    ast.USub: operator.neg,
+}
+_NUMBER = re.compile(r"-?\d+")
+
+
+class Calculator:
+    """One question and the calculator for it. The reward is 1 for the right final answer."""
+
+    def reset(self, question: str, label: str, metadata: Mapping[str, Any], seed: int) -> Opening:
+        self.label = label
+        self.answer: str | None = None
+        self.tool_calls = self.malformed_calls = 0
+        return Opening([{"role": "user", "content": question}], [CALCULATE])
+
+    def step(self, message: Message) -> Turn:
+        calls, malformed = message.get("tool_calls") or (), message.get("malformed_tool_calls") or ()
+        self.tool_calls += len(calls)
+        self.malformed_calls += len(malformed)
+        if calls:
+            return Turn([_answer(call) for call in calls])
+        if malformed:
+            return Turn([{"role": "user", "content": UNREADABLE}])
+        self.answer = (_NUMBER.findall(message["content"].replace(",", "")) or [None])[-1]
+        return Turn(done=True)
+
+    def score(self) -> dict[str, float]:
+        return {
+            "score": float(self.answer == self.label),
+            "tool_calls": float(self.tool_calls),
+            "malformed_calls": float(self.malformed_calls),
+        }
+
+    def close(self) -> None:
+        pass
+
+
+def calculate(expression: str) -> int:
+    """Return the value of an expression of whole numbers, +, -, * and parentheses.
+
+    Raises:
+        ValueError: it is something else, or too long.
+    """
+    if len(expression) > LONGEST_EXPRESSION:
+        raise ValueError(f"an expression may have {LONGEST_EXPRESSION} characters")
+    try:
+        return _value(ast.parse(expression.strip(), mode="eval").body)
+    except SyntaxError as error:
+        raise ValueError(str(error)) from error
+
+
+def _value(node: ast.expr) -> int:
+    match node:
+        case ast.Constant(value=int(value)) if not isinstance(value, bool):
+            return value
+        case ast.BinOp(left, kind, right) if type(kind) in _OPERATORS:
+            return _OPERATORS[type(kind)](_value(left), _value(right))
+        case ast.UnaryOp(kind, operand) if type(kind) in _OPERATORS:
+            return _OPERATORS[type(kind)](_value(operand))
+    raise ValueError(f"{type(node).__name__} is not supported")
+
+
+def _answer(call: Mapping[str, Any]) -> Message:
+    """Return the tool's answer to a call."""
+    function = call["function"]
+    try:
+        if function["name"] != CALCULATE["name"]:
+            raise ValueError(f"there is no tool {function['name']}")
+        content = str(calculate(function["arguments"]["expression"]))
+    except (KeyError, TypeError, AttributeError, ValueError):
+        content = CANNOT_COMPUTE
+    return {"role": "tool", "tool_call_id": call.get("id"), "name": function["name"], "content": content}
