@@ -6,6 +6,7 @@ from megatron_ibpo.config.config import Config
 from megatron_ibpo.config.config_error import ConfigError, nearest
 from megatron_ibpo.config.data import DataConfig
 from megatron_ibpo.config.device import on_device
+from megatron_ibpo.config.environment import EnvironmentConfig
 from megatron_ibpo.config.eval_sampling import EvalSampling, eval_sampling
 from megatron_ibpo.config.eval_specs import EvalSpec, as_specs
 from megatron_ibpo.config.flags import load_recipe, parse_config
@@ -42,6 +43,7 @@ __all__ = [
     "Config",
     "ConfigError",
     "DataConfig",
+    "EnvironmentConfig",
     "EvalSampling",
     "EvalSpec",
     "HubId",

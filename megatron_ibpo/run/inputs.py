@@ -5,7 +5,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megatron_ibpo.config import Config
+from megatron_ibpo.config import Config, EnvironmentConfig
 from megatron_ibpo.journal import Journal, Recovered, read_journal
 from megatron_ibpo.models import ModelShape, read_hf_config
 from megatron_ibpo.models.lora import adapter_elements
@@ -15,7 +15,17 @@ from megatron_ibpo.rewards import Pool, check_labels, check_servers, named_rm_ty
 from megatron_ibpo.run.checks import check_loss_of_run
 from megatron_ibpo.run.resume_point import JOURNAL
 from megatron_ibpo.run.run_data import RunData, open_run_data, with_epochs
+from megatron_ibpo.sampling.episodes import ENVIRONMENT
 from megatron_ibpo.weights.saved_sizes import checkpoint_bytes, export_bytes, kept_at_once
+
+_WITHOUT_EFFECT_ON_SAMPLES = {
+    "engine_stall_timeout",
+    "vllm_start_timeout",
+    "update_weight_timeout",
+    "step_timeout",
+    "episode_timeout",
+    "environment_processes",
+}
 
 
 @dataclass(frozen=True)
@@ -58,10 +68,11 @@ def open_inputs(
     elements = trained_elements(hf_dir, shape) if trains else {}
     check_checkpoint(hf_dir, shape)
     prepare_run_dir(config, checkpoint_bytes=bytes_kept(config, sum(elements.values())) if trains else 0)
-    rm_types = named_rm_types(data.first_prompts, config.data)
+    verified = [prompt for prompt in data.first_prompts if ENVIRONMENT not in prompt.metadata]
+    rm_types = named_rm_types(verified, config.data)
     check_servers(config.data, rm_types)
     pool = stack.enter_context(open_pool(config.data, rm_types))
-    check_labels(pool, data.first_prompts, config.data)
+    check_labels(pool, verified, config.data)
     return Inputs(config, data, elements, rm_types, pool)
 
 
@@ -90,10 +101,16 @@ def sampling_settings(config: Config) -> str:
     rollout = {
         name: value
         for name, value in asdict(config.rollout).items()
-        if name not in ("engine_stall_timeout", "vllm_start_timeout", "update_weight_timeout")
+        if name not in _WITHOUT_EFFECT_ON_SAMPLES
     }
     more = {"seed": config.run.seed} | ({"prompts_held_out": True} if config.holds_out else {})
-    sections = [asdict(config.algorithm), asdict(config.data), rollout, more]
+    # left out where unset, so that journals of versions without environments still serve
+    episodes = {
+        name: value
+        for name, value in asdict(config.environment).items()
+        if value != getattr(EnvironmentConfig, name) and name not in _WITHOUT_EFFECT_ON_SAMPLES
+    }
+    sections = [asdict(config.algorithm), asdict(config.data), rollout, more | episodes]
     return json.dumps(sections, default=str, sort_keys=True)
 
 

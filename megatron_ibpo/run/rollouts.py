@@ -37,6 +37,7 @@ from megatron_ibpo.report import load_groups, rollout_path
 from megatron_ibpo.rewards import Verifier
 from megatron_ibpo.run.run_data import RunData
 from megatron_ibpo.sampling.ahead import Ahead, Pace
+from megatron_ibpo.sampling.episodes import Episodes
 from megatron_ibpo.sampling.groups import Batch, GroupSampler, Rules, sample_batch
 from megatron_ibpo.sampling.journal_memory import JournalMemory, UnderWay
 from megatron_ibpo.sampling.replay import replay
@@ -126,12 +127,14 @@ def open_rollouts(
     verifier: Verifier,
     memory: JournalMemory | None = None,
     state: dict[str, Any] | None = None,
+    episodes: Episodes | None = None,
 ) -> Iterator[Rollouts]:
     """Open rollouts by the engines; without engines, those of --load-debug-rollout-data.
 
     Args:
         memory: stores samples, and has those of an earlier process; None without training.
         state: state at the checkpoint to resume from (`Rollouts.state`).
+        episodes: plays the episodes of prompts with an environment; None: no prompt has one.
     """
     if engines is None:
         recorded = config.run.load_debug_rollout_data
@@ -145,6 +148,7 @@ def open_rollouts(
         max_context=config.rollout.rollout_max_context_len,
         prefix_caching=engines.prefix_caching,
         revive=engines.revive,
+        episodes=episodes,
     )
     with sampler:
         yield LiveRollouts(config, data, engines, sampler, memory, state or {})
@@ -394,7 +398,7 @@ class LiveRollouts:
             keep_tokens = corrects and one.key[0] == "sampled"
             each(index, eval_sample(own.name, one, sample, text, own.answer, keep_tokens=keep_tokens))
 
-        work = self.sampler.answers([(one.prompt, one.request) for one in asked], scored)
+        work = self.sampler.answers([(one.prompt, one.request) for one in asked], scored, held_out=True)
         if self._pace is None:
             self.sampler.run(work, meanwhile)
         else:

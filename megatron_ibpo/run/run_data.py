@@ -27,6 +27,7 @@ from megatron_ibpo.rewards import (
     extracted_answer,
     main_rm_type,
 )
+from megatron_ibpo.sampling.episodes import ENVIRONMENT
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,12 @@ class RunData:
     """Prompts of training; None if recorded rollouts are replayed, or for an evaluation on its own."""
     eval_sets: list[EvalSet]
     """Sets of held-out prompts; empty if recorded rollouts are replayed, or evaluation is off."""
+
+    @property
+    def environments(self) -> list[str]:
+        """Environments that the first prompts name, each once."""
+        named = [prompt.metadata.get(ENVIRONMENT) for prompt in self.first_prompts]
+        return list(dict.fromkeys(str(name) for name in named if name is not None))
 
     @property
     def first_prompts(self) -> list[Prompt]:
@@ -89,7 +96,7 @@ def open_run_data(config: Config, *, trains: bool = True) -> RunData:
         vocabulary,
         suffixes,
         training_prompts(config, tokenizer, suffixes.longest) if trains and not replays else None,
-        [] if replays else open_eval_sets(config, tokenizer),
+        [] if replays else _held_out(config, tokenizer),
     )
 
 
@@ -127,7 +134,7 @@ def training_prompts(config: Config, tokenizer: Tokenizer, growth: int = 0) -> P
     rollout = config.rollout
     assert rollout.rollout_max_context_len is not None  # resolved at start-up
     room = rollout.rollout_max_context_len - rollout.rollout_max_response_len - growth
-    return open_sources(
+    source = open_sources(
         data.prompt_data,
         tokenizer,
         data,
@@ -136,6 +143,26 @@ def training_prompts(config: Config, tokenizer: Tokenizer, growth: int = 0) -> P
         rates=open_pass_rates(config),
         holds_out=config.holds_out,
     )
+    environment = config.environment.environment
+    if environment is None:
+        return source
+    return replace(source, at=lambda position: _in_environment(source.at(position), environment))
+
+
+def _held_out(config: Config, tokenizer: Tokenizer) -> list[EvalSet]:
+    """Open the sets of held-out prompts; with --environment they are played in it too."""
+    sets, environment = open_eval_sets(config, tokenizer), config.environment.environment
+    if environment is None:
+        return sets
+    return [
+        replace(own, prompts=[_in_environment(prompt, environment) for prompt in own.prompts], answer=None)
+        for own in sets
+    ]
+
+
+def _in_environment(prompt: Prompt, environment: str) -> Prompt:
+    """Return the prompt with its environment: the one it names itself, or this one."""
+    return replace(prompt, metadata={ENVIRONMENT: environment, **prompt.metadata})
 
 
 def _answer_start(config: Config, operator: Operator, tokenizer: Tokenizer) -> AnswerStart | None:

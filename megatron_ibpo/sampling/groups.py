@@ -7,6 +7,7 @@ from typing import Protocol
 from megatron_ibpo.basics.records import Group, Prompt, Sample, SampleRequest
 from megatron_ibpo.credit import AfterCredit, CreditContext, GroupFilter, Operator, fill_batch
 from megatron_ibpo.journal import SampleKey
+from megatron_ibpo.sampling.episodes import as_opened
 from megatron_ibpo.sampling.sampler import Sampler
 from megatron_ibpo.sampling.tasks import together
 
@@ -95,7 +96,8 @@ class GroupSampler:
         """Return the scored responses to a prompt."""
         engine = self.sampler.place(requests)
         keys = [SampleKey(prompt.index, attempt, "response", index) for index in range(len(requests))]
-        group = Group(prompt, await self._answers(prompt, requests, keys, engine, each))
+        responses = await self._answers(prompt, requests, keys, engine, each)
+        group = Group(as_opened(prompt, responses), responses)
         return Drawn(group, attempt, engine, self.rules.usable(group), self.rules.preferred(group))
 
     async def follow_up(self, drawn: Drawn, context: CreditContext, each: Each | None = None) -> None:

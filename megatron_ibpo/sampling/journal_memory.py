@@ -17,6 +17,7 @@ from megatron_ibpo.journal import (
     SampleKey,
     read_journal,
 )
+from megatron_ibpo.sampling.episodes import as_opened
 from megatron_ibpo.sampling.groups import Batch
 from megatron_ibpo.sampling.replay import replay
 
@@ -119,5 +120,6 @@ class JournalMemory:
     ) -> Group:
         samples = [self.recovered.samples[key] for key in closed.sample_keys()]
         responses, corrections = samples[: closed.responses], samples[closed.responses :]
+        prompt = as_opened(prompt, responses)
         group = Group(prompt, responses, [Correction(0, (), sample) for sample in corrections])
         return replay([group], operator, context)[0]

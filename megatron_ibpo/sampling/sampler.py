@@ -18,6 +18,7 @@ from megatron_ibpo.basics.records import Prompt, Sample, SampleRequest
 from megatron_ibpo.basics.text import counted
 from megatron_ibpo.engines import AsyncEngine, EngineDiedError, EngineError, EngineLostError
 from megatron_ibpo.sampling.continuations import with_beginning
+from megatron_ibpo.sampling.episodes import ENVIRONMENT, Episodes
 from megatron_ibpo.sampling.meter import Meter
 from megatron_ibpo.sampling.scoring import Score
 from megatron_ibpo.sampling.tasks import together
@@ -101,6 +102,7 @@ class Sampler:
         max_context: int | None = None,
         prefix_caching: bool = True,
         revive: Revive | None = None,
+        episodes: Episodes | None = None,
     ) -> None:
         """Start with all engines alive.
 
@@ -110,6 +112,7 @@ class Sampler:
             prefix_caching: engines compute shared prefixes of one prompt's requests only once.
             revive: replaces an engine that died. Without it, or when it raises, sampling ends with the error,
                 except that after EngineLostError the other engines continue.
+            episodes: plays the episodes of prompts with an environment; None: no prompt has one.
         """
         self.version = 0
         """Policy version whose weights, or later ones, the engines must have. Set by the owner of the
@@ -120,6 +123,7 @@ class Sampler:
         self._max_context = max_context
         self._prefix_caching = prefix_caching
         self._revive = revive
+        self._episodes = episodes
         self._numbers = itertools.count()
         self._homeless: list[_Open] = []
         """Requests that wait until an engine is alive again."""
@@ -179,16 +183,20 @@ class Sampler:
     def take_metrics(self) -> dict[str, float]:
         """Return the metrics of sampling since the last call (`Meter`), and samples_in_flight now."""
         in_flight = len(self._homeless) + sum(len(lane.open) for lane in self._lanes)
-        return self._meter.take() | {"samples_in_flight": float(in_flight)}
+        of_episodes = {} if self._episodes is None else self._episodes.take_metrics()
+        return self._meter.take() | of_episodes | {"samples_in_flight": float(in_flight)}
 
     async def answers(
         self,
         asked: Sequence[tuple[Prompt, SampleRequest]],
         each: Callable[[int, Sample], None] | None = None,
+        *,
+        held_out: bool = False,
     ) -> list[Sample]:
         """Return a scored sample for every request, in order.
 
         Args:
+            held_out: as in `answer`.
             each: called with each sample and its index once it is scored.
         """
         by_prompt: dict[Prompt, list[int]] = {}
@@ -199,7 +207,12 @@ class Sampler:
             return lambda index, sample: None if each is None else each(positions[index], sample)
 
         answered = await together(
-            self.answer(prompt, [asked[position][1] for position in positions], each=one_of(positions))
+            self.answer(
+                prompt,
+                [asked[position][1] for position in positions],
+                each=one_of(positions),
+                held_out=held_out,
+            )
             for prompt, positions in by_prompt.items()
         )
         samples: dict[int, Sample] = {}
@@ -213,12 +226,15 @@ class Sampler:
         requests: Sequence[SampleRequest],
         near: int | None = None,
         each: Callable[[int, Sample], None] | None = None,
+        *,
+        held_out: bool = False,
     ) -> list[Sample]:
         """Return a sample for every request, in order, each scored as soon as it arrives.
 
         Args:
             near: engine that caches the prefix of these requests (`place`).
             each: called with each sample and its index once it is scored.
+            held_out: the prompt is one of evaluation (`Episodes.play`).
 
         Raises:
             ValueError: a prompt is empty or leaves no room for a response.
@@ -232,16 +248,21 @@ class Sampler:
             engines = [self.place(requests, near)] * len(requests)
         else:
             engines = self.spread(requests)
-        samples = [self._ask(request, engine) for request, engine in zip(requests, engines, strict=True)]
+        asked = None
+        if ENVIRONMENT not in prompt.metadata:  # all at once, so that the requests of a group go out together
+            asked = [self._ask(request, engine) for request, engine in zip(requests, engines, strict=True)]
 
-        async def scored(index: int, awaited: asyncio.Future[Sample]) -> Sample:
-            sample = with_beginning(await awaited, requests[index].begun)
+        async def scored(index: int, request: SampleRequest) -> Sample:
+            if asked is None:
+                sample = await self._episode(prompt, request, engines[index], held_out)
+            else:
+                sample = with_beginning(await asked[index], request.begun)
             await self._score(prompt, sample)
             if each is not None:
                 each(index, sample)
             return sample
 
-        return await together(scored(index, sample) for index, sample in enumerate(samples))
+        return await together(scored(index, request) for index, request in enumerate(requests))
 
     def place(self, requests: Sequence[SampleRequest], near: int | None = None) -> int:
         """Return the engine with the least load, or `near` if its extra load is below that of these
@@ -285,6 +306,21 @@ class Sampler:
             if task is not None and not task.done()
         ]:
             await asyncio.wait(tasks)
+
+    async def _episode(self, prompt: Prompt, request: SampleRequest, engine: int, held_out: bool) -> Sample:
+        """Return an episode. Its turns stay near one engine if that caches their prefix."""
+        episodes = self._episodes
+        assert episodes is not None  # there is one as soon as a prompt has an environment
+
+        async def ask(turn: SampleRequest) -> Sample:
+            if self._failure is not None:
+                raise self._failure
+            return await self._ask(turn, self.place([turn], engine if self._prefix_caching else None))
+
+        sample = await episodes.play(prompt, request, ask, held_out=held_out)
+        if len(sample.token_ids) == 0:  # no turn was sampled
+            sample.versions = ((0, self.version),)
+        return sample
 
     # ------------------------------------------------------------------------------- requests and engines
 

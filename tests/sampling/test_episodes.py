@@ -1,0 +1,413 @@
+"""Episodes of many turns: what was sampled is trained on, nothing is lost, and no fault is a reward."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from simulated_engines import SimulatedEngine, StepTime, in_virtual_time
+
+from megatron_ibpo.basics.records import Group, Prompt, Sample, SampleRequest, token_ids
+from megatron_ibpo.config import EnvironmentConfig, RolloutConfig
+from megatron_ibpo.credit import CreditContext, Vocabulary, any_group, assign_credit, credit_of, find_operator
+from megatron_ibpo.environments import EpisodeFaultError, EpisodeScore, Message, Opening, Turn
+from megatron_ibpo.journal import Journal, SampleKey, read_journal
+from megatron_ibpo.sampling import Sampler
+from megatron_ibpo.sampling.ahead import Ahead, Pace
+from megatron_ibpo.sampling.episodes import Episodes, as_opened
+from megatron_ibpo.sampling.groups import GroupSampler, Rules
+from megatron_ibpo.sampling.journal_memory import JournalMemory
+from megatron_ibpo.sampling.requests import group_requests
+
+EOS, OPENS, ANSWERS, BEGINS = 0, 1, 2, 3
+"""Ids of the chat format below: end of turn, start of the opening, of an answer, of the policy's turn."""
+STEP = StepTime(fixed=0.01, per_sequence=0.0001)
+
+
+class TinyChat:
+    """Contents are ids already."""
+
+    def open(self, messages: Sequence[Message], tools: Sequence[Any]) -> list[int]:
+        return [OPENS, *messages[-1]["content"], BEGINS]
+
+    def read(self, ids: Sequence[int]) -> Message:
+        return {"role": "assistant", "content": list(ids[:-1])}
+
+    def extend(self, ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
+        assert ids[-1] == EOS
+        return [ANSWERS, *messages[-1]["content"], BEGINS]
+
+
+@dataclass
+class Countdown:
+    """Answers each message with its sum and the turns left; right is who ends on an even sum."""
+
+    seed: int
+    turns: int
+    seconds: float
+    faults: list[str]
+    """Faults to come, across all sessions; each is taken by the next call of `step` or `score`."""
+    closed: list[Countdown]
+    last: int = 0
+
+    @property
+    def opening(self) -> Opening:
+        return Opening([{"role": "user", "content": [10 + self.seed % 7, 20]}])
+
+    def _maybe_fault(self) -> None:
+        if self.faults and (kind := self.faults.pop(0)):
+            raise EpisodeFaultError(kind, f"made to {kind}")
+
+    async def step(self, message: Message) -> Turn:
+        self._maybe_fault()
+        await asyncio.sleep(self.seconds)
+        self.turns -= 1
+        self.last = sum(message["content"])
+        answer = {"role": "user", "content": [30 + self.last % 9, 40 + self.turns % 9]}
+        return Turn([answer], done=self.turns <= 0)
+
+    async def score(self) -> EpisodeScore:
+        self._maybe_fault()
+        return EpisodeScore(float(self.last % 2 == 0), {"last": float(self.last)})
+
+    async def close(self) -> None:
+        self.closed.append(self)
+
+
+@dataclass
+class Countdowns:
+    """The sessions; an episode has as many turns as its label says."""
+
+    seconds: float = 0.005
+    faults: list[str] = field(default_factory=list)
+    seeds: list[int] = field(default_factory=list)
+    closed: list[Countdown] = field(default_factory=list)
+
+    async def open(
+        self, target: str, question: str, label: str, metadata: Mapping[str, Any], seed: int
+    ) -> Countdown:
+        self.seeds.append(seed)
+        return Countdown(seed, int(label), self.seconds, self.faults, self.closed)
+
+
+def prompt_of(index: int = 0, turns: int = 3) -> Prompt:
+    return Prompt(index, token_ids([9, BEGINS]), 1, str(turns), "", "", {"environment": "tiny:Countdown"})
+
+
+def written(request: SampleRequest) -> list[int]:
+    rng = random.Random(request.seed + len(request.prompt_token_ids))
+    return [*(rng.randrange(50, 60) for _ in range(rng.randrange(1, 6))), EOS]
+
+
+@dataclass
+class Table:
+    """Engines, sessions and a sampler in virtual time."""
+
+    limits: EnvironmentConfig = field(default_factory=EnvironmentConfig)
+    sessions: Countdowns = field(default_factory=Countdowns)
+    write: Callable[[SampleRequest], list[int]] = written
+    max_context: int | None = None
+    dies_at: float | None = None
+    engine: SimulatedEngine = field(init=False)
+    episodes: Episodes = field(init=False)
+
+    def sampler(self) -> Sampler:
+        self.engine = SimulatedEngine(STEP, self.write, dies_at=self.dies_at)
+        self.episodes = Episodes(self.sessions, TinyChat(), self.limits, 3, 1.0, self.max_context)
+
+        async def revive(index: int) -> SimulatedEngine:
+            return SimulatedEngine(STEP, self.write)
+
+        async def scored(prompt: Prompt, sample: Sample) -> None:
+            assert sample.is_scored, "the environment gives the reward"
+
+        return Sampler([self.engine], scored, stall_timeout=1e6, revive=revive, episodes=self.episodes)
+
+    def play(self, prompt: Prompt, max_tokens: int = 200, number: int = 1, **more: Any) -> list[Sample]:
+        requests = [SampleRequest(prompt.token_ids, 100 + i, max_tokens) for i in range(number)]
+
+        async def work() -> list[Sample]:
+            return await self.sampler().answer(prompt, requests, **more)
+
+        return in_virtual_time(work())[0]
+
+
+def turns_of(sample: Sample) -> list[list[int]]:
+    """Return the policy's turns."""
+    edges = np.flatnonzero(np.diff(sample.loss_mask.astype(int), prepend=0, append=0))
+    return [sample.token_ids[a:b].tolist() for a, b in zip(edges[::2], edges[1::2], strict=True)]
+
+
+def test_an_episode_is_one_sample_whose_ids_are_those_that_the_engine_wrote() -> None:
+    table = Table()
+    (sample,) = table.play(prompt_of(turns=3))
+    asked = [request for _, request in table.engine.asked]
+    assert sample.prompt_token_ids.tolist() == asked[0].prompt_token_ids.tolist()
+    assert turns_of(sample) == [written(request) for request in asked]
+    whole = [*sample.prompt_token_ids, *sample.token_ids]
+    for request in asked:  # each turn is asked for by a beginning of the whole
+        assert whole[: len(request.prompt_token_ids)] == request.prompt_token_ids.tolist()
+    assert len({request.seed for request in asked}) == 3
+    assert not sample.logprobs[~sample.loss_mask].any()
+    assert (sample.finish_reason, sample.reward) == ("stop", sample.reward_details["last"] % 2 == 0)
+    assert sample.reward_details["turns"] == 3
+    assert len(table.sessions.closed) == 1
+
+
+def test_tool_calls_are_counted() -> None:
+    class Calls(TinyChat):
+        def read(self, ids: Sequence[int]) -> Message:
+            return super().read(ids) | {"tool_calls": [{}, {}], "malformed_tool_calls": ["{"]}
+
+    table = Table()
+    sampler = table.sampler()
+    table.episodes.chat = Calls()
+    request = SampleRequest(prompt_of().token_ids, 1, 200)
+    (sample,) = in_virtual_time(sampler.answer(prompt_of(turns=2), [request]))[0]
+    assert sample.reward_details["tool_calls"] == 4
+    assert sample.reward_details["malformed_calls"] == 2
+
+
+@pytest.mark.parametrize(
+    ("limits", "tokens", "context", "turns"),
+    [
+        (EnvironmentConfig(max_turns=2), 200, None, 2),
+        (EnvironmentConfig(), 9, None, 2),
+        (EnvironmentConfig(), 200, 13, 2),
+        (EnvironmentConfig(max_turn_len=2), 200, None, 1),
+    ],
+    ids=["turns", "tokens", "context", "tokens of a turn"],
+)
+def test_an_episode_that_is_cut_off_is_scored_and_counts_as_truncated(
+    limits: EnvironmentConfig, tokens: int, context: int | None, turns: int
+) -> None:
+    def three(request: SampleRequest) -> list[int]:
+        return [50, 51, EOS][: request.max_tokens]
+
+    table = Table(limits, write=three, max_context=context)
+    (sample,) = table.play(prompt_of(turns=5), tokens)
+    assert (sample.finish_reason, len(turns_of(sample))) == ("length", turns)
+    assert sample.reward is not None
+    assert len(sample.token_ids) <= tokens
+    assert bool(sample.loss_mask[-1])  # nothing that nobody answers is kept
+
+
+def test_an_opening_that_leaves_no_room_is_refused() -> None:
+    with pytest.raises(ValueError, match="opening of 4 tokens leaves no room for a turn in a context of 4"):
+        Table(max_context=4).play(prompt_of())
+
+
+@pytest.mark.parametrize("kind", ["death", "step_timeout", "episode_timeout", "wire", "error"])
+def test_a_fault_has_the_episode_played_once_more_with_the_same_seeds(kind: str) -> None:
+    calm, faulty = Table(), Table(sessions=Countdowns(faults=["", "", kind]))
+    (wanted,), (found,) = calm.play(prompt_of()), faulty.play(prompt_of())
+    assert found.token_ids.tolist() == wanted.token_ids.tolist()
+    assert (found.reward, found.reward_error) == (wanted.reward, None)
+    assert len(set(faulty.sessions.seeds)) == 1
+    assert faulty.episodes.take_metrics() == {f"environment_faults/{kind}": 1.0, "episodes_replayed": 1.0}
+    assert len(faulty.sessions.closed) == 2
+
+
+def test_an_episode_that_faults_twice_has_no_reward_and_its_group_still_trains() -> None:
+    table = Table(sessions=Countdowns(0.0, ["", "", "death", "", "", "", "wire"]))
+    (lost,) = table.play(prompt_of())
+    assert (lost.reward, lost.correct, len(turns_of(lost))) == (None, False, 3)
+    assert lost.reward_error == "tiny:Countdown: made to wire"
+    assert table.episodes.take_metrics()["episodes_unscored"] == 1.0
+    others = Table().play(prompt_of(), number=7)
+    assert {sample.reward for sample in others} == {0.0, 1.0}
+    group = Group(as_opened(prompt_of(), [lost, *others]), [lost, *others])
+    credit = assign_credit([group], replace(CONTEXT, algorithm=credit_of("gspo")))
+    advantages = {sequence.index: sequence.advantage for sequence in credit.sequences}
+    assert advantages.pop(0, 0.0) == 0.0
+    assert all(advantages.values())
+    assert sum(advantages.values()) == pytest.approx(0.0, abs=1e-9)
+
+
+def test_an_environment_that_never_starts_leaves_a_group_that_trains_on_the_others() -> None:
+    class Never(Countdowns):
+        async def open(self, *_: Any) -> Countdown:
+            raise EpisodeFaultError("death", "it did not start")
+
+    table = Table(sessions=Never())
+    (lost,) = table.play(prompt_of())
+    assert (lost.reward, len(lost.token_ids), lost.policy_version) == (None, 0, 0)
+    others = Table().play(prompt_of(), number=7)
+    group = Group(as_opened(prompt_of(), [lost, *others]), [lost, *others])
+    assert group.prompt.token_ids.tolist() == others[0].prompt_token_ids.tolist()
+    credit = assign_credit([group], replace(CONTEXT, algorithm=credit_of("ibpo")))
+    assert all(len(s.response_token_ids) for s in credit.sequences if s.has_advantage)
+
+
+def test_the_seeds_of_evaluation_are_not_those_of_training() -> None:
+    table = Table()
+    table.play(prompt_of())
+    table.play(prompt_of(), held_out=True)
+    assert len(set(table.sessions.seeds)) == 2
+
+
+def test_an_episode_outlives_the_death_of_its_engine() -> None:
+    (wanted,), (found,) = Table().play(prompt_of(turns=6)), Table(dies_at=0.12).play(prompt_of(turns=6))
+    assert found.token_ids.tolist() == wanted.token_ids.tolist()
+    assert found.reward == wanted.reward
+
+
+def test_new_weights_in_the_middle_show_in_the_versions_of_the_tokens() -> None:
+    table = Table(write=lambda request: [*[50] * 9, EOS])
+
+    async def work() -> Sample:
+        sampler = table.sampler()
+        request = SampleRequest(prompt_of().token_ids, 1, 200)
+        answer = asyncio.create_task(sampler.answer(prompt_of(turns=3), [request]))
+        await asyncio.sleep(0.155)
+        await table.engine.update(1, 0.0)
+        sampler.version = 1
+        return (await answer)[0]
+
+    sample = in_virtual_time(work())[0]
+    first, second = sample.versions
+    assert (first, second[1]) == ((0, 0), 1)
+    assert 10 < second[0] < 23  # within the second of three turns of ten tokens, with answers of three
+    assert sample.policy_version == 0
+
+
+@settings(max_examples=60)
+@given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 5)), min_size=1, max_size=6), st.data())
+def test_no_id_of_an_earlier_turn_ever_changes(script: list[tuple[int, int]], data: st.DataObject) -> None:
+    lengths = [length for length, _ in script]
+
+    def write(request: SampleRequest) -> list[int]:
+        turn = len([i for i in request.prompt_token_ids if i == EOS])
+        return [*range(50, 50 + lengths[turn % len(lengths)]), EOS]
+
+    table = Table(write=write, sessions=Countdowns(0.0))
+    (sample,) = table.play(prompt_of(turns=len(script)), data.draw(st.integers(1, 80)))
+    whole = [*sample.prompt_token_ids.tolist(), *sample.token_ids.tolist()]
+    asked = [request.prompt_token_ids.tolist() for _, request in table.engine.asked]
+    assert all(whole[: len(one)] == one for one in asked)
+    cut = sample.finish_reason == "length"
+    assert [*map(len, turns_of(sample))][: -1 if cut else None] == [n + 1 for n in lengths][
+        : len(asked) - cut
+    ]
+    for array in (sample.logprobs, sample.loss_mask):
+        assert len(array) == len(sample.token_ids)
+    assert sample.reward is not None
+
+
+# ---------------------------------------------------------------------------------------- groups and batches
+
+
+def correction_prompt(prompt: Prompt, wrong: np.ndarray, references: Sequence[np.ndarray]) -> np.ndarray:
+    return np.concatenate([prompt.head_ids, wrong[:3], *[r[:3] for r in references], prompt.tail_ids])
+
+
+ROLLOUT = RolloutConfig(rollout_batch_size=4, n_samples_per_prompt=4, rollout_max_response_len=400)
+CONTEXT = CreditContext(credit_of("ibpo"), ROLLOUT, Vocabulary(correction_prompt), 900, seed=3, step=0)
+OPERATOR = find_operator(CONTEXT.algorithm)
+RULES = Rules(4, 1, any_group, any_group)
+
+
+def test_corrections_are_episodes_that_begin_with_the_opened_prompt() -> None:
+    table = Table()
+
+    async def work() -> Any:
+        groups = GroupSampler(table.sampler(), OPERATOR, RULES)
+        prompt = prompt_of()
+        drawn = await groups.respond(prompt, group_requests([prompt], ROLLOUT, seed=3, step=0))
+        await groups.follow_up(drawn, CONTEXT)
+        return drawn.group
+
+    group = in_virtual_time(work())[0]
+    opened = group.responses[0].prompt_token_ids.tolist()
+    assert group.prompt.token_ids.tolist() == opened
+    assert group.prompt.tail_ids.tolist() == [BEGINS]
+    assert group.corrections
+    for correction in group.corrections:
+        asked = correction.response.prompt_token_ids.tolist()
+        assert asked[: len(opened) - 1] == opened[:-1]
+        assert len(asked) > len(opened)
+        assert len(turns_of(correction.response)) == 3
+    credit = assign_credit([group], CONTEXT)
+    assert any(sequence.kind == "correction" for sequence in credit.sequences)
+
+
+def test_a_resumed_run_has_its_episodes_from_the_journal_and_asks_no_environment(tmp_path: Path) -> None:
+    table = Table()
+    prompt = prompt_of()
+    requests = group_requests([prompt], ROLLOUT, seed=3, step=0)
+
+    def group(sampler: Sampler | None) -> Any:
+        with Journal(tmp_path, 1 << 20, "", 0) as journal:
+            memory = JournalMemory(journal, read_journal(tmp_path, 0), lambda write: write())
+            groups = GroupSampler(sampler, OPERATOR, RULES, memory)
+
+            async def work() -> Any:
+                drawn = await groups.respond(prompt, requests)
+                await groups.follow_up(drawn, CONTEXT)
+                return drawn.group
+
+            return in_virtual_time(work())[0]
+
+    class NoSampler:
+        def place(self, requests: Any) -> int:
+            return 0
+
+        async def answer(self, *_: Any) -> None:
+            raise AssertionError("an engine was asked again")
+
+    first, again = group(table.sampler()), group(NoSampler())
+    assert again.prompt.token_ids.tolist() == first.prompt.token_ids.tolist()
+    for one, other in zip(first.samples, again.samples, strict=True):
+        assert one.token_ids.tolist() == other.token_ids.tolist()
+        assert one.loss_mask.tolist() == other.loss_mask.tolist()
+        assert (one.reward, one.reward_details, one.versions) == (
+            other.reward,
+            other.reward_details,
+            other.versions,
+        )
+    assert read_journal(tmp_path, 0).samples[SampleKey(0, 0, "response", 0)].is_scored
+
+
+@pytest.mark.parametrize("staleness", [1, 2, 3])
+def test_long_episodes_are_waited_for_and_hold_up_no_more_than_they_must(staleness: int) -> None:
+    """One episode in twenty has ten times as many turns; every fifth batch has one. Nothing is dropped, and
+    such a batch waits only for what the episode lasts beyond the S steps that its age allows."""
+    training, pause, steps = 4.0, 0.05, 24
+    table = Table(EnvironmentConfig(max_turns=100), Countdowns(0.005), write=lambda r: [*[50] * 24, EOS])
+
+    def draw(ordinal: int, attempt: int) -> Any:
+        prompt = prompt_of(ordinal, turns=40 if ordinal % 20 == 7 else 4)
+        requests = [SampleRequest(prompt.token_ids, ordinal, 4000)]
+        return prompt, requests, replace(CONTEXT, step=ordinal // 4)
+
+    batches: list[Any] = []
+
+    async def work() -> None:
+        sampler = table.sampler()
+        gspo = find_operator(credit_of("gspo"))
+        ahead = Ahead(GroupSampler(sampler, gspo, RULES), draw, Pace(staleness), version=0)
+        for step in range(steps):
+            batches.append(await ahead.batch())
+            await asyncio.sleep(training)
+            await table.engine.update(step + 1, pause)
+            sampler.version = step + 1
+            await ahead.advance(step + 1)
+        await ahead.close()
+
+    seconds = in_virtual_time(work())[1]
+    long_episode = 40 * (25 * STEP(4 * (staleness + 1)) + table.sessions.seconds)
+    step_time = training + pause
+    bound = step_time + max(0.0, long_episode - staleness * step_time) / 5
+    assert seconds / steps <= 1.1 * bound
+    assert sum(batch.metrics["groups_expired"] for batch in batches) == 0
+    trained = sorted(group.prompt.index for batch in batches for group in batch.groups)
+    assert len(set(trained)) == len(trained) == 4 * steps
+    assert {7, 27, 47} <= set(trained)
