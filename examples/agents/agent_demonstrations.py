@@ -3,73 +3,123 @@
     bash tools/ibpo.sh sft --prompt-data import://examples/agents/agent_demonstrations.py:both --apply-chat-template …
 
 A student has one habit per episode. Only some habits lead to success, so that reinforcement has something to
-choose from: the demonstrations are right in about four of ten episodes.
+choose from. One row in CORRECTION_EVERY is compare-and-correct: the question comes with two episodes of other
+students, and the target is an episode with a good habit.
 """
 
-import json
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
-from agent_prompts import HIGHEST, TRIES, Row, calculator, guess_number
-from agent_tokenizer import CALL, FINAL_ANSWER
+from agent_prompts import HIGHEST, Row, calculator, guess_number
+from agent_tokenizer import CALL, FINAL_ANSWER, make_agent_tokenizer
 from calculator import Calculator
 from guess_number import HIGHER, GuessNumber
 
-from megatron_ibpo.environments.protocol import Environment, Message
+from megatron_ibpo.data.templates import candidate_heading, correction_instruction
+from megatron_ibpo.environments.protocol import Environment, Message, Opening
 
 PASSES = {"train": 2, "eval": 1}
 """Demonstrations of each question of a split."""
+CORRECTION_EVERY = 5
 CALCULATOR_HABITS = {"careful": 0.3, "guess": 0.2, "miscopy": 0.2, "ignore": 0.15, "malformed": 0.15}
 """Use the tool well; answer without it; call it with a wrong digit; misread its answer; write a call that is
-not in the chat format at first."""
+not in the chat format at first. Each with its probability."""
 GAME_HABITS = {"halve": 0.15, "within": 0.25, "step": 0.6}
 """Guess the middle of what is left; any number of what is left; the next number up or down."""
+SKILL = 0.9
+"""Probability of the first habit, which is the good one, in a correction."""
 
 Student = Callable[[Sequence[Message]], Message]
 """Conversation so far → the next message."""
 
 
+@dataclass(frozen=True)
+class Lesson:
+    """An environment with its questions and students."""
+
+    environment: Callable[[], Environment]
+    questions: Callable[[str], list[Row]]
+    student: Callable[[str, random.Random], Student]
+    """(habit, random generator) → a student."""
+    habits: Mapping[str, float]
+
+
 def both(split: str) -> list[Row]:
     """Return conversations in both environments, in alternation, as rows for `ibpo sft`."""
-    found = []
-    for number in range(PASSES[split]):
-        arithmetic = demonstrations(Calculator, calculator(split), calculator_student, f"{split} {number}")
-        games = demonstrations(GuessNumber, guess_number(split), game_student, f"{split} {number}")
-        found += [row for pair in zip(arithmetic, games, strict=True) for row in pair]
-    return found
+    return list(chain.from_iterable(zip(*(demonstrations(own, split) for own in LESSONS), strict=True)))
 
 
-def demonstrations(
-    environment: Callable[[], Environment],
-    rows: Sequence[Row],
-    student: Callable[[random.Random], Student],
-    seed: str,
-) -> Iterator[Row]:
-    """Yield one conversation per question, with its reward and the tools of the environment."""
-    for number, row in enumerate(rows):
-        yield play(environment(), row, student(random.Random(f"{seed} {number}")))
+def demonstrations(lesson: Lesson, split: str) -> Iterator[Row]:
+    """Yield the conversations of one environment."""
+    tokenizer = make_agent_tokenizer()
+    questions = lesson.questions(split) * PASSES[split]
+    for number, question in enumerate(questions):
+        rng = random.Random(f"{question['task']} {split} {number}")
+
+        def student(skill: float = 0.0, rng: random.Random = rng) -> Student:
+            good = rng.random() < skill
+            habit = next(iter(lesson.habits)) if good else rng.choices(*zip(*lesson.habits.items()))[0]
+            return lesson.student(habit, rng)
+
+        if number % CORRECTION_EVERY:
+            yield play(lesson.environment(), question, student())
+        else:
+            others = [play(lesson.environment(), question, student()) for _ in range(1 + number % 2)]
+            shown = [episode_text(tokenizer, other) for other in others]
+            yield play(lesson.environment(), question, student(SKILL), comparison(shown))
 
 
-def play(environment: Environment, row: Row, student: Student) -> Row:
-    """Return the conversation of a student with an environment."""
-    opening = environment.reset(row["prompt"], row["label"], row["metadata"], seed=0)
-    messages, done = list(opening.messages), False
-    while not done:
+def play(environment: Environment, question: Row, student: Student, shown: str = "") -> Row:
+    """Return the conversation of a student with an environment, with the tools and the score.
+
+    Args:
+        shown: text after the question.
+    """
+    opening = environment.reset(question["prompt"], question["label"], question["metadata"], seed=0)
+    messages = [*opening.messages[:-1], _with_more(opening, shown)]
+    while True:
         message = student(messages)
+        messages.append(message)
         turn = environment.step(message)
-        messages += [message, *(() if turn.done else turn.messages)]
-        done = turn.done
+        if turn.done:
+            break
+        messages += turn.messages
     tools = [{"type": "function", "function": tool} for tool in opening.tools]
     return {"messages": messages, "tools": tools, "score": environment.score()}
+
+
+def comparison(candidates: Sequence[str]) -> str:
+    """Return the text that asks to compare and correct, as IBPO's correction prompt does."""
+    shown = [f"\n{candidate_heading(number)}{text}" for number, text in enumerate(candidates, start=1)]
+    return "".join(shown) + f"\n{correction_instruction(len(candidates))}"
+
+
+def episode_text(tokenizer: Any, row: Row) -> str:
+    """Return an episode as its ids read: everything after the start of the policy's first turn, without the
+    end of its last one."""
+    chats = [
+        tokenizer.apply_chat_template(messages, tools=row["tools"] or None, tokenize=False, **settings)
+        for messages, settings in (
+            (row["messages"], {}),
+            (row["messages"][:1], {"add_generation_prompt": True}),
+        )
+    ]
+    return chats[0].removeprefix(chats[1]).removesuffix(f"{tokenizer.eos_token}\n")
+
+
+def _with_more(opening: Opening, text: str) -> Message:
+    last = opening.messages[-1]
+    return last | {"content": last["content"] + text}
 
 
 # ---------------------------------------------------------------------------------------- calculator
 
 
-def calculator_student(rng: random.Random) -> Student:
-    """Return a student of arithmetic with a habit."""
-    habit = _drawn(CALCULATOR_HABITS, rng)
+def calculator_student(habit: str, rng: random.Random) -> Student:
+    """Return a student of arithmetic with one of CALCULATOR_HABITS."""
 
     def answer(messages: Sequence[Message]) -> Message:
         question, last = messages[0]["content"], messages[-1]
@@ -80,7 +130,9 @@ def calculator_student(rng: random.Random) -> Student:
         if habit == "guess":
             return _said(f"{FINAL_ANSWER}{rng.randint(100, 9999)}.")
         if habit == "malformed" and len(messages) == 1:
-            text = "".join(CALL).replace(CALL[-2], CALL[-2] + expression).removesuffix(rng.choice(('"}}', "}")))
+            text = (
+                "".join(CALL).replace(CALL[-2], CALL[-2] + expression).removesuffix(rng.choice(('"}}', "}")))
+            )
             return _said(f"<tool_call>\n{text}\n</tool_call>") | {"malformed_tool_calls": [text]}
         return _called(_misread(expression, rng) if habit == "miscopy" else expression)
 
@@ -102,9 +154,8 @@ def _misread(text: str, rng: random.Random) -> str:
 # ------------------------------------------------------------------------------------------- the game
 
 
-def game_student(rng: random.Random) -> Student:
-    """Return a player with a habit."""
-    habit = _drawn(GAME_HABITS, rng)
+def game_student(habit: str, rng: random.Random) -> Student:
+    """Return a player with one of GAME_HABITS."""
 
     def guess(messages: Sequence[Message]) -> Message:
         low, high = 1, HIGHEST
@@ -127,5 +178,7 @@ def _said(content: str) -> Message:
     return {"role": "assistant", "content": content}
 
 
-def _drawn(habits: Mapping[str, float], rng: random.Random) -> str:
-    return rng.choices([*habits], [*habits.values()])[0]
+LESSONS = (
+    Lesson(Calculator, calculator, calculator_student, CALCULATOR_HABITS),
+    Lesson(GuessNumber, guess_number, game_student, GAME_HABITS),
+)

@@ -48,25 +48,24 @@ class Calculator:
     def reset(self, question: str, label: str, metadata: Mapping[str, Any], seed: int) -> Opening:
         self.label = label
         self.answer: str | None = None
-        self.tool_calls = self.malformed_calls = 0
+        self.results: list[str] = []
         return Opening([{"role": "user", "content": question}], [CALCULATE])
 
     def step(self, message: Message) -> Turn:
-        calls, malformed = message.get("tool_calls") or (), message.get("malformed_tool_calls") or ()
-        self.tool_calls += len(calls)
-        self.malformed_calls += len(malformed)
-        if calls:
-            return Turn([_answer(call) for call in calls])
-        if malformed:
+        if calls := message.get("tool_calls"):
+            answers = [_answer(call) for call in calls]
+            self.results += [answer["content"] for answer in answers]
+            return Turn(answers)
+        if message.get("malformed_tool_calls"):
             return Turn([{"role": "user", "content": UNREADABLE}])
-        self.answer = (_NUMBER.findall(message["content"].replace(",", "")) or [None])[-1]
+        self.answer = next(reversed(_NUMBER.findall(message["content"].replace(",", ""))), None)
         return Turn(done=True)
 
     def score(self) -> dict[str, float]:
         return {
             "score": float(self.answer == self.label),
-            "tool_calls": float(self.tool_calls),
-            "malformed_calls": float(self.malformed_calls),
+            "tool_errors": float(self.results.count(CANNOT_COMPUTE)),
+            "answers_of_the_tool": float(self.answer in self.results),
         }
 
     def close(self) -> None:
