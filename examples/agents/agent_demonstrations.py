@@ -1,6 +1,6 @@
 """Conversations of scripted students with the environments next to this file, to warm-start a tiny agent.
 
-    bash tools/ibpo.sh sft --prompt-data import://examples/agents/agent_demonstrations.py:both --apply-chat-template …
+    bash tools/ibpo.sh sft --prompt-data import://examples/agents/agent_demonstrations.py:both …
 
 A student has one habit per episode. Only some habits lead to success, so that reinforcement has something to
 choose from. One row in CORRECTION_EVERY is compare-and-correct: the question comes with two episodes of other
@@ -46,6 +46,13 @@ class Lesson:
     """(habit, random generator) → a student."""
     habits: Mapping[str, float]
 
+    def draw_student(self, rng: random.Random, skill: float = 0.0) -> Student:
+        """Return a student with a random habit, or with the good one with probability `skill`."""
+        names = [*self.habits]
+        good = rng.random() < skill
+        habit = names[0] if good else rng.choices(names, [*self.habits.values()])[0]
+        return self.student(habit, rng)
+
 
 def both(split: str) -> list[Row]:
     """Return conversations in both environments, in alternation, as rows for `ibpo sft`."""
@@ -58,18 +65,14 @@ def demonstrations(lesson: Lesson, split: str) -> Iterator[Row]:
     questions = lesson.questions(split) * PASSES[split]
     for number, question in enumerate(questions):
         rng = random.Random(f"{question['task']} {split} {number}")
-
-        def student(skill: float = 0.0, rng: random.Random = rng) -> Student:
-            good = rng.random() < skill
-            habit = next(iter(lesson.habits)) if good else rng.choices(*zip(*lesson.habits.items()))[0]
-            return lesson.student(habit, rng)
-
         if number % CORRECTION_EVERY:
-            yield play(lesson.environment(), question, student())
-        else:
-            others = [play(lesson.environment(), question, student()) for _ in range(1 + number % 2)]
-            shown = [episode_text(tokenizer, other) for other in others]
-            yield play(lesson.environment(), question, student(SKILL), comparison(shown))
+            yield play(lesson.environment(), question, lesson.draw_student(rng))
+            continue
+        candidates = [
+            episode_text(tokenizer, play(lesson.environment(), question, lesson.draw_student(rng)))
+            for _ in range(1 + number % 2)
+        ]
+        yield play(lesson.environment(), question, lesson.draw_student(rng, SKILL), comparison(candidates))
 
 
 def play(environment: Environment, question: Row, student: Student, shown: str = "") -> Row:

@@ -16,7 +16,7 @@ from calculator import calculate as value_of
 QUESTIONS = {"train": 4096, "eval": 512}
 """Questions in each split."""
 HIGHEST, TRIES = 30, 5
-"""The game: numbers from 1 to HIGHEST and the number of guesses. Halving the range finds 31 numbers in five."""
+"""The game: numbers from 1 to HIGHEST, and the guesses. Halving the range finds 31 numbers in five."""
 ASKED = ("What is ", "? Use the tool, then answer with the number.")
 """The text around an expression."""
 GAME = ("I think of a whole number from 1 to ", ". You have ", " tries. Guess: write only a number.")

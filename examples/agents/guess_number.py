@@ -20,8 +20,8 @@ _NUMBER = re.compile(r"\d+")
 
 
 class GuessNumber:
-    """One game. The label is the number; the metadata's `tries` says how many guesses there are. The reward is
-    1 for the right guess in time."""
+    """One game. The label is the number, and `tries` in the metadata the number of guesses. The reward is 1
+    for the right guess in time."""
 
     def reset(self, question: str, label: str, metadata: Mapping[str, Any], seed: int) -> Opening:
         self.number, self.tries = int(label), int(metadata["tries"])

@@ -1,4 +1,4 @@
-"""The bundled agents: two environments played by hand, their prompts, their warm starts, and a run of each."""
+"""The bundled agents: two environments played by hand, their prompts, their warm starts, and runs."""
 
 from __future__ import annotations
 
@@ -134,7 +134,8 @@ def test_students_of_demonstrations_solve_some_and_correct_most(lesson, least, m
 @pytest.mark.parametrize("lesson", LESSONS)
 def test_a_demonstration_ends_as_its_environment_scored_it(lesson):
     """Played again message by message, the environment says the same and gives the same score."""
-    for question, row in zip(lesson.questions("eval"), itertools.islice(demonstrations(lesson, "eval"), 50)):
+    rows = list(itertools.islice(demonstrations(lesson, "eval"), 50))
+    for question, row in zip(lesson.questions("eval")[:50], rows, strict=True):
         environment = lesson.environment()
         environment.reset(question["prompt"], question["label"], question["metadata"], seed=0)
         messages = iter(row["messages"][1:])
