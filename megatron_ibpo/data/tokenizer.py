@@ -64,16 +64,18 @@ class Tokenizer(Protocol):
 
     def render_chat(
         self,
-        messages: Sequence[Message],
+        messages: Sequence[Mapping[str, Any]],
         settings: Mapping[str, Any] | None = None,
         *,
         generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
         """Return `messages` as one text in the tokenizer's chat format.
 
         Args:
             settings: further arguments of the template (--apply-chat-template-kwargs).
             generation_prompt: end with the beginning of the assistant's next turn.
+            tools: shown to the assistant, each as {"name", "description", "parameters"}.
 
         Raises:
             DataError: the tokenizer has no chat template, or the template refuses the messages.
@@ -232,6 +234,8 @@ class HuggingFaceTokenizer:
             )
         self._tokenizer = tokenizer
         self._name = name
+        self.library: Any = tokenizer
+        """The tokenizer of `transformers`, for libraries that ask for one."""
         self.eos_id: int = tokenizer.eos_token_id
         self.pad_id: int = self.eos_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         self.unk_id: int | None = tokenizer.unk_token_id
@@ -262,10 +266,11 @@ class HuggingFaceTokenizer:
 
     def render_chat(
         self,
-        messages: Sequence[Message],
+        messages: Sequence[Mapping[str, Any]],
         settings: Mapping[str, Any] | None = None,
         *,
         generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
         if not self._tokenizer.chat_template:
             raise DataError(
@@ -274,7 +279,11 @@ class HuggingFaceTokenizer:
             )
         try:
             return self._tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=generation_prompt, **(settings or {})
+                list(messages),
+                tools=[{"type": "function", "function": dict(tool)} for tool in tools] or None,
+                tokenize=False,
+                add_generation_prompt=generation_prompt,
+                **(settings or {}),
             )
         except Exception as error:
             raise DataError(f"{self._name}: its chat template refuses the messages: {error}") from error
@@ -326,10 +335,11 @@ class SentencePieceTokenizer:
 
     def render_chat(
         self,
-        messages: Sequence[Message],
+        messages: Sequence[Mapping[str, Any]],
         settings: Mapping[str, Any] | None = None,
         *,
         generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
         raise DataError(
             f"tokenizer {self._name}: a SentencePiece model has no chat template; "

@@ -128,12 +128,23 @@ class Chat(Protocol):
         """Return the ids of the messages with the start of the policy's turn."""
         ...
 
-    def read(self, ids: Sequence[int]) -> Message:
+    def read(self, ids: Sequence[int], tools: Sequence[Tool] | None = None) -> Message:
         """Return the message of the policy's turn, without its end-of-sequence id or with it. A call that
-        cannot be parsed stays in the content, and its text is listed under "malformed_tool_calls"."""
+        cannot be parsed stays in the content, and its text is listed under "malformed_tool_calls"; reasoning
+        is under "reasoning_content".
+
+        Args:
+            tools: those of the episode, empty if it has none. Some formats write the text "12" and the number
+                12 alike; the schema tells them apart. None: not known.
+        """
         ...
 
     def extend(self, ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
         """Return the ids to append to `ids` (a conversation that ends in the policy's turn) so that it goes
-        on with these messages and the start of the policy's next turn."""
+        on with these messages and the start of the policy's next turn.
+
+        Raises:
+            ValueError: the turn was cut: `ids` does not end in an end-of-sequence id. Or the tokenizer or the
+                template cannot express the messages.
+        """
         ...

@@ -15,6 +15,7 @@ from megatron_ibpo.report.summary import HELD_OUT_LOSS
 
 _LINES = {
     "Reward in training": ["reward", "shaped_reward"],
+    "Turns and tool calls per episode": ["reward/turns", "reward/tool_calls"],
     "Corrections": ["correction_success", "rewrite_rate"],
     "Clip fraction": ["clip_fraction"],
     "Trainer against engine, mean |Δ log-prob| per token": ["logprob_diff_abs_mean"],
@@ -76,7 +77,8 @@ def _series(rows: Sequence[dict[str, Any]], name: str) -> tuple[list[int], list[
 def _draw_lines(axes: Axes, steps: Sequence[dict[str, Any]], metrics: Sequence[str]) -> None:
     for metric in metrics:
         x, y = _series(steps, metric)
-        axes.plot(x, y, marker="." if len(x) < 40 else None, label=metric.replace("_", " "))
+        label = metric.removeprefix("reward/").replace("_", " ")
+        axes.plot(x, y, marker="." if len(x) < 40 else None, label=label)
     axes.set_ylim(bottom=0 if axes.get_ylim()[0] > 0 else None)
     if len(metrics) > 1:
         axes.legend(frameon=False)

@@ -2,6 +2,8 @@
 
 RESPONSE_ERROR = "response_error"
 """Detail of a response that could not be judged through its own fault: 1."""
+WRONG = {"score": 0.0, RESPONSE_ERROR: 1.0}
+"""Value of such a response."""
 
 
 class ResponseError(Exception):

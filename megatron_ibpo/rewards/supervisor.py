@@ -1,5 +1,5 @@
-"""The parent of one verifier's worker: nothing that a reward function starts outlives it, and its prints are
-bounded.
+"""The parent of a process that runs code of the user's: nothing that this starts outlives it, and its prints
+are bounded.
 
 Started by its path as `python -I -S supervisor.py OWNER CONNECTION PRINTED NAME COMMAND…`, so that it imports
 nothing of the package and takes little memory. It runs COMMAND, in which {owner} stands for its own process
@@ -36,7 +36,7 @@ def main() -> None:
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != int(owner):
-        sys.exit("the owner of this verifier is gone")
+        sys.exit("the owner of this process is gone")
     supervisor.start([word.replace("{owner}", str(os.getpid())) for word in command])
     os.close(int(connection))  # it must close when the worker ends
     supervisor.watch()
@@ -44,7 +44,7 @@ def main() -> None:
 
 
 class _Supervisor:
-    """One worker, and what it prints."""
+    """One process of the user's code, the worker, and what it prints."""
 
     def __init__(self, printed: int, name: str):
         self._worker, self._status = -1, 0

@@ -10,34 +10,27 @@ list per argument, and returns a value for each call; other functions get the ar
 is a number, or a mapping with the number as `score` and further numbers.
 """
 
-import ctypes
-import math
 import os
-import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
-from numbers import Real
 from typing import Any
 
-from megatron_ibpo.basics.records import LARGEST_REWARD
+from megatron_ibpo.basics.reward_value import read_reward
+from megatron_ibpo.basics.text import error_text, printable
 from megatron_ibpo.config import ConfigError, load_hook
-from megatron_ibpo.rewards.reward_errors import RESPONSE_ERROR, ResponseError
+from megatron_ibpo.rewards.reward_errors import WRONG, ResponseError
+from megatron_ibpo.rewards.supervised import die_with
 
 Answer = tuple[float | None, dict[str, float], str | None]
 """(the reward, further numbers, None), or (None, {}, why there is no reward)."""
 _Function = Callable[..., Any]
 
-_WRONG = {"score": 0.0, RESPONSE_ERROR: 1.0}
-"""Value of a response that cannot be judged through its own fault."""
-_PR_SET_PDEATHSIG = 1
-_LONGEST_ERROR = 500
-
 
 def main() -> None:
     """Serve until the connection closes."""
     fd, owner, targets = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
-    _die_with(owner)
+    die_with(owner)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     connection = Connection(fd)
@@ -46,10 +39,10 @@ def main() -> None:
         try:
             functions[target] = _load(target)
         except ConfigError as error:
-            connection.send(("failed", _printable(str(error))))
+            connection.send(("failed", printable(str(error))))
             return
         except BaseException as error:
-            connection.send(("failed", f"--rm-type {target}: {_in_words(error)}"))
+            connection.send(("failed", f"--rm-type {target}: {error_text(error)}"))
             return
     own = os.getpid()
     connection.send(("ready", (own, [target for target in targets if _is_batched(functions[target])])))
@@ -83,7 +76,7 @@ def _answer(
             functions[target] = _load(target)
         return "outcomes", [_outcome(value) for value in _values(functions[target], calls)]
     except BaseException as error:
-        return "error", _in_words(error)
+        return "error", error_text(error)
 
 
 def _values(function: _Function, calls: list[tuple[Any, ...]]) -> Sequence[Any]:
@@ -94,7 +87,7 @@ def _values(function: _Function, calls: list[tuple[Any, ...]]) -> Sequence[Any]:
     except ResponseError:
         if len(calls) > 1:  # the owner then sends each alone, and so finds the faulty one
             raise
-        return [_WRONG]
+        return [WRONG]
     if len(values) != len(calls):
         raise ValueError(f"expected {len(calls)} numbers, got {len(values)}")
     return values
@@ -104,62 +97,15 @@ def _value(function: _Function, arguments: tuple[Any, ...]) -> Any:
     try:
         return function(*arguments)
     except ResponseError:
-        return _WRONG
+        return WRONG
 
 
 def _outcome(value: Any) -> Answer:
     """Return the reward in a function's value, or why it is no reward."""
-    parts = {"score": value} if not isinstance(value, Mapping) else dict(value)
-    if "score" not in parts:
-        return _no_reward(f"ValueError: expected a number, or a mapping with a score; got {value!r}")
-    for name, number in parts.items():
-        what = "number" if value is number else f"number as {name!r}"
-        if not isinstance(name, str):
-            return _no_reward(f"TypeError: names must be text, got {name!r}")
-        if not isinstance(number, Real):
-            return _no_reward(f"TypeError: expected a {what}, got {type(number).__name__} {number!r}")
-        if not _fits(number):
-            return _no_reward(f"ValueError: expected a {_too_large(what, number)}")
-    return float(parts.pop("score")), {name: float(number) for name, number in parts.items()}, None
-
-
-def _fits(number: Any) -> bool:
-    return bool(abs(number) <= LARGEST_REWARD)  # false for NaN as well
-
-
-def _too_large(what: str, number: Real) -> str:
     try:
-        got = float(number)
-    except OverflowError:  # an integer of more than 308 digits
-        return f"{what} of at most {LARGEST_REWARD:g} in size, got a longer one: scale it"
-    if not math.isfinite(got):
-        return f"finite {what}, got {got}"
-    return f"{what} of at most {LARGEST_REWARD:g} in size, got {got:g}: scale it"
-
-
-def _no_reward(why: str) -> Answer:
-    return None, {}, _printable(why[:_LONGEST_ERROR])
-
-
-def _in_words(error: BaseException) -> str:
-    try:
-        said = str(error)
-    except Exception as in_turn:  # a user's exception may fail at that too
-        said = f"it cannot be shown, which fails with {type(in_turn).__name__}"
-    return _printable(f"{type(error).__name__}: {said}"[:_LONGEST_ERROR])
-
-
-def _printable(text: str) -> str:
-    """Return lone surrogates as escapes: no log can write them."""
-    return text.encode(errors="backslashreplace").decode()
-
-
-def _die_with(owner: int) -> None:
-    """Have the kernel kill this process when its owner dies, even if a reward function then hangs in C."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != owner:
-        sys.exit("the owner of this worker is gone")
+        return *read_reward(value), None
+    except (TypeError, ValueError) as error:
+        return None, {}, error_text(error)
 
 
 if __name__ == "__main__":

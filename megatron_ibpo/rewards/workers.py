@@ -8,7 +8,6 @@ import os
 import queue
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -18,11 +17,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import groupby
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 from megatron_ibpo.basics.text import counted
 from megatron_ibpo.rewards.sandbox.control_groups import remove_groups
+from megatron_ibpo.rewards.supervised import Supervised
 
 _START_TIMEOUT = 120.0
 """Seconds a worker may take to start, including the imports of the reward function."""
@@ -282,20 +281,9 @@ class _Worker:
         ours, theirs = socket.socketpair()
         self._named = f"reward function {', '.join(targets)}"
         connection = str(theirs.fileno())
-        worker = [sys.executable, "-m", "megatron_ibpo.rewards.worker", connection, "{owner}", *targets]
-        supervisor = [sys.executable, "-I", "-S", str(Path(__file__).with_name("supervisor.py"))]
-        supervisor += [str(os.getpid()), connection, str(printed), self._named]
+        command = [sys.executable, "-m", "megatron_ibpo.rewards.worker", connection, "{owner}", *targets]
         with theirs:
-            self.process = subprocess.Popen(
-                supervisor + worker,
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,  # a Ctrl-C is for its owner
-                stdout=sys.__stderr__.fileno() if sys.__stderr__ else None,
-                # what the owner can import, the worker can
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
-            )
-        """Supervisor of the worker; it ends when the worker does."""
+            self._process = Supervised(command, theirs, printed=printed, name=self._named)
         self._connection = Connection(ours.detach())
         self._worker: int | None = None
         """Process id of the worker itself; known once the functions are loaded."""
@@ -313,7 +301,7 @@ class _Worker:
         except (EOFError, OSError):
             raise _NotLoadedError(
                 f"{self._named}: its process ended while loading it (status "
-                f"{self.process.wait(_CLOSE_TIMEOUT)}); the reason is in the lines above"
+                f"{self._process.wait()}); the reason is in the lines above"
             ) from None
         if status != "ready":
             raise WorkerError(f"the reward function cannot be loaded: {content}")
@@ -342,26 +330,18 @@ class _Worker:
         return [Outcome(value, error, details) for value, details, error in content], None
 
     def is_alive(self) -> bool:
-        return self.process.poll() is None
+        return self._process.is_alive()
 
     def kill(self) -> None:
-        """Have the supervisor kill the worker and everything it has started."""
-        if self.is_alive():
-            self.process.terminate()
+        """Kill the worker and everything it has started."""
+        self._process.kill()
 
     def how_it_died(self) -> str:
-        status = self.process.returncode
-        how = f"status {status}" if status >= 0 else signal.Signals(-status).name
-        return f"the worker process died ({how})"
+        return f"the worker process died ({self._process.how_it_ended()})"
 
     def end(self) -> None:
         self.ended = True
-        self.kill()
-        try:
-            self.process.wait(_CLOSE_TIMEOUT)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait(_CLOSE_TIMEOUT)
+        self._process.end()
         if self._worker is not None:
             with suppress(ProcessLookupError):  # there is something left only if the supervisor was killed
                 os.killpg(self._worker, signal.SIGKILL)

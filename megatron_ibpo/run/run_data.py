@@ -166,8 +166,10 @@ def _in_environment(prompt: Prompt, environment: str) -> Prompt:
 
 
 def _answer_start(config: Config, operator: Operator, tokenizer: Tokenizer) -> AnswerStart | None:
-    """Return the function that finds answers. None if nothing is corrected, or if the verifier of --rm-type
-    does not define answers."""
+    """Return the function that finds answers. None if nothing is corrected, if the verifier of --rm-type does
+    not define answers, or if an environment scores."""
+    if config.environment.environment is not None:
+        return None
     if operator.ibpo_corrections == 0 or answer_extractor(main_rm_type(config.data)) is None:
         return None
     texts = token_texts(tokenizer)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 
@@ -45,6 +46,8 @@ class Episodes:
     reward_threshold: float
     max_context: int | None
     """Limit of tokens in prompt and episode together."""
+    framed: Callable[[list[Message]], list[Message]] = lambda messages: messages
+    """Puts the run's system prompt before an opening."""
     faults: Counter[str] = field(default_factory=Counter)
     """Faults of environments by kind since the last `take_metrics`."""
     counts: Counter[str] = field(default_factory=Counter)
@@ -102,7 +105,8 @@ class Episodes:
         try:
             if np.array_equal(script.request.prompt_token_ids, prompt.token_ids):
                 opening = session.opening
-                script.open(token_ids(self.chat.open(opening.messages, opening.tools)))
+                messages = self.framed(list(opening.messages))
+                script.open(_ids(lambda: self.chat.open(messages, opening.tools)))
             done = await self._take_turns(script, session, ask)
             return self._scored(script.sample("stop" if done else "length"), script, await session.score())
         finally:
@@ -123,16 +127,16 @@ class Episodes:
             script.say(said)
             if said.finish_reason == "length":
                 break
-            message = self.chat.read(said.token_ids.tolist())
+            message = self.chat.read(said.token_ids.tolist(), session.opening.tools)
             script.count(message)
             answer = await session.step(message)
             if answer.done:
                 return True
             if turn + 1 < self.settings.max_turns:
-                answer_ids = self.chat.extend(script.all_ids.tolist(), answer.messages)
+                answer_ids = _ids(partial(self.chat.extend, script.all_ids.tolist(), answer.messages))
                 if len(answer_ids) >= self._room(script):
                     break
-                script.answer(token_ids(answer_ids))
+                script.answer(answer_ids)
         return False
 
     def _room(self, script: Transcript) -> int:
@@ -214,6 +218,15 @@ class Transcript:
         self._logprobs.append(logprobs)
         self._mask.append(mask)
         self.length += len(ids)
+
+
+def _ids(write: Callable[[], Sequence[int]]) -> TokenIds:
+    """Return the ids of an environment's messages. Messages that tokenizer or template refuse are a fault of
+    the environment, which need not end the run."""
+    try:
+        return token_ids(write())
+    except ValueError as error:
+        raise EpisodeFaultError("error", f"its messages cannot be written: {error}") from None
 
 
 def _joined(before: ExpertIds | None, now: ExpertIds) -> ExpertIds:

@@ -310,7 +310,11 @@ class Sampler:
     async def _episode(self, prompt: Prompt, request: SampleRequest, engine: int, held_out: bool) -> Sample:
         """Return an episode. Its turns stay near one engine if that caches their prefix."""
         episodes = self._episodes
-        assert episodes is not None  # there is one as soon as a prompt has an environment
+        if episodes is None:
+            raise ValueError(
+                f"prompt {prompt.index} names the environment {prompt.metadata[ENVIRONMENT]!r}, but none of "
+                "the first prompts names one, so that none was started; give --environment"
+            )
 
         async def ask(turn: SampleRequest) -> Sample:
             if self._failure is not None:

@@ -37,6 +37,7 @@ LIBRARIES = {
     "starlette": {"report"},
     "uvicorn": {"report"},
     "aiohttp": {"rewards"},
+    "renderers": {"environments"},
 }
 """Library → rooms that may import it."""
 

@@ -38,7 +38,7 @@ class TinyChat:
     def open(self, messages: Sequence[Message], tools: Sequence[Any]) -> list[int]:
         return [OPENS, *messages[-1]["content"], BEGINS]
 
-    def read(self, ids: Sequence[int]) -> Message:
+    def read(self, ids: Sequence[int], tools: Sequence[Any] | None = None) -> Message:
         return {"role": "assistant", "content": list(ids[:-1])}
 
     def extend(self, ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
@@ -164,7 +164,7 @@ def test_an_episode_is_one_sample_whose_ids_are_those_that_the_engine_wrote() ->
 
 def test_tool_calls_are_counted() -> None:
     class Calls(TinyChat):
-        def read(self, ids: Sequence[int]) -> Message:
+        def read(self, ids: Sequence[int], tools: Sequence[Any] | None = None) -> Message:
             return super().read(ids) | {"tool_calls": [{}, {}], "malformed_tool_calls": ["{"]}
 
     table = Table()
@@ -245,6 +245,20 @@ def test_an_environment_that_never_starts_leaves_a_group_that_trains_on_the_othe
     assert group.prompt.token_ids.tolist() == others[0].prompt_token_ids.tolist()
     credit = assign_credit([group], replace(CONTEXT, algorithm=credit_of("ibpo")))
     assert all(len(s.response_token_ids) for s in credit.sequences if s.has_advantage)
+
+
+def test_an_answer_that_cannot_be_written_is_a_fault_of_the_environment() -> None:
+    class Refuses(TinyChat):
+        def extend(self, ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
+            raise ValueError("no token for '☃'")
+
+    table = Table()
+    sampler = table.sampler()
+    table.episodes.chat = Refuses()
+    request = SampleRequest(prompt_of().token_ids, 1, 200)
+    (sample,) = in_virtual_time(sampler.answer(prompt_of(turns=2), [request]))[0]
+    assert sample.reward is None
+    assert "cannot be written: no token for '☃'" in str(sample.reward_error)
 
 
 def test_the_seeds_of_evaluation_are_not_those_of_training() -> None:

@@ -15,6 +15,7 @@ const GROUPS = [
   ["Spent", (name) => name.startsWith("spent_")],
   ["Corrections", (name) => /correction|rewrite|noop|reference|unmodified|beyond|skipped_pairs|leak/.test(name)],
   ["Trainer against engine", (name) => /logprob_diff|tis_|icepop|importance|rejected|routing_/.test(name)],
+  ["Episodes", (name) => /^reward\/(turns|.*_calls)$|episodes|environment/.test(name)],
   ["Reward and credit", (name) => /reward|accuracy|groups_(all|none)|bonus|degenerate|phi|lambda|advantage|gradient/.test(name)],
   ["Loss and update", (name) => /loss|grad|clip|ratio|kl$|learning_rate|updates|value|critic|mask|sequences/.test(name)],
   ["Lengths and tokens", (name) => /length|tokens|truncated/.test(name)],

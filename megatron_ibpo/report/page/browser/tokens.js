@@ -77,14 +77,16 @@ export function tokens(response, vocabulary, key, marks, peers) {
   const told = Object.values(COLOURS).map((colour) => [colour.name, colour.numbers(response)]).filter(([, list]) => list);
   const append = (start) => {
     const end = Math.min(start + AT_ONCE, response.tokens.length);
+    let place = box;
     for (let i = start; i < end; i++) {
+      if (response.mask && (i === start || response.mask[i] !== response.mask[i - 1])) place = stretch(box, response.mask, i);
       const [text, special] = vocabulary[response.tokens[i]];
       const span = element("span", { class: "token" + (special ? " special" : "") }, clipped(visible(text)));
       if (marks[i]) span.classList.add(marks[i]);
       if (numbers) span.style.backgroundColor = tint(scale, numbers[i]);
       if (key === "mask" && numbers && numbers[i] === 0) span.classList.add("untrained");
       span.place = i;
-      box.append(span);
+      place.append(span);
     }
     if (end < response.tokens.length) box.append(more(response.tokens.length - end, "tokens", () => append(end)));
   };
@@ -98,6 +100,17 @@ export function tokens(response, vocabulary, key, marks, peers) {
   });
   box.addEventListener("pointerleave", hideTip);
   return box;
+}
+
+// A block, which can be folded, for the tokens from `start` on that the policy wrote, or that it was given: the answers
+// of an environment.
+function stretch(box, mask, start) {
+  const other = mask.findIndex((written, i) => i > start && written !== mask[start]);
+  const count = (other < 0 ? mask.length : other) - start;
+  const block = element("details", { class: mask[start] ? "stretch" : "stretch given", open: true },
+    element("summary", {}, `${mask[start] ? "policy" : "environment"}, ${count.toLocaleString("en")} tokens`));
+  box.append(block);
+  return block;
 }
 
 function more(count, what, act) {

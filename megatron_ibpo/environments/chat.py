@@ -1,0 +1,252 @@
+"""A model's chat format as token ids, for conversations that grow turn by turn.
+
+The checkpoint's own template writes; no turn of the policy is ever written anew. The ids that extend a
+conversation are those that the template puts after the end of an assistant's turn. They are found by
+rendering a short conversation in which the assistant says a marker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+from megatron_ibpo.data.eos import read_eos_token_ids
+from megatron_ibpo.data.tokenizer import DataError, Tokenizer
+from megatron_ibpo.environments.families import family_readers
+from megatron_ibpo.environments.hermes import as_text, read_text, tools_text
+from megatron_ibpo.environments.protocol import Message, Tool
+
+_MARKER = "MARKERc9f0f895fb98ab91"
+_USER: Message = {"role": "user", "content": "Hello."}
+
+_PROBE_TOOL: Tool = {
+    "name": "look_up",
+    "description": "Look up a word.",
+    "parameters": {
+        "type": "object",
+        "properties": {"word": {"type": "string"}, "most": {"type": "integer"}},
+        "required": ["word", "most"],
+    },
+}
+_PROBE_CALL = {
+    "id": "call_0",
+    "type": "function",
+    "function": {"name": "look_up", "arguments": {"word": "two words", "most": 3}},
+}
+_PROBE_ANSWER: Message = {"role": "tool", "tool_call_id": "call_0", "name": "look_up", "content": "found"}
+
+_SAME_ENDS = (
+    ("<|return|>", "<|end|>"),
+    ("<|return|>", "<|call|>"),
+    ("<|call|>", "<|end|>"),
+    ("<|eom_id|>", "<|eot_id|>"),
+)
+"""What a model may end a turn with, and what its template may write there instead."""
+
+Reader = Callable[[Sequence[int], Sequence[Tool] | None], Message]
+
+
+def open_chat(
+    hf_dir: Path,
+    tokenizer: Tokenizer,
+    *,
+    applies_template: bool,
+    settings: Mapping[str, Any] | None = None,
+) -> PlainChat | TemplateChat:
+    """Return the chat format of a checkpoint; its `notes` are lines to print.
+
+    Args:
+        hf_dir: the checkpoint, whose end-of-sequence ids end a turn.
+        applies_template: whether turns are written by the chat template (--apply-chat-template) or as plain
+            text.
+        settings: further arguments of the template (--apply-chat-template-kwargs).
+
+    Raises:
+        DataError: there is no chat template, or conversations in it cannot be extended.
+        ValueError: the checkpoint names no end-of-sequence id.
+    """
+    ends = {*read_eos_token_ids(hf_dir), tokenizer.eos_id}
+    return TemplateChat(tokenizer, ends, settings) if applies_template else PlainChat(tokenizer, ends)
+
+
+class PlainChat:
+    """Turns as plain text, one after the other: for runs without a chat template. Calls of tools are in
+    Hermes' format."""
+
+    def __init__(self, tokenizer: Tokenizer, ends: Collection[int]) -> None:
+        self.notes: tuple[str, ...] = ()
+        self._tokenizer, self._ends = tokenizer, ends
+        self._text = _call_decoder(tokenizer)
+
+    def open(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
+        shown = [tools_text(tools) + "\n"] if tools else []
+        return self._tokenizer.encode_prompt("".join([*shown, *(m["content"] for m in messages)]))
+
+    def read(self, ids: Sequence[int], tools: Sequence[Tool] | None = None) -> Message:
+        return read_text(self._text(_without_end(ids, self._ends)))
+
+    def extend(self, ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
+        _check_ended(ids, self._ends)
+        return self._tokenizer.encode("".join(message["content"] for message in messages))
+
+
+class TemplateChat:
+    """Turns as the checkpoint's chat template writes them.
+
+    Tools are written and read in the template's own format if that is one of `family_readers` and reads back
+    what the template writes; otherwise as text in Hermes' format, in the system message and the user's."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, ends: Collection[int], settings: Mapping[str, Any] | None = None
+    ) -> None:
+        """Try the template on short conversations.
+
+        Raises:
+            DataError: there is no template, or it refuses conversations or does not show turns as they are.
+        """
+        self._tokenizer, self._ends, self._settings = tokenizer, ends, settings or {}
+        self._same_ends = _same_ends(tokenizer)
+        self._marks_call = self._shows_tools = False
+        self._following([_USER])
+        prompt = self._render([_USER])
+        self._read: Reader = self._text_reader(prompt)
+        family = self._own_format(prompt)
+        self._shows_tools = family is not None
+        tools = (
+            f"the chat template shows tools, and calls are read in the format of {family}"
+            if family is not None
+            else "the chat template shows no tools, or writes calls in a format that is not known here, so "
+            "tools are shown in the system message, and calls are read in the format of Hermes (<tool_call>)"
+        )
+        self.notes: tuple[str, ...] = (f"chat: {tools}", *self._rewriting())
+
+    def open(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
+        if self._shows_tools:
+            return self._tokenizer.encode(self._render(messages, tools))
+        return self._tokenizer.encode(self._render(as_text(messages, tools)))
+
+    def read(self, ids: Sequence[int], tools: Sequence[Tool] | None = None) -> Message:
+        return self._read(_without_end(ids, self._ends), tools)
+
+    def extend(self, ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
+        _check_ended(ids, self._ends)
+        following = self._following(messages if self._shows_tools else as_text(messages))
+        return self._after(ids[-1], self._tokenizer.encode(following))
+
+    def _render(self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, prompt: bool = True) -> str:
+        return self._tokenizer.render_chat(messages, self._settings, tools=tools, generation_prompt=prompt)
+
+    def _following(self, messages: Sequence[Message]) -> str:
+        """Return the text from the end of an assistant's turn to the start of its next one, with the messages
+        between."""
+        if self._marks_call and messages and messages[0]["role"] == "tool":
+            function = {"name": messages[0].get("name", ""), "arguments": {"text": _MARKER}}
+            call = {"id": messages[0].get("tool_call_id"), "type": "function", "function": function}
+            said: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
+        else:
+            said = {"role": "assistant", "content": _MARKER}
+        _, shown, following = self._render([_USER, said, *messages]).partition(_MARKER)
+        if not shown:
+            raise DataError(
+                "the chat template does not show what the assistant said, so a conversation cannot be "
+                "extended; use a checkpoint with another template, or drop --apply-chat-template"
+            )
+        if said["content"]:
+            return following
+        ends = [place for end in self._end_texts() if (place := following.find(end)) >= 0]
+        return following[min(ends, default=0) :]
+
+    def _end_texts(self) -> list[str]:
+        return [self._tokenizer.decode_all([end]) for end in self._ends]
+
+    def _after(self, end: int, following: list[int]) -> list[int]:
+        """Return what is missing of `following` after a turn that ends in the id `end`: a template may write
+        another end after it, or none."""
+        for place, token in enumerate(following):
+            if token == end or (end, token) in self._same_ends:
+                return following[place + 1 :]
+            if self._tokenizer.decode_all([token]).strip():
+                break
+        return following
+
+    def _text_reader(self, prompt: str) -> Reader:
+        decode, thinks = _call_decoder(self._tokenizer), prompt.rstrip().endswith("<think>")
+        return lambda ids, tools: read_text(decode(ids), thinks=thinks)
+
+    def _own_format(self, prompt: str) -> str | None:
+        """Set the reader of the template's own format of calls, and return that format's name; None if the
+        template knows no tools, or no reader reads back what it writes."""
+        try:
+            if _PROBE_TOOL["name"] not in self._render([_USER], [_PROBE_TOOL]):
+                return None
+            called: Message = {"role": "assistant", "content": "", "tool_calls": [_PROBE_CALL]}
+            text = self._render([_USER, called], prompt=False)
+            self._try_answer()
+        except DataError:
+            return None
+        turn = self._tokenizer.encode(_beyond(text, prompt))
+        first_end = next((place for place, token in enumerate(turn) if token in self._ends), len(turn))
+        readers = family_readers(self._tokenizer, self._tokenizer.encode(prompt))
+        for family, reader in [*((reader.family, reader) for reader in readers), ("Hermes", self._read)]:
+            if reader(turn[:first_end], [_PROBE_TOOL]).get("tool_calls") == [_PROBE_CALL]:
+                self._read = reader
+                return family
+        return None
+
+    def _try_answer(self) -> None:
+        """Find out whether the template takes the answer of a tool after any turn, or after a call alone.
+
+        Raises:
+            DataError: it takes none.
+        """
+        try:
+            self._following([_PROBE_ANSWER])
+        except DataError:
+            self._marks_call = True
+            self._following([_PROBE_ANSWER])
+
+    def _rewriting(self) -> list[str]:
+        """Return a note if the template writes an earlier turn otherwise than the last one."""
+        said: Message = {"role": "assistant", "content": "yes", "reasoning_content": "so", "thinking": "so"}
+        if self._render([_USER, said, _USER]).startswith(self._render([_USER, said], prompt=False)):
+            return []
+        return [
+            "chat: the template writes earlier turns otherwise than the last one (such as without their "
+            "reasoning); an episode keeps every turn as the policy wrote it"
+        ]
+
+
+def _call_decoder(tokenizer: Tokenizer) -> Callable[[Sequence[int]], str]:
+    """Return the decoder that shows the tags of calls: they may be special tokens, which others should not
+    be shown with."""
+    tag = _id_of("<tool_call>", tokenizer)
+    return tokenizer.decode_all if tag is not None and not tokenizer.decode([tag]) else tokenizer.decode
+
+
+def _same_ends(tokenizer: Tokenizer) -> set[tuple[int | None, int | None]]:
+    return {(_id_of(sampled, tokenizer), _id_of(written, tokenizer)) for sampled, written in _SAME_ENDS}
+
+
+def _id_of(text: str, tokenizer: Tokenizer) -> int | None:
+    """Return the id that alone stands for `text`; None if there is none."""
+    try:
+        ids = tokenizer.encode(text)
+    except DataError:  # a small vocabulary, without an id for what it does not know
+        return None
+    return ids[0] if len(ids) == 1 and ids[0] != tokenizer.unk_id else None
+
+
+def _beyond(text: str, prompt: str) -> str:
+    """Return `text` without its common beginning with `prompt`."""
+    shared = takewhile(lambda pair: pair[0] == pair[1], zip(text, prompt, strict=False))
+    return text[sum(1 for _ in shared) :]
+
+
+def _check_ended(ids: Sequence[int], ends: Collection[int]) -> None:
+    if not ids or ids[-1] not in ends:
+        raise ValueError("a turn that was cut cannot be extended: it has no end-of-sequence id")
+
+
+def _without_end(ids: Sequence[int], ends: Collection[int]) -> Sequence[int]:
+    return ids[:-1] if ids and ids[-1] in ends else ids

@@ -1,0 +1,281 @@
+"""Environments of other frameworks behind our protocol. No framework is imported: adapters call methods
+that a framework documents.
+
+Policies write text, so an observation must be text too. NumPy refuses seeds of more than 32 bits, so an
+environment gets the seed modulo 2^31. Python's and NumPy's global generators are seeded as well, since many
+environments draw from these."""
+
+import asyncio
+import inspect
+import random
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from megatron_ibpo.basics.reward_value import read_reward
+from megatron_ibpo.environments.protocol import EpisodeFaultError, Message, Opening, Tool, Turn
+from megatron_ibpo.environments.tool_schema import tool_of
+
+_SEEDS = 2**31
+
+
+class TrlEnvironment:
+    """A class as TRL's GRPOTrainer takes for `environment_factory` (TRL 1.16): its public methods but `reset`
+    and `get_reward` are tools.
+
+    As in TRL, the text that `reset` returns is appended to the prompt, a tool that raises answers with the
+    error, and an episode is over at the first message without a call. Its score is `get_reward()`, or the
+    attribute `reward`, which TRL's guides have reward functions read. `tool_calls` and `tool_errors` are
+    counted."""
+
+    def __init__(self, environment: Any) -> None:
+        self._environment = environment
+        self._tools = [tool_of(getattr(environment, name)) for name in tool_names(type(environment))]
+        self._loop = asyncio.Runner()  # for tools that are coroutines: one loop, as they may keep connections
+        self._calls = self._errors = 0
+
+    def reset(self, question: str, label: str, metadata: Mapping[str, Any], seed: int) -> Opening:
+        """Reset it with the columns of the prompt's row that it accepts: the metadata, `prompt` and
+        `label`."""
+        _seeded(seed)
+        row = {**metadata, "prompt": [_user(question)], "label": label}
+        observation = self._environment.reset(**_accepted(self._environment.reset, row))
+        if not callable(getattr(self._environment, "get_reward", None)) and not hasattr(
+            self._environment, "reward"
+        ):
+            kind = type(self._environment).__name__
+            raise TypeError(f"{kind} has no get_reward(), and no attribute `reward` after reset()")
+        shown = "" if observation is None else _text(observation, "reset()")
+        return Opening([_user(question + shown)], self._tools)
+
+    def step(self, message: Message) -> Turn:
+        """Answer each call of a tool."""
+        calls = message.get("tool_calls") or []
+        return Turn([self._answer(call) for call in calls], done=not calls)
+
+    def score(self) -> dict[str, Any]:
+        """Return the environment's reward, and how often tools were called and failed."""
+        if callable(getattr(self._environment, "get_reward", None)):
+            reward = self._awaited(self._environment.get_reward())
+        else:
+            reward = self._environment.reward
+        return {"score": reward, "tool_calls": self._calls, "tool_errors": self._errors}
+
+    def close(self) -> None:
+        """Close the event loop of the tools."""
+        self._loop.close()
+
+    def _answer(self, call: Mapping[str, Any]) -> Message:
+        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        self._calls += 1
+        try:
+            if all(tool["name"] != name for tool in self._tools):
+                raise ValueError(f"Tool {name} not found.")
+            content = str(self._awaited(getattr(self._environment, name)(**arguments)))
+        except EpisodeFaultError:
+            raise
+        except Exception as error:
+            self._errors += 1
+            content = str({"error": str(error)})
+        return tool_answer(call, content)
+
+    def _awaited(self, value: Any) -> Any:
+        return self._loop.run(value) if inspect.iscoroutine(value) else value
+
+
+class SkyRLEnvironment:
+    """An environment of SkyRL-Gym (0.4): `init(prompt)` returns (messages, info), and `step(text)` a mapping
+    with `observations`, `reward` and `done`. The score is the sum of rewards; numbers of `get_metrics()` are
+    kept."""
+
+    def __init__(self, make: Callable[..., Any]) -> None:
+        """Keep `make`, which returns the environment; its argument `extras`, if it has one, is the row of the
+        prompt."""
+        self._make = make
+        self._total = 0.0
+
+    def reset(self, question: str, label: str, metadata: Mapping[str, Any], seed: int) -> Opening:
+        """Make the environment for the prompt, with the label as `reward_spec.ground_truth`."""
+        _seeded(seed)
+        extras = {"reward_spec": {"ground_truth": label}, "extra_info": dict(metadata), **metadata}
+        self._environment = self._make(**_accepted(self._make, {"extras": extras}))
+        messages, _ = self._environment.init([_user(question)])
+        return Opening(messages)
+
+    def step(self, message: Message) -> Turn:
+        """Give it the text of the policy's message."""
+        turn = self._environment.step(said(message))
+        self._total += read_reward(turn["reward"])[0]
+        return Turn(turn["observations"] or [_user("")], bool(turn["done"]))
+
+    def score(self) -> dict[str, Any]:
+        """Return the sum of rewards, and the environment's metrics that are numbers."""
+        metrics = self._environment.get_metrics() if hasattr(self._environment, "get_metrics") else {}
+        numbers = {name: value for name, value in metrics.items() if isinstance(value, int | float)}
+        return numbers | {"score": self._total}
+
+    def close(self) -> None:
+        """Close the environment, if it was made."""
+        _close(getattr(self, "_environment", None))
+
+
+class GymEnvironment:
+    """A text environment with Gym's methods, as GEM's are (0.1): `reset(seed=…)` returns (text, info), and
+    `step(text)` (text, reward, terminated, truncated, info). The score is the sum of rewards."""
+
+    def __init__(self, environment: Any) -> None:
+        self._environment = environment
+        self._total = 0.0
+
+    def reset(self, question: str, label: str, metadata: Mapping[str, Any], seed: int) -> Opening:
+        """Reset it; the prompt's question, if there is any, stands before its observation."""
+        observation, _ = _parts(self._environment.reset(seed=_seeded(seed)), "reset", "observation, info")
+        return _opening(question, _text(observation, "reset()"))
+
+    def step(self, message: Message) -> Turn:
+        """Give it the text of the policy's message."""
+        names = "observation, reward, terminated, truncated, info"
+        text, reward, terminated, truncated, _ = _parts(self._environment.step(said(message)), "step", names)
+        self._total += read_reward(reward)[0]
+        return Turn([_user(_text(text, "step()"))], bool(terminated or truncated))
+
+    def score(self) -> float:
+        """Return the sum of rewards."""
+        return self._total
+
+    def close(self) -> None:
+        """Close the environment, if it has a method for that."""
+        _close(self._environment)
+
+
+class TextArenaEnvironment:
+    """A game of TextArena (0.7) for one player: `reset(num_players=1, seed=…)`, `get_observation()`,
+    `step(text)` returns (done, info), and `close()` (rewards, info).
+
+    The player's own moves are left out of observations that are lists, as the policy has them before it. Most
+    wrappers return the whole history as text at each turn: then only what is new is shown. A game that is not
+    over when turns or tokens end has the reward 0, and `unfinished` is 1."""
+
+    def __init__(self, environment: Any) -> None:
+        self._environment = environment
+        self._shown = ""
+        self._closed = False
+
+    def reset(self, question: str, label: str, metadata: Mapping[str, Any], seed: int) -> Opening:
+        """Start the game; the prompt's question, if there is any, stands before its observation."""
+        self._environment.reset(num_players=1, seed=_seeded(seed))
+        return _opening(question, self._observation())
+
+    def step(self, message: Message) -> Turn:
+        """Make the move that is the text of the policy's message."""
+        done, _ = _parts(self._environment.step(said(message)), "step", "done, info")
+        return Turn(done=True) if done else Turn([_user(self._observation())])
+
+    def score(self) -> dict[str, Any]:
+        """Return the player's reward."""
+        self._closed = True
+        rewards, _ = _parts(self._environment.close(), "close", "rewards, info")
+        return {"score": rewards[0] if rewards else 0.0, "unfinished": 0.0 if rewards else 1.0}
+
+    def close(self) -> None:
+        """Close the game, if `score` did not."""
+        if not self._closed:
+            _close(self._environment)
+
+    def _observation(self) -> str:
+        player, observation = self._environment.get_observation()
+        if player != 0:
+            raise ValueError(f"it is the turn of player {player}: only games for one player are taken")
+        if isinstance(observation, list):
+            return "\n".join(
+                _text(text, "observation") for sender, text, *_ in observation if sender != player
+            )
+        text = _text(observation, "observation")
+        new = text.removeprefix(self._shown) if text.startswith(f"{self._shown}\n") else text
+        self._shown = text
+        return new
+
+
+def tool_names(kind: type) -> list[str]:
+    """Return the names of the methods of a class that TRL would offer as tools."""
+    names = [name for name, _ in inspect.getmembers(kind, inspect.isfunction)]
+    return [name for name in names if not name.startswith("_") and name not in ("reset", "get_reward")]
+
+
+def tools_of_class(kind: type) -> list[Tool]:
+    """Return the tools of a class as TRL takes them.
+
+    Raises:
+        ValueError: as `tool_of`.
+    """
+    return [tool_of(getattr(kind, name)) for name in tool_names(kind)]
+
+
+def tool_answer(call: Mapping[str, Any], content: str) -> Message:
+    """Return the message that answers a call of a tool."""
+    return {
+        "role": "tool",
+        "tool_call_id": call.get("id"),
+        "name": call["function"]["name"],
+        "content": content,
+    }
+
+
+def said(message: Message) -> str:
+    """Return the text of the policy's message, without its reasoning where the chat format marks that."""
+    return message.get("content") or ""
+
+
+def arguments_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """Return the parameters of a function or of a class's `__init__`; none if Python cannot tell."""
+    try:
+        return dict(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return {}
+
+
+def _accepted(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments that the function has a parameter for."""
+    parameters = arguments_of(function)
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return dict(arguments)
+    return {name: value for name, value in arguments.items() if name in parameters}
+
+
+def _seeded(seed: int) -> int:
+    seed %= _SEEDS
+    random.seed(seed)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(seed)
+    return seed
+
+
+def _user(content: str) -> Message:
+    return {"role": "user", "content": content}
+
+
+def _opening(question: str, observation: str) -> Opening:
+    return Opening([_user("\n\n".join(part for part in (question, observation) if part))])
+
+
+def _text(value: Any, where: str) -> str:
+    if (
+        isinstance(value, list)
+        and value
+        and all(isinstance(p, Mapping) and p.get("type") == "text" for p in value)
+    ):
+        return "".join(part["text"] for part in value)
+    if not isinstance(value, str):
+        raise TypeError(f"{where} gave {type(value).__name__} {value!r}, and an observation must be text")
+    return value
+
+
+def _parts(value: Any, method: str, names: str) -> tuple[Any, ...]:
+    if not isinstance(value, tuple | list) or len(value) != len(names.split(", ")):
+        raise TypeError(f"{method}() returned {value!r}, expected ({names})")
+    return tuple(value)
+
+
+def _close(environment: Any) -> None:
+    if callable(close := getattr(environment, "close", None)):
+        close()

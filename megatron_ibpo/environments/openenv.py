@@ -1,0 +1,207 @@
+"""Environments on an OpenEnv server, over its WebSocket: JSON messages reset, step, mcp and close (OpenEnv
+0.3 to 0.10). The package openenv is not needed."""
+
+import contextlib
+import json
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
+
+from websockets.exceptions import WebSocketException
+from websockets.sync.client import ClientConnection, connect
+
+from megatron_ibpo.basics.reward_value import read_reward
+from megatron_ibpo.config import ConfigError, nearest
+from megatron_ibpo.environments.frameworks import said, tool_answer
+from megatron_ibpo.environments.protocol import EpisodeFaultError, Message, Opening, Tool, Turn
+
+_FORM = "openenv://HOST:PORT[/path][?action_field=NAME&observation_field=NAME]"
+_SECONDS_TO_CONNECT = 10
+_SECONDS_TO_CLOSE = 2
+_LARGEST_MESSAGE = 100 * 2**20
+"""As OpenEnv's own client."""
+_LARGEST_SEED = 2**31
+_NO_TOOLS = ("does not support MCP", "UNKNOWN_TYPE")
+"""What servers without tools answer, now and before they knew the message mcp."""
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server of environments, and how text becomes an action and an observation text."""
+
+    target: str
+    """As the user names it, for messages."""
+    url: str
+    """Its WebSocket."""
+    action_field: str = "message"
+    """Field of an action that holds the policy's text. `message`: as in OpenEnv's echo environment."""
+    observation_field: str | None = None
+    """Field of an observation that is shown to the policy. None: the only field, or all of them as JSON;
+    without `metadata`."""
+
+
+def server_of(flag: str, target: str) -> Server:
+    """Return the server that openenv://HOST:PORT names.
+
+    Args:
+        flag: source of the name, for messages.
+
+    Raises:
+        ConfigError: it has another form.
+    """
+    address = urlsplit(target)
+    settings = dict(parse_qsl(address.query, keep_blank_values=True))
+    known = ("action_field", "observation_field")
+    if unknown := [name for name in settings if name not in known]:
+        raise ConfigError(f"{flag} {target}: unknown setting {unknown[0]!r}{nearest(unknown[0], known)}")
+    try:
+        complete = address.scheme == "openenv" and address.hostname and address.port
+    except ValueError:  # a port that is no number
+        complete = False
+    if not complete or not all(settings.values()):
+        raise ConfigError(f"{flag} {target}: expected an import path, or {_FORM}")
+    return Server(target, f"ws://{address.netloc}{address.path.rstrip('/')}/ws", **settings)
+
+
+class OpenEnvironment:
+    """An episode on a server, over a connection of its own.
+
+    If the server lists tools, the policy calls them, and a message without a call ends the episode. Otherwise
+    each message is an action. The score is the sum of rewards. Where the server cannot be reached, breaks the
+    connection or answers with an error, methods raise EpisodeFaultError of the kind `wire`."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._socket: ClientConnection | None = None
+        self._total = 0.0
+        self._rewards = 0
+        self._done = False
+
+    def reset(self, question: str, label: str, metadata: Mapping[str, Any], seed: int) -> Opening:
+        """Connect and reset. The server gets the seed, an episode id, and the prompt's question, label and
+        metadata; it passes on to the environment what that accepts."""
+        try:
+            self._socket = connect(
+                self._server.url,
+                open_timeout=_SECONDS_TO_CONNECT,
+                close_timeout=_SECONDS_TO_CLOSE,
+                max_size=_LARGEST_MESSAGE,
+                proxy=None,
+            )
+        except (OSError, WebSocketException) as error:
+            raise self._fault(f"cannot be reached: {error}") from error
+        ids = {"seed": seed % _LARGEST_SEED, "episode_id": str(uuid.uuid4())}
+        observation = self._observation("reset", {**metadata, "question": question, "label": label, **ids})
+        if self._done:
+            raise self._fault("the episode is over before it began")
+        shown = "\n\n".join(text for text in (question, self._text(observation)) if text)
+        return Opening([{"role": "user", "content": shown}], self._tools())
+
+    def step(self, message: Message) -> Turn:
+        """Act: call the tools that the message calls, or send its text."""
+        if self._has_tools:
+            calls = message.get("tool_calls") or []
+            answers = [self._call(call) for call in calls if not self._done]
+            return Turn(answers, done=self._done or not calls)
+        observation = self._observation("step", {self._server.action_field: said(message)})
+        return Turn([{"role": "user", "content": self._text(observation)}], self._done)
+
+    def score(self) -> float:
+        """Return the sum of rewards. An episode that the server ended without any has none."""
+        if self._done and not self._rewards:
+            raise self._fault("the server ended the episode and gave no reward")
+        return self._total
+
+    def close(self) -> None:
+        """End the session on the server, which may be gone."""
+        if self._socket is not None:
+            with contextlib.suppress(OSError, WebSocketException):
+                self._socket.send(json.dumps({"type": "close"}))
+                self._socket.close()
+
+    def _tools(self) -> list[Tool]:
+        request = {"jsonrpc": "2.0", "method": "tools/list", "params": {}, "id": 1}
+        try:
+            answer = self._ask("mcp", request)
+            if "error" in answer:
+                raise self._fault(str(answer["error"].get("message")))
+        except EpisodeFaultError as error:
+            if not any(text in str(error) for text in _NO_TOOLS):
+                raise
+            answer = {"result": {"tools": []}}
+        tools = [
+            {
+                "name": tool["name"],
+                "description": tool.get("description") or "",
+                "parameters": tool.get("inputSchema") or tool.get("input_schema") or {"type": "object"},
+            }
+            for tool in answer["result"]["tools"]
+        ]
+        self._has_tools = bool(tools)
+        return tools
+
+    def _call(self, call: Mapping[str, Any]) -> Message:
+        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        if not isinstance(arguments, Mapping):
+            return tool_answer(call, str({"error": f"the arguments of {name} must be an object"}))
+        action = {"type": "call_tool", "tool_name": name, "arguments": arguments}
+        observation = self._observation("step", action)
+        error = observation.get("error")
+        if error and error.get("error_type") == "transport_error":
+            raise self._fault(f"tool {name}: {error.get('message')}")
+        if error:
+            return tool_answer(call, str({"error": error.get("message")}))
+        return tool_answer(call, _result_text(observation.get("result")))
+
+    def _observation(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
+        """Ask, add the reward of the answer, and return its observation."""
+        answer = self._ask(kind, data)
+        if not isinstance(answer.get("observation"), dict):
+            raise self._fault(f"expected an observation, got {answer!r}")
+        if answer.get("reward") is not None:
+            self._total += read_reward(answer["reward"])[0]
+            self._rewards += 1
+        self._done = bool(answer.get("done"))
+        return answer["observation"]
+
+    def _text(self, observation: Mapping[str, Any]) -> str:
+        field = self._server.observation_field
+        if field is not None and field not in observation:
+            raise self._fault(f"an observation has no field {field!r}{nearest(field, observation)}")
+        shown = {name: value for name, value in observation.items() if name != "metadata"}
+        if field is not None or len(shown) <= 1:
+            shown = observation[field] if field is not None else next(iter(shown.values()), "")
+        return shown if isinstance(shown, str) else json.dumps(shown)
+
+    def _ask(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
+        """Send a message and return the data of the answer.
+
+        There is no limit of time here: --step-timeout ends the process. A server that is gone without a word
+        answers no ping, and the connection ends."""
+        assert self._socket is not None, "reset comes first"
+        request = json.dumps({"type": kind, "data": data})
+        try:
+            self._socket.send(request)
+            answer = json.loads(self._socket.recv())
+            told = answer["data"]
+            if answer["type"] != "error":
+                return dict(told)
+        except (OSError, WebSocketException) as error:
+            raise self._fault(f"the connection broke: {error}") from error
+        except (ValueError, TypeError, KeyError) as error:
+            raise self._fault(f"expected JSON with type and data: {type(error).__name__}: {error}") from error
+        raise self._fault(f"{told.get('code')}: {told.get('message')}")
+
+    def _fault(self, text: str) -> EpisodeFaultError:
+        return EpisodeFaultError("wire", f"{self._server.target}: {text}")
+
+
+def _result_text(result: Any) -> str:
+    """Return the text of a tool's result: as MCP servers write it, or JSON."""
+    if isinstance(result, Mapping) and result.get("data") is not None:
+        result = result["data"]
+    elif isinstance(result, Mapping) and isinstance(result.get("content"), list):
+        result = "\n".join(block["text"] for block in result["content"] if block.get("type") == "text")
+    return result if isinstance(result, str) else json.dumps(result)

@@ -1,0 +1,376 @@
+"""The episodes of one node, each in a process of its own that can be killed at any time."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import socket
+import sys
+import threading
+from collections import Counter, deque
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_ibpo.basics.strict_json import read_json
+from megatron_ibpo.config import ConfigError, EnvironmentConfig
+from megatron_ibpo.environments.protocol import EpisodeFaultError, FaultKind
+from megatron_ibpo.environments.sandbox import OWNER, TEMPORARY, sandboxed
+from megatron_ibpo.environments.session import ProcessSession
+from megatron_ibpo.rewards.sandbox import SandboxError
+from megatron_ibpo.rewards.supervised import Supervised
+
+_START_TIMEOUT = 120.0
+"""Seconds that the import of an environment may take."""
+_STARTS = 3
+"""Starts of a zygote. It may be killed while it imports, as one before it was; not endlessly."""
+_FORK_TIMEOUT = 30.0
+"""Seconds in which a zygote must have taken an order to fork."""
+_FULL_WAIT = 0.01
+"""Seconds until the next try when more episodes start at once than a socket holds."""
+_FULL = (errno.EAGAIN, errno.ETOOMANYREFS)
+_PRINTED_BYTES = 64 << 10
+"""Bytes that the episodes of an environment may print together. After the n-th start of its zygote it is an
+n-th of it."""
+_SETTINGS = {
+    "OMP_NUM_THREADS": "1",  # hundreds of episodes share the processors, and a fork copies no threads
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "PYTHONHASHSEED": "0",  # an episode that is played again starts alike
+}
+
+_log = logging.getLogger(__name__)
+
+
+class EnvironmentPool:
+    """The processes of episodes on this machine (`protocol.Sessions`).
+
+    One process per environment, the zygote, imports it, and every episode is a fork of that. At most
+    --environment-processes episodes are open at one time; others wait for their turn. Episodes may belong to
+    several event loops.
+
+    Attributes:
+        faults: number of EpisodeFaultErrors raised, by kind.
+        opened: number of episodes begun.
+    """
+
+    def __init__(self, config: EnvironmentConfig):
+        self._config = config
+        self.faults: Counter[FaultKind] = Counter()
+        self.opened = 0
+        self._zygote_deaths = 0
+        self._lock = threading.Lock()
+        """Guards the counts."""
+        self._places = _Places(config.environment_processes)
+        self._zygotes: dict[str, _Zygote] = {}
+        """The last zygote of each environment, by its import path."""
+        self._starts: Counter[str] = Counter()
+        self._refused: dict[str, str] = {}
+        """Environments that cannot be imported, and why."""
+        self._starter = ThreadPoolExecutor(1, "environments")
+        """The thread that starts zygotes. The kernel kills them when it ends."""
+        self._closed = False
+
+    @property
+    def deaths(self) -> int:
+        """Processes that died by themselves or were killed from outside: of episodes, and zygotes."""
+        return self.faults["death"] + self._zygote_deaths
+
+    def check(self, target: str) -> None:
+        """Import an environment in its process, before work starts.
+
+        Raises:
+            ConfigError: it cannot be imported, or there is no sandbox; says why in one line.
+        """
+        self._starter.submit(self._alive, target).result()
+
+    async def open(
+        self, target: str, question: str, label: str, metadata: Mapping[str, Any], seed: int
+    ) -> ProcessSession:
+        """Begin an episode in a process of its own. See `protocol.Sessions`."""
+        await self._places.take()
+        try:
+            zygote, connection = await self._forked(target)
+        except BaseException:
+            self._places.give_back()
+            raise
+        owner = _Owner(self, zygote, self._config.step_timeout, self._config.episode_timeout)
+        session = ProcessSession(connection, owner)
+        try:
+            await session.reset(question, label, metadata, seed)
+        except BaseException:
+            await session.close()
+            raise
+        return session
+
+    def close(self) -> None:
+        """End all episodes and their processes."""
+        self._closed = True
+        for zygote in list(self._zygotes.values()):
+            zygote.kill()  # a start that is under way fails
+        with suppress(RuntimeError):  # it was closed before
+            self._starter.submit(lambda: [zygote.end() for zygote in self._zygotes.values()])
+        self._starter.shutdown()
+
+    def __enter__(self) -> EnvironmentPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _fault(self, kind: FaultKind, target: str, text: str) -> EpisodeFaultError:
+        """Count a fault, and return its exception."""
+        with self._lock:
+            self.faults[kind] += 1
+            count = self.faults[kind]
+        if count.bit_count() == 1:
+            _log.warning("environment %s: %s (%s %d)", target, text, kind.replace("_", "-"), count)
+        return EpisodeFaultError(kind, text)
+
+    async def _forked(self, target: str) -> tuple[_Zygote, socket.socket]:
+        """Return the zygote, and the connection to a new process of its.
+
+        Raises:
+            EpisodeFaultError: no zygote can be started.
+        """
+        with self._lock:
+            self.opened += 1
+        for _ in range(_STARTS):
+            zygote = self._zygotes.get(target)
+            try:
+                if zygote is None or not zygote.is_ready():
+                    zygote = await asyncio.wrap_future(self._starter.submit(self._alive, target))
+            except _NotStartedError as error:
+                raise self._fault("death", target, str(error)) from None
+            except (ConfigError, RuntimeError) as error:  # RuntimeError: the pool is closed
+                raise self._fault("error", target, str(error)) from None
+            try:
+                return zygote, await zygote.fork()
+            except OSError as error:  # it has died just now
+                died = error
+        raise self._fault("death", target, f"no process can be forked: {died}")
+
+    def _alive(self, target: str) -> _Zygote:
+        """Return the zygote of an environment, after starting it if it has died. Runs in the thread of
+        starts.
+
+        Raises:
+            ConfigError: it cannot be imported, or cannot be started.
+        """
+        before = self._zygotes.get(target)
+        if before is not None and before.is_ready():
+            return before
+        if before is not None:
+            self._bury(before)
+        if target in self._refused:
+            raise ConfigError(self._refused[target])
+        for _ in range(_STARTS - 1):
+            with suppress(_NotStartedError):
+                return self._started(target)
+        return self._started(target)
+
+    def _started(self, target: str) -> _Zygote:
+        self._starts[target] += 1
+        printed = _PRINTED_BYTES // self._starts[target]
+        try:
+            zygote = _Zygote(target, printed, in_sandbox=self._config.environment_sandbox)
+        except SandboxError as error:
+            raise ConfigError(f"--environment-sandbox: {error}") from None
+        self._zygotes[target] = zygote
+        if self._closed:
+            zygote.kill()
+        try:
+            zygote.await_ready()
+        except _NotStartedError:
+            if self._closed:
+                raise ConfigError(f"environment {target}: its processes have been closed") from None
+            self._bury(zygote)
+            raise
+        except ConfigError as error:
+            self._refused[target] = str(error)
+            raise
+        return zygote
+
+    def _bury(self, zygote: _Zygote) -> None:
+        """End a zygote that has died, and count it once."""
+        zygote.end()
+        if self._zygotes.pop(zygote.target, None) is zygote and not self._closed:
+            self._zygote_deaths += 1
+            if self._zygote_deaths.bit_count() == 1:
+                _log.warning(
+                    "environment %s: the process that forks its episodes died (%s, death %d)",
+                    zygote.target,
+                    zygote.how_it_ended(),
+                    self._zygote_deaths,
+                )
+
+
+class _NotStartedError(ConfigError):
+    """The zygote ended while it imported the environment, or never finished; the next one may."""
+
+
+class _Zygote:
+    """The process that imports an environment and forks its episodes, as its owner sees it."""
+
+    def __init__(self, target: str, printed: int, *, in_sandbox: bool):
+        """Start it.
+
+        Args:
+            printed: bytes that it and its episodes may print.
+
+        Raises:
+            SandboxError: bubblewrap is not installed.
+        """
+        self.target = target
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, "-m", "megatron_ibpo.environments.zygote", str(theirs.fileno())]
+        command += [OWNER, target, TEMPORARY] if in_sandbox else ["{owner}", target]
+        with theirs:
+            self._process = Supervised(
+                sandboxed(command) if in_sandbox else command,
+                theirs,
+                printed=printed,
+                name=f"environment {target}",
+                environment=_SETTINGS,
+            )
+        self._control = ours
+        self._ready = False
+
+    def await_ready(self) -> None:
+        """Wait until it has imported the environment.
+
+        Raises:
+            ConfigError: it cannot be imported.
+        """
+        self._control.settimeout(_START_TIMEOUT)
+        with self._control.makefile("rb") as file:
+            try:
+                line = file.readline()
+            except TimeoutError:
+                self.end()
+                raise _NotStartedError(
+                    f"--environment {self.target}: not imported within {_START_TIMEOUT:.0f} s"
+                ) from None
+        if not line:
+            self.end()
+            raise _NotStartedError(
+                f"--environment {self.target}: its process ended while importing it ({self.how_it_ended()}); "
+                "the reason is in the lines above"
+            )
+        state, content = read_json(line)
+        if state != "ready":
+            raise ConfigError(content)
+        if content > 1:
+            _log.warning(
+                "environment %s: its import has started %d threads; episodes are forks and have none of them",
+                self.target,
+                content - 1,
+            )
+        self._control.setblocking(False)
+        self._ready = True
+
+    def is_ready(self) -> bool:
+        """Return whether it can fork."""
+        if not self._ready:
+            return False
+        try:
+            return bool(self._control.recv(1, socket.MSG_PEEK))  # it never writes more: this is the end
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+
+    async def fork(self) -> socket.socket:
+        """Have it fork a process; return the connection to that.
+
+        Raises:
+            OSError: it has died, or hangs and is killed.
+        """
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                async with asyncio.timeout(_FORK_TIMEOUT):
+                    while not self._sent(theirs):
+                        await asyncio.sleep(_FULL_WAIT)
+            except BaseException as error:
+                ours.close()
+                if isinstance(error, TimeoutError):
+                    self.kill()
+                raise
+        ours.setblocking(False)
+        return ours
+
+    def _sent(self, theirs: socket.socket) -> bool:
+        try:
+            socket.send_fds(self._control, [b"+"], [theirs.fileno()])
+        except OSError as error:
+            if error.errno in _FULL:
+                return False
+            raise
+        return True
+
+    def kill(self) -> None:
+        """Kill it with all episodes."""
+        self._process.kill()
+
+    def how_it_ended(self) -> str:
+        return self._process.how_it_ended()
+
+    def end(self) -> None:
+        """Kill it with all episodes, and wait until they have ended."""
+        self._ready = False
+        self._process.end()
+        self._control.close()
+
+
+@dataclass(frozen=True)
+class _Owner:
+    """What a session needs of its pool."""
+
+    pool: EnvironmentPool
+    zygote: _Zygote
+    step_timeout: float
+    episode_timeout: float
+
+    def fault(self, kind: FaultKind, text: str) -> EpisodeFaultError:
+        return self.pool._fault(kind, self.zygote.target, text)
+
+    def ended(self, *, hangs: bool) -> None:
+        if hangs:
+            self.zygote.kill()
+        self.pool._places.give_back()
+
+
+class _Places:
+    """A limit of what runs at once: first come, first served, across event loops."""
+
+    def __init__(self, count: int):
+        self._free = count
+        self._waiting: deque[Future[None]] = deque()
+        self._lock = threading.Lock()
+
+    async def take(self) -> None:
+        with self._lock:
+            if self._free:
+                self._free -= 1
+                return
+            place: Future[None] = Future()
+            self._waiting.append(place)
+        try:
+            await asyncio.wrap_future(place)
+        except asyncio.CancelledError:
+            if not place.cancel():  # it was given at the same moment
+                self.give_back()
+            raise
+
+    def give_back(self) -> None:
+        with self._lock:
+            while self._waiting:
+                place = self._waiting.popleft()
+                if place.set_running_or_notify_cancel():
+                    place.set_result(None)
+                    return
+            self._free += 1

@@ -1,0 +1,171 @@
+"""The process that imports an environment once, and forks a process for each of its episodes.
+
+Started by `processes` as `python -m megatron_ibpo.environments.zygote FD OWNER TARGET [DIRECTORY]` under a
+supervisor, the OWNER. It writes one line, ["ready", threads] or ["failed", why]. Then every byte on FD comes
+with a socket, on which a new process serves one episode.
+
+The owner of the socket ends the episode by shutting it down for writing. Once the process has ended, by
+itself or not, the zygote kills what it has left running, and closes the socket. In DIRECTORY, if given, every
+episode has a temporary directory, which is removed with it.
+
+The kernel kills the episodes when the zygote dies. It starts no threads, since a fork copies only one.
+"""
+
+import ctypes
+import gc
+import os
+import select
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_ibpo.basics.text import error_text, printable
+from megatron_ibpo.config import ConfigError
+from megatron_ibpo.environments.episode import serve
+from megatron_ibpo.environments.protocol import Environment
+from megatron_ibpo.environments.wire import DEATH, line
+from megatron_ibpo.rewards.supervised import die_with
+
+_PR_SET_CHILD_SUBREAPER = 36
+_CHUNK = 1 << 12
+
+
+def main() -> None:
+    """Import the environment and fork episodes until the connection closes."""
+    fd, owner, target, *directory = sys.argv[1:]
+    die_with(int(owner))
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    control = socket.socket(fileno=int(fd))
+    control.set_inheritable(False)
+    try:
+        from megatron_ibpo.environments.adapters import load_environment
+
+        make = load_environment(target)
+    except ConfigError as error:
+        control.sendall(line("failed", printable(str(error))))
+        return
+    except BaseException as error:
+        control.sendall(line("failed", f"--environment {target}: {error_text(error)}"))
+        return
+    zygote = _Zygote(control, make, Path(directory[0]) if directory else None)
+    gc.collect()
+    gc.freeze()  # a collection in an episode would copy the pages that it shares
+    control.sendall(line("ready", len(os.listdir("/proc/self/task"))))
+    zygote.run()
+
+
+@dataclass(frozen=True)
+class _Child:
+    """The process of an episode."""
+
+    pid: int
+    connection: socket.socket
+    """Its end of the connection to the owner, held here too."""
+
+
+class _Zygote:
+    def __init__(
+        self, control: socket.socket, make: Callable[[], Environment], directory: Path | None
+    ) -> None:
+        self._control, self._make, self._directory = control, make, directory
+        self._episodes: dict[int, _Child] = {}
+        self._helpers = _children()
+        """Processes that the environment's module has started when it was imported."""
+        # what an episode has started becomes the zygote's child when its own parents have ended
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        self._wake, self._woken = os.pipe()
+        for end in (self._wake, self._woken):
+            os.set_blocking(end, False)
+        signal.set_wakeup_fd(self._woken, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # the signal wakes `run`
+        self._poll = select.poll()
+        self._poll.register(control, select.POLLIN)
+        self._poll.register(self._wake, select.POLLIN)
+
+    def run(self) -> None:
+        """Fork and end episodes until the owner is gone."""
+        while True:
+            by_socket = {child.connection.fileno(): child for child in self._episodes.values()}
+            for descriptor, _ in self._poll.poll():
+                if descriptor == self._control.fileno():
+                    _, received, _, _ = socket.recv_fds(self._control, 1, 1, socket.MSG_CMSG_CLOEXEC)
+                    if not received:
+                        return
+                    self._fork(socket.socket(fileno=received[0]))
+                elif descriptor == self._wake:
+                    os.read(self._wake, _CHUNK)
+                    self._reap()
+                elif (child := by_socket.get(descriptor)) is not None and child.pid in self._episodes:
+                    self._poll.unregister(descriptor)
+                    os.kill(child.pid, signal.SIGKILL)
+
+    def _fork(self, connection: socket.socket) -> None:
+        own = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                self._become_episode(own)
+                serve(connection, self._make)
+                status = 0
+            finally:
+                with suppress(Exception):
+                    sys.stdout.flush()
+                os._exit(status)  # without what the zygote would do at its exit
+        self._episodes[pid] = _Child(pid, connection)
+        self._poll.register(connection, select.POLLRDHUP)
+
+    def _become_episode(self, zygote: int) -> None:
+        die_with(zygote)
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)  # which a fork does not copy
+        os.setsid()
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        self._control.close()
+        for end in (self._wake, self._woken):
+            os.close(end)
+        for child in self._episodes.values():
+            child.connection.close()
+        if self._directory is not None:
+            own = self._directory / str(os.getpid())
+            own.mkdir()
+            os.environ["TMPDIR"] = tempfile.tempdir = str(own)
+
+    def _reap(self) -> None:
+        """Collect the children that have ended, and end what is left of their episodes."""
+        ended = []
+        with suppress(ChildProcessError):
+            while (found := os.waitpid(-1, os.WNOHANG))[0]:
+                if (child := self._episodes.pop(found[0], None)) is not None:
+                    ended.append((child, found[1]))
+        for stranger in _children() - self._helpers - self._episodes.keys():
+            with suppress(ProcessLookupError):  # its end is the next signal, and its children are seen then
+                os.kill(stranger, signal.SIGKILL)
+        for child, status in ended:
+            with suppress(KeyError):
+                self._poll.unregister(child.connection)
+            with child.connection, suppress(OSError):  # the owner is gone, or reads nothing
+                child.connection.send(DEATH + _how(status).encode() + b"\n", socket.MSG_DONTWAIT)
+            if self._directory is not None:
+                shutil.rmtree(self._directory / str(child.pid), ignore_errors=True)
+
+
+def _children() -> set[int]:
+    """Return the process ids of this process's children."""
+    return set(map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()))
+
+
+def _how(status: int) -> str:
+    code = os.waitstatus_to_exitcode(status)
+    return f"status {code}" if code >= 0 else signal.Signals(-code).name
+
+
+if __name__ == "__main__":
+    main()
