@@ -21,8 +21,6 @@ from guess_number import HIGHER, GuessNumber
 from megatron_ibpo.data.templates import candidate_heading, correction_instruction
 from megatron_ibpo.environments.protocol import Environment, Message, Opening
 
-PASSES = {"train": 2, "eval": 1}
-"""Demonstrations of each question of a split."""
 CORRECTION_EVERY = 5
 CALCULATOR_HABITS = {"careful": 0.3, "guess": 0.2, "miscopy": 0.2, "ignore": 0.15, "malformed": 0.15}
 """Use the tool well; answer without it; call it with a wrong digit; misread its answer; write a call that is
@@ -62,8 +60,7 @@ def both(split: str) -> list[Row]:
 def demonstrations(lesson: Lesson, split: str) -> Iterator[Row]:
     """Yield the conversations of one environment."""
     tokenizer = make_agent_tokenizer()
-    questions = lesson.questions(split) * PASSES[split]
-    for number, question in enumerate(questions):
+    for number, question in enumerate(lesson.questions(split)):
         rng = random.Random(f"{question['task']} {split} {number}")
         if number % CORRECTION_EVERY:
             yield play(lesson.environment(), question, lesson.draw_student(rng))

@@ -6,6 +6,7 @@ chat may have "tools" beside it, and messages with "tool_calls".
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -75,7 +76,7 @@ class DemonstrationReader(Reader):
         check_size(sum(len(message["content"]) for message in messages), self.max_prompt_len)
         tools = _tools(row)
         if self.data.apply_chat_template:
-            turns = self._chat_turns(messages, template_settings(self.data) | tools)
+            turns = self._chat_turns(messages, tools)
         else:
             turns = self._plain_turns(messages)
         for own in turns:
@@ -122,18 +123,19 @@ class DemonstrationReader(Reader):
         own.add([*self.tokenizer.encode(answer), self.tokenizer.eos_id], is_trained=True)
         return [own]
 
-    def _chat_turns(self, messages: Sequence[Message], settings: Mapping[str, Any]) -> list[Turns]:
+    def _chat_turns(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[Turns]:
         """Return the assistant's turns, each behind the very prompt that it has when it is sampled.
 
         A turn that only continues the text so far joins it. A template that shows earlier turns differently,
         for instance without their thinking, starts another sequence.
         """
-        render, encode = self.tokenizer.render_chat, self.tokenizer.encode
+        render = partial(self.tokenizer.render_chat, settings=template_settings(self.data), tools=tools)
+        encode = self.tokenizer.encode
         eos, found = self.tokenizer.eos_id, list[Turns]()
         told, rest = "", list[int]()
         for number in (n for n, message in enumerate(messages) if message["role"] == "assistant"):
-            asked = render(messages[:number], settings)
-            answered = render(messages[: number + 1], settings, generation_prompt=False)
+            asked = render(messages[:number])
+            answered = render(messages[: number + 1], generation_prompt=False)
             if not answered.startswith(asked):
                 raise DataError(
                     f"message {number}: the chat template does not continue its own generation prompt with "
@@ -153,14 +155,12 @@ class DemonstrationReader(Reader):
         return found
 
 
-def _tools(row: Row) -> dict[str, Any]:
-    """Return the row's tools as an argument of the chat template; none if it has none."""
-    tools = row.get(TOOLS_KEY)
-    if not tools:
-        return {}
+def _tools(row: Row) -> list[dict[str, Any]]:
+    """Return the row's tools, each as {"name", "description", "parameters"}."""
+    tools = row.get(TOOLS_KEY) or []
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise DataError(f"field {TOOLS_KEY!r} must be a list of objects")
-    return {TOOLS_KEY: tools}
+    return [tool.get("function", tool) for tool in tools]
 
 
 def _with_content(message: Any) -> Any:

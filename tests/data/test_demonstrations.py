@@ -84,9 +84,11 @@ def test_a_chat_with_tools_shows_them_and_the_calls_are_in_the_loss(tmp_path):
     chat = [CHAT[0], {"role": "assistant", "content": None, "tool_calls": [call]}]
     chat += [{"role": "tool", "content": "2"}, {"role": "assistant", "content": "It is 2."}]
     tokenizer = byte_level(WITH_TOOLS)
-    path = jsonl(tmp_path / "a.jsonl", {"messages": chat, "tools": [{"name": "add"}]})
+    path = jsonl(
+        tmp_path / "a.jsonl", {"messages": chat, "tools": [{"type": "function", "function": {"name": "add"}}]}
+    )
     ((prompt, _, loss),) = learned(opened(path, tokenizer, apply_chat_template=True), tokenizer)
-    assert prompt.startswith('[{"name": "add"}]\n<|im_start|>user\n1+1')
+    assert prompt.startswith('[{"type": "function", "function": {"name": "add"}}]\n<|im_start|>user\n1+1')
     assert loss == "<call>add</call><|im_end|>It is 2.<|im_end|>"
 
 

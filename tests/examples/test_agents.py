@@ -14,7 +14,7 @@ from guess_number import HIGHER, LOWER, NO_NUMBER, GuessNumber
 
 from megatron_ibpo.basics.records import Prompt, token_ids
 from megatron_ibpo.data import CorrectionTemplate, load_tokenizer
-from megatron_ibpo.data.prompts import chat_prompt
+from megatron_ibpo.environments.chat import TemplateChat
 from support.example_runs import finished, rows_of, start_script
 from support.paths import ROOT
 
@@ -149,20 +149,25 @@ def test_the_tokenizer_writes_every_demonstration_and_comparisons_are_those_of_c
     made = make_agent_tokenizer()
     made.save_pretrained(tmp_path)
     tokenizer = load_tokenizer(tmp_path)
+    chat = TemplateChat(tokenizer, [tokenizer.eos_id])
     for lesson in LESSONS:
         rows = list(itertools.islice(demonstrations(lesson, "eval"), 40))
+        tools = [tool["function"] for tool in rows[0]["tools"]]
         for row in rows:
-            text = tokenizer.render_chat(row["messages"], {"tools": row["tools"] or None})
+            text = tokenizer.render_chat(row["messages"], tools=tools)
             assert tokenizer.unk_id not in tokenizer.encode(text)
             assert tokenizer.decode_all(tokenizer.encode(text)) == text
+        question = {"role": "user", "content": lesson.questions("eval")[1]["prompt"]}
+        opened, tail = (
+            token_ids(chat.open([question], tools)),
+            tokenizer.encode("<|im_end|>\n<|im_start|>assistant\n"),
+        )
+        prompt = Prompt(0, opened, len(opened) - len(tail), "", "", "", {})
         shown = [episode_text(made, row) for row in rows[1:3]]
-        question, tools = lesson.questions("eval")[1]["prompt"], {"tools": rows[1]["tools"] or None}
-        ids, head = chat_prompt([{"role": "user", "content": question}], tokenizer, tools)
-        prompt = Prompt(0, ids, head, "", "", question, {})
         wrong, reference = (token_ids(tokenizer.encode(text)) for text in shown)
         corrected = CorrectionTemplate(tokenizer, num_candidates=2)(prompt, wrong, [reference])
-        asked = [{"role": "user", "content": question + comparison(shown)}]
-        assert corrected.tolist() == tokenizer.encode(tokenizer.render_chat(asked, tools))
+        asked = question | {"content": question["content"] + comparison(shown)}
+        assert corrected.tolist() == chat.open([asked], tools)
 
 
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS, ids=lambda path: path.name)
