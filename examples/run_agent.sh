@@ -22,7 +22,7 @@ AGENT=${AGENT:-calculator} # or guess_number
 # -----------------------------------------------------------------------------------------------------
 
 case $AGENT in
-calculator) environment=examples/agents/calculator.py:Calculator ;;
+calculator) environment=examples/agents/use_calculator.py:UseCalculator ;;
 guess_number) environment=examples/agents/guess_number.py:GuessNumber ;;
 *)
     echo "error: AGENT=$AGENT: must be calculator or guess_number" >&2

@@ -15,8 +15,8 @@ from typing import Any
 
 from agent_prompts import HIGHEST, Row, calculator, guess_number
 from agent_tokenizer import CALL, FINAL_ANSWER, make_agent_tokenizer
-from calculator import Calculator
 from guess_number import HIGHER, GuessNumber
+from use_calculator import UseCalculator
 
 from megatron_ibpo.data.templates import candidate_heading, correction_instruction
 from megatron_ibpo.environments.protocol import Environment, Message, Opening
@@ -179,6 +179,6 @@ def _said(content: str) -> Message:
 
 
 LESSONS = (
-    Lesson(Calculator, calculator, calculator_student, CALCULATOR_HABITS),
+    Lesson(UseCalculator, calculator, calculator_student, CALCULATOR_HABITS),
     Lesson(GuessNumber, guess_number, game_student, GAME_HABITS),
 )

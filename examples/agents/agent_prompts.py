@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from calculator import calculate as value_of
+from use_calculator import calculate as value_of
 
 QUESTIONS = {"train": 4096, "eval": 512}
 """Questions in each split."""

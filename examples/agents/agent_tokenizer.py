@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from agent_prompts import ASKED, GAME
-from calculator import CALCULATE, CANNOT_COMPUTE, UNREADABLE
 from guess_number import HIGHER, LOWER, NO_NUMBER
+from use_calculator import CALCULATE, CANNOT_COMPUTE, UNREADABLE
 
 from megatron_ibpo.data.templates import candidate_heading, correction_instruction
 

@@ -9,8 +9,8 @@ import pytest
 from agent_demonstrations import LESSONS, comparison, demonstrations, episode_text
 from agent_prompts import calculator, guess_number
 from agent_tokenizer import make_agent_tokenizer
-from calculator import CALCULATE, CANNOT_COMPUTE, UNREADABLE, Calculator, calculate
 from guess_number import HIGHER, LOWER, NO_NUMBER, GuessNumber
+from use_calculator import CALCULATE, CANNOT_COMPUTE, UNREADABLE, UseCalculator, calculate
 
 from megatron_ibpo.basics.records import Prompt, token_ids
 from megatron_ibpo.data import CorrectionTemplate, load_tokenizer
@@ -36,7 +36,7 @@ def called(*expressions, name="calculate"):
 
 def calculators_turns(*messages, label="3108"):
     """Return the contents of the environment's replies, None at the end, and its score."""
-    environment = Calculator()
+    environment = UseCalculator()
     opening = environment.reset("What is 37*84?", label, {}, seed=0)
     assert (list(opening.messages), list(opening.tools)) == (
         [{"role": "user", "content": "What is 37*84?"}],

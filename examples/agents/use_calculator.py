@@ -1,6 +1,6 @@
 """An environment with a tool: arithmetic that needs a calculator.
 
-    --environment examples/agents/calculator.py:Calculator
+    --environment examples/agents/use_calculator.py:UseCalculator
     --prompt-data import://examples/agents/agent_prompts.py:calculator
 
 The policy may call `calculate` as often as it has turns. Its first message without a call is its answer, and
@@ -42,7 +42,7 @@ _OPERATORS = {
 _NUMBER = re.compile(r"-?\d+")
 
 
-class Calculator:
+class UseCalculator:
     """One question and the calculator for it. The reward is 1 for the right final answer."""
 
     def reset(self, question: str, label: str, metadata: Mapping[str, Any], seed: int) -> Opening:
