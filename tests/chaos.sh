@@ -4,6 +4,10 @@
 #
 #   bash tests/chaos.sh [KILLS, 20 by default] [SEED, 0 by default] [MINUTES, no bound by default]
 #
+#   bash tests/chaos.sh episodes [KILLS, 100 by default] [SEED, 0 by default]
+#       the same for the processes of environments, with a scripted policy: every episode that has a reward is played
+#       once more
+#
 # Each fault and each run is a line of tools/results/chaos.jsonl (or $CHAOS_RESULTS); a campaign goes on where the last
 # one with the same seed has ended, until there are so many kills. After MINUTES nothing more is killed: the run is
 # finished and checked. A run that is not as it must be ends the campaign, and is kept. CHAOS_STEPS is how many steps a
@@ -12,4 +16,8 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 python=$(bash tools/bootstrap.sh dev)
-PYTHONPATH=$PWD:$PWD/tests exec "$python" -m chaos "$@"
+export PYTHONPATH=$PWD:$PWD/tests
+if [[ ${1:-} == episodes ]]; then
+    exec "$python" -m chaos.episodes "${@:2}"
+fi
+exec "$python" -m chaos "$@"

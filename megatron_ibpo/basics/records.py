@@ -21,10 +21,6 @@ ExpertIds = npt.NDArray[np.unsignedinteger[Any]]
 was read (all of prompt and response but the last). In the smallest type that holds their numbers and one more
 value, `no_expert`."""
 
-LARGEST_REWARD = 1e9
-"""Largest absolute value of a reward, and of each further number of a verifier: their squares and sums stay
-finite."""
-
 
 def token_ids(ids: Any) -> TokenIds:
     """Return `ids` (any sequence of integers) as records hold them; an int32 array is not copied."""

@@ -5,7 +5,9 @@ from collections.abc import Mapping
 from numbers import Real
 from typing import Any
 
-from megatron_ibpo.basics.records import LARGEST_REWARD
+LARGEST_REWARD = 1e9
+"""Largest absolute value of a reward, and of each further number of a verifier: their squares and sums stay
+finite."""
 
 
 def read_reward(value: Any) -> tuple[float, dict[str, float]]:
@@ -26,9 +28,13 @@ def read_reward(value: Any) -> tuple[float, dict[str, float]]:
             raise TypeError(f"names must be text, got {name!r}")
         if not isinstance(number, Real):
             raise TypeError(f"expected a {what}, got {type(number).__name__} {number!r}")
-        if not abs(number) <= LARGEST_REWARD:  # true for NaN as well
+        if not _fits(number):
             raise ValueError(f"expected a {_too_large(what, number)}")
     return float(parts.pop("score")), {name: float(number) for name, number in parts.items()}
+
+
+def _fits(number: Any) -> bool:
+    return bool(abs(number) <= LARGEST_REWARD)  # false for NaN as well
 
 
 def _too_large(what: str, number: Real) -> str:

@@ -1,7 +1,7 @@
 """Settings of environments: episodes of many turns."""
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Annotated, Any
 
 from megatron_ibpo.config.ranges import COUNT, SECONDS
 
@@ -35,6 +35,13 @@ class EnvironmentConfig:
     environment_sandbox: bool = False
     """Run environments in bubblewrap: without network, with a read-only file system and a temporary directory
     of their own. Off: most environments need files or a network."""
+
+    def of_samples(self) -> dict[str, Any]:
+        """Return the settings that samples depend on, where they are not the defaults: records made before
+        there were environments then still have equal settings."""
+        without_effect = ("step_timeout", "episode_timeout", "environment_processes")
+        own = [one for one in fields(self) if one.name not in without_effect]
+        return {one.name: value for one in own if (value := getattr(self, one.name)) != one.default}
 
     def problems(self, config: "Config") -> list[str]:
         """Return the problems, one line each."""

@@ -15,8 +15,7 @@ from megatron_ibpo.environments.frameworks import (
     TextArenaEnvironment,
     TrlEnvironment,
     arguments_of,
-    tool_names,
-    tools_of_class,
+    trl_tools,
 )
 from megatron_ibpo.environments.protocol import Environment
 
@@ -73,7 +72,7 @@ def _adapter(target: str, kind: type, environment: Any = None) -> Callable[[Call
     Args:
         environment: one of this kind, if there is one already: wrappers may have methods that classes lack.
     """
-    found = kind if environment is None else environment
+    found: Any = kind if environment is None else environment
 
     def has(*names: str) -> bool:
         return all(callable(getattr(found, name, None)) for name in names)
@@ -86,12 +85,11 @@ def _adapter(target: str, kind: type, environment: Any = None) -> Callable[[Call
         return lambda make: TextArenaEnvironment(make())
     if has("reset", "step") and "seed" in arguments_of(found.reset):
         return lambda make: GymEnvironment(make())
-    if has("reset") and (tool_names(kind) or has("get_reward")):
-        try:
-            tools_of_class(kind)
-        except ValueError as error:
-            raise ConfigError(f"{FLAG} {target}: {error}") from error
-        return lambda make: TrlEnvironment(make())
+    try:
+        if has("reset") and (trl_tools(kind) or has("get_reward")):
+            return lambda make: TrlEnvironment(make())
+    except ValueError as error:
+        raise ConfigError(f"{FLAG} {target}: {error}") from error
     raise ConfigError(
         f"{FLAG} {target}: {kind.__name__} has the methods of no known framework: {_LOOKED_FOR}"
     )

@@ -187,8 +187,9 @@ class TemplateChat:
             return None
         turn = self._tokenizer.encode(_beyond(text, prompt))
         first_end = next((place for place, token in enumerate(turn) if token in self._ends), len(turn))
-        readers = family_readers(self._tokenizer, self._tokenizer.encode(prompt))
-        for family, reader in [*((reader.family, reader) for reader in readers), ("Hermes", self._read)]:
+        known = family_readers(self._tokenizer, self._tokenizer.encode(prompt))
+        readers: dict[str, Reader] = {reader.family: reader for reader in known}
+        for family, reader in [*readers.items(), ("Hermes", self._read)]:
             if reader(turn[:first_end], [_PROBE_TOOL]).get("tool_calls") == [_PROBE_CALL]:
                 self._read = reader
                 return family

@@ -30,7 +30,7 @@ class TrlEnvironment:
 
     def __init__(self, environment: Any) -> None:
         self._environment = environment
-        self._tools = [tool_of(getattr(environment, name)) for name in tool_names(type(environment))]
+        self._tools = trl_tools(type(environment))
         self._loop = asyncio.Runner()  # for tools that are coroutines: one loop, as they may keep connections
         self._calls = self._errors = 0
 
@@ -187,28 +187,25 @@ class TextArenaEnvironment:
         if player != 0:
             raise ValueError(f"it is the turn of player {player}: only games for one player are taken")
         if isinstance(observation, list):
-            return "\n".join(
-                _text(text, "observation") for sender, text, *_ in observation if sender != player
-            )
+            return "\n".join(text for sender, text, *_ in observation if sender != player)
         text = _text(observation, "observation")
         new = text.removeprefix(self._shown) if text.startswith(f"{self._shown}\n") else text
         self._shown = text
         return new
 
 
-def tool_names(kind: type) -> list[str]:
-    """Return the names of the methods of a class that TRL would offer as tools."""
-    names = [name for name, _ in inspect.getmembers(kind, inspect.isfunction)]
-    return [name for name in names if not name.startswith("_") and name not in ("reset", "get_reward")]
-
-
-def tools_of_class(kind: type) -> list[Tool]:
+def trl_tools(kind: type) -> list[Tool]:
     """Return the tools of a class as TRL takes them.
 
     Raises:
         ValueError: as `tool_of`.
     """
-    return [tool_of(getattr(kind, name)) for name in tool_names(kind)]
+    methods = inspect.getmembers(kind, inspect.isfunction)
+    return [
+        tool_of(method)
+        for name, method in methods
+        if not name.startswith("_") and name not in ("reset", "get_reward")
+    ]
 
 
 def tool_answer(call: Mapping[str, Any], content: str) -> Message:
@@ -259,12 +256,8 @@ def _opening(question: str, observation: str) -> Opening:
 
 
 def _text(value: Any, where: str) -> str:
-    if (
-        isinstance(value, list)
-        and value
-        and all(isinstance(p, Mapping) and p.get("type") == "text" for p in value)
-    ):
-        return "".join(part["text"] for part in value)
+    if isinstance(value, list) and all(isinstance(part, Mapping) and "text" in part for part in value):
+        value = "".join(part["text"] for part in value)  # the parts of a chat message
     if not isinstance(value, str):
         raise TypeError(f"{where} gave {type(value).__name__} {value!r}, and an observation must be text")
     return value

@@ -64,8 +64,8 @@ def read_text(text: str, *, thinks: bool = False) -> Message:
     """
     reasoning = None
     if thinks or text.lstrip().startswith(_THOUGHT):
-        thought, end, rest = text.partition(_END_OF_THOUGHT)
-        if not end and _OPENING in text:  # a call ends reasoning that has no end, as in vLLM's parsers
+        thought, has_end, rest = text.partition(_END_OF_THOUGHT)
+        if not has_end and _OPENING in text:  # a call ends reasoning that has no end, as in vLLM's parsers
             start = text.index(_OPENING)
             thought, rest = text[:start], text[start:]
         reasoning, text = thought.replace(_THOUGHT, "", 1).strip(), rest

@@ -74,6 +74,7 @@ class OpenEnvironment:
 
     def __init__(self, server: Server) -> None:
         self._server = server
+        self._connection = contextlib.ExitStack()
         self._socket: ClientConnection | None = None
         self._total = 0.0
         self._rewards = 0
@@ -83,13 +84,14 @@ class OpenEnvironment:
         """Connect and reset. The server gets the seed, an episode id, and the prompt's question, label and
         metadata; it passes on to the environment what that accepts."""
         try:
-            self._socket = connect(
+            connection = connect(
                 self._server.url,
                 open_timeout=_SECONDS_TO_CONNECT,
                 close_timeout=_SECONDS_TO_CLOSE,
                 max_size=_LARGEST_MESSAGE,
                 proxy=None,
             )
+            self._socket = self._connection.enter_context(connection)
         except (OSError, WebSocketException) as error:
             raise self._fault(f"cannot be reached: {error}") from error
         ids = {"seed": seed % _LARGEST_SEED, "episode_id": str(uuid.uuid4())}
@@ -116,10 +118,9 @@ class OpenEnvironment:
 
     def close(self) -> None:
         """End the session on the server, which may be gone."""
-        if self._socket is not None:
-            with contextlib.suppress(OSError, WebSocketException):
+        with contextlib.suppress(OSError, WebSocketException), self._connection:
+            if self._socket is not None:
                 self._socket.send(json.dumps({"type": "close"}))
-                self._socket.close()
 
     def _tools(self) -> list[Tool]:
         request = {"jsonrpc": "2.0", "method": "tools/list", "params": {}, "id": 1}
@@ -170,7 +171,7 @@ class OpenEnvironment:
         field = self._server.observation_field
         if field is not None and field not in observation:
             raise self._fault(f"an observation has no field {field!r}{nearest(field, observation)}")
-        shown = {name: value for name, value in observation.items() if name != "metadata"}
+        shown: Any = {name: value for name, value in observation.items() if name != "metadata"}
         if field is not None or len(shown) <= 1:
             shown = observation[field] if field is not None else next(iter(shown.values()), "")
         return shown if isinstance(shown, str) else json.dumps(shown)

@@ -79,6 +79,11 @@ class EnvironmentPool:
         """Processes that died by themselves or were killed from outside: of episodes, and zygotes."""
         return self.faults["death"] + self._zygote_deaths
 
+    @property
+    def open_now(self) -> int:
+        """Episodes that are open, or wait for their turn."""
+        return self._places.asked
+
     def check(self, target: str) -> None:
         """Import an environment in its process, before work starts.
 
@@ -173,6 +178,8 @@ class EnvironmentPool:
         return self._started(target)
 
     def _started(self, target: str) -> _Zygote:
+        if self._config.environment_sandbox and "://" in target:
+            raise ConfigError(f"--environment-sandbox: has no network, which {target} needs")
         self._starts[target] += 1
         printed = _PRINTED_BYTES // self._starts[target]
         try:
@@ -348,12 +355,15 @@ class _Places:
     """A limit of what runs at once: first come, first served, across event loops."""
 
     def __init__(self, count: int):
+        self.asked = 0
+        """Number of places that are taken or waited for."""
         self._free = count
         self._waiting: deque[Future[None]] = deque()
         self._lock = threading.Lock()
 
     async def take(self) -> None:
         with self._lock:
+            self.asked += 1
             if self._free:
                 self._free -= 1
                 return
@@ -362,12 +372,16 @@ class _Places:
         try:
             await asyncio.wrap_future(place)
         except asyncio.CancelledError:
-            if not place.cancel():  # it was given at the same moment
+            if place.cancel():
+                with self._lock:
+                    self.asked -= 1
+            else:  # it was given at the same moment
                 self.give_back()
             raise
 
     def give_back(self) -> None:
         with self._lock:
+            self.asked -= 1
             while self._waiting:
                 place = self._waiting.popleft()
                 if place.set_running_or_notify_cancel():

@@ -73,7 +73,8 @@ def set_settings(own: EvalSet, config: Config, policy: str) -> Settings:
         policy: digest of the policy's weights.
     """
     corrects, operator = config.run.eval_compare_and_correct, find_operator(config.algorithm)
-    return {
+    episodes = {f"--{name.replace('_', '-')}": own for name, own in config.environment.of_samples().items()}
+    return episodes | {
         "policy": policy,
         "prompts": prompts_digest(own.prompts),
         "--n-samples-per-eval-prompt": own.sampling.samples,

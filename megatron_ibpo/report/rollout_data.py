@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from megatron_ibpo.basics.records import (
-    LARGEST_REWARD,
     Correction,
     ExpertIds,
     Floats,
@@ -28,6 +27,7 @@ from megatron_ibpo.basics.records import (
     Weights,
     token_ids,
 )
+from megatron_ibpo.basics.reward_value import LARGEST_REWARD
 from megatron_ibpo.basics.text import shown
 from megatron_ibpo.basics.user_files import RECORD_BYTES, read_user_file
 from megatron_ibpo.report.run_dir import write_whole

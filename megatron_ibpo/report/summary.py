@@ -32,6 +32,7 @@ COUNTS = (
     "engine_deaths",
     "engine_restarts",
     "verifier_deaths",
+    "environment_deaths",
     "trainer_restarts",
 )
 """Metrics that count what was dropped, failed or died; a summary gives their sums over the run."""

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_ibpo.basics.records import LARGEST_REWARD
+from megatron_ibpo.basics.reward_value import LARGEST_REWARD
 from megatron_ibpo.config import ConfigError, DataConfig, named_values
 from megatron_ibpo.rewards.workers import Outcome
 

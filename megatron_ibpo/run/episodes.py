@@ -3,40 +3,27 @@
 from functools import partial
 
 from megatron_ibpo.config import Config
-from megatron_ibpo.data.row_prompts import template_settings, with_system_prompt
+from megatron_ibpo.data.row_prompts import with_system_prompt
 from megatron_ibpo.environments import Sessions
-from megatron_ibpo.environments.chat import open_chat
-from megatron_ibpo.run.run_data import RunData
+from megatron_ibpo.run.inputs import Inputs
 from megatron_ibpo.sampling.episodes import Episodes
 
 
-def open_episodes(
-    config: Config, data: RunData, sessions: Sessions | None
-) -> tuple[Episodes | None, tuple[str, ...]]:
-    """Return (what plays the run's episodes, lines about the chat format to print); None if nothing does.
+def open_episodes(config: Config, inputs: Inputs, sessions: Sessions | None) -> Episodes | None:
+    """Return what plays the run's episodes; None if no prompt names an environment.
 
     Args:
-        sessions: where environments run; None if no prompt names one.
-
-    Raises:
-        DataError: the chat template cannot be used for conversations; says why.
+        config: the configuration with everything resolved that depends on the devices.
+        sessions: the places where environments run.
     """
-    if sessions is None:
-        return None, ()
-    assert config.model.hf_checkpoint is not None  # resolved at start-up
-    chat = open_chat(
-        config.model.hf_checkpoint,
-        data.tokenizer,
-        applies_template=config.data.apply_chat_template,
-        settings=template_settings(config.data),
-    )
-    episodes = Episodes(
+    if sessions is None or inputs.chat is None:
+        return None
+    return Episodes(
         sessions,
-        chat,
+        inputs.chat,
         config.environment,
         config.run.seed,
         config.data.reward_threshold,
         config.rollout.rollout_max_context_len,
         partial(with_system_prompt, data=config.data),
     )
-    return episodes, chat.notes

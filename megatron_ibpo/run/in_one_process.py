@@ -15,12 +15,11 @@ from typing import Any
 import torch
 
 from megatron_ibpo.config import Config, on_device
-from megatron_ibpo.engines import EngineLostError
 from megatron_ibpo.data.eos import read_eos_token_ids
+from megatron_ibpo.engines import EngineLostError
 from megatron_ibpo.engines.lean import LeanEngine, check_shape, checkpoint_weights
 from megatron_ibpo.models import ModelShape
 from megatron_ibpo.policy.process_start import trainer_rank
-from megatron_ibpo.rewards import Pool
 from megatron_ibpo.run.inputs import Inputs
 from megatron_ibpo.run.processes import Processes, TrainersAlone, check_model_layout
 from megatron_ibpo.run.resume_point import ResumePoint
@@ -64,9 +63,10 @@ class InOneProcess:
             world_size=1,
             engines=engines,
             verifiers=inputs.pool,
+            environments=inputs.environments,
             accelerators=1,
             progress=point.progress(),
-            deaths=partial(_deaths, inputs.pool),
+            deaths=partial(_deaths, inputs),
             where=ABOUT,
         )
 
@@ -186,6 +186,10 @@ def _trainer(config: Config, checkpoint: Path | None) -> Iterator[Any]:
         rank.world.close()
 
 
-def _deaths(pool: Pool) -> dict[str, int]:
+def _deaths(inputs: Inputs) -> dict[str, int]:
     """Return the number of dead processes, by metric."""
-    return {"verifier_deaths": pool.deaths, "trainer_restarts": 0, "engine_deaths": 0, "engine_restarts": 0}
+    counts = {"verifier_deaths": inputs.pool.deaths}
+    counts |= {"trainer_restarts": 0, "engine_deaths": 0, "engine_restarts": 0}
+    if inputs.environments is not None:
+        counts["environment_deaths"] = inputs.environments.deaths
+    return counts

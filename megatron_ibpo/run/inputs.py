@@ -5,7 +5,10 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megatron_ibpo.config import Config, EnvironmentConfig
+from megatron_ibpo.config import Config
+from megatron_ibpo.data.row_prompts import template_settings
+from megatron_ibpo.environments.chat import PlainChat, TemplateChat, open_chat
+from megatron_ibpo.environments.processes import EnvironmentPool
 from megatron_ibpo.journal import Journal, Recovered, read_journal
 from megatron_ibpo.models import ModelShape, read_hf_config
 from megatron_ibpo.models.lora import adapter_elements
@@ -17,15 +20,6 @@ from megatron_ibpo.run.resume_point import JOURNAL
 from megatron_ibpo.run.run_data import RunData, open_run_data, with_epochs
 from megatron_ibpo.sampling.episodes import ENVIRONMENT
 from megatron_ibpo.weights.saved_sizes import checkpoint_bytes, export_bytes, kept_at_once
-
-_WITHOUT_EFFECT_ON_SAMPLES = {
-    "engine_stall_timeout",
-    "vllm_start_timeout",
-    "update_weight_timeout",
-    "step_timeout",
-    "episode_timeout",
-    "environment_processes",
-}
 
 
 @dataclass(frozen=True)
@@ -41,6 +35,10 @@ class Inputs:
     """Verifiers that a prompt names."""
     pool: Pool
     """Verifier processes of this machine."""
+    environments: EnvironmentPool | None
+    """Processes for episodes on this machine; None if no prompt names an environment."""
+    chat: TemplateChat | PlainChat | None
+    """The model's chat format, for episodes; None if no prompt names an environment."""
 
 
 def open_inputs(
@@ -73,7 +71,18 @@ def open_inputs(
     check_servers(config.data, rm_types)
     pool = stack.enter_context(open_pool(config.data, rm_types))
     check_labels(pool, verified, config.data)
-    return Inputs(config, data, elements, rm_types, pool)
+    environments = chat = None
+    if data.environments:
+        chat = open_chat(
+            hf_dir,
+            data.tokenizer,
+            applies_template=config.data.apply_chat_template,
+            settings=template_settings(config.data),
+        )
+        environments = stack.enter_context(EnvironmentPool(config.environment))
+        for target in data.environments:
+            environments.check(target)
+    return Inputs(config, data, elements, rm_types, pool, environments, chat)
 
 
 def open_journal(config: Config, step: int, stack: ExitStack) -> tuple[Journal, Recovered]:
@@ -101,16 +110,15 @@ def sampling_settings(config: Config) -> str:
     rollout = {
         name: value
         for name, value in asdict(config.rollout).items()
-        if name not in _WITHOUT_EFFECT_ON_SAMPLES
+        if name not in ("engine_stall_timeout", "vllm_start_timeout", "update_weight_timeout")
     }
     more = {"seed": config.run.seed} | ({"prompts_held_out": True} if config.holds_out else {})
-    # left out where unset, so that journals of versions without environments still serve
-    episodes = {
-        name: value
-        for name, value in asdict(config.environment).items()
-        if value != getattr(EnvironmentConfig, name) and name not in _WITHOUT_EFFECT_ON_SAMPLES
-    }
-    sections = [asdict(config.algorithm), asdict(config.data), rollout, more | episodes]
+    sections = [
+        asdict(config.algorithm),
+        asdict(config.data),
+        rollout,
+        more | config.environment.of_samples(),
+    ]
     return json.dumps(sections, default=str, sort_keys=True)
 
 

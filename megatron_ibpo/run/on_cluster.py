@@ -16,6 +16,7 @@ from megatron_ibpo.basics.environment_variables import environment_number
 from megatron_ibpo.basics.policy_digest import policy_digest
 from megatron_ibpo.basics.text import counted
 from megatron_ibpo.cluster.engines import Engines
+from megatron_ibpo.cluster.environments import Environments
 from megatron_ibpo.cluster.placement import Engines as WantedEngines
 from megatron_ibpo.cluster.placement import Placement, plan_placement
 from megatron_ibpo.cluster.ray_session import abandon_start, open_ray, take_back_signals
@@ -29,6 +30,7 @@ from megatron_ibpo.engines.vllm.settings import engine_settings, start_timeout
 from megatron_ibpo.evaluate import KeptSamples, set_settings
 from megatron_ibpo.models import ModelShape, read_hf_config
 from megatron_ibpo.rewards import Verifier
+from megatron_ibpo.run.episodes import open_episodes
 from megatron_ibpo.run.inputs import Inputs, open_inputs
 from megatron_ibpo.run.loop import Progress, Run
 from megatron_ibpo.run.processes import Processes, TrainersAlone, check_model_layout
@@ -63,6 +65,7 @@ class OnCluster:
         placement = placed_within(self.node_wait, lambda: _placed(inputs.config))
         config = _on_devices(inputs.config, placement, point.shape)
         verifiers = stack.enter_context(Verifiers(inputs.pool, placement.nodes, config.data, inputs.rm_types))
+        environments = _environments(inputs, placement, stack)
         group = stack.enter_context(reserved(placement))
         trainers = Trainers(group, placement)
         stack.callback(trainers.close)
@@ -82,11 +85,12 @@ class OnCluster:
             world_size=len(placement.trainers),
             engines=engines,
             verifiers=verifiers,
+            environments=environments,
             accelerators=_accelerators(config, placement),
             progress=progress,
-            deaths=partial(_deaths, engines, verifiers, progress),
+            deaths=partial(_deaths, engines, verifiers, environments, progress),
             where=_where(placement, verifiers),
-            wait_ready=partial(_wait_ready, engines, verifiers),
+            wait_ready=partial(_wait_ready, engines, verifiers, environments),
         )
 
     def start_trainers(
@@ -133,15 +137,29 @@ def _build(config: Config, checkpoint: Path | None, trainers: Trainers, engines:
         engines.meet_trainers()
 
 
-def _wait_ready(engines: Engines | None, verifiers: Verifiers) -> None:
+def _environments(inputs: Inputs, placement: Placement, stack: ExitStack) -> Environments | None:
+    """Start the places for episodes on all nodes, if a prompt names an environment."""
+    if inputs.environments is None:
+        return None
+    config, targets = inputs.config.environment, inputs.data.environments
+    return stack.enter_context(Environments(inputs.environments, placement.nodes, config, targets))
+
+
+def _wait_ready(engines: Engines | None, verifiers: Verifiers, environments: Environments | None) -> None:
     verifiers.wait_ready()
+    if environments is not None:
+        environments.wait_ready()
     if engines is not None and not engines.settings.sleep_mode:
         engines.wait_ready()
 
 
-def _deaths(engines: Engines | None, verifiers: Verifiers, progress: Progress) -> dict[str, int]:
+def _deaths(
+    engines: Engines | None, verifiers: Verifiers, environments: Environments | None, progress: Progress
+) -> dict[str, int]:
     """Return the numbers of dead and of restarted processes, by metric."""
     counts = {"verifier_deaths": verifiers.deaths, "trainer_restarts": progress.trainer_restarts}
+    if environments is not None:
+        counts["environment_deaths"] = environments.deaths
     if engines is not None:
         counts |= {"engine_deaths": engines.died, "engine_restarts": engines.restarts}
     return counts
@@ -185,15 +203,20 @@ def open_evaluation(config: Config, policy: str | None = None) -> Iterator[OpenE
         if policy is not None:
             kept = stack.enter_context(_kept_samples(config, hf_dir, inputs.data, policy))
         verifiers = stack.enter_context(Verifiers(inputs.pool, placement.nodes, config.data, inputs.rm_types))
+        environments = _environments(inputs, placement, stack)
         group = stack.enter_context(reserved(placement))
         no_trainers = Trainers(group, placement)
         engines = _launch_engines(config, hf_dir, no_trainers, placement, group, stack)
         engines.start()
         verifiers.wait_ready()
+        if environments is not None:
+            environments.wait_ready()
         engines.wait_ready()
         verifier = Verifier(verifiers, config.data)
         stack.callback(verifier.close_servers)
-        rollouts = stack.enter_context(open_rollouts(config, inputs.data, engines, verifier))
+        episodes = open_episodes(config, inputs, environments)
+        opened = open_rollouts(config, inputs.data, engines, verifier, episodes=episodes)
+        rollouts = stack.enter_context(opened)
         yield OpenEvaluation(inputs.data, kept, rollouts, engines, verifiers, _where(placement, verifiers))
 
 

@@ -15,6 +15,7 @@ from megatron_ibpo.report.disk import DiskWait
 from megatron_ibpo.rewards import Verifier
 from megatron_ibpo.run.checks import doubtful_settings
 from megatron_ibpo.run.cost import CostMeter
+from megatron_ibpo.run.episodes import open_episodes
 from megatron_ibpo.run.inputs import Inputs, open_inputs, open_journal
 from megatron_ibpo.run.loop import Run
 from megatron_ibpo.run.processes import Backend, Processes
@@ -87,15 +88,17 @@ def join(
     report = Report(config, completed_steps=point.step, started=started, deaths=processes.deaths)
     reporter = stack.enter_context(report)
     _introduce(reporter, point, processes, about)
-    notes = (*point.notes, *about.notes, *inputs.data.notes, *recovered.notes, *doubtful_settings(config))
-    for note in notes:
+    of_chat = () if inputs.chat is None else inputs.chat.notes
+    notes = (*point.notes, *about.notes, *inputs.data.notes, *of_chat, *recovered.notes)
+    for note in (*notes, *doubtful_settings(config)):
         reporter.note(note)
     processes.wait_ready()
     disk = DiskWait(config.run.disk_wait, reporter.note)
     memory = JournalMemory(own_journal, recovered, disk.write)
     verifier = Verifier(processes.verifiers, config.data)
     stack.callback(verifier.close_servers)
-    rollouts = open_rollouts(config, inputs.data, engines, verifier, memory, point.state)
+    episodes = open_episodes(config, inputs, processes.environments)
+    rollouts = open_rollouts(config, inputs.data, engines, verifier, memory, point.state, episodes)
     return Run(
         config=config,
         data=inputs.data,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from megatron_ibpo.config import Config, ConfigError
+from megatron_ibpo.environments import Sessions
 from megatron_ibpo.models import ModelShape, check_layout
 from megatron_ibpo.models.lora import check_lora
 from megatron_ibpo.policy.group import RankCalls
@@ -37,6 +38,8 @@ class Processes:
     """Nodes of the processes, for the user."""
     wait_ready: Callable[[], None] = lambda: None
     """Waits for the processes that the first step needs and start-up does not."""
+    environments: Sessions | None = None
+    """Places for episodes; None if no prompt names an environment."""
 
 
 @dataclass(frozen=True)

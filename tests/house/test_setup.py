@@ -375,7 +375,7 @@ def test_what_the_package_depends_on_is_pinned_and_tested_and_never_torch():
 
 def test_what_the_package_imports_is_declared():
     modules = {"huggingface-hub": "huggingface_hub", "math-verify": "math_verify", "pyyaml": "yaml"}
-    modules["reasoning-gym"] = "reasoning_gym"
+    modules |= {"reasoning-gym": "reasoning_gym", "docstring-parser": "docstring_parser"}
     declared = {modules.get(name, name) for name in DEPENDENCIES}
     asked_for_where_used = {
         *("torch", "megatron", "vllm", "transformer_engine", "apex", "fla", "wandb", "gguf", "megatron_ibpo")

@@ -26,7 +26,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megatron_ibpo import report as reporting
 from megatron_ibpo.basics.records import (
-    LARGEST_REWARD,
     Correction,
     Group,
     Prompt,
@@ -34,6 +33,7 @@ from megatron_ibpo.basics.records import (
     TrainSequence,
     token_ids,
 )
+from megatron_ibpo.basics.reward_value import LARGEST_REWARD
 from megatron_ibpo.basics.text import counted
 from megatron_ibpo.config import Config, ConfigError, EvalSampling
 from megatron_ibpo.data import load_tokenizer

@@ -1,4 +1,4 @@
-"""The Python files that docs/extending.md, docs/rewards.md and docs/http_rewards.md have users write."""
+"""The Python files that pages have users write."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 from support.paths import ROOT
 
 DOCS = ROOT / "docs"
-PAGES = [DOCS / "extending.md", DOCS / "rewards.md", DOCS / "http_rewards.md"]
+PAGES = [DOCS / "extending.md", DOCS / "rewards.md", DOCS / "http_rewards.md", DOCS / "environments.md"]
 
 
 def write_modules(directory: Path) -> None:
     """Write every example into a file of the name that its first line gives."""
     text = "".join(page.read_text() for page in PAGES)
     blocks = re.findall(r"```python\n# (\w+\.py)\n(.*?)```", text, re.DOTALL)
-    assert len(blocks) == text.count("```python") == 12
+    assert len(blocks) == text.count("```python") == 14
     for name, code in blocks:
         (directory / name).write_text(code)

@@ -1,0 +1,213 @@
+"""The episodes of a run on all its nodes; each is begun on the node with the fewest."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any, cast
+
+from megatron_ibpo.cluster.node_actors import Call, Finished, NodeActor, NodeActors
+from megatron_ibpo.cluster.placement import Node
+from megatron_ibpo.config import EnvironmentConfig
+from megatron_ibpo.environments import EpisodeFaultError, EpisodeScore, Message, Opening, Session, Turn
+from megatron_ibpo.environments.processes import EnvironmentPool
+
+FACTORY = "megatron_ibpo.cluster.environments:NodeEnvironments"
+
+Answer = tuple[str, Any]
+"""("value", what a method returned) or ("fault", (kind, text)): a fault is no failure of the actor."""
+
+
+class NodeEnvironments:
+    """The object inside the actor: the sessions of a node, in an event loop in a thread."""
+
+    def __init__(self, config: EnvironmentConfig, targets: Sequence[str]) -> None:
+        """Import the environments.
+
+        Raises:
+            ConfigError: as `EnvironmentPool.check`.
+        """
+        self._pool = EnvironmentPool(config)
+        for target in targets:
+            self._pool.check(target)
+        self._finished = Finished()
+        self._sessions: dict[int, Session] = {}
+        self._calls: dict[int, asyncio.Task[Any]] = {}
+        """The call that is under way of each session."""
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="environments", daemon=True).start()
+
+    def submit(self, number: int, session: int, method: str, *arguments: Any) -> None:
+        """Call a method of a session, or `open` of the pool; the outcome is an `Answer`."""
+        answer = self._answer(session, method, arguments)
+        self._finished.follow(number, asyncio.run_coroutine_threadsafe(answer, self._loop))
+
+    def take(self, timeout: float) -> tuple[list[tuple[int, Answer]], int]:
+        """See `Finished.take`."""
+        return self._finished.take(timeout, lambda: self._pool.deaths)
+
+    async def _answer(self, session: int, method: str, arguments: tuple[Any, ...]) -> Answer:
+        if method == "close":
+            return "value", await self._close(session)
+        self._calls[session] = cast("asyncio.Task[Any]", asyncio.current_task())
+        try:
+            if method == "open":
+                self._sessions[session] = opened = await self._pool.open(*arguments)
+                return "value", opened.opening
+            return "value", await getattr(self._sessions[session], method)(*arguments)
+        except EpisodeFaultError as fault:
+            return "fault", (fault.kind, str(fault))
+        except asyncio.CancelledError:  # its caller is no longer interested
+            return "fault", ("death", "closed")
+        finally:
+            self._calls.pop(session, None)
+
+    async def _close(self, session: int) -> None:
+        if (call := self._calls.get(session)) is not None:
+            call.cancel()
+            await asyncio.wait([call])
+        if (own := self._sessions.pop(session, None)) is not None:
+            await own.close()
+
+
+class Environments:
+    """Places for episodes on all nodes (`protocol.Sessions`): the driver's own pool, and an actor with a pool
+    on every other node.
+
+    The episodes of an actor that dies fail with it, and are played again; the actor is restarted as long as
+    its node is alive.
+    """
+
+    def __init__(
+        self, own: EnvironmentPool, nodes: Sequence[Node], config: EnvironmentConfig, targets: Sequence[str]
+    ) -> None:
+        """Start the actors, without waiting.
+
+        Args:
+            own: the driver's own pool, closed by its opener.
+            nodes: nodes of the run, including the driver's.
+            targets: environments that are imported at the start.
+        """
+        self._own = own
+        self._numbers = itertools.count()
+        workers = config.environment_processes
+        self._actors = NodeActors(
+            "environments", FACTORY, nodes, lambda _: (workers, (config, tuple(targets))), self._fail
+        )
+        self._open: Counter[NodeActor] = Counter()
+        """Episodes of each actor, those that wait for their turn too."""
+
+    @property
+    def deaths(self) -> int:
+        """Processes that died in this run: as `EnvironmentPool.deaths` on all nodes, and the actors."""
+        return self._own.deaths + self._actors.deaths
+
+    def wait_ready(self) -> None:
+        """Wait until every actor can begin episodes.
+
+        Raises:
+            WorkerError: an environment cannot be imported on a node, or a node lacks the sandbox.
+            ProcessDiedError: an actor did not start.
+        """
+        self._actors.wait_ready()
+
+    async def open(
+        self, target: str, question: str, label: str, metadata: Mapping[str, Any], seed: int
+    ) -> Session:
+        """Begin an episode on the node with the fewest. See `protocol.Sessions`."""
+        begun = target, question, label, dict(metadata), seed
+        with self._actors.lock:
+            actor = self._least_busy()
+            if actor is not None:
+                session = NodeSession(self._actors, actor, next(self._numbers), self._open)
+        if actor is None:
+            return await self._own.open(*begun)
+        try:
+            await session.begin(*begun)
+        except BaseException:
+            await session.close()
+            raise
+        return session
+
+    def close(self) -> None:
+        """End the actors with their episodes."""
+        self._actors.close()
+
+    def __enter__(self) -> Environments:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _least_busy(self) -> NodeActor | None:
+        """Return the node with the fewest episodes. None is the driver's, which is preferred, since nothing
+        has to be sent."""
+        actors = [actor for actor in self._actors.all if actor.takes_calls]
+        least = min(actors, key=lambda actor: self._open[actor], default=None)
+        return None if least is None or self._own.open_now <= self._open[least] else least
+
+    def _fail(self, actor: NodeActor, orphans: list[Call]) -> None:
+        for call in orphans:
+            if call.outcome.set_running_or_notify_cancel():
+                call.outcome.set_result(("fault", ("death", f"{actor.host.name}: its process died")))
+
+
+class NodeSession:
+    """An episode on another node (`protocol.Session`)."""
+
+    def __init__(self, actors: NodeActors, actor: NodeActor, number: int, count: Counter[NodeActor]) -> None:
+        """
+        Args:
+            number: names it to the actor.
+            count: counts it until it is closed.
+        """
+        self._actors, self._actor, self._host, self._number = actors, actor, actor.host, number
+        self._count = count
+        self._count[actor] += 1
+        self._closed = False
+        self._opening: Opening | None = None
+
+    @property
+    def opening(self) -> Opening:
+        assert self._opening is not None
+        return self._opening
+
+    async def begin(self, *arguments: Any) -> None:
+        """Open it, with the arguments of `protocol.Sessions.open`."""
+        self._opening = await self._call("open", *arguments)
+
+    async def step(self, message: Message) -> Turn:
+        """See `protocol.Session`."""
+        turn: Turn = await self._call("step", message)
+        return turn
+
+    async def score(self) -> EpisodeScore:
+        """See `protocol.Session`."""
+        score: EpisodeScore = await self._call("score")
+        return score
+
+    async def close(self) -> None:
+        """See `protocol.Session`."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            with suppress(EpisodeFaultError):  # it has ended with its actor
+                await self._call("close")
+        finally:
+            with self._actors.lock:
+                self._count[self._actor] -= 1
+
+    async def _call(self, method: str, *arguments: Any) -> Any:
+        with self._actors.lock:
+            if self._actor.host is not self._host or not self._actor.takes_calls:
+                raise EpisodeFaultError("death", f"{method}: {self._host.name}: its process died")
+            answer = self._actors.submit(self._actor, self._number, method, *arguments)
+        kind, content = await asyncio.wrap_future(answer)
+        if kind == "fault":
+            raise EpisodeFaultError(*content)
+        return content

@@ -1,0 +1,379 @@
+"""Environments of other frameworks are recognised by their methods, and play as they do there."""
+
+from __future__ import annotations
+
+import inspect
+import random
+import sys
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+
+from megatron_ibpo.basics.reward_value import read_reward
+from megatron_ibpo.config import ConfigError
+from megatron_ibpo.environments.adapters import load_environment
+from megatron_ibpo.environments.protocol import EpisodeFaultError
+from megatron_ibpo.environments.tool_schema import tool_of
+from support.documented_modules import write_modules
+from support.environment_frameworks import stand_ins, write_compared_environments
+from support.openenv_server import serving
+from support.players import call, guess_number, say
+
+
+@pytest.fixture(autouse=True)
+def directory(monkeypatch, tmp_path):
+    """Stand in a directory of the user's; what is imported from it is forgotten after the test."""
+    monkeypatch.setenv("IBPO_CWD", str(tmp_path))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    before = set(sys.modules)
+    for name, module in stand_ins().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        if getattr(sys.modules[name], "__file__", None) and str(tmp_path) in sys.modules[name].__file__:
+            del sys.modules[name]
+
+
+@pytest.fixture
+def made(directory):
+    """Write a module of the user's, and return a function that makes one of its environments."""
+
+    def make(code, name="Thing"):
+        (directory / "mine.py").write_text(inspect.cleandoc(code))
+        return load_environment(f"mine:{name}")()
+
+    return make
+
+
+def test_one_game_written_for_six_frameworks_goes_the_same_in_each(directory):
+    write_compared_environments(directory)
+    names = ("ours", "trl", "skyrl", "gem", "textarena")
+    targets = [f"guess_{name}:GuessTheNumber" for name in names]
+    with serving(load_app()) as server:
+        for seed in range(3):
+            games = [guess_number(load_environment(target)(), seed) for target in [*targets, server]]
+            assert {str(guesses) for guesses, _ in games} == {str(games[0][0])}
+            assert {read_reward(score)[0] for _, score in games} == {1.0}
+
+
+def load_app():
+    from megatron_ibpo.config import load_hook
+
+    return load_hook("--environment", "guess_openenv:app")
+
+
+@pytest.mark.parametrize(
+    ("target", "problem"),
+    [
+        ("mine", "expected an import path package.module:name"),
+        ("mine:Gme", "defines no 'Gme'; did you mean 'Game'?"),
+        ("mine:GAME", "a Game, which cannot be called with no arguments"),
+        (
+            "mine:Game",
+            "Game has the methods of no known framework: reset, step, score and close (ours); init and",
+        ),
+        ("mine:Sized", "needs size; name a function without arguments that returns the environment"),
+        ("mine:Undocumented", "play() is a tool and has no docstring; start names of other methods with _"),
+        ("mine:Untyped", "play() is a tool, and its argument 'move' has no type hint"),
+        ("mine:Undescribed", "its argument 'move' has no description under Args: in the docstring"),
+        ("http://127.0.0.1:8000", "expected an import path, or openenv://HOST:PORT"),
+        ("openenv://127.0.0.1", "expected an import path, or openenv://HOST:PORT"),
+        ("openenv://host:http", "expected an import path, or openenv://HOST:PORT"),
+        ("openenv://host:80?action=code", "unknown setting 'action'; did you mean 'action_field'?"),
+    ],
+)
+def test_what_cannot_be_an_environment_is_refused_with_what_was_looked_for(directory, target, problem):
+    (directory / "mine.py").write_text('''
+class Game:
+    def play(self): pass
+GAME = Game()
+class Sized:
+    def __init__(self, size): pass
+class Undocumented:
+    def reset(self): pass
+    def play(self): pass
+class Untyped(Undocumented):
+    def play(self, move):
+        """Play."""
+class Undescribed(Undocumented):
+    def play(self, move: str):
+        """Play."""
+''')
+    with pytest.raises(ConfigError) as refused:
+        load_environment(target)
+    assert str(refused.value).startswith(f"--environment {target}: ")
+    assert problem in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_function_that_makes_something_else_is_refused_when_it_is_called(made):
+    with pytest.raises(
+        ConfigError, match="--environment mine:make: dict has the methods of no known framework"
+    ):
+        made("def make(): return {}", "make")
+
+
+TRL = '''
+    import random
+
+    class Thing:
+        """Interface and behaviour are those of the environments in TRL's guide."""
+
+        def __init__(self):
+            self.reward = 0.0
+
+        def reset(self, word, **row) -> str | None:
+            self._row, self._word, self.reward = row, word, 0.0
+            return f"\\nThe word has {len(word)} letters."
+
+        def guess(self, guess: str) -> str:
+            """
+            Make a guess.
+
+            Args:
+                guess: The guessed word.
+
+            Returns:
+                What is right about it.
+            """
+            if self.reward:
+                raise ValueError("Game over.")
+            self.reward = float(guess == self._word)
+            return f"{len(set(guess) & set(self._word))} letters are in it"
+
+        async def look(self) -> dict:
+            """Look at the row."""
+            return self._row
+'''
+
+
+def test_trl_methods_are_tools_and_errors_are_their_answers(made):
+    environment = made(TRL)
+    opening = environment.reset("Play.", "five", {"word": "crane", "n": 2}, 0)
+    assert opening.messages == [{"role": "user", "content": "Play.\nThe word has 5 letters."}]
+    assert [tool["name"] for tool in opening.tools] == ["guess", "look"]
+    answers = [
+        environment.step(message).messages[0]["content"]
+        for message in (
+            call("guess", guess="crust"),
+            call("look"),
+            call("guess", word="crane"),
+            call("think"),
+            call("guess", guess="crane"),
+            call("guess", guess="crane"),
+        )
+    ]
+    prompt = [{"role": "user", "content": "Play."}]
+    assert answers == [
+        "2 letters are in it",
+        str({"n": 2, "prompt": prompt, "label": "five"}),
+        str({"error": "Thing.guess() got an unexpected keyword argument 'word'"}),
+        "{'error': 'Tool think not found.'}",
+        "5 letters are in it",
+        "{'error': 'Game over.'}",
+    ]
+    assert environment.step(say("It is crane.")).done
+    assert environment.score() == {"score": 1.0, "tool_calls": 6, "tool_errors": 3}
+    environment.close()
+
+
+def test_a_trl_tool_may_say_that_the_episode_failed(made):
+    environment = made('''
+    from megatron_ibpo.environments.protocol import EpisodeFaultError
+
+    class Thing:
+        def reset(self): pass
+
+        def run(self) -> str:
+            """Run."""
+            raise EpisodeFaultError("error", "the sandbox is gone")
+
+        def get_reward(self): return 1.0
+    ''')
+    environment.reset("Play.", "", {}, 0)
+    with pytest.raises(EpisodeFaultError, match="the sandbox is gone"):
+        environment.step(call("run"))
+
+
+def test_a_trl_environment_without_a_reward_says_so_at_once(made):
+    environment = made('''
+    class Thing:
+        def reset(self): pass
+
+        def run(self) -> str:
+            """Run."""
+    ''')
+    with pytest.raises(TypeError, match=r"Thing has no get_reward\(\), and no attribute `reward`"):
+        environment.reset("Play.", "", {}, 0)
+
+
+@pytest.mark.slow  # importing transformers takes seconds
+def test_tools_have_the_schema_that_transformers_gives_them():
+    def search(
+        query: str,
+        top: int = 3,
+        kinds: list[str] | None = None,
+        order: Literal["new", "old"] = "new",
+        where: dict[str, float] | str = "",
+        between: tuple[int, int] = (0, 1),
+        exact: bool | int = False,
+        anything: Any = None,
+    ) -> None:
+        """Search in the archive.
+
+        Looks at titles and texts.
+
+        Args:
+            query: Words to look for,
+                in any order.
+            top: How many results.
+            kinds: Kinds of text.
+            order: Which come first.
+            where: Weights of fields.
+            between: Years.
+            exact: Whether words must be equal.
+            anything: What you like.
+
+        Returns:
+            The results.
+        """
+
+    from transformers.utils import get_json_schema
+
+    theirs = get_json_schema(search)["function"]
+    ours = tool_of(search)
+    assert ours.keys() == {"name", "description", "parameters"}
+    assert " ".join(ours["description"].split()) == " ".join(theirs["description"].split())
+    for properties in (ours["parameters"]["properties"], theirs["parameters"]["properties"]):
+        for schema in properties.values():
+            schema["description"] = " ".join(schema["description"].split())
+    assert ours["parameters"] == theirs["parameters"]
+
+
+def test_a_skyrl_environment_gets_the_row_and_its_rewards_are_added_up(made):
+    environment = made("""
+    class Thing:
+        def __init__(self, env_config=None, extras={}):
+            self.extras = extras
+
+        def init(self, prompt):
+            return [{"role": "system", "content": str(sorted(self.extras))}, *prompt], {}
+
+        def step(self, action):
+            right = action == self.extras["reward_spec"]["ground_truth"]
+            return {"observations": [], "reward": 0.25 + right, "done": False, "metadata": {}}
+
+        def get_metrics(self): return {"steps": 2, "kind": "text"}
+    """)
+    opening = environment.reset("6 * 7?", "42", {"max_turns": 3}, 0)
+    assert [message["content"] for message in opening.messages] == [
+        "['extra_info', 'max_turns', 'reward_spec']",
+        "6 * 7?",
+    ]
+    assert environment.step(say("41")).messages == [{"role": "user", "content": ""}]
+    environment.step(say("42"))
+    assert environment.score() == {"steps": 2, "score": 1.5}
+    environment.close()
+
+
+GYM = """
+    import random
+    import numpy as np
+
+    class Thing:
+        def reset(self, *, seed=None, options=None):
+            np.random.seed(seed)
+            return {first}, {{}}
+
+        def step(self, action):
+            return {turn}
+"""
+
+
+def test_a_gym_environment_is_over_when_it_is_truncated(made):
+    environment = made(GYM.format(first="'Go.'", turn="'There.', 0.5, False, action == 'stop', {}"))
+    opening = environment.reset("You are a robot.", "", {}, 2**62)
+    assert opening.messages == [{"role": "user", "content": "You are a robot.\n\nGo."}]
+    assert not environment.step(say("go")).done
+    assert environment.step(say("stop")).done
+    assert environment.score() == 1.0
+    environment.close()
+
+
+@pytest.mark.parametrize(
+    ("turn", "problem"),
+    [
+        ("[0, 1], 0.0, False, False, {}", r"step\(\) gave list \[0, 1\], and an observation must be text"),
+        ("'There.', 0.0, False, {}", r"step\(\) returned .*, expected \(observation, reward, terminated,"),
+        ("'There.', float('nan'), False, False, {}", "expected a finite number, got nan"),
+        ("'There.', None, False, False, {}", "expected a number, got NoneType"),
+    ],
+)
+def test_a_gym_environment_that_answers_in_another_form_says_which(made, turn, problem):
+    environment = made(GYM.format(first="'Go.'", turn=turn))
+    environment.reset("", "", {}, 0)
+    with pytest.raises((TypeError, ValueError), match=problem):
+        environment.step(say("go"))
+
+
+def test_an_environment_that_draws_from_global_generators_starts_alike_with_the_same_seed(made):
+    environment = made(GYM.format(first="f'{random.random()} {np.random.rand()}'", turn="None"))
+    first, same, other = (environment.reset("", "", {}, seed).messages for seed in (7, 7, 8))
+    assert first == same != other
+    random.seed()
+    np.random.seed()
+
+
+TEXTARENA = """
+    class Thing:
+        def reset(self, num_players, seed=None):
+            self.moves = []
+
+        def get_observation(self):
+            return 0, {observation}
+
+        def step(self, action):
+            self.moves.append(action)
+            return action == "end", {{}}
+
+        def close(self):
+            done = "end" in self.moves
+            return ({{0: -1}} if done else None), {{}}
+"""
+
+
+def test_a_textarena_game_shows_what_is_new_whether_wrapped_or_not(made):
+    raw = "[(-1, 'Move.', 1), *[(0, move, 2) for move in self.moves[-1:]]]"
+    environment = made(TEXTARENA.format(observation=raw))
+    assert environment.reset("", "", {}, 0).messages[0]["content"] == "Move."
+    assert environment.step(say("left")).messages[0]["content"] == "Move."
+
+    sys.modules.pop("mine")
+    history = "'\\n[GAME] Move.' + ''.join(f'\\n[GAME] You went {move}.' for move in self.moves)"
+    environment = made(TEXTARENA.format(observation=history))
+    assert environment.reset("", "", {}, 0).messages[0]["content"] == "\n[GAME] Move."
+    assert environment.step(say("left")).messages[0]["content"] == "\n[GAME] You went left."
+    assert environment.step(say("up")).messages[0]["content"] == "\n[GAME] You went up."
+    assert environment.score() == {"score": 0.0, "unfinished": 1.0}
+    environment.close()
+
+
+def test_a_textarena_game_has_the_reward_of_its_end(made):
+    environment = made(TEXTARENA.format(observation="'Move.'"))
+    environment.reset("", "", {}, 0)
+    assert environment.step(say("end")).done
+    assert environment.score() == {"score": -1, "unfinished": 0.0}
+    environment.close()
+
+
+def test_the_documented_calculator_is_played(directory):
+    write_modules(directory)
+    environment = load_environment("calculator:Calculator")()
+    opening = environment.reset("123 * 456?", "56088", {}, 0)
+    assert [tool["name"] for tool in opening.tools] == ["multiply"]
+    assert environment.step(call("multiply", a=123, b="many")).messages[0]["content"].startswith("error: ")
+    assert environment.step(call("multiply", a=123, b=456)).messages[0]["content"] == "56088"
+    assert environment.step(say("It is 56088")).done
+    assert environment.score() == 1.0
+    environment.close()

@@ -1,0 +1,142 @@
+"""Environments on a server that speaks OpenEnv's wire."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_ibpo.environments.adapters import load_environment
+from megatron_ibpo.environments.protocol import EpisodeFaultError
+from support.openenv_server import BreaksTheConnection, Observation, create_app, serving
+from support.players import call, say
+
+
+class Coding:
+    """Runs a program, in a field of its own; several fields come back."""
+
+    def reset(self, question, label, seed, episode_id, difficulty):
+        return Observation(ready=f"{question} {label} {seed} {difficulty}")
+
+    def step(self, action):
+        return Observation(output=action.code.upper(), exit_code=0, metadata={"t": 1}, reward=0.5)
+
+
+def test_text_goes_into_the_named_field_and_what_comes_back_is_shown():
+    with serving(create_app(Coding)) as server:
+        environment = load_environment(f"{server}?action_field=code")()
+        opening = environment.reset("Print.", "a", {"difficulty": 2}, 2**31 + 5)
+        assert opening.messages == [{"role": "user", "content": "Print.\n\nPrint. a 5 2"}]
+        turn = environment.step(say("print"))
+        assert turn.messages == [{"role": "user", "content": '{"output": "PRINT", "exit_code": 0}'}]
+        environment.step(say("print"))
+        assert environment.score() == 1.0
+        environment.close()
+
+
+class Outputs:
+    def reset(self, **row):
+        return Observation(output="Go.", exit_code=0)
+
+    def step(self, action):
+        return Observation(output=action.code.upper(), exit_code=0)
+
+
+def test_one_field_of_an_observation_can_be_chosen():
+    with serving(create_app(Outputs)) as server:
+        environment = load_environment(f"{server}?action_field=code&observation_field=output")()
+        assert environment.reset("", "", {}, 0).messages[0]["content"] == "Go."
+        assert environment.step(say("print")).messages[0]["content"] == "PRINT"
+        environment.close()
+        environment = load_environment(f"{server}?observation_field=stdout")()
+        with pytest.raises(EpisodeFaultError, match="an observation has no field 'stdout'"):
+            environment.reset("", "", {}, 0)
+        environment.close()
+
+
+class Tools:
+    """An environment whose actions are calls of tools, as OpenEnv's MCP environments."""
+
+    tools = (
+        {"name": "add", "description": "Add.", "inputSchema": {"type": "object", "properties": {"a": {}}}},
+    )
+
+    def reset(self, **row):
+        return Observation()
+
+    def step(self, action):
+        assert action.type == "call_tool"
+        if action.tool_name != "add":
+            error = {"error_type": "tool_not_found", "message": f"Unknown tool: {action.tool_name}"}
+            return Observation(tool_name=action.tool_name, result=None, error=error)
+        if action.arguments["a"] < 0:
+            error = {"error_type": "transport_error", "message": "the tools' server is gone"}
+            return Observation(tool_name="add", result=None, error=error)
+        result = {"content": [{"type": "text", "text": "3"}], "data": action.arguments["a"] + 1}
+        return Observation(tool_name="add", result=result, error=None, reward=1.0)
+
+
+def test_the_policy_calls_the_tools_of_a_server():
+    with serving(create_app(Tools)) as server:
+        environment = load_environment(server)()
+        opening = environment.reset("Add.", "", {}, 0)
+        assert opening.messages[0]["content"] == "Add."
+        assert opening.tools == [
+            {"name": "add", "description": "Add.", "parameters": {"type": "object", "properties": {"a": {}}}}
+        ]
+        [answer] = environment.step(call("add", a=2)).messages
+        assert answer == {"role": "tool", "tool_call_id": "call_0", "name": "add", "content": "3"}
+        [answer] = environment.step(call("multiply", a=2)).messages
+        assert answer["content"] == "{'error': 'Unknown tool: multiply'}"
+        assert environment.step(say("3")).done
+        assert environment.score() == 1.0
+        with pytest.raises(EpisodeFaultError, match="the tools' server is gone") as fault:
+            environment.step(call("add", a=-1))
+        assert fault.value.kind == "wire"
+        environment.close()
+
+
+class Fails:
+    """An environment that fails in the way that the policy says."""
+
+    def reset(self, **row):
+        return Observation(message="How?")
+
+    def step(self, action):
+        if action.message == "hang up":
+            raise BreaksTheConnection
+        if action.message == "raise":
+            raise RuntimeError("no such move")
+        return Observation(message="Over.", done=True)
+
+
+def play(environment, move):
+    environment.step(say(move))
+    return environment.score()
+
+
+@pytest.mark.parametrize(
+    ("how", "problem"),
+    [
+        ("hang up", "the connection broke"),
+        ("raise", "EXECUTION_ERROR: no such move"),
+        ("end", "gave no reward"),
+    ],
+)
+def test_what_fails_on_the_wire_is_a_fault_and_never_a_reward(how, problem):
+    with serving(create_app(Fails)) as server:
+        environment = load_environment(server)()
+        environment.reset("", "", {}, 0)
+        with pytest.raises(EpisodeFaultError, match=problem) as fault:
+            play(environment, how)
+        assert fault.value.kind == "wire"
+        assert server in str(fault.value)
+        environment.close()
+
+
+def test_a_server_that_is_not_there_is_a_fault():
+    with serving(create_app(Fails)) as server:
+        pass
+    environment = load_environment(server)()
+    with pytest.raises(EpisodeFaultError, match="cannot be reached") as fault:
+        environment.reset("", "", {}, 0)
+    assert fault.value.kind == "wire"
+    environment.close()

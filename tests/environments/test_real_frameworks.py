@@ -1,0 +1,170 @@
+"""Environments of the real packages play unchanged. The packages are no dependencies: tests of those that are
+not installed are skipped.
+
+    pip install --no-deps --target DIRECTORY skyrl-gym gem-llm textarena    # and what they import
+    PYTHONPATH=.:DIRECTORY python -m pytest tests/environments/test_real_frameworks.py
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from contextlib import contextmanager
+
+import pytest
+
+from megatron_ibpo.environments.adapters import load_environment
+from support.environment_frameworks import write_compared_environments
+from support.players import call, guess_number, say
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def directory(monkeypatch, tmp_path):
+    monkeypatch.setenv("IBPO_CWD", str(tmp_path))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    write_compared_environments(tmp_path)
+    return tmp_path
+
+
+def needs(package):
+    return pytest.importorskip(package, reason=f"{package} is not installed", exc_type=ImportError)
+
+
+@pytest.mark.parametrize(
+    ("package", "name"), [("skyrl_gym", "skyrl"), ("gem", "gem"), ("textarena", "textarena")]
+)
+def test_the_compared_environments_play_with_the_real_base_classes(package, name):
+    needs(package)
+    ours, _ = guess_number(load_environment("guess_ours:GuessTheNumber")(), seed=3)
+    theirs, _ = guess_number(load_environment(f"guess_{name}:GuessTheNumber")(), seed=3)
+    assert theirs == ours
+
+
+def test_a_problem_of_skyrl_gym_is_solved_in_two_turns():
+    needs("skyrl_gym")
+    environment = load_environment("skyrl_gym.envs.gsm8k.multi_turn_env:GSM8kMultiTurnEnv")()
+    opening = environment.reset("What is 6 * 12?", "72", {"max_turns": 3}, 0)
+    assert opening.messages == [{"role": "user", "content": "What is 6 * 12?"}]
+    turn = environment.step(say("It is #### 71"))
+    assert "step-by-step reasoning" in turn.messages[0]["content"]
+    assert not turn.done
+    assert environment.step(say("It is #### 72")).done
+    assert environment.score() == {"steps": 2, "score": pytest.approx(0.2 / 3 + 1)}
+    environment.close()
+
+
+def test_a_game_of_gem_is_won():
+    needs("gem")
+    target = "gem.envs.game_env.guess_the_number:GuessTheNumberEnv"
+    opening = load_environment(target)().reset("", "", {}, 2**40)
+    assert "You have to guess the number between 1 and 20" in opening.messages[0]["content"]
+    environment = load_environment(target)()
+    low, high = 1, 20
+    environment.reset("", "", {}, 5)
+    while True:
+        guess = (low + high) // 2
+        turn = environment.step(say(f"\\boxed{{{guess}}}"))
+        told = turn.messages[0]["content"]
+        if turn.done:
+            break
+        low, high = (guess + 1, high) if "higher" in told else (low, guess - 1)
+    assert told.startswith("Congratulations!")
+    assert environment.score() > 0
+
+
+@pytest.mark.parametrize("name", ["GuessTheNumber-v0", "GuessTheNumber-v0-raw", "GuessTheNumber-v0-train"])
+def test_a_game_of_textarena_is_won_in_every_wrapping(directory, name):
+    needs("textarena")
+    module = f"made_{re.sub(r'[^a-z]', '', name)}"
+    (directory / f"{module}.py").write_text(
+        f"def make():\n    import textarena\n    return textarena.make({name!r})\n"
+    )
+    environment = load_environment(f"{module}:make")()
+    opening = environment.reset("", "", {}, 5).messages[0]["content"]
+    assert "You have to guess the number between 1 and 20" in opening
+    low, high = 1, 20
+    while True:
+        guess = (low + high) // 2
+        turn = environment.step(say(f"[{guess}]"))
+        if turn.done:
+            break
+        told = turn.messages[0]["content"]
+        assert "You have to guess" not in told
+        low, high = (guess + 1, high) if "higher" in told else (low, guess - 1)
+    assert environment.score() == {"score": 1, "unfinished": 0.0}
+    environment.close()
+
+
+@contextmanager
+def serving(directory, module):
+    """Run an OpenEnv server, and give its address."""
+    needs("openenv")
+    command = [sys.executable, "-m", "uvicorn", f"{module}:app", "--port", "0"]
+    with subprocess.Popen(command, cwd=directory, stderr=subprocess.PIPE, text=True) as server:
+        try:
+            line = next(line for line in server.stderr if "running on" in line)
+            yield "openenv://" + re.search(r"http://(\S+)", line)[1]
+        finally:
+            server.terminate()
+
+
+def test_the_compared_server_plays_with_the_real_openenv(directory):
+    ours, _ = guess_number(load_environment("guess_ours:GuessTheNumber")(), seed=3)
+    with serving(directory, "guess_openenv") as server:
+        theirs, score = guess_number(load_environment(server)(), seed=3)
+    assert theirs == ours
+    assert score == 1.0
+
+
+TOOLS = """
+from fastmcp import FastMCP
+from openenv.core.env_server import (
+    CallToolAction, CallToolObservation, MCPEnvironment, Observation, State, create_app
+)
+
+class Adds(MCPEnvironment):
+    def __init__(self):
+        server = FastMCP("adds")
+
+        @server.tool
+        def add(a: int, b: int) -> int:
+            "Add two numbers."
+            return a + b
+
+        super().__init__(server)
+
+    def reset(self, seed=None, episode_id=None, **row):
+        return Observation()
+
+    def _step_impl(self, action, timeout_s=None, **options):
+        raise ValueError("only tools")
+
+    @property
+    def state(self):
+        return State()
+
+app = create_app(Adds, CallToolAction, CallToolObservation)
+"""
+
+
+def test_tools_of_a_real_openenv_server_are_called(directory):
+    (directory / "adds.py").write_text(TOOLS)
+    with serving(directory, "adds") as server:
+        environment = load_environment(server)()
+        opening = environment.reset("2 + 3?", "", {}, 0)
+        assert opening.messages == [{"role": "user", "content": "2 + 3?"}]
+        [tool] = opening.tools
+        assert (tool["name"], tool["description"]) == ("add", "Add two numbers.")
+        assert tool["parameters"]["required"] == ["a", "b"]
+        contents = [
+            environment.step(message).messages[0]["content"]
+            for message in (call("add", a=2, b=3), call("add", a="two"), call("subtract"))
+        ]
+        assert contents[0] == "5"
+        assert all(content.startswith("{'error': ") for content in contents[1:])
+        assert environment.step(say("5")).done
+        assert environment.score() == 0.0
+        environment.close()

@@ -1,0 +1,94 @@
+"""The environments of docs/environments_compared.md, and stand-ins for the frameworks that they import."""
+
+from __future__ import annotations
+
+import random
+import re
+from types import ModuleType, SimpleNamespace
+
+from support import openenv_server
+from support.paths import ROOT
+
+
+def write_compared_environments(directory) -> None:
+    """Write every class of the page into a file of the name that its first line gives."""
+    page = (ROOT / "docs" / "environments_compared.md").read_text()
+    blocks = re.findall(r"```python\n# (\w+\.py)\n(.*?)```", page, re.DOTALL)
+    assert len(blocks) == page.count("```python") == 7
+    for name, code in blocks:
+        (directory / name).write_text(code)
+
+
+def stand_ins() -> dict[str, ModuleType]:
+    """Return modules with the base classes of SkyRL-Gym, GEM, TextArena and OpenEnv, by their names."""
+    return {
+        **_package("skyrl_gym.envs.base_text_env", BaseTextEnv=BaseTextEnv, BaseTextEnvStepOutput=dict),
+        **_package("gem", Env=GemEnv),
+        **_package(
+            "textarena",
+            Env=TextArenaEnv,
+            SinglePlayerState=SinglePlayerState,
+            ObservationType=SimpleNamespace(GAME_MESSAGE="message"),
+        ),
+        **_package("openenv.core.env_server", Environment=object, State=dict, **vars(openenv_server)),
+    }
+
+
+def _package(name: str, **members) -> dict[str, ModuleType]:
+    parts = name.split(".")
+    modules = {
+        ".".join(parts[: end + 1]): ModuleType(".".join(parts[: end + 1])) for end in range(len(parts))
+    }
+    vars(modules[name]).update(members)
+    return modules
+
+
+class BaseTextEnv:
+    """SkyRL-Gym's base class."""
+
+    def close(self):
+        pass
+
+    def get_metrics(self):
+        return {}
+
+
+class GemEnv:
+    """GEM's base class."""
+
+    def reset(self, seed=None):
+        random.seed(seed)
+
+
+class SinglePlayerState:
+    """TextArena's state of a game for one player."""
+
+    def __init__(self, num_players, seed=None, max_turns=None):
+        assert num_players == 1
+        random.seed(seed)
+
+    def reset(self, game_state, player_prompt_function):
+        self.observations = [(-1, player_prompt_function(player_id=0, game_state=game_state), "prompt")]
+        self.done, self.rewards = False, None
+
+    def add_observation(self, message, observation_type, from_id=-1):
+        self.observations.append((from_id, message, observation_type))
+
+    def set_outcome(self, reward, reason):
+        self.done, self.rewards = True, {0: reward}
+
+    def step(self):
+        return self.done, {}
+
+
+class TextArenaEnv:
+    """TextArena's base class."""
+
+    state: SinglePlayerState
+
+    def get_observation(self):
+        shown, self.state.observations = self.state.observations, []
+        return 0, shown
+
+    def close(self):
+        return self.state.rewards, {}

@@ -1,0 +1,77 @@
+"""A server that speaks OpenEnv's published wire, and what an environment needs of its package."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from threading import Thread
+from types import SimpleNamespace
+
+from websockets.exceptions import ConnectionClosed
+from websockets.sync.server import serve
+
+
+class Action(SimpleNamespace):
+    """An action: its fields are those of the message."""
+
+
+class Observation(SimpleNamespace):
+    """An observation, with `reward` and `done` beside its own fields."""
+
+    def __init__(self, reward=None, done=False, **fields):
+        super().__init__(reward=reward, done=done, **fields)
+
+
+class BreaksTheConnection(Exception):
+    """Raised by an environment to have the server hang up."""
+
+
+def create_app(environment, action=Action, observation=Observation, **settings):
+    """Return what `serving` takes: OpenEnv's function of this name makes a web application of the same."""
+    return environment, action
+
+
+@contextmanager
+def serving(app) -> Iterator[str]:
+    """Serve sessions of an environment, each a connection, and give the server's address."""
+    with serve(partial(_session, *app), "127.0.0.1", 0) as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"openenv://127.0.0.1:{server.socket.getsockname()[1]}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def _session(make, action, socket) -> None:
+    environment = make()
+    try:
+        for text in socket:
+            message = json.loads(text)
+            if message["type"] == "close":
+                return
+            try:
+                kind, data = _answer(environment, action, message["type"], message["data"])
+            except BreaksTheConnection:
+                return
+            except Exception as error:
+                kind, data = "error", {"message": str(error), "code": "EXECUTION_ERROR"}
+            socket.send(json.dumps({"type": kind, "data": data}))
+    except ConnectionClosed:
+        return
+
+
+def _answer(environment, action, kind, data):
+    if kind == "mcp" and not hasattr(environment, "tools"):
+        return "mcp", {
+            "id": data["id"],
+            "error": {"code": -32603, "message": "Environment does not support MCP"},
+        }
+    if kind == "mcp":
+        return "mcp", {"id": data["id"], "result": {"tools": environment.tools}}
+    fields = vars(environment.reset(**data) if kind == "reset" else environment.step(action(**data)))
+    shown = {name: value for name, value in fields.items() if name not in ("reward", "done")}
+    return "observation", {"observation": shown, "reward": fields["reward"], "done": fields["done"]}
