@@ -52,7 +52,8 @@ class NodeEnvironments:
 
     async def _answer(self, session: int, method: str, arguments: tuple[Any, ...]) -> Answer:
         if method == "close":
-            return "value", await self._close(session)
+            await self._close(session)
+            return "value", None
         self._calls[session] = cast("asyncio.Task[Any]", asyncio.current_task())
         try:
             if method == "open":

@@ -14,7 +14,7 @@ from typing import Any
 from megatron_ibpo.data.eos import read_eos_token_ids
 from megatron_ibpo.data.tokenizer import DataError, Tokenizer
 from megatron_ibpo.environments.families import family_readers
-from megatron_ibpo.environments.hermes import as_text, read_text, tools_text
+from megatron_ibpo.environments.hermes import as_text, policy_message, read_text, tools_text
 from megatron_ibpo.environments.protocol import Message, Tool
 
 _MARKER = "MARKERc9f0f895fb98ab91"
@@ -84,7 +84,8 @@ class PlainChat:
         return self._tokenizer.encode_prompt("".join([*shown, *(m["content"] for m in messages)]))
 
     def read(self, ids: Sequence[int], tools: Sequence[Tool] | None = None) -> Message:
-        return read_text(self._text(_without_end(ids, self._ends)))
+        said = _without_end(ids, self._ends)
+        return _without_calls(read_text(self._text(said)), self._text(said), tools)
 
     def extend(self, ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
         _check_ended(ids, self._ends)
@@ -127,7 +128,8 @@ class TemplateChat:
         return self._tokenizer.encode(self._render(as_text(messages, tools)))
 
     def read(self, ids: Sequence[int], tools: Sequence[Tool] | None = None) -> Message:
-        return self._read(_without_end(ids, self._ends), tools)
+        said = _without_end(ids, self._ends)
+        return _without_calls(self._read(said, tools), self._tokenizer.decode_all(said), tools)
 
     def extend(self, ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
         _check_ended(ids, self._ends)
@@ -216,6 +218,13 @@ class TemplateChat:
             "chat: the template writes earlier turns otherwise than the last one (such as without their "
             "reasoning); an episode keeps every turn as the policy wrote it"
         ]
+
+
+def _without_calls(message: Message, text: str, tools: Sequence[Tool] | None) -> Message:
+    """Return the message of an episode without tools: what is a call elsewhere is content."""
+    if tools is None or tools or not ("tool_calls" in message or "malformed_tool_calls" in message):
+        return message
+    return policy_message(text.rpartition("</think>")[2], message.get("reasoning_content"), [], [])
 
 
 def _call_decoder(tokenizer: Tokenizer) -> Callable[[Sequence[int]], str]:

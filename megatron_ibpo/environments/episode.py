@@ -4,15 +4,15 @@ import json
 import os
 import random
 import socket
-import sys
 import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from numpy import random as numpy_random  # loaded here, once; numpy itself would load it in each episode
+
 from megatron_ibpo.basics.text import error_text
 from megatron_ibpo.environments.protocol import Environment, EpisodeFaultError
 from megatron_ibpo.environments.wire import line, opening_value, score_value, turn_value
-from megatron_ibpo.rewards.reward_errors import WRONG, ResponseError
 
 
 def serve(connection: socket.socket, make: Callable[[], Environment]) -> None:
@@ -53,7 +53,14 @@ class _Episode:
         assert self._environment is not None
         try:
             value = self._environment.score()
-        except ResponseError:
+        except Exception as error:
+            from megatron_ibpo.rewards.reward_errors import (  # most episodes need no rewards
+                WRONG,
+                ResponseError,
+            )
+
+            if not isinstance(error, ResponseError):
+                raise
             value = WRONG
         return score_value(value)
 
@@ -65,8 +72,7 @@ class _Episode:
 def _seed_generators(seed: int) -> None:
     """Seed the global generators, so that an environment that uses them starts alike each time."""
     random.seed(seed)
-    if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed(seed % 2**32)
+    numpy_random.seed(seed % 2**32)
 
 
 def _answer(method: Callable[..., Any], arguments: list[Any]) -> bytes:

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_ibpo.basics.strict_json import read_json
+from megatron_ibpo.basics.supervised import Supervised
 from megatron_ibpo.config import ConfigError, EnvironmentConfig
 from megatron_ibpo.environments.protocol import EpisodeFaultError, FaultKind
 from megatron_ibpo.environments.sandbox import OWNER, TEMPORARY, sandboxed
 from megatron_ibpo.environments.session import ProcessSession
 from megatron_ibpo.rewards.sandbox import SandboxError
-from megatron_ibpo.rewards.supervised import Supervised
 
 _START_TIMEOUT = 120.0
 """Seconds that the import of an environment may take."""
@@ -117,7 +117,7 @@ class EnvironmentPool:
         for zygote in list(self._zygotes.values()):
             zygote.kill()  # a start that is under way fails
         with suppress(RuntimeError):  # it was closed before
-            self._starter.submit(lambda: [zygote.end() for zygote in self._zygotes.values()])
+            self._starter.submit(self._end_zygotes)
         self._starter.shutdown()
 
     def __enter__(self) -> EnvironmentPool:
@@ -198,8 +198,14 @@ class EnvironmentPool:
             raise
         except ConfigError as error:
             self._refused[target] = str(error)
+            zygote.end()
+            del self._zygotes[target]
             raise
         return zygote
+
+    def _end_zygotes(self) -> None:
+        for zygote in self._zygotes.values():
+            zygote.end()
 
     def _bury(self, zygote: _Zygote) -> None:
         """End a zygote that has died, and count it once."""

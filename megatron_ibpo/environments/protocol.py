@@ -61,8 +61,11 @@ class Environment(Protocol):
 
     def score(self) -> float | Mapping[str, Any]:
         """Return the episode's reward, as a reward function does: a number, or a mapping with the number as
-        `score` and further numbers. Called once, at the end: after the last turn, or when turns or tokens are
-        used up."""
+        `score` and further numbers. `turns` may be a list of rewards, one for each turn of the policy, for
+        estimators that use them: they find them as turn_1, turn_2, … among `Sample.reward_details`.
+
+        Called once, at the end: after the last turn, or when turns or tokens are used up.
+        """
         ...
 
     def close(self) -> None:

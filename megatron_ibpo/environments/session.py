@@ -19,7 +19,7 @@ from megatron_ibpo.environments.protocol import (
     Turn,
 )
 
-_END_TIMEOUT = 10.0
+_END_TIMEOUT = 60.0
 """Seconds until a zygote has ended an episode; one that takes longer hangs."""
 _CHUNK = 1 << 16
 
@@ -29,8 +29,11 @@ T = TypeVar("T")
 class Owner(Protocol):
     """The pool of a session."""
 
-    step_timeout: float
-    episode_timeout: float
+    @property
+    def step_timeout(self) -> float: ...
+
+    @property
+    def episode_timeout(self) -> float: ...
 
     def fault(self, kind: FaultKind, text: str) -> EpisodeFaultError:
         """Count a fault, and return its exception."""

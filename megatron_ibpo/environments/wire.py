@@ -6,7 +6,8 @@ zygote ends its output with a NUL byte, which JSON never has, and the reason.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from numbers import Real
 from typing import Any, get_args
 
 from megatron_ibpo.basics.reward_value import read_reward
@@ -82,11 +83,18 @@ def turn_value(turn: Any) -> dict[str, Any]:
 
 
 def score_value(value: Any) -> dict[str, float]:
-    """Return the JSON of what `score` returned.
+    """Return the JSON of what `score` returned. Rewards of single turns, `turns`, become the further numbers
+    turn_1, turn_2, ….
 
     Raises:
         TypeError, ValueError: it is no reward; says why.
     """
+    if isinstance(value, Mapping) and "turns" in value and not isinstance(value["turns"], Real):
+        value = dict(value)
+        turns = value.pop("turns")
+        if not isinstance(turns, list | tuple):
+            raise TypeError(f"expected a list of numbers as 'turns', got {shown(turns)}")
+        value |= {f"turn_{number}": reward for number, reward in enumerate(turns, start=1)}
     reward, details = read_reward(value)
     return {"score": reward, **details}
 

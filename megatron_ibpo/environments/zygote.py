@@ -25,12 +25,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_ibpo.basics.supervised import die_with
 from megatron_ibpo.basics.text import error_text, printable
 from megatron_ibpo.config import ConfigError
 from megatron_ibpo.environments.episode import serve
 from megatron_ibpo.environments.protocol import Environment
 from megatron_ibpo.environments.wire import DEATH, line
-from megatron_ibpo.rewards.supervised import die_with
 
 _PR_SET_CHILD_SUBREAPER = 36
 _CHUNK = 1 << 12
@@ -108,7 +108,11 @@ class _Zygote:
 
     def _fork(self, connection: socket.socket) -> None:
         own = os.getpid()
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError as error:  # too many processes, or no memory
+            _close(connection, f"it cannot be forked: {error}")
+            return
         if pid == 0:
             status = 1
             try:
@@ -151,10 +155,15 @@ class _Zygote:
         for child, status in ended:
             with suppress(KeyError):
                 self._poll.unregister(child.connection)
-            with child.connection, suppress(OSError):  # the owner is gone, or reads nothing
-                child.connection.send(DEATH + _how(status).encode() + b"\n", socket.MSG_DONTWAIT)
+            _close(child.connection, _how(status))
             if self._directory is not None:
                 shutil.rmtree(self._directory / str(child.pid), ignore_errors=True)
+
+
+def _close(connection: socket.socket, why: str) -> None:
+    """Close the connection to an episode's owner, and tell it why."""
+    with connection, suppress(OSError):  # the owner is gone, or reads nothing
+        connection.send(DEATH + why.encode() + b"\n", socket.MSG_DONTWAIT)
 
 
 def _children() -> set[int]:

@@ -19,9 +19,9 @@ from itertools import groupby
 from multiprocessing.connection import Connection
 from typing import Any
 
+from megatron_ibpo.basics.supervised import Supervised
 from megatron_ibpo.basics.text import counted
 from megatron_ibpo.rewards.sandbox.control_groups import remove_groups
-from megatron_ibpo.rewards.supervised import Supervised
 
 _START_TIMEOUT = 120.0
 """Seconds a worker may take to start, including the imports of the reward function."""
@@ -283,7 +283,7 @@ class _Worker:
         connection = str(theirs.fileno())
         command = [sys.executable, "-m", "megatron_ibpo.rewards.worker", connection, "{owner}", *targets]
         with theirs:
-            self._process = Supervised(command, theirs, printed=printed, name=self._named)
+            self.process = Supervised(command, theirs, printed=printed, name=self._named)
         self._connection = Connection(ours.detach())
         self._worker: int | None = None
         """Process id of the worker itself; known once the functions are loaded."""
@@ -301,7 +301,7 @@ class _Worker:
         except (EOFError, OSError):
             raise _NotLoadedError(
                 f"{self._named}: its process ended while loading it (status "
-                f"{self._process.wait()}); the reason is in the lines above"
+                f"{self.process.wait()}); the reason is in the lines above"
             ) from None
         if status != "ready":
             raise WorkerError(f"the reward function cannot be loaded: {content}")
@@ -330,18 +330,18 @@ class _Worker:
         return [Outcome(value, error, details) for value, details, error in content], None
 
     def is_alive(self) -> bool:
-        return self._process.is_alive()
+        return self.process.is_alive()
 
     def kill(self) -> None:
         """Kill the worker and everything it has started."""
-        self._process.kill()
+        self.process.kill()
 
     def how_it_died(self) -> str:
-        return f"the worker process died ({self._process.how_it_ended()})"
+        return f"the worker process died ({self.process.how_it_ended()})"
 
     def end(self) -> None:
         self.ended = True
-        self._process.end()
+        self.process.end()
         if self._worker is not None:
             with suppress(ProcessLookupError):  # there is something left only if the supervisor was killed
                 os.killpg(self._worker, signal.SIGKILL)

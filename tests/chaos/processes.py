@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 
 VERIFIER = "-m megatron_ibpo.rewards.worker"
-SUPERVISOR = "rewards/supervisor.py"
+SUPERVISOR = "basics/supervisor.py"
 """Its command holds that of its verifier."""
 ENGINE = "engine_process"
 ACTOR = "ray::_Process"

@@ -287,6 +287,14 @@ def test_an_answer_in_json_is_no_call_where_no_tools_are(chat_of):
     assert chat.read(tokenizer.encode(text), []) == {"role": "assistant", "content": text}
 
 
+@pytest.mark.parametrize("name", ["qwen2_5", "qwen3"])
+def test_what_looks_like_a_call_is_text_where_no_tools_are(chat_of, name):
+    tokenizer, chat, _ = chat_of(name)
+    text = 'Try <tool_call>\n{"name": "calc", "arguments": {}}\n</tool_call>'
+    assert chat.read(tokenizer.encode(text), []) == {"role": "assistant", "content": text}
+    assert chat.read(tokenizer.encode(text), [CALC])["tool_calls"] == [call({})]
+
+
 def test_a_turn_that_was_cut_cannot_be_extended(chat_of):
     _, chat, _ = chat_of("qwen3")
     with pytest.raises(ValueError, match="a turn that was cut cannot be extended"):

@@ -248,6 +248,28 @@ def test_a_fault_of_the_response_is_a_score_as_for_a_reward_function(pool):
     assert asyncio.run(play()) == EpisodeScore(0.0, {"response_error": 1.0})
 
 
+@pytest.mark.parametrize(
+    ("told_score", "found"),
+    [
+        ("dict(score=1, turns=[0, 0.5])", EpisodeScore(1.0, {"turn_1": 0.0, "turn_2": 0.5})),
+        ("dict(score=1, turns='many')", "expected a list of numbers as 'turns', got 'many'"),
+        ("dict(score=1, turns=[0, None])", "got NoneType None"),
+        ("float('nan')", "expected a finite number, got nan"),
+    ],
+)
+def test_a_score_may_have_rewards_of_turns_and_is_checked(pool, told_score, found):
+    async def play():
+        async with episode(pool) as session:
+            await told(session, f"tell score {told_score}")
+            return await session.score()
+
+    if isinstance(found, EpisodeScore):
+        assert asyncio.run(play()) == found
+    else:
+        with pytest.raises(EpisodeFaultError, match=re.escape(found)):
+            asyncio.run(play())
+
+
 @pytest.mark.parametrize("last", ["count", "eval os.kill(os.getpid(), 9)"], ids=["closed", "killed"])
 def test_nothing_that_an_episode_has_started_outlives_it(pool, last, tmp_path):
     async def play():
@@ -323,6 +345,7 @@ OWNER = """
 """
 
 
+@pytest.mark.slow
 def test_episodes_and_what_they_started_die_with_their_owner(users_module, tmp_path):
     owner = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(OWNER), str(tmp_path)],

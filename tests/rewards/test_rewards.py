@@ -188,7 +188,7 @@ def pool_of(*targets, **settings):
         workers = [worker.process for worker in pool._workers]
         yield pool
         workers += [worker.process for worker in pool._workers]
-    assert all(worker.poll() is not None for worker in workers)
+    assert not any(worker.is_alive() for worker in workers)
 
 
 @pytest.fixture(scope="module")
