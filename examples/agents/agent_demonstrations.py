@@ -22,7 +22,7 @@ from megatron_ibpo.data.templates import candidate_heading, correction_instructi
 from megatron_ibpo.environments.protocol import Environment, Message, Opening
 
 CORRECTION_EVERY = 5
-CALCULATOR_HABITS = {"careful": 0.3, "guess": 0.2, "miscopy": 0.2, "ignore": 0.15, "malformed": 0.15}
+CALCULATOR_HABITS = {"careful": 0.2, "guess": 0.5, "miscopy": 0.1, "ignore": 0.1, "malformed": 0.1}
 """Use the tool well; answer without it; call it with a wrong digit; misread its answer; write a call that is
 not in the chat format at first. Each with its probability."""
 GAME_HABITS = {"halve": 0.15, "within": 0.25, "step": 0.6}
@@ -130,9 +130,7 @@ def calculator_student(habit: str, rng: random.Random) -> Student:
         if habit == "guess":
             return _said(f"{FINAL_ANSWER}{rng.randint(100, 9999)}.")
         if habit == "malformed" and len(messages) == 1:
-            text = (
-                "".join(CALL).replace(CALL[-2], CALL[-2] + expression).removesuffix(rng.choice(('"}}', "}")))
-            )
+            text = "".join([*CALL[:-1], expression, rng.choice(("", '"'))])
             return _said(f"<tool_call>\n{text}\n</tool_call>") | {"malformed_tool_calls": [text]}
         return _called(_misread(expression, rng) if habit == "miscopy" else expression)
 

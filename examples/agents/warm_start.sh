@@ -19,7 +19,7 @@ CKPT_ARGS=(--hf-checkpoint "$RUN_DIR/initial" --run-dir "$RUN_DIR/sft")
 DATA_ARGS=(--prompt-data import://examples/agents/agent_demonstrations.py:both
     --eval-prompt-data import://examples/agents/agent_demonstrations.py:both --eval-num-prompts 256 --eval-interval 100
     --apply-chat-template)
-OPTIMIZER_ARGS=(--num-rollout 600 --rollout-batch-size 64 --lr 4.0e-3 --lr-decay-style cosine --min-lr-ratio 0.05
+OPTIMIZER_ARGS=(--num-rollout 500 --rollout-batch-size 64 --lr 4.0e-3 --lr-decay-style cosine --min-lr-ratio 0.05
     --lr-warmup-fraction 0.08 --adam-beta2 0.98 --max-tokens-per-gpu 8192)
 PERF_ARGS=(--num-trainers 2)
 

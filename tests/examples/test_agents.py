@@ -111,20 +111,25 @@ def test_a_game_is_won_by_the_number_in_time(guesses, replies, score):
 
 
 @pytest.mark.parametrize("prompts", [calculator, guess_number])
-def test_prompts_are_the_same_in_every_call_and_labels_are_theirs(prompts):
-    training, held_out = prompts("train"), prompts("eval")
-    assert training == prompts("train")
-    assert (len(training), len(held_out)) == (4096, 512)
-    if prompts is calculator:
-        assert not {row["prompt"] for row in training} & {row["prompt"] for row in held_out}
-        assert all(row["label"] == str(calculate(row["metadata"]["expression"])) for row in held_out)
-    else:
-        assert {int(row["label"]) for row in training} == set(range(1, 31))
+def test_prompts_are_the_same_in_every_call(prompts):
+    held_out = prompts("eval")
+    assert held_out == prompts("eval")
+    assert len(held_out) == 512
 
 
-@pytest.mark.parametrize(("lesson", "least", "most"), [(LESSONS[0], 0.35, 0.6), (LESSONS[1], 0.3, 0.6)])
+def test_questions_of_arithmetic_are_held_out_and_labelled_with_their_values():
+    training, held_out = calculator("train"), calculator("eval")
+    assert not {row["prompt"] for row in training} & {row["prompt"] for row in held_out}
+    assert all(row["label"] == str(calculate(row["metadata"]["expression"])) for row in held_out)
+
+
+def test_games_are_about_every_number():
+    assert {int(row["label"]) for row in guess_number("eval")} == set(range(1, 31))
+
+
+@pytest.mark.parametrize(("lesson", "least", "most"), [(LESSONS[0], 0.2, 0.4), (LESSONS[1], 0.3, 0.6)])
 def test_students_of_demonstrations_solve_some_and_correct_most(lesson, least, most):
-    rows = list(itertools.islice(demonstrations(lesson, "eval"), 500))
+    rows = list(itertools.islice(demonstrations(lesson, "eval"), 300))
     scores = [row["score"]["score"] for row in rows]
     alone = [score for number, score in enumerate(scores) if number % 5]
     assert least < sum(alone) / len(alone) < most
@@ -193,5 +198,6 @@ def test_a_run_of_an_agent_trains_on_episodes(tmp_path, monkeypatch, agent, chec
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert (summary["status"], summary["steps"]) == ("finished", 2)
     for row in rows_of(tmp_path / "run"):
-        assert row["reward/turns_mean"] > 1
-        assert 0 < row["reward_mean"] < 1
+        assert row["reward/turns"] > 1
+        assert 0 <= row["reward"] < 1
+        assert row["logprob_diff_abs_max"] < 1e-4  # of vLLM's and the trainer's, on every turn
