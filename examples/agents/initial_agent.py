@@ -3,7 +3,7 @@
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from agent_tokenizer import make_agent_tokenizer
@@ -27,7 +27,8 @@ class Arguments:
 def main(arguments: Arguments) -> None:
     torch.manual_seed(arguments.seed)
     tokenizer = make_agent_tokenizer()
-    initial_model(arguments.family, tokenizer).save_pretrained(arguments.save)
+    model: Any = initial_model(arguments.family, tokenizer)
+    model.save_pretrained(arguments.save)
     tokenizer.save_pretrained(arguments.save)
 
 

@@ -10,12 +10,12 @@ the last number in it counts.
 import ast
 import operator
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from megatron_ibpo.environments.protocol import Message, Opening, Turn
+from megatron_ibpo.environments.protocol import Message, Opening, Tool, Turn
 
-CALCULATE = {
+CALCULATE: Tool = {
     "name": "calculate",
     "description": "Compute an expression.",
     "parameters": {
@@ -32,7 +32,7 @@ CANNOT_COMPUTE = "error"
 LONGEST_EXPRESSION = 100
 """Limit in characters, so that every value is computed at once."""
 
-_OPERATORS = {
+_OPERATORS: dict[type[ast.operator | ast.unaryop], Callable[..., int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
