@@ -1,10 +1,13 @@
 """Demonstrations: prompts with responses to learn from, for supervised fine-tuning.
 
-A row is a chat, {"messages": [{"role", "content"}, …]}, or {"prompt": text or messages, "response": text}.
+A row is a chat, {"messages": [{"role", "content"}, …]}, or {"prompt": text or messages, "response": text}. A
+chat may have "tools" beside it, and messages with "tool_calls".
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -17,6 +20,8 @@ from megatron_ibpo.data.tokenizer import DataError, Message
 
 CHAT_KEY = "messages"
 """Field of a row with a whole chat, unless --input-key names it."""
+TOOLS_KEY = "tools"
+"""Field of a row with the tools that its chat template shows, in OpenAI's form."""
 
 
 @dataclass
@@ -59,7 +64,7 @@ class DemonstrationReader(Reader):
 
     @property
     def columns(self) -> tuple[str, ...]:
-        return (*super().columns, CHAT_KEY)
+        return (*super().columns, CHAT_KEY, TOOLS_KEY)
 
     def of_row(self, row: Row) -> Demonstration:
         messages = self._chat(row)
@@ -69,7 +74,11 @@ class DemonstrationReader(Reader):
         question = messages[first - 1]["content"]
         messages = [*self.asked(messages[:first]), *messages[first:]]
         check_size(sum(len(message["content"]) for message in messages), self.max_prompt_len)
-        turns = self._chat_turns(messages) if self.data.apply_chat_template else self._plain_turns(messages)
+        tools = _tools(row)
+        if self.data.apply_chat_template:
+            turns = self._chat_turns(messages, tools)
+        else:
+            turns = self._plain_turns(messages)
         for own in turns:
             ids = token_ids([*own.prompt, *own.response])
             if self.max_prompt_len is not None and len(ids) > self.max_prompt_len:
@@ -100,7 +109,7 @@ class DemonstrationReader(Reader):
             )
         if not isinstance(row[key], list):
             raise DataError(f"field {key!r} must be a list of messages, found {type(row[key]).__name__}")
-        messages = as_messages(row[key], key)
+        messages = as_messages([_with_content(message) for message in row[key]], key)
         if not any(message["role"] == "assistant" for message in messages):
             raise DataError(f"field {key!r} has no turn of the assistant to learn from")
         # the columns of a table are present in every message, if only as null
@@ -114,22 +123,19 @@ class DemonstrationReader(Reader):
         own.add([*self.tokenizer.encode(answer), self.tokenizer.eos_id], is_trained=True)
         return [own]
 
-    def _chat_turns(self, messages: Sequence[Message]) -> list[Turns]:
+    def _chat_turns(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[Turns]:
         """Return the assistant's turns, each behind the very prompt that it has when it is sampled.
 
         A turn that only continues the text so far joins it. A template that shows earlier turns differently,
         for instance without their thinking, starts another sequence.
         """
-        settings, render, encode = (
-            template_settings(self.data),
-            self.tokenizer.render_chat,
-            self.tokenizer.encode,
-        )
+        render = partial(self.tokenizer.render_chat, settings=template_settings(self.data), tools=tools)
+        encode = self.tokenizer.encode
         eos, found = self.tokenizer.eos_id, list[Turns]()
         told, rest = "", list[int]()
         for number in (n for n, message in enumerate(messages) if message["role"] == "assistant"):
-            asked = render(messages[:number], settings)
-            answered = render(messages[: number + 1], settings, generation_prompt=False)
+            asked = render(messages[:number])
+            answered = render(messages[: number + 1], generation_prompt=False)
             if not answered.startswith(asked):
                 raise DataError(
                     f"message {number}: the chat template does not continue its own generation prompt with "
@@ -147,3 +153,18 @@ class DemonstrationReader(Reader):
                 end, ids, told = len(ids) + 1, [*ids, eos], ""
             found[-1].add(ids[:end], is_trained=True)
         return found
+
+
+def _tools(row: Row) -> list[dict[str, Any]]:
+    """Return the row's tools, each as {"name", "description", "parameters"}."""
+    tools = row.get(TOOLS_KEY) or []
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise DataError(f"field {TOOLS_KEY!r} must be a list of objects")
+    return [tool.get("function", tool) for tool in tools]
+
+
+def _with_content(message: Any) -> Any:
+    """Return a message that only calls tools with empty content; data sets write null there, or nothing."""
+    if isinstance(message, dict) and message.get("tool_calls") and message.get("content") is None:
+        return message | {"content": ""}
+    return message

@@ -27,6 +27,12 @@ WITHOUT_END = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
+WITH_TOOLS = (
+    "{% if tools %}{{ tools | tojson }}\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<call>{{ c.function.name }}</call>{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 CHAT = [
     {"role": "user", "content": "1+1"},
     {"role": "assistant", "content": "2"},
@@ -73,6 +79,19 @@ def test_only_the_assistants_turns_of_a_chat_are_in_the_loss(tmp_path):
     ]
 
 
+def test_a_chat_with_tools_shows_them_and_the_calls_are_in_the_loss(tmp_path):
+    call = {"id": "a", "type": "function", "function": {"name": "add", "arguments": {"x": 1}}}
+    chat = [CHAT[0], {"role": "assistant", "content": None, "tool_calls": [call]}]
+    chat += [{"role": "tool", "content": "2"}, {"role": "assistant", "content": "It is 2."}]
+    tokenizer = byte_level(WITH_TOOLS)
+    path = jsonl(
+        tmp_path / "a.jsonl", {"messages": chat, "tools": [{"type": "function", "function": {"name": "add"}}]}
+    )
+    ((prompt, _, loss),) = learned(opened(path, tokenizer, apply_chat_template=True), tokenizer)
+    assert prompt.startswith('[{"type": "function", "function": {"name": "add"}}]\n<|im_start|>user\n1+1')
+    assert loss == "<call>add</call><|im_end|>It is 2.<|im_end|>"
+
+
 def test_a_turn_that_is_shown_differently_later_is_a_sequence_of_its_own(tmp_path):
     thinking = byte_level(THINKING)
     source = opened(jsonl(tmp_path / "a.jsonl", {"messages": CHAT}), thinking, apply_chat_template=True)
@@ -111,12 +130,13 @@ def test_a_parquet_file_gives_the_same_as_jsonl(tmp_path):
         ({"messages": CHAT[:1]}, "field 'messages' has no turn of the assistant to learn from"),
         ({"messages": CHAT[1:]}, "the first message is the assistant's"),
         ({"messages": [{"role": "user"}]}, "field 'messages', message 0: needs text"),
+        ({"messages": CHAT[:2], "tools": "add"}, "field 'tools' must be a list of objects"),
         ({"prompt": "1+1"}, "neither 'messages' nor 'prompt' and 'response'"),
         ({"prompt": "1+1", "response": ""}, "field 'response' is empty"),
         ({"response": "2"}, "no field 'prompt' beside 'response'"),
         ({"prompt": "1+1", "response": "2" * 300}, "tokens, and the context holds 200"),
     ],
-    ids=["no answer", "no prompt", "no content", "no response", "empty", "no question", "too long"],
+    ids=["no answer", "no prompt", "no content", "tools", "no response", "empty", "no question", "too long"],
 )
 def test_a_row_that_cannot_be_learned_from_is_refused_with_its_place(tmp_path, row, fault):
     path = jsonl(tmp_path / "a.jsonl", {"messages": CHAT}, row)
