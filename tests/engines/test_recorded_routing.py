@@ -1,6 +1,6 @@
 """What engines record of their routers is what the model routes, and the trainer that replays it comes closer
-to the engine. Conversations whose earlier turns come from the prefix cache are the same as without it, and the
-record says what came from there. With vLLM."""
+to the engine. Turns of a conversation are the same with and without the prefix cache, and the record shows
+what came from it. With vLLM."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ class Talk:
 
     def __init__(self, engine, temperature):
         self.engine, self.temperature = engine, temperature
-        self.draw = np.random.default_rng(7)
+        self.draw = np.random.default_rng([7, int(temperature)])
         self.prompts = [self.draw.integers(2, 64, length) for length in (60, 70, 150)]
         self.turns = []
 
@@ -166,6 +166,7 @@ def unrecorded(samples):
 
 @pytest.mark.engine
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # it starts three engines
 def test_the_turns_of_a_conversation_are_the_same_bits_with_and_without_the_cached_turns_before(tmp_path):
     old, new = (make_qwen3_next(tmp_path / str(seed), seed) for seed in (0, 1))
     caching = recording_engine(old, tmp_path / "caching.log", "bfloat16", context=512)
@@ -178,10 +179,8 @@ def test_the_turns_of_a_conversation_are_the_same_bits_with_and_without_the_cach
     try:
         for temperature in (0.0, 1.0):
             talk, expected = (Talk(engine, temperature) for engine in (caching, plain))
-            before = [0] * len(talk.prompts)  # of the last turn's prompts, what the next turn finds
-            for _ in range(
-                4
-            ):  # past a block of the cache, of 256 tokens, which one turn began and another ended
+            before = [0] * len(talk.prompts)  # cached tokens of each prompt
+            for _ in range(4):  # past a block of 256 tokens that the end of a response filled
                 prompts = talk.prompts
                 talk.go_on(0)
                 expected.go_on(0)

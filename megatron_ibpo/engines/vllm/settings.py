@@ -17,9 +17,9 @@ READ_BYTES_PER_S = 0.25e9
 """Bytes of weights read per second from a disk that many nodes read at once."""
 
 RECURRENT_CACHE_ON_CPU: dict[str, Any] = {"enable_chunked_prefill": True, "prefix_match_unit": 64}
-"""Arguments of vLLM's prefix cache for models with delta nets. A state is kept at a prompt's last multiple of 64
-tokens, where the prompt is cut in two: vLLM's blocks, of 256 tokens for the tiny models, would be too long for most
-prompts, and its kernel for CPUs reads 64 tokens at a time, so that a cut at any other place changes the bits."""
+"""Arguments of vLLM's prefix cache for models with delta nets. A state is kept at a prompt's last multiple of
+64 tokens, where the prompt is cut in two. vLLM's own places, every block of its cache, are 128 or 256 tokens
+apart for the tiny models, too far for most prompts. 64: what its kernel for CPUs reads at a time."""
 
 ONLINE_QUANTIZATION = (
     "fp8_per_tensor",
@@ -57,14 +57,14 @@ def engine_settings(
     )
     prefix_caching = arguments.pop("enable_prefix_caching", None)
     if prefix_caching is None:
-        # With delta nets it has been run on CPUs with one worker alone. On GPUs vLLM records routing by the blocks
-        # of that cache
+        # With delta nets it has been run on CPUs with one worker alone, and not on GPUs. There vLLM records
+        # routing by the blocks of that cache
         run = on_cpu and rollout.rollout_num_gpus_per_engine == 1
         prefix_caching = run or not shape.is_recurrent or (recorded > 0 and not on_cpu)
     if recorded and not on_cpu and not prefix_caching:
         raise ValueError(
-            "--vllm-arg enable_prefix_caching=false: on GPUs vLLM records routing by the blocks of its prefix "
-            "cache; leave it out, or --use-rollout-routing-replay"
+            "--vllm-arg enable_prefix_caching=false: on GPUs vLLM records routing by the blocks of its "
+            "prefix cache; leave it out, or --use-rollout-routing-replay"
         )
     if prefix_caching and on_cpu and shape.is_recurrent:
         arguments = RECURRENT_CACHE_ON_CPU | arguments

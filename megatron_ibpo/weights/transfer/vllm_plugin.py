@@ -193,9 +193,9 @@ def _close_up_single_rows() -> None:
 
 
 def _hold_generators_of_discarded_tokens() -> None:
-    """Let vLLM 0.32 read a prompt in parts on CPUs. It samples a token after each part, discards it unless the
-    part was the last, and then rewinds the request's generator by `set_offset`, which a CPU generator lacks.
-    Here such a token is drawn from the generator of requests without a seed."""
+    """Let vLLM 0.32 read a prompt in parts on CPUs. It samples a token after each part, discards it unless
+    the part was the last, and then rewinds the request's generator by `set_offset`, which a CPU generator
+    lacks. Here such a token is drawn from the generator of requests without a seed."""
     runner: Any = CPUModelRunner
     sample_tokens = runner.sample_tokens
 
@@ -212,10 +212,10 @@ def _hold_generators_of_discarded_tokens() -> None:
 
 
 def _cache_prompts_alone() -> None:
-    """Have vLLM 0.32 cache what a model with delta nets read as a prompt, and not what it wrote: keys and values
-    that were computed token by token differ in their last bits, and would take the place of those of the next
-    turn's prompt. No hit is lost, as delta nets keep a state of prompts alone. The cache's blocks are counted in
-    the engine's core, which with one worker is this process."""
+    """Have vLLM 0.32 cache what a model with delta nets read as a prompt, and not what it wrote. Keys and
+    values that were computed token by token differ in their last bits, and would take the place of those of
+    the next turn's prompt. No hit is lost: delta nets keep states of prompts alone. Blocks are counted in the
+    engine's core, which with one worker is this process."""
     coordinator: Any = HybridKVCacheCoordinator
     cache_blocks = coordinator.cache_blocks
 
