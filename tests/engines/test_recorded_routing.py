@@ -180,7 +180,7 @@ def test_the_turns_of_a_conversation_are_the_same_bits_with_and_without_the_cach
         for temperature in (0.0, 1.0):
             talk, expected = (Talk(engine, temperature) for engine in (caching, plain))
             before = [0] * len(talk.prompts)  # cached tokens of each prompt
-            for _ in range(4):  # past a block of 256 tokens that the end of a response filled
+            for _ in range(4):  # past blocks of the cache that a response filled
                 prompts = talk.prompts
                 talk.go_on(0)
                 expected.go_on(0)
