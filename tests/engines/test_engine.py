@@ -170,12 +170,32 @@ def settings(checkpoints, tmp_path):
 def test_on_gpus_hybrid_models_are_sampled_without_what_vllm_would_try_out_or_compile(
     settings, tmp_path, monkeypatch
 ):
-    dense, hybrid = settings("dense 0"), settings("next 0")
-    assert (dense.prefix_caching, hybrid.prefix_caching) == (True, False)
+    hybrid = settings("next 0")
     assert _device_arguments(hybrid)["gdn_prefill_backend"] == "triton"
     (tmp_path / "flashinfer_jit_cache").mkdir()  # FlashInfer's compiled kernels are there
     monkeypatch.syspath_prepend(tmp_path)
     assert "gdn_prefill_backend" not in _device_arguments(hybrid)
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "transport", "argument", "caches"),
+    [
+        ("dense 0", "ipc", (), True),
+        ("dense 0", "gloo", (), True),
+        ("next 0", "ipc", (), False),
+        ("next 0", "ipc", ("enable-prefix-caching=true",), True),
+        ("next 0", "gloo", (), True),
+        ("next 0", "gloo", ("enable-prefix-caching=false",), False),
+    ],
+)
+def test_prefixes_are_cached_where_that_has_been_run_or_is_asked_for(
+    settings, checkpoint, transport, argument, caches
+):
+    chosen = settings(checkpoint, transport, *argument)
+    assert chosen.prefix_caching == caches
+    cuts_prompts = caches and (checkpoint, transport) == ("next 0", "gloo")
+    assert ("prefix_match_unit" in chosen.extra_arguments) == cuts_prompts
+    assert "enable_prefix_caching" not in chosen.extra_arguments, "an engine is given it once"
 
 
 def test_an_engine_that_sleeps_has_none_of_the_allocators_settings_under_either_name(settings, tmp_path):
@@ -192,7 +212,7 @@ def test_on_gpus_vllm_records_routing_itself_by_the_blocks_of_its_prefix_cache(s
         settings("next 0", transport, use_rollout_routing_replay=replays) for transport in ("ipc", "gloo")
     )
     assert on_gpu.recorded_experts == on_cpu.recorded_experts == experts
-    assert (on_gpu.prefix_caching, on_cpu.prefix_caching) == (replays, False)
+    assert on_gpu.prefix_caching == replays
     assert _device_arguments(on_gpu).get("enable_return_routed_experts", False) == replays
     assert "enable_return_routed_experts" not in _device_arguments(on_cpu)
 
@@ -204,12 +224,14 @@ def test_on_gpus_vllm_records_routing_itself_by_the_blocks_of_its_prefix_cache(s
         # weights that vLLM quantizes before it loads them
         ("dense 0", "ipc", "quantization=awq", r"quantization=awq: .* trainers give unquantized ones"),
         ("next 0", "gloo", SPECULATION, "on CPUs vLLM samples wrongly from models with delta nets"),
+        ("next 0", "ipc", "enable_prefix_caching=false", "vLLM records routing by the blocks of its prefix"),
     ],
-    ids=["routing", "quantization", "speculation"],
+    ids=["routing", "quantization", "speculation", "no cache for a record of routing"],
 )
 def test_what_would_sample_wrongly_is_refused_at_once(settings, checkpoint, transport, argument, says):
+    replays = "prefix" in argument
     with pytest.raises(ValueError, match=says):
-        settings(checkpoint, transport, argument)
+        settings(checkpoint, transport, argument, use_rollout_routing_replay=replays)
 
 
 @pytest.mark.parametrize("vllm", ["a stand-in", pytest.param("vLLM itself", marks=pytest.mark.slow)])
@@ -568,7 +590,8 @@ def test_an_engine_drafts_with_the_layer_that_an_update_brings(tmp_path):
 
     rollout = make_config(tmp_path, "bfloat16").rollout
     settings = engine_settings(rollout, hf_dir, "gloo", gpus=(), num_threads=1)
-    settings = replace(settings, extra_arguments=vllm_arguments([SPECULATION]))  # by itself it is refused
+    # by itself it is refused
+    settings = replace(settings, prefix_caching=False, extra_arguments=vllm_arguments([SPECULATION]))
     engine = Engine(settings, tmp_path / "engine.log")
     try:
         engine.wait_ready(TIMEOUT)

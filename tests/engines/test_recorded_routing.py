@@ -1,5 +1,6 @@
 """What engines record of their routers is what the model routes, and the trainer that replays it comes closer
-to the engine. With vLLM."""
+to the engine. Turns of a conversation are the same with and without the prefix cache, and the record shows
+what came from it. With vLLM."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ import torch
 from megatron_ibpo.basics.records import SampleRequest, TrainSequence, no_expert, token_ids
 from megatron_ibpo.engines import Engine
 from megatron_ibpo.engines.vllm.settings import engine_settings
-from support.engine_runs import CheckpointSource, connect, make_config, make_requests, update
+from support.engine_runs import CONTEXT, CheckpointSource, connect, make_config, make_requests, update
 from support.example_runs import finished, rows_of, start_script
 from support.layouts import layout
 from support.ranks import run_ranks
@@ -23,8 +24,10 @@ from support.tiny_models import make_qwen3_moe, make_qwen3_next
 TIMEOUT = 600.0
 
 
-def recording_engine(checkpoint, log, dtype):
+def recording_engine(checkpoint, log, dtype, *vllm_arg, context=CONTEXT):
     rollout = make_config(log.parent, dtype).rollout
+    rollout.rollout_max_context_len = context
+    rollout.vllm_arg = vllm_arg
     rollout.use_rollout_routing_replay = True
     engine = Engine(engine_settings(rollout, checkpoint, "gloo", gpus=(), num_threads=1), log)
     engine.wait_ready(TIMEOUT)
@@ -124,6 +127,84 @@ def test_what_came_from_the_prefix_cache_has_no_record(tmp_path):
     assert 100 < cached < 200  # whole blocks, and never the last token of the prompt
     assert absent[:cached].all()
     assert agreement(second.routed_experts[cached:], of_second[cached:]) > 0.995
+
+
+STATE_TOKENS = 64
+"""Tokens between the places in a prompt where vLLM keeps a delta net's state."""
+
+
+class Talk:
+    """Three conversations with an engine, each turn of which goes on from what was said before."""
+
+    def __init__(self, engine, temperature):
+        self.engine, self.temperature = engine, temperature
+        self.draw = np.random.default_rng([7, int(temperature)])
+        self.prompts = [self.draw.integers(2, 64, length) for length in (60, 70, 150)]
+        self.turns = []
+
+    def go_on(self, version):
+        """Add the samples of the next turn."""
+        requests = [
+            SampleRequest(token_ids(prompt), 10 * len(self.turns) + number, 30, temperature=self.temperature)
+            for number, prompt in enumerate(self.prompts)
+        ]
+        samples = self.engine.generate(requests, version=version, timeout=TIMEOUT)
+        self.turns.append(samples)
+        self.prompts = [
+            np.concatenate([prompt, sample.token_ids, self.draw.integers(2, 64, 50)])
+            for prompt, sample in zip(self.prompts, samples, strict=True)
+        ]
+
+
+def unrecorded(samples):
+    """The number of each sample's first tokens that have no record."""
+    absent = [(s.routed_experts == no_expert(s.routed_experts)).all((1, 2)) for s in samples]
+    counts = [int(rows.sum()) for rows in absent]
+    assert all(rows[:count].all() for rows, count in zip(absent, counts, strict=True))
+    return counts
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # it starts three engines
+def test_the_turns_of_a_conversation_are_the_same_bits_with_and_without_the_cached_turns_before(tmp_path):
+    old, new = (make_qwen3_next(tmp_path / str(seed), seed) for seed in (0, 1))
+    caching = recording_engine(old, tmp_path / "caching.log", "bfloat16", context=512)
+    plain = recording_engine(
+        old, tmp_path / "plain.log", "bfloat16", "enable_prefix_caching=false", context=512
+    )
+    fresh = recording_engine(
+        new, tmp_path / "fresh.log", "bfloat16", "enable_prefix_caching=false", context=512
+    )
+    try:
+        for temperature in (0.0, 1.0):
+            talk, expected = (Talk(engine, temperature) for engine in (caching, plain))
+            before = [0] * len(talk.prompts)  # cached tokens of each prompt
+            for _ in range(4):  # past blocks of the cache that a response filled
+                prompts = talk.prompts
+                talk.go_on(0)
+                expected.go_on(0)
+                assert bits(talk.turns[-1]) == bits(expected.turns[-1])
+                assert unrecorded(talk.turns[-1]) == before
+                assert unrecorded(expected.turns[-1]) == [0] * len(before)
+                for ours, theirs, first in zip(talk.turns[-1], expected.turns[-1], before, strict=True):
+                    assert np.array_equal(ours.routed_experts[first:], theirs.routed_experts[first:])
+                before = [(len(prompt) - 1) // STATE_TOKENS * STATE_TOKENS for prompt in prompts]
+            assert all(before)
+        source = CheckpointSource(new)
+        update(connect(caching, source), caching, source, 1)
+        expected.engine = fresh
+        talk.go_on(1)
+        expected.go_on(0)
+    finally:
+        for engine in (caching, plain, fresh):
+            engine.close()
+    assert unrecorded(talk.turns[-1]) == [0] * len(before), "the old policy's cache is gone"
+    assert bits(talk.turns[-1]) == bits(expected.turns[-1])
+
+
+def bits(samples):
+    return [(sample.token_ids.tolist(), sample.logprobs.tolist()) for sample in samples]
 
 
 def as_rows(samples):

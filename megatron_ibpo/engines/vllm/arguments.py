@@ -16,7 +16,6 @@ OURS = {
     "enforce_eager": "--vllm-enforce-eager",
     "enable_sleep_mode": "--colocate",
     "seed": "--seed",
-    "enable_prefix_caching": None,
     "skip_tokenizer_init": None,
     "logprobs_mode": None,
     "disable_log_stats": None,

@@ -415,7 +415,7 @@ def _backend(transport: TransportName) -> str:
 def _device_arguments(settings: EngineSettings) -> dict[str, Any]:
     """Return vLLM's arguments that differ between CPUs and GPUs."""
     if settings.device == "cpu":
-        # Whole prompts in one step: taking them in parts fails with seeds on CPUs, as in `engine_settings`.
+        # Whole prompts in one step. Models with delta nets are told otherwise by `engine_settings`.
         batched_tokens = max(CPU_BATCHED_TOKENS, settings.max_model_len or 0)
         return {"enable_chunked_prefill": False, "max_num_batched_tokens": batched_tokens}
     arguments: dict[str, Any] = {"gpu_memory_utilization": settings.gpu_memory_utilization}

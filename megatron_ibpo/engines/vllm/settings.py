@@ -16,6 +16,11 @@ START_S = 600.0
 READ_BYTES_PER_S = 0.25e9
 """Bytes of weights read per second from a disk that many nodes read at once."""
 
+RECURRENT_CACHE_ON_CPU: dict[str, Any] = {"enable_chunked_prefill": True, "prefix_match_unit": 64}
+"""Arguments of vLLM's prefix cache for models with delta nets. A state is kept at a prompt's last multiple of
+64 tokens, where the prompt is cut in two. vLLM's own places, every block of its cache, are 128 or 256 tokens
+apart for the tiny models, too far for most prompts. 64: what its kernel for CPUs reads at a time."""
+
 ONLINE_QUANTIZATION = (
     "fp8_per_tensor",
     "fp8_per_channel",
@@ -46,15 +51,23 @@ def engine_settings(
     on_cpu = transport == "gloo"
     shape = read_hf_config(hf_dir)
     recorded = shape.num_experts if rollout.use_rollout_routing_replay else 0
-    # With recurrent layers vLLM cuts long prompts at cache-block boundaries, and discarding the token sampled
-    # after a part of a prompt fails with seeds on CPUs ("CPU Generator does not use offset"). On GPUs prefix
-    # caching of such models is experimental and finds next to nothing. There vLLM keeps what routers chose by
-    # the blocks of that cache, and records nothing without it.
-    prefix_caching = not shape.is_recurrent or (recorded > 0 and not on_cpu)
     assert rollout.vllm_dtype != "auto"  # config.on_device resolved it
     arguments = _taking_new_weights(
         vllm_arguments(rollout.vllm_arg), experts_on_gpu=shape.is_moe and not on_cpu
     )
+    prefix_caching = arguments.pop("enable_prefix_caching", None)
+    if prefix_caching is None:
+        # With delta nets it has been run on CPUs with one worker alone, and not on GPUs. There vLLM records
+        # routing by the blocks of that cache
+        run = on_cpu and rollout.rollout_num_gpus_per_engine == 1
+        prefix_caching = run or not shape.is_recurrent or (recorded > 0 and not on_cpu)
+    if recorded and not on_cpu and not prefix_caching:
+        raise ValueError(
+            "--vllm-arg enable_prefix_caching=false: on GPUs vLLM records routing by the blocks of its "
+            "prefix cache; leave it out, or --use-rollout-routing-replay"
+        )
+    if prefix_caching and on_cpu and shape.is_recurrent:
+        arguments = RECURRENT_CACHE_ON_CPU | arguments
     if on_cpu and shape.is_recurrent and "speculative_config" in arguments:
         # vLLM 0.32: log-probs are NaN from the second token on, greedy tokens change, and there is no error
         raise ValueError(

@@ -1,6 +1,7 @@
 """The extension of vLLM's workers (`worker_extension_cls`). It receives weights over gloo and keeps receipts.
 
-It also fixes vLLM's updates of gpt-oss and, on CPUs, of experts and tied heads, and prompts of one token.
+It also fixes vLLM's updates of gpt-oss and, on CPUs, of experts and tied heads, prompts of one token, seeded
+requests whose prompt is read in parts, and the prefix cache of models with delta nets.
 """
 
 import logging
@@ -8,6 +9,7 @@ import pickle
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -20,6 +22,8 @@ from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
+from vllm.v1.core.kv_cache_coordinator import HybridKVCacheCoordinator
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from megatron_ibpo.weights.layout.regions import Need, TensorMeta
 from megatron_ibpo.weights.transfer.gloo import GlooReceiver, join_group
@@ -188,6 +192,41 @@ def _close_up_single_rows() -> None:
     gdn_attention._causal_conv1d_fwd_cpu = convolve_closed
 
 
+def _hold_generators_of_discarded_tokens() -> None:
+    """Let vLLM 0.32 read a prompt in parts on CPUs. It samples a token after each part, discards it unless
+    the part was the last, and then rewinds the request's generator by `set_offset`, which a CPU generator
+    lacks. Here such a token is drawn from the generator of requests without a seed."""
+    runner: Any = CPUModelRunner
+    sample_tokens = runner.sample_tokens
+
+    def sample_holding(self: Any, *arguments: Any) -> Any:
+        generators = self.input_batch.generators
+        discarded = np.flatnonzero(self.discard_request_mask.np[: self.input_batch.num_reqs])
+        held = {row: generators.pop(row) for row in discarded.tolist() if row in generators}
+        try:
+            return sample_tokens(self, *arguments)
+        finally:
+            generators.update(held)
+
+    runner.sample_tokens = sample_holding
+
+
+def _cache_prompts_alone() -> None:
+    """Have vLLM 0.32 cache what a model with delta nets read as a prompt, and not what it wrote. Keys and
+    values that were computed token by token differ in their last bits, and would take the place of those of
+    the next turn's prompt. No hit is lost: delta nets keep states of prompts alone. Blocks are counted in the
+    engine's core, which with one worker is this process."""
+    coordinator: Any = HybridKVCacheCoordinator
+    cache_blocks = coordinator.cache_blocks
+
+    def cache_prompt(self: Any, request: Any, num_computed_tokens: int) -> None:
+        if self.kv_cache_config.has_mamba_layers:
+            num_computed_tokens = min(num_computed_tokens, request.num_prompt_tokens)
+        cache_blocks(self, request, num_computed_tokens)
+
+    coordinator.cache_blocks = cache_prompt
+
+
 def _say_less() -> None:
     """Silence warnings that are expected in every update: float32 weights are cast as they load, and vLLM
     takes layers without weights for forgotten layers (truly forgotten ones are an error above)."""
@@ -202,3 +241,5 @@ take_updates_whole()
 if current_platform.is_cpu():
     _repack_experts_on_update()
     _close_up_single_rows()
+    _hold_generators_of_discarded_tokens()
+    _cache_prompts_alone()
