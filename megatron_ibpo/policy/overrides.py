@@ -67,8 +67,8 @@ MODEL_OURS = {
     "moe_router_load_balancing_type": "use --moe-aux-loss-coeff",
 }  # fmt: skip
 """Fields of TransformerConfig, besides those with a flag of the same name, that follow from other settings →
-what to do instead. Megatron would take each of them and compute something else without a word, or it is
-overwritten or never read."""
+what to do instead. Passed on, most of them would change the result or do nothing without a word; the others
+would fail only when the weights are loaded."""
 _OF_MEGATRON_LM = {
     "num_layers_per_virtual_pipeline_stage": "use virtual_pipeline_model_parallel_size, into how many such "
     "pieces the layers of a rank are cut",
