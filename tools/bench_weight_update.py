@@ -318,8 +318,8 @@ def _as_trainer(task: dict[str, Any]) -> None:
     from megatron_ibpo.config import Config, ParallelConfig
     from megatron_ibpo.models import read_hf_config
     from megatron_ibpo.policy import parallel
-    from megatron_ibpo.policy.import_warnings import hush_megatron
     from megatron_ibpo.policy.model import build_model
+    from megatron_ibpo.policy.process_start import hush_megatron
     from megatron_ibpo.weights.formats.load import load_hf
     from megatron_ibpo.weights.layout.export import HFExport
 

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from megatron_ibpo.basics.entry_point import run_tool
-from megatron_ibpo.policy.import_warnings import hush_megatron
+from megatron_ibpo.policy.process_start import hush_megatron
 
 QUESTIONS = (
     "What is the capital of France?",

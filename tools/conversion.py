@@ -17,7 +17,7 @@ from megatron_ibpo.basics.distributed import RemoteError, World, start_world
 from megatron_ibpo.basics.entry_point import BAD_INPUT
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.models.weight_map import weight_map
-from megatron_ibpo.policy.import_warnings import hush_megatron
+from megatron_ibpo.policy.process_start import hush_megatron
 from megatron_ibpo.weights.formats.convert import Report, differing_tensors
 from megatron_ibpo.weights.formats.hugging_face import Checkpoint
 from megatron_ibpo.weights.formats.integrity import check_integrity

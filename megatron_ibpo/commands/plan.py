@@ -81,8 +81,7 @@ def run(arguments: Search) -> None:
         write_config(best.config, arguments.save)
         print(f"its recipe: {arguments.save}")
     if arguments.picture is not None:
-        from megatron_ibpo.plan.timeline import LANES, timeline  # with matplotlib, which takes its time
-        from megatron_ibpo.report.step_picture import plot_step
+        from megatron_ibpo.plan.timeline import LANES, plot_step, timeline  # matplotlib takes its time
 
         plot_step(timeline(best.setting), LANES, arguments.picture, title=described(best))
         print(f"its step: {arguments.picture}")

@@ -2,12 +2,10 @@
 
 from megatron_ibpo.config.algorithm import AlgorithmConfig
 from megatron_ibpo.config.all_fields import check_config
-from megatron_ibpo.config.config import Config
+from megatron_ibpo.config.config import Config, EvalSampling, eval_sampling, on_device
 from megatron_ibpo.config.config_error import ConfigError, nearest
 from megatron_ibpo.config.data import DataConfig
-from megatron_ibpo.config.device import on_device
 from megatron_ibpo.config.environment import EnvironmentConfig
-from megatron_ibpo.config.eval_sampling import EvalSampling, eval_sampling
 from megatron_ibpo.config.eval_specs import EvalSpec, as_specs
 from megatron_ibpo.config.flags import load_recipe, parse_config
 from megatron_ibpo.config.help import COMMON_FLAGS

@@ -3,8 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from megatron_ibpo.config.ranges import COUNT, UNIT
-from megatron_ibpo.config.tyro_marks import NO_FLAG
+from megatron_ibpo.config.ranges import COUNT, NO_FLAG, UNIT
 
 
 @dataclass

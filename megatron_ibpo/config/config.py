@@ -5,14 +5,17 @@ names) and of `--print-config`. Each section reports its own conflicts. Names fo
 the flag, and otherwise the usual names in Megatron-based RL systems.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 from megatron_ibpo.config.algorithm import AlgorithmConfig
 from megatron_ibpo.config.data import DataConfig
 from megatron_ibpo.config.environment import EnvironmentConfig
 from megatron_ibpo.config.loss import LossConfig
+from megatron_ibpo.config.ranges import named_values
 from megatron_ibpo.config.rollout import RolloutConfig
-from megatron_ibpo.config.run import ClusterConfig, RunConfig
+from megatron_ibpo.config.run import EVAL_PRESETS, ClusterConfig, RunConfig
 from megatron_ibpo.config.trainer import ModelConfig, OptimizerConfig, ParallelConfig
 
 
@@ -61,3 +64,83 @@ class Config:
         )
         missing = self.data.missing(self.run, trains=trains)
         return [*missing, *(problem for section in checked for problem in section.problems(self))]
+
+
+def on_device(config: Config, *, on_gpu: bool, has_delta_nets: bool) -> Config:
+    """Return the configuration with every device-dependent default resolved.
+
+    Args:
+        on_gpu: whether the trainers have GPUs; a plan assumes that they will.
+        has_delta_nets: whether the model has recurrent layers (`ModelShape.is_recurrent`).
+    """
+    bf16 = on_gpu if config.model.bf16 is None else config.model.bf16
+    dtype = engine_dtype(
+        config.rollout.vllm_dtype,
+        on_gpu=on_gpu,
+        bf16=bf16,
+        has_delta_nets=has_delta_nets,
+        is_quantized="quantization" in named_values(config.rollout.vllm_arg),
+    )
+    return replace(
+        config,
+        model=replace(config.model, bf16=bf16),
+        rollout=replace(config.rollout, vllm_dtype=dtype),
+    )
+
+
+def engine_dtype(
+    asked: Literal["auto", "bfloat16", "float32"],
+    *,
+    on_gpu: bool,
+    bf16: bool,
+    has_delta_nets: bool,
+    is_quantized: bool,
+) -> Literal["bfloat16", "float32"]:
+    """Return the precision for sampling.
+
+    "auto" is the trainer's on GPUs and float32 on CPUs, but bfloat16 where vLLM does not support float32:
+    with quantized weights, and on CPUs with delta nets.
+    """
+    if asked != "auto":
+        return asked
+    return "bfloat16" if is_quantized or (bf16 if on_gpu else has_delta_nets) else "float32"
+
+
+@dataclass(frozen=True)
+class EvalSampling:
+    """Sampling settings for one set of held-out prompts."""
+
+    samples: int
+    """Responses per prompt."""
+    max_tokens: int
+    """Limit per response."""
+    temperature: float
+    top_p: float
+    top_k: int
+    """-1: off."""
+
+
+def eval_sampling(config: Config, of_the_set: Mapping[str, Any] | None = None) -> EvalSampling:
+    """Return the sampling settings of one set.
+
+    Args:
+        of_the_set: the benchmark's own settings, by field of `RunConfig`.
+    """
+    run, rollout = config.run, config.rollout
+    preset = EVAL_PRESETS[run.eval_preset] if run.eval_preset is not None else {}
+    in_general = {
+        "n_samples_per_eval_prompt": 1,
+        "eval_temperature": rollout.rollout_temperature,
+        "eval_top_p": rollout.rollout_top_p,
+        "eval_top_k": rollout.rollout_top_k,
+        "eval_max_response_len": rollout.rollout_max_response_len,
+    }
+    given = {name: getattr(run, name) for name in in_general if getattr(run, name) is not None}
+    chosen = in_general | dict(of_the_set or {}) | preset | given
+    return EvalSampling(
+        samples=chosen["n_samples_per_eval_prompt"],
+        max_tokens=chosen["eval_max_response_len"],
+        temperature=chosen["eval_temperature"],
+        top_p=chosen["eval_top_p"],
+        top_k=chosen["eval_top_k"],
+    )

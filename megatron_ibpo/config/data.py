@@ -15,9 +15,9 @@ from megatron_ibpo.config.ranges import (
     SEED,
     SHARES,
     SOURCES,
+    UseAppendAction,
     within,
 )
-from megatron_ibpo.config.tyro_marks import UseAppendAction
 
 if TYPE_CHECKING:
     from megatron_ibpo.config.config import Config

@@ -4,8 +4,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from megatron_ibpo.config.config_error import broken
-from megatron_ibpo.config.ranges import AROUND_1, COUNT, NAMED_VALUES, NOT_NEGATIVE, POSITIVE
-from megatron_ibpo.config.tyro_marks import UseAppendAction
+from megatron_ibpo.config.ranges import AROUND_1, COUNT, NAMED_VALUES, NOT_NEGATIVE, POSITIVE, UseAppendAction
 
 if TYPE_CHECKING:
     from megatron_ibpo.config.config import Config

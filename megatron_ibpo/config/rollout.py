@@ -13,13 +13,13 @@ from megatron_ibpo.config.ranges import (
     RANKS,
     SECONDS,
     SHARE,
+    UseAppendAction,
     above,
     at_least,
     each,
     or_word,
     within,
 )
-from megatron_ibpo.config.tyro_marks import UseAppendAction
 
 if TYPE_CHECKING:
     from megatron_ibpo.config.algorithm import AlgorithmConfig

@@ -16,10 +16,10 @@ from megatron_ibpo.config.ranges import (
     RANKS,
     TARGETS,
     UNIT,
+    UseAppendAction,
     named_values,
     within,
 )
-from megatron_ibpo.config.tyro_marks import UseAppendAction
 
 if TYPE_CHECKING:
     from megatron_ibpo.config.config import Config

@@ -10,8 +10,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Literal
 
-from megatron_ibpo.data.division import Division, question_hash
 from megatron_ibpo.data.files import LazyRow, chosen_files
+from megatron_ibpo.data.left_out import Division, question_hash
 from megatron_ibpo.data.tables import Row
 from megatron_ibpo.data.tokenizer import DataError
 

@@ -1,9 +1,11 @@
-"""Rows left out of a source, counted by reason; the first few are named."""
+"""Rows left out of a source: those held out for evaluation, and a count of all by reason, with the first few
+named."""
 
 from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
+from megatron_ibpo.basics.seeds import derive_seed
 from megatron_ibpo.basics.text import counted
 
 _NAMED = 5
@@ -47,3 +49,21 @@ class Tally:
         if (more := self.counts[BAD_ROW] - len(bad)) > 0 and bad:
             lines.append(f"  and {counted(more, 'more bad row')}")
         return lines
+
+
+@dataclass(frozen=True)
+class Division:
+    """A division of questions: equal ones are on one side, whatever the order of the rows."""
+
+    seed: int
+    limit: int
+    """Questions with a hash up to this are held out."""
+
+    def holds_out(self, question: str) -> bool:
+        """Return True if the question is not trained on."""
+        return question_hash(question, self.seed) <= self.limit
+
+
+def question_hash(question: str, seed: int) -> int:
+    """Return a number in [0, 2^63) that depends on the question and the seed alone."""
+    return derive_seed("held out", seed, question)

@@ -12,9 +12,8 @@ from typing import Any
 from megatron_ibpo.basics.records import Prompt
 from megatron_ibpo.basics.user_files import RECORD_BYTES, read_user_file
 from megatron_ibpo.config import DataConfig, load_hook, searched
-from megatron_ibpo.data.division import Division
 from megatron_ibpo.data.layouts import PlainRow, fields_read, has_value, layout_said, plain_row
-from megatron_ibpo.data.left_out import BAD_ROW, DUPLICATE, HELD_OUT, NOT_CHOSEN, TOO_LONG, Tally
+from megatron_ibpo.data.left_out import BAD_ROW, DUPLICATE, HELD_OUT, NOT_CHOSEN, TOO_LONG, Division, Tally
 from megatron_ibpo.data.order import shuffled as in_random_order
 from megatron_ibpo.data.pass_rates import PassRates
 from megatron_ibpo.data.prompts import (

@@ -12,6 +12,8 @@ from functools import cache
 from typing import Any, get_args, get_type_hints
 
 from megatron_ibpo.config import Config
+from megatron_ibpo.config.all_fields import ENTRIES
+from megatron_ibpo.config.all_fields import flag as flag_of
 from megatron_ibpo.config.declared import Fields, declared_fields, declared_values
 
 MODEL, OPTIMIZER = "--model-override", "--optimizer-override"
@@ -54,30 +56,19 @@ MODEL_OURS = {
         ),
         _OF_THE_LOSS,
     ),
-    "tensor_model_parallel_size": "use --tensor-model-parallel-size",
-    "pipeline_model_parallel_size": "use --pipeline-model-parallel-size",
     "pipeline_model_parallel_layout": "use --decoder-first-pipeline-num-layers and "
     "--decoder-last-pipeline-num-layers",
     "num_layers_in_first_pipeline_stage": "use --decoder-first-pipeline-num-layers",
     "num_layers_in_last_pipeline_stage": "use --decoder-last-pipeline-num-layers",
-    "expert_model_parallel_size": "use --expert-model-parallel-size",
-    "expert_tensor_parallel_size": "use --expert-tensor-parallel-size",
-    "context_parallel_size": "use --context-parallel-size",
-    "sequence_parallel": "use --sequence-parallel",
-    "bf16": "use --bf16",
     "fp16": "use --bf16",
     "params_dtype": "use --bf16",
     "pipeline_dtype": "use --bf16",
-    "recompute_granularity": "use --recompute-granularity",
-    "recompute_method": "use --recompute-method",
-    "recompute_num_layers": "use --recompute-num-layers",
     "moe_enable_routing_replay": "use --use-rollout-routing-replay or --use-routing-replay",
-    "moe_aux_loss_coeff": "use --moe-aux-loss-coeff",
-    "mtp_num_layers": "use --mtp-num-layers",
-    "mtp_loss_scaling_factor": "use --mtp-loss-scaling-factor",
     "moe_router_load_balancing_type": "use --moe-aux-loss-coeff",
 }  # fmt: skip
-"""Fields of TransformerConfig that follow from other settings → what to do instead."""
+"""Fields of TransformerConfig, besides those with a flag of the same name, that follow from other settings →
+what to do instead. Passed on, most of them would change the result or do nothing without a word; the others
+would fail only when the weights are loaded."""
 _OF_MEGATRON_LM = {
     "num_layers_per_virtual_pipeline_stage": "use virtual_pipeline_model_parallel_size, into how many such "
     "pieces the layers of a rank are cut",
@@ -86,26 +77,15 @@ _OF_MEGATRON_LM = {
 
 OPTIMIZER_OURS = {
     "optimizer": "AdamW is the only one",
-    "lr": "use --lr and --critic-lr",
     "min_lr": "use --min-lr-ratio",
-    "weight_decay": "use --weight-decay",
-    "adam_beta1": "use --adam-beta1",
-    "adam_beta2": "use --adam-beta2",
-    "adam_eps": "use --adam-eps",
-    "clip_grad": "use --clip-grad",
-    "bf16": "use --bf16",
     "fp16": "use --bf16",
     "params_dtype": "use --bf16",
-    "use_distributed_optimizer": "use --use-distributed-optimizer",
-    "use_precision_aware_optimizer": "use --use-precision-aware-optimizer",
-    "optimizer_cpu_offload": "use --optimizer-cpu-offload",
-    "overlap_cpu_optimizer_d2h_h2d": "use --overlap-cpu-optimizer-d2h-h2d",
     "main_grads_dtype": "gradients are summed in float32",
-    "overlap_param_gather": "use --overlap-param-gather",
     "overlap_param_gather_with_optimizer_step": "use --overlap-param-gather",
     "store_param_remainders": "master weights are whole: Megatron cannot load a checkpoint of remainders",
 }
-"""Fields of OptimizerConfig that follow from other settings → what to do instead."""
+"""Fields of OptimizerConfig, besides those with a flag of the same name, that follow from other settings →
+what to do instead."""
 
 
 @dataclass(frozen=True)
@@ -294,7 +274,8 @@ def _declared(of: str) -> tuple[Fields, Mapping[str, str]]:
 
 def _values(flag: str, pairs: tuple[str, ...], ours: Mapping[str, str], of: str) -> dict[str, Any]:
     fields, objects = _declared(of)
-    instead = {**objects, **ours}
+    own_flags = {name: f"use {flag_of(name)}" for name in ENTRIES if name in fields}
+    instead = {**objects, **own_flags, **ours}
     values = declared_values(flag, pairs, fields, instead, library="Megatron", of=of)
     for name, value in values.items():
         if ast.unparse(fields[name]).count("torch.dtype") and value not in (None, *_DTYPES):

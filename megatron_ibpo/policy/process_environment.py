@@ -45,9 +45,7 @@ def _without_expandable_segments(environ: MutableMapping[str, str]) -> tuple[str
     notes = []
     for name in ALLOCATOR:
         found = environ.get(name, "")
-        kept = re.sub(r"\s*expandable_segments\s*:\s*true\s*(,|$)", "", found, flags=re.IGNORECASE).strip(
-            ", "
-        )
+        kept = re.sub(EXPANDABLE, "", found, flags=re.IGNORECASE).strip(", ")
         if kept == found.strip(", "):
             continue
         if kept:

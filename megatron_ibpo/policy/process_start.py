@@ -1,12 +1,13 @@
 """The first code that a trainer's process runs."""
 
+import logging
 import os
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
 from megatron_ibpo.config import Config
-from megatron_ibpo.policy.import_warnings import hush_megatron
 from megatron_ibpo.policy.process_environment import set_environment
 
 
@@ -35,3 +36,11 @@ def hide_tilelang() -> None:
     of TVM, even if FLA_TILELANG is 0 (0.6.0, `ops/utils/sinkhorn`)."""
     if os.environ["FLA_TILELANG"] == "0":
         sys.modules.setdefault("tilelang", None)  # type: ignore[arg-type]
+
+
+def hush_megatron() -> None:
+    """Drop warnings of megatron-core and of torch's collectives, which are true, many, and nothing that a
+    user can act on. Call it before importing them."""
+    for module in (r"megatron\.", r"torch\.distributed\.", r"torch\.jit\."):
+        warnings.filterwarnings("ignore", module=module)
+    logging.getLogger("megatron.core").setLevel(logging.ERROR)

@@ -31,11 +31,10 @@ from megatron_ibpo.basics.distributed import World
 from megatron_ibpo.policy.checkpoint import CRITIC, saved_state
 from megatron_ibpo.policy.critic import Critic
 from megatron_ibpo.policy.trainer import Trainer
-from megatron_ibpo.weights.formats.directories import disk_error
+from megatron_ibpo.weights.formats.directories import disk_error, publish
 from megatron_ibpo.weights.formats.hugging_face import copy_all_but_weights
 from megatron_ibpo.weights.formats.integrity import write_integrity
 from megatron_ibpo.weights.formats.peft import DIRECTORY, Adapters, save_peft
-from megatron_ibpo.weights.formats.publishing import publish
 from megatron_ibpo.weights.formats.retention import (
     Keep,
     partial_of,

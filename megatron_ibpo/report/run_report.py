@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -31,7 +32,6 @@ from megatron_ibpo.report.run_dir import (
     write_whole,
 )
 from megatron_ibpo.report.summary import HELD_OUT_LOSS, summarise
-from megatron_ibpo.report.warnings import warnings_shown
 
 
 class Report:
@@ -275,3 +275,34 @@ def _counts(summary: dict[str, Any]) -> str:
         for name, count in summary["counts"].items()
         if count
     )
+
+
+PROGRAM = "megatron_ibpo"
+
+
+class _Shown(logging.Handler):
+    def __init__(self, show: Callable[[str], None]) -> None:
+        super().__init__(logging.WARNING)
+        self.setFormatter(logging.Formatter("%(asctime)s  %(message)s", "%H:%M:%S"))
+        self._show = show
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._show(self.format(record))
+        except Exception:
+            self.handleError(record)
+
+
+@contextmanager
+def warnings_shown(show: Callable[[str], None]) -> Iterator[None]:
+    """Pass every warning of the program to `show`, from any thread, with the time of day.
+
+    Otherwise Python would print them to stderr, without the time and beside the display.
+    """
+    handler = _Shown(show)
+    logger = logging.getLogger(PROGRAM)
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)

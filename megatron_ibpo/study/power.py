@@ -7,11 +7,12 @@ chapter 2).
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy import stats
+from scipy import optimize, stats
 
 POWER = 0.8
 """Probability of detecting a difference that exists."""
@@ -68,28 +69,21 @@ def power(difference: float, spread: float, seeds: int, level: float = LEVEL) ->
 
 def seeds_needed(difference: float, spread: float, level: float = LEVEL) -> int:
     """Return the fewest seeds for which `power` reaches .8; MOST_SEEDS if even these are too few."""
-    few, many = 1, 2
-    while power(difference, spread, many, level) < POWER:
-        if many >= MOST_SEEDS:
-            return MOST_SEEDS
-        few, many = many, min(2 * many, MOST_SEEDS)
-    while many - few > 1:  # `few` is too few, `many` enough
-        middle = (few + many) // 2
-        few, many = (few, middle) if power(difference, spread, middle, level) >= POWER else (middle, many)
-    return many
+    enough = range(2, MOST_SEEDS)
+    return 2 + bisect_left(enough, True, key=lambda seeds: power(difference, spread, seeds, level) >= POWER)
 
 
 def detectable(spread: float, seeds: int, level: float = LEVEL) -> float:
-    """Return the difference that this number of seeds detects with probability .8; infinite for one."""
+    """Return the difference that this number of seeds detects with probability .8; infinite for one, and 0
+    if no seed differs from another."""
     if seeds < 2:
         return math.inf
-    low, high = 0.0, spread
+    if spread == 0:
+        return 0.0
+    high = spread
     while power(high, spread, seeds, level) < POWER:
-        low, high = high, 2 * high
-    for _ in range(40):
-        middle = (low + high) / 2
-        low, high = (low, middle) if power(middle, spread, seeds, level) >= POWER else (middle, high)
-    return high
+        high *= 2
+    return float(optimize.brentq(lambda difference: power(difference, spread, seeds, level) - POWER, 0, high))
 
 
 def analyse(

@@ -13,8 +13,7 @@ from megatron_ibpo.plan.feasibility import make_plan
 from megatron_ibpo.plan.parameter_count import estimate_census
 from megatron_ibpo.plan.prediction import changes, lines, setting_of
 from megatron_ibpo.plan.search import search
-from megatron_ibpo.plan.timeline import LANES, timeline
-from megatron_ibpo.report.step_picture import plot_step
+from megatron_ibpo.plan.timeline import LANES, plot_step, timeline
 from megatron_ibpo.run.settings import parse_config
 from support.paths import ROOT
 

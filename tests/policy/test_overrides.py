@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megatron_ibpo.config import Config, ConfigError, ModelConfig, OptimizerConfig
+from megatron_ibpo.config.all_fields import ENTRIES, flag
 from megatron_ibpo.plan.feasibility import make_plan
 from megatron_ibpo.plan.uncounted_overrides import UNCOUNTED
 from megatron_ibpo.policy.overrides import (
@@ -88,6 +89,21 @@ def test_the_same_of_the_optimizers_fields(setting, says):
         check_overrides(overriding(optimizer=[setting]))
 
 
+def test_a_field_with_a_flag_of_its_own_is_set_by_that_flag():
+    from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+    from megatron.core.transformer import TransformerConfig
+
+    for megatrons, given in (
+        (TransformerConfig, lambda setting: overriding(setting)),
+        (MegatronOptimizerConfig, lambda setting: overriding(optimizer=[setting])),
+    ):
+        with_flags = ENTRIES.keys() & {field.name for field in fields(megatrons)}
+        assert len(with_flags) > 10
+        for name in with_flags:
+            with pytest.raises(ValueError, match=f" {name}: this project sets it; use {flag(name)}$"):
+                check_overrides(given(f"{name}=1"))
+
+
 def test_all_problems_of_both_flags_are_told_at_once():
     with pytest.raises(ConfigError) as refused:
         check_settings(overriding("bf16=true", optimizer=["lr=1", "exp_avg_dtype=int4"]))
@@ -115,7 +131,7 @@ def test_everything_that_follows_from_the_rest_is_refused(shapes):
         "overlap_p2p_comm",
     }
     set_by_us = {name for shape in shapes.values() for name in _own_fields(shape, Config(), use_te=True)}
-    assert set_by_us - MODEL_OURS.keys() == choices
+    assert set_by_us - MODEL_OURS.keys() - ENTRIES.keys() == choices
     assert MODEL_OURS.keys() | UNCOUNTED.keys() <= {field.name for field in fields(TransformerConfig)}
     assert OPTIMIZER_OURS.keys() <= {field.name for field in fields(MegatronOptimizerConfig)}
     assert _optimizer_config(Config(), 1e-3).lr == 1e-3

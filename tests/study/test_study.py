@@ -220,6 +220,11 @@ def test_a_pilot_says_how_many_seeds_two_points_take():
     assert analyse([[0.5]], paired=True, seeds=8, tests=1, source="one run") is None
 
 
+def test_a_pilot_whose_runs_all_agree_finds_any_difference():
+    found = analyse([[0.5, 0.5]], paired=False, seeds=2, tests=1, source="a pilot")
+    assert (found.spread, found.needed, found.detectable) == (0, 2, 0)
+
+
 def test_no_difference_is_no_discovery():
     rng = np.random.default_rng(3)
     found = [

@@ -15,10 +15,10 @@ from safetensors.torch import load_file, save_file
 
 from megatron_ibpo.models import ModelConfigError, read_hf_config
 from megatron_ibpo.run.cost import Spent
-from megatron_ibpo.weights.formats import publishing
-from megatron_ibpo.weights.formats.finite import check_finite, is_finite
+from megatron_ibpo.weights.formats import directories
+from megatron_ibpo.weights.formats.directories import publish
 from megatron_ibpo.weights.formats.integrity import check_integrity, is_inside, write_integrity
-from megatron_ibpo.weights.formats.publishing import publish
+from megatron_ibpo.weights.formats.load import check_finite, is_finite
 from megatron_ibpo.weights.formats.run_state import load_run_state, read_layout
 from megatron_ibpo.weights.formats.torch_dist import StoredCheckpoint
 from megatron_ibpo.weights.weight_errors import CheckpointError
@@ -392,7 +392,7 @@ def test_all_of_a_directory_is_on_the_disk_before_it_has_its_name(tmp_path, monk
         flushed.append((path.relative_to(tmp_path).as_posix(), (final / "a").exists()))
         real(descriptor)
 
-    monkeypatch.setattr(publishing.os, "fsync", fsync)
+    monkeypatch.setattr(directories.os, "fsync", fsync)
     publish(partial, final)
     assert sorted(flushed) == sorted(
         [(f".new.partial{name}", False) for name in ("", "/a", "/inner", "/inner/b")] + [(".", True)]

@@ -16,8 +16,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes as unwatched
 
 from megatron_ibpo.weights.layout import gather
-from megatron_ibpo.weights.layout.gather import Gather
-from megatron_ibpo.weights.layout.one_stream import on_one_stream
+from megatron_ibpo.weights.layout.gather import Gather, on_one_stream
 from megatron_ibpo.weights.layout.regions import Box, Region, TensorMeta, pack, whole
 from support.stream_races import Device, Event, Stream, simulated_streams
 

@@ -102,10 +102,6 @@ def hf_to_megatron(
         for number, half in enumerate(_in_parts(mine, FILES_PER_RANK))
     ]
 
-    def write(directory: Path) -> dict[str, tuple[list[Record], str]]:
-        work = partial(_write_distcp, directory, checkpoint)
-        return _run_share(jobs, world, report, work)
-
     def finish(directory: Path, parts: list[dict[str, tuple[list[Record], str]]]) -> dict[str, str]:
         written = {name: own for part in parts for name, own in part.items()}
         digests = write_metadata(directory, [record for records, _ in written.values() for record in records])
@@ -117,6 +113,7 @@ def hf_to_megatron(
         return digests | {name: digest for name, (_, digest) in written.items()}
 
     overhead = 2048 * sum(len(share.entry.blocks()) for mine in shares.values() for share in mine)
+    write = partial(_run_share, jobs, world, report, partial(_write_distcp, checkpoint))
     write_directory(target, world, sum(job.num_bytes for job in jobs) + overhead, write, finish)
 
 
@@ -169,15 +166,12 @@ def megatron_to_hf(
     jobs = _hf_files([*entries, *carried], metas)
     files = {job.file: _tensors(job.items, metas) for job in jobs}
 
-    def write(directory: Path) -> dict[str, str]:
-        work = partial(_write_safetensors, directory, metas, parameter)
-        return _run_share(jobs, world, report, work)
-
     def finish(directory: Path, parts: list[dict[str, str]]) -> dict[str, str]:
         copy_all_but_weights(origin, directory, metas["embedding.word_embeddings.weight"][0].dtype)
         write_index(directory, files)
         return {name: digest for part in parts for name, digest in part.items()}
 
+    write = partial(_run_share, jobs, world, report, partial(_write_safetensors, metas, parameter))
     write_directory(target, world, sum(job.num_bytes for job in jobs), write, finish)
 
 
@@ -380,19 +374,20 @@ def _run_share(
     jobs: list[Job[Item]],
     world: World,
     report: Report,
-    work: Callable[[Job[Item], WorkingMemory, Callable[[int], None]], Result],
+    work: Callable[[Path, Job[Item], WorkingMemory, Callable[[int], None]], Result],
+    directory: Path,
 ) -> dict[str, Result]:
     """Return the result of `work` for each of this rank's files, by name. `work` also gets a function to call
     with the bytes of each finished parameter."""
     mine = jobs[world.rank :: world.size]
     total = sum(job.num_bytes for job in mine)
-    done = run_jobs(mine, lambda job, memory: work(job, memory, lambda now: report(now, total)))
+    done = run_jobs(mine, lambda job, memory: work(directory, job, memory, lambda now: report(now, total)))
     return {job.file: result for job, result in zip(mine, done, strict=True)}
 
 
 def _write_distcp(
-    directory: Path,
     checkpoint: Checkpoint,
+    directory: Path,
     job: Job[_Share],
     memory: WorkingMemory,
     report: Callable[[int], None],
@@ -410,9 +405,9 @@ def _write_distcp(
 
 
 def _write_safetensors(
-    directory: Path,
     metas: dict[str, list[TensorMeta]],
     parameter: Callable[[Entry, WorkingMemory], AbstractContextManager[Tensor]],
+    directory: Path,
     job: Job[Entry],
     memory: WorkingMemory,
     report: Callable[[int], None],

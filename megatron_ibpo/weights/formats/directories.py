@@ -12,7 +12,6 @@ from typing import TypeVar
 
 from megatron_ibpo.basics.distributed import World
 from megatron_ibpo.weights.formats.integrity import ALGORITHM, write_integrity
-from megatron_ibpo.weights.formats.publishing import publish
 
 T = TypeVar("T")
 
@@ -159,3 +158,29 @@ def write_directory(
         if world.is_rank_0:
             shutil.rmtree(partial, ignore_errors=True)
         raise
+
+
+def publish(partial: Path, final: Path) -> None:
+    """Rename the finished directory `partial` to `final`, beside it, replacing what has that name.
+
+    After a power loss, that name holds the old directory, the new one or, between two renames, nothing; never
+    a part of one.
+    """
+    for path in [*partial.rglob("*"), partial]:
+        flush(path)
+    old = final.with_name(f".{final.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if final.exists():
+        final.rename(old)
+    partial.rename(final)
+    flush(final.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def flush(path: Path) -> None:
+    """Flush a file's content, or a directory's names, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

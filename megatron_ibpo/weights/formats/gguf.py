@@ -8,8 +8,8 @@ import torch
 
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.models.families import FAMILIES
+from megatron_ibpo.weights.formats.directories import publish
 from megatron_ibpo.weights.formats.gguf_header import Header, read_header
-from megatron_ibpo.weights.formats.publishing import publish
 from megatron_ibpo.weights.weight_errors import CheckpointError
 
 LONGEST = 300

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from megatron_ibpo.models import ModelShape
 from megatron_ibpo.models.weight_map import Entry, mtp_layers, weight_map
-from megatron_ibpo.weights.formats.finite import check_finite
 from megatron_ibpo.weights.formats.hugging_face import Checkpoint
 from megatron_ibpo.weights.layout.holdings import (
     Holding,
@@ -92,3 +91,22 @@ def _fill(
         assert shard.shape == weight[:rows].shape, f"{name}: {shard.shape} read for {weight.shape}"
         weight[:rows].copy_(shard)
         weight[rows:].zero_()
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Return whether all values are finite. One pass without memory of its own: minimum and maximum propagate
+    NaN."""
+    return not tensor.numel() or bool(torch.isfinite(torch.stack(torch.aminmax(tensor))).all())
+
+
+def check_finite(tensor: Tensor, where: Path, name: str) -> None:
+    """Refuse a tensor with NaN or infinity: one NaN makes every log-prob NaN, and every step is skipped.
+
+    Raises:
+        CheckpointError: `tensor`, called `name` in the file or directory `where`, holds NaN or infinity.
+    """
+    if tensor.is_floating_point() and not is_finite(tensor):
+        raise CheckpointError(
+            f"{where}: {name} holds NaN or infinity, with which nothing can be trained; take another copy of "
+            "the checkpoint, or an earlier one"
+        )

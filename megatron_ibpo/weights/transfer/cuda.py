@@ -25,8 +25,7 @@ from vllm.distributed.weight_transfer.nccl_engine import (
 )
 
 from megatron_ibpo.basics.distributed import World, open_store, own_address
-from megatron_ibpo.weights.layout.gather import Gather
-from megatron_ibpo.weights.layout.one_stream import on_one_stream
+from megatron_ibpo.weights.layout.gather import Gather, on_one_stream
 from megatron_ibpo.weights.layout.regions import TensorMeta, WeightSource
 from megatron_ibpo.weights.transfer.checksum import checksum
 from megatron_ibpo.weights.transfer.link import EngineLink, Failures, Sent, ask, collect, start, without
