@@ -40,8 +40,7 @@ from megatron_ibpo.weights.layout.regions import (
     whole,
 )
 from megatron_ibpo.weights.transfer.checksum import checksum, compare_checksums, part_checksums
-from megatron_ibpo.weights.transfer.gloo import GlooReceiver, GlooTransport, _Outbox, join_group
-from megatron_ibpo.weights.transfer.message_memory import Memory
+from megatron_ibpo.weights.transfer.gloo import GlooReceiver, GlooTransport, Memory, _Outbox, join_group
 from megatron_ibpo.weights.transfer.rehearsal import Rehearsal
 from megatron_ibpo.weights.transfer.update import update_engines
 from megatron_ibpo.weights.transfer.update_order import UpdateOrder
