@@ -184,8 +184,8 @@ def test_on_gpus_hybrid_models_are_sampled_without_what_vllm_would_try_out_or_co
         ("dense 0", "gloo", (), True),
         ("next 0", "ipc", (), False),
         ("next 0", "ipc", ("enable-prefix-caching=true",), True),
-        ("next 0", "gloo", (), True),
-        ("next 0", "gloo", ("enable-prefix-caching=false",), False),
+        ("next 0", "gloo", (), False),
+        ("next 0", "gloo", ("enable-prefix-caching=true",), True),
     ],
 )
 def test_prefixes_are_cached_where_that_has_been_run_or_is_asked_for(

@@ -169,7 +169,9 @@ def unrecorded(samples):
 @pytest.mark.timeout(900)  # it starts three engines
 def test_the_turns_of_a_conversation_are_the_same_bits_with_and_without_the_cached_turns_before(tmp_path):
     old, new = (make_qwen3_next(tmp_path / str(seed), seed) for seed in (0, 1))
-    caching = recording_engine(old, tmp_path / "caching.log", "bfloat16", context=512)
+    caching = recording_engine(
+        old, tmp_path / "caching.log", "bfloat16", "enable_prefix_caching=true", context=512
+    )
     plain = recording_engine(
         old, tmp_path / "plain.log", "bfloat16", "enable_prefix_caching=false", context=512
     )

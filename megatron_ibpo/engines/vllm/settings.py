@@ -57,10 +57,9 @@ def engine_settings(
     )
     prefix_caching = arguments.pop("enable_prefix_caching", None)
     if prefix_caching is None:
-        # With delta nets it has been run on CPUs with one worker alone, and not on GPUs. There vLLM records
-        # routing by the blocks of that cache
-        run = on_cpu and rollout.rollout_num_gpus_per_engine == 1
-        prefix_caching = run or not shape.is_recurrent or (recorded > 0 and not on_cpu)
+        # With delta nets log-probs may have other last bits on CPUs, and it has not been run on GPUs. There
+        # vLLM records routing by the blocks of that cache
+        prefix_caching = not shape.is_recurrent or (recorded > 0 and not on_cpu)
     if recorded and not on_cpu and not prefix_caching:
         raise ValueError(
             "--vllm-arg enable_prefix_caching=false: on GPUs vLLM records routing by the blocks of its "
