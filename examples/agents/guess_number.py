@@ -31,7 +31,7 @@ class GuessNumber:
     def step(self, message: Message) -> Turn:
         self.turns_used += 1
         numbers = _NUMBER.findall(message["content"])
-        guess = int(numbers[-1]) if numbers else None
+        guess = float(numbers[-1]) if numbers else None  # int refuses thousands of digits
         self.found = guess == self.number
         if self.found or self.turns_used == self.tries:
             return Turn(done=True)

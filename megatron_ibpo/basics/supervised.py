@@ -11,6 +11,7 @@ from pathlib import Path
 
 _CLOSE_TIMEOUT = 5.0
 _PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 class Supervised:
@@ -83,3 +84,8 @@ def die_with(parent: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         sys.exit("the owner of this process is gone")
+
+
+def adopt_orphans() -> None:
+    """Become the parent of descendants whose own parents have ended. A fork does not inherit this."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)

@@ -42,7 +42,7 @@ _SAME_ENDS = (
     ("<|call|>", "<|end|>"),
     ("<|eom_id|>", "<|eot_id|>"),
 )
-"""What a model may end a turn with, and what its template may write there instead."""
+"""(end that a model may write, end that its template may write there instead)."""
 
 Reader = Callable[[Sequence[int], Sequence[Tool] | None], Message]
 

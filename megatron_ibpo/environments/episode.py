@@ -10,6 +10,7 @@ from typing import Any
 
 from numpy import random as numpy_random  # loaded here, once; numpy itself would load it in each episode
 
+from megatron_ibpo.basics.reward_errors import WRONG, ResponseError
 from megatron_ibpo.basics.text import error_text
 from megatron_ibpo.environments.protocol import Environment, EpisodeFaultError
 from megatron_ibpo.environments.wire import line, opening_value, score_value, turn_value
@@ -41,7 +42,7 @@ class _Episode:
         self._environment: Environment | None = None
 
     def reset(self, question: str, label: str, metadata: Mapping[str, Any], seed: int) -> dict[str, Any]:
-        _seed_generators(seed)
+        seed_generators(seed)
         self._environment = self._make()
         return opening_value(self._environment.reset(question, label, metadata, seed))
 
@@ -53,14 +54,7 @@ class _Episode:
         assert self._environment is not None
         try:
             value = self._environment.score()
-        except Exception as error:
-            from megatron_ibpo.rewards.reward_errors import (  # most episodes need no rewards
-                WRONG,
-                ResponseError,
-            )
-
-            if not isinstance(error, ResponseError):
-                raise
+        except ResponseError:
             value = WRONG
         return score_value(value)
 
@@ -69,7 +63,7 @@ class _Episode:
             self._environment.close()
 
 
-def _seed_generators(seed: int) -> None:
+def seed_generators(seed: int) -> None:
     """Seed the global generators, so that an environment that uses them starts alike each time."""
     random.seed(seed)
     numpy_random.seed(seed % 2**32)

@@ -7,12 +7,11 @@ environments draw from these."""
 
 import asyncio
 import inspect
-import random
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron_ibpo.basics.reward_value import read_reward
+from megatron_ibpo.environments.episode import seed_generators
 from megatron_ibpo.environments.protocol import EpisodeFaultError, Message, Opening, Tool, Turn
 from megatron_ibpo.environments.tool_schema import tool_of
 
@@ -241,9 +240,7 @@ def _accepted(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dic
 
 def _seeded(seed: int) -> int:
     seed %= _SEEDS
-    random.seed(seed)
-    if numpy := sys.modules.get("numpy"):
-        numpy.random.seed(seed)
+    seed_generators(seed)
     return seed
 
 

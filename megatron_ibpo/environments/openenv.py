@@ -24,7 +24,7 @@ _LARGEST_MESSAGE = 100 * 2**20
 """As OpenEnv's own client."""
 _LARGEST_SEED = 2**31
 _NO_TOOLS = ("does not support MCP", "UNKNOWN_TYPE")
-"""What servers without tools answer, now and before they knew the message mcp."""
+"""Answers of servers without tools, now and before they knew the message mcp."""
 
 
 @dataclass(frozen=True)

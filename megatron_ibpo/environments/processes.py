@@ -341,7 +341,7 @@ class _Zygote:
 
 @dataclass(frozen=True)
 class _Owner:
-    """What a session needs of its pool."""
+    """The part of a pool that a session needs."""
 
     pool: EnvironmentPool
     zygote: _Zygote

@@ -1,4 +1,4 @@
-"""What an environment of many turns is: the protocol that a user writes, and its plain records.
+"""The protocol of environments of many turns, which users write, and its plain records.
  Messages are those of the OpenAI chat format: {"role": "user", "content": "…"}; a message of the policy may
 have `tool_calls`, [{"id": "call_0", "type": "function", "function": {"name": …, "arguments": {…}}}], with the
 arguments parsed. A tool's answer is {"role": "tool", "tool_call_id": …, "name": …, "content": "…"}."""
@@ -83,7 +83,7 @@ class EpisodeFaultError(Exception):
 
 @dataclass(frozen=True)
 class EpisodeScore:
-    """What `Environment.score` returned."""
+    """The score of an episode, as `Environment.score` returned it."""
 
     reward: float
     details: dict[str, float] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What an episode's process and its owner send each other: lines of JSON.
+"""The lines of JSON that an episode's process and its owner send each other.
 
 The owner writes [method, [arguments]]. The process answers ["answer", value] or ["fault", kind, text]. It
 runs code of others, so its owner unpickles nothing and checks every answer. When the process has died, the

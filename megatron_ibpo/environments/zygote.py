@@ -11,7 +11,6 @@ episode has a temporary directory, which is removed with it.
 The kernel kills the episodes when the zygote dies. It starts no threads, since a fork copies only one.
 """
 
-import ctypes
 import gc
 import os
 import select
@@ -25,14 +24,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_ibpo.basics.supervised import die_with
+from megatron_ibpo.basics.supervised import adopt_orphans, die_with
 from megatron_ibpo.basics.text import error_text, printable
 from megatron_ibpo.config import ConfigError
 from megatron_ibpo.environments.episode import serve
 from megatron_ibpo.environments.protocol import Environment
 from megatron_ibpo.environments.wire import DEATH, line
 
-_PR_SET_CHILD_SUBREAPER = 36
 _CHUNK = 1 << 12
 
 
@@ -78,8 +76,7 @@ class _Zygote:
         self._episodes: dict[int, _Child] = {}
         self._helpers = _children()
         """Processes that the environment's module has started when it was imported."""
-        # what an episode has started becomes the zygote's child when its own parents have ended
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        adopt_orphans()  # of episodes that have ended
         self._wake, self._woken = os.pipe()
         for end in (self._wake, self._woken):
             os.set_blocking(end, False)
@@ -128,7 +125,7 @@ class _Zygote:
 
     def _become_episode(self, zygote: int) -> None:
         die_with(zygote)
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)  # which a fork does not copy
+        adopt_orphans()
         os.setsid()
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)

@@ -1,8 +1,8 @@
 """Verifiers: the only source of rewards."""
 
+from megatron_ibpo.basics.reward_errors import RESPONSE_ERROR, LabelError, ResponseError
 from megatron_ibpo.rewards.final_answer import answer_place
 from megatron_ibpo.rewards.labels import CHECKED_AT_START, check_labels, named_rm_types
-from megatron_ibpo.rewards.reward_errors import RESPONSE_ERROR, LabelError, ResponseError
 from megatron_ibpo.rewards.verifier import (
     Pool,
     Score,

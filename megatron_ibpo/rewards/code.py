@@ -27,10 +27,10 @@ from dataclasses import asdict, dataclass
 from decimal import Decimal, InvalidOperation
 from typing import Any, NamedTuple
 
+from megatron_ibpo.basics.reward_errors import ResponseError
 from megatron_ibpo.config import DataConfig
 from megatron_ibpo.rewards.executors import Executor, open_executor
 from megatron_ibpo.rewards.rebinding import with_rebinding
-from megatron_ibpo.rewards.reward_errors import ResponseError
 from megatron_ibpo.rewards.sandbox import Limits, SandboxError
 from megatron_ibpo.rewards.sandbox.inside import needed_names
 

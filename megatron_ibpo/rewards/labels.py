@@ -4,9 +4,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from megatron_ibpo.basics.records import Prompt
+from megatron_ibpo.basics.reward_errors import LabelError
 from megatron_ibpo.basics.text import counted, shown
 from megatron_ibpo.config import DataConfig, load_module
-from megatron_ibpo.rewards.reward_errors import LabelError
 from megatron_ibpo.rewards.verifier import Pool, functions_of, rm_type_of
 
 CHECKED_AT_START = 64

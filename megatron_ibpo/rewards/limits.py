@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from megatron_ibpo.rewards.reward_errors import ResponseError
+from megatron_ibpo.basics.reward_errors import ResponseError
 
 _REPEAT_S = 0.2
 """Seconds until the next try, in case a library swallowed the exception."""

@@ -18,7 +18,7 @@ from megatron_ibpo.rewards import Pool, check_labels, check_servers, named_rm_ty
 from megatron_ibpo.run.checks import check_loss_of_run
 from megatron_ibpo.run.resume_point import JOURNAL
 from megatron_ibpo.run.run_data import RunData, open_run_data, with_epochs
-from megatron_ibpo.sampling.episodes import ENVIRONMENT
+from megatron_ibpo.sampling.episodes import environment_of
 from megatron_ibpo.weights.saved_sizes import checkpoint_bytes, export_bytes, kept_at_once
 
 
@@ -35,6 +35,8 @@ class Inputs:
     """Verifiers that a prompt names."""
     pool: Pool
     """Verifier processes of this machine."""
+    targets: list[str]
+    """Environments that a prompt names."""
     environments: EnvironmentPool | None
     """Processes for episodes on this machine; None if no prompt names an environment."""
     chat: TemplateChat | PlainChat | None
@@ -66,13 +68,15 @@ def open_inputs(
     elements = trained_elements(hf_dir, shape) if trains else {}
     check_checkpoint(hf_dir, shape)
     prepare_run_dir(config, checkpoint_bytes=bytes_kept(config, sum(elements.values())) if trains else 0)
-    verified = [prompt for prompt in data.first_prompts if ENVIRONMENT not in prompt.metadata]
+    first = data.first_prompts
+    verified = [prompt for prompt in first if environment_of(prompt) is None]
     rm_types = named_rm_types(verified, config.data)
     check_servers(config.data, rm_types)
     pool = stack.enter_context(open_pool(config.data, rm_types))
     check_labels(pool, verified, config.data)
     environments = chat = None
-    if data.environments:
+    targets = list(dict.fromkeys(name for name in map(environment_of, first) if name is not None))
+    if targets:
         chat = open_chat(
             hf_dir,
             data.tokenizer,
@@ -80,9 +84,9 @@ def open_inputs(
             settings=template_settings(config.data),
         )
         environments = stack.enter_context(EnvironmentPool(config.environment))
-        for target in data.environments:
+        for target in targets:
             environments.check(target)
-    return Inputs(config, data, elements, rm_types, pool, environments, chat)
+    return Inputs(config, data, elements, rm_types, pool, targets, environments, chat)
 
 
 def open_journal(config: Config, step: int, stack: ExitStack) -> tuple[Journal, Recovered]:

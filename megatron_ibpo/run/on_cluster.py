@@ -141,8 +141,8 @@ def _environments(inputs: Inputs, placement: Placement, stack: ExitStack) -> Env
     """Start the places for episodes on all nodes, if a prompt names an environment."""
     if inputs.environments is None:
         return None
-    config, targets = inputs.config.environment, inputs.data.environments
-    return stack.enter_context(Environments(inputs.environments, placement.nodes, config, targets))
+    places = Environments(inputs.environments, placement.nodes, inputs.config.environment, inputs.targets)
+    return stack.enter_context(places)
 
 
 def _wait_ready(engines: Engines | None, verifiers: Verifiers, environments: Environments | None) -> None:

@@ -27,7 +27,7 @@ from megatron_ibpo.rewards import (
     extracted_answer,
     main_rm_type,
 )
-from megatron_ibpo.sampling.episodes import ENVIRONMENT
+from megatron_ibpo.sampling.episodes import ENVIRONMENT, environment_of
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,6 @@ class RunData:
     """Prompts of training; None if recorded rollouts are replayed, or for an evaluation on its own."""
     eval_sets: list[EvalSet]
     """Sets of held-out prompts; empty if recorded rollouts are replayed, or evaluation is off."""
-
-    @property
-    def environments(self) -> list[str]:
-        """Environments that the first prompts name, each once."""
-        named = [prompt.metadata.get(ENVIRONMENT) for prompt in self.first_prompts]
-        return list(dict.fromkeys(str(name) for name in named if name is not None))
 
     @property
     def first_prompts(self) -> list[Prompt]:
@@ -162,7 +156,7 @@ def _held_out(config: Config, tokenizer: Tokenizer) -> list[EvalSet]:
 
 def _in_environment(prompt: Prompt, environment: str) -> Prompt:
     """Return the prompt with its environment: the one it names itself, or this one."""
-    return replace(prompt, metadata={ENVIRONMENT: environment, **prompt.metadata})
+    return replace(prompt, metadata=prompt.metadata | {ENVIRONMENT: environment_of(prompt) or environment})
 
 
 def _answer_start(config: Config, operator: Operator, tokenizer: Tokenizer) -> AnswerStart | None:

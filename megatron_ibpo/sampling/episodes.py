@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -33,6 +33,12 @@ PLAYS = 2
 
 AskTurn = Callable[[SampleRequest], Awaitable[Sample]]
 """Has an engine write one turn."""
+
+
+def environment_of(prompt: Prompt) -> str | None:
+    """Return the environment that a prompt names; None if its responses are of one turn."""
+    named = prompt.metadata.get(ENVIRONMENT)
+    return None if named is None else str(named)
 
 
 @dataclass(eq=False)
@@ -60,8 +66,7 @@ class Episodes:
 
         Args:
             request: its `max_tokens` limits the whole episode. A request for the prompt itself begins with
-            the
-                environment's opening; any other, such as a correction's, with its own ids.
+                the environment's opening; any other, such as a correction's, with its own ids.
             held_out: the prompt is one of evaluation. Its environment has other seeds than training's.
 
         Raises:
@@ -79,8 +84,8 @@ class Episodes:
             except EpisodeFaultError as fault:
                 self.faults[fault.kind] += 1
                 self.counts["replayed" if play < PLAYS else "unscored"] += 1
-                why = f"{prompt.metadata[ENVIRONMENT]}: {fault}"
-        sample = script.sample("length")
+                why = f"{environment_of(prompt)}: {fault}"
+        sample = script.sample(done=False)
         sample.reward_error = why
         return sample
 
@@ -94,9 +99,11 @@ class Episodes:
         return metrics
 
     async def _played(self, prompt: Prompt, script: Transcript, ask: AskTurn, held_out: bool) -> Sample:
+        target = environment_of(prompt)
+        assert target is not None  # others are not episodes
         stream = ("held out",) if held_out else ()
         session = await self.sessions.open(
-            prompt.metadata[ENVIRONMENT],
+            target,
             prompt.text,
             prompt.label,
             prompt.metadata,
@@ -106,9 +113,9 @@ class Episodes:
             if np.array_equal(script.request.prompt_token_ids, prompt.token_ids):
                 opening = session.opening
                 messages = self.framed(list(opening.messages))
-                script.open(_ids(lambda: self.chat.open(messages, opening.tools)))
+                script.open(_ids(self.chat.open, messages, opening.tools))
             done = await self._take_turns(script, session, ask)
-            return self._scored(script.sample("stop" if done else "length"), script, await session.score())
+            return self._scored(script.sample(done=done), script, await session.score())
         finally:
             await session.close()
 
@@ -133,7 +140,7 @@ class Episodes:
             if answer.done:
                 return True
             if turn + 1 < self.settings.max_turns:
-                answer_ids = _ids(partial(self.chat.extend, script.all_ids.tolist(), answer.messages))
+                answer_ids = _ids(self.chat.extend, script.all_ids.tolist(), answer.messages)
                 if len(answer_ids) >= self._room(script):
                     break
                 script.answer(answer_ids)
@@ -200,13 +207,17 @@ class Transcript:
         self.counts["tool_calls"] += len(message.get("tool_calls") or ())
         self.counts["malformed_calls"] += len(message.get("malformed_tool_calls") or ())
 
-    def sample(self, finish_reason: str) -> Sample:
-        """Return the episode as a sample without a reward."""
+    def sample(self, *, done: bool) -> Sample:
+        """Return the episode as a sample without a reward.
+
+        Args:
+            done: the environment ended it; otherwise it counts as truncated.
+        """
         return Sample(
             prompt_token_ids=self.prompt_ids,
             token_ids=np.concatenate([token_ids([]), *self._parts]),
             logprobs=np.concatenate([np.zeros(0, np.float32), *self._logprobs]),
-            finish_reason="stop" if finish_reason == "stop" else "length",
+            finish_reason="stop" if done else "length",
             temperature=self.request.temperature,
             versions=tuple(self._versions) or ((0, 0),),
             loss_mask=np.concatenate([np.zeros(0, bool), *self._mask]),
@@ -220,11 +231,11 @@ class Transcript:
         self.length += len(ids)
 
 
-def _ids(write: Callable[[], Sequence[int]]) -> TokenIds:
+def _ids(write: Callable[..., Sequence[int]], *arguments: Any) -> TokenIds:
     """Return the ids of an environment's messages. Messages that tokenizer or template refuse are a fault of
     the environment, which need not end the run."""
     try:
-        return token_ids(write())
+        return token_ids(write(*arguments))
     except ValueError as error:
         raise EpisodeFaultError("error", f"its messages cannot be written: {error}") from None
 
@@ -246,13 +257,13 @@ def as_opened(prompt: Prompt, responses: Sequence[Sample]) -> Prompt:
     Raises:
         ValueError: the opening does not end as the chat template begins the policy's turn.
     """
-    if ENVIRONMENT not in prompt.metadata:
+    if environment_of(prompt) is None:
         return prompt
     opened = next((r.prompt_token_ids for r in responses if len(r.token_ids)), prompt.token_ids)
     head = len(opened) - len(prompt.tail_ids)
     if not np.array_equal(opened[max(0, head) :], prompt.tail_ids):
         raise ValueError(
-            f"{prompt.metadata[ENVIRONMENT]}: its opening does not end as the chat template begins the "
+            f"{environment_of(prompt)}: its opening does not end as the chat template begins the "
             "policy's turn, so that corrections have no place in it; its last message must be the user's"
         )
     return replace(prompt, token_ids=opened, head_length=head)

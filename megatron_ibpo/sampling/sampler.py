@@ -18,7 +18,7 @@ from megatron_ibpo.basics.records import Prompt, Sample, SampleRequest
 from megatron_ibpo.basics.text import counted
 from megatron_ibpo.engines import AsyncEngine, EngineDiedError, EngineError, EngineLostError
 from megatron_ibpo.sampling.continuations import with_beginning
-from megatron_ibpo.sampling.episodes import ENVIRONMENT, Episodes
+from megatron_ibpo.sampling.episodes import Episodes, environment_of
 from megatron_ibpo.sampling.meter import Meter
 from megatron_ibpo.sampling.scoring import Score
 from megatron_ibpo.sampling.tasks import together
@@ -249,7 +249,7 @@ class Sampler:
         else:
             engines = self.spread(requests)
         asked = None
-        if ENVIRONMENT not in prompt.metadata:  # all at once, so that the requests of a group go out together
+        if environment_of(prompt) is None:  # all at once, so that the requests of a group go out together
             asked = [self._ask(request, engine) for request, engine in zip(requests, engines, strict=True)]
 
         async def scored(index: int, request: SampleRequest) -> Sample:
@@ -312,7 +312,7 @@ class Sampler:
         episodes = self._episodes
         if episodes is None:
             raise ValueError(
-                f"prompt {prompt.index} names the environment {prompt.metadata[ENVIRONMENT]!r}, but none of "
+                f"prompt {prompt.index} names the environment {environment_of(prompt)!r}, but none of "
                 "the first prompts names one, so that none was started; give --environment"
             )
 

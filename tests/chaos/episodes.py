@@ -25,6 +25,7 @@ import numpy as np
 import psutil
 
 from chaos.episode_game import Game
+from chaos.processes import below, by_kind
 from chaos.results import append, read
 from megatron_ibpo.basics.records import Prompt, Sample, SampleRequest, token_ids
 from megatron_ibpo.config import EnvironmentConfig
@@ -42,7 +43,6 @@ GAME = "chaos.episode_game:Game"
 TURN_S = 0.01
 """Seconds that the policy takes for a turn."""
 SIGNALS = ["SIGKILL"] * 6 + ["SIGTERM"] * 2 + ["SIGSTOP"]
-ZYGOTE = "megatron_ibpo.environments.zygote"
 
 TOKENIZER = byte_level()
 END = TOKENIZER.eos_id
@@ -85,9 +85,7 @@ class Killer:
                 self._left -= 1
 
     def _hit(self) -> None:
-        found = [one for one in psutil.Process().children(recursive=True) if one.cmdline()[2:3] == [ZYGOTE]]
-        pids = {one.pid for one in found}
-        episodes = [one for one in found if one.ppid() in pids]
+        episodes = by_kind(below(os.getpid()))["episode"]
         victim, name, how = self._rng.choice(episodes), "episode", self._rng.choice(SIGNALS)
         if self._rng.random() < 0.05:
             victim, name, how = victim.parent(), "zygote", "SIGKILL"

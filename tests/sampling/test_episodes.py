@@ -261,6 +261,22 @@ def test_an_answer_that_cannot_be_written_is_a_fault_of_the_environment() -> Non
     assert "cannot be written: no token for '☃'" in str(sample.reward_error)
 
 
+def test_a_prompt_whose_row_has_no_environment_beside_others_that_have_is_one_turn() -> None:
+    # a table has its columns in every row, if only as null
+    plain = replace(prompt_of(), metadata={"environment": None})
+
+    async def work() -> list[Sample]:
+        async def scored(prompt: Prompt, sample: Sample) -> None:
+            sample.reward = 1.0
+
+        sampler = Sampler([SimulatedEngine(STEP, written)], scored, stall_timeout=1e6)
+        return await sampler.answer(plain, [SampleRequest(plain.token_ids, 1, 200)])
+
+    (sample,) = in_virtual_time(work())[0]
+    assert (sample.reward, len(turns_of(sample))) == (1.0, 1)
+    assert as_opened(plain, [sample]) is plain
+
+
 def test_the_seeds_of_evaluation_are_not_those_of_training() -> None:
     table = Table()
     table.play(prompt_of())

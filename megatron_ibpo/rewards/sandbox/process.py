@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import functools
 import marshal
@@ -20,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from megatron_ibpo.basics.supervised import adopt_orphans
 from megatron_ibpo.rewards.sandbox import inside
 from megatron_ibpo.rewards.sandbox.bubblewrap import (
     ENVIRONMENT,
@@ -46,7 +46,6 @@ _KERNEL_BYTES = 64 << 20
 """Memory for what the kernel holds for a sandbox, besides the program's memory and files."""
 _TASKS_OF_SANDBOX = 4
 """Tasks of the sandbox itself: bwrap's and the program's first, with room to spare."""
-_PR_SET_CHILD_SUBREAPER = 36
 
 
 @dataclass(frozen=True)
@@ -373,4 +372,4 @@ def _adopt() -> None:
     """Become the parent of orphaned descendants. bwrap ends without waiting for the first process of its
     sandbox, which would stay as a zombie if the machine's (or container's) first process does not reap
     orphans."""
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    adopt_orphans()
