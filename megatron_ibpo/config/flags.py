@@ -20,10 +20,8 @@ from megatron_ibpo.config.config_error import ConfigError, nearest
 from megatron_ibpo.config.help import COMMON_FLAGS, HELP_FLAGS, help_text, usage_text
 from megatron_ibpo.config.parameters import (
     Registry,
-    built,
     entries_of,
     not_a_parameter,
-    parameter_entries,
 )
 from megatron_ibpo.config.paths import path_in_recipe, path_of_user
 from megatron_ibpo.config.peer_flags import peer_answer
@@ -90,11 +88,11 @@ def parse_config(
             print(usage_text(program, description))
         print(help_text(config, registries, None if known.help_all else known.help, common))
         raise SystemExit(0)
-    if flags:  # tyro builds a parser for every field, ten times as slow as the rest
+    if flags:
         _refuse_unknown(flags, config.algorithm, registries)
         config = _with_flags(config, registries, flags, program)
     _locate(config, registries)
-    config = fit(config, typed.keys() | _fields_of(flags))
+    config = fit(config, typed.keys() | (ENTRIES.keys() & _names_set(flags)))
     if known.print_config:
         print(config_yaml(config), end="")
         raise SystemExit(0)
@@ -122,10 +120,10 @@ def _locate(config: Config, registries: Sequence[Registry]) -> None:
         entry.put(config, entry.located(entry.get(config), in_recipe=False))
 
 
-def _fields_of(flags: Sequence[str]) -> set[str]:
-    """Return the names of the fields that flags set."""
+def _names_set(flags: Sequence[str]) -> set[str]:
+    """Return the names of the fields and parameters that flags set, among other words."""
     names = {word.partition("=")[0][2:].replace("-", "_") for word in flags if word.startswith("--")}
-    return {name for name in ENTRIES if name in names or f"no_{name}" in names}
+    return names | {name.removeprefix("no_") for name in names}
 
 
 def _held_out_with_their_prompts(layers: Sequence[Layer], names_prompts: bool) -> list[Layer]:
@@ -151,30 +149,20 @@ def _held_out_with_their_prompts(layers: Sequence[Layer], names_prompts: bool) -
 def _with_flags(config: Config, registries: Sequence[Registry], flags: Sequence[str], program: str) -> Config:
     import tyro  # imported here so that a trainer needs no tyro
 
-    sections = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    algorithm = config.algorithm
-    chosen = {r.setting: r.find(getattr(algorithm, r.setting)) for r in registries}
-    owners = {
-        setting: built(found, algorithm.parameters)
-        for setting, found in chosen.items()
-        if parameter_entries(found)
-    }
-    parts = sections | owners
-    every_flag = dataclasses.make_dataclass("Flags", [(name, type(part)) for name, part in parts.items()])
+    parameters = entries_of(config.algorithm, registries)
+    config.algorithm.parameters = {name: entry.get(config) for name, entry in parameters.items()}
+    # of all fields only those that are set: tyro takes a quarter of a second for a parser of all
+    typed = {name: entry for name, entry in (ENTRIES | parameters).items() if name in _names_set(flags)}
+    every_flag = dataclasses.make_dataclass("Flags", [(name, entry.hint) for name, entry in typed.items()])
     parsed = tyro.cli(
         every_flag,
         args=flags,
-        default=every_flag(**parts),
+        default=every_flag(**{name: entry.get(config) for name, entry in typed.items()}),
         prog=program,
-        config=(tyro.conf.OmitArgPrefixes,),
     )
-    result = Config(**{name: getattr(parsed, name) for name in sections})
-    result.algorithm.parameters = {
-        name: getattr(getattr(parsed, setting), name)
-        for setting in owners
-        for name in parameter_entries(chosen[setting])
-    }
-    return result
+    for name, entry in typed.items():
+        entry.put(config, getattr(parsed, name))
+    return config
 
 
 def _refuse_unknown(flags: Sequence[str], algorithm: AlgorithmConfig, registries: Sequence[Registry]) -> None:
