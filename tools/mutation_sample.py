@@ -42,7 +42,7 @@ class Edit:
 
 def drawn(package: Path, count: int, seed: int) -> list[tuple[str, Path, Edit]]:
     """Return `count` faults as (package, file, change), divided among packages by their shares of all
-    changes."""
+    changes, in an order by lot: a campaign that is cut short has tried a fair sample."""
     rng = random.Random(seed)
     found = {
         room: [
@@ -57,11 +57,13 @@ def drawn(package: Path, count: int, seed: int) -> list[tuple[str, Path, Edit]]:
     chosen = {room: int(share) for room, share in exact.items()}
     for room in sorted(exact, key=lambda room: chosen[room] - exact[room])[: count - sum(chosen.values())]:
         chosen[room] += 1
-    return [
+    faults = [
         (room, file, edit_of(file.read_text(), node, new))
         for room, places in found.items()
         for file, node, new in rng.sample(places, chosen[room])
     ]
+    rng.shuffle(faults)
+    return faults
 
 
 def changes(file: Path) -> list[tuple[ast.expr | ast.stmt, str]]:
