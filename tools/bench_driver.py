@@ -53,8 +53,7 @@ from megatron_ibpo.sampling import Sampler
 from megatron_ibpo.sampling.ahead import Ahead, Pace
 from megatron_ibpo.sampling.groups import GroupSampler, Rules
 from megatron_ibpo.sampling.journal_memory import JournalMemory
-from megatron_ibpo.sampling.requests import group_requests
-from megatron_ibpo.sampling.scoring import scorer
+from megatron_ibpo.sampling.requests import group_requests, scorer
 
 ROOT = Path(__file__).resolve().parents[1]
 SHAPE = ROOT / "examples/models/qwen3_next_80b_a3b"

@@ -37,9 +37,9 @@ from megatron_ibpo.credit import (
     any_group,
     credit_of,
 )
-from megatron_ibpo.engines import Engine
+from megatron_ibpo.engines import Engine, ThreadedEngine
 from megatron_ibpo.engines.vllm.settings import engine_settings
-from megatron_ibpo.sampling import Sampler, ThreadedEngine
+from megatron_ibpo.sampling import Sampler
 from megatron_ibpo.sampling.groups import GroupSampler, Rules, sample_batch
 
 CORRECTED = 4

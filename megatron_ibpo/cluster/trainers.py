@@ -12,7 +12,7 @@ from megatron_ibpo.cluster.actor import Host, Where, gather, in_bundle, result
 from megatron_ibpo.cluster.placement import Placement
 from megatron_ibpo.cluster.reservation import NodeLostError, lost_nodes
 from megatron_ibpo.config import user_directory
-from megatron_ibpo.policy import process_environment
+from megatron_ibpo.policy import process_start
 
 START_TIMEOUT_S = 300.0
 """Seconds for a process to start, before it imports anything large."""
@@ -28,7 +28,7 @@ class Trainers:
             "IBPO_CWD": str(user_directory()),  # where the user's own import paths are looked up
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),  # ranks share the cores of a node
             # the user's settings here apply on every node
-            **{name: os.environ[name] for name in process_environment.DEFAULTS if name in os.environ},
+            **{name: os.environ[name] for name in process_start.DEFAULTS if name in os.environ},
         }
         self._group, self._placement = group, placement
         self.hosts = self._launched()

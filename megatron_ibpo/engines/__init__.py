@@ -6,7 +6,16 @@ from megatron_ibpo.engines.protocol import (
     EngineError,
     EngineLostError,
     EngineStartError,
+    ThreadedEngine,
 )
 from megatron_ibpo.engines.vllm.engine import Engine
 
-__all__ = ["AsyncEngine", "Engine", "EngineDiedError", "EngineError", "EngineLostError", "EngineStartError"]
+__all__ = [
+    "AsyncEngine",
+    "Engine",
+    "EngineDiedError",
+    "EngineError",
+    "EngineLostError",
+    "EngineStartError",
+    "ThreadedEngine",
+]

@@ -1,6 +1,8 @@
 """The protocol of engines: a stream of requests in, a stream of finished samples out."""
 
+import asyncio
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from megatron_ibpo.basics.records import Sample, SampleRequest
@@ -106,3 +108,22 @@ class Engine(Protocol):
     def close(self) -> None:
         """Stop the engine in order. No process of it remains."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class ThreadedEngine:
+    """A `engines.AsyncEngine` whose blocking calls wait in threads."""
+
+    engine: Engine
+
+    async def submit(self, requests: Sequence[tuple[int, SampleRequest]], version: int) -> None:
+        await asyncio.to_thread(self.engine.submit, requests, version)
+
+    async def take(self, timeout: float) -> list[tuple[int, Sample]]:
+        return await asyncio.to_thread(self.engine.take, timeout)
+
+    async def abort(self, numbers: Collection[int]) -> None:
+        await asyncio.to_thread(self.engine.abort, numbers)
+
+    async def kill(self, why: str) -> None:
+        await asyncio.to_thread(self.engine.kill, why)

@@ -1,14 +1,32 @@
-"""The first code that a trainer's process runs."""
+"""The first code that a trainer's process runs: it sets the environment before a library reads it.
+
+The user's settings stay, except for the one setting that makes it impossible to lend weights to engines.
+Nothing about CUDA here has been run on a GPU; it follows from the sources of the pinned versions.
+"""
 
 import logging
 import os
+import re
 import sys
+import sysconfig
 import warnings
+from collections.abc import MutableMapping
 from pathlib import Path
 from typing import Any
 
 from megatron_ibpo.config import Config
-from megatron_ibpo.policy.process_environment import set_environment
+
+DEFAULTS = {
+    # needed by Megatron's overlap of communication under TP
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    # on Hopper flash-linear-attention 0.6.0 lets TileLang compile the delta net's backward pass with nvcc, in
+    # the first step, after a rollout was paid for; its Triton kernels are right from Triton 3.7.1 on
+    "FLA_TILELANG": "0",
+}
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Present and former name of the same settings."""
+EXPANDABLE = r"\s*expandable_segments\s*:\s*true\s*(,|$)"
+CUDA_WHEELS = Path(sysconfig.get_path("purelib"), "nvidia", "cu13")
 
 
 def trainer_rank(config: Config, checkpoint: Path | None) -> Any:
@@ -44,3 +62,40 @@ def hush_megatron() -> None:
     for module in (r"megatron\.", r"torch\.distributed\.", r"torch\.jit\."):
         warnings.filterwarnings("ignore", module=module)
     logging.getLogger("megatron.core").setLevel(logging.ERROR)
+
+
+def set_environment(
+    environ: MutableMapping[str, str], *, colocate: bool, wheels: Path = CUDA_WHEELS
+) -> tuple[str, ...]:
+    """Set the environment for a trainer's libraries, and return notes for the user.
+
+    Args:
+        colocate: engines share the trainer's GPU and open its memory.
+        wheels: directory of the pinned CUDA packages, if they are installed.
+    """
+    for name, value in DEFAULTS.items():
+        environ.setdefault(name, value)
+    # Transformer Engine would look under CUDA_HOME and /usr/local/cuda first, which may hold CUDA 12
+    for library in ("nvrtc", "curand"):
+        if any(wheels.glob(f"lib/lib{library}.so.*")):
+            environ.setdefault(f"{library.upper()}_HOME", str(wheels))
+    return _without_expandable_segments(environ) if colocate else ()
+
+
+def _without_expandable_segments(environ: MutableMapping[str, str]) -> tuple[str, ...]:
+    """Drop expandable segments: such memory is lent as file descriptors, which containers often forbid."""
+    notes = []
+    for name in ALLOCATOR:
+        found = environ.get(name, "")
+        kept = re.sub(EXPANDABLE, "", found, flags=re.IGNORECASE).strip(", ")
+        if kept == found.strip(", "):
+            continue
+        if kept:
+            environ[name] = kept
+        else:
+            del environ[name]
+        notes.append(
+            f"{name}: trainers go without expandable_segments, since engines that share their GPUs "
+            "could often not open such memory (--colocate)"
+        )
+    return tuple(notes)

@@ -3,10 +3,12 @@
 import json
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 from megatron_ibpo.config import Config
-from megatron_ibpo.data.row_prompts import template_settings
+from megatron_ibpo.data.row_prompts import template_settings, with_system_prompt
+from megatron_ibpo.environments import Sessions
 from megatron_ibpo.environments.chat import PlainChat, TemplateChat, open_chat
 from megatron_ibpo.environments.processes import EnvironmentPool
 from megatron_ibpo.journal import Journal, Recovered, read_journal
@@ -18,7 +20,7 @@ from megatron_ibpo.rewards import Pool, check_labels, check_servers, named_rm_ty
 from megatron_ibpo.run.checks import check_loss_of_run
 from megatron_ibpo.run.resume_point import JOURNAL
 from megatron_ibpo.run.run_data import RunData, open_run_data, with_epochs
-from megatron_ibpo.sampling.episodes import environment_of
+from megatron_ibpo.sampling.episodes import Episodes, environment_of
 from megatron_ibpo.weights.saved_sizes import checkpoint_bytes, export_bytes, kept_at_once
 
 
@@ -155,3 +157,23 @@ def _saved_parameters(config: Config, parameters: int) -> int:
     if config.model.lora_rank is None or hf_dir is None:
         return parameters
     return adapter_elements(config.model, read_hf_config(hf_dir))
+
+
+def open_episodes(config: Config, inputs: Inputs, sessions: Sessions | None) -> Episodes | None:
+    """Return what plays the run's episodes; None if no prompt names an environment.
+
+    Args:
+        config: the configuration with everything resolved that depends on the devices.
+        sessions: the places where environments run.
+    """
+    if sessions is None or inputs.chat is None:
+        return None
+    return Episodes(
+        sessions,
+        inputs.chat,
+        config.environment,
+        config.run.seed,
+        config.data.reward_threshold,
+        config.rollout.rollout_max_context_len,
+        partial(with_system_prompt, data=config.data),
+    )

@@ -30,8 +30,7 @@ from megatron_ibpo.engines.vllm.settings import engine_settings, start_timeout
 from megatron_ibpo.evaluate import KeptSamples, set_settings
 from megatron_ibpo.models import ModelShape, read_hf_config
 from megatron_ibpo.rewards import Verifier
-from megatron_ibpo.run.episodes import open_episodes
-from megatron_ibpo.run.inputs import Inputs, open_inputs
+from megatron_ibpo.run.inputs import Inputs, open_episodes, open_inputs
 from megatron_ibpo.run.loop import Progress, Run
 from megatron_ibpo.run.processes import Processes, TrainersAlone, check_model_layout
 from megatron_ibpo.run.resume_point import ResumePoint, with_context

@@ -15,8 +15,7 @@ from megatron_ibpo.report.disk import DiskWait
 from megatron_ibpo.rewards import Verifier
 from megatron_ibpo.run.checks import doubtful_settings
 from megatron_ibpo.run.cost import CostMeter
-from megatron_ibpo.run.episodes import open_episodes
-from megatron_ibpo.run.inputs import Inputs, open_inputs, open_journal
+from megatron_ibpo.run.inputs import Inputs, open_episodes, open_inputs, open_journal
 from megatron_ibpo.run.loop import Run
 from megatron_ibpo.run.processes import Backend, Processes
 from megatron_ibpo.run.resume_point import ResumePoint, read_resume_point

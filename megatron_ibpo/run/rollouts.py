@@ -39,11 +39,9 @@ from megatron_ibpo.run.run_data import RunData
 from megatron_ibpo.sampling.ahead import Ahead, Pace
 from megatron_ibpo.sampling.episodes import Episodes
 from megatron_ibpo.sampling.groups import Batch, GroupSampler, Rules, sample_batch
-from megatron_ibpo.sampling.journal_memory import JournalMemory, UnderWay
-from megatron_ibpo.sampling.replay import replay
-from megatron_ibpo.sampling.requests import group_requests
+from megatron_ibpo.sampling.journal_memory import JournalMemory, UnderWay, replay
+from megatron_ibpo.sampling.requests import group_requests, scorer
 from megatron_ibpo.sampling.sampler import Sampler
-from megatron_ibpo.sampling.scoring import scorer
 
 T = TypeVar("T")
 

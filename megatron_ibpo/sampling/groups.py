@@ -8,8 +8,8 @@ from megatron_ibpo.basics.records import Group, Prompt, Sample, SampleRequest
 from megatron_ibpo.credit import AfterCredit, CreditContext, GroupFilter, Operator, fill_batch
 from megatron_ibpo.journal import SampleKey
 from megatron_ibpo.sampling.episodes import as_opened
+from megatron_ibpo.sampling.requests import together
 from megatron_ibpo.sampling.sampler import Sampler
-from megatron_ibpo.sampling.tasks import together
 
 DrawRound = Callable[[int], Sequence[tuple[Prompt, Sequence[SampleRequest]]]]
 """Round 0, 1, … of a step → its prompts, each with the requests for its responses."""

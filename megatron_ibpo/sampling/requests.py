@@ -1,13 +1,21 @@
-"""The requests of one step, made from prompts."""
+"""The requests of one step, and what becomes of their answers."""
 
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
 
-from megatron_ibpo.basics.records import Prompt, SampleRequest, TokenIds
+import numpy as np
+
+from megatron_ibpo.basics.records import Prompt, Sample, SampleRequest, TokenIds
 from megatron_ibpo.basics.seeds import derive_seed
 from megatron_ibpo.config import RolloutConfig
+from megatron_ibpo.rewards import Verifier
 
 T = TypeVar("T")
+
+Score = Callable[[Prompt, Sample], Awaitable[None]]
+"""Fills in `reward`, `correct`, `reward_error` and `reward_details` of a sample of the prompt."""
 
 
 def group_requests(
@@ -42,3 +50,52 @@ def group_requests(
 
 def _in_turn(cycle: Sequence[T], sample: int, otherwise: T) -> T:
     return cycle[sample % len(cycle)] if cycle else otherwise
+
+
+def with_beginning(sample: Sample, begun: int) -> Sample:
+    """Return the whole response of a sample whose prompt ended in the response's first `begun` tokens
+    (`SampleRequest.begun`).
+
+    The beginning is context: it has no log-probs and is not trained on. The verifier thus reads the whole
+    response, and the loss sees only what was sampled now.
+    """
+    if begun == 0:
+        return sample
+    cut = len(sample.prompt_token_ids) - begun
+    (_, version), *later = sample.versions
+    return replace(
+        sample,
+        prompt_token_ids=sample.prompt_token_ids[:cut],
+        token_ids=np.concatenate([sample.prompt_token_ids[cut:], sample.token_ids]),
+        logprobs=np.concatenate([np.zeros(begun, np.float32), sample.logprobs]),
+        loss_mask=np.concatenate([np.zeros(begun, bool), sample.loss_mask]),
+        versions=((0, version), *((first + begun, newer) for first, newer in later)),
+    )
+
+
+def scorer(verifier: Verifier, text: Callable[[Prompt, Sample], str]) -> Score:
+    """Return a function that lets the verifier score samples that are not scored yet.
+
+    Args:
+        text: returns the text of a sample of the prompt for the verifier.
+    """
+
+    async def score(prompt: Prompt, sample: Sample) -> None:
+        if sample.is_scored:
+            return
+        judged = await verifier.score_one(prompt, text(prompt, sample))
+        sample.reward, sample.correct, sample.reward_error = judged.reward, judged.correct, judged.error
+        sample.reward_details = judged.details
+
+    return score
+
+
+async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Await coroutines side by side and return the results in order. The first exception cancels the others
+    and is raised unchanged."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(coroutine) for coroutine in coroutines]
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]

@@ -17,11 +17,9 @@ from typing import Any, Literal, TypeVar
 from megatron_ibpo.basics.records import Prompt, Sample, SampleRequest
 from megatron_ibpo.basics.text import counted
 from megatron_ibpo.engines import AsyncEngine, EngineDiedError, EngineError, EngineLostError
-from megatron_ibpo.sampling.continuations import with_beginning
 from megatron_ibpo.sampling.episodes import Episodes, environment_of
 from megatron_ibpo.sampling.meter import Meter
-from megatron_ibpo.sampling.scoring import Score
-from megatron_ibpo.sampling.tasks import together
+from megatron_ibpo.sampling.requests import Score, together, with_beginning
 
 TAKE_S = 1.0
 """Seconds that one look at an engine may take."""

@@ -28,10 +28,11 @@ from megatron_ibpo.data import (
     thinking_marks,
     token_texts,
 )
+from megatron_ibpo.engines import ThreadedEngine
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.rewards import open_verifier
 from megatron_ibpo.run.settings import parse_config
-from megatron_ibpo.sampling import Sampler, ThreadedEngine, scorer
+from megatron_ibpo.sampling import Sampler, scorer
 from megatron_ibpo.sampling.groups import GroupSampler, Rules, sample_batch
 from megatron_ibpo.sampling.requests import group_requests
 from megatron_ibpo.study.credit_audit import AuditedResponse

@@ -10,10 +10,11 @@ from megatron_ibpo.basics.records import Prompt
 from megatron_ibpo.config import Config, as_specs
 from megatron_ibpo.credit import ThinkingMarks, Vocabulary, find_operator
 from megatron_ibpo.data import CorrectionTemplate, Tokenizer, load_tokenizer, open_source, thinking_marks
+from megatron_ibpo.engines import ThreadedEngine
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.rewards import open_verifier
 from megatron_ibpo.run.operator_skill import Asking, operator_skill, try_corrections
-from megatron_ibpo.sampling import Sampler, ThreadedEngine, scorer
+from megatron_ibpo.sampling import Sampler, scorer
 from megatron_ibpo.study.single_engine import open_engine
 
 

@@ -10,7 +10,7 @@ from simulated_engines import SimulatedEngine, in_virtual_time
 
 from megatron_ibpo.basics.records import SampleRequest, token_ids
 from megatron_ibpo.sampling import Sampler
-from megatron_ibpo.sampling.continuations import with_beginning
+from megatron_ibpo.sampling.requests import with_beginning
 from support.credit_cases import (
     EOS,
     GSPO,

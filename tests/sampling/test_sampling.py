@@ -30,11 +30,11 @@ from megatron_ibpo.credit import (
     is_informative,
     leaves_gradient,
 )
-from megatron_ibpo.engines import Engine, EngineDiedError, EngineError, EngineLostError
+from megatron_ibpo.engines import Engine, EngineDiedError, EngineError, EngineLostError, ThreadedEngine
 from megatron_ibpo.engines.vllm.settings import engine_settings
-from megatron_ibpo.sampling import Sampler, ThreadedEngine
+from megatron_ibpo.sampling import Sampler
 from megatron_ibpo.sampling.groups import Batch, GroupSampler, Rules, sample_batch
-from megatron_ibpo.sampling.replay import replay
+from megatron_ibpo.sampling.journal_memory import replay
 from megatron_ibpo.sampling.requests import group_requests
 from support.credit_cases import correct_groups, plain
 from support.sampling_cases import ROLLOUT, STEP, judge, make_prompts

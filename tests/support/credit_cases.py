@@ -15,7 +15,7 @@ from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.policy.planning import plan_update
 from megatron_ibpo.run.checks import check_settings
 from megatron_ibpo.run.cost import CostMeter
-from megatron_ibpo.sampling.continuations import with_beginning
+from megatron_ibpo.sampling.requests import with_beginning
 from support.paths import ROOT
 
 EOS = 2

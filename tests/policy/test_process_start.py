@@ -14,8 +14,7 @@ import pytest
 from megatron_ibpo.cluster.trainers import Trainers
 from megatron_ibpo.config import Config
 from megatron_ibpo.policy import cpu
-from megatron_ibpo.policy.process_environment import set_environment
-from megatron_ibpo.policy.process_start import trainer_rank
+from megatron_ibpo.policy.process_start import set_environment, trainer_rank
 
 FLA_BACKENDS = """
 import os
@@ -40,7 +39,7 @@ _operation_registries = dict(common=Registry())
 SERVED = """
 import json, os, sys
 from importlib.util import find_spec
-from megatron_ibpo.policy.process_environment import set_environment
+from megatron_ibpo.policy.process_start import set_environment
 from megatron_ibpo.policy.process_start import hide_tilelang
 if "--as-trainers" in sys.argv:
     set_environment(os.environ, colocate=True)
