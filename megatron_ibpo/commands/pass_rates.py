@@ -30,7 +30,7 @@ from megatron_ibpo.data.pass_rates import (
     read_pass_rates,
 )
 from megatron_ibpo.run.checks import check_installed, check_settings
-from megatron_ibpo.run.hub_inputs import with_local_copies
+from megatron_ibpo.run.inputs import with_local_copies
 from megatron_ibpo.run.settings import parse_config
 
 FLAGS = (

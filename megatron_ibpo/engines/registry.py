@@ -5,10 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ibpo.config import Config, RolloutConfig, known_or_path, load_hook
-from megatron_ibpo.engines.lean_limits import lean_problems
-from megatron_ibpo.engines.needs import EngineNeeds
-from megatron_ibpo.engines.vllm.cpu_limits import cpu_problems
-from megatron_ibpo.engines.vllm.needs import vllm_needs
+from megatron_ibpo.config.config_error import broken
+from megatron_ibpo.engines.settings import EngineNeeds
+from megatron_ibpo.engines.vllm.needs import cpu_problems, vllm_needs
 from megatron_ibpo.models import ModelShape
 
 FLAG = "--rollout-backend"
@@ -16,10 +15,6 @@ VLLM, LEAN = "vllm", "lean"
 ENGINES = {VLLM: "megatron_ibpo.engines.vllm.engine:Engine", LEAN: None}
 """Name → import path of the class that an engine's process builds (`engines.protocol.Engine`). None: the
 trainer's own process samples, and no cluster is needed."""
-LIMITS = {LEAN: lean_problems}
-"""Name → function that returns the settings that the engine does not support."""
-CPU_LIMITS = {VLLM: cpu_problems}
-"""Name → function that returns what the engine cannot compute of a model on CPUs."""
 
 _METHODS = ("wait_ready", "submit", "take", "abort", "kill", "close", "generate", "begin", "result", "call")
 
@@ -50,9 +45,33 @@ def check_limits(config: Config, *, trains: bool) -> None:
     Raises:
         ValueError: with a line for every problem.
     """
-    limits = LIMITS.get(config.rollout.rollout_backend)
-    if limits is not None and (problems := limits(config, trains=trains)):
+    if config.rollout.rollout_backend == LEAN and (problems := lean_problems(config, trains=trains)):
         raise ValueError("\n".join(problems))
+
+
+def lean_problems(config: Config, *, trains: bool) -> list[str]:
+    """Return what a run in one process does not support, one line each.
+
+    Args:
+        trains: False for an evaluation, which does not train.
+    """
+    rollout, cluster = config.rollout, config.cluster
+    rules = {
+        ": is for runs that train; evaluate with vllm": not trains,
+        " with --max-staleness: one process does one thing after another, and sampling cannot run ahead": (
+            rollout.max_staleness > 0
+        ),
+        " with --num-trainers: one process trains": (cluster.num_trainers or 1) > 1,
+        " with --ray-address: it uses no Ray": cluster.ray_address is not None,
+        " with --vllm-arg: it uses no vLLM": bool(rollout.vllm_arg),
+        " with --use-rollout-routing-replay: it samples dense models alone": (
+            rollout.use_rollout_routing_replay
+        ),
+        " with --load-debug-rollout-data: a replay samples nothing": (
+            config.run.load_debug_rollout_data is not None
+        ),
+    }
+    return [f"--rollout-backend lean{problem}" for problem in broken(rules)]
 
 
 def check_model(rollout: RolloutConfig, shape: ModelShape, *, on_gpu: bool) -> None:
@@ -64,8 +83,8 @@ def check_model(rollout: RolloutConfig, shape: ModelShape, *, on_gpu: bool) -> N
     Raises:
         ValueError: with a line for every problem.
     """
-    limits = None if on_gpu else CPU_LIMITS.get(rollout.rollout_backend)
-    if limits is not None and (problems := limits(rollout, shape)):
+    computed_on_cpu = rollout.rollout_backend == VLLM and not on_gpu
+    if computed_on_cpu and (problems := cpu_problems(rollout, shape)):
         raise ValueError("\n".join(problems))
 
 

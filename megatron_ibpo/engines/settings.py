@@ -1,4 +1,4 @@
-"""Settings that an engine receives at its start: plain data, sent to its process."""
+"""Plain data of an engine: the settings that its process receives at its start, and its memory needs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -43,3 +43,37 @@ class EngineSettings:
     """Number of first layers without a router."""
     extra_arguments: Mapping[str, Any] = field(default_factory=dict)
     """--vllm-arg: further arguments of vLLM's EngineArgs, by name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineNeeds:
+    """The memory that one engine takes on each of its GPUs, and the flags that change it.
+
+    The planner counts with it and knows no engine by name.
+    """
+
+    memory_share: float
+    """Share of a GPU's memory for weights, KV cache and workspace. It must be free when an engine starts."""
+    memory_share_flag: str
+    kv_cache_bytes: int | None
+    """Bytes of the KV cache; None: the rest of the share."""
+    kv_cache_flag: str
+    most_running: int
+    """Largest number of sequences at once."""
+    most_running_flag: str
+    element_bytes: int
+    """Bytes per element of activations, embeddings, keys, values and convolution states."""
+    matrix_bytes: float
+    """Bytes per element of the layers' matrices."""
+    state_bytes: int
+    """Bytes per element of recurrent states."""
+    prefill_tokens: int
+    """Largest number of prompt tokens in one step."""
+    logit_bytes: int
+    """Bytes per logit while tokens are sampled."""
+    buffer_bytes: int
+    """Workspaces of kernels."""
+    graph_bytes: int
+    """CUDA graphs, which stay while an engine sleeps."""
+    communicators: int
+    """Number of NCCL communicators among the GPUs of an engine that has several."""

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from megatron_ibpo.config import Config, ParallelConfig
-from megatron_ibpo.engines.needs import EngineNeeds
 from megatron_ibpo.engines.registry import engine_needs
+from megatron_ibpo.engines.settings import EngineNeeds
 from megatron_ibpo.loss import CHUNK_ROWS
 from megatron_ibpo.models import ModelShape, padded_vocab_size, pipeline_layers
 from megatron_ibpo.models.cost import inference_elements, kept_elements, largest_module, mixer_cost

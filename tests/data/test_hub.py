@@ -20,7 +20,7 @@ OLD, NEW = "a" * 40, "b" * 40
 
 PROGRAM = """
 import json, sys
-from megatron_ibpo.run.hub_inputs import with_local_copies
+from megatron_ibpo.run.inputs import with_local_copies
 from megatron_ibpo.run.settings import parse_config
 for words in json.loads(sys.argv[1]):
     try:

@@ -33,10 +33,9 @@ from megatron_ibpo.data.eos import read_eos_token_ids
 from megatron_ibpo.engines import Engine, EngineDiedError, EngineError, EngineStartError
 from megatron_ibpo.engines.lean import LeanEngine, checkpoint_weights
 from megatron_ibpo.engines.probe import Probe, compare_probes, probe
-from megatron_ibpo.engines.vllm.arguments import vllm_arguments
 from megatron_ibpo.engines.vllm.engine import _environment
 from megatron_ibpo.engines.vllm.engine_process import _device_arguments, _engine_args
-from megatron_ibpo.engines.vllm.settings import engine_settings, start_timeout
+from megatron_ibpo.engines.vllm.settings import engine_settings, start_timeout, vllm_arguments
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.weights.transfer import gloo
 from megatron_ibpo.weights.transfer.link import Sent

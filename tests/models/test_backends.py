@@ -15,7 +15,7 @@ import torch
 
 from megatron_ibpo.config import Config, ModelConfig, RolloutConfig, eval_sampling, on_device
 from megatron_ibpo.engines.registry import check_model
-from megatron_ibpo.engines.vllm.cpu_limits import HEAD_DIMS
+from megatron_ibpo.engines.vllm.needs import HEAD_DIMS
 from megatron_ibpo.engines.vllm.settings import engine_settings
 from megatron_ibpo.evaluate import EvalSet, set_settings
 from megatron_ibpo.models import read_hf_config

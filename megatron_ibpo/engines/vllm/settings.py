@@ -1,12 +1,13 @@
 """The settings of a vLLM engine, from the configuration, the model and the device."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_ibpo.config import RolloutConfig
+from megatron_ibpo.config.declared import declared_fields, declared_values
 from megatron_ibpo.data.eos import read_eos_token_ids
 from megatron_ibpo.engines.settings import EngineSettings
-from megatron_ibpo.engines.vllm.arguments import vllm_arguments
 from megatron_ibpo.engines.vllm.needs import kv_cache_bytes
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.weights.transfer.update_order import TransportName
@@ -15,6 +16,30 @@ START_S = 600.0
 """Seconds that an engine may take to start, in addition to reading its weights."""
 READ_BYTES_PER_S = 0.25e9
 """Bytes of weights read per second from a disk that many nodes read at once."""
+
+FLAG = "--vllm-arg"
+OURS = {
+    "model": "--hf-checkpoint",
+    "dtype": "--vllm-dtype",
+    "tensor_parallel_size": "--rollout-num-gpus-per-engine",
+    "max_model_len": "--rollout-max-context-len",
+    "max_num_seqs": "--vllm-max-num-seqs",
+    "kv_cache_memory_bytes": "--vllm-kv-cache-bytes",
+    "gpu_memory_utilization": "--vllm-gpu-memory-utilization",
+    "enforce_eager": "--vllm-enforce-eager",
+    "enable_sleep_mode": "--colocate",
+    "seed": "--seed",
+    "skip_tokenizer_init": None,
+    "logprobs_mode": None,
+    "disable_log_stats": None,
+    "per_request_spec_decode_metrics": None,
+    "weight_transfer_config": None,
+    "worker_extension_cls": None,
+    "language_model_only": None,
+    "enable_return_routed_experts": "--use-rollout-routing-replay",
+}
+"""Argument that every engine is given anyway → the flag that sets it; None: it follows from other
+settings."""
 
 RECURRENT_CACHE_ON_CPU: dict[str, Any] = {"enable_chunked_prefill": True, "prefix_match_unit": 64}
 """Arguments of vLLM's prefix cache for models with delta nets. A state is kept at a prompt's last multiple of
@@ -125,3 +150,23 @@ def start_timeout(rollout: RolloutConfig, hf_dir: Path) -> float:
         return rollout.vllm_start_timeout
     weights = sum(file.stat().st_size for file in hf_dir.glob("*.safetensors"))
     return START_S + weights / READ_BYTES_PER_S
+
+
+def vllm_arguments(pairs: Sequence[str]) -> dict[str, Any]:
+    """Return the values of --vllm-arg name=value by name, with the type that vLLM declares: text, a number, a
+    truth value or a list. Values of vLLM's own types are parsed as YAML.
+
+    Raises:
+        ValueError: no such argument, one that this project sets itself, or a value of another type.
+    """
+    if not pairs:
+        return {}
+    try:
+        known = declared_fields("vllm", "engine/arg_utils.py", "EngineArgs")
+    except ValueError as error:
+        raise ValueError(f"{FLAG}: {error}") from None
+    instead = {
+        name: f"use {flag}" if flag else "it follows from the model and the device"
+        for name, flag in OURS.items()
+    }
+    return declared_values(FLAG, pairs, known, instead, library="vLLM", of="EngineArgs")
