@@ -9,11 +9,10 @@ from megatron_ibpo.config import Config
 from megatron_ibpo.credit import find_operator
 from megatron_ibpo.engines.registry import engine_needs
 from megatron_ibpo.models import ModelShape
-from megatron_ibpo.plan.lengths import log_normal, recorded
 from megatron_ibpo.plan.machine import Machine, Seen, find_machine
 from megatron_ibpo.plan.roofline import checkpoint_seconds
 from megatron_ibpo.plan.step_time import StepTimes, step_times
-from megatron_ibpo.plan.workload import Basis, Engine, Layout, Task
+from megatron_ibpo.plan.workload import Basis, Engine, Layout, Task, log_normal, recorded
 from megatron_ibpo.policy.overrides import model_chunks, model_overrides
 
 WRONG = 0.5

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ibpo.config import RolloutConfig
-from megatron_ibpo.data.eos import read_eos_token_ids
+from megatron_ibpo.data.tokenizer import read_eos_token_ids
 from megatron_ibpo.engines.settings import EngineSettings
 from megatron_ibpo.engines.vllm.arguments import vllm_arguments
 from megatron_ibpo.engines.vllm.needs import kv_cache_bytes
