@@ -18,9 +18,8 @@ from megatron_ibpo.config import Config
 from megatron_ibpo.models import ModelShape
 from megatron_ibpo.plan.hardware import Hardware
 from megatron_ibpo.plan.machine import Coefficients, Fitted, Machine, Seen, workload_of
-from megatron_ibpo.plan.prediction import setting_of
+from megatron_ibpo.plan.prediction import compared, setting_of
 from megatron_ibpo.plan.roofline import GIB
-from megatron_ibpo.plan.step_time import compared
 from megatron_ibpo.plan.workload import recorded
 from megatron_ibpo.report.stages import SAMPLING, STEP, TRAINING, WEIGHTS, measured_seconds
 

@@ -1,8 +1,7 @@
 """Seconds of a step of reinforcement learning: stages by the roofline, one after the other or in parallel.
 
 Stages of a step add up. Engines that sample ahead work in parallel with the trainer: the slower of both
-counts, and several steps share the wait for the longest response. A run's forecast is in the stages that it
-measures.
+counts, and several steps share the wait for the longest response.
 """
 
 import math
@@ -11,11 +10,6 @@ from typing import Literal
 
 import numpy as np
 
-from megatron_ibpo.config import Config
-from megatron_ibpo.models import ModelShape
-from megatron_ibpo.plan.hardware import kind_of
-from megatron_ibpo.plan.machine import find_machine, workload_of
-from megatron_ibpo.plan.prediction import setting_of
 from megatron_ibpo.plan.roofline import (
     checkpoint_seconds,
     decode_seconds,
@@ -24,7 +18,6 @@ from megatron_ibpo.plan.roofline import (
     update_seconds,
 )
 from megatron_ibpo.plan.workload import Basis, Engine, Layout, PassTime, Sampled, Task, stand_ins
-from megatron_ibpo.report.stages import SAMPLING, STEP, TRAINING, WEIGHTS, Forecast
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,37 +131,3 @@ def _sampling_bound(basis: Basis, engine: Engine, task: Task, sampled: Sampled) 
     }
     parts["weights"] = whole - sum(parts.values())
     return max(parts, key=parts.__getitem__)
-
-
-def forecast(config: Config, shape: ModelShape, world_size: int, device: str) -> Forecast:
-    """Return the forecast of a run whose configuration is resolved.
-
-    Args:
-        device: name of the device that its trainers compute on.
-    """
-    named = config.run.dry_run_hardware or kind_of(device)
-    if named is None:
-        why = f"{device} is not among the known GPUs; `ibpo calibrate` measures a machine"
-        return Forecast(None, f"no time is predicted: {why}")
-    config = replace(config, run=replace(config.run, dry_run_hardware=named))
-    try:
-        measured_with, own = find_machine(named).workload, workload_of(config, shape, world_size)
-        if measured_with not in (None, own):
-            raise ValueError(f"{named} was measured with {measured_with}, and this is {own}")
-        seconds = compared(setting_of(config, shape, world_size).times())
-    except ValueError as error:
-        return Forecast(None, f"no time is predicted: {error}")
-    parts = ", ".join(f"{name} {value:.2f}" for name, value in seconds.items() if name != STEP)
-    return Forecast(seconds, f"predicted by {named}: {seconds[STEP]:.2f} s a step ({parts})")
-
-
-def compared(times: StepTimes) -> dict[str, float]:
-    """Return the seconds as a run measures them; for sampling ahead, the time that a step waits for it."""
-    training = times.log_probs + times.update + times.switching
-    waiting = times.total - training - times.weights - times.other
-    return {
-        SAMPLING: max(0.0, waiting),
-        TRAINING: training,
-        WEIGHTS: times.weights,
-        STEP: times.total,
-    }

@@ -11,7 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_ibpo.evaluate import SetEvaluation
-from megatron_ibpo.evaluate.stored_samples import RESULTS_FILE, finish_results, samples_path
+from megatron_ibpo.evaluate.sets import finish_results
+from megatron_ibpo.evaluate.stored_samples import RESULTS_FILE, samples_path
 from megatron_ibpo.report.display import open_console
 from megatron_ibpo.report.run_curves import STYLE
 from megatron_ibpo.report.run_dir import whole
