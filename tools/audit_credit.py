@@ -19,9 +19,8 @@ import tyro
 from megatron_ibpo.basics.entry_point import run_tool
 from megatron_ibpo.report import jsonable
 from megatron_ibpo.report.display import open_console
-from megatron_ibpo.study.audit_plot import plot_audit
 from megatron_ibpo.study.audit_run import audit_responses
-from megatron_ibpo.study.audit_table import audit_page
+from megatron_ibpo.study.audit_table import audit_page, plot_audit
 from megatron_ibpo.study.credit_audit import audit
 
 

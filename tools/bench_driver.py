@@ -46,7 +46,7 @@ from megatron_ibpo.credit import CreditContext, Vocabulary, any_group, credit_of
 from megatron_ibpo.data.tokenizer import HuggingFaceTokenizer
 from megatron_ibpo.journal import Journal, read_journal
 from megatron_ibpo.models import read_hf_config
-from megatron_ibpo.plan.lengths import SIGMA
+from megatron_ibpo.plan.workload import SIGMA
 from megatron_ibpo.rewards import Outcome, Verifier
 from megatron_ibpo.run.cost import CostMeter
 from megatron_ibpo.sampling import Sampler

@@ -15,7 +15,7 @@ from simulated_engines import SimulatedEngine, StepTime, in_virtual_time
 from megatron_ibpo.basics.records import Prompt, Sample, SampleRequest, token_ids
 from megatron_ibpo.config import RolloutConfig
 from megatron_ibpo.credit import CreditContext, Vocabulary, any_group, credit_of, find_operator
-from megatron_ibpo.plan.lengths import SIGMA
+from megatron_ibpo.plan.workload import SIGMA
 from megatron_ibpo.sampling import Sampler
 from megatron_ibpo.sampling.ahead import Ahead, Pace
 from megatron_ibpo.sampling.groups import GroupSampler, Rules

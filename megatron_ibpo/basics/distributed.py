@@ -15,8 +15,13 @@ from typing import Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 
-from megatron_ibpo.basics.environment_variables import environment_number
-from megatron_ibpo.basics.rendezvous import LOOPBACK, NODE_ADDRESS, STORE_DESCRIPTOR, listen
+from megatron_ibpo.basics.rendezvous import (
+    LOOPBACK,
+    NODE_ADDRESS,
+    STORE_DESCRIPTOR,
+    environment_number,
+    listen,
+)
 
 T = TypeVar("T")
 

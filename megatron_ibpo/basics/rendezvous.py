@@ -1,6 +1,12 @@
-"""Addresses and sockets by which the processes of a run find each other. Imports no torch."""
+"""Addresses, sockets, their directories and launchers' variables, by which the processes of a run find each
+other. Imports no torch."""
 
+import os
 import socket
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
 
 LOOPBACK = "127.0.0.1"
 NODE_ADDRESS = "IBPO_NODE_ADDRESS"
@@ -14,3 +20,61 @@ def listen(address: str, port: int = 0) -> socket.socket:
     """Return a socket that listens at this address and no other; if `port` is 0, at any free port."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     return socket.create_server((address, port), family=family)
+
+
+def environment_number(name: str, default: int, *, least: int = 0, most: int = 2**31 - 1) -> int:
+    """Return the variable's value; `default` if it is not set.
+
+    Raises:
+        ValueError: the value is not a whole number from `least` to `most`.
+    """
+    text = os.environ.get(name)
+    if text is None:
+        return default
+    try:
+        value = int(text)
+    except ValueError:
+        value = least - 1
+    if not least <= value <= most:
+        raise ValueError(
+            f"{name}={text[:40]!r} in the environment: must be a whole number between {least} and {most}"
+        )
+    return value
+
+
+LONGEST_SOCKET = 107
+"""Longest path of a Unix socket in bytes, a limit of Linux."""
+FALLBACKS = ("/tmp", "/dev/shm")
+RANDOM_PART = 8
+"""Characters that mkdtemp appends."""
+
+
+def private_directory(prefix: str, socket_bytes: int, fallbacks: Sequence[str] = FALLBACKS) -> Path:
+    """Make a directory that other users of the machine cannot enter: in TMPDIR or, if that is too long, in
+    one of `fallbacks`, with a line that says so.
+
+    Args:
+        socket_bytes: length of the longest path of a socket within the directory, with its leading slash.
+
+    Raises:
+        OSError: no such directory can be made.
+    """
+    room = LONGEST_SOCKET - socket_bytes - len(f"/{prefix}") - RANDOM_PART
+    wanted = tempfile.gettempdir()
+    too_long = (
+        f"TMPDIR={wanted} has {len(os.fsencode(wanted))} bytes, and the Unix sockets of {prefix}* leave it "
+        f"{room} at most"
+    )
+    for place in (wanted, *fallbacks):
+        if len(os.fsencode(place)) > room:
+            continue
+        try:
+            made = Path(tempfile.mkdtemp(prefix=prefix, dir=place))
+        except OSError:
+            if place == wanted:
+                raise
+            continue
+        if place != wanted:
+            print(f"{too_long}: {place} is used instead", file=sys.stderr, flush=True)
+        return made
+    raise OSError(f"{too_long}; set TMPDIR to a shorter path that can be written")

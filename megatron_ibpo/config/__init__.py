@@ -1,19 +1,24 @@
 """Configuration of a run: fields with range and reason, flags, recipes, presets, and checks."""
 
-from megatron_ibpo.config.algorithm import AlgorithmConfig
+from megatron_ibpo.config.algorithm import AlgorithmConfig, LossConfig
 from megatron_ibpo.config.all_fields import check_config
 from megatron_ibpo.config.config import Config, EvalSampling, eval_sampling, on_device
 from megatron_ibpo.config.config_error import ConfigError, nearest
 from megatron_ibpo.config.data import DataConfig
-from megatron_ibpo.config.environment import EnvironmentConfig
 from megatron_ibpo.config.eval_specs import EvalSpec, as_specs
 from megatron_ibpo.config.flags import load_recipe, parse_config
 from megatron_ibpo.config.help import COMMON_FLAGS
 from megatron_ibpo.config.hooks import known_or_path, load_hook, load_module
-from megatron_ibpo.config.hub_ids import HubId, display_name
-from megatron_ibpo.config.loss import LossConfig
 from megatron_ibpo.config.parameters import Registry, built
-from megatron_ibpo.config.paths import hub_id, path_in_recipe, path_of_user, searched, user_directory
+from megatron_ibpo.config.paths import (
+    HubId,
+    display_name,
+    hub_id,
+    path_in_recipe,
+    path_of_user,
+    searched,
+    user_directory,
+)
 from megatron_ibpo.config.presets import PRESETS, algorithm_of
 from megatron_ibpo.config.ranges import (
     COUNT,
@@ -26,7 +31,7 @@ from megatron_ibpo.config.ranges import (
     within,
 )
 from megatron_ibpo.config.recipes import config_yaml, read_yaml, write_config
-from megatron_ibpo.config.rollout import RolloutConfig
+from megatron_ibpo.config.rollout import EnvironmentConfig, RolloutConfig
 from megatron_ibpo.config.run import EVAL_PRESETS
 from megatron_ibpo.config.trainer import ModelConfig, OptimizerConfig, ParallelConfig
 

@@ -1,9 +1,22 @@
-"""Credit settings: the method, token credit and estimator, and the groups to train on."""
+"""Settings of the algorithm: credit, the groups to train on, the loss and the corrections of its ratios."""
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from megatron_ibpo.config.ranges import COUNT, NO_FLAG, UNIT
+from megatron_ibpo.config.config_error import broken
+from megatron_ibpo.config.ranges import (
+    AROUND_1,
+    COUNT,
+    NAMED_VALUES,
+    NO_FLAG,
+    NOT_NEGATIVE,
+    POSITIVE,
+    UNIT,
+    UseAppendAction,
+)
+
+if TYPE_CHECKING:
+    from megatron_ibpo.config.config import Config
 
 
 @dataclass
@@ -55,3 +68,96 @@ class AlgorithmConfig:
     overlong_buffer_share: Annotated[float, UNIT] = 0.0
     """DAPO: share of --rollout-max-response-len, at its end, in which a response loses reward, up to 1 at the
     full length. 0: off; DAPO uses 0.2 (4,096 of 20,480 tokens)."""
+
+
+@dataclass
+class LossConfig:
+    """The policy-gradient loss."""
+
+    loss_variant: str = "gspo"
+    """Name in `megatron_ibpo.loss.VARIANTS`: gspo, gspo-token, gspo-dual-clip, grpo, ppo-clip, dual-clip,
+    dapo, dr-grpo, cispo, sapo, gmpo, nll; or an import path package.module:VARIANT. A variant owns its
+    parameters: naming another variant discards the clips and --loss-param given for the previous one."""
+    loss_param: Annotated[tuple[str, ...], UseAppendAction, NAMED_VALUES] = ()
+    """Parameters of the loss variant as name=value, such as sapo's tau_pos=1.2; in a recipe also a mapping.
+    Each variant defines their defaults and ranges."""
+    eps_clip: float | None = None
+    """Lower clip range, the variant's parameter eps_low. None: the variant's own, 3e-4 for gspo, as is usual
+    with its length-normalised ratio, .2 for grpo."""
+    eps_clip_high: float | None = None
+    """Upper clip range, the variant's parameter eps_high. None: --eps-clip if given, otherwise the variant's
+    own, 4e-4 for gspo, .2 for grpo, .28 for dapo."""
+    loss_aggregation: Literal["variant", "sequence-mean", "token-mean", "constant"] = "variant"
+    """Divisor of a sequence's sum over tokens. "sequence-mean": its own length. "token-mean": the mean length
+    of the mini-batch, so that every token counts the same. "constant": --rollout-max-response-len. "variant":
+    as published for the variant."""
+    loss_backend: Literal["auto", "triton", "torch"] = "auto"
+    """Implementation of the loss. "auto": the Triton kernels on GPUs wherever they can be used, plain torch
+    otherwise; the choice is printed at start."""
+    fuse_lm_head: bool = False
+    """Compute logits, loss and gradient in chunks of rows inside the loss, so that logits are never held
+    whole. Saves tokens per micro-batch times vocabulary of memory, and takes one or two fp32 matrices of the
+    LM head's size. Off because its speed on GPUs has not been measured."""
+    kl_coef: Annotated[float, NOT_NEGATIVE] = 0.0
+    """Weight of the KL divergence from the reference policy (--ref-load) in the loss. 0: no reference, as in
+    the paper."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Estimate of that divergence from the sampled tokens: -d, d²/2 or e^d - d - 1 of the log-ratio d = log
+    π_ref - log π. "k3" is unbiased and never negative."""
+    value_clip: Annotated[float, POSITIVE] = 0.2
+    """Largest move of the critic's value from its old one that its loss still follows (PPO)."""
+    old_logprobs: Literal["recompute", "engine"] = "recompute"
+    """Log-probs of the sampled tokens in the denominator of the loss's ratios. "recompute": the trainer's
+    own, under its weights at the first optimizer step of a rollout, from a forward pass where one is needed.
+    Differences from the engine are left to the importance corrections. "engine": the log-probs that the
+    engine sampled by. Saves the pass, but ratios and clips then also act on that difference."""
+    use_routing_replay: bool = False
+    """Mixture-of-experts models: in a rollout's optimizer steps, routers reuse the experts chosen in the pass
+    for the old log-probs, so that a ratio does not compare two different models. Off: each pass routes by
+    itself. A mini-batch whose own pass gives its old log-probs (the first, without importance corrections)
+    has nothing to replay."""
+    use_tis: bool = False
+    """Importance correction: weight the gradient of each token by its ratio of trainer to engine, at most
+    --tis-clip (ibpo step 14, per token). Off, as in the paper."""
+    tis_clip: Annotated[float, POSITIVE] = 2.0
+    """Largest such weight. 2 as published."""
+    icepop: Annotated[tuple[float, float] | None, AROUND_1] = None
+    """Importance correction instead of --use-tis, LOW HIGH: weight tokens by that ratio, and by 0 where it
+    lies outside. Published: 0.5 5."""
+    sequence_rejection: Annotated[tuple[float, float] | None, AROUND_1] = None
+    """Importance correction, alone or with one of the above, LOW HIGH: weight a sequence by 0 if the
+    geometric mean of its tokens' ratios lies outside. The mean is near 1, so use tight bounds, such as 0.99
+    1.01."""
+    num_steps_per_rollout: Annotated[int, COUNT] = 1
+    """Optimizer steps (mini-batches of whole prompts) per rollout. With 1, all ratios to recomputed log-probs
+    are 1."""
+
+    @property
+    def corrections(self) -> list[str]:
+        """Flags of the importance corrections that are on."""
+        on = {
+            "--use-tis": self.use_tis,
+            "--icepop": self.icepop is not None,
+            "--sequence-rejection": self.sequence_rejection is not None,
+        }
+        return [name for name, chosen in on.items() if chosen]
+
+    def problems(self, config: "Config") -> list[str]:
+        """Return the problems, one line each."""
+        from_engine, steps = self.old_logprobs == "engine", self.num_steps_per_rollout
+        size = config.rollout.rollout_batch_size
+        return broken(
+            {
+                f"--num-steps-per-rollout: {steps} mini-batches of whole prompts cannot be made equally from "
+                f"--rollout-batch-size {size}": steps >= 1 and size % steps > 0,
+                "--use-tis and --icepop both weight tokens by the same ratio: take one of them": (
+                    self.use_tis and self.icepop is not None
+                ),
+                f"--old-logprobs engine: {' and '.join(self.corrections)} would correct what recomputed "
+                "log-probs and the engine's differ by, and nothing is recomputed; drop one or the other": (
+                    bool(self.corrections) and from_engine
+                ),
+                "--use-routing-replay: replays the trainer's pass for old log-probs, and --old-logprobs "
+                "engine has none; use --use-rollout-routing-replay": self.use_routing_replay and from_engine,
+            }
+        )

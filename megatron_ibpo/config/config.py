@@ -9,12 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from megatron_ibpo.config.algorithm import AlgorithmConfig
+from megatron_ibpo.config.algorithm import AlgorithmConfig, LossConfig
 from megatron_ibpo.config.data import DataConfig
-from megatron_ibpo.config.environment import EnvironmentConfig
-from megatron_ibpo.config.loss import LossConfig
 from megatron_ibpo.config.ranges import named_values
-from megatron_ibpo.config.rollout import RolloutConfig
+from megatron_ibpo.config.rollout import EnvironmentConfig, RolloutConfig
 from megatron_ibpo.config.run import EVAL_PRESETS, ClusterConfig, RunConfig
 from megatron_ibpo.config.trainer import ModelConfig, OptimizerConfig, ParallelConfig
 

@@ -15,8 +15,7 @@ from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 
-from megatron_ibpo.basics.records import Group, Sample
-from megatron_ibpo.basics.shared_prefixes import shared_length
+from megatron_ibpo.basics.records import Group, Sample, shared_length
 from megatron_ibpo.config import COUNT
 from megatron_ibpo.credit.operator import CreditContext, TokenTexts, TokenWeights, lent
 from megatron_ibpo.credit.spans import split_spans

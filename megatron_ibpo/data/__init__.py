@@ -19,7 +19,7 @@ from megatron_ibpo.data.held_out import (
 )
 from megatron_ibpo.data.large_files import prompts_of_table
 from megatron_ibpo.data.left_out import Tally
-from megatron_ibpo.data.mixture import mixed
+from megatron_ibpo.data.order import mixed
 from megatron_ibpo.data.pass_rates import PassRates, open_pass_rates
 from megatron_ibpo.data.prompts import PromptSource
 from megatron_ibpo.data.row_prompts import OWN_SCHEME, Reader, Rows, own_rows, prompts_of_rows

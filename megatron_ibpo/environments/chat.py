@@ -11,8 +11,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from megatron_ibpo.data.eos import read_eos_token_ids
-from megatron_ibpo.data.tokenizer import DataError, Tokenizer
+from megatron_ibpo.data.tokenizer import DataError, Tokenizer, read_eos_token_ids
 from megatron_ibpo.environments.families import family_readers
 from megatron_ibpo.environments.hermes import as_text, policy_message, read_text, tools_text
 from megatron_ibpo.environments.protocol import Message, Tool

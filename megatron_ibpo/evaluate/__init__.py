@@ -1,8 +1,7 @@
 """Evaluation of a policy on held-out prompts."""
 
-from megatron_ibpo.evaluate.accuracy import Evaluation, evaluate
+from megatron_ibpo.evaluate.accuracy import Corrector, Evaluation, evaluate
 from megatron_ibpo.evaluate.eval_sample import Asked, EvalSample, eval_sample
-from megatron_ibpo.evaluate.inference import Corrector
 from megatron_ibpo.evaluate.sets import EvalSet, SetEvaluation, open_eval_sets, set_settings
 from megatron_ibpo.evaluate.stored_samples import KeptError, KeptSamples, answered
 

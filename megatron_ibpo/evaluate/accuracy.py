@@ -1,21 +1,67 @@
-"""Accuracy on held-out prompts: sampled (avg@k), greedy, majority vote, best-of-k, and after correction."""
+"""Accuracy on held-out prompts: sampled (avg@k), greedy, majority vote, best-of-k, and after correction.
+
+Correction at test time is the paper's GSPO+Prompt: every sample is corrected alongside others.
+"""
 
 import math
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 import numpy as np
 
-from megatron_ibpo.basics.records import Prompt, SampleRequest
+from megatron_ibpo.basics.records import Prompt, Sample, SampleRequest, TokenIds
 from megatron_ibpo.basics.seeds import derive_seed
 from megatron_ibpo.basics.text import counted
 from megatron_ibpo.config import EvalSampling
 from megatron_ibpo.evaluate.eval_sample import Asked, EvalSample, Key, Kind
-from megatron_ibpo.evaluate.inference import Corrector, corrections_asked
 from megatron_ibpo.evaluate.pass_at_k import Outcomes, best_of, interval, majority, mean_over_prompts, pass_at
 
 Ask = Callable[[Sequence[Asked]], Sequence[EvalSample]]
 """Requests → scored samples, in order. Stored samples are reused without asking an engine again."""
+
+
+@dataclass(frozen=True)
+class Corrector:
+    """The way solutions are corrected at test time."""
+
+    prompt_ids: Callable[[Prompt, Sequence[Sample]], TokenIds]
+    """(prompt, candidate solutions, the one to be corrected first) → x̃."""
+    num_candidates: int
+    """K: number of a prompt's samples in a correction prompt."""
+    max_context: int
+    """Limit of tokens in x̃ and the correction together."""
+
+
+def corrections_asked(
+    prompt: Prompt,
+    samples: Sequence[EvalSample],
+    corrector: Corrector,
+    sampling: EvalSampling,
+    seed: int,
+) -> list[Asked]:
+    """Return one correction request per sample of a prompt, except where x̃ leaves no room for the
+    correction.
+
+    Args:
+        samples: all samples of the prompt, by number; at least num_candidates.
+    """
+    asked = []
+    for number, target in enumerate(samples):
+        rng = random.Random(derive_seed("test-time pair", seed, prompt.index, number))
+        others = rng.sample([*samples[:number], *samples[number + 1 :]], corrector.num_candidates - 1)
+        x_tilde = corrector.prompt_ids(prompt, [own.as_candidate(prompt) for own in (target, *others)])
+        if len(x_tilde) + sampling.max_tokens <= corrector.max_context:
+            request = SampleRequest(
+                x_tilde,
+                derive_seed("test-time correction", seed, prompt.index, number),
+                sampling.max_tokens,
+                sampling.temperature,
+                sampling.top_p,
+                sampling.top_k,
+            )
+            asked.append(Asked(("correction", prompt.index, number), prompt, request))
+    return asked
 
 
 @dataclass(frozen=True)

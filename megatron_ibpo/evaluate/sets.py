@@ -1,7 +1,8 @@
-"""The sets of held-out prompts of a run or an evaluation, opened and checked."""
+"""The sets of held-out prompts of a run or an evaluation, opened and checked; and results.json, the results
+of an evaluation by set and by problem."""
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -24,11 +25,19 @@ from megatron_ibpo.data import DataError, PromptSource, Tokenizer, open_source
 from megatron_ibpo.data.generated import told_if_slow
 from megatron_ibpo.data.layouts import fields_read
 from megatron_ibpo.data.row_prompts import prompts_of_rows, read_jsonl
-from megatron_ibpo.evaluate.accuracy import Evaluation
+from megatron_ibpo.evaluate.accuracy import Evaluation, unknown_as_nan
 from megatron_ibpo.evaluate.benchmark_files import checksums
 from megatron_ibpo.evaluate.benchmarks import BENCHMARKS, BenchmarkRows
 from megatron_ibpo.evaluate.eval_sample import EvalSample, problem_id
-from megatron_ibpo.evaluate.stored_samples import Settings, prompts_digest
+from megatron_ibpo.evaluate.pass_at_k import interval_over_prompts
+from megatron_ibpo.evaluate.stored_samples import (
+    FINISHED,
+    UNFINISHED,
+    Settings,
+    prompts_digest,
+    read_results,
+    write_results,
+)
 from megatron_ibpo.rewards import answer_extractor, extracted_answer, main_rm_type
 from megatron_ibpo.rewards.verifier import rm_type_of
 
@@ -269,3 +278,48 @@ def _field_names(path: Path) -> Iterator[str]:
     for _, row in read_jsonl(path):
         if isinstance(row, dict):  # other rows are reported elsewhere
             yield from row
+
+
+def finish_results(
+    directory: Path, evaluated: Sequence[SetEvaluation], more: dict[str, Any]
+) -> dict[str, Any]:
+    """Write the results of these sets beside existing results of others, and return all of them.
+
+    Args:
+        more: entries beside the sets, such as seconds.
+    """
+    content = read_results(directory)
+    for one in evaluated:
+        content["sets"][one.set.name] |= set_results(one)
+    finished = all("measures" in entry for entry in content["sets"].values())
+    content |= {"status": FINISHED if finished else UNFINISHED, **more}
+    write_results(directory, content)
+    return content
+
+
+def set_results(one: SetEvaluation) -> dict[str, Any]:
+    """Return the entries of one set. measures: as in the metrics log. intervals: 95 %, for each measure that
+    is a mean over problems. problems: id, digest of question and label, and each such measure's value for
+    every problem, in order."""
+    evaluation = one.evaluation
+    intervals = {
+        name: interval_over_prompts(unknown_as_nan(values))
+        for name, values in evaluation.by_prompt.items()
+        if any(value is not None for value in values)
+    }
+    intervals["accuracy"] = (evaluation.accuracy_low, evaluation.accuracy_high)
+    return {
+        "measures": evaluation.metrics(),
+        "intervals": {name: list(bounds) for name, bounds in intervals.items()},
+        "problems": {
+            "id": [problem_id(prompt) for prompt in one.set.prompts],
+            "digest": [_digest(prompt) for prompt in one.set.prompts],
+            **evaluation.by_prompt,
+        },
+        "notes": list(one.set.notes),
+    }
+
+
+def _digest(prompt: Prompt) -> str:
+    text = f"{prompt.text}\0{prompt.label}".encode(errors="replace")
+    return hashlib.blake2b(text, digest_size=8).hexdigest()

@@ -10,8 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron_ibpo.models.delta_net.cost import mixer_cost
-from megatron_ibpo.models.delta_net.shape import DeltaNetShape, delta_net_fields
+from megatron_ibpo.models.delta_net.shape import DeltaNetShape, delta_net_fields, mixer_cost
 from megatron_ibpo.models.delta_net.spec import layer_spec, megatron_fields, mtp_layer_spec
 from megatron_ibpo.models.delta_net.weight_map import in_projection, mixed_entries, mtp_entries
 from megatron_ibpo.models.shape import Fields, expert_fields

@@ -16,14 +16,12 @@ from scipy.optimize import least_squares
 from megatron_ibpo.basics.records import Group
 from megatron_ibpo.config import Config
 from megatron_ibpo.models import ModelShape
-from megatron_ibpo.plan.coefficients import Coefficients, Fitted
-from megatron_ibpo.plan.forecast import compared
 from megatron_ibpo.plan.hardware import Hardware
-from megatron_ibpo.plan.lengths import recorded
-from megatron_ibpo.plan.machine import Machine, Seen, workload_of
-from megatron_ibpo.plan.prediction import setting_of
+from megatron_ibpo.plan.machine import Coefficients, Fitted, Machine, Seen, workload_of
+from megatron_ibpo.plan.prediction import compared, setting_of
 from megatron_ibpo.plan.roofline import GIB
-from megatron_ibpo.report.prediction_error import SAMPLING, STEP, TRAINING, WEIGHTS, measured_seconds
+from megatron_ibpo.plan.workload import recorded
+from megatron_ibpo.report.stages import SAMPLING, STEP, TRAINING, WEIGHTS, measured_seconds
 
 _QUANTILES = 16
 """Quantiles of response lengths to store in a machine's file."""

@@ -2,6 +2,7 @@
 
 A rank's part of every stage of the real model is built on the meta device (`census`), memory is counted from
 it (`memory`), and configurations that training or engines would refuse are refused here, with the reason.
+Settings of --model-override that change memory in ways this does not count are named.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from megatron_ibpo.cluster.placement import Engines, Node, Placement, plan_place
 from megatron_ibpo.config import Config, RolloutConfig, on_device
 from megatron_ibpo.engines.registry import engine_needs
 from megatron_ibpo.models import ModelShape, check_layout, read_hf_config
+from megatron_ibpo.models.cost import COUNTED
 from megatron_ibpo.models.layout import context_chunks
 from megatron_ibpo.models.lora import check_lora
 from megatron_ibpo.plan.memory import (
@@ -26,7 +28,7 @@ from megatron_ibpo.plan.memory import (
     sync_bytes,
 )
 from megatron_ibpo.plan.parameter_count import Census, take_census
-from megatron_ibpo.policy.overrides import model_chunks
+from megatron_ibpo.policy.overrides import model_chunks, model_overrides, recomputed_modules
 
 USABLE_SHARE = 0.97
 """Usable share of a GPU's memory: the driver keeps some, and 80 GB cards offer a little less than 80 GiB."""
@@ -264,3 +266,45 @@ def sequences(plan: Plan, tokens: int) -> float:
     one = kv_bytes(plan.shape, plan.config, tokens)
     one += state_bytes_per_sequence(plan.shape, plan.config)
     return plan.engine.kv_cache / one
+
+
+_GRAPHS = "what CUDA graphs hold"
+_OFFLOADED = "activations that wait in main memory"
+_USER_BUFFERS = "buffers for communication beside computation"
+_QUANTIZED = "inputs of products in fewer bytes"
+UNCOUNTED = {
+    "activation_offload_fraction": _OFFLOADED,
+    "cpu_offloading": _OFFLOADED,
+    "cuda_graph_impl": _GRAPHS,
+    "delay_offload_until_cuda_graph": _OFFLOADED,
+    "distribute_saved_activations": "inputs of recomputed layers, cut over tensor-parallel ranks",
+    "enable_cuda_graph": _GRAPHS,
+    "external_cuda_graph": _GRAPHS,
+    "fine_grained_activation_offloading": _OFFLOADED,
+    "fp4": _QUANTIZED,
+    "fp4_param": "parameters in FP4",
+    "fp8": _QUANTIZED,
+    "fp8_dot_product_attention": "attention in FP8",
+    "fp8_param": "parameters in FP8",
+    "moe_enable_deepep": "DeepEP's buffers",
+    "moe_paged_stash": _OFFLOADED,
+    "moe_shared_expert_overlap": "shared experts that keep theirs beside the exchange",
+    "moe_token_dispatcher_type": "buffers of the exchange",
+    "overlap_moe_expert_parallel_comm": "a second micro-batch under way",
+    "tp_comm_overlap": _USER_BUFFERS,
+}
+"""Field of TransformerConfig → its memory that is not counted."""
+
+
+def not_counted(config: Config) -> list[str]:
+    """Return each setting of --model-override that changes memory uncounted, with the memory that it
+    changes."""
+    return list(_not_counted(config))
+
+
+def _not_counted(config: Config) -> Iterator[str]:
+    for name, value in model_overrides(config).items():
+        if name in UNCOUNTED and value not in (None, False, "none"):
+            yield f"{name} ({UNCOUNTED[name]})"
+    if unknown := sorted(recomputed_modules(config) - COUNTED):
+        yield f"recompute_modules {', '.join(unknown)}"

@@ -24,7 +24,7 @@ from megatron_ibpo.policy.overrides import (
     optimizer_bytes,
     recomputed_modules,
 )
-from megatron_ibpo.weights.saved_sizes import checkpoint_bytes
+from megatron_ibpo.weights.formats.retention import checkpoint_bytes
 
 GIB = 1024**3
 CONTEXT_BYTES = int(0.75 * GIB)

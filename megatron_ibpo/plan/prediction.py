@@ -1,4 +1,5 @@
-"""The predicted time of a run: seconds per step by stage, GPU-hours, and changes that would help."""
+"""The predicted time of a run: seconds per step by stage, GPU-hours, and changes that would help. And its
+forecast before its first step, in the stages that a run measures."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -9,12 +10,13 @@ from megatron_ibpo.config import Config
 from megatron_ibpo.credit import find_operator
 from megatron_ibpo.engines.registry import engine_needs
 from megatron_ibpo.models import ModelShape
-from megatron_ibpo.plan.lengths import log_normal, recorded
-from megatron_ibpo.plan.machine import Machine, Seen, find_machine
+from megatron_ibpo.plan.hardware import kind_of
+from megatron_ibpo.plan.machine import Machine, Seen, find_machine, workload_of
 from megatron_ibpo.plan.roofline import checkpoint_seconds
 from megatron_ibpo.plan.step_time import StepTimes, step_times
-from megatron_ibpo.plan.workload import Basis, Engine, Layout, Task
+from megatron_ibpo.plan.workload import Basis, Engine, Layout, Task, log_normal, recorded
 from megatron_ibpo.policy.overrides import model_chunks, model_overrides
+from megatron_ibpo.report.stages import SAMPLING, STEP, TRAINING, WEIGHTS, Forecast
 
 WRONG = 0.5
 """Assumed share of wrong responses; each is corrected --ibpo-corrections times."""
@@ -243,3 +245,37 @@ def lines(setting: Setting, steps: int, price: float | None = None) -> list[str]
 
 def _seconds(value: float) -> str:
     return f"{value:.1f} s" if value < 100 else f"{value:,.0f} s"
+
+
+def forecast(config: Config, shape: ModelShape, world_size: int, device: str) -> Forecast:
+    """Return the forecast of a run whose configuration is resolved.
+
+    Args:
+        device: name of the device that its trainers compute on.
+    """
+    named = config.run.dry_run_hardware or kind_of(device)
+    if named is None:
+        why = f"{device} is not among the known GPUs; `ibpo calibrate` measures a machine"
+        return Forecast(None, f"no time is predicted: {why}")
+    config = replace(config, run=replace(config.run, dry_run_hardware=named))
+    try:
+        measured_with, own = find_machine(named).workload, workload_of(config, shape, world_size)
+        if measured_with not in (None, own):
+            raise ValueError(f"{named} was measured with {measured_with}, and this is {own}")
+        seconds = compared(setting_of(config, shape, world_size).times())
+    except ValueError as error:
+        return Forecast(None, f"no time is predicted: {error}")
+    parts = ", ".join(f"{name} {value:.2f}" for name, value in seconds.items() if name != STEP)
+    return Forecast(seconds, f"predicted by {named}: {seconds[STEP]:.2f} s a step ({parts})")
+
+
+def compared(times: StepTimes) -> dict[str, float]:
+    """Return the seconds as a run measures them; for sampling ahead, the time that a step waits for it."""
+    training = times.log_probs + times.update + times.switching
+    waiting = times.total - training - times.weights - times.other
+    return {
+        SAMPLING: max(0.0, waiting),
+        TRAINING: training,
+        WEIGHTS: times.weights,
+        STEP: times.total,
+    }

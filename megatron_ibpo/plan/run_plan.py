@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from megatron_ibpo.basics.environment_variables import environment_number
+from megatron_ibpo.basics.rendezvous import environment_number
 from megatron_ibpo.basics.text import counted, listed
 from megatron_ibpo.cluster.main_memory import main_memory
 from megatron_ibpo.config import Config, on_device
@@ -21,6 +21,7 @@ from megatron_ibpo.plan.feasibility import (
     Plan,
     full_contexts,
     make_plan,
+    not_counted,
     peaks,
     ranks_per_node,
     sequences,
@@ -37,10 +38,9 @@ from megatron_ibpo.plan.memory import (
 from megatron_ibpo.plan.node_memory import memory_on_cpus
 from megatron_ibpo.plan.parameter_count import Census
 from megatron_ibpo.plan.prediction import lines, setting_of
-from megatron_ibpo.plan.uncounted_overrides import not_counted
 from megatron_ibpo.report.display import open_console, sizes_table
 from megatron_ibpo.report.sizes import run_sizes
-from megatron_ibpo.weights.saved_sizes import checkpoint_bytes, export_bytes, kept_at_once
+from megatron_ibpo.weights.formats.retention import checkpoint_bytes, export_bytes, kept_at_once
 
 FITS, REFUSED = 0, 2
 

@@ -10,7 +10,6 @@ from typing import Literal
 
 import numpy as np
 
-from megatron_ibpo.plan.lengths import stand_ins
 from megatron_ibpo.plan.roofline import (
     checkpoint_seconds,
     decode_seconds,
@@ -18,7 +17,7 @@ from megatron_ibpo.plan.roofline import (
     sample,
     update_seconds,
 )
-from megatron_ibpo.plan.workload import Basis, Engine, Layout, PassTime, Sampled, Task
+from megatron_ibpo.plan.workload import Basis, Engine, Layout, PassTime, Sampled, Task, stand_ins
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,8 +11,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from megatron_ibpo.basics.records import TrainSequence
-from megatron_ibpo.basics.shared_prefixes import repeated_prefixes
+from megatron_ibpo.basics.records import TrainSequence, repeated_prefixes
 from megatron_ibpo.config import Config, LossConfig, ParallelConfig
 from megatron_ibpo.models.layout import context_chunks
 from megatron_ibpo.policy.overrides import micro_batch_multiple

@@ -2,8 +2,7 @@
 
 from megatron_ibpo.report.alarms import RewardErrorRateError, check_reward_errors, rounding_bound, step_alarms
 from megatron_ibpo.report.display import Size
-from megatron_ibpo.report.metrics_log import read_rows
-from megatron_ibpo.report.mixture_sources import metrics_by_task
+from megatron_ibpo.report.metrics_log import metrics_by_task, read_rows
 from megatron_ibpo.report.problem_outcomes import load_outcomes, outcomes_path, save_outcomes
 from megatron_ibpo.report.rollout_data import load_groups, rollout_path, save_groups
 from megatron_ibpo.report.run_dir import (

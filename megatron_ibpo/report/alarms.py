@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from megatron_ibpo.basics.text import counted
 from megatron_ibpo.config import Config, named_values
-from megatron_ibpo.report.columns import Array, Columns
+from megatron_ibpo.report.metrics_log import Array, Columns
 
 REWARD_ERROR_SHARE = 0.05
 """Share of verifier failures from which there is an alarm: an occasional time-out is normal, one in twenty is

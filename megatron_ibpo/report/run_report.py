@@ -22,7 +22,6 @@ from megatron_ibpo.evaluate import SetEvaluation
 from megatron_ibpo.report.correction_value import break_even_lines
 from megatron_ibpo.report.display import ProgressDisplay, Size, sizes_table
 from megatron_ibpo.report.metrics_log import MetricsLog
-from megatron_ibpo.report.prediction_error import Forecast, error_line
 from megatron_ibpo.report.run_dir import (
     METRICS_FILE,
     PREDICTION_FILE,
@@ -31,6 +30,7 @@ from megatron_ibpo.report.run_dir import (
     jsonable,
     write_whole,
 )
+from megatron_ibpo.report.stages import Forecast, error_line
 from megatron_ibpo.report.summary import HELD_OUT_LOSS, summarise
 
 

@@ -1,8 +1,11 @@
-"""Seconds by stage of the loop."""
+"""Seconds by stage of the loop, and the error of a prediction of them."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
 
 FREE_STAGES = frozenset(
     {"start", "evaluate", "save", "report", "record", "check weights", "gradient meter", "operator skill"}
@@ -46,3 +49,52 @@ class Stages:
         """Return the seconds by stage since the last call."""
         taken, self._seconds = self._seconds, {}
         return taken
+
+
+SAMPLING, TRAINING, WEIGHTS, STEP = "sampling", "training", "weights", "step"
+_STAGES = {SAMPLING: ("sample",), TRAINING: ("log-probs", "train"), WEIGHTS: ("sync",)}
+"""Compared part → stages of the loop. A step is all stages that train (`report.stages.FREE_STAGES`)."""
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """A prediction of a step, or the reason why there is none."""
+
+    seconds: Mapping[str, float] | None
+    """Seconds of a step and of its parts, by the names here."""
+    said: str
+    """The same as text for the user."""
+
+
+def measured_seconds(rows: Sequence[Row]) -> dict[str, float] | None:
+    """Return the seconds of a step and of its parts: medians over all steps of a metrics log but the first,
+    which warms up. None if there are no others."""
+    steps = [row["seconds"] for row in rows if row["kind"] == "step" and row.get("seconds")][1:]
+    if not steps:
+        return None
+    found = {
+        name: median(sum(seconds.get(stage, 0.0) for stage in stages) for seconds in steps)
+        for name, stages in _STAGES.items()
+    }
+    whole = (sum(value for stage, value in seconds.items() if stage not in FREE_STAGES) for seconds in steps)
+    return found | {STEP: median(whole)}
+
+
+def prediction_error(predicted: Mapping[str, float], rows: Sequence[Row]) -> dict[str, float] | None:
+    """Return predicted / measured - 1, for a step and for each of its parts that took time. None without a
+    second step."""
+    measured = measured_seconds(rows)
+    if measured is None:
+        return None
+    return {name: predicted[name] / value - 1 for name, value in measured.items() if value > 0}
+
+
+def error_line(predicted: Mapping[str, float], errors: Mapping[str, float]) -> str:
+    """Return the errors as text for the user."""
+    parts = ", ".join(f"{name} {error:+.0%}" for name, error in errors.items() if name != STEP)
+    return (
+        f"A step was predicted to take {predicted[STEP]:.2f} s, an error of {errors[STEP]:+.0%} against the "
+        f"median step ({parts})."
+    )

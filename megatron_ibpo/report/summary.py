@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_ibpo.report.correction_value import break_even
-from megatron_ibpo.report.prediction_error import prediction_error
+from megatron_ibpo.report.stages import prediction_error
 
 COUNTS = (
     "truncated_responses",

@@ -1,16 +1,18 @@
 """Verifiers: the only source of rewards."""
 
-from megatron_ibpo.basics.reward_errors import RESPONSE_ERROR, LabelError, ResponseError
+from megatron_ibpo.basics.reward_value import RESPONSE_ERROR, LabelError, ResponseError
 from megatron_ibpo.rewards.final_answer import answer_place
-from megatron_ibpo.rewards.labels import CHECKED_AT_START, check_labels, named_rm_types
 from megatron_ibpo.rewards.verifier import (
+    CHECKED_AT_START,
     Pool,
     Score,
     Verifier,
     answer_extractor,
+    check_labels,
     check_servers,
     extracted_answer,
     main_rm_type,
+    named_rm_types,
     open_pool,
     open_verifier,
     reward_functions,

@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass
 from decimal import Decimal, InvalidOperation
 from typing import Any, NamedTuple
 
-from megatron_ibpo.basics.reward_errors import ResponseError
+from megatron_ibpo.basics.reward_value import ResponseError
 from megatron_ibpo.config import DataConfig
 from megatron_ibpo.rewards.executors import Executor, open_executor
 from megatron_ibpo.rewards.rebinding import with_rebinding

@@ -1,12 +1,13 @@
-"""A limit on the processor time that a response can make a judge spend."""
+"""Bounds on the cost of judging: many responses per message to a worker, and a limit on the processor time of
+each."""
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from megatron_ibpo.basics.reward_errors import ResponseError
+from megatron_ibpo.basics.reward_value import ResponseError
 
 _REPEAT_S = 0.2
 """Seconds until the next try, in case a library swallowed the exception."""
@@ -48,3 +49,22 @@ def cpu_limit(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGVTALRM, before)
+
+
+def in_batches(judge: Callable[[str, str, str, dict[str, Any]], Any]) -> Callable[..., list[Any]]:
+    """Return a batched verifier (`rewards.Verifier`) that judges each response by itself.
+
+    Args:
+        judge: (prompt, response, label, metadata) → value.
+    """
+
+    def score(
+        prompts: Sequence[str],
+        responses: Sequence[str],
+        labels: Sequence[str],
+        metadata: Sequence[dict[str, Any]],
+    ) -> list[Any]:
+        return [judge(*asked) for asked in zip(prompts, responses, labels, metadata, strict=True)]
+
+    score.batched = True  # type: ignore[attr-defined]
+    return score

@@ -17,11 +17,10 @@ from zlib import crc32
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 from sympy import Expr
 
-from megatron_ibpo.basics.reward_errors import RESPONSE_ERROR, LabelError, ResponseError
+from megatron_ibpo.basics.reward_value import RESPONSE_ERROR, LabelError, ResponseError
 from megatron_ibpo.rewards.exact import compare, decimal_comma, normal
 from megatron_ibpo.rewards.final_answer import final_boxes, final_part, stated_answer
-from megatron_ibpo.rewards.in_batches import in_batches
-from megatron_ibpo.rewards.limits import cpu_limit
+from megatron_ibpo.rewards.limits import cpu_limit, in_batches
 
 # math-verify asks for a time-out of the caller's own when its alarm signal is off; `cpu_limit` is that
 logging.getLogger("math_verify").setLevel(logging.ERROR)

@@ -6,10 +6,9 @@ from typing import Any
 
 import reasoning_gym
 
-from megatron_ibpo.basics.reward_errors import RESPONSE_ERROR, ResponseError
+from megatron_ibpo.basics.reward_value import RESPONSE_ERROR, ResponseError
 from megatron_ibpo.rewards.final_answer import final_boxes, final_part
-from megatron_ibpo.rewards.in_batches import in_batches
-from megatron_ibpo.rewards.limits import cpu_limit
+from megatron_ibpo.rewards.limits import cpu_limit, in_batches
 
 CHECK_S = 2.0
 """Seconds of processor time that one response may take, see `megatron_ibpo.rewards.math`."""

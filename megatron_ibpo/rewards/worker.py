@@ -16,8 +16,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-from megatron_ibpo.basics.reward_errors import WRONG, ResponseError
-from megatron_ibpo.basics.reward_value import read_reward
+from megatron_ibpo.basics.reward_value import WRONG, ResponseError, read_reward
 from megatron_ibpo.basics.supervised import die_with
 from megatron_ibpo.basics.text import error_text, printable
 from megatron_ibpo.config import ConfigError, load_hook

@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_ibpo.basics.records import Group, Sample, TokenIds, TrainSequence
-from megatron_ibpo.basics.shared_prefixes import repeated_prefixes
+from megatron_ibpo.basics.records import Group, Sample, TokenIds, TrainSequence, repeated_prefixes
 from megatron_ibpo.basics.text import shown
 from megatron_ibpo.models import ModelShape, forward_flops
 from megatron_ibpo.report.stages import FREE_STAGES

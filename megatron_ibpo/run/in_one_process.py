@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from megatron_ibpo.config import Config, on_device
-from megatron_ibpo.data.eos import read_eos_token_ids
+from megatron_ibpo.data.tokenizer import read_eos_token_ids
 from megatron_ibpo.engines import EngineLostError
 from megatron_ibpo.engines.lean import LeanEngine, check_shape, checkpoint_weights
 from megatron_ibpo.models import ModelShape

@@ -17,13 +17,13 @@ from megatron_ibpo.journal import Journal, Recovered, read_journal
 from megatron_ibpo.models import ModelShape, read_hf_config
 from megatron_ibpo.models.lora import adapter_elements
 from megatron_ibpo.report import prepare_run_dir
-from megatron_ibpo.report.run_lock import locked
+from megatron_ibpo.report.run_dir import locked
 from megatron_ibpo.rewards import Pool, check_labels, check_servers, named_rm_types, open_pool
 from megatron_ibpo.run.checks import check_loss_of_run
 from megatron_ibpo.run.resume_point import JOURNAL
 from megatron_ibpo.run.run_data import RunData, open_run_data, with_epochs
 from megatron_ibpo.sampling.episodes import Episodes, environment_of
-from megatron_ibpo.weights.saved_sizes import checkpoint_bytes, export_bytes, kept_at_once
+from megatron_ibpo.weights.formats.retention import checkpoint_bytes, export_bytes, kept_at_once
 
 
 @dataclass(frozen=True)

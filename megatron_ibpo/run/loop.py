@@ -38,7 +38,7 @@ from megatron_ibpo.report import (
     step_alarms,
 )
 from megatron_ibpo.report.disk import DiskWait, is_full
-from megatron_ibpo.report.kept_samples import is_kept, keep_samples
+from megatron_ibpo.report.rollout_data import is_kept, keep_samples
 from megatron_ibpo.report.run_dir import SKILL_FILE, write_whole
 from megatron_ibpo.run.cost import CostMeter
 from megatron_ibpo.run.operator_skill import (

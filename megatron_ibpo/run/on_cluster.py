@@ -12,8 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_ibpo.basics.environment_variables import environment_number
 from megatron_ibpo.basics.policy_digest import policy_digest
+from megatron_ibpo.basics.rendezvous import environment_number
 from megatron_ibpo.basics.text import counted
 from megatron_ibpo.cluster.engines import Engines
 from megatron_ibpo.cluster.environments import Environments

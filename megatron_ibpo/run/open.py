@@ -120,7 +120,7 @@ def join(
 
 def _introduce(reporter: Report, point: ResumePoint, processes: Processes, about: About) -> None:
     """Show the sizes of the run, the placement of its processes, and the predicted time per step."""
-    from megatron_ibpo.plan.forecast import forecast  # imports torch
+    from megatron_ibpo.plan.prediction import forecast  # imports torch
 
     config, engines = processes.config, processes.engines
     reporter.sizes(

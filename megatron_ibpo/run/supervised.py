@@ -29,7 +29,7 @@ from megatron_ibpo.policy.group import Policy
 from megatron_ibpo.policy.overrides import check_overrides
 from megatron_ibpo.report import Report, Size, Stages, prepare_run_dir, run_sizes
 from megatron_ibpo.report.disk import DiskWait
-from megatron_ibpo.report.run_lock import locked
+from megatron_ibpo.report.run_dir import locked
 from megatron_ibpo.run.inputs import bytes_kept
 from megatron_ibpo.run.loop import NotFiniteError
 from megatron_ibpo.run.open import choose_backend, failure_in_summary

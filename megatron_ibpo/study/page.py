@@ -13,9 +13,8 @@ from rich.console import Console
 from megatron_ibpo.basics.text import counted
 from megatron_ibpo.report.page.comparison import comparison
 from megatron_ibpo.report.page.html import embedded, page
-from megatron_ibpo.study.break_even_curve import break_even_figure, break_even_points
 from megatron_ibpo.study.claims import Comparison
-from megatron_ibpo.study.curves import dose_figure, figure_of_runs
+from megatron_ibpo.study.curves import break_even_figure, break_even_points, dose_figure, figure_of_runs
 from megatron_ibpo.study.findings import Findings
 from megatron_ibpo.study.power import in_words
 from megatron_ibpo.study.table import Table, markdown, tables

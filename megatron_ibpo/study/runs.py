@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import yaml
 
-from megatron_ibpo.basics.process_group import end_group
+from megatron_ibpo.basics.supervised import end_group
 from megatron_ibpo.basics.text import listed
 from megatron_ibpo.config import ConfigError
 from megatron_ibpo.report import read_rows

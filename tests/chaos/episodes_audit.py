@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_ibpo.data import load_tokenizer
-from megatron_ibpo.data.eos import read_eos_token_ids
 from megatron_ibpo.data.row_prompts import template_settings
+from megatron_ibpo.data.tokenizer import read_eos_token_ids
 from megatron_ibpo.environments.adapters import load_environment
 from megatron_ibpo.environments.chat import open_chat
 from megatron_ibpo.journal import read_journal

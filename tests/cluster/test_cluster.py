@@ -17,7 +17,7 @@ import psutil
 import pytest
 from ray._private import services
 
-from megatron_ibpo.basics.temporary_directory import private_directory
+from megatron_ibpo.basics.rendezvous import private_directory
 from megatron_ibpo.cluster import nodes as cluster_nodes
 from megatron_ibpo.cluster.actor import listening_on
 from megatron_ibpo.cluster.nodes import numeric_address

@@ -22,7 +22,7 @@ from megatron_ibpo.models import forward_flops, read_hf_config
 from megatron_ibpo.report.correction_value import break_even, break_even_lines
 from megatron_ibpo.run.cost import CostMeter
 from megatron_ibpo.run.settings import parse_config
-from megatron_ibpo.study.break_even_curve import break_even_figure, break_even_points
+from megatron_ibpo.study.curves import break_even_figure, break_even_points
 from megatron_ibpo.study.run_results import RunResult
 from support.credit_cases import correction, prompt, response
 from support.paths import ROOT

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from megatron_ibpo.config.hub_ids import display_name, missing_snapshot, read_hub_id
+from megatron_ibpo.config.paths import display_name, missing_snapshot, read_hub_id
 from megatron_ibpo.run.settings import parse_config
 from support.hub_stand_in import hub_stand_in
 from support.paths import ROOT

@@ -36,8 +36,7 @@ from megatron_ibpo.data import (
     open_sources,
     tables,
 )
-from megatron_ibpo.data.mixture import cycle_counts, interleaved
-from megatron_ibpo.data.order import TableOrder
+from megatron_ibpo.data.order import TableOrder, cycle_counts, interleaved
 from megatron_ibpo.data.pass_rates import Rate, policy_fingerprint, prompt_fingerprint, rate_record
 from megatron_ibpo.data.tables import JsonLines
 from megatron_ibpo.data.tokenizer import HuggingFaceTokenizer

@@ -26,10 +26,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_ibpo.basics.process_group import shared_memory
 from megatron_ibpo.basics.records import Sample, SampleRequest, token_ids
+from megatron_ibpo.basics.supervised import shared_memory
 from megatron_ibpo.config import Config
-from megatron_ibpo.data.eos import read_eos_token_ids
+from megatron_ibpo.data.tokenizer import read_eos_token_ids
 from megatron_ibpo.engines import Engine, EngineDiedError, EngineError, EngineStartError
 from megatron_ibpo.engines.lean import LeanEngine, checkpoint_weights
 from megatron_ibpo.engines.probe import Probe, compare_probes, probe

@@ -16,8 +16,7 @@ from megatron_ibpo.commands.evaluate import main, policy_of
 from megatron_ibpo.config import Config, ConfigError, EvalSampling, write_config
 from megatron_ibpo.data import load_tokenizer
 from megatron_ibpo.evaluate import KeptSamples, SetEvaluation, evaluate, open_eval_sets
-from megatron_ibpo.evaluate.results_file import finish_results
-from megatron_ibpo.evaluate.sets import half_of
+from megatron_ibpo.evaluate.sets import finish_results, half_of
 from megatron_ibpo.report.evaluation_report import report_evaluation
 from megatron_ibpo.report.summary import measures
 from megatron_ibpo.run.checks import check_evaluation

@@ -15,12 +15,11 @@ from megatron_ibpo.commands.calibrate import main as calibrate
 from megatron_ibpo.config import Config
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.plan.calibration import MeasuredStep, Rates, calibrated, measure_rates, measured_step
-from megatron_ibpo.plan.forecast import compared, forecast
 from megatron_ibpo.plan.hardware import kind_of
 from megatron_ibpo.plan.machine import Machine, Seen, find_machine, write_machine
-from megatron_ibpo.plan.prediction import setting_of
+from megatron_ibpo.plan.prediction import compared, forecast, setting_of
 from megatron_ibpo.report import Report
-from megatron_ibpo.report.prediction_error import measured_seconds, prediction_error
+from megatron_ibpo.report.stages import measured_seconds, prediction_error
 from megatron_ibpo.run.settings import parse_config
 from support.paths import ROOT
 

@@ -15,11 +15,11 @@ import pytest
 import torch
 from rich.console import Console
 
-from megatron_ibpo.basics.environment_variables import environment_number
+from megatron_ibpo.basics.rendezvous import environment_number
 from megatron_ibpo.config import Config, ParallelConfig
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.models.cost import kept_elements
-from megatron_ibpo.plan.feasibility import Plan, make_plan, peaks, sequences, tightest
+from megatron_ibpo.plan.feasibility import Plan, make_plan, not_counted, peaks, sequences, tightest
 from megatron_ibpo.plan.memory import (
     communicators,
     kv_bytes,
@@ -30,7 +30,6 @@ from megatron_ibpo.plan.memory import (
 from megatron_ibpo.plan.node_memory import census_by_names
 from megatron_ibpo.plan.parameter_count import estimate_census
 from megatron_ibpo.plan.run_plan import FITS, REFUSED, in_short, plan_run
-from megatron_ibpo.plan.uncounted_overrides import not_counted
 from megatron_ibpo.weights.layout.export import metadata_of
 from support.paths import ROOT
 from support.published_recipes import (

@@ -9,8 +9,7 @@ import torch
 
 from megatron_ibpo.config import Config, ConfigError, ModelConfig, OptimizerConfig
 from megatron_ibpo.config.all_fields import ENTRIES, flag
-from megatron_ibpo.plan.feasibility import make_plan
-from megatron_ibpo.plan.uncounted_overrides import UNCOUNTED
+from megatron_ibpo.plan.feasibility import UNCOUNTED, make_plan
 from megatron_ibpo.policy.overrides import (
     MODEL_OURS,
     OPTIMIZER_OURS,

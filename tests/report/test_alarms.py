@@ -9,7 +9,7 @@ import pytest
 
 from megatron_ibpo.config import on_device
 from megatron_ibpo.report.alarms import rounding_bound, run_alarms, step_alarms
-from megatron_ibpo.report.columns import Columns
+from megatron_ibpo.report.metrics_log import Columns
 from megatron_ibpo.run.settings import parse_config
 
 HEALTHY = Path(__file__).parent / "healthy_run.jsonl"

@@ -18,8 +18,7 @@ from megatron_ibpo.basics.record_lines import append_record, append_whole, open_
 from megatron_ibpo.config import ConfigError
 from megatron_ibpo.report.disk import DiskFullError, DiskWait
 from megatron_ibpo.report.metrics_log import MetricsLog, read_rows
-from megatron_ibpo.report.run_dir import write_whole
-from megatron_ibpo.report.run_lock import locked
+from megatron_ibpo.report.run_dir import locked, write_whole
 from support.paths import ROOT
 
 
@@ -195,7 +194,7 @@ def test_a_row_that_found_no_room_is_nowhere_and_may_be_appended_again(tmp_path,
 HOLD = """
 import sys, time
 from pathlib import Path
-from megatron_ibpo.report.run_lock import locked
+from megatron_ibpo.report.run_dir import locked
 with locked(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(60)

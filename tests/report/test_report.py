@@ -53,13 +53,12 @@ from megatron_ibpo.report import (
     save_groups,
     step_alarms,
 )
-from megatron_ibpo.report.kept_samples import is_kept, keep_samples
 from megatron_ibpo.report.problem_outcomes import load_outcomes, outcomes_path, save_outcomes
-from megatron_ibpo.report.rollout_data import load_step
+from megatron_ibpo.report.rollout_data import is_kept, keep_samples, load_step
 from megatron_ibpo.report.run_dir import run_settings, run_tokenizer
 from megatron_ibpo.report.summary import COUNTS
 from megatron_ibpo.run.settings import parse_config
-from megatron_ibpo.weights.saved_sizes import checkpoint_bytes, export_bytes
+from megatron_ibpo.weights.formats.retention import checkpoint_bytes, export_bytes
 from support.eval_samples import judged
 from support.paths import ROOT
 

@@ -19,7 +19,7 @@ from starlette.testclient import TestClient
 from megatron_ibpo.cluster.ray_token import TOKEN_FILE, write_token
 from megatron_ibpo.commands.page import main
 from megatron_ibpo.report import rollout_path
-from megatron_ibpo.report.columns import Columns
+from megatron_ibpo.report.metrics_log import Columns
 from megatron_ibpo.report.page.directories import open_source
 from megatron_ibpo.report.page.server import application
 from megatron_ibpo.report.page.static import build_page

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import study_rewards
 
-from megatron_ibpo.basics.reward_errors import ResponseError
+from megatron_ibpo.basics.reward_value import ResponseError
 from megatron_ibpo.credit.divergence import normalised
 from megatron_ibpo.credit.spans import split_spans
 from megatron_ibpo.rewards import code, exact, final_answer, http_judge, math, reasoning_gym

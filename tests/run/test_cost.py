@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ibpo.basics.records import token_ids
-from megatron_ibpo.basics.shared_prefixes import repeated_prefixes
+from megatron_ibpo.basics.records import repeated_prefixes, token_ids
 from megatron_ibpo.models import forward_flops, read_hf_config
 from megatron_ibpo.run.cost import CostMeter, Spent
 from support.credit_cases import response

@@ -17,9 +17,8 @@ from megatron_ibpo.basics.records import Correction, Group, Prompt, token_ids
 from megatron_ibpo.config import Config
 from megatron_ibpo.credit import ThinkingMarks
 from megatron_ibpo.study import credit_audit
-from megatron_ibpo.study.audit_plot import plot_audit
 from megatron_ibpo.study.audit_run import correction_edits, modified_tokens, prefix_requests, sibling_tokens
-from megatron_ibpo.study.audit_table import audit_page
+from megatron_ibpo.study.audit_table import audit_page, plot_audit
 from megatron_ibpo.study.credit_audit import AuditedResponse, audit, step_auc, step_shares
 from support.credit_cases import ids_of, response
 from support.paths import ROOT

@@ -11,8 +11,8 @@ from fit_planner import PAGE, RESULTS, fit, judge, known, orderings, tables
 from predict_published import basis_of, layout_of, predict
 from published_runs import Row, halves, read_evidence, shape_of
 
-from megatron_ibpo.plan.coefficients import NAMES, Coefficients, fitted
 from megatron_ibpo.plan.hardware import hardware_names
+from megatron_ibpo.plan.machine import NAMES, Coefficients, fitted
 from megatron_ibpo.plan.roofline import collective_seconds, pass_time
 from megatron_ibpo.plan.workload import Batch
 

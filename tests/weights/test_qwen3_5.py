@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from megatron_ibpo.basics.records import SampleRequest, token_ids
-from megatron_ibpo.data.eos import read_eos_token_ids
+from megatron_ibpo.data.tokenizer import read_eos_token_ids
 from megatron_ibpo.engines.probe import compare_probes, probe
 from megatron_ibpo.models import ModelConfigError, read_hf_config
 from megatron_ibpo.weights.formats.convert import differing_tensors, hf_to_megatron, megatron_to_hf

@@ -7,8 +7,13 @@ from dataclasses import replace
 import pytest
 
 from megatron_ibpo.config import Config
-from megatron_ibpo.weights.formats.retention import Keep, remove_leftovers, remove_superseded, superseded
-from megatron_ibpo.weights.saved_sizes import kept_at_once
+from megatron_ibpo.weights.formats.retention import (
+    Keep,
+    kept_at_once,
+    remove_leftovers,
+    remove_superseded,
+    superseded,
+)
 
 
 @pytest.mark.parametrize(

@@ -39,12 +39,17 @@ from megatron_ibpo.weights.layout.regions import (
     plan_buckets,
     whole,
 )
-from megatron_ibpo.weights.transfer.checksum import checksum, compare_checksums, part_checksums
 from megatron_ibpo.weights.transfer.gloo import GlooReceiver, GlooTransport, Memory, _Outbox, join_group
 from megatron_ibpo.weights.transfer.rehearsal import Rehearsal
 from megatron_ibpo.weights.transfer.update import update_engines
 from megatron_ibpo.weights.transfer.update_order import UpdateOrder
-from megatron_ibpo.weights.transfer.wire import Answer, read_answers
+from megatron_ibpo.weights.transfer.wire import (
+    Answer,
+    checksum,
+    compare_checksums,
+    part_checksums,
+    read_answers,
+)
 from megatron_ibpo.weights.weight_errors import WeightMismatchError, WeightPlanError
 from support.ranks import run_ranks
 

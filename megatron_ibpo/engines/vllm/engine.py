@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 
 import megatron_ibpo
-from megatron_ibpo.basics.process_group import end_group, shared_memory
 from megatron_ibpo.basics.records import Sample, SampleRequest
-from megatron_ibpo.basics.temporary_directory import private_directory
+from megatron_ibpo.basics.rendezvous import private_directory
+from megatron_ibpo.basics.supervised import end_group, shared_memory
 from megatron_ibpo.engines.protocol import EngineDiedError, EngineError, EngineStartError
 from megatron_ibpo.engines.settings import EngineSettings
 from megatron_ibpo.engines.vllm.messages import (

@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron_ibpo.basics.process_group import end_group
 from megatron_ibpo.basics.records import ExpertIds, SampleRequest, expert_ids
+from megatron_ibpo.basics.supervised import end_group
 from megatron_ibpo.engines.settings import EngineSettings
 from megatron_ibpo.engines.vllm.messages import (
     Answer,

@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron_ibpo.config import RolloutConfig
 from megatron_ibpo.config.declared import declared_fields, declared_values
-from megatron_ibpo.data.eos import read_eos_token_ids
+from megatron_ibpo.data.tokenizer import read_eos_token_ids
 from megatron_ibpo.engines.settings import EngineSettings
 from megatron_ibpo.engines.vllm.needs import kv_cache_bytes
 from megatron_ibpo.models import read_hf_config

@@ -17,9 +17,7 @@ from megatron_ibpo.config import display_name
 from megatron_ibpo.data import Tokenizer
 from megatron_ibpo.evaluate.stored_samples import RESULTS_FILE
 from megatron_ibpo.report.alarms import run_alarms
-from megatron_ibpo.report.columns import Columns
-from megatron_ibpo.report.kept_samples import SAMPLES
-from megatron_ibpo.report.metrics_log import is_number, read_row
+from megatron_ibpo.report.metrics_log import Columns, is_number, read_row
 from megatron_ibpo.report.page.evaluation_samples import (
     Problem,
     group_of_set,
@@ -30,7 +28,7 @@ from megatron_ibpo.report.page.evaluation_samples import (
     sample_files,
 )
 from megatron_ibpo.report.page.recorded_step import group_of_step, index_of_step, matches
-from megatron_ibpo.report.rollout_data import Trained, load_step, rollout_path
+from megatron_ibpo.report.rollout_data import SAMPLES, Trained, load_step, rollout_path
 from megatron_ibpo.report.run_dir import (
     CONFIG_FILE,
     METRICS_FILE,

@@ -27,9 +27,9 @@ from vllm.distributed.weight_transfer.nccl_engine import (
 from megatron_ibpo.basics.distributed import World, open_store, own_address
 from megatron_ibpo.weights.layout.gather import Gather, on_one_stream
 from megatron_ibpo.weights.layout.regions import TensorMeta, WeightSource
-from megatron_ibpo.weights.transfer.checksum import checksum
 from megatron_ibpo.weights.transfer.link import EngineLink, Failures, Sent, ask, collect, start, without
 from megatron_ibpo.weights.transfer.nccl_group import abort, ends_when_lost, joined, say_lost
+from megatron_ibpo.weights.transfer.wire import checksum
 
 PACKED_BUFFERS = 1
 """Number of vLLM's packed buffers on either side. With two, vLLM loads a layer under one stream while memory

@@ -32,9 +32,8 @@ from megatron_ibpo.weights.layout.regions import (
     parts_by_tensor,
     plan_buckets,
 )
-from megatron_ibpo.weights.transfer.checksum import part_checksums
 from megatron_ibpo.weights.transfer.link import EngineLink, Failures, Sent, ask, collect, start
-from megatron_ibpo.weights.transfer.wire import WirePlan, read_answers
+from megatron_ibpo.weights.transfer.wire import WirePlan, part_checksums, read_answers
 
 BUCKETS_UNDERWAY = 2
 """Number of buckets whose messages travel while one more is packed or loaded."""

@@ -11,7 +11,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 
-from megatron_ibpo.weights.transfer.checksum import checksum
+from megatron_ibpo.weights.transfer.wire import checksum
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 DRAFTED = "mtp."

@@ -13,7 +13,7 @@ from training import load_of, make_config, make_sequences, model_of, start_polic
 
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.policy.residence import Held
-from megatron_ibpo.weights.transfer.checksum import checksum
+from megatron_ibpo.weights.transfer.wire import checksum
 
 MARGIN = 2**30
 """Bytes that the other process leaves free."""

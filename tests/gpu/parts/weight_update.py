@@ -95,7 +95,7 @@ class Worker:
         return [sorted(self._weights.keys() - self._came)]
 
     def finish_weight_update(self, version: int) -> list[dict[str, int]]:
-        from megatron_ibpo.weights.transfer.checksum import checksum
+        from megatron_ibpo.weights.transfer.wire import checksum
 
         self._buffer = None
         return [{name: checksum(tensor) for name, tensor in self._weights.items()} if self._checked else {}]
