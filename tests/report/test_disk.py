@@ -14,6 +14,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from megatron_ibpo.basics.entry_point import guarded
 from megatron_ibpo.basics.record_lines import append_record, append_whole, open_records, record_lines
 from megatron_ibpo.config import ConfigError
 from megatron_ibpo.report.disk import DiskFullError, DiskWait
@@ -189,6 +190,21 @@ def test_a_row_that_found_no_room_is_nowhere_and_may_be_appended_again(tmp_path,
     log.append("step", 1, {"reward": 0.5}, {})
     log.close()
     assert [row["reward"] for row in read_rows(tmp_path / "metrics.jsonl")] == [0.5]
+
+
+def test_a_tensorboard_that_cannot_write_is_said_once_and_the_rows_go_on(tmp_path, capfd, caplog):
+    def work():
+        log = MetricsLog(tmp_path)
+        for step in (1, 2, 3):
+            log.append("step", step, {"reward": 0.5}, {})
+            shutil.rmtree(tmp_path / "tensorboard", ignore_errors=True)
+        log.close()
+
+    assert guarded(work) == 0
+    (said,) = [record.message for record in caplog.records]
+    assert said.startswith("nothing more is written for TensorBoard")
+    assert capfd.readouterr().err == ""
+    assert len(read_rows(tmp_path / "metrics.jsonl")) == 3
 
 
 HOLD = """
