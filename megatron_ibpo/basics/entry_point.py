@@ -100,8 +100,10 @@ def _reader_is_gone() -> bool:
 
 
 def _answer_thread(logs: Path | None, failed: threading.ExceptHookArgs) -> None:
-    """Print the error that ended a thread; the command goes on. A thread that keeps its error, as TensorBoard's
-    writer does, raises it where it is used next."""
+    """Print the error that ended a thread; the command goes on.
+
+    A thread that keeps its error, as TensorBoard's writer does, has it raised where the thread is used next.
+    """
     kept = getattr(failed.thread, "exception", None)
     if isinstance(failed.exc_value, Exception) and failed.exc_value is not kept:
         _answer(failed.exc_value, logs)
