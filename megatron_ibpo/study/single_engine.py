@@ -1,5 +1,5 @@
-"""An engine in its own process, without Ray and trainers, for instruments that sample from one policy; and the
-held-out prompts that they ask it."""
+"""What instruments need that sample from one policy: an engine in its own process, without Ray and trainers,
+and held-out prompts."""
 
 from contextlib import ExitStack
 from pathlib import Path
@@ -37,12 +37,17 @@ def open_engine(config: Config, hf_dir: Path, stack: ExitStack) -> Engine:
 
 
 def held_out_prompts(config: Config, tokenizer: Tokenizer, count: int) -> list[Prompt]:
+    """Return the first held-out prompts of a recipe's task; its longest context must be resolved.
+
+    Raises:
+        ValueError: the recipe names no prompts.
+    """
     data, rollout = config.data, config.rollout
     held_out = as_specs(data.eval_prompt_data)
     spec = held_out[0].spec if held_out else next(iter(data.prompt_data), None)
     if spec is None:
         raise ValueError("the recipe names no prompts: --prompt-data or --eval-prompt-data")
-    assert rollout.rollout_max_context_len is not None  # the caller resolved it
+    assert rollout.rollout_max_context_len is not None
     room = rollout.rollout_max_context_len - rollout.rollout_max_response_len
     source = open_source(spec, tokenizer, data, split="eval", max_prompt_len=room, holds_out=not held_out)
     return source.batch(0, min(count, len(source) or count))
