@@ -18,13 +18,7 @@ from megatron_ibpo.config.all_fields import ENTRIES, flag
 from megatron_ibpo.config.config import Config
 from megatron_ibpo.config.config_error import ConfigError, nearest
 from megatron_ibpo.config.help import COMMON_FLAGS, HELP_FLAGS, help_text, usage_text
-from megatron_ibpo.config.parameters import (
-    Registry,
-    built,
-    entries_of,
-    not_a_parameter,
-    parameter_entries,
-)
+from megatron_ibpo.config.parameters import Registry, built, entries_of, not_a_parameter, parameter_entries
 from megatron_ibpo.config.paths import path_in_recipe, path_of_user
 from megatron_ibpo.config.peer_flags import peer_answer
 from megatron_ibpo.config.presets import Layer, of_this_version, resolve
@@ -162,11 +156,7 @@ def _with_flags(config: Config, registries: Sequence[Registry], flags: Sequence[
     parts = sections | owners
     every_flag = dataclasses.make_dataclass("Flags", [(name, type(part)) for name, part in parts.items()])
     parsed = tyro.cli(
-        every_flag,
-        args=flags,
-        default=every_flag(**parts),
-        prog=program,
-        config=(tyro.conf.OmitArgPrefixes,),
+        every_flag, args=flags, default=every_flag(**parts), prog=program, config=(tyro.conf.OmitArgPrefixes,)
     )
     result = Config(**{name: getattr(parsed, name) for name in sections})
     result.algorithm.parameters = {

@@ -22,14 +22,7 @@ from megatron_ibpo.data.left_out import Tally
 from megatron_ibpo.data.order import mixed
 from megatron_ibpo.data.pass_rates import PassRates, open_pass_rates
 from megatron_ibpo.data.prompts import PromptSource
-from megatron_ibpo.data.row_prompts import (
-    OWN_SCHEME,
-    Reader,
-    Rows,
-    own_rows,
-    prompts_of_rows,
-    read_prompts,
-)
+from megatron_ibpo.data.row_prompts import OWN_SCHEME, Reader, Rows, own_rows, prompts_of_rows, read_prompts
 from megatron_ibpo.data.sources import read_spec
 from megatron_ibpo.data.templates import CorrectionTemplate, PromptSuffixes
 from megatron_ibpo.data.tokenizer import DataError, Tokenizer, load_tokenizer, thinking_marks, token_texts
@@ -112,13 +105,7 @@ def open_source(
         DataError: the source or one of its prompts cannot be used.
     """
     return open_sources(
-        (spec,),
-        tokenizer,
-        data,
-        split=split,
-        max_prompt_len=max_prompt_len,
-        rates=rates,
-        holds_out=holds_out,
+        (spec,), tokenizer, data, split=split, max_prompt_len=max_prompt_len, rates=rates, holds_out=holds_out
     )
 
 

@@ -20,13 +20,7 @@ from megatron_ibpo.credit.edits import find_edits, gradient_mask
 from megatron_ibpo.credit.pairing import is_wrong
 from megatron_ibpo.credit.shaping import counts
 from megatron_ibpo.credit.spans import split_spans
-from megatron_ibpo.data import (
-    CorrectionTemplate,
-    Tokenizer,
-    load_tokenizer,
-    thinking_marks,
-    token_texts,
-)
+from megatron_ibpo.data import CorrectionTemplate, Tokenizer, load_tokenizer, thinking_marks, token_texts
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.rewards import open_verifier
 from megatron_ibpo.run.settings import parse_config

@@ -203,13 +203,7 @@ def _of_task(folder: Path, task: Task) -> Path:
 
 
 def _planned(
-    study: Study,
-    phase: Phase,
-    task: Task,
-    method: str,
-    seeds: Sequence[int],
-    parent: Path,
-    tuned: Settings,
+    study: Study, phase: Phase, task: Task, method: str, seeds: Sequence[int], parent: Path, tuned: Settings
 ) -> list[PlannedRun]:
     """Return runs that differ only by their seed."""
     assert study.tune is not None or phase != "tuning"

@@ -44,11 +44,7 @@ LAST = 10
 """Steps over which the last numbers of a run are averaged."""
 _KEPT = 3
 """Recorded steps, or sets, that are cached in memory."""
-_SUMMARY = {
-    "accuracy_start": "accuracy at start",
-    "accuracy_end": "at end",
-    "seconds_total": "seconds",
-}
+_SUMMARY = {"accuracy_start": "accuracy at start", "accuracy_end": "at end", "seconds_total": "seconds"}
 
 
 T = TypeVar("T")
