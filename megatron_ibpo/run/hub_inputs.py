@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from megatron_ibpo.config import Config
-from megatron_ibpo.config.eval_specs import relocated
+from megatron_ibpo.config.paths import relocated
 from megatron_ibpo.data.hub import local_model, local_source, pins_of
 
 
