@@ -1,11 +1,9 @@
-"""Weight updates measured, and predicted for clusters.
+"""Weight updates measured: live export to an engine, alongside a plain broadcast.
 
-    python tools/bench_weight_update.py update        # live export to an engine, alongside a plain broadcast
-    python tools/bench_weight_update.py predict       # traffic and seconds on clusters, from the plan
+    python tools/bench_weight_update.py --save tools/results/bench_weight_update.json
 
-`update` starts trainer ranks and one vLLM engine on this machine and sends the weights to the engine
-repeatedly, in turns with a plain gloo broadcast of the same bytes to an idle process. `predict` needs neither
-weights nor a GPU: it derives the bytes on each link from the plan of an update.
+It starts trainer ranks and one vLLM engine on this machine and sends the weights to the engine repeatedly, in
+turns with a plain gloo broadcast of the same bytes to an idle process.
 """
 
 from __future__ import annotations
@@ -21,13 +19,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import bench
-from rich.console import Console
-from rich.table import Table
 
 from megatron_ibpo.basics.entry_point import run_tool
 from megatron_ibpo.basics.versions import machine
@@ -37,7 +33,7 @@ MIB = 1024**2
 
 
 @dataclass
-class Update(bench.Saving):
+class Arguments(bench.Saving):
     """Measure live export to one engine, alongside a plain gloo broadcast of the same bytes in the same
     run."""
 
@@ -53,7 +49,7 @@ class Update(bench.Saving):
     """Rounds of each kind, in turns, after one that is not counted."""
 
 
-def update(arguments: Update) -> None:
+def main(arguments: Arguments) -> None:
     results, load = [], [os.getloadavg()[0]]
     with tempfile.TemporaryDirectory(prefix="weight-update-") as scratch:
         for family in arguments.families:
@@ -69,7 +65,7 @@ def update(arguments: Update) -> None:
     bench.write(arguments.save, {"machine": measured_on, "options": options, "results": results})
 
 
-def _measure(checkpoint: Path, ranks: int, arguments: Update, scratch: Path) -> dict[str, Any]:
+def _measure(checkpoint: Path, ranks: int, arguments: Arguments, scratch: Path) -> dict[str, Any]:
     """Measure one case, on separate trainer ranks."""
     out = scratch / "result.json"
     task = json.dumps(
@@ -128,184 +124,6 @@ def _make_checkpoint(directory: Path, family: Family, num_bytes: int) -> Path:
     }
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     return directory
-
-
-# ------------------------------------------------------------------------------------------- prediction
-
-
-@dataclass
-class Predict(bench.Saving):
-    """Predict the bytes of an update on each link of a cluster, from the plan, and the least time that takes.
-
-    Seconds are bytes over bandwidth, without launches, packing or loading.
-    """
-
-    models: tuple[Literal["30B-A3B", "80B-A3B"], ...] = ("30B-A3B", "80B-A3B")
-    gpus: tuple[int, ...] = (8, 16, 32, 64)
-    gpus_per_node: int = 8
-    nvlink_gb_s: float = 450.0
-    """Bandwidth of one GPU in one direction (H100: 450)."""
-    nic_gb_s: float = 50.0
-    """Bandwidth of one network card in one direction; each GPU has one (400 Gb/s)."""
-    engine_tp: int = 4
-    """Tensor-parallel size of the engines."""
-
-
-PUBLISHED = (
-    ("NeMo-RL, nccl reshard", "30B on H100", "0.74 to 1.00 s"),
-    ("slime", "30B on 8 H200", "3.0 s"),
-    ("verl", "on 16 + 16 H20", "15.8 s, then 4.4 s"),
-)
-"""Published update times of other systems (system, setting, time); some models, machines and layouts
-differ."""
-
-QWEN3_30B_A3B = {
-    "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048, "num_hidden_layers": 48,
-    "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 6144,
-    "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True,
-    "decoder_sparse_step": 1, "mlp_only_layers": [], "tie_word_embeddings": False, "hidden_act": "silu",
-    "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "eos_token_id": 151645,
-}  # fmt: skip
-"""Qwen3-30B-A3B's config.json."""
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """Bytes of one update. Trainer ranks are numbered node by node."""
-
-    model: int
-    received_by_rank: list[int]
-    sent_by_rank: list[int]
-    """Bytes sent by each rank; each byte counts once, whatever the number of receivers."""
-    into_node: list[int]
-
-
-def predict(arguments: Predict) -> None:
-    rows = [
-        _predict_case(model, gpus, placement, arguments)
-        for model in arguments.models
-        for gpus in arguments.gpus
-        for placement in ("colocated", "separate")
-    ]
-    print("Predictions: bytes from the plan, seconds at line rate.")
-    _print_table(rows)
-    for system, setting, seconds in PUBLISHED:
-        print(f"published by others: {system}, {setting}: {seconds}")
-    stated = {name: value for name, value in asdict(arguments).items() if name != "save"}
-    record = {"kind": "prediction", "stated": stated, "rows": rows, "published_by_others": PUBLISHED}
-    bench.write(arguments.save, record)
-
-
-def _print_table(rows: list[dict[str, Any]]) -> None:
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    table = Table(
-        *(name.removesuffix("_gb").replace("_", " ") for name in names), caption="in GB and seconds"
-    )
-    for row in rows:
-        table.add_row(*(str(row.get(name, "–")) for name in names))
-    Console(width=200).print(table)
-
-
-def _predict_case(model: str, gpus: int, placement: str, arguments: Predict) -> dict[str, Any]:
-    """Predict one case. Colocated engines: memory handles, every GPU gathers everything. Separate ones: half
-    of the GPUs are engines, rank 0 gathers and broadcasts."""
-    colocated = placement == "colocated"
-    trainers = gpus if colocated else gpus // 2
-    per_node = arguments.gpus_per_node if colocated else arguments.gpus_per_node // 2
-    layout = _layout(model, trainers)
-    traffic = _traffic(_shape(model), layout, trainers, per_node, to=None if colocated else 0)
-    nvlink, nic = arguments.nvlink_gb_s * 1e9, arguments.nic_gb_s * 1e9
-    one_node = gpus <= arguments.gpus_per_node
-    sizes = (
-        layout.tensor_model_parallel_size,
-        layout.expert_model_parallel_size,
-        layout.pipeline_model_parallel_size,
-    )
-    row: dict[str, Any] = {
-        "model": model,
-        "gpus": gpus,
-        "placement": placement,
-        "trainers": "TP{}·EP{}·PP{} on {}".format(*sizes, trainers),
-        "weights_gb": traffic.model / 1e9,
-        "gathered_by_a_gpu_gb": max(traffic.received_by_rank) / 1e9,
-        "sent_by_busiest_trainer_gb": max(traffic.sent_by_rank) / 1e9,
-        "gathered_into_a_node_gb": max(traffic.into_node) / 1e9,
-    }
-    if colocated:
-        inside = max(*traffic.received_by_rank, *traffic.sent_by_rank) / nvlink
-        into = max(traffic.into_node)
-        row["seconds_all_nics"] = max(inside, into / (nic * arguments.gpus_per_node))
-        row["seconds_one_nic"] = max(inside, into / nic)
-    else:
-        link = nvlink if one_node else nic
-        row["broadcast_by_rank_0_gb"] = traffic.model / 1e9
-        row["seconds_one_nic"] = max(traffic.model, max(traffic.received_by_rank)) / link
-    row["engine_worker_receives_gb"] = traffic.model / 1e9
-    row["engine_worker_needs_about_gb"] = traffic.model / arguments.engine_tp / 1e9
-    return {name: round(value, 3) if isinstance(value, float) else value for name, value in row.items()}
-
-
-def _shape(model: str) -> Any:
-    from megatron_ibpo.models import read_hf_config
-
-    if model == "80B-A3B":
-        return read_hf_config(Path(__file__).parents[1] / "examples" / "models" / "qwen3_next_80b_a3b")
-    with tempfile.TemporaryDirectory() as directory:
-        (Path(directory) / "config.json").write_text(json.dumps(QWEN3_30B_A3B))
-        return read_hf_config(Path(directory))
-
-
-def _layout(model: str, trainers: int) -> Any:
-    """Return the layout: experts over the GPUs of a node; 80B has one pipeline stage per node, as in its
-    recipe."""
-    from megatron_ibpo.config import ParallelConfig
-
-    stages = max(1, min(4, trainers // 8)) if model == "80B-A3B" else 1
-    return ParallelConfig(
-        tensor_model_parallel_size=2,
-        expert_model_parallel_size=min(8, trainers // stages),
-        expert_tensor_parallel_size=1,
-        pipeline_model_parallel_size=stages,
-        sequence_parallel=True,
-    )
-
-
-def _traffic(shape: Any, layout: Any, trainers: int, per_node: int, *, to: int | None) -> Traffic:
-    """Return the traffic of gathering bfloat16 weights to rank `to`, or to all ranks."""
-    import math
-
-    import torch
-    from megatron.core import parallel_state
-
-    from megatron_ibpo.config import Config
-    from megatron_ibpo.models import padded_vocab_size, pipeline_layers
-    from megatron_ibpo.plan.parameter_count import as_rank
-    from megatron_ibpo.weights.layout.export import metadata_of, regions_of
-    from megatron_ibpo.weights.layout.holdings import my_holding
-    from megatron_ibpo.weights.layout.regions import choose_senders
-
-    config = Config(parallel=layout)
-    places = []
-    for rank in range(trainers):
-        with as_rank(rank, trainers, config):
-            stage = parallel_state.get_pipeline_model_parallel_rank()
-            layers = pipeline_layers(shape.num_layers, layout)[stage]
-            places.append(my_holding(shape, layers, padded_vocab_size(shape, layout)))
-    metas = metadata_of(shape, torch.bfloat16)
-    model = sum(meta.num_bytes for meta in metas)
-    sent = [0] * trainers
-    received = [0] * trainers
-    into = [0] * -(-trainers // per_node)
-    for senders in choose_senders(metas, regions_of(shape, places), prefer=to):
-        for rank, box in senders:
-            size = math.prod(stop - start for start, stop in box) * 2
-            takers = [taker for taker in (range(trainers) if to is None else [to]) if taker != rank]
-            sent[rank] += size if takers else 0
-            for taker in takers:
-                received[taker] += size
-            for node in {taker // per_node for taker in takers} - {rank // per_node}:
-                into[node] += size
-    return Traffic(model, received, sent, into)
 
 
 # ------------------------------------------------------------------------------------- on a trainer rank
@@ -571,15 +389,8 @@ def _reset_peak(pid: int) -> int:
     return bench.resident_bytes(pid)
 
 
-def main(command: Update | Predict) -> None:
-    if isinstance(command, Update):
-        update(command)
-    else:
-        predict(command)
-
-
 if __name__ == "__main__":
     if "--as-trainer" in sys.argv:
         _as_trainer(json.loads(sys.argv[-1]))
     else:
-        run_tool(main, Update | Predict, __doc__)
+        run_tool(main, Arguments, __doc__)

@@ -48,11 +48,7 @@ def main(arguments: Arguments) -> None:
     config = parse_config([*named, "--hf-checkpoint", str(arguments.checkpoint)])
     with tempfile.TemporaryDirectory() as scratch:
         skill = skill_of_checkpoint(
-            config,
-            Path(scratch),
-            prompts=arguments.prompts,
-            targets=arguments.targets,
-            seed=arguments.seed,
+            config, Path(scratch), prompts=arguments.prompts, targets=arguments.targets, seed=arguments.seed
         )
     print(skill_table(skill), premise(skill), sep="\n\n")
     if arguments.save is not None:

@@ -59,12 +59,7 @@ class Measured:
 
 
 CONTEXT = CreditContext(
-    credit_of("gspo"),
-    RolloutConfig(),
-    Vocabulary(lambda *_: token_ids([])),
-    10**9,
-    seed=0,
-    step=0,
+    credit_of("gspo"), RolloutConfig(), Vocabulary(lambda *_: token_ids([])), 10**9, seed=0, step=0
 )
 
 

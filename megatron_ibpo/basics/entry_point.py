@@ -20,13 +20,7 @@ from typing import Any, NoReturn, ParamSpec
 
 DONE, FAILED, BAD_INPUT, INTERRUPTED, STDOUT_CLOSED = 0, 1, 2, 130, 141
 """Exit statuses. After FAILED another try may help, after BAD_INPUT it does not."""
-OF_PATHS = (
-    FileExistsError,
-    FileNotFoundError,
-    IsADirectoryError,
-    NotADirectoryError,
-    PermissionError,
-)
+OF_PATHS = (FileExistsError, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
 """System errors that come from a path of the user's, unless the path is in the run's own directory."""
 SOURCES = (Path(__file__).parents[1], Path(__file__).parents[2] / "tools")
 PACKAGE = __name__.partition(".")[0]

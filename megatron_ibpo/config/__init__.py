@@ -5,13 +5,14 @@ from megatron_ibpo.config.all_fields import check_config
 from megatron_ibpo.config.config import Config, EvalSampling, eval_sampling, on_device
 from megatron_ibpo.config.config_error import ConfigError, nearest
 from megatron_ibpo.config.data import DataConfig
-from megatron_ibpo.config.eval_specs import EvalSpec, as_specs
 from megatron_ibpo.config.flags import load_recipe, parse_config
 from megatron_ibpo.config.help import COMMON_FLAGS
 from megatron_ibpo.config.hooks import known_or_path, load_hook, load_module
 from megatron_ibpo.config.parameters import Registry, built
 from megatron_ibpo.config.paths import (
+    EvalSpec,
     HubId,
+    as_specs,
     display_name,
     hub_id,
     path_in_recipe,

@@ -9,8 +9,7 @@ from typing import Annotated, Any
 from megatron_ibpo.basics.text import shown
 from megatron_ibpo.config.config import Config
 from megatron_ibpo.config.config_error import ConfigError
-from megatron_ibpo.config.eval_specs import relocated
-from megatron_ibpo.config.paths import Kind, hub_id, path_in_recipe, path_of_user, source_located
+from megatron_ibpo.config.paths import Kind, hub_id, path_in_recipe, path_of_user, relocated, source_located
 from megatron_ibpo.config.ranges import EVAL_SETS, JSON_OBJECT, NAMED_VALUES, OF_ALL, SOURCES, Range
 
 PARAMETERS = "parameters"

@@ -80,9 +80,7 @@ def on_device(config: Config, *, on_gpu: bool, has_delta_nets: bool) -> Config:
         is_quantized="quantization" in named_values(config.rollout.vllm_arg),
     )
     return replace(
-        config,
-        model=replace(config.model, bf16=bf16),
-        rollout=replace(config.rollout, vllm_dtype=dtype),
+        config, model=replace(config.model, bf16=bf16), rollout=replace(config.rollout, vllm_dtype=dtype)
     )
 
 

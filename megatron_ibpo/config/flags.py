@@ -18,11 +18,7 @@ from megatron_ibpo.config.all_fields import ENTRIES, flag
 from megatron_ibpo.config.config import Config
 from megatron_ibpo.config.config_error import ConfigError, nearest
 from megatron_ibpo.config.help import COMMON_FLAGS, HELP_FLAGS, help_text, usage_text
-from megatron_ibpo.config.parameters import (
-    Registry,
-    entries_of,
-    not_a_parameter,
-)
+from megatron_ibpo.config.parameters import Registry, entries_of, not_a_parameter
 from megatron_ibpo.config.paths import path_in_recipe, path_of_user
 from megatron_ibpo.config.peer_flags import peer_answer
 from megatron_ibpo.config.presets import Layer, of_this_version, resolve

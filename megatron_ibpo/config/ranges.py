@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_ibpo.basics.strict_json import read_json
-from megatron_ibpo.config.eval_specs import are_distinct, as_specs
+from megatron_ibpo.config.paths import are_distinct, as_specs
 
 
 @dataclass(frozen=True)

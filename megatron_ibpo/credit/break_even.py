@@ -54,32 +54,6 @@ def skill_needed(resample: float, price: float, *, first: bool) -> float:
     return 1 - (1 - resample) ** price if first else price * resample
 
 
-def rarity_needed(skill: float, price: float, *, first: bool) -> float:
-    """Return the success rate of one more response below which corrections of success rate `skill` pay: the
-    inverse of `skill_needed`."""
-    return 1 - (1 - skill) ** (1 / price) if first else skill / price
-
-
-def price_by_length(
-    prompt: float, solutions: int, *, written: float, trained: float, joint: bool = True
-) -> float:
-    """Return κ for costs proportional to tokens: a correction reads the prompt and `solutions` whole
-    solutions and writes another one.
-
-    Args:
-        prompt: its length, in lengths of a response.
-        solutions: K, solutions in a correction prompt; all responses are assumed to be equally long.
-        written: price of writing a token, in prices of reading one: 1 in operations, and ten or more on an
-            engine that decodes few sequences at once.
-        trained: price of training on a token, in the same unit: 3 in operations.
-        joint: the correction is trained on under its own long prompt; otherwise under the plain one, like any
-            response.
-    """
-    response = prompt + written + trained * (prompt + 1)
-    read = prompt + solutions
-    return (read + written + trained * ((read if joint else prompt) + 1)) / response
-
-
 def composition_counts(groups: Sequence[Group]) -> dict[str, float]:
     """Return the counts that give p and q of both compositions, over any number of steps.
 

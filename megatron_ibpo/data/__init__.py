@@ -22,8 +22,8 @@ from megatron_ibpo.data.left_out import Tally
 from megatron_ibpo.data.order import mixed
 from megatron_ibpo.data.pass_rates import PassRates, open_pass_rates
 from megatron_ibpo.data.prompts import PromptSource
-from megatron_ibpo.data.row_prompts import OWN_SCHEME, Reader, Rows, own_rows, prompts_of_rows
-from megatron_ibpo.data.sources import SourceSpec, read_spec
+from megatron_ibpo.data.row_prompts import OWN_SCHEME, Reader, Rows, own_rows, prompts_of_rows, read_prompts
+from megatron_ibpo.data.sources import read_spec
 from megatron_ibpo.data.templates import CorrectionTemplate, PromptSuffixes
 from megatron_ibpo.data.tokenizer import DataError, Tokenizer, load_tokenizer, thinking_marks, token_texts
 
@@ -72,19 +72,11 @@ def open_sources(
             else source
             for source in sources
         ]
-    opened = [
-        _opened(
-            source,
-            tokenizer,
-            data,
-            split=split,
-            max_prompt_len=max_prompt_len,
-            rates=rates,
-            reader_type=reader_type,
-            holds_out=holds_out,
-        )
+    readers = [
+        reader_type(tokenizer, data, source, Tally(source.location), max_prompt_len, rates)
         for source in sources
     ]
+    opened = [_opened(reader, split, holds_out=holds_out) for reader in readers]
     return opened[0] if len(opened) == 1 else mixed(opened, [source.weight for source in sources])
 
 
@@ -113,42 +105,21 @@ def open_source(
         DataError: the source or one of its prompts cannot be used.
     """
     return open_sources(
-        (spec,),
-        tokenizer,
-        data,
-        split=split,
-        max_prompt_len=max_prompt_len,
-        rates=rates,
-        holds_out=holds_out,
+        (spec,), tokenizer, data, split=split, max_prompt_len=max_prompt_len, rates=rates, holds_out=holds_out
     )
 
 
-def _opened(
-    source: SourceSpec,
-    tokenizer: Tokenizer,
-    data: DataConfig,
-    *,
-    split: Literal["train", "eval"],
-    max_prompt_len: int | None,
-    rates: PassRates | None,
-    reader_type: type[Reader],
-    holds_out: bool,
-) -> PromptSource:
-    location = source.location
+def _opened(reader: Reader, split: Literal["train", "eval"], *, holds_out: bool) -> PromptSource:
+    location, tells = reader.source.location, holds_out and split == "eval"
     if location.startswith(SCHEME):
-        generated = generated_prompts(source, tokenizer, data, split=split, max_prompt_len=max_prompt_len)
-        if rates is not None:
+        generated = generated_prompts(reader, split)
+        if reader.rates is not None:
             note = f"{location}: --filter-pass-rate does not act on it, since its prompts never repeat"
             return replace(generated, notes=(note,))
-        return (
-            _told(generated, "other items of the same task", location)
-            if holds_out and split == "eval"
-            else generated
-        )
-    reader = reader_type(tokenizer, data, source, Tally(location), max_prompt_len, rates)
+        return _told(generated, "other items of the same task", location) if tells else generated
     if location.startswith(OWN_SCHEME):
         own = _of_rows(own_rows(location, split), reader, split)
-        return _told(own, 'its rows for "eval"', location) if holds_out and split == "eval" else own
+        return _told(own, 'its rows for "eval"', location) if tells else own
     if "://" in location:
         raise DataError(
             f"prompts {location!r}: expected a file or directory, {SCHEME}TASK?parameter=value or "
@@ -193,16 +164,7 @@ def _of_files(reader: Reader, split: Literal["train", "eval"], *, holds_out: boo
 
 
 def _of_rows(rows: Rows, reader: Reader, split: Literal["train", "eval"]) -> PromptSource:
-    return prompts_of_rows(
-        rows,
-        reader.tokenizer,
-        reader.data,
-        spec=reader.source,
-        shuffled=split == "train",
-        max_prompt_len=reader.max_prompt_len,
-        rates=reader.rates,
-        reader_type=type(reader),
-    )
+    return read_prompts(rows, reader, shuffled=split == "train")
 
 
 def _told(opened: PromptSource, what: str, location: str) -> PromptSource:

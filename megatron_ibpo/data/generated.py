@@ -25,12 +25,11 @@ from urllib.parse import parse_qsl
 from megatron_ibpo.basics.records import Prompt
 from megatron_ibpo.basics.seeds import derive_seed
 from megatron_ibpo.basics.strict_json import read_json
-from megatron_ibpo.config import DataConfig, nearest
+from megatron_ibpo.config import nearest
 from megatron_ibpo.data.left_out import TOO_LONG, Tally
 from megatron_ibpo.data.prompts import PromptSource, TooLongError, chat_prompt, check_prompt, plain_prompt
-from megatron_ibpo.data.row_prompts import template_settings, with_system_prompt
-from megatron_ibpo.data.sources import SourceSpec
-from megatron_ibpo.data.tokenizer import DataError, Tokenizer
+from megatron_ibpo.data.row_prompts import Reader, template_settings, with_system_prompt
+from megatron_ibpo.data.tokenizer import DataError
 
 SCHEME = "reasoning_gym://"
 
@@ -74,14 +73,7 @@ class _Task:
         return self.levels[step]
 
 
-def generated_prompts(
-    source: SourceSpec,
-    tokenizer: Tokenizer,
-    data: DataConfig,
-    *,
-    split: Literal["train", "eval"],
-    max_prompt_len: int | None,
-) -> PromptSource:
+def generated_prompts(reader: Reader, split: Literal["train", "eval"]) -> PromptSource:
     """Return an endless stream of one task's items, each a function of the seed and its position alone.
 
     Training and evaluation never share a question, whatever their seeds: a hash of a question's text assigns
@@ -92,7 +84,7 @@ def generated_prompts(
         DataError: unknown task, parameter or level, a value the task refuses, a task with too few different
             questions, or (seen on the first items) prompts that do not fit the tokenizer or context.
     """
-    spec = source.location
+    source, data, tokenizer, spec = reader.source, reader.data, reader.tokenizer, reader.source.location
     task = _parse_task(spec)
     seed = data.data_seed if split == "train" else 0
     tally = Tally(spec)
@@ -121,7 +113,7 @@ def generated_prompts(
             token_ids, head_length = chat_prompt(messages, tokenizer, template_settings(data))
         else:
             token_ids, head_length = plain_prompt(text, tokenizer, tail="\n")
-        check_prompt(token_ids, tokenizer, max_prompt_len)
+        check_prompt(token_ids, tokenizer, reader.max_prompt_len)
         metadata = {**item["metadata"], "question": item["question"], "parameters": parameters}
         if source.rm_type is not None:
             metadata["rm_type"] = source.rm_type

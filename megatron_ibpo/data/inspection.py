@@ -163,9 +163,7 @@ Entry = tuple[Callable[[], str], Prompt | None]
 
 
 def _generated(reader: Reader, split: Literal["train", "eval"]) -> Iterator[Entry]:
-    source = generated_prompts(
-        reader.source, reader.tokenizer, reader.data, split=split, max_prompt_len=reader.max_prompt_len
-    )
+    source = generated_prompts(reader, split)
     index = 0
     while True:
         yield partial("item {}".format, index), source.at(index)

@@ -162,12 +162,21 @@ def prompts_of_rows(
     tokenizer: Tokenizer,
     data: DataConfig,
     *,
-    spec: str | SourceSpec,
+    spec: str,
     shuffled: bool,
     max_prompt_len: int | None,
-    rates: PassRates | None = None,
-    reader_type: type[Reader] = Reader,
 ) -> PromptSource:
+    """Return `read_prompts` of the rows of a source without settings.
+
+    Args:
+        spec: the source; its last part names the task of rows without one.
+        max_prompt_len: tokens that a prompt may have.
+    """
+    reader = Reader(tokenizer, data, SourceSpec(spec), Tally(spec), max_prompt_len)
+    return read_prompts(rows, reader, shuffled=shuffled)
+
+
+def read_prompts(rows: Rows, reader: Reader, *, shuffled: bool) -> PromptSource:
     """Return the rows as an endless source; shuffled anew in every epoch. All are read and checked at once.
 
     A row has a question (text, or chat messages ending with the user's), a label (text or number), and
@@ -176,16 +185,11 @@ def prompts_of_rows(
 
     Args:
         rows: each with its place, for messages.
-        spec: the source; its last part names the task of rows without one.
-        max_prompt_len: tokens that a prompt may have.
-        rates: pass rates for --filter-pass-rate.
-        reader_type: what rows hold: prompts, or demonstrations.
 
     Raises:
         DataError: no rows, or one that cannot be used: names the place and the field.
     """
-    source = spec if isinstance(spec, SourceSpec) else SourceSpec(spec)
-    reader = reader_type(tokenizer, data, source, Tally(source.location), max_prompt_len, rates)
+    source, data = reader.source, reader.data
     prompts: list[Prompt] = []
     ids: dict[str, str] = {}
     questions: set[str] = set()

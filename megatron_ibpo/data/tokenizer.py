@@ -289,8 +289,8 @@ class HuggingFaceTokenizer:
             raise DataError(f"{self._name}: its chat template refuses the messages: {error}") from error
 
 
-def _start_of(text: str, most: int = 60) -> str:
-    return text if len(text) <= most else text[:most] + "…"
+def _start_of(text: str) -> str:
+    return text if len(text) <= 60 else text[:60] + "…"
 
 
 class SentencePieceTokenizer:
@@ -362,7 +362,7 @@ def read_eos_token_ids(hf_dir: Path) -> tuple[int, ...]:
     for name in ("generation_config.json", "config.json"):
         if not (hf_dir / name).exists():
             continue
-        config = _read_json(hf_dir / name)
+        config = read_object(hf_dir / name)
         text = config.get("text_config")  # a wrapped text model has its own
         found = config.get("eos_token_id", text.get("eos_token_id") if isinstance(text, dict) else None)
         ids = found if isinstance(found, list) else [] if found is None else [found]
@@ -376,15 +376,3 @@ def read_eos_token_ids(hf_dir: Path) -> tuple[int, ...]:
         f"{hf_dir}: neither generation_config.json nor config.json names eos_token_id, so sampling would "
         "never stop; add it to config.json"
     )
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = read_json(read_user_file(path, JSON_BYTES))
-    except UserFileError:
-        raise
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} must hold a JSON object, holds a {type(content).__name__}")
-    return content

@@ -34,11 +34,7 @@ class Corrector:
 
 
 def corrections_asked(
-    prompt: Prompt,
-    samples: Sequence[EvalSample],
-    corrector: Corrector,
-    sampling: EvalSampling,
-    seed: int,
+    prompt: Prompt, samples: Sequence[EvalSample], corrector: Corrector, sampling: EvalSampling, seed: int
 ) -> list[Asked]:
     """Return one correction request per sample of a prompt, except where x̃ leaves no room for the
     correction.

@@ -74,11 +74,7 @@ def exchanges_heads(shape: ModelShape, parallel: ParallelConfig) -> bool:
 
 
 def check_layout(
-    shape: ModelShape,
-    parallel: ParallelConfig,
-    world_size: int,
-    virtual_stages: int = 1,
-    mtp_layers: int = 0,
+    shape: ModelShape, parallel: ParallelConfig, world_size: int, virtual_stages: int = 1, mtp_layers: int = 0
 ) -> list[str]:
     """Return the problems of training `shape` under `parallel` on `world_size` ranks; empty if there are
     none.

@@ -13,10 +13,7 @@ from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import checkpoint, gather_from_sequence_parallel_region
-from megatron.core.tensor_parallel.layers import (
-    ColumnParallelLinear,
-    set_tensor_model_parallel_attributes,
-)
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, set_tensor_model_parallel_attributes
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import (
@@ -178,12 +175,7 @@ class NoCoreAttention(torch.nn.Module):
     holds the sinks, a number per head of this rank, and the window."""
 
     def __init__(
-        self,
-        *,
-        config: TransformerConfig,
-        layer_number: int,
-        pg_collection: ProcessGroupCollection,
-        **_: Any,
+        self, *, config: TransformerConfig, layer_number: int, pg_collection: ProcessGroupCollection, **_: Any
     ):
         super().__init__()
         self.tp_group = pg_collection.tp

@@ -20,11 +20,7 @@ class RopeScaling:
     """YaRN: True to round the bounds of the frequencies between the two to whole ones."""
 
 
-MEGATRON_LLAMA3 = {
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
+MEGATRON_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """Values hard-coded in megatron-core 0.19.2 (`RotaryEmbedding._apply_scaling`); the published Llama 3.1, 3.2
 and 3.3 have these."""
 

@@ -106,8 +106,7 @@ def block_spec(shape: ModelShape, backend: Backend, first_layer: int, layers: in
     family = family_module(shape.family)
     numbers = range(first_layer, first_layer + layers)
     return TransformerBlockSubmodules(
-        layer_specs=[family.layer_spec(shape, layer, backend) for layer in numbers],
-        layer_norm=backend.norm,
+        layer_specs=[family.layer_spec(shape, layer, backend) for layer in numbers], layer_norm=backend.norm
     )
 
 

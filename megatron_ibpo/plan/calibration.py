@@ -54,7 +54,7 @@ class MeasuredStep:
     """A step of a run: its seconds and its work."""
 
     seconds: Mapping[str, float]
-    """Seconds by the names of `report.prediction_error`."""
+    """Seconds by the names of `report.stages`."""
     prompts: int
     seen: Seen
 

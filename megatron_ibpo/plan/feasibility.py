@@ -58,9 +58,7 @@ class Plan:
 
 
 def make_plan(
-    config: Config,
-    world_size: int,
-    count: Callable[[ModelShape, Config, int], Census] = take_census,
+    config: Config, world_size: int, count: Callable[[ModelShape, Config, int], Census] = take_census
 ) -> Plan:
     """Return the plan of a run on `world_size` ranks.
 

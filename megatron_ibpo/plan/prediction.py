@@ -218,7 +218,7 @@ def lines(setting: Setting, steps: int, price: float | None = None) -> list[str]
     hours = total * steps * setting.gpus / 3600
     said = [
         f"a step: {_seconds(total)}, between {_seconds(total / factor)} and {_seconds(total * factor)}; "
-        f"{tokens / total / setting.gpus:,.0f} response tokens a second and GPU",
+        f"{tokens / total / setting.gpus:,.0f} response tokens a second and GPU"
     ]
     for stage, seconds in times.stages().items():
         if seconds >= 0.005 * total:
@@ -273,9 +273,4 @@ def compared(times: StepTimes) -> dict[str, float]:
     """Return the seconds as a run measures them; for sampling ahead, the time that a step waits for it."""
     training = times.log_probs + times.update + times.switching
     waiting = times.total - training - times.weights - times.other
-    return {
-        SAMPLING: max(0.0, waiting),
-        TRAINING: training,
-        WEIGHTS: times.weights,
-        STEP: times.total,
-    }
+    return {SAMPLING: max(0.0, waiting), TRAINING: training, WEIGHTS: times.weights, STEP: times.total}

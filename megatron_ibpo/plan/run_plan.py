@@ -28,13 +28,7 @@ from megatron_ibpo.plan.feasibility import (
     tightest,
     usable_bytes,
 )
-from megatron_ibpo.plan.memory import (
-    GIB,
-    RankMemory,
-    kv_bytes,
-    state_bytes_per_sequence,
-    sync_bytes,
-)
+from megatron_ibpo.plan.memory import GIB, RankMemory, kv_bytes, state_bytes_per_sequence, sync_bytes
 from megatron_ibpo.plan.node_memory import memory_on_cpus
 from megatron_ibpo.plan.parameter_count import Census
 from megatron_ibpo.plan.prediction import lines, setting_of

@@ -10,13 +10,7 @@ from typing import Literal
 
 import numpy as np
 
-from megatron_ibpo.plan.roofline import (
-    checkpoint_seconds,
-    decode_seconds,
-    pass_time,
-    sample,
-    update_seconds,
-)
+from megatron_ibpo.plan.roofline import checkpoint_seconds, decode_seconds, pass_time, sample, update_seconds
 from megatron_ibpo.plan.workload import Basis, Engine, Layout, PassTime, Sampled, Task, stand_ins
 
 

@@ -42,7 +42,7 @@ def prepare_run_dir(config: Config, *, checkpoint_bytes: int = 0) -> Path:
     configuration for later readers.
 
     Args:
-        checkpoint_bytes: space for the checkpoints kept at one time; see `weights.saved_sizes`.
+        checkpoint_bytes: space for the checkpoints kept at one time; see `weights.formats.retention`.
 
     Raises:
         ConfigError: the directory cannot be made or written, already holds another run's work, or its disk

@@ -78,7 +78,7 @@ def summarise(
 
     Args:
         since: counts since the last row.
-        predicted: seconds, by the names of `report.prediction_error`.
+        predicted: seconds, by the names of `report.stages`.
     """
     steps = [row for row in rows if row["kind"] == "step"]
     counts = {name: sum(row.get(name) or 0 for row in [*rows, since or {}]) for name in COUNTS}

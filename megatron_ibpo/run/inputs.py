@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from megatron_ibpo.config import Config
-from megatron_ibpo.config.eval_specs import relocated
+from megatron_ibpo.config.paths import relocated
 from megatron_ibpo.data.hub import local_model, local_source, pins_of
 from megatron_ibpo.data.row_prompts import template_settings, with_system_prompt
 from megatron_ibpo.environments import Sessions

@@ -12,7 +12,7 @@ import numpy as np
 
 from megatron_ibpo.basics.records import Correction, Flags, Group, Prompt, Sample, SampleRequest
 from megatron_ibpo.basics.seeds import derive_seed
-from megatron_ibpo.config import Config, as_specs
+from megatron_ibpo.config import Config
 from megatron_ibpo.credit import CreditContext, ThinkingMarks, Vocabulary, any_group, find_operator
 from megatron_ibpo.credit.compared_parts import compared_pairs
 from megatron_ibpo.credit.corrections import CompareAndCorrect
@@ -20,14 +20,7 @@ from megatron_ibpo.credit.edits import find_edits, gradient_mask
 from megatron_ibpo.credit.pairing import is_wrong
 from megatron_ibpo.credit.shaping import counts
 from megatron_ibpo.credit.spans import split_spans
-from megatron_ibpo.data import (
-    CorrectionTemplate,
-    Tokenizer,
-    load_tokenizer,
-    open_source,
-    thinking_marks,
-    token_texts,
-)
+from megatron_ibpo.data import CorrectionTemplate, Tokenizer, load_tokenizer, thinking_marks, token_texts
 from megatron_ibpo.engines import ThreadedEngine
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.rewards import open_verifier
@@ -36,7 +29,7 @@ from megatron_ibpo.sampling import Sampler, scorer
 from megatron_ibpo.sampling.groups import GroupSampler, Rules, sample_batch
 from megatron_ibpo.sampling.requests import group_requests
 from megatron_ibpo.study.credit_audit import AuditedResponse
-from megatron_ibpo.study.single_engine import open_engine
+from megatron_ibpo.study.single_engine import held_out_prompts, open_engine
 
 
 def audit_responses(
@@ -198,15 +191,8 @@ class _Asker:
 
     def groups(self, count: int, seed: int) -> tuple[list[Group], list[list[float]]]:
         """Return (groups of held-out prompts, scored and with corrections; φ of every response)."""
-        data, rollout = self.config.data, self.config.rollout
-        room = self.max_context - rollout.rollout_max_response_len
-        held_out = as_specs(data.eval_prompt_data)
-        spec = held_out[0].spec if held_out else next(iter(data.prompt_data), None)
-        assert spec is not None  # the run had one
-        source = open_source(
-            spec, self.tokenizer, data, split="eval", max_prompt_len=room, holds_out=not held_out
-        )
-        prompts = source.batch(0, min(count, len(source) or count))
+        rollout = self.config.rollout
+        prompts = held_out_prompts(self.config, self.tokenizer, count)
         requests = group_requests(prompts, rollout, seed=seed, step=0)
         size = rollout.n_samples_per_prompt
 

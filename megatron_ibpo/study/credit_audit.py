@@ -124,8 +124,7 @@ def audit(responses: Sequence[AuditedResponse], *, min_drop: float = 0.25) -> di
         | {ALONE: _scores(with_sibling, _sibling, measures)}
         | {"ceiling: drops of the other rollouts": {"auc": _mean(masked, _ceiling_auc)}},
         "mask_above_random_auc": _mean(
-            masked,
-            lambda r: _averaged(credits["mask"], _auc, r) - _averaged(credits[RANDOM], _auc, r),
+            masked, lambda r: _averaged(credits["mask"], _auc, r) - _averaged(credits[RANDOM], _auc, r)
         ),
         "mask_equals_sibling": _mean(both, lambda r: float(r.modified == r.sibling)),
         "phi": {

@@ -9,10 +9,9 @@ from typing import Any
 
 from megatron_ibpo.basics.user_files import JSON_BYTES, read_user_file
 from megatron_ibpo.report import jsonable
-from megatron_ibpo.study.plan import Study, Task, Tuning
+from megatron_ibpo.study.plan import Choice, Study, Task, Tried, Tuning
 from megatron_ibpo.study.power import PowerAnalysis
 from megatron_ibpo.study.run_results import RunResult
-from megatron_ibpo.study.tuning import Choice, Tried
 
 
 @dataclass(frozen=True)

@@ -6,16 +6,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron_ibpo.basics.records import Prompt
-from megatron_ibpo.config import Config, as_specs
+from megatron_ibpo.config import Config
 from megatron_ibpo.credit import ThinkingMarks, Vocabulary, find_operator
-from megatron_ibpo.data import CorrectionTemplate, Tokenizer, load_tokenizer, open_source, thinking_marks
+from megatron_ibpo.data import CorrectionTemplate, load_tokenizer, thinking_marks
 from megatron_ibpo.engines import ThreadedEngine
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.rewards import open_verifier
 from megatron_ibpo.run.operator_skill import Asking, operator_skill, try_corrections
 from megatron_ibpo.sampling import Sampler, scorer
-from megatron_ibpo.study.single_engine import open_engine
+from megatron_ibpo.study.single_engine import held_out_prompts, open_engine
 
 
 def skill_of_checkpoint(
@@ -41,7 +40,7 @@ def skill_of_checkpoint(
     config = replace(config, rollout=replace(config.rollout, rollout_max_context_len=context))
     with ExitStack() as stack:
         tokenizer = load_tokenizer(hf_dir)
-        asked = _held_out(config, tokenizer, prompts)
+        asked = held_out_prompts(config, tokenizer, prompts)
         verifier = stack.enter_context(open_verifier(config.data))
         engine = ThreadedEngine(open_engine(config, hf_dir, stack))
         sampler = Sampler(
@@ -56,15 +55,3 @@ def skill_of_checkpoint(
         asking = Asking(config.algorithm, config.rollout, vocabulary, context, seed, targets)
         with sampler:
             return operator_skill(sampler.run(try_corrections(sampler, asked, asking)))
-
-
-def _held_out(config: Config, tokenizer: Tokenizer, count: int) -> list[Prompt]:
-    data, rollout = config.data, config.rollout
-    held_out = as_specs(data.eval_prompt_data)
-    spec = held_out[0].spec if held_out else next(iter(data.prompt_data), None)
-    if spec is None:
-        raise ValueError("the recipe names no prompts: --prompt-data or --eval-prompt-data")
-    assert rollout.rollout_max_context_len is not None  # the caller resolved it
-    room = rollout.rollout_max_context_len - rollout.rollout_max_response_len
-    source = open_source(spec, tokenizer, data, split="eval", max_prompt_len=room, holds_out=not held_out)
-    return source.batch(0, min(count, len(source) or count))

@@ -20,9 +20,13 @@ from megatron_ibpo.study.claims import compare_all, winners
 from megatron_ibpo.study.findings import Findings, write_findings
 from megatron_ibpo.study.page import write_page
 from megatron_ibpo.study.plan import (
+    Choice,
     PlannedRun,
     Settings,
     Study,
+    Tried,
+    beyond,
+    choose,
     plan_main,
     plan_point,
     plan_runs,
@@ -31,7 +35,6 @@ from megatron_ibpo.study.plan import (
 from megatron_ibpo.study.power import PowerAnalysis, analyse, in_words
 from megatron_ibpo.study.run_results import RunResult, read_run
 from megatron_ibpo.study.runs import Outcome, Program, execute, is_finished, summary
-from megatron_ibpo.study.tuning import Choice, Tried, beyond, choose
 
 OVERHEAD_S = 40.0
 """Seconds that a run is assumed to take on top of its budget (start, evaluation) before any run was

@@ -14,8 +14,6 @@ from megatron_ibpo.credit import find_operator
 from megatron_ibpo.credit.break_even import (
     composition_counts,
     learns_from_corrections,
-    price_by_length,
-    rarity_needed,
     skill_needed,
 )
 from megatron_ibpo.models import forward_flops, read_hf_config
@@ -45,7 +43,6 @@ DENSE = read_hf_config(ROOT / "examples/tiny_qwen3")
 )
 def test_the_skill_from_which_on_corrections_pay(resample, price, first, needed):
     assert skill_needed(resample, price, first=first) == pytest.approx(needed)
-    assert rarity_needed(needed, price, first=first) == pytest.approx(resample)
 
 
 @given(p=st.floats(0.01, 0.99), q=st.floats(0.01, 0.99), price=st.floats(1, 6), spent=st.floats(0.5, 50))
@@ -53,21 +50,6 @@ def test_the_law_of_first_texts_says_which_way_finds_one_more_often_whatever_is_
     by_corrections, by_responses = 1 - (1 - q) ** (spent / price), 1 - (1 - p) ** spent
     if abs(q - skill_needed(p, price, first=True)) > 1e-6 and max(by_corrections, by_responses) < 1 - 1e-9:
         assert (q > skill_needed(p, price, first=True)) == (by_corrections > by_responses)
-
-
-@pytest.mark.parametrize(
-    ("lengths", "settings", "price"),
-    [
-        ((0, 2), {"written": 1, "trained": 3}, 12 / 4),  # (2 read + 1 written + 3·3 trained) / (1 + 3)
-        ((0, 2), {"written": 1, "trained": 3, "joint": False}, 6 / 4),
-        ((0, 1), {"written": 1, "trained": 3}, 8 / 4),
-        ((0, 2), {"written": 20, "trained": 3}, 31 / 23),  # where writing is dear
-        ((0, 2), {"written": 20, "trained": 3, "joint": False}, 25 / 23),
-        ((0.5, 2), {"written": 1, "trained": 3}, 14 / 6),  # (2.5 + 1 + 3·3.5) / (.5 + 1 + 3·1.5)
-    ],
-)
-def test_the_price_of_a_correction_follows_from_lengths(lengths, settings, price):
-    assert price_by_length(*lengths, **settings) == pytest.approx(price)
 
 
 def scored(correct):

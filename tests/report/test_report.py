@@ -45,9 +45,9 @@ from megatron_ibpo.report import (
     Size,
     Stages,
     check_reward_errors,
-    kept_samples,
     load_groups,
     prepare_run_dir,
+    rollout_data,
     rollout_path,
     run_sizes,
     save_groups,
@@ -579,7 +579,7 @@ def test_samples_of_the_first_the_last_and_some_steps_between_are_kept():
 
 
 def test_kept_samples_are_the_first_groups_of_a_step_and_what_was_trained_of_them(tmp_path, monkeypatch):
-    monkeypatch.setattr(kept_samples, "TOKENS_PER_STEP", 5)  # a group has 13
+    monkeypatch.setattr(rollout_data, "TOKENS_PER_STEP", 5)  # a group has 13
     group = recorded_group()
     trained = [
         TrainSequence(

@@ -33,7 +33,10 @@ from megatron_ibpo.study.plan import (
     PlannedRun,
     Study,
     Task,
+    Tried,
     Tuning,
+    beyond,
+    choose,
     grid_points,
     plan_main,
     plan_point,
@@ -59,7 +62,6 @@ from megatron_ibpo.study.statistics import (
 from megatron_ibpo.study.study_files import read_study
 from megatron_ibpo.study.study_run import conduct
 from megatron_ibpo.study.table import markdown, tables
-from megatron_ibpo.study.tuning import Tried, beyond, choose
 from support.browser import needs_browser, open_page
 from support.paths import ROOT
 from support.stand_in_training import failing, stubborn

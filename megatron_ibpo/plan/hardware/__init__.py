@@ -17,7 +17,7 @@ These are the figures by which NCCL chooses how to send (its src/graph/tuning.cc
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """A GPU type and its links. The shares of its rates that programs reach are in `plan.coefficients`."""
+    """A GPU type and its links. The shares of its rates that programs reach are in `plan.machine`."""
 
     name: str
     about: str
@@ -38,7 +38,7 @@ class Hardware:
     host_link: float
     """Bytes per second that it sends to main memory."""
     generation: str = ""
-    """Generation of the design; `plan.coefficients` has a factor for some."""
+    """Generation of the design; `plan.machine` has a factor for some."""
     starts_ahead: bool = True
     """True if kernels are started while others compute. A processor starts a kernel only when the previous
     one is done."""

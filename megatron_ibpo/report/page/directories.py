@@ -44,11 +44,7 @@ LAST = 10
 """Steps over which the last numbers of a run are averaged."""
 _KEPT = 3
 """Recorded steps, or sets, that are cached in memory."""
-_SUMMARY = {
-    "accuracy_start": "accuracy at start",
-    "accuracy_end": "at end",
-    "seconds_total": "seconds",
-}
+_SUMMARY = {"accuracy_start": "accuracy at start", "accuracy_end": "at end", "seconds_total": "seconds"}
 
 
 T = TypeVar("T")
@@ -224,32 +220,30 @@ class RunSource:
 
     def _premise(self) -> list[str]:
         """Return the success of the policy's corrections before the first step, if it was measured."""
-        path = self._directory / SKILL_FILE
+        skill = self._object(SKILL_FILE, "premise", "it")
+        return [] if skill is None else [skill["premise"]]
+
+    def _object(self, name: str, key: str, what: str) -> dict[str, Any] | None:
+        """Return the JSON object in a file, which has a text as `key`; None without the file."""
+        path = self._directory / name
         if not path.exists():
-            return []
+            return None
         path = _inside(self._directory, path)
         try:
-            skill = read_json(read_user_file(path, JSON_BYTES))
+            content = read_json(read_user_file(path, JSON_BYTES))
         except ValueError as error:
             raise ValueError(f"{path}: not JSON: {error}") from None
-        if not isinstance(skill, dict) or not isinstance(skill.get("premise"), str):
-            raise ValueError(f"{path}: must hold an object with a premise")
-        return [skill["premise"]]
+        if not isinstance(content, dict) or not isinstance(content.get(key), str):
+            raise ValueError(f"{path}: {what} must hold an object with a {key}")
+        return content
 
     def _end(self) -> list[str]:
-        path = self._directory / SUMMARY_FILE
-        if not path.exists():
+        summary = self._object(SUMMARY_FILE, "status", "no summary of a run: it")
+        if summary is None:
             return ["not finished"]
-        path = _inside(self._directory, path)
-        try:
-            summary = read_json(read_user_file(path, JSON_BYTES))
-        except ValueError as error:
-            raise ValueError(f"{path}: not JSON: {error}") from None
-        if not isinstance(summary, dict) or not isinstance(summary.get("status"), str):
-            raise ValueError(f"{path}: no summary of a run: it must hold an object with a status")
         known = {name: summary.get(key) for key, name in _SUMMARY.items()}
         if strange := [name for name, value in known.items() if not (value is None or is_number(value))]:
-            raise ValueError(f"{path}: {strange[0]} must be a number")
+            raise ValueError(f"{self._directory / SUMMARY_FILE}: {strange[0]} must be a number")
         return [
             summary["status"],
             *(f"{name} {value:.4g}" for name, value in known.items() if value is not None),

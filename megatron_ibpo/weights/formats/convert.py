@@ -23,13 +23,7 @@ from torch import Tensor
 
 from megatron_ibpo.basics.distributed import World
 from megatron_ibpo.config import ParallelConfig
-from megatron_ibpo.models import (
-    ModelShape,
-    check_layout,
-    padded_vocab_size,
-    pipeline_layers,
-    read_hf_config,
-)
+from megatron_ibpo.models import ModelShape, check_layout, padded_vocab_size, pipeline_layers, read_hf_config
 from megatron_ibpo.models.weight_map import Entry, carried_entry, is_carried, mtp_layers, weight_map
 from megatron_ibpo.weights.formats.directories import write_directory
 from megatron_ibpo.weights.formats.file_jobs import Item, Job, Result, WorkingMemory, run_jobs
@@ -40,13 +34,7 @@ from megatron_ibpo.weights.formats.hugging_face import (
     file_names,
     write_index,
 )
-from megatron_ibpo.weights.formats.run_state import (
-    HF_FILES,
-    LAYOUT,
-    RUN_STATE,
-    load_run_state,
-    read_layout,
-)
+from megatron_ibpo.weights.formats.run_state import HF_FILES, LAYOUT, RUN_STATE, load_run_state, read_layout
 from megatron_ibpo.weights.formats.torch_dist import DistcpFile, Record, StoredCheckpoint, write_metadata
 from megatron_ibpo.weights.layout.holdings import Holding, holdings_of, shard_holders
 from megatron_ibpo.weights.layout.regions import TensorMeta, consecutive_runs

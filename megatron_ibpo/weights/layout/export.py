@@ -142,15 +142,9 @@ class HFExport:
         return iter(self._gather)
 
 
-def metadata_of(shape: ModelShape, dtype: torch.dtype, mtp_layers: int = 0) -> list[TensorMeta]:
+def metadata_of(shape: ModelShape, dtype: torch.dtype) -> list[TensorMeta]:
     """Return the tensors of a model in checkpoint order, as a trainer of `dtype` offers them."""
-    return _metadata(_entries(shape, mtp_layers), dtype)
-
-
-def regions_of(shape: ModelShape, holdings: list[Holding]) -> list[tuple[Region, ...]]:
-    """Return, in checkpoint order, the regions of each tensor and their ranks, given that rank r holds
-    `holdings[r]`."""
-    return _regions(_plan(_entries(shape, 0, holdings[0].vocab_rows), holdings))
+    return _metadata(_entries(shape, 0), dtype)
 
 
 def _metadata(entries: Sequence[Entry], dtype: torch.dtype) -> list[TensorMeta]:

@@ -32,12 +32,7 @@ class Transport(Protocol):
 
 
 def open_transport(
-    name: TransportName,
-    world: World,
-    *,
-    workers_per_engine: int,
-    bucket_bytes: int,
-    timeout: float,
+    name: TransportName, world: World, *, workers_per_engine: int, bucket_bytes: int, timeout: float
 ) -> Transport:
     """Return the trainers' side of transport `name`, not yet connected. Only nccl and ipc import vLLM.
 
