@@ -34,7 +34,7 @@ READERS = ("json", "yaml")
 """Libraries whose errors mean that a file is malformed."""
 FRAME = re.compile(r'File "(.+)", line \d+, in .*\n +(.*)')
 LOG = "driver.log"
-INTERNAL, UNREADABLE = "internal error", "something that was given cannot be read"
+INTERNAL, UNREADABLE = "internal error", "an input cannot be read"
 LONGEST = 500
 """Most characters of an internal error's message."""
 
@@ -100,7 +100,7 @@ def _reader_is_gone() -> bool:
 
 
 def _answer_thread(logs: Path | None, failed: threading.ExceptHookArgs) -> None:
-    """Print the error that ended a thread; the command goes on."""
+    """Print the error that ended a thread; the command continues."""
     if isinstance(failed.exc_value, Exception):
         _answer(failed.exc_value, logs)
 

@@ -155,7 +155,7 @@ def result(answer: Any, who: str, timeout: float | None = None) -> Any:
 
 
 async def awaited(answer: Any, who: str) -> Any:
-    """`result` for asyncio, without a time-out."""
+    """Await the result of a call, without a time-out."""
     try:
         return await answer
     except (RayTaskError, RayActorError) as error:
@@ -216,7 +216,7 @@ def _raise_first(failed: Sequence[Any], answers: Sequence[Any], who: Sequence[st
     deaths = [error for error in errors if isinstance(error, ProcessDiedError)]
     others = [error for error in errors if error not in deaths]
     if deaths and others:
-        said = [*deaths, f"what others found: {type(others[0]).__name__}: {others[0]}"]
+        said = [*deaths, f"other processes reported: {type(others[0]).__name__}: {others[0]}"]
         raise ProcessDiedError("\n".join(map(str, said)))
     raise errors[0]
 

@@ -228,7 +228,7 @@ def _check_words(argv: Sequence[str]) -> None:
         name, is_pair, value = word.partition("=")
         name, previous_name = name.replace("_", "-"), previous.replace("_", "-")
         if is_pair and value == "--" and name in _NEVER_DASHES:
-            raise ConfigError(f"{name}: -- is no value")
+            raise ConfigError(f"{name}: -- is not a value; give one, or leave the flag out")
         empty = name if is_pair and not value else previous_name if not word else ""
         if empty in paths:  # pathlib reads it as the user's directory
             raise ConfigError(f"{empty}: is empty; name a path, or leave the flag out")

@@ -136,7 +136,7 @@ def _estimated(batch: Sequence[Compared], estimator: Estimator) -> Sequence[Sequ
     found = list(estimator.of_batch(batch))
     if len(found) != len(batch):
         raise ValueError(
-            f"the estimator --advantages gave advantages of {len(found)} comparisons for {len(batch)}"
+            f"the estimator --advantages gave advantages for {len(found)} comparisons instead of {len(batch)}"
         )
     return found
 
@@ -145,7 +145,7 @@ def _checked(given: Sequence[float], compared: Compared) -> list[float]:
     found = [float(value) for value in given]
     if len(found) != len(compared.rewards) or not all(map(math.isfinite, found)):
         raise ValueError(
-            f"the estimator --advantages made {found} of the rewards {list(compared.rewards)}: it must give "
-            "one finite number for each"
+            f"the estimator --advantages returned {found} for the rewards {list(compared.rewards)}; it "
+            "must return one finite number per reward"
         )
     return found

@@ -138,7 +138,7 @@ def _opened(
     if location.startswith(SCHEME):
         generated = generated_prompts(source, tokenizer, data, split=split, max_prompt_len=max_prompt_len)
         if rates is not None:
-            note = f"{location}: --filter-pass-rate does not act on it, since its prompts never repeat"
+            note = f"{location}: --filter-pass-rate has no effect on it, since its prompts never repeat"
             return replace(generated, notes=(note,))
         return (
             _told(generated, "other items of the same task", location)

@@ -72,7 +72,7 @@ def small_rows(files: Sequence[Path], columns: Sequence[str]) -> Rows | None:
     if any(file.name.endswith(".gz") for file in files):
         if size > LARGEST_COMPRESSED:
             raise DataError(
-                f"{files[0].parent}: more than 1 GiB with compressed files, which are read whole; `gunzip`"
+                f"{files[0].parent}: more than 1 GiB, with compressed files, which are read whole; `gunzip`"
             )
         return _all_rows(files, columns)
     if size > SMALL_BYTES:

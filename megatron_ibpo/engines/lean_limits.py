@@ -12,14 +12,12 @@ def lean_problems(config: Config, *, trains: bool) -> list[str]:
     """
     rollout, cluster = config.rollout, config.cluster
     rules = {
-        ": is for runs that train; evaluate with vllm": not trains,
-        " with --max-staleness: one process does one thing after another, and sampling cannot run ahead": (
-            rollout.max_staleness > 0
-        ),
+        ": only for runs that train; evaluate with vllm": not trains,
+        " with --max-staleness: one process cannot sample while it trains": (rollout.max_staleness > 0),
         " with --num-trainers: one process trains": (cluster.num_trainers or 1) > 1,
         " with --ray-address: it uses no Ray": cluster.ray_address is not None,
         " with --vllm-arg: it uses no vLLM": bool(rollout.vllm_arg),
-        " with --use-rollout-routing-replay: it samples dense models alone": (
+        " with --use-rollout-routing-replay: it samples dense models only": (
             rollout.use_rollout_routing_replay
         ),
         " with --load-debug-rollout-data: a replay samples nothing": (

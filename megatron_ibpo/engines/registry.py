@@ -39,8 +39,8 @@ def check_engine(name: str) -> None:
     lacking = [method for method in _METHODS if not callable(getattr(found, method, None))]
     if lacking:
         raise ValueError(
-            f"{FLAG} {name}: it lacks {', '.join(lacking)}; an engine has {', '.join(_METHODS)}: "
-            "megatron_ibpo.engines.protocol.Engine"
+            f"{FLAG} {name}: lacks {', '.join(lacking)}; an engine needs {', '.join(_METHODS)} "
+            "(megatron_ibpo.engines.protocol.Engine)"
         )
 
 

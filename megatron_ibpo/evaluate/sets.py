@@ -154,7 +154,7 @@ def _open(spec: EvalSpec, config: Config, tokenizer: Tokenizer, *, is_named: boo
         half = config.run.eval_half
         prompts = source.batch(0, number) if half == "all" else _of_half(source, half, count, spec)
     if found > count:
-        notes.append(f"{spec}: the first {count} of {counted(found, 'prompt')}, --eval-num-prompts")
+        notes.append(f"{spec}: the first {count} of {counted(found, 'prompt')} (--eval-num-prompts)")
     _check(spec, config, prompts, sampling)
     return EvalSet(
         name=spec.name or _name_of(spec.spec),
@@ -216,8 +216,8 @@ def _check(spec: EvalSpec, config: Config, prompts: list[Prompt], sampling: Eval
     k = find_operator(config.algorithm).ibpo_k
     if config.run.eval_compare_and_correct and sampling.samples < k:
         raise ValueError(
-            f"--eval-compare-and-correct: shows --ibpo-k {k} samples of a prompt, and {spec} takes "
-            f"{sampling.samples}; give --n-samples-per-eval-prompt"
+            f"--eval-compare-and-correct: a correction is shown --ibpo-k {k} samples of its prompt, but "
+            f"{spec} takes {sampling.samples}; raise --n-samples-per-eval-prompt"
         )
 
 
@@ -262,7 +262,7 @@ def _unused_fields(spec: str, data: DataConfig) -> list[str]:
     if not unused:
         return []
     fields = listed([repr(name)[:60] for name in unused], most=10)
-    return [f"{location}: fields that have no meaning here and are left aside: {fields}"]
+    return [f"{location}: fields that are not used: {fields}"]
 
 
 def _field_names(path: Path) -> Iterator[str]:

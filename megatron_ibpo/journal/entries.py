@@ -150,7 +150,7 @@ def decode(payload: bytes) -> Entry:
     """Return the entry that `encode` gave these bytes for; the arrays are new and writable.
 
     Raises:
-        MalformedEntryError: the bytes are no entry.
+        MalformedEntryError: the bytes are not an entry.
         JournalError: another version of this program wrote them.
     """
     try:
@@ -165,8 +165,8 @@ def decode(payload: bytes) -> Entry:
     except JournalError:
         raise
     except (ValueError, TypeError, msgpack.UnpackException) as error:
-        raise MalformedEntryError(f"no entry of a journal: {error}") from error
-    raise MalformedEntryError(f"no entry of a journal: it is called {kind!r}")
+        raise MalformedEntryError(f"not a journal entry: {error}") from error
+    raise MalformedEntryError(f"not a journal entry: it is called {kind!r}")
 
 
 def _begin(version: int, *fields: Any) -> Begin:

@@ -67,8 +67,8 @@ class Index:
         """Raise ValueError for a batch out of turn, or one that does not name all samples of its groups."""
         if batch.step != self.last_step + 1:
             raise ValueError(
-                f"a batch of step {batch.step} cannot follow step {self.last_step}; a run that does not go "
-                "on from the last batch of its journal has to rewind it"
+                f"a batch of step {batch.step} cannot follow step {self.last_step}; a run that resumes "
+                "from an earlier step must rewind its journal first"
             )
         for group in batch.groups:
             named, known = set(group.sample_keys()), set(self._open.get(group.id, {}))

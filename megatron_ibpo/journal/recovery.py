@@ -85,13 +85,16 @@ def read_journal(directory: Path, after_step: int) -> Recovered:
     follows = state.settings is None or state.last_step == step
     if not follows:
         notes.append(
-            f"{directory}: the journal ends at step {state.last_step} and has no whole batch of step "
+            f"{directory}: the journal ends at step {state.last_step} and has no complete batch of step "
             f"{step + 1}; prompts after step {step} are sampled again"
         )
     if state.is_damaged:
         samples |= state.trusted(step)
         if state.settings is None and samples:
-            notes.append(f"{directory}: no record is left of the settings; they are taken for this run's")
+            notes.append(
+                f"{directory}: the record of the settings is lost; the samples are taken to have this "
+                "run's settings"
+            )
     elif follows:
         samples |= {key: sample for group in state.open.values() for key, sample in group.items()}
     whole = follows and not state.is_damaged
@@ -163,7 +166,7 @@ def _entry(path: Path, record: Record) -> Entry | Damage:
     except JournalError as error:
         raise JournalError(f"{path}: {error}; move {path.parent} away, or use that version") from None
     if isinstance(entry, Begin) != (record.offset == 0):
-        return Damage(record.offset, "an entry stands in the wrong place")
+        return Damage(record.offset, "an entry is in the wrong place")
     return entry
 
 

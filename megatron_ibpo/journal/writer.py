@@ -244,7 +244,7 @@ def _indexed(directory: Path, step: int) -> Index:
 
 
 def _cut(path: Path, size: int) -> None:
-    log.info("%s: the bytes from %d on are an unfinished record and are cut off", path, size)
+    log.info("%s: the bytes from %d on are an unfinished record; they are cut off", path, size)
     if size == 0:
         path.unlink()
     else:
@@ -261,7 +261,7 @@ def _alone(directory: Path) -> IO[str]:
         holder.seek(0)
         who = holder.read().strip()
         holder.close()
-        raise JournalError(f"{directory}: process {who} writes in this journal; end it first") from None
+        raise JournalError(f"{directory}: process {who} is writing this journal; end it first") from None
     holder.truncate(0)
     holder.write(f"{os.getpid()}\n")
     holder.flush()

@@ -183,12 +183,12 @@ def _memory_problems(plan: Plan) -> Iterator[str]:
     resting = max(memory.resting for memory in plan.stages)  # for an engine that restarts after its death
     if plan.config.rollout.colocate and asked * gpu_bytes + resting > gpu_bytes:
         yield (
-            f"{needs.memory_share_flag}={asked:g}: a starting engine wants that share free, "
-            f"{asked * gpu_bytes / GIB:.1f} GiB, beside the trainer's {resting / GIB:.1f} GiB"
+            f"{needs.memory_share_flag}={asked:g}: a starting engine needs that share, "
+            f"{asked * gpu_bytes / GIB:.1f} GiB, to be free beside the trainer's {resting / GIB:.1f} GiB"
         )
     if full_contexts(plan) < 1:
         yield (
-            f"the KV cache of {plan.engine.kv_cache / GIB:.2f} GiB a GPU does not hold one context of "
+            f"the KV cache of {plan.engine.kv_cache / GIB:.2f} GiB per GPU does not hold one context of "
             f"{plan.config.rollout.rollout_max_context_len} tokens: raise {needs.kv_cache_flag} or "
             f"{needs.memory_share_flag}, or lower --rollout-max-context-len"
         )

@@ -25,12 +25,12 @@ def forecast(config: Config, shape: ModelShape, world_size: int, device: str) ->
     try:
         measured_with, own = find_machine(named).workload, workload_of(config, shape, world_size)
         if measured_with not in (None, own):
-            raise ValueError(f"{named} was measured with {measured_with}, and this is {own}")
+            raise ValueError(f"{named} was measured with {measured_with}, but this run is {own}")
         seconds = compared(setting_of(config, shape, world_size).times())
     except ValueError as error:
         return Forecast(None, f"no time is predicted: {error}")
     parts = ", ".join(f"{name} {value:.2f}" for name, value in seconds.items() if name != STEP)
-    return Forecast(seconds, f"predicted by {named}: {seconds[STEP]:.2f} s a step ({parts})")
+    return Forecast(seconds, f"predicted by {named}: {seconds[STEP]:.2f} s per step ({parts})")
 
 
 def compared(times: StepTimes) -> dict[str, float]:

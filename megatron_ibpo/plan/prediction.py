@@ -216,7 +216,7 @@ def lines(setting: Setting, steps: int, price: float | None = None) -> list[str]
     hours = total * steps * setting.gpus / 3600
     said = [
         f"a step: {_seconds(total)}, between {_seconds(total / factor)} and {_seconds(total * factor)}; "
-        f"{tokens / total / setting.gpus:,.0f} response tokens a second and GPU",
+        f"{tokens / total / setting.gpus:,.0f} response tokens per second and GPU",
     ]
     for stage, seconds in times.stages().items():
         if seconds >= 0.005 * total:
@@ -234,10 +234,10 @@ def lines(setting: Setting, steps: int, price: float | None = None) -> list[str]
         f"a checkpoint: training waits {_seconds(copying)} for its copy in main memory, "
         "which is written while training goes on"
     )
-    cost = "" if price is None else f", {hours * price:,.0f} at {price:g} an hour"
+    cost = "" if price is None else f", {hours * price:,.0f} at {price:g} per hour"
     said.append(f"the run of {steps} steps: {hours:,.0f} GPU-hours{cost}")
     better = changes(setting)
-    said += [f"would help: {change.flag}, {_seconds(change.seconds)} a step" for change in better]
+    said += [f"would help: {change.flag}, {_seconds(change.seconds)} per step" for change in better]
     return said
 
 

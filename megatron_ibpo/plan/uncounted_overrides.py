@@ -9,7 +9,7 @@ from megatron_ibpo.policy.overrides import model_overrides, recomputed_modules
 _GRAPHS = "what CUDA graphs hold"
 _OFFLOADED = "activations that wait in main memory"
 _USER_BUFFERS = "buffers for communication beside computation"
-_QUANTIZED = "inputs of products in fewer bytes"
+_QUANTIZED = "inputs of matrix products in lower precision"
 UNCOUNTED = {
     "activation_offload_fraction": _OFFLOADED,
     "cpu_offloading": _OFFLOADED,
@@ -26,9 +26,9 @@ UNCOUNTED = {
     "fp8_param": "parameters in FP8",
     "moe_enable_deepep": "DeepEP's buffers",
     "moe_paged_stash": _OFFLOADED,
-    "moe_shared_expert_overlap": "shared experts that keep theirs beside the exchange",
+    "moe_shared_expert_overlap": "activations of shared experts during the exchange",
     "moe_token_dispatcher_type": "buffers of the exchange",
-    "overlap_moe_expert_parallel_comm": "a second micro-batch under way",
+    "overlap_moe_expert_parallel_comm": "a second micro-batch in progress",
     "tp_comm_overlap": _USER_BUFFERS,
 }
 """Field of TransformerConfig → its memory that is not counted."""

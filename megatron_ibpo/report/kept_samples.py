@@ -1,6 +1,6 @@
 """Samples of a few steps, kept by default so that the page of a run has responses to read.
 
-They are no recording that training could be repeated from: of a large step only the first groups are kept.
+Training cannot be repeated from them: only the first groups of a large step are kept.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""How much a run writes: bytes of a checkpoint and of an export, and how many it keeps at one time."""
+"""Sizes of what a run writes: bytes of a checkpoint and of an export, and how many it keeps at one time."""
 
 from megatron_ibpo.config import Config
 

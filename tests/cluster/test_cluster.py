@@ -175,7 +175,7 @@ def test_a_ray_that_does_not_start_is_started_once_more(scratch):
     process = python("-c", WITH_SERVER, str(server), OWN_RAY, env=environment)
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 0, output
-    assert re.search(r"^Ray does not start on this machine: .*; trying once more$", output, re.MULTILINE)
+    assert re.search(r"^Ray does not start on this machine: .*; trying again$", output, re.MULTILINE)
     assert re.search(r"^127\.0\.0\.1$", output, re.MULTILINE)
     assert list((scratch / "t").iterdir()) == []
 

@@ -351,7 +351,7 @@ EMPTY_PATH = "is empty; name a path, or leave the flag out"
     [
         *((words, EMPTY_PATH) for words in (["--run-dir="], ["--run-dir", ""], ["--hf_checkpoint="])),
         *(
-            ([f"{name}=--"], f"{name}: -- is no value")
+            ([f"{name}=--"], f"{name}: -- is not a value; give one, or leave the flag out")
             for name in ("--advantage-estimator", "--loss-variant", "--config")
         ),
         (["--rm-type", b"a\xff".decode(errors="surrogateescape")], "is not UTF-8"),

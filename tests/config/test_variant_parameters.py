@@ -122,11 +122,11 @@ def test_a_variant_of_the_users_own_by_import_path(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("argument", "flags", "says"),
     [
-        ("ref_logprobs", {}, "reads ref_logprobs, which need a reference: --kl-coef above 0"),
+        ("ref_logprobs", {}, "reads ref_logprobs, which need a reference policy; set --kl-coef above 0"),
         (
             "positions",
             {"parallel": ParallelConfig(context_parallel_size=2)},
-            "reads positions.*context-parallel",
+            "reads token positions.*context-parallel",
         ),
         ("_", {}, "term has an argument '_'; a term reads its inputs by these names: log_ratio, logprobs"),
     ],

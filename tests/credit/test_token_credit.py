@@ -322,7 +322,7 @@ def test_weights_that_do_not_fit_are_refused():
         ),
         (
             of_preset("ciw") | {"token_credit": RANDOM_WINDOW},
-            f"--token-credit {RANDOM_WINDOW} says where .*, and so does --ibpo-operator span-masking",
+            f"--token-credit {RANDOM_WINDOW} and --ibpo-operator span-masking both choose",
         ),
         (
             {"token_credit": RANDOM_WINDOW, "token_credit_unit": "step"},

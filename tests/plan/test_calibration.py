@@ -216,7 +216,7 @@ def test_a_run_keeps_its_prediction_and_ends_with_the_error(config, tmp_path, ca
     assert summary["prediction_error"] == prediction_error(kept, ROWS)
     assert json.loads((tmp_path / "summary.json").read_text()) == summary
     said = capsys.readouterr().out
-    assert f"predicted by {tmp_path / 'here.yaml'}: {expected.seconds['step']:.2f} s a step" in said
+    assert f"predicted by {tmp_path / 'here.yaml'}: {expected.seconds['step']:.2f} s per step" in said
     assert f"an error of {summary['prediction_error']['step']:+.0%} against the median step" in said
 
 

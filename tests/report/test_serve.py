@@ -364,7 +364,7 @@ def test_the_command_listens_on_loopback_alone_takes_a_free_port_and_ends_at_onc
 
 
 def test_what_is_no_run_is_said_before_anything_listens(tmp_path, capsys):
-    for arguments, words in (([str(tmp_path)], "is it the directory of a run?"), ([], "which run?")):
+    for arguments, words in (([str(tmp_path)], "name a directory that does"), ([], "which run?")):
         assert main(["serve", *arguments]) == 2
         assert words in capsys.readouterr().err
 

@@ -100,15 +100,15 @@ def open_source(directory: Path, *, tokenizer: Tokenizer | None = None) -> Sourc
         ValueError: the directory holds neither, or a file in it cannot be read.
     """
     if not directory.is_dir():
-        raise ValueError(f"{directory}: is it the directory of a run? There is no such directory")
+        raise ValueError(f"{directory}: no such directory; name the directory of a run")
     of_run, of_evaluation = (directory / METRICS_FILE).exists(), (directory / RESULTS_FILE).exists()
     if of_evaluation and not of_run:
         return EvaluationSource(directory)
     if of_run or (directory / CONFIG_FILE).exists():
         return RunSource(directory, tokenizer=tokenizer)
     raise ValueError(
-        f"{directory} holds no {METRICS_FILE}: is it the directory of a run? An evaluation's has a "
-        f"{RESULTS_FILE}"
+        f"{directory} holds neither the {METRICS_FILE} of a run nor the {RESULTS_FILE} of an evaluation; "
+        "name a directory that does"
     )
 
 
@@ -248,7 +248,7 @@ class RunSource:
         except ValueError as error:
             raise ValueError(f"{path}: not JSON: {error}") from None
         if not isinstance(summary, dict) or not isinstance(summary.get("status"), str):
-            raise ValueError(f"{path}: no summary of a run: it must hold an object with a status")
+            raise ValueError(f"{path}: not the summary of a run, which is an object with a status")
         known = {name: summary.get(key) for key, name in _SUMMARY.items()}
         if strange := [name for name, value in known.items() if not (value is None or is_number(value))]:
             raise ValueError(f"{path}: {strange[0]} must be a number")

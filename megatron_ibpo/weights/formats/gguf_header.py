@@ -35,11 +35,11 @@ def read_header(path: Path) -> Header:
     """
     Raises:
         CheckpointError: not a GGUF file, a truncated one, or one that describes more than it holds.
-        UnicodeDecodeError, ValueError: a name is no text, or a tensor's type unknown.
+        UnicodeDecodeError, ValueError: a name is not text, or a tensor's type is unknown.
         ImportError: gguf is not installed.
     """
     if path.stat().st_size < len(MAGIC):
-        raise CheckpointError("it is no GGUF file: it is empty")
+        raise CheckpointError("it is not a GGUF file: it is empty")
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         return _Reader(data).header()
 
@@ -52,7 +52,7 @@ class _Reader:
 
     def header(self) -> Header:
         if (magic := self._take(4)) != MAGIC:
-            raise CheckpointError(f"it is no GGUF file: it begins with {magic!r}")
+            raise CheckpointError(f"it is not a GGUF file: it begins with {magic!r}")
         if (version := self._number("I")) not in VERSIONS:
             raise CheckpointError(
                 f"it has version {version} of the format, or is big-endian; 2 and 3 are read"
