@@ -355,6 +355,13 @@ EMPTY_PATH = "is empty; name a path, or leave the flag out"
             for name in ("--advantage-estimator", "--loss-variant", "--config")
         ),
         (["--rm-type", b"a\xff".decode(errors="surrogateescape")], "is not UTF-8"),
+        (["--save", "DIR"], r"^--save DIR: a switch, --save or --no-save, .* the directory is --run-dir$"),
+        (
+            ["--no-ibpo-joint=1", "--bf16", "maybe"],
+            r"--no-ibpo-joint 1: a switch, .*\n  --bf16 maybe: a switch",
+        ),
+        (["stray", "--lr", "1", "2"], r"stray: not a flag.*\n  --lr: takes one value, so 2 is one too many"),
+        (["--load", "--colocate"], "^--load: needs a value$"),
     ],
 )
 def test_words_that_are_no_values_are_refused(words, says):
