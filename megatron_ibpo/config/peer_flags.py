@@ -113,7 +113,7 @@ OPENRLHF = _renamed("""
     "critic-learning-rate": _GAE.format("--critic-lr"), "agent-func-path": _EPISODES,
     "micro-train-batch-size": _PACKED, "micro-rollout-batch-size": _PACKED, "packing-samples": _ALWAYS_PACKED,
     "use-dynamic-batch": _ALWAYS_PACKED, "no-advantage-std-norm": _STD, "async-train": "--max-staleness 1",
-    "init-kl-coef": "--kl-coef, always a term of the loss, as with --use_kl_loss there",
+    "init-kl-coef": "--kl-coef, which is always a term of the loss",
     "eps-clip-low-high": "--eps-clip LOW and --eps-clip-high HIGH",
     "dual-clip": "--loss-variant dual-clip",
     "zero-stage": "--use-distributed-optimizer, which shards the optimizer's state as stage 1 does",
