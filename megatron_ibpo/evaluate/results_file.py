@@ -23,14 +23,14 @@ def finish_results(
     """
     content = read_results(directory)
     for one in evaluated:
-        content["sets"][one.set.name] |= set_results(one)
+        content["sets"][one.set.name] |= results_of_set(one)
     finished = all("measures" in entry for entry in content["sets"].values())
     content |= {"status": FINISHED if finished else UNFINISHED, **more}
     write_results(directory, content)
     return content
 
 
-def set_results(one: SetEvaluation) -> dict[str, Any]:
+def results_of_set(one: SetEvaluation) -> dict[str, Any]:
     """Return the entries of one set. measures: as in the metrics log. intervals: 95 %, for each measure that
     is a mean over problems. problems: id, digest of question and label, and each such measure's value for
     every problem, in order."""

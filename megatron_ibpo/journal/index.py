@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from megatron_ibpo.journal.entries import Begin, ClosedBatch, Entry, GroupId, Sampled, SampleKey
+from megatron_ibpo.journal.entries import ClosedBatch, Entry, GroupId, Sampled, SampleKey, SegmentStart
 from megatron_ibpo.journal.recovery import settle
 
 
@@ -44,9 +44,9 @@ class Index:
                 if step > self.saved:
                     self._batches[step] = min([segment, *samples.values()])
                     self._settled |= dict.fromkeys(entry.settled, step)
-            case Begin(last_step=last_step, rewound=None):
+            case SegmentStart(last_step=last_step, rewound=None):
                 self.last_step = max(self.last_step, last_step)
-            case Begin(rewound=int(step)):
+            case SegmentStart(rewound=int(step)):
                 self._open.clear()
                 self._forget(lambda own: own > step)
                 self.last_step = step

@@ -8,7 +8,6 @@ from typing import TypeVar
 
 from megatron_ibpo.basics.records import Sample
 from megatron_ibpo.journal.entries import (
-    Begin,
     ClosedBatch,
     Entry,
     GroupId,
@@ -16,6 +15,7 @@ from megatron_ibpo.journal.entries import (
     MalformedEntryError,
     Sampled,
     SampleKey,
+    SegmentStart,
     decode,
 )
 from megatron_ibpo.journal.framing import Damage, Record, records
@@ -143,7 +143,7 @@ def _first_needed(directory: Path, numbers: list[int], after_step: int) -> int:
     """Return the segment to start from. Older ones are not read, so damage there does no harm."""
     for number in reversed(numbers):
         begin = next(_entries(directory, number), None)
-        if isinstance(begin, Begin) and begin.saved <= after_step:
+        if isinstance(begin, SegmentStart) and begin.saved <= after_step:
             return max(begin.needed_from, numbers[0])
     return numbers[0] if numbers else 0
 
@@ -165,7 +165,7 @@ def _entry(path: Path, record: Record) -> Entry | Damage:
         return Damage(record.offset, str(error))
     except JournalError as error:
         raise JournalError(f"{path}: {error}; move {path.parent} away, or use that version") from None
-    if isinstance(entry, Begin) != (record.offset == 0):
+    if isinstance(entry, SegmentStart) != (record.offset == 0):
         return Damage(record.offset, "an entry is in the wrong place")
     return entry
 
@@ -222,7 +222,7 @@ class _State:
                 if step > self.after_step:
                     self.closed[step] = _Closed(entry, samples)
                 self.last_step = step
-            case Begin():
+            case SegmentStart():
                 self._begin(entry)
 
     def trusted(self, step: int) -> dict[SampleKey, Sample]:
@@ -237,7 +237,7 @@ class _State:
             if key.kind == "response" and _newest_version(sample) <= step
         }
 
-    def _begin(self, begin: Begin) -> None:
+    def _begin(self, begin: SegmentStart) -> None:
         changed = self.settings is not None and begin.settings != self.settings
         self.settings = begin.settings
         if begin.rewound is not None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO
 
 from megatron_ibpo.basics.records import Sample
-from megatron_ibpo.journal.entries import Begin, ClosedBatch, JournalError, Sampled, SampleKey, encode
+from megatron_ibpo.journal.entries import ClosedBatch, JournalError, Sampled, SampleKey, SegmentStart, encode
 from megatron_ibpo.journal.framing import Damage, framed
 from megatron_ibpo.journal.index import Index
 from megatron_ibpo.journal.recovery import Recovered, entries, segment_numbers, segment_path
@@ -210,11 +210,11 @@ class Journal:
         self._sizes[self._number] = before + len(data)
         self._pending += len(data)
 
-    def _begin(self, rewound: int | None = None) -> Begin:
+    def _begin(self, rewound: int | None = None) -> SegmentStart:
         """Return the first entry of the present segment."""
         needed_from = self._index.needed_from(self._number, rewound)
         index = self._index
-        return Begin(self._settings, index.saved, index.last_step, needed_from, rewound)
+        return SegmentStart(self._settings, index.saved, index.last_step, needed_from, rewound)
 
     def _end_segment(self) -> None:
         if self._file is None:
@@ -259,9 +259,9 @@ def _alone(directory: Path) -> IO[str]:
         fcntl.flock(holder, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         holder.seek(0)
-        who = holder.read().strip()
+        pid = holder.read().strip()
         holder.close()
-        raise JournalError(f"{directory}: process {who} is writing this journal; end it first") from None
+        raise JournalError(f"{directory}: process {pid} is writing this journal; end it first") from None
     holder.truncate(0)
     holder.write(f"{os.getpid()}\n")
     holder.flush()

@@ -100,7 +100,7 @@ def _measured(directory: Path) -> dict[str, dict[str, Any]]:
 
 
 def _are_columns(problems: Any) -> bool:
-    """Return whether `problems` has the form that `set_results` writes."""
+    """Return whether `problems` has the form that `results_of_set` writes."""
     if not isinstance(problems, dict) or not {"id", "digest"} <= problems.keys():
         return False
     columns = problems.values()

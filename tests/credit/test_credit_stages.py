@@ -17,7 +17,7 @@ from megatron_ibpo.credit import (
     CRITIC,
     ESTIMATORS,
     OPERATORS,
-    Compared,
+    ComparedSamples,
     Judgement,
     Operator,
     assign_credit,
@@ -340,7 +340,7 @@ def test_an_estimator_of_ones_own_is_found_by_import_path():
 def test_an_estimator_must_give_one_number_for_each_reward(name):
     estimator = find_estimator(algorithm(advantages=f"{__name__}:{name}"))
     with pytest.raises(ValueError, match="one finite number per reward"):
-        advantages([Compared([1.0, 0.0], scored([13], [14]))], estimator)
+        advantages([ComparedSamples([1.0, 0.0], scored([13], [14]))], estimator)
 
 
 def test_an_unknown_estimator_is_refused_with_the_nearest():
