@@ -18,7 +18,7 @@ from ray.exceptions import RayTaskError
 from megatron_ibpo import __version__
 from megatron_ibpo.basics.entry_point import BAD_INPUT, FAILED, INTERRUPTED, STDOUT_CLOSED, command, guarded
 from megatron_ibpo.basics.strict_json import read_json
-from megatron_ibpo.cluster.actor import plain
+from megatron_ibpo.cluster.actor import original_error
 from megatron_ibpo.commands import main
 from megatron_ibpo.config import ConfigError
 from megatron_ibpo.report import RewardErrorRateError
@@ -121,7 +121,7 @@ def test_an_error_in_a_rays_process_comes_with_its_traceback_there(capsys, tmp_p
         there = RayTaskError("_Process.call", traceback.format_exc(), error.with_traceback(None))
 
     def driver():
-        raise plain(there, "trainer 1") from None
+        raise original_error(there, "trainer 1") from None
 
     found, line = ends(capsys, driver, logs=tmp_path / "logs")
     assert found == status
