@@ -31,7 +31,7 @@ def parse_config(
 
     Args:
         note: gets a line for every length that is lowered, and for every unused field that the user typed.
-        unused: field without effect in this command → the reason.
+        unused: field without effect in this command → what is said if the user typed it.
         about: `program` and `description`, for --help.
 
     Raises:
@@ -40,7 +40,9 @@ def parse_config(
 
     def fit(parsed: config.Config, typed: Set[str]) -> config.Config:
         fitted, notes = fit_to_model(parsed, typed)
-        for line in [*notes, *(why for name, why in (unused or {}).items() if name in typed)]:
+        idle = unused or {}
+        lines = [line for line in notes if line.partition(" ")[0] not in idle]
+        for line in [*lines, *(why for name, why in idle.items() if name in typed)]:
             note(line)
         return fitted
 

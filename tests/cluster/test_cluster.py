@@ -333,7 +333,7 @@ def test_a_node_without_the_token_says_how_to_give_it_one(monkeypatch, tmp_path,
     monkeypatch.setattr(cluster_nodes, "TOKEN_WAIT_S", 0.0)
     monkeypatch.setattr(cluster_nodes, "LOOK_EVERY_S", 0.01)
     with pytest.raises(
-        ClusterError, match=r"waited . s for .*/\.ray_token, which node 0 .*; let all nodes share"
+        ClusterError, match=r"waited . s for .*/\.ray_token, which node 0 .*; put RUN_DIR on"
     ):
         cluster_nodes._token_of_node_0(tmp_path)
     write_token(tmp_path, "a" * 64)
@@ -349,7 +349,7 @@ def test_a_node_with_another_token_is_refused_with_what_to_do(scratch):
     follower = nodes(1, port, scratch, env={"RAY_AUTH_TOKEN": "b" * 32})
     output, _ = follower.communicate(timeout=60)
     assert follower.returncode == 2, output
-    assert "error: Ray has ended on this node (status 1): node 0 has another token; let all nodes" in output
+    assert "error: Ray has ended on this node (status 1): node 0 has another token; put RUN_DIR on" in output
     lead.terminate()
     lead.communicate(timeout=60)
     assert eventually(lambda: left_by_nodes(scratch) == [], seconds=20)

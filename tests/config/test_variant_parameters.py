@@ -94,7 +94,7 @@ def test_any_parameter_can_be_set_by_name():
         ({"loss_variant": "sapo", "eps_clip": 0.1}, "'sapo' has no parameter eps_high, eps_low; it has"),
         ({"loss_param": ("tau=1",)}, "'gspo' has no parameter tau; it has eps_low, eps_high"),
         ({"loss_param": ("eps_low=wide",)}, "--loss-param eps_low=wide: must be a number"),
-        ({"loss_param": ("eps_low=.1",), "eps_clip": 0.2}, "--loss-param eps_low: --eps-clip"),
+        ({"loss_param": ("eps_low=.1",), "eps_clip": 0.2}, "--loss-param eps_low: is set by --eps-clip"),
         ({"loss_param": ("eps_low=-1",)}, "eps_low of loss variant 'gspo' must be above 0 and at most 1"),
         ({"eps_clip": 2.0}, "eps_low of loss variant 'gspo' must be above 0 and at most 1, is 2.0"),
     ],

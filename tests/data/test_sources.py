@@ -358,9 +358,9 @@ def damaged(kind, folder):
 @pytest.mark.parametrize(
     ("kind", "says"),
     [
-        ("parquet cut off", r"rows\.parquet: no parquet file, or one that was cut off"),
+        ("parquet cut off", r"rows\.parquet: not a parquet file, or cut off"),
         ("gz cut off", r"rows\.jsonl\.gz: damaged or cut off"),
-        ("arrow cut off", r"rows\.arrow: no Arrow file, or one that was cut off"),
+        ("arrow cut off", r"rows\.arrow: not an Arrow file, or cut off"),
         ("UTF-16", r"rows\.jsonl: is UTF-16, expected UTF-8; `iconv"),
         ("invalid UTF-8", r"rows\.jsonl, line 51: not UTF-8: byte 13 of the line is 0xff"),
         ("line cut off", r"rows\.jsonl, line 50: not JSON"),

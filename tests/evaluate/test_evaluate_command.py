@@ -361,7 +361,7 @@ def test_what_cannot_be_compared_is_refused(tmp_path, sums, capsys):
     asks_else = [replace(prompt, text="what?") for prompt in sums.prompts]
     other = left(tmp_path / "c", replace(sums, prompts=asks_else), lambda index, number: ("x", True))
     assert main(["compare", str(first), str(other)]) == 2
-    assert "these problems ask something else in the two: 0, 1" in capsys.readouterr().err
+    assert "these problems differ between the two: 0, 1" in capsys.readouterr().err
 
 
 def test_two_evaluations_are_shown_side_by_side(tmp_path, sums, capsys):

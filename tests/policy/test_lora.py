@@ -440,7 +440,7 @@ def test_adapters_that_a_model_or_layout_cannot_have_are_refused(targets, parall
         (["--lora-rank", "8", "--mtp-num-layers", "1"], "--mtp-num-layers: trains all weights of its layers"),
         (
             ["--lora-rank", "8", "--model-override", "moe_shared_expert_overlap=true"],
-            "--model-override moe_shared_expert_overlap: computes around",
+            "--model-override moe_shared_expert_overlap: bypasses",
         ),
     ],
 )
