@@ -219,7 +219,7 @@ def test_a_large_policy_is_refused(checkpoint):
 
 def test_another_family_is_refused(checkpoint):
     check_shape(read_hf_config(checkpoint))
-    with pytest.raises(ValueError, match="built as dense qwen3 is, and this one, qwen3_next with exp"):
+    with pytest.raises(ValueError, match="dense models built like qwen3, not qwen3_next with exp"):
         check_shape(read_hf_config(ROOT / "examples/tiny_qwen3_next"))
 
 

@@ -149,7 +149,7 @@ def test_what_is_not_there_is_said(run_dir, tmp_path):
         ("summary.json", "[]", "summary.json: no summary of a run"),
         ("summary.json", '{"status": "x", "accuracy_end": "many"}', "summary.json: at end must be a number"),
         ("summary.json", '{"status": "x", "steps": NaN}', "summary.json: not JSON: NaN"),
-        ("metrics.jsonl", "3\n", "metrics.jsonl, line 1: no row of a metrics log"),
+        ("metrics.jsonl", "3\n", "metrics.jsonl, line 1: not a row of a metrics log"),
         ("metrics.jsonl", '{"kind": "step", "step": "1"}\n', "line 1: no row"),
         ("metrics.jsonl", '{"kind": "step", "step": 1, "reward": {}}\n', "line 1: no row"),
         ("metrics.jsonl", '{"kind": "step", "step": 1, "seconds": {"sample": "x"}}\n', "line 1: no row"),

@@ -303,7 +303,7 @@ def test_a_row_that_cannot_be_read_is_named_and_the_rest_goes_on(run_dir):
         file.write("3\n")
     reply = asked.get("/api/runs")
     assert reply.status_code == 500
-    assert "metrics.jsonl, line 4: no row of a metrics log" in reply.json()["problem"]
+    assert "metrics.jsonl, line 4: not a row of a metrics log" in reply.json()["problem"]
     assert asked.get("/api/runs/0/sections/1").status_code == 200
 
 
