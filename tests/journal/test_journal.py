@@ -259,7 +259,7 @@ def test_what_does_not_fit_the_journal_is_refused(tmp_path):
 
 
 def test_a_second_writer_is_told_who_the_first_is(tmp_path):
-    with Journal(tmp_path, KEEP, "", 0), pytest.raises(JournalError, match=f"process {os.getpid()} is writing"):
+    with Journal(tmp_path, KEEP, "", 0), pytest.raises(JournalError, match=f"process {os.getpid()} is writ"):
         Journal(tmp_path, KEEP, "", 0)
     Journal(tmp_path, KEEP, "", 0).close()
 
