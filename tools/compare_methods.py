@@ -100,4 +100,4 @@ def _named(text: str) -> tuple[str, str]:
 
 
 if __name__ == "__main__":
-    run_tool(main, Arguments, __doc__, stopped="stopped; the same command goes on from here")
+    run_tool(main, Arguments, __doc__, stopped="stopped; the same command resumes from here")

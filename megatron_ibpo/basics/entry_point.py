@@ -28,7 +28,7 @@ READERS = ("json", "yaml")
 """Libraries whose errors mean that a file is malformed."""
 FRAME = re.compile(r'File "(.+)", line \d+, in .*\n +(.*)')
 LOG = "driver.log"
-INTERNAL, UNREADABLE = "internal error", "something that was given cannot be read"
+INTERNAL, UNREADABLE = "internal error", "an input cannot be read"
 LONGEST = 500
 """Most characters of an internal error's message."""
 
@@ -94,7 +94,7 @@ def _reader_is_gone() -> bool:
 
 
 def _answer_thread(logs: Path | None, failed: threading.ExceptHookArgs) -> None:
-    """Print the error that ended a thread; the command goes on.
+    """Print the error that ended a thread; the command continues.
 
     A thread that keeps its error, as TensorBoard's writer does, has it raised where the thread is used next.
     """

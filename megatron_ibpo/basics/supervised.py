@@ -86,7 +86,7 @@ def die_with(parent: int) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
-        sys.exit("the owner of this process is gone")
+        sys.exit("the parent of this process has ended")
 
 
 def adopt_orphans() -> None:

@@ -42,10 +42,10 @@ def check_user_file(path: Path, most_bytes: float = float("inf")) -> None:
     status = os.stat(path)
     if not stat.S_ISREG(status.st_mode):
         kind = next((name for is_kind, name in _KINDS if is_kind(status.st_mode)), "no file")
-        raise UserFileError(f"{path} is {kind}; a regular file must be there")
+        raise UserFileError(f"{path} is {kind}; expected a regular file")
     if status.st_size > most_bytes:
         raise UserFileError(
-            f"{path} has {status.st_size:,} bytes, and a file of its kind at most {most_bytes:,}"
+            f"{path} has {status.st_size:,} bytes; such a file may have at most {most_bytes:,}"
         )
 
 

@@ -17,7 +17,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from megatron_ibpo.basics.rendezvous import NODE_ADDRESS, listen
-from megatron_ibpo.cluster.deaths import how_it_ended, note_peak
+from megatron_ibpo.cluster.deaths import how_it_ended, record_peak_memory
 from megatron_ibpo.cluster.main_memory import main_memory
 
 GRACE_S = 5.0
@@ -50,7 +50,7 @@ class _Process:
         self._name = name
         self._built: Any = None
         if (logs := _ray_logs()) is not None:
-            note_peak(logs, os.getpid())
+            record_peak_memory(logs, os.getpid())
 
     def where(self) -> Where:
         address = ray.util.get_node_ip_address()
@@ -139,7 +139,7 @@ class Host:
             ray.kill(self._actor)
 
 
-def result(answer: Any, who: str, timeout: float | None = None) -> Any:
+def result(answer: Any, process: str, timeout: float | None = None) -> Any:
     """Return the result of a call.
 
     Raises:
@@ -149,34 +149,34 @@ def result(answer: Any, who: str, timeout: float | None = None) -> Any:
     try:
         return ray.get(answer, timeout=timeout)
     except (RayTaskError, RayActorError) as error:
-        raise plain(error, who) from None
+        raise original_error(error, process) from None
     except GetTimeoutError:
-        raise ProcessDiedError(f"{who} did not answer within {timeout:g} seconds") from None
+        raise ProcessDiedError(f"{process} did not answer within {timeout:g} seconds") from None
 
 
-async def awaited(answer: Any, who: str) -> Any:
-    """`result` for asyncio, without a time-out."""
+async def awaited(answer: Any, process: str) -> Any:
+    """Await the result of a call, without a time-out."""
     try:
         return await answer
     except (RayTaskError, RayActorError) as error:
-        raise plain(error, who) from None
+        raise original_error(error, process) from None
 
 
-def plain(error: RayTaskError | RayActorError, who: str) -> Exception:
+def original_error(error: RayTaskError | RayActorError, process: str) -> Exception:
     """Return the exception that the process raised, with its traceback there as a note; or one that tells how
     it ended."""
     if isinstance(error, RayActorError):
         message = str(error)
         here = f"ip: {ray.util.get_node_ip_address()}\n" in message
-        return ProcessDiedError(f"{who} {how_it_ended(message, _ray_logs() if here else None)}")
+        return ProcessDiedError(f"{process} {how_it_ended(message, _ray_logs() if here else None)}")
     if not isinstance(error.cause, Exception):
         return error
     # Ray puts its traceback into an attribute of some errors, and into the text of all
-    error.cause.add_note(f"in {who}:\n{getattr(error, 'traceback_str', error)}")
+    error.cause.add_note(f"in {process}:\n{getattr(error, 'traceback_str', error)}")
     return error.cause
 
 
-def gather(answers: Sequence[Any], who: Sequence[str], timeout: float | None = None) -> list[Any]:
+def gather(answers: Sequence[Any], processes: Sequence[str], timeout: float | None = None) -> list[Any]:
     """Return the results of calls that work together, in order.
 
     After one failure the others may wait for the failed one forever. The error is raised after a moment in
@@ -187,12 +187,12 @@ def gather(answers: Sequence[Any], who: Sequence[str], timeout: float | None = N
     while waiting:
         done, waiting = ray.wait(waiting, num_returns=1, timeout=timeout)
         if not done:
-            late = ", ".join(who[answers.index(answer)] for answer in waiting)
+            late = ", ".join(processes[answers.index(answer)] for answer in waiting)
             raise ProcessDiedError(f"{late} did not answer within {timeout:g} seconds")
         if _failed(done[0]):
             more, _ = ray.wait(waiting, num_returns=len(waiting), timeout=GRACE_S) if waiting else ([], [])
             failed = [answer for answer in [*done, *more] if _failed(answer)]
-            _raise_first(sorted(failed, key=answers.index), answers, who)  # rank 0 knows of the disk
+            _raise_first(sorted(failed, key=answers.index), answers, processes)  # rank 0 knows of the disk
     return ray.get(list(answers))
 
 
@@ -206,17 +206,17 @@ def _failed(answer: Any) -> bool:
     return False
 
 
-def _raise_first(failed: Sequence[Any], answers: Sequence[Any], who: Sequence[str]) -> None:
+def _raise_first(failed: Sequence[Any], answers: Sequence[Any], processes: Sequence[str]) -> None:
     errors = []
     for answer in failed:
         try:
-            result(answer, who[answers.index(answer)])
+            result(answer, processes[answers.index(answer)])
         except Exception as error:
             errors.append(error)
     deaths = [error for error in errors if isinstance(error, ProcessDiedError)]
     others = [error for error in errors if error not in deaths]
     if deaths and others:
-        said = [*deaths, f"what others found: {type(others[0]).__name__}: {others[0]}"]
+        said = [*deaths, f"other processes reported: {type(others[0]).__name__}: {others[0]}"]
         raise ProcessDiedError("\n".join(map(str, said)))
     raise errors[0]
 

@@ -21,18 +21,18 @@ def how_it_ended(message: str, logs: Path | None) -> str:
         logs: Ray's logs on this node; None if the process ran on another one.
     """
     pid, address = _named(message, "pid"), _named(message, "ip")
-    who = f" (process {pid} on {address})" if pid and address else ""
+    which = f" (process {pid} on {address})" if pid and address else ""
     if "receives a SIGTERM" in message:
-        return f"was ended by SIGTERM{who}"
+        return f"was ended by SIGTERM{which}"
     if _NO_WORD not in message:
-        return f"has ended{who}: {_last_line(message)}"
+        return f"has ended{which}: {_last_line(message)}"
     if logs is not None and pid and (crash := _crash(logs, pid)):
-        return f"crashed with {crash}{who}"
+        return f"crashed with {crash}{which}"
     how = "was killed by SIGKILL" if logs is not None else "was killed by SIGKILL, or crashed in native code"
-    return f"{how}{who}. {_about_memory(logs, pid)}"
+    return f"{how}{which}. {_about_memory(logs, pid)}"
 
 
-def note_peak(logs: Path, pid: int) -> None:
+def record_peak_memory(logs: Path, pid: int) -> None:
     """Keep writing this process's peak memory to the disk, for messages after its end."""
 
     def forever() -> None:

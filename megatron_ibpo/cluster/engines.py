@@ -301,7 +301,7 @@ class Engines:
         if not self.alive:
             raise death
         self.trainers_lost = True
-        log.warning("%s; trainers start again when engines have sampled what they are asked", death)
+        log.warning("%s; the trainers restart once the engines have finished their requests", death)
 
     @contextmanager
     def fresh(self, index: int, hf_dir: Path) -> Iterator[IdleEngine]:
@@ -410,7 +410,7 @@ class Engines:
             log_file = self.logs / f"engine_{member.index}.log"
             raise EngineError(
                 f"engine {member.index} died {MOST_DEATHS} times within {seconds:.0f} seconds of work and "
-                f"one step of the run: starting it again does not help; see {log_file}"
+                f"one step of the run: it is not started again; see {log_file}"
             )
 
     def _start_again(self, member: Member) -> None:

@@ -19,7 +19,7 @@ from megatron_ibpo.environments.processes import EnvironmentPool
 FACTORY = "megatron_ibpo.cluster.environments:NodeEnvironments"
 
 Answer = tuple[str, Any]
-"""("value", what a method returned) or ("fault", (kind, text)): a fault is no failure of the actor."""
+"""("value", what a method returned) or ("fault", (kind, text)): a fault is not a failure of the actor."""
 
 
 class NodeEnvironments:
@@ -37,7 +37,7 @@ class NodeEnvironments:
         self._finished = Finished()
         self._sessions: dict[int, Session] = {}
         self._calls: dict[int, asyncio.Task[Any]] = {}
-        """The call that is under way of each session."""
+        """Call in progress of each session."""
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="environments", daemon=True).start()
 

@@ -190,7 +190,7 @@ class NodeActors:
             if self._closed or not _is_alive(actor.node):
                 break
         if not self._closed:
-            log.warning("%s is not started again; the other nodes do what is left", actor.host.name)
+            log.warning("%s is not started again; the other nodes take over its work", actor.host.name)
 
     def _restart(self, actor: NodeActor) -> None:
         log.warning("starting %s again", actor.host.name)
@@ -221,7 +221,7 @@ class NodeActors:
             actor.takes_calls = False
             orphans, actor.open = list(actor.open.values()), {}
         actor.host.kill()
-        log.warning("%s; it had %s under way", error, counted(len(orphans), "call"))
+        log.warning("%s; it had %s in progress", error, counted(len(orphans), "call"))
         self._lost(actor, orphans)
 
 

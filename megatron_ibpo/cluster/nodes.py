@@ -64,8 +64,8 @@ TOKEN_WAIT_S = 60.0
 """Seconds to wait for the token once node 0 has written it: other nodes may see a shared directory a little
 later."""
 SHARE_TOKEN = (
-    "let all nodes share RUN_DIR, by which they are given the token of the cluster, or set the same "
-    "RAY_AUTH_TOKEN on all of them (RAY_AUTH_MODE=disabled on all: no token)"
+    "put RUN_DIR on a disk that all nodes share, through which they get the token of the cluster, or set "
+    "the same RAY_AUTH_TOKEN on all of them (RAY_AUTH_MODE=disabled on all turns tokens off)"
 )
 START_ALL = (
     "start the script on every node with its own NODE_RANK and the same MASTER_ADDR, MASTER_PORT and NNODES"
@@ -119,8 +119,8 @@ def numeric_address(host: str, num_nodes: int) -> str:
     reached = [address for address in addresses if not ipaddress.ip_address(address).is_loopback]
     if num_nodes > 1 and not reached:
         raise ClusterError(
-            f"MASTER_ADDR={host} means {addresses[0]} here, which other nodes do not reach: set it to the "
-            "address of node 0 (`hostname -I` there shows what it has)"
+            f"MASTER_ADDR={host} is {addresses[0]} here, which other nodes cannot reach; set it to the "
+            "address of node 0 (`hostname -I` lists the addresses of a node)"
         )
     return (reached or addresses)[0]
 
@@ -223,7 +223,7 @@ def _token_of_node_0(run_dir: Path | None) -> str:
         return bool(found)
 
     path = run_dir / TOKEN_FILE
-    _wait(read, f"{path}, which node 0 has written", None, TOKEN_WAIT_S, late=ClusterError(SHARE_TOKEN))
+    _wait(read, f"{path}, which node 0 writes", None, TOKEN_WAIT_S, late=ClusterError(SHARE_TOKEN))
     return found[0]
 
 

@@ -132,8 +132,8 @@ def _colocated(nodes: Sequence[Node], trainers: Sequence[Slot], engines: Engines
         ranks = tuple(range(first, first + size))
         if ranks[-1] >= len(trainers) or trainers[first].node != trainers[ranks[-1]].node:
             raise PlacementError(
-                f"--rollout-num-gpus-per-engine {size}: a colocated engine lies within one node, and that "
-                f"does not divide its trainers ({_trainers_by_node(nodes, trainers)})"
+                f"--rollout-num-gpus-per-engine {size}: must divide the number of trainers on each node, "
+                f"since a colocated engine lies within one node ({_trainers_by_node(nodes, trainers)})"
             )
         places.append(Slot(trainers[first].node, 0))
         partners.append(ranks)
@@ -147,7 +147,7 @@ def _apart(
     total = engines.num_gpus or len(trainers)
     if total % size:
         raise PlacementError(
-            f"--rollout-num-gpus {total}: is no multiple of --rollout-num-gpus-per-engine {size}"
+            f"--rollout-num-gpus {total}: must be a multiple of --rollout-num-gpus-per-engine {size}"
         )
     with_trainers = {slot.node for slot in trainers}
     order = sorted(range(len(nodes)), key=lambda index: index in with_trainers)

@@ -56,14 +56,14 @@ other machines reach."""
 
 CONNECT_TIMEOUT_S = 10.0
 NO_CLUSTER = (
-    "start a cluster with `ray start --head`, or leave out --ray-address and RAY_ADDRESS for a Ray of the "
-    "run's own"
+    "start a cluster with `ray start --head`, or leave out --ray-address and RAY_ADDRESS, and the run "
+    "starts its own Ray"
 )
 
 
 OTHER_TOKEN = (
-    "that Ray asks for another token: set RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH as it was started with "
-    "(RUN_DIR/.ray_token for a cluster of examples/run.sh)"
+    "that cluster has another token; set RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH to the one it was started "
+    "with (RUN_DIR/.ray_token for a cluster of examples/run.sh)"
 )
 LOOK_EVERY_S = 0.2
 T = TypeVar("T")
@@ -117,7 +117,7 @@ def twice(start: Callable[[], T]) -> T:
     except RayStartError as error:
         if _abandoned.is_set():
             raise
-        print(f"{error}; trying once more", file=sys.stderr, flush=True)
+        print(f"{error}; trying again", file=sys.stderr, flush=True)
         return start()
 
 
@@ -153,8 +153,9 @@ def _start(directory: Path, num_cpus: int, object_store_bytes: int) -> None:
     room = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0
     if room < object_store_bytes:
         raise ClusterError(
-            f"--object-store-bytes: /dev/shm has {room / 1024**2:.0f} MiB free and Ray is to take "
-            f"{object_store_bytes / 1024**2:.0f} MiB of it; enlarge it (docker: --shm-size), or ask for less"
+            f"--object-store-bytes: /dev/shm has {room / 1024**2:.0f} MiB free, and Ray needs "
+            f"{object_store_bytes / 1024**2:.0f} MiB of it; enlarge it (docker: --shm-size), or lower the "
+            "flag"
         )
     try:
         with _apart():

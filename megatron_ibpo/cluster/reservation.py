@@ -81,8 +81,9 @@ def reserved(placement: Placement) -> Iterator[PlacementGroup]:
                 name: value for name, value in ray.available_resources().items() if name in ("CPU", "GPU")
             }
             raise PlacementError(
-                f"the cluster has enough for {len(placement.trainers)} trainers and {len(placement.engines)} "
-                f"engines, but others hold them (free: {free or 'nothing'}); end those, or wait for them"
+                f"the cluster is large enough for {len(placement.trainers)} trainers and "
+                f"{len(placement.engines)} engines, but other jobs hold its resources (free: "
+                f"{free or 'nothing'}); end those jobs, or wait for them"
             )
         yield group
     finally:

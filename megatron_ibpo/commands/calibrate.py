@@ -97,7 +97,7 @@ def calibrate(config: Config, path: Path) -> None:
     about = f"a machine measured on {date.today()}, in {len(steps)} steps of a run"
     machine = calibrated(steps, rates, config, read_hf_config(hf_dir), world_size, about=about)
     write_machine(machine, path)
-    print(f"{path}: for --dry-run-hardware with {machine.workload}")
+    print(f"{path} is written; --dry-run-hardware takes it for runs of {machine.workload}")
 
 
 def measured_steps(run: "Run") -> Iterator["MeasuredStep"]:

@@ -117,8 +117,8 @@ def choose(hf_dir: Path, devices: Devices, flags: Sequence[str] = ()) -> Choice:
     parameters = estimated_parameters(shape)
     if devices.gpus == 0 and parameters > LARGEST_ON_CPUS:
         raise ValueError(
-            f"about {parameters / 1e9:.1f} B parameters are too many for CPUs, and no GPU was found here. To "
-            "plan for a cluster add --dry-run; NNODES=… and GPUS_PER_NODE=… say which"
+            f"about {parameters / 1e9:.1f} B parameters are too many for CPUs, and no GPU was found here. "
+            "To plan for a cluster, add --dry-run and give its size by NNODES=… and GPUS_PER_NODE=…"
         )
     if devices.gpus == 0 or parameters <= LARGEST_TINY:
         return _tiny(shape, devices)
@@ -255,7 +255,7 @@ def _demonstration(recipe: Path, hf_dir: Path, flags: Sequence[str]) -> str:
     is_own = not hf_dir.is_relative_to(FOLDER.parent)
     if task is None or not is_own or names & {"--prompt-data", "--config", "--load-debug-rollout-data"}:
         return ""
-    return f"No PROMPT_DATA is given: this trains on a demonstration task, {task}, not on data of yours\n"
+    return f"No PROMPT_DATA is given: this trains on a demonstration task, {task}, not on your data\n"
 
 
 @command

@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     policy = replace(policy, config=with_local_copies(policy.config))
     logs = policy.config.run.run_dir / "logs"
     return guarded(
-        lambda: evaluate_policy(policy), logs=logs, stopped="stopped; the same command goes on from here"
+        lambda: evaluate_policy(policy), logs=logs, stopped="stopped; the same command resumes from here"
     )
 
 
@@ -127,7 +127,7 @@ def evaluate_policy(policy: Policy) -> None:
             print(note, flush=True)
         assert opened.kept is not None  # the policy has a name
         if found := opened.kept.num_found:
-            print(f"{counted(found, 'sample')} of an earlier start are not asked again", flush=True)
+            print(f"{counted(found, 'sample')} of an earlier start are reused", flush=True)
         with stages("evaluate"), _progress(opened, config) as meanwhile:
             evaluated = opened.rollouts.evaluation(opened.data, meanwhile, opened.kept)
         report_evaluation(
@@ -152,7 +152,7 @@ def policy_of(words: Sequence[str]) -> Policy:
     if flags and not flags[0].startswith("-"):
         of_policy, stored = _named_policy(flags.pop(0))
     if strays := OF_TRAINING & {word.partition("=")[0] for word in flags}:
-        raise ConfigError(f"{', '.join(sorted(strays))}: only training has it")
+        raise ConfigError(f"{', '.join(sorted(strays))}: only for training; leave it out")
     config = parse_config(
         [*of_policy, *flags], program="ibpo evaluate", description=str(__doc__), common=FLAGS
     )
@@ -177,7 +177,7 @@ def _named_policy(name: str) -> tuple[list[str], Path | None]:
     stored = _stored(path)
     if stored is None:
         raise ConfigError(
-            f"{path} is no policy: a run's directory has a config.yaml, a Hugging Face checkpoint a "
+            f"{path} is not a policy: a run's directory has a config.yaml, a Hugging Face checkpoint a "
             "config.json, a Megatron checkpoint a metadata.json or latest_checkpointed_iteration.txt"
         )
     has_hf_files = (stored / HF_FILES).is_dir()
@@ -192,8 +192,8 @@ def _of_run(run_dir: Path) -> tuple[list[str], Path | None]:
         stored = newest_step(run_dir)
         if stored is None:
             raise ConfigError(
-                f"{exported}: there is no policy; a run exports its own when it ends, unless --no-save, and "
-                "it has no checkpoint either"
+                f"{exported}: not found. A run exports its policy when it ends, except with --no-save, "
+                "and this run has no checkpoint either"
             )
         exported = stored / HF_FILES
     settings = {
@@ -233,7 +233,10 @@ def _with_weights(policy: Policy) -> Iterator[Config]:
     # beside the results, not in the system's temporary directory: engines on other nodes read it too
     with tempfile.TemporaryDirectory(prefix="policy-", dir=config.run.run_dir) as scratch:
         target = Path(scratch) / "hf"
-        print(f"converting {policy.stored} into {target}, which is removed at the end", flush=True)
+        print(
+            f"converting {policy.stored} to Hugging Face format in {target}, which is removed at the end",
+            flush=True,
+        )
         with Progress(*_BAR, DownloadColumn(), disable=not sys.stderr.isatty()) as bar:
             task = bar.add_task("converting", total=None)
             megatron_to_hf(

@@ -121,9 +121,11 @@ def check_gradient(kind: str, term: Term, params: Mapping[str, float]) -> bool:
         error_N = ((above_N - below_N) / (2 * step) - slope_N).abs() / (slope_N.abs() + 1.0)
         worst = max(worst, error_N[smooth_N].max().item())
     right = worst <= GRADIENT_BOUND
-    wrong = "other than its value's, as the term detaches a part" if detaches else "WRONG"
+    wrong = "not the slope of its value, since the term detaches a part" if detaches else "WRONG"
     verdict = "right" if right else wrong
-    print(f"gradient of the {kind} term: {verdict} (differences of the value: {worst:.1e})")
+    print(
+        f"gradient of the {kind} term: {verdict} (error against finite differences of its value: {worst:.1e})"
+    )
     return right or detaches
 
 

@@ -56,7 +56,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     check_settings(config)
     config = with_local_copies(config)
     logs = config.run.run_dir / "logs"
-    return guarded(lambda: measure(config, path), logs=logs, stopped="stopped; what was measured is kept")
+    return guarded(
+        lambda: measure(config, path), logs=logs, stopped="stopped; the rates measured so far are kept"
+    )
 
 
 def settings_of(config: Config) -> tuple[Config, Path]:
@@ -106,7 +108,7 @@ def measure(config: Config, path: Path) -> None:
             samples = sampler.run(sampler.answers(asked), opened.engines.admit)
             for prompt, rate in _rates(batch, samples):
                 append_record(file, rate_record(policy, prompt, rate))
-    print(f"{path}: {len(read_pass_rates(path, policy))} prompts of this policy")
+    print(f"{path}: pass rates of {len(read_pass_rates(path, policy))} prompts with this policy")
 
 
 def _prompts(config: Config, tokenizer: Tokenizer) -> PromptSource:
@@ -121,7 +123,7 @@ def _prompts(config: Config, tokenizer: Tokenizer) -> PromptSource:
     source = training_prompts(replace(config, rollout=rollout), tokenizer)
     if not source.num_prompts():
         raise ValueError(
-            "--prompt-data: a generated task never repeats, so no prompt could be chosen by its rate"
+            "--prompt-data: a generated task never repeats, so its prompts cannot be chosen by pass rate"
         )
     return source
 

@@ -73,18 +73,18 @@ def run(arguments: Search) -> None:
     check_settings(replace(config, run=planned))
     found = search(config, arguments.gpus, arguments.hardware, arguments.top)
     for place, layout in enumerate(found, 1):
-        print(f"{place}. {layout.seconds:,.1f} s a step: {described(layout)}")
+        print(f"{place}. {layout.seconds:,.1f} s per step: {described(layout)}")
     best = found[0]
     print("\nThe first:")
     print("\n".join(lines(best.setting, best.config.run.num_rollout)))
     if arguments.save is not None:
         write_config(best.config, arguments.save)
-        print(f"its recipe: {arguments.save}")
+        print(f"its recipe is in {arguments.save}")
     if arguments.picture is not None:
         from megatron_ibpo.plan.timeline import LANES, plot_step, timeline  # matplotlib takes its time
 
         plot_step(timeline(best.setting), LANES, arguments.picture, title=described(best))
-        print(f"its step: {arguments.picture}")
+        print(f"the timeline of its step is in {arguments.picture}")
 
 
 def described(found: Found) -> str:

@@ -28,6 +28,10 @@ FLAGS = (
 """Fields that --help shows."""
 DEFAULTS = {"label_key": "response", "lr": 1e-5}
 """Defaults of this command. lr: usual for supervised fine-tuning; RL's is far smaller."""
+UNUSED = {
+    "rollout_max_response_len": "--rollout-max-response-len: has no effect here; rows are limited by "
+    "--rollout-max-context-len alone"
+}
 
 
 @command
@@ -35,7 +39,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Train as the flags say. Return the exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
     config = parse_config(
-        words, program="ibpo sft", description=str(__doc__), common=FLAGS, defaults=DEFAULTS
+        words,
+        program="ibpo sft",
+        description=str(__doc__),
+        common=FLAGS,
+        defaults=DEFAULTS,
+        unused=UNUSED,
     )
     check_installed()
     stop = StopRequest(config.run.run_dir / "hangup.log")

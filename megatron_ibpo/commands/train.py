@@ -63,7 +63,7 @@ def _train(config: Config, stop: StopRequest) -> int:
                 starts_left -= 1
                 if starts_left == 0:
                     raise
-                print(f"{error}; starting once more", file=sys.stderr, flush=True)
+                print(f"{error}; starting again", file=sys.stderr, flush=True)
                 continue
             if run is None:
                 return INTERRUPTED
@@ -71,7 +71,7 @@ def _train(config: Config, stop: StopRequest) -> int:
                 return _steps(run, stop)
             except NODE_ERRORS as lost:
                 config = going_on(run, config)
-                run.reporter.note(f"{lost}; the run goes on from its journal when there is room for it")
+                run.reporter.note(f"{lost}; the run resumes from its journal once the cluster has room")
         starts_left, node_wait = STARTS, config.cluster.node_wait
 
 

@@ -148,16 +148,17 @@ class LossConfig:
         size = config.rollout.rollout_batch_size
         return broken(
             {
-                f"--num-steps-per-rollout: {steps} mini-batches of whole prompts cannot be made equally from "
-                f"--rollout-batch-size {size}": steps >= 1 and size % steps > 0,
+                f"--num-steps-per-rollout {steps}: does not divide --rollout-batch-size {size}, and "
+                "mini-batches must hold equally many whole prompts": steps >= 1 and size % steps > 0,
                 "--use-tis and --icepop both weight tokens by the same ratio: take one of them": (
                     self.use_tis and self.icepop is not None
                 ),
-                f"--old-logprobs engine: {' and '.join(self.corrections)} would correct what recomputed "
-                "log-probs and the engine's differ by, and nothing is recomputed; drop one or the other": (
+                f"{' and '.join(self.corrections)} cannot be combined with --old-logprobs engine, which "
+                "recomputes no log-probs to compare with the engine's; drop one of the two": (
                     bool(self.corrections) and from_engine
                 ),
-                "--use-routing-replay: replays the trainer's pass for old log-probs, and --old-logprobs "
-                "engine has none; use --use-rollout-routing-replay": self.use_routing_replay and from_engine,
+                "--use-routing-replay: replays the trainer's pass for old log-probs, which --old-logprobs "
+                "engine does not run; use --use-rollout-routing-replay": self.use_routing_replay
+                and from_engine,
             }
         )

@@ -130,19 +130,18 @@ class DataConfig:
                 "--apply-chat-template-kwargs: only a chat template uses it; add --apply-chat-template": (
                     self.apply_chat_template_kwargs is not None and not self.apply_chat_template
                 ),
-                "--filter-pass-rate and --pass-rates need each other: bounds, and what was measured": (
-                    (self.filter_pass_rate is None) != (self.pass_rates is None)
-                ),
-                "--num-epoch: --dynamic-sampling and --group-filter pass prompts over, so how many steps an "
-                "epoch takes is not known; use --num-rollout": (
+                "--filter-pass-rate (bounds) and --pass-rates (measured rates) need each other; give "
+                "both or neither": ((self.filter_pass_rate is None) != (self.pass_rates is None)),
+                "--num-epoch: --dynamic-sampling and --group-filter skip prompts, so the number of steps "
+                "of an epoch is not known; use --num-rollout": (
                     config.run.num_epoch is not None and passes_over
                 ),
             }
         )
         if self.pass_rates is not None and not os.path.isfile(self.pass_rates):
             found.append(
-                f"--pass-rates: {self.pass_rates} is not a file{searched(self.pass_rates)}; "
-                "`ibpo pass-rates` makes it"
+                f"--pass-rates: {self.pass_rates} is not a file{searched(self.pass_rates)}; `ibpo "
+                "pass-rates` writes one"
             )
         return found
 

@@ -79,7 +79,7 @@ def typed(text: str, declared: ast.expr) -> Any:
     that YAML reads.
 
     Raises:
-        ValueError: the text is no such value.
+        ValueError: the text is not such a value.
     """
     options = list(_options(declared))
     if any(_is_none(option) for option in options) and text.lower() in ("none", "null"):

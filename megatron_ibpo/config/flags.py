@@ -7,14 +7,14 @@ given, flags. `megatron_ibpo.config.presets` defines where a preset counts.
 
 import argparse
 import dataclasses
-import re
+import typing
 from collections.abc import Callable, Mapping, Sequence, Set
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from megatron_ibpo.config.algorithm import AlgorithmConfig
-from megatron_ibpo.config.all_fields import ENTRIES, flag
+from megatron_ibpo.config.all_fields import ENTRIES, Entry, flag
 from megatron_ibpo.config.config import Config
 from megatron_ibpo.config.config_error import ConfigError, nearest
 from megatron_ibpo.config.help import COMMON_FLAGS, HELP_FLAGS, help_text, usage_text
@@ -49,9 +49,9 @@ def parse_config(
     `--help`, `--print-config` and wrong values end the process (SystemExit 0, 0 and 2).
 
     Raises:
-        ConfigError: unknown flags, those of TRL and verl with their name here; a recipe that cannot be read,
-            has an unknown or repeated key or a value of the wrong type; an unknown preset or choice; a
-            parameter that the choice does not have; words that are not UTF-8, or a missing value.
+        ConfigError: unknown flags, those of other trainers with their name here; too many values, or none; a
+            recipe that cannot be read, has an unknown or repeated key or a value of the wrong type; an
+            unknown preset or choice; a parameter that the choice does not have; words that are not UTF-8.
     """
     _check_words(argv)
     argv = ["--help" if word in ("-h", "-help") else word for word in argv]
@@ -162,25 +162,66 @@ def _with_flags(config: Config, registries: Sequence[Registry], flags: Sequence[
 
 
 def _refuse_unknown(flags: Sequence[str], algorithm: AlgorithmConfig, registries: Sequence[Registry]) -> None:
-    """Refuse all flags that do not exist, that belong to a method not chosen, or that TRL or verl has."""
+    """Refuse all flags that do not exist, that belong to a method not chosen or to another trainer, and those
+    with too many values or without one."""
     known = ENTRIES | entries_of(algorithm, registries)
     names = [*known, *(name.split()[0][2:] for name in HELP_FLAGS)]
-    problems = []
-    for word in flags:
-        typed = word.partition("=")[0]
+    problems: list[str | None] = []
+    for typed, words in _by_flag(flags):
         name = typed.removeprefix("--").replace("-", "_")
-        is_flag = re.fullmatch(r"--[a-zA-Z][\w.-]*", typed)
-        if not (is_flag and (name in known or name.removeprefix("no_") in known)):
-            answer = peer_answer(word)
-            if is_flag and answer is None:
-                answer = not_a_parameter(name.removeprefix("no_"), vars(algorithm), registries)
-                close = nearest(name, names).replace("_", "-").replace("'", "'--", 1)
-                answer = answer or f"{typed}: no such flag{close}"
-            problems += [answer] if answer else []
-    if len(problems) > 1:
-        problems.insert(0, f"{len(problems)} wrong flags:")
-    if problems:
-        raise ConfigError("\n  ".join(problems))
+        entry = known.get(name) or known.get(name.removeprefix("no_"))
+        if typed and entry is None:
+            close = nearest(name, names).replace("_", "-").replace("'", "'--", 1)
+            problems.append(
+                peer_answer(typed)
+                or not_a_parameter(name.removeprefix("no_"), vars(algorithm), registries)
+                or f"{typed}: no such flag{close}"
+            )
+        values = [word for word in words if peer_answer(word) is None]
+        problems += [peer_answer(word) for word in words]
+        problems.append(_wrong_number(typed, entry, values))
+    found = [problem for problem in problems if problem is not None]
+    if len(found) > 1:
+        found.insert(0, f"{len(found)} wrong flags:")
+    if found:
+        raise ConfigError("\n  ".join(found))
+
+
+def _by_flag(words: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """Return each flag with the words that follow it; those before the first flag with ""."""
+    found: list[tuple[str, list[str]]] = [("", [])]
+    for word in words:
+        if word.startswith("--"):
+            typed, is_pair, value = word.partition("=")
+            found.append((typed, [value] if is_pair else []))
+        else:
+            found[-1][1].append(word)
+    return found
+
+
+def _wrong_number(typed: str, entry: Entry | None, values: Sequence[str]) -> str | None:
+    """Return what is wrong with the number of a flag's values; None if nothing is."""
+    if entry is None:
+        return f"{values[0]}: not a flag; flags begin with --" if values and not typed else None
+    kinds = (entry.type, *typing.get_args(entry.type))
+    on = flag(entry.name)
+    if bool in kinds and len(values) > (entry.type is not bool):
+        elsewhere = f"; {_GIVEN_ELSEWHERE[on[2:]]}" if on[2:] in _GIVEN_ELSEWHERE else ""
+        switch = f"{on} or {on.replace('--', '--no-', 1)}"
+        return f"{typed} {values[-1]}: a switch, {switch}, which takes no value{elsewhere}"
+    if bool in kinds or tuple in map(typing.get_origin, kinds) or len(values) == 1:
+        return None
+    return (
+        f"{typed}: takes one value, so {values[1]} is one too many" if values else f"{typed}: needs a value"
+    )
+
+
+_GIVEN_ELSEWHERE = {
+    "save": "the directory is --run-dir",
+    "save-debug-rollout-data": "the records are written into --run-dir",
+    "use-wandb": "the key is set by `wandb login`",
+}
+"""Switches of ours that take a value in other trainers → where that value is given here."""
 
 
 def _with_values(words: Sequence[str]) -> list[str]:
@@ -212,7 +253,7 @@ def _check_words(argv: Sequence[str]) -> None:
         name, is_pair, value = word.partition("=")
         name, previous_name = name.replace("_", "-"), previous.replace("_", "-")
         if is_pair and value == "--" and name in _NEVER_DASHES:
-            raise ConfigError(f"{name}: -- is no value")
+            raise ConfigError(f"{name}: -- is not a value; give one, or leave the flag out")
         empty = name if is_pair and not value else previous_name if not word else ""
         if empty in paths:  # pathlib reads it as the user's directory
             raise ConfigError(f"{empty}: is empty; name a path, or leave the flag out")

@@ -45,7 +45,7 @@ def known_or_path(flag: str, name: str, known: Mapping[str, T], what: str) -> T 
         ConfigError: neither; the message lists the known names and suggests the nearest.
     """
     if name in MOVED_CHOICES:
-        raise ConfigError(f"{flag} {name}: moved out of the package; name {MOVED_CHOICES[name]}")
+        raise ConfigError(f"{flag} {name}: moved out of the package; use {MOVED_CHOICES[name]}")
     if name not in known and not is_import_path(name):
         raise ConfigError(
             f"{flag} {name}: unknown {what}; there are {', '.join(known)}, or give an import path "
@@ -72,7 +72,7 @@ def load_hook(flag: str, path: str, *, called_with: str | None = None) -> Any:
     found = getattr(module, name)
     if called_with and not callable(found):
         kind = type(found).__name__
-        raise ConfigError(f"{flag} {path}: a {kind}, which cannot be called with {called_with}")
+        raise ConfigError(f"{flag} {path}: is a {kind}, but must be callable with {called_with}")
     return found
 
 
@@ -93,7 +93,7 @@ def load_module(flag: str, path: str) -> ModuleType:
         raise ConfigError(f"{flag} {path}: expected an import path {IMPORT_PATH}")
     module, _, name = path.partition(":")
     if module in MOVED:
-        raise ConfigError(f"{flag} {path}: moved out of the package; name {MOVED[module]}:{name}")
+        raise ConfigError(f"{flag} {path}: moved out of the package; use {MOVED[module]}:{name}")
     if not module.endswith(".py"):
         return _imported(flag, path, module, user_directory())
     file = path_in_recipe(module)

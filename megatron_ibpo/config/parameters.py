@@ -83,7 +83,7 @@ def not_a_parameter(name: str, chosen: Mapping[str, str], registries: Sequence[R
         chosen: setting → the choice made.
     """
     if name in MOVED_PARAMETERS:
-        return f"{flag(name)}: moved out of the package; name {MOVED_PARAMETERS[name]}"
+        return f"{flag(name)}: moved out of the package; use {MOVED_PARAMETERS[name]}"
     for registry in registries:
         owners = [choice for choice in registry.known if name in registry.entries(choice)]
         if owners:

@@ -1,4 +1,4 @@
-"""Flags of TRL and keys of verl: what each is called here, and where its meaning differs.
+"""Flags and keys of TRL, slime, OpenRLHF, verl and NeMo-RL: their names here, and where a meaning differs.
 
 They are answered and not accepted, because batch sizes, steps and clips are counted in other units there.
 """
@@ -9,7 +9,8 @@ def _renamed(pairs: str) -> dict[str, str]:
     return {theirs: f"--{ours}" for theirs, ours in (pair.split("=") for pair in pairs.split())}
 
 
-_LOCAL = "; names of the Hugging Face hub are not downloaded"
+_MODEL = "--hf-checkpoint, a directory or owner/name on the Hugging Face Hub"
+_DATA = "--prompt-data, a file, a directory or owner/name on the Hugging Face Hub"
 _CLIP = "--eps-clip; --loss-variant gspo clips a sequence's ratio, at 3e-4 or so: for 0.2 take grpo or dapo"
 _CLIP_HIGH = _CLIP.replace("--eps-clip", "--eps-clip-high")
 _ONCE = "none: each response is trained on once; --num-steps-per-rollout splits a rollout"
@@ -17,6 +18,16 @@ _LONG = "--rollout-max-context-len, for prompt and response; --drop-long-prompts
 _NODES = "the variable {} of examples/run.sh; --num-trainers counts the trainers' GPUs over all nodes"
 _PARALLEL = ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
 _NO_KL_REWARD = "none: the KL divergence is a term of the loss (--kl-coef), never of the reward"
+_PACKED = "--max-tokens-per-gpu, in tokens, since sequences are packed"
+_ALWAYS_PACKED = "nothing: sequences are always packed, up to --max-tokens-per-gpu"
+_NO_ENTROPY = "none: the loss has no entropy bonus"
+_REWARD = "--rm-type, a verifier such as math, or your own as path/to/file.py:function"
+_GAE = "{}, with --advantages critic"
+_RECOMPUTE = "--recompute-granularity full"
+_SHUFFLED = "nothing: prompts are always shuffled, by --data-seed"
+_EPISODES = "--environment module:Class for several turns; docs/extending.md lists what else can be yours"
+_TRACKED = "none: --use-wandb logs to the project megatron_ibpo, under the name of --run-dir"
+_STD = "--advantages, group-bessel to divide by the standard deviation and group-mean not to"
 
 TRL = _renamed("""
     output-dir=run-dir learning-rate=lr lr-scheduler-type=lr-decay-style warmup-ratio=lr-warmup-fraction
@@ -27,12 +38,12 @@ TRL = _renamed("""
     lora-r=lora-rank lora-target-modules=lora-targets report-to=use-wandb resume-from-checkpoint=load
     use-peft=lora-rank top-p=rollout-top-p
 """) | {
-    "model-name-or-path": f"--hf-checkpoint, a directory{_LOCAL}",
-    "dataset-name": f"--prompt-data, a file or directory{_LOCAL}",
-    "reward-funcs": "--rm-type, a verifier such as math, or your own as path/to/file.py:function",
+    "model-name-or-path": _MODEL,
+    "dataset-name": _DATA,
+    "reward-funcs": _REWARD,
     "num-train-epochs": "--num-epoch, a whole number; without it --num-rollout gives the number of steps",
     "max-steps": "--num-rollout, which counts rollouts of --num-steps-per-rollout optimizer steps each",
-    "gradient-checkpointing": "--recompute-granularity full", "logging-steps": "nothing: all are logged",
+    "gradient-checkpointing": _RECOMPUTE, "logging-steps": "nothing: all are logged",
     "per-device-train-batch-size": "--rollout-batch-size, prompts over all devices, not responses per device",
     "gradient-accumulation-steps": "nothing: micro-batches follow from --max-tokens-per-gpu",
     "steps-per-generation": "--num-steps-per-rollout, in optimizer steps rather than micro-batches",
@@ -47,7 +58,76 @@ TRL = _renamed("""
     "scale-rewards": "--advantages: group-bessel is group, group-mean is none, maxrl is mean",
     "mask-truncated-completions": "none; --overlong-buffer-share lowers the reward of long responses",
 }  # fmt: skip
-"""Flag, without dashes → what it is here."""
+
+_SHAPE = """
+    num-layers hidden-size ffn-hidden-size num-attention-heads num-query-groups kv-channels vocab-size
+    rotary-base norm-epsilon normalization swiglu qk-layernorm group-query-attention rotary-percent
+    untie-embeddings-and-output-weights use-rotary-position-embeddings disable-bias-linear num-experts
+"""
+SLIME = _renamed("train-iters=num-rollout seq-length=rollout-max-context-len offload=offload-train") | {
+    "actor-num-nodes": _NODES.format("NNODES"), "actor-num-gpus-per-node": _NODES.format("GPUS_PER_NODE"),
+    "num-gpus-per-node": _NODES.format("GPUS_PER_NODE"),
+    "global-batch-size": "--num-steps-per-rollout, which is the responses of a rollout / global-batch-size",
+    "micro-batch-size": _PACKED, "use-dynamic-batch-size": _ALWAYS_PACKED,
+    "balance-data": "nothing: sequences are always balanced over the data-parallel ranks",
+    "rollout-shuffle": _SHUFFLED, "rollout-seed": "--seed, and --data-seed for the order of prompts",
+    "rollout-max-prompt-len": _LONG, "entropy-coef": _NO_ENTROPY,
+    "rollout-stop": "none: a response ends with an end-of-sequence token of the checkpoint",
+    "gamma": _GAE.format("--gae-gamma"), "lambd": _GAE.format("--gae-lambda"),
+    "use-rollout-logprobs": "--old-logprobs engine", "disable-grpo-std-normalization": _STD,
+    "dynamic-sampling-filter-path": "--dynamic-sampling, or your own --group-filter module:function",
+    "partial-rollout": "--max-staleness above 0: responses continue while the weights change",
+    "rollout-function-path": _EPISODES, "custom-generate-function-path": _EPISODES,
+    "custom-rm-path": _REWARD, "custom-loss-function-path": "--loss-variant module:NAME",
+    "custom-advantage-function-path": "--advantages module:function",
+    "eval-config": "--eval-prompt-data NAME=SPEC …, one for each set",
+    "debug-train-only": "--load-debug-rollout-data", "save-hf": "--export-interval; a run exports at its end",
+    "sglang-mem-fraction-static": "--vllm-gpu-memory-utilization, since vLLM samples",
+    "sglang-server-concurrency": "--vllm-max-num-seqs, since vLLM samples",
+    "offload-rollout": "nothing: engines that share the trainers' GPUs (--colocate) sleep while those train",
+    "optimizer": "nothing: AdamW is the only one", "min-lr": "--min-lr-ratio, a share of --lr",
+    "lr-warmup-iters": "--lr-warmup-fraction, a share of all optimizer steps",
+    "attention-backend": "--model-override attention_backend=VALUE",
+    "moe-token-dispatcher-type": "--model-override moe_token_dispatcher_type=VALUE",
+    "accumulate-allreduce-grads-in-fp32": "nothing: gradients are summed in float32",
+    "use-tensorboard": "nothing: TensorBoard's files are always written",
+    **dict.fromkeys(("wandb-project", "wandb-group", "wandb-key", "wandb-team", "wandb-run-name"), _TRACKED),
+    **dict.fromkeys(_SHAPE.split(), "nothing: config.json of --hf-checkpoint says it"),
+}  # fmt: skip
+
+OPENRLHF = _renamed("""
+    save-path=run-dir ckpt-path=run-dir load-checkpoint=load max-ckpt-num=keep-checkpoints
+    num-episodes=num-epoch generate-max-len=rollout-max-response-len max-len=rollout-max-context-len
+    max-norm=clip-grad l2=weight-decay actor-learning-rate=lr lr-warmup-ratio=lr-warmup-fraction
+    lr-scheduler=lr-decay-style policy-loss-type=loss-variant aux-loss-coef=moe-aux-loss-coeff
+    ring-attn-size=context-parallel-size ds-tensor-parallel-size=tensor-model-parallel-size
+    train-max-tokens-per-gpu=max-tokens-per-gpu rollout-max-tokens-per-gpu=log-probs-max-tokens-per-gpu
+    colocate-all-models=colocate async-queue-size=max-staleness enable-vllm-is-correction=use-tis
+    vllm-is-truncated-threshold=tis-clip dynamic-filtering=dynamic-sampling eval-dataset=eval-prompt-data
+    eval-n-samples-per-prompt=n-samples-per-eval-prompt adam-offload=optimizer-cpu-offload
+""") | {
+    "pretrain": _MODEL, "prompt-max-len": _LONG, "max-epochs": _ONCE, "entropy-loss-coef": _NO_ENTROPY,
+    "reward-pretrain": "--rm-type http_score with --rm-url: a reward model runs on a server of its own",
+    "remote-rm-url": "--rm-url, with --rm-type http_score or http_judge",
+    "critic-pretrain": "--advantages critic; no critic of your own can be named",
+    "critic-learning-rate": _GAE.format("--critic-lr"), "agent-func-path": _EPISODES,
+    "micro-train-batch-size": _PACKED, "micro-rollout-batch-size": _PACKED, "packing-samples": _ALWAYS_PACKED,
+    "use-dynamic-batch": _ALWAYS_PACKED, "no-advantage-std-norm": _STD, "async-train": "--max-staleness 1",
+    "init-kl-coef": "--kl-coef, which is always a term of the loss",
+    "eps-clip-low-high": "--eps-clip LOW and --eps-clip-high HIGH",
+    "dual-clip": "--loss-variant dual-clip",
+    "zero-stage": "--use-distributed-optimizer, which shards the optimizer's state as stage 1 does",
+    "vllm-num-engines": "--rollout-num-gpus with --no-colocate, over --rollout-num-gpus-per-engine",
+    "save-hf-ckpt": "--export-interval; a run exports at its end", "target-modules": "--lora-targets",
+    "overlong-buffer-len": "--overlong-buffer-share, a share of the longest response",
+    "prompt-data-probs": "the setting weight of each source, as in --prompt-data 'a.jsonl?weight=2'",
+    "attn-implementation": "--model-override attention_backend=VALUE",
+    **dict.fromkeys(("ref-num-nodes", "ref-num-gpus-per-node", "colocate-actor-ref"),
+                    "nothing: the reference shares the trainers' GPUs"),
+    **dict.fromkeys(("vllm-enable-sleep", "deepspeed-enable-sleep"), "nothing: --colocate implies it"),
+}  # fmt: skip
+FLAGS = {"TRL": TRL, "slime": SLIME, "OpenRLHF": OPENRLHF}
+"""Project → flag, without dashes → what it is here."""
 
 _SECTIONS = {
     "data": _renamed("""
@@ -65,10 +145,10 @@ _SECTIONS = {
     """) | {
         **{f"megatron.{of}_parallel_size": f"--{of}-parallel-size".replace("_", "-") for of in _PARALLEL},
         "ppo_mini_batch_size": "--num-steps-per-rollout, which is train_batch_size / ppo_mini_batch_size",
-        "ppo_micro_batch_size_per_gpu": "--max-tokens-per-gpu, in tokens, since sequences are packed",
-        "use_dynamic_bsz": "nothing: sequences are always packed, up to --max-tokens-per-gpu",
+        "ppo_micro_batch_size_per_gpu": _PACKED,
+        "use_dynamic_bsz": _ALWAYS_PACKED,
         "clip_ratio": _CLIP, "clip_ratio_low": _CLIP, "clip_ratio_high": _CLIP_HIGH,
-        "ppo_epochs": _ONCE, "entropy_coeff": "none: the loss has no entropy bonus",
+        "ppo_epochs": _ONCE, "entropy_coeff": _NO_ENTROPY,
         "use_kl_loss": "--kl-coef above 0", "kl_loss_type": "--kl-estimator; low_var_kl is k3",
         "loss_agg_mode": "--loss-aggregation; seq-mean-token-mean is sequence-mean",
     },
@@ -82,12 +162,12 @@ _SECTIONS = {
         "val_kwargs.n": "--n-samples-per-eval-prompt, in addition to greedy decoding",
         "val_kwargs.temperature": "--eval-temperature, above 0; greedy decoding is evaluated as well",
     },
-    "critic": {"optim.lr": "--critic-lr, with --advantages critic"},
+    "critic": {"optim.lr": _GAE.format("--critic-lr")},
     "algorithm": {
-        "gamma": "--gae-gamma, with --advantages critic", "lam": "--gae-lambda, with --advantages critic",
+        "gamma": _GAE.format("--gae-gamma"), "lam": _GAE.format("--gae-lambda"),
         "filter_groups.enable": "--dynamic-sampling",
         "adv_estimator": "--advantage-estimator, a preset such as grpo; --advantages for the estimator alone",
-        "norm_adv_by_std_in_grpo": "--advantages, group-bessel for true and group-mean for false",
+        "norm_adv_by_std_in_grpo": _STD,
         "use_kl_in_reward": _NO_KL_REWARD, "kl_ctrl.kl_coef": _NO_KL_REWARD,
     },
     "custom_reward_function": dict.fromkeys(("path", "name"), "--rm-type path/to/file.py:function"),
@@ -99,18 +179,82 @@ _SECTIONS = {
         "nnodes": _NODES.format("NNODES"), "n_gpus_per_node": _NODES.format("GPUS_PER_NODE"),
     },
 }  # fmt: skip
-VERL = {f"{section}.{key}": text for section, keys in _SECTIONS.items() for key, text in keys.items()}
-"""Key → what it is here."""
+_NEMO_RL_SECTIONS = {
+    "grpo": _renamed("""
+        num_prompts_per_step=rollout-batch-size num_generations_per_prompt=n-samples-per-prompt seed=seed
+        max_num_steps=num-rollout max_num_epochs=num-epoch val_period=eval-interval
+        max_rollout_turns=max-turns max_val_samples=eval-num-prompts use_dynamic_sampling=dynamic-sampling
+        async_grpo.max_trajectory_age_steps=max-staleness
+    """) | {
+        "async_grpo.enabled": "--max-staleness above 0", "normalize_rewards": _STD,
+        "use_leave_one_out_baseline": "--advantages leave-one-out",
+        "val_at_start": "nothing: a run evaluates at its start",
+        "overlong_filtering": TRL["mask-truncated-completions"],
+    },
+    "loss_fn": {
+        "reference_policy_kl_penalty": "--kl-coef", "ratio_clip_min": _CLIP, "ratio_clip_max": _CLIP_HIGH,
+        "ratio_clip_c": "--loss-variant dual-clip", "use_importance_sampling_correction": "--use-tis",
+        "sequence_level_importance_ratios": "--loss-variant, gspo for true and grpo for false",
+        "token_level_loss": "--loss-aggregation, token-mean for true and sequence-mean for false",
+    },
+    "checkpointing": _renamed("enabled=save checkpoint_dir=run-dir save_period=save-interval") | {
+        "keep_top_k": "--keep-checkpoints, which keeps the newest",
+    },
+    "policy": _renamed("""
+        max_total_sequence_length=rollout-max-context-len max_grad_norm=clip-grad precision=bf16
+        optimizer.kwargs.lr=lr optimizer.kwargs.weight_decay=weight-decay
+        sequence_packing.train_mb_tokens=max-tokens-per-gpu
+    """) | {
+        "model_name": _MODEL, "tokenizer.name": "nothing: the tokenizer of --hf-checkpoint",
+        "train_global_batch_size": SLIME["global-batch-size"], "train_micro_batch_size": _PACKED,
+        "logprob_batch_size": "--log-probs-max-tokens-per-gpu, in tokens, since sequences are packed",
+        "sequence_packing.enabled": _ALWAYS_PACKED, "dynamic_batching.enabled": _ALWAYS_PACKED,
+        "dtensor_cfg.enabled": "nothing: Megatron-core trains",
+    },
+    "policy.megatron_cfg": _renamed("""
+        optimizer.lr=lr optimizer.weight_decay=weight-decay sequence_parallel=sequence-parallel
+    """) | {
+        **{f"{of}_parallel_size": f"--{of}-parallel-size".replace("_", "-") for of in _PARALLEL},
+        "enabled": "nothing: Megatron-core trains", "activation_checkpointing": _RECOMPUTE,
+    },
+    "policy.generation": _renamed("""
+        backend=rollout-backend max_new_tokens=rollout-max-response-len temperature=rollout-temperature
+        top_p=rollout-top-p top_k=rollout-top-k colocated.enabled=colocate
+        vllm_cfg.tensor_parallel_size=rollout-num-gpus-per-engine vllm_cfg.enforce_eager=vllm-enforce-eager
+        vllm_cfg.gpu_memory_utilization=vllm-gpu-memory-utilization
+        vllm_cfg.max_model_len=rollout-max-context-len
+    """),
+    "data": _renamed("val_data_path=eval-prompt-data input_key=input-key output_key=label-key") | {
+        "dataset_name": _DATA, "train_data_path": _DATA, "max_input_seq_length": _LONG, "shuffle": _SHUFFLED,
+    },
+    "logger": _renamed("log_dir=run-dir wandb_enabled=use-wandb") | {"wandb.project": _TRACKED},
+    "cluster": {
+        "num_nodes": _NODES.format("NNODES"), "gpus_per_node": _NODES.format("GPUS_PER_NODE"),
+    },
+}  # fmt: skip
+
+
+def _keys(sections: dict[str, dict[str, str]]) -> dict[str, str]:
+    return {f"{section}.{key}": text for section, keys in sections.items() for key, text in keys.items()}
+
+
+VERL = _keys(_SECTIONS)
+KEYS = {"verl": VERL, "NeMo-RL": _keys(_NEMO_RL_SECTIONS)}
+"""Project → key → what it is here."""
 _FLAGS = {leaf.replace("_", "-"): key for key in VERL if "_" in (leaf := key.rpartition(".")[2])}
 """Last part of a key, as a flag → the key."""
 
 
 def peer_answer(word: str) -> str | None:
-    """Return what a flag of TRL or a key of verl is called here; None for any other word."""
+    """Return what a flag or key of another trainer is called here; None for any other word."""
     typed, is_pair, _ = word.lstrip("+").partition("=")
-    name = typed.removeprefix("--").replace("_", "-")
-    if typed.startswith("--") and name in TRL:
-        return f"{typed}: a flag of TRL; here {TRL[name]}"
-    key = _FLAGS.get(name, typed[2:]) if typed.startswith("--") else typed if is_pair else ""
-    origin = "a key of verl" if typed == key else f"verl's {key}"
-    return f"{typed}: {origin}; here {VERL[key]}" if key in VERL else None
+    is_flag, name = typed.startswith("--"), typed.removeprefix("--").replace("_", "-")
+    for project, flags in FLAGS.items():
+        if is_flag and name in flags:
+            return f"{typed}: a flag of {project}; here {flags[name]}"
+    key = _FLAGS.get(name, typed[2:]) if is_flag else typed if is_pair else ""
+    for project, keys in KEYS.items():
+        if key in keys:
+            origin = f"a key of {project}" if typed == key else f"{project}'s {key}"
+            return f"{typed}: {origin}; here {keys[key]}"
+    return None

@@ -142,12 +142,11 @@ class RolloutConfig:
         sequences = groups * self.n_samples_per_prompt * max(1, corrections)
         return broken(
             {
-                "--n-samples-per-prompt: 1 leaves nothing to compare; at least 2, or --advantages critic": (
-                    self.n_samples_per_prompt == 1 and compares
-                ),
+                "--n-samples-per-prompt 1: a group of one leaves nothing to compare; take at least 2, or "
+                "--advantages critic": (self.n_samples_per_prompt == 1 and compares),
                 f"--rollout-max-context-len: {context} leaves no room for a prompt next to "
                 f"--rollout-max-response-len {longest}": context is not None and context <= longest,
-                "--rollout-num-gpus: only engines with GPUs of their own count them; add --no-colocate": (
+                "--rollout-num-gpus: only for engines with GPUs of their own; add --no-colocate": (
                     self.rollout_num_gpus is not None and self.colocate
                 ),
                 f"--n-samples-per-prompt: {groups} prompts of {self.n_samples_per_prompt} responses, each "
@@ -163,11 +162,11 @@ class RolloutConfig:
                 f"--over-sampling-batch-size: {over} groups do not fill --rollout-batch-size {size}": (
                     over is not None and over < size
                 ),
-                "--keep-order: has no meaning unless --max-staleness lets sampling run ahead": (
+                "--keep-order: has no effect unless --max-staleness lets sampling run ahead": (
                     self.keep_order and not self.runs_ahead
                 ),
-                "--check-weight-update-equal: asks engines that rest, and with --max-staleness or "
-                "--over-sampling-batch-size they go on through an update; check once without these": (
+                "--check-weight-update-equal: needs idle engines, and with --max-staleness or "
+                "--over-sampling-batch-size they sample during an update; check once without these": (
                     self.check_weight_update_equal and self.runs_ahead
                 ),
                 "--load-debug-rollout-data: recorded rollouts cannot run ahead; drop --max-staleness": (

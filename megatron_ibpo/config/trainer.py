@@ -96,8 +96,8 @@ class ModelConfig:
     def _needs_lora(self) -> list[str]:
         return broken(
             {
-                "--lora-alpha: has no meaning without --lora-rank": self.lora_alpha is not None,
-                "--lora-targets: has no meaning without --lora-rank": self.lora_targets != ("all",),
+                "--lora-alpha: has no effect without --lora-rank": self.lora_alpha is not None,
+                "--lora-targets: has no effect without --lora-rank": self.lora_targets != ("all",),
             }
         )
 
@@ -109,16 +109,15 @@ class ModelConfig:
             if given.get(name, "false").lower() not in ("false", "none")
         ]
         rules = {
-            "--lora-rank: a critic is trained with all its weights, and adapters are not built for it; take "
-            "another --advantages, or drop --lora-rank": config.algorithm.advantages == "critic",
-            "--mtp-num-layers: is trained with all its weights, and --lora-rank trains adapters alone; drop "
-            "one of them": self.mtp_num_layers > 0,
-            "--moe-aux-loss-coeff: balances routers, which --lora-rank leaves as they are; drop one of "
+            "--lora-rank: a critic has no adapters, since all its weights are trained; take another "
+            "--advantages, or drop --lora-rank": config.algorithm.advantages == "critic",
+            "--mtp-num-layers: trains all weights of its layers, and --lora-rank trains adapters only; "
+            "drop one of them": self.mtp_num_layers > 0,
+            "--moe-aux-loss-coeff: balances routers, which --lora-rank does not train; drop one of "
             "them": self.moe_aux_loss_coeff > 0,
         }
         return broken(rules) + [
-            f"--model-override {name}: computes around the layers beside which --lora-rank puts adapters; "
-            "drop one of them"
+            f"--model-override {name}: bypasses the layers that --lora-rank adapts; drop one of them"
             for name in around
         ]
 
@@ -232,17 +231,17 @@ class OptimizerConfig:
                 "--use-precision-aware-optimizer: needs --use-distributed-optimizer": (
                     precision_aware and not config.parallel.use_distributed_optimizer
                 ),
-                "--use-precision-aware-optimizer: is about weights in bfloat16; add --bf16 True": (
+                "--use-precision-aware-optimizer: needs bfloat16 weights; add --bf16 True": (
                     precision_aware and config.model.bf16 is False
                 ),
                 "--optimizer-cpu-offload: needs --use-precision-aware-optimizer, as in Megatron-LM": (
                     offloads and not precision_aware
                 ),
-                "--overlap-cpu-optimizer-d2h-h2d: has no meaning without --optimizer-cpu-offload": (
+                "--overlap-cpu-optimizer-d2h-h2d: has no effect without --optimizer-cpu-offload": (
                     self.overlap_cpu_optimizer_d2h_h2d and not offloads
                 ),
-                "--budget: how many steps it allows is not known beforehand, so the learning rate can follow "
-                "no schedule; use --lr-decay-style constant --lr-warmup-fraction 0": (
+                "--budget: the number of steps is not known beforehand, so the learning rate cannot "
+                "follow a schedule; use --lr-decay-style constant --lr-warmup-fraction 0": (
                     config.run.budget is not None and follows_schedule
                 ),
             }

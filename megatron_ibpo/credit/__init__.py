@@ -2,7 +2,7 @@
 
 from megatron_ibpo.credit.assign import Credit, assign_credit
 from megatron_ibpo.credit.compared_parts import ThinkingMarks, part_in_prompt
-from megatron_ibpo.credit.estimators import CRITIC, Compared, Estimator
+from megatron_ibpo.credit.estimators import CRITIC, ComparedSamples, Estimator
 from megatron_ibpo.credit.group_filters import (
     AfterCredit,
     GroupFilter,
@@ -42,7 +42,7 @@ __all__ = [
     "TOKEN_CREDITS",
     "AfterCredit",
     "AnswerStart",
-    "Compared",
+    "ComparedSamples",
     "Credit",
     "CreditContext",
     "Estimator",

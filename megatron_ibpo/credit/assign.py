@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from megatron_ibpo.basics.records import Group, TrainSequence
 from megatron_ibpo.credit.correction_advantages import correction_advantages, correction_rewards
-from megatron_ibpo.credit.estimators import Compared, Estimator, advantages, is_degenerate
+from megatron_ibpo.credit.estimators import ComparedSamples, Estimator, advantages, is_degenerate
 from megatron_ibpo.credit.gae import Critic, critic_credit
 from megatron_ibpo.credit.metrics import response_metrics, shaping_metrics
 from megatron_ibpo.credit.operator import CreditContext, Judgement, Memory, Operator, TokenWeights
@@ -88,18 +88,18 @@ def assign_credit(
 
 def _compared_rewards(
     groups: Sequence[Group], judgement: Judgement, operator: Operator, context: CreditContext
-) -> tuple[list[Compared], dict[str, float]]:
+) -> tuple[list[ComparedSamples], dict[str, float]]:
     """Return (the samples compared in every group, numbers of bonuses withheld and of overlong penalties
     limited). The samples are the group's responses, then the corrections that may join them, with their
     rewards as they are trained on; None for a correction that does not join."""
-    compared: list[Compared] = []
+    compared: list[ComparedSamples] = []
     all_withheld = all_limited = 0
     for group, phi in zip(groups, judgement.phi, strict=True):
         rewards, withheld = shaped_rewards(group, phi, operator.ibpo_lambda, context.reward_threshold)
         joining = joining_rewards(group, operator.ibpo_plain_prompt)
         samples = group.samples if joining else group.responses
         lowered, limited = with_overlong_penalty([*rewards, *joining], samples, context)
-        compared.append(Compared(lowered, samples))
+        compared.append(ComparedSamples(lowered, samples))
         all_withheld += withheld
         all_limited += limited
     counts = {"bonuses_withheld": float(all_withheld)}

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from megatron_ibpo.basics.records import Group
-from megatron_ibpo.credit.estimators import Compared, Estimator, advantages, is_degenerate
+from megatron_ibpo.credit.estimators import ComparedSamples, Estimator, advantages, is_degenerate
 from megatron_ibpo.credit.operator import CreditContext, Operator
 from megatron_ibpo.credit.overlong import with_overlong_penalty
 
@@ -34,7 +34,7 @@ def correction_advantages(
         (number, members) for number, group in enumerate(groups) for members in _compared(group, operator)
     ]
     batch = [
-        Compared(
+        ComparedSamples(
             [rewards[number][i] for i in members],
             [groups[number].corrections[i].response for i in members],
         )

@@ -51,7 +51,7 @@ class CompareAndCorrect(Operator):
     ibpo_lambda: Annotated[float, NOT_NEGATIVE] = 0.6
     """λ: the shaped reward is r + λΔ. 0.6 is the best of the paper's sensitivity study."""
     ibpo_beta: Annotated[float, UNIT] = 0.5
-    """β: Δ of a successful correction that is no rewrite."""
+    """β: Δ of a successful correction that is not a rewrite."""
     ibpo_k: Annotated[int, within(1, 1024, "the wrong response itself is one")] = 2
     """K: solutions compared in one correction prompt, the wrong one included."""
     ibpo_corrections: Annotated[int, within(1, 1024, "for none, --ibpo-operator none")] = 1

@@ -14,7 +14,7 @@ from megatron_ibpo.basics.records import Sample
 
 
 @dataclass(frozen=True, eq=False)
-class Compared:
+class ComparedSamples:
     """Samples that are compared with each other."""
 
     rewards: Sequence[float | None]
@@ -29,7 +29,7 @@ GroupEstimator = Callable[[Sequence[float]], Sequence[float]]
 class BatchEstimator(Protocol):
     """An estimator that sees everything compared in a step."""
 
-    def of_batch(self, batch: Sequence[Compared]) -> Sequence[Sequence[float]]:
+    def of_batch(self, batch: Sequence[ComparedSamples]) -> Sequence[Sequence[float]]:
         """Return the advantage of each sample of each comparison. A group that is judged alone
         (--dynamic-sampling-by credit) is a batch of one."""
         ...
@@ -107,7 +107,7 @@ def leave_one_out(rewards: Sequence[float]) -> list[float]:
     return [value * len(rewards) / others for value in group_mean(rewards)]
 
 
-def advantages(batch: Sequence[Compared], estimator: Estimator) -> list[list[float | None]]:
+def advantages(batch: Sequence[ComparedSamples], estimator: Estimator) -> list[list[float | None]]:
     """Return the advantage of every sample of every comparison; None where its reward is None.
 
     Raises:
@@ -123,29 +123,29 @@ def advantages(batch: Sequence[Compared], estimator: Estimator) -> list[list[flo
     return results
 
 
-def _known(compared: Compared) -> Compared:
+def _known(compared: ComparedSamples) -> ComparedSamples:
     pairs = zip(compared.rewards, compared.samples, strict=True)
     scored = [(reward, sample) for reward, sample in pairs if reward is not None]
-    return Compared([reward for reward, _ in scored], [sample for _, sample in scored])
+    return ComparedSamples([reward for reward, _ in scored], [sample for _, sample in scored])
 
 
-def _estimated(batch: Sequence[Compared], estimator: Estimator) -> Sequence[Sequence[float]]:
+def _estimated(batch: Sequence[ComparedSamples], estimator: Estimator) -> Sequence[Sequence[float]]:
     if not hasattr(estimator, "of_batch"):
         of_group = cast(GroupEstimator, estimator)
         return [of_group(cast(Sequence[float], compared.rewards)) for compared in batch]
     found = list(estimator.of_batch(batch))
     if len(found) != len(batch):
         raise ValueError(
-            f"the estimator --advantages gave advantages of {len(found)} comparisons for {len(batch)}"
+            f"the estimator --advantages gave advantages for {len(found)} comparisons instead of {len(batch)}"
         )
     return found
 
 
-def _checked(given: Sequence[float], compared: Compared) -> list[float]:
+def _checked(given: Sequence[float], compared: ComparedSamples) -> list[float]:
     found = [float(value) for value in given]
     if len(found) != len(compared.rewards) or not all(map(math.isfinite, found)):
         raise ValueError(
-            f"the estimator --advantages made {found} of the rewards {list(compared.rewards)}: it must give "
-            "one finite number for each"
+            f"the estimator --advantages returned {found} for the rewards {list(compared.rewards)}; it "
+            "must return one finite number per reward"
         )
     return found

@@ -70,9 +70,9 @@ class SpanMasking(Operator):
         if not (algorithm.dynamic_sampling and algorithm.dynamic_sampling_by == "credit"):
             return []
         return [
-            "--dynamic-sampling-by credit judges groups while others are sampled, and --ibpo-operator "
-            "span-masking asks the policy, which trains; it gives no bonus, so --dynamic-sampling-by rewards "
-            "says the same"
+            "--dynamic-sampling-by credit judges groups during sampling, when --ibpo-operator "
+            "span-masking cannot use the policy; it gives no bonus, so --dynamic-sampling-by rewards "
+            "chooses the same groups"
         ]
 
     def judge(self, groups: Sequence[Group], context: CreditContext) -> Judgement:

@@ -9,7 +9,7 @@ from megatron_ibpo.credit.operator import AnswerStart
 from megatron_ibpo.edit_distance import unmodified_mask
 
 OWN_SHARE = 0.1
-"""Share of a derivation's tokens below which a correction's own part is no derivation."""
+"""Share of a derivation's tokens below which a correction's own part does not count as a derivation."""
 
 
 def note_reference_leakage(

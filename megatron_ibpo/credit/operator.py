@@ -233,7 +233,10 @@ def bonus_problems(weight: float, most: float, factor: str, reward_threshold: fl
     bonus = weight * most
     product = f"--ibpo-lambda {weight} times {factor} is {bonus:g}"
     if bonus >= 1:
-        return [f"{product}: λΔ must stay below 1, or a corrected wrong response is worth a correct one"]
+        return [
+            f"{product}: λΔ must stay below 1, or a corrected wrong response is worth as much as a "
+            "correct one"
+        ]
     if bonus >= reward_threshold:
         return [
             f"{product}: a wrong response with that bonus reaches the smallest correct reward, "
@@ -269,5 +272,5 @@ def lent(tool: T | None, what: str) -> T:
         ValueError: the loop did not provide it.
     """
     if tool is None:
-        raise ValueError(f"this algorithm needs {what}, which the loop did not lend to credit")
+        raise ValueError(f"this algorithm needs {what}, which this run does not lend to credit")
     return tool

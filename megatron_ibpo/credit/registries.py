@@ -126,8 +126,9 @@ def _contradictions(algorithm: AlgorithmConfig, operator: Operator, token_credit
         variant = algorithm.parameters.get("ibpo_variant")
         by = f"--ibpo-variant {variant}" if variant else f"--ibpo-operator {algorithm.ibpo_operator}"
         problems.append(
-            f"--token-credit {algorithm.token_credit} says where a wrong response learns, and so does {by}: "
-            "few tokens are left that both choose; take --ibpo-variant base, or --token-credit wrong-weight"
+            f"--token-credit {algorithm.token_credit} and {by} both choose the tokens that a wrong "
+            "response learns from, and few tokens are in both; take --ibpo-variant base, or "
+            "--token-credit wrong-weight"
         )
     if algorithm.advantages == "maxrl" and (
         algorithm.overlong_buffer_share > 0 or operator.ibpo_rewrite_penalty > 0
@@ -146,8 +147,8 @@ def _operator(name: str) -> Any:
     kind = found if isinstance(found, type) else type(found)
     if not issubclass(kind, Operator) or kind.__abstractmethods__:
         raise ValueError(
-            f"--ibpo-operator {name}: is no subclass of megatron_ibpo.credit.Operator that defines judge: "
-            "docs/extending.md"
+            f"--ibpo-operator {name}: must be a subclass of megatron_ibpo.credit.Operator that defines "
+            "judge (docs/extending.md)"
         )
     return found
 

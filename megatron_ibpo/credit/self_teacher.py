@@ -50,8 +50,8 @@ class SelfTeacher:
         if min(top_p) >= 1 and max(top_k) <= 0:
             return []
         return [
-            "--token-credit self-teacher: compares the teacher's log-probs with those that were sampled by, "
-            "which --rollout-top-p and --rollout-top-k cut off; sample without them"
+            "--token-credit self-teacher: compares the teacher's log-probs with those of sampling, which "
+            "--rollout-top-p and --rollout-top-k truncate; sample without them"
         ]
 
     def __call__(

@@ -8,7 +8,7 @@ from typing import Literal
 
 from megatron_ibpo.basics.text import counted
 from megatron_ibpo.config import DataConfig
-from megatron_ibpo.data.files import chosen_files, each_row, lazy, open_table, small_rows
+from megatron_ibpo.data.files import as_lazy_row, chosen_files, each_row, open_table, small_rows
 from megatron_ibpo.data.generated import SCHEME, generated_prompts
 from megatron_ibpo.data.held_out import (
     divided_files,
@@ -114,7 +114,7 @@ def _opened(reader: Reader, split: Literal["train", "eval"], *, holds_out: bool)
     if location.startswith(SCHEME):
         generated = generated_prompts(reader, split)
         if reader.rates is not None:
-            note = f"{location}: --filter-pass-rate does not act on it, since its prompts never repeat"
+            note = f"{location}: --filter-pass-rate has no effect on it, since its prompts never repeat"
             return replace(generated, notes=(note,))
         return _told(generated, "other items of the same task", location) if tells else generated
     if location.startswith(OWN_SCHEME):
@@ -152,7 +152,7 @@ def _of_files(reader: Reader, split: Literal["train", "eval"], *, holds_out: boo
             raise
         if split == "train":
             return _of_rows(training_rows(known, division, reader.question), reader, split)
-        rows = held_out_rows(starmap(lazy, known), division, reader.question)
+        rows = held_out_rows(starmap(as_lazy_row, known), division, reader.question)
     else:
         division = large_division(seed)
         if split == "train":

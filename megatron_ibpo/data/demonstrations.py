@@ -96,7 +96,9 @@ class DemonstrationReader(Reader):
         """Return the row as a chat with at least one turn of the assistant."""
         if row.get(self.label_key) is not None:
             if self.input_key not in row:
-                raise DataError(f"no field {self.input_key!r} beside {self.label_key!r}; --input-key")
+                raise DataError(
+                    f"no field {self.input_key!r} beside {self.label_key!r}; name it by --input-key"
+                )
             question = checked(row[self.input_key], self.input_key, "text or a list of messages")
             response = checked(row[self.label_key], self.label_key, "text")
             answer = {"role": "assistant", "content": response}

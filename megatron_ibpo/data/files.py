@@ -72,7 +72,7 @@ def small_rows(files: Sequence[Path], columns: Sequence[str]) -> Rows | None:
     if any(file.name.endswith(".gz") for file in files):
         if size > LARGEST_COMPRESSED:
             raise DataError(
-                f"{files[0].parent}: more than 1 GiB with compressed files, which are read whole; `gunzip`"
+                f"{files[0].parent}: more than 1 GiB, with compressed files, which are read whole; `gunzip`"
             )
         return _all_rows(files, columns)
     if size > SMALL_BYTES:
@@ -119,7 +119,7 @@ def each_row(files: Sequence[Path], columns: Sequence[str]) -> Iterator[LazyRow]
     """Yield the rows of all files in order, whatever their size."""
     for file in files:
         if file.name.endswith(".gz"):
-            yield from (lazy(where, row) for where, row in read_jsonl(file))
+            yield from (as_lazy_row(where, row) for where, row in read_jsonl(file))
             continue
         table = _table(file, columns)
         for block in range(table.num_blocks):
@@ -128,7 +128,7 @@ def each_row(files: Sequence[Path], columns: Sequence[str]) -> Iterator[LazyRow]
                 yield partial(table.where, *place), partial(table.row, *place)
 
 
-def lazy(where: str, found: Row | DataError) -> LazyRow:
+def as_lazy_row(where: str, found: Row | DataError) -> LazyRow:
     """Return a lazy row for a row already read, or for the error in its place."""
 
     def read() -> Row:

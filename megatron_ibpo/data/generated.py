@@ -234,9 +234,7 @@ def _levels(level: str | None, over: str | None, spec: str) -> tuple[range | Non
     """Return the levels of level=2 or level=0..4, and the positions of over=20000."""
     if level is None:
         if over is not None:
-            raise DataError(
-                f"{spec}: over says how long the levels of level=FIRST..LAST take, and there are none"
-            )
+            raise DataError(f"{spec}: over=N needs level=FIRST..LAST")
         return None, 1
     match = re.fullmatch(r"(\d{1,3})(?:\.\.(\d{1,3}))?", level)
     if match is None:

@@ -162,7 +162,7 @@ def _chosen_data(asked: HubId, files: Iterable[str]) -> tuple[str, list[str]]:
         one = replace(asked, path=names[0])
         raise HubError(f"{asked}: several data sets, {listed(names, most=20)}; name one, such as {one}")
     if len(folders) > 1:
-        said = f"{asked} has several data sets, {listed(names, most=20)}: takes {usual[0] or names[0]}"
+        said = f"{asked} has several data sets, {listed(names, most=20)}; taking {usual[0] or names[0]}"
         print(said, file=sys.stderr, flush=True)
     return usual[0], folders[usual[0]]
 

@@ -19,7 +19,7 @@ from rich.text import Text
 from megatron_ibpo.basics.records import Prompt
 from megatron_ibpo.basics.text import counted
 from megatron_ibpo.config import DataConfig
-from megatron_ibpo.data.files import LazyRow, chosen_files, each_row, lazy
+from megatron_ibpo.data.files import LazyRow, as_lazy_row, chosen_files, each_row
 from megatron_ibpo.data.generated import SCHEME, generated_prompts
 from megatron_ibpo.data.left_out import DUPLICATE, Tally
 from megatron_ibpo.data.pass_rates import PassRates
@@ -173,7 +173,7 @@ def _generated(reader: Reader, split: Literal["train", "eval"]) -> Iterator[Entr
 def _read(reader: Reader, split: Literal["train", "eval"], found: Inspection) -> Iterator[Entry]:
     location = reader.source.location
     if location.startswith(OWN_SCHEME):
-        rows: Iterable[LazyRow] = (lazy(where, row) for where, row in own_rows(location, split))
+        rows: Iterable[LazyRow] = (as_lazy_row(where, row) for where, row in own_rows(location, split))
     else:
         rows = each_row(chosen_files(Path(location), split, reader.source.split), reader.columns)
     for number, (where, read) in enumerate(rows):

@@ -170,7 +170,7 @@ def _check_id(row: Row, ids: set[int]) -> None:
     if (own := row.get("id")) is not None:
         key = derive_seed(json.dumps(own, default=str))
         if key in ids:
-            raise DataError(f"id {own!r} is that of an earlier row too")
+            raise DataError(f"id {own!r} is also that of an earlier row")
         ids.add(key)
 
 

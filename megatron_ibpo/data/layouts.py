@@ -41,7 +41,7 @@ class Layout:
     label: Callable[[Any], Any]
     """Returns the label for the value of that field."""
     says: str
-    """Where the labels are, for the user."""
+    """Description of where the labels are, for notes."""
 
 
 def _after_hashes(answer: Any) -> Any:

@@ -243,15 +243,15 @@ def _reading(found: Row | DataError, where: str, ids: dict[str, str]) -> Callabl
         if (own := found.get("id")) is not None:
             first = ids.setdefault(json.dumps(own, default=str), where)
             if first != where:
-                raise DataError(f"id {own!r} is that of {first} too")
+                raise DataError(f"id {own!r} is also that of {first}")
         return found
 
     return read
 
 
 def read_jsonl(path: Path) -> Iterator[tuple[str, "Row | DataError"]]:
-    """Yield (file and line, row) of every line that is not blank; an error stands in for a row that is no
-    JSON object. A name that ends in .gz is a compressed file's.
+    """Yield (file and line, row) of every line that is not blank; an error stands in for a row that is not
+    a JSON object. A name that ends in .gz is a compressed file's.
 
     Raises:
         DataError: file missing or in another encoding, or compressed and damaged or too large.

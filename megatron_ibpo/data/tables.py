@@ -48,7 +48,7 @@ class Table(Protocol):
         ...
 
     def row(self, block: int, number: int) -> Row:
-        """Return row `number`, from 0, of the block. Raises DataError for a row that is no object."""
+        """Return row `number`, from 0, of the block. Raises DataError for a row that is not an object."""
         ...
 
     def where(self, block: int, number: int) -> str:
@@ -60,7 +60,7 @@ def parsed_row(line: bytes) -> Row:
     """Return the object on a line of JSONL.
 
     Raises:
-        DataError: the line is no JSON object.
+        DataError: the line is not a JSON object.
     """
     try:
         row = read_json(line)
@@ -165,9 +165,7 @@ class Parquet:
         try:
             self._file = parquet.ParquetFile(path)
         except (pyarrow.ArrowException, OSError, ValueError, MemoryError) as error:
-            raise DataError(
-                f"{path}: no parquet file, or one that was cut off ({_first_line(error)})"
-            ) from error
+            raise DataError(f"{path}: not a parquet file, or cut off ({_first_line(error)})") from error
         self._columns = [name for name in self._file.schema_arrow.names if name in columns]
         if not self._columns:
             found = ", ".join(self._file.schema_arrow.names[:20])
@@ -211,9 +209,7 @@ class ArrowFile:
         try:
             self._batches = _record_batches(path)
         except (pyarrow.ArrowException, OSError, EOFError, ValueError, MemoryError) as error:
-            raise DataError(
-                f"{path}: no Arrow file, or one that was cut off ({_first_line(error)})"
-            ) from error
+            raise DataError(f"{path}: not an Arrow file, or cut off ({_first_line(error)})") from error
         self._columns = columns
         self._first = np.concatenate(
             [[0], np.cumsum([len(batch) for batch in self._batches], dtype=np.int64)]

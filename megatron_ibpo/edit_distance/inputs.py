@@ -109,7 +109,7 @@ def read_ragged(name: str, values: Any, offsets: Any = None) -> Ragged:
     """Return the sequences from `<name>_values` and `<name>_offsets`, or from a list of sequences and None.
 
     Raises:
-        TypeError, ValueError: as read_ids; offsets that are no bounds of the values; a sequence of more than
+        TypeError, ValueError: as read_ids; offsets that do not bound the values; a sequence of more than
             LONGEST ids.
     """
     if offsets is None:
@@ -159,7 +159,7 @@ def pair_up(name_a: str, a: Ragged, name_b: str, b: Ragged) -> tuple[Ragged, Rag
 def check_threads(num_threads: Any) -> int:
     """
     Raises:
-        TypeError: it is no integer; ValueError: it is negative.
+        TypeError: it is not an integer; ValueError: it is negative.
     """
     if isinstance(num_threads, bool) or not isinstance(num_threads, int | np.integer):
         raise TypeError(f"num_threads: must be an integer, not {num_threads!r}")

@@ -97,8 +97,8 @@ def _against_references(
 def adaptive_threshold(distances: npt.NDArray[np.float64]) -> float:
     """Return mean + 2 population standard deviations of the distances, NaN without any.
 
-    No intermediate value is rounded, so that a distance equal to the threshold is no rewrite, and neither
-    order nor the number of threads changes it.
+    No intermediate value is rounded, so that a distance equal to the threshold makes no rewrite, and
+    neither order nor the number of threads changes it.
     """
     if not distances.size:
         return math.nan

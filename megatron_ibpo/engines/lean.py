@@ -61,8 +61,8 @@ class LeanEngine:
         count = sum(tensor.numel() for tensor in own.values())
         if count > MOST_PARAMETERS:
             raise EngineError(
-                f"--rollout-backend lean: is for policies of up to {MOST_PARAMETERS / 1e6:g} M parameters, "
-                f"this one has {count / 1e6:.1f} M; take vllm"
+                f"--rollout-backend lean: takes policies of at most {MOST_PARAMETERS / 1e6:g} M "
+                f"parameters, and this one has {count / 1e6:.1f} M; take vllm"
             )
         self._model, self._version = LeanModel(self._shape, own), version
         return sum(tensor.nbytes for tensor in own.values())
@@ -462,14 +462,14 @@ def check_shape(shape: ModelShape) -> None:
     """
     if shape.rope_scaling is not None:
         raise ValueError(
-            "--rollout-backend lean: knows no scaled rotary positions, and config.json asks for "
-            f"{shape.rope_scaling.rope_type}; take vllm"
+            "--rollout-backend lean: does not support scaled rotary positions "
+            f"({shape.rope_scaling.rope_type} in config.json); take vllm"
         )
     names = {piece.name for entry in weight_map(shape).values() for piece in entry.pieces}
     if names != _names(shape) or shape.rotary_dim != shape.head_dim:
         raise ValueError(
-            f"--rollout-backend lean: samples models built as dense qwen3 is, and this one, {shape.family}"
-            f"{' with experts' if shape.is_moe else ''}, is not; take vllm"
+            "--rollout-backend lean: supports only dense models built like qwen3, not "
+            f"{shape.family}{' with experts' if shape.is_moe else ''}; take vllm"
         )
 
 

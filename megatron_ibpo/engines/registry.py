@@ -34,8 +34,8 @@ def check_engine(name: str) -> None:
     lacking = [method for method in _METHODS if not callable(getattr(found, method, None))]
     if lacking:
         raise ValueError(
-            f"{FLAG} {name}: it lacks {', '.join(lacking)}; an engine has {', '.join(_METHODS)}: "
-            "megatron_ibpo.engines.protocol.Engine"
+            f"{FLAG} {name}: lacks {', '.join(lacking)}; an engine needs {', '.join(_METHODS)} "
+            "(megatron_ibpo.engines.protocol.Engine)"
         )
 
 
@@ -57,14 +57,12 @@ def lean_problems(config: Config, *, trains: bool) -> list[str]:
     """
     rollout, cluster = config.rollout, config.cluster
     rules = {
-        ": is for runs that train; evaluate with vllm": not trains,
-        " with --max-staleness: one process does one thing after another, and sampling cannot run ahead": (
-            rollout.max_staleness > 0
-        ),
+        ": only for runs that train; evaluate with vllm": not trains,
+        " with --max-staleness: one process cannot sample while it trains": (rollout.max_staleness > 0),
         " with --num-trainers: one process trains": (cluster.num_trainers or 1) > 1,
         " with --ray-address: it uses no Ray": cluster.ray_address is not None,
         " with --vllm-arg: it uses no vLLM": bool(rollout.vllm_arg),
-        " with --use-rollout-routing-replay: it samples dense models alone": (
+        " with --use-rollout-routing-replay: it samples dense models only": (
             rollout.use_rollout_routing_replay
         ),
         " with --load-debug-rollout-data: a replay samples nothing": (

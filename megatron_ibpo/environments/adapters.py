@@ -51,8 +51,8 @@ def load_environment(target: str) -> Callable[[], Environment]:
     ]
     if required:
         raise ConfigError(
-            f"{FLAG} {target}: needs {', '.join(required)}; name a function without arguments that "
-            "returns the environment"
+            f"{FLAG} {target}: its constructor needs {', '.join(required)}; name a function without "
+            "arguments that returns the environment"
         )
     if isinstance(made, type):
         return partial(_adapter(target, made), made)
@@ -91,5 +91,5 @@ def _adapter(target: str, kind: type, environment: Any = None) -> Callable[[Call
     except ValueError as error:
         raise ConfigError(f"{FLAG} {target}: {error}") from error
     raise ConfigError(
-        f"{FLAG} {target}: {kind.__name__} has the methods of no known framework: {_LOOKED_FOR}"
+        f"{FLAG} {target}: {kind.__name__} has the methods of no known framework. Known are {_LOOKED_FOR}"
     )

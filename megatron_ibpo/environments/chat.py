@@ -209,13 +209,13 @@ class TemplateChat:
             self._following([_PROBE_ANSWER])
 
     def _rewriting(self) -> list[str]:
-        """Return a note if the template writes an earlier turn otherwise than the last one."""
+        """Return a note if the template writes an earlier turn differently from the last one."""
         said: Message = {"role": "assistant", "content": "yes", "reasoning_content": "so", "thinking": "so"}
         if self._render([_USER, said, _USER]).startswith(self._render([_USER, said], prompt=False)):
             return []
         return [
-            "chat: the template writes earlier turns otherwise than the last one (such as without their "
-            "reasoning); an episode keeps every turn as the policy wrote it"
+            "chat: the template writes earlier turns differently from the last one (such as without "
+            "their reasoning); an episode keeps every turn as the policy wrote it"
         ]
 
 

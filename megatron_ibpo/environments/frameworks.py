@@ -184,7 +184,7 @@ class TextArenaEnvironment:
     def _observation(self) -> str:
         player, observation = self._environment.get_observation()
         if player != 0:
-            raise ValueError(f"it is the turn of player {player}: only games for one player are taken")
+            raise ValueError(f"it is the turn of player {player}: only single-player games are supported")
         if isinstance(observation, list):
             return "\n".join(text for sender, text, *_ in observation if sender != player)
         text = _text(observation, "observation")
@@ -256,7 +256,7 @@ def _text(value: Any, where: str) -> str:
     if isinstance(value, list) and all(isinstance(part, Mapping) and "text" in part for part in value):
         value = "".join(part["text"] for part in value)  # the parts of a chat message
     if not isinstance(value, str):
-        raise TypeError(f"{where} gave {type(value).__name__} {value!r}, and an observation must be text")
+        raise TypeError(f"{where} returned {type(value).__name__} {value!r}; an observation must be text")
     return value
 
 

@@ -96,7 +96,7 @@ def _read_call(text: str, number: int) -> dict[str, Any] | None:
 
 
 def tool_call(name: object, arguments: object, number: int) -> dict[str, Any] | None:
-    """Return a call as it stands in a message, with the id "call_<number>"; None if its name is no text, or
+    """Return a call as it stands in a message, with the id "call_<number>"; None if its name is not text, or
     its arguments are neither a JSON object nor the text of one."""
     try:
         if isinstance(arguments, str):

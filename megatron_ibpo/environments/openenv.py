@@ -21,7 +21,7 @@ _FORM = "openenv://HOST:PORT[/path][?action_field=NAME&observation_field=NAME]"
 _SECONDS_TO_CONNECT = 10
 _SECONDS_TO_CLOSE = 2
 _LARGEST_MESSAGE = 100 * 2**20
-"""As OpenEnv's own client."""
+"""Largest message in bytes; OpenEnv's own client has the same limit."""
 _LARGEST_SEED = 2**31
 _NO_TOOLS = ("does not support MCP", "UNKNOWN_TYPE")
 """Answers of servers without tools, now and before they knew the message mcp."""
@@ -32,7 +32,7 @@ class Server:
     """A server of environments, and how text becomes an action and an observation text."""
 
     target: str
-    """As the user names it, for messages."""
+    """The environment as the user names it, for messages."""
     url: str
     """Its WebSocket."""
     action_field: str = "message"
@@ -97,7 +97,7 @@ class OpenEnvironment:
         ids = {"seed": seed % _LARGEST_SEED, "episode_id": str(uuid.uuid4())}
         observation = self._observation("reset", {**metadata, "question": question, "label": label, **ids})
         if self._done:
-            raise self._fault("the episode is over before it began")
+            raise self._fault("the server ended the episode before its first step")
         shown = "\n\n".join(text for text in (question, self._text(observation)) if text)
         return Opening([{"role": "user", "content": shown}], self._tools())
 

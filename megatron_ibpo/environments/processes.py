@@ -179,7 +179,9 @@ class EnvironmentPool:
 
     def _started(self, target: str) -> _Zygote:
         if self._config.environment_sandbox and "://" in target:
-            raise ConfigError(f"--environment-sandbox: has no network, which {target} needs")
+            raise ConfigError(
+                f"--environment-sandbox: the sandbox has no network, which {target} needs; leave the flag out"
+            )
         self._starts[target] += 1
         printed = _PRINTED_BYTES // self._starts[target]
         try:
@@ -278,7 +280,8 @@ class _Zygote:
             raise ConfigError(content)
         if content > 1:
             _log.warning(
-                "environment %s: its import has started %d threads; episodes are forks and have none of them",
+                "environment %s: its import started %d threads, and episodes, which are forks, do not "
+                "have them",
                 self.target,
                 content - 1,
             )

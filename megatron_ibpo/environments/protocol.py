@@ -74,7 +74,7 @@ class Environment(Protocol):
 
 
 class EpisodeFaultError(Exception):
-    """An episode that cannot go on, through no fault of the policy."""
+    """An episode that cannot continue, through no fault of the policy."""
 
     def __init__(self, kind: FaultKind, text: str) -> None:
         super().__init__(text)
@@ -124,8 +124,8 @@ class Sessions(Protocol):
 
 
 class Chat(Protocol):
-    """How a model's chat format writes and reads turns as token ids. What is written is only ever extended:
-    no id of an earlier turn changes."""
+    """Writer and reader of turns as token ids in a model's chat format. What is written is only ever
+    extended: no id of an earlier turn changes."""
 
     def open(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
         """Return the ids of the messages with the start of the policy's turn."""

@@ -122,7 +122,7 @@ class ProcessSession:
         except TimeoutError:
             kind, text = "step_timeout", f"no answer within {seconds:g} s"
             if seconds < self._owner.step_timeout:
-                kind, text = "episode_timeout", f"its calls took {self._owner.episode_timeout:g} s together"
+                kind, text = "episode_timeout", f"its calls took {self._owner.episode_timeout:g} s in total"
         except (TypeError, ValueError) as error:
             kind, text = "error", str(error)
         except BaseException:  # the call is cancelled

@@ -33,7 +33,9 @@ def tool_of(function: Callable[..., Any]) -> Tool:
     name = function.__name__
     doc = docstring_parser.parse(inspect.getdoc(function) or "", style=docstring_parser.DocstringStyle.GOOGLE)
     if not doc.description:
-        raise ValueError(f"{name}() is a tool and has no docstring; start names of other methods with _")
+        raise ValueError(
+            f"{name}() is a tool and has no docstring; begin its name with _ if it is not a tool"
+        )
     described = {entry.arg_name: entry.description for entry in doc.params}
     properties, required = {}, []
     hints = get_type_hints(function)

@@ -50,13 +50,13 @@ def answer_in(received: bytes) -> Any:
     try:
         answer = read_json(received)
     except ValueError as error:
-        raise EpisodeFaultError("error", f"its process wrote something that is no answer: {error}") from None
+        raise EpisodeFaultError("error", f"its process wrote an unreadable answer: {error}") from None
     match answer:
         case ["answer", value]:
             return value
         case ["fault", str(kind), str(text)] if kind in get_args(FaultKind):
             raise EpisodeFaultError(kind, text[:_LONGEST_TEXT])  # type: ignore[arg-type]
-    raise EpisodeFaultError("error", f"its process wrote something that is no answer: {shown(answer)}")
+    raise EpisodeFaultError("error", f"its process wrote an unreadable answer: {shown(answer)}")
 
 
 # ------------------------------------------------------------------------------------ in the process
@@ -66,7 +66,7 @@ def opening_value(opening: Any) -> dict[str, Any]:
     """Return the JSON of what `reset` returned.
 
     Raises:
-        TypeError: it is no Opening.
+        TypeError: it is not an Opening.
     """
     _check(opening, ("messages", "tools"), "reset", "Opening")
     return {"messages": list(opening.messages), "tools": list(opening.tools)}
@@ -76,7 +76,7 @@ def turn_value(turn: Any) -> dict[str, Any]:
     """Return the JSON of what `step` returned.
 
     Raises:
-        TypeError: it is no Turn.
+        TypeError: it is not a Turn.
     """
     _check(turn, ("messages", "done"), "step", "Turn")
     return {"messages": list(turn.messages), "done": bool(turn.done)}
@@ -87,7 +87,7 @@ def score_value(value: Any) -> dict[str, float]:
     turn_1, turn_2, ….
 
     Raises:
-        TypeError, ValueError: it is no reward; says why.
+        TypeError, ValueError: it is not a reward; says why.
     """
     if isinstance(value, Mapping) and "turns" in value and not isinstance(value["turns"], Real):
         value = dict(value)
@@ -140,7 +140,7 @@ def score_in(value: Any) -> EpisodeScore:
     """Return the score that a process sent.
 
     Raises:
-        TypeError, ValueError: it is no reward; says why.
+        TypeError, ValueError: it is not a reward; says why.
     """
     return EpisodeScore(*read_reward(value))
 

@@ -76,7 +76,7 @@ class BenchmarkRows:
                 continue
             own, question, label = made
             if (first := places.setdefault(question, where)) is not where:
-                raise DataError(f"{where}: the same problem is there already, at {first}; see {PAGE}")
+                raise DataError(f"{where}: repeats the problem at {first}; see {PAGE}")
             problem = str(self.read) if own is None else own
             names[problem] += 1
             if names[problem] > 1:

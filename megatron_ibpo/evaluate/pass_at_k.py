@@ -35,8 +35,8 @@ def pass_at(correct_PS: Outcomes, k: int) -> Outcomes:
 
 def majority(correct_PS: Outcomes, answers: Sequence[Sequence[str | None]]) -> Outcomes:
     """Return maj@n (arXiv 2203.11171): whether a prompt's most frequent answer is correct, or the mean over
-    equally frequent answers. None and "" are no answers and have no vote; a prompt without any vote counts as
-    wrong."""
+    equally frequent answers. None and "" count as no answer and have no vote; a prompt without any vote
+    counts as wrong."""
     return np.array([_voted(*pair) for pair in zip(correct_PS, answers, strict=True)])
 
 

@@ -158,7 +158,7 @@ def _open(spec: EvalSpec, config: Config, tokenizer: Tokenizer, *, is_named: boo
         half = config.run.eval_half
         prompts = source.batch(0, number) if half == "all" else _of_half(source, half, count, spec)
     if found > count:
-        notes.append(f"{spec}: the first {count} of {counted(found, 'prompt')}, --eval-num-prompts")
+        notes.append(f"{spec}: the first {count} of {counted(found, 'prompt')} (--eval-num-prompts)")
     _check(spec, config, prompts, sampling)
     return EvalSet(
         name=spec.name or _name_of(spec.spec),
@@ -220,8 +220,8 @@ def _check(spec: EvalSpec, config: Config, prompts: list[Prompt], sampling: Eval
     k = find_operator(config.algorithm).ibpo_k
     if config.run.eval_compare_and_correct and sampling.samples < k:
         raise ValueError(
-            f"--eval-compare-and-correct: shows --ibpo-k {k} samples of a prompt, and {spec} takes "
-            f"{sampling.samples}; give --n-samples-per-eval-prompt"
+            f"--eval-compare-and-correct: a correction is shown --ibpo-k {k} samples of its prompt, but "
+            f"{spec} takes {sampling.samples}; raise --n-samples-per-eval-prompt"
         )
 
 
@@ -266,7 +266,7 @@ def _unused_fields(spec: str, data: DataConfig) -> list[str]:
     if not unused:
         return []
     fields = listed([repr(name)[:60] for name in unused], most=10)
-    return [f"{location}: fields that have no meaning here and are left aside: {fields}"]
+    return [f"{location}: fields that are not used: {fields}"]
 
 
 def _field_names(path: Path) -> Iterator[str]:
@@ -285,14 +285,14 @@ def finish_results(
     """
     content = read_results(directory)
     for one in evaluated:
-        content["sets"][one.set.name] |= set_results(one)
+        content["sets"][one.set.name] |= results_of_set(one)
     finished = all("measures" in entry for entry in content["sets"].values())
     content |= {"status": FINISHED if finished else UNFINISHED, **more}
     write_results(directory, content)
     return content
 
 
-def set_results(one: SetEvaluation) -> dict[str, Any]:
+def results_of_set(one: SetEvaluation) -> dict[str, Any]:
     """Return the entries of one set. measures: as in the metrics log. intervals: 95 %, for each measure that
     is a mean over problems. problems: id, digest of question and label, and each such measure's value for
     every problem, in order."""

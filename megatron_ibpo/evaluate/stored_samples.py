@@ -91,15 +91,15 @@ class KeptSamples:
         if entry is None:
             if path.exists():
                 raise KeptError(
-                    f"{path}: nothing says by which settings it was made; remove it, or choose another "
-                    "--run-dir"
+                    f"{path}: the settings it was made with are not recorded; remove it, or choose "
+                    "another --run-dir"
                 )
             return
         if entry["settings"] != own:
             raise KeptError(
-                f"{self.directory} holds an evaluation of {name} by other settings: "
-                f"{_difference(entry['settings'], own)}. Choose another --run-dir, or give the same settings "
-                "to go on"
+                f"{self.directory} holds an evaluation of {name} with other settings: "
+                f"{_difference(entry['settings'], own)}. Choose another --run-dir, or give the same "
+                "settings to resume"
             )
 
     def _open(self, name: str, own_hash: str) -> dict[Key, EvalSample]:
@@ -148,7 +148,7 @@ def read_samples(directory: Path, name: str) -> list[EvalSample]:
     """Return the samples of a set, in the order in which they were made.
 
     Raises:
-        KeptError: there are none, or a line is no sample.
+        KeptError: there are none, or a line is not a sample.
     """
     path = samples_path(directory, name)
     if not path.is_file():

@@ -96,7 +96,7 @@ class ClosedBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class Begin:
+class SegmentStart:
     """The first entry of every segment."""
 
     settings: str
@@ -119,7 +119,7 @@ class Sampled:
     sample: Sample
 
 
-Entry = Begin | Sampled | ClosedBatch
+Entry = SegmentStart | Sampled | ClosedBatch
 
 _TOKENS, _FLOATS, _FLAGS = np.dtype("<i4"), np.dtype("<f4"), np.dtype("?")
 _EXPERTS: tuple[np.dtype[Any], ...] = (np.dtype("u1"), np.dtype("<u2"))
@@ -135,7 +135,7 @@ def encode(entry: Entry) -> bytes:
     """
     fields: list[Any]
     match entry:
-        case Begin():
+        case SegmentStart():
             steps = [entry.saved, entry.last_step, entry.needed_from, entry.rewound]
             fields = ["begin", FORMAT, entry.settings, *steps]
         case Sampled():
@@ -150,7 +150,7 @@ def decode(payload: bytes) -> Entry:
     """Return the entry that `encode` gave these bytes for; the arrays are new and writable.
 
     Raises:
-        MalformedEntryError: the bytes are no entry.
+        MalformedEntryError: the bytes are not an entry.
         JournalError: another version of this program wrote them.
     """
     try:
@@ -165,14 +165,14 @@ def decode(payload: bytes) -> Entry:
     except JournalError:
         raise
     except (ValueError, TypeError, msgpack.UnpackException) as error:
-        raise MalformedEntryError(f"no entry of a journal: {error}") from error
-    raise MalformedEntryError(f"no entry of a journal: it is called {kind!r}")
+        raise MalformedEntryError(f"not a journal entry: {error}") from error
+    raise MalformedEntryError(f"not a journal entry: it is called {kind!r}")
 
 
-def _begin(version: int, *fields: Any) -> Begin:
+def _begin(version: int, *fields: Any) -> SegmentStart:
     if version != FORMAT:
         raise JournalError(f"it has format {version}, and this version reads format {FORMAT}")
-    return Begin(*fields)
+    return SegmentStart(*fields)
 
 
 def _closed(step: int, groups: list[list[Any]], dropped: list[list[Any]]) -> ClosedBatch:

@@ -46,7 +46,7 @@ def framed(payload: bytes) -> bytes:
         ValueError: it is longer than 1 GiB.
     """
     if len(payload) > _MOST_BYTES:
-        raise ValueError(f"a record of {len(payload)} bytes is longer than a journal takes ({_MOST_BYTES})")
+        raise ValueError(f"a record of {len(payload)} bytes exceeds the journal's limit of {_MOST_BYTES}")
     head = struct.pack("<4sII", _MAGIC, len(payload), zlib.crc32(payload))
     return head + struct.pack("<I", zlib.crc32(head)) + payload
 
@@ -69,19 +69,19 @@ def records(path: Path) -> Iterator[Record | Damage]:
                 if zlib.crc32(payload) == _HEADER.unpack(header)[2]:
                     yield Record(offset, payload)
                 else:
-                    yield Damage(offset, "a record does not have its checksum")
+                    yield Damage(offset, "a record does not match its checksum")
                 offset += len(header) + length
                 continue
             found = _next_header(file, offset + 1, size)
             if found == size and (length is not None or len(header) < _HEADER.size):
-                yield Damage(offset, "a record was never finished", is_torn=True)
+                yield Damage(offset, "a record is unfinished", is_torn=True)
             else:
-                yield Damage(offset, "what stands here is no header of a record")
+                yield Damage(offset, "no record begins here")
             offset = found
 
 
 def _length(header: bytes) -> int | None:
-    """Return the bytes of the payload behind this header; None if it is no header."""
+    """Return the bytes of the payload behind this header; None if it is not a header."""
     if len(header) < _HEADER.size:
         return None
     magic, length, _, checksum = _HEADER.unpack(header)

@@ -8,7 +8,6 @@ from typing import TypeVar
 
 from megatron_ibpo.basics.records import Sample
 from megatron_ibpo.journal.entries import (
-    Begin,
     ClosedBatch,
     Entry,
     GroupId,
@@ -16,6 +15,7 @@ from megatron_ibpo.journal.entries import (
     MalformedEntryError,
     Sampled,
     SampleKey,
+    SegmentStart,
     decode,
 )
 from megatron_ibpo.journal.framing import Damage, Record, records
@@ -85,13 +85,16 @@ def read_journal(directory: Path, after_step: int) -> Recovered:
     follows = state.settings is None or state.last_step == step
     if not follows:
         notes.append(
-            f"{directory}: the journal ends at step {state.last_step} and has no whole batch of step "
+            f"{directory}: the journal ends at step {state.last_step} and has no complete batch of step "
             f"{step + 1}; prompts after step {step} are sampled again"
         )
     if state.is_damaged:
         samples |= state.trusted(step)
         if state.settings is None and samples:
-            notes.append(f"{directory}: no record is left of the settings; they are taken for this run's")
+            notes.append(
+                f"{directory}: the record of the settings is lost; the samples are taken to have this "
+                "run's settings"
+            )
     elif follows:
         samples |= {key: sample for group in state.open.values() for key, sample in group.items()}
     whole = follows and not state.is_damaged
@@ -140,7 +143,7 @@ def _first_needed(directory: Path, numbers: list[int], after_step: int) -> int:
     """Return the segment to start from. Older ones are not read, so damage there does no harm."""
     for number in reversed(numbers):
         begin = next(_entries(directory, number), None)
-        if isinstance(begin, Begin) and begin.saved <= after_step:
+        if isinstance(begin, SegmentStart) and begin.saved <= after_step:
             return max(begin.needed_from, numbers[0])
     return numbers[0] if numbers else 0
 
@@ -162,8 +165,8 @@ def _entry(path: Path, record: Record) -> Entry | Damage:
         return Damage(record.offset, str(error))
     except JournalError as error:
         raise JournalError(f"{path}: {error}; move {path.parent} away, or use that version") from None
-    if isinstance(entry, Begin) != (record.offset == 0):
-        return Damage(record.offset, "an entry stands in the wrong place")
+    if isinstance(entry, SegmentStart) != (record.offset == 0):
+        return Damage(record.offset, "an entry is in the wrong place")
     return entry
 
 
@@ -219,7 +222,7 @@ class _State:
                 if step > self.after_step:
                     self.closed[step] = _Closed(entry, samples)
                 self.last_step = step
-            case Begin():
+            case SegmentStart():
                 self._begin(entry)
 
     def trusted(self, step: int) -> dict[SampleKey, Sample]:
@@ -234,7 +237,7 @@ class _State:
             if key.kind == "response" and _newest_version(sample) <= step
         }
 
-    def _begin(self, begin: Begin) -> None:
+    def _begin(self, begin: SegmentStart) -> None:
         changed = self.settings is not None and begin.settings != self.settings
         self.settings = begin.settings
         if begin.rewound is not None:

@@ -14,13 +14,13 @@ from typing import IO
 
 from megatron_ibpo.basics.records import Sample
 from megatron_ibpo.journal.entries import (
-    Begin,
     ClosedBatch,
     Entry,
     GroupId,
     JournalError,
     Sampled,
     SampleKey,
+    SegmentStart,
     encode,
 )
 from megatron_ibpo.journal.framing import Damage, framed
@@ -64,9 +64,9 @@ class Index:
                 if step > self.saved:
                     self._batches[step] = min([segment, *samples.values()])
                     self._settled |= dict.fromkeys(entry.settled, step)
-            case Begin(last_step=last_step, rewound=None):
+            case SegmentStart(last_step=last_step, rewound=None):
                 self.last_step = max(self.last_step, last_step)
-            case Begin(rewound=int(step)):
+            case SegmentStart(rewound=int(step)):
                 self._open.clear()
                 self._forget(lambda own: own > step)
                 self.last_step = step
@@ -87,8 +87,8 @@ class Index:
         """Raise ValueError for a batch out of turn, or one that does not name all samples of its groups."""
         if batch.step != self.last_step + 1:
             raise ValueError(
-                f"a batch of step {batch.step} cannot follow step {self.last_step}; a run that does not go "
-                "on from the last batch of its journal has to rewind it"
+                f"a batch of step {batch.step} cannot follow step {self.last_step}; a run that resumes "
+                "from an earlier step must rewind its journal first"
             )
         for group in batch.groups:
             named, known = set(group.sample_keys()), set(self._open.get(group.id, {}))
@@ -299,11 +299,11 @@ class Journal:
         self._sizes[self._number] = before + len(data)
         self._pending += len(data)
 
-    def _begin(self, rewound: int | None = None) -> Begin:
+    def _begin(self, rewound: int | None = None) -> SegmentStart:
         """Return the first entry of the present segment."""
         needed_from = self._index.needed_from(self._number, rewound)
         index = self._index
-        return Begin(self._settings, index.saved, index.last_step, needed_from, rewound)
+        return SegmentStart(self._settings, index.saved, index.last_step, needed_from, rewound)
 
     def _end_segment(self) -> None:
         if self._file is None:
@@ -333,7 +333,7 @@ def _indexed(directory: Path, step: int) -> Index:
 
 
 def _cut(path: Path, size: int) -> None:
-    log.info("%s: the bytes from %d on are an unfinished record and are cut off", path, size)
+    log.info("%s: the bytes from %d on are an unfinished record; they are cut off", path, size)
     if size == 0:
         path.unlink()
     else:
@@ -348,9 +348,9 @@ def _alone(directory: Path) -> IO[str]:
         fcntl.flock(holder, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         holder.seek(0)
-        who = holder.read().strip()
+        pid = holder.read().strip()
         holder.close()
-        raise JournalError(f"{directory}: process {who} writes in this journal; end it first") from None
+        raise JournalError(f"{directory}: process {pid} is writing this journal; end it first") from None
     holder.truncate(0)
     holder.write(f"{os.getpid()}\n")
     holder.flush()

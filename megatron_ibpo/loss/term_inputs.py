@@ -59,7 +59,7 @@ def input_names(term: Term, kind: type[TokenInputs | SequenceInputs]) -> tuple[s
     """Return the names of a term's positional arguments.
 
     Raises:
-        ValueError: a name that is no input of this kind of term.
+        ValueError: a name that is not an input of this kind of term.
     """
     parameters = inspect.signature(term).parameters.values()
     names = tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))

@@ -50,8 +50,11 @@ def mixer_cost(shape: ModelShape, layer: int) -> MixerCost:
 
 
 def attention_cost(shape: ModelShape, layer: int) -> MixerCost:
-    """Softmax attention, the mixer of every layer where a family has no `mixer_cost`. A causal token meets
-    itself and all before it, or a window that ends with it, once for the scores and once for the values."""
+    """Return the cost of softmax attention, the mixer of every layer where a family has no `mixer_cost`.
+
+    A causal token meets itself and all before it, or a window that ends with it, once for the scores and
+    once for the values.
+    """
     query = shape.num_attention_heads * shape.head_dim
     key = shape.num_key_value_heads * shape.head_dim
     gated = shape.attention_output_gate

@@ -142,13 +142,14 @@ def _mtp_problems(shape: ModelShape, parallel: ParallelConfig) -> Iterator[str]:
         )
     if stages > 1:
         yield (
-            f"--mtp-num-layers and --pipeline-model-parallel-size={stages}: the layer takes embedding and "
+            f"--mtp-num-layers and --pipeline-model-parallel-size={stages}: the layer needs embedding and "
             "head, which lie on different stages; use 1 stage, or leave the layer untrained"
         )
     if parallel.context_parallel_size > 1:
         yield (
-            f"--mtp-num-layers and --context-parallel-size={parallel.context_parallel_size}: the token after "
-            "the next may lie on another rank, which is not asked; use 1, or leave the layer untrained"
+            f"--mtp-num-layers and --context-parallel-size={parallel.context_parallel_size}: the token "
+            "after the next may lie on another rank, which is not supported; use 1, or leave the layer "
+            "untrained"
         )
 
 

@@ -76,9 +76,9 @@ def _layout_problems(
     uneven = [name for name in ("q_proj", "k_proj", "v_proj") if name in lora.targets]
     if tensor > shape.num_key_value_heads and uneven:
         yield (
-            f"--lora-targets {uneven[0]}: --tensor-model-parallel-size={tensor} is more than the "
-            f"{shape.num_key_value_heads} key/value heads, and then ranks hold uneven parts of it; use "
-            "fewer, or leave q_proj, k_proj and v_proj out"
+            f"--lora-targets {uneven[0]}: --tensor-model-parallel-size={tensor} exceeds the "
+            f"{shape.num_key_value_heads} key/value heads, so ranks would hold uneven parts; lower it, or "
+            "leave q_proj, k_proj and v_proj out"
         )
     adapted_layers = {entry.layer for entry in weight_map(shape).values() if pairs(entry, lora)}
     for stage, ranges in enumerate(pipeline_layers(shape.num_layers, parallel, virtual_stages)):

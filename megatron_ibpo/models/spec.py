@@ -99,8 +99,8 @@ def _transformer_engine(libraries: Backends) -> Backend:
 
 
 def block_spec(shape: ModelShape, backend: Backend, first_layer: int, layers: int) -> Any:
-    """The layers [first_layer, first_layer + layers) of the model, and its final norm, as Megatron's
-    TransformerBlockSubmodules."""
+    """Return Megatron's TransformerBlockSubmodules for the layers [first_layer, first_layer + layers) and the
+    final norm."""
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
     family = family_module(shape.family)
@@ -173,7 +173,7 @@ def dense_mlp(backend: Backend, *, bias: bool = False) -> MLPAndNorm:
 
 
 def moe(shape: ModelShape, backend: Backend, router: Callable[..., Any] | None = None) -> MLPAndNorm:
-    """A mixture of experts: router and experts share one normed input.
+    """Return the spec of a mixture of experts, whose router and experts share one normed input.
 
     Args:
         router: makes the router; None: Megatron's own.

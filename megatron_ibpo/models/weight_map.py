@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def concatenate(tensors: list[Tensor], dim: int = 0) -> Tensor:
-    """`torch.cat`, for maps: torch is imported when a tensor is first moved, not when a map is made."""
+    """Concatenate as `torch.cat`. Torch is imported when a tensor is first moved, not when a map is made."""
     import torch
 
     return torch.cat(tensors, dim)

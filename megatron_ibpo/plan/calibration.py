@@ -131,7 +131,7 @@ def calibrated(
         ValueError: there are no steps.
     """
     if not steps:
-        raise ValueError("no step had anything to train on, so that nothing is known of training")
+        raise ValueError("no step had anything to train on, so training could not be timed")
     hardware = _hardware(rates, world_size, about)
     chosen = _middle_of_each_size(steps)
 
@@ -180,7 +180,7 @@ def _hardware(rates: Rates, world_size: int, about: str) -> Hardware:
     return Hardware(
         name="here",
         about=about,
-        source="measured on this machine, of whose memory each trainer has a share",
+        source="measured on this machine; its memory is divided among the trainers",
         memory_gib=psutil.virtual_memory().total / GIB / world_size,
         memory_bandwidth=rates.copy,
         peak_bf16=rates.matmul,

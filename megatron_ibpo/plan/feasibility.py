@@ -183,12 +183,12 @@ def _memory_problems(plan: Plan) -> Iterator[str]:
     resting = max(memory.resting for memory in plan.stages)  # for an engine that restarts after its death
     if plan.config.rollout.colocate and asked * gpu_bytes + resting > gpu_bytes:
         yield (
-            f"{needs.memory_share_flag}={asked:g}: a starting engine wants that share free, "
-            f"{asked * gpu_bytes / GIB:.1f} GiB, beside the trainer's {resting / GIB:.1f} GiB"
+            f"{needs.memory_share_flag}={asked:g}: a starting engine needs that share, "
+            f"{asked * gpu_bytes / GIB:.1f} GiB, to be free beside the trainer's {resting / GIB:.1f} GiB"
         )
     if full_contexts(plan) < 1:
         yield (
-            f"the KV cache of {plan.engine.kv_cache / GIB:.2f} GiB a GPU does not hold one context of "
+            f"the KV cache of {plan.engine.kv_cache / GIB:.2f} GiB per GPU does not hold one context of "
             f"{plan.config.rollout.rollout_max_context_len} tokens: raise {needs.kv_cache_flag} or "
             f"{needs.memory_share_flag}, or lower --rollout-max-context-len"
         )
@@ -269,7 +269,7 @@ def sequences(plan: Plan, tokens: int) -> float:
 _GRAPHS = "what CUDA graphs hold"
 _OFFLOADED = "activations that wait in main memory"
 _USER_BUFFERS = "buffers for communication beside computation"
-_QUANTIZED = "inputs of products in fewer bytes"
+_QUANTIZED = "inputs of matrix products in lower precision"
 UNCOUNTED = {
     "activation_offload_fraction": _OFFLOADED,
     "cpu_offloading": _OFFLOADED,
@@ -286,9 +286,9 @@ UNCOUNTED = {
     "fp8_param": "parameters in FP8",
     "moe_enable_deepep": "DeepEP's buffers",
     "moe_paged_stash": _OFFLOADED,
-    "moe_shared_expert_overlap": "shared experts that keep theirs beside the exchange",
+    "moe_shared_expert_overlap": "activations of shared experts during the exchange",
     "moe_token_dispatcher_type": "buffers of the exchange",
-    "overlap_moe_expert_parallel_comm": "a second micro-batch under way",
+    "overlap_moe_expert_parallel_comm": "a second micro-batch in progress",
     "tp_comm_overlap": _USER_BUFFERS,
 }
 """Field of TransformerConfig → its memory that is not counted."""

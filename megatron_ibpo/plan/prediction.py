@@ -218,7 +218,7 @@ def lines(setting: Setting, steps: int, price: float | None = None) -> list[str]
     hours = total * steps * setting.gpus / 3600
     said = [
         f"a step: {_seconds(total)}, between {_seconds(total / factor)} and {_seconds(total * factor)}; "
-        f"{tokens / total / setting.gpus:,.0f} response tokens a second and GPU"
+        f"{tokens / total / setting.gpus:,.0f} response tokens per second and GPU"
     ]
     for stage, seconds in times.stages().items():
         if seconds >= 0.005 * total:
@@ -236,10 +236,10 @@ def lines(setting: Setting, steps: int, price: float | None = None) -> list[str]
         f"a checkpoint: training waits {_seconds(copying)} for its copy in main memory, "
         "which is written while training goes on"
     )
-    cost = "" if price is None else f", {hours * price:,.0f} at {price:g} an hour"
+    cost = "" if price is None else f", {hours * price:,.0f} at {price:g} per hour"
     said.append(f"the run of {steps} steps: {hours:,.0f} GPU-hours{cost}")
     better = changes(setting)
-    said += [f"would help: {change.flag}, {_seconds(change.seconds)} a step" for change in better]
+    said += [f"would help: {change.flag}, {_seconds(change.seconds)} per step" for change in better]
     return said
 
 
@@ -261,12 +261,12 @@ def forecast(config: Config, shape: ModelShape, world_size: int, device: str) ->
     try:
         measured_with, own = find_machine(named).workload, workload_of(config, shape, world_size)
         if measured_with not in (None, own):
-            raise ValueError(f"{named} was measured with {measured_with}, and this is {own}")
+            raise ValueError(f"{named} was measured with {measured_with}, but this run is {own}")
         seconds = compared(setting_of(config, shape, world_size).times())
     except ValueError as error:
         return Forecast(None, f"no time is predicted: {error}")
     parts = ", ".join(f"{name} {value:.2f}" for name, value in seconds.items() if name != STEP)
-    return Forecast(seconds, f"predicted by {named}: {seconds[STEP]:.2f} s a step ({parts})")
+    return Forecast(seconds, f"predicted by {named}: {seconds[STEP]:.2f} s per step ({parts})")
 
 
 def compared(times: StepTimes) -> dict[str, float]:

@@ -98,7 +98,7 @@ def _print_plan(plan: Plan, console: Console, on_this_machine: str) -> None:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     devices = f"{counted(plan.world_size, 'GPU')} or CPU process{'' if plan.world_size == 1 else 'es'}"
-    say(f"Plan of {config.model.hf_checkpoint} on {devices}; none is started.")
+    say(f"Plan of {config.model.hf_checkpoint} on {devices}; nothing is started.")
     say()
     say("Sizes")
     parameters = None if plan.census is None else plan.census.total
@@ -108,7 +108,7 @@ def _print_plan(plan: Plan, console: Console, on_this_machine: str) -> None:
     console.print(sizes_table(sizes))
     if plan.census is not None:
         say()
-        say("Who sits where")
+        say("Placement of processes")
         console.print(_places_table(plan, plan.census))
         say()
         say("Memory of one GPU, GiB")
@@ -313,18 +313,18 @@ def _remarks(plan: Plan, census: Census) -> list[str]:
         "counted on the real model",
     ]
     if uncounted := not_counted(config):
-        lines.append(f"not counted, of --model-override: {'; '.join(uncounted)}")
+        lines.append(f"not counted, from --model-override: {'; '.join(uncounted)}")
     if config.model.mtp_num_layers:
         lines.append("not counted: what a pass of the multi-token prediction layer keeps on the GPU")
     if config.model.allow_local_modules:
         lines.append(
-            f"* {ALLOW}: what is not installed where the run takes place runs in plain torch, which keeps "
-            "more activations than estimated here"
+            f"* {ALLOW}: plain torch replaces libraries that are missing where the run takes place, and "
+            "keeps more activations than estimated here"
         )
     if plan.shape.is_moe:
         lines.append(
-            f"* the fullest expert-parallel rank is taken to get {EXPERT_IMBALANCE:g} times its even share "
-            "of tokens"
+            f"* the fullest expert-parallel rank is assumed to get {EXPERT_IMBALANCE:g} times its even "
+            "share of tokens"
         )
     return lines
 
@@ -340,10 +340,10 @@ def _kv_cache(plan: Plan) -> str:
         if window is not None
     )
     return (
-        f"KV cache: {kv_bytes(plan.shape, plan.config, 1):,} bytes a token and GPU{windows}{states}; one "
-        f"engine holds {full_contexts(plan):.1f} contexts of {rollout.rollout_max_context_len:,} tokens, or "
-        f"{responses:.0f} responses of {rollout.rollout_max_response_len:,}; it works at no more than "
-        f"{needs.most_running} at once ({needs.most_running_flag})"
+        f"KV cache: {kv_bytes(plan.shape, plan.config, 1):,} bytes per token and GPU{windows}{states}; "
+        f"one engine holds {full_contexts(plan):.1f} contexts of {rollout.rollout_max_context_len:,} "
+        f"tokens, or {responses:.0f} responses of {rollout.rollout_max_response_len:,}; it runs at most "
+        f"{needs.most_running} sequences at once ({needs.most_running_flag})"
     )
 
 

@@ -82,8 +82,8 @@ def load_checkpoint(trainer: Trainer, checkpoint: Path, critic: Critic | None = 
     saved = read_layout(checkpoint)
     if trainer.mtp is not None and not mtp_layers(StoredCheckpoint(checkpoint).tensors):
         raise CheckpointError(
-            f"--load {checkpoint}: holds no multi-token prediction layer, so it is no run of "
-            "--mtp-num-layers 1; leave the flag out"
+            f"--load {checkpoint}: holds no multi-token prediction layer, which --mtp-num-layers 1 would "
+            "train; leave the flag out"
         )
     world.on_rank_0(lambda: check_same_adapters(saved.get("lora"), trainer.config.model, checkpoint))
     if not saved.get("optimizer", True):
@@ -98,7 +98,10 @@ def load_checkpoint(trainer: Trainer, checkpoint: Path, critic: Critic | None = 
             "resume with the same"
         )
     if critic is not None and not (checkpoint / CRITIC).is_dir():
-        raise CheckpointError(f"--load {checkpoint}: holds no critic, so it is no run of --advantages critic")
+        raise CheckpointError(
+            f"--load {checkpoint}: holds no critic, which --advantages critic needs; resume with the "
+            "--advantages of its run"
+        )
     differing = _differing_sizes(saved.get("parallel", {}), trainer.config.parallel)
     _restore(trainer, checkpoint, trainer.vocab_size, with_scales=not differing)
     if critic is not None:
@@ -106,7 +109,7 @@ def load_checkpoint(trainer: Trainer, checkpoint: Path, critic: Critic | None = 
     if differing:
         return _without_scales(trainer, f"{checkpoint} was saved with {listed(differing)}")
     if trainer.config.model.lora_rank is not None:
-        return _without_scales(trainer, f"{checkpoint} holds adapters alone")
+        return _without_scales(trainer, f"{checkpoint} holds adapters only")
     return ()
 
 
@@ -123,7 +126,7 @@ def _differing_sizes(saved: Mapping[str, Any], present: ParallelConfig) -> list[
 def _without_scales(trained: Trainer, why: str) -> tuple[str, ...]:
     if not _is_fp8(trained):
         return ()
-    return (f"the scales of FP8 are not restored, {why}: they form anew within a few steps",)
+    return (f"FP8 scales are not restored, since {why}; they settle again within a few steps",)
 
 
 def _is_fp8(trained: Trained) -> bool:
@@ -200,8 +203,8 @@ def _fill(chunks: Sequence[Any], state: dict[str, Any], checkpoint: Path, prefix
         lacks = [n for n in filled.missing_keys if not (_is_extra_state(n) or n in frozen)]
         if lacks or filled.unexpected_keys:
             raise CheckpointError(
-                f"--load {checkpoint}: is of another model: it leaves {listed(lacks) or 'nothing'} unfilled, "
-                f"and has {listed(filled.unexpected_keys) or 'nothing'} beyond it"
+                f"--load {checkpoint}: is of another model: missing {listed(lacks) or 'nothing'}, "
+                f"unexpected {listed(filled.unexpected_keys) or 'nothing'}"
             )
 
 

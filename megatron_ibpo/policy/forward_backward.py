@@ -327,8 +327,8 @@ def _optimizer_config(config: Config, lr: float) -> MegatronOptimizerConfig:
     chosen, overrides = config.optimizer, optimizer_overrides(config)
     if chosen.use_precision_aware_optimizer and not (chosen.optimizer_cpu_offload or HAVE_TE):
         raise ValueError(
-            "--use-precision-aware-optimizer: its steps are Transformer Engine's, which is not installed; "
-            "drop it, or add --optimizer-cpu-offload"
+            "--use-precision-aware-optimizer: needs Transformer Engine, which is not installed; drop it, "
+            "or add --optimizer-cpu-offload"
         )
     fields = {
         "optimizer": "adam",

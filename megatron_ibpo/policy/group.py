@@ -58,7 +58,7 @@ class Policy:
         self._shares = [data_parallel_rank(rank, config.parallel, world_size) for rank in range(world_size)]
         self._passes: list[Passes] = []
         self._saves: list[str] = []
-        """Stages of the save under way that are still to run, each once all ranks rest."""
+        """Remaining stages of the save in progress, each once all ranks rest."""
 
     def restart(self, checkpoint: Path | None) -> None:
         """Start new trainers, with the weights of the checkpoint, or with the run's initial ones."""
@@ -105,7 +105,7 @@ class Policy:
         self._saves = ["seal_save", "end_save"]
 
     def saved(self, *, wait: bool) -> bool:
-        """Return whether no save is under way any more. Advances the save; waits for it only with `wait`.
+        """Return whether no save is in progress any more. Advances the save; waits for it only with `wait`.
 
         Raises:
             OSError, CheckpointError: the save failed, is over, and has left nothing.

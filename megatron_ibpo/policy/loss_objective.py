@@ -55,7 +55,9 @@ def loss_params(loss: LossConfig) -> dict[str, float]:
     given = {"eps_low": low, "eps_high": high}
     clips = {name: value for name, value in given.items() if value is not None}
     for name in named.keys() & clips.keys():
-        raise ValueError(f"--loss-param {name}: --eps-clip or --eps-clip-high gives it too; keep one of them")
+        raise ValueError(
+            f"--loss-param {name}: is set by --eps-clip or --eps-clip-high too; keep one of them"
+        )
     try:
         return resolve_variant(loss.loss_variant, clips | named)[1]
     except ValueError as error:
@@ -84,8 +86,9 @@ def check_loss(loss: LossConfig) -> None:
     loss_params(loss)
     if loss.fuse_lm_head and resolve_variant(loss.loss_variant)[0].sequence_ratio:
         raise ValueError(
-            f"--fuse-lm-head with --loss-variant {loss.loss_variant}: its token term needs the mean of its "
-            "whole sequence; drop --fuse-lm-head, or take gspo, the same for one advantage a sequence"
+            f"--fuse-lm-head with --loss-variant {loss.loss_variant}: its token term needs the mean over "
+            "the whole sequence; drop --fuse-lm-head, or take gspo, which is the same with one advantage "
+            "per sequence"
         )
 
 
@@ -117,7 +120,7 @@ def backend_in_use(config: Config, device: torch.device) -> ChosenBackend:
             check_terms(run_objective(config, 1.0, chosen))
         except ValueError as error:
             raise ValueError(
-                f"--loss-variant {loss.loss_variant}: {error}. --loss-backend torch needs no kernels"
+                f"--loss-variant {loss.loss_variant}: {error}; --loss-backend torch needs no kernels"
             ) from error
     return chosen
 

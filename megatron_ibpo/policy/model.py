@@ -68,8 +68,8 @@ def build_model(
     shared = config.parallel.context_parallel_size > 1
     if computes and libraries.transformer_engine and shape.attention_sinks and shared:
         raise BackendError(
-            f"--context-parallel-size {config.parallel.context_parallel_size}: by Transformer Engine "
-            f"ranks cannot share packed sequences where attention has sinks, as {shape.family} has; use 1"
+            f"--context-parallel-size {config.parallel.context_parallel_size}: Transformer Engine cannot "
+            f"divide packed sequences over ranks if attention has sinks, as in {shape.family}; use 1"
         )
     backend = spec.make_backend(libraries)
     core = transformer_config(shape, config, use_te=libraries.transformer_engine)

@@ -22,7 +22,7 @@ CHUNKS, GROUP = "virtual_pipeline_model_parallel_size", "microbatch_group_size_p
 _OF_THE_MODEL = "it follows from config.json of --hf-checkpoint"
 _OF_THE_DEVICE = "it follows from the device"
 _OF_THE_LOSS = "log-probs and their scale depend on it"
-_OF_OBJECTS = "it takes a Python object, which cannot be typed"
+_OF_OBJECTS = "it takes a Python object, which a flag cannot express"
 
 MODEL_OURS = {
     **dict.fromkeys(
@@ -73,16 +73,16 @@ _OF_MEGATRON_LM = {
     "num_layers_per_virtual_pipeline_stage": "use virtual_pipeline_model_parallel_size, into how many such "
     "pieces the layers of a rank are cut",
 }
-"""Settings of Megatron-LM's command line that are no fields → what to do instead."""
+"""Settings of Megatron-LM's command line that are not fields → what to do instead."""
 
 OPTIMIZER_OURS = {
-    "optimizer": "AdamW is the only one",
+    "optimizer": "only AdamW is supported",
     "min_lr": "use --min-lr-ratio",
     "fp16": "use --bf16",
     "params_dtype": "use --bf16",
     "main_grads_dtype": "gradients are summed in float32",
     "overlap_param_gather_with_optimizer_step": "use --overlap-param-gather",
-    "store_param_remainders": "master weights are whole: Megatron cannot load a checkpoint of remainders",
+    "store_param_remainders": "Megatron cannot load a checkpoint of 16-bit remainders",
 }
 """Fields of OptimizerConfig, besides those with a flag of the same name, that follow from other settings →
 what to do instead."""
@@ -200,7 +200,9 @@ def _check_pipeline(config: Config) -> None:
     if chunks is None:
         return
     if chunks < 2:
-        raise ValueError(f"{MODEL} {CHUNKS}={chunks}: must be at least 2; leave it out for one piece a rank")
+        raise ValueError(
+            f"{MODEL} {CHUNKS}={chunks}: must be at least 2; leave it out for one piece per rank"
+        )
     if stages < 2:
         raise ValueError(f"{MODEL} {CHUNKS}={chunks}: needs --pipeline-model-parallel-size of at least 2")
     if group is not None and group < stages:
@@ -225,8 +227,9 @@ def _check_replay(config: Config) -> None:
     for name in ("moe_router_fusion", "enable_cuda_graph", "external_cuda_graph", "cuda_graph_impl"):
         if overrides.get(name) not in (None, False, "none"):
             raise ValueError(
-                f"{MODEL} {name}={overrides[name]}: a kernel or a graph would choose experts by itself, and "
-                "--use-rollout-routing-replay and --use-routing-replay choose for it; drop one of both"
+                f"{MODEL} {name}={overrides[name]}: its kernel or graph chooses experts itself, but "
+                "--use-rollout-routing-replay and --use-routing-replay prescribe them; drop one of the "
+                "two"
             )
 
 

@@ -107,7 +107,7 @@ class PackedBatch:
     places_R: Lengths
     """Row of each response token; under context parallelism among the rows of all ranks, laid end to end."""
     places_T: Lengths
-    """Row of each input token (all but the last of each sequence), likewise."""
+    """Row of each input token (all but the last of each sequence), in the same way."""
     context: Context = ALONE
     routed_experts_NLK: ExpertIds | None = None
     """Experts that the routers must choose, [N, layers, experts per token] on the host; `no_expert` in the

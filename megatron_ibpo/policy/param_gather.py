@@ -37,7 +37,10 @@ def find_uncalled(model: Module, run: Callable[[], object]) -> Waits:
             CUDA graphs are in use, which run without hooks.
     """
     if getattr(model.config, "cuda_graph_impl", "none") != "none":
-        raise ValueError("--overlap-param-gather: CUDA graphs of the model read weights without waiting")
+        raise ValueError(
+            "--overlap-param-gather: CUDA graphs of the model read weights without waiting for them; "
+            "drop the flag, or the graphs"
+        )
     passes = []
     for training in (False, True):
         model.train(training)
@@ -144,7 +147,7 @@ def _uncalled(model: Module, passes: Sequence[_Pass]) -> Waits:
     if unguarded:
         raise ValueError(
             f"--overlap-param-gather: nothing waits for the new values of {listed(unguarded)}, which "
-            "other modules read before its own is called; drop the flag"
+            "other modules read before their own module runs; drop the flag"
         )
     return found
 

@@ -95,7 +95,7 @@ def _without_expandable_segments(environ: MutableMapping[str, str]) -> tuple[str
         else:
             del environ[name]
         notes.append(
-            f"{name}: trainers go without expandable_segments, since engines that share their GPUs "
-            "could often not open such memory (--colocate)"
+            f"{name}: trainers run without expandable_segments, since engines that share their GPUs "
+            "(--colocate) often cannot open such memory"
         )
     return tuple(notes)

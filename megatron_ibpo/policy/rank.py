@@ -26,7 +26,7 @@ from megatron_ibpo.policy.model import build_model, build_value_model
 from megatron_ibpo.policy.mtp_model import build_mtp
 from megatron_ibpo.policy.planning import RankForward, RankMeasure, RankUpdate
 from megatron_ibpo.policy.reference import load_reference
-from megatron_ibpo.policy.reports import About, Sent
+from megatron_ibpo.policy.reports import About, SendReport
 from megatron_ibpo.policy.residence import Held, Residence
 from megatron_ibpo.policy.saving import SaveOrder, Saver
 from megatron_ibpo.policy.trainer import Trainer
@@ -181,7 +181,7 @@ class TrainerRank:
         assert self.transport is not None
         return _reasons(self.transport.connect(self.export, links, engines))
 
-    def send(self, links: Mapping[int, EngineLink], engines: Sequence[int], order: UpdateOrder) -> Sent:
+    def send(self, links: Mapping[int, EngineLink], engines: Sequence[int], order: UpdateOrder) -> SendReport:
         """Send one pass over the weights to `engines`, after `connect`."""
         assert self.transport is not None
         if order.sleeping:
@@ -190,7 +190,7 @@ class TrainerRank:
             sent = update_engines(
                 self.transport, self.world, self.export, order, links, engines, self.make_room
             )
-        return Sent(_reasons(sent.failures), sent.num_bytes, sent.needed_bytes)
+        return SendReport(_reasons(sent.failures), sent.num_bytes, sent.needed_bytes)
 
     def _build_critic(self, updates: int) -> Critic | None:
         """Build the value model, which starts from the policy's checkpoint; None if advantages need none."""

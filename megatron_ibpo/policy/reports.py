@@ -20,7 +20,7 @@ class About:
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
+class SendReport:
     """The outcome of one pass over the weights, as this rank saw it."""
 
     failures: dict[int, str]

@@ -55,8 +55,8 @@ class Residence:
         graphs = any(getattr(chunk.config, "cuda_graph_impl", "none") != "none" for chunk in _chunks(trained))
         if offload and graphs:
             raise ValueError(
-                "--offload-train: CUDA graphs of the model remember where its weights lie, and these come "
-                "back elsewhere; use --no-offload-train, or no graphs"
+                "--offload-train: CUDA graphs of the model keep the addresses of its weights, which "
+                "change when the weights come back; use --no-offload-train, or no graphs"
             )
         self._trained, self._world, self._offload = trained, world, offload
         self._weights, self._states = _HostCopy(), _HostCopy()
@@ -200,7 +200,8 @@ class _HostCopy:
             if error:
                 raise RuntimeError(
                     f"--offload-train: CUDA could not pin {size / 1024**3:.1f} GiB of host memory (error "
-                    f"{error}); the node may have too little of it, else use --no-offload-train"
+                    f"{error}); the node may have too little of it; if it has enough, use "
+                    "--no-offload-train"
                 )
 
 

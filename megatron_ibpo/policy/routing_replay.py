@@ -92,7 +92,7 @@ class RoutingReplay:
             for router in self._routers:
                 router.to_recompute.clear()
         if any(left):
-            raise RuntimeError(f"routers were not asked again of {sum(left)} micro-batches of a checkpoint")
+            raise RuntimeError(f"{sum(left)} micro-batches under recomputation never ran their routers again")
 
     @contextmanager
     def forward(self, batch: PackedBatch) -> Iterator[None]:
@@ -188,8 +188,8 @@ class _Router:
                 return None
             if not self.to_recompute:
                 raise RuntimeError(
-                    "a router was asked again in a backward pass whose forward pass did not announce it: "
-                    "replay of routing knows Megatron's own recomputation only"
+                    "a router ran again in a backward pass that its forward pass did not announce: "
+                    "replay of routing supports only Megatron's own recomputation"
                 )
             return self.to_recompute.popleft()
         given = None if replay.given_NLK is None else replay.given_NLK[:, self._column]

@@ -13,10 +13,10 @@ from megatron_ibpo.config import Config, named_values
 from megatron_ibpo.report.metrics_log import Array, Columns
 
 REWARD_ERROR_SHARE = 0.05
-"""Share of verifier failures from which there is an alarm: an occasional time-out is normal, one in twenty is
-not."""
+"""Share of verifier failures from which an alarm is raised: an occasional time-out is normal, one in twenty
+is not."""
 TRUNCATED_SHARE = 0.9
-"""Share of responses cut off at the length limit from which there is an alarm: hardly any can be correct
+"""Share of responses cut off at the length limit from which an alarm is raised: hardly any can be correct
 then."""
 WINDOW = 10
 """Steps over which the rules below average: one step alone says little of a trend."""
@@ -185,22 +185,22 @@ def _failed(errors: int, responses: int) -> str:
 
 def _cut_off(truncated: int, responses: int) -> str:
     return (
-        f"{truncated:,} of {counted(responses, 'response')} were cut off at the length limit; "
-        "raise --rollout-max-response-len, or see whether the model ends its answers at all (eos_token)"
+        f"{truncated:,} of {counted(responses, 'response')} were cut off at the length limit; raise "
+        "--rollout-max-response-len, or check that the model ends its answers (eos_token)"
     )
 
 
 def _beyond_rounding(difference: float, bound: float) -> str:
     precision = next((name for name, own in ROUNDING_BOUNDS.items() if own == bound), "rounding")
     advice = (
-        "--vllm-dtype float32 if the trainer is in float32 (bfloat16 drops small updates), or --use-tis"
+        "try --vllm-dtype float32 if the trainer is in float32 (bfloat16 drops small updates), or --use-tis"
         if precision == "bfloat16"
         else "--check-weight-update-equal tells whether the engine has the trainer's weights"
     )
     return (
         f"log-probs of trainer and engine are {difference:.3g} apart per token (mean |Δ|), more than the "
-        f"{bound:g} expected of {precision}: the engine samples from another policy than the one that is "
-        f"trained; {advice}"
+        f"{bound:g} expected of {precision}: the engine does not sample from the policy that is trained; "
+        f"{advice}"
     )
 
 
@@ -230,7 +230,7 @@ def _entropy_collapse(columns: Columns) -> _Finding:
         recent < ENTROPY_SHARE * start,
         lambda n: (
             f"{recent[n]:.3g} nats per token over the last {WINDOW} steps, {recent[n] / start:.0%} of the "
-            f"{start:.3g} of the first {WINDOW}: responses of a group become the same"
+            f"{start:.3g} of the first {WINDOW}: the responses of a group become alike"
         ),
     )
 
@@ -255,7 +255,8 @@ def _mismatch(columns: Columns) -> _Finding:
         recent > MISMATCH_BOUND,
         lambda n: (
             f"log-probs of trainer and engine are {recent[n]:.3g} nats per token apart (k3) over the last "
-            f"{WINDOW} steps, more than {MISMATCH_BOUND:g}: what is trained is not what sampled"
+            f"{WINDOW} steps, more than {MISMATCH_BOUND:g}: the engine does not sample from the policy "
+            "that is trained"
         ),
     )
 
@@ -296,8 +297,8 @@ def _dead_groups(columns: Columns, groups_per_step: int) -> _Finding:
         steps,
         recent / groups_per_step >= DEAD_GROUPS_SHARE,
         lambda n: (
-            f"{recent[n] / groups_per_step:.0%} of the groups of the last {WINDOW} steps have equal rewards "
-            "and give no gradient; harder or easier problems would, and so would --dynamic-sampling"
+            f"{recent[n] / groups_per_step:.0%} of the groups of the last {WINDOW} steps have equal "
+            "rewards and give no gradient; take harder or easier problems, or --dynamic-sampling"
         ),
     )
 

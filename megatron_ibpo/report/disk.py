@@ -71,7 +71,7 @@ class DiskWait:
                     since = min(since, self._refused(error, is_new=since == math.inf))
                     if self._now() - since >= self._wait:
                         raise DiskFullError(
-                            f"no room on the disk for {self._wait:g} s, --disk-wait: {error}"
+                            f"the disk stayed full for {self._wait:g} s (--disk-wait): {error}"
                         ) from None
                     self._sleep(self._look_every)
                     continue
@@ -90,7 +90,9 @@ class DiskWait:
             since = self._now() if self._full_since is None else self._full_since
             self._full_since = since
         if is_first:
-            self._say(f"the disk is full ({error}): the run waits {self._wait:g} s for room, --disk-wait")
+            self._say(
+                f"the disk is full ({error}): the run waits up to {self._wait:g} s for space (--disk-wait)"
+            )
         return since
 
     def _succeeded(self, *, waited: bool) -> None:
@@ -99,7 +101,7 @@ class DiskWait:
                 return
             since, self._full_since = self._full_since, None
         if since is not None:
-            self._say(f"there is room again after {self._now() - since:.0f} s; the run goes on")
+            self._say(f"the disk has space again after {self._now() - since:.0f} s; the run continues")
 
 
 def require_room(directory: Path, num_bytes: int) -> None:

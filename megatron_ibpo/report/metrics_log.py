@@ -84,7 +84,7 @@ class MetricsLog:
                 self._tensorboard.add_scalar(name, value, step)
             self._tensorboard.flush()
         except OSError as error:
-            log.warning("nothing more is written for TensorBoard: %s", error)
+            log.warning("TensorBoard logging has stopped: %s", error)
             self._tensorboard = None
 
     def close(self) -> None:
@@ -122,7 +122,7 @@ def read_row(line: bytes, where: str) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{where}: not JSON: {error}") from error
     if not _is_row(row):
-        raise ValueError(f"{where}: no row of a metrics log: it must have a kind, a step and numbers")
+        raise ValueError(f"{where}: not a row of a metrics log, which has a kind, a step and numbers")
     return row
 
 

@@ -3,8 +3,8 @@
 Token ids come with their text, which is for readers and is not read back. Floats are written so that reading
 gives the same bits; tuples and lists in a prompt's metadata keep their types.
 
-Samples of a few steps are kept by default, so that the page of a run has responses to read. They are no
-recording that training could be repeated from: of a large step only the first groups are kept.
+Samples of a few steps are kept by default, so that the page of a run has responses to read. Training
+cannot be repeated from them: only the first groups of a large step are kept.
 """
 
 import base64

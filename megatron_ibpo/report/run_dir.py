@@ -217,7 +217,9 @@ def locked(run_dir: Path) -> Iterator[None]:
                     "another directory"
                 ) from None
             log.warning(
-                "%s takes no locks (%s): nothing keeps a second run out of it", run_dir, error.strerror
+                "%s: locks do not work here (%s), so a second run in this directory would not be noticed",
+                run_dir,
+                error.strerror,
             )
         else:
             file.truncate(0)

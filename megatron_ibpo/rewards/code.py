@@ -43,8 +43,8 @@ _SHARE_OF_TIMEOUT = 0.8
 machine. A slow program is therefore wrong, not a failure of the verifier."""
 _LANGUAGE = re.compile(r"[\w+-]*")
 LONGEST_PROGRAM = 200_000
-"""Longest program, in characters; a longer one is no answer. Contests accept 64 kB, and the checks that read
-a program before it runs take 400 bytes of memory per character."""
+"""Longest program, in characters; a longer one does not count as an answer. Contests accept
+64 kB, and the checks that read a program before it runs take 400 bytes of memory per character."""
 _PYTHON = {"", "python", "python3", "py"}
 _OFFERED = (
     *("string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics"),
@@ -146,7 +146,7 @@ def extract_answer(response: str) -> str | None:
     """Return the response's program: its last fenced block that is marked as Python or not marked at all.
 
     The search starts after any thinking. Without a fence, the whole response is the program if it is Python.
-    A block that is not closed is no answer.
+    A block that is not closed does not count as an answer.
     """
     answer = response.rpartition("</think>")[2]
     has_fence, program = False, None

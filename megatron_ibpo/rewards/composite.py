@@ -48,19 +48,20 @@ def check_parts(data: DataConfig) -> None:
     """
     main, *others = parts_of(COMPOSITE, data)
     if COMPOSITE in (part.name for part in (main, *others)):
-        raise ConfigError("--reward-part composite: a composite is not made of itself")
+        raise ConfigError("--reward-part composite: a composite cannot contain itself")
     most = _summed([max(part.weight, 0.0) for part in others])
     everything = min(1.0, _summed([main.weight, most]))
     threshold = data.reward_threshold
     if most >= threshold:
         raise ConfigError(
-            f"--reward-part: without {main.name}, the first, the others come to {most:g}, which reaches "
-            f"--reward-threshold {threshold:g}: a response would be correct without it"
+            f"--reward-part: the parts other than {main.name} add up to {most:g}, which reaches "
+            f"--reward-threshold {threshold:g}, so a response could be correct without the first; lower "
+            "their weights"
         )
     if everything < threshold:
         raise ConfigError(
-            f"--reward-part: all together come to {everything:g}, which never reaches --reward-threshold "
-            f"{threshold:g}: no response would be correct"
+            f"--reward-part: all parts add up to {everything:g}, below --reward-threshold {threshold:g}, "
+            "so no response could be correct; raise their weights"
         )
 
 

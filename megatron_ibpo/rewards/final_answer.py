@@ -19,7 +19,7 @@ _STATED = re.compile(
 _LONGEST_SOUGHT = 200
 """Characters used to find an answer again in a text."""
 _SHORTEST_QUOTE = 20
-"""Length from which a passage of the prompt, repeated in a response, is a quotation."""
+"""Length from which a passage of the prompt, repeated in a response, counts as a quotation."""
 
 
 def final_part(response: str, prompt: str = "") -> str:

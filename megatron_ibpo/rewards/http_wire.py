@@ -50,7 +50,7 @@ class Wire(Protocol):
 
     def reading(self, answer: Any) -> tuple[Any, ...]:
         """Return the arguments with which the verifier's function finds the score in one answer. It runs in a
-        verifier process, where a pattern of the user's can be ended."""
+        verifier process, where a slow pattern of the user can be stopped."""
         ...
 
     def trial(self) -> tuple[str, Any]:

@@ -35,7 +35,7 @@ _END = 5_000
 """Characters at the end of a response that are searched for an unboxed answer, and the longest formula given
 to math-verify."""
 _LONGEST = 200_000
-"""Longest label in characters; a longer answer is no answer."""
+"""Longest label in characters; a longer answer does not count as one."""
 _EXTRACTION = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
 _FAR = 1e-3
 """Relative difference between two formulas that rounding cannot explain."""
@@ -69,7 +69,7 @@ def is_right(response: str, label: str, prompt: str = "") -> bool:
     or `\\boxed{}` around it.
 
     Args:
-        prompt: the question; a quotation of it is no answer.
+        prompt: the question; a quotation of it does not count as an answer.
 
     Raises:
         LabelError: the label cannot be graded.
@@ -113,7 +113,7 @@ def label_problem(label: str, metadata: dict[str, Any] | None = None) -> str | N
 def _unreadable(label: str) -> str | None:
     if len(label) > _LONGEST:
         return f"it has more than {_LONGEST:,} characters"
-    return None if normal(label) else "it is empty but for layout, which is no mathematical answer"
+    return None if normal(label) else "it holds layout only, and no mathematical answer"
 
 
 @dataclass(frozen=True)

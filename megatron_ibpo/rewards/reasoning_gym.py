@@ -14,12 +14,12 @@ CHECK_S = 2.0
 """Seconds of processor time that one response may take, see `megatron_ibpo.rewards.math`."""
 UNGRADABLE = {
     "boxnet": "its items have no answer (None), and its scorer gives marks for parts of a plan",
-    "composite": "it is a mixture of other tasks, which it must be told",
+    "composite": "it is a mixture of other tasks, which must be named",
     "game_of_life_halting": "its scorer gives full marks to whatever is written",
-    "graph_color": "its items have no answer (None), and no worked answer shows that its scorer can be won",
+    "graph_color": "its items have no answer (None), and no known answer gets full marks from its scorer",
     "propositional_logic": "its items have no answer (None), and its scorer gives marks for parts",
-    "rubiks_cube": "its items have no answer (None), and no worked answer shows that its scorer can be won",
-    "rush_hour": "its items have no answer (None), and no worked answer shows that its scorer can be won",
+    "rubiks_cube": "its items have no answer (None), and no known answer gets full marks from its scorer",
+    "rush_hour": "its items have no answer (None), and no known answer gets full marks from its scorer",
 }
 """Tasks that cannot be graded whatever their parameters, with the reason."""
 _MARK_IN_ANSWERS = frozenset({"ab"})
@@ -60,7 +60,7 @@ def judged(prompt: str, response: str, label: str, metadata: dict[str, Any]) -> 
         whatever the scorer raises on the label.
     """
     if "source_dataset" not in metadata:
-        raise ValueError("the prompt is no reasoning_gym item (no source_dataset in its metadata)")
+        raise ValueError("the prompt is not a reasoning_gym item (no source_dataset in its metadata)")
     answer = extract_answer(response, metadata)
     if answer is None:
         if label.strip():

@@ -259,7 +259,7 @@ async def _exchange(session: aiohttp.ClientSession, url: str, body: Any, seconds
     """Return the JSON with which the server answers one request: a GET without a body, else a POST.
 
     Raises:
-        _NoAnswerError: there is no such answer within so many seconds.
+        _NoAnswerError: no such answer came within `seconds`.
     """
     method, data = ("GET", None) if body is None else ("POST", json.dumps(body).encode())
     try:

@@ -22,7 +22,7 @@ from megatron_ibpo.basics.text import error_text, printable
 from megatron_ibpo.config import ConfigError, load_hook
 
 Answer = tuple[float | None, dict[str, float], str | None]
-"""(the reward, further numbers, None), or (None, {}, why there is no reward)."""
+"""(the reward, further numbers, None), or (None, {}, the reason why there is no reward)."""
 _Function = Callable[..., Any]
 
 
@@ -100,7 +100,7 @@ def _value(function: _Function, arguments: tuple[Any, ...]) -> Any:
 
 
 def _outcome(value: Any) -> Answer:
-    """Return the reward in a function's value, or why it is no reward."""
+    """Return the reward in a function's value, or why it is not a reward."""
     try:
         return *read_reward(value), None
     except (TypeError, ValueError) as error:

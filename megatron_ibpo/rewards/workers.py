@@ -181,7 +181,7 @@ class WorkerPool:
         died = fault is not None and fault.died
         again = fault is not None and (len(calls) > 1 or (died and once_more))
         if fault is not None and died:
-            so = f"{counted(len(calls), 'call')} {'made again' if again else 'failed'}"
+            so = f"{counted(len(calls), 'call')} {'repeated' if again else 'failed'}"
             self._count_death(target, fault.why, so)
         if again:
             for call in calls:
@@ -213,7 +213,7 @@ class WorkerPool:
         if worker.is_alive():
             return worker
         if not worker.ended:
-            self._count_death(", ".join(self._targets), worker.how_it_died(), "it had nothing to do")
+            self._count_death(", ".join(self._targets), worker.how_it_died(), "it was idle")
         self._end(worker)
         with self._lock:
             timeout = max(_SHORTEST_START_TIMEOUT, _START_SLACK * self._started_in)

@@ -68,13 +68,13 @@ def doubtful_settings(config: Config) -> list[str]:
     algorithm, operator = config.algorithm, find_operator(config.algorithm)
     shapes_alone = operator.ibpo_lambda > 0 and operator.ibpo_plain_prompt == "none"
     notes = {
-        "samples may be older than the policy that they train, and nothing corrects for that: "
-        "--use-tis, --icepop or --sequence-rejection do (docs/loss_variants.md)": (
+        "samples may be older than the policy that they train, and nothing corrects for it; --use-tis, "
+        "--icepop or --sequence-rejection would (docs/loss_variants.md)": (
             config.rollout.max_staleness > 0 and not config.loss.corrections
         ),
-        f"--n-samples-per-prompt 2: --advantages {algorithm.advantages} gives a right and a wrong response "
-        "opposite advantages of one size, whatever bonus the wrong one has; the bonus acts from 3 responses "
-        "on, or with --advantages group-mean": (
+        f"with --n-samples-per-prompt 2, --advantages {algorithm.advantages} gives a right and a wrong "
+        "response advantages of equal size and opposite sign, whatever the bonus is; the bonus has an "
+        "effect with 3 or more responses, or with --advantages group-mean": (
             shapes_alone
             and config.rollout.n_samples_per_prompt == 2
             and algorithm.advantages in ("group", "group-bessel")
@@ -100,8 +100,8 @@ def _check_corrected_evaluation(config: Config) -> None:
     has_benchmark = any(scheme not in ("reasoning_gym", "import") for scheme in schemes)
     if samples < k and (says_how_many or not has_benchmark):
         raise ValueError(
-            f"--eval-compare-and-correct: shows --ibpo-k {k} samples of a prompt, and "
-            f"--n-samples-per-eval-prompt is {samples}"
+            f"--eval-compare-and-correct: a correction is shown --ibpo-k {k} samples of its prompt, but "
+            f"--n-samples-per-eval-prompt is {samples}; raise it to {k} or more"
         )
 
 
@@ -123,13 +123,15 @@ def _check_loss(config: Config) -> None:
     variant, _ = resolve_variant(config.loss.loss_variant)
     if config.algorithm.advantages == CRITIC and not variant.takes_token_advantages:
         raise ValueError(
-            "--advantages critic gives every token its own advantage, and the --loss-variant takes one for a "
-            "whole sequence; take ppo-clip, grpo or dapo"
+            "--advantages critic gives every token its own advantage, but this --loss-variant takes one "
+            "advantage per sequence; take ppo-clip, grpo or dapo"
         )
     if "ref_logprobs" in variant.token_inputs and config.loss.kl_coef == 0:
-        raise ValueError("the --loss-variant reads ref_logprobs, which need a reference: --kl-coef above 0")
+        raise ValueError(
+            "this --loss-variant reads ref_logprobs, which need a reference policy; set --kl-coef above 0"
+        )
     if "positions" in variant.token_inputs and config.parallel.context_parallel_size > 1:
         raise ValueError(
-            "the --loss-variant reads positions, which ranks of context parallelism do not know: "
-            "--context-parallel-size 1"
+            "this --loss-variant reads token positions, which are not known under context parallelism; "
+            "use --context-parallel-size 1"
         )

@@ -1,6 +1,6 @@
 """Trainer and engine in the driver's own process, for studies of tiny policies (--rollout-backend lean).
 
-The loop, the trainer, credit and rewards are those of every run; there is no Ray, and `engines.lean` samples
+Loop, trainer, credit and rewards are the same as in every run; there is no Ray, and `engines.lean` samples
 in place of vLLM. When this process dies, --load resumes from the last checkpoint and the journal as always.
 """
 
@@ -25,8 +25,8 @@ from megatron_ibpo.run.processes import Processes, TrainersAlone, check_model_la
 from megatron_ibpo.run.resume_point import ResumePoint
 
 ABOUT = (
-    "one process trains and samples (--rollout-backend lean): compare its steps and rewards with those of "
-    "other runs, not its seconds"
+    "one process trains and samples (--rollout-backend lean): its steps and rewards can be compared with "
+    "those of other runs, its seconds cannot"
 )
 
 
@@ -41,7 +41,9 @@ class InOneProcess:
         """
         check_shape(shape)
         if torch.cuda.is_available():
-            raise ValueError("--rollout-backend lean: is for processors, and there is a GPU; take vllm")
+            raise ValueError(
+                "--rollout-backend lean: runs on CPUs only, and this machine has a GPU; take vllm"
+            )
         config = replace(config, cluster=replace(config.cluster, num_trainers=1))
         config = on_device(config, on_gpu=False, has_delta_nets=shape.is_recurrent)
         check_model_layout(shape, config, 1)

@@ -282,7 +282,7 @@ def _placed(config: Config, *, samples: bool = True) -> Placement:
             "--rollout-num-gpus N)"
         )
     if not num_gpus and config.optimizer.use_precision_aware_optimizer:
-        raise ValueError("--use-precision-aware-optimizer: is for GPUs, whose memory it saves")
+        raise ValueError("--use-precision-aware-optimizer: saves GPU memory, and there is no GPU; drop it")
     num_trainers = cluster.num_trainers or max(1, num_gpus - own_gpus)
     return plan_placement(nodes, num_trainers=num_trainers, engines=engines, on_gpu=num_gpus > 0)
 

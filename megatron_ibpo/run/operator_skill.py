@@ -325,7 +325,7 @@ def premise(skill: Mapping[str, Any]) -> str:
     elif above["high"] < CLOSE:
         told = "IBPO's premise does not hold for this policy"
     else:
-        told = "too few to say whether IBPO's premise holds for this policy"
+        told = "too few responses to say whether IBPO's premise holds for this policy"
     return f"{found}: {told} ({size})"
 
 

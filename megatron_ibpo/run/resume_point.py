@@ -96,7 +96,7 @@ def with_context(config: Config, shape: ModelShape) -> Config:
     asked = config.rollout.rollout_max_context_len
     limit = shape.max_position_embeddings
     if asked is not None and asked > limit:
-        raise ValueError(f"--rollout-max-context-len {asked}: the model's context is {limit}")
+        raise ValueError(f"--rollout-max-context-len {asked}: more than the model's context of {limit}")
     context = asked or limit
     if config.rollout.rollout_max_response_len >= context:
         raise ValueError(
@@ -133,4 +133,7 @@ def _check_recording(config: Config, shape: ModelShape) -> None:
     for group in load_groups(path)[1]:
         for response in group.responses:
             if any(not 0 <= number < shape.vocab_size for number in response.token_ids.tolist()):
-                raise ValueError(f"recorded rollouts {path}: ids beyond the {shape.vocab_size} of the model")
+                raise ValueError(
+                    f"recorded rollouts {path}: token ids beyond the model's vocabulary of "
+                    f"{shape.vocab_size}; replay with the model of the recording"
+                )

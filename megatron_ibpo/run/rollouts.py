@@ -184,7 +184,9 @@ class RecordedRollouts:
     def evaluation(
         self, data: RunData, meanwhile: Callable[[], None] | None = None, kept: KeptSamples | None = None
     ) -> list[SetEvaluation]:
-        raise ValueError("recorded rollouts cannot be asked about held-out prompts: there is no engine")
+        raise ValueError(
+            "held-out prompts cannot be evaluated with --load-debug-rollout-data: no engine runs"
+        )
 
 
 @dataclass
@@ -256,8 +258,8 @@ class LiveRollouts:
         for step in steps:
             if (closed := memory.batch(step + 1)) is None:
                 raise LostStepError(
-                    f"the journal does not hold step {step + 1}, which is to be trained again; "
-                    "start the run again"
+                    f"the trainers need step {step + 1} again, and the journal does not hold it; start "
+                    "the run again"
                 )
             own = context(step)
             yield self._recorded(closed, memory, find_operator(own.algorithm), own)

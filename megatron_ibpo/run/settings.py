@@ -1,7 +1,7 @@
 """A run's settings from a command line or a recipe, including the parameters of all methods."""
 
 import sys
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,18 @@ def _to_stderr(line: str) -> None:
 
 
 def parse_config(
-    argv: Sequence[str], *, note: Callable[[str], None] = _to_stderr, **about: Any
+    argv: Sequence[str],
+    *,
+    note: Callable[[str], None] = _to_stderr,
+    unused: Mapping[str, str] | None = None,
+    **about: Any,
 ) -> config.Config:
     """Return the configuration for a command line (`megatron_ibpo.config.parse_config`). Lengths of a recipe
     that exceed the model's context are lowered; lengths that the user typed are not.
 
     Args:
-        note: gets a line for every length that is lowered.
+        note: gets a line for every length that is lowered, and for every unused field that the user typed.
+        unused: field without effect in this command → what is said if the user typed it.
         about: `program` and `description`, for --help.
 
     Raises:
@@ -35,7 +40,9 @@ def parse_config(
 
     def fit(parsed: config.Config, typed: Set[str]) -> config.Config:
         fitted, notes = fit_to_model(parsed, typed)
-        for line in notes:
+        idle = unused or {}
+        lines = [line for line in notes if line.partition(" ")[0] not in idle]
+        for line in [*lines, *(why for name, why in idle.items() if name in typed)]:
             note(line)
         return fitted
 

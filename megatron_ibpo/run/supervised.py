@@ -85,7 +85,7 @@ def supervised(config: Config) -> tuple[Config, list[str]]:
         for section in ("loss", "algorithm", "rollout")
         for name, value in vars(getattr(config, section)).items()
         if value not in (getattr(getattr(chosen, section), name), getattr(getattr(untouched, section), name))
-        and name not in ("parameters", "rollout_max_response_len")  # which follows the model's context
+        and name not in ("parameters", "rollout_max_response_len")  # `commands.sft` names it if it was typed
     ]
     return chosen, idle
 
@@ -260,7 +260,7 @@ def open_supervised(asked: Config) -> Iterator[SupervisedRun]:
             for note in (started.where, *about.notes, *rows.notes, *notes):
                 reporter.note(note)
             if idle:
-                reporter.note(f"without effect here: {listed(idle, most=20)}")
+                reporter.note(f"settings without effect here: {listed(idle, most=20)}")
         flops = partial(forward_flops, point.shape)
         with failure_in_summary(reporter):
             yield SupervisedRun(

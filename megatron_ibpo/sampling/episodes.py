@@ -74,8 +74,8 @@ class Episodes:
         """
         if request.begun:
             raise ValueError(
-                "an episode cannot continue the beginning of another: the environment is not in its state; "
-                "use an operator that samples whole responses"
+                "an episode cannot continue the beginning of another, since its environment is in "
+                "another state; use an operator that samples whole responses"
             )
         for play in range(1, PLAYS + 1):
             script = Transcript(request)
@@ -263,7 +263,7 @@ def as_opened(prompt: Prompt, responses: Sequence[Sample]) -> Prompt:
     head = len(opened) - len(prompt.tail_ids)
     if not np.array_equal(opened[max(0, head) :], prompt.tail_ids):
         raise ValueError(
-            f"{environment_of(prompt)}: its opening does not end as the chat template begins the "
-            "policy's turn, so that corrections have no place in it; its last message must be the user's"
+            f"{environment_of(prompt)}: its opening must end with a user message, after which the chat "
+            "template begins the policy's turn; corrections would have no place otherwise"
         )
     return replace(prompt, token_ids=opened, head_length=head)

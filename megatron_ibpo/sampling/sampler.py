@@ -310,8 +310,8 @@ class Sampler:
         episodes = self._episodes
         if episodes is None:
             raise ValueError(
-                f"prompt {prompt.index} names the environment {environment_of(prompt)!r}, but none of "
-                "the first prompts names one, so that none was started; give --environment"
+                f"prompt {prompt.index} names the environment {environment_of(prompt)!r}, but none of the "
+                "first prompts names one, so no environment was started; give --environment"
             )
 
         async def ask(turn: SampleRequest) -> Sample:
@@ -415,7 +415,7 @@ class Sampler:
         lane.state = "mending"
         orphans = [opened for opened in lane.clear() if not opened.sample.done()]
         asked = counted(len(orphans), "request")
-        log.warning("engine %d died, %s asked again elsewhere: %s", lane.index, asked, error)
+        log.warning("engine %d died; %s sent to other engines: %s", lane.index, asked, error)
         self._meter.died(len(orphans))
         self._homeless += orphans
         self._house()

@@ -129,8 +129,8 @@ def prefix_requests(
 
 
 def modified_tokens(group: Group, index: int, edits: Sequence[Flags]) -> list[int] | None:
-    """Return 1 for each token of a response that a correction with credit (correct and no rewrite) changes;
-    None if there is no such correction. All 0 if they only insert.
+    """Return 1 for each token of a response that a correction with credit (correct and not a rewrite)
+    changes; None if there is no such correction. All 0 if they only insert.
 
     Args:
         edits: edits of every correction of the group, from `correction_edits`.

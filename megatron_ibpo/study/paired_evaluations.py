@@ -79,7 +79,7 @@ def comparison_notes(compared: list[Compared]) -> list[str]:
     notes = []
     for one in compared:
         if one.alone:
-            notes.append(f"{one.set}: {counted(one.alone, 'problem')} known to one of the two only, left out")
+            notes.append(f"{one.set}: {counted(one.alone, 'problem')} in only one of the two, left out")
         if one.settings:
             notes.append(f"{one.set}: sampled differently: {'; '.join(one.settings)}")
     return notes
@@ -100,7 +100,7 @@ def _measured(directory: Path) -> dict[str, dict[str, Any]]:
 
 
 def _are_columns(problems: Any) -> bool:
-    """Return whether `problems` has the form that `set_results` writes."""
+    """Return whether `problems` has the form that `results_of_set` writes."""
     if not isinstance(problems, dict) or not {"id", "digest"} <= problems.keys():
         return False
     columns = problems.values()
@@ -118,11 +118,13 @@ def _compared(name: str, first: dict[str, Any], second: dict[str, Any], measure:
     both = [problem for problem in values[0] if problem in values[1]]
     digests = [_by_problem(name, entry, "digest") for entry in (first, second)]
     if others := [problem for problem in both if digests[0][problem] != digests[1][problem]]:
-        raise ValueError(f"{name}: these problems ask something else in the two: {listed(others, most=5)}")
+        raise ValueError(f"{name}: these problems differ between the two: {listed(others, most=5)}")
     pairs = np.array([unknown_as_nan([values[0][p], values[1][p]]) for p in both]).reshape(-1, 2)
     known = pairs[~np.isnan(pairs).any(axis=1)]
     if len(known) < 2:
-        raise ValueError(f"{name}: a comparison needs two problems that both know, there is {len(known)}")
+        raise ValueError(
+            f"{name}: a comparison needs two problems that are in both, and there is {len(known)}"
+        )
     first_P, second_P = known.T
     return Compared(
         set=name,
@@ -140,7 +142,7 @@ def _by_problem(name: str, entry: dict[str, Any], measure: str) -> dict[str, Any
     problems = entry["problems"]
     if measure not in problems:
         known = ", ".join(other for other in problems if other not in ("id", "digest"))
-        raise ValueError(f"{name}: {measure!r} was not measured in both; there are {known}")
+        raise ValueError(f"{name}: {measure!r} was not measured in both; in both are {known}")
     return dict(zip(problems["id"], problems[measure], strict=True))
 
 

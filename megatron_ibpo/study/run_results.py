@@ -121,7 +121,7 @@ def comparison_skill(path: Path) -> float | None:
     from `ibpo skill`, or from a run before its first step. None if too few prompts allowed the measurement.
 
     Raises:
-        OSError, ValueError, TypeError, KeyError: it is no such file.
+        OSError, ValueError, TypeError, KeyError: it is not such a file.
     """
     ways = json.loads(read_user_file(path, JSON_BYTES))["ways"]["groups with a correct response"]
     above = ways.get("correct reference", {}).get("above_resample")

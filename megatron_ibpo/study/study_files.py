@@ -86,7 +86,9 @@ def read_study(
         raw = {str(key).replace("-", "_"): value for key, value in contents[0].items()}
     else:
         if len({path.stem for path in paths}) < len(paths):
-            raise ConfigError("two recipes have the same file name, by which methods are called")
+            raise ConfigError(
+                "two recipes have the same file name, which is the name of their method; rename one"
+            )
         raw = {"name": "study", "methods": {p.stem: c for p, c in zip(paths, contents, strict=True)}}
     raw |= overrides or {}
     known = {item.name for item in fields(Study)}
@@ -166,7 +168,7 @@ def _check(study: Study, path: Path) -> None:
     if study.baseline not in study.methods:
         problems.append(f"baseline {study.baseline!r} is none of the methods")
     if len(set(study.seeds)) < max(1, len(study.seeds)) or not study.seeds:
-        problems.append("seeds must be different ones, at least one")
+        problems.append("seeds must be one or more, all different")
     of_phases = {
         "tuning": study.tune.seeds if study.tune is not None else (),
         "the pilot": study.pilot_seeds,
@@ -199,8 +201,8 @@ def _bad_names(study: Study) -> list[str]:
     named += [("task", task.name) for task in study.tasks if task.name]
     named += [("tuning run", point_name(point)) for point in points]
     return [
-        f"{what} {name[:40]!r}: a directory is called by this name, so it must have 1 to "
-        f"{LONGEST_NAME} bytes, no slash, no control character and no dot at its start"
+        f"{what} {name[:40]!r}: a directory gets this name, so it must have 1 to {LONGEST_NAME} bytes, no "
+        "slash, no control character and no dot at its start"
         for what, name in named
         if not _names_a_directory(name)
     ]
@@ -261,7 +263,7 @@ def _task(name: str, raw: Any, path: Path) -> Task:
     given = {str(key).replace("-", "_"): value for key, value in raw.items()}
     if "settings" not in given or not given.keys() <= known:
         names = ", ".join(sorted(item.replace("_", "-") for item in known))
-        raise ConfigError(f"{path}: task {name}: must have settings, and of {names} no other")
+        raise ConfigError(f"{path}: task {name}: must have settings, and may have of {names} only")
     if not name:
         raise ConfigError(f"{path}: a task has no name")
     if isinstance(given["settings"], str):

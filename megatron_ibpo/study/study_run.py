@@ -203,7 +203,7 @@ class _Conductor:
 
     def _run(self, runs: Sequence[PlannedRun]) -> bool:
         """Run them, and return whether later phases can build on them. A tuning run that failed for good, as
-        its summary says, is no candidate, and nothing waits for it."""
+        its summary says, is not a candidate, and nothing waits for it."""
         ran = run_all(self.study, runs, self.program, self.console, parallel=self.parallel, at_most=self.left)
         if self.left is not None:
             self.left -= ran
@@ -221,10 +221,10 @@ class _Conductor:
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def _say_rest(self, runs: Sequence[PlannedRun], what: str) -> None:
-        self._say(f"{what} is not finished: start again to go on, {_rest(self.study, runs)}")
+        self._say(f"{what} is not finished: start it again to continue, {_rest(self.study, runs)}")
 
 
-_NO_PILOT = "power: not known beforehand; pilot-seeds in the study let it run the baseline first and tell"
+_NO_PILOT = "power: unknown; with pilot-seeds the study runs the baseline first and estimates it"
 
 
 def _is_lost(run: PlannedRun) -> bool:
@@ -263,7 +263,7 @@ def _rest(study: Study, runs: Sequence[PlannedRun]) -> str:
     budget = f"{sum(run.budget for run in open_runs):g} {study.budget_unit}"
     cost = f"{counted(len(open_runs), 'run')} to go, {budget}"
     if seconds is None:
-        return f"{cost}, how long they take is not known beforehand"
+        return f"{cost}, duration unknown"
     return f"{cost}, about {seconds / 60:.0f} minutes one after the other"
 
 
@@ -289,7 +289,7 @@ def _alone(directory: Path) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise ConfigError(f"{directory}: another process is at this study") from None
+            raise ConfigError(f"{directory}: another process is running this study") from None
         yield
 
 

@@ -74,7 +74,7 @@ def test_what_is_no_file_of_its_kind_is_refused_before_it_is_read(tmp_path, monk
 
 def test_a_pipe_in_the_place_of_a_journal_is_refused(tmp_path):
     spoil(tmp_path / "000001.journal", "fifo")
-    with pytest.raises(UserFileError, match=r"000001\.journal is a pipe; a regular file must be there"):
+    with pytest.raises(UserFileError, match=r"000001\.journal is a pipe; expected a regular file"):
         next(records(tmp_path / "000001.journal"))
 
 
@@ -82,7 +82,7 @@ def test_a_file_is_refused_by_its_size(tmp_path):
     path = tmp_path / "a"
     path.write_bytes(b"12345")
     assert read_user_file(path, 5) == b"12345"
-    with pytest.raises(UserFileError, match="has 5 bytes, and a file of its kind at most 4"):
+    with pytest.raises(UserFileError, match="has 5 bytes; such a file may have at most 4"):
         read_user_file(path, 4)
 
 

@@ -91,7 +91,7 @@ def test_a_lost_node_is_waited_for_and_nothing_is_sampled_twice(tmp_path):
         assert raylet.name() == "raylet"
         for process_of_node in [raylet, *raylet.children(recursive=True)]:
             process_of_node.kill()
-        wait_for("when there is room for it", 120)
+        wait_for("once the cluster has room", 120)
         cluster.add_node()
         assert process.wait(240) == 0, log.read_text()[-5000:]
     assert [row["step"] for row in steps(run_dir)] == list(range(1, 9))

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from megatron_ibpo.cluster.deaths import how_it_ended, note_peak
+from megatron_ibpo.cluster.deaths import how_it_ended, record_peak_memory
 from support.waiting import eventually
 
 WHO = "The actor died.\n\tclass_name: P\n\tpid: 4711\n\tnamespace: n\n\tip: 10.0.0.7\n"
@@ -54,6 +54,6 @@ def test_other_ends_are_told_as_ray_tells_them(message, said):
 
 
 def test_a_process_notes_how_much_memory_it_has_had(tmp_path):
-    note_peak(tmp_path, os.getpid())
+    record_peak_memory(tmp_path, os.getpid())
     peak = tmp_path / f"peak-{os.getpid()}"
     assert eventually(lambda: peak.exists() and int(peak.read_text()) > 10 * 1024, seconds=5)

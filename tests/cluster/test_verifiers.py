@@ -161,7 +161,7 @@ def test_what_a_lost_node_owes_is_scored_elsewhere_and_it_is_given_up(cluster, v
     cluster.remove_node()
     assert None not in [call.result(ANSWER_TIMEOUT_S).value for call in calls]
     assert eventually(
-        lambda: "is not started again; the other nodes do what is left" in caplog.text, seconds=60
+        lambda: "is not started again; the other nodes take over its work" in caplog.text, seconds=60
     )
     assert verifiers.deaths == deaths + 1
     assert len(set(scored(verifiers, 60))) == 2

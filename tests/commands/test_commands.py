@@ -18,7 +18,7 @@ from ray.exceptions import RayTaskError
 from megatron_ibpo import __version__
 from megatron_ibpo.basics.entry_point import BAD_INPUT, FAILED, INTERRUPTED, STDOUT_CLOSED, command, guarded
 from megatron_ibpo.basics.strict_json import read_json
-from megatron_ibpo.cluster.actor import plain
+from megatron_ibpo.cluster.actor import original_error
 from megatron_ibpo.commands import main
 from megatron_ibpo.config import ConfigError
 from megatron_ibpo.report import RewardErrorRateError
@@ -100,8 +100,8 @@ def test_a_value_error_is_bad_input_only_where_this_project_raises_it(capsys):
         (OSError(errno.EMFILE, "Too many open files"), 1, "Too many open files"),
         (MemoryError(), 1, "out of memory"),
         (RecursionError("too deep"), 1, "internal error: RecursionError: too deep"),
-        (json.JSONDecodeError("Expecting value", "", 0), 2, "something that was given cannot be read: JSON"),
-        (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad"), 2, "something that was given cannot be read: "),
+        (json.JSONDecodeError("Expecting value", "", 0), 2, "an input cannot be read: JSON"),
+        (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad"), 2, "an input cannot be read: "),
     ],
     ids=str,
 )
@@ -121,7 +121,7 @@ def test_an_error_in_a_rays_process_comes_with_its_traceback_there(capsys, tmp_p
         there = RayTaskError("_Process.call", traceback.format_exc(), error.with_traceback(None))
 
     def driver():
-        raise plain(there, "trainer 1") from None
+        raise original_error(there, "trainer 1") from None
 
     found, line = ends(capsys, driver, logs=tmp_path / "logs")
     assert found == status
@@ -196,11 +196,11 @@ WRONG = [
     ("megatron_ibpo.commands.train", ["--config", "list.yaml"], "must hold `key: value` lines, holds a list"),
     ("megatron_ibpo.commands.train", [*A_RUN, "--dry-run", "--lr", "-1"], "--lr"),
     ("megatron_ibpo.commands.train", [*A_RUN, "--hf-checkpoint", "nowhere"], "nowhere is not a directory"),
-    ("megatron_ibpo.commands.evaluate", ["nowhere"], "nowhere is no policy"),
+    ("megatron_ibpo.commands.evaluate", ["nowhere"], "nowhere is not a policy"),
     ("megatron_ibpo.commands.evaluate", ["compare", "nowhere", "nowhere"], "holds no results.json"),
     ("megatron_ibpo.commands.plan", [*SEARCH, "--hf-checkpoint", "nowhere"], "nowhere"),
     ("megatron_ibpo.commands.plan", ["calibrate", *A_RUN], "--dry-run-hardware: required"),
-    ("megatron_ibpo.commands.page", ["page", "nowhere"], "nowhere: is it the directory of a run?"),
+    ("megatron_ibpo.commands.page", ["page", "nowhere"], "nowhere: no such directory"),
     ("megatron_ibpo.commands.page", ["page", "list.yaml"], "list.yaml"),
     ("megatron_ibpo.commands.page", ["serve"], "which run?"),
     ("megatron_ibpo.commands.pass_rates", A_RUN, "--pass-rates: required"),

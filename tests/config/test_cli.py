@@ -149,9 +149,9 @@ def test_a_preset_counts_where_it_is_named(tmp_path):
         ("--gae-lambda 1", "--gae-lambda: ibpo with --advantages group .*--advantages critic has it"),
         ("--ibpo-operator span-masking --ibpo-k 3", "--ibpo-k: ibpo with --ibpo-operator span-masking"),
         ("--ibpo-operator span-msking", "--ibpo-operator span-msking: unknown.*did you mean 'span-masking'"),
-        ("--ibpo-operator agreement", "moved out of the package; name examples/credit/agreement"),
+        ("--ibpo-operator agreement", "moved out of the package; use examples/credit/agreement"),
         ("--token-credit random-window", "name examples/credit/random_window.py:RandomWindow"),
-        ("--ibpo-gate", "moved out of the package; name --ibpo-operator examples/credit/gated.py:Gated"),
+        ("--ibpo-gate", "moved out of the package; use --ibpo-operator examples/credit/gated.py:Gated"),
     ],
 )
 def test_a_parameter_that_the_choice_does_not_have_is_refused(flags, says):
@@ -351,10 +351,17 @@ EMPTY_PATH = "is empty; name a path, or leave the flag out"
     [
         *((words, EMPTY_PATH) for words in (["--run-dir="], ["--run-dir", ""], ["--hf_checkpoint="])),
         *(
-            ([f"{name}=--"], f"{name}: -- is no value")
+            ([f"{name}=--"], f"{name}: -- is not a value; give one, or leave the flag out")
             for name in ("--advantage-estimator", "--loss-variant", "--config")
         ),
         (["--rm-type", b"a\xff".decode(errors="surrogateescape")], "is not UTF-8"),
+        (["--save", "DIR"], r"^--save DIR: a switch, --save or --no-save, .* the directory is --run-dir$"),
+        (
+            ["--no-ibpo-joint=1", "--bf16", "maybe"],
+            r"--no-ibpo-joint 1: a switch.*\n  --bf16 maybe: a",
+        ),
+        (["stray", "--lr", "1", "2"], r"stray: not a flag.*\n  --lr: takes one value, so 2 is one too many"),
+        (["--load", "--colocate"], "^--load: needs a value$"),
     ],
 )
 def test_words_that_are_no_values_are_refused(words, says):
@@ -670,7 +677,7 @@ def test_hooks_of_recipes_are_looked_for_in_the_repository_too(elsewhere):
         ("json.py:f", "a module 'json' is imported already from "),
         (
             "megatron_ibpo.data.study_tasks:pairs",
-            "moved out of the package; name examples/tasks/study_tasks.py:pairs",
+            "moved out of the package; use examples/tasks/study_tasks.py:pairs",
         ),
     ],
 )

@@ -11,7 +11,7 @@ import pytest
 from megatron_ibpo.commands import calibrate, evaluate, pass_rates, train
 from megatron_ibpo.config import COMMON_FLAGS, ConfigError
 from megatron_ibpo.config.all_fields import ENTRIES
-from megatron_ibpo.config.peer_flags import TRL, VERL
+from megatron_ibpo.config.peer_flags import FLAGS, KEYS
 from megatron_ibpo.credit import REGISTRIES
 from megatron_ibpo.run.settings import parse_config
 
@@ -121,7 +121,8 @@ finally:
     assert max(map(len, done.stdout.splitlines())) <= 100
 
 
-PEERS = [*(f"--{name}" for name in TRL), *(f"{key}=1" for key in VERL)]
+PEERS = [f"--{name}" for flags in FLAGS.values() for name in flags]
+PEERS += [f"{key}=1" for keys in KEYS.values() for key in keys]
 
 
 @pytest.mark.parametrize("word", PEERS)
@@ -131,7 +132,7 @@ def test_flags_of_other_trainers_are_answered_with_flags_that_exist(word):
     typed, _, answer = str(refused.value).partition(": ")
     assert typed == word.removesuffix("=1")
     assert "\n" not in answer
-    named = {name.replace("-", "_") for name in re.findall(r"--([a-z][a-z-]+)", answer)}
+    named = {name.replace("-", "_") for name in re.findall(r"--([a-z][a-z0-9-]+)", answer)}
     assert {name.removeprefix("no_") for name in named} <= EVERY_FLAG
 
 
@@ -143,6 +144,9 @@ def test_flags_of_other_trainers_are_answered_with_flags_that_exist(word):
         ("--kl-loss-coef 0.1", "--kl-coef"),
         ("--ppo_mini_batch_size 8", "--num-steps-per-rollout"),
         ("+actor_rollout_ref.rollout.n=8", "--n-samples-per-prompt"),
+        ("--actor-num-gpus-per-node 8", "GPUS_PER_NODE"),
+        ("--pretrain m", "--hf-checkpoint"),
+        ("++grpo.num_prompts_per_step=8", "--rollout-batch-size"),
         ("--actor_rollout_ref.actor.optim.lr=1e-6", "--lr"),
         ("--tensr-model-parallel-size 2", "'--tensor-model-parallel-size'"),
         ("--help-al", "'--help-all'"),

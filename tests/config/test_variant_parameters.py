@@ -94,7 +94,7 @@ def test_any_parameter_can_be_set_by_name():
         ({"loss_variant": "sapo", "eps_clip": 0.1}, "'sapo' has no parameter eps_high, eps_low; it has"),
         ({"loss_param": ("tau=1",)}, "'gspo' has no parameter tau; it has eps_low, eps_high"),
         ({"loss_param": ("eps_low=wide",)}, "--loss-param eps_low=wide: must be a number"),
-        ({"loss_param": ("eps_low=.1",), "eps_clip": 0.2}, "--loss-param eps_low: --eps-clip"),
+        ({"loss_param": ("eps_low=.1",), "eps_clip": 0.2}, "--loss-param eps_low: is set by --eps-clip"),
         ({"loss_param": ("eps_low=-1",)}, "eps_low of loss variant 'gspo' must be above 0 and at most 1"),
         ({"eps_clip": 2.0}, "eps_low of loss variant 'gspo' must be above 0 and at most 1, is 2.0"),
     ],
@@ -122,11 +122,11 @@ def test_a_variant_of_the_users_own_by_import_path(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("argument", "flags", "says"),
     [
-        ("ref_logprobs", {}, "reads ref_logprobs, which need a reference: --kl-coef above 0"),
+        ("ref_logprobs", {}, "reads ref_logprobs, which need a reference policy; set --kl-coef above 0"),
         (
             "positions",
             {"parallel": ParallelConfig(context_parallel_size=2)},
-            "reads positions.*context-parallel",
+            "reads token positions.*context-parallel",
         ),
         ("_", {}, "term has an argument '_'; a term reads its inputs by these names: log_ratio, logprobs"),
     ],

@@ -135,7 +135,7 @@ def test_dapo_decides_on_responses_and_ibpo_on_credit():
     }
     recipe = parse_config(["--config", "examples/algorithms/ibpo_on_dapo.yaml"]).algorithm
     assert (recipe.dynamic_sampling, recipe.dynamic_sampling_by) == (True, "credit")
-    with pytest.raises(ValueError, match="--dynamic-sampling-by credit judges groups while"):
+    with pytest.raises(ValueError, match="--dynamic-sampling-by credit judges groups during"):
         check_algorithm(algorithm("ciw", dynamic_sampling_by="credit"))
 
 

@@ -17,7 +17,7 @@ from megatron_ibpo.credit import (
     CRITIC,
     ESTIMATORS,
     OPERATORS,
-    Compared,
+    ComparedSamples,
     Judgement,
     Operator,
     assign_credit,
@@ -175,7 +175,7 @@ def test_an_operator_of_ones_own_is_found_by_import_path():
 @pytest.mark.parametrize("name", ["OnlyJudges", "Undecided", "NUMBER"])
 def test_what_is_no_operator_is_refused(name):
     path = f"{__name__}:{name}"
-    says = f"--ibpo-operator {path}: is no subclass of megatron_ibpo.credit.Operator that defines judge"
+    says = f"--ibpo-operator {path}: must be a subclass of megatron_ibpo.credit.Operator that defines judge"
     with pytest.raises(ValueError, match=says):
         find_operator(algorithm(ibpo_operator=path))
 
@@ -317,7 +317,7 @@ def test_an_estimator_may_see_the_whole_batch_and_lengths():
 
 def test_an_estimator_of_a_batch_must_answer_every_comparison():
     config = algorithm(**GSPO | {"advantages": f"{__name__}:FirstGroupOnly"})
-    with pytest.raises(ValueError, match="advantages of 1 comparisons for 2"):
+    with pytest.raises(ValueError, match="advantages for 1 comparisons instead of 2"):
         Loop(fix_last).credit([group(RIGHT, [14]), group(RIGHT, [15])], config)
 
 
@@ -339,8 +339,8 @@ def test_an_estimator_of_ones_own_is_found_by_import_path():
 @pytest.mark.parametrize("name", ["too_few", "not_finite"])
 def test_an_estimator_must_give_one_number_for_each_reward(name):
     estimator = find_estimator(algorithm(advantages=f"{__name__}:{name}"))
-    with pytest.raises(ValueError, match="one finite number for each"):
-        advantages([Compared([1.0, 0.0], scored([13], [14]))], estimator)
+    with pytest.raises(ValueError, match="one finite number per reward"):
+        advantages([ComparedSamples([1.0, 0.0], scored([13], [14]))], estimator)
 
 
 def test_an_unknown_estimator_is_refused_with_the_nearest():

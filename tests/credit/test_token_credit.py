@@ -318,11 +318,11 @@ def test_weights_that_do_not_fit_are_refused():
         ),
         (
             {"token_credit": "divergence-cut", "ibpo_variant": "mask"},
-            "--token-credit divergence-cut says where .*, and so does --ibpo-variant mask",
+            "--token-credit divergence-cut and --ibpo-variant mask both choose",
         ),
         (
             of_preset("ciw") | {"token_credit": RANDOM_WINDOW},
-            f"--token-credit {RANDOM_WINDOW} says where .*, and so does --ibpo-operator span-masking",
+            f"--token-credit {RANDOM_WINDOW} and --ibpo-operator span-masking both choose",
         ),
         (
             {"token_credit": RANDOM_WINDOW, "token_credit_unit": "step"},

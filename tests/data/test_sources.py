@@ -357,9 +357,9 @@ def damaged(kind, folder):
 @pytest.mark.parametrize(
     ("kind", "says"),
     [
-        ("parquet cut off", r"rows\.parquet: no parquet file, or one that was cut off"),
+        ("parquet cut off", r"rows\.parquet: not a parquet file, or cut off"),
         ("gz cut off", r"rows\.jsonl\.gz: damaged or cut off"),
-        ("arrow cut off", r"rows\.arrow: no Arrow file, or one that was cut off"),
+        ("arrow cut off", r"rows\.arrow: not an Arrow file, or cut off"),
         ("UTF-16", r"rows\.jsonl: is UTF-16, expected UTF-8; `iconv"),
         ("invalid UTF-8", r"rows\.jsonl, line 51: not UTF-8: byte 13 of the line is 0xff"),
         ("line cut off", r"rows\.jsonl, line 50: not JSON"),
@@ -669,7 +669,7 @@ def test_a_level_is_that_of_the_tasks_own_curriculum():
         ("chain_sum?level=two", "level must be a number or FIRST..LAST"),
         ("chain_sum?level=0..2", r"needs over=N"),
         ("chain_sum?level=2..0&over=5", "the first is above the last"),
-        ("chain_sum?over=5", "there are none"),
+        ("chain_sum?over=5", "needs level=FIRST..LAST"),
         ("chain_sum?level=1&over=5", "only it does"),
         ("composite?level=1", "no curriculum for composite"),
     ],
@@ -712,7 +712,7 @@ def test_who_waits_for_a_task_is_told(monkeypatch, capsys):
 
 def test_the_filter_by_pass_rates_says_that_it_leaves_generated_tasks_alone():
     source = open_source(CHAIN_SUM, TINY, DataConfig(), split="train", rates=PassRates(0.1, 0.9, {}))
-    assert "--filter-pass-rate does not act on it" in source.notes[0]
+    assert "--filter-pass-rate has no effect on it" in source.notes[0]
 
 
 def test_no_bundled_problem_is_in_both_files_and_labels_are_those_of_the_solutions():

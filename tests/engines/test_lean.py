@@ -213,13 +213,13 @@ def test_weights_are_copied_so_that_training_on_does_not_change_them(checkpoint)
 def test_a_large_policy_is_refused(checkpoint):
     shape = read_hf_config(checkpoint)
     engine = LeanEngine(shape, (EOS_ID,), max_context=CONTEXT, most_at_once=8)
-    with pytest.raises(EngineError, match=r"up to 4 M parameters, this one has 5\.0 M; take vllm"):
+    with pytest.raises(EngineError, match=r"at most 4 M parameters, and this one has 5\.0 M; take vllm"):
         engine.load([("model.embed_tokens.weight", torch.zeros(5_000_000))], 0)
 
 
 def test_another_family_is_refused(checkpoint):
     check_shape(read_hf_config(checkpoint))
-    with pytest.raises(ValueError, match="built as dense qwen3 is, and this one, qwen3_next with exp"):
+    with pytest.raises(ValueError, match="dense models built like qwen3, not qwen3_next with exp"):
         check_shape(read_hf_config(ROOT / "examples/tiny_qwen3_next"))
 
 
@@ -253,7 +253,7 @@ LEAN = ["--config", str(RECIPE), "--hf-checkpoint", str(TINY), "--rollout-backen
     "because",
     [
         {
-            "--max-staleness 1": "one process does one thing after another, and sampling cannot run ahead",
+            "--max-staleness 1": "one process cannot sample while it trains",
             "--vllm-arg block_size=16": "it uses no vLLM",
         },
         {

@@ -68,13 +68,16 @@ def load_app():
     [
         ("mine", "expected an import path package.module:name"),
         ("mine:Gme", "defines no 'Gme'; did you mean 'Game'?"),
-        ("mine:GAME", "a Game, which cannot be called with no arguments"),
+        ("mine:GAME", "is a Game, but must be callable with no arguments"),
         (
             "mine:Game",
-            "Game has the methods of no known framework: reset, step, score and close (ours); init and",
+            "Game has the methods of no known framework. Known are reset, step, score and close (ours)",
         ),
         ("mine:Sized", "needs size; name a function without arguments that returns the environment"),
-        ("mine:Undocumented", "play() is a tool and has no docstring; start names of other methods with _"),
+        (
+            "mine:Undocumented",
+            "play() is a tool and has no docstring; begin its name with _",
+        ),
         ("mine:Untyped", "play() is a tool, and its argument 'move' has no type hint"),
         ("mine:Undescribed", "its argument 'move' has no description under Args: in the docstring"),
         ("http://127.0.0.1:8000", "expected an import path, or openenv://HOST:PORT"),
@@ -304,7 +307,7 @@ def test_a_gym_environment_is_over_when_it_is_truncated(made):
 @pytest.mark.parametrize(
     ("turn", "problem"),
     [
-        ("[0, 1], 0.0, False, False, {}", r"step\(\) gave list \[0, 1\], and an observation must be text"),
+        ("[0, 1], 0.0, False, False, {}", r"step\(\) returned list \[0, 1\]; an observation must be text"),
         ("'There.', 0.0, False, {}", r"step\(\) returned .*, expected \(observation, reward, terminated,"),
         ("'There.', float('nan'), False, False, {}", "expected a finite number, got nan"),
         ("'There.', None, False, False, {}", "expected a number, got NoneType"),

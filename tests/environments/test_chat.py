@@ -325,7 +325,7 @@ def test_a_run_says_at_its_start_how_calls_are_read_and_whether_turns_are_rewrit
     formats = {"qwen2_5": "Hermes", "qwen3_5": "Qwen3.5", "glm4_5": "GLM-4.5", "llama3_2": "Llama 3"}
     formats["gpt_oss"] = "gpt-oss"
     assert chat.notes[0].endswith(f"calls are read in the format of {formats.get(name, 'Qwen3')}")
-    assert ["writes earlier turns otherwise" in note for note in chat.notes[1:]] == [True] * (
+    assert ["writes earlier turns differently" in note for note in chat.notes[1:]] == [True] * (
         name in REWRITTEN
     )
 

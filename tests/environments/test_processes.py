@@ -196,7 +196,7 @@ def test_each_episode_is_a_process_and_starts_alike_from_its_seed(pool):
         (["eval Turn(['a text'])"], "error", r"a message is \{role, content\}"),
         (["eval said(b'bytes')"], "error", "bytes is not JSON serializable"),
         (["eval said('x' * 2**24)"], "error", "16,777,[0-9]* bytes, and at most 16,777,216 can be sent"),
-        (["junk"], "error", "its process wrote something that is no answer: Expecting value"),
+        (["junk"], "error", "its process wrote an unreadable answer: Expecting value"),
         (["tell score float('nan')"], "error", "score: ValueError: expected a finite number, got nan"),
         (["tell score 'good'"], "error", "score: TypeError: expected a number, got str 'good'"),
     ],

@@ -287,7 +287,7 @@ def test_a_field_that_cannot_be_used_is_named(name, row, says, tmp_path):
 def test_a_problem_for_the_second_time_is_refused(tmp_path):
     row = {"question": "1+1=", "answer": "#### 2"}
     path = lines(tmp_path / "x.jsonl", row, row | {"question": "2+2="}, row)
-    with pytest.raises(DataError, match=r"line 3: the same problem is there already, at .*line 1"):
+    with pytest.raises(DataError, match=r"line 3: repeats the problem at .*line 1"):
         read("gsm8k", path)
 
 

@@ -69,11 +69,11 @@ def test_a_relative_run_counts_from_where_the_user_stands(run_dir, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["nowhere"], "nowhere is no policy: a run's directory has a config.yaml"),
+        (["nowhere"], "nowhere is not a policy: a run's directory has a config.yaml"),
         ([], "--hf-checkpoint: required"),
         (["--hf-checkpoint", str(TINY)], "--eval-prompt-data: required for evaluation"),
         (["--hf-checkpoint", str(TINY), "--eval-num-prompts", "0"], "--eval-num-prompts: must be at least 1"),
-        (["--hf-checkpoint", str(TINY), "--load", "runs/a"], "--load: only training has it"),
+        (["--hf-checkpoint", str(TINY), "--load", "runs/a"], "--load: only for training"),
         (
             ["--hf-checkpoint", str(TINY), "--eval-prompt-data", "a.jsonl", "--eval-compare-and-correct"],
             "--n-samples-per-eval-prompt is 1",
@@ -90,7 +90,7 @@ def test_what_cannot_work_is_refused_before_anything_starts(words, says, capsys)
 def test_a_run_without_a_policy_is_refused(run_dir, capsys):
     (run_dir / "hf").rmdir()
     assert main([str(run_dir)]) == 2
-    assert f"{run_dir}/hf: there is no policy" in capsys.readouterr().err
+    assert f"{run_dir}/hf: not found. A run exports its policy" in capsys.readouterr().err
 
 
 SUMS = "reasoning_gym://chain_sum?min_terms=2&max_terms=3&min_digits=1&max_digits=1&compact=1"
@@ -193,7 +193,7 @@ def test_fields_without_a_meaning_are_named(tmp_path, rows):
         {"prompt": "2+2=", "label": "4", "x": 0},
     )
     (own,) = opened(tmp_path, path)
-    assert own.notes == (f"{path}: fields that have no meaning here and are left aside: 'level', 'x'",)
+    assert own.notes == (f"{path}: fields that are not used: 'level', 'x'",)
 
 
 @pytest.mark.parametrize(
@@ -353,14 +353,14 @@ def test_what_cannot_be_compared_is_refused(tmp_path, sums, capsys):
     assert main(["compare", str(first), str(tmp_path / "nothing")]) == 2
     assert "is it the directory of an evaluation?" in capsys.readouterr().err
     assert main(["compare", str(first), str(first), "--measure", "pass_at_9"]) == 2
-    assert "'pass_at_9' was not measured in both; there are accuracy" in capsys.readouterr().err
+    assert "'pass_at_9' was not measured in both; in both are accuracy" in capsys.readouterr().err
     other = left(tmp_path / "b", replace(sums, name="others"), lambda index, number: ("x", True))
     assert main(["compare", str(first), str(other)]) == 2
     assert "no set is in both" in capsys.readouterr().err
     asks_else = [replace(prompt, text="what?") for prompt in sums.prompts]
     other = left(tmp_path / "c", replace(sums, prompts=asks_else), lambda index, number: ("x", True))
     assert main(["compare", str(first), str(other)]) == 2
-    assert "these problems ask something else in the two: 0, 1" in capsys.readouterr().err
+    assert "these problems differ between the two: 0, 1" in capsys.readouterr().err
 
 
 def test_two_evaluations_are_shown_side_by_side(tmp_path, sums, capsys):
@@ -368,6 +368,6 @@ def test_two_evaluations_are_shown_side_by_side(tmp_path, sums, capsys):
     second = left(tmp_path / "b", replace(sums, prompts=sums.prompts[:10]), lambda index, number: ("x", True))
     assert main(["compare", str(first), str(second)]) == 0
     shown = capsys.readouterr().out
-    assert "2 problems known to one of the two only, left out" in shown
+    assert "2 problems in only one of the two, left out" in shown
     assert re.search(r"chain_sum\s+│\s+10 │\s+0.000 │\s+1.000 │\s+\+1.000 ", shown)
     assert "≤ 0.0005" in shown, "the floor of so many resamples"

@@ -95,7 +95,7 @@ def test_an_evaluation_that_is_killed_comes_to_the_same(undisturbed, tmp_path):
     kept = lines_of(tmp_path)
     assert 20 <= kept < IN_ALL
     output = finished(start(TINY, tmp_path))
-    assert f"{kept} samples of an earlier start are not asked again" in output
+    assert f"{kept} samples of an earlier start are reused" in output
     assert responses(tmp_path) == responses(undisturbed)
     assert measured(tmp_path) == measured(undisturbed)
 

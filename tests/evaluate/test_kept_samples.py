@@ -132,7 +132,7 @@ def test_samples_without_settings_and_of_others_are_refused(tmp_path):
     with pytest.raises(KeptError, match=r"sums\.samples\.jsonl, line 46: made by other settings"):
         evaluated(tmp_path, SimulatedEngine())
     (tmp_path / "results.json").unlink()
-    with pytest.raises(KeptError, match="nothing says by which settings it was made"):
+    with pytest.raises(KeptError, match="the settings it was made with are not recorded"):
         evaluated(tmp_path, SimulatedEngine())
 
 

@@ -178,7 +178,7 @@ def test_a_run_waits_for_room_on_its_disk(small_disk, scratch):
     (small_disk / "filling").unlink()
     status, output = finished(process, 100)
     assert status == 0, output[-5000:]
-    assert "there is room again" in output
+    assert "the disk has space again" in output
     assert [row["step"] for row in rows_of(run_dir)] == [1, 2, 3, 4, 5, 6]
     assert saved_steps(run_dir) == [4, 6]
 
@@ -191,8 +191,8 @@ def test_a_run_whose_disk_stays_full_stops_with_a_summary_and_nothing_in_part(sm
     status, output = finished(process, 100)
     assert status == 1, output[-5000:]
     assert "Traceback" not in output
-    assert "error: no room on the disk for 3 s, --disk-wait" in output
-    assert output.count("no room on the disk") == 1, "said once"
+    assert "error: the disk stayed full for 3 s (--disk-wait)" in output
+    assert output.count("the disk stayed full") == 1, "said once"
     for checkpoint in (run_dir / "checkpoints").glob("step_*"):
         assert json.loads((checkpoint / "run_state.json").read_text())["step"] > 0
     assert [row["step"] for row in rows_of(run_dir)]  # every line is JSON

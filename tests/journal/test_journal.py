@@ -205,7 +205,7 @@ def test_a_checkpoint_older_than_what_is_kept_gives_nothing(tmp_path):
         append(journal, response(4))
     recovered = read_journal(tmp_path, 1)
     assert (recovered.batches, recovered.samples, recovered.is_whole) == ((), {}, False)
-    assert "no whole batch of step 2" in recovered.notes[0]
+    assert "no complete batch of step 2" in recovered.notes[0]
 
 
 def test_a_batch_of_which_a_part_is_deleted_is_not_replayed(tmp_path, monkeypatch):
@@ -259,7 +259,7 @@ def test_what_does_not_fit_the_journal_is_refused(tmp_path):
 
 
 def test_a_second_writer_is_told_who_the_first_is(tmp_path):
-    with Journal(tmp_path, KEEP, "", 0), pytest.raises(JournalError, match=f"process {os.getpid()} writes"):
+    with Journal(tmp_path, KEEP, "", 0), pytest.raises(JournalError, match=f"process {os.getpid()} is writ"):
         Journal(tmp_path, KEEP, "", 0)
     Journal(tmp_path, KEEP, "", 0).close()
 
@@ -744,7 +744,7 @@ def test_a_killed_process_loses_nothing_that_it_was_told_is_appended(tmp_path):
     command = [sys.executable, "-c", WRITES_FOR_EVER, str(tmp_path), str(TESTS)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     told = [process.stdout.readline() for _ in range(300)]
-    with pytest.raises(JournalError, match=f"process {process.pid} writes"):
+    with pytest.raises(JournalError, match=f"process {process.pid} is writing"):
         Journal(tmp_path, KEEP, "settings", 0)
     process.send_signal(signal.SIGKILL)
     last = int(([*told, *process.stdout.readlines()])[-1])

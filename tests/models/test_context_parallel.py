@@ -348,7 +348,7 @@ def without_sinks(world, path):
     config = Config(parallel=layout(2))
     parallel.initialize(config.parallel, world, seed=0)
     engine = Backends(transformer_engine=True, flash_linear_attention=False)
-    with pytest.raises(ValueError, match="ranks cannot share packed sequences where attention has sinks"):
+    with pytest.raises(ValueError, match="cannot divide packed sequences over ranks if attention has sinks"):
         build_model(read_hf_config(Path(path)), config, libraries=engine)
     parallel.destroy()
 

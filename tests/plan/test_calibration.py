@@ -144,7 +144,7 @@ def test_a_machine_is_read_as_it_was_written(config, tmp_path):
     assert (read.workload, read.hardware.name, read.hardware.starts_ahead) == (found.workload, "here", False)
     assert on(read, config) == pytest.approx(on(found, config), rel=1e-2)  # four digits are kept
     (tmp_path / "other.yaml").write_text("about: nothing\n")
-    with pytest.raises(ValueError, match="no file of `ibpo calibrate`: KeyError"):
+    with pytest.raises(ValueError, match="not a file of `ibpo calibrate`: KeyError"):
         find_machine(str(tmp_path / "other.yaml"))
     with pytest.raises(ValueError, match="No such file or directory; `ibpo calibrate` writes it"):
         find_machine(str(tmp_path / "none.yaml"))
@@ -215,7 +215,7 @@ def test_a_run_keeps_its_prediction_and_ends_with_the_error(config, tmp_path, ca
     assert summary["prediction_error"] == prediction_error(kept, ROWS)
     assert json.loads((tmp_path / "summary.json").read_text()) == summary
     said = capsys.readouterr().out
-    assert f"predicted by {tmp_path / 'here.yaml'}: {expected.seconds['step']:.2f} s a step" in said
+    assert f"predicted by {tmp_path / 'here.yaml'}: {expected.seconds['step']:.2f} s per step" in said
     assert f"an error of {summary['prediction_error']['step']:+.0%} against the median step" in said
 
 

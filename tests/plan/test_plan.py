@@ -296,7 +296,7 @@ def test_fp8_keeps_copies_of_weights_and_what_is_not_counted_is_named(planner):
     flags = ["--model-override", "fp8=hybrid", "--model-override", "recompute_modules=[layernorm,moe_act]"]
     flags += ["--recompute-granularity", "selective", "--model-override", "moe_shared_expert_overlap=false"]
     assert not_counted(configured(NEXT_80B, *flags)) == [
-        "fp8 (inputs of products in fewer bytes)",
+        "fp8 (inputs of matrix products in lower precision)",
         "recompute_modules layernorm",
     ]
     assert not_counted(configured(NEXT_80B)) == []
@@ -377,7 +377,9 @@ def test_the_32b_recipe_fits_32_gpus(planner):
     assert expected == 32_762_123_264
     assert f"parameters: {expected:,}; DP 4" in text
     assert f"weight update: {2 * expected / GIB:.2f} GiB to each engine" in text
-    assert "KV cache: 32,768 bytes a token and GPU" in text, "64 layers, keys and values, 1 head of 128, bf16"
+    assert "KV cache: 32,768 bytes per token and GPU" in text, (
+        "64 layers, keys and values, 1 head of 128, bf16"
+    )
     assert "engines: 4 of 8 GPUs each" in text
     assert re.search(r"Needs 32 GPUs of 80 GiB, .*\nThis fits\. \w+", text)
 
@@ -408,9 +410,14 @@ def test_more_ranks_than_key_value_heads_are_planned(planner, model, world_size,
         (NEXT_80B, 32, ["--rollout-num-gpus-per-engine", "16"], "a colocated engine lies within one node"),
         (NEXT_80B, 32, ["--vllm-kv-cache-bytes", str(60 * GIB)], "sampling takes .* GiB on rank"),
         (NEXT_80B, 32, ["--recompute-granularity", "none"], "training takes .* GiB on rank"),
-        (NEXT_80B, 32, ["--vllm-gpu-memory-utilization", "0.97"], "a starting engine wants that share free"),
+        (NEXT_80B, 32, ["--vllm-gpu-memory-utilization", "0.97"], "a starting engine needs that share"),
         (NEXT_80B, 32, ["--vllm-kv-cache-bytes", "1000000"], "does not hold one context of 32768 tokens"),
-        (DENSE_32B, 32, ["--rollout-num-gpus-per-engine", "3"], "that does not divide its trainers"),
+        (
+            DENSE_32B,
+            32,
+            ["--rollout-num-gpus-per-engine", "3"],
+            "must divide the number of trainers",
+        ),
         (DENSE_32B, 32, ["--expert-model-parallel-size", "2"], "has no experts"),
         (DENSE_32B, 32, ["--rollout-max-context-len", "65536"], "exceeds the model's 40960 positions"),
         (DENSE_32B, 8, [], "training takes .* GiB on rank"),

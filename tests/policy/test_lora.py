@@ -360,7 +360,7 @@ def test_a_run_goes_on_from_its_adapters_under_its_layout_bit_for_bit(checkpoint
         ({"lora_rank": 4}, "--lora-rank 3, this run 4"),
         ({"lora_alpha": 1.0}, "--lora-alpha 5.0, this run 1.0"),
         ({"lora_targets": ("q_proj",)}, "--lora-targets down_proj q_proj, this run q_proj"),
-        ({"lora_rank": None}, "holds adapters alone"),
+        ({"lora_rank": None}, "holds adapters only"),
         ({"hf_checkpoint": Path("examples/tiny_qwen3")}, "belong to the weights that were in"),
     ):
         with pytest.raises(CheckpointError, match=message):
@@ -419,7 +419,7 @@ TINY = ROOT / "examples/tiny_qwen3_next"
     [
         (("q_porj",), layout(), "no 'q_porj'; did you mean 'q_proj'"),
         (("in_proj_z",), layout(), "it has down_proj, experts, gate_proj, in_proj_ba, in_proj_qkvz, k_proj"),
-        (("all",), layout(tp=4), "--tensor-model-parallel-size=4 is more than the 2 key/value heads"),
+        (("all",), layout(tp=4), "--tensor-model-parallel-size=4 exceeds the 2 key/value heads"),
         (("q_proj",), layout(pp=2), "no layer of pipeline stage 0 has one of them"),
     ],
 )
@@ -433,14 +433,14 @@ def test_adapters_that_a_model_or_layout_cannot_have_are_refused(targets, parall
     ("flags", "message"),
     [
         (["--lora-rank", "0"], "--lora-rank: must be between 1"),
-        (["--lora-alpha", "8"], "--lora-alpha: has no meaning without --lora-rank"),
-        (["--lora-targets", "q_proj"], "--lora-targets: has no meaning without --lora-rank"),
+        (["--lora-alpha", "8"], "--lora-alpha: has no effect without --lora-rank"),
+        (["--lora-targets", "q_proj"], "--lora-targets: has no effect without --lora-rank"),
         (["--lora-rank", "8", "--advantages", "critic", "--loss-variant", "grpo"], "--lora-rank: a critic"),
         (["--lora-rank", "8", "--moe-aux-loss-coeff", "0.1"], "--moe-aux-loss-coeff: balances routers"),
-        (["--lora-rank", "8", "--mtp-num-layers", "1"], "--mtp-num-layers: is trained with all its weights"),
+        (["--lora-rank", "8", "--mtp-num-layers", "1"], "--mtp-num-layers: trains all weights of its layers"),
         (
             ["--lora-rank", "8", "--model-override", "moe_shared_expert_overlap=true"],
-            "--model-override moe_shared_expert_overlap: computes around",
+            "--model-override moe_shared_expert_overlap: bypasses",
         ),
     ],
 )

@@ -133,10 +133,10 @@ def test_an_optimizer_in_host_memory_takes_the_same_steps_and_goes_on_from_its_c
         (["--use-precision-aware-optimizer"], "needs --use-distributed-optimizer"),
         (
             ["--use-precision-aware-optimizer", "--use-distributed-optimizer", "--bf16", "False"],
-            "is about weights in bfloat16",
+            "needs bfloat16 weights",
         ),
         (["--optimizer-cpu-offload"], "needs --use-precision-aware-optimizer"),
-        (["--overlap-cpu-optimizer-d2h-h2d"], "has no meaning without --optimizer-cpu-offload"),
+        (["--overlap-cpu-optimizer-d2h-h2d"], "has no effect without --optimizer-cpu-offload"),
     ],
 )
 def test_what_an_optimizer_needs_is_said_before_anything_starts(flags, says):

@@ -290,9 +290,9 @@ def test_a_dense_model_is_refused_by_name(shapes):
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ({"own": True, "old_logprobs": "engine"}, "--old-logprobs engine has none"),
-        ({"overrides": ["moe_router_fusion=true"]}, "would choose experts by itself"),
-        ({"overrides": ["cuda_graph_impl=local"]}, "would choose experts by itself"),
+        ({"own": True, "old_logprobs": "engine"}, "--old-logprobs engine does not run"),
+        ({"overrides": ["moe_router_fusion=true"]}, "chooses experts itself"),
+        ({"overrides": ["cuda_graph_impl=local"]}, "chooses experts itself"),
         ({"overrides": ["moe_enable_routing_replay=true"]}, "use --use-rollout-routing-replay"),
     ],
 )

@@ -41,14 +41,14 @@ def test_a_write_is_made_again_until_there_is_room(code):
     disk = Disk(3, code)
     assert DiskWait(60, disk.said.append, look_every=0.001).write(disk.write) == "written"
     assert len(disk.said) == 2, "when it began, and when it was over"
-    assert "the run waits 60 s for room, --disk-wait" in disk.said[0]
-    assert "room again" in disk.said[1]
+    assert "the run waits up to 60 s for space (--disk-wait)" in disk.said[0]
+    assert "space again" in disk.said[1]
 
 
 def test_there_is_an_end_to_waiting_for_room():
     disk = Disk(10**9)
     began = time.monotonic()
-    with pytest.raises(DiskFullError, match=r"no room on the disk for 0\.05 s, --disk-wait.*No space left"):
+    with pytest.raises(DiskFullError, match=r"the disk stayed full for 0\.05 s .*No space left"):
         DiskWait(0.05, disk.said.append, look_every=0.001).write(disk.write)
     assert 0.05 <= time.monotonic() - began < 5
     assert len(disk.said) == 1
@@ -73,7 +73,7 @@ def test_many_writers_in_turn_share_one_deadline():
     disk = Disk(10**9)
     clock, room = clocked(disk)
     for _ in range(256):
-        with pytest.raises(DiskFullError, match="no room on the disk for 600 s"):
+        with pytest.raises(DiskFullError, match="the disk stayed full for 600 s"):
             room.write(disk.write)
     assert clock.seconds == 600, "and not 43 hours"
     assert len(disk.said) == 1

@@ -303,7 +303,7 @@ def test_a_row_that_cannot_be_read_is_named_and_the_rest_goes_on(run_dir):
         file.write("3\n")
     reply = asked.get("/api/runs")
     assert reply.status_code == 500
-    assert "metrics.jsonl, line 4: no row of a metrics log" in reply.json()["problem"]
+    assert "metrics.jsonl, line 4: not a row of a metrics log" in reply.json()["problem"]
     assert asked.get("/api/runs/0/sections/1").status_code == 200
 
 
@@ -364,7 +364,7 @@ def test_the_command_listens_on_loopback_alone_takes_a_free_port_and_ends_at_onc
 
 
 def test_what_is_no_run_is_said_before_anything_listens(tmp_path, capsys):
-    for arguments, words in (([str(tmp_path)], "is it the directory of a run?"), ([], "which run?")):
+    for arguments, words in (([str(tmp_path)], "name a directory that does"), ([], "which run?")):
         assert main(["serve", *arguments]) == 2
         assert words in capsys.readouterr().err
 

@@ -489,13 +489,13 @@ def test_a_sum_is_what_it_would_be_on_paper():
     [
         ((), 1.0, "has no parts"),
         (("math=0.9", "code:format=0.2"), 0.9, None),
-        (("math=0.5", "code:format=0.5"), 0.5, "would be correct without it"),
-        (("math=0.5", "code:format=0.4"), 1.0, "no response would be correct"),
+        (("math=0.5", "code:format=0.5"), 0.5, "could be correct without the first"),
+        (("math=0.5", "code:format=0.4"), 1.0, "no response could be correct"),
         (("math=much",), 1.0, "must be a number"),
         (("math=0",), 1.0, "leave the part out"),
         (("math=1", "code:format=-1e308"), 1.0, r"at most 1e\+09 in size"),
         (("maths=1",), 1.0, "did you mean 'math'"),
-        (("math=1", "composite=0.1"), 1.0, "not made of itself"),
+        (("math=1", "composite=0.1"), 1.0, "cannot contain itself"),
     ],
 )
 def test_weights_must_leave_correct_to_the_main_part(parts, threshold, says):
@@ -627,7 +627,7 @@ def test_part_marks_are_no_reward(reasoning_gym, chain_sums):
 def test_a_prompt_from_elsewhere_is_an_error(reasoning_gym):
     (score,) = reasoning_gym.score(asked("42"))
     assert score.reward is None
-    assert "no reasoning_gym item" in score.error
+    assert "not a reasoning_gym item" in score.error
 
 
 def test_the_answer_follows_the_last_mark():

@@ -179,7 +179,7 @@ def test_a_step_that_the_journal_has_lost_ends_the_run_and_is_named(tmp_path):
             data = bytearray(segment.read_bytes())
             data[len(data) // 2] ^= 1
             segment.write_bytes(data)
-        with pytest.raises(LostStepError, match="the journal does not hold step 2"):
+        with pytest.raises(LostStepError, match="the trainers need step 2 again"):
             steps.take(1)
 
 

@@ -60,7 +60,7 @@ def test_so_is_one_that_is_lost_while_the_run_starts_again(opened):
 
 def test_but_not_for_good_and_not_at_the_first_start(opened, capsys):
     assert opened(LOST, DIED, DIED, DIED) == (FAILED, [0.0, 7.0, 7.0, 7.0])
-    assert capsys.readouterr().err.count("starting once more") == 2
+    assert capsys.readouterr().err.count("starting again") == 2
     status, waits = opened(DIED)
     assert (status, len(waits)) == (FAILED, 5)
 

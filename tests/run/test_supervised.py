@@ -11,6 +11,7 @@ from functools import cache
 import numpy as np
 import pytest
 
+from megatron_ibpo.commands import sft
 from megatron_ibpo.config import ConfigError
 from megatron_ibpo.data import load_tokenizer, open_sources
 from megatron_ibpo.data.demonstrations import DemonstrationReader
@@ -94,6 +95,13 @@ def test_settings_of_sampling_have_no_effect_and_are_named(rows):
     assert (config.loss.loss_variant, config.loss.kl_coef) == ("nll", 0)
     assert {"--kl-coef", "--n-samples-per-prompt", "--advantage-estimator"} <= {*idle}
     assert supervised(parse_config(flags_for(rows)))[1] == []
+
+
+def test_a_limit_of_responses_that_was_typed_is_said_to_have_no_effect(rows):
+    said = []
+    for words in ([], ["--rollout_max_response_len=7"]):
+        parse_config(flags_for(rows, *words), note=said.append, unused=sft.UNUSED)
+    assert said == [*sft.UNUSED.values()]
 
 
 def test_what_only_rl_can_do_is_refused_by_name(rows):

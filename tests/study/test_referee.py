@@ -111,14 +111,14 @@ def test_a_study_of_several_tasks_is_priced_resumed_and_has_one_page_with_dose_a
     path = written(tasks=TWO_TASKS)
     complete, said, found = conducted(tmp_path, path, program, runs_at_most=0)
     assert (complete, found) == (False, None)
-    assert "8 runs to go, 8e+11 flops, how long they take is not known beforehand" in said
+    assert "8 runs to go, 8e+11 flops, duration unknown" in said
     complete, said, found = conducted(tmp_path, path, program, parallel=3, runs_at_most=7)
     assert (complete, found.runs_left, len(found.runs)) == (False, 1, 7)
     assert "1 run to go, 1e+11 flops, about 0 minutes" in said  # half a minute
     complete, said, found = conducted(tmp_path, path, program)
     assert complete
     assert "run 1/1 rare, gspo, seed 1: finished" in said
-    assert "power: not known beforehand" in said
+    assert "power: unknown" in said
     assert len(found.runs) == 2 * 2 * 2
     kept = json.loads((tmp_path / "out/results.json").read_text())
     assert [line["method"] for line in kept["overall"]] == ["gspo", "dr"]

@@ -624,7 +624,7 @@ def test_recipes_are_methods_too(tmp_path):
         ({"baseline": "grpo"}, "'grpo' is none of the methods"),
         ({"budget": None}, "a study needs budget"),
         ({"budgett": 3}, "unknown key 'budgett'; did you mean 'budget'"),
-        ({"seeds": [1, 1]}, "seeds must be different"),
+        ({"seeds": [1, 1]}, "seeds must be one or more, all different"),
         ({"tune": {"grid": {"lr": [1]}, "seeds": [0], "budget": 1}}, "tuning must not use the study's own"),
         ({"tune": {"grid": {"lr": [1]}}}, "tune must have budget, grid, seeds"),
         (

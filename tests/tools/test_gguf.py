@@ -88,8 +88,8 @@ def dimension_of(data, tensor, value):
 
 
 DAMAGE = {
-    "empty": (lambda data: b"", "no GGUF file"),
-    "another format": (lambda data: b"PK\3\4" + data[4:], "no GGUF file"),
+    "empty": (lambda data: b"", "not a GGUF file"),
+    "another format": (lambda data: b"PK\3\4" + data[4:], "not a GGUF file"),
     "version": (lambda data: data[:4] + struct.pack("<I", 9) + data[8:], "version 9"),
     "big-endian": (lambda data: data[:4] + struct.pack(">I", 3) + data[8:], "version 50331648"),
     "cut in the header": (lambda data: data[:100], "cut off"),
@@ -106,11 +106,11 @@ DAMAGE = {
     "layers": (lambda data: number_after(data, "llama.block_count", 10**9), "1000000000 layers"),
     "width": (
         lambda data: number_after(data, "llama.embedding_length", 2**31 - 4),
-        "cannot be read, damaged",
+        "cannot be read; it is damaged",
     ),
     "heads of nothing": (
         lambda data: number_after(data, "llama.attention.head_count", 0),
-        "cannot be read, damaged",
+        "cannot be read; it is damaged",
     ),
     "vocabulary": (lambda data: number_after(data, "llama.vocab_size", 2**31 - 1), "vocab_size"),
     "a tensor's size": (
@@ -122,7 +122,7 @@ DAMAGE = {
         "beyond the end of the file",
     ),
     "merges": (lambda data: data.replace(b"! !", b"! ?"), "merges '! ?'"),
-    "another model": (lambda data: data.replace(b"llama", b"lambo"), "cannot be read, damaged"),
+    "another model": (lambda data: data.replace(b"llama", b"lambo"), "cannot be read; it is damaged"),
 }
 
 

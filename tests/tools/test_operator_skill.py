@@ -103,7 +103,7 @@ def test_a_policy_whose_corrections_are_other_tries_is_found_out():
     skill = operator_skill(tried)
     above = skill["ways"]["groups with a correct response"]["correct reference"]["above_resample"]
     assert above["low"] < 0 < above["high"]
-    assert "IBPO's premise does not hold" in premise(skill) or "too few to say" in premise(skill)
+    assert "IBPO's premise does not hold" in premise(skill) or "too few responses to say" in premise(skill)
 
 
 def test_before_a_run_corrections_are_made_as_in_training():
@@ -227,7 +227,7 @@ def test_the_premise_in_plain_words():
         "hold for this policy (difference +0.00 ["
     )
     few = [True, False, False, True]
-    assert "too few to say" in premise(skill_of(few, [not success for success in few]))
+    assert "too few responses to say" in premise(skill_of(few, [not success for success in few]))
     assert "premise holds" in premise(skill_of([True] * 50, many[:50]))
     assert premise(skill_of([True], [False])).startswith("too few of 2 prompts")
 

@@ -67,7 +67,7 @@ def test_an_index_that_names_the_wrong_file(here):
     index = json.loads((source / "model.safetensors.index.json").read_text())["weight_map"]
     other = {"a.safetensors": "b.safetensors", "b.safetensors": "a.safetensors"}[index[NORM]]
     edit_json(source / "model.safetensors.index.json", weight_map={**index, NORM: other})
-    refuse(source, target, CheckpointError, f"{other}: {NORM} is not in it, though the index says so")
+    refuse(source, target, CheckpointError, f"{other}: {NORM} is missing, although the index names it")
 
 
 @pytest.mark.parametrize(
@@ -310,7 +310,7 @@ def test_an_entry_that_is_no_pickle_of_torch(stored, tmp_path):
         tmp_path / "ran",
         "rng_state_shard_0_1.distcp",
         "rng_state/shard_0_1",
-        "no pickle of plain data",
+        "not a pickle of plain data",
     )
 
 
@@ -323,7 +323,7 @@ def test_an_entry_behind_a_transform_is_refused(stored):
         metadata.storage_data[MetadataIndex("rng_state/shard_0_1")] = place
 
     with_metadata(stored, edit)
-    with pytest.raises(CheckpointError, match="rng_state/shard_0_1 is stored by way of zstd"):
+    with pytest.raises(CheckpointError, match="rng_state/shard_0_1 is stored through the transforms zstd"):
         StoredCheckpoint(stored)
 
 

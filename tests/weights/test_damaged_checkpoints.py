@@ -51,7 +51,7 @@ def test_an_index_that_reaches_further_than_its_directory_or_names_no_file(here,
             target,
             CheckpointError,
             INDEX,
-            f"{NAME} is said to lie in {file!r}",
+            f"{NAME} should be in {file!r}",
             allow_pickle=allow_pickle,
         )
 
@@ -342,7 +342,7 @@ def test_what_is_no_file_of_its_kind_is_told_without_reading_it(tmp_path):
         check_integrity(tmp_path)
     assert "b.distcp is a pipe" in str(refused.value)
     assert "c.distcp: Too many levels of symbolic links" in str(refused.value)
-    assert "config.json has 1,000,000,000,000 bytes, and a file of its kind at most" in str(refused.value)
+    assert "config.json has 1,000,000,000,000 bytes; such a file may have at most" in str(refused.value)
 
 
 def test_each_of_several_processes_takes_its_part(written):

@@ -50,10 +50,10 @@ def test_the_scales_of_fp8_come_back_where_the_layout_is_the_same(found):
 def test_scales_that_are_not_restored_are_said_to_form_anew(found):
     names, (note,) = found["of another layout"]
     assert names == []
-    assert "step_000003 was saved with tensor_model_parallel_size 1: they form anew" in note
+    assert "step_000003 was saved with tensor_model_parallel_size 1; they settle again" in note
     names, (note,) = found["of a conversion"]
     assert names == []
-    assert "the scales of FP8 are not restored" in note
+    assert "FP8 scales are not restored" in note
 
 
 def test_scales_that_would_run_code_are_refused(found):

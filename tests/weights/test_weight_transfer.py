@@ -616,7 +616,7 @@ def with_tensors_that_do_not_fit(world: Any) -> list[str]:
 def test_tensors_that_do_not_fit_are_named_on_every_rank_before_anything_is_sent():
     for said in run_ranks(with_tensors_that_do_not_fit, 2):
         assert said == [
-            "the trainer's tensors do not bring norm of engine 0",
+            "the trainer's tensors do not cover norm of engine 0",
             "engine 0 has no place for who of the trainer",
         ]
 

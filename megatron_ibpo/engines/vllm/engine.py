@@ -373,7 +373,7 @@ class _Inbox:
                 lambda: self._answer is not None or self._asked > asked or self.closed, timeout
             )
             if self._asked > asked:
-                return Refused("something else was asked before the answer came")
+                return Refused("another request was sent before the answer came")
             answer, self._answer = self._answer, None
             return answer
 

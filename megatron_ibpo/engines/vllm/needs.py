@@ -72,8 +72,8 @@ def cpu_problems(rollout: RolloutConfig, shape: ModelShape) -> list[str]:
     if any(shape.full_attention) and shape.head_dim not in HEAD_DIMS:
         sizes = ", ".join(map(str, HEAD_DIMS))
         problems.append(
-            f"head_dim {shape.head_dim} in config.json: vLLM's attention on CPUs computes heads of {sizes}; "
-            "take a model with one of these, or sample on GPUs"
+            f"head_dim {shape.head_dim} in config.json: vLLM's attention on CPUs supports only heads of "
+            f"{sizes}; take a model with one of these, or sample on GPUs"
         )
     if isinstance(shape, DeltaNetShape) and shape.is_recurrent:
         key, value = shape.gdn_key_dim, shape.gdn_value_dim
@@ -85,7 +85,7 @@ def cpu_problems(rollout: RolloutConfig, shape: ModelShape) -> list[str]:
             )
         if rollout.vllm_dtype == "float32":
             problems.append(
-                f"--vllm-dtype float32: vLLM's CPU kernels for the delta nets of {shape.family} take "
-                "bfloat16 alone; leave it out"
+                f"--vllm-dtype float32: vLLM's CPU kernels for the delta nets of {shape.family} support "
+                "bfloat16 only; leave the flag out"
             )
     return problems

@@ -42,8 +42,8 @@ class RoutingRecord:
             kept.reached = end
 
     def take(self, request: str, tokens: int) -> ExpertIds | None:
-        """Return the choices of the first `tokens` positions and forget them; `no_expert` where there is no
-        record, None if there is none at all."""
+        """Return the choices of the first `tokens` positions and forget them; `no_expert` for a position
+        without a record; None if no position has one."""
         kept = self._kept.pop(request, None)
         if kept is None:
             return None

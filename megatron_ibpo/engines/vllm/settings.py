@@ -95,8 +95,8 @@ def engine_settings(
     if on_cpu and shape.is_recurrent and "speculative_config" in arguments:
         # vLLM 0.32: log-probs are NaN from the second token on, greedy tokens change, and there is no error
         raise ValueError(
-            "--vllm-arg speculative-config: on CPUs vLLM samples wrongly from models with delta nets when it "
-            "speculates; leave it out, or speculate on GPUs"
+            "--vllm-arg speculative-config: on CPUs vLLM's speculative decoding samples wrongly from "
+            "models with delta nets; leave it out, or speculate on GPUs"
         )
     if on_cpu and recorded and "speculative_config" in arguments:
         # a position may be computed for a draft that is rejected, and the record keeps its first choice
@@ -133,8 +133,8 @@ def _taking_new_weights(arguments: dict[str, Any], *, experts_on_gpu: bool) -> d
     quantization = arguments.get("quantization")
     if quantization is not None and quantization not in ONLINE_QUANTIZATION:
         raise ValueError(
-            f"--vllm-arg quantization={quantization}: its weights are quantized before they are loaded, and "
-            f"trainers give unquantized ones; vLLM quantizes those itself with "
+            f"--vllm-arg quantization={quantization}: it loads weights that are quantized already, and "
+            "trainers send unquantized ones; vLLM itself can quantize those with "
             f"{', '.join(ONLINE_QUANTIZATION)}"
         )
     if quantization == "fp8_per_channel" and experts_on_gpu:

@@ -94,15 +94,15 @@ def open_source(directory: Path, *, tokenizer: Tokenizer | None = None) -> Sourc
         ValueError: the directory holds neither, or a file in it cannot be read.
     """
     if not directory.is_dir():
-        raise ValueError(f"{directory}: is it the directory of a run? There is no such directory")
+        raise ValueError(f"{directory}: no such directory; name the directory of a run")
     of_run, of_evaluation = (directory / METRICS_FILE).exists(), (directory / RESULTS_FILE).exists()
     if of_evaluation and not of_run:
         return EvaluationSource(directory)
     if of_run or (directory / CONFIG_FILE).exists():
         return RunSource(directory, tokenizer=tokenizer)
     raise ValueError(
-        f"{directory} holds no {METRICS_FILE}: is it the directory of a run? An evaluation's has a "
-        f"{RESULTS_FILE}"
+        f"{directory} holds neither the {METRICS_FILE} of a run nor the {RESULTS_FILE} of an evaluation; "
+        "name a directory that does"
     )
 
 

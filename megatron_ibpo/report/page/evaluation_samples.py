@@ -136,7 +136,9 @@ def results_of(directory: Path) -> Results:
     try:
         sets = {str(name): _set(entry) for name, entry in content.get("sets", {}).items()}
     except (TypeError, ValueError, AttributeError) as error:
-        raise ValueError(f"{directory / RESULTS_FILE}: no results of an evaluation: {error!r}") from error
+        raise ValueError(
+            f"{directory / RESULTS_FILE}: not the results of an evaluation: {error!r}"
+        ) from error
     return Results(str(content.get("status", "")), str(content.get("policy", "")), sets)
 
 
@@ -163,7 +165,7 @@ def _sample(line: bytes, where: str) -> dict[str, Any]:
         or not (sample.get("reward") is None or is_number(sample["reward"]))
         or "label" not in sample
     ):
-        raise ValueError(f"{where}: no sample of an evaluation: {shown(sample)}")
+        raise ValueError(f"{where}: not a sample of an evaluation: {shown(sample)}")
     return sample
 
 

@@ -202,7 +202,7 @@ def _done(module: "ModuleType", action: str, arguments: "list[Any]") -> "tuple[A
 
 
 class Remote:
-    """An object of the program's that is no plain data. It can be called, read and iterated, and equals
+    """An object of the program that is not plain data. It can be called, read and iterated, and equals
     nothing but itself."""
 
     def __init__(self, ask: "Callable[..., list[Any]]", number: int, changes: "Changes"):

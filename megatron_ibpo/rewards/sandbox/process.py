@@ -188,7 +188,7 @@ class Process:
         with suppress(BlockingIOError):
             os.set_blocking(self._err, False)
             self._stderr += os.read(self._err, _CHUNK)
-        said = self._stderr.decode(errors="replace").strip() or "it says nothing"
+        said = self._stderr.decode(errors="replace").strip() or "no message"
         return SandboxError(f"the sandbox {what}: {said}")
 
     def read(self, enough: Callable[[bytearray], bool], deadline: float) -> bool:

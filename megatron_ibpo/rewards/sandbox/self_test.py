@@ -68,6 +68,4 @@ def check_isolation() -> None:
         said = execution.stderr.strip() or f"status {execution.status}"
         raise SandboxError(f"the sandbox cannot run Python: {said}. {_HINT}") from None
     if broken := [what for what, holds in findings.items() if not holds]:
-        raise SandboxError(
-            f"the sandbox does not isolate: it is not true that a program {broken[0]}. {_HINT}"
-        )
+        raise SandboxError(f"the sandbox does not isolate: this check failed: a program {broken[0]}. {_HINT}")

@@ -101,8 +101,8 @@ def _entries(directory: Path, metadata: Metadata) -> Iterator[tuple[Path, str, b
         path = directory / place.relative_path
         if place.transform_descriptors:
             raise CheckpointError(
-                f"{path}: {index.fqn} is stored by way of {listed(place.transform_descriptors)}; "
-                "save the checkpoint without transforms"
+                f"{path}: {index.fqn} is stored through the transforms "
+                f"{listed(place.transform_descriptors)}; save the checkpoint without transforms"
             )
         check_user_file(path)
         with path.open("rb") as file:
@@ -116,4 +116,4 @@ def _entries(directory: Path, metadata: Metadata) -> Iterator[tuple[Path, str, b
 def _reason(error: Exception) -> str:
     """Return the reason without torch's advice, which is to allow what was refused."""
     asked = re.search(r"GLOBAL (\S+)", str(error))
-    return f"it asks for {asked[1]}" if asked else f"no pickle of plain data ({type(error).__name__})"
+    return f"it asks for {asked[1]}" if asked else f"not a pickle of plain data ({type(error).__name__})"

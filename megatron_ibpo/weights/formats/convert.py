@@ -172,8 +172,8 @@ def model_of(stored_dir: Path, origin: Path | None = None) -> tuple[Path, ModelS
     """
     if read_layout(stored_dir).get("lora"):
         raise CheckpointError(
-            f"{stored_dir} holds adapters alone: its run exports merged weights (--export-interval, and hf "
-            "at the end), and PEFT merges what is in adapter"
+            f"{stored_dir} holds adapters only. Its run exports merged weights (every --export-interval, "
+            "and into hf at the end); PEFT merges the files in adapter"
         )
     if origin is None:
         origin = stored_dir / HF_FILES
@@ -269,7 +269,7 @@ def model_entries(shape: ModelShape, tensors: Tensors, vocab_rows: int | None = 
     if layers > 1:
         raise CheckpointError(
             f"mtp.layers.1 to mtp.layers.{layers - 1}: only one multi-token prediction layer can be "
-            "converted, for Hugging Face checkpoints have one mtp.fc for all of them"
+            "converted, since Hugging Face checkpoints have one mtp.fc for all of them"
         )
     entries = weight_map(shape, layers, vocab_rows)
     if shape.tie_word_embeddings:

@@ -44,11 +44,11 @@ def read_header(path: Path) -> Header:
     """
     Raises:
         CheckpointError: not a GGUF file, a truncated one, or one that describes more than it holds.
-        UnicodeDecodeError, ValueError: a name is no text, or a tensor's type unknown.
+        UnicodeDecodeError, ValueError: a name is not text, or a tensor's type is unknown.
         ImportError: gguf is not installed.
     """
     if path.stat().st_size < len(MAGIC):
-        raise CheckpointError("it is no GGUF file: it is empty")
+        raise CheckpointError("it is not a GGUF file: it is empty")
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         return _Reader(data).header()
 
@@ -61,7 +61,7 @@ class _Reader:
 
     def header(self) -> Header:
         if (magic := self._take(4)) != MAGIC:
-            raise CheckpointError(f"it is no GGUF file: it begins with {magic!r}")
+            raise CheckpointError(f"it is not a GGUF file: it begins with {magic!r}")
         if (version := self._number("I")) not in VERSIONS:
             raise CheckpointError(
                 f"it has version {version} of the format, or is big-endian; 2 and 3 are read"
@@ -138,7 +138,7 @@ def gguf_to_hf(gguf: Path, target: Path) -> None:
     if not gguf.is_file():
         raise CheckpointError(f"no file {gguf}")
     if target.exists():
-        raise FileExistsError(f"{target} is there; remove it or name another directory")
+        raise FileExistsError(f"{target} exists already; remove it, or name another directory")
     try:
         model, tokenizer = _read(gguf)
     except CheckpointError as error:
@@ -148,7 +148,7 @@ def gguf_to_hf(gguf: Path, target: Path) -> None:
     except Exception as error:  # damaged bytes make transformers raise nearly anything
         said = f"{type(error).__name__}: {' '.join(str(error).split())[:LONGEST]}"
         raise CheckpointError(
-            f"{gguf} cannot be read, damaged or of a kind that transformers does not know: {said}"
+            f"{gguf} cannot be read; it is damaged, or of a kind that transformers does not know: {said}"
         ) from error
     partial = target.with_name(f".{target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -201,7 +201,7 @@ def _check_sizes(config: Any, header: Header) -> None:
     largest = max((size for shape in header.shapes.values() for size in shape), default=0)
     for name in SIZES:
         if (size := getattr(config, name, 0)) > largest:
-            raise CheckpointError(f"{name} is {size}, and no tensor has such a size")
+            raise CheckpointError(f"{name} is {size}, and no tensor is that large")
 
 
 def _check_merges(header: Header) -> None:
@@ -212,4 +212,4 @@ def _check_merges(header: Header) -> None:
     tokens = set(header.fields.get("tokenizer.ggml.tokens", ()))
     for merge in header.fields.get("tokenizer.ggml.merges", ()):
         if merge.replace(" ", "", 1) not in tokens or not tokens.issuperset(merge.split(" ", 1)):
-            raise CheckpointError(f"its tokenizer merges {merge!r}, which gives no token")
+            raise CheckpointError(f"its tokenizer has the merge {merge!r}, which gives no token")

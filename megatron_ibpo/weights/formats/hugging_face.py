@@ -89,13 +89,14 @@ class Checkpoint:
         for name, file in file_of.items():
             if not is_inside(file) or not file.endswith(ending):
                 raise CheckpointError(
-                    f"{path}: {name[:200]} is said to lie in {shown(file)}, which is no {ending} file of "
-                    "this directory; download the checkpoint again, or write its index anew"
+                    f"{path}: {name[:200]} should be in {shown(file)}, which is not a {ending} file of "
+                    "this directory; download the checkpoint again, or rebuild its index"
                 )
         missing = sorted({file for file in file_of.values() if not (self.directory / file).is_file()})
         if missing:
             raise CheckpointError(
-                f"{self.directory}: {listed(missing)} named in {index} but not there; download again"
+                f"{self.directory}: {listed(missing)} named in {index} but missing; download the "
+                "checkpoint again"
             )
         return file_of
 
@@ -115,7 +116,7 @@ class Checkpoint:
             pickle.UnpicklingError,
         ) as error:
             raise CheckpointError(
-                f"{path} cannot be read ({first_line(error)}): truncated or no weights file; "
+                f"{path} cannot be read ({first_line(error)}): it is truncated or not a weights file; "
                 "download it again"
             ) from None
 
@@ -146,7 +147,7 @@ class Checkpoint:
             return self._files.get(file).get_slice(name)
         except (SafetensorError, KeyError) as error:
             raise CheckpointError(
-                f"{self.directory / file}: {name} is not in it, though the index says so ({error})"
+                f"{self.directory / file}: {name} is missing, although the index names it ({error})"
             ) from None
 
     def refuse_packed(self) -> None:
@@ -154,8 +155,9 @@ class Checkpoint:
         and could not take the trained weights."""
         if self.packed:
             raise CheckpointError(
-                f"{self.directory} holds {listed(sorted(self.packed))} in MXFP4, which is not trained: make "
-                "one in bfloat16 of it with `tools/ibpo.sh convert to-megatron` and then `convert to-hf`"
+                f"{self.directory} holds {listed(sorted(self.packed))} in MXFP4, which cannot be trained; "
+                "make a bfloat16 checkpoint of it with `tools/ibpo.sh convert to-megatron` and then "
+                "`convert to-hf`"
             )
 
     def check(self, shape: ModelShape, entries: Iterable[Entry]) -> list[str]:
@@ -261,7 +263,7 @@ class _PickledFile:
         self._tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         found = self._tensors.values() if isinstance(self._tensors, dict) else [self._tensors]
         if strays := [type(value).__name__ for value in found if not isinstance(value, Tensor)]:
-            raise OSError(f"a dictionary of tensors is wanted, this has a {strays[0]}")
+            raise OSError(f"expected a dictionary of tensors, found a {strays[0]}")
 
     def keys(self) -> list[str]:
         return list(self._tensors)

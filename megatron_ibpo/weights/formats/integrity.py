@@ -102,7 +102,7 @@ def _read(path: Path) -> tuple[list[str], dict[str, str]]:
     for name, digest in files.items():
         if not is_inside(name) or not isinstance(digest, str):
             raise ValueError(
-                f"{path} is malformed: {shown(name)}: {shown(digest)} is no file of the checkpoint's"
+                f"{path} is malformed: {shown(name)}: {shown(digest)} is not a file of the checkpoint"
             )
     return sorted(files), files
 

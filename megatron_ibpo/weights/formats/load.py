@@ -61,8 +61,8 @@ def load_mtp(model: Any, policy: list[Any], shape: ModelShape, hf_dir: Path) -> 
     layers = mtp_layers(checkpoint)
     if layers != 1:
         raise CheckpointError(
-            f"{hf_dir} holds {layers} multi-token prediction layers (mtp.layers.*), and --mtp-num-layers 1 "
-            "trains one that is there; leave the flag out, or take a checkpoint with one"
+            f"{hf_dir} holds {layers} multi-token prediction layers (mtp.layers.*), but --mtp-num-layers "
+            "1 trains exactly one; leave the flag out, or take a checkpoint with one"
         )
     holding = my_holding(shape, layers_of(policy), vocab_rows_of(policy))
     entries = weight_map(shape, 1, holding.vocab_rows)
@@ -107,6 +107,5 @@ def check_finite(tensor: Tensor, where: Path, name: str) -> None:
     """
     if tensor.is_floating_point() and not is_finite(tensor):
         raise CheckpointError(
-            f"{where}: {name} holds NaN or infinity, with which nothing can be trained; take another copy of "
-            "the checkpoint, or an earlier one"
+            f"{where}: {name} holds NaN or infinity; take another copy of the checkpoint, or an earlier one"
         )

@@ -79,7 +79,7 @@ class MappedFiles:
                 raise ValueError("the tensor is big-endian")
             itemsize = described.dtype.itemsize
         except Exception as error:  # damaged bytes make zipfile and pickle raise nearly anything
-            raise ValueError(f"no saved tensor: {type(error).__name__}: {error}") from None
+            raise ValueError(f"not a saved tensor: {type(error).__name__}: {error}") from None
         header = mapping[offset + data.header_offset : offset + data.header_offset + LOCAL_HEADER_BYTES]
         names = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
         start = offset + data.header_offset + LOCAL_HEADER_BYTES + names

@@ -47,8 +47,8 @@ def check_same_adapters(saved: Any, model: ModelConfig, checkpoint: Path) -> Non
         return
     if present is None:
         raise CheckpointError(
-            f"--load {checkpoint}: holds adapters alone; go on with its --lora-rank, or start from a merged "
-            "export"
+            f"--load {checkpoint}: holds adapters only; resume with its --lora-rank, or start from a "
+            "merged export"
         )
     if not isinstance(saved, dict):
         raise CheckpointError(
@@ -60,12 +60,12 @@ def check_same_adapters(saved: Any, model: ModelConfig, checkpoint: Path) -> Non
         if saved.get(name) != present[name]:
             raise CheckpointError(
                 f"--load {checkpoint}: its adapters have {flag} {_shown(saved.get(name))}, this run "
-                f"{_shown(present[name])}; go on with the same"
+                f"{_shown(present[name])}; resume with the same"
             )
     if saved.get("base_digest") != present["base_digest"]:
         raise CheckpointError(
-            f"--load {checkpoint}: its adapters belong to the weights that were in {saved.get('base')}, and "
-            f"--hf-checkpoint {model.hf_checkpoint} has others"
+            f"--load {checkpoint}: its adapters belong to the weights that were in {saved.get('base')}, "
+            f"but --hf-checkpoint {model.hf_checkpoint} has others"
         )
 
 

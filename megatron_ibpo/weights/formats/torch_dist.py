@@ -133,10 +133,10 @@ def _check_metadata(metadata: Metadata) -> dict[str, int]:
     ends: dict[str, int] = {}
     for index, place in metadata.storage_data.items():
         if not isinstance(index, MetadataIndex) or not isinstance(place, _StorageInfo):
-            raise TypeError("its places are no places")
+            raise TypeError("its storage places are malformed")
         if not is_inside(place.relative_path):
             raise ValueError(
-                f"{index.fqn!r} is said to lie in {place.relative_path!r}, which is no file of this directory"
+                f"{index.fqn!r} should be in {place.relative_path!r}, which is not a file of this directory"
             )
         _check_sizes(index.fqn, (place.offset, place.length))
         ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
@@ -200,7 +200,9 @@ class StoredCheckpoint:
                     self._check_tensor(block)
                     dtypes.add(self.tensors[block.key].properties.dtype)
             if len(dtypes) > 1:
-                raise CheckpointError(f"{self.directory}: the parts of {entry.name} are {dtypes}, not alike")
+                raise CheckpointError(
+                    f"{self.directory}: the parts of {entry.name} have different types: {dtypes}"
+                )
         if missing:
             raise CheckpointError(f"{self.directory}: missing {listed(sorted(set(missing)))}")
         extra = sorted(key for key in self.tensors if key not in wanted and is_weight(key))

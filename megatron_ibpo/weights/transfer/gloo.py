@@ -230,7 +230,7 @@ class GlooTransport:
 
 
 class _Outbox:
-    """The messages under way."""
+    """Messages in progress."""
 
     def __init__(self, groups: dict[int, Any], first_worker: int, timeout: float) -> None:
         self._groups = groups

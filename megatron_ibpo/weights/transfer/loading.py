@@ -90,8 +90,8 @@ class Loading:
         loaded = self._load_weights(weights if self._sums is None else self._summed(weights, self._sums))
         if loaded is None:
             raise TypeError(
-                f"{type(self._model).__name__}.load_weights of this vLLM does not say what it loaded, so a "
-                "weight update of it cannot be known to be whole"
+                f"{type(self._model).__name__}.load_weights of this vLLM does not report what it loaded, "
+                "so a weight update cannot be checked"
             )
         self._absent -= loaded
         return loaded

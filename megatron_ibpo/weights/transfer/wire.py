@@ -66,7 +66,7 @@ def read_answers(
     if unknown:
         raise WeightPlanError(f"engine {engine} has no place for {listed(unknown)} of the trainer")
     if forgotten:
-        raise WeightPlanError(f"the trainer's tensors do not bring {listed(forgotten)} of engine {engine}")
+        raise WeightPlanError(f"the trainer's tensors do not cover {listed(forgotten)} of engine {engine}")
     return needs
 
 

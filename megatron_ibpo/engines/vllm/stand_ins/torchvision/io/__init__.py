@@ -9,4 +9,4 @@ class ImageReadMode(Enum):
 
 
 def decode_image(*_: Any, **__: Any) -> NoReturn:
-    raise RuntimeError("torchvision is not installed: this engine takes text alone")
+    raise RuntimeError("torchvision is not installed: this engine takes text only")

@@ -12,6 +12,6 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(name)
 
     def missing(*_: Any, **__: Any) -> NoReturn:
-        raise RuntimeError(f"{name}: torchvision is not installed: this engine takes text alone")
+        raise RuntimeError(f"{name}: torchvision is not installed: this engine takes text only")
 
     return missing
