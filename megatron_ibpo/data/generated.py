@@ -198,11 +198,7 @@ def _time_limit(spec: str) -> Iterator[None]:
 
 
 def _parse_task(spec: str) -> _Task:
-    """Return the task that a `reasoning_gym://` URL names.
-
-    Raises:
-        DataError: unknown task or parameter (with the nearest), or a value of the wrong type.
-    """
+    """Return the task that a `reasoning_gym://` URL names."""
     from reasoning_gym.factory import DATASETS
 
     name, _, query = spec.removeprefix(SCHEME).partition("?")
@@ -250,11 +246,7 @@ def _levels(level: str | None, over: str | None, spec: str) -> tuple[range | Non
 
 
 def _of_level(name: str, level: int | None, spec: str) -> dict[str, Any]:
-    """Return the parameters of a level of the task's own curriculum that differ from the task's defaults.
-
-    Raises:
-        DataError: the task has no curriculum, or fewer levels.
-    """
+    """Return the parameters of a level of the task's own curriculum that differ from the task's defaults."""
     if level is None:
         return {}
     from reasoning_gym.factory import create_curriculum, has_curriculum
@@ -282,11 +274,7 @@ def _of_level(name: str, level: int | None, spec: str) -> dict[str, Any]:
 
 
 def _dataset(name: str, parameters: dict[str, Any]) -> Any:
-    """Return the reasoning_gym dataset that makes and scores a task's items.
-
-    Raises:
-        DataError: the task refuses the parameters.
-    """
+    """Return the reasoning_gym dataset that makes and scores a task's items."""
     import reasoning_gym
 
     try:

@@ -162,11 +162,7 @@ def _row_with_new_id(table: Table, place: Place, ids: set[int]) -> Row:
 
 
 def _check_id(row: Row, ids: set[int]) -> None:
-    """Add the row's id to `ids`, as a hash, since ids may be many.
-
-    Raises:
-        DataError: another row has the same id.
-    """
+    """Add the row's id to `ids`, as a hash, since ids may be many."""
     if (own := row.get("id")) is not None:
         key = derive_seed(json.dumps(own, default=str))
         if key in ids:

@@ -122,11 +122,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 def _check_files(path: Path) -> None:
     """Refuse files that the library would read without end, or that would give a table as long as the largest
-    id.
-
-    Raises:
-        DataError: a file is not valid or too large, or an id is out of range.
-    """
+    id."""
     present = [path / name for name in TOKENIZER_FILES if os.path.lexists(path / name)]
     for file in present:
         try:

@@ -181,11 +181,7 @@ def _at_temperature(own: EvalSet, temperature: float) -> EvalSet:
 
 
 def _of_half(source: PromptSource, half: str, count: int, spec: EvalSpec) -> list[Prompt]:
-    """Return the first `count` prompts of a half, or all there are.
-
-    Raises:
-        DataError: there is none.
-    """
+    """Return the first `count` prompts of a half, or all there are."""
     positions = range(source.num_prompts() or _MOST_LOOKED_AT * count)
     prompts = list(islice((p for p in map(source.at, positions) if half_of(p.text) == half), count))
     if not prompts:

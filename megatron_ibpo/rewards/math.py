@@ -240,11 +240,7 @@ def _value(parsed: list[Any]) -> complex | None:
 
 @functools.lru_cache(maxsize=4096)
 def _gold(label: str) -> list[Any]:
-    """Return the label as math-verify reads it; empty if it is not mathematics, or does not equal itself.
-
-    Raises:
-        LabelError: it takes too long.
-    """
+    """Return the label as math-verify reads it; empty if it is not mathematics, or does not equal itself."""
     choices = _OR.split(label)
     marked = _plain(",".join(map(_unassigned, choices)) if len(choices) > 1 else label)
     if "$" not in marked and "\\boxed" not in marked:

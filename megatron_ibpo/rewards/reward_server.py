@@ -256,11 +256,7 @@ def _api_key() -> str:
 
 
 async def _exchange(session: aiohttp.ClientSession, url: str, body: Any, seconds: float) -> Any:
-    """Return the JSON with which the server answers one request: a GET without a body, else a POST.
-
-    Raises:
-        _NoAnswerError: no such answer came within `seconds`.
-    """
+    """Return the JSON with which the server answers one request: a GET without a body, else a POST."""
     method, data = ("GET", None) if body is None else ("POST", json.dumps(body).encode())
     try:
         async with (
@@ -291,11 +287,7 @@ async def _content(response: aiohttp.ClientResponse) -> bytes:
 
 
 def _understood(read: Callable[..., Any], *arguments: Any) -> Any:
-    """Return what a wire makes of the content of an answer.
-
-    Raises:
-        _NoAnswerError: the content does not follow the protocol.
-    """
+    """Return what a wire makes of the content of an answer."""
     try:
         return read(*arguments)
     except (ValueError, LookupError, TypeError, AttributeError) as error:

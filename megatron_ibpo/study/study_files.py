@@ -214,11 +214,7 @@ def _names_a_directory(name: str) -> bool:
 
 
 def _of_kinds(raw: Mapping[str, Any], kinds: Mapping[str, Kind], where: str) -> dict[str, Any]:
-    """Return the given values, without empty keys.
-
-    Raises:
-        ConfigError: a value is not of its kind.
-    """
+    """Return the given values, without empty keys."""
     given = {key: value for key, value in raw.items() if value is not None}
     for key, (words, fits) in kinds.items():
         if kinds[key] is _NUMBER and key in given:

@@ -361,11 +361,7 @@ class _Kept(Generic[T]):
 
 
 def _inside(directory: Path, path: Path) -> Path:
-    """Return the path, if it is a file that is inside the directory even after following links.
-
-    Raises:
-        NotThere: it is not.
-    """
+    """Return the path, if it is a file that is inside the directory even after following links."""
     if not path.is_file():
         raise NotThere(f"{path.name} is not there")
     if not path.resolve().is_relative_to(directory.resolve()):

@@ -351,11 +351,7 @@ def _map_users(process: int, *, as_root: bool) -> None:
     """Map the users of a process's user namespace.
 
     Root is mapped so that the sandbox can be built as root, which then becomes NOBODY. A user without rights
-    can map only itself, to NOBODY.
-
-    Raises:
-        SandboxError: this process may not map users.
-    """
+    can map only itself, to NOBODY."""
     uid, gid = os.getuid(), os.getgid()
     try:
         if not as_root:
