@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
-from websockets.exceptions import WebSocketException
+from websockets.exceptions import ConnectionClosed, WebSocketException
 from websockets.sync.client import ClientConnection, connect
 
 from megatron_ibpo.basics.reward_value import read_reward
@@ -225,7 +225,8 @@ class OpenEnvironment:
         assert self._socket is not None, "reset comes first"
         request = {"type": kind} if data is None else {"type": kind, "data": data}
         try:
-            self._socket.send(json.dumps(request))
+            with contextlib.suppress(ConnectionClosed):  # it may have said why
+                self._socket.send(json.dumps(request))
             answer = json.loads(self._socket.recv(seconds))
             told = dict(answer["data"])
             if answer["type"] != "error":

@@ -201,13 +201,16 @@ def test_the_trainer_of_trl_shows_the_policy_the_same_tools(of_trl, tmp_path):
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import get_json_schema
+    from trl.chat_template_utils import qwen3_chat_template
 
     targets = {"guess": "guess_trl:GuessTheNumber", "bash": "of_trl:Bash", "adds": "of_trl:adds"}
     model = ROOT / "examples" / "tiny_qwen3_agent"
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = qwen3_chat_template  # one that it knows how to parse
     rows = [{"prompt": [{"role": "user", "content": "?"}], "environment": name} for name in targets]
     trainer = grpo.GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(model),
-        processing_class=AutoTokenizer.from_pretrained(model),
+        processing_class=tokenizer,
         reward_funcs=lambda environments, **_: [1.0] * len(environments),
         environment_factory={name: load_hook("--environment", target) for name, target in targets.items()},
         train_dataset=Dataset.from_list(rows),
