@@ -49,7 +49,7 @@ def tool_of(function: Callable[..., Any]) -> Tool:
         if parameter.default is inspect.Parameter.empty:
             required.append(argument)
     parameters = {"type": "object", "properties": properties} | ({"required": required} if required else {})
-    tool = {"name": name, "description": doc.description.strip(), "parameters": parameters}
+    tool: Tool = {"name": name, "description": doc.description.strip(), "parameters": parameters}
     if "return" in hints:
         tool["return"] = _schema(hints["return"])
         if doc.returns is not None:
