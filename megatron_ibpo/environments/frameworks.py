@@ -39,11 +39,12 @@ class TrlEnvironment:
         _seeded(seed)
         row = {**metadata, "prompt": [_user(question)], "label": label}
         observation = self._environment.reset(**_accepted(self._environment.reset, row))
-        if not callable(getattr(self._environment, "get_reward", None)) and not hasattr(
-            self._environment, "reward"
+        kind = type(self._environment)
+        # asked of the class first: a property may score as soon as it is read
+        if not any(
+            hasattr(own, name) for name in ("get_reward", "reward") for own in (kind, self._environment)
         ):
-            kind = type(self._environment).__name__
-            raise TypeError(f"{kind} has no get_reward(), and no attribute `reward` after reset()")
+            raise TypeError(f"{kind.__name__} has no get_reward(), and no attribute `reward` after reset()")
         shown = "" if observation is None else _text(observation, "reset()")
         return Opening([_user(question + shown)], self._tools)
 
@@ -61,7 +62,11 @@ class TrlEnvironment:
         return {"score": reward, "tool_calls": self._calls, "tool_errors": self._errors}
 
     def close(self) -> None:
-        """Close the event loop of the tools."""
+        """Let go of the environment. TRL knows no method for that: some have `_close`, or release what they
+        hold in `__del__`."""
+        if callable(close := getattr(self._environment, "_close", None)):
+            close()
+        del self._environment
         self._loop.close()
 
     def _answer(self, call: Mapping[str, Any]) -> Message:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
-from websockets.exceptions import WebSocketException
+from websockets.exceptions import ConnectionClosed, WebSocketException
 from websockets.sync.client import ClientConnection, connect
 
 from megatron_ibpo.basics.reward_value import read_reward
@@ -25,6 +25,8 @@ _LARGEST_MESSAGE = 100 * 2**20
 _LARGEST_SEED = 2**31
 _NO_TOOLS = ("does not support MCP", "UNKNOWN_TYPE")
 """Answers of servers without tools, now and before they knew the message mcp."""
+_NO_STATE = "EXECUTION_ERROR"
+"""Answer of an environment that has no state before its reset."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,27 @@ def server_of(flag: str, target: str) -> Server:
     return Server(target, f"ws://{address.netloc}{address.path.rstrip('/')}/ws", **settings)
 
 
+def check_server(flag: str, target: str, seconds: float) -> None:
+    """Open a session on the server and close it again, before work starts.
+
+    Args:
+        flag: source of the name, for messages.
+        seconds: limit of time to make the session's environment (--step-timeout).
+
+    Raises:
+        ConfigError: no OpenEnv server is there, or it cannot open a session; says why in one line.
+    """
+    session = OpenEnvironment(server_of(flag, target))
+    try:
+        session.check(seconds)
+    except EpisodeFaultError as error:
+        raise ConfigError(
+            f"{flag} {error}; an OpenEnv server must run there and have a session free"
+        ) from None
+    finally:
+        session.close()
+
+
 class OpenEnvironment:
     """An episode on a server, over a connection of its own.
 
@@ -83,17 +106,7 @@ class OpenEnvironment:
     def reset(self, question: str, label: str, metadata: Mapping[str, Any], seed: int) -> Opening:
         """Connect and reset. The server gets the seed, an episode id, and the prompt's question, label and
         metadata; it passes on to the environment what that accepts."""
-        try:
-            connection = connect(
-                self._server.url,
-                open_timeout=_SECONDS_TO_CONNECT,
-                close_timeout=_SECONDS_TO_CLOSE,
-                max_size=_LARGEST_MESSAGE,
-                proxy=None,
-            )
-            self._socket = self._connection.enter_context(connection)
-        except (OSError, WebSocketException) as error:
-            raise self._fault(f"cannot be reached: {error}") from error
+        self._connect()
         ids = {"seed": seed % _LARGEST_SEED, "episode_id": str(uuid.uuid4())}
         observation = self._observation("reset", {**metadata, "question": question, "label": label, **ids})
         if self._done:
@@ -121,6 +134,32 @@ class OpenEnvironment:
         with contextlib.suppress(OSError, WebSocketException), self._connection:
             if self._socket is not None:
                 self._socket.send(json.dumps({"type": "close"}))
+
+    def check(self, seconds: float) -> None:
+        """Connect, and ask for the state, which an OpenEnv server answers before a reset too.
+
+        Raises:
+            EpisodeFaultError: something else is there, or it does not answer within this time.
+        """
+        self._connect()
+        try:
+            self._ask("state", seconds=seconds)
+        except EpisodeFaultError as error:
+            if _NO_STATE not in str(error):
+                raise
+
+    def _connect(self) -> None:
+        try:
+            connection = connect(
+                self._server.url,
+                open_timeout=_SECONDS_TO_CONNECT,
+                close_timeout=_SECONDS_TO_CLOSE,
+                max_size=_LARGEST_MESSAGE,
+                proxy=None,
+            )
+            self._socket = self._connection.enter_context(connection)
+        except (OSError, WebSocketException) as error:
+            raise self._fault(f"cannot be reached: {error}") from error
 
     def _tools(self) -> list[Tool]:
         request = {"jsonrpc": "2.0", "method": "tools/list", "params": {}, "id": 1}
@@ -176,19 +215,22 @@ class OpenEnvironment:
             shown = observation[field] if field is not None else next(iter(shown.values()), "")
         return shown if isinstance(shown, str) else json.dumps(shown)
 
-    def _ask(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
+    def _ask(
+        self, kind: str, data: Mapping[str, Any] | None = None, *, seconds: float | None = None
+    ) -> dict[str, Any]:
         """Send a message and return the data of the answer.
 
-        There is no limit of time here: --step-timeout ends the process. A server that is gone without a word
-        answers no ping, and the connection ends."""
+        In an episode there is no limit of time here: --step-timeout ends the process. A server that is gone
+        without a word answers no ping, and the connection ends."""
         assert self._socket is not None, "reset comes first"
-        request = json.dumps({"type": kind, "data": data})
+        request = {"type": kind} if data is None else {"type": kind, "data": data}
         try:
-            self._socket.send(request)
-            answer = json.loads(self._socket.recv())
-            told = answer["data"]
+            with contextlib.suppress(ConnectionClosed):  # it may have said why
+                self._socket.send(json.dumps(request))
+            answer = json.loads(self._socket.recv(seconds))
+            told = dict(answer["data"])
             if answer["type"] != "error":
-                return dict(told)
+                return told
         except (OSError, WebSocketException) as error:
             raise self._fault(f"the connection broke: {error}") from error
         except (ValueError, TypeError, KeyError) as error:

@@ -85,11 +85,16 @@ class EnvironmentPool:
         return self._places.asked
 
     def check(self, target: str) -> None:
-        """Import an environment in its process, before work starts.
+        """Import an environment in its process, or try its server, before work starts.
 
         Raises:
-            ConfigError: it cannot be imported, or there is no sandbox; says why in one line.
+            ConfigError: it cannot be imported, the server opens no session, or there is no sandbox; says why
+                in one line.
         """
+        if "://" in target:
+            from megatron_ibpo.environments.openenv import check_server  # others need no websockets
+
+            check_server("--environment", target, self._config.step_timeout)
         self._starter.submit(self._alive, target).result()
 
     async def open(

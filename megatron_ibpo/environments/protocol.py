@@ -1,5 +1,6 @@
 """The protocol of environments of many turns, which users write, and its plain records.
- Messages are those of the OpenAI chat format: {"role": "user", "content": "…"}; a message of the policy may
+
+Messages are those of the OpenAI chat format: {"role": "user", "content": "…"}; a message of the policy may
 have `tool_calls`, [{"id": "call_0", "type": "function", "function": {"name": …, "arguments": {…}}}], with the
 arguments parsed. A tool's answer is {"role": "tool", "tool_call_id": …, "name": …, "content": "…"}."""
 

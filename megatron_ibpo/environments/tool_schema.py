@@ -1,6 +1,7 @@
 """A Python method as a tool: its JSON schema from type hints and a Google-style docstring."""
 
 import inspect
+import re
 from collections.abc import Callable
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -18,6 +19,7 @@ _JSON_TYPES = {
     list: "array",
     tuple: "array",
 }
+_LINES = re.compile(r"\s*\n\s*")
 
 
 def tool_of(function: Callable[..., Any]) -> Tool:
@@ -36,7 +38,7 @@ def tool_of(function: Callable[..., Any]) -> Tool:
         raise ValueError(
             f"{name}() is a tool and has no docstring; begin its name with _ if it is not a tool"
         )
-    described = {entry.arg_name: entry.description for entry in doc.params}
+    described = {entry.arg_name: _LINES.sub(" ", entry.description or "") for entry in doc.params}
     properties, required = {}, []
     hints = get_type_hints(function)
     for argument, parameter in inspect.signature(function).parameters.items():
@@ -49,7 +51,13 @@ def tool_of(function: Callable[..., Any]) -> Tool:
         if parameter.default is inspect.Parameter.empty:
             required.append(argument)
     parameters = {"type": "object", "properties": properties} | ({"required": required} if required else {})
-    return {"name": name, "description": doc.description, "parameters": parameters}
+    tool: Tool = {"name": name, "description": doc.description.strip(), "parameters": parameters}
+    if "return" in hints:
+        tool["return"] = _schema(hints["return"])
+        if doc.returns is not None:
+            parts = (doc.returns.type_name, doc.returns.description)
+            tool["return"]["description"] = ": ".join(part for part in parts if part)
+    return tool
 
 
 def _schema(hint: Any) -> dict[str, Any]:

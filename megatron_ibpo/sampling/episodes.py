@@ -54,9 +54,9 @@ class Episodes:
     """Limit of tokens in prompt and episode together."""
     framed: Callable[[list[Message]], list[Message]] = lambda messages: messages
     """Puts the run's system prompt before an opening."""
-    faults: Counter[str] = field(default_factory=Counter)
-    """Faults of environments by kind since the last `take_metrics`."""
     counts: Counter[str] = field(default_factory=Counter)
+    """Faults of environments by kind since the last `take_metrics`, and the episodes that were played again
+    or have no reward for one."""
 
     async def play(self, prompt: Prompt, request: SampleRequest, ask: AskTurn, *, held_out: bool) -> Sample:
         """Return an episode with its reward.
@@ -82,21 +82,15 @@ class Episodes:
             try:
                 return await self._played(prompt, script, ask, held_out)
             except EpisodeFaultError as fault:
-                self.faults[fault.kind] += 1
-                self.counts["replayed" if play < PLAYS else "unscored"] += 1
-                why = f"{environment_of(prompt)}: {fault}"
-        sample = script.sample(done=False)
-        sample.reward_error = why
-        return sample
+                self.counts[f"environment_faults/{fault.kind}"] += 1
+                self.counts["episodes_replayed" if play < PLAYS else "episodes_unscored"] += 1
+                script.sample.reward_error = f"{environment_of(prompt)}: {fault}"
+        return script.sample
 
     def take_metrics(self) -> dict[str, float]:
-        """Return the faults by kind since the last call, and the episodes that were played again or have no
-        reward for one."""
-        metrics = {f"environment_faults/{kind}": float(number) for kind, number in self.faults.items()}
-        metrics |= {f"episodes_{what}": float(number) for what, number in self.counts.items()}
-        self.faults.clear()
-        self.counts.clear()
-        return metrics
+        """Return the `counts` since the last call."""
+        taken, self.counts = self.counts, Counter()
+        return {name: float(number) for name, number in taken.items()}
 
     async def _played(self, prompt: Prompt, script: Transcript, ask: AskTurn, held_out: bool) -> Sample:
         target = environment_of(prompt)
@@ -113,23 +107,21 @@ class Episodes:
             if np.array_equal(script.request.prompt_token_ids, prompt.token_ids):
                 opening = session.opening
                 messages = self.framed(list(opening.messages))
-                script.open(_ids(self.chat.open, messages, opening.tools))
+                script.sample.prompt_token_ids = _ids(self.chat.open, messages, opening.tools)
             done = await self._take_turns(script, session, ask)
-            return self._scored(script.sample(done=done), script, await session.score())
+            return self._scored(script, done, await session.score())
         finally:
             await session.close()
 
     async def _take_turns(self, script: Transcript, session: Session, ask: AskTurn) -> bool:
         """Return whether the environment ended the episode; otherwise turns or tokens were used up."""
+        if self._room(script) <= 0:
+            raise ValueError(
+                f"the environment's opening of {len(script.all_ids)} tokens leaves no room for a turn "
+                f"in a context of {self.max_context} (--rollout-max-context-len)"
+            )
         for turn in range(self.settings.max_turns):
             room = self._room(script)
-            if room <= 0 and turn == 0:
-                raise ValueError(
-                    f"the environment's opening of {len(script.prompt_ids)} tokens leaves no room for a turn "
-                    f"in a context of {self.max_context} (--rollout-max-context-len)"
-                )
-            if room <= 0:
-                break
             said = await ask(script.turn_request(turn, min(room, self.settings.max_turn_len or room)))
             script.say(said)
             if said.finish_reason == "length":
@@ -148,40 +140,37 @@ class Episodes:
 
     def _room(self, script: Transcript) -> int:
         """Return the number of tokens that the episode may still have."""
-        room = script.request.max_tokens - script.length
-        if self.max_context is not None:
-            room = min(room, self.max_context - len(script.prompt_ids) - script.length)
-        return room
+        room = script.request.max_tokens - len(script.sample.token_ids)
+        return room if self.max_context is None else min(room, self.max_context - len(script.all_ids))
 
-    def _scored(self, sample: Sample, script: Transcript, score: EpisodeScore) -> Sample:
+    def _scored(self, script: Transcript, done: bool, score: EpisodeScore) -> Sample:
+        sample = script.sample
+        sample.finish_reason = "stop" if done else "length"
         sample.reward, sample.correct = score.reward, score.reward >= self.reward_threshold
         sample.reward_details = score.details | {name: float(n) for name, n in script.counts.items()}
         return sample
 
 
 class Transcript:
-    """The tokens of an episode so far."""
+    """An episode so far, as a sample without a reward."""
 
     def __init__(self, request: SampleRequest) -> None:
         self.request = request
-        self.prompt_ids = request.prompt_token_ids
-        self.length = 0
-        """Number of tokens after the prompt."""
         self.counts = Counter({"turns": 0, "tool_calls": 0, "malformed_calls": 0})
-        self._parts: list[TokenIds] = []
-        self._logprobs: list[np.ndarray] = []
-        self._mask: list[np.ndarray] = []
-        self._versions: list[tuple[int, int]] = []
-        self._routed: ExpertIds | None = None
+        self.sample = Sample(
+            prompt_token_ids=request.prompt_token_ids,
+            token_ids=token_ids([]),
+            logprobs=np.zeros(0, np.float32),
+            finish_reason="length",
+            temperature=request.temperature,
+            versions=((0, 0),),
+            loss_mask=np.zeros(0, bool),
+        )
 
     @property
     def all_ids(self) -> TokenIds:
         """Return the ids of prompt and episode."""
-        return np.concatenate([self.prompt_ids, *self._parts])
-
-    def open(self, ids: TokenIds) -> None:
-        """Begin with these ids in place of the request's."""
-        self.prompt_ids = ids
+        return np.concatenate([self.sample.prompt_token_ids, self.sample.token_ids])
 
     def turn_request(self, turn: int, max_tokens: int) -> SampleRequest:
         """Return the request for the policy's next turn. Each turn has its own seed."""
@@ -190,11 +179,14 @@ class Transcript:
 
     def say(self, turn: Sample) -> None:
         """Append a turn of the policy."""
+        sample, start = self.sample, len(self.sample.token_ids)
+        spans = list(sample.versions) if self.counts["turns"] else []
         for first, version in turn.versions:
-            if not self._versions or version != self._versions[-1][1]:
-                self._versions.append((self.length + first if self._versions else 0, version))
+            if not spans or version != spans[-1][1]:
+                spans.append((start + first, version))
+        sample.versions = tuple(spans)
         if turn.routed_experts is not None:
-            self._routed = _joined(self._routed, turn.routed_experts)
+            sample.routed_experts = _joined(sample.routed_experts, turn.routed_experts)
         self.counts["turns"] += 1
         self._append(turn.token_ids, turn.logprobs, turn.loss_mask)
 
@@ -207,28 +199,11 @@ class Transcript:
         self.counts["tool_calls"] += len(message.get("tool_calls") or ())
         self.counts["malformed_calls"] += len(message.get("malformed_tool_calls") or ())
 
-    def sample(self, *, done: bool) -> Sample:
-        """Return the episode as a sample without a reward.
-
-        Args:
-            done: the environment ended it; otherwise it counts as truncated.
-        """
-        return Sample(
-            prompt_token_ids=self.prompt_ids,
-            token_ids=np.concatenate([token_ids([]), *self._parts]),
-            logprobs=np.concatenate([np.zeros(0, np.float32), *self._logprobs]),
-            finish_reason="stop" if done else "length",
-            temperature=self.request.temperature,
-            versions=tuple(self._versions) or ((0, 0),),
-            loss_mask=np.concatenate([np.zeros(0, bool), *self._mask]),
-            routed_experts=self._routed,
-        )
-
     def _append(self, ids: TokenIds, logprobs: np.ndarray, mask: np.ndarray) -> None:
-        self._parts.append(ids)
-        self._logprobs.append(logprobs)
-        self._mask.append(mask)
-        self.length += len(ids)
+        sample = self.sample
+        sample.token_ids = np.concatenate([sample.token_ids, ids])
+        sample.logprobs = np.concatenate([sample.logprobs, logprobs])
+        sample.loss_mask = np.concatenate([sample.loss_mask, mask])
 
 
 def _ids(write: Callable[..., Sequence[int]], *arguments: Any) -> TokenIds:

@@ -139,7 +139,7 @@ class Talk:
     def __init__(self, engine, temperature):
         self.engine, self.temperature = engine, temperature
         self.draw = np.random.default_rng([7, int(temperature)])
-        self.prompts = [self.draw.integers(2, 64, length) for length in (60, 70, 150)]
+        self.prompts = [self.draw.integers(2, 64, length) for length in (60, 65, 150)]
         self.turns = []
 
     def go_on(self, version):

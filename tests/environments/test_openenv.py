@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from threading import Thread
+
 import pytest
 
+from megatron_ibpo.config import ConfigError, EnvironmentConfig
 from megatron_ibpo.environments.adapters import load_environment
+from megatron_ibpo.environments.processes import EnvironmentPool
 from megatron_ibpo.environments.protocol import EpisodeFaultError
-from support.openenv_server import BreaksTheConnection, Observation, create_app, serving
+from support.openenv_server import (
+    BreaksTheConnection,
+    Observation,
+    create_app,
+    serving,
+    serving_connections,
+)
 from support.players import call, say
 
 
@@ -132,7 +144,7 @@ def test_what_fails_on_the_wire_is_a_fault_and_never_a_reward(how, problem):
         environment.close()
 
 
-def test_a_server_that_is_not_there_is_a_fault():
+def test_a_server_that_has_gone_is_a_fault():
     with serving(create_app(Fails)) as server:
         pass
     environment = load_environment(server)()
@@ -140,3 +152,50 @@ def test_a_server_that_is_not_there_is_a_fault():
         environment.reset("", "", {}, 0)
     assert fault.value.kind == "wire"
     environment.close()
+
+
+class Unmakeable:
+    def __init__(self):
+        raise RuntimeError("no such game")
+
+
+@contextmanager
+def nothing():
+    with serving(create_app(Fails)) as server:
+        pass
+    yield server
+
+
+@contextmanager
+def other_websockets():
+    with serving_connections(lambda socket: [socket.send(text.upper()) for text in socket]) as server:
+        yield server
+
+
+@contextmanager
+def http():
+    with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+        Thread(target=server.handle_request).start()
+        yield f"openenv://127.0.0.1:{server.server_port}"
+
+
+@pytest.mark.parametrize(
+    ("server", "problem"),
+    [
+        (nothing, "cannot be reached: .*refused"),
+        (http, "cannot be reached: .*HTTP"),
+        (other_websockets, "expected JSON with type and data"),
+        (lambda: serving(create_app(Unmakeable)), "FACTORY_ERROR: no such game"),
+    ],
+)
+def test_a_server_that_opens_no_session_is_found_before_work_starts(server, problem):
+    with server() as target, EnvironmentPool(EnvironmentConfig()) as pool:
+        with pytest.raises(ConfigError, match=problem) as refusal:
+            pool.check(target)
+        assert str(refusal.value).startswith(f"--environment {target}: ")
+        assert "\n" not in str(refusal.value)
+
+
+def test_a_server_is_tried_without_a_reset():
+    with serving(create_app(Coding)) as server, EnvironmentPool(EnvironmentConfig()) as pool:
+        pool.check(server)

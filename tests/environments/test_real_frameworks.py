@@ -2,6 +2,7 @@
 not installed are skipped.
 
     pip install --no-deps --target DIRECTORY skyrl-gym gem-llm textarena    # and what they import
+    pip install --no-deps --target DIRECTORY -r requirements/bench.txt    # TRL
     PYTHONPATH=.:DIRECTORY python -m pytest tests/environments/test_real_frameworks.py
 """
 
@@ -11,11 +12,14 @@ import re
 import subprocess
 import sys
 from contextlib import contextmanager
+from importlib import import_module
 
 import pytest
 
+from megatron_ibpo.config import load_hook
 from megatron_ibpo.environments.adapters import load_environment
 from support.environment_frameworks import write_compared_environments
+from support.paths import ROOT
 from support.players import call, guess_number, say
 
 pytestmark = pytest.mark.slow
@@ -96,6 +100,126 @@ def test_a_game_of_textarena_is_won_in_every_wrapping(directory, name):
         low, high = (guess + 1, high) if "higher" in told else (low, guess - 1)
     assert environment.score() == {"score": 1, "unfinished": 0.0}
     environment.close()
+
+
+OF_TRL = """
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+from trl.experimental.harbor import HarborBashEnv
+from trl.experimental.openreward.environment import _RolloutEnvironment
+
+class Bash(HarborBashEnv):
+    '''An environment of Harbor's tasks, without the container.'''
+
+    ended = []
+
+    async def _start(self, task_dir):
+        self._env = SimpleNamespace(commands=[])
+        return f"Do {task_dir}."
+
+    def _exec(self, command, timeout=180):
+        self._env.commands.append(command)
+        return "(empty output, rc=0)"
+
+    async def _verify(self):
+        return float(len(self._env.commands))
+
+    async def _stop(self):
+        self.ended.append(self._env)
+
+class Server:
+    '''Stands for a server of OpenReward's tasks.'''
+
+    open_sessions = 0
+
+    @contextmanager
+    def session(self, **settings):
+        Server.open_sessions += 1
+        yield self
+        Server.open_sessions -= 1
+
+    def get_prompt(self):
+        return [{"type": "text", "text": "Add."}]
+
+    def call_tool(self, name, given):
+        text = str(given["a"] + given["b"])
+        blocks = [{"type": "text", "text": text}]
+        return SimpleNamespace(blocks=blocks, reward=0.5, metadata=None, finished=True)
+
+NUMBER = {"type": "integer", "description": "A number."}
+ADD = {
+    "name": "add",
+    "description": "Add two numbers.",
+    "input_schema": {"properties": {"a": NUMBER, "b": {**NUMBER, "default": 1}}, "required": ["a"]},
+}
+
+def adds():
+    return _RolloutEnvironment(base_url="http://host", _client=0, _env=Server(), _tool_specs=[ADD])
+"""
+
+
+@pytest.fixture
+def of_trl(directory):
+    """The module above, with environments of TRL's own package."""
+    needs("trl.experimental.openreward.environment")
+    (directory / "of_trl.py").write_text(OF_TRL)
+    sys.path.insert(0, str(directory))
+    return import_module("of_trl")
+
+
+def test_an_environment_of_trl_scores_after_the_last_turn_and_is_let_go(of_trl):
+    environment = load_environment("of_trl:Bash")()
+    opening = environment.reset("", "", {"task_dir": "task 3"}, 0)
+    assert opening.messages[0]["content"].startswith("Do task 3.")
+    [answer] = environment.step(call("bash", command="ls")).messages
+    assert answer["content"] == "(empty output, rc=0)"
+    assert environment.step(say("Done.")).done
+    assert environment.score() == {"score": 1.0, "tool_calls": 1, "tool_errors": 0}
+    assert not of_trl.Bash.ended
+    environment.close()
+    assert len(of_trl.Bash.ended) == 1
+
+
+def test_an_environment_of_trl_whose_tools_a_server_lists_plays(of_trl):
+    environment = load_environment("of_trl:adds")()
+    assert environment.reset("2 + 3? ", "", {}, 0).messages[0]["content"] == "2 + 3? Add."
+    contents = [
+        environment.step(message).messages[0]["content"]
+        for message in (call("add", a=2, b=3), call("add", a=2), call("add", b=2))
+    ]
+    assert contents[:2] == ["5", "3"]
+    assert "missing 1 required positional argument: 'a'" in contents[2]
+    assert environment.score() == {"score": 0.5, "tool_calls": 3, "tool_errors": 1}
+    environment.close()
+    assert of_trl.Server.open_sessions == 0
+
+
+@pytest.mark.timeout(600)
+def test_the_trainer_of_trl_shows_the_policy_the_same_tools(of_trl, tmp_path):
+    grpo = needs("trl.trainer.grpo_trainer")
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import get_json_schema
+    from trl.chat_template_utils import qwen3_chat_template
+
+    # without Harbor's, whose __del__ waits for ever at the end of a process that has kept one
+    targets = {"guess": "guess_trl:GuessTheNumber", "adds": "of_trl:adds"}
+    model = ROOT / "examples" / "tiny_qwen3_agent"
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = qwen3_chat_template  # one that it knows how to parse
+    rows = [{"prompt": [{"role": "user", "content": "?"}], "environment": name} for name in targets]
+    trainer = grpo.GRPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(model),
+        processing_class=tokenizer,
+        reward_funcs=lambda environments, **_: [1.0] * len(environments),
+        environment_factory={name: load_hook("--environment", target) for name, target in targets.items()},
+        train_dataset=Dataset.from_list(rows),
+        args=grpo.GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none"),
+    )
+    for name, target in targets.items():
+        theirs = [get_json_schema(tool)["function"] for tool in trainer._env_tools[name]]
+        assert load_environment(target)().reset("", "", {}, 0).tools == theirs
 
 
 @contextmanager

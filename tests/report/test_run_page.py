@@ -290,7 +290,7 @@ def test_in_a_browser_responses_are_shown_filtered_and_walked_by_keys(run_dir):
         # all responses of a group side by side; a click on one in the list
         page.click('.group[data-group="1"] .chip[data-place="2"]')
         page.wait_until(count_is("8 of 8"))
-        assert "verifier error: timed out" in text_of(page, "#detail")
+        assert "no reward: timed out" in text_of(page, "#detail")
         press_until(page, "g", "document.querySelectorAll('.side-by-side .pane').length === 3")
         press_until(page, "g", "document.querySelectorAll('.side-by-side').length === 0")
 

@@ -444,7 +444,7 @@ def test_in_a_browser_an_evaluation_is_a_table_and_a_reader(evaluation, tmp_path
         page.wait_until("document.querySelector('.pane')")
         assert page.evaluate("document.querySelector('.pane .text').textContent") == HOSTILE
         page.press("j")
-        page.wait_until("document.querySelector('.pane').textContent.includes('verifier error: timed out')")
+        page.wait_until("document.querySelector('.pane').textContent.includes('no reward: timed out')")
         page.press("j")
         page.wait_until("document.querySelector('.pane .text').textContent === 'so it is 7'")
         assert "tests passed 0.5 · answer 7" in page.evaluate(

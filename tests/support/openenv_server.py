@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from threading import Thread
 from types import SimpleNamespace
@@ -33,10 +33,15 @@ def create_app(environment, action=Action, observation=Observation, **settings):
     return environment, action
 
 
-@contextmanager
-def serving(app) -> Iterator[str]:
+def serving(app) -> AbstractContextManager[str]:
     """Serve sessions of an environment, each a connection, and give the server's address."""
-    with serve(partial(_session, *app), "127.0.0.1", 0) as server:
+    return serving_connections(partial(_session, *app))
+
+
+@contextmanager
+def serving_connections(answer) -> Iterator[str]:
+    """Have `answer` serve each connection, and give the server's address."""
+    with serve(answer, "127.0.0.1", 0) as server:
         thread = Thread(target=server.serve_forever)
         thread.start()
         try:
@@ -47,24 +52,35 @@ def serving(app) -> Iterator[str]:
 
 
 def _session(make, action, socket) -> None:
-    environment = make()
+    try:
+        environment = make()
+    except Exception as error:
+        socket.send(_error(error, "FACTORY_ERROR"))
+        return
     try:
         for text in socket:
             message = json.loads(text)
             if message["type"] == "close":
                 return
             try:
-                kind, data = _answer(environment, action, message["type"], message["data"])
+                kind, data = _answer(environment, action, message["type"], message.get("data"))
+                answer = json.dumps({"type": kind, "data": data})
             except BreaksTheConnection:
                 return
             except Exception as error:
-                kind, data = "error", {"message": str(error), "code": "EXECUTION_ERROR"}
-            socket.send(json.dumps({"type": kind, "data": data}))
+                answer = _error(error, "EXECUTION_ERROR")
+            socket.send(answer)
     except ConnectionClosed:
         return
 
 
+def _error(error, code):
+    return json.dumps({"type": "error", "data": {"message": str(error), "code": code}})
+
+
 def _answer(environment, action, kind, data):
+    if kind == "state":
+        return "state", {}
     if kind == "mcp" and not hasattr(environment, "tools"):
         return "mcp", {
             "id": data["id"],

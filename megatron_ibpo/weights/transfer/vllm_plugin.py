@@ -22,6 +22,7 @@ from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
+from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
 from vllm.v1.core.kv_cache_coordinator import HybridKVCacheCoordinator
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
@@ -227,6 +228,23 @@ def _cache_prompts_alone() -> None:
     coordinator.cache_blocks = cache_prompt
 
 
+def _read_single_tokens_as_prompts() -> None:
+    """Have vLLM 0.32 read the last token of a prompt by the kernels for prompts, if it is alone. For the
+    cache of delta nets a prompt is cut at a multiple of 64, and a rest of one token would go to the kernels
+    that sample, whose last bits are not those of a prompt that is read whole."""
+    builder: Any = GDNAttentionMetadataBuilder
+    build = builder.build
+
+    def build_prompts(self: Any, prefix: int, batch: Any, *arguments: Any, **more: Any) -> Any:
+        if batch.is_prefilling is not None:  # a part is taken for a prompt if nothing was read before it
+            read, whole = batch.query_start_loc_cpu.diff(), batch.seq_lens_cpu_upper_bound
+            single = batch.is_prefilling & (read == 1)
+            batch = batch.replace(seq_lens_cpu_upper_bound=torch.where(single, read, whole))
+        return build(self, prefix, batch, *arguments, **more)
+
+    builder.build = build_prompts
+
+
 def _say_less() -> None:
     """Silence warnings that are expected in every update: float32 weights are cast as they load, and vLLM
     takes layers without weights for forgotten layers (truly forgotten ones are an error above)."""
@@ -243,3 +261,4 @@ if current_platform.is_cpu():
     _close_up_single_rows()
     _hold_generators_of_discarded_tokens()
     _cache_prompts_alone()
+    _read_single_tokens_as_prompts()

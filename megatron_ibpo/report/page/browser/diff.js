@@ -36,7 +36,7 @@ function facts(response) {
   if (response.versions) told.push(`policy version ${[...new Set(response.versions.map(([, version]) => version))].join(", ")}`);
   if (response.truncated) told.push("cut off at the length limit");
   const box = element("p", { class: "facts" }, told.join(" · "));
-  return response.error ? element("div", {}, box, element("p", { class: "problem" }, `verifier error: ${response.error}`)) : box;
+  return response.error ? element("div", {}, box, element("p", { class: "problem" }, `no reward: ${response.error}`)) : box;
 }
 
 export function pane(title, response, group, colour, marks) {
@@ -78,8 +78,8 @@ function besideCorrection(group, index, correction, colour) {
     asked);
 }
 
-// A prompt as the turns of a chat.
+// A prompt as the turns of a chat, without the one that the policy is to write.
 export function turns(prompt) {
-  return prompt.map(([role, text]) => element("div", { class: `turn ${["system", "user", "assistant"].includes(role) ? role : "other"}` },
+  return prompt.filter(([, text]) => text).map(([role, text]) => element("div", { class: `turn ${["system", "user", "assistant"].includes(role) ? role : "other"}` },
     element("span", { class: "role" }, role || "prompt"), letters(text)));
 }

@@ -19,7 +19,7 @@ export const ABOUTS = {
   "quotes the reference": (item) => item.leaks,
   "truncated": (item) => item.response.truncated,
 };
-const VERDICT_NAMES = { all: "any verdict", correct: "✓ correct", wrong: "✗ wrong", error: "! verifier error" };
+const VERDICT_NAMES = { all: "any verdict", correct: "✓ correct", wrong: "✗ wrong", error: "! no reward" };
 
 let overviews = [];
 let index = []; // groups of the section, without tokens
