@@ -150,7 +150,7 @@ def test_a_preset_counts_where_it_is_named(tmp_path):
         ("--ibpo-operator span-masking --ibpo-k 3", "--ibpo-k: ibpo with --ibpo-operator span-masking"),
         ("--ibpo-operator span-msking", "--ibpo-operator span-msking: unknown.*did you mean 'span-masking'"),
         ("--ibpo-operator agreement", "moved out of the package; use examples/credit/agreement"),
-        ("--token-credit random-window", "name examples/credit/random_window.py:RandomWindow"),
+        ("--token-credit random-window", "use examples/credit/random_window.py:RandomWindow"),
         ("--ibpo-gate", "moved out of the package; use --ibpo-operator examples/credit/gated.py:Gated"),
     ],
 )

@@ -363,7 +363,7 @@ def damaged(kind, folder):
         ("UTF-16", r"rows\.jsonl: is UTF-16, expected UTF-8; `iconv"),
         ("invalid UTF-8", r"rows\.jsonl, line 51: not UTF-8: byte 13 of the line is 0xff"),
         ("line cut off", r"rows\.jsonl, line 50: not JSON"),
-        ("ids", r"rows\.jsonl, line 31: id 0 is that of .*rows\.jsonl, line 1 too"),
+        ("ids", r"rows\.jsonl, line 31: id 0 is also that of .*rows\.jsonl, line 1"),
         ("no data", r"rows\.jsonl: holds no data set"),
         ("other kind", r"rows\.txt: expected a file that ends in \.jsonl"),
         ("NaN", r"rows\.parquet, row 1: field 'label' must be text or a number, is nan"),
@@ -591,7 +591,7 @@ def test_questions_that_differ_in_white_space_alone_are_duplicates(tmp_path, any
 def test_ids_that_two_rows_share_are_named_or_left_out(tmp_path, any_size):
     content = [{"prompt": f"{i} =", "label": str(i), "id": i % 49} for i in range(50)]
     path = jsonl(tmp_path / "rows.jsonl", content)
-    with pytest.raises(DataError, match="line 50: id 0 is that of"):
+    with pytest.raises(DataError, match="line 50: id 0 is also that of"):
         opened(path, data=DataConfig(deduplicate=True))
     source = opened(path, data=DataConfig(deduplicate=True, skip_bad_rows=True))
     assert sorted(labels(source, 49), key=int) == [str(i) for i in range(49)]
@@ -600,7 +600,7 @@ def test_ids_that_two_rows_share_are_named_or_left_out(tmp_path, any_size):
 
 def test_a_large_file_is_refused_for_ids_among_the_rows_that_are_checked_first(tmp_path, everything_is_large):
     content = [{"prompt": f"{i} =", "label": str(i), "id": "same"} for i in range(5)]
-    with pytest.raises(DataError, match="line 2: id 'same' is that of"):
+    with pytest.raises(DataError, match="line 2: id 'same' is also that of"):
         opened(jsonl(tmp_path / "rows.jsonl", content))
 
 
