@@ -240,7 +240,7 @@ def _cancel(graph: fx.Graph) -> None:
     an argument and the value by the same."""
     for node in graph.nodes:
         for place in (0, 1) if _packet(node) is aten.mul else ():
-            chain, factor = node.args[place], node.args[1 - place]
+            chain, factor = cast(Any, node.args[place]), node.args[1 - place]
             while _packet(chain) in (aten.mul, aten.neg) and len(chain.users) == 1:
                 chain = chain.args[0]
             if _packet(chain) is aten.div and len(chain.users) == 1 and chain.args[1] is factor:
@@ -298,7 +298,7 @@ def _constant(text: str) -> str | None:
 
 def _expression(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
     """Return the node's operator applied to its operands, as Triton says it."""
-    target, arguments = _packet(node), node.args
+    target, arguments = _packet(node), cast(tuple[Any, ...], node.args)
 
     def said(value: Any) -> str:
         return _operand(value, names)
