@@ -7,27 +7,21 @@ only definition of a term; nobody differentiates by hand. Second derivatives are
 
 import functools
 import hashlib
-import importlib.util
 import inspect
 import math
 import operator
-import os
 import re
-import sys
-import tempfile
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
-from types import ModuleType
 from typing import Any, cast
 
 import torch
-import triton
 from torch import Tensor, fx
 from torch._decomp import core_aten_decompositions
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime.cache import get_cache_manager
 
 __all__ = ["MOVED_BY_LOGPROB", "TermError", "traced_source", "traced_term"]
 
@@ -63,6 +57,8 @@ UNARY = {
 }  # fmt: skip
 CREATED = {aten.full_like: 1, aten.full: 1, aten.scalar_tensor: 0, aten.new_full: 2}
 """Operators that make a tensor of one number, and the argument that is the number."""
+SELECTED = {aten.lt: "tl.minimum({}, {})", aten.gt: "tl.maximum({}, {})", aten.ne: "{}"}
+"""where(x < y, x, y) by the comparison."""
 OTHERS = (aten.where, aten.masked_fill, aten.clamp, aten.pow, aten._to_copy)
 NEUTRAL = {aten.mul: "(1.0)", aten.add: "(0.0)", operator.mul: "(1.0)", operator.add: "(0.0)"}
 LARGEST_POWER = 8
@@ -73,9 +69,7 @@ RESERVED = ("tl", "triton", "term", "zero", "others", "row", "kept", "parameters
 MOVED_BY_LOGPROB = ("log_ratio", "logprobs", "gap")
 """Inputs that change one for one with the policy's log-prob."""
 
-PREAMBLE = '''"""{title}, traced; made anew where its file is missing."""
-
-import triton
+PREAMBLE = """import triton
 import triton.language as tl
 
 
@@ -103,7 +97,7 @@ def tanh_of(x):
     return sign_of(x) * (-t / (t + 2.0))
 
 
-'''
+"""
 
 
 class TermError(ValueError):
@@ -135,7 +129,7 @@ def traced_term(
             depends on data, or a random number.
     """
     key = (term, tuple(given), tuple(others), tuple(parameters.items()))
-    return _load(getattr(term, "__name__", "term"), _source(*key)).term
+    return _load(getattr(term, "__name__", "term"), _source(*key))
 
 
 def traced_source(
@@ -155,10 +149,6 @@ def _source(
     inputs = _input_names(term)
     if reserved := [name for name in (*inputs, *dict(parameters)) if name in RESERVED]:
         raise TermError(f"{_place(term)}: the name {reserved[0]} is the kernels' own; take another one")
-    if unknown := [name for name in inputs if name not in (*given, *others)]:
-        raise TermError(
-            f"{_place(term)}: no input {', '.join(unknown)}; there are {', '.join((*given, *others))}"
-        )
     try:
         body = _body(term, inputs, {name: torch.tensor(value) for name, value in parameters})
     except _ParameterNeeded:
@@ -170,10 +160,8 @@ def _source(
     ]
     numbers = [f"{name} = parameters[{place}]" for place, (name, _) in enumerate(parameters) if name in body]
     lines = "\n    ".join([f"zero = tl.zeros_like({given[0]})", *loads, *numbers, body])
-    head = PREAMBLE.format(title=f"{getattr(term, '__module__', '')}.{getattr(term, '__name__', 'term')}")
-    original = "".join(f"# {line}".rstrip() + "\n" for line in _source_lines(term))
     signature = f"term({', '.join(given)}, others, row, kept, parameters)"
-    return f"{head}{original}@triton.jit\ndef {signature}:\n    {lines}\n"
+    return f"# {_place(term)}, traced\n{PREAMBLE}@triton.jit\ndef {signature}:\n    {lines}\n"
 
 
 def _input_names(term: Callable[..., Any]) -> tuple[str, ...]:
@@ -182,25 +170,15 @@ def _input_names(term: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(n for n, p in inspect.signature(term).parameters.items() if p.kind in positional)
 
 
-def _load(name: str, source: str) -> ModuleType:
-    """Import the source from a file, which Triton, profilers and tracebacks read."""
-    title = f"{name.strip('<>_')}_{hashlib.sha256(source.encode()).hexdigest()[:12]}"
-    if (known := sys.modules.get(f"loss_terms.{title}")) is not None:
-        return known
-    path = Path(triton.knobs.cache.dir, "loss_terms", f"{title}.py")
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, new = tempfile.mkstemp(dir=path.parent, prefix=title)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(source)
-        os.replace(new, path)  # other ranks may write the same
-    spec = importlib.util.spec_from_file_location(f"loss_terms.{title}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    sys.modules[spec.name] = module
-    return module
+@functools.cache
+def _load(name: str, source: str) -> Any:
+    """Return the function of this source, from a file in Triton's cache: profilers and tracebacks show it."""
+    key, file = hashlib.sha256(source.encode()).hexdigest(), f"{name.strip('<>_')}.py"
+    cache = get_cache_manager(key)
+    path = cache.get_file(file) or cache.put(source.encode(), file)
+    module: dict[str, Any] = {"__name__": f"loss_terms.{name}_{key}"}
+    exec(compile(source, path, "exec"), module)
+    return module["term"]
 
 
 class _ParameterNeeded(Exception):
@@ -217,11 +195,8 @@ def _graph(term: Callable[..., Any], inputs: tuple[str, ...], parameters: Mappin
     named = [name for name, value in parameters.items() if isinstance(value, Tensor)]
 
     def value_and_slope(*arguments: Tensor) -> tuple[Tensor, ...]:
-        fixed, numbers = (
-            list(arguments[: len(inputs)]),
-            dict(zip(named, arguments[len(inputs) :], strict=True)),
-        )
-        clips = True
+        fixed, clips = list(arguments[: len(inputs)]), True
+        numbers = dict(zip(named, arguments[len(inputs) :], strict=True))
 
         def moved(*tensors: Tensor) -> tuple[Tensor, Any]:
             nonlocal clips
@@ -250,6 +225,7 @@ def _graph(term: Callable[..., Any], inputs: tuple[str, ...], parameters: Mappin
         raise TermError(
             f"{_place(term)}: the term cannot be traced ({type(error).__name__}: {reason})"
         ) from error
+    _cancel(graph)
     graph.eliminate_dead_code()
     if named and any(node.target is aten._local_scalar_dense.default for node in graph.nodes):
         raise _ParameterNeeded
@@ -257,6 +233,25 @@ def _graph(term: Callable[..., Any], inputs: tuple[str, ...], parameters: Mappin
     for node, name in zip(placeholders, (*inputs, *named), strict=True):
         node.name = name
     return graph
+
+
+def _cancel(graph: fx.Graph) -> None:
+    """Leave out divisions that a later factor undoes, x / t * ... * t. Autograd makes them where terms scale
+    an argument and the value by the same."""
+    for node in graph.nodes:
+        for place in (0, 1) if _packet(node) is aten.mul else ():
+            chain, factor = cast(Any, node.args[place]), node.args[1 - place]
+            while _packet(chain) in (aten.mul, aten.neg) and len(chain.users) == 1:
+                chain = chain.args[0]
+            if _packet(chain) is aten.div and len(chain.users) == 1 and chain.args[1] is factor:
+                chain.replace_all_uses_with(chain.args[0])
+                node.replace_all_uses_with(node.args[place])
+                break
+
+
+def _packet(value: Any) -> Any:
+    """Return the operator that a node calls, whichever overload."""
+    return getattr(value.target, "overloadpacket", value.target) if isinstance(value, fx.Node) else None
 
 
 def _body(term: Callable[..., Any], inputs: tuple[str, ...], parameters: Mapping[str, Any]) -> str:
@@ -303,7 +298,7 @@ def _constant(text: str) -> str | None:
 
 def _expression(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
     """Return the node's operator applied to its operands, as Triton says it."""
-    target, arguments = getattr(node.target, "overloadpacket", node.target), node.args
+    target, arguments = _packet(node), cast(tuple[Any, ...], node.args)
 
     def said(value: Any) -> str:
         return _operand(value, names)
@@ -325,7 +320,10 @@ def _expression(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
         is_bool = node.meta["val"].dtype == torch.bool
         return f"{said(arguments[0])} != 0" if is_bool else f"{said(arguments[0])} + zero"
     if target is aten.where:
-        return f"tl.where({', '.join(said(value) for value in arguments)})"
+        condition, *branches = arguments
+        if _packet(condition) in SELECTED and [*condition.args] == branches:
+            return SELECTED[_packet(condition)].format(*map(said, branches))
+        return f"tl.where({', '.join(map(said, arguments))})"
     if target is aten.masked_fill:
         return f"tl.where({said(arguments[1])}, {said(arguments[2])}, {said(arguments[0])})"
     if target is aten.clamp:
@@ -385,10 +383,3 @@ def _line_of(
 def _place(term: Callable[..., Any]) -> str:
     code = getattr(term, "__code__", None)
     return f"{code.co_filename}, line {code.co_firstlineno}" if code else repr(term)
-
-
-def _source_lines(term: Callable[..., Any]) -> list[str]:
-    try:
-        return inspect.getsource(term).splitlines()
-    except (OSError, TypeError):  # of a function that was typed in, or is no function of Python
-        return []

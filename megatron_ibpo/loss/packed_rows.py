@@ -47,6 +47,9 @@ class LossRows:
     """[N] log-probs under the reference policy, for the KL estimate."""
     rollout_logprobs_N: Tensor | None = None
     """[N] log-probs under the weights and the engine that sampled; only for variants that read them."""
+    positions_N: Tensor | None = None
+    """[N] places among a sequence's response rows, from 0; only for variants that read them. None: counted,
+    where sequences are whole (no cp_group)."""
     token_weights_N: Tensor | None = None
     """[N] factors on the policy gradient of each token; they change neither the ratio's value (IBPO's mask,
     `ibpo` step 10) nor the KL penalty."""
@@ -74,6 +77,12 @@ class LossRows:
         # boundaries may still be those of the whole sequences; each rank of cp_group has its share of these
         lengths_S = self.cu_seqlens.diff().long() * rows // self.cu_seqlens[-1].clamp(min=1)
         return torch.repeat_interleave(numbers, lengths_S, output_size=rows)
+
+    def position_of_row(self) -> Tensor | None:
+        """Return the place of each row among its sequence's response rows, [N]; None if it is unknown."""
+        if self.cp_group is not None or self.positions_N is not None:
+            return self.positions_N
+        return response_positions(self.response_mask_N, self.cu_seqlens)
 
     def temperature_of_row(self) -> Tensor | float:
         """Return per-sequence temperatures as [N]; a number stays a number."""
@@ -130,6 +139,7 @@ class LossRows:
             "old_logprobs_N",
             "ref_logprobs_N",
             "rollout_logprobs_N",
+            "positions_N",
             "token_weights_N",
         )
         for name in names:
@@ -143,6 +153,15 @@ class LossRows:
         if self.advantages.ndim != 1 or len(self.advantages) not in sizes:
             wanted = " or ".join(f"({size},)" for size in sizes)
             raise ValueError(f"advantages have shape {tuple(self.advantages.shape)}, wanted {wanted}")
+
+
+def response_positions(response_mask_N: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Return the place of each row among its sequence's response rows, from 0, [N] int64."""
+    is_response_N = response_mask_N.long()
+    before_N = is_response_N.cumsum(0) - is_response_N
+    starts_S = cu_seqlens[:-1].long().clamp(max=len(before_N) - 1)  # an empty last one starts at the end
+    lengths_S = cu_seqlens.diff().long()
+    return before_N - torch.repeat_interleave(before_N[starts_S], lengths_S, output_size=len(before_N))
 
 
 def sum_over_ranks(values: Tensor, group: Any) -> Tensor:

@@ -31,7 +31,7 @@ class TokenInputs:
     lengths: Tensor | None = None
     """Response tokens of the token's sequence."""
     positions: Tensor | None = None
-    """Place of the token among its sequence's response tokens, from 0. Not under context parallelism."""
+    """Place of the token among its sequence's response tokens, from 0."""
     entropy: Tensor | None = None
     """Entropy (nats) of the distribution that the token was drawn from, under the policy in training."""
     ref_logprobs: Tensor | None = None
@@ -93,7 +93,7 @@ def more_inputs(
     """
     made: dict[str, Callable[[], Tensor | None]] = {
         "lengths": lambda: _lengths(rows, dtype),
-        "positions": lambda: _positions(rows),
+        "positions": rows.position_of_row,
         "entropy": lambda: entropy_N,
         "ref_logprobs": lambda: rows.ref_logprobs_N,
         "rollout_logprobs": lambda: rows.rollout_logprobs_N,
@@ -113,11 +113,3 @@ def _lengths(rows: LossRows, dtype: torch.dtype) -> Tensor:
     counts_S = torch.zeros(rows.num_sequences, dtype=dtype, device=sequence_N.device)
     counts_S = counts_S.index_add(0, sequence_N, rows.response_mask_N.to(dtype))
     return sum_over_ranks(counts_S, rows.cp_group)[sequence_N]
-
-
-def _positions(rows: LossRows) -> Tensor:
-    if rows.cp_group is not None:
-        raise ValueError("the loss variant reads positions, which ranks of context parallelism do not know")
-    before_N = rows.response_mask_N.long().cumsum(0) - rows.response_mask_N.long()
-    starts_S = rows.cu_seqlens[:-1].long().clamp(max=len(before_N) - 1)  # an empty last one starts at the end
-    return before_N - before_N[starts_S][rows.sequence_of_row()]

@@ -171,8 +171,10 @@ def gmpo_token(
     log_ratio: Tensor, advantages: Tensor, *, eps_low: float, eps_high: float
 ) -> tuple[Tensor, Tensor]:
     """The token's log-ratio, cut at ε_high for A > 0 and at -ε_low for A < 0 (arXiv 2507.20673)."""
-    cut = torch.where(advantages > 0, log_ratio.clamp(max=eps_high), log_ratio.clamp(min=-eps_low))
-    return cut, cut != log_ratio
+    fixed = log_ratio.detach()  # constant where it is cut
+    cut = torch.where(advantages > 0, fixed.clamp(max=eps_high), fixed.clamp(min=-eps_low))
+    clipped = cut != log_ratio
+    return torch.where(clipped, cut, log_ratio), clipped
 
 
 def gmpo_sequence(

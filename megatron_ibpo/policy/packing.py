@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatron_ibpo.basics.records import ExpertIds, Flags, Floats, TokenIds, TrainSequence, Weights, no_expert
 from megatron_ibpo.loss import LossRows, RowIndex
+from megatron_ibpo.loss.packed_rows import response_positions
 from megatron_ibpo.models import zigzag
 from megatron_ibpo.models.layout import context_chunks
 from megatron_ibpo.policy.planning import MicroBatch
@@ -252,6 +253,10 @@ def lay_out(
         off_S = arrays.off_policy_S
         off_policy_S = tensor(np.append(off_S, False) if padding else off_S, torch.bool)
         compared_rows_R = tensor(own_rows_R[is_trained_R & ~arrays.off_policy_R], torch.int64)
+    positions_N = None
+    if context.size > 1:  # elsewhere the loss counts
+        responses = torch.from_numpy(np.append(0, arrays.response_lengths_S.cumsum()))
+        positions_N = per_row(response_positions(torch.from_numpy(arrays.loss_mask_R), responses).numpy())
     index = RowIndex(
         bounds=tuple(bounds.tolist()),
         response_rows_R=loss_rows_R,
@@ -271,6 +276,7 @@ def lay_out(
             old_logprobs_N=per_row(arrays.old_logprobs_R),
             ref_logprobs_N=per_row(arrays.ref_logprobs_R),
             rollout_logprobs_N=rollout_logprobs_N,
+            positions_N=positions_N,
             token_weights_N=per_row(arrays.token_weights_R),
             sequence_weights_S=sequences(arrays.weights_S, 0.0),
             off_policy_S=off_policy_S,

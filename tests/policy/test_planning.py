@@ -183,6 +183,7 @@ def test_two_sequences_packed_by_hand_for_two_ranks_that_share_them():
     assert [b.rows.targets_N.tolist() for b in (early, late)] == [[4, 0, 8, 2], [3, 0, 9, 1]]
     assert [b.rows.response_mask_N.tolist() for b in (early, late)] == [[1, 0, 0, 1], [1, 0, 0, 1]]
     assert [b.rollout_logprobs_N.tolist() for b in (early, late)] == [[-3.5, 0, 0, -2.5], [-4.5, 0, 0, -1.5]]
+    assert [b.rows.positions_N.tolist() for b in (early, late)] == [[0, 0, 0, 1], [1, 0, 0, 0]]
     for batch in (early, late):
         assert batch.rows.cu_seqlens.tolist() == [0, 4, 8], "of whole sequences"
         assert batch.rows.index.bounds == (0, 4, 8)

@@ -9,14 +9,28 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_ibpo.loss import VARIANTS
+from megatron_ibpo.loss import VARIANTS, Variant
+from megatron_ibpo.loss.packed_rows import response_positions
 from support.kernel_cases import make_batch, options_for
 from support.loss_calls import loss_of_logits
 from support.ranks import run_ranks
 
 LENGTHS = (8, 4, 0, 12)
 VOCAB = 133
-ROWS = ("logits_NV", "targets_N", "old_logprobs_N", "ref_logprobs_N", "response_mask_N", "token_weights_N")
+ROWS = (
+    "logits_NV", "targets_N", "old_logprobs_N", "ref_logprobs_N", "response_mask_N", "token_weights_N",
+    "positions_N",
+)  # fmt: skip
+
+
+def by_place(
+    log_ratio: Tensor, advantages: Tensor, lengths: Tensor, positions: Tensor
+) -> tuple[Tensor, Tensor]:
+    return -log_ratio.exp() * advantages * (positions + 1.0) / lengths, positions > 2
+
+
+BY_PLACE = Variant(token_term=by_place)
+KNOWN = (*VARIANTS, "support.layout_cases:BY_PLACE")
 
 
 def batch_for_ranks() -> dict[str, Any]:
@@ -52,6 +66,7 @@ def on_one_rank(
     context_groups = [dist.new_group(list(range(first, tp * cp, tp))) for first in range(tp)]
     place, part = world.rank % tp, world.rank // tp
     batch = batch_for_ranks()
+    batch["positions_N"] = response_positions(batch["response_mask_N"], batch["cu_seqlens"])
     batch |= {name: batch[name][context_rows(part, cp)] for name in ROWS}
     width = -(-VOCAB // tp)
     first, last = place * width, min((place + 1) * width, VOCAB)
@@ -77,7 +92,7 @@ def context_rows(part: int, cp: int) -> Tensor:
     return torch.cat(rows)
 
 
-def check_layout(backend: str, tp: int, cp: int, variants: Sequence[str] = tuple(VARIANTS)) -> None:
+def check_layout(backend: str, tp: int, cp: int, variants: Sequence[str] = KNOWN) -> None:
     """Each variant, its loss, statistics and gradient, put together from the ranks."""
     ranks = run_ranks(on_one_rank, tp * cp, backend, tp, cp, variants, timeout=280)
     for variant in variants:
