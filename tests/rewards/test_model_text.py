@@ -54,8 +54,8 @@ MORE_CHARACTERS = "\t9Z_;:+*/^%$#~|<>)[]'\"!数🙂\u2028"
 BEFORE = ("answer is ", "The answer is 1,", "\\boxed{", "```", "(", "1^", "=", "\\text{", "<answer>", "1e")
 LONG_TEXT = 250_000
 LONGEST_S = 3.0
-"""Seconds of processor time for that many characters. What is linear takes less than a quarter of one; what
-is quadratic, minutes."""
+"""Seconds of processor time for that many characters. What is linear takes less than half of one; what is
+quadratic, minutes."""
 SHORT_TEXT, SHORT_S = 10_000, 0.8
 """Characters of the texts that are tried each time, and seconds for one of them. What is linear takes less
 than 0.1 s for twice as many; 8 ns for each pair of characters would be too much."""
