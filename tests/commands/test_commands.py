@@ -7,6 +7,7 @@ import importlib
 import json
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 import traceback
@@ -23,6 +24,7 @@ from megatron_ibpo.commands import main
 from megatron_ibpo.config import ConfigError
 from megatron_ibpo.report import RewardErrorRateError
 from megatron_ibpo.weights.weight_errors import CheckpointError
+from support.checkpoint_bytes import cut_in_half
 from support.paths import ROOT
 
 KEPT = re.compile(r"; the traceback is in (\S+?\.log)")
@@ -190,12 +192,28 @@ TINY, RECIPE = ROOT / "examples/tiny_qwen3", ROOT / "examples/recipes/tiny_qwen3
 SEARCH = ["search", "--gpus", "8", "--hardware", "h100"]
 A_RUN = ["--config", str(RECIPE), "--run-dir", "run"]
 COMPARE, SAVE = "tools/compare_methods.py", ["--save", "out"]
+LEAN = [*A_RUN, "--rollout-backend", "lean"]
+"""Whose data and weights are read at once, without Ray."""
 
 WRONG = [
     ("megatron_ibpo.commands.train", ["--config", "nowhere.yaml"], "nowhere.yaml: cannot be read"),
     ("megatron_ibpo.commands.train", ["--config", "list.yaml"], "must hold `key: value` lines, holds a list"),
     ("megatron_ibpo.commands.train", [*A_RUN, "--dry-run", "--lr", "-1"], "--lr"),
     ("megatron_ibpo.commands.train", [*A_RUN, "--hf-checkpoint", "nowhere"], "nowhere is not a directory"),
+    ("megatron_ibpo.commands.train", [*A_RUN, "--hf-checkpoint", "malformed"], "malformed/config.json is"),
+    ("megatron_ibpo.commands.train", [*A_RUN, "--hf-checkpoint", "unknown"], "model_type 'gemma3'"),
+    ("megatron_ibpo.commands.train", [*A_RUN, "--tensor-model-parallel-size", "3"],
+     "--tensor-model-parallel-size=3 does not divide the attention heads (4)"),
+    ("megatron_ibpo.commands.train", [*A_RUN, "--rollout-max-context-len", "4096"], "len 4096"),
+    ("megatron_ibpo.commands.train", [*A_RUN, "--ibpo-lambda", "2"], "λΔ must stay below 1"),
+    ("megatron_ibpo.commands.train", [*A_RUN, "--load", "."], "there is no step_N"),
+    ("megatron_ibpo.commands.train", [*LEAN, "--hf-checkpoint", "truncated"], "truncated/model.safetensors"),
+    ("megatron_ibpo.commands.train", [*LEAN, "--prompt-data", "nowhere.jsonl"], "nowhere.jsonl"),
+    ("megatron_ibpo.commands.train", [*LEAN, "--prompt-data", "empty.jsonl"], "no prompts"),
+    ("megatron_ibpo.commands.train", [*LEAN, "--prompt-data", "bad.jsonl"], "line 2"),
+    ("megatron_ibpo.commands.train", [*LEAN, "--prompt-data", "long.jsonl"], "line 1"),
+    ("megatron_ibpo.commands.train", [*LEAN, "--rm-type", "no_such_module:score"], "no_such_module"),
+    ("megatron_ibpo.commands.train", [*LEAN, "--run-dir", "/proc/run"], "/proc/run"),
     ("megatron_ibpo.commands.evaluate", ["nowhere"], "nowhere is not a policy"),
     ("megatron_ibpo.commands.evaluate", ["compare", "nowhere", "nowhere"], "holds no results.json"),
     ("megatron_ibpo.commands.plan", [*SEARCH, "--hf-checkpoint", "nowhere"], "nowhere"),
@@ -240,6 +258,9 @@ FILES = {
     "task.yaml": json.dumps(STUDY | {"tasks": {"t": {"settings": {}, "warm-start": 3}}}),
     "tune.yaml": json.dumps(STUDY | {"tune": {"grid": {"lr": [1.0]}, "seeds": 3, "budget": 1}}),
     "wrong.json": "[]",
+    "empty.jsonl": "",
+    "bad.jsonl": '{"prompt": "1+1", "label": "2"}\n{"prompt": "1+2"}\n',
+    "long.jsonl": json.dumps({"prompt": "1+" * 300, "label": "2"}) + "\n",
 }
 
 
@@ -247,6 +268,11 @@ FILES = {
 def where_the_user_stands(tmp_path, monkeypatch):
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
+    for name in ("malformed", "unknown", "truncated"):
+        shutil.copytree(TINY, tmp_path / name)
+    (tmp_path / "malformed/config.json").write_text("{")
+    (tmp_path / "unknown/config.json").write_text('{"model_type": "gemma3"}')
+    cut_in_half(tmp_path / "truncated/model.safetensors")
     monkeypatch.setenv("IBPO_CWD", str(tmp_path))
     monkeypatch.chdir(tmp_path)
 

@@ -526,6 +526,7 @@ def test_every_algorithm_works_after_every_models_recipe(tmp_path, algorithm):
         check_together(tmp_path, model, algorithm)
 
 
+@pytest.mark.lint
 def test_every_algorithm_is_in_the_documentation():
     listed = (ROOT / "docs/algorithms.md").read_text()
     names = [path.stem for path in ALGORITHMS]

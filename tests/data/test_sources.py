@@ -4,7 +4,9 @@ alone."""
 from __future__ import annotations
 
 import gzip
+import io
 import json
+import math
 import os
 import subprocess
 import sys
@@ -43,6 +45,7 @@ from megatron_ibpo.data.tokenizer import HuggingFaceTokenizer
 from megatron_ibpo.report import read_rows
 from megatron_ibpo.run.run_data import with_epochs
 from support.byte_tokenizers import byte_level
+from support.chat_families import family_tokenizer
 from support.credit_cases import plain
 from support.paths import ROOT
 
@@ -55,8 +58,12 @@ def rows(count, first=0):
     return [{"prompt": f"{i}=", "label": str(i)} for i in range(first, first + count)]
 
 
+def as_lines(content):
+    return "".join(json.dumps(row) + "\n" for row in content).encode()
+
+
 def jsonl(path, content):
-    path.write_text("".join(json.dumps(row) + "\n" for row in content))
+    path.write_bytes(as_lines(content))
     return path
 
 
@@ -68,37 +75,9 @@ def labels(source, count, step=0):
     return [prompt.label for prompt in source.batch(step, count)]
 
 
-QWEN3 = """\
-{%- if messages[0].role == 'system' %}
-    {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
-{%- endif %}
-{%- for message in messages %}
-    {%- if message.content is string %}
-        {%- set content = message.content %}
-    {%- else %}
-        {%- set content = '' %}
-    {%- endif %}
-    {%- if (message.role == "user") or (message.role == "system" and not loop.first) %}
-        {{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>' + '\\n' }}
-    {%- elif message.role == "assistant" %}
-        {%- if '</think>' in content %}
-            {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
-        {%- endif %}
-        {{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>\\n' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\\n' }}
-    {%- if enable_thinking is defined and enable_thinking is false %}
-        {{- '<think>\\n\\n</think>\\n\\n' }}
-    {%- endif %}
-{%- endif %}"""
-"""What Qwen3's own template does without tools."""
-
-
 @pytest.fixture(scope="module")
 def chatty():
-    return byte_level(QWEN3)
+    return family_tokenizer("qwen3")
 
 
 @pytest.fixture(params=["small", "large"])
@@ -231,25 +210,31 @@ def rl_rows(count):
             "data_source": "sums",
             "prompt": [{"role": "user", "content": f"{i}="}],
             "reward_model": {"style": "rule", "ground_truth": str(i)},
-            "extra_info": {"index": i, "score": float("nan")},
+            "extra_info": {"index": i, "score": math.nan},
             "unused": "x",
         }
         for i in range(count)
     ]
 
 
-def stream(path, content):
-    """An Arrow file as `datasets` writes it, in batches of ten."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+def as_parquet(content):
+    parquet.write_table(pa.Table.from_pylist(content), written := io.BytesIO(), row_group_size=7)
+    return written.getvalue()
+
+
+def as_arrow(content):
+    """As `datasets` writes it, in batches of ten."""
     table = pa.Table.from_pylist(content)
-    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+    with pa.ipc.new_stream(written := io.BytesIO(), table.schema) as writer:
         for batch in table.to_batches(max_chunksize=10):
             writer.write_batch(batch)
+    return written.getvalue()
 
 
 def saved(path, content):
     """One data set as `save_to_disk` leaves it."""
-    stream(path / "data-00000-of-00001.arrow", content)
+    path.mkdir(parents=True)
+    (path / "data-00000-of-00001.arrow").write_bytes(as_arrow(content))
     state = {"_data_files": [{"filename": "data-00000-of-00001.arrow"}], "_indices_data_files": None}
     (path / "state.json").write_text(json.dumps(state))
     return path
@@ -261,19 +246,19 @@ def test_every_format_gives_the_same_prompts(tmp_path, any_size, kind):
     if kind == "jsonl":
         jsonl(path, content)
     elif kind == "jsonl.gz":
-        path.write_bytes(gzip.compress(b"".join(json.dumps(row).encode() + b"\n" for row in content)))
+        path.write_bytes(gzip.compress(as_lines(content)))
     elif kind == "parquet":
-        parquet.write_table(pa.Table.from_pylist(content), path, row_group_size=7)
+        path.write_bytes(as_parquet(content))
     elif kind == "arrow":
-        stream(path, content)
+        path.write_bytes(as_arrow(content))
     elif kind == "saved":
         saved(path, content)
     else:
         (path / "data").mkdir(parents=True)
         for shard in (0, 1):
-            part = pa.Table.from_pylist(content[20 * shard : 20 * shard + 20])
-            parquet.write_table(part, path / f"data/train-0000{shard}-of-00002.parquet", row_group_size=7)
-        parquet.write_table(pa.Table.from_pylist(rows(3, 90)), path / "data/test-00000-of-00001.parquet")
+            part = as_parquet(content[20 * shard : 20 * shard + 20])
+            (path / f"data/train-0000{shard}-of-00002.parquet").write_bytes(part)
+        (path / "data/test-00000-of-00001.parquet").write_bytes(as_parquet(rows(3, 90)))
     assert labels(opened(f"{path}?split=train" if kind == "hub" else path, split="eval"), 40) == [
         row["label"] for row in content
     ]
@@ -283,7 +268,7 @@ def test_every_format_gives_the_same_prompts(tmp_path, any_size, kind):
 
 
 def test_the_layout_of_rl_data_sets_is_recognised_and_said(tmp_path, chatty):
-    parquet.write_table(pa.Table.from_pylist(rl_rows(5)), tmp_path / "train.parquet")
+    (tmp_path / "train.parquet").write_bytes(as_parquet(rl_rows(5)))
     data = DataConfig(apply_chat_template=True)
     source = open_source(str(tmp_path / "train.parquet"), chatty, data, split="eval")
     prompt = source.at(2)
@@ -306,74 +291,64 @@ def test_the_verifier_and_the_id_of_a_row_go_with_its_prompt(tmp_path):
     assert prompt.metadata == {"level": 3, "rm_type": "math", "id": "a-1"}
 
 
-def _cut(path, content):
-    path.write_bytes(content[: len(content) * 2 // 3])
-    return path
+def cut(content):
+    return content[: len(content) * 2 // 3]
+
+
+TEXT = as_lines(rows(50))
+SAME_IDS = as_lines(row | {"id": number % 30} for number, row in enumerate(rows(50)))
+DAMAGED = {
+    "parquet cut off": (
+        {"rows.parquet": cut(as_parquet(rows(50)))},
+        r"rows\.parquet: not a parquet file, or cut off",
+    ),
+    "gz cut off": ({"rows.jsonl.gz": cut(gzip.compress(TEXT))}, r"rows\.jsonl\.gz: damaged or cut off"),
+    "arrow cut off": (
+        {"rows.arrow": as_arrow(rows(50))[:66]},
+        r"rows\.arrow: not an Arrow file, or cut off",
+    ),
+    "UTF-16": (
+        {"rows.jsonl": TEXT.decode().encode("utf-16")},
+        r"rows\.jsonl: is UTF-16, expected UTF-8; `iconv",
+    ),
+    "invalid UTF-8": (
+        {"rows.jsonl": TEXT + b'{"prompt": "\xff=", "label": "1"}\n'},
+        r"rows\.jsonl, line 51: not UTF-8: byte 13 of the line is 0xff",
+    ),
+    "line cut off": ({"rows.jsonl": TEXT[:-10]}, r"rows\.jsonl, line 50: not JSON"),
+    "ids": ({"rows.jsonl": SAME_IDS}, r"rows\.jsonl, line 31: id 0 is also that of .*rows\.jsonl, line 1"),
+    "no data": ({"rows.jsonl/other.txt": b""}, r"rows\.jsonl: holds no data set"),
+    "other kind": ({"rows.txt": b"1"}, r"rows\.txt: expected a file that ends in \.jsonl"),
+    "NaN": (
+        {"rows.parquet": as_parquet([{"prompt": "1=", "label": 1.0}, {"prompt": "1=", "label": math.nan}])},
+        r"rows\.parquet, row 1: field 'label' must be text or a number, is nan",
+    ),
+    "no such column": (
+        {"rows.parquet": as_parquet([{"sentence": "1="}])},
+        r"rows\.parquet: has none of the columns .*prompt.*found: sentence",
+    ),
+    "two data sets": (
+        {f"rows.jsonl/{name}/train-00000-of-00001.jsonl": TEXT for name in ("main", "socratic")},
+        r"several data sets .*main.*socratic.*name one of them",
+    ),
+    "no such part": (
+        {"rows.jsonl/tran.jsonl": TEXT, "rows.jsonl/test.jsonl": TEXT},
+        r"no part for train; it has tran, test|no part for train; it has test, tran",
+    ),
+}
 
 
 def damaged(kind, folder):
-    """A path to something that cannot be read."""
-    whole = folder / "whole.parquet"
-    parquet.write_table(pa.Table.from_pylist(rows(50)), whole)
-    text = b"".join(json.dumps(row).encode() + b"\n" for row in rows(50))
-    if kind == "parquet cut off":
-        return _cut(folder / "rows.parquet", whole.read_bytes())
-    if kind == "gz cut off":
-        return _cut(folder / "rows.jsonl.gz", gzip.compress(text))
-    if kind == "arrow cut off":
-        stream(folder / "whole.arrow", rows(50))
-        return _cut(folder / "rows.arrow", (folder / "whole.arrow").read_bytes()[:100])
-    if kind == "UTF-16":
-        (folder / "rows.jsonl").write_text('{"prompt": "1=", "label": "1"}', encoding="utf-16")
-    elif kind == "invalid UTF-8":
-        (folder / "rows.jsonl").write_bytes(text + b'{"prompt": "\xff=", "label": "1"}\n')
-    elif kind == "line cut off":
-        (folder / "rows.jsonl").write_bytes(text[:-10])
-    elif kind == "ids":
-        jsonl(folder / "rows.jsonl", [row | {"id": number % 30} for number, row in enumerate(rows(50))])
-    elif kind == "no data":
-        (folder / "rows.jsonl").mkdir()
-    elif kind == "other kind":
-        (folder / "rows.txt").write_text("1")
-        return folder / "rows.txt"
-    elif kind == "NaN":
-        content = [{"prompt": "1=", "label": 1.0}, {"prompt": "1=", "label": float("nan")}]
-        parquet.write_table(pa.Table.from_pylist(content), folder / "rows.parquet")
-        return folder / "rows.parquet"
-    elif kind == "no such column":
-        parquet.write_table(pa.table({"sentence": ["1="]}), folder / "rows.parquet")
-        return folder / "rows.parquet"
-    elif kind == "two data sets":
-        for name in ("main", "socratic"):
-            (folder / f"rows.jsonl/{name}").mkdir(parents=True)
-            jsonl(folder / f"rows.jsonl/{name}/train-00000-of-00001.jsonl", rows(2))
-    elif kind == "no such part":
-        (folder / "rows.jsonl").mkdir()
-        jsonl(folder / "rows.jsonl/tran.jsonl", rows(2))
-        jsonl(folder / "rows.jsonl/test.jsonl", rows(2))
-    return folder / "rows.jsonl"
+    """The path of something that cannot be read."""
+    for name, content in DAMAGED[kind][0].items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    return folder / name.split("/")[0]
 
 
-@pytest.mark.parametrize(
-    ("kind", "says"),
-    [
-        ("parquet cut off", r"rows\.parquet: not a parquet file, or cut off"),
-        ("gz cut off", r"rows\.jsonl\.gz: damaged or cut off"),
-        ("arrow cut off", r"rows\.arrow: not an Arrow file, or cut off"),
-        ("UTF-16", r"rows\.jsonl: is UTF-16, expected UTF-8; `iconv"),
-        ("invalid UTF-8", r"rows\.jsonl, line 51: not UTF-8: byte 13 of the line is 0xff"),
-        ("line cut off", r"rows\.jsonl, line 50: not JSON"),
-        ("ids", r"rows\.jsonl, line 31: id 0 is also that of .*rows\.jsonl, line 1"),
-        ("no data", r"rows\.jsonl: holds no data set"),
-        ("other kind", r"rows\.txt: expected a file that ends in \.jsonl"),
-        ("NaN", r"rows\.parquet, row 1: field 'label' must be text or a number, is nan"),
-        ("no such column", r"rows\.parquet: has none of the columns .*prompt.*found: sentence"),
-        ("two data sets", r"several data sets .*main.*socratic.*name one of them"),
-        ("no such part", r"no part for train; it has tran, test|no part for train; it has test, tran"),
-    ],
-)
-def test_what_is_damaged_is_named(tmp_path, kind, says):
-    with pytest.raises(DataError, match=says):
+@pytest.mark.parametrize("kind", DAMAGED)
+def test_what_is_damaged_is_named(tmp_path, kind):
+    with pytest.raises(DataError, match=DAMAGED[kind][1]):
         opened(damaged(kind, tmp_path))
 
 
@@ -407,23 +382,17 @@ def test_any_bytes_are_rows_or_a_data_error(tmp_path_factory, content):
             assert prompt.label
 
 
-@pytest.fixture(scope="module")
-def tables_on_disk(tmp_path_factory):
-    """The bytes of good files by suffix."""
-    folder = tmp_path_factory.mktemp("good")
-    parquet.write_table(pa.Table.from_pylist(rows(50)), folder / "rows.parquet", row_group_size=7)
-    stream(folder / "rows.arrow", rows(50))
-    return {path.suffix: path.read_bytes() for path in folder.iterdir()}
+TABLES = {".parquet": as_parquet(rows(50)), ".arrow": as_arrow(rows(50))}
 
 
 @given(
-    st.sampled_from([".parquet", ".arrow"]),
+    st.sampled_from(sorted(TABLES)),
     st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.binary(max_size=4)), min_size=1, max_size=4),
     st.booleans(),
 )
 @settings(max_examples=60)
-def test_any_damage_to_a_table_is_a_data_error(tmp_path_factory, tables_on_disk, suffix, hits, skips):
-    content = bytearray(tables_on_disk[suffix])
+def test_any_damage_to_a_table_is_a_data_error(tmp_path_factory, suffix, hits, skips):
+    content = bytearray(TABLES[suffix])
     for place, written in hits:
         start = int(place * len(content))
         content[start : start + len(written)] = written
@@ -819,7 +788,7 @@ OF_KNOWN_DATA_SETS = {
 @pytest.mark.parametrize("large", [False, True], ids=["small", "large"])
 def test_layouts_of_known_data_sets_are_recognised_and_said(tmp_path, monkeypatch, chatty, row, label, large):
     monkeypatch.setattr(files, "SMALL_ROWS", 1 if large else 10)
-    parquet.write_table(pa.Table.from_pylist([row, row, row]), tmp_path / "train.parquet")
+    (tmp_path / "train.parquet").write_bytes(as_parquet([row, row, row]))
     data = DataConfig(apply_chat_template=True)
     source = open_source(str(tmp_path / "train.parquet"), chatty, data, split="train")
     prompt = source.at(1)

@@ -321,6 +321,7 @@ def test_parquet_files_are_read_like_the_others(tmp_path):
         read("hmmt25", tmp_path / "data/x.parquet")
 
 
+@pytest.mark.lint
 def test_every_benchmark_is_in_the_documentation():
     page = (ROOT / "docs/evaluation.md").read_text()
     assert [name for name in BENCHMARKS if f"| `{name}://`" not in page] == []

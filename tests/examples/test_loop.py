@@ -199,12 +199,11 @@ def test_a_policy_that_diverges_is_stopped(run, tmp_path):
 
 
 @pytest.mark.slow  # the kills of .ci/run stop runs too (tests/chaos.sh)
-@pytest.mark.parametrize("layout", [ONE_TRAINER, []], ids=["1", "2"])
-def test_ctrl_c_saves_and_leaves_nothing_running(tmp_path, layout):
-    """Of one trainer and its engine, or of two and theirs."""
+def test_ctrl_c_saves_and_leaves_nothing_running(tmp_path):
+    """Two trainers are stopped in test_stopping.py."""
     run_dir = tmp_path / "run"
     at_once = ["--eval-num-prompts", "0", "--operator-skill-prompts", "0"]
-    process = start_script(run_dir, *SMALL, *layout, "--num-rollout", "500", *at_once)
+    process = start_script(run_dir, *SMALL, *ONE_TRAINER, "--num-rollout", "500", *at_once)
     wait_for_step(run_dir, 1, process)
     started = started_by(process)
     shared = shared_memory(started)

@@ -17,57 +17,24 @@ from megatron_ibpo.weights.layout.export import metadata_of
 
 __all__ = ["SHAPES", "TINY_SHAPES", "make_random_model"]
 
-QWEN3 = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "hidden_act": "silu",
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 151936,
-    "max_position_embeddings": 40960,
-    "rope_theta": 1000000,
-    "rms_norm_eps": 1e-06,
-    "initializer_range": 0.02,
-    "tie_word_embeddings": True,
-    "bos_token_id": 151643,
-    "eos_token_id": 151645,
-}
-"""Qwen3-0.6B: huggingface.co/Qwen/Qwen3-0.6B, config.json."""
+MODELS = Path(__file__).resolve().parents[2] / "examples/models"
 
-QWEN3_NEXT = {
-    "architectures": ["Qwen3NextForCausalLM"],
-    "model_type": "qwen3_next",
-    "hidden_act": "silu",
+
+def _published(name: str) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((MODELS / name / "config.json").read_text())
+    return config
+
+
+QWEN3 = _published("qwen3_0_6b")
+QWEN3_NEXT = _published("qwen3_next_80b_a3b") | {
     "hidden_size": 1024,
     "intermediate_size": 2560,
     "num_hidden_layers": 12,
-    "full_attention_interval": 4,
     "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 256,
-    "partial_rotary_factor": 0.25,
-    "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 128,
     "linear_num_key_heads": 8,
-    "linear_value_head_dim": 128,
     "linear_num_value_heads": 16,
     "num_experts": 32,
     "num_experts_per_tok": 4,
-    "moe_intermediate_size": 512,
-    "shared_expert_intermediate_size": 512,
-    "norm_topk_prob": True,
-    "vocab_size": 151936,
-    "max_position_embeddings": 262144,
-    "rope_theta": 10000000,
-    "rms_norm_eps": 1e-06,
-    "initializer_range": 0.02,
-    "tie_word_embeddings": False,
-    "bos_token_id": 151643,
-    "eos_token_id": 151645,
 }
 """About 1B parameters with the proportions of Qwen3-Next-80B-A3B: half its width, a quarter of its layers, a
 sixteenth of its experts."""

@@ -18,11 +18,10 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 
 from megatron_ibpo.basics.distributed import World
 from megatron_ibpo.config import Config, DataConfig, ParallelConfig, config_yaml, named_values
-from megatron_ibpo.config.all_fields import ENTRIES, flag
+from megatron_ibpo.config.all_fields import ENTRIES
 from megatron_ibpo.config.config_error import ConfigError
 from megatron_ibpo.config.recipes import read_recipe
 from megatron_ibpo.data import DataError, open_source
@@ -36,7 +35,8 @@ from megatron_ibpo.weights.formats.hugging_face import Checkpoint
 from megatron_ibpo.weights.formats.integrity import check_integrity
 from megatron_ibpo.weights.formats.run_state import load_run_state, read_layout
 from megatron_ibpo.weights.weight_errors import CheckpointError
-from support.bad_inputs.mutations import LAUGHS, VALUES, WORDS, mutated_bytes, mutated_json
+from support.bad_inputs.families import wrong_flags, wrong_recipe
+from support.bad_inputs.mutations import mutated_bytes, mutated_json
 from support.run_pages import TOKENIZER, record_run
 from support.tiny_models import make_qwen3
 
@@ -80,33 +80,14 @@ class Place:
 
 def flags(rng: random.Random, place: Place) -> None:
     line = ["--hf-checkpoint", str(place.hf), "--prompt-data", TASK, "--eval-prompt-data", TASK]
-    for name in rng.sample(sorted(ENTRIES), rng.randint(1, 3)):
-        value = rng.choice(WORDS).replace("\0", "")
-        line += rng.choice(
-            [[flag(name), value], [f"{flag(name)}={value}"], [flag(name), value, value], [flag(name)]]
-        )
-    if rng.random() < 0.1:
-        line.append(rng.choice(WORDS).replace("\0", ""))
+    line += wrong_flags(rng)
     with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
         _take(parse_config(line))
 
 
 def recipes(rng: random.Random, place: Place) -> None:
-    known = {name.replace("_", "-"): entry.get(Config()) for name, entry in ENTRIES.items()}
-    chosen = {name: known[name] for name in rng.sample(sorted(known), 4)}
-    for name in rng.sample(sorted(chosen), rng.randint(1, 2)):
-        chosen[name] = rng.choice([*VALUES, *WORDS])
-    plain = {
-        name: list(value) if isinstance(value, tuple) else str(value) if isinstance(value, Path) else value
-        for name, value in chosen.items()
-    }
-    data = yaml.safe_dump(plain, allow_unicode=False).encode(errors="surrogatepass")
-    if rng.random() < 0.3:
-        data = mutated_bytes(rng, data)
-    elif rng.random() < 0.1:
-        data = (LAUGHS + "lr: *i\n").encode()
     path = place.directory / "recipe.yaml"
-    path.write_bytes(data)
+    path.write_bytes(wrong_recipe(rng))
     config = Config()
     config.model.hf_checkpoint = place.hf
     config.data.prompt_data, config.data.eval_prompt_data = (TASK,), TASK

@@ -200,14 +200,10 @@ def test_engines_sample_in_what_serves_unless_it_is_said(models, flags, device, 
     assert set_settings(held_out, config, "policy")["--vllm-dtype"] == dtype
 
 
-@pytest.mark.parametrize("recipe", sorted((EXAMPLES / "recipes").glob("*.yaml")))
-def test_recipes_leave_the_precision_of_sampling_to_the_device(recipe):
-    assert "vllm-dtype" not in recipe.read_text()
-
-
-def test_scripts_do_not_sample_in_another_precision_than_their_recipe():
-    for script in EXAMPLES.glob("*.sh"):
-        assert "--vllm-dtype" not in script.read_text(), script
+@pytest.mark.lint
+def test_recipes_and_scripts_leave_the_precision_of_sampling_to_the_device():
+    for file in (*EXAMPLES.glob("recipes/*.yaml"), *EXAMPLES.glob("*.sh")):
+        assert "vllm-dtype" not in file.read_text(), file
 
 
 @pytest.mark.parametrize(

@@ -19,11 +19,12 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_ibpo.basics.records import TrainSequence
-from megatron_ibpo.config import Config, ModelConfig, ParallelConfig
+from megatron_ibpo.config import Config, ModelConfig
 from megatron_ibpo.models import zigzag
 from megatron_ibpo.models.backends import LOCAL, Backends
 from support.delta_net_kernels import HostReads, kernels_stood_in
 from support.example_runs import rows_of
+from support.layouts import layout
 from support.paths import ROOT
 from support.ranks import run_ranks
 from support.tiny_models import make_gpt_oss, make_qwen3, make_qwen3_next
@@ -153,16 +154,6 @@ def test_what_a_delta_net_sends_does_not_grow_with_the_sequence():
 
 
 # -------------------------------------------------------------------------------------------- whole models
-
-
-def layout(cp=1, tp=1, pp=1, ep=1, delta_net_cp="state"):
-    return ParallelConfig(
-        delta_net_cp=delta_net_cp,
-        context_parallel_size=cp,
-        tensor_model_parallel_size=tp,
-        pipeline_model_parallel_size=pp,
-        expert_model_parallel_size=ep,
-    )
 
 
 LAYOUTS = {
@@ -323,7 +314,7 @@ def test_loss_and_gradients_are_those_of_one_rank(tmp_path, ranks):
 def by_other_kernels(world, path, ways):
     flash = Backends(transformer_engine=False, flash_linear_attention=True)
     with kernels_stood_in(HostReads()):
-        return [loss_and_gradients(world, Path(path), layout(2, delta_net_cp=way), flash) for way in ways]
+        return [loss_and_gradients(world, Path(path), layout(cp=2, delta_net_cp=way), flash) for way in ways]
 
 
 @pytest.mark.world
@@ -345,7 +336,7 @@ def without_sinks(world, path):
     from megatron_ibpo.policy import parallel
     from megatron_ibpo.policy.model import build_model
 
-    config = Config(parallel=layout(2))
+    config = Config(parallel=layout(cp=2))
     parallel.initialize(config.parallel, world, seed=0)
     engine = Backends(transformer_engine=True, flash_linear_attention=False)
     with pytest.raises(ValueError, match="cannot divide packed sequences over ranks if attention has sinks"):
@@ -360,7 +351,7 @@ def test_by_transformer_engine_ranks_do_not_share_sequences_where_there_are_sink
 
 def refused(world, path):
     with pytest.raises(ValueError, match="only flash-linear-attention has it"):
-        loss_and_gradients(world, Path(path), layout(2, delta_net_cp="heads"))
+        loss_and_gradients(world, Path(path), layout(cp=2, delta_net_cp="heads"))
 
 
 @pytest.mark.world

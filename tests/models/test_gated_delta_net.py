@@ -15,7 +15,7 @@ from megatron_ibpo.config import ParallelConfig
 from megatron_ibpo.models import check_layout, packed
 from megatron_ibpo.models.delta_net import layer as delta_net
 from megatron_ibpo.models.delta_net.layer import causal_conv, gated_delta_rule
-from support.delta_net_kernels import HostReads, kernels_stood_in
+from support.delta_net_kernels import HostReads, kernels_stood_in, rule_token_by_token
 from support.ranks import run_ranks
 from support.tiny_models import make_qwen3_next
 
@@ -39,40 +39,20 @@ def rule_inputs(lengths, seed, key_heads=2, value_heads=4, key_dim=5, value_dim=
     return (*keys, draw(value_heads, value_dim), decay, draw(value_heads).sigmoid())
 
 
-def rule_token_by_token(query, key, value, decay, beta):
-    """The delta rule as it is defined, for one sequence, in float64."""
-    query, key, value, decay, beta = (x.double() for x in (query, key, value, decay, beta))
-    repeats = value.shape[1] // key.shape[1]
-    query, key = (
-        (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()).repeat_interleave(repeats, 1)
-        for x in (query, key)
-    )
-    state = value.new_zeros(value.shape[1], key.shape[2], value.shape[2])
-    outputs = []
-    for q, k, v, g, b in zip(query, key, value, decay, beta, strict=True):
-        state = state * g.exp()[:, None, None]
-        change = b[:, None] * (v - torch.einsum("hde,hd->he", state, k))
-        state = state + torch.einsum("hd,he->hde", k, change)
-        outputs.append(torch.einsum("hde,hd->he", state, q) * k.shape[1] ** -0.5)
-    return torch.stack(outputs)
-
-
 @settings(max_examples=25, deadline=None)
 @given(lengths=LENGTHS, seed=st.integers(0, 99))
 def test_the_chunked_rule_over_packed_sequences_is_the_rule_token_by_token(lengths, seed):
     inputs = rule_inputs(lengths, seed)
     found = gated_delta_rule(*inputs, boundaries(lengths))
-    expected = [
-        rule_token_by_token(*parts) for parts in zip(*(x.split(lengths) for x in inputs), strict=True)
-    ]
-    assert torch.allclose(found.double(), torch.cat(expected), atol=1e-5)
+    expected = rule_token_by_token(*(x.double() for x in inputs), boundaries(lengths))
+    assert torch.allclose(found.double(), expected, atol=1e-5)
 
 
 def test_repeated_keys_do_not_blow_up():
     """Equal keys with beta 1 and no decay: powers of the chunk's matrix grow like binomials."""
     query, key, value, decay, beta = rule_inputs([64], seed=0)
     inputs = (query, key[:1].expand_as(key), value, torch.zeros_like(decay), torch.ones_like(beta))
-    expected = rule_token_by_token(*inputs)
+    expected = rule_token_by_token(*(x.double() for x in inputs), boundaries([64]))
     assert torch.allclose(gated_delta_rule(*inputs, boundaries([64])).double(), expected, atol=1e-5)
 
 

@@ -28,7 +28,7 @@ from support.mtp_checkpoints import MIXED, with_mtp
 from support.ranks import run_ranks
 from support.tiny_models import make_qwen3, make_qwen3_5, make_qwen3_next
 from support.train_sequences import sequences
-from support.trainers import EPSILON, LR, close_trainer, config_for
+from support.trainers import EPSILON, LR, close_trainer, config_for, open_trainer, weights_of
 
 pytestmark = pytest.mark.world
 
@@ -47,32 +47,6 @@ def mtp_config(parallel, *, mtp=1, factor=1.0, clip_grad=1e9, **others):
     config = config_for(parallel, **others)
     model = replace(config.model, mtp_num_layers=mtp, mtp_loss_scaling_factor=factor)
     return replace(config, model=model, optimizer=replace(config.optimizer, clip_grad=clip_grad))
-
-
-def open_with_mtp(world, hf_dir, config):
-    from megatron_ibpo.models.backends import LOCAL
-    from megatron_ibpo.policy import parallel
-    from megatron_ibpo.policy.model import build_model
-    from megatron_ibpo.policy.mtp_model import build_mtp
-    from megatron_ibpo.policy.trainer import Trainer
-    from megatron_ibpo.weights.formats.load import load_hf, load_mtp
-    from megatron_ibpo.weights.layout.export import HFExport
-
-    shape = read_hf_config(hf_dir)
-    parallel.initialize(config.parallel, world, seed=0)
-    chunks = build_model(shape, config, device="cpu")
-    load_hf(chunks, shape, hf_dir)
-    mtp = None
-    if config.model.mtp_num_layers:
-        mtp = build_mtp(shape, config, device="cpu", libraries=LOCAL)
-        load_mtp(mtp, chunks, shape, hf_dir)
-    export = HFExport(chunks, shape, mtp=mtp)
-    trainer = Trainer(chunks, shape.vocab_size, config, world, total_updates=10, mtp=mtp)
-    return trainer, export
-
-
-def weights_of(export):
-    return {name: None if tensor is None else tensor.clone() for name, tensor in export}
 
 
 def rows_with_tools():
@@ -147,7 +121,7 @@ def trained_once(world, cases, rows):
     gradients, on rank 0; metrics."""
     found = []
     for hf_dir, parallel, others in cases:
-        trainer, export = open_with_mtp(world, Path(hf_dir), mtp_config(parallel, **others))
+        trainer, export, _ = open_trainer(world, Path(hf_dir), mtp_config(parallel, **others))
         before = weights_of(export)
         metrics = planned.update(trainer, rows)
         after = weights_of(export)
@@ -200,7 +174,7 @@ def updates(world, hf_dir, configs, rows, count):
     """Weights on rank 0 and metrics after `count` updates under each configuration."""
     found = []
     for config in configs:
-        trainer, export = open_with_mtp(world, Path(hf_dir), config)
+        trainer, export, _ = open_trainer(world, Path(hf_dir), config)
         metrics = [planned.update(trainer, rows) for _ in range(count)]
         found.append((weights_of(export), metrics))
         close_trainer()
@@ -241,7 +215,7 @@ def through_a_checkpoint(world, hf_dir, directory, rows, mode):
     if mode == "without":
         config = replace(config, model=replace(config.model, mtp_num_layers=0))
     config.model.hf_checkpoint = Path(hf_dir)
-    trainer, export = open_with_mtp(world, Path(hf_dir), config)
+    trainer, export, _ = open_trainer(world, Path(hf_dir), config)
     if mode == "resumed":
         try:
             load_checkpoint(trainer, find_checkpoint(Path(directory)))
@@ -301,7 +275,7 @@ def test_engines_get_the_layer_where_they_draft_with_it():
 
 def load_error(world, hf_dir):
     try:
-        open_with_mtp(world, Path(hf_dir), mtp_config(layout()))
+        open_trainer(world, Path(hf_dir), mtp_config(layout()))
     except CheckpointError as error:
         close_trainer()
         return str(error)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -13,66 +15,12 @@ from megatron_ibpo.models.rope import RopeScaling
 from support.paths import ROOT
 from support.tiny_models import make_qwen3, make_qwen3_next
 
-NEXT_80B = {  # as published, before transformers 5
-    "model_type": "qwen3_next",
-    "attention_bias": False,
-    "decoder_sparse_step": 1,
-    "full_attention_interval": 4,
-    "head_dim": 256,
-    "hidden_act": "silu",
-    "hidden_size": 2048,
-    "initializer_range": 0.02,
-    "intermediate_size": 5120,
-    "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 128,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
-    "linear_value_head_dim": 128,
-    "max_position_embeddings": 262144,
-    "mlp_only_layers": [],
-    "moe_intermediate_size": 512,
-    "norm_topk_prob": True,
-    "num_attention_heads": 16,
-    "num_experts": 512,
-    "num_experts_per_tok": 10,
-    "num_hidden_layers": 48,
-    "num_key_value_heads": 2,
-    "partial_rotary_factor": 0.25,
-    "rms_norm_eps": 1e-06,
-    "rope_scaling": None,
-    "rope_theta": 10000000,
-    "shared_expert_intermediate_size": 512,
-    "tie_word_embeddings": False,
-    "vocab_size": 151936,
-}
-
-LLAMA_31_8B = {  # as published
-    "model_type": "llama",
-    "attention_bias": False,
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "initializer_range": 0.02,
-    "intermediate_size": 14336,
-    "max_position_embeddings": 131072,
-    "mlp_bias": False,
-    "num_attention_heads": 32,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 8,
-    "pretraining_tp": 1,
-    "rms_norm_eps": 1e-05,
-    "rope_scaling": {
-        "factor": 8.0,
-        "high_freq_factor": 4.0,
-        "low_freq_factor": 1.0,
-        "original_max_position_embeddings": 8192,
-        "rope_type": "llama3",
-    },
-    "rope_theta": 500000.0,
-    "tie_word_embeddings": False,
-    "vocab_size": 128256,
-}
-GLM_AIR = json.loads((ROOT / "examples/models/glm_4_5_air/config.json").read_text())
-OSS_20B = json.loads((ROOT / "examples/models/gpt_oss_20b/config.json").read_text())
+PUBLISHED = ROOT / "examples/models"
+NEXT_80B, LLAMA_31_8B, GLM_AIR, OSS_20B = (
+    json.loads((PUBLISHED / name / "config.json").read_text())
+    for name in ("qwen3_next_80b_a3b", "llama_3_1_8b", "glm_4_5_air", "gpt_oss_20b")
+)
+TINY = json.loads((ROOT / "examples/tiny_qwen3/config.json").read_text())
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 
 
@@ -198,12 +146,13 @@ def test_heads_that_share_nothing_and_sizes_that_are_null_follow_from_the_rest(t
         ({**NEXT_80B, "hidden_size": "2048"}, "hidden_size must be a positive integer, is '2048'"),
         ({key: value for key, value in NEXT_80B.items() if key != "num_experts"}, "num_experts must be"),
         ({**NEXT_80B, "attention_bias": True}, "attention_bias=True is not supported"),
-        ({**NEXT_80B, "mlp_only_layers": [0]}, r"mlp_only_layers=\[0\] is not supported"),
+        ({**NEXT_80B, "mlp_only_layers": [0]}, "mlp_only_layers=[0] is not supported"),
         (
             {**NEXT_80B, "rope_scaling": {"type": "yarn"}},
             "yarn over 0.25 of a head is not supported",
         ),
         ({**LLAMA_31_8B, "rope_scaling": {"type": "dynamic"}}, "rope type 'dynamic' is not supported"),
+        ({**LLAMA_31_8B, "rope_scaling": 3}, "rope_scaling must be an object"),
         ({**LLAMA_31_8B, "rope_scaling": {"type": "linear"}}, "needs a factor of at least 1, has None"),
         (
             {**LLAMA_31_8B, "rope_scaling": LLAMA_31_8B["rope_scaling"] | {"high_freq_factor": 8}},
@@ -213,11 +162,29 @@ def test_heads_that_share_nothing_and_sizes_that_are_null_follow_from_the_rest(t
         ({**LLAMA_31_8B, "hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
         ({**NEXT_80B, "layer_types": ["full_attention"]}, "layer_types must name 48 layers"),
         ({**NEXT_80B, "tie_word_embeddings": 1}, "tie_word_embeddings must be true or false"),
+        ({**TINY, "rms_norm_eps": 0}, "rms_norm_eps must be above 0 and below 1, is 0"),
+        ({**TINY, "rms_norm_eps": -1}, "rms_norm_eps must be above 0 and below 1, is -1"),
+        ({**TINY, "rms_norm_eps": math.nan}, "NaN is no number"),
+        ({**TINY, "rms_norm_eps": 10**400}, "rms_norm_eps must be a number"),
+        ({**TINY, "rope_theta": math.inf}, "Infinity is no number"),
+        ({**TINY, "rope_parameters": {"rope_theta": 0}}, "rope_theta must be at least 1, is 0"),
+        ({**TINY, "rope_parameters": {"rope_theta": -10000}}, "rope_theta must be at least 1, is -10000"),
+        ({**TINY, "rope_parameters": {"rope_type": "longrope"}}, "rope type 'longrope' is not supported"),
+        ({**TINY, "rope_parameters": {"partial_rotary_factor": 1e9}}, "is not an even number up to that"),
+        ({**TINY, "quantization_config": {"quant_method": "fp8"}}, "quant_method 'fp8' is not"),
+        ({**TINY, "quantization_config": {}}, "quantization_config with quant_method None is not"),
+        ({**TINY, "num_hidden_layers": 10**5}, "num_hidden_layers must be at most 10000"),
+        ({**TINY, "num_hidden_layers": 10**15}, "num_hidden_layers must be at most 10000,"),
+        ({**TINY, "vocab_size": 10**15}, "vocab_size must be at most 2147483647"),
+        ({**TINY, "hidden_size": 1e15}, "hidden_size must be a positive integer"),
+        ({**TINY, "model_type": ["qwen3"]}, "model_type ['qwen3'] is unknown"),
+        ("[" * 100_000, "config.json is not valid JSON: its brackets nest deeper"),
     ],
 )
 def test_a_config_that_cannot_be_built_is_refused(tmp_path, config, words):
-    with pytest.raises(ModelConfigError, match=words):
+    with pytest.raises(ModelConfigError, match=re.escape(words)) as caught:
         read_hf_config(write(tmp_path / "bad", config))
+    assert "config.json" in str(caught.value)
 
 
 def test_a_missing_checkpoint_is_refused(tmp_path):

@@ -16,7 +16,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from megatron_ibpo.config import ParallelConfig
 from megatron_ibpo.models import check_layout, padded_vocab_size, read_hf_config
 from megatron_ibpo.models.weight_map import weight_map
 from megatron_ibpo.weights.formats.convert import hf_to_megatron, megatron_to_hf
@@ -28,6 +27,7 @@ from support.checkpoint_bytes import assert_same_bytes, with_random_bits, with_w
 from support.conversions import ALONE
 from support.critics import critic_config, open_critic
 from support.example_runs import SMALL, finished, rows_of, start_script
+from support.layouts import layout
 from support.mtp_checkpoints import mtp_tensors
 from support.paths import ROOT
 from support.ranks import run_ranks
@@ -36,14 +36,6 @@ from support.train_sequences import sequence
 from support.trainers import close_trainer, config_for, open_trainer
 
 VOCABULARY = 211
-
-
-def layout(tp=1, *, multiple=1, sharded=False):
-    return ParallelConfig(
-        tensor_model_parallel_size=tp,
-        make_vocab_size_divisible_by=multiple,
-        use_distributed_optimizer=sharded,
-    )
 
 
 @pytest.fixture(scope="module")
@@ -87,10 +79,10 @@ def rows(count=6):
         (211, layout(2), 212),
         (211, layout(4), 212),
         (212, layout(4), 212),
-        (211, layout(2, multiple=8), 224),
-        (211, layout(1, multiple=128), 256),
+        (211, layout(2, vocabulary=8), 224),
+        (211, layout(1, vocabulary=128), 256),
         (151936, layout(8), 151936),  # Qwen's: as before there was padding
-        (151936, layout(8, multiple=128), 152576),
+        (151936, layout(8, vocabulary=128), 152576),
     ],
 )
 def test_the_vocabulary_is_padded_to_the_next_multiple(models, vocabulary, parallel, expected):
@@ -100,13 +92,13 @@ def test_the_vocabulary_is_padded_to_the_next_multiple(models, vocabulary, paral
 
 def test_a_rank_of_nothing_but_padding_is_refused(models):
     shape = read_hf_config(models["dense"])
-    (problem,) = check_layout(shape, layout(4, multiple=128), 4)
+    (problem,) = check_layout(shape, layout(4, vocabulary=128), 4)
     assert problem == (
         "--tensor-model-parallel-size=4 and --make-vocab-size-divisible-by=128 give each rank 128 rows of "
         "the vocabulary, which has 211: 2 of 4 ranks would hold nothing but padding; lower one of them"
     )
-    assert check_layout(shape, layout(4, multiple=64), 4) == []
-    assert check_layout(shape, layout(multiple=0), 1) == [
+    assert check_layout(shape, layout(4, vocabulary=64), 4) == []
+    assert check_layout(shape, layout(vocabulary=0), 1) == [
         "--make-vocab-size-divisible-by=0: must be at least 1"
     ]
 
@@ -114,7 +106,7 @@ def test_a_rank_of_nothing_but_padding_is_refused(models):
 @given(vocabulary=st.integers(1, 2000), tp=st.sampled_from([1, 2, 4]), multiple=st.integers(1, 200))
 def test_shards_cover_the_vocabulary_once_and_padding_fills_up_the_last(models, vocabulary, tp, multiple):
     shape = replace(read_hf_config(models["dense"]), vocab_size=vocabulary)
-    parallel = layout(tp, multiple=multiple)
+    parallel = layout(tp, vocabulary=multiple)
     total = padded_vocab_size(shape, parallel)
     entry = weight_map(shape, vocab_rows=total)["output_layer.weight"]
     shards = [entry.pieces[0].ranges(rank, tp) for rank in range(tp)]
@@ -191,7 +183,7 @@ def padding_of(trainer, shape):
 
 SETTINGS = {"logits": {}, "fused": {"fuse_lm_head": True}, "reference": {"kl_coef": 0.5}}
 TRAINED = [("dense", "reference"), ("dense", "fused"), ("tied", "logits")]
-LAYOUTS = {1: [layout()], 2: [layout(2), layout(2, multiple=8)], 4: [layout(4)]}
+LAYOUTS = {1: [layout()], 2: [layout(2), layout(2, vocabulary=8)], 4: [layout(4)]}
 """By number of ranks; one rank pads nothing."""
 PADDED = [2, pytest.param(4, marks=pytest.mark.slow)]
 
@@ -274,7 +266,7 @@ def test_conversion_there_and_back_changes_no_bit_and_writes_no_padding(models, 
     if name == "next":  # and what is only carried along
         everything = load_file(origin / "model.safetensors") | mtp_tensors(torch.bfloat16)
         origin = with_weights(origin, tmp_path / "mtp", everything)
-    hf_to_megatron(origin, tmp_path / "stored", layout(tp, multiple=multiple), ALONE)
+    hf_to_megatron(origin, tmp_path / "stored", layout(tp, vocabulary=multiple), ALONE)
     stored = StoredCheckpoint(tmp_path / "stored")
     for key in {*ROWS_MAY_BE_PADDED} & {*stored.tensors}:
         assert stored.tensors[key].size[0] == VOCABULARY
@@ -311,8 +303,8 @@ JOURNEYS = {
     "whole": ("tied", [(2, layout(2)), (4, layout(4))], [(1, layout()), (2, layout(2))]),
     "sharded": (
         "dense",
-        [(2, layout(1, sharded=True)), (4, layout(2, sharded=True))],
-        [(1, layout(sharded=True)), (4, layout(4, sharded=True))],
+        [(2, layout(1, distributed_optimizer=True)), (4, layout(2, distributed_optimizer=True))],
+        [(1, layout(distributed_optimizer=True)), (4, layout(4, distributed_optimizer=True))],
     ),
 }
 """Optimizer -> model, ranks and layout of the first update and of the second, which are saved, and several of

@@ -22,21 +22,11 @@ from megatron_ibpo.policy.planning import plan_measure
 from support import planned
 from support.layouts import layout
 from support.ranks import run_ranks
-from support.tiny_models import make_qwen3, make_qwen3_next
 from support.train_sequences import sequence, sequences
 from support.trainers import close_trainer, config_for, open_trainer, weights_of
 
 EXACT = 1000
 """Blocks: more than there are prompts."""
-
-
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("models")
-    return {
-        "dense": make_qwen3(directory / "dense", 3, std=0.1),
-        "next": make_qwen3_next(directory / "next", 4, std=0.1),
-    }
 
 
 def measured(world, cases, rows):

@@ -1,4 +1,4 @@
-"""The driver's half of packing: every sequence travels once, to one rank, and is packed there as before."""
+"""The driver's half of packing: every sequence travels once, to one rank, and is packed there."""
 
 from __future__ import annotations
 
@@ -77,84 +77,12 @@ def some_sequences(draw, max_size=25):
     return rows
 
 
-# ----------------------------------------------------------------------------- the packing that went before
-
-
-def packed_before(rows, members, multiple):
-    """What the first version packed on every rank, token by token in Python, as lists."""
-    chosen = [rows[i] for i in members]
-    lengths = [s.num_tokens - 1 for s in chosen]
-    padding = -sum(lengths) % multiple or (0 if chosen else multiple)
-    all_lengths = lengths + ([padding] if padding else [])
-
-    def spread(parts):
-        flat = [value for part in parts for value in part] + [0] * padding
-        return torch.tensor(flat, dtype=torch.float32)
-
-    def response_rows(values):
-        return spread(
-            [0.0] * (len(s.prompt_token_ids) - 1) + list(v) for s, v in zip(chosen, values, strict=True)
-        )
-
-    def per_sequence(values, fill):
-        return torch.tensor([*values, *([fill] if padding else [])], dtype=torch.float32)
-
-    def of(s, name, default):
-        found = getattr(s, name)
-        return [default] * len(s.response_token_ids) if found is None else found.tolist()
-
-    tokens = [[*s.prompt_token_ids.tolist(), *s.response_token_ids.tolist()] for s in chosen]
-    has_rollout = bool(chosen) and all(s.rollout_logprobs is not None for s in chosen)
-    by_token = any(s.token_advantages is not None for s in chosen)
-    return {
-        "input_ids_1N": torch.tensor([x for t in tokens for x in t[:-1]] + [0] * padding, dtype=torch.int64)[
-            None
-        ],
-        "position_ids_1N": torch.tensor([x for n in all_lengths for x in range(n)])[None],
-        "cu_seqlens": torch.tensor([0, *all_lengths]).cumsum(0).to(torch.int32),
-        "max_seqlen": max(all_lengths),
-        "targets_N": torch.tensor([x for t in tokens for x in t[1:]] + [0] * padding, dtype=torch.int64),
-        "response_mask_N": response_rows([s.loss_mask.tolist() for s in chosen]),
-        "rollout_logprobs_N": response_rows([s.rollout_logprobs.tolist() for s in chosen])
-        if has_rollout
-        else None,
-        "token_weights_N": (
-            response_rows([of(s, "token_weights", 1.0) for s in chosen])
-            if any(s.token_weights is not None for s in chosen)
-            else None
-        ),
-        "advantages": (
-            response_rows([of(s, "token_advantages", s.advantage) for s in chosen])
-            if by_token
-            else per_sequence([s.advantage for s in chosen], 0.0)
-        ),
-        "sequence_weights_S": per_sequence([s.weight for s in chosen], 0.0),
-        "temperature": per_sequence([s.temperature for s in chosen], 1.0),
-        "old_logprobs_N": None,
-        "ref_logprobs_N": None,
-        "num_sequences": len(chosen),
-    }
-
-
-@settings(deadline=None)
-@given(some_sequences(), st.integers(1, 4), st.sampled_from([1, 2, 8]), st.integers(30, 120))
-def test_every_tensor_is_what_it_was_before(rows, ranks, multiple, max_tokens):
-    for batches in plan_micro_batches([s.num_tokens for s in rows], ranks, max_tokens, cost):
-        for members in batches:
-            sent = MicroBatch(tuple(members), tuple(rows[i] for i in members))
-            batch = lay_out(pack(pickle.loads(pickle.dumps(sent))), multiple=multiple, device=CPU)
-            for name, wanted in packed_before(rows, members, multiple).items():
-                found = getattr(batch if hasattr(batch, name) else batch.rows, name)
-                if isinstance(wanted, torch.Tensor):
-                    assert found.dtype == wanted.dtype, name
-                    assert torch.equal(found, wanted), name
-                else:
-                    assert found == wanted, name
+# ---------------------------------------------------------------------------------------------- the packing
 
 
 def test_two_sequences_packed_by_hand():
     first = made(rollout_logprobs=[-1.5, -2.5])
-    second = made([5], [4, 3], advantage=-2.0, rollout_logprobs=[-3.5, -4.5])
+    second = made([5], [4, 3], advantage=-2.0, rollout_logprobs=[-3.5, -4.5], temperature=0.75)
     arrays = replace(packed([second, first]), old_logprobs_R=np.array([-3.0, -4.0, -1.0, -2.0], np.float32))
     batch = lay_out(arrays, multiple=4, device=CPU)
     assert batch.input_ids_1N.tolist() == [[5, 4, 7, 8, 9, 1, 0, 0]]
@@ -167,6 +95,8 @@ def test_two_sequences_packed_by_hand():
     assert batch.max_seqlen == 4
     assert batch.rows.advantages.tolist() == [-2, 1, 0]
     assert batch.rows.sequence_weights_S.tolist() == [0.5, 0.5, 0]
+    assert batch.rows.temperature.tolist() == [0.75, 1, 1]
+    assert (batch.num_sequences, batch.rows.advantages.dtype) == (2, torch.float32)
     assert batch.rows.token_weights_N is None
 
 
@@ -217,9 +147,13 @@ def test_what_a_loss_mask_leaves_out_is_no_row_of_the_loss():
     assert update_metrics([row])["tokens_trained"] == 1 + 2
 
 
-def test_token_weights_lie_on_the_response_rows():
-    batch = lay_out(packed([made(token_weights=[0.25, 0.75]), made()]), multiple=1, device=CPU)
-    assert batch.rows.token_weights_N.tolist() == [0, 0, 0.25, 0.75, 0, 0, 1, 1]
+def test_what_is_given_by_token_lies_on_the_response_rows():
+    """A sequence without weights has ones there; one without advantages of tokens repeats its own."""
+    by_token = made(token_weights=[0.25, 0.75], token_advantages=[0.5, -0.5], rollout_logprobs=[-1.5, -2.5])
+    batch = lay_out(packed([by_token, made(advantage=-2.0)]), multiple=9, device=CPU)
+    assert batch.rows.token_weights_N.tolist() == [0, 0, 0.25, 0.75, 0, 0, 1, 1, 0]
+    assert batch.rows.advantages.tolist() == [0, 0, 0.5, -0.5, 0, 0, -2, -2, 0]
+    assert batch.rollout_logprobs_N is None, "one has none"
     assert batch.rows.old_logprobs_N is None
 
 

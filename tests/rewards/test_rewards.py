@@ -36,6 +36,7 @@ from megatron_ibpo.rewards import (
 )
 from megatron_ibpo.rewards.composite import Part, combined
 from megatron_ibpo.rewards.reasoning_gym import extract_answer
+from support.waiting import eventually, has_ended
 
 USERS_REWARDS = """
     import itertools, math, os, subprocess, sys, time
@@ -581,16 +582,7 @@ def test_workers_die_with_their_supervisor(impatient):
 
 
 def gone_within(pid, seconds):
-    """Whether a process ends; a zombie that nobody has waited for has ended."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        try:
-            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
-                return True
-        except FileNotFoundError:
-            return True
-        time.sleep(0.05)
-    return False
+    return eventually(lambda: has_ended(pid), seconds)
 
 
 # ---------------------------------------------------------------------------------------- reasoning_gym

@@ -52,14 +52,16 @@ def with_metadata(stored, edit):
     (stored / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
-def loaded(world, hf_dir, parallel_config=None, *, bf16=False):
-    """Start Megatron's groups; return this rank's part of a model with the weights of a checkpoint, and its
-    shape."""
+def loaded(world, hf_dir, parallel_config=None, *, bf16=False, pieces=1):
+    """Start Megatron's groups; return this rank's part of a model with the weights of a checkpoint, in
+    several pieces where pipeline stages are interleaved, and its shape."""
     from megatron_ibpo.policy import parallel
     from megatron_ibpo.policy.model import build_model
     from megatron_ibpo.weights.formats.load import load_hf
 
-    config = Config(model=ModelConfig(bf16=bf16), parallel=parallel_config or ParallelConfig())
+    interleaved = (f"virtual_pipeline_model_parallel_size={pieces}",) if pieces > 1 else ()
+    model = ModelConfig(bf16=bf16, model_override=interleaved)
+    config = Config(model=model, parallel=parallel_config or ParallelConfig())
     parallel.initialize(config.parallel, world, seed=0)
     shape = read_hf_config(hf_dir)
     chunks = build_model(shape, config)

@@ -1,4 +1,4 @@
-"""Stands in for flash-linear-attention's kernels, and counts what the host reads of tensors meanwhile."""
+"""Defines the gated delta rule, stands in for its kernels, and counts what the host reads meanwhile."""
 
 from __future__ import annotations
 
@@ -11,6 +11,25 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_ibpo.models import packed
 from megatron_ibpo.models.delta_net.layer import causal_conv, gated_delta_rule
+
+
+def rule_token_by_token(query, key, value, decay, beta, boundaries):
+    """Return the delta rule as it is defined, over packed sequences; see `gated_delta_rule`."""
+    repeats = value.shape[1] // key.shape[1]
+    query, key = (
+        (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()).repeat_interleave(repeats, 1)
+        for x in (query, key)
+    )
+    outputs, starts = [], set(boundaries.tolist())
+    state = value.new_zeros(value.shape[1], key.shape[2], value.shape[2])
+    for token, (q, k, v, g, b) in enumerate(zip(query, key, value, decay, beta, strict=True)):
+        if token in starts:
+            state = torch.zeros_like(state)
+        state = state * g.exp()[:, None, None]
+        change = b[:, None] * (v - torch.einsum("hde,hd->he", state, k))
+        state = state + torch.einsum("hd,he->hde", k, change)
+        outputs.append(torch.einsum("hde,hd->he", state, q) * key.shape[2] ** -0.5)
+    return torch.stack(outputs)
 
 
 class HostReads(TorchDispatchMode):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,46 +17,21 @@ from megatron_ibpo.basics.records import Sample, SampleRequest, token_ids
 from megatron_ibpo.config import Config
 from megatron_ibpo.engines import Engine
 from megatron_ibpo.engines.vllm.settings import engine_settings
-from megatron_ibpo.weights.layout.regions import Box, Region, TensorMeta, whole
 from megatron_ibpo.weights.transfer.link import Sent
 from megatron_ibpo.weights.transfer.update import Transport, open_transport, update_engines
 from megatron_ibpo.weights.transfer.update_order import UpdateOrder
+from support.weight_sources import DividedWeights
 
 CONTEXT = 256
 TIMEOUT = 120.0
 WORLD = World(0, 1, torch.device("cpu"), None)
 
 
-class CheckpointSource:
-    """Offers the weights of a checkpoint as a trainer offers its own: in shards, one a rank, where a
-    tensor's rows can be divided."""
+class CheckpointSource(DividedWeights):
+    """Offers the weights of a checkpoint as a trainer offers its own."""
 
-    def __init__(self, directory: Path, world: World | None = None) -> None:
-        self.tensors = load_file(directory / "model.safetensors")
-        self.rank, self.size = (0, 1) if world is None else (world.rank, world.size)
-
-    def metadata(self) -> list[TensorMeta]:
-        return [TensorMeta(name, t.dtype, tuple(t.shape)) for name, t in self.tensors.items()]
-
-    def regions(self) -> list[tuple[Region, ...]]:
-        return [
-            tuple(Region(box, (rank,)) for rank, box in enumerate(self.shards(tensor)))
-            for tensor in self.tensors.values()
-        ]
-
-    def local(self) -> Iterator[dict[Box, torch.Tensor]]:
-        for tensor in self.tensors.values():
-            boxes = self.shards(tensor)
-            if self.rank < len(boxes):
-                (start, stop), *_ = boxes[self.rank]
-                yield {boxes[self.rank]: tensor[start:stop]}
-            else:
-                yield {}
-
-    def shards(self, tensor: torch.Tensor) -> list[Box]:
-        parts = self.size if len(tensor) % self.size == 0 else 1
-        rows = len(tensor) // parts
-        return [((part * rows, (part + 1) * rows), *whole(tensor.shape[1:])) for part in range(parts)]
+    def __init__(self, directory: Path, world: World = WORLD) -> None:
+        super().__init__(load_file(directory / "model.safetensors"), world.rank, world.size)
 
 
 def make_config(run_dir: Path, dtype: str) -> Config:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,6 +23,37 @@ SMALL = [
 ONE_TRAINER = [
     "--num-trainers", "1", "--tensor-model-parallel-size", "1", "--expert-model-parallel-size", "1",
 ]  # fmt: skip
+
+EVEN = """
+def score(question, response, label, metadata):
+    return float(sum(map(ord, response)) % 2 == 0)
+"""
+"""What a random model is right about every other time."""
+THREE_STEPS = [
+    "--config", str(ROOT / "examples/recipes/small_cpu.yaml"), "--num-trainers", "2",
+    "--tensor-model-parallel-size", "2", "--sequence-parallel",
+    "--num-rollout", "3", "--rollout-batch-size", "4", "--n-samples-per-prompt", "4",
+    "--rollout-max-response-len", "32", "--rollout-max-context-len", "256", "--eval-num-prompts", "8",
+    "--check-weight-update-equal", "--rm-type", "even:score", "--reward-threshold", "1",
+]  # fmt: skip
+
+
+def train_three_steps(directory, model, *flags):
+    """Train a model of the tiny vocabulary on two ranks, each update compared with what the engine holds.
+
+    Return the metrics of each step. The run is `directory`/run.
+    """
+    (directory / "even.py").write_text(EVEN)
+    for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        shutil.copy(ROOT / "examples/tiny_qwen3" / file, model)
+    run_dir = directory / "run"
+    command = [sys.executable, "-m", "megatron_ibpo.commands.train", *THREE_STEPS, *flags]
+    command += ["--hf-checkpoint", str(model), "--run-dir", str(run_dir)]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=400, env={**os.environ, "IBPO_CWD": str(directory)})
+    rows = rows_of(run_dir)
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert all(row["grad_norm"] > 0 for row in rows)
+    return rows
 
 
 def start_script(run_dir, *flags, script="run_qwen3_next_ibpo.sh", directory=ROOT):

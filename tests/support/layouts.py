@@ -6,9 +6,10 @@ from megatron_ibpo.config import ParallelConfig
 
 
 def layout(
-    tp=1, pp=1, ep=1, etp=1, cp=1, *, distributed_optimizer=False, vocabulary=1, first=None, last=None
+    tp=1, pp=1, ep=1, etp=1, cp=1, *, distributed_optimizer=False, vocabulary=1, first=None, last=None, **more
 ):
-    """Return the layout; `first` and `last` are the numbers of layers of the outer pipeline stages."""
+    """Return the layout; `first` and `last` are the numbers of layers of the outer pipeline stages,
+    `vocabulary` is what its size is made divisible by."""
     return ParallelConfig(
         context_parallel_size=cp,
         decoder_first_pipeline_num_layers=first,
@@ -19,4 +20,5 @@ def layout(
         pipeline_model_parallel_size=pp,
         tensor_model_parallel_size=tp,
         use_distributed_optimizer=distributed_optimizer,
+        **more,
     )

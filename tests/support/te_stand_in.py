@@ -72,11 +72,6 @@ class Module(torch.nn.Module):
         return parameter
 
 
-def divided(size: int, tp_size: int, wanted: bool) -> int:
-    assert not wanted or size % tp_size == 0
-    return size // tp_size if wanted else size
-
-
 class Linear(Module):
     def __init__(
         self,
@@ -86,18 +81,19 @@ class Linear(Module):
         sequence_parallel: bool = False,
         tp_size: int = 1,
         bias: bool = True,
-        params_dtype: Any = None,
         parallel_mode: str | None = None,
+        params_dtype: Any = None,
         device: Any = "cuda",
         **_: Any,
     ):
         super().__init__()
-        rows = divided(out_features, tp_size, parallel_mode == "column")
-        columns = divided(in_features, tp_size, parallel_mode == "row")
-        self.in_features, self.out_features, self.use_bias = columns, rows, bias
-        self.add("weight", rows, columns, dtype=params_dtype, device=device)
+        assert out_features % tp_size == in_features % tp_size == 0
+        self.out_features = out_features // (tp_size if parallel_mode == "column" else 1)
+        self.in_features = in_features // (tp_size if parallel_mode == "row" else 1)
+        self.use_bias, self.kind = bias, {"dtype": params_dtype, "device": device}
+        self.add("weight", self.out_features, self.in_features, **self.kind)
         if bias:
-            own: Any = self.add("bias", rows, dtype=params_dtype, device=device)
+            own: Any = self.add("bias", self.out_features, **self.kind)
             if parallel_mode == "row":
                 own.sequence_parallel = sequence_parallel
 
@@ -109,17 +105,13 @@ class LayerNormLinear(Linear):
         out_features: int,
         *,
         normalization: str,
-        zero_centered_gamma: bool = False,
-        sequence_parallel: bool = False,
-        params_dtype: Any = None,
-        device: Any = "cuda",
-        **linear: Any,
+        zero_centered_gamma: bool,
+        **more: Any,
     ):
-        linear |= {"sequence_parallel": sequence_parallel, "params_dtype": params_dtype, "device": device}
-        super().__init__(in_features, out_features, **linear)
+        super().__init__(in_features, out_features, **more)
         assert normalization == "RMSNorm"
-        norm: Any = self.add("layer_norm_weight", in_features, dtype=params_dtype, device=device)
-        norm.sequence_parallel = sequence_parallel
+        norm: Any = self.add("layer_norm_weight", in_features, **self.kind)
+        norm.sequence_parallel = more["sequence_parallel"]
         self.zero_centered_gamma = zero_centered_gamma
 
 

@@ -27,21 +27,28 @@ def config_for(parallel, *, lr=LR, eps_adam=EPSILON, max_tokens=200, log_probs_t
 
 
 def open_trainer(world, hf_dir, config, reference=None):
+    """Return a trainer, with a multi-token prediction layer if configured, its export and the shape."""
     from megatron_ibpo.models import read_hf_config
+    from megatron_ibpo.models.backends import LOCAL
     from megatron_ibpo.policy import parallel
     from megatron_ibpo.policy.model import build_model
+    from megatron_ibpo.policy.mtp_model import build_mtp
     from megatron_ibpo.policy.reference import load_reference
     from megatron_ibpo.policy.trainer import Trainer
-    from megatron_ibpo.weights.formats.load import load_hf
+    from megatron_ibpo.weights.formats.load import load_hf, load_mtp
     from megatron_ibpo.weights.layout.export import HFExport
 
     shape = read_hf_config(Path(hf_dir))
     parallel.initialize(config.parallel, world, seed=0)
     chunks = build_model(shape, config, device="cpu")
     load_hf(chunks, shape, Path(hf_dir))
-    export = HFExport(chunks, shape)
+    mtp = None
+    if config.model.mtp_num_layers:
+        mtp = build_mtp(shape, config, device="cpu", libraries=LOCAL)
+        load_mtp(mtp, chunks, shape, Path(hf_dir))
     held = None if reference is None else load_reference(chunks, shape, reference)
-    return Trainer(chunks, shape.vocab_size, config, world, total_updates=10, reference=held), export, shape
+    trainer = Trainer(chunks, shape.vocab_size, config, world, total_updates=10, reference=held, mtp=mtp)
+    return trainer, HFExport(chunks, shape, mtp=mtp), shape
 
 
 def close_trainer():

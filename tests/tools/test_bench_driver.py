@@ -60,6 +60,7 @@ def test_a_token_of_the_made_up_vocabulary_is_four_characters():
     assert len(make_tokenizer().decode([300, 301, 16_999])) == 12
 
 
+@pytest.mark.lint
 def test_the_page_shows_what_was_recorded():
     page = (ROOT / "docs/scale.md").read_text()
     rows = json.loads((ROOT / "tools/results/driver_load.json").read_text())["load"]["rows"]

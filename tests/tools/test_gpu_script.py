@@ -12,13 +12,12 @@ import sys
 import time
 import warnings
 import zipfile
-from pathlib import Path
 
 import pytest
 
 from megatron_ibpo.report.disk import DiskWait
 from support.paths import ROOT
-from support.waiting import eventually
+from support.waiting import eventually, has_ended
 
 sys.path.insert(0, str(ROOT / "tests" / "gpu"))
 
@@ -73,7 +72,7 @@ def test_a_part_that_hangs_leaves_no_process_behind(parts, tmp_path):
     told = argparse.Namespace(device="cpu", quick=True)
     found = conductor.run_part(conductor.Part("nests", 2), told, time.monotonic() + 60)
     assert found["reason"] == "it took longer than 2 s"
-    assert eventually(lambda: is_over(found["child"]), 10)
+    assert eventually(lambda: has_ended(found["child"]), 10)
 
 
 def test_a_run_that_is_cut_off_leaves_what_it_had_and_no_process(parts, tmp_path):
@@ -90,7 +89,7 @@ def test_a_run_that_is_cut_off_leaves_what_it_had_and_no_process(parts, tmp_path
     process.terminate()
     assert process.wait(20) == 143
     assert json.loads(saved.read_text())["parts"]["passes"]["number"] == 1
-    assert eventually(lambda: is_over(pid.read_text()), 10)
+    assert eventually(lambda: has_ended(pid.read_text()), 10)
 
 
 def test_a_place_for_the_file_that_is_not_there_is_refused_at_once(tmp_path, capsys):
@@ -274,11 +273,6 @@ def test_waits_are_counted_by_the_line_that_waits_and_by_ours_that_led_there():
     seen = {tuple(re.sub(r":\d+", "", name) for name in places): times for places, times in found.items()}
     here = "test_gpu_script.py waits"
     assert seen == {(here, "megatron_ibpo/report/disk.py write"): 2, (here, ""): 1}
-
-
-def is_over(pid):
-    process = Path("/proc", str(pid))
-    return not process.exists() or "(zombie)" in (process / "status").read_text()
 
 
 def script(directory, *arguments, environment=()):

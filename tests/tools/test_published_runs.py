@@ -98,6 +98,7 @@ def test_layouts_are_ordered_by_speed_within_what_is_otherwise_alike():
     assert (found.layouts, found.fastest, found.pairs, found.right) == (3, True, 3, 2)
 
 
+@pytest.mark.lint
 def test_the_page_and_the_coefficients_are_those_of_the_results():
     results = json.loads(RESULTS.read_text())
     page = PAGE.read_text()

@@ -12,6 +12,7 @@ from support.paths import ROOT
 FOUND = json.loads((ROOT / "tools/results/scale.json").read_text())
 
 
+@pytest.mark.lint
 def test_the_page_has_the_tables_of_the_data():
     page = (ROOT / "docs/scale.md").read_text()
     assert with_tables(page, FOUND["rows"]) == page

@@ -27,7 +27,6 @@ from megatron_ibpo.weights.formats.torch_dist import StoredCheckpoint
 from megatron_ibpo.weights.weight_errors import CheckpointError
 from support import planned
 from support.checkpoint_bytes import (
-    as_bytes,
     assert_same_bytes,
     drawn_weights,
     shard_by_hand,
@@ -319,37 +318,27 @@ def test_megatron_names_its_mtp_layer_as_the_map_does(models):
 # -------------------------------------------------------------------------------- what Megatron says
 
 
-def parameters_after(world, cases):
-    """For each (HF checkpoint, its conversion, layout): whether loading either gives the same bits, and
-    what Megatron would store."""
-    return [same_parameters(world, *case) for case in cases]
-
-
-def same_parameters(world, hf_dir, stored, parallel_config):
+def after_loading(world, cases):
+    """For each (HF checkpoint, its conversion, layout, pieces of the model on a stage): what a model exports
+    that was filled from the conversion."""
     from megatron_ibpo.policy import parallel
-    from megatron_ibpo.policy.checkpoint import _models, load_weights
+    from megatron_ibpo.policy.checkpoint import load_weights
+    from megatron_ibpo.weights.layout.export import HFExport
+    from support.trainers import weights_of
 
-    is_half = tensors_of(hf_dir)["model.embed_tokens.weight"].dtype == torch.bfloat16
-    chunks, shape = loaded(world, hf_dir, parallel_config, bf16=is_half)
-    from_hf = {name: weight.clone() for name, weight in weights_of(chunks[0])}
-    with torch.no_grad():
-        for _, weight in weights_of(chunks[0]):
-            weight.fill_(float("nan"))
-    load_weights(chunks, stored, shape.vocab_size)
-    same = all(
-        torch.equal(as_bytes(weight.detach()), as_bytes(from_hf[name]))
-        for name, weight in weights_of(chunks[0])
-    )
-    shapes = stored_shapes(_models(chunks, is_loading=False))
-    parallel.destroy()
-    return same, shapes
+    exports = []
+    for hf_dir, stored, parallel_config, pieces in cases:
+        chunks, shape = loaded(world, hf_dir, parallel_config, pieces=pieces)
+        for chunk in chunks:
+            for tensor in filter(torch.is_tensor, chunk.state_dict().values()):
+                tensor.fill_(float("nan"))
+        load_weights(chunks, stored, shape.vocab_size)
+        exports.append(weights_of(HFExport(chunks, shape)))
+        parallel.destroy()
+    return exports
 
 
-def weights_of(chunk):
-    """Parameters, and what Megatron stores beside them."""
-    return [(name, own) for name, own in chunk.state_dict(keep_vars=True).items() if own is not None]
-
-
+QUICK = {2: [("next", layout(pp=2), 2), ("odd", layout(tp=2))]}
 LOADED = {
     1: [
         ("dense", layout(tp=4)),
@@ -378,30 +367,28 @@ LOADED = {
         ("next", layout(pp=2, last=3, ep=2)),
     ],
 }
-"""By ranks: what is loaded under which layout. Alone, it is what was converted for another layout."""
+"""By ranks: what is loaded under which layout, and in how many pieces on a stage if in several. Alone, it is
+what was converted for another layout."""
+WITHOUT_PREDICTION = {"mtp": "next", "glm mtp": "glm"}
+"""Models with multi-token prediction layers, which training leaves alone → those without."""
 
 
 @pytest.mark.world
-@pytest.mark.slow  # the tests of training from one take some
-def test_loading_a_conversion_is_loading_the_original_in_every_layout(models, tmp_path):
-    for size, cases in LOADED.items():
+@pytest.mark.parametrize(
+    "by_size", [pytest.param(QUICK, id="each kind"), pytest.param(LOADED, id="more", marks=pytest.mark.slow)]
+)
+def test_loading_a_conversion_is_loading_the_original_in_every_layout(models, tmp_path, by_size):
+    for size, cases in by_size.items():
         arguments = []
-        for number, (name, parallel) in enumerate(cases):
+        for number, (name, parallel, *pieces) in enumerate(cases):
             stored = tmp_path / f"{size}-{number}"
-            hf_to_megatron(models[name], stored, parallel, ALONE)
-            arguments.append((models[name], stored, layout() if size == 1 else parallel))
-        by_rank = run_ranks(parameters_after, size, arguments, timeout=240)
-        for number, (name, parallel) in enumerate(cases):
-            assert all(results[number][0] for results in by_rank), (name, parallel)
-            shapes = {k: v for results in by_rank for k, v in results[number][1].items()}
-            shape = read_hf_config(models[name])
-            entries = weight_map(shape)
-            if shape.tie_word_embeddings:  # the head is the embedding, stored once
-                del entries["output_layer.weight"]
-            expected = {b.key: b.shape for entry in entries.values() for b in entry.blocks()}
-            if name == "odd" and size > 1:  # Megatron's own padding
-                expected["embedding.word_embeddings.weight"] = (212, shape.hidden_size)
-            assert shapes == expected
+            (own,) = pieces or (1,)
+            hf_to_megatron(models[name], stored, parallel, ALONE, virtual_stages=own)
+            arguments.append((models[name], stored, layout() if size == 1 else parallel, own))
+        exports = run_ranks(after_loading, size, arguments, timeout=240)[0]
+        for (name, *_), export in zip(cases, exports, strict=True):
+            original = tensors_of(models[WITHOUT_PREDICTION.get(name, name)])
+            assert_same_bytes(export, {tensor: own.float() for tensor, own in original.items()})
 
 
 def saved_by_training(world, cases):
@@ -465,64 +452,6 @@ def test_training_starts_from_a_conversion_as_from_the_original(models, tmp_path
     hf_to_megatron(models["dense"], tmp_path / "stored", layout(pp=2), ALONE)
     ((expected, found),) = run_ranks(trained_from, 1, models["dense"], tmp_path / "stored")
     assert found == expected
-
-
-def interleaved(world, hf_dir, stored, virtual_stages):
-    """This rank's parameters, by HF rows: {name over the whole model: tensor}, from an interleaved model."""
-    from megatron.core import dist_checkpointing, parallel_state
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
-
-    from megatron_ibpo.models import spec as specs
-    from megatron_ibpo.models.weight_map import global_name
-    from megatron_ibpo.policy import cpu
-    from megatron_ibpo.policy.model import transformer_config
-
-    cpu.activate()
-    parallel_state.initialize_model_parallel(
-        pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=virtual_stages
-    )
-    shape = read_hf_config(hf_dir)
-    core = transformer_config(shape, Config(parallel=layout(pp=2)))
-    core.virtual_pipeline_model_parallel_size, core.use_cpu_initialization = virtual_stages, True
-    held = {}
-    for stage in range(virtual_stages):
-        rank = parallel_state.get_pipeline_model_parallel_rank()
-        offset = get_transformer_layer_offset(core, stage, rank)
-        count = shape.num_layers // (2 * virtual_stages)
-        chunk = GPTModel(
-            config=core,
-            transformer_layer_spec=specs.block_spec(shape, specs.make_backend(LOCAL), offset, count),
-            vocab_size=shape.vocab_size,
-            max_sequence_length=64,
-            pre_process=(rank, stage) == (0, 0),
-            post_process=(rank, stage) == (1, virtual_stages - 1),
-            position_embedding_type="rope",
-            vp_stage=stage,
-        )
-        metadata = {
-            "non_homogeneous_layers": True,
-            "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
-        }
-        wanted = {
-            key: value
-            for key, value in chunk.sharded_state_dict(metadata=metadata).items()
-            if not key.endswith("_extra_state")
-        }
-        chunk.load_state_dict(dist_checkpointing.load({"model": wanted}, str(stored))["model"])
-        held |= {global_name(n, offset, 0): p.detach() for n, p in chunk.named_parameters()}
-    return held
-
-
-@pytest.mark.world
-def test_an_interleaved_pipeline_of_megatron_reads_its_layers(models, tmp_path):
-    hf_to_megatron(models["next"], tmp_path / "stored", layout(pp=2), ALONE, virtual_stages=2)
-    by_rank = run_ranks(interleaved, 2, models["next"], tmp_path / "stored", 2)
-    assert {int(n.split(".")[2]) for n in by_rank[0] if ".layers." in n} == {0, 2}
-    checkpoint = Checkpoint(models["next"])
-    held = by_rank[0] | by_rank[1]
-    for name, entry in weight_map(read_hf_config(models["next"])).items():
-        assert torch.equal(held[name], entry.join([checkpoint.read(piece) for piece in entry.pieces])), name
 
 
 def convert_together(world, hf_dir, directory):

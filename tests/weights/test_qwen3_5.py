@@ -6,8 +6,6 @@ Parity with transformers is in test_model_parity.py.
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -43,7 +41,7 @@ from support.engine_runs import (
     start_engine,
     update,
 )
-from support.example_runs import ONE_TRAINER, rows_of
+from support.example_runs import train_three_steps
 from support.layouts import layout
 from support.mtp_checkpoints import mtp_tensors
 from support.paths import ROOT
@@ -205,21 +203,6 @@ def test_the_tools_verify_a_wrapped_checkpoint(wrapped, tmp_path):
     assert "33 tensors of model.visual.*" in " ".join(said.split())
 
 
-@pytest.mark.slow  # the same tensors and the same config.json, by the tests above
-def test_both_of_transformers_classes_load_what_comes_back(wrapped, tmp_path):
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-
-    hf_to_megatron(wrapped["moe"], tmp_path / "stored", layout(tp=2, ep=2), ALONE)
-    megatron_to_hf(tmp_path / "stored", tmp_path / "back", ALONE)
-    for kind in (AutoModelForCausalLM, AutoModelForImageTextToText):
-        loaded, original = (
-            kind.from_pretrained(path, dtype=torch.float32, output_loading_info=True)
-            for path in (tmp_path / "back", wrapped["moe"])
-        )
-        assert not loaded[1]["missing_keys"]
-        assert_same_bytes(loaded[0].state_dict(), original[0].state_dict())
-
-
 # ---------------------------------------------------------------------------------------------- training
 
 
@@ -294,46 +277,14 @@ def test_an_engine_takes_new_weights_and_a_fresh_one_agrees(tmp_path, moe, wrap)
 
 # -------------------------------------------------------------------------------------------- the loop
 
-EVEN = """
-def score(question, response, label, metadata):
-    return float(sum(map(ord, response)) % 2 == 0)
-"""
-"""What a random model is right about every other time."""
-
-THREE_STEPS = [
-    "--num-rollout", "3", "--rollout-batch-size", "4", "--n-samples-per-prompt", "4",
-    "--rollout-max-response-len", "32", "--eval-num-prompts", "8", "--check-weight-update-equal",
-    "--rm-type", "even:score", "--reward-threshold", "1",
-]  # fmt: skip
-
-
-TP2 = ["--num-trainers", "2", "--tensor-model-parallel-size", "2"]
-
 
 @pytest.mark.engine
 @pytest.mark.ray
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "parallel"),
-    [
-        pytest.param("dense", ONE_TRAINER, id="dense"),
-        pytest.param("moe", ONE_TRAINER, id="moe"),
-        pytest.param("dense", [*TP2, "--expert-model-parallel-size", "1"], id="dense, TP2"),
-        pytest.param("moe", [*TP2, "--expert-model-parallel-size", "2"], id="moe, TP2 EP2"),
-    ],
-)
-def test_three_steps_of_the_loop_leave_all_but_the_text_model_as_it_was(wrapped, tmp_path, kind, parallel):
-    (tmp_path / "even.py").write_text(EVEN)
+@pytest.mark.parametrize(("kind", "experts"), [("dense", 1), ("moe", 2)])
+def test_three_steps_of_the_loop_leave_all_but_the_text_model_as_it_was(wrapped, tmp_path, kind, experts):
     model = with_weights(wrapped[kind], tmp_path / "model", drawn_small(wrapped[kind]))
-    for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
-        shutil.copy(ROOT / "examples/tiny_qwen3_next" / file, model)
-    recipe = ROOT / "examples/recipes/tiny_qwen3_next_ibpo.yaml"
-    command = [sys.executable, "-m", "megatron_ibpo.commands.train", "--config", recipe, *parallel]
-    command += [*THREE_STEPS, "--hf-checkpoint", model, "--run-dir", tmp_path / "run"]
-    subprocess.run(command, cwd=ROOT, check=True, timeout=280, env={**os.environ, "IBPO_CWD": str(tmp_path)})
-    rows = rows_of(tmp_path / "run")
-    assert [row["step"] for row in rows] == [1, 2, 3]
-    assert all(row["grad_norm"] > 0 for row in rows)
+    train_three_steps(tmp_path, model, "--expert-model-parallel-size", str(experts))
     before, after = tensors_of(model), tensors_of(tmp_path / "run/hf")
     assert before.keys() == after.keys()
     trained = trained_elements(model, read_hf_config(model))

@@ -7,7 +7,7 @@ real ones. Not run on GPUs.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,9 @@ from torch.utils._python_dispatch import _disable_current_modes as unwatched
 
 from megatron_ibpo.weights.layout import gather
 from megatron_ibpo.weights.layout.gather import Gather, on_one_stream
-from megatron_ibpo.weights.layout.regions import Box, Region, TensorMeta, pack, whole
+from megatron_ibpo.weights.layout.regions import pack
 from support.stream_races import Device, Event, Stream, simulated_streams
+from support.weight_sources import DividedWeights
 
 SHAPES = {f"layer{number // 3}.{'abc'[number % 3]}": (4 + number, 8) for number in range(18)}
 BUCKET = 1000
@@ -39,32 +40,12 @@ def vllm_transfer() -> Any:
     return module
 
 
-class Halves:
+def halves(rank: int) -> DividedWeights:
     """Weights of which either of two ranks holds half the rows."""
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-        draw = torch.Generator().manual_seed(0)
-        self.tensors = {name: torch.randn(shape, generator=draw) for name, shape in SHAPES.items()}
-
-    def metadata(self) -> list[TensorMeta]:
-        return [TensorMeta(name, t.dtype, tuple(t.shape)) for name, t in self.tensors.items()]
-
-    def regions(self) -> list[tuple[Region, ...]]:
-        return [
-            tuple(Region(box, (rank,)) for rank, box in enumerate(self.boxes(t)))
-            for t in self.tensors.values()
-        ]
-
-    def boxes(self, tensor: torch.Tensor) -> list[Box]:
-        half, rows = len(tensor) // 2, len(tensor)
-        return [((0, half), *whole(tensor.shape[1:])), ((half, rows), *whole(tensor.shape[1:]))]
-
-    def local(self) -> Iterator[dict[Box, torch.Tensor]]:
-        for tensor in self.tensors.values():
-            box = self.boxes(tensor)[self.rank]
-            (start, stop), *_ = box
-            yield {box: tensor[start:stop]}
+    draw = torch.Generator().manual_seed(0)
+    return DividedWeights(
+        {name: torch.randn(shape, generator=draw) for name, shape in SHAPES.items()}, rank, 2
+    )
 
 
 class Work:
@@ -86,7 +67,7 @@ class OtherRank:
     def __init__(self, device: Device) -> None:
         self.device, self.stream = device, Stream(device)
         with unwatched():
-            self.held = dict(enumerate(Halves(1).local()))
+            self.held = dict(enumerate(halves(1).local()))
         self.gather: Any = None
 
     def is_initialized(self) -> bool:
@@ -123,7 +104,7 @@ class Wire:
 
 def races_of_sending(tensors_of: Any, buffers: int = 2) -> list[str]:
     """Train, send all to a worker, train again; what was sent is checked here, what raced is returned."""
-    source = Halves(0)
+    source = halves(0)
     with simulated_streams() as device, pytest.MonkeyPatch.context() as patch:
         other = OtherRank(device)
         patch.setattr(gather, "dist", other)
@@ -187,7 +168,7 @@ class Layers:
 
 
 def races_of_receiving(buffers: int) -> list[str]:
-    sent = Halves(0).tensors
+    sent = halves(0).tensors
     model = Layers()
     with simulated_streams() as device:
         with unwatched():

@@ -52,6 +52,7 @@ from megatron_ibpo.weights.transfer.wire import (
 )
 from megatron_ibpo.weights.weight_errors import WeightMismatchError, WeightPlanError
 from support.ranks import run_ranks
+from support.weight_sources import DividedWeights, cut
 
 # ----------------------------------------------------------------------------------- who sends what to whom
 
@@ -91,10 +92,6 @@ def sharded_tensors(draw):
         regions.append(tuple(held))
         needs.append(Need(dtype, tuple(boxes)) if boxes else None)
     return tensors, regions, needs
-
-
-def cut(tensor, box):
-    return tensor[tuple(slice(start, stop) for start, stop in box)]
 
 
 @settings(max_examples=60)
@@ -281,42 +278,15 @@ def weights(version: int) -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape, generator=draw) for name, shape in SHAPES.items()}
 
 
-class ToySource:
+class ToySource(DividedWeights):
     """A trainer's weights: `norm` on every rank, the rest divided, `columns` by columns."""
 
     def __init__(self, world: Any, version: int = 0, *, without: str | None = None, extra: str | None = None):
-        self.rank, self.size = world.rank, world.size
-        self.tensors = weights(version)
-        self.tensors.pop(without, None)
+        tensors = weights(version)
+        tensors.pop(without, None)
         if extra is not None:
-            self.tensors[extra] = torch.zeros(4)
-
-    def metadata(self) -> list[TensorMeta]:
-        return [TensorMeta(name, t.dtype, tuple(t.shape)) for name, t in self.tensors.items()]
-
-    def boxes(self, name: str) -> list[tuple[tuple[int, int], ...]]:
-        shape = self.tensors[name].shape
-        dim = 1 if name == "columns" else 0
-        boxes = []
-        for rank in range(self.size):
-            box = list(whole(shape))
-            box[dim] = (shape[dim] * rank // self.size, shape[dim] * (rank + 1) // self.size)
-            boxes.append(tuple(box))
-        return boxes
-
-    def regions(self) -> list[tuple[Region, ...]]:
-        everyone = tuple(range(self.size))
-        return [
-            (Region(whole(tensor.shape), everyone),)
-            if name == "norm"
-            else tuple(Region(box, (rank,)) for rank, box in enumerate(self.boxes(name)))
-            for name, tensor in self.tensors.items()
-        ]
-
-    def local(self) -> Iterator[dict[Any, torch.Tensor]]:
-        for name, tensor in self.tensors.items():
-            box = whole(tensor.shape) if name == "norm" else self.boxes(name)[self.rank]
-            yield {box: cut(tensor, box)}
+            tensors[extra] = torch.zeros(4)
+        super().__init__(tensors, world.rank, world.size, {"norm": None, "columns": 1})
 
 
 class ToyWorker:
@@ -656,12 +626,10 @@ MIB = 1024**2
 LARGE_BUCKET = 32 * MIB
 
 
-class LargeSource(ToySource):
+def large_source(world: Any) -> DividedWeights:
     """192 MiB in tensors of 2 MiB, divided by rows."""
-
-    def __init__(self, world: Any) -> None:
-        self.rank, self.size = world.rank, world.size
-        self.tensors = {f"t{number}": torch.ones(1024, 512) for number in range(96)}
+    tensors = {f"t{number}": torch.ones(1024, 512) for number in range(96)}
+    return DividedWeights(tensors, world.rank, world.size)
 
 
 class Sink(ToyEngine):
@@ -682,9 +650,9 @@ class Sink(ToyEngine):
 def to_an_engine_that_does_not_listen(world: Any) -> tuple[str, float]:
     links = {0: Sink(1, fault="stalls")} if world.is_rank_0 else {}
     transport = GlooTransport(world, 1, LARGE_BUCKET, timeout=2)
-    transport.connect(LargeSource(world), links, [0])
+    transport.connect(large_source(world), links, [0])
     began = time.monotonic()
-    failures = transport.send(LargeSource(world), links, [0], check=False).failures
+    failures = transport.send(large_source(world), links, [0], check=False).failures
     return str(failures[0]), time.monotonic() - began
 
 
@@ -735,7 +703,7 @@ def memory_of_sending_and_gathering(world: Any) -> tuple[int, int]:
     in bytes."""
     from megatron_ibpo.weights.layout import gather
 
-    source = LargeSource(world)
+    source = large_source(world)
     links = {0: Sink(1)} if world.rank == 1 else {}
     transport = GlooTransport(world, 1, LARGE_BUCKET, timeout=60)
     assert transport.connect(source, links, [0]) == {}

@@ -16,6 +16,7 @@ from job import Job, Skipped, check
 from torch import Tensor
 
 from megatron_ibpo.models.delta_net.layer import gated_delta_rule
+from support.delta_net_kernels import rule_token_by_token
 
 SHORT = (5, 70, 130, 1, 33, 64)
 """Below, at and across the chunks of 64."""
@@ -31,7 +32,7 @@ def run(job: Job) -> None:
     os.environ.setdefault("FLA_TILELANG", "0")
     dtype = torch.bfloat16
     inputs = short_inputs(job)
-    exact = with_gradients(token_by_token, doubled(inputs))
+    exact = with_gradients(rule_token_by_token, doubled(inputs))
     ours = errors(with_gradients(ours_rule, cast(inputs, dtype)), exact)
     job.note(ours_errors=ours)
     check(max(ours.values()) <= OURS_BOUND, f"ours in bf16: {ours}")
@@ -135,28 +136,6 @@ def fla_rule(
         cu_seqlens=bounds.long(),
     )
     return output[0]
-
-
-def token_by_token(
-    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, bounds: Tensor
-) -> Tensor:
-    """The definition; see `gated_delta_rule`."""
-    repeats = value.shape[1] // key.shape[1]
-    query, key = (
-        (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()).repeat_interleave(repeats, 1)
-        for x in (query, key)
-    )
-    outputs = []
-    starts = set(bounds.tolist())
-    state = value.new_zeros(value.shape[1], key.shape[2], value.shape[2])
-    for token in range(len(value)):
-        if token in starts:
-            state = torch.zeros_like(state)
-        state = state * decay[token].exp()[:, None, None]
-        change = beta[token][:, None] * (value[token] - torch.einsum("hde,hd->he", state, key[token]))
-        state = state + torch.einsum("hd,he->hde", key[token], change)
-        outputs.append(torch.einsum("hde,hd->he", state, query[token]) * key.shape[2] ** -0.5)
-    return torch.stack(outputs)
 
 
 def with_gradients(rule: Callable[..., Tensor], inputs: Inputs) -> dict[str, Tensor]:

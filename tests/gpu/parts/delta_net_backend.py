@@ -21,9 +21,10 @@ from parts.delta_net import (
     long_inputs,
     milliseconds,
     short_inputs,
-    token_by_token,
     with_gradients,
 )
+
+from support.delta_net_kernels import rule_token_by_token
 
 SETTINGS = {"in trainers": "0", "where nothing is said": None}
 """FLA_TILELANG."""
@@ -35,7 +36,7 @@ def run(job: Job) -> None:
     if not job.on_gpu:
         raise Skipped("flash-linear-attention's kernels need a GPU")
     inputs, large = short_inputs(job), long_inputs(job)
-    exact = with_gradients(token_by_token, doubled(inputs))
+    exact = with_gradients(rule_token_by_token, doubled(inputs))
     found: dict[str, Any] = {}
     for name, value in SETTINGS.items():
         found[name] = {}

@@ -27,8 +27,6 @@ from support.bad_inputs.mutations import (
 from support.bad_inputs.place import (
     BENCHMARKS,
     EVALUATED,
-    GGUF_FIELDS,
-    GGUF_FLOATS,
     ROWS,
     SMALL,
     STUDY,
@@ -36,6 +34,7 @@ from support.bad_inputs.place import (
     Place,
 )
 from support.paths import ROOT
+from support.tiny_gguf import FLOATS, NUMBERS
 
 Words = list[str]
 """A command of `children.DOORS` and its arguments."""
@@ -51,22 +50,37 @@ def _search(hf: Path, recipe: Path) -> Words:
     return ["search", *flags, "--hf-checkpoint", str(hf)]
 
 
-def recipes(rng: random.Random, place: Place, here: Path) -> Words:
+def wrong_recipe(rng: random.Random, more: dict[str, Any] | None = None) -> bytes:
+    """Return a recipe of four keys, and `more`, of which one or two have another value; or damage to it."""
     known = {name.replace("_", "-"): entry.get(Config()) for name, entry in ENTRIES.items()}
-    chosen = {name: known[name] for name in rng.sample(sorted(known), 4)} | SMALL
+    chosen = {name: known[name] for name in rng.sample(sorted(known), 4)} | (more or {})
     for name in rng.sample(sorted(chosen), rng.randint(1, 2)):
         chosen[name] = rng.choice([*VALUES, *WORDS])
     plain = {
         name: list(value) if isinstance(value, tuple) else str(value) if isinstance(value, Path) else value
         for name, value in chosen.items()
     }
-    path = here / "recipe.yaml"
     data = yaml.safe_dump(plain, allow_unicode=False).encode(errors="surrogatepass")
     kind = rng.random()
     if kind < 0.25:
-        data = mutated_bytes(rng, data)
-    elif kind < 0.35:
-        data = (LAUGHS + "lr: *i\n").encode()
+        return mutated_bytes(rng, data)
+    return (LAUGHS + "lr: *i\n").encode() if kind < 0.35 else data
+
+
+def wrong_flags(rng: random.Random) -> Words:
+    """Return one to three flags with words that few of them take."""
+    line: Words = []
+    for name in rng.sample(sorted(ENTRIES), rng.randint(1, 3)):
+        value = rng.choice(WORDS).replace("\0", "")
+        line += rng.choice(
+            [[flag(name), value], [f"{flag(name)}={value}"], [flag(name), value, value], [flag(name)]]
+        )
+    return [*line, rng.choice(WORDS).replace("\0", "")] if rng.random() < 0.1 else line
+
+
+def recipes(rng: random.Random, place: Place, here: Path) -> Words:
+    path = here / "recipe.yaml"
+    data = wrong_recipe(rng, SMALL)
     path.write_bytes(data)
     spoiled_sometimes(rng, path)
     return rng.choice([
@@ -113,13 +127,8 @@ def flags(rng: random.Random, place: Place, here: Path) -> Words:
             ["skill", word, "--prompts", "1"],
             ["train", *place.flags(here / "run"), "--load", word],
         ])  # fmt: skip
-    line = ["plan", *SHORT, "--hf-checkpoint", str(place.hf), "--prompt-data", TASK]
-    for name in rng.sample(sorted(ENTRIES), rng.randint(1, 3)):
-        value = rng.choice(WORDS).replace("\0", "")
-        line += rng.choice(
-            [[flag(name), value], [f"{flag(name)}={value}"], [flag(name), value, value], [flag(name)]]
-        )
-    return [*line, word] if rng.random() < 0.1 else line
+    plan = ["plan", *SHORT, "--hf-checkpoint", str(place.hf), "--prompt-data", TASK]
+    return [*plan, *wrong_flags(rng)]
 
 
 def data_files(rng: random.Random, place: Place, here: Path) -> Words:
@@ -237,7 +246,7 @@ def gguf_files(rng: random.Random, place: Place, here: Path) -> Words:
     path = here / "model.gguf"
     data = place.gguf.read_bytes()
     if rng.random() < 0.4:  # another number for one of its fields
-        name = rng.choice([*GGUF_FIELDS, *GGUF_FLOATS]).encode()
+        name = rng.choice([*NUMBERS, *FLOATS]).encode()
         at = data.index(name) + len(name) + 4
         value = rng.choice([0, 1, 2**31 - 1, 10**9, 2**32 - 1, rng.randrange(2**32)])
         data = data[:at] + value.to_bytes(4, "little") + data[at + 4 :]
@@ -333,18 +342,8 @@ def task_urls(rng: random.Random, place: Place, here: Path) -> Words:
         ])  # fmt: skip
     if rng.random() < 0.2:
         return ["train", *place.flags(here / "run"), "--prompt-data", url, "--num-rollout", "1"]
-    split = rng.choice(["train", "eval"])
-    return [
-        "data",
-        "--hf-checkpoint",
-        str(place.hf),
-        "--prompt-data",
-        url,
-        "--split",
-        split,
-        "--most-rows",
-        "20",
-    ]
+    asked = ["--prompt-data", url, "--split", rng.choice(["train", "eval"]), "--most-rows", "20"]
+    return ["data", "--hf-checkpoint", str(place.hf), *asked]
 
 
 TASKS = [

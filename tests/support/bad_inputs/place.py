@@ -114,6 +114,7 @@ class Place:
         from megatron_ibpo.basics.distributed import World
         from megatron_ibpo.config import ParallelConfig
         from megatron_ibpo.weights.formats.convert import hf_to_megatron
+        from support.tiny_gguf import tiny_gguf
         from support.tiny_models import make_qwen3
 
         make_qwen3(self.hf, 1, vocabulary=LETTERS)
@@ -121,7 +122,7 @@ class Place:
         shutil.copytree(ROOT / "examples/tiny_qwen3_next", self.next)
         hf_to_megatron(self.hf, self.stored, ParallelConfig(), World(0, 1, torch.device("cpu"), None))
         self._make_data()
-        _write_gguf(self.gguf)
+        tiny_gguf(self.gguf)
         self.recipe.write_text(json.dumps(SMALL))
         self.results.mkdir()
         (self.results / "results.json").write_text(json.dumps(RESULTS))
@@ -199,44 +200,3 @@ def _save_tokenizer(directory: Path) -> None:
         pad_token="<pad>", eos_token="<eos>", bos_token="<bos>", unk_token="<unk>",
         chat_template="{% for m in messages %}{{ m['content'] }}{% endfor %}",
     ).save_pretrained(directory)  # fmt: skip
-
-
-GGUF_FIELDS: dict[str, Any] = {
-    "llama.block_count": 1,
-    "llama.context_length": 64,
-    "llama.embedding_length": 32,
-    "llama.feed_forward_length": 64,
-    "llama.attention.head_count": 2,
-    "llama.attention.head_count_kv": 2,
-    "llama.rope.dimension_count": 16,
-    "llama.vocab_size": 20,
-}
-GGUF_FLOATS = {"llama.attention.layer_norm_rms_epsilon": 1e-5, "llama.rope.freq_base": 10000.0}
-
-
-def _write_gguf(path: Path) -> None:
-    """A Llama of one layer."""
-    import numpy as np
-    from gguf import GGUFWriter
-
-    writer = GGUFWriter(path, "llama")
-    for name, value in GGUF_FIELDS.items():
-        writer.add_uint32(name, value)
-    for name, number in GGUF_FLOATS.items():
-        writer.add_float32(name, number)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(["<pad>", "<eos>", *map(str, range(10)), *"abcdefg", "ab"])
-    writer.add_token_types([3, 3, *[1] * 18])
-    writer.add_token_merges(["a b"])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(1)
-    shapes = {"token_embd": (20, 32), "output_norm": (32,), "output": (20, 32), "blk.0.attn_norm": (32,)}
-    shapes |= {f"blk.0.attn_{name}": (32, 32) for name in ("q", "k", "v", "output")}
-    shapes |= {"blk.0.ffn_norm": (32,), "blk.0.ffn_gate": (64, 32), "blk.0.ffn_up": (64, 32)}
-    shapes |= {"blk.0.ffn_down": (32, 64)}
-    for name, shape in shapes.items():
-        writer.add_tensor(f"{name}.weight", np.ones(shape, np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()

@@ -1,6 +1,6 @@
 """How long the page of a large run takes: 10,000 steps of metrics, recorded steps of hundreds of megabytes.
 
-    PYTHONPATH=tests:examples/tasks python -m support.page_load --directory runs --save page_load.json
+    PYTHONPATH=.:tests:examples/tasks python tools/bench_page.py --directory runs --save page_load.json
 
 The run is made up, with the metrics of a real one. Times are what a reader waits, measured in Chromium.
 """

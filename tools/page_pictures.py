@@ -2,7 +2,7 @@
 
 RUN_DIR=runs/a bash examples/run_qwen3_next_ibpo.sh --num-rollout 20 --save-debug-rollout-data
 RUN_DIR=runs/b bash examples/run_qwen3_next_ibpo.sh --num-rollout 20 --advantage-estimator gspo
-PYTHONPATH=tests python -m support.page_picture runs/a runs/b
+PYTHONPATH=.:tests python tools/page_pictures.py runs/a runs/b
 """
 
 from __future__ import annotations

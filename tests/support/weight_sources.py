@@ -1,0 +1,58 @@
+"""Offers weights as trainers offer theirs: in shards, one a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from megatron_ibpo.weights.layout.regions import Box, Region, TensorMeta, whole
+
+__all__ = ["DividedWeights", "cut"]
+
+
+def cut(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    """Return a view of the part of a tensor that a box bounds."""
+    return tensor[tuple(slice(start, stop) for start, stop in box)]
+
+
+class DividedWeights:
+    """A rank's part of `tensors`, each of which is divided along an axis or whole on every rank."""
+
+    def __init__(
+        self,
+        tensors: dict[str, torch.Tensor],
+        rank: int,
+        size: int,
+        axes: Mapping[str, int | None] | None = None,
+    ) -> None:
+        """
+        Args:
+            axes: those of some tensors, by name; None: whole everywhere. The others are divided by rows.
+        """
+        self.tensors, self.rank, self.size, self.axes = tensors, rank, size, axes or {}
+
+    def metadata(self) -> list[TensorMeta]:
+        return [TensorMeta(name, t.dtype, tuple(t.shape)) for name, t in self.tensors.items()]
+
+    def regions(self) -> list[tuple[Region, ...]]:
+        everyone = tuple(range(self.size))
+        return [
+            (Region(whole(tensor.shape), everyone),)
+            if self.axes.get(name, 0) is None
+            else tuple(Region(self.box(name, rank), (rank,)) for rank in everyone)
+            for name, tensor in self.tensors.items()
+        ]
+
+    def local(self) -> Iterator[dict[Any, torch.Tensor]]:
+        for name, tensor in self.tensors.items():
+            box = self.box(name, self.rank)
+            yield {box: cut(tensor, box)}
+
+    def box(self, name: str, rank: int) -> Box:
+        shape, axis = self.tensors[name].shape, self.axes.get(name, 0)
+        bounds = list(whole(shape))
+        if axis is not None:
+            bounds[axis] = (shape[axis] * rank // self.size, shape[axis] * (rank + 1) // self.size)
+        return tuple(bounds)
