@@ -28,12 +28,12 @@ from megatron_ibpo.basics.entry_point import run_tool
 from megatron_ibpo.basics.records import Prompt, Sample, SampleRequest, token_ids
 from megatron_ibpo.config import EnvironmentConfig, RolloutConfig
 from megatron_ibpo.data import load_tokenizer
-from megatron_ibpo.engines import Engine
+from megatron_ibpo.engines import Engine, ThreadedEngine
 from megatron_ibpo.engines.vllm.settings import engine_settings
 from megatron_ibpo.environments import Message
 from megatron_ibpo.environments.chat import PlainChat
 from megatron_ibpo.environments.processes import EnvironmentPool
-from megatron_ibpo.sampling import Sampler, ThreadedEngine
+from megatron_ibpo.sampling import Sampler
 from megatron_ibpo.sampling.episodes import Episodes
 
 TINY = Path(__file__).resolve().parents[1] / "examples/tiny_qwen3"

@@ -209,7 +209,8 @@ def _wrong_number(typed: str, entry: Entry | None, values: Sequence[str]) -> str
         elsewhere = f"; {_GIVEN_ELSEWHERE[on[2:]]}" if on[2:] in _GIVEN_ELSEWHERE else ""
         switch = f"{on} or {on.replace('--', '--no-', 1)}"
         return f"{typed} {values[-1]}: a switch, {switch}, which takes no value{elsewhere}"
-    if bool in kinds or tuple in map(typing.get_origin, kinds) or len(values) == 1:
+    takes_several = any(typing.get_origin(kind) is tuple for kind in kinds)
+    if bool in kinds or takes_several or len(values) == 1:
         return None
     return (
         f"{typed}: takes one value, so {values[1]} is one too many" if values else f"{typed}: needs a value"

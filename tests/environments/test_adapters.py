@@ -241,6 +241,7 @@ def test_tools_have_the_schema_that_transformers_gives_them():
         Returns:
             The results.
         """
+        return []
 
     from transformers.utils import get_json_schema
 
