@@ -44,7 +44,7 @@ def rule_inputs(lengths, seed, key_heads=2, value_heads=4, key_dim=5, value_dim=
 def test_the_chunked_rule_over_packed_sequences_is_the_rule_token_by_token(lengths, seed):
     inputs = rule_inputs(lengths, seed)
     found = gated_delta_rule(*inputs, boundaries(lengths))
-    expected = rule_token_by_token(*(x.double() for x in inputs), boundaries=boundaries(lengths))
+    expected = rule_token_by_token(*[*(x.double() for x in inputs), boundaries(lengths)])
     assert torch.allclose(found.double(), expected, atol=1e-5)
 
 
@@ -52,7 +52,7 @@ def test_repeated_keys_do_not_blow_up():
     """Equal keys with beta 1 and no decay: powers of the chunk's matrix grow like binomials."""
     query, key, value, decay, beta = rule_inputs([64], seed=0)
     inputs = (query, key[:1].expand_as(key), value, torch.zeros_like(decay), torch.ones_like(beta))
-    expected = rule_token_by_token(*(x.double() for x in inputs), boundaries=boundaries([64]))
+    expected = rule_token_by_token(*[*(x.double() for x in inputs), boundaries([64])])
     assert torch.allclose(gated_delta_rule(*inputs, boundaries([64])).double(), expected, atol=1e-5)
 
 
