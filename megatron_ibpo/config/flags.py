@@ -7,12 +7,15 @@ given, flags. `megatron_ibpo.config.presets` defines where a preset counts.
 
 import argparse
 import dataclasses
+import io
 import typing
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import redirect_stderr
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from megatron_ibpo.basics.text import shown
 from megatron_ibpo.config.algorithm import AlgorithmConfig
 from megatron_ibpo.config.all_fields import ENTRIES, Entry, flag
 from megatron_ibpo.config.config import Config
@@ -22,7 +25,7 @@ from megatron_ibpo.config.parameters import Registry, entries_of, not_a_paramete
 from megatron_ibpo.config.paths import path_in_recipe, path_of_user
 from megatron_ibpo.config.peer_flags import peer_answer
 from megatron_ibpo.config.presets import Layer, of_this_version, resolve
-from megatron_ibpo.config.recipes import config_yaml, read_recipe, typed_settings
+from megatron_ibpo.config.recipes import config_yaml, read_recipe, type_words, typed_settings
 
 _TRAINING = "Train a policy by IBPO: Megatron-core trains, vLLM samples."
 
@@ -86,7 +89,7 @@ def parse_config(
         raise SystemExit(0)
     if flags:
         _refuse_unknown(flags, config.algorithm, registries)
-        config = _with_flags(config, registries, flags, program)
+        config = _with_flags(config, registries, flags)
     _locate(config, registries)
     config = fit(config, typed.keys() | (ENTRIES.keys() & _names_set(flags)))
     if known.print_config:
@@ -142,23 +145,39 @@ def _held_out_with_their_prompts(layers: Sequence[Layer], names_prompts: bool) -
     return found
 
 
-def _with_flags(config: Config, registries: Sequence[Registry], flags: Sequence[str], program: str) -> Config:
-    import tyro  # imported here so that a trainer needs no tyro
-
+def _with_flags(config: Config, registries: Sequence[Registry], flags: Sequence[str]) -> Config:
     parameters = entries_of(config.algorithm, registries)
     config.algorithm.parameters = {name: entry.get(config) for name, entry in parameters.items()}
     # of all fields only those that are set: tyro takes a quarter of a second for a parser of all
-    typed = {name: entry for name, entry in (ENTRIES | parameters).items() if name in _names_set(flags)}
-    every_flag = dataclasses.make_dataclass("Flags", [(name, entry.hint) for name, entry in typed.items()])
-    parsed = tyro.cli(
-        every_flag,
-        args=flags,
-        default=every_flag(**{name: entry.get(config) for name, entry in typed.items()}),
-        prog=program,
-    )
-    for name, entry in typed.items():
-        entry.put(config, getattr(parsed, name))
+    known = {name: entry for name, entry in (ENTRIES | parameters).items() if name in _names_set(flags)}
+    try:
+        values = _values(known, flags, config)
+    except SystemExit:
+        raise ConfigError("\n  ".join(_of_another_type(known, flags, config))) from None
+    for name, entry in known.items():
+        entry.put(config, values[name])
     return config
+
+
+def _values(entries: Mapping[str, Entry], flags: Sequence[str], config: Config) -> dict[str, Any]:
+    """Return the values that these flags give to fields, by name; SystemExit if they cannot be read."""
+    import tyro  # imported here so that a trainer needs no tyro
+
+    kind = dataclasses.make_dataclass("Flags", [(name, entry.hint) for name, entry in entries.items()])
+    default = kind(**{name: entry.get(config) for name, entry in entries.items()})
+    with redirect_stderr(io.StringIO()):  # tyro draws a box
+        return vars(tyro.cli(kind, args=flags, default=default))
+
+
+def _of_another_type(known: Mapping[str, Entry], flags: Sequence[str], config: Config) -> Iterator[str]:
+    """Yield a line for each flag whose value is not of its field's type."""
+    for typed, words in _by_flag(flags)[1:]:
+        name = typed[2:].replace("-", "_")
+        entry = known.get(name) or known[name.removeprefix("no_")]
+        try:
+            _values({entry.name: entry}, [typed, *words], config)
+        except SystemExit:
+            yield f"{typed}: {shown(' '.join(words))} is not {type_words(entry.type)}"
 
 
 def _refuse_unknown(flags: Sequence[str], algorithm: AlgorithmConfig, registries: Sequence[Registry]) -> None:

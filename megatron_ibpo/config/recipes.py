@@ -141,7 +141,7 @@ class _Loader(yaml.SafeLoader):
 def _value(value: Any, entry: Entry) -> Any:
     if entry.has_names and isinstance(value, dict):
         if any(isinstance(v, dict | list) for v in value.values()):
-            raise TypeError(_words(entry.type))
+            raise TypeError(type_words(entry.type))
         # JSON spells numbers and booleans as a flag does
         value = [f"{name}={v if isinstance(v, str) else json.dumps(v)}" for name, v in value.items()]
     if entry.has_sources:
@@ -195,7 +195,7 @@ def _typed(value: Any, hint: Any) -> Any:
             return Path(value)
     elif isinstance(value, hint):
         return value
-    raise TypeError(_words(hint))
+    raise TypeError(type_words(hint))
 
 
 def _fixed_length(hint: Any) -> int | None:
@@ -204,16 +204,15 @@ def _fixed_length(hint: Any) -> int | None:
     return None if items[-1] is ... else len(items)
 
 
-def _words(hint: Any) -> str:
+def type_words(hint: Any) -> str:
+    """Return a field's type in words, for "… is not WORDS"."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        return " or ".join(_words(choice) for choice in typing.get_args(hint))
+        return " or ".join(type_words(choice) for choice in typing.get_args(hint))
     if typing.get_origin(hint) is Literal:
         return "one of " + ", ".join(map(repr, typing.get_args(hint)))
     if typing.get_origin(hint) is tuple:
         count = _fixed_length(hint)
-        return (
-            f"a list{'' if count is None else f' of {count}'}, each item {_words(typing.get_args(hint)[0])}"
-        )
+        return f"a list{'' if count is None else f' of {count}'}, each item {type_words(typing.get_args(hint)[0])}"
     names = {bool: "true or false", int: "a whole number", float: "a number", str: "text", Path: "a path"}
     return names.get(hint, "null")
 

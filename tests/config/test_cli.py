@@ -252,13 +252,19 @@ def test_a_recipe_alone_means_what_it_means_beside_a_flag_that_changes_nothing(r
     assert parse_config([*given, "--lr", str(alone.optimizer.lr)]) == alone
 
 
-def test_a_value_of_the_wrong_type_is_refused_with_its_flag(capsys):
-    with pytest.raises(SystemExit) as ended:
-        parse_config(["--tensor-model-parallel-size", "two"])
-    assert ended.value.code == 2
-    said = "".join(capsys.readouterr())
-    assert "--tensor-model-parallel-size" in said
-    assert "'two'" in said
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--lr", "1e-3", "--tensor-model-parallel-size", "two"], "'two' is not a whole number"),
+        (["--lr", "high"], "--lr: 'high' is not a number"),
+        (["--no-save", "--loss-aggregation=mean"], "--loss-aggregation: 'mean' is not one of 'variant', "),
+        (["--ibpo-k", "2.5", "--seed", "x"], "'2.5' is not a whole number\n  --seed: 'x' is not"),
+    ],
+)
+def test_a_value_of_the_wrong_type_is_refused_with_its_flag(capsys, flags, said):
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        parse_config(flags)
+    assert capsys.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize(
