@@ -212,7 +212,8 @@ def type_words(hint: Any) -> str:
         return "one of " + ", ".join(map(repr, typing.get_args(hint)))
     if typing.get_origin(hint) is tuple:
         count = _fixed_length(hint)
-        return f"a list{'' if count is None else f' of {count}'}, each item {type_words(typing.get_args(hint)[0])}"
+        items = type_words(typing.get_args(hint)[0])
+        return f"a list{'' if count is None else f' of {count}'}, each item {items}"
     names = {bool: "true or false", int: "a whole number", float: "a number", str: "text", Path: "a path"}
     return names.get(hint, "null")
 
