@@ -23,7 +23,7 @@ _ROOMS = {
     ),
     "edit_distance": ("batch_distance", "distance", "opcodes", "rewrite_test", "unmodified_mask"),
     "engines": ("Engine",),
-    "loss": ("LossRows", "Parameter", "Variant", "make_objective", "packed_sequence_loss"),
+    "loss": ("LossRows", "Parameter", "Variant", "make_objective", "policy_loss"),
     "rewards": ("LabelError", "ResponseError", "Score", "open_verifier"),
     "run.settings": ("load_recipe", "parse_config"),
     "run.steps": ("OpenRun", "Step", "open_run"),

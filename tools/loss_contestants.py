@@ -148,10 +148,10 @@ def _gspo(batch: Batch, backend: Any) -> dict[str, Any]:
 
 
 def ours(batch: Batch, backend: Any) -> Prepared:
-    from megatron_ibpo.loss import packed_sequence_loss
+    from megatron_ibpo.loss import policy_loss
 
     given = _gspo(batch, backend)
-    return _from_logits(batch, _rows(batch), lambda x: packed_sequence_loss(x, **given, inplace=True)[0])
+    return _from_logits(batch, _rows(batch), lambda x: policy_loss(x, **given, inplace=True)[0])
 
 
 def _with_logprobs(batch: Batch, logprobs: Callable[[Tensor, Tensor], Tensor]) -> Prepared:
@@ -245,20 +245,18 @@ def _from_hidden(batch: Batch, loss: Callable[[Tensor, Tensor], Tensor]) -> Prep
 
 
 def ours_head(batch: Batch, backend: Any) -> Prepared:
-    from megatron_ibpo.loss import linear_packed_sequence_loss
+    from megatron_ibpo.loss import linear_policy_loss
 
     given = _gspo(batch, backend)
-    return _from_hidden(batch, lambda x, w: linear_packed_sequence_loss(x.flatten(0, 1), w, **given)[0])
+    return _from_hidden(batch, lambda x, w: linear_policy_loss(x.flatten(0, 1), w, **given)[0])
 
 
 def ours_logits_head(batch: Batch, backend: Any) -> Prepared:
     """Compute the head as a separate product, and this project's loss of its logits: they are held whole."""
-    from megatron_ibpo.loss import packed_sequence_loss
+    from megatron_ibpo.loss import policy_loss
 
     given = _gspo(batch, backend)
-    return _from_hidden(
-        batch, lambda x, w: packed_sequence_loss(x.flatten(0, 1) @ w.t(), **given, inplace=True)[0]
-    )
+    return _from_hidden(batch, lambda x, w: policy_loss(x.flatten(0, 1) @ w.t(), **given, inplace=True)[0])
 
 
 def verl_head(batch: Batch) -> Prepared:

@@ -2,12 +2,12 @@
 GPUs."""
 
 from megatron_ibpo.loss.backend import ChosenBackend, choose_backend
-from megatron_ibpo.loss.linear_loss import CHUNK_ROWS, linear_packed_logprobs, linear_packed_sequence_loss
+from megatron_ibpo.loss.linear_loss import CHUNK_ROWS, linear_packed_logprobs, linear_policy_loss
 from megatron_ibpo.loss.logprobs import packed_logprobs
 from megatron_ibpo.loss.objective import Objective, make_objective
 from megatron_ibpo.loss.packed_rows import LossRows, RowIndex
 from megatron_ibpo.loss.segments import weighted_value
-from megatron_ibpo.loss.sequence_loss import LossStats, check_terms, packed_sequence_loss
+from megatron_ibpo.loss.sequence_loss import LossStats, check_terms, policy_loss
 from megatron_ibpo.loss.variants import VARIANTS, Parameter, Variant, resolve_variant
 
 __all__ = [
@@ -23,10 +23,10 @@ __all__ = [
     "check_terms",
     "choose_backend",
     "linear_packed_logprobs",
-    "linear_packed_sequence_loss",
+    "linear_policy_loss",
     "make_objective",
     "packed_logprobs",
-    "packed_sequence_loss",
+    "policy_loss",
     "resolve_variant",
     "weighted_value",
 ]

@@ -33,7 +33,7 @@ Head = Callable[[Tensor], tuple[Tensor, Tensor, Callable[[], Tensor]]]
 """Rows → (log-probs, entropies, a function that turns their logits into (onehot - softmax)/temperature)."""
 
 
-def linear_packed_sequence_loss(
+def linear_policy_loss(
     hidden_NH: Tensor,
     weight_VH: Tensor,
     rows: LossRows,
@@ -44,7 +44,7 @@ def linear_packed_sequence_loss(
     tp_group: Any = None,
     vocab_range: tuple[int, int] | None = None,
 ) -> tuple[Tensor, LossStats]:
-    """Return `packed_sequence_loss` of the logits hidden_NH @ weight_VH.T.
+    """Return `policy_loss` of the logits hidden_NH @ weight_VH.T.
 
     Only response rows are computed. Both gradients are ready after the forward pass; backward multiplies them
     by the incoming gradient, so loss scaling works, and can run once.
@@ -61,7 +61,7 @@ def linear_packed_sequence_loss(
         tp_group, vocab_range: as in `packed_logprobs`.
 
     Returns:
-        as `packed_sequence_loss`.
+        as `policy_loss`.
 
     Raises:
         ValueError: as there; fp16; dtypes that differ; a variant whose token term sees its sequence's mean
@@ -72,7 +72,7 @@ def linear_packed_sequence_loss(
     if objective.variant.sequence_ratio:
         raise ValueError(
             f"loss variant {objective.name!r} cannot be fused with the LM head: its token term needs a mean "
-            "that only later chunks complete. Use packed_sequence_loss, or gspo, the same for advantages [S]"
+            "that only later chunks complete. Use policy_loss, or gspo, the same for advantages [S]"
         )
     if into_main_grad and getattr(weight_VH, "main_grad", None) is None:
         raise ValueError("into_main_grad=True needs weight_VH.main_grad, which Megatron's DDP makes")
@@ -101,7 +101,7 @@ def linear_packed_logprobs(
 ) -> Tensor:
     """Return what `packed_logprobs` finds in the logits hidden_NH @ weight_VH.T, without a gradient.
 
-    Arguments are as there and in `linear_packed_sequence_loss`, and
+    Arguments are as there and in `linear_policy_loss`, and
 
     Args:
         response_rows_R: [R] int64, the rows that response_mask_N keeps, if known: otherwise the host waits

@@ -31,7 +31,7 @@ class LossStats:
     ref_logprobs_N."""
 
 
-def packed_sequence_loss(
+def policy_loss(
     logits_NV: Tensor,
     rows: LossRows,
     objective: Objective,

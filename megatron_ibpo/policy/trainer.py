@@ -21,9 +21,9 @@ from megatron_ibpo.loss import (
     LossStats,
     Objective,
     linear_packed_logprobs,
-    linear_packed_sequence_loss,
+    linear_policy_loss,
     packed_logprobs,
-    packed_sequence_loss,
+    policy_loss,
     weighted_value,
 )
 from megatron_ibpo.policy.forward_backward import (
@@ -290,7 +290,7 @@ class Trainer:
     ) -> tuple[Tensor, Observed]:
         if self.config.loss.fuse_lm_head:
             weight = head_weight(self.chunks[-1].module)
-            loss, stats = linear_packed_sequence_loss(
+            loss, stats = linear_policy_loss(
                 output[0],
                 weight,
                 batch.rows,
@@ -300,7 +300,7 @@ class Trainer:
             )
         else:
             vocabulary = self._vocabulary(output.shape[-1])
-            loss, stats = packed_sequence_loss(output[0], batch.rows, objective, inplace=True, **vocabulary)
+            loss, stats = policy_loss(output[0], batch.rows, objective, inplace=True, **vocabulary)
         # the engine's log-probs would not differ from themselves
         recomputed = self.config.loss.old_logprobs == "recompute"
         trainer_N = batch.rows.old_logprobs_N if recomputed else None

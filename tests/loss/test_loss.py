@@ -578,11 +578,11 @@ WITHOUT_TRITON = """
 import sys
 sys.modules["triton"] = None  # as if it were not installed
 import torch
-from megatron_ibpo.loss import LossRows, choose_backend, make_objective, packed_sequence_loss
+from megatron_ibpo.loss import LossRows, choose_backend, make_objective, policy_loss
 logits = torch.zeros(3, 2, requires_grad=True)
 cu, ones = torch.tensor([0, 2, 3]), torch.ones(3)
 rows = LossRows(torch.tensor([0, 1, 0]), ones, cu, torch.ones(2))
-loss, _ = packed_sequence_loss(logits, rows, make_objective("gspo"))
+loss, _ = policy_loss(logits, rows, make_objective("gspo"))
 loss.backward()
 print(loss.item(), choose_backend("auto", torch.device("cpu"), torch.float32))
 print(choose_backend("auto", torch.device("cuda"), torch.float32))

@@ -202,7 +202,7 @@ def loss_and_gradients(world, path, parallel_config, libraries=LOCAL):
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    from megatron_ibpo.loss import make_objective, packed_sequence_loss
+    from megatron_ibpo.loss import make_objective, policy_loss
     from megatron_ibpo.models import read_hf_config
     from megatron_ibpo.policy import parallel
     from megatron_ibpo.policy.model import build_model
@@ -242,7 +242,7 @@ def loss_and_gradients(world, path, parallel_config, libraries=LOCAL):
     def loss_of(batch, logits):
         width = logits.shape[-1]
         start = width * tp_group.rank()
-        loss, _ = packed_sequence_loss(
+        loss, _ = policy_loss(
             logits[0],
             batch.rows,
             make_objective("gspo", aggregation=7.0),

@@ -73,7 +73,7 @@ def cross_entropy(sequences):
 def test_the_loss_of_a_batch_is_the_cross_entropy_of_transformers(rows):
     import torch
 
-    from megatron_ibpo.loss import make_objective, packed_sequence_loss
+    from megatron_ibpo.loss import make_objective, policy_loss
     from megatron_ibpo.policy.packing import lay_out, pack
     from megatron_ibpo.policy.planning import MicroBatch, weighted_mean_length
 
@@ -85,7 +85,7 @@ def test_the_loss_of_a_batch_is_the_cross_entropy_of_transformers(rows):
     whole = [np.concatenate([s.prompt_token_ids, s.response_token_ids])[None] for s in batch]
     with torch.no_grad():
         logits = [of_transformers()(torch.from_numpy(ids)).logits[0, :-1] for ids in whole]
-        loss, _ = packed_sequence_loss(torch.cat(logits), packed.rows, objective)
+        loss, _ = policy_loss(torch.cat(logits), packed.rows, objective)
     assert loss.item() == pytest.approx(cross_entropy(batch), rel=1e-6)
 
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from megatron_ibpo.loss import (
     LossRows,
     LossStats,
-    linear_packed_sequence_loss,
+    linear_policy_loss,
     make_objective,
-    packed_sequence_loss,
+    policy_loss,
 )
 
 ROWS = {field.name for field in fields(LossRows)}
@@ -28,8 +28,8 @@ def arguments(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def loss_of_logits(**given: Any) -> tuple[Tensor, LossStats]:
-    return packed_sequence_loss(**arguments(given))
+    return policy_loss(**arguments(given))
 
 
 def loss_of_hidden(**given: Any) -> tuple[Tensor, LossStats]:
-    return linear_packed_sequence_loss(**arguments(given))
+    return linear_policy_loss(**arguments(given))
