@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 from megatron_ibpo.basics.entry_point import command
 from megatron_ibpo.basics.records import Group
 from megatron_ibpo.config import COMMON_FLAGS, Config, ConfigError
+from megatron_ibpo.data.hub import with_local_copies
 from megatron_ibpo.run.checks import check_installed, check_settings
-from megatron_ibpo.run.inputs import with_local_copies
 from megatron_ibpo.run.settings import parse_config
 
 if TYPE_CHECKING:

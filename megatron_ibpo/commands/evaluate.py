@@ -31,8 +31,8 @@ from rich.progress import (
 from megatron_ibpo.basics.entry_point import DONE, command, guarded
 from megatron_ibpo.basics.text import counted
 from megatron_ibpo.config import Config, ConfigError, path_of_user
+from megatron_ibpo.data.hub import with_local_copies
 from megatron_ibpo.run.checks import check_evaluation, check_installed
-from megatron_ibpo.run.inputs import with_local_copies
 from megatron_ibpo.run.settings import parse_config
 from megatron_ibpo.weights.formats.run_state import CONFIG, HF_FILES, find_stored, newest_step
 

@@ -22,6 +22,7 @@ from megatron_ibpo.basics.records import Prompt, Sample, SampleRequest
 from megatron_ibpo.basics.seeds import derive_seed
 from megatron_ibpo.config import Config, ConfigError
 from megatron_ibpo.data import PromptSource, Tokenizer
+from megatron_ibpo.data.hub import with_local_copies
 from megatron_ibpo.data.pass_rates import (
     Rate,
     policy_fingerprint,
@@ -30,7 +31,6 @@ from megatron_ibpo.data.pass_rates import (
     read_pass_rates,
 )
 from megatron_ibpo.run.checks import check_installed, check_settings
-from megatron_ibpo.run.inputs import with_local_copies
 from megatron_ibpo.run.settings import parse_config
 
 FLAGS = (

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_ibpo.basics.entry_point import DONE, INTERRUPTED, command, guarded
 from megatron_ibpo.config import COMMON_FLAGS, Config
+from megatron_ibpo.data.hub import with_local_copies
 from megatron_ibpo.run.checks import check_installed, check_run, check_settings
-from megatron_ibpo.run.inputs import with_local_copies
 from megatron_ibpo.run.settings import parse_config
 from megatron_ibpo.run.stop_request import StopRequest
 

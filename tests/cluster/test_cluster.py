@@ -375,7 +375,7 @@ def test_a_name_of_node_0_becomes_an_address_that_other_nodes_reach(monkeypatch)
     assert numeric_address("node0", 2) == "10.0.0.7"
     assert numeric_address("alone", 1) == "127.0.1.1"
     assert numeric_address("127.0.0.1", 2) == "127.0.0.1", "nodes that are simulated on one machine"
-    with pytest.raises(ClusterError, match=r"MASTER_ADDR=alone means 127\.0\.1\.1 here, which other"):
+    with pytest.raises(ClusterError, match=r"MASTER_ADDR=alone is 127\.0\.1\.1 here, which other"):
         numeric_address("alone", 2)
     with pytest.raises(ClusterError, match="MASTER_ADDR=nowhere: no such host is known here"):
         numeric_address("nowhere", 2)

@@ -20,7 +20,7 @@ OLD, NEW = "a" * 40, "b" * 40
 
 PROGRAM = """
 import json, sys
-from megatron_ibpo.run.inputs import with_local_copies
+from megatron_ibpo.data.hub import with_local_copies
 from megatron_ibpo.run.settings import parse_config
 for words in json.loads(sys.argv[1]):
     try:
@@ -104,7 +104,7 @@ def test_ids_become_snapshots_of_the_cache(place, answers):
     assert found["parts"] == [str(TINY), f"{data}/socratic?task=mine", held_out]
     assert offline["newest"] == found["newest"]
     assert f"Qwen/Tiny of the Hub: commit {NEW}" in said
-    assert "openai/gsm8k has several data sets, main, socratic: takes main" in said
+    assert "openai/gsm8k has several data sets, main, socratic; taking main" in said
     assert (model / "model.safetensors").read_bytes() == (TINY / "model.safetensors").read_bytes()
     assert not (model / "original").exists()
     assert not (data / "README.md").exists()

@@ -462,7 +462,7 @@ def test_weights_that_do_not_come_and_unknown_ones_are_named_before_anything_is_
     lacking, strange = (CheckpointSource(checkpoints["dense 1"]) for _ in range(2))
     del lacking.tensors["model.layers.1.mlp.down_proj.weight"]
     strange.tensors["model.layers.1.mlp.gate.weight"] = torch.zeros(4, 96)
-    with pytest.raises(WeightPlanError, match=r"do not bring model\.layers\.1\.mlp\.down_proj\.weight"):
+    with pytest.raises(WeightPlanError, match=r"do not cover model\.layers\.1\.mlp\.down_proj\.weight"):
         open_gloo().connect(lacking, {0: engine}, [0])
     monkeypatch.setattr(engine, "settings", replace(engine.settings, stall_timeout=2.0))
     engine.submit([(0, make_requests(1)[0])], version=1)

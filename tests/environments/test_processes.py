@@ -235,7 +235,7 @@ def test_what_takes_too_long_is_ended():
         pool.check(TARGET)
         hung, slow, fine = asyncio.run(play(pool))
     assert hung == ("step_timeout", "step: no answer within 1.5 s")
-    assert slow == ("episode_timeout", "step: its calls took 2 s together")
+    assert slow == ("episode_timeout", "step: its calls took 2 s in total")
     assert fine.isdecimal()
 
 

@@ -177,7 +177,7 @@ def test_the_needs_of_an_engine_are_vllms_unless_its_class_says_otherwise(tmp_pa
 
 def test_an_engine_that_cannot_be_asked_is_refused(tmp_path):
     (tmp_path / "half_an_engine.py").write_text("class Half:\n    def submit(self, requests, version): ...\n")
-    with pytest.raises(ValueError, match="it lacks wait_ready, take, abort"):
+    with pytest.raises(ValueError, match="lacks wait_ready, take, abort"):
         check_engine("half_an_engine:Half")
     with pytest.raises(ConfigError, match=r"--rollout-backend vlm: unknown engine.*vllm"):
         check_engine("vlm")

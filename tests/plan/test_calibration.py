@@ -158,7 +158,7 @@ def test_a_run_is_predicted_by_its_own_machine_alone(config, tmp_path):
     assert forecast(config, shape, 2, "CPU").seconds == pytest.approx(on(found, config), rel=1e-2)
     other = forecast(config, shape, 1, "CPU")
     assert other.seconds is None
-    assert "on 2 trainers as TP2 PP1 CP1 EP2, engines of 1 beside them (vllm), and this is" in other.said
+    assert "on 2 trainers as TP2 PP1 CP1 EP2, engines of 1 beside them (vllm), but this run is" in other.said
     config.run.dry_run_hardware = None
     unknown = forecast(config, shape, 2, "CPU")
     assert (unknown.seconds, unknown.said.count("\n")) == (None, 0)

@@ -32,7 +32,7 @@ def test_a_run_is_predicted_with_its_interval_its_price_and_what_would_help():
     total = asked.times().total
     said = "\n".join(lines(asked, steps=100, price=2.0))
     hours = total * 100 * 8 / 3600
-    assert f"{hours:,.0f} GPU-hours, {2 * hours:,.0f} at 2 an hour" in said
+    assert f"{hours:,.0f} GPU-hours, {2 * hours:,.0f} at 2 per hour" in said
     assert "a step: " in said
     assert "between" in said
     assert "a checkpoint: training waits " in said

@@ -145,5 +145,5 @@ def test_a_trainer_reports_it_with_what_it_says_of_its_checkpoint(monkeypatch):
     monkeypatch.setattr(cpu, "activate", lambda: None)
     with mock.patch.dict(os.environ, PYTORCH_ALLOC_CONF="expandable_segments:True,max_split_size_mb:64"):
         first, second = trainer_rank(Config(), "a checkpoint").notes
-    assert first.startswith("PYTORCH_ALLOC_CONF: trainers go without expandable_segments")
+    assert first.startswith("PYTORCH_ALLOC_CONF: trainers run without expandable_segments")
     assert second == "a checkpoint with max_split_size_mb:64"

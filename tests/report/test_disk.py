@@ -202,7 +202,7 @@ def test_a_tensorboard_that_cannot_write_is_said_once_and_the_rows_go_on(tmp_pat
 
     assert guarded(work) == 0
     (said,) = [record.message for record in caplog.records]
-    assert said.startswith("nothing more is written for TensorBoard")
+    assert said.startswith("TensorBoard logging has stopped")
     assert capfd.readouterr().err == ""
     assert len(read_rows(tmp_path / "metrics.jsonl")) == 3
 

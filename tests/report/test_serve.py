@@ -202,7 +202,7 @@ def test_an_evaluation_is_read_as_sets_of_problems_with_their_samples(evaluation
             '{"sets": {"a": {"settings": {}, "intervals": {"accuracy": ["x", 1]}}}}',
             "intervals must be numbers",
         ),
-        ("aime25.samples.jsonl", "3\n", "aime25.samples.jsonl, line 1: no sample"),
+        ("aime25.samples.jsonl", "3\n", "aime25.samples.jsonl, line 1: not a sample"),
         ("aime25.samples.jsonl", "{\n", "aime25.samples.jsonl, line 1: not JSON"),
     ],
 )

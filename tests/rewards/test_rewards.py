@@ -284,7 +284,7 @@ def test_a_response_whose_process_is_killed_is_asked_again(pool, tmp_path, caplo
     assert pool.deaths == deaths + 1
     assert None not in [score.reward for score in scores]
     assert "the worker process died (SIGKILL)" in caplog.text
-    assert "made again" in caplog.text
+    assert "repeated" in caplog.text
 
 
 def test_a_response_that_kills_is_asked_twice_and_one_that_hangs_once(impatient, tmp_path):

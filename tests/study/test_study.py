@@ -665,7 +665,7 @@ def test_what_is_tuned_may_be_a_path_and_its_runs_stay_in_the_studys_directory(w
     names = [point_name(point) for point in grid_points(study.tune, "gspo")]
     assert names == ["prompt-data_..%2F..%2Fx", "prompt-data_%2Fa%2Fb"]
     tune["grid"]["prompt-data"] = ["x" * 201]
-    with pytest.raises(ConfigError, match=r"tuning run 'prompt-data_x+': a directory is called"):
+    with pytest.raises(ConfigError, match=r"tuning run 'prompt-data_x+': a directory gets this name"):
         read_study([written(tune=tune)])
 
 

@@ -83,7 +83,7 @@ DAMAGE = {
         lambda data: dimension_of(data, "token_embd.weight", 2**63),
         "beyond the end of the file",
     ),
-    "merges": (lambda data: data.replace(b"! !", b"! ?"), "merges '! ?'"),
+    "merges": (lambda data: data.replace(b"! !", b"! ?"), "merge '! ?'"),
     "another model": (lambda data: data.replace(b"llama", b"lambo"), "cannot be read; it is damaged"),
 }
 

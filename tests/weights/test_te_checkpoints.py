@@ -66,4 +66,4 @@ def test_a_checkpoint_without_extra_state_is_loaded_under_transformer_engine(fou
 
 
 def test_a_weight_that_no_checkpoint_fills_is_refused(found):
-    assert "decoder.layers.3.self_attention.q_layernorm.weight unfilled" in found["without a weight"]
+    assert "missing decoder.layers.3.self_attention.q_layernorm.weight" in found["without a weight"]
