@@ -30,6 +30,16 @@ settings.register_profile("here", deadline=None)  # how long an example takes is
 settings.load_profile("here")
 
 
+@pytest.fixture(autouse=True)
+def own_signal_handlers():
+    """A command that a test calls in its own process answers signals in its own way; later tests send some."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [signal.getsignal(number) for number in numbers]
+    yield
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
+
+
 @pytest.fixture(scope="module")
 def planner():
     """A process of its own, since a census leaves Megatron set up for a machine without CUDA."""
