@@ -32,7 +32,7 @@ settings.load_profile("here")
 
 @pytest.fixture(autouse=True)
 def own_signal_handlers():
-    """A command that a test calls in its own process answers signals in its own way; later tests send some."""
+    """A command that a test calls in its own process answers signals in its own way; later tests send one."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = [signal.getsignal(number) for number in numbers]
     yield
