@@ -68,10 +68,16 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(items):
-    """Mark what carries no other mark of pyproject.toml as `unit`."""
+    """Mark what carries no other mark of pyproject.toml as `unit`, and put files that start processes first: a
+    worker that is done with the long ones finds short ones."""
+    long = set()
     for item in items:
-        if not any(item.get_closest_marker(name) for name in MARKS):
+        marks = [name for name in MARKS if item.get_closest_marker(name)]
+        if not marks:
             item.add_marker("unit")
+        if {"world", "engine", "ray", "kernel"} & {*marks}:
+            long.add(item.path)
+    items.sort(key=lambda item: item.path not in long)
 
 
 def pytest_configure(config):
