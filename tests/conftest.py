@@ -68,8 +68,10 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(items):
-    """Mark what carries no other mark of pyproject.toml as `unit`, and put files that start processes first: a
-    worker that is done with the long ones finds short ones."""
+    """Mark what carries no other mark of pyproject.toml as `unit`, and take files that start processes first.
+
+    A worker that is done with the long ones finds short ones.
+    """
     long = set()
     for item in items:
         marks = [name for name in MARKS if item.get_closest_marker(name)]
