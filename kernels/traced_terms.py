@@ -47,13 +47,9 @@ UNARY = {
     aten.sign: "sign_of({})", aten.sgn: "sign_of({})", aten.relu: "tl.maximum({}, 0.0)",
     aten.logical_not: "{} == 0", aten.bitwise_not: "~{}", aten.isnan: "{0} != {0}",
     aten.isinf: "tl.abs({}) == float('inf')",
-    **dict.fromkeys(
-        (
-            aten.detach, aten.detach_copy, aten.alias, aten.alias_copy, aten.clone, aten.lift_fresh_copy,
-            aten.view, aten.view_copy, aten.expand, aten.expand_copy,
-        ),
-        "{}",
-    ),
+    aten.detach: "{}", aten.detach_copy: "{}", aten.alias: "{}", aten.alias_copy: "{}", aten.clone: "{}",
+    aten.lift_fresh_copy: "{}", aten.view: "{}", aten.view_copy: "{}", aten.expand: "{}",
+    aten.expand_copy: "{}",
 }  # fmt: skip
 CREATED = {aten.full_like: 1, aten.full: 1, aten.scalar_tensor: 0, aten.new_full: 2}
 """Operators that make a tensor of one number, and the argument that is the number."""
@@ -146,11 +142,8 @@ def _source(term: Any, given: tuple[str, ...], others: tuple[str, ...], paramete
         body = _body(term, inputs, {name: torch.tensor(value) for name, value in parameters})
     except _ParameterNeeded:
         body = _body(term, inputs, dict(parameters))
-    loads = [
-        f"{name} = tl.load(others[{place}] + row, mask=kept, other=0.0)"
-        for place, name in enumerate(others)
-        if name in inputs
-    ]
+    load = "{} = tl.load(others[{}] + row, mask=kept, other=0.0)"
+    loads = [load.format(name, place) for place, name in enumerate(others) if name in inputs]
     numbers = [f"{name} = parameters[{place}]" for place, (name, _) in enumerate(parameters) if name in body]
     lines = "\n    ".join([f"zero = tl.zeros_like({given[0]})", *loads, *numbers, body])
     signature = f"term({', '.join(given)}, others, row, kept, parameters)"
@@ -159,8 +152,8 @@ def _source(term: Any, given: tuple[str, ...], others: tuple[str, ...], paramete
 
 def _input_names(term: Callable[..., Any]) -> tuple[str, ...]:
     """Return the names of a term's positional arguments: the inputs that it reads."""
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return tuple(n for n, p in inspect.signature(term).parameters.items() if p.kind in positional)
+    named = inspect.signature(term).parameters
+    return tuple(name for name, found in named.items() if found.kind <= found.POSITIONAL_OR_KEYWORD)
 
 
 @functools.cache
@@ -254,7 +247,7 @@ class _Value(NamedTuple):
     core: str
     sign: str = ""
     live: tuple[str, ...] = ()
-    factors: frozenset[str] = frozenset()
+    factors: frozenset[str] = frozenset()  # of a product: names and numbers
 
     def __str__(self) -> str:
         text = self.sign + self.core
@@ -276,10 +269,8 @@ def _body(term: Callable[..., Any], inputs: tuple[str, ...], parameters: Mapping
         try:
             found = _expression(node, values, names)
         except NotImplementedError:
-            line, known = _line_of(term, inputs, parameters, node.target), ", ".join(_operators())
-            raise TermError(
-                f"{line}: Triton code cannot be made of {node.target}; there are {known}"
-            ) from None
+            at, known = _line_of(term, inputs, parameters, node.target), ", ".join(_operators())
+            raise TermError(f"{at}: Triton code cannot be made of {node.target}; there are {known}") from None
         if re.fullmatch(r"[-+*/() .\de]+", found.core):
             number = _operand(eval(found.core), values)  # digits and operators, nothing else
             found = found._replace(core=number.core).times(number.sign)
@@ -295,9 +286,9 @@ def _body(term: Callable[..., Any], inputs: tuple[str, ...], parameters: Mapping
 def _expression(node: fx.Node, values: Mapping[fx.Node, _Value], names: Mapping[str, str]) -> _Value:
     """Return the node's operator applied to its operands, as Triton says it."""
     target, arguments = _packet(node), cast(tuple[Any, ...], node.args)
-
+    is_bool = getattr(node.meta.get("val"), "dtype", None) == torch.bool
     operand = functools.partial(_operand, values=values)
-    if node.kwargs.get("alpha", 1) != 1:
+    if node.kwargs.get("alpha", 1) != 1 or node.kwargs.get("rounding_mode"):
         raise NotImplementedError
     if target in BINARY:
         form, (left, right) = BINARY[target], map(operand, arguments[:2])
@@ -307,18 +298,17 @@ def _expression(node: fx.Node, values: Mapping[fx.Node, _Value], names: Mapping[
             return _Value(f"{left.core} / {right.core}", left.sign, left.live).times(right.sign)
         if form == "{} + {}" and "(0.0)" in (left.core, right.core):
             return left if right.core == "(0.0)" else right
-        if form == "{} + {}" and left[:3] == right[:3]:  # of a square's slope: twice the half
+        if form == "{} + {}" and left[:3] == right[:3]:  # the slope of a square: twice its half
             halved = [factor for factor in left.factors if names.get(f"(0.5) * {factor}") == left.core]
-            return left._replace(core=halved[0]) if halved else _Value(f"{left} + {right}")
+            return left._replace(core=halved[0]) if halved else _Value(form.format(left, right))
         return _Value(form.format(left, right))
     if target in UNARY:
         form, only = UNARY[target], operand(arguments[0])
         return only.times(form[:-2]) if form in ("{}", "-{}") else _Value(form.format(only))
     if target in CREATED:
         number = operand(arguments[CREATED[target]])
-        return _Value(f"zero != {number}") if node.meta["val"].dtype == torch.bool else number
+        return _Value(f"zero != {number}") if is_bool else number
     if target is aten._to_copy:
-        is_bool = node.meta["val"].dtype == torch.bool
         return _Value(f"{operand(arguments[0])} {'!= 0' if is_bool else '+ zero'}")
     if target in (aten.where, aten.masked_fill):
         condition, *branches = arguments if target is aten.where else (arguments[i] for i in (1, 2, 0))
@@ -341,7 +331,7 @@ def _expression(node: fx.Node, values: Mapping[fx.Node, _Value], names: Mapping[
 
 
 def _product(left: _Value, right: _Value, names: Mapping[str, str]) -> _Value:
-    """Return left * right; a number is on the left, and not made 0 where a factor is."""
+    """Return left * right; a number is on the left. It need not be 0 where a factor is 0 anyway."""
     zeros = {f"~{names.get(f'{factor} == (0.0)')}" for factor in (right.core, *right.factors)}
     live = [one for one in left.live if one not in zeros or not left.core.startswith("(")]
     core = right.core if left.core == "(1.0)" else f"{left.core} * {right.core}"
