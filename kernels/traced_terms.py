@@ -14,7 +14,7 @@ import re
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, fx
@@ -47,20 +47,15 @@ UNARY = {
     aten.sign: "sign_of({})", aten.sgn: "sign_of({})", aten.relu: "tl.maximum({}, 0.0)",
     aten.logical_not: "{} == 0", aten.bitwise_not: "~{}", aten.isnan: "{0} != {0}",
     aten.isinf: "tl.abs({}) == float('inf')",
-    **dict.fromkeys(
-        (
-            aten.detach, aten.detach_copy, aten.alias, aten.alias_copy, aten.clone, aten.lift_fresh_copy,
-            aten.view, aten.view_copy, aten.expand, aten.expand_copy,
-        ),
-        "{}",
-    ),
+    aten.detach: "{}", aten.detach_copy: "{}", aten.alias: "{}", aten.alias_copy: "{}", aten.clone: "{}",
+    aten.lift_fresh_copy: "{}", aten.view: "{}", aten.view_copy: "{}", aten.expand: "{}",
+    aten.expand_copy: "{}",
 }  # fmt: skip
 CREATED = {aten.full_like: 1, aten.full: 1, aten.scalar_tensor: 0, aten.new_full: 2}
 """Operators that make a tensor of one number, and the argument that is the number."""
 SELECTED = {aten.lt: "tl.minimum({}, {})", aten.gt: "tl.maximum({}, {})", aten.ne: "{}"}
 """where(x < y, x, y) by the comparison."""
 OTHERS = (aten.where, aten.masked_fill, aten.clamp, aten.pow, aten._to_copy)
-NEUTRAL = {aten.mul: "(1.0)", aten.add: "(0.0)", operator.mul: "(1.0)", operator.add: "(0.0)"}
 LARGEST_POWER = 8
 """Integer powers up to this are written out as products."""
 
@@ -128,8 +123,7 @@ def traced_term(
         TermError: an operator that is not elementwise or not in the tables above, a value of Python that
             depends on data, or a random number.
     """
-    key = (term, tuple(given), tuple(others), tuple(parameters.items()))
-    return _load(getattr(term, "__name__", "term"), _source(*key))
+    return _load(getattr(term, "__name__", "term"), traced_source(term, given, others, parameters))
 
 
 def traced_source(
@@ -140,12 +134,7 @@ def traced_source(
 
 
 @functools.lru_cache(maxsize=256)
-def _source(
-    term: Callable[..., Any],
-    given: tuple[str, ...],
-    others: tuple[str, ...],
-    parameters: tuple[tuple[str, float], ...],
-) -> str:
+def _source(term: Any, given: tuple[str, ...], others: tuple[str, ...], parameters: tuple[Any, ...]) -> str:
     inputs = _input_names(term)
     if reserved := [name for name in (*inputs, *dict(parameters)) if name in RESERVED]:
         raise TermError(f"{_place(term)}: the name {reserved[0]} is the kernels' own; take another one")
@@ -153,11 +142,8 @@ def _source(
         body = _body(term, inputs, {name: torch.tensor(value) for name, value in parameters})
     except _ParameterNeeded:
         body = _body(term, inputs, dict(parameters))
-    loads = [
-        f"{name} = tl.load(others[{place}] + row, mask=kept, other=0.0)"
-        for place, name in enumerate(others)
-        if name in inputs
-    ]
+    load = "{} = tl.load(others[{}] + row, mask=kept, other=0.0)"
+    loads = [load.format(name, place) for place, name in enumerate(others) if name in inputs]
     numbers = [f"{name} = parameters[{place}]" for place, (name, _) in enumerate(parameters) if name in body]
     lines = "\n    ".join([f"zero = tl.zeros_like({given[0]})", *loads, *numbers, body])
     signature = f"term({', '.join(given)}, others, row, kept, parameters)"
@@ -166,8 +152,8 @@ def _source(
 
 def _input_names(term: Callable[..., Any]) -> tuple[str, ...]:
     """Return the names of a term's positional arguments: the inputs that it reads."""
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return tuple(n for n, p in inspect.signature(term).parameters.items() if p.kind in positional)
+    named = inspect.signature(term).parameters
+    return tuple(name for name, found in named.items() if found.kind <= found.POSITIONAL_OR_KEYWORD)
 
 
 @functools.cache
@@ -254,86 +240,103 @@ def _packet(value: Any) -> Any:
     return getattr(value.target, "overloadpacket", value.target) if isinstance(value, fx.Node) else None
 
 
+class _Value(NamedTuple):
+    """An operand: a name or number, its sign, and the conditions outside which it is 0. Products carry sign
+    and conditions along, so that they are applied once."""
+
+    core: str
+    sign: str = ""
+    live: tuple[str, ...] = ()
+    factors: frozenset[str] = frozenset()  # of a product: names and numbers
+
+    def __str__(self) -> str:
+        text = self.sign + self.core
+        return f"tl.where({' & '.join(self.live)}, {text}, 0.0)" if self.live else text
+
+    def times(self, sign: str) -> "_Value":
+        return self._replace(sign="-" if self.sign != sign else "")
+
+
 def _body(term: Callable[..., Any], inputs: tuple[str, ...], parameters: Mapping[str, Any]) -> str:
     """Return the statements of the traced term. Constants are folded, and nothing is computed twice."""
     graph = _graph(term, inputs, parameters)
     taken = {*RESERVED, *inputs, *parameters}
-    names: dict[fx.Node, str] = {}
-    known: dict[str, str] = {}
-    lines: list[str] = []
+    values = {node: _Value(node.name) for node in graph.nodes if node.op == "placeholder"}
+    names: dict[str, str] = {}  # of expressions
     for node in graph.nodes:
-        if node.op == "placeholder":
-            names[node] = node.name
-            continue
-        if node.op == "output":
-            results = [_operand(value, names) for value in node.args[0]]
-            results = [f"zero + {result}" if result.startswith("(") else result for result in results]
-            lines.append(f"return {', '.join(results)}")
+        if node.op in ("placeholder", "output"):
             continue
         try:
-            text = _expression(node, names)
+            found = _expression(node, values, names)
         except NotImplementedError:
-            place = _line_of(term, inputs, parameters, node.target)
-            raise TermError(
-                f"{place}: Triton code cannot be made of {node.target}; there are {', '.join(_operators())}"
-            ) from None
-        if (constant := _constant(text)) is not None:
-            names[node] = constant
-        elif text.isidentifier():
-            names[node] = text
-        elif text in known:
-            names[node] = known[text]
-        else:
-            names[node] = known[text] = f"{node.name}_" if node.name in taken else node.name
-            lines.append(f"{names[node]} = {text}")
-    return "\n    ".join(lines)
+            at, known = _line_of(term, inputs, parameters, node.target), ", ".join(_operators())
+            raise TermError(f"{at}: Triton code cannot be made of {node.target}; there are {known}") from None
+        if re.fullmatch(r"[-+*/() .\de]+", found.core):
+            number = _operand(eval(found.core), values)  # digits and operators, nothing else
+            found = found._replace(core=number.core).times(number.sign)
+        elif not found.core.isidentifier():
+            name = f"{node.name}_" if node.name in taken else node.name
+            found = found._replace(core=names.setdefault(found.core, name))
+        values[node] = found
+    results = [_operand(value, values) for value in graph.output_node().args[0]]
+    texts = [f"zero + {value}" if value.core.startswith("(") else str(value) for value in results]
+    return "\n    ".join([*(f"{n} = {text}" for text, n in names.items()), f"return {', '.join(texts)}"])
 
 
-def _constant(text: str) -> str | None:
-    """Return the number that an expression of numbers alone is, as an operand."""
-    if not re.fullmatch(r"[-+*/() .\de]+", text):
-        return None
-    return f"({float(eval(text))!r})"  # digits and operators, nothing else
-
-
-def _expression(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
+def _expression(node: fx.Node, values: Mapping[fx.Node, _Value], names: Mapping[str, str]) -> _Value:
     """Return the node's operator applied to its operands, as Triton says it."""
     target, arguments = _packet(node), cast(tuple[Any, ...], node.args)
-
-    def said(value: Any) -> str:
-        return _operand(value, names)
-
-    if node.kwargs.get("alpha", 1) != 1:
+    is_bool = getattr(node.meta.get("val"), "dtype", None) == torch.bool
+    operand = functools.partial(_operand, values=values)
+    if node.kwargs.get("alpha", 1) != 1 or node.kwargs.get("rounding_mode"):
         raise NotImplementedError
     if target in BINARY:
-        left, right = (said(value) for value in arguments[:2])
-        neutral = NEUTRAL.get(target)
-        if neutral in (left, right):
-            return left if right == neutral else right
-        return BINARY[target].format(left, right)
+        form, (left, right) = BINARY[target], map(operand, arguments[:2])
+        if form == "{} * {}":
+            return _product(*sorted((left, right)), names)
+        if form == "{} / {}" and not right.live:
+            return _Value(f"{left.core} / {right.core}", left.sign, left.live).times(right.sign)
+        if form == "{} + {}" and "(0.0)" in (left.core, right.core):
+            return left if right.core == "(0.0)" else right
+        if form == "{} + {}" and left[:3] == right[:3]:  # the slope of a square: twice its half
+            halved = [factor for factor in left.factors if names.get(f"(0.5) * {factor}") == left.core]
+            return left._replace(core=halved[0]) if halved else _Value(form.format(left, right))
+        return _Value(form.format(left, right))
     if target in UNARY:
-        return UNARY[target].format(said(arguments[0]))
+        form, only = UNARY[target], operand(arguments[0])
+        return only.times(form[:-2]) if form in ("{}", "-{}") else _Value(form.format(only))
     if target in CREATED:
-        number = said(arguments[CREATED[target]])
-        return f"zero != {number}" if node.meta["val"].dtype == torch.bool else number
+        number = operand(arguments[CREATED[target]])
+        return _Value(f"zero != {number}") if is_bool else number
     if target is aten._to_copy:
-        is_bool = node.meta["val"].dtype == torch.bool
-        return f"{said(arguments[0])} != 0" if is_bool else f"{said(arguments[0])} + zero"
-    if target is aten.where:
-        condition, *branches = arguments
+        return _Value(f"{operand(arguments[0])} {'!= 0' if is_bool else '+ zero'}")
+    if target in (aten.where, aten.masked_fill):
+        condition, *branches = arguments if target is aten.where else (arguments[i] for i in (1, 2, 0))
         if _packet(condition) in SELECTED and [*condition.args] == branches:
-            return SELECTED[_packet(condition)].format(*map(said, branches))
-        return f"tl.where({', '.join(map(said, arguments))})"
-    if target is aten.masked_fill:
-        return f"tl.where({said(arguments[1])}, {said(arguments[2])}, {said(arguments[0])})"
+            return _Value(SELECTED[_packet(condition)].format(*map(operand, branches)))
+        met, first, second = map(operand, (condition, *branches))
+        if second.core == "(0.0)":
+            return first._replace(live=(*first.live, str(met)))
+        if first.core == "(0.0)":
+            return second._replace(live=(*second.live, f"~{met}"))
+        return _Value(f"tl.where({met}, {first}, {second})")
     if target is aten.clamp:
         _, low, high = (*arguments, None, None)[:3]
-        text = said(arguments[0])
-        text = text if low is None else f"tl.maximum({text}, {said(low)})"
-        return text if high is None else f"tl.minimum({text}, {said(high)})"
+        text = str(operand(arguments[0]))
+        text = text if low is None else f"tl.maximum({text}, {operand(low)})"
+        return _Value(text if high is None else f"tl.minimum({text}, {operand(high)})")
     if target is aten.pow and isinstance(arguments[1], int | float):
-        return _power(said(arguments[0]), float(arguments[1]))
+        return _Value(_power(str(operand(arguments[0])), float(arguments[1])))
     raise NotImplementedError
+
+
+def _product(left: _Value, right: _Value, names: Mapping[str, str]) -> _Value:
+    """Return left * right; a number is on the left. It need not be 0 where a factor is 0 anyway."""
+    zeros = {f"~{names.get(f'{factor} == (0.0)')}" for factor in (right.core, *right.factors)}
+    live = [one for one in left.live if one not in zeros or not left.core.startswith("(")]
+    core = right.core if left.core == "(1.0)" else f"{left.core} * {right.core}"
+    factors = frozenset((left.core, right.core, *left.factors, *right.factors))
+    return _Value(core, left.sign, tuple(dict.fromkeys((*live, *right.live))), factors).times(right.sign)
 
 
 def _power(base: str, exponent: float) -> str:
@@ -346,25 +349,22 @@ def _power(base: str, exponent: float) -> str:
     return product if exponent >= 0 else f"1.0 / ({product})"
 
 
-def _operand(value: Any, names: Mapping[fx.Node, str]) -> str:
+def _operand(value: Any, values: Mapping[fx.Node, _Value]) -> _Value:
     if isinstance(value, fx.Node):
-        return names[value]
+        return values[value]
     if isinstance(value, bool | int | float):
-        number = float(value)
-        return f"({number!r})" if math.isfinite(number) else f"float('{number}')"
+        number = abs(float(value))
+        core = f"({number!r})" if math.isfinite(number) else f"float('{number}')"
+        return _Value(core, "-" if math.copysign(1.0, value) < 0 else "")
     raise NotImplementedError
 
 
 def _operators() -> list[str]:
-    packets = (*BINARY, *UNARY, *CREATED, *OTHERS)
-    return sorted(
-        {str(packet).removeprefix("aten.") for packet in packets if str(packet).startswith("aten.")}
-    )
+    packets = map(str, (*BINARY, *UNARY, *CREATED, *OTHERS))
+    return sorted({packet.removeprefix("aten.") for packet in packets if packet.startswith("aten.")})
 
 
-def _line_of(
-    term: Callable[..., Any], inputs: tuple[str, ...], parameters: Mapping[str, Any], wanted: Any
-) -> str:
+def _line_of(term: Any, inputs: tuple[str, ...], parameters: Mapping[str, Any], wanted: Any) -> str:
     """Return file and line of the term that calls an operator, or where the term begins."""
     file = _place(term).partition(", line ")[0]
     found: list[traceback.FrameSummary] = []

@@ -155,8 +155,9 @@ def cispo(
     (arXiv 2506.13585). The default has no lower bound and lets ratios up to 5 through."""
     ratio = _ratio(log_ratio.detach())
     bounded = ratio.clamp(1.0 - eps_low, 1.0 + eps_high)
+    slope = -bounded * advantages
     # a token of probability 0 has ratio 0 and log π = -inf; the product's limit is 0
-    return torch.where(bounded == 0, 0.0, -bounded * advantages * logprobs), bounded != ratio
+    return torch.where(bounded == 0, 0.0, slope * logprobs), bounded != ratio
 
 
 def sapo(log_ratio: Tensor, advantages: Tensor, *, tau_pos: float, tau_neg: float) -> tuple[Tensor, Tensor]:

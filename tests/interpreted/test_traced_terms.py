@@ -182,6 +182,10 @@ def by_chance(log_ratio, advantages):
     return log_ratio * torch.rand_like(advantages), advantages > 0
 
 
+def by_steps(log_ratio, advantages):
+    return log_ratio * torch.div(advantages, 0.5, rounding_mode="floor"), advantages > 0
+
+
 def by_data(log_ratio, advantages):
     return (log_ratio if log_ratio.sum() > 0 else -log_ratio) * advantages, advantages > 0
 
@@ -198,6 +202,7 @@ def without_gradient(advantages):
             r"_terms.py, line \d+: return log_ratio.cumsum\(0\).*aten.cumsum.*there are .*abs, add",
         ),
         (by_chance, r"return log_ratio \* torch.rand_like.*aten.rand_like"),
+        (by_steps, r"return log_ratio \* torch.div.*aten.div"),
         (by_data, "cannot be traced .*data-dependent"),
         (without_gradient, "reads none of log_ratio, logprobs, gap: it has no gradient"),
     ],
