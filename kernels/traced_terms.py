@@ -278,7 +278,8 @@ def _body(term: Callable[..., Any], inputs: tuple[str, ...], parameters: Mapping
             name = f"{node.name}_" if node.name in taken else node.name
             found = found._replace(core=names.setdefault(found.core, name))
         values[node] = found
-    results = [_operand(value, values) for value in graph.output_node().args[0]]
+    returned = cast(tuple[Any, ...], graph.output_node().args[0])
+    results = [_operand(value, values) for value in returned]
     texts = [f"zero + {value}" if value.core.startswith("(") else str(value) for value in results]
     return "\n    ".join([*(f"{n} = {text}" for text, n in names.items()), f"return {', '.join(texts)}"])
 
@@ -293,7 +294,8 @@ def _expression(node: fx.Node, values: Mapping[fx.Node, _Value], names: Mapping[
     if target in BINARY:
         form, (left, right) = BINARY[target], map(operand, arguments[:2])
         if form == "{} * {}":
-            return _product(*sorted((left, right)), names)
+            first, second = sorted((left, right))
+            return _product(first, second, names)
         if form == "{} / {}" and not right.live:
             return _Value(f"{left.core} / {right.core}", left.sign, left.live).times(right.sign)
         if form == "{} + {}" and "(0.0)" in (left.core, right.core):
