@@ -338,7 +338,7 @@ def after_loading(world, cases):
     return exports
 
 
-QUICK = {2: [("next", layout(pp=2), 2), ("odd", layout(tp=2))]}
+QUICK = {2: [("next", layout(pp=2), 2), ("odd", layout(tp=2)), ("oss", layout(tp=2))]}
 LOADED = {
     1: [
         ("dense", layout(tp=4)),
