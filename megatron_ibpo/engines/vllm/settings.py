@@ -82,8 +82,7 @@ def engine_settings(
     )
     prefix_caching = arguments.pop("enable_prefix_caching", None)
     if prefix_caching is None:
-        # With delta nets it has not been run on GPUs, nor compared in a whole run on CPUs. On GPUs vLLM
-        # records routing by the blocks of that cache
+        # With delta nets it has not been run on GPUs, where vLLM records routing by the blocks of that cache
         prefix_caching = not shape.is_recurrent or (recorded > 0 and not on_cpu)
     if recorded and not on_cpu and not prefix_caching:
         raise ValueError(
