@@ -149,7 +149,8 @@ def _with_flags(config: Config, registries: Sequence[Registry], flags: Sequence[
     parameters = entries_of(config.algorithm, registries)
     config.algorithm.parameters = {name: entry.get(config) for name, entry in parameters.items()}
     # of all fields only those that are set: tyro takes a quarter of a second for a parser of all
-    known = {name: entry for name, entry in (ENTRIES | parameters).items() if name in _names_set(flags)}
+    given = _names_set(flags)
+    known = {name: entry for name, entry in (ENTRIES | parameters).items() if name in given}
     try:
         values = _values(known, flags, config)
     except SystemExit:
@@ -172,8 +173,8 @@ def _values(entries: Mapping[str, Entry], flags: Sequence[str], config: Config) 
 def _of_another_type(known: Mapping[str, Entry], flags: Sequence[str], config: Config) -> Iterator[str]:
     """Yield a line for each flag whose value is not of its field's type."""
     for typed, words in _by_flag(flags)[1:]:
-        name = typed[2:].replace("-", "_")
-        entry = known.get(name) or known[name.removeprefix("no_")]
+        entry = _entry_of(typed, known)
+        assert entry is not None  # others were refused
         try:
             _values({entry.name: entry}, [typed, *words], config)
         except SystemExit:
@@ -188,7 +189,7 @@ def _refuse_unknown(flags: Sequence[str], algorithm: AlgorithmConfig, registries
     problems: list[str | None] = []
     for typed, words in _by_flag(flags):
         name = typed.removeprefix("--").replace("-", "_")
-        entry = known.get(name) or known.get(name.removeprefix("no_"))
+        entry = _entry_of(typed, known)
         if typed and entry is None:
             close = nearest(name, names).replace("_", "-").replace("'", "'--", 1)
             problems.append(
@@ -196,14 +197,25 @@ def _refuse_unknown(flags: Sequence[str], algorithm: AlgorithmConfig, registries
                 or not_a_parameter(name.removeprefix("no_"), vars(algorithm), registries)
                 or f"{typed}: no such flag{close}"
             )
-        values = [word for word in words if peer_answer(word) is None]
-        problems += [peer_answer(word) for word in words]
-        problems.append(_wrong_number(typed, entry, values))
+        answers = [peer_answer(word) for word in words]
+        values = [word for word, answer in zip(words, answers, strict=True) if answer is None]
+        problems += [*answers, _wrong_number(typed, entry, values)]
     found = [problem for problem in problems if problem is not None]
     if len(found) > 1:
         found.insert(0, f"{len(found)} wrong flags:")
     if found:
         raise ConfigError("\n  ".join(found))
+
+
+def _entry_of(typed: str, known: Mapping[str, Entry]) -> Entry | None:
+    """Return the field that a flag sets, also as --no-NAME if it is a switch; None if there is none."""
+    name = typed.removeprefix("--").replace("-", "_")
+    off = known.get(name.removeprefix("no_"))
+    return known.get(name) or (off if off is not None and _is_switch(off) else None)
+
+
+def _is_switch(entry: Entry) -> bool:
+    return bool in (entry.type, *typing.get_args(entry.type))
 
 
 def _by_flag(words: Sequence[str]) -> list[tuple[str, list[str]]]:
@@ -222,14 +234,13 @@ def _wrong_number(typed: str, entry: Entry | None, values: Sequence[str]) -> str
     """Return what is wrong with the number of a flag's values; None if nothing is."""
     if entry is None:
         return f"{values[0]}: not a flag; flags begin with --" if values and not typed else None
-    kinds = (entry.type, *typing.get_args(entry.type))
-    on = flag(entry.name)
-    if bool in kinds and len(values) > (entry.type is not bool):
+    on, is_switch = flag(entry.name), _is_switch(entry)
+    if is_switch and len(values) > (entry.type is not bool):
         elsewhere = f"; {_GIVEN_ELSEWHERE[on[2:]]}" if on[2:] in _GIVEN_ELSEWHERE else ""
         switch = f"{on} or {on.replace('--', '--no-', 1)}"
         return f"{typed} {values[-1]}: a switch, {switch}, which takes no value{elsewhere}"
-    takes_several = any(typing.get_origin(kind) is tuple for kind in kinds)
-    if bool in kinds or takes_several or len(values) == 1:
+    kinds = (entry.type, *typing.get_args(entry.type))
+    if is_switch or tuple in [typing.get_origin(kind) for kind in kinds] or len(values) == 1:
         return None
     return (
         f"{typed}: takes one value, so {values[1]} is one too many" if values else f"{typed}: needs a value"

@@ -267,6 +267,12 @@ def test_a_value_of_the_wrong_type_is_refused_with_its_flag(capsys, flags, said)
     assert capsys.readouterr() == ("", "")
 
 
+def test_only_a_switch_can_be_turned_off():
+    with pytest.raises(ConfigError, match="--no-lr: no such flag"):
+        parse_config(["--no-lr", "3"])
+    assert parse_config(["--no-save"]).run.save is False
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

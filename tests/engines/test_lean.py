@@ -278,7 +278,7 @@ def test_all_that_one_process_cannot_do_is_refused_at_once_before_it_starts(beca
 def test_evaluations_are_refused():
     config = parse_config([*LEAN, "--eval-prompt-data", "reasoning_gym://leg_counting"])
     check_run(config)
-    with pytest.raises(ConfigError, match=r"lean: only for runs that train; evaluate with vllm$"):
+    with pytest.raises(ConfigError, match=r"--rollout-backend lean: only for runs that train; .* with vllm$"):
         check_evaluation(config)
 
 
