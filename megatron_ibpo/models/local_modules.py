@@ -233,13 +233,15 @@ class PackedSelfAttention(SelfAttention):
         query_NHD, key_NHD = _rotate(query_NHD, cos, sin), _rotate(key_NHD, cos, sin)
 
         core = self.core_attention
-        attend: Callable[..., Tensor] = partial(_attend, core.softmax_offset, core.window)
+        attend: Callable[..., Tensor] = partial(_attend, cu_seqlens, core.softmax_offset, core.window)
         if group.size() > 1:
-            attend = partial(_attend_to_all_ranks, group, positions_N, core.softmax_offset, core.window)
+            attend = partial(
+                _attend_to_all_ranks, group, positions_N, cu_seqlens, core.softmax_offset, core.window
+            )
         if self.checkpoint_core_attention and self.training:
-            output = checkpoint(attend, False, query_NHD, key_NHD, value_NHD, cu_seqlens)
+            output = checkpoint(attend, False, query_NHD, key_NHD, value_NHD)
         else:
-            output = attend(query_NHD, key_NHD, value_NHD, cu_seqlens)
+            output = attend(query_NHD, key_NHD, value_NHD)
         output = output.flatten(1).unsqueeze(1)
         if self.config.attention_output_gate:
             gate = projected[3].reshape(output.shape)
@@ -256,12 +258,12 @@ def _rotate(x_NHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _attend(
+    cu_seqlens: Tensor,
     sinks_H: Tensor | None,
     window: int | None,
     query_NHD: Tensor,
     key_NGD: Tensor,
     value_NGD: Tensor,
-    cu_seqlens: Tensor,
 ) -> Tensor:
     """Compute causal attention within each sequence; H query heads share G key/value heads. [N, H, D].
 
@@ -322,20 +324,20 @@ def _attend_where(
 def _attend_to_all_ranks(
     group: Any,
     positions_N: Tensor,
+    cu_seqlens: Tensor,
     sinks_H: Tensor | None,
     window: int | None,
     query_NHD: Tensor,
     key_NGD: Tensor,
     value_NGD: Tensor,
-    cu_seqlens: Tensor,
 ) -> Tensor:
     """Compute attention under context parallelism: of this rank's queries to keys and values gathered from
     all ranks. [N, H, D].
 
     Args:
         positions_N: positions of the queries in their sequences.
-        sinks_H, window: as in `_attend`.
         cu_seqlens: boundaries of whole sequences.
+        sinks_H, window: as in `_attend`.
     """
     ranks = group.size()
     together = torch.cat((key_NGD, value_NGD), dim=1)

@@ -5,10 +5,37 @@ delta net need rectangles; these are the indices that make them and undo them. P
 comes after a sequence's own tokens, so nothing causal can see it, and its outputs are dropped.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import wraps
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def once_per_batch(
+    function: Callable[Concatenate[Tensor, P], T],
+) -> Callable[Concatenate[Tensor, P], T]:
+    """Keep each result with the boundaries that it was computed from, which must not be written to later.
+
+    Every layer of a model asks for the same, and to compute it makes the host wait for the device: on a GPU,
+    4,088 times in a step of 24 sequences through 28 layers.
+    """
+
+    @wraps(function)
+    def kept(cu_seqlens: Tensor, *arguments: P.args, **named: P.kwargs) -> T:
+        results = cu_seqlens.__dict__.setdefault("results", {})
+        key = (function, *arguments, *named.items())
+        if key not in results:
+            results[key] = function(cu_seqlens, *arguments, **named)
+        found: T = results[key]
+        return found
+
+    return kept
 
 
 @dataclass(frozen=True)
@@ -23,6 +50,9 @@ class Rectangles:
     """int64: the token at each of the M = sum(rows x widths) places."""
     places_N: Tensor
     """int64: the place of each of the N tokens."""
+
+    def to(self, device: torch.device) -> "Rectangles":
+        return replace(self, tokens_M=self.tokens_M.to(device), places_N=self.places_N.to(device))
 
     def split(self, x_MX: Tensor) -> list[Tensor]:
         """Return views [rows, width, ...] of each rectangle."""
@@ -80,6 +110,7 @@ def is_real(rectangles: Rectangles) -> Tensor:
     return torch.zeros_like(rectangles.tokens_M, dtype=torch.bool).index_fill_(0, index, True)
 
 
+@once_per_batch
 def positions(cu_seqlens: Tensor) -> Tensor:
     """Return the position of each token in its sequence, int64 [N]."""
     lengths = cu_seqlens.diff()
@@ -88,6 +119,7 @@ def positions(cu_seqlens: Tensor) -> Tensor:
     )
 
 
+@once_per_batch
 def by_length(cu_seqlens: Tensor, share: int = 1) -> Rectangles:
     """Lay out one row per sequence. Sequences whose lengths share a power of two share a rectangle, so that
     padding at most doubles the tokens however uneven the lengths are.
@@ -95,16 +127,19 @@ def by_length(cu_seqlens: Tensor, share: int = 1) -> Rectangles:
     Args:
         share: the tokens are 1 / share of each sequence; rows are arranged as for whole sequences.
     """
-    starts, lengths = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
+    on_host = cu_seqlens.cpu()  # one wait for the device; there, every line below would be one
+    starts, lengths = on_host[:-1].long(), on_host.diff().long()
     starts, lengths = starts[lengths > 0], lengths[lengths > 0]
     classes = (lengths - 1).clamp(min=1).log2().floor().long()
     order = classes.argsort(stable=True)
     starts, lengths, classes = starts[order] // share, lengths[order] // share, classes[order]
     kinds, rows = classes.unique_consecutive(return_counts=True)
     widths = [int(lengths[classes == kind].max()) for kind in kinds]
-    return _rectangles(starts, lengths, rows.tolist(), widths, int(cu_seqlens[-1]) // share)
+    laid_out = _rectangles(starts, lengths, rows.tolist(), widths, int(on_host[-1]) // share)
+    return laid_out.to(cu_seqlens.device)
 
 
+@once_per_batch
 def longest_first(cu_seqlens: Tensor, chunk: int) -> Tensor:
     """Return int64: the non-empty sequences, those with most chunks first."""
     chunks = (cu_seqlens.diff().long() + chunk - 1) // chunk
@@ -112,31 +147,32 @@ def longest_first(cu_seqlens: Tensor, chunk: int) -> Tensor:
     return sequences[chunks[sequences].argsort(descending=True, stable=True)]
 
 
+@once_per_batch
 def by_chunks(cu_seqlens: Tensor, chunk: int) -> Rectangles:
     """Lay out rows of `chunk` tokens. Rectangle i holds the i-th chunk of every sequence that has one, in the
     order of `longest_first`, so a sequence keeps its row number in every rectangle."""
-    order = longest_first(cu_seqlens, chunk)
-    starts, lengths = cu_seqlens[:-1].long()[order], cu_seqlens.diff().long()[order]
+    on_host = cu_seqlens.cpu()
+    order = longest_first(on_host, chunk)
+    starts, lengths = on_host[:-1].long()[order], on_host.diff().long()[order]
     chunks = (lengths + chunk - 1) // chunk
     rows = [int((chunks > i).sum()) for i in range(int(chunks[0]))]
     row_starts = torch.cat([starts[:n] + i * chunk for i, n in enumerate(rows)])
     row_lengths = torch.cat([(lengths[:n] - i * chunk).clamp(max=chunk) for i, n in enumerate(rows)])
-    return _rectangles(row_starts, row_lengths, rows, [chunk] * len(rows), int(cu_seqlens[-1]))
+    laid_out = _rectangles(row_starts, row_lengths, rows, [chunk] * len(rows), int(on_host[-1]))
+    return laid_out.to(cu_seqlens.device)
 
 
 def _rectangles(
     starts: Tensor, lengths: Tensor, rows: list[int], widths: list[int], tokens: int
 ) -> Rectangles:
     """Return rectangles whose rows hold `lengths` tokens from `starts` on, padded to their widths."""
-    width_R = torch.repeat_interleave(
-        torch.tensor(widths, device=starts.device), torch.tensor(rows, device=starts.device)
-    )
+    width_R = torch.repeat_interleave(torch.tensor(widths), torch.tensor(rows))
     first_R = width_R.cumsum(0) - width_R
     places = int(width_R.sum())
-    row_M = torch.repeat_interleave(torch.arange(len(width_R), device=starts.device), width_R)
-    column_M = torch.arange(places, device=starts.device) - first_R[row_M]
+    row_M = torch.repeat_interleave(torch.arange(len(width_R)), width_R)
+    column_M = torch.arange(places) - first_R[row_M]
     tokens_M = (starts[row_M] + column_M).clamp(max=tokens - 1)
     real = (column_M < lengths[row_M]).nonzero().squeeze(1)
-    places_N = torch.empty(tokens, dtype=torch.int64, device=starts.device)
+    places_N = torch.empty(tokens, dtype=torch.int64)
     places_N[tokens_M[real]] = real
     return Rectangles(rows, widths, tokens_M, places_N)

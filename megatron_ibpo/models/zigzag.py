@@ -11,6 +11,7 @@ from torch import Tensor
 from megatron_ibpo.models import packed
 
 
+@packed.once_per_batch
 def places(cu_seqlens: Tensor, ranks: int) -> Tensor:
     """Return [N] int64: the place of each token when the tokens of all ranks are laid end to end.
 
@@ -30,12 +31,14 @@ def places(cu_seqlens: Tensor, ranks: int) -> Tensor:
     return rank_N * (len(position_N) // ranks) + own_N
 
 
+@packed.once_per_batch
 def tokens(cu_seqlens: Tensor, ranks: int) -> Tensor:
     """Return [N] int64: the tokens of rank 0, then those of rank 1, …; the inverse of `places`."""
     places_N = places(cu_seqlens, ranks)
     return torch.empty_like(places_N).index_copy_(0, places_N, torch.arange(len(places_N)).to(places_N))
 
 
+@packed.once_per_batch
 def positions(cu_seqlens: Tensor, rank: int, ranks: int) -> Tensor:
     """Return [N / ranks] int64: position in its sequence of each token that `rank` holds."""
     if ranks == 1:

@@ -216,7 +216,10 @@ def lay_out(
     own_rows_R = places_R % len(own)
 
     def tensor(values: npt.NDArray[Any], dtype: torch.dtype) -> Tensor:
-        return torch.from_numpy(values).to(device=device, dtype=dtype)
+        on_host = torch.from_numpy(values).to(dtype)
+        if device.type == "cuda":  # a copy from memory that is not pinned makes the host wait
+            on_host = on_host.pin_memory()
+        return on_host.to(device, non_blocking=True)
 
     def token_rows(tokens: npt.NDArray[Any]) -> Tensor:
         all_rows = np.zeros(bounds[-1], tokens.dtype)

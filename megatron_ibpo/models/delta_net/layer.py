@@ -130,7 +130,7 @@ def _mix(
         return conv(x_NF, layer.conv1d.weight.squeeze(1), boundaries)
 
     if layer.cp_size > 1:
-        slices = _slices(cu_seqlens, layer.pg_collection.cp, layer.conv_kernel_dim - 1)
+        slices = state_passing.make_slices(cu_seqlens, layer.pg_collection.cp, layer.conv_kernel_dim - 1)
         qkv = state_passing.convolve(own_conv, qkv, slices)
         rule = partial(state_passing.delta_rule, rule, slices=slices)
     else:
@@ -148,15 +148,6 @@ def _mix(
     normed = layer.out_norm(output_NHD)
     gated = normed * F.silu(wide(gate.unflatten(-1, (-1, layer.value_head_dim))))
     return layer.out_proj(gated.to(output_NHD.dtype).flatten(1).unsqueeze(1))
-
-
-def _slices(cu_seqlens: Any, group: Any, width: int) -> state_passing.Slices:
-    """Return the slices of the micro-batch; cached with its boundaries, since finding them makes the host
-    wait for the device."""
-    if getattr(cu_seqlens, "slices", None) is None:
-        cu_seqlens.slices = state_passing.make_slices(cu_seqlens, group, width)
-    slices: state_passing.Slices = cu_seqlens.slices
-    return slices
 
 
 def _torch_conv(x_NF: Tensor, weight_FK: Tensor, cu_seqlens: Tensor) -> Tensor:

@@ -18,6 +18,8 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
+from megatron_ibpo.models.packed import once_per_batch
+
 Convolve = Callable[[Tensor, Tensor], Tensor]
 """([N, F], boundaries of sequences) → the convolution within each sequence, [N, F]."""
 Rule = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -50,6 +52,7 @@ class Slices:
     """int64: the place of each token among those."""
 
 
+@once_per_batch
 def make_slices(cu_seqlens: Tensor, group: Any, width: int) -> Slices:
     """
     Args:
