@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# All that one GPU can tell of this code, in at most 20 minutes: memory that is pinned, freed and lent, kernels, trainers,
+# All that one GPU can tell of this code, in at most 30 minutes: memory that is pinned, freed and lent, kernels, trainers,
 # saving, parity, speed. Writes one JSON file; docs/gpu_report.md says what its numbers mean.
 #
 #   bash tests/gpu.sh [--quick] [--save FILE] [--only PART …] [--device cpu]
 #   bash tests/gpu.sh --wheels DIR                  with a network: download the small packages that it needs (7 MiB)
 #   WHEELS=DIR bash tests/gpu.sh --quick            without one: unpack those that this Python lacks, for the one run
 #
-# --quick fits into ten minutes. --device cpu runs the same parts with tiny shapes and no GPU. Nothing is installed and
+# --quick fits into ten minutes and tunes little. --device cpu runs the same parts with tiny shapes and no GPU. Nothing is installed and
 # nothing is fetched: it runs on whatever Python it finds. torch, Triton and transformers must be there; what else is
 # missing skips its parts, and the JSON says so.
 set -euo pipefail

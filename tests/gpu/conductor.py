@@ -45,15 +45,15 @@ PARTS = (
     Part("sleep", 120),
     Part("weight-update", 120),
     Part("kernels", 240),
-    Part("delta-net", 150),
-    Part("delta-net-backend", 150),
-    Part("trainer-qwen3-next", 240, "trainer", "qwen3_next"),
+    Part("delta-net", 420),
+    Part("delta-net-backend", 420),
+    Part("trainer-qwen3-next", 480, "trainer", "qwen3_next"),
     Part("trainer-qwen3-next-torch", 180, "trainer", "qwen3_next/torch"),
     Part("resume", 180),
     Part("parity", 300),
     Part("trainer-qwen3-fused", 180, "trainer", "qwen3/fused"),
     Part("host-syncs-qwen3", 150, "host_syncs", "qwen3"),
-    Part("host-syncs-qwen3-next", 180, "host_syncs", "qwen3_next"),
+    Part("host-syncs-qwen3-next", 480, "host_syncs", "qwen3_next"),
     Part("loss-speed", 240),
     Part("memcheck", 180, "sanitizer", "memcheck"),
     Part("racecheck", 180, "sanitizer", "racecheck"),
@@ -62,7 +62,7 @@ PARTS = (
 )
 """First what only a GPU can refute: memory that is pinned, freed and lent, real streams, groups of NCCL."""
 
-MINUTES, QUICK_MINUTES = 20.0, 9.5
+MINUTES, QUICK_MINUTES = 30.0, 9.5
 LEAST_S = 20.0
 """With less time left no part is started."""
 SHOWN = 4000

@@ -31,7 +31,7 @@ class FlashGatedDeltaNet(GatedDeltaNet):
 
     Megatron compares the boundaries of sequences with the number of tokens in every layer. Here only the
     first layer that sees a micro-batch's boundaries does. Under context parallelism states are passed
-    (`state_passing`), unless --delta-net-cp asks for Megatron's exchange of heads. Not run on a GPU.
+    (`state_passing`), unless --delta-net-cp asks for Megatron's exchange of heads; neither has run on GPUs.
     """
 
     def forward(
