@@ -320,7 +320,7 @@ def test_nodes_form_a_cluster_for_one_command_that_asks_for_a_token_and_all_end_
     assert re.search(r"nodes 2\b", output), output
     assert re.search(r"^token 600 \['RAY_AUTH_MODE', 'RAY_AUTH_TOKEN_PATH'\]$", output, re.MULTILINE), output
     refused = (
-        r"^stranger:  .*ClusterError: --ray-address 127.0.0.1:\d+: that Ray asks for another token: set "
+        r"^stranger:  .*ClusterError: --ray-address 127.0.0.1:\d+: that cluster has another token; set "
     )
     assert len(re.findall(refused, output, re.MULTILINE)) == 2, output
     output, _ = follower.communicate(timeout=60)

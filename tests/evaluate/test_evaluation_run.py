@@ -104,6 +104,6 @@ def test_a_megatron_checkpoint_is_evaluated_as_what_it_was_converted_from(undist
     alone = World(0, 1, torch.device("cpu"), None)
     hf_to_megatron(TINY, tmp_path / "stored", ParallelConfig(), alone)
     output = finished(start(tmp_path / "stored", tmp_path / "out"))
-    assert f"converting {tmp_path}/stored into {tmp_path}/out/policy-" in output
+    assert f"converting {tmp_path}/stored to Hugging Face format in {tmp_path}/out/policy-" in output
     assert list((tmp_path / "out").glob("policy-*")) == [], "removed at the end"
     assert measured(tmp_path / "out") == measured(undisturbed)

@@ -229,7 +229,7 @@ def test_an_engine_that_dies_is_restarted_once(tmp_path):
     assert status == 0, output[-5000:]
     counts = json.loads((run_dir / "summary.json").read_text())["counts"]
     assert (counts["engine_deaths"], counts["engine_restarts"]) == (1, 1)
-    assert re.search(r"engine \d died, \d+ requests? asked again elsewhere: ", output)
+    assert re.search(r"engine \d died; \d+ requests? sent to other engines: ", output)
     assert rows_of(run_dir)[-1]["step"] == 6
 
 
