@@ -52,7 +52,8 @@ def segment_sums_kernel(
 ):  # fmt: skip
     """One sequence a program. out [4, S] fp32: response tokens, Σ log-ratio, Σ KL, Σ token term.
 
-    With mean_log_ratio_ptr the token term sees that of the sequence in place of the token's own.
+    With mean_log_ratio_ptr the token term sees that of the sequence in place of the token's own, and only the
+    last of the four is written.
     """
     sequence = tl.program_id(0)
     begin, end = tl.load(cu_ptr + sequence), tl.load(cu_ptr + sequence + 1)
@@ -63,21 +64,23 @@ def segment_sums_kernel(
     for start in range(begin, end, BLOCK):
         row = start + tl.arange(0, BLOCK)
         kept, logprob, log_ratio = load_rows(row, end, logprobs_ptr, old_ptr, mask_ptr)
-        count += tl.where(kept, 1.0, 0.0)
-        ratio_sum += log_ratio
+        if mean_log_ratio_ptr is None:
+            count += tl.where(kept, 1.0, 0.0)
+            ratio_sum += log_ratio
+        else:
+            log_ratio = tl.load(mean_log_ratio_ptr + sequence) + tl.zeros_like(log_ratio)
         if KL is not None:
             kl, _ = KL(logprob - tl.load(ref_ptr + row, mask=kept, other=0.0), others, row, kept, parameters)
             kl_sum += tl.where(kept, kl, 0.0)
         if TOKEN_TERM is not None:
             advantage = load_advantage(advantages_ptr, sequence, row, kept, ADVANTAGE_PER_TOKEN)
-            if mean_log_ratio_ptr is not None:
-                log_ratio = tl.load(mean_log_ratio_ptr + sequence) + tl.zeros_like(log_ratio)
             value, _, _ = TOKEN_TERM(log_ratio, logprob, advantage, others, row, kept, parameters)
             value_sum += tl.where(advantage != 0, value, 0.0)
     out_ptr += sequence
-    tl.store(out_ptr, tl.sum(count, 0))
-    tl.store(out_ptr + num_sequences, tl.sum(ratio_sum, 0))
-    tl.store(out_ptr + 2 * num_sequences, tl.sum(kl_sum, 0))
+    if mean_log_ratio_ptr is None:
+        tl.store(out_ptr, tl.sum(count, 0))
+        tl.store(out_ptr + num_sequences, tl.sum(ratio_sum, 0))
+        tl.store(out_ptr + 2 * num_sequences, tl.sum(kl_sum, 0))
     tl.store(out_ptr + 3 * num_sequences, tl.sum(value_sum, 0))
 
 
@@ -145,14 +148,15 @@ def token_coefficients_kernel(
     for start in range(begin, end, BLOCK):
         row = start + tl.arange(0, BLOCK)
         kept, logprob, log_ratio = load_rows(row, end, logprobs_ptr, old_ptr, mask_ptr)
-        coefficient = tl.where(kept, slope, 0.0)
-        if TOKEN_TERM is not None:
+        if TOKEN_TERM is None:
+            coefficient = tl.where(kept, slope, 0.0)
+        else:
             advantage = load_advantage(advantages_ptr, sequence, row, kept, ADVANTAGE_PER_TOKEN)
             if SEQUENCE_RATIO:
                 log_ratio = tl.load(mean_log_ratio_ptr + sequence) + tl.zeros_like(log_ratio)
             _, derivative, clipped = TOKEN_TERM(log_ratio, logprob, advantage, others, row, kept, parameters)
-            live = advantage != 0
-            coefficient *= tl.where(live, derivative, 0.0)
+            live = advantage != 0  # nowhere outside the mask
+            coefficient = tl.where(live, slope * derivative, 0.0)
             tl.store(clipped_ptr + row, clipped & live, mask=row < end)
         if token_weights_ptr is not None:
             coefficient *= tl.load(token_weights_ptr + row, mask=kept, other=0.0)
@@ -244,7 +248,8 @@ class _SegmentLoss(torch.autograd.Function):
             segment_sums_kernel[(num_sequences,)](
                 logprobs_N, old_N, ref_N, mask_N, cu_seqlens, advantages, mean_log_ratio_S, sums_4S,
                 num_sequences, others, parameters,
-                TOKEN_TERM=term, KL=kl_term, ADVANTAGE_PER_TOKEN=per_token, BLOCK=BLOCK, num_warps=NUM_WARPS,
+                TOKEN_TERM=term, KL=kl_term if mean_log_ratio_S is None else None,
+                ADVANTAGE_PER_TOKEN=per_token, BLOCK=BLOCK, num_warps=NUM_WARPS,
             )  # fmt: skip
             return sums_4S
 

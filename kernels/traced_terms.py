@@ -29,9 +29,8 @@ aten = torch.ops.aten
 
 BINARY = {
     aten.mul: "{} * {}", aten.add: "{} + {}", aten.sub: "{} - {}", aten.div: "{} / {}",
-    aten.rsub: "{1} - {0}",
     aten.lt: "{} < {}", aten.gt: "{} > {}", aten.le: "{} <= {}", aten.ge: "{} >= {}",
-    aten.eq: "{} == {}", aten.ne: "{} != {}",
+    aten.eq: "{} == {}", aten.ne: "{} != {}", aten.rsub: "{1} - {0}",
     aten.logical_and: "{} & {}", aten.logical_or: "{} | {}", aten.logical_xor: "{} ^ {}",
     aten.bitwise_and: "{} & {}", aten.bitwise_or: "{} | {}", aten.bitwise_xor: "{} ^ {}",
     aten.minimum: "tl.minimum({}, {})", aten.maximum: "tl.maximum({}, {})",
@@ -43,13 +42,11 @@ UNARY = {
     aten.sqrt: "tl.sqrt({})", aten.rsqrt: "1.0 / tl.sqrt({})", aten.reciprocal: "1.0 / {}", aten.neg: "-{}",
     aten.abs: "tl.abs({})", aten.sin: "tl.sin({})", aten.cos: "tl.cos({})", aten.erf: "tl.erf({})",
     aten.sigmoid: "tl.sigmoid({})", aten.tanh: "tanh_of({})", aten.expm1: "expm1_of({})",
-    aten.log1p: "log1p_of({})",
     aten.sign: "sign_of({})", aten.sgn: "sign_of({})", aten.relu: "tl.maximum({}, 0.0)",
     aten.logical_not: "{} == 0", aten.bitwise_not: "~{}", aten.isnan: "{0} != {0}",
-    aten.isinf: "tl.abs({}) == float('inf')",
+    aten.isinf: "tl.abs({}) == float('inf')", aten.log1p: "log1p_of({})", aten.expand_copy: "{}",
     aten.detach: "{}", aten.detach_copy: "{}", aten.alias: "{}", aten.alias_copy: "{}", aten.clone: "{}",
     aten.lift_fresh_copy: "{}", aten.view: "{}", aten.view_copy: "{}", aten.expand: "{}",
-    aten.expand_copy: "{}",
 }  # fmt: skip
 CREATED = {aten.full_like: 1, aten.full: 1, aten.scalar_tensor: 0, aten.new_full: 2}
 """Operators that make a tensor of one number, and the argument that is the number."""
@@ -175,9 +172,8 @@ def _graph(term: Callable[..., Any], inputs: tuple[str, ...], parameters: Mappin
     """Trace value, derivative and clip. Parameters that are tensors become arguments, numbers are kept."""
     moving = [place for place, name in enumerate(inputs) if name in MOVED_BY_LOGPROB]
     if not moving:
-        raise TermError(
-            f"{_place(term)}: the term reads none of {', '.join(MOVED_BY_LOGPROB)}: it has no gradient"
-        )
+        wanted = ", ".join(MOVED_BY_LOGPROB)
+        raise TermError(f"{_place(term)}: the term reads none of {wanted}: it has no gradient")
     named = [name for name, value in parameters.items() if isinstance(value, Tensor)]
 
     def value_and_slope(*arguments: Tensor) -> tuple[Tensor, ...]:
@@ -207,10 +203,9 @@ def _graph(term: Callable[..., Any], inputs: tuple[str, ...], parameters: Mappin
     except Exception as error:  # of torch's tracing, or of the user's function under it
         if named:
             raise _ParameterNeeded from error
-        reason = str(error).strip().partition("\n")[0][:200]
-        raise TermError(
-            f"{_place(term)}: the term cannot be traced ({type(error).__name__}: {reason})"
-        ) from error
+        said = str(error).strip().partition("\n")[0][:200]
+        reason = f"the term cannot be traced ({type(error).__name__}: {said})"
+        raise TermError(f"{_place(term)}: {reason}") from error
     _cancel(graph)
     graph.eliminate_dead_code()
     if named and any(node.target is aten._local_scalar_dense.default for node in graph.nodes):
@@ -250,8 +245,10 @@ class _Value(NamedTuple):
     factors: frozenset[str] = frozenset()  # of a product: names and numbers
 
     def __str__(self) -> str:
-        text = self.sign + self.core
-        return f"tl.where({' & '.join(self.live)}, {text}, 0.0)" if self.live else text
+        text = f"(-1.0 * {self.core})" if self.sign else self.core  # Triton's -x is 0 - x: slower
+        dead = " | ".join(one[1:] for one in self.live if one[0] == "~")  # as terms say what is clipped
+        met = " & ".join([one for one in self.live if one[0] != "~"] + ([f"~({dead})"] if dead else []))
+        return f"tl.where({met}, {text}, 0.0)" if met else text
 
     def times(self, sign: str) -> "_Value":
         return self._replace(sign="-" if self.sign != sign else "")

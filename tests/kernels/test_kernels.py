@@ -27,7 +27,6 @@ def command(*suites, marked="not slow"):
     [
         pytest.param(command("test_kernels.py", "test_layouts.py", "test_readme.py"), id="quick"),
         pytest.param(command("test_traced_terms.py"), id="terms"),
-        pytest.param(command("test_kernels.py", marked="slow"), id="more kernels", marks=pytest.mark.slow),
         pytest.param(command("test_layouts.py", marked="slow"), id="layouts", marks=pytest.mark.slow),
     ],
 )

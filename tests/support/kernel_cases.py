@@ -19,6 +19,10 @@ BF16_STEP = 2.0**-7
 """Two neighbours in bf16 differ by at most this share. A written gradient is within half a step of the exact
 one on GPUs (round to nearest) and within one under the interpreter (which rounds towards zero)."""
 
+KINDS = ("gspo", "gspo-token", "gmpo", "cispo")
+"""Variants that differ in what they sum: sequences, ratios of sequences by tokens, geometric means, tokens.
+Terms are compared in tests/interpreted/test_traced_terms.py, all of them."""
+
 LENGTHS = (4, 1, 6, 0, 2, 7)
 ROWS = sum(LENGTHS)
 
@@ -93,31 +97,3 @@ def check_variant(device: str, variant: str) -> None:
         temperature=torch.linspace(0.8, 1.2, 6).to(device),
         vocab_range=(0, 517),
     )
-
-
-def check_finite_differences(device: str, variant: str) -> None:
-    """Along a random direction; the clips are wide, so that no difference crosses a kink."""
-    batch = make_batch(device, lengths=(3, 6), vocab=31, shift=0.05)
-    params = {name: 0.6 for name in resolve_variant(variant)[1] if name.startswith("eps")}
-    if variant == "cispo":  # its clip is detached: differences see the gradient only where the ratio is 1
-        batch["old_logprobs_N"] = None
-    options = {**options_for(variant), "params": params, "backend": "triton"}
-    direction = torch.randn(9, 31, generator=torch.Generator().manual_seed(2)).to(device)
-    step = 1e-2
-
-    def loss(offset: float) -> float:
-        moved = {**batch, "logits_NV": batch["logits_NV"] + offset * direction}
-        return loss_of_logits(**moved, **options)[0].item()
-
-    _, gradient, _ = run(batch, **options)
-    slope = (gradient * direction).sum().item()
-    assert abs((loss(step) - loss(-step)) / (2 * step) - slope) <= 2e-3 * abs(slope) + 1e-4
-
-
-def check_overflow_without_advantage(device: str, variant: str) -> None:
-    batch = make_batch(device, lengths=(2, 0, 3), vocab=31)
-    batch["old_logprobs_N"] -= torch.tensor([1e4, 1e4, -1e4, -1e4, -1e4], device=device)
-    batch["advantages"] = torch.zeros(3, device=device)
-    loss, gradient, _ = run(batch, backend="triton", **options_for(variant))
-    assert loss == 0
-    assert not gradient.any()

@@ -9,7 +9,7 @@ from job import Job, Skipped, check
 from pytest_run import run_pytest
 
 QUICK = (
-    "auto_chooses or every_variant_equals or real_vocabulary or offset_beyond or no_memory or head_in_bf16"
+    "auto_chooses or variant_equals or real_vocabulary or offset_beyond or no_memory or head_in_bf16"
 )
 
 
