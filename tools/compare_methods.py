@@ -68,6 +68,8 @@ class Arguments:
 def main(arguments: Arguments) -> int:
     names = ("baseline", "budget", "budget_unit", "seeds", "threshold", "processes", "run_timeout")
     overrides: dict[str, Any] = {n: v for n in names if (v := getattr(arguments, n)) is not None}
+    if not arguments.recipes:
+        raise ConfigError("name a study, such as examples/studies/mini.yaml, recipes, or a results.json")
     if arguments.parallel < 1:
         raise ConfigError("--parallel must be at least 1")
     if [path.suffix for path in arguments.recipes] == [".json"]:

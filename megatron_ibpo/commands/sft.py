@@ -14,6 +14,8 @@ from functools import partial
 
 from megatron_ibpo.basics.entry_point import DONE, INTERRUPTED, command, guarded
 from megatron_ibpo.config import Config
+from megatron_ibpo.data.hub import with_local_copies
+from megatron_ibpo.data.hub_upload import prepare_upload, upload_export
 from megatron_ibpo.run.checks import check_installed
 from megatron_ibpo.run.settings import parse_config
 from megatron_ibpo.run.stop_request import StopRequest
@@ -47,6 +49,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         unused=UNUSED,
     )
     check_installed()
+    from megatron_ibpo.run.supervised import supervised  # late, so that wrong flags are reported at once
+
+    supervised(config)  # refuses what cannot work before anything is downloaded
+    prepare_upload(config.run)
+    config = with_local_copies(config)
     stop = StopRequest(config.run.run_dir / "hangup.log")
     return guarded(
         lambda: fine_tune(config, stop), logs=config.run.run_dir / "logs", stopped="stopped at once"
@@ -55,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def fine_tune(config: Config, stop: StopRequest) -> int:
     """Run the whole training."""
-    from megatron_ibpo.run.supervised import open_supervised  # late, so that wrong flags are reported at once
+    from megatron_ibpo.run.supervised import open_supervised  # late, as above
 
     with ExitStack() as stack:
         run = stop.cuts_short(partial(stack.enter_context, open_supervised(config)))
@@ -67,6 +74,7 @@ def fine_tune(config: Config, stop: StopRequest) -> int:
             run.save_if_due()
             stop.cuts_short(run.evaluate_if_due)
         run.finish("interrupted" if stop.requested else "finished")
+    upload_export(config.run, stopped=stop.requested)
     return INTERRUPTED if stop.requested else DONE
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_ibpo.basics.entry_point import DONE, INTERRUPTED, command, guarded
 from megatron_ibpo.config import COMMON_FLAGS, Config
 from megatron_ibpo.data.hub import with_local_copies
+from megatron_ibpo.data.hub_upload import prepare_upload, upload_export
 from megatron_ibpo.run.checks import check_installed, check_run, check_settings
 from megatron_ibpo.run.settings import parse_config
 from megatron_ibpo.run.stop_request import StopRequest
@@ -36,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     config = parse_config(words, **(OF_PLAN if "--dry-run" in words else {}))
     check_settings(config)
+    prepare_upload(config.run)
     config = with_local_copies(config)
     return _plan(config) if config.run.dry_run else train(config)
 
@@ -45,7 +47,13 @@ def train(config: Config) -> int:
     check_installed()
     stop = StopRequest(config.run.run_dir / "hangup.log")
     logs = config.run.run_dir / "logs"
-    return guarded(lambda: _train(config, stop), logs=logs, stopped="stopped at once")
+    return guarded(lambda: _train_and_upload(config, stop), logs=logs, stopped="stopped at once")
+
+
+def _train_and_upload(config: Config, stop: StopRequest) -> int:
+    status = _train(config, stop)
+    upload_export(config.run, stopped=stop.requested)
+    return status
 
 
 def _train(config: Config, stop: StopRequest) -> int:

@@ -58,7 +58,7 @@ def parse_config(
     """
     _check_words(argv)
     argv = ["--help" if word in ("-h", "-help") else word for word in argv]
-    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     early.add_argument("--help", nargs="*")
     early.add_argument("--help-all", "--help_all", action="store_true")
     early.add_argument("--config", type=path_of_user, action="append", default=[])
@@ -70,7 +70,12 @@ def parse_config(
     early.add_argument(
         "--eval-prompt-data", "--eval_prompt_data", nargs="+", action="extend", default=argparse.SUPPRESS
     )
-    known, flags = early.parse_known_args(argv)
+    try:
+        known, flags = early.parse_known_args(argv)
+    except argparse.ArgumentError as error:
+        name = str(error.argument_name).partition("/")[0]
+        said = "is a switch, which takes no value" if "ignored" in error.message else "needs a value"
+        raise ConfigError(f"{name}: {said}") from None
     flags = _with_values(flags)
 
     layers = [
@@ -240,7 +245,9 @@ def _wrong_number(typed: str, entry: Entry | None, values: Sequence[str]) -> str
         switch = f"{on} or {on.replace('--', '--no-', 1)}"
         return f"{typed} {values[-1]}: a switch, {switch}, which takes no value{elsewhere}"
     kinds = (entry.type, *typing.get_args(entry.type))
-    if is_switch or tuple in [typing.get_origin(kind) for kind in kinds] or len(values) == 1:
+    # no value empties a recipe's list, but a run cannot do without prompts
+    is_list = tuple in [typing.get_origin(kind) for kind in kinds] and (values or not entry.has_sources)
+    if is_switch or is_list or len(values) == 1:
         return None
     return (
         f"{typed}: takes one value, so {values[1]} is one too many" if values else f"{typed}: needs a value"

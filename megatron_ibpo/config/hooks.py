@@ -72,7 +72,7 @@ def load_hook(flag: str, path: str, *, called_with: str | None = None) -> Any:
     found = getattr(module, name)
     if called_with and not callable(found):
         kind = type(found).__name__
-        raise ConfigError(f"{flag} {path}: is a {kind}, but must be callable with {called_with}")
+        raise ConfigError(f"{flag} {path}: is of type {kind}, but must be callable with {called_with}")
     return found
 
 

@@ -36,7 +36,7 @@ TRL = _renamed("""
     num-generations-eval=n-samples-per-eval-prompt max-completion-length=rollout-max-response-len
     vllm-tensor-parallel-size=rollout-num-gpus-per-engine vllm-max-model-length=rollout-max-context-len
     lora-r=lora-rank lora-target-modules=lora-targets report-to=use-wandb resume-from-checkpoint=load
-    use-peft=lora-rank top-p=rollout-top-p
+    use-peft=lora-rank top-p=rollout-top-p hub-model-id=push-to-hub
 """) | {
     "model-name-or-path": _MODEL,
     "dataset-name": _DATA,

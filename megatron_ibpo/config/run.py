@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from megatron_ibpo.basics.text import shown
 from megatron_ibpo.config.config_error import broken, nearest
-from megatron_ibpo.config.paths import Kind, missing_directory
+from megatron_ibpo.config.paths import Kind, missing_directory, read_hub_id
 from megatron_ibpo.config.ranges import (
     BYTES,
     COUNT,
@@ -90,6 +90,9 @@ class RunConfig:
     export_interval: Annotated[int | None, at_least(1)] = None
     """Steps between Hugging Face exports of the weights into run_dir/hf_step_N; None: only at the end, into
     run_dir/hf. All exports are kept."""
+    push_to_hub: str | None = None
+    """Model on the Hugging Face Hub, OWNER/NAME, that run_dir/hf is uploaded to when the run has finished;
+    created as a private one if there is none. None: nothing is uploaded."""
     disk_wait: Annotated[float, NOT_NEGATIVE] = 600.0
     """Seconds to wait for space when the disk is full before the run stops. 600: time to free some."""
     journal_keep: Annotated[float, POSITIVE] = 1.0
@@ -189,7 +192,8 @@ class RunConfig:
 
     def problems(self, config: "Config") -> list[str]:
         """Return the problems, one line each."""
-        preset = self.eval_preset
+        preset, pushed = self.eval_preset, self.push_to_hub
+        hub = None if pushed is None else read_hub_id(pushed)
         unknown = f"--eval-preset: no preset {shown(preset)}; there are {', '.join(EVAL_PRESETS)}"
         return [
             *missing_directory("--load", self.load),
@@ -203,6 +207,12 @@ class RunConfig:
                 {
                     f"{unknown}{nearest(preset or '', EVAL_PRESETS)}": (
                         preset is not None and preset not in EVAL_PRESETS
+                    ),
+                    f"--push-to-hub: must be OWNER/NAME, is {shown(pushed)}": (
+                        pushed is not None and (hub is None or hub.repo != pushed)
+                    ),
+                    "--push-to-hub: --no-save exports nothing to upload": (
+                        pushed is not None and not self.save
                     ),
                     "--debug-rollout-only: cannot be combined with --load-debug-rollout-data": (
                         self.debug_rollout_only and self.load_debug_rollout_data is not None

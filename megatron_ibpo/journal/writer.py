@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
+from megatron_ibpo.basics.disk import flush
 from megatron_ibpo.basics.records import Sample
 from megatron_ibpo.journal.entries import (
     ClosedBatch,
@@ -271,7 +272,7 @@ class Journal:
                 os.fsync(file)
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(self.directory)) from None
-        _sync_directory(self.directory)
+        flush(self.directory)
 
     # all methods below need the lock
 
@@ -355,12 +356,3 @@ def _alone(directory: Path) -> IO[str]:
     holder.write(f"{os.getpid()}\n")
     holder.flush()
     return holder
-
-
-def _sync_directory(directory: Path) -> None:
-    """Sync the names of new files to the disk itself."""
-    file = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)

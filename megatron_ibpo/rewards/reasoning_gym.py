@@ -81,6 +81,8 @@ score = in_batches(judged)
 def label_problem(label: str, metadata: dict[str, Any]) -> str | None:
     """Return why an item cannot be graded: its own answer does not get full marks, or a wrong one does."""
     name = metadata.get("source_dataset")
+    if name is None:
+        return "it is no item of reasoning_gym; use the --rm-type that grades it, such as math"
     if name in UNGRADABLE:
         return f"reasoning_gym's {name} cannot be graded: {UNGRADABLE[name]}"
     for answer in (label, *_NO_ANSWERS):

@@ -41,7 +41,7 @@ def parse_config(
     def fit(parsed: config.Config, typed: Set[str]) -> config.Config:
         fitted, notes = fit_to_model(parsed, typed)
         idle = unused or {}
-        lines = [line for line in notes if line.partition(" ")[0] not in idle]
+        lines = [line for name, line in notes.items() if name not in idle]
         for line in [*lines, *(why for name, why in idle.items() if name in typed)]:
             note(line)
         return fitted
@@ -49,8 +49,9 @@ def parse_config(
     return config.parse_config(argv, REGISTRIES, fit=fit, **about)
 
 
-def fit_to_model(parsed: config.Config, typed: Set[str]) -> tuple[config.Config, list[str]]:
-    """Return the configuration with lengths that the model's context allows, and a line for every change.
+def fit_to_model(parsed: config.Config, typed: Set[str]) -> tuple[config.Config, dict[str, str]]:
+    """Return the configuration with lengths that the model's context allows, and for every field that changed
+    a line that says so.
 
     The limit of responses is lowered in proportion to the context. A configuration that fits, or whose model
     cannot be read, is returned unchanged; opening the run says what is wrong with such a model.
@@ -60,29 +61,30 @@ def fit_to_model(parsed: config.Config, typed: Set[str]) -> tuple[config.Config,
     """
     hf_dir, asked = parsed.model.hf_checkpoint, parsed.rollout.rollout_max_context_len
     if hf_dir is None or "rollout_max_context_len" in typed:
-        return parsed, []
+        return parsed, {}
     try:
         limit = read_hf_config(hf_dir).max_position_embeddings
     except ModelConfigError:
-        return parsed, []
+        return parsed, {}
     longest = parsed.rollout.rollout_max_response_len
     if limit < CONTEXTS_PER_RESPONSE or limit >= (longest + 1 if asked is None else asked):
-        return parsed, []
-    rollout, run, notes = parsed.rollout, parsed.run, []
+        return parsed, {}
+    rollout, run, changes = parsed.rollout, parsed.run, dict[str, str]()
     if asked is not None:
         rollout = replace(rollout, rollout_max_context_len=limit)
-        notes.append(f"rollout_max_context_len {asked} of the recipe → {limit}, the model's context")
+        changes["rollout_max_context_len"] = f"{asked} of the recipe → {limit}, the model's context"
     meant = asked or CONTEXTS_PER_RESPONSE * longest
     proportion = f"in proportion to the context of {limit}"
     if "rollout_max_response_len" not in typed:
         shorter = max(1, longest * limit // meant)
         rollout = replace(rollout, rollout_max_response_len=shorter)
-        notes.append(f"rollout_max_response_len {longest} → {shorter}, {proportion}")
+        changes["rollout_max_response_len"] = f"{longest} → {shorter}, {proportion}"
     held_out = run.eval_max_response_len
     if held_out is not None and "eval_max_response_len" not in typed:
         shorter = max(1, held_out * limit // meant)
         run = replace(run, eval_max_response_len=shorter)
-        notes.append(f"eval_max_response_len {held_out} → {shorter}, {proportion}")
+        changes["eval_max_response_len"] = f"{held_out} → {shorter}, {proportion}"
+    notes = {name: f"{name} {change}" for name, change in changes.items()}
     return replace(parsed, rollout=rollout, run=run), notes
 
 
@@ -99,6 +101,6 @@ def load_recipe(path: Path | str, **settings: Any) -> config.Config:
     """
     loaded = config.load_recipe(path, settings, REGISTRIES)
     fitted, notes = fit_to_model(loaded, settings.keys())
-    for line in notes:
+    for line in notes.values():
         _to_stderr(line)
     return fitted

@@ -13,6 +13,8 @@ from typing import Any
 
 from megatron_ibpo.basics.records import Group, TrainSequence
 from megatron_ibpo.config import Config
+from megatron_ibpo.data.hub import with_local_copies
+from megatron_ibpo.data.hub_upload import prepare_upload, upload_export
 from megatron_ibpo.run import open as opening
 from megatron_ibpo.run.checks import check_installed, check_settings
 from megatron_ibpo.run.loop import Run
@@ -66,7 +68,8 @@ def open_run(config: Config) -> "OpenRun":
     """
     check_settings(config)
     check_installed()
-    return OpenRun(config)
+    prepare_upload(config.run)
+    return OpenRun(with_local_copies(config))
 
 
 class OpenRun:
@@ -118,15 +121,19 @@ class OpenRun:
             raise
 
     def close(self) -> None:
-        """Save, export the policy, write the summary, and end all processes. A closed run stays as it is."""
+        """Save, export the policy, write the summary, and end all processes; upload the export if asked to. A
+        closed run stays as it is.
+        """
         if self._is_closed:
             return
+        done = self._run.done()
         try:
-            self._run.finish("finished" if self._run.done() else "interrupted")
+            self._run.finish("finished" if done else "interrupted")
         except BaseException as error:
             self._leave(error)
             raise
         self._leave(None)
+        upload_export(self.config.run, stopped=not done)
 
     def __enter__(self) -> "OpenRun":
         return self

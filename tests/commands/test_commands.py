@@ -224,6 +224,7 @@ WRONG = [
     ("megatron_ibpo.commands.pass_rates", A_RUN, "--pass-rates: required"),
     ("megatron_ibpo.commands.choose_recipe", ["--hf-checkpoint", "nowhere"], "nowhere"),
     ("megatron_ibpo.commands.main", ["no-such"], "no command 'no-such'"),
+    (COMPARE, SAVE, "name a study, such as examples/studies/mini.yaml"),
     (COMPARE, ["list.yaml", *SAVE], "list.yaml: must hold `key: value` lines"),
     (COMPARE, ["scalar.yaml", *SAVE], "scalar.yaml: must hold `key: value` lines"),
     (COMPARE, ["tag.yaml", *SAVE], "tag.yaml: is not YAML"),

@@ -373,7 +373,10 @@ EMPTY_PATH = "is empty; name a path, or leave the flag out"
             r"--no-ibpo-joint 1: a switch.*\n  --bf16 maybe: a",
         ),
         (["stray", "--lr", "1", "2"], r"stray: not a flag.*\n  --lr: takes one value, so 2 is one too many"),
-        (["--load", "--colocate"], "^--load: needs a value$"),
+        *(
+            ([name, "--colocate"], f"^{name}: needs a value$")
+            for name in ("--load", "--prompt-data", "--eval-prompt-data", "--config", "--loss-variant")
+        ),
     ],
 )
 def test_words_that_are_no_values_are_refused(words, says):

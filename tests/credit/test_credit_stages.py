@@ -346,7 +346,7 @@ def test_an_estimator_must_give_one_number_for_each_reward(name):
 def test_an_unknown_estimator_is_refused_with_the_nearest():
     with pytest.raises(ValueError, match=r"--advantages leave-out.*'leave-one-out'"):
         find_estimator(algorithm(advantages="leave-out"))
-    with pytest.raises(ValueError, match=r"--advantages .*is a int, but must be callable"):
+    with pytest.raises(ValueError, match=r"--advantages .*is of type int, but must be callable"):
         find_estimator(algorithm(advantages=f"{__name__}:NUMBER"))
 
 

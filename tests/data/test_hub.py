@@ -10,9 +10,17 @@ import sys
 
 import pytest
 
+import megatron_ibpo as mi
+from megatron_ibpo.basics.entry_point import BAD_INPUT
+from megatron_ibpo.commands import sft
+from megatron_ibpo.config import ConfigError
 from megatron_ibpo.config.paths import display_name, missing_snapshot, read_hub_id
+from megatron_ibpo.config.run import RunConfig
+from megatron_ibpo.data.hub import HubError
+from megatron_ibpo.data.hub_upload import UploadError, prepare_upload, upload_export
+from megatron_ibpo.run.checks import check_settings
 from megatron_ibpo.run.settings import parse_config
-from support.hub_stand_in import hub_stand_in
+from support.hub_stand_in import OWNER, hub_stand_in
 from support.paths import ROOT
 
 TINY, RECIPE = ROOT / "examples/tiny_qwen3", ROOT / "examples/recipes/small_cpu.yaml"
@@ -21,6 +29,10 @@ OLD, NEW = "a" * 40, "b" * 40
 PROGRAM = """
 import json, sys
 from megatron_ibpo.data.hub import with_local_copies
+from megatron_ibpo.config.run import RunConfig
+from megatron_ibpo.data.hub import HubError
+from megatron_ibpo.data.hub_upload import UploadError, prepare_upload, upload_export
+from megatron_ibpo.run.checks import check_settings
 from megatron_ibpo.run.settings import parse_config
 for words in json.loads(sys.argv[1]):
     try:
@@ -126,6 +138,63 @@ def test_what_cannot_be_had_is_one_line(answers):
     assert "no file there that ends in .jsonl" in found["no data"]
     assert "HF_HUB_OFFLINE is set, and the cache in" in offline["not cached"]
     assert not any("\n" in said for said in (*found.values(), *offline.values()) if isinstance(said, str))
+
+
+def test_sft_and_runs_from_python_take_ids_too(monkeypatch, capsys):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    words = ["--hf-checkpoint", "Qwen/Nope", "--prompt-data", "openai/gsm8k"]
+    assert sft.main(words) == BAD_INPUT
+    assert "error: Qwen/Nope: there is no such path, and HF_HUB_OFFLINE is set" in capsys.readouterr().err
+    with pytest.raises(HubError, match="Qwen/Nope: there is no such path, and HF_HUB_OFFLINE is set"):
+        mi.open_run(mi.load_recipe(RECIPE, hf_checkpoint="Qwen/Nope"))
+
+
+@pytest.fixture
+def uploading(monkeypatch):
+    """The stand-in, which takes uploads from this process."""
+    monkeypatch.setenv("HF_TOKEN", OWNER)
+    with hub_stand_in() as hub:
+        for name, value in (("ENDPOINT", hub.url), ("HF_HUB_OFFLINE", False), ("HF_HUB_DISABLE_XET", True)):
+            monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
+        yield hub
+
+
+def test_an_export_is_uploaded_to_a_private_repository(tmp_path, uploading, capsys):
+    shutil.copytree(TINY, tmp_path / "hf")
+    for repo, stopped in (("me/tiny", False), ("me/other", True)):
+        run = RunConfig(run_dir=tmp_path, push_to_hub=repo)
+        prepare_upload(run)
+        upload_export(run, stopped=stopped)
+    assert uploading.uploaded["me/tiny"] == {file.name: file.read_bytes() for file in TINY.iterdir()}
+    assert uploading.uploaded["me/other"] == {}
+    assert uploading.private == {"me/tiny", "me/other"}
+    said = capsys.readouterr().err
+    assert f"uploaded {tmp_path}/hf to {uploading.url}/me/tiny" in said
+    assert "me/other: the run was stopped before its end, so nothing is uploaded" in said
+
+
+def test_what_cannot_be_uploaded_is_refused_before_the_run_starts(tmp_path, uploading, monkeypatch):
+    def refusal(owner):
+        with pytest.raises(HubError) as refused:
+            prepare_upload(RunConfig(push_to_hub=f"{owner}/tiny"))
+        return str(refused.value).removeprefix(f"--push-to-hub {owner}/tiny: ")
+
+    refused = f"nothing can be uploaded to {uploading.url}: You may not create models of you"
+    assert refusal("you") == refused
+    run = RunConfig(run_dir=tmp_path, push_to_hub="me/tiny")
+    with pytest.raises(UploadError, match=f"not uploaded: .*`hf upload me/tiny {tmp_path}/hf` tries again$"):
+        upload_export(run, stopped=False)  # there is no export
+    with monkeypatch.context() as patched:
+        patched.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+        assert refusal("me").startswith("nothing can be uploaded to http://127.0.0.1:9: ")
+    monkeypatch.setenv("HF_TOKEN", "")
+    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "none"))
+    assert refusal("me") == "no token; `hf auth login` stores one, or set HF_TOKEN"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert "HF_HUB_OFFLINE is set" in refusal("me")
+    for word in ("tiny", "me/tiny@main", "me/tiny/part"):
+        with pytest.raises(ConfigError, match=f"--push-to-hub: must be OWNER/NAME, is '{word}'"):
+            check_settings(parse_config(["--push-to-hub", word]))
 
 
 def test_a_path_wins_over_an_id(tmp_path, monkeypatch):

@@ -68,7 +68,7 @@ def load_app():
     [
         ("mine", "expected an import path package.module:name"),
         ("mine:Gme", "defines no 'Gme'; did you mean 'Game'?"),
-        ("mine:GAME", "is a Game, but must be callable with no arguments"),
+        ("mine:GAME", "is of type Game, but must be callable with no arguments"),
         (
             "mine:Game",
             "Game has the methods of no known framework. Known are reset, step, score and close (ours)",

@@ -19,6 +19,7 @@ import pytest
 import tyro
 import yaml
 
+from megatron_ibpo import __version__
 from megatron_ibpo.commands import loss
 from megatron_ibpo.commands import page as report
 from megatron_ibpo.commands.choose_recipe import Devices, choose
@@ -51,6 +52,15 @@ COMMANDS_OF_DOCUMENTS = [
     for document in DOCUMENTS
     for command in commands_of(document)
 ]
+
+
+def test_package_changelog_and_citation_name_one_version():
+    changes, citation = (
+        (ROOT / "CHANGELOG.md").read_text(),
+        yaml.safe_load((ROOT / "CITATION.cff").read_text()),
+    )
+    version, date = re.search(r"^## (\d\S*) \((\S+)\)$", changes, re.MULTILINE).groups()
+    assert (__version__, __version__, date) == (version, citation["version"], str(citation["date-released"]))
 
 
 def split(command: str) -> tuple[dict[str, str], list[str]]:

@@ -683,6 +683,8 @@ def test_tasks_that_cannot_be_graded_are_refused_with_their_reason(reasoning_gym
     check_labels(pool, chain_sums, data)
     with pytest.raises(LabelError, match="rush_hour cannot be graded: its items have no answer"):
         check_labels(pool, [*chain_sums, generated("rush_hour", "None", board_config="")], data)
+    with pytest.raises(LabelError, match="no item of reasoning_gym; use the --rm-type that grades it"):
+        check_labels(pool, [generated(None, "42")], data)
     with pytest.raises(LabelError, match="scorer of prime_factorization fails on 'none'"):
         check_labels(pool, [generated("prime_factorization", "none")], data)
 

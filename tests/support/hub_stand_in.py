@@ -1,6 +1,7 @@
 """A server on this machine that answers as the Hugging Face Hub does to huggingface_hub, as far as downloads
-need it."""
+and uploads need it."""
 
+import base64
 import hashlib
 import json
 from collections.abc import Iterator
@@ -21,6 +22,10 @@ class StandIn:
     commits: dict[str, str] = field(default_factory=dict)
     """Repository → the commit of its branch main; its other commits have the same files."""
     asked: list[str] = field(default_factory=list)
+    uploaded: dict[str, dict[str, bytes]] = field(default_factory=dict)
+    """Repository that was created → its files by name."""
+    private: set[str] = field(default_factory=set)
+    """Created repositories that only their owner sees."""
 
     def add(self, repo: str, folder: Path, commit: str = "a" * 40) -> None:
         self.folders[repo], self.commits[repo] = folder, commit
@@ -41,6 +46,10 @@ def hub_stand_in() -> Iterator[StandIn]:
             thread.join(timeout=10)
 
 
+OWNER = "me"
+"""Token of a user of this name, who may write to repositories of their own."""
+
+
 class _Answers(BaseHTTPRequestHandler):
     def do_HEAD(self) -> None:
         self.do_GET()
@@ -49,6 +58,8 @@ class _Answers(BaseHTTPRequestHandler):
         hub: StandIn = self.server.hub  # type: ignore[attr-defined]
         path = self.path.partition("?")[0]
         hub.asked.append(f"{self.command} {path}")
+        if path.endswith("/auth-check/write"):
+            return self._send(200 if self._may_write(path.split("/")[3]) else 403)
         if path.startswith(("/api/models/", "/api/datasets/")):
             kind, owner, name, *rest = path.removeprefix("/api/").split("/")
             repo = f"{owner}/{name}" if kind == "models" else f"{kind}/{owner}/{name}"
@@ -75,13 +86,45 @@ class _Answers(BaseHTTPRequestHandler):
             body = {"id": repo.removeprefix("datasets/"), "sha": commit, "siblings": []}
         return self._send(200, {"Content-Type": "application/json"}, json.dumps(body).encode())
 
-    def _send(self, status: int, headers: dict[str, str], body: bytes | Path = b"") -> None:
+    def do_POST(self) -> None:
+        hub: StandIn = self.server.hub  # type: ignore[attr-defined]
+        lines = self.rfile.read(int(self.headers["Content-Length"])).splitlines()
+        first, *rest = map(json.loads, lines)
+        if self.path == "/api/repos/create":
+            repo = f"{first['organization']}/{first['name']}"
+            if not self._may_write(first["organization"]):
+                return self._send(
+                    403, {"X-Error-Message": f"You may not create models of {first['organization']}"}
+                )
+            if first["visibility"] == "private" and repo not in hub.uploaded:
+                hub.private.add(repo)
+            hub.uploaded.setdefault(repo, {})
+            body: object = {"url": f"{hub.url}/{repo}"}
+        else:
+            owner, name, verb = self.path.split("/")[3:6]
+            if verb == "preupload":
+                body = {"files": [
+                    {"path": file["path"], "uploadMode": "regular", "shouldIgnore": False}
+                    for file in first["files"]
+                ]}  # fmt: skip
+            else:
+                files = [entry["value"] for entry in rest]
+                hub.uploaded[f"{owner}/{name}"] |= {
+                    file["path"]: base64.b64decode(file["content"]) for file in files
+                }
+                body = {"commitUrl": f"{hub.url}/{owner}/{name}/commit/{'c' * 40}", "commitOid": "c" * 40}
+        return self._send(200, {"Content-Type": "application/json"}, json.dumps(body).encode())
+
+    def _may_write(self, owner: str) -> bool:
+        return owner == OWNER == self.headers.get("Authorization", "").removeprefix("Bearer ")
+
+    def _send(self, status: int, headers: dict[str, str] | None = None, body: bytes | Path = b"") -> None:
         content = body.read_bytes() if isinstance(body, Path) else body
         self.send_response(status)
-        for name, value in ({"Content-Length": str(len(content))} | headers).items():
+        for name, value in ({"Content-Length": str(len(content))} | (headers or {})).items():
             self.send_header(name, value)
         self.end_headers()
-        if self.command == "GET":
+        if self.command != "HEAD":
             self.wfile.write(content)
 
     def log_message(self, *_: object) -> None:

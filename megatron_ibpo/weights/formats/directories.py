@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+from megatron_ibpo.basics.disk import flush
 from megatron_ibpo.basics.distributed import World
 from megatron_ibpo.weights.formats.integrity import ALGORITHM, write_integrity
 
@@ -175,12 +176,3 @@ def publish(partial: Path, final: Path) -> None:
     partial.rename(final)
     flush(final.parent)
     shutil.rmtree(old, ignore_errors=True)
-
-
-def flush(path: Path) -> None:
-    """Flush a file's content, or a directory's names, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

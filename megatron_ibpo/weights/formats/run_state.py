@@ -29,7 +29,9 @@ def find_checkpoint(path: Path) -> Path:
     if (path / RUN_STATE).is_file():
         return path
     if (newest := newest_step(path)) is None:
-        raise CheckpointError(f"--load {path}: there is no step_N with a {RUN_STATE} in it")
+        raise CheckpointError(
+            f"--load {path}: neither a run nor a checkpoint; there is no step_N with a {RUN_STATE} in it"
+        )
     return newest
 
 
