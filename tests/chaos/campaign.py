@@ -1,7 +1,5 @@
 """Runs with faults, one after the other, and what is checked after each."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -7,8 +7,6 @@ where the last one with the same seed has ended; each piece is a line of tools/r
 or $CHAOS_RESULTS. It ends with status 1 at an episode that is lost, or whose reward is not that of its turns.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """One small run that is made to go on until it has finished, whatever happens to its processes."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Ray around a run: its own on one machine, a cluster of several nodes, and what is left when it ends."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -223,11 +221,7 @@ def test_a_ray_may_take_longer_to_start_than_rays_own_limit(scratch):
 def test_there_is_no_cluster_to_join():
     address = f"127.0.0.1:{free_port()}"
     said = f"^--ray-address {address}: nothing answers there; start a cluster with `ray start --head`"
-    with (
-        mock.patch.dict(os.environ),
-        pytest.raises(ClusterError, match=said),
-        open_ray(address, num_cpus=1),
-    ):
+    with mock.patch.dict(os.environ), pytest.raises(ClusterError, match=said), open_ray(address, num_cpus=1):
         pass
 
 

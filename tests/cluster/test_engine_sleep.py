@@ -1,7 +1,5 @@
 """Engines on the trainers' GPUs: who gives memory back before whom, with stand-ins for the processes."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time

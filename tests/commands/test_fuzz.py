@@ -5,8 +5,6 @@ pytest tests/commands/test_fuzz.py                               some of each fa
 PYTHONPATH=tests python -m support.bad_inputs [SEED [COUNT]]     all of them in a table, kept in tools/results
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

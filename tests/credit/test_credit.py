@@ -1,7 +1,5 @@
 """Credit by hand: Algorithm 1 on small groups, its traps, and what must not matter."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections import Counter

@@ -1,7 +1,5 @@
 """Credit in two stages: what is asked group by group, what is judged step by step, and in which order."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from dataclasses import replace
@@ -444,8 +442,7 @@ def test_steps_that_only_a_tool_wrote_are_no_steps():
         return [np.zeros(len(query.continuation), np.float32) for query in queries]
 
     made = Group(
-        some_groups()[0].prompt,
-        [response([10, 20, 50, 20, 13], 1.0, written=[1, 1, 0, 0, 1]), *scored([14])],
+        some_groups()[0].prompt, [response([10, 20, 50, 20, 13], 1.0, written=[1, 1, 0, 0, 1]), *scored([14])]
     )
     credit = Loop(fix_last).credit(
         [made],

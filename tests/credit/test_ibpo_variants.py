@@ -1,7 +1,5 @@
 """The paper's variants by hand: ratio, mask, several corrections, joint training, the penalty on rewrites."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Prompts, tokenizers and the correction prompt."""
 
-from __future__ import annotations
-
 import json
 import random
 import signal

@@ -1,7 +1,5 @@
 """Models and data sets of the Hugging Face Hub, by a server on this machine that answers in its place."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

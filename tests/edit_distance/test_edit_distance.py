@@ -1,7 +1,5 @@
 """Token edit distance and alignment, on every path, against tables by the book and rapidfuzz."""
 
-from __future__ import annotations
-
 import math
 import os
 import subprocess

@@ -2,8 +2,6 @@
 to the engine. Turns of a conversation are the same with and without the prefix cache, and the record shows
 what came from it. With vLLM."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Benchmark files as they are published, written small by hand: what is read, and what is refused where."""
 
-from __future__ import annotations
-
 import base64
 import gzip
 import json

@@ -1,7 +1,5 @@
 """Evaluation against a policy and a verifier whose answers are known."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 

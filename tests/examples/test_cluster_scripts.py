@@ -1,7 +1,5 @@
 """Runs under SLURM and KubeRay go on where they were: their scripts, with stand-ins for what they call."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """The whole loop, through the door a user takes: the example script, a few steps long."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

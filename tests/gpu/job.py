@@ -1,7 +1,5 @@
 """What a part of `tests/gpu.sh` is told, and how it tells what it found."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, field
 from pathlib import Path

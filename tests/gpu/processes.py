@@ -1,7 +1,5 @@
 """Another process that answers one call at a time, in the manner of `weights.transfer.link.EngineLink`."""
 
-from __future__ import annotations
-
 import multiprocessing
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """pytest in a process of its own, and what it counted."""
 
-from __future__ import annotations
-
 import importlib.util
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 directory = make_random_model(path, SHAPES["qwen3"], device, seed=0)
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """One trainer as the driver uses it, in this process: no Ray, no engine, random responses."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -62,10 +60,7 @@ def make_config(job: Job, model: Path, load: Load, **sections: Any) -> Config:
     """A run's settings, with a learning rate at which five steps show."""
     return Config(
         model=ModelConfig(
-            hf_checkpoint=model,
-            bf16=job.on_gpu,
-            allow_local_modules=True,
-            max_tokens_per_gpu=load.max_tokens,
+            hf_checkpoint=model, bf16=job.on_gpu, allow_local_modules=True, max_tokens_per_gpu=load.max_tokens
         ),
         optimizer=OptimizerConfig(lr=1e-4, lr_decay_style="constant", lr_warmup_fraction=0),
         rollout=RolloutConfig(rollout_max_context_len=load.context, rollout_max_response_len=load.response),

@@ -1,8 +1,6 @@
 """The few small packages that `tests/gpu.sh` needs beside torch, Triton and transformers, for a machine
 without a network: downloaded elsewhere, and unpacked for one run. Nothing is installed."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What the campaign of kills (tests/chaos.sh) concludes from a journal and from its own records."""
 
-from __future__ import annotations
-
 import errno
 import os
 import subprocess

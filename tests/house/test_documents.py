@@ -1,7 +1,5 @@
 """Every command of every document is one that a fresh clone can run: its script and its flags exist."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

@@ -1,8 +1,6 @@
 """Two thousand inputs that a seed makes wrong, read by the package: each is taken or refused in a line, none
 with NaN in it. (Through the commands: test_fuzz.py.)"""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

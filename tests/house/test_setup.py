@@ -1,7 +1,5 @@
 """Setting up: the bootstrap's steps and failures, the pinned sets, and what the package imports."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os

@@ -1,7 +1,5 @@
 """Programs that pip does not have are installed where apt-get may, and named where it may not."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

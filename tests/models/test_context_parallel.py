@@ -4,8 +4,6 @@ In float64, where a difference is not a matter of rounding. The trainer's own la
 `test_trainer.py`, `test_critic.py` and `test_resharding.py`.
 """
 
-from __future__ import annotations
-
 import random
 import subprocess
 import sys

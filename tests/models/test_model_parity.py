@@ -9,8 +9,6 @@ for that, what Transformer Engine and flash-linear-attention compute. transforme
 plain torch.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import importlib.util

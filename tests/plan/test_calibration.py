@@ -1,7 +1,5 @@
 """A machine that is measured, the run that is predicted by it, and how far off that was."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The dry run: right about what can be checked by hand, and it refuses what cannot work."""
 
-from __future__ import annotations
-
 import io
 import json
 import os
@@ -390,12 +388,7 @@ def test_more_ranks_than_key_value_heads_are_planned(planner, model, world_size,
         (NEXT_80B, 32, ["--recompute-granularity", "none"], "training takes .* GiB on rank"),
         (NEXT_80B, 32, ["--vllm-gpu-memory-utilization", "0.97"], "a starting engine needs that share"),
         (NEXT_80B, 32, ["--vllm-kv-cache-bytes", "1000000"], "does not hold one context of 32768 tokens"),
-        (
-            DENSE_32B,
-            32,
-            ["--rollout-num-gpus-per-engine", "3"],
-            "must divide the number of trainers",
-        ),
+        (DENSE_32B, 32, ["--rollout-num-gpus-per-engine", "3"], "must divide the number of trainers"),
         (DENSE_32B, 32, ["--expert-model-parallel-size", "2"], "has no experts"),
         (DENSE_32B, 32, ["--rollout-max-context-len", "65536"], "exceeds the model's 40960 positions"),
         (DENSE_32B, 8, [], "training takes .* GiB on rank"),

@@ -1,7 +1,5 @@
 """What stands in for CUDA on a machine without it, and that it stands where megatron-core asks for it."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import re

@@ -1,7 +1,5 @@
 """Fields of Megatron's own configurations, set by name: checked, applied, shown and counted."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 
 import pytest

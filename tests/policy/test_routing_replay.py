@@ -4,8 +4,6 @@ every pass, layout and recomputation.
 Gradients are read off the weights, as in `test_trainer`.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -169,10 +167,7 @@ def agree(found, expected):
         assert own_metrics[name] == pytest.approx(metrics[name], rel=2e-4, abs=1e-6), name
 
 
-RECOMPUTED = [
-    {"recompute": "full"},
-    {"recompute": "selective", "overrides": ("recompute_modules=[moe]",)},
-]
+RECOMPUTED = [{"recompute": "full"}, {"recompute": "selective", "overrides": ("recompute_modules=[moe]",)}]
 
 
 @pytest.mark.world
@@ -204,8 +199,7 @@ MORE = {
 
 @pytest.mark.world
 @pytest.mark.parametrize(
-    "layouts",
-    [pytest.param({2: TWO}, id="each kind"), pytest.param(MORE, id="more", marks=pytest.mark.slow)],
+    "layouts", [pytest.param({2: TWO}, id="each kind"), pytest.param(MORE, id="more", marks=pytest.mark.slow)]
 )
 def test_choices_are_replayed_alike_under_every_layout(model, layouts):
     rows = with_strange_choices(sequences(6))

@@ -1,7 +1,5 @@
 """A checkpoint that is written while training goes on."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import io

@@ -4,8 +4,6 @@ Gradients are read off the weights: with a huge Adam epsilon a first step moves 
 lr / epsilon times its gradient.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

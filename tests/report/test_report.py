@@ -1,7 +1,5 @@
 """What a run shows and keeps."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import json
@@ -25,14 +23,7 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron_ibpo import report as reporting
-from megatron_ibpo.basics.records import (
-    Correction,
-    Group,
-    Prompt,
-    Sample,
-    TrainSequence,
-    token_ids,
-)
+from megatron_ibpo.basics.records import Correction, Group, Prompt, Sample, TrainSequence, token_ids
 from megatron_ibpo.basics.reward_value import LARGEST_REWARD
 from megatron_ibpo.basics.text import counted
 from megatron_ibpo.config import Config, ConfigError, EvalSampling

@@ -1,7 +1,5 @@
 """Rewards from a server, by stand-ins on this machine: a judge, and a server that gives numbers."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib
 import threading

@@ -1,7 +1,5 @@
 """Grading of mathematics: answers by hand and noise."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Whatever a model writes is read in time that grows with its length: no text hangs a verifier."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import re

@@ -5,8 +5,6 @@ tools/compare_commits.py compares two commits bit for bit on one machine. CONTRI
 data may be renewed.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """The credit audit: by hand on small responses, and on policies whose errors are known."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """A whole study over runs whose truth is known: a stand-in for training writes what a run would leave."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """Edit distance and canonical alignment by the book: whole tables and no trick, for tests to compare with."""
 
-from __future__ import annotations
-
 
 def table(a, b) -> list[list[int]]:
     """Wagner and Fischer's: entry [i][j] is the distance of the first i ids of a and the first j of b."""

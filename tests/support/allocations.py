@@ -1,7 +1,5 @@
 """Memory of tensors on the CPU, counted exactly: every storage that is made, and when it goes."""
 
-from __future__ import annotations
-
 import weakref
 from typing import Any
 

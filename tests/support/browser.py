@@ -5,8 +5,6 @@ with open_page(path_or_address) as page:
     page.press("j")
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import os

@@ -1,7 +1,5 @@
 """Small scored groups, and a policy that corrects as told: what the tests of credit are made of."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import fields, is_dataclass
 from pathlib import Path

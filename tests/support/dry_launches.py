@@ -8,8 +8,6 @@ once refused an argument for its name. A program of its own, because the interpr
 with the compiler.
 """
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

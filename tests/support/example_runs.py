@@ -1,7 +1,5 @@
 """Starts the example scripts, watches their processes and reads what they wrote."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -13,8 +13,6 @@ computes golden numbers anew: CONTRIBUTING.md says when one may.
 Nothing here imports the package, so that any commit of it can be run.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

@@ -1,7 +1,5 @@
 """Makes samples and groups for journals, told apart by small numbers."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from megatron_ibpo.basics.records import Sample

@@ -1,7 +1,5 @@
 """Names parallel layouts by the sizes of their groups."""
 
-from __future__ import annotations
-
 from megatron_ibpo.config import ParallelConfig
 
 

@@ -3,8 +3,6 @@
 metrics = update(trainer, rows)      # collective, as the methods of the same names
 """
 
-from __future__ import annotations
-
 from megatron_ibpo.policy.planning import (
     merge_parts,
     plan_forward,

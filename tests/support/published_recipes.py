@@ -1,7 +1,5 @@
 """Names the recipe of each published model whose configuration is in examples/models."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from megatron_ibpo.config import Config

@@ -7,8 +7,6 @@ well under a second after the first. Every wait has a time-out, no process outli
 outlives a killed test run.
 """
 
-from __future__ import annotations
-
 import ctypes
 import faulthandler
 import multiprocessing
@@ -61,8 +59,7 @@ def run_ranks(function: Callable[..., Any], size: int, *args: Any, timeout: floa
         for rank in range(size):
             here, there = context.Pipe(duplex=False)
             process = context.Process(
-                target=_run_one,
-                args=(rank, size, store.port, Path(scratch), there, function, args),
+                target=_run_one, args=(rank, size, store.port, Path(scratch), there, function, args)
             )
             process.start()
             there.close()

@@ -1,7 +1,5 @@
 """Writes the directories of runs for the page, with text that would harm one that does not escape it."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

@@ -1,8 +1,6 @@
 """A Ray cluster of several nodes, simulated on this machine: each is a Ray node of its own with one CPU, so
 that no two processes that take one can share it."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping

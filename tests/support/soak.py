@@ -1,7 +1,5 @@
 """See tests/soak.sh."""
 
-from __future__ import annotations
-
 import json
 import os
 import statistics

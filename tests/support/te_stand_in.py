@@ -11,8 +11,6 @@ and over tensor-parallel ranks), "checkpoint" (keys with global shapes and offse
 layer's class serves).
 """
 
-from __future__ import annotations
-
 import json
 import pickle
 import sys

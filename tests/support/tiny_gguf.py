@@ -1,7 +1,5 @@
 """Writes a tiny GGUF file."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import gguf

@@ -6,8 +6,6 @@ No tokenizer, token ids 0..63 unless another vocabulary is asked for, end of seq
 once and copied where it is asked for again.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import shutil

@@ -1,7 +1,5 @@
 """Draws sequences to train on."""
 
-from __future__ import annotations
-
 import math
 import random
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Offers weights as trainers offer theirs: in shards, one a rank."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

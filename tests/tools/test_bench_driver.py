@@ -1,7 +1,5 @@
 """The load test of the driver, at a small size: what it counts is what was asked."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, replace
 

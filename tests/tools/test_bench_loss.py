@@ -1,7 +1,5 @@
 """The benchmark of the loss: what it claims without a GPU, and that its committed data are its own."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

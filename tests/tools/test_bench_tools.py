@@ -1,7 +1,5 @@
 """Benchmarks measure what they say, at a small size, and keep it."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

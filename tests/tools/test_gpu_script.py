@@ -1,7 +1,5 @@
 """`tests/gpu.sh`: what a part finds is kept whatever becomes of it, and parts need no vLLM, Ray or tyro."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import logging

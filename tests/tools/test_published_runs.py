@@ -1,7 +1,5 @@
 """Published runs as data, predictions of them, and the fit."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Sampling ahead on a simulated fleet: a step takes at most a tenth more than its bound."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

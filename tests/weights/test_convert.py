@@ -1,7 +1,5 @@
 """Conversion changes no bit in any layout, and Megatron itself agrees about what the files hold."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import math
@@ -59,10 +57,7 @@ def models(tmp_path_factory):
         "tied": (make_qwen3(directory / "p-tied", 2, layers=4, kv_heads=4, tie=True), torch.float16),
         "odd": (make_qwen3(directory / "p-odd", 4, kv_heads=4, tie=True, vocabulary=211), torch.float32),
         "moe": (make_qwen3_moe(directory / "p-moe", 12, layers=4, kv_heads=4), torch.bfloat16),
-        "glm": (
-            make_glm4_moe(directory / "p-glm", 13, layers=4, kv_heads=4, predicting=1),
-            torch.bfloat16,
-        ),
+        "glm": (make_glm4_moe(directory / "p-glm", 13, layers=4, kv_heads=4, predicting=1), torch.bfloat16),
         "oss": (make_gpt_oss(directory / "p-oss", 14, layers=4, kv_heads=4), torch.bfloat16),
         "llama": (make_llama(directory / "p-llama", 5, layers=4, kv_heads=4, biased=True), torch.bfloat16),
         "few": (make_llama(directory / "p-few", 7, biased=True), torch.bfloat16),

@@ -1,7 +1,5 @@
 """Bad checkpoints are refused by file and tensor, when they are converted, and leave nothing behind."""
 
-from __future__ import annotations
-
 import argparse
 import errno
 import io

@@ -4,8 +4,6 @@ Trainer ranks, engines and vLLM's packed transfers are the real ones; NCCL, CUDA
 are stand-ins (`transfer_stand_ins`). Not run on GPUs.
 """
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from pathlib import Path

@@ -4,8 +4,6 @@ The streams are a CPU's stand-in (`stream_races`); the gather and vLLM's packed 
 real ones. Not run on GPUs.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Iterable
 from pathlib import Path

@@ -4,8 +4,6 @@ The engines here are threads with a toy model, so that many layouts and faults t
 tests/engines/test_engine.py does the same with vLLM.
 """
 
-from __future__ import annotations
-
 import pickle
 import re
 import threading

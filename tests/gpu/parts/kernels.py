@@ -1,7 +1,5 @@
 """The kernels against the reference in fp64: `tests/gpu` on a GPU, else a few under Triton's interpreter."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 

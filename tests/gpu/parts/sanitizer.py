@@ -1,8 +1,6 @@
 """The kernels under one tool of NVIDIA's compute-sanitizer: accesses out of bounds, reads of memory that
 nobody wrote, races in shared memory, barriers that not all threads reach."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

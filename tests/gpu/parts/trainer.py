@@ -1,8 +1,6 @@
 """Five steps of a trainer with random weights: do they train, how fast, and in how much memory beside what
 the dry run predicts."""
 
-from __future__ import annotations
-
 import math
 import multiprocessing
 import statistics

@@ -1,7 +1,5 @@
 """Commands in forked children of a process that has imported everything; time and memory are watched."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

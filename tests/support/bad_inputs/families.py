@@ -1,7 +1,5 @@
 """The families of bad inputs: each makes one from a seed, and says which command is to read it."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import random
@@ -24,15 +22,7 @@ from support.bad_inputs.mutations import (
     mutated_json,
     spoiled_sometimes,
 )
-from support.bad_inputs.place import (
-    BENCHMARKS,
-    EVALUATED,
-    ROWS,
-    SMALL,
-    STUDY,
-    TASK,
-    Place,
-)
+from support.bad_inputs.place import BENCHMARKS, EVALUATED, ROWS, SMALL, STUDY, TASK, Place
 from support.paths import ROOT
 from support.tiny_gguf import FLOATS, NUMBERS
 

@@ -1,7 +1,5 @@
 """Valid inputs of every kind, made once; each bad input is one of them that was changed."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Try bad inputs of every family, count how they end, and show it."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform
