@@ -178,12 +178,6 @@ def test_what_is_no_operator_is_refused(name):
         find_operator(algorithm(ibpo_operator=path))
 
 
-def test_an_unknown_operator_is_refused_with_the_nearest():
-    with pytest.raises(ValueError, match=r"--ibpo-operator span-maskin.*none.*did you mean 'span-masking'"):
-        find_operator(algorithm(ibpo_operator="span-maskin"))
-    assert all(type(find_operator(algorithm(ibpo_operator=name))) is OPERATORS[name] for name in OPERATORS)
-
-
 def test_an_operator_may_ask_for_samples_of_its_own():
     """Every right response is followed up with itself; what comes of it is trained on as a correction."""
 

@@ -1,16 +1,22 @@
 """Models and data sets of the Hugging Face Hub, by a server on this machine that answers in its place."""
 
+import hashlib
 import json
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
 
 import pytest
 
 from megatron_ibpo.config.paths import display_name, missing_snapshot, read_hub_id
 from megatron_ibpo.run.settings import parse_config
-from support.hub_stand_in import hub_stand_in
 from support.paths import ROOT
 
 TINY, RECIPE = ROOT / "examples/tiny_qwen3", ROOT / "examples/recipes/small_cpu.yaml"
@@ -28,6 +34,91 @@ for words in json.loads(sys.argv[1]):
     except ValueError as error:
         print(json.dumps(str(error)))
 """
+
+
+@dataclass
+class StandIn:
+    """The repositories of a Hub, and what was asked of it."""
+
+    url: str
+    folders: dict[str, Path] = field(default_factory=dict)
+    """Repository → its files: "owner/name" of a model, "datasets/owner/name"."""
+    commits: dict[str, str] = field(default_factory=dict)
+    """Repository → the commit of its branch main; its other commits have the same files."""
+    asked: list[str] = field(default_factory=list)
+
+    def add(self, repo: str, folder: Path, commit: str = "a" * 40) -> None:
+        self.folders[repo], self.commits[repo] = folder, commit
+
+
+@contextmanager
+def hub_stand_in() -> Iterator[StandIn]:
+    """Serve on a free port until the end of the block."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Answers) as server:
+        hub = StandIn(f"http://127.0.0.1:{server.server_port}")
+        server.hub = hub  # type: ignore[attr-defined]
+        thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        try:
+            yield hub
+        finally:
+            server.shutdown()
+            thread.join(timeout=10)
+
+
+class _Answers(BaseHTTPRequestHandler):
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        hub: StandIn = self.server.hub  # type: ignore[attr-defined]
+        path = self.path.partition("?")[0]
+        hub.asked.append(f"{self.command} {path}")
+        if path.startswith(("/api/models/", "/api/datasets/")):
+            kind, owner, name, *rest = path.removeprefix("/api/").split("/")
+            repo = f"{owner}/{name}" if kind == "models" else f"{kind}/{owner}/{name}"
+            verb, revision = rest[:2] or ("revision", "main")
+            file = ""
+        else:
+            repo, _, place = path[1:].partition("/resolve/")
+            verb, (revision, _, file) = "resolve", place.partition("/")
+        if repo not in hub.folders:
+            return self._send(404, {"X-Error-Code": "RepoNotFound"})
+        commit = hub.commits[repo] if revision == "main" else revision
+        if len(commit) != 40:
+            return self._send(404, {"X-Error-Code": "RevisionNotFound"})
+        if verb == "resolve":
+            return self._send(200, _headers(commit, hub.folders[repo] / file), hub.folders[repo] / file)
+        files = sorted(found for found in hub.folders[repo].rglob("*") if found.is_file())
+        if verb == "tree":
+            body: object = [
+                {"type": "file", "oid": _digest(found), "size": found.stat().st_size,
+                 "path": str(found.relative_to(hub.folders[repo]))}
+                for found in files
+            ]  # fmt: skip
+        else:
+            body = {"id": repo.removeprefix("datasets/"), "sha": commit, "siblings": []}
+        return self._send(200, {"Content-Type": "application/json"}, json.dumps(body).encode())
+
+    def _send(self, status: int, headers: dict[str, str], body: bytes | Path = b"") -> None:
+        content = body.read_bytes() if isinstance(body, Path) else body
+        self.send_response(status)
+        for name, value in ({"Content-Length": str(len(content))} | headers).items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(content)
+
+    def log_message(self, *_: object) -> None:
+        """Stay silent."""
+
+
+def _headers(commit: str, file: Path) -> dict[str, str]:
+    return {"X-Repo-Commit": commit, "ETag": f'"{_digest(file)}"'}
+
+
+def _digest(file: Path) -> str:
+    return hashlib.sha1(file.read_bytes()).hexdigest()
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,6 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
-__all__ = ["PipeLink", "beside"]
-
 TIMEOUT_S = 60.0
 
 

@@ -9,8 +9,6 @@ from typing import Any
 
 from job import Skipped
 
-__all__ = ["run_pytest"]
-
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 

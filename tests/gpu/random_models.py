@@ -13,8 +13,6 @@ from safetensors.torch import save_file
 from megatron_ibpo.models import ModelShape, read_hf_config
 from megatron_ibpo.weights.layout.export import metadata_of
 
-__all__ = ["SHAPES", "TINY_SHAPES", "make_random_model"]
-
 MODELS = Path(__file__).resolve().parents[2] / "examples/models"
 
 

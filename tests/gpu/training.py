@@ -18,8 +18,6 @@ from megatron_ibpo.models import forward_flops, read_hf_config
 if not hasattr(torch.accelerator, "empty_host_cache"):  # torch 2.11 has it by another name
     torch.accelerator.empty_host_cache = lambda: torch._C._host_emptyCache()
 
-__all__ = ["Load", "OneRank", "load_of", "make_config", "make_sequences", "model_of", "start_policy"]
-
 
 @dataclass(frozen=True)
 class Load:

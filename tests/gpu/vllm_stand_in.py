@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import reduce_tensor
 
-__all__ = ["install"]
-
 
 @dataclass
 class ParamMeta:

@@ -8,8 +8,6 @@ import zipfile
 from importlib import metadata
 from pathlib import Path
 
-__all__ = ["download", "for_other_pythons", "unpack"]
-
 REQUIREMENTS = Path(__file__).resolve().parent.parent.parent / "requirements"
 PACKAGES = (
     *("megatron-core", "flash-linear-attention", "fla-core", "einops", "psutil"),

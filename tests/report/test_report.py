@@ -22,7 +22,6 @@ from hypothesis import strategies as st
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron_ibpo import report as reporting
 from megatron_ibpo.basics.records import Correction, Group, Prompt, Sample, TrainSequence, token_ids
 from megatron_ibpo.basics.reward_value import LARGEST_REWARD
 from megatron_ibpo.basics.text import counted
@@ -635,10 +634,6 @@ def test_a_bad_recording_names_its_file(tmp_path, content):
         path.write_text(content)
     with pytest.raises(ValueError, match=f"recorded rollouts {path}"):
         load_groups(path)
-
-
-def test_the_public_names_exist():
-    assert all(hasattr(reporting, name) for name in reporting.__all__)
 
 
 def test_outcomes_of_an_evaluation_come_back_problem_by_problem(tmp_path):

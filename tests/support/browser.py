@@ -21,8 +21,6 @@ from typing import Any
 import pytest
 from websockets.sync.client import ClientConnection, connect
 
-__all__ = ["Page", "find_browser", "needs_browser", "open_page"]
-
 NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 TIMEOUT_S = 30.0
 CODES = {"ArrowLeft": 37, "ArrowRight": 39}

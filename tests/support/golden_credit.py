@@ -27,8 +27,6 @@ from support.credit_cases import algorithm as algorithm_of
 from support.golden_runs import GOLDEN, recordings
 from support.paths import ROOT
 
-__all__ = ["CASES", "credited", "recorded_steps"]
-
 RESPONSE_TOKENS = 48
 """--rollout-max-response-len of the recording."""
 NEWER = {"dr-grpo", "wrong-weight"}

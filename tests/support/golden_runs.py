@@ -32,18 +32,6 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from support.paths import ROOT, TESTS
 
-__all__ = [
-    "ALGORITHMS",
-    "GOLDEN",
-    "LAYOUTS",
-    "Layout",
-    "Trained",
-    "recordings",
-    "train_recorded",
-    "watched_weights",
-    "weights",
-]
-
 GOLDEN = TESTS / "golden"
 TIMEOUT_S = 300
 """Of one run, which takes about 15 s alone on two cores."""

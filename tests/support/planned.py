@@ -11,8 +11,6 @@ from megatron_ibpo.policy.planning import (
     update_metrics,
 )
 
-__all__ = ["cost", "logprobs", "own_share", "update", "update_values", "values"]
-
 
 def cost(length):
     """Return the cost of a sequence: attention costs as much as all else at 100 tokens."""

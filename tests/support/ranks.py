@@ -28,8 +28,6 @@ import torch.distributed as dist
 
 from support.paths import ROOT, TESTS
 
-__all__ = ["RankFailed", "run_ranks"]
-
 GRACE_S = 5.0
 """After the first failure: how long the other ranks may take to fail on their own."""
 

@@ -7,8 +7,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-__all__ = ["SimulatedCluster", "simulated_cluster"]
-
 PROGRAM = """
 import os, sys
 os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}

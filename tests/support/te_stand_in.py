@@ -20,8 +20,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["install"]
-
 VERSION = "2.20.2"
 
 

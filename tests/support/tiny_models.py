@@ -19,20 +19,6 @@ import torch
 
 from support.paths import ROOT
 
-__all__ = [
-    "EOS_ID",
-    "VOCAB_SIZE",
-    "make_glm4_moe",
-    "make_gpt_oss",
-    "make_llama",
-    "make_qwen2",
-    "make_qwen3",
-    "make_qwen3_5",
-    "make_qwen3_moe",
-    "make_qwen3_next",
-    "stored_dtype",
-]
-
 VOCAB_SIZE = 64
 EOS_ID = 1
 BUILT = ROOT / "build/tiny_models"

@@ -1,29 +1,22 @@
-"""NCCL, CUDA's memory handles and streams on a CPU: what vLLM's transports use of them.
+"""NCCL and CUDA's streams on a CPU: what vLLM's transport over NCCL uses of them, which takes two GPUs.
 
     install()       # in a trainer rank; engines do it through engine_stand_ins/sitecustomize.py
 
 NCCL is gloo: values arrive, and waiting for a member that is gone lasts until the group is aborted, as
-there. A memory handle is the name of a file in shared memory.
+there. (Memory handles run on one GPU: tests/gpu/parts/weight_update.py.)
 """
 
 from __future__ import annotations
 
 import os
-import tempfile
 import time
-import weakref
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
-GPU = "STAND_IN_GPU"
-"""Environment variable: which GPU a trainer and its engine share."""
 DIE_AT = "STAND_IN_DIES_AT"
 """Environment variable: the process ends when it is to receive its so many-th tensor, or with AT_MEETING when
 it is to join a group."""
 AT_MEETING = -1
-RELEASED: list[bytes] = []
-"""Memory that this process lent and took back, since nobody had opened it."""
 
 
 class Communicator:
@@ -63,37 +56,6 @@ class Communicator:
         self._aborted = True
 
 
-class SharedMemory:
-    """`torch` as vLLM's packed transfer sees it: GPU memory lies in files, by whose names others find it."""
-
-    def __init__(self, torch: Any) -> None:
-        self._torch = torch
-        self._files: dict[int, str] = {}
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._torch, name)
-
-    def empty(self, size: int, *, dtype: Any, device: Any) -> Any:
-        if device != "cuda":
-            return self._torch.empty(size, dtype=dtype, device=device)
-        handle, path = tempfile.mkstemp(dir="/dev/shm")
-        os.close(handle)
-        tensor = self._torch.from_file(path, shared=True, size=size, dtype=dtype)
-        self._files[tensor.data_ptr()] = path
-        weakref.finalize(tensor, os.unlink, path)
-        return tensor
-
-    def handle(self, tensor: Any) -> tuple[Any, tuple[Any, ...]]:
-        """As `reduce_tensor`; the seventh is the device's number, which the receiver sets, the last two say
-        where it is counted who has the memory."""
-        path = self._files[tensor.data_ptr()]
-        return None, (path, len(tensor), tensor.dtype, None, None, None, 0, *[None] * 4, path.encode(), 0)
-
-    def opened(self, path: str, size: int, dtype: Any, *_: Any) -> Any:
-        """As `rebuild_cuda_tensor`."""
-        return self._torch.from_file(path, shared=True, size=size, dtype=dtype)
-
-
 class Stream:
     """Nothing is ever under way."""
 
@@ -123,20 +85,9 @@ def nothing(*_: Any) -> Any:
 def install() -> None:
     """Put the stand-ins in their places."""
     import torch
-    from torch.multiprocessing import reductions
     from vllm.distributed.device_communicators import pynccl
-    from vllm.distributed.weight_transfer import packed_tensor
 
-    def released(path: bytes, offset: int) -> None:
-        RELEASED.append(path)
-
-    memory = SharedMemory(torch)
-    packed_tensor.torch = memory
-    packed_tensor.reduce_tensor = memory.handle
-    reductions.rebuild_cuda_tensor = memory.opened
-    torch.cuda.get_device_properties = lambda *_: SimpleNamespace(uuid=os.environ[GPU])
-    torch.UntypedStorage._release_ipc_counter_cuda = released
-    torch.cuda.ipc_collect = torch.cuda.synchronize = lambda *_: None
+    torch.cuda.synchronize = lambda *_: None
     pynccl.PyNcclCommunicator = Communicator  # type: ignore[misc]
     torch.cuda.Stream = Stream  # type: ignore[misc]
     torch.cuda.current_stream = lambda *_: Stream()

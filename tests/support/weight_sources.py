@@ -7,8 +7,6 @@ import torch
 
 from megatron_ibpo.weights.layout.regions import Box, Region, TensorMeta, whole
 
-__all__ = ["DividedWeights", "cut"]
-
 
 def cut(tensor: torch.Tensor, box: Box) -> torch.Tensor:
     """Return a view of the part of a tensor that a box bounds."""
