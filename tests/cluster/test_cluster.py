@@ -54,14 +54,9 @@ def python(*arguments, **options):
     }
     return subprocess.Popen(
         [sys.executable, *arguments],
-        cwd=ROOT,
-        env=environment | options.pop("env", {}),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-        **options,
-    )
+        cwd=ROOT, env=environment | options.pop("env", {}), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, start_new_session=True, **options,
+    )  # fmt: skip
 
 
 def rays(directory):

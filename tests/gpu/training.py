@@ -73,17 +73,13 @@ def make_sequences(load: Load, vocabulary: int, seed: int = 0) -> list[TrainSequ
         TrainSequence(
             token_ids(generator.integers(vocabulary, size=load.prompt).tolist()),
             token_ids(generator.integers(vocabulary, size=length).tolist()),
-            np.ones(length, bool),
-            advantage=1.0 if number % 2 else -0.5,
-            weight=1.0 / load.sequences,
-            prompt_index=number // 2,
-            group=number // 2,
-            index=number % 2,
+            np.ones(length, bool), advantage=1.0 if number % 2 else -0.5, weight=1.0 / load.sequences,
+            prompt_index=number // 2, group=number // 2, index=number % 2,
         )
         for number, length in enumerate(
             np.linspace(load.response // 8, load.response, load.sequences).astype(int)
         )
-    ]
+    ]  # fmt: skip
 
 
 class OneRank:

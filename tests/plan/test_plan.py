@@ -544,26 +544,15 @@ def kept_by_a_pass(directory: Path) -> tuple[int, float]:
 
 SHRUNK = {
     DENSE_32B: {
-        "hidden_size": 640,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 1,
-        "intermediate_size": 3200,
+        "hidden_size": 640, "num_attention_heads": 8, "num_key_value_heads": 1, "intermediate_size": 3200,
     },
     NEXT_80B: {
-        "hidden_size": 512,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 1,
-        "head_dim": 128,
-        "num_experts": 16,
-        "num_experts_per_tok": 4,
-        "moe_intermediate_size": 128,
-        "shared_expert_intermediate_size": 128,
-        "linear_num_key_heads": 4,
-        "linear_num_value_heads": 8,
-        "linear_key_head_dim": 64,
-        "linear_value_head_dim": 64,
+        "hidden_size": 512, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 128,
+        "num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 128,
+        "shared_expert_intermediate_size": 128, "linear_num_key_heads": 4, "linear_num_value_heads": 8,
+        "linear_key_head_dim": 64, "linear_value_head_dim": 64,
     },
-}
+}  # fmt: skip
 
 
 @pytest.mark.world

@@ -54,13 +54,9 @@ def own_choices(trainer, rows):
     found = []
     share = planned.own_share(plan_forward, rows, trainer.config)
     infer(
-        trainer.chunks,
-        packed(share),
-        trainer._logprob_output,
-        trainer.world.device,
-        routing=trainer.routing,
+        trainer.chunks, packed(share), trainer._logprob_output, trainer.world.device, routing=trainer.routing,
         records=found,
-    )
+    )  # fmt: skip
     return [ids for _, ids in sorted(found, key=lambda pair: pair[0])]
 
 

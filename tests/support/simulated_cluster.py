@@ -51,12 +51,8 @@ def simulated_cluster(
 ) -> Iterator[SimulatedCluster]:
     process = subprocess.Popen(
         [sys.executable, "-c", PROGRAM, str(num_nodes)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        env=environment,
-    )
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True, env=environment,
+    )  # fmt: skip
     try:
         yield SimulatedCluster(process.stdout.readline().strip(), process)
     finally:

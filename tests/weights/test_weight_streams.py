@@ -87,9 +87,9 @@ class Memory:
 class Device:
     """All streams of one GPU, and the memory that operations touched.
 
-    Operations run at once and in order, so values are right whatever the code does; whether a GPU would have to
-    get them right is told by vector clocks. Memory that is freed is used again by the stream under which it was
-    taken, at once, but after what streams noted by `record_stream` had been given until then.
+    Operations run at once and in order, so values are right whatever the code does; whether a GPU would have
+    to get them right is told by vector clocks. Memory that is freed is used again by the stream under which
+    it was taken, at once, but after what streams noted by `record_stream` had been given until then.
     """
 
     def __init__(self) -> None:
@@ -287,13 +287,9 @@ def races_of_sending(tensors_of: Any, buffers: int = 2) -> list[str]:
         for tensor in source.tensors.values():
             tensor.mul_(1)
         vllm_transfer().packed_nccl_broadcast_producer(
-            iterator=iter(tensors_of(gathered)),
-            group=wire,
-            src=0,
-            post_iter_func=lambda item: item[1],
-            buffer_size_bytes=BUCKET,
-            num_buffers=buffers,
-        )
+            iterator=iter(tensors_of(gathered)), group=wire, src=0, post_iter_func=lambda item: item[1],
+            buffer_size_bytes=BUCKET, num_buffers=buffers,
+        )  # fmt: skip
         for tensor in source.tensors.values():
             tensor.mul_(1)
     expected = torch.cat([tensor.flatten() for tensor in source.tensors.values()])
@@ -349,13 +345,9 @@ def races_of_receiving(buffers: int) -> list[str]:
             wire = Delivered(device, sent.values())
         vllm_transfer().packed_nccl_broadcast_consumer(
             iterator=iter([(name, (list(t.shape), t.dtype)) for name, t in sent.items()]),
-            group=wire,
-            src=0,
-            post_unpack_func=model.load_weights,
-            buffer_size_bytes=BUCKET,
-            num_buffers=buffers,
-            device="cpu",
-        )
+            group=wire, src=0, post_unpack_func=model.load_weights, buffer_size_bytes=BUCKET,
+            num_buffers=buffers, device="cpu",
+        )  # fmt: skip
     assert all(torch.equal(model.parameters[name], tensor) for name, tensor in sent.items())
     return device.races
 
