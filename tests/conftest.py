@@ -1,7 +1,5 @@
 """Fixtures and options are here that hold for all tests."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """Where the ranks of a run meet: at a port that is theirs from the moment it is chosen."""
 
-from __future__ import annotations
-
 import os
 from contextlib import closing
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """What a user may give and no program should read: pipes, devices, files of 10 GB, sizes no file holds."""
 
-from __future__ import annotations
-
 import functools
 import json
 import re

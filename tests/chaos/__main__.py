@@ -1,7 +1,5 @@
 """See tests/chaos.sh."""
 
-from __future__ import annotations
-
 import math
 import os
 import sys

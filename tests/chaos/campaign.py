@@ -1,7 +1,5 @@
 """Runs with faults, one after the other, and what is checked after each."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -68,18 +66,10 @@ def one_run(seed: int, number: int, kills: int, until: float) -> tuple[list[Reco
         finally:
             end_all(place)
         run = {
-            "kind": "run",
-            "seed": seed,
-            "run": number,
-            "nodes": nodes,
-            "kills": len(records),
-            "steps": STEPS,
-            "starts": trial.starts,
-            "seconds": round(time.monotonic() - began, 1),
-            "load": round(os.getloadavg()[0], 1),
-            **episodes,
-            "problems": problems,
-        }
+            "kind": "run", "seed": seed, "run": number, "nodes": nodes, "kills": len(records), "steps": STEPS,
+            "starts": trial.starts, "seconds": round(time.monotonic() - began, 1),
+            "load": round(os.getloadavg()[0], 1), **episodes, "problems": problems,
+        }  # fmt: skip
         if problems:
             kept, but = Path(f"{place}-kept"), shutil.ignore_patterns("sockets")  # which cannot be copied
             shutil.copytree(place, kept, symlinks=True, ignore_dangling_symlinks=True, ignore=but)

@@ -1,7 +1,5 @@
 """The environment of the campaign against episodes: its answers depend on the seed."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping
 from typing import Any

@@ -7,8 +7,6 @@ where the last one with the same seed has ended; each piece is a line of tools/r
 or $CHAOS_RESULTS. It ends with status 1 at an episode that is lost, or whose reward is not that of its turns.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -60,14 +58,9 @@ async def say(request: SampleRequest) -> Sample:
     ids = token_ids([*TOKENIZER.encode(f" {request.seed % 97}"), END])
     shape = len(ids)
     return Sample(
-        prompt_token_ids=request.prompt_token_ids,
-        token_ids=ids,
-        logprobs=np.zeros(shape, np.float32),
-        finish_reason="stop",
-        temperature=1.0,
-        versions=((0, 0),),
-        loss_mask=np.ones(shape, bool),
-    )
+        prompt_token_ids=request.prompt_token_ids, token_ids=ids, logprobs=np.zeros(shape, np.float32),
+        finish_reason="stop", temperature=1.0, versions=((0, 0),), loss_mask=np.ones(shape, bool),
+    )  # fmt: skip
 
 
 class Killer:

@@ -1,7 +1,5 @@
 """Plays every episode of a run's journal once more, in fresh environments."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

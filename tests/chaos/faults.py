@@ -1,7 +1,5 @@
 """What can happen to a run, and to whom."""
 
-from __future__ import annotations
-
 import errno
 import os
 import random

@@ -1,7 +1,5 @@
 """What a run's journal says that it trained on, read entry by entry: nothing twice, nothing lost."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Which process of a run is which, and what of it is left."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

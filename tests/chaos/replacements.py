@@ -1,7 +1,5 @@
 """What comes in the place of engines and trainers that were hit: how soon it works, how long it started."""
 
-from __future__ import annotations
-
 import re
 import time
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """What campaigns have found: a line of JSON for each fault, and one for each run."""
 
-from __future__ import annotations
-
 import json
 import statistics
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """One small run that is made to go on until it has finished, whatever happens to its processes."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -96,13 +94,9 @@ class Trial:
         with self.log.open("wb") as log:
             self.driver = subprocess.Popen(
                 [*command, "--run-dir", str(self.run_dir), *goes_on],
-                env=self.environment(),
-                cwd=ROOT,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+                env=self.environment(), cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log,
+                stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
         self.spawned = time.monotonic()
 
     @property

@@ -1,7 +1,5 @@
 """Ray around a run: its own on one machine, a cluster of several nodes, and what is left when it ends."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -56,14 +54,9 @@ def python(*arguments, **options):
     }
     return subprocess.Popen(
         [sys.executable, *arguments],
-        cwd=ROOT,
-        env=environment | options.pop("env", {}),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-        **options,
-    )
+        cwd=ROOT, env=environment | options.pop("env", {}), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, start_new_session=True, **options,
+    )  # fmt: skip
 
 
 def rays(directory):
@@ -223,11 +216,7 @@ def test_a_ray_may_take_longer_to_start_than_rays_own_limit(scratch):
 def test_there_is_no_cluster_to_join():
     address = f"127.0.0.1:{free_port()}"
     said = f"^--ray-address {address}: nothing answers there; start a cluster with `ray start --head`"
-    with (
-        mock.patch.dict(os.environ),
-        pytest.raises(ClusterError, match=said),
-        open_ray(address, num_cpus=1),
-    ):
+    with mock.patch.dict(os.environ), pytest.raises(ClusterError, match=said), open_ray(address, num_cpus=1):
         pass
 
 
@@ -319,9 +308,7 @@ def test_nodes_form_a_cluster_for_one_command_that_asks_for_a_token_and_all_end_
     assert lead.returncode == 0, output
     assert re.search(r"nodes 2\b", output), output
     assert re.search(r"^token 600 \['RAY_AUTH_MODE', 'RAY_AUTH_TOKEN_PATH'\]$", output, re.MULTILINE), output
-    refused = (
-        r"^stranger:  .*ClusterError: --ray-address 127.0.0.1:\d+: that cluster has another token; set "
-    )
+    refused = r"^stranger:  .*ClusterError: --ray-address 127.0.0.1:\d+: that cluster has another token; set "
     assert len(re.findall(refused, output, re.MULTILINE)) == 2, output
     output, _ = follower.communicate(timeout=60)
     assert follower.returncode == 0, output

@@ -1,7 +1,5 @@
 """The loop on a cluster of three nodes, simulated on this machine."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """What is said of a process that has ended."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """Which processes the driver ends when engines die, and which deaths end a run; with stand-ins for them."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Engines on the trainers' GPUs: who gives memory back before whom, with stand-ins for the processes."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time
@@ -225,14 +223,9 @@ def run_of(run_dir, policy, engines):
         data=None,
         rollouts=SimpleNamespace(state=dict, past=lambda steps, _: [[] for _ in steps]),
         journal=SimpleNamespace(pending_bytes=0, saved=lambda _: None),
-        policy=policy,
-        engines=engines,
-        reporter=SimpleNamespace(note=print),
-        disk=DiskWait(0, print),
-        stages=Stages(),
-        cost=SimpleNamespace(spent=Spent()),
-        progress=Progress(),
-    )
+        policy=policy, engines=engines, reporter=SimpleNamespace(note=print), disk=DiskWait(0, print),
+        stages=Stages(), cost=SimpleNamespace(spent=Spent()), progress=Progress(),
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("dies_over", ["saved", "update"])

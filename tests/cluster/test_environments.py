@@ -1,7 +1,5 @@
 """Episodes on the nodes of a cluster: spread by load, bound to their node, failing with it."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -1,7 +1,5 @@
 """A run that holds more in main memory than a node has is refused before anything of it is taken."""
 
-from __future__ import annotations
-
 import re
 from copy import deepcopy
 

@@ -1,7 +1,5 @@
 """Where the processes of a run go, planned on paper."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

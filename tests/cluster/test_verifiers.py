@@ -1,7 +1,5 @@
 """Verifiers on the nodes of a cluster: all calls are answered, whatever dies."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """A process whose own Ray has died ends soon, in a line, and leaves nothing behind."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Which recipe and layout a model gets on which devices."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Every command ends an error in one line, with the exit status that says whether another try may help."""
 
-from __future__ import annotations
-
 import errno
 import importlib
 import json

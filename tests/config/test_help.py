@@ -1,7 +1,5 @@
 """What --help shows, and what is answered to flags that do not exist or are another trainer's."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A loss variant's parameters are its own: whatever recipe, preset or flag comes with it."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -1,7 +1,5 @@
 """When corrections pay: the law by hand, what a step and a run tell of it, and the points of a study."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import numpy as np
@@ -11,11 +9,7 @@ from hypothesis import strategies as st
 
 from megatron_ibpo.basics.records import Group, TrainSequence
 from megatron_ibpo.credit import find_operator
-from megatron_ibpo.credit.break_even import (
-    composition_counts,
-    learns_from_corrections,
-    skill_needed,
-)
+from megatron_ibpo.credit.break_even import composition_counts, learns_from_corrections, skill_needed
 from megatron_ibpo.models import forward_flops, read_hf_config
 from megatron_ibpo.report.correction_value import break_even, break_even_lines
 from megatron_ibpo.run.cost import CostMeter

@@ -1,7 +1,5 @@
 """What IBPO rides on: DAPO's sampling and punishment, PPO's advantages, and more diverse trajectories."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from itertools import pairwise
@@ -143,8 +141,7 @@ def test_dapo_decides_on_responses_and_ibpo_on_credit():
 
 
 @pytest.mark.parametrize(
-    ("length", "expected"),
-    [(0, 0.0), (80, 0.0), (81, -0.05), (90, -0.5), (100, -1.0), (120, -1.0)],
+    ("length", "expected"), [(0, 0.0), (80, 0.0), (81, -0.05), (90, -0.5), (100, -1.0), (120, -1.0)]
 )
 def test_the_last_fifth_of_the_length_costs_up_to_one(length, expected):
     assert overlong_penalty(length, 100, 20) == pytest.approx(expected)

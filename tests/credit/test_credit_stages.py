@@ -1,14 +1,12 @@
 """Credit in two stages: what is asked group by group, what is judged step by step, and in which order."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron_ibpo.basics.records import Correction, Group
@@ -180,12 +178,6 @@ def test_what_is_no_operator_is_refused(name):
         find_operator(algorithm(ibpo_operator=path))
 
 
-def test_an_unknown_operator_is_refused_with_the_nearest():
-    with pytest.raises(ValueError, match=r"--ibpo-operator span-maskin.*none.*did you mean 'span-masking'"):
-        find_operator(algorithm(ibpo_operator="span-maskin"))
-    assert all(type(find_operator(algorithm(ibpo_operator=name))) is OPERATORS[name] for name in OPERATORS)
-
-
 def test_an_operator_may_ask_for_samples_of_its_own():
     """Every right response is followed up with itself; what comes of it is trained on as a correction."""
 
@@ -227,6 +219,7 @@ rewards = st.lists(st.sampled_from([0.0, 0.1, 0.3, 1.0]), min_size=1, max_size=1
 
 @pytest.mark.parametrize("name", ESTIMATORS)
 @given(rewards)
+@example([0.1] * 3)  # whose sum over 3 is not .1
 def test_equal_rewards_have_no_advantage(name, values):
     found = find_estimator(algorithm(advantages=name))(values)
     assert len(found) == len(values)
@@ -444,8 +437,7 @@ def test_steps_that_only_a_tool_wrote_are_no_steps():
         return [np.zeros(len(query.continuation), np.float32) for query in queries]
 
     made = Group(
-        some_groups()[0].prompt,
-        [response([10, 20, 50, 20, 13], 1.0, written=[1, 1, 0, 0, 1]), *scored([14])],
+        some_groups()[0].prompt, [response([10, 20, 50, 20, 13], 1.0, written=[1, 1, 0, 0, 1]), *scored([14])]
     )
     credit = Loop(fix_last).credit(
         [made],

@@ -1,7 +1,5 @@
 """Gated corrections: what is asked, by the prices of the run's meter and by how corrections went before."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The paper's variants by hand: ratio, mask, several corrections, joint training, the penalty on rewrites."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 
@@ -466,21 +464,10 @@ def test_lambda_times_beta_may_exceed_what_a_share_may_not():
 
 def test_the_papers_base_settings():
     assert PRESETS["ibpo"] == {
-        "loss_variant": "gspo",
-        "ibpo_operator": "compare-and-correct",
-        "ibpo_variant": "base",
-        "ibpo_lambda": 0.6,
-        "ibpo_beta": 0.5,
-        "ibpo_k": 2,
-        "ibpo_corrections": 1,
-        "ibpo_rewrite_threshold": 0.6,
-        "ibpo_rewrite_penalty": 0.0,
-        "ibpo_joint": True,
-        "ibpo_plain_prompt": "none",
-        "ibpo_correction_group": "prompt",
-        "token_credit": "uniform",
-        "advantages": "group",
-        "dynamic_sampling": False,
-        "dynamic_sampling_by": "credit",
+        "loss_variant": "gspo", "ibpo_operator": "compare-and-correct", "ibpo_variant": "base",
+        "ibpo_lambda": 0.6, "ibpo_beta": 0.5, "ibpo_k": 2, "ibpo_corrections": 1,
+        "ibpo_rewrite_threshold": 0.6, "ibpo_rewrite_penalty": 0.0, "ibpo_joint": True,
+        "ibpo_plain_prompt": "none", "ibpo_correction_group": "prompt", "token_credit": "uniform",
+        "advantages": "group", "dynamic_sampling": False, "dynamic_sampling_by": "credit",
         "overlong_buffer_share": 0.0,
-    }
+    }  # fmt: skip

@@ -1,7 +1,5 @@
 """CIW by hand: spans, what the answer loses without them, and token weights."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -12,17 +10,7 @@ from hypothesis import strategies as st
 from megatron_ibpo.basics.records import token_ids
 from megatron_ibpo.credit.importance import importance_weights
 from megatron_ibpo.credit.spans import split_spans
-from support.credit_cases import (
-    EOS,
-    Loop,
-    algorithm,
-    by_kind,
-    fix_last,
-    group,
-    ids_of,
-    of_preset,
-    response,
-)
+from support.credit_cases import EOS, Loop, algorithm, by_kind, fix_last, group, ids_of, of_preset, response
 
 MASK = 0
 

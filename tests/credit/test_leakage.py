@@ -1,7 +1,5 @@
 """Corrections that take over a reference's answer and nothing else are flagged, and no others."""
 
-from __future__ import annotations
-
 import pytest
 
 from support.credit_cases import Loop, algorithm, group

@@ -1,7 +1,5 @@
 """Corrections as off-policy samples of the plain prompt: who joins, what the tokens lose, what it costs."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -249,10 +247,7 @@ def test_every_layout_gives_the_same_gradient_and_metrics(tmp_path):
     ("settings", "says"),
     [
         ({"ibpo_joint": True}, "a correction is trained on once"),
-        (
-            {"ibpo_operator": AGREEMENT},
-            "--ibpo-operator compare-and-correct has it",
-        ),
+        ({"ibpo_operator": AGREEMENT}, "--ibpo-operator compare-and-correct has it"),
         ({"advantages": "critic"}, "--advantages critic compares none"),
     ],
 )

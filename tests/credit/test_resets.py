@@ -1,7 +1,5 @@
 """Reset groups: from where a response goes on, what its suffixes are compared with, and what they cost."""
 
-from __future__ import annotations
-
 import asyncio
 
 import numpy as np
@@ -31,10 +29,7 @@ from support.credit_cases import (
 from support.sampling_cases import STEP, judge, make_prompts
 
 WRONG = [10, 11, 12, 14]
-RESETS = GSPO | {
-    "ibpo_operator": RESET_GROUPS,
-    "ibpo_corrections": 2,
-}
+RESETS = GSPO | {"ibpo_operator": RESET_GROUPS, "ibpo_corrections": 2}
 
 
 def test_a_wrong_response_goes_on_where_it_leaves_a_right_one_by_hand():

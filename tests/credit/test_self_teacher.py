@@ -1,7 +1,5 @@
 """Self-teacher credit by hand: what the teacher is asked, and what becomes of its answers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

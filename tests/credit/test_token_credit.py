@@ -1,7 +1,5 @@
 """Which tokens of a response learn how much, once its advantage is known (--token-credit)."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Prompts, tokenizers and the correction prompt."""
 
-from __future__ import annotations
-
 import json
 import random
 import signal
@@ -66,14 +64,9 @@ def sentencepiece_model(tmp_path_factory):
     )
     (path / "text").write_text(lines * 20)
     SentencePieceTrainer.train(
-        input=str(path / "text"),
-        model_prefix=str(path / "tokenizer"),
-        vocab_size=300,
-        byte_fallback=True,
-        hard_vocab_limit=False,
-        normalization_rule_name="identity",
-        minloglevel=2,
-    )
+        input=str(path / "text"), model_prefix=str(path / "tokenizer"), vocab_size=300, byte_fallback=True,
+        hard_vocab_limit=False, normalization_rule_name="identity", minloglevel=2,
+    )  # fmt: skip
     return path / "tokenizer.model"
 
 

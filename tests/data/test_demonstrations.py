@@ -1,7 +1,5 @@
 """Rows to learn from: which tokens are in the loss, and which rows are refused, with their place."""
 
-from __future__ import annotations
-
 import json
 
 import pyarrow as pa

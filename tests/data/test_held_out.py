@@ -1,7 +1,5 @@
 """Evaluation on prompts of the user's own where no others are named."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

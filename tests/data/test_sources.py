@@ -1,8 +1,6 @@
 """Prompts from files of every kind and size, mixed and filtered, in an order that depends on the position
 alone."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import json
@@ -303,10 +301,7 @@ DAMAGED = {
         r"rows\.parquet: not a parquet file, or cut off",
     ),
     "gz cut off": ({"rows.jsonl.gz": cut(gzip.compress(TEXT))}, r"rows\.jsonl\.gz: damaged or cut off"),
-    "arrow cut off": (
-        {"rows.arrow": as_arrow(rows(50))[:66]},
-        r"rows\.arrow: not an Arrow file, or cut off",
-    ),
+    "arrow cut off": ({"rows.arrow": as_arrow(rows(50))[:66]}, r"rows\.arrow: not an Arrow file, or cut off"),
     "UTF-16": (
         {"rows.jsonl": TEXT.decode().encode("utf-16")},
         r"rows\.jsonl: is UTF-16, expected UTF-8; `iconv",

@@ -1,7 +1,5 @@
 """Token edit distance and alignment, on every path, against tables by the book and rapidfuzz."""
 
-from __future__ import annotations
-
 import math
 import os
 import subprocess
@@ -27,13 +25,11 @@ from megatron_ibpo.edit_distance import (
     unmodified_mask,
 )
 from megatron_ibpo.edit_distance.rewrites import adaptive_threshold
-from support.alignment_oracle import canonical_matches, edits, most_matches
 
 ISAS = _edit_distance.supported_isas()
 ENGINES = ["", "packed", "stripes", "wavefront"]
 FEW = st.integers(0, 3)
 SMALL_IDS = st.lists(FEW, max_size=200)
-SHORT = st.lists(FEW, max_size=9)
 ANY_IDS = st.lists(
     st.sampled_from([0, 1, -1, 2**31 - 1, -(2**31), 2**61 - 1, 2**63 - 1, -(2**63), 2**18, 2**18 - 1]),
     max_size=70,
@@ -103,9 +99,9 @@ def test_known_distances(a, b, count, normalized):
 
 @given(SMALL_IDS, SMALL_IDS)
 @settings(max_examples=80)
-def test_equals_the_textbook_table_on_every_path(a, b):
+def test_equals_rapidfuzz_on_every_path(a, b):
     values = (*flatten([a]), *flatten([b]))
-    want = edits(a, b)
+    want = Levenshtein.distance(a, b)
     for isa in ISAS:
         for engine in ENGINES:
             got = _edit_distance.batch_distance(*values, None, 1, isa, engine)
@@ -115,10 +111,11 @@ def test_equals_the_textbook_table_on_every_path(a, b):
 @given(ANY_IDS, ANY_IDS)
 @settings(max_examples=50)
 def test_ids_of_any_size_and_sign(a, b):
-    assert distance(a, b, normalized=False) == edits(a, b)
-    mask, other, count = unmodified_mask([a], None, [b], None, return_other=True)
+    count = table(a, b)[-1][-1]  # rapidfuzz takes ids for equal whose hashes are
+    assert distance(a, b, normalized=False) == count
+    mask, other, counts = unmodified_mask([a], None, [b], None, return_other=True)
     assert list(zip(*map(np.flatnonzero, (mask, other)), strict=True)) == canonical_matches(a, b)
-    assert count.tolist() == [edits(a, b)]
+    assert counts.tolist() == [count]
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -178,14 +175,68 @@ def test_a_cutoff_decides_as_comparing_the_distance_itself_would(length, count, 
     assert distance(a, b, cutoff=count / length) == count / length
 
 
+def table(a, b) -> list[list[int]]:
+    """Wagner and Fischer's: entry [i][j] is the distance of the first i ids of a and the first j of b."""
+    rows = [list(range(len(b) + 1))]
+    for i, x in enumerate(a, 1):
+        row = [i]
+        above = rows[-1]
+        for j, y in enumerate(b, 1):
+            row.append(min(above[j] + 1, row[j - 1] + 1, above[j - 1] + (x != y)))
+        rows.append(row)
+    return rows
+
+
+def canonical_matches(a, b) -> list[tuple[int, int]]:
+    """Pairs of places that the canonical alignment matches, as unmodified_mask documents it."""
+    prefix = 0
+    while prefix < min(len(a), len(b)) and a[prefix] == b[prefix]:
+        prefix += 1
+    suffix = 0
+    while suffix < min(len(a), len(b)) - prefix and a[-1 - suffix] == b[-1 - suffix]:
+        suffix += 1
+    core = _core_matches(a[prefix : len(a) - suffix], b[prefix : len(b) - suffix])
+    return (
+        [(i, i) for i in range(prefix)]
+        + [(prefix + i, prefix + j) for i, j in core]
+        + [(len(a) - i, len(b) - i) for i in range(suffix, 0, -1)]
+    )
+
+
+def _core_matches(a, b) -> list[tuple[int, int]]:
+    cost = table(a, b)
+    ahead: dict[tuple[int, int], tuple[int, int]] = {
+        (len(a), len(b)): (0, 0)
+    }  # most matches to come, preference
+
+    def offer(i, j, matches, preference):
+        ahead[i, j] = max(ahead.get((i, j), (-1, 0)), (matches, preference))
+
+    for i in range(len(a), -1, -1):
+        for j in range(len(b), -1, -1):
+            if (i, j) not in ahead:
+                continue
+            matches = ahead[i, j][0]
+            if i and j and a[i - 1] == b[j - 1]:
+                offer(i - 1, j - 1, matches + 1, 3)
+                continue
+            if i and j and cost[i - 1][j - 1] + 1 == cost[i][j]:
+                offer(i - 1, j - 1, matches, 3)
+            if i and cost[i - 1][j] + 1 == cost[i][j]:
+                offer(i - 1, j, matches, 2)
+            if j and cost[i][j - 1] + 1 == cost[i][j]:
+                offer(i, j - 1, matches, 1)
+    i = j = 0
+    found = []
+    while (i, j) != (len(a), len(b)):
+        preference = ahead[i, j][1]
+        if preference == 3 and a[i] == b[j]:
+            found.append((i, j))
+        i, j = i + (preference != 1), j + (preference != 2)
+    return found
+
+
 # ------------------------------------------------------------------------------------------- alignment
-
-
-@given(SHORT, SHORT)
-@settings(max_examples=120)
-def test_no_alignment_of_least_cost_keeps_more(a, b):
-    mask, _ = unmodified_mask([a], None, [b], None)
-    assert mask.sum() == most_matches(a, b)
 
 
 @pytest.mark.parametrize("isa", ISAS)

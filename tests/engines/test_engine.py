@@ -1,7 +1,5 @@
 """Engines sample what they are asked, take new weights exactly, and leave nothing behind when they end."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import random
@@ -222,12 +220,7 @@ def test_on_gpus_vllm_records_routing_itself_by_the_blocks_of_its_prefix_cache(s
         ("next 0", "ipc", "enable_return_routed_experts=true", "use --use-rollout-routing-replay"),
         # weights that vLLM quantizes before it loads them
         ("dense 0", "ipc", "quantization=awq", r"quantization=awq: .* trainers send unquantized ones"),
-        (
-            "next 0",
-            "gloo",
-            SPECULATION,
-            "speculative decoding samples wrongly from models with delta nets",
-        ),
+        ("next 0", "gloo", SPECULATION, "speculative decoding samples wrongly from models with delta nets"),
         ("next 0", "ipc", "enable_prefix_caching=false", "vLLM records routing by the blocks of its prefix"),
     ],
     ids=["routing", "quantization", "speculation", "no cache for a record of routing"],

@@ -1,7 +1,5 @@
 """The lean back end: a policy that samples in the trainer's own process. (Beside vLLM's: test_engine.py.)"""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import subprocess

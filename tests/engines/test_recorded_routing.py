@@ -2,8 +2,6 @@
 to the engine. Turns of a conversation are the same with and without the prefix cache, and the record shows
 what came from it. With vLLM."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 
@@ -212,19 +210,12 @@ def bits(samples):
 def as_rows(samples):
     return [
         TrainSequence(
-            sample.prompt_token_ids,
-            sample.token_ids,
-            sample.loss_mask,
-            advantage=1.0 if number % 2 else -1.0,
-            weight=1 / len(samples),
-            prompt_index=number,
-            group=number,
-            index=0,
-            rollout_logprobs=sample.logprobs,
-            routed_experts=sample.routed_experts,
+            sample.prompt_token_ids, sample.token_ids, sample.loss_mask,
+            advantage=1.0 if number % 2 else -1.0, weight=1 / len(samples), prompt_index=number, group=number,
+            index=0, rollout_logprobs=sample.logprobs, routed_experts=sample.routed_experts,
         )
         for number, sample in enumerate(samples)
-    ]
+    ]  # fmt: skip
 
 
 @pytest.mark.engine

@@ -159,14 +159,10 @@ def test_trl_methods_are_tools_and_errors_are_their_answers(made):
     answers = [
         environment.step(message).messages[0]["content"]
         for message in (
-            call("guess", guess="crust"),
-            call("look"),
-            call("guess", word="crane"),
-            call("think"),
-            call("guess", guess="crane"),
-            call("guess", guess="crane"),
+            call("guess", guess="crust"), call("look"), call("guess", word="crane"), call("think"),
+            call("guess", guess="crane"), call("guess", guess="crane"),
         )
-    ]
+    ]  # fmt: skip
     prompt = [{"role": "user", "content": "Play."}]
     assert answers == [
         "2 letters are in it",

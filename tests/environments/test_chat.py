@@ -1,8 +1,6 @@
 """Conversations as token ids: what is written is only extended, and turns are read as the family writes
 them."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from itertools import takewhile
@@ -49,8 +47,7 @@ words = words.map(str.strip).filter(bool)
 arguments = st.fixed_dictionaries({"text": words, "count": st.integers(), "exact": st.booleans()})
 policy_ids = st.lists(st.integers(0, 255), max_size=8)
 answers = st.one_of(
-    words.map(lambda text: [{"role": "user", "content": text}]),
-    words.map(lambda text: [answer(text)]),
+    words.map(lambda text: [{"role": "user", "content": text}]), words.map(lambda text: [answer(text)])
 )
 
 

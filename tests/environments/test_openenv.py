@@ -1,7 +1,5 @@
 """Environments on a server that speaks OpenEnv's wire."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from threading import Thread
@@ -12,13 +10,7 @@ from megatron_ibpo.config import ConfigError, EnvironmentConfig
 from megatron_ibpo.environments.adapters import load_environment
 from megatron_ibpo.environments.processes import EnvironmentPool
 from megatron_ibpo.environments.protocol import EpisodeFaultError
-from support.openenv_server import (
-    BreaksTheConnection,
-    Observation,
-    create_app,
-    serving,
-    serving_connections,
-)
+from support.openenv_server import BreaksTheConnection, Observation, create_app, serving, serving_connections
 from support.players import call, say
 
 

@@ -1,8 +1,6 @@
 """Episodes in processes of their own: what dies, hangs or errs ends its own episode, with the kind of fault,
 and nothing is left running."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """Benchmark files as they are published, written small by hand: what is read, and what is refused where."""
 
-from __future__ import annotations
-
 import base64
 import gzip
 import json
@@ -159,17 +157,11 @@ def problem(**changes):
     return {
         "question_title": "Sum",
         "question_content": "Print the sum of two numbers.",
-        "platform": "atcoder",
-        "question_id": "x001_a",
-        "contest_id": "x001",
-        "contest_date": "2025-03-01T00:00:00",
-        "starter_code": "",
-        "difficulty": "easy",
-        "public_test_cases": json.dumps(public),
-        "private_test_cases": packed(private),
-        "metadata": "{}",
+        "platform": "atcoder", "question_id": "x001_a", "contest_id": "x001",
+        "contest_date": "2025-03-01T00:00:00", "starter_code": "", "difficulty": "easy",
+        "public_test_cases": json.dumps(public), "private_test_cases": packed(private), "metadata": "{}",
         **changes,
-    }
+    }  # fmt: skip
 
 
 CALL = json.dumps([{"input": "[1, 2]\n3", "output": "6", "testtype": "functional"}])

@@ -1,7 +1,5 @@
 """Evaluation against a policy and a verifier whose answers are known."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 
@@ -279,13 +277,9 @@ def test_several_samples_are_evaluated_in_all_ways_at_once():
     assert "by_prompt" not in metrics
     assert "pass@2 0.750, pass@4 1.000, maj@4 0.500, best-of-4 0.500" in str(result)
     assert result.by_prompt == {
-        "accuracy": [0.25, 0.75],
-        "greedy_accuracy": [1, 1],
-        "pass_at_2": [0.5, 1],
-        "pass_at_4": [1, 1],
-        "majority_accuracy": [0, 1],
-        "best_of_accuracy": [1, 0],
-    }
+        "accuracy": [0.25, 0.75], "greedy_accuracy": [1, 1], "pass_at_2": [0.5, 1], "pass_at_4": [1, 1],
+        "majority_accuracy": [0, 1], "best_of_accuracy": [1, 0],
+    }  # fmt: skip
 
 
 def test_one_sample_is_not_voted_on():

@@ -1,8 +1,6 @@
 """`ibpo evaluate`: what it is told, what it leaves, and two of them compared. Whole evaluations are in
 test_evaluation_run.py."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

@@ -1,7 +1,5 @@
 """Whole evaluations through the command: killed in the middle, and of a Megatron checkpoint."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """An evaluation that was interrupted goes on where it stopped, and never mixes two of them."""
 
-from __future__ import annotations
-
 import json
 import re
 

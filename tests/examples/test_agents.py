@@ -1,7 +1,5 @@
 """The bundled agents: two environments played by hand, their prompts, their warm starts, and runs."""
 
-from __future__ import annotations
-
 import itertools
 import json
 

@@ -1,7 +1,5 @@
 """Runs under SLURM and KubeRay go on where they were: their scripts, with stand-ins for what they call."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal
@@ -55,14 +53,10 @@ def slurm(tmp_path):
     def submit(**variables: str) -> subprocess.Popen:
         environment = os.environ | {
             "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
-            "SLURM_SUBMIT_DIR": str(tmp_path),
-            "SLURM_JOB_NODELIST": "node[1-3]",
-            "SLURM_JOB_NUM_NODES": "3",
-            "SLURM_JOB_ID": "7",
-            "RUN_DIR": str(tmp_path / "run"),
-            "HF_CHECKPOINT": "/models/a",
+            "SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_NODELIST": "node[1-3]", "SLURM_JOB_NUM_NODES": "3",
+            "SLURM_JOB_ID": "7", "RUN_DIR": str(tmp_path / "run"), "HF_CHECKPOINT": "/models/a",
             "STATE": "RUNNING",
-        }
+        }  # fmt: skip
         command = ["bash", "job.sh", "--lr", "1e-6"]
         jobs.append(
             subprocess.Popen(command, cwd=tmp_path, env=environment | variables, start_new_session=True)

@@ -1,8 +1,6 @@
 """Every family goes through the whole loop: three steps of a tiny random model with vLLM, in two processes,
 each update compared with what the engine holds. So do adapters, and the layer for multi-token prediction."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Training raises the reward: a whole run of the lean back end, from samples to weights and back."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The whole loop, through the door a user takes: the example script, a few steps long."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -237,13 +235,9 @@ def start_evaluation(*words):
     command = [sys.executable, "-m", "megatron_ibpo.commands.main", "evaluate", *map(str, words)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
-        command,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         start_new_session=True,
-    )
+    )  # fmt: skip
 
 
 @pytest.mark.slow

@@ -1,8 +1,6 @@
 """The methods that ask for further samples or passes, and an engine of one's own, three real steps each,
 through the example script."""
 
-from __future__ import annotations
-
 import json
 import math
 

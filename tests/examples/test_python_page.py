@@ -1,7 +1,5 @@
 """The examples of docs/python.md do what the page says, as they stand there."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """What a run does when it is asked to stop, when a process of it is killed, and when its disk is full."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """The suite's own tasks: what is asked, what is right, and what a student makes of it."""
 
-from __future__ import annotations
-
 import random
 import types
 

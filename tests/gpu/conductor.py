@@ -4,8 +4,6 @@ Only the standard library is imported: whatever is broken on a machine must not 
 written anew after each part, so that a run that is cut off leaves what it had.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,8 +1,6 @@
 """These tests are collected everywhere and run where there is a CUDA device. `bash tests/gpu.sh`
 runs them, also under compute-sanitizer."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,13 +1,9 @@
 """What a part of `tests/gpu.sh` is told, and how it tells what it found."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-__all__ = ["LARGE_BYTES", "Job", "Skipped", "check"]
 
 LARGE_BYTES = 64 * 2**30
 """A GPU with at least so much memory gets the sizes that reports are about; a smaller one gets smaller."""

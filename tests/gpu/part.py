@@ -1,7 +1,5 @@
 """The process of one part: runs `parts.<name>.run(job)` and notes how it ended."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import sys

@@ -1,14 +1,10 @@
 """Another process that answers one call at a time, in the manner of `weights.transfer.link.EngineLink`."""
 
-from __future__ import annotations
-
 import multiprocessing
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
-
-__all__ = ["PipeLink", "beside"]
 
 TIMEOUT_S = 60.0
 

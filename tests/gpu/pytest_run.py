@@ -1,7 +1,5 @@
 """pytest in a process of its own, and what it counted."""
 
-from __future__ import annotations
-
 import importlib.util
 import subprocess
 import sys
@@ -10,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from job import Skipped
-
-__all__ = ["run_pytest"]
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 

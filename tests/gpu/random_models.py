@@ -3,8 +3,6 @@
 directory = make_random_model(path, SHAPES["qwen3"], device, seed=0)
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -14,8 +12,6 @@ from safetensors.torch import save_file
 
 from megatron_ibpo.models import ModelShape, read_hf_config
 from megatron_ibpo.weights.layout.export import metadata_of
-
-__all__ = ["SHAPES", "TINY_SHAPES", "make_random_model"]
 
 MODELS = Path(__file__).resolve().parents[2] / "examples/models"
 
@@ -27,37 +23,21 @@ def _published(name: str) -> dict[str, Any]:
 
 QWEN3 = _published("qwen3_0_6b")
 QWEN3_NEXT = _published("qwen3_next_80b_a3b") | {
-    "hidden_size": 1024,
-    "intermediate_size": 2560,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 8,
-    "linear_num_key_heads": 8,
-    "linear_num_value_heads": 16,
-    "num_experts": 32,
-    "num_experts_per_tok": 4,
-}
+    "hidden_size": 1024, "intermediate_size": 2560, "num_hidden_layers": 12, "num_attention_heads": 8,
+    "linear_num_key_heads": 8, "linear_num_value_heads": 16, "num_experts": 32, "num_experts_per_tok": 4,
+}  # fmt: skip
 """About 1B parameters with the proportions of Qwen3-Next-80B-A3B: half its width, a quarter of its layers, a
 sixteenth of its experts."""
 
 _TINY = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "vocab_size": 512,
-}
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 512,
+}  # fmt: skip
 _TINY_NEXT = {
-    "linear_key_head_dim": 32,
-    "linear_num_key_heads": 2,
-    "linear_value_head_dim": 32,
-    "linear_num_value_heads": 4,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
+    "linear_key_head_dim": 32, "linear_num_key_heads": 2, "linear_value_head_dim": 32,
+    "linear_num_value_heads": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 32,
-}
+}  # fmt: skip
 
 SHAPES: dict[str, dict[str, Any]] = {"qwen3": QWEN3, "qwen3_next": QWEN3_NEXT}
 TINY_SHAPES: dict[str, dict[str, Any]] = {

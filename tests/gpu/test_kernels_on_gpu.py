@@ -1,7 +1,5 @@
 """The whole suite of the kernels on a GPU, and what only a GPU can show: real bf16, sizes, memory."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """One trainer as the driver uses it, in this process: no Ray, no engine, random responses."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,8 +17,6 @@ from megatron_ibpo.models import forward_flops, read_hf_config
 
 if not hasattr(torch.accelerator, "empty_host_cache"):  # torch 2.11 has it by another name
     torch.accelerator.empty_host_cache = lambda: torch._C._host_emptyCache()
-
-__all__ = ["Load", "OneRank", "load_of", "make_config", "make_sequences", "model_of", "start_policy"]
 
 
 @dataclass(frozen=True)
@@ -62,10 +58,7 @@ def make_config(job: Job, model: Path, load: Load, **sections: Any) -> Config:
     """A run's settings, with a learning rate at which five steps show."""
     return Config(
         model=ModelConfig(
-            hf_checkpoint=model,
-            bf16=job.on_gpu,
-            allow_local_modules=True,
-            max_tokens_per_gpu=load.max_tokens,
+            hf_checkpoint=model, bf16=job.on_gpu, allow_local_modules=True, max_tokens_per_gpu=load.max_tokens
         ),
         optimizer=OptimizerConfig(lr=1e-4, lr_decay_style="constant", lr_warmup_fraction=0),
         rollout=RolloutConfig(rollout_max_context_len=load.context, rollout_max_response_len=load.response),
@@ -80,17 +73,13 @@ def make_sequences(load: Load, vocabulary: int, seed: int = 0) -> list[TrainSequ
         TrainSequence(
             token_ids(generator.integers(vocabulary, size=load.prompt).tolist()),
             token_ids(generator.integers(vocabulary, size=length).tolist()),
-            np.ones(length, bool),
-            advantage=1.0 if number % 2 else -0.5,
-            weight=1.0 / load.sequences,
-            prompt_index=number // 2,
-            group=number // 2,
-            index=number % 2,
+            np.ones(length, bool), advantage=1.0 if number % 2 else -0.5, weight=1.0 / load.sequences,
+            prompt_index=number // 2, group=number // 2, index=number % 2,
         )
         for number, length in enumerate(
             np.linspace(load.response // 8, load.response, load.sequences).astype(int)
         )
-    ]
+    ]  # fmt: skip
 
 
 class OneRank:

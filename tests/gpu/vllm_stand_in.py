@@ -2,8 +2,6 @@
 buffers by memory handles, with vLLM's names, arguments and order of events. Nothing else of vLLM is there.
 """
 
-from __future__ import annotations
-
 import sys
 import types
 from dataclasses import dataclass
@@ -12,8 +10,6 @@ from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import reduce_tensor
-
-__all__ = ["install"]
 
 
 @dataclass

@@ -1,16 +1,12 @@
 """The few small packages that `tests/gpu.sh` needs beside torch, Triton and transformers, for a machine
 without a network: downloaded elsewhere, and unpacked for one run. Nothing is installed."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys
 import zipfile
 from importlib import metadata
 from pathlib import Path
-
-__all__ = ["download", "for_other_pythons", "unpack"]
 
 REQUIREMENTS = Path(__file__).resolve().parent.parent.parent / "requirements"
 PACKAGES = (

@@ -1,7 +1,5 @@
 """The house: a room is a folder, imports run down the list of rooms, heavy libraries stay in theirs."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import subprocess

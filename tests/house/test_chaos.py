@@ -1,7 +1,5 @@
 """What the campaign of kills (tests/chaos.sh) concludes from a journal and from its own records."""
 
-from __future__ import annotations
-
 import errno
 import os
 import subprocess
@@ -11,7 +9,7 @@ import pytest
 from chaos.campaign import failing_disk
 from chaos.faults import Fault, wrong_end
 from chaos.journal_audit import audit
-from chaos.results import append, beyond_start, read, so_far, table
+from chaos.results import append, read, so_far
 
 from megatron_ibpo.journal import ClosedBatch, DroppedGroup, Journal
 from support.journals import group, make_sample, response
@@ -69,31 +67,6 @@ def test_a_campaign_goes_on_after_its_last_run(tmp_path):
     append(path, [kill(0), kill(0), {"kind": "run", "seed": 7, "run": 0}])
     append(path, [{"kind": "kill", "seed": 8, "run": 4}])
     assert so_far(read(path), seed=7) == (2, 1)
-
-
-def test_recovery_is_told_with_and_without_the_start_of_what_replaces():
-    engine = kill(0, recovery_seconds=2.0, engine_start_seconds=9.0, replaced_seconds=12.0)
-    assert beyond_start(engine) == 3.0
-    assert beyond_start(kill(0, recovery_seconds=2.0, engine_start_seconds=9.0, replaced_seconds=None)) == 2.0
-    assert beyond_start(kill(0, "trainer", recovery_seconds=8.0, start_seconds=5.0)) == 3.0
-    driver = kill(0, "driver", recovery_seconds=25.0, start_seconds=21.0, driver_status=-9)
-    assert beyond_start(driver) == 4.0
-    alone = kill(0, recovery_seconds=11.0, engine_start_seconds=9.0, replaced_seconds=12.0, engines_left=0)
-    assert beyond_start(alone) == 2.0
-    hung = kill(0, "host", "SIGSTOP", recovery_seconds=6.5, time_out_seconds=5.0)
-    assert beyond_start(hung) == 1.5
-    idle = kill(0, "verifier", "SIGSTOP", recovery_seconds=0.5, time_out_seconds=5.0)
-    assert beyond_start(idle) == 0.5, "no step waited for it"
-    rows = table([engine, kill(0, recovery_seconds=5.0), driver]).splitlines()
-    assert rows[2:] == [
-        "| driver | SIGKILL | 1 | 25.0 s, 25.0 s | 4.0 s, 4.0 s |",
-        "| engine | SIGKILL | 2 | 3.5 s, 5.0 s | 4.0 s, 5.0 s |",
-    ]
-
-
-def test_a_death_with_torn_files_is_of_a_kind_of_its_own():
-    torn = kill(0, "driver", torn="journal", recovery_seconds=25.0, start_seconds=21.0, driver_status=-9)
-    assert table([torn]).endswith("| driver | SIGKILL, torn journal | 1 | 25.0 s, 25.0 s | 4.0 s, 4.0 s |")
 
 
 GONE = Fault("gcs", "SIGKILL")

@@ -1,7 +1,5 @@
 """Every command of every document is one that a fresh clone can run: its script and its flags exist."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os
@@ -205,14 +203,10 @@ def test_every_command_shows_its_help_from_any_directory(tmp_path):
     asked = {
         name: subprocess.Popen(
             ["bash", str(ROOT / "tools/ibpo.sh"), *name.split(), "--help"],
-            cwd=tmp_path,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+            cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )
         for name in ["", "train", "convert to-hf"]
-    }
+    }  # fmt: skip
     for name, process in asked.items():
         shown, errors = process.communicate(timeout=120)
         assert process.returncode == 0, errors

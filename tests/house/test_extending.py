@@ -1,7 +1,5 @@
 """The examples of docs/extending.md and docs/rewards.md do what the pages say, as they stand there."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The launcher of multi-process tests: results come back, failures are loud, nothing is left running."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

@@ -1,7 +1,5 @@
 """Setting up: the bootstrap's steps and failures, the pinned sets, and what the package imports."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os
@@ -452,13 +450,9 @@ def run_python(arguments, *, cwd, stdin="", python_path=""):
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     done = subprocess.run(
         [sys.executable, *arguments],
-        cwd=cwd,
-        input=stdin,
-        capture_output=True,
-        text=True,
-        timeout=120,
+        cwd=cwd, input=stdin, capture_output=True, text=True, timeout=120,
         env=kept | {"PYTHONPATH": python_path},
-    )
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done
 

@@ -1,7 +1,5 @@
 """Programs that pip does not have are installed where apt-get may, and named where it may not."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -22,12 +20,8 @@ def path_of(program):
 def run(programs, *names):
     return subprocess.run(
         [path_of("bash"), SCRIPT, *names],
-        env={"PATH": str(programs)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
+        env={"PATH": str(programs)}, capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
 
 
 @pytest.fixture

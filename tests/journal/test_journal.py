@@ -1,7 +1,5 @@
 """The journal: what it said is on disk comes back bit for bit, whatever dies and whatever is damaged."""
 
-from __future__ import annotations
-
 import functools
 import os
 import shutil

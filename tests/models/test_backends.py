@@ -1,7 +1,5 @@
 """Which libraries compute the layers: found, refused where they are missing, and said at the start."""
 
-from __future__ import annotations
-
 import json
 import re
 import types
@@ -79,8 +77,7 @@ def test_versions_of_triton_that_compile_wrong_gradients_are_refused(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(
-        "megatron_ibpo.models.backends.import_module",
-        lambda name: types.SimpleNamespace(__version__=triton),
+        "megatron_ibpo.models.backends.import_module", lambda name: types.SimpleNamespace(__version__=triton)
     )
     if is_refused:
         with pytest.raises(

@@ -4,8 +4,6 @@ In float64, where a difference is not a matter of rounding. The trainer's own la
 `test_trainer.py`, `test_critic.py` and `test_resharding.py`.
 """
 
-from __future__ import annotations
-
 import random
 import subprocess
 import sys
@@ -266,14 +264,9 @@ def loss_and_gradients(world, path, parallel_config, libraries=LOCAL):
 
     model.zero_grad_buffer()
     get_forward_backward_func()(
-        forward_step_func=forward,
-        data_iterator=iter(batches),
-        model=[model],
-        num_microbatches=len(batches),
-        seq_length=1,
-        micro_batch_size=1,
-        forward_only=False,
-    )
+        forward_step_func=forward, data_iterator=iter(batches), model=[model], num_microbatches=len(batches),
+        seq_length=1, micro_batch_size=1, forward_only=False,
+    )  # fmt: skip
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(parameter.main_grad)

@@ -1,7 +1,5 @@
 """A family of models is a module and a line of the table: a new one is read, built, converted and costed."""
 
-from __future__ import annotations
-
 import ast
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """The gated delta net's pieces against their definitions, token by token and sequence by sequence."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from unittest import mock
 

@@ -9,8 +9,6 @@ for that, what Transformer Engine and flash-linear-attention compute. transforme
 plain torch.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import importlib.util
@@ -259,14 +257,9 @@ def megatron_result(world, path, parallel_config, bf16, libraries):
 
     model.zero_grad_buffer()
     get_forward_backward_func()(
-        forward_step_func=forward,
-        data_iterator=None,
-        model=[model],
-        num_microbatches=1,
-        seq_length=sum(LENGTHS),
-        micro_batch_size=1,
-        forward_only=False,
-    )
+        forward_step_func=forward, data_iterator=None, model=[model], num_microbatches=1,
+        seq_length=sum(LENGTHS), micro_batch_size=1, forward_only=False,
+    )  # fmt: skip
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(parameter.main_grad)

@@ -4,8 +4,6 @@ layout, the policy beside it is the same bit for bit, and what was trained is ex
 Gradients are read off the weights, as in test_trainer.
 """
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -131,10 +129,7 @@ def trained_once(world, cases, rows):
     return found
 
 
-LAYOUTS = {
-    1: [layout()],
-    2: [layout(tp=2, ep=2), layout(ep=2, distributed_optimizer=True)],
-}
+LAYOUTS = {1: [layout()], 2: [layout(tp=2, ep=2), layout(ep=2, distributed_optimizer=True)]}
 DENSE_LAYOUTS = {1: [layout()], 2: [layout(tp=2)]}
 
 

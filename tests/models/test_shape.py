@@ -1,7 +1,5 @@
 """config.json is read in old and new spelling; every layout that cannot work is refused with its reason."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -147,10 +145,7 @@ def test_heads_that_share_nothing_and_sizes_that_are_null_follow_from_the_rest(t
         ({key: value for key, value in NEXT_80B.items() if key != "num_experts"}, "num_experts must be"),
         ({**NEXT_80B, "attention_bias": True}, "attention_bias=True is not supported"),
         ({**NEXT_80B, "mlp_only_layers": [0]}, "mlp_only_layers=[0] is not supported"),
-        (
-            {**NEXT_80B, "rope_scaling": {"type": "yarn"}},
-            "yarn over 0.25 of a head is not supported",
-        ),
+        ({**NEXT_80B, "rope_scaling": {"type": "yarn"}}, "yarn over 0.25 of a head is not supported"),
         ({**LLAMA_31_8B, "rope_scaling": {"type": "dynamic"}}, "rope type 'dynamic' is not supported"),
         ({**LLAMA_31_8B, "rope_scaling": 3}, "rope_scaling must be an object"),
         ({**LLAMA_31_8B, "rope_scaling": {"type": "linear"}}, "needs a factor of at least 1, has None"),

@@ -4,8 +4,6 @@ Transformer Engine needs a GPU. Its classes are stood in for (`te_stand_in`), Me
 them are real, and both models are built on the meta device as rank 0 of a TP2 layout.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -3,8 +3,6 @@
 Logits and gradients of models with 211 token ids against transformers: tests/models/test_model_parity.py.
 """
 
-from __future__ import annotations
-
 import functools
 import random
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A machine that is measured, the run that is predicted by it, and how far off that was."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -112,14 +110,10 @@ def test_rates_are_operations_and_bytes_over_the_shortest_time():
 
 def sample(prompt: int, written: int) -> Sample:
     return Sample(
-        prompt_token_ids=token_ids([1] * prompt),
-        token_ids=token_ids([1] * written),
-        logprobs=np.zeros(written, np.float32),
-        finish_reason="stop",
-        temperature=1.0,
-        versions=((0, 0),),
+        prompt_token_ids=token_ids([1] * prompt), token_ids=token_ids([1] * written),
+        logprobs=np.zeros(written, np.float32), finish_reason="stop", temperature=1.0, versions=((0, 0),),
         loss_mask=np.ones(written, bool),
-    )
+    )  # fmt: skip
 
 
 def test_a_step_is_described_by_what_it_had_to_do():
@@ -167,18 +161,11 @@ def test_a_run_is_predicted_by_its_own_machine_alone(config, tmp_path):
 
 def test_gpus_are_known_by_the_names_that_they_give_themselves(config):
     names = {
-        "NVIDIA H100 80GB HBM3": "h100",
-        "NVIDIA H200": "h200",
-        "NVIDIA H20": "h20",
-        "NVIDIA A100-SXM4-80GB": "a100",
-        "NVIDIA GB200": "gb200",
-        "NVIDIA B200": "b200",
-        "AMD Instinct MI300X": "mi300x",
-        "NVIDIA A100-SXM4-40GB": None,
-        "NVIDIA H100 PCIe": None,
-        "NVIDIA GeForce RTX 4090": None,
-        "CPU": None,
-    }
+        "NVIDIA H100 80GB HBM3": "h100", "NVIDIA H200": "h200", "NVIDIA H20": "h20",
+        "NVIDIA A100-SXM4-80GB": "a100", "NVIDIA GB200": "gb200", "NVIDIA B200": "b200",
+        "AMD Instinct MI300X": "mi300x", "NVIDIA A100-SXM4-40GB": None, "NVIDIA H100 PCIe": None,
+        "NVIDIA GeForce RTX 4090": None, "CPU": None,
+    }  # fmt: skip
     assert {name: kind_of(name) for name in names} == names
     model = ROOT / "examples/models/qwen3_4b"
     config = parse_config(
@@ -243,12 +230,8 @@ def test_a_calibrated_machine_predicts_a_run(tmp_path):
     for command in (["calibrate", *flags], ["train", *flags, *few, "--run-dir", str(run_dir)]):
         done = subprocess.run(
             [sys.executable, "-m", "megatron_ibpo.commands.main", *command],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=280,
-            check=False,
-        )
+            cwd=ROOT, capture_output=True, text=True, timeout=280, check=False,
+        )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
     error = json.loads((run_dir / "summary.json").read_text())["prediction_error"]
     assert set(error) == {"sampling", "training", "weights", "step"}

@@ -1,7 +1,5 @@
 """The dry run: right about what can be checked by hand, and it refuses what cannot work."""
 
-from __future__ import annotations
-
 import io
 import json
 import os
@@ -390,12 +388,7 @@ def test_more_ranks_than_key_value_heads_are_planned(planner, model, world_size,
         (NEXT_80B, 32, ["--recompute-granularity", "none"], "training takes .* GiB on rank"),
         (NEXT_80B, 32, ["--vllm-gpu-memory-utilization", "0.97"], "a starting engine needs that share"),
         (NEXT_80B, 32, ["--vllm-kv-cache-bytes", "1000000"], "does not hold one context of 32768 tokens"),
-        (
-            DENSE_32B,
-            32,
-            ["--rollout-num-gpus-per-engine", "3"],
-            "must divide the number of trainers",
-        ),
+        (DENSE_32B, 32, ["--rollout-num-gpus-per-engine", "3"], "must divide the number of trainers"),
         (DENSE_32B, 32, ["--expert-model-parallel-size", "2"], "has no experts"),
         (DENSE_32B, 32, ["--rollout-max-context-len", "65536"], "exceeds the model's 40960 positions"),
         (DENSE_32B, 8, [], "training takes .* GiB on rank"),
@@ -551,26 +544,15 @@ def kept_by_a_pass(directory: Path) -> tuple[int, float]:
 
 SHRUNK = {
     DENSE_32B: {
-        "hidden_size": 640,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 1,
-        "intermediate_size": 3200,
+        "hidden_size": 640, "num_attention_heads": 8, "num_key_value_heads": 1, "intermediate_size": 3200,
     },
     NEXT_80B: {
-        "hidden_size": 512,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 1,
-        "head_dim": 128,
-        "num_experts": 16,
-        "num_experts_per_tok": 4,
-        "moe_intermediate_size": 128,
-        "shared_expert_intermediate_size": 128,
-        "linear_num_key_heads": 4,
-        "linear_num_value_heads": 8,
-        "linear_key_head_dim": 64,
-        "linear_value_head_dim": 64,
+        "hidden_size": 512, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 128,
+        "num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 128,
+        "shared_expert_intermediate_size": 128, "linear_num_key_heads": 4, "linear_num_value_heads": 8,
+        "linear_key_head_dim": 64, "linear_value_head_dim": 64,
     },
-}
+}  # fmt: skip
 
 
 @pytest.mark.world

@@ -1,7 +1,5 @@
 """Predictions of a run: what is said of it, the search for layouts, and the picture of a step."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import matplotlib.image

@@ -1,7 +1,5 @@
 """The roofline: each term by hand on round hardware, and what must follow from the whole."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Provides the models that trainers are tested with."""
 
-from __future__ import annotations
-
 import pytest
 
 from support.tiny_models import make_qwen3, make_qwen3_next

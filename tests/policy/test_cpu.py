@@ -1,7 +1,5 @@
 """What stands in for CUDA on a machine without it, and that it stands where megatron-core asks for it."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import re
@@ -20,25 +18,13 @@ TYPE_LITERAL = re.compile(r"""["']torch\.cuda\.\w+Tensor["']""")
 CUDA_CALL = re.compile(r"torch\.cuda\.(\w+)\(")
 
 ROOMS = (
-    "dist_checkpointing",
-    "distributed/param_and_grad_buffer.py",
-    "distributed/distributed_data_parallel.py",
-    "distributed/finalize_model_grads.py",
-    "models/common",
-    "models/gpt",
-    "optimizer",
-    "pipeline_parallel/p2p_communication.py",
-    "pipeline_parallel/schedules.py",
-    "ssm/gated_delta_net",
-    "tensor_parallel",
-    "transformer/attention.py",
-    "transformer/mlp.py",
-    "transformer/moe",
-    "transformer/transformer_block.py",
-    "transformer/transformer_layer.py",
-    "transformer/utils.py",
+    "dist_checkpointing", "distributed/param_and_grad_buffer.py", "distributed/distributed_data_parallel.py",
+    "distributed/finalize_model_grads.py", "models/common", "models/gpt", "optimizer",
+    "pipeline_parallel/p2p_communication.py", "pipeline_parallel/schedules.py", "ssm/gated_delta_net",
+    "tensor_parallel", "transformer/attention.py", "transformer/mlp.py", "transformer/moe",
+    "transformer/transformer_block.py", "transformer/transformer_layer.py", "transformer/utils.py",
     "utils.py",
-)
+)  # fmt: skip
 """Parts of megatron.core that a trainer executes."""
 
 SITES = "277 lines, fc2e76ea"
@@ -122,13 +108,7 @@ def test_without_cuda_the_cpu_answers_once_it_is_asked_to():
     """Importing the package changes nothing; and Megatron may have been imported before."""
     (facts,) = run_ranks(stand_ins_at_work, 1)
     assert facts == {
-        "before": "torch.cuda.streams",
-        "available": False,
-        "device": torch.device("cpu"),
-        "literal": torch.device("cpu"),
-        "elsewhere": "torch.FloatTensor",
-        "seeds the CPU": True,
-        "streams": True,
-        "moved": "cpu",
-        "fused": torch.Size([2, 2]),
-    }
+        "before": "torch.cuda.streams", "available": False, "device": torch.device("cpu"),
+        "literal": torch.device("cpu"), "elsewhere": "torch.FloatTensor", "seeds the CPU": True,
+        "streams": True, "moved": "cpu", "fused": torch.Size([2, 2]),
+    }  # fmt: skip

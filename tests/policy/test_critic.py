@@ -1,7 +1,5 @@
 """The critic: its loss by hand, the same values and gradients under every layout, and resuming."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What must be the same bit for bit: settings that differ in name only move the weights alike."""
 
-from __future__ import annotations
-
 import hashlib
 import random
 from dataclasses import replace

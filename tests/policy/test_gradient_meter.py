@@ -1,7 +1,5 @@
 """The gradient meter: exact against autograd, the same under every layout, and no part of training."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from itertools import pairwise

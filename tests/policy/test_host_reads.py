@@ -1,8 +1,6 @@
 """What the host waits for while it launches an update: on a GPU every read of a tensor's value waits for all
 the work before it. Counted on the CPU, where the same calls read. Not run on a GPU."""
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from pathlib import Path

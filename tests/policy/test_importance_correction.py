@@ -1,7 +1,5 @@
 """Importance corrections by hand: what weighs how much, and what is counted as cut."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 
@@ -126,10 +124,7 @@ def test_how_sequences_are_cut_into_micro_batches_changes_nothing(ratios):
     ("settings", "says"),
     [
         ({"use_tis": True, "icepop": (0.5, 5.0)}, "--use-tis and --icepop both weight tokens"),
-        (
-            {"use_tis": True, "old_logprobs": "engine"},
-            "--use-tis cannot be combined with --old-logprobs",
-        ),
+        ({"use_tis": True, "old_logprobs": "engine"}, "--use-tis cannot be combined with --old-logprobs"),
         ({"icepop": (1.1, 5.0)}, r"--icepop: must be two bounds LOW HIGH with 0 <= LOW < 1 < HIGH"),
         ({"sequence_rejection": (1.1, 2.0)}, "--sequence-rejection: must be two bounds"),
         ({"sequence_rejection": (0.9, math.inf)}, "--sequence-rejection: must be a finite number"),

@@ -1,7 +1,5 @@
 """An interleaved pipeline, where ranks hold several pieces of the model each, trains as one process does."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest
@@ -143,11 +141,7 @@ def test_activations_are_counted_by_what_the_schedule_keeps_alive(models):
     assert [own - before for own, before in zip(pieces, plain, strict=True)] == [once / 2, once / 2]
 
 
-@given(
-    st.lists(st.integers(1, 30), min_size=1, max_size=40),
-    st.integers(1, 4),
-    st.integers(1, 5),
-)
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=40), st.integers(1, 4), st.integers(1, 5))
 def test_micro_batches_of_nothing_fill_up_to_what_the_schedule_takes(lengths, ranks, multiple):
     shares = deal(lengths, ranks, planned.cost)
     filled = cut_shares(shares, lengths, 40, planned.cost, multiple)

@@ -1,7 +1,5 @@
 """Low-rank adapters: gradients, layouts, checkpoints, and what PEFT makes of them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Megatron's other ways to keep an optimizer and to reduce gradients take the same steps."""
 
-from __future__ import annotations
-
 from functools import partial
 from unittest import mock
 
@@ -16,10 +14,7 @@ from support.tiny_models import make_qwen3
 from support.train_sequences import sequences
 from support.trainers import close_trainer, config_for, open_trainer, weights_of
 
-OVERLAP = {
-    "whole": ParallelConfig(),
-    "sharded": ParallelConfig(use_distributed_optimizer=True),
-}
+OVERLAP = {"whole": ParallelConfig(), "sharded": ParallelConfig(use_distributed_optimizer=True)}
 
 
 def overlapped(world, hf_dir, rows):

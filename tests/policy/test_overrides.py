@@ -1,7 +1,5 @@
 """Fields of Megatron's own configurations, set by name: checked, applied, shown and counted."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 
 import pytest
@@ -120,15 +118,9 @@ def test_everything_that_follows_from_the_rest_is_refused(shapes):
     from megatron_ibpo.policy.model import _own_fields
 
     choices = {
-        "apply_rope_fusion",
-        "batch_p2p_comm",
-        "bias_activation_fusion",
-        "masked_softmax_fusion",
-        "moe_permute_fusion",
-        "moe_router_dtype",
-        "moe_token_dispatcher_type",
-        "overlap_p2p_comm",
-    }
+        "apply_rope_fusion", "batch_p2p_comm", "bias_activation_fusion", "masked_softmax_fusion",
+        "moe_permute_fusion", "moe_router_dtype", "moe_token_dispatcher_type", "overlap_p2p_comm",
+    }  # fmt: skip
     set_by_us = {name for shape in shapes.values() for name in _own_fields(shape, Config(), use_te=True)}
     assert set_by_us - MODEL_OURS.keys() - ENTRIES.keys() == choices
     assert MODEL_OURS.keys() | UNCOUNTED.keys() <= {field.name for field in fields(TransformerConfig)}

@@ -1,7 +1,5 @@
 """Weights that are gathered while the next forward pass computes are those that were gathered before it."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from functools import partial
 from typing import Any

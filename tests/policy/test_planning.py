@@ -1,7 +1,5 @@
 """The driver's half of packing: every sequence travels once, to one rank, and is packed there."""
 
-from __future__ import annotations
-
 import pickle
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The environment of a trainer's process: what its libraries find before they are imported."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The reference policy: its weights take the policy's place for a pass of log-probs, and leave no trace."""
 
-from __future__ import annotations
-
 from functools import partial
 from itertools import chain
 

@@ -1,7 +1,5 @@
 """A training run's checkpoint goes on under another layout as under its own, optimizer included."""
 
-from __future__ import annotations
-
 import pytest
 
 from support import planned
@@ -74,8 +72,7 @@ def second_update(world, saving, hf_dir, directory, parallel, pieces):
 
 
 @pytest.mark.parametrize(
-    "pairs",
-    [pytest.param(QUICK, id="each kind"), pytest.param(REST, id="more", marks=pytest.mark.slow)],
+    "pairs", [pytest.param(QUICK, id="each kind"), pytest.param(REST, id="more", marks=pytest.mark.slow)]
 )
 def test_another_layout_goes_on_from_the_same_state(tmp_path, pairs):
     """All pairs of a size share a world."""

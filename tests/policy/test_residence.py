@@ -1,7 +1,5 @@
 """A trainer whose memory is given back while engines sample computes what it would have computed with it."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path

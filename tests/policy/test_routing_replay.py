@@ -4,8 +4,6 @@ every pass, layout and recomputation.
 Gradients are read off the weights, as in `test_trainer`.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -56,13 +54,9 @@ def own_choices(trainer, rows):
     found = []
     share = planned.own_share(plan_forward, rows, trainer.config)
     infer(
-        trainer.chunks,
-        packed(share),
-        trainer._logprob_output,
-        trainer.world.device,
-        routing=trainer.routing,
+        trainer.chunks, packed(share), trainer._logprob_output, trainer.world.device, routing=trainer.routing,
         records=found,
-    )
+    )  # fmt: skip
     return [ids for _, ids in sorted(found, key=lambda pair: pair[0])]
 
 
@@ -169,10 +163,7 @@ def agree(found, expected):
         assert own_metrics[name] == pytest.approx(metrics[name], rel=2e-4, abs=1e-6), name
 
 
-RECOMPUTED = [
-    {"recompute": "full"},
-    {"recompute": "selective", "overrides": ("recompute_modules=[moe]",)},
-]
+RECOMPUTED = [{"recompute": "full"}, {"recompute": "selective", "overrides": ("recompute_modules=[moe]",)}]
 
 
 @pytest.mark.world
@@ -204,8 +195,7 @@ MORE = {
 
 @pytest.mark.world
 @pytest.mark.parametrize(
-    "layouts",
-    [pytest.param({2: TWO}, id="each kind"), pytest.param(MORE, id="more", marks=pytest.mark.slow)],
+    "layouts", [pytest.param({2: TWO}, id="each kind"), pytest.param(MORE, id="more", marks=pytest.mark.slow)]
 )
 def test_choices_are_replayed_alike_under_every_layout(model, layouts):
     rows = with_strange_choices(sequences(6))

@@ -1,21 +1,22 @@
 """A checkpoint that is written while training goes on."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import io
 import json
 import os
 import threading
+import weakref
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from megatron_ibpo.weights.formats.retention import Keep
 from support import planned
-from support.allocations import Allocations
 from support.layouts import layout
 from support.ranks import run_ranks
 from support.tiny_models import make_qwen3
@@ -120,6 +121,41 @@ def while_training(world, hf_dir, rows, directory):
     found["kept"] = there()
     close_trainer()
     return found
+
+
+class Allocations(TorchDispatchMode):
+    """Within, storages that operators of this thread make are counted in `present` until nobody holds them.
+
+    What was there before is not counted.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.present = self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for storage in _storages((args, kwargs)):
+            self._know(storage, 0)
+        made = function(*args, **(kwargs or {}))
+        for storage in _storages(made):
+            self._know(storage, storage.nbytes())
+        self.peak = max(self.peak, self.present)
+        return made
+
+    def _know(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
+        if storage._cdata not in self._known:
+            self._known.add(storage._cdata)
+            self.present += num_bytes
+            weakref.finalize(storage, self._gone, storage._cdata, num_bytes)
+
+    def _gone(self, number: int, num_bytes: int) -> None:
+        self._known.discard(number)
+        self.present -= num_bytes
+
+
+def _storages(tree: Any) -> list[torch.UntypedStorage]:
+    return [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def of_a_sharded_optimizer(world, hf_dir, rows, directory):

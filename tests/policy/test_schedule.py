@@ -1,7 +1,5 @@
 """Learning rate, warm-up and weight decay: by hand, and after a resume."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -4,8 +4,6 @@ Gradients are read off the weights: with a huge Adam epsilon a first step moves 
 lr / epsilon times its gradient.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 
@@ -124,13 +122,9 @@ def updates_under_cuts(world, hf_dir, reference, rows, cuts):
     found = []
     for max_tokens, log_probs_tokens in cuts:
         config = config_for(
-            layout(),
-            max_tokens=max_tokens,
-            log_probs_tokens=log_probs_tokens,
-            num_steps_per_rollout=2,
-            kl_coef=0.5,
-            use_tis=True,
-        )
+            layout(), max_tokens=max_tokens, log_probs_tokens=log_probs_tokens, num_steps_per_rollout=2,
+            kl_coef=0.5, use_tis=True,
+        )  # fmt: skip
         trainer, export, _ = open_trainer(world, hf_dir, config, reference)
         logprobs = planned.logprobs(trainer, rows)
         metrics = planned.update(trainer, rows)

@@ -1,7 +1,5 @@
 """Provides a run for the page to show."""
 
-from __future__ import annotations
-
 import pytest
 
 from support.run_pages import record_run

@@ -1,7 +1,5 @@
 """Alarms of a run: each rule on numbers worked out by hand, and silence where all is well."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A full disk, and two runs that want one directory."""
 
-from __future__ import annotations
-
 import errno
 import os
 import resource

@@ -1,7 +1,5 @@
 """What a run shows and keeps."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import json
@@ -24,15 +22,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron_ibpo import report as reporting
-from megatron_ibpo.basics.records import (
-    Correction,
-    Group,
-    Prompt,
-    Sample,
-    TrainSequence,
-    token_ids,
-)
+from megatron_ibpo.basics.records import Correction, Group, Prompt, Sample, TrainSequence, token_ids
 from megatron_ibpo.basics.reward_value import LARGEST_REWARD
 from megatron_ibpo.basics.text import counted
 from megatron_ibpo.config import Config, ConfigError, EvalSampling
@@ -136,21 +126,14 @@ def test_a_run_leaves_metrics_summary_curves_configuration_and_versions(finished
     assert json.loads((run_dir / "summary.json").read_text()) == summary
     assert 0 <= summary["seconds_total"] < 60
     assert summary == {
-        "seconds_total": summary["seconds_total"],
-        "status": "finished",
-        "spent": {"spent_tokens": 400.0},
-        "accuracy_start": 0.5,
-        "accuracy_end": 0.75,
-        "greedy_start": 0.4,
-        "greedy_end": 0.8,
-        "reward_start": None,
-        "reward_end": None,
-        "steps": 4,
+        "seconds_total": summary["seconds_total"], "status": "finished", "spent": {"spent_tokens": 400.0},
+        "accuracy_start": 0.5, "accuracy_end": 0.75, "greedy_start": 0.4, "greedy_end": 0.8,
+        "reward_start": None, "reward_end": None, "steps": 4,
         "seconds_by_stage": {"evaluate": 4.0, "sample": 4.0, "train": 2.0, "save": 0.25},
         "counts": dict.fromkeys(COUNTS, 0) | {"skipped_pairs": 8},
         "break_even": None,
         "prediction_error": None,
-    }
+    }  # fmt: skip
     height, width = matplotlib.image.imread(run_dir / "curves.png").shape[:2]
     assert height > 300
     assert width > 900
@@ -321,14 +304,9 @@ def test_engines_alive_and_what_is_sampled_ahead_are_shown(config, terminal):
     """On a terminal in a live panel."""
     prepare_run_dir(config)
     ahead = {
-        "engines": 4.0,
-        "engines_alive": 3.0,
-        "staleness_mean": 0.25,
-        "staleness_max": 1.0,
-        "samples_in_flight": 34.0,
-        "groups_in_flight": 5.0,
-        "groups_buffered": 1.0,
-    }
+        "engines": 4.0, "engines_alive": 3.0, "staleness_mean": 0.25, "staleness_max": 1.0,
+        "samples_in_flight": 34.0, "groups_in_flight": 5.0, "groups_buffered": 1.0,
+    }  # fmt: skip
     screen = io.StringIO()
     with Report(config, console=Console(file=screen, width=120, force_terminal=terminal)) as report:
         report.step(1, step_metrics(1) | ahead, {"sample": 1.0})
@@ -486,13 +464,8 @@ def samples(draw, index=0):
 groups = st.builds(
     Group,
     prompt=st.builds(
-        Prompt,
-        index=st.integers(0),
-        token_ids=ids,
-        head_length=st.integers(0),
-        label=st.text(),
-        task=st.text(),
-        text=st.text(),
+        Prompt, index=st.integers(0), token_ids=ids, head_length=st.integers(0), label=st.text(),
+        task=st.text(), text=st.text(),
         metadata=st.dictionaries(st.text(), values, max_size=3),
     ),
     responses=st.lists(samples(), max_size=3),
@@ -501,15 +474,13 @@ groups = st.builds(
             Correction,
             target=st.integers(0),
             references=st.lists(st.integers(0)).map(tuple),
-            response=samples(),
-            distance=floats,
-            reference_distance=st.none() | floats,
+            response=samples(), distance=floats, reference_distance=st.none() | floats,
             rewritten=st.booleans(),
         ),
         max_size=2,
     ),
     skipped_pairs=st.integers(0),
-)
+)  # fmt: skip
 
 
 def exactly(value) -> str:
@@ -536,13 +507,9 @@ def recorded_group() -> Group:
             prompt_token_ids=token_ids(prompt_ids),
             token_ids=token_ids(content),
             logprobs=np.array(logprobs or [-0.5] * len(content), np.float32),
-            finish_reason="stop",
-            temperature=1.0,
-            versions=((0, 4),),
-            loss_mask=np.ones(len(content), bool),
-            reward=reward,
-            correct=reward == 1,
-        )
+            finish_reason="stop", temperature=1.0, versions=((0, 4),), loss_mask=np.ones(len(content), bool),
+            reward=reward, correct=reward == 1,
+        )  # fmt: skip
 
     wrong, right = sample([1, 2], 0.0, logprobs=[-0.125, -0.3]), sample([3], 1.0)
     right.index = 1
@@ -583,18 +550,12 @@ def test_kept_samples_are_the_first_groups_of_a_step_and_what_was_trained_of_the
     group = recorded_group()
     trained = [
         TrainSequence(
-            response.prompt_token_ids,
-            response.token_ids,
-            response.loss_mask,
-            advantage=1.0,
-            weight=0.5,
-            prompt_index=3,
-            group=number,
-            index=response.index,
+            response.prompt_token_ids, response.token_ids, response.loss_mask, advantage=1.0, weight=0.5,
+            prompt_index=3, group=number, index=response.index,
         )
         for number in range(3)
         for response in group.responses
-    ]
+    ]  # fmt: skip
     keep_samples(tmp_path, 9, [group] * 3, lambda ids: "text", trained)
     step, groups, found = load_step(rollout_path(tmp_path / "samples", 9))
     assert step == 9
@@ -644,10 +605,6 @@ def test_a_bad_recording_names_its_file(tmp_path, content):
         path.write_text(content)
     with pytest.raises(ValueError, match=f"recorded rollouts {path}"):
         load_groups(path)
-
-
-def test_the_public_names_exist():
-    assert all(hasattr(reporting, name) for name in reporting.__all__)
 
 
 def test_outcomes_of_an_evaluation_come_back_problem_by_problem(tmp_path):

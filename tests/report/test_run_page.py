@@ -1,7 +1,5 @@
 """The page of runs: everything in one file, text of the model never more than text; in a browser."""
 
-from __future__ import annotations
-
 import json
 import re
 from html.parser import HTMLParser

@@ -1,7 +1,5 @@
 """The server of the page: what it answers and to whom, while a run writes; and in a browser."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import os

@@ -1,7 +1,5 @@
 """Code rewards: what is taken as the program, what counts as right, and what cheats come to."""
 
-from __future__ import annotations
-
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Rewards from a server, by stand-ins on this machine: a judge, and a server that gives numbers."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib
 import threading
@@ -150,13 +148,9 @@ def test_a_judge_sees_the_template_filled_in_and_no_thinking(pool, template):
 def test_what_a_judge_does_not_score_has_no_reward(pool, template, monkeypatch, caplog):
     monkeypatch.setenv("IBPO_RM_API_KEY", "sk-secret")
     answers = {
-        0: said("I cannot decide."),
-        1: said(None),
-        2: (400, {"error": "no such key: sk-secret"}),
-        3: {"choices": []},
-        4: (503, "loading"),
-        5: said('{"score": 1e12}'),
-    }
+        0: said("I cannot decide."), 1: said(None), 2: (400, {"error": "no such key: sk-secret"}),
+        3: {"choices": []}, 4: (503, "loading"), 5: said('{"score": 1e12}'),
+    }  # fmt: skip
     with serving(lambda body, times: answers[number_in(body)]) as (url, server):
         settings = {"rm_url": url, "rm_template": template, "rm_timeout": 1.0}
         with verifier(pool, rm_type="http_judge", **settings) as opened:
@@ -164,13 +158,8 @@ def test_what_a_judge_does_not_score_has_no_reward(pool, template, monkeypatch, 
     assert [score.reward for score in scores] == [None] * 6
     assert [score.details.get("unreadable") for score in scores] == [1, 1, None, None, None, None]
     parts = [
-        "no score in the judge's answer",
-        "''",
-        "status 400",
-        "IndexError",
-        "status 503",
-        "at most 1e+09",
-    ]
+        "no score in the judge's answer", "''", "status 400", "IndexError", "status 503", "at most 1e+09",
+    ]  # fmt: skip
     assert [part for part, score in zip(parts, scores, strict=True) if part not in score.error] == []
     assert scores[2].details["retries"] == 0
     assert scores[4].details["retries"] >= 1

@@ -1,7 +1,5 @@
 """Verifiers: what they say of answers, and that their faults are never rewards."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

@@ -1,7 +1,5 @@
 """Escapes: what a program in the sandbox tries, and how it ends. After each, the host is as it was."""
 
-from __future__ import annotations
-
 import json
 import os
 import select

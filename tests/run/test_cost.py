@@ -1,7 +1,5 @@
 """What a run spends: by hand, and against the parameters of the real models."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -37,10 +35,7 @@ def test_tokens_before_a_window_are_not_counted():
     assert f[1000] - 1000 * f[1] == 12 * pair * (1000 * 999 // 2) + 12 * pair * (128 * 127 // 2 + 872 * 127)
 
 
-@pytest.mark.parametrize(
-    ("name", "billions"),
-    [("qwen3_32b", 2 * 31.98), ("qwen3_next_80b_a3b", 2 * 3.56)],
-)
+@pytest.mark.parametrize(("name", "billions"), [("qwen3_32b", 2 * 31.98), ("qwen3_next_80b_a3b", 2 * 3.56)])
 def test_a_token_of_the_large_models_costs_two_operations_for_each_active_weight(name, billions):
     """Qwen3-32B multiplies 32.0 G weights (32.8 G less the embedding), Qwen3-Next-80B about 3.6 G."""
     shape = read_hf_config(ROOT / "examples/models" / name)

@@ -5,8 +5,6 @@ tools/compare_commits.py compares two commits bit for bit on one machine. CONTRI
 data may be renewed.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import subprocess
@@ -68,12 +66,8 @@ def compared(repository, *arguments):
     """(exit status, output) of tools/compare_commits.py."""
     done = subprocess.run(
         [sys.executable, repository / "tools/compare_commits.py", *arguments],
-        cwd=repository,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=800,
-    )
+        cwd=repository, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=800,
+    )  # fmt: skip
     return done.returncode, done.stdout
 
 

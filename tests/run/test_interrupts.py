@@ -1,7 +1,5 @@
 """Ctrl-C, SIGTERM and a closed terminal, as a program that listens for them meets them."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys
@@ -76,9 +74,7 @@ def test_a_signal_cuts_an_evaluation_short(stopping):
     [
         pytest.param(signal.SIGTERM, "", id="nothing reads what it says"),
         pytest.param(
-            signal.SIGHUP,
-            "stopping after this step; once more to stop at once\n",
-            id="its terminal has gone",
+            signal.SIGHUP, "stopping after this step; once more to stop at once\n", id="its terminal has gone"
         ),
     ],
 )

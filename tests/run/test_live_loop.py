@@ -1,8 +1,6 @@
 """The loop on live rollouts: the prompts of a step, their seeds, what is scored, how old it may be, and
 what a run that goes on does again."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """A run that has lost a node starts again, and again if another one is lost meanwhile; with a stand-in."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 from types import SimpleNamespace
 

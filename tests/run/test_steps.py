@@ -1,7 +1,5 @@
 """A run that is stepped from Python, and a start that failed, with stand-ins for the processes."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 

@@ -1,8 +1,6 @@
 """Supervised training: its loss is transformers' cross-entropy, and a run that resumes equals one that did
 not stop."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The Sampler and the stream of groups: the same groups whoever finishes first, whatever dies on the way."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import os

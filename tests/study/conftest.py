@@ -1,7 +1,5 @@
 """Provides the file of a study, and runs without training."""
 
-from __future__ import annotations
-
 import pytest
 import yaml
 

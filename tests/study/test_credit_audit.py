@@ -1,7 +1,5 @@
 """The credit audit: by hand on small responses, and on policies whose errors are known."""
 
-from __future__ import annotations
-
 import io
 import json
 import os
@@ -41,12 +39,8 @@ def wrong(values, modified, *, prompt=0, phi=0.0, step=2, sibling=None):
     return AuditedResponse(
         prompt,
         [step * i for i in range(len(values))],
-        list(values),
-        **halves,
-        modified=modified,
-        phi=phi,
-        sibling=sibling,
-    )
+        list(values), **halves, modified=modified, phi=phi, sibling=sibling,
+    )  # fmt: skip
 
 
 def test_one_response_by_hand():

@@ -1,7 +1,5 @@
 """A whole study over runs whose truth is known: a stand-in for training writes what a run would leave."""
 
-from __future__ import annotations
-
 import io
 import json
 import os
@@ -269,12 +267,8 @@ def test_the_page_of_kept_results_is_written_by_the_command(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [*command, "--save", str(tmp_path)],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=250,
-    )
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=250,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     page = (tmp_path / "page.html").read_text()
     assert page.count('"not told apart"') == 2

@@ -1,7 +1,5 @@
 """Comparing methods: what the statistics say, what a study plans, how its runs end."""
 
-from __future__ import annotations
-
 import fcntl
 import io
 import json

@@ -5,8 +5,6 @@ with open_page(path_or_address) as page:
     page.press("j")
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import os
@@ -22,8 +20,6 @@ from typing import Any
 
 import pytest
 from websockets.sync.client import ClientConnection, connect
-
-__all__ = ["Page", "find_browser", "needs_browser", "open_page"]
 
 NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 TIMEOUT_S = 30.0

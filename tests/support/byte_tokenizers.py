@@ -1,7 +1,5 @@
 """Makes a tokenizer that can say everything: one token a byte."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers

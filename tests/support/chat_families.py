@@ -1,8 +1,6 @@
 """Makes tokenizers with the chat template and special tokens of published families: one token a byte, and one
 for each special token."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Draws the weights of checkpoints, lays them out another way and compares them bit for bit."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

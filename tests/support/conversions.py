@@ -1,7 +1,5 @@
 """Converts checkpoints in this process, and expects refusals that leave nothing behind."""
 
-from __future__ import annotations
-
 import json
 import pickle
 from functools import partial

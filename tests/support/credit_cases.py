@@ -1,7 +1,5 @@
 """Small scored groups, and a policy that corrects as told: what the tests of credit are made of."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -35,13 +33,9 @@ def response(content, reward=None, finish_reason="stop", *, prompt=PROMPT, writt
         prompt_token_ids=token_ids(prompt),
         token_ids=ids,
         logprobs=np.where(mask, np.float32(-0.5), np.float32(0)),
-        finish_reason=finish_reason,
-        temperature=temperature,
-        versions=((0, 0),),
-        loss_mask=mask,
-        reward=reward,
-        correct=reward is not None and reward >= 1,
-    )
+        finish_reason=finish_reason, temperature=temperature, versions=((0, 0),), loss_mask=mask,
+        reward=reward, correct=reward is not None and reward >= 1,
+    )  # fmt: skip
 
 
 def correction(target, answer, references=(), **settings):

@@ -1,7 +1,5 @@
 """Opens critics and draws returns for them."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from pathlib import Path

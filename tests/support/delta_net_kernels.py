@@ -1,7 +1,5 @@
 """Defines the gated delta rule, stands in for its kernels, and counts what the host reads meanwhile."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """The Python files that pages have users write."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -8,8 +8,6 @@ once refused an argument for its name. A program of its own, because the interpr
 with the compiler.
 """
 
-from __future__ import annotations
-
 import os
 from typing import Any
 
@@ -55,15 +53,11 @@ def launch_everything() -> int:
         options = {**options_for(variant), "backend": "triton"}
         run(batch, **options)
         run(
-            batch,
-            torch.bfloat16,
-            **options,
-            inplace=True,
-            kl_coef=0.1,
+            batch, torch.bfloat16, **options, inplace=True, kl_coef=0.1,
             ref_logprobs_N=batch["old_logprobs_N"],
             token_weights_N=torch.ones_like(batch["old_logprobs_N"]),
             temperature=torch.ones(len(batch["advantages"])),
-        )
+        )  # fmt: skip
     return len(bound)
 
 

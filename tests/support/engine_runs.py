@@ -1,7 +1,5 @@
 """Starts vLLM's engines, asks them, gives them weights, and has transformers say what they should answer."""
 
-from __future__ import annotations
-
 import pickle
 import random
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Samples of an evaluation with the fields that a test is about, and defaults in the others."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from megatron_ibpo.evaluate import EvalSample

@@ -1,7 +1,5 @@
 """Starts the example scripts, watches their processes and reads what they wrote."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -61,14 +59,9 @@ def start_script(run_dir, *flags, script="run_qwen3_next_ibpo.sh", directory=ROO
     environment = {**os.environ, "RUN_DIR": str(run_dir), "IBPO_PYTHON": sys.executable}
     command = ["bash", str(ROOT / "examples" / script), *flags]
     return subprocess.Popen(
-        command,
-        env=environment,
-        cwd=directory,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
+        command, env=environment, cwd=directory, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         start_new_session=True,
-    )
+    )  # fmt: skip
 
 
 def finished(process, timeout=200):

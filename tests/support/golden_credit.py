@@ -8,8 +8,6 @@ Where an algorithm asks a model, it gets a fixed function instead: log-probs and
 would differ between processors, and credit is to come out exactly.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import tempfile
@@ -29,8 +27,6 @@ from support.credit_cases import algorithm as algorithm_of
 from support.golden_runs import GOLDEN, recordings
 from support.paths import ROOT
 
-__all__ = ["CASES", "credited", "recorded_steps"]
-
 RESPONSE_TOKENS = 48
 """--rollout-max-response-len of the recording."""
 NEWER = {"dr-grpo", "wrong-weight"}
@@ -40,10 +36,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "ibpo-adaptive": ("ibpo", {"ibpo_rewrite_threshold": "adaptive"}),
     "ibpo-mask-insertions": ("ibpo-mask", {"ibpo_mask_insertions": True}),
     "ibpo-on-ppo": ("ibpo", {"advantages": "critic"}),
-    "agreement": (
-        "ibpo-shaping-only",
-        {"ibpo_operator": AGREEMENT, "ibpo_variant": "mask"},
-    ),
+    "agreement": ("ibpo-shaping-only", {"ibpo_operator": AGREEMENT, "ibpo_variant": "mask"}),
 }
 """Name → preset and what is set on top of it."""
 

@@ -13,8 +13,6 @@ computes golden numbers anew: CONTRIBUTING.md says when one may.
 Nothing here imports the package, so that any commit of it can be run.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import os
@@ -33,18 +31,6 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from support.paths import ROOT, TESTS
-
-__all__ = [
-    "ALGORITHMS",
-    "GOLDEN",
-    "LAYOUTS",
-    "Layout",
-    "Trained",
-    "recordings",
-    "train_recorded",
-    "watched_weights",
-    "weights",
-]
 
 GOLDEN = TESTS / "golden"
 TIMEOUT_S = 300
@@ -162,13 +148,8 @@ def _entry_point(repository: Path, trainers: int) -> list[str | int]:
     """How the code in `repository` starts that many trainers."""
     if (repository / "megatron_ibpo/launch.py").exists():  # until trainers were started by the driver
         launcher: list[str | int] = [
-            sys.executable,
-            "-m",
-            "megatron_ibpo.launch",
-            "--standalone",
-            "--nproc-per-node",
-            trainers,
-        ]
+            sys.executable, "-m", "megatron_ibpo.launch", "--standalone", "--nproc-per-node", trainers,
+        ]  # fmt: skip
         return [*launcher, "-m", "megatron_ibpo.train"]
     moved = (repository / "megatron_ibpo/commands").exists()
     module = "megatron_ibpo.commands.train" if moved else "megatron_ibpo.train"
@@ -178,14 +159,9 @@ def _entry_point(repository: Path, trainers: int) -> list[str | int]:
 def _run(command: list[str], repository: Path) -> tuple[int, str]:
     own = {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONPATH": str(repository)}
     process = subprocess.Popen(
-        command,
-        cwd=repository,
-        env=os.environ | own,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+        command, cwd=repository, env=os.environ | own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, start_new_session=True,
+    )  # fmt: skip
     try:
         output, _ = process.communicate(timeout=TIMEOUT_S)
     except BaseException:

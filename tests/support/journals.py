@@ -1,7 +1,5 @@
 """Makes samples and groups for journals, told apart by small numbers."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from megatron_ibpo.basics.records import Sample
@@ -15,13 +13,9 @@ def make_sample(mark: int, tokens: int = 3) -> Sample:
     return Sample(
         prompt_token_ids=np.array([mark, 1], np.int32),
         token_ids=np.arange(mark, mark + tokens, dtype=np.int32),
-        logprobs=np.full(tokens, -0.25, np.float32),
-        finish_reason="stop",
-        temperature=1.0,
-        versions=((0, 0),),
-        loss_mask=np.ones(tokens, bool),
-        reward=float(mark),
-    )
+        logprobs=np.full(tokens, -0.25, np.float32), finish_reason="stop", temperature=1.0,
+        versions=((0, 0),), loss_mask=np.ones(tokens, bool), reward=float(mark),
+    )  # fmt: skip
 
 
 def response(prompt: int, index: int = 0, attempt: int = 0) -> SampleKey:

@@ -1,7 +1,5 @@
 """Names parallel layouts by the sizes of their groups."""
 
-from __future__ import annotations
-
 from megatron_ibpo.config import ParallelConfig
 
 
@@ -11,14 +9,10 @@ def layout(
     """Return the layout; `first` and `last` are the numbers of layers of the outer pipeline stages,
     `vocabulary` is what its size is made divisible by."""
     return ParallelConfig(
-        context_parallel_size=cp,
-        decoder_first_pipeline_num_layers=first,
-        decoder_last_pipeline_num_layers=last,
-        expert_model_parallel_size=ep,
-        expert_tensor_parallel_size=etp,
-        make_vocab_size_divisible_by=vocabulary,
-        pipeline_model_parallel_size=pp,
+        context_parallel_size=cp, decoder_first_pipeline_num_layers=first,
+        decoder_last_pipeline_num_layers=last, expert_model_parallel_size=ep, expert_tensor_parallel_size=etp,
+        make_vocab_size_divisible_by=vocabulary, pipeline_model_parallel_size=pp,
         tensor_model_parallel_size=tp,
         use_distributed_optimizer=distributed_optimizer,
         **more,
-    )
+    )  # fmt: skip

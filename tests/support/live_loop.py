@@ -1,8 +1,6 @@
 """A whole run in this process but for the model: its loop, sampling, journal, credit, checkpoints, verifier
 are those of every run; engines write what the seed of a request says, and trainers note what they get."""
 
-from __future__ import annotations
-
 import asyncio
 import atexit
 import json

@@ -1,19 +1,11 @@
 """The entry points of the loss called with one flat dictionary: rows, objective and layout by their names."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 from typing import Any
 
 from torch import Tensor
 
-from megatron_ibpo.loss import (
-    LossRows,
-    LossStats,
-    linear_policy_loss,
-    make_objective,
-    policy_loss,
-)
+from megatron_ibpo.loss import LossRows, LossStats, linear_policy_loss, make_objective, policy_loss
 
 ROWS = {field.name for field in fields(LossRows)}
 OBJECTIVE = {"variant", "params", "aggregation", "kl", "kl_coef", "backend"}

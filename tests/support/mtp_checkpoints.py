@@ -1,7 +1,5 @@
 """Draws multi-token prediction layers for tiny checkpoints."""
 
-from __future__ import annotations
-
 import torch
 from safetensors.torch import load_file, save_file
 

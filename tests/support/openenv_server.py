@@ -1,7 +1,5 @@
 """A server that speaks OpenEnv's published wire, and what an environment needs of its package."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager

@@ -3,8 +3,6 @@
 metrics = update(trainer, rows)      # collective, as the methods of the same names
 """
 
-from __future__ import annotations
-
 from megatron_ibpo.policy.planning import (
     merge_parts,
     plan_forward,
@@ -12,8 +10,6 @@ from megatron_ibpo.policy.planning import (
     plan_value_update,
     update_metrics,
 )
-
-__all__ = ["cost", "logprobs", "own_share", "update", "update_values", "values"]
 
 
 def cost(length):

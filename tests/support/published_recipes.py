@@ -1,7 +1,5 @@
 """Names the recipe of each published model whose configuration is in examples/models."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from megatron_ibpo.config import Config
@@ -14,13 +12,9 @@ DENSE_32B = ROOT / "examples/models/qwen3_32b"
 DENSE_4B = ROOT / "examples/models/qwen3_4b"
 MIXTURE_30B = ROOT / "examples/models/qwen3_30b_a3b"
 WRITTEN_FOR = {
-    "qwen3_0_6b": 1,
-    "qwen3_4b": 8,
-    "qwen3_30b_a3b": 8,
-    "qwen3_32b": 32,
-    "qwen3_next_80b_a3b": 32,
+    "qwen3_0_6b": 1, "qwen3_4b": 8, "qwen3_30b_a3b": 8, "qwen3_32b": 32, "qwen3_next_80b_a3b": 32,
     "qwen3_235b_a22b": 64,
-}
+}  # fmt: skip
 """GPUs of the recipe of each model."""
 LIKE = {
     "qwen3_5_0_8b": "qwen3_0_6b",

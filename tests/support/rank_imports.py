@@ -1,7 +1,5 @@
 """Imported once by the server from which `ranks` forks its processes: what every rank needs."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest  # noqa: F401

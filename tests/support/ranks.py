@@ -7,8 +7,6 @@ well under a second after the first. Every wait has a time-out, no process outli
 outlives a killed test run.
 """
 
-from __future__ import annotations
-
 import ctypes
 import faulthandler
 import multiprocessing
@@ -29,8 +27,6 @@ from unittest import mock
 import torch.distributed as dist
 
 from support.paths import ROOT, TESTS
-
-__all__ = ["RankFailed", "run_ranks"]
 
 GRACE_S = 5.0
 """After the first failure: how long the other ranks may take to fail on their own."""
@@ -61,8 +57,7 @@ def run_ranks(function: Callable[..., Any], size: int, *args: Any, timeout: floa
         for rank in range(size):
             here, there = context.Pipe(duplex=False)
             process = context.Process(
-                target=_run_one,
-                args=(rank, size, store.port, Path(scratch), there, function, args),
+                target=_run_one, args=(rank, size, store.port, Path(scratch), there, function, args)
             )
             process.start()
             there.close()

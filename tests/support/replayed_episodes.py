@@ -1,7 +1,5 @@
 """Plays what an episode's sample holds once more in a fresh environment of this process."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator
 from typing import Any
 

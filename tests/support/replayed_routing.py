@@ -1,7 +1,5 @@
 """Trains with routing that is replayed, and returns what came of it."""
 
-from __future__ import annotations
-
 from support import planned
 from support.layouts import layout
 from support.trainers import EPSILON, LR, close_trainer, config_for, open_trainer, weights_of

@@ -1,7 +1,5 @@
 """Writes the directories of runs for the page, with text that would harm one that does not escape it."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np
@@ -22,15 +20,11 @@ def response(text, correct, prompt=(1, 5), **fields):
             "prompt_token_ids": token_ids(prompt),
             "token_ids": ids,
             "logprobs": np.full(len(ids), -0.5, np.float32),
-            "finish_reason": "stop",
-            "temperature": 1.0,
-            "versions": ((0, 0),),
-            "loss_mask": np.ones(len(ids), bool),
-            "reward": float(correct),
-            "correct": correct,
+            "finish_reason": "stop", "temperature": 1.0, "versions": ((0, 0),),
+            "loss_mask": np.ones(len(ids), bool), "reward": float(correct), "correct": correct,
         }
         | fields
-    )
+    )  # fmt: skip
 
 
 def correction(target, references, text, correct, *, rewritten=False):
@@ -41,17 +35,9 @@ def correction(target, references, text, correct, *, rewritten=False):
 
 def sequence(group, kind, index, of, advantage, **fields):
     return TrainSequence(
-        prompt_token_ids=of.prompt_token_ids,
-        response_token_ids=of.token_ids,
-        loss_mask=of.loss_mask,
-        advantage=advantage,
-        weight=0.125,
-        prompt_index=0,
-        group=group,
-        index=index,
-        kind=kind,
-        **fields,
-    )
+        prompt_token_ids=of.prompt_token_ids, response_token_ids=of.token_ids, loss_mask=of.loss_mask,
+        advantage=advantage, weight=0.125, prompt_index=0, group=group, index=index, kind=kind, **fields,
+    )  # fmt: skip
 
 
 def record_run(place):

@@ -1,7 +1,5 @@
 """Makes prompts for simulated engines, and judges the samples by a rule."""
 
-from __future__ import annotations
-
 from simulated_engines import StepTime
 
 from megatron_ibpo.basics.records import Prompt, Sample, token_ids

@@ -1,15 +1,11 @@
 """A Ray cluster of several nodes, simulated on this machine: each is a Ray node of its own with one CPU, so
 that no two processes that take one can share it."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-
-__all__ = ["SimulatedCluster", "simulated_cluster"]
 
 PROGRAM = """
 import os, sys
@@ -55,12 +51,8 @@ def simulated_cluster(
 ) -> Iterator[SimulatedCluster]:
     process = subprocess.Popen(
         [sys.executable, "-c", PROGRAM, str(num_nodes)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        env=environment,
-    )
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True, env=environment,
+    )  # fmt: skip
     try:
         yield SimulatedCluster(process.stdout.readline().strip(), process)
     finally:

@@ -1,7 +1,5 @@
 """See tests/soak.sh."""
 
-from __future__ import annotations
-
 import json
 import os
 import statistics
@@ -78,14 +76,8 @@ def main() -> int:
 def _run(place: Path, steps: int, of_model: Sequence[str]) -> tuple[int, dict[str, Series]]:
     """Exit status of the run, and by process its memory; of those that lived all the time."""
     command = [
-        sys.executable,
-        "-m",
-        "megatron_ibpo.commands.train",
-        *of_model,
-        *FLAGS,
-        "--num-rollout",
-        str(steps),
-    ]
+        sys.executable, "-m", "megatron_ibpo.commands.train", *of_model, *FLAGS, "--num-rollout", str(steps),
+    ]  # fmt: skip
     memory: dict[str, Series] = defaultdict(list)
     with (place / "log").open("wb") as log:
         driver = subprocess.Popen(

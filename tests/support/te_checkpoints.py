@@ -6,8 +6,6 @@ program, it saves and loads and prints what came back differently:
 as JSON of {case: [what differs]}.
 """
 
-from __future__ import annotations
-
 import json
 import pickle
 import sys

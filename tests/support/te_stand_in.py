@@ -11,8 +11,6 @@ and over tensor-parallel ranks), "checkpoint" (keys with global shapes and offse
 layer's class serves).
 """
 
-from __future__ import annotations
-
 import json
 import pickle
 import sys
@@ -21,8 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-__all__ = ["install"]
 
 VERSION = "2.20.2"
 

@@ -1,7 +1,5 @@
 """Writes a tiny GGUF file."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import gguf
@@ -9,14 +7,10 @@ import numpy as np
 
 HIDDEN, FEED_FORWARD, VOCABULARY, LAYERS = 32, 64, 40, 2
 NUMBERS = {
-    "llama.block_count": LAYERS,
-    "llama.context_length": 64,
-    "llama.embedding_length": HIDDEN,
-    "llama.feed_forward_length": FEED_FORWARD,
-    "llama.attention.head_count": 4,
-    "llama.attention.head_count_kv": 2,
-    "llama.vocab_size": VOCABULARY,
-}
+    "llama.block_count": LAYERS, "llama.context_length": 64, "llama.embedding_length": HIDDEN,
+    "llama.feed_forward_length": FEED_FORWARD, "llama.attention.head_count": 4,
+    "llama.attention.head_count_kv": 2, "llama.vocab_size": VOCABULARY,
+}  # fmt: skip
 FLOATS = {"llama.attention.layer_norm_rms_epsilon": 1e-5, "llama.rope.freq_base": 10000.0}
 """Fields of the header, each a type and four bytes behind its name."""
 

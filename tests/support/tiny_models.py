@@ -6,8 +6,6 @@ No tokenizer, token ids 0..63 unless another vocabulary is asked for, end of seq
 once and copied where it is asked for again.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import shutil
@@ -21,20 +19,6 @@ import torch
 
 from support.paths import ROOT
 
-__all__ = [
-    "EOS_ID",
-    "VOCAB_SIZE",
-    "make_glm4_moe",
-    "make_gpt_oss",
-    "make_llama",
-    "make_qwen2",
-    "make_qwen3",
-    "make_qwen3_5",
-    "make_qwen3_moe",
-    "make_qwen3_next",
-    "stored_dtype",
-]
-
 VOCAB_SIZE = 64
 EOS_ID = 1
 BUILT = ROOT / "build/tiny_models"
@@ -43,40 +27,23 @@ P = ParamSpec("P")
 Maker = Callable[Concatenate[Path, int, P], Path]
 
 SHARED: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 96,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 512,
-    "num_hidden_layers": 2,
-    "initializer_range": 0.2,
-    "bos_token_id": None,
-    "eos_token_id": EOS_ID,
-    "pad_token_id": 0,
-}
+    "vocab_size": VOCAB_SIZE, "hidden_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 32, "max_position_embeddings": 512, "num_hidden_layers": 2, "initializer_range": 0.2,
+    "bos_token_id": None, "eos_token_id": EOS_ID, "pad_token_id": 0,
+}  # fmt: skip
 DENSE = {"intermediate_size": 192}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 DELTA_NETS = {
-    "num_hidden_layers": 4,
-    "full_attention_interval": 4,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 2,
-    "linear_key_head_dim": 64,
-    "linear_value_head_dim": 64,
+    "num_hidden_layers": 4, "full_attention_interval": 4, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2, "linear_key_head_dim": 64, "linear_value_head_dim": 64,
     "linear_conv_kernel_dim": 4,
-}
+}  # fmt: skip
 """Every fourth layer is attention, the others are Gated DeltaNet."""
 SETTINGS = {
-    "head_dim": "head_dim",
-    "key_heads": "linear_num_key_heads",
-    "kv_heads": "num_key_value_heads",
-    "layers": "num_hidden_layers",
-    "std": "initializer_range",
-    "tie": "tie_word_embeddings",
-    "value_heads": "linear_num_value_heads",
-    "vocabulary": "vocab_size",
-}
+    "head_dim": "head_dim", "key_heads": "linear_num_key_heads", "kv_heads": "num_key_value_heads",
+    "layers": "num_hidden_layers", "std": "initializer_range", "tie": "tie_word_embeddings",
+    "value_heads": "linear_num_value_heads", "vocabulary": "vocab_size",
+}  # fmt: skip
 """Settings of every `make_…` → fields of config.json. `std` is the spread of weights: large, so that outputs
 are peaked."""
 
@@ -118,13 +85,9 @@ def make_qwen3_moe(directory: Path, seed: int, *, normalized: bool = True, **set
 
 
 LLAMA_3 = {
-    "rope_type": "llama3",
-    "rope_theta": 500000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
+    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+}  # fmt: skip
 """Rotary positions of Llama 3.1."""
 
 
@@ -173,14 +136,9 @@ def make_qwen3_5(
         return _make(f"{family}Text", directory, seed, own, settings, model=f"{family}ForCausalLM")
     text = _config(f"{family}Text", own, settings)
     vision = getattr(transformers, f"{family}VisionConfig")(
-        depth=2,
-        hidden_size=32,
-        intermediate_size=48,
-        num_heads=2,
-        patch_size=4,
-        out_hidden_size=96,
+        depth=2, hidden_size=32, intermediate_size=48, num_heads=2, patch_size=4, out_hidden_size=96,
         num_position_embeddings=16,
-    )
+    )  # fmt: skip
     config = getattr(transformers, f"{family}Config")(
         text_config=text.to_dict(),
         vision_config=vision.to_dict(),
@@ -197,17 +155,10 @@ def make_glm4_moe(
     and keys, and biases, but where it is `plain`. `predicting`: multi-token prediction layers that
     config.json names; transformers makes no tensors of them."""
     own = DENSE | {
-        "num_hidden_layers": 3,
-        "num_nextn_predict_layers": predicting,
-        "first_k_dense_replace": dense,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 64,
-        "n_shared_experts": 2,
-        "routed_scaling_factor": 2.5,
-        "use_qk_norm": not plain,
-        "attention_bias": not plain,
-    }
+        "num_hidden_layers": 3, "num_nextn_predict_layers": predicting, "first_k_dense_replace": dense,
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "n_shared_experts": 2,
+        "routed_scaling_factor": 2.5, "use_qk_norm": not plain, "attention_bias": not plain,
+    }  # fmt: skip
     return _make("Glm4Moe", directory, seed, own, settings)
 
 
@@ -216,20 +167,12 @@ def make_gpt_oss(directory: Path, seed: int, *, loud: float = 1.0, **settings: A
     """A gpt-oss in float32, with a window of 24 tokens in its first layer and every other one from there on.
     `loud`: how far the biases of experts spread; beyond 5 or so what they compute is clamped."""
     own = {
-        "intermediate_size": 64,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "sliding_window": 24,
+        "intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 24,
         "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 150000.0,
-            "factor": 4.0,
-            "original_max_position_embeddings": 128,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "truncate": False,
+            "rope_type": "yarn", "rope_theta": 150000.0, "factor": 4.0,
+            "original_max_position_embeddings": 128, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
         },
-    }
+    }  # fmt: skip
     spreads = {"sinks": 1.0, "gate_up_proj_bias": loud, "down_proj_bias": settings.get("std", 0.2)}
 
     def spread(model: Any) -> None:

@@ -1,7 +1,5 @@
 """Draws sequences to train on."""
 
-from __future__ import annotations
-
 import math
 import random
 from dataclasses import replace
@@ -45,15 +43,9 @@ def sequence(prompt, response, *, advantage, weight, group, **fields):
     }
     arrays = {name: np.array(v, DTYPES.get(name, np.float64)) for name, v in per_token.items()}
     return TrainSequence(
-        token_ids(prompt),
-        token_ids(response),
-        advantage=advantage,
-        weight=weight,
-        prompt_index=group,
-        group=group,
-        index=0,
-        **(fields | arrays),
-    )
+        token_ids(prompt), token_ids(response), advantage=advantage, weight=weight, prompt_index=group,
+        group=group, index=0, **(fields | arrays),
+    )  # fmt: skip
 
 
 def with_holes(rows):

@@ -1,8 +1,6 @@
 """Opens trainers on a rank and reads gradients off their weights: with a huge Adam epsilon a first step
 moves each weight by lr / epsilon times its gradient."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from megatron_ibpo.config import Config, LossConfig, ModelConfig, OptimizerConfig

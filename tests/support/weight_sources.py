@@ -1,15 +1,11 @@
 """Offers weights as trainers offer theirs: in shards, one a rank."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
 from megatron_ibpo.weights.layout.regions import Box, Region, TensorMeta, whole
-
-__all__ = ["DividedWeights", "cut"]
 
 
 def cut(tensor: torch.Tensor, box: Box) -> torch.Tensor:

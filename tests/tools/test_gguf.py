@@ -1,7 +1,5 @@
 """GGUF files to Hugging Face checkpoints: a sound one is read, a damaged one is refused in a line."""
 
-from __future__ import annotations
-
 import random
 import shutil
 import struct

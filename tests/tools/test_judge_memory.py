@@ -1,7 +1,5 @@
 """Published peaks beside counts: what other programs hold in another way, by hand."""
 
-from __future__ import annotations
-
 import pytest
 from judge_memory import config_of, counted_bytes
 from published_runs import Row, shape_of

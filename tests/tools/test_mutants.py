@@ -1,7 +1,5 @@
 """Faults that are planted: those of the list fit the code as it is, and those drawn by lot change it."""
 
-from __future__ import annotations
-
 import ast
 from collections import Counter
 

@@ -1,7 +1,5 @@
 """Does a correction know more than another try? By hand, and on policies whose skill is known."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

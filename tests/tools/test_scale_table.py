@@ -1,7 +1,5 @@
 """docs/scale.md says what tools/results/scale.json holds, and that what the planner predicts."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

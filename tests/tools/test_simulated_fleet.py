@@ -1,7 +1,5 @@
 """Sampling ahead on a simulated fleet: a step takes at most a tenth more than its bound."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -11,16 +9,9 @@ from simulated_fleet import Fleet, bound, simulate
 from megatron_ibpo.sampling.ahead import Pace
 
 SMALL = Fleet(
-    engines=2,
-    training_seconds=0.5,
-    pause_seconds=0.02,
-    step_time=StepTime(0.018, 5e-5),
-    most_running=100,
-    groups=8,
-    group_size=8,
-    longest=128,
-    median_length=139,
-)
+    engines=2, training_seconds=0.5, pause_seconds=0.02, step_time=StepTime(0.018, 5e-5), most_running=100,
+    groups=8, group_size=8, longest=128, median_length=139,
+)  # fmt: skip
 """A batch is 32 sequences for each engine, of about 100 tokens. Sampling takes longer than training."""
 SLOW_TRAINING = replace(SMALL, training_seconds=6.0)
 

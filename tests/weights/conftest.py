@@ -1,7 +1,5 @@
 """Provides checkpoints for tests to break."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest

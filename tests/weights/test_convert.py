@@ -1,7 +1,5 @@
 """Conversion changes no bit in any layout, and Megatron itself agrees about what the files hold."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import math
@@ -59,10 +57,7 @@ def models(tmp_path_factory):
         "tied": (make_qwen3(directory / "p-tied", 2, layers=4, kv_heads=4, tie=True), torch.float16),
         "odd": (make_qwen3(directory / "p-odd", 4, kv_heads=4, tie=True, vocabulary=211), torch.float32),
         "moe": (make_qwen3_moe(directory / "p-moe", 12, layers=4, kv_heads=4), torch.bfloat16),
-        "glm": (
-            make_glm4_moe(directory / "p-glm", 13, layers=4, kv_heads=4, predicting=1),
-            torch.bfloat16,
-        ),
+        "glm": (make_glm4_moe(directory / "p-glm", 13, layers=4, kv_heads=4, predicting=1), torch.bfloat16),
         "oss": (make_gpt_oss(directory / "p-oss", 14, layers=4, kv_heads=4), torch.bfloat16),
         "llama": (make_llama(directory / "p-llama", 5, layers=4, kv_heads=4, biased=True), torch.bfloat16),
         "few": (make_llama(directory / "p-few", 7, biased=True), torch.bfloat16),
@@ -96,39 +91,25 @@ def with_fifth_layer(source):
 
 
 LAYOUTS = {
-    "one": layout(),
-    "TP2": layout(tp=2),
-    "TP4": layout(tp=4),
-    "PP2": layout(pp=2),
-    "PP4": layout(pp=4),
-    "PP2 3+1": layout(pp=2, first=3),
-    "PP3 1+1+2": layout(pp=3, first=1, last=2),
-    "TP2 PP2 3+1": layout(tp=2, pp=2, last=1),
-    "PP2 interleaved": layout(pp=2),
+    "one": layout(), "TP2": layout(tp=2), "TP4": layout(tp=4), "PP2": layout(pp=2), "PP4": layout(pp=4),
+    "PP2 3+1": layout(pp=2, first=3), "PP3 1+1+2": layout(pp=3, first=1, last=2),
+    "TP2 PP2 3+1": layout(tp=2, pp=2, last=1), "PP2 interleaved": layout(pp=2),
     "TP2 PP2 interleaved": layout(tp=2, pp=2, last=2),
-}
+}  # fmt: skip
 EXPERT_LAYOUTS = {
-    "EP2": layout(ep=2),
-    "EP4": layout(ep=4),
-    "ETP2": layout(etp=2),
-    "TP4 ETP4": layout(tp=4, etp=4),
-    "TP2 EP2 ETP2": layout(tp=2, ep=2, etp=2),
-    "TP2 PP2 EP4": layout(tp=2, pp=2, ep=4),
+    "EP2": layout(ep=2), "EP4": layout(ep=4), "ETP2": layout(etp=2), "TP4 ETP4": layout(tp=4, etp=4),
+    "TP2 EP2 ETP2": layout(tp=2, ep=2, etp=2), "TP2 PP2 EP4": layout(tp=2, pp=2, ep=4),
     "TP4 PP2 EP2 interleaved": layout(tp=4, pp=2, ep=2),
     "EP2 ETP2 PP2 1+3": layout(ep=2, etp=2, pp=2, first=1),
-}
+}  # fmt: skip
 DENSE, EXPERTS = ("dense", "tied", "llama", "qwen2"), ("moe", "next", "mtp", "glm", "oss")
 FAST = {
-    "dense": LAYOUTS,
-    "tied": ("TP4", "TP2 PP2 3+1"),
-    "llama": ("TP4", "TP2 PP2 interleaved"),
-    "qwen2": ("TP4", "TP2 PP2 3+1"),
-    "moe": EXPERT_LAYOUTS,
-    "next": ("TP4 ETP4", "TP2 PP2 EP4"),
+    "dense": LAYOUTS, "tied": ("TP4", "TP2 PP2 3+1"), "llama": ("TP4", "TP2 PP2 interleaved"),
+    "qwen2": ("TP4", "TP2 PP2 3+1"), "moe": EXPERT_LAYOUTS, "next": ("TP4 ETP4", "TP2 PP2 EP4"),
     "mtp": ("EP2 ETP2 PP2 1+3", "TP4 PP2 EP2 interleaved"),
     "glm": ("TP2 EP2 ETP2", "TP4 PP2 EP2 interleaved"),
     "oss": ("TP4", "TP2 PP2 EP4"),
-}
+}  # fmt: skip
 """Pipelines and groups of experts divide a model by layers and by experts, whatever is in them, so one family
 goes through all of them. What tensor parallelism divides differs by family: each goes through TP4, and those
 with experts through one group of experts more."""

@@ -1,7 +1,5 @@
 """Damaged checkpoints are refused in one line that names the file, before anything is taken from them."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -47,12 +45,7 @@ def test_an_index_that_reaches_further_than_its_directory_or_names_no_file(here,
     edit_json(source / INDEX, weight_map={**index, NAME: file})
     for allow_pickle in (False, True):  # which is about checkpoints that hold nothing else
         refuse(
-            source,
-            target,
-            CheckpointError,
-            INDEX,
-            f"{NAME} should be in {file!r}",
-            allow_pickle=allow_pickle,
+            source, target, CheckpointError, INDEX, f"{NAME} should be in {file!r}", allow_pickle=allow_pickle
         )
 
 

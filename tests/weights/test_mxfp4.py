@@ -1,7 +1,5 @@
 """Experts in MXFP4 are read as the numbers that they stand for, and converted; they are not trained."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

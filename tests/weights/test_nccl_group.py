@@ -1,7 +1,5 @@
 """Who waits in an NCCL group for a member that is gone does not wait for ever. The group is a stand-in."""
 
-from __future__ import annotations
-
 import threading
 from contextlib import nullcontext
 from datetime import timedelta

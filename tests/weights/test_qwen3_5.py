@@ -3,8 +3,6 @@
 Parity with transformers is in test_model_parity.py.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Which checkpoints of a run stay, and how much room that takes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,8 +1,6 @@
 """A run with Transformer Engine's layers saves and loads. The layers are stood in for (`te_stand_in`), with
 what theirs do in a state dict; Megatron's wrappers, its optimizer and its checkpoints are real."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

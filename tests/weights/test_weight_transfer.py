@@ -4,8 +4,6 @@ The engines here are threads with a toy model, so that many layouts and faults t
 tests/engines/test_engine.py does the same with vLLM.
 """
 
-from __future__ import annotations
-
 import pickle
 import re
 import threading
@@ -262,13 +260,8 @@ def test_differences_between_sent_and_received_are_named():
 # ------------------------------------------------------------------------------- trainers and toy engines
 
 SHAPES = {
-    "rows": (8, 6),
-    "columns": (6, 8),
-    "norm": (5,),
-    "conv": (12, 1, 2),
-    "half": (16, 3),
-    "last": (4, 4),
-}
+    "rows": (8, 6), "columns": (6, 8), "norm": (5,), "conv": (12, 1, 2), "half": (16, 3), "last": (4, 4),
+}  # fmt: skip
 BUCKET = 400
 """Bytes: several buckets."""
 

@@ -1,7 +1,5 @@
 """Weights go to Megatron's ranks and back to Hugging Face files bit for bit; bad files are named."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections import Counter, namedtuple

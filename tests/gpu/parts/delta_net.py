@@ -125,16 +125,10 @@ def fla_rule(
 
     repeats = value.shape[1] // key.shape[1]
     output, _ = chunk_gated_delta_rule(
-        query.repeat_interleave(repeats, 1)[None],
-        key.repeat_interleave(repeats, 1)[None],
-        value[None],
-        g=decay[None],
-        beta=beta[None],
-        initial_state=None,
-        output_final_state=False,
-        use_qk_l2norm_in_kernel=True,
-        cu_seqlens=bounds.long(),
-    )
+        query.repeat_interleave(repeats, 1)[None], key.repeat_interleave(repeats, 1)[None], value[None],
+        g=decay[None], beta=beta[None], initial_state=None, output_final_state=False,
+        use_qk_l2norm_in_kernel=True, cu_seqlens=bounds.long(),
+    )  # fmt: skip
     return output[0]
 
 

@@ -1,8 +1,6 @@
 """Which back end of flash-linear-attention serves the delta net's backward pass: in trainers, which turn
 TileLang off, and where nothing is said. Errors and milliseconds of both. Not run yet: no GPU was at hand."""
 
-from __future__ import annotations
-
 import importlib.util
 import logging
 import os

@@ -1,7 +1,5 @@
 """What the host waits for in a trainer's step: torch's operators may read the device and no line says so."""
 
-from __future__ import annotations
-
 import sys
 import sysconfig
 import traceback

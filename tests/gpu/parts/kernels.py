@@ -1,16 +1,12 @@
 """The kernels against the reference in fp64: `tests/gpu` on a GPU, else a few under Triton's interpreter."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 
 from job import Job, Skipped, check
 from pytest_run import run_pytest
 
-QUICK = (
-    "auto_chooses or variant_equals or real_vocabulary or offset_beyond or no_memory or head_in_bf16"
-)
+QUICK = "auto_chooses or variant_equals or real_vocabulary or offset_beyond or no_memory or head_in_bf16"
 
 
 def run(job: Job) -> None:

@@ -1,7 +1,5 @@
 """The loss beside its peers: `tools/bench_loss.py` at P1 (logits given) and P2 (LM head fused), H = 2048."""
 
-from __future__ import annotations
-
 import os
 
 from job import Job, check

@@ -1,7 +1,5 @@
 """What the numbers were measured on, and the rates that others are held against."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 

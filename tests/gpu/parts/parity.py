@@ -1,7 +1,5 @@
 """Logits, loss and gradients beside transformers': `tests/models/test_model_parity.py` on this device."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 

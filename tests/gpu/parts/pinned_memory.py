@@ -1,8 +1,6 @@
 """cudaHostRegister of a few GiB, by which trainers pin what they move off the GPU. A container in a sandbox
 may lack it; `sleep` then fails there, which says nothing of the code. Not run yet: no GPU was at hand."""
 
-from __future__ import annotations
-
 import time
 
 import torch
@@ -22,8 +20,7 @@ def run(job: Job) -> None:
     error = int(torch.cuda.cudart().cudaHostRegister(host.data_ptr(), size, 0))
     job.note(bytes=size, register_seconds=time.perf_counter() - started, error=error)
     check(
-        error == 0,
-        f"cudaHostRegister gave error {error}: memory cannot be pinned here, and so sleep fails",
+        error == 0, f"cudaHostRegister gave error {error}: memory cannot be pinned here, and so sleep fails"
     )
     try:
         check(host.is_pinned(), "torch does not see that the memory is pinned")
@@ -35,9 +32,7 @@ def run(job: Job) -> None:
     check(error == 0, f"cudaHostUnregister gave error {error}")
     speeds = f"{to / 1e9:.1f} GB/s to the GPU, {back / 1e9:.1f} GB/s from it"
     job.note(
-        to_gpu_bytes_per_s=to,
-        from_gpu_bytes_per_s=back,
-        summary=f"{size / 2**30:.0f} GiB pinned, {speeds}",
+        to_gpu_bytes_per_s=to, from_gpu_bytes_per_s=back, summary=f"{size / 2**30:.0f} GiB pinned, {speeds}"
     )
 
 

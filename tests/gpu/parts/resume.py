@@ -1,7 +1,5 @@
 """A trainer saves and goes on; another process resumes from there and must do the same."""
 
-from __future__ import annotations
-
 import multiprocessing
 import time
 from concurrent.futures import ProcessPoolExecutor

@@ -1,8 +1,6 @@
 """The kernels under one tool of NVIDIA's compute-sanitizer: accesses out of bounds, reads of memory that
 nobody wrote, races in shared memory, barriers that not all threads reach."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path
@@ -11,13 +9,9 @@ from job import Job, Skipped, check
 from pytest_run import run_pytest
 
 KERNELS = (
-    "logits_gradient_kernel",
-    "row_statistics_kernel",
-    "combine_kernel",
-    "segment_sums_kernel",
-    "sequence_loss_kernel",
-    "token_coefficients_kernel",
-)
+    "logits_gradient_kernel", "row_statistics_kernel", "combine_kernel", "segment_sums_kernel",
+    "sequence_loss_kernel", "token_coefficients_kernel",
+)  # fmt: skip
 CASES = "variant_equals and gspo or several_blocks or peak_comes_late or padded or inplace"
 
 

@@ -1,8 +1,6 @@
 """A trainer and another process on one GPU, as a colocated engine is: the trainer leaves the GPU, the other
 fills it and gives it back, and the trainer goes on with the weights that it had. Twice, to see what stays."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

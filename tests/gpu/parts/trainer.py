@@ -1,8 +1,6 @@
 """Five steps of a trainer with random weights: do they train, how fast, and in how much memory beside what
 the dry run predicts."""
 
-from __future__ import annotations
-
 import math
 import multiprocessing
 import statistics
@@ -21,13 +19,8 @@ from megatron_ibpo.models import forward_flops, read_hf_config
 
 STEPS = 5
 PEAK_FLOPS = {
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H100": 989e12,
-    "H200": 989e12,
-    "A100": 312e12,
-    "B200": 2250e12,
-}
+    "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12,
+}  # fmt: skip
 """bf16 without sparsity, from the makers' data sheets, by what a device's name contains."""
 
 

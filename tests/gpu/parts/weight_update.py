@@ -1,8 +1,6 @@
 """Weight updates of another process on the same GPU, through our ipc transport: memory handles, checksums
 of everything as sent and as received, and GB/s. The other process stands in for an engine's worker."""
 
-from __future__ import annotations
-
 import importlib.util
 import math
 import time

@@ -1,7 +1,5 @@
 """Commands in forked children of a process that has imported everything; time and memory are watched."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re
@@ -22,9 +20,9 @@ from megatron_ibpo.commands.main import COMMANDS
 from support.paths import ROOT
 
 LONGEST_S = 20.0
-"""That a command may take; beside other work of the machine, of processor time."""
+"""Seconds of processor time that a command may take."""
 MOST_S = 180.0
-"""That it may take beside other work."""
+"""Seconds that it may take beside other work of the machine."""
 MOST_BYTES = 2 * 10**9
 """Of memory that a command may hold at one time, its libraries included."""
 STOPPED_AT = 3 * 10**9
@@ -38,67 +36,45 @@ DOORS: dict[str, tuple[str, ...]] = {
 """Name of a command → what Python runs for it."""
 _CRASH = re.compile(r"^Traceback \(most recent call last\)|internal error|please report it", re.MULTILINE)
 
-Verdict = Literal["refused", "taken", "traceback", "hang", "above 2 GB"]
-
 
 @dataclass(frozen=True)
 class Outcome:
     """How a command ended."""
 
-    verdict: Verdict
-    status: int | None
-    """Exit status; negative for a signal, None where the command was stopped from outside."""
-    seconds: float
-    peak_bytes: int
+    verdict: Literal["refused", "taken", "traceback", "hang", "above 2 GB"]
     said: str
     """The end of what it printed."""
 
 
-def in_child(work: Callable[[], object], log: Path, busy: bool = False) -> Outcome:
-    """Run `work` in a forked child; its return value or SystemExit is the exit status.
-
-    `busy` says that the machine has other work, so that seconds say little.
-    """
+def in_child(work: Callable[[], object], log: Path) -> Outcome:
+    """Run `work` in a forked child; its return value or SystemExit is the exit status."""
     pid = os.fork()
     if pid == 0:
         _be_child(work, log)
-    started, stopped = time.monotonic(), ""
+    started, stopped = time.monotonic(), None
     while not (waited := os.wait4(pid, os.WNOHANG))[0]:
-        hangs = _hangs(pid, time.monotonic() - started, busy)
+        hangs = time.monotonic() - started > MOST_S or _processor_seconds(pid) > LONGEST_S
         if hangs or _resident(pid) > STOPPED_AT:
             stopped = "hang" if hangs else "above 2 GB"
             os.killpg(pid, signal.SIGKILL)
             waited = os.wait4(pid, 0)
             break
         time.sleep(LOOK_S)
-    seconds = time.monotonic() - started
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)  # what it has left running
-    said = log.read_text(errors="replace")[-3000:]
-    peak = waited[2].ru_maxrss * 1024
-    status = os.waitstatus_to_exitcode(waited[1])
-    return Outcome(_verdict(stopped, status, peak, said), None if stopped else status, seconds, peak, said)
+    said, status = log.read_text(errors="replace")[-3000:], os.waitstatus_to_exitcode(waited[1])
+    if stopped is None and waited[2].ru_maxrss * 1024 > MOST_BYTES:
+        stopped = "above 2 GB"
+    elif stopped is None and (status < 0 or _CRASH.search(said) or (status and not said.strip())):
+        stopped = "traceback"
+    return Outcome(stopped or ("refused" if status else "taken"), said)
 
 
-def _verdict(stopped: str, status: int, peak: int, said: str) -> Verdict:
-    if stopped == "hang":
-        return "hang"
-    if stopped or peak > MOST_BYTES:
-        return "above 2 GB"
-    if status < 0 or _CRASH.search(said) or (status and not said.strip()):
-        return "traceback"
-    return "refused" if status else "taken"
-
-
-def _hangs(pid: int, seconds: float, busy: bool) -> bool:
-    """Tell whether a command takes too long."""
-    if seconds <= LONGEST_S:
-        return False
-    if seconds > MOST_S or not busy:
-        return True
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return sum(psutil.Process(pid).cpu_times()[:4]) > LONGEST_S
-    return False
+def _processor_seconds(pid: int) -> float:
+    try:
+        return sum(psutil.Process(pid).cpu_times()[:4])
+    except psutil.NoSuchProcess:
+        return 0.0
 
 
 def _resident(pid: int) -> int:

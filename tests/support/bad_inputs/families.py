@@ -1,7 +1,5 @@
 """The families of bad inputs: each makes one from a seed, and says which command is to read it."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import random
@@ -24,15 +22,7 @@ from support.bad_inputs.mutations import (
     mutated_json,
     spoiled_sometimes,
 )
-from support.bad_inputs.place import (
-    BENCHMARKS,
-    EVALUATED,
-    ROWS,
-    SMALL,
-    STUDY,
-    TASK,
-    Place,
-)
+from support.bad_inputs.place import BENCHMARKS, EVALUATED, ROWS, SMALL, STUDY, TASK, Place
 from support.paths import ROOT
 from support.tiny_gguf import FLOATS, NUMBERS
 
@@ -161,18 +151,12 @@ ODD_FIELDS: dict[str, list[Any]] = {
     "rope_parameters": [{"rope_type": "new"}, {"rope_type": "default", "rope_theta": 0}, [], 1],
     "rope_scaling": [{"type": "dynamic", "factor": 2.0}, {"rope_type": "longrope"}, "x", {"type": []}],
     "quantization_config": [{"quant_method": "fp8"}, {"quant_method": "awq", "bits": 4}, "x", [], {}],
-    "head_dim": [10**9, 2**31 - 2, 0, 33],
-    "vocab_size": [10**9, 2**31 - 1, 1, 0],
-    "hidden_size": [10**9, 7, 0],
-    "num_hidden_layers": [10**5, 10**9, 0],
-    "num_experts": [10**5, 0],
-    "num_attention_heads": [10**9, 3],
-    "intermediate_size": [10**9],
-    "max_position_embeddings": [2**31 - 1, 0, 1],
-    "initializer_range": [-1, 0],
-    "eos_token_id": [2**31, -1, [], "x"],
-    "auto_map": [{"AutoTokenizer": "x.Y"}],
-}
+    "head_dim": [10**9, 2**31 - 2, 0, 33], "vocab_size": [10**9, 2**31 - 1, 1, 0],
+    "hidden_size": [10**9, 7, 0], "num_hidden_layers": [10**5, 10**9, 0], "num_experts": [10**5, 0],
+    "num_attention_heads": [10**9, 3], "intermediate_size": [10**9],
+    "max_position_embeddings": [2**31 - 1, 0, 1], "initializer_range": [-1, 0],
+    "eos_token_id": [2**31, -1, [], "x"], "auto_map": [{"AutoTokenizer": "x.Y"}],
+}  # fmt: skip
 
 
 def hf_checkpoints(rng: random.Random, place: Place, here: Path) -> Words:
@@ -366,16 +350,10 @@ def _parameters(name: str) -> list[str]:
 
 
 FAMILIES: dict[str, tuple[Maker, int]] = {
-    "recipes": (recipes, 50),
-    "flags": (flags, 60),
-    "data files": (data_files, 50),
+    "recipes": (recipes, 50), "flags": (flags, 60), "data files": (data_files, 50),
     "HF checkpoints": (hf_checkpoints, 60),
     "Megatron checkpoints": (megatron_checkpoints, 50),
-    "GGUF": (gguf_files, 50),
-    "journals": (journals, 30),
-    "recordings": (recordings, 40),
-    "benchmark files": (benchmark_files, 30),
-    "studies": (studies, 40),
-    "task URLs": (task_urls, 40),
-}
+    "GGUF": (gguf_files, 50), "journals": (journals, 30), "recordings": (recordings, 40),
+    "benchmark files": (benchmark_files, 30), "studies": (studies, 40), "task URLs": (task_urls, 40),
+}  # fmt: skip
 """Family → what makes an input, and how many of five hundred are of it."""

@@ -1,7 +1,5 @@
 """Ways to make a valid input wrong: its values, its bytes, or the kind of file that holds it."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math

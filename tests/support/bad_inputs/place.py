@@ -1,7 +1,5 @@
 """Valid inputs of every kind, made once; each bad input is one of them that was changed."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import shutil
@@ -53,25 +51,17 @@ BENCHMARKS: dict[str, list[dict[str, Any]]] = {
 }  # fmt: skip
 STUDY: dict[str, Any] = {
     "recipe": "examples/recipes/tiny_qwen3_study.yaml",
-    "baseline": "gspo",
-    "budget": 40000,
-    "budget-unit": "tokens",
-    "seeds": [0, 1],
-    "threshold": 0.5,
-    "processes": 1,
-    "run-timeout": 100,
+    "baseline": "gspo", "budget": 40000, "budget-unit": "tokens", "seeds": [0, 1], "threshold": 0.5,
+    "processes": 1, "run-timeout": 100,
     "common": {"eval-num-prompts": 8, "hf-checkpoint": "examples/tiny_qwen3"},
     "methods": {"gspo": {"advantage-estimator": "gspo"}, "ibpo": {"advantage-estimator": "ibpo"}},
     "tasks": {"sums": {"settings": {"rm-type": "reasoning_gym"}, "kind": "sums", "skill": 0.5}},
     "tune": {
-        "grid": {"lr": [1e-4, 3e-4]},
-        "seeds": [5],
-        "budget": 1000,
-        "own": {"ibpo": {"ibpo-lambda": [0.5]}},
+        "grid": {"lr": [1e-4, 3e-4]}, "seeds": [5], "budget": 1000, "own": {"ibpo": {"ibpo-lambda": [0.5]}},
     },
     "pilot-seeds": [6, 7],
     "confirm-seeds": [8],
-}
+}  # fmt: skip
 RESULTS = {
     "status": "finished",
     "policy": "a",
