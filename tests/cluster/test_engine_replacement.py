@@ -1,4 +1,4 @@
-"""Which processes the driver ends when engines die, and which deaths end a run; with stand-ins for them."""
+"""The driver ends the right processes when engines die, and some deaths end a run; with stand-ins."""
 
 from __future__ import annotations
 

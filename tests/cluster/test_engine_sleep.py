@@ -181,7 +181,8 @@ def losing_a_trainer(engines, monkeypatch):
 
 @pytest.mark.parametrize("asked", ["admit", "update_weights"])
 def test_beside_engines_that_sample_nobody_trains_again_and_who_was_to_join_sleeps(losing_a_trainer, asked):
-    """Also when it is found at the end of an update of the others, which are about to sample then."""
+    """This also holds when it is found at the end of an update of the others, which are about to sample
+    then."""
     engines = losing_a_trainer
     if asked == "update_weights":
         engines.order = replace(engines.order, sleeping=True)
@@ -237,7 +238,7 @@ def run_of(run_dir, policy, engines):
 
 @pytest.mark.parametrize("dies_over", ["saved", "update"])
 def test_engines_sleep_before_trainers_that_died_start_again(tmp_path, dies_over):
-    """Whatever they died over: after an update of the engines these are awake."""
+    """This holds whatever they died over: after an update of the engines these are awake."""
     events, deaths = [], [ProcessDiedError("trainer 0 was killed")]
 
     def call(name, result=True):

@@ -1,4 +1,5 @@
-"""What IBPO rides on: DAPO's sampling and punishment, PPO's advantages, and more diverse trajectories."""
+"""IBPO works with its carriers: DAPO's sampling and punishment, PPO's advantages, and more diverse
+trajectories."""
 
 from __future__ import annotations
 
@@ -231,7 +232,7 @@ written = st.lists(st.integers(10, 14), min_size=1, max_size=7)
     st.floats(0.05, 1),
 )
 def test_no_wrong_response_outranks_a_right_one(drawn, name, share):
-    """Whatever the lengths, the graded rewards of the wrong ones, and who is corrected."""
+    """This holds for all lengths, graded rewards of wrong responses, and choices of what is corrected."""
     made = group(*(content for content, _ in drawn))
     for sample, (_, graded) in zip(made.responses, drawn, strict=True):
         sample.reward = 1.0 if sample.correct else graded

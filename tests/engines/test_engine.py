@@ -289,7 +289,7 @@ def dense(checkpoints, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def as_loaded(dense):
-    """What it answers with the weights that it was started with."""
+    """Return what it answers with the weights that it was started with."""
     return probe(dense, 0)
 
 

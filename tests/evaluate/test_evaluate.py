@@ -31,7 +31,7 @@ def prompts(count: int) -> list[Prompt]:
 
 
 def made(request, tokens, finish="stop", logprob=0.0, written=None):
-    """What a policy that says `tokens` gives back; `written` are the flags of those that are its own."""
+    """Return the sample of a policy that says `tokens`; `written` are the flags of those that are its own."""
     mask = np.ones(len(tokens), bool) if written is None else np.array(written)
     return Sample(
         prompt_token_ids=request.prompt_token_ids,

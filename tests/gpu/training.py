@@ -25,7 +25,7 @@ __all__ = ["Load", "OneRank", "load_of", "make_config", "make_sequences", "model
 
 @dataclass(frozen=True)
 class Load:
-    """What a step trains on."""
+    """The number and lengths of the sequences of a step."""
 
     sequences: int
     prompt: int
@@ -52,7 +52,7 @@ def load_of(job: Job, *, slow: bool = False) -> Load:
 
 
 def model_of(job: Job, family: str) -> Path:
-    """Its directory, made now."""
+    """Make a model of the family; return its directory."""
     config = (SHAPES if job.on_gpu else TINY_SHAPES)[family]
     dtype = torch.bfloat16 if job.on_gpu else torch.float32
     return make_random_model(job.scratch / "model", config, job.device, dtype)

@@ -72,7 +72,7 @@ def compare(term, names, inputs, params, bound, rounding=torch.max):
 
 @pytest.mark.parametrize(("names", "term", "params"), [case[1:] for case in TERMS], ids=[c[0] for c in TERMS])
 def test_every_term_has_the_value_slope_and_clip_that_autograd_gives(names, term, params):
-    """At log-ratios of every size, at the clip bounds and at both ends of float32's range."""
+    """This holds at log-ratios of every size, at the clip bounds and at both ends of float32's range."""
     edges = [0.0, 1e-7, -1e-7, 0.5, -0.5, 3.0, -3.0, 20.0, -20.0, 79.9, -79.9, 80.1, 1e4, -1e4, 85.0, -85.0]
     generator = torch.Generator().manual_seed(0)
     sizes = torch.logspace(-6, 1, 240)

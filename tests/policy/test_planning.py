@@ -50,7 +50,8 @@ def packed(rows):
 
 @st.composite
 def some_sequences(draw, max_size=25):
-    """Of every kind that credit makes: with and without masks, weights, advantages of tokens, a critic."""
+    """Draw sequences of every kind that credit makes: with and without masks, weights, advantages of tokens,
+    a critic."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     rows = []
     for _ in range(draw(st.integers(0, max_size))):

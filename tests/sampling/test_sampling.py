@@ -50,7 +50,7 @@ OPERATOR = find_operator(CONTEXT.algorithm)
 
 
 def write(request: SampleRequest) -> list[int]:
-    """What an engine answers: it depends on the request alone."""
+    """Return what an engine answers: it depends on the request alone."""
     draw = random.Random(request.seed + 1000 * int(request.prompt_token_ids.sum()))
     return [draw.randrange(2, 60) for _ in range(draw.randint(1, request.max_tokens))]
 

@@ -20,7 +20,7 @@ def edits(a, b) -> int:
 
 
 def most_matches(a, b) -> int:
-    """Of all alignments of least cost, whatever else they do."""
+    """Return the most matches of all alignments of least cost."""
     cost, best = table(a, b), {}
     for i in range(len(a) + 1):
         for j in range(len(b) + 1):

@@ -13,7 +13,7 @@ __all__ = ["Allocations"]
 
 
 class Allocations(TorchDispatchMode):
-    """Within, storages that operators of this thread make are counted in `present` until nobody holds them.
+    """Count the storages that operators of this thread make, in `present`, until they are released.
 
     What was there before is not counted.
     """

@@ -156,7 +156,7 @@ BOXED: list[Maker] = [integers, decimals, fractions, expressions, collections, w
 
 
 def final_answers(draw: Draw) -> Iterator[Pair]:
-    """Where in a response the answer stands."""
+    """Yield responses with the answer at different places."""
     n = draw.randint(1000, 9999)
     other = n + draw.randint(1, 99)
     for response, right in [
@@ -181,7 +181,7 @@ def final_answers(draw: Draw) -> Iterator[Pair]:
 
 
 def pairs(rounds: int, huge_rounds: int = 1) -> Iterator[Pair]:
-    """Of every kind so many draws."""
+    """Yield `rounds` draws of every kind."""
     for number in range(rounds):
         for maker in BOXED:
             if maker is huge and number >= huge_rounds:
@@ -197,7 +197,7 @@ _LATEX = r"""\boxed{ \fbox{ { } \frac \frac{1}{ \sqrt \left( \right) ^ _ ^{ $ $$
 _TEXT = [" ", "\n", " or ", " and ", "The answer is ", "</think>", "<think>", "<answer>", "#", "####"]
 _STRANGE = ["é", "\U0001d7d9", "\ud800", "\x00", "٣", "½", "²", "\u200b", "\u202e", "{" * 60, "9" * 400]
 _PIECES = [*_LATEX.split(), *_TEXT, *_STRANGE]
-"""What responses are made of, and what has broken parsers."""
+"""Pieces that responses are made of, and that have broken parsers."""
 
 
 def noise(draw: Draw) -> str:

@@ -38,7 +38,7 @@ class Event:
 
 
 class Stream:
-    """As torch.cuda.Stream."""
+    """A stand-in for torch.cuda.Stream."""
 
     device = torch.device("cpu")
 
@@ -71,16 +71,16 @@ class Stream:
 
 
 class Memory:
-    """What was done with one storage."""
+    """The uses of one storage."""
 
     def __init__(self, stream: Stream) -> None:
         self.stream = stream
         """Under which it was taken."""
         self.noted: set[int] = set()
-        """By `record_stream`."""
+        """Streams that `record_stream` named."""
         self.written: tuple[Stream, int] | None = None
         self.read: dict[int, tuple[Stream, int]] = {}
-        """By stream: the last reading."""
+        """Last reading by each stream."""
 
 
 class Device:

@@ -16,7 +16,7 @@ from support.paths import ROOT
 
 
 def ran(name, *arguments):
-    """What a benchmark prints."""
+    """Return what a benchmark prints."""
     done = subprocess.run(
         [sys.executable, str(ROOT / "tools" / name), *map(str, arguments)],
         env={**os.environ, "PYTHONPATH": str(ROOT)},

@@ -49,7 +49,7 @@ def start(checkpoint: Path, log: Path, transport: TransportName, dies_at: int = 
 
 
 def whose(checkpoints: list[str], requests: list[SampleRequest], samples: list[Sample]) -> int | None:
-    """Which checkpoint's weights the samples are of."""
+    """Return the index of the checkpoint whose weights gave the samples."""
     for number, checkpoint in enumerate(checkpoints):
         reference = reference_logprobs(Path(checkpoint), requests, samples)
         if difference([sample.logprobs for sample in samples], reference).max() < 2e-5:

@@ -43,7 +43,7 @@ Verdict = Literal["refused", "taken", "traceback", "hang", "above 2 GB"]
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a command ended."""
+    """The end of a command: status and output."""
 
     verdict: Verdict
     status: int | None

@@ -51,7 +51,7 @@ def main(words: Sequence[str], seed: int, count: int) -> int:
 
 
 def _import_all() -> None:
-    """What the commands import, so that a child does not: no threads are started by it."""
+    """Import what the commands import, so that a child does not: no threads are started by it."""
     import gguf  # noqa: F401
     import matplotlib.pyplot  # noqa: F401
     import reasoning_gym  # noqa: F401
