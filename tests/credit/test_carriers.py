@@ -18,7 +18,7 @@ from megatron_ibpo.config import PRESETS, RolloutConfig
 from megatron_ibpo.credit import fill_batch, find_operator, is_informative, leaves_gradient
 from megatron_ibpo.credit.estimators import group_z_score
 from megatron_ibpo.credit.gae import generalised_advantages
-from megatron_ibpo.credit.overlong import overlong_penalty
+from megatron_ibpo.credit.shaping import overlong_penalty
 from megatron_ibpo.data import DataError, PromptSuffixes
 from megatron_ibpo.data.tokenizer import HuggingFaceTokenizer
 from megatron_ibpo.policy.loss_objective import loss_params
