@@ -101,7 +101,7 @@ def engine_index(engine: psutil.Process) -> int | None:
 
 
 def of_place(place: Path) -> list[psutil.Process]:
-    """All processes on this machine whose environment names `place`, whoever their parents are now."""
+    """Return all processes on this machine whose environment names `place`, with any parents."""
     mark, found = str(place).encode(), []
     for pid in psutil.pids():
         with suppress(OSError, psutil.Error):

@@ -59,7 +59,7 @@ class Engines:
         return self.under_way[index]
 
     def look(self) -> None:
-        """See who has joined since."""
+        """Record the engines that have joined since."""
         for index, one in list(self.under_way.items()):
             with self._log(index).open("rb") as log:
                 log.seek(one.read_from)

@@ -1,4 +1,4 @@
-"""Engines on the trainers' GPUs: who gives memory back before whom, with stand-ins for the processes."""
+"""Engines on the trainers' GPUs: the order in which memory is given back, with stand-ins for the processes."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_engines_sleep_again_when_a_trainer_dies_over_an_update(engines, monkeyp
 
 @pytest.fixture
 def sampler():
-    """The event loop of who samples, in a thread of its own."""
+    """The sampler's event loop, in a thread of its own."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
@@ -208,7 +208,7 @@ def test_where_no_engine_is_left_trainers_start_again_at_once_and_who_joins_then
     with pytest.raises(ProcessDiedError):
         engines.admit()
     assert engines.events == [update(1), ("engine 1", "call", "sleep")]
-    engines.sleep()  # as who starts trainers does
+    engines.sleep()  # as the start of trainers does
     engines.meet_trainers()
     engines.admit()
     assert not any(member.absent for member in engines.members.values())

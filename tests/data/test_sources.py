@@ -593,7 +593,7 @@ def test_pass_rates_are_those_of_this_policy_and_its_settings(tmp_path):
     (prompt,) = opened(jsonl(tmp_path / "a.jsonl", rows(1))).batch(0, 1)
     record = rate_record(policy_fingerprint(config), prompt, Rate(3, 4))
     line = json.dumps(record) + "\n"
-    config.data.pass_rates.write_text(line + line[: len(line) // 2])  # whoever wrote it was stopped
+    config.data.pass_rates.write_text(line + line[: len(line) // 2])  # its writer was stopped
     rates = open_pass_rates(config)
     assert rates is not None
     assert rates.refusal(prompt) is None

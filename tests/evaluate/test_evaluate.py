@@ -198,7 +198,7 @@ def test_the_most_frequent_answer_counts():
         ["a", "a", "b", "c"],  # wrong twice, right once
         ["a", "b", "a", "b"],  # undecided: half
         [None, "a", "a", None],  # no answer is no vote
-        [None] * 4,  # nobody votes
+        [None] * 4,  # no votes
         ["", "", "", "a"],  # an empty answer is none
         ["a", "a", "b", "b"],  # both twice, one of them right
     ]

@@ -189,7 +189,7 @@ def test_a_journal_that_ends_before_the_checkpoint_gives_nothing(three_steps):
     recovered = read_journal(directory, 5)
     assert (recovered.batches, recovered.samples, recovered.is_whole) == ((), {}, False)
     assert "ends at step 3" in recovered.notes[0]
-    with Journal(directory, KEEP, "settings", 5) as journal:  # even if nobody tells it to rewind
+    with Journal(directory, KEEP, "settings", 5) as journal:  # even without a call of rewind
         new = append(journal, response(4))
     recovered = read_journal(directory, 5)
     assert same(recovered.samples, new)

@@ -538,7 +538,7 @@ def test_the_sandbox_ends_with_its_owner():
         poll.register(handle, select.POLLIN)
         ended = poll.poll(30_000)
         os.close(handle)
-    for orphan in children() - others:  # this process is who adopts them
+    for orphan in children() - others:  # this process adopts them
         orphan.wait(30)
     assert ended, "the sandbox lives on"
 

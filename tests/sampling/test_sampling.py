@@ -1,4 +1,4 @@
-"""The Sampler and the stream of groups: the same groups whoever finishes first, whatever dies on the way."""
+"""The Sampler and the stream of groups: the same groups in any order of finishing, whatever dies on the way."""
 
 from __future__ import annotations
 
@@ -285,7 +285,7 @@ def test_where_prefixes_are_not_cached_single_requests_are_spread() -> None:
     seeds = [request.seed for engine in engines for _, request in engine.asked[:1]]
     assert sorted(seeds) == sorted(request.seed for request in responses), "one for each engine"
     by_group, together, _ = stream([SimulatedEngine(STEP, write) for _ in range(24)])
-    assert plain(batch.groups) == plain(by_group.groups), "who answers does not matter"
+    assert plain(batch.groups) == plain(by_group.groups), "the answering engine does not matter"
     assert alone < together
 
 

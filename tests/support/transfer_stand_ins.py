@@ -23,7 +23,7 @@ DIE_AT = "STAND_IN_DIES_AT"
 it is to join a group."""
 AT_MEETING = -1
 RELEASED: list[bytes] = []
-"""Memory that this process lent and took back, since nobody had opened it."""
+"""Memory that this process lent and took back, since no other process had opened it."""
 
 
 class Communicator:

@@ -1,4 +1,4 @@
-"""Engines on GPUs get exact and whole weights, and over NCCL one that dies hangs nobody.
+"""Engines on GPUs get exact and whole weights, and over NCCL the death of one hangs no other.
 
 Trainer ranks, engines and vLLM's packed transfers are the real ones; NCCL, CUDA's memory handles and streams
 are stand-ins (`transfer_stand_ins`). Not run on GPUs.
