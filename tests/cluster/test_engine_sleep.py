@@ -1,4 +1,4 @@
-"""Engines on the trainers' GPUs: the order in which memory is given back, with stand-ins for the processes."""
+"""Engines on the trainers' GPUs: the order of giving memory back, with stand-ins for the processes."""
 
 from __future__ import annotations
 

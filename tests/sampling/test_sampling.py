@@ -1,4 +1,4 @@
-"""The Sampler and the stream of groups: the same groups in any order of finishing, whatever dies on the way."""
+"""The Sampler and the stream of groups: the same groups in any order of finishing, and after any death."""
 
 from __future__ import annotations
 

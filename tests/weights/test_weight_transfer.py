@@ -54,7 +54,7 @@ from megatron_ibpo.weights.weight_errors import WeightMismatchError, WeightPlanE
 from support.ranks import run_ranks
 from support.weight_sources import DividedWeights, cut
 
-# ----------------------------------------------------------------------------------- which rank sends what where
+# ------------------------------------------------------------------------------- which rank sends what where
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int8)
 
