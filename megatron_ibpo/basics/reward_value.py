@@ -48,9 +48,13 @@ def read_reward(value: Any) -> tuple[float, dict[str, float]]:
             raise TypeError(f"names must be text, got {name!r}")
         if not isinstance(number, Real):
             raise TypeError(f"expected a {what}, got {type(number).__name__} {number!r}")
-        if not abs(number) <= LARGEST_REWARD:  # true for NaN as well
+        if not _fits(number):
             raise ValueError(f"expected a {_too_large(what, number)}")
     return float(parts.pop("score")), {name: float(number) for name, number in parts.items()}
+
+
+def _fits(number: Any) -> bool:
+    return bool(abs(number) <= LARGEST_REWARD)  # false for NaN as well
 
 
 def _too_large(what: str, number: Real) -> str:
