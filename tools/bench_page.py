@@ -1,4 +1,4 @@
-"""How long the page of a large run takes: 10,000 steps of metrics, recorded steps of hundreds of megabytes.
+"""Measure the page of a large run: 10,000 steps of metrics, recorded steps of hundreds of megabytes.
 
     PYTHONPATH=.:tests:examples/tasks python tools/bench_page.py --directory runs --save page_load.json
 
@@ -33,19 +33,19 @@ METRICS = 80
 @dataclass
 class Arguments:
     directory: Path = Path(".")
-    """Where the run is written; it is deleted again."""
+    """Directory for the run; it is deleted again."""
     save: Path | None = None
     """JSON file for the results."""
     steps: int = 10_000
-    """Of the metrics log."""
+    """Rows of the metrics log."""
     recorded: int = 20
     """Steps with samples."""
     groups: int = 32
-    """Of a step."""
+    """Groups per step."""
     responses: int = 8
-    """Of a group."""
+    """Responses per group."""
     tokens: int = 2000
-    """Of a response."""
+    """Tokens per response."""
 
 
 def make_run(run: Path, arguments: Arguments) -> None:

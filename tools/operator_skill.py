@@ -20,7 +20,7 @@ from megatron_ibpo.basics.entry_point import run_tool
 from megatron_ibpo.report.run_dir import write_whole
 from megatron_ibpo.run.operator_skill import premise, skill_json, skill_table
 from megatron_ibpo.run.settings import parse_config
-from megatron_ibpo.study.skill_run import skill_of_checkpoint
+from megatron_ibpo.study.single_engine import skill_of_checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
 

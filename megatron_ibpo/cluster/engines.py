@@ -189,7 +189,7 @@ class Engines:
         # the sampler may have found the death first, and its replacement must not be ended
         dead = {index: why for index, why in found_dead.items() if self.members[index].host is present[index]}
         if dead:
-            log.warning("%s", _describe(dead))
+            log.warning("\n".join(f"engine {index} died: {reason}" for index, reason in dead.items()))
         self._end(dead)  # the sampler finds them dead, and has them replaced
         self.admit()
         return {
@@ -483,7 +483,3 @@ class Engines:
                 failed[index] = str(error)
                 log.debug("%s: %s", host.name, error)
         return failed
-
-
-def _describe(dead: Reasons) -> str:
-    return "\n".join(f"engine {index} died: {reason}" for index, reason in dead.items())

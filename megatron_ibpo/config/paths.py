@@ -1,4 +1,4 @@
-"""Where models and data are: relative paths resolved, and names on the Hugging Face Hub.
+"""Places of models and data: relative paths resolved, and names on the Hugging Face Hub.
 
 Paths that the user types are relative to the user's working directory. The scripts in `examples/` change to
 the repository's root and pass the user's directory on as $IBPO_CWD. Paths in a recipe are relative to the

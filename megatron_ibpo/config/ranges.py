@@ -19,9 +19,9 @@ class Range:
     """Completes "must be …"."""
 
 
-def at_least(least: float, why: str = "") -> Range:
+def at_least(least: float) -> Range:
     """Allow values from `least` on."""
-    return Range(lambda value: value >= least, f"at least {least}" + (f" ({why})" if why else ""))
+    return Range(lambda value: value >= least, f"at least {least}")
 
 
 def within(least: int, most: int, why: str = "") -> Range:

@@ -10,12 +10,10 @@ from megatron_ibpo.credit.estimators import ComparedSamples, Estimator, advantag
 from megatron_ibpo.credit.gae import Critic, critic_credit
 from megatron_ibpo.credit.metrics import response_metrics, shaping_metrics
 from megatron_ibpo.credit.operator import CreditContext, Judgement, Memory, Operator, TokenWeights
-from megatron_ibpo.credit.overlong import with_overlong_penalty
-from megatron_ibpo.credit.plain_prompt import joining_rewards, plain_prompt_sequences
 from megatron_ibpo.credit.registries import find_estimator, find_operator, find_token_credit
-from megatron_ibpo.credit.shaping import shaped_rewards
+from megatron_ibpo.credit.shaping import shaped_rewards, with_overlong_penalty
 from megatron_ibpo.credit.token_credit import weigh_tokens
-from megatron_ibpo.credit.train_sequences import train_sequences
+from megatron_ibpo.credit.train_sequences import joining_rewards, plain_prompt_sequences, train_sequences
 
 T = TypeVar("T")
 

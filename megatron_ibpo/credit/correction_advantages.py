@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from megatron_ibpo.basics.records import Group
 from megatron_ibpo.credit.estimators import ComparedSamples, Estimator, advantages, is_degenerate
 from megatron_ibpo.credit.operator import CreditContext, Operator
-from megatron_ibpo.credit.overlong import with_overlong_penalty
+from megatron_ibpo.credit.shaping import with_overlong_penalty
 
 
 def correction_rewards(group: Group, operator: Operator, context: CreditContext) -> list[float | None]:

@@ -83,7 +83,8 @@ def weigh_tokens(
         for response, advantage, factors in zip(group.responses, of_group, own, strict=True):
             _check(response, factors)
             if advantage and response.num_trained_tokens:
-                means.append((response.num_trained_tokens, _mean_factor(response, factors)))
+                mean = 1.0 if factors is None else float(np.mean(factors[response.loss_mask]))
+                means.append((response.num_trained_tokens, mean))
     if all(factors is None for own in weights for factors in own):
         return TokenFactors(weights, found.metrics)
     tokens = sum(count for count, _ in means)
@@ -105,7 +106,3 @@ def _check(response: Sample, factors: TokenWeights) -> None:
             f"token weights of shape {factors.shape} for a response of {len(response.token_ids)} tokens: an "
             "operator and a token credit give one for each token, the end-of-sequence id included"
         )
-
-
-def _mean_factor(response: Sample, factors: TokenWeights) -> float:
-    return 1.0 if factors is None else float(np.mean(factors[response.loss_mask]))

@@ -1,10 +1,20 @@
-"""Conversion of samples with advantages into the trainer's sequences (ibpo step 11)."""
+"""Conversion of samples with advantages into the trainer's sequences (ibpo step 11), and corrections that are
+trained on as off-policy samples of the plain prompt (--ibpo-plain-prompt).
 
-from collections.abc import Iterable
+ŷ was written by a policy that read x̃, which contains a wrong response and a reference. Under x alone it is a
+sample of another distribution, as are the stronger model's samples in LUFFY (arXiv 2504.14945) and the
+refinements in Critique-GRPO (arXiv 2506.03106). It joins the group of x, its advantage is relative to all
+rewards of that group, and the loss takes the shaped surrogate of its tokens
+(`megatron_ibpo.loss.off_policy`). x̃ is not trained on.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Literal
 
-from megatron_ibpo.basics.records import Group, Sample, TrainSequence
+from megatron_ibpo.basics.records import Correction, Group, Sample, TrainSequence
 from megatron_ibpo.credit.operator import TokenWeights
+from megatron_ibpo.credit.shaping import counts
 
 
 def train_sequences(
@@ -41,3 +51,47 @@ def train_sequences(
         for index, (sample, reward, advantage, token_weights) in enumerate(credited)
         if advantage is not None and sample.num_trained_tokens
     ]
+
+
+def joining_rewards(group: Group, which: Literal["none", "successful", "one"]) -> list[float | None]:
+    """Return the reward of every correction that joins the responses and None for the others; empty if none
+    may join.
+
+    "successful": corrections that are right and no rewrite. "one": one per group, the first right one, or the
+    first of all if none is right. A wrong one is punished if others are right (Critique-GRPO).
+    """
+    if which == "none":
+        return []
+    chosen = [c for c in group.corrections if counts(c)] if which == "successful" else _one(group)
+    return [c.response.reward if c in chosen else None for c in group.corrections]
+
+
+def plain_prompt_sequences(
+    group: Group,
+    number: int,
+    rewards: Sequence[float | None],
+    advantages: Sequence[float | None],
+    weight: float,
+) -> list[TrainSequence]:
+    """Return the corrections that have an advantage, each behind the prompt that its target was sampled from.
+
+    Args:
+        number: index of the group in the step.
+        rewards, advantages: of every correction.
+    """
+    corrections = [correction.response for correction in group.corrections]
+    columns = zip(corrections, rewards, advantages, [None] * len(corrections), strict=True)
+    return [
+        replace(
+            sequence,
+            prompt_token_ids=group.responses[group.corrections[sequence.index].target].prompt_token_ids,
+            off_policy=True,
+            routed_experts=None,  # recorded for tokens of x̃
+        )
+        for sequence in train_sequences(group, number, "correction", columns, weight)
+    ]
+
+
+def _one(group: Group) -> list[Correction]:
+    scored = [c for c in group.corrections if c.response.reward is not None]
+    return ([c for c in scored if c.response.correct] or scored)[:1]

@@ -219,14 +219,11 @@ def _first_line(error: BaseException) -> str:
     return str(error).partition("\n")[0][:200] or type(error).__name__
 
 
-def with_local_copies(config: Config, *, data: bool = True) -> Config:
+def with_local_copies(config: Config) -> Config:
     """Return the configuration with local paths alone; what names the Hub is downloaded first.
 
     A resumed run gets the commits that it had. The paths have the commits in them, so the run's config.yaml
     records them. The driver downloads; on other nodes the same path must exist (docs/clusters.md).
-
-    Args:
-        data: False if only the model is needed.
 
     Raises:
         HubError: the Hub or its cache does not have it; says what to do.
@@ -240,7 +237,7 @@ def with_local_copies(config: Config, *, data: bool = True) -> Config:
         ref_load=model.ref_load and local_model(model.ref_load, pins, weights=not plans),
     )
     config = replace(config, model=model)
-    if not data or plans:
+    if plans:
         return config
     held_out = config.data.eval_prompt_data
     prompts = tuple(local_source(spec, pins) for spec in config.data.prompt_data)

@@ -121,5 +121,5 @@ def check_prompt(ids: TokenIds, tokenizer: Tokenizer, max_prompt_len: int | None
         )
 
 
-def _shown(ids: TokenIds, tokenizer: Tokenizer, most: int = 60) -> str:
-    return "".join("⁇" if i == tokenizer.unk_id else tokenizer.decode([i]) for i in ids[:most].tolist())
+def _shown(ids: TokenIds, tokenizer: Tokenizer) -> str:
+    return "".join("⁇" if i == tokenizer.unk_id else tokenizer.decode([i]) for i in ids[:60].tolist())

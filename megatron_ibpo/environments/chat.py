@@ -155,11 +155,9 @@ class TemplateChat:
             )
         if said["content"]:
             return following
-        ends = [place for end in self._end_texts() if (place := following.find(end)) >= 0]
+        texts = (self._tokenizer.decode_all([end]) for end in self._ends)
+        ends = [place for text in texts if (place := following.find(text)) >= 0]
         return following[min(ends, default=0) :]
-
-    def _end_texts(self) -> list[str]:
-        return [self._tokenizer.decode_all([end]) for end in self._ends]
 
     def _after(self, end: int, following: list[int]) -> list[int]:
         """Return what is missing of `following` after a turn that ends in the id `end`: a template may write

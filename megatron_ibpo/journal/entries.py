@@ -139,7 +139,9 @@ def encode(entry: Entry) -> bytes:
             steps = [entry.saved, entry.last_step, entry.needed_from, entry.rewound]
             fields = ["begin", FORMAT, entry.settings, *steps]
         case Sampled():
-            fields = ["sample", *_key_fields(entry.key), *_sample_fields(entry.sample)]
+            key = entry.key
+            fields = ["sample", key.prompt_index, key.attempt, key.kind, key.index]
+            fields += _sample_fields(entry.sample)
         case ClosedBatch():
             fields = ["closed", entry.step, entry.groups, entry.dropped]
     # a verifier's error text may hold halves of surrogate pairs, which strict UTF-8 refuses
@@ -179,10 +181,6 @@ def _closed(step: int, groups: list[list[Any]], dropped: list[list[Any]]) -> Clo
     return ClosedBatch(
         step, tuple(ClosedGroup(*group) for group in groups), tuple(DroppedGroup(*group) for group in dropped)
     )
-
-
-def _key_fields(key: SampleKey) -> list[Any]:
-    return [key.prompt_index, key.attempt, key.kind, key.index]
 
 
 def _sample_fields(sample: Sample) -> list[Any]:

@@ -102,10 +102,10 @@ def measure_rates(clock: Callable[[], float] = time.perf_counter) -> Rates:
     return Rates(matmul=2 * _MATRIX**3 / product, copy=2 * _COPIED_BYTES / copy)
 
 
-def _seconds_of(work: Callable[[], object], clock: Callable[[], float], times: int = 8) -> float:
-    """Return the shortest of several times."""
+def _seconds_of(work: Callable[[], object], clock: Callable[[], float]) -> float:
+    """Return the shortest of eight times."""
     found = []
-    for _ in range(times):
+    for _ in range(8):
         began = clock()
         work()
         found.append(clock() - began)

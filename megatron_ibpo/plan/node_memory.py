@@ -177,7 +177,9 @@ def census_by_names(
     parts = []
     for stage in range(last + 1):
         own_dense = dense[stage] // parallel.tensor_model_parallel_size
-        own_experts = experts[stage] // _expert_ranks(parallel)
+        own_experts = experts[stage] // (
+            parallel.expert_model_parallel_size * parallel.expert_tensor_parallel_size
+        )
         adapters = _adapters(parallel, [entry for place, entry in added if place == stage])
         parts.append(
             StagePart(
@@ -216,7 +218,3 @@ def _stage(name: str, stage_of: Mapping[int, int], last: int) -> int:
     if (layer := re.search(r"\blayers\.(\d+)\.", name)) is not None:
         return stage_of[int(layer[1])]
     return 0 if "embed_tokens" in name else last
-
-
-def _expert_ranks(parallel: ParallelConfig) -> int:
-    return parallel.expert_model_parallel_size * parallel.expert_tensor_parallel_size

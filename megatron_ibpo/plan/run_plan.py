@@ -54,16 +54,14 @@ def plan_run(config: Config, console: Console | None = None) -> int:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # so that the plan is the same on a machine with GPUs
     console = console or open_console()
     try:
-        plan = make_plan(config, _world_size(config))
+        plan = make_plan(
+            config, config.run.dry_run_world_size or environment_number("WORLD_SIZE", 1, least=1)
+        )
     except (ModelConfigError, ValueError) as error:
         console.print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
         return REFUSED
     _print_plan(plan, console, "" if has_gpu else _on_this_machine(plan, config))
     return REFUSED if plan.problems else FITS
-
-
-def _world_size(config: Config) -> int:
-    return config.run.dry_run_world_size or environment_number("WORLD_SIZE", 1, least=1)
 
 
 def _on_this_machine(plan: Plan, config: Config) -> str:

@@ -296,16 +296,6 @@ def empty_micro_batches(shares: Sequence[RankUpdate]) -> int:
     return sum(not batch.members for cut in cuts for batch in cut.micro_batches)
 
 
-def plan_micro_batches(
-    lengths: Sequence[int], num_ranks: int, max_tokens: int, cost: Cost
-) -> list[list[list[int]]]:
-    """Return the sequences of each micro-batch of each data-parallel rank: [rank][micro-batch][index].
-
-    Every rank gets the same number of micro-batches; some may be empty.
-    """
-    return cut_shares(deal(lengths, num_ranks, cost), lengths, max_tokens, cost)
-
-
 def deal(lengths: Sequence[int], num_ranks: int, cost: Cost) -> list[list[int]]:
     """Deal the sequences to data-parallel ranks, longest first, so that all have about the same amount to
     compute.

@@ -42,7 +42,9 @@ def write_page(
         figures[0][1].savefig(directory / "curves.png")
         drawn = [(title, _svg(figure)) for title, figure in figures]
     (directory / "curves.svg").write_bytes(drawn[0][1])
-    pictures = [(title, _data_address(svg)) for title, svg in drawn]
+    pictures = [
+        (title, "data:image/svg+xml;base64," + base64.b64encode(svg).decode()) for title, svg in drawn
+    ]
     (directory / "page.html").write_text(_page(found, made, pictures), encoding="utf-8")
     if console is not None:
         console.print(written, highlight=False, markup=False, soft_wrap=True)
@@ -54,10 +56,6 @@ def _svg(figure: Figure) -> bytes:
     drawn = io.BytesIO()
     figure.savefig(drawn, format="svg")
     return drawn.getvalue()
-
-
-def _data_address(svg: bytes) -> str:
-    return "data:image/svg+xml;base64," + base64.b64encode(svg).decode()
 
 
 def _page(found: Findings, made: Sequence[Table], pictures: Sequence[tuple[str, str]]) -> str:

@@ -1,4 +1,4 @@
-"""Where the ranks of a run meet: at a port that is theirs from the moment it is chosen."""
+"""The ranks of a run meet at a port that is theirs from the moment it is chosen."""
 
 import os
 from contextlib import closing

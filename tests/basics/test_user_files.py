@@ -1,4 +1,4 @@
-"""What a user may give and no program should read: pipes, devices, files of 10 GB, sizes no file holds."""
+"""Files that a user may name and no program should read: pipes, devices, files of 10 GB, impossible sizes."""
 
 import functools
 import json

@@ -33,7 +33,7 @@ TRACEBACK = "ibpo-*.log"
 UNFINISHED = (".partial", ".removed", ".tmp", ".old")
 MOST_STARTS = 60
 ENDS_SOON_S = 5.0
-"""For a driver that ends at once if it does not go on."""
+"""Seconds for a driver that ends at once if it cannot continue."""
 NODES, CLUSTER_EVERY, KILLS_ON_A_CLUSTER = 3, 6, 6
 """Every sixth run is on a simulated cluster: the trainer on one node, an engine on each of the others."""
 LATEST_STEP = STEPS - 4
@@ -78,7 +78,7 @@ def one_run(seed: int, number: int, kills: int, until: float) -> tuple[list[Reco
 
 
 def _faults(trial: Trial, rng: random.Random, kills: int, until: float) -> list[Record]:
-    """Up to `kills` faults, each after a step was made since the one before; then the run's end."""
+    """Inject up to `kills` faults, each after a step was made since the one before; then the run's end."""
     records: list[Record] = []
     trial.start()
     trial.wait_for_step(1)
@@ -187,7 +187,7 @@ def _started_again(trial: Trial, fault: Fault, at: float, rng: random.Random) ->
 
 
 def _checked(trial: Trial, place: Path) -> list[str]:
-    """What is wrong with a run that has finished."""
+    """Return what is wrong with a run that has finished."""
     _, left = gone_within(place, 10)
     problems = [f"still running: {left}"] if left else []
     problems += _lying_about(trial, place)
@@ -266,7 +266,7 @@ def failing_disk(place: Path) -> Path | None:
 
 @contextmanager
 def _cluster(place: Path, nodes: int) -> Iterator[SimulatedCluster | None]:
-    """Of so many nodes, whose processes belong to `place`; none for one."""
+    """Yield a simulated cluster, whose processes belong to `place`, or None for a single node."""
     if nodes == 1:
         yield None
         return

@@ -1,4 +1,4 @@
-"""What can happen to a run, and to whom."""
+"""Faults of a run, and their victims."""
 
 import errno
 import os
@@ -21,7 +21,7 @@ from megatron_ibpo.weights.formats.run_state import newest_step
 
 KILL, TERM, STOP = "SIGKILL", "SIGTERM", "SIGSTOP"
 NEVER_CONTINUED = ("engine", "host", "verifier", "episode")
-"""Who takes their place finds out by itself; of a stopped driver or trainer nobody could."""
+"""Their replacements notice by themselves; nothing replaces a stopped driver or trainer."""
 
 Kinds = dict[str, list[psutil.Process]]
 OK, FAILED, BAD_INPUT = 0, 1, 2
@@ -40,11 +40,11 @@ class Fault:
     signal: str
     process: psutil.Process | None = None
     engine: int | None = None
-    """Which engine, where it or the process that holds it is the victim."""
+    """Index of the engine, where it or the process that holds it is the victim."""
     engine_pid: int = 0
-    """Of that engine's own process."""
+    """Process id of that engine."""
     torn: str | None = None
-    """What is torn before the driver is started again: see TEARS."""
+    """File that is torn before the driver is started again, by its name in TEARS."""
 
     @property
     def ends_the_driver(self) -> bool:
@@ -160,7 +160,7 @@ def inject(fault: Fault, rng: random.Random, trial: Trial) -> float:
 
 
 def wrong_end(fault: Fault, status: int | None, seconds: float, said: str) -> list[str]:
-    """What is not as it must be about a driver that has ended after a fault.
+    """Return what is wrong with how a driver ended after a fault.
 
     Args:
         seconds: from the fault to the end.
@@ -204,7 +204,7 @@ def mend(fault: Fault, trial: Trial) -> list[str]:
 
 
 def _copy(trial: Trial) -> Path:
-    """Where the run's directory is kept that is deleted under it."""
+    """Return where a copy of the run's directory is kept, which the fault deletes."""
     return trial.run_dir.with_name("kept")
 
 

@@ -1,4 +1,4 @@
-"""What a run's journal says that it trained on, read entry by entry: nothing twice, nothing lost."""
+"""An audit of a run's journal, read entry by entry: nothing was trained on twice, nothing is lost."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ GroupId = tuple[int, int]
 
 
 def audit(directory: Path, *, steps: int, responses: int, sampling: dict[str, Any]) -> list[str]:
-    """What is wrong with the journal of a run that has finished; empty if nothing is.
+    """Return what is wrong with the journal of a run that has finished; empty if nothing is.
 
     Args:
         steps: that it took.

@@ -1,4 +1,4 @@
-"""Which process of a run is which, and what of it is left."""
+"""The processes of a run: which is which, and which are left."""
 
 import os
 import signal
@@ -22,7 +22,7 @@ RAY_SERVERS = {"gcs_server": "gcs", "raylet": "own raylet"}
 
 
 def end_on_sigterm() -> None:
-    """As an exception does, so that nothing is left running."""
+    """End on SIGTERM as on an exception, so that nothing is left running."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
@@ -62,7 +62,7 @@ def by_kind(processes: Iterable[psutil.Process]) -> dict[str, list[psutil.Proces
 
 
 def raylets_above(engines: Iterable[psutil.Process]) -> list[psutil.Process]:
-    """Of the nodes that these engines are on."""
+    """Return the raylets of the nodes that these engines are on."""
     found = {}
     for engine in engines:
         with suppress(psutil.Error):
@@ -78,28 +78,28 @@ def actors_among(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
 
 
 def title(process: psutil.Process) -> str:
-    """Its command line as it shows it now."""
+    """Return the command line that the process shows now."""
     with suppress(psutil.Error):
         return " ".join(process.cmdline())
     return ""
 
 
 def has_torch(pid: int) -> bool:
-    """Whether this process has loaded torch; those that hold engines do not."""
+    """Return whether this process has loaded torch; those that hold engines do not."""
     with suppress(OSError):
         return "libtorch_cpu" in Path(f"/proc/{pid}/maps").read_text()
     return False
 
 
 def engine_index(engine: psutil.Process) -> int | None:
-    """Which engine it is, by the log that it writes."""
+    """Return the engine's index, by the log that it writes."""
     with suppress(OSError, ValueError):
         return int(Path(os.readlink(f"/proc/{engine.pid}/fd/1")).stem.removeprefix("engine_"))
     return None
 
 
 def of_place(place: Path) -> list[psutil.Process]:
-    """All processes on this machine whose environment names `place`, whoever their parents are now."""
+    """Return all processes on this machine whose environment names `place`, with any parents."""
     mark, found = str(place).encode(), []
     for pid in psutil.pids():
         with suppress(OSError, psutil.Error):

@@ -1,4 +1,4 @@
-"""What comes in the place of engines and trainers that were hit: how soon it works, how long it started."""
+"""Replacements of engines and trainers that were hit: how soon they work, how long they took to start."""
 
 import re
 import time
@@ -21,7 +21,7 @@ MARGIN_S = 15.0
 
 @dataclass
 class Replacement:
-    """Of one engine, under way."""
+    """The replacement of one engine, under way."""
 
     hit: float
     """time.monotonic() of the fault."""
@@ -31,9 +31,9 @@ class Replacement:
     """Bytes of its log that were there then."""
     ready: float | None = None
     start_seconds: float | None = None
-    """From the new process's creation until vLLM was ready in it."""
+    """Seconds from the new process's creation until vLLM was ready in it."""
     seconds: float | None = None
-    """From the fault until the new engine had joined."""
+    """Seconds from the fault until the new engine had joined."""
 
 
 @dataclass
@@ -45,7 +45,7 @@ class Engines:
     """time.monotonic() when they began to work."""
     under_way: dict[int, Replacement] = field(default_factory=dict)
     worked: dict[int, list[float]] = field(default_factory=dict)
-    """By engine: seconds of work before each of its deaths."""
+    """Seconds of work before each death, by engine."""
     joined: dict[int, float] = field(default_factory=dict)
 
     def hit(self, index: int, pid: int, at: float) -> Replacement:
@@ -57,7 +57,7 @@ class Engines:
         return self.under_way[index]
 
     def look(self) -> None:
-        """See who has joined since."""
+        """Record the engines that have joined since."""
         for index, one in list(self.under_way.items()):
             with self._log(index).open("rb") as log:
                 log.seek(one.read_from)
@@ -100,7 +100,7 @@ class NewTrainer:
 
     def __init__(self, driver: int) -> None:
         self.start_seconds: float | None = None
-        """From the first sight of the process that is to hold it until its part of the model was built."""
+        """Seconds from the first sight of its process until its part of the model was built."""
         self._driver = driver
         self._known = {one.pid for one in actors_among(below(driver))}
         self._seen: dict[int, float] = {}

@@ -1,4 +1,4 @@
-"""What campaigns have found: a line of JSON for each fault, and one for each run."""
+"""Results of campaigns: a line of JSON for each fault, and one for each run."""
 
 import json
 import statistics
@@ -32,9 +32,9 @@ def so_far(records: Iterable[Record], seed: int) -> tuple[int, int]:
 
 
 def beyond_start(record: Record) -> float | None:
-    """Seconds from a fault to the next completed step, without those that the process started in the victim's
-    place took to start, nor the time-out that finds what hangs; for an engine until it had joined, where that
-    was seen. None where the start was not seen."""
+    """Return the seconds from a fault to the next completed step, without those that the process started in
+    the victim's place took to start, nor the time-out that finds what hangs; for an engine until it had
+    joined, where that was seen. None where the start was not seen."""
     found_after = record.get("time_out_seconds", 0.0)
     recovery, start = record["recovery_seconds"], record.get("start_seconds")
     if recovery > found_after:  # else the step did not wait for what hangs

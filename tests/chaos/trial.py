@@ -38,12 +38,12 @@ ORPHANS_S = 10.0
 STUCK_S = 900.0
 """Without a step, after which a run is taken to hang: on a busy machine a start alone takes minutes."""
 END_S = 300.0
-"""For a driver that was asked to end."""
+"""Seconds for a driver that was asked to end."""
 STEP_LINE = re.compile(rb"^step (\d+)/\d+ .* ([\d.]+) s \(", re.MULTILINE)
 
 
 def environment_within(place: Path) -> dict[str, str]:
-    """For what is started on behalf of a run in `place`, by which it is found again."""
+    """Return the environment of what a run in `place` starts, by which it is found again."""
     quiet = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     return os.environ | quiet | {"TMPDIR": str(place / "tmp")}
 
@@ -57,18 +57,18 @@ class Trial:
     """A run in a place of its own, and what was seen of it."""
 
     place: Path
-    """For its temporary files and logs; its name is in the environment of all that is started."""
+    """Directory of its temporary files and logs; its name is in the environment of all that is started."""
     run_dir: Path
     seed: int
     cluster: SimulatedCluster | None = None
-    """Where it runs; else on this machine alone."""
+    """Simulated cluster that it runs on; None for this machine alone."""
     starts: int = 0
-    """How often the driver was started."""
+    """Number of starts of the driver."""
     driver: subprocess.Popen[bytes] | None = None
     spawned: float = 0.0
     """time.monotonic() of the last start."""
     start_seconds: float | None = None
-    """Of the last start: until its first step began."""
+    """Seconds of the last start until its first step began."""
     problems: list[str] = field(default_factory=list)
     shared_memory: set[str] = field(default_factory=set)
     """Segments that its processes had."""
@@ -79,7 +79,7 @@ class Trial:
 
     @property
     def log(self) -> Path:
-        """What the present driver prints."""
+        """File that the present driver prints to."""
         return self.place / f"driver_{self.starts:03d}.log"
 
     def start(self) -> None:
@@ -149,7 +149,7 @@ class Trial:
         return int(lines[-1][0])
 
     def wait_for_step(self, step: int, look: Callable[[], object] = lambda: None) -> None:
-        """Until this step is completed, or the driver has ended. Calls `look` meanwhile.
+        """Wait until this step is completed, or the driver has ended. Call `look` meanwhile.
 
         Raises:
             StuckError: no step came for a long time.
@@ -164,7 +164,7 @@ class Trial:
             time.sleep(0.05)
 
     def wait_for_end(self) -> None:
-        """Of the driver.
+        """Wait for the end of the driver.
 
         Raises:
             StuckError: it does not end.
@@ -183,8 +183,8 @@ class Trial:
         return self.ended() == 0
 
     def orphans_end(self) -> float:
-        """Seconds until all that the driver had started was gone; what is not is a problem. Not on a cluster,
-        whose own processes are in this place too."""
+        """Return the seconds until all that the driver had started was gone; what is not is a problem. Not on
+        a cluster, whose own processes are in this place too."""
         if self.cluster is not None:
             return 0.0
         seconds, left = gone_within(self.place, ORPHANS_S)
@@ -194,6 +194,6 @@ class Trial:
         return seconds
 
     def last_words(self) -> str:
-        """Of the driver, for the record."""
+        """Return the driver's last lines, for the record."""
         lines = self.log.read_text(errors="replace").strip().splitlines()
         return lines[-1][-300:] if lines else ""

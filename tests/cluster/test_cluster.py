@@ -235,7 +235,7 @@ cluster.shutdown()
 
 @pytest.mark.slow
 def test_a_cluster_of_another_version_is_refused_with_both_versions_and_what_to_do(tmp_path):
-    """Of a real cluster, which tells that its Ray is another."""
+    """A real cluster says that its Ray is another."""
     cluster = python("-c", OTHER_VERSION, stdin=subprocess.PIPE, env={"RAY_AUTH_MODE": "disabled"})
     try:
         lines = iter(cluster.stdout.readline, "")  # Ray may say before that another one runs here

@@ -1,4 +1,4 @@
-"""What is said of a process that has ended."""
+"""The message about a process that has ended says how it ended."""
 
 import os
 

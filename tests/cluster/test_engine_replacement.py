@@ -1,4 +1,4 @@
-"""Which processes the driver ends when engines die, and which deaths end a run; with stand-ins for them."""
+"""The driver ends the right processes when engines die, and some deaths end a run; with stand-ins."""
 
 import asyncio
 from dataclasses import replace
@@ -51,7 +51,7 @@ def test_an_update_ends_the_engines_that_died_in_it_and_not_what_took_their_plac
     first, successor = {index: member.host for index, member in engines.members.items()}, Process()
 
     def update(*_):
-        engines.members[1].host = successor  # who samples has noticed first
+        engines.members[1].host = successor  # the sampler noticed first
         return 0, 0, {0: "it hangs", 1: "it has ended"}
 
     monkeypatch.setattr(engines, "_catch_up", update)

@@ -1,4 +1,4 @@
-"""Engines on the trainers' GPUs: who gives memory back before whom, with stand-ins for the processes."""
+"""Engines on the trainers' GPUs: the order of giving memory back, with stand-ins for the processes."""
 
 import asyncio
 import threading
@@ -111,7 +111,7 @@ def test_engines_sleep_again_when_a_trainer_dies_over_an_update(engines, monkeyp
 
 @pytest.fixture
 def sampler():
-    """The event loop of who samples, in a thread of its own."""
+    """The sampler's event loop, in a thread of its own."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
@@ -179,7 +179,8 @@ def losing_a_trainer(engines, monkeypatch):
 
 @pytest.mark.parametrize("asked", ["admit", "update_weights"])
 def test_beside_engines_that_sample_nobody_trains_again_and_who_was_to_join_sleeps(losing_a_trainer, asked):
-    """Also when it is found at the end of an update of the others, which are about to sample then."""
+    """This also holds when it is found at the end of an update of the others, which are about to sample
+    then."""
     engines = losing_a_trainer
     if asked == "update_weights":
         engines.order = replace(engines.order, sleeping=True)
@@ -205,7 +206,7 @@ def test_where_no_engine_is_left_trainers_start_again_at_once_and_who_joins_then
     with pytest.raises(ProcessDiedError):
         engines.admit()
     assert engines.events == [update(1), ("engine 1", "call", "sleep")]
-    engines.sleep()  # as who starts trainers does
+    engines.sleep()  # as the start of trainers does
     engines.meet_trainers()
     engines.admit()
     assert not any(member.absent for member in engines.members.values())
@@ -230,7 +231,7 @@ def run_of(run_dir, policy, engines):
 
 @pytest.mark.parametrize("dies_over", ["saved", "update"])
 def test_engines_sleep_before_trainers_that_died_start_again(tmp_path, dies_over):
-    """Whatever they died over: after an update of the engines these are awake."""
+    """This holds whatever they died over: after an update of the engines these are awake."""
     events, deaths = [], [ProcessDiedError("trainer 0 was killed")]
 
     def call(name, result=True):

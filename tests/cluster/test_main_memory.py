@@ -23,7 +23,7 @@ Cluster = tuple[Config, ModelShape, dict[str, int], Placement]
 
 
 def elements_of(model):
-    """As the headers of a checkpoint would have them."""
+    """Return the elements as the headers of a checkpoint would have them."""
     return {meta.name: meta.num_bytes // 2 for meta in metadata_of(read_hf_config(model), torch.bfloat16)}
 
 
@@ -108,7 +108,8 @@ def test_the_tiny_runs_need_little(models):
 
 
 def test_the_least_limit_around_a_process_is_what_it_has(tmp_path):
-    """Of its own control group or of one around it, under either version of the kernel's interface."""
+    """The limit is of its own control group or of one around it, in either version of the kernel's
+    interface."""
     own, total = tmp_path / "cgroup", psutil.virtual_memory().total
     assert main_memory(tmp_path, tmp_path / "none") == total
     for lines, name in (

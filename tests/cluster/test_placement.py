@@ -1,4 +1,4 @@
-"""Where the processes of a run go, planned on paper."""
+"""The processes of a run are placed as planned on paper."""
 
 import pytest
 from hypothesis import given

@@ -72,7 +72,7 @@ def submitted(verifiers, count):
 
 
 def scored(verifiers, count):
-    """Who owned the worker of each of so many calls."""
+    """Return the owner of the worker of each of `count` calls."""
     return [call.result(ANSWER_TIMEOUT_S).value for call in submitted(verifiers, count)]
 
 

@@ -1,4 +1,4 @@
-"""Which recipe and layout a model gets on which devices."""
+"""A model gets the recipe and layout that fit its devices."""
 
 import json
 import os

@@ -44,7 +44,7 @@ def raising(error):
 
 
 def traceback_of(line):
-    """What the file has that the line names, which is removed."""
+    """Return the content of the file that the line names, and remove it."""
     path = Path(KEPT.search(line)[1])
     text = path.read_text()
     path.unlink()

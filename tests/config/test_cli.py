@@ -116,7 +116,7 @@ def test_the_default_length_of_a_response_yields_to_the_model_too(model_of_256):
 
 
 def test_a_preset_counts_where_it_is_named(tmp_path):
-    """Over what was read before it, so that a recipe of one method can be run with another."""
+    """It overrides what was read before it, so that a recipe of one method can be run with another."""
     base = recipe(tmp_path, "advantage-estimator: ibpo\nibpo-lambda: 0.3\neps-clip: 3e-3\n", "base.yaml")
     alone = parse_config(["--config", base]).algorithm.parameters
     assert alone["ibpo_lambda"] == 0.3, "its own file wins over a preset"
@@ -182,7 +182,7 @@ class Mine(Operator):
     """A method of the user's."""
 
     mine_weight: Annotated[float, NOT_NEGATIVE] = 1.5
-    """How much."""
+    """Weight of it."""
 
     def judge(self, groups, context):
         raise AssertionError("never asked")
@@ -246,7 +246,7 @@ def test_a_written_configuration_reads_back_equal(tmp_path_factory, lr, path, th
 
 @pytest.mark.parametrize("recipe", ["tiny_qwen3_next_ibpo", "qwen3_next_80b_a3b_ibpo"])
 def test_a_recipe_alone_means_what_it_means_beside_a_flag_that_changes_nothing(recipe):
-    """Without flags no parser of flags is built."""
+    """No parser of flags is built for a recipe alone."""
     given = ["--config", f"examples/recipes/{recipe}.yaml"]
     alone = parse_config(given)
     assert parse_config([*given, "--lr", str(alone.optimizer.lr)]) == alone

@@ -1,4 +1,4 @@
-"""What --help shows, and what is answered to flags that do not exist or are another trainer's."""
+"""--help shows the right flags, and unknown flags, or another trainer's, are answered."""
 
 import re
 import subprocess

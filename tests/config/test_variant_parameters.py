@@ -29,7 +29,7 @@ def own(name):
 
 @pytest.fixture
 def spo(monkeypatch):
-    """As the example of the README: one parameter, and none of the clips' names."""
+    """Install a variant like the example of the docs: one parameter, and none of the clips' names."""
     monkeypatch.setitem(VARIANTS, "spo", Variant(clipped_surrogate, params={"eps": Parameter(0.2, 0.0)}))
 
 

@@ -1,4 +1,5 @@
-"""What IBPO rides on: DAPO's sampling and punishment, PPO's advantages, and more diverse trajectories."""
+"""IBPO works with its carriers: DAPO's sampling and punishment, PPO's advantages, and more diverse
+trajectories."""
 
 import math
 from dataclasses import replace
@@ -15,7 +16,7 @@ from megatron_ibpo.config import PRESETS, RolloutConfig
 from megatron_ibpo.credit import fill_batch, find_operator, is_informative, leaves_gradient
 from megatron_ibpo.credit.estimators import group_z_score
 from megatron_ibpo.credit.gae import generalised_advantages
-from megatron_ibpo.credit.overlong import overlong_penalty
+from megatron_ibpo.credit.shaping import overlong_penalty
 from megatron_ibpo.data import DataError, PromptSuffixes
 from megatron_ibpo.data.tokenizer import HuggingFaceTokenizer
 from megatron_ibpo.policy.loss_objective import loss_params
@@ -228,7 +229,7 @@ written = st.lists(st.integers(10, 14), min_size=1, max_size=7)
     st.floats(0.05, 1),
 )
 def test_no_wrong_response_outranks_a_right_one(drawn, name, share):
-    """Whatever the lengths, the graded rewards of the wrong ones, and who is corrected."""
+    """This holds for all lengths, graded rewards of wrong responses, and choices of what is corrected."""
     made = group(*(content for content, _ in drawn))
     for sample, (_, graded) in zip(made.responses, drawn, strict=True):
         sample.reward = 1.0 if sample.correct else graded

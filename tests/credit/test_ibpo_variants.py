@@ -325,7 +325,7 @@ def test_a_far_correction_pays_even_where_the_reference_makes_it_no_rewrite():
         ((1, THINK), [5, 6, END_THINK, 7], [7]),  # the prompt opens it
         ((1, THINK), [5, 6], []),
         ((THINK, 3, END_THINK), [5, 6], [5, 6]),  # opened and closed there
-        ((1, 2), [5, END_THINK, 7], [7]),  # nobody opened it
+        ((1, 2), [5, END_THINK, 7], [7]),  # it was not opened
         ((1, 2), [5, 6], [5, 6]),
         ((1, 2), [], []),
     ],

@@ -1,4 +1,4 @@
-"""Corrections as off-policy samples of the plain prompt: who joins, what the tokens lose, what it costs."""
+"""Corrections as off-policy samples of the plain prompt: which join, the loss of their tokens, their cost."""
 
 import math
 from dataclasses import replace
@@ -51,7 +51,7 @@ def by_target(answers):
     return lambda x: answers[candidates(x)[0][-1]]
 
 
-# -------------------------------------------------------------------------------------------- who joins
+# -------------------------------------------------------------------------------------------- which join
 
 
 def test_a_successful_correction_joins_its_group_by_hand():

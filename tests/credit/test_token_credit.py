@@ -1,4 +1,4 @@
-"""Which tokens of a response learn how much, once its advantage is known (--token-credit)."""
+"""Token credits weight the tokens of a response once its advantage is known (--token-credit)."""
 
 import numpy as np
 import pytest
@@ -148,8 +148,8 @@ answers = st.lists(st.lists(st.integers(10, 13), min_size=1, max_size=6), min_si
 
 @given(answers)
 def test_the_cut_leaves_what_no_right_response_begins_with(contents):
-    """Against a definition by sets of prefixes: token t is shared if some right response has all tokens up to
-    it."""
+    """It is compared with a definition by sets of prefixes: token t is shared if some right response has all
+    tokens up to it."""
     made = group(*contents)
     shared = {
         tuple(r.token_ids[:n]) for r in made.responses if r.correct for n in range(1, len(r.token_ids) + 1)

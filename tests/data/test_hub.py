@@ -83,7 +83,7 @@ OFFLINE = {"newest": NEWEST, "not cached": [*DATA, "openai/none"]}
 
 @pytest.fixture(scope="module")
 def answers(place):
-    """What the command lines of ASKED become, and stderr; then of OFFLINE, from the cache alone."""
+    """Return what the command lines of ASKED become, and stderr; then of OFFLINE, from the cache alone."""
     cache = place / "home/hub"
     (place / "run").mkdir()
     (place / "run/config.yaml").write_text(

@@ -87,7 +87,7 @@ def any_size(request):
 
 @pytest.fixture
 def everything_is_large(monkeypatch):
-    """And comes in blocks of a few rows, of which three are shuffled together."""
+    """Treat every file as large, in blocks of a few rows, three of which are shuffled together."""
     monkeypatch.setattr(files, "SMALL_ROWS", 3)
     monkeypatch.setattr(tables, "_BLOCK_BYTES", 100)
     monkeypatch.setattr(tables, "WINDOW_ROWS", 12)
@@ -202,7 +202,7 @@ def test_where_no_row_can_be_used_that_is_said(tmp_path, everything_is_large):
 
 
 def rl_rows(count):
-    """As existing RL data sets have them."""
+    """Return rows as existing RL data sets have them."""
     return [
         {
             "data_source": "sums",
@@ -221,7 +221,7 @@ def as_parquet(content):
 
 
 def as_arrow(content):
-    """As `datasets` writes it, in batches of ten."""
+    """Return the content as `datasets` writes it, in batches of ten."""
     table = pa.Table.from_pylist(content)
     with pa.ipc.new_stream(written := io.BytesIO(), table.schema) as writer:
         for batch in table.to_batches(max_chunksize=10):
@@ -588,7 +588,7 @@ def test_pass_rates_are_those_of_this_policy_and_its_settings(tmp_path):
     (prompt,) = opened(jsonl(tmp_path / "a.jsonl", rows(1))).batch(0, 1)
     record = rate_record(policy_fingerprint(config), prompt, Rate(3, 4))
     line = json.dumps(record) + "\n"
-    config.data.pass_rates.write_text(line + line[: len(line) // 2])  # whoever wrote it was stopped
+    config.data.pass_rates.write_text(line + line[: len(line) // 2])  # its writer was stopped
     rates = open_pass_rates(config)
     assert rates is not None
     assert rates.refusal(prompt) is None
@@ -700,7 +700,7 @@ def test_no_bundled_problem_is_in_both_files_and_labels_are_those_of_the_solutio
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_the_small_policy_learns_the_bundled_problems(tmp_path):
-    """With a filter, over two sources, for so many epochs: the whole loop from another directory."""
+    """The whole loop runs from another directory, with a filter, two sources and a number of epochs."""
     train = ROOT / "examples/math/train.jsonl"
     command = ["bash", str(ROOT / "examples/run_math_jsonl.sh"), "--num-epoch", "1", "--no-save"]
     command += ["--prompt-data", f"{train}?only=metadata.steps%3D1&weight=2&task=one"]
@@ -718,7 +718,7 @@ def test_the_small_policy_learns_the_bundled_problems(tmp_path):
 
 
 def inspected(tmp_path, capsys, *flags):
-    """What `ibpo data --json` says of one source."""
+    """Return what `ibpo data --json` says of one source."""
     tokenizer = tmp_path / "tokenizer"
     make_tiny_tokenizer().save_pretrained(tokenizer)
     inspect_data.main(

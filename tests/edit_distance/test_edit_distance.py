@@ -453,7 +453,7 @@ def test_a_sequence_too_long_is_refused_before_it_is_copied():
 
 @pytest.mark.parametrize("written", ["offsets", "ids"])
 def test_arrays_that_another_thread_writes_to_during_a_call_give_any_answer_but_no_fault(written):
-    """In a process of its own: it ended in a segmentation fault within the first calls."""
+    """It runs in a process of its own, which once ended in a segmentation fault within the first calls."""
     command = [sys.executable, "-c", WRITTEN_TO, written]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

@@ -282,7 +282,7 @@ def dense(checkpoints, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def as_loaded(dense):
-    """What it answers with the weights that it was started with."""
+    """Return what it answers with the weights that it was started with."""
     return probe(dense, 0)
 
 
@@ -478,7 +478,7 @@ def test_any_weight_that_an_update_leaves_out_is_named(updated):
 @pytest.mark.engine
 def test_an_update_whose_trainers_died_is_begun_anew_by_others(updated):
     engine, _, _, source = updated
-    engine.begin("digests")  # what they were asked for and did not come to take is nobody's
+    engine.begin("digests")  # answers that were not fetched are dropped
     assert engine.call("start_weight_update", False, timeout=TIMEOUT) is None
     transport = connect(engine, source)
     update(transport, engine, source, 7)

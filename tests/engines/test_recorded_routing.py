@@ -107,7 +107,7 @@ def test_a_hybrid_engine_records_what_its_model_routes_before_and_after_an_updat
 @pytest.mark.engine
 @pytest.mark.slow
 def test_what_came_from_the_prefix_cache_has_no_record(tmp_path):
-    """In float32, where choices are those of transformers but for ties."""
+    """The engine computes in float32, where choices are those of transformers but for ties."""
     model = make_qwen3_moe(tmp_path / "model", 9)
     (model / "generation_config.json").write_text('{"eos_token_id": 1}')
     prompt = token_ids(np.random.default_rng(5).integers(2, 64, 200))

@@ -134,7 +134,7 @@ async def episode(pool, question="?", seed=0):
 
 
 async def told(session, text):
-    """What the environment answers."""
+    """Return what the environment answers."""
     turn = await session.step({"role": "assistant", "content": text})
     return turn.messages[0]["content"] if turn.messages else turn
 
@@ -145,7 +145,7 @@ async def told_alone(pool, text, question="?"):
 
 
 async def fault_of(pool, *texts, question="?"):
-    """How an episode fails in which the environment is told this, and then asked for the score."""
+    """Return the fault of an episode in which the environment is told this, and then asked for the score."""
     try:
         async with episode(pool, question) as session:
             for text in texts:

@@ -29,7 +29,7 @@ def prompts(count: int) -> list[Prompt]:
 
 
 def made(request, tokens, finish="stop", logprob=0.0, written=None):
-    """What a policy that says `tokens` gives back; `written` are the flags of those that are its own."""
+    """Return the sample of a policy that says `tokens`; `written` are the flags of those that are its own."""
     mask = np.ones(len(tokens), bool) if written is None else np.array(written)
     return Sample(
         prompt_token_ids=request.prompt_token_ids,
@@ -196,7 +196,7 @@ def test_the_most_frequent_answer_counts():
         ["a", "a", "b", "c"],  # wrong twice, right once
         ["a", "b", "a", "b"],  # undecided: half
         [None, "a", "a", None],  # no answer is no vote
-        [None] * 4,  # nobody votes
+        [None] * 4,  # no votes
         ["", "", "", "a"],  # an empty answer is none
         ["a", "a", "b", "b"],  # both twice, one of them right
     ]

@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def start(policy, run_dir):
-    """In float32, where what is sampled does not depend on which other requests run beside it."""
+    """Start it in float32, where what is sampled does not depend on which other requests run beside it."""
     words = [
         policy, "--run-dir", run_dir, "--eval-prompt-data", *SETS, "--eval-num-prompts", PROMPTS,
         "--n-samples-per-eval-prompt", SAMPLES, "--eval-compare-and-correct", "--eval-max-response-len", 48,

@@ -24,12 +24,12 @@ FLAGS = (
 
 
 def minus_signs(question, response, label, metadata):
-    """What share of eight characters are minus signs, of which the policy writes few."""
+    """Return the share of minus signs among eight characters, of which the policy writes few."""
     return response.count("-") / max(8, len(response))
 
 
 def test_ten_steps_raise_a_reward_of_a_tenth_to_four_tenths(tmp_path):
-    """With a margin: .12 and .45 with this seed, .12 and .41 with the next."""
+    """The bounds leave a margin: .12 and .45 with this seed, .12 and .41 with the next."""
     done = subprocess.run(
         [sys.executable, "-m", "megatron_ibpo.commands.train", *FLAGS, "--run-dir", str(tmp_path)],
         cwd=ROOT,

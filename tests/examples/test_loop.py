@@ -132,7 +132,7 @@ def test_a_run_says_before_its_first_step_whether_corrections_know_more_than_ano
 
 @pytest.mark.slow
 def test_a_budget_stops_a_run_after_the_step_that_spends_it(run, tmp_path):
-    """On recorded rollouts, where training alone is paid."""
+    """It runs on recorded rollouts, where training alone is paid."""
     run_dir, _ = run
     per_step = [row["tokens_trained"] for row in rows_of(run_dir)]
     flags = ["--load-debug-rollout-data", str(run_dir / "rollouts"), "--no-save"]
@@ -147,7 +147,8 @@ def test_a_budget_stops_a_run_after_the_step_that_spends_it(run, tmp_path):
 
 @pytest.mark.slow
 def test_the_divergence_from_the_reference_is_0_until_the_policy_moves(run, tmp_path):
-    """On recorded rollouts, with one update a step; the reference is what the policy starts from."""
+    """It runs on recorded rollouts, with one update per step; the reference is what the policy starts
+    from."""
     flags = ["--load-debug-rollout-data", str(run[0] / "rollouts"), "--no-save", "--num-rollout", "2"]
     flags += ["--ref-load", str(ROOT / "examples/tiny_qwen3_next_mends"), "--kl-coef", "0.1"]
     status, output = finished(start_script(tmp_path / "run", *SMALL, *flags, "--num-steps-per-rollout", "1"))
@@ -165,8 +166,8 @@ def test_the_recorded_rollouts_are_readable(run):
 
 @pytest.mark.slow  # the kills of .ci/run do it as well (tests/chaos.sh)
 def test_a_resumed_run_ends_bit_for_bit_where_the_uninterrupted_one_did(run, tmp_path):
-    """From the checkpoint of step 1, given the recorded rollouts; no engine is needed. The gradient meter, on
-    in one of the two, changes nothing."""
+    """It resumes from the checkpoint of step 1, given the recorded rollouts; no engine is needed. The
+    gradient meter, on in one of the two, changes nothing."""
     run_dir, _ = run
     resumed = tmp_path / "resumed"
     flags = ["--load", str(run_dir / "checkpoints/step_000001"), "--gradient-meter-interval", "1"]

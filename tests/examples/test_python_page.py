@@ -31,7 +31,7 @@ def test_the_parts_that_are_used_alone():
 
 @pytest.mark.slow
 def test_a_run_is_stepped_and_resumed(tmp_path):
-    """As a program without a main guard, in a directory of the user's."""
+    """The page is run as a program without a main guard, in a directory of the user's."""
     (tmp_path / "program.py").write_text("\n".join([*OF_A_RUN, "assert third.metrics['step'] == 3", ""]))
     command = [sys.executable, "program.py"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}

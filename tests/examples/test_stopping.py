@@ -1,4 +1,4 @@
-"""What a run does when it is asked to stop, when a process of it is killed, and when its disk is full."""
+"""A run stops in order when it is asked to, when a process of it is killed, and when its disk is full."""
 
 import contextlib
 import json
@@ -67,7 +67,7 @@ def is_loopback(address):
 
 
 def test_all_of_a_run_on_one_machine_listens_on_loopback_and_ends_at_sigterm(tmp_path, scratch):
-    """To the whole process group, as `kill %1` and `timeout` send it."""
+    """The signal goes to the whole process group, as `kill %1` and `timeout` send it."""
     run_dir = tmp_path / "run"
     process = start_script(run_dir, *LONG)
     wait_for_step(run_dir, 1, process)
@@ -159,7 +159,7 @@ def small_disk(tmp_path):
 
 
 def fill(place):
-    """Whatever the run writes meanwhile."""
+    """Fill the disk, whatever the run writes meanwhile."""
     with (place / "filling").open("wb", buffering=0) as file, contextlib.suppress(OSError):
         while True:
             file.write(bytes(2**16))

@@ -31,9 +31,9 @@ class Part:
     seconds: float
     """It may take; then it is ended, and what it had found stays."""
     module: str = ""
-    """In `parts`; its name with underscores unless given."""
+    """Module in `parts`; its name with underscores unless given."""
     variant: str = ""
-    """What the module is told."""
+    """Argument of the module."""
 
 
 PARTS = (
@@ -135,7 +135,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def computed_by(parts: dict[str, Any]) -> dict[str, str]:
-    """Which libraries computed the layers of each trainer, by part."""
+    """Return the libraries that computed the layers of each trainer, by part."""
     found = {}
     for name, part in parts.items():
         if layers := part.get("layers"):
@@ -146,7 +146,7 @@ def computed_by(parts: dict[str, Any]) -> dict[str, str]:
 
 
 def run_part(part: Part, arguments: argparse.Namespace, deadline: float) -> dict[str, Any]:
-    """Its status, seconds, numbers, and what it said where it did not pass."""
+    """Run a part; return its status, seconds, numbers, and its output where it did not pass."""
     left = deadline - time.monotonic()
     if left < LEAST_S:
         return {"status": "skipped", "reason": "no time was left for it", "seconds": 0.0}
@@ -173,7 +173,7 @@ def run_part(part: Part, arguments: argparse.Namespace, deadline: float) -> dict
 
 
 def run(command: list[str], env: dict[str, str], said: Any, seconds: float) -> bool:
-    """Whether it ended by itself. Its children go with it."""
+    """Run a command; return whether it ended by itself. Its children are ended with it."""
     process = subprocess.Popen(
         command, env=env, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=said, stderr=said, start_new_session=True
     )

@@ -1,4 +1,4 @@
-"""What a part of `tests/gpu.sh` is told, and how it tells what it found."""
+"""The settings of a part of `tests/gpu.sh`, and its report."""
 
 import json
 from dataclasses import dataclass, field
@@ -23,7 +23,7 @@ class Job:
     scratch: Path
     """A directory of its own, gone when the part ends."""
     variant: str = ""
-    """Which of several cases of the same module."""
+    """Name of one of several cases of the same module."""
     found: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -32,7 +32,7 @@ class Job:
 
     @property
     def is_large(self) -> bool:
-        """Whether it has a GPU, and that much memory on it."""
+        """Return whether it has a GPU, and that much memory on it."""
         import torch
 
         return self.on_gpu and torch.cuda.get_device_properties(0).total_memory >= LARGE_BYTES

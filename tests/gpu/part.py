@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def missing_package(error: BaseException) -> str | None:
-    """What the part needs and the machine has not, if that is why it ended."""
+    """Return the package that the machine lacks, if that is why the part ended."""
     name = error.name if isinstance(error, ModuleNotFoundError) else None
     return {"megatron": "megatron-core", "hypothesis": "hypothesis", "pytest": "pytest"}.get(
         (name or "").partition(".")[0]

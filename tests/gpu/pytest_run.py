@@ -15,8 +15,8 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 def run_pytest(
     arguments: list[str], scratch: Path, environment: dict[str, str], prefix: tuple[str, ...] = ()
 ) -> dict[str, Any]:
-    """How many tests passed, failed and were skipped, what failed with the first lines of why, and the exit
-    status.
+    """Return how many tests passed, failed and were skipped, what failed with the first lines of why, and the
+    exit status.
 
     Args:
         prefix: command that runs pytest's.

@@ -64,7 +64,7 @@ def make_random_model(
 
 
 def _draw(name: str, size: tuple[int, ...], shape: ModelShape, generator: torch.Generator) -> torch.Tensor:
-    """As these models are initialised."""
+    """Draw a weight as these models are initialised."""
     device = generator.device
     if name.endswith("A_log"):
         return torch.empty(size, device=device).uniform_(1, 16, generator=generator).log()

@@ -24,7 +24,7 @@ def test_the_kernels_are_what_auto_chooses(device):
 
 @pytest.mark.parametrize("variant", sorted(VARIANTS))
 def test_bf16_logits_of_a_real_vocabulary(device, variant):
-    """Against fp64 on the same rounded logits; the written gradient is within half a step."""
+    """The reference is fp64 on the same rounded logits; the written gradient is within half a step."""
     batch = make_batch(device, lengths=(700, 33, 0, 1291), vocab=151936)
     batch["logits_NV"] = batch["logits_NV"].bfloat16()
     options = options_for(variant)
@@ -58,7 +58,7 @@ def test_an_offset_beyond_32_bits_is_right(device):
 
 
 def test_no_memory_of_the_logits_size_is_taken(device):
-    """In place, forward and backward together: at most 64 MiB beside logits of 1 GiB."""
+    """Forward and backward together, in place, take at most 64 MiB beside logits of 1 GiB."""
     rows, vocab = 8192, 65_536
     logits = torch.randn(rows, vocab, dtype=torch.bfloat16, device=device).requires_grad_()
     batch = make_batch(device, lengths=(rows,), vocab=8)

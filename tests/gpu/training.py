@@ -21,7 +21,7 @@ if not hasattr(torch.accelerator, "empty_host_cache"):  # torch 2.11 has it by a
 
 @dataclass(frozen=True)
 class Load:
-    """What a step trains on."""
+    """The number and lengths of the sequences of a step."""
 
     sequences: int
     prompt: int
@@ -48,7 +48,7 @@ def load_of(job: Job, *, slow: bool = False) -> Load:
 
 
 def model_of(job: Job, family: str) -> Path:
-    """Its directory, made now."""
+    """Make a model of the family; return its directory."""
     config = (SHAPES if job.on_gpu else TINY_SHAPES)[family]
     dtype = torch.bfloat16 if job.on_gpu else torch.float32
     return make_random_model(job.scratch / "model", config, job.device, dtype)

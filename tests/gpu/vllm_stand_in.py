@@ -1,6 +1,6 @@
-"""What `weights/transfer/cuda.py` needs of vLLM 0.32, where that is not installed: its sender of packed
-buffers by memory handles, with vLLM's names, arguments and order of events. Nothing else of vLLM is there.
-"""
+"""The part of vLLM 0.32 that `weights/transfer/cuda.py` needs where vLLM is not installed: its sender of
+packed buffers by memory handles, with vLLM's names, arguments and order of events. Nothing else of vLLM is
+there."""
 
 import sys
 import types

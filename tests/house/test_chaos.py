@@ -1,4 +1,5 @@
-"""What the campaign of kills (tests/chaos.sh) concludes from a journal and from its own records."""
+"""The campaign of kills (tests/chaos.sh) concludes the right things from a journal and from its own
+records."""
 
 import errno
 import os

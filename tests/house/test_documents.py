@@ -183,7 +183,7 @@ def test_a_flag_that_is_wrong_would_be_found(flags):
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_the_training_command_of_the_readme_runs_as_written(tmp_path):
-    """In full, from another directory but for its path."""
+    """It runs in full, from another directory but for its path."""
     command = next(c for c in commands_of(ROOT / "README.md") if c.startswith("bash examples/"))
     script = ROOT / command.split()[1]
     environment = os.environ | {"IBPO_PYTHON": sys.executable, "RUN_DIR": str(tmp_path / "run")}
@@ -198,7 +198,7 @@ def test_the_training_command_of_the_readme_runs_as_written(tmp_path):
 
 @pytest.mark.lint
 def test_every_command_shows_its_help_from_any_directory(tmp_path):
-    """By the entry point that the documents use."""
+    """The entry point is the one that the documents use."""
     environment = os.environ | {"IBPO_PYTHON": sys.executable}
     asked = {
         name: subprocess.Popen(

@@ -49,7 +49,7 @@ ALONE = World(0, 1, torch.device("cpu"), None)
 
 
 class Place:
-    """What is damaged: valid files of every kind, made once."""
+    """The valid files of every kind that are damaged, made once."""
 
     def __init__(self, directory: Path):
         self.directory = directory
@@ -196,7 +196,7 @@ class Kind:
     make: Callable[[random.Random, Place], None]
     """Makes an input, and takes it."""
     refusals: tuple[type[BaseException], ...]
-    """What it may be refused with: what commands turn into a line."""
+    """Errors that it may be refused with, which commands turn into a line."""
     count: int
 
 
@@ -211,7 +211,8 @@ KINDS = {
 
 
 def tried(kind: str, number: int, place: Place) -> bool:
-    """Whether input `number` of a kind was refused; fails with how to see it again where it went wrong."""
+    """Return whether input `number` of a kind was refused; fail with how to see it again where it went
+    wrong."""
     started, again = time.monotonic(), f"{kind} {number} of seed {SEED}"
     refused = False
     try:

@@ -46,7 +46,7 @@ ALL_CALLS = [
 
 @pytest.fixture
 def checkout(tmp_path):
-    """What the bootstrap reads, with a stand-in for the virtual environment's Python."""
+    """Copy what the bootstrap reads, with a stand-in for the virtual environment's Python."""
     checkout = tmp_path / "checkout"
     for directory in ("tools", "requirements", "csrc"):
         shutil.copytree(ROOT / directory, checkout / directory)
@@ -71,7 +71,7 @@ def bootstrap(checkout, *groups, **changes):
 
 
 def pip_calls(checkout):
-    """What pip was asked for since the last look."""
+    """Return what pip was asked for since the last look."""
     calls = checkout / "pip_calls"
     lines = calls.read_text().splitlines() if calls.exists() else []
     calls.unlink(missing_ok=True)
@@ -158,7 +158,7 @@ def test_without_python_3_11_the_message_says_what_was_looked_for(checkout):
 
 
 def test_the_cpu_build_of_torch_is_named_when_no_source_offers_it(tmp_path):
-    """With a real pip that has no source at all."""
+    """A real pip runs without any source."""
     checkout = tmp_path / "checkout"
     for directory in ("tools", "requirements"):
         shutil.copytree(ROOT / directory, checkout / directory)
@@ -433,7 +433,7 @@ from megatron_ibpo.basics import distributed
 
 
 def test_the_package_imports_and_works_without_torch_vllm_and_megatron(tmp_path):
-    """From a directory that is not the root, as a package that is installed; the loss needs torch."""
+    """It is imported from outside the root, as an installed package is; the loss needs torch."""
     path = "" if is_installed_from(ROOT) else str(ROOT)
     assert run_python(["-c", WITHOUT_ENGINES], cwd=tmp_path, python_path=path).stdout == "0.5\n"
 

@@ -17,7 +17,7 @@ def device():
 
 
 def test_a_target_outside_the_vocabulary_is_named(device):
-    """On CPUs an error that names the id; on GPUs the device asserts, which no test survives."""
+    """CPUs raise an error that names the id; on GPUs the device asserts, which no test survives."""
     batch = make_batch(device)
     row = int(batch["response_mask_N"].nonzero()[0])
     batch["targets_N"][row] = 517

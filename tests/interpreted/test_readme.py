@@ -1,4 +1,4 @@
-"""The worked examples of docs/loss_variants.md do what they say, as written."""
+"""The worked examples of the loss in docs do what they say, as written."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from support.paths import ROOT
 
 pytestmark = pytest.mark.kernel
 
-PAGE = ROOT / "docs/loss_variants.md"
+VARIANTS, PYTHON = ROOT / "docs/loss_variants.md", ROOT / "docs/python.md"
 
 
 @pytest.fixture
 def examples(tmp_path, monkeypatch):
-    """Write the two variants of the page into one file; return the third example as it stands."""
-    spo, undecided, step = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    """Write the two variants into one file; return the training step as it stands."""
+    spo, undecided = re.findall(r"```python\n(.*?)```", VARIANTS.read_text(), re.DOTALL)
+    step = re.findall(r"```python\n(.*?)```", PYTHON.read_text(), re.DOTALL)[-2]
     (tmp_path / "spo.py").write_text(spo + undecided)
     monkeypatch.syspath_prepend(tmp_path)
     yield step
@@ -57,7 +58,7 @@ def test_the_loss_trains_a_model_of_transformers(examples):
     config = transformers.Qwen3Config(vocab_size=50, num_key_value_heads=1, head_dim=16, **shape)
     model = transformers.Qwen3ForCausalLM(config)
     names = {}
-    exec(compile(examples, str(PAGE), "exec"), names)
+    exec(compile(examples, str(PYTHON), "exec"), names)
     ids = torch.randint(50, (1, 12))
     mask = torch.tensor([0, 0, 1, 1, 1, 0, 0, 1, 1, 1, 1, 0.0])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)

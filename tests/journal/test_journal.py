@@ -43,7 +43,7 @@ PLENTY = 10**6
 
 
 def bits_of(sample: Sample) -> list[object]:
-    """What two samples must share to be the same to the last bit."""
+    """Return what two samples must share to be the same to the last bit."""
     return [exactly(getattr(sample, one.name)) for one in fields(Sample)]
 
 
@@ -187,7 +187,7 @@ def test_a_journal_that_ends_before_the_checkpoint_gives_nothing(three_steps):
     recovered = read_journal(directory, 5)
     assert (recovered.batches, recovered.samples, recovered.is_whole) == ((), {}, False)
     assert "ends at step 3" in recovered.notes[0]
-    with Journal(directory, KEEP, "settings", 5) as journal:  # even if nobody tells it to rewind
+    with Journal(directory, KEEP, "settings", 5) as journal:  # even without a call of rewind
         new = append(journal, response(4))
     recovered = read_journal(directory, 5)
     assert same(recovered.samples, new)
@@ -467,7 +467,7 @@ def test_no_memory_is_taken_for_a_length_that_cannot_be(three_steps):
 
 @pytest.mark.parametrize("hole", [0, 5, 2**20 - 8, 2**20, 10**12], ids=lambda size: f"{size} bytes")
 def test_records_behind_damage_are_found_wherever_they_begin(three_steps, hole):
-    """Also where a header lies across two reads, and behind a hole that no disk could hold."""
+    """This holds where a header lies across two reads, and behind a hole that no disk could hold."""
     directory, samples = three_steps
     [segment] = segments(directory)
     whole = segment.read_bytes()
@@ -552,7 +552,7 @@ def test_a_full_disk_leaves_no_part_of_a_record(three_steps, monkeypatch):
 
 @dataclass
 class Model:
-    """What a run knows of itself."""
+    """A run's own account of what it sampled and closed."""
 
     saved: int = 0
     batches: list[ClosedBatch] = field(default_factory=list)
@@ -639,7 +639,7 @@ def act(journal: Journal, model: Model, directory: Path, keep: int, action: str,
 
 
 def check_older_checkpoints(directory: Path, model: Model) -> None:
-    """From those a run finds all, or is told that it does not, and then nothing that is not its own."""
+    """Check that a run finds all from them, or is told that it does not, and nothing that is not its own."""
     for older in range(model.saved):
         recovered = read_journal(directory, older)
         batches = tuple(model.batches[older:])

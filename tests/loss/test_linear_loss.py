@@ -51,7 +51,7 @@ def test_no_cut_into_chunks_changes_anything(lengths, chunk, prompt, seed):
 
 
 def test_the_gradient_is_that_of_finite_differences():
-    """Along random directions of both inputs; gradcheck would run backward twice."""
+    """They are taken along random directions of both inputs; gradcheck would run backward twice."""
     batch = batch_of((3, 6, 2))
     del batch["token_weights_N"]  # they scale the gradient and not the value
     names, step = ("hidden_NH", "weight_VH"), 1e-6
@@ -285,7 +285,7 @@ def dealt(bounds, rank, size):
 
 @pytest.mark.world
 def test_context_shards_equal_one_process():
-    """Also where either rank's last chunk has no row in the loss."""
+    """They do so where either rank's last chunk has no row in the loss, too."""
     cases = []
     for variant, padded in [("gspo", []), ("gspo", [54, 55, 62, 63]), ("dapo", []), ("gmpo", [])]:
         batch = batch_of((6, 18, 2, 30))

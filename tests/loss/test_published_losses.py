@@ -248,8 +248,8 @@ PEERS = {
     ("TRL, Liger", "sapo"): trl("token", "sapo"),
 }
 CASES = [("published", variant, loss) for variant, loss in PUBLISHED.items()]
-CASES += [(who, variant, loss) for (who, variant), loss in PEERS.items()]
-NAMES = [f"{who}: {variant}" for who, variant, _ in CASES]
+CASES += [(peer, variant, loss) for (peer, variant), loss in PEERS.items()]
+NAMES = [f"{peer}: {variant}" for peer, variant, _ in CASES]
 
 
 def test_every_variant_has_its_formula():
@@ -257,8 +257,8 @@ def test_every_variant_has_its_formula():
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize(("who", "variant", "formula"), CASES, ids=NAMES)
-def test_values_and_gradients_agree(who, variant, formula, seed):
+@pytest.mark.parametrize(("peer", "variant", "formula"), CASES, ids=NAMES)
+def test_values_and_gradients_agree(peer, variant, formula, seed):
     batch, params = make_batch(seed), PARAMS[variant]
     ours = batch["logits_NV"].clone().requires_grad_()
     loss, stats = loss_of_logits(

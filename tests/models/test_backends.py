@@ -1,4 +1,4 @@
-"""Which libraries compute the layers: found, refused where they are missing, and said at the start."""
+"""The libraries that compute the layers are found, refused where they are missing, and named at the start."""
 
 import json
 import re
@@ -26,7 +26,7 @@ EXAMPLES = ROOT / "examples"
 
 
 def installed(monkeypatch, *packages):
-    """As if these were installed, and neither Transformer Engine nor flash-linear-attention otherwise."""
+    """Act as if these were installed, and neither Transformer Engine nor flash-linear-attention otherwise."""
 
     def find(name):
         if name.partition(".")[0] not in packages:
@@ -182,7 +182,7 @@ def test_precision_follows_the_device_unless_it_is_said(flags, on_cpus, on_gpus)
     ],
 )
 def test_engines_sample_in_what_serves_unless_it_is_said(models, flags, device, family, dtype):
-    """And what they are told, the table of sizes and what an evaluation is known by all have that word."""
+    """The engine's settings, the table of sizes and the identity of an evaluation all have that word."""
     config = parse_config([*flags, "--rollout-max-context-len", "128"])
     assert config.rollout.vllm_dtype == (flags[1] if "--vllm-dtype" in flags else "auto")
     on_gpu, shape = device == "gpu", read_hf_config(models[family])

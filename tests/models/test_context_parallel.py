@@ -165,7 +165,7 @@ LAYOUTS = {
 
 
 def sequences():
-    """Of 2 tokens, which are one row and fewer than any group's ranks, to a hundred."""
+    """Return sequences of 2 tokens, which are one row and fewer than any group's ranks, to a hundred."""
     rng = random.Random(3)
     rows = []
     for number, sizes in enumerate([(1, 1), (3, 2), (40, 61), (2, 20), (1, 3)]):
@@ -324,7 +324,7 @@ def test_passed_states_and_megatrons_exchange_of_heads_are_the_same_around_other
 
 
 def without_sinks(world, path):
-    """On a GPU, where Transformer Engine computes attention."""
+    """Build it as on a GPU, where Transformer Engine computes attention."""
     from megatron_ibpo.models import read_hf_config
     from megatron_ibpo.policy import parallel
     from megatron_ibpo.policy.model import build_model

@@ -80,7 +80,8 @@ def plain(tmp_path, monkeypatch):
 
 
 def exported(world, code, checkpoint):
-    """What a model of the family, filled from the checkpoint and divided over the ranks, gives back."""
+    """Return what a model of the family, filled from the checkpoint and divided over the ranks, gives
+    back."""
     sys.path.insert(0, code)
     FAMILIES["plain"] = "plain_family"
     from megatron_ibpo.policy import parallel

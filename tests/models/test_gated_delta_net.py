@@ -185,7 +185,7 @@ def megatrons_layers(world, hf_dir):
 
 @pytest.mark.world
 def test_megatrons_layer_asks_once_a_micro_batch_whether_the_boundaries_fit(tmp_path):
-    """And computes the same as ours, around the kernels: these are for GPUs, and stood in for."""
+    """It computes the same as ours around the kernels, which are for GPUs and have stand-ins here."""
     hf_dir = make_qwen3_next(tmp_path / "next", 0, key_heads=2, value_heads=4)
     (found,) = run_ranks(megatrons_layers, 1, hf_dir)
     difference, reads, of_megatron, said = found
@@ -196,7 +196,7 @@ def test_megatrons_layer_asks_once_a_micro_batch_whether_the_boundaries_fit(tmp_
 
 
 def test_heads_on_several_ranks_need_sequence_parallelism_for_a_whole_gradient(shapes):
-    """Of the norm behind them, which each rank sees with its own heads only."""
+    """Each rank sees the norm behind them with its own heads only."""
     dense = replace(shapes["next"], num_experts=0)
     apart = ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=False)
     assert check_layout(dense, apart, 2) == [

@@ -220,7 +220,7 @@ def transformers_result(path):
 
 
 def megatron_results(world, cases, bf16, libraries):
-    """For each case: logits and loss on the first TP rank of the last stage, gradients on rank 0."""
+    """Return for each case logits and loss on the first TP rank of the last stage, gradients on rank 0."""
     return [megatron_result(world, Path(path), parallel, bf16, libraries) for path, parallel in cases]
 
 
@@ -375,7 +375,7 @@ def close_in_float32(found, expected, name, case):
 
 
 def close_in_bfloat16(found, expected, name, case):
-    """On average: single tokens differ more where rounding sends them to another expert."""
+    """Compare on average: single tokens differ more where rounding sends them to another expert."""
     assert (found[0] - expected[0]).abs().mean() < 0.1 * expected[0].std(), case
     assert found[1] == pytest.approx(expected[1], rel=0.01), case
     assert norm(found[2]) == pytest.approx(norm(expected[2]), rel=0.05), case

@@ -115,8 +115,8 @@ def plain_formula(hf_dir, rows, directory):
 
 
 def trained_once(world, cases, rows):
-    """For each (checkpoint, layout, what else its configuration says): how the weights of an update moved, as
-    gradients, on rank 0; metrics."""
+    """Return, for each (checkpoint, layout, what else its configuration says): how the weights of an update
+    moved, as gradients, on rank 0; metrics."""
     found = []
     for hf_dir, parallel, others in cases:
         trainer, export, _ = open_trainer(world, Path(hf_dir), mtp_config(parallel, **others))
@@ -177,7 +177,7 @@ def updates(world, hf_dir, configs, rows, count):
 
 
 def test_the_policy_is_the_same_bit_for_bit_and_the_layer_learns(checkpoints):
-    """With a gradient norm that clips, which is of the policy's gradients alone."""
+    """The gradient norm clips, and is of the policy's gradients alone."""
     parallel = layout(tp=2, ep=2)
     ordinary = {"lr": 1e-2, "eps_adam": 1e-8, "clip_grad": 1e-3}
     configs = [mtp_config(parallel, mtp=mtp, **ordinary) for mtp in (0, 1)]

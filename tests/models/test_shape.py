@@ -109,7 +109,7 @@ def test_scaled_positions_are_read_in_old_and_new_spelling(tmp_path, spelling):
 
 
 def test_heads_that_share_nothing_and_sizes_that_are_null_follow_from_the_rest(tmp_path):
-    """As Llama 2 7B is published, and as transformers writes what nobody gave."""
+    """Llama 2 7B is published so, and transformers writes missing values so."""
     config = {**LLAMA_31_8B, "num_key_value_heads": None, "head_dim": None, "attention_bias": True}
     shape = read_hf_config(write(tmp_path / "7b", config))
     assert (shape.num_key_value_heads, shape.head_dim) == (32, 128)

@@ -124,9 +124,9 @@ def test_shards_cover_the_vocabulary_once_and_padding_fills_up_the_last(models, 
 
 
 def trained(world, cases: list[tuple[Any, Any, Any, Any]], data, critic_dir, layouts):
-    """Of each (checkpoint, reference, layout, settings of the loss): log-probs, metrics of an update, weights
-    after it, and what is in the padding then. Of a critic in each layout: values before and after an update,
-    and its metrics."""
+    """Return, for each (checkpoint, reference, layout, settings of the loss): log-probs, metrics of an
+    update, weights after it, and what is in the padding then. Of a critic in each layout: values before and
+    after an update, and its metrics."""
     policies = [policy_trained(world, *case, data) for case in cases]
     return policies, [critic_trained(world, critic_dir, parallel, data) for parallel in layouts]
 
@@ -156,7 +156,7 @@ def critic_trained(world, hf_dir, parallel, data):
 
 
 def padding_rows(shape, parallel, world):
-    """Of this rank's embedding and head together, by hand."""
+    """Return the padding rows of this rank's embedding and head together, by hand."""
     tp = parallel.tensor_model_parallel_size
     share = padded_vocab_size(shape, parallel) // tp
     own = share - max(0, min(share, VOCABULARY - world.rank % tp * share))
@@ -234,7 +234,7 @@ def compare(found, expected, before, case):
 @pytest.mark.world
 @pytest.mark.parametrize("size", PADDED)
 def test_a_critic_is_the_same_with_padding(runs, size):
-    """Whose model has embeddings but no head."""
+    """Its model has embeddings but no head."""
     ((_, (alone,)),) = runs(1)[1]
     for before, metrics, after in runs(size)[1][0][1]:
         for own, wanted in zip((*before, *after), (*alone[0], *alone[2]), strict=True):

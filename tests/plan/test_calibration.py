@@ -222,7 +222,7 @@ def test_calibration_wants_the_name_of_a_file(capsys):
 @pytest.mark.ray
 @pytest.mark.slow
 def test_a_calibrated_machine_predicts_a_run(tmp_path):
-    """By the doors that users take; the error itself is the machine's affair."""
+    """Commands are used as users use them; the error itself is the machine's affair."""
     recipe = ROOT / "examples/recipes/tiny_qwen3_study.yaml"
     machine, run_dir = tmp_path / "here.yaml", tmp_path / "run"
     flags = ["--config", str(recipe), "--dry-run-hardware", str(machine), "--rollout-backend", "lean"]

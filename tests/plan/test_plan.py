@@ -108,7 +108,7 @@ TP2 = ["--tensor-model-parallel-size", "2"]
     ],
 )
 def test_other_families_fit_by_the_recipes_for_models_of_their_size(planner, name, gpus, flags, parameters):
-    """With as many parameters as their makers say; of Qwen3.5, which also sees, the text model's."""
+    """They have as many parameters as their makers say; of Qwen3.5, which also sees, the text model's."""
     model = ROOT / "examples/models" / name
     plan = planner(plan_of, model, gpus, *flags)
     assert plan.problems == []
@@ -179,7 +179,7 @@ def test_the_80b_recipe_fits_32_gpus_and_counts_every_parameter(plan_80b):
 
 
 def test_the_80b_recipe_trains_at_131072_tokens_where_four_ranks_share_them(planner, plan_80b):
-    """As many tokens on each rank as the recipe has at 32,768, and optimizer state shared out as there."""
+    """Each rank has as many tokens, and as much optimizer state, as by the recipe at 32,768."""
     context = ["--rollout-max-context-len", "131072"]
     alone = planner(plan_of, NEXT_80B, 32, *context)
     assert any(problem.startswith("training takes") for problem in alone.problems)
@@ -286,7 +286,7 @@ def test_the_gradient_meter_holds_a_second_gradient(planner, plan_80b):
 
 
 def test_memory_of_an_engine(planner, plan_80b):
-    """Of the 80 B model over 8 GPUs."""
+    """The engine has the 80 B model over 8 GPUs."""
     plan, shape = plan_80b, plan_80b.shape
     routers = 48 * 512 * 2048
     assert plan.engine.weights == 2 * ((79_674_391_296 - routers) // 8 + routers), "routers are copied"
@@ -418,7 +418,7 @@ def test_a_model_that_is_none_is_refused(planner, tmp_path):
 
 
 def places_and_sizes(directory: Path, world_size: int, *flags: str) -> list[tuple[int, ...]]:
-    """Of every rank what Megatron says of its place, and what the model that it builds has."""
+    """Return, for every rank, what Megatron says of its place, and the sizes of the model that it builds."""
     from megatron.core import parallel_state
 
     from megatron_ibpo.plan.parameter_count import as_rank

@@ -1,4 +1,4 @@
-"""What stands in for CUDA on a machine without it, and that it stands where megatron-core asks for it."""
+"""The stand-ins for CUDA on a machine without it are where megatron-core asks for CUDA."""
 
 import hashlib
 import importlib.util

@@ -60,7 +60,7 @@ def test_where_the_clip_counts_there_is_no_gradient():
 
 
 def valued(world, cases, rows):
-    """For each (checkpoint, layout): values before, metrics of an update, values after."""
+    """Return, for each (checkpoint, layout): values before, metrics of an update, values after."""
     found = []
     for hf_dir, parallel in cases:
         critic = open_critic(world, hf_dir, critic_config(parallel, lr=LR[hf_dir.name]))

@@ -25,7 +25,8 @@ def model(tmp_path_factory):
 
 
 def fingerprints(world, hf_dir, cases):
-    """Of the weights after one rollout's two updates, the second off-policy, for each (loss, sequences)."""
+    """Return hashes of the weights after one rollout's two updates, the second off-policy, for each (loss,
+    sequences)."""
     found = []
     for loss, rows in cases:
         config = config_for(layout(), num_steps_per_rollout=2, lr=1e-2, eps_adam=1e-8, **loss)

@@ -28,7 +28,7 @@ EXACT = 1000
 
 
 def measured(world, cases, rows):
-    """For each (checkpoint, configuration, numbers of blocks): the noise by each number."""
+    """Return, for each (checkpoint, configuration, numbers of blocks): the noise by each number."""
     found = []
     for hf_dir, config, blocks in cases:
         trainer, _, _ = open_trainer(world, hf_dir, config)
@@ -117,7 +117,7 @@ def test_each_prompt_by_itself_is_the_sample_covariance(case):
 
 @pytest.mark.parametrize("sizes", [[1] * 7, [3, 4], [2, 2, 3]])
 def test_any_blocks_estimate_variance_and_signal_without_bias(sizes):
-    """Over many draws of seven gradients with mean (1, 0, 0) and covariance of trace 6.75."""
+    """This is tested over many draws of seven gradients with mean (1, 0, 0) and covariance of trace 6.75."""
     rng = np.random.default_rng(0)
     spread = np.array([2.0, 0.5, math.sqrt(2.5)])
     gradients = np.array([1.0, 0.0, 0.0]) + rng.normal(size=(20_000, 7, 3)) * spread

@@ -67,8 +67,8 @@ LOSSES = (
 
 
 def reads(world, hf_dir, rows):
-    """For budgets of all rows at once and of some: reads of an update of two steps, for each of `LOSSES`, and
-    of the critic's."""
+    """Return, for budgets of all rows at once and of some, reads of an update of two steps, for each of
+    `LOSSES`, and of the critic's."""
     return [
         [*updates(world, hf_dir, rows, most), critics(world, hf_dir, rows, most)] for most in (10_000, 60)
     ]

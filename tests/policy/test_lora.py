@@ -82,7 +82,8 @@ TOKENS = torch.randint(2, 64, (1, 30), generator=torch.Generator().manual_seed(0
 
 
 def gradients_of_both_forms(world, hf_dir):
-    """Of each factor: (its gradient, what the chain rule makes of the gradient of the merged matrix)."""
+    """Return for each factor (its gradient, what the chain rule makes of the gradient of the merged
+    matrix)."""
     from megatron_ibpo.policy import parallel
     from megatron_ibpo.policy.adapters import adapter_values, merged_values
 
@@ -195,8 +196,8 @@ def test_peft_computes_the_same_with_what_is_saved(checkpoints, tmp_path, model,
 
 
 def trained(world, cases, rows):
-    """For each (checkpoint, layout, settings): adapters and merged weights from rank 0, and metrics, after
-    two updates; B is 0 before the first, so that A moves in the second."""
+    """Return, for each (checkpoint, layout, settings): adapters and merged weights from rank 0, and metrics,
+    after two updates; B is 0 before the first, so that A moves in the second."""
     from megatron_ibpo.policy import parallel
 
     found = []
@@ -293,8 +294,9 @@ def test_adapters_and_merged_weights_are_the_same_under_every_layout(checkpoints
 
 
 def saved_and_resumed(world, cases, rows, directory):
-    """For each (checkpoint, layout that saves, layout that goes on, targets): adapters after a step more, of
-    the run that was saved and of the one that goes on, and what a checkpoint has beside Megatron's files."""
+    """Return, for each (checkpoint, layout that saves, layout that goes on, targets): adapters after a step
+    more, of the run that was saved and of the one that goes on, and what a checkpoint has beside Megatron's
+    files."""
     from megatron_ibpo.policy import parallel
     from megatron_ibpo.policy.checkpoint import load_checkpoint
     from megatron_ibpo.policy.saving import Keep, SaveOrder, Saver
@@ -324,7 +326,7 @@ def saved_and_resumed(world, cases, rows, directory):
 
 
 def differences(found):
-    """Of each case, relative to the largest B."""
+    """Return each case's difference, relative to the largest B."""
     for own, expected, stored in found:
         assert stored, "a checkpoint holds adapters"
         assert all(".lora." in name for name in stored)
@@ -450,7 +452,7 @@ def test_settings_that_adapters_cannot_be_had_with_are_refused(flags, message):
 
 
 def memory_of(model, *flags):
-    """What the dry run says of four GPUs: (census, memory of a rank), and the census by names."""
+    """Return what the dry run says of four GPUs: (census, memory of a rank), and the census by names."""
     from megatron_ibpo.plan.feasibility import make_plan
     from megatron_ibpo.plan.node_memory import census_by_names
     from megatron_ibpo.weights.layout.export import metadata_of

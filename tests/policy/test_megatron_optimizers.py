@@ -18,8 +18,8 @@ OVERLAP = {"whole": ParallelConfig(), "sharded": ParallelConfig(use_distributed_
 
 
 def overlapped(world, hf_dir, rows):
-    """By layout: gradient norms of two updates with one reduction after the backward pass, and with many
-    during it; and how many."""
+    """Return by layout: gradient norms of two updates with one reduction after the backward pass, and with
+    many during it; and how many."""
     from megatron_ibpo.policy import forward_backward as module
 
     found, small = {}, partial(module.DistributedDataParallelConfig, bucket_size=4000)

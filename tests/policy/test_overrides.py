@@ -110,7 +110,7 @@ def test_all_problems_of_both_flags_are_told_at_once():
 
 
 def test_everything_that_follows_from_the_rest_is_refused(shapes):
-    """Or is an implementation's choice, which the user may have another opinion of."""
+    """A field that is a mere choice of implementation is left to the user."""
     from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
     from megatron.core.transformer import TransformerConfig
 

@@ -19,7 +19,7 @@ from support.trainers import close_trainer, config_for, open_trainer, weights_of
 pytestmark = pytest.mark.world
 
 BEFORE, AS_IT_IS, LATE, FORGOTTEN = "before", "as it is", "late", "late, children forgotten"
-"""How weights are gathered: after the step; in the next pass; there as late as can be; so, unguarded."""
+"""Ways of gathering weights: after the step; in the next pass; there as late as can be; so, unguarded."""
 
 
 def config_of(layout, overlap, **loss):
@@ -54,7 +54,7 @@ def gathering_late():
 
 
 def trained(world, hf_dir, config, directory, *, how):
-    """What came of two rollouts: metrics, and what each reader of weights saw between them and after them."""
+    """Train on two rollouts; return metrics, and what readers of weights saw between and after them."""
     from megatron_ibpo.policy import forward_backward as module
     from megatron_ibpo.policy.checkpoint import load_checkpoint
     from megatron_ibpo.policy.residence import Held, Residence
@@ -98,7 +98,7 @@ def without_times(seen):
 
 
 def compared(world, hf_dir, layout, directory, loss, ways):
-    """By way of gathering: what was seen, on this rank."""
+    """Return what was seen on this rank, by the way of gathering."""
     found = {}
     for name in ways:
         how, config = AS_IT_IS if name == BEFORE else name, config_of(layout, name != BEFORE, **loss)
@@ -142,7 +142,7 @@ QUICK = "delta net"
     "case", [name if name == QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
 )
 def test_steps_logprobs_offload_export_and_checkpoints_are_the_same_to_the_bit(case, tmp_path):
-    """When gathers come as late as they can; in slow cases also when they come as they come."""
+    """This is so when gathers come as late as they can; in slow cases also when they come as they come."""
     model, ranks, layout, loss = CASES[case]
     hf_dir = MODELS[model](tmp_path / "model", 3, std=0.1)
     ways = [BEFORE, LATE, FORGOTTEN] + [AS_IT_IS] * (case != QUICK)
@@ -155,7 +155,7 @@ def test_steps_logprobs_offload_export_and_checkpoints_are_the_same_to_the_bit(c
 
 
 def never_called(world, cases):
-    """By case: the modules that another has to wait for, and that other."""
+    """Return the modules that another has to wait for, and that other, by case."""
     from megatron_ibpo.policy import forward_backward as module
 
     found = []
@@ -170,7 +170,8 @@ def never_called(world, cases):
 
 
 def test_the_modules_that_are_read_and_never_called(tmp_path):
-    """Of all layers of the families: the convolution of delta nets; and a head that the loss takes."""
+    """These are the convolution of delta nets, of all layers of the families, and a head that the loss
+    takes."""
     dense, moe = make_qwen3(tmp_path / "dense", 3), make_qwen3_moe(tmp_path / "moe", 4)
     tiny = make_qwen3_next(tmp_path / "next", 4)
     fused = {"fuse_lm_head": True, "loss_variant": "gspo"}
@@ -181,7 +182,7 @@ def test_the_modules_that_are_read_and_never_called(tmp_path):
 
 
 def reading_early(world, hf_dir):
-    """What is said of a model whose first layer reads the last norm's weight."""
+    """Return the message about a model whose first layer reads the last norm's weight."""
     from megatron_ibpo.models import read_hf_config
     from megatron_ibpo.policy import parallel
     from megatron_ibpo.policy.forward_backward import make_trainable

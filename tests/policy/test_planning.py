@@ -16,12 +16,12 @@ from megatron_ibpo.models import forward_flops, read_hf_config
 from megatron_ibpo.policy.packing import Context, lay_out, pack
 from megatron_ibpo.policy.planning import (
     MicroBatch,
+    cut_shares,
     data_parallel_rank,
     deal,
     merge_parts,
     plan_forward,
     plan_measure,
-    plan_micro_batches,
     plan_update,
     plan_value_update,
     split_minibatches,
@@ -48,7 +48,8 @@ def packed(rows):
 
 @st.composite
 def some_sequences(draw, max_size=25):
-    """Of every kind that credit makes: with and without masks, weights, advantages of tokens, a critic."""
+    """Draw sequences of every kind that credit makes: with and without masks, weights, advantages of tokens,
+    a critic."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     rows = []
     for _ in range(draw(st.integers(0, max_size))):
@@ -168,6 +169,11 @@ def test_an_empty_share_is_one_padding_sequence_of_weight_zero():
 
 LENGTHS = st.lists(st.integers(2, 300), max_size=60)
 RANKS = st.integers(1, 5)
+
+
+def plan_micro_batches(lengths, ranks, max_tokens, cost):
+    """[rank][micro-batch][index]"""
+    return cut_shares(deal(lengths, ranks, cost), lengths, max_tokens, cost)
 
 
 def planned_costs(plan, lengths):

@@ -32,7 +32,7 @@ class Registry:
 
 _operation_registries = dict(common=Registry())
 """
-"""What flash-linear-attention 0.6 has there, as far as we look."""
+"""Names that flash-linear-attention 0.6 has there, as far as we look."""
 
 SERVED = """
 import json, os, sys
@@ -49,7 +49,8 @@ print(json.dumps([_delta_net_kernels(), find_spec("tilelang") is not None]))
 
 
 def delta_net_kernels(packages, *arguments, **environment):
-    """What a process says of its delta net, and whether it finds TileLang. `packages` come before others."""
+    """Return what a process says of its delta net, and whether it finds TileLang. `packages` come before
+    others."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("FLA_")}
     path = os.pathsep.join(filter(None, [str(packages), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
@@ -132,7 +133,7 @@ def test_beside_colocated_engines_expandable_segments_are_dropped_and_said(name,
 
 
 def test_a_trainer_reports_it_with_what_it_says_of_its_checkpoint(monkeypatch):
-    """With a stand-in for the trainer itself, which must find its environment set."""
+    """A stand-in for the trainer must find its environment set."""
 
     class Rank:
         def __init__(self, config, checkpoint):

@@ -45,8 +45,8 @@ REST = {
 
 
 def go_on(world, cases, saving):
-    """For each (name, checkpoint to start from, where to save, layout, pieces): gradient norm and weights of
-    the second update, before which the first is made and saved here or else read."""
+    """Return, for each (name, checkpoint to start from, where to save, layout, pieces): gradient norm and
+    weights of the second update, before which the first is made and saved here or else read."""
     return {name: second_update(world, saving, *case) for name, *case in cases}
 
 

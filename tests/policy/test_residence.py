@@ -54,7 +54,7 @@ def config_of(case):
 
 
 def tensors_of(trainer):
-    """By kind: what the model and its optimizer hold."""
+    """Return the tensors that the model and its optimizer hold, by kind."""
     from megatron_ibpo.policy.checkpoint import _optimizers
 
     inner = [part.optimizer for part in _optimizers(trainer)]
@@ -296,7 +296,7 @@ def through_a_step(world, hf_dir, directory, rows, sleeping):
 
 @pytest.fixture(scope="module")
 def steps(models, tmp_path_factory):
-    """By whether engines sleep: what each of two ranks found."""
+    """Return what each of two ranks found, by whether engines sleep."""
     return {
         sleeping: run_ranks(
             through_a_step, 2, models["dense"], tmp_path_factory.mktemp("step"), sequences(6), sleeping

@@ -33,7 +33,8 @@ def model(tmp_path_factory):
 
 
 def with_strange_choices(rows, seed=0, layers=LAYERS):
-    """What no router would choose: two different experts at random, for each token and layer."""
+    """Give the rows choices that no router would make: two different experts at random, for each token and
+    layer."""
     rng = np.random.default_rng(seed)
     return [
         replace(
@@ -47,7 +48,7 @@ def with_strange_choices(rows, seed=0, layers=LAYERS):
 
 
 def own_choices(trainer, rows):
-    """What the trainer's routers choose by themselves, of each row, in the order of the rows."""
+    """Return what the trainer's routers choose by themselves, of each row, in the order of the rows."""
     from megatron_ibpo.policy.forward_backward import infer
     from megatron_ibpo.policy.packing import packed
 
@@ -61,8 +62,8 @@ def own_choices(trainer, rows):
 
 
 def on_one_rank(world, hf_dir, rows):
-    """By name, what `updated` gives with and without the choices that the routers would make anyway, with
-    these in other slots, and with one expert exchanged."""
+    """Return by name what `updated` gives with and without the choices that the routers would make anyway,
+    with these in other slots, and with one expert exchanged."""
     trainer, _, _ = open_trainer(world, hf_dir, replaying())
     recorded = own_choices(trainer, rows)
     close_trainer()
@@ -109,7 +110,8 @@ def test_replaying_a_routers_own_choices_changes_no_bit_and_other_experts_do(mod
 
 
 def routed(world, hf_dir, rows):
-    """Of one micro-batch of an update: by layer the router's logits, weights and choices; and the metrics."""
+    """Return, for one micro-batch of an update, by layer the router's logits, weights and choices; and the
+    metrics."""
     trainer, _, _ = open_trainer(world, hf_dir, replaying(max_tokens=10_000))
     from megatron.core.transformer.moe.router import TopKRouter
 
@@ -129,7 +131,7 @@ def routed(world, hf_dir, rows):
 
 @pytest.mark.world
 def test_experts_are_those_that_are_given_and_weights_the_trainers_own(model):
-    """And what has no record is routed by the trainer, and counted."""
+    """Tokens without a record are routed by the trainer, and counted."""
     rows = with_strange_choices([row for row in sequences() if row.advantage])
     rows[1] = replace(rows[1], routed_experts=None)
     part = rows[2].routed_experts.copy()

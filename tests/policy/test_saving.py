@@ -27,7 +27,8 @@ pytestmark = pytest.mark.world
 
 
 class FullForAMoment(io.FileIO):
-    """Without room for one write. torch then complains of the place in the file, and closing it succeeds."""
+    """A file without room for one write. torch then complains of the place in the file, and closing it
+    succeeds."""
 
     refused = False
 
@@ -65,7 +66,7 @@ def finish(saver):
 
 
 def goes_on_alike(trainer, export, rows, saved, metrics, weights):
-    """Whether an update from what was saved is the one that was made meanwhile."""
+    """Return whether an update from what was saved is the one that was made meanwhile."""
     from megatron_ibpo.policy.checkpoint import load_checkpoint
 
     load_checkpoint(trainer, saved)

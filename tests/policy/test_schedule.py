@@ -161,8 +161,8 @@ def uninterrupted_and_resumed(checkpoints, tmp_path_factory):
 
 @pytest.mark.parametrize("name", RESUMED)
 def test_a_resumed_trainer_goes_on_bit_for_bit(uninterrupted_and_resumed, name):
-    """In the midst of warm-up, through the peak, with weight decay. And before the first update: where no
-    response was right so far, no advantage is anything but 0, and Adam has no state."""
+    """It resumes in the midst of warm-up, through the peak, with weight decay. And before the first update:
+    where no response was right so far, no advantage is anything but 0, and Adam has no state."""
     (weights, told, _), (resumed, resumed_told, state) = (found[name] for found in uninterrupted_and_resumed)
     assert state == {"step": 1, "note": "kept"}
     assert told == resumed_told

@@ -117,8 +117,8 @@ def test_gradients_and_metrics_are_the_same_under_every_layout(checkpoints, layo
 
 
 def updates_under_cuts(world, hf_dir, reference, rows, cuts):
-    """For each (tokens of the update, of passes without a gradient): log-probs, metrics and weights after an
-    update of two mini-batches, held to a reference policy."""
+    """Return, for each (tokens of the update, of passes without a gradient): log-probs, metrics and weights
+    after an update of two mini-batches, held to a reference policy."""
     found = []
     for max_tokens, log_probs_tokens in cuts:
         config = config_for(
@@ -235,7 +235,8 @@ def masked_by_autograd(hf_dir, rows, variant):
 
 
 def test_masked_tokens_are_in_no_loss_ratio_length_or_gradient(checkpoints):
-    """By transformers and autograd, over two data-parallel ranks; dapo divides by the mean trained length."""
+    """The expected values are transformers' and autograd's, over two data-parallel ranks; dapo divides by the
+    mean trained length."""
     holed = with_holes(sequences(9))
     assert not all(row.loss_mask.all() for row in holed)
     cases = [
@@ -436,7 +437,7 @@ def at_temperatures(world, hf_dir, rows):
 
 
 def test_log_probs_old_and_new_are_those_at_the_temperature_of_each_sample(checkpoints):
-    """By transformers. Where old and new are of one policy every ratio is 1."""
+    """They are compared with transformers'. Where old and new are of one policy every ratio is 1."""
     from transformers import AutoModelForCausalLM
 
     rows = [replace(row, temperature=(0.7, 1.0, 1.3)[k % 3]) for k, row in enumerate(sequences(9))]

@@ -1,4 +1,4 @@
-"""What a run shows and keeps."""
+"""A run shows its progress, and keeps its metrics, curves and summary."""
 
 import io
 import itertools
@@ -301,7 +301,7 @@ def test_a_death_is_shown_at_once_with_the_time(config):
 
 @pytest.mark.parametrize("terminal", [False, True])
 def test_engines_alive_and_what_is_sampled_ahead_are_shown(config, terminal):
-    """On a terminal in a live panel."""
+    """A terminal shows them in a live panel."""
     prepare_run_dir(config)
     ahead = {
         "engines": 4.0, "engines_alive": 3.0, "staleness_mean": 0.25, "staleness_max": 1.0,
@@ -326,7 +326,7 @@ def test_tensorboard_holds_the_same_numbers(finished):
 
 
 def test_a_resumed_run_replaces_the_rows_of_steps_it_takes_again(finished, config):
-    """And leaves out a row that a crash cut off."""
+    """It leaves out a row that a crash cut off."""
     run_dir = config.run.run_dir
     shutil.copytree(finished[0].run.run_dir, run_dir)
     with (run_dir / "metrics.jsonl").open("a") as metrics:

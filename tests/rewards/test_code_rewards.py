@@ -42,7 +42,7 @@ def bundled():
 
 
 def scores(pairs):
-    """Of (program, problem), two at a time."""
+    """Return the scores of (program, problem) pairs, two at a time."""
 
     def one(pair):
         return score(
@@ -57,7 +57,7 @@ def scores(pairs):
 
 
 def kinds(problems):
-    """How the problems are tested."""
+    """Return how each problem is tested."""
     labels = [json.loads(problem["label"]) for problem in problems]
     return {("fn_name" in label, label.get("entry_point") is not None, "test" in label) for label in labels}
 
@@ -376,7 +376,7 @@ def test_a_sandbox_that_fails_is_an_error_of_the_verifier(monkeypatch):
 
 
 class Serving(ThreadingHTTPServer):
-    """With what `Server` was posted, and what it is to answer."""
+    """A server that keeps what `Server` was posted, and what it is to answer."""
 
     url: str
     answers: list[Any]

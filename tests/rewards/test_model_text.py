@@ -37,7 +37,7 @@ DOORS: dict[str, Callable[[str], Any]] = {
     "steps": lambda text: split_spans(list(text)),
     "steps compared": normalised,
 }
-"""What reads responses and corrections. A new verifier, or a new pattern in credit, belongs here."""
+"""Functions that read responses and corrections. A new verifier, or a new pattern in credit, belongs here."""
 SUM: dict[str, Any] = {"kind": "targets", "terms": 2, "first": 1, "banned": [], "target": 3}
 MODULES = (
     *("megatron_ibpo.rewards.code", "megatron_ibpo.rewards.exact", "megatron_ibpo.rewards.final_answer"),

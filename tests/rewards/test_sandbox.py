@@ -74,7 +74,7 @@ def groups_in_use():
 
 
 def children():
-    """Of this process; some may be of tests before these."""
+    """Return the children of this process; some may be of tests before these."""
     return set(psutil.Process().children(recursive=True))
 
 
@@ -514,7 +514,7 @@ def test_tests_and_program_are_in_two_sandboxes(planted):
 
 
 def test_the_sandbox_ends_with_its_owner():
-    """Also where the owner is killed, as a verifier that takes too long is."""
+    """It also ends when the owner is killed, as a verifier that takes too long is."""
     script = """
         import os, sys, time
         from megatron_ibpo.rewards.sandbox import Limits, Process
@@ -536,7 +536,7 @@ def test_the_sandbox_ends_with_its_owner():
         poll.register(handle, select.POLLIN)
         ended = poll.poll(30_000)
         os.close(handle)
-    for orphan in children() - others:  # this process is who adopts them
+    for orphan in children() - others:  # this process adopts them
         orphan.wait(30)
     assert ended, "the sandbox lives on"
 

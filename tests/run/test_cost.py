@@ -1,4 +1,4 @@
-"""What a run spends: by hand, and against the parameters of the real models."""
+"""The expense of a run equals a count by hand, and fits the parameters of the real models."""
 
 import pytest
 from hypothesis import given
@@ -89,7 +89,7 @@ def test_a_beginning_that_sequences_of_a_pass_share_can_be_counted_once():
 
 
 def nodes(sequences):
-    """Of the prefix tree, one by one."""
+    """Yield the nodes of the prefix tree, one by one."""
     return len({tuple(s[: i + 1]) for s in sequences for i in range(len(s))})
 
 

@@ -75,7 +75,7 @@ def compared(repository, *arguments):
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_changed_number_is_found_in_the_weights(tmp_path):
-    """In a clone: the commit against itself, then against a working tree with another epsilon."""
+    """It is done in a clone: the commit against itself, then against a working tree with another epsilon."""
     clone = tmp_path / "clone"
     subprocess.run(["git", "clone", "--quiet", ROOT, clone], check=True)
     case = ("--layouts", "dense", "--algorithms", "ibpo")

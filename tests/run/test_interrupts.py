@@ -80,7 +80,7 @@ def test_a_signal_cuts_an_evaluation_short(stopping):
 )
 def test_a_run_goes_on_and_speaks_to_a_file_when(stopping, tmp_path, number, told):
     process = stopping("steps")
-    process.stdout.close()  # whoever reads goes with the terminal
+    process.stdout.close()  # the reader goes with the terminal
     process.send_signal(number)
     assert process.wait(5) == 0
     assert (tmp_path / "hangup.log").read_text() == f"{told}asked True\n"

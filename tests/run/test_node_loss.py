@@ -16,7 +16,8 @@ from megatron_ibpo.run.inputs import sampling_settings
 
 @pytest.fixture
 def opened(monkeypatch):
-    """What happens at each opening, in order: an error then, or else one in the steps, or the exit status."""
+    """Set what happens at each opening, in order: an error then, or else one in the steps, or the exit
+    status."""
     config = Config()
     config.cluster.node_wait = 7.0
     waits = []

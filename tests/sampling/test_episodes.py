@@ -48,7 +48,7 @@ class TinyChat:
 
 @dataclass
 class Countdown:
-    """Answers each message with its sum and the turns left; right is who ends on an even sum."""
+    """Answers each message with its sum and the turns left; the one that ends on an even sum is right."""
 
     seed: int
     turns: int
@@ -197,7 +197,7 @@ def test_an_episode_that_is_cut_off_is_scored_and_counts_as_truncated(
     assert (sample.finish_reason, len(turns_of(sample))) == ("length", turns)
     assert sample.reward is not None
     assert len(sample.token_ids) <= tokens
-    assert bool(sample.loss_mask[-1])  # nothing that nobody answers is kept
+    assert bool(sample.loss_mask[-1])  # nothing without an answer is kept
 
 
 def test_an_opening_that_leaves_no_room_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""The Sampler and the stream of groups: the same groups whoever finishes first, whatever dies on the way."""
+"""The Sampler and the stream of groups: the same groups in any order of finishing, and after any death."""
 
 import asyncio
 import gc
@@ -48,7 +48,7 @@ OPERATOR = find_operator(CONTEXT.algorithm)
 
 
 def write(request: SampleRequest) -> list[int]:
-    """What an engine answers: it depends on the request alone."""
+    """Return what an engine answers: it depends on the request alone."""
     draw = random.Random(request.seed + 1000 * int(request.prompt_token_ids.sum()))
     return [draw.randrange(2, 60) for _ in range(draw.randint(1, request.max_tokens))]
 
@@ -283,7 +283,7 @@ def test_where_prefixes_are_not_cached_single_requests_are_spread() -> None:
     seeds = [request.seed for engine in engines for _, request in engine.asked[:1]]
     assert sorted(seeds) == sorted(request.seed for request in responses), "one for each engine"
     by_group, together, _ = stream([SimulatedEngine(STEP, write) for _ in range(24)])
-    assert plain(batch.groups) == plain(by_group.groups), "who answers does not matter"
+    assert plain(batch.groups) == plain(by_group.groups), "the answering engine does not matter"
     assert alone < together
 
 

@@ -91,7 +91,8 @@ def anywhere(error, rng):
 
 @pytest.fixture(scope="module")
 def audits():
-    """Of a policy whose credit follows what it did wrong and how near it was, and of one that draws both."""
+    """Return audits of a policy whose credit follows its error and its nearness, and of one that draws
+    both."""
     rng = np.random.default_rng(2)
     good = policy(rng, 45, mask_of=exactly_the_error, phi_of=lambda near: 0.5 * (near > 0.45))
     blind = policy(rng, 45, mask_of=anywhere, phi_of=lambda near: 0.5 * rng.integers(2))

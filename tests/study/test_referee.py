@@ -29,7 +29,7 @@ from support.paths import ROOT
 
 
 def training(*, best=3e-4, gains=None, pause=0.0):
-    """In the place of training: what a run with known accuracy leaves."""
+    """Stand in for training: leave what a run with known accuracy leaves."""
     return partial(stand_in_training.train, best=best, gains=gains or {}, pause=pause)
 
 
@@ -104,7 +104,7 @@ def test_a_grid_whose_best_is_always_the_last_is_left_after_four_values_and_noth
 def test_a_study_of_several_tasks_is_priced_resumed_and_has_one_page_with_dose_and_response(
     tmp_path, written
 ):
-    """What is finished is not run again."""
+    """Finished runs are not repeated."""
     program = training(gains={"dr-grpo": 0.05})
     path = written(tasks=TWO_TASKS)
     complete, said, found = conducted(tmp_path, path, program, runs_at_most=0)
@@ -230,7 +230,7 @@ def test_a_method_of_ones_own_is_put_beside_some_of_a_study(tmp_path, written):
 
 
 def test_the_study_file_of_the_documentation_can_be_run(tmp_path, monkeypatch):
-    """As it stands there, with a recipe and a module where the user stands."""
+    """It is run as it stands there, with a recipe and a module where the user stands."""
     text = (ROOT / "docs/comparing-methods.md").read_text()
     (block,) = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
     (tmp_path / "documented.yaml").write_text(block)

@@ -80,7 +80,7 @@ def outcomes(rng, seeds, problems, accuracy, between_seeds=0.0, between_problems
 
 @pytest.mark.slow
 def test_the_interval_covers_the_truth_about_as_often_as_it_says():
-    """Over 60 studies of 8 seeds, whose runs and problems both vary."""
+    """There are 60 studies of 8 seeds, whose runs and problems both vary."""
     rng = np.random.default_rng(0)
     covered = 0
     for _ in range(60):
@@ -433,7 +433,7 @@ def test_at_equal_steps_rewards_have_intervals_and_short_runs_none():
 
 @pytest.mark.parametrize("path", KEPT, ids=lambda path: path.stem)
 def test_results_from_before_can_still_be_read(path, monkeypatch):
-    """What was kept of every run, and the differences that the table had, which no resample moves."""
+    """Every run's records are read, and the differences that the table had, which no resample moves."""
     monkeypatch.setattr(statistics, "RESAMPLES", 20)
     found = read_findings(path)
     kept = json.loads(path.read_text())
@@ -457,7 +457,7 @@ def test_a_file_that_holds_no_results_is_refused(tmp_path):
 
 
 def claim_of(*, gain=0.1, seeds=range(8), again=None, study=STUDY, **found):
-    """What may be said of ibpo, whose runs gain so much over GSPO's."""
+    """Return the claim about ibpo, whose runs gain `gain` over GSPO's."""
     noise = (0.0, 0.025, -0.025, 0.0)
 
     def both(numbers, gain):
@@ -536,8 +536,8 @@ def test_of_two_settings_each_has_its_own_edge():
 
 @pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
 def test_every_study_of_the_repository_can_be_run(path, tmp_path, monkeypatch):
-    """With one of its seeds, and tuned at both ends of its grid on one of its tasks: in between, on other
-    tasks and with other seeds nothing else is checked."""
+    """It is run with one of its seeds, and tuned at both ends of its grid on one of its tasks: in between, on
+    other tasks and with other seeds nothing else is checked."""
     monkeypatch.chdir(ROOT)
     study = read_study([path])
     study = replace(study, seeds=study.seeds[:1])

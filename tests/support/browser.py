@@ -43,7 +43,7 @@ class Page:
         self._connection = connection
         self._calls = 0
         self.events: list[dict[str, Any]] = []
-        """What the page reported: exceptions, console entries, requests."""
+        """Reports of the page: exceptions, console entries, requests."""
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
         self._calls += 1
@@ -84,11 +84,11 @@ class Page:
         return value
 
     def wait_until_drawn(self) -> None:
-        """Until what has changed is on the screen, where the mouse can meet it."""
+        """Wait until what has changed is on the screen, where the mouse can meet it."""
         self.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
 
     def problems(self) -> list[dict[str, Any]]:
-        """What went wrong on the page: exceptions, and what the browser logged."""
+        """Return what went wrong on the page: exceptions, and what the browser logged."""
         return [e for e in self.events if e["method"] in ("Runtime.exceptionThrown", "Log.entryAdded")]
 
     def evaluate(self, expression: str) -> Any:

@@ -19,7 +19,7 @@ _IMAGES = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>
 
 @dataclass(frozen=True)
 class Family:
-    """What a tokenizer of a family has."""
+    """The chat format of one family's tokenizer."""
 
     special: tuple[str, ...]
     """Special tokens, which decoding leaves out."""

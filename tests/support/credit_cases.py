@@ -80,7 +80,7 @@ def of_preset(name):
 
 
 def check_algorithm(settings, reward_threshold=1.0):
-    """What is checked of these settings before a run."""
+    """Check these settings as before a run."""
     config = Config(algorithm=settings)
     config.model.hf_checkpoint = Path()
     config.run.dry_run = True

@@ -26,7 +26,7 @@ EVEN = """
 def score(question, response, label, metadata):
     return float(sum(map(ord, response)) % 2 == 0)
 """
-"""What a random model is right about every other time."""
+"""A task that a random model solves every other time."""
 THREE_STEPS = [
     "--config", str(ROOT / "examples/recipes/small_cpu.yaml"), "--num-trainers", "2",
     "--tensor-model-parallel-size", "2", "--sequence-parallel",

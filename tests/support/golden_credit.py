@@ -55,8 +55,8 @@ def recorded_steps() -> Iterator[tuple[int, list[dict[str, Any]]]]:
 
 
 def credited(case: str) -> list[list[Any]]:
-    """What is trained on of every response and correction, as rows of (step, group, kind, index, advantage,
-    weight, token weights, token advantages, returns). None: this algorithm has no such thing."""
+    """Return what is trained on of every response and correction, as rows of (step, group, kind, index,
+    advantage, weight, token weights, token advantages, returns). None: this algorithm has no such thing."""
     return [row for step in _files() for row in _credited(case, step)]
 
 

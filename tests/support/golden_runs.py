@@ -89,10 +89,10 @@ variant."""
 
 @dataclass(frozen=True)
 class Trained:
-    """What a run on recordings left."""
+    """The results of a run on recordings."""
 
     rows: list[dict[str, float]]
-    """Of metrics.jsonl, one for each step."""
+    """Rows of metrics.jsonl, one per step."""
     checkpoints: list[Path]
     """After each step."""
 
@@ -145,7 +145,7 @@ def train_recorded(
 
 
 def _entry_point(repository: Path, trainers: int) -> list[str | int]:
-    """How the code in `repository` starts that many trainers."""
+    """Return the command by which the code in `repository` starts that many trainers."""
     if (repository / "megatron_ibpo/launch.py").exists():  # until trainers were started by the driver
         launcher: list[str | int] = [
             sys.executable, "-m", "megatron_ibpo.launch", "--standalone", "--nproc-per-node", trainers,

@@ -1,6 +1,5 @@
-"""What the tests of the Triton kernels share, on any device: batches, the comparison with the torch reference
-in fp64, and the checks that the worked example of a new variant must pass too.
-"""
+"""Shared parts of the tests of the Triton kernels, on any device: batches, the comparison with the torch
+reference in fp64, and the checks that the worked example of a new variant must pass too."""
 
 from __future__ import annotations
 
@@ -82,8 +81,9 @@ def compare(batch: dict[str, Any], size: float = 1.0, **options: Any) -> None:
 
 
 def check_variant(device: str, variant: str) -> None:
-    """With weights of tokens and sequences, a temperature for each sequence and a padded vocabulary. Ratios
-    of about e² in the second and third sequence pass the bounds of dual-clip and CISPO, either sign."""
+    """Compare with weights of tokens and sequences, a temperature for each sequence and a padded vocabulary.
+    Ratios of about e² in the second and third sequence pass the bounds of dual-clip and CISPO, either
+    sign."""
     batch = make_batch(device)
     batch["old_logprobs_N"][4:11] -= 2.0
     generator = torch.Generator().manual_seed(1)

@@ -67,7 +67,7 @@ def to_device(batch, device):
 
 
 def check_fused_head(device, variant):
-    """In fp32 by the kernels, in chunks that cut sequences, against the loss of the logits in fp64."""
+    """Compare fp32 by the kernels, in chunks that cut sequences, with the loss of the logits in fp64."""
     lengths, options = (1, 5, 17, 2, 30, 3), options_for(variant) | {"kl_coef": 0.05}
     loss, hidden, weight, _ = fused(
         to_device(batch_of(lengths, dtype=torch.float32), device), chunk=7, backend="triton", **options

@@ -57,7 +57,7 @@ def config_of(run_dir: Path, *flags: str) -> Config:
 
 
 def written(request: SampleRequest) -> list[int]:
-    """What an engine answers, whichever policy it has."""
+    """Return what an engine answers, whichever policy it has."""
     draw = random.Random(request.seed + 1000 * int(request.prompt_token_ids.sum()))
     return [draw.choice(LETTERS) for _ in range(draw.randint(1, request.max_tokens))]
 
@@ -144,7 +144,7 @@ class Trainers:
     dies_at: int | None = None
     """Number of the update in which it dies once, from 0 on."""
     updates: list[list[dict[str, Any]]] = field(default_factory=list)
-    """What it trained on, update for update; a death is one that is not there."""
+    """Sequences trained on, by update; an update that died is absent."""
     restarted_from: list[Path | None] = field(default_factory=list)
 
     def each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:

@@ -81,7 +81,7 @@ def run_ranks(function: Callable[..., Any], size: int, *args: Any, timeout: floa
 def _server() -> Any:
     """The multiprocessing context whose server has torch and Megatron imported already."""
     context = multiprocessing.get_context("forkserver")
-    # whoever asks for a GPU while it is imported leaves CUDA unusable to processes forked afterwards
+    # a module that asks for a GPU while it is imported leaves CUDA unusable to processes forked afterwards
     on_gpu = os.environ.get("IBPO_PARITY_DEVICE") == "cuda"
     context.set_forkserver_preload([] if on_gpu else ["support.rank_imports"])
     # The server looks for the preloaded module on PYTHONPATH only (CPython gh-126631).

@@ -124,7 +124,7 @@ def _memory(driver: int) -> dict[str, float]:
 
 
 def _growth(series: Series, warm: float) -> float:
-    """From the tenth of the run that comes after the start to the last tenth, medians of both."""
+    """Return the growth of the median from the first tenth after the start to the last tenth."""
     last = series[-1][0]
     early = [mib for step, mib in series if warm <= step < 2 * warm]
     late = [mib for step, mib in series if step > 0.9 * last]

@@ -1,5 +1,5 @@
-"""In the place of training: what a run whose true accuracy is known would leave, at once; and runs that fail
-or do not end."""
+"""A stand-in for training: it leaves what a run whose true accuracy is known would leave, at once; and runs
+that fail or do not end."""
 
 import json
 import math
@@ -33,7 +33,7 @@ def train(arguments: Sequence[str], *, best: float, gains: Mapping[str, float], 
     truth = 0.5 - 0.1 * math.log10(lr / best) ** 2
     truth += gains.get(str(settings["advantage-estimator"]), 0.0)
     truth += 0.1 * ("hard" in str(settings["hf-checkpoint"]))
-    # the problems of tuning flatter every method alike: who judged by them would see it
+    # the problems of tuning flatter every method alike: a judgement by them would show it
     truth += 0.2 * (settings.get("eval-half") == "tuning")
     accuracy = truth + 0.01 * random.Random(seed).gauss(0, 1)
     (out / "evaluations").mkdir(parents=True)

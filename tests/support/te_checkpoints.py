@@ -77,7 +77,7 @@ def main(hf_dir: Path, converted: Path, scratch: Path) -> dict[str, Any]:
 
 
 def with_scales(trained: Any, resumed: Any, new: Any, scratch: Path, converted: Path) -> dict[str, Any]:
-    """What becomes of FP8 scales that a trainer had formed when it was saved. `new` gets none."""
+    """Return what becomes of FP8 scales that a trainer had formed when it was saved. `new` gets none."""
     from dataclasses import replace
 
     from megatron_ibpo.policy.checkpoint import load_checkpoint
@@ -119,7 +119,7 @@ def with_scales(trained: Any, resumed: Any, new: Any, scratch: Path, converted: 
 
 
 def refused(trainer: Any, checkpoint: Path) -> str:
-    """What is said of a checkpoint that cannot be loaded."""
+    """Return the message about a checkpoint that cannot be loaded."""
     from megatron_ibpo.policy.checkpoint import load_checkpoint
     from megatron_ibpo.weights.weight_errors import CheckpointError
 

@@ -24,8 +24,8 @@ VERSION = "2.20.2"
 
 
 class Module(torch.nn.Module):
-    """What Transformer Engine's modules share: an extra state in checkpoints, empty without FP8, which a
-    strict load misses where it is not there."""
+    """The common part of Transformer Engine's modules: an extra state in checkpoints, empty without FP8,
+    which a strict load misses where it is not there."""
 
     num_gemms = 1
 

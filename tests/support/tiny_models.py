@@ -186,7 +186,7 @@ def make_gpt_oss(directory: Path, seed: int, *, loud: float = 1.0, **settings: A
 
 
 def stored_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
-    """What a tensor has in a checkpoint of `dtype`: a router's correction stays in float32."""
+    """Return a tensor's dtype in a checkpoint of `dtype`: a router's correction stays in float32."""
     return torch.float32 if name.endswith("e_score_correction_bias") else dtype
 
 

@@ -23,11 +23,11 @@ DIE_AT = "STAND_IN_DIES_AT"
 it is to join a group."""
 AT_MEETING = -1
 RELEASED: list[bytes] = []
-"""Memory that this process lent and took back, since nobody had opened it."""
+"""Memory that this process lent and took back, since no other process had opened it."""
 
 
 class Communicator:
-    """As vLLM's PyNcclCommunicator."""
+    """A stand-in for vLLM's PyNcclCommunicator."""
 
     def __init__(self, group: Any, device: Any) -> None:
         import torch
@@ -84,13 +84,13 @@ class SharedMemory:
         return tensor
 
     def handle(self, tensor: Any) -> tuple[Any, tuple[Any, ...]]:
-        """As `reduce_tensor`; the seventh is the device's number, which the receiver sets, the last two say
-        where it is counted who has the memory."""
+        """Stand in for `reduce_tensor`; the seventh is the device's number, which the receiver sets, the last
+        two say where it is counted who has the memory."""
         path = self._files[tensor.data_ptr()]
         return None, (path, len(tensor), tensor.dtype, None, None, None, 0, *[None] * 4, path.encode(), 0)
 
     def opened(self, path: str, size: int, dtype: Any, *_: Any) -> Any:
-        """As `rebuild_cuda_tensor`."""
+        """Stand in for `rebuild_cuda_tensor`."""
         return self._torch.from_file(path, shared=True, size=size, dtype=dtype)
 
 

@@ -213,7 +213,7 @@ def test_all_parts_pass_on_a_cpu(tmp_path):
 
 
 def test_waits_are_counted_by_the_line_that_waits_and_by_ours_that_led_there():
-    """With torch's words, as no CPU says them; every time, and no other warnings."""
+    """The warnings are in torch's words, which no CPU prints; all are counted, and no others."""
     from parts.host_syncs import SYNCHRONIZES, counted
 
     def waits():
@@ -231,7 +231,7 @@ def test_waits_are_counted_by_the_line_that_waits_and_by_ours_that_led_there():
 
 
 def script(directory, *arguments, environment=()):
-    """What the parts found, and the exit status."""
+    """Run the script; return what the parts found, and the exit status."""
     saved = directory / "gpu.json"
     done = subprocess.run(
         ["bash", str(ROOT / "tests" / "gpu.sh"), *arguments, "--save", str(saved)],

@@ -211,7 +211,7 @@ def test_mtp_layers_are_carried_there_and_back_and_taken_from_the_origin_after_t
 def test_a_prediction_layer_that_is_one_more_layer_is_taken_from_the_origin_after_training(
     models, trained, tmp_path
 ):
-    """And the router's correction, which no gradient reaches, is what it was, in float32."""
+    """The router's correction, which no gradient reaches, is what it was, in float32."""
     (stored, weights), origin = trained["glm"], models["glm mtp"]
     with pytest.raises(ValueError, match=r"training keeps no model\.layers\.4\.\*, which .*--origin-hf-ch"):
         megatron_to_hf(stored, tmp_path / "without", ALONE)
@@ -300,8 +300,8 @@ def test_megatron_names_its_mtp_layer_as_the_map_does(models):
 
 
 def after_loading(world, cases):
-    """For each (HF checkpoint, its conversion, layout, pieces of the model on a stage): what a model exports
-    that was filled from the conversion."""
+    """Return, for each (HF checkpoint, its conversion, layout, pieces of the model on a stage): what a model
+    exports that was filled from the conversion."""
     from megatron_ibpo.policy import parallel
     from megatron_ibpo.policy.checkpoint import load_weights
     from megatron_ibpo.weights.layout.export import HFExport
@@ -373,7 +373,7 @@ def test_loading_a_conversion_is_loading_the_original_in_every_layout(models, tm
 
 
 def saved_by_training(world, cases):
-    """What a trainer exports after an update and a save, for each (HF checkpoint, directory)."""
+    """Return what a trainer exports after an update and a save, for each (HF checkpoint, directory)."""
     from megatron_ibpo.policy.saving import save_checkpoint
     from support.train_sequences import sequences
     from support.trainers import close_trainer, config_for, open_trainer
@@ -392,7 +392,7 @@ def saved_by_training(world, cases):
 
 @pytest.fixture(scope="module")
 def trained(models, tmp_path_factory):
-    """By model: what training saved, and what it exported."""
+    """Return what training saved, and what it exported, by model."""
     runs = {name: tmp_path_factory.mktemp(name) for name in ("glm", "next")}
     exports, _ = run_ranks(saved_by_training, 2, [(models[name], run) for name, run in runs.items()])
     return {name: (find_stored(run), own) for (name, run), own in zip(runs.items(), exports, strict=True)}
@@ -449,7 +449,8 @@ def test_several_processes_share_the_work(models, tmp_path):
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 def test_older_checkpoints_that_stack_layers_and_pad_the_vocabulary_are_read(models, tmp_path):
-    """As Megatron-LM writes a dense model: one tensor for a parameter of all layers, 128 rows at least."""
+    """They are as Megatron-LM writes a dense model: one tensor for a parameter of all layers, 128 rows at
+    least."""
     hf_to_megatron(models["dense"], tmp_path / "stored", layout(), ALONE)
     stored = StoredCheckpoint(tmp_path / "stored")
     entries = list(weight_map(read_hf_config(models["dense"])).values())
@@ -520,7 +521,7 @@ def test_layers_lie_where_megatron_puts_them(pipeline):
 @pytest.mark.parametrize("name", ["dense", "moe", "glm", "oss", "next", "mtp", "few"])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_shards_cover_every_stored_tensor_once(models, name, ranks):
-    """And joined from cuts, a shard is what its blocks are of the parameter joined whole."""
+    """Joined from cuts, a shard is what its blocks are of the parameter joined whole."""
     entries = weight_map(read_hf_config(models[name]), mtp_layers=int(name == "mtp"))
     covered = {}
     checkpoint = Checkpoint(models[name])
@@ -545,7 +546,7 @@ def test_shards_cover_every_stored_tensor_once(models, name, ranks):
 
 
 def tool(name, world, *arguments):
-    """What a tool prints that ends well."""
+    """Return what a tool prints that ends well."""
     from conversion import console
 
     module = importlib.import_module(name)
@@ -555,7 +556,7 @@ def tool(name, world, *arguments):
 
 
 def converted_by_the_tools(world, hf_dir, directory):
-    """What the tools say there, back, and of a damaged file."""
+    """Return what the tools say there, back, and of a damaged file."""
     stored, back = directory / "stored", directory / "back"
     there = tool(
         "convert_hf_to_megatron", world, "--hf-checkpoint", hf_dir, "--save", stored,
@@ -573,7 +574,7 @@ def converted_by_the_tools(world, hf_dir, directory):
 
 @pytest.mark.world
 def test_the_tools_convert_and_verify(models, tmp_path):
-    """From the command line in test_qwen3_5.py, slowly."""
+    """test_qwen3_5.py does the same from the command line, slowly."""
     ((there, again, (name, refused)),) = run_ranks(converted_by_the_tools, 1, models["next"], tmp_path)
     for said in (there, again):
         assert "weights: 0 differing bytes" in said

@@ -393,7 +393,7 @@ def short_files():
 
 @pytest.fixture(params=["there", "back"])
 def ends(request, here, converted, tmp_path):
-    """From where to where a conversion goes, in either direction."""
+    """Return source and target of a conversion, in either direction."""
     return here[0] if request.param == "there" else converted, tmp_path / "out" / "new"
 
 

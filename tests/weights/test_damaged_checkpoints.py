@@ -376,7 +376,8 @@ def test_all_of_a_directory_is_on_the_disk_before_it_has_its_name(tmp_path, monk
 
 
 def load_what_is_damaged(world, directory):
-    """What loading says of a checkpoint that training saved: as it was, and damaged in several ways."""
+    """Return what loading says of a checkpoint that training saved: as it was, and damaged in several
+    ways."""
     from megatron_ibpo.config import ParallelConfig
     from megatron_ibpo.policy.checkpoint import load_checkpoint
     from megatron_ibpo.policy.saving import save_checkpoint

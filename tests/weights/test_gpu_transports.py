@@ -1,4 +1,4 @@
-"""Engines on GPUs get exact and whole weights, and over NCCL one that dies hangs nobody.
+"""Engines on GPUs get exact and whole weights, and over NCCL the death of one hangs no other.
 
 Trainer ranks, engines and vLLM's packed transfers are the real ones; NCCL, CUDA's memory handles and streams
 are stand-ins (`transfer_stand_ins`). Not run on GPUs.
@@ -49,7 +49,7 @@ def start(checkpoint: Path, log: Path, transport: TransportName, dies_at: int = 
 
 
 def whose(checkpoints: list[str], requests: list[SampleRequest], samples: list[Sample]) -> int | None:
-    """Which checkpoint's weights the samples are of."""
+    """Return the index of the checkpoint whose weights gave the samples."""
     for number, checkpoint in enumerate(checkpoints):
         reference = reference_logprobs(Path(checkpoint), requests, samples)
         if difference([sample.logprobs for sample in samples], reference).max() < 2e-5:

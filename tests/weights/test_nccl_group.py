@@ -1,4 +1,4 @@
-"""Who waits in an NCCL group for a member that is gone does not wait for ever. The group is a stand-in."""
+"""A process that waits in an NCCL group for a lost member does not wait for ever. The group is a stand-in."""
 
 import threading
 from contextlib import nullcontext
@@ -40,7 +40,7 @@ def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def stores() -> tuple[dist.TCPStore, dist.TCPStore]:
-    """Of trainer rank 0, and of another member."""
+    """Return the stores of trainer rank 0 and of another member."""
     store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10))
     return store, dist.TCPStore(HOST, store.port, timeout=timedelta(seconds=10))
 

@@ -230,7 +230,7 @@ def test_the_trainers_export_holds_the_policy_and_all_that_lies_beside_it(wrappe
 
 
 class TrainedSource(CheckpointSource):
-    """What a trainer offers of a checkpoint: not the tensors that are carried."""
+    """The part of a checkpoint that a trainer offers: not the tensors that are carried."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)

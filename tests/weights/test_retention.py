@@ -1,4 +1,4 @@
-"""Which checkpoints of a run stay, and how much room that takes."""
+"""A run keeps the checkpoints that its settings name, and checks the room that they take."""
 
 from dataclasses import replace
 
@@ -60,6 +60,6 @@ def test_removing_leaves_what_is_no_checkpoint_and_what_is_hidden(tmp_path):
     ],
 )
 def test_the_disk_holds_what_is_kept_and_one_that_is_being_written(changes, kept):
-    """Of 100 steps, with the newest two kept where nothing else is said."""
+    """The run takes 100 steps, and keeps the newest two unless a case says otherwise."""
     run = replace(Config().run, **{"num_rollout": 100, "keep_checkpoints": 2, **changes})
     assert kept_at_once(Config(run=run)) == kept

@@ -37,8 +37,8 @@ def test_a_run_goes_on_from_its_checkpoint_under_transformer_engine(found):
 
 
 def test_the_scales_of_fp8_come_back_where_the_layout_is_the_same(found):
-    """To the bit, of every expert in a grouped module, too. Attention in FP8 has some that Megatron does not
-    put into its checkpoints."""
+    """They are equal to the bit, for every expert in a grouped module too. Attention in FP8 has some that
+    Megatron does not put into its checkpoints."""
     assert found["with scales"] > 20
     assert found["scales of experts"] > 10
     assert found["scales that differ"] == ["module.decoder.layers.3.self_attention.core_attention"]

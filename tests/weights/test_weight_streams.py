@@ -262,7 +262,7 @@ class OtherRank:
 
 
 class Wire:
-    """What vLLM's communicator sends from one side to the other, in order."""
+    """The tensors that vLLM's communicator sends from one side to the other, in order."""
 
     def __init__(self, device: Device) -> None:
         self.device, self.order, self.sent = device, Event({}), []

@@ -52,14 +52,14 @@ from megatron_ibpo.weights.weight_errors import WeightMismatchError, WeightPlanE
 from support.ranks import run_ranks
 from support.weight_sources import DividedWeights, cut
 
-# ----------------------------------------------------------------------------------- who sends what to whom
+# ------------------------------------------------------------------------------- which rank sends what where
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int8)
 
 
 @st.composite
 def cut_axis(draw, size):
-    """Where an axis of `size` is cut: bounds of consecutive intervals that cover it."""
+    """Draw where an axis of `size` is cut: bounds of consecutive intervals that cover it."""
     inner = draw(st.lists(st.integers(1, max(1, size - 1)), max_size=3, unique=True))
     return list(pairwise(sorted({0, size, *(cut for cut in inner if cut < size)})))
 
@@ -151,7 +151,7 @@ def test_boxes_meet_where_both_are():
 
 
 def needs_of(loader, shape=(8, 6), dtype=torch.float32):
-    """What `loader(tensor)` reads of a tensor."""
+    """Return what `loader(tensor)` reads of a tensor."""
     rehearsal = Rehearsal([TensorMeta("t", dtype, shape)])
     ((_, tensor),) = rehearsal.tensors()
     loader(tensor)
@@ -491,7 +491,7 @@ def with_a_fault(world: Any, fault: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def faults():
-    """What comes of each fault, by name. They wait for time-outs most of their time: all at once."""
+    """Return what comes of each fault, by name. They wait for time-outs most of their time: all at once."""
     asked = {
         "dies": (with_a_fault, 2, "dies"),
         "stalls": (with_a_fault, 2, "stalls"),
@@ -692,8 +692,8 @@ class Counted:
 
 
 def memory_of_sending_and_gathering(world: Any) -> tuple[int, int]:
-    """How far memory rises while rank 0 sends to an engine of rank 1, and what it holds while it gathers,
-    in bytes."""
+    """Return how far memory rises while rank 0 sends to an engine of rank 1, and what it holds while it
+    gathers, in bytes."""
     from megatron_ibpo.weights.layout import gather
 
     source = large_source(world)

@@ -93,7 +93,7 @@ def parameter_shapes(world, paths):
 
 @pytest.mark.world
 def test_every_megatron_parameter_is_in_the_map_once_and_nothing_else(checkpoints):
-    """And every buffer that Megatron stores."""
+    """So is every buffer that Megatron stores."""
     paths = [checkpoints[name, torch.float32] for name in FAMILIES]
     (found,) = run_ranks(parameter_shapes, 1, paths)
     for name, path, parameters in zip(FAMILIES, paths, found, strict=True):
@@ -180,7 +180,8 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 def there_and_back(world, cases):
-    """For each case (origin, where to save, layout, bfloat16?): (metadata, tensors or None in order)."""
+    """Return, for each case (origin, where to save, layout, bfloat16?): (metadata, tensors or None in
+    order)."""
     return [round_trip(world, *case) for case in cases]
 
 
@@ -223,7 +224,7 @@ def test_the_round_trip_changes_no_bit_in_any_layout(checkpoints, tmp_path, size
 
 
 def read_in_every_form(world, forms):
-    """What is loaded from each directory, as exported again."""
+    """Return what is loaded from each directory, as exported again."""
     from megatron_ibpo.policy import parallel
     from megatron_ibpo.weights.layout.export import HFExport
 
@@ -260,7 +261,8 @@ def save_twice(world, origin, out_dir, shard_bytes):
 
 @pytest.mark.world
 def test_a_saved_checkpoint_is_a_hugging_face_checkpoint(checkpoints, tmp_path):
-    """In several files, over one that was there, with the origin's tokenizer and the trainer's dtype."""
+    """It has several files, replaces one that was there, and has the origin's tokenizer and the trainer's
+    dtype."""
     from transformers import AutoModelForCausalLM
 
     origin = tmp_path / "origin"

@@ -140,7 +140,7 @@ class RunSource:
             "name": self.name,
             "kind": "run",
             "title": f"{self._settings['advantage-estimator']}, {model}",
-            "facts": self._facts(),
+            "facts": self._end() + self._premise(),
             "steps": max(steps.steps, default=0),
             "planned": self._settings.get("num-rollout"),
             "alarms": [asdict(alarm) for alarm in alarms],
@@ -214,9 +214,6 @@ class RunSource:
                 if (value := columns.last(name, most)) is not None:
                     numbers[prefix + name] = float(f"{value:.5g}")
         return numbers
-
-    def _facts(self) -> list[str]:
-        return self._end() + self._premise()
 
     def _premise(self) -> list[str]:
         """Return the success of the policy's corrections before the first step, if it was measured."""

@@ -1,4 +1,5 @@
-"""The extension of vLLM's workers (`worker_extension_cls`). It receives weights over gloo and keeps receipts.
+"""The extension of vLLM's workers (`worker_extension_cls`). It receives weights, over gloo or
+nccl, and keeps receipts.
 
 It also fixes vLLM's updates of gpt-oss and, on CPUs, of experts and tied heads, prompts of one token, seeded
 requests whose prompt is read in parts, and the prefix cache of models with delta nets.
@@ -7,16 +8,23 @@ requests whose prompt is read in parts, and the prefix cache of models with delt
 import logging
 import pickle
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo
+from vllm.distributed.weight_transfer.nccl_engine import (
+    NCCLWeightTransferEngine,
+    NCCLWeightTransferUpdateInfo,
+)
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
@@ -30,7 +38,7 @@ from megatron_ibpo.weights.layout.regions import Need, TensorMeta
 from megatron_ibpo.weights.transfer.gloo import GlooReceiver, join_group
 from megatron_ibpo.weights.transfer.gpt_oss_updates import take_updates_whole
 from megatron_ibpo.weights.transfer.loading import Drafter, Loading
-from megatron_ibpo.weights.transfer.nccl_worker import NcclWorker
+from megatron_ibpo.weights.transfer.nccl_group import abort, ends_when_lost, joined
 from megatron_ibpo.weights.transfer.rehearsal import Rehearsal
 from megatron_ibpo.weights.transfer.update_order import NCCL_BACKEND
 from megatron_ibpo.weights.transfer.wire import Answer
@@ -103,6 +111,45 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
 
     def shutdown(self) -> None:
         self._receiver = None
+
+
+@dataclass(kw_only=True)
+class GroupInfo(NCCLWeightTransferInitInfo):
+    """Address of the group, in vLLM's form, and of the store that reports lost members."""
+
+    lost_port: int
+    """Port of that store, on the master's address."""
+    timeout: float
+    """Seconds that a pass over the weights may take."""
+
+
+class NcclWorker(NCCLWeightTransferEngine):
+    """The worker class that vLLM uses for `--no-colocate` on GPUs. Not run on GPUs."""
+
+    init_info_cls = GroupInfo  # type: ignore[assignment]
+    lost = False
+    """True if the present update was cut off: the model has undefined weights."""
+
+    def init_transfer_engine(self, init_info: GroupInfo) -> None:  # type: ignore[override]
+        if self.model_update_group is not None:
+            abort(self.model_update_group)
+            self.model_update_group = None
+        assert init_info.master_address is not None
+        self._timeout = init_info.timeout
+        meeting = timedelta(seconds=init_info.timeout)
+        self._store = dist.TCPStore(init_info.master_address, init_info.lost_port, timeout=meeting)
+        # the trainers do not wait for a worker that does not join in time: they form another group
+        join = super().init_transfer_engine
+        joined(lambda: join(init_info), self.device.index or 0, self._store, init_info.timeout)
+
+    def start_weight_update(self) -> None:
+        self.lost = False
+        super().start_weight_update()
+
+    def receive_weights(self, update_info: NCCLWeightTransferUpdateInfo) -> None:
+        with ends_when_lost(self._store, self.model_update_group, self._timeout) as lost:
+            super().receive_weights(update_info)
+        self.lost = lost.is_set()
 
 
 class WorkerExtension:

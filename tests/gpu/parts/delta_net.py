@@ -51,7 +51,7 @@ def run(job: Job) -> None:
 
 
 def compare_fla(job: Job, inputs: Inputs, large: Inputs, exact: dict[str, Tensor]) -> None:
-    """Its forward pass, and then its gradients, which it refuses with some versions of Triton."""
+    """Compare its forward pass, and then its gradients, which it refuses with some versions of Triton."""
     with torch.no_grad():
         output = fla_rule(*(inputs[name] for name in (*NAMES, "cu_seqlens")))
     forward = errors({"output": output}, {"output": exact["output"]})
@@ -71,19 +71,19 @@ Inputs = dict[str, Any]
 
 
 def short_inputs(job: Job) -> Inputs:
-    """For errors; a few heads."""
+    """Return inputs to measure errors with: a few heads."""
     lengths, heads = (SHORT, (4, 8)) if job.on_gpu else (SHORT[:3], (2, 4))
     return draw(lengths, job.device, heads=heads)
 
 
 def long_inputs(job: Job) -> Inputs:
-    """For times: as many heads as Qwen3-Next has, a quarter of the tokens with --quick."""
+    """Return inputs to measure times with: Qwen3-Next's heads, a quarter of the tokens with --quick."""
     lengths = LONG[:1] if job.quick else LONG
     return cast(draw(lengths, job.device, heads=(16, 32)), torch.bfloat16)
 
 
 def draw(lengths: tuple[int, ...], device: str, heads: tuple[int, int], dim: int = 128) -> Inputs:
-    """As the layers of Qwen3-Next give them: unit keys come from the rule itself."""
+    """Draw inputs as the layers of Qwen3-Next give them: unit keys come from the rule itself."""
     generator = torch.Generator(device).manual_seed(0)
     tokens, (keys, values) = sum(lengths), heads
 
@@ -120,7 +120,7 @@ def ours_rule(
 def fla_rule(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, bounds: Tensor
 ) -> Tensor:
-    """As megatron-core calls it: [1, N, heads, …], key heads repeated, normed inside."""
+    """Call it as megatron-core does: [1, N, heads, …], key heads repeated, normed inside."""
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
     repeats = value.shape[1] // key.shape[1]

@@ -1,4 +1,4 @@
-"""Which back end of flash-linear-attention serves the delta net's backward pass: in trainers, which turn
+"""The back end of flash-linear-attention that serves the delta net's backward pass: in trainers, which turn
 TileLang off, and where nothing is said. Errors and milliseconds of both. Not run yet: no GPU was at hand."""
 
 import importlib.util

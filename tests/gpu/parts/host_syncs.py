@@ -1,4 +1,4 @@
-"""What the host waits for in a trainer's step: torch's operators may read the device and no line says so."""
+"""The waits of the host in a trainer's step: torch's operators may read the device and no line says so."""
 
 import sys
 import sysconfig
@@ -18,7 +18,7 @@ import megatron_ibpo
 from megatron_ibpo.models import read_hf_config
 
 SYNCHRONIZES = "called a synchronizing CUDA operation"
-"""What torch says of each (c10/cuda/CUDAFunctions.cpp). Waits that are asked for, such as
+"""Torch's warning about each (c10/cuda/CUDAFunctions.cpp). Waits that are asked for, such as
 torch.cuda.synchronize(), and those of other libraries' own calls of CUDA are not among them."""
 OURS = Path(megatron_ibpo.__file__).resolve().parent
 INSTALLED = Path(sysconfig.get_paths()["purelib"]).resolve()
@@ -90,7 +90,7 @@ def _places(frame: Any) -> tuple[str, str]:
 
 
 def _short(file: str) -> str:
-    """From the package on."""
+    """Return the path from the package on."""
     path = Path(file).resolve()
     if path.is_relative_to(OURS):
         return str(path.relative_to(OURS.parent))

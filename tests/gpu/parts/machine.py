@@ -1,4 +1,4 @@
-"""What the numbers were measured on, and the rates that others are held against."""
+"""The machine that the numbers were measured on, and the rates that others are compared with."""
 
 import shutil
 import subprocess
@@ -39,7 +39,7 @@ def run(job: Job) -> None:
 
 
 def driver() -> str:
-    """Its version; empty where nvidia-smi is not there or does not answer."""
+    """Return the driver's version; empty where nvidia-smi is not there or does not answer."""
     if shutil.which("nvidia-smi") is None:
         return ""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]

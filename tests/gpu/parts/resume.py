@@ -42,7 +42,7 @@ def run(job: Job) -> None:
 
 
 def apart(function: Any, *arguments: Any) -> dict[str, Any]:
-    """In a process of its own, which a trainer needs: it leaves Megatron's groups behind."""
+    """Call a function in a process of its own, which a trainer needs: it leaves Megatron's groups behind."""
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=spawn) as pool:
         return pool.submit(function, *arguments).result()

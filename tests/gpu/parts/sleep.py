@@ -95,6 +95,6 @@ class Tenant:
 
     def sleep(self) -> None:
         if int(self._held.min()) != 7 or int(self._held.max()) != 7:
-            raise AssertionError("somebody else wrote into its memory")
+            raise AssertionError("another process wrote into its memory")
         del self._held
         torch.cuda.empty_cache()

@@ -102,7 +102,8 @@ def device_bytes(job: Job) -> int:
 
 
 def memory(job: Job) -> dict[str, int]:
-    """Of this process, and `used` of the whole device: contexts and other processes count in it."""
+    """Return the memory of this process, and `used` of the whole device: contexts and other processes count
+    in it."""
     if not job.on_gpu:
         return {}
     free, total = torch.cuda.mem_get_info()
@@ -115,14 +116,14 @@ def memory(job: Job) -> dict[str, int]:
 
 
 def predict_apart(config: Config, total: int) -> dict[str, int]:
-    """In another process: counting parameters makes Megatron's groups, and a context on the GPU."""
+    """Predict in another process: counting parameters makes Megatron's groups, and a context on the GPU."""
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=spawn) as pool:
         return pool.submit(predict, config, total).result()
 
 
 def predict(config: Config, total: int) -> dict[str, int]:
-    """What the dry run says of this trainer's GPU."""
+    """Return what the dry run says of this trainer's GPU."""
     from megatron_ibpo.plan.feasibility import make_plan
 
     config.run.dry_run_gpu_memory_gib = total / 2**30

@@ -99,7 +99,7 @@ class Worker:
         return [{name: checksum(tensor) for name, tensor in self._weights.items()} if self._checked else {}]
 
     def sum(self) -> float:
-        """Of all weights, to see that they change."""
+        """Return the sum of all weights, to see that they change."""
         return sum(tensor.double().sum().item() for tensor in self._weights.values())
 
     def _open(self, handle: Any) -> torch.Tensor:

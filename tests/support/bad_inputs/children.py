@@ -39,7 +39,7 @@ _CRASH = re.compile(r"^Traceback \(most recent call last\)|internal error|please
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a command ended."""
+    """The end of a command: status and output."""
 
     verdict: Literal["refused", "taken", "traceback", "hang", "above 2 GB"]
     said: str

@@ -339,7 +339,7 @@ TASKS = [
 
 
 def _parameters(name: str) -> list[str]:
-    """Of a generated task, those that are numbers, texts or lists."""
+    """Return those parameters of a generated task that are numbers, texts or lists."""
     import dataclasses
 
     from reasoning_gym.factory import DATASETS

@@ -83,7 +83,7 @@ SMALL = {"rollout-max-response-len": 4, "rollout-batch-size": 8, "max-tokens-per
 
 
 class Place:
-    """Where the valid inputs lie."""
+    """The directory of the valid inputs."""
 
     def __init__(self, directory: Path):
         self.directory = directory
@@ -126,7 +126,7 @@ class Place:
         run_command("train", [*self.flags(self.replayed)[:-1], "--num-rollout", "1"])
 
     def flags(self, run_dir: Path) -> list[str]:
-        """Of a run that takes little."""
+        """Return the flags of a run that takes little."""
         named = {"--hf-checkpoint": self.hf, "--prompt-data": TASK, "--run-dir": run_dir}
         words = [word for flag, value in named.items() for word in (flag, str(value))]
         return [*words, *RUN, "--eval-num-prompts", "0", "--no-save"]
