@@ -8,9 +8,7 @@ import os
 from job import Job, Skipped, check
 from pytest_run import run_pytest
 
-QUICK = (
-    "auto_chooses or variant_equals or real_vocabulary or offset_beyond or no_memory or head_in_bf16"
-)
+QUICK = "auto_chooses or variant_equals or real_vocabulary or offset_beyond or no_memory or head_in_bf16"
 
 
 def run(job: Job) -> None:
