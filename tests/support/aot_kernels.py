@@ -92,7 +92,7 @@ def exponentials(loop: list[str]) -> int:
 def describe(sass: str, found: dict[str, int]) -> dict[str, Any]:
     spills = len(re.findall(r"\b(?:LDL|STL)\b", sass))
     report: dict[str, Any] = {"registers": found["REG"], "stack": found["STACK"], "spills": spills}
-    report["instructions"] = len(re.findall(r"/\*[0-9a-f]{4,5}\*/\s+(?!NOP)", sass))
+    report["instructions"] = len(re.findall(r"/\*[0-9a-f]{4,5}\*/\s+(?!\s|NOP)", sass))
     # one exponential an element; the loop of the rows that are read again is the one with barriers
     bodies = [loop for loop in loops(sass) if not any(line.startswith("BAR") for line in loop)]
     body = max(bodies, key=exponentials, default=[])
