@@ -1,14 +1,14 @@
 """Plant faults, and report which of them a fast test notices.
 
-    python tools/mutants.py --make-map               which test file runs which line: half an hour
+    python tools/mutants.py --make-map               which test runs which line: half an hour
     python tools/mutants.py --save tools/results/mutants.json
     python tools/mutants.py --only "no warm-up" "the same prompts every step"
     python tools/mutants.py --sample 300 --save tools/results/mutant_sample.json      drawn by lot; resumable
 
-Each fault of mutants.yaml is planted in a copy of the last commit. The test files that run a changed line, by
-the coverage map, are run there until one fails, for a minute: first those that are meant for the fault, are
-named after the changed file or name it. The exit status is 0 if every fault without a `survives` (the reason)
-is noticed. Reasons for drawn faults are in equivalent_mutants.yaml.
+Each fault of mutants.yaml is planted in a copy of the last commit. The tests that run a changed line, by the
+coverage map, are run there until one fails, for a minute: first the file that is meant for the fault, then
+the tests that take least time. The exit status is 0 if every fault without a `survives` (the reason) is
+noticed. Reasons for drawn faults are in equivalent_mutants.yaml.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from queue import Queue
 from typing import Any
 
 import coverage
+import mutants_plugin
 import yaml
 from mutation_sample import at, drawn
 from rich.console import Console
@@ -49,7 +50,11 @@ LONGEST_S = 60
 COPIES = 2
 """Copies at a time; a test process takes about a core."""
 PROCESSES = "processes"
-"""Context of all processes that tests start, whichever file it was."""
+"""Context of imports, and of all processes that tests start, whichever test it was."""
+SECONDS = "seconds"
+"""Key of the map for the seconds of each test."""
+MOST_TESTS = 400
+"""Tests for one fault: a minute is over by then."""
 STARTS = ("run_ranks", "subprocess", "start_script")
 """Words in a test file that starts processes."""
 ALONE = ("gpu", "interpreted")
@@ -66,7 +71,7 @@ disable_warnings = no-data-collected
 """
 
 CoverageMap = dict[str, dict[str, list[int]]]
-"""Source file → test file → source lines that the test file runs."""
+"""Source file → test (FILE::FUNCTION, FILE alone for what its tests share) → source lines that it runs."""
 
 
 @dataclass
@@ -131,8 +136,8 @@ class Verdict:
     """The first test that failed."""
     why_not: str | None
     seconds: float
-    test_files: int
-    """Number of test files that run a changed line."""
+    tests: int
+    """Number of tests that could notice it."""
 
 
 def main(arguments: Arguments) -> int:
@@ -150,10 +155,11 @@ def main(arguments: Arguments) -> int:
     if arguments.sample and not arguments.only:
         mutants = [one for one in mutants if one.name not in results.rows]
     tests = json.loads(MAP.read_text())
+    seconds = tests.pop(SECONDS)
     copies: Queue[Path] = Queue()
 
     def try_one(mutant: Mutant) -> Verdict:
-        verdict = tried(mutant, tests, copies)
+        verdict = tried(mutant, tests, seconds, copies)
         results.add(verdict)
         return verdict
 
@@ -189,12 +195,12 @@ def drawn_mutants(count: int, seed: int) -> list[Mutant]:
     ]
 
 
-def tried(mutant: Mutant, tests: CoverageMap, copies: Queue[Path]) -> Verdict:
+def tried(mutant: Mutant, tests: CoverageMap, seconds: dict[str, float], copies: Queue[Path]) -> Verdict:
     """Plant a fault in a free copy, and run tests on it."""
     copy = copies.get()
     path = copy / mutant.file
     source = path.read_text()
-    chosen = test_files(mutant, source, tests)
+    chosen = tests_for(mutant, source, tests, seconds)
     started = time.monotonic()
     try:
         path.write_text(mutant.planted(source))
@@ -202,25 +208,31 @@ def tried(mutant: Mutant, tests: CoverageMap, copies: Queue[Path]) -> Verdict:
     finally:
         path.write_text(source)
         copies.put(copy)
-    seconds = round(time.monotonic() - started, 1)
-    print(f"{mutant.name}: {noticed or 'NOT NOTICED'}, {seconds} s", flush=True)
+    took = round(time.monotonic() - started, 1)
+    print(f"{mutant.name}: {noticed or 'NOT NOTICED'}, {took} s", flush=True)
     why_not = None if noticed else mutant.survives
-    return Verdict(mutant.name, mutant.room, mutant.file, noticed, why_not, seconds, len(chosen))
+    return Verdict(mutant.name, mutant.room, mutant.file, noticed, why_not, took, len(chosen))
 
 
-def test_files(mutant: Mutant, source: str, tests: CoverageMap) -> list[str]:
-    """Return the test files that run a changed line, first those that are likeliest to notice."""
-    changed, module = mutant.lines(source), mutant.file.removesuffix(".py").replace("/", ".")
-    contexts = {name for name, lines in tests.get(mutant.file, {}).items() if changed & set(lines)}
-    texts = {path: (ROOT / path).read_text() for path in all_test_files()}
-    starters = [path for path, text in texts.items() if any(word in text for word in STARTS)]
-    found = (contexts & texts.keys()) | ({*starters} if PROCESSES in contexts else set())
+def tests_for(mutant: Mutant, source: str, covered: CoverageMap, seconds: dict[str, float]) -> list[str]:
+    """Return the tests that run a changed line, in the order in which to run them.
 
-    def likelihood(path: str) -> tuple[bool, bool, int, int]:
-        own = tests.get(mutant.file, {}).get(path, [])
-        return path == mutant.first, Path(mutant.file).stem in path, texts[path].count(module), len(own)
-
-    return sorted(found, key=likelihood, reverse=True)
+    A line that runs at import, or in a process that a test starts, has no test of its own. It gets all that
+    run anything of its file, those that run most of it first, and then the files that start processes.
+    """
+    changed, here = mutant.lines(source), covered.get(mutant.file, {})
+    own = {test: changed & {*lines} for test, lines in here.items() if test != PROCESSES}
+    meant = [mutant.first] if mutant.first else []
+    quick = sorted((test for test, lines in own.items() if lines), key=lambda test: seconds.get(test, 0.0))
+    rest = []
+    if changed & {*here.get(PROCESSES, [])}:
+        rest = sorted((test for test, lines in own.items() if not lines), key=lambda test: -len(here[test]))
+        rest += [
+            path for path in all_test_files() if any(word in (ROOT / path).read_text() for word in STARTS)
+        ]
+    there = {*all_test_files()}
+    found = dict.fromkeys([*meant, *quick, *rest])
+    return [test for test in found if test.partition("::")[0] in there][:MOST_TESTS]
 
 
 def all_test_files() -> list[str]:
@@ -228,9 +240,10 @@ def all_test_files() -> list[str]:
     return sorted(path.relative_to(ROOT).as_posix() for path in paths if path.parent.name not in ALONE)
 
 
-def first_failure(copy: Path, files: Sequence[str]) -> str | None:
+def first_failure(copy: Path, tests: Sequence[str]) -> str | None:
     """Return the first test that fails in the copy within a minute."""
-    words = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not slow", "-p", "no:xdist", *files]
+    words = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not slow", "-p", "no:xdist"]
+    words += ["-p", "mutants_plugin", *tests]
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(
             words,
@@ -262,7 +275,7 @@ def with_children_killed(process: subprocess.Popen[Any]) -> None:
 
 
 def environment(copy: Path) -> dict[str, str]:
-    paths = os.pathsep.join([str(copy), str(copy / "tests")])
+    paths = os.pathsep.join([str(copy), str(copy / "tests"), str(ROOT / "tools")])
     return {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
@@ -284,15 +297,21 @@ def make_map() -> None:
         settings = Path(place) / "settings"
         settings.write_text(SETTINGS.replace("DIRECTORY", place))
         words = [sys.executable, "-m", "coverage", "run", f"--rcfile={settings}", "-m", "pytest", "-q"]
-        words += ["-p", "coverage_by_file", "-n", "logical", "--dist", "loadfile", "-m", "not slow"]
+        words += ["-p", "mutants_plugin", "-n", "logical", "--dist", "loadfile", "-m", "not slow"]
         subprocess.run(
             words,
             cwd=ROOT,
-            env={**environment(ROOT / "tools"), "PYTEST_TIMEOUT": "900"},
+            env={**environment(ROOT), "PYTEST_TIMEOUT": "900", mutants_plugin.SECONDS: place},
             check=False,  # a test may take too long under coverage
         )
         MAP.parent.mkdir(exist_ok=True)
-        MAP.write_text(json.dumps(by_file(settings)))
+        seconds: dict[str, float] = {}
+        for file in Path(place).glob("*.json"):
+            seconds |= json.loads(file.read_text())
+        for test, own in [*seconds.items()]:
+            file_of_test = test.partition("::")[0]
+            seconds[file_of_test] = seconds.get(file_of_test, 0.0) + own
+        MAP.write_text(json.dumps(by_file(settings) | {SECONDS: seconds}))
 
 
 def by_file(settings: Path) -> CoverageMap:

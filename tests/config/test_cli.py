@@ -200,7 +200,7 @@ def test_a_method_of_ones_own_has_parameters_with_the_same_rights(tmp_path, caps
     with pytest.raises(SystemExit):
         parse_config(["--ibpo-operator", path, "--help-all"])
     shown = capsys.readouterr().out
-    assert re.search(r"--mine-weight .*\n +How much\.", shown)
+    assert re.search(r"--mine-weight .*\n +Weight of it\.", shown)
     assert "--ibpo-lambda" not in shown
 
 

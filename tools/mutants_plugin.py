@@ -1,0 +1,66 @@
+"""A pytest plugin of tools/mutants.py. The running test becomes coverage's context, its seconds are kept, and
+tests run in the order in which the command line names them."""
+
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import coverage
+import pytest
+
+SECONDS = "MUTANTS_SECONDS"
+"""Environment variable: directory for the seconds of each test, one file per process."""
+_seconds: Counter[str] = Counter()
+
+
+def test_of(item: pytest.Item) -> str:
+    """Return FILE::FUNCTION, without parameters."""
+    file = Path(item.path).relative_to(item.config.rootpath).as_posix()
+    return f"{file}::{getattr(item, 'originalname', item.name)}"
+
+
+def switch(context: str) -> None:
+    measured = coverage.Coverage.current()
+    if measured is not None:
+        measured.switch_context(context)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    switch(test_of(item))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef: Any, request: Any) -> Iterator[Any]:
+    """Name the file alone while something is set up that several of its tests share."""
+    if fixturedef.scope == "function":
+        return (yield)
+    test = test_of(request._pyfuncitem)
+    switch(test.partition("::")[0])
+    try:
+        return (yield)
+    finally:
+        switch(test)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    _seconds[report.nodeid.partition("[")[0]] += report.duration
+
+
+def pytest_sessionfinish() -> None:
+    if place := os.environ.get(SECONDS):
+        Path(place, f"{os.getpid()}.json").write_text(json.dumps(_seconds))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    places = {named: place for place, named in enumerate(config.args)}
+
+    def place(item: pytest.Item) -> int:
+        test = test_of(item)
+        return places.get(test, places.get(test.partition("::")[0], len(places)))
+
+    items.sort(key=place)
