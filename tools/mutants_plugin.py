@@ -3,7 +3,7 @@ tests run in the order in which the command line names them."""
 
 import json
 import os
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import pytest
 
 SECONDS = "MUTANTS_SECONDS"
 """Environment variable: directory for the seconds of each test, one file per process."""
-_seconds: Counter[str] = Counter()
+_seconds: defaultdict[str, float] = defaultdict(float)
 
 
 def test_of(item: pytest.Item) -> str:
