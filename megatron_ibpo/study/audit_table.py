@@ -68,7 +68,7 @@ def _verdicts(found: Mapping[str, Any]) -> Iterator[str]:
         "response; .5 is no better than chance."
     )
     if (above := found["mask_above_random_auc"]) is not None:
-        told = "more often than" if above["low"] > 0 else "not surely more often than"
+        told = "more often than" if (above["low"] or 0.0) > 0 else "not surely more often than"
         yield f"The mask lies on the error {told} random tokens: AUC higher by {_number(above)}."
     if (same := found["mask_equals_sibling"]) is not None:
         yield (
