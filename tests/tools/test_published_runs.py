@@ -73,7 +73,6 @@ def test_sharded_weights_are_gathered_in_both_passes_and_gradients_reduced():
     assert found["step_seconds"] == pytest.approx(seconds)
 
 
-@pytest.mark.slow
 def test_the_fit_finds_the_coefficients_that_rows_were_made_with():
     rows = [one for one in known(ROWS) if one.source in ("nemo", "gpustack", "verl")][::3]
     true = replace(Coefficients(), matmul=0.8, prefill=0.4, memory=0.6)

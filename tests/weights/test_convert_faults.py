@@ -351,6 +351,18 @@ def test_what_megatron_lm_stores_alongside_weights_is_read(stored, tmp_path):
         StoredCheckpoint(stored)
 
 
+def test_a_changed_file_is_found_by_its_checksum(stored):
+    assert changed_files(stored) == []
+    data = bytearray((stored / "__0_0.distcp").read_bytes())
+    data[len(data) // 2] ^= 1
+    (stored / "__0_0.distcp").write_bytes(data)
+    (stored / "common_state.distcp").unlink()
+    assert sorted(problem.split("stored/")[1] for problem in changed_files(stored)) == [
+        "__0_0.distcp is not what was written: its checksum differs",
+        "common_state.distcp is missing",
+    ]
+
+
 # ------------------------------------------------------------------------------------------- the disk
 
 
