@@ -54,7 +54,7 @@ def check_readers(job: Job, said: str) -> None:
     check(bool(readers), f"no error names a kernel; {last_line(said)}")
     ours = [name for name in readers if any(kernel in name for kernel in KERNELS)]
     check(not ours, f"memory that nobody wrote is read by {', '.join(ours)}")
-    job.note(summary=f"{sum(readers.values())} such reads, all by torch's own kernels")
+    job.note(summary=f"{sum(readers.values())} reads, all by torch's own kernels; {last_line(said)}")
 
 
 def log_of(path: Path) -> str:
