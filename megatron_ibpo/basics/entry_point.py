@@ -4,6 +4,7 @@ The line says what is wrong, where, and what to do. The traceback goes to a file
 the user's input is at fault and the line says everything.
 """
 
+import io
 import os
 import re
 import select
@@ -12,8 +13,8 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any, NoReturn, ParamSpec
@@ -49,9 +50,29 @@ def run_tool(
     main: Callable[[Any], int | None], arguments: Any, description: str | None, stopped: str = "stopped"
 ) -> NoReturn:
     """Parse the command line as the dataclass `arguments`, run `main` with it, and exit."""
+    sys.exit(guarded(lambda: main(parsed(arguments, description)), stopped=stopped))
+
+
+def parsed(arguments: Any, description: str | None, words: Sequence[str] | None = None) -> Any:
+    """Return the command line, or `words`, as the dataclass `arguments`.
+
+    Raises:
+        ValueError: wrong flags; tyro would draw a box.
+    """
     import tyro
 
-    sys.exit(guarded(lambda: main(tyro.cli(arguments, description=description)), stopped=stopped))
+    read = partial(tyro.cli, arguments, args=words, prog=Path(sys.argv[0]).name, description=description)
+    box = io.StringIO()  # no terminal, so that it is drawn without frame and colours
+    try:
+        with redirect_stdout(box), redirect_stderr(box):
+            return read()
+    except SystemExit as ended:
+        if ended.code in (None, 0):
+            return read()  # --help, on the terminal
+    _, what, *_ = re.split("-{9,}", box.getvalue())  # title, what is wrong, the flag's help, where help is
+    said = " ".join(what.split()).replace(" (required)", "").replace("Error parsing ", "")
+    said = re.sub("Missing from .*?: ", "missing: ", said).replace("Unrecognized options", "no such flag")
+    raise ValueError(f"{said.removesuffix('.')}; --help lists all flags")
 
 
 def guarded(work: Callable[[], int | None], *, logs: Path | None = None, stopped: str = "stopped") -> int:

@@ -28,7 +28,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from megatron_ibpo.basics.entry_point import DONE, command, guarded
+from megatron_ibpo.basics.entry_point import DONE, command, guarded, parsed
 from megatron_ibpo.basics.text import counted
 from megatron_ibpo.config import Config, ConfigError, path_of_user
 from megatron_ibpo.data.hub import with_local_copies
@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Evaluate as the flags say. Return the exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["compare"]:
-        compare(tyro.cli(Comparison, args=words[1:], prog="ibpo evaluate compare"))
+        compare(parsed(Comparison, None, words[1:]))
         return DONE
     policy = policy_of(words)
     check_evaluation(policy.config)

@@ -16,7 +16,7 @@ import torch
 import tyro
 from torch import Tensor
 
-from megatron_ibpo.basics.entry_point import command
+from megatron_ibpo.basics.entry_point import command, parsed
 from megatron_ibpo.config import named_values
 from megatron_ibpo.loss import Variant, choose_backend, resolve_variant
 from megatron_ibpo.loss.term_inputs import SequenceInputs, Term, TokenInputs, apply_term
@@ -49,7 +49,7 @@ class Arguments:
 @command
 def main(argv: list[str] | None = None) -> int:
     """Show one variant. Return 1 if its gradient is wrong."""
-    arguments = tyro.cli(Arguments, args=argv, description=__doc__)
+    arguments = parsed(Arguments, __doc__, argv)
     given = {name: float(value) for name, value in named_values(arguments.loss_param).items()}
     variant, params = resolve_variant(arguments.variant, given)
     terms = {"token": variant.token_term, "sequence": variant.sequence_term}

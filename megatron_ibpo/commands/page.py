@@ -18,7 +18,7 @@ from typing import Annotated
 
 import tyro
 
-from megatron_ibpo.basics.entry_point import command
+from megatron_ibpo.basics.entry_point import command, parsed
 
 
 @dataclass
@@ -49,7 +49,7 @@ Arguments = Annotated[Serve, tyro.conf.subcommand("serve")] | Annotated[Page, ty
 @command
 def main(argv: Sequence[str] | None = None) -> None:
     """Show runs as the flags say. Return the exit status."""
-    arguments: Serve | Page = tyro.cli(Arguments, args=argv, description=__doc__)
+    arguments: Serve | Page = parsed(Arguments, __doc__, argv)
     if not arguments.runs:
         raise ValueError("which run? Name the directory of one, as in: bash tools/ibpo.sh serve runs/a")
     if isinstance(arguments, Serve):

@@ -12,9 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import tyro
-
-from megatron_ibpo.basics.entry_point import BAD_INPUT, DONE, command
+from megatron_ibpo.basics.entry_point import BAD_INPUT, DONE, command, parsed
 from megatron_ibpo.commands.choose_recipe import choose_recipe
 from megatron_ibpo.config import write_config
 from megatron_ibpo.data.hub import local_model
@@ -58,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[:1] != ["search"]:
         print(__doc__)
         return 0 if words in (["-h"], ["--help"]) else BAD_INPUT
-    run(tyro.cli(Search, args=words[1:], description=__doc__))
+    run(parsed(Search, __doc__, words[1:]))
     return DONE
 
 
