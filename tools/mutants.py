@@ -6,9 +6,9 @@
     python tools/mutants.py --sample 300 --save tools/results/mutant_sample.json      drawn by lot; resumable
 
 Each fault of mutants.yaml is planted in a copy of the last commit. The tests that run a changed line, by the
-coverage map, are run there until one fails, for a minute: first the file that is meant for the fault, then
-the tests that take least time. The exit status is 0 if every fault without a `survives` (the reason) is
-noticed. Reasons for drawn faults are in equivalent_mutants.yaml.
+coverage map, are run there until one fails, for a minute: first the file that is meant for the fault or named
+like the source, then the tests that take least time. The exit status is 0 if every fault without a
+`survives` (the reason) is noticed. Reasons for drawn faults are in equivalent_mutants.yaml.
 """
 
 from __future__ import annotations
@@ -55,6 +55,8 @@ SECONDS = "seconds"
 """Key of the map for the seconds of each test."""
 MOST_TESTS = 400
 """Tests for one fault: a minute is over by then."""
+FILES_AT_A_TIME = (2, 6)
+"""Test files of the first runs of pytest; the last run gets the rest. To collect a file may take seconds."""
 STARTS = ("run_ranks", "subprocess", "start_script")
 """Words in a test file that starts processes."""
 ALONE = ("gpu", "interpreted")
@@ -204,7 +206,8 @@ def tried(mutant: Mutant, tests: CoverageMap, seconds: dict[str, float], copies:
     started = time.monotonic()
     try:
         path.write_text(mutant.planted(source))
-        noticed = first_failure(copy, chosen) if chosen else None
+        runs = in_runs(chosen)
+        noticed = next(filter(None, (first_failure(copy, run, started + LONGEST_S) for run in runs)), None)
     finally:
         path.write_text(source)
         copies.put(copy)
@@ -217,8 +220,8 @@ def tried(mutant: Mutant, tests: CoverageMap, seconds: dict[str, float], copies:
 def tests_for(mutant: Mutant, source: str, covered: CoverageMap, seconds: dict[str, float]) -> list[str]:
     """Return the tests that run a changed line, in the order in which to run them.
 
-    A line that runs at import, or in a process that a test starts, has no test of its own. It gets all that
-    run anything of its file, those that run most of it first, and then the files that start processes.
+    A line that runs at import, or in a process that a test starts, has no test of its own. It gets the files
+    that start processes, those of its own package first, and all that run anything of its file.
     """
     changed, here = mutant.lines(source), covered.get(mutant.file, {})
     own = {test: changed & {*lines} for test, lines in here.items() if test != PROCESSES}
@@ -226,13 +229,31 @@ def tests_for(mutant: Mutant, source: str, covered: CoverageMap, seconds: dict[s
     quick = sorted((test for test, lines in own.items() if lines), key=lambda test: seconds.get(test, 0.0))
     rest = []
     if changed & {*here.get(PROCESSES, [])}:
-        rest = sorted((test for test, lines in own.items() if not lines), key=lambda test: -len(here[test]))
-        rest += [
+        starts = [
             path for path in all_test_files() if any(word in (ROOT / path).read_text() for word in STARTS)
         ]
+        rest = sorted(starts, key=lambda path: Path(path).parent.name != mutant.room)
+        rest += sorted((test for test, lines in own.items() if not lines), key=lambda test: -len(here[test]))
     there = {*all_test_files()}
-    found = dict.fromkeys([*meant, *quick, *rest])
-    return [test for test in found if test.partition("::")[0] in there][:MOST_TESTS]
+    found = [test for test in dict.fromkeys([*meant, *quick, *rest]) if file_of(test) in there]
+    named = f"test_{Path(mutant.file).stem}.py"
+    return sorted(found, key=lambda test: test not in meant and Path(file_of(test)).name != named)[
+        :MOST_TESTS
+    ]
+
+
+def file_of(test: str) -> str:
+    return test.partition("::")[0]
+
+
+def in_runs(tests: Sequence[str]) -> Iterator[list[str]]:
+    """Yield the tests of each run of pytest."""
+    files, taken = [*dict.fromkeys(map(file_of, tests))], 0
+    for count in (*FILES_AT_A_TIME, len(files)):
+        chosen = {*files[taken : taken + count]}
+        taken += count
+        if run := [test for test in tests if file_of(test) in chosen]:
+            yield run
 
 
 def all_test_files() -> list[str]:
@@ -240,8 +261,8 @@ def all_test_files() -> list[str]:
     return sorted(path.relative_to(ROOT).as_posix() for path in paths if path.parent.name not in ALONE)
 
 
-def first_failure(copy: Path, tests: Sequence[str]) -> str | None:
-    """Return the first test that fails in the copy within a minute."""
+def first_failure(copy: Path, tests: Sequence[str], deadline: float) -> str | None:
+    """Return the first test that fails in the copy until then."""
     words = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not slow", "-p", "no:xdist"]
     words += ["-p", "mutants_plugin", *tests]
     with tempfile.TemporaryFile("w+") as output:
@@ -254,7 +275,7 @@ def first_failure(copy: Path, tests: Sequence[str]) -> str | None:
             start_new_session=True,
         )
         try:
-            process.wait(LONGEST_S)
+            process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             return None
         finally:

@@ -3,7 +3,7 @@
 import ast
 from collections import Counter
 
-from mutants import ROOT, read_mutants
+from mutants import ROOT, in_runs, read_mutants
 from mutation_sample import at, drawn, edit_of
 
 PACKAGE = ROOT / "megatron_ibpo"
@@ -35,3 +35,11 @@ def test_a_place_that_occurs_twice_is_told_by_the_lines_around_it():
     edit = edit_of(source, statement.value, "(x <= 2)")
     assert (edit.line, edit.shown) == (5, "x < 2 → (x <= 2)")
     assert source.replace(edit.old, edit.new) == "a = 1\nb = x < 2\n\nc = 3\nb = (x <= 2)\n"
+
+
+def test_pytest_collects_two_files_first_and_then_more():
+    tests = [f"{file}.py::{name}" for name in "ab" for file in "fghijklmno"]
+    runs = [*in_runs(tests)]
+    assert runs[0] == ["f.py::a", "g.py::a", "f.py::b", "g.py::b"]
+    assert [len(run) for run in runs] == [4, 12, 4]
+    assert [*in_runs([])] == []
