@@ -245,6 +245,16 @@ def test_a_layer_keeps_nothing_of_what_is_recomputed():
     assert dropped(next_80b, "moe", "moe_act") == routed + 3 * 512 + 3 * 2 * 512, "and the router's, in fp32"
 
 
+def test_a_delta_net_keeps_the_states_that_it_passes_on():
+    next_80b, two = read_hf_config(NEXT_80B), ParallelConfig(context_parallel_size=2)
+    alone = kept_elements(next_80b, ParallelConfig(), 0)
+    states = (
+        (2 + 128 // 64) * 32 * 128
+    )  # matrices of 128 keys for each of 32 heads, once per chunk of 64 tokens
+    assert kept_elements(next_80b, two, 0) - alone == states
+    assert kept_elements(next_80b, replace(two, delta_net_cp="heads"), 0) == alone
+
+
 def test_selective_recomputation_is_counted_in_the_training_of_a_step(plan_80b):
     def activations(granularity, *overrides):
         model = replace(plan_80b.config.model, recompute_granularity=granularity, model_override=overrides)

@@ -513,6 +513,7 @@ def test_tuning_takes_the_combination_with_the_best_mean():
         ((1e-4, 3e-4, 1e-3), 1e-3, 3.33333e-3),
         ((1e-4, 3e-4, 1e-3), 1e-4, 3.33333e-5),
         ((4, 8), 4, 2),
+        ((2, 4), 2, 1),
         ((1, 2), 1, None),  # no whole number lies beyond
         ((3e-4,), 3e-4, None),  # no axis
         (("gspo", "dapo"), "gspo", None),
