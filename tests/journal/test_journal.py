@@ -39,8 +39,6 @@ from megatron_ibpo.journal.recovery import entries
 from support.journals import KEEP, append, group, make_sample, response
 from support.paths import TESTS
 
-PLENTY = 10**6
-
 
 def bits_of(sample: Sample) -> list[object]:
     """Return what two samples must share to be the same to the last bit."""

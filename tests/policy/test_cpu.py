@@ -15,7 +15,6 @@ from support.ranks import run_ranks
 PINNED = "0.19.2"
 DEVICE_LITERAL = re.compile(r"""device ?= ?["']cuda["']|init_data\(["']cuda["']\)""")
 TYPE_LITERAL = re.compile(r"""["']torch\.cuda\.\w+Tensor["']""")
-CUDA_CALL = re.compile(r"torch\.cuda\.(\w+)\(")
 
 ROOMS = (
     "dist_checkpointing", "distributed/param_and_grad_buffer.py", "distributed/distributed_data_parallel.py",
