@@ -1,6 +1,7 @@
 """A pytest plugin of tools/mutants.py. The running test becomes coverage's context, its seconds are kept, and
 tests run in the order in which the command line names them."""
 
+import base64
 import json
 import os
 from collections import defaultdict
@@ -13,6 +14,9 @@ import pytest
 
 SECONDS = "MUTANTS_SECONDS"
 """Environment variable: directory for the seconds of each test, one file per process."""
+COVERED_TEST = "COVERED_TEST"
+CONFIG = "COVERAGE_PROCESS_CONFIG"
+"""Environment variable: settings of coverage in processes that are started, as base64 of JSON."""
 _seconds: defaultdict[str, float] = defaultdict(float)
 
 
@@ -23,9 +27,14 @@ def test_of(item: pytest.Item) -> str:
 
 
 def switch(context: str) -> None:
+    """Name what runs from now on, here and in processes that are started."""
     measured = coverage.Coverage.current()
-    if measured is not None:
-        measured.switch_context(context)
+    if measured is None:
+        return
+    measured.switch_context(context)
+    os.environ[COVERED_TEST] = context  # for ranks, which are forked from one server
+    config = json.loads(base64.b64decode(os.environ[CONFIG])) | {"context": context}
+    os.environ[CONFIG] = base64.b64encode(json.dumps(config).encode()).decode()
 
 
 @pytest.hookimpl(tryfirst=True)

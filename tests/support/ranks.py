@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -32,6 +33,8 @@ GRACE_S = 5.0
 """After the first failure: how long the other ranks may take to fail on their own."""
 
 
+COVERED_TEST = "COVERED_TEST"
+"""Environment variable: the test that runs, where tools/mutants.py measures coverage."""
 _SERVER_STARTS = threading.Lock()
 """Tests may run several worlds at once."""
 
@@ -51,13 +54,14 @@ def run_ranks(function: Callable[..., Any], size: int, *args: Any, timeout: floa
         RankFailed: a rank raised, died or was still running at the time-out.
     """
     context = _server()
+    test = os.environ.get(COVERED_TEST, "")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory(prefix="ranks-") as scratch:
         processes, pipes = [], []
         for rank in range(size):
             here, there = context.Pipe(duplex=False)
             process = context.Process(
-                target=_run_one, args=(rank, size, store.port, Path(scratch), there, function, args)
+                target=_run_one, args=(rank, size, store.port, Path(scratch), there, test, function, args)
             )
             process.start()
             there.close()
@@ -138,6 +142,7 @@ def _run_one(
     port: int,
     scratch: Path,
     pipe: Any,
+    test: str,
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
@@ -151,6 +156,8 @@ def _run_one(
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is the test's, as it is torchrun's
     }
+    if test:
+        sys.modules["coverage"].Coverage.current().switch_context(test)
     stack_file = (scratch / f"{rank}.stack").open("w")
     faulthandler.register(signal.SIGUSR1, stack_file, all_threads=True)
     try:
