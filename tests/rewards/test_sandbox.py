@@ -585,13 +585,20 @@ def test_without_bubblewrap_nothing_starts(monkeypatch):
         check_isolation()
 
 
-def test_a_bwrap_that_fails_is_an_error_and_no_verdict(monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("does", "says"),
+    [("echo 'bwrap: no permission' >&2; exit 1", "no permission"), ("exec sleep 60", "cannot be built")],
+)
+def test_a_bwrap_that_fails_or_hangs_is_an_error_and_no_verdict(monkeypatch, tmp_path, does, says):
     broken = tmp_path / "bwrap"
-    broken.write_text("#!/bin/sh\necho 'bwrap: no permission' >&2\nexit 1\n")
+    broken.write_text(f"#!/bin/sh\n{does}\n")
     broken.chmod(0o755)
     monkeypatch.setattr(bubblewrap, "bubblewrap", lambda: str(broken))
-    with pytest.raises(SandboxError, match="no permission"):
+    monkeypatch.setattr(process, "_SETUP_TIMEOUT", 1.0)
+    started = time.monotonic()
+    with pytest.raises(SandboxError, match=says):
         run("")
+    assert time.monotonic() - started < 30
     with pytest.raises(SandboxError, match="user namespaces"):
         check_isolation()
 
