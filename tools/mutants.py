@@ -273,10 +273,11 @@ def first_failure(copy: Path, tests: Sequence[str], deadline: float) -> str | No
     with tempfile.NamedTemporaryFile("w+") as output:
         process = FORKS.Process(target=run_pytest, args=(copy, tests, output.name))
         process.start()
+        assert process.pid is not None  # it has been started
         process.join(max(0.0, deadline - time.monotonic()))
         in_time = process.exitcode is not None
         with suppress(ProcessLookupError):
-            os.killpg(process.pid or 0, signal.SIGKILL)  # what it leaves behind, too
+            os.killpg(process.pid, signal.SIGKILL)  # what it leaves behind, too
         process.kill()
         process.join()
         if not in_time:
@@ -296,7 +297,7 @@ def run_pytest(copy: Path, tests: Sequence[str], output: str) -> None:
     for descriptor, mode in ((0, os.O_RDONLY), (1, os.O_WRONLY), (2, os.O_WRONLY)):
         os.dup2(os.open(output if descriptor else os.devnull, mode | os.O_APPEND), descriptor)
     os.environ.update(environment(copy))
-    sys.path[:0] = environment(copy)["PYTHONPATH"].split(os.pathsep)
+    sys.path[:0] = os.environ["PYTHONPATH"].split(os.pathsep)
     for name in [name for name in sys.modules if name.partition(".")[0] == "megatron_ibpo"]:
         del sys.modules[name]  # this tool's
     import pytest
