@@ -78,6 +78,8 @@ WITHOUT_PROCESS = {
     "start": ["busy"],
 }
 """Victims that are no process → what can happen to them."""
+AGENTS_KINDS = (*["driver"] * 3, *["engine"] * 6, "episode", "zygote")
+"""What is hit in runs of episodes, each as often as it is named."""
 
 
 def choose(rng: random.Random, trial: Trial, kinds: Kinds, spared: set[int]) -> Fault:
@@ -124,8 +126,9 @@ def choose(rng: random.Random, trial: Trial, kinds: Kinds, spared: set[int]) -> 
 
 
 def _of_agents(rng: random.Random, kinds: Kinds) -> Fault:
-    """Choose a process of the kinds that episodes depend on."""
-    victim = rng.choice([kind for kind in ("driver", "engine", "engine", "episode", "zygote") if kinds[kind]])
+    """Choose a process of the kinds that episodes depend on: mostly drivers and engines, since those of
+    environments have a campaign of their own, which is faster."""
+    victim = rng.choice([kind for kind in AGENTS_KINDS if kinds[kind]])
     process = rng.choice(kinds[victim])
     how = rng.choice([KILL, TERM, STOP] if victim == "episode" else [KILL, TERM])
     fault = Fault(victim, how, process)
