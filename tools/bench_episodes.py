@@ -39,6 +39,8 @@ from megatron_ibpo.sampling.episodes import Episodes
 TINY = Path(__file__).resolve().parents[1] / "examples/tiny_qwen3"
 STEP_SECONDS = 0.005
 OPENING = "1+2+3+4+5+6="
+PAUSE_SECONDS = 4.0
+"""Before each way, as a run trains between two batches: the processes of the next episodes are forked then."""
 ANSWER: Message = {"role": "user", "content": "7+8="}
 
 
@@ -167,6 +169,7 @@ def _compared(
     for work in ways.values():  # warm
         sampler.run(work())
     for name in bench.in_turns(list(ways), rounds):
+        time.sleep(PAUSE_SECONDS)
         before = time.perf_counter(), sum(engine.cpu_times()[:2]), bench.cpu_seconds()
         sampler.run(ways[name]())
         after = time.perf_counter(), sum(engine.cpu_times()[:2]), bench.cpu_seconds()

@@ -4,6 +4,9 @@ Started by `processes` as `python -m megatron_ibpo.environments.zygote FD OWNER 
 supervisor, the OWNER. It writes one line, ["ready", threads] or ["failed", why]. Then every byte on FD comes
 with a socket, on which a new process serves one episode.
 
+A fork takes milliseconds, and episodes tend to begin all at once. So when the zygote has nothing else to do,
+it forks spare processes, until there are as many as were needed at one time. Episodes begin in them.
+
 The owner of the socket ends the episode by shutting it down for writing. Once the process has ended, by
 itself or not, the zygote kills what it has left running, and closes the socket. In DIRECTORY, if given, every
 episode has a temporary directory, which is removed with it.
@@ -61,11 +64,11 @@ def main() -> None:
 
 @dataclass(frozen=True)
 class _Child:
-    """The process of an episode."""
+    """The process of an episode, or a spare one."""
 
     pid: int
     connection: socket.socket
-    """Its end of the connection to the owner, held here too."""
+    """An episode's end of the connection to its owner, held here too. Our end of the one to a spare."""
 
 
 class _Zygote:
@@ -74,6 +77,9 @@ class _Zygote:
     ) -> None:
         self._control, self._make, self._directory = control, make, directory
         self._episodes: dict[int, _Child] = {}
+        self._spares: dict[int, _Child] = {}
+        self._most = 0
+        """Episodes that there were at one time."""
         self._helpers = _children()
         """Processes that the environment's module has started when it was imported."""
         adopt_orphans()  # of episodes that have ended
@@ -90,12 +96,15 @@ class _Zygote:
         """Fork and end episodes until the owner is gone."""
         while True:
             by_socket = {child.connection.fileno(): child for child in self._episodes.values()}
-            for descriptor, _ in self._poll.poll():
+            ready = self._poll.poll(0 if self._lacks_spares() else None)
+            if not ready:
+                self._fork_spare()
+            for descriptor, _ in ready:
                 if descriptor == self._control.fileno():
                     _, received, _, _ = socket.recv_fds(self._control, 1, 1, socket.MSG_CMSG_CLOEXEC)
                     if not received:
                         return
-                    self._fork(socket.socket(fileno=received[0]))
+                    self._begin(socket.socket(fileno=received[0]))
                 elif descriptor == self._wake:
                     os.read(self._wake, _CHUNK)
                     self._reap()
@@ -103,25 +112,68 @@ class _Zygote:
                     self._poll.unregister(descriptor)
                     os.kill(child.pid, signal.SIGKILL)
 
-    def _fork(self, connection: socket.socket) -> None:
-        own = os.getpid()
+    def _begin(self, connection: socket.socket) -> None:
+        """Have a process serve an episode."""
         try:
-            pid = os.fork()
+            pid = self._handed_over(connection) or self._fork(lambda: connection)
         except OSError as error:  # too many processes, or no memory
             _close(connection, f"it cannot be forked: {error}")
             return
-        if pid == 0:
+        self._episodes[pid] = _Child(pid, connection)
+        self._most = max(self._most, len(self._episodes))
+        self._poll.register(connection, select.POLLRDHUP)
+
+    def _handed_over(self, connection: socket.socket) -> int | None:
+        """Return the process id of the spare that takes the connection; None if no spare is alive."""
+        for pid, spare in self._spares.items():
+            with suppress(OSError):  # it was killed, and `_reap` will collect it
+                socket.send_fds(spare.connection, [b"+"], [connection.fileno()])
+                del self._spares[pid]
+                spare.connection.close()
+                return pid
+        return None
+
+    def _lacks_spares(self) -> bool:
+        return len(self._episodes) + len(self._spares) < self._most
+
+    def _fork_spare(self) -> None:
+        ours, theirs = socket.socketpair()
+
+        def received() -> socket.socket:
+            with ours, theirs:
+                _, (descriptor,), _, _ = socket.recv_fds(theirs, 1, 1, socket.MSG_CMSG_CLOEXEC)
+            return socket.socket(fileno=descriptor)
+
+        with theirs:
+            try:
+                pid = self._fork(received)
+            except OSError:  # the next order to fork fails as well, and says so
+                self._most = 0
+                ours.close()
+            else:
+                self._spares[pid] = _Child(pid, ours)
+
+    def _fork(self, connection: Callable[[], socket.socket]) -> int:
+        """Return the process id of a new process.
+
+        Args:
+            connection: called in it; returns the connection on which it serves an episode.
+
+        Raises:
+            OSError: it cannot be forked.
+        """
+        own = os.getpid()
+        if (pid := os.fork()) == 0:
             status = 1
             try:
                 self._become_episode(own)
-                serve(connection, self._make)
+                serve(connection(), self._make)
                 status = 0
             finally:
                 with suppress(Exception):
                     sys.stdout.flush()
                 os._exit(status)  # without what the zygote would do at its exit
-        self._episodes[pid] = _Child(pid, connection)
-        self._poll.register(connection, select.POLLRDHUP)
+        return pid
 
     def _become_episode(self, zygote: int) -> None:
         die_with(zygote)
@@ -132,7 +184,7 @@ class _Zygote:
         self._control.close()
         for end in (self._wake, self._woken):
             os.close(end)
-        for child in self._episodes.values():
+        for child in [*self._episodes.values(), *self._spares.values()]:
             child.connection.close()
         if self._directory is not None:
             own = self._directory / str(os.getpid())
@@ -144,9 +196,10 @@ class _Zygote:
         ended = []
         with suppress(ChildProcessError):
             while (found := os.waitpid(-1, os.WNOHANG))[0]:
-                if (child := self._episodes.pop(found[0], None)) is not None:
-                    ended.append((child, found[1]))
-        for stranger in _children() - self._helpers - self._episodes.keys():
+                pid, status = found
+                if (child := self._episodes.pop(pid, None) or self._spares.pop(pid, None)) is not None:
+                    ended.append((child, status))
+        for stranger in _children() - self._helpers - self._episodes.keys() - self._spares.keys():
             with suppress(ProcessLookupError):  # its end is the next signal, and its children are seen then
                 os.kill(stranger, signal.SIGKILL)
         for child, status in ended:

@@ -181,6 +181,32 @@ def test_each_episode_is_a_process_and_starts_alike_from_its_seed(pool):
     asyncio.run(play())
 
 
+def test_as_many_processes_as_were_needed_at_once_are_forked_ahead_and_one_that_was_killed_is_no_fault():
+    async def pids_of_two(pool):
+        async with episode(pool) as one, episode(pool) as other:
+            pids = {int(await told(one, "pid")), int(await told(other, "pid"))}
+            return pids, psutil.Process(min(pids)).parent()
+
+    def forked_ahead(zygote, ended):
+        def found():
+            return {child.pid for child in zygote.children() if not is_gone(child.pid)}
+
+        assert eventually(lambda: len(found()) == 2 and found().isdisjoint(ended), seconds=10)
+        return found()
+
+    with EnvironmentPool(EnvironmentConfig()) as pool:
+        ended, zygote = asyncio.run(pids_of_two(pool))
+        spares = forked_ahead(zygote, ended)
+        assert asyncio.run(pids_of_two(pool)) == (spares, zygote)
+        killed = forked_ahead(zygote, spares)
+        for pid in killed:
+            psutil.Process(pid).kill()
+        assert eventually(lambda: all(map(is_gone, killed)), seconds=10)
+        played, _ = asyncio.run(pids_of_two(pool))
+        assert played.isdisjoint(killed)
+        assert not pool.faults
+
+
 @pytest.mark.parametrize(
     ("texts", "kind", "says"),
     [
