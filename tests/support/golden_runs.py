@@ -16,6 +16,7 @@ Nothing here imports the package, so that any commit of it can be run.
 import gzip
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -219,7 +220,12 @@ def main(algorithms: Sequence[str]) -> None:
                     "weights": [watched_weights(layout, checkpoint) for checkpoint in trained.checkpoints],
                 }
             print(f"{name}, {algorithm}", flush=True)
-    path.write_text(json.dumps(numbers, indent=1) + "\n")
+    lists_on_lines = re.sub(r"\[\s+([^][{}]*?)\s+\]", _on_one_line, json.dumps(numbers, indent=1))
+    path.write_text(lists_on_lines + "\n")
+
+
+def _on_one_line(values: re.Match[str]) -> str:
+    return f"[{' '.join(values[1].split())}]"
 
 
 if __name__ == "__main__":
