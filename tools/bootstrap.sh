@@ -13,11 +13,12 @@
 #                     is built for it in this directory
 #   IBPO_DEVICE       cpu or cuda; empty: what .venv was made for, else cuda where nvidia-smi finds a GPU, else cpu
 #   IBPO_TORCH_INDEX  package index or folder of wheels that offers torch, beside those that pip is configured with; for
-#                     CUDA also Transformer Engine
+#                     CUDA also Transformer Engine. Without it the build for CPUs is looked for at PyTorch's index, too
 #   IBPO_WITHOUT_TRANSFORMER_ENGINE  1: set up for CUDA without it; runs then need --allow-local-modules, and are slow
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 steps=.venv/.steps
+pytorch_index=https://download.pytorch.org/whl/cpu
 say_every=60 # seconds of a step after which it is said that it goes on
 
 main() {
@@ -121,7 +122,7 @@ advice() {
         torch)
             if grep -q "No matching distribution" "$2"; then
                 echo "set IBPO_TORCH_INDEX to a package index or a folder of wheels that offers this build of torch for" \
-                    "this Python, as PyTorch's own indexes do (its installation page names them), or set IBPO_PYTHON" \
+                    "this Python, as PyTorch's own index does ($pytorch_index), or set IBPO_PYTHON" \
                     "to a Python that has torch. No other build is tried: it would bring gigabytes that do not fit"
             else
                 echo "see that pip reaches its package index (\`pip config list\`), then run again"
@@ -198,9 +199,17 @@ offered() {
     fi
 }
 
+# install_torch REQUIREMENTS: the index that most machines have offers no build for CPUs, PyTorch's own does.
 install_torch() {
+    local pinned
+    pinned=$(grep '^torch==' "$1")
     offered
-    pip_install --no-deps "${offered[@]}" "$(grep '^torch==' "$1")"
+    if pip_install --no-deps "${offered[@]}" "$pinned"; then
+        return
+    fi
+    [[ $pinned == *+cpu && -z ${IBPO_TORCH_INDEX:-} ]] || return 1
+    echo "pip's sources do not offer it: PyTorch's own index is tried"
+    pip_install --retries 1 --no-deps --index-url "$pytorch_index" "$pinned"
 }
 
 # check_driver: torch's CUDA 13 build needs the driver's release 580, or the compatibility package, with which nvidia-smi

@@ -27,6 +27,8 @@ LARGEST_ON_CPUS = 1e9
 """Parameters. On CPUs a step of a larger model takes too long to be useful."""
 LARGEST_TINY = 1e8
 """Parameters up to which a model takes the CPU recipe on GPUs too, since its texts are as short there."""
+MADE_FOR = 1e7
+"""Parameters up to which learning rate and lengths of the CPU recipes serve."""
 ROOM = 0.05
 """Share of a GPU's memory to leave free, for the error of a plan's estimates."""
 IN_MAIN_MEMORY = ("--use-precision-aware-optimizer", "--optimizer-cpu-offload")
@@ -170,15 +172,27 @@ def estimated_parameters(shape: ModelShape) -> float:
 def _tiny(shape: ModelShape, devices: Devices) -> Choice:
     """Return a recipe for CPUs, with one trainer or the recipe's own two."""
     if not (shape.is_moe and shape.is_recurrent):
-        return Choice(FOLDER / "small_cpu.yaml", "for small models", 1, ())
+        return Choice(FOLDER / "small_cpu.yaml", f"for small models{_warning(shape)}", 1, ())
     recipe, why = (
         FOLDER / "tiny_qwen3_next_ibpo.yaml",
-        "for tiny models built as Qwen3-Next is",
+        f"for tiny models built as Qwen3-Next is{_warning(shape)}",
     )
     two = ParallelConfig(tensor_model_parallel_size=2, expert_model_parallel_size=2, sequence_parallel=True)
     if devices.gpus_per_node != 1 and not check_layout(shape, two, world_size=2):
         return Choice(recipe, why, 2, ())  # the recipe's own layout
     return Choice(recipe, why, 1, _flags(tensor=1, expert=1))
+
+
+def _warning(shape: ModelShape) -> str:
+    """Return what to set where the recipe is for smaller models than this one."""
+    parameters = estimated_parameters(shape)
+    if parameters <= MADE_FOR:
+        return ""
+    return (
+        f", of a million parameters; this one has about {parameters / 1e6:.0f} million:\n"
+        "          give --lr (1e-6 is usual), --rollout-max-response-len and --rollout-max-context-len,\n"
+        "          and --apply-chat-template for a model that was trained on chats"
+    )
 
 
 def _layouts(shape: ModelShape, devices: Devices) -> Iterator[tuple[str, ...]]:

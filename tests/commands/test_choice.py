@@ -61,6 +61,15 @@ def test_a_small_mixture_of_another_family_gets_the_recipe_of_small_models(tmp_p
     assert chosen(make_qwen3_moe(tmp_path / "moe", 0), 1, 0) == ("small_cpu", 1, None)
 
 
+@pytest.mark.parametrize(
+    ("model", "says"), [(MODELS / "qwen3_0_6b", "596 million"), (ROOT / "examples/tiny_qwen3", "")]
+)
+def test_a_model_that_is_larger_than_the_recipe_for_cpus_is_made_for_is_told_what_to_set(model, says):
+    why = choose(model, Devices(1, 0, 80.0), []).why
+    assert says in why
+    assert ("--lr (1e-6 is usual)" in why) == bool(says)
+
+
 def test_a_small_model_of_an_odd_shape_gets_one_process(tmp_path):
     content = json.loads((ROOT / "examples/tiny_qwen3_next/config.json").read_text())
     content["num_experts"] = 3

@@ -134,6 +134,13 @@ def test_a_failed_step_says_which_and_why_and_the_next_run_goes_on_there(checkou
     assert pip_calls(checkout) == ALL_CALLS[1:]
 
 
+def test_the_build_of_torch_for_cpus_is_looked_for_at_pytorchs_index_where_pips_sources_lack_it(checkout):
+    done = bootstrap(checkout, FAIL_ON="--no-deps torch", FAIL_WITH="ERROR: No matching distribution found")
+    assert done.returncode == 0, done.stderr
+    at_pytorch = "--retries 1 --no-deps --index-url https://download.pytorch.org/whl/cpu torch==2.13.0+cpu"
+    assert pip_calls(checkout) == [ALL_CALLS[0], at_pytorch, *ALL_CALLS[1:]]
+
+
 def test_without_a_compiler_nothing_is_downloaded(checkout):
     failed = bootstrap(checkout, CXX="no-such-compiler")
     assert failed.returncode == 1
