@@ -14,7 +14,8 @@
 # Each fault and each run is a line of tools/results/chaos.jsonl (or $CHAOS_RESULTS); a campaign goes on where the last
 # one with the same seed has ended, until there are so many kills. After MINUTES nothing more is killed: the run is
 # finished and checked. A run that is not as it must be ends the campaign, and is kept. CHAOS_STEPS is how many steps a
-# run takes, 80 by default.
+# run takes, 80 by default. CHAOS_VICTIMS="driver engine engine" says what is hit in runs of episodes, each as often as
+# it is named; a run whose engines are spared has one engine.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 
 from chaos.processes import RAY_SERVERS, engine_index, raylets_above
-from chaos.trial import AGENTS, Trial
+from chaos.trial import AGENTS, VICTIMS, Trial
 from megatron_ibpo.journal.entries import ClosedBatch, decode
 from megatron_ibpo.journal.framing import Record, records
 from megatron_ibpo.journal.recovery import segment_numbers, segment_path
@@ -78,8 +78,6 @@ WITHOUT_PROCESS = {
     "start": ["busy"],
 }
 """Victims that are no process → what can happen to them."""
-AGENTS_KINDS = (*["driver"] * 3, *["engine"] * 6, "episode", "zygote")
-"""What is hit in runs of episodes, each as often as it is named."""
 
 
 def choose(rng: random.Random, trial: Trial, kinds: Kinds, spared: set[int]) -> Fault:
@@ -126,9 +124,14 @@ def choose(rng: random.Random, trial: Trial, kinds: Kinds, spared: set[int]) -> 
 
 
 def _of_agents(rng: random.Random, kinds: Kinds) -> Fault:
-    """Choose a process of the kinds that episodes depend on: mostly drivers and engines, since those of
-    environments have a campaign of their own, which is faster."""
-    victim = rng.choice([kind for kind in AGENTS_KINDS if kinds[kind]])
+    """Choose a process of the kinds that episodes depend on.
+
+    Raises:
+        psutil.NoSuchProcess: there is none now.
+    """
+    if not (found := [kind for kind in VICTIMS if kinds[kind]]):
+        raise psutil.NoSuchProcess(0, " ".join(VICTIMS))
+    victim = rng.choice(found)
     process = rng.choice(kinds[victim])
     how = rng.choice([KILL, TERM, STOP] if victim == "episode" else [KILL, TERM])
     fault = Fault(victim, how, process)
