@@ -21,9 +21,9 @@ HANGS_S = 5.0
 """After which something that does nothing is taken to hang."""
 AGENTS = os.environ.get("CHAOS_AGENTS") == "1"
 """Whether responses are episodes, and only drivers, engines and the processes of environments are hit."""
-VICTIMS = os.environ.get("CHAOS_VICTIMS", "driver driver driver engine engine engine engine episode zygote").split()
-"""Processes that are hit in runs of episodes, each as often as it is named. Those of environments have a campaign
-of their own."""
+VICTIMS = os.environ.get("CHAOS_VICTIMS", "driver driver engine engine engine episode zygote").split()
+"""Processes that are hit in runs of episodes, each as often as it is named. Those of environments have a
+campaign of their own."""
 ENGINES = 2 if "engine" in VICTIMS else 1
 TASK = ("tiny_qwen3_agent.yaml", "tiny_qwen3_agent") if AGENTS else ("small_cpu.yaml", "tiny_qwen3")
 FLAGS = [
