@@ -46,6 +46,8 @@ class _Process:
     def __init__(self, name: str, environment: Mapping[str, str], paths: Sequence[str]) -> None:
         head = ray.get_runtime_context().gcs_address
         os.environ.update(listening_on(ray.util.get_node_ip_address(), head) | dict(environment))
+        if gpus := ray.get_gpu_ids():  # clusters of other programs often have Ray told not to set this
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
         sys.path += [path for path in paths if path not in sys.path]
         self._name = name
         self._built: Any = None
@@ -235,7 +237,8 @@ def listening_on(address: str, head: str) -> dict[str, str]:
         address, interface = facing, _interface(facing)
     wanted = {NODE_ADDRESS: address, "VLLM_HOST_IP": address}
     if interface is not None:
-        wanted |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
+        # "=": NCCL would take eth1 for the beginning of a name, and eth10 as well
+        wanted |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
     return {name: os.environ.get(name, value) for name, value in wanted.items()}
 
 

@@ -36,7 +36,9 @@ def trainer_rank(config: Config, checkpoint: Path | None) -> Any:
     Without CUDA the stand-ins come before Megatron, which would import torch.compile's machinery for nothing:
     two seconds.
     """
-    notes = set_environment(os.environ, colocate=config.rollout.colocate)
+    notes = set_environment(
+        os.environ, colocate=config.rollout.colocate, in_float32=config.model.bf16 is False
+    )
     hide_tilelang()
     hush_megatron()
     from megatron_ibpo.policy import cpu
@@ -65,16 +67,23 @@ def hush_megatron() -> None:
 
 
 def set_environment(
-    environ: MutableMapping[str, str], *, colocate: bool, wheels: Path = CUDA_WHEELS
+    environ: MutableMapping[str, str],
+    *,
+    colocate: bool,
+    in_float32: bool = False,
+    wheels: Path = CUDA_WHEELS,
 ) -> tuple[str, ...]:
     """Set the environment for a trainer's libraries, and return notes for the user.
 
     Args:
         colocate: engines share the trainer's GPU and open its memory.
+        in_float32: the trainer trains in float32.
         wheels: directory of the pinned CUDA packages, if they are installed.
     """
     for name, value in DEFAULTS.items():
         environ.setdefault(name, value)
+    if in_float32:  # Transformer Engine multiplies float32 in TF32, whatever torch is told; engines do not
+        environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")
     # Transformer Engine would look under CUDA_HOME and /usr/local/cuda first, which may hold CUDA 12
     for library in ("nvrtc", "curand"):
         if any(wheels.glob(f"lib/lib{library}.so.*")):

@@ -269,12 +269,11 @@ def _placed(config: Config, *, samples: bool = True) -> Placement:
     cluster, rollout = config.cluster, config.rollout
     nodes = cluster_nodes()
     num_gpus = sum(node.gpus for node in nodes)
-    engines = None
+    size, own_gpus, engines = rollout.rollout_num_gpus_per_engine, rollout.rollout_num_gpus, None
+    if num_gpus and own_gpus is None and not rollout.colocate and not cluster.num_trainers:
+        own_gpus = max(1, num_gpus // 2 // size) * size  # half of them, as far as whole engines go
     if samples and config.run.load_debug_rollout_data is None:
-        engines = WantedEngines(
-            rollout.rollout_num_gpus_per_engine, rollout.colocate, rollout.rollout_num_gpus
-        )
-    own_gpus = 0 if rollout.colocate or engines is None else rollout.rollout_num_gpus or num_gpus // 2
+        engines = WantedEngines(size, rollout.colocate, own_gpus)
     if num_gpus and rollout.colocate and rollout.max_staleness:
         raise ValueError(
             f"--max-staleness {rollout.max_staleness}: engines that share the trainers' GPUs sleep while "
@@ -283,7 +282,8 @@ def _placed(config: Config, *, samples: bool = True) -> Placement:
         )
     if not num_gpus and config.optimizer.use_precision_aware_optimizer:
         raise ValueError("--use-precision-aware-optimizer: saves GPU memory, and there is no GPU; drop it")
-    num_trainers = cluster.num_trainers or max(1, num_gpus - own_gpus)
+    apart = 0 if rollout.colocate or engines is None else own_gpus or 0
+    num_trainers = cluster.num_trainers or max(1, num_gpus - apart)
     return plan_placement(nodes, num_trainers=num_trainers, engines=engines, on_gpu=num_gpus > 0)
 
 

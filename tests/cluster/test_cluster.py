@@ -372,7 +372,7 @@ def test_libraries_listen_on_the_interface_of_the_nodes_address(monkeypatch):
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "VLLM_HOST_IP", "IBPO_NODE_ADDRESS"):
         monkeypatch.delenv(name, raising=False)
     loopback = {"IBPO_NODE_ADDRESS": "127.0.0.1", "VLLM_HOST_IP": "127.0.0.1"}
-    loopback |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    loopback |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
     assert listening_on("127.0.0.1", "127.0.0.1:6379") == loopback
     assert listening_on("node0.example", "127.0.0.1:6379") == loopback, "by the way to the head"
     assert listening_on("203.0.113.9", "127.0.0.1:6379") == loopback, "that no interface here has"

@@ -5,6 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ibpo.cluster.placement import Engines, Node, PlacementError, plan_placement
+from megatron_ibpo.config import Config, RolloutConfig
+from megatron_ibpo.run import on_cluster
 
 
 def gpus(*counts):
@@ -96,3 +98,15 @@ def test_no_gpu_is_given_away_twice(counts, trainers, size, num_engines):
     for index, node in enumerate(placement.nodes):
         slots = [*placement.trainers, *placement.engines]
         assert sum(slot.gpus for slot in slots if slot.node == index) <= node.gpus
+
+
+@pytest.mark.parametrize(
+    ("count", "size", "trainers", "engines"), [(8, 2, 4, 2), (6, 2, 4, 1), (3, 1, 2, 1), (5, 4, 1, 1)]
+)
+def test_without_a_number_engines_of_their_own_get_half_of_the_gpus_as_far_as_whole_engines_go(
+    count, size, trainers, engines, monkeypatch
+):
+    monkeypatch.setattr(on_cluster, "cluster_nodes", lambda: gpus(count))
+    asked = RolloutConfig(colocate=False, rollout_num_gpus_per_engine=size)
+    placement = on_cluster._placed(Config(rollout=asked))
+    assert (len(placement.trainers), where(placement.engines)) == (trainers, [(0, size)] * engines)

@@ -18,6 +18,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -32,7 +33,7 @@ from megatron_ibpo.engines import Engine, EngineDiedError, EngineError, EngineSt
 from megatron_ibpo.engines.lean import LeanEngine, checkpoint_weights
 from megatron_ibpo.engines.probe import Probe, compare_probes, probe
 from megatron_ibpo.engines.vllm.engine import _environment
-from megatron_ibpo.engines.vllm.engine_process import _device_arguments, _engine_args
+from megatron_ibpo.engines.vllm.engine_process import SamplingEngine, _device_arguments, _engine_args
 from megatron_ibpo.engines.vllm.settings import engine_settings, start_timeout, vllm_arguments
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.weights.transfer import gloo
@@ -69,6 +70,26 @@ def checkpoints(tmp_path_factory):
 
 
 # --- plain functions ---------------------------------------------------------------------------------
+
+
+def test_an_update_whose_trainer_died_is_ended_before_the_engine_sleeps():
+    """vLLM cannot save the buffers of a model that waits for tensors. Only GPUs sleep: vLLM is a mock here."""
+    engine = SamplingEngine.__new__(SamplingEngine)
+    engine._llm, engine._settings = mock.Mock(), SimpleNamespace(device="cuda", tensor_parallel_size=1)
+    engine.paused = engine._updating = False
+    engine._updates = 0
+    engine.start_weight_update(check=False)
+    engine.sleep()
+    engine.sleep()
+    calls = [(name.split(".")[-1], *arguments[:1]) for name, arguments, _ in engine._llm.mock_calls]
+    assert calls[-6:] == [
+        ("collective_rpc", "end_loading"),
+        ("collective_rpc", "finish_weight_update"),
+        ("sleep",),
+        ("set_weight_version", "none"),
+        ("sleep",),
+        ("set_weight_version", "none"),
+    ]
 
 
 def test_transport_follows_the_devices():

@@ -95,6 +95,13 @@ def test_what_the_user_chose_stays_and_reaches_the_trainers_of_every_node(monkey
     assert "CUDA_DEVICE_MAX_CONNECTIONS" not in sent  # each node has its own, or our default
 
 
+def test_training_in_float32_multiplies_in_float32_unless_the_user_said_otherwise():
+    in_float32, in_bfloat16, users = {}, {}, {"NVIDIA_TF32_OVERRIDE": "1"}
+    for environ, is_float32 in ((in_float32, True), (in_bfloat16, False), (users, True)):
+        set_environment(environ, colocate=False, in_float32=is_float32)
+    assert [one.get("NVIDIA_TF32_OVERRIDE") for one in (in_float32, in_bfloat16, users)] == ["0", None, "1"]
+
+
 def test_transformer_engine_is_led_to_the_pinned_nvrtc_and_curand_where_they_are(tmp_path):
     environ: dict[str, str] = {"CUDA_HOME": "/usr/local/cuda-12"}
     set_environment(environ, colocate=False, wheels=tmp_path)

@@ -424,6 +424,7 @@ def _environment(base: Mapping[str, str], settings: EngineSettings, scratch: Pat
                 filter(None, [str(STAND_INS), base.get("PYTHONPATH")])
             )
     else:
+        environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"  # updates speak to a core in its own process
         visible = base.get("CUDA_VISIBLE_DEVICES", "").split(",")
         gpus = [visible[gpu] if visible != [""] else str(gpu) for gpu in settings.gpus]
         if gpus:  # an engine that spans nodes leaves its GPUs to vLLM's own Ray back end

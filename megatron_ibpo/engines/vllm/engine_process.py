@@ -168,7 +168,7 @@ class SamplingEngine:
         # vLLM derives the prompt tokens per step from the GPU and from this: 16,384 on an H100, and 2,048 by
         # default
         self._llm = LLMEngine.from_engine_args(_engine_args(settings), UsageContext.LLM_CLASS)
-        self._llm.set_weight_version("0")
+        self._set_version("0")
         self.paused = False
         """True while weights are being replaced: nothing is sampled until they are whole."""
         self._updating = False
@@ -192,9 +192,8 @@ class SamplingEngine:
     def submit(self, version: int, requests: list[Asked]) -> None:
         """Add requests, to be sampled with the weights of `version` or later. During an update they wait for
         its end."""
-        held = self._llm.get_weight_version()
-        if not self.paused and (held == NO_VERSION or int(held) < version):
-            raise Refusal(f"asked to sample with policy version {version}, the engine has {held}")
+        if not self.paused and (self._version == NO_VERSION or int(self._version) < version):
+            raise Refusal(f"asked to sample with policy version {version}, the engine has {self._version}")
         gc.disable()  # millions of short-lived objects and no cycles: collecting costs a third of the time
         for number, request in requests:
             prompt: Any = {"prompt_token_ids": request.prompt_token_ids.tolist()}
@@ -284,7 +283,7 @@ class SamplingEngine:
         until the update is finished."""
         self._pause()
         self._updates += 1
-        self._llm.set_weight_version(NO_VERSION)
+        self._set_version(NO_VERSION)
         if self._updating:  # the tensors of the last one are not whole, and others start anew
             self._end_update()
         self._llm.collective_rpc("start_weight_update")
@@ -308,7 +307,7 @@ class SamplingEngine:
             checksums by tensor name of each worker, if they were requested.
         """
         sums = self._end_update()
-        self._llm.set_weight_version(str(version))
+        self._set_version(str(version))
         recompute = self._settings.recompute_kv_after_update
         if not self._llm.reset_prefix_cache(reset_running_requests=recompute) and (
             recompute or not self.busy
@@ -323,6 +322,10 @@ class SamplingEngine:
         self._llm.collective_rpc("finish_weight_update")
         self._updating = False
         return sums
+
+    def _set_version(self, version: str) -> None:
+        self._llm.set_weight_version(version)
+        self._version = version  # kept here, too: a core in another process answers between two steps only
 
     def _pause(self) -> None:
         """Pause, so that no step sees half-replaced weights. Requests keep what they have. An idle core is
@@ -354,8 +357,10 @@ class SamplingEngine:
     def sleep(self) -> None:
         """Free the GPU's memory. The weights are dropped: waking needs an update, which is known to be whole.
         (vLLM's level 1 would keep them in host memory.)"""
+        if self._updating:  # the trainer has died: vLLM cannot save buffers that wait for their tensors
+            self._end_update()
         self._llm.sleep(level=2)
-        self._llm.set_weight_version(NO_VERSION)
+        self._set_version(NO_VERSION)
 
     def wake(self, part: str) -> None:
         """Allocate the memory of "weights" or "kv_cache" again, with undefined contents."""
