@@ -129,9 +129,9 @@ def _of_agents(rng: random.Random, kinds: Kinds) -> Fault:
     Raises:
         psutil.NoSuchProcess: there is none now.
     """
-    if not (found := [kind for kind in VICTIMS if kinds[kind]]):
-        raise psutil.NoSuchProcess(0, " ".join(VICTIMS))
-    victim = rng.choice(found)
+    victim = rng.choice(VICTIMS)
+    if not kinds[victim]:
+        raise psutil.NoSuchProcess(0, victim)
     process = rng.choice(kinds[victim])
     how = rng.choice([KILL, TERM, STOP] if victim == "episode" else [KILL, TERM])
     fault = Fault(victim, how, process)
