@@ -40,7 +40,7 @@ TINY = Path(__file__).resolve().parents[1] / "examples/tiny_qwen3"
 STEP_SECONDS = 0.005
 OPENING = "1+2+3+4+5+6="
 PAUSE_SECONDS = 4.0
-"""Before each way, as a run trains between two batches: the processes of the next episodes are forked then."""
+"""Before each way, as a run trains between batches: processes of the next episodes are forked then."""
 ANSWER: Message = {"role": "user", "content": "7+8="}
 
 

@@ -73,7 +73,7 @@ def checkpoints(tmp_path_factory):
 
 
 def test_an_update_whose_trainer_died_is_ended_before_the_engine_sleeps():
-    """vLLM cannot save the buffers of a model that waits for tensors. Only GPUs sleep: vLLM is a mock here."""
+    """vLLM cannot save the buffers of a model that waits for tensors. Only GPUs sleep: vLLM is a mock."""
     engine = SamplingEngine.__new__(SamplingEngine)
     engine._llm, engine._settings = mock.Mock(), SimpleNamespace(device="cuda", tensor_parallel_size=1)
     engine.paused = engine._updating = False
