@@ -79,7 +79,7 @@ class _Zygote:
         self._episodes: dict[int, _Child] = {}
         self._spares: dict[int, _Child] = {}
         self._most = 0
-        """Episodes that there were at one time."""
+        """Episodes that there were at one time, since a spare last died or could not be forked."""
         self._helpers = _children()
         """Processes that the environment's module has started when it was imported."""
         adopt_orphans()  # of episodes that have ended
@@ -197,6 +197,8 @@ class _Zygote:
         with suppress(ChildProcessError):
             while (found := os.waitpid(-1, os.WNOHANG))[0]:
                 pid, status = found
+                if pid in self._spares:  # the next would die as well, without end, where none can live
+                    self._most = 0
                 if (child := self._episodes.pop(pid, None) or self._spares.pop(pid, None)) is not None:
                     ended.append((child, status))
         for stranger in _children() - self._helpers - self._episodes.keys() - self._spares.keys():
