@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import time
 from collections import Counter
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -205,6 +206,30 @@ def test_as_many_processes_as_were_needed_at_once_are_forked_ahead_and_one_that_
         played, _ = asyncio.run(pids_of_two(pool))
         assert played.isdisjoint(killed)
         assert not pool.faults
+
+
+def test_where_no_process_can_live_forking_ahead_ends(users_module, tmp_path):
+    """A class whose forks die from some moment on, and are counted."""
+    (users_module / "dying.py").write_text(
+        "import os\nfrom counting import Counting\n"
+        f"here = {str(tmp_path)!r}\n"
+        "def forked():\n"
+        "    if os.path.exists(here + '/die'):\n"
+        "        open(here + '/deaths', 'a').write('x')\n"
+        "        os._exit(1)\n"
+        "os.register_at_fork(after_in_child=forked)\n"
+    )
+
+    async def play(pool):
+        session = await pool.open("dying:Counting", "?", "", {}, 0)
+        (tmp_path / "die").touch()
+        await session.close()
+
+    with EnvironmentPool(EnvironmentConfig()) as pool:
+        asyncio.run(play(pool))
+        assert eventually((tmp_path / "deaths").exists, seconds=10)
+        time.sleep(0.5)
+    assert (tmp_path / "deaths").read_text() == "x"
 
 
 @pytest.mark.parametrize(
