@@ -22,9 +22,9 @@ inline std::vector<const Kernels*> supported_kernels() {
     return found;
 }
 
-// `isa` names one of them; empty: what IBPO_EDIT_DISTANCE_ISA names, else the fastest.
-inline const Kernels& choose_kernels(std::string isa) {
-    std::string source = "isa";
+// `named` is one of them; empty: what IBPO_EDIT_DISTANCE_ISA names, else the fastest.
+inline const Kernels& choose_kernels(const std::string& named) {
+    std::string isa = named, source = "isa";
     if (isa.empty()) {
         const char* wanted = std::getenv("IBPO_EDIT_DISTANCE_ISA");
         if (wanted != nullptr) isa = wanted;

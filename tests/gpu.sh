@@ -3,7 +3,7 @@
 # saving, parity, speed. Writes one JSON file; docs/gpu_report.md says what its numbers mean.
 #
 #   bash tests/gpu.sh [--quick] [--save FILE] [--only PART …] [--device cpu]
-#   bash tests/gpu.sh --wheels DIR                  with a network: download the small packages that it needs (7 MiB)
+#   bash tests/gpu.sh --wheels DIR                  with a network: download the small packages that it needs (37 MiB)
 #   WHEELS=DIR bash tests/gpu.sh --quick            without one: unpack those that this Python lacks, for the one run
 #
 # --quick fits into ten minutes and tunes little. --device cpu runs the same parts with tiny shapes and no GPU. Nothing is installed and

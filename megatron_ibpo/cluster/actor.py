@@ -17,16 +17,12 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from megatron_ibpo.basics.rendezvous import NODE_ADDRESS, listen
-from megatron_ibpo.cluster.deaths import how_it_ended, record_peak_memory
+from megatron_ibpo.cluster.deaths import ProcessDiedError, how_it_ended, record_peak_memory
 from megatron_ibpo.cluster.main_memory import main_memory
 
 GRACE_S = 5.0
 """Seconds to wait, after the first failure of several processes, for the others to fail too, since theirs may
 be the better message."""
-
-
-class ProcessDiedError(RuntimeError):
-    """A process of the run ended, or did not answer in time."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Explanation of how a process of the run ended, as far as that can be known afterwards."""
+"""The death of a process of the run: its error, and how it ended, as far as that can be known afterwards."""
 
 import re
 import threading
@@ -11,6 +11,14 @@ import psutil
 NOTE_PEAK_EVERY_S = 2.0
 _NO_WORD = "connection error code 2"
 """Ray's text for a process whose socket closed, after SIGKILL and crashes alike."""
+
+MOST_DEATHS = 3
+"""Deaths of one process without progress in between that stop the run, because starting it again does not
+fix the cause."""
+
+
+class ProcessDiedError(RuntimeError):
+    """A process of the run ended, or did not answer in time."""
 
 
 def how_it_ended(message: str, logs: Path | None) -> str:

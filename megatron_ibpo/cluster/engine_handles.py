@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_ibpo.basics.records import Sample, SampleRequest
-from megatron_ibpo.cluster.actor import Host, ProcessDiedError, awaited, result
+from megatron_ibpo.cluster.actor import Host, awaited, result
+from megatron_ibpo.cluster.deaths import ProcessDiedError
 from megatron_ibpo.engines import EngineDiedError
 
 END_TIMEOUT_S = 2.0

@@ -13,7 +13,8 @@ from typing import Any
 import ray
 from ray.util.placement_group import PlacementGroup
 
-from megatron_ibpo.cluster.actor import Host, ProcessDiedError, gather, in_bundle, result
+from megatron_ibpo.cluster.actor import Host, gather, in_bundle, result
+from megatron_ibpo.cluster.deaths import MOST_DEATHS, ProcessDiedError
 from megatron_ibpo.cluster.engine_handles import (
     END_TIMEOUT_S,
     SLACK_S,
@@ -29,10 +30,9 @@ from megatron_ibpo.engines import EngineError, EngineLostError
 from megatron_ibpo.engines.settings import EngineSettings
 from megatron_ibpo.weights.transfer.update_order import UpdateOrder
 
-MOST_DEATHS, WITHIN_S = 3, 60.0
-"""Stop the run after this many deaths of one engine within this many seconds of work and one step, because
-starting it again does not fix the cause. Start-up time does not count, since it takes minutes for a large
-model."""
+WITHIN_S = 60.0
+"""Stop the run after MOST_DEATHS of one engine within this many seconds of work and one step. Start-up time
+does not count, since it takes minutes for a large model."""
 CLOSE_TIMEOUT_S = 45.0
 """Seconds for an engine to stop in order: somewhat more than twice the time that it gives vLLM itself."""
 FACTORY = "megatron_ibpo.engines.registry:start_engine"

@@ -58,7 +58,7 @@ def _train_and_upload(config: Config, stop: StopRequest) -> int:
 
 def _train(config: Config, stop: StopRequest) -> int:
     # imported late, so that wrong flags are reported at once
-    from megatron_ibpo.cluster.actor import ProcessDiedError
+    from megatron_ibpo.cluster.deaths import ProcessDiedError
     from megatron_ibpo.run.on_cluster import NODE_ERRORS, going_on
     from megatron_ibpo.run.open import open_run
 

@@ -1,4 +1,5 @@
-"""The lean back end: sampling in the process of the trainer, by plain torch in float32, for tiny dense Qwen3.
+"""The lean back end: sampling in the process of the trainer, on the CPU, by plain torch in float32, for tiny
+dense Qwen3.
 
 A vLLM engine takes ten seconds to start and is built for models a thousand times as large. Here a wave of
 requests is decoded together until the last one has ended. Every request draws from a random stream of its
@@ -57,7 +58,9 @@ class LeanEngine:
         Raises:
             EngineError: the policy is too large for this back end.
         """
-        own = {name: tensor.to(torch.float32, copy=True) for name, tensor in weights if tensor is not None}
+        own = {
+            name: tensor.to("cpu", torch.float32, copy=True) for name, tensor in weights if tensor is not None
+        }
         count = sum(tensor.numel() for tensor in own.values())
         if count > MOST_PARAMETERS:
             raise EngineError(

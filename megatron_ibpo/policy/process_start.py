@@ -1,7 +1,8 @@
 """The first code that a trainer's process runs: it sets the environment before a library reads it.
 
 The user's settings stay, except for the one setting that makes it impossible to lend weights to engines.
-Nothing about CUDA here has been run on a GPU; it follows from the sources of the pinned versions.
+What is for Transformer Engine and for engines on the same GPU has not been run on one; it follows from the
+sources of the pinned versions.
 """
 
 import logging

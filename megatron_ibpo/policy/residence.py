@@ -195,7 +195,7 @@ class _HostCopy:
         if pinned and len(self._memory):
             torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())
         self._memory = torch.empty(size, dtype=torch.uint8)
-        if pinned:  # not run on a GPU
+        if pinned:
             error = int(torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), size, 0))
             if error:
                 raise RuntimeError(

@@ -34,18 +34,15 @@ class InOneProcess:
     """The back end of the lean engine."""
 
     def check(self, config: Config, shape: ModelShape) -> Config:
-        """Return the configuration for one process.
+        """Return the configuration for one process. With a GPU the trainer is on it, the engine on the CPU.
 
         Raises:
-            ValueError: there is a GPU, or the model or layout does not work in one process.
+            ValueError: the model or layout does not work in one process.
         """
         check_shape(shape)
-        if torch.cuda.is_available():
-            raise ValueError(
-                "--rollout-backend lean: runs on CPUs only, and this machine has a GPU; take vllm"
-            )
-        config = replace(config, cluster=replace(config.cluster, num_trainers=1))
-        config = on_device(config, on_gpu=False, has_delta_nets=shape.is_recurrent)
+        cluster, rollout = replace(config.cluster, num_trainers=1), replace(config.rollout, vllm_dtype="float32")
+        config = replace(config, cluster=cluster, rollout=rollout)
+        config = on_device(config, on_gpu=torch.cuda.is_available(), has_delta_nets=shape.is_recurrent)
         check_model_layout(shape, config, 1)
         return config
 

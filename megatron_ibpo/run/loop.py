@@ -11,8 +11,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from megatron_ibpo.basics.records import Floats, Group, TrainSequence
-from megatron_ibpo.cluster.actor import ProcessDiedError
-from megatron_ibpo.cluster.engines import MOST_DEATHS
+from megatron_ibpo.cluster.deaths import MOST_DEATHS, ProcessDiedError
 from megatron_ibpo.config import AlgorithmConfig, Config
 from megatron_ibpo.credit import (
     Credit,

@@ -9,7 +9,8 @@ import psutil
 
 from chaos.processes import actors_among, below, has_torch, title
 from chaos.trial import ENGINES
-from megatron_ibpo.cluster.engines import MOST_DEATHS, WITHIN_S
+from megatron_ibpo.cluster.deaths import MOST_DEATHS
+from megatron_ibpo.cluster.engines import WITHIN_S
 
 READY = re.compile(rb"pid=(\d+)\).*init engine")
 AT_WORK = re.compile(rb"pid=(\d+)\).*reset prefix cache")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from megatron_ibpo.cluster import engines as module
-from megatron_ibpo.cluster.actor import ProcessDiedError
+from megatron_ibpo.cluster.deaths import ProcessDiedError
 from megatron_ibpo.cluster.engine_handles import Member
 from megatron_ibpo.cluster.engines import Engines
 from megatron_ibpo.config import Config

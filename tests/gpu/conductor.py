@@ -42,6 +42,8 @@ PARTS = (
     Part("trainer-qwen3", 180, "trainer", "qwen3"),
     Part("sleep", 120),
     Part("weight-update", 120),
+    Part("loop", 240),
+    Part("recipes", 300),
     Part("kernels", 240),
     Part("delta-net", 420),
     Part("delta-net-backend", 420),

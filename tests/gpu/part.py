@@ -44,9 +44,9 @@ def main() -> None:
 def missing_package(error: BaseException) -> str | None:
     """Return the package that the machine lacks, if that is why the part ended."""
     name = error.name if isinstance(error, ModuleNotFoundError) else None
-    return {"megatron": "megatron-core", "hypothesis": "hypothesis", "pytest": "pytest"}.get(
-        (name or "").partition(".")[0]
-    )
+    known = {"megatron": "megatron-core"}
+    known |= {name: name for name in ("hypothesis", "pytest", "tyro", "msgpack", "matplotlib", "tensorboard")}
+    return known.get((name or "").partition(".")[0])
 
 
 def check_device(job: Job) -> None:

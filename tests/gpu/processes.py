@@ -1,7 +1,8 @@
-"""Another process that answers one call at a time, in the manner of `weights.transfer.link.EngineLink`."""
+"""Other processes: for one call, or to answer several in the manner of `weights.transfer.link.EngineLink`."""
 
 import multiprocessing
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
@@ -29,6 +30,13 @@ class PipeLink:
     def ask(self, method: str, *arguments: Any) -> Any:
         self.begin(method, *arguments)
         return self.result(TIMEOUT_S)
+
+
+def apart(function: Any, *arguments: Any, **named: Any) -> dict[str, Any]:
+    """Call a function in a process of its own, which a trainer needs: it leaves Megatron's groups behind."""
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=spawn) as pool:
+        return pool.submit(function, *arguments, **named).result()
 
 
 @contextmanager

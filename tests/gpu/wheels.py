@@ -12,12 +12,16 @@ REQUIREMENTS = Path(__file__).resolve().parent.parent.parent / "requirements"
 PACKAGES = (
     *("megatron-core", "flash-linear-attention", "fla-core", "einops", "psutil"),
     *("pytest", "iniconfig", "packaging", "pluggy", "pygments", "hypothesis", "sortedcontainers"),
+    # for the whole loop: settings, journal, TensorBoard, curves, and to build the extension
+    *("tyro", "docstring_parser", "typeguard", "msgpack", "rich", "markdown-it-py", "mdurl", "pybind11"),
+    *("tensorboard", "absl-py", "protobuf", "matplotlib", "contourpy", "cycler", "fonttools", "kiwisolver"),
+    *("pillow", "pyparsing", "python-dateutil", "six"),
 )
 
 
 def pins() -> list[str]:
     """name==version of each, as everywhere."""
-    files = ("megatron-core.txt", "cuda.txt", "dev.txt")
+    files = ("megatron-core.txt", "cpu.txt", "cuda.txt", "dev.txt")
     lines = [line for file in files for line in (REQUIREMENTS / file).read_text().splitlines()]
     pinned = {line.partition("==")[0].lower(): line for line in lines}
     return [pinned[name] for name in PACKAGES]

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_ibpo.basics.entry_point import FAILED, guarded
-from megatron_ibpo.cluster.actor import ProcessDiedError
+from megatron_ibpo.cluster.deaths import ProcessDiedError
 from megatron_ibpo.commands import train
 from megatron_ibpo.config import Config, on_device
 from megatron_ibpo.run import on_cluster

@@ -151,7 +151,7 @@ class Trainers:
         assert method == "update"
         if self.dies_at == len(self.updates):
             self.dies_at = None
-            from megatron_ibpo.cluster.actor import ProcessDiedError
+            from megatron_ibpo.cluster.deaths import ProcessDiedError
 
             raise ProcessDiedError("trainer 0 was killed")
         ((mini_batches,),) = arguments

@@ -1,4 +1,4 @@
-"""`tests/gpu.sh`: what a part finds is kept whatever becomes of it, and parts need no vLLM, Ray or tyro."""
+"""`tests/gpu.sh`: what a part finds is kept whatever becomes of it, and parts need no vLLM or Ray."""
 
 import argparse
 import json
@@ -243,3 +243,16 @@ def script(directory, *arguments, environment=()):
     )
     assert saved.exists(), done.stderr
     return json.loads(saved.read_text())["parts"], done.returncode
+
+
+@pytest.mark.slow
+def test_the_whole_loop_runs_without_vllm_ray_transformer_engine_and_graders(tmp_path):
+    for name in ("vllm", "ray", "transformer_engine", "reasoning_gym", "math_verify", "renderers"):
+        (tmp_path / f"{name}.py").write_text(f"raise ModuleNotFoundError('{name}', name='{name}')\n")
+    only = ("--device", "cpu", "--quick", "--only", "loop")
+    found, status = script(tmp_path, *only, environment={"PYTHONPATH": str(tmp_path)})
+    loop = found["loop"]
+    assert status == 0, loop
+    assert loop["first_step"] == {"reward": 0.0, "shaped_reward": 0.0, "loss": 0.0, "grad_norm": 0.0}
+    before, after = loop["float32"]["greedy"]
+    assert after > before

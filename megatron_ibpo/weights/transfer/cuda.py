@@ -1,7 +1,8 @@
 """Weights between GPUs, through vLLM's own transports: nccl to other GPUs, ipc on shared ones.
 
 Only the control plane is this project's: each engine's owner talks to it, while vLLM's classes would have
-trainer rank 0 talk to all. Not run on GPUs: on CPUs the nccl transport runs over gloo in place of NCCL
+trainer rank 0 talk to all. On a GPU only ipc has run, with a stand-in for vLLM's sender
+(tests/gpu/parts/weight_update.py). On CPUs the nccl transport runs over gloo in place of NCCL
 (tests/weights/test_gpu_transports.py).
 """
 

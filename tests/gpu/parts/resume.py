@@ -1,13 +1,12 @@
 """A trainer saves and goes on; another process resumes from there and must do the same."""
 
-import multiprocessing
 import time
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 from job import Job, check
+from processes import apart
 from torch import Tensor
 from training import load_of, make_config, make_sequences, model_of, start_policy
 
@@ -39,13 +38,6 @@ def run(job: Job) -> None:
     )
     check(torch.equal(first["before"], second["before"]), "the weights loaded are not those saved")
     check(difference <= (MOVE_BOUND if job.on_gpu else 0.0), f"the step after differs by {difference}")
-
-
-def apart(function: Any, *arguments: Any) -> dict[str, Any]:
-    """Call a function in a process of its own, which a trainer needs: it leaves Megatron's groups behind."""
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=spawn) as pool:
-        return pool.submit(function, *arguments).result()
 
 
 def save_and_go_on(config: Config, sequences: list[Any], directory: Path) -> dict[str, Any]:

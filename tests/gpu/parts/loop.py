@@ -1,0 +1,115 @@
+"""The whole loop on this device: samples, rewards, corrections, credit, optimizer steps, new weights, by IBPO
+on the tiny dense model. Trainer and sampler share a process (`--rollout-backend lean`): no Ray, no vLLM. The
+first step is taken without a GPU too, from the same samples."""
+
+import importlib
+import importlib.util
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from job import Job, Skipped, check
+from processes import apart
+
+ROOT = Path(__file__).resolve().parents[3]
+STEPS = 20
+LOSS_BOUND, NORM_BOUND = 1e-5, 1e-3
+"""Differences of the first step's loss, and of its gradient norm relative to it, in float32."""
+EVALUATED = 256
+GAIN = 0.1
+"""By which greedy accuracy must rise."""
+KEPT = (
+    *(
+        "reward",
+        "accuracy",
+        "shaped_reward",
+        "correction_success",
+        "bonus_rate",
+        "loss",
+        "grad_norm",
+        "clip_fraction",
+    ),
+    *("logprob_diff_abs_mean", "logprob_diff_abs_max", "updates_skipped", "reward_errors", "seconds"),
+)
+
+
+def run(job: Job) -> None:
+    check_extension()
+    steps = STEPS if job.on_gpu else 2
+    found = {"cpu": apart(train, job.scratch / "cpu", "", num_rollout=1, eval_num_prompts=0)}
+    for name in ("float32", "bfloat16") if job.on_gpu else ("float32",):
+        settings = {"num_rollout": steps, "eval_num_prompts": EVALUATED, "bf16": name == "bfloat16"}
+        found[name] = apart(train, job.scratch / name, None, **settings)
+        job.note(**found)
+    differences = compare_steps(found["float32"]["steps"][0], found["cpu"]["steps"][0])
+    gains = {name: own["greedy"] for name, own in found.items() if name != "cpu"}
+    job.note(
+        first_step=differences,
+        summary=f"first step as on the CPU to {differences['loss']:.0e} (loss) and "
+        f"{differences['grad_norm']:.0e} (gradient); greedy accuracy "
+        + ", ".join(f"{first:.3f} to {last:.3f} in {name}" for name, (first, last) in gains.items()),
+    )
+    check_equal("the first step", differences)
+    for name, (first, last) in gains.items():
+        check(not job.on_gpu or last >= first + GAIN, f"{name}: greedy accuracy from {first} to {last}")
+
+
+def check_extension() -> None:
+    if importlib.util.find_spec("megatron_ibpo._edit_distance") is None:
+        raise Skipped("the C++ extension is not built; `python3 setup.py build_ext --inplace` builds it")
+
+
+def compare_steps(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, float]:
+    """Return the differences of a step on this device from the same one on the CPU: absolute, but of the
+    gradient's norm relative to it."""
+    differences = {
+        name: abs(ours[name] - theirs[name]) for name in ("reward", "shaped_reward", "loss") if name in ours
+    }
+    return differences | {
+        "grad_norm": abs(ours["grad_norm"] - theirs["grad_norm"]) / max(1e-9, theirs["grad_norm"])
+    }
+
+
+def check_equal(what: str, differences: dict[str, float]) -> None:
+    """Samples are the same, and so are rewards; sums are taken in another order."""
+    rewards = differences["reward"] + differences.get("shaped_reward", 0.0)
+    check(rewards == 0.0, f"{what}: rewards are not those of the CPU, {differences}")
+    close = differences["loss"] <= LOSS_BOUND and differences["grad_norm"] <= NORM_BOUND
+    check(close, f"{what} differs from the CPU's: {differences}")
+
+
+def train(run_dir: Path, gpus: str | None, **settings: Any) -> dict[str, Any]:
+    """Train in this process; the steps, and the greedy accuracy of each evaluation.
+
+    Args:
+        gpus: CUDA_VISIBLE_DEVICES; None leaves it.
+        settings: on top of those of the recipe.
+    """
+    if gpus is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpus
+    importlib.import_module("training")  # gives torch 2.11 the names of later versions
+
+    import megatron_ibpo
+    from megatron_ibpo.run import steps as run_steps
+
+    run_steps.check_installed = lambda: None  # a machine with WHEELS has no engines, servers or graders
+    own = Path(__file__).resolve().parent.parent / "sums.py"
+    config = megatron_ibpo.load_recipe(
+        ROOT / "examples/recipes/small_cpu.yaml",
+        hf_checkpoint=str(ROOT / "examples/tiny_qwen3"),
+        rollout_backend="lean",
+        allow_local_modules=True,
+        prompt_data=[f"import://{own}:rows"],
+        eval_prompt_data=[f"import://{own}:rows"],
+        rm_type=f"{own}:score",
+        run_dir=str(run_dir),
+        **settings,
+    )
+    with megatron_ibpo.open_run(config) as run:
+        steps = [{name: step.metrics[name] for name in KEPT if name in step.metrics} for step in run]
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return {
+        "steps": steps,
+        "greedy": [line["greedy_accuracy"] for line in lines if "greedy_accuracy" in line],
+    }
