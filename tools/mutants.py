@@ -48,6 +48,10 @@ LIST = ROOT / "tools/mutants.yaml"
 EQUIVALENT = ROOT / "tools/equivalent_mutants.yaml"
 """Name of a drawn fault → why it changes nothing that a test could see."""
 LONGEST_S = 60
+HANGS_S = 20.0
+"""A test that has taken this long when time is up may hang by the fault; it is run again without it."""
+RUNNING = ".running"
+"""Ending of the file that names the test under way."""
 COPIES = 2
 """Copies at a time; a test process takes about a core."""
 PROCESSES = "processes"
@@ -147,6 +151,15 @@ class Verdict:
     """Number of tests that could notice it."""
 
 
+@dataclass(frozen=True)
+class Unfinished:
+    """What ran when time was up."""
+
+    test: str
+    """Empty if none had begun."""
+    seconds: float
+
+
 def main(arguments: Arguments) -> int:
     """Plant the faults; return the exit status."""
     if arguments.make_map:
@@ -212,8 +225,11 @@ def tried(mutant: Mutant, tests: CoverageMap, seconds: dict[str, float], copies:
     started = time.monotonic()
     try:
         path.write_text(mutant.planted(source))
-        runs = in_runs(chosen)
-        noticed = next(filter(None, (first_failure(copy, run, started + LONGEST_S) for run in runs)), None)
+        results = (first_failure(copy, run, started + LONGEST_S) for run in in_runs(chosen))
+        noticed = next((result for result in results if result is not None), None)
+        if isinstance(noticed, Unfinished):
+            path.write_text(source)
+            noticed = noticed.test if hangs(copy, noticed) else None
     finally:
         path.write_text(source)
         copies.put(copy)
@@ -268,9 +284,17 @@ def all_test_files() -> list[str]:
     return sorted(path.relative_to(ROOT).as_posix() for path in paths if path.parent.name not in ALONE)
 
 
-def first_failure(copy: Path, tests: Sequence[str], deadline: float) -> str | None:
-    """Return the first test that fails in the copy until then."""
+def hangs(copy: Path, stuck: Unfinished) -> bool:
+    """Return whether a test that was under way when time was up ends in half the time without the fault."""
+    if not stuck.test or stuck.seconds < HANGS_S:
+        return False
+    return first_failure(copy, [stuck.test], time.monotonic() + stuck.seconds / 2) is None
+
+
+def first_failure(copy: Path, tests: Sequence[str], deadline: float) -> str | Unfinished | None:
+    """Return the first test that fails in the copy until then, or what runs at that time."""
     with tempfile.NamedTemporaryFile("w+") as output:
+        Path(output.name + RUNNING).touch()
         process = FORKS.Process(target=run_pytest, args=(copy, tests, output.name))
         process.start()
         assert process.pid is not None  # it has been started
@@ -280,8 +304,11 @@ def first_failure(copy: Path, tests: Sequence[str], deadline: float) -> str | No
             os.killpg(process.pid, signal.SIGKILL)  # what it leaves behind, too
         process.kill()
         process.join()
+        running = Path(output.name + RUNNING)
+        test, seconds = running.read_text(), time.time() - running.stat().st_mtime
+        running.unlink()
         if not in_time:
-            return None
+            return Unfinished(test, seconds)
         output.seek(0)
         said = output.read()
     failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", said, re.MULTILINE)
@@ -302,6 +329,7 @@ def run_pytest(copy: Path, tests: Sequence[str], output: str) -> None:
         del sys.modules[name]  # this tool's
     import pytest
 
+    os.environ[mutants_plugin.RUNNING] = output + RUNNING
     flags = ["-x", "-q", "-m", "not slow", "-p", "no:xdist", "-p", "mutants_plugin"]
     sys.exit(pytest.main([*flags, *tests]))
 

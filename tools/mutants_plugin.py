@@ -14,6 +14,8 @@ import pytest
 
 SECONDS = "MUTANTS_SECONDS"
 """Environment variable: directory for the seconds of each test, one file per process."""
+RUNNING = "MUTANTS_RUNNING"
+"""Environment variable: file for the name of the test that runs."""
 COVERED_TEST = "COVERED_TEST"
 CONFIG = "COVERAGE_PROCESS_CONFIG"
 """Environment variable: settings of coverage in processes that are started, as base64 of JSON."""
@@ -40,6 +42,8 @@ def switch(context: str) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     switch(test_of(item))
+    if place := os.environ.get(RUNNING):
+        Path(place).write_text(test_of(item))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -40,8 +40,8 @@ class InOneProcess:
             ValueError: the model or layout does not work in one process.
         """
         check_shape(shape)
-        cluster, rollout = replace(config.cluster, num_trainers=1), replace(config.rollout, vllm_dtype="float32")
-        config = replace(config, cluster=cluster, rollout=rollout)
+        rollout = replace(config.rollout, vllm_dtype="float32")
+        config = replace(config, cluster=replace(config.cluster, num_trainers=1), rollout=rollout)
         config = on_device(config, on_gpu=torch.cuda.is_available(), has_delta_nets=shape.is_recurrent)
         check_model_layout(shape, config, 1)
         return config

@@ -668,6 +668,20 @@ def test_of_what_no_recovery_needs_as_much_is_kept_as_was_asked_for(tmp_path):
         assert len(segments(tmp_path)) < 30
 
 
+def test_exactly_as_much_as_was_asked_for_may_stay(tmp_path):
+    def kept(directory, most):
+        with Journal(tmp_path / directory, most, "settings", 0) as journal:
+            for step in (1, 2, 3):
+                append(journal, response(step, 0))
+                journal.closed(ClosedBatch(step, (group(step, 1),)))
+                journal.saved(step)
+        return sum(path.stat().st_size for path in segments(tmp_path / directory))
+
+    everything, needed = kept("all", KEEP), kept("none", 0)
+    assert kept("exactly", everything - needed) == everything
+    assert kept("a byte less", everything - needed - 1) < everything
+
+
 # ------------------------------------------------------------------------------------- threads and deaths
 
 

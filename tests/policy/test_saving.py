@@ -15,6 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megatron_ibpo.policy import saving
 from megatron_ibpo.weights.formats.retention import Keep
 from support import planned
 from support.layouts import layout
@@ -220,6 +221,14 @@ def test_a_full_disk_of_one_rank_is_known_to_all_and_leaves_nothing(found):
     for seen in found[1]:
         assert seen["full"] == errno.ENOSPC
         assert seen["after full"] == ["step_000001"]
+
+
+def test_a_checkpoint_for_which_there_is_no_room_is_refused_before_it_is_written(tmp_path):
+    (partial := tmp_path / ".step_000001.partial").mkdir()
+    saving._check_room(partial, 0)
+    with pytest.raises(OSError, match="no room for 1000000000000"):
+        saving._check_room(partial, 10**18)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_older_checkpoints_go_when_a_newer_one_has_its_name(found):

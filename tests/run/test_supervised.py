@@ -11,10 +11,10 @@ import pytest
 
 from megatron_ibpo.commands import sft
 from megatron_ibpo.config import ConfigError
-from megatron_ibpo.data import load_tokenizer, open_sources
+from megatron_ibpo.data import DataError, load_tokenizer, open_sources
 from megatron_ibpo.data.demonstrations import DemonstrationReader
 from megatron_ibpo.run.settings import parse_config
-from megatron_ibpo.run.supervised import sequences_of, supervised
+from megatron_ibpo.run.supervised import open_supervised, sequences_of, supervised
 from support.paths import ROOT
 
 MODEL = ROOT / "examples/tiny_qwen3"
@@ -105,6 +105,16 @@ def test_a_limit_of_responses_that_was_typed_is_said_to_have_no_effect(rows):
 def test_what_only_rl_can_do_is_refused_by_name(rows):
     with pytest.raises(ConfigError, match=r"^--dry-run, --deduplicate: only `ibpo train` has it"):
         supervised(parse_config(flags_for(rows, "--dry-run", "--deduplicate")))
+
+
+def test_prompts_without_responses_are_refused_before_a_trainer_starts(tmp_path):
+    flags = ("--rollout-backend", "lean", "--num-rollout", "1", "--run-dir", str(tmp_path / "run"))
+    config = parse_config(
+        ("--hf-checkpoint", str(MODEL), "--prompt-data", "reasoning_gym://chain_sum", *flags)
+    )
+    with pytest.raises(DataError, match="chain_sum has prompts without responses"), open_supervised(config):
+        pass
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow

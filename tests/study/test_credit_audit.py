@@ -14,7 +14,7 @@ from rich.console import Console
 from megatron_ibpo.basics.records import Correction, Group, Prompt, token_ids
 from megatron_ibpo.config import Config
 from megatron_ibpo.credit import ThinkingMarks
-from megatron_ibpo.study import credit_audit
+from megatron_ibpo.study import audit_run, credit_audit
 from megatron_ibpo.study.audit_run import correction_edits, modified_tokens, prefix_requests, sibling_tokens
 from megatron_ibpo.study.audit_table import audit_page, plot_audit
 from megatron_ibpo.study.credit_audit import AuditedResponse, audit, step_auc, step_shares
@@ -281,3 +281,14 @@ def test_a_run_is_audited_through_its_own_engine(tmp_path):
         halves = np.array([audited["first_half"], audited["second_half"]])
         assert halves.mean(0).tolist() == audited["values"]
     assert (tmp_path / "audit/audit.png").exists()
+
+
+def test_a_run_without_the_policy_that_is_to_be_audited_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"holds no config\.yaml: is it the directory of a run"):
+        audit_run._settings(tmp_path, "start")
+    model = ROOT / "examples/tiny_qwen3"
+    (tmp_path / "config.yaml").write_text(f"hf-checkpoint: {model}\n")
+    config, hf_dir = audit_run._settings(tmp_path, "start")
+    assert (hf_dir, config.model.hf_checkpoint) == (model, model)
+    with pytest.raises(ValueError, match=r"hf holds no policy: .* --policy start"):
+        audit_run._settings(tmp_path, "end")

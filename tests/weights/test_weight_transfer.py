@@ -180,6 +180,8 @@ def test_a_tensor_travels_in_the_precision_it_is_copied_to_if_that_is_the_lower_
     assert needs_of(lambda t: torch.empty(8, 6, dtype=torch.bfloat16).copy_(t)).dtype == torch.bfloat16
     up = needs_of(lambda t: torch.empty(8, 6).copy_(t), dtype=torch.bfloat16)
     assert up.dtype == torch.bfloat16
+    other = needs_of(lambda t: torch.empty(8, 6, dtype=torch.float16).copy_(t), dtype=torch.bfloat16)
+    assert other.dtype == torch.bfloat16  # as many bits, and other values
 
 
 @pytest.mark.parametrize(

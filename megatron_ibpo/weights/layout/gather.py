@@ -1,5 +1,5 @@
 """Gathering of a weight source's whole tensors, on one trainer rank or on all; one bucket ahead. On
-GPUs all of it is computed on one stream; it has run on a single GPU, where nothing is gathered from others."""
+GPUs all of it is computed on one stream. It has run on one GPU only, where nothing comes from others."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
