@@ -243,8 +243,8 @@ def tests_for(mutant: Mutant, source: str, covered: CoverageMap, seconds: dict[s
     """Return the tests that run a changed line, in the order in which to run them.
 
     A line that runs at import, or in a process that a test starts, has no test of its own (and no process
-    either, if that was killed). It gets the files that start processes, those of its own package first, and
-    all that run anything of its file.
+    either, if that was killed). It gets the tests that run most of its file, and the files that start
+    processes, those of its own package first.
     """
     changed, here = mutant.lines(source), covered.get(mutant.file, {})
     own = {test: changed & {*lines} for test, lines in here.items() if test != PROCESSES}
@@ -255,8 +255,8 @@ def tests_for(mutant: Mutant, source: str, covered: CoverageMap, seconds: dict[s
         starts = [
             path for path in all_test_files() if any(word in (ROOT / path).read_text() for word in STARTS)
         ]
-        rest = sorted(starts, key=lambda path: Path(path).parent.name != mutant.room)
-        rest += sorted((test for test, lines in own.items() if not lines), key=lambda test: -len(here[test]))
+        others = sorted((test for test, lines in own.items() if not lines), key=lambda test: -len(here[test]))
+        rest = sorted([*others, *starts], key=lambda test: Path(file_of(test)).parent.name != mutant.room)
     there = {*all_test_files()}
     found = [test for test in dict.fromkeys([*meant, *quick, *rest]) if file_of(test) in there]
     named = f"test_{Path(mutant.file).stem}.py"
