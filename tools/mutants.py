@@ -13,6 +13,7 @@ like the source, then the tests that take least time. The exit status is 0 if ev
 
 from __future__ import annotations
 
+import ast
 import json
 import multiprocessing
 import os
@@ -248,6 +249,8 @@ def tests_for(mutant: Mutant, source: str, covered: CoverageMap, seconds: dict[s
     """
     changed, here = mutant.lines(source), covered.get(mutant.file, {})
     own = {test: changed & {*lines} for test, lines in here.items() if test != PROCESSES}
+    if not is_in_function(source, changed):
+        own = {test: set() for test in own}  # whichever test was the first to import the file
     meant = [mutant.first] if mutant.first else []
     quick = sorted((test for test, lines in own.items() if lines), key=lambda test: seconds.get(test, 0.0))
     rest = []
@@ -263,6 +266,13 @@ def tests_for(mutant: Mutant, source: str, covered: CoverageMap, seconds: dict[s
     return sorted(found, key=lambda test: test not in meant and Path(file_of(test)).name != named)[
         :MOST_TESTS
     ]
+
+
+def is_in_function(source: str, lines: set[int]) -> bool:
+    """Return whether one of the lines is in a function's body, and not only run at import."""
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    found = [node for node in ast.walk(ast.parse(source)) if isinstance(node, functions)]
+    return any(node.body[0].lineno <= line <= (node.end_lineno or 0) for node in found for line in lines)
 
 
 def file_of(test: str) -> str:
