@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 import signal
 import time
 
@@ -18,6 +19,7 @@ from megatron_ibpo.data import CorrectionTemplate, DataError, generated, load_to
 from megatron_ibpo.data.row_prompts import read_jsonl
 from support.byte_tokenizers import byte_level
 from support.credit_cases import plain
+from support.paths import ROOT
 
 SUMS = "reasoning_gym://chain_sum?"
 CHAIN_SUM = f"{SUMS}min_terms=5&max_terms=7&min_digits=1&max_digits=1&compact=1"
@@ -125,6 +127,9 @@ def test_a_vocabulary_too_small_for_the_correction_prompt_is_refused(tmp_path):
     PreTrainedTokenizerFast(tokenizer_object=three, eos_token="<eos>").save_pretrained(tmp_path)
     with pytest.raises(DataError, match=r"cannot encode .*Candidate.* has 3 tokens: is it this model's"):
         CorrectionTemplate(load_tokenizer(tmp_path), 2)
+    for length, shown in ((60, "x" * 60 + "'"), (61, "x" * 60 + "…'")):
+        with pytest.raises(DataError, match=f"cannot encode '{shown}: "):
+            load_tokenizer(tmp_path).encode("x" * length)
 
 
 @pytest.mark.parametrize(
@@ -145,6 +150,13 @@ def test_a_tokenizer_that_cannot_be_loaded_says_which(tmp_path, files):
             (path / name).write_text(content)
     with pytest.raises(DataError, match=str(path)):
         load_tokenizer(path)
+
+
+def test_tokenizer_json_goes_before_a_sentencepiece_model_beside_it(tmp_path):
+    model = ROOT / "examples/tiny_qwen3"
+    shutil.copytree(model, tmp_path / "hf", ignore=shutil.ignore_patterns("*.safetensors"))
+    (tmp_path / "hf/tokenizer.model").write_text("not the one to read")
+    assert load_tokenizer(tmp_path / "hf").encode("4+9=") == load_tokenizer(model).encode("4+9=")
 
 
 # ------------------------------------------------------------------------------------- generated tasks

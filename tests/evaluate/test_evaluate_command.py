@@ -139,6 +139,15 @@ def test_several_sets_have_names_and_a_single_one_needs_none(tmp_path, rows):
         ]
 
 
+def test_answers_are_extracted_where_the_verifier_of_a_set_defines_them(tmp_path, rows):
+    path = rows("mine.jsonl", {"prompt": "1+2=", "label": "3"})
+    (boxed,) = opened(tmp_path, path, rm_type="math")
+    assert boxed.answer(boxed.prompts[0], r"so it is \boxed{3}") == "3"
+    (tmp_path / "own.py").write_text("def score(question, response, label, metadata):\n    return 0.0\n")
+    (own,) = opened(tmp_path, path, rm_type=f"{tmp_path / 'own.py'}:score")
+    assert own.answer is None
+
+
 def test_a_set_is_sampled_at_other_temperatures_as_a_set_of_its_own(tmp_path):
     plain, cool = opened(tmp_path, SUMS, eval_other_temperatures=[0.6])
     assert plain.metrics({"accuracy": 0.5}) == {"accuracy": 0.5}, "it keeps its metrics without a name"

@@ -117,6 +117,23 @@ def test_prompts_without_responses_are_refused_before_a_trainer_starts(tmp_path)
     assert not (tmp_path / "run").exists()
 
 
+def test_a_run_in_one_process_learns_and_exports(rows, tmp_path):
+    flags = flags_for(rows, "--eval-prompt-data", str(rows), "--eval-num-prompts", "8", "--lr", "1e-3")
+    command = [sys.executable, "-m", "megatron_ibpo.commands.sft", *flags, "--rollout-backend", "lean"]
+    command += ["--num-rollout", "4", "--rollout-batch-size", "8", "--run-dir", str(tmp_path / "run")]
+    subprocess.run(command, check=True, timeout=100, cwd=ROOT)
+    lines = map(json.loads, (tmp_path / "run/metrics.jsonl").read_text().splitlines())
+    steps = {row["step"]: row for row in lines if row["kind"] == "step"}
+    assert list(steps) == [1, 2, 3, 4]
+    assert steps[1]["loss"] == pytest.approx(cross_entropy(sequences(rows, 8)), rel=1e-5)
+    assert steps[4]["loss"] < steps[1]["loss"]
+    assert steps[1]["grad_norm"] > 0
+    assert steps[4]["epoch"] == 4 * 8 / 81
+    assert steps[1]["tokens"] > steps[1]["loss_tokens"] > 0
+    assert {"clip_fraction", "ratio_mean", "tokens_trained"}.isdisjoint(steps[1])
+    assert (tmp_path / "run/hf/model.safetensors").exists()
+
+
 @pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.timeout(1000)
