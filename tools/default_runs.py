@@ -1,5 +1,5 @@
-"""Summarise runs of the same kind with several seeds: accuracies, seconds, and what corrections were worth, with
-their spread, and compared with runs of another version that took turns with them.
+"""Summarise runs of the same kind with several seeds: accuracies, seconds and what corrections were worth,
+with their spread, and compared with runs of another version that took turns with them.
 
     for seed in 0 1 2; do RUN_DIR=runs/seed-$seed bash examples/run_qwen3_next_ibpo.sh --seed $seed; done
     .venv/bin/python tools/default_runs.py runs/seed-0 runs/seed-1 runs/seed-2 --save FILE.json
