@@ -152,6 +152,13 @@ def test_what_differs_between_prompts_alone_is_no_merit_within_them():
     assert found["rank_correlation_within_prompts"]["estimate"] == 0.0
 
 
+def test_near_is_what_lies_above_the_median():
+    """Nearness .2, .4 and .6: the last has a larger φ than the first and as large a one as the second."""
+    three = [wrong([0.9, near, 0.0], [1, 0, 0, 0], prompt=i, phi=phi)
+             for i, (near, phi) in enumerate([(0.2, 0.0), (0.4, 0.5), (0.6, 0.5)])]  # fmt: skip
+    assert audit(three)["phi"]["auc_of_phi_for_nearness_above_median"]["estimate"] == 0.75
+
+
 def test_responses_without_a_clear_error_or_a_mask_are_counted():
     found = audit(
         [
