@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import sys
-from concurrent.futures import Future
 
 import numpy as np
 import pytest
@@ -17,7 +16,6 @@ from megatron_ibpo.basics.seeds import derive_seed
 from megatron_ibpo.config import Config, write_config
 from megatron_ibpo.credit import ThinkingMarks
 from megatron_ibpo.data import load_tokenizer
-from megatron_ibpo.rewards import Outcome, Verifier
 from megatron_ibpo.study import audit_run, credit_audit
 from megatron_ibpo.study.audit_run import correction_edits, modified_tokens, prefix_requests, sibling_tokens
 from megatron_ibpo.study.audit_table import audit_page, plot_audit
@@ -270,18 +268,6 @@ def test_the_picture_is_drawn(tmp_path):
 # ------------------------------------------------------------------------------------------------ whole
 
 
-class Scored:
-    """`rewards.Pool` without processes."""
-
-    def submit(self, target, arguments):
-        future = Future()
-        future.set_result(Outcome(live_loop.reward(*arguments)))
-        return future
-
-    def close(self):
-        """Nothing is open."""
-
-
 @pytest.fixture
 def audited_run(tmp_path, monkeypatch):
     """Audit a run of these flags whose policy writes lines of 1 and 2, what the seed of a request says;
@@ -293,9 +279,7 @@ def audited_run(tmp_path, monkeypatch):
         return engine
 
     monkeypatch.setattr(live_loop, "LETTERS", (5, 6, 27))
-    monkeypatch.setattr(audit_run, "open_engine", open_engine)
-    monkeypatch.setattr(audit_run, "ThreadedEngine", lambda opened: opened)
-    monkeypatch.setattr(audit_run, "open_verifier", lambda data: Verifier(Scored(), data))
+    live_loop.put_in_place_of_processes(monkeypatch, audit_run, open_engine)
 
     def run(*flags, responses):
         write_config(live_loop.config_of(tmp_path, *flags), tmp_path / "config.yaml")
