@@ -110,5 +110,5 @@ def _marks_in(ids: TokenIds, marks: ThinkingMarks) -> list[tuple[int, bool]]:
 
 
 def _occurrences(ids: TokenIds, mark: tuple[int, ...]) -> list[int]:
-    starts = np.flatnonzero(ids[: max(0, len(ids) - len(mark) + 1)] == mark[0])
+    starts = np.flatnonzero(ids == mark[0])
     return [int(start) for start in starts if tuple(ids[start : start + len(mark)].tolist()) == mark]

@@ -12,12 +12,15 @@ import yaml
 from rich.console import Console
 
 from megatron_ibpo.basics.records import Correction, Group, Prompt, token_ids
-from megatron_ibpo.config import Config
+from megatron_ibpo.basics.seeds import derive_seed
+from megatron_ibpo.config import Config, write_config
 from megatron_ibpo.credit import ThinkingMarks
+from megatron_ibpo.data import load_tokenizer
 from megatron_ibpo.study import audit_run, credit_audit
 from megatron_ibpo.study.audit_run import correction_edits, modified_tokens, prefix_requests, sibling_tokens
 from megatron_ibpo.study.audit_table import audit_page, plot_audit
 from megatron_ibpo.study.credit_audit import AuditedResponse, audit, step_auc, step_shares
+from support import live_loop
 from support.credit_cases import ids_of, response
 from support.paths import ROOT
 
@@ -147,6 +150,13 @@ def test_what_differs_between_prompts_alone_is_no_merit_within_them():
     assert found["rank_correlation_within_prompts"]["estimate"] == 0.0
 
 
+def test_near_is_what_lies_above_the_median():
+    """Nearness .2, .4 and .6: the last has a larger φ than the first and as large a one as the second."""
+    three = [wrong([0.9, near, 0.0], [1, 0, 0, 0], prompt=i, phi=phi)
+             for i, (near, phi) in enumerate([(0.2, 0.0), (0.4, 0.5), (0.6, 0.5)])]  # fmt: skip
+    assert audit(three)["phi"]["auc_of_phi_for_nearness_above_median"]["estimate"] == 0.75
+
+
 def test_responses_without_a_clear_error_or_a_mask_are_counted():
     found = audit(
         [
@@ -253,6 +263,80 @@ def test_the_picture_is_drawn(tmp_path):
     responses = policy(np.random.default_rng(0), 12, mask_of=exactly_the_error)
     plot_audit(responses, audit(responses), tmp_path / "audit.png", title="audit")
     assert (tmp_path / "audit.png").stat().st_size > 10_000
+
+
+# ------------------------------------------------------------------------------------------------ whole
+
+
+@pytest.fixture
+def audited_run(tmp_path, monkeypatch):
+    """Audit a run of these flags whose policy writes lines of 1 and 2, what the seed of a request says;
+    returns what `audit_responses` does, and the requests by seed."""
+    engine, scratch = live_loop.Engine(), tmp_path / "scratch"
+
+    def open_engine(config, hf_dir, stack):
+        assert (config.run.run_dir, hf_dir) == (scratch, live_loop.MODEL)
+        return engine
+
+    monkeypatch.setattr(live_loop, "LETTERS", (5, 6, 27))
+    live_loop.put_in_place_of_processes(monkeypatch, audit_run, open_engine)
+
+    def run(*flags, responses):
+        write_config(live_loop.config_of(tmp_path, *flags), tmp_path / "config.yaml")
+        asked = {"prompts": 3, "responses": responses, "rollouts": 4, "seed": 1}
+        found = audit_run.audit_responses(tmp_path, scratch, policy="start", **asked)
+        return *found, {request.seed: request for request in engine.asked}
+
+    return run
+
+
+def test_wrong_responses_are_corrected_and_continued_from_every_step_and_scored_whole(audited_run):
+    """With the seeds of a run's first step. (Of an answer that ends, the last token counts as its end.)"""
+    audited, readable, counts, asked = audited_run("--ibpo-rewrite-threshold", "1", responses=100)
+    decode, rows = load_tokenizer(live_loop.MODEL).decode, list(live_loop.questions("eval"))
+
+    def written(*keys):
+        return live_loop.written(asked[derive_seed(*keys)])
+
+    def right(prompt, *parts):
+        text, row = decode(np.concatenate(parts).astype(int)), rows[prompt]
+        return live_loop.reward(row["prompt"], text, row["label"], {})
+
+    answers = [(p, i, written("sample", 1, 0, p, i)) for p in range(3) for i in range(3)]
+    wrong = [(p, i, ids) for p, i, ids in answers if not right(p, ids)]
+    corrected = [[right(p, written("correction", 1, 0, p, i, m)) for m in range(2)] for p, i, _ in wrong]
+    for found, text, (p, _, ids), successes in zip(audited, readable, wrong, corrected, strict=True):
+        *starts, end = found.boundaries
+        assert (found.prompt, "".join(text["steps"])) == (p, decode(ids[:end]))
+        assert [*starts, end] == np.cumsum([0, *map(len, text["steps"])]).tolist()
+        ends = np.array(
+            [[right(p, ids[:b], written("audit", 1, p, *ids, b, n)) for n in range(4)] for b in starts]
+        )
+        halves = [[*ends[:, first::2].mean(1), 0.0] for first in range(2)]
+        assert [found.values, found.first_half, found.second_half] == [[*ends.mean(1), 0.0], *halves]
+        assert found.phi == 0.5 * np.mean(successes)
+        assert (found.modified is None) == (found.phi == 0)
+        assert (found.sibling is None) == (not any(right(q, ids) for q, _, ids in answers if q == p))
+    number = {"responses_sampled": 9, "wrong": 7, "corrections": 14, "corrections_correct": 3}
+    assert counts == number | {"skipped_pairs": 0, "rollouts": len(asked) - 9 - 14}
+
+
+def test_of_a_run_that_corrects_nothing_all_is_corrected_and_some_responses_are_audited(
+    audited_run, monkeypatch
+):
+    at = live_loop.FLAGS.index("--ibpo-corrections")
+    monkeypatch.setattr(live_loop, "FLAGS", live_loop.FLAGS[:at] + live_loop.FLAGS[at + 2 :])
+    everything, *_ = audited_run(responses=8)
+    drawn, readable, counts, _ = audited_run("--ibpo-operator", "none", responses=3)
+    places = [(one.prompt, one.boundaries) for one in everything]
+    numbers = [places.index((one.prompt, one.boundaries)) for one in drawn]
+    assert numbers == [0, 1, 4]  # drawn, in their order
+    assert (len(readable), counts["wrong"], counts["corrections"]) == (3, 7, 7)
+
+
+def test_corrections_that_the_context_of_a_run_has_no_room_for_are_counted_and_not_made(audited_run):
+    _, _, counts, _ = audited_run("--rollout-max-context-len", "20", responses=1)
+    assert (counts["wrong"], counts["corrections"], counts["skipped_pairs"]) == (7, 0, 7)
 
 
 @pytest.mark.engine

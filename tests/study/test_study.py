@@ -5,11 +5,13 @@ import io
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import threading
 import time
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -48,6 +50,7 @@ from megatron_ibpo.study.run_results import (
     compare_at_equal_steps,
     compare_overall,
     dose_response,
+    read_run,
 )
 from megatron_ibpo.study.statistics import (
     cost_to_reach,
@@ -58,11 +61,11 @@ from megatron_ibpo.study.statistics import (
     shown_p,
 )
 from megatron_ibpo.study.study_files import read_study
-from megatron_ibpo.study.study_run import conduct
+from megatron_ibpo.study.study_run import conduct, run_all
 from megatron_ibpo.study.table import markdown, tables
 from support.browser import needs_browser, open_page
 from support.paths import ROOT
-from support.stand_in_training import failing, stubborn
+from support.stand_in_training import failing, stubborn, train
 
 STUDIES = sorted((ROOT / "examples/studies").glob("*.yaml"))
 KEPT = sorted(p for p in (ROOT / "docs/studies").glob("*.json") if not p.stem.startswith("audit"))
@@ -349,6 +352,17 @@ def test_a_method_has_the_same_colour_in_every_panel():
     figure = figure_of_runs(STUDY, [*short, *(result("ibpo", seed, 0.6) for seed in (0, 1))])
     of_panels = [{line.get_label(): line.get_color() for line in axes.lines} for axes in figure.axes]
     assert of_panels[0]["gspo"] != of_panels[0]["ibpo"] == of_panels[1]["ibpo"]
+
+
+def test_every_task_has_a_row_of_panels_as_high_as_the_only_one_of_a_study_without_tasks():
+    results = [run for seed in (0, 1) for run in over_tasks("gspo", seed, short=0.5, hard=0.25)]
+    figure, alone = figure_of_runs(TASKS, results), figure_of_runs(STUDY, [result("gspo", 0, 0.5)])
+    rows = [(axes.get_title()[:6], axes.get_subplotspec().get_geometry()) for axes in figure.axes]
+    assert rows == [
+        ("short:", (2, 2, 0, 0)), ("short:", (2, 2, 1, 1)),
+        ("hard: ", (2, 2, 2, 2)), ("hard: ", (2, 2, 3, 3)),
+    ]  # fmt: skip
+    assert (alone.get_figheight(), figure.get_figheight()) == pytest.approx((4.2, 7.8))
 
 
 def test_a_method_that_never_reaches_the_threshold_has_no_ratio():
@@ -735,6 +749,35 @@ def test_a_finished_run_is_known_again_and_another_one_in_its_place_refused(tmp_
     assert runs.is_finished(run)
     with pytest.raises(ConfigError, match=r"other settings .*key was 'value', is 'other'"):
         runs.is_finished(replace(run, config="key: other\n"))
+
+
+def of_stand_in(tmp_path):
+    """A run of `stand_in_training.train`: 7 steps of 16 prompts with 8 responses each."""
+    recipe, run = tmp_path / "recipe.yaml", planned(tmp_path)
+    settings = {"rollout-batch-size": 16, "n-samples-per-prompt": 8, "lr": 3e-4, "seed": 0, "budget": 1}
+    settings |= {"advantage-estimator": "ibpo", "hf-checkpoint": "tiny"}
+    recipe.write_text(yaml.safe_dump(settings))
+    words = ("--config", str(recipe), "--run-dir", str(run.directory))
+    return replace(run, arguments=words, config=recipe.read_text())
+
+
+def test_a_run_that_ends_is_told_with_its_steps_and_accuracy(tmp_path):
+    said, program = io.StringIO(), partial(train, best=3e-4, gains={}, pause=0.0)
+    assert run_all(STUDY, [of_stand_in(tmp_path)], program, Console(file=said, width=200), parallel=1) == 1
+    told = r"run 1/1 m, seed 0: finished after \d+ s, 7 steps, accuracy 0\.5094"
+    assert re.fullmatch(told, said.getvalue().strip())
+
+
+def test_a_correction_is_one_more_sequence_of_its_prompt(tmp_path):
+    """The first step made 56 corrections, the others none."""
+    run = of_stand_in(tmp_path)
+    train(run.arguments, best=3e-4, gains={}, pause=0.0)
+    first, *others = (run.directory / "metrics.jsonl").read_text().splitlines(keepends=True)
+    first = json.dumps(json.loads(first) | {"corrections": 56.0}) + "\n"
+    (run.directory / "metrics.jsonl").write_text("".join([first, *others]))
+    found = read_run(run, "flops")
+    assert (found.steps, found.prompts_per_step, found.samples_per_prompt) == (7, 16, 8)
+    assert found.sequences_per_prompt == 8.5
 
 
 def test_two_processes_do_not_work_on_one_study(tmp_path, written):

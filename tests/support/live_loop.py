@@ -8,10 +8,12 @@ import random
 import tempfile
 import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
@@ -21,7 +23,7 @@ from megatron_ibpo.basics.records import Group, Sample, SampleRequest, token_ids
 from megatron_ibpo.config import Config, on_device
 from megatron_ibpo.models import ModelShape
 from megatron_ibpo.policy.reports import About
-from megatron_ibpo.rewards import Pool, open_pool
+from megatron_ibpo.rewards import Outcome, Pool, Verifier, open_pool
 from megatron_ibpo.run.inputs import Inputs
 from megatron_ibpo.run.loop import Run
 from megatron_ibpo.run.open import open_run
@@ -99,6 +101,29 @@ class Engine:
             versions=((0, version),),
             loss_mask=np.ones(len(ids), np.bool_),
         )
+
+
+class Scored:
+    """`rewards.Pool` without processes."""
+
+    deaths = 0
+
+    def submit(self, target: str, arguments: tuple[Any, ...]) -> Future[Outcome]:
+        future: Future[Outcome] = Future()
+        future.set_result(Outcome(reward(*arguments)))
+        return future
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def put_in_place_of_processes(
+    monkeypatch: Any, module: ModuleType, open_engine: Callable[..., Engine]
+) -> None:
+    """Let a module of `study` take this engine and `Scored`, where it would start processes."""
+    monkeypatch.setattr(module, "open_engine", open_engine)
+    monkeypatch.setattr(module, "ThreadedEngine", lambda opened: opened)
+    monkeypatch.setattr(module, "open_verifier", lambda data: Verifier(Scored(), data))
 
 
 class Engines:

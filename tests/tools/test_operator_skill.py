@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -13,7 +14,7 @@ from simulated_engines import SimulatedEngine, StepTime, in_virtual_time
 from megatron_ibpo.basics.records import Prompt, token_ids
 from megatron_ibpo.config import Config, RolloutConfig
 from megatron_ibpo.credit import Vocabulary, credit_of
-from megatron_ibpo.data import PromptSource
+from megatron_ibpo.data import PromptSource, load_tokenizer
 from megatron_ibpo.report.page.directories import open_source
 from megatron_ibpo.run.operator_skill import (
     Asking,
@@ -30,6 +31,8 @@ from megatron_ibpo.run.operator_skill import (
 from megatron_ibpo.run.rollouts import LiveRollouts
 from megatron_ibpo.sampling import Sampler
 from megatron_ibpo.sampling.requests import group_requests
+from megatron_ibpo.study import single_engine
+from support import live_loop
 from support.credit_cases import AGREEMENT
 from support.paths import ROOT
 
@@ -276,6 +279,35 @@ def test_the_page_of_a_run_says_whether_the_premise_holds(tmp_path):
     (tmp_path / "operator_skill.json").write_text("[]")
     with pytest.raises(ValueError, match="premise"):
         open_source(tmp_path).overview()
+
+
+def test_a_checkpoint_answers_all_held_out_prompts_that_there_are_within_the_context_of_its_model(
+    tmp_path, monkeypatch
+):
+    engine, decode = live_loop.Engine(), load_tokenizer(live_loop.MODEL).decode
+
+    def open_engine(config, hf_dir, stack):
+        told = (config.run.run_dir, hf_dir, config.rollout.rollout_max_context_len)
+        assert told == (tmp_path / "scratch", live_loop.MODEL, 512)
+        return engine
+
+    live_loop.put_in_place_of_processes(monkeypatch, single_engine, open_engine)
+    ask = partial(single_engine.skill_of_checkpoint, prompts=60, targets=2, seed=1)
+    config = live_loop.config_of(tmp_path / "run")
+    skill = ask(config, tmp_path / "scratch")
+    rows, answers = list(live_loop.questions("eval")), [decode(live_loop.written(r)) for r in engine.asked]
+    right = [
+        live_loop.reward(row["prompt"], answer, row["label"], {})
+        for row, answer in zip((row for row in rows for _ in range(3)), answers, strict=False)
+    ]
+    assert (skill["prompts"], skill["responses"], skill["accuracy"]) == (50, 150, sum(right) / 150)
+    assert 50 < skill["ways"]["all groups"]["resample"]["trials"] <= 2 * 50
+    assert skill["corrections_too_long"] == 0
+    assert config.run.run_dir == tmp_path / "run"
+    with pytest.raises(ValueError, match="the recipe names no prompts: --prompt-data"):
+        ask(replace(config, data=replace(config.data, prompt_data=())), tmp_path / "scratch")
+    with pytest.raises(ValueError, match="holds no policy in Hugging Face format"):
+        ask(replace(config, model=replace(config.model, hf_checkpoint=tmp_path)), tmp_path / "scratch")
 
 
 @pytest.mark.engine
