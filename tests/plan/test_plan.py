@@ -245,6 +245,23 @@ def test_a_layer_keeps_nothing_of_what_is_recomputed():
     assert dropped(next_80b, "moe", "moe_act") == routed + 3 * 512 + 3 * 2 * 512, "and the router's, in fp32"
 
 
+def test_what_a_mixer_keeps_by_hand():
+    """Beside six hidden states around norms: of attention what is projected, normed and rotated, read out,
+    and twice a gate; of a delta net what is projected, convolved and read out, repeated keys, states."""
+    next_80b, dense = read_hf_config(NEXT_80B), read_hf_config(DENSE_32B)
+
+    def kept(shape, layer):
+        return kept_elements(shape, ParallelConfig(), layer, ("mlp", "moe")) - 6 * shape.hidden_size
+
+    query, key = 64 * 128, 8 * 128
+    assert kept(dense, 0) == (query + 2 * key) + 2 * (query + key) + query
+    query, key = 16 * 256, 2 * 256
+    assert kept(next_80b, 3) == (query + 2 * key) + 2 * (query + key) + query + 2 * query
+    keys, values = 16 * 128, 32 * 128
+    projected, convolved, states = 2 * (keys + values + 32), 2 * keys + values, values * 128 // 64
+    assert kept(next_80b, 0) == projected + convolved + 2 * values + 3 * values + states
+
+
 def test_a_delta_net_keeps_the_states_that_it_passes_on():
     next_80b, two = read_hf_config(NEXT_80B), ParallelConfig(context_parallel_size=2)
     alone = kept_elements(next_80b, ParallelConfig(), 0)
