@@ -32,7 +32,7 @@ from support.checkpoint_bytes import (
     with_fused_experts,
     with_weights,
 )
-from support.conversions import ALONE, loaded
+from support.conversions import ALONE, edit_json, loaded
 from support.layouts import layout
 from support.mtp_checkpoints import mtp_tensors
 from support.ranks import run_ranks
@@ -458,6 +458,10 @@ def test_older_checkpoints_that_stack_layers_and_pad_the_vocabulary_are_read(mod
     write_stacked(restored, stored, entries, num_layers=4, rows=128)
     megatron_to_hf(restored, tmp_path / "back", ALONE, origin=models["dense"])
     assert_same_bytes(tensors_of(tmp_path / "back"), tensors_of(models["dense"]))
+    larger = shutil.copytree(models["dense"], tmp_path / "larger")
+    edit_json(larger / "config.json", vocab_size=129)
+    with pytest.raises(CheckpointError, match=r"shape \(128, 96\), config.json asks for \(129, 96\)"):
+        megatron_to_hf(restored, tmp_path / "none", ALONE, origin=larger)
 
 
 def write_stacked(directory, stored, entries, num_layers, rows):
