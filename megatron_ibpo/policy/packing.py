@@ -302,15 +302,13 @@ def lay_out(
 
 def response_values(batches: Sequence[PackedBatch], values: Sequence[Tensor]) -> list[Floats]:
     """Return [R] float32 for each micro-batch: the value of each response token, 0 where a token is not in
-    the loss.
+    the loss. There must be at least one micro-batch.
 
     All come from the device in one copy; under context parallelism from all ranks, in one all-gather.
 
     Args:
         values: [N] of each micro-batch.
     """
-    if not batches:
-        return []
     kept = [
         torch.where(batch.rows.response_mask_N.bool(), values_N, 0.0).float()
         for batch, values_N in zip(batches, values, strict=True)

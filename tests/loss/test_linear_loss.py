@@ -50,6 +50,12 @@ def test_no_cut_into_chunks_changes_anything(lengths, chunk, prompt, seed):
         torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-13)
 
 
+def test_a_sequence_may_be_longer_than_what_is_scaled_at_a_time():
+    batch = batch_of((9000, 5, 300), vocab=3)
+    for ours, theirs in zip(fused(batch, chunk=4000)[:3], plain(batch)[:3], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-13)
+
+
 def test_the_gradient_is_that_of_finite_differences():
     """They are taken along random directions of both inputs; gradcheck would run backward twice."""
     batch = batch_of((3, 6, 2))

@@ -16,7 +16,7 @@ from rich.console import Console
 from megatron_ibpo.basics.rendezvous import environment_number
 from megatron_ibpo.config import Config, ParallelConfig
 from megatron_ibpo.models import read_hf_config
-from megatron_ibpo.models.cost import kept_elements
+from megatron_ibpo.models.cost import inference_elements, kept_elements
 from megatron_ibpo.plan.feasibility import Plan, make_plan, not_counted, peaks, sequences, tightest
 from megatron_ibpo.plan.memory import (
     communicators,
@@ -243,6 +243,32 @@ def test_a_layer_keeps_nothing_of_what_is_recomputed():
     assert dropped(next_80b, "moe_act") == 10 * 2 * 512, "of ten experts, twice as many on the fullest rank"
     routed = 10 * 2 * (3 * 2048 + 3 * 512)
     assert dropped(next_80b, "moe", "moe_act") == routed + 3 * 512 + 3 * 2 * 512, "and the router's, in fp32"
+
+
+def test_what_a_mixer_keeps_by_hand():
+    """Beside six hidden states around norms: of attention what is projected, normed and rotated, read out,
+    and twice a gate; of a delta net what is projected, convolved and read out, repeated keys, states."""
+    next_80b, dense = read_hf_config(NEXT_80B), read_hf_config(DENSE_32B)
+
+    def kept(shape, layer):
+        return kept_elements(shape, ParallelConfig(), layer, ("mlp", "moe")) - 6 * shape.hidden_size
+
+    query, key = 64 * 128, 8 * 128
+    assert kept(dense, 0) == (query + 2 * key) + 2 * (query + key) + query
+    query, key = 16 * 256, 2 * 256
+    assert kept(next_80b, 3) == (query + 2 * key) + 2 * (query + key) + query + 2 * query
+    keys, values = 16 * 128, 32 * 128
+    projected, convolved, states = 2 * (keys + values + 32), 2 * keys + values, values * 128 // 64
+    assert kept(next_80b, 0) == projected + convolved + 2 * values + 3 * values + states
+
+
+def test_an_engine_has_room_for_the_wider_of_mixer_and_mlp():
+    """On two GPUs half of a delta net (12,352 + 8,192 + 8,192 + 12,288 + 8,192) or of an MLP; on eight the
+    chosen experts' whole outputs, and shards of their and the shared expert's inner width of 512."""
+    next_80b, dense = read_hf_config(NEXT_80B), read_hf_config(DENSE_32B)
+    assert inference_elements(next_80b, 2) == 3 * 2048 + 49216 / 2
+    assert inference_elements(dense, 2) == 3 * 5120 + 3 * 25600 / 2
+    assert inference_elements(next_80b, 8) == 3 * 2048 + 10 * (2048 + 64) + 3 * 64
 
 
 def test_a_delta_net_keeps_the_states_that_it_passes_on():

@@ -52,6 +52,11 @@ def test_weights_are_those_of_the_published_models(model, billions):
     assert weight_count(model).total / 1e9 == pytest.approx(billions, rel=0.01)
 
 
+def test_the_gate_of_a_shared_expert_is_a_row_of_weights_in_each_layer():
+    ungated = replace(HYBRID, shared_expert_gate=False)
+    assert weight_count(HYBRID).layers - weight_count(ungated).layers == 48 * 2048
+
+
 # ------------------------------------------------------------------------------------------- training
 
 

@@ -88,6 +88,10 @@ def stand_ins_at_work(world):
     torch.manual_seed(3)
     drawn = torch.rand(1)
     torch.cuda.manual_seed(3)
+
+    def plain(x):
+        return x
+
     return {
         "before": before,
         "available": torch.cuda.is_available(),
@@ -98,6 +102,7 @@ def stand_ins_at_work(world):
         "streams": torch.cuda.current_stream() is torch.cuda.Stream(),
         "moved": torch.ones(2).cuda().device.type,
         "fused": swiglu(torch.ones(2, 4)).shape,
+        "compiles nothing": torch.compile(plain) is torch.compile(dynamic=False)(plain) is plain,
     }
 
 
@@ -110,4 +115,5 @@ def test_without_cuda_the_cpu_answers_once_it_is_asked_to():
         "before": "torch.cuda.streams", "available": False, "device": torch.device("cpu"),
         "literal": torch.device("cpu"), "elsewhere": "torch.FloatTensor", "seeds the CPU": True,
         "streams": True, "moved": "cpu", "fused": torch.Size([2, 2]),
+        "compiles nothing": True,
     }  # fmt: skip

@@ -208,6 +208,26 @@ def test_steps_and_checkpoints_wait_for_the_state_that_comes_beside_them(models)
         assert arrived > 0
 
 
+def test_memory_is_freed_when_its_content_is_on_the_host_and_not_before(monkeypatch):
+    """What is copied to the host is there, at worst, when that waits for the device."""
+    from megatron_ibpo.policy.residence import _HostCopy
+
+    under_way, at_once = [], torch.Tensor.copy_
+
+    def copy_(tensor, content, **_):
+        under_way.append(partial(at_once, tensor, content))
+        return at_once(tensor, torch.full_like(content, 255))
+
+    weights, host = torch.arange(5.0), _HostCopy()
+    monkeypatch.setattr(torch.Tensor, "copy_", copy_)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: [arrive() for arrive in under_way])
+    host.take([weights.untyped_storage()])
+    monkeypatch.undo()
+    host.allocate()
+    host.fill()
+    assert weights.tolist() == [0, 1, 2, 3, 4]
+
+
 class Recorder:
     """A transport that keeps what it is given to send, and what was on the device at each wake."""
 

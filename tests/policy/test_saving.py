@@ -7,6 +7,7 @@ import json
 import os
 import threading
 import weakref
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -77,8 +78,8 @@ def goes_on_alike(trainer, export, rows, saved, metrics, weights):
 
 
 def while_training(world, hf_dir, rows, directory):
-    """Three saves of one trainer of two ranks: one that training overtakes, one for which the disk of rank 1
-    has no room, one that is not disturbed. What was found, by rank."""
+    """Four saves of one trainer of two ranks: one that training overtakes, one for which the disk of rank 1
+    has no room, one whose disk is full in the end, one that is not disturbed. What was found, by rank."""
     from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
@@ -117,6 +118,13 @@ def while_training(world, hf_dir, rows, directory):
         except OSError as error:
             found["full"] = error.errno
     found["after full"] = there()
+    saver.begin(trainer, SaveOrder(directory, 2, {}, Keep(1)))
+    with mock.patch.object(saving.shutil, "disk_usage", return_value=SimpleNamespace(free=0)):
+        try:
+            finish(saver)
+        except OSError as error:
+            found["full in the end"] = error.errno
+    found["after full in the end"] = there()
     found["last"] = save_checkpoint(trainer, directory, 3, {}).name
     saver.begin(trainer, SaveOrder(directory, 4, {}, Keep(1)))
     finish(saver)
@@ -221,6 +229,8 @@ def test_a_full_disk_of_one_rank_is_known_to_all_and_leaves_nothing(found):
     for seen in found[1]:
         assert seen["full"] == errno.ENOSPC
         assert seen["after full"] == ["step_000001"]
+        assert seen["full in the end"] == errno.ENOSPC
+        assert seen["after full in the end"] == ["step_000001"]
 
 
 def test_a_checkpoint_for_which_there_is_no_room_is_refused_before_it_is_written(tmp_path):

@@ -6,6 +6,7 @@ lr / epsilon times its gradient.
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from safetensors.torch import load_file
 
 from megatron_ibpo.policy.loss_objective import aggregation
 from megatron_ibpo.policy.packing import packed
-from megatron_ibpo.policy.planning import plan_update, weighted_mean_length
+from megatron_ibpo.policy.planning import MicroBatch, plan_update, weighted_mean_length
 from support import planned
 from support.layouts import layout
 from support.ranks import run_ranks
@@ -43,7 +44,7 @@ LAYOUTS = {
     },
     "next": {
         1: [layout()],
-        2: [layout(tp=2, ep=2), layout(pp=2), layout(cp=2, ep=2)],
+        2: [layout(tp=2, ep=2), layout(tp=2, etp=2), layout(pp=2), layout(cp=2, ep=2)],
         4: [layout(tp=2, ep=4)],
     },
 }
@@ -250,6 +251,28 @@ def test_masked_tokens_are_in_no_loss_ratio_length_or_gradient(checkpoints):
             assert found == pytest.approx(expected, rel=1e-5), case[1]
             if moved:  # rank 0 has the weights
                 assert_close(moved, gradients, case[1])
+
+
+def rows_by_precision(world, rows):
+    """Rows of a micro-batch of all sequences, for Megatron settings of one precision each."""
+    from megatron_ibpo.policy import parallel
+    from megatron_ibpo.policy.forward_backward import _lay_out_all
+
+    parallel.initialize(layout(tp=2), world, seed=0)
+    packs, found = packed([MicroBatch(tuple(range(len(rows))), tuple(rows))]), []
+    for fp8, fp4 in ((None, None), ("hybrid", None), (None, "e2m1")):
+        (batch,) = _lay_out_all(packs, world.device, SimpleNamespace(fp8=fp8, fp4=fp4))
+        found.append(batch.input_ids_1N.shape[1])
+    parallel.destroy()
+    return found
+
+
+def test_in_low_precision_each_rank_has_whole_blocks_of_rows():
+    rows = sequences(3)
+    tokens = sum(row.num_tokens - 1 for row in rows)
+    plain, *low = run_ranks(rows_by_precision, 2, rows)[0]
+    assert plain == tokens + tokens % 2
+    assert low == [-(-tokens // 256) * 256] * 2
 
 
 def masked_logprobs(world, hf_dir, rows):

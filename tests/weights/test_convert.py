@@ -4,6 +4,7 @@ import importlib
 import json
 import math
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +17,7 @@ from megatron_ibpo.config import Config
 from megatron_ibpo.models import pipeline_layers, read_hf_config
 from megatron_ibpo.models.backends import LOCAL
 from megatron_ibpo.models.weight_map import weight_map
-from megatron_ibpo.weights.formats import convert
+from megatron_ibpo.weights.formats import convert, mapped_tensors
 from megatron_ibpo.weights.formats.convert import differing_tensors, hf_to_megatron, megatron_to_hf
 from megatron_ibpo.weights.formats.hugging_face import Checkpoint
 from megatron_ibpo.weights.formats.integrity import changed_files
@@ -32,7 +33,7 @@ from support.checkpoint_bytes import (
     with_fused_experts,
     with_weights,
 )
-from support.conversions import ALONE, loaded
+from support.conversions import ALONE, edit_json, loaded
 from support.layouts import layout
 from support.mtp_checkpoints import mtp_tensors
 from support.ranks import run_ranks
@@ -458,6 +459,10 @@ def test_older_checkpoints_that_stack_layers_and_pad_the_vocabulary_are_read(mod
     write_stacked(restored, stored, entries, num_layers=4, rows=128)
     megatron_to_hf(restored, tmp_path / "back", ALONE, origin=models["dense"])
     assert_same_bytes(tensors_of(tmp_path / "back"), tensors_of(models["dense"]))
+    larger = shutil.copytree(models["dense"], tmp_path / "larger")
+    edit_json(larger / "config.json", vocab_size=129)
+    with pytest.raises(CheckpointError, match=r"shape \(128, 96\), config.json asks for \(129, 96\)"):
+        megatron_to_hf(restored, tmp_path / "none", ALONE, origin=larger)
 
 
 def write_stacked(directory, stored, entries, num_layers, rows):
@@ -516,6 +521,21 @@ def test_layers_lie_where_megatron_puts_them(pipeline):
             vp_stage = number if virtual > 1 else None
             assert layers.start == get_transformer_layer_offset(core, vp_stage, stage)
             assert len(layers) == get_num_layers_to_build(core, vp_stage, stage)
+
+
+def test_a_file_is_unmapped_when_much_of_it_has_been_read(models, tmp_path, monkeypatch):
+    """What was read of a mapped file counts as this process's memory."""
+    path = shutil.copytree(models["dense"], tmp_path / "model")
+    piece = weight_map(read_hf_config(path))["embedding.word_embeddings.weight"].pieces[0]
+
+    def is_mapped_after_reading_beyond(most):
+        monkeypatch.setattr(mapped_tensors, "MAPPED_BYTES", most)
+        checkpoint = Checkpoint(path)
+        assert checkpoint.read(piece).nbytes == 64 * 96 * 2
+        return f"{path}/model.safetensors" in Path("/proc/self/maps").read_text()
+
+    assert not is_mapped_after_reading_beyond(64 * 96 * 2 - 1)
+    assert is_mapped_after_reading_beyond(64 * 96 * 2)
 
 
 @pytest.mark.parametrize("name", ["dense", "moe", "glm", "oss", "next", "mtp", "few"])

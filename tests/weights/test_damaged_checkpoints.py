@@ -17,6 +17,7 @@ from megatron_ibpo.weights.formats import directories
 from megatron_ibpo.weights.formats.directories import publish
 from megatron_ibpo.weights.formats.integrity import check_integrity, is_inside, write_integrity
 from megatron_ibpo.weights.formats.load import check_finite, is_finite
+from megatron_ibpo.weights.formats.mapped_tensors import MappedFiles
 from megatron_ibpo.weights.formats.run_state import load_run_state, read_layout
 from megatron_ibpo.weights.formats.torch_dist import StoredCheckpoint
 from megatron_ibpo.weights.weight_errors import CheckpointError
@@ -199,6 +200,18 @@ def test_a_compressed_tensor_is_not_unpacked(stored, tmp_path):
         archive.writestr("archive/data.pkl", bytes(10**7))
     with_metadata(stored, place(relative_path=file.name, offset=0, length=file.stat().st_size))
     refuse_back(stored, tmp_path / "out" / "back", CheckpointError, "bomb.distcp", QKV, "compressed")
+
+
+def test_a_tensor_takes_no_byte_from_beyond_its_place(tmp_path):
+    """Of several in one file, one says, in the directory at its archive's end, that it is longer."""
+    torch.save(torch.ones(4), tmp_path / "alone")
+    data = bytearray((tmp_path / "alone").read_bytes())
+    entry = data.rindex(b"PK\x01\x02", 0, data.rindex(b"/data/0"))
+    data[entry + 20 : entry + 28] = (5000).to_bytes(4, "little") * 2
+    (tmp_path / "several").write_bytes(data + bytes(5000))
+    assert MappedFiles(tmp_path).tensor("alone", 0, len(data)).tolist() == [1.0] * 4
+    with pytest.raises(ValueError, match="beyond its place"):
+        MappedFiles(tmp_path).tensor("several", 0, len(data))
 
 
 # -------------------------------------------------------------------------------- run_state.json, layout.json

@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_ibpo.basics.records import Sample, SampleRequest
 from megatron_ibpo.engines import Engine
 from megatron_ibpo.engines.vllm.settings import engine_settings
+from megatron_ibpo.weights.transfer.link import Sent
 from megatron_ibpo.weights.transfer.update_order import TransportName, UpdateOrder
 from megatron_ibpo.weights.weight_errors import WeightPlanError
 from support.engine_runs import (
@@ -30,6 +32,7 @@ from support.paths import TESTS
 from support.ranks import run_ranks
 from support.tiny_models import make_qwen3
 from support.transfer_stand_ins import AT_MEETING
+from support.weight_sources import DividedWeights
 
 pytestmark = [pytest.mark.world, pytest.mark.engine]
 
@@ -151,6 +154,44 @@ def engines_on_the_trainers_gpus(world: Any, checkpoints: list[str], folder: str
     finally:
         engine.close()
     return found
+
+
+class Taker:
+    """An engine that takes whatever it is handed."""
+
+    def __init__(self) -> None:
+        self.handed: list[str] = []
+
+    def begin(self, method: str, *arguments: Any) -> None:
+        if method == "update_weights":
+            self.handed += arguments[0]["names"]
+
+    def result(self, timeout: float) -> None:
+        pass
+
+
+def lent_to_two(world: Any) -> tuple[Sent, list[str], list[str]]:
+    """What one trainer says that it sent to two engines of two workers, and what it handed to each."""
+    from support import transfer_stand_ins
+
+    os.environ[transfer_stand_ins.GPU] = "GPU 0"
+    transfer_stand_ins.install()
+    from megatron_ibpo.weights.transfer.update import open_transport
+
+    source = DividedWeights({"a": torch.ones(6), "b": torch.ones(4, 4)}, rank=0, size=1)
+    transport = open_transport("ipc", world, workers_per_engine=2, bucket_bytes=100, timeout=60.0)
+    engines = {0: Taker(), 1: Taker()}
+    transport.connect(source, engines, [0, 1])
+    sent = transport.send(source, engines, [0, 1], check=True)
+    return sent, engines[0].handed, engines[1].handed
+
+
+def test_what_engines_take_from_the_trainers_gpus_is_counted() -> None:
+    """Tensors of 24 and 64 bytes, whole for each of four workers."""
+    ((sent, *handed),) = run_ranks(lent_to_two, 1)
+    assert handed == [["a", "b"]] * 2
+    assert (sent.failures, sent.needed_bytes, sent.num_bytes) == ({}, 2 * 88, 4 * 88)
+    assert list(sent.sums) == ["a", "b"]
 
 
 @pytest.mark.slow
