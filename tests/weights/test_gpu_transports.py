@@ -186,6 +186,7 @@ def lent_to_two(world: Any) -> tuple[Sent, list[str], list[str]]:
     return sent, engines[0].handed, engines[1].handed
 
 
+@pytest.mark.slow  # vLLM is imported, for ten seconds
 def test_what_engines_take_from_the_trainers_gpus_is_counted() -> None:
     """Tensors of 24 and 64 bytes, whole for each of four workers."""
     ((sent, *handed),) = run_ranks(lent_to_two, 1)
