@@ -58,16 +58,19 @@ def chatty():
 
 @pytest.fixture(scope="module")
 def sentencepiece_model(tmp_path_factory):
+    return train_sentencepiece(tmp_path_factory.mktemp("sp"))
+
+
+def train_sentencepiece(path, **ids):
     from sentencepiece import SentencePieceTrainer
 
-    path = tmp_path_factory.mktemp("sp")
     lines = (
         "Candidate solution 1: one plus two is three.\nWhat is 12 + 7?\nCompare the candidate solutions.\n"
     )
     (path / "text").write_text(lines * 20)
     SentencePieceTrainer.train(
         input=str(path / "text"), model_prefix=str(path / "tokenizer"), vocab_size=300, byte_fallback=True,
-        hard_vocab_limit=False, normalization_rule_name="identity", minloglevel=2,
+        hard_vocab_limit=False, normalization_rule_name="identity", minloglevel=2, **ids,
     )  # fmt: skip
     return path / "tokenizer.model"
 
@@ -112,6 +115,12 @@ def test_sentencepiece_pieces_join_without_added_spaces(sentencepiece_model):
     assert start[0] == 1  # bos
     assert tokenizer.decode(start + middle + end) == "What is 12 + 7?\nCandidate solution 1: one"
     assert tokenizer.decode([*end, tokenizer.eos_id]) == "one"
+
+
+def test_a_sentencepiece_model_needs_an_end_of_sequence_which_may_be_its_first_piece(tmp_path):
+    assert load_tokenizer(train_sentencepiece(tmp_path, eos_id=0, unk_id=2)).eos_id == 0
+    with pytest.raises(DataError, match="no end-of-sequence piece; without it no response can end"):
+        load_tokenizer(train_sentencepiece(tmp_path, eos_id=-1))
 
 
 def test_sentencepiece_has_no_chat_template(sentencepiece_model):

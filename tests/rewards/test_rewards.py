@@ -634,6 +634,7 @@ def test_the_answer_follows_the_last_mark():
 def test_the_place_of_an_answer_is_that_of_its_last_occurrence():
     assert answer_place("3+4=7#7", "7") == 6
     assert answer_place(r"so \boxed{ 1 + x }", "1+x") == 11
+    assert answer_place("7 it is", "7") == 0
     assert answer_place("3+4=7#7", "8") is None
     assert answer_place("", "") is None
 
