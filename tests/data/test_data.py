@@ -161,10 +161,11 @@ def test_a_tokenizer_that_cannot_be_loaded_says_which(tmp_path, files):
         load_tokenizer(path)
 
 
-def test_tokenizer_json_goes_before_a_sentencepiece_model_beside_it(tmp_path):
+def test_a_tokenizer_json_that_is_complete_is_read_and_nothing_beside_it(tmp_path):
     model = ROOT / "examples/tiny_qwen3"
     shutil.copytree(model, tmp_path / "hf", ignore=shutil.ignore_patterns("*.safetensors"))
-    (tmp_path / "hf/tokenizer.model").write_text("not the one to read")
+    for beside in ("tokenizer.model", "config.json"):
+        (tmp_path / "hf" / beside).write_text("not to be read")
     assert load_tokenizer(tmp_path / "hf").encode("4+9=") == load_tokenizer(model).encode("4+9=")
 
 

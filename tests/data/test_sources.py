@@ -752,11 +752,12 @@ def test_a_generated_task_is_inspected_too(tmp_path, capsys):
 
 def test_the_inspection_is_printed_for_readers(tmp_path, capsys):
     make_tiny_tokenizer().save_pretrained(tmp_path)
-    path = jsonl(tmp_path / "a.jsonl", rows(12))
+    path = jsonl(tmp_path / "a.jsonl", [*rows(12), {"prompt": "1+1=", "label": 2, "task": "b"}])
     flags = ["--hf-checkpoint", str(tmp_path), "--prompt-data", str(path)]
     inspect_data.main(tyro.cli(inspect_data.Arguments, args=flags))
     said = capsys.readouterr().out
-    assert "12 rows looked at; 12 prompts" in said
+    assert "13 rows looked at; 13 prompts" in said
+    assert "a 12, b 1" in said
     assert "<bos>0=" in said
     assert "█" in said
     with pytest.raises(DataError, match=r"nowhere\.jsonl: no such file"):

@@ -168,6 +168,7 @@ order(values)
 assert values == [1, 3]
 assert both(x=1) == (1, {2, 3}, {"a": b"b"}, 1j, None)
 assert math.isclose(third(), 1 / 3)
+assert is_odd(3) is True and is_odd(4) is False
 try:
     refuse()
     assert False, "accepted"
@@ -182,6 +183,7 @@ def count(n): yield from range(n)
 def order(values): values.sort()
 def both(x): return x, {2, 3}, {"a": b"b"}, 1j, None
 def third(): return 1 / 3
+def is_odd(n): return n % 2 == 1
 def refuse(): raise ValueError("no")
 """
     label = {"test": test, "entry_point": None}
@@ -348,6 +350,13 @@ def test_labels_that_cannot_be_graded_are_named(label, why):
 
 def prompt(label):
     return Prompt(0, token_ids([1]), head_length=1, label=json.dumps(label), task="t", text="?", metadata={})
+
+
+def test_programs_of_every_kind_run_in_a_sandbox_and_see_no_file_of_this_machine(tmp_path):
+    seen = f"import os\ndef seen(): return os.path.exists({str(tmp_path)!r})\n"
+    assert passes(seen + "print(seen())", {"inputs": [""], "outputs": ["False"]})
+    assert passes(seen, {"inputs": [[]], "outputs": [False], "fn_name": "seen"})
+    assert passes(seen, asserts("assert seen() is False"))
 
 
 def test_the_verifier_grades_programs_in_its_own_processes():

@@ -342,6 +342,12 @@ def test_a_batched_function_gets_what_has_gathered(pool):
     assert all(sizes.count(size) % size == 0 for size in set(sizes))
 
 
+def test_a_batch_may_take_as_long_as_all_of_its_calls(impatient):
+    """A batch of 15, which takes 0.05 s, has 7.5 s."""
+    scores = verifier(impatient, "users_rewards:together").score(asked(*["x"] * 30))
+    assert max(score.reward for score in scores) >= 15
+
+
 @pytest.mark.parametrize(
     ("response", "error"),
     [
