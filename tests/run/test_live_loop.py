@@ -156,10 +156,20 @@ def test_a_run_that_goes_on_leaves_no_prompt_out_and_takes_none_twice(journal, t
         shutil.rmtree(tmp_path / "journal")
     with live_run(config_of(tmp_path, *flags, "--load", str(tmp_path))) as steps:
         steps.take(4)
-    if journal == "kept":
-        assert compared(steps.groups[0]) == compared(killed.groups[2])
     taken = [index for groups in [*killed.groups[:2], *steps.groups] for index in indices(groups)]
     assert sorted(taken) == list(range(24))
+
+
+def test_a_run_that_goes_on_draws_the_same_references_again_for_prompts_of_another_step(tmp_path):
+    """Groups of equal rewards are left out, and prompts of the next step take their places."""
+    flags = (*AHEAD, "--keep-order", *EVERY_TWO, "--n-samples-per-prompt", "5", "--num-rollout", "6")
+    flags += ("--dynamic-sampling", "--dynamic-sampling-by", "rewards")
+    with live_run(config_of(tmp_path, *flags)) as killed:
+        killed.take(3)
+    with live_run(config_of(tmp_path, *flags, "--load", str(tmp_path))) as steps:
+        steps.take(1)
+    assert max(indices(killed.groups[2])) >= 3 * 4, "the third step has those of the first twelve"
+    assert compared(steps.groups[0]) == compared(killed.groups[2])
 
 
 @pytest.mark.parametrize("saved", [True, False], ids=["after a checkpoint", "before the first"])
