@@ -238,7 +238,7 @@ def saved(path, content):
     return path
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "parquet", "arrow", "saved", "hub"])
+@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "parquet", "arrow", "saved", "saved parts", "hub"])
 def test_every_format_gives_the_same_prompts(tmp_path, any_size, kind):
     content, path = rows(40), tmp_path / f"rows.{kind}"
     if kind == "jsonl":
@@ -251,15 +251,19 @@ def test_every_format_gives_the_same_prompts(tmp_path, any_size, kind):
         path.write_bytes(as_arrow(content))
     elif kind == "saved":
         saved(path, content)
+    elif kind == "saved parts":
+        saved(path / "train", content)
+        saved(path / "test", rows(3, 90))
+        (path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
     else:
         (path / "data").mkdir(parents=True)
         for shard in (0, 1):
             part = as_parquet(content[20 * shard : 20 * shard + 20])
             (path / f"data/train-0000{shard}-of-00002.parquet").write_bytes(part)
         (path / "data/test-00000-of-00001.parquet").write_bytes(as_parquet(rows(3, 90)))
-    assert labels(opened(f"{path}?split=train" if kind == "hub" else path, split="eval"), 40) == [
-        row["label"] for row in content
-    ]
+    assert labels(
+        opened(f"{path}?split=train" if kind in ("hub", "saved parts") else path, split="eval"), 40
+    ) == [row["label"] for row in content]
     assert sorted(labels(opened(path), 40), key=int) == [row["label"] for row in content]
     if kind == "hub":
         assert labels(opened(path, split="eval"), 3) == ["90", "91", "92"], "the held-out part"
