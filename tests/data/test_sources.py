@@ -621,6 +621,7 @@ def test_a_level_is_that_of_the_tasks_own_curriculum():
 
     assert set(terms("reasoning_gym://chain_sum?level=0")) == {2}
     assert set(terms("reasoning_gym://chain_sum?level=3")) == {2, 3, 4, 5}
+    assert set(terms("reasoning_gym://chain_sum?level=10", count=200)) == {*range(2, 13)}, "the highest"
     assert set(terms("reasoning_gym://chain_sum?level=3&min_terms=5")) == {5}, "parameters win"
     climbing = terms("reasoning_gym://chain_sum?level=0..2&over=30")
     assert set(climbing[:10]) == {2}

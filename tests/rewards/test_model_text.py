@@ -163,6 +163,7 @@ NUMBERS = ",".join(map(str, range(1, 26)))
         ("So it is 1,2 or 3 or 4", "1,2,3,4", 1.0),
         ("So it is 3 or 4", "4", 0.0),
         (rf"\boxed{{({'7' * 150}.0, 1)}}", f"({'7' * 150},1)", 1.0),
+        (rf"\boxed{{{'2' * 200}/{'4' * 200}}}", "1/2", {"score": 0.0, "response_error": 1.0}),
         (r"\boxed{\varnothing}", r"\emptyset", 1.0),
         (r"\boxed{∅}", r"\varnothing", 1.0),
         (r"\boxed{\text{No solutions}}", "no solution", 1.0),
