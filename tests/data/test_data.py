@@ -58,16 +58,19 @@ def chatty():
 
 @pytest.fixture(scope="module")
 def sentencepiece_model(tmp_path_factory):
+    return train_sentencepiece(tmp_path_factory.mktemp("sp"))
+
+
+def train_sentencepiece(path, **ids):
     from sentencepiece import SentencePieceTrainer
 
-    path = tmp_path_factory.mktemp("sp")
     lines = (
         "Candidate solution 1: one plus two is three.\nWhat is 12 + 7?\nCompare the candidate solutions.\n"
     )
     (path / "text").write_text(lines * 20)
     SentencePieceTrainer.train(
         input=str(path / "text"), model_prefix=str(path / "tokenizer"), vocab_size=300, byte_fallback=True,
-        hard_vocab_limit=False, normalization_rule_name="identity", minloglevel=2,
+        hard_vocab_limit=False, normalization_rule_name="identity", minloglevel=2, **ids,
     )  # fmt: skip
     return path / "tokenizer.model"
 
@@ -114,6 +117,12 @@ def test_sentencepiece_pieces_join_without_added_spaces(sentencepiece_model):
     assert tokenizer.decode([*end, tokenizer.eos_id]) == "one"
 
 
+def test_a_sentencepiece_model_needs_an_end_of_sequence_which_may_be_its_first_piece(tmp_path):
+    assert load_tokenizer(train_sentencepiece(tmp_path, eos_id=0, unk_id=2)).eos_id == 0
+    with pytest.raises(DataError, match="no end-of-sequence piece; without it no response can end"):
+        load_tokenizer(train_sentencepiece(tmp_path, eos_id=-1))
+
+
 def test_sentencepiece_has_no_chat_template(sentencepiece_model):
     with pytest.raises(DataError, match="--apply-chat-template"):
         load_tokenizer(sentencepiece_model).render_chat([{"role": "user", "content": "hi"}])
@@ -152,10 +161,11 @@ def test_a_tokenizer_that_cannot_be_loaded_says_which(tmp_path, files):
         load_tokenizer(path)
 
 
-def test_tokenizer_json_goes_before_a_sentencepiece_model_beside_it(tmp_path):
+def test_a_tokenizer_json_that_is_complete_is_read_and_nothing_beside_it(tmp_path):
     model = ROOT / "examples/tiny_qwen3"
     shutil.copytree(model, tmp_path / "hf", ignore=shutil.ignore_patterns("*.safetensors"))
-    (tmp_path / "hf/tokenizer.model").write_text("not the one to read")
+    for beside in ("tokenizer.model", "config.json"):
+        (tmp_path / "hf" / beside).write_text("not to be read")
     assert load_tokenizer(tmp_path / "hf").encode("4+9=") == load_tokenizer(model).encode("4+9=")
 
 

@@ -238,7 +238,7 @@ def saved(path, content):
     return path
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "parquet", "arrow", "saved", "hub"])
+@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "parquet", "arrow", "saved", "saved parts", "hub"])
 def test_every_format_gives_the_same_prompts(tmp_path, any_size, kind):
     content, path = rows(40), tmp_path / f"rows.{kind}"
     if kind == "jsonl":
@@ -251,15 +251,19 @@ def test_every_format_gives_the_same_prompts(tmp_path, any_size, kind):
         path.write_bytes(as_arrow(content))
     elif kind == "saved":
         saved(path, content)
+    elif kind == "saved parts":
+        saved(path / "train", content)
+        saved(path / "test", rows(3, 90))
+        (path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
     else:
         (path / "data").mkdir(parents=True)
         for shard in (0, 1):
             part = as_parquet(content[20 * shard : 20 * shard + 20])
             (path / f"data/train-0000{shard}-of-00002.parquet").write_bytes(part)
         (path / "data/test-00000-of-00001.parquet").write_bytes(as_parquet(rows(3, 90)))
-    assert labels(opened(f"{path}?split=train" if kind == "hub" else path, split="eval"), 40) == [
-        row["label"] for row in content
-    ]
+    assert labels(
+        opened(f"{path}?split=train" if kind in ("hub", "saved parts") else path, split="eval"), 40
+    ) == [row["label"] for row in content]
     assert sorted(labels(opened(path), 40), key=int) == [row["label"] for row in content]
     if kind == "hub":
         assert labels(opened(path, split="eval"), 3) == ["90", "91", "92"], "the held-out part"
@@ -617,6 +621,7 @@ def test_a_level_is_that_of_the_tasks_own_curriculum():
 
     assert set(terms("reasoning_gym://chain_sum?level=0")) == {2}
     assert set(terms("reasoning_gym://chain_sum?level=3")) == {2, 3, 4, 5}
+    assert set(terms("reasoning_gym://chain_sum?level=10", count=200)) == {*range(2, 13)}, "the highest"
     assert set(terms("reasoning_gym://chain_sum?level=3&min_terms=5")) == {5}, "parameters win"
     climbing = terms("reasoning_gym://chain_sum?level=0..2&over=30")
     assert set(climbing[:10]) == {2}
@@ -752,11 +757,12 @@ def test_a_generated_task_is_inspected_too(tmp_path, capsys):
 
 def test_the_inspection_is_printed_for_readers(tmp_path, capsys):
     make_tiny_tokenizer().save_pretrained(tmp_path)
-    path = jsonl(tmp_path / "a.jsonl", rows(12))
+    path = jsonl(tmp_path / "a.jsonl", [*rows(12), {"prompt": "1+1=", "label": 2, "task": "b"}])
     flags = ["--hf-checkpoint", str(tmp_path), "--prompt-data", str(path)]
     inspect_data.main(tyro.cli(inspect_data.Arguments, args=flags))
     said = capsys.readouterr().out
-    assert "12 rows looked at; 12 prompts" in said
+    assert "13 rows looked at; 13 prompts" in said
+    assert "a 12, b 1" in said
     assert "<bos>0=" in said
     assert "█" in said
     with pytest.raises(DataError, match=r"nowhere\.jsonl: no such file"):

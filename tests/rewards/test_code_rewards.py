@@ -168,6 +168,7 @@ order(values)
 assert values == [1, 3]
 assert both(x=1) == (1, {2, 3}, {"a": b"b"}, 1j, None)
 assert math.isclose(third(), 1 / 3)
+assert is_odd(3) is True and is_odd(4) is False
 try:
     refuse()
     assert False, "accepted"
@@ -182,6 +183,7 @@ def count(n): yield from range(n)
 def order(values): values.sort()
 def both(x): return x, {2, 3}, {"a": b"b"}, 1j, None
 def third(): return 1 / 3
+def is_odd(n): return n % 2 == 1
 def refuse(): raise ValueError("no")
 """
     label = {"test": test, "entry_point": None}
@@ -261,6 +263,7 @@ SEEN = [
     (SORT, "def run():\n a = [3, 1]\n r = f(a)\n assert r is None and a == [1, 3]\nrun()\nassert run"),
     (SORT, "a = [3, 1]\ndef run():\n f(a)\n assert a == [1, 3]\nrun()\nassert a == [1, 3]"),
     (SORT, "def g():\n a = [3, 1]\n def run():\n  f(a)\n run()\n assert a == [1, 3]\ng()\nassert 1"),
+    (SORT, "a = [3, 1]\ndef g(a):\n def run():\n  global a\n  f(a)\n run()\ng(0)\nassert a == [1, 3]"),
     (SORT, "def run(b):\n f(b)\n return b\na = [3, 1]\nassert run(a) == [1, 3]\nassert a == [1, 3]"),
     (SORT, "args = [[3, 1], 0]\nf(*args)\nassert args[0] == [1, 3]"),
     (SORT, "case = {'in': [3, 1]}\nf(case['in'])\nassert case['in'] == [1, 3]"),
@@ -347,6 +350,13 @@ def test_labels_that_cannot_be_graded_are_named(label, why):
 
 def prompt(label):
     return Prompt(0, token_ids([1]), head_length=1, label=json.dumps(label), task="t", text="?", metadata={})
+
+
+def test_programs_of_every_kind_run_in_a_sandbox_and_see_no_file_of_this_machine(tmp_path):
+    seen = f"import os\ndef seen(): return os.path.exists({str(tmp_path)!r})\n"
+    assert passes(seen + "print(seen())", {"inputs": [""], "outputs": ["False"]})
+    assert passes(seen, {"inputs": [[]], "outputs": [False], "fn_name": "seen"})
+    assert passes(seen, asserts("assert seen() is False"))
 
 
 def test_the_verifier_grades_programs_in_its_own_processes():

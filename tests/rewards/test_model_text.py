@@ -162,15 +162,22 @@ NUMBERS = ",".join(map(str, range(1, 26)))
         ("So it is 1, 2 , 3, or 4", "1,2,3,4", 1.0),
         ("So it is 1,2 or 3 or 4", "1,2,3,4", 1.0),
         ("So it is 3 or 4", "4", 0.0),
+        (rf"\boxed{{({'7' * 150}.0, 1)}}", f"({'7' * 150},1)", 1.0),
+        (rf"\boxed{{{'2' * 200}/{'4' * 200}}}", "1/2", {"score": 0.0, "response_error": 1.0}),
         (r"\boxed{\varnothing}", r"\emptyset", 1.0),
         (r"\boxed{∅}", r"\varnothing", 1.0),
         (r"\boxed{\text{No solutions}}", "no solution", 1.0),
         (r"\boxed{\text{no real solutions}}", r"\text{No real solution}", 1.0),
         (r"\boxed{\text{solutions}}", "no solution", 0.0),
+        (r"\boxed{\text{YES}}", "yes", 1.0),
     ],
 )
 def test_lists_long_numbers_and_empty_sets_are_graded(response, label, reward):
     assert math.score([""], [response], [label], [{}]) == [reward]
+
+
+def test_a_formula_of_quite_another_value_is_wrong_without_being_expanded():
+    assert math.score([""], [r"\boxed{(1+x)^{500}}"], ["(2+x)^{500}"], [{}]) == [0.0], "in vain, for seconds"
 
 
 def test_boxes_within_boxes_take_no_more_memory_than_the_text():

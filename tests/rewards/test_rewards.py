@@ -342,6 +342,12 @@ def test_a_batched_function_gets_what_has_gathered(pool):
     assert all(sizes.count(size) % size == 0 for size in set(sizes))
 
 
+def test_a_batch_may_take_as_long_as_all_of_its_calls(impatient):
+    """A batch of 15, which takes 0.05 s, has 7.5 s."""
+    scores = verifier(impatient, "users_rewards:together").score(asked(*["x"] * 30))
+    assert max(score.reward for score in scores) >= 15
+
+
 @pytest.mark.parametrize(
     ("response", "error"),
     [
@@ -634,6 +640,7 @@ def test_the_answer_follows_the_last_mark():
 def test_the_place_of_an_answer_is_that_of_its_last_occurrence():
     assert answer_place("3+4=7#7", "7") == 6
     assert answer_place(r"so \boxed{ 1 + x }", "1+x") == 11
+    assert answer_place("7 it is", "7") == 0
     assert answer_place("3+4=7#7", "8") is None
     assert answer_place("", "") is None
 

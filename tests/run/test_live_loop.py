@@ -10,6 +10,7 @@ import pytest
 
 from megatron_ibpo.journal import LostStepError
 from megatron_ibpo.run.inputs import open_journal
+from megatron_ibpo.run.run_data import open_run_data
 from support.credit_cases import RESET_GROUPS
 from support.live_loop import Trainers, config_of, live_run, plain, questions, reward, written
 
@@ -25,9 +26,14 @@ def indices(groups):
 def compared(groups):
     """All of a step that a run which goes on must give again."""
     return [
-        (group.prompt.index, group.prompt.text, [plain(sample) for sample in group.samples])
+        (group.prompt.index, group.prompt.text, [plain(sample) for sample in group.samples], shown(group))
         for group in groups
     ]
+
+
+def shown(group):
+    """What was corrected, and beside which references."""
+    return [(correction.target, correction.references) for correction in group.corrections]
 
 
 @pytest.fixture(scope="module", params=[(), (*AHEAD, "--keep-order")], ids=["on policy", "ahead"])
@@ -154,6 +160,18 @@ def test_a_run_that_goes_on_leaves_no_prompt_out_and_takes_none_twice(journal, t
     assert sorted(taken) == list(range(24))
 
 
+def test_a_run_that_goes_on_draws_the_same_references_again_for_prompts_of_another_step(tmp_path):
+    """Groups of equal rewards are left out, and prompts of the next step take their places."""
+    flags = (*AHEAD, "--keep-order", *EVERY_TWO, "--n-samples-per-prompt", "5", "--num-rollout", "6")
+    flags += ("--dynamic-sampling", "--dynamic-sampling-by", "rewards")
+    with live_run(config_of(tmp_path, *flags)) as killed:
+        killed.take(3)
+    with live_run(config_of(tmp_path, *flags, "--load", str(tmp_path))) as steps:
+        steps.take(1)
+    assert max(indices(killed.groups[2])) >= 3 * 4, "the third step has those of the first twelve"
+    assert compared(steps.groups[0]) == compared(killed.groups[2])
+
+
 @pytest.mark.parametrize("saved", [True, False], ids=["after a checkpoint", "before the first"])
 def test_trainers_that_died_train_again_on_what_they_had(whole, saved, tmp_path):
     flags, undisturbed = whole
@@ -191,3 +209,23 @@ def test_a_run_whose_operator_asks_for_more_samples_finishes_with_its_summary(tm
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["status"] == "finished"
     assert (summary["break_even"] is None) == (operator != "compare-and-correct")
+
+
+def test_all_prompts_are_played_in_the_environment_of_the_run_or_in_their_own(tmp_path):
+    held_out = [{"prompt": "1+1", "label": 2}, {"prompt": "1+2", "label": 3}]
+    held_out[1]["metadata"] = {"environment": "its:Own", "level": 1}
+    (tmp_path / "held_out.jsonl").write_text("\n".join(map(json.dumps, held_out)))
+    evaluated = ("--eval-prompt-data", str(tmp_path / "held_out.jsonl"), "--eval-num-prompts", "2")
+    (tmp_path / "own.py").write_text("def extract_answer(response): return response\nscore = None")
+    of_run = ("--rm-type", f"{tmp_path / 'own.py'}:score", "--rollout-max-context-len", "128", *evaluated)
+    data = open_run_data(config_of(tmp_path, *of_run, "--environment", "a:Game"))
+    (own,) = data.eval_sets
+    assert [prompt.metadata for prompt in own.prompts] == [
+        {"environment": "a:Game"},
+        {"environment": "its:Own", "level": 1},
+    ]
+    assert own.answer is None, "the environment scores"
+    assert {prompt.metadata["environment"] for prompt in data.prompts.batch(0, 4)} == {"a:Game"}
+    (without,) = open_run_data(config_of(tmp_path, *of_run)).eval_sets
+    assert without.prompts[0].metadata == {}
+    assert without.answer is not None

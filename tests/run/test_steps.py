@@ -7,6 +7,7 @@ import pytest
 
 import megatron_ibpo as mi
 from megatron_ibpo.report import read_rows
+from megatron_ibpo.run.inputs import bytes_kept
 from megatron_ibpo.run.loop import Run
 from support.live_loop import StandIns, config_of, in_place
 from support.paths import ROOT
@@ -175,3 +176,11 @@ def test_load_of_a_directory_without_a_run_is_refused(tmp_path):
     config = config_of(tmp_path / "run", "--load", str(tmp_path / "empty"))
     with in_place(StandIns()), pytest.raises(ValueError, match=r"there is no step_N with a run_state.json"):
         mi.open_run(config)
+
+
+def test_a_run_of_adapters_needs_room_for_checkpoints_of_adapters_and_for_a_whole_export(tmp_path):
+    """4 layers, each with a q_proj of 128 x 96; fp32 weights of 4 bytes and 8 of Adam's."""
+    config = config_of(tmp_path, "--num-rollout", "1")
+    assert bytes_kept(config, 10**6) == (12 + 4) * 10**6
+    adapters = config_of(tmp_path, "--num-rollout", "1", "--lora-rank", "2", "--lora-targets", "q_proj")
+    assert bytes_kept(adapters, 10**6) == 12 * 4 * 2 * (128 + 96) + 4 * 10**6

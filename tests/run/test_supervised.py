@@ -121,6 +121,7 @@ def test_a_run_in_one_process_learns_and_exports(rows, tmp_path):
     flags = flags_for(rows, "--eval-prompt-data", str(rows), "--eval-num-prompts", "8", "--lr", "1e-3")
     command = [sys.executable, "-m", "megatron_ibpo.commands.sft", *flags, "--rollout-backend", "lean"]
     command += ["--num-rollout", "4", "--rollout-batch-size", "8", "--run-dir", str(tmp_path / "run")]
+    command += ["--export-interval", "2"]
     subprocess.run(command, check=True, timeout=100, cwd=ROOT)
     lines = map(json.loads, (tmp_path / "run/metrics.jsonl").read_text().splitlines())
     steps = {row["step"]: row for row in lines if row["kind"] == "step"}
@@ -131,7 +132,8 @@ def test_a_run_in_one_process_learns_and_exports(rows, tmp_path):
     assert steps[4]["epoch"] == 4 * 8 / 81
     assert steps[1]["tokens"] > steps[1]["loss_tokens"] > 0
     assert {"clip_fraction", "ratio_mean", "tokens_trained"}.isdisjoint(steps[1])
-    assert (tmp_path / "run/hf/model.safetensors").exists()
+    exported = {path.parent.name for path in (tmp_path / "run").glob("*/model.safetensors")}
+    assert exported == {"hf_step_000002", "hf_step_000004", "hf"}
 
 
 @pytest.mark.slow

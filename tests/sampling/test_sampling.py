@@ -33,6 +33,7 @@ from megatron_ibpo.engines.vllm.settings import engine_settings
 from megatron_ibpo.sampling import Sampler
 from megatron_ibpo.sampling.groups import Batch, GroupSampler, Rules, sample_batch
 from megatron_ibpo.sampling.journal_memory import replay
+from megatron_ibpo.sampling.meter import Meter
 from megatron_ibpo.sampling.requests import group_requests
 from support.credit_cases import correct_groups, plain
 from support.sampling_cases import ROLLOUT, STEP, judge, make_prompts
@@ -496,3 +497,14 @@ def test_a_real_engine_that_is_killed_is_replaced_and_finishes_its_groups(tmp_pa
         assert ours.token_ids.tolist() == theirs.token_ids.tolist()
         assert np.abs(ours.logprobs - theirs.logprobs).max() < 1e-4  # batches of other sizes
     assert any(group.corrections for group in mended.groups)
+
+
+def test_the_tail_of_sampling_is_from_the_first_sample_to_the_last_since_the_metrics_were_taken():
+    meter = Meter(2)
+    meter.asked(1)
+    nothing = {"engine_requests_max": 1, "engine_requests_min": 0, "engine_deaths": 0}
+    assert meter.take() == {**nothing, "requests_asked_again": 0, "sampling_tail_seconds": 0}
+    for at in (30.0, 31.0, 32.5):
+        meter.finished(at)
+    assert meter.take()["sampling_tail_seconds"] == 2.5
+    assert meter.take()["sampling_tail_seconds"] == 0
