@@ -27,15 +27,19 @@ def with_rebinding(tests: str) -> str:
         SyntaxError: the tests are not Python.
     """
     tree = ast.parse(tests)
-    _rebind(tree.body, [_names_bound_in(tree)], set())
+    _rebind(tree.body, [_bound_in(tree)], set())
     return ast.unparse(ast.fix_missing_locations(tree))
 
 
-def _rebind(body: list[ast.stmt], scopes: list[set[str]], outer: set[str]) -> None:
+_Scope = dict[str, bool]
+"""Name bound in a scope → whether it is a global one."""
+
+
+def _rebind(body: list[ast.stmt], scopes: list[_Scope], outer: set[str]) -> None:
     """Add the assignments to a list of statements, in place.
 
     Args:
-        scopes: the names bound at the top and in each function around these statements.
+        scopes: those of the module and of each function around these statements.
         outer: collects the names assigned here that the innermost of these functions does not bind itself.
     """
     written: list[ast.stmt] = []
@@ -64,12 +68,11 @@ def _rebind(body: list[ast.stmt], scopes: list[set[str]], outer: set[str]) -> No
     body[:] = written
 
 
-def _rebind_function(function: _Function, scopes: list[set[str]]) -> None:
-    own = _names_bound_in(function)
+def _rebind_function(function: _Function, scopes: list[_Scope]) -> None:
     outer: set[str] = set()
-    _rebind(function.body, [*scopes, own], outer)
+    _rebind(function.body, [*scopes, _bound_in(function)], outer)
     for name in sorted(outer):
-        is_global = not any(name in scope for scope in scopes[1:])
+        is_global = next(scope[name] for scope in reversed(scopes) if name in scope)
         function.body.insert(0, ast.Global([name]) if is_global else ast.Nonlocal([name]))
 
 
@@ -109,8 +112,9 @@ def _expressions(node: ast.AST) -> Iterator[ast.AST]:
             yield from _expressions(child)
 
 
-def _names_bound_in(scope: ast.Module | _Function) -> set[str]:
+def _bound_in(scope: ast.Module | _Function) -> _Scope:
     """Return the names that a function or a module binds, without those of inner scopes."""
+    declared: set[str] = set()
     arguments = [] if isinstance(scope, ast.Module) else ast.walk(scope.args)
     bound = {each.arg for each in arguments if isinstance(each, ast.arg)}
     nodes: list[ast.AST] = list(scope.body)
@@ -118,8 +122,10 @@ def _names_bound_in(scope: ast.Module | _Function) -> set[str]:
         node = nodes.pop()
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             bound.add(node.id)
-        elif isinstance(node, ast.Global | ast.Nonlocal):
+        elif isinstance(node, ast.Nonlocal):
             bound |= set(node.names)
+        elif isinstance(node, ast.Global):
+            declared |= set(node.names)
         if not isinstance(node, (*_SCOPES, *_COMPREHENSIONS)):
             nodes += ast.iter_child_nodes(node)
-    return bound
+    return {name: isinstance(scope, ast.Module) or name in declared for name in bound | declared}

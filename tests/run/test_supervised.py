@@ -122,7 +122,7 @@ def test_a_run_in_one_process_learns_and_exports(rows, tmp_path):
     command = [sys.executable, "-m", "megatron_ibpo.commands.sft", *flags, "--rollout-backend", "lean"]
     command += ["--num-rollout", "4", "--rollout-batch-size", "8", "--run-dir", str(tmp_path / "run")]
     command += ["--export-interval", "2"]
-    subprocess.run(command, check=True, timeout=100, cwd=ROOT)
+    subprocess.run(command, check=True, timeout=300, cwd=ROOT)
     lines = map(json.loads, (tmp_path / "run/metrics.jsonl").read_text().splitlines())
     steps = {row["step"]: row for row in lines if row["kind"] == "step"}
     assert list(steps) == [1, 2, 3, 4]

@@ -24,6 +24,7 @@ import sys
 
 TYPE_CHECKING = False  # the import of typing takes as long as some programs
 if TYPE_CHECKING:
+    import symtable
     from collections.abc import Callable, Iterator
     from types import ModuleType
     from typing import Any
@@ -271,11 +272,16 @@ def _check(tests: str, entry_point: str = "") -> None:
         return [plain.unpack(item) for item in content]
 
     namespace: dict[str, Any] = {"__name__": "tests", CHANGED: changes.changed}
+    own = _globals_of_functions(tests)
     for name in sorted(needed_names(tests) | ({entry_point} if entry_point else set())):
         if name in sys.stdlib_module_names:
             namespace[name] = __import__(name)
-        else:
+            continue
+        try:
             namespace[name] = ask("global", name)[0]
+        except Exception:
+            if name not in own:  # otherwise the tests may assign it before they use it
+                raise
     candidate = namespace.get(entry_point)
     exec(tests, namespace)
     if entry_point:
@@ -315,24 +321,35 @@ def needed_names(tests: str) -> set[str]:
     Raises:
         SyntaxError: the tests are not Python.
     """
-    import symtable
-
-    used: set[str] = set()
-    top = symtable.symtable(tests, "tests.py", "exec")
-    tables = [top]
-    while tables:
-        table = tables.pop()
-        tables += table.get_children()
-        used |= {
-            symbol.get_name()
-            for symbol in table.get_symbols()
-            if symbol.is_referenced() and (table is top or symbol.is_global())
-        }
+    top, *inner = _scopes(tests)
+    used = {symbol.get_name() for symbol in top.get_symbols() if symbol.is_referenced()}
+    used |= {
+        symbol.get_name()
+        for table in inner
+        for symbol in table.get_symbols()
+        if symbol.is_referenced() and symbol.is_global()
+    }
     defined = {
         symbol.get_name() for symbol in top.get_symbols() if symbol.is_assigned() or symbol.is_imported()
     }
     defined |= {table.get_name() for table in top.get_children()}
     return used - defined - set(vars(builtins)) - {"__name__", CHANGED}
+
+
+def _globals_of_functions(tests: str) -> set[str]:
+    """Return the global names that functions of the tests assign."""
+    symbols = [symbol for table in _scopes(tests) for symbol in table.get_symbols()]
+    return {s.get_name() for s in symbols if s.is_declared_global() and s.is_assigned()}
+
+
+def _scopes(tests: str) -> "list[symtable.SymbolTable]":
+    """Return the tables of the module and of all scopes in it, the module's first."""
+    import symtable
+
+    tables = [symtable.symtable(tests, "tests.py", "exec")]
+    for table in tables:
+        tables += table.get_children()
+    return tables
 
 
 if __name__ == "__main__":
