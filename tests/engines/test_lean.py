@@ -18,6 +18,7 @@ from megatron_ibpo.engines import EngineError
 from megatron_ibpo.engines.lean import LeanEngine, LeanModel, check_shape, checkpoint_weights
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.run.checks import check_evaluation, check_run, check_settings
+from megatron_ibpo.run.in_one_process import InOneProcess
 from megatron_ibpo.run.settings import parse_config
 from support.engine_runs import difference, reference_logprobs, reference_model
 from support.paths import ROOT
@@ -271,6 +272,12 @@ def test_all_that_one_process_cannot_do_is_refused_at_once_before_it_starts(beca
         with pytest.raises(ConfigError) as refused:
             check(lean)
         assert str(refused.value).split("\n  ") == [f"{len(every)} problems in the configuration:", *every]
+
+
+def test_a_layout_of_two_processes_is_refused():
+    config = parse_config([*LEAN, "--tensor-model-parallel-size", "2"])
+    with pytest.raises(ValueError, match=r"TP x PP = 2 does not divide the world size \(1\)"):
+        InOneProcess().check(config, read_hf_config(TINY))
 
 
 def test_evaluations_are_refused():
