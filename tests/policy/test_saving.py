@@ -16,8 +16,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megatron_ibpo.config import ModelConfig
 from megatron_ibpo.policy import saving
-from megatron_ibpo.weights.formats.retention import Keep
+from megatron_ibpo.weights.formats.retention import Keep, partial_of
 from support import planned
 from support.layouts import layout
 from support.ranks import run_ranks
@@ -238,6 +239,16 @@ def test_a_checkpoint_for_which_there_is_no_room_is_refused_before_it_is_written
     saving._check_room(partial, 0)
     with pytest.raises(OSError, match="no room for 1000000000000"):
         saving._check_room(partial, 10**18)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_checkpoint_that_cannot_be_finished_leaves_nothing(tmp_path):
+    """The model that it was trained from, and whose tokenizer it takes along, has gone meanwhile."""
+    order = saving.SaveOrder(tmp_path, 1, {}, Keep(3))
+    partial_of(order.final).mkdir()
+    others = {"model": ModelConfig(hf_checkpoint=tmp_path / "gone"), "layout": {}, "dtype": torch.float32}
+    with pytest.raises(FileNotFoundError):
+        saving._publish(order, others)
     assert list(tmp_path.iterdir()) == []
 
 
