@@ -122,8 +122,6 @@ def _bound_in(scope: ast.Module | _Function) -> _Scope:
         node = nodes.pop()
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             bound.add(node.id)
-        elif isinstance(node, ast.Nonlocal):
-            bound |= set(node.names)
         elif isinstance(node, ast.Global):
             declared |= set(node.names)
         if not isinstance(node, (*_SCOPES, *_COMPREHENSIONS)):

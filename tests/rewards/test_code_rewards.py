@@ -266,6 +266,7 @@ SEEN = [
     (SORT, "a = [3, 1]\ndef g(a):\n def run():\n  global a\n  f(a)\n run()\ng(0)\nassert a == [1, 3]"),
     (SORT, "a = [3, 1]\ndef g():\n global a\n def run():\n  f(a)\n run()\ng()\nassert a == [1, 3]"),
     (SORT, "def g():\n global a\n a = [3, 1]\n def run():\n  f(a)\n run()\ng()\nassert a == [1, 3]"),
+    (SORT, "def g():\n a = [3,1]\n def h():\n  nonlocal a\n  f(a)\n h()\n assert a == [1,3]\ng()\nassert 1"),
     (SORT, "def run(b):\n f(b)\n return b\na = [3, 1]\nassert run(a) == [1, 3]\nassert a == [1, 3]"),
     (SORT, "args = [[3, 1], 0]\nf(*args)\nassert args[0] == [1, 3]"),
     (SORT, "case = {'in': [3, 1]}\nf(case['in'])\nassert case['in'] == [1, 3]"),
