@@ -17,6 +17,7 @@ from megatron_ibpo.basics.records import token_ids
 from megatron_ibpo.config import DataConfig
 from megatron_ibpo.data import CorrectionTemplate, DataError, generated, load_tokenizer, open_source
 from megatron_ibpo.data.row_prompts import read_jsonl
+from megatron_ibpo.data.tokenizer import thinking_marks
 from support.byte_tokenizers import byte_level
 from support.credit_cases import plain
 from support.paths import ROOT
@@ -159,6 +160,11 @@ def test_a_tokenizer_that_cannot_be_loaded_says_which(tmp_path, files):
             (path / name).write_text(content)
     with pytest.raises(DataError, match=str(path)):
         load_tokenizer(path)
+
+
+def test_marks_of_thinking_are_the_ids_of_their_text():
+    tokenizer = byte_level()
+    assert list(map(tokenizer.decode, thinking_marks(tokenizer))) == ["<think>", "</think>"]
 
 
 def test_a_tokenizer_json_that_is_complete_is_read_and_nothing_beside_it(tmp_path):

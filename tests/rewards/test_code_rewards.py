@@ -151,6 +151,7 @@ def test_what_livecodebench_imports_is_there():
         "from collections import deque",
         "import math",
     ]
+    assert offered_imports("def deque(): pass\nclass Counter: pass\ndeque(Counter)").splitlines()[2:] == []
     assert offered_imports("from __future__ import annotations\nimport math\nmath.pi").splitlines()[2:] == []
 
 

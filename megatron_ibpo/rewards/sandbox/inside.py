@@ -332,7 +332,6 @@ def needed_names(tests: str) -> set[str]:
     defined = {
         symbol.get_name() for symbol in top.get_symbols() if symbol.is_assigned() or symbol.is_imported()
     }
-    defined |= {table.get_name() for table in top.get_children()}
     return used - defined - set(vars(builtins)) - {"__name__", CHANGED}
 
 
