@@ -1,6 +1,7 @@
 """ibpo train: open a run, train it to its end (`run.steps`), and open it again after the loss of a node."""
 
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -62,11 +63,11 @@ def _train(config: Config, stop: StopRequest) -> int:
     from megatron_ibpo.run.on_cluster import NODE_ERRORS, going_on
     from megatron_ibpo.run.open import open_run
 
-    starts_left, node_wait = 1, 0.0
+    starts_left, node_wait, started = 1, 0.0, time.time()
     while True:
         with ExitStack() as stack:
             try:
-                run = stop.cuts_short(partial(stack.enter_context, open_run(config, node_wait)))
+                run = stop.cuts_short(partial(stack.enter_context, open_run(config, node_wait, started)))
             except ProcessDiedError as error:
                 starts_left -= 1
                 if starts_left == 0:

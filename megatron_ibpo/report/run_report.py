@@ -12,7 +12,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-import psutil
 from rich.console import Console
 from rich.table import Table
 
@@ -55,7 +54,8 @@ class Report:
 
         Args:
             completed_steps: steps completed before a resumed run; later rows of its log are removed.
-            started: time.time() at the run's start; None: this process's start.
+            started: time.time() at the run's start; None: now. A process's own start will not do: the scripts
+                become the run's process, and may have set up an environment for minutes before.
             deaths: returns the deaths and restarts in this process so far, by metric. A step's row has those
                 since the row before it.
             command: command of the run, which resumes it too.
@@ -64,7 +64,7 @@ class Report:
         model = display_name(config.model.hf_checkpoint) if config.model.hf_checkpoint else "no model"
         method = config.algorithm.advantage_estimator if command == "train" else command
         self._title, self._command = f"{method}, {model}", command
-        self._started = psutil.Process().create_time() if started is None else started
+        self._started = time.time() if started is None else started
         self._seconds: dict[str, float] = {}
         self._log = MetricsLog(
             self._run_dir,

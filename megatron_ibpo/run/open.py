@@ -1,5 +1,6 @@
 """Opening a run: read and check its inputs, place and start its processes, join them to a `Run`."""
 
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -29,11 +30,12 @@ def open_run(config: Config, node_wait: float = 0.0, started: float | None = Non
 
     Args:
         node_wait: seconds to wait for nodes while the cluster has too few.
-        started: time.time() at the run's start; None: this process's start.
+        started: time.time() at the run's start; None: now.
 
     Raises:
         ValueError, OSError, EngineError, ProcessDiedError: says what is wrong, where, and what to do.
     """
+    started = time.time() if started is None else started
     backend = choose_backend(config, node_wait)
     stages = Stages()
     with ExitStack() as stack:

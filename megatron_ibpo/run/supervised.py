@@ -222,6 +222,7 @@ def open_supervised(asked: Config) -> Iterator[SupervisedRun]:
     Raises:
         ValueError, OSError, ProcessDiedError: says what is wrong, where, and what to do.
     """
+    started_at = time.time()
     config, idle = supervised(asked)
     backend, stages = choose_backend(config, 0.0), Stages()
     with ExitStack() as stack:
@@ -246,7 +247,7 @@ def open_supervised(asked: Config) -> Iterator[SupervisedRun]:
             started = backend.start_trainers(point, config, elements, stack)
             config = started.config
             about = started.trainers.all("about")[0]
-            report = Report(config, completed_steps=point.step, command="sft")
+            report = Report(config, completed_steps=point.step, started=started_at, command="sft")
             reporter = stack.enter_context(report)
             sizes = run_sizes(
                 config,

@@ -289,6 +289,15 @@ def test_deaths_are_counted_where_they_happen_and_over_resumed_runs(config):
     assert counts["verifier_deaths"] == 0
 
 
+def test_what_the_process_did_before_the_run_is_no_part_of_its_seconds(config):
+    """A script that sets up an environment for minutes becomes the process of the run."""
+    prepare_run_dir(config)
+    before = time.time()
+    with Report(config, console=Console(file=io.StringIO())) as report:
+        summary = report.finish()
+    assert summary["seconds_total"] <= time.time() - before + 0.01
+
+
 def test_a_death_is_shown_at_once_with_the_time(config):
     prepare_run_dir(config)
     screen = io.StringIO()
