@@ -2,10 +2,12 @@
 other. Imports no torch."""
 
 import os
+import shutil
 import socket
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 LOOPBACK = "127.0.0.1"
@@ -47,6 +49,15 @@ LONGEST_SOCKET = 107
 FALLBACKS = ("/tmp", "/dev/shm")
 RANDOM_PART = 8
 """Characters that mkdtemp appends."""
+
+
+def remove_private(directory: Path) -> None:
+    """Remove a directory of `private_directory`, even if others write into it at this moment. It is renamed
+    first: a file that appears between the listing and the removal would keep the directory."""
+    gone = directory.with_name(f"{directory.name}.gone")
+    with suppress(OSError):  # it is gone, or another process has renamed it and was killed then
+        directory.rename(gone)
+    shutil.rmtree(gone, ignore_errors=True)
 
 
 def private_directory(prefix: str, socket_bytes: int, fallbacks: Sequence[str] = FALLBACKS) -> Path:

@@ -1,6 +1,9 @@
 """The ranks of a run meet at a port that is theirs from the moment it is chosen."""
 
+import contextlib
+import itertools
 import os
+import threading
 from contextlib import closing
 from datetime import timedelta
 
@@ -8,7 +11,13 @@ import pytest
 import torch.distributed as dist
 
 from megatron_ibpo.basics.distributed import start_world
-from megatron_ibpo.basics.rendezvous import LOOPBACK, STORE_DESCRIPTOR, listen
+from megatron_ibpo.basics.rendezvous import (
+    LOOPBACK,
+    STORE_DESCRIPTOR,
+    listen,
+    private_directory,
+    remove_private,
+)
 
 
 def test_nobody_else_gets_the_port_before_the_ranks_meet_there(monkeypatch):
@@ -25,3 +34,22 @@ def test_nobody_else_gets_the_port_before_the_ranks_meet_there(monkeypatch):
         assert other.num_keys() > 0
     with listen(LOOPBACK, port):
         pass  # free again
+
+
+def test_a_directory_goes_while_another_thread_writes_into_it(tmp_path):
+    """As vLLM may, in an engine whose owner has died while it starts."""
+    directory, wrote = private_directory("ibpo-", 0, (str(tmp_path),)), threading.Event()
+
+    def write():
+        with contextlib.suppress(FileNotFoundError):
+            for number in itertools.count():
+                (directory / str(number)).touch()
+                wrote.set()
+
+    writer = threading.Thread(target=write, daemon=True)
+    writer.start()
+    assert wrote.wait(10)
+    remove_private(directory)
+    writer.join(10)
+    assert not writer.is_alive()
+    assert list(directory.parent.glob(f"{directory.name}*")) == []

@@ -2,7 +2,6 @@
 
 import importlib.util
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -19,7 +18,7 @@ import numpy as np
 
 import megatron_ibpo
 from megatron_ibpo.basics.records import Sample, SampleRequest
-from megatron_ibpo.basics.rendezvous import private_directory
+from megatron_ibpo.basics.rendezvous import private_directory, remove_private
 from megatron_ibpo.basics.supervised import end_group, shared_memory
 from megatron_ibpo.engines.protocol import EngineDiedError, EngineError, EngineStartError
 from megatron_ibpo.engines.settings import EngineSettings
@@ -215,14 +214,14 @@ class Engine:
             self._why_killed = why
             self._killed_by_others = self._process.poll() == -signal.SIGKILL
             # comes first, since this process may be killed here too; the other processes then clear up
-            shutil.rmtree(self._scratch, ignore_errors=True)
+            remove_private(self._scratch)
             end_group(self._process.pid, self._shared_memory)
             self._process.wait()
             self._reader.join(
                 CLOSE_TIMEOUT_S
             )  # it sees the socket close; only then may the descriptor be used again
             self._channel.close()
-            shutil.rmtree(self._scratch, ignore_errors=True)
+            remove_private(self._scratch)
 
     def _send(self, method: str, *arguments: Any) -> None:
         try:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import importlib.util
 import os
-import shutil
 import signal
 import sys
 import threading
@@ -22,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from megatron_ibpo.basics.records import ExpertIds, SampleRequest, expert_ids
+from megatron_ibpo.basics.rendezvous import remove_private
 from megatron_ibpo.basics.supervised import end_group
 from megatron_ibpo.engines.settings import EngineSettings
 from megatron_ibpo.engines.vllm.messages import (
@@ -149,7 +149,7 @@ def _end(scratch: Path) -> None:
 
 def _clear_up(scratch: Path) -> None:
     end_group(os.getpgrp())
-    shutil.rmtree(scratch, ignore_errors=True)
+    remove_private(scratch)  # vLLM's thread goes on meanwhile
 
 
 class SamplingEngine:
