@@ -274,7 +274,9 @@ def test_all_that_one_process_cannot_do_is_refused_at_once_before_it_starts(beca
         assert str(refused.value).split("\n  ") == [f"{len(every)} problems in the configuration:", *every]
 
 
-def test_a_layout_of_two_processes_is_refused():
+def test_one_process_trains_and_a_layout_of_two_is_refused():
+    alone = InOneProcess().check(parse_config(LEAN), read_hf_config(TINY))
+    assert (alone.cluster.num_trainers, alone.rollout.vllm_dtype) == (1, "float32")
     config = parse_config([*LEAN, "--tensor-model-parallel-size", "2"])
     with pytest.raises(ValueError, match=r"TP x PP = 2 does not divide the world size \(1\)"):
         InOneProcess().check(config, read_hf_config(TINY))

@@ -280,6 +280,7 @@ SEEN = [
     ("def f(a): return a.pop()", "a = [1, 2]\nr = []\nwhile a:\n r.append(f(a))\nassert r == [2, 1]"),
     ("def f(x): return x[5]", "try:\n f([1])\n assert False\nexcept IndexError:\n pass"),
     ("def f(): return iter([1, 2])", "assert [x for x in f()] == [1, 2]"),
+    ("import sys\ndef f(): return sys.stdin.read()", "assert f() == ''"),
 ]  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 import ast
 from collections import Counter
 
-from mutants import ROOT, in_runs, read_mutants
+from mutants import ROOT, in_runs, is_in_function, read_mutants
 from mutation_sample import at, drawn, edit_of
 
 PACKAGE = ROOT / "megatron_ibpo"
@@ -43,3 +43,8 @@ def test_pytest_collects_two_files_first_and_then_more():
     assert runs[0] == ["f.py::a", "g.py::a", "f.py::b", "g.py::b"]
     assert [len(run) for run in runs] == [4, 12, 4]
     assert [*in_runs([])] == []
+
+
+def test_only_the_body_of_a_function_is_run_by_its_callers_alone():
+    source = "LIMIT = 3\n\n\ndef first(\n    most=LIMIT,\n):\n    return most\n"
+    assert [line for line in range(1, 8) if is_in_function(source, {line})] == [7]
