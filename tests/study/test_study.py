@@ -754,8 +754,10 @@ def test_a_finished_run_is_known_again_and_another_one_in_its_place_refused(tmp_
 def of_stand_in(tmp_path):
     """A run of `stand_in_training.train`: 7 steps of 16 prompts with 8 responses each."""
     recipe, run = tmp_path / "recipe.yaml", planned(tmp_path)
-    settings = {"rollout-batch-size": 16, "n-samples-per-prompt": 8, "lr": 3e-4, "seed": 0, "budget": 1}
-    settings |= {"advantage-estimator": "ibpo", "hf-checkpoint": "tiny"}
+    settings = {
+        "rollout-batch-size": 16, "n-samples-per-prompt": 8, "lr": 3e-4, "seed": 0, "budget": 1,
+        "advantage-estimator": "ibpo", "hf-checkpoint": "tiny",
+    }  # fmt: skip
     recipe.write_text(yaml.safe_dump(settings))
     words = ("--config", str(recipe), "--run-dir", str(run.directory))
     return replace(run, arguments=words, config=recipe.read_text())
