@@ -143,8 +143,8 @@ def test_answers_are_extracted_where_the_verifier_of_a_set_defines_them(tmp_path
     path = rows("mine.jsonl", {"prompt": "1+2=", "label": "3"})
     (boxed,) = opened(tmp_path, path, rm_type="math")
     assert boxed.answer(boxed.prompts[0], r"so it is \boxed{3}") == "3"
-    (tmp_path / "own.py").write_text("def score(question, response, label, metadata):\n    return 0.0\n")
-    (own,) = opened(tmp_path, path, rm_type=f"{tmp_path / 'own.py'}:score")
+    (tmp_path / "zero.py").write_text("def score(question, response, label, metadata):\n    return 0.0\n")
+    (own,) = opened(tmp_path, path, rm_type=f"{tmp_path / 'zero.py'}:score")
     assert own.answer is None
 
 

@@ -216,8 +216,8 @@ def test_all_prompts_are_played_in_the_environment_of_the_run_or_in_their_own(tm
     held_out[1]["metadata"] = {"environment": "its:Own", "level": 1}
     (tmp_path / "held_out.jsonl").write_text("\n".join(map(json.dumps, held_out)))
     evaluated = ("--eval-prompt-data", str(tmp_path / "held_out.jsonl"), "--eval-num-prompts", "2")
-    (tmp_path / "own.py").write_text("def extract_answer(response): return response\nscore = None")
-    of_run = ("--rm-type", f"{tmp_path / 'own.py'}:score", "--rollout-max-context-len", "128", *evaluated)
+    (tmp_path / "whole.py").write_text("def extract_answer(response): return response\nscore = None")
+    of_run = ("--rm-type", f"{tmp_path / 'whole.py'}:score", "--rollout-max-context-len", "128", *evaluated)
     data = open_run_data(config_of(tmp_path, *of_run, "--environment", "a:Game"))
     (own,) = data.eval_sets
     assert [prompt.metadata for prompt in own.prompts] == [

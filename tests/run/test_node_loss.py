@@ -26,7 +26,7 @@ def opened(monkeypatch):
         left = list(happens)
 
         @contextmanager
-        def open_run(config, node_wait):
+        def open_run(config, node_wait, started):
             waits.append(node_wait)
             if isinstance(left[0], ProcessDiedError):
                 raise left.pop(0)
