@@ -19,8 +19,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 STARTED = pytest.StashKey[float]()
-MARKS = ("world", "engine", "ray", "kernel", "slow", "lint")
-"""Marks of tests that are no unit tests."""
+MARKS = ("world", "engine", "ray", "kernel", "slow", "lint")  # marks of tests that are no unit tests
 BUDGET_S = 60
 """Seconds that the tests of a file may take together before the summary names it; none fails by it."""
 
@@ -47,7 +46,6 @@ def planner():
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """Tiny checkpoints of a dense model and of a Qwen3-Next, by these names."""
     from support.tiny_models import make_qwen3, make_qwen3_next  # most tests need no torch
 
     place = tmp_path_factory.mktemp("models")

@@ -1,2 +1,1 @@
-"""A campaign of kills: processes of a small run end or stop at random moments, and what the run comes to is
-compared with a clean replay of its journal."""
+"""A campaign of kills: whatever ends or stops, a run comes to what a clean replay of its journal comes to."""

@@ -12,12 +12,10 @@ from chaos.results import append, read, so_far, table
 from chaos.trial import ROOT
 
 KILLS_OF_A_RUN = 25
-MOST_SAID = 6000
-"""Characters of the last driver's output, where something was wrong."""
+MOST_SAID = 6000  # characters of the last driver's output, where something was wrong
 
 
 def main() -> int:
-    """Returns the exit status: 1 if a run was not as it must be."""
     end_on_sigterm()
     kills = int(sys.argv[1]) if len(sys.argv) > 1 else 20
     seed = int(sys.argv[2]) if len(sys.argv) > 2 else 0

@@ -26,28 +26,19 @@ from support.simulated_cluster import SimulatedCluster, simulated_cluster
 
 Record = dict[str, Any]
 DISK_MB = 200
-CACHE = "torchinductor_"
-"""torch's own, for all processes of a user: it stays."""
+CACHE = "torchinductor_"  # torch's own, for all processes of a user: it stays
 TRACEBACK = "ibpo-*.log"
 """Of a driver whose run's directory could not take it; the driver has said where it is."""
 UNFINISHED = (".partial", ".removed", ".tmp", ".old")
 MOST_STARTS = 60
-ENDS_SOON_S = 5.0
-"""Seconds for a driver that ends at once if it cannot continue."""
+ENDS_SOON_S = 5.0  # seconds for a driver that ends at once if it cannot continue
 NODES, CLUSTER_EVERY, KILLS_ON_A_CLUSTER = 3, 6, 6
 """Every sixth run is on a simulated cluster: the trainer on one node, an engine on each of the others."""
-LATEST_STEP = STEPS - 4
-"""A run that is nearly done is left to finish."""
+LATEST_STEP = STEPS - 4  # a run that is nearly done is left to finish
 
 
 def one_run(seed: int, number: int, kills: int, until: float) -> tuple[list[Record], Record, Path]:
-    """A run with at most so many faults, checked: (a record of each fault, one of the run, its place).
-
-    The place is gone if nothing was wrong.
-
-    Args:
-        until: time.monotonic() from which there are no more faults; the run is finished and checked then.
-    """
+    """A run with at most so many faults, checked."""
     rng = random.Random(f"{seed}/{number}")
     began = time.monotonic()
     nodes = NODES if number % CLUSTER_EVERY == CLUSTER_EVERY - 1 and not AGENTS else 1
@@ -78,7 +69,6 @@ def one_run(seed: int, number: int, kills: int, until: float) -> tuple[list[Reco
 
 
 def _faults(trial: Trial, rng: random.Random, kills: int, until: float) -> list[Record]:
-    """Inject up to `kills` faults, each after a step was made since the one before; then the run's end."""
     records: list[Record] = []
     trial.start()
     trial.wait_for_step(1)
@@ -116,16 +106,7 @@ def _faults(trial: Trial, rng: random.Random, kills: int, until: float) -> list[
     return records
 
 
-def _recovered(
-    fault: Fault, step: int, at: float, held: float, rng: random.Random, trial: Trial, engines: Engines
-) -> Record:
-    """See the run go on after a fault.
-
-    Args:
-        step: the last one that was completed before it.
-        at: time.monotonic() of the fault.
-        held: seconds for which it was kept up.
-    """
+def _recovered(fault, step, at, held, rng, trial, engines) -> Record:
     record: Record = {
         "victim": fault.victim,
         "signal": fault.signal,
@@ -164,11 +145,6 @@ def _recovered(
 
 
 def _started_again(trial: Trial, fault: Fault, at: float, rng: random.Random) -> Record:
-    """Start the driver, which has ended; what it left, and what was done meanwhile.
-
-    Args:
-        at: time.monotonic() of the fault.
-    """
     status, ended = trial.ended(), time.monotonic() - at
     trial.problems += wrong_end(fault, status, ended, trial.log.read_text(errors="replace"))
     trial.relieve()
@@ -187,7 +163,6 @@ def _started_again(trial: Trial, fault: Fault, at: float, rng: random.Random) ->
 
 
 def _checked(trial: Trial, place: Path) -> list[str]:
-    """Return what is wrong with a run that has finished."""
     _, left = gone_within(place, 10)
     problems = [f"still running: {left}"] if left else []
     problems += _lying_about(trial, place)
@@ -211,14 +186,12 @@ def _checked(trial: Trial, place: Path) -> list[str]:
 
 
 def _episodes_checked(trial: Trial, problems: list[str]) -> Record:
-    """Add to the problems those of the run's episodes; return how many have rewards, how many lack one."""
     found, scored, absent = audit_episodes(trial.run_dir / "journal", [*FLAGS, "--seed", str(trial.seed)])
     problems += found
     return {"episodes_scored": scored, "episodes_absent": absent}
 
 
 def _lying_about(trial: Trial, place: Path) -> list[str]:
-    """Files of the run outside its directory, shared memory, and what was not finished inside."""
     temporary = [
         path.name
         for path in (place / "tmp").iterdir()
@@ -254,7 +227,6 @@ def _place() -> Iterator[Path]:
 
 
 def failing_disk(place: Path) -> Path | None:
-    """The library that lets disks fail, compiled; None where there is no compiler."""
     library, source = place / "failing_disk.so", Path(__file__).with_name("failing_disk.c")
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
@@ -266,7 +238,6 @@ def failing_disk(place: Path) -> Path | None:
 
 @contextmanager
 def _cluster(place: Path, nodes: int) -> Iterator[SimulatedCluster | None]:
-    """Yield a simulated cluster, whose processes belong to `place`, or None for a single node."""
     if nodes == 1:
         yield None
         return

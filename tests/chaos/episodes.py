@@ -1,11 +1,4 @@
-"""Kills the processes of episodes while they are played, and plays each episode that got a score once more.
-
-    bash tests/chaos.sh episodes [KILLS, 100 by default] [SEED, 0 by default]
-
-No engine and no trainer take part: a scripted policy plays through the turn loop of a run. A campaign goes on
-where the last one with the same seed has ended; each piece is a line of tools/results/chaos_episodes.jsonl,
-or $CHAOS_RESULTS. It ends with status 1 at an episode that is lost, or whose reward is not that of its turns.
-"""
+"""Kills the processes of episodes while they are played, and plays each one that got a score once more."""
 
 import asyncio
 import json
@@ -38,8 +31,7 @@ KILLS_OF_A_PIECE = 50
 PROCESSES, AT_ONCE = 16, 24
 LIMITS = EnvironmentConfig(step_timeout=3.0, environment_processes=PROCESSES, max_turns=12)
 GAME = "chaos.episode_game:Game"
-TURN_S = 0.01
-"""Seconds that the policy takes for a turn."""
+TURN_S = 0.01  # seconds that the policy takes for a turn
 SIGNALS = ["SIGKILL"] * 6 + ["SIGTERM"] * 2 + ["SIGSTOP"]
 
 TOKENIZER = byte_level()
@@ -53,7 +45,6 @@ def prompt_of(number: int) -> Prompt:
 
 
 async def say(request: SampleRequest) -> Sample:
-    """Return the policy's turn: a number that depends on the seed."""
     await asyncio.sleep(TURN_S)
     ids = token_ids([*TOKENIZER.encode(f" {request.seed % 97}"), END])
     shape = len(ids)
@@ -64,8 +55,6 @@ async def say(request: SampleRequest) -> Sample:
 
 
 class Killer:
-    """Hits the processes of episodes, and now and then the one that they are forks of."""
-
     def __init__(self, rng: random.Random, kills: int) -> None:
         self._rng, self._left = rng, kills
         self.hits: Counter[str] = Counter()
@@ -87,7 +76,6 @@ class Killer:
 
 
 async def one_piece(pool: EnvironmentPool, seed: int, piece: int, kills: int) -> dict[str, Any]:
-    """Play episodes until so many processes were hit; return what came of them."""
     rng = random.Random(f"{seed}/{piece}")
     episodes = Episodes(pool, CHAT, LIMITS, seed, 1.0, None)
     killer = Killer(rng, kills)
@@ -122,7 +110,6 @@ async def one_piece(pool: EnvironmentPool, seed: int, piece: int, kills: int) ->
 
 
 def main() -> int:
-    """Return the exit status."""
     kills = int(sys.argv[1]) if len(sys.argv) > 1 else 100
     seed = int(sys.argv[2]) if len(sys.argv) > 2 else 0
     results = Path(os.environ.get("CHAOS_RESULTS", ROOT / "tools/results/chaos_episodes.jsonl"))

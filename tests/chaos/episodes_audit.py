@@ -15,11 +15,7 @@ from support.replayed_episodes import replay_problems
 
 
 def audit_episodes(journal: Path, flags: Sequence[str]) -> tuple[list[str], int, int]:
-    """Return (what is wrong, number of episodes with a reward, number of those without).
-
-    Args:
-        flags: those that the run was started with.
-    """
+    """Return (what is wrong, number of episodes with a reward, number of those without)."""
     config = parse_config(flags)
     hf_dir, target = config.model.hf_checkpoint, config.environment.environment
     assert hf_dir is not None

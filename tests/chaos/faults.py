@@ -25,26 +25,18 @@ NEVER_CONTINUED = ("engine", "host", "verifier", "episode")
 
 Kinds = dict[str, list[psutil.Process]]
 OK, FAILED, BAD_INPUT = 0, 1, 2
-ENDS_WITHIN_S = 90.0
-"""In which a run that cannot go on must have ended by itself."""
-BUSY = 8
-"""Processes that compute while the driver starts."""
+ENDS_WITHIN_S = 90.0  # in which a run that cannot go on must have ended by itself
+BUSY = 8  # processes that compute while the driver starts
 
 
 @dataclass
 class Fault:
-    """One that is about to happen."""
-
-    victim: str
-    """Kind of process, or "disk", "failing disk", "directory", "start"."""
+    victim: str  # kind of process, or "disk", "failing disk", "directory", "start"
     signal: str
     process: psutil.Process | None = None
-    engine: int | None = None
-    """Index of the engine, where it or the process that holds it is the victim."""
-    engine_pid: int = 0
-    """Process id of that engine."""
-    torn: str | None = None
-    """File that is torn before the driver is started again, by its name in TEARS."""
+    engine: int | None = None  # index of the engine, where it or the process that holds it is the victim
+    engine_pid: int = 0  # process id of that engine
+    torn: str | None = None  # file that is torn before the driver is started again, by its name in TEARS
 
     @property
     def ends_the_driver(self) -> bool:
@@ -76,22 +68,11 @@ WITHOUT_PROCESS = {
     "failing disk": ["EIO", "EROFS"],
     "directory": ["deleted"],
     "start": ["busy"],
-}
-"""Victims that are no process → what can happen to them."""
+}  # victims that are no process → what can happen to them
 
 
 def choose(rng: random.Random, trial: Trial, kinds: Kinds, spared: set[int]) -> Fault:
-    """A fault at random, of those that are possible now: first what it hits, then how.
-
-    On a cluster it hits the raylet of a node that has engines, and with it whatever is on that node.
-
-    Args:
-        kinds: the run's processes; see `by_kind`.
-        spared: engines that are not to be hit.
-
-    Raises:
-        psutil.NoSuchProcess: what it would hit is not there now.
-    """
+    """A fault at random, of those that are possible now: first what it hits, then how."""
     if trial.cluster is not None:
         if not (raylets := raylets_above(kinds["engine"])):
             raise psutil.NoSuchProcess(0, "raylet")
@@ -124,11 +105,6 @@ def choose(rng: random.Random, trial: Trial, kinds: Kinds, spared: set[int]) -> 
 
 
 def _of_agents(rng: random.Random, kinds: Kinds) -> Fault:
-    """Choose a process of the kinds that episodes depend on.
-
-    Raises:
-        psutil.NoSuchProcess: there is none now.
-    """
     victim = rng.choice(VICTIMS)
     if not kinds[victim]:
         raise psutil.NoSuchProcess(0, victim)
@@ -166,12 +142,6 @@ def inject(fault: Fault, rng: random.Random, trial: Trial) -> float:
 
 
 def wrong_end(fault: Fault, status: int | None, seconds: float, said: str) -> list[str]:
-    """Return what is wrong with how a driver ended after a fault.
-
-    Args:
-        seconds: from the fault to the end.
-        said: all that the driver has printed.
-    """
     what = f"{fault.signal} of {fault.victim}"
     last = said.strip().splitlines()[-1][-300:] if said.strip() else ""
     if status == BAD_INPUT:
@@ -197,7 +167,6 @@ def wrong_end(fault: Fault, status: int | None, seconds: float, said: str) -> li
 
 
 def mend(fault: Fault, trial: Trial) -> list[str]:
-    """Put right what a fault has left, before the driver is started again; what is wrong with that."""
     trial.failing.unlink(missing_ok=True)
     if fault.victim == "start":
         trial.burden(BUSY)
@@ -210,7 +179,6 @@ def mend(fault: Fault, trial: Trial) -> list[str]:
 
 
 def _copy(trial: Trial) -> Path:
-    """Return where a copy of the run's directory is kept, which the fault deletes."""
     return trial.run_dir.with_name("kept")
 
 
@@ -271,7 +239,6 @@ def _ends(segment: Path) -> list[tuple[int, int | None]]:
 
 
 def _fill(disk: Path, seconds: float) -> float:
-    """Leave no room on it for a while."""
     filling = disk / "filling"
     with suppress(OSError), filling.open("wb", buffering=0) as file:
         while file.write(b"x" * 2**20):

@@ -9,13 +9,7 @@ GroupId = tuple[int, int]
 
 
 def audit(directory: Path, *, steps: int, responses: int, sampling: dict[str, Any]) -> list[str]:
-    """Return what is wrong with the journal of a run that has finished; empty if nothing is.
-
-    Args:
-        steps: that it took.
-        responses: of each prompt.
-        sampling: `cursor` and `open` of its last checkpoint, the prompts that no batch has taken.
-    """
+    """Return what is wrong with the journal of a run that has finished; empty if nothing is."""
     recovered = read_journal(directory, 0)
     problems = [f"the journal cannot be read whole: {note}" for note in recovered.notes]
     if [batch.step for batch in recovered.batches] != list(range(1, steps + 1)):

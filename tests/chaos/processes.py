@@ -11,10 +11,8 @@ from pathlib import Path
 import psutil
 
 VERIFIER = "-m megatron_ibpo.rewards.worker"
-SUPERVISOR = "basics/supervisor.py"
-"""Its command holds that of its verifier."""
-ZYGOTE = "megatron_ibpo.environments.zygote"
-"""Module of the process that forks episodes, and of each episode."""
+SUPERVISOR = "basics/supervisor.py"  # its command holds that of its verifier
+ZYGOTE = "megatron_ibpo.environments.zygote"  # module of the process that forks episodes, and of each episode
 ENGINE = "engine_process"
 ACTOR = "ray::_Process"
 RAY_SERVERS = {"gcs_server": "gcs", "raylet": "own raylet"}
@@ -22,12 +20,10 @@ RAY_SERVERS = {"gcs_server": "gcs", "raylet": "own raylet"}
 
 
 def end_on_sigterm() -> None:
-    """End on SIGTERM as on an exception, so that nothing is left running."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
 def below(pid: int) -> list[psutil.Process]:
-    """Everything that this process has started and that lives."""
     with suppress(psutil.Error):
         return psutil.Process(pid).children(recursive=True)
     return []
@@ -62,7 +58,6 @@ def by_kind(processes: Iterable[psutil.Process]) -> dict[str, list[psutil.Proces
 
 
 def raylets_above(engines: Iterable[psutil.Process]) -> list[psutil.Process]:
-    """Return the raylets of the nodes that these engines are on."""
     found = {}
     for engine in engines:
         with suppress(psutil.Error):
@@ -73,12 +68,10 @@ def raylets_above(engines: Iterable[psutil.Process]) -> list[psutil.Process]:
 
 
 def actors_among(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
-    """The processes of Ray's that hold something of the run."""
     return [process for process in processes if ACTOR in title(process)]
 
 
 def title(process: psutil.Process) -> str:
-    """Return the command line that the process shows now."""
     with suppress(psutil.Error):
         return " ".join(process.cmdline())
     return ""
@@ -117,14 +110,12 @@ def gone_within(place: Path, seconds: float) -> tuple[float, list[str]]:
 
 
 def end_all(place: Path) -> None:
-    """Kill what runs of `place`."""
     for process in of_place(place):
         with suppress(psutil.Error):
             process.kill()
 
 
 def shared_memory_of(processes: Iterable[psutil.Process]) -> set[str]:
-    """Names in /dev/shm of the segments that they have mapped."""
     names: set[str] = set()
     for process in processes:
         with suppress(OSError):

@@ -22,35 +22,24 @@ MARGIN_S = 15.0
 
 @dataclass
 class Replacement:
-    """The replacement of one engine, under way."""
-
-    hit: float
-    """time.monotonic() of the fault."""
-    old: int
-    """Process of the engine that was hit."""
-    read_from: int
-    """Bytes of its log that were there then."""
+    hit: float  # time.monotonic() of the fault
+    old: int  # process of the engine that was hit
+    read_from: int  # bytes of its log that were there then
     ready: float | None = None
-    start_seconds: float | None = None
-    """Seconds from the new process's creation until vLLM was ready in it."""
-    seconds: float | None = None
-    """Seconds from the fault until the new engine had joined."""
+    start_seconds: float | None = None  # seconds from the new process's creation until vLLM was ready in it
+    seconds: float | None = None  # seconds from the fault until the new engine had joined
 
 
 @dataclass
 class Engines:
-    """The engines of one driver's life."""
-
     logs: Path
-    since: float
-    """time.monotonic() when they began to work."""
+    since: float  # time.monotonic() when they began to work
     under_way: dict[int, Replacement] = field(default_factory=dict)
     worked: dict[int, list[float]] = field(default_factory=dict)
     """Seconds of work before each death, by engine."""
     joined: dict[int, float] = field(default_factory=dict)
 
     def hit(self, index: int, pid: int, at: float) -> Replacement:
-        """Note that this engine, which ran as process `pid`, or what holds it, was hit at `at`."""
         log = self._log(index)
         self.worked.setdefault(index, []).append(at - self.joined.get(index, self.since))
         size = log.stat().st_size if log.exists() else 0
@@ -58,7 +47,6 @@ class Engines:
         return self.under_way[index]
 
     def look(self) -> None:
-        """Record the engines that have joined since."""
         for index, one in list(self.under_way.items()):
             with self._log(index).open("rb") as log:
                 log.seek(one.read_from)
@@ -73,7 +61,6 @@ class Engines:
                 del self.under_way[index]
 
     def working(self) -> int:
-        """Engines that were not hit, or have joined again."""
         return ENGINES - len(self.under_way)
 
     def spared(self) -> set[int]:
@@ -97,8 +84,6 @@ def _age(pid: int) -> float | None:
 
 
 class NewTrainer:
-    """A trainer that the same driver starts in the place of the one that was just hit."""
-
     def __init__(self, driver: int) -> None:
         self.start_seconds: float | None = None
         """Seconds from the first sight of its process until its part of the model was built."""

@@ -11,7 +11,6 @@ Record = dict[str, Any]
 
 
 def read(path: Path) -> list[Record]:
-    """All records; none where there is no file yet."""
     if not path.exists():
         return []
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
@@ -50,7 +49,6 @@ def beyond_start(record: Record) -> float | None:
 
 
 def table(records: Sequence[Record]) -> str:
-    """Count, and seconds of recovery: median and worst, by what was hit and how; in Markdown."""
     kinds: dict[tuple[str, str], list[Record]] = defaultdict(list)
     for record in records:
         if record["kind"] == "kill":

@@ -17,8 +17,7 @@ from support.simulated_cluster import SimulatedCluster
 
 STEPS = int(os.environ.get("CHAOS_STEPS", "80"))
 PROMPTS, RESPONSES = 4, 4
-HANGS_S = 5.0
-"""After which something that does nothing is taken to hang."""
+HANGS_S = 5.0  # after which something that does nothing is taken to hang
 AGENTS = os.environ.get("CHAOS_AGENTS") == "1"
 """Whether responses are episodes, and only drivers, engines and the processes of environments are hit."""
 VICTIMS = os.environ.get("CHAOS_VICTIMS", "driver driver engine engine engine episode zygote").split()
@@ -37,12 +36,10 @@ FLAGS = [
     *("--engine-stall-timeout", str(HANGS_S), "--update-weight-timeout", str(HANGS_S)),
     *("--reward-timeout", str(HANGS_S)),
 ]
-ORPHANS_S = 10.0
-"""In which what a dead driver has started must have ended by itself."""
+ORPHANS_S = 10.0  # in which what a dead driver has started must have ended by itself
 STUCK_S = 900.0
 """Without a step, after which a run is taken to hang: on a busy machine a start alone takes minutes."""
-END_S = 300.0
-"""Seconds for a driver that was asked to end."""
+END_S = 300.0  # seconds for a driver that was asked to end
 STEP_LINE = re.compile(rb"^step (\d+)/\d+ .* ([\d.]+) s \(", re.MULTILINE)
 
 
@@ -58,36 +55,26 @@ class StuckError(RuntimeError):
 
 @dataclass
 class Trial:
-    """A run in a place of its own, and what was seen of it."""
-
     place: Path
     """Directory of its temporary files and logs; its name is in the environment of all that is started."""
     run_dir: Path
     seed: int
-    cluster: SimulatedCluster | None = None
-    """Simulated cluster that it runs on; None for this machine alone."""
-    starts: int = 0
-    """Number of starts of the driver."""
+    cluster: SimulatedCluster | None = None  # simulated cluster that it runs on; None for this machine alone
+    starts: int = 0  # number of starts of the driver
     driver: subprocess.Popen[bytes] | None = None
-    spawned: float = 0.0
-    """time.monotonic() of the last start."""
-    start_seconds: float | None = None
-    """Seconds of the last start until its first step began."""
+    spawned: float = 0.0  # time.monotonic() of the last start
+    start_seconds: float | None = None  # seconds of the last start until its first step began
     problems: list[str] = field(default_factory=list)
-    shared_memory: set[str] = field(default_factory=set)
-    """Segments that its processes had."""
+    shared_memory: set[str] = field(default_factory=set)  # segments that its processes had
     failing_disk: Path | None = None
     """The library that lets a disk fail (failing_disk.c), where it could be compiled."""
-    busy: list[subprocess.Popen[bytes]] = field(default_factory=list)
-    """Processes that compute for nothing."""
+    busy: list[subprocess.Popen[bytes]] = field(default_factory=list)  # processes that compute for nothing
 
     @property
     def log(self) -> Path:
-        """File that the present driver prints to."""
         return self.place / f"driver_{self.starts:03d}.log"
 
     def start(self) -> None:
-        """Start the driver; from the second time on it goes on from what there is."""
         (self.place / "tmp").mkdir(exist_ok=True)
         self.starts += 1
         self.start_seconds = None
@@ -122,7 +109,6 @@ class Trial:
         self.busy = [subprocess.Popen(command, env=environment) for _ in range(processes)]
 
     def relieve(self) -> None:
-        """End those processes."""
         for process in self.busy:
             process.kill()
             process.wait()
@@ -133,7 +119,6 @@ class Trial:
         return self.driver.pid
 
     def ended(self) -> int | None:
-        """The driver's exit status; None while it runs."""
         assert self.driver is not None
         return self.driver.poll()
 
@@ -153,11 +138,6 @@ class Trial:
         return int(lines[-1][0])
 
     def wait_for_step(self, step: int, look: Callable[[], object] = lambda: None) -> None:
-        """Wait until this step is completed, or the driver has ended. Call `look` meanwhile.
-
-        Raises:
-            StuckError: no step came for a long time.
-        """
         latest, since = -1, time.monotonic()
         while (now := self.step()) < step and self.ended() is None:
             if now != latest:
@@ -168,16 +148,10 @@ class Trial:
             time.sleep(0.05)
 
     def wait_for_end(self) -> None:
-        """Wait for the end of the driver.
-
-        Raises:
-            StuckError: it does not end.
-        """
         if not self.ends_within(END_S):
             raise StuckError(f"the driver does not end, see {self.log}")
 
     def ends_within(self, seconds: float) -> bool:
-        """Wait for the end of the driver; whether it came."""
         deadline = time.monotonic() + seconds
         while self.ended() is None and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -187,8 +161,7 @@ class Trial:
         return self.ended() == 0
 
     def orphans_end(self) -> float:
-        """Return the seconds until all that the driver had started was gone; what is not is a problem. Not on
-        a cluster, whose own processes are in this place too."""
+        """Return the seconds until all that the driver had started was gone; what is not is a problem."""
         if self.cluster is not None:
             return 0.0
         seconds, left = gone_within(self.place, ORPHANS_S)
@@ -198,6 +171,5 @@ class Trial:
         return seconds
 
     def last_words(self) -> str:
-        """Return the driver's last lines, for the record."""
         lines = self.log.read_text(errors="replace").strip().splitlines()
         return lines[-1][-300:] if lines else ""

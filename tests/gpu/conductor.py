@@ -1,7 +1,6 @@
-"""Runs the parts of `tests/gpu.sh`, each in a process of its own, and keeps what they found in one JSON file.
+"""Runs the parts of `tests/gpu.sh`, each in a process of its own; what they found is one JSON file.
 
-Only the standard library is imported: whatever is broken on a machine must not break this. The file is
-written anew after each part, so that a run that is cut off leaves what it had.
+Only the standard library is imported: whatever is broken on a machine must not break this.
 """
 
 import argparse
@@ -25,15 +24,10 @@ ROOT = HERE.parent.parent
 
 @dataclass(frozen=True)
 class Part:
-    """One thing to find out."""
-
     name: str
-    seconds: float
-    """It may take; then it is ended, and what it had found stays."""
-    module: str = ""
-    """Module in `parts`; its name with underscores unless given."""
-    variant: str = ""
-    """Argument of the module."""
+    seconds: float  # it may take; then it is ended, and what it had found stays
+    module: str = ""  # module in `parts`; its name with underscores unless given
+    variant: str = ""  # argument of the module
 
 
 PARTS = (
@@ -59,20 +53,15 @@ PARTS = (
     Part("racecheck", 180, "sanitizer", "racecheck"),
     Part("synccheck", 180, "sanitizer", "synccheck"),
     Part("initcheck", 180, "sanitizer", "initcheck"),
-)
-"""First what only a GPU can refute: memory that is pinned, freed and lent, real streams, groups of NCCL."""
+)  # first what only a GPU can refute: memory that is pinned, freed and lent, real streams, groups of NCCL
 
 MINUTES, QUICK_MINUTES = 30.0, 9.5
-LEAST_S = 20.0
-"""With less time left no part is started."""
-SHOWN = 4000
-"""Characters kept of what a part said when it did not pass."""
-LINE = 160
-"""Characters of a part's line on the screen."""
+LEAST_S = 20.0  # with less time left no part is started
+SHOWN = 4000  # characters kept of what a part said when it did not pass
+LINE = 160  # characters of a part's line on the screen
 
 
 def main(argv: list[str]) -> int:
-    """0 when every part passed or was skipped."""
     arguments = parse(argv)
     if arguments.wheels is not None:
         return wheels.download(arguments.wheels)
@@ -137,7 +126,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def computed_by(parts: dict[str, Any]) -> dict[str, str]:
-    """Return the libraries that computed the layers of each trainer, by part."""
     found = {}
     for name, part in parts.items():
         if layers := part.get("layers"):
@@ -148,7 +136,6 @@ def computed_by(parts: dict[str, Any]) -> dict[str, str]:
 
 
 def run_part(part: Part, arguments: argparse.Namespace, deadline: float) -> dict[str, Any]:
-    """Run a part; return its status, seconds, numbers, and its output where it did not pass."""
     left = deadline - time.monotonic()
     if left < LEAST_S:
         return {"status": "skipped", "reason": "no time was left for it", "seconds": 0.0}
@@ -212,7 +199,6 @@ def save(report: dict[str, Any], path: Path) -> None:
 
 
 def summary(found: dict[str, Any]) -> str:
-    """One line of it."""
     return (found.get("reason") or found.get("summary", "")).partition("\n")[0][:LINE]
 
 

@@ -1,5 +1,4 @@
-"""These tests are collected everywhere and run where there is a CUDA device. `bash tests/gpu.sh`
-runs them, also under compute-sanitizer."""
+"""These tests are collected everywhere and run where there is a CUDA device."""
 
 import os
 

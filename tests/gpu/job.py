@@ -15,15 +15,10 @@ class Skipped(Exception):
 
 @dataclass
 class Job:
-    """Numbers that are noted stand in the report even if the part ends badly later."""
-
-    device: str
-    """cuda or cpu."""
+    device: str  # cuda or cpu
     quick: bool
-    scratch: Path
-    """A directory of its own, gone when the part ends."""
-    variant: str = ""
-    """Name of one of several cases of the same module."""
+    scratch: Path  # a directory of its own, gone when the part ends
+    variant: str = ""  # name of one of several cases of the same module
     found: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -32,13 +27,11 @@ class Job:
 
     @property
     def is_large(self) -> bool:
-        """Return whether it has a GPU, and that much memory on it."""
         import torch
 
         return self.on_gpu and torch.cuda.get_device_properties(0).total_memory >= LARGE_BYTES
 
     def note(self, **numbers: Any) -> None:
-        """Keep numbers under their names, in the file that the conductor reads."""
         self.found |= numbers
         new = self.scratch / "found.new"
         new.write_text(json.dumps(self.found, ensure_ascii=False), encoding="utf-8")

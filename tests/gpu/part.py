@@ -42,7 +42,6 @@ def main() -> None:
 
 
 def missing_package(error: BaseException) -> str | None:
-    """Return the package that the machine lacks, if that is why the part ended."""
     name = error.name if isinstance(error, ModuleNotFoundError) else None
     known = {"megatron": "megatron-core"}
     known |= {name: name for name in ("hypothesis", "pytest", "tyro", "msgpack", "matplotlib", "tensorboard")}

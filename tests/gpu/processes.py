@@ -11,8 +11,6 @@ TIMEOUT_S = 60.0
 
 
 class PipeLink:
-    """Asks the other process; it is told by method's name and arguments."""
-
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
 
@@ -41,7 +39,6 @@ def apart(function: Any, *arguments: Any, **named: Any) -> dict[str, Any]:
 
 @contextmanager
 def beside(make: Callable[[], Any]) -> Iterator[PipeLink]:
-    """A process that has made its object and answers for it; gone afterwards."""
     spawn = multiprocessing.get_context("spawn")
     here, there = spawn.Pipe()
     process = spawn.Process(target=_serve, args=(there, make), daemon=True)

@@ -12,9 +12,7 @@ from job import Skipped
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
-def run_pytest(
-    arguments: list[str], scratch: Path, environment: dict[str, str], prefix: tuple[str, ...] = ()
-) -> dict[str, Any]:
+def run_pytest(arguments, scratch, environment, prefix=()) -> dict[str, Any]:
     """Return how many tests passed, failed and were skipped, what failed with the first lines of why, and the
     exit status.
 

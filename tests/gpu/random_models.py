@@ -1,7 +1,4 @@
-"""Hugging Face directories with public shapes and random weights, made without transformers.
-
-directory = make_random_model(path, SHAPES["qwen3"], device, seed=0)
-"""
+"""Hugging Face directories with public shapes and random weights, made without transformers."""
 
 import json
 from pathlib import Path
@@ -43,13 +40,10 @@ SHAPES: dict[str, dict[str, Any]] = {"qwen3": QWEN3, "qwen3_next": QWEN3_NEXT}
 TINY_SHAPES: dict[str, dict[str, Any]] = {
     "qwen3": QWEN3 | _TINY,
     "qwen3_next": QWEN3_NEXT | _TINY | _TINY_NEXT,
-}
-"""The same models for two CPU cores."""
+}  # the same models for two CPU cores
 
 
-def make_random_model(
-    directory: Path, config: dict[str, Any], device: str, dtype: torch.dtype, seed: int = 0
-) -> Path:
+def make_random_model(directory, config, device, dtype, seed=0) -> Path:
     """Write config.json and one file of weights; the same for the same seed on the same kind of device."""
     directory.mkdir(parents=True)
     (directory / "config.json").write_text(json.dumps(config, indent=2))
@@ -64,7 +58,6 @@ def make_random_model(
 
 
 def _draw(name: str, size: tuple[int, ...], shape: ModelShape, generator: torch.Generator) -> torch.Tensor:
-    """Draw a weight as these models are initialised."""
     device = generator.device
     if name.endswith("A_log"):
         return torch.empty(size, device=device).uniform_(1, 16, generator=generator).log()

@@ -7,7 +7,6 @@ TERMS, TRAINED, EVALUATED = (5, 7), 4096, 256
 
 
 def rows(split):
-    """Sums and differences of five to seven one-digit numbers; those to evaluate on are other draws."""
     draw = random.Random(split)
     for _ in range(EVALUATED if split == "eval" else TRAINED):
         terms = [str(draw.randint(1, 9)) for _ in range(draw.randint(*TERMS))]
@@ -16,5 +15,4 @@ def rows(split):
 
 
 def score(question, response, label, metadata):
-    """1 if what stands after the last # is the label."""
     return float(response.rpartition("#")[2].strip() == label)

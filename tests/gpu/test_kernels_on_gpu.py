@@ -45,7 +45,6 @@ def test_more_rows_than_a_grid_has_in_its_second_dimension(device):
 
 
 def test_an_offset_beyond_32_bits_is_right(device):
-    """The last rows of more than 2^32 logits."""
     rows, vocab = 32_768, 151_936
     logits = torch.zeros(rows, vocab, dtype=torch.bfloat16, device=device)
     targets = torch.full((rows,), vocab - 1, device=device)

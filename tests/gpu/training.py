@@ -21,14 +21,10 @@ if not hasattr(torch.accelerator, "empty_host_cache"):  # torch 2.11 has it by a
 
 @dataclass(frozen=True)
 class Load:
-    """The number and lengths of the sequences of a step."""
-
     sequences: int
     prompt: int
-    response: int
-    """Longest; lengths are spread evenly from an eighth of it on."""
-    max_tokens: int
-    """--max-tokens-per-gpu."""
+    response: int  # longest; lengths are spread evenly from an eighth of it on
+    max_tokens: int  # --max-tokens-per-gpu
 
     @property
     def context(self) -> int:
@@ -48,14 +44,12 @@ def load_of(job: Job, *, slow: bool = False) -> Load:
 
 
 def model_of(job: Job, family: str) -> Path:
-    """Make a model of the family; return its directory."""
     config = (SHAPES if job.on_gpu else TINY_SHAPES)[family]
     dtype = torch.bfloat16 if job.on_gpu else torch.float32
     return make_random_model(job.scratch / "model", config, job.device, dtype)
 
 
 def make_config(job: Job, model: Path, load: Load, **sections: Any) -> Config:
-    """A run's settings, with a learning rate at which five steps show."""
     return Config(
         model=ModelConfig(
             hf_checkpoint=model, bf16=job.on_gpu, allow_local_modules=True, max_tokens_per_gpu=load.max_tokens
@@ -67,7 +61,6 @@ def make_config(job: Job, model: Path, load: Load, **sections: Any) -> Config:
 
 
 def make_sequences(load: Load, vocabulary: int, seed: int = 0) -> list[TrainSequence]:
-    """Random tokens; half of the sequences with a positive advantage."""
     generator = np.random.default_rng(seed)
     return [
         TrainSequence(
@@ -105,7 +98,6 @@ class OneRank:
 
 
 def start_policy(config: Config, checkpoint: Path | None = None) -> tuple[Any, OneRank]:
-    """The policy as the driver has it, and its only rank."""
     from megatron_ibpo.policy.group import Policy
 
     assert config.model.hf_checkpoint is not None

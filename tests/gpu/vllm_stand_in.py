@@ -1,6 +1,4 @@
-"""The part of vLLM 0.32 that `weights/transfer/cuda.py` needs where vLLM is not installed: its sender of
-packed buffers by memory handles, with vLLM's names, arguments and order of events. Nothing else of vLLM is
-there."""
+"""vLLM 0.32's sender of packed buffers by memory handles, for machines without vLLM."""
 
 import sys
 import types
@@ -89,7 +87,6 @@ MODULES: dict[str, tuple[Any, ...]] = {
 
 
 def install() -> None:
-    """Make `import vllm.distributed.weight_transfer…` find this."""
     for name in ("vllm", "vllm.distributed", "vllm.distributed.weight_transfer"):
         _module(name).__path__ = []
     for name, members in MODULES.items():

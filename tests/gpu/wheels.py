@@ -1,5 +1,4 @@
-"""The few small packages that `tests/gpu.sh` needs beside torch, Triton and transformers, for a machine
-without a network: downloaded elsewhere, and unpacked for one run. Nothing is installed."""
+"""The small packages that `tests/gpu.sh` needs, for a machine without a network: unpacked for one run."""
 
 import re
 import subprocess
@@ -20,7 +19,6 @@ PACKAGES = (
 
 
 def pins() -> list[str]:
-    """name==version of each, as everywhere."""
     files = ("megatron-core.txt", "cpu.txt", "cuda.txt", "dev.txt")
     lines = [line for file in files for line in (REQUIREMENTS / file).read_text().splitlines()]
     pinned = {line.partition("==")[0].lower(): line for line in lines}
@@ -28,7 +26,6 @@ def pins() -> list[str]:
 
 
 def download(folder: Path) -> int:
-    """Let pip put the wheels into the folder; returns its exit status."""
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
     # megatron-core declares Python 3.12 and serves 3.11
     status = subprocess.call([*pip, "--ignore-requires-python", "--dest", str(folder), *pins()])
@@ -42,7 +39,6 @@ def download(folder: Path) -> int:
 
 
 def unpack(folder: Path, into: Path) -> list[str]:
-    """Unpack what this Python has not installed; the names of the files."""
     chosen = [file for file in sorted(folder.glob("*.whl")) if not is_installed(file.name)]
     for file in chosen:
         with zipfile.ZipFile(file) as archive:

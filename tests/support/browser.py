@@ -1,9 +1,4 @@
-"""A headless Chromium for tests, driven through its DevTools protocol.
-
-with open_page(path_or_address) as page:
-    page.wait_until("document.title")
-    page.press("j")
-"""
+"""A headless Chromium for tests, driven through its DevTools protocol."""
 
 import base64
 import json
@@ -27,7 +22,6 @@ CODES = {"ArrowLeft": 37, "ArrowRight": 39}
 
 
 def find_browser() -> str | None:
-    """A Chromium on this machine."""
     return next((found for name in NAMES if (found := shutil.which(name))), None)
 
 
@@ -37,13 +31,10 @@ needs_browser = pytest.mark.skipif(
 
 
 class Page:
-    """One open page."""
-
     def __init__(self, connection: ClientConnection):
         self._connection = connection
         self._calls = 0
-        self.events: list[dict[str, Any]] = []
-        """Reports of the page: exceptions, console entries, requests."""
+        self.events: list[dict[str, Any]] = []  # reports of the page: exceptions, console entries, requests
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
         self._calls += 1
@@ -60,13 +51,11 @@ class Page:
             self.events.append(json.loads(self._connection.recv(timeout=TIMEOUT_S)))
 
     def load(self, where: Path | str) -> None:
-        """Open a file or an address in place of what is shown."""
         self.events.clear()
         self.call("Page.navigate", url=where if isinstance(where, str) else where.resolve().as_uri())
         self.wait_for("Page.loadEventFired")
 
     def resize(self, width: int, height: int) -> None:
-        """Give the window so many pixels."""
         size = {"width": width, "height": height}
         self.call("Emulation.setDeviceMetricsOverride", **size, deviceScaleFactor=1, mobile=False)
 
@@ -88,7 +77,6 @@ class Page:
         self.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
 
     def problems(self) -> list[dict[str, Any]]:
-        """Return what went wrong on the page: exceptions, and what the browser logged."""
         return [e for e in self.events if e["method"] in ("Runtime.exceptionThrown", "Log.entryAdded")]
 
     def evaluate(self, expression: str) -> Any:
@@ -110,15 +98,8 @@ class Page:
 
 
 @contextmanager
-def open_page(
-    where: Path | str, *, size: tuple[int, int] = (1400, 1000), dark: bool = False
-) -> Iterator[Page]:
-    """A file or an address of this machine in a browser that can reach nothing else.
-
-    Args:
-        size: of the window, in pixels.
-        dark: the reader prefers dark pages.
-    """
+def open_page(where, *, size=(1400, 1000), dark=False) -> Iterator[Page]:
+    """A file or an address of this machine in a browser that can reach nothing else."""
     browser = find_browser()
     assert browser is not None
     with tempfile.TemporaryDirectory() as profile:

@@ -9,7 +9,6 @@ from megatron_ibpo.data.tokenizer import HuggingFaceTokenizer
 
 
 def byte_level(template: str | None = None, merges: Sequence[tuple[str, str]] = ()) -> HuggingFaceTokenizer:
-    """Return a tokenizer with a chat template, and a token for each of `merges`."""
     pieces = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(pair) for pair in merges)]
     bytes_only = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, list(merges)))
     bytes_only.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

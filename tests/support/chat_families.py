@@ -1,5 +1,4 @@
-"""Makes tokenizers with the chat template and special tokens of published families: one token a byte, and one
-for each special token."""
+"""Tokenizers with the chat template and special tokens of published families: one token a byte."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,12 +18,8 @@ _IMAGES = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>
 
 @dataclass(frozen=True)
 class Family:
-    """The chat format of one family's tokenizer."""
-
-    special: tuple[str, ...]
-    """Special tokens, which decoding leaves out."""
-    tags: tuple[str, ...]
-    """Tokens that decoding shows."""
+    special: tuple[str, ...]  # special tokens, which decoding leaves out
+    tags: tuple[str, ...]  # tokens that decoding shows
     ends: tuple[str, ...]
     """Tokens that end a turn, as in generation_config.json; the first is the tokenizer's."""
 
@@ -58,17 +53,13 @@ FAMILIES = {
 
 
 def family_tokenizer(name: str) -> HuggingFaceTokenizer:
-    """Return a tokenizer of the family."""
     family = FAMILIES[name]
     return tagged_bytes(
         (_TEMPLATES / f"{name}.jinja").read_text(), family.special, family.tags, end=family.ends[0]
     )
 
 
-def tagged_bytes(
-    template: str | None, special: tuple[str, ...], tags: tuple[str, ...] = (), *, end: str
-) -> HuggingFaceTokenizer:
-    """Return a tokenizer of bytes with these special tokens, and tags that are tokens but not special."""
+def tagged_bytes(template, special, tags=(), *, end) -> HuggingFaceTokenizer:
     pieces = sorted(pre_tokenizers.ByteLevel.alphabet())
     bytes_only = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, []))
     bytes_only.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -82,5 +73,4 @@ def tagged_bytes(
 
 
 def end_ids(name: str, tokenizer: HuggingFaceTokenizer) -> list[int]:
-    """Return the ids that end a turn in the family."""
     return [tokenizer.encode(end)[0] for end in FAMILIES[name].ends]

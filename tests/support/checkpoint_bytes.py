@@ -10,7 +10,6 @@ from support.tiny_models import stored_dtype
 
 
 def with_random_bits(source, target, dtype):
-    """A checkpoint whose weights are arbitrary finite bit patterns."""
     generator = torch.Generator().manual_seed(0)
     tensors = {}
     for name, tensor in tensors_of(source).items():
@@ -23,7 +22,6 @@ def with_random_bits(source, target, dtype):
 
 
 def drawn_weights(source, dtype, seed=0):
-    """Return the tensors of a checkpoint redrawn uniformly over [-4, 4], norms included."""
     generator = torch.Generator().manual_seed(seed)
     return {
         name: (torch.rand(tensor.shape, generator=generator) * 8 - 4).to(stored_dtype(name, dtype))
@@ -84,7 +82,6 @@ def one_tensor_per_expert(tensors):
 
 
 def shard_by_hand(origin, target, tensors):
-    """Write a checkpoint in two files with an index."""
     target.mkdir(parents=True)
     shutil.copy(origin / "config.json", target)
     names = sorted(tensors)

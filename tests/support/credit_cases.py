@@ -43,7 +43,6 @@ def correction(target, answer, references=(), **settings):
 
 
 def plain(value):
-    """Records as what `==` compares: arrays as lists, records as dictionaries."""
     if isinstance(value, np.ndarray):
         return [str(value.dtype), value.tolist()]
     if is_dataclass(value):
@@ -54,7 +53,6 @@ def plain(value):
 
 
 def ids_of(value):
-    """An array of tokens, weights or flags as a tuple."""
     return None if value is None else tuple(value.tolist())
 
 
@@ -75,12 +73,10 @@ def prompt(index=0):
 
 
 def of_preset(name):
-    """The preset as a setting of `algorithm`."""
     return {"advantage_estimator": name}
 
 
 def check_algorithm(settings, reward_threshold=1.0):
-    """Check these settings as before a run."""
     config = Config(algorithm=settings)
     config.model.hf_checkpoint = Path()
     config.run.dry_run = True
@@ -122,13 +118,7 @@ def context(config, *, vocabulary=(), **settings):
 
 
 def correct_groups(groups, context, operator, sample, score):
-    """Ask everything that the operator wants sampled, of all groups at once, and attach it scored. The loop
-    does the same group by group.
-
-    Args:
-        sample: from requests to samples in their order.
-        score: fills in reward and correct of each (prompt, sample).
-    """
+    """Ask everything that the operator wants sampled, of all groups at once, and attach it scored."""
     asked = [operator.follow_ups(group, context) for group in groups]
     requests = [follow_up.request for of_group in asked for follow_up in of_group]
     samples = sample(requests) if requests else []
@@ -140,7 +130,6 @@ def correct_groups(groups, context, operator, sample, score):
 
 
 def credit_at_once(groups, context, sample, score, operator=None):
-    """`correct_groups`, then credit."""
     operator = operator or find_operator(context.algorithm)
     correct_groups(groups, context, operator, sample, score)
     return assign_credit(groups, context, operator)
@@ -170,12 +159,10 @@ class Loop:
 
     @property
     def asked(self):
-        """The prompts of the corrections."""
         return [ids_of(request.prompt_token_ids) for request in self.requests]
 
 
 def candidates(prompt_ids):
-    """The solutions shown in an x̃ of these tests."""
     inner, found = prompt_ids[2:-1], []
     for token in inner:
         if token == 90:
@@ -186,18 +173,15 @@ def candidates(prompt_ids):
 
 
 def fix_last(prompt_ids):
-    """The target with its last token made right: one edit."""
     return [*candidates(prompt_ids)[0][:-1], 13]
 
 
 def in_turn(*answers):
-    """A policy whose corrections are these, one after the other."""
     left = list(answers)
     return lambda prompt_ids: left.pop(0)
 
 
 def tokens_spent(groups, credit, asked=()):
-    """Tokens of a step by the run's meter: sampled, asked of the policy by these queries, and trained on."""
     shape = read_hf_config(ROOT / "examples/tiny_qwen3")
     meter = CostMeter(shape, accelerators=1)
     meter.sampling(sample for group in groups for sample in group.samples)

@@ -10,7 +10,6 @@ PAGES = [DOCS / "extending.md", DOCS / "rewards.md", DOCS / "http_rewards.md", D
 
 
 def write_modules(directory: Path) -> None:
-    """Write every example into a file of the name that its first line gives."""
     text = "".join(page.read_text() for page in PAGES)
     blocks = re.findall(r"```python\n# (\w+\.py)\n(.*?)```", text, re.DOTALL)
     assert len(blocks) == text.count("```python") == 14

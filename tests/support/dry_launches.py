@@ -1,12 +1,4 @@
-"""Launches every kernel with every loss variant, up to compiling: Triton binds the arguments that a training
-step gives to the signature that it would compile for an H100. Nothing is run and no GPU is needed.
-
-    PYTHONPATH=tests python -m support.dry_launches
-
-Neither Triton's interpreter nor compiling ahead of time goes through Triton's binding of arguments, which
-once refused an argument for its name. A program of its own, because the interpreter cannot share a process
-with the compiler.
-"""
+"""Launches every kernel with every loss variant, up to compiling."""
 
 import os
 from typing import Any
@@ -23,8 +15,6 @@ from support.kernel_cases import make_batch, options_for, run
 
 
 class NoDevice:
-    """A driver of Triton without a device."""
-
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
 
@@ -36,7 +26,6 @@ class NoDevice:
 
 
 def launch_everything() -> int:
-    """Launch the loss of every variant, forward and backward, and return how many signatures there were."""
     bound: set[tuple[str, str]] = set()
     driver.set_active(NoDevice())
 

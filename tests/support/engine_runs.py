@@ -2,7 +2,7 @@
 
 import pickle
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,6 @@ WORLD = World(0, 1, torch.device("cpu"), None)
 
 
 class CheckpointSource(DividedWeights):
-    """Offers the weights of a checkpoint as a trainer offers its own."""
-
     def __init__(self, directory: Path, world: World = WORLD) -> None:
         super().__init__(load_file(directory / "model.safetensors"), world.rank, world.size)
 
@@ -43,14 +41,7 @@ def make_config(run_dir: Path, dtype: str) -> Config:
     return config
 
 
-def start_engine(
-    checkpoint: Path,
-    log: Path,
-    dtype: str = "float32",
-    vllm_arg: tuple[str, ...] = (),
-    *,
-    recompute_kv: bool = True,
-) -> Engine:
+def start_engine(checkpoint, log, dtype="float32", vllm_arg=(), *, recompute_kv=True) -> Engine:
     rollout = make_config(log.parent, dtype).rollout
     rollout.vllm_arg = vllm_arg
     rollout.recompute_kv_after_update = recompute_kv
@@ -76,15 +67,12 @@ def ids_of(samples: Sequence[Sample]) -> list[list[int]]:
 
 @cache
 def reference_model(directory: Path) -> Any:
-    """Return the checkpoint as transformers builds it, in float32."""
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
 
 
-def reference_logprobs(
-    directory: Path, requests: Sequence[SampleRequest], samples: Sequence[Sample]
-) -> list[list[float]]:
+def reference_logprobs(directory, requests, samples) -> list[list[float]]:
     """Return what transformers in float32 says of the sampled tokens; of greedy ones at temperature 1."""
     model = reference_model(directory)
     found = []
@@ -103,7 +91,6 @@ def difference(ours: Sequence[Any], theirs: Sequence[Any]) -> torch.Tensor:
 
 
 def open_gloo(workers: int = 1, bucket_bytes: int = 100_000) -> Transport:
-    """Open the transport for one engine; the buckets are small, so that an update takes several."""
     return open_transport(
         "gloo", WORLD, workers_per_engine=workers, bucket_bytes=bucket_bytes, timeout=TIMEOUT
     )
@@ -122,9 +109,7 @@ def update(transport: Transport, engine: Engine, source: CheckpointSource, versi
     return sent
 
 
-def left_out_unnoticed(
-    engine: Engine, source: CheckpointSource, name_in_vllm: Callable[[str], str] = str
-) -> list[str]:
+def left_out_unnoticed(engine, source, name_in_vllm=str) -> list[str]:
     """Return the tensors whose absence no rehearsal noticed: each is left out of one of its own. vLLM
     joins several in one parameter: queries, keys and values, the experts of a layer."""
     metas = source.metadata()

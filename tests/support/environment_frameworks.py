@@ -11,7 +11,6 @@ from support.paths import ROOT
 
 
 def write_compared_environments(directory) -> None:
-    """Write every class of the page into a file of the name that its first line gives."""
     page = (ROOT / "docs" / "environments_compared.md").read_text()
     blocks = re.findall(r"```python\n# (\w+\.py)\n(.*?)```", page, re.DOTALL)
     assert len(blocks) == page.count("```python") == 7
@@ -20,7 +19,6 @@ def write_compared_environments(directory) -> None:
 
 
 def stand_ins() -> dict[str, ModuleType]:
-    """Return modules with the base classes of SkyRL-Gym, GEM, TextArena and OpenEnv, by their names."""
     return {
         **_package("skyrl_gym.envs.base_text_env", BaseTextEnv=BaseTextEnv, BaseTextEnvStepOutput=dict),
         **_package("gem", Env=GemEnv),
@@ -44,8 +42,6 @@ def _package(name: str, **members) -> dict[str, ModuleType]:
 
 
 class BaseTextEnv:
-    """SkyRL-Gym's base class."""
-
     def close(self):
         pass
 
@@ -54,15 +50,11 @@ class BaseTextEnv:
 
 
 class GemEnv:
-    """GEM's base class."""
-
     def reset(self, seed=None):
         random.seed(seed)
 
 
 class SinglePlayerState:
-    """TextArena's state of a game for one player."""
-
     def __init__(self, num_players, seed=None, max_turns=None):
         assert num_players == 1
         random.seed(seed)
@@ -82,8 +74,6 @@ class SinglePlayerState:
 
 
 class TextArenaEnv:
-    """TextArena's base class."""
-
     state: SinglePlayerState
 
     def get_observation(self):

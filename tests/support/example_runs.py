@@ -25,8 +25,7 @@ ONE_TRAINER = [
 EVEN = """
 def score(question, response, label, metadata):
     return float(sum(map(ord, response)) % 2 == 0)
-"""
-"""A task that a random model solves every other time."""
+"""  # a task that a random model solves every other time
 THREE_STEPS = [
     "--config", str(ROOT / "examples/recipes/small_cpu.yaml"), "--num-trainers", "2",
     "--tensor-model-parallel-size", "2", "--sequence-parallel",
@@ -37,10 +36,7 @@ THREE_STEPS = [
 
 
 def train_three_steps(directory, model, *flags):
-    """Train a model of the tiny vocabulary on two ranks, each update compared with what the engine holds.
-
-    Return the metrics of each step. The run is `directory`/run.
-    """
+    """Train a model of the tiny vocabulary on two ranks, each update compared with what the engine holds."""
     (directory / "even.py").write_text(EVEN)
     for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         shutil.copy(ROOT / "examples/tiny_qwen3" / file, model)
@@ -55,7 +51,6 @@ def train_three_steps(directory, model, *flags):
 
 
 def start_script(run_dir, *flags, script="run_qwen3_next_ibpo.sh", directory=ROOT):
-    """Start an example script as a user who stands in the directory does."""
     environment = {**os.environ, "RUN_DIR": str(run_dir), "IBPO_PYTHON": sys.executable}
     command = ["bash", str(ROOT / "examples" / script), *flags]
     return subprocess.Popen(
@@ -79,7 +74,6 @@ def finished(process, timeout=200):
 
 
 def started_by(process):
-    """Return everything that runs below the script now: launcher, trainers, engines, verifiers."""
     return psutil.Process(process.pid).children(recursive=True)
 
 

@@ -1,12 +1,4 @@
-"""Credit of the recorded groups as plain rows: the one place that knows how credit is asked for.
-
-    PYTHONPATH=tests python -m support.golden_credit
-
-computes the golden credit anew: CONTRIBUTING.md says when one may.
-
-Where an algorithm asks a model, it gets a fixed function instead: log-probs and values of a trained model
-would differ between processors, and credit is to come out exactly.
-"""
+"""Credit of the recorded groups as plain rows: the one place that knows how credit is asked for."""
 
 import gzip
 import json
@@ -27,18 +19,15 @@ from support.credit_cases import algorithm as algorithm_of
 from support.golden_runs import GOLDEN, recordings
 from support.paths import ROOT
 
-RESPONSE_TOKENS = 48
-"""--rollout-max-response-len of the recording."""
-NEWER = {"dr-grpo", "wrong-weight"}
-"""Presets that the code which computed the golden credit did not have."""
+RESPONSE_TOKENS = 48  # --rollout-max-response-len of the recording
+NEWER = {"dr-grpo", "wrong-weight"}  # presets that the code which computed the golden credit did not have
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {}) for name in PRESETS if name not in NEWER},
     "ibpo-adaptive": ("ibpo", {"ibpo_rewrite_threshold": "adaptive"}),
     "ibpo-mask-insertions": ("ibpo-mask", {"ibpo_mask_insertions": True}),
     "ibpo-on-ppo": ("ibpo", {"advantages": "critic"}),
     "agreement": ("ibpo-shaping-only", {"ibpo_operator": AGREEMENT, "ibpo_variant": "mask"}),
-}
-"""Name → preset and what is set on top of it."""
+}  # name → preset and what is set on top of it
 
 
 @cache
@@ -49,7 +38,6 @@ def _files() -> dict[int, bytes]:
 
 
 def recorded_steps() -> Iterator[tuple[int, list[dict[str, Any]]]]:
-    """(step, groups) as JSON."""
     for step, content in _files().items():
         yield step, json.loads(content)["groups"]
 
@@ -91,7 +79,6 @@ def _credited(case: str, step: int) -> Iterator[list[Any]]:
 
 
 def _answers(groups: Any, wanted: int) -> list[Any]:
-    """The first `wanted` recorded corrections of each wrong response, in the order they are asked for."""
     answers = []
     for group in groups:
         taken: dict[int, int] = {}
@@ -136,8 +123,6 @@ def _values(sequences: Any) -> list[Any]:
 
 
 class _Tokens:
-    """The vocabulary of the model that was recorded."""
-
     def __init__(self) -> None:
         self._tokenizer: Any = AutoTokenizer.from_pretrained(ROOT / "examples/tiny_qwen3")
         self.pad_id = self._tokenizer.pad_token_id

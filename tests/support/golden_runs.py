@@ -1,17 +1,4 @@
-"""Training on the recorded rollouts of `tests/golden`, for the tests and for tools/compare_commits.py.
-
-    PYTHONPATH=tests python -m support.golden_runs [NAME…]
-
-computes golden numbers anew: CONTRIBUTING.md says when one may.
-
-    golden/dense.yaml, next.yaml       what is trained: everything that moves a number
-    golden/rollouts/{dense,next}/      six steps each, as --save-debug-rollout-data wrote them
-    golden/rollouts/credit/            200 groups in four steps, four corrections of each wrong response
-    golden/trained.json                layout → algorithm → what came out, step by step
-    golden/credit.json.gz              case → rows of credit (golden_credit.py)
-
-Nothing here imports the package, so that any commit of it can be run.
-"""
+"""Training on the recorded rollouts of `tests/golden`, for the tests and for tools/compare_commits.py."""
 
 import gzip
 import json
@@ -34,16 +21,12 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from support.paths import ROOT, TESTS
 
 GOLDEN = TESTS / "golden"
-TIMEOUT_S = 300
-"""Of one run, which takes about 15 s alone on two cores."""
+TIMEOUT_S = 300  # of one run, which takes about 15 s alone on two cores
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A model under a parallel layout."""
-
-    model: str
-    """Names its YAML and its recordings."""
+    model: str  # names its YAML and its recordings
     trainers: int
     watched: tuple[str, ...]
     """Tensors, by Megatron's names, of which some elements are kept as golden numbers."""
@@ -90,12 +73,8 @@ variant."""
 
 @dataclass(frozen=True)
 class Trained:
-    """The results of a run on recordings."""
-
-    rows: list[dict[str, float]]
-    """Rows of metrics.jsonl, one per step."""
-    checkpoints: list[Path]
-    """After each step."""
+    rows: list[dict[str, float]]  # rows of metrics.jsonl, one per step
+    checkpoints: list[Path]  # after each step
 
 
 def recordings(name: str, directory: Path, temperature: str = "1.0") -> Path:
@@ -112,17 +91,8 @@ def recordings(name: str, directory: Path, temperature: str = "1.0") -> Path:
     return directory
 
 
-def train_recorded(
-    repository: Path, layout: Layout, algorithm: str, directory: Path, steps: int | None = None
-) -> Trained:
-    """Train on the recordings with the code in `repository`; files go to `directory`, which is new.
-
-    Args:
-        steps: how many of the recorded ones; None: all.
-
-    Raises:
-        RuntimeError: the run failed or did not end in time; with what it printed.
-    """
+def train_recorded(repository, layout, algorithm, directory, steps=None) -> Trained:
+    """Train on the recordings with the code in `repository`; files go to `directory`, which is new."""
     flags = ALGORITHMS[algorithm]
     temperature = (
         flags[flags.index("--rollout-temperature") + 1] if "--rollout-temperature" in flags else "1.0"
@@ -146,7 +116,6 @@ def train_recorded(
 
 
 def _entry_point(repository: Path, trainers: int) -> list[str | int]:
-    """Return the command by which the code in `repository` starts that many trainers."""
     if (repository / "megatron_ibpo/launch.py").exists():  # until trainers were started by the driver
         launcher: list[str | int] = [
             sys.executable, "-m", "megatron_ibpo.launch", "--standalone", "--nproc-per-node", trainers,
@@ -197,7 +166,6 @@ def _stored(directory: Path) -> dict[str, Tensor]:
 
 
 def watched_weights(layout: Layout, checkpoint: Path) -> dict[str, list[float]]:
-    """Four elements of each watched tensor, spread over it; also of the critic's, where there is one."""
     held = weights(checkpoint)
     watched = [*layout.watched, *("critic/" + name for name in layout.watched)]
     flat = {name: held[name].flatten() for name in watched if name in held}
@@ -208,7 +176,6 @@ def watched_weights(layout: Layout, checkpoint: Path) -> dict[str, list[float]]:
 
 
 def main(algorithms: Sequence[str]) -> None:
-    """Compute golden numbers of training with the code of this repository: of these algorithms, or of all."""
     path = GOLDEN / "trained.json"
     numbers: dict[str, dict[str, object]] = json.loads(path.read_text()) if algorithms else {}
     for name, layout in LAYOUTS.items():

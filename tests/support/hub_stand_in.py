@@ -1,5 +1,4 @@
-"""A server on this machine that answers as the Hugging Face Hub does to huggingface_hub, as far as downloads
-and uploads need it."""
+"""A server that answers as the Hugging Face Hub does, as far as downloads and uploads need it."""
 
 import base64
 import hashlib
@@ -14,8 +13,6 @@ from threading import Thread
 
 @dataclass
 class StandIn:
-    """The repositories of a Hub, and what was asked of it."""
-
     url: str
     folders: dict[str, Path] = field(default_factory=dict)
     """Repository → its files: "owner/name" of a model, "datasets/owner/name"."""
@@ -24,8 +21,7 @@ class StandIn:
     asked: list[str] = field(default_factory=list)
     uploaded: dict[str, dict[str, bytes]] = field(default_factory=dict)
     """Repository that was created → its files by name."""
-    private: set[str] = field(default_factory=set)
-    """Created repositories that only their owner sees."""
+    private: set[str] = field(default_factory=set)  # created repositories that only their owner sees
 
     def add(self, repo: str, folder: Path, commit: str = "a" * 40) -> None:
         self.folders[repo], self.commits[repo] = folder, commit
@@ -33,7 +29,6 @@ class StandIn:
 
 @contextmanager
 def hub_stand_in() -> Iterator[StandIn]:
-    """Serve on a free port until the end of the block."""
     with ThreadingHTTPServer(("127.0.0.1", 0), _Answers) as server:
         hub = StandIn(f"http://127.0.0.1:{server.server_port}")
         server.hub = hub  # type: ignore[attr-defined]
@@ -46,8 +41,7 @@ def hub_stand_in() -> Iterator[StandIn]:
             thread.join(timeout=10)
 
 
-OWNER = "me"
-"""Token of a user of this name, who may write to repositories of their own."""
+OWNER = "me"  # token of a user of this name, who may write to repositories of their own
 
 
 class _Answers(BaseHTTPRequestHandler):

@@ -9,7 +9,6 @@ KEEP = 1024**3
 
 
 def make_sample(mark: int, tokens: int = 3) -> Sample:
-    """Return a sample that no other mark has."""
     return Sample(
         prompt_token_ids=np.array([mark, 1], np.int32),
         token_ids=np.arange(mark, mark + tokens, dtype=np.int32),

@@ -1,5 +1,4 @@
-"""Shared parts of the tests of the Triton kernels, on any device: batches, the comparison with the torch
-reference in fp64, and the checks that the worked example of a new variant must pass too."""
+"""Batches for the tests of the Triton kernels, and the comparison with the torch reference in fp64."""
 
 from __future__ import annotations
 
@@ -12,8 +11,7 @@ from support.loss_calls import loss_of_logits
 
 LOSS_BOUND = 1e-6
 """Of the loss, relative to the largest term in it (a log-prob for cispo and k1, about 1 for the others)."""
-GRADIENT_BOUND = 2e-6
-"""Of the gradient in fp32, relative, in the Euclidean norm."""
+GRADIENT_BOUND = 2e-6  # of the gradient in fp32, relative, in the Euclidean norm
 BF16_STEP = 2.0**-7
 """Two neighbours in bf16 differ by at most this share. A written gradient is within half a step of the exact
 one on GPUs (round to nearest) and within one under the interpreter (which rounds towards zero)."""
@@ -26,9 +24,7 @@ LENGTHS = (4, 1, 6, 0, 2, 7)
 ROWS = sum(LENGTHS)
 
 
-def make_batch(
-    device: str, *, lengths: tuple[int, ...] = LENGTHS, vocab: int = 517, seed: int = 0, shift: float = 0.3
-) -> dict[str, Any]:
+def make_batch(device, *, lengths=LENGTHS, vocab=517, seed=0, shift=0.3) -> dict[str, Any]:
     """Random rows with a mask inside; old log-probs about `shift` off; rubbish where the mask is 0."""
     generator = torch.Generator().manual_seed(seed)
     rows = sum(lengths)
@@ -68,7 +64,6 @@ def reference(batch: dict[str, Any], scale: float = 1.0, **options: Any):
 
 
 def compare(batch: dict[str, Any], size: float = 1.0, **options: Any) -> None:
-    """Loss, gradient and statistics of the kernels in fp32 against the reference in fp64."""
     loss, gradient, stats = run(batch, scale=3.0, backend="triton", **options)
     expected_loss, expected, expected_stats = reference(batch, 3.0, **options)
     assert (loss - expected_loss).abs() <= LOSS_BOUND * max(size, 1.0, expected_loss.abs())

@@ -1,5 +1,4 @@
-"""The kernels against the reference in fp64, on the device that the fixture `device` of the importing folder
-names: `tests/interpreted` and `tests/gpu` each run all of it."""
+"""The kernels against the reference in fp64, on the `device` of tests/interpreted and tests/gpu."""
 
 from __future__ import annotations
 
@@ -105,7 +104,6 @@ def test_bf16_logits(device):
 
 
 def test_rows_of_several_blocks_and_a_tail(device):
-    """More than one block of columns, with a tail; the largest logit in each of them, and at its ends."""
     batch = make_batch(device, lengths=(4, 2), vocab=2 * 4096 + 37)
     for row, column in enumerate((5, 4096 + 7, 8192 + 36, 8191, 4096, 0)):
         batch["logits_NV"][row, column] = 25.0
@@ -146,7 +144,6 @@ def test_rows_of_large_logits(device, offset):
 
 
 def test_logits_of_minus_infinity_take_no_part(device):
-    """Logits of -inf are as if their columns were not there."""
     batch = make_batch(device)
     columns = torch.arange(517, device=device)
     kept = (columns % 3 != 0)[None] | (columns[None] == batch["targets_N"][:, None])
@@ -224,7 +221,6 @@ def test_weights_of_one_change_no_bit(device):
 
 
 def test_the_order_of_sequences_changes_no_bit(device):
-    """Packing in another order gives every row the same bits."""
     lengths = (3, 9, 5)
     batch = make_batch(device, lengths=lengths)
     order = [2, 0, 1]
@@ -239,7 +235,6 @@ def test_the_order_of_sequences_changes_no_bit(device):
 
 
 def train(device: str, backend: str, steps: int = 4) -> tuple[list[float], Tensor]:
-    """Losses and the weights of a linear model after a few steps off-policy."""
     generator = torch.Generator().manual_seed(3)
     batch = make_batch(device, lengths=(6, 9, 4), vocab=131)
     hidden = torch.randn(19, 16, generator=generator).to(device)
@@ -258,7 +253,6 @@ def train(device: str, backend: str, steps: int = 4) -> tuple[list[float], Tenso
 
 
 def test_training_with_the_kernels_is_training_with_the_reference(device):
-    """A few steps with the kernels are the steps with the reference, and they go somewhere."""
     losses, weight = train(device, "triton")
     expected_losses, expected = train(device, "torch")
     assert losses[-1] < losses[0]

@@ -23,9 +23,7 @@ ROWS = (
 )  # fmt: skip
 
 
-def by_place(
-    log_ratio: Tensor, advantages: Tensor, lengths: Tensor, positions: Tensor
-) -> tuple[Tensor, Tensor]:
+def by_place(log_ratio, advantages, lengths, positions) -> tuple[Tensor, Tensor]:
     return -log_ratio.exp() * advantages * (positions + 1.0) / lengths, positions > 2
 
 
@@ -58,9 +56,7 @@ def one_loss(batch: dict[str, Any], variant: str, backend: str, **layout: Any) -
     }
 
 
-def on_one_rank(
-    world: Any, backend: str, tp: int, cp: int, variants: Sequence[str]
-) -> dict[str, dict[str, Tensor]]:
+def on_one_rank(world, backend, tp, cp, variants) -> dict[str, dict[str, Tensor]]:
     """Results by variant on this rank of a tp × cp layout, tensor-parallel ranks next to each other."""
     tensor_groups = [dist.new_group(list(range(first, first + tp))) for first in range(0, tp * cp, tp)]
     context_groups = [dist.new_group(list(range(first, tp * cp, tp))) for first in range(tp)]
@@ -93,7 +89,6 @@ def context_rows(part: int, cp: int) -> Tensor:
 
 
 def check_layout(backend: str, tp: int, cp: int, variants: Sequence[str]) -> None:
-    """Each variant, its loss, statistics and gradient, put together from the ranks."""
     ranks = run_ranks(on_one_rank, tp * cp, backend, tp, cp, variants, timeout=280)
     for variant in variants:
         expected = one_loss(batch_for_ranks(), variant, "torch")

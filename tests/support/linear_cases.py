@@ -12,7 +12,6 @@ FUSED = sorted(name for name, variant in VARIANTS.items() if not variant.sequenc
 
 
 def batch_of(lengths, seed=0, prompt=2, dtype=torch.float64, vocab=V):
-    """Sequences of a prompt and a response each; old log-probs near the policy's, everything weighted."""
     generator = torch.Generator().manual_seed(seed)
     rows = sum(lengths) + prompt * len(lengths)
 

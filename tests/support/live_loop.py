@@ -1,5 +1,4 @@
-"""A whole run in this process but for the model: its loop, sampling, journal, credit, checkpoints, verifier
-are those of every run; engines write what the seed of a request says, and trainers note what they get."""
+"""A whole run but for the model: engines write what a seed says, trainers note what they get."""
 
 import asyncio
 import atexit
@@ -13,7 +12,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
@@ -40,8 +38,7 @@ FLAGS = (
     "--rollout-temperature", "0.7", "--ibpo-corrections", "2", "--operator-skill-prompts", "0",
     "--eval-num-prompts", "0", "--max-tokens-per-gpu", "512", "--seed", "5",
 )  # fmt: skip
-LETTERS = tuple(range(40, 60))
-"""Tokens that engines write."""
+LETTERS = tuple(range(40, 60))  # tokens that engines write
 
 
 def questions(split: str) -> Iterator[dict[str, str]]:
@@ -49,7 +46,6 @@ def questions(split: str) -> Iterator[dict[str, str]]:
 
 
 def reward(question: str, response: str, label: str, metadata: dict[str, Any]) -> float:
-    """Depends on every letter of the response, and on the question."""
     return float(zlib.crc32(f"{question}|{response}|{label}".encode()) % 3 == 0)
 
 
@@ -66,8 +62,6 @@ def written(request: SampleRequest) -> list[int]:
 
 @dataclass(eq=False)
 class Engine:
-    """Finishes what it was asked in an order of its own, a few at a time."""
-
     version: int = 0
     asked: list[SampleRequest] = field(default_factory=list)
     open: dict[int, tuple[SampleRequest, int]] = field(default_factory=dict)
@@ -104,8 +98,6 @@ class Engine:
 
 
 class Scored:
-    """`rewards.Pool` without processes."""
-
     deaths = 0
 
     def submit(self, target: str, arguments: tuple[Any, ...]) -> Future[Outcome]:
@@ -117,18 +109,13 @@ class Scored:
         """Nothing is open."""
 
 
-def put_in_place_of_processes(
-    monkeypatch: Any, module: ModuleType, open_engine: Callable[..., Engine]
-) -> None:
-    """Let a module of `study` take this engine and `Scored`, where it would start processes."""
+def put_in_place_of_processes(monkeypatch, module, open_engine) -> None:
     monkeypatch.setattr(module, "open_engine", open_engine)
     monkeypatch.setattr(module, "ThreadedEngine", lambda opened: opened)
     monkeypatch.setattr(module, "open_verifier", lambda data: Verifier(Scored(), data))
 
 
 class Engines:
-    """`run.loop.Engines` of two of them."""
-
     count = alive = 2
     reproducible = prefix_caching = True
 
@@ -166,8 +153,7 @@ class Engines:
 class Trainers:
     """`policy.group.RankCalls` of one rank, which notes its work and saves that it was saved."""
 
-    dies_at: int | None = None
-    """Number of the update in which it dies once, from 0 on."""
+    dies_at: int | None = None  # number of the update in which it dies once, from 0 on
     updates: list[list[dict[str, Any]]] = field(default_factory=list)
     """Sequences trained on, by update; an update that died is absent."""
     restarted_from: list[Path | None] = field(default_factory=list)
@@ -202,22 +188,18 @@ class Trainers:
 
 
 def plain(record: Any) -> dict[str, Any]:
-    """A record's fields as what compares."""
     values = {name: getattr(record, name) for name in record.__slots__}
     return {n: v.tolist() if isinstance(v, np.ndarray) else v for n, v in values.items()}
 
 
 @dataclass
 class Steps:
-    """A run that is open, and what its steps gave so far."""
-
     run: Run
     engines: Engines
     trainers: Trainers
     groups: list[list[Group]] = field(default_factory=list)
 
     def take(self, count: int) -> list[list[Group]]:
-        """The loop of a run, so many times; the groups of these steps."""
         for _ in range(count):
             groups = self.run.sample()
             credit = self.run.credit(groups)
@@ -234,7 +216,6 @@ class Steps:
 
 @cache
 def verifiers() -> Pool:
-    """Processes that score by `reward`, until this one ends."""
     config = config_of(Path(tempfile.gettempdir()))
     opened = open_pool(config.data, [config.data.rm_type])
     atexit.register(opened.__exit__, None, None, None)
@@ -243,8 +224,6 @@ def verifiers() -> Pool:
 
 @dataclass
 class StandIns:
-    """`run.processes.Backend` of the engines and trainers above."""
-
     engines: Engines = field(default_factory=Engines)
     trainers: Trainers = field(default_factory=Trainers)
     wait_ready: Callable[[], None] = lambda: None
@@ -283,7 +262,6 @@ def in_place(backend: StandIns) -> Iterator[None]:
 
 @contextmanager
 def live_run(config: Config, trainers: Trainers | None = None) -> Iterator[Steps]:
-    """The run, opened as every run is."""
     backend = StandIns(trainers=trainers or Trainers())
     with in_place(backend), open_run(config) as run:
         yield Steps(run, backend.engines, backend.trainers)

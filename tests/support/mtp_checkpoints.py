@@ -10,7 +10,6 @@ MIXED = 3
 
 
 def with_mtp(hf_dir, seed):
-    """Adds a multi-token prediction layer to a checkpoint, of random weights."""
     tensors = load_file(hf_dir / "model.safetensors")
     hidden = read_hf_config(hf_dir).hidden_size
     inner = f"model.layers.{MIXED}."
@@ -28,7 +27,6 @@ def with_mtp(hf_dir, seed):
 
 
 def mtp_tensors(dtype):
-    """Return a multi-token prediction layer as Qwen3-Next's checkpoints hold it, for the tiny model here."""
     hidden, experts, size = 96, 4, 64
     layer = "mtp.layers.0"
     shapes = {

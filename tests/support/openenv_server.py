@@ -16,8 +16,6 @@ class Action(SimpleNamespace):
 
 
 class Observation(SimpleNamespace):
-    """An observation, with `reward` and `done` beside its own fields."""
-
     def __init__(self, reward=None, done=False, **fields):
         super().__init__(reward=reward, done=done, **fields)
 
@@ -32,13 +30,11 @@ def create_app(environment, action=Action, observation=Observation, **settings):
 
 
 def serving(app) -> AbstractContextManager[str]:
-    """Serve sessions of an environment, each a connection, and give the server's address."""
     return serving_connections(partial(_session, *app))
 
 
 @contextmanager
 def serving_connections(answer) -> Iterator[str]:
-    """Have `answer` serve each connection, and give the server's address."""
     with serve(answer, "127.0.0.1", 0) as server:
         thread = Thread(target=server.serve_forever)
         thread.start()

@@ -1,7 +1,4 @@
-"""Does what the driver does for the trainers, on one of them: plans for all ranks, takes one's own share.
-
-metrics = update(trainer, rows)      # collective, as the methods of the same names
-"""
+"""Does what the driver does for the trainers, on one of them: plans for all ranks, takes one's own share."""
 
 from megatron_ibpo.policy.planning import (
     merge_parts,
@@ -18,7 +15,6 @@ def cost(length):
 
 
 def update(trainer, rows):
-    """Return the metrics of a rollout's optimizer steps."""
     return trainer.update(own_share(plan_update, rows, trainer.config)) | update_metrics(rows)
 
 
@@ -28,17 +24,14 @@ def logprobs(trainer, rows):
 
 
 def update_values(critic, rows):
-    """Return the metrics of the critic's optimizer steps."""
     return critic.update(own_share(plan_value_update, rows, critic.config))
 
 
 def values(critic, rows):
-    """Return the value before every response token, as a tuple for each row, on every rank."""
     return merged(critic, critic.values(own_share(plan_forward, rows, critic.config)), len(rows))
 
 
 def own_share(plan, rows, config, *more):
-    """Return this rank's share of what `plan` makes of the rows."""
     from megatron.core import parallel_state
 
     size, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 
 def say(text):
-    """Return a message of the policy."""
     return {"role": "assistant", "content": text}
 
 
 def call(name, **arguments):
-    """Return a message of the policy that calls a tool."""
     function = {"name": name, "arguments": arguments}
     return {
         "role": "assistant",
@@ -19,11 +17,7 @@ def call(name, **arguments):
 
 
 def guess_number(environment, seed, form="{}", largest=20):
-    """Play a game of guessing a number by halving what is left, as an episode does.
-
-    Returns:
-        (the numbers guessed, what `score` returned)
-    """
+    """Play a game of guessing a number by halving what is left, as an episode does."""
     opening = environment.reset("", "", {}, seed)
     low, high, guesses = 1, largest, []
     while True:

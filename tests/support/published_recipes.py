@@ -24,8 +24,7 @@ LIKE = {
     **dict.fromkeys(("llama_3_1_70b", "qwen2_5_32b"), "qwen3_32b"),
     **dict.fromkeys(("glm_4_5_air", "gpt_oss_120b"), "qwen3_next_80b_a3b"),
     "gpt_oss_20b": "qwen3_30b_a3b",
-}
-"""Models for which examples/run.sh takes the recipe of another."""
+}  # models for which examples/run.sh takes the recipe of another
 RECIPES = {
     ROOT / "examples/models" / name: ROOT / f"examples/recipes/{name}_ibpo.yaml" for name in WRITTEN_FOR
 }

@@ -1,11 +1,4 @@
-"""Runs a function in N fresh processes of one gloo world and brings back what each rank returned.
-
-    results = run_ranks(function, 2, *args)        # function(world, *args) runs on every rank
-
-The processes are forked from one server that has already imported torch and Megatron, so a launch costs
-well under a second after the first. Every wait has a time-out, no process outlives the call, and none
-outlives a killed test run.
-"""
+"""Runs a function in N fresh processes of one gloo world; none outlives the call."""
 
 import ctypes
 import faulthandler
@@ -29,14 +22,12 @@ import torch.distributed as dist
 
 from support.paths import ROOT, TESTS
 
-GRACE_S = 5.0
-"""After the first failure: how long the other ranks may take to fail on their own."""
+GRACE_S = 5.0  # after the first failure: how long the other ranks may take to fail on their own
 
 
 COVERED_TEST = "COVERED_TEST"
 """Environment variable: the test that runs, where tools/mutants.py measures coverage."""
-_SERVER_STARTS = threading.Lock()
-"""Tests may run several worlds at once."""
+_SERVER_STARTS = threading.Lock()  # tests may run several worlds at once
 
 
 class RankFailed(AssertionError):
@@ -83,7 +74,6 @@ def run_ranks(function: Callable[..., Any], size: int, *args: Any, timeout: floa
 
 
 def _server() -> Any:
-    """The multiprocessing context whose server has torch and Megatron imported already."""
     context = multiprocessing.get_context("forkserver")
     # a module that asks for a GPU while it is imported leaves CUDA unusable to processes forked afterwards
     on_gpu = os.environ.get("IBPO_PARITY_DEVICE") == "cuda"
@@ -129,23 +119,13 @@ def _results(outcomes: dict[int, tuple[bool, Any]], size: int, timeout: float, s
 
 
 def _show_stacks(ranks: list[int], processes: list[Any]) -> None:
-    """Ask ranks that hang to write their stacks, as `_run_one` arranged."""
     for rank in ranks:
         if processes[rank].is_alive():
             os.kill(processes[rank].pid, signal.SIGUSR1)
     time.sleep(0.5)
 
 
-def _run_one(
-    rank: int,
-    size: int,
-    port: int,
-    scratch: Path,
-    pipe: Any,
-    test: str,
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-) -> None:
+def _run_one(rank, size, port, scratch, pipe, test, function, args) -> None:
     die_with_parent = 1  # PR_SET_PDEATHSIG
     ctypes.CDLL(None).prctl(die_with_parent, signal.SIGKILL)
     os.environ |= {

@@ -1,13 +1,12 @@
 """Plays what an episode's sample holds once more in a fresh environment of this process."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
-from megatron_ibpo.basics.records import Prompt, Sample
+from megatron_ibpo.basics.records import Sample
 from megatron_ibpo.basics.seeds import derive_seed
-from megatron_ibpo.environments import Chat, Environment
 
 
 def stretches(sample: Sample) -> Iterator[tuple[bool, list[int]]]:
@@ -18,16 +17,7 @@ def stretches(sample: Sample) -> Iterator[tuple[bool, list[int]]]:
         yield bool(sample.loss_mask[start]), sample.token_ids[start:end].tolist()
 
 
-def replay_problems(
-    sample: Sample,
-    prompt: Prompt,
-    environment: Environment,
-    chat: Chat,
-    *,
-    ends: Collection[int],
-    seed: int,
-    is_correction: bool = False,
-) -> list[str]:
+def replay_problems(sample, prompt, environment, chat, *, ends, seed, is_correction=False) -> list[str]:
     """Return how a scored episode differs from what a fresh environment gives for the policy's turns.
 
     Args:

@@ -14,7 +14,6 @@ def replaying(parallel=None, *, rollout=True, own=False, recompute="none", overr
 
 
 def updated(world, hf_dir, config, rows):
-    """Return metrics, gradients and log-probs after an update."""
     trainer, export, _ = open_trainer(world, hf_dir, config)
     before = weights_of(export)
     metrics = planned.update(trainer, rows)

@@ -71,7 +71,6 @@ def record_run(place):
 
 
 def write_run(run, groups, trained=(), *, steps=(1, 2), **logprobs):
-    """Write the directory of a run that has taken two steps."""
     run.mkdir()
     config = {"advantage-estimator": "ibpo", "hf-checkpoint": "moved/away/tiny_qwen3", "num-rollout": 2}
     (run / "config.yaml").write_text(json.dumps(config))

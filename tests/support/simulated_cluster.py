@@ -1,9 +1,8 @@
-"""A Ray cluster of several nodes, simulated on this machine: each is a Ray node of its own with one CPU, so
-that no two processes that take one can share it."""
+"""A Ray cluster on this machine: each node has one CPU, so that no two processes that take one share it."""
 
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -46,9 +45,7 @@ class SimulatedCluster:
 
 
 @contextmanager
-def simulated_cluster(
-    num_nodes: int, environment: Mapping[str, str] | None = None
-) -> Iterator[SimulatedCluster]:
+def simulated_cluster(num_nodes, environment=None) -> Iterator[SimulatedCluster]:
     process = subprocess.Popen(
         [sys.executable, "-c", PROGRAM, str(num_nodes)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True, env=environment,

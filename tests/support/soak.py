@@ -20,8 +20,7 @@ from megatron_ibpo.basics.versions import machine
 from support.paths import ROOT
 
 MOST_GROWTH_MIB = 20.0
-WARM = 0.1
-"""Of the steps, in which caches fill: growth counts from there on."""
+WARM = 0.1  # of the steps, in which caches fill: growth counts from there on
 EVERY_S = 5.0
 MODELS = {
     "next": (
@@ -38,8 +37,7 @@ FLAGS = [
     *("--num-steps-per-rollout", "1"),
     *("--max-staleness", "1", "--eval-num-prompts", "0"),
 ]
-Series = list[tuple[int, float]]
-"""(step, MiB that only this process has), as time goes by."""
+Series = list[tuple[int, float]]  # (step, MiB that only this process has), as time goes by
 
 
 def main() -> int:
@@ -74,7 +72,6 @@ def main() -> int:
 
 
 def _run(place: Path, steps: int, of_model: Sequence[str]) -> tuple[int, dict[str, Series]]:
-    """Exit status of the run, and by process its memory; of those that lived all the time."""
     command = [
         sys.executable, "-m", "megatron_ibpo.commands.train", *of_model, *FLAGS, "--num-rollout", str(steps),
     ]  # fmt: skip
@@ -107,7 +104,6 @@ def _run(place: Path, steps: int, of_model: Sequence[str]) -> tuple[int, dict[st
 
 
 def _memory(driver: int) -> dict[str, float]:
-    """MiB that each process of the run has for itself, by what it is."""
     processes = below(driver)
     named = {driver: "driver"}
     for kind, found in by_kind(processes).items():
@@ -124,7 +120,6 @@ def _memory(driver: int) -> dict[str, float]:
 
 
 def _growth(series: Series, warm: float) -> float:
-    """Return the growth of the median from the first tenth after the start to the last tenth."""
     last = series[-1][0]
     early = [mib for step, mib in series if warm <= step < 2 * warm]
     late = [mib for step, mib in series if step > 0.9 * last]

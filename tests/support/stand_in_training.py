@@ -1,5 +1,4 @@
-"""A stand-in for training: it leaves what a run whose true accuracy is known would leave, at once; and runs
-that fail or do not end."""
+"""Leaves what a run whose true accuracy is known would leave, at once; and runs that fail or do not end."""
 
 import json
 import math

@@ -1,10 +1,4 @@
-"""Checkpoints of a model with Transformer Engine's layers, which `te_stand_in` stands in for. Run as a
-program, it saves and loads and prints what came back differently:
-
-    PYTHONPATH=tests python -m support.te_checkpoints HF_DIR CONVERTED_DIR SCRATCH
-
-as JSON of {case: [what differs]}.
-"""
+"""Checkpoints of a model with Transformer Engine's layers, which `te_stand_in` stands in for."""
 
 import json
 import pickle
@@ -16,8 +10,7 @@ import torch
 
 from support import te_stand_in
 
-STEPS = 2
-"""Before a save, so that the optimizer counts more than one."""
+STEPS = 2  # before a save, so that the optimizer counts more than one
 
 
 def main(hf_dir: Path, converted: Path, scratch: Path) -> dict[str, Any]:
@@ -119,7 +112,6 @@ def with_scales(trained: Any, resumed: Any, new: Any, scratch: Path, converted: 
 
 
 def refused(trainer: Any, checkpoint: Path) -> str:
-    """Return the message about a checkpoint that cannot be loaded."""
     from megatron_ibpo.policy.checkpoint import load_checkpoint
     from megatron_ibpo.weights.weight_errors import CheckpointError
 
@@ -131,13 +123,11 @@ def refused(trainer: Any, checkpoint: Path) -> str:
 
 
 def scaled(trainer: Any) -> list[tuple[str, Any]]:
-    """The modules that compute in FP8, by name."""
     modules = trainer.chunks[0].named_modules()
     return [(name, module) for name, module in modules if isinstance(module, te_stand_in.Module)]
 
 
 def step(trainer: Any) -> None:
-    """A step along gradients of all ones."""
     for optimizer in trainer.optimizer.chained_optimizers:
         for group in optimizer.optimizer.param_groups:
             group["lr"] = 1e-3
@@ -151,7 +141,6 @@ def weights(trainer: Any) -> dict[str, torch.Tensor]:
 
 
 def contents(trainer: Any) -> dict[str, Any]:
-    """Weights, the optimizer's means, and the steps that it has counted."""
     found: dict[str, Any] = weights(trainer)
     for which, optimizer in enumerate(trainer.optimizer.chained_optimizers):
         adam = optimizer.optimizer

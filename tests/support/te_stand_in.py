@@ -1,15 +1,4 @@
-"""Stand-ins for the classes of Transformer Engine 2.20 that Megatron's layers derive from: their parameters,
-without kernels. Arguments that shape no parameter are taken and forgotten.
-
-Run as a program, it builds models with Transformer Engine's layers and with the local ones, each under TP2
-and the EP named, and prints the names and shapes of both:
-
-    python tests/support/te_stand_in.py CONFIG_DIR:EP ...     ->  [{"te": {...}, "local": {...}}, ...] as JSON
-
-Each holds "parameters" (name -> shape), "marks" (name -> whether its gradient is summed over data-parallel
-and over tensor-parallel ranks), "checkpoint" (keys with global shapes and offsets) and "classes" (where each
-layer's class serves).
-"""
+"""Transformer Engine 2.20's classes that Megatron's layers derive from: parameters without kernels."""
 
 import json
 import pickle
@@ -71,16 +60,16 @@ class Module(torch.nn.Module):
 class Linear(Module):
     def __init__(
         self,
-        in_features: int,
-        out_features: int,
+        in_features,
+        out_features,
         *,
-        sequence_parallel: bool = False,
-        tp_size: int = 1,
-        bias: bool = True,
-        parallel_mode: str | None = None,
-        params_dtype: Any = None,
-        device: Any = "cuda",
-        **_: Any,
+        sequence_parallel=False,
+        tp_size=1,
+        bias=True,
+        parallel_mode=None,
+        params_dtype=None,
+        device="cuda",
+        **_,
     ):
         super().__init__()
         assert out_features % tp_size == in_features % tp_size == 0
@@ -95,15 +84,7 @@ class Linear(Module):
 
 
 class LayerNormLinear(Linear):
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        normalization: str,
-        zero_centered_gamma: bool,
-        **more: Any,
-    ):
+    def __init__(self, in_features, out_features, *, normalization, zero_centered_gamma, **more):
         super().__init__(in_features, out_features, **more)
         assert normalization == "RMSNorm"
         norm: Any = self.add("layer_norm_weight", in_features, **self.kind)
@@ -114,17 +95,17 @@ class LayerNormLinear(Linear):
 class GroupedLinear(Module):
     def __init__(
         self,
-        num_gemms: int,
-        in_features: int,
-        out_features: int,
+        num_gemms,
+        in_features,
+        out_features,
         *,
-        tp_size: int = 1,
-        bias: bool = True,
-        params_dtype: Any = None,
-        device: Any = "cuda",
-        single_grouped_weight: bool = False,
-        single_grouped_bias: bool = False,
-        **_: Any,
+        tp_size=1,
+        bias=True,
+        params_dtype=None,
+        device="cuda",
+        single_grouped_weight=False,
+        single_grouped_bias=False,
+        **_,
     ):
         super().__init__()
         assert not single_grouped_weight
@@ -143,13 +124,13 @@ class GroupedLinear(Module):
 class RMSNorm(Module):
     def __init__(
         self,
-        normalized_shape: int,
+        normalized_shape,
         *,
-        sequence_parallel: bool | None = None,
-        params_dtype: Any = None,
-        zero_centered_gamma: bool = False,
-        device: Any = "cuda",
-        **_: Any,
+        sequence_parallel=None,
+        params_dtype=None,
+        zero_centered_gamma=False,
+        device="cuda",
+        **_,
     ):
         super().__init__()
         own: Any = self.add("weight", normalized_shape, dtype=params_dtype, device=device)
@@ -158,9 +139,7 @@ class RMSNorm(Module):
 
 
 class DotProductAttention(Module):
-    def __init__(
-        self, num_attention_heads: int, *_: Any, tp_size: int = 1, softmax_type: str = "vanilla", **__: Any
-    ):
+    def __init__(self, num_attention_heads, *_, tp_size=1, softmax_type="vanilla", **__):
         super().__init__()
 
         def forget_that_it_is_missing(_: Any, incompatible: Any) -> None:
@@ -181,16 +160,7 @@ class Kernel:
 class FusedAdam(torch.optim.Optimizer):
     """Adam whose steps are counted by groups, without a `step` in the state of parameters."""
 
-    def __init__(
-        self,
-        params: Any,
-        lr: float,
-        betas: tuple[float, float],
-        eps: float,
-        weight_decay: float,
-        capturable: bool = False,
-        adam_w_mode: bool = True,
-    ):
+    def __init__(self, params, lr, betas, eps, weight_decay, capturable=False, adam_w_mode=True):
         assert adam_w_mode
         assert not capturable
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
@@ -230,7 +200,6 @@ class QuantizedTensor:
 
 
 def install() -> None:
-    """Make `import transformer_engine` find the stand-ins, and no more than Megatron cannot do without."""
     layers = (Linear, LayerNormLinear, GroupedLinear, RMSNorm, DotProductAttention)
     pytorch = _package(
         "transformer_engine.pytorch",

@@ -16,7 +16,6 @@ FLOATS = {"llama.attention.layer_norm_rms_epsilon": 1e-5, "llama.rope.freq_base"
 
 
 def tiny_gguf(path: Path) -> Path:
-    """Write a Llama of two layers with a tokenizer of letters."""
     writer, draw = gguf.GGUFWriter(str(path), "llama"), np.random.default_rng(0)
     for name, number in NUMBERS.items():
         writer.add_uint32(name, number)

@@ -1,10 +1,4 @@
-"""Tiny random checkpoints in Hugging Face format, with sizes that vLLM's CPU kernels take.
-
-    make_qwen3_next(directory, seed, value_heads=4)    make_qwen3(directory, seed, tie=True)    …
-
-No tokenizer, token ids 0..63 unless another vocabulary is asked for, end of sequence is id 1. Each is built
-once and copied where it is asked for again.
-"""
+"""Tiny random checkpoints in Hugging Face format, with sizes that vLLM's CPU kernels take. No tokenizer."""
 
 import functools
 import hashlib
@@ -73,7 +67,6 @@ def built_once(make: Maker[P]) -> Maker[P]:
 
 @built_once
 def make_qwen3(directory: Path, seed: int, **settings: Any) -> Path:
-    """A dense Qwen3 in float32."""
     return _make("Qwen3", directory, seed, DENSE, settings)
 
 
@@ -95,7 +88,6 @@ LLAMA_3 = {
 def make_llama(
     directory: Path, seed: int, *, biased: bool = False, rope: dict[str, Any] | None = None, **settings: Any
 ) -> Path:
-    """A Llama in float32, with biases in every linear layer where `biased`."""
     rope = rope or {"rope_type": "default", "rope_theta": 10000.0}
     own = DENSE | {"attention_bias": biased, "mlp_bias": biased, "rope_parameters": rope}
     return _make("Llama", directory, seed, own, settings)
@@ -109,7 +101,6 @@ def make_qwen2(directory: Path, seed: int, **settings: Any) -> Path:
 
 @built_once
 def make_qwen3_next(directory: Path, seed: int, **settings: Any) -> Path:
-    """A hybrid Qwen3-Next in float32, all MoE."""
     own = DENSE | EXPERTS | DELTA_NETS | {"shared_expert_intermediate_size": 64, "tie_word_embeddings": False}
     return _make("Qwen3Next", directory, seed, own, settings)
 
@@ -176,7 +167,6 @@ def make_gpt_oss(directory: Path, seed: int, *, loud: float = 1.0, **settings: A
     spreads = {"sinks": 1.0, "gate_up_proj_bias": loud, "down_proj_bias": settings.get("std", 0.2)}
 
     def spread(model: Any) -> None:
-        """Draw what starts as zeros; sinks are as large as logits."""
         for name, parameter in model.named_parameters():
             for ending, size in spreads.items():
                 if name.endswith(ending):

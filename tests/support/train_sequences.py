@@ -37,7 +37,6 @@ DTYPES = {"loss_mask": bool, "rollout_logprobs": np.float32, "values": np.float3
 
 
 def sequence(prompt, response, *, advantage, weight, group, **fields):
-    """Make one of plain lists, all response tokens in the loss unless a `loss_mask` says otherwise."""
     per_token = {"loss_mask": [True] * len(response)} | {
         k: v for k, v in fields.items() if isinstance(v, list)
     }
@@ -56,7 +55,6 @@ def with_holes(rows):
 
 
 def packed(*ratios, masks=None, token_weights=None, weights=None):
-    """Return a micro-batch of sequences whose tokens have these ratios of trainer to engine."""
     rows = [
         sequence(
             [7],

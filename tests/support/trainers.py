@@ -1,5 +1,4 @@
-"""Opens trainers on a rank and reads gradients off their weights: with a huge Adam epsilon a first step
-moves each weight by lr / epsilon times its gradient."""
+"""Opens trainers on a rank and reads gradients off a first step, in which Adam's epsilon is huge."""
 
 from pathlib import Path
 
@@ -25,7 +24,6 @@ def config_for(parallel, *, lr=LR, eps_adam=EPSILON, max_tokens=200, log_probs_t
 
 
 def open_trainer(world, hf_dir, config, reference=None):
-    """Return a trainer, with a multi-token prediction layer if configured, its export and the shape."""
     from megatron_ibpo.models import read_hf_config
     from megatron_ibpo.models.backends import LOCAL
     from megatron_ibpo.policy import parallel
@@ -61,7 +59,6 @@ def weights_of(export):
 
 
 def one_update(world, hf_dir, config, rows):
-    """Return (weights by name before an update on the rows, those after it, metrics)."""
     trainer, export, _ = open_trainer(world, hf_dir, config)
     before = weights_of(export)
     metrics = planned.update(trainer, rows)

@@ -1,10 +1,4 @@
-"""NCCL, CUDA's memory handles and streams on a CPU: what vLLM's transports use of them.
-
-    install()       # in a trainer rank; engines do it through engine_stand_ins/sitecustomize.py
-
-NCCL is gloo: values arrive, and waiting for a member that is gone lasts until the group is aborted, as
-there. A memory handle is the name of a file in shared memory.
-"""
+"""NCCL (gloo), CUDA's memory handles (files) and streams on a CPU: what vLLM's transports use of them."""
 
 from __future__ import annotations
 
@@ -16,8 +10,7 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
-GPU = "STAND_IN_GPU"
-"""Environment variable: which GPU a trainer and its engine share."""
+GPU = "STAND_IN_GPU"  # environment variable: which GPU a trainer and its engine share
 DIE_AT = "STAND_IN_DIES_AT"
 """Environment variable: the process ends when it is to receive its so many-th tensor, or with AT_MEETING when
 it is to join a group."""
@@ -27,8 +20,6 @@ RELEASED: list[bytes] = []
 
 
 class Communicator:
-    """A stand-in for vLLM's PyNcclCommunicator."""
-
     def __init__(self, group: Any, device: Any) -> None:
         import torch
         import torch.distributed as dist
@@ -90,13 +81,10 @@ class SharedMemory:
         return None, (path, len(tensor), tensor.dtype, None, None, None, 0, *[None] * 4, path.encode(), 0)
 
     def opened(self, path: str, size: int, dtype: Any, *_: Any) -> Any:
-        """Stand in for `rebuild_cuda_tensor`."""
         return self._torch.from_file(path, shared=True, size=size, dtype=dtype)
 
 
 class Stream:
-    """Nothing is ever under way."""
-
     device = None
 
     def __init__(self, *_: Any, **__: Any) -> None:
@@ -121,7 +109,6 @@ def nothing(*_: Any) -> Any:
 
 
 def install() -> None:
-    """Put the stand-ins in their places."""
     import torch
     from torch.multiprocessing import reductions
     from vllm.distributed.device_communicators import pynccl

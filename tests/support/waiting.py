@@ -5,7 +5,6 @@ from pathlib import Path
 
 
 def eventually(holds, seconds):
-    """Return whether `holds()` came true within so many seconds."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if holds():

@@ -1,6 +1,6 @@
 """Offers weights as trainers offer theirs: in shards, one a rank."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -9,20 +9,11 @@ from megatron_ibpo.weights.layout.regions import Box, Region, TensorMeta, whole
 
 
 def cut(tensor: torch.Tensor, box: Box) -> torch.Tensor:
-    """Return a view of the part of a tensor that a box bounds."""
     return tensor[tuple(slice(start, stop) for start, stop in box)]
 
 
 class DividedWeights:
-    """A rank's part of `tensors`, each of which is divided along an axis or whole on every rank."""
-
-    def __init__(
-        self,
-        tensors: dict[str, torch.Tensor],
-        rank: int,
-        size: int,
-        axes: Mapping[str, int | None] | None = None,
-    ) -> None:
+    def __init__(self, tensors, rank, size, axes=None) -> None:
         """
         Args:
             axes: those of some tensors, by name; None: whole everywhere. The others are divided by rows.

@@ -1,5 +1,4 @@
-"""flash-linear-attention's gated delta rule beside ours, in bf16: milliseconds, and errors against the rule
-token by token in fp64. With flash-linear-attention's Triton kernels, as trainers have them."""
+"""flash-linear-attention's gated delta rule beside ours, in bf16: milliseconds, and errors against fp64."""
 
 from __future__ import annotations
 
@@ -18,14 +17,11 @@ from torch import Tensor
 from megatron_ibpo.models.delta_net.layer import gated_delta_rule
 from support.delta_net_kernels import rule_token_by_token
 
-SHORT = (5, 70, 130, 1, 33, 64)
-"""Below, at and across the chunks of 64."""
+SHORT = (5, 70, 130, 1, 33, 64)  # below, at and across the chunks of 64
 LONG = (4096, 2048, 2048, 4096, 3000, 1000)
 NAMES = ("query", "key", "value", "decay", "beta")
-OURS_BOUND = 1e-2
-"""Relative, in the Euclidean norm; bf16 inputs and outputs, fp32 inside."""
-FLA_BOUND = 3e-2
-"""The same with bf16 products inside."""
+OURS_BOUND = 1e-2  # relative, in the Euclidean norm; bf16 inputs and outputs, fp32 inside
+FLA_BOUND = 3e-2  # the same with bf16 products inside
 
 
 def run(job: Job) -> None:
@@ -71,13 +67,11 @@ Inputs = dict[str, Any]
 
 
 def short_inputs(job: Job) -> Inputs:
-    """Return inputs to measure errors with: a few heads."""
     lengths, heads = (SHORT, (4, 8)) if job.on_gpu else (SHORT[:3], (2, 4))
     return draw(lengths, job.device, heads=heads)
 
 
 def long_inputs(job: Job) -> Inputs:
-    """Return inputs to measure times with: Qwen3-Next's heads, a quarter of the tokens with --quick."""
     lengths = LONG[:1] if job.quick else LONG
     return cast(draw(lengths, job.device, heads=(16, 32)), torch.bfloat16)
 
@@ -106,20 +100,15 @@ def cast(inputs: Inputs, dtype: torch.dtype) -> Inputs:
 
 
 def doubled(inputs: Inputs) -> Inputs:
-    """The same numbers that the others get, in fp64."""
     rounded = cast(inputs, torch.bfloat16)
     return {n: x.double() if x.is_floating_point() else x for n, x in rounded.items()}
 
 
-def ours_rule(
-    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, bounds: Tensor
-) -> Tensor:
+def ours_rule(query, key, value, decay, beta, bounds) -> Tensor:
     return gated_delta_rule(query, key, value, decay, beta, bounds)
 
 
-def fla_rule(
-    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, bounds: Tensor
-) -> Tensor:
+def fla_rule(query, key, value, decay, beta, bounds) -> Tensor:
     """Call it as megatron-core does: [1, N, heads, …], key heads repeated, normed inside."""
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
@@ -147,7 +136,6 @@ def errors(found: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, floa
 
 
 def milliseconds(rule: Callable[..., Tensor], inputs: Inputs, repeats: int) -> dict[str, float]:
-    """Median of a forward and backward pass, and the first, which compiles."""
     seconds = []
     for _ in range(repeats + 1):
         leaves = [inputs[name].detach().requires_grad_() for name in NAMES]

@@ -1,5 +1,4 @@
-"""The back end of flash-linear-attention that serves the delta net's backward pass: in trainers, which turn
-TileLang off, and where nothing is said. Errors and milliseconds of both. Not run yet: no GPU was at hand."""
+"""The back end of the delta net's backward pass, in trainers and where nothing is said. Not run yet."""
 
 import importlib.util
 import logging
@@ -24,8 +23,7 @@ from parts.delta_net import (
 
 from support.delta_net_kernels import rule_token_by_token
 
-SETTINGS = {"in trainers": "0", "where nothing is said": None}
-"""FLA_TILELANG."""
+SETTINGS = {"in trainers": "0", "where nothing is said": None}  # FLA_TILELANG
 
 
 def run(job: Job) -> None:

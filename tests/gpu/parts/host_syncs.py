@@ -90,7 +90,6 @@ def _places(frame: Any) -> tuple[str, str]:
 
 
 def _short(file: str) -> str:
-    """Return the path from the package on."""
     path = Path(file).resolve()
     if path.is_relative_to(OURS):
         return str(path.relative_to(OURS.parent))

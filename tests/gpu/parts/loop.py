@@ -1,6 +1,4 @@
-"""The whole loop on this device: samples, rewards, corrections, credit, optimizer steps, new weights, by IBPO
-on the tiny dense model. Trainer and sampler share a process (`--rollout-backend lean`): no Ray, no vLLM. The
-first step is taken without a GPU too, from the same samples."""
+"""The whole loop on this device, by IBPO without Ray and vLLM; its first step on a CPU too."""
 
 import importlib
 import importlib.util
@@ -17,8 +15,7 @@ STEPS = 20
 LOSS_BOUND, NORM_BOUND = 1e-5, 1e-3
 """Differences of the first step's loss, and of its gradient norm relative to it, in float32."""
 EVALUATED = 256
-GAIN = 0.1
-"""By which greedy accuracy must rise."""
+GAIN = 0.1  # by which greedy accuracy must rise
 KEPT = (
     *(
         "reward",
@@ -80,12 +77,7 @@ def check_equal(what: str, differences: dict[str, float]) -> None:
 
 
 def train(run_dir: Path, gpus: str | None, **settings: Any) -> dict[str, Any]:
-    """Train in this process; the steps, and the greedy accuracy of each evaluation.
-
-    Args:
-        gpus: CUDA_VISIBLE_DEVICES; None leaves it.
-        settings: on top of those of the recipe.
-    """
+    """Train in this process; the steps, and the greedy accuracy of each evaluation."""
     if gpus is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpus
     importlib.import_module("training")  # gives torch 2.11 the names of later versions

@@ -40,7 +40,6 @@ def check_errors(errors: list[dict], bound: float) -> None:
 
 
 def spoken(rows: list[dict]) -> list[str]:
-    """Ours of the largest size: at P1 and P2 on a large GPU."""
     most = max(row["tokens"] for row in rows)
     chosen = [row for row in rows if row["contestant"] in ("ours", "ours, head fused")]
     return [

@@ -39,7 +39,6 @@ def run(job: Job) -> None:
 
 
 def driver() -> str:
-    """Return the driver's version; empty where nvidia-smi is not there or does not answer."""
     if shutil.which("nvidia-smi") is None:
         return ""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]

@@ -1,5 +1,4 @@
-"""cudaHostRegister of a few GiB, by which trainers pin what they move off the GPU. A container in a sandbox
-may lack it; `sleep` then fails there, which says nothing of the code. Not run yet: no GPU was at hand."""
+"""cudaHostRegister of a few GiB, by which trainers pin what they move off the GPU."""
 
 import time
 
@@ -37,7 +36,6 @@ def run(job: Job) -> None:
 
 
 def rate(target: torch.Tensor, source: torch.Tensor) -> float:
-    """Bytes per second of the best of a few copies."""
     seconds = []
     for _ in range(COPIES):
         torch.cuda.synchronize()

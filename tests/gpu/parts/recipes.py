@@ -1,5 +1,4 @@
-"""One step of several recipes on this device and without a GPU, from the same samples: a critic, a reference
-policy, token masks and weights, adapters, the fused head."""
+"""One step of several recipes on this device and without a GPU, from the same samples."""
 
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -24,14 +23,12 @@ ALGORITHMS = (
         "cipo",
     ),
     *("ciw", "divergence_window", "self_teacher", "wrong_weight"),
-)
-"""Files of examples/algorithms."""
+)  # files of examples/algorithms
 OTHERS = {
     "kl": {"kl_coef": 0.01, "ref_load": str(ROOT / "examples/tiny_qwen3")},
     "adapters": {"lora_rank": 8},
     "fused": {"fuse_lm_head": True},
-}
-"""Settings beside IBPO's."""
+}  # settings beside IBPO's
 THREADS = 2
 SETTINGS = {"num_rollout": 1, "eval_num_prompts": 0, "rollout_batch_size": 8}
 

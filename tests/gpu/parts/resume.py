@@ -13,8 +13,7 @@ from training import load_of, make_config, make_sequences, model_of, start_polic
 from megatron_ibpo.config import Config
 from megatron_ibpo.models import read_hf_config
 
-SAMPLED = 1000
-"""Elements of each tensor that are compared."""
+SAMPLED = 1000  # elements of each tensor that are compared
 MOVE_BOUND = 0.1
 """On a GPU sums may be taken in another order; without the optimizer's state a step differs by about 1."""
 
@@ -80,5 +79,4 @@ def resume(config: Config, sequences: list[Any], checkpoint: str) -> dict[str, A
 
 
 def sample(export: Any) -> Tensor:
-    """The first elements of every tensor, float32 on the CPU."""
     return torch.cat([tensor.flatten()[:SAMPLED].float().cpu() for _, tensor in export])

@@ -1,5 +1,4 @@
-"""The kernels under one tool of NVIDIA's compute-sanitizer: accesses out of bounds, reads of memory that
-nobody wrote, races in shared memory, barriers that not all threads reach."""
+"""The kernels under one tool of NVIDIA's compute-sanitizer."""
 
 import os
 import re
@@ -14,8 +13,7 @@ KERNELS = (
     "logits_gradient_kernel", "row_statistics_kernel", "combine_kernel", "segment_sums_kernel",
     "sequence_loss_kernel", "token_coefficients_kernel",
 )  # fmt: skip
-ERRORS = 86
-"""Exit status of compute-sanitizer where it found any."""
+ERRORS = 86  # exit status of compute-sanitizer where it found any
 READER = r"Uninitialized .*\n=+\s+at (.+)"
 CASES = "variant_equals and gspo or several_blocks or peak_comes_late or padded or inplace"
 

@@ -1,5 +1,4 @@
-"""A trainer and another process on one GPU, as a colocated engine is: the trainer leaves the GPU, the other
-fills it and gives it back, and the trainer goes on with the weights that it had. Twice, to see what stays."""
+"""A trainer leaves the GPU to another process and comes back with its weights. Twice, to see what stays."""
 
 import time
 from typing import Any
@@ -13,10 +12,8 @@ from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.policy.residence import Held
 from megatron_ibpo.weights.transfer.wire import checksum
 
-MARGIN = 2**30
-"""Bytes that the other process leaves free."""
-LEAK = 256 * 2**20
-"""Bytes that a second round may leave less free than the first."""
+MARGIN = 2**30  # bytes that the other process leaves free
+LEAK = 256 * 2**20  # bytes that a second round may leave less free than the first
 LEFT = 4 * 2**30
 """Bytes that a trainer that has left may hold: contexts, libraries' workspaces, communicators."""
 
@@ -50,7 +47,6 @@ def run(job: Job) -> None:
 
 
 def one_round(job: Job, rank: Any, tenant: PipeLink) -> dict[str, Any]:
-    """Bytes free on the device and seconds, at each moment."""
     before = sums(rank)
     found: dict[str, Any] = {"free_training": free(job)}
     started = time.perf_counter()

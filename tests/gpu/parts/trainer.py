@@ -1,5 +1,4 @@
-"""Five steps of a trainer with random weights: do they train, how fast, and in how much memory beside what
-the dry run predicts."""
+"""Five steps of a trainer: do they train, how fast, in how much memory beside what is predicted."""
 
 import math
 import multiprocessing
@@ -53,7 +52,6 @@ def run(job: Job) -> None:
 
 
 def take_steps(job: Job, policy: Any, sequences: list[Any]) -> list[dict[str, float]]:
-    """Metrics of each, and its seconds; memory is that of the last."""
     steps = []
     for _ in range(STEPS):
         if job.on_gpu:
@@ -102,8 +100,6 @@ def device_bytes(job: Job) -> int:
 
 
 def memory(job: Job) -> dict[str, int]:
-    """Return the memory of this process, and `used` of the whole device: contexts and other processes count
-    in it."""
     if not job.on_gpu:
         return {}
     free, total = torch.cuda.mem_get_info()
@@ -123,7 +119,6 @@ def predict_apart(config: Config, total: int) -> dict[str, int]:
 
 
 def predict(config: Config, total: int) -> dict[str, int]:
-    """Return what the dry run says of this trainer's GPU."""
     from megatron_ibpo.plan.feasibility import make_plan
 
     config.run.dry_run_gpu_memory_gib = total / 2**30

@@ -1,5 +1,4 @@
-"""Weight updates of another process on the same GPU, through our ipc transport: memory handles, checksums
-of everything as sent and as received, and GB/s. The other process stands in for an engine's worker."""
+"""Weight updates of another process on the same GPU, through our ipc transport: checksums and GB/s."""
 
 import importlib.util
 import math
@@ -14,8 +13,7 @@ from training import load_of, make_config, make_sequences, model_of, start_polic
 
 from megatron_ibpo.models import read_hf_config
 
-TIMEOUT_S = 60.0
-"""Of a step of an update."""
+TIMEOUT_S = 60.0  # of a step of an update
 
 
 def run(job: Job) -> None:
@@ -61,8 +59,6 @@ def send(rank: Any, link: PipeLink, *, version: int, check_sums: bool) -> dict[s
 
 
 class Worker:
-    """Takes tensors out of the buffer that a handle opens, as vLLM's worker does."""
-
     def __init__(self) -> None:
         self._weights: dict[str, torch.Tensor] = {}
         self._buffer: torch.Tensor | None = None
@@ -99,7 +95,6 @@ class Worker:
         return [{name: checksum(tensor) for name, tensor in self._weights.items()} if self._checked else {}]
 
     def sum(self) -> float:
-        """Return the sum of all weights, to see that they change."""
         return sum(tensor.double().sum().item() for tensor in self._weights.values())
 
     def _open(self, handle: Any) -> torch.Tensor:

@@ -19,31 +19,23 @@ import psutil
 from megatron_ibpo.commands.main import COMMANDS
 from support.paths import ROOT
 
-LONGEST_S = 20.0
-"""Seconds of processor time that a command may take."""
-MOST_S = 180.0
-"""Seconds that it may take beside other work of the machine."""
-MOST_BYTES = 2 * 10**9
-"""Of memory that a command may hold at one time, its libraries included."""
-STOPPED_AT = 3 * 10**9
-"""Bytes at which a command is ended, so that the machine lives on."""
+LONGEST_S = 20.0  # seconds of processor time that a command may take
+MOST_S = 180.0  # seconds that it may take beside other work of the machine
+MOST_BYTES = 2 * 10**9  # of memory that a command may hold at one time, its libraries included
+STOPPED_AT = 3 * 10**9  # bytes at which a command is ended, so that the machine lives on
 LOOK_S = 0.02
 DOORS: dict[str, tuple[str, ...]] = {
     **{name: command.python for name, command in COMMANDS.items()},
     "convert-gguf": (str(ROOT / "tools/convert_gguf_to_hf.py"),),
     "choice": ("-m", "megatron_ibpo.commands.choose_recipe"),
-}
-"""Name of a command → what Python runs for it."""
+}  # name of a command → what Python runs for it
 _CRASH = re.compile(r"^Traceback \(most recent call last\)|internal error|please report it", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The end of a command: status and output."""
-
     verdict: Literal["refused", "taken", "traceback", "hang", "above 2 GB"]
-    said: str
-    """The end of what it printed."""
+    said: str  # the end of what it printed
 
 
 def in_child(work: Callable[[], object], log: Path) -> Outcome:
@@ -85,7 +77,6 @@ def _resident(pid: int) -> int:
 
 
 def _be_child(work: Callable[[], object], log: Path) -> None:
-    """Never returns."""
     status = 1
     try:
         os.setpgid(0, 0)
@@ -109,7 +100,6 @@ def _be_child(work: Callable[[], object], log: Path) -> None:
 
 
 def run_command(name: str, arguments: Sequence[str]) -> None:
-    """Run a command as Python does for `ibpo NAME ARGUMENTS…`."""
     first, *rest = DOORS[name]
     if first == "-m":
         module, *words = rest

@@ -26,8 +26,7 @@ from support.bad_inputs.place import BENCHMARKS, EVALUATED, ROWS, SMALL, STUDY, 
 from support.paths import ROOT
 from support.tiny_gguf import FLOATS, NUMBERS
 
-Words = list[str]
-"""A command of `children.DOORS` and its arguments."""
+Words = list[str]  # a command of `children.DOORS` and its arguments
 Maker = Callable[[random.Random, Place, Path], Words]
 
 
@@ -41,7 +40,6 @@ def _search(hf: Path, recipe: Path) -> Words:
 
 
 def wrong_recipe(rng: random.Random, more: dict[str, Any] | None = None) -> bytes:
-    """Return a recipe of four keys, and `more`, of which one or two have another value; or damage to it."""
     known = {name.replace("_", "-"): entry.get(Config()) for name, entry in ENTRIES.items()}
     chosen = {name: known[name] for name in rng.sample(sorted(known), 4)} | (more or {})
     for name in rng.sample(sorted(chosen), rng.randint(1, 2)):
@@ -58,7 +56,6 @@ def wrong_recipe(rng: random.Random, more: dict[str, Any] | None = None) -> byte
 
 
 def wrong_flags(rng: random.Random) -> Words:
-    """Return one to three flags with words that few of them take."""
     line: Words = []
     for name in rng.sample(sorted(ENTRIES), rng.randint(1, 3)):
         value = rng.choice(WORDS).replace("\0", "")
@@ -84,8 +81,7 @@ def recipes(rng: random.Random, place: Place, here: Path) -> Words:
 
 COUNTS = sorted(name for name, entry in ENTRIES.items() if entry.type in (int, int | None))
 """Fields with a number of something."""
-ENDLESS = {"num_rollout", "num_epoch"}
-"""A large number of these is a long run."""
+ENDLESS = {"num_rollout", "num_epoch"}  # a large number of these is a long run
 
 
 def flags(rng: random.Random, place: Place, here: Path) -> Words:
@@ -183,7 +179,6 @@ def hf_checkpoints(rng: random.Random, place: Place, here: Path) -> Words:
 
 
 def _with_odd_ids(rng: random.Random, content: dict[str, Any]) -> dict[str, Any]:
-    """A tokenizer with ids that leave gaps of billions."""
     odd = rng.choice([2**31, 2**31 - 1, 10**9, -1, 2**40, "x"])
     added = content.get("added_tokens")
     if added and rng.random() < 0.5:
@@ -339,7 +334,6 @@ TASKS = [
 
 
 def _parameters(name: str) -> list[str]:
-    """Return those parameters of a generated task that are numbers, texts or lists."""
     import dataclasses
 
     from reasoning_gym.factory import DATASETS

@@ -39,14 +39,11 @@ TEXTS = [
 LAUGHS = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
     f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n"
     for before, name in zip("abcdefgh", "bcdefghi", strict=True)
-)
-"""Nine levels of nine references each: a billion when written out."""
-SPARSE_BYTES = 10 * 10**9
-"""Size of a file that is too large for any kind, and takes no room on the disk."""
+)  # nine levels of nine references each: a billion when written out
+SPARSE_BYTES = 10 * 10**9  # size of a file that is too large for any kind, and takes no room on the disk
 
 
 def mutated(rng: random.Random, document: Any) -> Any:
-    """A copy of a document with one or two of its values replaced, or taken away."""
     document = copy.deepcopy(document)
     for _ in range(rng.randint(1, 2)):
         places = list(_places(document))
@@ -61,13 +58,11 @@ def mutated(rng: random.Random, document: Any) -> Any:
 
 
 def mutated_json(rng: random.Random, document: Any) -> bytes:
-    """A document as JSON with one or two of its values changed; or its text damaged, too."""
     data = json.dumps(mutated(rng, json.loads(json.dumps(document)))).encode()
     return mutated_bytes(rng, data) if rng.random() < 0.25 else data
 
 
 def _places(value: Any) -> Iterator[tuple[Any, Any]]:
-    """(container, key) of everything inside."""
     keys = list(value) if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else []
     for key in keys:
         yield value, key
@@ -75,7 +70,6 @@ def _places(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def mutated_bytes(rng: random.Random, data: bytes) -> bytes:
-    """Cut off, flipped, overwritten, doubled, or something else altogether."""
     at = rng.randrange(len(data)) if data else 0
     return rng.choice([
         lambda: data[:at],
@@ -89,7 +83,6 @@ def mutated_bytes(rng: random.Random, data: bytes) -> bytes:
 
 
 def mutated_head(rng: random.Random, data: bytes, most: int = 3000) -> bytes:
-    """A binary file that is damaged near its beginning, where sizes and types stand."""
     return mutated_bytes(rng, data[:most]) + data[most:]
 
 
@@ -98,7 +91,6 @@ SPOILED = ("fifo", "device", "sparse", "empty", "directory", "dangling", "loop")
 
 
 def spoil(path: Path, kind: str) -> None:
-    """Put another kind of file in the place of a valid one."""
     path.unlink(missing_ok=True)
     if kind == "fifo":
         os.mkfifo(path)
@@ -116,7 +108,6 @@ def spoil(path: Path, kind: str) -> None:
 
 
 def spoiled_sometimes(rng: random.Random, path: Path, share: float = 0.2) -> bool:
-    """Spoil some of the files; whether this one was."""
     if rng.random() >= share:
         return False
     spoil(path, rng.choice(SPOILED))

@@ -10,8 +10,7 @@ from support.bad_inputs.children import run_command
 from support.paths import ROOT
 
 TASK = "reasoning_gym://chain_sum?min_terms=2&max_terms=3&min_digits=1&max_digits=1&compact=1"
-LETTERS = 260
-"""Tokens of the models' vocabulary: bytes and what is special."""
+LETTERS = 260  # tokens of the models' vocabulary: bytes and what is special
 RUN = (
     "--rollout-backend", "lean", "--rollout-batch-size", "2", "--n-samples-per-prompt", "2",
     "--rollout-max-response-len", "4", "--operator-skill-prompts", "0", "--reward-workers", "1",
@@ -83,8 +82,6 @@ SMALL = {"rollout-max-response-len": 4, "rollout-batch-size": 8, "max-tokens-per
 
 
 class Place:
-    """The directory of the valid inputs."""
-
     def __init__(self, directory: Path):
         self.directory = directory
         self.hf = directory / "hf"
@@ -122,11 +119,9 @@ class Place:
         run_command("train", [*self.flags(self.run), "--num-rollout", "2", "--save-debug-rollout-data"])
 
     def make_saved(self) -> None:
-        """Train for a step whose checkpoint a run may go on from."""
         run_command("train", [*self.flags(self.replayed)[:-1], "--num-rollout", "1"])
 
     def flags(self, run_dir: Path) -> list[str]:
-        """Return the flags of a run that takes little."""
         named = {"--hf-checkpoint": self.hf, "--prompt-data": TASK, "--run-dir": run_dir}
         words = [word for flag, value in named.items() for word in (flag, str(value))]
         return [*words, *RUN, "--eval-num-prompts", "0", "--no-save"]
@@ -176,7 +171,6 @@ class Place:
 
 
 def _save_tokenizer(directory: Path) -> None:
-    """A tokenizer of bytes, with a chat template."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,7 +1,4 @@
-"""Try bad inputs of every family and count how they end.
-
-PYTHONPATH=tests python -m support.bad_inputs.survey SEED COUNT [FILE [FAMILY...]]
-"""
+"""Try bad inputs of every family and count how they end."""
 
 import json
 import os
@@ -23,7 +20,6 @@ from support.bad_inputs.place import Place
 
 
 def main(seed: str, count: str, file: str = os.devnull, *only: str) -> None:
-    """Try COUNT inputs; FILE gets what each family came to, as JSON."""
     _import_all()
     with tempfile.TemporaryDirectory(prefix="bad-inputs-") as directory:
         place = _made(Path(directory))
@@ -64,7 +60,6 @@ def _made(directory: Path) -> Place:
 
 
 def _family(name: str, seed: str, count: int, place: Place) -> dict[str, Any]:
-    """Try the inputs of a family; return how many ended in each way, and those that ended wrongly."""
     make, share = FAMILIES[name]
     inputs = max(1, round(share * count / sum(number for _, number in FAMILIES.values())))
     verdicts, wrong = Counter[str](), []
@@ -78,7 +73,6 @@ def _family(name: str, seed: str, count: int, place: Place) -> dict[str, Any]:
 
 
 def _tried(make: Maker, rng: random.Random, place: Place) -> tuple[list[str], Outcome]:
-    """Return one input, and how the command that read it ended."""
     here, before = place.directory / "here", os.getcwd()
     here.mkdir()
     os.chdir(here)

@@ -1,5 +1,4 @@
-"""For engines that a test starts with this folder on PYTHONPATH: they get `transfer_stand_ins` for NCCL
-as soon as vLLM's part for it is imported."""
+"""Engines started with this folder on PYTHONPATH get `transfer_stand_ins` for NCCL."""
 
 import importlib.util
 import sys
