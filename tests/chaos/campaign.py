@@ -108,12 +108,9 @@ def _faults(trial: Trial, rng: random.Random, kills: int, until: float) -> list[
 
 def _recovered(fault, step, at, held, rng, trial, engines) -> Record:
     record: Record = {
-        "victim": fault.victim,
-        "signal": fault.signal,
-        "after_step": step,
-        "driver_age": round(at - trial.spawned, 1),
-        "held_seconds": round(held, 2),
-    }
+        "victim": fault.victim, "signal": fault.signal, "after_step": step,
+        "driver_age": round(at - trial.spawned, 1), "held_seconds": round(held, 2),
+    }  # fmt: skip
     if fault.hangs:
         record["time_out_seconds"] = HANGS_S
     if fault.engine is not None:

@@ -126,11 +126,8 @@ def main() -> int:
         if left:
             found["problems"].append(f"still running: {left}")
         record = {
-            "seed": seed,
-            "piece": len(own),
-            "kills": number,
-            "seconds": round(time.monotonic() - began, 1),
-        }
+            "seed": seed, "piece": len(own), "kills": number, "seconds": round(time.monotonic() - began, 1),
+        }  # fmt: skip
         append(results, [record | found])
         print(json.dumps(record | found), flush=True)
         if found["problems"]:

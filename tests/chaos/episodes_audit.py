@@ -23,11 +23,9 @@ def audit_episodes(journal: Path, flags: Sequence[str]) -> tuple[list[str], int,
     tokenizer = load_tokenizer(hf_dir)
     prompts = training_prompts(config, tokenizer)
     chat = open_chat(
-        hf_dir,
-        tokenizer,
-        applies_template=config.data.apply_chat_template,
+        hf_dir, tokenizer, applies_template=config.data.apply_chat_template,
         settings=template_settings(config.data),
-    )
+    )  # fmt: skip
     make, ends = load_environment(target), read_eos_token_ids(hf_dir)
     problems, scored, absent = [], 0, 0
     for key, sample in read_journal(journal, 0).samples.items():

@@ -68,12 +68,9 @@ def main(argv: list[str]) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the part under way is ended, too
     deadline = time.monotonic() + 60 * (QUICK_MINUTES if arguments.quick else MINUTES)
     report: dict[str, Any] = {
-        "format": 1,
-        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "device": arguments.device,
-        "quick": arguments.quick,
-        "parts": {},
-    }
+        "format": 1, "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "device": arguments.device, "quick": arguments.quick, "parts": {},
+    }  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="gpu-wheels-") as place:
         if folder := os.environ.get("WHEELS"):
             report["wheels"] = wheels.unpack(Path(folder), Path(place))
@@ -102,11 +99,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="fewer cases; fits into ten minutes")
     parser.add_argument("--only", nargs="+", choices=names, metavar="PART", help=", ".join(names))
     parser.add_argument(
-        "--wheels",
-        type=Path,
-        metavar="DIR",
+        "--wheels", type=Path, metavar="DIR",
         help="only download the small packages that WHEELS=DIR then gives",
-    )
+    )  # fmt: skip
     parser.add_argument("--save", type=Path, default=Path("gpu.json"), help="default: gpu.json")
     arguments = parser.parse_args(argv)
     if not arguments.save.absolute().parent.is_dir():

@@ -79,11 +79,9 @@ class Absent:
 
 
 MODULES: dict[str, tuple[Any, ...]] = {
-    "base": (ParamMeta, WeightSource),
-    "ipc_engine": (IPCTrainerInitInfo, IPCTrainerWeightTransferEngine),
-    "nccl_common": (),
-    "nccl_engine": (),
-}
+    "base": (ParamMeta, WeightSource), "ipc_engine": (IPCTrainerInitInfo, IPCTrainerWeightTransferEngine),
+    "nccl_common": (), "nccl_engine": (),
+}  # fmt: skip
 
 
 def install() -> None:

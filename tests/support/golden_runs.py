@@ -33,21 +33,17 @@ class Layout:
 
 
 _DENSE = (
-    "embedding.word_embeddings.weight",
-    "decoder.layers.0.self_attention.linear_qkv.weight",
-    "decoder.layers.2.mlp.linear_fc1.weight",
-    "decoder.layers.3.mlp.linear_fc2.weight",
+    "embedding.word_embeddings.weight", "decoder.layers.0.self_attention.linear_qkv.weight",
+    "decoder.layers.2.mlp.linear_fc1.weight", "decoder.layers.3.mlp.linear_fc2.weight",
     "decoder.final_layernorm.weight",
-)
+)  # fmt: skip
 _NEXT = (
-    "embedding.word_embeddings.weight",
-    "decoder.layers.0.self_attention.in_proj.weight.query",
+    "embedding.word_embeddings.weight", "decoder.layers.0.self_attention.in_proj.weight.query",
     "decoder.layers.1.self_attention.conv1d.weight.value",
     "decoder.layers.2.mlp.experts.experts.linear_fc1.weight",
-    "decoder.layers.3.self_attention.linear_qkv.weight",
-    "decoder.layers.3.mlp.router.weight",
+    "decoder.layers.3.self_attention.linear_qkv.weight", "decoder.layers.3.mlp.router.weight",
     "decoder.final_layernorm.weight",
-)
+)  # fmt: skip
 LAYOUTS = {
     "dense": Layout("dense", 1, _DENSE),
     "dense-dp2": Layout("dense", 2, _DENSE),

@@ -33,13 +33,11 @@ def make_batch(device, *, lengths=LENGTHS, vocab=517, seed=0, shift=0.3) -> dict
     mask = (torch.rand(rows, generator=generator) > 0.25).float()
     logprobs = packed_logprobs(logits.double(), targets)[0]
     batch = {
-        "logits_NV": logits,
-        "targets_N": targets,
+        "logits_NV": logits, "targets_N": targets,
         "old_logprobs_N": logprobs.float() + shift * torch.randn(rows, generator=generator),
-        "response_mask_N": mask,
-        "cu_seqlens": torch.tensor([0, *lengths]).cumsum(0).int(),
+        "response_mask_N": mask, "cu_seqlens": torch.tensor([0, *lengths]).cumsum(0).int(),
         "advantages": torch.linspace(-2, 1.5, len(lengths)).roll(2),
-    }
+    }  # fmt: skip
     batch["advantages"][0] = 0.0
     batch["old_logprobs_N"][mask == 0] = torch.nan
     return {name: tensor.to(device) for name, tensor in batch.items()}

@@ -46,14 +46,10 @@ def one_loss(batch: dict[str, Any], variant: str, backend: str, **layout: Any) -
     loss, stats = loss_of_logits(**{**batch, "logits_NV": logits}, **options, **layout)
     (2 * loss).backward()
     return {
-        "loss": loss.detach(),
-        "gradient": logits.grad,
-        "logprobs_N": stats.logprobs_N,
-        "entropy_N": stats.entropy_N,
-        "mean_log_ratio_S": stats.mean_log_ratio_S,
-        "kl_N": stats.kl_N,
+        "loss": loss.detach(), "gradient": logits.grad, "logprobs_N": stats.logprobs_N,
+        "entropy_N": stats.entropy_N, "mean_log_ratio_S": stats.mean_log_ratio_S, "kl_N": stats.kl_N,
         "clipped": stats.clipped,
-    }
+    }  # fmt: skip
 
 
 def on_one_rank(world, backend, tp, cp, variants) -> dict[str, dict[str, Tensor]]:

@@ -12,7 +12,5 @@ def layout(
         context_parallel_size=cp, decoder_first_pipeline_num_layers=first,
         decoder_last_pipeline_num_layers=last, expert_model_parallel_size=ep, expert_tensor_parallel_size=etp,
         make_vocab_size_divisible_by=vocabulary, pipeline_model_parallel_size=pp,
-        tensor_model_parallel_size=tp,
-        use_distributed_optimizer=distributed_optimizer,
-        **more,
+        tensor_model_parallel_size=tp, use_distributed_optimizer=distributed_optimizer, **more,
     )  # fmt: skip

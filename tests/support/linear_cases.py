@@ -24,15 +24,13 @@ def batch_of(lengths, seed=0, prompt=2, dtype=torch.float64, vocab=V):
     advantages = normal(len(lengths))
     advantages[1::3] = 0.0
     floats = {
-        "hidden_NH": hidden,
-        "weight_VH": weight,
-        "old_logprobs_N": own + 0.2 * normal(rows),
+        "hidden_NH": hidden, "weight_VH": weight, "old_logprobs_N": own + 0.2 * normal(rows),
         "ref_logprobs_N": own + 0.2 * normal(rows),
         "token_weights_N": torch.rand(rows, generator=generator, dtype=torch.float64),
         "sequence_weights_S": torch.rand(len(lengths), generator=generator, dtype=torch.float64),
         "temperature": 0.7 + torch.rand(len(lengths), generator=generator, dtype=torch.float64),
         "advantages": advantages,
-    }
+    }  # fmt: skip
     return {name: value.to(dtype) for name, value in floats.items()} | {
         "targets_N": targets,
         "response_mask_N": torch.cat([torch.tensor([0.0] * prompt + [1.0] * n) for n in lengths]),

@@ -87,14 +87,11 @@ class Engine:
     def _sample(self, request: SampleRequest, version: int) -> Sample:
         ids = token_ids(written(request))
         return Sample(
-            prompt_token_ids=request.prompt_token_ids,
-            token_ids=ids,
+            prompt_token_ids=request.prompt_token_ids, token_ids=ids,
             logprobs=np.full(len(ids), -0.5, np.float32),
             finish_reason="stop" if len(ids) < request.max_tokens else "length",
-            temperature=request.temperature,
-            versions=((0, version),),
-            loss_mask=np.ones(len(ids), np.bool_),
-        )
+            temperature=request.temperature, versions=((0, version),), loss_mask=np.ones(len(ids), np.bool_),
+        )  # fmt: skip
 
 
 class Scored:

@@ -30,21 +30,16 @@ def mtp_tensors(dtype):
     hidden, experts, size = 96, 4, 64
     layer = "mtp.layers.0"
     shapes = {
-        "mtp.fc.weight": (hidden, 2 * hidden),
-        "mtp.norm.weight": (hidden,),
-        "mtp.pre_fc_norm_embedding.weight": (hidden,),
-        "mtp.pre_fc_norm_hidden.weight": (hidden,),
-        f"{layer}.input_layernorm.weight": (hidden,),
-        f"{layer}.post_attention_layernorm.weight": (hidden,),
+        "mtp.fc.weight": (hidden, 2 * hidden), "mtp.norm.weight": (hidden,),
+        "mtp.pre_fc_norm_embedding.weight": (hidden,), "mtp.pre_fc_norm_hidden.weight": (hidden,),
+        f"{layer}.input_layernorm.weight": (hidden,), f"{layer}.post_attention_layernorm.weight": (hidden,),
         f"{layer}.self_attn.q_proj.weight": (2 * 4 * 32, hidden),
         f"{layer}.self_attn.k_proj.weight": (4 * 32, hidden),
         f"{layer}.self_attn.v_proj.weight": (4 * 32, hidden),
-        f"{layer}.self_attn.o_proj.weight": (hidden, 4 * 32),
-        f"{layer}.self_attn.q_norm.weight": (32,),
-        f"{layer}.self_attn.k_norm.weight": (32,),
-        f"{layer}.mlp.gate.weight": (experts, hidden),
+        f"{layer}.self_attn.o_proj.weight": (hidden, 4 * 32), f"{layer}.self_attn.q_norm.weight": (32,),
+        f"{layer}.self_attn.k_norm.weight": (32,), f"{layer}.mlp.gate.weight": (experts, hidden),
         f"{layer}.mlp.shared_expert_gate.weight": (1, hidden),
-    }
+    }  # fmt: skip
     inner = {f"{layer}.mlp.experts.{expert}": size for expert in range(experts)}
     for mlp in (*inner, f"{layer}.mlp.shared_expert"):
         shapes[f"{mlp}.gate_proj.weight"] = shapes[f"{mlp}.up_proj.weight"] = (size, hidden)

@@ -60,13 +60,11 @@ def main() -> int:
     for process, grown in sorted(growth.items()):
         print(f"{process}: {memory[process][-1][1]:.0f} MiB, {grown:+.1f} MiB since step {WARM * steps:.0f}")
     result = {
-        "machine": machine(),
-        "command": f"bash tests/soak.sh {steps} {model}",
-        "steps": steps,
+        "machine": machine(), "command": f"bash tests/soak.sh {steps} {model}", "steps": steps,
         "seconds": round(seconds),
         "growth_mib": {process: round(grown, 1) for process, grown in sorted(growth.items())},
         "mib": dict(sorted(memory.items())),
-    }
+    }  # fmt: skip
     (ROOT / f"tools/results/soak_{model}.json").write_text(json.dumps(result) + "\n")
     return int(max(growth.values()) > MOST_GROWTH_MIB)
 
@@ -78,13 +76,9 @@ def _run(place: Path, steps: int, of_model: Sequence[str]) -> tuple[int, dict[st
     memory: dict[str, Series] = defaultdict(list)
     with (place / "log").open("wb") as log:
         driver = subprocess.Popen(
-            [*command, "--run-dir", str(place / "run")],
-            env=environment_within(place),
-            cwd=ROOT,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
+            [*command, "--run-dir", str(place / "run")], env=environment_within(place), cwd=ROOT,
+            stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+        )  # fmt: skip
         try:
             while driver.poll() is None:
                 lines = STEP_LINE.findall((place / "log").read_bytes())

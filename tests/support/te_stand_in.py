@@ -202,12 +202,10 @@ class QuantizedTensor:
 def install() -> None:
     layers = (Linear, LayerNormLinear, GroupedLinear, RMSNorm, DotProductAttention)
     pytorch = _package(
-        "transformer_engine.pytorch",
-        **{layer.__name__: layer for layer in layers},
-        LayerNorm=RMSNorm,
+        "transformer_engine.pytorch", **{layer.__name__: layer for layer in layers}, LayerNorm=RMSNorm,
         distributed=types.SimpleNamespace(CudaRNGStatesTracker=CudaRNGStatesTracker),
         ops=types.SimpleNamespace(Sequential=torch.nn.Sequential),
-    )
+    )  # fmt: skip
     recipes = _package("transformer_engine.common.recipe", DelayedScaling=DelayedScaling)
     common = _package("transformer_engine.common", recipe=recipes)
     _package("transformer_engine", __version__=VERSION, pytorch=pytorch, common=common)

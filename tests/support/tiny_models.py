@@ -116,12 +116,9 @@ def make_qwen3_5(
     eighth = settings.get("head_dim", SHARED["head_dim"]) // 8
     own = DELTA_NETS | (EXPERTS | {"shared_expert_intermediate_size": 64} if moe else DENSE)
     own["rope_parameters"] = {
-        "rope_type": "default",
-        "rope_theta": 10000.0,
-        "partial_rotary_factor": 0.25,
-        "mrope_interleaved": True,
-        "mrope_section": [eighth - 2 * (eighth // 3), eighth // 3, eighth // 3],
-    }
+        "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25,
+        "mrope_interleaved": True, "mrope_section": [eighth - 2 * (eighth // 3), eighth // 3, eighth // 3],
+    }  # fmt: skip
     family = "Qwen3_5Moe" if moe else "Qwen3_5"
     if not wrapped:
         return _make(f"{family}Text", directory, seed, own, settings, model=f"{family}ForCausalLM")

@@ -85,13 +85,10 @@ def draw(lengths: tuple[int, ...], device: str, heads: tuple[int, int], dim: int
         return torch.randn(tokens, *shape, generator=generator, device=device)
 
     return {
-        "query": normal(keys, dim),
-        "key": normal(keys, dim),
-        "value": normal(values, dim),
-        "decay": -F.softplus(normal(values)),
-        "beta": normal(values).sigmoid(),
+        "query": normal(keys, dim), "key": normal(keys, dim), "value": normal(values, dim),
+        "decay": -F.softplus(normal(values)), "beta": normal(values).sigmoid(),
         "cu_seqlens": torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32, device=device),
-    }
+    }  # fmt: skip
 
 
 def cast(inputs: Inputs, dtype: torch.dtype) -> Inputs:

@@ -41,12 +41,9 @@ def run(job: Job) -> None:
     own = sum(row["times"] for row in rows if row["place"].startswith("megatron_ibpo/"))
     total = sum(row["times"] for row in rows)
     job.note(
-        load=vars(load),
-        waits=rows,
-        own=own,
-        total=total,
+        load=vars(load), waits=rows, own=own, total=total,
         summary=f"{total} waits in a step, {own} of them in lines of our own",
-    )
+    )  # fmt: skip
 
 
 @contextmanager

@@ -88,16 +88,10 @@ def train(run_dir: Path, gpus: str | None, **settings: Any) -> dict[str, Any]:
     run_steps.check_installed = lambda: None  # a machine with WHEELS has no engines, servers or graders
     own = Path(__file__).resolve().parent.parent / "sums.py"
     config = megatron_ibpo.load_recipe(
-        ROOT / "examples/recipes/small_cpu.yaml",
-        hf_checkpoint=str(ROOT / "examples/tiny_qwen3"),
-        rollout_backend="lean",
-        allow_local_modules=True,
-        prompt_data=[f"import://{own}:rows"],
-        eval_prompt_data=[f"import://{own}:rows"],
-        rm_type=f"{own}:score",
-        run_dir=str(run_dir),
-        **settings,
-    )
+        ROOT / "examples/recipes/small_cpu.yaml", hf_checkpoint=str(ROOT / "examples/tiny_qwen3"),
+        rollout_backend="lean", allow_local_modules=True, prompt_data=[f"import://{own}:rows"],
+        eval_prompt_data=[f"import://{own}:rows"], rm_type=f"{own}:score", run_dir=str(run_dir), **settings,
+    )  # fmt: skip
     with megatron_ibpo.open_run(config) as run:
         steps = [{name: step.metrics[name] for name in KEPT if name in step.metrics} for step in run]
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]

@@ -11,13 +11,10 @@ def run(job: Job) -> None:
     import bench_loss
 
     arguments = bench_loss.Arguments(
-        device=job.device,
-        only=() if job.on_gpu else ("ours, torch", "eager fp32"),
-        tokens=(8192, 32768) if job.is_large else (4096,),
-        vocabularies=(151936,),
-        masked=(0.0,) if job.quick else (0.0, 0.5),
-        repeats=5 if job.quick else 10,
-    )
+        device=job.device, only=() if job.on_gpu else ("ours, torch", "eager fp32"),
+        tokens=(8192, 32768) if job.is_large else (4096,), vocabularies=(151936,),
+        masked=(0.0,) if job.quick else (0.0, 0.5), repeats=5 if job.quick else 10,
+    )  # fmt: skip
     errors = bench_loss.errors(arguments)
     job.note(errors=errors)
     if job.on_gpu:

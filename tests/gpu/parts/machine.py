@@ -20,16 +20,11 @@ def run(job: Job) -> None:
 
     properties = torch.cuda.get_device_properties(0)
     job.note(
-        gpus=torch.cuda.device_count(),
-        gpu=properties.name,
-        capability=list(torch.cuda.get_device_capability(0)),
-        memory_bytes=properties.total_memory,
-        multiprocessors=properties.multi_processor_count,
-        cuda=torch.version.cuda,
-        cudnn=torch.backends.cudnn.version(),
-        nccl=list(torch.cuda.nccl.version()),
-        driver=driver(),
-    )
+        gpus=torch.cuda.device_count(), gpu=properties.name,
+        capability=list(torch.cuda.get_device_capability(0)), memory_bytes=properties.total_memory,
+        multiprocessors=properties.multi_processor_count, cuda=torch.version.cuda,
+        cudnn=torch.backends.cudnn.version(), nccl=list(torch.cuda.nccl.version()), driver=driver(),
+    )  # fmt: skip
     rates = ceilings()
     job.note(
         **rates,

@@ -29,12 +29,10 @@ def run(job: Job) -> None:
     moved = (first["after"] - first["before"]).norm()
     difference = float((first["after"] - second["after"]).norm() / moved)
     job.note(
-        load_seconds=second["load_seconds"],
-        weights_equal=torch.equal(first["before"], second["before"]),
-        step_difference=difference,
-        grad_norms=[first["grad_norm"], second["grad_norm"]],
+        load_seconds=second["load_seconds"], weights_equal=torch.equal(first["before"], second["before"]),
+        step_difference=difference, grad_norms=[first["grad_norm"], second["grad_norm"]],
         summary=f"saved in {first['save_seconds']:.1f} s, the next step differs by {difference:.1e}",
-    )
+    )  # fmt: skip
     check(torch.equal(first["before"], second["before"]), "the weights loaded are not those saved")
     check(difference <= (MOVE_BOUND if job.on_gpu else 0.0), f"the step after differs by {difference}")
 
@@ -54,14 +52,11 @@ def save_and_go_on(config: Config, sequences: list[Any], directory: Path) -> dic
     metrics = policy.update(sequences)
     checkpoint = directory / step_name(2)
     return {
-        "before": before,
-        "after": sample(ranks.rank.export),
-        "grad_norm": metrics["grad_norm"],
+        "before": before, "after": sample(ranks.rank.export), "grad_norm": metrics["grad_norm"],
         "checkpoint": str(checkpoint),
         "checkpoint_bytes": sum(file.stat().st_size for file in checkpoint.rglob("*") if file.is_file()),
-        "blocked_seconds": blocked,
-        "save_seconds": seconds,
-    }
+        "blocked_seconds": blocked, "save_seconds": seconds,
+    }  # fmt: skip
 
 
 def resume(config: Config, sequences: list[Any], checkpoint: str) -> dict[str, Any]:
@@ -71,11 +66,9 @@ def resume(config: Config, sequences: list[Any], checkpoint: str) -> dict[str, A
     before = sample(ranks.rank.export)
     metrics = policy.update(sequences)
     return {
-        "before": before,
-        "after": sample(ranks.rank.export),
-        "grad_norm": metrics["grad_norm"],
+        "before": before, "after": sample(ranks.rank.export), "grad_norm": metrics["grad_norm"],
         "load_seconds": seconds,
-    }
+    }  # fmt: skip
 
 
 def sample(export: Any) -> Tensor:

@@ -83,13 +83,10 @@ def note_speed(job: Job, seconds: list[float], tokens: int, flops: float) -> Non
     share = ", local modules: no MFU" if local else "" if peak is None else f", MFU {rate / peak:.1%}"
     used = f", {memory(job)['peak_reserved'] / 2**30:.1f} GiB" if job.on_gpu else ""
     job.note(
-        seconds_per_step=median,
-        tokens_per_step=tokens,
-        tokens_per_second=tokens / median,
-        flops_per_second=rate,
-        mfu=None if peak is None or local else rate / peak,
+        seconds_per_step=median, tokens_per_step=tokens, tokens_per_second=tokens / median,
+        flops_per_second=rate, mfu=None if peak is None or local else rate / peak,
         summary=f"{tokens / median:,.0f} tokens/s{share}{used}",
-    )
+    )  # fmt: skip
 
 
 # ----------------------------------------------------------------------------------------------- memory
@@ -104,11 +101,9 @@ def memory(job: Job) -> dict[str, int]:
         return {}
     free, total = torch.cuda.mem_get_info()
     return {
-        "allocated": torch.cuda.memory_allocated(),
-        "peak_allocated": torch.cuda.max_memory_allocated(),
-        "peak_reserved": torch.cuda.max_memory_reserved(),
-        "used": total - free,
-    }
+        "allocated": torch.cuda.memory_allocated(), "peak_allocated": torch.cuda.max_memory_allocated(),
+        "peak_reserved": torch.cuda.max_memory_reserved(), "used": total - free,
+    }  # fmt: skip
 
 
 def predict_apart(config: Config, total: int) -> dict[str, int]:

@@ -191,12 +191,10 @@ def _with_odd_ids(rng: random.Random, content: dict[str, Any]) -> dict[str, Any]
 
 def _reading(rng: random.Random, hf: Path, place: Place, here: Path) -> Words:
     return rng.choice([
-        ["inspect", str(hf)],
-        ["plan", *SHORT, "--hf-checkpoint", str(hf)],
+        ["inspect", str(hf)], ["plan", *SHORT, "--hf-checkpoint", str(hf)],
         ["data", "--hf-checkpoint", str(hf), "--prompt-data", TASK],
         ["convert to-megatron", "--hf-checkpoint", str(hf), "--save", str(here / "out")],
-        _search(hf, place.recipe),
-        ["choice", "--hf-checkpoint", str(hf)],
+        _search(hf, place.recipe), ["choice", "--hf-checkpoint", str(hf)],
         ["train", *place.flags(here / "run"), "--hf-checkpoint", str(hf), "--num-rollout", "1"],
     ])  # fmt: skip
 
