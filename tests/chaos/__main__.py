@@ -1,6 +1,5 @@
 """See tests/chaos.sh."""
 
-import math
 import os
 import sys
 import time
@@ -17,10 +16,8 @@ MOST_SAID = 6000  # characters of the last driver's output, where something was 
 
 def main() -> int:
     end_on_sigterm()
-    kills = int(sys.argv[1]) if len(sys.argv) > 1 else 20
-    seed = int(sys.argv[2]) if len(sys.argv) > 2 else 0
-    minutes = float(sys.argv[3]) if len(sys.argv) > 3 else math.inf
-    until = time.monotonic() + 60 * minutes
+    kills, seed, minutes = [*sys.argv[1:], *("20", "0", "inf")[len(sys.argv) - 1 :]]
+    kills, seed, until = int(kills), int(seed), time.monotonic() + 60 * float(minutes)
     results = Path(os.environ.get("CHAOS_RESULTS", ROOT / "tools/results/chaos.jsonl"))
     while True:
         done, number = so_far(read(results), seed)

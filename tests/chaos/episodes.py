@@ -1,4 +1,4 @@
-"""Kills the processes of episodes while they are played, and plays each one that got a score once more."""
+"""Kills the processes of episodes that a scripted policy plays, and plays each that got a score once more."""
 
 import asyncio
 import json
@@ -10,12 +10,12 @@ import time
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
 
 from chaos.episode_game import Game
+from chaos.episodes_audit import replay_problems
 from chaos.processes import below, by_kind
 from chaos.results import append, read
 from megatron_ibpo.basics.records import Prompt, Sample, SampleRequest, token_ids
@@ -25,13 +25,11 @@ from megatron_ibpo.environments.processes import EnvironmentPool
 from megatron_ibpo.sampling.episodes import Episodes
 from support.byte_tokenizers import byte_level
 from support.paths import ROOT
-from support.replayed_episodes import replay_problems
 
 KILLS_OF_A_PIECE = 50
-PROCESSES, AT_ONCE = 16, 24
-LIMITS = EnvironmentConfig(step_timeout=3.0, environment_processes=PROCESSES, max_turns=12)
+AT_ONCE = 24
+LIMITS = EnvironmentConfig(step_timeout=3.0, environment_processes=16, max_turns=12)
 GAME = "chaos.episode_game:Game"
-TURN_S = 0.01  # seconds that the policy takes for a turn
 SIGNALS = ["SIGKILL"] * 6 + ["SIGTERM"] * 2 + ["SIGSTOP"]
 
 TOKENIZER = byte_level()
@@ -45,7 +43,7 @@ def prompt_of(number: int) -> Prompt:
 
 
 async def say(request: SampleRequest) -> Sample:
-    await asyncio.sleep(TURN_S)
+    await asyncio.sleep(0.01)
     ids = token_ids([*TOKENIZER.encode(f" {request.seed % 97}"), END])
     shape = len(ids)
     return Sample(
@@ -54,32 +52,25 @@ async def say(request: SampleRequest) -> Sample:
     )  # fmt: skip
 
 
-class Killer:
-    def __init__(self, rng: random.Random, kills: int) -> None:
-        self._rng, self._left = rng, kills
-        self.hits: Counter[str] = Counter()
-
-    async def run(self) -> None:
-        while self._left:
-            await asyncio.sleep(self._rng.uniform(0.005, 0.08))
-            with suppress(psutil.Error, IndexError):  # there is none, or it has just ended
-                self._hit()
-                self._left -= 1
-
-    def _hit(self) -> None:
-        episodes = by_kind(below(os.getpid()))["episode"]
-        victim, name, how = self._rng.choice(episodes), "episode", self._rng.choice(SIGNALS)
-        if self._rng.random() < 0.05:
-            victim, name, how = victim.parent(), "zygote", "SIGKILL"
-        victim.send_signal(signal.Signals[how])
-        self.hits[f"{name} {how}"] += 1
-
-
-async def one_piece(pool: EnvironmentPool, seed: int, piece: int, kills: int) -> dict[str, Any]:
+async def one_piece(pool, seed, piece, kills):
+    """Play episodes until so many processes were hit; return what came of them."""
     rng = random.Random(f"{seed}/{piece}")
     episodes = Episodes(pool, CHAT, LIMITS, seed, 1.0, None)
-    killer = Killer(rng, kills)
-    killing = asyncio.create_task(killer.run())
+    hits: Counter[str] = Counter()
+
+    async def hit():
+        """The processes of episodes, and now and then the one that they are forks of."""
+        while hits.total() < kills:
+            await asyncio.sleep(rng.uniform(0.005, 0.08))
+            with suppress(psutil.Error, IndexError):  # there is none, or it has just ended
+                victim = rng.choice(by_kind(below(os.getpid()))["episode"])
+                name, how = "episode", rng.choice(SIGNALS)
+                if rng.random() < 0.05:
+                    victim, name, how = victim.parent(), "zygote", "SIGKILL"
+                victim.send_signal(signal.Signals[how])
+                hits[f"{name} {how}"] += 1
+
+    killing = asyncio.create_task(hit())
     numbers = iter(range(piece * 10**6, (piece + 1) * 10**6))
     outcomes: Counter[str] = Counter()
     problems: list[str] = []
@@ -103,15 +94,13 @@ async def one_piece(pool: EnvironmentPool, seed: int, piece: int, kills: int) ->
     await asyncio.gather(*(play() for _ in range(AT_ONCE)))
     await killing
     lost = outcomes["asked"] - outcomes["scored"] - outcomes["absent"]
-    if lost:
-        problems.append(f"{lost} episodes were lost")
-    metrics = episodes.take_metrics()
-    return {"hits": dict(killer.hits), "episodes": dict(outcomes), **metrics, "problems": problems}
+    problems += [f"{lost} episodes were lost"] if lost else []
+    found = {"hits": dict(hits), "episodes": dict(outcomes)}
+    return found | episodes.take_metrics() | {"problems": problems}
 
 
 def main() -> int:
-    kills = int(sys.argv[1]) if len(sys.argv) > 1 else 100
-    seed = int(sys.argv[2]) if len(sys.argv) > 2 else 0
+    kills, seed = map(int, [*sys.argv[1:], *(100, 0)[len(sys.argv) - 1 :]])
     results = Path(os.environ.get("CHAOS_RESULTS", ROOT / "tools/results/chaos_episodes.jsonl"))
     while True:
         own = [record for record in read(results) if record["seed"] == seed]
@@ -122,14 +111,12 @@ def main() -> int:
         with EnvironmentPool(LIMITS) as pool:
             pool.check(GAME)
             found = asyncio.run(one_piece(pool, seed, len(own), number))
-        left = [one.pid for one in psutil.Process().children(recursive=True)]
-        if left:
+        if left := [one.pid for one in below(os.getpid())]:
             found["problems"].append(f"still running: {left}")
-        record = {
-            "seed": seed, "piece": len(own), "kills": number, "seconds": round(time.monotonic() - began, 1),
-        }  # fmt: skip
-        append(results, [record | found])
-        print(json.dumps(record | found), flush=True)
+        seconds = round(time.monotonic() - began, 1)
+        record = {"seed": seed, "piece": len(own), "kills": number, "seconds": seconds} | found
+        append(results, [record])
+        print(json.dumps(record), flush=True)
         if found["problems"]:
             return 1
     total: Counter[str] = Counter()

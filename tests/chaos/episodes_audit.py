@@ -1,8 +1,8 @@
-"""Plays every episode of a run's journal once more, in fresh environments."""
+"""Plays what an episode's sample holds once more in a fresh environment; all episodes of a journal."""
 
-from collections.abc import Sequence
-from pathlib import Path
+import numpy as np
 
+from megatron_ibpo.basics.seeds import derive_seed
 from megatron_ibpo.data import load_tokenizer
 from megatron_ibpo.data.row_prompts import template_settings
 from megatron_ibpo.data.tokenizer import read_eos_token_ids
@@ -11,15 +11,45 @@ from megatron_ibpo.environments.chat import open_chat
 from megatron_ibpo.journal import read_journal
 from megatron_ibpo.run.run_data import training_prompts
 from megatron_ibpo.run.settings import parse_config
-from support.replayed_episodes import replay_problems
 
 
-def audit_episodes(journal: Path, flags: Sequence[str]) -> tuple[list[str], int, int]:
-    """Return (what is wrong, number of episodes with a reward, number of those without)."""
+def stretches(sample):
+    """Yield (whether the policy wrote it, its ids) of every stretch of the sample."""
+    edges = np.flatnonzero(np.diff(sample.loss_mask.astype(int)))
+    starts = [0, *(edges + 1).tolist()]
+    for start, end in zip(starts, [*starts[1:], len(sample.token_ids)], strict=True):
+        yield bool(sample.loss_mask[start]), sample.token_ids[start:end].tolist()
+
+
+def replay_problems(sample, prompt, environment, chat, *, ends, seed, is_correction=False):
+    """Return how a scored episode differs from what a fresh environment gives for the policy's turns.
+
+    A turn without one of `ends` was cut, and the environment did not see it.
+    """
+    seeded = derive_seed("environment", seed, prompt.index)
+    opening = environment.reset(prompt.text, prompt.label, prompt.metadata, seeded)
+    problems = []
+    if not is_correction and chat.open(opening.messages, opening.tools) != sample.prompt_token_ids.tolist():
+        problems.append("the opening differs")
+    ids, answer = sample.prompt_token_ids.tolist(), None
+    for is_policys, stretch in stretches(sample):
+        if is_policys:
+            ended = stretch[-1] in ends
+            answer = environment.step(chat.read(stretch, opening.tools)) if ended else None
+        elif answer is None or chat.extend(ids, answer.messages) != stretch:
+            problems.append(f"another answer after {len(ids)} tokens")
+        ids += stretch
+    scored = environment.score()
+    reward = scored["score"] if isinstance(scored, dict) else scored
+    if float(reward) != sample.reward:
+        problems.append(f"reward {sample.reward}, and {reward} when played again")
+    return problems
+
+
+def audit_episodes(journal, flags):
+    """Return (what is wrong, episodes with a reward, episodes without) of a run with these flags."""
     config = parse_config(flags)
     hf_dir, target = config.model.hf_checkpoint, config.environment.environment
-    assert hf_dir is not None
-    assert target is not None
     tokenizer = load_tokenizer(hf_dir)
     prompts = training_prompts(config, tokenizer)
     chat = open_chat(

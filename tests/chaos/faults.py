@@ -2,29 +2,24 @@
 
 import errno
 import os
-import random
 import shutil
 import signal
 import time
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 import psutil
 
-from chaos.processes import RAY_SERVERS, engine_index, raylets_above
-from chaos.trial import AGENTS, VICTIMS, Trial
+from chaos.processes import RAY_SERVERS, children, engine_index, raylets_above
+from chaos.trial import AGENTS, VICTIMS
 from megatron_ibpo.journal.entries import ClosedBatch, decode
 from megatron_ibpo.journal.framing import Record, records
 from megatron_ibpo.journal.recovery import segment_numbers, segment_path
 from megatron_ibpo.weights.formats.run_state import newest_step
 
 KILL, TERM, STOP = "SIGKILL", "SIGTERM", "SIGSTOP"
-NEVER_CONTINUED = ("engine", "host", "verifier", "episode")
-"""Their replacements notice by themselves; nothing replaces a stopped driver or trainer."""
-
-Kinds = dict[str, list[psutil.Process]]
-OK, FAILED, BAD_INPUT = 0, 1, 2
+NEVER_CONTINUED = ("engine", "host", "verifier", "episode")  # nothing replaces a stopped driver or trainer
+FAILED, BAD_INPUT = 1, 2
 ENDS_WITHIN_S = 90.0  # in which a run that cannot go on must have ended by itself
 BUSY = 8  # processes that compute while the driver starts
 
@@ -40,22 +35,19 @@ class Fault:
 
     @property
     def ends_the_driver(self) -> bool:
-        return (
-            self.fails_the_run or self.victim == "start" or (self.victim == "driver" and self.signal != STOP)
-        )
+        killed = self.victim == "driver" and self.signal != STOP
+        return self.fails_the_run or self.victim == "start" or killed
 
     @property
     def may_go_on(self) -> bool:
-        """The run may also go on by itself: a raylet that is told to end says that its node is lost, and the
-        run starts another Ray."""
+        """A raylet that is told to end says that its node is lost, and the run may start another Ray."""
         return self.victim == "own raylet" and self.signal != STOP
 
     @property
     def fails_the_run(self) -> bool:
         """The run cannot go on: it is to say so in a line, and to end with status 1 by itself."""
-        if self.victim in RAY_SERVERS.values():
-            return self.signal != STOP
-        return self.victim in ("failing disk", "directory")
+        no_ray = self.victim in RAY_SERVERS.values() and self.signal != STOP
+        return no_ray or self.victim in ("failing disk", "directory")
 
     @property
     def hangs(self) -> bool:
@@ -68,68 +60,64 @@ WITHOUT_PROCESS = {
     "failing disk": ["EIO", "EROFS"],
     "directory": ["deleted"],
     "start": ["busy"],
-}  # victims that are no process → what can happen to them
+}
 
 
-def choose(rng: random.Random, trial: Trial, kinds: Kinds, spared: set[int]) -> Fault:
-    """A fault at random, of those that are possible now: first what it hits, then how."""
+def choose(rng, trial, kinds, spared) -> Fault:
+    """A fault at random, of those that are possible now: first what it hits, then how.
+
+    On a cluster it hits the raylet of a node that has engines, and with it whatever is on that node.
+    """
     if trial.cluster is not None:
-        if not (raylets := raylets_above(kinds["engine"])):
-            raise psutil.NoSuchProcess(0, "raylet")
-        return Fault("raylet", rng.choice([KILL, TERM, STOP]), rng.choice(raylets))
+        return Fault(
+            "raylet", rng.choice([KILL, TERM, STOP]), _one_of(rng, "raylet", raylets_above(kinds["engine"]))
+        )
     kinds = {
         **kinds,
         "driver": [psutil.Process(trial.pid())],
         "engine": [one for one in kinds["engine"] if engine_index(one) not in spared],
-        "host": [one for one in kinds["host"] if not spared & {engine_index(child) for child in _below(one)}],
+        "host": [
+            one for one in kinds["host"] if not spared & {engine_index(child) for child in children(one)}
+        ],
     }
-    victims = sorted(kind for kind, found in kinds.items() if found)
     if AGENTS:
-        return _of_agents(rng, kinds)
-    victims += ["directory", "start"]
-    if trial.run_dir.parent.is_mount():
-        victims.append("disk")
-    if trial.failing_disk is not None:
-        victims.append("failing disk")
-    victim = rng.choice(victims)
+        victim = rng.choice(VICTIMS)
+        signals = [KILL, TERM, STOP] if victim == "episode" else [KILL, TERM]
+    else:
+        victims = [*sorted(kind for kind, found in kinds.items() if found), "directory", "start"]
+        victims += ["disk"] if trial.run_dir.parent.is_mount() else []
+        victims += ["failing disk"] if trial.failing_disk is not None else []
+        victim, signals = rng.choice(victims), [KILL, TERM, STOP]
     if victim in WITHOUT_PROCESS:
         return Fault(victim, rng.choice(WITHOUT_PROCESS[victim]))
-    process = rng.choice(kinds[victim])
-    fault = Fault(victim, rng.choice([KILL, TERM, STOP]), process)
-    if fault.victim == "driver" and fault.signal == KILL:
+    process = _one_of(rng, victim, kinds[victim])
+    fault = Fault(victim, rng.choice(signals), process)
+    if fault.victim == "driver" and fault.signal == KILL and not AGENTS:
         fault.torn = rng.choice([None, *TEARS])
-    for one in {"engine": [process], "host": _below(process)}.get(victim, []):
+    for one in {"engine": [process], "host": children(process)}.get(victim, []):
         if (index := engine_index(one)) is not None:
             fault.engine, fault.engine_pid = index, one.pid
     return fault
 
 
-def _of_agents(rng: random.Random, kinds: Kinds) -> Fault:
-    victim = rng.choice(VICTIMS)
-    if not kinds[victim]:
-        raise psutil.NoSuchProcess(0, victim)
-    process = rng.choice(kinds[victim])
-    how = rng.choice([KILL, TERM, STOP] if victim == "episode" else [KILL, TERM])
-    fault = Fault(victim, how, process)
-    if victim == "engine" and (index := engine_index(process)) is not None:
-        fault.engine, fault.engine_pid = index, process.pid
-    return fault
+def _one_of(rng, kind, processes):
+    if not processes:
+        raise psutil.NoSuchProcess(0, kind)
+    return rng.choice(processes)
 
 
-def inject(fault: Fault, rng: random.Random, trial: Trial) -> float:
+def inject(fault, rng, trial) -> float:
     """Let it happen. What would stand still for good goes on after a while: the seconds that this took."""
     if fault.victim == "disk":
         return _fill(trial.run_dir.parent, rng.uniform(1, 4))
     if fault.victim == "failing disk":
         trial.failing.write_text(str(getattr(errno, fault.signal)))
-        return 0.0
-    if fault.victim == "directory":
+    elif fault.victim == "directory":
         _delete(trial)
-        return 0.0
-    if fault.victim == "start":
+    elif fault.victim == "start":
         psutil.Process(trial.pid()).kill()
+    if fault.process is None:
         return 0.0
-    assert fault.process is not None
     fault.process.send_signal(signal.Signals[fault.signal])
     if fault.signal != STOP and trial.cluster is not None:
         trial.cluster.add_node()  # as a scheduler does
@@ -141,7 +129,8 @@ def inject(fault: Fault, rng: random.Random, trial: Trial) -> float:
     return seconds
 
 
-def wrong_end(fault: Fault, status: int | None, seconds: float, said: str) -> list[str]:
+def wrong_end(fault, status, seconds, said) -> list[str]:
+    """Return what is wrong with how a driver ended so many seconds after a fault."""
     what = f"{fault.signal} of {fault.victim}"
     last = said.strip().splitlines()[-1][-300:] if said.strip() else ""
     if status == BAD_INPUT:
@@ -166,11 +155,12 @@ def wrong_end(fault: Fault, status: int | None, seconds: float, said: str) -> li
     return problems
 
 
-def mend(fault: Fault, trial: Trial) -> list[str]:
+def mend(fault, trial) -> list[str]:
+    """Put right what a fault has left, before the driver is started again; what is wrong with that."""
     trial.failing.unlink(missing_ok=True)
     if fault.victim == "start":
         trial.burden(BUSY)
-    if not (copy := _copy(trial)).exists():
+    if not (copy := trial.run_dir.with_name("kept")).exists():
         return []
     made_again = trial.run_dir.exists()
     shutil.rmtree(trial.run_dir, ignore_errors=True)
@@ -178,33 +168,30 @@ def mend(fault: Fault, trial: Trial) -> list[str]:
     return [f"{trial.run_dir} was deleted, and the run made it again"] if made_again else []
 
 
-def _copy(trial: Trial) -> Path:
-    return trial.run_dir.with_name("kept")
-
-
-def _delete(trial: Trial) -> None:
+def _delete(trial):
     """Delete the run's directory. A copy of one moment is kept beside it, to go on from."""
     everything = [psutil.Process(trial.pid()), *trial.processes()]
     for process in everything:
         with suppress(psutil.Error):
             process.suspend()
-    shutil.copytree(trial.run_dir, _copy(trial), symlinks=True)
+    shutil.copytree(trial.run_dir, trial.run_dir.with_name("kept"), symlinks=True)
     shutil.rmtree(trial.run_dir)
     for process in everything:
         with suppress(psutil.Error):
             process.resume()
 
 
-def _tear_journal(trial: Trial, rng: random.Random) -> str:
+def _tear_journal(trial, rng) -> str:
     """Cut off some bytes at the end of the journal, as a loss of power does; none that a checkpoint needs."""
     directory = trial.run_dir / "journal"
     newest = newest_step(trial.run_dir)
     saved = 0 if newest is None else int(newest.name.removeprefix("step_"))
     path = segment_path(directory, max(segment_numbers(directory)))
-    ends = _ends(path)
-    kept = [end for end, step in ends if step is not None and step <= saved]
-    first = max([ends[0][0], *kept]) if ends else 0
-    size = path.stat().st_size
+    whole = [found for found in records(path) if isinstance(found, Record)]
+    ends = [found.offset + 16 + len(found.payload) for found in whole]
+    entries = zip(ends, (decode(found.payload) for found in whole), strict=True)
+    kept = [end for end, entry in entries if isinstance(entry, ClosedBatch) and entry.step <= saved]
+    first, size = max([*ends[:1], *kept], default=0), path.stat().st_size
     if first >= size:
         return "nothing to cut off"
     left = rng.randrange(first, size)
@@ -212,7 +199,7 @@ def _tear_journal(trial: Trial, rng: random.Random) -> str:
     return f"{size - left} of {size} bytes of {path.name} cut off"
 
 
-def _tear_checkpoint(trial: Trial, rng: random.Random) -> str:
+def _tear_checkpoint(trial, rng) -> str:
     """The newest checkpoint never got its name, and a file of it is half written."""
     newest = newest_step(trial.run_dir)
     if newest is None:
@@ -228,17 +215,7 @@ def _tear_checkpoint(trial: Trial, rng: random.Random) -> str:
 TEARS = {"journal": _tear_journal, "checkpoint": _tear_checkpoint}
 
 
-def _ends(segment: Path) -> list[tuple[int, int | None]]:
-    """(end of a record, the step of the batch if it closes one), of all whole records."""
-    return [
-        (found.offset + 16 + len(found.payload), entry.step if isinstance(entry, ClosedBatch) else None)
-        for found in records(segment)
-        if isinstance(found, Record)
-        for entry in [decode(found.payload)]
-    ]
-
-
-def _fill(disk: Path, seconds: float) -> float:
+def _fill(disk, seconds) -> float:
     filling = disk / "filling"
     with suppress(OSError), filling.open("wb", buffering=0) as file:
         while file.write(b"x" * 2**20):
@@ -246,9 +223,3 @@ def _fill(disk: Path, seconds: float) -> float:
     time.sleep(seconds)
     filling.unlink()
     return seconds
-
-
-def _below(process: psutil.Process) -> list[psutil.Process]:
-    with suppress(psutil.Error):
-        return process.children()
-    return []

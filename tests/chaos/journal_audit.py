@@ -1,23 +1,19 @@
 """An audit of a run's journal, read entry by entry: nothing was trained on twice, nothing is lost."""
 
-from pathlib import Path
-from typing import Any
-
 from megatron_ibpo.journal import read_journal
 
-GroupId = tuple[int, int]
 
+def audit(directory, *, steps, responses, sampling):
+    """Return what is wrong with the journal of a run that has finished.
 
-def audit(directory: Path, *, steps: int, responses: int, sampling: dict[str, Any]) -> list[str]:
-    """Return what is wrong with the journal of a run that has finished; empty if nothing is."""
+    `sampling` has `cursor` and `open` of its last checkpoint, the prompts that no batch has taken.
+    """
     recovered = read_journal(directory, 0)
     problems = [f"the journal cannot be read whole: {note}" for note in recovered.notes]
-    if [batch.step for batch in recovered.batches] != list(range(1, steps + 1)):
-        found = [batch.step for batch in recovered.batches]
+    found = [batch.step for batch in recovered.batches]
+    if found != list(range(1, steps + 1)):
         problems.append(f"{steps} steps were taken, the journal has whole batches of {found}")
-    taken: dict[GroupId, int] = {}
-    trained: dict[int, int] = {}
-    given_up: set[GroupId] = set()
+    taken, trained, given_up = {}, set(), set()
     for batch in recovered.batches:
         for group in batch.groups:
             if group.id in taken:
@@ -25,7 +21,7 @@ def audit(directory: Path, *, steps: int, responses: int, sampling: dict[str, An
             elif group.prompt_index in trained:
                 problems.append(f"prompt {group.prompt_index} was trained twice, under two attempts")
             taken[group.id] = batch.step
-            trained[group.prompt_index] = batch.step
+            trained.add(group.prompt_index)
             if group.responses != responses:
                 problems.append(f"{group.id} was trained with {group.responses} of {responses} responses")
         given_up |= {group.id for group in batch.dropped}
@@ -35,6 +31,6 @@ def audit(directory: Path, *, steps: int, responses: int, sampling: dict[str, An
     for group in sorted(sampled - taken.keys() - left):
         if group[0] < sampling["cursor"]:
             problems.append(f"samples of {group} stand in the journal, but it is in no batch, nor open")
-    known = trained.keys() | {index for index, _ in left}
+    known = trained | {index for index, _ in left}
     problems += [f"prompt {index} is lost" for index in sorted(set(range(sampling["cursor"])) - known)]
     return problems

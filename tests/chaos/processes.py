@@ -1,6 +1,7 @@
 """The processes of a run: which is which, and which are left."""
 
 import os
+import re
 import signal
 import sys
 import time
@@ -15,26 +16,29 @@ SUPERVISOR = "basics/supervisor.py"  # its command holds that of its verifier
 ZYGOTE = "megatron_ibpo.environments.zygote"  # module of the process that forks episodes, and of each episode
 ENGINE = "engine_process"
 ACTOR = "ray::_Process"
-RAY_SERVERS = {"gcs_server": "gcs", "raylet": "own raylet"}
-"""Without them a Ray of the run's own is gone, and the run with it."""
+RAY_SERVERS = {"gcs_server": "gcs", "raylet": "own raylet"}  # without them the run's own Ray is gone
 
 
 def end_on_sigterm() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
+def children(process: psutil.Process, recursive=False) -> list[psutil.Process]:
+    with suppress(psutil.Error):
+        return process.children(recursive)
+    return []
+
+
 def below(pid: int) -> list[psutil.Process]:
     with suppress(psutil.Error):
-        return psutil.Process(pid).children(recursive=True)
+        return children(psutil.Process(pid), recursive=True)
     return []
 
 
 def by_kind(processes: Iterable[psutil.Process]) -> dict[str, list[psutil.Process]]:
-    """Trainers, engines, the processes that hold engines, verifiers, episodes and what forks them, and the
-    servers of a Ray of the run's own; of each those that are far enough to be told."""
-    kinds: dict[str, list[psutil.Process]] = {"trainer": [], "engine": [], "host": [], "verifier": []}
-    kinds |= {"episode": [], "zygote": []}
-    kinds |= {victim: [] for victim in RAY_SERVERS.values()}
+    """The processes that are far enough to be told; "host" holds an engine, "zygote" forks episodes."""
+    names = ("trainer", "engine", "host", "verifier", "episode", "zygote", *RAY_SERVERS.values())
+    kinds: dict[str, list[psutil.Process]] = {name: [] for name in names}
     actors = []
     for process in processes:
         with suppress(psutil.Error):
@@ -67,10 +71,6 @@ def raylets_above(engines: Iterable[psutil.Process]) -> list[psutil.Process]:
     return list(found.values())
 
 
-def actors_among(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
-    return [process for process in processes if ACTOR in title(process)]
-
-
 def title(process: psutil.Process) -> str:
     with suppress(psutil.Error):
         return " ".join(process.cmdline())
@@ -96,9 +96,10 @@ def of_place(place: Path) -> list[psutil.Process]:
     mark, found = str(place).encode(), []
     for pid in psutil.pids():
         with suppress(OSError, psutil.Error):
-            if pid != os.getpid() and mark in Path(f"/proc/{pid}/environ").read_bytes():
-                found.append(psutil.Process(pid))
-    return [process for process in found if _lives(process)]
+            named = pid != os.getpid() and mark in Path(f"/proc/{pid}/environ").read_bytes()
+            if named and (process := psutil.Process(pid)).status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
 
 
 def gone_within(place: Path, seconds: float) -> tuple[float, list[str]]:
@@ -106,7 +107,7 @@ def gone_within(place: Path, seconds: float) -> tuple[float, list[str]]:
     began = time.monotonic()
     while (left := of_place(place)) and time.monotonic() - began < seconds:
         time.sleep(0.1)
-    return time.monotonic() - began, [_described(process) for process in left]
+    return time.monotonic() - began, [f"{process.pid} {title(process)[:200]}" for process in left]
 
 
 def end_all(place: Path) -> None:
@@ -116,22 +117,9 @@ def end_all(place: Path) -> None:
 
 
 def shared_memory_of(processes: Iterable[psutil.Process]) -> set[str]:
+    """Names in /dev/shm of the segments that they have mapped."""
     names: set[str] = set()
     for process in processes:
         with suppress(OSError):
-            for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines():
-                if "/dev/shm/" in line:
-                    names.add(line.split("/dev/shm/", 1)[1].removesuffix(" (deleted)"))
+            names |= {*re.findall(r"/dev/shm/(\S+)", Path(f"/proc/{process.pid}/maps").read_text())}
     return names
-
-
-def _lives(process: psutil.Process) -> bool:
-    with suppress(psutil.Error):
-        return process.status() != psutil.STATUS_ZOMBIE
-    return False
-
-
-def _described(process: psutil.Process) -> str:
-    with suppress(psutil.Error):
-        return f"{process.pid} {process.status()} {title(process)[:200]}"
-    return f"{process.pid}"

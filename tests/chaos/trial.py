@@ -16,29 +16,23 @@ from support.paths import ROOT
 from support.simulated_cluster import SimulatedCluster
 
 STEPS = int(os.environ.get("CHAOS_STEPS", "80"))
-PROMPTS, RESPONSES = 4, 4
+RESPONSES = 4
 HANGS_S = 5.0  # after which something that does nothing is taken to hang
-AGENTS = os.environ.get("CHAOS_AGENTS") == "1"
-"""Whether responses are episodes, and only drivers, engines and the processes of environments are hit."""
+AGENTS = os.environ.get("CHAOS_AGENTS") == "1"  # responses are episodes, and VICTIMS alone are hit
 VICTIMS = os.environ.get("CHAOS_VICTIMS", "driver driver engine engine engine episode zygote").split()
-"""Processes that are hit in runs of episodes, each as often as it is named. Those of environments have a
-campaign of their own."""
 ENGINES = 2 if "engine" in VICTIMS else 1
 TASK = ("tiny_qwen3_agent.yaml", "tiny_qwen3_agent") if AGENTS else ("small_cpu.yaml", "tiny_qwen3")
 FLAGS = [
-    *("--config", str(ROOT / "examples/recipes" / TASK[0])),
-    *("--hf-checkpoint", str(ROOT / "examples" / TASK[1]), "--num-trainers", "1"),
-    *("--step-timeout", str(HANGS_S)),
-    *("--no-colocate", "--rollout-num-gpus", str(ENGINES), "--max-staleness", "1"),
-    *("--num-rollout", str(STEPS), "--rollout-batch-size", str(PROMPTS)),
-    *("--n-samples-per-prompt", str(RESPONSES), "--num-steps-per-rollout", "1", "--eval-num-prompts", "0"),
+    "--config", str(ROOT / "examples/recipes" / TASK[0]), "--hf-checkpoint", str(ROOT / "examples" / TASK[1]),
+    *f"--num-trainers 1 --no-colocate --rollout-num-gpus {ENGINES} --max-staleness 1".split(),
+    *f"--num-rollout {STEPS} --rollout-batch-size 4 --n-samples-per-prompt {RESPONSES}".split(),
+    *("--num-steps-per-rollout", "1", "--eval-num-prompts", "0"),
     *("--journal-keep", "100", "--save-interval", "5"),
-    *("--engine-stall-timeout", str(HANGS_S), "--update-weight-timeout", str(HANGS_S)),
-    *("--reward-timeout", str(HANGS_S)),
-]
+    *f"--step-timeout {HANGS_S} --engine-stall-timeout {HANGS_S}".split(),
+    *f"--update-weight-timeout {HANGS_S} --reward-timeout {HANGS_S}".split(),
+]  # fmt: skip
 ORPHANS_S = 10.0  # in which what a dead driver has started must have ended by itself
-STUCK_S = 900.0
-"""Without a step, after which a run is taken to hang: on a busy machine a start alone takes minutes."""
+STUCK_S = 900.0  # without a step; on a busy machine a start alone takes minutes
 END_S = 300.0  # seconds for a driver that was asked to end
 STEP_LINE = re.compile(rb"^step (\d+)/\d+ .* ([\d.]+) s \(", re.MULTILINE)
 
@@ -55,19 +49,16 @@ class StuckError(RuntimeError):
 
 @dataclass
 class Trial:
-    place: Path
-    """Directory of its temporary files and logs; its name is in the environment of all that is started."""
+    place: Path  # of its temporary files and logs; its name is in the environment of all that is started
     run_dir: Path
     seed: int
     cluster: SimulatedCluster | None = None  # simulated cluster that it runs on; None for this machine alone
     starts: int = 0  # number of starts of the driver
     driver: subprocess.Popen[bytes] | None = None
     spawned: float = 0.0  # time.monotonic() of the last start
-    start_seconds: float | None = None  # seconds of the last start until its first step began
     problems: list[str] = field(default_factory=list)
     shared_memory: set[str] = field(default_factory=set)  # segments that its processes had
-    failing_disk: Path | None = None
-    """The library that lets a disk fail (failing_disk.c), where it could be compiled."""
+    failing_disk: Path | None = None  # the library that lets a disk fail, where it could be compiled
     busy: list[subprocess.Popen[bytes]] = field(default_factory=list)  # processes that compute for nothing
 
     @property
@@ -75,17 +66,19 @@ class Trial:
         return self.place / f"driver_{self.starts:03d}.log"
 
     def start(self) -> None:
-        (self.place / "tmp").mkdir(exist_ok=True)
         self.starts += 1
-        self.start_seconds = None
         goes_on = ["--load", str(self.run_dir)] if self.run_dir.exists() else []
         command = [sys.executable, "-m", "megatron_ibpo.commands.train", *FLAGS, "--seed", str(self.seed)]
+        environment = environment_within(self.place)
         if self.cluster is not None:
             command += ["--ray-address", self.cluster.address]
+        if self.failing_disk is not None:
+            environment |= {"CHAOS_FAILING": str(self.failing), "CHAOS_BELOW": f"{self.run_dir}/"}
+            environment |= {"LD_PRELOAD": str(self.failing_disk)}
         with self.log.open("wb") as log:
             self.driver = subprocess.Popen(
                 [*command, "--run-dir", str(self.run_dir), *goes_on],
-                env=self.environment(), cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log,
+                env=environment, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log,
                 stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
         self.spawned = time.monotonic()
@@ -95,18 +88,10 @@ class Trial:
         """While it exists the disk fails, with the error whose number it holds."""
         return self.place / "failing"
 
-    def environment(self) -> dict[str, str]:
-        environment = environment_within(self.place)
-        if self.failing_disk is None:
-            return environment
-        failing = {"CHAOS_FAILING": str(self.failing), "CHAOS_BELOW": f"{self.run_dir}/"}
-        return environment | failing | {"LD_PRELOAD": str(self.failing_disk)}
-
     def burden(self, processes: int) -> None:
         """Let so many processes compute, until the driver has made a step."""
-        command = [sys.executable, "-c", "while True: pass"]
-        environment = environment_within(self.place)
-        self.busy = [subprocess.Popen(command, env=environment) for _ in range(processes)]
+        command, own = [sys.executable, "-c", "while True: pass"], environment_within(self.place)
+        self.busy = [subprocess.Popen(command, env=own) for _ in range(processes)]
 
     def relieve(self) -> None:
         for process in self.busy:
@@ -115,11 +100,9 @@ class Trial:
         self.busy = []
 
     def pid(self) -> int:
-        assert self.driver is not None
         return self.driver.pid
 
     def ended(self) -> int | None:
-        assert self.driver is not None
         return self.driver.poll()
 
     def processes(self) -> list[psutil.Process]:
@@ -131,11 +114,7 @@ class Trial:
     def step(self) -> int:
         """The last step that the present driver has completed; 0 before its first."""
         lines = STEP_LINE.findall(self.log.read_bytes())
-        if not lines:
-            return 0
-        if self.start_seconds is None:
-            self.start_seconds = time.monotonic() - self.spawned - float(lines[0][1])
-        return int(lines[-1][0])
+        return int(lines[-1][0]) if lines else 0
 
     def wait_for_step(self, step: int, look: Callable[[], object] = lambda: None) -> None:
         latest, since = -1, time.monotonic()

@@ -4,9 +4,6 @@ import copy
 import json
 import math
 import os
-import random
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 WORDS = [
@@ -34,7 +31,7 @@ LAUGHS = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
 SPARSE_BYTES = 10 * 10**9  # size of a file that is too large for any kind, and takes no room on the disk
 
 
-def mutated(rng: random.Random, document: Any) -> Any:
+def mutated(rng, document):
     document = copy.deepcopy(document)
     for _ in range(rng.randint(1, 2)):
         places = list(_places(document))
@@ -48,19 +45,19 @@ def mutated(rng: random.Random, document: Any) -> Any:
     return document
 
 
-def mutated_json(rng: random.Random, document: Any) -> bytes:
+def mutated_json(rng, document):
     data = json.dumps(mutated(rng, json.loads(json.dumps(document)))).encode()
     return mutated_bytes(rng, data) if rng.random() < 0.25 else data
 
 
-def _places(value: Any) -> Iterator[tuple[Any, Any]]:
+def _places(value):
     keys = list(value) if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else []
     for key in keys:
         yield value, key
         yield from _places(value[key])
 
 
-def mutated_bytes(rng: random.Random, data: bytes) -> bytes:
+def mutated_bytes(rng, data):
     at = rng.randrange(len(data)) if data else 0
     return rng.choice([
         lambda: data[:at],
@@ -73,33 +70,25 @@ def mutated_bytes(rng: random.Random, data: bytes) -> bytes:
     ])()  # fmt: skip
 
 
-def mutated_head(rng: random.Random, data: bytes, most: int = 3000) -> bytes:
-    return mutated_bytes(rng, data[:most]) + data[most:]
-
-
 SPOILED = ("fifo", "device", "sparse", "empty", "directory", "dangling", "loop")
-"""Kinds of files that stand in the place of a valid one."""
 
 
-def spoil(path: Path, kind: str) -> None:
+def spoil(path, kind):
+    """Put another kind of file in the place of a valid one."""
     path.unlink(missing_ok=True)
     if kind == "fifo":
         os.mkfifo(path)
-    elif kind == "device":
-        path.symlink_to("/dev/zero")
     elif kind == "directory":
         path.mkdir()
-    elif kind == "dangling":
-        path.symlink_to(path.with_name("nowhere"))
-    elif kind == "loop":
-        path.symlink_to(path)
+    elif kind in (links := {"device": "/dev/zero", "dangling": path.with_name("nowhere"), "loop": path}):
+        path.symlink_to(links[kind])
     else:
         path.touch()
         os.truncate(path, SPARSE_BYTES if kind == "sparse" else 0)
 
 
-def spoiled_sometimes(rng: random.Random, path: Path, share: float = 0.2) -> bool:
-    if rng.random() >= share:
-        return False
-    spoil(path, rng.choice(SPOILED))
-    return True
+def spoiled(rng, path, share=0.2):
+    """Spoil some of the files; whether this one was."""
+    if is_one := rng.random() < share:
+        spoil(path, rng.choice(SPOILED))
+    return is_one

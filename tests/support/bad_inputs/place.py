@@ -3,10 +3,7 @@
 import gzip
 import json
 import shutil
-from pathlib import Path
-from typing import Any
 
-from support.bad_inputs.children import run_command
 from support.paths import ROOT
 
 TASK = "reasoning_gym://chain_sum?min_terms=2&max_terms=3&min_digits=1&max_digits=1&compact=1"
@@ -21,16 +18,9 @@ EVALUATED = (
     "--eval-num-prompts", "2", "--n-samples-per-eval-prompt", "1", "--eval-max-response-len", "4",
     "--rm-type", "math",
 )  # fmt: skip
-ROWS = [
-    {
-        "prompt": f"{n}+2",
-        "label": str(n + 2),
-        "task": "sums",
-        "metadata": {"level": [1, 2.5, {"deep": "text"}]},
-    }
-    for n in range(4)
-]
-BENCHMARKS: dict[str, list[dict[str, Any]]] = {
+METADATA = {"level": [1, 2.5, {"deep": "text"}]}
+ROWS = [{"prompt": f"{n}+2", "label": str(n + 2), "task": "sums", "metadata": METADATA} for n in range(4)]
+BENCHMARKS = {
     "aime25": [{"problem": f"{n}+2", "answer": n + 2, "id": n} for n in range(3)],
     "math500": [{"problem": f"{n}+2", "answer": str(n + 2), "unique_id": str(n)} for n in range(3)],
     "gsm8k": [{"question": f"{n}+2", "answer": f"sum\n#### {n + 2}"} for n in range(3)],
@@ -48,7 +38,7 @@ BENCHMARKS: dict[str, list[dict[str, Any]]] = {
         for n in range(3)
     ],
 }  # fmt: skip
-STUDY: dict[str, Any] = {
+STUDY = {
     "recipe": "examples/recipes/tiny_qwen3_study.yaml",
     "baseline": "gspo", "budget": 40000, "budget-unit": "tokens", "seeds": [0, 1], "threshold": 0.5,
     "processes": 1, "run-timeout": 100,
@@ -61,41 +51,26 @@ STUDY: dict[str, Any] = {
     "pilot-seeds": [6, 7],
     "confirm-seeds": [8],
 }  # fmt: skip
-RESULTS = {
-    "status": "finished",
-    "policy": "a",
-    "sets": {
-        "sums": {
-            "settings": {"policy": "a", "--seed": 0},
-            "settings_hash": "0" * 16,
-            "measures": {"accuracy": 0.5},
-            "intervals": {"accuracy": [0.1, 0.9]},
-            "problems": {"id": ["a", "b", "c"], "digest": ["1", "2", "3"], "accuracy": [0.0, 1.0, 0.5]},
-            "notes": [],
-        }
-    },
-}
-
-
+SUMS = {
+    "settings": {"policy": "a", "--seed": 0}, "settings_hash": "0" * 16, "measures": {"accuracy": 0.5},
+    "intervals": {"accuracy": [0.1, 0.9]}, "notes": [],
+    "problems": {"id": ["a", "b", "c"], "digest": ["1", "2", "3"], "accuracy": [0.0, 1.0, 0.5]},
+}  # fmt: skip
+RESULTS = {"status": "finished", "policy": "a", "sets": {"sums": SUMS}}
 SMALL = {"rollout-max-response-len": 4, "rollout-batch-size": 8, "max-tokens-per-gpu": 512}
 """Recipe keys without which no plan fits the models of this module."""
 
 
 class Place:
-    def __init__(self, directory: Path):
-        self.directory = directory
-        self.hf = directory / "hf"
-        self.next = directory / "next"
-        self.stored = directory / "stored"
-        self.run = directory / "run"
-        self.replayed = directory / "replayed"
-        self.data = directory / "data"
-        self.gguf = directory / "model.gguf"
-        self.results = directory / "evaluation"
-        self.recipe = directory / "small.yaml"
+    def __init__(self, directory):
+        self.directory, self.gguf, self.recipe = directory, directory / "model.gguf", directory / "small.yaml"
+        names = ("hf", "next", "stored", "run", "replayed", "data", "evaluation")
+        self.hf, self.next, self.stored, self.run, self.replayed, self.data, self.results = (
+            directory / name for name in names
+        )
 
-    def make(self) -> None:
-        """Write all of them. Takes torch, so that it is done in a child."""
+    def make(self):
+        """Write all of them but the runs. Takes torch, so that it is done in a child."""
         import torch
 
         from megatron_ibpo.basics.distributed import World
@@ -114,63 +89,66 @@ class Place:
         self.results.mkdir()
         (self.results / "results.json").write_text(json.dumps(RESULTS))
 
-    def make_run(self) -> None:
-        """Train for two steps, with a journal and recordings; a checkpoint is not among them."""
-        run_command("train", [*self.flags(self.run), "--num-rollout", "2", "--save-debug-rollout-data"])
+    @property
+    def runs(self):
+        """Two steps with a journal and recordings, no checkpoint; one step with a checkpoint."""
+        return (
+            [*self.flags(self.run), "--num-rollout", "2", "--save-debug-rollout-data"],
+            [*self.flags(self.replayed)[:-1], "--num-rollout", "1"],
+        )
 
-    def make_saved(self) -> None:
-        run_command("train", [*self.flags(self.replayed)[:-1], "--num-rollout", "1"])
-
-    def flags(self, run_dir: Path) -> list[str]:
+    def flags(self, run_dir):
         named = {"--hf-checkpoint": self.hf, "--prompt-data": TASK, "--run-dir": run_dir}
         words = [word for flag, value in named.items() for word in (flag, str(value))]
         return [*words, *RUN, "--eval-num-prompts", "0", "--no-save"]
 
-    def valid(self) -> list[list[str]]:
+    def valid(self):
         """A command for each kind of valid input, which must take it: else nothing bad about it is tested."""
-        hf, out = ["--hf-checkpoint", str(self.hf)], self.directory / "out"
+        hf, out = ["--hf-checkpoint", self.hf], self.directory / "out"
         study = self.directory / "study.yaml"
         study.write_text(json.dumps(STUDY))
         benchmarks = [f"{name}={name}://{self.data}/{name}.json" for name in BENCHMARKS]
         evaluated = ["--num-rollout", "1", *EVALUATED, "--eval-prompt-data", *benchmarks]
         files = ["rows.jsonl", "rows.jsonl.gz", "rows.parquet", "saved"]
         return [
-            ["plan", *hf, "--config", str(self.recipe)],
-            ["search", *hf, "--gpus", "8", "--hardware", "h100", "--config", str(self.recipe)],
-            *(["data", *hf, "--prompt-data", str(self.data / name)] for name in files),
-            *(["inspect", str(checkpoint)] for checkpoint in (self.hf, self.next, self.stored)),
-            ["convert to-hf", "--load", str(self.stored), "--save", str(out / "hf")],
-            ["convert-gguf", "--gguf", str(self.gguf), "--save", str(out / "gguf")],
-            ["train", *self.flags(self.run), "--load", str(self.run), "--num-rollout", "2"],
-            ["page", str(self.run), "--save", str(self.directory / "page.html")],
+            ["plan", *hf, "--config", self.recipe],
+            ["search", *hf, "--gpus", "8", "--hardware", "h100", "--config", self.recipe],
+            *(["data", *hf, "--prompt-data", self.data / name] for name in files),
+            *(["inspect", checkpoint] for checkpoint in (self.hf, self.next, self.stored)),
+            ["convert to-hf", "--load", self.stored, "--save", out / "hf"],
+            ["convert-gguf", "--gguf", self.gguf, "--save", out / "gguf"],
+            ["train", *self.flags(self.run), "--load", self.run, "--num-rollout", "2"],
+            ["page", self.run, "--save", self.directory / "page.html"],
             ["train", *self.flags(out / "run"), *evaluated],
-            ["evaluate", "compare", str(self.results), str(self.results)],
-            ["compare", str(study), "--save", str(out / "study"), "--runs-at-most", "0"],
+            ["evaluate", "compare", self.results, self.results],
+            ["compare", study, "--save", out / "study", "--runs-at-most", "0"],
         ]  # fmt: skip
 
-    def _make_data(self) -> None:
+    def _make_data(self):
         import pyarrow as pa
         from pyarrow import parquet
 
         self.data.mkdir()
-        lines = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
+        lines = _lines(ROWS).encode()
         (self.data / "rows.jsonl").write_bytes(lines)
         (self.data / "rows.jsonl.gz").write_bytes(gzip.compress(lines))
         table = pa.Table.from_pylist([{"prompt": row["prompt"], "label": row["label"]} for row in ROWS])
         parquet.write_table(table, self.data / "rows.parquet")
-        saved = self.data / "saved"
+        saved, arrow = self.data / "saved", "data-00000-of-00001.arrow"
         saved.mkdir()
-        with pa.ipc.new_stream(saved / "data-00000-of-00001.arrow", table.schema) as stream:
+        with pa.ipc.new_stream(saved / arrow, table.schema) as stream:
             stream.write_table(table)
-        (saved / "state.json").write_text(
-            json.dumps({"_data_files": [{"filename": "data-00000-of-00001.arrow"}]})
-        )
+        (saved / "state.json").write_text(json.dumps({"_data_files": [{"filename": arrow}]}))
         for name, rows in BENCHMARKS.items():
-            (self.data / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+            (self.data / f"{name}.jsonl").write_text(_lines(rows))
             (self.data / f"{name}.json").write_text(json.dumps(rows))
 
 
-def _save_tokenizer(directory: Path) -> None:
+def _lines(rows):
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def _save_tokenizer(directory):
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
