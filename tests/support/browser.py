@@ -18,22 +18,19 @@ from websockets.sync.client import ClientConnection, connect
 
 NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 TIMEOUT_S = 30.0
-CODES = {"ArrowLeft": 37, "ArrowRight": 39}
 
 
 def find_browser() -> str | None:
     return next((found for name in NAMES if (found := shutil.which(name))), None)
 
 
-needs_browser = pytest.mark.skipif(
-    find_browser() is None, reason="no Chromium on this machine: apt-get install chromium"
-)
+WHY_NOT = "no Chromium on this machine: apt-get install chromium"
+needs_browser = pytest.mark.skipif(find_browser() is None, reason=WHY_NOT)
 
 
 class Page:
     def __init__(self, connection: ClientConnection):
-        self._connection = connection
-        self._calls = 0
+        self._connection, self._calls = connection, 0
         self.events: list[dict[str, Any]] = []  # reports of the page: exceptions, console entries, requests
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
@@ -46,14 +43,11 @@ class Page:
                 return answer["result"]
             self.events.append(answer)
 
-    def wait_for(self, event: str) -> None:
-        while not any(seen["method"] == event for seen in self.events):
-            self.events.append(json.loads(self._connection.recv(timeout=TIMEOUT_S)))
-
     def load(self, where: Path | str) -> None:
         self.events.clear()
         self.call("Page.navigate", url=where if isinstance(where, str) else where.resolve().as_uri())
-        self.wait_for("Page.loadEventFired")
+        while not any(seen["method"] == "Page.loadEventFired" for seen in self.events):
+            self.events.append(json.loads(self._connection.recv(timeout=TIMEOUT_S)))
 
     def resize(self, width: int, height: int) -> None:
         size = {"width": width, "height": height}
@@ -64,11 +58,8 @@ class Page:
         deadline = time.monotonic() + TIMEOUT_S
         asked = f"(() => {{ const found = {expression}; return found instanceof Node || found; }})()"
         while not (value := self.evaluate(asked)):
-            assert time.monotonic() < deadline, (
-                expression,
-                self.problems(),
-                self.evaluate("document.body.innerText"),
-            )
+            if time.monotonic() > deadline:
+                pytest.fail(f"{expression}: {self.problems()}, {self.evaluate('document.body.innerText')}")
             time.sleep(0.02)
         return value
 
@@ -85,10 +76,9 @@ class Page:
         return answer["result"].get("value")
 
     def press(self, key: str) -> None:
-        code = CODES.get(key, ord(key[0].upper()))
-        common = {"key": key, "windowsVirtualKeyCode": code}
-        self.call("Input.dispatchKeyEvent", type="keyDown", **common)
-        self.call("Input.dispatchKeyEvent", type="keyUp", **common)
+        code = {"ArrowLeft": 37, "ArrowRight": 39}.get(key, ord(key[0].upper()))
+        for kind in ("keyDown", "keyUp"):
+            self.call("Input.dispatchKeyEvent", type=kind, key=key, windowsVirtualKeyCode=code)
 
     def click(self, selector: str) -> None:
         self.evaluate(f"document.querySelector({json.dumps(selector)}).click()")
@@ -101,7 +91,6 @@ class Page:
 def open_page(where, *, size=(1400, 1000), dark=False) -> Iterator[Page]:
     """A file or an address of this machine in a browser that can reach nothing else."""
     browser = find_browser()
-    assert browser is not None
     with tempfile.TemporaryDirectory() as profile:
         process = subprocess.Popen(
             [
@@ -115,7 +104,6 @@ def open_page(where, *, size=(1400, 1000), dark=False) -> Iterator[Page]:
             start_new_session=True,  # Debian's command is a script that starts the browser
         )  # fmt: skip
         try:
-            assert process.stderr is not None
             line = next(line for line in process.stderr if line.startswith("DevTools listening on "))
             address = line.removeprefix("DevTools listening on ").strip()
             with connect(address, max_size=None, open_timeout=TIMEOUT_S) as browser_connection:

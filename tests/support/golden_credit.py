@@ -3,6 +3,7 @@
 import gzip
 import json
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -19,6 +20,7 @@ from support.credit_cases import algorithm as algorithm_of
 from support.golden_runs import GOLDEN, recordings
 from support.paths import ROOT
 
+COLUMNS = ["group", "kind", "index", "advantage", "weight", "token_weights", "token_advantages", "returns"]
 RESPONSE_TOKENS = 48  # --rollout-max-response-len of the recording
 NEWER = {"dr-grpo", "wrong-weight"}  # presets that the code which computed the golden credit did not have
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -43,8 +45,7 @@ def recorded_steps() -> Iterator[tuple[int, list[dict[str, Any]]]]:
 
 
 def credited(case: str) -> list[list[Any]]:
-    """Return what is trained on of every response and correction, as rows of (step, group, kind, index,
-    advantage, weight, token weights, token advantages, returns). None: this algorithm has no such thing."""
+    """Return what is trained on of every response and correction: its step, and its COLUMNS."""
     return [row for step in _files() for row in _credited(case, step)]
 
 
@@ -55,38 +56,33 @@ def _credited(case: str, step: int) -> Iterator[list[Any]]:
         path = Path(directory) / "step.json"
         path.write_bytes(_files()[step])
         _, groups = load_groups(path)
-    answers = iter(_answers(groups, find_operator(algorithm).ibpo_corrections))
+    answers = iter(list(_answers(groups, find_operator(algorithm).ibpo_corrections)))
     for group in groups:
         group.corrections, group.skipped_pairs = [], 0
-    tokens = _Tokens()
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "examples/tiny_qwen3")
+    vocabulary = Vocabulary(
+        _correction_prompt, lambda ids: [tokenizer.decode([token]) for token in ids.tolist()],
+        placeholder_id=tokenizer.pad_token_id,
+    )  # fmt: skip
     context = CreditContext(
-        algorithm,
-        RolloutConfig(rollout_max_response_len=RESPONSE_TOKENS),
-        Vocabulary(_correction_prompt, tokens.texts, placeholder_id=tokens.pad_id),
-        max_context=1024,
-        seed=0,
-        step=step - 1,  # recordings count from 1
-        logprobs=_logprobs,
-        values=_values,
-    )
+        algorithm, RolloutConfig(rollout_max_response_len=RESPONSE_TOKENS), vocabulary, max_context=1024,
+        seed=0, step=step - 1, logprobs=_logprobs, values=_values,  # recordings count from 1
+    )  # fmt: skip
     credit = credit_at_once(groups, context, lambda requests: [next(answers) for _ in requests], _score)
     assert next(answers, None) is None, "every correction was asked for"
     for sequence in credit.sequences:
-        yield [
-            step, sequence.group, sequence.kind, sequence.index, sequence.advantage, sequence.weight,
-            _listed(sequence.token_weights), _listed(sequence.token_advantages), _listed(sequence.returns),
-        ]  # fmt: skip
+        found = [getattr(sequence, name) for name in COLUMNS]
+        yield [step, *(own.tolist() if isinstance(own, np.ndarray) else own for own in found)]
 
 
-def _answers(groups: Any, wanted: int) -> list[Any]:
-    answers = []
+def _answers(groups: Any, wanted: int) -> Iterator[Any]:
+    """The first `wanted` recorded corrections of each wrong response, in the order they are asked for."""
     for group in groups:
-        taken: dict[int, int] = {}
+        taken: Counter[int] = Counter()
         for correction in group.corrections:
-            taken[correction.target] = taken.get(correction.target, 0) + 1
+            taken[correction.target] += 1
             if taken[correction.target] <= wanted:
-                answers.append(correction.response)
-    return answers
+                yield correction.response
 
 
 def _score(pairs: Any) -> None:
@@ -99,40 +95,17 @@ def _correction_prompt(prompt: Any, target: Any, references: Any) -> Any:
 
 def _logprobs(queries: Any) -> list[Any]:
     """Whole numbers of which every processor's `exp` is the same: none lies halfway between two floats."""
-    chances = (0.0, -1.0, -2.0, -3.0, -5.0, -6.0, -7.0, -8.0)
-    return [
-        np.array(
-            [
-                chances[sum((n + 1) * t for n, t in enumerate(q.context.tolist())) % 8],
-                *(0.0,) * (len(q.continuation) - 1),
-            ],
-            np.float32,
-        )
-        for q in queries
-    ]
+    chances, found = (0.0, -1.0, -2.0, -3.0, -5.0, -6.0, -7.0, -8.0), []
+    for query in queries:
+        found.append(np.zeros(len(query.continuation), np.float32))
+        found[-1][0] = chances[sum((n + 1) * t for n, t in enumerate(query.context.tolist())) % 8]
+    return found
 
 
 def _values(sequences: Any) -> list[Any]:
-    return [
-        np.array(
-            [(31 * token + 7 * t) % 64 / 64 for t, token in enumerate(s.response_token_ids.tolist())],
-            np.float32,
-        )
-        for s in sequences
-    ]
-
-
-class _Tokens:
-    def __init__(self) -> None:
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(ROOT / "examples/tiny_qwen3")
-        self.pad_id = self._tokenizer.pad_token_id
-
-    def texts(self, ids: Any) -> list[str]:
-        return [self._tokenizer.decode([token]) for token in ids.tolist()]
-
-
-def _listed(values: Any) -> list[float] | None:
-    return None if values is None else values.tolist()
+    responses = [sequence.response_token_ids.tolist() for sequence in sequences]
+    values = [[(31 * token + 7 * t) % 64 / 64 for t, token in enumerate(ids)] for ids in responses]
+    return [np.array(own, np.float32) for own in values]
 
 
 def main() -> None:

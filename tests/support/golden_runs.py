@@ -1,4 +1,4 @@
-"""Training on the recorded rollouts of `tests/golden`, for the tests and for tools/compare_commits.py."""
+"""Training on the recordings of `tests/golden`. Imports nothing of the package: any commit can be run."""
 
 import gzip
 import json
@@ -28,8 +28,7 @@ TIMEOUT_S = 300  # of one run, which takes about 15 s alone on two cores
 class Layout:
     model: str  # names its YAML and its recordings
     trainers: int
-    watched: tuple[str, ...]
-    """Tensors, by Megatron's names, of which some elements are kept as golden numbers."""
+    watched: tuple[str, ...]  # tensors of which some elements are kept as golden numbers
 
 
 _DENSE = (
@@ -49,22 +48,13 @@ LAYOUTS = {
     "dense-dp2": Layout("dense", 2, _DENSE),
     "next-tp2-ep2": Layout("next", 2, _NEXT),
 }
-
-_GSPO_CLIP = ("--eps-clip", "3e-3", "--eps-clip-high", "3e-3")
+_GSPO = "--eps-clip 3e-3 --eps-clip-high 3e-3"
+_SCHEDULE = "--lr-decay-style cosine --lr-warmup-fraction 0.3 --weight-decay 0.1 --rollout-temperature 0.7"
 ALGORITHMS = {
-    "ibpo": _GSPO_CLIP,
-    "ibpo-mask": _GSPO_CLIP,
-    "gspo": _GSPO_CLIP,
-    "dapo": ("--eps-clip", "0.2", "--eps-clip-high", "0.28"),
-    "ppo": ("--eps-clip", "0.2", "--eps-clip-high", "0.2"),
-    "ibpo scheduled": (
-        *_GSPO_CLIP,
-        *("--lr-decay-style", "cosine", "--lr-warmup-fraction", "0.3", "--weight-decay", "0.1"),
-        *("--rollout-temperature", "0.7"),
-    ),
-}
-"""Preset, and what else is said of a case → flags that say again what it leaves to a recipe or to a loss
-variant."""
+    "ibpo": _GSPO, "ibpo-mask": _GSPO, "gspo": _GSPO, "dapo": "--eps-clip 0.2 --eps-clip-high 0.28",
+    "ppo": "--eps-clip 0.2 --eps-clip-high 0.2", "ibpo scheduled": f"{_GSPO} {_SCHEDULE}",
+}  # fmt: skip
+"""Preset, and what else is said of a case → flags that say what it leaves to a recipe or loss variant."""
 
 
 @dataclass(frozen=True)
@@ -74,11 +64,7 @@ class Trained:
 
 
 def recordings(name: str, directory: Path, temperature: str = "1.0") -> Path:
-    """Unpack the recording into `directory`, as --load-debug-rollout-data wants it. Returns `directory`.
-
-    Args:
-        temperature: at which it is to look sampled; 1.0 is what it was.
-    """
+    """Unpack the recording into `directory`, and return that. It was sampled at temperature 1.0."""
     directory.mkdir(parents=True)
     for packed in sorted((GOLDEN / "rollouts" / name).glob("*.gz")):
         text = gzip.decompress(packed.read_bytes()).decode()
@@ -89,10 +75,8 @@ def recordings(name: str, directory: Path, temperature: str = "1.0") -> Path:
 
 def train_recorded(repository, layout, algorithm, directory, steps=None) -> Trained:
     """Train on the recordings with the code in `repository`; files go to `directory`, which is new."""
-    flags = ALGORITHMS[algorithm]
-    temperature = (
-        flags[flags.index("--rollout-temperature") + 1] if "--rollout-temperature" in flags else "1.0"
-    )
+    flags = ALGORITHMS[algorithm].split()
+    temperature = flags[-1] if "--rollout-temperature" in flags else "1.0"
     run_dir, recorded = directory / "run", recordings(layout.model, directory / "rollouts", temperature)
     fields = "".join(file.read_text() for file in (repository / "megatron_ibpo/config").glob("*.py"))
     keep_all = ["--keep-checkpoints", "1000"] if "keep_checkpoints" in fields else []  # older code does
@@ -113,10 +97,8 @@ def train_recorded(repository, layout, algorithm, directory, steps=None) -> Trai
 
 def _entry_point(repository: Path, trainers: int) -> list[str | int]:
     if (repository / "megatron_ibpo/launch.py").exists():  # until trainers were started by the driver
-        launcher: list[str | int] = [
-            sys.executable, "-m", "megatron_ibpo.launch", "--standalone", "--nproc-per-node", trainers,
-        ]  # fmt: skip
-        return [*launcher, "-m", "megatron_ibpo.train"]
+        launcher = [sys.executable, "-m", "megatron_ibpo.launch", "--standalone", "--nproc-per-node"]
+        return [*launcher, trainers, "-m", "megatron_ibpo.train"]
     moved = (repository / "megatron_ibpo/commands").exists()
     module = "megatron_ibpo.commands.train" if moved else "megatron_ibpo.train"
     return [sys.executable, "-m", module, "--num-trainers", trainers]
@@ -141,11 +123,9 @@ def _run(command: list[str], repository: Path) -> tuple[int, str]:
 
 def weights(checkpoint: Path) -> dict[str, Tensor]:
     """All weights of a training checkpoint by Megatron's names, the critic's after "critic/"."""
-    found = {}
-    for prefix, directory in (("", checkpoint), ("critic/", checkpoint / "critic")):
-        if directory.is_dir():
-            found |= {prefix + name: tensor for name, tensor in _stored(directory).items()}
-    return found
+    critic = checkpoint / "critic"
+    of_critic = _stored(critic) if critic.is_dir() else {}
+    return _stored(checkpoint) | {f"critic/{name}": tensor for name, tensor in of_critic.items()}
 
 
 def _stored(directory: Path) -> dict[str, Tensor]:
@@ -165,10 +145,7 @@ def watched_weights(layout: Layout, checkpoint: Path) -> dict[str, list[float]]:
     held = weights(checkpoint)
     watched = [*layout.watched, *("critic/" + name for name in layout.watched)]
     flat = {name: held[name].flatten() for name in watched if name in held}
-    return {
-        name: [values[values.numel() * part // 5].item() for part in range(1, 5)]
-        for name, values in flat.items()
-    }
+    return {name: [own[own.numel() * part // 5].item() for part in range(1, 5)] for name, own in flat.items()}
 
 
 def main(algorithms: Sequence[str]) -> None:
@@ -183,12 +160,9 @@ def main(algorithms: Sequence[str]) -> None:
                     "weights": [watched_weights(layout, checkpoint) for checkpoint in trained.checkpoints],
                 }
             print(f"{name}, {algorithm}", flush=True)
-    lists_on_lines = re.sub(r"\[\s+([^][{}]*?)\s+\]", _on_one_line, json.dumps(numbers, indent=1))
-    path.write_text(lists_on_lines + "\n")
-
-
-def _on_one_line(values: re.Match[str]) -> str:
-    return f"[{' '.join(values[1].split())}]"
+    in_lines = json.dumps(numbers, indent=1)  # a list of numbers on one of them
+    text = re.sub(r"\[\s+([^][{}]*?)\s+\]", lambda found: f"[{' '.join(found[1].split())}]", in_lines)
+    path.write_text(text + "\n")
 
 
 if __name__ == "__main__":

@@ -14,13 +14,10 @@ from threading import Thread
 @dataclass
 class StandIn:
     url: str
-    folders: dict[str, Path] = field(default_factory=dict)
-    """Repository → its files: "owner/name" of a model, "datasets/owner/name"."""
-    commits: dict[str, str] = field(default_factory=dict)
-    """Repository → the commit of its branch main; its other commits have the same files."""
+    folders: dict[str, Path] = field(default_factory=dict)  # of "owner/name", or "datasets/owner/name"
+    commits: dict[str, str] = field(default_factory=dict)  # of the branch main; all have the same files
     asked: list[str] = field(default_factory=list)
-    uploaded: dict[str, dict[str, bytes]] = field(default_factory=dict)
-    """Repository that was created → its files by name."""
+    uploaded: dict[str, dict[str, bytes]] = field(default_factory=dict)  # created repository → its files
     private: set[str] = field(default_factory=set)  # created repositories that only their owner sees
 
     def add(self, repo: str, folder: Path, commit: str = "a" * 40) -> None:
@@ -45,75 +42,68 @@ OWNER = "me"  # token of a user of this name, who may write to repositories of t
 
 
 class _Answers(BaseHTTPRequestHandler):
-    def do_HEAD(self) -> None:
+    def do_HEAD(self):
         self.do_GET()
 
-    def do_GET(self) -> None:
-        hub: StandIn = self.server.hub  # type: ignore[attr-defined]
-        path = self.path.partition("?")[0]
+    def do_GET(self):
+        hub, path = self.server.hub, self.path.partition("?")[0]
         hub.asked.append(f"{self.command} {path}")
         if path.endswith("/auth-check/write"):
             return self._send(200 if self._may_write(path.split("/")[3]) else 403)
+        verb, file = "resolve", ""
         if path.startswith(("/api/models/", "/api/datasets/")):
             kind, owner, name, *rest = path.removeprefix("/api/").split("/")
             repo = f"{owner}/{name}" if kind == "models" else f"{kind}/{owner}/{name}"
             verb, revision = rest[:2] or ("revision", "main")
-            file = ""
         else:
             repo, _, place = path[1:].partition("/resolve/")
-            verb, (revision, _, file) = "resolve", place.partition("/")
+            revision, _, file = place.partition("/")
         if repo not in hub.folders:
             return self._send(404, {"X-Error-Code": "RepoNotFound"})
-        commit = hub.commits[repo] if revision == "main" else revision
+        commit, folder = hub.commits[repo] if revision == "main" else revision, hub.folders[repo]
         if len(commit) != 40:
             return self._send(404, {"X-Error-Code": "RevisionNotFound"})
         if verb == "resolve":
-            return self._send(200, _headers(commit, hub.folders[repo] / file), hub.folders[repo] / file)
-        files = sorted(found for found in hub.folders[repo].rglob("*") if found.is_file())
-        if verb == "tree":
-            body: object = [
-                {"type": "file", "oid": _digest(found), "size": found.stat().st_size,
-                 "path": str(found.relative_to(hub.folders[repo]))}
-                for found in files
-            ]  # fmt: skip
-        else:
-            body = {"id": repo.removeprefix("datasets/"), "sha": commit, "siblings": []}
-        return self._send(200, {"Content-Type": "application/json"}, json.dumps(body).encode())
+            content = (folder / file).read_bytes()
+            return self._send(200, {"X-Repo-Commit": commit, "ETag": f'"{_digest(content)}"'}, content)
+        if verb != "tree":
+            return self._answer({"id": repo.removeprefix("datasets/"), "sha": commit, "siblings": []})
+        files = {str(found.relative_to(folder)): found for found in folder.rglob("*") if found.is_file()}
+        contents = {name: found.read_bytes() for name, found in sorted(files.items())}
+        return self._answer([
+            {"type": "file", "oid": _digest(content), "size": len(content), "path": name}
+            for name, content in contents.items()
+        ])  # fmt: skip
 
-    def do_POST(self) -> None:
-        hub: StandIn = self.server.hub  # type: ignore[attr-defined]
+    def do_POST(self):
+        hub = self.server.hub
         lines = self.rfile.read(int(self.headers["Content-Length"])).splitlines()
         first, *rest = map(json.loads, lines)
         if self.path == "/api/repos/create":
-            repo = f"{first['organization']}/{first['name']}"
-            if not self._may_write(first["organization"]):
-                return self._send(
-                    403, {"X-Error-Message": f"You may not create models of {first['organization']}"}
-                )
+            owner = first["organization"]
+            repo = f"{owner}/{first['name']}"
+            if not self._may_write(owner):
+                return self._send(403, {"X-Error-Message": f"You may not create models of {owner}"})
             if first["visibility"] == "private" and repo not in hub.uploaded:
                 hub.private.add(repo)
             hub.uploaded.setdefault(repo, {})
-            body: object = {"url": f"{hub.url}/{repo}"}
-        else:
-            owner, name, verb = self.path.split("/")[3:6]
-            if verb == "preupload":
-                body = {"files": [
-                    {"path": file["path"], "uploadMode": "regular", "shouldIgnore": False}
-                    for file in first["files"]
-                ]}  # fmt: skip
-            else:
-                files = [entry["value"] for entry in rest]
-                hub.uploaded[f"{owner}/{name}"] |= {
-                    file["path"]: base64.b64decode(file["content"]) for file in files
-                }
-                body = {"commitUrl": f"{hub.url}/{owner}/{name}/commit/{'c' * 40}", "commitOid": "c" * 40}
-        return self._send(200, {"Content-Type": "application/json"}, json.dumps(body).encode())
+            return self._answer({"url": f"{hub.url}/{repo}"})
+        owner, name, verb = self.path.split("/")[3:6]
+        if verb == "preupload":
+            regular = {"uploadMode": "regular", "shouldIgnore": False}
+            return self._answer({"files": [regular | {"path": file["path"]} for file in first["files"]]})
+        files = [entry["value"] for entry in rest]
+        hub.uploaded[f"{owner}/{name}"] |= {file["path"]: base64.b64decode(file["content"]) for file in files}
+        commit = "c" * 40
+        return self._answer({"commitUrl": f"{hub.url}/{owner}/{name}/commit/{commit}", "commitOid": commit})
 
-    def _may_write(self, owner: str) -> bool:
+    def _may_write(self, owner):
         return owner == OWNER == self.headers.get("Authorization", "").removeprefix("Bearer ")
 
-    def _send(self, status: int, headers: dict[str, str] | None = None, body: bytes | Path = b"") -> None:
-        content = body.read_bytes() if isinstance(body, Path) else body
+    def _answer(self, found):
+        self._send(200, {"Content-Type": "application/json"}, json.dumps(found).encode())
+
+    def _send(self, status, headers=None, content=b""):
         self.send_response(status)
         for name, value in ({"Content-Length": str(len(content))} | (headers or {})).items():
             self.send_header(name, value)
@@ -121,13 +111,9 @@ class _Answers(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(content)
 
-    def log_message(self, *_: object) -> None:
-        """Stay silent."""
+    def log_message(self, *_):
+        pass
 
 
-def _headers(commit: str, file: Path) -> dict[str, str]:
-    return {"X-Repo-Commit": commit, "ETag": f'"{_digest(file)}"'}
-
-
-def _digest(file: Path) -> str:
-    return hashlib.sha1(file.read_bytes()).hexdigest()
+def _digest(content):
+    return hashlib.sha1(content).hexdigest()

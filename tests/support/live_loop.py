@@ -6,9 +6,9 @@ import json
 import random
 import tempfile
 import zlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -18,15 +18,13 @@ from unittest.mock import patch
 import numpy as np
 
 from megatron_ibpo.basics.records import Group, Sample, SampleRequest, token_ids
+from megatron_ibpo.cluster.deaths import ProcessDiedError
 from megatron_ibpo.config import Config, on_device
-from megatron_ibpo.models import ModelShape
 from megatron_ibpo.policy.reports import About
 from megatron_ibpo.rewards import Outcome, Pool, Verifier, open_pool
-from megatron_ibpo.run.inputs import Inputs
 from megatron_ibpo.run.loop import Run
 from megatron_ibpo.run.open import open_run
 from megatron_ibpo.run.processes import Processes
-from megatron_ibpo.run.resume_point import ResumePoint
 from megatron_ibpo.run.settings import parse_config
 from support.paths import ROOT
 
@@ -60,31 +58,30 @@ def written(request: SampleRequest) -> list[int]:
     return [draw.choice(LETTERS) for _ in range(draw.randint(1, request.max_tokens))]
 
 
-@dataclass(eq=False)
 class Engine:
-    version: int = 0
-    asked: list[SampleRequest] = field(default_factory=list)
-    open: dict[int, tuple[SampleRequest, int]] = field(default_factory=dict)
-    draw: random.Random = field(default_factory=lambda: random.Random(0))
+    """Finishes what it was asked in an order of its own, a few at a time."""
 
-    async def submit(self, requests: Sequence[tuple[int, SampleRequest]], version: int) -> None:
+    def __init__(self):
+        self.version, self.asked, self.open, self.draw = 0, [], {}, random.Random(0)
+
+    async def submit(self, requests, version):
         assert self.version >= version, "older weights than were asked for"
         self.asked += [request for _, request in requests]
         self.open |= {number: (request, self.version) for number, request in requests}
 
-    async def take(self, timeout: float) -> list[tuple[int, Sample]]:
+    async def take(self, timeout):
         await asyncio.sleep(0.001)
         numbers = [number for number in self.open if self.draw.random() < 0.4]
         return [(number, self._sample(*self.open.pop(number))) for number in numbers]
 
-    async def abort(self, numbers: Collection[int]) -> None:
+    async def abort(self, numbers):
         for number in numbers:
             self.open.pop(number, None)
 
-    async def kill(self, why: str) -> None:
+    async def kill(self, why):
         raise AssertionError(why)
 
-    def _sample(self, request: SampleRequest, version: int) -> Sample:
+    def _sample(self, request, version):
         ids = token_ids(written(request))
         return Sample(
             prompt_token_ids=request.prompt_token_ids, token_ids=ids,
@@ -95,18 +92,21 @@ class Engine:
 
 
 class Scored:
+    """`rewards.Pool` without processes."""
+
     deaths = 0
 
-    def submit(self, target: str, arguments: tuple[Any, ...]) -> Future[Outcome]:
-        future: Future[Outcome] = Future()
+    def submit(self, target, arguments):
+        future = Future()
         future.set_result(Outcome(reward(*arguments)))
         return future
 
-    def close(self) -> None:
-        """Nothing is open."""
+    def close(self):
+        pass
 
 
 def put_in_place_of_processes(monkeypatch, module, open_engine) -> None:
+    """Let a module of `study` take this engine and `Scored`, where it would start processes."""
     monkeypatch.setattr(module, "open_engine", open_engine)
     monkeypatch.setattr(module, "ThreadedEngine", lambda opened: opened)
     monkeypatch.setattr(module, "open_verifier", lambda data: Verifier(Scored(), data))
@@ -116,31 +116,28 @@ class Engines:
     count = alive = 2
     reproducible = prefix_caching = True
 
-    def __init__(self) -> None:
-        self.engines = [Engine(), Engine()]
-        self.version = 0
-        self.met = 0
+    def __init__(self):
+        self.engines, self.version, self.met = [Engine(), Engine()], 0, 0
 
     @property
     def asked(self) -> list[SampleRequest]:
         return [request for engine in self.engines for request in engine.asked]
 
-    async def revive(self, index: int) -> Engine:
+    async def revive(self, index):
         raise AssertionError("none dies")
 
-    def clients(self) -> list[Engine]:
+    def clients(self):
         return self.engines
 
-    def update_weights(self, version: int) -> dict[str, float]:
-        self.version = version
-        for engine in self.engines:
-            engine.version = version
+    def update_weights(self, version):
+        for one in (self, *self.engines):
+            one.version = version
         return {}
 
-    def meet_trainers(self) -> None:
+    def meet_trainers(self):
         self.met += 1
 
-    def wake(self) -> None:
+    def wake(self):
         """They never sleep."""
 
     sleep = admit = wake
@@ -151,23 +148,20 @@ class Trainers:
     """`policy.group.RankCalls` of one rank, which notes its work and saves that it was saved."""
 
     dies_at: int | None = None  # number of the update in which it dies once, from 0 on
-    updates: list[list[dict[str, Any]]] = field(default_factory=list)
-    """Sequences trained on, by update; an update that died is absent."""
+    updates: list[list[dict[str, Any]]] = field(default_factory=list)  # sequences trained on, if none died
     restarted_from: list[Path | None] = field(default_factory=list)
 
-    def each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+    def each(self, method, arguments):
         assert method == "update"
         if self.dies_at == len(self.updates):
             self.dies_at = None
-            from megatron_ibpo.cluster.deaths import ProcessDiedError
-
             raise ProcessDiedError("trainer 0 was killed")
         ((mini_batches,),) = arguments
         batches = [own for mini in mini_batches for own in mini.cut.micro_batches]
         self.updates.append([plain(sequence) for own in batches for sequence in own.sequences])
         return [{"loss": 0.0, "updates_skipped": 0.0}]
 
-    def all(self, method: str, *arguments: Any) -> list[Any]:
+    def all(self, method, *arguments):
         if method == "about":
             return [About(1, "torch", {}, "CPU", ())]
         if method == "save":
@@ -177,10 +171,10 @@ class Trainers:
             (here / "run_state.json").write_text(json.dumps({"step": step, **state}))
         return [method == "save_rests"]
 
-    def share(self, value: Any) -> Any:
+    def share(self, value):
         return value
 
-    def restart(self, config: Config, checkpoint: Path | None) -> None:
+    def restart(self, config, checkpoint):
         self.restarted_from.append(checkpoint)
 
 
@@ -225,31 +219,23 @@ class StandIns:
     trainers: Trainers = field(default_factory=Trainers)
     wait_ready: Callable[[], None] = lambda: None
 
-    def check(self, config: Config, shape: ModelShape) -> Config:
+    def check(self, config, shape):
         return config
 
-    def connect(self, config: Config) -> AbstractContextManager[Callable[[], None]]:
+    def connect(self, config):
         return nullcontext(lambda: None)
 
-    def start(self, point: ResumePoint, inputs: Inputs, stack: ExitStack) -> Processes:
+    def start(self, point, inputs, stack):
         return Processes(
-            config=inputs.config,
-            trainers=self.trainers,
-            world_size=1,
-            engines=self.engines,  # none is asked alone
-            verifiers=inputs.pool,
-            accelerators=1,
-            progress=point.progress(),
-            deaths=dict,
-            where="in a test",
+            config=inputs.config, trainers=self.trainers, world_size=1, engines=self.engines, deaths=dict,
+            verifiers=inputs.pool, accelerators=1, progress=point.progress(), where="in a test",
             wait_ready=self.wait_ready,
-        )
+        )  # fmt: skip
 
 
 @contextmanager
 def in_place(backend: StandIns) -> Iterator[None]:
-    """Runs that are opened meanwhile get these processes; all of a process share its verifier, whose start
-    takes the longest."""
+    """Runs opened meanwhile get these processes; all share the verifier, whose start takes longest."""
     with (
         patch("megatron_ibpo.run.inputs.open_pool", lambda *_: nullcontext(verifiers())),
         patch("megatron_ibpo.run.open.choose_backend", lambda *_: backend),

@@ -23,10 +23,7 @@ import torch.distributed as dist
 from support.paths import ROOT, TESTS
 
 GRACE_S = 5.0  # after the first failure: how long the other ranks may take to fail on their own
-
-
-COVERED_TEST = "COVERED_TEST"
-"""Environment variable: the test that runs, where tools/mutants.py measures coverage."""
+COVERED_TEST = "COVERED_TEST"  # environment variable: the test that runs, where coverage is measured
 _SERVER_STARTS = threading.Lock()  # tests may run several worlds at once
 
 
@@ -35,14 +32,9 @@ class RankFailed(AssertionError):
 
 
 def run_ranks(function: Callable[..., Any], size: int, *args: Any, timeout: float = 120.0) -> list[Any]:
-    """Run `function(world, *args)` on `size` ranks; return the results by rank.
+    """Run `function(world, *args)`, a module's function, on `size` ranks; return the results by rank.
 
-    Args:
-        function: importable by name (a module's function); arguments and results must pickle.
-        timeout: seconds for everything; then the stacks of all ranks are shown and they are killed.
-
-    Raises:
-        RankFailed: a rank raised, died or was still running at the time-out.
+    After `timeout` seconds the stacks of all ranks are shown and they are killed.
     """
     context = _server()
     test = os.environ.get(COVERED_TEST, "")
@@ -60,9 +52,11 @@ def run_ranks(function: Callable[..., Any], size: int, *args: Any, timeout: floa
             pipes.append(here)
         try:
             outcomes = _collect(pipes, time.monotonic() + timeout)
-            late = [rank for rank in range(size) if rank not in outcomes]
-            if late:
-                _show_stacks(late, processes)
+            late = [process for rank, process in enumerate(processes) if rank not in outcomes]
+            for process in late:
+                if process.is_alive():  # it writes its stacks, as `_run_one` arranged
+                    os.kill(process.pid, signal.SIGUSR1)
+            time.sleep(0.5 if late else 0)
             return _results(outcomes, size, timeout, Path(scratch))
         finally:
             for process, pipe in zip(processes, pipes, strict=True):
@@ -106,36 +100,22 @@ def _collect(pipes: list[Any], deadline: float) -> dict[int, tuple[bool, Any]]:
 
 
 def _results(outcomes: dict[int, tuple[bool, Any]], size: int, timeout: float, scratch: Path) -> list[Any]:
-    failures = []
-    for rank in range(size):
-        if rank not in outcomes:
-            stacks = (scratch / f"{rank}.stack").read_text() if (scratch / f"{rank}.stack").exists() else ""
-            failures.append(f"rank {rank} had not finished (time-out {timeout} s)\n{stacks}")
-        elif not outcomes[rank][0]:
-            failures.append(f"rank {rank}: {outcomes[rank][1]}")
+    failures = [f"rank {rank}: {outcomes[rank][1]}" for rank in sorted(outcomes) if not outcomes[rank][0]]
+    for rank in {*range(size)} - outcomes.keys():
+        stack = scratch / f"{rank}.stack"
+        shown = stack.read_text() if stack.exists() else ""
+        failures.append(f"rank {rank} had not finished (time-out {timeout} s)\n{shown}")
     if failures:
         raise RankFailed("\n".join(failures))
     return [outcomes[rank][1] for rank in range(size)]
 
 
-def _show_stacks(ranks: list[int], processes: list[Any]) -> None:
-    for rank in ranks:
-        if processes[rank].is_alive():
-            os.kill(processes[rank].pid, signal.SIGUSR1)
-    time.sleep(0.5)
-
-
 def _run_one(rank, size, port, scratch, pipe, test, function, args) -> None:
     die_with_parent = 1  # PR_SET_PDEATHSIG
     ctypes.CDLL(None).prctl(die_with_parent, signal.SIGKILL)
-    os.environ |= {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(size),
-        "LOCAL_RANK": str(rank),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is the test's, as it is torchrun's
-    }
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the store is the test's, as it is torchrun's
     if test:
         sys.modules["coverage"].Coverage.current().switch_context(test)
     stack_file = (scratch / f"{rank}.stack").open("w")

@@ -1,8 +1,10 @@
-"""Checkpoints of a model with Transformer Engine's layers, which `te_stand_in` stands in for."""
+"""Checkpoints with Transformer Engine's layers; a program that prints {case: what came back differently}."""
+# ruff: noqa: E402
 
 import json
 import pickle
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,31 +12,32 @@ import torch
 
 from support import te_stand_in
 
+te_stand_in.install()
+from megatron_ibpo.policy import cpu, parallel
+
+cpu.activate()
+from megatron_ibpo.basics.distributed import start_world
+from megatron_ibpo.models import read_hf_config
+from megatron_ibpo.models.backends import Backends
+from megatron_ibpo.policy.checkpoint import load_checkpoint
+from megatron_ibpo.policy.model import build_model
+from megatron_ibpo.policy.saving import save_checkpoint
+from megatron_ibpo.policy.trainer import Trainer
+from megatron_ibpo.weights.formats.load import load_hf
+from megatron_ibpo.weights.weight_errors import CheckpointError
+from support.layouts import layout
+from support.trainers import config_for
+
 STEPS = 2  # before a save, so that the optimizer counts more than one
 
 
 def main(hf_dir: Path, converted: Path, scratch: Path) -> dict[str, Any]:
-    te_stand_in.install()
-    from megatron_ibpo.basics.distributed import start_world
-    from megatron_ibpo.models import read_hf_config
-    from megatron_ibpo.models.backends import Backends
-    from megatron_ibpo.policy import cpu, parallel
-    from support.layouts import layout
-    from support.trainers import config_for
-
-    cpu.activate()
-    from megatron_ibpo.policy.checkpoint import load_checkpoint
-    from megatron_ibpo.policy.model import build_model
-    from megatron_ibpo.policy.saving import save_checkpoint
-    from megatron_ibpo.policy.trainer import Trainer
-    from megatron_ibpo.weights.formats.load import load_hf
-
     config = config_for(layout(distributed_optimizer=True))
     world, shape = start_world(), read_hf_config(hf_dir)
     parallel.initialize(config.parallel, world, seed=0)
     te = Backends(transformer_engine=True, flash_linear_attention=False)
 
-    def trainer() -> Trainer:
+    def trainer():
         chunks = build_model(shape, config, libraries=te)
         load_hf(chunks, shape, hf_dir)
         return Trainer(chunks, shape.vocab_size, config, world, total_updates=10)
@@ -69,14 +72,10 @@ def main(hf_dir: Path, converted: Path, scratch: Path) -> dict[str, Any]:
     return found
 
 
-def with_scales(trained: Any, resumed: Any, new: Any, scratch: Path, converted: Path) -> dict[str, Any]:
+def with_scales(trained, resumed, new, scratch, converted) -> dict[str, Any]:
     """Return what becomes of FP8 scales that a trainer had formed when it was saved. `new` gets none."""
-    from dataclasses import replace
 
-    from megatron_ibpo.policy.checkpoint import load_checkpoint
-    from megatron_ibpo.policy.saving import save_checkpoint
-
-    def loaded(checkpoint: Path) -> tuple[list[str], tuple[str, ...]]:
+    def loaded(checkpoint):
         notes = load_checkpoint(new, checkpoint)
         return [name for name, own in scaled(new) if own.scales], notes
 
@@ -91,12 +90,7 @@ def with_scales(trained: Any, resumed: Any, new: Any, scratch: Path, converted: 
     found: dict[str, Any] = {
         "with scales": len(pairs),
         "scales of experts": sum(own.num_gemms for (_, own), _ in pairs if own.num_gemms > 1),
-        "scales that differ": [
-            name
-            for (name, own), (_, got) in pairs
-            if own.scales.keys() != got.scales.keys()
-            or not all(torch.equal(value, got.scales[kind]) for kind, value in own.scales.items())
-        ],
+        "scales that differ": [name for (name, own), (_, got) in pairs if unequal(own.scales, got.scales)],
         "notes": notes,
         "of a conversion": loaded(converted),
     }
@@ -111,10 +105,7 @@ def with_scales(trained: Any, resumed: Any, new: Any, scratch: Path, converted: 
     return found | {"without FP8": load_checkpoint(new, saved)}
 
 
-def refused(trainer: Any, checkpoint: Path) -> str:
-    from megatron_ibpo.policy.checkpoint import load_checkpoint
-    from megatron_ibpo.weights.weight_errors import CheckpointError
-
+def refused(trainer, checkpoint):
     try:
         load_checkpoint(trainer, checkpoint)
     except CheckpointError as error:
@@ -122,12 +113,14 @@ def refused(trainer: Any, checkpoint: Path) -> str:
     return "nothing"
 
 
-def scaled(trainer: Any) -> list[tuple[str, Any]]:
+def scaled(trainer):
+    """The modules that compute in FP8, by name."""
     modules = trainer.chunks[0].named_modules()
     return [(name, module) for name, module in modules if isinstance(module, te_stand_in.Module)]
 
 
-def step(trainer: Any) -> None:
+def step(trainer):
+    """A step along gradients of all ones."""
     for optimizer in trainer.optimizer.chained_optimizers:
         for group in optimizer.optimizer.param_groups:
             group["lr"] = 1e-3
@@ -136,26 +129,31 @@ def step(trainer: Any) -> None:
         optimizer.step_with_ready_grads()
 
 
-def weights(trainer: Any) -> dict[str, torch.Tensor]:
+def weights(trainer):
     return {f"model {name}": p.detach().clone() for name, p in trainer.chunks[0].named_parameters()}
 
 
-def contents(trainer: Any) -> dict[str, Any]:
-    found: dict[str, Any] = weights(trainer)
+def contents(trainer):
+    """Weights, the optimizer's means, and the steps that it has counted."""
+    found = weights(trainer)
     for which, optimizer in enumerate(trainer.optimizer.chained_optimizers):
         adam = optimizer.optimizer
         for number, group in enumerate(adam.param_groups):
             found[f"steps {which} {number}"] = torch.tensor(group["step"])
             for index, parameter in enumerate(group["params"]):
-                for name, value in adam.state[parameter].items():
-                    found[f"{name} {which} {number} {index}"] = value.clone()
+                means = {f"{name} {which} {number} {index}": v for name, v in adam.state[parameter].items()}
+                found |= {name: value.clone() for name, value in means.items()}
     return found
 
 
-def differing(expected: dict[str, torch.Tensor], got: dict[str, torch.Tensor]) -> list[str]:
-    assert len(expected) > 10
+def unequal(expected, got):
     names = expected.keys() ^ got.keys()
     return sorted(names | {n for n in expected.keys() & got.keys() if not torch.equal(expected[n], got[n])})
+
+
+def differing(expected, got):
+    assert len(expected) > 10
+    return unequal(expected, got)
 
 
 if __name__ == "__main__":

@@ -13,128 +13,88 @@ VERSION = "2.20.2"
 
 
 class Module(torch.nn.Module):
-    """The common part of Transformer Engine's modules: an extra state in checkpoints, empty without FP8,
-    which a strict load misses where it is not there."""
+    """Has an extra state in checkpoints, empty without FP8; a strict load misses it where it is not there."""
 
     num_gemms = 1
 
-    def __init__(self):
+    def __init__(self, *, params_dtype=None, device="cuda", **_):
         super().__init__()
+        self.kind = {"dtype": params_dtype, "device": device}
         self.fp8 = self.fp8_calibration = False
         self.fp8_meta: dict[str, Any] = {"fp8_checkpoint": False}
 
     def scale(self, generator: torch.Generator) -> None:
-        """Compute in FP8 with delayed scaling, as after some steps: three scales forward and two backward for
-        each product, each with a history of largest values."""
+        """Compute in FP8 with delayed scaling, as after some steps: with histories of largest values."""
         self.fp8, recipe = True, DelayedScaling()
         self.fp8_meta |= {"recipe": recipe, "fp8_checkpoint": True, "num_gemms": self.num_gemms}
         for direction, kinds in (("fwd", 3), ("bwd", 2)):
             size = kinds * self.num_gemms
-            self.fp8_meta[f"scale_{direction}"] = torch.rand(size, generator=generator)
             history = torch.rand(recipe.amax_history_len, size, generator=generator)
-            self.fp8_meta[f"amax_history_{direction}"] = history
+            self.fp8_meta |= {f"scale_{direction}": history[0].exp(), f"amax_history_{direction}": history}
 
     @property
     def scales(self) -> dict[str, torch.Tensor]:
         return {name: value for name, value in self.fp8_meta.items() if isinstance(value, torch.Tensor)}
 
     def get_extra_state(self):
-        if not (self.fp8 or self.fp8_meta["fp8_checkpoint"]):
+        if not self.fp8_meta["fp8_checkpoint"]:
             return torch.empty(0, dtype=torch.uint8)
         plain = {"num_gemms": self.num_gemms, "fp8_checkpoint": True}
         state = {"recipe": self.fp8_meta["recipe"], **self.scales, "extra_fp8_variables": plain}
         return torch.frombuffer(bytearray(pickle.dumps(state)), dtype=torch.uint8)
 
     def set_extra_state(self, state):
-        if state is None or state.numel() == 0:
-            return
-        found = pickle.loads(state.numpy().tobytes())
-        self.fp8_meta |= found.pop("extra_fp8_variables") | found
+        if state is not None and state.numel():
+            found = pickle.loads(state.numpy().tobytes())
+            self.fp8_meta |= found.pop("extra_fp8_variables") | found
 
-    def add(self, name: str, *shape: int, dtype: Any, device: Any) -> torch.nn.Parameter:
-        parameter = torch.nn.Parameter(torch.empty(*shape, dtype=dtype, device=device))
+    def add(self, name, *shape, sequence_parallel=None):
+        parameter: Any = torch.nn.Parameter(torch.empty(*shape, **self.kind))
         self.register_parameter(name, parameter)
-        return parameter
+        if sequence_parallel is not None:
+            parameter.sequence_parallel = sequence_parallel
 
 
 class Linear(Module):
-    def __init__(
-        self,
-        in_features,
-        out_features,
-        *,
-        sequence_parallel=False,
-        tp_size=1,
-        bias=True,
-        parallel_mode=None,
-        params_dtype=None,
-        device="cuda",
-        **_,
-    ):
-        super().__init__()
+    def __init__(self, in_features, out_features, *, sequence_parallel, tp_size, bias, parallel_mode, **more):
+        super().__init__(**more)
         assert out_features % tp_size == in_features % tp_size == 0
+        self.use_bias = bias
         self.out_features = out_features // (tp_size if parallel_mode == "column" else 1)
         self.in_features = in_features // (tp_size if parallel_mode == "row" else 1)
-        self.use_bias, self.kind = bias, {"dtype": params_dtype, "device": device}
-        self.add("weight", self.out_features, self.in_features, **self.kind)
+        self.add("weight", self.out_features, self.in_features)
         if bias:
-            own: Any = self.add("bias", self.out_features, **self.kind)
-            if parallel_mode == "row":
-                own.sequence_parallel = sequence_parallel
+            marked = sequence_parallel if parallel_mode == "row" else None
+            self.add("bias", self.out_features, sequence_parallel=marked)
 
 
 class LayerNormLinear(Linear):
     def __init__(self, in_features, out_features, *, normalization, zero_centered_gamma, **more):
         super().__init__(in_features, out_features, **more)
         assert normalization == "RMSNorm"
-        norm: Any = self.add("layer_norm_weight", in_features, **self.kind)
-        norm.sequence_parallel = more["sequence_parallel"]
+        self.add("layer_norm_weight", in_features, sequence_parallel=more["sequence_parallel"])
         self.zero_centered_gamma = zero_centered_gamma
 
 
 class GroupedLinear(Module):
-    def __init__(
-        self,
-        num_gemms,
-        in_features,
-        out_features,
-        *,
-        tp_size=1,
-        bias=True,
-        params_dtype=None,
-        device="cuda",
-        single_grouped_weight=False,
-        single_grouped_bias=False,
-        **_,
-    ):
-        super().__init__()
-        assert not single_grouped_weight
-        assert not single_grouped_bias
+    def __init__(self, num_gemms, in_features, out_features, *, tp_size, bias, **more):
+        super().__init__(**more)
+        assert not any(name.startswith("single_grouped") and value for name, value in more.items())
         self.num_gemms, self.use_bias, self.tp_size = num_gemms, bias, tp_size
         self.in_features, self.out_features = in_features, out_features
         for gemm in range(num_gemms):
-            self.add(f"weight{gemm}", out_features, in_features, dtype=params_dtype, device=device)
+            self.add(f"weight{gemm}", out_features, in_features)
             if bias:
-                self.add(f"bias{gemm}", out_features, dtype=params_dtype, device=device)
+                self.add(f"bias{gemm}", out_features)
 
-    def init_fp8_metadata(self, num_gemms: int) -> None:
+    def init_fp8_metadata(self, num_gemms):
         pass
 
 
 class RMSNorm(Module):
-    def __init__(
-        self,
-        normalized_shape,
-        *,
-        sequence_parallel=None,
-        params_dtype=None,
-        zero_centered_gamma=False,
-        device="cuda",
-        **_,
-    ):
-        super().__init__()
-        own: Any = self.add("weight", normalized_shape, dtype=params_dtype, device=device)
-        own.sequence_parallel = sequence_parallel
+    def __init__(self, normalized_shape, *, sequence_parallel=None, zero_centered_gamma=False, **more):
+        super().__init__(**more)
+        self.add("weight", normalized_shape, sequence_parallel=sequence_parallel)
         self.zero_centered_gamma = zero_centered_gamma
 
 
@@ -142,7 +102,7 @@ class DotProductAttention(Module):
     def __init__(self, num_attention_heads, *_, tp_size=1, softmax_type="vanilla", **__):
         super().__init__()
 
-        def forget_that_it_is_missing(_: Any, incompatible: Any) -> None:
+        def forget_that_it_is_missing(_, incompatible):
             for key in incompatible.missing_keys:  # changes the list that it goes through, as theirs does
                 if "core_attention._extra_state" in key:
                     incompatible.missing_keys.remove(key)
@@ -166,7 +126,7 @@ class FusedAdam(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure=None):
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
             for parameter in group["params"]:
@@ -184,47 +144,34 @@ class FusedAdam(torch.optim.Optimizer):
                 parameter.addcdiv_(mean, square.sqrt() + group["eps"], value=-group["lr"])
 
 
-class CudaRNGStatesTracker:
-    pass
-
-
 class DelayedScaling:
+    __module__ = "transformer_engine.common.recipe"
     amax_history_len = 4
-
-
-DelayedScaling.__module__ = "transformer_engine.common.recipe"
-
-
-class QuantizedTensor:
-    """No parameter is one."""
 
 
 def install() -> None:
     layers = (Linear, LayerNormLinear, GroupedLinear, RMSNorm, DotProductAttention)
     pytorch = _package(
         "transformer_engine.pytorch", **{layer.__name__: layer for layer in layers}, LayerNorm=RMSNorm,
-        distributed=types.SimpleNamespace(CudaRNGStatesTracker=CudaRNGStatesTracker),
+        distributed=types.SimpleNamespace(CudaRNGStatesTracker=Kernel),
         ops=types.SimpleNamespace(Sequential=torch.nn.Sequential),
     )  # fmt: skip
     recipes = _package("transformer_engine.common.recipe", DelayedScaling=DelayedScaling)
     common = _package("transformer_engine.common", recipe=recipes)
     _package("transformer_engine", __version__=VERSION, pytorch=pytorch, common=common)
-    for submodule, names in {
-        "attention": "",
-        "attention.rope": "apply_rotary_pos_emb",
-        "optimizers": (
-            "FusedSGD multi_tensor_applier multi_tensor_l2norm multi_tensor_scale multi_tensor_scale_tensor"
-        ),
-        "permutation": (
-            "moe_permute moe_permute_with_probs moe_sort_chunks_by_index "
-            "moe_sort_chunks_by_index_with_probs moe_unpermute"
-        ),
+    kernels = {
+        "attention": "", "attention.rope": "apply_rotary_pos_emb",
         "fp8": "FP8GlobalStateManager fp8_autocast fp8_model_init",
-        "router": ("fused_compute_score_for_moe_aux_loss fused_moe_aux_loss fused_topk_with_score_function"),
-    }.items():
+        "optimizers": "FusedSGD multi_tensor_applier multi_tensor_l2norm multi_tensor_scale "
+        "multi_tensor_scale_tensor",
+        "permutation": "moe_permute moe_permute_with_probs moe_sort_chunks_by_index moe_unpermute "
+        "moe_sort_chunks_by_index_with_probs",
+        "router": "fused_compute_score_for_moe_aux_loss fused_moe_aux_loss fused_topk_with_score_function",
+    }  # fmt: skip
+    for submodule, names in kernels.items():
         _package(f"transformer_engine.pytorch.{submodule}", **dict.fromkeys(names.split(), Kernel))
     vars(sys.modules["transformer_engine.pytorch.optimizers"])["FusedAdam"] = FusedAdam
-    _package("transformer_engine.pytorch.tensor", QuantizedTensor=QuantizedTensor)
+    _package("transformer_engine.pytorch.tensor", QuantizedTensor=Kernel)
 
 
 def _package(name: str, **members: Any) -> types.ModuleType:
@@ -236,6 +183,9 @@ def _package(name: str, **members: Any) -> types.ModuleType:
 
 
 def describe(config_dir: Path, ep: int) -> dict[str, Any]:
+    """Build the model under TP2 and this EP with Transformer Engine's layers and with the local ones."""
+    from megatron.core import optimizer
+
     from megatron_ibpo.basics.distributed import World
     from megatron_ibpo.config import Config, ModelConfig, ParallelConfig
     from megatron_ibpo.models import read_hf_config
@@ -245,47 +195,41 @@ def describe(config_dir: Path, ep: int) -> dict[str, Any]:
 
     layout = ParallelConfig(tensor_model_parallel_size=2, expert_model_parallel_size=ep)
     parallel.initialize(layout, World(0, 2, torch.device("cpu"), None), seed=0)
-    config = Config(model=ModelConfig(bf16=True), parallel=layout)
-    shape = read_hf_config(config_dir)
-
-    import megatron.core.optimizer
-
-    described: dict[str, Any] = {"optimizer": megatron.core.optimizer.Adam.__name__}
-    for name, libraries in (
-        ("te", Backends(transformer_engine=True, flash_linear_attention=False)),
-        ("local", LOCAL),
-    ):
+    config, shape = Config(model=ModelConfig(bf16=True), parallel=layout), read_hf_config(config_dir)
+    described: dict[str, Any] = {"optimizer": optimizer.Adam.__name__}
+    backends = {"te": Backends(transformer_engine=True, flash_linear_attention=False), "local": LOCAL}
+    for name, libraries in backends.items():
         (model,) = build_model(shape, config, device="meta", libraries=libraries)
         described[name] = names_of(model)
     parallel.destroy()
     return described
 
 
-def names_of(model: Any) -> dict[str, Any]:
+def names_of(model):
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 
-    sharded = model.sharded_state_dict()
+    sharded, parameters, modules = (
+        model.sharded_state_dict(),
+        dict(model.named_parameters()),
+        model.named_modules,
+    )
     apply_factories(sharded)
     tensors = [value for value in nested_values(sharded) if isinstance(value, ShardedTensor)]
-    assert all(parameter.is_meta for parameter in model.parameters())
+    assert all(parameter.is_meta for parameter in parameters.values())
     return {
-        "parameters": {name: tuple(p.shape) for name, p in model.named_parameters()},
-        "marks": {
+        "parameters": {name: tuple(p.shape) for name, p in parameters.items()},
+        "marks": {  # is its gradient summed over data-parallel, and over tensor-parallel ranks?
             name: (
                 getattr(p, "allreduce", True),
                 bool(getattr(p, "sequence_parallel", False)),
                 name.endswith("softmax_offset") and (str(p.dtype), p.tensor_model_parallel),
             )
-            for name, p in model.named_parameters()
+            for name, p in parameters.items()
         },
         "checkpoint": sorted((t.key, t.global_shape, t.global_offset) for t in tensors),
-        "classes": {name: type(module).__name__ for name, module in model.named_modules()},
-        "centred": {
-            name: module.zero_centered_gamma
-            for name, module in model.named_modules()
-            if hasattr(module, "zero_centered_gamma")
-        },
+        "classes": {name: type(module).__name__ for name, module in modules()},
+        "centred": {n: m.zero_centered_gamma for n, m in modules() if hasattr(m, "zero_centered_gamma")},
     }
 
 

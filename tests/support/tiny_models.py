@@ -4,10 +4,9 @@ import functools
 import hashlib
 import shutil
 import tempfile
-from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec
+from typing import Any
 
 import torch
 
@@ -15,11 +14,7 @@ from support.paths import ROOT
 
 VOCAB_SIZE = 64
 EOS_ID = 1
-BUILT = ROOT / "build/tiny_models"
-"""Checkpoints that were built before, each in a directory named by the hash of what it depends on."""
-P = ParamSpec("P")
-Maker = Callable[Concatenate[Path, int, P], Path]
-
+BUILT = ROOT / "build/tiny_models"  # checkpoints in directories named by the hash of what they depend on
 SHARED: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE, "hidden_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2,
     "head_dim": 32, "max_position_embeddings": 512, "num_hidden_layers": 2, "initializer_range": 0.2,
@@ -38,17 +33,15 @@ SETTINGS = {
     "layers": "num_hidden_layers", "std": "initializer_range", "tie": "tie_word_embeddings",
     "value_heads": "linear_num_value_heads", "vocabulary": "vocab_size",
 }  # fmt: skip
-"""Settings of every `make_…` → fields of config.json. `std` is the spread of weights: large, so that outputs
-are peaked."""
+"""Settings of every `make_…` → fields of config.json; `std`, the spread of weights, is large for peaked outputs."""
 
 
-def built_once(make: Maker[P]) -> Maker[P]:
-    """Have `make(directory, seed, …)` build each checkpoint once, and copy it afterwards: building imports
-    the model's code and draws its weights, and tests ask for it some hundred times."""
+def built_once(make):
+    """Have `make(directory, seed, …)` build each checkpoint once, and copy it afterwards: tests ask often."""
     depends_on = Path(__file__).read_text() + version("transformers") + version("torch")
 
     @functools.wraps(make)
-    def copied(directory: Path, seed: int, *args: P.args, **how: P.kwargs) -> Path:
+    def copied(directory: Path, seed: int, *args: Any, **how: Any) -> Path:
         asked = f"{depends_on}{make.__name__} {seed} {args} {sorted(how.items())}"
         kept = BUILT / hashlib.sha256(asked.encode()).hexdigest()[:16]
         if not kept.exists():
@@ -66,14 +59,13 @@ def built_once(make: Maker[P]) -> Maker[P]:
 
 
 @built_once
-def make_qwen3(directory: Path, seed: int, **settings: Any) -> Path:
+def make_qwen3(directory, seed, **settings):
     return _make("Qwen3", directory, seed, DENSE, settings)
 
 
 @built_once
-def make_qwen3_moe(directory: Path, seed: int, *, normalized: bool = True, **settings: Any) -> Path:
-    """A Qwen3 with experts in every layer, in float32; `normalized`: the weights of a token's experts sum to
-    one, as in the published ones."""
+def make_qwen3_moe(directory, seed, *, normalized=True, **settings):
+    """`normalized`: the weights of a token's experts sum to one, as in the published ones."""
     return _make("Qwen3Moe", directory, seed, EXPERTS | {"norm_topk_prob": normalized}, settings)
 
 
@@ -85,32 +77,27 @@ LLAMA_3 = {
 
 
 @built_once
-def make_llama(
-    directory: Path, seed: int, *, biased: bool = False, rope: dict[str, Any] | None = None, **settings: Any
-) -> Path:
+def make_llama(directory, seed, *, biased=False, rope=None, **settings):
     rope = rope or {"rope_type": "default", "rope_theta": 10000.0}
     own = DENSE | {"attention_bias": biased, "mlp_bias": biased, "rope_parameters": rope}
     return _make("Llama", directory, seed, own, settings)
 
 
 @built_once
-def make_qwen2(directory: Path, seed: int, **settings: Any) -> Path:
+def make_qwen2(directory, seed, **settings):
     """A Qwen2 in float32, whose heads are of 128 / 4 elements: config.json does not say so."""
     return _make("Qwen2", directory, seed, DENSE | {"hidden_size": 128}, settings)
 
 
 @built_once
-def make_qwen3_next(directory: Path, seed: int, **settings: Any) -> Path:
+def make_qwen3_next(directory, seed, **settings):
     own = DENSE | EXPERTS | DELTA_NETS | {"shared_expert_intermediate_size": 64, "tie_word_embeddings": False}
     return _make("Qwen3Next", directory, seed, own, settings)
 
 
 @built_once
-def make_qwen3_5(
-    directory: Path, seed: int, *, moe: bool = False, wrapped: bool = False, **settings: Any
-) -> Path:
-    """A Qwen3.5 in float32, dense or with experts: the text model alone, or `wrapped` in the model that has
-    a vision tower too, as Qwen's own checkpoints are."""
+def make_qwen3_5(directory, seed, *, moe=False, wrapped=False, **settings):
+    """The text model alone, or `wrapped` in the one with a vision tower, as Qwen's own checkpoints are."""
     import transformers
 
     eighth = settings.get("head_dim", SHARED["head_dim"]) // 8
@@ -127,21 +114,15 @@ def make_qwen3_5(
         depth=2, hidden_size=32, intermediate_size=48, num_heads=2, patch_size=4, out_hidden_size=96,
         num_position_embeddings=16,
     )  # fmt: skip
-    config = getattr(transformers, f"{family}Config")(
-        text_config=text.to_dict(),
-        vision_config=vision.to_dict(),
-        tie_word_embeddings=settings.get("tie", False),
-    )
+    parts = {"text_config": text.to_dict(), "vision_config": vision.to_dict()}
+    config = getattr(transformers, f"{family}Config")(**parts, tie_word_embeddings=settings.get("tie", False))
     return _save(f"{family}ForConditionalGeneration", config, directory, seed)
 
 
 @built_once
-def make_glm4_moe(
-    directory: Path, seed: int, *, dense: int = 1, plain: bool = False, predicting: int = 0, **settings: Any
-) -> Path:
-    """A GLM-4.5 in float32: `dense` layers with a dense MLP, then experts with a shared one. Norms of queries
-    and keys, and biases, but where it is `plain`. `predicting`: multi-token prediction layers that
-    config.json names; transformers makes no tensors of them."""
+def make_glm4_moe(directory, seed, *, dense=1, plain=False, predicting=0, **settings):
+    """`dense` layers with a dense MLP, then experts with a shared one. Norms of queries and keys, and biases,
+    but where it is `plain`. Of the `predicting` layers that config.json names transformers makes no tensors."""
     own = DENSE | {
         "num_hidden_layers": 3, "num_nextn_predict_layers": predicting, "first_k_dense_replace": dense,
         "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "n_shared_experts": 2,
@@ -151,9 +132,8 @@ def make_glm4_moe(
 
 
 @built_once
-def make_gpt_oss(directory: Path, seed: int, *, loud: float = 1.0, **settings: Any) -> Path:
-    """A gpt-oss in float32, with a window of 24 tokens in its first layer and every other one from there on.
-    `loud`: how far the biases of experts spread; beyond 5 or so what they compute is clamped."""
+def make_gpt_oss(directory, seed, *, loud=1.0, **settings):
+    """`loud`: how far the biases of experts spread; beyond 5 or so what they compute is clamped."""
     own = {
         "intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 24,
         "rope_parameters": {
@@ -163,7 +143,7 @@ def make_gpt_oss(directory: Path, seed: int, *, loud: float = 1.0, **settings: A
     }  # fmt: skip
     spreads = {"sinks": 1.0, "gate_up_proj_bias": loud, "down_proj_bias": settings.get("std", 0.2)}
 
-    def spread(model: Any) -> None:
+    def spread(model):
         for name, parameter in model.named_parameters():
             for ending, size in spreads.items():
                 if name.endswith(ending):
@@ -177,33 +157,20 @@ def stored_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if name.endswith("e_score_correction_bias") else dtype
 
 
-def _make(
-    family: str,
-    directory: Path,
-    seed: int,
-    own: dict[str, Any],
-    settings: dict[str, Any],
-    *,
-    model: str = "",
-    change: Callable[[Any], None] = lambda _: None,
-) -> Path:
-    config = _config(family, own, settings)
-    return _save(model or f"{family}ForCausalLM", config, directory, seed, change)
+def _make(family, directory, seed, own, settings, *, model="", change=lambda _: None):
+    return _save(model or f"{family}ForCausalLM", _config(family, own, settings), directory, seed, change)
 
 
-def _config(family: str, own: dict[str, Any], settings: dict[str, Any]) -> Any:
+def _config(family, own, settings):
     import transformers
 
-    asked = {SETTINGS[name]: value for name, value in settings.items()}
-    known = SHARED | own | asked
+    known = SHARED | own | {SETTINGS[name]: value for name, value in settings.items()}
     if family == "Qwen2":  # whose configuration has no such field
         del known["head_dim"]
     return getattr(transformers, f"{family}Config")(**known)
 
 
-def _save(
-    model_class: str, config: Any, directory: Path, seed: int, change: Callable[[Any], None] = lambda _: None
-) -> Path:
+def _save(model_class, config, directory, seed, change=lambda _: None):
     import transformers
 
     # the seed's own stream: the caller's draws stay what they were

@@ -8,39 +8,32 @@ import time
 import weakref
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
+
+import torch
+import torch.distributed as dist
 
 GPU = "STAND_IN_GPU"  # environment variable: which GPU a trainer and its engine share
-DIE_AT = "STAND_IN_DIES_AT"
-"""Environment variable: the process ends when it is to receive its so many-th tensor, or with AT_MEETING when
-it is to join a group."""
-AT_MEETING = -1
-RELEASED: list[bytes] = []
-"""Memory that this process lent and took back, since no other process had opened it."""
+DIE_AT = "STAND_IN_DIES_AT"  # environment variable: the process ends at its so many-th tensor
+AT_MEETING = -1  # or when it is to join a group
+RELEASED: list[bytes] = []  # memory that was lent and taken back, since no other process had opened it
 
 
 class Communicator:
-    def __init__(self, group: Any, device: Any) -> None:
-        import torch
-        import torch.distributed as dist
-
+    def __init__(self, group, device):
         from megatron_ibpo.weights.transfer.gloo import open_group
 
         self.rank, self.world_size = group.rank, group.world_size
         self.device = torch.device("cpu", 0)
-        self.disabled = False
-        self.nccl, self.comm = self, self
-        self._aborted = False
+        self.disabled = self._aborted = False
+        self.nccl = self.comm = self
         self._left = int(os.environ.get(DIE_AT, 0))
         if self._left == AT_MEETING:
             os._exit(9)
         self._group = open_group(dist.PrefixStore("nccl", group.store), self.rank, self.world_size)
 
-    def broadcast(self, tensor: Any, src: int, stream: Any = None) -> None:
+    def broadcast(self, tensor, src, stream=None):
         if self.disabled:
             return
-        import torch.distributed as dist
-
         if self._left == 1:
             os._exit(9)
         self._left -= 1
@@ -50,83 +43,68 @@ class Communicator:
         while not work.is_completed() and not self._aborted:
             time.sleep(0.001)
 
-    def ncclCommAbort(self, comm: Communicator) -> None:
+    def ncclCommAbort(self, comm):
         self._aborted = True
 
 
 class SharedMemory:
     """`torch` as vLLM's packed transfer sees it: GPU memory lies in files, by whose names others find it."""
 
-    def __init__(self, torch: Any) -> None:
-        self._torch = torch
-        self._files: dict[int, str] = {}
+    def __init__(self):
+        self._files = {}
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._torch, name)
+    def __getattr__(self, name):
+        return getattr(torch, name)
 
-    def empty(self, size: int, *, dtype: Any, device: Any) -> Any:
+    def empty(self, size, *, dtype, device):
         if device != "cuda":
-            return self._torch.empty(size, dtype=dtype, device=device)
+            return torch.empty(size, dtype=dtype, device=device)
         handle, path = tempfile.mkstemp(dir="/dev/shm")
         os.close(handle)
-        tensor = self._torch.from_file(path, shared=True, size=size, dtype=dtype)
+        tensor = torch.from_file(path, shared=True, size=size, dtype=dtype)
         self._files[tensor.data_ptr()] = path
         weakref.finalize(tensor, os.unlink, path)
         return tensor
 
-    def handle(self, tensor: Any) -> tuple[Any, tuple[Any, ...]]:
-        """Stand in for `reduce_tensor`; the seventh is the device's number, which the receiver sets, the last
-        two say where it is counted who has the memory."""
+    def reduce_tensor(self, tensor):
+        # the seventh is the device's number, which the receiver sets; the last two say who has the memory
         path = self._files[tensor.data_ptr()]
         return None, (path, len(tensor), tensor.dtype, None, None, None, 0, *[None] * 4, path.encode(), 0)
 
-    def opened(self, path: str, size: int, dtype: Any, *_: Any) -> Any:
-        return self._torch.from_file(path, shared=True, size=size, dtype=dtype)
+
+def rebuild_cuda_tensor(path, size, dtype, *_):
+    return torch.from_file(path, shared=True, size=size, dtype=dtype)
 
 
 class Stream:
+    """Nothing is ever under way."""
+
     device = None
+    synchronize = record_event = wait_event = wait_stream = lambda *_: None
 
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
-
-    def record_event(self) -> None:
-        pass
-
-    def wait_event(self, event: None) -> None:
-        pass
-
-    def wait_stream(self, stream: Stream) -> None:
+    def __init__(self, *_, **__):
         pass
 
 
 @contextmanager
-def nothing(*_: Any) -> Any:
+def nothing(*_):
     yield
 
 
-def install() -> None:
-    import torch
+def install():
     from torch.multiprocessing import reductions
     from vllm.distributed.device_communicators import pynccl
     from vllm.distributed.weight_transfer import packed_tensor
 
-    def released(path: bytes, offset: int) -> None:
-        RELEASED.append(path)
-
-    memory = SharedMemory(torch)
-    packed_tensor.torch = memory
-    packed_tensor.reduce_tensor = memory.handle
-    reductions.rebuild_cuda_tensor = memory.opened
+    packed_tensor.torch = memory = SharedMemory()
+    packed_tensor.reduce_tensor = memory.reduce_tensor
+    reductions.rebuild_cuda_tensor = rebuild_cuda_tensor
     torch.cuda.get_device_properties = lambda *_: SimpleNamespace(uuid=os.environ[GPU])
-    torch.UntypedStorage._release_ipc_counter_cuda = released
+    torch.UntypedStorage._release_ipc_counter_cuda = lambda path, offset: RELEASED.append(path)
     torch.cuda.ipc_collect = torch.cuda.synchronize = lambda *_: None
     pynccl.PyNcclCommunicator = Communicator  # type: ignore[misc]
     torch.cuda.Stream = Stream  # type: ignore[misc]
-    torch.cuda.current_stream = lambda *_: Stream()
+    torch.cuda.current_stream = Stream
     torch.cuda.stream = nothing
     torch.accelerator.current_device_index = lambda: 0
     torch.accelerator.device_index = nothing  # type: ignore[misc]

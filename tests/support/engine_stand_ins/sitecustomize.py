@@ -7,8 +7,6 @@ WHEN = "vllm.distributed.weight_transfer.nccl_common"
 
 
 class Finder:
-    """Finds WHEN where it is, and installs the stand-ins after it."""
-
     def find_spec(self, name, path=None, target=None):
         if name != WHEN:
             return None
