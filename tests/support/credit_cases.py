@@ -18,21 +18,17 @@ from support.paths import ROOT
 
 EOS = 2
 PROMPT = (1, 5, 27)
-RIGHT = [10, 11, 12, 13]
-"""The content of a right response in these tests; a response is right when it ends in 13."""
+RIGHT = [10, 11, 12, 13]  # content of a right response, which ends in 13
 
 
 def response(content, reward=None, finish_reason="stop", *, prompt=PROMPT, written=None, temperature=1.0):
     """`written`: of each token of the content, whether the policy wrote it; by default all, and the end."""
-    ended = finish_reason == "stop"
-    ids = token_ids([*content, *[EOS] * ended])
+    ids = token_ids([*content, *[EOS] * (finish_reason == "stop")])
     mask = np.ones(len(ids), bool)
     if written is not None:
         mask[: len(content)] = written
     return Sample(
-        prompt_token_ids=token_ids(prompt),
-        token_ids=ids,
-        logprobs=np.where(mask, np.float32(-0.5), np.float32(0)),
+        prompt_token_ids=token_ids(prompt), token_ids=ids, logprobs=np.float32(-0.5) * mask,
         finish_reason=finish_reason, temperature=temperature, versions=((0, 0),), loss_mask=mask,
         reward=reward, correct=reward is not None and reward >= 1,
     )  # fmt: skip
@@ -104,17 +100,9 @@ def template(prompt, target, references):
 
 
 def context(config, *, vocabulary=(), **settings):
-    return CreditContext(
-        **{
-            "algorithm": config,
-            "rollout": RolloutConfig(rollout_max_response_len=8),
-            "vocabulary": Vocabulary(template, **dict(vocabulary)),
-            "max_context": 100,
-            "seed": 0,
-            "step": 0,
-            **settings,
-        }
-    )
+    rollout, words = RolloutConfig(rollout_max_response_len=8), Vocabulary(template, **dict(vocabulary))
+    defaults = {"rollout": rollout, "vocabulary": words, "max_context": 100, "seed": 0, "step": 0}
+    return CreditContext(**{"algorithm": config} | defaults | settings)
 
 
 def correct_groups(groups, context, operator, sample, score):
@@ -144,9 +132,7 @@ class Loop:
     def sample(self, requests):
         self.requests += requests
         asked = [(ids_of(request.prompt_token_ids), request.begun) for request in requests]
-        return [
-            with_beginning(response(self.correct(prompt), prompt=prompt), begun) for prompt, begun in asked
-        ]
+        return [with_beginning(response(self.correct(ids), prompt=ids), begun) for ids, begun in asked]
 
     def score(self, pairs):
         for _, answer in pairs:
@@ -163,13 +149,10 @@ class Loop:
 
 
 def candidates(prompt_ids):
-    inner, found = prompt_ids[2:-1], []
-    for token in inner:
-        if token == 90:
-            found.append([])
-        else:
-            found[-1].append(token)
-    return found
+    """The solutions shown in an x̃ of these tests."""
+    starts = [i for i, token in enumerate(prompt_ids) if token == 90]
+    ends = [*starts[1:], len(prompt_ids) - 1]
+    return [list(prompt_ids[start + 1 : end]) for start, end in zip(starts, ends, strict=True)]
 
 
 def fix_last(prompt_ids):
@@ -182,8 +165,8 @@ def in_turn(*answers):
 
 
 def tokens_spent(groups, credit, asked=()):
-    shape = read_hf_config(ROOT / "examples/tiny_qwen3")
-    meter = CostMeter(shape, accelerators=1)
+    """Tokens of a step by the run's meter: sampled, asked of the policy by these queries, and trained on."""
+    meter = CostMeter(read_hf_config(ROOT / "examples/tiny_qwen3"), accelerators=1)
     meter.sampling(sample for group in groups for sample in group.samples)
     passes = plan_update(credit.sequences, Config(), 1, float).passes
     meter.training(passes.forward, passes.updates)
@@ -197,9 +180,8 @@ def by_kind(credit, kind):
 
 def some_groups(seed=0, num_groups=6, size=4):
     rng = random.Random(seed)
-    return [
-        group(
-            *([rng.randrange(10, 15) for _ in range(rng.randrange(1, 6))] for _ in range(size)), index=40 + i
-        )
-        for i in range(num_groups)
-    ]
+    groups = []
+    for index in range(40, 40 + num_groups):
+        contents = [[rng.randrange(10, 15) for _ in range(rng.randrange(1, 6))] for _ in range(size)]
+        groups.append(group(*contents, index=index))
+    return groups

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from megatron_ibpo.basics.distributed import World
 from megatron_ibpo.basics.records import Sample, SampleRequest, token_ids
-from megatron_ibpo.config import Config
+from megatron_ibpo.config import Config, RolloutConfig, RunConfig
 from megatron_ibpo.engines import Engine
 from megatron_ibpo.engines.vllm.settings import engine_settings
 from megatron_ibpo.weights.transfer.link import Sent
@@ -31,14 +31,11 @@ class CheckpointSource(DividedWeights):
 
 
 def make_config(run_dir: Path, dtype: str) -> Config:
-    config = Config()
-    config.run.run_dir = run_dir
-    config.rollout.rollout_max_context_len = CONTEXT
-    config.rollout.vllm_dtype = dtype
-    config.rollout.vllm_kv_cache_bytes = 128 * 1024**2
-    config.rollout.update_weight_buffer_size = 100_000  # several buckets
-    config.rollout.check_weight_update_equal = True
-    return config
+    rollout = RolloutConfig(
+        rollout_max_context_len=CONTEXT, vllm_dtype=dtype, vllm_kv_cache_bytes=128 * 1024**2,
+        update_weight_buffer_size=100_000, check_weight_update_equal=True,  # several buckets
+    )  # fmt: skip
+    return Config(run=RunConfig(run_dir=run_dir), rollout=rollout)
 
 
 def start_engine(checkpoint, log, dtype="float32", vllm_arg=(), *, recompute_kv=True) -> Engine:
@@ -50,15 +47,11 @@ def start_engine(checkpoint, log, dtype="float32", vllm_arg=(), *, recompute_kv=
 
 def make_requests(count: int, *, seed: int = 0, temperature: float = 1.0) -> list[SampleRequest]:
     draw = random.Random(seed)
-    return [
-        SampleRequest(
-            token_ids([draw.randrange(2, 64) for _ in range(draw.randint(3, 20))]),
-            seed=100 * seed + number,
-            max_tokens=draw.randint(1, 40),
-            temperature=temperature,
-        )
-        for number in range(count)
-    ]
+    requests = []
+    for number in range(count):
+        ids = token_ids([draw.randrange(2, 64) for _ in range(draw.randint(3, 20))])
+        requests.append(SampleRequest(ids, 100 * seed + number, draw.randint(1, 40), temperature))
+    return requests
 
 
 def ids_of(samples: Sequence[Sample]) -> list[list[int]]:
@@ -91,9 +84,8 @@ def difference(ours: Sequence[Any], theirs: Sequence[Any]) -> torch.Tensor:
 
 
 def open_gloo(workers: int = 1, bucket_bytes: int = 100_000) -> Transport:
-    return open_transport(
-        "gloo", WORLD, workers_per_engine=workers, bucket_bytes=bucket_bytes, timeout=TIMEOUT
-    )
+    sizes = {"workers_per_engine": workers, "bucket_bytes": bucket_bytes}
+    return open_transport("gloo", WORLD, **sizes, timeout=TIMEOUT)
 
 
 def connect(engine: Engine, source: CheckpointSource) -> Transport:
@@ -110,10 +102,8 @@ def update(transport: Transport, engine: Engine, source: CheckpointSource, versi
 
 
 def left_out_unnoticed(engine, source, name_in_vllm=str) -> list[str]:
-    """Return the tensors whose absence no rehearsal noticed: each is left out of one of its own. vLLM
-    joins several in one parameter: queries, keys and values, the experts of a layer."""
-    metas = source.metadata()
-    unnoticed = []
+    """Return the tensors whose absence no rehearsal noticed. vLLM joins several in one parameter."""
+    metas, unnoticed = source.metadata(), []
     for absent in metas:
         brought = pickle.dumps([meta for meta in metas if meta is not absent])
         (answer,) = engine.call("rehearse_weight_update", brought, timeout=TIMEOUT)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import random
 import re
+from itertools import accumulate
 from types import ModuleType, SimpleNamespace
 
 from support import openenv_server
 from support.paths import ROOT
+
+KINDS = SimpleNamespace(GAME_MESSAGE="message")
 
 
 def write_compared_environments(directory) -> None:
@@ -22,21 +25,13 @@ def stand_ins() -> dict[str, ModuleType]:
     return {
         **_package("skyrl_gym.envs.base_text_env", BaseTextEnv=BaseTextEnv, BaseTextEnvStepOutput=dict),
         **_package("gem", Env=GemEnv),
-        **_package(
-            "textarena",
-            Env=TextArenaEnv,
-            SinglePlayerState=SinglePlayerState,
-            ObservationType=SimpleNamespace(GAME_MESSAGE="message"),
-        ),
+        **_package("textarena", Env=TextArenaEnv, SinglePlayerState=SinglePlayerState, ObservationType=KINDS),
         **_package("openenv.core.env_server", Environment=object, State=dict, **vars(openenv_server)),
     }
 
 
 def _package(name: str, **members) -> dict[str, ModuleType]:
-    parts = name.split(".")
-    modules = {
-        ".".join(parts[: end + 1]): ModuleType(".".join(parts[: end + 1])) for end in range(len(parts))
-    }
+    modules = {parent: ModuleType(parent) for parent in accumulate(name.split("."), "{}.{}".format)}
     vars(modules[name]).update(members)
     return modules
 

@@ -14,24 +14,19 @@ import pytest
 
 from support.paths import ROOT
 
-SMALL = [
-    "--num-rollout", "3", "--rollout-batch-size", "4", "--n-samples-per-prompt", "4",
-    "--eval-num-prompts", "8",
-]  # fmt: skip
-ONE_TRAINER = [
-    "--num-trainers", "1", "--tensor-model-parallel-size", "1", "--expert-model-parallel-size", "1",
-]  # fmt: skip
-
+SMALL = ["--num-rollout", "3", "--rollout-batch-size", "4", "--n-samples-per-prompt", "4"]
+SMALL += ["--eval-num-prompts", "8"]
+ONE_TRAINER = ["--num-trainers", "1", "--tensor-model-parallel-size", "1"]
+ONE_TRAINER += ["--expert-model-parallel-size", "1"]
 EVEN = """
 def score(question, response, label, metadata):
     return float(sum(map(ord, response)) % 2 == 0)
 """  # a task that a random model solves every other time
 THREE_STEPS = [
-    "--config", str(ROOT / "examples/recipes/small_cpu.yaml"), "--num-trainers", "2",
-    "--tensor-model-parallel-size", "2", "--sequence-parallel",
-    "--num-rollout", "3", "--rollout-batch-size", "4", "--n-samples-per-prompt", "4",
-    "--rollout-max-response-len", "32", "--rollout-max-context-len", "256", "--eval-num-prompts", "8",
-    "--check-weight-update-equal", "--rm-type", "even:score", "--reward-threshold", "1",
+    "--config", str(ROOT / "examples/recipes/small_cpu.yaml"), *SMALL, "--num-trainers", "2",
+    "--tensor-model-parallel-size", "2", "--sequence-parallel", "--check-weight-update-equal",
+    "--rollout-max-response-len", "32", "--rollout-max-context-len", "256",
+    "--rm-type", "even:score", "--reward-threshold", "1",
 ]  # fmt: skip
 
 
@@ -64,9 +59,7 @@ def finished(process, timeout=200):
     try:
         output, _ = process.communicate(timeout=timeout)
     except BaseException as error:  # pytest's own time-out, and Ctrl-C, leave nothing behind either
-        with contextlib.suppress(ProcessLookupError):  # it has ended
-            os.killpg(process.pid, signal.SIGKILL)
-        output, _ = process.communicate()
+        output = _killed(process)
         if not isinstance(error, subprocess.TimeoutExpired):
             raise
         pytest.fail(f"the script did not end in {timeout} s:\n{output[-5000:]}")
@@ -98,6 +91,10 @@ def wait_for_step(run_dir, step, process, timeout=240):
         if any(row["step"] >= step for row in rows_of(run_dir)):
             return
         time.sleep(0.2)
+    pytest.fail(f"step {step} was not reached:\n{_killed(process)[-5000:]}")
+
+
+def _killed(process):
     with contextlib.suppress(ProcessLookupError):  # it has ended
         os.killpg(process.pid, signal.SIGKILL)
-    pytest.fail(f"step {step} was not reached:\n{process.communicate()[0][-5000:]}")
+    return process.communicate()[0]

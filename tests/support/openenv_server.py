@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from threading import Thread
 from types import SimpleNamespace
@@ -29,7 +29,7 @@ def create_app(environment, action=Action, observation=Observation, **settings):
     return environment, action
 
 
-def serving(app) -> AbstractContextManager[str]:
+def serving(app):
     return serving_connections(partial(_session, *app))
 
 
@@ -45,27 +45,24 @@ def serving_connections(answer) -> Iterator[str]:
             thread.join()
 
 
-def _session(make, action, socket) -> None:
+def _session(make, action, socket):
     try:
         environment = make()
     except Exception as error:
         socket.send(_error(error, "FACTORY_ERROR"))
         return
-    try:
-        for text in socket:
-            message = json.loads(text)
+    with suppress(ConnectionClosed, BreaksTheConnection):
+        for message in map(json.loads, socket):
             if message["type"] == "close":
-                return
+                break
             try:
                 kind, data = _answer(environment, action, message["type"], message.get("data"))
                 answer = json.dumps({"type": kind, "data": data})
             except BreaksTheConnection:
-                return
+                raise
             except Exception as error:
                 answer = _error(error, "EXECUTION_ERROR")
             socket.send(answer)
-    except ConnectionClosed:
-        return
 
 
 def _error(error, code):
@@ -75,13 +72,12 @@ def _error(error, code):
 def _answer(environment, action, kind, data):
     if kind == "state":
         return "state", {}
-    if kind == "mcp" and not hasattr(environment, "tools"):
-        return "mcp", {
-            "id": data["id"],
-            "error": {"code": -32603, "message": "Environment does not support MCP"},
-        }
     if kind == "mcp":
-        return "mcp", {"id": data["id"], "result": {"tools": environment.tools}}
+        refusal = {"error": {"code": -32603, "message": "Environment does not support MCP"}}
+        has_tools = hasattr(environment, "tools")
+        return "mcp", {"id": data["id"]} | (
+            {"result": {"tools": environment.tools}} if has_tools else refusal
+        )
     fields = vars(environment.reset(**data) if kind == "reset" else environment.step(action(**data)))
     shown = {name: value for name, value in fields.items() if name not in ("reward", "done")}
     return "observation", {"observation": shown, "reward": fields["reward"], "done": fields["done"]}

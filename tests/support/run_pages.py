@@ -15,16 +15,12 @@ TOKENIZER = HuggingFaceTokenizer(make_tiny_tokenizer())
 
 def response(text, correct, prompt=(1, 5), **fields):
     ids = token_ids([*TOKENIZER.encode(text), TOKENIZER.eos_id])
-    return Sample(
-        **{
-            "prompt_token_ids": token_ids(prompt),
-            "token_ids": ids,
-            "logprobs": np.full(len(ids), -0.5, np.float32),
-            "finish_reason": "stop", "temperature": 1.0, "versions": ((0, 0),),
-            "loss_mask": np.ones(len(ids), bool), "reward": float(correct), "correct": correct,
-        }
-        | fields
-    )  # fmt: skip
+    known = {
+        "prompt_token_ids": token_ids(prompt), "token_ids": ids, "finish_reason": "stop", "temperature": 1.0,
+        "logprobs": np.full(len(ids), -0.5, np.float32), "versions": ((0, 0),),
+        "loss_mask": np.ones(len(ids), bool), "reward": float(correct), "correct": correct,
+    }  # fmt: skip
+    return Sample(**known | fields)
 
 
 def correction(target, references, text, correct, *, rewritten=False):
@@ -46,23 +42,17 @@ def record_run(place):
     wrong, right = response("6+7=3", False), response("6+7=13", True)
     kept = response("1+1=2", True, finish_reason="length")
     failed = response("2", False, reward=None, reward_error="timed out")
-    groups = [
-        Group(
-            prompt,
-            [wrong, right, response("6+7=?", False), response("9", False), response("7+6=1", False)],
-            [
-                correction(0, [1], "6+7=13", True),
-                correction(2, [1], "0=0#13", True, rewritten=True),
-                correction(3, [1], "9", False),
-                correction(4, [1], "7+6=2", False),
-            ],
-        ),
-        Group(prompt, [response("2", False), kept, failed], skipped_pairs=1),
-    ]
+    responses = [wrong, right, *(response(text, False) for text in ("6+7=?", "9", "7+6=1"))]
+    corrections = [
+        correction(0, [1], "6+7=13", True), correction(2, [1], "0=0#13", True, rewritten=True),
+        correction(3, [1], "9", False), correction(4, [1], "7+6=2", False),
+    ]  # fmt: skip
+    others = [response("2", False), kept, failed]
+    groups = [Group(prompt, responses, corrections), Group(prompt, others, skipped_pairs=1)]
     trained = [
         sequence(0, "response", 0, wrong, 0.75, token_weights=np.array([0.0, 0.0, 0.0, 0.0, 1.0, 0.0])),
         sequence(0, "response", 1, right, 1.5),
-        sequence(0, "correction", 3, groups[0].corrections[3].response, -1.0),
+        sequence(0, "correction", 3, corrections[3].response, -1.0),
         sequence(1, "response", 1, kept, 1.0, token_advantages=np.array([0.5, 0.0, -0.5, 1.0, 2.0, 0.0])),
     ]
     old = [np.full(len(s.response_token_ids), -0.5, np.float32) for s in trained]
@@ -76,10 +66,8 @@ def write_run(run, groups, trained=(), *, steps=(1, 2), **logprobs):
     (run / "config.yaml").write_text(json.dumps(config))
     TOKENIZER._tokenizer.save_pretrained(run / "tokenizer")
     rows = [{"kind": "evaluation", "step": 0, "accuracy": 0.5, "seconds": {}}]
-    rows += [
-        {"kind": "step", "step": s, "reward": 0.1 * s, "gradient_snr": None, "seconds": {"sample": 2.0}}
-        for s in (1, 2)
-    ]
+    common = {"kind": "step", "gradient_snr": None, "seconds": {"sample": 2.0}}
+    rows += [common | {"step": step, "reward": 0.1 * step} for step in (1, 2)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for step in steps:
         path = rollout_path(run / "rollouts", step)

@@ -33,7 +33,7 @@ SETTINGS = {
     "layers": "num_hidden_layers", "std": "initializer_range", "tie": "tie_word_embeddings",
     "value_heads": "linear_num_value_heads", "vocabulary": "vocab_size",
 }  # fmt: skip
-"""Settings of every `make_…` → fields of config.json; `std`, the spread of weights, is large for peaked outputs."""
+"""Settings of every `make_…` → fields of config.json. `std` is the spread of weights, for peaked outputs."""
 
 
 def built_once(make):
@@ -122,7 +122,7 @@ def make_qwen3_5(directory, seed, *, moe=False, wrapped=False, **settings):
 @built_once
 def make_glm4_moe(directory, seed, *, dense=1, plain=False, predicting=0, **settings):
     """`dense` layers with a dense MLP, then experts with a shared one. Norms of queries and keys, and biases,
-    but where it is `plain`. Of the `predicting` layers that config.json names transformers makes no tensors."""
+    but where it is `plain`. Of the `predicting` layers in config.json transformers makes no tensors."""
     own = DENSE | {
         "num_hidden_layers": 3, "num_nextn_predict_layers": predicting, "first_k_dense_replace": dense,
         "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "n_shared_experts": 2,
