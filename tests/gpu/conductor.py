@@ -81,9 +81,8 @@ def main(argv: list[str]) -> int:
             report["parts"][part.name] = found = run_part(part, arguments, deadline)
             report["computed_by"] = computed_by(report["parts"])
             save(report, arguments.save)
-            print(
-                f"{part.name:25} {found['status']:8} {found['seconds']:7.1f} s  {summary(found)}", flush=True
-            )
+            told = (found.get("reason") or found.get("summary", "")).partition("\n")[0][:LINE]
+            print(f"{part.name:25} {found['status']:8} {found['seconds']:7.1f} s  {told}", flush=True)
     for name, libraries in report.get("computed_by", {}).items():
         print(f"{name} was computed by {libraries}")
     statuses = [found["status"] for found in report["parts"].values()]
@@ -98,19 +97,16 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: tiny shapes")
     parser.add_argument("--quick", action="store_true", help="fewer cases; fits into ten minutes")
     parser.add_argument("--only", nargs="+", choices=names, metavar="PART", help=", ".join(names))
-    parser.add_argument(
-        "--wheels", type=Path, metavar="DIR",
-        help="only download the small packages that WHEELS=DIR then gives",
-    )  # fmt: skip
+    wanted = "only download the small packages that WHEELS=DIR then gives"
+    parser.add_argument("--wheels", type=Path, metavar="DIR", help=wanted)
     parser.add_argument("--save", type=Path, default=Path("gpu.json"), help="default: gpu.json")
     arguments = parser.parse_args(argv)
     if not arguments.save.absolute().parent.is_dir():
         parser.error(f"--save {arguments.save}: there is no directory {arguments.save.absolute().parent}")
     if arguments.wheels is None and (folder := os.environ.get("WHEELS")):
         if not any(Path(folder).glob("*.whl")):
-            parser.error(
-                f"WHEELS={folder}: there are no wheels; `bash tests/gpu.sh --wheels DIR` downloads them"
-            )
+            how = "`bash tests/gpu.sh --wheels DIR` downloads them"
+            parser.error(f"WHEELS={folder}: there are no wheels; {how}")
         if others := wheels.for_other_pythons(Path(folder)):
             version = f"{sys.version_info.major}.{sys.version_info.minor}"
             parser.error(
@@ -177,13 +173,12 @@ def environment(device: str) -> dict[str, str]:
     paths = [ROOT, ROOT / "tests", ROOT / "tools", HERE]
     own = {
         "PYTHONPATH": os.pathsep.join([*map(str, paths), *filter(None, [os.environ.get("PYTHONPATH")])]),
-        "PYTHONUNBUFFERED": "1",
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1" if device == "cpu" else "8"),
-        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
-        "NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME", "lo"),
-    }
-    return {**os.environ, **own} | ({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {})
+        "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1",
+    }  # fmt: skip
+    defaults = {"OMP_NUM_THREADS": "1" if device == "cpu" else "8"}
+    defaults |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    on_cpu = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
+    return defaults | dict(os.environ) | own | on_cpu
 
 
 def save(report: dict[str, Any], path: Path) -> None:
@@ -191,10 +186,6 @@ def save(report: dict[str, Any], path: Path) -> None:
     new = path.with_name(path.name + ".new")
     new.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     new.replace(path)
-
-
-def summary(found: dict[str, Any]) -> str:
-    return (found.get("reason") or found.get("summary", "")).partition("\n")[0][:LINE]
 
 
 if __name__ == "__main__":

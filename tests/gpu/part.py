@@ -31,10 +31,8 @@ def main() -> None:
         job.note(status="skipped", reason=str(reason))
     except BaseException as error:
         if (package := missing_package(error)) is not None:
-            job.note(
-                status="skipped",
-                reason=f"{package} is not installed; WHEELS=DIR gives it (docs/gpu_report.md)",
-            )
+            reason = f"{package} is not installed; WHEELS=DIR gives it (docs/gpu_report.md)"
+            job.note(status="skipped", reason=reason)
             return
         traceback.print_exc()
         job.note(status="failed", reason=f"{type(error).__name__}: {error}"[:1000])

@@ -32,10 +32,7 @@ class Load:
 
 
 def load_of(job: Job, *, slow: bool = False) -> Load:
-    """
-    Args:
-        slow: for a delta net in plain torch, which goes through a sequence in chunks one after the other.
-    """
+    """`slow`: for a delta net in plain torch, which goes through a sequence in chunks one after the other."""
     if not job.on_gpu:
         return Load(sequences=8, prompt=4, response=28, max_tokens=128)
     if slow or not job.is_large:
@@ -73,6 +70,15 @@ def make_sequences(load: Load, vocabulary: int, seed: int = 0) -> list[TrainSequ
             np.linspace(load.response // 8, load.response, load.sequences).astype(int)
         )
     ]  # fmt: skip
+
+
+def set_up(
+    job: Job, family: str, *, slow: bool = False, **sections: Any
+) -> tuple[Load, Config, list[TrainSequence]]:
+    """The load, settings and sequences of a part."""
+    load, model = load_of(job, slow=slow), model_of(job, family)
+    sequences = make_sequences(load, read_hf_config(model).vocab_size)
+    return load, make_config(job, model, load, **sections), sequences
 
 
 class OneRank:

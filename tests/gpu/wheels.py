@@ -32,9 +32,8 @@ def download(folder: Path) -> int:
     if status == 0:
         files = list(folder.glob("*.whl"))
         size = sum(file.stat().st_size for file in files) / 2**20
-        print(
-            f"{len(files)} wheels, {size:.1f} MiB, in {folder}; take it along: WHEELS=DIR bash tests/gpu.sh"
-        )
+        told = "take it along: WHEELS=DIR bash tests/gpu.sh"
+        print(f"{len(files)} wheels, {size:.1f} MiB, in {folder}; {told}")
     return status
 
 
@@ -50,11 +49,8 @@ def for_other_pythons(folder: Path) -> list[str]:
     """Wheels of the folder with code that was compiled for another version than this one."""
     own = f"cp{sys.version_info.major}{sys.version_info.minor}"
     tags = {file.name: file.stem.split("-")[-3:-1] for file in folder.glob("*.whl")}
-    return [
-        name
-        for name, (python, abi) in sorted(tags.items())
-        if python.startswith("cp") and abi != "abi3" and python != own
-    ]
+    compiled = {name: python for name, (python, abi) in tags.items() if python[:2] == "cp" and abi != "abi3"}
+    return sorted(name for name, python in compiled.items() if python != own)
 
 
 def is_installed(wheel: str) -> bool:

@@ -10,8 +10,8 @@ from support.tiny_models import stored_dtype
 
 
 def with_random_bits(source, target, dtype):
-    generator = torch.Generator().manual_seed(0)
-    tensors = {}
+    """A checkpoint whose weights are arbitrary finite bit patterns."""
+    generator, tensors = torch.Generator().manual_seed(0), {}
     for name, tensor in tensors_of(source).items():
         own = stored_dtype(name, dtype)
         bits = {torch.float32: torch.int32, torch.bfloat16: torch.int16}[own]
@@ -22,11 +22,11 @@ def with_random_bits(source, target, dtype):
 
 
 def drawn_weights(source, dtype, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        name: (torch.rand(tensor.shape, generator=generator) * 8 - 4).to(stored_dtype(name, dtype))
-        for name, tensor in tensors_of(source).items()
-    }
+    """Return the tensors of a checkpoint redrawn uniformly over [-4, 4], norms included."""
+    generator, drawn = torch.Generator().manual_seed(seed), {}
+    for name, tensor in tensors_of(source).items():
+        drawn[name] = (torch.rand(tensor.shape, generator=generator) * 8 - 4).to(stored_dtype(name, dtype))
+    return drawn
 
 
 def with_weights(source, target, tensors):
@@ -55,10 +55,11 @@ def with_fused_experts(tensors):
     fused = {name: tensor for name, tensor in tensors.items() if ".mlp.experts." not in name}
     for layer in range(4):
         experts = f"model.layers.{layer}.mlp.experts"
-        gate, up, down = (
-            torch.stack([tensors[f"{experts}.{expert}.{part}_proj.weight"] for expert in range(4)])
+        named = [
+            [f"{experts}.{expert}.{part}_proj.weight" for expert in range(4)]
             for part in ("gate", "up", "down")
-        )
+        ]
+        gate, up, down = (torch.stack([tensors[name] for name in of_part]) for of_part in named)
         fused |= {f"{experts}.gate_up_proj": torch.cat([gate, up], dim=1), f"{experts}.down_proj": down}
     return fused
 
@@ -66,11 +67,11 @@ def with_fused_experts(tensors):
 def one_tensor_per_expert(tensors):
     """transformers holds the experts of a layer in one tensor; checkpoints hold them one by one. Those of
     gpt-oss do not; its router has another name."""
-    in_one = any(name.endswith("mlp.router.bias") for name in tensors)
+    if any(name.endswith("mlp.router.bias") for name in tensors):
+        yield from tensors.items()
+        return
     for name, tensor in tensors.items():
-        if in_one:
-            yield name, tensor
-        elif name.endswith(".experts.gate_up_proj"):
+        if name.endswith(".experts.gate_up_proj"):
             for expert, both in enumerate(tensor):
                 for part, half in zip(("gate", "up"), both.chunk(2), strict=True):
                     yield name.replace("gate_up_proj", f"{expert}.{part}_proj.weight"), half

@@ -51,8 +51,7 @@ def with_metadata(stored, edit):
 
 
 def loaded(world, hf_dir, parallel_config=None, *, bf16=False, pieces=1):
-    """Start Megatron's groups; return this rank's part of a model with the weights of a checkpoint, in
-    several pieces where pipeline stages are interleaved, and its shape."""
+    """Start Megatron's groups; return this rank's part of a model, in so many pieces, and its shape."""
     from megatron_ibpo.policy import parallel
     from megatron_ibpo.policy.model import build_model
     from megatron_ibpo.weights.formats.load import load_hf

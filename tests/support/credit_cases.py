@@ -28,7 +28,8 @@ def response(content, reward=None, finish_reason="stop", *, prompt=PROMPT, writt
     if written is not None:
         mask[: len(content)] = written
     return Sample(
-        prompt_token_ids=token_ids(prompt), token_ids=ids, logprobs=np.float32(-0.5) * mask,
+        prompt_token_ids=token_ids(prompt), token_ids=ids,
+        logprobs=np.where(mask, np.float32(-0.5), np.float32(0)),
         finish_reason=finish_reason, temperature=temperature, versions=((0, 0),), loss_mask=mask,
         reward=reward, correct=reward is not None and reward >= 1,
     )  # fmt: skip

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from megatron_ibpo.basics.distributed import World
 from megatron_ibpo.basics.records import Sample, SampleRequest, token_ids
-from megatron_ibpo.config import Config, RolloutConfig, RunConfig
+from megatron_ibpo.config import Config, RolloutConfig
 from megatron_ibpo.engines import Engine
 from megatron_ibpo.engines.vllm.settings import engine_settings
 from megatron_ibpo.weights.transfer.link import Sent
@@ -35,7 +35,9 @@ def make_config(run_dir: Path, dtype: str) -> Config:
         rollout_max_context_len=CONTEXT, vllm_dtype=dtype, vllm_kv_cache_bytes=128 * 1024**2,
         update_weight_buffer_size=100_000, check_weight_update_equal=True,  # several buckets
     )  # fmt: skip
-    return Config(run=RunConfig(run_dir=run_dir), rollout=rollout)
+    config = Config(rollout=rollout)
+    config.run.run_dir = run_dir
+    return config
 
 
 def start_engine(checkpoint, log, dtype="float32", vllm_arg=(), *, recompute_kv=True) -> Engine:

@@ -9,17 +9,10 @@ import torch
 from megatron_ibpo.loss import packed_logprobs, resolve_variant
 from support.loss_calls import loss_of_logits
 
-LOSS_BOUND = 1e-6
-"""Of the loss, relative to the largest term in it (a log-prob for cispo and k1, about 1 for the others)."""
+LOSS_BOUND = 1e-6  # relative to the largest term in it (a log-prob for cispo and k1, about 1 for the others)
 GRADIENT_BOUND = 2e-6  # of the gradient in fp32, relative, in the Euclidean norm
-BF16_STEP = 2.0**-7
-"""Two neighbours in bf16 differ by at most this share. A written gradient is within half a step of the exact
-one on GPUs (round to nearest) and within one under the interpreter (which rounds towards zero)."""
-
-KINDS = ("gspo", "gspo-token", "gmpo", "cispo")
-"""Variants that differ in what they sum: sequences, ratios of sequences by tokens, geometric means, tokens.
-Terms are compared in tests/interpreted/test_traced_terms.py, all of them."""
-
+BF16_STEP = 2.0**-7  # GPUs round to nearest, half a step; the interpreter rounds towards zero
+KINDS = ("gspo", "gspo-token", "gmpo", "cispo")  # they sum differently; test_traced_terms.py has all terms
 LENGTHS = (4, 1, 6, 0, 2, 7)
 ROWS = sum(LENGTHS)
 
@@ -74,19 +67,14 @@ def compare(batch: dict[str, Any], size: float = 1.0, **options: Any) -> None:
 
 
 def check_variant(device: str, variant: str) -> None:
-    """Compare with weights of tokens and sequences, a temperature for each sequence and a padded vocabulary.
-    Ratios of about e² in the second and third sequence pass the bounds of dual-clip and CISPO, either
-    sign."""
+    """Compare with weights, temperatures and a padded vocabulary; ratios of e² pass all bounds."""
     batch = make_batch(device)
     batch["old_logprobs_N"][4:11] -= 2.0
     generator = torch.Generator().manual_seed(1)
     batch["logits_NV"] = torch.nn.functional.pad(batch["logits_NV"], (0, 11), value=9.0)
-    compare(
-        batch,
-        size=10.0,  # log-probs, in cispo's loss
-        **options_for(variant),
-        token_weights_N=torch.rand(ROWS, generator=generator).to(device),
-        sequence_weights_S=torch.rand(6, generator=generator).to(device),
-        temperature=torch.linspace(0.8, 1.2, 6).to(device),
-        vocab_range=(0, 517),
-    )
+    weights = {
+        "token_weights_N": torch.rand(ROWS, generator=generator).to(device),
+        "sequence_weights_S": torch.rand(6, generator=generator).to(device),
+        "temperature": torch.linspace(0.8, 1.2, 6).to(device),
+    }
+    compare(batch, 10.0, **options_for(variant), **weights, vocab_range=(0, 517))  # cispo has log-probs

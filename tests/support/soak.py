@@ -8,7 +8,6 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -22,33 +21,24 @@ from support.paths import ROOT
 MOST_GROWTH_MIB = 20.0
 WARM = 0.1  # of the steps, in which caches fill: growth counts from there on
 EVERY_S = 5.0
+RECIPES = "--config examples/recipes/"
 MODELS = {
-    "next": (
-        *("--config", str(ROOT / "examples/recipes/tiny_qwen3_next_ibpo.yaml")),
-        *("--tensor-model-parallel-size", "1", "--expert-model-parallel-size", "1"),
-    ),
-    "dense": (
-        *("--config", str(ROOT / "examples/recipes/small_cpu.yaml")),
-        *("--hf-checkpoint", str(ROOT / "examples/tiny_qwen3")),
-    ),
+    "next": "tiny_qwen3_next_ibpo.yaml --tensor-model-parallel-size 1 --expert-model-parallel-size 1",
+    "dense": "small_cpu.yaml --hf-checkpoint examples/tiny_qwen3",
 }
-FLAGS = [
-    *("--num-trainers", "1", "--rollout-batch-size", "4", "--n-samples-per-prompt", "4"),
-    *("--num-steps-per-rollout", "1"),
-    *("--max-staleness", "1", "--eval-num-prompts", "0"),
-]
-Series = list[tuple[int, float]]  # (step, MiB that only this process has), as time goes by
+FLAGS = "--num-trainers 1 --rollout-batch-size 4 --n-samples-per-prompt 4 --num-steps-per-rollout 1"
+OTHERS = "--max-staleness 1 --eval-num-prompts 0 --num-rollout"
 
 
 def main() -> int:
     end_on_sigterm()
-    steps = int(sys.argv[1]) if len(sys.argv) > 1 else 2000
-    model = sys.argv[2] if len(sys.argv) > 2 else "next"
+    words = [*sys.argv[1:], *("2000", "next")[len(sys.argv) - 1 :]]
+    steps, model = int(words[0]), words[1]
     with tempfile.TemporaryDirectory(prefix="soak-") as name:
         place = Path(name)
         (place / "tmp").mkdir()
         began = time.monotonic()
-        status, memory = _run(place, steps, MODELS[model])
+        status, memory = _run(place, steps, f"{RECIPES}{MODELS[model]} {FLAGS} {OTHERS} {steps}".split())
         seconds = time.monotonic() - began
         if status != 0:
             print((place / "log").read_text()[-3000:])
@@ -56,24 +46,23 @@ def main() -> int:
     if not memory:
         print(f"{steps} steps are too few to tell")
         return 1
-    growth = {process: _growth(series, WARM * steps) for process, series in memory.items()}
-    for process, grown in sorted(growth.items()):
+    growth = {process: _growth(series, WARM * steps) for process, series in sorted(memory.items())}
+    for process, grown in growth.items():
         print(f"{process}: {memory[process][-1][1]:.0f} MiB, {grown:+.1f} MiB since step {WARM * steps:.0f}")
     result = {
         "machine": machine(), "command": f"bash tests/soak.sh {steps} {model}", "steps": steps,
         "seconds": round(seconds),
-        "growth_mib": {process: round(grown, 1) for process, grown in sorted(growth.items())},
+        "growth_mib": {process: round(grown, 1) for process, grown in growth.items()},
         "mib": dict(sorted(memory.items())),
     }  # fmt: skip
     (ROOT / f"tools/results/soak_{model}.json").write_text(json.dumps(result) + "\n")
     return int(max(growth.values()) > MOST_GROWTH_MIB)
 
 
-def _run(place: Path, steps: int, of_model: Sequence[str]) -> tuple[int, dict[str, Series]]:
-    command = [
-        sys.executable, "-m", "megatron_ibpo.commands.train", *of_model, *FLAGS, "--num-rollout", str(steps),
-    ]  # fmt: skip
-    memory: dict[str, Series] = defaultdict(list)
+def _run(place, steps, flags):
+    """Exit status of the run; for each process that lived all the time [(step, MiB that only it has)]."""
+    command = [sys.executable, "-m", "megatron_ibpo.commands.train", *flags]
+    memory = defaultdict(list)
     with (place / "log").open("wb") as log:
         driver = subprocess.Popen(
             [*command, "--run-dir", str(place / "run")], env=environment_within(place), cwd=ROOT,
@@ -89,15 +78,11 @@ def _run(place: Path, steps: int, of_model: Sequence[str]) -> tuple[int, dict[st
         finally:
             driver.kill()
     latest = max((series[-1][0] for series in memory.values()), default=0)
-    whole = {
-        name: series
-        for name, series in memory.items()
-        if series[0][0] < WARM * steps and series[-1][0] == latest
-    }
-    return driver.returncode, whole
+    lived = [name for name, own in memory.items() if own[0][0] < WARM * steps and own[-1][0] == latest]
+    return driver.returncode, {name: memory[name] for name in lived}
 
 
-def _memory(driver: int) -> dict[str, float]:
+def _memory(driver):
     processes = below(driver)
     named = {driver: "driver"}
     for kind, found in by_kind(processes).items():
@@ -113,7 +98,8 @@ def _memory(driver: int) -> dict[str, float]:
     return memory
 
 
-def _growth(series: Series, warm: float) -> float:
+def _growth(series, warm):
+    """Of the median from the first tenth after the start to the last tenth."""
     last = series[-1][0]
     early = [mib for step, mib in series if warm <= step < 2 * warm]
     late = [mib for step, mib in series if step > 0.9 * last]

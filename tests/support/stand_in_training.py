@@ -16,21 +16,14 @@ import yaml
 
 
 def train(arguments: Sequence[str], *, best: float, gains: Mapping[str, float], pause: float) -> int:
-    """
-    Args:
-        best: learning rate; others lose accuracy by the square of their distance.
-        gains: accuracy that a preset adds.
-        pause: seconds that the run takes.
-    """
-    words = list(arguments)
-    settings: dict[str, str | int | float] = {}
+    """Learning rates but the `best` lose accuracy by the square of their distance; a preset adds its gain."""
+    words, settings = list(arguments), {}
     for flag, path in pairwise(words):
         if flag == "--config":
             settings |= yaml.safe_load(Path(path).read_text())
     out = Path(words[words.index("--run-dir") + 1])
     seed, lr = int(settings["seed"]), float(settings.get("lr", 3e-4))
-    truth = 0.5 - 0.1 * math.log10(lr / best) ** 2
-    truth += gains.get(str(settings["advantage-estimator"]), 0.0)
+    truth = 0.5 - 0.1 * math.log10(lr / best) ** 2 + gains.get(settings["advantage-estimator"], 0.0)
     truth += 0.1 * ("hard" in str(settings["hf-checkpoint"]))
     # the problems of tuning flatter every method alike: a judgement by them would show it
     truth += 0.2 * (settings.get("eval-half") == "tuning")
@@ -41,8 +34,7 @@ def train(arguments: Sequence[str], *, best: float, gains: Mapping[str, float], 
     time.sleep(pause)
     spent = {f"spent_{unit}": settings["budget"] for unit in ("accelerator_seconds", "tokens", "flops")}
     rows = [{"kind": "step", "step": n, "reward": accuracy, **spent} for n in range(1, 8)]
-    cool = {"eval/chain_sum@0.6/accuracy": accuracy + 0.1}
-    found = {"accuracy": accuracy, "greedy_accuracy": 0.9, **cool}
+    found = {"accuracy": accuracy, "greedy_accuracy": 0.9, "eval/chain_sum@0.6/accuracy": accuracy + 0.1}
     rows.append({"kind": "evaluation", "step": 7, **found, **spent})
     lines = (json.dumps(row | {"seconds": {}}) + "\n" for row in rows)
     (out / "metrics.jsonl").write_text("".join(lines))

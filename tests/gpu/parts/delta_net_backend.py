@@ -9,17 +9,7 @@ from typing import Any
 
 import torch
 from job import Job, Skipped, check
-from parts.delta_net import (
-    FLA_BOUND,
-    cast,
-    doubled,
-    errors,
-    fla_rule,
-    long_inputs,
-    milliseconds,
-    short_inputs,
-    with_gradients,
-)
+from parts import delta_net
 
 from support.delta_net_kernels import rule_token_by_token
 
@@ -31,16 +21,18 @@ def run(job: Job) -> None:
         raise Skipped("flash-linear-attention is not installed")
     if not job.on_gpu:
         raise Skipped("flash-linear-attention's kernels need a GPU")
-    inputs, large = short_inputs(job), long_inputs(job)
-    exact = with_gradients(rule_token_by_token, doubled(inputs))
+    inputs, large = delta_net.short_inputs(job), delta_net.long_inputs(job)
+    exact = delta_net.with_gradients(rule_token_by_token, delta_net.doubled(inputs))
     found: dict[str, Any] = {}
     for name, value in SETTINGS.items():
         found[name] = {}
         job.note(back_ends=found)
         with tilelang_set_to(value), served() as by:
             try:
-                own = errors(with_gradients(fla_rule, cast(inputs, torch.bfloat16)), exact)
-                found[name] = {"errors": own, "ms": milliseconds(fla_rule, large, repeats=2)}
+                given = delta_net.cast(inputs, torch.bfloat16)
+                own = delta_net.errors(delta_net.with_gradients(delta_net.fla_rule, given), exact)
+                ms = delta_net.milliseconds(delta_net.fla_rule, large, repeats=2)
+                found[name] = {"errors": own, "ms": ms}
             except Exception as error:  # of the one, which is to say nothing of the other
                 found[name] = {"error": f"{type(error).__name__}: {error}"[:500]}
         found[name]["served_by"] = sorted(by) or ["triton"]
@@ -49,7 +41,7 @@ def run(job: Job) -> None:
     in_trainers = found["in trainers"]
     check("error" not in in_trainers, f"as trainers have it: {in_trainers}")
     check(in_trainers["served_by"] == ["triton"], f"not Triton in trainers: {in_trainers}")
-    check(max(in_trainers["errors"].values()) <= FLA_BOUND, f"as trainers have it: {in_trainers}")
+    check(max(in_trainers["errors"].values()) <= delta_net.FLA_BOUND, f"as trainers have it: {in_trainers}")
 
 
 def spoken(found: dict[str, Any]) -> str:

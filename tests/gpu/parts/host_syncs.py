@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 from job import Job, Skipped
-from training import load_of, make_config, make_sequences, model_of, start_policy
+from training import set_up, start_policy
 
 import megatron_ibpo
-from megatron_ibpo.models import read_hf_config
 
 SYNCHRONIZES = "called a synchronizing CUDA operation"
 """Torch's warning about each (c10/cuda/CUDAFunctions.cpp). Waits that are asked for, such as
@@ -27,10 +26,8 @@ INSTALLED = Path(sysconfig.get_paths()["purelib"]).resolve()
 def run(job: Job) -> None:
     if not job.on_gpu:
         raise Skipped("torch finds waits on CUDA alone; tests/policy/test_host_reads.py counts reads")
-    load = load_of(job)
-    model = model_of(job, job.variant)
-    policy, _ = start_policy(make_config(job, model, load))
-    sequences = make_sequences(load, read_hf_config(model).vocab_size)
+    load, config, sequences = set_up(job, job.variant)
+    policy, _ = start_policy(config)
     policy.update(sequences)  # kernels are compiled and state is made in the first step
     with waits_said(), counted() as waits:
         policy.update(sequences)

@@ -17,18 +17,10 @@ LOSS_BOUND, NORM_BOUND = 1e-5, 1e-3
 EVALUATED = 256
 GAIN = 0.1  # by which greedy accuracy must rise
 KEPT = (
-    *(
-        "reward",
-        "accuracy",
-        "shaped_reward",
-        "correction_success",
-        "bonus_rate",
-        "loss",
-        "grad_norm",
-        "clip_fraction",
-    ),
-    *("logprob_diff_abs_mean", "logprob_diff_abs_max", "updates_skipped", "reward_errors", "seconds"),
-)
+    "reward", "accuracy", "shaped_reward", "correction_success", "bonus_rate", "loss", "grad_norm",
+    "clip_fraction", "logprob_diff_abs_mean", "logprob_diff_abs_max", "updates_skipped", "reward_errors",
+    "seconds",
+)  # fmt: skip
 
 
 def run(job: Job) -> None:
@@ -58,14 +50,10 @@ def check_extension() -> None:
 
 
 def compare_steps(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, float]:
-    """Return the differences of a step on this device from the same one on the CPU: absolute, but of the
-    gradient's norm relative to it."""
-    differences = {
-        name: abs(ours[name] - theirs[name]) for name in ("reward", "shaped_reward", "loss") if name in ours
-    }
-    return differences | {
-        "grad_norm": abs(ours["grad_norm"] - theirs["grad_norm"]) / max(1e-9, theirs["grad_norm"])
-    }
+    """Return a step's differences from the same one on the CPU: absolute, but relative of the gradient."""
+    names = ("reward", "shaped_reward", "loss", "grad_norm")
+    differences = {name: abs(ours[name] - theirs[name]) for name in names if name in ours}
+    return differences | {"grad_norm": differences["grad_norm"] / max(1e-9, theirs["grad_norm"])}
 
 
 def check_equal(what: str, differences: dict[str, float]) -> None:
@@ -95,7 +83,5 @@ def train(run_dir: Path, gpus: str | None, **settings: Any) -> dict[str, Any]:
     with megatron_ibpo.open_run(config) as run:
         steps = [{name: step.metrics[name] for name in KEPT if name in step.metrics} for step in run]
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return {
-        "steps": steps,
-        "greedy": [line["greedy_accuracy"] for line in lines if "greedy_accuracy" in line],
-    }
+    greedy = [line["greedy_accuracy"] for line in lines if "greedy_accuracy" in line]
+    return {"steps": steps, "greedy": greedy}

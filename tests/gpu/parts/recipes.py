@@ -9,21 +9,10 @@ from job import Job
 from parts.loop import ROOT, check_equal, check_extension, compare_steps, train
 from processes import apart
 
-ALGORITHMS = (
-    *(
-        "gspo",
-        "grpo",
-        "dapo",
-        "ppo",
-        "maxrl",
-        "ibpo_mask",
-        "ibpo_signed_mask",
-        "ibpo_on_ppo",
-        "critique_grpo",
-        "cipo",
-    ),
-    *("ciw", "divergence_window", "self_teacher", "wrong_weight"),
-)  # files of examples/algorithms
+ALGORITHMS = (  # files of examples/algorithms
+    "gspo", "grpo", "dapo", "ppo", "maxrl", "ibpo_mask", "ibpo_signed_mask", "ibpo_on_ppo", "critique_grpo",
+    "cipo", "ciw", "divergence_window", "self_teacher", "wrong_weight",
+)  # fmt: skip
 OTHERS = {
     "kl": {"kl_coef": 0.01, "ref_load": str(ROOT / "examples/tiny_qwen3")},
     "adapters": {"lora_rank": 8},

@@ -8,10 +8,9 @@ import torch
 from job import Job, check
 from processes import apart
 from torch import Tensor
-from training import load_of, make_config, make_sequences, model_of, start_policy
+from training import set_up, start_policy
 
 from megatron_ibpo.config import Config
-from megatron_ibpo.models import read_hf_config
 
 SAMPLED = 1000  # elements of each tensor that are compared
 MOVE_BOUND = 0.1
@@ -19,10 +18,7 @@ MOVE_BOUND = 0.1
 
 
 def run(job: Job) -> None:
-    load = load_of(job)
-    model = model_of(job, "qwen3")
-    config = make_config(job, model, load)
-    sequences = make_sequences(load, read_hf_config(model).vocab_size)
+    _, config, sequences = set_up(job, "qwen3")
     first = apart(save_and_go_on, config, sequences, job.scratch / "checkpoints")
     job.note(**{name: value for name, value in first.items() if not isinstance(value, Tensor)})
     second = apart(resume, config, sequences, first["checkpoint"])
@@ -64,11 +60,8 @@ def resume(config: Config, sequences: list[Any], checkpoint: str) -> dict[str, A
     policy, ranks = start_policy(config, Path(checkpoint))
     seconds = time.perf_counter() - started
     before = sample(ranks.rank.export)
-    metrics = policy.update(sequences)
-    return {
-        "before": before, "after": sample(ranks.rank.export), "grad_norm": metrics["grad_norm"],
-        "load_seconds": seconds,
-    }  # fmt: skip
+    norm = policy.update(sequences)["grad_norm"]
+    return {"before": before, "after": sample(ranks.rank.export), "grad_norm": norm, "load_seconds": seconds}
 
 
 def sample(export: Any) -> Tensor:

@@ -1,17 +1,16 @@
 """Five steps of a trainer: do they train, how fast, in how much memory beside what is predicted."""
 
 import math
-import multiprocessing
 import statistics
 import sys
 import time
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from typing import Any
 
 import torch
 from job import Job, check
-from training import load_of, make_config, make_sequences, model_of, start_policy
+from processes import apart
+from training import set_up, start_policy
 
 from megatron_ibpo.config import Config, LossConfig
 from megatron_ibpo.models import forward_flops, read_hf_config
@@ -27,14 +26,12 @@ def run(job: Job) -> None:
     family, _, special = job.variant.partition("/")
     if special == "torch":
         sys.modules["fla"] = None  # as if it were not installed
-    load = load_of(job, slow=special == "torch")
-    model = model_of(job, family)
-    config = make_config(job, model, load, loss=LossConfig(fuse_lm_head=special == "fused"))
-    shape = read_hf_config(model)
+    loss = LossConfig(fuse_lm_head=special == "fused")
+    load, config, sequences = set_up(job, family, slow=special == "torch", loss=loss)
+    shape = read_hf_config(config.model.hf_checkpoint)
     job.note(model=family, load=vars(load))
     policy, ranks = start_policy(config)
     job.note(**asdict(ranks.rank.about()), built_bytes=memory(job))
-    sequences = make_sequences(load, shape.vocab_size)
     before = gap(policy, sequences)
     policy.take_passes()
     steps = take_steps(job, policy, sequences)
@@ -45,7 +42,7 @@ def run(job: Job) -> None:
     job.note(logprob_gap_before=before, logprob_gap_after=after, flops_per_step=flops)
     note_speed(job, [step["seconds"] for step in steps[1:]], sum(passes.updates), flops)
 
-    job.note(predicted_bytes=predict_apart(config, device_bytes(job)))
+    job.note(predicted_bytes=apart(predict, config, device_bytes(job)))
     for step in steps:
         check(step["updates_skipped"] == 0 and math.isfinite(step["grad_norm"]), f"a step was lost: {step}")
     check(after > before, f"five steps did not raise what they should: gap {before} -> {after}")
@@ -78,8 +75,7 @@ def note_speed(job: Job, seconds: list[float], tokens: int, flops: float) -> Non
     rate = flops / median
     name = torch.cuda.get_device_name(0) if job.on_gpu else ""
     peak = next((value for part, value in PEAK_FLOPS.items() if part in name), None)
-    libraries = {library for library, _ in job.found["layers"].values()}
-    local = "torch" in libraries
+    local = "torch" in {library for library, _ in job.found["layers"].values()}
     share = ", local modules: no MFU" if local else "" if peak is None else f", MFU {rate / peak:.1%}"
     used = f", {memory(job)['peak_reserved'] / 2**30:.1f} GiB" if job.on_gpu else ""
     job.note(
@@ -87,9 +83,6 @@ def note_speed(job: Job, seconds: list[float], tokens: int, flops: float) -> Non
         flops_per_second=rate, mfu=None if peak is None or local else rate / peak,
         summary=f"{tokens / median:,.0f} tokens/s{share}{used}",
     )  # fmt: skip
-
-
-# ----------------------------------------------------------------------------------------------- memory
 
 
 def device_bytes(job: Job) -> int:
@@ -104,13 +97,6 @@ def memory(job: Job) -> dict[str, int]:
         "allocated": torch.cuda.memory_allocated(), "peak_allocated": torch.cuda.max_memory_allocated(),
         "peak_reserved": torch.cuda.max_memory_reserved(), "used": total - free,
     }  # fmt: skip
-
-
-def predict_apart(config: Config, total: int) -> dict[str, int]:
-    """Predict in another process: counting parameters makes Megatron's groups, and a context on the GPU."""
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=spawn) as pool:
-        return pool.submit(predict, config, total).result()
 
 
 def predict(config: Config, total: int) -> dict[str, int]:

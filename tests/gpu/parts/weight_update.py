@@ -9,18 +9,14 @@ import torch
 import vllm_stand_in
 from job import Job, check
 from processes import PipeLink, beside
-from training import load_of, make_config, make_sequences, model_of, start_policy
-
-from megatron_ibpo.models import read_hf_config
+from training import set_up, start_policy
 
 TIMEOUT_S = 60.0  # of a step of an update
 
 
 def run(job: Job) -> None:
-    load = load_of(job)
-    model = model_of(job, "qwen3")
-    policy, ranks = start_policy(make_config(job, model, load))
-    sequences = make_sequences(load, read_hf_config(model).vocab_size)
+    _, config, sequences = set_up(job, "qwen3")
+    policy, ranks = start_policy(config)
     stands_in = not job.on_gpu or importlib.util.find_spec("vllm") is None
     if stands_in:
         vllm_stand_in.install()
@@ -35,14 +31,11 @@ def run(job: Job) -> None:
         size = sum(math.prod(meta.shape) * meta.dtype.itemsize for meta in rank.export.metadata())
         seconds = plain["seconds"]
         job.note(
-            sender="a stand-in for vLLM's" if stands_in else "vLLM's",
-            bytes=size,
-            first_seconds=before["seconds"],
-            update_seconds=seconds,
-            checked_seconds=checked["seconds"],
+            sender="a stand-in for vLLM's" if stands_in else "vLLM's", bytes=size,
+            first_seconds=before["seconds"], update_seconds=seconds, checked_seconds=checked["seconds"],
             bytes_per_second=size / seconds,
             summary=f"{size / 1e9:.2f} GB in {seconds:.2f} s, {size / seconds / 1e9:.1f} GB/s",
-        )
+        )  # fmt: skip
         check(before["sum"] != checked["sum"], "the last update brought the weights of the first")
 
 
