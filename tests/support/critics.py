@@ -10,21 +10,15 @@ import torch
 from support.train_sequences import sequences
 from support.trainers import config_for
 
-EPSILON = 100.0
-"""Adam's is far above every gradient, so that a step goes along the gradient, and a weight whose gradient
-is rounding error moves no farther than that."""
+EPSILON = 100.0  # Adam's is far above every gradient, so that a step goes along the gradient
 
 
 def rows_with_returns(count=9, seed=1):
-    rng = random.Random(seed)
-    return [
-        replace(
-            s,
-            returns=np.array([rng.uniform(-1, 1) for _ in s.response_token_ids]),
-            values=np.array([rng.uniform(-1, 1) for _ in s.response_token_ids], np.float32),
-        )
-        for s in sequences(count)
-    ]
+    rng, rows = random.Random(seed), []
+    for sequence in sequences(count):
+        returns, values = ([rng.uniform(-1, 1) for _ in sequence.response_token_ids] for _ in range(2))
+        rows.append(replace(sequence, returns=np.array(returns), values=np.array(values, np.float32)))
+    return rows
 
 
 def critic_config(parallel, *, lr, eps_adam=EPSILON, **loss):
@@ -47,6 +41,5 @@ def open_critic(world, hf_dir, config, head=0.3):
     load_hf(chunks, shape, Path(hf_dir), head=False)
     for chunk in chunks:
         if chunk.post_process and head:
-            generator = torch.Generator().manual_seed(7)
-            chunk.output_layer.weight.data.normal_(0, head, generator=generator)
+            chunk.output_layer.weight.data.normal_(0, head, generator=torch.Generator().manual_seed(7))
     return Critic(chunks, config, world, total_updates=10)

@@ -14,10 +14,7 @@ from megatron_ibpo.models.delta_net.layer import causal_conv, gated_delta_rule
 def rule_token_by_token(query, key, value, decay, beta, boundaries):
     """Return the delta rule as it is defined, over packed sequences; see `gated_delta_rule`."""
     repeats = value.shape[1] // key.shape[1]
-    query, key = (
-        (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()).repeat_interleave(repeats, 1)
-        for x in (query, key)
-    )
+    query, key = (l2norm(x).repeat_interleave(repeats, 1) for x in (query, key))
     outputs, starts = [], set(boundaries.tolist())
     state = value.new_zeros(value.shape[1], key.shape[2], value.shape[2])
     for token, (q, k, v, g, b) in enumerate(zip(query, key, value, decay, beta, strict=True)):
@@ -28,6 +25,10 @@ def rule_token_by_token(query, key, value, decay, beta, boundaries):
         state = state + torch.einsum("hd,he->hde", k, change)
         outputs.append(torch.einsum("hde,hd->he", state, q) * key.shape[2] ** -0.5)
     return torch.stack(outputs)
+
+
+def l2norm(x):
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 
 
 class HostReads(TorchDispatchMode):
@@ -72,9 +73,6 @@ def kernels_stood_in(reads):
                 reads.counts = True
 
         return call
-
-    def l2norm(x):
-        return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 
     with (
         mock.patch.object(common, "HAVE_FLA", True),

@@ -1,6 +1,6 @@
 """Checks what must hold of the loss with the LM head fused in, on any device and backend."""
 
-from __future__ import annotations
+from functools import partial
 
 import torch
 
@@ -12,24 +12,19 @@ FUSED = sorted(name for name, variant in VARIANTS.items() if not variant.sequenc
 
 
 def batch_of(lengths, seed=0, prompt=2, dtype=torch.float64, vocab=V):
-    generator = torch.Generator().manual_seed(seed)
-    rows = sum(lengths) + prompt * len(lengths)
-
-    def normal(*shape):
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
+    """Sequences of a prompt and a response each; old log-probs near the policy's, everything weighted."""
+    kind = {"generator": torch.Generator().manual_seed(seed), "dtype": torch.float64}
+    rows, normal = sum(lengths) + prompt * len(lengths), partial(torch.randn, **kind)
     hidden, weight = normal(rows, H), normal(vocab, H) * 0.5
-    targets = torch.randint(vocab, (rows,), generator=generator)
+    targets = torch.randint(vocab, (rows,), generator=kind["generator"])
     own = (hidden @ weight.t()).log_softmax(-1).gather(1, targets[:, None]).squeeze(1)
     advantages = normal(len(lengths))
     advantages[1::3] = 0.0
     floats = {
         "hidden_NH": hidden, "weight_VH": weight, "old_logprobs_N": own + 0.2 * normal(rows),
         "ref_logprobs_N": own + 0.2 * normal(rows),
-        "token_weights_N": torch.rand(rows, generator=generator, dtype=torch.float64),
-        "sequence_weights_S": torch.rand(len(lengths), generator=generator, dtype=torch.float64),
-        "temperature": 0.7 + torch.rand(len(lengths), generator=generator, dtype=torch.float64),
-        "advantages": advantages,
+        "token_weights_N": torch.rand(rows, **kind), "sequence_weights_S": torch.rand(len(lengths), **kind),
+        "temperature": 0.7 + torch.rand(len(lengths), **kind), "advantages": advantages,
     }  # fmt: skip
     return {name: value.to(dtype) for name, value in floats.items()} | {
         "targets_N": targets,
@@ -66,12 +61,11 @@ def to_device(batch, device):
 def check_fused_head(device, variant):
     """Compare fp32 by the kernels, in chunks that cut sequences, with the loss of the logits in fp64."""
     lengths, options = (1, 5, 17, 2, 30, 3), options_for(variant) | {"kl_coef": 0.05}
-    loss, hidden, weight, _ = fused(
-        to_device(batch_of(lengths, dtype=torch.float32), device), chunk=7, backend="triton", **options
+    low, exact = (
+        to_device(batch_of(lengths, dtype=dtype), device) for dtype in (torch.float32, torch.float64)
     )
-    exact_loss, exact_hidden, exact_weight, _ = plain(
-        to_device(batch_of(lengths), device), backend="torch", **options
-    )
+    loss, hidden, weight, _ = fused(low, chunk=7, backend="triton", **options)
+    exact_loss, exact_hidden, exact_weight, _ = plain(exact, backend="torch", **options)
     assert abs(loss.double() - exact_loss) <= 2e-6 * max(1.0, abs(exact_loss))
     assert (hidden - exact_hidden).norm() <= 3e-6 * exact_hidden.norm()
     assert (weight - exact_weight).norm() <= 3e-6 * exact_weight.norm()

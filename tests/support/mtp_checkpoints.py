@@ -5,19 +5,15 @@ from safetensors.torch import load_file, save_file
 
 from megatron_ibpo.models import read_hf_config
 
-MIXED = 3
-"""The layer of the tiny models that is attention, as the one inside a multi-token prediction layer is."""
+MIXED = 3  # the layer of the tiny models that is attention, as the one inside a prediction layer is
 
 
 def with_mtp(hf_dir, seed):
     tensors = load_file(hf_dir / "model.safetensors")
     hidden = read_hf_config(hf_dir).hidden_size
     inner = f"model.layers.{MIXED}."
-    shapes: dict[str, tuple[int, ...]] = {
-        name.replace(inner, "mtp.layers.0."): tensor.shape
-        for name, tensor in tensors.items()
-        if name.startswith(inner)
-    }
+    own = {name: tensor.shape for name, tensor in tensors.items() if name.startswith(inner)}
+    shapes = {name.replace(inner, "mtp.layers.0."): shape for name, shape in own.items()}
     shapes |= dict.fromkeys(("mtp.norm.weight", "mtp.pre_fc_norm_embedding.weight"), (hidden,))
     shapes |= {"mtp.pre_fc_norm_hidden.weight": (hidden,), "mtp.fc.weight": (hidden, 2 * hidden)}
     generator = torch.Generator().manual_seed(seed)
@@ -45,6 +41,5 @@ def mtp_tensors(dtype):
         shapes[f"{mlp}.gate_proj.weight"] = shapes[f"{mlp}.up_proj.weight"] = (size, hidden)
         shapes[f"{mlp}.down_proj.weight"] = (hidden, size)
     generator = torch.Generator().manual_seed(9)
-    return {
-        name: (torch.rand(shape, generator=generator) * 8 - 4).to(dtype) for name, shape in shapes.items()
-    }
+    drawn = {name: torch.rand(shape, generator=generator) * 8 - 4 for name, shape in shapes.items()}
+    return {name: tensor.to(dtype) for name, tensor in drawn.items()}

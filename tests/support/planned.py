@@ -1,12 +1,6 @@
 """Does what the driver does for the trainers, on one of them: plans for all ranks, takes one's own share."""
 
-from megatron_ibpo.policy.planning import (
-    merge_parts,
-    plan_forward,
-    plan_update,
-    plan_value_update,
-    update_metrics,
-)
+from megatron_ibpo.policy import planning
 
 
 def cost(length):
@@ -15,20 +9,24 @@ def cost(length):
 
 
 def update(trainer, rows):
-    return trainer.update(own_share(plan_update, rows, trainer.config)) | update_metrics(rows)
+    return trainer.update(own_share(planning.plan_update, rows, trainer.config)) | planning.update_metrics(
+        rows
+    )
 
 
 def logprobs(trainer, rows):
     """Return the log-prob of every response token, as a tuple for each row, on every rank."""
-    return merged(trainer, trainer.logprobs(own_share(plan_forward, rows, trainer.config)), len(rows))
+    return merged(
+        trainer, trainer.logprobs(own_share(planning.plan_forward, rows, trainer.config)), len(rows)
+    )
 
 
 def update_values(critic, rows):
-    return critic.update(own_share(plan_value_update, rows, critic.config))
+    return critic.update(own_share(planning.plan_value_update, rows, critic.config))
 
 
 def values(critic, rows):
-    return merged(critic, critic.values(own_share(plan_forward, rows, critic.config)), len(rows))
+    return merged(critic, critic.values(own_share(planning.plan_forward, rows, critic.config)), len(rows))
 
 
 def own_share(plan, rows, config, *more):
@@ -39,4 +37,4 @@ def own_share(plan, rows, config, *more):
 
 
 def merged(model, found, count):
-    return [tuple(own.tolist()) for own in merge_parts(model.world.all_gather(found), count)]
+    return [tuple(own.tolist()) for own in planning.merge_parts(model.world.all_gather(found), count)]

@@ -13,23 +13,15 @@ from megatron_ibpo.policy.planning import MicroBatch
 
 def sequences(count=9, seed=0):
     """Draw uneven lengths, kinds and advantages; a weight for each; old and rollout log-probs not far off."""
-    rng = random.Random(seed)
-    made = []
+    rng, made = random.Random(seed), []
     for number in range(count):
-        prompt = [rng.randrange(2, 64) for _ in range(rng.randrange(1, 9))]
-        response = [rng.randrange(2, 64) for _ in range(rng.randrange(1, 40))]
-        made.append(
-            sequence(
-                prompt,
-                response,
-                advantage=rng.choice([-1.5, -0.5, 0.0, 1.0]),
-                weight=1.0 / 6,
-                group=number % 4,
-                kind="response" if number % 3 else "correction",
-                rollout_logprobs=[-4.0 - rng.random() for _ in response],
-                token_weights=[rng.random() for _ in response] if number % 2 else None,
-            )
-        )
+        prompt, response = ([rng.randrange(2, 64) for _ in range(rng.randrange(1, most))] for most in (9, 40))
+        made.append(sequence(
+            prompt, response, advantage=rng.choice([-1.5, -0.5, 0.0, 1.0]), weight=1.0 / 6, group=number % 4,
+            kind="response" if number % 3 else "correction",
+            rollout_logprobs=[-4.0 - rng.random() for _ in response],
+            token_weights=[rng.random() for _ in response] if number % 2 else None,
+        ))  # fmt: skip
     return made
 
 
@@ -37,10 +29,10 @@ DTYPES = {"loss_mask": bool, "rollout_logprobs": np.float32, "values": np.float3
 
 
 def sequence(prompt, response, *, advantage, weight, group, **fields):
-    per_token = {"loss_mask": [True] * len(response)} | {
-        k: v for k, v in fields.items() if isinstance(v, list)
-    }
-    arrays = {name: np.array(v, DTYPES.get(name, np.float64)) for name, v in per_token.items()}
+    """Make one of plain lists, all response tokens in the loss unless a `loss_mask` says otherwise."""
+    fields = {"loss_mask": [True] * len(response)} | fields
+    per_token = {name: value for name, value in fields.items() if isinstance(value, list)}
+    arrays = {name: np.array(value, DTYPES.get(name, np.float64)) for name, value in per_token.items()}
     return TrainSequence(
         token_ids(prompt), token_ids(response), advantage=advantage, weight=weight, prompt_index=group,
         group=group, index=0, **(fields | arrays),
@@ -55,19 +47,14 @@ def with_holes(rows):
 
 
 def packed(*ratios, masks=None, token_weights=None, weights=None):
-    rows = [
-        sequence(
-            [7],
-            [3] * len(own),
-            advantage=1.0,
-            weight=0.5 if weights is None else weights[number],
-            group=0,
-            rollout_logprobs=[-2.0 - math.log(ratio) for ratio in own],
-            **({} if masks is None else {"loss_mask": masks[number]}),
-            **({} if token_weights is None else {"token_weights": token_weights[number]}),
-        )
-        for number, own in enumerate(ratios)
-    ]
+    """Return a micro-batch of sequences whose tokens have these ratios of trainer to engine."""
+    rows = []
+    for number, own in enumerate(ratios):
+        more = {"rollout_logprobs": [-2.0 - math.log(ratio) for ratio in own]}
+        more |= {} if masks is None else {"loss_mask": masks[number]}
+        more |= {} if token_weights is None else {"token_weights": token_weights[number]}
+        weight = 0.5 if weights is None else weights[number]
+        rows.append(sequence([7], [3] * len(own), advantage=1.0, weight=weight, group=0, **more))
     arrays = pack(MicroBatch(tuple(range(len(rows))), tuple(rows)))
     # what the trainer finds: no log-prob outside the loss
     return replace(arrays, old_logprobs_R=np.where(arrays.loss_mask_R, -2.0, 0.0).astype(np.float32))

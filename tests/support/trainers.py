@@ -5,22 +5,16 @@ from pathlib import Path
 from megatron_ibpo.config import Config, LossConfig, ModelConfig, OptimizerConfig
 from support import planned
 
-EPSILON = 10.0
-LR = 1.0
-ROUNDING = 2**-22 * EPSILON / LR
-"""A gradient that is read off the change of a float32 weight of up to 2 in size is off by so much."""
+EPSILON, LR = 10.0, 1.0
+ROUNDING = 2**-22 * EPSILON / LR  # of a gradient read off the change of a float32 weight of up to 2 in size
 
 
 def config_for(parallel, *, lr=LR, eps_adam=EPSILON, max_tokens=200, log_probs_tokens=None, **loss):
-    loss = {"eps_clip": 0.2, "eps_clip_high": 0.2, **loss}
-    return Config(
-        model=ModelConfig(max_tokens_per_gpu=max_tokens, log_probs_max_tokens_per_gpu=log_probs_tokens),
-        parallel=parallel,
-        optimizer=OptimizerConfig(
-            lr=lr, lr_decay_style="constant", lr_warmup_fraction=0, adam_eps=eps_adam, clip_grad=1e9
-        ),
-        loss=LossConfig(**loss),
-    )
+    model = ModelConfig(max_tokens_per_gpu=max_tokens, log_probs_max_tokens_per_gpu=log_probs_tokens)
+    steady = {"lr_decay_style": "constant", "lr_warmup_fraction": 0, "clip_grad": 1e9}
+    optimizer = OptimizerConfig(lr=lr, adam_eps=eps_adam, **steady)
+    loss = LossConfig(**{"eps_clip": 0.2, "eps_clip_high": 0.2, **loss})
+    return Config(model=model, parallel=parallel, optimizer=optimizer, loss=loss)
 
 
 def open_trainer(world, hf_dir, config, reference=None):
@@ -68,8 +62,7 @@ def one_update(world, hf_dir, config, rows):
 
 
 def gradients(world, cases, rows, **loss):
-    """Return, for each (checkpoint, layout, loss settings if any), gradients by name from rank 0 and metrics
-    from every rank."""
+    """Return, for each (checkpoint, layout, loss settings if any), gradients by name of rank 0, and metrics."""
     results = []
     for hf_dir, parallel, *settings in cases:
         config = config_for(parallel, **loss, **dict(*settings))
