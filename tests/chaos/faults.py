@@ -55,12 +55,8 @@ class Fault:
         return self.signal == STOP and self.victim in NEVER_CONTINUED
 
 
-WITHOUT_PROCESS = {
-    "disk": ["full"],
-    "failing disk": ["EIO", "EROFS"],
-    "directory": ["deleted"],
-    "start": ["busy"],
-}
+WITHOUT_PROCESS = {"disk": ["full"], "failing disk": ["EIO", "EROFS"], "directory": ["deleted"]}
+WITHOUT_PROCESS["start"] = ["busy"]
 
 
 def choose(rng, trial, kinds, spared) -> Fault:
@@ -72,14 +68,9 @@ def choose(rng, trial, kinds, spared) -> Fault:
         return Fault(
             "raylet", rng.choice([KILL, TERM, STOP]), _one_of(rng, "raylet", raylets_above(kinds["engine"]))
         )
-    kinds = {
-        **kinds,
-        "driver": [psutil.Process(trial.pid())],
-        "engine": [one for one in kinds["engine"] if engine_index(one) not in spared],
-        "host": [
-            one for one in kinds["host"] if not spared & {engine_index(child) for child in children(one)}
-        ],
-    }
+    engines = [one for one in kinds["engine"] if engine_index(one) not in spared]
+    hosts = [host for host in kinds["host"] if not spared & {engine_index(one) for one in children(host)}]
+    kinds |= {"driver": [psutil.Process(trial.pid())], "engine": engines, "host": hosts}
     if AGENTS:
         victim = rng.choice(VICTIMS)
         signals = [KILL, TERM, STOP] if victim == "episode" else [KILL, TERM]
@@ -148,10 +139,8 @@ def wrong_end(fault, status, seconds, said) -> list[str]:
     # Ray ends a process whose raylet is gone, in its own words where that is before the watcher sees it
     in_rays_words = fault.victim == "own raylet" and not errors
     if (len(errors) != 1 and not in_rays_words) or "Traceback" in said:
-        problems.append(
-            f"after {what} the run said {len(errors)} lines of what is wrong, and a traceback "
-            f"{said.count('Traceback')} times: {last}"
-        )
+        found = f"{len(errors)} lines of what is wrong, and a traceback {said.count('Traceback')} times"
+        problems.append(f"after {what} the run said {found}: {last}")
     return problems
 
 

@@ -109,10 +109,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
             parser.error(f"WHEELS={folder}: there are no wheels; {how}")
         if others := wheels.for_other_pythons(Path(folder)):
             version = f"{sys.version_info.major}.{sys.version_info.minor}"
-            parser.error(
-                f"WHEELS={folder}: {others[0]} is for another Python than this {version}; download with "
-                f"`PIP_PYTHON_VERSION={version} bash tests/gpu.sh --wheels DIR`"
-            )
+            how = f"download with `PIP_PYTHON_VERSION={version} bash tests/gpu.sh --wheels DIR`"
+            parser.error(f"WHEELS={folder}: {others[0]} is for another Python than this {version}; {how}")
     return arguments
 
 

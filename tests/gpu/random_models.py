@@ -37,10 +37,7 @@ _TINY_NEXT = {
 }  # fmt: skip
 
 SHAPES: dict[str, dict[str, Any]] = {"qwen3": QWEN3, "qwen3_next": QWEN3_NEXT}
-TINY_SHAPES: dict[str, dict[str, Any]] = {
-    "qwen3": QWEN3 | _TINY,
-    "qwen3_next": QWEN3_NEXT | _TINY | _TINY_NEXT,
-}  # the same models for two CPU cores
+TINY_SHAPES = {"qwen3": QWEN3 | _TINY, "qwen3_next": QWEN3_NEXT | _TINY | _TINY_NEXT}  # for two CPU cores
 
 
 def make_random_model(directory, config, device, dtype, seed=0) -> Path:
@@ -49,10 +46,8 @@ def make_random_model(directory, config, device, dtype, seed=0) -> Path:
     (directory / "config.json").write_text(json.dumps(config, indent=2))
     shape = read_hf_config(directory)
     generator = torch.Generator(device).manual_seed(seed)
-    tensors = {
-        meta.name: _draw(meta.name, meta.shape, shape, generator).to(dtype).cpu()
-        for meta in metadata_of(shape, dtype)
-    }
+    sizes = {meta.name: meta.shape for meta in metadata_of(shape, dtype)}
+    tensors = {name: _draw(name, size, shape, generator).to(dtype).cpu() for name, size in sizes.items()}
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     return directory
 

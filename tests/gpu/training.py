@@ -47,14 +47,11 @@ def model_of(job: Job, family: str) -> Path:
 
 
 def make_config(job: Job, model: Path, load: Load, **sections: Any) -> Config:
-    return Config(
-        model=ModelConfig(
-            hf_checkpoint=model, bf16=job.on_gpu, allow_local_modules=True, max_tokens_per_gpu=load.max_tokens
-        ),
-        optimizer=OptimizerConfig(lr=1e-4, lr_decay_style="constant", lr_warmup_fraction=0),
-        rollout=RolloutConfig(rollout_max_context_len=load.context, rollout_max_response_len=load.response),
-        **sections,
-    )
+    own = ModelConfig(hf_checkpoint=model, bf16=job.on_gpu, max_tokens_per_gpu=load.max_tokens)
+    own.allow_local_modules = True
+    optimizer = OptimizerConfig(lr=1e-4, lr_decay_style="constant", lr_warmup_fraction=0)
+    rollout = RolloutConfig(rollout_max_context_len=load.context, rollout_max_response_len=load.response)
+    return Config(model=own, optimizer=optimizer, rollout=rollout, **sections)
 
 
 def make_sequences(load: Load, vocabulary: int, seed: int = 0) -> list[TrainSequence]:

@@ -55,11 +55,10 @@ def with_fused_experts(tensors):
     fused = {name: tensor for name, tensor in tensors.items() if ".mlp.experts." not in name}
     for layer in range(4):
         experts = f"model.layers.{layer}.mlp.experts"
-        named = [
-            [f"{experts}.{expert}.{part}_proj.weight" for expert in range(4)]
+        gate, up, down = (
+            torch.stack([tensors[f"{experts}.{expert}.{part}_proj.weight"] for expert in range(4)])
             for part in ("gate", "up", "down")
-        ]
-        gate, up, down = (torch.stack([tensors[name] for name in of_part]) for of_part in named)
+        )
         fused |= {f"{experts}.gate_up_proj": torch.cat([gate, up], dim=1), f"{experts}.down_proj": down}
     return fused
 

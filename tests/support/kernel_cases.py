@@ -72,9 +72,7 @@ def check_variant(device: str, variant: str) -> None:
     batch["old_logprobs_N"][4:11] -= 2.0
     generator = torch.Generator().manual_seed(1)
     batch["logits_NV"] = torch.nn.functional.pad(batch["logits_NV"], (0, 11), value=9.0)
-    weights = {
-        "token_weights_N": torch.rand(ROWS, generator=generator).to(device),
-        "sequence_weights_S": torch.rand(6, generator=generator).to(device),
-        "temperature": torch.linspace(0.8, 1.2, 6).to(device),
-    }
-    compare(batch, 10.0, **options_for(variant), **weights, vocab_range=(0, 517))  # cispo has log-probs
+    batch["token_weights_N"] = torch.rand(ROWS, generator=generator).to(device)
+    batch["sequence_weights_S"] = torch.rand(6, generator=generator).to(device)
+    options = options_for(variant) | {"temperature": torch.linspace(0.8, 1.2, 6).to(device)}
+    compare(batch, 10.0, **options, vocab_range=(0, 517))  # cispo's loss has log-probs

@@ -9,11 +9,8 @@ def say(text):
 
 def call(name, **arguments):
     function = {"name": name, "arguments": arguments}
-    return {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [{"id": "call_0", "type": "function", "function": function}],
-    }
+    calls = [{"id": "call_0", "type": "function", "function": function}]
+    return {"role": "assistant", "content": "", "tool_calls": calls}
 
 
 def guess_number(environment, seed, form="{}", largest=20):

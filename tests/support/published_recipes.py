@@ -17,19 +17,15 @@ WRITTEN_FOR = {
 }  # fmt: skip
 """GPUs of the recipe of each model."""
 LIKE = {
-    "qwen3_5_0_8b": "qwen3_0_6b",
-    "qwen3_5_27b": "qwen3_32b",
-    "qwen3_5_35b_a3b": "qwen3_30b_a3b",
-    **dict.fromkeys(("llama_3_1_8b", "qwen2_5_7b"), "qwen3_4b"),
-    **dict.fromkeys(("llama_3_1_70b", "qwen2_5_32b"), "qwen3_32b"),
-    **dict.fromkeys(("glm_4_5_air", "gpt_oss_120b"), "qwen3_next_80b_a3b"),
-    "gpt_oss_20b": "qwen3_30b_a3b",
-}  # models for which examples/run.sh takes the recipe of another
+    "qwen3_5_0_8b": "qwen3_0_6b", "llama_3_1_8b": "qwen3_4b", "qwen2_5_7b": "qwen3_4b",
+    "qwen3_5_27b": "qwen3_32b", "llama_3_1_70b": "qwen3_32b", "qwen2_5_32b": "qwen3_32b",
+    "qwen3_5_35b_a3b": "qwen3_30b_a3b", "gpt_oss_20b": "qwen3_30b_a3b",
+    "glm_4_5_air": "qwen3_next_80b_a3b", "gpt_oss_120b": "qwen3_next_80b_a3b",
+}  # fmt: skip
+"""Models for which examples/run.sh takes the recipe of another."""
 RECIPES = {
-    ROOT / "examples/models" / name: ROOT / f"examples/recipes/{name}_ibpo.yaml" for name in WRITTEN_FOR
-}
-RECIPES |= {
-    ROOT / "examples/models" / name: RECIPES[ROOT / "examples/models" / other] for name, other in LIKE.items()
+    ROOT / "examples/models" / name: ROOT / f"examples/recipes/{LIKE.get(name, name)}_ibpo.yaml"
+    for name in (*WRITTEN_FOR, *LIKE)
 }
 
 

@@ -209,11 +209,8 @@ def names_of(model):
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 
-    sharded, parameters, modules = (
-        model.sharded_state_dict(),
-        dict(model.named_parameters()),
-        model.named_modules,
-    )
+    sharded, parameters = model.sharded_state_dict(), dict(model.named_parameters())
+    modules = dict(model.named_modules())
     apply_factories(sharded)
     tensors = [value for value in nested_values(sharded) if isinstance(value, ShardedTensor)]
     assert all(parameter.is_meta for parameter in parameters.values())
@@ -228,8 +225,10 @@ def names_of(model):
             for name, p in parameters.items()
         },
         "checkpoint": sorted((t.key, t.global_shape, t.global_offset) for t in tensors),
-        "classes": {name: type(module).__name__ for name, module in modules()},
-        "centred": {n: m.zero_centered_gamma for n, m in modules() if hasattr(m, "zero_centered_gamma")},
+        "classes": {name: type(module).__name__ for name, module in modules.items()},
+        "centred": {
+            n: m.zero_centered_gamma for n, m in modules.items() if hasattr(m, "zero_centered_gamma")
+        },
     }
 
 

@@ -62,7 +62,7 @@ def one_update(world, hf_dir, config, rows):
 
 
 def gradients(world, cases, rows, **loss):
-    """Return, for each (checkpoint, layout, loss settings if any), gradients by name of rank 0, and metrics."""
+    """Return, for each (checkpoint, layout, loss settings if any), gradients by name (rank 0) and metrics."""
     results = []
     for hf_dir, parallel, *settings in cases:
         config = config_for(parallel, **loss, **dict(*settings))

@@ -73,12 +73,9 @@ def counted() -> Iterator[Counter[tuple[str, str]]]:
 
 def _places(frame: Any) -> tuple[str, str]:
     """Innermost first; the module `warnings` itself, which calls `show`, is left out."""
-    lines = [
-        (_short(own.f_code.co_filename), number, own.f_code.co_name)
-        for own, number in traceback.walk_stack(frame)
-        if own.f_globals.get("__name__") != "warnings"
-    ]
-    named = [f"{file}:{number} {function}" for file, number, function in lines]
+    frames = [own for own in traceback.walk_stack(frame) if own[0].f_globals.get("__name__") != "warnings"]
+    codes = [(own.f_code, number) for own, number in frames]
+    named = [f"{_short(code.co_filename)}:{number} {code.co_name}" for code, number in codes]
     ours = (name for name in named if name.startswith("megatron_ibpo/"))
     return named[0], next(ours, "")
 

@@ -15,11 +15,8 @@ def run(job: Job) -> None:
     arguments, environment = ["tests/gpu"], dict(os.environ)
     if not job.on_gpu:
         environment["TRITON_INTERPRET"] = "1"
-        arguments = [
-            "tests/interpreted/test_kernels.py",
-            "-k",
-            "variant_equals and gspo or inplace or padded",
-        ]
+        chosen = "variant_equals and gspo or inplace or padded"
+        arguments = ["tests/interpreted/test_kernels.py", "-k", chosen]
     elif job.quick:
         arguments += ["-k", QUICK]
     if job.on_gpu and importlib.util.find_spec("xdist") is not None and job.is_large:

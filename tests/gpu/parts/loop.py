@@ -33,12 +33,9 @@ def run(job: Job) -> None:
         job.note(**found)
     differences = compare_steps(found["float32"]["steps"][0], found["cpu"]["steps"][0])
     gains = {name: own["greedy"] for name, own in found.items() if name != "cpu"}
-    job.note(
-        first_step=differences,
-        summary=f"first step as on the CPU to {differences['loss']:.0e} (loss) and "
-        f"{differences['grad_norm']:.0e} (gradient); greedy accuracy "
-        + ", ".join(f"{first:.3f} to {last:.3f} in {name}" for name, (first, last) in gains.items()),
-    )
+    to = f"{differences['loss']:.0e} (loss) and {differences['grad_norm']:.0e} (gradient)"
+    rise = ", ".join(f"{first:.3f} to {last:.3f} in {name}" for name, (first, last) in gains.items())
+    job.note(first_step=differences, summary=f"first step as on the CPU to {to}; greedy accuracy {rise}")
     check_equal("the first step", differences)
     for name, (first, last) in gains.items():
         check(not job.on_gpu or last >= first + GAIN, f"{name}: greedy accuracy from {first} to {last}")

@@ -39,8 +39,5 @@ def check_errors(errors: list[dict], bound: float) -> None:
 def spoken(rows: list[dict]) -> list[str]:
     most = max(row["tokens"] for row in rows)
     chosen = [row for row in rows if row["contestant"] in ("ours", "ours, head fused")]
-    return [
-        f"{row['contestant']} {row.get('total_ms', float('nan')):.2f} ms"
-        for row in chosen
-        if row["tokens"] == most and not row["masked"]
-    ]
+    largest = [row for row in chosen if row["tokens"] == most and not row["masked"]]
+    return [f"{row['contestant']} {row.get('total_ms', float('nan')):.2f} ms" for row in largest]

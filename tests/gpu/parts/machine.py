@@ -26,11 +26,8 @@ def run(job: Job) -> None:
         cudnn=torch.backends.cudnn.version(), nccl=list(torch.cuda.nccl.version()), driver=driver(),
     )  # fmt: skip
     rates = ceilings()
-    job.note(
-        **rates,
-        summary=f"{properties.name}, {rates['copy_bytes_per_s'] / 1e12:.2f} TB/s copied, "
-        f"{rates['matmul_flops_per_s'] / 1e12:.0f} TFLOP/s bf16",
-    )
+    copied, multiplied = rates["copy_bytes_per_s"] / 1e12, rates["matmul_flops_per_s"] / 1e12
+    job.note(**rates, summary=f"{properties.name}, {copied:.2f} TB/s copied, {multiplied:.0f} TFLOP/s bf16")
 
 
 def driver() -> str:

@@ -2,6 +2,7 @@
 
 import os
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import yaml
@@ -30,21 +31,16 @@ def run(job: Job) -> None:
         cases = {name: cases[name] for name in ("ppo", "fused")}
     jobs = [(name, gpus) for name in cases for gpus in ("", None)]
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // THREADS)) as pool:
-        work = [
-            pool.submit(apart, train, job.scratch / f"{name}{gpus}", gpus, **SETTINGS, **cases[name])
-            for name, gpus in jobs
-        ]
+        begin = partial(pool.submit, apart, train)
+        work = [begin(job.scratch / f"{name}{gpus}", gpus, **SETTINGS, **cases[name]) for name, gpus in jobs]
         found: dict[str, Any] = {}
         for (name, gpus), future in zip(jobs, work, strict=True):
             found.setdefault(name, {})["cpu" if gpus == "" else "here"] = future.result()["steps"][0]
             job.note(recipes=found)
     differences = {name: compare_steps(own["here"], own["cpu"]) for name, own in found.items()}
     worst = {part: max(own[part] for own in differences.values()) for part in ("loss", "grad_norm")}
-    job.note(
-        differences=differences,
-        summary=f"{len(cases)} recipes: a step as on the CPU to {worst['loss']:.0e} (loss) and "
-        f"{worst['grad_norm']:.0e} (gradient)",
-    )
+    to = f"{worst['loss']:.0e} (loss) and {worst['grad_norm']:.0e} (gradient)"
+    job.note(differences=differences, summary=f"{len(cases)} recipes: a step as on the CPU to {to}")
     for name, own in differences.items():
         check_equal(name, own)
 

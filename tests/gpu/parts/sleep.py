@@ -35,10 +35,9 @@ def run(job: Job) -> None:
         check(total - first["free_left"] <= LEFT, f"the trainer holds {total - first['free_left']} bytes")
         grown = first["free_left"] - second["free_left"]
         check(grown <= LEAK, f"the second round leaves less free: {rounds}")
-        job.note(
-            summary=f"{first['free_left'] / 2**30:.1f} of {total / 2**30:.1f} GiB free, leaves in "
-            f"{second['leave_seconds']:.2f} s, is back in {second['return_seconds']:.2f} s"
-        )
+        free_gib = f"{first['free_left'] / 2**30:.1f} of {total / 2**30:.1f} GiB free"
+        moves = f"leaves in {second['leave_seconds']:.2f} s, is back in {second['return_seconds']:.2f} s"
+        job.note(summary=f"{free_gib}, {moves}")
 
 
 def one_round(job: Job, rank: Any, tenant: PipeLink) -> dict[str, Any]:
