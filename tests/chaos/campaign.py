@@ -29,8 +29,7 @@ TRACEBACK = "ibpo-*.log"  # of a driver whose run's directory could not take it;
 UNFINISHED = (".partial", ".removed", ".tmp", ".old")
 MOST_STARTS = 60
 ENDS_SOON_S = 5.0  # seconds for a driver that ends at once if it cannot continue
-NODES, CLUSTER_EVERY, KILLS_ON_A_CLUSTER = 3, 6, 6
-"""Every sixth run is on a simulated cluster: the trainer on one node, an engine on each of the others."""
+NODES, CLUSTER_EVERY, KILLS_ON_A_CLUSTER = 3, 6, 6  # the trainer on one node, engines on the others
 LATEST_STEP = STEPS - 4  # a run that is nearly done is left to finish
 
 
@@ -184,8 +183,7 @@ def _weights(run_dir):
 
 @contextmanager
 def _place():
-    """A directory for a run and all that belongs to it, with a small disk of its own for the run's files
-    where this user may mount one. Its path is short: that of a socket may have 107 bytes."""
+    """A directory of a short name, for sockets, with a small disk for the run's files where one may mount."""
     place = Path(tempfile.mkdtemp(prefix="c-", dir="/tmp"))
     disk = place / "disk"
     disk.mkdir()

@@ -8,8 +8,7 @@ from megatron_ibpo.environments import Message, Opening, Turn
 
 
 class Game:
-    """A sum to which each side adds; the one that ends on an even sum is right. The label is the number of
-    turns."""
+    """A sum to which each side adds; ending on an even one is right. The label is the number of turns."""
 
     def reset(self, question: str, label: str, metadata: Mapping[str, Any], seed: int) -> Opening:
         self.random, self.turns, self.sum = random.Random(seed), int(label), 0

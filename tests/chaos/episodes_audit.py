@@ -22,10 +22,7 @@ def stretches(sample):
 
 
 def replay_problems(sample, prompt, environment, chat, *, ends, seed, is_correction=False):
-    """Return how a scored episode differs from what a fresh environment gives for the policy's turns.
-
-    A turn without one of `ends` was cut, and the environment did not see it.
-    """
+    """How an episode differs from a fresh environment's, which did not see turns without one of `ends`."""
     seeded = derive_seed("environment", seed, prompt.index)
     opening = environment.reset(prompt.text, prompt.label, prompt.metadata, seeded)
     problems = []

@@ -60,10 +60,7 @@ WITHOUT_PROCESS["start"] = ["busy"]
 
 
 def choose(rng, trial, kinds, spared) -> Fault:
-    """A fault at random, of those that are possible now: first what it hits, then how.
-
-    On a cluster it hits the raylet of a node that has engines, and with it whatever is on that node.
-    """
+    """A fault at random: first what it hits, then how. On a cluster, a raylet and all that is on its node."""
     if trial.cluster is not None:
         return Fault(
             "raylet", rng.choice([KILL, TERM, STOP]), _one_of(rng, "raylet", raylets_above(kinds["engine"]))

@@ -4,10 +4,7 @@ from megatron_ibpo.journal import read_journal
 
 
 def audit(directory, *, steps, responses, sampling):
-    """Return what is wrong with the journal of a run that has finished.
-
-    `sampling` has `cursor` and `open` of its last checkpoint, the prompts that no batch has taken.
-    """
+    """What is wrong with a finished run's journal; `sampling`: its last checkpoint's `cursor` and `open`."""
     recovered = read_journal(directory, 0)
     problems = [f"the journal cannot be read whole: {note}" for note in recovered.notes]
     found = [batch.step for batch in recovered.batches]

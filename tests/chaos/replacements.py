@@ -7,8 +7,7 @@ from chaos.trial import ENGINES
 from megatron_ibpo.cluster.deaths import MOST_DEATHS
 from megatron_ibpo.cluster.engines import WITHIN_S
 
-AT_WORK = re.compile(rb"pid=(\d+)\).*reset prefix cache")
-"""Comes with every update of weights, and so when an engine joins those that are at work."""
+AT_WORK = re.compile(rb"pid=(\d+)\).*reset prefix cache")  # comes with every update of weights
 MARGIN_S = 15.0  # the program measures work a little differently
 
 

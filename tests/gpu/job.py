@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-LARGE_BYTES = 64 * 2**30
-"""A GPU with at least so much memory gets the sizes that reports are about; a smaller one gets smaller."""
+LARGE_BYTES = 64 * 2**30  # a GPU with less memory gets smaller sizes than reports are about
 
 
 class Skipped(Exception):

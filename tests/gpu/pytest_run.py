@@ -13,12 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 def run_pytest(arguments, scratch, environment, prefix=()) -> dict[str, Any]:
-    """Return how many tests passed, failed and were skipped, what failed with the first lines of why, and the
-    exit status.
-
-    Args:
-        prefix: command that runs pytest's.
-    """
+    """Return how many tests passed, failed and were skipped, what failed and why, and the exit status."""
     for module in ("pytest", "hypothesis"):
         if importlib.util.find_spec(module) is None:
             raise Skipped(f"{module} is not installed")

@@ -13,8 +13,7 @@ from support.loss_calls import loss_of_logits
 pytestmark = pytest.mark.kernel
 
 MIB = 2**20
-LOG_RATIOS = torch.tensor([-0.6, -0.1, 0.1, 0.6])
-"""Further from every variant's bounds than bf16 rounds a logit: past a bound a token has another slope."""
+LOG_RATIOS = torch.tensor([-0.6, -0.1, 0.1, 0.6])  # further from all bounds than bf16 rounds a logit
 
 
 def test_the_kernels_are_what_auto_chooses(device):

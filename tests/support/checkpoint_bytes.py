@@ -64,8 +64,7 @@ def with_fused_experts(tensors):
 
 
 def one_tensor_per_expert(tensors):
-    """transformers holds the experts of a layer in one tensor; checkpoints hold them one by one. Those of
-    gpt-oss do not; its router has another name."""
+    """Checkpoints, but for gpt-oss's, hold experts one by one; transformers those of a layer in one."""
     if any(name.endswith("mlp.router.bias") for name in tensors):
         yield from tensors.items()
         return

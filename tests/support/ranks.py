@@ -32,10 +32,7 @@ class RankFailed(AssertionError):
 
 
 def run_ranks(function: Callable[..., Any], size: int, *args: Any, timeout: float = 120.0) -> list[Any]:
-    """Run `function(world, *args)`, a module's function, on `size` ranks; return the results by rank.
-
-    After `timeout` seconds the stacks of all ranks are shown and they are killed.
-    """
+    """Run `function(world, *args)` on `size` ranks; return the results, or show stacks at the time-out."""
     context = _server()
     test = os.environ.get(COVERED_TEST, "")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -12,7 +12,6 @@ NUMBERS = {
     "llama.attention.head_count_kv": 2, "llama.vocab_size": VOCABULARY,
 }  # fmt: skip
 FLOATS = {"llama.attention.layer_norm_rms_epsilon": 1e-5, "llama.rope.freq_base": 10000.0}
-"""Fields of the header, each a type and four bytes behind its name."""
 
 
 def tiny_gguf(path: Path) -> Path:

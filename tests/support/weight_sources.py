@@ -14,10 +14,7 @@ def cut(tensor: torch.Tensor, box: Box) -> torch.Tensor:
 
 class DividedWeights:
     def __init__(self, tensors, rank, size, axes=None) -> None:
-        """
-        Args:
-            axes: those of some tensors, by name; None: whole everywhere. The others are divided by rows.
-        """
+        """`axes`: those of some tensors, by name; None: whole everywhere. The others are divided by rows."""
         self.tensors, self.rank, self.size, self.axes = tensors, rank, size, axes or {}
 
     def metadata(self) -> list[TensorMeta]:

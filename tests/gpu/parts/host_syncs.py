@@ -17,8 +17,7 @@ from training import set_up, start_policy
 import megatron_ibpo
 
 SYNCHRONIZES = "called a synchronizing CUDA operation"
-"""Torch's warning about each (c10/cuda/CUDAFunctions.cpp). Waits that are asked for, such as
-torch.cuda.synchronize(), and those of other libraries' own calls of CUDA are not among them."""
+"""Torch's warning (c10/cuda/CUDAFunctions.cpp): not of waits that are asked for, nor of other libraries'."""
 OURS = Path(megatron_ibpo.__file__).resolve().parent
 INSTALLED = Path(sysconfig.get_paths()["purelib"]).resolve()
 
@@ -54,8 +53,7 @@ def waits_said() -> Iterator[None]:
 
 @contextmanager
 def counted() -> Iterator[Counter[tuple[str, str]]]:
-    """Counts torch's warnings by (the line that waits, the innermost line of ours that led there). Those of a
-    backward pass come when it is over, from the line that began it."""
+    """Counts torch's warnings by (the line that waits, or began a backward pass; ours that led there)."""
     found: Counter[tuple[str, str]] = Counter()
 
     def show(message: Warning | str, *rest: Any, **named: Any) -> None:

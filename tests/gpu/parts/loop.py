@@ -12,8 +12,7 @@ from processes import apart
 
 ROOT = Path(__file__).resolve().parents[3]
 STEPS = 20
-LOSS_BOUND, NORM_BOUND = 1e-5, 1e-3
-"""Differences of the first step's loss, and of its gradient norm relative to it, in float32."""
+LOSS_BOUND, NORM_BOUND = 1e-5, 1e-3  # of the first step in float32: absolute, relative
 EVALUATED = 256
 GAIN = 0.1  # by which greedy accuracy must rise
 KEPT = (

@@ -13,8 +13,7 @@ from training import set_up, start_policy
 from megatron_ibpo.config import Config
 
 SAMPLED = 1000  # elements of each tensor that are compared
-MOVE_BOUND = 0.1
-"""On a GPU sums may be taken in another order; without the optimizer's state a step differs by about 1."""
+MOVE_BOUND = 0.1  # sums may be taken in another order; without the optimizer's state a step differs by 1
 
 
 def run(job: Job) -> None:

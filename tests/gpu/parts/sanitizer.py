@@ -45,8 +45,7 @@ def run(job: Job) -> None:
 
 
 def check_readers(job: Job, said: str) -> None:
-    """Fail if one of our kernels read what nobody wrote. torch's may: the reference clears rows of a new
-    tensor by a mask, which reads and drops the other value."""
+    """Fail if a kernel of ours read what nobody wrote; torch's may, where a mask drops the value."""
     readers = Counter(name.partition("+")[0][:120] for name in re.findall(READER, said))
     job.note(readers=readers)
     check(bool(readers), f"no error names a kernel; {last_line(said)}")
