@@ -30,31 +30,18 @@ class Part:
     variant: str = ""  # argument of the module
 
 
-PARTS = (
-    Part("machine", 120),
-    Part("pinned-memory", 60),
-    Part("trainer-qwen3", 180, "trainer", "qwen3"),
-    Part("sleep", 120),
-    Part("weight-update", 120),
-    Part("loop", 240),
-    Part("kernels", 240),
-    Part("delta-net", 420),
-    Part("delta-net-backend", 420),
+PARTS = (  # first what only a GPU can refute: memory that is pinned, freed and lent, streams, groups of NCCL
+    Part("machine", 120), Part("pinned-memory", 60), Part("trainer-qwen3", 180, "trainer", "qwen3"),
+    Part("sleep", 120), Part("weight-update", 120), Part("loop", 240), Part("kernels", 240),
+    Part("delta-net", 420), Part("delta-net-backend", 420),
     Part("trainer-qwen3-next", 480, "trainer", "qwen3_next"),
     Part("trainer-qwen3-next-torch", 180, "trainer", "qwen3_next/torch"),
-    Part("resume", 180),
-    Part("parity", 300),
-    Part("recipes", 300),
+    Part("resume", 180), Part("parity", 300), Part("recipes", 300),
     Part("trainer-qwen3-fused", 180, "trainer", "qwen3/fused"),
     Part("host-syncs-qwen3", 150, "host_syncs", "qwen3"),
-    Part("host-syncs-qwen3-next", 480, "host_syncs", "qwen3_next"),
-    Part("loss-speed", 240),
-    Part("memcheck", 180, "sanitizer", "memcheck"),
-    Part("racecheck", 180, "sanitizer", "racecheck"),
-    Part("synccheck", 180, "sanitizer", "synccheck"),
-    Part("initcheck", 180, "sanitizer", "initcheck"),
-)  # first what only a GPU can refute: memory that is pinned, freed and lent, real streams, groups of NCCL
-
+    Part("host-syncs-qwen3-next", 480, "host_syncs", "qwen3_next"), Part("loss-speed", 240),
+    *(Part(tool, 180, "sanitizer", tool) for tool in ("memcheck", "racecheck", "synccheck", "initcheck")),
+)  # fmt: skip
 MINUTES, QUICK_MINUTES = 30.0, 9.5
 LEAST_S = 20.0  # with less time left no part is started
 SHOWN = 4000  # characters kept of what a part said when it did not pass

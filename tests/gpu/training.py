@@ -40,22 +40,12 @@ def load_of(job: Job, *, slow: bool = False) -> Load:
     return Load(sequences=24 if job.quick else 48, prompt=256, response=3840, max_tokens=8192)
 
 
-def model_of(job: Job, family: str) -> Path:
-    config = (SHAPES if job.on_gpu else TINY_SHAPES)[family]
-    dtype = torch.bfloat16 if job.on_gpu else torch.float32
-    return make_random_model(job.scratch / "model", config, job.device, dtype)
-
-
-def make_config(job: Job, model: Path, load: Load, **sections: Any) -> Config:
-    own = ModelConfig(hf_checkpoint=model, bf16=job.on_gpu, max_tokens_per_gpu=load.max_tokens)
-    own.allow_local_modules = True
-    optimizer = OptimizerConfig(lr=1e-4, lr_decay_style="constant", lr_warmup_fraction=0)
-    rollout = RolloutConfig(rollout_max_context_len=load.context, rollout_max_response_len=load.response)
-    return Config(model=own, optimizer=optimizer, rollout=rollout, **sections)
-
-
 def make_sequences(load: Load, vocabulary: int, seed: int = 0) -> list[TrainSequence]:
-    generator = np.random.default_rng(seed)
+    """Random tokens; half of the sequences with a positive advantage."""
+    generator, lengths = (
+        np.random.default_rng(seed),
+        np.linspace(load.response // 8, load.response, load.sequences),
+    )
     return [
         TrainSequence(
             token_ids(generator.integers(vocabulary, size=load.prompt).tolist()),
@@ -63,19 +53,21 @@ def make_sequences(load: Load, vocabulary: int, seed: int = 0) -> list[TrainSequ
             np.ones(length, bool), advantage=1.0 if number % 2 else -0.5, weight=1.0 / load.sequences,
             prompt_index=number // 2, group=number // 2, index=number % 2,
         )
-        for number, length in enumerate(
-            np.linspace(load.response // 8, load.response, load.sequences).astype(int)
-        )
+        for number, length in enumerate(lengths.astype(int))
     ]  # fmt: skip
 
 
-def set_up(
-    job: Job, family: str, *, slow: bool = False, **sections: Any
-) -> tuple[Load, Config, list[TrainSequence]]:
-    """The load, settings and sequences of a part."""
-    load, model = load_of(job, slow=slow), model_of(job, family)
-    sequences = make_sequences(load, read_hf_config(model).vocab_size)
-    return load, make_config(job, model, load, **sections), sequences
+def set_up(job: Job, family: str, *, slow: bool = False, **sections: Any) -> tuple[Load, Config, list[Any]]:
+    """The load, settings and sequences of a part; with a learning rate at which five steps show."""
+    load, shape = load_of(job, slow=slow), (SHAPES if job.on_gpu else TINY_SHAPES)[family]
+    dtype = torch.bfloat16 if job.on_gpu else torch.float32
+    path = make_random_model(job.scratch / "model", shape, job.device, dtype)
+    model = ModelConfig(hf_checkpoint=path, bf16=job.on_gpu, max_tokens_per_gpu=load.max_tokens)
+    model.allow_local_modules = True
+    optimizer = OptimizerConfig(lr=1e-4, lr_decay_style="constant", lr_warmup_fraction=0)
+    rollout = RolloutConfig(rollout_max_context_len=load.context, rollout_max_response_len=load.response)
+    config = Config(model=model, optimizer=optimizer, rollout=rollout, **sections)
+    return load, config, make_sequences(load, read_hf_config(path).vocab_size)
 
 
 class OneRank:

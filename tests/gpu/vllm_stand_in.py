@@ -41,10 +41,6 @@ class IPCTrainerWeightTransferEngine:
 
     def send_weights(self) -> None:
         self._client.start_weight_update()
-        self._send_packed()
-        self._client.finish_weight_update()
-
-    def _send_packed(self) -> None:
         buffer, handle, chunk, used = None, None, new_chunk(), 0
         for name, tensor in self._source:
             if buffer is None:
@@ -63,6 +59,7 @@ class IPCTrainerWeightTransferEngine:
             chunk["tensor_sizes"].append(flat.numel())
         if used:
             self._ship(chunk, handle)
+        self._client.finish_weight_update()
 
     def _ship(self, chunk: dict[str, Any], handle: Any) -> None:
         if torch.cuda.is_available():

@@ -18,9 +18,8 @@ def run(job: Job) -> None:
     started = time.perf_counter()
     error = int(torch.cuda.cudart().cudaHostRegister(host.data_ptr(), size, 0))
     job.note(bytes=size, register_seconds=time.perf_counter() - started, error=error)
-    check(
-        error == 0, f"cudaHostRegister gave error {error}: memory cannot be pinned here, and so sleep fails"
-    )
+    what = "memory cannot be pinned here, and so sleep fails"
+    check(error == 0, f"cudaHostRegister gave error {error}: {what}")
     try:
         check(host.is_pinned(), "torch does not see that the memory is pinned")
         on_gpu = torch.empty(size, dtype=torch.uint8, device="cuda")
@@ -30,9 +29,8 @@ def run(job: Job) -> None:
         error = int(torch.cuda.cudart().cudaHostUnregister(host.data_ptr()))
     check(error == 0, f"cudaHostUnregister gave error {error}")
     speeds = f"{to / 1e9:.1f} GB/s to the GPU, {back / 1e9:.1f} GB/s from it"
-    job.note(
-        to_gpu_bytes_per_s=to, from_gpu_bytes_per_s=back, summary=f"{size / 2**30:.0f} GiB pinned, {speeds}"
-    )
+    job.note(to_gpu_bytes_per_s=to, from_gpu_bytes_per_s=back)
+    job.note(summary=f"{size / 2**30:.0f} GiB pinned, {speeds}")
 
 
 def rate(target: torch.Tensor, source: torch.Tensor) -> float:

@@ -41,8 +41,8 @@ def run(job: Job) -> None:
     after = gap(policy, sequences)
     job.note(logprob_gap_before=before, logprob_gap_after=after, flops_per_step=flops)
     note_speed(job, [step["seconds"] for step in steps[1:]], sum(passes.updates), flops)
-
-    job.note(predicted_bytes=apart(predict, config, device_bytes(job)))
+    total = torch.cuda.get_device_properties(0).total_memory if job.on_gpu else 80 * 2**30
+    job.note(predicted_bytes=apart(predict, config, total))
     for step in steps:
         check(step["updates_skipped"] == 0 and math.isfinite(step["grad_norm"]), f"a step was lost: {step}")
     check(after > before, f"five steps did not raise what they should: gap {before} -> {after}")
@@ -83,10 +83,6 @@ def note_speed(job: Job, seconds: list[float], tokens: int, flops: float) -> Non
         flops_per_second=rate, mfu=None if peak is None or local else rate / peak,
         summary=f"{tokens / median:,.0f} tokens/s{share}{used}",
     )  # fmt: skip
-
-
-def device_bytes(job: Job) -> int:
-    return torch.cuda.get_device_properties(0).total_memory if job.on_gpu else 80 * 2**30
 
 
 def memory(job: Job) -> dict[str, int]:

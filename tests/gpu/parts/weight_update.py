@@ -9,7 +9,11 @@ import torch
 import vllm_stand_in
 from job import Job, check
 from processes import PipeLink, beside
+from torch.multiprocessing.reductions import rebuild_cuda_tensor
 from training import set_up, start_policy
+
+from megatron_ibpo.weights.transfer.update_order import UpdateOrder
+from megatron_ibpo.weights.transfer.wire import checksum
 
 TIMEOUT_S = 60.0  # of a step of an update
 
@@ -41,8 +45,6 @@ def run(job: Job) -> None:
 
 def send(rank: Any, link: PipeLink, *, version: int, check_sums: bool) -> dict[str, Any]:
     """One update; with `check_sums`, `update_engines` raises where something else came than was sent."""
-    from megatron_ibpo.weights.transfer.update_order import UpdateOrder
-
     order = UpdateOrder(version, sleeping=False, check=check_sums, timeout=TIMEOUT_S)
     started = time.perf_counter()
     sent = rank.send({0: link}, [0], order)
@@ -54,9 +56,7 @@ def send(rank: Any, link: PipeLink, *, version: int, check_sums: bool) -> dict[s
 class Worker:
     def __init__(self) -> None:
         self._weights: dict[str, torch.Tensor] = {}
-        self._buffer: torch.Tensor | None = None
-        self._came: set[str] = set()
-        self._checked = False
+        self._buffer: Any = None  # opened once an update
 
     def init_weight_transfer(self, info: dict[str, Any]) -> None:
         assert info["packed"]
@@ -66,11 +66,9 @@ class Worker:
 
     def update_weights(self, info: Any) -> None:
         info = info if isinstance(info, dict) else vars(info)
-        buffer = self._open(info["ipc_handles"])
-        start = 0
-        for name, dtype, shape, size in zip(
-            info["names"], info["dtype_names"], info["shapes"], info["tensor_sizes"], strict=True
-        ):
+        buffer, start = self._open(info["ipc_handles"]), 0
+        columns = [info[name] for name in ("names", "dtype_names", "shapes", "tensor_sizes")]
+        for name, dtype, shape, size in zip(*columns, strict=True):
             part = buffer[start : start + size].view(getattr(torch, dtype)).view(shape)
             self._weights[name] = part.clone()
             self._came.add(name)
@@ -82,8 +80,6 @@ class Worker:
         return [sorted(self._weights.keys() - self._came)]
 
     def finish_weight_update(self, version: int) -> list[dict[str, int]]:
-        from megatron_ibpo.weights.transfer.wire import checksum
-
         self._buffer = None
         return [{name: checksum(tensor) for name, tensor in self._weights.items()} if self._checked else {}]
 
@@ -91,14 +87,10 @@ class Worker:
         return sum(tensor.double().sum().item() for tensor in self._weights.values())
 
     def _open(self, handle: Any) -> torch.Tensor:
-        """Once an update: the sender has one buffer. vLLM's handles are arguments by the GPU's UUID."""
+        """The sender has one buffer. vLLM's handles are arguments by the GPU's UUID."""
         if self._buffer is None:
-            if isinstance(handle, dict):
-                from torch.multiprocessing.reductions import rebuild_cuda_tensor
-
-                (arguments,) = handle.values()
-                self._buffer = rebuild_cuda_tensor(*arguments)
-            else:
-                rebuild, arguments = handle
-                self._buffer = rebuild(*arguments)
+            rebuild, arguments = (
+                (rebuild_cuda_tensor, *handle.values()) if isinstance(handle, dict) else handle
+            )
+            self._buffer = rebuild(*arguments)
         return self._buffer
