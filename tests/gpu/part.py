@@ -22,7 +22,8 @@ def main() -> None:
     job = Job(told.device, told.quick, told.scratch, told.variant)
     job.note(status="running")
     try:
-        check_device(job)
+        if job.on_gpu and not importlib.import_module("torch").cuda.is_available():
+            raise Skipped("torch finds no CUDA device; --device cpu runs the same with tiny shapes")
         if job.on_gpu and job.quick:
             tune_among(2)
         importlib.import_module(f"parts.{told.name}").run(job)
@@ -44,15 +45,6 @@ def missing_package(error: BaseException) -> str | None:
     known = {"megatron": "megatron-core"}
     known |= {name: name for name in ("hypothesis", "pytest", "tyro", "msgpack", "matplotlib", "tensorboard")}
     return known.get((name or "").partition(".")[0])
-
-
-def check_device(job: Job) -> None:
-    if not job.on_gpu:
-        return
-    import torch
-
-    if not torch.cuda.is_available():
-        raise Skipped("torch finds no CUDA device; --device cpu runs the same with tiny shapes")
 
 
 def tune_among(configurations: int) -> None:

@@ -7,7 +7,7 @@ import zipfile
 from importlib import metadata
 from pathlib import Path
 
-REQUIREMENTS = Path(__file__).resolve().parent.parent.parent / "requirements"
+REQUIREMENTS = Path(__file__).resolve().parents[2] / "requirements"
 PACKAGES = (
     *("megatron-core", "flash-linear-attention", "fla-core", "einops", "psutil"),
     *("pytest", "iniconfig", "packaging", "pluggy", "pygments", "hypothesis", "sortedcontainers"),
@@ -38,7 +38,10 @@ def download(folder: Path) -> int:
 
 
 def unpack(folder: Path, into: Path) -> list[str]:
-    chosen = [file for file in sorted(folder.glob("*.whl")) if not is_installed(file.name)]
+    """Unpack what this Python has not installed; the names of the files."""
+    installed = {plain(found.name) for found in metadata.distributions()}
+    wheels = sorted(folder.glob("*.whl"))
+    chosen = [file for file in wheels if plain(file.name.partition("-")[0]) not in installed]
     for file in chosen:
         with zipfile.ZipFile(file) as archive:
             archive.extractall(into)
@@ -53,10 +56,5 @@ def for_other_pythons(folder: Path) -> list[str]:
     return sorted(name for name, python in compiled.items() if python != own)
 
 
-def is_installed(wheel: str) -> bool:
-    name = re.sub("[-_.]+", "-", wheel.partition("-")[0])
-    try:
-        metadata.distribution(name)
-    except metadata.PackageNotFoundError:
-        return False
-    return True
+def plain(name: str) -> str:
+    return re.sub("[-_.]+", "-", name).lower()

@@ -1,6 +1,7 @@
 """The Python files that pages have users write."""
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from support.paths import ROOT
@@ -9,9 +10,9 @@ DOCS = ROOT / "docs"
 PAGES = [DOCS / "extending.md", DOCS / "rewards.md", DOCS / "http_rewards.md", DOCS / "environments.md"]
 
 
-def write_modules(directory: Path) -> None:
-    text = "".join(page.read_text() for page in PAGES)
+def write_modules(directory: Path, pages: Sequence[Path] = PAGES, count: int = 14) -> None:
+    text = "".join(page.read_text() for page in pages)
     blocks = re.findall(r"```python\n# (\w+\.py)\n(.*?)```", text, re.DOTALL)
-    assert len(blocks) == text.count("```python") == 14
+    assert len(blocks) == text.count("```python") == count
     for name, code in blocks:
         (directory / name).write_text(code)

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import random
-import re
 from itertools import accumulate
 from types import ModuleType, SimpleNamespace
 
 from support import openenv_server
-from support.paths import ROOT
+from support.documented_modules import DOCS, write_modules
 
 KINDS = SimpleNamespace(GAME_MESSAGE="message")
 
 
 def write_compared_environments(directory) -> None:
-    page = (ROOT / "docs" / "environments_compared.md").read_text()
-    blocks = re.findall(r"```python\n# (\w+\.py)\n(.*?)```", page, re.DOTALL)
-    assert len(blocks) == page.count("```python") == 7
-    for name, code in blocks:
-        (directory / name).write_text(code)
+    write_modules(directory, [DOCS / "environments_compared.md"], 7)
 
 
 def stand_ins() -> dict[str, ModuleType]:

@@ -28,27 +28,16 @@ def run(job: Job) -> None:
     load, config, sequences = set_up(job, job.variant)
     policy, _ = start_policy(config)
     policy.update(sequences)  # kernels are compiled and state is made in the first step
-    with waits_said(), counted() as waits:
-        policy.update(sequences)
-    rows: list[dict[str, Any]] = [
-        {"place": place, "for": asked_by, "times": times} for (place, asked_by), times in waits.items()
-    ]
-    rows.sort(key=lambda row: -row["times"])
-    own = sum(row["times"] for row in rows if row["place"].startswith("megatron_ibpo/"))
-    total = sum(row["times"] for row in rows)
-    job.note(
-        load=vars(load), waits=rows, own=own, total=total,
-        summary=f"{total} waits in a step, {own} of them in lines of our own",
-    )  # fmt: skip
-
-
-@contextmanager
-def waits_said() -> Iterator[None]:
-    torch.cuda.set_sync_debug_mode("warn")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    with counted() as waits:
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            policy.update(sequences)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    rows = [{"place": places[0], "for": places[1], "times": times} for places, times in waits.most_common()]
+    own = sum(times for (place, _), times in waits.items() if place.startswith("megatron_ibpo/"))
+    said = f"{waits.total()} waits in a step, {own} of them in lines of our own"
+    job.note(load=vars(load), waits=rows, own=own, total=waits.total(), summary=said)
 
 
 @contextmanager

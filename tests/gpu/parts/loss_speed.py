@@ -1,5 +1,6 @@
 """The loss beside its peers: `tools/bench_loss.py` at P1 (logits given) and P2 (LM head fused), H = 2048."""
 
+import math
 import os
 
 from job import Job, check
@@ -25,15 +26,10 @@ def run(job: Job) -> None:
             rows.append(row)
             job.note(times=rows)
         job.note(summary=", ".join(spoken(rows)))
-    check_errors(errors, bound=2**-6 if job.on_gpu else 1e-5)
-
-
-def check_errors(errors: list[dict], bound: float) -> None:
-    """Ours must be right; the peers' errors are only noted."""
+    bound = 2**-6 if job.on_gpu else 1e-5
     for row in errors:
-        if row["contestant"].startswith("ours"):
-            check("gradient_errors" in row, f"{row}")
-            check(max(row["gradient_errors"]) <= bound and row["loss_error"] <= bound, f"{row}")
+        if row["contestant"].startswith("ours"):  # the peers' are only noted
+            check(max([*row.get("gradient_errors", [math.inf]), row["loss_error"]]) <= bound, f"{row}")
 
 
 def spoken(rows: list[dict]) -> list[str]:

@@ -4,7 +4,6 @@ import os
 import re
 import shutil
 from collections import Counter
-from pathlib import Path
 
 from job import Job, Skipped, check
 from pytest_run import run_pytest
@@ -34,7 +33,7 @@ def run(job: Job) -> None:
     # memory that torch keeps for reuse would hide what lies beyond a tensor's end
     environment = dict(os.environ, PYTORCH_NO_CUDA_MEMORY_CACHING="1", OMP_NUM_THREADS="1")
     counts = run_pytest(["tests/gpu", "-k", CASES], job.scratch, environment, tuple(command))
-    said = log_of(log)
+    said = log.read_text(errors="replace") if log.exists() else ""
     job.note(**counts, sanitizer=said[-2000:], summary=f"{counts['passed']} tests, {last_line(said)}")
     print(said[-4000:])
     check(counts["passed"] > 0 and not counts["failures"], f"{counts}; {last_line(said)}")
@@ -52,10 +51,6 @@ def check_readers(job: Job, said: str) -> None:
     ours = [name for name in readers if any(kernel in name for kernel in KERNELS)]
     check(not ours, f"memory that nobody wrote is read by {', '.join(ours)}")
     job.note(summary=f"{sum(readers.values())} reads, all by torch's own kernels; {last_line(said)}")
-
-
-def log_of(path: Path) -> str:
-    return path.read_text(errors="replace") if path.exists() else ""
 
 
 def last_line(text: str) -> str:
