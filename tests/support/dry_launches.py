@@ -1,7 +1,7 @@
-"""Launches every kernel with every loss variant, up to compiling."""
+"""Launches every kernel with every loss variant up to compiling: only so are arguments bound as on a GPU."""
 
 import os
-from typing import Any
+from types import SimpleNamespace
 
 import torch
 from triton.backends.compiler import GPUTarget
@@ -14,39 +14,29 @@ from megatron_ibpo.loss import VARIANTS
 from support.kernel_cases import make_batch, options_for, run
 
 
-class NoDevice:
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, _: int) -> int:
-        return 0
-
-
 def launch_everything() -> int:
+    """Launch the loss of every variant, forward and backward, and return how many signatures there were."""
     bound: set[tuple[str, str]] = set()
-    driver.set_active(NoDevice())
-
-    def count(kernel: Any, key: str, *_: Any, **__: Any) -> None:
-        bound.add((kernel.__name__, key))
-
-    JITFunction._do_compile = count  # where it returns nothing, nothing is launched
+    h100 = GPUTarget("cuda", 90, 32)
+    driver.set_active(SimpleNamespace(
+        get_current_target=lambda: h100, get_current_device=lambda: 0, get_current_stream=lambda _: 0
+    ))  # fmt: skip
+    # where it returns nothing, nothing is launched
+    JITFunction._do_compile = lambda kernel, key, *_, **__: bound.add((kernel.__name__, key))
     # the kernels write nothing: NaN, unlike whatever memory holds, passes as a log-prob
     torch.use_deterministic_algorithms(True)
     # the kernels are there already: this only lets the loss take CPU tensors
     os.environ["TRITON_INTERPRET"] = "1"
     batch = make_batch("cpu")
+    old = batch["old_logprobs_N"]
     for variant in VARIANTS:
         options = {**options_for(variant), "backend": "triton"}
         run(batch, **options)
-        run(
-            batch, torch.bfloat16, **options, inplace=True, kl_coef=0.1,
-            ref_logprobs_N=batch["old_logprobs_N"],
-            token_weights_N=torch.ones_like(batch["old_logprobs_N"]),
-            temperature=torch.ones(len(batch["advantages"])),
-        )  # fmt: skip
+        weights = {
+            "token_weights_N": torch.ones_like(old),
+            "temperature": torch.ones(len(batch["advantages"])),
+        }
+        run(batch, torch.bfloat16, **options, **weights, inplace=True, kl_coef=0.1, ref_logprobs_N=old)
     return len(bound)
 
 

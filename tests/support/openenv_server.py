@@ -73,11 +73,10 @@ def _answer(environment, action, kind, data):
     if kind == "state":
         return "state", {}
     if kind == "mcp":
-        refusal = {"error": {"code": -32603, "message": "Environment does not support MCP"}}
-        has_tools = hasattr(environment, "tools")
-        return "mcp", {"id": data["id"]} | (
-            {"result": {"tools": environment.tools}} if has_tools else refusal
-        )
+        answer = {"error": {"code": -32603, "message": "Environment does not support MCP"}}
+        if hasattr(environment, "tools"):
+            answer = {"result": {"tools": environment.tools}}
+        return "mcp", {"id": data["id"]} | answer
     fields = vars(environment.reset(**data) if kind == "reset" else environment.step(action(**data)))
     shown = {name: value for name, value in fields.items() if name not in ("reward", "done")}
     return "observation", {"observation": shown, "reward": fields["reward"], "done": fields["done"]}

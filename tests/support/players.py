@@ -1,7 +1,5 @@
 """Policies that play episodes of an environment in a test."""
 
-from __future__ import annotations
-
 
 def say(text):
     return {"role": "assistant", "content": text}
@@ -18,15 +16,13 @@ def guess_number(environment, seed, form="{}", largest=20):
     opening = environment.reset("", "", {}, seed)
     low, high, guesses = 1, largest, []
     while True:
-        guesses.append((low + high) // 2)
-        turn = environment.step(
-            call("guess", number=guesses[-1]) if opening.tools else say(form.format(guesses[-1]))
-        )
+        guesses.append(guess := (low + high) // 2)
+        turn = environment.step(call("guess", number=guess) if opening.tools else say(form.format(guess)))
         told = turn.messages[-1]["content"].lower() if turn.messages else ""
         if turn.done or "right" in told:
             break
         assert ("higher" in told) != ("lower" in told), told
-        low, high = (guesses[-1] + 1, high) if "higher" in told else (low, guesses[-1] - 1)
+        low, high = (guess + 1, high) if "higher" in told else (low, guess - 1)
     if not turn.done:
         assert environment.step(say("Done.")).done
     score = environment.score()
