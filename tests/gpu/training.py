@@ -1,5 +1,6 @@
-"""One trainer as the driver uses it, in this process: no Ray, no engine, random responses."""
+"""One trainer of a random model as the driver uses it, in this process: no Ray, no engine."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -9,14 +10,56 @@ from typing import Any
 import numpy as np
 import torch
 from job import Job
-from random_models import SHAPES, TINY_SHAPES, make_random_model
+from safetensors.torch import save_file
 
 from megatron_ibpo.basics.records import TrainSequence, token_ids
 from megatron_ibpo.config import Config, ModelConfig, OptimizerConfig, RolloutConfig
-from megatron_ibpo.models import forward_flops, read_hf_config
+from megatron_ibpo.models import ModelShape, forward_flops, read_hf_config
+from megatron_ibpo.weights.layout.export import metadata_of
 
 if not hasattr(torch.accelerator, "empty_host_cache"):  # torch 2.11 has it by another name
     torch.accelerator.empty_host_cache = lambda: torch._C._host_emptyCache()
+
+MODELS = Path(__file__).resolve().parents[2] / "examples/models"
+QWEN3: dict[str, Any] = json.loads((MODELS / "qwen3_0_6b/config.json").read_text())
+QWEN3_NEXT: dict[str, Any] = json.loads((MODELS / "qwen3_next_80b_a3b/config.json").read_text()) | {
+    "hidden_size": 1024, "intermediate_size": 2560, "num_hidden_layers": 12, "num_attention_heads": 8,
+    "linear_num_key_heads": 8, "linear_num_value_heads": 16, "num_experts": 32, "num_experts_per_tok": 4,
+}  # fmt: skip
+"""About 1B parameters: half of the width of Qwen3-Next-80B-A3B, a quarter of its layers, 1/16 of its experts."""
+_TINY = {
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 512,
+}  # fmt: skip
+_TINY_NEXT = {
+    "linear_key_head_dim": 32, "linear_num_key_heads": 2, "linear_value_head_dim": 32,
+    "linear_num_value_heads": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+}  # fmt: skip
+SHAPES = {"qwen3": QWEN3, "qwen3_next": QWEN3_NEXT}
+TINY_SHAPES = {"qwen3": QWEN3 | _TINY, "qwen3_next": QWEN3_NEXT | _TINY | _TINY_NEXT}  # for two CPU cores
+
+
+def make_random_model(directory, config, device, dtype, seed=0) -> Path:
+    """Write config.json and one file of weights; the same for the same seed on the same kind of device."""
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text(json.dumps(config, indent=2))
+    shape = read_hf_config(directory)
+    generator = torch.Generator(device).manual_seed(seed)
+    sizes = {meta.name: meta.shape for meta in metadata_of(shape, dtype)}
+    tensors = {name: _draw(name, size, shape, generator).to(dtype).cpu() for name, size in sizes.items()}
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+def _draw(name: str, size: tuple[int, ...], shape: ModelShape, generator: torch.Generator) -> torch.Tensor:
+    drawn = torch.empty(size, device=generator.device)
+    if name.endswith("A_log"):
+        return drawn.uniform_(1, 16, generator=generator).log()
+    if len(size) > 1:
+        return drawn.normal_(0, shape.initializer_range, generator=generator)
+    is_centred = shape.zero_centered_norms and "linear_attn" not in name
+    return drawn.fill_(0.0 if is_centred else 1.0)
 
 
 @dataclass(frozen=True)
@@ -25,10 +68,6 @@ class Load:
     prompt: int
     response: int  # longest; lengths are spread evenly from an eighth of it on
     max_tokens: int  # --max-tokens-per-gpu
-
-    @property
-    def context(self) -> int:
-        return self.prompt + self.response
 
 
 def load_of(job: Job, *, slow: bool = False) -> Load:
@@ -42,10 +81,8 @@ def load_of(job: Job, *, slow: bool = False) -> Load:
 
 def make_sequences(load: Load, vocabulary: int, seed: int = 0) -> list[TrainSequence]:
     """Random tokens; half of the sequences with a positive advantage."""
-    generator, lengths = (
-        np.random.default_rng(seed),
-        np.linspace(load.response // 8, load.response, load.sequences),
-    )
+    generator = np.random.default_rng(seed)
+    lengths = np.linspace(load.response // 8, load.response, load.sequences).astype(int)
     return [
         TrainSequence(
             token_ids(generator.integers(vocabulary, size=load.prompt).tolist()),
@@ -53,7 +90,7 @@ def make_sequences(load: Load, vocabulary: int, seed: int = 0) -> list[TrainSequ
             np.ones(length, bool), advantage=1.0 if number % 2 else -0.5, weight=1.0 / load.sequences,
             prompt_index=number // 2, group=number // 2, index=number % 2,
         )
-        for number, length in enumerate(lengths.astype(int))
+        for number, length in enumerate(lengths)
     ]  # fmt: skip
 
 
@@ -65,7 +102,8 @@ def set_up(job: Job, family: str, *, slow: bool = False, **sections: Any) -> tup
     model = ModelConfig(hf_checkpoint=path, bf16=job.on_gpu, max_tokens_per_gpu=load.max_tokens)
     model.allow_local_modules = True
     optimizer = OptimizerConfig(lr=1e-4, lr_decay_style="constant", lr_warmup_fraction=0)
-    rollout = RolloutConfig(rollout_max_context_len=load.context, rollout_max_response_len=load.response)
+    rollout = RolloutConfig(rollout_max_response_len=load.response)
+    rollout.rollout_max_context_len = load.prompt + load.response
     config = Config(model=model, optimizer=optimizer, rollout=rollout, **sections)
     return load, config, make_sequences(load, read_hf_config(path).vocab_size)
 

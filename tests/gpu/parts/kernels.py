@@ -4,7 +4,7 @@ import importlib.util
 import os
 
 from job import Job, Skipped, check
-from pytest_run import run_pytest
+from processes import run_pytest
 
 QUICK = "auto_chooses or variant_equals or real_vocabulary or offset_beyond or no_memory or head_in_bf16"
 

@@ -4,7 +4,7 @@ import importlib.util
 import os
 
 from job import Job, Skipped, check
-from pytest_run import run_pytest
+from processes import run_pytest
 
 
 def run(job: Job) -> None:

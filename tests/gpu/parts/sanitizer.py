@@ -6,7 +6,7 @@ import shutil
 from collections import Counter
 
 from job import Job, Skipped, check
-from pytest_run import run_pytest
+from processes import run_pytest
 
 KERNELS = (
     "logits_gradient_kernel", "row_statistics_kernel", "combine_kernel", "segment_sums_kernel",
