@@ -26,7 +26,7 @@ QWEN3_NEXT: dict[str, Any] = json.loads((MODELS / "qwen3_next_80b_a3b/config.jso
     "hidden_size": 1024, "intermediate_size": 2560, "num_hidden_layers": 12, "num_attention_heads": 8,
     "linear_num_key_heads": 8, "linear_num_value_heads": 16, "num_experts": 32, "num_experts_per_tok": 4,
 }  # fmt: skip
-"""About 1B parameters: half of the width of Qwen3-Next-80B-A3B, a quarter of its layers, 1/16 of its experts."""
+"""About 1B parameters: half of the width of Qwen3-Next-80B-A3B, 1/4 of its layers, 1/16 of its experts."""
 _TINY = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 512,
