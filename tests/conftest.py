@@ -20,8 +20,7 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 STARTED = pytest.StashKey[float]()
 MARKS = ("world", "engine", "ray", "kernel", "slow", "lint")  # marks of tests that are no unit tests
-BUDGET_S = 60
-"""Seconds that the tests of a file may take together before the summary names it; none fails by it."""
+BUDGET_S = 60  # that the tests of a file may take together before the summary names it; none fails by it
 
 settings.register_profile("here", deadline=None)  # how long an example takes is the machine's affair
 settings.load_profile("here")

@@ -61,14 +61,16 @@ def _credited(case: str, step: int) -> Iterator[list[Any]]:
         group.corrections, group.skipped_pairs = [], 0
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "examples/tiny_qwen3")
     vocabulary = Vocabulary(
-        _correction_prompt, lambda ids: [tokenizer.decode([token]) for token in ids.tolist()],
+        lambda prompt, target, references: np.concatenate([prompt.token_ids, target, *references]),
+        lambda ids: [tokenizer.decode([token]) for token in ids.tolist()],
         placeholder_id=tokenizer.pad_token_id,
-    )  # fmt: skip
+    )
     context = CreditContext(
         algorithm, RolloutConfig(rollout_max_response_len=RESPONSE_TOKENS), vocabulary, max_context=1024,
         seed=0, step=step - 1, logprobs=_logprobs, values=_values,  # recordings count from 1
     )  # fmt: skip
-    credit = credit_at_once(groups, context, lambda requests: [next(answers) for _ in requests], _score)
+    # recorded corrections are scored
+    credit = credit_at_once(groups, context, lambda asked: [next(answers) for _ in asked], lambda pairs: None)
     assert next(answers, None) is None, "every correction was asked for"
     for sequence in credit.sequences:
         found = [getattr(sequence, name) for name in COLUMNS]
@@ -83,14 +85,6 @@ def _answers(groups: Any, wanted: int) -> Iterator[Any]:
             taken[correction.target] += 1
             if taken[correction.target] <= wanted:
                 yield correction.response
-
-
-def _score(pairs: Any) -> None:
-    assert all(response.reward is not None for _, response in pairs), "recorded corrections are scored"
-
-
-def _correction_prompt(prompt: Any, target: Any, references: Any) -> Any:
-    return np.concatenate([prompt.token_ids, target, *references])
 
 
 def _logprobs(queries: Any) -> list[Any]:
