@@ -63,10 +63,7 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(items):
-    """Mark what carries no other mark of pyproject.toml as `unit`, and take files that start processes first.
-
-    A worker that is done with the long ones finds short ones.
-    """
+    """Mark what carries no other mark as `unit`; files that start processes come first, as they take long."""
     long = set()
     for item in items:
         marks = [name for name in MARKS if item.get_closest_marker(name)]

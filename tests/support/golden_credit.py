@@ -69,7 +69,6 @@ def _credited(case: str, step: int) -> Iterator[list[Any]]:
         algorithm, RolloutConfig(rollout_max_response_len=RESPONSE_TOKENS), vocabulary, max_context=1024,
         seed=0, step=step - 1, logprobs=_logprobs, values=_values,  # recordings count from 1
     )  # fmt: skip
-    # recorded corrections are scored
     credit = credit_at_once(groups, context, lambda asked: [next(answers) for _ in asked], lambda pairs: None)
     assert next(answers, None) is None, "every correction was asked for"
     for sequence in credit.sequences:
@@ -84,6 +83,7 @@ def _answers(groups: Any, wanted: int) -> Iterator[Any]:
         for correction in group.corrections:
             taken[correction.target] += 1
             if taken[correction.target] <= wanted:
+                assert correction.response.reward is not None, "recorded corrections are scored"
                 yield correction.response
 
 
