@@ -1,18 +1,14 @@
 """Imported once by the server from which `ranks` forks its processes: what every rank needs."""
 
 import gc
+import importlib
 
-import pytest  # noqa: F401
-import safetensors.torch  # noqa: F401
-import torch.distributed  # noqa: F401
-from megatron.core.distributed import DistributedDataParallel  # noqa: F401
-from megatron.core.fusions import fused_bias_dropout  # noqa: F401
-from megatron.core.models.gpt import GPTModel  # noqa: F401
-from megatron.core.optimizer import get_megatron_optimizer  # noqa: F401
-
-import megatron_ibpo.models.delta_net.layer
-import megatron_ibpo.policy.rank  # noqa: F401
-
+for module in (
+    "pytest", "safetensors.torch", "torch.distributed", "megatron.core.distributed",
+    "megatron.core.fusions.fused_bias_dropout", "megatron.core.models.gpt", "megatron.core.optimizer",
+    "megatron_ibpo.models.delta_net.layer", "megatron_ibpo.policy.rank",
+):  # fmt: skip
+    importlib.import_module(module)
 # Megatron collects garbage at every save of a sharded optimizer; ranks need not look through all this again
 gc.collect()
 gc.freeze()

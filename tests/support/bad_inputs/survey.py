@@ -1,6 +1,7 @@
 """Tries bad inputs of every family and counts how they end: SEED COUNT [FILE [FAMILY…]]."""
 
 import contextlib
+import importlib
 import json
 import os
 import random
@@ -35,6 +36,13 @@ DOORS = {name: command.python for name, command in COMMANDS.items()} | {
     "convert-gguf": (str(ROOT / "tools/convert_gguf_to_hf.py"),),
     "choice": ("-m", "megatron_ibpo.commands.choose_recipe"),
 }  # name of a command → what Python runs for it
+MODULES = (
+    "gguf", "matplotlib.pyplot", "reasoning_gym", "transformers.integrations.ggml",
+    "megatron_ibpo.run.in_one_process", "megatron_ibpo.run.on_cluster", "megatron_ibpo.run.open",
+    "megatron_ibpo.plan.run_plan", "megatron_ibpo.plan.search", "megatron_ibpo.report.page.static",
+    "megatron_ibpo.study.study_run", "megatron_ibpo.weights.formats.convert",
+    "megatron_ibpo.weights.formats.gguf",
+)  # fmt: skip
 CRASH = re.compile(r"^Traceback \(most recent call last\)|internal error|please report it", re.MULTILINE)
 
 
@@ -55,21 +63,9 @@ def main(seed, count, file=os.devnull, *only):
 
 def _import_all():
     """Import what the commands do, so that a child does not; that starts no threads."""
-    import gguf  # noqa: F401
-    import matplotlib.pyplot  # noqa: F401
-    import reasoning_gym  # noqa: F401
+    for module in MODULES:
+        importlib.import_module(module)
     from transformers import AutoTokenizer, LlamaForCausalLM, Qwen3ForCausalLM  # noqa: F401
-    from transformers.integrations import ggml  # noqa: F401
-
-    import megatron_ibpo.plan.run_plan
-    import megatron_ibpo.plan.search
-    import megatron_ibpo.report.page.static
-    import megatron_ibpo.run.in_one_process
-    import megatron_ibpo.run.on_cluster
-    import megatron_ibpo.run.open
-    import megatron_ibpo.study.study_run
-    import megatron_ibpo.weights.formats.convert
-    import megatron_ibpo.weights.formats.gguf  # noqa: F401
 
     assert len(os.listdir("/proc/self/task")) == 1, "a fork would leave locks of threads behind"
 
