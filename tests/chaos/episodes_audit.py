@@ -13,14 +13,6 @@ from megatron_ibpo.run.run_data import training_prompts
 from megatron_ibpo.run.settings import parse_config
 
 
-def stretches(sample):
-    """Yield (whether the policy wrote it, its ids) of every stretch of the sample."""
-    edges = np.flatnonzero(np.diff(sample.loss_mask.astype(int)))
-    starts = [0, *(edges + 1).tolist()]
-    for start, end in zip(starts, [*starts[1:], len(sample.token_ids)], strict=True):
-        yield bool(sample.loss_mask[start]), sample.token_ids[start:end].tolist()
-
-
 def replay_problems(sample, prompt, environment, chat, *, ends, seed, is_correction=False):
     """How an episode differs from a fresh environment's, which did not see turns without one of `ends`."""
     seeded = derive_seed("environment", seed, prompt.index)
@@ -29,8 +21,10 @@ def replay_problems(sample, prompt, environment, chat, *, ends, seed, is_correct
     if not is_correction and chat.open(opening.messages, opening.tools) != sample.prompt_token_ids.tolist():
         problems.append("the opening differs")
     ids, answer = sample.prompt_token_ids.tolist(), None
-    for is_policys, stretch in stretches(sample):
-        if is_policys:
+    edges = np.flatnonzero(np.diff(sample.loss_mask.astype(int))) + 1
+    stretches, masks = np.split(sample.token_ids, edges), np.split(sample.loss_mask, edges)
+    for stretch, mask in zip((own.tolist() for own in stretches), masks, strict=True):
+        if mask[0]:  # the policy wrote it
             ended = stretch[-1] in ends
             answer = environment.step(chat.read(stretch, opening.tools)) if ended else None
         elif answer is None or chat.extend(ids, answer.messages) != stretch:

@@ -97,7 +97,7 @@ def _one_of(rng, kind, processes):
 def inject(fault, rng, trial) -> float:
     """Let it happen. What would stand still for good goes on after a while: the seconds that this took."""
     if fault.victim == "disk":
-        return _fill(trial.run_dir.parent, rng.uniform(1, 4))
+        return _fill(trial.run_dir.parent / "filling", rng.uniform(1, 4))
     if fault.victim == "failing disk":
         trial.failing.write_text(str(getattr(errno, fault.signal)))
     elif fault.victim == "directory":
@@ -201,8 +201,7 @@ def _tear_checkpoint(trial, rng) -> str:
 TEARS = {"journal": _tear_journal, "checkpoint": _tear_checkpoint}
 
 
-def _fill(disk, seconds) -> float:
-    filling = disk / "filling"
+def _fill(filling, seconds) -> float:
     with suppress(OSError), filling.open("wb", buffering=0) as file:
         while file.write(b"x" * 2**20):
             pass

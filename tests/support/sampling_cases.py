@@ -13,10 +13,6 @@ def make_prompts(first: int, count: int = ROLLOUT.rollout_batch_size) -> list[Pr
     return [Prompt(i, token_ids([i + 2, 7]), 1, "", "", "") for i in range(first, first + count)]
 
 
-def is_correct(prompt: Prompt, sample: Sample) -> bool:
-    return (prompt.index + int(sample.token_ids.sum())) % 3 == 0
-
-
 def judge(prompt: Prompt, sample: Sample) -> None:
-    sample.correct = is_correct(prompt, sample)
+    sample.correct = (prompt.index + int(sample.token_ids.sum())) % 3 == 0
     sample.reward = float(sample.correct)
