@@ -54,7 +54,14 @@ def run_ranks(function: Callable[..., Any], size: int, *args: Any, timeout: floa
                 if process.is_alive():  # it writes its stacks, as `_run_one` arranged
                     os.kill(process.pid, signal.SIGUSR1)
             time.sleep(0.5 if late else 0)
-            return _results(outcomes, size, timeout, Path(scratch))
+            failures = [f"rank {rank}: {said}" for rank, (well, said) in sorted(outcomes.items()) if not well]
+            for rank in {*range(size)} - outcomes.keys():
+                stack = Path(scratch, f"{rank}.stack")
+                shown = stack.read_text() if stack.exists() else ""
+                failures.append(f"rank {rank} had not finished (time-out {timeout} s)\n{shown}")
+            if failures:
+                raise RankFailed("\n".join(failures))
+            return [outcomes[rank][1] for rank in range(size)]
         finally:
             for process, pipe in zip(processes, pipes, strict=True):
                 if pipe.closed:  # it has reported and is about to end
@@ -94,17 +101,6 @@ def _collect(pipes: list[Any], deadline: float) -> dict[int, tuple[bool, Any]]:
             if not outcomes[rank][0]:
                 deadline = min(deadline, time.monotonic() + GRACE_S)
     return outcomes
-
-
-def _results(outcomes: dict[int, tuple[bool, Any]], size: int, timeout: float, scratch: Path) -> list[Any]:
-    failures = [f"rank {rank}: {outcomes[rank][1]}" for rank in sorted(outcomes) if not outcomes[rank][0]]
-    for rank in {*range(size)} - outcomes.keys():
-        stack = scratch / f"{rank}.stack"
-        shown = stack.read_text() if stack.exists() else ""
-        failures.append(f"rank {rank} had not finished (time-out {timeout} s)\n{shown}")
-    if failures:
-        raise RankFailed("\n".join(failures))
-    return [outcomes[rank][1] for rank in range(size)]
 
 
 def _run_one(rank, size, port, scratch, pipe, test, function, args) -> None:

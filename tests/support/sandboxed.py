@@ -9,17 +9,11 @@ import pytest
 _PR_SET_CHILD_SUBREAPER = 36
 
 
-def _why_not() -> str | None:
-    """Asked of bwrap alone, so that a fault of our own is a failure and no skipped test."""
-    bwrap = shutil.which("bwrap")
-    if bwrap is None:
-        return "no bubblewrap here: apt-get install bubblewrap"
+WHY_NOT: str | None = "no bubblewrap here: apt-get install bubblewrap"
+if bwrap := shutil.which("bwrap"):  # asked alone, so that a fault of our own is a failure and no skipped test
     command = [bwrap, "--unshare-all", "--ro-bind", "/", "/", "true"]
     tried = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    return None if tried.returncode == 0 else f"no namespaces here: {tried.stderr.strip()}"
-
-
-WHY_NOT = _why_not()
+    WHY_NOT = None if tried.returncode == 0 else f"no namespaces here: {tried.stderr.strip()}"
 needs_sandbox = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 
 

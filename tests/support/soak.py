@@ -46,7 +46,13 @@ def main() -> int:
     if not memory:
         print(f"{steps} steps are too few to tell")
         return 1
-    growth = {process: _growth(series, WARM * steps) for process, series in sorted(memory.items())}
+    growth, warm = {}, WARM * steps
+    for process, series in sorted(
+        memory.items()
+    ):  # of the median, from the first tenth after the start to the last
+        early = [mib for step, mib in series if warm <= step < 2 * warm]
+        late = [mib for step, mib in series if step > 0.9 * series[-1][0]]
+        growth[process] = statistics.median(late) - statistics.median(early)
     for process, grown in growth.items():
         print(f"{process}: {memory[process][-1][1]:.0f} MiB, {grown:+.1f} MiB since step {WARM * steps:.0f}")
     result = {
@@ -96,14 +102,6 @@ def _memory(driver):
             name = named.get(process.pid) or f"{os.path.basename(words[0])} {process.pid}"
             memory[name] = round(process.memory_full_info().uss / 2**20, 1)
     return memory
-
-
-def _growth(series, warm):
-    """Of the median from the first tenth after the start to the last tenth."""
-    last = series[-1][0]
-    early = [mib for step, mib in series if warm <= step < 2 * warm]
-    late = [mib for step, mib in series if step > 0.9 * last]
-    return statistics.median(late) - statistics.median(early)
 
 
 if __name__ == "__main__":

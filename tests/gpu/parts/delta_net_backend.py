@@ -38,16 +38,13 @@ def run(job: Job) -> None:
                 found[name] = {"error": f"{type(error).__name__}: {error}"[:500]}
         found[name]["served_by"] = sorted(by) or ["triton"]
         job.note(back_ends=found, tokens=len(large["value"]))
-    job.note(summary="; ".join(f"{name}: {spoken(own)}" for name, own in found.items()))
+    ends = {name: f"{own['ms']['median']:.1f} ms" if "ms" in own else "failed" for name, own in found.items()}
+    said = [f"{name}: {' and '.join(found[name]['served_by'])}, {end}" for name, end in ends.items()]
+    job.note(summary="; ".join(said))
     own = found["in trainers"]
     check(own["served_by"] == ["triton"], f"not Triton in trainers: {own}")
     is_right = "error" not in own and max(own["errors"].values()) <= delta_net.FLA_BOUND
     check(is_right, f"as trainers have it: {own}")
-
-
-def spoken(found: dict[str, Any]) -> str:
-    by = " and ".join(found["served_by"])
-    return f"{by}, failed" if "error" in found else f"{by}, {found['ms']['median']:.1f} ms"
 
 
 @contextmanager

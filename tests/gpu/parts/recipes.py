@@ -26,7 +26,12 @@ SETTINGS = {"num_rollout": 1, "eval_num_prompts": 0, "rollout_batch_size": 8}
 def run(job: Job) -> None:
     check_extension()
     os.environ["OMP_NUM_THREADS"] = str(THREADS)
-    cases = {name: of_file(name) for name in ALGORITHMS} | OTHERS
+    texts = {name: (ROOT / f"examples/algorithms/{name}.yaml").read_text() for name in ALGORITHMS}
+    files = {name: yaml.safe_load(text) for name, text in texts.items()}
+    cases = {
+        name: {key.replace("-", "_"): value for key, value in own.items()} for name, own in files.items()
+    }
+    cases |= OTHERS
     if not job.on_gpu:
         cases = {name: cases[name] for name in ("ppo", "fused")}
     jobs = [(name, gpus) for name in cases for gpus in ("", None)]
@@ -43,8 +48,3 @@ def run(job: Job) -> None:
     job.note(differences=differences, summary=f"{len(cases)} recipes: a step as on the CPU to {to}")
     for name, own in differences.items():
         check_equal(name, own)
-
-
-def of_file(name: str) -> dict[str, Any]:
-    text = (ROOT / f"examples/algorithms/{name}.yaml").read_text()
-    return {key.replace("-", "_"): value for key, value in yaml.safe_load(text).items()}

@@ -53,7 +53,7 @@ def one_round(job: Job, rank: Any, tenant: PipeLink) -> dict[str, Any]:
     found["free_again"] = free(job)
     started = time.perf_counter()
     rank.residence.bring(Held.EVERYTHING)
-    synchronize(job)
+    free(job)  # waits for the GPU
     found["return_seconds"] = time.perf_counter() - started
     found["weights_kept"] = sums(rank) == before
     return found
@@ -64,13 +64,10 @@ def sums(rank: Any) -> dict[str, int]:
 
 
 def free(job: Job) -> int:
-    synchronize(job)
-    return torch.cuda.mem_get_info()[0] if job.on_gpu else 0
-
-
-def synchronize(job: Job) -> None:
-    if job.on_gpu:
-        torch.cuda.synchronize()
+    if not job.on_gpu:
+        return 0
+    torch.cuda.synchronize()
+    return torch.cuda.mem_get_info()[0]
 
 
 class Tenant:
