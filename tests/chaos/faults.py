@@ -55,16 +55,16 @@ class Fault:
         return self.signal == STOP and self.victim in NEVER_CONTINUED
 
 
-WITHOUT_PROCESS = {"disk": ["full"], "failing disk": ["EIO", "EROFS"], "directory": ["deleted"]}
-WITHOUT_PROCESS["start"] = ["busy"]
+WITHOUT_PROCESS = {
+    "disk": ["full"], "failing disk": ["EIO", "EROFS"], "directory": ["deleted"], "start": ["busy"],
+}  # fmt: skip
 
 
 def choose(rng, trial, kinds, spared) -> Fault:
     """A fault at random: first what it hits, then how. On a cluster, a raylet and all that is on its node."""
     if trial.cluster is not None:
-        return Fault(
-            "raylet", rng.choice([KILL, TERM, STOP]), _one_of(rng, "raylet", raylets_above(kinds["engine"]))
-        )
+        raylet = _one_of(rng, "raylet", raylets_above(kinds["engine"]))
+        return Fault("raylet", rng.choice([KILL, TERM, STOP]), raylet)
     engines = [one for one in kinds["engine"] if engine_index(one) not in spared]
     hosts = [host for host in kinds["host"] if not spared & {engine_index(one) for one in children(host)}]
     kinds |= {"driver": [psutil.Process(trial.pid())], "engine": engines, "host": hosts}
