@@ -1,8 +1,6 @@
 """These tests need Triton's interpreter, which is chosen when Triton is imported:
 `tests/kernels/test_kernels.py` runs them in a process of their own. Elsewhere they are not collected."""
 
-from __future__ import annotations
-
 import os
 
 import pytest
@@ -19,10 +17,9 @@ def language_patched_once():
     modules, patch_language = set(), interpreter._patch_lang
 
     def patch_once(function):
-        if function.__module__ in modules:
-            return interpreter._LangPatchScope()
-        modules.add(function.__module__)
-        patch_language(function)  # not restored
+        if function.__module__ not in modules:
+            modules.add(function.__module__)
+            patch_language(function)  # not restored
         return interpreter._LangPatchScope()
 
     with pytest.MonkeyPatch.context() as patch:

@@ -1,6 +1,7 @@
 """The reference loss: golden values by hand, gradients against autograd, edge rows, equivalences."""
 
 import math
+import re
 import subprocess
 import sys
 from itertools import product
@@ -22,6 +23,7 @@ from megatron_ibpo.loss import logprobs as logprobs_module
 from megatron_ibpo.loss.segments import segment_loss
 from support.linear_cases import FUSED
 from support.loss_calls import loss_of_hidden, loss_of_logits
+from support.paths import ROOT
 
 WIDE = {"eps_low": 0.5, "eps_high": 0.5}
 HALF = math.log(0.5)
@@ -495,3 +497,21 @@ def test_the_backend_is_chosen_by_what_can_be_used(monkeypatch):
     pytest.importorskip("triton")
     assert str(choose_backend("auto", cuda, bf16)) == "triton (CUDA device)"
     assert "not torch.float64" in choose_backend("auto", cuda, torch.float64).reason
+
+
+def test_the_worked_example_trains_a_model_of_transformers():
+    """As docs/python.md has it."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.Qwen3Config(vocab_size=50, num_key_value_heads=1, head_dim=16, **shape)
+    model, names = transformers.Qwen3ForCausalLM(config), {}
+    exec(re.findall(r"```python\n(.*?)```", (ROOT / "docs/python.md").read_text(), re.DOTALL)[-2], names)
+    ids = torch.randint(50, (1, 12))
+    mask = torch.tensor([0, 0, 1, 1, 1, 0, 0, 1, 1, 1, 1, 0.0])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    given = (ids, torch.tensor([0, 6, 12], dtype=torch.int32), mask, torch.tensor([1.0, -1.0]))
+    seen = [names["train_step"](model, optimizer, *given)[1].detach() for _ in range(5)]
+    good, bad = slice(2, 5), slice(7, 11)
+    assert seen[-1][good].mean() > seen[0][good].mean() + 0.1
+    assert seen[-1][bad].mean() < seen[0][bad].mean() - 0.1
