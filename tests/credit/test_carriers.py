@@ -38,8 +38,6 @@ from support.credit_cases import (
     some_groups,
 )
 
-# ------------------------------------------------------------------------------------- dynamic sampling
-
 
 def filled(*plans, wanted=3):
     """(indices of the prompts of the batch, metrics) of rounds of groups: 0 none correct, 1 all, ? some."""
@@ -106,9 +104,6 @@ def test_dapo_decides_on_responses_and_ibpo_on_credit():
     loss = parse_config(["--advantage-estimator", "dapo"]).loss
     assert (loss.loss_variant, loss_params(loss)) == ("dapo", {"eps_low": 0.2, "eps_high": 0.28})
     assert loss.loss_aggregation == "variant", "which is the token mean"
-
-
-# ------------------------------------------------------------------------------------ overlong punishment
 
 
 def test_the_last_fifth_of_the_length_costs_up_to_one():
@@ -182,9 +177,6 @@ def test_no_wrong_response_outranks_a_right_one(drawn, name, share):
     if right and wrong:
         assert min(s.reward for s in right) >= max(s.reward for s in wrong)
         assert min(s.advantage for s in right) >= max(s.advantage for s in wrong)
-
-
-# --------------------------------------------------------------------------------------------------- PPO
 
 
 def test_generalised_advantages_by_hand():
@@ -266,9 +258,6 @@ def test_ibpo_works_on_every_carrier(name):
     assert by_kind(credit, "correction")
 
 
-# --------------------------------------------------------------------------------- trajectory diversity
-
-
 def requests_of(*prompts, prompt_ids=None, **settings):
     rollout = RolloutConfig(n_samples_per_prompt=4, **settings)
     return group_requests(prompts, rollout, seed=0, step=0, prompt_ids=prompt_ids)
@@ -309,11 +298,3 @@ def test_a_response_is_trained_on_with_the_prompt_and_temperature_it_was_sampled
     assert [s.temperature for s in responses] == [1.0, 0.7]
     assert loop.asked == [(1, 5, 90, 14, 90, *RIGHT, 27)], "corrections see the question"
     assert loop.requests[0].temperature == 1.0
-
-
-def test_cycles_are_flags_and_recipe_keys(tmp_path):
-    flags = parse_config(["--rollout-temperature-cycle", "0.8", "1.2", "--rollout-prompt-suffixes", "", "x"])
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text("rollout-temperature-cycle: [0.8, 1.2]\nrollout-prompt-suffixes: ['', x]\n")
-    assert parse_config(["--config", str(recipe)]).rollout == flags.rollout
-    assert flags.rollout.rollout_temperature_cycle == (0.8, 1.2)

@@ -25,8 +25,6 @@ from megatron_ibpo.credit import (
     find_estimator,
     find_operator,
 )
-from megatron_ibpo.credit.compared_parts import compared_pairs
-from megatron_ibpo.credit.edits import find_edits, mark_rewrites
 from megatron_ibpo.credit.estimators import group_z_score, group_z_score_bessel, leave_one_out, maxrl
 from megatron_ibpo.credit.pairing import draw_references
 from megatron_ibpo.credit.shaping import correction_bonus
@@ -44,6 +42,7 @@ from support.credit_cases import (
     fix_last,
     group,
     ids_of,
+    in_turn,
     of_preset,
     plain,
     prompt,
@@ -113,16 +112,6 @@ def test_weights_count_every_response_of_the_step():
     }  # fmt: skip
 
 
-def test_a_group_of_equal_shaped_rewards_is_counted_and_gives_no_gradient():
-    """All eight wrong, all eight corrected: r' is .3 everywhere."""
-    credit = Loop(fix_last).credit([group(*[[10, 11, 12, 14]] * 8)], algorithm())
-    assert [s.advantage for s in credit.sequences] == [0.0] * 16
-    assert credit.metrics["shaped_reward"] == pytest.approx(0.3)
-    assert credit.metrics["degenerate_groups"] == 1
-    assert credit.metrics["degenerate_correction_groups"] == 1
-    assert credit.metrics["var_advantage"] == pytest.approx(0, abs=1e-30)
-
-
 def test_what_is_switched_off_leaves_the_rest_bit_for_bit():
     """Without shaping and joint training IBPO is GSPO, and either alone changes nothing of the other."""
 
@@ -156,7 +145,8 @@ def test_a_group_without_a_wrong_response_asks_for_nothing_and_gives_no_gradient
     credit = loop.credit([made], algorithm())
     assert loop.requests == made.corrections == []
     assert [s.advantage for s in credit.sequences] == [0.0] * 3
-    assert (credit.metrics["groups_all_correct"], credit.metrics["corrections"]) == (1, 0)
+    expected = {"groups_all_correct": 1, "degenerate_groups": 1, "corrections": 0}
+    assert expected.items() <= credit.metrics.items()
     assert "correction_success" not in credit.metrics
 
 
@@ -199,9 +189,6 @@ def test_who_arrives_first_changes_no_credit(name, seed, order):
     streamed = assign_credit(arriving, config)
     assert plain(streamed.sequences) == plain(at_once.sequences)
     assert streamed.metrics == at_once.metrics
-
-
-# ---------------------------------------------------------------------------------------------- follow-ups
 
 
 def test_what_is_asked_depends_on_seed_step_and_the_group_alone():
@@ -288,67 +275,27 @@ def test_a_pair_that_does_not_fit_the_context_is_skipped_and_counted_once():
     assert made.skipped_pairs == 1
 
 
-# ---------------------------------------------------------------------------------- distances and rewrites
-
-
-def corrected_group(y, y_hat, *references):
-    made = group(y, *references)
-    made.corrections = [correction(0, response(y_hat, 1.0), tuple(range(1, 1 + len(references))))]
-    return made
-
-
-def marked(groups, threshold):
-    """The threshold in force, after corrections were compared with what they correct."""
-    pairs = compared_pairs(groups, None)
-    _, edits = find_edits(pairs, mark_insertions=False)
-    return mark_rewrites(pairs, edits, threshold, None)
-
-
-def test_what_counts_as_a_rewrite():
-    y, far = [1, 2, 3, 4, 5], [1, 8, 8, 8, 8]
-    cases = [
-        ([1, 2, 8, 8, 8], [[9] * 5], False),  # d(y, ŷ) = 3/5 does not exceed α = .6
-        (far, [[9, 9, 9, 9, 8]], False),  # 4/5 does, but ŷ is just as far from the reference
-        (far, [[9] * 5, [9, 9, 9, 8, 8]], True),  # the nearest of two references counts: 3/5
+def test_a_rewrite_is_far_from_its_target_and_nearer_to_a_reference():
+    near, far, reference = [1, 2, 8, 8, 13], [1, 8, 8, 8, 13], [9, 9, 9, 9, 13]
+    for answer, references, rewritten in (
+        (near, [reference], False),  # d(y, ŷ) = 3/5 does not exceed α = .6
+        (far, [reference], False),  # 4/5 does, but ŷ is just as far from the reference
+        (far, [reference, [9, 9, 9, 8, 13]], True),  # the nearest of two references counts: 3/5
         (far, [], True),  # without a reference α alone decides
-    ]
-    groups = [corrected_group(y, y_hat, *references) for y_hat, references, _ in cases]
-    assert marked(groups, 0.6) == 0.6
-    assert [made.corrections[0].rewritten for made in groups] == [rewritten for *_, rewritten in cases]
-    # adaptive: d = 0 five times and 1 once, mean 1/6, std √5/6, α = 1/6 + √5/3 = .912
-    groups = [corrected_group([7, 7], y_hat, [9, 9]) for y_hat in [[7, 7]] * 5 + [[9, 9]]]
-    assert marked(groups, "adaptive") == pytest.approx(1 / 6 + 5**0.5 / 3)
-    assert [made.corrections[0].rewritten for made in groups] == [False] * 5 + [True]
+    ):
+        made = group([1, 2, 3, 4, 5], *references)
+        Loop(in_turn(answer)).credit([made], algorithm(ibpo_k=3))
+        assert made.corrections[0].rewritten is rewritten
 
 
 def test_a_filter_that_cannot_fire_is_shown():
-    """A distance never exceeds 1."""
-    metrics = Loop(lambda x: [13, 13]).credit([group([14])], algorithm(ibpo_rewrite_threshold=1.0)).metrics
-    assert (metrics["rewrite_threshold"], metrics["rewrite_filter_off"], metrics["rewrite_rate"]) == (1, 1, 0)
-    metrics = Loop(lambda x: candidates(x)[0]).credit([group([14])], algorithm()).metrics
-    assert (metrics["noop_rate"], metrics["rewrite_filter_off"]) == (1, 0)
-
-
-@pytest.mark.parametrize(
-    ("y", "y_hat", "distance", "share"),
-    [
-        ([], [], 0.0, 0.0),
-        ([1], [], 1.0, 0.0),
-        ([1, 2, 3], [1, 3], 1 / 3, 2 / 3),
-        ([1, 2], [2, 1], 1.0, 0.5),  # two replaced, or one left out and one put in: the latter keeps more
-        ([7, 8], [7, 8], 0.0, 1.0),  # the correction's end is no edit
-    ],
-)
-def test_what_the_edit_distance_tells_of_a_correction(y, y_hat, distance, share):
-    made = Group(prompt(), [response(y, 0.0, "length"), response(y, 0.0)])
-    made.corrections = [correction(0, response(y_hat, 1.0), (1,))]
-    marked([made], 0.6)
-    (found,) = made.corrections
-    assert (found.distance, found.reference_distance) == (distance, distance)
-    assert found.unmodified_share == share
-
-
-# ------------------------------------------------------------------------------------ shaping, operators
+    """A distance never exceeds 1, and one alone is its own adaptive threshold."""
+    for threshold in (1.0, "adaptive"):
+        config = algorithm(ibpo_rewrite_threshold=threshold)
+        metrics = Loop(lambda x: [13, 13]).credit([group([14])], config).metrics
+        assert (metrics["rewrite_threshold"], metrics["rewrite_rate"]) == (pytest.approx(1.0), 0)
+        assert metrics["rewrite_filter_off"] == (threshold == 1.0)
+    assert Loop(lambda x: candidates(x)[0]).credit([group([14])], algorithm()).metrics["noop_rate"] == 1
 
 
 def test_with_several_corrections_the_bonus_is_their_mean():
@@ -425,9 +372,6 @@ def test_an_operator_must_keep_to_its_range(phi, monkeypatch):
     monkeypatch.setattr(Halves, "judge", lambda *_: Judgement([phi]))
     with pytest.raises(ValueError, match="φ lies in"):
         Loop(fix_last).credit([group([13], [14])], algorithm(), operator=HALVES)
-
-
-# ---------------------------------------------------------------------------------------------- estimators
 
 
 @pytest.mark.parametrize(
@@ -548,9 +492,6 @@ def test_an_estimator_of_ones_own_may_see_the_whole_batch_and_lengths():
 def test_an_estimator_must_give_one_number_for_each_reward(name, says):
     with pytest.raises(ValueError, match=says):
         by_own_estimator(name)
-
-
-# ---------------------------------------------------------------------- group filters and verifier errors
 
 
 def test_groups_that_a_filter_refuses_are_never_in_the_batch():

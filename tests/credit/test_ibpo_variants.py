@@ -44,9 +44,6 @@ from support.paths import ROOT
 WRONG = [10, 11, 12, 14]
 
 
-# ------------------------------------------------------------------------------------------ ratio, mask
-
-
 def test_ratio_gives_the_share_of_tokens_kept():
     """ŷ keeps three of y's four tokens: Δ = 3/4, r' = .45; mask and β play no part."""
     credit = Loop(fix_last).credit([group(RIGHT, WRONG)], algorithm("ibpo-ratio"))
@@ -117,14 +114,15 @@ def test_edits_are_those_of_the_edit_script(y, y_hat):
     changed = {place for places in taken for place in places}
     before = {step.a_start - 1 for step in script if step.tag == "insert"} - {-1}
     share = 1 - len(changed) / len(y) if y else 0
+    count = sum(
+        max(step.a_end - step.a_start, step.b_end - step.b_start) for step in script if step.tag != "equal"
+    )
     for option, expected in ((False, changed), (True, changed | before)):
         (flags,), _ = find_edits(compared_pairs([made], None), mark_insertions=option)
         assert set(np.flatnonzero(flags).tolist()) == expected
         assert made.corrections[0].unmodified_share == pytest.approx(share)
+        assert made.corrections[0].distance == pytest.approx(count / max(len(y), len(y_hat), 1))
     assert len(gradient_mask([flags])) == len(y) + 1
-
-
-# -------------------------------------------------------------------------- where no response is correct
 
 
 def one_is_corrected(prompt_ids):
@@ -179,9 +177,6 @@ def test_a_signed_mask_is_the_mask_or_the_rest_by_the_sign_of_the_advantage(seed
         assert ids_of(other.token_weights) == mask
 
 
-# ---------------------------------------------------------------------------------- groups of corrections
-
-
 def test_cipo_shows_the_wrong_answer_alone_and_trains_on_its_correction():
     """Rewards 1 0 0 0; of three corrections the first two are right."""
     loop, third = Loop(in_turn([13], [20, 13], [21])), 3**-0.5
@@ -226,8 +221,6 @@ def test_a_far_correction_pays_even_where_the_reference_makes_it_no_rewrite():
     assert by_kind(credit, "correction")[0].advantage < 0
 
 
-# ----------------------------------------------------------------------------------------- strip thinking
-
 THINK, END_THINK = 80, 81
 MARKS = ThinkingMarks((THINK,), (END_THINK,))
 
@@ -271,9 +264,6 @@ def test_hidden_thinking_is_neither_shown_nor_compared_and_keeps_its_gradient():
     assert candidates(loop.asked[1]) == [wrong, right], "without the option it is shown whole"
 
 
-# ----------------------------------------------------------------------------------------------- agreement
-
-
 def texts_of(ids):
     """Tokens below 30 are the digit of their last place, 30 is a plus, 31 an equals sign, 32 a hash."""
     return [{30: "+", 31: "=", 32: "#"}.get(i, str(i % 10)) for i in ids]
@@ -313,8 +303,6 @@ def test_agreement_is_the_share_of_steps_that_correct_responses_have_too():
     assert [(s.advantage, s.token_weights) for s in nothing] == [(0.0, None)] * 2, "none is correct"
 
 
-# --------------------------------------------------------------------------------------------------- leaks
-
 ANSWER = 70
 """Token before the final answer, which is 13 where it is right."""
 STEPS = list(range(20, 40))
@@ -337,12 +325,10 @@ def leaked(wrong, right, corrected, start=answer_start):
 @pytest.mark.parametrize(
     ("corrected", "leaks"),
     [
-        ([*STEPS, ANSWER, 13], True),  # nothing but the answer is another one
         ([*STEPS, 60, 61, ANSWER, 13], True),  # "so it is"
         ([*STEPS, 60, 61, 62, ANSWER, 13], False),  # more than a tenth is its own
         ([*STEPS[:19], 40, ANSWER, 13], False),  # the last step is repaired
         ([ANSWER, 13], True),  # no derivation at all
-        ([20, ANSWER, 13], True),
         ([20, 21, ANSWER, 13], False),  # a tenth of the reference's
         (SOLVED, False),  # a copy is a derivation; it is measured as such
         ([*STEPS, ANSWER, 15], False),  # wrong itself
@@ -364,9 +350,6 @@ def test_where_no_answer_is_given_away_nothing_leaks():
     assert "reference_leakage_rate" not in unknown.metrics
     flagged = leaked(NOT_YET, SOLVED, corrected)[1]
     assert [s.advantage for s in flagged.sequences] == [s.advantage for s in unknown.sequences]
-
-
-# ------------------------------------------------------------------------------------------------ the gate
 
 
 def by_token(prompt, response, *, sharing, trained):
@@ -453,9 +436,6 @@ def test_sampling_ahead_knows_no_corrections_of_the_steps_before():
         check_settings(config)
 
 
-# ------------------------------------------------------------------------------------- the check at start
-
-
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
@@ -466,8 +446,7 @@ def test_sampling_ahead_knows_no_corrections_of_the_steps_before():
         ({"advantages": "leave-out"}, r"--advantages leave-out.*'leave-one-out'"),
         (
             of_preset("gspo") | {"ibpo_lambda": 0.6},
-            "--ibpo-lambda: gspo with --ibpo-operator none has no such parameter; --ibpo-operator "
-            "compare-and-correct has it",
+            "gspo with --ibpo-operator none has no such parameter; .* has it",
         ),
         ({"ibpo_operator": AGREEMENT, "ibpo_variant": "ratio"}, "ibpo_variant: 'ratio' is not one of"),
         ({"ibpo_corrections": 0}, r"--ibpo-corrections: must be .*for none, --ibpo-operator none\), is 0"),

@@ -64,9 +64,6 @@ def advantages_of(credit):
     return [sequence.advantage for sequence in credit.sequences]
 
 
-# -------------------------------------------------------------------------------------------- which join
-
-
 def test_a_successful_correction_joins_its_group_by_hand():
     """Rewards 1 0 0 0. The correction of y1 is right and near, that of y2 wrong, that of y3 right and a
     rewrite: five rewards 1 0 0 0 1, of mean .4 and standard deviation √.24."""
@@ -120,9 +117,6 @@ def test_the_meter_counts_what_the_recipes_say():
     assert gspo == 3 + 2 * 5 + 2 * 8
     assert spent(fix_last, JOINING) - gspo == (3 + 2 * 5) + 5 + (3 + 5)
     assert spent(in_turn([13], [14]), RESETS) - gspo == (3 + 3) + 2 * (5 - 3) + 2 * (3 + 5)
-
-
-# -------------------------------------------------------------------------------------- what tokens lose
 
 
 def two_tokens(advantage=2.0, **given):
@@ -232,9 +226,6 @@ def test_every_layout_gives_the_same_gradient_and_metrics(tmp_path):
         assert max((moved[n] - expected[n]).abs().max().item() for n in expected) <= 2e-4 * scale, chosen
         for name in {*COMPARED} & metrics.keys():
             assert found[name] == pytest.approx(metrics[name], rel=2e-4, abs=1e-6), (chosen, name)
-
-
-# --------------------------------------------------------------------------------------------- resets
 
 
 def test_a_wrong_response_goes_on_where_it_leaves_a_right_one_by_hand():

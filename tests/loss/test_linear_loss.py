@@ -166,9 +166,6 @@ def test_bad_input_to_the_fused_head_is_named(change, message):
         loss_of_hidden(**{**batch_of((4, 6)), **change})
 
 
-# -------------------------------------------------------------------------------------- parallel layouts
-
-
 SLOW = pytest.mark.slow  # (2, 2) has both in one
 
 
