@@ -1,7 +1,5 @@
 """When corrections pay: the law by hand, what a step and a run tell of it, and the points of a study."""
 
-from itertools import product
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -63,14 +61,6 @@ def test_responses_and_corrections_are_counted_by_who_else_of_the_group_is_corre
     unscored.responses[0].reward = unscored.corrections[0].response.reward = None
     counts = composition_counts([unscored])
     assert (counts["responses_alone"], counts["corrections_alone"]) == (2, 2)
-
-
-def test_where_all_prompts_are_equally_hard_composition_tells_nothing():
-    """Of three responses that are right or wrong with the same chance, all eight outcomes once: half of them
-    are right whatever the others are."""
-    counts = composition_counts([group_of(outcomes) for outcomes in product([0, 1], repeat=3)])
-    assert counts["responses_alone_correct"] / counts["responses_alone"] == 1 / 2
-    assert counts["responses_accompanied_correct"] / counts["responses_accompanied"] == 1 / 2
 
 
 def trained(sample, kind):

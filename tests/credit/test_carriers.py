@@ -179,13 +179,6 @@ def test_no_wrong_response_outranks_a_right_one(drawn, name, share):
         assert min(s.advantage for s in right) >= max(s.advantage for s in wrong)
 
 
-def test_generalised_advantages_by_hand():
-    """V = .2 .4 .6, reward 1, γ = .9, λ = .5: δ = .16, .14, .4; A = .16 + .45(.14 + .45·.4), …"""
-    (a,) = generalised_advantages([np.array([0.2, 0.4, 0.6])], [1.0], gamma=0.9, lam=0.5)
-    last, middle = 0.4, 0.14 + 0.45 * 0.4
-    assert a == pytest.approx([0.16 + 0.45 * middle, middle, last])
-
-
 @given(
     st.lists(st.lists(st.floats(-2, 2), min_size=1, max_size=9), min_size=1, max_size=5),
     st.floats(0, 1),

@@ -30,7 +30,6 @@ from megatron_ibpo.credit.pairing import draw_references
 from megatron_ibpo.credit.shaping import correction_bonus
 from support.credit_cases import (
     EOS,
-    GSPO,
     RIGHT,
     Loop,
     algorithm,
@@ -43,7 +42,6 @@ from support.credit_cases import (
     group,
     ids_of,
     in_turn,
-    of_preset,
     plain,
     prompt,
     response,
@@ -133,8 +131,8 @@ def test_a_step_that_is_credited_again_without_ibpo_has_the_credit_of_gspo():
     groups = some_groups()
     Loop(fix_last).credit(groups, algorithm())
     assert any(made.corrections for made in groups)
-    again = assign_credit(groups, context(algorithm(**GSPO)))
-    fresh = assign_credit(some_groups(), context(algorithm(**GSPO)))
+    again = assign_credit(groups, context(algorithm("gspo")))
+    fresh = assign_credit(some_groups(), context(algorithm("gspo")))
     assert plain(again.sequences) == plain(fresh.sequences)
     assert again.metrics == fresh.metrics
 
@@ -390,7 +388,7 @@ def test_estimators_by_hand(name, expected):
     assert estimator([1.0, 0.0, 0.0, 0.0]) == pytest.approx(expected, abs=1e-7)
     if name == "maxrl":
         assert maxrl([1.0, 1.0, 1.0, 0.0]) == pytest.approx([1 / 3, 1 / 3, 1 / 3, -1])
-        credit = Loop(fix_last).credit([group(RIGHT, [14])], algorithm(**GSPO | {"advantages": name}))
+        credit = Loop(fix_last).credit([group(RIGHT, [14])], algorithm("gspo", advantages=name))
         assert [s.advantage for s in credit.sequences] == [1.0, -1.0]
 
 
@@ -470,7 +468,7 @@ FIRST_GROUP_ONLY = SimpleNamespace(of_batch=lambda batch: [[0.0] * len(batch[0].
 def by_own_estimator(name):
     """Credit of two groups: rewards 1 0, and 1 1 and an unknown one, which is left out."""
     unsure = Group(some_groups()[0].prompt, [*scored([13], [12, 13]), response([15], None)])
-    config = algorithm(**GSPO | {"advantages": f"{__name__}:{name}"})
+    config = algorithm("gspo", advantages=f"{__name__}:{name}")
     return [s.advantage for s in Loop(fix_last).credit([group(RIGHT, [14]), unsure], config).sequences]
 
 
@@ -555,7 +553,7 @@ def with_tool(content, reward, finish_reason="stop"):
 def test_tool_output_takes_no_part_in_lengths():
     """Of 2 + 3 tokens and the end the policy wrote three; limit 8, buffer 4: 3 tokens cost nothing."""
     long = [10, 50, 50, 50, 50, 50, 13]
-    config = algorithm(**GSPO | {"overlong_buffer_share": 0.5})
+    config = algorithm("gspo", overlong_buffer_share=0.5)
     silent = with_tool([50, 51], 0.0, "length")  # nothing of it is trained on
     made = Group(some_groups()[0].prompt, [with_tool(long, 1.0), *scored([14]), silent])
     credit = Loop(fix_last).credit([made], config)
@@ -589,7 +587,7 @@ def test_corrections_are_compared_by_what_the_policy_wrote():
 def test_a_critic_is_asked_of_written_tokens_alone():
     """V = .2 [9] .4, reward 1, γ = .9, λ = .5: δ = .9·.4 - .2 = .16 and .6; the tool's plays no part."""
     made = Group(some_groups()[0].prompt, [with_tool([10, 50, 13], 1.0, "length")])
-    config = algorithm(**of_preset("ppo") | {"gae_gamma": 0.9, "gae_lambda": 0.5})
+    config = algorithm("ppo", gae_gamma=0.9, gae_lambda=0.5)
     critic = [np.array([0.2, 9.0, 0.4], np.float32)]
     credit = Loop(fix_last).credit([made], config, values=lambda sequences: critic)
     (found,) = credit.sequences

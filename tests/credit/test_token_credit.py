@@ -111,14 +111,17 @@ def test_where_a_response_stops_too_early_or_too_late(wrong, cut, window):
         assert credit.metrics["weightless_responses"] == float(not any(expected))
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["wrong-weight", "wrong-weight-by-length", "divergence-window", "divergence-cut", RANDOM_WINDOW],
-)
-def test_responses_without_a_right_sibling_learn_as_a_whole(name):
+def test_responses_without_a_right_sibling_learn_as_a_whole():
     """A graded reward makes the group informative, and none is correct; one has no score at all."""
     made = Group(prompt(), [response([14], 0.4), response([15], 0.0), response([13], None)])
-    assert weights_of(made, gspo(name)) == [None, None]
+    for name in (
+        "wrong-weight",
+        "wrong-weight-by-length",
+        "divergence-window",
+        "divergence-cut",
+        RANDOM_WINDOW,
+    ):
+        assert weights_of(made, gspo(name)) == [None, None], name
 
 
 @pytest.mark.parametrize("name", ["divergence-window", "divergence-cut", RANDOM_WINDOW])
@@ -197,16 +200,16 @@ def test_the_random_window_is_two_neighbours_anywhere_and_comes_out_again():
 
 
 FREE = [
-    gspo(name) for name in ("wrong-weight-by-length", "divergence-window", "divergence-cut", RANDOM_WINDOW)
+    {"token_credit": name} for name in ("wrong-weight", "divergence-window", "divergence-cut", RANDOM_WINDOW)
 ]
-FREE += [gspo(advantages=name) for name in ("group-bessel", "group-mean", "leave-one-out", "maxrl")]
+FREE += [{"advantages": name} for name in ("group-bessel", "group-mean", "leave-one-out", "maxrl")]
 
 
-@pytest.mark.parametrize("config", FREE, ids=lambda config: f"{config.token_credit}, {config.advantages}")
-def test_the_price_is_that_of_gspo_to_the_token(config):
+@pytest.mark.parametrize("settings", FREE, ids=lambda settings: "".join(settings.values()))
+def test_the_price_is_that_of_gspo_to_the_token(settings):
     """1.00: as many tokens trained on, and nothing asked of engine, policy or critic."""
     loop, groups = Loop(fix_last), some_groups()
-    credit, plainly = (loop.credit(groups, own) for own in (config, gspo()))
+    credit, plainly = (loop.credit(groups, own) for own in (gspo(**settings), gspo()))
     assert loop.requests == []
     assert [s.num_tokens for s in credit.sequences] == [s.num_tokens for s in plainly.sequences]
     assert sum(s.num_tokens for s in plainly.sequences) > 100
@@ -232,21 +235,21 @@ def test_a_token_credit_of_ones_own_sees_all_groups_and_their_advantages():
 
 
 @pytest.mark.parametrize(
-    ("config", "says"),
+    ("settings", "says"),
     [
-        (gspo(f"{__name__}:too_short"), r"shape \(1,\) for a response of 5 tokens"),
-        (gspo("wrong"), "--token-credit wrong: unknown token credit; there are uniform"),
-        (gspo("divergence-cut", token_credit_unit="step"), "texts of tokens"),
-        (algorithm(ibpo_operator=AGREEMENT, advantages="group-mean"), "texts of tokens"),
-        (algorithm(ibpo_strip_thinking=True), "marks of thinking"),
-        (algorithm("ciw"), "the policy's log-probs"),
-        (gspo("self-teacher"), "log-probs"),
-        (algorithm("ppo"), "needs a critic"),
+        ({"token_credit": f"{__name__}:too_short"}, r"shape \(1,\) for a response of 5 tokens"),
+        ({"token_credit": "wrong"}, "--token-credit wrong: unknown token credit; there are uniform"),
+        ({"token_credit": "divergence-cut", "token_credit_unit": "step"}, "texts of tokens"),
+        (of_preset("ibpo-shaping-only") | {"ibpo_operator": AGREEMENT}, "texts of tokens"),
+        ({"ibpo_strip_thinking": True}, "marks of thinking"),
+        (of_preset("ciw"), "the policy's log-probs"),
+        ({"token_credit": "self-teacher"}, "log-probs"),
+        (of_preset("ppo"), "needs a critic"),
     ],
 )
-def test_weights_that_do_not_fit_and_what_is_not_lent_are_named(config, says):
+def test_weights_that_do_not_fit_and_what_is_not_lent_are_named(settings, says):
     with pytest.raises(ValueError, match=says):
-        Loop(fix_last).credit([group(RIGHT, [14])], config)
+        Loop(fix_last).credit([group(RIGHT, [14])], algorithm(**settings))
 
 
 @pytest.mark.parametrize(

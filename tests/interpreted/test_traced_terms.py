@@ -181,10 +181,6 @@ def test_a_parameter_that_python_needs_is_written_in():
             r"_terms.py, line \d+: .*log_ratio.cumsum\(0\).*aten.cumsum.*there are .*abs, add",
         ),
         (
-            lambda log_ratio, advantages: (log_ratio * torch.rand_like(advantages), advantages > 0),
-            r"log_ratio \* torch.rand_like.*aten.rand_like",
-        ),
-        (
             lambda log_ratio: (torch.div(log_ratio, 0.5, rounding_mode="floor"), log_ratio > 0),
             r"torch.div.*aten.div",
         ),
