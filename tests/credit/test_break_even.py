@@ -63,17 +63,15 @@ def test_responses_and_corrections_are_counted_by_who_else_of_the_group_is_corre
     assert (counts["responses_alone"], counts["corrections_alone"]) == (2, 2)
 
 
-def trained(sample, kind):
-    ids = sample.token_ids
-    return TrainSequence(sample.prompt_token_ids, ids, np.ones(len(ids), bool), 1.0, 1.0, 0, 0, 0, kind)
-
-
 def test_the_metered_price_is_that_of_sampling_and_update():
     """Two responses of 2 tokens to one prompt of 3, and a correction of 4 to a prompt of 9."""
     first, second = (response([7, 8], 0.0, "length", prompt=[1, 2, 3]) for _ in range(2))
     corrected = response([7, 8, 9, 13], 1.0, "length", prompt=[*range(9)])
     group = Group(prompt(), [first, second], [correction(0, corrected)])
-    sequences = [trained(first, "response"), trained(second, "response"), trained(corrected, "correction")]
+    sequences = [
+        TrainSequence(s.prompt_token_ids, s.token_ids, s.loss_mask, 1.0, 1.0, 0, 0, 0, kind)
+        for s, kind in ((first, "response"), (second, "response"), (corrected, "correction"))
+    ]
     shape = read_hf_config(ROOT / "examples/tiny_qwen3")
     f = [forward_flops(shape, n) for n in range(14)]
     of_response = (f[3] + 2 * (f[5] - f[3]) + 2 * 3 * f[5]) / 2

@@ -470,6 +470,15 @@ def test_the_question_is_put_as_the_response_was_sampled():
     assert {q.temperature for q in asked} == {0.7}
 
 
+def test_steps_that_only_a_tool_wrote_are_no_steps():
+    """Three lines, of which the second is a tool's: the answer is asked for once as it is and once without
+    the first."""
+    lines = response([10, 20, 50, 20, 13], 1.0, written=[1, 1, 0, 0, 1])
+    credit, asked = weighed([Group(prompt(), [lines, response([14], 0.0)])], lambda q: 0.5)
+    assert [q.context[3:].tolist() for q in asked] == [[10, 20, 50, 20], [0, 0, 50, 20]]
+    assert credit.metrics["masked_spans"] == 1
+
+
 def test_the_control_differs_in_the_order_of_its_weights_alone():
     for name, expected in (("ciw", (2, 2, 0, 0, 1, 1)), ("ciw-inverted", (0, 0, 2, 2, 1, 1))):
         made = group([10, 20, 11, 20, 13], [14])

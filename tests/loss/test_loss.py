@@ -71,17 +71,22 @@ def test_gradients_equal_finite_differences(variant, kl):
     assert torch.autograd.gradcheck(loss, batch["logits_NV"].clone().requires_grad_())
 
 
+TWO_AND_ONE = {
+    "targets_N": torch.tensor([0, 1, 0]),
+    "response_mask_N": torch.ones(3),
+    "cu_seqlens": torch.tensor([0, 2, 3], dtype=torch.int32),
+}
+
+
 def two_sequences(ratios, advantages, **options):
     """(loss, gradient of each log-prob, stats) of sequences of two and one tokens with the given ratios.
 
     Two words of equal logits: every log-prob is log ½, and its gradient is twice that of its logit."""
     logits = torch.zeros(3, 2, dtype=torch.float64, requires_grad=True)
     loss, stats = loss_of_logits(
+        **TWO_AND_ONE,
         logits_NV=logits,
-        targets_N=torch.tensor([0, 1, 0]),
         old_logprobs_N=HALF - torch.tensor(ratios, dtype=torch.float64).log(),
-        response_mask_N=torch.ones(3),
-        cu_seqlens=torch.tensor([0, 2, 3], dtype=torch.int32),
         advantages=torch.tensor(advantages, dtype=torch.float64),
         **options,
     )
@@ -93,6 +98,8 @@ def two_sequences(ratios, advantages, **options):
 CLIP = {"eps_low": 0.2, "eps_high": 0.25}
 S = 1.35**0.5
 OF_GSPO = (-S / 2, -S / 2, 0)
+OF_GMPO = {"eps_low": -math.log(0.9), "eps_high": math.log(1.1)}
+OF_SAPO = {"tau_pos": 1.0, "tau_neg": 2.0}
 GOLDEN = {
     # ratios 1.5 and .9 of the first sequence (A = 2), .5 of the second (A = -1); values before weights
     # sequence ratios √1.35 = 1.1619 and .5, cut at .8 for A = -1
@@ -111,19 +118,9 @@ GOLDEN = {
     "cispo": (CLIP, None, -HALF * (2 * (1.25 + 0.9) - 0.8) / 3, (-2 * 1.25 / 3, -2 * 0.9 / 3, 0.8 / 3)),
     "nll": ({}, None, -HALF * (2 * 2 - 1) / 3, (-2 / 3, -2 / 3, 1 / 3)),
     # log-ratios cut at ln 1.1 above for A > 0, at ln .9 below for A < 0: √(1.1·.9) and .9
-    "gmpo": (
-        {"eps_low": -math.log(0.9), "eps_high": math.log(1.1)},
-        None,
-        (-2 * 0.99**0.5 + 0.9) / 2,
-        (0, -(0.99**0.5) / 2, 0),
-    ),
+    "gmpo": (OF_GMPO, None, (-2 * 0.99**0.5 + 0.9) / 2, (0, -(0.99**0.5) / 2, 0)),
     # gates: 4σ(½) = 2.48984 and 4σ(-.1) = 1.90008 at τ 1, 2σ(-1) = .53788 at τ 2; slopes 4σ(1-σ)r
-    "sapo": (
-        {"tau_pos": 1.0, "tau_neg": 2.0},
-        None,
-        (-(2.4898373 + 1.9000832) + 0.5378828) / 2,
-        (-1.4100223 / 2, -0.8977540 / 2, 0.3932239 / 2),
-    ),
+    "sapo": (OF_SAPO, None, (-4.3899205 + 0.5378828) / 2, (-1.4100223 / 2, -0.8977540 / 2, 0.3932239 / 2)),
 }
 
 
@@ -195,9 +192,7 @@ def test_the_reported_loss_has_the_importance_weights_of_its_tokens(variant):
     these are weighted, else the sequence's loss by the mean of its weights, here 1 and 2."""
     params, aggregation, *_ = GOLDEN[variant]
     rows = LossRows(
-        targets_N=torch.tensor([0, 1, 0]),
-        response_mask_N=torch.ones(3),
-        cu_seqlens=torch.tensor([0, 2, 3], dtype=torch.int32),
+        **TWO_AND_ONE,
         advantages=torch.tensor([2.0, -1.0], dtype=torch.float64),
         old_logprobs_N=HALF - torch.tensor([1.5, 0.9, 0.5], dtype=torch.float64).log(),
     )
