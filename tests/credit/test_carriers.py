@@ -33,6 +33,7 @@ from support.credit_cases import (
     fix_last,
     group,
     ids_of,
+    in_turn,
     prompt,
     response,
     some_groups,
@@ -68,9 +69,8 @@ WRONG = ([20, 21], [22, 23], [24, 25])
 """No response is correct."""
 
 
-@pytest.mark.parametrize(
-    ("name", "contents", "right_corrections", "leaves"),
-    [
+def test_a_group_that_none_solves_leaves_a_gradient_where_some_corrections_succeed():
+    for name, contents, right_corrections, leaves in (
         ("ibpo", WRONG, {20}, True),
         ("ibpo-shaping-only", WRONG, {20}, True),  # a bonus for one of three
         ("ibpo-joint-only", WRONG, {20}, True),  # one right correction of three
@@ -79,18 +79,14 @@ WRONG = ([20, 21], [22, 23], [24, 25])
         ("ibpo", ([13], [10, 13]), set(), False),
         ("ppo", ([13], [14]), set(), True),
         ("ppo", WRONG, set(), False),
-    ],
-)
-def test_a_group_that_none_solves_leaves_a_gradient_where_some_corrections_succeed(
-    name, contents, right_corrections, leaves
-):
-    loop = Loop(lambda x: [10, 13] if candidates(x)[0][0] in right_corrections else [10, 14])
-    threshold = {"ibpo_rewrite_threshold": 1.0} if name.startswith("ibpo") else {}
-    made, own = group(*contents), context(algorithm(name, **threshold))
-    operator = find_operator(own.algorithm)
-    correct_groups([made], own, operator, loop.sample, loop.score)
-    assert leaves_gradient(made, own, operator) is leaves
-    assert is_informative(made) is (contents == ([13], [14]))
+    ):
+        answers = [[10, 13] if content[0] in right_corrections else [10, 14] for content in contents]
+        lenient = {"ibpo_rewrite_threshold": 1.0} if name.startswith("ibpo") else {}
+        loop, made, own = Loop(in_turn(*answers)), group(*contents), context(algorithm(name, **lenient))
+        operator = find_operator(own.algorithm)
+        correct_groups([made], own, operator, loop.sample, loop.score)
+        assert leaves_gradient(made, own, operator) is leaves, (name, contents)
+        assert is_informative(made) is (contents == ([13], [14]))
 
 
 def test_dapo_decides_on_responses_and_ibpo_on_credit():

@@ -68,6 +68,10 @@ def test_a_wrong_response_beside_a_right_one_counts_a_small_part():
     none = Loop(fix_last).credit(made, gspo("wrong-weight", token_credit_weight=0.0))
     assert token_weights(none.sequences) == [None, (0, 0), (0, 0, 0)]
     assert none.metrics["weightless_responses"] == 2
+    # it multiplies the operator's weights, here a mask of 0 0 0 1 0, and leaves corrections alone
+    masked = algorithm("ibpo-mask", token_credit="wrong-weight")
+    credit = Loop(fix_last).credit([group(RIGHT, WRONG)], masked)
+    assert token_weights(credit.sequences) == [None, (0.0, 0.0, 0.0, 0.075, 0.0), None]
 
 
 def test_by_length_a_wrong_response_counts_as_two_of_its_tokens():
@@ -75,13 +79,6 @@ def test_by_length_a_wrong_response_counts_as_two_of_its_tokens():
     with_tool = response([50, 51, 14], 0.0, written=[False, False, True])
     made = beside_right(response([14, 15, 16], 0.0), with_tool, response([14], 0.0, "length"))
     assert weights_of(made, gspo("wrong-weight-by-length")) == [None, (0.5,) * 4, (1.0,) * 4, (1.0,)]
-
-
-def test_a_token_credit_multiplies_the_operators_weights_and_leaves_corrections_alone():
-    """The mask of ibpo-mask is 0 0 0 1 0; a wrong response counts .15 / 2."""
-    config = algorithm("ibpo-mask", token_credit="wrong-weight")
-    credit = Loop(fix_last).credit([group(RIGHT, WRONG)], config)
-    assert token_weights(credit.sequences) == [None, (0.0, 0.0, 0.0, 0.075, 0.0), None]
 
 
 def test_the_window_is_the_two_tokens_where_a_wrong_response_leaves_the_longest_shared_prefix():
@@ -95,20 +92,17 @@ def test_the_window_is_the_two_tokens_where_a_wrong_response_leaves_the_longest_
     assert np.array(weights)[with_tool.loss_mask].tolist() == [0, 1, 1, 0], "the policy wrote these"
 
 
-@pytest.mark.parametrize(
-    ("wrong", "cut", "window"),
-    [
+def test_where_a_response_stops_too_early_or_too_late():
+    for wrong, cut, window in (
         (response([10, 11], 0.0), (0, 0, 1), (0, 0, 1)),  # it stops where it should have gone on
         (response(RIGHT[:2], 0.0, "length"), (0, 0), (0, 0)),  # it was cut off
         (response([*RIGHT, 14], 0.0), (0, 0, 0, 0, 1, 1), (0, 0, 0, 0, 1, 1)),  # it goes on too long
         (response([14] * 4, 0.0), (1, 1, 1, 1, 1), (1, 1, 0, 0, 0)),  # nothing is shared
-    ],
-)
-def test_where_a_response_stops_too_early_or_too_late(wrong, cut, window):
-    for name, expected in (("divergence-cut", cut), ("divergence-window", window)):
-        credit = Loop(fix_last).credit([beside_right(wrong)], gspo(name))
-        assert token_weights(credit.sequences) == [None, expected]
-        assert credit.metrics["weightless_responses"] == float(not any(expected))
+    ):
+        for name, expected in (("divergence-cut", cut), ("divergence-window", window)):
+            credit = Loop(fix_last).credit([beside_right(wrong)], gspo(name))
+            assert token_weights(credit.sequences) == [None, expected]
+            assert credit.metrics["weightless_responses"] == float(not any(expected))
 
 
 def test_responses_without_a_right_sibling_learn_as_a_whole():

@@ -49,12 +49,6 @@ def both_flat(pairs):
     return *flatten([a for a, _ in pairs]), *flatten([b for _, b in pairs])
 
 
-def pairs_of(seed, count, lengths):
-    """(pairs of all kinds, as the extension takes them)"""
-    pairs = list(pairs_of_all_kinds(seed, count, lengths))
-    return pairs, both_flat(pairs)
-
-
 def edited(rng, a, rate, alphabet):
     """A copy of `a` with about so many of its tokens replaced, left out, or preceded by another."""
     kind = np.where(rng.random(len(a)) < rate, rng.integers(1, 4, len(a)), 0)
@@ -66,7 +60,7 @@ def edited(rng, a, rate, alphabet):
 
 
 def pairs_of_all_kinds(seed, count, lengths):
-    rng = np.random.default_rng(seed)
+    rng, pairs = np.random.default_rng(seed), []
     for _ in range(count):
         alphabet = int(rng.choice([1, 2, 4, 50, 150_000]))
         a = rng.integers(0, alphabet, int(rng.choice(lengths)))
@@ -81,7 +75,8 @@ def pairs_of_all_kinds(seed, count, lengths):
                 a, b = np.arange(len(a)) % 7, (np.arange(max(0, len(a) - 5)) + 3) % 7
             case _:
                 b = edited(rng, a, rng.choice([0.0, 0.02, 0.2, 0.6, 0.95]), alphabet)
-        yield (a, b) if rng.random() < 0.5 else (b, a)
+        pairs.append((a, b) if rng.random() < 0.5 else (b, a))
+    return pairs
 
 
 @given(SMALL_IDS, SMALL_IDS)
@@ -105,7 +100,8 @@ def test_ids_of_any_size_and_sign(a, b):
 
 @pytest.mark.parametrize("isa", ISAS)
 def test_every_engine_equals_rapidfuzz_around_all_edges_and_is_saturated_above_a_cutoff(isa):
-    pairs, arguments = pairs_of(seed=0, count=250, lengths=EDGES)
+    pairs = pairs_of_all_kinds(seed=0, count=250, lengths=EDGES)
+    arguments = both_flat(pairs)
     want = np.array([Levenshtein.distance(a.tolist(), b.tolist()) for a, b in pairs])
     for engine in ENGINES:
         for threads in (0, 1, 3):
@@ -212,7 +208,7 @@ def _core_matches(a, b):
 
 def test_the_alignment_is_the_canonical_one_and_the_same_on_every_path():
     """Pairs that are too long for the definition are bit-equal."""
-    short = list(pairs_of_all_kinds(seed=2, count=60, lengths=[1, 20, 63, 64, 65, 130, 200]))
+    short = pairs_of_all_kinds(seed=2, count=60, lengths=[1, 20, 63, 64, 65, 130, 200])
     arguments = both_flat([*short, *pairs_of_all_kinds(seed=4, count=120, lengths=EDGES)])
     found = [
         [part.tobytes() for part in _edit_distance.batch_align(*arguments, threads, isa, engine)]
@@ -427,7 +423,7 @@ def test_other_threads_run_meanwhile():
 
 
 def test_a_fork_after_threads_were_at_work_still_computes():
-    _, arguments = pairs_of(seed=7, count=100, lengths=[300, 900])
+    arguments = both_flat(pairs_of_all_kinds(seed=7, count=100, lengths=[300, 900]))
     want = batch_distance(*arguments, num_threads=4).tolist()
     child = multiprocessing.get_context("fork").Process(
         target=lambda: os._exit(int(batch_distance(*arguments, num_threads=4).tolist() != want))
