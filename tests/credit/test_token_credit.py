@@ -39,7 +39,7 @@ from support.credit_cases import (
     tokens_spent,
 )
 
-WRONG = [10, 11, 12, 14]
+WRONG, MASK = [10, 11, 12, 14], 0
 
 
 def gspo(token_credit="uniform", **settings):
@@ -277,61 +277,64 @@ def test_what_cannot_work_is_refused_before_the_run_and_nothing_else(settings, s
             check_algorithm(algorithm(**settings))
 
 
-class Teacher:
-    """Finds the tokens of every response this much likelier than the engine, whose log-probs are -.5."""
+def asked_of(groups, config, answer, **settings):
+    """(credit, questions), of a policy whose log-probs of a question are these; token 20 ends a line."""
+    asked, loop = [], Loop(fix_last)
 
-    def __init__(self, *gaps):
-        self.gaps, self.asked = gaps, []
+    def logprobs(queries):
+        asked.extend(queries)
+        return [np.array(answer(query), np.float32) for query in queries]
 
-    def __call__(self, queries):
-        self.asked += queries
-        found = [[-0.5 + gap for gap in self.gaps[: len(query.continuation)]] for query in queries]
-        return [np.array(own, np.float32) for own in found]
+    texts = {"token_texts": lambda ids: ["\n" if i == 20 else "w" for i in ids], "placeholder_id": MASK}
+    credit = loop.credit(groups, config, logprobs=logprobs, vocabulary=texts, **settings)
+    return credit, asked
 
 
-def taught(groups, teacher, *, preset="gspo", max_context=100, **settings):
+def taught(groups, *gaps, preset="gspo", max_context=100, **settings):
+    """By a teacher that finds tokens this much likelier than the engine, whose log-probs are -.5."""
     config = algorithm(preset, token_credit="self-teacher", **settings)
-    return Loop(fix_last).credit(groups, config, logprobs=teacher, max_context=max_context)
+    return asked_of(
+        groups, config, lambda q: [gap - 0.5 for gap in gaps[: len(q.continuation)]], max_context=max_context
+    )
 
 
 def test_what_the_teacher_finds_unlikely_is_pushed_down_more():
     """a = .5 -.5 0 3 -3: m = 1 + η clip(-a, -1, 1) = .5 1.5 1 0 2, at η = ½ halfway to 1."""
     gaps = (0.5, -0.5, 0.0, 3.0, -3.0)
-    full = taught([group(RIGHT, WRONG)], Teacher(*gaps))
+    full, _ = taught([group(RIGHT, WRONG)], *gaps)
     assert token_weights(full.sequences) == [None, pytest.approx((0.5, 1.5, 1.0, 0.0, 2.0))]
-    half = taught([group(RIGHT, WRONG)], Teacher(*gaps), token_credit_eta=0.5)
+    half, _ = taught([group(RIGHT, WRONG)], *gaps, token_credit_eta=0.5)
     assert token_weights(half.sequences) == [None, pytest.approx((0.75, 1.25, 1.0, 0.5, 1.5))]
     assert full.metrics["teacher_gap"] == pytest.approx(0.0)
     without = Loop(fix_last).credit([group(RIGHT, WRONG)], gspo())
     assert [s.advantage for s in full.sequences] == [s.advantage for s in without.sequences]
     # it multiplies what IBPO says: the mask keeps the token that the correction changes, the fourth
-    masked = taught([group(RIGHT, WRONG)], Teacher(*[-0.5] * 5), preset="ibpo-mask")
+    masked, _ = taught([group(RIGHT, WRONG)], *[-0.5] * 5, preset="ibpo-mask")
     assert token_weights(masked.sequences) == [None, (0.0, 0.0, 0.0, 1.5, 0.0), None]
     # tokens that the policy did not write have no gap
     with_tool = response(WRONG, 0.0, written=[True, False, True, True])
-    credit = taught([beside_right(with_tool)], Teacher(*[-1.0] * 5))
+    credit, _ = taught([beside_right(with_tool)], *[-1.0] * 5)
     assert ids_of(credit.sequences[1].token_weights) == (2.0, 1.0, 2.0, 2.0, 2.0)
 
 
 def test_the_teacher_sees_a_right_response_and_nothing_else():
     """A teacher that agrees changes nothing."""
-    teacher = Teacher(*[0.0] * 5)
     groups = [group(RIGHT, WRONG, [10, 15]), group(WRONG, WRONG, index=1), group(RIGHT, RIGHT, index=2)]
-    credit = taught(groups, teacher)
-    assert [ids_of(q.context) for q in teacher.asked] == [(*PROMPT[:2], 90, *RIGHT, PROMPT[2])] * 2
-    assert [ids_of(q.continuation) for q in teacher.asked] == [(*WRONG, 2), (10, 15, 2)]
+    credit, asked = taught(groups, *[0.0] * 5)
+    assert [ids_of(q.context) for q in asked] == [(*PROMPT[:2], 90, *RIGHT, PROMPT[2])] * 2
+    assert [ids_of(q.continuation) for q in asked] == [(*WRONG, 2), (10, 15, 2)]
     assert token_weights(credit.sequences) == [None, (1.0,) * 5, (1.0,) * 3, *[None] * 4]
-    teacher = Teacher(*[-1.0] * 5)
-    credit = taught([group(RIGHT, WRONG)], teacher, max_context=12)  # 3 + 1 + 4, and 5: it would not fit
-    assert (teacher.asked, token_weights(credit.sequences)) == ([], [None, None])
+    # one whose pass of 3 + 1 + 4 and 5 tokens would not fit learns as a whole
+    credit, asked = taught([group(RIGHT, WRONG)], *[-1.0] * 5, max_context=12)
+    assert (asked, token_weights(credit.sequences)) == ([], [None, None])
     assert credit.metrics["teacher_skipped"] == 1
 
 
 def test_the_meter_counts_one_forward_pass_of_the_teacher_for_each_wrong_response():
     """|x| + 2|y| = 3 + (1 + 4) + 5 for each of two, above what GSPO takes."""
-    teacher, made, plainly = Teacher(*[0.0] * 5), [group(RIGHT, WRONG, WRONG)], [group(RIGHT, WRONG, WRONG)]
-    credit, without = taught(made, teacher), Loop(fix_last).credit(plainly, gspo())
-    assert tokens_spent(made, credit, teacher.asked) - tokens_spent(plainly, without) == 2 * (3 + 2 * 5)
+    made, plainly = [group(RIGHT, WRONG, WRONG)], [group(RIGHT, WRONG, WRONG)]
+    (credit, asked), without = taught(made, *[0.0] * 5), Loop(fix_last).credit(plainly, gspo())
+    assert tokens_spent(made, credit, asked) - tokens_spent(plainly, without) == 2 * (3 + 2 * 5)
     assert credit.metrics["teacher_tokens"] == 2 * 13
     assert plain(made[0].responses) == plain(plainly[0].responses)
 
@@ -403,24 +406,10 @@ def test_the_floor_is_a_hundredth_of_a_nat():
     assert importance((1, 2), -1.0, (-3.0, -1.0), inverted=True) == pytest.approx((0, 2, 1, 1))
 
 
-MASK = 0
-
-
 def weighed(groups, probability, preset="ciw"):
-    """(credit, questions), of a policy that finds an answer this probable; token 20 ends a line."""
-    asked = []
-
-    def logprobs(queries):
-        asked.extend(queries)
-        return [
-            np.log([probability(q), *[1] * (len(q.continuation) - 1)]).astype(np.float32) for q in queries
-        ]
-
-    vocabulary = {"token_texts": lambda ids: ["\n" if i == 20 else "w" for i in ids], "placeholder_id": MASK}
-    loop, config = Loop(fix_last), algorithm(preset, overlong_buffer_share=0.0)
-    credit = loop.credit(groups, config, logprobs=logprobs, vocabulary=vocabulary)
-    assert loop.requests == []
-    return credit, asked
+    """By a policy that finds an answer this probable."""
+    config = algorithm(preset, overlong_buffer_share=0.0)
+    return asked_of(groups, config, lambda q: [math.log(probability(q)), *[0.0] * (len(q.continuation) - 1)])
 
 
 def test_each_step_is_masked_once_and_the_answer_asked_for():
