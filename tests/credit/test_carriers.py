@@ -26,7 +26,6 @@ from support.credit_cases import (
     Loop,
     algorithm,
     by_kind,
-    candidates,
     check_algorithm,
     context,
     correct_groups,
@@ -145,11 +144,8 @@ def test_long_corrections_pay_too():
     assert [s.advantage for s in by_kind(credit, "correction")] == group_z_score([1.0, 0.5])
     # a right one of full length is worth no less than a wrong one: with ρ = .5 for a rewrite 1 - .5 - 1 is
     # less than the other correction's 0, which pays ρ too
-    answers = {20: LONG, 21: [22, 16]}
-    made, credit = overlong(
-        "ibpo", RIGHT, [20, 14], [21, 15],
-        correct=lambda x: answers[candidates(x)[0][0]], ibpo_rewrite_penalty=0.5,
-    )  # fmt: skip
+    wrong = ([20, 14], [21, 15])
+    made, credit = overlong("ibpo", RIGHT, *wrong, correct=in_turn(LONG, [22, 16]), ibpo_rewrite_penalty=0.5)
     assert [c.beyond_threshold for c in made.corrections] == [True, True]
     assert [s.reward for s in by_kind(credit, "correction")] == [-0.5, -0.5]
 
@@ -208,18 +204,15 @@ def test_ppo_gives_every_token_its_own_advantage():
     right, wrong = credit.sequences
     assert right.token_advantages == pytest.approx([0.4 / std] * 3)
     assert wrong.token_advantages == pytest.approx([-0.6 / std] * 2)
-    assert (ids_of(right.returns), ids_of(wrong.returns)) == (
-        pytest.approx([1.0] * 3),
-        pytest.approx([0.0] * 2),
-    )
+    assert right.returns == pytest.approx([1.0] * 3)
+    assert wrong.returns == pytest.approx([0.0] * 2)
     assert ids_of(right.values) == (0.5,) * 3
     assert right.advantage == pytest.approx(0.4 / std)
     assert right.has_advantage
     assert credit.metrics["value_mean"] == 0.5
-    all_along = judged(
-        [group([13], [13])], "ppo", lambda t: 1.0
-    )  # a critic that was right leaves nothing to learn
-    assert [s.has_advantage for s in all_along.sequences] == [False, False]
+    # a critic that was right all along leaves nothing to learn
+    right = judged([group([13], [13])], "ppo", lambda t: 1.0)
+    assert [s.has_advantage for s in right.sequences] == [False, False]
     with pytest.raises(ValueError, match="--advantages critic gives every token its own"):
         check_run(parse_config(["--advantage-estimator", "ppo", "--loss-variant", "gspo"]))
 

@@ -302,10 +302,7 @@ def test_the_sampler_gives_a_begun_response_back_whole():
         (JOINING | {"ibpo_operator": AGREEMENT}, "--ibpo-operator compare-and-correct has it"),
         (JOINING | {"advantages": "critic"}, "--advantages critic compares none"),
         (RESETS | {"ibpo_corrections": 1}, r"--ibpo-corrections: must be between 2 and .*, is 1"),
-        (
-            RESETS | {"ibpo_joint": False},
-            f"--ibpo-joint: gspo with --ibpo-operator {RESET_GROUPS} has no such",
-        ),
+        (RESETS | {"ibpo_joint": False}, f"--ibpo-joint: gspo with --ibpo-operator {RESET_GROUPS} has no"),
     ],
 )
 def test_what_cannot_be_had_together_is_refused(settings, says):

@@ -39,6 +39,7 @@ from support.credit_cases import (
     tokens_spent,
 )
 
+COMPARING = ["wrong-weight", "wrong-weight-by-length", "divergence-window", "divergence-cut", RANDOM_WINDOW]
 WRONG, MASK = [10, 11, 12, 14], 0
 
 
@@ -108,13 +109,7 @@ def test_where_a_response_stops_too_early_or_too_late():
 def test_responses_without_a_right_sibling_learn_as_a_whole():
     """A graded reward makes the group informative, and none is correct; one has no score at all."""
     made = Group(prompt(), [response([14], 0.4), response([15], 0.0), response([13], None)])
-    for name in (
-        "wrong-weight",
-        "wrong-weight-by-length",
-        "divergence-window",
-        "divergence-cut",
-        RANDOM_WINDOW,
-    ):
+    for name in COMPARING:
         assert weights_of(made, gspo(name)) == [None, None], name
 
 
@@ -193,9 +188,7 @@ def test_the_random_window_is_two_neighbours_anywhere_and_comes_out_again():
     assert weights_of(made, config) == [None, (1, 1), (0, 0, 1, 1), (1,)]
 
 
-FREE = [
-    {"token_credit": name} for name in ("wrong-weight", "divergence-window", "divergence-cut", RANDOM_WINDOW)
-]
+FREE = [{"token_credit": name} for name in COMPARING]
 FREE += [{"advantages": name} for name in ("group-bessel", "group-mean", "leave-one-out", "maxrl")]
 
 
@@ -249,16 +242,10 @@ def test_weights_that_do_not_fit_and_what_is_not_lent_are_named(settings, says):
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        (
-            of_preset("ppo") | {"token_credit": "wrong-weight"},
-            "--token-credit wrong-weight compares the resp",
-        ),
+        (of_preset("ppo") | {"token_credit": "wrong-weight"}, "--token-credit wrong-weight compares"),
         ({"token_credit": "divergence-cut", "ibpo_variant": "mask"}, "--ibpo-variant mask both choose"),
         (of_preset("ciw") | {"token_credit": RANDOM_WINDOW}, "--ibpo-operator span-masking both choose"),
-        (
-            {"token_credit": RANDOM_WINDOW, "token_credit_unit": "step"},
-            "--token-credit divergence-window or .* has it",
-        ),
+        ({"token_credit": RANDOM_WINDOW, "token_credit_unit": "step"}, "--token-credit divergence-.* has it"),
         ({"token_credit": "wrong-weight", "token_credit_weight": -1.0}, "--token-credit-weight: must be"),
         (of_preset("gspo") | {"ciw_inverted": True}, "--ciw-inverted"),
         (of_preset("ciw") | {"ibpo_joint": True}, "--ibpo-joint: ciw with --ibpo-operator span-masking"),
@@ -279,23 +266,21 @@ def test_what_cannot_work_is_refused_before_the_run_and_nothing_else(settings, s
 
 def asked_of(groups, config, answer, **settings):
     """(credit, questions), of a policy whose log-probs of a question are these; token 20 ends a line."""
-    asked, loop = [], Loop(fix_last)
+    asked = []
 
     def logprobs(queries):
         asked.extend(queries)
         return [np.array(answer(query), np.float32) for query in queries]
 
     texts = {"token_texts": lambda ids: ["\n" if i == 20 else "w" for i in ids], "placeholder_id": MASK}
-    credit = loop.credit(groups, config, logprobs=logprobs, vocabulary=texts, **settings)
-    return credit, asked
+    return Loop(fix_last).credit(groups, config, logprobs=logprobs, vocabulary=texts, **settings), asked
 
 
 def taught(groups, *gaps, preset="gspo", max_context=100, **settings):
     """By a teacher that finds tokens this much likelier than the engine, whose log-probs are -.5."""
     config = algorithm(preset, token_credit="self-teacher", **settings)
-    return asked_of(
-        groups, config, lambda q: [gap - 0.5 for gap in gaps[: len(q.continuation)]], max_context=max_context
-    )
+    told = {"answer": lambda q: [gap - 0.5 for gap in gaps[: len(q.continuation)]]}
+    return asked_of(groups, config, **told, max_context=max_context)
 
 
 def test_what_the_teacher_finds_unlikely_is_pushed_down_more():

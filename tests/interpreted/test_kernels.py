@@ -29,10 +29,7 @@ def test_a_target_outside_the_vocabulary_is_named(device):
 
 
 @pytest.mark.parametrize("name", ["spo:SPO", "spo:UNDECIDED"])
-def test_the_worked_examples_of_a_variant_are_the_same_in_torch_and_by_the_kernel(
-    name, tmp_path, monkeypatch
-):
-    """As written in the documentation."""
+def test_the_documented_variants_are_the_same_in_torch_and_by_the_kernel(name, tmp_path, monkeypatch):
     text = (ROOT / "docs/loss_variants.md").read_text()
     (tmp_path / "spo.py").write_text("".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL)))
     monkeypatch.syspath_prepend(tmp_path)
@@ -45,10 +42,7 @@ def test_the_worked_examples_of_a_variant_are_the_same_in_torch_and_by_the_kerne
     ("tp", "cp", "variants"),
     [
         (2, 2, ("gspo-token", layout_cases.BY_PLACE_NAME)),
-        *(
-            pytest.param(*layout, KINDS, marks=pytest.mark.slow)
-            for layout in [(2, 2), (2, 1), (4, 1), (1, 2)]
-        ),
+        *(pytest.param(*ranks, KINDS, marks=pytest.mark.slow) for ranks in [(2, 2), (2, 1), (4, 1), (1, 2)]),
     ],
 )
 def test_the_kernels_of_every_rank_together_equal_one_process(tp, cp, variants):

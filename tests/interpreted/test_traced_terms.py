@@ -188,10 +188,7 @@ def test_a_parameter_that_python_needs_is_written_in():
             lambda log_ratio: (log_ratio if log_ratio.sum() > 0 else -log_ratio, log_ratio > 0),
             "cannot be traced .*data-dependent",
         ),
-        (
-            lambda advantages: (advantages, advantages > 0),
-            "reads none of log_ratio, logprobs, gap: it has no",
-        ),
+        (lambda advantages: (advantages, advantages > 0), "reads none of log_ratio, logprobs, gap"),
     ],
 )
 def test_what_no_kernel_can_compute_is_refused_with_its_line(term, says):

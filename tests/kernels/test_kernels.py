@@ -30,14 +30,8 @@ def run_python(*program, **variables):
     """What a program prints that runs in a process of its own, without Triton's interpreter unless named."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": os.pathsep.join([str(ROOT), str(TESTS)])} | variables
-    done = subprocess.run(
-        [sys.executable, "-m", *program],
-        env=environment,
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        timeout=290,
-    )
+    command = [sys.executable, "-m", *program]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT, timeout=290)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
