@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megatron_ibpo.basics.records import Group
 from megatron_ibpo.config import PRESETS, Config
 from megatron_ibpo.credit.compared_parts import ThinkingMarks, compared_pairs, part_in_prompt
-from megatron_ibpo.credit.edits import find_edits, gradient_mask
+from megatron_ibpo.credit.edits import find_edits, gradient_mask, mark_rewrites
 from megatron_ibpo.credit.estimators import group_z_score
 from megatron_ibpo.edit_distance import opcodes
 from megatron_ibpo.models import read_hf_config
@@ -109,7 +109,9 @@ def test_edits_are_those_of_the_edit_script(y, y_hat):
     steps = [step for step in script if step.tag != "equal"]
     count = sum(max(step.a_end - step.a_start, step.b_end - step.b_start) for step in steps)
     for option, expected in ((False, changed), (True, changed | before)):
-        (flags,), _ = find_edits(compared_pairs([made], None), mark_insertions=option)
+        pairs = compared_pairs([made], None)
+        (flags,), edits = find_edits(pairs, mark_insertions=option)
+        mark_rewrites(pairs, edits, 0.6, None)
         assert set(np.flatnonzero(flags).tolist()) == expected
         assert made.corrections[0].unmodified_share == pytest.approx(share)
         assert made.corrections[0].distance == pytest.approx(count / max(len(y), len(y_hat), 1))

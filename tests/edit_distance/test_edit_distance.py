@@ -39,13 +39,13 @@ EDGES = [1, 63, 64, 65, 127, 128, 129, 192, 255, 256, 257, 511, 512, 513, 1023, 
 """Lengths around the words, stripes and tiles of all instruction sets."""
 
 
-def flatten(sequences):
+def flatten(sequences) -> tuple[np.ndarray, np.ndarray]:
     """Values one after another, and offsets."""
     values = np.concatenate([np.asarray(s, np.int64) for s in sequences] or [np.empty(0, np.int64)])
     return values, np.cumsum([0, *map(len, sequences)])
 
 
-def both_flat(pairs):
+def both_flat(pairs) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     return *flatten([a for a, _ in pairs]), *flatten([b for _, b in pairs])
 
 
