@@ -278,9 +278,12 @@ def asked_of(groups, config, answer, **settings):
 
 def taught(groups, *gaps, preset="gspo", max_context=100, **settings):
     """By a teacher that finds tokens this much likelier than the engine, whose log-probs are -.5."""
+
+    def answer(query):
+        return [gap - 0.5 for gap in gaps[: len(query.continuation)]]
+
     config = algorithm(preset, token_credit="self-teacher", **settings)
-    told = {"answer": lambda q: [gap - 0.5 for gap in gaps[: len(q.continuation)]]}
-    return asked_of(groups, config, **told, max_context=max_context)
+    return asked_of(groups, config, answer, max_context=max_context)
 
 
 def test_what_the_teacher_finds_unlikely_is_pushed_down_more():
