@@ -16,6 +16,9 @@ from support.linear_cases import FUSED, H, V, batch_of, fused, options_for, plai
 from support.loss_calls import loss_of_hidden
 from support.ranks import run_ranks
 
+WIDE = {"params": {"eps_low": 0.5, "eps_high": 0.5}}
+"""GSPO's own clips are narrower than the ratios here, and leave no gradient."""
+
 
 def agree(found, expected, **tolerances):
     """Loss and both gradients."""
@@ -53,7 +56,9 @@ def test_no_cut_into_chunks_changes_anything(lengths, chunk, prompt, seed):
 
 def test_a_sequence_may_be_longer_than_what_is_scaled_at_a_time():
     batch = batch_of((9000, 5, 300), vocab=3)
-    agree(fused(batch, chunk=4000), plain(batch), rtol=1e-11, atol=1e-13)
+    expected = plain(batch, **WIDE)
+    assert expected[2].abs().max() > 1e-3
+    agree(fused(batch, chunk=4000, **WIDE), expected, rtol=1e-11, atol=1e-13)
 
 
 def test_the_gradient_is_that_of_finite_differences():
@@ -104,11 +109,10 @@ def test_bf16_sums_its_weight_gradient_in_fp32():
     """Against fp64 the error is that of rounding logits, P and scaled rows to bf16 (2^-9 each), however many
     chunks there are."""
     batch = batch_of((40, 3, 25, 60), dtype=torch.float64)
-    options = {"params": {"eps_low": 0.5, "eps_high": 0.5}}
     low = {name: batch[name].bfloat16() for name in ("hidden_NH", "weight_VH")}
-    _, *exact, _ = plain(batch | {name: value.double() for name, value in low.items()}, **options)
+    _, *exact, _ = plain(batch | {name: value.double() for name, value in low.items()}, **WIDE)
     for chunk in (2, 1000):
-        _, *found, stats = fused(batch | low, chunk=chunk, **options)
+        _, *found, stats = fused(batch | low, chunk=chunk, **WIDE)
         assert stats.logprobs_N.dtype == torch.float32
         for ours, theirs in zip(found, exact, strict=True):
             assert (ours - theirs).norm() <= 2**-7 * theirs.norm()
@@ -116,9 +120,10 @@ def test_bf16_sums_its_weight_gradient_in_fp32():
 
 def test_backward_scales_both_gradients_and_runs_once():
     batch = batch_of((4, 6))
-    _, of_hidden, of_weight, _ = plain(batch)
+    _, of_hidden, of_weight, _ = plain(batch, **WIDE)
+    assert min(of_hidden.abs().max(), of_weight.abs().max()) > 1e-3
     hidden, weight = (batch[name].clone().requires_grad_() for name in ("hidden_NH", "weight_VH"))
-    loss, _ = loss_of_hidden(**{**batch, "hidden_NH": hidden, "weight_VH": weight}, chunk=3)
+    loss, _ = loss_of_hidden(**{**batch, "hidden_NH": hidden, "weight_VH": weight}, chunk=3, **WIDE)
     (loss * 1024).backward(retain_graph=True)
     torch.testing.assert_close(hidden.grad, of_hidden * 1024)
     torch.testing.assert_close(weight.grad, of_weight * 1024)
@@ -126,10 +131,10 @@ def test_backward_scales_both_gradients_and_runs_once():
         loss.backward()
     # none is computed where none is wanted
     hidden.grad = None
-    loss_of_hidden(**{**batch, "hidden_NH": hidden}, chunk=3)[0].backward()
+    loss_of_hidden(**{**batch, "hidden_NH": hidden}, chunk=3, **WIDE)[0].backward()
     torch.testing.assert_close(hidden.grad, of_hidden)
     with torch.no_grad():
-        torch.testing.assert_close(loss_of_hidden(**batch, chunk=3)[0], loss.detach())
+        torch.testing.assert_close(loss_of_hidden(**batch, chunk=3, **WIDE)[0], loss.detach())
 
 
 def test_megatrons_main_grad_gets_the_weights_gradient_and_autograd_zeros():
@@ -138,9 +143,11 @@ def test_megatrons_main_grad_gets_the_weights_gradient_and_autograd_zeros():
     weight = batch["weight_VH"].clone().requires_grad_()
     weight.main_grad = torch.zeros(V, H)
     for _ in range(2):
-        loss, _ = loss_of_hidden(**{**batch, "weight_VH": weight}, chunk=3, into_main_grad=True)
+        loss, _ = loss_of_hidden(**{**batch, "weight_VH": weight}, chunk=3, into_main_grad=True, **WIDE)
         (loss * 64).backward()
-    torch.testing.assert_close(weight.main_grad.double(), plain(batch)[2] * 128, rtol=1e-5, atol=1e-5)
+    expected = plain(batch, **WIDE)[2] * 128
+    assert expected.abs().max() > 0.1
+    torch.testing.assert_close(weight.main_grad.double(), expected, rtol=1e-5, atol=1e-5)
     assert not weight.grad.any()
 
 
