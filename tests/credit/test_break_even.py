@@ -1,7 +1,5 @@
 """When corrections pay: the law by hand, what a step and a run tell of it, and the points of a study."""
 
-from itertools import product
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -19,24 +17,19 @@ from megatron_ibpo.study.run_results import RunResult
 from support.credit_cases import correction, prompt, response
 from support.paths import ROOT
 
-DENSE = read_hf_config(ROOT / "examples/tiny_qwen3")
-
 
 @pytest.mark.parametrize(
-    ("resample", "price", "first", "needed"),
+    ("resample", "price", "any_text", "first_text"),
     [
-        (0.5, 2, False, 1.0),
-        (0.5, 2, True, 0.75),  # two tries fail together in a quarter of the cases
-        (0.1, 3, False, 0.3),
-        (0.1, 3, True, 0.271),  # 1 - .9³
-        (0.6, 3, False, 1.8),  # never
-        (0.6, 3, True, 0.936),
-        (0.4, 1, False, 0.4),  # at the price of a response corrections only have to be better
-        (0.4, 1, True, 0.4),
+        (0.5, 2, 1.0, 0.75),  # two tries fail together in a quarter of the cases
+        (0.1, 3, 0.3, 0.271),  # 1 - .9³
+        (0.6, 3, 1.8, 0.936),  # never, and hardly ever
+        (0.4, 1, 0.4, 0.4),  # at the price of a response corrections only have to be better
     ],
 )
-def test_the_skill_from_which_on_corrections_pay(resample, price, first, needed):
-    assert skill_needed(resample, price, first=first) == pytest.approx(needed)
+def test_the_skill_from_which_on_corrections_pay(resample, price, any_text, first_text):
+    assert skill_needed(resample, price, first=False) == pytest.approx(any_text)
+    assert skill_needed(resample, price, first=True) == pytest.approx(first_text)
 
 
 @given(p=st.floats(0.01, 0.99), q=st.floats(0.01, 0.99), price=st.floats(1, 6), spent=st.floats(0.5, 50))
@@ -46,14 +39,10 @@ def test_the_law_of_first_texts_says_which_way_finds_one_more_often_whatever_is_
         assert (q > skill_needed(p, price, first=True)) == (by_corrections > by_responses)
 
 
-def scored(correct):
-    return response([7, 13 if correct else 8], float(correct))
-
-
 def group_of(outcomes, corrected=()):
+    responses, answers = ([response([7], float(ok)) for ok in oks] for oks in (outcomes, corrected))
     wrong = [place for place, correct in enumerate(outcomes) if not correct]
-    corrections = [correction(i, scored(ok)) for i, ok in zip(wrong, corrected, strict=False)]
-    return Group(prompt(), [scored(correct) for correct in outcomes], corrections)
+    return Group(prompt(), responses, [correction(i, own) for i, own in zip(wrong, answers, strict=False)])
 
 
 def test_responses_and_corrections_are_counted_by_who_else_of_the_group_is_correct():
@@ -68,26 +57,10 @@ def test_responses_and_corrections_are_counted_by_who_else_of_the_group_is_corre
         "responses_accompanied": 7, "responses_accompanied_correct": 2,
         "corrections_accompanied": 5, "corrections_accompanied_correct": 3,
     }  # fmt: skip
-
-
-def test_what_was_not_scored_counts_nowhere():
-    group = group_of([0, 0, 0], [1, 1, 1])
-    group.responses[0].reward = group.corrections[0].response.reward = None
-    counts = composition_counts([group])
+    unscored = group_of([0, 0, 0], [1, 1, 1])
+    unscored.responses[0].reward = unscored.corrections[0].response.reward = None
+    counts = composition_counts([unscored])
     assert (counts["responses_alone"], counts["corrections_alone"]) == (2, 2)
-
-
-def test_where_all_prompts_are_equally_hard_composition_tells_nothing():
-    """Of three responses that are right or wrong with the same chance, all eight outcomes once: half of them
-    are right whatever the others are."""
-    counts = composition_counts([group_of(outcomes) for outcomes in product([0, 1], repeat=3)])
-    assert counts["responses_alone_correct"] / counts["responses_alone"] == 1 / 2
-    assert counts["responses_accompanied_correct"] / counts["responses_accompanied"] == 1 / 2
-
-
-def trained(sample, kind):
-    ids = sample.token_ids
-    return TrainSequence(sample.prompt_token_ids, ids, np.ones(len(ids), bool), 1.0, 1.0, 0, 0, 0, kind)
 
 
 def test_the_metered_price_is_that_of_sampling_and_update():
@@ -95,47 +68,36 @@ def test_the_metered_price_is_that_of_sampling_and_update():
     first, second = (response([7, 8], 0.0, "length", prompt=[1, 2, 3]) for _ in range(2))
     corrected = response([7, 8, 9, 13], 1.0, "length", prompt=[*range(9)])
     group = Group(prompt(), [first, second], [correction(0, corrected)])
-    sequences = [trained(first, "response"), trained(second, "response"), trained(corrected, "correction")]
-    f = [forward_flops(DENSE, n) for n in range(14)]
+    sequences = [
+        TrainSequence(s.prompt_token_ids, s.token_ids, s.loss_mask, 1.0, 1.0, 0, 0, 0, kind)
+        for s, kind in ((first, "response"), (second, "response"), (corrected, "correction"))
+    ]
+    shape = read_hf_config(ROOT / "examples/tiny_qwen3")
+    f = [forward_flops(shape, n) for n in range(14)]
     of_response = (f[3] + 2 * (f[5] - f[3]) + 2 * 3 * f[5]) / 2
-    meter = CostMeter(DENSE, 1)
+    meter = CostMeter(shape, 1)
     assert meter.correction_price([group], sequences) == pytest.approx((f[13] + 3 * f[13]) / of_response)
     assert meter.correction_price([group], sequences[:2]) == pytest.approx(f[13] / of_response)
     assert meter.correction_price([Group(prompt(), [first, second])], sequences) is None
     assert meter.spent.flops == 0  # asking costs nothing
 
 
-def step(price=3.0, **counts):
-    names = [
-        f"{kind}_{where}{correct}"
-        for kind in ("responses", "corrections")
-        for where in ("alone", "accompanied")
-        for correct in ("", "_correct")
-    ]
-    row = {"kind": "step", "correction_price": price, **dict.fromkeys(names, 0.0), **counts}
+def step(price=3.0, **tried):
+    """A step's row: of responses_alone=(20, 3) and so on, 3 of 20 were right."""
+    row = {"kind": "step", "correction_price": price}
+    for name in ("responses_alone", "responses_accompanied", "corrections_alone", "corrections_accompanied"):
+        row[name], row[f"{name}_correct"] = tried.get(name, (0.0, 0.0))
     return row | {"corrections": row["corrections_alone"] + row["corrections_accompanied"]}
 
 
-RARE = {"responses_alone": 1000, "responses_alone_correct": 50, "corrections_alone": 400}
-FREQUENT = {
-    "responses_accompanied": 1000,
-    "responses_accompanied_correct": 600,
-    "corrections_accompanied": 300,
-}
+RARE = step(2.0, responses_alone=(1000, 50), corrections_alone=(400, 200))
+FREQUENT = step(5.0, responses_accompanied=(1000, 600), corrections_accompanied=(200, 100))
+NO_CORRECTIONS = {"kind": "step", "reward": 0.5}
 
 
 def test_a_run_says_where_its_corrections_stand():
-    found = break_even(
-        [
-            step(2.0, **RARE, corrections_alone_correct=200),
-            step(4.0, **FREQUENT, corrections_accompanied_correct=150, corrections_alone=-100),
-            {"kind": "step", "reward": 0.5},  # without corrections
-        ]
-    )
-    assert found["price"] == pytest.approx((2 * 400 + 4 * 200) / 600)
-    found = break_even(
-        [step(**RARE, **FREQUENT, corrections_alone_correct=200, corrections_accompanied_correct=150)]
-    )
+    found = break_even([RARE, FREQUENT, NO_CORRECTIONS])
+    assert found["price"] == pytest.approx((2 * 400 + 5 * 200) / 600)
     assert found["alone"]["needed"] == pytest.approx(1 - 0.95**3)
     assert found["accompanied"]["needed"] == pytest.approx(1.8)
     assert (found["alone"]["pays"], found["accompanied"]["pays"]) == (True, False)
@@ -147,38 +109,19 @@ def test_a_run_says_where_its_corrections_stand():
         "If another response to the prompt is right, 50% of corrections and 60% of retries succeed. "
         "Corrections cannot be worth their cost where retries succeed so often.",
     ]
-
-
-def test_figures_that_leave_doubt_are_called_doubtful():
-    found = break_even(
-        [
-            step(
-                responses_alone=40,
-                responses_alone_correct=4,
-                corrections_alone=20,
-                corrections_alone_correct=5,
-            )
-        ]
-    )
-    assert found["alone"]["pays"] is None
-    assert break_even_lines(found)[-1].endswith(
-        "worth their cost from 27% on; there were too few to tell whether these are."
-    )
-    assert "accompanied" not in found
-
-
-def test_a_run_without_corrections_says_nothing():
-    assert break_even([{"kind": "step", "reward": 0.5}]) is None
+    doubtful = break_even([step(responses_alone=(40, 4), corrections_alone=(20, 5))])
+    assert doubtful["alone"]["pays"] is None
+    says = "worth their cost from 27% on; there were too few to tell whether these are."
+    assert break_even_lines(doubtful)[-1].endswith(says)
+    assert "accompanied" not in doubtful
+    assert break_even([NO_CORRECTIONS]) is None
     assert break_even_lines(None) == []
 
 
 def test_the_points_of_a_study_lie_on_the_right_side_of_the_curve():
-    found = break_even(
-        [step(**RARE, **FREQUENT, corrections_alone_correct=200, corrections_accompanied_correct=150)]
-    )
     runs = [
         RunResult(method, 0, {}, 8, 1, {}, [], 0.0, [], 8.0, {}, {}, task="sums", break_even=of_run)
-        for method, of_run in (("ibpo", found), ("gspo", None))
+        for method, of_run in (("ibpo", break_even([RARE, FREQUENT])), ("gspo", None))
     ]
     alone, accompanied = break_even_points(runs)
     assert (alone.method, alone.composition, accompanied.composition) == ("ibpo", "alone", "accompanied")
@@ -189,13 +132,8 @@ def test_the_points_of_a_study_lie_on_the_right_side_of_the_curve():
     assert np.interp(0.05, x, y) == pytest.approx(1 - 0.95**3, abs=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("flags", "learns"),
-    [
-        (["--advantage-estimator", "ibpo"], True),
-        (["--advantage-estimator", "ibpo-shaping-only"], False),
-        (["--config", str(ROOT / "examples/algorithms/ibpo_plain_prompt.yaml")], True),
-    ],
-)
-def test_the_law_is_asked_only_where_texts_of_corrections_are_trained_on(flags, learns):
-    assert learns_from_corrections(find_operator(parse_config(flags).algorithm)) is learns
+def test_the_law_is_asked_only_where_texts_of_corrections_are_trained_on():
+    plain_prompt = ["--config", str(ROOT / "examples/algorithms/ibpo_plain_prompt.yaml")]
+    learning, shaping = (["--advantage-estimator", name] for name in ("ibpo", "ibpo-shaping-only"))
+    operators = [find_operator(parse_config(flags).algorithm) for flags in (learning, plain_prompt, shaping)]
+    assert [learns_from_corrections(operator) for operator in operators] == [True, True, False]

@@ -1,36 +1,44 @@
-"""Credit by hand: Algorithm 1 on small groups, its traps, and what must not matter."""
-
-from __future__ import annotations
+"""Algorithm 1 by hand, its traps, what must not matter, and operators and estimators of one's own."""
 
 import math
 import random
+import statistics
 from collections import Counter
 
+import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron_ibpo.basics.records import Group
 from megatron_ibpo.config import PRESETS, RolloutConfig
-from megatron_ibpo.credit import Judgement, Operator
-from megatron_ibpo.credit.compared_parts import compared_pairs
-from megatron_ibpo.credit.edits import find_edits, mark_rewrites
-from megatron_ibpo.credit.estimators import group_z_score
+from megatron_ibpo.credit import (
+    CRITIC,
+    ESTIMATORS,
+    Judgement,
+    Operator,
+    assign_credit,
+    fill_batch,
+    find_estimator,
+    find_operator,
+)
+from megatron_ibpo.credit.estimators import group_z_score, group_z_score_bessel, leave_one_out, maxrl
 from megatron_ibpo.credit.pairing import draw_references
 from megatron_ibpo.credit.shaping import correction_bonus
 from support.credit_cases import (
     EOS,
-    GSPO,
     RIGHT,
     Loop,
     algorithm,
     by_kind,
     candidates,
     check_algorithm,
+    context,
     correction,
     fix_last,
     group,
     ids_of,
+    in_turn,
     plain,
     prompt,
     response,
@@ -39,19 +47,9 @@ from support.credit_cases import (
 )
 
 
-def marked(groups, threshold):
-    """The threshold in force, after corrections were compared with what they correct."""
-    pairs = compared_pairs(groups, None)
-    _, edits = find_edits(pairs, mark_insertions=False)
-    return mark_rewrites(pairs, edits, threshold, None)
-
-
-# ----------------------------------------------------------------------------------- Algorithm 1 by hand
-
-
 def test_algorithm_1_by_hand():
     """One prompt, G=4, rewards 1 0 0 0. Corrections: of y1 right and near, of y2 wrong, of y3 right but
-    a rewrite. λ=.6, β=.5, so r' = 1, .3, 0, 0."""
+    a rewrite. λ=.6, β=.5, so φ = 0 .5 0 0 and r' = 1 .3 0 0."""
     y1, y2, y3 = [10, 11, 12, 14], [10, 11, 15, 15], [20, 21, 22, 23]
     corrected = {14: [10, 11, 12, 13], 15: [10, 11, 15, 16], 23: RIGHT}
     loop = Loop(lambda x: corrected[candidates(x)[0][-1]])
@@ -61,189 +59,168 @@ def test_algorithm_1_by_hand():
     assert loop.asked == [(1, 5, 90, *y, 90, *RIGHT, 27) for y in (y1, y2, y3)]
     # mean .325; variance (.455625 + .000625 + 2·.105625) / 4 = .166875
     std = math.sqrt(0.166875)
-    expected = [0.675 / std, -0.025 / std, -0.325 / std, -0.325 / std]
-    responses = by_kind(credit, "response")
-    assert [s.advantage for s in responses] == pytest.approx(expected, abs=1e-7)
+    responses, corrections = by_kind(credit, "response"), by_kind(credit, "correction")
+    assert [s.advantage * std for s in responses] == pytest.approx([0.675, -0.025, -0.325, -0.325], abs=4e-8)
     # corrections have the plain rewards 1 0 1: mean 2/3, std √2/3
-    corrections = by_kind(credit, "correction")
     assert [s.advantage for s in corrections] == pytest.approx([2**-0.5, -(2**0.5), 2**-0.5], abs=1e-7)
     assert [ids_of(s.prompt_token_ids) for s in corrections] == loop.asked
     assert ids_of(corrections[1].response_token_ids) == (10, 11, 15, 16, EOS)
     assert [(s.prompt_index, s.group, s.index) for s in corrections] == [(0, 0, 0), (0, 0, 1), (0, 0, 2)]
     # the rewards that advantages were made of: shaped ones of responses, plain ones of corrections
     assert [s.reward for s in credit.sequences] == [1, 0.3, 0, 0, 1, 0, 1]
-    # every sequence weighs 1/(P·G)
-    assert [s.weight for s in credit.sequences] == [0.25] * 7
-    assert credit.metrics["correction_success"] == pytest.approx(2 / 3)
-    assert credit.metrics["rewrite_rate"] == pytest.approx(1 / 3)
-    assert credit.metrics["reference_copy_rate"] == pytest.approx(2 / 3)
-    assert credit.metrics["noop_rate"] == 0
-    assert credit.metrics["bonus_rate"] == pytest.approx(1 / 3)
-    assert credit.metrics["correction_distance"] == pytest.approx((0.25 + 0.25 + 1) / 3)
-    # of four tokens y1 and y2 keep three each, y3 none
-    assert credit.metrics["unmodified_share"] == pytest.approx((0.75 + 0.75 + 0) / 3)
-    assert credit.metrics["tokens_responses"] == 20
-    assert credit.metrics["tokens_corrections"] == 15
+    assert [s.weight for s in credit.sequences] == [0.25] * 7, "every sequence weighs 1/(P·G)"
 
+    first = responses[0]  # takes along how it was sampled
+    assert ids_of(first.prompt_token_ids) == (1, 5, 27)
+    assert ids_of(first.response_token_ids) == (*RIGHT, EOS)
+    assert ids_of(first.rollout_logprobs) == (-0.5,) * 5
+    assert ids_of(first.loss_mask) == (True,) * 5
+    assert (first.temperature, first.token_weights) == (1.0, None)
 
-def test_what_theorem_a2_speaks_of_is_measured_by_hand():
-    """r = 1 0 0 0, φ = 0 .5 0 0, r' = 1 .3 0 0."""
-    near, far = [10, 11, 12, 14], [10, 11, 15, 15]
-    loop = Loop(lambda x: fix_last(x) if candidates(x)[0] == near else far)
-    metrics = loop.credit([group(RIGHT, near, far, far)], algorithm()).metrics
-    assert metrics["cov_reward_phi"] == pytest.approx(-1 / 4 * 0.5 / 4)
-    assert metrics["var_phi"] == pytest.approx(0.25 / 4 - 0.125**2)
-    assert metrics["lambda_max"] == pytest.approx(2 * 0.03125 / 0.046875)
-    assert metrics["var_advantage_unshaped"] == pytest.approx(0.1875)
-    assert metrics["var_advantage"] == pytest.approx(0.166875)
-    assert metrics["shaped_reward"] == pytest.approx(0.325)
-    assert metrics["noop_rate"] == pytest.approx(2 / 3)
+    expected = {
+        "correction_success": 2 / 3, "rewrite_rate": 1 / 3, "reference_copy_rate": 2 / 3, "noop_rate": 0,
+        "bonus_rate": 1 / 3, "correction_distance": (0.25 + 0.25 + 1) / 3,
+        "unmodified_share": (0.75 + 0.75 + 0) / 3,  # of four tokens y1 and y2 keep three each, y3 none
+        "tokens_responses": 20, "tokens_corrections": 15,
+        # what theorem A.2 speaks of
+        "cov_reward_phi": -1 / 4 * 0.5 / 4, "var_phi": 0.25 / 4 - 0.125**2, "shaped_reward": 0.325,
+        "lambda_max": 2 * 0.03125 / 0.046875, "var_advantage_unshaped": 0.1875, "var_advantage": 0.166875,
+    }  # fmt: skip
+    assert {name: credit.metrics[name] for name in expected} == pytest.approx(expected)
 
 
 def test_weights_count_every_response_of_the_step():
     groups = [group(RIGHT, [14], index=0), group([14], [15], index=1)]
     credit = Loop(fix_last).credit(groups, algorithm(ibpo_correction_weight=0.5))
-    assert {(s.kind, s.weight) for s in credit.sequences} == {("response", 1 / 4), ("correction", 1 / 8)}
-    assert Counter((s.group, s.kind) for s in credit.sequences) == {
-        (0, "response"): 2,
-        (0, "correction"): 1,
-        (1, "response"): 2,
-        (1, "correction"): 2,
-    }
+    assert Counter((s.group, s.kind, s.weight) for s in credit.sequences) == {
+        (0, "response", 1 / 4): 2, (0, "correction", 1 / 8): 1,
+        (1, "response", 1 / 4): 2, (1, "correction", 1 / 8): 2,
+    }  # fmt: skip
 
 
-def test_a_sequence_takes_along_how_it_was_sampled():
-    (sequence, *_) = Loop(fix_last).credit([group(RIGHT, [14])], algorithm()).sequences
-    assert ids_of(sequence.prompt_token_ids) == (1, 5, 27)
-    assert ids_of(sequence.response_token_ids) == (*RIGHT, EOS)
-    assert ids_of(sequence.rollout_logprobs) == (-0.5,) * 5
-    assert ids_of(sequence.loss_mask) == (True,) * 5
-    assert sequence.temperature == 1.0
-    assert sequence.token_weights is None
+def test_what_is_switched_off_leaves_the_rest_bit_for_bit():
+    """Without shaping and joint training IBPO is GSPO, and either alone changes nothing of the other."""
 
+    def credited(name="ibpo", **switches):
+        return Loop(fix_last).credit(some_groups(), algorithm(name, **switches))
 
-# ------------------------------------------------------------------------------------------ advantages
-
-
-def test_equal_rewards_have_advantage_exactly_zero():
-    # in float32 these eight have a std of about 3e-8, and advantages of order 1
-    assert group_z_score([0.3] * 8) == [0.0] * 8
-
-
-def test_a_group_of_equal_shaped_rewards_is_counted_and_gives_no_gradient():
-    """All eight wrong, all eight corrected: r' is .3 everywhere."""
-    credit = Loop(fix_last).credit([group(*[[10, 11, 12, 14]] * 8)], algorithm())
-    assert [s.advantage for s in credit.sequences] == [0.0] * 16
-    assert credit.metrics["shaped_reward"] == pytest.approx(0.3)
-    assert credit.metrics["degenerate_groups"] == 1
-    assert credit.metrics["degenerate_correction_groups"] == 1
-    assert credit.metrics["var_advantage"] == pytest.approx(0, abs=1e-30)
-
-
-@given(st.lists(st.floats(-10, 10), min_size=2, max_size=16))
-def test_advantages_have_mean_zero_and_keep_the_order(rewards):
-    advantages = group_z_score(rewards)
-    assert math.fsum(advantages) == pytest.approx(0, abs=1e-5)
-    for r, a in zip(rewards, advantages, strict=True):
-        for s, b in zip(rewards, advantages, strict=True):
-            assert (r > s) <= (a >= b)
-
-
-@given(st.lists(st.sampled_from([0.0, 0.1, 0.3, 1.0]), min_size=2, max_size=12), st.randoms())
-def test_advantages_do_not_depend_on_the_order_of_the_group(rewards, rng):
-    order = list(range(len(rewards)))
-    rng.shuffle(order)
-    advantages = group_z_score(rewards)
-    assert group_z_score([rewards[i] for i in order]) == [advantages[i] for i in order]
-
-
-# ---------------------------------------------------------------------------------------- equivalences
-
-
-def test_no_shaping_and_no_joint_training_is_gspo_bit_for_bit():
-    off = Loop(fix_last).credit(some_groups(), algorithm(ibpo_lambda=0.0, ibpo_joint=False))
-    gspo = Loop(fix_last).credit(some_groups(), algorithm(**GSPO))
+    ibpo, gspo, off = credited(), credited("gspo"), credited(ibpo_lambda=0.0, ibpo_joint=False)
+    shaping, joint = credited("ibpo-shaping-only"), credited("ibpo-joint-only")
     assert plain(off.sequences) == plain(gspo.sequences)
-    assert off.metrics["corrections"] > 0
+    assert plain(shaping.sequences) == plain(by_kind(ibpo, "response"))
+    assert plain(by_kind(joint, "response")) == plain(gspo.sequences)
+    assert plain(by_kind(joint, "correction")) == plain(by_kind(ibpo, "correction"))
+    assert min(off.metrics["corrections"], shaping.metrics["corrections"]) > 0
     assert "corrections" not in gspo.metrics
-
-
-def test_joint_training_leaves_the_responses_as_they_are():
-    joint = Loop(fix_last).credit(some_groups(), algorithm())
-    alone = Loop(fix_last).credit(some_groups(), algorithm(ibpo_joint=False))
-    assert plain(by_kind(joint, "response")) == plain(alone.sequences)
+    # as the gradient meter does: corrections hang on the groups and play no part
+    groups = some_groups()
+    Loop(fix_last).credit(groups, algorithm())
+    assert any(made.corrections for made in groups)
+    again = assign_credit(groups, context(algorithm("gspo")))
+    assert (plain(again.sequences), again.metrics) == (plain(gspo.sequences), gspo.metrics)
 
 
 def test_a_group_without_a_wrong_response_asks_for_nothing_and_gives_no_gradient():
-    loop = Loop(fix_last)
-    credit = loop.credit([group(RIGHT, [13], [12, 13])], algorithm())
-    assert loop.requests == []
+    loop, made = Loop(fix_last), group(RIGHT, [13], [12, 13])
+    made.corrections = [correction(0, response([13], 1.0))]  # of a recording; it gives way
+    credit = loop.credit([made], algorithm())
+    assert loop.requests == made.corrections == []
     assert [s.advantage for s in credit.sequences] == [0.0] * 3
-    assert credit.metrics["groups_all_correct"] == 1
+    expected = {"groups_all_correct": 1, "degenerate_groups": 1, "corrections": 0}
+    assert expected.items() <= credit.metrics.items()
     assert "correction_success" not in credit.metrics
 
 
-@pytest.mark.parametrize("threshold", [0.6, "adaptive"])
-def test_the_order_of_the_groups_does_not_matter(threshold):
-    config = algorithm(ibpo_corrections=2, ibpo_k=3, ibpo_rewrite_threshold=threshold)
+def test_the_order_of_the_groups_does_not_matter():
+    config = algorithm(ibpo_corrections=2, ibpo_k=3, ibpo_rewrite_threshold="adaptive")
     straight = Loop(fix_last).credit(some_groups(), config)
     shuffled = list(enumerate(some_groups()))
     random.Random(1).shuffle(shuffled)
-    other = Loop(fix_last).credit([g for _, g in shuffled], config)
+    other = Loop(fix_last).credit([made for _, made in shuffled], config)
     for place, (original, _) in enumerate(shuffled):
         ours = [plain(s) | {"group": 0} for s in straight.sequences if s.group == original]
-        theirs = [plain(s) | {"group": 0} for s in other.sequences if s.group == place]
-        assert ours == theirs
+        assert ours == [plain(s) | {"group": 0} for s in other.sequences if s.group == place]
     assert straight.metrics == other.metrics
 
 
-def test_the_draws_depend_on_seed_and_step():
-    def prompts(seed, step):
+PRESETS_WITHOUT_MODELS = [name for name in PRESETS if name not in ("ppo", "ciw", "ciw-inverted")]
+
+
+@pytest.mark.parametrize("name", PRESETS_WITHOUT_MODELS)
+@given(seed=st.integers(0, 2**16), order=st.randoms(use_true_random=False))
+@settings(max_examples=5, deadline=None)
+def test_who_arrives_first_changes_no_credit(name, seed, order):
+    """Groups are followed up in any order, and their corrections come back in any; the batch is ordered by
+    prompt before it is judged."""
+    config = context(algorithm(name))
+    operator = find_operator(config.algorithm)
+    at_once = Loop(fix_last).credit(some_groups(seed), config.algorithm)
+
+    arriving, loop = some_groups(seed), Loop(fix_last)
+    order.shuffle(arriving)
+    for made in arriving:
+        asked = operator.follow_ups(made, config)
+        places = list(range(len(asked)))
+        order.shuffle(places)
+        answers = dict(zip(places, loop.sample([asked[i].request for i in places]), strict=True))
+        samples = [answers[i] for i in range(len(asked))]
+        loop.score([(made.prompt, sample) for sample in samples])
+        operator.attach(made, asked, samples)
+    arriving.sort(key=lambda made: made.prompt.index)
+    streamed = assign_credit(arriving, config)
+    assert plain(streamed.sequences) == plain(at_once.sequences)
+    assert streamed.metrics == at_once.metrics
+
+
+def test_what_is_asked_depends_on_seed_step_and_the_group_alone():
+    def asked(groups, **draws):
         loop = Loop(fix_last)
-        loop.credit(some_groups(), algorithm(), seed=seed, step=step)
-        return loop.asked, [r.seed for r in loop.requests]
+        loop.credit(groups, algorithm(ibpo_corrections=3, ibpo_k=3), **draws)
+        return loop.asked, [request.seed for request in loop.requests]
 
-    assert prompts(0, 0) == prompts(0, 0)
-    for seed, step in ((1, 0), (0, 1)):
-        shown, seeds = prompts(seed, step)
-        assert shown != prompts(0, 0)[0]
-        assert not set(seeds) & set(prompts(0, 0)[1])
-
-
-def test_every_correction_has_a_seed_of_its_own():
-    loop = Loop(fix_last)
-    loop.credit(some_groups(), algorithm(ibpo_corrections=3))
-    assert len({r.seed for r in loop.requests}) == len(loop.requests) > 30
+    prompts, seeds = asked(some_groups())
+    apart = [asked([made]) for made in some_groups()]
+    assert prompts == [one for own, _ in apart for one in own]
+    assert seeds == [one for _, own in apart for one in own]
+    assert len(set(seeds)) == len(seeds) > 30
+    for draws in ({"seed": 1}, {"step": 1}):
+        others, other_seeds = asked(some_groups(), **draws)
+        assert others != prompts
+        assert not set(other_seeds) & set(seeds)
 
 
 def test_corrections_are_sampled_like_responses():
-    loop = Loop(fix_last)
-    rollout = RolloutConfig(
-        rollout_max_response_len=7, rollout_temperature=0.7, rollout_top_p=0.8, rollout_top_k=20
-    )
+    sampling = {"rollout_temperature": 0.7, "rollout_top_p": 0.8, "rollout_top_k": 20}
+    loop, rollout = Loop(fix_last), RolloutConfig(rollout_max_response_len=7, **sampling)
     loop.credit([group(RIGHT, [14])], algorithm(), rollout=rollout)
     (request,) = loop.requests
     assert (request.max_tokens, request.temperature, request.top_p, request.top_k) == (7, 0.7, 0.8, 20)
 
 
-# --------------------------------------------------------------------------------------------- pairing
+def test_corrections_stand_in_the_order_in_which_they_were_asked():
+    made = group(RIGHT, [10, 14], [11, 14])
+    config = context(algorithm(ibpo_corrections=2))
+    operator = find_operator(config.algorithm)
+    asked = operator.follow_ups(made, config)
+    answers = [response([20 + number, 13], 1.0) for number in range(4)]
+    operator.attach(made, asked, answers)
+    found = [(c.target, c.response.token_ids[0], c.response.index) for c in made.corrections]
+    assert found == [(1, 20, 0), (1, 21, 1), (2, 22, 2), (2, 23, 3)]
+    with pytest.raises(ValueError, match="argument 2"):
+        operator.attach(made, asked, answers[:3])
 
 
-@given(
-    st.lists(st.sampled_from(["right", "wrong", "error"]), max_size=8),
-    st.integers(0, 8),
-    st.integers(0, 6),
-    st.integers(0, 2**32),
-)
-def test_references_are_others_and_right_where_any_is(others, place, count, seed):
-    kinds = [*others[:place], "wrong", *others[place:]]
-    target = min(place, len(others))
+kinds = st.lists(st.sampled_from(["right", "wrong", "error"]), max_size=8)
+
+
+@given(kinds, kinds, st.integers(0, 6), st.integers(0, 2**32))
+def test_references_are_others_and_right_where_any_is(before, after, count, seed):
     reward = {"right": 1.0, "wrong": 0.0, "error": None}
-    responses = [response([10 + i], reward[kind]) for i, kind in enumerate(kinds)]
+    target, drawn_from = len(before), [*before, "wrong", *after]
+    responses = [response([10 + i], reward[kind]) for i, kind in enumerate(drawn_from)]
     drawn = draw_references(target, responses, count, random.Random(seed))
-    right = [i for i, kind in enumerate(kinds) if kind == "right"]
-    wrong = [i for i, kind in enumerate(kinds) if kind == "wrong" and i != target]
-    pool = right or wrong
+    right = [i for i, kind in enumerate(drawn_from) if kind == "right"]
+    pool = right or [i for i, kind in enumerate(drawn_from) if kind == "wrong" and i != target]
     assert set(drawn) <= set(pool)
     assert len(drawn) == (count if pool else 0)
     times = Counter(drawn)
@@ -261,118 +238,54 @@ def test_references_are_drawn_uniformly():
 
 
 def test_a_lone_response_is_corrected_without_a_reference():
-    loop = Loop(fix_last)
-    (only,) = [group([10, 14])]
+    loop, only = Loop(fix_last), group([10, 14])
     loop.credit([only], algorithm())
     assert loop.asked == [(1, 5, 90, 10, 14, 27)]
     assert only.corrections[0].references == ()
     assert only.corrections[0].reference_distance is None
 
 
-def test_k_says_how_many_candidates_are_shown():
-    for k in (1, 2, 3, 4):
-        loop = Loop(fix_last)
-        loop.credit([group([10, 14], [13], [12, 13])], algorithm(ibpo_k=k))
-        assert len(candidates(loop.asked[0])) == k
-
-
-def test_a_pair_that_does_not_fit_the_context_is_skipped_and_counted():
+def test_a_pair_that_does_not_fit_the_context_is_skipped_and_counted_once():
     """x̃ has 3 + 1 + |y| + 1 + 4 tokens, and 8 are kept for the correction: 17 + |y| must be within 20."""
-    groups = [group(RIGHT, [10, 11, 14], [10, 11, 12, 14])]
-    loop = Loop(fix_last)
-    credit = loop.credit(groups, algorithm(), max_context=20)
-    assert [c.target for c in groups[0].corrections] == [1]
-    assert groups[0].skipped_pairs == 1
-    assert credit.metrics["skipped_pairs"] == 1
-    assert len(loop.requests) == 1
+    made, loop = group(RIGHT, [10, 11, 14], [10, 11, 12, 14]), Loop(fix_last)
+    credit = loop.credit([made], algorithm(), max_context=20)
+    assert [c.target for c in made.corrections] == [1]
+    assert len(loop.requests) == made.skipped_pairs == credit.metrics["skipped_pairs"] == 1
+    again = context(algorithm(), max_context=20)
+    find_operator(again.algorithm).follow_ups(made, again)
+    assert made.skipped_pairs == 1
 
 
-# ---------------------------------------------------------------------------------------- rewrite test
-
-
-def corrected_group(y, y_hat, *references):
-    made = group(y, *references)
-    made.corrections = [correction(0, response(y_hat, 1.0), tuple(range(1, 1 + len(references))))]
-    return made
-
-
-@pytest.mark.parametrize(
-    ("y", "y_hat", "references", "threshold", "rewritten"),
-    [
-        # d(y, ŷ) = 3/5 does not exceed α = .6
-        ([1, 2, 3, 4, 5], [1, 2, 8, 8, 8], [[9] * 5], 0.6, False),
-        # 4/5 does, but ŷ is just as far from the reference
-        ([1, 2, 3, 4, 5], [1, 8, 8, 8, 8], [[9, 9, 9, 9, 8]], 0.6, False),
-        # 4/5, and 3/5 from the reference
-        ([1, 2, 3, 4, 5], [1, 8, 8, 8, 8], [[9, 9, 9, 8, 8]], 0.6, True),
-        # the nearest of two references counts
-        ([1, 2, 3, 4, 5], [1, 8, 8, 8, 8], [[9] * 5, [9, 9, 9, 8, 8]], 0.6, True),
-        # without a reference α alone decides
-        ([1, 2, 3, 4, 5], [1, 8, 8, 8, 8], [], 0.6, True),
-        # a distance never exceeds 1
-        ([1, 2, 3, 4, 5], [8, 8, 8, 8, 8], [[8] * 5], 1.0, False),
-    ],
-)
-def test_what_counts_as_a_rewrite(y, y_hat, references, threshold, rewritten):
-    made = corrected_group(y, y_hat, *references)
-    assert marked([made], threshold) == threshold
-    assert made.corrections[0].rewritten is rewritten
+def test_a_rewrite_is_far_from_its_target_and_nearer_to_a_reference():
+    near, far, reference = [1, 2, 8, 8, 13], [1, 8, 8, 8, 13], [9, 9, 9, 9, 13]
+    for answer, references, rewritten in (
+        (near, [reference], False),  # d(y, ŷ) = 3/5 does not exceed α = .6
+        (far, [reference], False),  # 4/5 does, but ŷ is just as far from the reference
+        (far, [reference, [9, 9, 9, 8, 13]], True),  # the nearest of two references counts: 3/5
+        (far, [], True),  # without a reference α alone decides
+    ):
+        made = group([1, 2, 3, 4, 5], *references)
+        Loop(in_turn(answer)).credit([made], algorithm(ibpo_k=3))
+        assert made.corrections[0].rewritten is rewritten
 
 
 def test_a_filter_that_cannot_fire_is_shown():
-    metrics = Loop(fix_last).credit([group([14])], algorithm(ibpo_rewrite_threshold=1.0)).metrics
-    assert (metrics["rewrite_threshold"], metrics["rewrite_filter_off"]) == (1.0, 1.0)
-
-
-def test_the_adaptive_threshold_is_mean_and_two_population_deviations_over_the_step():
-    """d = 0 five times and 1 once: mean 1/6, std √5/6, α = 1/6 + √5/3 = .912."""
-    groups = [corrected_group([7, 7], [7, 7], [9, 9]) for _ in range(5)]
-    groups.append(corrected_group([7, 7], [9, 9], [9, 9]))
-    assert marked(groups, "adaptive") == pytest.approx(1 / 6 + 5**0.5 / 3)
-    assert [g.corrections[0].rewritten for g in groups] == [False] * 5 + [True]
-
-
-def test_ends_of_sequence_are_no_edits():
-    cut_off = Group(prompt(), [response([7, 8], 0.0, finish_reason="length")])
-    cut_off.corrections = [correction(0, response([7, 8], 1.0))]
-    marked([cut_off], 0.6)
-    assert cut_off.corrections[0].distance == 0
-
-
-@pytest.mark.parametrize(
-    ("y", "y_hat", "distance", "share"),
-    [
-        ([], [], 0.0, 0.0),
-        ([1], [], 1.0, 0.0),
-        ([1, 2, 3], [1, 3], 1 / 3, 2 / 3),
-        ([1, 2], [2, 1], 1.0, 0.5),  # two replaced, or one left out and one put in: the latter keeps more
-    ],
-)
-def test_what_the_edit_distance_tells_of_a_correction(y, y_hat, distance, share):
-    made = Group(prompt(), [response(y, 0.0), response(y, 0.0)])
-    made.corrections = [correction(0, response(y_hat, 1.0), (1,))]
-    marked([made], 0.6)
-    (found,) = made.corrections
-    assert (found.distance, found.reference_distance) == (distance, distance)
-    assert found.unmodified_share == share
-
-
-# --------------------------------------------------------------------------------------------- shaping
+    """A distance never exceeds 1, and one alone is its own adaptive threshold."""
+    for threshold in (1.0, "adaptive"):
+        config = algorithm(ibpo_rewrite_threshold=threshold)
+        metrics = Loop(lambda x: [13, 13]).credit([group([14])], config).metrics
+        assert metrics["rewrite_threshold"] == pytest.approx(1.0)
+        assert (metrics["rewrite_rate"], metrics["rewrite_filter_off"]) == (0, 1)
+    metrics = Loop(lambda x: candidates(x)[0]).credit([group([14])], algorithm()).metrics
+    assert (metrics["noop_rate"], metrics["rewrite_filter_off"]) == (1, 0)
 
 
 def test_with_several_corrections_the_bonus_is_their_mean():
     made = group([14])
-    outcomes = [(1.0, False), (1.0, True), (0.0, False), (None, False)]
-    for reward, rewritten in outcomes:
+    for reward, rewritten in [(1.0, False), (1.0, True), (0.0, False), (None, False)]:
         made.corrections.append(correction(0, response([13], reward), rewritten=rewritten))
     # right, rewritten, wrong; the fourth was not scored and does not count
     assert correction_bonus(made, 0.6) == [pytest.approx(0.2)]
-
-
-def test_m_corrections_are_asked_for_each_wrong_response():
-    groups = [group(RIGHT, [10, 14], [11, 14])]
-    Loop(fix_last).credit(groups, algorithm(ibpo_corrections=3))
-    assert [c.target for c in groups[0].corrections] == [1, 1, 1, 2, 2, 2]
 
 
 def test_a_bonus_never_makes_a_wrong_response_worth_a_right_one():
@@ -383,115 +296,254 @@ def test_a_bonus_never_makes_a_wrong_response_worth_a_right_one():
     assert credit.metrics["shaped_reward"] == pytest.approx((0.8 + 0.5 + 1) / 3)
 
 
-class Says(Operator):
-    """An operator that generates nothing and says what it is told to say, or does."""
-
-    def __init__(self, phi, ibpo_lambda=0.6):
-        self.phi, self.ibpo_lambda = phi, ibpo_lambda
+class Halves(Operator):
+    """It generates nothing: a wrong response of even length was nearly right."""
 
     def judge(self, groups, context):
-        return Judgement(self.phi(groups) if callable(self.phi) else self.phi)
+        return Judgement(
+            [[0.5 * (not r.correct and len(r.content_ids) % 2 == 0) for r in g.responses] for g in groups]
+        )
+
+
+HALVES = Halves()
+
+
+class Undecided(Operator):
+    """Has no judge."""
+
+
+NUMBER = 3
+
+
+def test_an_operator_of_ones_own_is_found_by_import_path():
+    for name in ("HALVES", "Halves"):
+        config = algorithm(ibpo_operator=f"{__name__}:{name}")
+        credit = Loop(fix_last).credit([group(RIGHT, [14, 14], [14])], config)
+        assert [s.advantage for s in credit.sequences] == group_z_score([1.0, 0.3, 0.0])
+    for name in ("Undecided", "NUMBER"):
+        with pytest.raises(ValueError, match=f"--ibpo-operator {__name__}:{name}: must be a subclass of .*"):
+            find_operator(algorithm(ibpo_operator=f"{__name__}:{name}"))
 
 
 @pytest.mark.parametrize("phi", [[0.0, 1.5], [0.5, 0.0], [0.0, -0.1], [0.0, math.nan]])
-def test_an_operator_must_keep_to_its_range(phi):
+def test_an_operator_must_keep_to_its_range(phi, monkeypatch):
+    monkeypatch.setattr(Halves, "judge", lambda *_: Judgement([phi]))
     with pytest.raises(ValueError, match="φ lies in"):
-        Loop(fix_last).credit([group([13], [14])], algorithm(), operator=Says([phi]))
+        Loop(fix_last).credit([group([13], [14])], algorithm(), operator=HALVES)
 
 
-def test_another_operator_needs_nothing_but_the_groups():
-    """Share of tokens that a wrong response has in common with the right ones of its group."""
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("group", [3**0.5, -(3**-0.5), -(3**-0.5), -(3**-0.5)]),  # mean 1/4, population variance 3/16
+        ("group-bessel", [1.5, -0.5, -0.5, -0.5]),  # the variance is 3/16 · 4/3
+        ("group-mean", [0.75, -0.25, -0.25, -0.25]),
+        ("maxrl", [3.0, -1.0, -1.0, -1.0]),
+        ("leave-one-out", [1.0, -1 / 3, -1 / 3, -1 / 3]),
+        (CRITIC, [0.0] * 4),
+    ],
+)
+def test_estimators_by_hand(name, expected):
+    estimator = find_estimator(algorithm(advantages=name))
+    assert estimator([1.0, 0.0, 0.0, 0.0]) == pytest.approx(expected, abs=1e-7)
+    if name == "maxrl":
+        assert maxrl([1.0, 1.0, 1.0, 0.0]) == pytest.approx([1 / 3, 1 / 3, 1 / 3, -1])
+        credit = Loop(fix_last).credit([group(RIGHT, [14])], algorithm("gspo", advantages=name))
+        assert [s.advantage for s in credit.sequences] == [1.0, -1.0]
 
-    def common(groups):
-        phi = []
-        for g in groups:
-            right = {token for r in g.responses if r.correct for token in r.content_ids.tolist()}
-            shares = [len(right & set(r.content_ids.tolist())) / len(r.content_ids) for r in g.responses]
-            phi.append([0.0 if r.correct else s for r, s in zip(g.responses, shares, strict=True)])
-        return phi
 
-    loop = Loop(fix_last)
-    credit = loop.credit(
-        [group(RIGHT, [10, 11, 12, 14], [14, 14])], algorithm(), operator=Says(common, ibpo_lambda=0.4)
-    )
-    assert loop.requests == []
-    assert [s.advantage for s in credit.sequences] == group_z_score([1.0, 0.4 * 0.75, 0.0])
+rewards = st.lists(st.sampled_from([0.0, 0.1, 0.3, 1.0]), min_size=1, max_size=12)
+any_rewards = st.lists(st.sampled_from([0.0, 0.1, 0.3, 1.0]) | st.floats(-10, 10), min_size=2, max_size=16)
 
 
-# -------------------------------------------------------------------------------------- verifier errors
+@pytest.mark.parametrize("name", ESTIMATORS)
+@given(rewards)
+@example([0.1] * 3)  # whose sum over 3 is not .1
+@example([0.3] * 8)  # in float32 their std is about 3e-8, and advantages are of order 1
+def test_equal_rewards_have_no_advantage(name, values):
+    found = find_estimator(algorithm(advantages=name))(values)
+    assert len(found) == len(values)
+    if len(set(values)) == 1:
+        assert found == [0.0] * len(values)
+
+
+@given(any_rewards, st.randoms())
+def test_advantages_have_mean_zero_and_keep_the_order_whatever_the_order_of_the_group(rewards, rng):
+    advantages = group_z_score(rewards)
+    assert math.fsum(advantages) == pytest.approx(0, abs=1e-5)
+    for r, a in zip(rewards, advantages, strict=True):
+        for s, b in zip(rewards, advantages, strict=True):
+            assert (r > s) <= (a >= b)
+    order = list(range(len(rewards)))
+    rng.shuffle(order)
+    assert group_z_score([rewards[i] for i in order]) == [advantages[i] for i in order]
+
+
+@given(rewards.filter(lambda values: len(values) > 1))
+def test_leave_one_out_and_bessels_std_are_what_they_say(values):
+    others = [(sum(values) - value) / (len(values) - 1) for value in values]
+    without = [value - mean for value, mean in zip(values, others, strict=True)]
+    assert leave_one_out(values) == pytest.approx(without, abs=1e-12)
+    if len(set(values)) > 1:
+        spread, mean = statistics.stdev(values) + 1e-8, statistics.fmean(values)
+        expected = [(value - mean) / spread for value in values]
+        assert group_z_score_bessel(values) == pytest.approx(expected, rel=1e-6, abs=1e-9)
+
+
+def test_maxrl_needs_rewards_that_have_a_logarithm():
+    with pytest.raises(ValueError, match=r"--advantages maxrl takes the log of .*, and a reward is -1"):
+        maxrl([1.0, -1.0])
+    for lowering in ({"overlong_buffer_share": 0.2}, {"ibpo_rewrite_penalty": 0.5}):
+        with pytest.raises(ValueError, match="--advantages maxrl takes the log"):
+            check_algorithm(algorithm(advantages="maxrl", **lowering))
+
+
+class ByLength:
+    """An estimator that sees all groups and their samples: rewards less the mean of all, over lengths."""
+
+    def of_batch(self, batch):
+        everything = [reward for compared in batch for reward in compared.rewards]
+        mean = sum(everything) / len(everything)
+        return [
+            [(r - mean) / len(s.token_ids) for r, s in zip(compared.rewards, compared.samples, strict=True)]
+            for compared in batch
+        ]
+
+
+def best_is_all(rewards):
+    return [reward - max(rewards) for reward in rewards]
+
+
+def by_own_estimator(name):
+    """Credit of two groups: rewards 1 0, and 1 1 and an unknown one, which is left out."""
+    unsure = Group(some_groups()[0].prompt, [*scored([13], [12, 13]), response([15], None)])
+    config = algorithm("gspo", advantages=f"{__name__}:{name}")
+    return [s.advantage for s in Loop(fix_last).credit([group(RIGHT, [14]), unsure], config).sequences]
+
+
+def test_an_estimator_of_ones_own_may_see_the_whole_batch_and_lengths():
+    """The mean is 3/4; lengths count the end."""
+    assert by_own_estimator("best_is_all") == [0.0, -1.0, 0.0, 0.0]
+    assert by_own_estimator("ByLength") == [0.25 / 5, -0.75 / 2, 0.25 / 2, 0.25 / 3]
+    with pytest.raises(ValueError, match=r"--advantages .*is of type int, but must be callable"):
+        by_own_estimator("NUMBER")
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        ([[0.0, 0.0]], "advantages for 1 comparisons instead of 2"),
+        ([[0.0], [0.0, 0.0]], "one finite number per reward"),
+        ([[math.nan, 0.0]] * 2, "one finite number per reward"),
+    ],
+)
+def test_an_estimator_must_give_one_number_for_each_reward(answer, says, monkeypatch):
+    monkeypatch.setattr(ByLength, "of_batch", lambda *_: answer)
+    with pytest.raises(ValueError, match=says):
+        by_own_estimator("ByLength")
+
+
+def test_groups_that_a_filter_refuses_are_never_in_the_batch():
+    """Of rounds of three the filter takes even prompts, and two of these are all wrong."""
+    rounds = [[group([14], [13] if i % 4 else [14], index=3 * n + i) for i in range(3)] for n in range(3)]
+
+    def even(made):
+        return made.prompt.index % 2 == 0
+
+    groups, metrics = fill_batch(lambda number: rounds[number], 3, 3, usable=even)
+    assert [made.prompt.index for made in groups] == [2, 4, 8]
+    assert metrics["groups_refused"] == 4
+    groups, metrics = fill_batch(lambda number: rounds[number], 6, 3, usable=even)
+    assert sorted(made.prompt.index for made in groups) == [0, 2, 4, 6, 8]
+    assert (metrics["groups_missing"], metrics["groups_filled_up"]) == (1, 2)
+    with pytest.raises(ValueError, match="--group-filter refused all 9 groups of 3 rounds"):
+        fill_batch(lambda number: rounds[number], 3, 3, usable=lambda made: False)
 
 
 def test_responses_the_verifier_failed_on_leave_the_group():
     """Rewards 1 0 - : mean and std are over the two that are known; the third is no reference either."""
-    failed = Group(prompt(), [*scored([13], [14]), response([15], None)])
-    loop = Loop(fix_last)
+    failed, loop = Group(prompt(), [*scored([13], [14]), response([15], None)]), Loop(fix_last)
     credit = loop.credit([failed], algorithm(ibpo_lambda=0.0))
     responses = by_kind(credit, "response")
     assert [ids_of(s.response_token_ids) for s in responses] == [(13, EOS), (14, EOS)]
-    assert [s.index for s in responses] == [0, 1]
+    assert [(s.index, s.weight) for s in responses] == [(0, 1 / 3), (1, 1 / 3)]
     assert [s.advantage for s in responses] == pytest.approx([1.0, -1.0], abs=1e-7)
-    assert [s.weight for s in responses] == [1 / 3] * 2
-    assert candidates(loop.asked[0]) == [[14], [13]]
-    assert len(loop.requests) == 1
-    assert credit.metrics["reward_errors"] == 1
-    assert credit.metrics["reward"] == 0.5
-
-
-def test_what_a_verifier_says_besides_is_averaged_over_the_responses_that_have_it():
-    answers = [response([13], 1.0), response([14], 0.0), response([14], 0.0)]
-    details = [{"tests_passed": 1.0}, {"tests_passed": 0.5}, {"response_error": 1.0}]
-    for answer, said in zip(answers, details, strict=True):
-        answer.reward_details = said
-    credit = Loop(fix_last).credit([Group(prompt(), answers)], algorithm())
-    assert credit.metrics["reward/tests_passed"] == 0.75
-    assert credit.metrics["response_errors"] == 1
-    assert "reward/response_error" not in credit.metrics
+    assert [candidates(asked) for asked in loop.asked] == [[[14], [13]]]
+    assert (credit.metrics["reward_errors"], credit.metrics["reward"]) == (1, 0.5)
+    nothing = Loop(fix_last).credit([Group(prompt(), [response([13], None)] * 2)], algorithm())
+    assert (nothing.sequences, nothing.metrics["reward_errors"]) == ([], 2)
+    assert "reward" not in nothing.metrics
 
 
 def test_corrections_the_verifier_failed_on_earn_nothing_and_are_not_trained_on():
     loop = Loop(fix_last, rewards=lambda answer: None)
     credit = loop.credit([group([13], [14])], algorithm())
     assert by_kind(credit, "correction") == []
-    assert credit.metrics["correction_reward_errors"] == 1
-    assert credit.metrics["bonus_rate"] == 0
+    assert (credit.metrics["correction_reward_errors"], credit.metrics["bonus_rate"]) == (1, 0)
     assert "correction_success" not in credit.metrics
 
 
-def test_a_step_in_which_everything_failed_trains_on_nothing():
-    credit = Loop(fix_last).credit([Group(prompt(), [response([13], None)] * 2)], algorithm())
-    assert credit.sequences == []
-    assert credit.metrics["reward_errors"] == 2
-    assert "reward" not in credit.metrics
+def test_what_a_verifier_says_besides_is_averaged_over_the_responses_that_have_it():
+    answers = scored([13], [14], [14])
+    details = [{"tests_passed": 1.0}, {"tests_passed": 0.5}, {"response_error": 1.0}]
+    for answer, said in zip(answers, details, strict=True):
+        answer.reward_details = said
+    metrics = Loop(fix_last).credit([Group(prompt(), answers)], algorithm()).metrics
+    assert (metrics["reward/tests_passed"], metrics["response_errors"]) == (0.75, 1)
+    assert "reward/response_error" not in metrics
 
 
-# ------------------------------------------------------------------------------------- the check at start
+# --------------------------------------------------------------------------------------------- multi-turn
+# 50 is what a tool says: context that the policy did not write
 
 
-@pytest.mark.parametrize(
-    ("settings", "threshold", "says"),
-    [
-        ({"ibpo_lambda": 2.0, "ibpo_beta": 0.5}, 1.0, "λΔ must stay below 1"),
-        ({"ibpo_lambda": 0.6, "ibpo_beta": 0.5}, 0.3, "--reward-threshold 0.3"),
-        ({"ibpo_lambda": -0.1}, 1.0, "--ibpo-lambda: must be .*, is -0.1"),
-        ({"ibpo_lambda": math.nan}, 1.0, "--ibpo-lambda: must be .*, is nan"),
-        ({"ibpo_beta": 1.1}, 1.0, "--ibpo-beta: must be .*, is 1.1"),
-        ({"ibpo_k": 0}, 1.0, "--ibpo-k: must be .*, is 0"),
-        ({"ibpo_corrections": -1}, 1.0, "--ibpo-corrections: must be .*, is -1"),
-        ({"ibpo_rewrite_threshold": -0.1}, 1.0, "--ibpo-rewrite-threshold: must be .*, is -0.1"),
-        ({"ibpo_correction_weight": -1.0}, 1.0, "--ibpo-correction-weight: must be .*, is -1"),
-        ({"advantage_estimator": "gsop"}, 1.0, "did you mean 'gspo'"),
-    ],
-)
-def test_settings_that_break_the_algorithm_are_refused(settings, threshold, says):
-    with pytest.raises(ValueError, match=says):
-        check_algorithm(algorithm(**settings), threshold)
+def with_tool(content, reward, finish_reason="stop"):
+    return response(content, reward, finish_reason, written=[token < 50 for token in content])
 
 
-def test_all_problems_are_named_at_once():
-    with pytest.raises(ValueError, match=r"(?s)--ibpo-k: .*is 0.*--ibpo-corrections: .*is -1"):
-        check_algorithm(algorithm(ibpo_k=0, ibpo_corrections=-1))
+def test_tool_output_takes_no_part_in_lengths():
+    """Of 2 + 3 tokens and the end the policy wrote three; limit 8, buffer 4: 3 tokens cost nothing."""
+    long = [10, 50, 50, 50, 50, 50, 13]
+    config = algorithm("gspo", overlong_buffer_share=0.5)
+    silent = with_tool([50, 51], 0.0, "length")  # nothing of it is trained on
+    made = Group(some_groups()[0].prompt, [with_tool(long, 1.0), *scored([14]), silent])
+    credit = Loop(fix_last).credit([made], config)
+    assert [(s.index, s.reward) for s in credit.sequences] == [(0, 1.0), (1, 0.0)]
+    assert credit.metrics["tokens_responses"] == 3 + 2
+    assert credit.metrics["response_length"] == pytest.approx((3 + 2 + 0) / 3)
+    first, _ = credit.sequences
+    assert (first.num_trained_tokens, first.num_tokens) == (3, 3 + 8)
+    all_written = Group(some_groups()[0].prompt, scored(long, [14]))
+    assert Loop(fix_last).credit([all_written], config).sequences[0].reward == 0.0
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-def test_every_preset_passes_the_check(preset):
-    check_algorithm(algorithm(preset))
+def test_corrections_are_compared_by_what_the_policy_wrote():
+    """y = 10 [50 51] 11 14, ŷ = 10 [60] 11 13: of three written tokens one is changed, d = 1/3, and the mask
+    stands on the whole response. The correction prompt shows all of it."""
+    wrong = with_tool([10, 50, 51, 11, 14], 0.0)
+    made = Group(some_groups()[0].prompt, [*scored(RIGHT), wrong])
+    config = context(algorithm(ibpo_variant="mask"))
+    operator = find_operator(config.algorithm)
+    (asked,) = operator.follow_ups(made, config)
+    assert asked.request.prompt_token_ids[3:8].tolist() == [10, 50, 51, 11, 14]
+    operator.attach(made, [asked], [with_tool([10, 60, 11, 13], 1.0)])
+    credit = assign_credit([made], config)
+    (found,) = made.corrections
+    assert (found.distance, found.unmodified_share) == (pytest.approx(1 / 3), pytest.approx(2 / 3))
+    assert not found.rewritten
+    weights = by_kind(credit, "response")[1].token_weights
+    assert weights[wrong.loss_mask].tolist() == [0.0, 0.0, 1.0, 0.0]
+
+
+def test_a_critic_is_asked_of_written_tokens_alone():
+    """V = .2 [9] .4, reward 1, γ = .9, λ = .5: δ = .9·.4 - .2 = .16 and .6; the tool's plays no part."""
+    made = Group(some_groups()[0].prompt, [with_tool([10, 50, 13], 1.0, "length")])
+    config = algorithm("ppo", gae_gamma=0.9, gae_lambda=0.5)
+    critic = [np.array([0.2, 9.0, 0.4], np.float32)]
+    credit = Loop(fix_last).credit([made], config, values=lambda sequences: critic)
+    (found,) = credit.sequences
+    first, last = 0.16 + 0.45 * 0.6, 0.6
+    assert found.returns == pytest.approx([first + 0.2, 0.0, last + 0.4])
+    assert found.token_advantages == pytest.approx([-1.0, 0.0, 1.0], abs=1e-6)
+    assert found.advantage == pytest.approx(0, abs=1e-9)
+    assert credit.metrics["value_mean"] == pytest.approx(0.3)

@@ -1,14 +1,25 @@
-"""Token credits weight the tokens of a response once its advantage is known (--token-credit)."""
+"""Weights of tokens: token credits (--token-credit), the self-teacher, and the steps that an answer needs."""
+
+import math
+from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ibpo.basics.records import Group
+from megatron_ibpo.basics.records import Group, token_ids
+from megatron_ibpo.config import Config
 from megatron_ibpo.credit import TokenFactors
 from megatron_ibpo.credit.divergence import normalised
+from megatron_ibpo.credit.importance import importance_weights
+from megatron_ibpo.credit.spans import split_spans
+from megatron_ibpo.run.checks import check_settings
 from support.credit_cases import (
+    AGREEMENT,
+    EOS,
+    PROMPT,
     RANDOM_WINDOW,
     RIGHT,
     Loop,
@@ -18,22 +29,22 @@ from support.credit_cases import (
     check_algorithm,
     fix_last,
     group,
+    ids_of,
     of_preset,
+    plain,
     prompt,
     response,
     some_groups,
     token_weights,
+    tokens_spent,
 )
 
-FREE_TOKEN_CREDITS = (
-    "uniform", "wrong-weight", "wrong-weight-by-length",
-    "divergence-window", "divergence-cut", RANDOM_WINDOW,
-)  # fmt: skip
-FREE_ESTIMATORS = ("group", "group-bessel", "group-mean", "leave-one-out", "maxrl")
+COMPARING = ["wrong-weight", "wrong-weight-by-length", "divergence-window", "divergence-cut", RANDOM_WINDOW]
+WRONG, MASK = [10, 11, 12, 14], 0
 
 
-def gspo(**settings):
-    return algorithm("gspo", **settings)
+def gspo(token_credit="uniform", **settings):
+    return algorithm("gspo", token_credit=token_credit, **settings)
 
 
 def weights_of(made, config, **settings):
@@ -42,132 +53,92 @@ def weights_of(made, config, **settings):
     return token_weights(by_kind(credit, "response"))
 
 
-# ---------------------------------------------------------------------------------- weight on wrong responses
+def beside_right(*wrong, right=RIGHT):
+    return Group(prompt(), [*group(right).responses, *wrong])
 
 
 def test_a_wrong_response_beside_a_right_one_counts_a_small_part():
-    credit = Loop(fix_last).credit([group(RIGHT, [14], [15, 16])], gspo(token_credit="wrong-weight"))
+    made = [group(RIGHT, [14], [15, 16])]
+    credit, without = (Loop(fix_last).credit(made, gspo(name)) for name in ("wrong-weight", "uniform"))
     assert token_weights(credit.sequences) == [None, (0.075,) * 2, (0.075,) * 3]
-    plain_credit = Loop(fix_last).credit([group(RIGHT, [14], [15, 16])], gspo())
-    assert [s.advantage for s in credit.sequences] == [s.advantage for s in plain_credit.sequences]
+    assert [s.advantage for s in credit.sequences] == [s.advantage for s in without.sequences]
     # 5 tokens count 1, and 2 + 3 count .075
     assert credit.metrics["token_weight_mean"] == pytest.approx((5 + 0.075 * 5) / 10)
     assert credit.metrics["weightless_responses"] == 0
-    assert "token_weight_mean" not in plain_credit.metrics
+    assert "token_weight_mean" not in without.metrics
+    none = Loop(fix_last).credit(made, gspo("wrong-weight", token_credit_weight=0.0))
+    assert token_weights(none.sequences) == [None, (0, 0), (0, 0, 0)]
+    assert none.metrics["weightless_responses"] == 2
+    # it multiplies the operator's weights, here a mask of 0 0 0 1 0, and leaves corrections alone
+    masked = algorithm("ibpo-mask", token_credit="wrong-weight")
+    credit = Loop(fix_last).credit([group(RIGHT, WRONG)], masked)
+    assert token_weights(credit.sequences) == [None, (0.0, 0.0, 0.0, 0.075, 0.0), None]
 
 
 def test_by_length_a_wrong_response_counts_as_two_of_its_tokens():
     """n trained tokens with 2/n each; one token cannot count as two. Tool output is no trained token."""
     with_tool = response([50, 51, 14], 0.0, written=[False, False, True])
-    made = Group(prompt(), [*group(RIGHT, [14, 15, 16]).responses, with_tool])
-    config = gspo(token_credit="wrong-weight-by-length")
-    assert weights_of(made, config) == [None, (0.5,) * 4, (1.0,) * 4]
-    cut_off = response([14], 0.0, finish_reason="length")
-    made = Group(prompt(), [*group(RIGHT).responses, cut_off])
-    assert weights_of(made, config) == [None, (1.0,)]
-
-
-@pytest.mark.parametrize("name", ["wrong-weight", "wrong-weight-by-length"])
-def test_without_a_right_response_wrong_ones_count_whole(name):
-    """A graded reward makes the group informative, and none is correct; one has no score at all."""
-    made = Group(prompt(), [response([14], 0.4), response([15], 0.0), response([13], None)])
-    assert weights_of(made, gspo(token_credit=name)) == [None, None]
-
-
-def test_a_weight_of_one_changes_no_gradient_and_zero_leaves_none():
-    made = [group(RIGHT, [14])]
-    whole = Loop(fix_last).credit(made, gspo(token_credit="wrong-weight", token_credit_weight=1.0))
-    assert token_weights(whole.sequences) == [None, (1.0, 1.0)]
-    none = Loop(fix_last).credit(made, gspo(token_credit="wrong-weight", token_credit_weight=0.0))
-    assert token_weights(none.sequences) == [None, (0.0, 0.0)]
-    assert none.metrics["weightless_responses"] == 1
-
-
-# ------------------------------------------------------------------------------------------- divergence
+    made = beside_right(response([14, 15, 16], 0.0), with_tool, response([14], 0.0, "length"))
+    assert weights_of(made, gspo("wrong-weight-by-length")) == [None, (0.5,) * 4, (1.0,) * 4, (1.0,)]
 
 
 def test_the_window_is_the_two_tokens_where_a_wrong_response_leaves_the_longest_shared_prefix():
     """Shared with the first right response: 10; with the second: 10 11 12. The window holds tokens 3 and 4,
     of which the last is the end."""
-    made = group([10, 13], [10, 11, 12, 13], [10, 11, 12, 14])
-    assert weights_of(made, gspo(token_credit="divergence-window")) == [None, None, (0, 0, 0, 1, 1)]
-    one = gspo(token_credit="divergence-window", token_credit_tokens=1)
-    assert weights_of(made, one) == [None, None, (0, 0, 0, 1, 0)]
+    made = group([10, 13], RIGHT, WRONG)
+    assert weights_of(made, gspo("divergence-window")) == [None, None, (0, 0, 0, 1, 1)]
+    assert weights_of(made, gspo("divergence-window", token_credit_tokens=1))[2] == (0, 0, 0, 1, 0)
+    with_tool = response([10, 14, 50, 51, 15], 0.0, written=[True, True, False, False, True])
+    (_, weights) = weights_of(beside_right(with_tool), gspo("divergence-window"))
+    assert np.array(weights)[with_tool.loss_mask].tolist() == [0, 1, 1, 0], "the policy wrote these"
 
 
-def test_the_cut_is_all_from_there_on():
-    made = group([10, 11, 13], [10, 14, 15, 16], [14])
-    assert weights_of(made, gspo(token_credit="divergence-cut")) == [None, (0, 1, 1, 1, 1), (1, 1)]
-
-
-@pytest.mark.parametrize(
-    ("wrong", "cut", "window"),
-    [
+def test_where_a_response_stops_too_early_or_too_late():
+    for wrong, cut, window in (
         (response([10, 11], 0.0), (0, 0, 1), (0, 0, 1)),  # it stops where it should have gone on
-        (response(RIGHT[:2], 0.0, finish_reason="length"), (0, 0), (0, 0)),  # it was cut off
-        (response([10, 11, 12, 13, 14], 0.0), (0, 0, 0, 0, 1, 1), (0, 0, 0, 0, 1, 1)),  # it goes on too long
+        (response(RIGHT[:2], 0.0, "length"), (0, 0), (0, 0)),  # it was cut off
+        (response([*RIGHT, 14], 0.0), (0, 0, 0, 0, 1, 1), (0, 0, 0, 0, 1, 1)),  # it goes on too long
         (response([14] * 4, 0.0), (1, 1, 1, 1, 1), (1, 1, 0, 0, 0)),  # nothing is shared
-    ],
-)
-def test_where_a_response_stops_too_early_or_too_late(wrong, cut, window):
-    made = Group(prompt(), [*group(RIGHT).responses, wrong])
-    for name, expected in (("divergence-cut", cut), ("divergence-window", window)):
-        credit = Loop(fix_last).credit([made], gspo(token_credit=name))
-        assert token_weights(credit.sequences) == [None, expected]
-        assert credit.metrics["weightless_responses"] == float(not any(expected))
+    ):
+        for name, expected in (("divergence-cut", cut), ("divergence-window", window)):
+            credit = Loop(fix_last).credit([beside_right(wrong)], gspo(name))
+            assert token_weights(credit.sequences) == [None, expected]
+            assert credit.metrics["weightless_responses"] == float(not any(expected))
 
 
-def test_a_window_counts_tokens_that_the_policy_wrote():
-    wrong = response([10, 14, 50, 51, 15], 0.0, written=[True, True, False, False, True])
-    made = Group(prompt(), [*group(RIGHT).responses, wrong])
-    (_, weights) = weights_of(made, gspo(token_credit="divergence-window"))
-    assert np.array(weights)[wrong.loss_mask].tolist() == [0, 1, 1, 0]
+def test_responses_without_a_right_sibling_learn_as_a_whole():
+    """A graded reward makes the group informative, and none is correct; one has no score at all."""
+    made = Group(prompt(), [response([14], 0.4), response([15], 0.0), response([13], None)])
+    for name in COMPARING:
+        assert weights_of(made, gspo(name)) == [None, None], name
 
 
 @pytest.mark.parametrize("name", ["divergence-window", "divergence-cut", RANDOM_WINDOW])
-def test_responses_without_a_right_sibling_or_that_are_made_likelier_learn_as_a_whole(name):
-    """One group has no right response. In the other IBPO's bonus lifts a wrong one above the mean: rewards
-    1 .3 0 0 0 0, mean .22."""
-    made = Group(prompt(), [response([14], 0.4), response([15], 0.0)])
-    assert weights_of(made, gspo(token_credit=name)) == [None, None]
-    near, far = [10, 11, 12, 14], [20, 21, 22]
-    lifted = group(RIGHT, near, far, far, far, far)
-    credit = Loop(lambda x: RIGHT if candidates(x)[0] == near else far).credit(
-        [lifted], algorithm(token_credit=name)
-    )
-    of_responses = by_kind(credit, "response")
-    assert of_responses[1].advantage > 0 > of_responses[2].advantage
-    weights = token_weights(of_responses)
-    assert weights[:2] == [None, None]
-    assert all(sum(w) < 4 or name == "divergence-cut" for w in weights[2:])
-    assert None not in weights[2:]
+def test_responses_that_are_made_likelier_learn_as_a_whole(name):
+    """IBPO's bonus lifts a wrong one above the mean: rewards 1 .3 0 0 0 0, mean .22."""
+    far = [20, 21, 22]
+    loop = Loop(lambda x: RIGHT if candidates(x)[0] == WRONG else far)
+    credit = loop.credit([group(RIGHT, WRONG, far, far, far, far)], algorithm(token_credit=name))
+    _, lifted, *others = by_kind(credit, "response")
+    assert lifted.advantage > 0 > others[0].advantage
+    assert lifted.token_weights is None
+    assert all(0 < sum(s.token_weights) < 4 or name == "divergence-cut" for s in others)
 
 
-answers = st.lists(st.lists(st.integers(10, 13), min_size=1, max_size=6), min_size=2, max_size=5)
-
-
-@given(answers)
+@given(st.lists(st.lists(st.integers(10, 13), min_size=1, max_size=6), min_size=2, max_size=5))
 def test_the_cut_leaves_what_no_right_response_begins_with(contents):
     """It is compared with a definition by sets of prefixes: token t is shared if some right response has all
     tokens up to it."""
     made = group(*contents)
-    shared = {
-        tuple(r.token_ids[:n]) for r in made.responses if r.correct for n in range(1, len(r.token_ids) + 1)
-    }
-    credit = Loop(fix_last).credit([made], gspo(token_credit="divergence-cut"))
+    right = [tuple(sample.token_ids) for sample in made.responses if sample.correct]
+    shared = {ids[:n] for ids in right for n in range(1, len(ids) + 1)}
+    credit = Loop(fix_last).credit([made], gspo("divergence-cut"))
     for sequence, sample in zip(credit.sequences, made.responses, strict=True):
         if sample.correct or not shared:
             assert sequence.token_weights is None
-            continue
-        expected = [
-            float(tuple(sample.token_ids[: t + 1]) not in shared) for t in range(len(sample.token_ids))
-        ]
-        assert sequence.token_weights.tolist() == expected
-
-
-def words(ids):
-    """One word or sign a token."""
-    return [WORDS[token] for token in ids]
+        else:
+            begun = [tuple(sample.token_ids[: t + 1]) for t in range(len(sample.token_ids))]
+            assert sequence.token_weights.tolist() == [float(ids not in shared) for ids in begun]
 
 
 WORDS = {
@@ -179,57 +150,31 @@ WORDS = {
 def test_by_steps_white_space_and_the_spelling_of_numbers_do_not_count():
     """Right: "We add 1,000" | "So 7." Wrong: "We   add 1000.0" | "So 8." They part at the second step."""
     right = response([10, 11, 12, 13, 16, 17, 18], 1.0)
-    wrong = response([10, 15, 11, 14, 13, 16, 19, 18], 0.0)
-    made = Group(prompt(), [right, wrong])
-    texts = {"token_texts": words}
-    for name, expected in (
-        ("divergence-window", (0, 0, 0, 0, 0, 1, 1, 1, 0)),
-        ("divergence-cut", (0, 0, 0, 0, 0, 1, 1, 1, 1)),
-    ):
-        config = gspo(token_credit=name, token_credit_unit="step")
-        assert weights_of(made, config, vocabulary=texts) == [None, expected]
-    by_tokens = gspo(token_credit="divergence-cut")
-    assert weights_of(made, by_tokens) == [None, (0, *[1] * 8)], "another token of the same meaning"
+
+    def weights(content, name, finish_reason="stop", unit="step"):
+        made = Group(prompt(), [right, response(content, 0.0, finish_reason)])
+        texts = {"token_texts": lambda ids: [WORDS[token] for token in ids]}
+        return weights_of(made, gspo(name, token_credit_unit=unit), vocabulary=texts)[1]
+
+    wrong = [10, 15, 11, 14, 13, 16, 19, 18]
+    assert weights(wrong, "divergence-window") == (0, 0, 0, 0, 0, 1, 1, 1, 0)
+    assert weights(wrong, "divergence-cut") == (0, 0, 0, 0, 0, 1, 1, 1, 1)
+    assert weights(wrong, "divergence-cut", unit="token") == (0, *[1] * 8), "another token of that meaning"
+    # one that ends after shared steps learns from its end
+    assert weights([10, 11, 14, 13], "divergence-window") == (0, 0, 0, 0, 1)
+    assert weights([10, 11, 14, 13], "divergence-window", "length") == (0, 0, 0, 0)
 
 
-def test_by_steps_one_that_ends_after_shared_steps_learns_from_its_end():
-    right = response([10, 11, 12, 13, 16, 17, 18], 1.0)
-    made = Group(prompt(), [right, response([10, 11, 14, 13], 0.0)])
-    config = gspo(token_credit="divergence-window", token_credit_unit="step")
-    assert weights_of(made, config, vocabulary={"token_texts": words}) == [None, (0, 0, 0, 0, 1)]
-    made = Group(prompt(), [right, response([10, 11, 14, 13], 0.0, finish_reason="length")])
-    assert weights_of(made, config, vocabulary={"token_texts": words}) == [None, (0, 0, 0, 0)]
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "alike"),
-    [
-        ("6+1 = 7", "6 + 1=7", True),
-        ("1,234.50", "1234.5", True),
-        ("007", "7", True),
-        ("0.0", "0", True),
-        ("add 1 2", "add 12", False),
-        ("1, 200", "1,200", False),
-        ("10", "100", False),
-        ("x = 2.5", "x = 25", False),
-    ],
-)
-def test_what_counts_as_the_same_step(one, other, alike):
-    assert (normalised(one) == normalised(other)) is alike
-
-
-def test_steps_need_the_texts_of_tokens():
-    with pytest.raises(ValueError, match="texts of tokens"):
-        weights_of(group(RIGHT, [14]), gspo(token_credit="divergence-cut", token_credit_unit="step"))
-
-
-# ------------------------------------------------------------------------------------------- the control
+def test_what_counts_as_the_same_step():
+    alike = [("6+1 = 7", "6 + 1=7"), ("1,234.50", "1234.5"), ("007", "7"), ("0.0", "0")]
+    unlike = [("add 1 2", "add 12"), ("1, 200", "1,200"), ("10", "100"), ("x = 2.5", "x = 25")]
+    assert [normalised(one) == normalised(other) for one, other in alike + unlike] == [True] * 4 + [False] * 4
 
 
 def test_the_random_window_is_two_neighbours_anywhere_and_comes_out_again():
     """Over 600 draws each of the three places of a response of 3 tokens and its end comes up about as often:
     200, with a standard deviation of 11.5."""
-    config, places = gspo(token_credit=RANDOM_WINDOW), {}
+    config, places = gspo(RANDOM_WINDOW), {}
     for step in range(600):
         made = group(RIGHT, [14, 15, 16])
         (_, drawn) = weights_of(made, config, step=step)
@@ -237,55 +182,30 @@ def test_the_random_window_is_two_neighbours_anywhere_and_comes_out_again():
         places[drawn] = places.get(drawn, 0) + 1
     assert places.keys() == {(1, 1, 0, 0), (0, 1, 1, 0), (0, 0, 1, 1)}
     assert all(abs(count - 200) < 60 for count in places.values())
-
-
-def test_a_random_window_lies_in_what_the_policy_wrote_and_may_be_all_of_it():
-    config = gspo(token_credit=RANDOM_WINDOW)
+    # it lies in what the policy wrote and may be all of it
     with_tool = response([50, 51, 14], 0.0, written=[False, False, True])
-    made = Group(prompt(), [*group(RIGHT, [14]).responses, with_tool])
-    assert weights_of(made, config) == [None, (1, 1), (0, 0, 1, 1)]
-    short = response([14], 0.0, finish_reason="length")
-    assert weights_of(Group(prompt(), [*group(RIGHT).responses, short]), config) == [None, (1,)]
+    made = beside_right(response([14], 0.0), with_tool, response([14], 0.0, "length"))
+    assert weights_of(made, config) == [None, (1, 1), (0, 0, 1, 1), (1,)]
 
 
-# ------------------------------------------------------------------------------------------- composition
+FREE = [{"token_credit": name} for name in COMPARING]
+FREE += [{"advantages": name} for name in ("group-bessel", "group-mean", "leave-one-out", "maxrl")]
 
 
-def test_a_token_credit_multiplies_the_operators_weights_and_leaves_corrections_alone():
-    """The mask of ibpo-mask is 0 0 0 1 0; a wrong response counts .15."""
-    made = group(RIGHT, [10, 11, 12, 14])
-    config = algorithm(ibpo_variant="mask", token_credit="wrong-weight")
-    credit = Loop(fix_last).credit([made], config)
-    assert token_weights(by_kind(credit, "response")) == [None, (0.0, 0.0, 0.0, 0.075, 0.0)]
-    assert token_weights(by_kind(credit, "correction")) == [None]
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        *({"token_credit": name} for name in FREE_TOKEN_CREDITS),
-        *({"advantages": name} for name in FREE_ESTIMATORS),
-    ],
-    ids=lambda settings: "-".join(settings.values()),
-)
+@pytest.mark.parametrize("settings", FREE, ids=lambda settings: "".join(settings.values()))
 def test_the_price_is_that_of_gspo_to_the_token(settings):
     """1.00: as many tokens trained on, and nothing asked of engine, policy or critic."""
     loop, groups = Loop(fix_last), some_groups()
-    credit, plain = (loop.credit(groups, gspo(**own)) for own in (settings, {}))
+    credit, plainly = (loop.credit(groups, own) for own in (gspo(**settings), gspo()))
     assert loop.requests == []
-    assert [s.num_tokens for s in credit.sequences] == [s.num_tokens for s in plain.sequences]
-    assert sum(s.num_tokens for s in plain.sequences) > 100
+    assert [s.num_tokens for s in credit.sequences] == [s.num_tokens for s in plainly.sequences]
+    assert sum(s.num_tokens for s in plainly.sequences) > 100
 
 
 def first_token_only(groups, advantages, context):
-    """A token credit of one's own: of responses below their group's mean the first token."""
-    found = [
-        [
-            None if advantage is None or advantage >= 0 else np.eye(1, len(response.token_ids))[0]
-            for response, advantage in zip(group.responses, of_group, strict=True)
-        ]
-        for group, of_group in zip(groups, advantages, strict=True)
-    ]
+    """Of responses below their group's mean the first token."""
+    pairs = [zip(g.responses, of_group, strict=True) for g, of_group in zip(groups, advantages, strict=True)]
+    found = [[np.eye(1, len(r.token_ids))[0] if a and a < 0 else None for r, a in own] for own in pairs]
     return TokenFactors(found, {"groups_seen": float(len(groups))})
 
 
@@ -294,62 +214,238 @@ def too_short(groups, advantages, context):
 
 
 def test_a_token_credit_of_ones_own_sees_all_groups_and_their_advantages():
-    config = gspo(token_credit=f"{__name__}:first_token_only")
     groups = [group(RIGHT, [14]), group([14], [15])]
-    credit = Loop(fix_last).credit(groups, config)
+    credit = Loop(fix_last).credit(groups, gspo(f"{__name__}:first_token_only"))
     assert token_weights(credit.sequences) == [None, (1.0, 0.0), None, None]
     assert credit.metrics["groups_seen"] == 2
     assert credit.sequences[1].advantage == pytest.approx(-1, abs=1e-7)
 
 
-def test_weights_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match=r"shape \(1,\) for a response of 5 tokens"):
-        Loop(fix_last).credit([group(RIGHT, [14])], gspo(token_credit=f"{__name__}:too_short"))
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"token_credit": f"{__name__}:too_short"}, r"shape \(1,\) for a response of 5 tokens"),
+        ({"token_credit": "wrong"}, "--token-credit wrong: unknown token credit; there are uniform"),
+        ({"token_credit": "divergence-cut", "token_credit_unit": "step"}, "texts of tokens"),
+        (of_preset("ibpo-shaping-only") | {"ibpo_operator": AGREEMENT}, "texts of tokens"),
+        ({"ibpo_strip_thinking": True}, "marks of thinking"),
+        (of_preset("ciw"), "the policy's log-probs"),
+        ({"token_credit": "self-teacher"}, "log-probs"),
+        (of_preset("ppo"), "needs a critic"),
+    ],
+)
+def test_weights_that_do_not_fit_and_what_is_not_lent_are_named(settings, says):
+    with pytest.raises(ValueError, match=says):
+        Loop(fix_last).credit([group(RIGHT, [14])], algorithm(**settings))
 
 
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        (
-            of_preset("ppo") | {"token_credit": "wrong-weight"},
-            "--token-credit wrong-weight compares the responses of a group, and --advantages critic",
-        ),
-        (
-            {"token_credit": "divergence-cut", "ibpo_variant": "mask"},
-            "--token-credit divergence-cut and --ibpo-variant mask both choose",
-        ),
-        (
-            of_preset("ciw") | {"token_credit": RANDOM_WINDOW},
-            f"--token-credit {RANDOM_WINDOW} and --ibpo-operator span-masking both choose",
-        ),
-        (
-            {"token_credit": RANDOM_WINDOW, "token_credit_unit": "step"},
-            f"--token-credit-unit: ibpo with --token-credit {RANDOM_WINDOW} has no such parameter; "
-            "--token-credit divergence-window or divergence-cut has it",
-        ),
+        (of_preset("ppo") | {"token_credit": "wrong-weight"}, "--token-credit wrong-weight compares"),
+        ({"token_credit": "divergence-cut", "ibpo_variant": "mask"}, "--ibpo-variant mask both choose"),
+        (of_preset("ciw") | {"token_credit": RANDOM_WINDOW}, "--ibpo-operator span-masking both choose"),
+        ({"token_credit": RANDOM_WINDOW, "token_credit_unit": "step"}, "--token-credit divergence-.* has it"),
         ({"token_credit": "wrong-weight", "token_credit_weight": -1.0}, "--token-credit-weight: must be"),
-        ({"token_credit": "wrong-weight-by-length", "token_credit_tokens": 0}, "--token-credit-tokens: must"),
+        (of_preset("gspo") | {"ciw_inverted": True}, "--ciw-inverted"),
+        (of_preset("ciw") | {"ibpo_joint": True}, "--ibpo-joint: ciw with --ibpo-operator span-masking"),
+        ({"token_credit": "wrong-weight", "ibpo_variant": "mask"}, None),
+        ({"token_credit": "divergence-window", "ibpo_variant": "ratio"}, None),
+        (of_preset("dapo") | {"token_credit": "divergence-window", "token_credit_unit": "step"}, None),
+        (of_preset("ciw") | {"token_credit": "wrong-weight-by-length"}, None),
+        ({"token_credit": f"{__name__}:too_short", "ibpo_variant": "mask"}, None),
     ],
 )
-def test_what_cannot_work_is_refused_before_the_run(settings, says):
-    with pytest.raises(ValueError, match=says):
+def test_what_cannot_work_is_refused_before_the_run_and_nothing_else(settings, says):
+    if says is None:
         check_algorithm(algorithm(**settings))
+    else:
+        with pytest.raises(ValueError, match=says):
+            check_algorithm(algorithm(**settings))
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"token_credit": "wrong-weight", "ibpo_variant": "mask"},
-        {"token_credit": "divergence-window", "ibpo_variant": "ratio"},
-        of_preset("dapo") | {"token_credit": "divergence-window", "token_credit_unit": "step"},
-        of_preset("ciw") | {"token_credit": "wrong-weight-by-length"},
-        {"token_credit": f"{__name__}:too_short", "ibpo_variant": "mask"},
-    ],
-)
-def test_what_goes_together_is_not_refused(settings):
-    check_algorithm(algorithm(**settings))
+def asked_of(groups, config, answer, **settings):
+    """(credit, questions), of a policy whose log-probs of a question are these; token 20 ends a line."""
+    asked = []
+
+    def logprobs(queries):
+        asked.extend(queries)
+        return [np.array(answer(query), np.float32) for query in queries]
+
+    texts = {"token_texts": lambda ids: ["\n" if i == 20 else "w" for i in ids], "placeholder_id": MASK}
+    return Loop(fix_last).credit(groups, config, logprobs=logprobs, vocabulary=texts, **settings), asked
 
 
-def test_an_unknown_token_credit_is_named():
-    with pytest.raises(ValueError, match="--token-credit wrong: unknown token credit; there are uniform"):
-        Loop(fix_last).credit([group(RIGHT, [14])], gspo(token_credit="wrong"))
+def taught(groups, *gaps, preset="gspo", max_context=100, **settings):
+    """By a teacher that finds tokens this much likelier than the engine, whose log-probs are -.5."""
+
+    def answer(query):
+        return [gap - 0.5 for gap in gaps[: len(query.continuation)]]
+
+    config = algorithm(preset, token_credit="self-teacher", **settings)
+    return asked_of(groups, config, answer, max_context=max_context)
+
+
+def test_what_the_teacher_finds_unlikely_is_pushed_down_more():
+    """a = .5 -.5 0 3 -3: m = 1 + η clip(-a, -1, 1) = .5 1.5 1 0 2, at η = ½ halfway to 1."""
+    gaps = (0.5, -0.5, 0.0, 3.0, -3.0)
+    full, _ = taught([group(RIGHT, WRONG)], *gaps)
+    assert token_weights(full.sequences) == [None, pytest.approx((0.5, 1.5, 1.0, 0.0, 2.0))]
+    half, _ = taught([group(RIGHT, WRONG)], *gaps, token_credit_eta=0.5)
+    assert token_weights(half.sequences) == [None, pytest.approx((0.75, 1.25, 1.0, 0.5, 1.5))]
+    assert full.metrics["teacher_gap"] == pytest.approx(0.0)
+    without = Loop(fix_last).credit([group(RIGHT, WRONG)], gspo())
+    assert [s.advantage for s in full.sequences] == [s.advantage for s in without.sequences]
+    # it multiplies what IBPO says: the mask keeps the token that the correction changes, the fourth
+    masked, _ = taught([group(RIGHT, WRONG)], *[-0.5] * 5, preset="ibpo-mask")
+    assert token_weights(masked.sequences) == [None, (0.0, 0.0, 0.0, 1.5, 0.0), None]
+    # tokens that the policy did not write have no gap
+    with_tool = response(WRONG, 0.0, written=[True, False, True, True])
+    credit, _ = taught([beside_right(with_tool)], *[-1.0] * 5)
+    assert ids_of(credit.sequences[1].token_weights) == (2.0, 1.0, 2.0, 2.0, 2.0)
+
+
+def test_the_teacher_sees_a_right_response_and_nothing_else():
+    """A teacher that agrees changes nothing."""
+    groups = [group(RIGHT, WRONG, [10, 15]), group(WRONG, WRONG, index=1), group(RIGHT, RIGHT, index=2)]
+    credit, asked = taught(groups, *[0.0] * 5)
+    assert [ids_of(q.context) for q in asked] == [(*PROMPT[:2], 90, *RIGHT, PROMPT[2])] * 2
+    assert [ids_of(q.continuation) for q in asked] == [(*WRONG, 2), (10, 15, 2)]
+    assert token_weights(credit.sequences) == [None, (1.0,) * 5, (1.0,) * 3, *[None] * 4]
+    # one whose pass of 3 + 1 + 4 and 5 tokens would not fit learns as a whole
+    credit, asked = taught([group(RIGHT, WRONG)], *[-1.0] * 5, max_context=12)
+    assert (asked, token_weights(credit.sequences)) == ([], [None, None])
+    assert credit.metrics["teacher_skipped"] == 1
+
+
+def test_the_meter_counts_one_forward_pass_of_the_teacher_for_each_wrong_response():
+    """|x| + 2|y| = 3 + (1 + 4) + 5 for each of two, above what GSPO takes."""
+    made, plainly = [group(RIGHT, WRONG, WRONG)], [group(RIGHT, WRONG, WRONG)]
+    (credit, asked), without = taught(made, *[0.0] * 5), Loop(fix_last).credit(plainly, gspo())
+    assert tokens_spent(made, credit, asked) - tokens_spent(plainly, without) == 2 * (3 + 2 * 5)
+    assert credit.metrics["teacher_tokens"] == 2 * 13
+    assert plain(made[0].responses) == plain(plainly[0].responses)
+
+
+def test_a_distribution_that_was_cut_off_is_no_student():
+    for name, value in (("rollout_top_p", 0.9), ("rollout_top_k", 20), ("rollout_top_p_cycle", (1.0, 0.9))):
+        config = Config(algorithm=gspo("self-teacher"))
+        config.model.hf_checkpoint, config.run.dry_run = Path(), True
+        check_settings(config)
+        setattr(config.rollout, name, value)
+        with pytest.raises(ValueError, match="--token-credit self-teacher: compares"):
+            check_settings(config)
+
+
+def test_a_solution_is_cut_into_lines_sentences_and_calculations():
+    for spans in (
+        ["6+1=7", "-8=-1", "#-1"],
+        ["23 + 45 = 68.", " So the answer is 68."],
+        ["Let me think.\n", "x = 2.5", ", then\n", "y"],
+        ["Is it 3.14?", " Yes!", " Good"],
+        ["a=1,000.\n\n", "#7"],
+        ["...\n.\n"],
+        [],
+    ):
+        text = "".join(spans)
+        assert [text[first:last] for first, last in split_spans(list(text))] == spans
+
+
+@given(st.lists(st.text("ab1 =+.\n#", max_size=4), max_size=12))
+def test_spans_cover_all_tokens_in_order(texts):
+    found = split_spans(texts)
+    assert [i for first, last in found for i in range(first, last)] == list(range(len(texts)))
+    assert all(first < last for first, last in found)
+    # the token in which an end falls belongs to the span whole
+    assert split_spans(["1+1", "=2+", "1", "=3"]) == [(0, 2), (2, 4)]
+
+
+def importance(ends, whole, left, inverted=False):
+    """Weights of a response whose steps end there, by the answer's log-prob, and those without each step."""
+    steps, content = list(pairwise([0, *ends])), [10] * (ends[-1] + 1)
+    return ids_of(importance_weights(response(content, 1.0), steps, whole, left, inverted=inverted))
+
+
+def test_weights_are_importance_over_its_mean():
+    """Steps of 3, 1 and 2 tokens drop .4, .1 and -.2 (a distractor: 0). Mean (3·.4 + .1)/6 = 1.3/6. Inverted
+    .4, .1, 0 become 0, .3, .4: mean (.3 + 2·.4)/6 = 1.1/6."""
+    answers = math.log(0.5), [math.log(left) for left in (0.1, 0.4, 0.7)]
+    weights = importance((3, 4, 6), *answers)
+    assert weights == pytest.approx([6 * w / 1.3 for w in (0.4, 0.4, 0.4, 0.1, 0, 0)] + [1, 1])
+    assert sum(weights) / len(weights) == pytest.approx(1)
+    weights = importance((3, 4, 6), *answers, inverted=True)
+    assert weights == pytest.approx([6 * w / 1.1 for w in (0, 0, 0, 0.3, 0.4, 0.4)] + [1, 1])
+
+
+def test_the_floor_is_a_hundredth_of_a_nat():
+    """e^-.011 of a probability is a drop, e^-.009 none; of two drops that differ by a rounding error neither
+    is the smaller one for the control."""
+    assert importance((1, 2), -1.0, (-1.011, -1.009)) == pytest.approx((2, 0, 1, 1))
+    assert importance((1, 2), -1.0, (-1.009, -0.991)) is None
+    assert importance((1, 2), -1.0, (-3.0, -3.0)) is None, "all count the same"
+    assert importance((1, 2), -1.0, (-1.011, -1.009), inverted=True) is None, "they are .002 nats apart"
+    assert importance((1, 2), -1.0, (-3.0, -3.0 - 1e-12), inverted=True) is None
+    assert importance((1, 2), -1.0, (-3.0, -1.0), inverted=True) == pytest.approx((0, 2, 1, 1))
+
+
+def weighed(groups, probability, preset="ciw"):
+    """By a policy that finds an answer this probable."""
+    config = algorithm(preset, overlong_buffer_share=0.0)
+    return asked_of(groups, config, lambda q: [math.log(probability(q)), *[0.0] * (len(q.continuation) - 1)])
+
+
+def test_each_step_is_masked_once_and_the_answer_asked_for():
+    """Two lines of two and three tokens, then the answer. Masking the first drops its probability from .8 to
+    .2, masking the second to .6: weights .6 and .2 over the mean (2·.6 + 3·.2)/5 = .36."""
+    right, wrong = [10, 20, 11, 12, 20, 12, 13], [14]
+    after = {(10, 20, 11, 12, 20): 0.8, (MASK, MASK, 11, 12, 20): 0.2, (10, 20, MASK, MASK, MASK): 0.6}
+    credit, asked = weighed([group(right, wrong)], lambda q: after[ids_of(q.context)[3:]])
+    assert [ids_of(q.context)[:3] for q in asked] == [(1, 5, 27)] * 3
+    assert [ids_of(q.continuation) for q in asked] == [(12, 13)] * 3
+    first, second = by_kind(credit, "response")
+    assert ids_of(first.token_weights) == pytest.approx((0.6 / 0.36,) * 2 + (0.2 / 0.36,) * 3 + (1.0,) * 3)
+    assert ids_of(first.response_token_ids) == (*right, EOS)
+    assert second.token_weights is None, "nothing but an answer"
+    assert [s.advantage for s in credit.sequences] == pytest.approx([1, -1], abs=1e-7)
+    assert credit.metrics["importance_queries"] == 3
+    assert credit.metrics["importance_tokens"] == 3 * (3 + 5 + 2)
+    assert (credit.metrics["masked_spans"], credit.metrics["distractor_spans"]) == (2, 0)
+    without_gradient, asked = weighed([group([10, 20, 13], [11, 20, 13])], lambda q: 0.5)
+    assert (asked, without_gradient.metrics["importance_queries"]) == ([], 0)
+
+
+def test_distractors_are_clipped_and_counted_and_flat_responses_too():
+    def probability(q):
+        masked_first, masked_second = q.context[3] == MASK, ids_of(q.context[5:6]) == (MASK,)
+        return 0.9 if masked_first else 0.3 if masked_second else 0.5
+
+    credit, _ = weighed([group([10, 20, 11, 20, 13], [12, 20, 14])], probability)
+    right, wrong = by_kind(credit, "response")
+    assert ids_of(right.token_weights) == pytest.approx((0, 0, 2, 2, 1, 1))
+    assert wrong.token_weights is None
+    assert (credit.metrics["distractor_spans"], credit.metrics["flat_importance"]) == (2, 1)
+
+
+def test_the_question_is_put_as_the_response_was_sampled():
+    made = group([10, 20, 13], [14])
+    made.responses[0].prompt_token_ids = token_ids([1, 5, 6, 27])
+    made.responses[0].temperature = 0.7
+    _, asked = weighed([made], lambda q: 0.5)
+    assert [ids_of(q.context) for q in asked] == [(1, 5, 6, 27, 10, 20), (1, 5, 6, 27, MASK, MASK)]
+    assert {q.temperature for q in asked} == {0.7}
+
+
+def test_steps_that_only_a_tool_wrote_are_no_steps():
+    """Three lines, of which the second is a tool's: the answer is asked for once as it is and once without
+    the first."""
+    lines = response([10, 20, 50, 20, 13], 1.0, written=[1, 1, 0, 0, 1])
+    credit, asked = weighed([Group(prompt(), [lines, response([14], 0.0)])], lambda q: 0.5)
+    assert [q.context[3:].tolist() for q in asked] == [[10, 20, 50, 20], [0, 0, 50, 20]]
+    assert credit.metrics["masked_spans"] == 1
+
+
+def test_the_control_differs_in_the_order_of_its_weights_alone():
+    for name, expected in (("ciw", (2, 2, 0, 0, 1, 1)), ("ciw-inverted", (0, 0, 2, 2, 1, 1))):
+        made = group([10, 20, 11, 20, 13], [14])
+        credit, _ = weighed([made], lambda q: 0.8 if q.context[3] == 10 else 0.1, name)
+        assert ids_of(credit.sequences[0].token_weights) == pytest.approx(expected)

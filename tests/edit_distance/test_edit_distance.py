@@ -1,12 +1,14 @@
 """Token edit distance and alignment, on every path, against tables by the book and rapidfuzz."""
 
 import math
+import multiprocessing
 import os
 import subprocess
 import sys
 import threading
 import time
 from fractions import Fraction
+from itertools import product
 
 import numpy as np
 import pytest
@@ -28,8 +30,7 @@ from megatron_ibpo.edit_distance.rewrites import adaptive_threshold
 
 ISAS = _edit_distance.supported_isas()
 ENGINES = ["", "packed", "stripes", "wavefront"]
-FEW = st.integers(0, 3)
-SMALL_IDS = st.lists(FEW, max_size=200)
+SMALL_IDS = st.lists(st.integers(0, 3), max_size=200)
 ANY_IDS = st.lists(
     st.sampled_from([0, 1, -1, 2**31 - 1, -(2**31), 2**61 - 1, 2**63 - 1, -(2**63), 2**18, 2**18 - 1]),
     max_size=70,
@@ -38,18 +39,14 @@ EDGES = [1, 63, 64, 65, 127, 128, 129, 192, 255, 256, 257, 511, 512, 513, 1023, 
 """Lengths around the words, stripes and tiles of all instruction sets."""
 
 
-def both_flat(pairs) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Values and offsets of the first ones of the pairs, and of the second ones."""
-    return *flatten([a for a, _ in pairs]), *flatten([b for _, b in pairs])
-
-
-def rapidfuzz_distances(pairs) -> list[int]:
-    return [Levenshtein.distance(a.tolist(), b.tolist()) for a, b in pairs]
-
-
 def flatten(sequences) -> tuple[np.ndarray, np.ndarray]:
+    """Values one after another, and offsets."""
     values = np.concatenate([np.asarray(s, np.int64) for s in sequences] or [np.empty(0, np.int64)])
     return values, np.cumsum([0, *map(len, sequences)])
+
+
+def both_flat(pairs) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    return *flatten([a for a, _ in pairs]), *flatten([b for _, b in pairs])
 
 
 def edited(rng, a, rate, alphabet):
@@ -63,7 +60,7 @@ def edited(rng, a, rate, alphabet):
 
 
 def pairs_of_all_kinds(seed, count, lengths):
-    rng = np.random.default_rng(seed)
+    rng, pairs = np.random.default_rng(seed), []
     for _ in range(count):
         alphabet = int(rng.choice([1, 2, 4, 50, 150_000]))
         a = rng.integers(0, alphabet, int(rng.choice(lengths)))
@@ -78,34 +75,17 @@ def pairs_of_all_kinds(seed, count, lengths):
                 a, b = np.arange(len(a)) % 7, (np.arange(max(0, len(a) - 5)) + 3) % 7
             case _:
                 b = edited(rng, a, rng.choice([0.0, 0.02, 0.2, 0.6, 0.95]), alphabet)
-        yield (a, b) if rng.random() < 0.5 else (b, a)
-
-
-# ------------------------------------------------------------------------------------------- distances
-
-
-@pytest.mark.parametrize(
-    ("a", "b", "count", "normalized"),
-    [
-        ([], [], 0, 0.0), ([], [1, 2], 2, 1.0), ([5], [5], 0, 0.0), ([1, 2, 3], [4, 5], 3, 1.0),
-        ([1, 2, 3, 4], [1, 3, 4], 1, 0.25), ([1, 2, 3, 4], [1, 9, 3, 4, 5], 2, 0.4),
-        ([2**61 - 1], [0], 1, 1.0),
-    ],
-)  # fmt: skip
-def test_known_distances(a, b, count, normalized):
-    assert distance(a, b, normalized=False) == count
-    assert distance(b, a) == normalized
+        pairs.append((a, b) if rng.random() < 0.5 else (b, a))
+    return pairs
 
 
 @given(SMALL_IDS, SMALL_IDS)
 @settings(max_examples=80)
 def test_equals_rapidfuzz_on_every_path(a, b):
-    values = (*flatten([a]), *flatten([b]))
-    want = Levenshtein.distance(a, b)
-    for isa in ISAS:
-        for engine in ENGINES:
-            got = _edit_distance.batch_distance(*values, None, 1, isa, engine)
-            assert got.tolist() == [want], (isa, engine)
+    want = [Levenshtein.distance(a, b)]
+    for isa, engine in product(ISAS, ENGINES):
+        found = _edit_distance.batch_distance(*flatten([a]), *flatten([b]), None, 1, isa, engine)
+        assert found.tolist() == want, (isa, engine)
 
 
 @given(ANY_IDS, ANY_IDS)
@@ -119,14 +99,18 @@ def test_ids_of_any_size_and_sign(a, b):
 
 
 @pytest.mark.parametrize("isa", ISAS)
-def test_every_engine_equals_rapidfuzz_around_all_edges_with_any_number_of_threads(isa):
-    pairs = list(pairs_of_all_kinds(seed=0, count=250, lengths=EDGES))
+def test_every_engine_equals_rapidfuzz_around_all_edges_and_is_saturated_above_a_cutoff(isa):
+    pairs = pairs_of_all_kinds(seed=0, count=250, lengths=EDGES)
     arguments = both_flat(pairs)
-    want = rapidfuzz_distances(pairs)
+    want = np.array([Levenshtein.distance(a.tolist(), b.tolist()) for a, b in pairs])
     for engine in ENGINES:
         for threads in (0, 1, 3):
             got = _edit_distance.batch_distance(*arguments, None, threads, isa, engine)
-            assert got.tolist() == want, (engine, threads)
+            assert got.tolist() == want.tolist(), (engine, threads)
+        for more in (-1, 0, 1):
+            cutoffs = np.maximum(want + more, 0)
+            got = _edit_distance.batch_distance(*arguments, cutoffs, 2, isa, engine)
+            assert got.tolist() == np.where(want <= cutoffs, want, SATURATED).tolist(), (engine, more)
 
 
 def test_long_pairs_equal_rapidfuzz():
@@ -134,26 +118,15 @@ def test_long_pairs_equal_rapidfuzz():
     ranks = rng.zipf(1.2, (3, 20_000)) % 150_000
     pairs = [(ranks[0], edited(rng, ranks[0], rate, 150_000)) for rate in (0.02, 0.2, 0.6)]
     pairs += [(ranks[1], ranks[2]), (ranks[1], ranks[2][:4000]), (ranks[0], np.roll(ranks[0], 7000))]
-    arguments = both_flat(pairs)
-    want = rapidfuzz_distances(pairs)
+    want = [Levenshtein.distance(a.tolist(), b.tolist()) for a, b in pairs]
     for isa in ISAS:
-        assert _edit_distance.batch_distance(*arguments, None, 1, isa, "").tolist() == want
-        assert _edit_distance.batch_align(*arguments, 1, isa, "")[2].tolist() == want
+        assert _edit_distance.batch_distance(*both_flat(pairs), None, 1, isa, "").tolist() == want
+        assert _edit_distance.batch_align(*both_flat(pairs), 1, isa, "")[2].tolist() == want
 
 
-@pytest.mark.parametrize("isa", ISAS)
-def test_above_the_cutoff_a_pair_is_saturated_and_up_to_it_exact(isa):
-    pairs = list(pairs_of_all_kinds(seed=1, count=150, lengths=[40, 200, 600, 1500]))
-    arguments = both_flat(pairs)
-    want = np.array(rapidfuzz_distances(pairs))
-    for engine in ENGINES:
-        for more in (-1, 0, 1):
-            cutoffs = np.maximum(want + more, 0)
-            got = _edit_distance.batch_distance(*arguments, cutoffs, 2, isa, engine)
-            assert got.tolist() == np.where(want <= cutoffs, want, SATURATED).tolist(), (engine, more)
-
-
-def test_cutoffs_are_in_the_unit_asked_for():
+def test_distances_and_cutoffs_are_in_the_unit_asked_for():
+    assert (distance([], []), distance([], [1, 2]), distance([1, 9, 3, 4, 5], [1, 2, 3, 4])) == (0, 1, 0.4)
+    assert distance([1, 9, 3, 4, 5], [1, 2, 3, 4], normalized=False) == 2
     a, b = list(range(10)), [*range(7), 20, 21, 22]  # three edits of ten
     assert distance(a, b, cutoff=0.3) == 0.3
     assert distance(a, b, cutoff=0.29) == np.inf
@@ -175,60 +148,53 @@ def test_a_cutoff_decides_as_comparing_the_distance_itself_would(length, count, 
     assert distance(a, b, cutoff=count / length) == count / length
 
 
-def table(a, b) -> list[list[int]]:
+def table(a, b):
     """Wagner and Fischer's: entry [i][j] is the distance of the first i ids of a and the first j of b."""
     rows = [list(range(len(b) + 1))]
     for i, x in enumerate(a, 1):
-        row = [i]
-        above = rows[-1]
+        row, above = [i], rows[-1]
         for j, y in enumerate(b, 1):
             row.append(min(above[j] + 1, row[j - 1] + 1, above[j - 1] + (x != y)))
         rows.append(row)
     return rows
 
 
-def canonical_matches(a, b) -> list[tuple[int, int]]:
+def shared_start(a, b):
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def canonical_matches(a, b):
     """Pairs of places that the canonical alignment matches, as unmodified_mask documents it."""
-    prefix = 0
-    while prefix < min(len(a), len(b)) and a[prefix] == b[prefix]:
-        prefix += 1
-    suffix = 0
-    while suffix < min(len(a), len(b)) - prefix and a[-1 - suffix] == b[-1 - suffix]:
-        suffix += 1
+    prefix = shared_start(a, b)
+    suffix = shared_start(a[prefix:][::-1], b[prefix:][::-1])
     core = _core_matches(a[prefix : len(a) - suffix], b[prefix : len(b) - suffix])
-    return (
-        [(i, i) for i in range(prefix)]
-        + [(prefix + i, prefix + j) for i, j in core]
-        + [(len(a) - i, len(b) - i) for i in range(suffix, 0, -1)]
-    )
+    begin, middle = [(i, i) for i in range(prefix)], [(prefix + i, prefix + j) for i, j in core]
+    return begin + middle + [(len(a) - i, len(b) - i) for i in range(suffix, 0, -1)]
 
 
-def _core_matches(a, b) -> list[tuple[int, int]]:
-    cost = table(a, b)
-    ahead: dict[tuple[int, int], tuple[int, int]] = {
-        (len(a), len(b)): (0, 0)
-    }  # most matches to come, preference
+def _core_matches(a, b):
+    cost, end = table(a, b), (len(a), len(b))
+    ahead = {end: (0, 0)}  # most matches to come, preference
 
     def offer(i, j, matches, preference):
         ahead[i, j] = max(ahead.get((i, j), (-1, 0)), (matches, preference))
 
-    for i in range(len(a), -1, -1):
-        for j in range(len(b), -1, -1):
-            if (i, j) not in ahead:
-                continue
-            matches = ahead[i, j][0]
-            if i and j and a[i - 1] == b[j - 1]:
-                offer(i - 1, j - 1, matches + 1, 3)
-                continue
-            if i and j and cost[i - 1][j - 1] + 1 == cost[i][j]:
-                offer(i - 1, j - 1, matches, 3)
-            if i and cost[i - 1][j] + 1 == cost[i][j]:
-                offer(i - 1, j, matches, 2)
-            if j and cost[i][j - 1] + 1 == cost[i][j]:
-                offer(i, j - 1, matches, 1)
+    for i, j in product(range(len(a), -1, -1), range(len(b), -1, -1)):
+        if (i, j) not in ahead:
+            continue
+        matches = ahead[i, j][0]
+        if i and j and a[i - 1] == b[j - 1]:
+            offer(i - 1, j - 1, matches + 1, 3)
+            continue
+        if i and j and cost[i - 1][j - 1] + 1 == cost[i][j]:
+            offer(i - 1, j - 1, matches, 3)
+        if i and cost[i - 1][j] + 1 == cost[i][j]:
+            offer(i - 1, j, matches, 2)
+        if j and cost[i][j - 1] + 1 == cost[i][j]:
+            offer(i, j - 1, matches, 1)
     i = j = 0
     found = []
-    while (i, j) != (len(a), len(b)):
+    while (i, j) != end:
         preference = ahead[i, j][1]
         if preference == 3 and a[i] == b[j]:
             found.append((i, j))
@@ -236,80 +202,45 @@ def _core_matches(a, b) -> list[tuple[int, int]]:
     return found
 
 
-# ------------------------------------------------------------------------------------------- alignment
-
-
-@pytest.mark.parametrize("isa", ISAS)
-def test_the_alignment_is_the_canonical_one_on_every_path(isa):
-    pairs = list(pairs_of_all_kinds(seed=2, count=60, lengths=[1, 20, 63, 64, 65, 130, 200]))
-    arguments = both_flat(pairs)
-    want = [canonical_matches(a.tolist(), b.tolist()) for a, b in pairs]
-    for engine in ("", "stripes", "wavefront"):
-        masks = _edit_distance.batch_align(*arguments, 2, isa, engine)[:2]
-        for i, matches in enumerate(want):
-            own = [
-                np.flatnonzero(mask[offsets[i] : offsets[i + 1]])
-                for mask, offsets in zip(masks, (arguments[1], arguments[3]), strict=True)
-            ]
-            assert list(zip(*own, strict=True)) == matches, (engine, pairs[i])
-
-
-def test_alignments_are_bit_equal_on_all_instruction_sets_and_threads():
-    pairs = list(pairs_of_all_kinds(seed=4, count=120, lengths=EDGES))
-    arguments = both_flat(pairs)
-    masks = [
-        b"".join(part.tobytes() for part in _edit_distance.batch_align(*arguments, threads, isa, engine))
-        for isa in ISAS
-        for engine in ("", "stripes", "wavefront")
-        for threads in (1, 3)
+def test_the_alignment_is_the_canonical_one_and_the_same_on_every_path():
+    """Pairs that are too long for the definition are bit-equal."""
+    short = pairs_of_all_kinds(seed=2, count=60, lengths=[1, 20, 63, 64, 65, 130, 200])
+    arguments = both_flat([*short, *pairs_of_all_kinds(seed=4, count=120, lengths=EDGES)])
+    found = [
+        [part.tobytes() for part in _edit_distance.batch_align(*arguments, threads, isa, engine)]
+        for isa, engine, threads in product(ISAS, ("", "stripes", "wavefront"), (1, 3))
     ]
-    assert len(set(masks)) == 1
+    assert all(again == found[0] for again in found)
+    masks = [np.frombuffer(part, np.uint8) for part in found[0][:2]]
+    kept, also = (np.split(mask, arguments[place][1:-1]) for mask, place in zip(masks, (1, 3), strict=True))
+    for (a, b), *own in zip(short, kept, also, strict=False):
+        assert list(zip(*map(np.flatnonzero, own), strict=True)) == canonical_matches(a.tolist(), b.tolist())
 
 
-def test_masks_keep_equal_tokens_in_order_and_cost_the_distance():
-    for a, b in pairs_of_all_kinds(seed=5, count=80, lengths=EDGES):
+def test_a_script_turns_one_sequence_into_the_other_and_costs_the_distance():
+    for a, b in pairs_of_all_kinds(seed=5, count=80, lengths=[0, 3, *EDGES]):
         mask, other, count = unmodified_mask([a], None, [b], None, return_other=True)
-        assert a[mask == 1].tolist() == b[other == 1].tolist()
         assert mask.dtype == np.uint8
-        spent = sum(
-            max(step.a_end - step.a_start, step.b_end - step.b_start)
-            for step in opcodes(a, b)
-            if step.tag != "equal"
-        )
+        assert a[mask == 1].tolist() == b[other == 1].tolist()
+        made, reached, spent = [], (0, 0), 0
+        for tag, a_start, a_end, b_start, b_end in opcodes(a, b):
+            assert reached == (a_start, b_start)
+            reached = (a_end, b_end)
+            made += (a[a_start:a_end] if tag == "equal" else b[b_start:b_end]).tolist()
+            spent += 0 if tag == "equal" else max(a_end - a_start, b_end - b_start)
+        assert (made, reached) == (b.tolist(), (len(a), len(b)))
         assert spent == count[0] == Levenshtein.distance(a.tolist(), b.tolist())
 
 
 def test_a_script_by_hand():
     a, b = [1, 2, 3, 4, 5, 6], [1, 9, 3, 5, 6, 7, 8]
     assert [tuple(step) for step in opcodes(a, b)] == [
-        ("equal", 0, 1, 0, 1),
-        ("replace", 1, 2, 1, 2),
-        ("equal", 2, 3, 2, 3),
-        ("delete", 3, 4, 3, 3),
-        ("equal", 4, 6, 3, 5),
-        ("insert", 6, 6, 5, 7),
-    ]
+        ("equal", 0, 1, 0, 1), ("replace", 1, 2, 1, 2), ("equal", 2, 3, 2, 3),
+        ("delete", 3, 4, 3, 3), ("equal", 4, 6, 3, 5), ("insert", 6, 6, 5, 7),
+    ]  # fmt: skip
     assert opcodes([], []) == []
-    assert [tuple(step) for step in opcodes([1, 2, 3], [4])] == [
-        ("replace", 0, 1, 0, 1),
-        ("delete", 1, 3, 1, 1),
-    ]
-
-
-@given(SMALL_IDS, SMALL_IDS)
-@settings(max_examples=50)
-def test_a_script_turns_one_sequence_into_the_other(a, b):
-    made = []
-    reached = (0, 0)
-    for tag, a_start, a_end, b_start, b_end in opcodes(a, b):
-        assert reached == (a_start, b_start)
-        reached = (a_end, b_end)
-        made += a[a_start:a_end] if tag == "equal" else b[b_start:b_end]
-    assert made == b
-    assert reached == (len(a), len(b))
-
-
-# ---------------------------------------------------------------------------------------- rewrite test
+    script = [tuple(step) for step in opcodes([1, 2, 3], [4])]
+    assert script == [("replace", 0, 1, 0, 1), ("delete", 1, 3, 1, 1)]
 
 
 def test_rewrites_by_hand():
@@ -332,11 +263,13 @@ def test_rewrites_by_hand():
 
 
 def test_the_adaptive_threshold_by_hand():
-    """d = 0 five times and 1 once: mean 1/6, population std √5/6."""
+    """d = 0 five times and 1 once: mean 1/6, population std √5/6. Of nothing there is none."""
     y, y_hat = [[7, 7]] * 6, [[7, 7]] * 5 + [[9, 9]]
     test = rewrite_test(y, y_hat, [[[9, 9]]] * 6, threshold="adaptive")
     assert test.threshold == pytest.approx(1 / 6 + 5**0.5 / 3)
     assert test.rewritten.tolist() == [False] * 5 + [True]
+    nothing = rewrite_test([], [], [], threshold="adaptive")
+    assert (np.isnan(nothing.threshold), nothing.rewritten.shape) == (True, (0,))
 
 
 @given(st.integers(0, 40), st.integers(0, 40), st.integers(1, 9), st.integers(1, 3))
@@ -368,37 +301,23 @@ def test_the_adaptive_threshold_is_the_double_below_the_exact_one(distances):
     assert (above - mean) ** 2 > 4 * variance
 
 
-def test_no_corrections_have_no_adaptive_threshold():
-    test = rewrite_test([], [], [], threshold="adaptive")
-    assert np.isnan(test.threshold)
-    assert test.rewritten.shape == (0,)
-
-
-def test_the_adaptive_threshold_depends_on_neither_order_nor_threads():
-    pairs = list(pairs_of_all_kinds(seed=6, count=60, lengths=[5, 60, 300]))
-    thresholds = {
-        rewrite_test(y, y_hat, [[]] * 60, threshold="adaptive", num_threads=threads).threshold
-        for y, y_hat in (map(list, zip(*some, strict=True)) for some in (pairs, pairs[::-1]))
-        for threads in (1, 2, 5)
-    }
-    assert len(thresholds) == 1
-
-
-# ------------------------------------------------------------------------------------------------ input
-
-
-@pytest.mark.parametrize("values_dtype", [np.int32, np.int64])
-@pytest.mark.parametrize("offsets_dtype", [np.int32, np.int64])
-def test_takes_arrays_tensors_and_lists_of_both_widths(values_dtype, offsets_dtype):
-    values_a, offsets_a = np.array([1, 2, 3, 4, 4], values_dtype), np.array([0, 3, 3, 5], offsets_dtype)
-    values_b, offsets_b = np.array([1, 3, 9, 4, 5], np.int64), np.array([0, 2, 3, 5])
-    want = [1, 1, 1]
-    assert batch_distance(values_a, offsets_a, values_b, offsets_b, normalized=False).tolist() == want
-    tensors = [torch.from_numpy(array) for array in (values_a, offsets_a, values_b, offsets_b)]
-    assert batch_distance(*tensors, normalized=False).tolist() == want
-    lists = [np.split(values_a, offsets_a[1:-1]), [torch.tensor(part) for part in ([1, 3], [9], [4, 5])]]
-    assert batch_distance(lists[0], None, lists[1], None, normalized=False).tolist() == want
-    assert distance(values_a[::2], values_b[:2]) == 1 / 3
+@pytest.mark.parametrize("of_values", [np.int32, np.int64])
+@pytest.mark.parametrize("of_offsets", [np.int32, np.int64])
+def test_takes_arrays_tensors_and_lists_of_both_widths_in_any_layout(of_values, of_offsets):
+    values, offsets = np.array([1, 2, 3, 4, 4], of_values), np.array([0, 3, 3, 5], of_offsets)
+    arrays = (values, offsets, np.array([1, 3, 9, 4, 5]), np.array([0, 2, 3, 5]))
+    others = [torch.tensor(own) for own in ([1, 3], [9], [4, 5])]
+    lists = (np.split(values, offsets[1:-1]), None, others, None)
+    for batch in (arrays, [torch.from_numpy(array) for array in arrays], lists):
+        assert batch_distance(*batch, normalized=False).tolist() == [1, 1, 1]
+    assert distance(values[::2], np.array([1, 3])) == 1 / 3
+    ids = [3, -1, 2**40]
+    array = np.array(ids)
+    off_by_a_byte = np.frombuffer(b"\0" + array.tobytes(), np.int64, offset=1)
+    every_other = np.repeat(array, 2)[::2]
+    for same in (ids, tuple(ids), list(array), array, off_by_a_byte, every_other, torch.from_numpy(array)):
+        assert distance(same, ids) == 0.0
+        assert distance(same, [*ids, 4], normalized=False) == 1.0
 
 
 def test_arrays_and_tensors_are_not_copied(monkeypatch):
@@ -416,16 +335,6 @@ def test_arrays_and_tensors_are_not_copied(monkeypatch):
         assert array.ctypes.data == tensor.data_ptr()
 
 
-@pytest.mark.parametrize("ids", [[3, -1, 2**40], []])
-def test_takes_what_holds_ids_in_any_layout(ids):
-    array = np.array(ids, np.int64)
-    off_by_a_byte = np.frombuffer(b"\0" + array.tobytes(), np.int64, offset=1) if ids else array
-    every_other = np.repeat(array, 2)[::2]
-    for same in (ids, tuple(ids), list(array), array, off_by_a_byte, every_other, torch.from_numpy(array)):
-        assert distance(same, ids) == 0.0
-        assert distance(same, [*ids, 4], normalized=False) == 1.0
-
-
 def test_batches_of_more_than_two_billion_ids():
     longest = 2**30 - 1
     many = np.zeros(3 * longest, np.int32)  # pages that no one touches take no memory
@@ -440,15 +349,14 @@ def test_batches_of_more_than_two_billion_ids():
 def test_a_sequence_too_long_is_refused_before_it_is_copied():
     """Four bytes with a stride of 0 pass for 2^40 ids."""
     endless, none = np.broadcast_to(np.int32(7), 2**40), np.zeros(0, np.int32)
-    words = "sequence 0 has 1099511627776 ids; the most are 1073741823"
-    with pytest.raises(ValueError, match=words):
-        distance(endless, none)
-    with pytest.raises(ValueError, match=words):
-        batch_distance(endless, [0, 2**40], none, [0, 0])
-    with pytest.raises(ValueError, match=words):
-        batch_distance([endless], None, [none], None)
-    with pytest.raises(ValueError, match=words):
-        opcodes(endless, none)
+    for refused in (
+        lambda: distance(endless, none),
+        lambda: batch_distance(endless, [0, 2**40], none, [0, 0]),
+        lambda: batch_distance([endless], None, [none], None),
+        lambda: opcodes(endless, none),
+    ):
+        with pytest.raises(ValueError, match="sequence 0 has 1099511627776 ids; the most are 1073741823"):
+            refused()
 
 
 @pytest.mark.parametrize("written", ["offsets", "ids"])
@@ -492,14 +400,11 @@ print(calls)
 """
 
 
-def test_more_threads_may_be_allowed_than_could_ever_be():
-    assert batch_distance([1, 2], [0, 2], [1, 3], [0, 2], num_threads=2**70).tolist() == [0.5]
-
-
-def test_no_sequences_give_no_distances():
+def test_no_sequences_give_no_distances_and_any_number_of_threads_may_be_allowed():
     assert batch_distance([], [0], [], [0]).shape == (0,)
     assert batch_distance([], None, [], None).shape == (0,)
     assert [part.shape for part in unmodified_mask([], None, [], None)] == [(0,), (0,)]
+    assert batch_distance([1, 2], [0, 2], [1, 3], [0, 2], num_threads=2**70).tolist() == [0.5]
 
 
 def test_other_threads_run_meanwhile():
@@ -515,20 +420,16 @@ def test_other_threads_run_meanwhile():
 
 
 def test_a_fork_after_threads_were_at_work_still_computes():
-    pairs = list(pairs_of_all_kinds(seed=7, count=100, lengths=[300, 900]))
-    arguments = both_flat(pairs)
+    arguments = both_flat(pairs_of_all_kinds(seed=7, count=100, lengths=[300, 900]))
     want = batch_distance(*arguments, num_threads=4).tolist()
-    child = os.fork()
-    if child == 0:
-        os._exit(int(batch_distance(*arguments, num_threads=4).tolist() != want))
-    deadline = time.monotonic() + 60
-    while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0):
-        if time.monotonic() > deadline:
-            os.kill(child, 9)
-            os.waitpid(child, 0)
-            pytest.fail("the child of the fork hangs")
-        time.sleep(0.01)
-    assert os.waitstatus_to_exitcode(ended[1]) == 0
+    child = multiprocessing.get_context("fork").Process(
+        target=lambda: os._exit(int(batch_distance(*arguments, num_threads=4).tolist() != want))
+    )
+    child.start()
+    child.join(60)
+    exit_code = child.exitcode
+    child.kill()
+    assert exit_code == 0, "it hangs" if exit_code is None else exit_code
 
 
 def test_an_instruction_set_is_forced_by_name_or_environment(monkeypatch):
@@ -546,21 +447,11 @@ def test_an_instruction_set_is_forced_by_name_or_environment(monkeypatch):
     ("bad", "error", "message"),
     [
         ({"a_values": [1.0, float("nan")]}, TypeError, "a_values: must hold int32 or int64 ids, not float64"),
-        ({"b_values": np.array([1, 2], np.uint64)}, TypeError, "b_values: .* not uint64"),
-        ({"b_values": np.array([1, 2], np.int16)}, TypeError, "b_values: .* not int16"),
-        ({"a_values": np.array([True, False])}, TypeError, "a_values: .* not bool"),
-        ({"a_values": [1, True]}, TypeError, "a_values: holds a bool"),
-        ({"a_values": (np.True_, 1)}, TypeError, "a_values: holds a bool"),
         ({"a_values": [torch.tensor(True), 1]}, TypeError, "a_values: holds a bool"),
         ({"a_values": np.ma.array([1, 2], mask=[0, 1])}, TypeError, "a_values: a masked array"),
         ({"a_values": [2**64, 1]}, TypeError, "a_values: .* not object"),
-        ({"a_values": ["1", "2"]}, TypeError, "a_values: "),
         ({"a_values": [[1, 2]]}, ValueError, r"a_values: must be 1-D, not of shape \(1, 2\)"),
-        (
-            {"a_values": torch.empty(2, dtype=torch.int64, device="meta")},
-            TypeError,
-            "a_values: cannot be read",
-        ),
+        ({"a_values": torch.empty(2, device="meta").long()}, TypeError, "a_values: cannot be read"),
         ({"a_values": 5, "a_offsets": None}, TypeError, "a: values without offsets must be a list of seq"),
         ({"a_values": [[1, 2.5]], "a_offsets": None}, TypeError, r"a\[0\]: .* not float64"),
         ({"a_offsets": [1, 2]}, ValueError, "a_offsets: must start with 0"),
@@ -568,13 +459,9 @@ def test_an_instruction_set_is_forced_by_name_or_environment(monkeypatch):
         ({"b_offsets": [0, 1]}, ValueError, "b_offsets: must end with the number of values, 2, not 1"),
         ({"b_offsets": [0, 3, 2]}, ValueError, "b_offsets: must not fall, but entry 2 is 2 after 3"),
         ({"b_offsets": [0, 1, 2]}, ValueError, "b: 2 sequences, but a has 1"),
-        ({"a_values": [1, None]}, TypeError, "a_values: .* not object"),
-        ({"a_values": [2**63, 2**63]}, TypeError, "a_values: .* not uint64"),
         ({"a_values": np.array([1, 2], ">i8")}, TypeError, "a_values: .* not >i8"),
         ({"a_offsets": [0.0, 2.0]}, TypeError, "a_offsets: .* not float64"),
-        ({"num_threads": None}, TypeError, "num_threads: must be an integer, not None"),
         ({"num_threads": -1}, ValueError, "num_threads: must be 0 or more, not -1"),
-        ({"cutoff": -0.1}, ValueError, "cutoff: must be 0 or more, not -0.1"),
         ({"cutoff": float("nan")}, ValueError, "cutoff: must be 0 or more, not nan"),
         ({"cutoff": "0.5"}, TypeError, "cutoff: must be a number, not '0.5'"),
     ],
@@ -590,14 +477,10 @@ def test_bad_input_is_refused_by_name(bad, error, message):
     [
         ({"threshold": "adaptiv"}, TypeError, 'threshold: must be a number or "adaptive"'),
         ({"threshold": -1}, ValueError, "threshold: must be 0 or more, not -1"),
-        ({"threshold": np.array([0.5, 0.6])}, TypeError, 'threshold: must be a number or "adaptive"'),
         ({"refs": []}, ValueError, "refs: of 0 pairs, but y has 1"),
-        ({"refs": None}, TypeError, "refs: must be a list with, for each pair, a list"),
         ({"refs": [None]}, TypeError, "refs: must be a list with, for each pair, a list"),
         ({"refs": [[1, 3]]}, ValueError, r"refs\[0\]: must be 1-D"),
-        ({"refs": ([1], [0, 1])}, TypeError, "refs: must be a list with, for each pair, a list"),
         ({"y_hat": [[1], [2]]}, ValueError, "y_hat: 2 sequences, but y has 1"),
-        ({"y": [[1.5]]}, TypeError, r"y\[0\]: .* not float64"),
     ],
 )
 def test_a_bad_rewrite_test_is_refused_by_name(bad, error, message):

@@ -1,17 +1,18 @@
 """These tests need Triton's interpreter, which is chosen when Triton is imported:
 `tests/kernels/test_kernels.py` runs them in a process of their own. Elsewhere they are not collected."""
 
-from __future__ import annotations
-
+import multiprocessing
 import os
+from multiprocessing import forkserver
 
 import pytest
 
-collect_ignore_glob = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["test_*.py"]
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+collect_ignore_glob = [] if INTERPRETED else ["test_*.py"]
+NEEDED_BY_RANKS = ["interpreted.conftest", "support.layout_cases", "megatron_ibpo.kernels.segment_loss"]
 
 
-@pytest.fixture(scope="session", autouse=True)
-def language_patched_once():
+def patch_language_once():
     """Replace Triton's language by the interpreter's once for each module of kernels. Triton does it again at
     every call of a device function, which takes half of the time."""
     from triton.runtime import interpreter
@@ -19,12 +20,20 @@ def language_patched_once():
     modules, patch_language = set(), interpreter._patch_lang
 
     def patch_once(function):
-        if function.__module__ in modules:
-            return interpreter._LangPatchScope()
-        modules.add(function.__module__)
-        patch_language(function)  # not restored
+        if function.__module__ not in modules:
+            modules.add(function.__module__)
+            patch_language(function)  # not restored
         return interpreter._LangPatchScope()
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interpreter, "_patch_lang", patch_once)
-        yield
+    interpreter._patch_lang = patch_once
+
+
+if INTERPRETED:
+    patch_language_once()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def server_of_ranks():
+    """The one that `run_ranks` would start imports Megatron too, which takes most of its time."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(NEEDED_BY_RANKS)
+    forkserver.ensure_running()

@@ -1,12 +1,15 @@
-"""The kernels under Triton's interpreter. `tests/kernels/test_kernels.py` runs this file in a process where
+"""The kernels under Triton's interpreter. `tests/kernels/test_kernels.py` runs this folder in a process where
 TRITON_INTERPRET=1 was set before Triton was imported."""
 
-from __future__ import annotations
+import re
+import sys
 
 import pytest
 
-from support.kernel_cases import make_batch, run
+from support import layout_cases
+from support.kernel_cases import KINDS, check_variant, make_batch, run
 from support.kernel_suite import *  # noqa: F403
+from support.paths import ROOT
 
 pytestmark = pytest.mark.kernel
 
@@ -23,3 +26,20 @@ def test_a_target_outside_the_vocabulary_is_named(device):
     batch["targets_N"][row] = 517
     with pytest.raises(ValueError, match="target id 517 is outside the vocabulary"):
         run(batch, backend="triton")
+
+
+@pytest.mark.parametrize("name", ["spo:SPO", "spo:UNDECIDED"])
+def test_the_documented_variants_are_the_same_in_torch_and_by_the_kernel(name, tmp_path, monkeypatch):
+    text = (ROOT / "docs/loss_variants.md").read_text()
+    (tmp_path / "spo.py").write_text("".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL)))
+    monkeypatch.syspath_prepend(tmp_path)
+    check_variant("cpu", name)
+    sys.modules.pop("spo")
+
+
+# (2, 2) has both in one; tests/loss/test_linear_loss.py takes every variant in torch
+@pytest.mark.parametrize(
+    ("tp", "cp"), [(2, 2), *(pytest.param(*one, marks=pytest.mark.slow) for one in [(2, 1), (4, 1), (1, 2)])]
+)
+def test_the_kernels_of_every_rank_together_equal_one_process(tp, cp):
+    layout_cases.check_layout("triton", tp, cp, (*KINDS, layout_cases.BY_PLACE_NAME))
