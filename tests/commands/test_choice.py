@@ -5,7 +5,6 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -21,93 +20,74 @@ from megatron_ibpo.models import read_hf_config
 from support.paths import ROOT
 from support.tiny_models import make_qwen3_moe
 
-MODELS = ROOT / "examples/models"
+MODELS, TINY = ROOT / "examples/models", ROOT / "examples/tiny_qwen3"
+SMALL_CACHE = ("--vllm-kv-cache-bytes", str(6 * 1024**3))
 
 
-def chosen(hf_dir: Path, nodes: int, gpus: int, memory: float = 80.0, *flags: str):
+def chosen(hf_dir, nodes, gpus, memory=80.0, *flags):
     choice = choose(hf_dir, Devices(nodes, gpus, memory), flags)
     words = dict(zip(choice.layout[::2], choice.layout[1::2], strict=False))
     return choice.recipe.stem, choice.trainers_per_node, words.get("--tensor-model-parallel-size")
 
 
 def test_parameters_are_counted_from_the_shape():
-    counts = {
+    for name, expected in {
         "qwen3_0_6b": 0.596e9,
-        "qwen3_4b": 4.02e9,
         "qwen3_30b_a3b": 30.2e9,  # of 30.5 B; input embeddings of its own are left out
         "qwen3_32b": 32.0e9,  # Qwen3-32B has 32.8 B, .78 B of them input embeddings
         "qwen3_next_80b_a3b": 79.4e9,
         "qwen3_235b_a22b": 234.5e9,  # of 235.1 B
-    }
-    for name, expected in counts.items():
+    }.items():
         assert estimated_parameters(read_hf_config(MODELS / name)) == pytest.approx(expected, rel=0.01)
 
 
 @pytest.mark.parametrize(
-    ("model", "gpus", "expected"),
+    ("model", "nodes", "gpus", "expected"),
     [
-        ("tiny_qwen3", 0, ("small_cpu", 1, None)),
-        ("tiny_qwen3", 8, ("small_cpu", 1, None)),
-        ("tiny_qwen3_next", 0, ("tiny_qwen3_next_ibpo", 2, None)),
-        ("tiny_qwen3_next", 1, ("tiny_qwen3_next_ibpo", 1, "1")),
-        ("tiny_qwen3_next", 8, ("tiny_qwen3_next_ibpo", 2, None)),
+        ("tiny_qwen3", 1, 0, ("small_cpu", 1, None)),
+        ("tiny_qwen3", 1, 8, ("small_cpu", 1, None)),
+        ("tiny_qwen3_next", 1, 0, ("tiny_qwen3_next_ibpo", 2, None)),
+        ("tiny_qwen3_next", 1, 1, ("tiny_qwen3_next_ibpo", 1, "1")),
+        ("tiny_qwen3_next", 1, 8, ("tiny_qwen3_next_ibpo", 2, None)),
+        # where it fits, a recipe keeps its layout
+        ("models/qwen3_0_6b", 1, 4, ("qwen3_0_6b_ibpo", 4, None)),
+        ("models/qwen3_4b", 1, 8, ("qwen3_4b_ibpo", 8, None)),
+        ("models/qwen3_30b_a3b", 1, 8, ("qwen3_30b_a3b_ibpo", 8, None)),
+        ("models/qwen3_32b", 4, 8, ("qwen3_32b_ibpo", 8, None)),
     ],
 )
-def test_tiny_models_run_on_cpus_and_on_as_many_gpus_as_there_are(model, gpus, expected):
-    assert chosen(ROOT / "examples" / model, 1, gpus) == expected
+def test_tiny_models_run_on_cpus_and_on_as_many_gpus_as_there_are_and_others_as_their_recipes_say(
+    model, nodes, gpus, expected
+):
+    assert chosen(ROOT / "examples" / model, nodes, gpus) == expected
 
 
-def test_a_small_mixture_of_another_family_gets_the_recipe_of_small_models(tmp_path):
+def test_small_models_of_another_family_or_an_odd_shape_get_one_process(tmp_path):
     assert chosen(make_qwen3_moe(tmp_path / "moe", 0), 1, 0) == ("small_cpu", 1, None)
-
-
-@pytest.mark.parametrize(
-    ("model", "says"), [(MODELS / "qwen3_0_6b", "596 million"), (ROOT / "examples/tiny_qwen3", "")]
-)
-def test_a_model_that_is_larger_than_the_recipe_for_cpus_is_made_for_is_told_what_to_set(model, says):
-    why = choose(model, Devices(1, 0, 80.0), []).why
-    assert says in why
-    assert ("--lr (1e-6 is usual)" in why) == bool(says)
-
-
-def test_a_small_model_of_an_odd_shape_gets_one_process(tmp_path):
     content = json.loads((ROOT / "examples/tiny_qwen3_next/config.json").read_text())
-    content["num_experts"] = 3
-    (tmp_path / "config.json").write_text(json.dumps(content))
+    (tmp_path / "config.json").write_text(json.dumps(content | {"num_experts": 3}))
     assert chosen(tmp_path, 1, 0) == ("tiny_qwen3_next_ibpo", 1, "1")
 
 
-def test_a_large_model_is_refused_on_cpus():
+def test_a_model_that_is_too_large_for_cpus_is_refused_and_one_that_is_slow_there_told_what_to_set():
+    assert "--lr (1e-6 is usual)" not in choose(TINY, Devices(1, 0, 80.0), []).why
+    why = choose(MODELS / "qwen3_0_6b", Devices(1, 0, 80.0), []).why
+    assert "596 million" in why
+    assert "--lr (1e-6 is usual)" in why
     with pytest.raises(ValueError, match=r"about 32\.. B parameters are too many for CPUs.*--dry-run"):
         chosen(MODELS / "qwen3_32b", 1, 0)
 
 
-@pytest.mark.parametrize(
-    ("model", "nodes", "gpus", "recipe"),
-    [
-        ("qwen3_0_6b", 1, 1, "qwen3_0_6b_ibpo"),
-        ("qwen3_0_6b", 1, 4, "qwen3_0_6b_ibpo"),
-        ("qwen3_4b", 1, 8, "qwen3_4b_ibpo"),
-        ("qwen3_30b_a3b", 1, 8, "qwen3_30b_a3b_ibpo"),
-        ("qwen3_32b", 4, 8, "qwen3_32b_ibpo"),
-    ],
-)
-def test_a_recipe_keeps_its_layout_where_that_fits(model, nodes, gpus, recipe):
-    assert chosen(MODELS / model, nodes, gpus) == (recipe, gpus, None)
-
-
 def test_the_recipe_follows_kind_and_size_of_the_model_and_how_many_gpus_there_are():
-    def taken(model: str, gpus: int | None) -> str:
-        return choose_recipe(read_hf_config(MODELS / model), gpus).name
+    def taken(model, *gpus):
+        return {choose_recipe(read_hf_config(MODELS / model), number).name for number in gpus}
 
-    assert [taken("qwen3_4b", gpus) for gpus in (1, 7, 8, None)] == [
-        *["qwen3_0_6b_ibpo"] * 2,
-        *["qwen3_4b_ibpo"] * 2,
-    ]
-    assert {taken("qwen3_32b", gpus) for gpus in (1, 32, 512)} == {"qwen3_32b_ibpo"}
-    assert {taken("qwen3_30b_a3b", gpus) for gpus in (1, 8, 64)} == {"qwen3_30b_a3b_ibpo"}
-    assert taken("qwen3_next_80b_a3b", 8) == "qwen3_next_80b_a3b_ibpo"
-    assert {taken("qwen3_235b_a22b", gpus) for gpus in (32, 64, 128)} == {"qwen3_235b_a22b_ibpo"}
+    assert taken("qwen3_4b", 1, 7) == {"qwen3_0_6b_ibpo"}
+    assert taken("qwen3_4b", 8, None) == {"qwen3_4b_ibpo"}
+    assert taken("qwen3_32b", 1, 32, 512) == {"qwen3_32b_ibpo"}
+    assert taken("qwen3_30b_a3b", 1, 8, 64) == {"qwen3_30b_a3b_ibpo"}
+    assert taken("qwen3_next_80b_a3b", 8) == {"qwen3_next_80b_a3b_ibpo"}
+    assert taken("qwen3_235b_a22b", 32, 64, 128) == {"qwen3_235b_a22b_ibpo"}
 
 
 def test_a_plan_without_gpus_gets_those_of_the_recipe(monkeypatch):
@@ -118,76 +98,43 @@ def test_a_plan_without_gpus_gets_those_of_the_recipe(monkeypatch):
     assert find_devices(2, 4, shapes[2]) == Devices(2, 4, 80.0), "what the user names"
 
 
-def test_the_optimizer_moves_to_main_memory_where_nothing_else_fits():
-    choice = choose(MODELS / "qwen3_4b", Devices(1, 1, 80.0))
-    assert choice.layout == ("--use-precision-aware-optimizer", "--optimizer-cpu-offload")
-
-
-def test_tensor_parallelism_is_as_small_as_memory_allows():
+def test_a_layout_saves_as_much_memory_as_is_needed_and_flags_of_the_user_win():
     model = MODELS / "qwen3_4b"
+    offloaded = choose(model, Devices(1, 1, 80.0)).layout
+    assert offloaded == ("--use-precision-aware-optimizer", "--optimizer-cpu-offload"), "nothing else fits"
     assert chosen(model, 1, 8, 48.0, *SMALL_CACHE) == ("qwen3_4b_ibpo", 8, "2")
     assert chosen(model, 1, 8, 24.0, *SMALL_CACHE) == ("qwen3_4b_ibpo", 8, "8"), "4 leave no room"
-
-
-SMALL_CACHE = ("--vllm-kv-cache-bytes", str(6 * 1024**3))
-
-
-def test_flags_of_the_user_win():
-    flags = ("--tensor-model-parallel-size", "8", "--sequence-parallel", "--rollout-num-gpus-per-engine", "8")
-    assert chosen(MODELS / "qwen3_4b", 1, 8, 24.0, *SMALL_CACHE, *flags)[2] is None, (
-        "what is tried first, and works with those flags after it"
-    )
-
-
-@pytest.mark.parametrize("asked", ["--help", "--help lr", "-h", "--help-all", "--print-config"])
-def test_questions_are_left_to_the_run(asked):
-    flags = [*SMALL_CACHE, *asked.split()]
-    assert chosen(MODELS / "qwen3_4b", 1, 8, 80.0, *flags)[0].startswith("qwen3"), "and nothing is printed"
-
-
-def test_what_does_not_fit_is_refused_with_the_reason():
-    with pytest.raises(
-        ValueError, match=r"does not fit on 1 GPU of 24 GiB with .*: training takes .*NNODES="
-    ):
+    flags = ["--tensor-model-parallel-size=8", "--sequence-parallel", "--rollout-num-gpus-per-engine=8"]
+    assert chosen(model, 1, 8, 24.0, *SMALL_CACHE, *flags)[2] is None, "what is tried first works with them"
+    with pytest.raises(ValueError, match=r"not fit on 1 GPU of 24 GiB with .*: training takes .*NNODES="):
         chosen(MODELS / "qwen3_32b", 1, 1, 24.0)
 
 
-def run_script(*flags: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        ["bash", str(ROOT / "examples/run.sh"), *flags],
-        cwd=cwd,
-        env=os.environ | {"IBPO_PYTHON": sys.executable} | environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+@pytest.mark.parametrize("asked", ["--help", "--help lr", "-h", "--help-all", "--print-config"])
+def test_questions_are_left_to_the_run(capsys, asked):
+    flags = [*SMALL_CACHE, *asked.split()]
+    assert chosen(MODELS / "qwen3_4b", 1, 8, 80.0, *flags)[0].startswith("qwen3")
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.slow
 def test_the_script_says_what_it_chose_and_how_to_choose_otherwise(tmp_path):
-    devices = {"NNODES": "1", "GPUS_PER_NODE": "8"}
-    done = run_script("--dry-run", "--hf-checkpoint", str(MODELS / "qwen3_4b"), cwd=tmp_path, **devices)
+    environment = os.environ | {"IBPO_PYTHON": sys.executable, "NNODES": "1", "GPUS_PER_NODE": "8"}
+    done = subprocess.run(
+        ["bash", ROOT / "examples/run.sh", "--dry-run", "--hf-checkpoint", MODELS / "qwen3_4b"],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    for words in (
-        "on 8 GPUs of 80 GiB",
-        "qwen3_4b_ibpo.yaml",
-        "for dense models up to 9 B parameters, written for 8 GPUs",
-        "8 trainers",
-        "NNODES and GPUS_PER_NODE name",
-    ):
-        assert words in done.stderr
+    assert "on 8 GPUs of 80 GiB" in done.stderr
+    assert "qwen3_4b_ibpo.yaml" in done.stderr
+    assert "for dense models up to 9 B parameters, written for 8 GPUs" in done.stderr
+    assert "8 trainers" in done.stderr
+    assert "NNODES and GPUS_PER_NODE name" in done.stderr
     assert "This fits." in done.stdout
 
 
-def test_the_script_refuses_what_is_no_model(tmp_path):
-    done = run_script(cwd=tmp_path, HF_CHECKPOINT="mine")
-    assert done.returncode == 2
-    assert f"no checkpoint directory {tmp_path}/mine" in done.stderr
-
-
 def test_a_model_of_the_users_own_without_data_is_told_that_it_trains_on_a_demonstration(tmp_path, capsys):
-    shutil.copytree(ROOT / "examples/tiny_qwen3", tmp_path / "mine")
+    shutil.copytree(TINY, tmp_path / "mine")
     mine = ["--hf-checkpoint", str(tmp_path / "mine"), "--gpus-per-node", "0", "--"]
     assert main(mine) == 0
     first = capsys.readouterr().err.splitlines()[0]

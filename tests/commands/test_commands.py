@@ -3,6 +3,7 @@
 import errno
 import importlib
 import json
+import pickle
 import re
 import runpy
 import shutil
@@ -18,7 +19,7 @@ from megatron_ibpo import __version__
 from megatron_ibpo.basics.entry_point import BAD_INPUT, FAILED, INTERRUPTED, STDOUT_CLOSED, command, guarded
 from megatron_ibpo.basics.strict_json import read_json
 from megatron_ibpo.cluster.actor import original_error
-from megatron_ibpo.commands import main
+from megatron_ibpo.commands import main, train
 from megatron_ibpo.config import ConfigError
 from megatron_ibpo.report import RewardErrorRateError
 from megatron_ibpo.weights.weight_errors import CheckpointError
@@ -43,52 +44,32 @@ def raising(error):
     return work
 
 
-def traceback_of(line):
-    """Return the content of the file that the line names, and remove it."""
-    path = Path(KEPT.search(line)[1])
-    text = path.read_text()
-    path.unlink()
-    assert "Traceback (most recent call last)" in text
-    return text
-
-
-# ------------------------------------------------------------------------------------------- the handler
-
-
 def test_a_command_that_works_gives_its_own_status():
     assert [guarded(lambda own=own: own) for own in (None, 0, 1, 5)] == [0, 0, 1, 5]  # type: ignore[misc]
 
 
-def test_bad_input_is_one_line_and_no_file(capsys, tmp_path):
+def test_bad_input_is_one_line_and_no_file_and_a_failure_names_its_log(capsys, tmp_path):
     answer = ends(capsys, raising(ConfigError("--lr: must be above 0")), logs=tmp_path / "logs")
     assert answer == (BAD_INPUT, "error: --lr: must be above 0")
     assert not (tmp_path / "logs").exists()
-
-
-def test_a_failure_names_the_log_in_the_runs_directory(capsys, tmp_path):
     failure, kept = raising(RewardErrorRateError("the verifier failed")), tmp_path / "logs/driver.log"
-    answer = ends(capsys, failure, logs=tmp_path / "logs")
-    assert answer == (FAILED, f"error: the verifier failed; the traceback is in {kept}")
-    ends(capsys, failure, logs=tmp_path / "logs")
+    for _ in range(2):
+        answer = ends(capsys, failure, logs=tmp_path / "logs")
+        assert answer == (FAILED, f"error: the verifier failed; the traceback is in {kept}")
     assert kept.read_text().count("RewardErrorRateError: the verifier failed") == 2, "earlier ones stay"
 
 
-def test_a_bug_is_one_line_that_asks_for_a_report(capsys, tmp_path):
-    status, line = ends(capsys, lambda: 1 + "a\nb", logs=tmp_path / "gone/logs")
-    assert status == FAILED
-    assert line.startswith("error: internal error: TypeError: unsupported operand")
-    assert line.endswith("; please report it")
-    assert "1 + " in traceback_of(line), "in the temporary directory where there is no run's"
-
-
-def test_a_value_error_is_bad_input_only_where_this_project_raises_it(capsys):
-    status, line = ends(capsys, lambda: read_json("[NaN]"))
-    assert status == BAD_INPUT
-    assert line == "error: NaN is no number in JSON"
-    status, line = ends(capsys, lambda: int("x"))
-    assert status == FAILED
-    assert line.startswith("error: internal error: ValueError: invalid literal")
-    traceback_of(line)
+def test_a_bug_asks_for_a_report_and_a_value_error_is_one_where_others_raise_it(capsys, tmp_path):
+    bugs = {"TypeError: unsupported operand": lambda: 1 + "a\nb", "ValueError: invalid": lambda: int("x")}
+    for says, bug in bugs.items():
+        status, line = ends(capsys, bug, logs=tmp_path / "gone/logs")
+        assert status == FAILED
+        assert line.startswith(f"error: internal error: {says}")
+        assert line.endswith("; please report it")
+        kept = Path(KEPT.search(line)[1])  # in the temporary directory where there is no run's
+        assert "Traceback (most recent call last)" in kept.read_text()
+        kept.unlink()
+    assert ends(capsys, lambda: read_json("[NaN]")) == (BAD_INPUT, "error: NaN is no number in JSON")
 
 
 @pytest.mark.parametrize(
@@ -130,16 +111,12 @@ def test_an_error_in_a_rays_process_comes_with_its_traceback_there(capsys, tmp_p
 
 
 def test_ctrl_c_ends_with_a_word_and_its_own_status(capsys):
-    assert ends(capsys, raising(KeyboardInterrupt()), stopped="stopped; go on") == (
-        INTERRUPTED,
-        "stopped; go on",
-    )
+    assert ends(capsys, raising(KeyboardInterrupt()), stopped="stopped") == (INTERRUPTED, "stopped")
 
 
 def test_a_traceback_that_no_disk_takes_is_left_out(capsys, monkeypatch):
     monkeypatch.setattr("tempfile.mkstemp", lambda **_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
-    status, line = ends(capsys, raising(MemoryError()))
-    assert (status, line) == (FAILED, "error: out of memory")
+    assert ends(capsys, raising(MemoryError())) == (FAILED, "error: out of memory")
 
 
 PRINTING = """
@@ -152,23 +129,17 @@ raise SystemExit(main())
 """
 
 
-def test_a_reader_that_goes_ends_a_command_quietly():
+def test_a_reader_that_goes_and_a_closed_stdout_are_no_errors():
     piped = ["bash", "-c", '"$0" -c "$1" | head -1; echo "${PIPESTATUS[0]}"', sys.executable, PRINTING]
     done = subprocess.run(piped, capture_output=True, text=True, timeout=60, check=True, cwd=ROOT)
-    assert done.stdout.split() == ["0", str(STDOUT_CLOSED)]
+    assert (done.stdout.split(), done.stderr) == (["0", str(STDOUT_CLOSED)], "")
+    closed = ["bash", "-c", '"$0" -m megatron_ibpo.commands.main --help >&-', sys.executable]
+    done = subprocess.run(closed, capture_output=True, text=True, timeout=60, check=True, cwd=ROOT)
     assert done.stderr == ""
 
 
-def test_a_closed_stdout_is_no_error():
-    closed = ["bash", "-c", '"$0" -m megatron_ibpo.commands.main --help >&-', sys.executable]
-    done = subprocess.run(closed, capture_output=True, text=True, timeout=60, check=False, cwd=ROOT)
-    assert (done.returncode, done.stderr) == (0, "")
-
-
 def test_the_versions_that_matter_are_printed(capsys):
-    from megatron_ibpo.commands.main import main
-
-    assert main(["--version"]) == 0
+    assert main.main(["--version"]) == 0
     own, libraries = capsys.readouterr().out.splitlines()
     assert own.startswith(f"megatron_ibpo {__version__}")
     assert re.fullmatch(r"torch 2\.\S+, megatron-core \S+, vllm \S+, transformers 5\.\S+", libraries)
@@ -176,60 +147,49 @@ def test_the_versions_that_matter_are_printed(capsys):
 
 def test_a_decorated_main_can_be_pickled_by_its_name():
     """Studies start runs in processes of their own."""
-    import pickle
-
-    from megatron_ibpo.commands.train import main
-
-    assert pickle.loads(pickle.dumps(main)) is main
+    assert pickle.loads(pickle.dumps(train.main)) is train.main
     assert command(lambda: 3)() == 3
 
 
-# ------------------------------------------------------------------------------------------- each command
-
 TINY, RECIPE = ROOT / "examples/tiny_qwen3", ROOT / "examples/recipes/tiny_qwen3_study.yaml"
-SEARCH = ["search", "--gpus", "8", "--hardware", "h100"]
 A_RUN = ["--config", str(RECIPE), "--run-dir", "run"]
-COMPARE, SAVE = "tools/compare_methods.py", ["--save", "out"]
 LEAN = [*A_RUN, "--rollout-backend", "lean"]
 """Whose data and weights are read at once, without Ray."""
-
+COMPARE, SAVE = "tools/compare_methods.py", ["--save", "out"]
+CONVERT = ["--hf-checkpoint", "nowhere", "--save", "out"]
 WRONG = [
-    ("megatron_ibpo.commands.train", ["--config", "nowhere.yaml"], "nowhere.yaml: cannot be read"),
-    ("megatron_ibpo.commands.train", ["--config", "list.yaml"], "must hold `key: value` lines, holds a list"),
-    ("megatron_ibpo.commands.train", [*A_RUN, "--dry-run", "--lr", "-1"], "--lr"),
-    ("megatron_ibpo.commands.train", [*A_RUN, "--hf-checkpoint", "nowhere"], "nowhere is not a directory"),
-    ("megatron_ibpo.commands.train", [*A_RUN, "--hf-checkpoint", "malformed"], "malformed/config.json is"),
-    ("megatron_ibpo.commands.train", [*A_RUN, "--hf-checkpoint", "unknown"], "model_type 'gemma3'"),
-    ("megatron_ibpo.commands.train", [*A_RUN, "--tensor-model-parallel-size", "3"],
+    ("train", ["--config", "nowhere.yaml"], "nowhere.yaml: cannot be read"),
+    ("train", [*A_RUN, "--hf-checkpoint", "nowhere"], "nowhere is not a directory"),
+    ("train", [*A_RUN, "--hf-checkpoint", "malformed"], "malformed/config.json is"),
+    ("train", [*A_RUN, "--hf-checkpoint", "unknown"], "model_type 'gemma3'"),
+    ("train", [*A_RUN, "--tensor-model-parallel-size", "3"],
      "--tensor-model-parallel-size=3 does not divide the attention heads (4)"),
-    ("megatron_ibpo.commands.train", [*A_RUN, "--rollout-max-context-len", "4096"], "len 4096"),
-    ("megatron_ibpo.commands.train", [*A_RUN, "--ibpo-lambda", "2"], "λΔ must stay below 1"),
-    ("megatron_ibpo.commands.train", [*A_RUN, "--load", "."], "there is no step_N"),
-    ("megatron_ibpo.commands.train", [*LEAN, "--hf-checkpoint", "truncated"], "truncated/model.safetensors"),
-    ("megatron_ibpo.commands.train", [*LEAN, "--prompt-data", "nowhere.jsonl"], "nowhere.jsonl"),
-    ("megatron_ibpo.commands.train", [*LEAN, "--prompt-data", "empty.jsonl"], "no prompts"),
-    ("megatron_ibpo.commands.train", [*LEAN, "--prompt-data", "bad.jsonl"], "line 2"),
-    ("megatron_ibpo.commands.train", [*LEAN, "--prompt-data", "long.jsonl"], "line 1"),
-    ("megatron_ibpo.commands.train", [*LEAN, "--rm-type", "no_such_module:score"], "no_such_module"),
-    ("megatron_ibpo.commands.train", [*LEAN, "--run-dir", "/proc/run"], "/proc/run"),
-    ("megatron_ibpo.commands.evaluate", ["nowhere"], "nowhere is not a policy"),
-    ("megatron_ibpo.commands.evaluate", ["compare", "nowhere", "nowhere"], "holds no results.json"),
-    ("megatron_ibpo.commands.plan", [*SEARCH, "--hf-checkpoint", "nowhere"], "nowhere"),
-    ("megatron_ibpo.commands.plan", ["calibrate", *A_RUN], "--dry-run-hardware: required"),
-    ("megatron_ibpo.commands.page", ["page", "nowhere"], "nowhere: no such directory"),
-    ("megatron_ibpo.commands.page", ["page", "list.yaml"], "list.yaml"),
-    ("megatron_ibpo.commands.page", ["serve"], "which run?"),
-    ("megatron_ibpo.commands.page", ["page", "nowhere", "--weird"], "no such flag: --weird; --help lists"),
-    ("megatron_ibpo.commands.evaluate", ["compare", "nowhere"], "missing: PATH Directory of another"),
-    ("megatron_ibpo.commands.loss", ["gspo", "--width", "x"], "--width: could not convert string to float"),
-    ("megatron_ibpo.commands.plan", ["search"], "missing: --gpus"),
-    ("megatron_ibpo.commands.pass_rates", A_RUN, "--pass-rates: required"),
-    ("megatron_ibpo.commands.choose_recipe", ["--hf-checkpoint", "nowhere"], "nowhere"),
-    ("megatron_ibpo.commands.main", ["no-such"], "no command 'no-such'"),
+    ("train", [*A_RUN, "--rollout-max-context-len", "4096"], "len 4096"),
+    ("train", [*A_RUN, "--load", "."], "there is no step_N"),
+    ("train", [*LEAN, "--hf-checkpoint", "truncated"], "truncated/model.safetensors"),
+    ("train", [*LEAN, "--prompt-data", "nowhere.jsonl"], "nowhere.jsonl"),
+    ("train", [*LEAN, "--prompt-data", "empty.jsonl"], "no prompts"),
+    ("train", [*LEAN, "--prompt-data", "bad.jsonl"], "line 2"),
+    ("train", [*LEAN, "--prompt-data", "long.jsonl"], "line 1"),
+    ("train", [*LEAN, "--rm-type", "no_such_module:score"], "no_such_module"),
+    ("train", [*LEAN, "--run-dir", "/proc/run"], "/proc/run"),
+    ("evaluate", ["nowhere"], "nowhere is not a policy"),
+    ("evaluate", ["compare", "nowhere", "nowhere"], "holds no results.json"),
+    ("evaluate", ["compare", "nowhere"], "missing: PATH Directory of another"),
+    ("plan", ["search", "--gpus", "8", "--hardware", "h100", "--hf-checkpoint", "nowhere"], "nowhere"),
+    ("plan", ["search"], "missing: --gpus"),
+    ("plan", ["calibrate", *A_RUN], "--dry-run-hardware: required"),
+    ("page", ["page", "nowhere"], "nowhere: no such directory"),
+    ("page", ["page", "list.yaml"], "list.yaml"),
+    ("page", ["serve"], "which run?"),
+    ("page", ["page", "nowhere", "--weird"], "no such flag: --weird; --help lists"),
+    ("loss", ["gspo", "--width", "x"], "--width: could not convert string to float"),
+    ("pass_rates", A_RUN, "--pass-rates: required"),
+    ("choose_recipe", ["--hf-checkpoint", "nowhere"], "nowhere"),
+    ("main", ["konvert"], "convert to-megatron, convert to-hf"),
     (COMPARE, [], "missing: --save PATH"),
     (COMPARE, SAVE, "name a study, such as examples/studies/mini.yaml"),
     (COMPARE, ["list.yaml", *SAVE], "list.yaml: must hold `key: value` lines"),
-    (COMPARE, ["scalar.yaml", *SAVE], "scalar.yaml: must hold `key: value` lines"),
     (COMPARE, ["tag.yaml", *SAVE], "tag.yaml: is not YAML"),
     (COMPARE, ["missing.yaml", *SAVE], "a study needs baseline, budget"),
     (COMPARE, ["unknown.yaml", *SAVE], "unknown key 'budgt'; did you mean 'budget'?"),
@@ -244,7 +204,7 @@ WRONG = [
     ("tools/inspect_checkpoint.py", ["nowhere"], "nowhere"),
     ("tools/inspect_data.py", ["--hf-checkpoint", "nowhere", "--prompt-data", "a"], "nowhere"),
     ("tools/inspect_data.py", ["--hf-checkpoint", str(TINY), "--prompt-data", "a.jsonl"], "no such file"),
-    ("tools/convert_hf_to_megatron.py", ["--hf-checkpoint", "nowhere", "--save", "out"], "nowhere"),
+    ("tools/convert_hf_to_megatron.py", CONVERT, "nowhere"),
     ("tools/convert_megatron_to_hf.py", ["--load", "nowhere", "--save", "out"], "nowhere"),
     ("tools/convert_gguf_to_hf.py", ["--save", "out"], "--gguf or a package"),
     ("tools/convert_gguf_to_hf.py", ["--gguf", "nowhere.gguf", "--save", "out"], "no file nowhere.gguf"),
@@ -254,7 +214,6 @@ WRONG = [
 STUDY = {"methods": {"a": {}, "b": {}}, "baseline": "a", "budget": 3}
 FILES = {
     "list.yaml": "- 1\n",
-    "scalar.yaml": "3\n",
     "tag.yaml": "methods: !!python/object:os.system {}\n",
     "missing.yaml": json.dumps({"methods": {}}),
     "unknown.yaml": json.dumps(STUDY | {"budgt": 3}),
@@ -281,17 +240,21 @@ def where_the_user_stands(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
+def status_of_tool(monkeypatch, program, *words):
+    monkeypatch.setattr("sys.argv", [program, *words])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(ROOT / program), run_name="__main__")
+    return ended.value.code
+
+
 @pytest.mark.parametrize(("program", "words", "says"), WRONG, ids=lambda part: str(part)[:40])
 def test_a_wrong_input_is_one_line_and_status_2(
     where_the_user_stands, capsys, monkeypatch, program, words, says
 ):
-    monkeypatch.setattr("sys.argv", [program, *words])
     if program.endswith(".py"):
-        with pytest.raises(SystemExit) as ended:
-            runpy.run_path(str(ROOT / program), run_name="__main__")
-        status = ended.value.code
+        status = status_of_tool(monkeypatch, program, *words)
     else:
-        status = importlib.import_module(program).main(words)
+        status = importlib.import_module(f"megatron_ibpo.commands.{program}").main(words)
     said = capsys.readouterr().err
     assert status == BAD_INPUT, said
     assert "traceback" not in said.lower(), "what was given is at fault, and the line says it all"
@@ -309,26 +272,20 @@ def test_both_ways_to_convert_are_listed(capsys, words):
 
 
 def test_what_a_study_would_cost_is_an_answer_and_no_failure(where_the_user_stands, capsys, monkeypatch):
-    study = STUDY | {"recipe": str(ROOT / "examples/recipes/tiny_qwen3_study.yaml")}
-    Path("whole.yaml").write_text(json.dumps(study), encoding="utf-8")
-    monkeypatch.setattr("sys.argv", [COMPARE, "whole.yaml", "--runs-at-most", "0", *SAVE])
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(ROOT / COMPARE), run_name="__main__")
-    assert ended.value.code == 0
+    Path("whole.yaml").write_text(json.dumps(STUDY | {"recipe": str(RECIPE)}), encoding="utf-8")
+    assert status_of_tool(monkeypatch, COMPARE, "whole.yaml", "--runs-at-most", "0", *SAVE) == 0
     assert "runs are there already" in capsys.readouterr().out
 
 
 @pytest.mark.slow
 def test_a_run_whose_reward_function_fails_ends_in_one_line(tmp_path):
     (tmp_path / "broken.py").write_text("def score(prompt, response, label, metadata): return label['x']\n")
-    command = [sys.executable, "-m", "megatron_ibpo.commands.train", *A_RUN, "--rollout-backend", "lean"]
+    command = [sys.executable, "-m", "megatron_ibpo.commands.train", *LEAN]
     command += ["--rm-type", "broken:score", "--eval-num-prompts", "0", "--rollout-batch-size", "4"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == FAILED
     (line,) = done.stderr.splitlines()
-    assert line.startswith(
-        "error: the verifier failed on 32 of 32 responses of a step, more than --max-reward-"
-    )
+    assert line.startswith("error: the verifier failed on 32 of 32 responses of a step, more than --max-rew")
     assert "the first error: TypeError" in line
     log = tmp_path / "run/logs/driver.log"
     assert line.endswith(f"; the traceback is in {log}")

@@ -24,42 +24,39 @@ def modules(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
 
 
-def rewards(data, *pairs):
-    with open_verifier(data) as verifier:
-        return [(score.reward, score.correct) for score in verifier.score(pairs)]
+ASKED = prompt()
+"""Its label is 13."""
 
 
-def test_the_reward():
-    asked = prompt()  # its label is 13
-    data = DataConfig(rm_type="short_answers:score", reward_threshold=0.9)
-    found = rewards(data, (asked, "it is 13"), (asked, "it is 14"), (asked, "well " * 60 + "13"))
-    assert found == [(1.0, True), (0.0, False), (0.9, True)]
-
-
-def test_the_batched_reward():
-    asked = prompt()
-    found = rewards(DataConfig(rm_type="many_answers:score"), *[(asked, f"{n}!") for n in (12, 13, 14)])
-    assert found == [(0.0, False), (1.0, True), (0.0, False)]
+def test_the_rewards():
+    for name, expected in (
+        ("short_answers", {"it is 13": 1.0, "it is 14": 0.0, "well " * 60 + "13": 0.9}),
+        ("many_answers", {"12!": 0.0, "13!": 1.0, "14!": 0.0}),
+    ):
+        with open_verifier(DataConfig(rm_type=f"{name}:score", reward_threshold=0.9)) as verifier:
+            found = verifier.score([(ASKED, response) for response in expected])
+        assert [score.reward for score in found] == [*expected.values()]
+        assert all(score.correct == (score.reward > 0) for score in found)
 
 
 def test_the_reward_that_says_more():
-    asked, unlabelled = prompt(), replace(prompt(), label=" ")
     data = DataConfig(rm_type="my_rewards:score", reward_workers=1)
     with open_verifier(data) as verifier:
-        right, endless = verifier.score([(asked, "it is 13"), (asked, "13" * 60_000)])
-        check_labels(verifier._pool, [asked], data)
+        right, endless = verifier.score([(ASKED, "it is 13"), (ASKED, "13" * 60_000)])
+        check_labels(verifier._pool, [ASKED], data)
         with pytest.raises(LabelError, match="it is empty"):
-            check_labels(verifier._pool, [unlabelled], data)
+            check_labels(verifier._pool, [replace(ASKED, label=" ")], data)
     assert right == Score(1.0, True, details={"words": 3.0})
     assert endless == Score(0.0, False, details={"response_error": 1.0})
-    assert [extracted_answer(asked, text, data) for text in ("it is 13", "")] == ["13", None]
+    assert [extracted_answer(ASKED, text, data) for text in ("it is 13", "")] == ["13", None]
+
+
+def open_rows(source, split="train"):
+    return open_source(source, HuggingFaceTokenizer(make_tiny_tokenizer()), DataConfig(), split=split)
 
 
 def test_the_prompts():
-    tokenizer = HuggingFaceTokenizer(make_tiny_tokenizer())
-    train, held_out = (
-        open_source("import://sums:rows", tokenizer, DataConfig(), split=split) for split in ("train", "eval")
-    )
+    train, held_out = open_rows("import://sums:rows"), open_rows("import://sums:rows", "eval")
     assert [len(train), len(held_out)] == [50, 50]
     first = held_out.batch(0, 1)[0]
     assert (first.text, first.label, first.metadata, first.task) == ("5+0=", "5", {"words": 10}, "sums:rows")
@@ -71,18 +68,17 @@ def test_the_prompts():
 @pytest.mark.parametrize(
     ("body", "says"),
     [
-        ("return 1 / 0", "it raised ZeroDivisionError"),
-        ("return ['1+1=']", "train row 0: expected a dictionary, found str"),
-        ("return [{'prompt': '1+1='}]", "train row 0: no field 'label'"),
-        ("return []", "no prompts in it"),
+        ("1 / 0", "it raised ZeroDivisionError"),
+        ("['1+1=']", "train row 0: expected a dictionary, found str"),
+        ("[{'prompt': '1+1='}]", "train row 0: no field 'label'"),
+        ("[]", "no prompts in it"),
     ],
 )
 def test_prompts_that_cannot_be_used_say_where_they_are_from(tmp_path, body, says):
     name = f"bad_{abs(hash(body))}"
-    (tmp_path / f"{name}.py").write_text(f"def rows(split):\n    {body}\n")
-    tokenizer = HuggingFaceTokenizer(make_tiny_tokenizer())
+    (tmp_path / f"{name}.py").write_text(f"def rows(split):\n    return {body}\n")
     with pytest.raises(DataError, match=f"import://{name}:rows.*{says}"):
-        open_source(f"import://{name}:rows", tokenizer, DataConfig(), split="train")
+        open_rows(f"import://{name}:rows")
 
 
 def test_the_filter_of_groups():
@@ -93,16 +89,13 @@ def test_the_filter_of_groups():
     assert metrics["groups_refused"] == 1
 
 
-def test_the_estimator():
+def test_the_estimators():
+    """In the batch centred rewards are ±1/2 in the first group, 0 in the second; their std is √(1/8)."""
     config = algorithm(**GSPO | {"advantages": "above_median:advantages"})
-    made = Group(prompt(), scored([13], [14], [15]))
-    assert [s.advantage for s in Loop(None).credit([made], config).sequences] == [1.0, 0.0, 0.0]
-
-
-def test_the_estimator_that_sees_the_batch():
-    """Centred rewards are ±1/2 in the first group and 0 in the second; their std is √(1/8)."""
+    groups = [Group(ASKED, scored([13], [14], [15]))]
+    assert [s.advantage for s in Loop(None).credit(groups, config).sequences] == [1.0, 0.0, 0.0]
     config = algorithm(**GSPO | {"advantages": "batch_std:BatchStd"})
-    groups = [Group(prompt(), scored([13], [14])), Group(prompt(1), scored([14], [15]))]
+    groups = [Group(ASKED, scored([13], [14])), Group(prompt(1), scored([14], [15]))]
     found = [s.advantage for s in Loop(None).credit(groups, config).sequences]
     assert found == pytest.approx([2**0.5, -(2**0.5), 0.0, 0.0], abs=1e-6)
 
@@ -125,8 +118,7 @@ def test_the_operator_that_has_something_sampled():
     """Of two wrong responses the first is answered correctly at its second try."""
     second = [[10, 13], [10, 15]]
     loop = Loop(lambda asked: second.pop(0))
-    config = algorithm(ibpo_operator="second_try:SecondTry")
-    credit = loop.credit([group(RIGHT, [14], [15])], config)
+    credit = loop.credit([group(RIGHT, [14], [15])], algorithm(ibpo_operator="second_try:SecondTry"))
     assert loop.asked == [(1, 5, 27)] * 2
     assert [s.reward for s in by_kind(credit, "response")] == [1.0, 0.3, 0.0]
     assert [s.reward for s in by_kind(credit, "correction")] == [1.0, 0.0]
@@ -147,35 +139,34 @@ def test_the_engine(tmp_path, monkeypatch):
     assert (tmp_path / "engine_0.requests").read_text() == "2\n"
 
 
+OWN_ENGINES = """
+from dataclasses import replace
+from megatron_ibpo.engines import Engine
+class Silent: ...
+class Half:
+    def submit(self, requests, version): ...
+class Frugal:
+    @staticmethod
+    def needs(config, on_gpu):
+        own = {'kv_cache_bytes': 10**9 if on_gpu else 10**6, 'kv_cache_flag': '--frugal-cache'}
+        return replace(Engine.needs(config, on_gpu), **own)
+"""
+
+
 def test_the_needs_of_an_engine_are_vllms_unless_its_class_says_otherwise(tmp_path):
     config = Config()
     config.rollout.vllm_max_num_seqs = 32
     usual = engine_needs(config)
     assert (usual.most_running, usual.memory_share, usual.kv_cache_bytes) == (32, 0.6, None)
     assert engine_needs(config, on_gpu=False).kv_cache_bytes == 512 * 1024**2
-    for name in ("lean", "counted_engine:CountedEngine"):
+    (tmp_path / "own_engines.py").write_text(OWN_ENGINES)
+    for name in ("lean", "counted_engine:CountedEngine", "own_engines:Silent"):
         config.rollout.rollout_backend = name
         assert engine_needs(config) == usual
-    (tmp_path / "frugal_engine.py").write_text(
-        "from dataclasses import replace\n"
-        "from megatron_ibpo.engines import Engine\n"
-        "class Silent: ...\n"
-        "class Frugal:\n"
-        "    @staticmethod\n"
-        "    def needs(config, on_gpu):\n"
-        "        own = {'kv_cache_bytes': 10**9 if on_gpu else 10**6, 'kv_cache_flag': '--frugal-cache'}\n"
-        "        return replace(Engine.needs(config, on_gpu), **own)\n"
-    )
-    config.rollout.rollout_backend = "frugal_engine:Silent"
-    assert engine_needs(config) == usual
-    config.rollout.rollout_backend = "frugal_engine:Frugal"
+    config.rollout.rollout_backend = "own_engines:Frugal"
     assert engine_needs(config) == replace(usual, kv_cache_bytes=10**9, kv_cache_flag="--frugal-cache")
     assert engine_needs(config, on_gpu=False).kv_cache_bytes == 10**6
-
-
-def test_an_engine_that_cannot_be_asked_is_refused(tmp_path):
-    (tmp_path / "half_an_engine.py").write_text("class Half:\n    def submit(self, requests, version): ...\n")
     with pytest.raises(ValueError, match="lacks wait_ready, take, abort"):
-        check_engine("half_an_engine:Half")
+        check_engine("own_engines:Half")
     with pytest.raises(ConfigError, match=r"--rollout-backend vlm: unknown engine.*vllm"):
         check_engine("vlm")
