@@ -1,5 +1,5 @@
-"""Every family goes through the whole loop: three steps of a tiny random model with vLLM, in two processes,
-each update compared with what the engine holds. So do adapters, and the layer for multi-token prediction."""
+"""The whole loop with every family, adapters and multi-token prediction: tiny models, vLLM, two processes,
+each update compared with what the engine holds."""
 
 import shutil
 import subprocess
@@ -14,7 +14,7 @@ from support.mtp_checkpoints import with_mtp
 from support.paths import ROOT
 from support.tiny_models import LLAMA_3, make_glm4_moe, make_gpt_oss, make_llama, make_qwen2, make_qwen3_moe
 
-pytestmark = [pytest.mark.engine, pytest.mark.ray]
+pytestmark = [pytest.mark.engine, pytest.mark.ray, pytest.mark.slow]
 
 MODELS = {
     "llama": lambda directory: make_llama(directory, 1, biased=True, rope=LLAMA_3),
@@ -26,29 +26,34 @@ MODELS = {
 }
 
 
-@pytest.mark.slow
+def weights_of(*directories):
+    """The tensors of checkpoints of one shape."""
+    found = [load_file(directory / "model.safetensors") for directory in directories]
+    assert found[0].keys() == found[1].keys()
+    return found
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_three_steps_of_the_loop(tmp_path, name):
     model = MODELS[name](tmp_path / "model")
     experts = ["--expert-model-parallel-size", "2"] if "moe" in name or name == "gpt_oss" else []
     for row in train_three_steps(tmp_path, model, *experts):
         assert row["logprob_diff_abs_max"] < 1e-4  # of vLLM's and the trainer's, both in float32
-    before, after = (load_file(path / "model.safetensors") for path in (model, tmp_path / "run/hf"))
-    assert before.keys() == after.keys()
+    before, after = weights_of(model, tmp_path / "run/hf")
     same = {tensor for tensor in before if torch.equal(before[tensor], after[tensor])}
     assert same == {tensor for tensor in before if tensor.endswith("e_score_correction_bias")}
 
 
 NEXT = ROOT / "examples/tiny_qwen3_next"
-NEXT_FLAGS = [
-    "--config", str(ROOT / "examples/recipes/tiny_qwen3_next_ibpo.yaml"), "--hf-checkpoint", str(NEXT),
-    "--rollout-batch-size", "8", "--eval-num-prompts", "8", "--check-weight-update-equal",
-]  # fmt: skip
 
 
 def run_next(run_dir, *flags):
-    command = [sys.executable, "-m", "megatron_ibpo.commands.train", *NEXT_FLAGS, "--run-dir", str(run_dir)]
-    subprocess.run([*command, *flags], cwd=ROOT, check=True, timeout=280)
+    command = [
+        sys.executable, "-m", "megatron_ibpo.commands.train", "--run-dir", run_dir, "--hf-checkpoint", NEXT,
+        "--config", "examples/recipes/tiny_qwen3_next_ibpo.yaml", "--rollout-batch-size", "8",
+        "--eval-num-prompts", "8", "--check-weight-update-equal", *flags,
+    ]  # fmt: skip
+    subprocess.run(command, cwd=ROOT, check=True, timeout=280)
     rows = rows_of(run_dir)
     for row in rows:
         assert row["grad_norm"] > 0
@@ -56,7 +61,6 @@ def run_next(run_dir, *flags):
     return rows
 
 
-@pytest.mark.slow
 def test_adapters_are_trained_sampled_from_resumed_and_read_by_peft(tmp_path):
     """TP2 and EP2. What PEFT makes of the last adapters is the exported model."""
     import transformers
@@ -64,12 +68,11 @@ def test_adapters_are_trained_sampled_from_resumed_and_read_by_peft(tmp_path):
 
     lora = ["--lora-rank", "4", "--lr", "3e-3", "--save-interval", "2"]
     rows = run_next(tmp_path / "run", "--num-rollout", "2", *lora)
-    again = ["--num-rollout", "3", "--load", str(tmp_path / "run" / "checkpoints")]
-    resumed = run_next(tmp_path / "resumed", *lora, *again)
-    assert [row["step"] for row in rows + resumed] == [1, 2, 3]
+    again = ["--num-rollout", "3", "--load", tmp_path / "run" / "checkpoints"]
+    rows += run_next(tmp_path / "resumed", *lora, *again)
+    assert [row["step"] for row in rows] == [1, 2, 3]
 
-    origin, merged = (load_file(path / "model.safetensors") for path in (NEXT, tmp_path / "resumed/hf"))
-    assert origin.keys() == merged.keys()
+    origin, merged = weights_of(NEXT, tmp_path / "resumed/hf")
     moved = {name for name in origin if not torch.equal(origin[name], merged[name])}
     assert any("experts.3.down_proj" in name for name in moved)
     assert any("in_proj_qkvz" in name for name in moved)
@@ -88,15 +91,13 @@ def test_adapters_are_trained_sampled_from_resumed_and_read_by_peft(tmp_path):
     assert effect > 1
 
 
-@pytest.mark.slow
 def test_the_layer_for_multi_token_prediction_learns_beside_the_policy(tmp_path):
     model = shutil.copytree(NEXT, tmp_path / "model")
     with_mtp(model, seed=1)
-    flags = ["--hf-checkpoint", str(model), "--mtp-num-layers", "1", "--num-rollout", "4"]
+    flags = ["--hf-checkpoint", model, "--mtp-num-layers", "1", "--num-rollout", "4"]
     rows = run_next(tmp_path / "run", *flags)
     losses = [row["mtp_loss"] for row in rows]
     print("mtp_loss", losses, "mtp_acceptance", [row["mtp_acceptance"] for row in rows])
     assert losses[-1] < losses[0]
-    before, after = (load_file(path / "model.safetensors") for path in (model, tmp_path / "run/hf"))
-    assert before.keys() == after.keys()
+    before, after = weights_of(model, tmp_path / "run/hf")
     assert all(not torch.equal(before[name], after[name]) for name in before if name.startswith("mtp."))

@@ -33,11 +33,8 @@ def test_the_parts_that_are_used_alone():
 def test_a_run_is_stepped_and_resumed(tmp_path):
     """The page is run as a program without a main guard, in a directory of the user's."""
     (tmp_path / "program.py").write_text("\n".join([*OF_A_RUN, "assert third.metrics['step'] == 3", ""]))
-    command = [sys.executable, "program.py"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280, check=False
-    )
+    command, environment = [sys.executable, "program.py"], os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = read_rows(tmp_path / "runs/notebook/metrics.jsonl")
     assert [(row["kind"], row["step"]) for row in rows] == [("step", 1), ("step", 2), ("step", 3)]

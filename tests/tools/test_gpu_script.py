@@ -1,13 +1,11 @@
 """`tests/gpu.sh`: what a part finds is kept whatever becomes of it, and parts need no vLLM or Ray."""
 
-import argparse
 import json
 import logging
 import os
 import re
 import subprocess
 import sys
-import time
 import warnings
 import zipfile
 
