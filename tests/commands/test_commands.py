@@ -26,47 +26,39 @@ from megatron_ibpo.weights.weight_errors import CheckpointError
 from support.checkpoint_bytes import cut_in_half
 from support.paths import ROOT
 
-KEPT = re.compile(r"; the traceback is in (\S+?\.log)")
-
 
 def ends(capsys, work, **options):
-    """(exit status, the one line on stderr) of what `work` raises."""
-    status = guarded(work, **options)
+    """(exit status, the one line on stderr) of a function, or of one that raises this error."""
+
+    def failing():
+        raise work
+
+    status = guarded(failing if isinstance(work, BaseException) else work, **options)
     said = capsys.readouterr().err
     assert said.count("\n") == 1, said
     return status, said.removesuffix("\n")
 
 
-def raising(error):
-    def work():
-        raise error
-
-    return work
-
-
-def test_a_command_that_works_gives_its_own_status():
-    assert [guarded(lambda own=own: own) for own in (None, 0, 1, 5)] == [0, 0, 1, 5]  # type: ignore[misc]
-
-
 def test_bad_input_is_one_line_and_no_file_and_a_failure_names_its_log(capsys, tmp_path):
-    answer = ends(capsys, raising(ConfigError("--lr: must be above 0")), logs=tmp_path / "logs")
+    assert [guarded(lambda own=own: own) for own in (None, 0, 1, 5)] == [0, 0, 1, 5]  # type: ignore[misc]
+    logs = tmp_path / "logs"
+    answer = ends(capsys, ConfigError("--lr: must be above 0"), logs=logs)
     assert answer == (BAD_INPUT, "error: --lr: must be above 0")
-    assert not (tmp_path / "logs").exists()
-    failure, kept = raising(RewardErrorRateError("the verifier failed")), tmp_path / "logs/driver.log"
+    assert not logs.exists()
     for _ in range(2):
-        answer = ends(capsys, failure, logs=tmp_path / "logs")
-        assert answer == (FAILED, f"error: the verifier failed; the traceback is in {kept}")
-    assert kept.read_text().count("RewardErrorRateError: the verifier failed") == 2, "earlier ones stay"
+        answer = ends(capsys, RewardErrorRateError("the verifier failed"), logs=logs)
+        assert answer == (FAILED, f"error: the verifier failed; the traceback is in {logs}/driver.log")
+    kept = (logs / "driver.log").read_text()
+    assert kept.count("RewardErrorRateError: the verifier failed") == 2, "earlier ones stay"
 
 
 def test_a_bug_asks_for_a_report_and_a_value_error_is_one_where_others_raise_it(capsys, tmp_path):
     bugs = {"TypeError: unsupported operand": lambda: 1 + "a\nb", "ValueError: invalid": lambda: int("x")}
     for says, bug in bugs.items():
         status, line = ends(capsys, bug, logs=tmp_path / "gone/logs")
+        said = rf"error: internal error: {says}.*; the traceback is in (\S+?\.log).*; please report it"
+        kept = Path(re.fullmatch(said, line)[1])  # in the temporary directory where there is no run's
         assert status == FAILED
-        assert line.startswith(f"error: internal error: {says}")
-        assert line.endswith("; please report it")
-        kept = Path(KEPT.search(line)[1])  # in the temporary directory where there is no run's
         assert "Traceback (most recent call last)" in kept.read_text()
         kept.unlink()
     assert ends(capsys, lambda: read_json("[NaN]")) == (BAD_INPUT, "error: NaN is no number in JSON")
@@ -89,34 +81,40 @@ def test_a_bug_asks_for_a_report_and_a_value_error_is_one_where_others_raise_it(
 def test_other_errors_say_what_they_are_about(capsys, tmp_path, error, status, said):
     if isinstance(error, OSError) and error.filename:
         error.filename = error.filename.format(run=tmp_path)
-    found, line = ends(capsys, raising(error), logs=tmp_path / "logs")
+    found, line = ends(capsys, error, logs=tmp_path / "logs")
     assert found == status
     assert line.startswith("error: " + said.format(run=tmp_path))
 
 
+def test_a_checkpoint_that_is_missing_because_the_run_was_deleted_is_no_bad_input(tmp_path, capsys):
+    """Trainers that start again may be the first to find it."""
+    missing = CheckpointError(f"{tmp_path}/run/checkpoints/step_000010 holds no Megatron checkpoint")
+    status, line = ends(capsys, missing, logs=tmp_path / "run/logs")
+    assert (status, "the run's directory is gone" in line) == (FAILED, True)
+    (tmp_path / "run").mkdir()
+    status, line = ends(capsys, missing, logs=tmp_path / "run/logs")
+    assert (status, "the run's directory is gone" in line) == (BAD_INPUT, False)
+
+
 @pytest.mark.parametrize(("work", "status"), [(lambda: read_json("[NaN]"), 2), (lambda: int("x"), 1)])
 def test_an_error_in_a_rays_process_comes_with_its_traceback_there(capsys, tmp_path, work, status):
-    try:
+    with pytest.raises(ValueError) as raised:  # noqa: PT011 of any text
         work()
-    except ValueError as error:
-        there = RayTaskError("_Process.call", traceback.format_exc(), error.with_traceback(None))
+    there = RayTaskError("_Process.call", "".join(traceback.format_exception(raised.value)), raised.value)
 
     def driver():
         raise original_error(there, "trainer 1") from None
 
     found, line = ends(capsys, driver, logs=tmp_path / "logs")
     assert found == status
-    assert KEPT.search(line)
+    assert f"; the traceback is in {tmp_path}/logs/driver.log" in line
     assert "in trainer 1:\n" in (tmp_path / "logs/driver.log").read_text()
 
 
-def test_ctrl_c_ends_with_a_word_and_its_own_status(capsys):
-    assert ends(capsys, raising(KeyboardInterrupt()), stopped="stopped") == (INTERRUPTED, "stopped")
-
-
-def test_a_traceback_that_no_disk_takes_is_left_out(capsys, monkeypatch):
+def test_ctrl_c_has_its_own_status_and_a_traceback_that_no_disk_takes_is_left_out(capsys, monkeypatch):
+    assert ends(capsys, KeyboardInterrupt(), stopped="stopped") == (INTERRUPTED, "stopped")
     monkeypatch.setattr("tempfile.mkstemp", lambda **_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
-    assert ends(capsys, raising(MemoryError())) == (FAILED, "error: out of memory")
+    assert ends(capsys, MemoryError()) == (FAILED, "error: out of memory")
 
 
 PRINTING = """
@@ -138,15 +136,18 @@ def test_a_reader_that_goes_and_a_closed_stdout_are_no_errors():
     assert done.stderr == ""
 
 
-def test_the_versions_that_matter_are_printed(capsys):
+def test_versions_and_both_ways_to_convert_are_told_and_main_can_be_pickled(capsys):
+    """Studies start runs in processes of their own."""
     assert main.main(["--version"]) == 0
     own, libraries = capsys.readouterr().out.splitlines()
     assert own.startswith(f"megatron_ibpo {__version__}")
     assert re.fullmatch(r"torch 2\.\S+, megatron-core \S+, vllm \S+, transformers 5\.\S+", libraries)
-
-
-def test_a_decorated_main_can_be_pickled_by_its_name():
-    """Studies start runs in processes of their own."""
+    for words in (["--help"], ["convert"], ["convert", "--help"]):
+        assert main.main(words) == 0
+        said = capsys.readouterr().out
+        assert "convert to-megatron" in said
+        assert "convert to-hf" in said
+        assert ("train" in said) == (words == ["--help"])
     assert pickle.loads(pickle.dumps(train.main)) is train.main
     assert command(lambda: 3)() == 3
 
@@ -161,25 +162,18 @@ WRONG = [
     ("train", ["--config", "nowhere.yaml"], "nowhere.yaml: cannot be read"),
     ("train", [*A_RUN, "--hf-checkpoint", "nowhere"], "nowhere is not a directory"),
     ("train", [*A_RUN, "--hf-checkpoint", "malformed"], "malformed/config.json is"),
-    ("train", [*A_RUN, "--hf-checkpoint", "unknown"], "model_type 'gemma3'"),
     ("train", [*A_RUN, "--tensor-model-parallel-size", "3"],
      "--tensor-model-parallel-size=3 does not divide the attention heads (4)"),
-    ("train", [*A_RUN, "--rollout-max-context-len", "4096"], "len 4096"),
     ("train", [*A_RUN, "--load", "."], "there is no step_N"),
     ("train", [*LEAN, "--hf-checkpoint", "truncated"], "truncated/model.safetensors"),
-    ("train", [*LEAN, "--prompt-data", "nowhere.jsonl"], "nowhere.jsonl"),
-    ("train", [*LEAN, "--prompt-data", "empty.jsonl"], "no prompts"),
-    ("train", [*LEAN, "--prompt-data", "bad.jsonl"], "line 2"),
-    ("train", [*LEAN, "--prompt-data", "long.jsonl"], "line 1"),
+    ("train", [*LEAN, "--prompt-data", "bad.jsonl"], "line 1"),
     ("train", [*LEAN, "--rm-type", "no_such_module:score"], "no_such_module"),
     ("train", [*LEAN, "--run-dir", "/proc/run"], "/proc/run"),
     ("evaluate", ["nowhere"], "nowhere is not a policy"),
     ("evaluate", ["compare", "nowhere", "nowhere"], "holds no results.json"),
-    ("evaluate", ["compare", "nowhere"], "missing: PATH Directory of another"),
     ("plan", ["search", "--gpus", "8", "--hardware", "h100", "--hf-checkpoint", "nowhere"], "nowhere"),
     ("plan", ["search"], "missing: --gpus"),
     ("plan", ["calibrate", *A_RUN], "--dry-run-hardware: required"),
-    ("page", ["page", "nowhere"], "nowhere: no such directory"),
     ("page", ["page", "list.yaml"], "list.yaml"),
     ("page", ["serve"], "which run?"),
     ("page", ["page", "nowhere", "--weird"], "no such flag: --weird; --help lists"),
@@ -190,10 +184,7 @@ WRONG = [
     (COMPARE, [], "missing: --save PATH"),
     (COMPARE, SAVE, "name a study, such as examples/studies/mini.yaml"),
     (COMPARE, ["list.yaml", *SAVE], "list.yaml: must hold `key: value` lines"),
-    (COMPARE, ["tag.yaml", *SAVE], "tag.yaml: is not YAML"),
     (COMPARE, ["missing.yaml", *SAVE], "a study needs baseline, budget"),
-    (COMPARE, ["unknown.yaml", *SAVE], "unknown key 'budgt'; did you mean 'budget'?"),
-    (COMPARE, ["seeds.yaml", *SAVE], "seeds must be a list of whole numbers from 0"),
     (COMPARE, ["task.yaml", *SAVE], "task t: warm-start must be `key: value` lines"),
     (COMPARE, ["tune.yaml", *SAVE], "tune: seeds must be a list of whole numbers"),
     (COMPARE, ["wrong.json", *SAVE], "wrong.json: holds no results of a study"),
@@ -212,29 +203,22 @@ WRONG = [
 ]  # fmt: skip
 
 STUDY = {"methods": {"a": {}, "b": {}}, "baseline": "a", "budget": 3}
-FILES = {
-    "list.yaml": "- 1\n",
-    "tag.yaml": "methods: !!python/object:os.system {}\n",
-    "missing.yaml": json.dumps({"methods": {}}),
-    "unknown.yaml": json.dumps(STUDY | {"budgt": 3}),
-    "seeds.yaml": json.dumps(STUDY | {"seeds": 10**12}),
-    "task.yaml": json.dumps(STUDY | {"tasks": {"t": {"settings": {}, "warm-start": 3}}}),
-    "tune.yaml": json.dumps(STUDY | {"tune": {"grid": {"lr": [1.0]}, "seeds": 3, "budget": 1}}),
-    "wrong.json": "[]",
-    "empty.jsonl": "",
-    "bad.jsonl": '{"prompt": "1+1", "label": "2"}\n{"prompt": "1+2"}\n',
-    "long.jsonl": json.dumps({"prompt": "1+" * 300, "label": "2"}) + "\n",
-}
 
 
 @pytest.fixture
 def where_the_user_stands(tmp_path, monkeypatch):
-    for name, text in FILES.items():
-        (tmp_path / name).write_text(text)
-    for name in ("malformed", "unknown", "truncated"):
+    for name, content in {
+        "list.yaml": [1],
+        "missing.yaml": {"methods": {}},
+        "task.yaml": STUDY | {"tasks": {"t": {"settings": {}, "warm-start": 3}}},
+        "tune.yaml": STUDY | {"tune": {"grid": {"lr": [1.0]}, "seeds": 3, "budget": 1}},
+        "wrong.json": [],
+        "bad.jsonl": {"prompt": "1+2"},
+    }.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    for name in ("malformed", "truncated"):
         shutil.copytree(TINY, tmp_path / name)
     (tmp_path / "malformed/config.json").write_text("{")
-    (tmp_path / "unknown/config.json").write_text('{"model_type": "gemma3"}')
     cut_in_half(tmp_path / "truncated/model.safetensors")
     monkeypatch.setenv("IBPO_CWD", str(tmp_path))
     monkeypatch.chdir(tmp_path)
@@ -262,15 +246,6 @@ def test_a_wrong_input_is_one_line_and_status_2(
     assert says in said.partition(line)[1] + said.partition(line)[2]
 
 
-@pytest.mark.parametrize("words", [["--help"], ["convert"], ["convert", "--help"]])
-def test_both_ways_to_convert_are_listed(capsys, words):
-    assert main.main(words) == 0
-    said = capsys.readouterr().out
-    assert "convert to-megatron" in said
-    assert "convert to-hf" in said
-    assert ("train" in said) == (words == ["--help"])
-
-
 def test_what_a_study_would_cost_is_an_answer_and_no_failure(where_the_user_stands, capsys, monkeypatch):
     Path("whole.yaml").write_text(json.dumps(STUDY | {"recipe": str(RECIPE)}), encoding="utf-8")
     assert status_of_tool(monkeypatch, COMPARE, "whole.yaml", "--runs-at-most", "0", *SAVE) == 0
@@ -292,18 +267,3 @@ def test_a_run_whose_reward_function_fails_ends_in_one_line(tmp_path):
     assert "RewardErrorRateError" in log.read_text()
     assert "more than --max-reward-error-rate" not in done.stdout, "said once"
     assert json.loads((tmp_path / "run/summary.json").read_text())["status"].startswith("failed: RewardError")
-
-
-@pytest.mark.parametrize("deleted", [False, True])
-def test_a_checkpoint_that_is_missing_because_the_run_was_deleted_is_no_bad_input(tmp_path, capsys, deleted):
-    """Trainers that start again may be the first to find it."""
-    run_dir = tmp_path / "run"
-    if not deleted:
-        run_dir.mkdir()
-
-    def work():
-        raise CheckpointError(f"{run_dir}/checkpoints/step_000010 holds no Megatron checkpoint")
-
-    assert guarded(work, logs=run_dir / "logs") == (FAILED if deleted else BAD_INPUT)
-    said = capsys.readouterr().err
-    assert ("the run's directory is gone" in said) == deleted

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import typing
@@ -69,30 +70,29 @@ def test_flags_win_over_recipes_and_recipes_over_the_preset(recipe):
     assert config.optimizer.clip_grad == 3.0, "the flag wins"
 
 
-@pytest.mark.parametrize(
-    ("flags", "lengths", "notes"),
-    [
-        ([], (256, 48, 32), 3),
-        (["--rollout_max_response_len=100"], (256, 100, 32), 2),
-        (["--rollout-max-context-len", "512"], (512, 96, 64), 0),  # typed: opening the run refuses it
-    ],
-)
-def test_lengths_of_a_recipe_and_of_defaults_yield_to_the_model_and_typed_ones_do_not(
-    tmp_path, recipe, flags, lengths, notes
-):
+def test_lengths_of_a_recipe_and_of_defaults_yield_to_the_model_and_typed_ones_do_not(tmp_path, recipe):
     shape = json.loads((ROOT / "examples/tiny_qwen3/config.json").read_text(encoding="utf-8"))
     (tmp_path / "config.json").write_text(json.dumps(shape | {"max_position_embeddings": 256}))
     own = recipe("rollout-max-context-len: 512\nrollout-max-response-len: 96\neval-max-response-len: 64\n")
-    model, said = ["--hf-checkpoint", str(tmp_path)], []
-    config = parse_config(["--config", own, *model, *flags], note=said.append)
-    rollout, run = config.rollout, config.run
-    found = rollout.rollout_max_context_len, rollout.rollout_max_response_len, run.eval_max_response_len
-    assert (found, len(said)) == (lengths, notes)
-    if not flags:
-        assert said[0] == "rollout_max_context_len 512 of the recipe → 256, the model's context"
-        assert "rollout_max_response_len 96 → 48" in said[1]
-        assert parse_config(model, note=said.append).rollout.rollout_max_response_len == 64
-        assert said[3:] == ["rollout_max_response_len 8192 → 64, in proportion to the context of 256"]
+    model = ["--hf-checkpoint", str(tmp_path)]
+
+    def lengths(*flags):
+        said = []
+        config = parse_config([*model, *flags], note=said.append)
+        sampled = config.rollout.rollout_max_context_len, config.rollout.rollout_max_response_len
+        return (*sampled, config.run.eval_max_response_len), said
+
+    found, said = lengths("--config", own)
+    assert found == (256, 48, 32)
+    assert said[0] == "rollout_max_context_len 512 of the recipe → 256, the model's context"
+    assert "rollout_max_response_len 96 → 48" in said[1]
+    found, said = lengths("--config", own, "--rollout_max_response_len=100")
+    assert (found, len(said)) == ((256, 100, 32), 2)
+    typed = lengths("--config", own, "--rollout-max-context-len", "512")  # opening the run refuses it
+    assert typed == ((512, 96, 64), [])
+    found, said = lengths()
+    assert found[1] == 64
+    assert said == ["rollout_max_response_len 8192 → 64, in proportion to the context of 256"]
 
 
 def test_a_preset_counts_where_it_is_named(recipe):
@@ -112,32 +112,6 @@ def test_a_preset_counts_where_it_is_named(recipe):
     assert back.algorithm.parameters == {}, "nothing of an earlier preset is left"
     default = Config().algorithm.advantage_estimator
     assert parse_config([]) == parse_config(["--advantage-estimator", default]), "in force without a name"
-
-
-@pytest.mark.parametrize(
-    ("flags", "says"),
-    [
-        ("--advantage-estimator gspo --ibpo-lambda 0.3",
-         "--ibpo-lambda: gspo with --ibpo-operator none has no such parameter; --ibpo-operator "
-         "compare-and-correct has it"),
-        ("--advantage-estimator gspo --no-ibpo-joint", "--ibpo-joint: gspo with --ibpo-operator none"),
-        ("--token_credit_weight=1", "--token-credit-weight: ibpo with --token-credit uniform"),
-        ("--gae-lambda 1", "--gae-lambda: ibpo with --advantages group .*--advantages critic has it"),
-        ("--ibpo-operator span-msking", "--ibpo-operator span-msking: unknown.*did you mean 'span-masking'"),
-        ("--token-credit random-window", "use examples/credit/random_window.py:RandomWindow"),
-        ("--ibpo-gate", "moved out of the package; use --ibpo-operator examples/credit/gated.py:Gated"),
-    ],
-)  # fmt: skip
-def test_a_parameter_that_the_choice_does_not_have_is_refused(flags, says):
-    with pytest.raises(ConfigError, match=says):
-        parse_config(flags.split())
-
-
-def test_a_key_that_the_choice_does_not_have_is_refused_where_it_stands(recipe):
-    wrong = recipe("advantage-estimator: gspo\nibpo-corrections: 0\nibpo-joint: false\n")
-    says = r"recipe\.yaml: --ibpo-corrections: gspo with.*\n.*--ibpo-joint: gspo with"
-    with pytest.raises(ConfigError, match=says):
-        parse_config(["--config", wrong, "--advantage-estimator", "ibpo"])
 
 
 def test_naming_another_choice_forgets_the_parameters_of_the_previous_one(recipe):
@@ -175,16 +149,6 @@ def test_a_method_of_ones_own_has_parameters_with_the_same_rights(recipe, capsys
     assert "--ibpo-lambda" not in shown
 
 
-def test_print_config_prints_a_recipe_that_means_the_same(recipe, capsys):
-    flags = ["--advantage-estimator", "gspo", "--lr", "1e-5", "--run-dir", "a b/c", "--no-save"]
-    with pytest.raises(SystemExit) as ended:
-        parse_config([*flags, "--print-config"])
-    assert ended.value.code == 0
-    printed = capsys.readouterr().out
-    assert yaml.safe_load(printed)["lr"] == 1e-5
-    assert parse_config(["--config", recipe(printed)]) == parse_config(flags)
-
-
 @settings(max_examples=15)
 @given(
     lr=st.floats(1e-12, 1.0),
@@ -206,34 +170,40 @@ def test_a_written_configuration_reads_back_equal(tmp_path_factory, lr, path, th
     assert config_yaml(config) == written.read_text(encoding="utf-8")
 
 
-EMPTY_PATH = "is empty; name a path, or leave the flag out"
-
-
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("flags", "says"),
     [
-        (["--lr", "1e-3", "--tensor-model-parallel-size", "two"], "'two' is not a whole number"),
-        (["--lr", "high"], "--lr: 'high' is not a number"),
-        (["--no-save", "--loss-aggregation=mean"], "--loss-aggregation: 'mean' is not one of 'variant', "),
-        (["--ibpo-k", "2.5", "--seed", "x"], r"'2\.5' is not a whole number\n  --seed: 'x' is not"),
-        (["--no-lr", "3"], "--no-lr: no such flag"),
-        (["--run-dir="], EMPTY_PATH),
-        (["--hf_checkpoint", ""], EMPTY_PATH),
-        (["--loss-variant=--"], "--loss-variant: -- is not a value; give one, or leave the flag out"),
-        (["--config=--"], "--config: -- is not a value"),
-        (["--rm-type", b"a\xff".decode(errors="surrogateescape")], "is not UTF-8"),
-        (["--save", "DIR"], r"^--save DIR: a switch, --save or --no-save, .* the directory is --run-dir$"),
-        (["--no-ibpo-joint=1", "--bf16", "maybe"], r"--no-ibpo-joint 1: a switch.*\n  --bf16 maybe: a"),
-        (["stray", "--lr", "1", "2"], r"stray: not a flag.*\n  --lr: takes one value, so 2 is one too many"),
-        *(
-            ([name, "--colocate"], f"^{name}: needs a value$")
-            for name in ("--load", "--prompt-data", "--config")
-        ),
+        # parameters that the choice does not have
+        ("--advantage-estimator gspo --ibpo-lambda 0.3",
+         "--ibpo-lambda: gspo with .* has no such parameter; --ibpo-operator compare-and-correct has it"),
+        ("--advantage-estimator gspo --no-ibpo-joint", "--ibpo-joint: gspo with --ibpo-operator none"),
+        ("--token_credit_weight=1", "--token-credit-weight: ibpo with --token-credit uniform"),
+        ("--gae-lambda 1", "--gae-lambda: ibpo with --advantages group .*--advantages critic has it"),
+        ("--ibpo-operator span-msking", "--ibpo-operator span-msking: unknown.*did you mean 'span-masking'"),
+        ("--token-credit random-window", "use examples/credit/random_window.py:RandomWindow"),
+        ("--ibpo-gate", "moved out of the package; use --ibpo-operator examples/credit/gated.py:Gated"),
+        # values of the wrong type
+        ("--lr 1e-3 --tensor-model-parallel-size two", "'two' is not a whole number"),
+        ("--lr high", "--lr: 'high' is not a number"),
+        ("--no-save --loss-aggregation=mean", "--loss-aggregation: 'mean' is not one of 'variant', "),
+        ("--ibpo-k 2.5 --seed x", r"'2\.5' is not a whole number\n  --seed: 'x' is not"),
+        # words that are no values
+        ("--no-lr 3", "--no-lr: no such flag"),
+        ("--run-dir=", "is empty; name a path, or leave the flag out"),
+        ("--hf_checkpoint ''", "is empty; name a path, or leave the flag out"),
+        ("--loss-variant=--", "--loss-variant: -- is not a value; give one, or leave the flag out"),
+        ("--config=--", "--config: -- is not a value"),
+        ("--rm-type " + b"a\xff".decode(errors="surrogateescape"), "is not UTF-8"),
+        ("--save DIR", r"^--save DIR: a switch, --save or --no-save, .* the directory is --run-dir$"),
+        ("--no-ibpo-joint=1 --bf16 maybe", r"--no-ibpo-joint 1: a switch.*\n  --bf16 maybe: a"),
+        ("stray --lr 1 2", r"stray: not a flag.*\n  --lr: takes one value, so 2 is one too many"),
+        ("--load --colocate", "^--load: needs a value$"),
+        ("--config --colocate", "^--config: needs a value$"),
     ],
-)
-def test_words_that_are_no_values_are_refused_with_their_flags(capsys, words, says):
+)  # fmt: skip
+def test_flags_that_are_wrong_are_refused_with_their_names(capsys, flags, says):
     with pytest.raises(ConfigError, match=says):
-        parse_config(words)
+        parse_config(shlex.split(flags))
     assert capsys.readouterr() == ("", "")
 
 
@@ -256,6 +226,10 @@ def test_words_that_are_no_values_are_refused_with_their_flags(capsys, words, sa
         ("prompt-data: {weight: 2}", "prompt-data"),
         ("prompt-data: [{path: a, suffix: [b]}]", "prompt-data"),
         ("prompt-data: [3]", "prompt-data"),
+        (
+            "advantage-estimator: gspo\nibpo-k: 2\nibpo-joint: no",
+            r"recipe\.yaml: --ibpo-k: gspo .*\n.*--ibpo-joint",
+        ),
         ("advantage-estimator: ibop", r"no preset 'ibop'; there are .*; did you mean 'ibpo'\?$"),
         ("- lr", r"must hold `key: value` lines"),
         ("lr: [", r"is not YAML"),
@@ -338,6 +312,13 @@ def test_what_cannot_work_is_refused(runnable, fields):
         check_run(runnable)
 
 
+def test_trackers_without_their_packages_say_what_to_install(runnable, monkeypatch):
+    runnable.run.use_wandb = runnable.run.use_trackio = True
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install wandb(?s:.*)pip install trackio"):
+        check_run(runnable)
+
+
 def test_what_a_run_does_not_read_may_be_left_out_and_all_problems_are_named_at_once(runnable):
     check_run(runnable)
     runnable.data.eval_prompt_data, runnable.run.eval_num_prompts = None, 0
@@ -355,29 +336,19 @@ def test_what_a_run_does_not_read_may_be_left_out_and_all_problems_are_named_at_
     assert "--context-parallel-size: must be between 1 and" in str(refused.value)
 
 
-@pytest.mark.parametrize("tracker", ["wandb", "trackio"])
-def test_a_tracker_without_its_package_says_what_to_install(runnable, monkeypatch, tracker):
-    setattr(runnable.run, f"use_{tracker}", True)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=f"pip install {tracker}"):
-        check_run(runnable)
-
-
-@pytest.mark.parametrize(
-    ("flags", "is_noted"),
-    [
-        ("--advantage-estimator ibpo", True),
-        ("--advantage-estimator ibpo-mask --advantages group-bessel", True),
-        ("--advantage-estimator ibpo --n-samples-per-prompt 3", False),
-        ("--advantage-estimator ibpo --advantages group-mean", False),
-        ("--advantage-estimator ibpo --no-ibpo-joint --ibpo-plain-prompt successful", False),
-        ("--advantage-estimator ibpo-joint-only", False),
-    ],
-)
-def test_a_bonus_that_cannot_change_an_advantage_is_noted(flags, is_noted):
+def test_a_bonus_that_cannot_change_an_advantage_is_noted():
     """The z-scores of two rewards are opposite and of one size, whatever the lower one is raised by."""
-    notes = doubtful_settings(parse_config(["--n-samples-per-prompt", "2", *flags.split()]))
-    assert any("--n-samples-per-prompt 2" in note for note in notes) == is_noted
+    for flags, is_noted in {
+        "ibpo": True,
+        "ibpo-mask --advantages group-bessel": True,
+        "ibpo --n-samples-per-prompt 3": False,
+        "ibpo --advantages group-mean": False,
+        "ibpo --no-ibpo-joint --ibpo-plain-prompt successful": False,
+        "ibpo-joint-only": False,
+    }.items():
+        words = ["--n-samples-per-prompt", "2", "--advantage-estimator", *flags.split()]
+        notes = doubtful_settings(parse_config(words))
+        assert any("--n-samples-per-prompt 2" in note for note in notes) == is_noted, flags
 
 
 RECIPES, ALGORITHMS = (
