@@ -101,6 +101,7 @@ def test_an_error_in_a_rays_process_comes_with_its_traceback_there(capsys, tmp_p
     with pytest.raises(ValueError) as raised:  # noqa: PT011 of any text
         work()
     there = RayTaskError("_Process.call", "".join(traceback.format_exception(raised.value)), raised.value)
+    raised.value.__traceback__ = None
 
     def driver():
         raise original_error(there, "trainer 1") from None

@@ -12,7 +12,6 @@ import time
 import tomllib
 import venv
 from importlib import metadata
-from importlib.util import find_spec
 from pathlib import Path
 
 import pip
@@ -125,26 +124,24 @@ def test_the_first_run_installs_in_order_and_later_ones_what_has_changed(checkou
 
 
 def test_a_failed_step_says_which_and_why_and_the_next_run_goes_on_there(checkout):
+    """What pip's sources lack of torch is looked for at PyTorch's index."""
     said = refusal(checkout, FAIL_ON="cpu.txt", FAIL_WITH="ERROR: connection refused")
     assert "error: could not set up: packages for cpu" in said
     assert "  | ERROR: connection refused" in said
     assert f"all of it: {checkout}/.venv/.steps/packages.log" in said
     assert "what to try: see that pip reaches its package index" in said
     assert pip_calls(checkout) == ALL_CALLS[:2]
-
     said = refusal(checkout, FAIL_ON="cpu.txt", FAIL_WITH="OSError: [Errno 28] No space left on device")
     assert "what to try: free some room" in said
     assert pip_calls(checkout) == ALL_CALLS[1:2]
-
     assert bootstrap(checkout).returncode == 0
     assert pip_calls(checkout) == ALL_CALLS[1:]
 
-
-def test_the_build_of_torch_for_cpus_is_looked_for_at_pytorchs_index_where_pips_sources_lack_it(checkout):
+    (checkout / ".venv/.steps/torch").unlink()
     done = bootstrap(checkout, FAIL_ON="--no-deps torch", FAIL_WITH="ERROR: No matching distribution found")
     assert done.returncode == 0, done.stderr
     at_pytorch = "--retries 1 --no-deps --index-url https://download.pytorch.org/whl/cpu torch==2.13.0+cpu"
-    assert pip_calls(checkout) == [ALL_CALLS[0], at_pytorch, *ALL_CALLS[1:]]
+    assert pip_calls(checkout) == [ALL_CALLS[0], at_pytorch]
 
 
 def test_the_cpu_build_of_torch_is_named_when_no_source_offers_it(checkout, tmp_path):
@@ -421,8 +418,7 @@ def test_versions_that_differ_are_named_with_both_and_do_not_stop_a_run():
 def run_python(arguments, *, cwd, stdin="", python_path=""):
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     done = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=cwd, input=stdin, capture_output=True, text=True, timeout=120,
+        [sys.executable, *arguments], cwd=cwd, input=stdin, capture_output=True, text=True, timeout=120,
         env=kept | {"PYTHONPATH": python_path},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -431,17 +427,13 @@ def run_python(arguments, *, cwd, stdin="", python_path=""):
 
 WITHOUT_ENGINES = """
 import sys
-
 absent = ["vllm", "megatron", "transformer_engine", "apex", "fla", "torch"]
-
 class Absent:
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] in absent:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-
 sys.meta_path.insert(0, Absent())
-import megatron_ibpo, megatron_ibpo.kernels
-from megatron_ibpo import config, credit, data, edit_distance, evaluate, report, rewards, models
+from megatron_ibpo import config, credit, data, edit_distance, evaluate, kernels, models, report, rewards
 from megatron_ibpo.basics import records, versions
 print(edit_distance.distance([1, 2], [1, 3]))
 absent.remove("torch")
@@ -460,31 +452,13 @@ def test_the_package_imports_and_works_without_torch_vllm_and_megatron(tmp_path)
     assert run_python(["-c", WITHOUT_ENGINES], cwd=tmp_path, python_path=path).stdout == "0.5\n"
 
 
-WHOSE_KERNELS = """
-import sys
-import kernels
-if "--with-its-users" in sys.argv:
-    from transformers.integrations import hub_kernels
-    from transformers.utils.import_utils import is_kernels_available
-    import vllm
-    assert is_kernels_available()
-    assert hub_kernels.LayerRepository is kernels.LayerRepository
-import megatron_ibpo.kernels as ours
-print(kernels.__file__, *ours.__path__)
-"""
-
-
-@pytest.mark.parametrize("how", [pytest.param("-c", marks=pytest.mark.slow), "stdin", "-m"])
-def test_the_hugging_face_package_kernels_is_not_shadowed_in_the_root(tmp_path, how):
+def test_the_hugging_face_package_kernels_is_not_shadowed_in_the_root_and_ours_is_built(tmp_path):
     """Python started in the root has the root before every installed package on its path."""
-    theirs = Path(metadata.distribution("kernels").locate_file("kernels"))
-    if how == "-c" and find_spec("vllm") is None:
-        pytest.skip("vLLM is not installed")
-    (tmp_path / "probe.py").write_text(WHOSE_KERNELS)
-    # in one of them with those who look for the package, which take ten seconds to import
-    arguments = {"-c": ["-c", WHOSE_KERNELS, "--with-its-users"], "stdin": ["-"], "-m": ["-m", "probe"]}[how]
-    done = run_python(arguments, cwd=ROOT, stdin=WHOSE_KERNELS, python_path=str(tmp_path))
-    found, ours = done.stdout.splitlines()[-1].split()
-    assert Path(found).parent.resolve() == theirs.resolve()
-    assert Path(ours).resolve() == ROOT / "kernels"
+    theirs = Path(metadata.distribution("kernels").locate_file("kernels")).resolve()
+    code = "import kernels, megatron_ibpo.kernels as ours; print(kernels.__file__, *ours.__path__)"
+    (tmp_path / "probe.py").write_text(code)
+    for arguments in (["-"], ["-m", "probe"]):
+        said = run_python(arguments, cwd=ROOT, stdin=code, python_path=str(tmp_path)).stdout
+        found, ours = said.splitlines()[-1].split()
+        assert (Path(found).parent.resolve(), Path(ours).resolve()) == (theirs, ROOT / "kernels")
     assert "megatron_ibpo.kernels" in find_namespace_packages(str(ROOT), include=["megatron_ibpo*"])
