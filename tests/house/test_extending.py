@@ -1,5 +1,10 @@
-"""The examples of docs/extending.md and docs/rewards.md do what the pages say, as they stand there."""
+"""The examples of docs/extending.md, rewards.md and python.md do what the pages say, as they stand there."""
 
+import json
+import os
+import re
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -11,9 +16,11 @@ from megatron_ibpo.credit import fill_batch, find_group_filter
 from megatron_ibpo.data import DataError, open_source
 from megatron_ibpo.data.tokenizer import HuggingFaceTokenizer
 from megatron_ibpo.engines.registry import check_engine, engine_needs, samples_in_trainer, start_engine
+from megatron_ibpo.report import read_rows
 from megatron_ibpo.rewards import LabelError, Score, check_labels, extracted_answer, open_verifier
 from support.credit_cases import GSPO, RIGHT, Loop, algorithm, by_kind, group, prompt, scored, token_weights
 from support.documented_modules import write_modules
+from support.paths import ROOT
 
 
 @pytest.fixture(autouse=True)
@@ -170,3 +177,35 @@ def test_the_needs_of_an_engine_are_vllms_unless_its_class_says_otherwise(tmp_pa
         check_engine("own_engines:Half")
     with pytest.raises(ConfigError, match=r"--rollout-backend vlm: unknown engine.*vllm"):
         check_engine("vlm")
+
+
+BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "docs/python.md").read_text(), re.DOTALL)
+OF_A_RUN, OF_PARTS = BLOCKS[:2], BLOCKS[2:]
+
+
+def test_the_parts_that_are_used_alone():
+    found = {}
+    exec("\n".join(["import megatron_ibpo as mi", *OF_PARTS]), found)
+    assert found["distances"].tolist() == [0.4, 0.0]
+    assert found["kept"].tolist() == [True, False, True, True]
+    assert found["edits"].tolist() == [2]
+    assert found["shaped"] == pytest.approx([1.0, 0.3, 0.0])
+    advantages = [sequence.advantage for sequence in found["credit"].sequences]
+    assert advantages[0] > 0 > advantages[1] > advantages[2]
+    assert found["loss"].item() == pytest.approx(-0.25)
+    assert found["logits"].grad.abs().sum() > 0
+    assert found["rewards"] == [1.0, 0.0]
+
+
+@pytest.mark.slow
+def test_a_run_is_stepped_and_resumed(tmp_path):
+    """The page is run as a program without a main guard, in a directory of the user's."""
+    (tmp_path / "program.py").write_text("\n".join([*OF_A_RUN, "assert third.metrics['step'] == 3", ""]))
+    command, environment = [sys.executable, "program.py"], os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = read_rows(tmp_path / "runs/notebook/metrics.jsonl")
+    assert [(row["kind"], row["step"]) for row in rows] == [("step", 1), ("step", 2), ("step", 3)]
+    assert f"\n2 {rows[1]['reward']} {rows[1]['loss']}\n" in done.stdout
+    summary = json.loads((tmp_path / "runs/notebook/summary.json").read_text())
+    assert (summary["status"], summary["steps"]) == ("finished", 3)

@@ -16,18 +16,8 @@ from megatron_ibpo.config import Config, RolloutConfig
 from megatron_ibpo.credit import Vocabulary, credit_of
 from megatron_ibpo.data import PromptSource, load_tokenizer
 from megatron_ibpo.report.page.directories import open_source
-from megatron_ibpo.run.operator_skill import (
-    Asking,
-    Trial,
-    Trials,
-    corrects,
-    operator_skill,
-    premise,
-    skill_json,
-    skill_table,
-    success_rate,
-    try_corrections,
-)
+from megatron_ibpo.run import operator_skill as skills
+from megatron_ibpo.run.operator_skill import Asking, Trial, Trials, operator_skill, premise
 from megatron_ibpo.run.rollouts import LiveRollouts
 from megatron_ibpo.sampling import Sampler
 from megatron_ibpo.sampling.requests import group_requests
@@ -70,7 +60,9 @@ def measured(policy, *, max_context=100, k=2, size=4, prompts=PROMPTS, score=sco
     algorithm = credit_of("ibpo", ibpo_k=k)
     asking = Asking(algorithm, rollout, Vocabulary(template), max_context, seed=3, targets=2, **settings)
     engine = SimulatedEngine(StepTime(0.01, 0.001), policy)
-    tried, _ = in_virtual_time(try_corrections(Sampler([engine], score, stall_timeout=60), prompts, asking))
+    tried, _ = in_virtual_time(
+        skills.try_corrections(Sampler([engine], score, stall_timeout=60), prompts, asking)
+    )
     return tried, engine
 
 
@@ -80,7 +72,7 @@ def ways_of(tried):
 
 def test_a_policy_that_copies_what_is_right_succeeds_where_there_is_something_to_copy(tmp_path):
     operators = [credit_of("ibpo"), credit_of("gspo"), credit_of("ibpo", ibpo_operator=AGREEMENT)]
-    assert [*map(corrects, operators)] == [True, False, False], "only these are measured"
+    assert [*map(skills.corrects, operators)] == [True, False, False], "only these are measured"
     skill = operator_skill(measured(copies_what_is_right)[0])
     mixed = skill["ways"][MIXED]
     assert [*mixed] == ["correct reference", "wrong reference", "no reference", "resample"]
@@ -96,15 +88,15 @@ def test_a_policy_that_copies_what_is_right_succeeds_where_there_is_something_to
     # a prompt of 2 tokens, two headings, two answers; the answer and its end
     assert (right["tokens_read"], right["tokens_written"], resample["tokens_read"]) == (6, 2, 2)
 
-    lines = skill_table(skill).splitlines()
+    lines = skills.skill_table(skill).splitlines()
     assert len(lines) == 2 + 4 + 4 + 3
     assert len({line.count("|") for line in lines}) == 1
-    kept = json.loads(skill_json(skill, {"seed": 3}))
+    kept = json.loads(skills.skill_json(skill, {"seed": 3}))
     assert (kept["settings"], kept["premise"]) == ({"seed": 3}, premise(skill))
 
     (tmp_path / "config.yaml").write_text("advantage-estimator: ibpo\nhf-checkpoint: tiny\n")
     assert open_source(tmp_path).overview()["facts"] == ["not finished"]
-    (tmp_path / "operator_skill.json").write_text(skill_json(skill))
+    (tmp_path / "operator_skill.json").write_text(skills.skill_json(skill))
     assert open_source(tmp_path).overview()["facts"] == ["not finished", premise(skill)]
     (tmp_path / "operator_skill.json").write_text("[]")
     with pytest.raises(ValueError, match="premise"):
@@ -176,14 +168,14 @@ def test_corrections_that_do_not_fit_and_failures_of_the_verifier_are_counted():
 
 
 def test_independent_trials_have_wilsons_interval_and_those_that_are_the_same_within_a_prompt_count_once():
-    found = success_rate(range(10), [True] * 5 + [False] * 5)
+    found = skills.success_rate(range(10), [True] * 5 + [False] * 5)
     assert found == pytest.approx({"estimate": 0.5, "low": 0.2366, "high": 0.7634}, abs=0.02)
-    none = success_rate(range(20), [False] * 20)
+    none = skills.success_rate(range(20), [False] * 20)
     assert none == pytest.approx({"estimate": 0.0, "low": 0.0, "high": 0.161}, abs=0.001)
     alternating, by_four = [number % 2 == 0 for number in range(40)], [number // 4 for number in range(40)]
-    alike = success_rate(by_four, [prompt % 2 == 0 for prompt in by_four])
-    apart = success_rate(range(40), alternating)
-    assert alike == pytest.approx(success_rate(range(10), alternating[:10]))
+    alike = skills.success_rate(by_four, [prompt % 2 == 0 for prompt in by_four])
+    apart = skills.success_rate(range(40), alternating)
+    assert alike == pytest.approx(skills.success_rate(range(10), alternating[:10]))
     assert alike["high"] - alike["low"] > 1.7 * (apart["high"] - apart["low"])
 
 
