@@ -15,16 +15,8 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_ibpo.report import load_outcomes, outcomes_path
-from support.example_runs import (
-    SMALL,
-    engines_among,
-    finished,
-    rows_of,
-    start_script,
-    started_by,
-    still_running,
-    wait_for_step,
-)
+from support import example_runs as runs
+from support.example_runs import ONE_TRAINER, SMALL, rows_of, start_script, wait_for_step
 from support.paths import ROOT
 
 pytestmark = [pytest.mark.engine, pytest.mark.ray]
@@ -32,7 +24,7 @@ MODEL = ROOT / "examples/tiny_qwen3_next_mends"
 
 
 def output_of(process, status=0, timeout=200):
-    found, output = finished(process, timeout)
+    found, output = runs.finished(process, timeout)
     assert found == status, output[-5000:]
     return output
 
@@ -44,29 +36,34 @@ def summary_of(run_dir):
 @contextlib.contextmanager
 def leaving_nothing(process):
     """What a process has started by now is gone afterwards, and the shared memory that it uses now."""
-    started, shared = started_by(process), set()
-    assert engines_among(started)
+    started, shared = runs.started_by(process), set()
+    assert runs.engines_among(started)
     for one in started:
         with contextlib.suppress(psutil.Error, OSError):
             used = Path(f"/proc/{one.pid}/maps").read_text().split()
             used += [file.path for file in one.open_files()]
             shared |= {word for word in used if word.startswith("/dev/shm/")}
     yield
-    assert still_running(started) == []
+    assert runs.still_running(started) == []
     assert [path for path in shared if Path(path).exists()] == []
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """One short run, and what it printed. Whole runs that check their weight updates are slow; test_engine.py
-    compares an engine after an update with a fresh one."""
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.slow)])
+def run(request, tmp_path_factory):
+    """One short run with so many trainers and engines, and what it printed. Two trainers take steps under Ray in
+    test_golden.py as well, and test_engine.py compares an engine after an update with a fresh one."""
     run_dir = tmp_path_factory.mktemp("loop") / "run"
     keep = ("--save-debug-rollout-data", "--save-interval", "1", "--keep-checkpoints", "3")
-    process = start_script(run_dir, *SMALL, *keep, "--reward-workers", "1")
+    trainers = ONE_TRAINER if request.param == 1 else []
+    process = start_script(run_dir, *SMALL, *trainers, *keep, "--reward-workers", "1")
     wait_for_step(run_dir, 1, process)
     with leaving_nothing(process):
         output = output_of(process)
+    assert f"trainers {'0' if request.param == 1 else '0-1'}, engines " in output
     return run_dir, output
+
+
+of_two = pytest.mark.parametrize("run", [pytest.param(2, marks=pytest.mark.slow)], indirect=True)
 
 
 def test_a_run_leaves_what_was_promised(run):
@@ -114,7 +111,8 @@ def test_every_step_tells_what_happened_and_what_was_spent_until_then(run):
     assert (start["spent_tokens"], end["spent_tokens"]) == (0, rows[-1]["spent_tokens"])
     counted = sum(rows[1]["seconds"][stage] for stage in ("sample", "credit", "train", "sync"))
     grown = rows[1]["spent_accelerator_seconds"] - rows[0]["spent_accelerator_seconds"]
-    assert grown == pytest.approx(2 * counted, rel=1e-3)  # two processes
+    processes = 2 if "trainers 0-1" in run[1] else 1
+    assert grown == pytest.approx(processes * counted, rel=1e-3)
 
 
 def test_a_run_says_before_its_first_step_whether_corrections_know_more_than_another_try(run):
@@ -136,7 +134,7 @@ def replayed(run, tmp_path):
     return replay
 
 
-@pytest.mark.slow
+@of_two
 def test_a_budget_stops_a_run_after_the_step_that_spends_it(run, replayed):
     """Training alone is paid."""
     first = rows_of(run[0])[0]["tokens_trained"]
@@ -148,7 +146,7 @@ def test_a_budget_stops_a_run_after_the_step_that_spends_it(run, replayed):
     assert summary_of(run_dir)["status"] == "finished"
 
 
-@pytest.mark.slow
+@of_two
 def test_the_divergence_from_the_reference_is_0_until_the_policy_moves(replayed):
     """With one update per step; the reference is what the policy starts from."""
     reference = ("--ref-load", str(MODEL), "--kl-coef", "0.1", "--num-steps-per-rollout", "1")
@@ -158,7 +156,7 @@ def test_the_divergence_from_the_reference_is_0_until_the_policy_moves(replayed)
     assert second > 1e-6
 
 
-@pytest.mark.slow  # the kills of .ci/run do it as well (tests/chaos.sh)
+@of_two  # the kills of .ci/run do it as well (tests/chaos.sh)
 def test_a_resumed_run_ends_bit_for_bit_where_the_uninterrupted_one_did(run, replayed):
     """It resumes from the checkpoint of step 1. The gradient meter, on in one of the two, changes nothing."""
     checkpoint = run[0] / "checkpoints/step_000001"
@@ -174,7 +172,7 @@ def test_a_resumed_run_ends_bit_for_bit_where_the_uninterrupted_one_did(run, rep
     assert any(not torch.equal(start[name], first[name]) for name in start)
 
 
-@pytest.mark.slow
+@of_two
 def test_a_policy_that_diverges_is_stopped(replayed):
     """A learning rate that makes every later loss infinite: the steps are skipped, counted, then it stops."""
     run_dir, output = replayed("--lr", "1e30", "--no-save", "--max-nonfinite-steps", "2", status=1)
@@ -187,7 +185,7 @@ def test_an_engine_that_dies_is_restarted_once(tmp_path):
     run_dir = tmp_path / "run"
     process = start_script(run_dir, *SMALL, "--num-rollout", "6", "--eval-num-prompts", "0", "--no-save")
     wait_for_step(run_dir, 1, process)
-    engines_among(started_by(process))[0].kill()
+    runs.engines_among(runs.started_by(process))[0].kill()
     assert re.search(r"engine \d died; \d+ requests? sent to other engines: ", output_of(process))
     counts = summary_of(run_dir)["counts"]
     assert (counts["engine_deaths"], counts["engine_restarts"]) == (1, 1)
@@ -203,7 +201,7 @@ def start_evaluation(*words):
     )  # fmt: skip
 
 
-@pytest.mark.slow
+@of_two
 def test_the_policy_of_a_run_is_evaluated_alone_as_it_was_at_its_end(run, tmp_path):
     """The same weights, prompts and seeds: every measure and every outcome."""
     run_dir, _ = run
@@ -221,7 +219,7 @@ def test_the_policy_of_a_run_is_evaluated_alone_as_it_was_at_its_end(run, tmp_pa
     assert "trainers –, engines 0-1, 1 verifier" in output
 
 
-@pytest.mark.slow
+@of_two
 def test_ctrl_c_ends_an_evaluation_and_all_that_it_started(run, tmp_path):
     process = start_evaluation(run[0], "--run-dir", tmp_path / "alone", "--eval-num-prompts", "20000")
     while "trainers –" not in (line := process.stdout.readline()):

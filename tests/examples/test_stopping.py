@@ -14,17 +14,8 @@ import psutil
 import pytest
 from chaos.processes import by_kind, shared_memory_of
 
-from support.example_runs import (
-    ONE_TRAINER,
-    SMALL,
-    engines_among,
-    finished,
-    rows_of,
-    start_script,
-    started_by,
-    still_running,
-    wait_for_step,
-)
+from support import example_runs as runs
+from support.example_runs import ONE_TRAINER, SMALL, rows_of, start_script, wait_for_step
 from support.waiting import eventually
 
 pytestmark = [pytest.mark.engine, pytest.mark.ray, pytest.mark.slow]
@@ -46,8 +37,7 @@ def scratch(monkeypatch):
 
 def has_engines(process):
     with contextlib.suppress(psutil.Error):  # one that has just ended
-        return bool(engines_among(started_by(process)))
-    return False
+        return runs.engines_among(runs.started_by(process))
 
 
 def saved_steps(run_dir):
@@ -60,9 +50,9 @@ def read_until(process, words):
 
 
 def output_of_end(process, status, *, timeout=100, started=()):
-    found, output = finished(process, timeout)
+    found, output = runs.finished(process, timeout)
     assert found == status, output[-5000:]
-    assert still_running(started) == []
+    assert runs.still_running(started) == []
     return output
 
 
@@ -72,7 +62,7 @@ def test_all_of_a_run_on_one_machine_listens_on_loopback_and_ends_at_a_signal(tm
     run_dir = tmp_path / "run"
     process = start_script(run_dir, *LONG)
     wait_for_step(run_dir, 1, process)
-    started = started_by(process)
+    started = runs.started_by(process)
     addresses = [
         ip_address(socket.laddr.ip)
         for one in [psutil.Process(process.pid), *started]
@@ -93,13 +83,13 @@ def test_a_closed_terminal_loses_no_step(tmp_path, scratch):
     run_dir = tmp_path / "run"
     process = start_script(run_dir, *LONG, *ONE_TRAINER)
     wait_for_step(run_dir, 1, process)
-    started = started_by(process)
+    started = runs.started_by(process)
     process.stdout.close()
     os.killpg(process.pid, signal.SIGHUP)
     assert process.wait(100) == 130
     assert saved_steps(run_dir)[-1] == rows_of(run_dir)[-1]["step"]
     assert "interrupted: " in (run_dir / "hangup.log").read_text()
-    assert still_running(started) == []
+    assert runs.still_running(started) == []
 
 
 @pytest.mark.parametrize("moment", ["engines start", "first evaluation"])
@@ -110,7 +100,7 @@ def test_a_signal_before_the_first_step_ends_the_run_at_once(tmp_path, scratch, 
     else:
         process = start_script(tmp_path / "run", *SMALL, *ONE_TRAINER, "--eval-num-prompts", "20000")
         read_until(process, "trainers 0, engines 0")
-    started = started_by(process)
+    started = runs.started_by(process)
     os.killpg(process.pid, signal.SIGINT if moment == "engines start" else signal.SIGTERM)
     assert "Traceback" not in output_of_end(process, 130, timeout=60, started=started)
     assert rows_of(tmp_path / "run") == rows_of(tmp_path / "run", "evaluation") == []
@@ -120,9 +110,9 @@ def test_trainers_that_are_killed_again_and_again_end_the_run_and_are_named(tmp_
     run_dir = tmp_path / "run"
     process = start_script(run_dir, *LONG)
     wait_for_step(run_dir, 1, process)
-    started, killed = set(started_by(process)), []
+    started, killed = set(runs.started_by(process)), []
     while process.poll() is None and len(killed) < 20:
-        here = started_by(process)
+        here = runs.started_by(process)
         started |= set(here)
         for trainer in by_kind(here)["trainer"][:1]:
             killed.append(trainer.pid)
