@@ -94,7 +94,6 @@ def test_a_preset_counts_where_it_is_named(recipe):
     by_flag = parse_config([*base, "--advantage-estimator=ibpo-joint-only"])
     assert by_flag.algorithm.parameters["ibpo_lambda"] == 0.0
     assert by_flag.loss.eps_clip == 3e-3, "what the preset says nothing of stays"
-
     method = ["--config", recipe("advantage-estimator: ibpo-mask\nibpo-beta: 0.4\n", "method.yaml")]
     by_file = parse_config([*base, *method]).algorithm.parameters
     assert (by_file["ibpo_lambda"], by_file["ibpo_beta"]) == (0.6, 0.4)

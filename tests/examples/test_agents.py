@@ -41,11 +41,11 @@ def computed(*expressions, **more):
         ([said("It is 3000.")], [None], (0, 0, 0)),
         ([said("I do not know.")], [None], (0, 0, 0)),
         ([said("3108")], [None], (1, 0, 0)),  # in the head
-        ([computed("37*84"), said("-3108")], [["3108"], None], (0, 0, 1)),
-        ([computed("37*8", "296+1"), said("297")], [["296", "297"], None], (0, 0, 2)),
+        ([computed("37*84"), said("-3108")], [["3108"], None], (0, 0, 0)),
+        ([computed("37*8", "296+1"), said("297")], [["296", "297"], None], (0, 0, 1)),
         ([computed("37*"), said("3108")], [[CANNOT_COMPUTE], None], (1, 1, 0)),
         ([computed("37*84", name="compute"), said("3108")], [[CANNOT_COMPUTE], None], (1, 1, 0)),
-        ([said("<tool_call>", malformed_tool_calls=["{"]), computed("1")], [[UNREADABLE], ["1"]], (0, 1, 1)),
+        ([said("<tool_call>", malformed_tool_calls=["{"]), computed("1")], [[UNREADABLE], ["1"]], (0, 0, 0)),
         ([called("1", {}, [1], {"expression": 1})], [[CANNOT_COMPUTE] * 4], (0, 4, 0)),
     ],
 )

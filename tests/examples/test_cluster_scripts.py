@@ -108,7 +108,6 @@ def test_the_job_of_kuberay_is_one_that_can_be_run(tmp_path, monkeypatch):
     head = cluster["headGroupSpec"]["template"]
     assert [head] == [workers["template"] for workers in cluster["workerGroupSpecs"]]
     assert policy["spec"]["podSelector"]["matchLabels"] == head["metadata"]["labels"]
-
     checkout, run_dir = tmp_path / "opt", tmp_path / "run"
     for directory in (checkout / "tools", run_dir):
         directory.mkdir(parents=True)

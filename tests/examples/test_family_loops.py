@@ -73,13 +73,11 @@ def test_adapters_are_trained_sampled_from_resumed_and_read_by_peft(tmp_path):
     again = ["--num-rollout", "3", "--load", tmp_path / "run" / "checkpoints"]
     rows += run_next(tmp_path / "resumed", *lora, *again)
     assert [row["step"] for row in rows] == [1, 2, 3]
-
     origin, merged = weights_of(NEXT, tmp_path / "resumed/hf")
     moved = {name for name in origin if not torch.equal(origin[name], merged[name])}
     assert any("experts.3.down_proj" in name for name in moved)
     assert any("in_proj_qkvz" in name for name in moved)
     assert not [name for name in moved if "norm" in name or "embed" in name or ".gate." in name]
-
     tokens = torch.randint(3, 64, (2, 40), generator=torch.Generator().manual_seed(0))
     load = transformers.AutoModelForCausalLM.from_pretrained
     with torch.no_grad():

@@ -50,7 +50,7 @@ def leaving_nothing(process):
 
 @pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.slow)])
 def run(request, tmp_path_factory):
-    """One short run with so many trainers and engines, and what it printed. Two trainers take steps under Ray in
+    """One short run with so many trainers and engines, and its output. Two trainers take steps under Ray in
     test_golden.py as well, and test_engine.py compares an engine after an update with a fresh one."""
     run_dir = tmp_path_factory.mktemp("loop") / "run"
     keep = ("--save-debug-rollout-data", "--save-interval", "1", "--keep-checkpoints", "3")

@@ -64,7 +64,6 @@ def test_who_has_no_misconception_mends_every_step_or_compares_with_skill_1_is_r
     assert judged(kind, question, "".join(steps)) == 1
     assert steps_of("".join(steps)) == steps
     assert [task.mended(question, steps[:place], step) for place, step in enumerate(steps)] == steps
-
     candidate, mended = task.solution(question, rng, noise), []
     for step in candidate:
         mended.append(task.mended(question, mended, step))

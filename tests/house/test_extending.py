@@ -72,20 +72,16 @@ def test_the_prompts():
     assert not seen & {made.text for made in held_out.batch(0, 50)}
 
 
-@pytest.mark.parametrize(
-    ("body", "says"),
-    [
-        ("1 / 0", "it raised ZeroDivisionError"),
-        ("['1+1=']", "train row 0: expected a dictionary, found str"),
-        ("[{'prompt': '1+1='}]", "train row 0: no field 'label'"),
-        ("[]", "no prompts in it"),
-    ],
-)
-def test_prompts_that_cannot_be_used_say_where_they_are_from(tmp_path, body, says):
-    name = f"bad_{abs(hash(body))}"
-    (tmp_path / f"{name}.py").write_text(f"def rows(split):\n    return {body}\n")
-    with pytest.raises(DataError, match=f"import://{name}:rows.*{says}"):
-        open_rows(f"import://{name}:rows")
+def test_prompts_that_cannot_be_used_say_where_they_are_from(tmp_path):
+    for number, (body, says) in enumerate({
+        "1 / 0": "it raised ZeroDivisionError",
+        "['1+1=']": "train row 0: expected a dictionary, found str",
+        "[{'prompt': '1+1='}]": "train row 0: no field 'label'",
+        "[]": "no prompts in it",
+    }.items()):  # fmt: skip
+        (tmp_path / f"bad_{number}.py").write_text(f"def rows(split):\n    return {body}\n")
+        with pytest.raises(DataError, match=f"import://bad_{number}:rows.*{says}"):
+            open_rows(f"import://bad_{number}:rows")
 
 
 def test_the_filter_of_groups():

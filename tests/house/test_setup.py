@@ -91,27 +91,22 @@ def test_the_first_run_installs_in_order_and_later_ones_what_has_changed(checkou
     assert first.returncode == 0, first.stderr
     assert first.stdout == f"{checkout}/.venv/bin/python\n"
     assert pip_calls(checkout) == ALL_CALLS
-
     started = time.monotonic()
     second = bootstrap(checkout)
     assert time.monotonic() - started < 2
     assert (second.stdout, second.stderr) == (first.stdout, "")
     assert pip_calls(checkout) == []
-
     with (checkout / "csrc/levenshtein.hpp").open("a") as header:
         header.write("// changed\n")
     bootstrap(checkout)
     assert pip_calls(checkout) == ALL_CALLS[3:]
-
     next((checkout / "megatron_ibpo").glob("_edit_distance.*.so")).unlink()
     bootstrap(checkout)
     assert pip_calls(checkout) == ALL_CALLS[3:]
-
     with (checkout / "requirements/cpu.txt").open("a") as lock:
         lock.write("six==1.17.0\n")
     bootstrap(checkout, "dev")
     assert pip_calls(checkout) == [ALL_CALLS[1], "--no-deps -r requirements/dev.txt"]
-
     wheels, folder = "https://wheels.example/cpu", str(checkout)
     for index, option in ((wheels, f"--extra-index-url {wheels}"), (folder, f"--find-links {folder}")):
         (checkout / ".venv/.steps/torch").unlink()
@@ -136,7 +131,6 @@ def test_a_failed_step_says_which_and_why_and_the_next_run_goes_on_there(checkou
     assert pip_calls(checkout) == ALL_CALLS[1:2]
     assert bootstrap(checkout).returncode == 0
     assert pip_calls(checkout) == ALL_CALLS[1:]
-
     (checkout / ".venv/.steps/torch").unlink()
     done = bootstrap(checkout, FAIL_ON="--no-deps torch", FAIL_WITH="ERROR: No matching distribution found")
     assert done.returncode == 0, done.stderr
@@ -202,7 +196,6 @@ def test_a_gpu_whose_driver_is_new_enough_gets_the_cuda_packages_and_they_are_no
         assert new.returncode == 0, (driver, cuda, new.stderr)
     cuda_calls = ["--no-deps torch==2.13.0,!=2.13.0+cpu", "--no-deps -r requirements/cuda.txt"]
     assert pip_calls(checkout) == [*cuda_calls, ALL_CALLS[2], TE_WHEELS, ALL_CALLS[3]]
-
     without_gpu = bootstrap(checkout, IBPO_DEVICE="")  # such as a login node
     assert (without_gpu.returncode, pip_calls(checkout)) == (0, [])
     assert "IBPO_DEVICE=cpu, but .venv was made for cuda: remove .venv" in refusal(checkout)
@@ -230,7 +223,6 @@ def test_transformer_engine_is_made_where_no_index_has_its_wheels(checkout):
     pip_calls(checkout)
     assert bootstrap(checkout, **failing, IBPO_WITHOUT_TRANSFORMER_ENGINE="1").returncode == 0
     assert pip_calls(checkout) == ALL_CALLS[3:]
-
     failing |= {"FAIL_ON": "--only-binary", "FAIL_WITH": "No matching distribution"}
     made = bootstrap(checkout, **failing, **dict.fromkeys(("CUDA_HOME", "CUDA_PATH"), "/usr/local/cuda-12"))
     assert made.returncode == 0, made.stderr
@@ -274,10 +266,8 @@ def test_an_environment_of_ones_own_is_used_as_it_is_and_the_extension_is_built_
     code = "from megatron_ibpo import _edit_distance; print(_edit_distance.__file__)"
     assert run_python(["-c", code], cwd=checkout).stdout == f"{checkout / extension}\n"
     assert (ROOT / extension).stat() == before
-
     second = bootstrap(checkout, "dev", CXX="no-such-compiler", **own)
     assert (second.stdout, "C++" in second.stderr) == (used.stdout, False)  # nothing is built again
-
     os.utime(checkout / "csrc/levenshtein.hpp")  # edited
     said = refusal(checkout, "dev", CXX="no-such-compiler", **own)
     assert "error: could not set up: C++ extension" in said

@@ -87,13 +87,11 @@ def test_a_policy_that_copies_what_is_right_succeeds_where_there_is_something_to
     assert {*skill["ways"][WRONG]} == {"wrong reference", "no reference", "resample"}
     # a prompt of 2 tokens, two headings, two answers; the answer and its end
     assert (right["tokens_read"], right["tokens_written"], resample["tokens_read"]) == (6, 2, 2)
-
     lines = skills.skill_table(skill).splitlines()
     assert len(lines) == 2 + 4 + 4 + 3
     assert len({line.count("|") for line in lines}) == 1
     kept = json.loads(skills.skill_json(skill, {"seed": 3}))
     assert (kept["settings"], kept["premise"]) == ({"seed": 3}, premise(skill))
-
     (tmp_path / "config.yaml").write_text("advantage-estimator: ibpo\nhf-checkpoint: tiny\n")
     assert open_source(tmp_path).overview()["facts"] == ["not finished"]
     (tmp_path / "operator_skill.json").write_text(skills.skill_json(skill))

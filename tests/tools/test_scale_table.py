@@ -1,4 +1,4 @@
-"""What docs/scale.md and the kept results say is what the planner, the driver and a simulated fleet come to."""
+"""What docs/scale.md and the kept results say is what the planner, the driver and a simulated fleet give."""
 
 import json
 from dataclasses import asdict, replace
