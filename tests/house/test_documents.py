@@ -59,9 +59,7 @@ def check(command: str) -> None:
             script = f"{variables['PYTHONPATH']}/{words[2].replace('.', '/')}.py"
         assert (ROOT / script).is_file(), script
     elif words[:2] == ["pip", "install"]:
-        files = [word for option, word in pairwise(words) if option == "-r"]
-        assert files
-        assert all((ROOT / file).is_file() for file in files), files
+        assert all((ROOT / file).is_file() for option, file in pairwise(words) if option == "-r")
     else:
         assert words[0] == "bash", f"{words[0]} is not there in a fresh clone"
         assert (ROOT / words[1]).is_file(), words[1]
@@ -192,15 +190,13 @@ def test_every_page_is_in_the_index_and_says_why_and_every_algorithm_is_on_its_p
 @pytest.mark.lint
 def test_the_site_has_the_pages_of_the_index_under_its_headings():
     """Read as text: mkdocs.yml has tags of MkDocs' own."""
-    index: dict[str, list[str]] = {}
-    pages: list[str] = []
+    index = {}
     for line in (ROOT / "docs/README.md").read_text().splitlines():
         if heading := re.match(r"\| \*\*(.*)\*\* \|", line):
-            pages = index.setdefault(heading[1].capitalize(), [])
-        elif line.startswith("|"):
-            pages.extend(re.findall(r"\((\w[\w-]*\.md)\)", line))
-    _, _, navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")
-    first, *sections = yaml.safe_load(navigation)
+            index[heading[1].capitalize()] = pages = []
+        elif line.startswith("|") and index:
+            pages += re.findall(r"\((\w[\w-]*\.md)\)", line)
+    first, *sections = yaml.safe_load((ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2])
     assert first == "README.md"
     assert {heading: pages for section in sections for heading, pages in section.items()} == index
 

