@@ -205,10 +205,7 @@ def test_flags_that_are_wrong_are_refused_with_their_names(parsed, capsys, flags
         ("icepop: [1.2]", r"icepop: \[1.2\] is not a list of 2, each item a number or null"),
         ("qqqqqqqqqq: 3", r"unknown key 'qqqqqqqqqq'$"),
         *((f"prompt-data: {value}", "prompt-data") for value in ("{weight: 2}", "[{path: a, suffix: [b]}]")),
-        (
-            "advantage-estimator: gspo\nibpo-k: 2\nibpo-joint: no",
-            r"recipe\.yaml: --ibpo-k: .*\n.*--ibpo-joint",
-        ),
+        ("advantage-estimator: gspo\nibpo-k: 2", r"recipe\.yaml: --ibpo-k: gspo with"),
         ("advantage-estimator: ibop", r"no preset 'ibop'; there are .*; did you mean 'ibpo'\?$"),
         ("- lr", r"must hold `key: value` lines"),
         ("lr: [", r"is not YAML"),
