@@ -251,20 +251,3 @@ def test_what_a_study_would_cost_is_an_answer_and_no_failure(where_the_user_stan
     Path("whole.yaml").write_text(json.dumps(STUDY | {"recipe": str(RECIPE)}), encoding="utf-8")
     assert status_of_tool(monkeypatch, COMPARE, "whole.yaml", "--runs-at-most", "0", *SAVE) == 0
     assert "runs are there already" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_a_run_whose_reward_function_fails_ends_in_one_line(tmp_path):
-    (tmp_path / "broken.py").write_text("def score(prompt, response, label, metadata): return label['x']\n")
-    command = [sys.executable, "-m", "megatron_ibpo.commands.train", *LEAN]
-    command += ["--rm-type", "broken:score", "--eval-num-prompts", "0", "--rollout-batch-size", "4"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == FAILED
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("error: the verifier failed on 32 of 32 responses of a step, more than --max-rew")
-    assert "the first error: TypeError" in line
-    log = tmp_path / "run/logs/driver.log"
-    assert line.endswith(f"; the traceback is in {log}")
-    assert "RewardErrorRateError" in log.read_text()
-    assert "more than --max-reward-error-rate" not in done.stdout, "said once"
-    assert json.loads((tmp_path / "run/summary.json").read_text())["status"].startswith("failed: RewardError")

@@ -137,28 +137,20 @@ def test_a_gated_run_goes_on_as_if_it_had_not_stopped(tmp_path):
         assert resumed[-1].get(name) == whole[-1].get(name), name
 
 
-@pytest.mark.parametrize("name", ["ibpo_plain_prompt", "critique_grpo"])
-def test_corrections_are_trained_on_under_the_plain_prompt(name, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "counted"),
+    [
+        ("ibpo_plain_prompt", "joined_corrections"),
+        ("critique_grpo", "joined_corrections"),
+        ("self_teacher", "teacher_tokens"),
+        ("reset_groups", "reset_suffixes"),
+    ],
+)
+def test_methods_that_ask_for_further_samples_or_passes_get_them(name, counted, tmp_path):
+    """How many they should be is told by hand in tests/credit."""
     rows = steps_of(tmp_path / "run", *recipe(name), "--no-save")
-    assert sum(row["joined_corrections"] for row in rows) > 0
-    for row in rows:
-        assert row["joined_corrections"] <= row["corrections"]
-        assert row.get("tokens_trained_corrections", 0) <= row["tokens_trained"]
-
-
-def test_the_teachers_passes_are_counted(tmp_path):
-    """All tokens spent by the first step: prompts read, responses written, the teacher's passes, training."""
-    first, *_ = steps_of(tmp_path / "run", *recipe("self_teacher"), "--no-save")
-    assert first["teacher_tokens"] > 0
-    others = sum(first[name] for name in ("tokens_responses", "teacher_tokens", "tokens_trained"))
-    assert 8 * 5 < first["spent_tokens"] - others < 8 * 40
-
-
-def test_wrong_responses_are_begun_again(tmp_path):
-    rows = steps_of(tmp_path / "run", *recipe("reset_groups"), "--no-save")
-    assert sum(row["reset_suffixes"] for row in rows) > 0
-    assert all(row["reset_reward_errors"] == 0 for row in rows)
-    assert any(row.get("reset_shared_length", 0) > 0 for row in rows)
+    assert sum(row[counted] for row in rows) > 0
+    assert all(row.get("reset_reward_errors", 0) == 0 for row in rows)
 
 
 def test_an_engine_of_ones_own_samples_a_run_under_ray(tmp_path):

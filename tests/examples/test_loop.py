@@ -83,6 +83,10 @@ def test_a_run_leaves_what_was_promised(run):
     record = (run_dir / "rollouts/step_000001.json").read_text()
     assert re.search(r'"decoded": "[-0-9+=]+#-?\d+', record)
     assert "Candidate solution 1: " in record
+    skill = json.loads((run_dir / "operator_skill.json").read_text())
+    assert (skill["prompts"], skill["responses"]) == (16, 16 * 4)
+    assert output.index(skill["premise"]) < output.index("step 1/3"), "said before the first step"
+    assert [row["seconds"].get("operator skill", 0) > 0 for row in rows_of(run_dir)] == [True, False, False]
     for evaluation in rows_of(run_dir, "evaluation"):
         solved = load_outcomes(outcomes_path(run_dir, evaluation["step"]))
         assert len(solved) == 8
@@ -113,14 +117,6 @@ def test_every_step_tells_what_happened_and_what_was_spent_until_then(run):
     grown = rows[1]["spent_accelerator_seconds"] - rows[0]["spent_accelerator_seconds"]
     processes = 2 if "trainers 0-1" in run[1] else 1
     assert grown == pytest.approx(processes * counted, rel=1e-3)
-
-
-def test_a_run_says_before_its_first_step_whether_corrections_know_more_than_another_try(run):
-    run_dir, output = run
-    skill = json.loads((run_dir / "operator_skill.json").read_text())
-    assert (skill["prompts"], skill["responses"]) == (16, 16 * 4)
-    assert output.index(skill["premise"]) < output.index("step 1/3")
-    assert [row["seconds"].get("operator skill", 0) > 0 for row in rows_of(run_dir)] == [True, False, False]
 
 
 @pytest.fixture

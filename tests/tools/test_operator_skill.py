@@ -1,13 +1,11 @@
 """Does a correction know more than another try? By hand, and on policies whose skill is known."""
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
+import operator_skill as tool
 import pytest
 from simulated_engines import SimulatedEngine, StepTime, in_virtual_time
 
@@ -216,19 +214,19 @@ def test_of_kept_policies_those_taught_to_compare_know_more_than_another_try_and
 
 
 def test_a_checkpoint_answers_all_held_out_prompts_that_there_are_within_the_context_of_its_model(
-    tmp_path, monkeypatch
+    tmp_path, monkeypatch, capsys
 ):
-    engine, decode = live_loop.Engine(), load_tokenizer(live_loop.MODEL).decode
+    engine, decode, told = live_loop.Engine(), load_tokenizer(live_loop.MODEL).decode, []
 
     def open_engine(config, hf_dir, stack):
-        told = (config.run.run_dir, hf_dir, config.rollout.rollout_max_context_len)
-        assert told == (tmp_path / "scratch", live_loop.MODEL, 512)
+        told.append((config.run.run_dir, hf_dir, config.rollout.rollout_max_context_len))
         return engine
 
     live_loop.put_in_place_of_processes(monkeypatch, single_engine, open_engine)
     ask = partial(single_engine.skill_of_checkpoint, prompts=60, targets=2, seed=1)
     config = live_loop.config_of(tmp_path / "run")
     skill = ask(config, tmp_path / "scratch")
+    assert told == [(tmp_path / "scratch", live_loop.MODEL, 512)]
     rows, answers = [*live_loop.questions("eval")], [decode(live_loop.written(r)) for r in engine.asked]
     right = [
         live_loop.reward(row["prompt"], answer, row["label"], {})
@@ -244,19 +242,6 @@ def test_a_checkpoint_answers_all_held_out_prompts_that_there_are_within_the_con
     ):
         with pytest.raises(ValueError, match=says):
             ask(replace(config, **part), tmp_path / "scratch")
-
-
-@pytest.mark.engine
-@pytest.mark.slow
-def test_the_command_measures_the_tiny_policy(tmp_path):
-    """Its corrections are other tries."""
-    saved, words = tmp_path / "skill.json", ["--prompts", "24", "--targets", "2", "--save"]
-    command = [sys.executable, ROOT / "tools/operator_skill.py", ROOT / "examples/tiny_qwen3", *words, saved]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    said = subprocess.check_output(command, text=True, timeout=600, env=environment, cwd=ROOT)
-    skill = json.loads(saved.read_text())
-    assert skill["premise"] in said
-    assert (skill["prompts"], skill["responses"]) == (24, 24 * 8)
-    ways = skill["ways"][MIXED]
-    assert {*ways} == {"correct reference", "wrong reference", "no reference", "resample"}
-    assert 0 < ways["correct reference"]["success"]["estimate"] < 0.7
+    saved = tmp_path / "skill.json"
+    tool.main(tool.Arguments(live_loop.MODEL, prompts=4, targets=2, save=saved))
+    assert json.loads(saved.read_text())["premise"] in capsys.readouterr().out
