@@ -1,4 +1,4 @@
-"""Flags and recipes: what wins, what comes back, what is refused and how."""
+"""Flags and recipes: what wins, what comes back, what is refused and how; parameters of loss variants."""
 
 import dataclasses
 import json
@@ -17,11 +17,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ibpo.basics.records import Prompt
-from megatron_ibpo.config import NOT_NEGATIVE, Config, ConfigError, config_yaml, load_hook, named_values
+from megatron_ibpo.config import (
+    NOT_NEGATIVE,
+    Config,
+    ConfigError,
+    LossConfig,
+    ParallelConfig,
+    config_yaml,
+    load_hook,
+    named_values,
+)
 from megatron_ibpo.config.all_fields import ENTRIES
 from megatron_ibpo.credit import Operator, find_operator
+from megatron_ibpo.loss import VARIANTS, Parameter, Variant
+from megatron_ibpo.loss.variants import clipped_surrogate
+from megatron_ibpo.policy.loss_objective import check_loss, loss_params
 from megatron_ibpo.rewards import Score, extracted_answer, open_verifier
-from megatron_ibpo.run.checks import check_run, doubtful_settings
+from megatron_ibpo.run.checks import check_loss_of_run, check_run, doubtful_settings
 from megatron_ibpo.run.settings import parse_config
 from support.paths import ROOT
 
@@ -329,10 +341,13 @@ RECIPES, ALGORITHMS = (
 )
 
 
-FURTHER = [0, *(pytest.param(number, marks=pytest.mark.slow) for number in range(1, len(RECIPES)))]
+def further(count):
+    """Which of the pairs are tested: some, and all among the slow tests."""
+    slow = [pytest.param(number, marks=pytest.mark.slow) for number in range(1, count)]
+    return pytest.mark.parametrize("further", [0, *slow])
 
 
-@pytest.mark.parametrize("further", FURTHER)
+@further(len(RECIPES))
 def test_every_algorithm_works_after_a_models_recipe(tmp_path, further):
     """Each model's recipe comes before some of them, and in the slow ones before all."""
     own = {"run-dir": str(tmp_path), "hf-checkpoint": str(ROOT / "examples/tiny_qwen3")}
@@ -489,3 +504,101 @@ def test_the_configuration_of_a_run_of_version_0_1_means_the_same(parsed, preset
     assert config_yaml(found) == written
     with pytest.raises(ConfigError, match=r"recipe\.yaml: --ibpo-gate: moved out of the package"):
         parsed(yaml.safe_dump(older | {"ibpo-gate": True}))
+
+
+def loss_of(*files, flags=()):
+    return parse_config([*(word for file in files for word in ("--config", str(file))), *flags]).loss
+
+
+def own(name):
+    return {key: parameter.default for key, parameter in VARIANTS[name].params.items()}
+
+
+STUDY = ROOT / "examples/recipes/tiny_qwen3_study.yaml"
+
+
+@further(len(VARIANTS) + 1)
+def test_every_variant_runs_with_its_own_parameters_in_some_recipes(monkeypatch, further):
+    """Slow ones: in all. One is like the example of the docs: one parameter, and none of the clips' names."""
+    monkeypatch.setitem(VARIANTS, "spo", Variant(clipped_surrogate, params={"eps": Parameter(0.2, 0.0)}))
+    names = [*VARIANTS]
+    for number, recipe in enumerate([*RECIPES, *ALGORITHMS], start=further):
+        files = (recipe,) if recipe in RECIPES else (STUDY, recipe)
+        before, name = loss_of(*files), names[number % len(names)]
+        loss = loss_of(*files, flags=["--loss-variant", name])
+        check_loss(loss)
+        expected = loss_params(before) if name == before.loss_variant else own(name)
+        assert loss_params(loss) == expected, (recipe.name, name)
+        if recipe in ALGORITHMS:  # the study's recipe clips at 3e-3, which is GSPO's
+            clips = {"eps_low": 3e-3, "eps_high": 3e-3}
+            given = clips if before.loss_variant == "gspo" else own(before.loss_variant)
+            assert loss_params(before) == given
+
+
+def test_naming_another_loss_variant_forgets_the_parameters_of_the_previous_one(parsed):
+    base = "advantage-estimator: ibpo\neps-clip: 3e-3\nloss-param: {a: 1}"
+
+    def clips(flags="", *after):
+        loss = parsed(base, *after, flags=flags).loss
+        return loss.eps_clip, loss.eps_clip_high, loss.loss_param
+
+    assert clips() == (3e-3, None, ("a=1",))
+    assert clips("--loss-variant gspo") == (3e-3, None, ("a=1",)), "the same variant"
+    assert clips("--loss-variant sapo") == (None, None, ())
+    assert clips("--loss-variant=cispo --eps-clip 0.1") == (0.1, None, ()), "given at the same place"
+    assert clips("--advantage-estimator grpo") == (None, None, ()), "the preset's variant has its own"
+    assert clips("--advantage-estimator grpo --loss-variant sapo") == (None, None, ())
+    later = "loss-variant: sapo\nloss-param: {tau_pos: 2.5}"
+    assert clips("", later) == (None, None, ("tau_pos=2.5",))
+    assert loss_params(parsed(base, later).loss) == {"tau_pos": 2.5, "tau_neg": 1.05}
+    method = "advantage-estimator: dapo\neps-clip: 0.1"
+    assert clips("", method) == (0.1, None, ())
+    assert clips("--advantage-estimator ibpo", method) == (None, None, ())
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"loss_variant": "gpso"}, "--loss-variant gpso: unknown loss variant; .*; did you mean 'gspo'"),
+        ({"loss_variant": "sapo", "eps_clip": 0.1}, "'sapo' has no parameter eps_high, eps_low; it has"),
+        ({"loss_param": ("eps_low=wide",)}, "--loss-param eps_low=wide: must be a number"),
+        ({"loss_param": ("eps_low=.1",), "eps_clip": 0.2}, "--loss-param eps_low: is set by --eps-clip"),
+        ({"eps_clip": 2.0}, "eps_low of loss variant 'gspo' must be above 0 and at most 1, is 2.0"),
+    ],
+)
+def test_any_parameter_can_be_set_by_name_and_what_a_variant_does_not_take_is_refused(fields, message):
+    loss = LossConfig(loss_variant="dual-clip", eps_clip=0.1, loss_param=("bound=5", "eps_high=0.3"))
+    assert loss_params(loss) == {"eps_low": 0.1, "eps_high": 0.3, "bound": 5.0}
+    with pytest.raises(ValueError, match=message):
+        check_loss(LossConfig(**fields))
+
+
+MODULE = """
+from megatron_ibpo.loss import Parameter, Variant
+def term(log_ratio, {argument}, advantages, *, width):
+    return -log_ratio * advantages * width, log_ratio > width
+MINE = Variant(token_term=term, params=dict(width=Parameter(0.5, above=0.0)))
+"""
+SPLIT = {"parallel": ParallelConfig(context_parallel_size=2)}
+
+
+@pytest.mark.parametrize(
+    ("argument", "settings", "says"),
+    [
+        ("logprobs", {}, None),
+        ("ref_logprobs", {}, "reads ref_logprobs, which need a reference policy; set --kl-coef above 0"),
+        ("positions", SPLIT, "reads token positions.*context-parallel"),
+        ("_", {}, "term has an argument '_'; a term reads its inputs by these names: log_ratio, logprobs"),
+    ],
+)
+def test_a_variant_of_the_users_own_reads_what_it_can_have(tmp_path, monkeypatch, argument, settings, says):
+    (tmp_path / "my_loss.py").write_text(MODULE.format(argument=argument))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_loss", raising=False)
+    if says:
+        with pytest.raises(ConfigError, match=says):
+            check_loss_of_run(Config(loss=LossConfig(loss_variant="my_loss:MINE"), **settings))
+    else:
+        for flags, width in ([], 0.5), (["--loss-param", "width=0.7"], 0.7):
+            loss = loss_of(STUDY, flags=["--loss-variant", "my_loss:MINE", *flags])
+            assert loss_params(loss) == {"width": width}

@@ -1,10 +1,13 @@
-"""Inputs that a seed makes wrong are taken or refused in a line (through the commands: test_fuzz.py)."""
+"""Inputs that a seed makes wrong are taken or refused in a line."""
 
 import dataclasses
 import json
 import math
+import os
 import random
 import shutil
+import subprocess
+import sys
 import time
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from io import StringIO
@@ -29,8 +32,9 @@ from megatron_ibpo.weights.formats.hugging_face import Checkpoint
 from megatron_ibpo.weights.formats.integrity import check_integrity
 from megatron_ibpo.weights.formats.run_state import load_run_state, read_layout
 from megatron_ibpo.weights.weight_errors import CheckpointError
-from support.bad_inputs.families import wrong_flags, wrong_recipe
+from support.bad_inputs.families import FAMILIES, wrong_flags, wrong_recipe
 from support.bad_inputs.mutations import mutated_bytes, mutated_json
+from support.paths import ROOT, TESTS
 from support.run_pages import TOKENIZER, record_run
 from support.tiny_models import make_qwen3
 
@@ -203,3 +207,18 @@ def test_wrong_input_ends_in_one_line(place, make, refusals, count):
             raise AssertionError(f"{again}: {type(error).__name__}: {str(error)[:500]}") from error
         assert time.monotonic() - started < LONGEST_S, again
     assert refused > 0
+
+
+@pytest.mark.slow  # above without commands
+def test_bad_input_of_commands_ends_in_a_line_in_time_and_within_memory(tmp_path):
+    seed, count, path = 37, 44, tmp_path / "found.json"
+    modules = os.pathsep.join(filter(None, [str(ROOT), str(TESTS), os.environ.get("PYTHONPATH")]))
+    command = [sys.executable, "-m", "support.bad_inputs.survey", str(seed), str(count), str(path)]
+    environment = os.environ | {"PYTHONPATH": modules}
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    found = json.loads(path.read_text())
+    assert found.keys() == FAMILIES.keys()
+    for family, table in found.items():
+        assert table["inputs"] > 0, family
+        assert table["wrong"] == [], family
