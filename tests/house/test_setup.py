@@ -86,33 +86,34 @@ def pip_calls(checkout):
     return lines
 
 
+def installed(checkout, *groups, **changes):
+    """Return what pip is asked for by a bootstrap that works."""
+    done = bootstrap(checkout, *groups, **changes)
+    assert done.returncode == 0, done.stderr
+    return pip_calls(checkout)
+
+
 def test_the_first_run_installs_in_order_and_later_ones_what_has_changed(checkout):
     first = bootstrap(checkout)
-    assert first.returncode == 0, first.stderr
-    assert first.stdout == f"{checkout}/.venv/bin/python\n"
+    assert (first.returncode, first.stdout) == (0, f"{checkout}/.venv/bin/python\n"), first.stderr
     assert pip_calls(checkout) == ALL_CALLS
     started = time.monotonic()
     second = bootstrap(checkout)
     assert time.monotonic() - started < 2
-    assert (second.stdout, second.stderr) == (first.stdout, "")
-    assert pip_calls(checkout) == []
+    assert (second.stdout, second.stderr, pip_calls(checkout)) == (first.stdout, "", [])
     with (checkout / "csrc/levenshtein.hpp").open("a") as header:
         header.write("// changed\n")
-    bootstrap(checkout)
-    assert pip_calls(checkout) == ALL_CALLS[3:]
+    assert installed(checkout) == ALL_CALLS[3:]
     next((checkout / "megatron_ibpo").glob("_edit_distance.*.so")).unlink()
-    bootstrap(checkout)
-    assert pip_calls(checkout) == ALL_CALLS[3:]
+    assert installed(checkout) == ALL_CALLS[3:]
     with (checkout / "requirements/cpu.txt").open("a") as lock:
         lock.write("six==1.17.0\n")
-    bootstrap(checkout, "dev")
-    assert pip_calls(checkout) == [ALL_CALLS[1], "--no-deps -r requirements/dev.txt"]
+    assert installed(checkout, "dev") == [ALL_CALLS[1], "--no-deps -r requirements/dev.txt"]
     wheels, folder = "https://wheels.example/cpu", str(checkout)
     for index, option in ((wheels, f"--extra-index-url {wheels}"), (folder, f"--find-links {folder}")):
         (checkout / ".venv/.steps/torch").unlink()
-        bootstrap(checkout, IBPO_TORCH_INDEX=index)
-        assert pip_calls(checkout) == [f"--no-deps {option} torch==2.13.0+cpu"]
-
+        calls = installed(checkout, IBPO_TORCH_INDEX=index)
+        assert calls == [f"--no-deps {option} torch==2.13.0+cpu"]
     moved = checkout.rename(checkout.parent / "moved")
     assert bootstrap(moved).stdout == f"{moved}/.venv/bin/python\n"
     assert pip_calls(moved) == ALL_CALLS[3:]
@@ -129,13 +130,12 @@ def test_a_failed_step_says_which_and_why_and_the_next_run_goes_on_there(checkou
     said = refusal(checkout, FAIL_ON="cpu.txt", FAIL_WITH="OSError: [Errno 28] No space left on device")
     assert "what to try: free some room" in said
     assert pip_calls(checkout) == ALL_CALLS[1:2]
-    assert bootstrap(checkout).returncode == 0
-    assert pip_calls(checkout) == ALL_CALLS[1:]
+    assert installed(checkout) == ALL_CALLS[1:]
     (checkout / ".venv/.steps/torch").unlink()
-    done = bootstrap(checkout, FAIL_ON="--no-deps torch", FAIL_WITH="ERROR: No matching distribution found")
-    assert done.returncode == 0, done.stderr
+    none = "ERROR: No matching distribution found"
+    calls = installed(checkout, FAIL_ON="--no-deps torch", FAIL_WITH=none)
     at_pytorch = "--retries 1 --no-deps --index-url https://download.pytorch.org/whl/cpu torch==2.13.0+cpu"
-    assert pip_calls(checkout) == [ALL_CALLS[0], at_pytorch]
+    assert calls == [ALL_CALLS[0], at_pytorch]
 
 
 def test_the_cpu_build_of_torch_is_named_when_no_source_offers_it(checkout, tmp_path):
@@ -185,18 +185,13 @@ def test_a_gpu_whose_driver_is_new_enough_gets_the_cuda_packages_and_they_are_no
         said = refusal(checkout, **with_gpu(driver, cuda))
         assert f"driver here is {driver}, and torch for CUDA 13 needs 580 or newer" in said
     assert pip_calls(checkout) == []
-    for driver, cuda in (
-        ("550.54.15", "13.0"),  # the compatibility package
-        ("580.65.06", "13.0"),
-        ("1000.1", "20.1"),
-        ("Failed to initialize NVML", ""),  # says nothing: torch will
-    ):
-        new = bootstrap(checkout, **with_gpu(driver, cuda))
-        assert new.returncode == 0, (driver, cuda, new.stderr)
     cuda_calls = ["--no-deps torch==2.13.0,!=2.13.0+cpu", "--no-deps -r requirements/cuda.txt"]
-    assert pip_calls(checkout) == [*cuda_calls, ALL_CALLS[2], TE_WHEELS, ALL_CALLS[3]]
-    without_gpu = bootstrap(checkout, IBPO_DEVICE="")  # such as a login node
-    assert (without_gpu.returncode, pip_calls(checkout)) == (0, [])
+    by_compatibility_package = installed(checkout, **with_gpu("550.54.15", "13.0"))
+    assert by_compatibility_package == [*cuda_calls, ALL_CALLS[2], TE_WHEELS, ALL_CALLS[3]]
+    assert installed(checkout, **with_gpu("580.65.06", "13.0")) == []
+    assert installed(checkout, **with_gpu("1000.1", "20.1")) == []
+    assert installed(checkout, **with_gpu("Failed to initialize NVML", "")) == []  # torch will say
+    assert installed(checkout, IBPO_DEVICE="") == []  # without GPU, such as a login node
     assert "IBPO_DEVICE=cpu, but .venv was made for cuda: remove .venv" in refusal(checkout)
     assert "IBPO_DEVICE=tpu: must be cpu or cuda" in refusal(checkout, IBPO_DEVICE="tpu")
 
@@ -215,16 +210,13 @@ def test_transformer_engine_is_made_where_no_index_has_its_wheels(checkout):
     assert f"pinned package of nvcc (here: {nvcc.relative_to(checkout)})" in said
     assert "or newer (here: .venv/lib/python3.11/site-packages/nvidia/cudnn" in said
     pip_calls(checkout)
-    assert bootstrap(checkout, **failing, IBPO_WITHOUT_TRANSFORMER_ENGINE="1").returncode == 0
-    assert pip_calls(checkout) == ALL_CALLS[3:]
+    assert installed(checkout, **failing, IBPO_WITHOUT_TRANSFORMER_ENGINE="1") == ALL_CALLS[3:]
     failing |= {"FAIL_ON": "--only-binary", "FAIL_WITH": "No matching distribution"}
-    made = bootstrap(checkout, **failing, **dict.fromkeys(("CUDA_HOME", "CUDA_PATH"), "/usr/local/cuda-12"))
-    assert made.returncode == 0, made.stderr
-    assert pip_calls(checkout) == [TE_WHEELS, TE_MADE]
+    another = dict.fromkeys(("CUDA_HOME", "CUDA_PATH"), "/usr/local/cuda-12")
+    assert installed(checkout, **failing, **another) == [TE_WHEELS, TE_MADE]
     of_build = (checkout / "pip_environment").read_text()
     assert of_build.startswith(f"CUDA_HOME= CUDA_PATH= MAX_JOBS=4 PATH={checkout}/.venv/bin:")
-    assert bootstrap(checkout, IBPO_DEVICE="cuda").returncode == 0
-    assert pip_calls(checkout) == []
+    assert installed(checkout, IBPO_DEVICE="cuda") == []
 
 
 def test_two_at_once_do_the_work_once_and_say_every_so_often_how_far_it_is(checkout):
@@ -237,7 +229,7 @@ def test_two_at_once_do_the_work_once_and_say_every_so_often_how_far_it_is(check
     assert pip_calls(checkout) == ALL_CALLS
     assert any("waiting for another bootstrap" in text for text in output)
     assert re.search(r"packages for cpu .*: \d+ s so far; installing --no-deps -r", "".join(output))
-    assert bootstrap(checkout, "dev").returncode == 0  # what says so ends with the step, and holds no lock
+    installed(checkout, "dev")  # what says so ends with the step, and holds no lock
 
 
 @pytest.mark.slow
