@@ -74,7 +74,6 @@ def test_a_bug_asks_for_a_report_and_a_value_error_is_one_where_others_raise_it(
         (FileNotFoundError(errno.ENOENT, "No such file or directory", "a.json"), 2, "a.json: No such file"),
         (FileNotFoundError(errno.ENOENT, "No such file or directory", "{run}/x"), 1, "{run}/x: No such file"),
         (OSError(errno.EIO, "Input/output error", "a.json"), 1, "a.json: Input/output error"),
-        (OSError(errno.EMFILE, "Too many open files"), 1, "Too many open files"),
         (MemoryError(), 1, "out of memory"),
         (RecursionError("too deep"), 1, "internal error: RecursionError: too deep"),
         (json.JSONDecodeError("Expecting value", "", 0), 2, "an input cannot be read: JSON"),
@@ -165,7 +164,6 @@ COMPARE, SAVE = "tools/compare_methods.py", ["--save", "out"]
 CONVERT = ["--hf-checkpoint", "nowhere", "--save", "out"]
 WRONG = [
     ("train", ["--config", "nowhere.yaml"], "nowhere.yaml: cannot be read"),
-    ("train", [*A_RUN, "--hf-checkpoint", "nowhere"], "nowhere is not a directory"),
     ("train", [*A_RUN, "--hf-checkpoint", "malformed"], "malformed/config.json is"),
     ("train", [*A_RUN, "--tensor-model-parallel-size", "3"],
      "--tensor-model-parallel-size=3 does not divide the attention heads (4)"),
@@ -179,7 +177,6 @@ WRONG = [
     ("plan", ["search", "--gpus", "8", "--hardware", "h100", "--hf-checkpoint", "nowhere"], "nowhere"),
     ("plan", ["search"], "missing: --gpus"),
     ("plan", ["calibrate", *A_RUN], "--dry-run-hardware: required"),
-    ("page", ["page", "list.yaml"], "list.yaml"),
     ("page", ["serve"], "which run?"),
     ("page", ["page", "nowhere", "--weird"], "no such flag: --weird; --help lists"),
     ("loss", ["gspo", "--width", "x"], "--width: could not convert string to float"),
@@ -191,14 +188,12 @@ WRONG = [
     (COMPARE, ["list.yaml", *SAVE], "list.yaml: must hold `key: value` lines"),
     (COMPARE, ["missing.yaml", *SAVE], "a study needs baseline, budget"),
     (COMPARE, ["task.yaml", *SAVE], "task t: warm-start must be `key: value` lines"),
-    (COMPARE, ["tune.yaml", *SAVE], "tune: seeds must be a list of whole numbers"),
     (COMPARE, ["wrong.json", *SAVE], "wrong.json: holds no results of a study"),
     ("tools/audit_credit.py", ["nowhere"], "nowhere holds no config.yaml"),
     ("tools/audit_credit.py", ["nowhere", "--rollouts", "3"], "--rollouts must be even"),
     ("tools/operator_skill.py", ["nowhere"], "nowhere holds no policy"),
     ("tools/operator_skill.py", ["nowhere", "--targets", "0"], "--prompts and --targets must be at least 1"),
     ("tools/inspect_checkpoint.py", ["nowhere"], "nowhere"),
-    ("tools/inspect_data.py", ["--hf-checkpoint", "nowhere", "--prompt-data", "a"], "nowhere"),
     ("tools/inspect_data.py", ["--hf-checkpoint", str(TINY), "--prompt-data", "a.jsonl"], "no such file"),
     ("tools/convert_hf_to_megatron.py", CONVERT, "nowhere"),
     ("tools/convert_megatron_to_hf.py", ["--load", "nowhere", "--save", "out"], "nowhere"),
@@ -216,7 +211,6 @@ def where_the_user_stands(tmp_path, monkeypatch):
         "list.yaml": [1],
         "missing.yaml": {"methods": {}},
         "task.yaml": STUDY | {"tasks": {"t": {"settings": {}, "warm-start": 3}}},
-        "tune.yaml": STUDY | {"tune": {"grid": {"lr": [1.0]}, "seeds": 3, "budget": 1}},
         "wrong.json": [],
         "bad.jsonl": {"prompt": "1+2"},
     }.items():
@@ -282,7 +276,6 @@ def test_small_models_run_on_cpus_and_on_as_many_gpus_as_there_are_and_others_as
     cpu, tiny_next = ("small_cpu", 1, None), "tiny_qwen3_next_ibpo"
     for model, nodes, gpus, expected in (
         ("tiny_qwen3", 1, 0, cpu),
-        ("tiny_qwen3", 1, 8, cpu),
         ("tiny_qwen3_next", 1, 0, (tiny_next, 2, None)),
         ("tiny_qwen3_next", 1, 1, (tiny_next, 1, "1")),
         ("tiny_qwen3_next", 1, 8, (tiny_next, 2, None)),

@@ -35,6 +35,12 @@ def scratch(monkeypatch):
         assert new <= shared_memory_of(psutil.process_iter()), "shared memory that no process uses any more"
 
 
+def run_until(run_dir, step, *flags):
+    process = start_script(run_dir, *flags)
+    wait_for_step(run_dir, step, process)
+    return process, runs.started_by(process)
+
+
 def has_engines(process):
     with contextlib.suppress(psutil.Error):  # one that has just ended
         return runs.engines_among(runs.started_by(process))
@@ -60,9 +66,7 @@ def output_of_end(process, status, *, timeout=100, started=()):
 def test_all_of_a_run_on_one_machine_listens_on_loopback_and_ends_at_a_signal(tmp_path, scratch, number):
     """It goes to the whole process group, as a terminal, `kill %1` and `timeout` send it."""
     run_dir = tmp_path / "run"
-    process = start_script(run_dir, *LONG)
-    wait_for_step(run_dir, 1, process)
-    started = runs.started_by(process)
+    process, started = run_until(run_dir, 1, *LONG)
     addresses = [
         ip_address(socket.laddr.ip)
         for one in [psutil.Process(process.pid), *started]
@@ -81,9 +85,7 @@ def test_all_of_a_run_on_one_machine_listens_on_loopback_and_ends_at_a_signal(tm
 
 def test_a_closed_terminal_loses_no_step(tmp_path, scratch):
     run_dir = tmp_path / "run"
-    process = start_script(run_dir, *LONG, *ONE_TRAINER)
-    wait_for_step(run_dir, 1, process)
-    started = runs.started_by(process)
+    process, started = run_until(run_dir, 1, *LONG, *ONE_TRAINER)
     process.stdout.close()
     os.killpg(process.pid, signal.SIGHUP)
     assert process.wait(100) == 130
@@ -108,9 +110,8 @@ def test_a_signal_before_the_first_step_ends_the_run_at_once(tmp_path, scratch, 
 
 def test_trainers_that_are_killed_again_and_again_end_the_run_and_are_named(tmp_path, scratch):
     run_dir = tmp_path / "run"
-    process = start_script(run_dir, *LONG)
-    wait_for_step(run_dir, 1, process)
-    started, killed = set(runs.started_by(process)), []
+    process, started = run_until(run_dir, 1, *LONG)
+    started, killed = {*started}, []
     while process.poll() is None and len(killed) < 20:
         here = runs.started_by(process)
         started |= set(here)
@@ -150,8 +151,7 @@ def fill(place):
 def test_a_run_waits_for_room_on_its_disk(small_disk, scratch):
     run_dir = small_disk / "run"
     flags = [*SMALL, *ONE_TRAINER, "--eval-num-prompts", "0", "--num-rollout", "6", "--save-interval", "2"]
-    process = start_script(run_dir, *flags)
-    wait_for_step(run_dir, 1, process)
+    process, _ = run_until(run_dir, 1, *flags)
     fill(small_disk)
     read_until(process, "the disk is full")
     (small_disk / "filling").unlink()
@@ -162,8 +162,7 @@ def test_a_run_waits_for_room_on_its_disk(small_disk, scratch):
 
 def test_a_run_whose_disk_stays_full_stops_with_a_summary_and_nothing_in_part(small_disk, scratch):
     run_dir = small_disk / "run"
-    process = start_script(run_dir, *LONG, *ONE_TRAINER, "--save-interval", "1", "--disk-wait", "3")
-    wait_for_step(run_dir, 2, process)
+    process, _ = run_until(run_dir, 2, *LONG, *ONE_TRAINER, "--save-interval", "1", "--disk-wait", "3")
     fill(small_disk)
     output = output_of_end(process, 1)
     assert "Traceback" not in output

@@ -84,44 +84,38 @@ def test_prompts_that_cannot_be_used_say_where_they_are_from(tmp_path):
             open_rows(f"import://bad_{number}:rows")
 
 
-def test_the_filter_of_groups():
+def credited(groups, loop=None, **settings):
+    return (loop or Loop(None)).credit(groups, algorithm(**settings))
+
+
+def test_the_filter_of_groups_and_the_estimators():
     usable = find_group_filter(algorithm(group_filter="hard_enough:use"))
     rounds = [[group([13], [13], index=0), group([13], [14], index=1)], [group([14], [14], index=2)]]
     groups, metrics = fill_batch(lambda number: rounds[number], 2, 2, usable=usable, preferred=usable)
     assert [made.prompt.index for made in groups] == [1, 2]
     assert metrics["groups_refused"] == 1
-
-
-def test_the_estimators():
-    """In the batch centred rewards are ±1/2 in the first group, 0 in the second; their std is √(1/8)."""
-    config = algorithm(**GSPO | {"advantages": "above_median:advantages"})
     groups = [Group(ASKED, scored([13], [14], [15]))]
-    assert [s.advantage for s in Loop(None).credit(groups, config).sequences] == [1.0, 0.0, 0.0]
-    config = algorithm(**GSPO | {"advantages": "batch_std:BatchStd"})
+    credit = credited(groups, **GSPO | {"advantages": "above_median:advantages"})
+    assert [s.advantage for s in credit.sequences] == [1.0, 0.0, 0.0]
+    # in the batch centred rewards are ±1/2 in the first group and 0 in the second; their std is √(1/8)
     groups = [Group(ASKED, scored([13], [14])), Group(prompt(1), scored([14], [15]))]
-    found = [s.advantage for s in Loop(None).credit(groups, config).sequences]
+    credit = credited(groups, **GSPO | {"advantages": "batch_std:BatchStd"})
+    found = [s.advantage for s in credit.sequences]
     assert found == pytest.approx([2**0.5, -(2**0.5), 0.0, 0.0], abs=1e-6)
 
 
-def test_the_credit_of_tokens():
-    config = algorithm(**GSPO | {"token_credit": "second_half:weigh"})
-    credit = Loop(None).credit([group(RIGHT, [14, 15, 16])], config)
+def test_the_credit_of_tokens_and_the_operators():
+    credit = credited([group(RIGHT, [14, 15, 16])], **GSPO | {"token_credit": "second_half:weigh"})
     assert token_weights(credit.sequences) == [None, (0.0, 0.0, 1.0, 1.0)]
-
-
-def test_the_operator_that_generates_nothing():
-    """Lengths with the end: 5 of the right response, 4 and 2 of the wrong ones. λ = .3."""
-    config = algorithm(ibpo_operator="same_length:SameLength", ibpo_lambda=0.3, advantages="group-mean")
-    credit = Loop(None).credit([group(RIGHT, [10, 11, 14], [14])], config)
+    # lengths with the end: 5 of the right response, 4 and 2 of the wrong ones; λ = .3
+    same_length = {"ibpo_operator": "same_length:SameLength", "ibpo_lambda": 0.3, "advantages": "group-mean"}
+    credit = credited([group(RIGHT, [10, 11, 14], [14])], **same_length)
     assert [s.reward for s in credit.sequences] == pytest.approx([1.0, 0.3 * 0.8, 0.3 * 0.4])
     assert credit.metrics["groups_judged"] == 1
-
-
-def test_the_operator_that_has_something_sampled():
-    """Of two wrong responses the first is answered correctly at its second try."""
+    # of two wrong responses the first is answered correctly at its second try
     second = [[10, 13], [10, 15]]
     loop = Loop(lambda asked: second.pop(0))
-    credit = loop.credit([group(RIGHT, [14], [15])], algorithm(ibpo_operator="second_try:SecondTry"))
+    credit = credited([group(RIGHT, [14], [15])], loop, ibpo_operator="second_try:SecondTry")
     assert loop.asked == [(1, 5, 27)] * 2
     assert [s.reward for s in by_kind(credit, "response")] == [1.0, 0.3, 0.0]
     assert [s.reward for s in by_kind(credit, "correction")] == [1.0, 0.0]
