@@ -265,6 +265,7 @@ def test_no_field_takes_a_number_that_is_none_or_that_no_machine_word_holds(runn
         {"ibpo_lambda": 2.0, "ibpo_beta": 0.5}, {"ibpo_k": 10**9}, {"advantages": "groups"},
         {"ibpo_operator": "span-msking"}, {"rollout_max_context_len": 8192}, {"rollout_top_k": 0},
         {"rollout_temperature_cycle": (1.0, float("inf"))}, {"engine_stall_timeout": 3e6}, {"seed": 2**62},
+        {"gradient_meter_blocks": 1}, {"rollout_temperature": 0.0}, {"eps_clip_high": -1.0},
         {"rollout_num_gpus": 4},  # and --colocate
         {"vllm_arg": ("swap_space=-inf",)}, {"vllm_arg": ("=3",)}, {"dry_run_gpu_memory_gib": 1e300},
         {"load": Path("nowhere")}, {"hf_checkpoint": Path("nowhere")}, {"max_reward_error_rate": 1.5},
