@@ -1,8 +1,9 @@
-"""Every command ends an error in one line, with the exit status that says whether another try may help."""
+"""A command ends an error in one line, with a status that says whether another try may help; recipes."""
 
 import errno
 import importlib
 import json
+import pickle
 import re
 import runpy
 import shutil
@@ -18,77 +19,53 @@ from megatron_ibpo import __version__
 from megatron_ibpo.basics.entry_point import BAD_INPUT, FAILED, INTERRUPTED, STDOUT_CLOSED, command, guarded
 from megatron_ibpo.basics.strict_json import read_json
 from megatron_ibpo.cluster.actor import original_error
-from megatron_ibpo.commands import main
+from megatron_ibpo.commands import choose_recipe as choosing
+from megatron_ibpo.commands import main, train
+from megatron_ibpo.commands.choose_recipe import Devices, choose, estimated_parameters, find_devices
 from megatron_ibpo.config import ConfigError
+from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.report import RewardErrorRateError
 from megatron_ibpo.weights.weight_errors import CheckpointError
 from support.checkpoint_bytes import cut_in_half
 from support.paths import ROOT
-
-KEPT = re.compile(r"; the traceback is in (\S+?\.log)")
+from support.tiny_models import make_qwen3_moe
 
 
 def ends(capsys, work, **options):
-    """(exit status, the one line on stderr) of what `work` raises."""
-    status = guarded(work, **options)
+    """(exit status, the one line on stderr) of a function, or of one that raises this error."""
+
+    def failing():
+        raise work
+
+    status = guarded(failing if isinstance(work, BaseException) else work, **options)
     said = capsys.readouterr().err
     assert said.count("\n") == 1, said
     return status, said.removesuffix("\n")
 
 
-def raising(error):
-    def work():
-        raise error
-
-    return work
-
-
-def traceback_of(line):
-    """Return the content of the file that the line names, and remove it."""
-    path = Path(KEPT.search(line)[1])
-    text = path.read_text()
-    path.unlink()
-    assert "Traceback (most recent call last)" in text
-    return text
-
-
-# ------------------------------------------------------------------------------------------- the handler
-
-
-def test_a_command_that_works_gives_its_own_status():
+def test_bad_input_is_one_line_and_no_file_and_a_failure_names_its_log(capsys, tmp_path):
     assert [guarded(lambda own=own: own) for own in (None, 0, 1, 5)] == [0, 0, 1, 5]  # type: ignore[misc]
-
-
-def test_bad_input_is_one_line_and_no_file(capsys, tmp_path):
-    answer = ends(capsys, raising(ConfigError("--lr: must be above 0")), logs=tmp_path / "logs")
+    logs = tmp_path / "logs"
+    answer = ends(capsys, ConfigError("--lr: must be above 0"), logs=logs)
     assert answer == (BAD_INPUT, "error: --lr: must be above 0")
-    assert not (tmp_path / "logs").exists()
+    assert not logs.exists()
+    for _ in range(2):
+        answer = ends(capsys, RewardErrorRateError("the verifier failed"), logs=logs)
+        assert answer == (FAILED, f"error: the verifier failed; the traceback is in {logs}/driver.log")
+    kept = (logs / "driver.log").read_text()
+    assert kept.count("RewardErrorRateError: the verifier failed") == 2, "earlier ones stay"
 
 
-def test_a_failure_names_the_log_in_the_runs_directory(capsys, tmp_path):
-    failure, kept = raising(RewardErrorRateError("the verifier failed")), tmp_path / "logs/driver.log"
-    answer = ends(capsys, failure, logs=tmp_path / "logs")
-    assert answer == (FAILED, f"error: the verifier failed; the traceback is in {kept}")
-    ends(capsys, failure, logs=tmp_path / "logs")
-    assert kept.read_text().count("RewardErrorRateError: the verifier failed") == 2, "earlier ones stay"
-
-
-def test_a_bug_is_one_line_that_asks_for_a_report(capsys, tmp_path):
-    status, line = ends(capsys, lambda: 1 + "a\nb", logs=tmp_path / "gone/logs")
-    assert status == FAILED
-    assert line.startswith("error: internal error: TypeError: unsupported operand")
-    assert line.endswith("; please report it")
-    assert "1 + " in traceback_of(line), "in the temporary directory where there is no run's"
-
-
-def test_a_value_error_is_bad_input_only_where_this_project_raises_it(capsys):
-    status, line = ends(capsys, lambda: read_json("[NaN]"))
-    assert status == BAD_INPUT
-    assert line == "error: NaN is no number in JSON"
-    status, line = ends(capsys, lambda: int("x"))
-    assert status == FAILED
-    assert line.startswith("error: internal error: ValueError: invalid literal")
-    traceback_of(line)
+def test_a_bug_asks_for_a_report_and_a_value_error_is_one_where_others_raise_it(capsys, tmp_path):
+    bugs = {"TypeError: unsupported operand": lambda: 1 + "a\nb", "ValueError: invalid": lambda: int("x")}
+    for says, bug in bugs.items():
+        status, line = ends(capsys, bug, logs=tmp_path / "gone/logs")
+        said = rf"error: internal error: {says}.*; the traceback is in (\S+?\.log).*; please report it"
+        kept = Path(re.fullmatch(said, line)[1])  # in the temporary directory where there is no run's
+        assert status == FAILED
+        assert "Traceback (most recent call last)" in kept.read_text()
+        kept.unlink()
+    assert ends(capsys, lambda: read_json("[NaN]")) == (BAD_INPUT, "error: NaN is no number in JSON")
 
 
 @pytest.mark.parametrize(
@@ -97,7 +74,6 @@ def test_a_value_error_is_bad_input_only_where_this_project_raises_it(capsys):
         (FileNotFoundError(errno.ENOENT, "No such file or directory", "a.json"), 2, "a.json: No such file"),
         (FileNotFoundError(errno.ENOENT, "No such file or directory", "{run}/x"), 1, "{run}/x: No such file"),
         (OSError(errno.EIO, "Input/output error", "a.json"), 1, "a.json: Input/output error"),
-        (OSError(errno.EMFILE, "Too many open files"), 1, "Too many open files"),
         (MemoryError(), 1, "out of memory"),
         (RecursionError("too deep"), 1, "internal error: RecursionError: too deep"),
         (json.JSONDecodeError("Expecting value", "", 0), 2, "an input cannot be read: JSON"),
@@ -108,38 +84,41 @@ def test_a_value_error_is_bad_input_only_where_this_project_raises_it(capsys):
 def test_other_errors_say_what_they_are_about(capsys, tmp_path, error, status, said):
     if isinstance(error, OSError) and error.filename:
         error.filename = error.filename.format(run=tmp_path)
-    found, line = ends(capsys, raising(error), logs=tmp_path / "logs")
+    found, line = ends(capsys, error, logs=tmp_path / "logs")
     assert found == status
     assert line.startswith("error: " + said.format(run=tmp_path))
 
 
+def test_a_checkpoint_that_is_missing_because_the_run_was_deleted_is_no_bad_input(tmp_path, capsys):
+    """Trainers that start again may be the first to find it."""
+    missing = CheckpointError(f"{tmp_path}/run/checkpoints/step_000010 holds no Megatron checkpoint")
+    status, line = ends(capsys, missing, logs=tmp_path / "run/logs")
+    assert (status, "the run's directory is gone" in line) == (FAILED, True)
+    (tmp_path / "run").mkdir()
+    status, line = ends(capsys, missing, logs=tmp_path / "run/logs")
+    assert (status, "the run's directory is gone" in line) == (BAD_INPUT, False)
+
+
 @pytest.mark.parametrize(("work", "status"), [(lambda: read_json("[NaN]"), 2), (lambda: int("x"), 1)])
 def test_an_error_in_a_rays_process_comes_with_its_traceback_there(capsys, tmp_path, work, status):
-    try:
+    with pytest.raises(ValueError) as raised:  # noqa: PT011 of any text
         work()
-    except ValueError as error:
-        there = RayTaskError("_Process.call", traceback.format_exc(), error.with_traceback(None))
+    there = RayTaskError("_Process.call", "".join(traceback.format_exception(raised.value)), raised.value)
+    raised.value.__traceback__ = None
 
     def driver():
         raise original_error(there, "trainer 1") from None
 
     found, line = ends(capsys, driver, logs=tmp_path / "logs")
     assert found == status
-    assert KEPT.search(line)
+    assert f"; the traceback is in {tmp_path}/logs/driver.log" in line
     assert "in trainer 1:\n" in (tmp_path / "logs/driver.log").read_text()
 
 
-def test_ctrl_c_ends_with_a_word_and_its_own_status(capsys):
-    assert ends(capsys, raising(KeyboardInterrupt()), stopped="stopped; go on") == (
-        INTERRUPTED,
-        "stopped; go on",
-    )
-
-
-def test_a_traceback_that_no_disk_takes_is_left_out(capsys, monkeypatch):
+def test_ctrl_c_has_its_own_status_and_a_traceback_that_no_disk_takes_is_left_out(capsys, monkeypatch):
+    assert ends(capsys, KeyboardInterrupt(), stopped="stopped") == (INTERRUPTED, "stopped")
     monkeypatch.setattr("tempfile.mkstemp", lambda **_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
-    status, line = ends(capsys, raising(MemoryError()))
-    assert (status, line) == (FAILED, "error: out of memory")
+    assert ends(capsys, MemoryError()) == (FAILED, "error: out of memory")
 
 
 PRINTING = """
@@ -152,99 +131,71 @@ raise SystemExit(main())
 """
 
 
-def test_a_reader_that_goes_ends_a_command_quietly():
+def test_a_reader_that_goes_and_a_closed_stdout_are_no_errors():
     piped = ["bash", "-c", '"$0" -c "$1" | head -1; echo "${PIPESTATUS[0]}"', sys.executable, PRINTING]
     done = subprocess.run(piped, capture_output=True, text=True, timeout=60, check=True, cwd=ROOT)
-    assert done.stdout.split() == ["0", str(STDOUT_CLOSED)]
+    assert (done.stdout.split(), done.stderr) == (["0", str(STDOUT_CLOSED)], "")
+    closed = ["bash", "-c", '"$0" -m megatron_ibpo.commands.main --help >&-', sys.executable]
+    done = subprocess.run(closed, capture_output=True, text=True, timeout=60, check=True, cwd=ROOT)
     assert done.stderr == ""
 
 
-def test_a_closed_stdout_is_no_error():
-    closed = ["bash", "-c", '"$0" -m megatron_ibpo.commands.main --help >&-', sys.executable]
-    done = subprocess.run(closed, capture_output=True, text=True, timeout=60, check=False, cwd=ROOT)
-    assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_the_versions_that_matter_are_printed(capsys):
-    from megatron_ibpo.commands.main import main
-
-    assert main(["--version"]) == 0
+def test_versions_and_both_ways_to_convert_are_told_and_main_can_be_pickled(capsys):
+    """Studies start runs in processes of their own."""
+    assert main.main(["--version"]) == 0
     own, libraries = capsys.readouterr().out.splitlines()
     assert own.startswith(f"megatron_ibpo {__version__}")
     assert re.fullmatch(r"torch 2\.\S+, megatron-core \S+, vllm \S+, transformers 5\.\S+", libraries)
-
-
-def test_a_decorated_main_can_be_pickled_by_its_name():
-    """Studies start runs in processes of their own."""
-    import pickle
-
-    from megatron_ibpo.commands.train import main
-
-    assert pickle.loads(pickle.dumps(main)) is main
+    for words in (["--help"], ["convert"], ["convert", "--help"]):
+        assert main.main(words) == 0
+        said = capsys.readouterr().out
+        assert "convert to-megatron" in said
+        assert "convert to-hf" in said
+        assert ("train" in said) == (words == ["--help"])
+    assert pickle.loads(pickle.dumps(train.main)) is train.main
     assert command(lambda: 3)() == 3
 
 
-# ------------------------------------------------------------------------------------------- each command
-
 TINY, RECIPE = ROOT / "examples/tiny_qwen3", ROOT / "examples/recipes/tiny_qwen3_study.yaml"
-SEARCH = ["search", "--gpus", "8", "--hardware", "h100"]
 A_RUN = ["--config", str(RECIPE), "--run-dir", "run"]
-COMPARE, SAVE = "tools/compare_methods.py", ["--save", "out"]
 LEAN = [*A_RUN, "--rollout-backend", "lean"]
 """Whose data and weights are read at once, without Ray."""
-
+COMPARE, SAVE = "tools/compare_methods.py", ["--save", "out"]
+CONVERT = ["--hf-checkpoint", "nowhere", "--save", "out"]
 WRONG = [
-    ("megatron_ibpo.commands.train", ["--config", "nowhere.yaml"], "nowhere.yaml: cannot be read"),
-    ("megatron_ibpo.commands.train", ["--config", "list.yaml"], "must hold `key: value` lines, holds a list"),
-    ("megatron_ibpo.commands.train", [*A_RUN, "--dry-run", "--lr", "-1"], "--lr"),
-    ("megatron_ibpo.commands.train", [*A_RUN, "--hf-checkpoint", "nowhere"], "nowhere is not a directory"),
-    ("megatron_ibpo.commands.train", [*A_RUN, "--hf-checkpoint", "malformed"], "malformed/config.json is"),
-    ("megatron_ibpo.commands.train", [*A_RUN, "--hf-checkpoint", "unknown"], "model_type 'gemma3'"),
-    ("megatron_ibpo.commands.train", [*A_RUN, "--tensor-model-parallel-size", "3"],
+    ("train", ["--config", "nowhere.yaml"], "nowhere.yaml: cannot be read"),
+    ("train", [*A_RUN, "--hf-checkpoint", "malformed"], "malformed/config.json is"),
+    ("train", [*A_RUN, "--tensor-model-parallel-size", "3"],
      "--tensor-model-parallel-size=3 does not divide the attention heads (4)"),
-    ("megatron_ibpo.commands.train", [*A_RUN, "--rollout-max-context-len", "4096"], "len 4096"),
-    ("megatron_ibpo.commands.train", [*A_RUN, "--ibpo-lambda", "2"], "λΔ must stay below 1"),
-    ("megatron_ibpo.commands.train", [*A_RUN, "--load", "."], "there is no step_N"),
-    ("megatron_ibpo.commands.train", [*LEAN, "--hf-checkpoint", "truncated"], "truncated/model.safetensors"),
-    ("megatron_ibpo.commands.train", [*LEAN, "--prompt-data", "nowhere.jsonl"], "nowhere.jsonl"),
-    ("megatron_ibpo.commands.train", [*LEAN, "--prompt-data", "empty.jsonl"], "no prompts"),
-    ("megatron_ibpo.commands.train", [*LEAN, "--prompt-data", "bad.jsonl"], "line 2"),
-    ("megatron_ibpo.commands.train", [*LEAN, "--prompt-data", "long.jsonl"], "line 1"),
-    ("megatron_ibpo.commands.train", [*LEAN, "--rm-type", "no_such_module:score"], "no_such_module"),
-    ("megatron_ibpo.commands.train", [*LEAN, "--run-dir", "/proc/run"], "/proc/run"),
-    ("megatron_ibpo.commands.evaluate", ["nowhere"], "nowhere is not a policy"),
-    ("megatron_ibpo.commands.evaluate", ["compare", "nowhere", "nowhere"], "holds no results.json"),
-    ("megatron_ibpo.commands.plan", [*SEARCH, "--hf-checkpoint", "nowhere"], "nowhere"),
-    ("megatron_ibpo.commands.plan", ["calibrate", *A_RUN], "--dry-run-hardware: required"),
-    ("megatron_ibpo.commands.page", ["page", "nowhere"], "nowhere: no such directory"),
-    ("megatron_ibpo.commands.page", ["page", "list.yaml"], "list.yaml"),
-    ("megatron_ibpo.commands.page", ["serve"], "which run?"),
-    ("megatron_ibpo.commands.page", ["page", "nowhere", "--weird"], "no such flag: --weird; --help lists"),
-    ("megatron_ibpo.commands.evaluate", ["compare", "nowhere"], "missing: PATH Directory of another"),
-    ("megatron_ibpo.commands.loss", ["gspo", "--width", "x"], "--width: could not convert string to float"),
-    ("megatron_ibpo.commands.plan", ["search"], "missing: --gpus"),
-    ("megatron_ibpo.commands.pass_rates", A_RUN, "--pass-rates: required"),
-    ("megatron_ibpo.commands.choose_recipe", ["--hf-checkpoint", "nowhere"], "nowhere"),
-    ("megatron_ibpo.commands.main", ["no-such"], "no command 'no-such'"),
+    ("train", [*A_RUN, "--load", "."], "there is no step_N"),
+    ("train", [*LEAN, "--hf-checkpoint", "truncated"], "truncated/model.safetensors"),
+    ("train", [*LEAN, "--prompt-data", "bad.jsonl"], "line 1"),
+    ("train", [*LEAN, "--rm-type", "no_such_module:score"], "no_such_module"),
+    ("train", [*LEAN, "--run-dir", "/proc/run"], "/proc/run"),
+    ("evaluate", ["nowhere"], "nowhere is not a policy"),
+    ("evaluate", ["compare", "nowhere", "nowhere"], "holds no results.json"),
+    ("plan", ["search", "--gpus", "8", "--hardware", "h100", "--hf-checkpoint", "nowhere"], "nowhere"),
+    ("plan", ["search"], "missing: --gpus"),
+    ("plan", ["calibrate", *A_RUN], "--dry-run-hardware: required"),
+    ("page", ["serve"], "which run?"),
+    ("page", ["page", "nowhere", "--weird"], "no such flag: --weird; --help lists"),
+    ("loss", ["gspo", "--width", "x"], "--width: could not convert string to float"),
+    ("pass_rates", A_RUN, "--pass-rates: required"),
+    ("choose_recipe", ["--hf-checkpoint", "nowhere"], "nowhere"),
+    ("main", ["konvert"], "convert to-megatron, convert to-hf"),
     (COMPARE, [], "missing: --save PATH"),
     (COMPARE, SAVE, "name a study, such as examples/studies/mini.yaml"),
     (COMPARE, ["list.yaml", *SAVE], "list.yaml: must hold `key: value` lines"),
-    (COMPARE, ["scalar.yaml", *SAVE], "scalar.yaml: must hold `key: value` lines"),
-    (COMPARE, ["tag.yaml", *SAVE], "tag.yaml: is not YAML"),
     (COMPARE, ["missing.yaml", *SAVE], "a study needs baseline, budget"),
-    (COMPARE, ["unknown.yaml", *SAVE], "unknown key 'budgt'; did you mean 'budget'?"),
-    (COMPARE, ["seeds.yaml", *SAVE], "seeds must be a list of whole numbers from 0"),
     (COMPARE, ["task.yaml", *SAVE], "task t: warm-start must be `key: value` lines"),
-    (COMPARE, ["tune.yaml", *SAVE], "tune: seeds must be a list of whole numbers"),
     (COMPARE, ["wrong.json", *SAVE], "wrong.json: holds no results of a study"),
     ("tools/audit_credit.py", ["nowhere"], "nowhere holds no config.yaml"),
     ("tools/audit_credit.py", ["nowhere", "--rollouts", "3"], "--rollouts must be even"),
     ("tools/operator_skill.py", ["nowhere"], "nowhere holds no policy"),
     ("tools/operator_skill.py", ["nowhere", "--targets", "0"], "--prompts and --targets must be at least 1"),
     ("tools/inspect_checkpoint.py", ["nowhere"], "nowhere"),
-    ("tools/inspect_data.py", ["--hf-checkpoint", "nowhere", "--prompt-data", "a"], "nowhere"),
     ("tools/inspect_data.py", ["--hf-checkpoint", str(TINY), "--prompt-data", "a.jsonl"], "no such file"),
-    ("tools/convert_hf_to_megatron.py", ["--hf-checkpoint", "nowhere", "--save", "out"], "nowhere"),
+    ("tools/convert_hf_to_megatron.py", CONVERT, "nowhere"),
     ("tools/convert_megatron_to_hf.py", ["--load", "nowhere", "--save", "out"], "nowhere"),
     ("tools/convert_gguf_to_hf.py", ["--save", "out"], "--gguf or a package"),
     ("tools/convert_gguf_to_hf.py", ["--gguf", "nowhere.gguf", "--save", "out"], "no file nowhere.gguf"),
@@ -252,46 +203,41 @@ WRONG = [
 ]  # fmt: skip
 
 STUDY = {"methods": {"a": {}, "b": {}}, "baseline": "a", "budget": 3}
-FILES = {
-    "list.yaml": "- 1\n",
-    "scalar.yaml": "3\n",
-    "tag.yaml": "methods: !!python/object:os.system {}\n",
-    "missing.yaml": json.dumps({"methods": {}}),
-    "unknown.yaml": json.dumps(STUDY | {"budgt": 3}),
-    "seeds.yaml": json.dumps(STUDY | {"seeds": 10**12}),
-    "task.yaml": json.dumps(STUDY | {"tasks": {"t": {"settings": {}, "warm-start": 3}}}),
-    "tune.yaml": json.dumps(STUDY | {"tune": {"grid": {"lr": [1.0]}, "seeds": 3, "budget": 1}}),
-    "wrong.json": "[]",
-    "empty.jsonl": "",
-    "bad.jsonl": '{"prompt": "1+1", "label": "2"}\n{"prompt": "1+2"}\n',
-    "long.jsonl": json.dumps({"prompt": "1+" * 300, "label": "2"}) + "\n",
-}
 
 
 @pytest.fixture
 def where_the_user_stands(tmp_path, monkeypatch):
-    for name, text in FILES.items():
-        (tmp_path / name).write_text(text)
-    for name in ("malformed", "unknown", "truncated"):
+    for name, content in {
+        "list.yaml": [1],
+        "missing.yaml": {"methods": {}},
+        "task.yaml": STUDY | {"tasks": {"t": {"settings": {}, "warm-start": 3}}},
+        "wrong.json": [],
+        "bad.jsonl": {"prompt": "1+2"},
+    }.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    for name in ("malformed", "truncated"):
         shutil.copytree(TINY, tmp_path / name)
     (tmp_path / "malformed/config.json").write_text("{")
-    (tmp_path / "unknown/config.json").write_text('{"model_type": "gemma3"}')
     cut_in_half(tmp_path / "truncated/model.safetensors")
     monkeypatch.setenv("IBPO_CWD", str(tmp_path))
     monkeypatch.chdir(tmp_path)
+
+
+def status_of_tool(monkeypatch, program, *words):
+    monkeypatch.setattr("sys.argv", [program, *words])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(ROOT / program), run_name="__main__")
+    return ended.value.code
 
 
 @pytest.mark.parametrize(("program", "words", "says"), WRONG, ids=lambda part: str(part)[:40])
 def test_a_wrong_input_is_one_line_and_status_2(
     where_the_user_stands, capsys, monkeypatch, program, words, says
 ):
-    monkeypatch.setattr("sys.argv", [program, *words])
     if program.endswith(".py"):
-        with pytest.raises(SystemExit) as ended:
-            runpy.run_path(str(ROOT / program), run_name="__main__")
-        status = ended.value.code
+        status = status_of_tool(monkeypatch, program, *words)
     else:
-        status = importlib.import_module(program).main(words)
+        status = importlib.import_module(f"megatron_ibpo.commands.{program}").main(words)
     said = capsys.readouterr().err
     assert status == BAD_INPUT, said
     assert "traceback" not in said.lower(), "what was given is at fault, and the line says it all"
@@ -299,54 +245,116 @@ def test_a_wrong_input_is_one_line_and_status_2(
     assert says in said.partition(line)[1] + said.partition(line)[2]
 
 
-@pytest.mark.parametrize("words", [["--help"], ["convert"], ["convert", "--help"]])
-def test_both_ways_to_convert_are_listed(capsys, words):
-    assert main.main(words) == 0
-    said = capsys.readouterr().out
-    assert "convert to-megatron" in said
-    assert "convert to-hf" in said
-    assert ("train" in said) == (words == ["--help"])
-
-
 def test_what_a_study_would_cost_is_an_answer_and_no_failure(where_the_user_stands, capsys, monkeypatch):
-    study = STUDY | {"recipe": str(ROOT / "examples/recipes/tiny_qwen3_study.yaml")}
-    Path("whole.yaml").write_text(json.dumps(study), encoding="utf-8")
-    monkeypatch.setattr("sys.argv", [COMPARE, "whole.yaml", "--runs-at-most", "0", *SAVE])
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(ROOT / COMPARE), run_name="__main__")
-    assert ended.value.code == 0
+    Path("whole.yaml").write_text(json.dumps(STUDY | {"recipe": str(RECIPE)}), encoding="utf-8")
+    assert status_of_tool(monkeypatch, COMPARE, "whole.yaml", "--runs-at-most", "0", *SAVE) == 0
     assert "runs are there already" in capsys.readouterr().out
 
 
-@pytest.mark.slow
-def test_a_run_whose_reward_function_fails_ends_in_one_line(tmp_path):
-    (tmp_path / "broken.py").write_text("def score(prompt, response, label, metadata): return label['x']\n")
-    command = [sys.executable, "-m", "megatron_ibpo.commands.train", *A_RUN, "--rollout-backend", "lean"]
-    command += ["--rm-type", "broken:score", "--eval-num-prompts", "0", "--rollout-batch-size", "4"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == FAILED
-    (line,) = done.stderr.splitlines()
-    assert line.startswith(
-        "error: the verifier failed on 32 of 32 responses of a step, more than --max-reward-"
-    )
-    assert "the first error: TypeError" in line
-    log = tmp_path / "run/logs/driver.log"
-    assert line.endswith(f"; the traceback is in {log}")
-    assert "RewardErrorRateError" in log.read_text()
-    assert "more than --max-reward-error-rate" not in done.stdout, "said once"
-    assert json.loads((tmp_path / "run/summary.json").read_text())["status"].startswith("failed: RewardError")
+MODELS = ROOT / "examples/models"
+SMALL_CACHE = ("--vllm-kv-cache-bytes", str(6 * 1024**3))
 
 
-@pytest.mark.parametrize("deleted", [False, True])
-def test_a_checkpoint_that_is_missing_because_the_run_was_deleted_is_no_bad_input(tmp_path, capsys, deleted):
-    """Trainers that start again may be the first to find it."""
-    run_dir = tmp_path / "run"
-    if not deleted:
-        run_dir.mkdir()
+def chosen(hf_dir, nodes, gpus, memory=80.0, *flags):
+    choice = choose(hf_dir, Devices(nodes, gpus, memory), flags)
+    words = dict(zip(choice.layout[::2], choice.layout[1::2], strict=False))
+    return choice.recipe.stem, choice.trainers_per_node, words.get("--tensor-model-parallel-size")
 
-    def work():
-        raise CheckpointError(f"{run_dir}/checkpoints/step_000010 holds no Megatron checkpoint")
 
-    assert guarded(work, logs=run_dir / "logs") == (FAILED if deleted else BAD_INPUT)
+def test_parameters_are_counted_from_the_shape():
+    for name, expected in {
+        "qwen3_0_6b": 0.596e9,
+        "qwen3_30b_a3b": 30.2e9,  # of 30.5 B; input embeddings of its own are left out
+        "qwen3_32b": 32.0e9,  # Qwen3-32B has 32.8 B, .78 B of them input embeddings
+        "qwen3_next_80b_a3b": 79.4e9,
+        "qwen3_235b_a22b": 234.5e9,  # of 235.1 B
+    }.items():
+        assert estimated_parameters(read_hf_config(MODELS / name)) == pytest.approx(expected, rel=0.01)
+
+
+def test_small_models_run_on_cpus_and_on_as_many_gpus_as_there_are_and_others_as_their_recipes_say(tmp_path):
+    cpu, tiny_next = ("small_cpu", 1, None), "tiny_qwen3_next_ibpo"
+    for model, nodes, gpus, expected in (
+        ("tiny_qwen3", 1, 0, cpu),
+        ("tiny_qwen3_next", 1, 0, (tiny_next, 2, None)),
+        ("tiny_qwen3_next", 1, 1, (tiny_next, 1, "1")),
+        ("tiny_qwen3_next", 1, 8, (tiny_next, 2, None)),
+        ("models/qwen3_0_6b", 1, 4, ("qwen3_0_6b_ibpo", 4, None)),
+        ("models/qwen3_30b_a3b", 1, 8, ("qwen3_30b_a3b_ibpo", 8, None)),
+        ("models/qwen3_32b", 4, 8, ("qwen3_32b_ibpo", 8, None)),
+    ):
+        assert chosen(ROOT / "examples" / model, nodes, gpus) == expected
+    assert chosen(make_qwen3_moe(tmp_path / "moe", 0), 1, 0) == cpu, "a mixture of another family"
+    odd = json.loads((ROOT / "examples/tiny_qwen3_next/config.json").read_text()) | {"num_experts": 3}
+    (tmp_path / "config.json").write_text(json.dumps(odd))
+    assert chosen(tmp_path, 1, 0) == (tiny_next, 1, "1")
+
+
+def test_a_model_that_is_too_large_for_cpus_is_refused_and_one_that_is_slow_there_told_what_to_set():
+    assert "--lr (1e-6 is usual)" not in choose(TINY, Devices(1, 0, 80.0), []).why
+    why = choose(MODELS / "qwen3_0_6b", Devices(1, 0, 80.0), []).why
+    assert "596 million" in why
+    assert "--lr (1e-6 is usual)" in why
+    with pytest.raises(ValueError, match=r"about 32\.. B parameters are too many for CPUs.*--dry-run"):
+        chosen(MODELS / "qwen3_32b", 1, 0)
+
+
+def test_the_recipe_follows_kind_and_size_of_the_model_and_how_many_gpus_there_are():
+    def taken(model, *gpus):
+        return {choosing.choose_recipe(read_hf_config(MODELS / model), number).name for number in gpus}
+
+    assert taken("qwen3_4b", 1, 7) == {"qwen3_0_6b_ibpo"}
+    assert taken("qwen3_4b", 8, None) == {"qwen3_4b_ibpo"}
+    assert taken("qwen3_32b", 1, 32, 512) == {"qwen3_32b_ibpo"}
+    assert taken("qwen3_30b_a3b", 1, 8, 64) == {"qwen3_30b_a3b_ibpo"}
+    assert taken("qwen3_next_80b_a3b", 8) == {"qwen3_next_80b_a3b_ibpo"}
+    assert taken("qwen3_235b_a22b", 32, 64, 128) == {"qwen3_235b_a22b_ibpo"}
+
+
+def test_a_plan_without_gpus_gets_those_of_the_recipe(monkeypatch):
+    monkeypatch.setenv("PATH", "")  # no nvidia-smi
+    shapes = [read_hf_config(MODELS / name) for name in ("qwen3_0_6b", "qwen3_4b", "qwen3_32b")]
+    assert [find_devices(None, None, shape).gpus for shape in shapes] == [0, 8, 32]
+    assert find_devices(None, None, None).gpus == 0
+    assert find_devices(2, 4, shapes[2]) == Devices(2, 4, 80.0), "what the user names"
+
+
+def test_a_layout_saves_as_much_memory_as_is_needed_and_flags_of_the_user_win():
+    model = MODELS / "qwen3_4b"
+    offloaded = choose(model, Devices(1, 1, 80.0)).layout
+    assert offloaded == ("--use-precision-aware-optimizer", "--optimizer-cpu-offload"), "nothing else fits"
+    assert chosen(model, 1, 8, 48.0, *SMALL_CACHE) == ("qwen3_4b_ibpo", 8, "2")
+    assert chosen(model, 1, 8, 24.0, *SMALL_CACHE) == ("qwen3_4b_ibpo", 8, "8"), "4 leave no room"
+    flags = ["--tensor-model-parallel-size=8", "--sequence-parallel", "--rollout-num-gpus-per-engine=8"]
+    assert chosen(model, 1, 8, 24.0, *SMALL_CACHE, *flags)[2] is None, "what is tried first works with them"
+    for asked in (
+        "--help",
+        "--help lr",
+        "-h",
+        "--help-all",
+        "--print-config",
+    ):  # questions are left to the run
+        assert chosen(model, 1, 8, 80.0, *SMALL_CACHE, *asked.split())[0].startswith("qwen3")
+    with pytest.raises(ValueError, match=r"not fit on 1 GPU of 24 GiB with .*: training takes .*NNODES="):
+        chosen(MODELS / "qwen3_32b", 1, 1, 24.0)
+
+
+def test_what_was_chosen_is_said_and_that_a_model_without_data_trains_on_a_demonstration(tmp_path, capsys):
+    devices = ["--nodes", "1", "--gpus-per-node", "8"]
+    assert choosing.main(["--hf-checkpoint", str(MODELS / "qwen3_4b"), *devices, "--"]) == 0
     said = capsys.readouterr().err
-    assert ("the run's directory is gone" in said) == deleted
+    for words in (
+        "on 8 GPUs of 80 GiB",
+        "qwen3_4b_ibpo.yaml",
+        "for dense models up to 9 B parameters, written for 8 GPUs",
+        "8 trainers",
+        "NNODES and GPUS_PER_NODE name",
+    ):
+        assert words in said
+    shutil.copytree(TINY, tmp_path / "mine")
+    mine = ["--hf-checkpoint", str(tmp_path / "mine"), "--gpus-per-node", "0", "--"]
+    assert choosing.main(mine) == 0
+    demonstration = "No PROMPT_DATA is given: this trains on a demonstration task, reasoning_gym://"
+    assert capsys.readouterr().err.startswith(demonstration)
+    assert choosing.main([*mine, "--prompt-data", "train.jsonl"]) == 0
+    assert "demonstration" not in capsys.readouterr().err

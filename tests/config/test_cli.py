@@ -1,11 +1,10 @@
-"""Flags and recipes: what wins, what comes back, what is refused and how."""
-
-from __future__ import annotations
+"""Flags and recipes: what wins, what comes back, what is refused and how; parameters of loss variants."""
 
 import dataclasses
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import typing
@@ -20,167 +19,109 @@ from hypothesis import strategies as st
 from megatron_ibpo.basics.records import Prompt
 from megatron_ibpo.config import (
     NOT_NEGATIVE,
-    PRESETS,
     Config,
     ConfigError,
+    LossConfig,
+    ParallelConfig,
     config_yaml,
     load_hook,
     named_values,
-    nearest,
-    write_config,
 )
 from megatron_ibpo.config.all_fields import ENTRIES
 from megatron_ibpo.credit import Operator, find_operator
+from megatron_ibpo.loss import VARIANTS, Parameter, Variant
+from megatron_ibpo.loss.variants import clipped_surrogate
+from megatron_ibpo.policy.loss_objective import check_loss, loss_params
 from megatron_ibpo.rewards import Score, extracted_answer, open_verifier
-from megatron_ibpo.run.checks import check_run, doubtful_settings
+from megatron_ibpo.run.checks import check_loss_of_run, check_run, doubtful_settings
 from megatron_ibpo.run.settings import parse_config
 from support.paths import ROOT
 
 
-def recipe(tmp_path: Path, text: str, name: str = "recipe.yaml") -> str:
-    path = tmp_path / name
-    path.write_text(text, encoding="utf-8")
-    return str(path)
+@pytest.fixture
+def parsed(tmp_path):
+    """Parse recipes of these texts, in order, and flags after them."""
+
+    def parse(*texts, flags="", **options):
+        words = []
+        for number, text in enumerate(texts):
+            path = tmp_path / f"recipe{number or ''}.yaml"
+            path.write_text(text, encoding="utf-8")
+            words += ["--config", str(path)]
+        return parse_config([*words, *shlex.split(flags)], **options)
+
+    return parse
 
 
-def test_flags_are_flat_and_typed():
-    line = (
-        "--tensor-model-parallel-size 2 --no-sequence-parallel --lr 3e-4 --hf-checkpoint some_dir "
-        "--ibpo-rewrite-threshold adaptive --eps-clip-high None --rollout-top-k -1"
+def test_flags_are_flat_and_typed_and_win_over_recipes_and_these_over_the_preset(parsed):
+    config = parsed(
+        "advantage-estimator: gspo\nlr: 3e-4\nrollout_batch_size: 16",
+        "rollout-batch-size: 8\nclip-grad: 2",
+        flags="--tensor-model-parallel-size 2 --no-sequence-parallel --clip-grad 3 --hf-checkpoint some_dir "
+        "--eps-clip-high None --rollout-top-k -1",
     )
-    config = parse_config(line.split())
-    assert config.parallel.tensor_model_parallel_size == 2
-    assert config.parallel.sequence_parallel is False
-    assert config.optimizer.lr == 3e-4
-    assert config.model.hf_checkpoint == Path.cwd() / "some_dir"
-    assert config.algorithm.parameters["ibpo_rewrite_threshold"] == "adaptive"
-    assert config.loss.eps_clip_high is None
-    assert config.rollout.rollout_top_k == -1
-
-
-def test_flags_win_over_recipes_and_recipes_over_the_preset(tmp_path):
-    first = recipe(tmp_path, "advantage-estimator: gspo\nlr: 3e-4\nrollout_batch_size: 16\n", "first.yaml")
-    second = recipe(tmp_path, "rollout-batch-size: 8\nclip-grad: 2\n", "second.yaml")
-
-    config = parse_config(["--config", first, "--config", second, "--clip-grad", "3"])
-
     assert config.algorithm.ibpo_operator == "none", "from the preset"
     assert config.optimizer.lr == 3e-4, "from the first recipe"
     assert config.rollout.rollout_batch_size == 8, "the later recipe wins"
     assert config.optimizer.clip_grad == 3.0, "the flag wins"
-    by_flag = parse_config(["--config", first, "--advantage-estimator", "ibpo", "--ibpo-corrections", "2"])
-    assert by_flag.algorithm.parameters["ibpo_corrections"] == 2
+    assert config.parallel.tensor_model_parallel_size == 2
+    assert config.parallel.sequence_parallel is False
+    assert config.model.hf_checkpoint == Path.cwd() / "some_dir"
+    assert config.loss.eps_clip_high is None
+    assert config.rollout.rollout_top_k == -1
 
 
-@pytest.fixture
-def model_of_256(tmp_path):
+def test_lengths_of_a_recipe_and_of_defaults_yield_to_the_model_and_typed_ones_do_not(tmp_path, parsed):
     shape = json.loads((ROOT / "examples/tiny_qwen3/config.json").read_text(encoding="utf-8"))
-    directory = tmp_path / "short"
-    directory.mkdir()
-    (directory / "config.json").write_text(json.dumps(shape | {"max_position_embeddings": 256}))
-    return str(directory)
+    (tmp_path / "config.json").write_text(json.dumps(shape | {"max_position_embeddings": 256}))
 
+    def lengths(*texts, flags=""):
+        said = []
+        config = parsed(*texts, flags=f"--hf-checkpoint {tmp_path} {flags}", note=said.append)
+        sampled = config.rollout.rollout_max_context_len, config.rollout.rollout_max_response_len
+        return (*sampled, config.run.eval_max_response_len), said
 
-@pytest.mark.parametrize(
-    ("flags", "lengths", "notes"),
-    [
-        ([], (256, 48, 32), 3),
-        (["--rollout_max_response_len=100"], (256, 100, 32), 2),
-        (["--rollout-max-context-len", "512"], (512, 96, 64), 0),  # typed: opening the run refuses it
-    ],
-)
-def test_lengths_of_a_recipe_yield_to_the_model_and_typed_ones_do_not(
-    tmp_path, model_of_256, flags, lengths, notes
-):
-    text = "rollout-max-context-len: 512\nrollout-max-response-len: 96\neval-max-response-len: 64\n"
-    said: list[str] = []
-    argv = ["--config", recipe(tmp_path, text), "--hf-checkpoint", model_of_256, *flags]
-    config = parse_config(argv, note=said.append)
-    rollout = config.rollout
-    assert lengths == (
-        rollout.rollout_max_context_len,
-        rollout.rollout_max_response_len,
-        config.run.eval_max_response_len,
-    )
-    assert len(said) == notes
-    if not flags:
-        assert said[0] == "rollout_max_context_len 512 of the recipe → 256, the model's context"
-        assert "rollout_max_response_len 96 → 48" in said[1]
-
-
-def test_the_default_length_of_a_response_yields_to_the_model_too(model_of_256):
-    said: list[str] = []
-    config = parse_config(["--hf-checkpoint", model_of_256], note=said.append)
-    assert config.rollout.rollout_max_response_len == 64
+    own = "rollout-max-context-len: 512\nrollout-max-response-len: 96\neval-max-response-len: 64"
+    found, said = lengths(own)
+    assert found == (256, 48, 32)
+    assert said[0] == "rollout_max_context_len 512 of the recipe → 256, the model's context"
+    assert "rollout_max_response_len 96 → 48" in said[1]
+    found, said = lengths(own, flags="--rollout_max_response_len=100")
+    assert (found, len(said)) == ((256, 100, 32), 2)
+    typed = lengths(own, flags="--rollout-max-context-len 512")  # opening the run refuses it
+    assert typed == ((512, 96, 64), [])
+    found, said = lengths()
+    assert found[1] == 64
     assert said == ["rollout_max_response_len 8192 → 64, in proportion to the context of 256"]
 
 
-def test_a_preset_counts_where_it_is_named(tmp_path):
+def test_a_preset_counts_where_it_is_named(parsed):
     """It overrides what was read before it, so that a recipe of one method can be run with another."""
-    base = recipe(tmp_path, "advantage-estimator: ibpo\nibpo-lambda: 0.3\neps-clip: 3e-3\n", "base.yaml")
-    alone = parse_config(["--config", base]).algorithm.parameters
-    assert alone["ibpo_lambda"] == 0.3, "its own file wins over a preset"
-
-    by_flag = parse_config(["--config", base, "--advantage-estimator=ibpo-joint-only"])
+    base = "advantage-estimator: ibpo\nibpo-lambda: 0.3\neps-clip: 3e-3"
+    assert parsed(base).algorithm.parameters["ibpo_lambda"] == 0.3, "its own file wins over a preset"
+    by_flag = parsed(base, flags="--advantage-estimator=ibpo-joint-only")
     assert by_flag.algorithm.parameters["ibpo_lambda"] == 0.0
     assert by_flag.loss.eps_clip == 3e-3, "what the preset says nothing of stays"
-    grpo = parse_config(["--config", base, "--advantage-estimator", "grpo"]).loss
-    assert (grpo.loss_variant, grpo.eps_clip) == ("grpo", None), "the clip was the other variant's"
-
-    method = recipe(tmp_path, "advantage-estimator: ibpo-mask\nibpo-beta: 0.4\n", "method.yaml")
-    by_file = parse_config(["--config", base, "--config", method]).algorithm.parameters
-    assert (by_file["ibpo_lambda"], by_file["ibpo_beta"]) == (0.6, 0.4)
-    later = recipe(tmp_path, "ibpo-k: 3\n", "later.yaml")
-    assert parse_config(["--config", method, "--config", later]).algorithm.parameters["ibpo_k"] == 3
-    back = parse_config(["--config", method, "--advantage-estimator", "gspo"])
+    method = "advantage-estimator: ibpo-mask\nibpo-beta: 0.4"
+    by_file = parsed(base, method, "ibpo-k: 3").algorithm.parameters
+    assert (by_file["ibpo_lambda"], by_file["ibpo_beta"], by_file["ibpo_k"]) == (0.6, 0.4, 3)
+    back = parsed(method, flags="--advantage-estimator gspo")
     assert back.algorithm.parameters == {}, "nothing of an earlier preset is left"
+    default = Config().algorithm.advantage_estimator
+    assert parsed() == parsed(flags=f"--advantage-estimator {default}"), "in force without a name"
 
 
-@pytest.mark.parametrize(
-    ("flags", "says"),
-    [
-        (
-            "--advantage-estimator gspo --ibpo-lambda 0.3",
-            "--ibpo-lambda: gspo with --ibpo-operator none has no such parameter; --ibpo-operator "
-            "compare-and-correct has it",
-        ),
-        ("--advantage-estimator gspo --no-ibpo-joint", "--ibpo-joint: gspo with --ibpo-operator none"),
-        ("--token_credit_weight=1", "--token-credit-weight: ibpo with --token-credit uniform"),
-        ("--gae-lambda 1", "--gae-lambda: ibpo with --advantages group .*--advantages critic has it"),
-        ("--ibpo-operator span-masking --ibpo-k 3", "--ibpo-k: ibpo with --ibpo-operator span-masking"),
-        ("--ibpo-operator span-msking", "--ibpo-operator span-msking: unknown.*did you mean 'span-masking'"),
-        ("--ibpo-operator agreement", "moved out of the package; use examples/credit/agreement"),
-        ("--token-credit random-window", "use examples/credit/random_window.py:RandomWindow"),
-        ("--ibpo-gate", "moved out of the package; use --ibpo-operator examples/credit/gated.py:Gated"),
-    ],
-)
-def test_a_parameter_that_the_choice_does_not_have_is_refused(flags, says):
-    with pytest.raises(ConfigError, match=says):
-        parse_config(flags.split())
-
-
-def test_a_key_that_the_choice_does_not_have_is_refused_where_it_stands(tmp_path):
-    wrong = recipe(tmp_path, "advantage-estimator: gspo\nibpo-corrections: 0\nibpo-joint: false\n")
-    with pytest.raises(
-        ConfigError, match=r"recipe\.yaml: --ibpo-corrections: gspo with.*\n.*--ibpo-joint: gspo with"
-    ):
-        parse_config(["--config", wrong, "--advantage-estimator", "ibpo"])
-
-
-def test_naming_another_choice_forgets_the_parameters_of_the_previous_one(tmp_path):
-    text = "token-credit: wrong-weight-by-length\ntoken-credit-tokens: 5\n"
-    base = recipe(tmp_path, text + "advantages: critic\ngae-lambda: 0.5\n")
-    kept = parse_config(["--config", base, "--gae-gamma", "0.9"]).algorithm.parameters
+def test_naming_another_choice_forgets_the_parameters_of_the_previous_one(parsed):
+    base = "token-credit: wrong-weight-by-length\ntoken-credit-tokens: 5\nadvantages: critic\ngae-lambda: 0.5"
+    kept = parsed(base, flags="--gae-gamma 0.9").algorithm.parameters
     assert (kept["token_credit_tokens"], kept["gae_lambda"], kept["gae_gamma"]) == (5, 0.5, 0.9)
-    other = parse_config(["--config", base, "--token-credit", "divergence-window", "--advantages", "group"])
-    assert other.algorithm.parameters["token_credit_tokens"] == 2
-    assert "gae_lambda" not in other.algorithm.parameters
+    other = parsed(base, flags="--token-credit divergence-window --advantages group").algorithm.parameters
+    assert other["token_credit_tokens"] == 2
+    assert "gae_lambda" not in other
 
 
 @dataclasses.dataclass(frozen=True)
 class Mine(Operator):
-    """A method of the user's."""
-
     mine_weight: Annotated[float, NOT_NEGATIVE] = 1.5
     """Weight of it."""
 
@@ -188,39 +129,19 @@ class Mine(Operator):
         raise AssertionError("never asked")
 
 
-def test_a_method_of_ones_own_has_parameters_with_the_same_rights(tmp_path, capsys):
+def test_a_method_of_ones_own_has_parameters_with_the_same_rights(parsed, capsys):
     path = f"{__name__}:Mine"
-    by_key = recipe(tmp_path, f"ibpo-operator: {path}\nmine-weight: 2\n")
-    assert parse_config(["--config", by_key]).algorithm.parameters == {"mine_weight": 2.0}
-    config = parse_config(["--ibpo-operator", path, "--mine-weight", "3"])
+    assert parsed(f"ibpo-operator: {path}\nmine-weight: 2").algorithm.parameters == {"mine_weight": 2.0}
+    config = parsed(flags=f"--ibpo-operator {path} --mine-weight 3")
     assert find_operator(config.algorithm) == Mine(3.0)
-    assert parse_config(["--config", recipe(tmp_path, config_yaml(config), "back.yaml")]) == config
+    assert parsed(config_yaml(config)) == config
     with pytest.raises(ConfigError, match="unknown key 'mine-weigh'; did you mean 'mine-weight'"):
-        parse_config(["--config", recipe(tmp_path, f"ibpo-operator: {path}\nmine-weigh: 2\n", "wrong.yaml")])
+        parsed(f"ibpo-operator: {path}\nmine-weigh: 2")
     with pytest.raises(SystemExit):
-        parse_config(["--ibpo-operator", path, "--help-all"])
+        parsed(flags=f"--ibpo-operator {path} --help-all")
     shown = capsys.readouterr().out
     assert re.search(r"--mine-weight .*\n +Weight of it\.", shown)
     assert "--ibpo-lambda" not in shown
-
-
-def test_the_default_preset_is_in_force_without_naming_it():
-    by_name = parse_config(["--advantage-estimator", Config().algorithm.advantage_estimator])
-    assert parse_config([]) == by_name
-    for name, value in PRESETS[by_name.algorithm.advantage_estimator].items():
-        sections = [vars(getattr(by_name, field.name)) for field in dataclasses.fields(by_name)]
-        parts = [*sections, by_name.algorithm.parameters]
-        assert [part[name] for part in parts if name in part] == [value]
-
-
-def test_print_config_prints_a_recipe_that_means_the_same(tmp_path, capsys):
-    flags = ["--advantage-estimator", "gspo", "--lr", "1e-5", "--run-dir", "a b/c", "--no-save"]
-    with pytest.raises(SystemExit) as ended:
-        parse_config([*flags, "--print-config"])
-    assert ended.value.code == 0
-    printed = capsys.readouterr().out
-    assert yaml.safe_load(printed)["lr"] == 1e-5
-    assert parse_config(["--config", recipe(tmp_path, printed)]) == parse_config(flags)
 
 
 @settings(max_examples=15)
@@ -239,73 +160,78 @@ def test_a_written_configuration_reads_back_equal(tmp_path_factory, lr, path, th
     config.algorithm.parameters["ibpo_rewrite_threshold"] = threshold
     config.loss.eps_clip_high = high
     written = tmp_path_factory.mktemp("config") / "config.yaml"
-    write_config(config, written)
+    written.write_text(config_yaml(config), encoding="utf-8")
     assert parse_config(["--config", str(written)]) == config
-    assert config_yaml(config) == written.read_text(encoding="utf-8")
-
-
-@pytest.mark.parametrize("recipe", ["tiny_qwen3_next_ibpo", "qwen3_next_80b_a3b_ibpo"])
-def test_a_recipe_alone_means_what_it_means_beside_a_flag_that_changes_nothing(recipe):
-    """No parser of flags is built for a recipe alone."""
-    given = ["--config", f"examples/recipes/{recipe}.yaml"]
-    alone = parse_config(given)
-    assert parse_config([*given, "--lr", str(alone.optimizer.lr)]) == alone
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "says"),
     [
-        (["--lr", "1e-3", "--tensor-model-parallel-size", "two"], "'two' is not a whole number"),
-        (["--lr", "high"], "--lr: 'high' is not a number"),
-        (["--no-save", "--loss-aggregation=mean"], "--loss-aggregation: 'mean' is not one of 'variant', "),
-        (["--ibpo-k", "2.5", "--seed", "x"], "'2.5' is not a whole number\n  --seed: 'x' is not"),
+        # parameters that the choice does not have
+        ("--advantage-estimator gspo --ibpo-lambda 0.3",
+         "--ibpo-lambda: gspo with .* has no such parameter; --ibpo-operator compare-and-correct has it"),
+        ("--token_credit_weight=1", "--token-credit-weight: ibpo with --token-credit uniform"),
+        ("--gae-lambda 1", "--gae-lambda: ibpo with --advantages group .*--advantages critic has it"),
+        ("--ibpo-operator span-msking", "--ibpo-operator span-msking: unknown.*did you mean 'span-masking'"),
+        ("--token-credit random-window", "use examples/credit/random_window.py:RandomWindow"),
+        ("--ibpo-gate", "moved out of the package; use --ibpo-operator examples/credit/gated.py:Gated"),
+        # values of the wrong type
+        ("--lr 1e-3 --tensor-model-parallel-size two", "'two' is not a whole number"),
+        ("--no-save --loss-aggregation=mean", "--loss-aggregation: 'mean' is not one of 'variant', "),
+        ("--ibpo-k 2.5 --seed x", r"'2\.5' is not a whole number\n  --seed: 'x' is not"),
+        # words that are no values
+        ("--no-lr 3", "--no-lr: no such flag"),
+        ("--run-dir=", "is empty; name a path, or leave the flag out"),
+        ("--loss-variant=--", "--loss-variant: -- is not a value; give one, or leave the flag out"),
+        ("--rm-type " + b"a\xff".decode(errors="surrogateescape"), "is not UTF-8"),
+        ("--save DIR", r"^--save DIR: a switch, --save or --no-save, .* the directory is --run-dir$"),
+        ("--no-ibpo-joint=1 --bf16 maybe", r"--no-ibpo-joint 1: a switch.*\n  --bf16 maybe: a"),
+        ("stray --lr 1 2", r"stray: not a flag.*\n  --lr: takes one value, so 2 is one too many"),
+        ("--load --colocate", "^--load: needs a value$"),
     ],
-)
-def test_a_value_of_the_wrong_type_is_refused_with_its_flag(capsys, flags, said):
-    with pytest.raises(ConfigError, match=re.escape(said)):
-        parse_config(flags)
+)  # fmt: skip
+def test_flags_that_are_wrong_are_refused_with_their_names(parsed, capsys, flags, says):
+    with pytest.raises(ConfigError, match=says):
+        parsed(flags=flags)
     assert capsys.readouterr() == ("", "")
 
 
-def test_only_a_switch_can_be_turned_off():
-    with pytest.raises(ConfigError, match="--no-lr: no such flag"):
-        parse_config(["--no-lr", "3"])
-    assert parse_config(["--no-save"]).run.save is False
-
-
 @pytest.mark.parametrize(
-    ("text", "expected"),
+    ("text", "says"),
     [
-        ("tensor-model-paralel-size: 2\n", r"recipe.yaml: unknown key 'tensor-model-paralel-size'; did you"),
-        ("tensor-model-paralel-size: 2\n", r"mean 'tensor-model-parallel-size'"),
-        ("lr: fast\n", r"recipe.yaml: lr: 'fast' is not a number"),
-        ("rollout-batch-size: 1.5\n", r"rollout-batch-size: 1.5 is not a whole number"),
-        ("rollout-batch-size: true\n", r"rollout-batch-size: True is not a whole number"),
-        ("sequence-parallel: 1\n", r"sequence-parallel: 1 is not true or false"),
-        ("recompute-granularity: all\n", r"'all' is not one of 'none', 'full', 'selective'"),
-        ("ibpo-rewrite-threshold: often\n", r"'often' is not a number or one of 'adaptive'"),
-        ("lr: 1e-5\nrun-dir: a\nrun_dir: b\n", r"key 'run_dir' is given twice, on lines 2 and 3"),
-        ("lr: 1e-5\nclip-grad: 2\n\nlr: 1e-6\n", r"recipe.yaml: key 'lr' is given twice, on lines 1 and 4"),
-        ("loss-param: {tau_pos: 1, tau_pos: 2}\n", r"key 'tau_pos' is given twice, on lines 1 and 1"),
-        ('run-dir: ""\n', "run-dir: '' is not a path"),
-        ("loss-param: 3\n", r"loss-param: 3 is not a list, each item text"),
-        ("icepop: [1.2]\n", r"icepop: \[1.2\] is not a list of 2, each item a number or null"),
-        ("qqqqqqqqqq: 3\n", r"unknown key 'qqqqqqqqqq'$"),
-        ("prompt-data: {weight: 2}\n", "prompt-data"),
-        ("prompt-data: [{path: a, suffix: [b]}]\n", "prompt-data"),
-        ("prompt-data: [3]\n", "prompt-data"),
-        ("prompt-data: {path: 3}\n", "prompt-data"),
-        ("advantage-estimator: ibop\n", r"no preset 'ibop'; there are .*; did you mean 'ibpo'\?$"),
-        ("- lr\n", r"must hold `key: value` lines"),
-        ("lr: [\n", r"is not YAML"),
+        ("rollout_batchsize: 2", r"recipe.yaml: unknown key 'rollout_batchsize'; .* 'rollout-batch-size'"),
+        ("sequence-parallel: 1", r"sequence-parallel: 1 is not true or false"),
+        ("recompute-granularity: all", r"'all' is not one of 'none', 'full', 'selective'"),
+        ("lr: 1e-5\nrun-dir: a\nrun_dir: b", r"key 'run_dir' is given twice, on lines 2 and 3"),
+        ("loss-param: {tau_pos: 1, tau_pos: 2}", r"key 'tau_pos' is given twice, on lines 1 and 1"),
+        ('run-dir: ""', "run-dir: '' is not a path"),
+        ("icepop: [1.2]", r"icepop: \[1.2\] is not a list of 2, each item a number or null"),
+        ("qqqqqqqqqq: 3", r"unknown key 'qqqqqqqqqq'$"),
+        *((f"prompt-data: {value}", "prompt-data") for value in ("{weight: 2}", "[{path: a, suffix: [b]}]")),
+        ("advantage-estimator: gspo\nibpo-k: 2", r"recipe\.yaml: --ibpo-k: gspo with"),
+        ("advantage-estimator: ibop", r"no preset 'ibop'; there are .*; did you mean 'ibpo'\?$"),
+        ("- lr", r"must hold `key: value` lines"),
+        ("lr: [", r"is not YAML"),
+        # what the YAML library ends in other errors
+        *((text, "recipe.yaml") for text in ("[" * 500, "lr: 2001-99-99", "lr: !!int x", "!!map x", "<<: 3")),
+        *((text, "recipe.yaml") for text in ("lr: 0b", "? [a]\n: b", "lr: !!binary x")),
     ],
-)  # fmt: skip
-def test_a_bad_recipe_is_refused_with_its_key_and_value(tmp_path, text, expected):
-    with pytest.raises(ConfigError, match=expected):
-        parse_config(["--config", recipe(tmp_path, text)])
+)
+def test_a_bad_recipe_is_refused_with_its_key_and_value(parsed, text, says):
+    with pytest.raises(ConfigError, match=says):
+        parsed(text + "\n")
 
 
-def runnable(tmp_path: Path) -> Config:
+def test_references_that_would_fill_the_memory_when_written_out_are_named_in_short(parsed):
+    levels = "".join(f"l{n}: &l{n} [{', '.join([f'*l{n - 1}'] * 9)}]\n" for n in range(1, 12))
+    for key in ("lr: *l11\n", "vllm-arg: {a: *l11}\n"):
+        with pytest.raises(ConfigError) as refused:
+            parsed(f"x: &x 1\nl0: &l0 [x]\n{levels}{key}")
+        assert len(str(refused.value)) < 500
+
+
+@pytest.fixture
+def runnable(tmp_path):
     config = parse_config([])
     config.model.hf_checkpoint = tmp_path
     config.data.eval_prompt_data = "reasoning_gym://chain_sum"
@@ -313,205 +239,91 @@ def runnable(tmp_path: Path) -> Config:
     return config
 
 
-def test_all_problems_are_named_at_once(tmp_path):
-    config = runnable(tmp_path)
-    config.model.hf_checkpoint = None
-    config.data.prompt_data, config.data.eval_prompt_data = (), None
-    config.optimizer.lr = -1.0
-    config.rollout.n_samples_per_prompt = 1
-    config.parallel.context_parallel_size = 0
-    with pytest.raises(ConfigError, match="6 problems") as refused:
-        check_run(config)
-    for flag in (
-        "--hf-checkpoint",
-        "--prompt-data",
-        "--eval-prompt-data",
-        "--lr: must be above 0, is -1.0",
-        "--n-samples-per-prompt",
-        "--context-parallel-size: must be between 1 and",
-    ):
-        assert flag in str(refused.value)
-
-
 NUMBERS = [
     name for name, entry in ENTRIES.items() if {int, float} & {entry.type, *typing.get_args(entry.type)}
 ]
-SERIES = [name for name in NUMBERS if typing.get_origin(ENTRIES[name].type) is tuple]
-"""Fields of any count of numbers; what a command line and a recipe give them is always a tuple."""
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), 10**20, -(10**20)])
-def test_no_field_takes_a_number_that_is_none_or_that_no_machine_word_holds(tmp_path, value):
-    config = runnable(tmp_path)
-    before = {name: ENTRIES[name].get(config) for name in NUMBERS}
+def test_no_field_takes_a_number_that_is_none_or_that_no_machine_word_holds(runnable, value):
+    before = {name: ENTRIES[name].get(runnable) for name in NUMBERS}
     for name in NUMBERS:
-        kinds = (ENTRIES[name].type, *typing.get_args(ENTRIES[name].type))
-        if isinstance(value, float) or float not in kinds:
-            ENTRIES[name].put(config, (value,) if name in SERIES else value)
+        kind = ENTRIES[name].type
+        if isinstance(value, float) or float not in (kind, *typing.get_args(kind)):
+            ENTRIES[name].put(runnable, (value,) if typing.get_origin(kind) is tuple else value)
     with pytest.raises(ConfigError) as refused:
-        check_run(config)
+        check_run(runnable)
     for name in NUMBERS:
-        if ENTRIES[name].get(config) != before[name]:
+        if ENTRIES[name].get(runnable) != before[name]:
             assert f"--{name.replace('_', '-')}: must be a " in str(refused.value)
 
 
-EMPTY_PATH = "is empty; name a path, or leave the flag out"
-
-
 @pytest.mark.parametrize(
-    ("words", "says"),
+    "fields",
     [
-        *((words, EMPTY_PATH) for words in (["--run-dir="], ["--run-dir", ""], ["--hf_checkpoint="])),
-        *(
-            ([f"{name}=--"], f"{name}: -- is not a value; give one, or leave the flag out")
-            for name in ("--advantage-estimator", "--loss-variant", "--config")
-        ),
-        (["--rm-type", b"a\xff".decode(errors="surrogateescape")], "is not UTF-8"),
-        (["--save", "DIR"], r"^--save DIR: a switch, --save or --no-save, .* the directory is --run-dir$"),
-        (
-            ["--no-ibpo-joint=1", "--bf16", "maybe"],
-            r"--no-ibpo-joint 1: a switch.*\n  --bf16 maybe: a",
-        ),
-        (["stray", "--lr", "1", "2"], r"stray: not a flag.*\n  --lr: takes one value, so 2 is one too many"),
-        *(
-            ([name, "--colocate"], f"^{name}: needs a value$")
-            for name in ("--load", "--prompt-data", "--eval-prompt-data", "--config", "--loss-variant")
-        ),
+        {"num_steps_per_rollout": 3}, {"eps_clip": 0.0}, {"loss_variant": "gspo-token", "fuse_lm_head": True},
+        {"ibpo_lambda": 2.0, "ibpo_beta": 0.5}, {"ibpo_k": 10**9}, {"advantages": "groups"},
+        {"ibpo_operator": "span-msking"}, {"rollout_max_context_len": 8192}, {"rollout_top_k": 0},
+        {"rollout_temperature_cycle": (1.0, float("inf"))}, {"engine_stall_timeout": 3e6}, {"seed": 2**62},
+        {"gradient_meter_blocks": 1}, {"rollout_temperature": 0.0}, {"eps_clip_high": -1.0},
+        {"rollout_num_gpus": 4},  # and --colocate
+        {"vllm_arg": ("swap_space=-inf",)}, {"vllm_arg": ("=3",)}, {"dry_run_gpu_memory_gib": 1e300},
+        {"load": Path("nowhere")}, {"hf_checkpoint": Path("nowhere")}, {"max_reward_error_rate": 1.5},
+        {"budget": 100.0},  # with the default schedule
+        {"debug_rollout_only": True, "load_debug_rollout_data": Path(".")}, {"reward_workers": 10**6},
+        {"ref_load": Path("/")},  # and no --kl-coef
+        {"prompt_data": ("a.jsonl", "")}, {"apply_chat_template": True, "apply_chat_template_kwargs": "[1]"},
+        {"system_prompt": "Be brief."},  # and no --apply-chat-template
+        {"filter_pass_rate": (0.1, 0.9)},  # and no --pass-rates
+        {"filter_pass_rate": (0.9, 0.1), "pass_rates": Path("setup.py")},
+        {"filter_pass_rate": (0.1, 0.9), "pass_rates": Path("nowhere")},
     ],
-)
-def test_words_that_are_no_values_are_refused(words, says):
-    with pytest.raises(ConfigError, match=says):
-        parse_config(words)
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["lr: .nan", "lr: -.inf", "adam-eps: 1e999", "loss-param: {tau_pos: .nan}", "seed: 99999999999999999999"],
-)
-def test_a_recipe_holds_no_number_that_is_none(tmp_path, text):
-    config = runnable(tmp_path)
-    given = parse_config(["--config", recipe(tmp_path, text)])
-    name = text.partition(":")[0].replace("-", "_")
-    ENTRIES[name].put(config, ENTRIES[name].get(given))
-    with pytest.raises(ConfigError, match=f"problems? in .*\n  --{text.partition(':')[0]}: "):
-        check_run(config)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        *("[" * 500, "lr: 2001-99-99", "lr: !!int x", "!!map x"),
-        *("<<: 3", "lr: 0b", "? [a]\n: b", "lr: !!binary x"),
-    ],
-)
-def test_yaml_that_ends_in_other_errors_is_refused_as_well(tmp_path, text):
-    with pytest.raises(ConfigError, match=r"recipe.yaml"):
-        parse_config(["--config", recipe(tmp_path, text)])
-
-
-def test_references_that_would_fill_the_memory_when_written_out_are_named_in_short(tmp_path):
-    levels = "".join(f"l{n}: &l{n} [{', '.join([f'*l{n - 1}'] * 9)}]\n" for n in range(1, 12))
-    text = "l0: &l0 [x]\n" + levels
-    for key in ("lr: *l11\n", "vllm-arg: {a: *l11}\n"):
-        with pytest.raises(ConfigError) as refused:
-            parse_config(["--config", recipe(tmp_path, key.join(["", ""]) + "x: &x 1\n" + text + key)])
-        assert len(str(refused.value)) < 500
-
-
-def breaking(section: str, **fields):
-    return pytest.param(section, fields, id=",".join(fields))
-
-
-@pytest.mark.parametrize(
-    ("section", "fields"),
-    [
-        breaking("loss", num_steps_per_rollout=3),
-        breaking("loss", eps_clip=0.0),
-        breaking("loss", loss_variant="gpso"),
-        breaking("loss", loss_variant="gspo-token", fuse_lm_head=True),
-        breaking("loss", eps_clip_high=-1.0),
-        breaking("algorithm", ibpo_lambda=2.0, ibpo_beta=0.5),
-        breaking("rollout", rollout_max_context_len=8192),
-        breaking("rollout", rollout_top_k=0),
-        breaking("rollout", rollout_temperature=0.0),
-        breaking("run", load=Path("nowhere")),
-        breaking("run", budget=100.0),  # with the default schedule
-        breaking("run", gradient_meter_blocks=1),
-        breaking("run", max_reward_error_rate=1.5),
-        breaking("loss", loss_param=("eps_low=wide",)),
-        breaking("loss", kl_coef=float("nan")),
-        breaking("rollout", vllm_arg=("swap_space=-inf",)),
-        breaking("rollout", rollout_temperature_cycle=(1.0, float("inf"))),
-        breaking("rollout", engine_stall_timeout=3e6),
-        breaking("data", reward_workers=10**6),
-        breaking("run", seed=2**62),
-        breaking("run", dry_run_gpu_memory_gib=1e300),
-        breaking("algorithm", ibpo_k=10**9),
-        breaking("model", ref_load=Path("/")),  # and no --kl-coef
-        breaking("algorithm", ibpo_k=0),
-        breaking("algorithm", advantages="groups"),
-        breaking("algorithm", ibpo_operator="span-msking"),
-        breaking("rollout", rollout_num_gpus=4),  # and --colocate
-        breaking("rollout", vllm_arg=("=3",)),
-        breaking("run", debug_rollout_only=True, load_debug_rollout_data=Path(".")),
-        breaking("data", prompt_data=()),
-        breaking("data", prompt_data=("a.jsonl", "")),
-        breaking("data", system_prompt="Be brief."),  # and no --apply-chat-template
-        breaking("data", apply_chat_template=True, apply_chat_template_kwargs="[1]"),
-        breaking("data", filter_pass_rate=(0.1, 0.9)),  # and no --pass-rates
-        breaking("data", filter_pass_rate=(0.9, 0.1), pass_rates=Path("setup.py")),
-        breaking("data", filter_pass_rate=(0.1, 0.9), pass_rates=Path("nowhere")),
-        breaking("model", hf_checkpoint=Path("nowhere")),
-    ],
-)
-def test_what_cannot_work_is_refused(tmp_path, section, fields):
-    config = runnable(tmp_path)
+    ids=",".join,
+)  # fmt: skip
+def test_what_cannot_work_is_refused(runnable, fields):
     for name, value in fields.items():
         if name in ENTRIES:
-            setattr(getattr(config, section), name, value)
+            ENTRIES[name].put(runnable, value)
         else:
-            config.algorithm.parameters[name] = value
+            runnable.algorithm.parameters[name] = value
     with pytest.raises(ConfigError, match="1 problem in the configuration"):
-        check_run(config)
+        check_run(runnable)
 
 
-@pytest.mark.parametrize("tracker", ["wandb", "trackio"])
-def test_a_tracker_without_its_package_says_what_to_install(tmp_path, monkeypatch, tracker):
-    config = runnable(tmp_path)
-    setattr(config.run, f"use_{tracker}", True)
+def test_what_a_run_does_not_read_may_be_left_out_and_all_problems_are_named_at_once(runnable, monkeypatch):
+    check_run(runnable)
+    runnable.data.eval_prompt_data, runnable.run.eval_num_prompts = None, 0
+    check_run(runnable)
+    runnable.data.prompt_data, runnable.run.eval_num_prompts = (), Config().run.eval_num_prompts
+    runnable.run.dry_run = True
+    check_run(runnable)
+    runnable.run.dry_run, runnable.model.hf_checkpoint = False, None
+    runnable.optimizer.lr = -1.0
+    runnable.parallel.context_parallel_size = 0
+    with pytest.raises(ConfigError, match="5 problems") as refused:
+        check_run(runnable)
+    for flag in ("--hf-checkpoint", "--prompt-data", "--eval-prompt-data", "--lr: must be above 0, is -1.0"):
+        assert flag in str(refused.value)
+    assert "--context-parallel-size: must be between 1 and" in str(refused.value)
+    runnable.run.use_wandb = runnable.run.use_trackio = True
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=f"pip install {tracker}"):
-        check_run(config)
+    with pytest.raises(ConfigError, match=r"pip install wandb(?s:.*)pip install trackio"):
+        check_run(runnable)
 
 
-@pytest.mark.parametrize(
-    ("flags", "is_noted"),
-    [
-        ("--advantage-estimator ibpo", True),
-        ("--advantage-estimator ibpo-mask --advantages group-bessel", True),
-        ("--advantage-estimator ibpo --n-samples-per-prompt 3", False),
-        ("--advantage-estimator ibpo --advantages group-mean", False),
-        ("--advantage-estimator ibpo --no-ibpo-joint --ibpo-plain-prompt successful", False),
-        ("--advantage-estimator ibpo-joint-only", False),
-        ("--advantage-estimator gspo", False),
-    ],
-)
-def test_a_bonus_that_cannot_change_an_advantage_is_noted(flags, is_noted):
+def test_a_bonus_that_cannot_change_an_advantage_is_noted():
     """The z-scores of two rewards are opposite and of one size, whatever the lower one is raised by."""
-    notes = doubtful_settings(parse_config(["--n-samples-per-prompt", "2", *flags.split()]))
-    assert any("--n-samples-per-prompt 2" in note for note in notes) == is_noted
-
-
-def test_what_a_run_does_not_read_may_be_left_out(tmp_path):
-    config = runnable(tmp_path)
-    check_run(config)
-    config.data.eval_prompt_data = None
-    config.run.eval_num_prompts = 0
-    check_run(config)
-    config.data.prompt_data = ()
-    config.run.eval_num_prompts = Config().run.eval_num_prompts
-    config.run.dry_run = True
-    check_run(config)
+    for flags, is_noted in {
+        "ibpo": True,
+        "ibpo-mask --advantages group-bessel": True,
+        "ibpo --n-samples-per-prompt 3": False,
+        "ibpo --advantages group-mean": False,
+        "ibpo --no-ibpo-joint --ibpo-plain-prompt successful": False,
+        "ibpo-joint-only": False,
+    }.items():
+        words = ["--n-samples-per-prompt", "2", "--advantage-estimator", *flags.split()]
+        notes = doubtful_settings(parse_config(words))
+        assert any("--n-samples-per-prompt 2" in note for note in notes) == is_noted, flags
 
 
 RECIPES, ALGORITHMS = (
@@ -519,96 +331,56 @@ RECIPES, ALGORITHMS = (
 )
 
 
-def check_together(tmp_path, model, algorithm):
-    """Check a run of a model's recipe with an algorithm's after it."""
+def further(count):
+    """Which of the pairs are tested: some, and all among the slow tests."""
+    slow = [pytest.param(number, marks=pytest.mark.slow) for number in range(1, count)]
+    return pytest.mark.parametrize("further", [0, *slow])
+
+
+@further(len(RECIPES))
+def test_every_algorithm_works_after_a_models_recipe(tmp_path, further):
+    """Each model's recipe comes before some of them, and in the slow ones before all."""
     own = {"run-dir": str(tmp_path), "hf-checkpoint": str(ROOT / "examples/tiny_qwen3")}
-    own |= {"prompt-data": "a.jsonl", "eval-prompt-data": "b.jsonl"}
-    mine = recipe(tmp_path, yaml.safe_dump(own), "mine.yaml")  # read ten times as fast as flags
-    check_run(parse_config(["--config", str(model), "--config", str(algorithm), "--config", mine]))
-
-
-def test_every_algorithm_works_after_a_models_recipe(tmp_path):
-    """Each model's recipe comes before some of them."""
+    mine = tmp_path / "mine.yaml"  # read ten times as fast as flags
+    mine.write_text(yaml.safe_dump({**own, "prompt-data": "a.jsonl", "eval-prompt-data": "b.jsonl"}))
     assert len(ALGORITHMS) > len(RECIPES)
-    for number, algorithm in enumerate(ALGORITHMS):
-        check_together(tmp_path, RECIPES[number % len(RECIPES)], algorithm)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda path: path.stem)
-def test_every_algorithm_works_after_every_models_recipe(tmp_path, algorithm):
-    for model in RECIPES:
+    for number, algorithm in enumerate(ALGORITHMS, start=further):
+        model = RECIPES[number % len(RECIPES)]
+        config = parse_config([word for file in (model, algorithm, mine) for word in ("--config", str(file))])
         if "environment:" in model.read_text() and algorithm.stem == "ibpo_diverse":
             with pytest.raises(ConfigError, match="the environment writes the prompt"):
-                check_together(tmp_path, model, algorithm)
+                check_run(config)
         else:
-            check_together(tmp_path, model, algorithm)
+            check_run(config)
 
 
-@pytest.mark.lint
-def test_every_algorithm_is_in_the_documentation():
-    listed = (ROOT / "docs/algorithms.md").read_text()
-    names = [path.stem for path in ALGORITHMS]
-    assert [name for name in [*names, *PRESETS] if f"`{name.replace('-', '_')}`" not in listed] == []
-
-
-def test_naming_another_loss_variant_forgets_the_parameters_of_the_previous_one(tmp_path):
-    base = recipe(tmp_path, "advantage-estimator: ibpo\neps-clip: 3e-3\nloss-param: {a: 1}\n", "base.yaml")
-
-    def clips(*flags):
-        loss = parse_config(["--config", base, *flags]).loss
-        return loss.eps_clip, loss.eps_clip_high, loss.loss_param
-
-    assert clips() == (3e-3, None, ("a=1",))
-    assert clips("--loss-variant", "gspo") == (3e-3, None, ("a=1",)), "the same variant"
-    assert clips("--loss-variant", "sapo") == (None, None, ())
-    assert clips("--loss-variant=cispo", "--eps-clip", "0.1") == (0.1, None, ()), "given at the same place"
-    assert clips("--advantage-estimator", "grpo") == (None, None, ()), "the preset's variant has its own"
-    assert clips("--advantage-estimator", "grpo", "--loss-variant", "sapo") == (None, None, ())
-
-    later = recipe(tmp_path, "loss-variant: sapo\nloss-param: {tau_pos: 2.5}\n", "later.yaml")
-    assert clips("--config", later) == (None, None, ("tau_pos=2.5",))
-    method = recipe(tmp_path, "advantage-estimator: dapo\neps-clip: 0.1\n", "method.yaml")
-    assert clips("--config", method) == (0.1, None, ())
-    assert clips("--config", method, "--advantage-estimator", "ibpo") == (None, None, ())
-
-
-def test_named_values_of_recipes_and_flags_are_merged_by_name(tmp_path):
-    text = "vllm-arg:\n  max-num-batched-tokens: 4096\n  enable_chunked_prefill: true\n"
-    first = recipe(tmp_path, text, "a.yaml")
-    second = recipe(tmp_path, "vllm-arg: [swap_space=1.5]\n", "b.yaml")
+def test_named_values_of_recipes_and_flags_are_merged_by_name(parsed):
+    first = "vllm-arg:\n  max-num-batched-tokens: 4096\n  enable_chunked_prefill: true"
     flags = "--vllm-arg max_num_batched_tokens=1 --vllm-arg x=a=b"
-    config = parse_config(["--config", first, "--config", second, *flags.split()])
-    assert named_values(config.rollout.vllm_arg) == {
-        "max_num_batched_tokens": "1",
-        "enable_chunked_prefill": "true",
-        "swap_space": "1.5",
-        "x": "a=b",
-    }
-    assert parse_config(["--config", recipe(tmp_path, config_yaml(config), "back.yaml")]) == config
+    config = parsed(first, "vllm-arg: [swap_space=1.5]", flags=flags)
+    merged = {"max_num_batched_tokens": "1", "enable_chunked_prefill": "true", "swap_space": "1.5"}
+    assert named_values(config.rollout.vllm_arg) == {**merged, "x": "a=b"}
+    assert parsed(config_yaml(config)) == config
 
 
-def test_sources_of_prompts_are_texts_or_mappings(tmp_path):
+def test_sources_of_prompts_are_texts_or_mappings(parsed):
     text = """prompt-data:
-  - path: /data/a.jsonl
-    weight: 2
-    suffix: "Put it in \\\\boxed{}."
-    rm-type: math
+  - {path: /data/a.jsonl, weight: 2, suffix: "Put it in \\\\boxed{}.", rm-type: math}
   - reasoning_gym://chain_sum?min_terms=5
   - path: reasoning_gym://countdown?level=1
     weight: 0.5
 apply-chat-template-kwargs: {enable_thinking: false}
 """
-    data = parse_config(["--config", recipe(tmp_path, text)]).data
+    data = parsed(text).data
     assert data.prompt_data == (
         "/data/a.jsonl?weight=2&suffix=Put+it+in+%5Cboxed%7B%7D.&rm_type=math",
         "reasoning_gym://chain_sum?min_terms=5",
         "reasoning_gym://countdown?level=1&weight=0.5",
     )
     assert data.apply_chat_template_kwargs == '{"enable_thinking": false}'
-    one = recipe(tmp_path, "prompt-data: /data/a.jsonl\n", "one.yaml")
-    assert parse_config(["--config", one]).data.prompt_data == ("/data/a.jsonl",)
-    assert parse_config(["--config", one, "--prompt-data", "/b", "/c"]).data.prompt_data == ("/b", "/c")
+    one = "prompt-data: /data/a.jsonl"
+    assert parsed(one).data.prompt_data == ("/data/a.jsonl",)
+    assert parsed(one, flags="--prompt-data /b /c").data.prompt_data == ("/b", "/c")
 
 
 @pytest.fixture
@@ -620,53 +392,41 @@ def elsewhere(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_paths_of_flags_count_from_where_the_user_stands(elsewhere):
-    recipe(elsewhere, "lr: 1e-3\n", "mine.yaml")
-    flags = ["--config", "mine.yaml", "--hf-checkpoint", "examples/tiny_qwen3", "--prompt-data", "a.jsonl"]
-    config = parse_config([*flags, "--run-dir", "out", "--eval-prompt-data", "reasoning_gym://chain_sum"])
+def test_paths_of_flags_count_from_where_the_user_stands(elsewhere, parsed):
+    (elsewhere / "mine.yaml").write_text("lr: 1e-3\n")
+    flags = "--config mine.yaml --hf-checkpoint examples/tiny_qwen3 --prompt-data a.jsonl --run-dir /abs "
+    config = parsed(flags=flags + "--eval-prompt-data reasoning_gym://chain_sum")
     assert config.optimizer.lr == 1e-3
     assert config.model.hf_checkpoint == elsewhere / "examples/tiny_qwen3", "not the repository's"
     assert config.data.prompt_data == (str(elsewhere / "a.jsonl"),)
     assert config.data.eval_prompt_data == "reasoning_gym://chain_sum"
-    assert config.run.run_dir == elsewhere / "out"
-    assert parse_config(["--run-dir", "/abs"]).run.run_dir == Path("/abs")
+    assert config.run.run_dir == Path("/abs")
+    where = "is not a directory (relative paths count from"
+    says = re.escape(f"--hf-checkpoint: {elsewhere}/examples/tiny_qwen3 {where}")
+    with pytest.raises(ConfigError, match=says):
+        check_run(config)
+    with pytest.raises(ConfigError, match=f"--config {elsewhere}/no.yaml: cannot be read"):
+        parsed(flags="--config no.yaml")
 
 
-def test_paths_of_recipes_are_looked_for_in_the_repository_too(elsewhere):
-    text = "hf-checkpoint: examples/tiny_qwen3\nprompt-data: mine.jsonl\nload: README.md\nrun-dir: examples\n"
+def test_paths_of_recipes_are_looked_for_in_the_repository_too(elsewhere, parsed):
+    text = "hf-checkpoint: examples/tiny_qwen3\nprompt-data: mine.jsonl\nload: README.md\nrun-dir: examples"
     (elsewhere / "README.md").touch()
-    config = parse_config(["--config", recipe(elsewhere, text)])
+    config = parsed(text)
     assert config.model.hf_checkpoint == ROOT / "examples/tiny_qwen3"
     assert config.data.prompt_data == (str(elsewhere / "mine.jsonl"),), "found nowhere"
     assert config.run.load == elsewhere / "README.md", "found in both"
     assert config.run.run_dir == elsewhere / "examples", "it is written, not looked for"
 
 
-def test_a_missing_path_is_named_in_full_with_where_it_was_looked_for(elsewhere):
-    config = runnable(elsewhere)
-    config.model.hf_checkpoint = parse_config(["--hf-checkpoint", "mine"]).model.hf_checkpoint
-    with pytest.raises(ConfigError) as refused:
-        check_run(config)
-    where = "is not a directory (relative paths count from"
-    assert f"--hf-checkpoint: {elsewhere}/mine {where}" in str(refused.value)
-    assert str(ROOT) in str(refused.value)
-    with pytest.raises(ConfigError, match=f"--config {elsewhere}/no.yaml: cannot be read"):
-        parse_config(["--config", "no.yaml"])
-
-
-def test_a_hook_is_found_where_the_user_stands(elsewhere):
-    (elsewhere / "part_of_hook.py").write_text("VALUE = 3\n")
-    (elsewhere / "own_hook.py").write_text("from part_of_hook import VALUE\ndef score(*_): return VALUE\n")
-    assert load_hook("--rm-type", "own_hook:score")() == 3
-
-
-def test_a_hook_is_found_by_the_path_of_its_file(elsewhere):
+def test_a_hook_is_found_where_the_user_stands_and_by_the_path_of_its_file(elsewhere):
     (elsewhere / "mine").mkdir()
-    (elsewhere / "mine" / "beside_hook.py").write_text("VALUE = 4\n")
-    hook = elsewhere / "mine" / "filed_hook.py"
-    hook.write_text("from beside_hook import VALUE\ndef score(*_): return VALUE\n")
-    assert load_hook("--rm-type", "mine/filed_hook.py:score")() == 4
-    assert load_hook("--rm-type", f"{hook}:score")() == 4
+    for folder, name in ((elsewhere, "own"), (elsewhere / "mine", "filed")):
+        (folder / f"beside_{name}_hook.py").write_text("VALUE = 3\n")
+        text = f"from beside_{name}_hook import VALUE\ndef score(*_): return VALUE\n"
+        (folder / f"{name}_hook.py").write_text(text)
+    for path in ("own_hook", "mine/filed_hook.py", f"{elsewhere}/mine/filed_hook.py"):
+        assert load_hook("--rm-type", f"{path}:score")() == 3
 
 
 def test_hooks_of_recipes_are_looked_for_in_the_repository_too(elsewhere):
@@ -683,74 +443,152 @@ def test_hooks_of_recipes_are_looked_for_in_the_repository_too(elsewhere):
     assert extracted_answer(prompt, "1+1=2", data) == "2"
 
 
-@pytest.mark.parametrize(
-    ("path", "says"),
-    [
-        ("own_hook", "expected an import path package.module:name"),
-        ("not_there:f", "no module 'not_there' in {here} or among the installed packages"),
-        ("json.not_there:f", "no module 'json.not_there' in {here}"),
-        ("lacking:scor", "lacking.py defines no 'scor'; did you mean 'score'?"),
-        ("needing:f", "cannot be imported: ModuleNotFoundError: No module named 'absent_library'"),
-        ("broken:f", "cannot be imported: ZeroDivisionError"),
-        ("also_lacking.py:scor", "lacking.py defines no 'scor'; did you mean 'score'?"),
-        ("not_there.py:f", "no file {here}/not_there.py (relative paths count from {here}"),
-        ("json.py:f", "a module 'json' is imported already from "),
-        (
-            "megatron_ibpo.data.study_tasks:pairs",
-            "moved out of the package; use examples/tasks/study_tasks.py:pairs",
-        ),
-    ],
-)
-def test_a_hook_that_cannot_be_loaded_says_why(elsewhere, path, says):
-    for name in ("lacking", "also_lacking"):
-        (elsewhere / f"{name}.py").write_text("def score(): pass\n")
+def test_a_hook_that_cannot_be_loaded_says_why(elsewhere):
+    (elsewhere / "lacking.py").write_text("def score(): pass\n")
     (elsewhere / "needing.py").write_text("import absent_library\n")
     (elsewhere / "broken.py").write_text("1 / 0\n")
     (elsewhere / "json.py").touch()
-    with pytest.raises(ConfigError, match=re.escape(says.format(here=elsewhere))) as refused:
-        load_hook("--rm-type", path)
-    assert str(refused.value).startswith(f"--rm-type {path}: ")
+    for path, says in {
+        "own_hook": "expected an import path package.module:name",
+        "not_there:f": f"no module 'not_there' in {elsewhere} or among the installed packages",
+        "json.not_there:f": f"no module 'json.not_there' in {elsewhere}",
+        "lacking:scor": "lacking.py defines no 'scor'; did you mean 'score'?",
+        "needing:f": "cannot be imported: ModuleNotFoundError: No module named 'absent_library'",
+        "broken:f": "cannot be imported: ZeroDivisionError",
+        "not_there.py:f": f"no file {elsewhere}/not_there.py (relative paths count from {elsewhere}",
+        "json.py:f": "a module 'json' is imported already from ",
+        "megatron_ibpo.data.study_tasks:pairs": "moved out of the package; use examples/tasks/study_tasks",
+    }.items():
+        with pytest.raises(ConfigError, match=rf"^--rm-type {re.escape(path)}: .*{re.escape(says)}"):
+            load_hook("--rm-type", path)
 
 
 def test_the_scripts_hand_over_where_the_user_stands(tmp_path):
-    recipe(tmp_path, "lr: 0.25\n", "mine.yaml")
-    script = ROOT / "examples/run_qwen3_next_ibpo.sh"
-    done = subprocess.run(
-        ["bash", str(script), "--dry-run", "--config", "mine.yaml", "--print-config", "--run-dir", "out"],
-        env=os.environ | {"IBPO_PYTHON": sys.executable},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    (tmp_path / "mine.yaml").write_text("lr: 0.25\n")
+
+    def run(*words, **variables):
+        return subprocess.run(
+            ["bash", ROOT / "examples/run_qwen3_next_ibpo.sh", *words], cwd=tmp_path, capture_output=True,
+            text=True, timeout=120, env=os.environ | {"IBPO_PYTHON": sys.executable} | variables,
+        )  # fmt: skip
+
+    done = run("--dry-run", "--config", "mine.yaml", "--print-config", "--run-dir", "out")
     assert done.returncode == 0, done.stderr
     printed = yaml.safe_load(done.stdout)
-    assert printed["lr"] == 0.25
-    assert printed["run-dir"] == str(tmp_path / "out")
+    assert (printed["lr"], printed["run-dir"]) == (0.25, str(tmp_path / "out"))
     assert printed["hf-checkpoint"] == str(ROOT / "examples/tiny_qwen3_next_mends")
+    refused = run(HF_CHECKPOINT="mine")
+    assert refused.returncode == 2
+    assert f"no checkpoint directory {tmp_path}/mine" in refused.stderr
 
 
-def test_the_nearest_name_is_shown_as_it_is_typed():
-    assert nearest("chain_summ", ["chain_sum", "spell"]) == "; did you mean 'chain_sum'?"
-    keys = ["rollout-batch-size", "lr"]
-    assert nearest("rollout_batchsize", keys) == "; did you mean 'rollout-batch-size'?"
-    assert nearest("xyz", ["chain_sum"]) == ""
-
-
-@pytest.mark.parametrize(
-    ("preset", "corrections", "operator"), [("gspo", 0, "none"), ("ibpo", 1, "compare-and-correct")]
-)
-def test_the_configuration_of_a_run_of_version_0_1_means_the_same(tmp_path, preset, corrections, operator):
+@pytest.mark.parametrize(("preset", "corrections"), [("gspo", 0), ("ibpo", 1)])
+def test_the_configuration_of_a_run_of_version_0_1_means_the_same(parsed, preset, corrections):
     """It wrote the parameters of all methods, and no corrections for no operator."""
     written = config_yaml(parse_config(["--advantage-estimator", preset]))
     others = {"ibpo-corrections": corrections, "ciw-inverted": False, "gae-lambda": 0.9, "ibpo-lambda": 0.6}
     others |= {"token-credit-weight": 0.075, "token-credit-eta": 1.0, "ibpo-gate": False}
     older = yaml.safe_load(written) | others | {"ibpo-operator": "compare-and-correct"}
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(older))
-    found = parse_config(["--config", str(tmp_path / "config.yaml")])
-    assert found.algorithm.ibpo_operator == operator
+    found = parsed(yaml.safe_dump(older))
+    assert found.algorithm.ibpo_operator == ("compare-and-correct" if corrections else "none")
     assert config_yaml(found) == written
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(older | {"ibpo-gate": True}))
-    with pytest.raises(ConfigError, match=r"config\.yaml: --ibpo-gate: moved out of the package"):
-        parse_config(["--config", str(tmp_path / "config.yaml")])
+    with pytest.raises(ConfigError, match=r"recipe\.yaml: --ibpo-gate: moved out of the package"):
+        parsed(yaml.safe_dump(older | {"ibpo-gate": True}))
+
+
+def loss_of(*files, flags=()):
+    return parse_config([*(word for file in files for word in ("--config", str(file))), *flags]).loss
+
+
+def own(name):
+    return {key: parameter.default for key, parameter in VARIANTS[name].params.items()}
+
+
+STUDY = ROOT / "examples/recipes/tiny_qwen3_study.yaml"
+
+
+@further(len(VARIANTS) + 1)
+def test_every_variant_runs_with_its_own_parameters_in_some_recipes(monkeypatch, further):
+    """Slow ones: in all. One is like the example of the docs: one parameter, and none of the clips' names."""
+    monkeypatch.setitem(VARIANTS, "spo", Variant(clipped_surrogate, params={"eps": Parameter(0.2, 0.0)}))
+    names = [*VARIANTS]
+    for number, recipe in enumerate([*RECIPES, *ALGORITHMS], start=further):
+        files = (recipe,) if recipe in RECIPES else (STUDY, recipe)
+        before, name = loss_of(*files), names[number % len(names)]
+        loss = loss_of(*files, flags=["--loss-variant", name])
+        check_loss(loss)
+        expected = loss_params(before) if name == before.loss_variant else own(name)
+        assert loss_params(loss) == expected, (recipe.name, name)
+        if recipe in ALGORITHMS:  # the study's recipe clips at 3e-3, which is GSPO's
+            clips = {"eps_low": 3e-3, "eps_high": 3e-3}
+            given = clips if before.loss_variant == "gspo" else own(before.loss_variant)
+            assert loss_params(before) == given
+
+
+def test_naming_another_loss_variant_forgets_the_parameters_of_the_previous_one(parsed):
+    base = "advantage-estimator: ibpo\neps-clip: 3e-3\nloss-param: {a: 1}"
+
+    def clips(flags="", *after):
+        loss = parsed(base, *after, flags=flags).loss
+        return loss.eps_clip, loss.eps_clip_high, loss.loss_param
+
+    assert clips() == (3e-3, None, ("a=1",))
+    assert clips("--loss-variant gspo") == (3e-3, None, ("a=1",)), "the same variant"
+    assert clips("--loss-variant sapo") == (None, None, ())
+    assert clips("--loss-variant=cispo --eps-clip 0.1") == (0.1, None, ()), "given at the same place"
+    assert clips("--advantage-estimator grpo") == (None, None, ()), "the preset's variant has its own"
+    assert clips("--advantage-estimator grpo --loss-variant sapo") == (None, None, ())
+    later = "loss-variant: sapo\nloss-param: {tau_pos: 2.5}"
+    assert clips("", later) == (None, None, ("tau_pos=2.5",))
+    assert loss_params(parsed(base, later).loss) == {"tau_pos": 2.5, "tau_neg": 1.05}
+    method = "advantage-estimator: dapo\neps-clip: 0.1"
+    assert clips("", method) == (0.1, None, ())
+    assert clips("--advantage-estimator ibpo", method) == (None, None, ())
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"loss_variant": "gpso"}, "--loss-variant gpso: unknown loss variant; .*; did you mean 'gspo'"),
+        ({"loss_variant": "sapo", "eps_clip": 0.1}, "'sapo' has no parameter eps_high, eps_low; it has"),
+        ({"loss_param": ("eps_low=wide",)}, "--loss-param eps_low=wide: must be a number"),
+        ({"loss_param": ("eps_low=.1",), "eps_clip": 0.2}, "--loss-param eps_low: is set by --eps-clip"),
+        ({"eps_clip": 2.0}, "eps_low of loss variant 'gspo' must be above 0 and at most 1, is 2.0"),
+    ],
+)
+def test_any_parameter_can_be_set_by_name_and_what_a_variant_does_not_take_is_refused(fields, message):
+    loss = LossConfig(loss_variant="dual-clip", eps_clip=0.1, loss_param=("bound=5", "eps_high=0.3"))
+    assert loss_params(loss) == {"eps_low": 0.1, "eps_high": 0.3, "bound": 5.0}
+    with pytest.raises(ValueError, match=message):
+        check_loss(LossConfig(**fields))
+
+
+MODULE = """
+from megatron_ibpo.loss import Parameter, Variant
+def term(log_ratio, {argument}, advantages, *, width):
+    return -log_ratio * advantages * width, log_ratio > width
+MINE = Variant(token_term=term, params=dict(width=Parameter(0.5, above=0.0)))
+"""
+SPLIT = {"parallel": ParallelConfig(context_parallel_size=2)}
+
+
+@pytest.mark.parametrize(
+    ("argument", "settings", "says"),
+    [
+        ("logprobs", {}, None),
+        ("ref_logprobs", {}, "reads ref_logprobs, which need a reference policy; set --kl-coef above 0"),
+        ("positions", SPLIT, "reads token positions.*context-parallel"),
+        ("_", {}, "term has an argument '_'; a term reads its inputs by these names: log_ratio, logprobs"),
+    ],
+)
+def test_a_variant_of_the_users_own_reads_what_it_can_have(tmp_path, monkeypatch, argument, settings, says):
+    (tmp_path / "my_loss.py").write_text(MODULE.format(argument=argument))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_loss", raising=False)
+    if says:
+        with pytest.raises(ConfigError, match=says):
+            check_loss_of_run(Config(loss=LossConfig(loss_variant="my_loss:MINE"), **settings))
+    else:
+        for flags, width in ([], 0.5), (["--loss-param", "width=0.7"], 0.7):
+            loss = loss_of(STUDY, flags=["--loss-variant", "my_loss:MINE", *flags])
+            assert loss_params(loss) == {"width": width}

@@ -23,71 +23,47 @@ def said(content, **more):
     return {"role": "assistant", "content": content, **more}
 
 
-def called(*expressions, name="calculate"):
-    functions = [{"name": name, "arguments": {"expression": expression}} for expression in expressions]
-    calls = [
-        {"id": f"call_{number}", "type": "function", "function": function}
-        for number, function in enumerate(functions)
-    ]
+def called(*arguments, name="calculate"):
+    """A message that calls the tool with each of these."""
+    functions = [{"name": name, "arguments": one} for one in arguments]
+    calls = [{"id": f"call_{n}", "type": "function", "function": one} for n, one in enumerate(functions)]
     return said("", tool_calls=calls)
 
 
-def calculators_turns(*messages, label="3108"):
-    """Return the contents of the environment's replies, None at the end, and its score."""
-    environment = UseCalculator()
-    opening = environment.reset("What is 37*84?", label, {}, seed=0)
-    assert (list(opening.messages), list(opening.tools)) == (
-        [{"role": "user", "content": "What is 37*84?"}],
-        [CALCULATE],
-    )
-    turns = [environment.step(message) for message in messages]
-    replies = [None if turn.done else [message["content"] for message in turn.messages] for turn in turns]
-    return replies, environment.score()
-
-
-def test_an_answer_of_the_tool_is_told_and_the_last_number_of_the_final_answer_counts():
-    replies, score = calculators_turns(called("37*84"), said("37 times 84 is 3,108."))
-    assert replies == [["3108"], None]
-    assert score == {"score": 1, "tool_errors": 0, "answers_of_the_tool": 1}
+def computed(*expressions, **more):
+    return called(*({"expression": expression} for expression in expressions), **more)
 
 
 @pytest.mark.parametrize(
     ("messages", "replies", "score"),
     [
-        ([said("It is 3000.")], [None], 0),
-        ([said("I do not know.")], [None], 0),
-        ([said("3108")], [None], 1),  # in the head
-        ([called("37*84"), said("-3108")], [["3108"], None], 0),
-        ([called("37*8", "296+1"), said("297")], [["296", "297"], None], 0),
-        ([called("37*"), said("3108")], [[CANNOT_COMPUTE], None], 1),
-        ([called("37*84", name="compute"), said("3108")], [[CANNOT_COMPUTE], None], 1),
-        ([said("<tool_call>", malformed_tool_calls=["{"]), called("1")], [[UNREADABLE], ["1"]], 0),
+        ([computed("37*84"), said("37 times 84 is 3,108.")], [["3108"], None], (1, 0, 1)),  # the last number
+        ([said("It is 3000.")], [None], (0, 0, 0)),
+        ([said("I do not know.")], [None], (0, 0, 0)),
+        ([said("3108")], [None], (1, 0, 0)),  # in the head
+        ([computed("37*84"), said("-3108")], [["3108"], None], (0, 0, 0)),
+        ([computed("37*8", "296+1"), said("297")], [["296", "297"], None], (0, 0, 1)),
+        ([computed("37*"), said("3108")], [[CANNOT_COMPUTE], None], (1, 1, 0)),
+        ([computed("37*84", name="compute"), said("3108")], [[CANNOT_COMPUTE], None], (1, 1, 0)),
+        ([said("<tool_call>", malformed_tool_calls=["{"]), computed("1")], [[UNREADABLE], ["1"]], (0, 0, 0)),
+        ([called("1", {}, [1], {"expression": 1})], [[CANNOT_COMPUTE] * 4], (0, 4, 0)),
     ],
 )
-def test_other_courses_of_an_episode_with_the_tool(messages, replies, score):
-    found, scored = calculators_turns(*messages)
-    assert (found, scored["score"]) == (replies, score)
+def test_courses_of_an_episode_with_the_tool(messages, replies, score):
+    environment, question = UseCalculator(), "What is 37*84?"
+    opening = environment.reset(question, "3108", {}, seed=0)
+    assert [*opening.messages, *opening.tools] == [{"role": "user", "content": question}, CALCULATE]
+    turns = [environment.step(message) for message in messages]
+    assert [None if turn.done else [one["content"] for one in turn.messages] for turn in turns] == replies
+    names = ("score", "tool_errors", "answers_of_the_tool")
+    assert environment.score() == dict(zip(names, score, strict=True))
 
 
-def test_the_tool_answers_arguments_of_any_kind():
-    calls = [
-        {"id": "a", "function": {"name": "calculate", "arguments": arguments}}
-        for arguments in ("1", {}, [1], {"expression": 1})
-    ]
-    assert calculators_turns(said("", tool_calls=calls))[0] == [[CANNOT_COMPUTE] * 4]
-
-
-@pytest.mark.parametrize(
-    ("expression", "value"), [("37*84-5219", -2111), (" 2 * (3 + -4) ", -2), ("99*99+9999", 19800)]
-)
-def test_the_tool_computes(expression, value):
-    assert calculate(expression) == value
-
-
-@pytest.mark.parametrize("wrong", ["", "2**9", "1/2", "1.5", "True", "x", "f(1)", "(" * 99, "9" * 101, "1;2"])
-def test_the_tool_computes_nothing_else(wrong):
-    with pytest.raises(ValueError):  # noqa: PT011 of any text
-        calculate(wrong)
+def test_the_tool_computes_sums_and_products_and_nothing_else():
+    assert [calculate(text) for text in ("37*84-5219", " 2 * (3 + -4) ", "99*99+9999")] == [-2111, -2, 19800]
+    for wrong in ("", "2**9", "1/2", "1.5", "True", "x", "f(1)", "(" * 99, "9" * 101, "1;2"):
+        with pytest.raises(ValueError):  # noqa: PT011 of any text
+            calculate(wrong)
 
 
 @pytest.mark.parametrize(
@@ -108,77 +84,59 @@ def test_a_game_is_won_by_the_number_in_time(guesses, replies, score):
     assert environment.score() == score
 
 
-@pytest.mark.parametrize("prompts", [calculator, guess_number])
-def test_prompts_are_the_same_in_every_call(prompts):
-    held_out = prompts("eval")
-    assert held_out == prompts("eval")
-    assert len(held_out) == 512
-
-
-def test_questions_of_arithmetic_are_held_out_and_labelled_with_their_values():
+def test_prompts_are_the_same_in_every_call_and_held_out_and_labelled_with_their_values():
+    for prompts in (calculator, guess_number):
+        assert prompts("eval") == prompts("eval")
+        assert len(prompts("eval")) == 512
     training, held_out = calculator("train"), calculator("eval")
     assert not {row["prompt"] for row in training} & {row["prompt"] for row in held_out}
     assert all(row["label"] == str(calculate(row["metadata"]["expression"])) for row in held_out)
-
-
-def test_games_are_about_every_number():
     assert {int(row["label"]) for row in guess_number("eval")} == set(range(1, 31))
 
 
 @pytest.mark.parametrize(("lesson", "least", "most"), [(LESSONS[0], 0.2, 0.4), (LESSONS[1], 0.3, 0.6)])
-def test_students_of_demonstrations_solve_some_and_correct_most(lesson, least, most):
-    rows = list(itertools.islice(demonstrations(lesson, "eval"), 300))
+def test_students_of_demonstrations_solve_some_and_correct_most_as_their_environment_scores_it(
+    lesson, least, most
+):
+    rows = [*itertools.islice(demonstrations(lesson, "eval"), 300)]
     scores = [row["score"]["score"] for row in rows]
     alone = [score for number, score in enumerate(scores) if number % 5]
     assert least < sum(alone) / len(alone) < most
     assert sum(scores[::5]) / len(scores[::5]) > 0.85
-
-
-@pytest.mark.parametrize("lesson", LESSONS)
-def test_a_demonstration_ends_as_its_environment_scored_it(lesson):
-    """Played again message by message, the environment says the same and gives the same score."""
-    rows = list(itertools.islice(demonstrations(lesson, "eval"), 50))
-    for question, row in zip(lesson.questions("eval")[:50], rows, strict=True):
+    for question, row in zip(lesson.questions("eval")[:50], rows, strict=False):  # played again
         environment = lesson.environment()
         environment.reset(question["prompt"], question["label"], question["metadata"], seed=0)
         messages = iter(row["messages"][1:])
         for message in messages:
             turn = environment.step(message)
-            assert turn.done or list(turn.messages) == [next(messages) for _ in turn.messages]
+            assert turn.done or [*turn.messages] == [next(messages) for _ in turn.messages]
         assert environment.score() == row["score"]
 
 
 def test_the_tokenizer_writes_every_demonstration_and_comparisons_are_those_of_correction_prompts(tmp_path):
     made = make_agent_tokenizer()
     made.save_pretrained(tmp_path)
+    for checkpoint, file in itertools.product(CHECKPOINTS, ("tokenizer.json", "chat_template.jinja")):
+        assert (checkpoint / file).read_text() == (tmp_path / file).read_text()
+        assert json.loads((checkpoint / "config.json").read_text())["vocab_size"] == 192
     tokenizer = load_tokenizer(tmp_path)
     chat = TemplateChat(tokenizer, [tokenizer.eos_id])
     for lesson in LESSONS:
-        rows = list(itertools.islice(demonstrations(lesson, "eval"), 40))
+        rows = [*itertools.islice(demonstrations(lesson, "eval"), 40)]
         tools = [tool["function"] for tool in rows[0]["tools"]]
         for row in rows:
             text = tokenizer.render_chat(row["messages"], tools=tools)
             assert tokenizer.unk_id not in tokenizer.encode(text)
             assert tokenizer.decode_all(tokenizer.encode(text)) == text
         question = {"role": "user", "content": lesson.questions("eval")[1]["prompt"]}
-        opened, tail = (
-            token_ids(chat.open([question], tools)),
-            tokenizer.encode("<|im_end|>\n<|im_start|>assistant\n"),
-        )
+        opened = token_ids(chat.open([question], tools))
+        tail = tokenizer.encode("<|im_end|>\n<|im_start|>assistant\n")
         prompt = Prompt(0, opened, len(opened) - len(tail), "", "", "", {})
         shown = [episode_text(made, row) for row in rows[1:3]]
         wrong, reference = (token_ids(tokenizer.encode(text)) for text in shown)
         corrected = CorrectionTemplate(tokenizer, num_candidates=2)(prompt, wrong, [reference])
         asked = question | {"content": question["content"] + comparison(shown)}
         assert corrected.tolist() == chat.open([asked], tools)
-
-
-@pytest.mark.parametrize("checkpoint", CHECKPOINTS, ids=lambda path: path.name)
-def test_a_warm_started_agent_has_the_tokenizer_of_the_environments(checkpoint, tmp_path):
-    make_agent_tokenizer().save_pretrained(tmp_path)
-    for file in ("tokenizer.json", "chat_template.jinja"):
-        assert (checkpoint / file).read_text() == (tmp_path / file).read_text()
-    assert json.loads((checkpoint / "config.json").read_text())["vocab_size"] == 192
 
 
 @pytest.mark.slow
@@ -198,6 +156,5 @@ def test_a_run_of_an_agent_trains_on_episodes(tmp_path, monkeypatch, agent, chec
     for row in rows_of(tmp_path / "run"):
         assert row["reward/turns"] > 1
         assert 0 <= row["reward"] < 1
-        assert (
-            row["logprob_diff_abs_mean"] < row["logprob_diff_bound"]
-        )  # of vLLM and the trainer, on every turn
+        # of vLLM and the trainer, on every turn
+        assert row["logprob_diff_abs_mean"] < row["logprob_diff_bound"]

@@ -5,7 +5,6 @@ import shutil
 import signal
 import subprocess
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 import yaml
@@ -50,43 +49,40 @@ def slurm(tmp_path):
         path.chmod(0o755)
     shutil.copy(ROOT / "examples/cluster/slurm.sh", tmp_path / "job.sh")
 
-    def submit(**variables: str) -> subprocess.Popen:
+    def submit(**variables):
         environment = os.environ | {
             "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
             "SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_NODELIST": "node[1-3]", "SLURM_JOB_NUM_NODES": "3",
             "SLURM_JOB_ID": "7", "RUN_DIR": str(tmp_path / "run"), "HF_CHECKPOINT": "/models/a",
             "STATE": "RUNNING",
-        }  # fmt: skip
+        } | variables  # fmt: skip
         command = ["bash", "job.sh", "--lr", "1e-6"]
-        jobs.append(
-            subprocess.Popen(command, cwd=tmp_path, env=environment | variables, start_new_session=True)
-        )
+        jobs.append(subprocess.Popen(command, cwd=tmp_path, env=environment, start_new_session=True))
         return jobs[-1]
 
-    jobs: list[subprocess.Popen] = []
+    jobs = []
     yield submit
     for job in jobs:
         with suppress(ProcessLookupError):
             os.killpg(job.pid, signal.SIGKILL)
 
 
-def lines(path: Path) -> list[str]:
+def lines(path):
     return path.read_text().splitlines() if path.exists() else []
 
 
 def test_a_slurm_job_is_saved_before_its_time_is_up_and_goes_on_afterwards(slurm, tmp_path):
+    started, requeued = tmp_path / "started", tmp_path / "requeued"
     job = slurm()
-    assert eventually(lambda: len(lines(tmp_path / "started")) == 3, seconds=20)
-    assert sorted(lines(tmp_path / "started")) == [f"{n} of 3 at 127.0.0.1: --lr 1e-6" for n in range(3)]
+    assert eventually(lambda: len(lines(started)) == 3, seconds=20)
+    assert sorted(lines(started)) == [f"{n} of 3 at 127.0.0.1: --lr 1e-6" for n in range(3)]
     job.send_signal(signal.SIGTERM)
     assert job.wait(20) == 130
-    assert lines(tmp_path / "started")[3:] == ["saved"]
-    assert lines(tmp_path / "requeued") == ["7"]
-
-    (tmp_path / "started").unlink()
+    assert (lines(started)[3:], lines(requeued)) == (["saved"], ["7"])
+    started.unlink()
     assert slurm(ENDS="0").wait(20) == 0
-    assert lines(tmp_path / "started")[0].endswith(f": --lr 1e-6 --load {tmp_path / 'run'}")
-    assert lines(tmp_path / "requeued") == ["7"], "what is finished is not started again"
+    assert lines(started)[0].endswith(f": --lr 1e-6 --load {tmp_path / 'run'}")
+    assert lines(requeued) == ["7"], "what is finished is not started again"
 
 
 @pytest.mark.parametrize(
@@ -106,26 +102,23 @@ def test_a_slurm_job_is_requeued_where_that_can_help(slurm, tmp_path, variables,
 def test_the_job_of_kuberay_is_one_that_can_be_run(tmp_path, monkeypatch):
     """Its flags are ours, and what starts it adds --load once there is something to load."""
     job, policy = yaml.safe_load_all((ROOT / "examples/cluster/kuberay.yaml").read_text())
+    cluster = job["spec"]["rayClusterSpec"]
     assert (job["kind"], policy["kind"]) == ("RayJob", "NetworkPolicy")
-    assert job["spec"]["rayClusterSpec"]["authOptions"] == {"mode": "token"}
-    head = job["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]
-    (workers,) = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
-    assert head == workers["template"]
+    assert cluster["authOptions"] == {"mode": "token"}
+    head = cluster["headGroupSpec"]["template"]
+    assert [head] == [workers["template"] for workers in cluster["workerGroupSpecs"]]
     assert policy["spec"]["podSelector"]["matchLabels"] == head["metadata"]["labels"]
-
-    checkout = tmp_path / "opt"
-    (checkout / "tools").mkdir(parents=True)
+    checkout, run_dir = tmp_path / "opt", tmp_path / "run"
+    for directory in (checkout / "tools", run_dir):
+        directory.mkdir(parents=True)
     (checkout / "tools/ibpo.sh").write_text('printf "%s\\n" "$@" >"$RUN_DIR/../words"\n')
     shutil.copytree(ROOT / "examples/cluster", checkout / "examples/cluster")
     words = job["spec"]["entrypoint"].replace("/opt/megatron_ibpo", str(checkout)).split()
-    run_dir = tmp_path / "run"
-    run_dir.mkdir()
     monkeypatch.setenv("RUN_DIR", str(run_dir))
     for begun in (False, True):
         subprocess.run(words, check=True, timeout=20)
         command, *flags = (tmp_path / "words").read_text().splitlines()
-        assert command == "train"
-        assert ("--load" in flags) == begun
+        assert (command, "--load" in flags) == ("train", begun)
         config = parse_config([flag.replace(str(checkout), str(ROOT)) for flag in flags])
         assert (config.run.run_dir, config.run.load) == (run_dir, run_dir if begun else None)
         (run_dir / "journal").mkdir(exist_ok=True)

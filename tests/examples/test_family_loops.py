@@ -1,6 +1,7 @@
-"""Every family goes through the whole loop: three steps of a tiny random model with vLLM, in two processes,
-each update compared with what the engine holds. So do adapters, and the layer for multi-token prediction."""
+"""The whole loop with every family, adapters, multi-token prediction, and methods that sample further."""
 
+import json
+import math
 import shutil
 import subprocess
 import sys
@@ -9,12 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from support.example_runs import rows_of, train_three_steps
+from support.documented_modules import write_modules
+from support.example_runs import finished, rows_of, start_script, train_three_steps
 from support.mtp_checkpoints import with_mtp
 from support.paths import ROOT
 from support.tiny_models import LLAMA_3, make_glm4_moe, make_gpt_oss, make_llama, make_qwen2, make_qwen3_moe
 
-pytestmark = [pytest.mark.engine, pytest.mark.ray]
+pytestmark = [pytest.mark.engine, pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(2000)]
 
 MODELS = {
     "llama": lambda directory: make_llama(directory, 1, biased=True, rope=LLAMA_3),
@@ -26,29 +28,34 @@ MODELS = {
 }
 
 
-@pytest.mark.slow
+def weights_of(*directories):
+    """The tensors of checkpoints of one shape."""
+    found = [load_file(directory / "model.safetensors") for directory in directories]
+    assert found[0].keys() == found[1].keys()
+    return found
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_three_steps_of_the_loop(tmp_path, name):
     model = MODELS[name](tmp_path / "model")
     experts = ["--expert-model-parallel-size", "2"] if "moe" in name or name == "gpt_oss" else []
     for row in train_three_steps(tmp_path, model, *experts):
         assert row["logprob_diff_abs_max"] < 1e-4  # of vLLM's and the trainer's, both in float32
-    before, after = (load_file(path / "model.safetensors") for path in (model, tmp_path / "run/hf"))
-    assert before.keys() == after.keys()
+    before, after = weights_of(model, tmp_path / "run/hf")
     same = {tensor for tensor in before if torch.equal(before[tensor], after[tensor])}
     assert same == {tensor for tensor in before if tensor.endswith("e_score_correction_bias")}
 
 
 NEXT = ROOT / "examples/tiny_qwen3_next"
-NEXT_FLAGS = [
-    "--config", str(ROOT / "examples/recipes/tiny_qwen3_next_ibpo.yaml"), "--hf-checkpoint", str(NEXT),
-    "--rollout-batch-size", "8", "--eval-num-prompts", "8", "--check-weight-update-equal",
-]  # fmt: skip
 
 
 def run_next(run_dir, *flags):
-    command = [sys.executable, "-m", "megatron_ibpo.commands.train", *NEXT_FLAGS, "--run-dir", str(run_dir)]
-    subprocess.run([*command, *flags], cwd=ROOT, check=True, timeout=280)
+    command = [
+        sys.executable, "-m", "megatron_ibpo.commands.train", "--run-dir", run_dir, "--hf-checkpoint", NEXT,
+        "--config", "examples/recipes/tiny_qwen3_next_ibpo.yaml", "--rollout-batch-size", "8",
+        "--eval-num-prompts", "8", "--check-weight-update-equal", *flags,
+    ]  # fmt: skip
+    subprocess.run(command, cwd=ROOT, check=True, timeout=280)
     rows = rows_of(run_dir)
     for row in rows:
         assert row["grad_norm"] > 0
@@ -56,7 +63,6 @@ def run_next(run_dir, *flags):
     return rows
 
 
-@pytest.mark.slow
 def test_adapters_are_trained_sampled_from_resumed_and_read_by_peft(tmp_path):
     """TP2 and EP2. What PEFT makes of the last adapters is the exported model."""
     import transformers
@@ -64,17 +70,14 @@ def test_adapters_are_trained_sampled_from_resumed_and_read_by_peft(tmp_path):
 
     lora = ["--lora-rank", "4", "--lr", "3e-3", "--save-interval", "2"]
     rows = run_next(tmp_path / "run", "--num-rollout", "2", *lora)
-    again = ["--num-rollout", "3", "--load", str(tmp_path / "run" / "checkpoints")]
-    resumed = run_next(tmp_path / "resumed", *lora, *again)
-    assert [row["step"] for row in rows + resumed] == [1, 2, 3]
-
-    origin, merged = (load_file(path / "model.safetensors") for path in (NEXT, tmp_path / "resumed/hf"))
-    assert origin.keys() == merged.keys()
+    again = ["--num-rollout", "3", "--load", tmp_path / "run" / "checkpoints"]
+    rows += run_next(tmp_path / "resumed", *lora, *again)
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    origin, merged = weights_of(NEXT, tmp_path / "resumed/hf")
     moved = {name for name in origin if not torch.equal(origin[name], merged[name])}
     assert any("experts.3.down_proj" in name for name in moved)
     assert any("in_proj_qkvz" in name for name in moved)
     assert not [name for name in moved if "norm" in name or "embed" in name or ".gate." in name]
-
     tokens = torch.randint(3, 64, (2, 40), generator=torch.Generator().manual_seed(0))
     load = transformers.AutoModelForCausalLM.from_pretrained
     with torch.no_grad():
@@ -88,15 +91,71 @@ def test_adapters_are_trained_sampled_from_resumed_and_read_by_peft(tmp_path):
     assert effect > 1
 
 
-@pytest.mark.slow
 def test_the_layer_for_multi_token_prediction_learns_beside_the_policy(tmp_path):
     model = shutil.copytree(NEXT, tmp_path / "model")
     with_mtp(model, seed=1)
-    flags = ["--hf-checkpoint", str(model), "--mtp-num-layers", "1", "--num-rollout", "4"]
+    flags = ["--hf-checkpoint", model, "--mtp-num-layers", "1", "--num-rollout", "4"]
     rows = run_next(tmp_path / "run", *flags)
     losses = [row["mtp_loss"] for row in rows]
     print("mtp_loss", losses, "mtp_acceptance", [row["mtp_acceptance"] for row in rows])
     assert losses[-1] < losses[0]
-    before, after = (load_file(path / "model.safetensors") for path in (model, tmp_path / "run/hf"))
-    assert before.keys() == after.keys()
+    before, after = weights_of(model, tmp_path / "run/hf")
     assert all(not torch.equal(before[name], after[name]) for name in before if name.startswith("mtp."))
+
+
+SMALL = [
+    "--num-rollout", "3", "--rollout-batch-size", "8", "--n-samples-per-prompt", "4", "--num-trainers", "1",
+    "--num-steps-per-rollout", "1", "--eval-num-prompts", "0", "--vllm-dtype", "float32",
+]  # fmt: skip
+
+
+def steps_of(run_dir, *flags, **settings):
+    """The metrics of each step of a run."""
+    status, output = finished(start_script(run_dir, *SMALL, *flags, script="run.sh", **settings), 900)
+    assert status == 0, output[-5000:]
+    rows = rows_of(run_dir)
+    assert rows[-1]["step"] == 3
+    assert all(math.isfinite(row[name]) for row in rows for name in ("loss", "grad_norm", "entropy"))
+    assert all(row["updates_skipped"] == 0 for row in rows)
+    return rows
+
+
+def recipe(name):
+    return "--config", str(ROOT / "examples/algorithms" / f"{name}.yaml")
+
+
+def test_a_gated_run_goes_on_as_if_it_had_not_stopped(tmp_path):
+    every = ("--save-interval", "1", "--keep-checkpoints", "3")
+    whole = steps_of(tmp_path / "whole", *recipe("ibpo_gated"), *every)
+    checkpoint = tmp_path / "whole/checkpoints/step_000002"
+    remembered = json.loads((checkpoint / "run_state.json").read_text())["remembered"]
+    assert sum(tries for _, tries in remembered.values()) > 0
+    again = ("--load", str(checkpoint), "--no-save")
+    resumed = steps_of(tmp_path / "resumed", *recipe("ibpo_gated"), *again)
+    assert sum(row["gated_pairs"] for row in whole) > 0
+    for name in ("reward", "corrections", "gated_pairs", "tokens_corrections"):
+        assert resumed[-1].get(name) == whole[-1].get(name), name
+
+
+@pytest.mark.parametrize(
+    ("name", "counted"),
+    [
+        ("ibpo_plain_prompt", "joined_corrections"),
+        ("critique_grpo", "joined_corrections"),
+        ("self_teacher", "teacher_tokens"),
+        ("reset_groups", "reset_suffixes"),
+    ],
+)
+def test_methods_that_ask_for_further_samples_or_passes_get_them(name, counted, tmp_path):
+    """How many they should be is told by hand in tests/credit."""
+    rows = steps_of(tmp_path / "run", *recipe(name), "--no-save")
+    assert sum(row[counted] for row in rows) > 0
+    assert all(row.get("reset_reward_errors", 0) == 0 for row in rows)
+
+
+def test_an_engine_of_ones_own_samples_a_run_under_ray(tmp_path):
+    """The one of docs/extending.md, as its page says: a file in the directory where one stands."""
+    write_modules(tmp_path)
+    steps_of(tmp_path / "run", "--rollout-backend", "counted_engine:CountedEngine", directory=tmp_path)
+    counts = (tmp_path / "run/logs/engine_0.requests").read_text().split()
+    assert sum(map(int, counts)) >= 3 * 8 * 4, "every response and correction"

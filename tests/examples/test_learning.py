@@ -1,6 +1,5 @@
 """Training raises the reward: a whole run of the lean back end, from samples to weights and back."""
 
-import json
 import os
 import subprocess
 import sys
@@ -9,11 +8,9 @@ from statistics import mean
 
 import pytest
 
+from support.example_runs import rows_of
 from support.paths import ROOT, TESTS
 
-pytestmark = pytest.mark.ray
-
-HERE = Path(__file__).resolve().parent
 FLAGS = (
     "--config", "examples/recipes/tiny_qwen3_study.yaml", "--rollout-backend", "lean",
     "--rm-type", "test_learning:minus_signs", "--reward-threshold", "0.6", "--reward-workers", "1",
@@ -28,20 +25,16 @@ def minus_signs(question, response, label, metadata):
     return response.count("-") / max(8, len(response))
 
 
+@pytest.mark.ray
 def test_ten_steps_raise_a_reward_of_a_tenth_to_four_tenths(tmp_path):
     """The bounds leave a margin: .12 and .45 with this seed, .12 and .41 with the next."""
+    command = [sys.executable, "-m", "megatron_ibpo.commands.train", *FLAGS, "--run-dir", str(tmp_path)]
+    paths = {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, TESTS, Path(__file__).parent)))}
     done = subprocess.run(
-        [sys.executable, "-m", "megatron_ibpo.commands.train", *FLAGS, "--run-dir", str(tmp_path)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT, TESTS, HERE)))},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
+        command, cwd=ROOT, env=os.environ | paths, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    rewards = [row["reward"] for row in rows if row["kind"] == "step"]
+    rewards = [row["reward"] for row in rows_of(tmp_path)]
     assert len(rewards) == 10
     assert mean(rewards[:3]) < 0.2
     assert mean(rewards[-3:]) > 0.3

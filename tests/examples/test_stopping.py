@@ -14,17 +14,8 @@ import psutil
 import pytest
 from chaos.processes import by_kind, shared_memory_of
 
-from support.example_runs import (
-    ONE_TRAINER,
-    SMALL,
-    engines_among,
-    finished,
-    rows_of,
-    start_script,
-    started_by,
-    still_running,
-    wait_for_step,
-)
+from support import example_runs as runs
+from support.example_runs import ONE_TRAINER, SMALL, rows_of, start_script, wait_for_step
 from support.waiting import eventually
 
 pytestmark = [pytest.mark.engine, pytest.mark.ray, pytest.mark.slow]
@@ -44,112 +35,104 @@ def scratch(monkeypatch):
         assert new <= shared_memory_of(psutil.process_iter()), "shared memory that no process uses any more"
 
 
-def listening(process):
-    return [
-        ip_address(socket.laddr.ip)
-        for socket in process.net_connections(kind="inet")
-        if socket.status == psutil.CONN_LISTEN or socket.type.name == "SOCK_DGRAM"
-    ]
+def run_until(run_dir, step, *flags):
+    process = start_script(run_dir, *flags)
+    wait_for_step(run_dir, step, process)
+    return process, runs.started_by(process)
 
 
 def has_engines(process):
     with contextlib.suppress(psutil.Error):  # one that has just ended
-        return bool(engines_among(started_by(process)))
-    return False
+        return runs.engines_among(runs.started_by(process))
 
 
 def saved_steps(run_dir):
     return [int(path.name.removeprefix("step_")) for path in sorted((run_dir / "checkpoints").glob("step_*"))]
 
 
-def is_loopback(address):
-    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
+def read_until(process, words):
+    while words not in (line := process.stdout.readline()):
+        assert line, "it ended before"
 
 
-def test_all_of_a_run_on_one_machine_listens_on_loopback_and_ends_at_sigterm(tmp_path, scratch):
-    """The signal goes to the whole process group, as `kill %1` and `timeout` send it."""
+def output_of_end(process, status, *, timeout=100, started=()):
+    found, output = runs.finished(process, timeout)
+    assert found == status, output[-5000:]
+    assert runs.still_running(started) == []
+    return output
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_all_of_a_run_on_one_machine_listens_on_loopback_and_ends_at_a_signal(tmp_path, scratch, number):
+    """It goes to the whole process group, as a terminal, `kill %1` and `timeout` send it."""
     run_dir = tmp_path / "run"
-    process = start_script(run_dir, *LONG)
-    wait_for_step(run_dir, 1, process)
-    started = started_by(process)
-    addresses = {one.pid: listening(one) for one in [psutil.Process(process.pid), *started]}
-    assert sum(map(len, addresses.values())) > 10
-    assert all(is_loopback(address) for found in addresses.values() for address in found), addresses
-    os.killpg(process.pid, signal.SIGTERM)
-    status, output = finished(process, 100)
-    assert status == 130, output[-5000:]
-    assert saved_steps(run_dir)[-1] == rows_of(run_dir)[-1]["step"]
+    process, started = run_until(run_dir, 1, *LONG)
+    addresses = [
+        ip_address(socket.laddr.ip)
+        for one in [psutil.Process(process.pid), *started]
+        for socket in one.net_connections(kind="inet")
+        if socket.status == psutil.CONN_LISTEN or socket.type.name == "SOCK_DGRAM"
+    ]
+    assert len(addresses) > 10
+    assert all((getattr(address, "ipv4_mapped", None) or address).is_loopback for address in addresses)
+    os.killpg(process.pid, number)
+    output, taken = output_of_end(process, 130, started=started), rows_of(run_dir)[-1]["step"]
+    assert saved_steps(run_dir)[-1] == taken
+    assert f"To resume after step {taken} " in output
+    assert f"--load {run_dir}" in output
     assert json.loads((run_dir / "summary.json").read_text())["status"] == "interrupted"
-    assert still_running(started) == []
 
 
 def test_a_closed_terminal_loses_no_step(tmp_path, scratch):
     run_dir = tmp_path / "run"
-    process = start_script(run_dir, *LONG, *ONE_TRAINER)
-    wait_for_step(run_dir, 1, process)
-    started = started_by(process)
+    process, started = run_until(run_dir, 1, *LONG, *ONE_TRAINER)
     process.stdout.close()
     os.killpg(process.pid, signal.SIGHUP)
     assert process.wait(100) == 130
     assert saved_steps(run_dir)[-1] == rows_of(run_dir)[-1]["step"]
     assert "interrupted: " in (run_dir / "hangup.log").read_text()
-    assert still_running(started) == []
+    assert runs.still_running(started) == []
 
 
-def test_a_signal_while_engines_start_ends_the_run_at_once(tmp_path, scratch):
-    process = start_script(tmp_path / "run", *LONG, *ONE_TRAINER)
-    assert eventually(lambda: has_engines(process), seconds=100)
-    started = started_by(process)
-    os.killpg(process.pid, signal.SIGINT)
-    status, output = finished(process, 60)
-    assert status == 130, output[-5000:]
-    assert "Traceback" not in output
-    assert still_running(started) == []
-    assert not (tmp_path / "run/metrics.jsonl").exists() or rows_of(tmp_path / "run") == []
-
-
-def test_a_signal_cuts_the_first_evaluation_short(tmp_path, scratch):
-    flags = [*SMALL, *ONE_TRAINER, "--eval-num-prompts", "20000"]
-    process = start_script(tmp_path / "run", *flags)
-    while "trainers 0, engines 0" not in (line := process.stdout.readline()):
-        assert line, "it ended before it began"
-    started = started_by(process)
-    os.killpg(process.pid, signal.SIGTERM)
-    status, output = finished(process, 60)
-    assert status == 130, output[-5000:]
-    assert "Traceback" not in output
-    assert rows_of(tmp_path / "run", "evaluation") == []
-    assert still_running(started) == []
+@pytest.mark.parametrize("moment", ["engines start", "first evaluation"])
+def test_a_signal_before_the_first_step_ends_the_run_at_once(tmp_path, scratch, moment):
+    if moment == "engines start":
+        process = start_script(tmp_path / "run", *LONG, *ONE_TRAINER)
+        assert eventually(lambda: has_engines(process), seconds=100)
+    else:
+        process = start_script(tmp_path / "run", *SMALL, *ONE_TRAINER, "--eval-num-prompts", "20000")
+        read_until(process, "trainers 0, engines 0")
+    started = runs.started_by(process)
+    os.killpg(process.pid, signal.SIGINT if moment == "engines start" else signal.SIGTERM)
+    assert "Traceback" not in output_of_end(process, 130, timeout=60, started=started)
+    assert rows_of(tmp_path / "run") == rows_of(tmp_path / "run", "evaluation") == []
 
 
 def test_trainers_that_are_killed_again_and_again_end_the_run_and_are_named(tmp_path, scratch):
     run_dir = tmp_path / "run"
-    process = start_script(run_dir, *LONG)
-    wait_for_step(run_dir, 1, process)
-    started, killed = set(started_by(process)), []
+    process, started = run_until(run_dir, 1, *LONG)
+    started, killed = {*started}, []
     while process.poll() is None and len(killed) < 20:
-        here = started_by(process)
+        here = runs.started_by(process)
         started |= set(here)
         for trainer in by_kind(here)["trainer"][:1]:
             killed.append(trainer.pid)
             trainer.kill()
         time.sleep(0.2)
-    status, output = finished(process, 100)
-    assert status == 1, output[-5000:]
+    output = output_of_end(process, 1, started=started)
     assert "all trainers start again from the last checkpoint" in output
     assert "the trainers are back" not in output
-    said = [f"was killed by SIGKILL (process {pid} on 127.0.0.1)" for pid in killed]
-    assert any(words in output for words in said)
     assert "out-of-memory killer" in output
     assert "its memory had reached" in output
     ended = json.loads((run_dir / "summary.json").read_text())["status"]
+    said = [f"was killed by SIGKILL (process {pid} on 127.0.0.1)" for pid in killed]
+    assert any(words in output for words in said)
     assert any(words in ended for words in said)
-    assert still_running(started) == []
 
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A file system of its own with 120 MB, and what fills it up."""
+    """A file system of its own with 120 MB."""
     place = tmp_path / "disk"
     place.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=120m", "none", place], check=False).returncode:
@@ -168,32 +151,26 @@ def fill(place):
 def test_a_run_waits_for_room_on_its_disk(small_disk, scratch):
     run_dir = small_disk / "run"
     flags = [*SMALL, *ONE_TRAINER, "--eval-num-prompts", "0", "--num-rollout", "6", "--save-interval", "2"]
-    process = start_script(run_dir, *flags)
-    wait_for_step(run_dir, 1, process)
+    process, _ = run_until(run_dir, 1, *flags)
     fill(small_disk)
-    while "the disk is full" not in (line := process.stdout.readline()):
-        assert line, "it ended"
+    read_until(process, "the disk is full")
     (small_disk / "filling").unlink()
-    status, output = finished(process, 100)
-    assert status == 0, output[-5000:]
-    assert "the disk has space again" in output
+    assert "the disk has space again" in output_of_end(process, 0)
     assert [row["step"] for row in rows_of(run_dir)] == [1, 2, 3, 4, 5, 6]
     assert saved_steps(run_dir) == [4, 6]
 
 
 def test_a_run_whose_disk_stays_full_stops_with_a_summary_and_nothing_in_part(small_disk, scratch):
     run_dir = small_disk / "run"
-    process = start_script(run_dir, *LONG, *ONE_TRAINER, "--save-interval", "1", "--disk-wait", "3")
-    wait_for_step(run_dir, 2, process)
+    process, _ = run_until(run_dir, 2, *LONG, *ONE_TRAINER, "--save-interval", "1", "--disk-wait", "3")
     fill(small_disk)
-    status, output = finished(process, 100)
-    assert status == 1, output[-5000:]
+    output = output_of_end(process, 1)
     assert "Traceback" not in output
     assert "error: the disk stayed full for 3 s (--disk-wait)" in output
     assert output.count("the disk stayed full") == 1, "said once"
     for checkpoint in (run_dir / "checkpoints").glob("step_*"):
         assert json.loads((checkpoint / "run_state.json").read_text())["step"] > 0
-    assert [row["step"] for row in rows_of(run_dir)]  # every line is JSON
+    assert rows_of(run_dir)  # every line is JSON
     assert not (run_dir / "summary.json").exists() or json.loads((run_dir / "summary.json").read_text())
     (log,) = scratch.glob("ibpo-*.log")  # since there is no room for it in the run's directory
     assert str(log) in output

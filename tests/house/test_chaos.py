@@ -1,5 +1,4 @@
-"""The campaign of kills (tests/chaos.sh) concludes the right things from a journal and from its own
-records."""
+"""The campaign of kills (tests/chaos.sh) concludes the right things from a journal and its own records."""
 
 import errno
 import os
@@ -16,33 +15,30 @@ from megatron_ibpo.journal import ClosedBatch, DroppedGroup, Journal
 from support.journals import group, make_sample, response
 
 
-def audited(directory, *batches, under_way=()):
-    """The problems of two steps on three prompts, given a journal whose steps train on these groups, one
-    response each; all of it is kept."""
-    with Journal(directory, 2**30, "{}", 0) as journal:
-        for step, closed in enumerate(batches, start=1):
-            for one in closed:
-                journal.sampled(response(one.prompt_index, attempt=one.attempt), make_sample(step))
-            journal.closed(ClosedBatch(step, tuple(closed)))
+@pytest.mark.parametrize(
+    ("batches", "under_way", "problems"),
+    [
+        (([0, 2], [1]), [], []),
+        (([0], [1]), [[2, 1]], []),
+        (([0], [1]), [], ["prompt 2 is lost"]),
+        (([0, 2], [1, 0]), [], ["(0, 0) was trained at steps 1 and 2"]),
+        (([0, 2], [1, (0, 1)]), [], ["prompt 0 was trained twice, under two attempts"]),
+        (([0, 1, 2],), [], ["2 steps were taken, the journal has whole batches of [1]"]),
+    ],
+)
+def test_a_prompt_lost_or_trained_twice_is_found_and_a_step_that_the_journal_lacks(
+    tmp_path, batches, under_way, problems
+):
+    """Of two steps on three prompts, given the prompts of their groups, one of another attempt."""
+    with Journal(tmp_path, 2**30, "{}", 0) as journal:
+        for step, prompts in enumerate(batches, start=1):
+            pairs = [prompt if isinstance(prompt, tuple) else (prompt, 0) for prompt in prompts]
+            for prompt, attempt in pairs:
+                journal.sampled(response(prompt, attempt=attempt), make_sample(step))
+            closed = tuple(group(prompt, attempt=attempt) for prompt, attempt in pairs)
+            journal.closed(ClosedBatch(step, closed))
             journal.saved(step)  # from here on the writer itself forgets what was trained
-    return audit(directory, steps=2, responses=1, sampling={"cursor": 3, "open": under_way})
-
-
-def test_every_prompt_trained_once_or_under_way_is_as_it_must_be(tmp_path):
-    assert audited(tmp_path / "a", [group(0), group(2)], [group(1)]) == []
-    assert audited(tmp_path / "b", [group(0)], [group(1)], under_way=[[2, 1]]) == []
-
-
-def test_a_prompt_lost_or_trained_twice_is_found_and_a_step_that_the_journal_lacks(tmp_path):
-    for number, (problem, batches) in enumerate({
-        "prompt 2 is lost": ([group(0)], [group(1)]),
-        "(0, 0) was trained at steps 1 and 2": ([group(0), group(2)], [group(1), group(0)]),
-        "prompt 0 was trained twice, under two attempts": (
-            [group(0), group(2)], [group(1), group(0, attempt=1)]
-        ),
-        "2 steps were taken, the journal has whole batches of [1]": ([group(0), group(1), group(2)],),
-    }.items()):  # fmt: skip
-        assert audited(tmp_path / str(number), *batches) == [problem]
+    assert audit(tmp_path, steps=2, responses=1, sampling={"cursor": 3, "open": under_way}) == problems
 
 
 def test_lost_samples_of_a_group_are_found(tmp_path):
@@ -52,49 +48,35 @@ def test_lost_samples_of_a_group_are_found(tmp_path):
         journal.closed(ClosedBatch(1, (group(0),), (DroppedGroup(1, 0, "expired"),)))
         journal.sampled(response(2), make_sample(3))
     problems = audit(tmp_path, steps=1, responses=1, sampling={"cursor": 3, "open": [[1, 1]]})
-    assert problems == [
-        "samples of (2, 0) stand in the journal, but it is in no batch, nor open",
-        "prompt 2 is lost",
-    ]
-
-
-def kill(run, victim="engine", signal="SIGKILL", **more):
-    return {"kind": "kill", "seed": 7, "run": run, "victim": victim, "signal": signal, **more}
+    lost = "samples of (2, 0) stand in the journal, but it is in no batch, nor open"
+    assert problems == [lost, "prompt 2 is lost"]
 
 
 def test_a_campaign_goes_on_after_its_last_run(tmp_path):
-    path = tmp_path / "chaos.jsonl"
+    path, kill = tmp_path / "chaos.jsonl", {"kind": "kill", "victim": "engine", "signal": "SIGKILL"}
     assert so_far(read(path), seed=7) == (0, 0)
-    append(path, [kill(0), kill(0), {"kind": "run", "seed": 7, "run": 0}])
-    append(path, [{"kind": "kill", "seed": 8, "run": 4}])
+    append(path, [kill | {"seed": 7, "run": 0}] * 2 + [{"kind": "run", "seed": 7, "run": 0}])
+    append(path, [kill | {"seed": 8, "run": 4}])
     assert so_far(read(path), seed=7) == (2, 1)
 
 
-GONE = Fault("gcs", "SIGKILL")
 SAID = "step 7/80\nerror: Ray's GCS server on this machine has died; start the run again\n"
 
 
-def test_a_run_that_cannot_go_on_ends_with_status_1_and_a_line_in_time():
-    assert wrong_end(GONE, 1, 5.0, SAID) == []
-    assert wrong_end(GONE, 0, 5.0, SAID) == [f"SIGKILL of gcs ended the run with 0, not 1: {SAID[10:-1]}"]
-    assert wrong_end(GONE, 1, 500.0, SAID) == ["after SIGKILL of gcs the run took 500 s to end"]
-    (problem,) = wrong_end(GONE, 1, 5.0, "step 7/80\n")
-    assert "said 0 lines of what is wrong" in problem
-    (problem,) = wrong_end(GONE, 1, 5.0, "Traceback (most recent call last):\n" + SAID)
-    assert "a traceback 1 times" in problem
-
-
-@pytest.mark.parametrize("victim", ["engine", "driver", "start", "gcs"])
-def test_no_fault_is_bad_input(victim):
-    (problem,) = wrong_end(Fault(victim, "SIGKILL"), 2, 5.0, "error: Ray does not start\n")
-    assert problem == f"SIGKILL of {victim} ended the run as if its input were bad: error: Ray does not start"
-
-
-def test_only_what_may_end_a_run_does():
+def test_a_run_that_cannot_go_on_ends_with_status_1_and_a_line_in_time_and_nothing_else_ends_one():
+    gone = Fault("gcs", "SIGKILL")
+    assert wrong_end(gone, 1, 5.0, SAID) == []
+    assert wrong_end(gone, 0, 5.0, SAID) == [f"SIGKILL of gcs ended the run with 0, not 1: {SAID[10:-1]}"]
+    assert wrong_end(gone, 1, 500.0, SAID) == ["after SIGKILL of gcs the run took 500 s to end"]
+    assert "said 0 lines of what is wrong" in wrong_end(gone, 1, 5.0, "step 7/80\n")[0]
+    assert "a traceback 1 times" in wrong_end(gone, 1, 5.0, "Traceback (most recent call last):\n" + SAID)[0]
     assert wrong_end(Fault("driver", "SIGKILL"), -9, 0.1, "") == []
     assert wrong_end(Fault("start", "busy"), -9, 0.1, "") == []
     assert wrong_end(Fault("gcs", "SIGSTOP"), 1, 5.0, SAID) != []
     assert wrong_end(Fault("engine", "SIGKILL"), 1, 5.0, SAID) != []
+    for victim in ("engine", "driver", "start", "gcs"):
+        (problem,) = wrong_end(Fault(victim, "SIGKILL"), 2, 5.0, "error: Ray does not start\n")
+        assert problem.startswith(f"SIGKILL of {victim} ended the run as if its input were bad: error: Ray")
 
 
 WRITES = """
@@ -103,11 +85,10 @@ below, failing, code = sys.argv[1:]
 file = os.open(f"{below}/a", os.O_WRONLY | os.O_CREAT)
 os.write(file, b"whole")
 open(failing, "w").write(code)
-changes = [
+for change in (
     lambda: os.write(file, b"x"), lambda: os.fsync(file), lambda: open(f"{below}/b", "w"),
     lambda: os.mkdir(f"{below}/c"), lambda: os.rename(f"{below}/a", f"{below}/d"),
-]
-for change in changes:
+):
     try:
         change()
     except OSError as error:
@@ -119,14 +100,13 @@ print(open(f"{below}/a").read())
 """
 
 
-def test_a_disk_fails_below_the_run_while_it_is_told_to(tmp_path):
+@pytest.mark.parametrize("code", [errno.EIO, errno.EROFS])
+def test_a_disk_fails_below_the_run_while_it_is_told_to(tmp_path, code):
     library, below, failing = failing_disk(tmp_path), tmp_path / "run", tmp_path / "failing"
     if library is None:
         pytest.skip("no C compiler")
     below.mkdir()
     told = {"LD_PRELOAD": str(library), "CHAOS_BELOW": f"{below}/", "CHAOS_FAILING": str(failing)}
-    for code in (errno.EIO, errno.EROFS):
-        command = [sys.executable, "-c", WRITES, str(below), str(failing), str(code)]
-        done = subprocess.run(command, env=os.environ | told, capture_output=True, text=True, check=True)
-        assert done.stdout.splitlines() == [str(code)] * 5 + ["whole", "whole again"]
-        (below / "a").unlink()
+    command = [sys.executable, "-c", WRITES, str(below), str(failing), str(code)]
+    said = subprocess.check_output(command, env=os.environ | told, text=True)
+    assert said.splitlines() == [str(code)] * 5 + ["whole", "whole again"]

@@ -1,5 +1,10 @@
-"""The examples of docs/extending.md and docs/rewards.md do what the pages say, as they stand there."""
+"""The examples of docs/extending.md, rewards.md and python.md do what the pages say, as they stand there."""
 
+import json
+import os
+import re
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -11,9 +16,11 @@ from megatron_ibpo.credit import fill_batch, find_group_filter
 from megatron_ibpo.data import DataError, open_source
 from megatron_ibpo.data.tokenizer import HuggingFaceTokenizer
 from megatron_ibpo.engines.registry import check_engine, engine_needs, samples_in_trainer, start_engine
+from megatron_ibpo.report import read_rows
 from megatron_ibpo.rewards import LabelError, Score, check_labels, extracted_answer, open_verifier
 from support.credit_cases import GSPO, RIGHT, Loop, algorithm, by_kind, group, prompt, scored, token_weights
 from support.documented_modules import write_modules
+from support.paths import ROOT
 
 
 @pytest.fixture(autouse=True)
@@ -24,42 +31,39 @@ def modules(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
 
 
-def rewards(data, *pairs):
-    with open_verifier(data) as verifier:
-        return [(score.reward, score.correct) for score in verifier.score(pairs)]
+ASKED = prompt()
+"""Its label is 13."""
 
 
-def test_the_reward():
-    asked = prompt()  # its label is 13
-    data = DataConfig(rm_type="short_answers:score", reward_threshold=0.9)
-    found = rewards(data, (asked, "it is 13"), (asked, "it is 14"), (asked, "well " * 60 + "13"))
-    assert found == [(1.0, True), (0.0, False), (0.9, True)]
-
-
-def test_the_batched_reward():
-    asked = prompt()
-    found = rewards(DataConfig(rm_type="many_answers:score"), *[(asked, f"{n}!") for n in (12, 13, 14)])
-    assert found == [(0.0, False), (1.0, True), (0.0, False)]
+def test_the_rewards():
+    for name, expected in (
+        ("short_answers", {"it is 13": 1.0, "it is 14": 0.0, "well " * 60 + "13": 0.9}),
+        ("many_answers", {"12!": 0.0, "13!": 1.0, "14!": 0.0}),
+    ):
+        with open_verifier(DataConfig(rm_type=f"{name}:score", reward_threshold=0.9)) as verifier:
+            found = verifier.score([(ASKED, response) for response in expected])
+        assert [score.reward for score in found] == [*expected.values()]
+        assert all(score.correct == (score.reward > 0) for score in found)
 
 
 def test_the_reward_that_says_more():
-    asked, unlabelled = prompt(), replace(prompt(), label=" ")
     data = DataConfig(rm_type="my_rewards:score", reward_workers=1)
     with open_verifier(data) as verifier:
-        right, endless = verifier.score([(asked, "it is 13"), (asked, "13" * 60_000)])
-        check_labels(verifier._pool, [asked], data)
+        right, endless = verifier.score([(ASKED, "it is 13"), (ASKED, "13" * 60_000)])
+        check_labels(verifier._pool, [ASKED], data)
         with pytest.raises(LabelError, match="it is empty"):
-            check_labels(verifier._pool, [unlabelled], data)
+            check_labels(verifier._pool, [replace(ASKED, label=" ")], data)
     assert right == Score(1.0, True, details={"words": 3.0})
     assert endless == Score(0.0, False, details={"response_error": 1.0})
-    assert [extracted_answer(asked, text, data) for text in ("it is 13", "")] == ["13", None]
+    assert [extracted_answer(ASKED, text, data) for text in ("it is 13", "")] == ["13", None]
+
+
+def open_rows(source, split="train"):
+    return open_source(source, HuggingFaceTokenizer(make_tiny_tokenizer()), DataConfig(), split=split)
 
 
 def test_the_prompts():
-    tokenizer = HuggingFaceTokenizer(make_tiny_tokenizer())
-    train, held_out = (
-        open_source("import://sums:rows", tokenizer, DataConfig(), split=split) for split in ("train", "eval")
-    )
+    train, held_out = open_rows("import://sums:rows"), open_rows("import://sums:rows", "eval")
     assert [len(train), len(held_out)] == [50, 50]
     first = held_out.batch(0, 1)[0]
     assert (first.text, first.label, first.metadata, first.task) == ("5+0=", "5", {"words": 10}, "sums:rows")
@@ -68,65 +72,50 @@ def test_the_prompts():
     assert not seen & {made.text for made in held_out.batch(0, 50)}
 
 
-@pytest.mark.parametrize(
-    ("body", "says"),
-    [
-        ("return 1 / 0", "it raised ZeroDivisionError"),
-        ("return ['1+1=']", "train row 0: expected a dictionary, found str"),
-        ("return [{'prompt': '1+1='}]", "train row 0: no field 'label'"),
-        ("return []", "no prompts in it"),
-    ],
-)
-def test_prompts_that_cannot_be_used_say_where_they_are_from(tmp_path, body, says):
-    name = f"bad_{abs(hash(body))}"
-    (tmp_path / f"{name}.py").write_text(f"def rows(split):\n    {body}\n")
-    tokenizer = HuggingFaceTokenizer(make_tiny_tokenizer())
-    with pytest.raises(DataError, match=f"import://{name}:rows.*{says}"):
-        open_source(f"import://{name}:rows", tokenizer, DataConfig(), split="train")
+def test_prompts_that_cannot_be_used_say_where_they_are_from(tmp_path):
+    for number, (body, says) in enumerate({
+        "1 / 0": "it raised ZeroDivisionError",
+        "['1+1=']": "train row 0: expected a dictionary, found str",
+        "[{'prompt': '1+1='}]": "train row 0: no field 'label'",
+        "[]": "no prompts in it",
+    }.items()):  # fmt: skip
+        (tmp_path / f"bad_{number}.py").write_text(f"def rows(split):\n    return {body}\n")
+        with pytest.raises(DataError, match=f"import://bad_{number}:rows.*{says}"):
+            open_rows(f"import://bad_{number}:rows")
 
 
-def test_the_filter_of_groups():
+def credited(groups, loop=None, **settings):
+    return (loop or Loop(None)).credit(groups, algorithm(**settings))
+
+
+def test_the_filter_of_groups_and_the_estimators():
     usable = find_group_filter(algorithm(group_filter="hard_enough:use"))
     rounds = [[group([13], [13], index=0), group([13], [14], index=1)], [group([14], [14], index=2)]]
     groups, metrics = fill_batch(lambda number: rounds[number], 2, 2, usable=usable, preferred=usable)
     assert [made.prompt.index for made in groups] == [1, 2]
     assert metrics["groups_refused"] == 1
-
-
-def test_the_estimator():
-    config = algorithm(**GSPO | {"advantages": "above_median:advantages"})
-    made = Group(prompt(), scored([13], [14], [15]))
-    assert [s.advantage for s in Loop(None).credit([made], config).sequences] == [1.0, 0.0, 0.0]
-
-
-def test_the_estimator_that_sees_the_batch():
-    """Centred rewards are ±1/2 in the first group and 0 in the second; their std is √(1/8)."""
-    config = algorithm(**GSPO | {"advantages": "batch_std:BatchStd"})
-    groups = [Group(prompt(), scored([13], [14])), Group(prompt(1), scored([14], [15]))]
-    found = [s.advantage for s in Loop(None).credit(groups, config).sequences]
+    groups = [Group(ASKED, scored([13], [14], [15]))]
+    credit = credited(groups, **GSPO | {"advantages": "above_median:advantages"})
+    assert [s.advantage for s in credit.sequences] == [1.0, 0.0, 0.0]
+    # in the batch centred rewards are ±1/2 in the first group and 0 in the second; their std is √(1/8)
+    groups = [Group(ASKED, scored([13], [14])), Group(prompt(1), scored([14], [15]))]
+    credit = credited(groups, **GSPO | {"advantages": "batch_std:BatchStd"})
+    found = [s.advantage for s in credit.sequences]
     assert found == pytest.approx([2**0.5, -(2**0.5), 0.0, 0.0], abs=1e-6)
 
 
-def test_the_credit_of_tokens():
-    config = algorithm(**GSPO | {"token_credit": "second_half:weigh"})
-    credit = Loop(None).credit([group(RIGHT, [14, 15, 16])], config)
+def test_the_credit_of_tokens_and_the_operators():
+    credit = credited([group(RIGHT, [14, 15, 16])], **GSPO | {"token_credit": "second_half:weigh"})
     assert token_weights(credit.sequences) == [None, (0.0, 0.0, 1.0, 1.0)]
-
-
-def test_the_operator_that_generates_nothing():
-    """Lengths with the end: 5 of the right response, 4 and 2 of the wrong ones. λ = .3."""
-    config = algorithm(ibpo_operator="same_length:SameLength", ibpo_lambda=0.3, advantages="group-mean")
-    credit = Loop(None).credit([group(RIGHT, [10, 11, 14], [14])], config)
+    # lengths with the end: 5 of the right response, 4 and 2 of the wrong ones; λ = .3
+    same_length = {"ibpo_operator": "same_length:SameLength", "ibpo_lambda": 0.3, "advantages": "group-mean"}
+    credit = credited([group(RIGHT, [10, 11, 14], [14])], **same_length)
     assert [s.reward for s in credit.sequences] == pytest.approx([1.0, 0.3 * 0.8, 0.3 * 0.4])
     assert credit.metrics["groups_judged"] == 1
-
-
-def test_the_operator_that_has_something_sampled():
-    """Of two wrong responses the first is answered correctly at its second try."""
+    # of two wrong responses the first is answered correctly at its second try
     second = [[10, 13], [10, 15]]
     loop = Loop(lambda asked: second.pop(0))
-    config = algorithm(ibpo_operator="second_try:SecondTry")
-    credit = loop.credit([group(RIGHT, [14], [15])], config)
+    credit = credited([group(RIGHT, [14], [15])], loop, ibpo_operator="second_try:SecondTry")
     assert loop.asked == [(1, 5, 27)] * 2
     assert [s.reward for s in by_kind(credit, "response")] == [1.0, 0.3, 0.0]
     assert [s.reward for s in by_kind(credit, "correction")] == [1.0, 0.0]
@@ -147,35 +136,66 @@ def test_the_engine(tmp_path, monkeypatch):
     assert (tmp_path / "engine_0.requests").read_text() == "2\n"
 
 
+OWN_ENGINES = """
+from dataclasses import replace
+from megatron_ibpo.engines import Engine
+class Silent: ...
+class Half:
+    def submit(self, requests, version): ...
+class Frugal:
+    @staticmethod
+    def needs(config, on_gpu):
+        own = {'kv_cache_bytes': 10**9 if on_gpu else 10**6, 'kv_cache_flag': '--frugal-cache'}
+        return replace(Engine.needs(config, on_gpu), **own)
+"""
+
+
 def test_the_needs_of_an_engine_are_vllms_unless_its_class_says_otherwise(tmp_path):
     config = Config()
     config.rollout.vllm_max_num_seqs = 32
     usual = engine_needs(config)
     assert (usual.most_running, usual.memory_share, usual.kv_cache_bytes) == (32, 0.6, None)
     assert engine_needs(config, on_gpu=False).kv_cache_bytes == 512 * 1024**2
-    for name in ("lean", "counted_engine:CountedEngine"):
+    (tmp_path / "own_engines.py").write_text(OWN_ENGINES)
+    for name in ("lean", "counted_engine:CountedEngine", "own_engines:Silent"):
         config.rollout.rollout_backend = name
         assert engine_needs(config) == usual
-    (tmp_path / "frugal_engine.py").write_text(
-        "from dataclasses import replace\n"
-        "from megatron_ibpo.engines import Engine\n"
-        "class Silent: ...\n"
-        "class Frugal:\n"
-        "    @staticmethod\n"
-        "    def needs(config, on_gpu):\n"
-        "        own = {'kv_cache_bytes': 10**9 if on_gpu else 10**6, 'kv_cache_flag': '--frugal-cache'}\n"
-        "        return replace(Engine.needs(config, on_gpu), **own)\n"
-    )
-    config.rollout.rollout_backend = "frugal_engine:Silent"
-    assert engine_needs(config) == usual
-    config.rollout.rollout_backend = "frugal_engine:Frugal"
+    config.rollout.rollout_backend = "own_engines:Frugal"
     assert engine_needs(config) == replace(usual, kv_cache_bytes=10**9, kv_cache_flag="--frugal-cache")
     assert engine_needs(config, on_gpu=False).kv_cache_bytes == 10**6
-
-
-def test_an_engine_that_cannot_be_asked_is_refused(tmp_path):
-    (tmp_path / "half_an_engine.py").write_text("class Half:\n    def submit(self, requests, version): ...\n")
     with pytest.raises(ValueError, match="lacks wait_ready, take, abort"):
-        check_engine("half_an_engine:Half")
+        check_engine("own_engines:Half")
     with pytest.raises(ConfigError, match=r"--rollout-backend vlm: unknown engine.*vllm"):
         check_engine("vlm")
+
+
+BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "docs/python.md").read_text(), re.DOTALL)
+OF_A_RUN, OF_PARTS = BLOCKS[:2], BLOCKS[2:]
+
+
+def test_the_parts_that_are_used_alone():
+    found = {}
+    exec("\n".join(["import megatron_ibpo as mi", *OF_PARTS]), found)
+    assert found["distances"].tolist() == [0.4, 0.0]
+    assert found["kept"].tolist() == [True, False, True, True]
+    assert found["edits"].tolist() == [2]
+    assert found["shaped"] == pytest.approx([1.0, 0.3, 0.0])
+    advantages = [sequence.advantage for sequence in found["credit"].sequences]
+    assert advantages[0] > 0 > advantages[1] > advantages[2]
+    assert found["loss"].item() == pytest.approx(-0.25)
+    assert found["logits"].grad.abs().sum() > 0
+    assert found["rewards"] == [1.0, 0.0]
+
+
+@pytest.mark.slow
+def test_a_run_is_stepped_and_resumed(tmp_path):
+    """The page is run as a program without a main guard, in a directory of the user's."""
+    (tmp_path / "program.py").write_text("\n".join([*OF_A_RUN, "assert third.metrics['step'] == 3", ""]))
+    command, environment = [sys.executable, "program.py"], os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = read_rows(tmp_path / "runs/notebook/metrics.jsonl")
+    assert [(row["kind"], row["step"]) for row in rows] == [("step", 1), ("step", 2), ("step", 3)]
+    assert f"\n2 {rows[1]['reward']} {rows[1]['loss']}\n" in done.stdout
+    summary = json.loads((tmp_path / "runs/notebook/summary.json").read_text())
+    assert (summary["status"], summary["steps"]) == ("finished", 3)

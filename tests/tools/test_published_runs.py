@@ -1,4 +1,4 @@
-"""Published runs as data, predictions of them, and the fit."""
+"""Published runs as data, predictions of them, what other programs hold in memory, and the fit."""
 
 import json
 from collections import Counter
@@ -6,24 +6,30 @@ from dataclasses import replace
 
 import pytest
 from fit_planner import PAGE, RESULTS, fit, judge, known, orderings, tables
+from judge_memory import config_of, counted_bytes
 from predict_published import basis_of, layout_of, predict
 from published_runs import Row, halves, read_evidence, shape_of
 
+from megatron_ibpo.models import padded_vocab_size
 from megatron_ibpo.plan.hardware import hardware_names
 from megatron_ibpo.plan.machine import NAMES, Coefficients, fitted
+from megatron_ibpo.plan.memory import GIB, rank_memory
+from megatron_ibpo.plan.parameter_count import estimate_census
 from megatron_ibpo.plan.roofline import collective_seconds, pass_time
 from megatron_ibpo.plan.workload import Batch
 
 ROWS = read_evidence()
+SHAPE = shape_of("qwen3_4b")
+TRAINING = {
+    "model": "qwen3_4b", "hardware": "h100", "gpus": 64, "precision": "bf16", "batch": 256, "micro_batch": 1,
+    "sequence": 4096, "recompute": "none",
+}  # fmt: skip
 
 
-def test_there_are_rows_enough_and_each_says_where_it_was_read():
+def test_each_row_says_where_it_was_read_and_what_it_leaves_open_has_a_range_around_its_own_value():
     assert len(ROWS) >= 80
     assert all(row.cited and row.measured and row.facts["hardware"] in hardware_names() for row in ROWS)
     assert not [name for name, count in Counter((row.source, row.name) for row in ROWS).items() if count > 1]
-
-
-def test_what_a_row_leaves_open_has_a_range_around_its_own_value():
     for row in ROWS:
         for fact, (low, high) in row.left_open.items():
             value = row.facts.get(fact)
@@ -52,20 +58,10 @@ def test_a_checkpoint_that_is_partly_in_fp8_weighs_what_its_source_logs():
     assert share == pytest.approx(held / 126 / (attention + mlp), rel=1e-3)
 
 
-def row(kind: str, name: str = "row", **facts) -> Row:
-    return Row("here", name, kind, facts, {}, {}, "nowhere")
-
-
-TRAINING = {
-    "model": "qwen3_4b", "hardware": "h100", "gpus": 64, "precision": "bf16", "batch": 256, "micro_batch": 1,
-    "sequence": 4096, "recompute": "none",
-}  # fmt: skip
-
-
 def test_sharded_weights_are_gathered_in_both_passes_and_gradients_reduced():
     """Two bytes in each of two passes and four of gradients, in each of four micro-batches."""
     slow = replace(Coefficients(), link=0.001)
-    basis, layout = basis_of(TRAINING, shape_of("qwen3_4b"), slow), layout_of(TRAINING)
+    basis, layout = basis_of(TRAINING, SHAPE, slow), layout_of(TRAINING)
     plain = pass_time(basis, layout, Batch.of([4096], 256))
     sending = 4 * 8 * collective_seconds(basis, layout)
     seconds = plain.total - plain.data + sending - plain.products - plain.attention - plain.memory
@@ -73,12 +69,40 @@ def test_sharded_weights_are_gathered_in_both_passes_and_gradients_reduced():
     assert found["step_seconds"] == pytest.approx(seconds)
 
 
+def test_what_other_programs_hold_is_counted_as_by_hand():
+    facts = TRAINING | {"gpus": 8, "fsdp": True, "sequence": 8192, "recompute": "full"}
+
+    def counted(**changed):
+        peak = {"peak_gib": 1.0}
+        return counted_bytes(Row("here", "row", "training", {**facts, **changed}, {}, peak, "nowhere"), SHAPE)
+
+    def census_of(**changed):
+        return estimate_census(SHAPE, config_of({**facts, **changed}, SHAPE.num_layers), 8)
+
+    # sharded state is 16 bytes shared out, and what is gathered
+    (part,) = census_of().stages
+    gathered = (2 + 2 + 2 + 4) * part.parameters / part.layers
+    state, _ = counted()
+    assert state == pytest.approx(16 * part.parameters / 8 + gathered, rel=1e-6)
+    away, _ = counted(offload_optimizer=True)
+    assert state - away == pytest.approx(8 * part.parameters / 8, rel=1e-6)
+    # stages keep their weights gathered and gradients whole
+    largest = max(part.parameters for part in census_of(pipeline=4).stages)
+    assert counted(pipeline=4)[0] == pytest.approx(16 * largest / 2 + 6 * largest, rel=1e-6)
+    # whole logits take 14 bytes each
+    config = config_of(facts, SHAPE.num_layers)
+    own = rank_memory(SHAPE, config, part, census_of(), 8192)
+    more = 14 * 8192 * padded_vocab_size(SHAPE, config.parallel) - own.logits
+    whole = own.training - own.process + 1.05 * more
+    assert counted(fsdp=False)[1] == pytest.approx(whole, abs=0.001 * GIB)
+
+
 def test_the_fit_finds_the_coefficients_that_rows_were_made_with():
-    rows = [one for one in known(ROWS) if one.source in ("nemo", "gpustack", "verl")][::3]
-    true = replace(Coefficients(), matmul=0.8, prefill=0.4, memory=0.6)
-    made = [
-        replace(one, left_open={}, measured=predict(one.facts, one.kind, one.times, true)) for one in rows
+    rows = [replace(one, left_open={}) for one in known(ROWS) if one.source in ("nemo", "gpustack", "verl")][
+        ::3
     ]
+    true = replace(Coefficients(), matmul=0.8, prefill=0.4, memory=0.6)
+    made = [replace(one, measured=predict(one.facts, one.kind, one.times, true)) for one in rows]
     found, intervals = fit(made, Coefficients())
     for name in ("matmul", "prefill", "memory"):
         low, high = intervals[name]
@@ -89,22 +113,20 @@ def test_the_fit_finds_the_coefficients_that_rows_were_made_with():
 
 
 def test_layouts_are_ordered_by_speed_within_what_is_otherwise_alike():
-    rows = [row("training", str(tensor), **TRAINING, tensor=tensor) for tensor in (1, 2, 4)]
-    speeds = {"1": 3.0, "2": 1.0, "4": 2.0}
-    rows = [replace(one, measured={"tokens_per_gpu_second": speeds[one.name]}) for one in rows]
+    rows = [
+        Row("here", str(n), "training", TRAINING | {"tensor": n}, {}, {"tokens_per_gpu_second": speed}, "")
+        for n, speed in ((1, 3.0), (2, 1.0), (4, 2.0))
+    ]
     (found,) = orderings(judge(rows, Coefficients(), {"here": "fitted"}), rows)
     assert (found.layouts, found.fastest, found.pairs, found.right) == (3, True, 3, 2)
 
 
 @pytest.mark.lint
 def test_the_page_and_the_coefficients_are_those_of_the_results():
-    results = json.loads(RESULTS.read_text())
-    page = PAGE.read_text()
+    results, page = json.loads(RESULTS.read_text()), PAGE.read_text()
     for name, table in tables(results).items():
         assert f"<!-- {name} -->\n{table}\n<!-- end of {name} -->" in page
-    for name in NAMES:
-        assert getattr(fitted().coefficients, name) == pytest.approx(
-            results["coefficients"][name]["used"], rel=1e-3
-        )
+    used = {name: results["coefficients"][name]["used"] for name in NAMES}
+    assert {name: getattr(fitted().coefficients, name) for name in NAMES} == pytest.approx(used, rel=1e-3)
     for kind, factor in fitted().error.items():
         assert factor == results["halves"][f"held out, {kind}"]["factor"]

@@ -1,19 +1,41 @@
-"""docs/scale.md says what tools/results/scale.json holds, and that what the planner predicts."""
+"""What docs/scale.md and the kept results say is what the planner, the driver and a simulated fleet give."""
 
 import json
+from dataclasses import asdict, replace
 
+import bench_loss
 import pytest
+from bench_driver import GROUP, LOADS, STALENESS, Load, measure
 from scale_table import DRIVER, SIZES, Driver, line, predicted, recipe, with_tables
+from simulated_engines import StepTime
+from simulated_fleet import Fleet, bound, simulate
 
+from megatron_ibpo.sampling.ahead import Pace
 from support.paths import ROOT
 
-FOUND = json.loads((ROOT / "tools/results/scale.json").read_text())
+RESULTS, PAGE = ROOT / "tools/results", ROOT / "docs/scale.md"
+FOUND = json.loads((RESULTS / "scale.json").read_text())
+SMALL = Fleet(
+    engines=2, training_seconds=0.5, pause_seconds=0.02, step_time=StepTime(0.018, 5e-5), most_running=100,
+    groups=8, group_size=8, longest=128, median_length=139,
+)  # fmt: skip
+"""A batch is 32 sequences for each engine, of about 100 tokens. Sampling takes longer than training."""
+SLOW_TRAINING = replace(SMALL, training_seconds=6.0)
 
 
 @pytest.mark.lint
 def test_the_page_has_the_tables_of_the_data():
-    page = (ROOT / "docs/scale.md").read_text()
+    page = PAGE.read_text()
     assert with_tables(page, FOUND["rows"]) == page
+    rows = json.loads((RESULTS / "driver_load.json").read_text())["load"]["rows"]
+    assert len(rows) == len(LOADS)
+    for row, load in zip(rows, LOADS, strict=True):
+        assert asdict(load).items() <= row.items()
+        journal = "yes" if row["journal"] else "no"
+        asked = f"| {row['engines']:,} | {row['in_flight']:,} | {row['tokens']:,} | {journal} | "
+        rate, events, peak = (row[name] for name in ("samples_per_second", "events_per_second", "peak_mb"))
+        took = f"{row['samples']:,} | {1e3 / rate:.2f} | {rate:,.0f} | {events:,.0f} | {peak:,.0f} |"
+        assert asked + took in page
 
 
 def test_every_size_is_there_with_the_recipes_batch_and_with_one_that_grows():
@@ -44,3 +66,63 @@ def test_what_goes_through_the_driver_by_hand():
     assert row["samples_per_second"] == pytest.approx(384 / row["seconds"], rel=1e-3)
     sent = 384 * (4096 * 9 + 200 * 4) + 128 * 2 * 4096 * 4
     assert row["store_bytes_per_second"] == pytest.approx(sent / row["seconds"], rel=2e-3)
+
+
+@pytest.mark.slow
+def test_the_load_of_the_driver_is_what_was_asked(tmp_path):
+    load = Load(engines=4, in_flight=128, tokens=16, journal=True, batches=2)
+    row = measure(load, tmp_path)
+    assert load.wanted == 128 // GROUP // (STALENESS + 1) == 4
+    assert row.open_at_start == load.in_flight
+    # every response of the batches is scored and half of them are corrected
+    assert load.batches * load.wanted * GROUP * 1.4 <= row.samples
+    assert row.samples <= (STALENESS + 1 + load.batches) * load.wanted * GROUP * 1.5
+    assert row.journal_mb * 2**20 > row.samples * load.tokens * 9 * 0.9
+    without = measure(replace(load, journal=False), tmp_path)
+    assert (without.samples, without.journal_mb) == (row.samples, 0)
+    assert without.microseconds_per_sample["journal"] == 0 < row.microseconds_per_sample["journal"]
+
+
+def test_the_committed_predictions_of_the_loss_are_what_the_script_predicts(tmp_path, monkeypatch):
+    bench_loss.main(bench_loss.Arguments(predict=True, save=tmp_path / "predicted.json"))
+    fresh = json.loads((tmp_path / "predicted.json").read_text())
+    assert fresh == json.loads((RESULTS / "bench_loss_predicted.json").read_text())
+    assert fresh["kind"].startswith("prediction")
+    largest = {"contestant": "ours", "tokens": 32768, "vocabulary": 151936, "masked": 0.0}
+    (row,) = [row for row in fresh["rows"] if largest.items() <= row.items()]
+    # three passes over 32768 x 151936 bf16 numbers at 4.3 TB/s
+    assert row["floor_ms"] == round(3 * 2 * 32768 * 151936 / 4.3e12 * 1e3, 3)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(SystemExit, match="no CUDA device"):
+        bench_loss.main(bench_loss.Arguments(device="cuda"))
+
+
+@pytest.mark.parametrize(
+    ("fleet", "pace"),
+    [
+        (SMALL, Pace(1)),
+        (SMALL, Pace(4)),
+        (SMALL, Pace(8)),
+        (SMALL, Pace(4, keep_order=True)),
+        (SLOW_TRAINING, Pace(1)),
+        (SLOW_TRAINING, Pace(8)),
+    ],
+)
+def test_ahead_of_training_a_step_takes_at_most_a_tenth_more_than_its_bound(fleet, pace):
+    found = simulate(fleet, pace, steps=8)
+    least = bound(fleet, pace.staleness, found.tokens_per_step).seconds
+    # a little less is possible where responses that were begun before the first counted step are long
+    assert 0.95 < found.seconds_per_step / least < 1.1
+
+
+def test_on_policy_a_step_is_sampling_and_training_one_after_the_other():
+    one, other = (simulate(fleet, Pace(0), steps=4).seconds_per_step for fleet in (SMALL, SLOW_TRAINING))
+    assert other - one == pytest.approx(5.5)
+
+
+def test_the_bound_of_a_step_on_policy_by_hand():
+    """10 steps of 2 s, of 1 token that costs .5 s; 3 s of training; 1 s of pause."""
+    fleet = replace(
+        SMALL, engines=1, longest=10, training_seconds=3.0, pause_seconds=1.0, step_time=StepTime(2.0, 0.5)
+    )
+    assert bound(fleet, 0, tokens_per_step=10).seconds == 10 * 2 + 10 * 0.5 + 3 + 1
