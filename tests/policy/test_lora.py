@@ -247,8 +247,8 @@ def test_adapters_and_merged_weights_are_the_same_under_every_layout(models, lay
 
 
 def saved_and_resumed(world, cases, rows, directory):
-    """Return, for each (checkpoint, layout that saves, one that goes on, targets): how far apart one more step
-    leads of the run that goes on and of the saved one, relative to the largest B."""
+    """Return, for each (checkpoint, layout that saves, one that goes on, targets): how far both lie
+    apart after one more step, relative to the largest B."""
     from megatron_ibpo.policy.checkpoint import load_checkpoint
     from megatron_ibpo.policy.saving import Keep, SaveOrder, Saver
     from megatron_ibpo.weights.formats.torch_dist import StoredCheckpoint
