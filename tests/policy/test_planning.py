@@ -4,7 +4,6 @@ import pickle
 import subprocess
 import sys
 from dataclasses import replace
-from itertools import chain
 
 import numpy as np
 import pytest
@@ -192,24 +191,6 @@ def test_ranks_that_share_sequences_share_the_budget_of_a_micro_batch():
         assert [len(batch.members) for batch in share] == members
 
 
-@given(some_sequences(), RANKS, st.integers(30, 120), st.none() | st.integers(30, 400))
-def test_passes_without_a_gradient_may_have_a_budget_of_their_own(rows, ranks, update_tokens, own_tokens):
-    config = config_for(layout(), max_tokens=update_tokens, log_probs_tokens=own_tokens)
-    forward_tokens = own_tokens or update_tokens
-
-    def check(batches, most):
-        assert all(sum(s.num_tokens for s in b.sequences) <= most or len(b.members) == 1 for b in batches)
-        return sorted(i for batch in batches for i in batch.members)
-
-    for part in plan_update(rows, config, ranks, cost).shares:
-        cut = part[0].cut
-        assert check(cut.micro_batches, update_tokens) == check(cut.forward_batches, forward_tokens)
-        assert own_tokens or cut.forward_batches == cut.micro_batches
-    forward = plan_forward(rows, config, ranks, cost).shares
-    assert len({len(share) for share in forward}) == 1
-    assert sorted(i for share in forward for i in check(share, forward_tokens)) == [*range(len(rows))]
-
-
 def test_arrays_travel_once_for_both_cuts_and_are_not_copied_into_the_pickle():
     rows = [made(response=list(range(2, 60)) * 100, group=group) for group in range(4)]
     (share,) = plan_update(rows, config_for(layout(), log_probs_tokens=10**6), 1, cost).shares
@@ -234,35 +215,39 @@ def test_minibatches_hold_whole_groups_and_average_over_their_own(groups, count)
         assert {s.weight for s in part} <= {len(set(groups)) / max(1, len(home))}
 
 
-@given(some_sequences(), st.integers(1, 4), st.integers(1, 3), st.booleans())
-def test_an_update_sends_every_sequence_with_an_advantage_to_one_rank(rows, ranks, steps, corrected):
+OLD = {"recompute": {}, "corrected": {"sequence_rejection": (0.5, 2.0)}, "engine": {"old_logprobs": "engine"}}
+
+
+@given(some_sequences(), RANKS, st.integers(1, 3), st.sampled_from([*OLD]), st.none() | st.integers(30, 400))
+def test_an_update_sends_every_sequence_with_an_advantage_to_one_rank(rows, ranks, steps, old, own_tokens):
+    """Passes without a gradient may have a budget of their own. The engine's log-probs save one."""
     rows = [replace(s, rollout_logprobs=np.zeros(len(s.loss_mask), np.float32)) for s in rows]
-    bounds = (0.5, 2.0) if corrected else None
-    config = config_for(layout(), max_tokens=60, num_steps_per_rollout=steps, sequence_rejection=bounds)
+    budgets = {"max_tokens": 60, "log_probs_tokens": own_tokens}
+    config = config_for(layout(), num_steps_per_rollout=steps, **budgets, **OLD[old])
+
+    def members(batches, most):
+        assert all(sum(s.num_tokens for s in b.sequences) <= most or len(b.members) == 1 for b in batches)
+        return sorted(i for batch in batches for i in batch.members)
+
     plan = plan_update(rows, config, ranks, cost)
     live = [[s for s in p if s.has_advantage and s.loss_mask.any()] for p in split_minibatches(rows, steps)]
+    needs_old = [old == "corrected" or (old == "recompute" and number > 0) for number in range(steps)]
     for number, part in enumerate(live):
-        own = [share[number] for share in plan.shares]
-        assert len({len(minibatch.cut.micro_batches) for minibatch in own}) == 1
-        assert len({minibatch.mean_length for minibatch in own}) == 1
-        assert {m.needs_old_logprobs for m in own} == {corrected or number > 0}
+        own, sent = [share[number] for share in plan.shares], []
+        assert len({(len(m.cut.micro_batches), len(m.cut.forward_batches), m.mean_length) for m in own}) == 1
+        assert {m.needs_old_logprobs for m in own} == {needs_old[number]}
         assert {m.trained_tokens for m in own} == {sum(s.num_trained_tokens for s in part)}
-        sent = [i for m in own for micro_batch in m.cut.micro_batches for i in micro_batch.members]
+        for cut in (m.cut for m in own):
+            sent += members(cut.micro_batches, 60)
+            assert members(cut.forward_batches, own_tokens or 60) == members(cut.micro_batches, 60)
+            assert own_tokens or cut.forward_batches == cut.micro_batches
         assert sorted(sent) == list(range(len(part)))
-    lengths = [[s.num_tokens for s in part] for part in live]
-    assert plan.passes.updates == [*chain(*lengths)]
-    assert plan.passes.forward == [*chain(*(lengths if corrected else lengths[1:]))]
-    metrics = update_metrics(rows)
-    assert metrics["sequences_trained"] == len(plan.passes.updates)
-    assert metrics["sequences_trained"] + metrics["sequences_without_advantage"] == len(rows)
-
-
-def test_the_engines_log_probs_save_the_forward_pass():
-    rows = [made(group=g, rollout_logprobs=[-1.0, -2.0]) for g in range(4)]
-    config = config_for(layout(), num_steps_per_rollout=2, old_logprobs="engine")
-    plan = plan_update(rows, config, 1, cost)
-    assert [part.needs_old_logprobs for part in plan.shares[0]] == [False, False]
-    assert (plan.passes.forward, plan.passes.updates) == ([], [5, 5, 5, 5])
+    assert plan.passes.updates == [s.num_tokens for part in live for s in part]
+    ahead = [part for part, needed in zip(live, needs_old, strict=True) if needed]
+    assert plan.passes.forward == [s.num_tokens for part in ahead for s in part]
+    forward = plan_forward(rows, config, ranks, cost).shares
+    assert len({len(share) for share in forward}) == 1
+    assert sorted(i for share in forward for i in members(share, own_tokens or 60)) == [*range(len(rows))]
 
 
 @given(some_sequences(max_size=12), st.integers(1, 3), st.randoms())
