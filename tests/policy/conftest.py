@@ -34,5 +34,6 @@ def checkpoints(tmp_path_factory):
         "next": make_qwen3_next(place / "next", 4, std=0.1),
         "delta net": make_qwen3_next(place / "delta net", 4, std=0.1, layers=1),
         "deltas": make_qwen3_next(place / "deltas", 4, std=0.1, layers=3),
+        "deep": make_qwen3(place / "deep", 3, std=0.1, layers=8, tie=True),
         "other": make_qwen3(place / "other", 6, std=0.1),
     }

@@ -32,9 +32,6 @@ def test_the_value_loss_follows_no_farther_than_the_clip():
     assert value.grad.tolist() == pytest.approx([-0.5, 0, -0.9, 0.6, 0])
 
 
-# -------------------------------------------------------------------------------------------------- layouts
-
-
 def valued(world, cases, rows):
     """Return, for each (checkpoint, layout): values before, metrics of an update, values after."""
     found = []
@@ -106,9 +103,6 @@ def test_the_loss_is_the_mean_over_all_trained_tokens(world, checkpoints):
         assert metrics["critic_clip_fraction"] == pytest.approx(clipped.double().mean().item())
 
 
-# -------------------------------------------------------------------------------------- learning, resuming
-
-
 @pytest.mark.world(1)
 def test_a_critic_starts_at_0_and_learns_what_it_is_shown(world, checkpoints):
     rows = [
@@ -123,9 +117,7 @@ def test_a_critic_starts_at_0_and_learns_what_it_is_shown(world, checkpoints):
 
 
 @pytest.mark.world(2)
-def test_a_resumed_critic_goes_on_bit_for_bit_and_needs_a_checkpoint_that_holds_one(
-    world, checkpoints, tmp_path
-):
+def test_a_critic_goes_on_bit_for_bit_from_a_checkpoint_that_holds_one(world, checkpoints, tmp_path):
     from megatron_ibpo.policy.checkpoint import load_checkpoint
     from megatron_ibpo.policy.critic import Critic
     from megatron_ibpo.policy.model import build_value_model

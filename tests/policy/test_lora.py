@@ -312,35 +312,26 @@ def test_without_another_reference_it_is_the_model_without_its_adapters(world, c
 TINY = ROOT / "examples/tiny_qwen3_next"
 
 
-@pytest.mark.parametrize(
-    ("targets", "parallel", "message"),
-    [
+def test_adapters_that_a_model_layout_or_setting_cannot_have_are_refused():
+    for target, sizes, message in (
         ("q_porj", {}, "no 'q_porj'; did you mean 'q_proj'"),
         ("in_proj_z", {}, "it has down_proj, experts, gate_proj, in_proj_ba, in_proj_qkvz, k_proj"),
         ("all", {"tp": 4}, "--tensor-model-parallel-size=4 exceeds the 2 key/value heads"),
         ("q_proj", {"pp": 2}, "no layer of pipeline stage 0 has one of them"),
-    ],
-)
-def test_adapters_that_a_model_or_layout_cannot_have_are_refused(targets, parallel, message):
-    model = adapted_config(targets=(targets,)).model
-    (problem,) = check_lora(model, read_hf_config(TINY), layout(**parallel))
-    assert message in problem
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--lora-alpha 8", "--lora-alpha: has no effect without --lora-rank"),
-        ("--lora-targets q_proj", "--lora-targets: has no effect without --lora-rank"),
-        ("--lora-rank 8 --advantages critic --loss-variant grpo", "--lora-rank: a critic"),
-        ("--lora-rank 8 --moe-aux-loss-coeff 0.1", "--moe-aux-loss-coeff: balances routers"),
-        ("--lora-rank 8 --mtp-num-layers 1", "--mtp-num-layers: trains all weights of its layers"),
-        ("--lora-rank 8 --model-override moe_shared_expert_overlap=true", "expert_overlap: bypasses"),
-    ],
-)
-def test_settings_that_adapters_cannot_be_had_with_are_refused(flags, message):
-    with pytest.raises(ConfigError, match=message):
-        check_run(parse_config(["--hf-checkpoint", str(TINY), "--dry-run", *flags.split()]))
+    ):
+        model = adapted_config(targets=(target,)).model
+        (problem,) = check_lora(model, read_hf_config(TINY), layout(**sizes))
+        assert message in problem
+    for flags, message in {
+        "--lora-alpha 8": "--lora-alpha: has no effect without --lora-rank",
+        "--lora-targets q_proj": "--lora-targets: has no effect without --lora-rank",
+        "--lora-rank 8 --advantages critic --loss-variant grpo": "--lora-rank: a critic",
+        "--lora-rank 8 --moe-aux-loss-coeff 0.1": "--moe-aux-loss-coeff: balances routers",
+        "--lora-rank 8 --mtp-num-layers 1": "--mtp-num-layers: trains all weights of its layers",
+        "--lora-rank 8 --model-override moe_shared_expert_overlap=true": "expert_overlap: bypasses",
+    }.items():
+        with pytest.raises(ConfigError, match=message):
+            check_run(parse_config(["--hf-checkpoint", str(TINY), "--dry-run", *flags.split()]))
 
 
 def test_the_dry_run_counts_gradients_and_optimizer_state_of_adapters_alone():

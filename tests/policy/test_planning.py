@@ -72,9 +72,6 @@ def some_sequences(draw, max_size=25):
     return rows
 
 
-# ---------------------------------------------------------------------------------------------- the packing
-
-
 def test_two_sequences_packed_by_hand():
     first = made(rollout_logprobs=[-1.5, -2.5])
     second = made([5], [4, 3], advantage=-2.0, rollout_logprobs=[-3.5, -4.5], temperature=0.75)
@@ -148,9 +145,6 @@ def test_an_empty_share_is_one_padding_sequence_of_weight_zero():
     assert batch.rows.cu_seqlens.tolist() == [0, 2]
     assert batch.rows.sequence_weights_S.tolist() == [0]
     assert not batch.rows.response_mask_N.any()
-
-
-# ------------------------------------------------------------------------------------------------- the plan
 
 
 RANKS = st.integers(1, 5)

@@ -5,8 +5,6 @@ import sys
 from types import SimpleNamespace
 from unittest import mock
 
-import pytest
-
 from megatron_ibpo.cluster.trainers import Trainers
 from megatron_ibpo.config import Config
 from megatron_ibpo.models.backends import _delta_net_kernels
@@ -55,30 +53,22 @@ def test_float32_is_multiplied_as_such_and_transformer_engine_led_to_the_pinned_
     assert environ["NVIDIA_TF32_OVERRIDE"] == "0"
 
 
-@pytest.mark.parametrize(
-    ("found", "kept"),
-    [
-        ("expandable_segments:True", None),
-        (
-            "max_split_size_mb:512, Expandable_Segments : true ,roundup_power2_divisions:[256:1,>:8]",
-            "max_split_size_mb:512,roundup_power2_divisions:[256:1,>:8]",
-        ),
-        ("garbage_collection_threshold:0.6,expandable_segments:True", "garbage_collection_threshold:0.6"),
-        (
-            "max_split_size_mb:512,expandable_segments:False",
-            "max_split_size_mb:512,expandable_segments:False",
-        ),
-    ],
-)
-def test_beside_colocated_engines_expandable_segments_are_dropped_and_said(found, kept):
-    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        environ, alone = {name: found}, {name: found}
-        notes = set_environment(environ, colocate=True)
-        assert environ.get(name) == kept
-        assert len(notes) == (kept != found)
-        assert all(name in note and "--colocate" in note for note in notes)
-        assert set_environment(alone, colocate=False) == ()
-        assert alone[name] == found
+def test_beside_colocated_engines_expandable_segments_are_dropped_and_said():
+    others = "max_split_size_mb:512,roundup_power2_divisions:[256:1,>:8]"
+    for found, kept in {
+        "expandable_segments:True": None,
+        others.replace(",", ", Expandable_Segments : true ,", 1): others,
+        "garbage_collection_threshold:0.6,expandable_segments:True": "garbage_collection_threshold:0.6",
+        "max_split_size_mb:512,expandable_segments:False": "max_split_size_mb:512,expandable_segments:False",
+    }.items():
+        for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+            environ, alone = {name: found}, {name: found}
+            notes = set_environment(environ, colocate=True)
+            assert environ.get(name) == kept
+            assert len(notes) == (kept != found)
+            assert all(name in note and "--colocate" in note for note in notes)
+            assert set_environment(alone, colocate=False) == ()
+            assert alone[name] == found
 
 
 def test_a_trainer_reports_it_with_what_it_says_of_its_checkpoint(monkeypatch):

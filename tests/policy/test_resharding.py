@@ -5,7 +5,6 @@ import pytest
 from support import planned
 from support.layouts import layout
 from support.ranks import run_ranks
-from support.tiny_models import make_qwen3
 from support.train_sequences import sequences
 from support.trainers import close_trainer, config_for, open_trainer, weights_of
 
@@ -62,18 +61,15 @@ def second_updates(world, cases, saving):
 
 
 @pytest.mark.world
-@pytest.mark.parametrize(
-    "pairs", [QUICK, pytest.param(REST, marks=pytest.mark.slow)], ids=["each kind", "more"]
-)
+@pytest.mark.parametrize("pairs", [QUICK, pytest.param(REST, marks=pytest.mark.slow)])
 def test_another_layout_goes_on_from_the_same_state(checkpoints, tmp_path, pairs):
     """All pairs of a size share a world."""
-    models = checkpoints | {"deep": make_qwen3(tmp_path / "deep", 3, std=0.1, layers=4)}
     through, resumed = {}, {}
     for results, saving in ((through, True), (resumed, False)):
         ends = {number: pair[1 if saving else 2] for number, pair in enumerate(pairs)}
         for size in sorted({ranks for ranks, _ in ends.values()}):
             own = [number for number, (ranks, _) in ends.items() if ranks == size]
-            cases = [(models[pairs[n][0]], tmp_path / str(n), ends[n][1]) for n in own]
+            cases = [(checkpoints[pairs[n][0]], tmp_path / str(n), ends[n][1]) for n in own]
             found = run_ranks(second_updates, size, cases, saving, timeout=240)[0]
             results |= zip(own, found, strict=True)
     assert len(through) == len(resumed) == len(pairs)

@@ -202,26 +202,20 @@ def test_an_update_replays_the_pass_for_its_old_log_probs(checkpoints, parallel)
         assert own["ratio_max"] == pytest.approx(wanted["ratio_max"], rel=1e-2)
 
 
-def test_a_dense_model_is_refused_by_name(shapes):
+def test_what_it_cannot_be_had_with_is_refused(shapes):
     from megatron_ibpo.run.processes import check_model_layout
 
     with pytest.raises(ValueError, match="qwen3 is dense and routes"):
         check_model_layout(shapes["dense"], replaying(), 1)
     check_model_layout(shapes["next"], replaying(), 1)
-
-
-@pytest.mark.parametrize(
-    ("flags", "says"),
-    [
+    for settings, says in (
         ({"own": True, "old_logprobs": "engine"}, "--old-logprobs engine does not run"),
         ({"overrides": ["moe_router_fusion=true"]}, "chooses experts itself"),
         ({"overrides": ["cuda_graph_impl=local"]}, "chooses experts itself"),
         ({"overrides": ["moe_enable_routing_replay=true"]}, "use --use-rollout-routing-replay"),
-    ],
-)
-def test_what_it_cannot_be_had_with_is_refused(flags, says):
-    with pytest.raises(ConfigError, match=says):
-        check_config(replaying(**flags), [check_overrides])
+    ):
+        with pytest.raises(ConfigError, match=says):
+            check_config(replaying(**settings), [check_overrides])
 
 
 def test_an_update_is_sent_choices_only_where_it_replays_them_and_they_must_fit():

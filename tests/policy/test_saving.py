@@ -7,6 +7,7 @@ import os
 import threading
 import weakref
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from types import SimpleNamespace
 from unittest import mock
 
@@ -46,10 +47,8 @@ def writing(change):
     """Megatron's function that writes, changed: `change(write, *arguments)` takes its place."""
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync as Writer
 
-    write = Writer.write_preloaded_data
-    with mock.patch.object(
-        Writer, "write_preloaded_data", lambda *own, **named: change(write, *own, **named)
-    ):
+    changed = partial(change, Writer.write_preloaded_data)
+    with mock.patch.object(Writer, "write_preloaded_data", changed):
         yield
 
 
@@ -82,9 +81,7 @@ def overtaken(saver, trainer, export, order, begin):
 
 
 @pytest.mark.world(2)
-def test_a_checkpoint_has_its_name_when_it_is_whole_and_a_full_disk_leaves_nothing(
-    world, checkpoints, tmp_path
-):
+def test_a_save_gets_its_name_when_it_is_whole_and_a_full_disk_leaves_nothing(world, checkpoints, tmp_path):
     """Saves of one trainer: one that training overtakes, one for which the disk of rank 1 has no room, one
     whose disk is full in the end, and two that are not disturbed, after which older ones go."""
     from megatron.core.dist_checkpointing.strategies import filesystem_async
@@ -194,10 +191,10 @@ def test_the_state_of_a_sharded_optimizer_is_gathered_once_and_not_copied(world,
 
 
 def test_a_checkpoint_for_which_there_is_no_room_is_refused_before_it_is_written(tmp_path):
-    (partial := tmp_path / ".step_000001.partial").mkdir()
-    saving._check_room(partial, 0)
+    (begun := tmp_path / ".step_000001.partial").mkdir()
+    saving._check_room(begun, 0)
     with pytest.raises(OSError, match="no room for 1000000000000"):
-        saving._check_room(partial, 10**18)
+        saving._check_room(begun, 10**18)
     assert list(tmp_path.iterdir()) == []
 
 

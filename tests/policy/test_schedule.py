@@ -163,9 +163,7 @@ def as_on_gpus(method):
 
 
 @pytest.mark.world(2)
-def test_an_optimizer_in_host_memory_takes_the_same_steps_and_goes_on_from_its_checkpoint(
-    world, checkpoints, tmp_path
-):
+def test_an_optimizer_in_host_memory_takes_the_same_steps_and_is_resumed(world, checkpoints, tmp_path):
     """It also makes room on the way. An optimizer on the device goes on from its checkpoint, too."""
     from megatron.core.optimizer import distrib_optimizer
     from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer as Hybrid
@@ -212,20 +210,15 @@ def test_an_optimizer_in_host_memory_takes_the_same_steps_and_goes_on_from_its_c
     assert update() == pytest.approx(norms[1], rel=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("flags", "says"),
-    [
-        ("--use-precision-aware-optimizer", "needs --use-distributed-optimizer"),
-        (
-            "--use-precision-aware-optimizer --use-distributed-optimizer --bf16 False",
-            "needs bfloat16 weights",
-        ),
-        ("--optimizer-cpu-offload", "needs --use-precision-aware-optimizer"),
-        ("--overlap-cpu-optimizer-d2h-h2d", "has no effect without --optimizer-cpu-offload"),
-        ("--overlap-param-gather --overlap-grad-reduce", "gather: needs --use-distributed-optimizer"),
-        ("--overlap-param-gather --use-distributed-optimizer", "gather: needs --use-distributed-optimizer"),
-    ],
-)
-def test_what_an_optimizer_needs_is_said_before_anything_starts(flags, says):
-    with pytest.raises(ConfigError, match=says):
-        check_run(parse_config([*flags.split(), "--dry-run"]))
+def test_what_an_optimizer_needs_is_said_before_anything_starts():
+    precise, gathers = "--use-precision-aware-optimizer", "--overlap-param-gather"
+    for flags, says in {
+        precise: "needs --use-distributed-optimizer",
+        f"{precise} --use-distributed-optimizer --bf16 False": "needs bfloat16 weights",
+        "--optimizer-cpu-offload": "needs --use-precision-aware-optimizer",
+        "--overlap-cpu-optimizer-d2h-h2d": "has no effect without --optimizer-cpu-offload",
+        f"{gathers} --overlap-grad-reduce": "gather: needs --use-distributed-optimizer",
+        f"{gathers} --use-distributed-optimizer": "gather: needs --use-distributed-optimizer",
+    }.items():
+        with pytest.raises(ConfigError, match=says):
+            check_run(parse_config([*flags.split(), "--dry-run"]))
