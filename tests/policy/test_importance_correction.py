@@ -20,14 +20,6 @@ def close(*values):
     return pytest.approx(list(values), rel=1e-6)
 
 
-def test_a_sequence_is_rejected_by_its_geometric_mean():
-    """√(2 · 1/2) = 1 and √(4 · 1) = 2, however long the sequence is."""
-    assert not is_rejected(np.log([2.0, 0.5] * 50), 0.99, 1.01)
-    assert is_rejected(np.log([4.0, 1.0] * 50), 0.5, 1.9)
-    assert not is_rejected(np.log([4.0, 1.0]), 0.5, 2.1)
-    assert is_rejected(np.log([0.25, 1.0]), 0.51, 2.0)
-
-
 def test_a_mask_multiplies_into_the_weights_that_tokens_have():
     arrays = packed([0.4, 0.8, 6.0], [1.0], token_weights=[[1.0, 0.5, 1.0], [0.25]])
     found, told = correct(arrays, LossConfig(icepop=(0.5, 5.0)))
@@ -38,7 +30,11 @@ def test_a_mask_multiplies_into_the_weights_that_tokens_have():
 
 
 def test_a_rejected_sequence_weighs_nothing_and_stays():
-    """Geometric means 2, 1 and 1/2; the tokens of those that stay are truncated as well."""
+    """It is rejected by its geometric mean: √(2 · 1/2) = 1 and √(4 · 1) = 2, however long it is. Tokens may
+    be truncated as well."""
+    assert not is_rejected(np.log([2.0, 0.5] * 50), 0.99, 1.01)
+    assert is_rejected(np.log([4.0, 1.0] * 50), 0.5, 1.9)
+    assert not is_rejected(np.log([4.0, 1.0] * 50), 0.5, 2.1)
     arrays = packed([4.0, 1.0], [2.0, 0.5], [0.5], weights=[0.5, 0.25, 1.0])
     found, told = correct(arrays, LossConfig(sequence_rejection=(0.9, 1.1)))
     assert found.importance_weights_R is None

@@ -309,10 +309,8 @@ def test_without_another_reference_it_is_the_model_without_its_adapters(world, c
     assert planned.logprobs(trainer, rows) != before
 
 
-TINY = ROOT / "examples/tiny_qwen3_next"
-
-
 def test_adapters_that_a_model_layout_or_setting_cannot_have_are_refused():
+    tiny = ROOT / "examples/tiny_qwen3_next"
     for target, sizes, message in (
         ("q_porj", {}, "no 'q_porj'; did you mean 'q_proj'"),
         ("in_proj_z", {}, "it has down_proj, experts, gate_proj, in_proj_ba, in_proj_qkvz, k_proj"),
@@ -320,7 +318,7 @@ def test_adapters_that_a_model_layout_or_setting_cannot_have_are_refused():
         ("q_proj", {"pp": 2}, "no layer of pipeline stage 0 has one of them"),
     ):
         model = adapted_config(targets=(target,)).model
-        (problem,) = check_lora(model, read_hf_config(TINY), layout(**sizes))
+        (problem,) = check_lora(model, read_hf_config(tiny), layout(**sizes))
         assert message in problem
     for flags, message in {
         "--lora-alpha 8": "--lora-alpha: has no effect without --lora-rank",
@@ -331,7 +329,7 @@ def test_adapters_that_a_model_layout_or_setting_cannot_have_are_refused():
         "--lora-rank 8 --model-override moe_shared_expert_overlap=true": "expert_overlap: bypasses",
     }.items():
         with pytest.raises(ConfigError, match=message):
-            check_run(parse_config(["--hf-checkpoint", str(TINY), "--dry-run", *flags.split()]))
+            check_run(parse_config(["--hf-checkpoint", str(tiny), "--dry-run", *flags.split()]))
 
 
 def test_the_dry_run_counts_gradients_and_optimizer_state_of_adapters_alone():

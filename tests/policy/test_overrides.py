@@ -22,11 +22,8 @@ from megatron_ibpo.run.settings import parse_config
 
 
 def overriding(*model, optimizer=(), bf16=None, precise=False, offload=False):
-    of_optimizer = OptimizerConfig(
-        optimizer_override=tuple(optimizer),
-        use_precision_aware_optimizer=precise,
-        optimizer_cpu_offload=offload,
-    )
+    of_optimizer = OptimizerConfig(optimizer_override=tuple(optimizer), optimizer_cpu_offload=offload)
+    of_optimizer.use_precision_aware_optimizer = precise
     return Config(model=ModelConfig(model_override=model, bf16=bf16), optimizer=of_optimizer)
 
 

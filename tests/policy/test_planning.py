@@ -130,27 +130,22 @@ def test_what_a_loss_mask_leaves_out_is_no_row_of_the_loss():
 
 
 def test_what_is_given_by_token_lies_on_the_response_rows():
-    """A sequence without weights has ones there; one without advantages of tokens repeats its own."""
+    """A sequence without weights has ones there; one without advantages of tokens repeats its own. An empty
+    share has one padding sequence of weight 0."""
     by_token = made(token_weights=[0.25, 0.75], token_advantages=[0.5, -0.5], rollout_logprobs=[-1.5, -2.5])
     batch = laid_out(packed(by_token, made(advantage=-2.0)), 9)
     assert batch.rows.token_weights_N.tolist() == [0, 0, 0.25, 0.75, 0, 0, 1, 1, 0]
     assert batch.rows.advantages.tolist() == [0, 0, 0.5, -0.5, 0, 0, -2, -2, 0]
     assert batch.rollout_logprobs_N is None, "one has none"
     assert batch.rows.old_logprobs_N is None
+    padding = laid_out(packed(), 2)
+    assert padding.input_ids_1N.shape == (1, 2)
+    assert padding.rows.cu_seqlens.tolist() == [0, 2]
+    assert padding.rows.sequence_weights_S.tolist() == [0]
+    assert not padding.rows.response_mask_N.any()
 
 
-def test_an_empty_share_is_one_padding_sequence_of_weight_zero():
-    batch = laid_out(packed(), 2)
-    assert batch.input_ids_1N.shape == (1, 2)
-    assert batch.rows.cu_seqlens.tolist() == [0, 2]
-    assert batch.rows.sequence_weights_S.tolist() == [0]
-    assert not batch.rows.response_mask_N.any()
-
-
-RANKS = st.integers(1, 5)
-
-
-@given(st.lists(st.integers(2, 300), max_size=60), RANKS, st.integers(50, 400), st.integers(1, 5))
+@given(st.lists(st.integers(2, 300), max_size=60), st.integers(1, 5), st.integers(50, 400), st.integers(1, 5))
 def test_every_sequence_is_planned_once_and_no_rank_could_be_relieved(lengths, ranks, max_tokens, multiple):
     """Without its shortest sequence the fullest rank has no more than any other. Like micro-batches come
     together; such of nothing fill up to what an interleaved schedule takes."""
@@ -210,9 +205,10 @@ def test_minibatches_hold_whole_groups_and_average_over_their_own(groups, count)
 
 
 OLD = {"recompute": {}, "corrected": {"sequence_rejection": (0.5, 2.0)}, "engine": {"old_logprobs": "engine"}}
+BUDGETS = st.none() | st.integers(30, 400)
 
 
-@given(some_sequences(), RANKS, st.integers(1, 3), st.sampled_from([*OLD]), st.none() | st.integers(30, 400))
+@given(some_sequences(), st.integers(1, 5), st.integers(1, 3), st.sampled_from([*OLD]), BUDGETS)
 def test_an_update_sends_every_sequence_with_an_advantage_to_one_rank(rows, ranks, steps, old, own_tokens):
     """Passes without a gradient may have a budget of their own. The engine's log-probs save one."""
     rows = [replace(s, rollout_logprobs=np.zeros(len(s.loss_mask), np.float32)) for s in rows]

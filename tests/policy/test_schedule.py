@@ -147,21 +147,6 @@ def test_gradients_reduced_during_the_backward_pass_are_the_same(world, checkpoi
     assert all(torch.allclose(others[name], own, atol=1e-6) for name, own in weights.items())
 
 
-def as_on_gpus(method):
-    """Megatron's choice of what goes to the host, made as if the optimizer's parameters were on a GPU."""
-
-    def choose(self, fraction):
-        device = {own.untyped_storage().data_ptr() for group in self.param_groups for own in group["params"]}
-        on_device = property(lambda tensor: tensor.untyped_storage().data_ptr() in device)
-        with (
-            mock.patch.object(torch.Tensor, "is_cuda", on_device),
-            mock.patch.object(torch.Tensor, "pin_memory", lambda tensor: tensor),
-        ):
-            return method(self, fraction)
-
-    return choose
-
-
 @pytest.mark.world(2)
 def test_an_optimizer_in_host_memory_takes_the_same_steps_and_is_resumed(world, checkpoints, tmp_path):
     """It also makes room on the way. An optimizer on the device goes on from its checkpoint, too."""
@@ -171,6 +156,15 @@ def test_an_optimizer_in_host_memory_takes_the_same_steps_and_is_resumed(world, 
     from megatron_ibpo.policy.checkpoint import load_checkpoint
     from megatron_ibpo.policy.residence import Held, Residence
     from megatron_ibpo.policy.saving import save_checkpoint
+
+    choose = Hybrid._get_sub_optimizer_param_groups
+
+    def as_on_gpus(self, fraction):
+        """Choose what goes to the host as if the optimizer's parameters were on a GPU."""
+        device = {own.untyped_storage().data_ptr() for group in self.param_groups for own in group["params"]}
+        on_device = property(lambda tensor: tensor.untyped_storage().data_ptr() in device)
+        with mock.patch.multiple(torch.Tensor, is_cuda=on_device, pin_memory=lambda tensor: tensor):
+            return choose(self, fraction)
 
     def opened(offload):
         config = config_for(layout(distributed_optimizer=True), lr=1e-3, eps_adam=1e-2)
@@ -184,9 +178,8 @@ def test_an_optimizer_in_host_memory_takes_the_same_steps_and_is_resumed(world, 
     _, export, update = opened(False)
     norms, weights = [update(), update()], weights_of(export)
     close_trainer()
-    choose = as_on_gpus(Hybrid._get_sub_optimizer_param_groups)
     with (
-        mock.patch.object(Hybrid, "_get_sub_optimizer_param_groups", choose),
+        mock.patch.object(Hybrid, "_get_sub_optimizer_param_groups", as_on_gpus),
         mock.patch.object(distrib_optimizer, "HAVE_APEX_OR_TE", True),
     ):
         trainer, export, update = opened(True)
