@@ -33,9 +33,9 @@ def test_inside_it_is_the_reference_and_afterwards_the_policy_bit_for_bit(world,
     _, norm = (planned.update(undisturbed, rows)["grad_norm"] for _ in range(2))
     close_trainer()
     trainer, _, shape = open_trainer(world, policy, config)
-    reference = load_reference(trainer.chunks, shape, policy)
     planned.update(trainer, rows)
     weights, before = held(trainer), planned.logprobs(trainer, rows)
+    reference = load_reference(trainer.chunks, shape, policy)
     with reference.swapped_in(trainer.chunks):
         assert planned.logprobs(trainer, rows) == wanted != before
     assert planned.logprobs(trainer, rows) == before
