@@ -1,5 +1,4 @@
-"""What the host waits for while it launches an update: on a GPU every read of a tensor's value waits for all
-the work before it. Counted on the CPU, where the same calls read. Not run on a GPU."""
+"""Reads of tensors' values, for which a GPU would wait, counted on the CPU, where the same calls read."""
 
 import sys
 from collections import Counter

@@ -246,9 +246,7 @@ def saved_and_resumed(world, cases, rows, directory):
         expected = weights_of(chain(*offered))
         close_trainer()
         saved = place / "step_000001"
-        names = list(StoredCheckpoint(saved).tensors)
-        assert names
-        assert all(".lora." in name for name in names), "a checkpoint holds adapters alone"
+        assert {".lora." in name for name in StoredCheckpoint(saved).tensors} == {True}, "adapters alone"
         files = {path.name for path in (saved / "adapter").iterdir()}
         assert files == {"adapter_model.safetensors", "adapter_config.json"}
         trainer, offered, _ = open_adapted(world, adapted_config(goes_on, targets, hf_dir))

@@ -24,8 +24,7 @@ REST = ["dense fp32", "dense fp32 sharded", "dense bf16", "dense bf16 sharded"]
 
 
 def config_of(case):
-    experts = 2 if "deltas" in case else 1
-    parallel = layout(ep=experts, distributed_optimizer="sharded" in case)
+    parallel = layout(ep=2 if "deltas" in case else 1, distributed_optimizer="sharded" in case)
     config = config_for(parallel, lr=1e-3, eps_adam=1e-8)
     config.model.bf16 = "bf16" in case
     return config

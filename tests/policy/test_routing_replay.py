@@ -1,5 +1,4 @@
-"""Routers choose again what was chosen before: the same experts, with the trainer's own weights for them, in
-every pass, layout and recomputation."""
+"""Routers choose again what was chosen before, with the trainer's own weights, in every pass and layout."""
 
 from dataclasses import replace
 

@@ -109,14 +109,13 @@ def test_a_save_gets_its_name_when_it_is_whole_and_a_full_disk_leaves_nothing(wo
     overtaken(saver, trainer, export, order(1), begin)
     assert there() == ["step_000001"]
 
-    def full_on_rank_1(write, *arguments, **named):
-        def on_full_disk(path, mode):
-            return io.BufferedWriter(FullForAMoment(path, mode))
+    def on_full_disk(path, mode):
+        return io.BufferedWriter(FullForAMoment(path, mode))
 
-        if world.rank != 1:
-            return write(*arguments, **named)
+    def full_on_rank_1(write, *arguments, **named):
         # Megatron opens its files by this name
-        with mock.patch.object(filesystem_async, "open", on_full_disk, create=True):
+        full = mock.patch.object(filesystem_async, "open", on_full_disk, create=True)
+        with full if world.rank == 1 else nullcontext():
             return write(*arguments, **named)
 
     in_the_end = mock.patch.object(saving.shutil, "disk_usage", return_value=SimpleNamespace(free=0))
