@@ -56,7 +56,7 @@ SHARED = {"distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_p
     ],
 )
 def test_logprobs_loss_and_gradients_are_those_of_one_process(checkpoints, names, stages, ranks, sizes):
-    hf_dirs, rows = [checkpoints[name] for name in names], rows_with_returns(6)
+    hf_dirs, rows = [checkpoints[name] for name in names], rows_with_returns()
     expected = run_ranks(updated, 1, hf_dirs, 1, 1, rows, {})[0]
     found = run_ranks(updated, ranks, hf_dirs, stages, 2, rows, sizes, timeout=240)
     for number, (logprobs, metrics, before, moved) in enumerate(expected):
