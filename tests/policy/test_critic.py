@@ -96,6 +96,7 @@ def test_the_loss_is_the_mean_over_all_trained_tokens(world, checkpoints):
         close_trainer()
         masks = np.concatenate([row.loss_mask for row in rows])
         old, wanted = (flat(getattr(row, name) for row in rows)[masks] for name in ("values", "returns"))
+        assert not flat(values)[~masks].any()
         found = flat(values)[masks]
         loss, clipped = value_loss(found, old, wanted, 0.2)
         assert metrics["critic_loss"] == pytest.approx(loss.mean().item(), rel=1e-5)
