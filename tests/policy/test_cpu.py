@@ -10,12 +10,9 @@ import pytest
 import torch
 
 from megatron_ibpo.policy import cpu
-from support.ranks import run_ranks
 
-PINNED = "0.19.2"
 DEVICE_LITERAL = re.compile(r"""device ?= ?["']cuda["']|init_data\(["']cuda["']\)""")
 TYPE_LITERAL = re.compile(r"""["']torch\.cuda\.\w+Tensor["']""")
-
 ROOMS = (
     "dist_checkpointing", "distributed/param_and_grad_buffer.py", "distributed/distributed_data_parallel.py",
     "distributed/finalize_model_grads.py", "models/common", "models/gpt", "optimizer",
@@ -26,9 +23,6 @@ ROOMS = (
 )  # fmt: skip
 """Parts of megatron.core that a trainer executes."""
 
-SITES = "277 lines, fc2e76ea"
-"""How many lines of those mention CUDA, and the hash of the lines."""
-
 
 def sources():
     root = Path(importlib.util.find_spec("megatron.core").origin).parent
@@ -38,31 +32,23 @@ def sources():
             yield file.relative_to(root).as_posix(), file.read_text()
 
 
-def cuda_lines():
-    """Every line of code in ROOMS that names a CUDA device, type or function."""
-    for file, text in sources():
-        for line in text.splitlines():
-            code = line.strip()
-            if re.search(r"torch\.cuda\.|[\"']cuda[\"']", code) and not code.startswith("#"):
-                yield f"{file}: {code}"
-
-
 def test_the_cuda_sites_of_megatron_are_those_that_are_known():
     """Fails when megatron-core is upgraded: read the new lines, see that cpu.py answers those that a
-    trainer executes, then pin them here."""
-    lines = list(cuda_lines())
+    trainer executes, then pin them here: how many name a CUDA device, type or function, and their hash."""
+    lines = [
+        f"{file}: {code}"
+        for file, text in sources()
+        for code in map(str.strip, text.splitlines())
+        if re.search(r"torch\.cuda\.|[\"']cuda[\"']", code) and not code.startswith("#")
+    ]
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:8]
-    assert version("megatron-core") == PINNED
-    assert f"{len(lines)} lines, {digest}" == SITES
+    assert (version("megatron-core"), len(lines), digest) == ("0.19.2", 277, "fc2e76ea")
 
 
 def test_modules_that_name_the_device_as_text_are_listed():
     def modules_with(literal):
-        return {
-            "megatron.core." + file.removesuffix(".py").replace("/", ".")
-            for file, text in sources()
-            if literal.search(text)
-        }
+        files = [file for file, text in sources() if literal.search(text)]
+        return {"megatron.core." + file.removesuffix(".py").replace("/", ".") for file in files}
 
     not_executed = {
         "megatron.core.distributed.param_and_grad_buffer",  # nccl_ub only
@@ -76,44 +62,29 @@ def test_modules_that_name_the_device_as_text_are_listed():
     assert modules_with(TYPE_LITERAL) == set(cpu.CUDA_TYPE_NAMES)
 
 
-def stand_ins_at_work(world):
-    """Facts about torch and Megatron in a process that has imported both and this package, before the
-    stand-ins are active and afterwards."""
-    before = torch.cuda.Stream.__module__
+@pytest.mark.world(1)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is there")
+def test_without_cuda_the_cpu_answers_once_it_is_asked_to(world):
+    """Importing the package changes nothing; and Megatron may have been imported before."""
+    assert torch.cuda.Stream.__module__ == "torch.cuda.streams"
     cpu.activate()
     cpu.activate()  # a second time changes nothing
     from megatron.core.fusions.fused_bias_swiglu import swiglu
     from megatron.core.optimizer import clip_grads
 
+    assert not torch.cuda.is_available()
+    here = torch.device("cpu")
+    assert torch.cuda.current_device() == clip_grads.torch.zeros(1, device="cuda").device == here
+    assert torch.ones(2).cuda().device == here
+    assert torch.zeros(1).type() == "torch.FloatTensor"
     torch.manual_seed(3)
     drawn = torch.rand(1)
     torch.cuda.manual_seed(3)
+    assert torch.rand(1) == drawn
+    assert torch.cuda.current_stream() is torch.cuda.Stream()
+    assert swiglu(torch.ones(2, 4)).shape == (2, 2)
 
     def plain(x):
         return x
 
-    return {
-        "before": before,
-        "available": torch.cuda.is_available(),
-        "device": torch.cuda.current_device(),
-        "literal": clip_grads.torch.zeros(1, device="cuda").device,
-        "elsewhere": torch.zeros(1).type(),
-        "seeds the CPU": torch.equal(torch.rand(1), drawn),
-        "streams": torch.cuda.current_stream() is torch.cuda.Stream(),
-        "moved": torch.ones(2).cuda().device.type,
-        "fused": swiglu(torch.ones(2, 4)).shape,
-        "compiles nothing": torch.compile(plain) is torch.compile(dynamic=False)(plain) is plain,
-    }
-
-
-@pytest.mark.world
-@pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is there")
-def test_without_cuda_the_cpu_answers_once_it_is_asked_to():
-    """Importing the package changes nothing; and Megatron may have been imported before."""
-    (facts,) = run_ranks(stand_ins_at_work, 1)
-    assert facts == {
-        "before": "torch.cuda.streams", "available": False, "device": torch.device("cpu"),
-        "literal": torch.device("cpu"), "elsewhere": "torch.FloatTensor", "seeds the CPU": True,
-        "streams": True, "moved": "cpu", "fused": torch.Size([2, 2]),
-        "compiles nothing": True,
-    }  # fmt: skip
+    assert torch.compile(plain) is torch.compile(dynamic=False)(plain) is plain

@@ -1,5 +1,4 @@
-"""What the host waits for while it launches an update: on a GPU every read of a tensor's value waits for all
-the work before it. Counted on the CPU, where the same calls read. Not run on a GPU."""
+"""Reads of tensors' values, for which a GPU would wait, counted on the CPU, where the same calls read."""
 
 import sys
 from collections import Counter
@@ -13,8 +12,6 @@ import megatron_ibpo
 from support import planned
 from support.critics import critic_config, open_critic, rows_with_returns
 from support.layouts import layout
-from support.ranks import run_ranks
-from support.tiny_models import make_qwen3
 from support.trainers import close_trainer, config_for, open_trainer
 
 PACKAGE = Path(megatron_ibpo.__file__).resolve().parent
@@ -22,10 +19,8 @@ WATCHED = ("policy/", "loss/")
 """Rooms whose own reads are counted; what Megatron reads for them is not theirs."""
 OF_THE_CPU = ("_row_logprobs", "_write_gradient")
 """The loss in plain torch; on a GPU kernels take its place, and the device itself checks targets."""
-READS = {
-    *("item", "tolist", "cpu", "nonzero", "masked_select", "bincount", "unique"),
-    *("__bool__", "__int__", "__float__", "__index__"),
-}
+READS = {"item", "tolist", "cpu", "nonzero", "masked_select", "bincount", "unique"}
+READS |= {"__bool__", "__int__", "__float__", "__index__"}
 
 
 class HostReads(TorchFunctionMode):
@@ -37,16 +32,15 @@ class HostReads(TorchFunctionMode):
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if waits(function.__name__, args, kwargs or {}):
-            self.note(sys._getframe(1))
+            self.note(sys._getframe(1).f_code)
         return function(*args, **(kwargs or {}))
 
-    def note(self, frame):
-        path = Path(frame.f_code.co_filename).resolve()
-        if PACKAGE not in path.parents:
-            return
-        name = f"{path.relative_to(PACKAGE)}:{frame.f_code.co_name}"
-        if name.startswith(WATCHED) and frame.f_code.co_name not in OF_THE_CPU:
-            self.found[name] += 1
+    def note(self, code):
+        path = Path(code.co_filename).resolve()
+        if PACKAGE in path.parents:
+            name = path.relative_to(PACKAGE).as_posix()
+            if name.startswith(WATCHED) and code.co_name not in OF_THE_CPU:
+                self.found[f"{name}:{code.co_name}"] += 1
 
 
 def waits(name, args, kwargs):
@@ -58,68 +52,38 @@ def waits(name, args, kwargs):
     return name in READS
 
 
-LOSSES = (
-    {},
-    {"loss_variant": "grpo", "old_logprobs": "engine", "loss_backend": "torch"},
-    {"fuse_lm_head": True, "use_tis": True},
-    {"kl_coef": 0.1},
-)
-
-
-def reads(world, hf_dir, rows):
-    """Return, for budgets of all rows at once and of some, reads of an update of two steps, for each of
-    `LOSSES`, and of the critic's."""
-    return [
-        [*updates(world, hf_dir, rows, most), critics(world, hf_dir, rows, most)] for most in (10_000, 60)
-    ]
-
-
-def updates(world, hf_dir, rows, max_tokens):
-    for settings in LOSSES:
+@pytest.mark.world(1)
+@pytest.mark.parametrize("max_tokens", [10_000, 60])
+def test_an_update_reads_the_device_as_often_however_many_micro_batches_it_has(
+    world, checkpoints, max_tokens
+):
+    """Once for the numbers of an optimizer step, and once for the log-probs or values of each pass."""
+    rows, hf_dir = rows_with_returns(9), checkpoints["dense"]
+    step, values = "policy/forward_backward.py:_on_host", "policy/packing.py:response_values"
+    for settings, passes in (
+        ({}, 1),  # the second step's old log-probs
+        ({"loss_variant": "grpo", "old_logprobs": "engine", "loss_backend": "torch"}, 0),
+        ({"fuse_lm_head": True, "use_tis": True}, 2),  # importance weights need both steps' old log-probs
+        ({"kl_coef": 0.1}, 3),  # and the reference's
+    ):
         config = config_for(layout(), max_tokens=max_tokens, num_steps_per_rollout=2, **settings)
-        reference = hf_dir if "kl_coef" in settings else None
-        trainer, _, _ = open_trainer(world, hf_dir, config, reference)
+        trainer, _, _ = open_trainer(world, hf_dir, config, hf_dir if "kl_coef" in settings else None)
         with HostReads() as counted:
             planned.update(trainer, rows)
         close_trainer()
-        yield dict(counted.found)
-
-
-def critics(world, hf_dir, rows, max_tokens):
+        assert counted.found == Counter({step: 2, values: passes}), settings
     critic = open_critic(world, hf_dir, critic_config(layout(), lr=0.01, max_tokens=max_tokens))
     with HostReads() as counted:
         planned.values(critic, rows)
         planned.update_values(critic, rows)
-    close_trainer()
-    return dict(counted.found)
-
-
-@pytest.mark.world
-def test_an_update_reads_the_device_as_often_however_many_micro_batches_it_has(tmp_path):
-    """Once for the numbers of an optimizer step, and once for the log-probs or values of each pass."""
-    rows, hf_dir = rows_with_returns(9), make_qwen3(tmp_path / "dense", 3, std=0.1)
-    step, values = "policy/forward_backward.py:_on_host", "policy/packing.py:response_values"
-    wanted = [
-        {step: 2, values: 1},  # the second step's old log-probs
-        {step: 2},
-        {step: 2, values: 2},  # importance weights need both steps' old log-probs
-        {step: 2, values: 3},  # and the reference's
-        {step: 1, values: 1},
-    ]
-    assert run_ranks(reads, 1, hf_dir, rows) == [[wanted, wanted]]
+    assert counted.found == {step: 1, values: 1}
 
 
 def test_a_read_would_be_seen():
-    mask = torch.tensor([True, False])
-    values = torch.tensor([1.0, 2.0])
-    for read in (
-        values.tolist,
-        values.sum().item,
-        lambda: values[mask],
-        lambda: bool(mask.all()),
-        mask.nonzero,
-    ):
+    mask, values = torch.tensor([True, False]), torch.tensor([1.0, 2.0])
+    one = values.sum()
+    for read in (values.tolist, one.item, lambda: values[mask], lambda: bool(one), mask.nonzero):
         with HostReads() as counted:
-            counted.note = lambda frame, counted=counted: counted.found.update(["read"])
+            counted.note = lambda code, counted=counted: counted.found.update(["read"])
             read()
         assert counted.found == {"read": 1}

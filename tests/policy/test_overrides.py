@@ -7,7 +7,7 @@ import torch
 
 from megatron_ibpo.config import Config, ConfigError, ModelConfig, OptimizerConfig
 from megatron_ibpo.config.all_fields import ENTRIES, flag
-from megatron_ibpo.plan.feasibility import UNCOUNTED, make_plan
+from megatron_ibpo.plan.feasibility import UNCOUNTED
 from megatron_ibpo.policy.overrides import (
     MODEL_OURS,
     OPTIMIZER_OURS,
@@ -21,142 +21,106 @@ from megatron_ibpo.run.checks import check_settings
 from megatron_ibpo.run.settings import parse_config
 
 
-def overriding(*model, optimizer=(), bf16=None):
-    return Config(
-        model=ModelConfig(model_override=model, bf16=bf16),
-        optimizer=OptimizerConfig(optimizer_override=tuple(optimizer)),
-    )
+def overriding(*model, optimizer=(), bf16=None, precise=False, offload=False):
+    of_optimizer = OptimizerConfig(optimizer_override=tuple(optimizer), optimizer_cpu_offload=offload)
+    of_optimizer.use_precision_aware_optimizer = precise
+    return Config(model=ModelConfig(model_override=model, bf16=bf16), optimizer=of_optimizer)
 
 
-@pytest.mark.parametrize(
-    ("setting", "value"),
-    [
-        ("fp8=hybrid", "hybrid"),
-        ("fp8-margin=2", 2),
-        ("moe_enable_deepep=true", True),
-        ("moe_token_dispatcher_type=flex", "flex"),
-        ("recompute_modules=[core_attn, moe]", ["core_attn", "moe"]),
-        ("activation_offload_fraction=1e-1", 0.1),
-        ("activation_offload_fraction=1", 1.0),
-        ("moe_deepep_num_sms=none", None),
-        ("cuda_graph_impl=local", "local"),
-        ("attention_backend=flash", "flash"),
-    ],
-)
-def test_a_setting_has_the_type_that_megatron_declares(setting, value):
-    name = setting.partition("=")[0].replace("-", "_")
-    found = model_overrides(overriding(setting))
-    assert found == {name: value}
-    assert type(found[name]) is type(value)
+def test_a_setting_has_the_type_that_megatron_declares():
+    for setting, value in {
+        "fp8=hybrid": "hybrid",
+        "fp8-margin=2": 2,
+        "moe_enable_deepep=true": True,
+        "recompute_modules=[core_attn, moe]": ["core_attn", "moe"],
+        "activation_offload_fraction=1e-1": 0.1,
+        "activation_offload_fraction=1": 1.0,
+        "moe_deepep_num_sms=none": None,
+        "attention_backend=flash": "flash",
+    }.items():
+        (name, found), *others = model_overrides(overriding(setting)).items()
+        assert (name, found, others) == (setting.partition("=")[0].replace("-", "_"), value, [])
+        assert type(found) is type(value)
 
 
-@pytest.mark.parametrize(
-    ("setting", "says"),
-    [
-        ("num_layer=3", "no such field; did you mean 'num_layers'"),
-        ("num_layers=3", "config.json of --hf-checkpoint"),
-        ("bf16=true", "use --bf16"),
-        ("tensor_model_parallel_size=2", "use --tensor-model-parallel-size"),
-        ("fp8=e5m2", "Megatron wants Optional"),
-        ("fp8_margin=1.5", "Megatron wants int"),
-        ("recompute_modules=[1]", "Megatron wants"),
-        ("recompute_modules=core_attn", "Megatron wants"),
-        ("moe_enable_deepep=1", "Megatron wants bool"),
-        ("init_method=torch.nn.init.zeros_", "takes a Python object"),
-        ("fp8", "name=value"),
-    ],
-)
-def test_what_cannot_be_overridden_is_refused_and_says_what_to_do(setting, says):
-    with pytest.raises(ValueError, match=says):
-        check_overrides(overriding(setting))
-
-
-@pytest.mark.parametrize(
-    ("setting", "says"),
-    [
-        ("exp_avg_dtype=bf16", "needs --use-precision-aware-optimizer"),
-        ("exp_avg_dtype=int4", "there are fp32, float32, bf16"),
-        ("use_distributed_optimizer=true", "use --use-distributed-optimizer"),
-        ("overlap_param_gather=true", "use --overlap-param-gather"),
-        ("timers=none", "takes a Python object"),
-    ],
-)
-def test_the_same_of_the_optimizers_fields(setting, says):
-    with pytest.raises(ValueError, match=says):
-        check_overrides(overriding(optimizer=[setting]))
-
-
-def test_a_field_with_a_flag_of_its_own_is_set_by_that_flag():
-    from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
-    from megatron.core.transformer import TransformerConfig
-
-    for megatrons, given in (
-        (TransformerConfig, lambda setting: overriding(setting)),
-        (MegatronOptimizerConfig, lambda setting: overriding(optimizer=[setting])),
-    ):
-        with_flags = ENTRIES.keys() & {field.name for field in fields(megatrons)}
-        assert len(with_flags) > 10
-        for name in with_flags:
-            with pytest.raises(ValueError, match=f" {name}: this project sets it; use {flag(name)}$"):
-                check_overrides(given(f"{name}=1"))
-
-
-def test_all_problems_of_both_flags_are_told_at_once():
+def test_what_cannot_be_overridden_is_refused_and_says_what_to_do():
+    for setting, says in {
+        "num_layer=3": "no such field; did you mean 'num_layers'",
+        "num_layers=3": "config.json of --hf-checkpoint",
+        "fp8=e5m2": "Megatron wants Optional",
+        "fp8_margin=1.5": "Megatron wants int",
+        "recompute_modules=[1]": "Megatron wants",
+        "recompute_modules=core_attn": "Megatron wants",
+        "moe_enable_deepep=1": "Megatron wants bool",
+        "init_method=torch.nn.init.zeros_": "takes a Python object",
+        "fp8": "name=value",
+        "virtual_pipeline_model_parallel_size=1": "must be at least 2",
+        "num_layers_per_virtual_pipeline_stage=1": "use virtual_pipeline_model_parallel_size",
+    }.items():
+        with pytest.raises(ValueError, match=says):
+            check_overrides(overriding(setting))
+    for setting, says in {
+        "exp_avg_dtype=bf16": "needs --use-precision-aware-optimizer",
+        "exp_avg_dtype=int4": "there are fp32, float32, bf16",
+        "timers=none": "takes a Python object",
+    }.items():
+        with pytest.raises(ValueError, match=says):
+            check_overrides(overriding(optimizer=[setting]))
     with pytest.raises(ConfigError) as refused:
-        check_settings(overriding("bf16=true", optimizer=["lr=1", "exp_avg_dtype=int4"]))
-    said = str(refused.value)
-    assert "--model-override bf16" in said
-    assert "--optimizer-override lr: this project sets it; use --lr" in said
+        check_settings(overriding("bf16=true", optimizer=["lr=1"]))
+    for said in ("--model-override bf16", "--optimizer-override lr: this project sets it; use --lr"):
+        assert said in str(refused.value), "all problems of both flags are told at once"
 
 
-def test_everything_that_follows_from_the_rest_is_refused(shapes):
-    """A field that is a mere choice of implementation is left to the user."""
+def test_what_this_project_sets_is_refused_and_a_choice_of_implementation_left_to_the_user(shapes):
     from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
     from megatron.core.transformer import TransformerConfig
 
-    from megatron_ibpo.policy.forward_backward import _optimizer_config
     from megatron_ibpo.policy.model import _own_fields
 
+    of_model, of_optimizer = (
+        {field.name for field in fields(own)} for own in (TransformerConfig, MegatronOptimizerConfig)
+    )
+    for name in ENTRIES.keys() & of_model:
+        with pytest.raises(ValueError, match=f" {name}: this project sets it; use {flag(name)}$"):
+            check_overrides(overriding(f"{name}=1"))
+    for name in ENTRIES.keys() & of_optimizer:
+        with pytest.raises(ValueError, match=f" {name}: this project sets it; use {flag(name)}$"):
+            check_overrides(overriding(optimizer=[f"{name}=1"]))
+    assert min(len(ENTRIES.keys() & of_model), len(ENTRIES.keys() & of_optimizer)) > 10
     choices = {
         "apply_rope_fusion", "batch_p2p_comm", "bias_activation_fusion", "masked_softmax_fusion",
         "moe_permute_fusion", "moe_router_dtype", "moe_token_dispatcher_type", "overlap_p2p_comm",
     }  # fmt: skip
     set_by_us = {name for shape in shapes.values() for name in _own_fields(shape, Config(), use_te=True)}
     assert set_by_us - MODEL_OURS.keys() - ENTRIES.keys() == choices
-    assert MODEL_OURS.keys() | UNCOUNTED.keys() <= {field.name for field in fields(TransformerConfig)}
-    assert OPTIMIZER_OURS.keys() <= {field.name for field in fields(MegatronOptimizerConfig)}
-    assert _optimizer_config(Config(), 1e-3).lr == 1e-3
+    assert MODEL_OURS.keys() | UNCOUNTED.keys() <= of_model
+    assert OPTIMIZER_OURS.keys() <= of_optimizer
 
 
 def test_settings_reach_megatron(shapes):
+    from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
     from megatron.core.transformer.enums import AttnBackend
 
     from megatron_ibpo.policy.forward_backward import _optimizer_config
     from megatron_ibpo.policy.model import transformer_config
+    from megatron_ibpo.policy.overrides import as_megatron
 
+    of_optimizer = ["decoupled_weight_decay=false", "exp_avg_dtype=bf16"]
     config = overriding(
-        "attention_backend=flash", "bias_dropout_fusion=true", optimizer=["decoupled_weight_decay=false"]
+        "attention_backend=flash", "bias_dropout_fusion=true", optimizer=of_optimizer, precise=True
     )
     core = transformer_config(shapes["dense"], config)
-    assert core.attention_backend is AttnBackend.flash
-    assert core.bias_dropout_fusion
+    assert (core.attention_backend, core.bias_dropout_fusion) == (AttnBackend.flash, True)
     assert transformer_config(shapes["dense"], Config()).attention_backend is AttnBackend.auto
-    assert not _optimizer_config(config, 1e-3).decoupled_weight_decay
-    halved = overriding(optimizer=["exp_avg_dtype=bf16"])
-    halved.optimizer.use_precision_aware_optimizer = True
-    assert as_dtype(halved) is torch.bfloat16
+    given = as_megatron(optimizer_overrides(config), MegatronOptimizerConfig)
+    assert given == {"decoupled_weight_decay": False, "exp_avg_dtype": torch.bfloat16}
+    plain = _optimizer_config(overriding(optimizer=of_optimizer[:1]), 1e-3)
+    assert (plain.decoupled_weight_decay, plain.lr) == (False, 1e-3)
     with pytest.raises(ValueError, match="--model-override fp8=hybrid, fp4=e2m1: Megatron refuses it"):
         transformer_config(shapes["dense"], overriding("fp8=hybrid", "fp4=e2m1"))
     with pytest.raises(ValueError, match="attention_backend=quick: there are flash, fused"):
         transformer_config(shapes["dense"], overriding("attention_backend=quick"))
-
-
-def as_dtype(config):
-    from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
-
-    from megatron_ibpo.policy.overrides import as_megatron
-
-    return as_megatron(optimizer_overrides(config), MegatronOptimizerConfig)["exp_avg_dtype"]
 
 
 def test_they_are_flags_and_recipe_keys_and_rows_of_the_table(tmp_path):
@@ -170,34 +134,16 @@ def test_they_are_flags_and_recipe_keys_and_rows_of_the_table(tmp_path):
     assert rows["decoupled_weight_decay"] == ("false", "--optimizer-override")
 
 
-@pytest.mark.parametrize(
-    ("bf16", "precise", "offload", "settings", "device", "host"),
-    [
-        (True, False, False, (), 12, 0),
-        (False, False, False, (), 8, 0),
-        (True, True, False, (), 12, 0),
-        (True, True, False, ("exp_avg_dtype=bf16", "exp_avg_sq_dtype=bf16"), 8, 0),
-        (True, True, False, ("exp_avg_dtype=fp8", "exp_avg_sq_dtype=fp16"), 7, 0),
-        (True, True, True, (), 0, 16),
-        (True, True, True, ("optimizer_offload_fraction=0.25",), 9, 4),
-    ],
-)
-def test_bytes_of_optimizer_state_follow_the_settings(bf16, precise, offload, settings, device, host):
-    config = overriding(optimizer=settings, bf16=bf16)
-    config.optimizer.use_precision_aware_optimizer, config.optimizer.optimizer_cpu_offload = precise, offload
-    counted = optimizer_bytes(config)
-    assert (counted.device, counted.host) == (device, host)
-
-
-@pytest.mark.slow
-def test_the_dry_run_counts_it(models, planner):
-    needs_gpus = ("moe_token_dispatcher_type=flex", "moe_enable_deepep=true")
-    config = overriding(*needs_gpus, optimizer=("exp_avg_dtype=bf16",), bf16=True)
-    config.optimizer.use_precision_aware_optimizer = True
-    config.model.hf_checkpoint = models["next"]
-    config.rollout.rollout_max_response_len = 100
-    (stage,) = planner(make_plan, config, 1).stages
-    assert stage.optimizer / stage.gradients == 10 / 4, "4 + 2 + 4 bytes of state, 4 of gradients"
-    config.model.model_override = ("fp8=hybrid", "fp4=e2m1")
-    with pytest.raises(ValueError, match="Megatron refuses it"):
-        planner(make_plan, config, 1)
+def test_bytes_of_optimizer_state_follow_the_settings():
+    for device, host, precise, offload, bf16, given in (
+        (12, 0, False, False, True, ""),
+        (8, 0, False, False, False, ""),
+        (12, 0, True, False, True, ""),
+        (8, 0, True, False, True, "exp_avg_dtype=bf16 exp_avg_sq_dtype=bf16"),
+        (7, 0, True, False, True, "exp_avg_dtype=fp8 exp_avg_sq_dtype=fp16"),
+        (0, 16, True, True, True, ""),
+        (9, 4, True, True, True, "optimizer_offload_fraction=0.25"),
+    ):
+        config = overriding(optimizer=given.split(), bf16=bf16, precise=precise, offload=offload)
+        counted = optimizer_bytes(config)
+        assert (counted.device, counted.host) == (device, host), config.optimizer

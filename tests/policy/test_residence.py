@@ -2,54 +2,31 @@
 
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 
-from megatron_ibpo.config import ParallelConfig
 from megatron_ibpo.policy.planning import plan_forward, plan_update
 from megatron_ibpo.weights.formats.retention import Keep
 from megatron_ibpo.weights.transfer.link import Sent
 from megatron_ibpo.weights.transfer.update_order import UpdateOrder
 from support import planned
-from support.ranks import run_ranks
-from support.tiny_models import make_qwen3, make_qwen3_next
+from support.layouts import layout
 from support.train_sequences import sequences
 from support.trainers import close_trainer, config_for, open_trainer, weights_of
 
-pytestmark = pytest.mark.world
-
-CASES = {
-    "dense fp32": ("dense", ParallelConfig(), False),
-    "dense fp32, sharded": ("dense", ParallelConfig(use_distributed_optimizer=True), False),
-    "dense bf16": ("dense", ParallelConfig(), True),
-    "dense bf16, sharded": ("dense", ParallelConfig(use_distributed_optimizer=True), True),
-    "next bf16, sharded": (
-        "next",
-        ParallelConfig(expert_model_parallel_size=2, use_distributed_optimizer=True),
-        True,
-    ),
-}
-"""Model, layout of two ranks, bf16: every kind of Megatron optimizer, whose parameters are the model's own,
-views into its buffers, or copies."""
-QUICK = ["next bf16, sharded"]
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    place = tmp_path_factory.mktemp("models")
-    return {
-        "dense": make_qwen3(place / "dense", 3, std=0.1),
-        "next": make_qwen3_next(place / "next", 4, std=0.1, layers=2),
-    }
+ROWS = sequences(6)
+QUICK = ["deltas bf16 sharded"]
+REST = ["dense fp32", "dense fp32 sharded", "dense bf16", "dense bf16 sharded"]
+"""Every kind of Megatron optimizer: its parameters are the model's own, views into its buffers, or copies."""
 
 
 def config_of(case):
-    _, parallel, bf16 = case
+    parallel = layout(ep=2 if "deltas" in case else 1, distributed_optimizer="sharded" in case)
     config = config_for(parallel, lr=1e-3, eps_adam=1e-8)
-    config.model.bf16 = bf16
+    config.model.bf16 = "bf16" in case
     return config
 
 
@@ -68,12 +45,6 @@ def tensors_of(trainer):
     }
 
 
-def same(one, other):
-    return one.keys() == other.keys() and all(
-        torch.equal(tensor, other[name]) for name, tensor in one.items()
-    )
-
-
 def taken(trainer):
     """Bytes on the device by kind, each storage once."""
     found, seen = {}, set()
@@ -84,112 +55,86 @@ def taken(trainer):
     return found
 
 
-def moved(world, hf_dir, case, rows):
-    """Two updates of a trainer that leaves and comes back after the first, and of one that stays."""
+@pytest.mark.world(2)
+@pytest.mark.parametrize("case", [*QUICK, *(pytest.param(own, marks=pytest.mark.slow) for own in REST)])
+def test_whatever_leaves_comes_back_to_the_bit_and_takes_no_memory_meanwhile(world, checkpoints, case):
     from megatron_ibpo.policy.residence import Held, Residence
 
-    config, found = config_of(case), {}
+    hf_dir, config = checkpoints[case.split()[0]], config_of(case)
     stays, export, _ = open_trainer(world, hf_dir, config)
-    planned.update(stays, rows)
-    expected_logprobs = planned.logprobs(stays, rows)
-    expected_norm = planned.update(stays, rows)["grad_norm"]
-    expected = weights_of(export)
+    planned.update(stays, ROWS)
+    expected_logprobs = planned.logprobs(stays, ROWS)
+    expected_norm, expected = planned.update(stays, ROWS)["grad_norm"], weights_of(export)
     close_trainer()
 
     moves, export, _ = open_trainer(world, hf_dir, config)
     residence = Residence([moves], world, offload=True)
     residence.leave(Held.NOTHING)  # also before there is any state
     residence.bring(Held.EVERYTHING)
-    planned.update(moves, rows)
-    found["whole"] = taken(moves)
-    before = [own.clone() for kind in ("weights", "states") for own in tensors_of(moves)[kind]]
+    planned.update(moves, ROWS)
+    whole = taken(moves)
+    assert min(whole.values()) > 0
+    nothing = dict.fromkeys(whole, 0)
+    before = {kind: [own.clone() for own in tensors_of(moves)[kind]] for kind in ("weights", "states")}
     residence.leave(Held.WEIGHTS)
-    found["weights alone"] = taken(moves)
+    assert taken(moves) == nothing | {"weights": whole["weights"]}
     residence.leave(Held.NOTHING)
-    found["asleep"] = taken(moves)
+    assert taken(moves) == nothing
     residence.bring(Held.WEIGHTS)
-    found["weights again"] = taken(moves)
-    found["same log-probs"] = planned.logprobs(moves, rows) == expected_logprobs
+    assert taken(moves) == nothing | {"weights": whole["weights"]}
+    assert planned.logprobs(moves, ROWS) == expected_logprobs
     residence.bring(Held.EVERYTHING)
-    found["whole again"] = taken(moves)
-    after = [own for kind in ("weights", "states") for own in tensors_of(moves)[kind]]
-    found["same state"] = all(torch.equal(*pair) for pair in zip(before, after, strict=True))
-    found["same norm"] = planned.update(moves, rows)["grad_norm"] == expected_norm
-    found["same weights"] = same(weights_of(export), expected)
-    close_trainer()
-    return found
+    assert taken(moves) == whole
+    for kind, tensors in before.items():
+        assert all(map(torch.equal, tensors, tensors_of(moves)[kind])), kind
+    assert planned.update(moves, ROWS)["grad_norm"] == expected_norm
+    torch.testing.assert_close(weights_of(export), expected, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
-)
-def test_whatever_leaves_comes_back_to_the_bit_and_takes_no_memory_meanwhile(models, name):
-    for seen in run_ranks(moved, 2, models[CASES[name][0]], CASES[name], sequences(6), timeout=240):
-        whole = seen["whole"]
-        assert min(whole.values()) > 0
-        assert seen["weights alone"] == {**dict.fromkeys(whole, 0), "weights": whole["weights"]}
-        assert seen["asleep"] == dict.fromkeys(whole, 0)
-        assert seen["weights again"] == seen["weights alone"]
-        assert seen["whole again"] == whole
-        for what in ("log-probs", "state", "norm", "weights"):
-            assert seen[f"same {what}"], what
-
-
-class Late:
+@contextmanager
+def late_copies(arrived):
     """CUDA's streams as they may be at worst: what is copied beside the main stream arrives when that waits
     for it and not before."""
+    at_once, pending, main, aside = torch.Tensor.copy_, [], mock.Mock(), False
 
-    def __init__(self):
-        self.pending, self.aside, self.arrived = [], False, 0
-
-    def current_stream(self):
-        return self
-
-    def wait_stream(self, other):
-        if other is not self:
-            self.arrived += len(self.pending)
-            for arrive in self.pending:
-                arrive()
-            self.pending.clear()
+    def wait_stream(other):
+        if other is not main:
+            arrived.extend(pending)
+            while pending:
+                pending.pop(0)()
 
     @contextmanager
-    def stream(self, _):
-        self.aside = True
+    def stream(_):
+        nonlocal aside
+        aside = True
         yield
-        self.aside = False
+        aside = False
 
-    @contextmanager
-    def installed(self):
-        at_once = torch.Tensor.copy_
+    def copy_(tensor, content, **_):
+        if aside:
+            pending.append(partial(at_once, tensor, content))
+            content = torch.full_like(content, 255)  # NaN
+        return at_once(tensor, content)
 
-        def copy_(tensor, content, **_):
-            if self.aside:
-                self.pending.append(partial(at_once, tensor, content))
-                content = torch.full_like(content, 255)  # NaN
-            return at_once(tensor, content)
-
-        with (
-            mock.patch.object(torch.cuda, "current_stream", self.current_stream),
-            mock.patch.object(torch.cuda, "stream", self.stream),
-            mock.patch.object(torch.Tensor, "copy_", copy_),
-        ):
-            yield
+    main.wait_stream = wait_stream
+    streams = mock.patch.multiple(torch.cuda, current_stream=lambda: main, stream=stream)
+    with streams, mock.patch.object(torch.Tensor, "copy_", copy_):
+        yield
 
 
-def with_late_copies(world, hf_dir, rows):
-    """(gradient norms, sums of what a checkpoint keeps) of steps and a save each after a return, whose copies
-    come as late as they may; the same of steps at home; and how many copies were late."""
+@pytest.mark.world(2)
+def test_steps_and_checkpoints_wait_for_the_state_that_comes_beside_them(world, checkpoints):
+    """Steps and a save each after a return, whose copies come as late as they may, against those at home."""
     from megatron_ibpo.policy.checkpoint import saved_state
     from megatron_ibpo.policy.residence import Held, Residence
 
     def steps(leaves):
-        trainer, _, _ = open_trainer(world, hf_dir, config_of(CASES["dense bf16, sharded"]))
-        residence = Residence([trainer], world, offload=leaves)
-        norms = []
+        trainer, _, _ = open_trainer(world, checkpoints["dense"], config_of("dense bf16 sharded"))
+        residence, norms = Residence([trainer], world, offload=leaves), []
         for _ in range(2):
             residence.leave(Held.NOTHING)
             residence.bring_for_steps()
-            norms.append(planned.update(trainer, rows)["grad_norm"])
+            norms.append(planned.update(trainer, ROWS)["grad_norm"])
         residence.leave(Held.WEIGHTS)
         residence.bring(Held.EVERYTHING)
         state = saved_state(trainer)["optimizer"]["param_state"] or {}
@@ -197,17 +142,13 @@ def with_late_copies(world, hf_dir, rows):
         close_trainer()
         return norms, sums
 
-    at_home, late = steps(leaves=False), Late()
-    with late.installed():
-        return steps(leaves=True), at_home, late.arrived
+    at_home, arrived = steps(leaves=False), []
+    with late_copies(arrived):
+        assert steps(leaves=True) == at_home
+    assert arrived
 
 
-def test_steps_and_checkpoints_wait_for_the_state_that_comes_beside_them(models):
-    for away, at_home, arrived in run_ranks(with_late_copies, 2, models["dense"], sequences(6)):
-        assert away == at_home
-        assert arrived > 0
-
-
+@pytest.mark.world
 def test_memory_is_freed_when_its_content_is_on_the_host_and_not_before(monkeypatch):
     """What is copied to the host is there, at worst, when that waits for the device."""
     from megatron_ibpo.policy.residence import _HostCopy
@@ -228,30 +169,6 @@ def test_memory_is_freed_when_its_content_is_on_the_host_and_not_before(monkeypa
     assert weights.tolist() == [0, 1, 2, 3, 4]
 
 
-class Recorder:
-    """A transport that keeps what it is given to send, and what was on the device at each wake."""
-
-    def __init__(self, rank):
-        self.rank, self.sent = rank, {}
-
-    def send(self, source, links, engines, *, check):
-        self.sent = weights_of(source)
-        return Sent({}, 0, 0, {})
-
-
-class Link:
-    """A sleeping engine that notes what the trainer holds whenever it is asked."""
-
-    def __init__(self, rank):
-        self.rank, self.asked = rank, []
-
-    def begin(self, method, *arguments):
-        self.asked.append((method, *arguments, {k: v > 0 for k, v in taken(self.rank.trainer).items()}))
-
-    def result(self, timeout):
-        return []  # it lacks nothing
-
-
 class Copied:
     """An export whose tensors are copies, as those that come from a GPU: what numpy has seen of a CPU tensor
     keeps its memory."""
@@ -266,86 +183,78 @@ class Copied:
         return ((name, None if tensor is None else tensor.clone()) for name, tensor in self.export)
 
 
-def through_a_step(world, hf_dir, directory, rows, sleeping):
-    """All that is asked of a rank in a step; `sleeping`: engines take the device whenever they may."""
-    from megatron_ibpo.policy import parallel
+@pytest.mark.world(2)
+def test_a_step_beside_sleeping_engines_is_the_step_without_them(world, checkpoints, tmp_path):
+    """All that is asked of a rank in a step, where engines take the device whenever they may. They wake where
+    trainers have left it."""
     from megatron_ibpo.policy import rank as module
     from megatron_ibpo.weights.formats.run_state import find_checkpoint
 
-    config = config_of(CASES["dense bf16, sharded"])
-    config.model.hf_checkpoint = Path(hf_dir)
-    with mock.patch.object(module, "start_world", return_value=world):
-        rank = module.TrainerRank(config, None)
-    rank.transport, link, found = Recorder(rank), Link(rank), {}
-    rank.export, rank.whole_export = Copied(rank.export), Copied(rank.whole_export)
-    emptied = mock.patch.object(torch.cuda, "empty_cache", wraps=torch.cuda.empty_cache)
-    with emptied as empty_cache:
+    config = config_of("dense bf16 sharded")
+    config.model.hf_checkpoint = checkpoints["dense"]
 
-        def room():
+    def opened(checkpoint):
+        with mock.patch.object(module, "start_world", return_value=world):
+            return module.TrainerRank(config, checkpoint)
+
+    def norm(rank):
+        return rank.update(planned.own_share(plan_update, ROWS, config))["grad_norm"]
+
+    def step(sleeping, directory):
+        rank, sent, asked = opened(None), {}, []
+        rank.export, rank.whole_export = Copied(rank.export), Copied(rank.whole_export)
+
+        def send(source, links, engines, *, check):
+            sent.update(weights_of(source))
+            return Sent({}, 0, 0, {})
+
+        def begin(method, *arguments):
+            held = {kind for kind, size in taken(rank.trainer).items() if size > 0}
+            asked.append((method, *arguments, held))
+
+        def check_away():
+            assert not sleeping or not any(taken(rank.trainer).values())
+
+        def leave():
             if sleeping:
                 rank.make_room()
-                assert set(taken(rank.trainer).values()) == {0}
+            check_away()
 
-        room()
-        found["log-probs"] = rank.logprobs(planned.own_share(plan_forward, rows, config))
-        room()
-        found["norm"] = rank.update(planned.own_share(plan_update, rows, config))["grad_norm"]
-        order = UpdateOrder(version=1, sleeping=sleeping, check=False, timeout=5)
-        rank.send({0: link} if world.is_rank_0 else {}, [0], order)
-        found["sent"], found["asked"] = rank.transport.sent, link.asked
-        found["asleep"] = set(taken(rank.trainer).values()) == {0}
-        room()
-        rank.save(Path(directory), 1, {}, Keep(1))
-        room()  # what is written was copied
-        rank.save_rests(True)
-        rank.seal_save()
-        rank.save_rests(True)
-        rank.end_save()
-        rank.save_hf(Path(directory) / "hf")
-        found["asleep"] &= set(taken(rank.trainer).values()) == {0}
-        found["norm again"] = rank.update(planned.own_share(plan_update, rows, config))["grad_norm"]
-        found["emptied"] = empty_cache.call_count
-    parallel.destroy()
-    if sleeping:
-        with mock.patch.object(module, "start_world", return_value=world):
-            resumed = module.TrainerRank(config, find_checkpoint(Path(directory)))
-        found["resumed"] = resumed.update(planned.own_share(plan_update, rows, config))["grad_norm"]
-        parallel.destroy()
-    return found
+        rank.transport = SimpleNamespace(send=send)
+        link = SimpleNamespace(begin=begin, result=lambda timeout: [])  # it lacks nothing
+        with mock.patch.object(torch.cuda, "empty_cache", wraps=torch.cuda.empty_cache) as empty_cache:
+            leave()
+            logprobs = rank.logprobs(planned.own_share(plan_forward, ROWS, config))
+            leave()
+            first = norm(rank)
+            order = UpdateOrder(version=1, sleeping=sleeping, check=False, timeout=5)
+            rank.send({0: link} if world.is_rank_0 else {}, [0], order)
+            check_away()
+            leave()
+            rank.save(directory, 1, {}, Keep(1))
+            leave()  # what is written was copied
+            rank.save_rests(True)
+            rank.seal_save()
+            rank.save_rests(True)
+            rank.end_save()
+            rank.save_hf(directory / "hf")
+            check_away()
+            second = norm(rank)
+            # before each wake, and whenever the device was left
+            assert empty_cache.call_count >= 6 if sleeping else empty_cache.call_count == 0
+        close_trainer()
+        return [(index, own.tolist()) for index, own in logprobs], first, second, sent, asked
 
-
-@pytest.fixture(scope="module")
-def steps(models, tmp_path_factory):
-    """Return what each of two ranks found, by whether engines sleep."""
-    return {
-        sleeping: run_ranks(
-            through_a_step, 2, models["dense"], tmp_path_factory.mktemp("step"), sequences(6), sleeping
-        )
-        for sleeping in (True, False)
-    }
-
-
-def test_a_step_beside_sleeping_engines_is_the_step_without_them(steps):
-    for own, alone in zip(steps[True], steps[False], strict=True):
-        assert own["norm"] == alone["norm"]
-        assert own["norm again"] == alone["norm again"] == own["resumed"]
-        for (index, ours), (other, theirs) in zip(own["log-probs"], alone["log-probs"], strict=True):
-            assert index == other
-            assert ours.tolist() == theirs.tolist()
-        assert same(own["sent"], alone["sent"])
-
-
-def test_engines_wake_where_trainers_have_left_the_device(steps):
-    only_weights = {"weights": True, "gradients": False, "states": False}
-    nothing = dict.fromkeys(only_weights, False)
-    assert [own["asleep"] for own in steps[True]] == [True, True]
-    assert steps[True][0]["asked"] == [
-        ("wake", "weights", only_weights),
-        ("start_weight_update", False, only_weights),
-        ("missing_weights", only_weights),
-        ("finish_weight_update", 1, only_weights),
-        ("wake", "kv_cache", nothing),
-    ]
-    # before each wake, and whenever the device was left
-    assert min(own["emptied"] for own in steps[True]) >= 6
-    assert [own["emptied"] for own in steps[False]] == [0, 0]
+    *alone, alone_sent, _ = step(False, tmp_path / "alone")
+    *beside, sent, asked = step(True, tmp_path / "beside")
+    assert beside == alone
+    torch.testing.assert_close(sent, alone_sent, rtol=0, atol=0)
+    assert norm(opened(find_checkpoint(tmp_path / "beside"))) == alone[-1], "resumed"
+    if world.is_rank_0:
+        assert asked == [
+            ("wake", "weights", {"weights"}),
+            ("start_weight_update", False, {"weights"}),
+            ("missing_weights", {"weights"}),
+            ("finish_weight_update", 1, {"weights"}),
+            ("wake", "kv_cache", set()),
+        ]

@@ -1,15 +1,18 @@
-"""Learning rate, warm-up and weight decay: by hand, and after a resume."""
+"""Optimizer steps: learning rate, decay and clipping by hand; resumed; and in Megatron's other ways."""
 
 import math
 from dataclasses import replace
+from functools import partial
+from unittest import mock
 
 import pytest
 import torch
 
+from megatron_ibpo.config import ConfigError
+from megatron_ibpo.run.checks import check_run
+from megatron_ibpo.run.settings import parse_config
 from support import planned
 from support.layouts import layout
-from support.ranks import run_ranks
-from support.tiny_models import make_qwen3_next
 from support.train_sequences import sequences
 from support.trainers import (
     EPSILON,
@@ -22,63 +25,43 @@ from support.trainers import (
     weights_of,
 )
 
-pytestmark = pytest.mark.world
-
 UPDATES = 10
 """Of a run, as `open_trainer` says to the schedule."""
+ROWS = sequences(6)
+SMALL = {"lr": 1e-3, "eps_adam": 1e-8}
 
 
-def scheduled(style="cosine", warmup=0.3, decay=0.1, **settings):
-    config = config_for(layout(), **settings)
-    optimizer = replace(
-        config.optimizer,
-        lr_decay_style=style,
-        lr_warmup_fraction=warmup,
-        weight_decay=decay,
-        min_lr_ratio=0.1,
-    )
+def scheduled(style="constant", warmup=0.0, decay=0.0, parallel=None, clip_grad=1e9, **settings):
+    config = config_for(parallel or layout(), **settings)
+    schedule = {"lr_decay_style": style, "lr_warmup_fraction": warmup, "min_lr_ratio": 0.1}
+    optimizer = replace(config.optimizer, weight_decay=decay, clip_grad=clip_grad, **schedule)
     return replace(config, optimizer=optimizer)
 
 
-def rates(world, hf_dir, rows, configs):
-    found = []
-    for config in configs:
-        trainer, _, _ = open_trainer(world, hf_dir, config)
-        found.append([planned.update(trainer, rows)["learning_rate"] for _ in range(UPDATES // 2)])
-        close_trainer()
-    return found
-
-
-def test_the_rate_rises_in_a_line_and_falls_as_the_schedule_says(checkpoints):
+@pytest.mark.world(1)
+def test_the_rate_rises_in_a_line_and_falls_as_the_schedule_says(world, checkpoints):
     """Peak 1e-3, a tenth of it at the end; of 10 updates 3 are warm-up. A step tells the mean of its two."""
-    settings = {"lr": 1e-3, "eps_adam": 1e-8, "num_steps_per_rollout": 2}
-    styles = ("cosine", "linear", "constant")
-    configs = [scheduled(style, **settings) for style in styles] + [scheduled("cosine", 0.0, **settings)]
-    found = run_ranks(rates, 1, checkpoints["dense"], sequences(6), configs)[0]
     share = {
         "cosine": lambda passed: 0.1 + 0.9 * (1 + math.cos(math.pi * passed)) / 2,
         "linear": lambda passed: 1 - 0.9 * passed,
         "constant": lambda passed: 1.0,
     }
-
-    def by_hand(style, warmup):
+    for style, warmup in (("cosine", 3), ("linear", 3), ("constant", 3), ("cosine", 0)):
+        config = scheduled(style, warmup / UPDATES, num_steps_per_rollout=2, **SMALL)
+        trainer, _, _ = open_trainer(world, checkpoints["dense"], config)
+        found = [planned.update(trainer, ROWS)["learning_rate"] for _ in range(UPDATES // 2)]
+        close_trainer()
         after = [share[style]((k - warmup) / (UPDATES - warmup)) for k in range(warmup + 1, UPDATES + 1)]
         each = [k / warmup for k in range(1, warmup + 1)] + after
-        return [1e-3 * (one + other) / 2 for one, other in zip(each[::2], each[1::2], strict=True)]
-
-    for own, (style, warmup) in zip(found, [*((style, 3) for style in styles), ("cosine", 0)], strict=True):
-        assert own == pytest.approx(by_hand(style, warmup), rel=1e-6), style
+        by_hand = [1e-3 * (one + other) / 2 for one, other in zip(each[::2], each[1::2], strict=True)]
+        assert found == pytest.approx(by_hand, rel=1e-6), (style, warmup)
 
 
-def decayed(world, hf_dir, rows):
-    """Weights before, and after an update without and with decay."""
-    found = [one_update(world, hf_dir, scheduled("constant", 0.0, decay), rows) for decay in (0.0, 0.1)]
-    return found[0][0], *(after for _, after, _ in found)
-
-
-def test_decay_takes_its_share_of_every_matrix_and_of_no_norm(checkpoints):
+@pytest.mark.world(1)
+def test_decay_takes_its_share_of_every_matrix_and_of_no_norm(world, checkpoints):
     """AdamW's: lr · decay · weight beside the step itself, which the weight decay does not scale."""
-    before, plain, with_decay = run_ranks(decayed, 1, checkpoints["dense"], sequences(6))[0]
+    before, plain, _ = one_update(world, checkpoints["dense"], scheduled(), ROWS)
+    _, with_decay, _ = one_update(world, checkpoints["dense"], scheduled(decay=0.1), ROWS)
     norms = {name for name, tensor in before.items() if tensor.dim() == 1}
     assert norms
     for name, weight in before.items():
@@ -87,86 +70,148 @@ def test_decay_takes_its_share_of_every_matrix_and_of_no_norm(checkpoints):
         assert (plain[name] - with_decay[name] - taken).abs().max() < 1e-5 * scale, name
 
 
-def clipped(world, hf_dir, rows):
-    """(gradient by name, norm that is told) without a bound, and with one of half the norm."""
+@pytest.mark.world(1)
+def test_a_gradient_above_the_bound_is_scaled_to_it_as_a_whole(world, checkpoints):
     found, bound = [], 1e9
     for _ in range(2):
-        config = scheduled("constant", 0.0, 0.0)
-        config.optimizer.clip_grad = bound
-        before, after, metrics = one_update(world, hf_dir, config, rows)
+        before, after, metrics = one_update(world, checkpoints["dense"], scheduled(clip_grad=bound), ROWS)
         steps = {name: before[name] - tensor for name, tensor in after.items()}
         # Adam's first step is LR · g / (|g| + EPSILON)
         gradients = {name: EPSILON * step / (LR - step.abs()) for name, step in steps.items()}
         found.append((gradients, metrics["grad_norm"]))
         bound = metrics["grad_norm"] / 2
-    return found
-
-
-def test_a_gradient_above_the_bound_is_scaled_to_it_as_a_whole(checkpoints):
-    (whole, norm), (scaled, told) = run_ranks(clipped, 1, checkpoints["dense"], sequences(6))[0]
+    (whole, norm), (scaled, told) = found
     assert told == norm == pytest.approx(math.sqrt(sum(g.square().sum() for g in whole.values())), rel=1e-3)
     assert_close(scaled, {name: gradient / 2 for name, gradient in whole.items()})
 
 
-RESUMED = {
-    "dense": (2, "dense", layout(tp=2), 1),
-    "delta net": (2, "delta net", layout(tp=2, ep=2), 1),
-    "dense, before its first update": (1, "dense", layout(), 0),
-    "dense, sharded, before its first update": (1, "dense", layout(distributed_optimizer=True), 0),
-    "delta net, before its first update": (1, "delta net", layout(), 0),
-}
-"""Ranks, checkpoint, layout, updates before the run is saved."""
+ONE, TWO = pytest.mark.world(1), pytest.mark.world(2)
 
 
-def runs(world, checkpoints, rows, directory, resumes):
-    return {
-        name: saved_or_resumed(world, checkpoints[family], rows, directory / name, parallel, updates, resumes)
-        for name, (ranks, family, parallel, updates) in RESUMED.items()
-        if ranks == world.size
-    }
-
-
-def saved_or_resumed(world, hf_dir, rows, directory, parallel, updates, resumes):
+@pytest.mark.parametrize(
+    ("family", "parallel", "updates"),
+    [
+        pytest.param("dense", layout(tp=2), 1, marks=TWO),
+        pytest.param("delta net", layout(tp=2, ep=2), 1, marks=TWO),
+        pytest.param("dense", layout(), 0, marks=ONE),
+        pytest.param("dense", layout(distributed_optimizer=True), 0, marks=ONE),
+        pytest.param("delta net", layout(), 0, marks=ONE),
+    ],
+)
+def test_a_resumed_trainer_goes_on_bit_for_bit(world, checkpoints, tmp_path, family, parallel, updates):
+    """It resumes in the midst of warm-up, through the peak, with weight decay. And before the first update:
+    where no response was right so far, no advantage is anything but 0, and Adam has no state."""
     from megatron_ibpo.policy.checkpoint import load_checkpoint
     from megatron_ibpo.policy.saving import save_checkpoint
     from megatron_ibpo.weights.formats.run_state import find_checkpoint, load_run_state
 
-    config = replace(scheduled(warmup=0.2, lr=1e-3, eps_adam=1e-8), parallel=parallel)
-    trainer, export, _ = open_trainer(world, hf_dir, config)
-    state = None
-    if resumes:
-        found = find_checkpoint(directory)
-        state = load_run_state(found)
-        load_checkpoint(trainer, found)
-    else:
-        for _ in range(updates):
-            planned.update(trainer, rows)
-        save_checkpoint(trainer, directory, 1, {"note": "kept"})
-    metrics = [planned.update(trainer, rows) for _ in range(2)]
-    weights = weights_of(export)
-    close_trainer()
-    return weights, [(m["grad_norm"], m["learning_rate"]) for m in metrics], state
-
-
-@pytest.fixture(scope="module")
-def uninterrupted_and_resumed(checkpoints, tmp_path_factory):
-    directory = tmp_path_factory.mktemp("runs")
-    small = make_qwen3_next(directory / "model", 4, std=0.1, layers=1)
-    arguments = ({**checkpoints, "delta net": small}, sequences(6), directory)
-    return [
-        run_ranks(runs, 1, *arguments, resumes)[0] | run_ranks(runs, 2, *arguments, resumes)[0]
-        for resumes in (False, True)
-    ]
-
-
-@pytest.mark.parametrize("name", RESUMED)
-def test_a_resumed_trainer_goes_on_bit_for_bit(uninterrupted_and_resumed, name):
-    """It resumes in the midst of warm-up, through the peak, with weight decay. And before the first update:
-    where no response was right so far, no advantage is anything but 0, and Adam has no state."""
-    (weights, told, _), (resumed, resumed_told, state) = (found[name] for found in uninterrupted_and_resumed)
-    assert state == {"step": 1, "note": "kept"}
-    assert told == resumed_told
+    found = []
+    for resumes in (False, True):
+        config = scheduled("cosine", 0.2, 0.1, parallel, **SMALL)
+        trainer, export, _ = open_trainer(world, checkpoints[family], config)
+        if resumes:
+            saved = find_checkpoint(tmp_path)
+            assert load_run_state(saved) == {"step": 1, "note": "kept"}
+            load_checkpoint(trainer, saved)
+        else:
+            for _ in range(updates):
+                planned.update(trainer, ROWS)
+            save_checkpoint(trainer, tmp_path, 1, {"note": "kept"})
+        metrics = [planned.update(trainer, ROWS) for _ in range(2)]
+        found.append(([(own["grad_norm"], own["learning_rate"]) for own in metrics], weights_of(export)))
+        close_trainer()
+    (told, weights), (told_again, resumed) = found
+    assert told_again == told
     assert len({rate for _, rate in told}) == 2
     assert weights.keys() == resumed.keys()
-    for tensor, expected in weights.items():
-        assert torch.equal(expected, resumed[tensor]), tensor
+    assert all(tensor.equal(weights[name]) for name, tensor in resumed.items())
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize("sharded", [False, True])
+def test_gradients_reduced_during_the_backward_pass_are_the_same(world, checkpoints, sharded):
+    """One reduction after the backward pass, against many during it."""
+    from megatron_ibpo.policy import forward_backward as module
+
+    found, small = [], partial(module.DistributedDataParallelConfig, bucket_size=4000)
+    for overlap in (False, True):
+        parallel = layout(distributed_optimizer=sharded, overlap_grad_reduce=overlap)
+        config = config_for(parallel, lr=1e-3, eps_adam=1e-2)
+        with mock.patch.object(module, "DistributedDataParallelConfig", small):
+            trainer, export, _ = open_trainer(world, checkpoints["dense"], config)
+        assert (len(trainer.chunks[0].bucket_groups) > 4) == overlap
+        found.append(([planned.update(trainer, ROWS)["grad_norm"] for _ in range(2)], weights_of(export)))
+        close_trainer()
+    (norms, weights), (other_norms, others) = found
+    assert other_norms == pytest.approx(norms, rel=1e-6)
+    assert all(torch.allclose(others[name], own, atol=1e-6) for name, own in weights.items())
+
+
+@pytest.mark.world(2)
+def test_an_optimizer_in_host_memory_takes_the_same_steps_and_is_resumed(world, checkpoints, tmp_path):
+    """It also makes room on the way. An optimizer on the device goes on from its checkpoint, too."""
+    from megatron.core.optimizer import distrib_optimizer
+    from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer as Hybrid
+
+    from megatron_ibpo.policy.checkpoint import load_checkpoint
+    from megatron_ibpo.policy.residence import Held, Residence
+    from megatron_ibpo.policy.saving import save_checkpoint
+
+    choose = Hybrid._get_sub_optimizer_param_groups
+
+    def as_on_gpus(self, fraction):
+        """Choose what goes to the host as if the optimizer's parameters were on a GPU."""
+        device = {own.untyped_storage().data_ptr() for group in self.param_groups for own in group["params"]}
+        on_device = property(lambda tensor: tensor.untyped_storage().data_ptr() in device)
+        with mock.patch.multiple(torch.Tensor, is_cuda=on_device, pin_memory=lambda tensor: tensor):
+            return choose(self, fraction)
+
+    def opened(offload):
+        config = config_for(layout(distributed_optimizer=True), lr=1e-3, eps_adam=1e-2)
+        config.model.bf16 = True
+        config.optimizer.use_precision_aware_optimizer = config.optimizer.optimizer_cpu_offload = offload
+        trainer, export, _ = open_trainer(world, checkpoints["dense"], config)
+        for part in trainer.optimizer.chained_optimizers:
+            part.optimizer.pin_cpu_grads = False  # needs CUDA
+        return trainer, export, lambda: planned.update(trainer, ROWS)["grad_norm"]
+
+    _, export, update = opened(False)
+    norms, weights = [update(), update()], weights_of(export)
+    close_trainer()
+    with (
+        mock.patch.object(Hybrid, "_get_sub_optimizer_param_groups", as_on_gpus),
+        mock.patch.object(distrib_optimizer, "HAVE_APEX_OR_TE", True),
+    ):
+        trainer, export, update = opened(True)
+        first = update()
+        residence = Residence([trainer], world, offload=True)
+        residence.leave(Held.NOTHING)
+        residence.bring(Held.EVERYTHING)
+        saved = save_checkpoint(trainer, tmp_path, 1, {})
+        second, on_host = update(), weights_of(export)
+        assert [first, second] == pytest.approx(norms, rel=1e-3)
+        for name, own in weights.items():
+            assert torch.allclose(on_host[name].float(), own.float(), atol=1e-3)
+        close_trainer()
+        trainer, export, update = opened(True)
+        load_checkpoint(trainer, saved)
+        assert update() == second
+        assert all(tensor.equal(on_host[name]) for name, tensor in weights_of(export).items())
+        close_trainer()
+    trainer, _, update = opened(False)
+    load_checkpoint(trainer, saved)
+    assert update() == pytest.approx(norms[1], rel=1e-3)
+
+
+def test_what_an_optimizer_needs_is_said_before_anything_starts():
+    precise, gathers = "--use-precision-aware-optimizer", "--overlap-param-gather"
+    for flags, says in {
+        precise: "needs --use-distributed-optimizer",
+        f"{precise} --use-distributed-optimizer --bf16 False": "needs bfloat16 weights",
+        "--optimizer-cpu-offload": "needs --use-precision-aware-optimizer",
+        "--overlap-cpu-optimizer-d2h-h2d": "has no effect without --optimizer-cpu-offload",
+        f"{gathers} --overlap-grad-reduce": "gather: needs --use-distributed-optimizer",
+        f"{gathers} --use-distributed-optimizer": "gather: needs --use-distributed-optimizer",
+    }.items():
+        with pytest.raises(ConfigError, match=says):
+            check_run(parse_config([*flags.split(), "--dry-run"]))

@@ -1,8 +1,4 @@
-"""The trainer: its loss, gradients and metrics are the same under every layout, and bad steps are not taken.
-
-Gradients are read off the weights: with a huge Adam epsilon a first step moves each weight by
-lr / epsilon times its gradient.
-"""
+"""The trainer computes the same under every layout, what autograd computes, and takes no bad step."""
 
 import math
 from dataclasses import replace
@@ -11,20 +7,16 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from megatron_ibpo.policy.loss_objective import aggregation
 from megatron_ibpo.policy.packing import packed
-from megatron_ibpo.policy.planning import MicroBatch, plan_update, weighted_mean_length
+from megatron_ibpo.policy.planning import MicroBatch
 from support import planned
 from support.layouts import layout
 from support.ranks import run_ranks
-from support.tiny_models import make_qwen3
 from support.train_sequences import sequences, with_holes
 from support.trainers import (
     COMPARED,
     EPSILON,
-    LR,
     assert_close,
     close_trainer,
     config_for,
@@ -36,441 +28,237 @@ from support.trainers import (
 
 pytestmark = pytest.mark.world
 
+CORRECTIONS = {"icepop": (0.9, 1.6), "sequence_rejection": (0.5, 1.3)}
+LOSSES = {
+    "engine": {"old_logprobs": "engine", "loss_variant": "grpo"},
+    "corrected": {**CORRECTIONS, "max_tokens": 60},
+}
+"""Off-policy losses of the dense model, under layouts that cut a batch or leave ranks without a loss."""
+SHARDED = layout(distributed_optimizer=True)
+OFF_POLICY = [SHARDED, layout(cp=2), layout(pp=2)]
+FOUR = {"cp": 4}, {"tp": 2, "ep": 2}, {"pp": 2, "ep": 2}, {"pp": 2, "cp": 2}, {"tp": 2, "cp": 2, "ep": 4}
 LAYOUTS = {
-    "dense": {
-        1: [layout()],
-        2: [layout(tp=2), layout(pp=2), layout(cp=2), layout(distributed_optimizer=True)],
-        4: [layout(tp=2, pp=2)],
+    "each kind": {
+        ("dense", 2): [layout(tp=2), layout(pp=2), layout(cp=2), SHARDED],
+        ("dense", 4): [layout(tp=2, pp=2)],
+        ("next", 2): [layout(tp=2, ep=2), layout(tp=2, etp=2), layout(pp=2), layout(cp=2, ep=2)],
+        ("next", 4): [layout(tp=2, ep=4)],
+        ("engine", 2): OFF_POLICY,
+        ("corrected", 2): OFF_POLICY,
     },
-    "next": {
-        1: [layout()],
-        2: [layout(tp=2, ep=2), layout(tp=2, etp=2), layout(pp=2), layout(cp=2, ep=2)],
-        4: [layout(tp=2, ep=4)],
-    },
-}
-"""Model → ranks → layouts that together take apart what can be taken apart."""
-MORE_LAYOUTS = {
-    "dense": {
-        1: [layout()],
-        2: [layout(), layout(cp=2, distributed_optimizer=True)],
-        4: [layout(tp=2), layout(cp=2), layout(cp=4), layout(tp=2, cp=2), layout(pp=2, cp=2)],
-    },
-    "next": {
-        1: [layout()],
-        2: [layout(tp=2), layout(ep=2), layout()],
-        4: [
-            layout(tp=2, ep=2),
-            layout(pp=2, ep=2),
-            layout(cp=4),
-            layout(tp=2, cp=2, ep=4),
-            layout(pp=2, cp=2),
-        ],
+    "more": {
+        ("dense", 2): [layout(), layout(cp=2, distributed_optimizer=True)],
+        ("dense", 4): [layout(tp=2), layout(cp=2), layout(cp=4), layout(tp=2, cp=2), layout(pp=2, cp=2)],
+        ("next", 2): [layout(tp=2), layout(ep=2), layout()],
+        ("next", 4): [layout(**own) for own in FOUR],
+        ("engine", 4): [layout(tp=2, pp=2)],
+        ("corrected", 4): [layout(tp=2, pp=2)],
     },
 }
-CORRECTED = (
-    {"old_logprobs": "engine", "loss_variant": "grpo"},
-    {"icepop": (0.9, 1.6), "sequence_rejection": (0.5, 1.3), "max_tokens": 60},
-)
-CORRECTED_LAYOUTS = {
-    1: [layout()],
-    2: [layout(distributed_optimizer=True), layout(cp=2), layout(pp=2)],
-    4: [],
-}
-"""What is compared for off-policy losses: layouts that cut a batch or leave ranks without a loss."""
-MORE_CORRECTED_LAYOUTS = {1: [layout()], 2: [], 4: [layout(tp=2, pp=2)]}
+"""By model or loss, and ranks: layouts that together take apart what can be taken apart."""
 
 
 @pytest.mark.parametrize(
-    ("layouts", "corrected_layouts"),
-    [
-        pytest.param(LAYOUTS, CORRECTED_LAYOUTS, id="each kind"),
-        pytest.param(
-            MORE_LAYOUTS,
-            MORE_CORRECTED_LAYOUTS,
-            id="more",
-            marks=[pytest.mark.slow, pytest.mark.timeout(1500)],
-        ),
-    ],
+    "kind", ["each kind", pytest.param("more", marks=[pytest.mark.slow, pytest.mark.timeout(1500)])]
 )
-def test_gradients_and_metrics_are_the_same_under_every_layout(checkpoints, layouts, corrected_layouts):
-    """One process against TP2, EP2, PP2, CP2, DP2 and their products, with shares that are uneven at DP2;
-    and the off-policy losses."""
-    rows = sequences()
-    found = {}
+def test_gradients_and_metrics_are_the_same_under_every_layout(checkpoints, kind):
+    """Shares are uneven at DP2."""
+    rows, found, layouts = sequences(), {}, LAYOUTS[kind]
+    layouts = {(name, 1): [layout()] for name, _ in layouts} | layouts
     for size in (1, 2, 4):
-        cases = [(checkpoints[model], chosen, {}) for model in layouts for chosen in layouts[model][size]]
-        cases += [(checkpoints["dense"], chosen, s) for s in CORRECTED for chosen in corrected_layouts[size]]
-        per_rank = run_ranks(gradients, size, cases, rows, timeout=600)
-        for number, (hf_dir, chosen, settings) in enumerate(cases):
-            metrics = [per_rank[rank][number][1] for rank in range(size)]
-            assert all(m == metrics[0] | {"seconds_old_logprobs": m["seconds_old_logprobs"]} for m in metrics)
-            found[(hf_dir.name, repr(settings), size, repr(chosen))] = (per_rank[0][number][0], metrics[0])
-    for (family, settings, size, chosen), (moved, metrics) in found.items():
-        expected, expected_metrics = found[(family, settings, 1, repr(layout()))]
-        assert_close(moved, expected, family, settings, size, chosen)
-        for name in {*COMPARED} & expected_metrics.keys():
-            assert metrics[name] == pytest.approx(expected_metrics[name], rel=2e-4, abs=1e-6), (chosen, name)
-        assert metrics["sequences_without_advantage"] == sum(s.advantage == 0 for s in rows)
-    for settings in CORRECTED[1:]:
-        _, metrics = found[("dense", repr(settings), 1, repr(layout()))]
-        assert 0 < metrics["importance_token_cut_fraction"] < 1
-        assert 0 < metrics["importance_sequence_cut_fraction"] < 1
+        cases = [(key[0], own) for key, several in layouts.items() if key[1] == size for own in several]
+        given = [(checkpoints[n if n == "next" else "dense"], own, LOSSES.get(n, {})) for n, own in cases]
+        per_rank = run_ranks(gradients, size, given, rows, timeout=600)
+        for number, case in enumerate(cases):
+            (moved, metrics), *others = (own[number] for own in per_rank)
+            for _, own in others:
+                assert own == metrics | {"seconds_old_logprobs": own["seconds_old_logprobs"]}
+            expected, expected_metrics = found.setdefault(case[0], (moved, metrics))  # of one process
+            assert_close(moved, expected, size, case)
+            for name in {*COMPARED} & expected_metrics.keys():
+                wanted = pytest.approx(expected_metrics[name], rel=2e-4, abs=1e-6)
+                assert metrics[name] == wanted, (case, name)
+            assert metrics["sequences_without_advantage"] == sum(row.advantage == 0 for row in rows)
+    for name in ("importance_token_cut_fraction", "importance_sequence_cut_fraction"):
+        assert 0 < found["corrected"][1][name] < 1
 
 
-def updates_under_cuts(world, hf_dir, reference, rows, cuts):
-    """Return, for each (tokens of the update, of passes without a gradient): log-probs, metrics and weights
-    after an update of two mini-batches, held to a reference policy."""
-    found = []
-    for max_tokens, log_probs_tokens in cuts:
-        config = config_for(
-            layout(), max_tokens=max_tokens, log_probs_tokens=log_probs_tokens, num_steps_per_rollout=2,
-            kl_coef=0.5, use_tis=True,
-        )  # fmt: skip
-        trainer, export, _ = open_trainer(world, hf_dir, config, reference)
-        logprobs = planned.logprobs(trainer, rows)
-        metrics = planned.update(trainer, rows)
-        found.append((logprobs, metrics, weights_of(export)))
-        close_trainer()
-    return found
-
-
-def test_neither_cut_changes_what_is_computed(checkpoints, tmp_path):
+@pytest.mark.world(2)
+def test_neither_cut_changes_what_is_computed(world, checkpoints):
     """Micro-batches of one sequence up to all at once, of the update and of the passes ahead of it."""
-    rows, reference = sequences(9), make_qwen3(tmp_path / "other", 6, std=0.1)
-    cuts = [(10_000, None), (40, None), (40, 10_000), (10_000, 1), (60, 90)]
-    before = load_file(checkpoints["dense"] / "model.safetensors")
-    found = run_ranks(updates_under_cuts, 2, checkpoints["dense"], reference, rows, cuts)[0]
-    logprobs, metrics, weights = found[0]
-    moved = {name: weights[name] - before[name] for name in weights}
-    for (own_logprobs, own_metrics, own), cut in zip(found[1:], cuts[1:], strict=True):
-        for values, wanted in zip(own_logprobs, logprobs, strict=True):
-            assert values == pytest.approx(wanted, abs=1e-5), cut
+    rows, found = sequences(9), []
+    settings = {"num_steps_per_rollout": 2, "kl_coef": 0.5, "use_tis": True}
+    for cut in ((10_000, None), (40, None), (40, 10_000), (10_000, 1), (60, 90)):
+        config = config_for(layout(), max_tokens=cut[0], log_probs_tokens=cut[1], **settings)
+        trainer, export, _ = open_trainer(world, checkpoints["dense"], config, checkpoints["other"])
+        before, logprobs = weights_of(export), planned.logprobs(trainer, rows)
+        metrics, after = planned.update(trainer, rows), weights_of(export)
+        close_trainer()
+        moved = {name: after[name] - before[name] for name in after}
+        found.append((logprobs, metrics, moved))
+        expected_logprobs, expected_metrics, expected = found[0]
+        for values, wanted in zip(logprobs, expected_logprobs, strict=True):
+            np.testing.assert_allclose(values, wanted, rtol=1e-6, atol=1e-5, err_msg=f"{cut}")
         for name in {*metrics} - {"seconds_old_logprobs"}:
-            assert own_metrics[name] == pytest.approx(metrics[name], rel=2e-4, abs=1e-6), (cut, name)
-        assert_close({name: own[name] - before[name] for name in own}, moved, cut)
+            assert metrics[name] == pytest.approx(expected_metrics[name], rel=2e-4, abs=1e-6), (cut, name)
+        assert_close(moved, expected, cut)
 
 
-@pytest.mark.parametrize(
-    "models", [["dense", "tied"], pytest.param(["next"], marks=pytest.mark.slow)], ids=" and ".join
-)
-def test_the_fused_head_trains_as_the_logits_do(checkpoints, models):
-    """Tied and untied, with vocabulary and sequences sharded, in pipelines; two mini-batches, of which the
-    second needs old log-probs."""
-    rows, two, fused = sequences(8), {"num_steps_per_rollout": 2}, {"fuse_lm_head": True}
-    plain = [(checkpoints[name], layout(), two) for name in models]
-    expected = run_ranks(gradients, 1, plain, rows)[0]
-    cases = [(checkpoints[n], chosen, two | fused) for n in models for chosen in (layout(tp=2), layout(pp=2))]
-    found = run_ranks(gradients, 2, cases, rows, timeout=240)[0]
-    for number, (moved, metrics) in enumerate(found):
-        wanted, wanted_metrics = expected[number // 2]
-        assert_close(moved, wanted, cases[number])
-        for name in ("loss", "grad_norm", "entropy", "ratio_mean", "clip_fraction", "logprob_diff_abs_mean"):
-            assert metrics[name] == pytest.approx(wanted_metrics[name], rel=2e-4, abs=1e-6), cases[number]
+@pytest.mark.parametrize("models", [["dense", "tied"], pytest.param(["next"], marks=pytest.mark.slow)])
+@pytest.mark.world(2)
+def test_the_fused_head_trains_as_the_logits_do(world, checkpoints, models):
+    """With vocabulary and sequences sharded, in pipelines; two mini-batches, of which the second needs old
+    log-probs."""
+    for name in models:
+        chosen = (layout(), {}), *((own, {"fuse_lm_head": True}) for own in (layout(tp=2), layout(pp=2)))
+        cases = [(checkpoints[name], own, {"num_steps_per_rollout": 2, **how}) for own, how in chosen]
+        (expected, wanted), *found = gradients(world, cases, sequences(8))
+        for moved, metrics in found:
+            assert_close(moved, expected, name)
+            for own in COMPARED[:6]:
+                assert metrics[own] == pytest.approx(wanted[own], rel=2e-4, abs=1e-6), (name, own)
 
 
-def is_trained_on(row):
-    return row.advantage != 0 and row.loss_mask.any()
-
-
-def old_logprobs(row):
-    """Near what the model says, so that some ratios are clipped and some are not; by position alone."""
-    return (-4.2 + 0.05 * np.cos(np.arange(len(row.response_token_ids)))).astype(np.float32)
-
-
-def masked_steps(world, hf_dir, cases):
-    return [masked_step(world, hf_dir, *case) for case in cases]
-
-
-def masked_step(world, hf_dir, rows, variant):
-    """Loss, sum of ratios, tokens and gradient by name, of one step from given old log-probs."""
-    config = config_for(layout(), loss_variant=variant)
-    trainer, export, _ = open_trainer(world, hf_dir, config)
-    before = weights_of(export)
-    live = [row for row in rows if is_trained_on(row)]
-    (part,) = planned.own_share(plan_update, live, config)  # one mini-batch
-    shared = [
-        replace(a, old_logprobs_R=np.concatenate([[], *(old_logprobs(live[i]) for i in a.members_S)]))
-        for a in packed(part.cut.micro_batches)
-    ]
-    objective = trainer.objective(aggregation(config, weighted_mean_length(rows)))
-    pieces = trainer.accumulate_gradients(shared, objective)
-    trainer.scheduler.step(1)
-    trainer.gradient_norm()
-    trainer.optimizer.step()
-    after = weights_of(export)
-    close_trainer()
-    # Adam's first step is LR · g / (|g| + EPSILON)
-    steps = {name: before[name] - after[name] for name in before}
-    moved = {name: EPSILON * step / (LR - step.abs()) for name, step in steps.items()}
-    return [sum(piece[name] for piece in pieces) for name in ("loss", "ratio", "tokens")], moved
-
-
-def masked_by_autograd(hf_dir, rows, variant):
-    """The same from transformers: the whole sequence is read, the masked tokens are in no sum."""
+def test_loss_ratios_and_gradients_are_those_of_autograd_without_the_masked_tokens(checkpoints):
+    """With transformers, against two data-parallel ranks, at the temperature of each sample. Sequences are
+    read as wholes, their masked tokens are in no sum; dapo divides by the mean trained length. Ratios to the
+    engine's log-probs reach the clip in the first mini-batch."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(hf_dir, dtype=torch.float32)
-    weight = sum(row.weight for row in rows)
-    mean_length = sum(row.weight * int(row.loss_mask.sum()) for row in rows) / weight
-    loss, ratios, tokens = torch.zeros(()), 0.0, 0
-    for row in rows:
-        if not is_trained_on(row):
-            continue
-        ids = torch.tensor([row.prompt_token_ids.tolist() + row.response_token_ids.tolist()])
-        logits = model(ids).logits[0, len(row.prompt_token_ids) - 1 : -1]
-        logprobs = (logits / row.temperature).log_softmax(-1)
-        new = logprobs.gather(1, ids[0, len(row.prompt_token_ids) :, None])[:, 0]
-        mask = torch.tensor(row.loss_mask.tolist())
-        gap = (new - torch.tensor(old_logprobs(row)))[mask]
-        factors = np.ones(len(mask)) if row.token_weights is None else row.token_weights
-        factors = torch.tensor(factors[row.loss_mask], dtype=torch.float32)
-        gap = gap.detach() + factors * (gap - gap.detach())  # weights of tokens scale the gradient alone
-        ratio = gap.mean().exp() if variant == "gspo" else gap.exp()
-        surrogate = -torch.minimum(ratio * row.advantage, ratio.clamp(0.8, 1.2) * row.advantage)
-        loss = loss + row.weight * (surrogate if variant == "gspo" else surrogate.sum() / mean_length)
-        ratios += gap.mean().exp().item()
-        tokens += len(gap)
-    loss.backward()
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return [loss.item(), ratios, tokens], gradients
+    rows = []
+    for number, row in enumerate(with_holes(sequences(9))):
+        # near what the model says, so that some ratios are clipped and some are not
+        engine = (-4.2 + 0.05 * np.cos(np.arange(len(row.response_token_ids)))).astype(np.float32)
+        rows.append(replace(row, temperature=(0.7, 1, 1.3)[number % 3], rollout_logprobs=engine))
+    mean_length = sum(row.weight * row.loss_mask.sum() for row in rows) / sum(row.weight for row in rows)
+    variants, hf_dir = ("gspo", "dapo"), checkpoints["dense"]
+    cases = [(hf_dir, layout(), {"loss_variant": own, "old_logprobs": "engine"}) for own in variants]
+    by_rank = run_ranks(gradients, 2, cases, rows)
+    for number, variant in enumerate(variants):
+        model = AutoModelForCausalLM.from_pretrained(hf_dir, dtype=torch.float32)
+        loss, gaps = torch.zeros(()), []
+        for row in (row for row in rows if row.advantage and row.loss_mask.any()):
+            ids, mask = torch.tensor([[*row.prompt_token_ids, *row.response_token_ids]]), row.loss_mask
+            prompt = len(row.prompt_token_ids)
+            logprobs = (model(ids).logits[0, prompt - 1 : -1] / row.temperature).log_softmax(-1)
+            gap = (logprobs.gather(1, ids[0, prompt:, None])[:, 0] - torch.tensor(row.rollout_logprobs))[mask]
+            gaps.append(gap.detach())
+            factors = np.ones(len(mask)) if row.token_weights is None else row.token_weights
+            factors = torch.tensor(factors[mask], dtype=torch.float32)
+            gap = gap.detach() + factors * (gap - gap.detach())  # weights of tokens scale the gradient alone
+            ratio = gap.mean().exp() if variant == "gspo" else gap.exp()
+            surrogate = -torch.minimum(ratio * row.advantage, ratio.clamp(0.8, 1.2) * row.advantage)
+            loss = loss + row.weight * (surrogate if variant == "gspo" else surrogate.sum() / mean_length)
+        loss.backward()
+        wanted = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        sums = {
+            "loss": loss.item(),
+            "ratio_mean": np.mean([gap.mean().exp() for gap in gaps]),
+            "logprob_diff_mean": torch.cat(gaps).mean().item(),
+            "logprob_diff_abs_mean": torch.cat(gaps).abs().mean().item(),
+        }
+        for moved, metrics in (own[number] for own in by_rank):
+            assert {name: metrics[name] for name in sums} == pytest.approx(sums, rel=2e-5), variant
+            assert 0 < metrics["clip_fraction"] < 1
+            if moved:  # rank 0 has the weights; Adam's first step is LR · g / (|g| + EPSILON)
+                exact = {name: own / (1 - own.abs() / EPSILON) for name, own in moved.items()}
+                assert_close(exact, wanted, variant)
 
 
-def test_masked_tokens_are_in_no_loss_ratio_length_or_gradient(checkpoints):
-    """The expected values are transformers' and autograd's, over two data-parallel ranks; dapo divides by the
-    mean trained length."""
-    holed = with_holes(sequences(9))
-    assert not all(row.loss_mask.all() for row in holed)
-    cases = [
-        ([replace(row, temperature=temperature) for row in holed], variant)
-        for variant, temperature in (("gspo", 1.0), ("dapo", 0.7))
-    ]
-    by_rank = run_ranks(masked_steps, 2, checkpoints["dense"], cases)
-    for number, case in enumerate(cases):
-        expected, gradients = masked_by_autograd(checkpoints["dense"], *case)
-        for found, moved in (own[number] for own in by_rank):
-            assert found == pytest.approx(expected, rel=1e-5), case[1]
-            if moved:  # rank 0 has the weights
-                assert_close(moved, gradients, case[1])
-
-
-def rows_by_precision(world, rows):
-    """Rows of a micro-batch of all sequences, for Megatron settings of one precision each."""
+@pytest.mark.world(2)
+def test_in_low_precision_each_rank_has_whole_blocks_of_rows(world):
     from megatron_ibpo.policy import parallel
     from megatron_ibpo.policy.forward_backward import _lay_out_all
 
     parallel.initialize(layout(tp=2), world, seed=0)
-    packs, found = packed([MicroBatch(tuple(range(len(rows))), tuple(rows))]), []
+    rows, found = sequences(3), []
     for fp8, fp4 in ((None, None), ("hybrid", None), (None, "e2m1")):
+        packs = packed([MicroBatch(tuple(range(len(rows))), tuple(rows))])
         (batch,) = _lay_out_all(packs, world.device, SimpleNamespace(fp8=fp8, fp4=fp4))
         found.append(batch.input_ids_1N.shape[1])
-    parallel.destroy()
-    return found
-
-
-def test_in_low_precision_each_rank_has_whole_blocks_of_rows():
-    rows = sequences(3)
     tokens = sum(row.num_tokens - 1 for row in rows)
-    plain, *low = run_ranks(rows_by_precision, 2, rows)[0]
-    assert plain == tokens + tokens % 2
-    assert low == [-(-tokens // 256) * 256] * 2
+    assert found == [tokens + tokens % 2, *[-(-tokens // 256) * 256] * 2]
 
 
-def masked_logprobs(world, hf_dir, rows):
-    trainer, _, _ = open_trainer(world, hf_dir, config_for(layout()))
-    found = planned.logprobs(trainer, rows), planned.logprobs(trainer, with_holes(rows))
-    metrics = planned.update(trainer, with_holes(rows))
-    close_trainer()
-    return *found, metrics
+@pytest.mark.world(1)
+def test_the_second_minibatch_is_off_policy(world, checkpoints):
+    """Where old and new log-probs are of one policy every ratio is 1, at whatever temperature."""
+    rows = [replace(row, temperature=(0.7, 1.0, 1.3)[k % 3]) for k, row in enumerate(sequences(8))]
+    for lr in (1e-12, 1e-3):
+        config = config_for(layout(), num_steps_per_rollout=2, lr=lr, eps_adam=1e-8)
+        trainer, _, _ = open_trainer(world, checkpoints["dense"], config)
+        before, metrics = planned.logprobs(trainer, rows), planned.update(trainer, rows)
+        after = planned.logprobs(trainer, rows)
+        moved = max(np.abs(np.subtract(*own)).max() for own in zip(after, before, strict=True))
+        close_trainer()
+        assert metrics["updates_skipped"] == 0
+        assert metrics["tokens_trained"] == sum(row.num_tokens for row in rows if row.advantage)
+        ratios = metrics["ratio_mean"], metrics["ratio_max"]
+        assert (ratios == pytest.approx((1, 1), abs=1e-5)) == (moved < 1e-5) == (lr == 1e-12)
 
 
-def test_masked_tokens_have_log_prob_0_and_are_counted_out(checkpoints):
-    rows = sequences(9)
-    whole, holed, metrics = run_ranks(masked_logprobs, 1, checkpoints["dense"], rows)[0]
-    masks = [row.loss_mask.tolist() for row in with_holes(rows)]
-    for values, found, mask in zip(whole, holed, masks, strict=True):
-        assert found == tuple(v if kept else 0.0 for v, kept in zip(values, mask, strict=True))
-    trained = [(r, sum(m)) for r, m in zip(rows, masks, strict=True) if r.advantage and any(m)]
-    assert metrics["tokens_trained"] == sum(len(r.prompt_token_ids) + kept for r, kept in trained)
-    gaps = [
-        v - r.rollout_logprobs[k]
-        for r, own, mask in zip(rows, whole, masks, strict=True)
-        if r.advantage
-        for k, v in enumerate(own)
-        if mask[k]
-    ]
-    assert metrics["logprob_diff_mean"] == pytest.approx(sum(gaps) / len(gaps), rel=1e-4)
-
-
-def two_minibatches(world, hf_dir, rows):
-    config = config_for(layout(), num_steps_per_rollout=2, lr=1e-3, eps_adam=1e-8)
-    trainer, _, _ = open_trainer(world, hf_dir, config)
-    before = planned.logprobs(trainer, rows)
-    metrics = planned.update(trainer, rows)
-    after = planned.logprobs(trainer, rows)
-    close_trainer()
-    return before, metrics, after
-
-
-def test_the_second_minibatch_is_off_policy(checkpoints):
-    rows = sequences(8)
-    before, metrics, after = run_ranks(two_minibatches, 1, checkpoints["dense"], rows)[0]
-    assert metrics["ratio_max"] != 1.0  # the first mini-batch alone has ratio 1
-    assert any(b != a for b, a in zip(before, after, strict=True))
-    assert metrics["updates_skipped"] == 0
-    assert metrics["tokens_trained"] == sum(r.num_tokens for r in rows if r.advantage != 0)
-
-
-def poisoned(world, hf_dir, rows):
-    trainer, export, _ = open_trainer(world, hf_dir, config_for(layout()))
-    seen = [weights_of(export)]
-    metrics = []
-    for weight in (math.nan, 0.1):
+@pytest.mark.world(1)
+def test_a_step_that_is_not_finite_is_not_taken_and_the_next_one_is(world, checkpoints):
+    trainer, export, _ = open_trainer(world, checkpoints["dense"], config_for(layout()))
+    rows, before = sequences(4), weights_of(export)
+    for weight, skipped in ((math.nan, True), (0.1, False)):
         rows[0].weight, rows[0].advantage = weight, 1.0
-        metrics.append(planned.update(trainer, rows))
-        seen.append(weights_of(export))
-    close_trainer()
-    return metrics, [all(map(torch.equal, seen[0].values(), later.values())) for later in seen[1:]]
+        assert planned.update(trainer, rows)["updates_skipped"] == skipped
+        assert all(tensor.equal(before[name]) for name, tensor in weights_of(export).items()) == skipped
 
 
-def test_a_step_that_is_not_finite_is_not_taken_and_the_next_one_is(checkpoints):
-    metrics, unchanged = run_ranks(poisoned, 1, checkpoints["dense"], sequences(4))[0]
-    assert [own["updates_skipped"] for own in metrics] == [1, 0]
-    assert unchanged == [True, False]
-
-
-CORRECTIONS = {"icepop": (0.9, 1.6), "sequence_rejection": (0.5, 1.3)}
-
-
-def with_corrections(world, hf_dir, rows):
-    """Old log-probs; by name the (weights before an update, those after it, its metrics)."""
+@pytest.mark.world(1)
+def test_corrections_weight_gradients_and_the_loss_that_is_reported(world, checkpoints):
+    """The step is that of rows which bring these weights along (tokens weigh their ratio between .9 and 1.6,
+    sequences nothing outside .5 to 1.3), in a sequence-level loss as in a token-level one. The loss, at ratio
+    1, is -A times the mean weight of the tokens; a mask has no part in it."""
+    hf_dir, rows = checkpoints["dense"], [row for row in sequences(9) if row.advantage]
     trainer, _, _ = open_trainer(world, hf_dir, config_for(layout()))
-    old = planned.logprobs(trainer, rows)
+    pairs = zip(planned.logprobs(trainer, rows), rows, strict=True)
     close_trainer()
-    by_hand = weighted_by_hand(rows, old)
-    cases = {
-        "gspo": ({"loss_variant": "gspo", **CORRECTIONS}, rows),
-        "gspo by hand": ({"loss_variant": "gspo"}, by_hand),
-        "grpo": ({"loss_variant": "grpo", **CORRECTIONS}, rows),
-        "grpo by hand": ({"loss_variant": "grpo"}, by_hand),
-        "engine": ({"old_logprobs": "engine"}, rows),
-        "recomputed": ({}, rows),
-    }
-    return old, {
-        name: one_update(world, hf_dir, config_for(layout(), **loss), own)
-        for name, (loss, own) in cases.items()
-    }
-
-
-@pytest.fixture(scope="module")
-def corrected(checkpoints):
-    """Rows and what `with_corrections` finds of them."""
-    rows = [row for row in sequences(9) if row.advantage]
-    return rows, *run_ranks(with_corrections, 1, checkpoints["dense"], rows)[0]
-
-
-def weighted_by_hand(rows, old):
-    """Tokens weigh their ratio between .9 and 1.6, sequences nothing outside .5 to 1.3."""
-    made = []
-    for row, own in zip(rows, old, strict=True):
-        ratios = np.exp(np.subtract(own, row.rollout_logprobs, dtype=np.float64))
-        tokens = np.where((ratios < 0.9) | (ratios > 1.6), 0, ratios)
-        before = 1.0 if row.token_weights is None else row.token_weights
-        kept = 0.5 <= np.exp(np.log(ratios).mean()) <= 1.3
-        made.append(replace(row, token_weights=tokens * before, weight=row.weight * kept))
-    return made
-
-
-@pytest.mark.parametrize("variant", ["gspo", "grpo"])
-def test_corrections_weight_gradients_and_the_loss_that_is_reported(corrected, variant):
-    """The step is that of rows which bring these weights along, in a sequence-level loss as in a token-level
-    one. The loss, at ratio 1, is -A times the mean weight of the tokens; a mask has no part in it."""
-    rows, old, found = corrected
-    before, weights, metrics = found[variant]
-    _, wanted, wanted_metrics = found[f"{variant} by hand"]
-    assert metrics["grad_norm"] == pytest.approx(wanted_metrics["grad_norm"], rel=1e-5)
-    scale = max((wanted[name] - before[name]).abs().max() for name in wanted)
-    for name in wanted:
-        assert (weights[name] - wanted[name]).abs().max() <= 2e-4 * scale, name
-    by_hand = weighted_by_hand([replace(row, token_weights=None) for row in rows], old)
-    losses = [-row.weight * row.advantage * row.token_weights.mean() for row in by_hand]
-    assert metrics["loss"] == pytest.approx(sum(losses), rel=1e-5)
-    assert wanted_metrics["loss"] != pytest.approx(sum(losses), rel=1e-2)
-    kept = [row.token_weights * (row.weight > 0) for row in by_hand]
-    ratios = np.concatenate(kept)
-    assert metrics["importance_weight_mean"] == pytest.approx(ratios.mean(), rel=1e-5)
-    assert metrics["importance_sequence_cut_fraction"] == sum(not own.any() for own in kept) / len(rows)
-    cut = np.concatenate([row.token_weights == 0 for row in by_hand])
-    assert metrics["importance_token_cut_fraction"] == pytest.approx(cut.mean())
-
-
-def test_ratios_to_the_engines_log_probs_reach_the_clip_in_the_first_mini_batch(corrected):
-    rows, new, found = corrected
-    metrics, recomputed = found["engine"][2], found["recomputed"][2]
-    ratios = [
-        math.exp(np.subtract(own, row.rollout_logprobs).mean()) for own, row in zip(new, rows, strict=True)
+    ratios = [np.exp(np.subtract(own, row.rollout_logprobs, dtype=float)) for own, row in pairs]
+    tokens = [np.where((own < 0.9) | (own > 1.6), 0, own) for own in ratios]
+    kept = [0.5 <= np.exp(np.log(own).mean()) <= 1.3 for own in ratios]
+    masks = [1.0 if row.token_weights is None else row.token_weights for row in rows]
+    by_hand = [
+        replace(row, token_weights=own * mask, weight=row.weight * stays)
+        for row, own, mask, stays in zip(rows, tokens, masks, kept, strict=True)
     ]
-    losses = [
-        -row.weight * min(ratio * row.advantage, min(max(ratio, 0.8), 1.2) * row.advantage)
-        for ratio, row in zip(ratios, rows, strict=True)
-    ]
-    assert metrics["loss"] == pytest.approx(sum(losses), rel=1e-5)
-    assert metrics["ratio_mean"] == pytest.approx(sum(ratios) / len(ratios), rel=1e-5)
-    assert 0 < metrics["clip_fraction"] < 1
-    assert recomputed["ratio_mean"] == 1
-    for name in ("logprob_diff_mean", "logprob_diff_abs_mean", "logprob_diff_k3"):
-        assert metrics[name] == pytest.approx(recomputed[name], rel=1e-6)  # of the trainer, not of themselves
+    loss = sum(-row.weight * row.advantage * own.mean() for row, own in zip(by_hand, tokens, strict=True))
+    for variant in ("gspo", "grpo"):
+        corrected = config_for(layout(), loss_variant=variant, **CORRECTIONS)
+        before, weights, metrics = one_update(world, hf_dir, corrected, rows)
+        _, wanted, plain = one_update(world, hf_dir, config_for(layout(), loss_variant=variant), by_hand)
+        assert metrics["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-5)
+        scale = max((wanted[name] - before[name]).abs().max() for name in wanted)
+        assert max((weights[name] - wanted[name]).abs().max() for name in wanted) <= 2e-4 * scale
+        assert metrics["loss"] == pytest.approx(loss, rel=1e-5)
+        assert plain["loss"] != pytest.approx(loss, rel=1e-2)
+        weighing = [own * stays for own, stays in zip(tokens, kept, strict=True)]
+        shares = {
+            "weight_mean": np.concatenate(weighing).mean(),
+            "token_cut_fraction": (np.concatenate(tokens) == 0).mean(),
+            "sequence_cut_fraction": np.mean([not own.any() for own in weighing]),
+        }
+        for name, own in shares.items():
+            assert metrics[f"importance_{name}"] == pytest.approx(own, rel=1e-5), name
 
 
-def held_to_another(world, hf_dir, reference_dir, rows):
-    """Log-probs of both policies, and metrics of an update of the first held to the second."""
-    reference = open_trainer(world, reference_dir, config_for(layout(tp=world.size)))[0]
-    wanted = planned.logprobs(reference, rows)
-    close_trainer()
-    config = config_for(layout(tp=world.size), kl_coef=0.5, kl_estimator="k3")
-    trainer, _, _ = open_trainer(world, hf_dir, config, reference_dir)
-    before = planned.logprobs(trainer, rows)
-    metrics = planned.update(trainer, rows)
-    close_trainer()
-    return before, wanted, metrics
-
-
-def test_the_loss_keeps_the_policy_close_to_its_reference(checkpoints, tmp_path):
+@pytest.mark.world(2)
+def test_the_loss_keeps_the_policy_close_to_its_reference(world, checkpoints):
     """k3 = exp(ref - log π) - 1 - (ref - log π); its mean goes onto each sequence's loss."""
-    rows = with_holes([row for row in sequences(8) if row.advantage])
-    rows = [row for row in rows if row.loss_mask.any()]
-    other = make_qwen3(tmp_path / "other", 6, std=0.1)
-    before, wanted, metrics = run_ranks(held_to_another, 2, checkpoints["dense"], other, rows)[0]
-    loss, tokens, total = 0.0, 0, 0.0
-    for row, own, reference in zip(rows, before, wanted, strict=True):
-        gaps = np.subtract(reference, own)[row.loss_mask]
-        k3 = np.exp(gaps) - 1 - gaps
-        loss += row.weight * (-row.advantage + 0.5 * k3.mean())
-        total, tokens = total + k3.sum(), tokens + len(k3)
-    assert metrics["kl"] == pytest.approx(total / tokens, rel=1e-4)
-    assert metrics["loss"] == pytest.approx(loss, rel=1e-4)
-
-
-def at_temperatures(world, hf_dir, rows):
-    """Log-probs, and the metrics of an update that changes next to nothing, with old log-probs of its own."""
-    config = config_for(layout(), num_steps_per_rollout=2, lr=1e-12, eps_adam=1e-8)
-    trainer, _, _ = open_trainer(world, hf_dir, config)
-    found = planned.logprobs(trainer, rows), planned.update(trainer, rows)
+    rows = [row for row in with_holes([row for row in sequences(8) if row.advantage]) if row.loss_mask.any()]
+    alone, _, _ = open_trainer(world, checkpoints["other"], config_for(layout(tp=2)))
+    reference = planned.logprobs(alone, rows)
     close_trainer()
-    return found
-
-
-def test_log_probs_old_and_new_are_those_at_the_temperature_of_each_sample(checkpoints):
-    """They are compared with transformers'. Where old and new are of one policy every ratio is 1."""
-    from transformers import AutoModelForCausalLM
-
-    rows = [replace(row, temperature=(0.7, 1.0, 1.3)[k % 3]) for k, row in enumerate(sequences(9))]
-    logprobs, metrics = run_ranks(at_temperatures, 1, checkpoints["dense"], rows)[0]
-    model = AutoModelForCausalLM.from_pretrained(checkpoints["dense"], dtype=torch.float32)
-    for row, found in zip(rows, logprobs, strict=True):
-        ids = torch.tensor([row.prompt_token_ids.tolist() + row.response_token_ids.tolist()])
-        with torch.no_grad():
-            logits = model(ids).logits[0, len(row.prompt_token_ids) - 1 : -1] / row.temperature
-        wanted = logits.log_softmax(-1).gather(1, ids[0, len(row.prompt_token_ids) :, None])[:, 0]
-        assert found == pytest.approx(wanted.tolist(), abs=1e-5)
-    assert metrics["ratio_max"] == pytest.approx(1, abs=1e-5)
-    assert metrics["ratio_mean"] == pytest.approx(1, abs=1e-5)
+    config = config_for(layout(tp=2), kl_coef=0.5, kl_estimator="k3")
+    trainer, _, _ = open_trainer(world, checkpoints["dense"], config, checkpoints["other"])
+    policy, metrics = planned.logprobs(trainer, rows), planned.update(trainer, rows)
+    loss, each = 0.0, []
+    for row, own, other in zip(rows, policy, reference, strict=True):
+        assert not np.array(own)[~row.loss_mask].any()
+        gaps = np.subtract(other, own)[row.loss_mask]
+        each.append(np.exp(gaps) - 1 - gaps)
+        loss += row.weight * (-row.advantage + 0.5 * each[-1].mean())
+    assert metrics["kl"] == pytest.approx(np.concatenate(each).mean(), rel=1e-4)
+    assert metrics["loss"] == pytest.approx(loss, rel=1e-4)
