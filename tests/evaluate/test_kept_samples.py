@@ -27,64 +27,57 @@ class SimulatedEngine:
         self.asked, self.dies_after, self.failing = [], dies_after, set(failing)
 
     def __call__(self, asked, each):
-        order = np.random.default_rng(0).permutation(len(asked))
-        for index in order.tolist():
-            if self.dies_after is not None and len(self.asked) == self.dies_after:
+        for index in np.random.default_rng(0).permutation(len(asked)).tolist():
+            if len(self.asked) == self.dies_after:
                 raise Killed
             one = asked[index]
             self.asked.append(one.key)
-            written = [1 + one.request.seed % 3, int(one.request.prompt_token_ids[-1])]
+            request = one.request
+            written = [1 + request.seed % 3, int(request.prompt_token_ids[-1])]
+            logprobs = np.array([-0.25, -request.seed % 7], np.float32)
             sample = Sample(
-                prompt_token_ids=one.request.prompt_token_ids,
-                token_ids=token_ids(written),
-                logprobs=np.array([-0.25, -one.request.seed % 7], np.float32),
-                finish_reason="stop",
-                temperature=one.request.temperature,
-                versions=((0, 0),),
-                loss_mask=np.ones(2, bool),
-            )
+                request.prompt_token_ids, token_ids(written), logprobs, "stop", request.temperature,
+                versions=((0, 0),), loss_mask=np.ones(2, bool),
+            )  # fmt: skip
             if one.key in self.failing:
                 sample.reward_error = "no sandbox"
             else:
                 sample.reward, sample.correct = float(written[0] == 1), written[0] == 1
-            each(
-                index, eval_sample("sums", one, sample, str(written), lambda _, text: text, keep_tokens=True)
-            )
+            answer = lambda _, text: text  # noqa: E731
+            each(index, eval_sample("sums", one, sample, str(written), answer, keep_tokens=True))
 
 
-def evaluated(directory, engine, settings=SETTINGS, *, corrects=True):
+def evaluated(directory, engine=None, settings=SETTINGS, *, corrects=True):
     """A whole evaluation in one process: (summary, samples)."""
-    corrector = Corrector(
-        lambda prompt, shown: token_ids([prompt.index, *(s.token_ids[0] for s in shown), 9]), 2, 64
-    )
+
+    def prompt_ids(prompt, shown):
+        return token_ids([prompt.index, *(s.token_ids[0] for s in shown), 9])
+
     with KeptSamples(directory, "/models/a", {"sums": settings}) as kept:
-        return evaluate(
-            PROMPTS,
-            lambda asked: answered(asked, kept.found("sums"), engine, kept.add),
-            SAMPLING,
-            has_answers=True,
-            corrector=corrector if corrects else None,
-        )
+
+        def ask(asked):
+            return answered(asked, kept.found("sums"), engine or SimulatedEngine(), kept.add)
+
+        corrector = Corrector(prompt_ids, 2, 64) if corrects else None
+        return evaluate(PROMPTS, ask, SAMPLING, has_answers=True, corrector=corrector)
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    return evaluated(tmp_path_factory.mktemp("whole"), SimulatedEngine())
+    return evaluated(tmp_path_factory.mktemp("whole"))
 
 
 @pytest.mark.parametrize("dies_after", [0, 1, 13, 24, 25, 30, 44])
 def test_an_evaluation_that_is_killed_goes_on_where_it_stopped(dies_after, tmp_path, undisturbed):
     """20 samples and 5 greedy ones, then 20 corrections: killed anywhere, nothing is asked twice, and what
     comes out is what would have come out."""
-    first, second = SimulatedEngine(dies_after), SimulatedEngine()
+    first, second, third = SimulatedEngine(dies_after), SimulatedEngine(), SimulatedEngine()
     with pytest.raises(Killed):
         evaluated(tmp_path, first)
     assert read_results(tmp_path)["status"] == "unfinished"
-    found = evaluated(tmp_path, second)
-    assert found == undisturbed
+    assert evaluated(tmp_path, second) == undisturbed
     assert set(first.asked).isdisjoint(second.asked)
     assert len(first.asked) + len(second.asked) == 45
-    third = SimulatedEngine()
     assert evaluated(tmp_path, third) == undisturbed
     assert third.asked == []
 
@@ -112,56 +105,38 @@ def test_samples_that_the_verifier_failed_on_are_asked_again(tmp_path, undisturb
     assert len(read_samples(tmp_path, "sums")) == 25, "one line a sample"
 
 
-def test_other_settings_are_refused_with_what_differs(tmp_path):
-    evaluated(tmp_path, SimulatedEngine())
-    before = samples_path(tmp_path, "sums").read_bytes()
+def test_samples_of_other_settings_and_lines_that_are_none_are_refused(tmp_path):
+    evaluated(tmp_path)
+    path = samples_path(tmp_path, "sums")
+    before = path.read_text()
     other = SETTINGS | {"--eval-temperature": 0.7, "policy": "bbbb"}
-    with pytest.raises(KeptError) as refused:
-        evaluated(tmp_path, SimulatedEngine(), other)
-    assert "policy was 'aaaa', is 'bbbb'; --eval-temperature was 0.6, is 0.7" in str(refused.value)
-    assert samples_path(tmp_path, "sums").read_bytes() == before
-
-
-def test_samples_without_settings_and_of_others_are_refused(tmp_path):
-    evaluated(tmp_path, SimulatedEngine())
-    path = samples_path(tmp_path, "sums")
-    row = json.loads(path.read_text().splitlines()[3]) | {"settings": "0" * 16}
-    path.write_text(path.read_text() + json.dumps(row) + "\n")
-    with pytest.raises(KeptError, match=r"sums\.samples\.jsonl, line 46: made by other settings"):
-        evaluated(tmp_path, SimulatedEngine())
-    (tmp_path / "results.json").unlink()
-    with pytest.raises(KeptError, match="the settings it was made with are not recorded"):
-        evaluated(tmp_path, SimulatedEngine())
-
-
-@pytest.mark.parametrize("line", ["{}", "[1]", "no JSON", '{"set": 1}'])
-def test_a_line_that_is_no_sample_is_named(line, tmp_path):
-    evaluated(tmp_path, SimulatedEngine())
-    path = samples_path(tmp_path, "sums")
-    path.write_text(path.read_text() + line + "\n")
-    with pytest.raises(KeptError, match=r"line 46: no sample of an evaluation"):
-        evaluated(tmp_path, SimulatedEngine())
-
-
-@pytest.mark.parametrize("content", ["[]", '{"sets": 1}', '{"sets": {"a": {}}}', "x"])
-def test_results_that_are_none_are_refused(content, tmp_path):
-    (tmp_path / "results.json").write_text(content)
-    with pytest.raises(KeptError, match=re.escape("results.json: ")):
-        evaluated(tmp_path, SimulatedEngine())
-
-
-def test_a_sample_is_kept_with_all_that_a_reader_needs(tmp_path):
-    evaluated(tmp_path, SimulatedEngine())
-    row = json.loads(samples_path(tmp_path, "sums").read_text().splitlines()[0])
-    assert row.keys() >= {
+    differs = "policy was 'aaaa', is 'bbbb'; --eval-temperature was 0.6, is 0.7"
+    with pytest.raises(KeptError, match=differs):
+        evaluated(tmp_path, settings=other)
+    assert path.read_text() == before
+    first = json.loads(before.splitlines()[0])
+    assert first.keys() >= {
         "set", "id", "prompt_index", "kind", "number", "prompt", "label", "text", "answer", "reward",
         "correct", "error", "finish_reason", "num_tokens", "details",
     }  # fmt: skip
-    assert (row["set"], row["prompt"]) == ("sums", f"question {row['prompt_index']}")
+    assert (first["set"], first["prompt"]) == ("sums", f"question {first['prompt_index']}")
+    unsettled = json.dumps(first | {"settings": "0" * 16})
+    none = "no sample of an evaluation"
+    for line, says in [(unsettled, "made by other settings"), *((x, none) for x in ("{}", "[1]", "no JSON"))]:
+        path.write_text(f"{before}{line}\n")
+        with pytest.raises(KeptError, match=rf"sums\.samples\.jsonl, line 46: {says}"):
+            evaluated(tmp_path)
+    (tmp_path / "results.json").unlink()
+    with pytest.raises(KeptError, match="the settings it was made with are not recorded"):
+        evaluated(tmp_path)
+    for content in ("[]", '{"sets": 1}', '{"sets": {"a": {}}}', "x"):
+        (tmp_path / "results.json").write_text(content)
+        with pytest.raises(KeptError, match=re.escape("results.json: ")):
+            evaluated(tmp_path)
 
 
 def test_another_set_is_added_beside_what_is_there(tmp_path):
-    evaluated(tmp_path, SimulatedEngine())
+    evaluated(tmp_path)
     with KeptSamples(tmp_path, "/models/a", {"more": {"--seed": 1}}) as kept:
         assert kept.num_found == 0
     assert list(read_results(tmp_path)["sets"]) == ["sums", "more"]

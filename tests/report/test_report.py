@@ -150,10 +150,8 @@ def test_an_end_that_was_not_measured_or_on_other_problems_is_a_dash(config, tmp
     assert table_row(shown, "training reward") == ["–", "–"], "the first and last five of four steps overlap"
     assert "saved no checkpoint" in shown
     others = {0: [evaluated(0.5, 0.4, problems=2048)], 4: [evaluated(0.75, 0.8, problems=64)]}
-    assert table_row(run(config_of(tmp_path / "b"), evaluations=others)[1], "accuracy, greedy") == [
-        "–",
-        "0.800",
-    ]
+    _, shown = run(config_of(tmp_path / "b"), evaluations=others)
+    assert table_row(shown, "accuracy, greedy") == ["–", "0.800"]
 
 
 def test_the_console_ends_with_what_several_samples_told(config):
@@ -411,8 +409,8 @@ def recorded_group() -> Group:
     def sample(content, reward, prompt_ids=(5, 6), index=0, logprobs=None):
         return Sample(
             token_ids(prompt_ids), token_ids(content),
-            np.array(logprobs or [-0.5] * len(content), np.float32), "stop", 1.0, versions=((0, 4),), index=index,
-            loss_mask=np.ones(len(content), bool), reward=reward, correct=reward == 1,
+            np.array(logprobs or [-0.5] * len(content), np.float32), "stop", 1.0, versions=((0, 4),),
+            loss_mask=np.ones(len(content), bool), index=index, reward=reward, correct=reward == 1,
         )  # fmt: skip
 
     prompt = Prompt(3, token_ids([5, 6]), 1, "42", "sums", "6*7?", {"terms": (6, 7)})

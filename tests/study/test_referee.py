@@ -21,7 +21,7 @@ from rich.console import Console
 from megatron_ibpo.config import ConfigError
 from megatron_ibpo.study import runs
 from megatron_ibpo.study.findings import read_findings
-from megatron_ibpo.study.plan import grid_points, plan_main, plan_tuning
+from megatron_ibpo.study.plan import grid_points, plan_main
 from megatron_ibpo.study.study_files import method_settings, read_study
 from megatron_ibpo.study.study_run import conduct
 from support import stand_in_training
@@ -43,23 +43,17 @@ def conducted(tmp_path, path, program, **settings):
 
 
 def begun(tmp_path):
-    """(seconds by the clock, process) of each main run that has begun"""
-    lines = [
-        line.split()
-        for order in (tmp_path / "out/runs").glob("*/order")
-        for line in order.read_text().splitlines()
-    ]
-    return [(float(seconds), int(process)) for _, seconds, process in lines]
+    """The process of each main run that has begun."""
+    orders = (tmp_path / "out/runs").glob("*/order")
+    return [int(line.split()[2]) for order in orders for line in order.read_text().splitlines()]
 
 
 TWO_TASKS = {
-    "easy": {
-        "kind": "short",
-        "settings": {"hf-checkpoint": str(ROOT / "examples/tiny_qwen3_hard")},
-        "skill": 0.9,
-    },
-    "rare": {"kind": "long", "settings": {"hf-checkpoint": str(ROOT / "examples/tiny_qwen3")}, "skill": 0.1},
-}
+    name: {"kind": kind, "settings": {"hf-checkpoint": str(ROOT / "examples" / model)}, "skill": skill}
+    for name, kind, model, skill in (
+        ("easy", "short", "tiny_qwen3_hard", 0.9), ("rare", "long", "tiny_qwen3", 0.1),
+    )
+}  # fmt: skip
 
 
 def test_a_study_tunes_extends_its_grid_tells_its_power_compares_and_confirms(tmp_path, written):
@@ -90,9 +84,7 @@ def test_a_study_tunes_extends_its_grid_tells_its_power_compares_and_confirms(tm
 
 
 @pytest.mark.slow  # `beyond` is tested alone
-def test_a_grid_whose_best_is_always_the_last_is_left_after_four_values_and_nothing_is_claimed(
-    tmp_path, written
-):
+def test_a_grid_whose_best_is_always_the_last_is_left_after_four_values_without_a_claim(tmp_path, written):
     program = training(best=1e-2, gains={"dr-grpo": 0.05})
     tune = {"grid": {"lr": [1e-5, 2e-5]}, "seeds": [50], "budget": 5e10}
     _, said, found = conducted(tmp_path, written(tune=tune, seeds=3), program, parallel=4)
@@ -101,9 +93,7 @@ def test_a_grid_whose_best_is_always_the_last_is_left_after_four_values_and_noth
     assert f"but {edges}" in said
 
 
-def test_a_study_of_several_tasks_is_priced_resumed_and_has_one_page_with_dose_and_response(
-    tmp_path, written
-):
+def test_a_study_of_several_tasks_is_priced_resumed_and_has_one_page_with_its_dose(tmp_path, written):
     """Finished runs are not repeated."""
     program = training(gains={"dr-grpo": 0.05})
     path = written(tasks=TWO_TASKS)
@@ -114,10 +104,9 @@ def test_a_study_of_several_tasks_is_priced_resumed_and_has_one_page_with_dose_a
     assert (complete, found.runs_left, len(found.runs)) == (False, 1, 7)
     assert "1 run to go, 1e+11 flops, about 0 minutes" in said  # half a minute
     complete, said, found = conducted(tmp_path, path, program)
-    assert complete
+    assert (complete, len(found.runs)) == (True, 2 * 2 * 2)
     assert "run 1/1 rare, gspo, seed 1: finished" in said
     assert "power: unknown" in said
-    assert len(found.runs) == 2 * 2 * 2
     kept = json.loads((tmp_path / "out/results.json").read_text())
     assert [line["method"] for line in kept["overall"]] == ["gspo", "dr"]
     assert kept["overall"][1]["difference"]["mean"] == pytest.approx(0.05, abs=1e-3)
@@ -130,23 +119,8 @@ def test_a_study_of_several_tasks_is_priced_resumed_and_has_one_page_with_dose_a
         conducted(tmp_path, written(tasks=TWO_TASKS, common={"lr": 1e-3}), program)
 
 
-@pytest.mark.slow
-def test_several_runs_go_side_by_side(tmp_path, written):
-    """All four have begun before the first is over."""
-    conducted(tmp_path, written(), training(pause=3.0), parallel=4)
-    times = [seconds for seconds, _ in begun(tmp_path)]
-    assert len(times) == 4
-    assert max(times) - min(times) < 3.0
-
-
-def test_runs_that_share_a_machine_are_not_compared_by_seconds(tmp_path, written):
-    path = written(**{"budget-unit": "accelerator-seconds"})
-    with pytest.raises(ConfigError, match="slow each other down"):
-        conducted(tmp_path, path, training(), parallel=2)
-
-
 def test_a_stopped_study_leaves_no_child(tmp_path, written, monkeypatch):
-    """An interrupt ends all runs under way, and none begins after it."""
+    """Two runs go side by side; an interrupt ends both, and none begins after it."""
     monkeypatch.setattr(runs, "LOOK_EVERY_S", 0.1)
 
     def interrupt_two() -> None:
@@ -162,10 +136,11 @@ def test_a_stopped_study_leaves_no_child(tmp_path, written, monkeypatch):
     assert time.monotonic() - started < 50
     left = begun(tmp_path)
     assert len(left) == 2
-    assert not any(psutil.pid_exists(process) for _, process in left)
+    assert not any(psutil.pid_exists(process) for process in left)
+    path = written(**{"budget-unit": "accelerator-seconds"})
+    with pytest.raises(ConfigError, match="slow each other down"):
+        conducted(tmp_path, path, training(), parallel=2)
 
-
-# --------------------------------------------------------------------------------------- methods of one's own
 
 OWN = """
 from megatron_ibpo.credit import Judgement, Operator
@@ -200,14 +175,16 @@ def own(tmp_path, monkeypatch):
 @pytest.mark.usefixtures("own")
 def test_a_method_is_settings_a_recipe_or_an_import_path(tmp_path):
     (tmp_path / "mine.yaml").write_text("advantage-estimator: gspo\nlr: 0.001\n")
-    assert method_settings({"lr": 1e-3}) == {"lr": 1e-3}
-    assert method_settings("mine.yaml") == {"advantage-estimator": "gspo", "lr": 0.001}
-    assert method_settings("own_methods:SETTINGS") == {"advantage-estimator": "gspo", "lr": 5e-4}
-    assert method_settings("own_methods:SameLength") == {"ibpo-operator": "own_methods:SameLength"}
-    plain = {"advantage-estimator": "gspo", "advantages": "own_methods:advantages"}
-    assert method_settings("own_methods:advantages") == plain
-    weighed = {"advantage-estimator": "gspo", "token-credit": "own_methods:weigh"}
-    assert method_settings("own_methods:weigh") == weighed
+    plain = {"advantage-estimator": "gspo"}
+    for spec, settings in [
+        ({"lr": 1e-3}, {"lr": 1e-3}),
+        ("mine.yaml", plain | {"lr": 0.001}),
+        ("own_methods:SETTINGS", plain | {"lr": 5e-4}),
+        ("own_methods:SameLength", {"ibpo-operator": "own_methods:SameLength"}),
+        ("own_methods:advantages", plain | {"advantages": "own_methods:advantages"}),
+        ("own_methods:weigh", plain | {"token-credit": "own_methods:weigh"}),
+    ]:
+        assert method_settings(spec) == settings
     with pytest.raises(ConfigError, match="neither settings, an operator, an estimator nor"):
         method_settings("own_methods:NUMBER")
     with pytest.raises(ConfigError, match="no_such_module"):
@@ -244,21 +221,6 @@ def test_the_study_file_of_the_documentation_can_be_run(tmp_path, monkeypatch):
     assert [len(grid_points(study.tune, method)) for method in study.methods] == [12, 12, 24, 12]
     one_task = replace(study, tasks=study.tasks[1:], seeds=(0,))
     assert len(plan_main(one_task, tmp_path / "out")) == 4
-
-
-def test_prompts_and_responses_are_tuned_in_the_declared_grid(tmp_path, written):
-    grid = {"lr": ["1e-4", 3e-4], "rollout-batch-size": [16, 32], "n-samples-per-prompt": [4, 8]}
-    methods = {"gspo": {"advantage-estimator": "gspo"}}
-    tune = {"grid": grid, "seeds": [50], "budget": 5e10}
-    study = read_study([written(methods=methods, tune=tune, seeds=1)])
-    planned = plan_tuning(study, tmp_path / "out")
-    assert len({run.directory for run in planned}) == len(planned) == 8
-    configs = [yaml.safe_load(run.config) for run in planned]
-    last = configs[-1]
-    assert (last["lr"], last["rollout-batch-size"], last["n-samples-per-prompt"]) == (3e-4, 32, 8)
-    assert {config["eval-half"] for config in configs} == {"tuning"}
-    (main,) = plan_main(study, tmp_path / "out")
-    assert yaml.safe_load(main.config)["eval-half"] == "test"
 
 
 @pytest.mark.slow
