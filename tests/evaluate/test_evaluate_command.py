@@ -252,8 +252,8 @@ def left(tmp_path):
     """Leave a finished evaluation of two samples of twelve problems, and return its directory."""
     (sums,) = opened(tmp_path, SUMS, n_samples_per_eval_prompt=2, eval_num_prompts=12)
 
-    def write(name, policy_says, settings=None, **changes):
-        own, directory = replace(sums, **changes), tmp_path / name
+    def write(place, policy_says, settings=None, **changes):
+        own, directory = replace(sums, **changes), tmp_path / place
         made_by = {"--seed": 0, "policy": str(directory)} | (settings or {})
         with KeptSamples(directory, "p", {own.name: made_by}):
             finish_results(directory, [written(own, lambda *key: ("x", policy_says(*key)))], {})

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,17 +24,10 @@ from support.paths import ROOT
 
 TINY = ROOT / "examples/tiny_qwen3_next"
 SEEN = Seen(
-    responses=tuple(float(length) for length in range(14, 46, 2)),
-    prompt=14.0,
-    corrections=0.5,
-    correction_prompt=60.0,
+    responses=tuple(map(float, range(14, 46, 2))), prompt=14.0, corrections=0.5, correction_prompt=60.0,
     trained=0.7,
-)
+)  # fmt: skip
 RATES = Rates(matmul=4e10, copy=1e10)
-SLOW = {"engine_layer": 2e-3, "engine_sequence": 5e-5, "train_layer": 4e-3, "step": 0.01, "update": 1e-3} | (
-    dict.fromkeys(("matmul", "experts", "attention"), 0.05)
-)
-"""What operations cost beyond their arithmetic, on a machine that these tests make up."""
 RECORDED = [
     {"report": 0.0, "save": 0.0, "sample": 30.0, "credit": 0.1, "train": 20.0, "sync": 2.0},
     {"report": 0.0232, "save": 0.0, "sample": 11.1408, "credit": 0.0133, "train": 3.6502, "sync": 0.5034},
@@ -57,49 +51,48 @@ def on(machine: Machine, config: Config) -> dict[str, float]:
     return compared(setting_of(config, read_hf_config(TINY), 2, machine).times())
 
 
+def told_by(steps: list[MeasuredStep], config: Config) -> Machine:
+    return calibrated(steps, RATES, config, read_hf_config(TINY), 2, about="made up")
+
+
 def made_up(config: Config) -> Machine:
-    """A machine whose figures are known: that of any steps, with other overheads."""
-    step = MeasuredStep(
-        seconds={"sampling": 1.0, "training": 1.0, "weights": 0.1, "step": 2.2}, prompts=4, seen=SEEN
-    )
-    found = calibrated([step], RATES, config, read_hf_config(TINY), 2, about="made up")
-    reached = replace(found.known.coefficients, **SLOW)
+    """A machine whose figures are known: that of any steps, with other costs beyond arithmetic."""
+    seconds = {"sampling": 1.0, "training": 1.0, "weights": 0.1, "step": 2.2}
+    found = told_by([MeasuredStep(seconds=seconds, prompts=4, seen=SEEN)], config)
+    reached = replace(
+        found.known.coefficients, engine_layer=2e-3, engine_sequence=5e-5, train_layer=4e-3, step=0.01,
+        update=1e-3, matmul=0.05, experts=0.05, attention=0.05,
+    )  # fmt: skip
     return replace(found, known=replace(found.known, coefficients=reached))
 
 
-def calibrated_by_two_sizes(config: Config) -> tuple[Machine, Machine]:
-    """(the machine as it is, as steps of 4 and 16 prompts on it tell)"""
+def steps_on(machine: Machine, config: Config, times: float = 1.0) -> list[MeasuredStep]:
+    """Steps of 4 and 16 prompts, which take so many times what they should."""
+    found = []
+    for prompts in (4, 16):
+        seconds = {name: times * value for name, value in on(machine, of_size(config, prompts)).items()}
+        found.append(MeasuredStep(seconds=seconds, prompts=prompts, seen=SEEN))
+    return found
+
+
+@pytest.fixture
+def here(config, tmp_path) -> tuple[Machine, Path]:
+    """A machine as steps of two sizes tell, and its file."""
+    machine, path = told_by(steps_on(made_up(config), config), config), tmp_path / "here.yaml"
+    write_machine(machine, path)
+    return machine, path
+
+
+def test_steps_of_two_sizes_tell_what_a_third_takes(config, here):
     true = made_up(config)
-    steps = [
-        MeasuredStep(seconds=on(true, of_size(config, prompts)), prompts=prompts, seen=SEEN)
-        for prompts in (4, 16)
-    ]
-    return true, calibrated(steps, RATES, config, read_hf_config(TINY), 2, about="told by two sizes")
-
-
-def test_steps_of_two_sizes_tell_what_a_third_takes(config):
-    true, found = calibrated_by_two_sizes(config)
     for prompts in (4, 8, 64):
         own = of_size(config, prompts)
-        assert on(found, own) == pytest.approx(on(true, own), rel=1e-3)
-
-
-def test_of_each_size_the_step_of_middle_length_counts(config):
-    true = made_up(config)
-    shape = read_hf_config(TINY)
-
-    def step(prompts: int, times: float) -> MeasuredStep:
-        seconds = {name: times * value for name, value in on(true, of_size(config, prompts)).items()}
-        return MeasuredStep(seconds=seconds, prompts=prompts, seen=SEEN)
-
-    steps = [step(prompts, times) for prompts in (4, 16) for times in (9.0, 1.0, 0.5)]
-    found = calibrated(steps, RATES, config, shape, 2, about="one of three stood still")
-    assert on(found, config) == pytest.approx(on(true, config), rel=1e-3)
-
-
-def test_steps_that_trained_nothing_tell_nothing(config):
+        assert on(here[0], own) == pytest.approx(on(true, own), rel=1e-3)
+    # of each size the step of middle length counts: one of three stood still
+    steps = [step for times in (9.0, 1.0, 0.5) for step in steps_on(true, config, times)]
+    assert on(told_by(steps, config), config) == pytest.approx(on(true, config), rel=1e-3)
     with pytest.raises(ValueError, match="no step had anything to train on"):
-        calibrated([], RATES, config, read_hf_config(TINY), 2, about="")
+        told_by([], config)
 
 
 def test_rates_are_operations_and_bytes_over_the_shortest_time():
@@ -108,20 +101,16 @@ def test_rates_are_operations_and_bytes_over_the_shortest_time():
     assert rates == Rates(matmul=2 * 768**3, copy=2 * 64 * 1024**2)
 
 
-def sample(prompt: int, written: int) -> Sample:
-    return Sample(
-        prompt_token_ids=token_ids([1] * prompt), token_ids=token_ids([1] * written),
-        logprobs=np.zeros(written, np.float32), finish_reason="stop", temperature=1.0, versions=((0, 0),),
-        loss_mask=np.ones(written, bool),
-    )  # fmt: skip
-
-
 def test_a_step_is_described_by_what_it_had_to_do():
+    def sample(prompt: int, written: int) -> Sample:
+        return Sample(
+            token_ids([1] * prompt), token_ids([1] * written), np.zeros(written, np.float32), "stop", 1.0,
+            versions=((0, 0),), loss_mask=np.ones(written, bool),
+        )  # fmt: skip
+
     prompt = Prompt(0, token_ids([1] * 10), 1, "", "", "")
-    groups = [
-        Group(prompt, [sample(10, 20), sample(10, 40)], [Correction(0, (), sample(70, 30))]),
-        Group(prompt, [sample(10, 20), sample(10, 40)]),
-    ]
+    responses = [sample(10, 20), sample(10, 40)]
+    groups = [Group(prompt, responses, [Correction(0, (), sample(70, 30))]), Group(prompt, responses)]
     found = measured_step(RECORDED[1], groups, tokens_trained=100)
     assert found.prompts == 2
     assert found.seconds == measured_seconds([ROWS[0], ROWS[1]])
@@ -130,10 +119,8 @@ def test_a_step_is_described_by_what_it_had_to_do():
     assert (min(found.seen.responses), max(found.seen.responses)) == (20, 40)
 
 
-def test_a_machine_is_read_as_it_was_written(config, tmp_path):
-    _, found = calibrated_by_two_sizes(config)
-    path = tmp_path / "here.yaml"
-    write_machine(found, path)
+def test_a_machine_is_read_as_it_was_written(config, tmp_path, here, capsys):
+    found, path = here
     read = find_machine(str(path))
     assert (read.workload, read.hardware.name, read.hardware.starts_ahead) == (found.workload, "here", False)
     assert on(read, config) == pytest.approx(on(found, config), rel=1e-2)  # four digits are kept
@@ -142,12 +129,12 @@ def test_a_machine_is_read_as_it_was_written(config, tmp_path):
         find_machine(str(tmp_path / "other.yaml"))
     with pytest.raises(ValueError, match="No such file or directory; `ibpo calibrate` writes it"):
         find_machine(str(tmp_path / "none.yaml"))
+    assert calibrate(["--hf-checkpoint", str(TINY), "--dry-run-hardware", "h100"]) == 2
+    assert "--dry-run-hardware: required, the file to write, NAME.yaml" in capsys.readouterr().err
 
 
-def test_a_run_is_predicted_by_its_own_machine_alone(config, tmp_path):
-    _, found = calibrated_by_two_sizes(config)
-    path, shape = tmp_path / "here.yaml", read_hf_config(TINY)
-    write_machine(found, path)
+def test_a_run_is_predicted_by_its_own_machine_alone(config, here):
+    (found, path), shape = here, read_hf_config(TINY)
     config.run.dry_run_hardware = str(path)
     assert forecast(config, shape, 2, "CPU").seconds == pytest.approx(on(found, config), rel=1e-2)
     other = forecast(config, shape, 1, "CPU")
@@ -159,7 +146,7 @@ def test_a_run_is_predicted_by_its_own_machine_alone(config, tmp_path):
     assert "`ibpo calibrate` measures a machine" in unknown.said
 
 
-def test_gpus_are_known_by_the_names_that_they_give_themselves(config):
+def test_gpus_are_known_by_the_names_that_they_give_themselves():
     names = {
         "NVIDIA H100 80GB HBM3": "h100", "NVIDIA H200": "h200", "NVIDIA H20": "h20",
         "NVIDIA A100-SXM4-80GB": "a100", "NVIDIA GB200": "gb200", "NVIDIA B200": "b200",
@@ -167,10 +154,8 @@ def test_gpus_are_known_by_the_names_that_they_give_themselves(config):
         "NVIDIA GeForce RTX 4090": None, "CPU": None,
     }  # fmt: skip
     assert {name: kind_of(name) for name in names} == names
-    model = ROOT / "examples/models/qwen3_4b"
-    config = parse_config(
-        ["--config", str(ROOT / "examples/recipes/qwen3_4b_ibpo.yaml"), "--hf-checkpoint", str(model)]
-    )
+    recipe, model = ROOT / "examples/recipes/qwen3_4b_ibpo.yaml", ROOT / "examples/models/qwen3_4b"
+    config = parse_config(["--config", str(recipe), "--hf-checkpoint", str(model)])
     shape = read_hf_config(model)
     by_name = forecast(config, shape, 8, "NVIDIA H100 80GB HBM3")
     config.run.dry_run_hardware = "h100"
@@ -186,11 +171,14 @@ def test_an_error_is_predicted_over_the_median_of_all_steps_but_the_first():
     assert prediction_error(predicted, ROWS[:1]) is None
 
 
-def test_a_run_keeps_its_prediction_and_ends_with_the_error(config, tmp_path, capsys):
+def test_a_run_keeps_its_prediction_and_ends_with_the_error(config, here, tmp_path, capsys):
+    _, path = here
     config.run.run_dir = tmp_path
-    _, found = calibrated_by_two_sizes(config)
-    write_machine(found, tmp_path / "here.yaml")
-    config.run.dry_run_hardware = str(tmp_path / "here.yaml")
+    with Report(config) as report:
+        report.predicted(forecast(config, read_hf_config(TINY), 2, "CPU"))
+        assert report.finish()["prediction_error"] is None
+    assert not (tmp_path / "prediction.json").exists(), "nothing was predicted"
+    config.run.dry_run_hardware = str(path)
     expected = forecast(config, read_hf_config(TINY), 2, "CPU")
     with Report(config) as report:
         report.predicted(expected)
@@ -202,36 +190,21 @@ def test_a_run_keeps_its_prediction_and_ends_with_the_error(config, tmp_path, ca
     assert summary["prediction_error"] == prediction_error(kept, ROWS)
     assert json.loads((tmp_path / "summary.json").read_text()) == summary
     said = capsys.readouterr().out
-    assert f"predicted by {tmp_path / 'here.yaml'}: {expected.seconds['step']:.2f} s per step" in said
+    assert f"predicted by {path}: {expected.seconds['step']:.2f} s per step" in said
     assert f"an error of {summary['prediction_error']['step']:+.0%} against the median step" in said
-
-
-def test_without_a_prediction_there_is_no_error(config, tmp_path):
-    config.run.run_dir = tmp_path
-    with Report(config) as report:
-        report.predicted(forecast(config, read_hf_config(TINY), 2, "CPU"))
-        assert report.finish()["prediction_error"] is None
-    assert not (tmp_path / "prediction.json").exists()
-
-
-def test_calibration_wants_the_name_of_a_file(capsys):
-    assert calibrate(["--hf-checkpoint", str(TINY), "--dry-run-hardware", "h100"]) == 2
-    assert "--dry-run-hardware: required, the file to write, NAME.yaml" in capsys.readouterr().err
 
 
 @pytest.mark.ray
 @pytest.mark.slow
 def test_a_calibrated_machine_predicts_a_run(tmp_path):
     """Commands are used as users use them; the error itself is the machine's affair."""
-    recipe = ROOT / "examples/recipes/tiny_qwen3_study.yaml"
     machine, run_dir = tmp_path / "here.yaml", tmp_path / "run"
-    flags = ["--config", str(recipe), "--dry-run-hardware", str(machine), "--rollout-backend", "lean"]
+    flags = ["--config", str(ROOT / "examples/recipes/tiny_qwen3_study.yaml"), "--rollout-backend", "lean"]
+    flags += ["--dry-run-hardware", str(machine)]
     few = ["--num-rollout", "3", "--eval-num-prompts", "0", "--operator-skill-prompts", "0", "--no-save"]
-    for command in (["calibrate", *flags], ["train", *flags, *few, "--run-dir", str(run_dir)]):
-        done = subprocess.run(
-            [sys.executable, "-m", "megatron_ibpo.commands.main", *command],
-            cwd=ROOT, capture_output=True, text=True, timeout=280, check=False,
-        )  # fmt: skip
+    for words in (["calibrate", *flags], ["train", *flags, *few, "--run-dir", str(run_dir)]):
+        command = [sys.executable, "-m", "megatron_ibpo.commands.main", *words]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
         assert done.returncode == 0, done.stdout + done.stderr
     error = json.loads((run_dir / "summary.json").read_text())["prediction_error"]
     assert set(error) == {"sampling", "training", "weights", "step"}

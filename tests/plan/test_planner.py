@@ -16,13 +16,12 @@ from megatron_ibpo.run.settings import parse_config
 from support.paths import ROOT
 
 MODELS = ROOT / "examples/models"
-DENSE = read_hf_config(MODELS / "qwen3_4b")
-RECIPE = ROOT / "examples/recipes/qwen3_4b_ibpo.yaml"
 
 
 def setting(*flags):
-    asked = ["--config", str(RECIPE), "--hf-checkpoint", str(MODELS / "qwen3_4b")]
-    return setting_of(parse_config([*asked, "--dry-run-hardware", "h100", *flags]), DENSE, 8)
+    model, recipe = MODELS / "qwen3_4b", ROOT / "examples/recipes/qwen3_4b_ibpo.yaml"
+    asked = ["--config", str(recipe), "--hf-checkpoint", str(model), "--dry-run-hardware", "h100", *flags]
+    return setting_of(parse_config(asked), read_hf_config(model), 8)
 
 
 def test_a_run_is_predicted_with_its_interval_its_price_and_what_would_help():
@@ -30,17 +29,13 @@ def test_a_run_is_predicted_with_its_interval_its_price_and_what_would_help():
     total = asked.times().total
     said = "\n".join(lines(asked, steps=100, price=2.0))
     hours = total * 100 * 8 / 3600
-    assert f"{hours:,.0f} GPU-hours, {2 * hours:,.0f} at 2 per hour" in said
-    assert "a step: " in said
-    assert "between" in said
-    assert "a checkpoint: training waits " in said
+    price = f"{hours:,.0f} GPU-hours, {2 * hours:,.0f} at 2 per hour"
+    for part in (price, "a step: ", "between", "a checkpoint: training waits "):
+        assert part in said
     helping = changes(asked)
     assert len(helping) <= 3
     assert all(change.seconds < total for change in helping)
     assert "--recompute-granularity none" in {change.flag for change in changes(asked, most=99)}
-
-
-def test_a_mean_length_above_the_longest_is_refused():
     with pytest.raises(ValueError, match="--dry-run-response-len=99999 exceeds --rollout-max-response-len"):
         setting("--dry-run-response-len", "99999")
 
@@ -60,16 +55,11 @@ def test_search_finds_layouts_that_fit_fastest_first_and_writes_the_best(tmp_pat
     assert "no layout of qwen3_235b_a22b fits 1 GPUs of h200" in capsys.readouterr().err
 
 
-LONG = [
-    "--config", str(ROOT / "examples/recipes/qwen3_next_80b_a3b_ibpo.yaml"),
-    "--hf-checkpoint", str(MODELS / "qwen3_next_80b_a3b"),
-    "--rollout-max-context-len", "131072",
-    "--rollout-max-response-len", "98304",
-]  # fmt: skip
-
-
 def test_long_sequences_are_shared_where_one_rank_does_not_hold_them():
-    found = search(parse_config(LONG), 16, "h100", most=4)
+    recipe, model = ROOT / "examples/recipes/qwen3_next_80b_a3b_ibpo.yaml", MODELS / "qwen3_next_80b_a3b"
+    lengths = ["--rollout-max-context-len", "131072", "--rollout-max-response-len", "98304"]
+    config = parse_config(["--config", str(recipe), "--hf-checkpoint", str(model), *lengths])
+    found = search(config, 16, "h100", most=4)
     shared = [layout for layout in found if layout.setting.layout.context > 1]
     assert shared
     for layout in shared:
@@ -81,8 +71,8 @@ def test_long_sequences_are_shared_where_one_rank_does_not_hold_them():
 def test_a_step_is_drawn_with_a_lane_for_each_who_works(tmp_path):
     asked = setting()
     spans, times = timeline(asked), asked.times()
-    assert {span.lane for span in spans} <= set(LANES)
-    assert {"engines", "corrections", "trainer", "optimizer", "weight update"} <= {s.lane for s in spans}
+    lanes = {span.lane for span in spans}
+    assert {"engines", "corrections", "trainer", "optimizer", "weight update"} <= lanes <= set(LANES)
     ends = {span.name: span.end for span in spans}
     assert ends["responses"] == pytest.approx(times.sampling)
     assert ends["corrections"] == pytest.approx(times.sampling + times.corrections)
@@ -90,10 +80,7 @@ def test_a_step_is_drawn_with_a_lane_for_each_who_works(tmp_path):
     path = tmp_path / "step.png"
     plot_step(spans, LANES, path, title="a step")
     assert matplotlib.image.imread(path).shape[1] > 900
-
-
-def test_ahead_of_training_engines_and_trainers_are_drawn_side_by_side():
-    asked = setting()
+    # ahead of training, engines and trainers work side by side
     ahead = replace(asked, colocated=False, task=replace(asked.task, staleness=4))
     begins = {span.name: span.begin for span in timeline(ahead)}
     assert begins["log-probs"] == begins["prompts"] == 0

@@ -26,8 +26,6 @@ from support.eval_samples import judged
 from support.paths import ROOT
 from support.run_pages import HOSTILE, TOKENIZER, write_run
 
-LIMIT_S = 60.0
-
 
 def client(*directories, host="127.0.0.1:8800"):
     sources = [open_source(directory, tokenizer=TOKENIZER) for directory in directories]
@@ -38,9 +36,6 @@ def add_row(run, step, **values):
     row = {"kind": "step", "step": step, "seconds": {}, **values}
     with (run / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(row) + "\n")
-
-
-# ------------------------------------------------------------------------------------------- what it answers
 
 
 def test_the_server_tells_what_the_file_holds(run_dir):
@@ -79,34 +74,34 @@ def test_rows_and_records_that_a_run_adds_are_seen(run_dir):
     (run,) = asked.get("/api/runs", params={"version": after["version"]}).json()["runs"]
     assert (run["steps"], [section["key"] for section in run["sections"]]) == (4, [1, 2, 3])
     (run_dir / "summary.json").write_text('{"status": "finished", "accuracy_end": 0.75}')
+    for step in range(5, 15):
+        add_row(run_dir, step, accuracy=1.0)
     (run,) = asked.get("/api/runs").json()["runs"]
     assert run["facts"] == ["finished", "at end 0.75"]
+    (alarm,) = run["alarms"]
+    spell = (alarm["name"], alarm["metric"], alarm["since"], alarm["until"])
+    assert spell == ("reward saturates", "accuracy", 14, None)
 
 
-def test_a_log_that_a_resumed_run_replaced_is_read_anew(run_dir):
-    asked = client(run_dir)
-    assert asked.get("/api/runs/0/series").json()["step"]["last"] == [1, 2]
-    rows = (run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (run_dir / "new").write_text("".join(rows[:2]))
-    (run_dir / "new").replace(run_dir / "metrics.jsonl")
-    assert asked.get("/api/runs/0/series").json()["step"]["last"] == [1]
-
-
-def test_a_run_that_has_only_begun_is_followed_from_its_first_row(run_dir):
-    (run_dir / "metrics.jsonl").unlink()
+def test_a_run_is_followed_from_its_first_row_and_a_log_that_a_resumed_run_replaced_read_anew(run_dir):
+    log = run_dir / "metrics.jsonl"
+    rows = log.read_text().splitlines(keepends=True)
+    log.unlink()
     asked = client(run_dir)
     before = asked.get("/api/runs").json()
     assert before["runs"][0]["steps"] == 0
-    add_row(run_dir, 1, reward=0.5)
-    assert asked.get("/api/runs", params={"version": before["version"]}).json()["runs"][0]["steps"] == 1
-
-
-def test_an_alarm_goes_on_while_its_rule_holds(run_dir):
-    for step in range(3, 15):
-        add_row(run_dir, step, accuracy=1.0)
-    (alarm,) = client(run_dir).get("/api/runs").json()["runs"][0]["alarms"]
-    spell = (alarm["name"], alarm["metric"], alarm["since"], alarm["until"])
-    assert spell == ("reward saturates", "accuracy", 12, None)
+    log.write_text("".join(rows))
+    assert asked.get("/api/runs", params={"version": before["version"]}).json()["runs"][0]["steps"] == 2
+    assert asked.get("/api/runs/0/series").json()["step"]["last"] == [1, 2]
+    (run_dir / "new").write_text("".join(rows[:2]))
+    (run_dir / "new").replace(log)
+    assert asked.get("/api/runs/0/series").json()["step"]["last"] == [1]
+    with log.open("a") as file:
+        file.write("3\n")
+    reply = asked.get("/api/runs")
+    assert reply.status_code == 500
+    assert "metrics.jsonl, line 3: not a row of a metrics log" in reply.json()["problem"]
+    assert asked.get("/api/runs/0/sections/1").status_code == 200, "the rest goes on"
 
 
 def test_runs_are_compared_by_settings_that_differ_and_by_their_last_numbers(run_dir, tmp_path):
@@ -123,41 +118,31 @@ def test_runs_are_compared_by_settings_that_differ_and_by_their_last_numbers(run
 
 
 def test_a_curve_of_many_steps_is_drawn_from_few_points_that_hide_no_extreme():
-    rows = ({"kind": "step", "step": n, "x": float(n == 777), "seconds": {}} for n in range(1, 1001))
-    columns = Columns(rows)
-    thinned = columns.thinned(None, None, 10)
-    assert thinned["first"] == [1, 101, 201, 301, 401, 501, 601, 701, 801, 901, 1000]
-    assert thinned["last"] == [100, 200, 300, 400, 500, 600, 700, 800, 900, 999, 1000]
-    assert thinned["metrics"]["x"]["mean"] == [0.0] * 7 + [0.01] + [0.0] * 3
-    assert thinned["metrics"]["x"]["high"] == [0.0] * 7 + [1.0] + [0.0] * 3
-    assert thinned["metrics"]["x"]["low"] == [0.0] * 11
-    near = columns.thinned(775, 779, 10)
+    def columns(values):
+        return Columns({"kind": "step", "step": n, "x": x, "seconds": {}} for n, x in enumerate(values, 1))
+
+    thousand = columns([float(n == 777) for n in range(1, 1001)])
+    thinned = thousand.thinned(None, None, 10)
+    assert thinned["first"] == [*range(1, 1000, 100), 1000]
+    assert thinned["last"] == [*range(100, 1000, 100), 999, 1000]
+    mean, high = ([0.0] * 7 + [peak] + [0.0] * 3 for peak in (0.01, 1.0))
+    assert thinned["metrics"]["x"] == {"mean": mean, "low": [0.0] * 11, "high": high}
+    near = thousand.thinned(775, 779, 10)
     assert (near["last"], near["metrics"]["x"]) == ([775, 776, 777, 778, 779], {"mean": [0, 0, 1, 0, 0]})
-
-
-def test_steps_without_a_value_leave_gaps_and_not_zeros():
-    rows = [
-        {"kind": "step", "step": n, "seconds": {}} | ({"x": 3.0} if n % 4 == 0 else {}) for n in range(1, 9)
-    ]
-    values = [None, 3.0, None, None, 3.0]
-    assert Columns(rows).thinned(None, None, 4)["metrics"]["x"] == {
-        "mean": values, "low": values, "high": values,
-    }  # fmt: skip
-
-
-# ------------------------------------------------------------------------------------------------ evaluation
+    # steps without a value leave gaps and not zeros
+    found = columns([3.0 if n % 4 == 0 else None for n in range(1, 9)]).thinned(None, None, 4)
+    assert found["metrics"]["x"] == {key: [None, 3.0, None, None, 3.0] for key in ("mean", "low", "high")}
 
 
 @pytest.fixture
 def evaluation(tmp_path):
     directory = tmp_path / "evaluated"
     directory.mkdir()
-    measures = {"accuracy": 0.5, "pass_at_2": 0.75, "accuracy_low": 0.4}
-    sets = {
-        "aime25": {"settings": {}, "measures": measures, "intervals": {"accuracy": [0.4, 0.6]},
-                   "notes": ["one row was skipped"]},
-        "math500": {"settings": {}},
+    measured = {
+        "settings": {}, "measures": {"accuracy": 0.5, "pass_at_2": 0.75, "accuracy_low": 0.4},
+        "intervals": {"accuracy": [0.4, 0.6]}, "notes": ["one row was skipped"],
     }  # fmt: skip
+    sets = {"aime25": measured, "math500": {"settings": {}}}
     results = {"status": "unfinished", "policy": "/models/a", "sets": sets}
     (directory / "results.json").write_text(json.dumps(results))
     half = {"set": "aime25", "details": {"tests_passed": 0.5}}
@@ -191,45 +176,28 @@ def test_an_evaluation_is_read_as_sets_of_problems_with_their_samples(evaluation
     assert asked.get("/api/runs/0/sections/0/search?text=IT IS 8").json() == [[1, 1]]
 
 
-@pytest.mark.parametrize(
-    ("file", "text", "words"),
-    [
-        ("results.json", "[]", "results.json: cannot be read as the results of an evaluation"),
-        (
-            "results.json",
-            '{"sets": {"a": {"settings": {}, "intervals": {"accuracy": ["x", 1]}}}}',
-            "intervals must be numbers",
-        ),
+def test_a_malformed_file_of_an_evaluation_is_named(evaluation):
+    of_words = '{"sets": {"a": {"settings": {}, "intervals": {"accuracy": ["x", 1]}}}}'
+    for file, text, words in [
         ("aime25.samples.jsonl", "3\n", "aime25.samples.jsonl, line 1: not a sample"),
         ("aime25.samples.jsonl", "{\n", "aime25.samples.jsonl, line 1: not JSON"),
-    ],
-)
-def test_a_malformed_file_of_an_evaluation_is_named(evaluation, file, text, words):
-    (evaluation / file).write_text(text)
-    asked = client(evaluation)
-    address = "/api/runs" if file == "results.json" else "/api/runs/0/sections/0"
-    reply = asked.get(address)
-    assert reply.status_code == 500
-    assert words in reply.json()["problem"]
+        ("results.json", "[]", "results.json: cannot be read as the results of an evaluation"),
+        ("results.json", of_words, "intervals must be numbers"),
+    ]:
+        (evaluation / file).write_text(text)
+        address = "/api/runs" if file == "results.json" else "/api/runs/0/sections/0"
+        reply = client(evaluation).get(address)
+        assert reply.status_code == 500
+        assert words in reply.json()["problem"]
 
 
-# ------------------------------------------------------------------------------------------ whom it answers
-
-
-@pytest.mark.parametrize(
-    ("host", "status"),
-    [
-        ("127.0.0.1:8800", 200),
-        ("localhost:9999", 200),  # the end of a tunnel
-        ("evil.example", 400),
-        ("evil.example:8800", 400),
-        ("0.0.0.0:8800", 400),
-        ("127.0.0.1.evil.example", 400),
-    ],
-)
-def test_this_machine_is_answered_and_a_name_that_was_pointed_here_refused(run_dir, host, status):
-    asked = client(run_dir, host=host)
-    assert [asked.get(p).status_code for p in ("/", "/api/runs", "/api/runs/0/sections/1")] == [status] * 3
+def test_this_machine_is_answered_and_a_name_that_was_pointed_here_refused(run_dir):
+    answered = ("127.0.0.1:8800", "localhost:9999")  # the latter is the end of a tunnel
+    refused = ("evil.example", "evil.example:8800", "0.0.0.0:8800", "127.0.0.1.evil.example")
+    for host in answered + refused:
+        asked, status = client(run_dir, host=host), 200 if host in answered else 400
+        for path in ("/", "/api/runs", "/api/runs/0/sections/1"):
+            assert asked.get(path).status_code == status
 
 
 def test_no_other_origin_may_read_an_answer_and_no_header_lets_a_script_in(run_dir):
@@ -250,17 +218,17 @@ def test_no_other_origin_may_read_an_answer_and_no_header_lets_a_script_in(run_d
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
+def test_what_is_not_there_is_not_served_and_only_reading_is_allowed(run_dir):
+    asked = client(run_dir)
+    for path in (
         "/api/runs/1/series", "/api/runs/0/sections/3", "/api/runs/0/sections/1/groups/2",
         "/api/runs/0/series?first=x", "/api/runs/0/series?first=99999999999999999999", "/api/runs/-1/series",
         "/api/runs/0/sections/../../config.yaml", "/api/runs/0/sections/..%2f..%2fconfig.yaml",
         "/config.yaml", "/../config.yaml", "//etc/passwd", "/rollouts/step_000001.json",
-    ],
-)  # fmt: skip
-def test_what_is_not_there_is_not_served(run_dir, path):
-    assert client(run_dir).get(path).status_code == 404
+    ):  # fmt: skip
+        assert asked.get(path).status_code == 404, path
+    for method in ("POST", "PUT", "DELETE", "PATCH"):
+        assert asked.request(method, "/api/runs").status_code == 405
 
 
 def test_the_token_of_a_cluster_is_in_no_answer_and_on_no_page(run_dir, tmp_path):
@@ -273,11 +241,6 @@ def test_the_token_of_a_cluster_is_in_no_answer_and_on_no_page(run_dir, tmp_path
     tried += [f"{start}{TOKEN_FILE}" for start in ("/", "/run/", "/api/runs/0/", "/static/", "/%2e/", "//")]
     assert [path for path in tried if token in asked.get(path).text.replace(f"text={token}", "")] == []
     assert token not in build_page([run_dir], tokenizer=TOKENIZER)
-
-
-def test_only_reading_is_allowed(run_dir):
-    for method in ("POST", "PUT", "DELETE", "PATCH"):
-        assert client(run_dir).request(method, "/api/runs").status_code == 405
 
 
 def test_a_link_that_leads_out_of_the_run_is_not_followed(run_dir, tmp_path):
@@ -293,19 +256,6 @@ def test_a_link_that_leads_out_of_the_run_is_not_followed(run_dir, tmp_path):
     assert asked.get("/api/runs/0/sections/2").status_code == 200
     (run_dir / "summary.json").symlink_to(outside)
     assert asked.get("/api/runs").status_code == 404
-
-
-def test_a_row_that_cannot_be_read_is_named_and_the_rest_goes_on(run_dir):
-    asked = client(run_dir)
-    with (run_dir / "metrics.jsonl").open("a") as file:
-        file.write("3\n")
-    reply = asked.get("/api/runs")
-    assert reply.status_code == 500
-    assert "metrics.jsonl, line 4: not a row of a metrics log" in reply.json()["problem"]
-    assert asked.get("/api/runs/0/sections/1").status_code == 200
-
-
-# ---------------------------------------------------------------------------------------------- the command
 
 
 @contextmanager
@@ -330,25 +280,20 @@ def served(*arguments):
 
 def listeners(port):
     """Local addresses that listen on a port, as the kernel has them."""
-    rows = [
-        line.split()
-        for name in ("tcp", "tcp6")
-        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
-    ]
+    tables = "".join(Path(f"/proc/net/{name}").read_text() for name in ("tcp", "tcp6"))
+    rows = [line.split() for line in tables.splitlines() if ":" in line]
     return [row[1].split(":")[0] for row in rows if row[3] == "0A" and int(row[1].split(":")[1], 16) == port]
 
 
 def test_the_command_listens_on_loopback_alone_takes_a_free_port_and_ends_at_once(run_dir):
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
         busy = taken.getsockname()[1]
         with served(run_dir, "--port", busy) as (process, told, port):
             assert f"port {busy} is taken" in told
             assert port != busy
             assert f"ssh -L {port}:127.0.0.1:{port} " in told
             assert listeners(port) == ["0100007F"]
-            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=LIMIT_S)
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
             connection.request("GET", "/api/runs")
             assert json.loads(connection.getresponse().read())["runs"][0]["name"] == "run"
             connection.request("GET", "/api/runs", headers={"Host": "evil.example"})
@@ -357,17 +302,13 @@ def test_the_command_listens_on_loopback_alone_takes_a_free_port_and_ends_at_onc
             refused.read()
             process.send_signal(signal.SIGINT)  # while a browser keeps its connection
             rest, _ = process.communicate(timeout=5)
-            assert rest.strip() == "stopped"
-            assert process.returncode == 0
+            assert (rest.strip(), process.returncode) == ("stopped", 0)
 
 
 def test_what_is_no_run_is_said_before_anything_listens(tmp_path, capsys):
     for arguments, words in (([str(tmp_path)], "name a directory that does"), ([], "which run?")):
         assert main(["serve", *arguments]) == 2
         assert words in capsys.readouterr().err
-
-
-# --------------------------------------------------------------------------------------------- in a browser
 
 
 @needs_browser
@@ -386,36 +327,32 @@ def test_in_a_browser_the_page_follows_a_run_while_it_trains(run_dir, tmp_path):
         # the run goes on: curves, steps and an alarm appear without a reload
         for step in range(3, 15):
             add_row(run_dir, step, reward=1.0, accuracy=1.0)
-        page.wait_until("document.querySelector('.alarm')?.textContent.includes('since step 12')")
+        page.wait_until("document.querySelector('.alarm')?.textContent.includes('run, since step 12')")
         page.wait_until(f"({values}).startsWith('1')")
-        assert "run, since step 12" in page.evaluate("document.querySelector('.alarm').textContent")
-        # an alarm leads to its curve
+        # an alarm leads to its curves, accuracy of steps and of evaluations
         page.click(".alarm")
-        page.wait_until(
-            "document.querySelectorAll('figure').length === 2"
-        )  # accuracy of steps, of evaluations
+        page.wait_until("document.querySelectorAll('figure').length === 2")
         page.evaluate("(() => { metric.value = ''; metric.dispatchEvent(new Event('input')); })()")
         # the step under the mouse, in every curve
         page.wait_until("document.querySelector('[data-metric=reward]')")
         page.wait_until_drawn()
-        box = page.evaluate(
+        left, top, width, height = page.evaluate(
             "(() => { const b = document.querySelector('[data-metric=reward] svg').getBoundingClientRect();"
             " return [b.left, b.top, b.width, b.height]; })()"
         )
-        middle = (box[0] + box[2] * (46 + 324 / 2) / 380, box[1] + box[3] / 2)  # step 7 of 14
-        page.call("Input.dispatchMouseEvent", type="mouseMoved", x=middle[0], y=middle[1])
+        middle, y = left + width * (46 + 324 / 2) / 380, top + height / 2  # step 7 of 14
+        page.call("Input.dispatchMouseEvent", type="mouseMoved", x=middle, y=y)
         page.wait_until(f"({values}).startsWith('7: 1')")
         # smoothing draws what it smooths faintly
         page.evaluate("(() => { smoothing.value = '0.9'; smoothing.dispatchEvent(new Event('input')); })()")
         page.wait_until("document.querySelectorAll('[data-metric=reward] path.faint').length === 2")
         # a drag zooms, and a run can be left out
         page.wait_until_drawn()
-        mouse = {"y": middle[1], "button": "left", "clickCount": 1}
-        page.call("Input.dispatchMouseEvent", type="mousePressed", x=middle[0], **mouse)
-        page.call("Input.dispatchMouseEvent", type="mouseMoved", x=box[0] + box[2] - 12, **mouse)
-        page.call("Input.dispatchMouseEvent", type="mouseReleased", x=box[0] + box[2] - 12, **mouse)
+        end = left + width - 12
+        for event, x in (("mousePressed", middle), ("mouseMoved", end), ("mouseReleased", end)):
+            page.call("Input.dispatchMouseEvent", type=event, x=x, y=y, button="left", clickCount=1)
         page.wait_until("!zoom.hidden && zoom.textContent === 'steps 7 to 14: show all'")
-        page.wait_until("document.querySelectorAll('[data-metric=reward] path.line').length === 1")
+        page.wait_until(f"{lines} === 1")
         page.click("#zoom")
         page.wait_until(f"{lines} === 2")
         page.click("#runs .run:nth-child(2) input")
