@@ -191,15 +191,12 @@ def test_a_decoding_step_reads_weights_and_caches_or_computes():
     assert decode_seconds(on(EXPERTS), Engine(), 1, 0) == pytest.approx(read / 3.35e12)
 
 
-def test_hosts_work_beside_gpus_but_processors_one_after_the_other():
+def test_hosts_work_beside_gpus_and_prompts_take_their_operations_once_for_a_group():
     busy = on(engine_sequence=1e-3)
     assert decode_seconds(busy, Engine(), 100, 0) == pytest.approx(0.1)
     assert decode_seconds(busy, Engine(), 1, 0) == decode_seconds(on(), Engine(), 1, 0)
     in_turn = 0.1 + decode_seconds(on(), Engine(), 100, 0)
     assert decode_seconds(replace(busy, hardware=PROCESSOR), Engine(), 100, 0) == pytest.approx(in_turn)
-
-
-def test_prompts_take_their_operations_once_for_a_group():
     operations = 2 * 1000 * weight_count(DENSE).layers + 36 * 4 * 32 * 128 * 1000 * 1001 / 2
     assert prompt_seconds(on(), Engine(), 1000) == pytest.approx(operations / 989e12)
     for basis, engine, times in ((on(), Engine(), 8), (on(HYBRID), Engine(tensor=4), 1)):
@@ -225,9 +222,6 @@ def test_responses_take_the_steps_that_their_lengths_say():
     two, one = (decode_seconds(on(), Engine(), running, 700 / 60) for running in (2, 1))
     assert found.seconds == pytest.approx(20 * two + 20 * one)
     assert (found.tokens, found.slots, found.tail) == (60, 2, 0)
-
-
-def test_responses_that_stand_for_several_take_as_long_as_all_of_them():
     lengths = np.random.default_rng(0).permutation(log_normal(1000, 4096, 2048))
     few, times = stand_ins(lengths, 2048)
     assert (len(few), times) == (256, 8)
@@ -270,15 +264,12 @@ def test_stages_of_a_colocated_step_add_up_and_ahead_of_training_the_slower_of_b
     assert shared.total == step().total
 
 
-def test_steps_that_are_under_way_at_once_share_the_wait_for_the_longest_response():
+def test_steps_share_the_wait_for_the_longest_response_and_corrections_are_written_in_it():
     few = replace(TASK, count=256)
     found = [step(colocated=False, task=replace(few, staleness=s)).sampled for s in (0, 1, 8)]
     assert found[0].seconds > found[1].seconds > found[2].seconds
     assert [one.tokens for one in found] == pytest.approx([found[0].tokens] * 3, rel=0.05)
     assert 9 * found[2].seconds > found[0].seconds
-
-
-def test_corrections_are_written_in_the_tail_of_the_responses():
     few, many = (step(task=replace(TASK, corrections=share)) for share in (0.1, 4.0))
     assert few.corrections == 0
     assert many.corrections == pytest.approx(many.corrected.seconds - many.sampled.tail)
@@ -286,13 +277,17 @@ def test_corrections_are_written_in_the_tail_of_the_responses():
     assert found.update == pytest.approx(1.5 * step().update, rel=0.1)
 
 
-def test_a_loop_takes_longer_than_benchmarks_of_its_parts():
+def test_a_loop_takes_longer_than_benchmarks_of_its_parts_and_twice_as_long_in_twice_the_units():
     alone, within = step(), step(on(loop=1.5))
     for stage in ("sampling", "log_probs", "update"):
         assert within.stages()[stage] == pytest.approx(1.5 * alone.stages()[stage])
     assert within.weights == alone.weights
     layout = Layout(gpus=8, micro_batch=4096)
     assert pass_time(on(loop=1.5), layout, BATCH) == pass_time(on(), layout, BATCH)
+    # seconds are bytes over bytes per second and operations over operations per second, and nothing else
+    half = {name: getattr(H100, name) / 2 for name in FASTER}
+    once, twice = step(), step(on(hardware=replace(H100, peak_fp8=H100.peak_fp8 / 2, **half)))
+    assert twice.total == pytest.approx(2 * once.total)
 
 
 def test_a_weight_update_sends_what_its_transport_must():
@@ -322,13 +317,6 @@ def test_better_hardware_and_less_work_never_take_longer(name):
         assert total(replace(hardware, **{field: 2 * getattr(hardware, field)}), task) <= before, field
     for less in ({"count": 256}, {"prompt": 50.0}, {"corrections": 0.0}, {"passes_without_gradient": 0.0}):
         assert total(hardware, replace(task, **less)) <= before, less
-
-
-def test_twice_the_work_in_twice_the_units_takes_twice_as_long():
-    """Seconds are bytes over bytes per second and operations over operations per second, and nothing else."""
-    half = {name: getattr(H100, name) / 2 for name in FASTER}
-    once, twice = step(), step(on(hardware=replace(H100, peak_fp8=H100.peak_fp8 / 2, **half)))
-    assert twice.total == pytest.approx(2 * once.total)
 
 
 def test_hardware_is_read_as_its_file_has_it():
