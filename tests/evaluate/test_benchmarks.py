@@ -66,7 +66,7 @@ def test_mathematical_benchmarks_are_read_in_the_layouts_of_their_publishers(tmp
         assert notes[0].endswith(f" in {path}; published are {published}")
 
 
-def test_a_directory_is_read_in_the_order_of_its_files_and_equal_numbers_are_told_apart(tmp_path):
+def test_a_directory_is_read_in_the_order_of_its_files_and_parquet_like_the_others(tmp_path):
     for part, question in (("II", "second?"), ("I", "first?")):
         row = {"problem_idx": 1, "problem": question, "answer": 5}
         lines(tmp_path / f"aime/aime2025-{part}.jsonl", row)
@@ -74,6 +74,11 @@ def test_a_directory_is_read_in_the_order_of_its_files_and_equal_numbers_are_tol
     found, _ = read("aime25", tmp_path / "aime")
     questions = [(name, question.split("\n")[0]) for name, question, _ in found]
     assert questions == [("1", "first?"), ("1-2", "second?")]
+    rows = [{"problem_idx": 1, "problem": "What is $2^2$?", "answer": 4, "problem_type": ["Algebra"]}]
+    (tmp_path / "data").mkdir()
+    path = tmp_path / "data/train-00000-of-00001.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    assert read("hmmt25", tmp_path)[0] == [("1", "What is $2^2$?" + BOXED, "4")]
 
 
 def test_humaneval_is_read_from_its_gzipped_file(tmp_path):
@@ -151,7 +156,7 @@ OF_A_FUNCTION = problem(
 )
 
 
-def test_livecodebench_has_public_and_private_tests_in_one_label(tmp_path):
+def test_livecodebench_has_public_and_private_tests_and_only_contests_of_its_window(tmp_path):
     found, _ = read("livecodebench_v6", lines(tmp_path / "test6.jsonl", problem(), OF_A_FUNCTION))
     (first, asks_stdin, label), (second, asks_function, label_of_function) = found
     assert (first, second) == ("x001_a", "3700")
@@ -160,9 +165,6 @@ def test_livecodebench_has_public_and_private_tests_in_one_label(tmp_path):
     twice = {"inputs": ["[1, 2]\n3"] * 2, "outputs": ["6"] * 2, "fn_name": "total"}
     assert json.loads(label_of_function) == twice
     assert "def total(self, xs: List[int], y: int) -> int:\n```" in asks_function
-
-
-def test_only_contests_of_the_window_are_asked(tmp_path):
     days = ["2025-01-31T23:59:59", "2025-02-01T00:00:00", "2025-05-31T00:00:00", "2025-06-01T00:00:00"]
     rows = [problem(contest_date=day, question_id=day[:10], question_content=f"Print {day}.") for day in days]
     found, notes = read("livecodebench_v6", lines(tmp_path / "test6.jsonl", *rows))
@@ -261,14 +263,6 @@ def test_a_file_that_is_not_what_its_name_says_is_refused(file, content, says, t
     (tmp_path / file).write_bytes(content)
     with pytest.raises(DataError, match=re.escape(says)):
         read("gsm8k", tmp_path / file)
-
-
-def test_parquet_files_are_read_like_the_others(tmp_path):
-    rows = [{"problem_idx": 1, "problem": "What is $2^2$?", "answer": 4, "problem_type": ["Algebra"]}]
-    (tmp_path / "data").mkdir()
-    path = tmp_path / "data/train-00000-of-00001.parquet"
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    assert read("hmmt25", tmp_path)[0] == [("1", "What is $2^2$?" + BOXED, "4")]
 
 
 @pytest.mark.lint

@@ -114,9 +114,8 @@ def test_pass_at_k_is_the_chance_that_one_of_k_drawn_scored_samples_is_right():
     assert measures.mean_over_prompts(measures.pass_at(np.array([[1, NAN]]), 2)) is None
 
 
-@pytest.mark.parametrize(
-    ("outcomes", "answers", "expected"),
-    [
+def test_the_most_frequent_answer_counts_and_the_best_of_n_is_chosen_without_the_verifier():
+    for outcomes, answers, expected in [
         ([0, 0, 1, 0], "aabc", 0),  # wrong twice, right once
         ([1, 0, 1, 0], "abab", 0.5),  # undecided
         ([0, 1, 1, 1], [None, "a", "a", None], 1),  # no answer is no vote
@@ -126,13 +125,8 @@ def test_pass_at_k_is_the_chance_that_one_of_k_drawn_scored_samples_is_right():
         # an answer that the verifier failed on is judged by its other samples
         ([NAN, 1, 0], "aab", 1),
         ([NAN, NAN, 1], "aab", 0),
-    ],
-)
-def test_the_most_frequent_answer_counts(outcomes, answers, expected):
-    assert measures.majority(np.array([outcomes]), [list(answers)]).tolist() == [expected]
-
-
-def test_the_best_of_n_is_chosen_without_the_verifier():
+    ]:
+        assert measures.majority(np.array([outcomes]), [list(answers)]).tolist() == [expected]
     outcomes = np.array([[1, 0], [0, 1]])
     assert measures.best_of(outcomes, np.array([[-0.1, -0.2], [-0.1, -0.2]])).tolist() == [1, 0]
     assert measures.best_of(outcomes, np.array([[-0.1, -0.2], [-0.3, -0.2]])).tolist() == [1, 1]
@@ -218,7 +212,7 @@ def test_every_sample_is_corrected_without_a_look_at_rewards():
     assert result.corrections_skipped == 0
 
 
-def test_what_is_shown_does_not_depend_on_what_is_right():
+def test_what_is_shown_does_not_depend_on_what_is_right_and_a_prompt_that_does_not_fit_is_left_out():
     def shown(count, samples, right, shows):
         own = corrector(num_candidates=shows)
         _, requests = measured(range(count), ten_and_more, right=right, samples=samples, corrector=own)
@@ -228,8 +222,6 @@ def test_what_is_shown_does_not_depend_on_what_is_right():
     # K = 1: what is shown is the sample and nothing else
     assert [ids[2:] for ids in shown(3, 2, right=1, shows=1)] == [[10], [11]] * 3
 
-
-def test_a_sample_whose_correction_prompt_does_not_fit_stands_for_it():
     def plan(number, j, request):
         return [1 if (number, j) in {(0, 0), (0, 1), (1, 0)} else 0]
 

@@ -108,7 +108,7 @@ def rows(tmp_path):
     return write
 
 
-def test_several_sets_have_names_and_a_single_one_needs_none(tmp_path, rows):
+def test_several_sets_have_names_and_other_temperatures_are_sets_of_their_own(tmp_path, rows):
     path = rows({})
     (alone,) = opened(tmp_path, path)
     assert (alone.name, alone.metrics({"accuracy": 0.5})) == ("mine", {"accuracy": 0.5})
@@ -117,6 +117,14 @@ def test_several_sets_have_names_and_a_single_one_needs_none(tmp_path, rows):
     for specs in ([f"my={path}", SUMS], [f"my={path}", "--eval-prompt-data", SUMS]):
         both = [(own.name, own.is_named, len(own.prompts)) for own in opened(tmp_path, *specs)]
         assert both == [("my", True, 1), ("chain_sum", True, 3)]
+    plain, cool = opened(tmp_path, SUMS, eval_other_temperatures=[0.6])
+    assert plain.metrics({"accuracy": 0.5}) == {"accuracy": 0.5}, "it keeps its metrics without a name"
+    assert cool.metrics({"accuracy": 0.7}) == {"eval/chain_sum@0.6/accuracy": 0.7}
+    assert (plain.sampling.temperature, cool.sampling.temperature) == (1.0, 0.6)
+    assert [p.text for p in cool.prompts] == [p.text for p in plain.prompts]
+    both = {"accuracy": 0.5, "greedy_accuracy": 0.9, "eval/chain_sum@0.6/accuracy": 0.7}
+    found = measures(both | {"eval/chain_sum@0.6/greedy_accuracy": 0.9})
+    assert list(found) == ["accuracy", "greedy", "chain_sum@0.6/accuracy", "chain_sum@0.6/greedy"]
 
 
 def test_answers_are_extracted_where_the_verifier_of_a_set_defines_them(tmp_path, rows):
@@ -127,17 +135,6 @@ def test_answers_are_extracted_where_the_verifier_of_a_set_defines_them(tmp_path
     (tmp_path / "zero.py").write_text("def score(question, response, label, metadata):\n    return 0.0\n")
     (own,) = opened(tmp_path, path, rm_type=f"{tmp_path / 'zero.py'}:score")
     assert own.answer is None
-
-
-def test_a_set_is_sampled_at_other_temperatures_as_a_set_of_its_own(tmp_path):
-    plain, cool = opened(tmp_path, SUMS, eval_other_temperatures=[0.6])
-    assert plain.metrics({"accuracy": 0.5}) == {"accuracy": 0.5}, "it keeps its metrics without a name"
-    assert cool.metrics({"accuracy": 0.7}) == {"eval/chain_sum@0.6/accuracy": 0.7}
-    assert (plain.sampling.temperature, cool.sampling.temperature) == (1.0, 0.6)
-    assert [p.text for p in cool.prompts] == [p.text for p in plain.prompts]
-    both = {"accuracy": 0.5, "greedy_accuracy": 0.9, "eval/chain_sum@0.6/accuracy": 0.7}
-    found = measures(both | {"eval/chain_sum@0.6/greedy_accuracy": 0.9})
-    assert list(found) == ["accuracy", "greedy", "chain_sum@0.6/accuracy", "chain_sum@0.6/greedy"]
 
 
 def test_what_is_tuned_on_and_what_is_judged_by_share_no_question(tmp_path, rows):
@@ -263,7 +260,7 @@ def left(tmp_path):
     return write
 
 
-def test_a_difference_on_every_problem_has_the_smallest_p(left):
+def test_two_evaluations_are_compared_problem_by_problem(left):
     worse, better = left("a", lambda index, number: False), left("b", lambda index, number: number == 0)
     (one,) = compare_evaluations(worse, better, "accuracy")
     assert (one.first, one.second, one.difference.mean, one.problems, one.alone) == (0, 0.5, 0.5, 12, 0)
@@ -271,9 +268,6 @@ def test_a_difference_on_every_problem_has_the_smallest_p(left):
     assert one.settings == (), "the policies may differ"
     (other_way,) = compare_evaluations(better, worse, "accuracy")
     assert other_way.difference.mean == -0.5
-
-
-def test_differences_that_cancel_are_none(left):
     first = left("a", lambda index, number: index < 6)
     second = left("b", lambda index, number: index >= 6, {"--eval-temperature": 0.7})
     (one,) = compare_evaluations(first, second, "accuracy")
@@ -290,7 +284,16 @@ def test_differences_that_cancel_are_none(left):
     assert one.permutation_p == pytest.approx(10 / 16)
 
 
-def test_what_cannot_be_compared_is_refused(tmp_path, left, capsys):
+def test_two_evaluations_are_shown_side_by_side_and_what_cannot_be_compared_is_refused(
+    left, capsys, tmp_path
+):
+    first = left("a", lambda index, number: False)
+    second = left("b", lambda index, number: True, prompts=left.sums[:10])
+    assert main(["compare", str(first), str(second)]) == 0
+    shown = capsys.readouterr().out
+    assert "2 problems in only one of the two, left out" in shown
+    assert re.search(r"chain_sum\s+│\s+10 │\s+0.000 │\s+1.000 │\s+\+1.000 ", shown)
+    assert "≤ 0.0005" in shown, "the floor of so many resamples"
     right = lambda index, number: True  # noqa: E731
     first, others = left("a", right), left("b", right, name="others")
     asks_else = left("c", right, prompts=[replace(prompt, text="what?") for prompt in left.sums])
@@ -302,13 +305,3 @@ def test_what_cannot_be_compared_is_refused(tmp_path, left, capsys):
     ]:
         assert main(["compare", str(first), str(second), *more]) == 2
         assert says in capsys.readouterr().err
-
-
-def test_two_evaluations_are_shown_side_by_side(left, capsys):
-    first = left("a", lambda index, number: False)
-    second = left("b", lambda index, number: True, prompts=left.sums[:10])
-    assert main(["compare", str(first), str(second)]) == 0
-    shown = capsys.readouterr().out
-    assert "2 problems in only one of the two, left out" in shown
-    assert re.search(r"chain_sum\s+│\s+10 │\s+0.000 │\s+1.000 │\s+\+1.000 ", shown)
-    assert "≤ 0.0005" in shown, "the floor of so many resamples"

@@ -82,17 +82,6 @@ def test_an_evaluation_that_is_killed_goes_on_where_it_stopped(dies_after, tmp_p
     assert third.asked == []
 
 
-def test_a_line_that_was_never_finished_is_asked_again(tmp_path, undisturbed):
-    with pytest.raises(Killed):
-        evaluated(tmp_path, SimulatedEngine(dies_after=10))
-    path = samples_path(tmp_path, "sums")
-    path.write_bytes(path.read_bytes()[:-5])
-    second = SimulatedEngine()
-    assert evaluated(tmp_path, second) == undisturbed
-    assert len(second.asked) == 45 - 9
-    assert {sample.key for sample in read_samples(tmp_path, "sums")} == {s.key for s in undisturbed[1]}
-
-
 def test_samples_that_the_verifier_failed_on_are_asked_again(tmp_path, undisturbed):
     failing = [("sampled", 2, 1), ("greedy", 4, 0)]
     broken, _ = evaluated(tmp_path, SimulatedEngine(failing=failing), corrects=False)

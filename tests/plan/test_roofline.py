@@ -45,12 +45,17 @@ def on(shape=DENSE, hardware=H100, **changed) -> Basis:
     return Basis(shape=shape, hardware=hardware, reached=replace(ALL, **changed))
 
 
-def test_weights_are_those_of_the_published_models():
+def test_weights_are_those_of_the_published_models_and_an_update_sends_what_its_transport_must():
     """Their model cards: 4.0B, 30.5B and 80B parameters (the latter with its prediction layer)."""
     billions = [weight_count(model).total / 1e9 for model in (DENSE, EXPERTS, HYBRID)]
     assert billions == pytest.approx([4.02, 30.5, 79.7], rel=0.01)
     ungated = replace(HYBRID, shared_expert_gate=False)
     assert weight_count(HYBRID).layers - weight_count(ungated).layers == 48 * 2048
+    whole, given = 2 * weight_count(DENSE).total, {"engine_tensor": 4, "gpus": 32}
+    assert update_seconds(on(), "gathered", **given) == pytest.approx(whole / 50e9)
+    assert update_seconds(on(), "resharded", **given) == pytest.approx(whole / 4 / 50e9)
+    assert update_seconds(on(), "ipc", **given) == pytest.approx(whole / 4 / 450e9)
+    assert update_seconds(on(update=0.1), "ipc", **given) == pytest.approx(whole / 0.4 / 450e9)
 
 
 def test_with_nothing_but_arithmetic_a_pass_takes_its_operations():
@@ -112,17 +117,6 @@ def test_tensor_parallel_ranks_share_ten_times_a_layer_and_experts_leave_the_nod
     assert far.expert == pytest.approx(sent * 15 / 16 * (0.5 / 450e9 + 0.5 / 50e9))
 
 
-def test_gradients_and_weights_are_exchanged_behind_half_of_the_last_micro_batch():
-    """Six bytes of each parameter, on a network of a node whose GPUs all take part."""
-    instant = replace(H100, peak_bf16=1e30, memory_bandwidth=1e30)
-    layout = Layout(gpus=64, micro_batch=4096)
-    found = pass_time(on(hardware=instant), layout, BATCH)
-    assert found.data == pytest.approx(6 * weight_count(DENSE).total * 63 / 64 / 400e9)
-    slower = pass_time(on(), layout, BATCH)
-    computing = slower.products + slower.attention + slower.memory  # of its only micro-batch
-    assert slower.data == pytest.approx(max(0.0, found.data - computing / 2))
-
-
 def test_an_optimizer_step_moves_its_bytes_where_the_state_is_and_a_checkpoint_what_is_on_the_gpu():
     whole, layout = weight_count(DENSE).total, Layout(gpus=8, micro_batch=4096)
     away = replace(layout, offload_optimizer=True)
@@ -140,12 +134,20 @@ def test_an_optimizer_step_moves_its_bytes_where_the_state_is_and_a_checkpoint_w
         assert checkpoint_seconds(on(), own) == pytest.approx(held * whole / 55e9, rel=1e-3)
 
 
-def test_a_layer_takes_a_least_time_or_that_much_more_on_processors():
+def test_a_layer_takes_a_least_time_and_gradients_are_exchanged_behind_half_of_the_last_micro_batch():
     layout, batch, least = Layout(gpus=1, micro_batch=64), Batch.of([64] * 4), 3 * 36 * 4 * 0.01
     found = pass_time(on(train_layer=0.01), layout, batch)
     assert found.products + found.attention + found.memory + found.layers == pytest.approx(least)
     found = pass_time(on(hardware=PROCESSOR, train_layer=0.01), layout, batch)
     assert found.layers == pytest.approx(least)
+    # six bytes of each parameter, on a network of a node whose GPUs all take part
+    instant = replace(H100, peak_bf16=1e30, memory_bandwidth=1e30)
+    layout = Layout(gpus=64, micro_batch=4096)
+    found = pass_time(on(hardware=instant), layout, BATCH)
+    assert found.data == pytest.approx(6 * weight_count(DENSE).total * 63 / 64 / 400e9)
+    slower = pass_time(on(), layout, BATCH)
+    computing = slower.products + slower.attention + slower.memory  # of its only micro-batch
+    assert slower.data == pytest.approx(max(0.0, found.data - computing / 2))
 
 
 def test_ranks_that_share_sequences_pass_keys_behind_attention_and_states_in_the_open():
@@ -204,7 +206,7 @@ def test_hosts_work_beside_gpus_and_prompts_take_their_operations_once_for_a_gro
         assert own == pytest.approx(times * shared)
 
 
-def test_slots_are_what_memory_leaves():
+def test_slots_are_what_memory_leaves_and_responses_take_the_steps_that_their_lengths_say():
     # 36 delta nets of 32 heads of 128 x 128, and their convolution over 8,192 channels, 3 tokens, in bf16
     state = 36 * 2 * (32 * 128 * 128 + 8192 * 3)
     engine, count = Engine(tensor=4), weight_count(HYBRID)
@@ -213,11 +215,8 @@ def test_slots_are_what_memory_leaves():
     assert engine_slots(on(HYBRID), replace(engine, most_running=5), 8192) == 5
     with pytest.raises(ValueError, match="1 GPUs of h100 do not hold the weights"):
         engine_slots(on(HYBRID), Engine(), 8192)
-
-
-def test_responses_take_the_steps_that_their_lengths_say():
-    """Two at once of 10, 20 and 30: 20 steps with two running, then 20 with one. Their mean context is that
-    of a token: (5 x 10 + 10 x 20 + 15 x 30) / 60."""
+    # two at once of 10, 20 and 30: 20 steps with two running, then 20 with one. Their mean context is that
+    # of a token: (5 x 10 + 10 x 20 + 15 x 30) / 60
     found = sample(on(), Engine(), [10.0, 20.0, 30.0], concurrency=2)
     two, one = (decode_seconds(on(), Engine(), running, 700 / 60) for running in (2, 1))
     assert found.seconds == pytest.approx(20 * two + 20 * one)
@@ -288,14 +287,6 @@ def test_a_loop_takes_longer_than_benchmarks_of_its_parts_and_twice_as_long_in_t
     half = {name: getattr(H100, name) / 2 for name in FASTER}
     once, twice = step(), step(on(hardware=replace(H100, peak_fp8=H100.peak_fp8 / 2, **half)))
     assert twice.total == pytest.approx(2 * once.total)
-
-
-def test_a_weight_update_sends_what_its_transport_must():
-    whole, given = 2 * weight_count(DENSE).total, {"engine_tensor": 4, "gpus": 32}
-    assert update_seconds(on(), "gathered", **given) == pytest.approx(whole / 50e9)
-    assert update_seconds(on(), "resharded", **given) == pytest.approx(whole / 4 / 50e9)
-    assert update_seconds(on(), "ipc", **given) == pytest.approx(whole / 4 / 450e9)
-    assert update_seconds(on(update=0.1), "ipc", **given) == pytest.approx(whole / 0.4 / 450e9)
 
 
 FASTER = ("peak_bf16", "memory_bandwidth", "link", "network", "host_link")

@@ -13,15 +13,15 @@ from rich.console import Console
 
 from megatron_ibpo.basics.records import Correction, Group, Prompt, token_ids
 from megatron_ibpo.basics.seeds import derive_seed
-from megatron_ibpo.config import Config, write_config
+from megatron_ibpo.config import write_config
 from megatron_ibpo.credit import ThinkingMarks
 from megatron_ibpo.data import load_tokenizer
 from megatron_ibpo.study import audit_run, credit_audit
-from megatron_ibpo.study.audit_run import correction_edits, modified_tokens, prefix_requests, sibling_tokens
+from megatron_ibpo.study.audit_run import correction_edits, modified_tokens, sibling_tokens
 from megatron_ibpo.study.audit_table import audit_page, plot_audit
 from megatron_ibpo.study.credit_audit import AuditedResponse, audit, step_auc, step_shares
 from support import live_loop
-from support.credit_cases import ids_of, response
+from support.credit_cases import response
 from support.paths import ROOT
 
 
@@ -80,31 +80,27 @@ def policy(rng, count, *, mask_of, phi_of=lambda nearness: 0.0):
     return made
 
 
-def exactly_the_error(error, rng):
-    return [int(3 * error <= token < 3 * error + 3) for token in range(24)]
-
-
-def anywhere(error, rng):
-    return rng.permutation([1] * 3 + [0] * 21).tolist()
+ANYWHERE = {"mask_of": lambda error, rng: rng.permutation([1] * 3 + [0] * 21).tolist()}
+EXACTLY_THE_ERROR = {"mask_of": lambda error, rng: [int(token // 3 == error) for token in range(24)]}
 
 
 @pytest.fixture(scope="module")
 def audits():
-    """Return audits of a policy whose credit follows its error and its nearness, and of one that draws
-    both."""
+    """Audits of a policy whose credit follows its error and its nearness, and of one that draws both."""
     rng = np.random.default_rng(2)
-    good = policy(rng, 45, mask_of=exactly_the_error, phi_of=lambda near: 0.5 * (near > 0.45))
-    blind = policy(rng, 45, mask_of=anywhere, phi_of=lambda near: 0.5 * rng.integers(2))
+    good = policy(rng, 45, **EXACTLY_THE_ERROR, phi_of=lambda near: 0.5 * (near > 0.45))
+    blind = policy(rng, 45, **ANYWHERE, phi_of=lambda near: 0.5 * rng.integers(2))
     return audit(good), audit(blind)
 
 
 def test_a_mask_of_the_errors_is_told_from_one_drawn_at_random(audits):
     good, blind = audits
-    assert good["mask"]["mask"]["auc"]["low"] > 0.85
-    assert good["mask"]["mask"]["first_credited_step_is_the_error"]["estimate"] > 0.85
-    assert good["mask_above_random_auc"]["low"] > 0.3
+    mask, above = good["mask"]["mask"], blind["mask_above_random_auc"]
+    assert mask["auc"]["low"] > 0.85
+    assert mask["first_credited_step_is_the_error"]["estimate"] > 0.85
     assert good["mask"]["ceiling: drops of the other rollouts"]["auc"]["estimate"] > 0.85
-    assert blind["mask_above_random_auc"]["low"] < 0 < blind["mask_above_random_auc"]["high"]
+    assert good["mask_above_random_auc"]["low"] > 0.3
+    assert above["low"] < 0 < above["high"]
     for found in audits:
         random = found["mask"]["random masks of the same size"]
         assert random["auc"]["estimate"] == pytest.approx(0.5, abs=0.03)
@@ -123,7 +119,7 @@ def test_the_audit_prints_a_page_that_reads_without_the_docs_and_draws_a_picture
     assert "tokens that corrections change (the mask)" in said
     assert "The mask lies on the error more often than random tokens" in said
     assert "{" not in said
-    responses = policy(np.random.default_rng(0), 12, mask_of=exactly_the_error)
+    responses = policy(np.random.default_rng(0), 12, **EXACTLY_THE_ERROR)
     plot_audit(responses, audit(responses), tmp_path / "audit.png", title="audit")
     assert (tmp_path / "audit.png").stat().st_size > 10_000
 
@@ -134,7 +130,7 @@ def test_phi_that_follows_how_near_a_response_was_is_told_from_one_that_does_not
     assert follows["rank_correlation_within_prompts"]["low"] > 0.4
     assert follows["auc_of_phi_for_nearness_above_median"]["low"] > 0.7
     assert tossed["rank_correlation"]["low"] < 0 < tossed["rank_correlation"]["high"]
-    uniform = audit(policy(np.random.default_rng(1), 6, mask_of=anywhere, phi_of=lambda near: 0.5))["phi"]
+    uniform = audit(policy(np.random.default_rng(1), 6, **ANYWHERE, phi_of=lambda near: 0.5))["phi"]
     assert uniform["rank_correlation"] == {"estimate": 0.0, "low": 0.0, "high": 0.0}
     assert uniform["auc_of_phi_for_nearness_above_median"]["estimate"] == 0.5
     # where both follow the prompt and nothing else, that is no merit within prompts
@@ -199,7 +195,7 @@ def mask_of(group, marks=None, *, mark_insertions=False):
     return modified_tokens(group, 0, edits)
 
 
-def test_the_mask_joins_the_corrections_that_earn_credit():
+def test_the_mask_joins_the_corrections_that_earn_credit_and_the_nearest_correct_sibling_has_one_too():
     y = response([5, 6, 7, 8], 0.0)
     earning = [([9, 6, 7, 8], True, False), ([5, 6, 9, 8], True, False)]
     others = [([5, 9, 7, 8], False, False), ([5, 6, 7, 9], True, True)]
@@ -209,10 +205,12 @@ def test_the_mask_joins_the_corrections_that_earn_credit():
     inserting = group_of([response([5, 6, 7], 0.0)], [([5, 6, 9, 7], True, False)])
     assert mask_of(inserting) == [0, 0, 0]
     assert mask_of(inserting, mark_insertions=True) == [0, 1, 0]
-
-
-def test_where_thinking_is_stripped_the_audit_compares_what_the_prompt_showed():
-    """80 opens and 81 closes thinking: it is hidden, counts as changed, and moves nothing after it."""
+    y, wrong_one = response([5, 6, 7, 8], 0.0), response([5, 6, 7, 9], 0.0)
+    far, near = response([9, 9, 9, 8], 1.0), response([5, 6, 9, 8], 1.0)
+    group = group_of([y, far, wrong_one, near], [])
+    assert sibling_tokens(group, 0, None, mark_insertions=False) == [0, 0, 1, 0]
+    assert sibling_tokens(group_of([y, wrong_one], []), 0, None, mark_insertions=False) is None
+    # 80 opens and 81 closes thinking: it is hidden, counts as changed, and moves nothing after it
     marks = ThinkingMarks((80,), (81,))
     y = response([80, 5, 6, 81, 7, 8], 0.0)
     group = group_of([y], [([80, 9, 9, 9, 81, 7, 9], True, False)])
@@ -220,24 +218,6 @@ def test_where_thinking_is_stripped_the_audit_compares_what_the_prompt_showed():
     sibling = response([80, 4, 81, 3, 8], 1.0)
     group.responses.append(sibling)
     assert sibling_tokens(group, 0, marks, mark_insertions=False) == [1, 1, 1, 1, 1, 0]
-
-
-def test_the_nearest_correct_sibling_is_the_one_compared_with():
-    y, wrong_one = response([5, 6, 7, 8], 0.0), response([5, 6, 7, 9], 0.0)
-    far, near = response([9, 9, 9, 8], 1.0), response([5, 6, 9, 8], 1.0)
-    group = group_of([y, far, wrong_one, near], [])
-    assert sibling_tokens(group, 0, None, mark_insertions=False) == [0, 0, 1, 0]
-    assert sibling_tokens(group_of([y, wrong_one], []), 0, None, mark_insertions=False) is None
-
-
-def test_continuations_start_at_the_boundaries_with_seeds_and_room_of_their_own():
-    config = Config()
-    config.rollout.rollout_max_response_len = 10
-    prompt, y = Prompt(3, token_ids([1, 4]), 1, "x", "t", "q"), response([5, 6, 7], 0.0, prompt=(1, 4))
-    requests = prefix_requests(prompt, y, [0, 2, 3], 2, config, seed=0)
-    assert [ids_of(request.prompt_token_ids) for request in requests] == [(1, 4)] * 2 + [(1, 4, 5, 6)] * 2
-    assert [request.max_tokens for request in requests] == [10, 10, 8, 8]
-    assert len({request.seed for request in requests}) == 4
 
 
 @pytest.fixture
@@ -316,11 +296,13 @@ def test_a_run_is_audited_through_its_own_engine(tmp_path):
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(recipe))
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     command = [sys.executable, str(ROOT / "tools/audit_credit.py"), str(tmp_path)]
-    refused = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    small = ["--policy", "start", "--prompts", "4", "--responses", "6", "--rollouts", "4"]
+    refused, done = (
+        subprocess.run([*command, *more], env=environment, capture_output=True, text=True, timeout=250)
+        for more in ([], small)
+    )
     assert refused.returncode == 2
     assert "audit the policy it started from with --policy start" in refused.stderr
-    command += ["--policy", "start", "--prompts", "4", "--responses", "6", "--rollouts", "4"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stdout + done.stderr
     kept = json.loads((tmp_path / "audit/audit.json").read_text())
     assert kept["counts"]["responses_sampled"] == 32
@@ -330,8 +312,7 @@ def test_a_run_is_audited_through_its_own_engine(tmp_path):
         assert len(audited["values"]) == len(audited["boundaries"]) == len(audited["steps"]) + 1
         assert audited["values"][-1] == 0.0
         assert all(value * 4 == int(value * 4) for value in audited["values"])
-        halves = np.array([audited["first_half"], audited["second_half"]])
-        assert halves.mean(0).tolist() == audited["values"]
+        assert np.mean([audited["first_half"], audited["second_half"]], 0).tolist() == audited["values"]
     assert (tmp_path / "audit/audit.png").exists()
 
 

@@ -173,7 +173,7 @@ def own(tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("own")
-def test_a_method_is_settings_a_recipe_or_an_import_path(tmp_path):
+def test_a_method_is_settings_a_recipe_or_an_import_path_and_is_put_beside_some_of_a_study(tmp_path, written):
     (tmp_path / "mine.yaml").write_text("advantage-estimator: gspo\nlr: 0.001\n")
     plain = {"advantage-estimator": "gspo"}
     for spec, settings in [
@@ -189,10 +189,6 @@ def test_a_method_is_settings_a_recipe_or_an_import_path(tmp_path):
         method_settings("own_methods:NUMBER")
     with pytest.raises(ConfigError, match="no_such_module"):
         method_settings("no_such_module:x")
-
-
-@pytest.mark.usefixtures("own")
-def test_a_method_of_ones_own_is_put_beside_some_of_a_study(tmp_path, written):
     methods = {name: {"advantage-estimator": name} for name in ("gspo", "dr-grpo", "grpo")}
     path = written(methods=methods, tasks=TWO_TASKS, seeds=1)
     study = read_study([path], add={"own": "own_methods:SameLength"}, only=["own"], tasks=["rare"])
@@ -225,12 +221,15 @@ def test_the_study_file_of_the_documentation_can_be_run(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_the_page_of_kept_results_is_written_by_the_command(tmp_path):
-    command = [sys.executable, "tools/compare_methods.py", "docs/studies/qwen3_next.json"]
+    command = [
+        sys.executable,
+        "tools/compare_methods.py",
+        "docs/studies/qwen3_next.json",
+        "--save",
+        str(tmp_path),
+    ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [*command, "--save", str(tmp_path)],
-        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=250,
-    )  # fmt: skip
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr
     page = (tmp_path / "page.html").read_text()
     assert page.count('"not told apart"') == 2
