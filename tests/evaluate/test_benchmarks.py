@@ -192,9 +192,8 @@ def test_private_tests_that_would_run_code_are_refused_and_do_not(tmp_path):
     assert harmed.exists(), "it would have"
 
 
-@pytest.mark.parametrize(
-    ("private", "says"),
-    [
+def test_private_tests_that_are_none_are_refused(tmp_path):
+    for private, says in [
         (packed({"input": "1"}), "its pickle holds a dict, where a text must be"),
         ("no base64!", "neither JSON nor base64 of zlib of a pickled text"),
         (base64.b64encode(b"no zlib").decode(), "neither JSON nor base64"),
@@ -202,13 +201,11 @@ def test_private_tests_that_would_run_code_are_refused_and_do_not(tmp_path):
         (base64.b64encode(zlib.compress(pickle.dumps("[]" * 99))[:-9]).decode(), "it is cut off"),
         (packed('[{"input": "1"}]'), "must be a list of objects with texts 'input' and 'output'"),
         (17, "its tests cannot be read"),
-    ],
-)
-def test_private_tests_that_are_none_are_refused(tmp_path, private, says):
-    rows = problem(), problem(question_content="?", private_test_cases=private)
-    words = f"test6.jsonl, line 2: field 'private_test_cases'.*{says}.*see docs/evaluation.md#benchmarks"
-    with pytest.raises(DataError, match=words):
-        read("livecodebench_v6", lines(tmp_path / "test6.jsonl", *rows))
+    ]:
+        rows = problem(), problem(question_content="?", private_test_cases=private)
+        words = f"test6.jsonl, line 2: field 'private_test_cases'.*{says}.*see docs/evaluation.md#benchmarks"
+        with pytest.raises(DataError, match=words):
+            read("livecodebench_v6", lines(tmp_path / "test6.jsonl", *rows))
 
 
 def test_another_layout_is_refused_with_line_and_expectation(tmp_path):
@@ -228,9 +225,8 @@ def test_another_layout_is_refused_with_line_and_expectation(tmp_path):
 MBPP = {"task_id": 11, "text": "?", "test_list": ["assert f()"]}
 
 
-@pytest.mark.parametrize(
-    ("name", "row", "says"),
-    [
+def test_a_field_that_cannot_be_used_is_named(tmp_path):
+    for name, row, says in [
         ("gsm8k", {"question": "?", "answer": "42"}, "field 'answer' has no '#### ' with the final answer"),
         ("gsm8k", {"question": "?", "answer": "so\n#### "}, "field 'answer' has no '#### '"),
         ("aime25", {"problem": "?", "answer": True}, "field 'answer' must be a text or a number"),
@@ -239,16 +235,13 @@ MBPP = {"task_id": 11, "text": "?", "test_list": ["assert f()"]}
         ("mbpp", MBPP | {"test_list": []}, "field 'test_list' must be a list of texts"),
         ("livecodebench_v6", problem(contest_date="spring"), "Invalid isoformat"),
         ("livecodebench_v6", problem(metadata="{"), "field 'metadata' must be the text of a JSON object"),
-    ],
-)
-def test_a_field_that_cannot_be_used_is_named(name, row, says, tmp_path):
-    with pytest.raises(DataError, match=re.escape(says)):
-        read(name, lines(tmp_path / "x.jsonl", row))
+    ]:
+        with pytest.raises(DataError, match=re.escape(says)):
+            read(name, lines(tmp_path / "x.jsonl", row))
 
 
-@pytest.mark.parametrize(
-    ("file", "content", "says"),
-    [
+def test_a_file_that_is_not_what_its_name_says_is_refused(tmp_path):
+    for file, content, says in [
         ("x.jsonl", b'{"question": \n', "x.jsonl, line 1: not JSON"),
         ("x.jsonl", b"[1]\n", "x.jsonl, line 1: expected a JSON object, found list"),
         ("x.jsonl", b'{"question": "\xff"}\n', "x.jsonl, line 1: not JSON"),
@@ -257,12 +250,10 @@ def test_a_field_that_cannot_be_used_is_named(name, row, says, tmp_path):
         ("x.csv", b"a,b", "whose name ends in .jsonl, .jsonl.gz, .json, .parquet"),
         ("x.jsonl.gz", b"plain", "x.jsonl.gz, after line 0: not gzip"),
         ("x.parquet", b"PAR1 and nothing more", "x.parquet: "),
-    ],
-)
-def test_a_file_that_is_not_what_its_name_says_is_refused(file, content, says, tmp_path):
-    (tmp_path / file).write_bytes(content)
-    with pytest.raises(DataError, match=re.escape(says)):
-        read("gsm8k", tmp_path / file)
+    ]:
+        (tmp_path / file).write_bytes(content)
+        with pytest.raises(DataError, match=re.escape(says)):
+            read("gsm8k", tmp_path / file)
 
 
 @pytest.mark.lint

@@ -132,21 +132,19 @@ def test_the_most_frequent_answer_counts_and_the_best_of_n_is_chosen_without_the
     assert measures.best_of(outcomes, np.array([[-0.1, -0.2], [-0.3, -0.2]])).tolist() == [1, 1]
 
 
-@pytest.mark.parametrize(
-    ("a", "b", "samples", "measure", "truth"),
-    [  # problems of very different difficulty: chances of a U-shaped Beta
+def test_an_interval_covers_the_truth_nineteen_times_in_twenty():
+    """Of problems of very different difficulty: chances of a U-shaped Beta."""
+    for a, b, samples, measure, truth in [
         (0.25, 0.5, 1, measures.interval, 1 / 3),
         (0.25, 0.5, 8, measures.interval, 1 / 3),
         # the mean of pass@2 is 1 - E[(1-p)²]
         (0.4, 0.6, 6, lambda run: measures.interval_over_prompts(measures.pass_at(run, 2)), 1 - 0.96 / 2),
-    ],
-)  # fmt: skip
-def test_an_interval_covers_the_truth_nineteen_times_in_twenty(a, b, samples, measure, truth):
-    rng = np.random.default_rng(0)
-    chances_RP = rng.beta(a, b, size=(200, 60))
-    runs = (rng.random((200, 60, samples)) < chances_RP[..., None]).astype(float)
-    covered = [low <= truth <= high for low, high in map(measure, runs)]
-    assert 0.92 <= np.mean(covered) <= 0.98
+    ]:  # fmt: skip
+        rng = np.random.default_rng(0)
+        chances_RP = rng.beta(a, b, size=(200, 60))
+        runs = (rng.random((200, 60, samples)) < chances_RP[..., None]).astype(float)
+        covered = [low <= truth <= high for low, high in map(measure, runs)]
+        assert 0.92 <= np.mean(covered) <= 0.98
     few = measures.interval_over_prompts(np.ones(5))
     assert few == pytest.approx((0.5655, 1.0), abs=1e-4), "Wilson's of 5 in 5: no failure is no certainty"
 
@@ -244,9 +242,8 @@ def test_what_was_cut_off_and_what_has_no_answer_are_counted_apart():
     assert "no_answer_share" not in unknown.metrics()
 
 
-@pytest.mark.parametrize(
-    ("verifier", "response", "expected"),
-    [
+def test_the_answer_of_a_response_is_extracted_as_its_verifier_says():
+    for verifier, response, expected in [
         ("math", r"first \boxed{1}, no: \boxed{ \frac{1}{2} }.", r"\frac{1}{2}"),
         ("math", r"so \boxed{1} or \boxed{ \frac{1}{2} }.", r"1,\frac{1}{2}"),
         ("math", r"<think>\boxed{1}</think> It is 2.", "2"),
@@ -256,10 +253,8 @@ def test_what_was_cut_off_and_what_has_no_answer_are_counted_apart():
         ("math", "3 + 4 = 7", "7"),
         ("math", "no idea", None),
         ("reasoning_gym", "1+1=2#2", "2"),
-    ],
-)
-def test_the_answer_of_a_response_is_extracted_as_its_verifier_says(verifier, response, expected):
-    extract = answer_extractor(verifier)
-    assert extract is not None
-    assert extract(response) == expected
+    ]:
+        extract = answer_extractor(verifier)
+        assert extract is not None
+        assert extract(response) == expected
     assert answer_extractor("json:loads") is None

@@ -77,39 +77,28 @@ def test_what_cannot_work_is_refused_before_anything_starts(run_dir, capsys):
 SUMS = "reasoning_gym://chain_sum?min_terms=2&max_terms=3&min_digits=1&max_digits=1&compact=1"
 
 
-def small(tmp_path, *specs, **settings) -> Config:
-    """An evaluation of a tiny model whose context start-up has resolved; its settings are in a recipe, which
-    is read ten times as fast as flags."""
+def opened(tmp_path, *specs, **settings):
+    """The sets of an evaluation of a tiny model whose context start-up has resolved."""
     given = {"rollout_max_response_len": 48, "eval_num_prompts": 3} | settings
     given |= {"hf_checkpoint": str(TINY), "run_dir": str(tmp_path / "out")}
-    recipe = tmp_path / "evaluation.yaml"
+    recipe = tmp_path / "evaluation.yaml"  # is read ten times as fast as flags
     recipe.write_text(json.dumps(given))
     config = policy_of(["--config", str(recipe), "--eval-prompt-data", *map(str, specs)]).config
     config.rollout.rollout_max_context_len = 512
-    return config
-
-
-def opened(tmp_path, *specs, **settings):
-    config = small(tmp_path, *specs, **settings)
     check_evaluation(config)
     return open_eval_sets(config, TOKENIZER)
 
 
-@pytest.fixture
-def rows(tmp_path):
-    """Write JSON Lines: a simple sum each, with these fields beside it."""
-
-    def write(*fields):
-        sums = ({"prompt": f"{n}+1=", "label": str(n + 1)} | more for n, more in enumerate(fields))
-        path = tmp_path / "mine.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in sums))
-        return path
-
-    return write
+def rows(tmp_path, *fields):
+    """A file of JSON Lines: a simple sum each, with these fields beside it."""
+    sums = ({"prompt": f"{n}+1=", "label": str(n + 1)} | more for n, more in enumerate(fields))
+    path = tmp_path / "mine.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in sums))
+    return path
 
 
-def test_several_sets_have_names_and_other_temperatures_are_sets_of_their_own(tmp_path, rows):
-    path = rows({})
+def test_several_sets_have_names_and_other_temperatures_are_sets_of_their_own(tmp_path):
+    path = rows(tmp_path, {})
     (alone,) = opened(tmp_path, path)
     assert (alone.name, alone.metrics({"accuracy": 0.5})) == ("mine", {"accuracy": 0.5})
     (named,) = opened(tmp_path, f"my={path}")
@@ -127,8 +116,8 @@ def test_several_sets_have_names_and_other_temperatures_are_sets_of_their_own(tm
     assert list(found) == ["accuracy", "greedy", "chain_sum@0.6/accuracy", "chain_sum@0.6/greedy"]
 
 
-def test_answers_are_extracted_where_the_verifier_of_a_set_defines_them(tmp_path, rows):
-    path = rows({"level": 1, "id": "a"}, {"x": 0})
+def test_answers_are_extracted_where_the_verifier_of_a_set_defines_them(tmp_path):
+    path = rows(tmp_path, {"level": 1, "id": "a"}, {"x": 0})
     (boxed,) = opened(tmp_path, path, rm_type="math")
     assert boxed.answer(boxed.prompts[0], r"so it is \boxed{3}") == "3"
     assert boxed.notes == (f"{path}: fields that are not used: 'level', 'x'",)
@@ -137,7 +126,7 @@ def test_answers_are_extracted_where_the_verifier_of_a_set_defines_them(tmp_path
     assert own.answer is None
 
 
-def test_what_is_tuned_on_and_what_is_judged_by_share_no_question(tmp_path, rows):
+def test_what_is_tuned_on_and_what_is_judged_by_share_no_question(tmp_path):
     def texts(half, spec):
         (own,) = opened(tmp_path, spec, eval_half=half, eval_num_prompts=60)
         return [prompt.text for prompt in own.prompts]
@@ -146,11 +135,11 @@ def test_what_is_tuned_on_and_what_is_judged_by_share_no_question(tmp_path, rows
     assert len(tuning) == len(test) == 60
     assert not set(tuning) & set(test)
     assert test == again
-    mine = rows(*[{}] * 40)
+    mine = rows(tmp_path, *[{}] * 40)
     halves = [set(texts(half, mine)) for half in ("tuning", "test")]
     assert halves[0] | halves[1] == {f"{n}+1=" for n in range(40)}
     assert not halves[0] & halves[1]
-    mine = rows({"prompt": halves[0].pop()})
+    mine = rows(tmp_path, {"prompt": halves[0].pop()})
     with pytest.raises(ValueError, match="--eval-half test: none of the prompts"):
         texts("test", mine)
 
@@ -167,12 +156,9 @@ def test_how_a_set_is_sampled_follows_flags_then_the_preset_then_training(tmp_pa
     assert sampling(**of_next, n_samples_per_eval_prompt=2, eval_top_p=1.0) == expected
 
 
-PRESET = {"eval_preset": "qwen3-32b"}
-
-
-@pytest.mark.parametrize(
-    ("specs", "settings", "says"),
-    [
+def test_a_set_that_cannot_be_used_is_refused(tmp_path):
+    one_sample = {"n_samples_per_eval_prompt": 1, "eval_compare_and_correct": True}
+    for specs, settings, says in [
         (["a=x.jsonl", "a=y.jsonl"], {}, "--eval-prompt-data: must be SPEC, or NAME=SPEC each"),
         (["a="], {}, "--eval-prompt-data: must be SPEC"),
         (["aime26://a.jsonl"], {}, "no benchmark 'aime26'; there are aime25, "),
@@ -180,14 +166,10 @@ PRESET = {"eval_preset": "qwen3-32b"}
         ([SUMS, SUMS], {}, "two sets would be called 'chain_sum'; give them names, NAME=SPEC"),
         ([SUMS], {"eval_max_response_len": 512}, "512 leaves no room for "),
         ([SUMS], {"eval_preset": "qwen3-32"}, "no preset 'qwen3-32'; there are qwen3-32b, "),
-        # against the preset's 64
-        ([SUMS], {**PRESET, "n_samples_per_eval_prompt": 1, "eval_compare_and_correct": True},
-         "--n-samples-per-eval-prompt is 1"),
-    ],
-)  # fmt: skip
-def test_a_set_that_cannot_be_used_is_refused(tmp_path, specs, settings, says):
-    with pytest.raises(ValueError, match=re.escape(says)):
-        opened(tmp_path, *specs, **settings)
+        ([SUMS], {"eval_preset": "qwen3-32b"} | one_sample, "--n-samples-per-eval-prompt is 1"),  # not its 64
+    ]:
+        with pytest.raises(ValueError, match=re.escape(says)):
+            opened(tmp_path, *specs, **settings)
 
 
 def test_a_policy_is_a_run_a_hugging_face_or_a_megatron_checkpoint(run_dir, tmp_path):

@@ -17,28 +17,16 @@ from megatron_ibpo.basics.rendezvous import environment_number
 from megatron_ibpo.config import Config, ParallelConfig
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.models.cost import inference_elements, kept_elements
+from megatron_ibpo.plan import memory
 from megatron_ibpo.plan.feasibility import Plan, make_plan, not_counted, peaks, sequences, tightest
-from megatron_ibpo.plan.memory import (
-    communicators,
-    kv_bytes,
-    rank_memory,
-    state_bytes_per_sequence,
-    sync_bytes,
-)
+from megatron_ibpo.plan.memory import communicators, kv_bytes, rank_memory, state_bytes_per_sequence
 from megatron_ibpo.plan.node_memory import census_by_names
 from megatron_ibpo.plan.parameter_count import estimate_census
 from megatron_ibpo.plan.run_plan import FITS, REFUSED, in_short, plan_run
 from megatron_ibpo.weights.layout.export import metadata_of
+from support import published_recipes
 from support.paths import ROOT
-from support.published_recipes import (
-    DENSE_4B,
-    DENSE_32B,
-    MIXTURE_30B,
-    NEXT_80B,
-    RECIPES,
-    WRITTEN_FOR,
-    configured,
-)
+from support.published_recipes import DENSE_4B, DENSE_32B, MIXTURE_30B, NEXT_80B, configured
 from support.ranks import run_ranks
 from support.tiny_models import make_qwen3_next
 
@@ -127,22 +115,25 @@ def test_other_families_fit_by_the_recipes_for_models_of_their_size(planner, nam
         expert = 3 * hidden * hidden + 3 * hidden
         layer = attention + 2 * hidden + config["num_local_experts"] * (expert + hidden + 1)
         assert config["num_hidden_layers"] * layer + (2 * 201088 + 1) * hidden == parameters
-    if (
-        "glm" in name
-    ):  # the first stage has a dense layer, the others experts in all of theirs; 16 of 128 a rank
+    if "glm" in name:
+        # the first stage has a dense layer, the others experts in all of theirs, 16 of 128 on a rank
         experts = [layers * 16 * 3 * 4096 * 1408 for layers in (10, 12, 12, 11)]
         estimated = estimate_census(plan.shape, configured(model, *flags.split()), gpus)
         for census in (plan.census, estimated):
             assert [part.experts for part in census.stages] == experts
 
 
-@pytest.mark.parametrize("name", WRITTEN_FOR)
+@pytest.mark.parametrize("name", published_recipes.WRITTEN_FOR)
 def test_a_recipe_says_what_it_needs_and_fits(planner, name):
-    model, gpus = ROOT / "examples/models" / name, WRITTEN_FOR[name]
+    model, gpus = ROOT / "examples/models" / name, published_recipes.WRITTEN_FOR[name]
     plan, short = planner(planned_in_short, model, gpus)
     assert plan.problems == []
     assert tightest(plan).left > 5 * GIB, "room for what no formula gives"
-    comments = [line[2:] for line in RECIPES[model].read_text().splitlines() if line.startswith("# ")]
+    comments = [
+        line[2:]
+        for line in published_recipes.RECIPES[model].read_text().splitlines()
+        if line.startswith("# ")
+    ]
     assert short in " ".join(comments), f"write this line into the recipe's head: {short}"
 
 
@@ -202,25 +193,25 @@ def test_bytes_of_weights_gradients_and_sharded_optimizer_state(planner, plan_80
         return planner(plan_of, NEXT_80B, 32, *flags).stages
 
     plan = plan_80b
-    part, memory = plan.census.stages[0], plan.stages[0]
+    part, first = plan.census.stages[0], plan.stages[0]
     every, own = part.dense + part.experts, part.dense // 4 + part.experts
     assert (plan.census.data_parallel, plan.census.expert_data_parallel) == (4, 1)
-    assert (memory.weights, memory.gradients) == (2 * every, 4 * every), "bf16 and fp32"
+    assert (first.weights, first.gradients) == (2 * every, 4 * every), "bf16 and fp32"
     # weight, gradient and two means in fp32; experts have no data-parallel copies here
-    assert (memory.optimizer, memory.host_optimizer) == (0, 16 * own)
+    assert (first.optimizer, first.host_optimizer) == (0, 16 * own)
     on_gpu = stages("--no-optimizer-cpu-offload")[0]
     assert (on_gpu.optimizer, on_gpu.host_optimizer) == (12 * own, 0), "weight and two means in fp32"
     plain = ["--no-optimizer-cpu-offload", "--no-use-precision-aware-optimizer"]
     assert stages(*plain)[0].optimizer == 12 * own
     assert stages(*plain, "--no-use-distributed-optimizer")[0].optimizer == 12 * every
-    assert memory.logits == 0, "only the last stage has logits"
+    assert first.logits == 0, "only the last stage has logits"
     logits = 32768 * 151936 // 2 * 2
     assert logits < plan.stages[-1].logits < 1.1 * logits
     fused = stages("--fuse-lm-head")[-1].logits
     assert fused == 4096 * 151936 // 2 * 2 + 2 * 151936 // 2 * 2048 * 4, "a chunk, and two fp32 gradients"
     measuring = stages("--gradient-meter-interval", "10")[0]
-    assert (memory.second_gradients, measuring.second_gradients) == (0, memory.gradients)
-    assert measuring.training - memory.training == memory.gradients
+    assert (first.second_gradients, measuring.second_gradients) == (0, first.gradients)
+    assert measuring.training - first.training == first.gradients
 
 
 def test_what_a_process_holds_before_any_tensor(planner, plan_80b):
@@ -378,9 +369,8 @@ def test_a_plan_that_fits_says_what_engines_nodes_and_a_step_take(planner):
     assert "not predicted: no hardware 'abacus'; there are a100" in text
 
 
-@pytest.mark.parametrize(
-    ("model", "world_size", "flags", "reason"),
-    [
+def test_what_cannot_work_is_refused_with_the_reason(planner):
+    for model, world_size, flags, reason in [
         (NEXT_80B, 16, "", "EP x ETP x PP = 32 does not divide the world size"),
         (NEXT_80B, 32, "--tensor-model-parallel-size 32", "does not divide the attention heads"),
         (NEXT_80B, 32, "--no-sequence-parallel", "needs --sequence-parallel"),
@@ -394,13 +384,11 @@ def test_a_plan_that_fits_says_what_engines_nodes_and_a_step_take(planner):
         (DENSE_32B, 32, "--rollout-max-context-len 65536", "exceeds the model's 40960 positions"),
         (DENSE_32B, 8, "", "training takes .* GiB on rank"),
         (ROOT / "docs", 8, "", "config.json"),
-    ],
-)
-def test_what_cannot_work_is_refused_with_the_reason(planner, model, world_size, flags, reason):
-    status, text = planner(printed, model, "--dry-run-world-size", str(world_size), *flags.split())
-    assert status == REFUSED
-    refusal = text.rpartition("This cannot work:")[2]
-    assert re.search(reason, refusal), refusal
+    ]:
+        status, text = planner(printed, model, "--dry-run-world-size", str(world_size), *flags.split())
+        assert status == REFUSED
+        refusal = text.rpartition("This cannot work:")[2]
+        assert re.search(reason, refusal), refusal
 
 
 def places_and_sizes(directory: Path, world_size: int, *flags: str) -> list[tuple[int, ...]]:
@@ -460,7 +448,7 @@ def test_rows_that_pad_the_vocabulary_take_memory_and_no_bandwidth(planner, tmp_
     element = (after.weights - before.weights) // (2 * rows * 96)
     assert element in (2, 4)
     assert after.logits - before.logits == rows * 16384 * element
-    assert sync_bytes(more.census, more.config) == sync_bytes(least.census, least.config)
+    assert memory.sync_bytes(more.census, more.config) == memory.sync_bytes(least.census, least.config)
 
 
 @pytest.mark.slow

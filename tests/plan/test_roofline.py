@@ -7,20 +7,10 @@ import pytest
 
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.models.cost import forward_flops, weight_count
+from megatron_ibpo.plan import roofline
 from megatron_ibpo.plan.hardware import hardware_names, read_hardware
 from megatron_ibpo.plan.machine import Coefficients, fitted
-from megatron_ibpo.plan.roofline import (
-    GIB,
-    cache_bytes,
-    checkpoint_seconds,
-    decode_seconds,
-    engine_slots,
-    optimizer_seconds,
-    pass_time,
-    prompt_seconds,
-    sample,
-    update_seconds,
-)
+from megatron_ibpo.plan.roofline import GIB, cache_bytes, decode_seconds, pass_time, prompt_seconds, sample
 from megatron_ibpo.plan.step_time import step_times
 from megatron_ibpo.plan.workload import Basis, Batch, Engine, Layout, Task, log_normal, recorded, stand_ins
 from support.paths import ROOT
@@ -52,10 +42,10 @@ def test_weights_are_those_of_the_published_models_and_an_update_sends_what_its_
     ungated = replace(HYBRID, shared_expert_gate=False)
     assert weight_count(HYBRID).layers - weight_count(ungated).layers == 48 * 2048
     whole, given = 2 * weight_count(DENSE).total, {"engine_tensor": 4, "gpus": 32}
-    assert update_seconds(on(), "gathered", **given) == pytest.approx(whole / 50e9)
-    assert update_seconds(on(), "resharded", **given) == pytest.approx(whole / 4 / 50e9)
-    assert update_seconds(on(), "ipc", **given) == pytest.approx(whole / 4 / 450e9)
-    assert update_seconds(on(update=0.1), "ipc", **given) == pytest.approx(whole / 0.4 / 450e9)
+    assert roofline.update_seconds(on(), "gathered", **given) == pytest.approx(whole / 50e9)
+    assert roofline.update_seconds(on(), "resharded", **given) == pytest.approx(whole / 4 / 50e9)
+    assert roofline.update_seconds(on(), "ipc", **given) == pytest.approx(whole / 4 / 450e9)
+    assert roofline.update_seconds(on(update=0.1), "ipc", **given) == pytest.approx(whole / 0.4 / 450e9)
 
 
 def test_with_nothing_but_arithmetic_a_pass_takes_its_operations():
@@ -120,8 +110,8 @@ def test_tensor_parallel_ranks_share_ten_times_a_layer_and_experts_leave_the_nod
 def test_an_optimizer_step_moves_its_bytes_where_the_state_is_and_a_checkpoint_what_is_on_the_gpu():
     whole, layout = weight_count(DENSE).total, Layout(gpus=8, micro_batch=4096)
     away = replace(layout, offload_optimizer=True)
-    assert optimizer_seconds(on(), layout) == pytest.approx(26 * whole / 8 / 3.35e12)
-    assert optimizer_seconds(on(), away) == pytest.approx(32 * whole / 8 / 55e9)
+    assert roofline.optimizer_seconds(on(), layout) == pytest.approx(26 * whole / 8 / 3.35e12)
+    assert roofline.optimizer_seconds(on(), away) == pytest.approx(32 * whole / 8 / 55e9)
     once, thrice = (pass_time(on(), layout, BATCH, steps=steps).optimizer for steps in (1, 3))
     assert thrice == pytest.approx(3 * once)
     # two bytes of a weight; four each of master copy and two means, shared by data-parallel ranks
@@ -131,7 +121,7 @@ def test_an_optimizer_step_moves_its_bytes_where_the_state_is_and_a_checkpoint_w
         (replace(layout, tensor=2), (2 + 12 / 4) / 2),
         (away, 2),
     ]:
-        assert checkpoint_seconds(on(), own) == pytest.approx(held * whole / 55e9, rel=1e-3)
+        assert roofline.checkpoint_seconds(on(), own) == pytest.approx(held * whole / 55e9, rel=1e-3)
 
 
 def test_a_layer_takes_a_least_time_and_gradients_are_exchanged_behind_half_of_the_last_micro_batch():
@@ -211,10 +201,12 @@ def test_slots_are_what_memory_leaves_and_responses_take_the_steps_that_their_le
     state = 36 * 2 * (32 * 128 * 128 + 8192 * 3)
     engine, count = Engine(tensor=4), weight_count(HYBRID)
     free = 4 * (79.2 * 0.9 - 1.5) * GIB - 2 * count.total
-    assert engine_slots(on(HYBRID), engine, 8192) == int(free / (cache_bytes(HYBRID, engine, 8192) + state))
-    assert engine_slots(on(HYBRID), replace(engine, most_running=5), 8192) == 5
+    assert roofline.engine_slots(on(HYBRID), engine, 8192) == int(
+        free / (cache_bytes(HYBRID, engine, 8192) + state)
+    )
+    assert roofline.engine_slots(on(HYBRID), replace(engine, most_running=5), 8192) == 5
     with pytest.raises(ValueError, match="1 GPUs of h100 do not hold the weights"):
-        engine_slots(on(HYBRID), Engine(), 8192)
+        roofline.engine_slots(on(HYBRID), Engine(), 8192)
     # two at once of 10, 20 and 30: 20 steps with two running, then 20 with one. Their mean context is that
     # of a token: (5 x 10 + 10 x 20 + 15 x 30) / 60
     found = sample(on(), Engine(), [10.0, 20.0, 30.0], concurrency=2)
@@ -253,7 +245,7 @@ def test_stages_of_a_colocated_step_add_up_and_ahead_of_training_the_slower_of_b
     found = step(on(step=3.0))
     assert found.total == pytest.approx(sum(found.stages().values()))
     assert found.weights == pytest.approx(2 * weight_count(DENSE).total / 450e9)
-    assert found.switching == 2 * checkpoint_seconds(on(), Layout(gpus=16, micro_batch=16384))
+    assert found.switching == 2 * roofline.checkpoint_seconds(on(), Layout(gpus=16, micro_batch=16384))
     assert found.other == 3.0
     in_turn, ahead = (step(colocated=False, task=replace(TASK, staleness=s)) for s in (0, 4))
     assert in_turn.total == pytest.approx(sum(in_turn.stages().values()))

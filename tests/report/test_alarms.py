@@ -30,9 +30,9 @@ def test_the_default_run_raises_no_alarm():
     assert alarms(groups_per_step=None, degenerate_groups=[18.0] * 11) == []
 
 
-@pytest.mark.parametrize(
-    ("metric", "values", "expected", "words", "without"),
-    [  # the mean of ten falls by .1 a step: at step 19 it is .1, no less than a tenth; at step 20 it is 0
+def test_a_rule_over_ten_steps_names_its_metric_and_numbers():
+    for metric, values, expected, words, without in [
+        # the mean of ten falls by .1 a step: at step 19 it is .1, no less than a tenth; at step 20 it is 0
         ("entropy", [1.0] * 10 + [0.0] * 12, ("entropy collapse", 20, None),
          "0 nats per token over the last 10 steps, 0% of the 1 of the first 10", [1.0] * 10 + [0.11] * 40),
         # (5·100 + 5·300) / 10 = 200, (3·100 + 7·20) / 10 = 44
@@ -50,13 +50,11 @@ def test_the_default_run_raises_no_alarm():
         ("reference_leakage_rate", [0.0] * 10 + [1.0] * 2 + [0.0] * 3, ("reference leakage", 12, None),
          "20.0% of the corrections", [None] * 12),
         ("degenerate_groups", [18.0] * 11, ("dead groups", 10, None), "90% of the groups", [17.0] * 11),
-    ],
-)  # fmt: skip
-def test_a_rule_over_ten_steps_names_its_metric_and_numbers(metric, values, expected, words, without):
-    (alarm,) = alarms(**{metric: values})
-    assert (spell(alarm), alarm.metric) == (expected, metric)
-    assert words in alarm.reason
-    assert alarms(**{metric: without}) == []
+    ]:  # fmt: skip
+        (alarm,) = alarms(**{metric: values})
+        assert (spell(alarm), alarm.metric) == (expected, metric)
+        assert words in alarm.reason
+        assert alarms(**{metric: without}) == []
 
 
 def resolved(*flags, on_gpu=False, has_delta_nets=False):

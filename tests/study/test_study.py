@@ -383,19 +383,16 @@ def test_tuning_takes_the_combination_with_the_best_mean_and_each_setting_has_it
     assert (found.at_edge, beyond(found)) == (("G",), {"G": {"lr": 3e-4, "G": 16}})
 
 
-@pytest.mark.parametrize(
-    ("values", "best", "further"),
-    [
+def test_the_grid_goes_on_in_equal_ratios_where_the_best_lies_at_its_end():
+    for values, best, further in [
         ((1e-4, 3e-4, 1e-3), 3e-4, None), ((1e-4, 3e-4, 1e-3), 1e-3, 3.33333e-3),
         ((1e-4, 3e-4, 1e-3), 1e-4, 3.33333e-5), ((2, 4), 2, 1),
         ((1, 2), 1, None),  # no whole number lies beyond
         ((3e-4,), 3e-4, None), (("gspo", "dapo"), "gspo", None),  # no axis
-    ],
-)  # fmt: skip
-def test_the_grid_goes_on_in_equal_ratios_where_the_best_lies_at_its_end(values, best, further):
-    found = choose("", "gspo", tried(values, best, key="x"))
-    assert found.at_edge == (() if further is None else ("x",))
-    assert beyond(found) == ({} if further is None else {"x": {"x": further}})
+    ]:  # fmt: skip
+        found = choose("", "gspo", tried(values, best, key="x"))
+        assert found.at_edge == (() if further is None else ("x",))
+        assert beyond(found) == ({} if further is None else {"x": {"x": further}})
 
 
 @pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
@@ -487,9 +484,8 @@ def tuned(**changes):
     return {"tune": {"grid": {"lr": [1]}, "seeds": [9], "budget": 1} | changes}
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
+def test_a_study_that_makes_no_sense_is_refused(written):
+    for changes, words in [
         ({"baseline": "grpo"}, "'grpo' is none of the methods"),
         ({"budget": None}, "a study needs budget"),
         ({"budgett": 3}, "unknown key 'budgett'; did you mean 'budget'"),
@@ -505,27 +501,18 @@ def tuned(**changes):
         ({"confirm-seeds": [-1]}, "confirm-seeds must be a list of whole numbers from 0 to"),
         ({"tasks": {"": {"settings": {}}}}, "a task has no name"),
         ({"methods": {"gspo": {}, "mine": "nowhere"}}, r"must be a recipe .* or settings"),
-    ],
-)
-def test_a_study_that_makes_no_sense_is_refused(written, changes, words):
-    with pytest.raises(ConfigError, match=words):
-        read_study([written(**changes)])
-
-
-@pytest.mark.parametrize(
-    "name", ["../../x", "/tmp/x", "..", ".hidden", "", "a\0b", "a\nb", "\udc80", "x" * 201]
-)
-def test_a_name_that_leads_out_of_the_studys_directory_is_refused_before_anything_is_written(written, name):
-    for changes in ({"methods": {"gspo": {}, name: {}}}, {"tasks": {name: {"settings": {}}}}):
-        with pytest.raises(
-            ConfigError, match=r"no slash, no control character and no dot|a task has no name"
-        ):
+    ]:
+        with pytest.raises(ConfigError, match=words):
             read_study([written(**changes)])
-    with pytest.raises(ConfigError, match="no slash, no control"):
-        read_study([written()], add={name: {}})
 
 
-def test_what_is_tuned_may_be_a_path_and_its_runs_stay_in_the_studys_directory(written):
+def test_a_name_stays_in_the_studys_directory_or_is_refused_before_anything_is_written(written):
+    for name in ["../../x", "/tmp/x", "..", ".hidden", "", "a\0b", "a\nb", "\udc80", "x" * 201]:
+        for changes in ({"methods": {"gspo": {}, name: {}}}, {"tasks": {name: {"settings": {}}}}):
+            with pytest.raises(ConfigError, match=r"no slash, no control character|a task has no name"):
+                read_study([written(**changes)])
+        with pytest.raises(ConfigError, match="no slash, no control"):
+            read_study([written()], add={name: {}})
     study = read_study([written(**tuned(grid={"prompt-data": ["../../x", "/a/b"]}))])
     names = [plan.point_name(point) for point in grid_points(study.tune, "gspo")]
     assert names == ["prompt-data_..%2F..%2Fx", "prompt-data_%2Fa%2Fb"]
