@@ -20,7 +20,7 @@ from starlette.testclient import TestClient
 from megatron_ibpo.basics.records import Group, Prompt, token_ids
 from megatron_ibpo.cluster.ray_token import TOKEN_FILE, write_token
 from megatron_ibpo.commands.page import main
-from megatron_ibpo.report import load_groups, rollout_path, save_groups
+from megatron_ibpo.report import rollout_path, save_groups
 from megatron_ibpo.report.metrics_log import Columns
 from megatron_ibpo.report.page.directories import open_source
 from megatron_ibpo.report.page.html import page_script
@@ -29,7 +29,6 @@ from megatron_ibpo.report.page.server import application
 from megatron_ibpo.report.page.static import build_page
 from megatron_ibpo.report.rollout_data import load_step
 from support.browser import needs_browser, open_page
-from support.credit_cases import plain
 from support.eval_samples import judged
 from support.paths import ROOT
 from support.run_pages import HOSTILE, TOKENIZER, record_run, response, write_run
@@ -45,22 +44,6 @@ def hostile_tokenizer(token=HOSTILE):
         return token if list(ids) == TOKENIZER.encode("?") else TOKENIZER.decode(ids)
 
     return SimpleNamespace(eos_id=TOKENIZER.eos_id, encode=TOKENIZER.encode, decode=decode)
-
-
-def test_what_was_trained_on_is_kept_beside_what_it_was_made_of(run_dir):
-    path = rollout_path(run_dir / "rollouts", 1)
-    _, _, trained = load_step(path)
-    assert trained.keys() == {
-        (0, "response", 0), (0, "response", 1), (0, "correction", 3), (1, "response", 1),
-    }  # fmt: skip
-    first = trained[0, "response", 0]
-    assert first.token_weights.tolist() == [0.0, 0.0, 0.0, 0.0, 1.0, 0.0]
-    assert first.token_advantages is None
-    assert first.new_logprobs.tolist() == np.float32([-0.4, -0.5, -0.6, -0.5, -0.7, -0.5]).tolist()
-    assert (trained[0, "response", 1].advantage, trained[0, "response", 1].weight) == (1.5, 0.125)
-    assert trained[0, "response", 1].token_weights is None
-    assert trained[1, "response", 1].token_advantages.tolist() == [0.5, 0.0, -0.5, 1.0, 2.0, 0.0]
-    assert plain(load_groups(path)) == plain(load_groups(path))
 
 
 @pytest.fixture
@@ -98,18 +81,22 @@ def test_the_page_is_one_file_that_asks_for_nothing_and_holds_nothing_foreign(ru
     assert len(shared) == len(set(shared)) > 50, "its modules share no name"
 
 
-def test_the_data_of_the_page_is_that_of_the_run(run_dir):
+def test_the_data_of_the_page_is_that_of_the_run_and_of_what_was_trained_on(run_dir):
     data = data_of(build_page([run_dir], steps=[2], tokenizer=hostile_tokenizer()))
     (run,) = data["runs"]["runs"]
     assert [section["key"] for section in run["sections"]] == [2]
     assert run["left_out"].startswith("1 of 2 recorded steps")
     group, index = data["runs/0/sections/2/groups/0"], data["runs/0/sections/2"]
     assert group["question"] == HOSTILE
-    assert [c["kind"] for c in group["corrections"]] == ["corrected", "rewritten", "no-op", "failed"]
-    inserted = [["equal", 0, 4, 0, 4], ["insert", 4, 4, 4, 5], ["equal", 4, 5, 5, 6]]
-    assert group["corrections"][0]["ops"] == inserted
-    assert group["responses"][0]["weights"][4] == 1.0
-    assert "".join(group["vocabulary"][n][0] for n in group["responses"][0]["tokens"]) == "6+7=3⟨end⟩"
+    made = group["corrections"]
+    assert [correction["kind"] for correction in made] == ["corrected", "rewritten", "no-op", "failed"]
+    assert made[0]["ops"] == [["equal", 0, 4, 0, 4], ["insert", 4, 4, 4, 5], ["equal", 4, 5, 5, 6]]
+    first, second = group["responses"][:2]
+    assert "".join(group["vocabulary"][n][0] for n in first["tokens"]) == "6+7=3⟨end⟩"
+    assert (first["weights"], first["advantages"]) == ([0.0, 0.0, 0.0, 0.0, 1.0, 0.0], None)
+    assert (first["old"], first["new"]) == ([-0.5] * 6, [-0.4, -0.5, -0.6, -0.5, -0.7, -0.5])
+    assert (second["advantage"], second["weight"], second["weights"]) == (1.5, 0.125, None)
+    assert ["advantage" in correction["response"] for correction in made] == [False, False, False, True]
     metrics = data["runs/0/series"]["step"]["metrics"]
     assert metrics == {"reward": {"mean": [0.1, 0.2]}, "seconds/sample": {"mean": [2.0, 2.0]}}
     states = [(r["error"], r["truncated"]) for r in index[1]["responses"]]
