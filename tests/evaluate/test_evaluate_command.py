@@ -60,7 +60,6 @@ def test_what_cannot_work_is_refused_before_anything_starts(run_dir, capsys):
     of_tiny = ["--hf-checkpoint", str(TINY)]
     compares = [*of_tiny, "--eval-prompt-data", "a.jsonl", "--eval-compare-and-correct"]
     for words, says in [
-        (["nowhere"], "nowhere is not a policy: a run's directory has a config.yaml"),
         ([], "--hf-checkpoint: required"),
         (of_tiny, "--eval-prompt-data: required for evaluation"),
         ([*of_tiny, "--eval-num-prompts", "0"], "--eval-num-prompts: must be at least 1"),
@@ -280,7 +279,6 @@ def test_two_evaluations_are_shown_side_by_side_and_what_cannot_be_compared_is_r
     first, others = left("a", right), left("b", right, name="others")
     asks_else = left("c", right, prompts=[replace(prompt, text="what?") for prompt in left.sums])
     for second, more, says in [
-        (tmp_path / "nothing", [], "is it the directory of an evaluation?"),
         (first, ["--measure", "pass_at_9"], "'pass_at_9' was not measured in both; in both are accuracy"),
         (others, [], "no set is in both"),
         (asks_else, [], "these problems differ between the two: 0, 1"),

@@ -116,15 +116,13 @@ def test_a_page_that_would_be_too_large_keeps_the_last_and_the_first_step_and_sa
     assert "left_out" not in whole["runs"]["runs"][0]
 
 
-def test_the_command_writes_the_page_and_says_what_is_not_there(run_dir, tmp_path, capsys, monkeypatch):
+def test_the_command_writes_the_page_and_says_what_is_not_there(run_dir, tmp_path, monkeypatch):
     (run_dir / "rollouts" / "step_backup.json").write_text("{}")  # other files are left alone
     monkeypatch.chdir(run_dir.parent)  # which knows nothing of where the run was made
     assert main(["page", run_dir.name]) == 0
     page = (run_dir / "page.html").read_text()
     assert data_of(page)["runs"]["runs"][0]["name"] == "run"
     assert "step_backup" not in page
-    assert main(["page", "run/nowhere"]) == 2
-    assert "nowhere: no such directory" in capsys.readouterr().err
     with pytest.raises(ValueError, match="holds neither"):
         build_page([tmp_path])
     with pytest.raises(ValueError, match="no records of step 7, 9"):
@@ -135,13 +133,10 @@ def test_the_command_writes_the_page_and_says_what_is_not_there(run_dir, tmp_pat
     ("file", "text", "words"),
     [
         ("config.yaml", "", "config.yaml: must hold `key: value` lines"),
-        ("config.yaml", "{", "config.yaml: is not YAML"),
         ("config.yaml", "advantage-estimator: x", "hf-checkpoint must be text, is None"),
         ("summary.json", "[]", "summary.json: no summary of a run"),
         ("summary.json", '{"status": "x", "accuracy_end": "many"}', "summary.json: at end must be a number"),
-        ("summary.json", '{"status": "x", "steps": NaN}', "summary.json: not JSON: NaN"),
         ("metrics.jsonl", '{"kind": "step", "step": "1"}\n', "metrics.jsonl, line 1: not a row of a metrics"),
-        ("metrics.jsonl", '{"kind": "step", "step": 1, "reward": {}}\n', "line 1: not a row"),
         ("metrics.jsonl", '{"kind": "step", "step": 1, "seconds": {"sample": "x"}}\n', "line 1: not a row"),
         ("metrics.jsonl", "[" * 100_000 + "\n", "line 1: not JSON: its brackets nest deeper"),
         ("rollouts/step_000001.json", '{"format": 2, "step": 1, "groups": [3]}', "not a file of --save-"),
@@ -629,9 +624,8 @@ def test_the_command_listens_on_loopback_alone_takes_a_free_port_and_ends_at_onc
             process.send_signal(signal.SIGINT)  # while a browser keeps its connection
             rest, _ = process.communicate(timeout=5)
             assert (rest.strip(), process.returncode) == ("stopped", 0)
-    for arguments, words in (([str(tmp_path)], "name a directory that does"), ([], "which run?")):
-        assert main(["serve", *arguments]) == 2
-        assert words in capsys.readouterr().err
+    assert main(["serve", str(tmp_path)]) == 2
+    assert "name a directory that does" in capsys.readouterr().err
 
 
 @needs_browser

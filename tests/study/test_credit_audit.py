@@ -317,8 +317,6 @@ def test_a_run_is_audited_through_its_own_engine(tmp_path):
 
 
 def test_a_run_without_the_policy_that_is_to_be_audited_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"holds no config\.yaml: is it the directory of a run"):
-        audit_run._settings(tmp_path, "start")
     model = ROOT / "examples/tiny_qwen3"
     (tmp_path / "config.yaml").write_text(f"hf-checkpoint: {model}\n")
     config, hf_dir = audit_run._settings(tmp_path, "start")
