@@ -67,17 +67,21 @@ def undisturbed(tmp_path_factory):
     return evaluated(tmp_path_factory.mktemp("whole"))
 
 
-@pytest.mark.parametrize("dies_after", [0, 1, 13, 24, 25, 30, 44])
-def test_an_evaluation_that_is_killed_goes_on_where_it_stopped(dies_after, tmp_path, undisturbed):
-    """20 samples and 5 greedy ones, then 20 corrections: killed anywhere, nothing is asked twice, and what
-    comes out is what would have come out."""
+@pytest.mark.parametrize(("dies_after", "cut"), [(0, 0), (1, 0), (10, 5), (13, 0), (24, 0), (25, 0), (44, 0)])
+def test_an_evaluation_that_is_killed_goes_on_where_it_stopped(dies_after, cut, tmp_path, undisturbed):
+    """20 samples and 5 greedy ones, then 20 corrections: killed anywhere, nothing is asked twice but what
+    a line was not finished for, and what comes out is what would have come out."""
     first, second, third = SimulatedEngine(dies_after), SimulatedEngine(), SimulatedEngine()
     with pytest.raises(Killed):
         evaluated(tmp_path, first)
     assert read_results(tmp_path)["status"] == "unfinished"
+    if cut:
+        path = samples_path(tmp_path, "sums")
+        path.write_bytes(path.read_bytes()[:-cut])
     assert evaluated(tmp_path, second) == undisturbed
-    assert set(first.asked).isdisjoint(second.asked)
-    assert len(first.asked) + len(second.asked) == 45
+    assert set(first.asked) & set(second.asked) == ({first.asked[-1]} if cut else set())
+    assert len({*first.asked, *second.asked}) == 45
+    assert {sample.key for sample in read_samples(tmp_path, "sums")} == {s.key for s in undisturbed[1]}
     assert evaluated(tmp_path, third) == undisturbed
     assert third.asked == []
 

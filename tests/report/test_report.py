@@ -431,7 +431,6 @@ def test_samples_of_some_steps_are_kept_the_first_groups_and_what_was_trained_of
 
 
 def test_recordings_are_readable_and_a_bad_one_names_its_file(tmp_path):
-    """That those of the first format are read as ever, the golden ones show."""
     path, group = tmp_path / "step.json", recorded_group()
     save_groups(path, 1, [group], decode=lambda ids: " ".join(f"t{i}" for i in ids))
     text = path.read_text()
@@ -439,6 +438,12 @@ def test_recordings_are_readable_and_a_bad_one_names_its_file(tmp_path):
     assert '"decoded": "t1 t2",' in lines, "the text of a response"
     assert '"prompt_decoded": "t5 t1 t2 t6",' in lines, "the text of a correction prompt"
     assert '"logprobs": [-0.125, -0.30000001192092896],' in lines, "one line for each list"
+    first = json.loads(text) | {"format": 1}  # its other differences are in the golden recordings
+    (only,) = first["groups"]
+    for sample in (*only["responses"], *(correction["response"] for correction in only["corrections"])):
+        sample["policy_version"] = sample.pop("versions")[0][1]
+    path.write_text(json.dumps(first))
+    assert exactly(load_groups(path)) == exactly((1, [group]))
     group.prompt.metadata["tokens"] = {1, 2}
     with pytest.raises(TypeError, match="metadata holds a set"):
         save_groups(path, 1, [group], decode=str)

@@ -13,15 +13,15 @@ from rich.console import Console
 
 from megatron_ibpo.basics.records import Correction, Group, Prompt, token_ids
 from megatron_ibpo.basics.seeds import derive_seed
-from megatron_ibpo.config import write_config
+from megatron_ibpo.config import Config, write_config
 from megatron_ibpo.credit import ThinkingMarks
 from megatron_ibpo.data import load_tokenizer
 from megatron_ibpo.study import audit_run, credit_audit
-from megatron_ibpo.study.audit_run import correction_edits, modified_tokens, sibling_tokens
+from megatron_ibpo.study.audit_run import correction_edits, modified_tokens, prefix_requests, sibling_tokens
 from megatron_ibpo.study.audit_table import audit_page, plot_audit
 from megatron_ibpo.study.credit_audit import AuditedResponse, audit, step_auc, step_shares
 from support import live_loop
-from support.credit_cases import response
+from support.credit_cases import ids_of, response
 from support.paths import ROOT
 
 
@@ -218,6 +218,16 @@ def test_the_mask_joins_the_corrections_that_earn_credit_and_the_nearest_correct
     sibling = response([80, 4, 81, 3, 8], 1.0)
     group.responses.append(sibling)
     assert sibling_tokens(group, 0, marks, mark_insertions=False) == [1, 1, 1, 1, 1, 0]
+
+
+def test_continuations_start_at_the_boundaries_with_seeds_and_room_of_their_own():
+    config = Config()
+    config.rollout.rollout_max_response_len = 10
+    prompt, y = Prompt(3, token_ids([1, 4]), 1, "x", "t", "q"), response([5, 6, 7], 0.0, prompt=(1, 4))
+    requests = prefix_requests(prompt, y, [0, 2, 3], 2, config, seed=0)
+    assert [ids_of(request.prompt_token_ids) for request in requests] == [(1, 4)] * 2 + [(1, 4, 5, 6)] * 2
+    assert [request.max_tokens for request in requests] == [10, 10, 8, 8]
+    assert len({request.seed for request in requests}) == 4
 
 
 @pytest.fixture
