@@ -40,16 +40,18 @@ def read(name, path):
 
 
 def test_mathematical_benchmarks_are_read_in_the_layouts_of_their_publishers(tmp_path):
-    contests = [
+    contests: list[dict] = [
         {"problem_idx": 7, "problem": "What is $6\\cdot 7$?", "answer": 42, "problem_type": ["Algebra"]},
         {"id": "a", "problem": "What is $1+1$?", "answer": "2"},
         {"question": "Find $x$ in $2x=1$. ", "answer": " \\frac{1}{2} "},
     ]
     of_contests = [("7", "What is $6\\cdot 7$?", "42"), ("a", "What is $1+1$?", "2")]
     of_contests.append(("2", "Find $x$ in $2x=1$.", "\\frac{1}{2}"))
-    math500 = {"problem": "Simplify $\\sqrt{4}$.", "solution": "It is $\\boxed{2}$.", "answer": "2"}
-    math500 |= {"subject": "Prealgebra", "level": 1, "unique_id": "test/prealgebra/1.json"}
-    gsm8k = [  # the label is what follows the mark
+    math500: dict = {
+        "problem": "Simplify $\\sqrt{4}$.", "solution": "It is $\\boxed{2}$.", "answer": "2",
+        "subject": "Prealgebra", "level": 1, "unique_id": "test/prealgebra/1.json",
+    }  # fmt: skip
+    gsm8k: list[dict] = [  # the label is what follows the mark
         {"question": "How many eggs?", "answer": "2 + 3 = <<2+3=5>>5\n#### 5"},
         {"question": "How many dollars?", "answer": "A lot.\n#### 1,250,000"},
     ]
@@ -78,7 +80,7 @@ def test_a_directory_is_read_in_the_order_of_its_files_and_parquet_like_the_othe
     (tmp_path / "data").mkdir()
     path = tmp_path / "data/train-00000-of-00001.parquet"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    assert read("hmmt25", tmp_path)[0] == [("1", "What is $2^2$?" + BOXED, "4")]
+    assert read("hmmt25", tmp_path / "data")[0] == [("1", "What is $2^2$?" + BOXED, "4")]
 
 
 def test_humaneval_is_read_from_its_gzipped_file(tmp_path):

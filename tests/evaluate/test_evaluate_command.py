@@ -3,7 +3,9 @@
 import io
 import json
 import re
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 
 import matplotlib.image
 import pytest
@@ -226,31 +228,34 @@ def test_an_evaluation_leaves_results_a_picture_and_a_table(tmp_path):
 
 
 @pytest.fixture
-def left(tmp_path):
-    """Leave a finished evaluation of two samples of twelve problems, and return its directory."""
-    (sums,) = opened(tmp_path, SUMS, n_samples_per_eval_prompt=2, eval_num_prompts=12)
+def sums(tmp_path):
+    return opened(tmp_path, SUMS, n_samples_per_eval_prompt=2, eval_num_prompts=12)[0]
 
-    def write(place, policy_says, settings=None, **changes):
-        own, directory = replace(sums, **changes), tmp_path / place
+
+@pytest.fixture
+def left(tmp_path, sums):
+    """Leave a finished evaluation of two samples of twelve problems, and return its directory."""
+
+    def write(policy_says, settings=None, **changes):
+        own, directory = replace(sums, **changes), Path(tempfile.mkdtemp(dir=tmp_path))
         made_by = {"--seed": 0, "policy": str(directory)} | (settings or {})
         with KeptSamples(directory, "p", {own.name: made_by}):
             finish_results(directory, [written(own, lambda *key: ("x", policy_says(*key)))], {})
         return directory
 
-    write.sums = sums.prompts
     return write
 
 
 def test_two_evaluations_are_compared_problem_by_problem(left):
-    worse, better = left("a", lambda index, number: False), left("b", lambda index, number: number == 0)
+    worse, better = left(lambda index, number: False), left(lambda index, number: number == 0)
     (one,) = compare_evaluations(worse, better, "accuracy")
     assert (one.first, one.second, one.difference.mean, one.problems, one.alone) == (0, 0.5, 0.5, 12, 0)
     assert one.permutation_p == pytest.approx(2 / 2**12), "all twelve signs alike, of 2^12"
     assert one.settings == (), "the policies may differ"
     (other_way,) = compare_evaluations(better, worse, "accuracy")
     assert other_way.difference.mean == -0.5
-    first = left("a", lambda index, number: index < 6)
-    second = left("b", lambda index, number: index >= 6, {"--eval-temperature": 0.7})
+    first = left(lambda index, number: index < 6)
+    second = left(lambda index, number: index >= 6, {"--eval-temperature": 0.7})
     (one,) = compare_evaluations(first, second, "accuracy")
     assert one.difference.mean == 0
     assert one.difference.low < 0 < one.difference.high
@@ -260,24 +265,22 @@ def test_two_evaluations_are_compared_problem_by_problem(left):
     assert (greedy.difference.bootstrap_p, greedy.permutation_p) == (1, 1)
     # four problems differ, three for the fourth, one for the third: of 2^4 signs, the sum is at least 2 from
     # 0 in 2·(1 + 4) = 10
-    third, fourth = left("c", lambda index, number: index == 3), left("d", lambda index, number: index < 3)
+    third, fourth = left(lambda index, number: index == 3), left(lambda index, number: index < 3)
     (one,) = compare_evaluations(third, fourth, "accuracy")
     assert one.permutation_p == pytest.approx(10 / 16)
 
 
-def test_two_evaluations_are_shown_side_by_side_and_what_cannot_be_compared_is_refused(
-    left, capsys, tmp_path
-):
-    first = left("a", lambda index, number: False)
-    second = left("b", lambda index, number: True, prompts=left.sums[:10])
+def test_two_evaluations_are_shown_side_by_side_and_what_cannot_be_compared_is_refused(left, sums, capsys):
+    first = left(lambda index, number: False)
+    second = left(lambda index, number: True, prompts=sums.prompts[:10])
     assert main(["compare", str(first), str(second)]) == 0
     shown = capsys.readouterr().out
     assert "2 problems in only one of the two, left out" in shown
     assert re.search(r"chain_sum\s+│\s+10 │\s+0.000 │\s+1.000 │\s+\+1.000 ", shown)
     assert "≤ 0.0005" in shown, "the floor of so many resamples"
     right = lambda index, number: True  # noqa: E731
-    first, others = left("a", right), left("b", right, name="others")
-    asks_else = left("c", right, prompts=[replace(prompt, text="what?") for prompt in left.sums])
+    first, others = left(right), left(right, name="others")
+    asks_else = left(right, prompts=[replace(prompt, text="what?") for prompt in sums.prompts])
     for second, more, says in [
         (first, ["--measure", "pass_at_9"], "'pass_at_9' was not measured in both; in both are accuracy"),
         (others, [], "no set is in both"),

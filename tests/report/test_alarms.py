@@ -78,6 +78,7 @@ SAMPLED_IN_FLOAT32, SAMPLED_IN_BFLOAT16 = (1.1e-5, 1.2e-5, 1.3e-5), (0.042, 0.14
 )
 def test_a_run_that_differs_from_its_engine_beyond_rounding_is_told_at_once(config, differences, advice):
     bound = rounding_bound(config)
+    assert bound is not None
     said = [
         step_alarms({"logprob_diff_abs_mean": value, "logprob_diff_bound": bound}, responses=64)
         for value in differences

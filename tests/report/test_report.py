@@ -340,7 +340,7 @@ values = st.recursive(
 
 
 @st.composite
-def samples(draw, index=0):
+def samples(draw):
     token_ids = draw(ids)
     size = len(token_ids)
     logprobs = st.lists(st.floats(allow_nan=False, width=32), min_size=size, max_size=size)
@@ -350,29 +350,23 @@ def samples(draw, index=0):
         temperature=draw(floats),
         versions=draw(st.sampled_from([((0, 0),), ((0, 3), (2, 4))])),
         loss_mask=np.array(draw(flags), bool),
-        index=index, reward=draw(st.none() | rewards), correct=draw(st.booleans()),
+        index=0, reward=draw(st.none() | rewards), correct=draw(st.booleans()),
         reward_error=draw(st.none() | st.text()),
         reward_details=draw(st.dictionaries(st.text(), rewards, max_size=2)),
         routed_experts=draw(st.sampled_from([None, np.arange(12, dtype=np.uint16).reshape(3, 2, 2)])),
     )  # fmt: skip
 
 
+corrections = st.builds(
+    Correction, references=st.lists(st.integers(0)).map(tuple), response=samples(), distance=floats,
+    reference_distance=st.none() | floats, rewritten=st.booleans(),
+)  # fmt: skip
+prompts = st.builds(
+    Prompt, token_ids=ids, text=st.text(), metadata=st.dictionaries(st.text(), values, max_size=3)
+)
 groups = st.builds(
-    Group,
-    prompt=st.builds(
-        Prompt, index=st.integers(0), token_ids=ids, head_length=st.integers(0), label=st.text(),
-        task=st.text(), text=st.text(), metadata=st.dictionaries(st.text(), values, max_size=3),
-    ),
-    responses=st.lists(samples(), max_size=3),
-    corrections=st.lists(
-        st.builds(
-            Correction, target=st.integers(0), references=st.lists(st.integers(0)).map(tuple),
-            response=samples(), distance=floats, reference_distance=st.none() | floats,
-            rewritten=st.booleans(),
-        ),
-        max_size=2,
-    ),
-    skipped_pairs=st.integers(0),
+    Group, prompt=prompts, responses=st.lists(samples(), max_size=3),
+    corrections=st.lists(corrections, max_size=2), skipped_pairs=st.integers(0),
 )  # fmt: skip
 
 

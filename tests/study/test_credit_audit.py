@@ -68,15 +68,11 @@ def policy(rng, count, *, mask_of, phi_of=lambda nearness: 0.0):
     for number in range(count):
         error = int(rng.integers(1, 7))
         chance = np.array([0.8] * (error + 1) + [0.05] * (7 - error))
-        first, second = (np.append(rng.binomial(8, chance) / 8, 0.0) for _ in range(2))
-        values = (first + second) / 2
-        halves, phi = [first.tolist(), second.tolist()], phi_of(float(np.mean(values[1:-1])))
+        halves = np.array([np.append(rng.binomial(8, chance) / 8, 0.0) for _ in range(2)])
+        values, (first, second) = halves.mean(0), halves.tolist()
+        modified, phi = mask_of(error, rng), phi_of(float(np.mean(values[1:-1])))
         steps = list(range(0, 25, 3))
-        made.append(
-            AuditedResponse(
-                number // 3, steps, values.tolist(), *halves, modified=mask_of(error, rng), phi=phi
-            )
-        )
+        made.append(AuditedResponse(number // 3, steps, values.tolist(), first, second, modified, phi))
     return made
 
 

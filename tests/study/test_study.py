@@ -108,9 +108,9 @@ def test_the_paired_t_test_by_hand_and_over_many_studies():
     rng = np.random.default_rng(1)
     studies = 0.02 * rng.normal(size=(500, 8))
     for difference, often in ((0.0, 0.05), (0.02, power(0.02, 0.02, 8))):
-        found = [over_seeds(own) for own in studies + difference]
-        assert np.mean([estimate.p < 0.05 for estimate in found]) == pytest.approx(often, abs=0.03)
-        covered = [estimate.low <= difference <= estimate.high for estimate in found]
+        estimates = [over_seeds(own) for own in studies + difference]
+        assert np.mean([estimate.p < 0.05 for estimate in estimates]) == pytest.approx(often, abs=0.03)
+        covered = [estimate.low <= difference <= estimate.high for estimate in estimates]
         assert np.mean(covered) == pytest.approx(0.95, abs=0.03)
 
 
