@@ -57,7 +57,6 @@ def test_mathematical_benchmarks_are_read_in_the_layouts_of_their_publishers(tmp
     ]
     for name, published, rows, expected in [
         ("aime25", 30, contests, of_contests),
-        ("hmmt25", 30, contests, of_contests),
         ("math500", 500, [math500], [("test/prealgebra/1.json", "Simplify $\\sqrt{4}$.", "2")]),
         ("gsm8k", 1319, gsm8k, [("0", "How many eggs?", "5"), ("1", "How many dollars?", "1250000")]),
     ]:
@@ -198,7 +197,6 @@ def test_private_tests_that_are_none_are_refused(tmp_path):
     for private, says in [
         (packed({"input": "1"}), "its pickle holds a dict, where a text must be"),
         ("no base64!", "neither JSON nor base64 of zlib of a pickled text"),
-        (base64.b64encode(b"no zlib").decode(), "neither JSON nor base64"),
         (base64.b64encode(zlib.compress(b"no pickle")).decode(), "neither JSON nor base64"),
         (base64.b64encode(zlib.compress(pickle.dumps("[]" * 99))[:-9]).decode(), "it is cut off"),
         (packed('[{"input": "1"}]'), "must be a list of objects with texts 'input' and 'output'"),
@@ -230,7 +228,6 @@ MBPP = {"task_id": 11, "text": "?", "test_list": ["assert f()"]}
 def test_a_field_that_cannot_be_used_is_named(tmp_path):
     for name, row, says in [
         ("gsm8k", {"question": "?", "answer": "42"}, "field 'answer' has no '#### ' with the final answer"),
-        ("gsm8k", {"question": "?", "answer": "so\n#### "}, "field 'answer' has no '#### '"),
         ("aime25", {"problem": "?", "answer": True}, "field 'answer' must be a text or a number"),
         ("math500", {"problem": "?", "answer": "1", "unique_id": 4}, "field 'unique_id' must be a text"),
         ("mbpp", MBPP | {"task_id": "11"}, "'task_id' must be a whole number"),
@@ -248,7 +245,6 @@ def test_a_file_that_is_not_what_its_name_says_is_refused(tmp_path):
         ("x.jsonl", b"[1]\n", "x.jsonl, line 1: expected a JSON object, found list"),
         ("x.jsonl", b'{"question": "\xff"}\n', "x.jsonl, line 1: not JSON"),
         ("x.json", b"{}", "x.json: expected a JSON list of objects, found dict"),
-        ("x.json", b"[1]", "x.json, item 0: expected a JSON object"),
         ("x.csv", b"a,b", "whose name ends in .jsonl, .jsonl.gz, .json, .parquet"),
         ("x.jsonl.gz", b"plain", "x.jsonl.gz, after line 0: not gzip"),
         ("x.parquet", b"PAR1 and nothing more", "x.parquet: "),

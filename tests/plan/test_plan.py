@@ -382,7 +382,6 @@ def test_what_cannot_work_is_refused_with_the_reason(planner):
         (DENSE_32B, 32, "--rollout-num-gpus-per-engine 3", "must divide the number of trainers"),
         (DENSE_32B, 32, "--expert-model-parallel-size 2", "has no experts"),
         (DENSE_32B, 32, "--rollout-max-context-len 65536", "exceeds the model's 40960 positions"),
-        (DENSE_32B, 8, "", "training takes .* GiB on rank"),
         (ROOT / "docs", 8, "", "config.json"),
     ]:
         status, text = planner(printed, model, "--dry-run-world-size", str(world_size), *flags.split())
