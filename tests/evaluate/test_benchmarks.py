@@ -39,79 +39,63 @@ def read(name, path):
     return [(row["id"], row["prompt"], row["label"]) for row in found], rows.notes()
 
 
-CONTESTS = (
-    [
+def test_mathematical_benchmarks_are_read_in_the_layouts_of_their_publishers(tmp_path):
+    contests: list[dict] = [
         {"problem_idx": 7, "problem": "What is $6\\cdot 7$?", "answer": 42, "problem_type": ["Algebra"]},
         {"id": "a", "problem": "What is $1+1$?", "answer": "2"},
         {"question": "Find $x$ in $2x=1$. ", "answer": " \\frac{1}{2} "},
-    ],
-    [
-        ("7", "What is $6\\cdot 7$?" + BOXED, "42"),
-        ("a", "What is $1+1$?" + BOXED, "2"),
-        ("2", "Find $x$ in $2x=1$." + BOXED, "\\frac{1}{2}"),
-    ],
-)
-MATH_500 = {
-    "problem": "Simplify $\\sqrt{4}$.", "solution": "It is $\\boxed{2}$.", "answer": "2",
-    "subject": "Prealgebra", "level": 1, "unique_id": "test/prealgebra/1.json",
-}  # fmt: skip
-GSM8K = [
-    {"question": "How many eggs?", "answer": "2 + 3 = <<2+3=5>>5\n#### 5"},
-    {"question": "How many dollars?", "answer": "A lot.\n#### 1,250,000"},
-]
+    ]
+    of_contests = [("7", "What is $6\\cdot 7$?", "42"), ("a", "What is $1+1$?", "2")]
+    of_contests.append(("2", "Find $x$ in $2x=1$.", "\\frac{1}{2}"))
+    math500: dict = {
+        "problem": "Simplify $\\sqrt{4}$.", "solution": "It is $\\boxed{2}$.", "answer": "2",
+        "subject": "Prealgebra", "level": 1, "unique_id": "test/prealgebra/1.json",
+    }  # fmt: skip
+    gsm8k: list[dict] = [  # the label is what follows the mark
+        {"question": "How many eggs?", "answer": "2 + 3 = <<2+3=5>>5\n#### 5"},
+        {"question": "How many dollars?", "answer": "A lot.\n#### 1,250,000"},
+    ]
+    for name, published, rows, expected in [
+        ("aime25", 30, contests, of_contests),
+        ("math500", 500, [math500], [("test/prealgebra/1.json", "Simplify $\\sqrt{4}$.", "2")]),
+        ("gsm8k", 1319, gsm8k, [("0", "How many eggs?", "5"), ("1", "How many dollars?", "1250000")]),
+    ]:
+        path = lines(tmp_path / f"{name}.jsonl", *rows)
+        found, notes = read(name, path)
+        assert found == [(id_, question + BOXED, label) for id_, question, label in expected]
+        assert notes[0].startswith(f"{name}: {len(rows)} problem")
+        assert notes[0].endswith(f" in {path}; published are {published}")
 
 
-@pytest.mark.parametrize(
-    ("name", "rows", "expected"),
-    [
-        ("aime25", *CONTESTS),
-        ("hmmt25", *CONTESTS),
-        ("math500", [MATH_500], [("test/prealgebra/1.json", "Simplify $\\sqrt{4}$." + BOXED, "2")]),
-        # the label is what follows the mark
-        (
-            "gsm8k",
-            GSM8K,
-            [("0", "How many eggs?" + BOXED, "5"), ("1", "How many dollars?" + BOXED, "1250000")],
-        ),
-    ],
-    ids=["aime", "hmmt", "math500", "gsm8k"],
-)
-def test_mathematical_benchmarks_are_read_in_the_layouts_of_their_publishers(name, rows, expected, tmp_path):
-    path = lines(tmp_path / "x.jsonl", *rows)
-    found, notes = read(name, path)
-    assert found == expected
-    published = {"aime25": 30, "hmmt25": 30, "math500": 500, "gsm8k": 1319}[name]
-    assert notes[0].startswith(f"{name}: {len(rows)} problem")
-    assert notes[0].endswith(f" in {path}; published are {published}")
-
-
-def test_a_directory_is_read_in_the_order_of_its_files_and_equal_numbers_are_told_apart(tmp_path):
+def test_a_directory_is_read_in_the_order_of_its_files_and_parquet_like_the_others(tmp_path):
     for part, question in (("II", "second?"), ("I", "first?")):
         row = {"problem_idx": 1, "problem": question, "answer": 5}
         lines(tmp_path / f"aime/aime2025-{part}.jsonl", row)
     (tmp_path / "aime/README.md").write_text("not data")
     found, _ = read("aime25", tmp_path / "aime")
-    assert [(name, question.split("\n")[0]) for name, question, _ in found] == [
-        ("1", "first?"),
-        ("1-2", "second?"),
-    ]
+    questions = [(name, question.split("\n")[0]) for name, question, _ in found]
+    assert questions == [("1", "first?"), ("1-2", "second?")]
+    rows = [{"problem_idx": 1, "problem": "What is $2^2$?", "answer": 4, "problem_type": ["Algebra"]}]
+    (tmp_path / "data").mkdir()
+    path = tmp_path / "data/train-00000-of-00001.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    assert read("hmmt25", tmp_path / "data")[0] == [("1", "What is $2^2$?" + BOXED, "4")]
 
 
 def test_humaneval_is_read_from_its_gzipped_file(tmp_path):
-    row = {
-        "task_id": "HumanEval/900",
-        "prompt": 'def twice(x):\n    """Twice x."""\n',
-        "entry_point": "twice",
-        "canonical_solution": "    return 2 * x\n",
-        "test": "def check(candidate):\n    assert candidate(2) == 4\n",
-    }
+    code, check = (
+        'def twice(x):\n    """Twice x."""\n',
+        "def check(candidate):\n    assert candidate(2) == 4\n",
+    )
+    row = {"task_id": "HumanEval/900", "prompt": code, "entry_point": "twice", "test": check}
+    row["canonical_solution"] = "    return 2 * x\n"
     path = tmp_path / "HumanEval.jsonl.gz"
     path.write_bytes(gzip.compress((json.dumps(row) + "\n").encode()))
     ((name, question, label),), _ = read("humaneval", path)
     assert name == "HumanEval/900"
-    assert '```python\ndef twice(x):\n    """Twice x."""\n```' in question
+    assert f"```python\n{code}```" in question
     assert "return 2 * x" not in question
-    assert json.loads(label) == {"test": row["test"], "entry_point": "twice"}
+    assert json.loads(label) == {"test": check, "entry_point": "twice"}
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(DataError, match=r"HumanEval.jsonl.gz, after line \d: not gzip, or cut off"):
         read("humaneval", path)
@@ -122,7 +106,6 @@ def test_mbpp_in_both_of_its_files_and_only_its_test_tasks(tmp_path):
         {
             "text": f"Write a function that adds {n}.", "code": "def f(x): ...", "task_id": n,
             "test_setup_code": "import math", "test_list": [f"assert f(1) == {n + 1}", f"assert f(0) == {n}"],
-            "challenge_test_list": [],
         }
         for n in (10, 11, 510, 511)
     ]  # fmt: skip
@@ -135,19 +118,19 @@ def test_mbpp_in_both_of_its_files_and_only_its_test_tasks(tmp_path):
     test = "import math\nassert f(1) == 12\nassert f(0) == 11"
     assert json.loads(label) == {"test": test, "entry_point": None}
     sanitized = tmp_path / "sanitized-mbpp.json"
-    row = {"prompt": "Add one.", "code": "…", "task_id": 60}
-    row |= {"test_imports": ["import re"], "test_list": ["assert f(1) == 2"]}
+    row = {
+        "prompt": "Add one.",
+        "task_id": 60,
+        "test_imports": ["import re"],
+        "test_list": ["assert f(1) == 2"],
+    }
     sanitized.write_text(json.dumps([row]))
     ((_, _, label),), _ = read("mbpp", sanitized)
     assert json.loads(label)["test"] == "import re\nassert f(1) == 2"
 
 
-# ------------------------------------------------------------------------------------------ LiveCodeBench
-
-
-def packed(tests, unpickled=None):
+def packed(content):
     """Private tests as the lite files have them: base64 of zlib of a pickle of JSON text."""
-    content = json.dumps(tests) if unpickled is None else unpickled
     return base64.b64encode(zlib.compress(pickle.dumps(content))).decode()
 
 
@@ -155,11 +138,10 @@ def problem(**changes):
     public = [{"input": "1 2\n", "output": "3\n", "testtype": "stdin"}]
     private = [{"input": "2 2\n", "output": "4\n", "testtype": "stdin"}]
     return {
-        "question_title": "Sum",
-        "question_content": "Print the sum of two numbers.",
+        "question_title": "Sum", "question_content": "Print the sum of two numbers.",
         "platform": "atcoder", "question_id": "x001_a", "contest_id": "x001",
-        "contest_date": "2025-03-01T00:00:00", "starter_code": "", "difficulty": "easy",
-        "public_test_cases": json.dumps(public), "private_test_cases": packed(private), "metadata": "{}",
+        "contest_date": "2025-03-01T00:00:00", "starter_code": "", "difficulty": "easy", "metadata": "{}",
+        "public_test_cases": json.dumps(public), "private_test_cases": packed(json.dumps(private)),
         **changes,
     }  # fmt: skip
 
@@ -175,7 +157,7 @@ OF_A_FUNCTION = problem(
 )
 
 
-def test_livecodebench_has_public_and_private_tests_in_one_label(tmp_path):
+def test_livecodebench_has_public_and_private_tests_and_only_contests_of_its_window(tmp_path):
     found, _ = read("livecodebench_v6", lines(tmp_path / "test6.jsonl", problem(), OF_A_FUNCTION))
     (first, asks_stdin, label), (second, asks_function, label_of_function) = found
     assert (first, second) == ("x001_a", "3700")
@@ -184,13 +166,8 @@ def test_livecodebench_has_public_and_private_tests_in_one_label(tmp_path):
     twice = {"inputs": ["[1, 2]\n3"] * 2, "outputs": ["6"] * 2, "fn_name": "total"}
     assert json.loads(label_of_function) == twice
     assert "def total(self, xs: List[int], y: int) -> int:\n```" in asks_function
-
-
-def test_only_contests_of_the_window_are_asked(tmp_path):
-    dates = ["2025-01-31T23:59:59", "2025-02-01T00:00:00", "2025-05-31T00:00:00", "2025-06-01T00:00:00"]
-    rows = [
-        problem(contest_date=day, question_id=day[:10], question_content=f"Print {day}.") for day in dates
-    ]
+    days = ["2025-01-31T23:59:59", "2025-02-01T00:00:00", "2025-05-31T00:00:00", "2025-06-01T00:00:00"]
+    rows = [problem(contest_date=day, question_id=day[:10], question_content=f"Print {day}.") for day in days]
     found, notes = read("livecodebench_v6", lines(tmp_path / "test6.jsonl", *rows))
     assert [name for name, _, _ in found] == ["2025-02-01", "2025-05-31"]
     assert notes == ["livecodebench_v6: 2 rows outside of LiveCodeBench v6, 2025-02 to 2025-05 left out"]
@@ -208,7 +185,7 @@ class Harmful:
 
 def test_private_tests_that_would_run_code_are_refused_and_do_not(tmp_path):
     harmed = tmp_path / "harmed"
-    path = lines(tmp_path / "test6.jsonl", problem(private_test_cases=packed(None, Harmful(harmed))))
+    path = lines(tmp_path / "test6.jsonl", problem(private_test_cases=packed(Harmful(harmed))))
     with pytest.raises(DataError, match=r"it asks for pathlib.+, and only a text may be in it"):
         read("livecodebench_v6", path)
     assert not harmed.exists()
@@ -216,101 +193,65 @@ def test_private_tests_that_would_run_code_are_refused_and_do_not(tmp_path):
     assert harmed.exists(), "it would have"
 
 
-@pytest.mark.parametrize(
-    ("private", "says"),
-    [
-        (packed(None, {"input": "1"}), "its pickle holds a dict, where a text must be"),
-        (packed(None, 3), "its pickle holds a int"),
+def test_private_tests_that_are_none_are_refused(tmp_path):
+    for private, says in [
+        (packed({"input": "1"}), "its pickle holds a dict, where a text must be"),
         ("no base64!", "neither JSON nor base64 of zlib of a pickled text"),
-        (base64.b64encode(b"no zlib").decode(), "neither JSON nor base64"),
         (base64.b64encode(zlib.compress(b"no pickle")).decode(), "neither JSON nor base64"),
         (base64.b64encode(zlib.compress(pickle.dumps("[]" * 99))[:-9]).decode(), "it is cut off"),
-        (packed(None, '[{"input": "1"}]'), "must be a list of objects with texts 'input' and 'output'"),
+        (packed('[{"input": "1"}]'), "must be a list of objects with texts 'input' and 'output'"),
         (17, "its tests cannot be read"),
-    ],
-)
-def test_private_tests_that_are_none_are_refused(tmp_path, private, says):
-    path = lines(
-        tmp_path / "test6.jsonl", problem(), problem(question_content="?", private_test_cases=private)
-    )
-    with pytest.raises(
-        DataError, match=f"test6.jsonl, line 2: field 'private_test_cases'.*{says}"
-    ) as refused:
-        read("livecodebench_v6", path)
-    assert "see docs/evaluation.md#benchmarks" in str(refused.value)
+    ]:
+        rows = problem(), problem(question_content="?", private_test_cases=private)
+        words = f"test6.jsonl, line 2: field 'private_test_cases'.*{says}.*see docs/evaluation.md#benchmarks"
+        with pytest.raises(DataError, match=words):
+            read("livecodebench_v6", lines(tmp_path / "test6.jsonl", *rows))
 
 
-# ------------------------------------------------------------------------------------------ what is refused
-
-
-@pytest.mark.parametrize("name", BENCHMARKS)
-def test_another_layout_is_refused_with_line_and_expectation(name, tmp_path):
+def test_another_layout_is_refused_with_line_and_expectation(tmp_path):
     path = lines(tmp_path / "wrong.jsonl", {"instruction": "1+1=", "output": "2"})
-    with pytest.raises(DataError) as refused:
-        read(name, path)
-    said = str(refused.value)
-    assert said.startswith(f"{path}, line 1: ")
-    assert f"A row of {BENCHMARKS[name].title} has {BENCHMARKS[name].layout}" in said
-    assert "(found: 'instruction', 'output'); see docs/evaluation.md#benchmarks" in said
+    for name, benchmark in BENCHMARKS.items():
+        with pytest.raises(DataError) as refused:
+            read(name, path)
+        said = str(refused.value)
+        assert said.startswith(f"{path}, line 1: ")
+        assert f"A row of {benchmark.title} has {benchmark.layout}" in said
+        assert "(found: 'instruction', 'output'); see docs/evaluation.md#benchmarks" in said
+    row = {"question": "1+1=", "answer": "#### 2"}
+    with pytest.raises(DataError, match=r"line 3: repeats the problem at .*line 1"):
+        read("gsm8k", lines(tmp_path / "x.jsonl", row, row | {"question": "2+2="}, row))
 
 
-@pytest.mark.parametrize(
-    ("name", "row", "says"),
-    [
+MBPP = {"task_id": 11, "text": "?", "test_list": ["assert f()"]}
+
+
+def test_a_field_that_cannot_be_used_is_named(tmp_path):
+    for name, row, says in [
         ("gsm8k", {"question": "?", "answer": "42"}, "field 'answer' has no '#### ' with the final answer"),
-        ("gsm8k", {"question": "?", "answer": "so\n#### "}, "field 'answer' has no '#### '"),
         ("aime25", {"problem": "?", "answer": True}, "field 'answer' must be a text or a number"),
         ("math500", {"problem": "?", "answer": "1", "unique_id": 4}, "field 'unique_id' must be a text"),
-        (
-            "mbpp",
-            {"task_id": "11", "text": "?", "test_list": ["assert f()"]},
-            "'task_id' must be a whole number",
-        ),
-        ("mbpp", {"task_id": 11, "text": "?", "test_list": []}, "field 'test_list' must be a list of texts"),
+        ("mbpp", MBPP | {"task_id": "11"}, "'task_id' must be a whole number"),
+        ("mbpp", MBPP | {"test_list": []}, "field 'test_list' must be a list of texts"),
         ("livecodebench_v6", problem(contest_date="spring"), "Invalid isoformat"),
         ("livecodebench_v6", problem(metadata="{"), "field 'metadata' must be the text of a JSON object"),
-    ],
-)
-def test_a_field_that_cannot_be_used_is_named(name, row, says, tmp_path):
-    with pytest.raises(DataError, match=re.escape(says)):
-        read(name, lines(tmp_path / "x.jsonl", row))
+    ]:
+        with pytest.raises(DataError, match=re.escape(says)):
+            read(name, lines(tmp_path / "x.jsonl", row))
 
 
-def test_a_problem_for_the_second_time_is_refused(tmp_path):
-    row = {"question": "1+1=", "answer": "#### 2"}
-    path = lines(tmp_path / "x.jsonl", row, row | {"question": "2+2="}, row)
-    with pytest.raises(DataError, match=r"line 3: repeats the problem at .*line 1"):
-        read("gsm8k", path)
-
-
-@pytest.mark.parametrize(
-    ("file", "content", "says"),
-    [
+def test_a_file_that_is_not_what_its_name_says_is_refused(tmp_path):
+    for file, content, says in [
         ("x.jsonl", b'{"question": \n', "x.jsonl, line 1: not JSON"),
         ("x.jsonl", b"[1]\n", "x.jsonl, line 1: expected a JSON object, found list"),
         ("x.jsonl", b'{"question": "\xff"}\n', "x.jsonl, line 1: not JSON"),
         ("x.json", b"{}", "x.json: expected a JSON list of objects, found dict"),
-        ("x.json", b"[1]", "x.json, item 0: expected a JSON object"),
         ("x.csv", b"a,b", "whose name ends in .jsonl, .jsonl.gz, .json, .parquet"),
         ("x.jsonl.gz", b"plain", "x.jsonl.gz, after line 0: not gzip"),
-    ],
-)
-def test_a_file_that_is_not_what_its_name_says_is_refused(file, content, says, tmp_path):
-    (tmp_path / file).write_bytes(content)
-    with pytest.raises(DataError, match=re.escape(says)):
-        read("gsm8k", tmp_path / file)
-
-
-def test_parquet_files_are_read_like_the_others(tmp_path):
-    rows = [{"problem_idx": 1, "problem": "What is $2^2$?", "answer": 4, "problem_type": ["Algebra"]}]
-    (tmp_path / "data").mkdir()
-    table = pyarrow.Table.from_pylist(rows)
-    pyarrow.parquet.write_table(table, tmp_path / "data/train-00000-of-00001.parquet")
-    found, _ = read("hmmt25", tmp_path)
-    assert found == [("1", "What is $2^2$?" + BOXED, "4")]
-    (tmp_path / "data/x.parquet").write_bytes(b"PAR1 and nothing more")
-    with pytest.raises(DataError, match=r"x\.parquet: "):
-        read("hmmt25", tmp_path / "data/x.parquet")
+        ("x.parquet", b"PAR1 and nothing more", "x.parquet: "),
+    ]:
+        (tmp_path / file).write_bytes(content)
+        with pytest.raises(DataError, match=re.escape(says)):
+            read("gsm8k", tmp_path / file)
 
 
 @pytest.mark.lint
@@ -325,21 +266,20 @@ def test_the_labels_of_code_benchmarks_are_graded_by_the_code_verifier(tmp_path)
     method = "class Solution:\n    def total(self, xs, y):\n        return {}"
     check = "def check(candidate):\n    assert candidate(2) == 4\n"
     of_humaneval = {"task_id": "H/1", "prompt": "def twice(x):\n", "entry_point": "twice", "test": check}
-    of_mbpp = {"task_id": 11, "text": "Add one.", "test_list": ["assert f(1) == 2"]}
+    twice = "def twice(x):\n    return {} * x"
     cases = [
-        ("humaneval", of_humaneval, "def twice(x):\n    return 2 * x", "def twice(x):\n    return 5 * x"),
-        ("mbpp", of_mbpp, "def f(x):\n    return x + 1", "def f(x):\n    return x"),
+        ("humaneval", of_humaneval, twice.format(2), twice.format(5)),
+        ("mbpp", MBPP | {"test_list": ["assert f(1) == 2"]}, "f = lambda x: x + 1", "f = lambda x: x"),
         ("livecodebench_v6", problem(), "print(sum(map(int, input().split())))", "print(3)"),
         ("livecodebench_v6", OF_A_FUNCTION, method.format("sum(xs) + y"), method.format("y")),
     ]
     with open_verifier(DataConfig(rm_type="code", reward_workers=1)) as verifier:
         for number, (name, row, right, wrong) in enumerate(cases):
-            rows = BenchmarkRows(BENCHMARKS[name], name, str(lines(tmp_path / f"{number}.jsonl", row)))
-            ((_, made),) = rows
+            path = lines(tmp_path / f"{number}.jsonl", row)
+            ((_, made),) = BenchmarkRows(BENCHMARKS[name], name, str(path))
             prompt = Prompt(0, token_ids([1]), 1, made["label"], name, made["prompt"], made["metadata"])
             scores = verifier.score([(prompt, f"```python\n{code}\n```") for code in (right, wrong)])
-            assert [score.correct for score in scores] == [True, False], name
-            assert [score.error for score in scores] == [None, None]
+            assert [(score.correct, score.error) for score in scores] == [(True, None), (False, None)], name
 
 
 def test_files_are_known_by_their_checksums(tmp_path, monkeypatch):

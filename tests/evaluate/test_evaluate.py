@@ -1,143 +1,92 @@
-"""Evaluation against a policy and a verifier whose answers are known."""
+"""Evaluation against a policy and a verifier whose answers are known, also where it is interrupted."""
 
 import itertools
+import json
+import re
 from collections import Counter
 
 import numpy as np
 import pytest
 
-from megatron_ibpo.basics.records import Prompt, Sample, SampleRequest, token_ids
+from megatron_ibpo.basics.records import Prompt, Sample, token_ids
 from megatron_ibpo.config import EvalSampling
-from megatron_ibpo.evaluate import Corrector, eval_sample, evaluate
-from megatron_ibpo.evaluate.pass_at_k import (
-    best_of,
-    interval,
-    interval_over_prompts,
-    majority,
-    mean_over_prompts,
-    pass_at,
-)
+from megatron_ibpo.evaluate import Corrector, KeptError, KeptSamples, answered, eval_sample, evaluate
+from megatron_ibpo.evaluate import pass_at_k as measures
+from megatron_ibpo.evaluate.stored_samples import read_results, read_samples, samples_path
 from megatron_ibpo.rewards import answer_extractor
 from support.credit_cases import plain
 
-
-def prompts(count: int) -> list[Prompt]:
-    return [
-        Prompt(i, token_ids([i, 7]), head_length=2, label=str(i), task="t", text=f"question {i}")
-        for i in range(count)
-    ]
+NAN = float("nan")
 
 
-def made(request, tokens, finish="stop", logprob=0.0, written=None):
-    """Return the sample of a policy that says `tokens`; `written` are the flags of those that are its own."""
-    mask = np.ones(len(tokens), bool) if written is None else np.array(written)
-    return Sample(
-        prompt_token_ids=request.prompt_token_ids,
-        token_ids=token_ids(tokens),
-        logprobs=np.where(mask, np.float32(logprob), np.float32(0)),
-        finish_reason=finish,
-        temperature=request.temperature,
-        versions=((0, 1),),
-        loss_mask=mask,
-    )
+def measured(numbers, plan, *, right=1, samples=1, sampled=(1.0, 1.0, -1), answer=None, corrector=None):
+    """(the evaluation of prompts of these numbers, all requests)
 
+    Sample j of prompt i has the tokens, perhaps with a finish reason, that `plan(i, j, request)` says, at
+    log-probs of -1/(j+1). Its text is its first token: `right` is correct, 9 makes the verifier fail.
+    """
+    counts: Counter[int] = Counter()
+    requests = []
 
-def measured(
-    prompts,
-    ask,
-    *,
-    max_tokens=5,
-    samples=1,
-    temperature=1.0,
-    top_p=1.0,
-    top_k=-1,
-    answer=None,
-    corrector=None,
-):
-    """The evaluation of a policy that gives samples for (prompt, request) pairs. A response's text is its
-    first token."""
+    def ask(asked):
+        made = []
+        for one in asked:
+            request = one.request
+            number = int(request.prompt_token_ids[0])
+            said = plan(number, counts[number], request)
+            tokens, finish = said if isinstance(said, tuple) else (said, "stop")
+            own = Sample(
+                request.prompt_token_ids, token_ids(tokens),
+                np.full(len(tokens), -1 / (counts[number] + 1), np.float32), finish, request.temperature,
+                versions=((0, 1),), loss_mask=np.ones(len(tokens), bool),
+            )  # fmt: skip
+            if tokens[0] == 9:
+                own.reward_error = "verifier crashed"
+            else:
+                own.reward, own.correct = float(tokens[0] == right), tokens[0] == right
+            made.append(eval_sample("t", one, own, str(tokens[0]), answer, keep_tokens=True))
+            requests.append(request)
+            counts[number] += 1
+        return made
 
-    def kept(asked):
-        made = ask([(one.prompt, one.request) for one in asked])
-        return [
-            eval_sample("t", one, sample, str(sample.token_ids[0]), answer, keep_tokens=True)
-            for one, sample in zip(asked, made, strict=True)
-        ]
-
-    sampling = EvalSampling(samples, max_tokens, temperature, top_p, top_k)
-    evaluation, _ = evaluate(prompts, kept, sampling, has_answers=answer is not None, corrector=corrector)
-    return evaluation
-
-
-def answers(plan):
-    """A policy that answers as `plan(prompt number, greedy)` says: tokens, finish reason."""
-
-    def ask(asked: list[tuple[Prompt, SampleRequest]]) -> list[Sample]:
-        return [
-            one_is_right(made(request, *plan(request.prompt_token_ids[0], request.temperature == 0)))
-            for _, request in asked
-        ]
-
-    return ask
-
-
-def one_is_right(response: Sample) -> Sample:
-    """Token 1 is a correct answer, token 9 makes the verifier fail."""
-    if response.token_ids[0] == 9:
-        response.reward_error = "verifier crashed"
-    else:
-        response.reward = float(response.token_ids[0] == 1)
-        response.correct = response.reward == 1.0
-    return response
+    prompts = [Prompt(i, token_ids([i, 7]), 2, str(i), "t", f"question {i}") for i in numbers]
+    sampling = EvalSampling(samples, 5, *sampled)
+    has_answers = answer is not None
+    return evaluate(prompts, ask, sampling, has_answers=has_answers, corrector=corrector)[0], requests
 
 
 def test_accuracies_lengths_and_truncation_are_counted():
-    def plan(number, greedy):
-        if greedy:
-            return [1], "stop"
-        return ([1, 2, 3], "stop") if number < 3 else ([0], "length")
+    def plan(number, j, request):
+        if request.temperature == 0:
+            return [1]
+        return [1, 2, 3] if number < 3 else ([0], "length")
 
-    result = measured(prompts(4), answers(plan))
-
-    assert result.accuracy == 0.75
-    assert result.greedy_accuracy == 1.0
-    assert result.reward == 0.75
-    assert result.mean_length == 2.5
-    assert result.truncated_share == 0.25
-    assert result.reward_errors == 0
+    result, _ = measured(range(4), plan)
+    assert (result.accuracy, result.greedy_accuracy, result.reward) == (0.75, 1.0, 0.75)
+    assert (result.mean_length, result.truncated_share, result.reward_errors) == (2.5, 0.25, 0)
     # Wilson's interval of 3 in 4
     assert (result.accuracy_low, result.accuracy_high) == pytest.approx((0.3006, 0.9544), abs=1e-4)
     assert result.metrics()["accuracy"] == 0.75
     assert "accuracy 0.750 [0.301, 0.954] sampled, 1.000 greedy" in str(result)
+    assert (result.pass_at, result.majority_accuracy, result.best_of_accuracy) == ({}, None, None)
 
 
 def test_a_failed_verifier_is_counted_and_is_no_wrong_answer():
-    def plan(number, greedy):
-        return ([9], "stop") if number == 0 else ([1], "stop")
-
-    result = measured(prompts(4), answers(plan))
+    result, _ = measured(range(4), lambda number, j, request: [1 if number else 9])
     assert result.reward_errors == 2, "once sampled, once greedy"
     assert result.accuracy == 1.0
     assert "2 reward errors" in str(result)
-
-
-def test_nothing_scored_is_an_error_with_the_first_cause():
     with pytest.raises(ValueError, match="verifier crashed"):
-        measured(prompts(2), answers(lambda number, greedy: ([9], "stop")))
-
-
-def test_no_prompts_is_an_error():
+        measured(range(2), lambda *_: [9])
     with pytest.raises(ValueError, match="at least one prompt"):
-        measured([], answers(lambda number, greedy: ([1], "stop")))
+        measured([], lambda *_: [1])
 
 
 def test_several_samples_a_prompt_widen_the_interval_by_prompts_not_samples():
-    # every prompt is always right or always wrong: 16 samples of it tell no more than one
-    def plan(number, greedy):
-        return [number % 2], "stop"
-
-    once = measured(prompts(64), answers(plan))
-    often = measured(prompts(64), answers(plan), samples=16)
+    """Every prompt is always right or always wrong: 16 samples of it tell no more than one."""
+    once, often = (
+        measured(range(64), lambda number, j, request: [number % 2], samples=n)[0] for n in (1, 16)
+    )
     assert often.accuracy == once.accuracy == 0.5
     assert often.samples_per_prompt == 16
     width = often.accuracy_high - often.accuracy_low
@@ -145,146 +94,85 @@ def test_several_samples_a_prompt_widen_the_interval_by_prompts_not_samples():
 
 
 def test_requests_are_the_same_at_every_evaluation_and_differ_within_one():
-    seen: list[list[SampleRequest]] = []
-
-    def ask(asked):
-        seen.append([request for _, request in asked])
-        assert all(prompt.token_ids is request.prompt_token_ids for prompt, request in asked)
-        return answers(lambda number, greedy: ([1], "stop"))(asked)
-
-    for _ in range(2):
-        measured(prompts(3), ask, samples=4, temperature=0.7, top_p=0.9, top_k=3)
-    assert plain(seen[0]) == plain(seen[1])
-    sampled = [request for request in seen[0] if request.temperature > 0]
-    assert len(sampled) == 12
-    assert len({request.seed for request in sampled}) == 12
-    assert all((request.temperature, request.top_p, request.top_k) == (0.7, 0.9, 3) for request in sampled)
-    assert len(seen[0]) - len(sampled) == 3, "one greedy response a prompt"
+    first, again = (measured(range(3), lambda *_: [1], samples=4, sampled=(0.7, 0.9, 3))[1] for _ in range(2))
+    assert plain(first) == plain(again)
+    sampled = [request for request in first if request.temperature > 0]
+    assert len({request.seed for request in sampled}) == len(sampled) == 12
+    assert {(request.temperature, request.top_p, request.top_k) for request in sampled} == {(0.7, 0.9, 3)}
+    assert len(first) - len(sampled) == 3, "one greedy response a prompt"
     # the seeds of a prompt do not depend on which other prompts are evaluated with it
-    measured(prompts(3)[2:], ask, samples=4, temperature=0.7)
-    assert [r.seed for r in seen[2] if r.temperature > 0] == [
-        r.seed for r in sampled if r.prompt_token_ids[0] == 2
-    ]
+    alone = measured([2], lambda *_: [1], samples=4, sampled=(0.7, 1.0, -1))[1]
+    of_third = [request.seed for request in sampled if request.prompt_token_ids[0] == 2]
+    assert [request.seed for request in alone if request.temperature > 0] == of_third
 
 
-# ------------------------------------------------------------------------------ several samples, correction
+def test_pass_at_k_is_the_chance_that_one_of_k_drawn_scored_samples_is_right():
+    for hits, n, k in ((0, 4, 2), (4, 4, 2), (1, 4, 1), (1, 4, 2), (2, 4, 2), (1, 4, 4)):
+        outcomes = [1.0] * hits + [0.0] * (n - hits)
+        drawn = [any(chosen) for chosen in itertools.combinations(outcomes, k)]
+        assert measures.pass_at(np.array([outcomes]), k).tolist() == pytest.approx([np.mean(drawn)])
+    by_prompt = measures.pass_at(np.array([[1, 0, NAN, NAN], [0, 0, 0, 0], [1, NAN, NAN, NAN]]), 2)
+    assert by_prompt.tolist() == pytest.approx([1, 0, NAN], nan_ok=True)
+    assert measures.mean_over_prompts(by_prompt) == pytest.approx(0.5)
+    assert measures.mean_over_prompts(measures.pass_at(np.array([[1, NAN]]), 2)) is None
 
 
-@pytest.mark.parametrize(
-    ("hits", "n", "k", "expected"),
-    [(0, 4, 2, 0.0), (4, 4, 2, 1.0), (1, 4, 1, 0.25), (1, 4, 2, 0.5), (2, 4, 2, 1 - 1 / 6), (1, 4, 4, 1.0)],
-)
-def test_pass_at_k_is_the_chance_that_one_of_k_drawn_samples_is_right(hits, n, k, expected):
-    outcomes = [1.0] * hits + [0.0] * (n - hits)
-    assert pass_at(np.array([outcomes]), k).tolist() == pytest.approx([expected])
-    drawn = [any(chosen) for chosen in itertools.combinations(outcomes, k)]
-    assert expected == pytest.approx(np.mean(drawn))
-
-
-def test_pass_at_k_counts_scored_samples_only():
-    nan = float("nan")
-    by_prompt = pass_at(np.array([[1, 0, nan, nan], [0, 0, 0, 0], [1, nan, nan, nan]]), 2)
-    assert by_prompt.tolist()[:2] == [1, 0]
-    assert np.isnan(by_prompt[2])
-    assert mean_over_prompts(by_prompt) == pytest.approx(0.5)
-    assert mean_over_prompts(pass_at(np.array([[1, nan]]), 2)) is None
-
-
-def test_the_most_frequent_answer_counts():
-    outcomes = np.array([[0, 0, 1, 0], [1, 0, 1, 0], [0, 1, 1, 1], [0, 0, 0, 0], [0, 0, 0, 1], [1, 1, 0, 0]])
-    answers = [
-        ["a", "a", "b", "c"],  # wrong twice, right once
-        ["a", "b", "a", "b"],  # undecided: half
-        [None, "a", "a", None],  # no answer is no vote
-        [None] * 4,  # no votes
-        ["", "", "", "a"],  # an empty answer is none
-        ["a", "a", "b", "b"],  # both twice, one of them right
-    ]
-    assert majority(outcomes, answers).tolist() == [0, 0.5, 1, 0, 1, 0.5]
-
-
-def test_an_answer_that_the_verifier_failed_on_is_judged_by_its_other_samples():
-    nan = float("nan")
-    outcomes = np.array([[nan, 1, 0], [nan, nan, 1]])
-    assert majority(outcomes, [["a", "a", "b"], ["a", "a", "b"]]).tolist() == [1, 0]
-
-
-def test_the_best_of_n_is_chosen_without_the_verifier():
+def test_the_most_frequent_answer_counts_and_the_best_of_n_is_chosen_without_the_verifier():
+    for outcomes, answers, expected in [
+        ([0, 0, 1, 0], "aabc", 0),  # wrong twice, right once
+        ([1, 0, 1, 0], "abab", 0.5),  # undecided
+        ([0, 1, 1, 1], [None, "a", "a", None], 1),  # no answer is no vote
+        ([0, 0, 0, 0], [None] * 4, 0),
+        ([0, 0, 0, 1], ["", "", "", "a"], 1),  # an empty answer is none
+        ([1, 1, 0, 0], "aabb", 0.5),  # both twice, one of them right
+        # an answer that the verifier failed on is judged by its other samples
+        ([NAN, 1, 0], "aab", 1),
+        ([NAN, NAN, 1], "aab", 0),
+    ]:
+        assert measures.majority(np.array([outcomes]), [list(answers)]).tolist() == [expected]
     outcomes = np.array([[1, 0], [0, 1]])
-    assert best_of(outcomes, np.array([[-0.1, -0.2], [-0.1, -0.2]])).tolist() == [1, 0]
-    assert best_of(outcomes, np.array([[-0.1, -0.2], [-0.3, -0.2]])).tolist() == [1, 1]
+    assert measures.best_of(outcomes, np.array([[-0.1, -0.2], [-0.1, -0.2]])).tolist() == [1, 0]
+    assert measures.best_of(outcomes, np.array([[-0.1, -0.2], [-0.3, -0.2]])).tolist() == [1, 1]
 
 
-def share_covered(intervals, truth):
-    return np.mean([low <= truth <= high for low, high in intervals])
-
-
-@pytest.mark.parametrize("samples", [1, 8])
-def test_the_interval_of_accuracy_covers_the_truth_nineteen_times_in_twenty(samples):
-    """Problems of very different difficulty: chances of a U-shaped Beta, whose mean is 1/3."""
-    rng = np.random.default_rng(0)
-    chances_RP = rng.beta(0.25, 0.5, size=(200, 60))
-    runs = (rng.random((200, 60, samples)) < chances_RP[..., None]).astype(float)
-    assert 0.92 <= share_covered([interval(run) for run in runs], 1 / 3) <= 0.98
-
-
-def test_the_interval_of_a_measure_covers_the_truth_nineteen_times_in_twenty():
-    """pass@2 of 6 samples: its mean is 1 - E[(1-p)²] = 1 - .6·1.6/(1·2) for p of Beta(.4, .6)."""
-    rng = np.random.default_rng(1)
-    chances_RP = rng.beta(0.4, 0.6, size=(200, 60))
-    runs = (rng.random((200, 60, 6)) < chances_RP[..., None]).astype(float)
-    intervals = [interval_over_prompts(pass_at(run, 2)) for run in runs]
-    assert 0.92 <= share_covered(intervals, 1 - 0.6 * 1.6 / 2) <= 0.98
-
-
-def test_few_problems_without_a_failure_do_not_look_certain():
-    low, high = interval_over_prompts(np.ones(5))
-    assert (low, high) == pytest.approx((0.5655, 1.0), abs=1e-4), "Wilson's of 5 in 5"
-
-
-def sampler(plan, score=one_is_right):
-    """A policy whose sample number j of prompt i has the tokens plan(i, j), at log-probs of -1/(j+1)."""
-    counts: Counter[int] = Counter()
-    requests: list[SampleRequest] = []
-
-    def sample(asked):
-        requests.extend(request for _, request in asked)
-        responses = []
-        for _, request in asked:
-            number = int(request.prompt_token_ids[0])
-            tokens = plan(number, counts[number], request)
-            responses.append(score(made(request, tokens, logprob=-1 / (counts[number] + 1))))
-            counts[number] += 1
-        return responses
-
-    return sample, requests
+def test_an_interval_covers_the_truth_nineteen_times_in_twenty():
+    """Of problems of very different difficulty: chances of a U-shaped Beta."""
+    for a, b, samples, measure, truth in [
+        (0.25, 0.5, 1, measures.interval, 1 / 3),
+        (0.25, 0.5, 8, measures.interval, 1 / 3),
+        # the mean of pass@2 is 1 - E[(1-p)²]
+        (0.4, 0.6, 6, lambda run: measures.interval_over_prompts(measures.pass_at(run, 2)), 1 - 0.96 / 2),
+    ]:  # fmt: skip
+        rng = np.random.default_rng(0)
+        chances_RP = rng.beta(a, b, size=(200, 60))
+        runs = (rng.random((200, 60, samples)) < chances_RP[..., None]).astype(float)
+        covered = [low <= truth <= high for low, high in map(measure, runs)]
+        assert 0.92 <= np.mean(covered) <= 0.98
+    few = measures.interval_over_prompts(np.ones(5))
+    assert few == pytest.approx((0.5655, 1.0), abs=1e-4), "Wilson's of 5 in 5: no failure is no certainty"
 
 
 def test_several_samples_are_evaluated_in_all_ways_at_once():
     """Four samples of two prompts; token 1 is right. Prompt 0: right once, the last and likeliest; prompt 1:
     right three times, not the last. The answer is the first token."""
     plan = {0: [0, 0, 2, 1], 1: [1, 1, 1, 0]}
-    sample, _ = sampler(lambda i, j, request: [plan[i][j] if j < 4 else 1, 7])
-    result = measured(prompts(2), sample, samples=4, answer=lambda prompt, text: text)
+    result, _ = measured(
+        range(2),
+        lambda i, j, request: [plan[i][j] if j < 4 else 1, 7],
+        samples=4,
+        answer=lambda _, text: text,
+    )
     assert result.accuracy == 0.5
     assert result.pass_at == {2: pytest.approx((0.5 + 1) / 2), 4: 1.0}
-    assert result.majority_accuracy == 0.5
-    assert result.best_of_accuracy == 0.5
+    assert (result.majority_accuracy, result.best_of_accuracy) == (0.5, 0.5)
     metrics = result.metrics()
     assert metrics["pass_at_4"] == 1.0
-    assert "pass_at" not in metrics
-    assert "corrected_accuracy" not in metrics
-    assert "by_prompt" not in metrics
+    assert not {"pass_at", "corrected_accuracy", "by_prompt"} & metrics.keys()
     assert "pass@2 0.750, pass@4 1.000, maj@4 0.500, best-of-4 0.500" in str(result)
     assert result.by_prompt == {
         "accuracy": [0.25, 0.75], "greedy_accuracy": [1, 1], "pass_at_2": [0.5, 1], "pass_at_4": [1, 1],
         "majority_accuracy": [0, 1], "best_of_accuracy": [1, 0],
     }  # fmt: skip
-
-
-def test_one_sample_is_not_voted_on():
-    result = measured(prompts(2), answers(lambda number, greedy: ([1], "stop")))
-    assert (result.pass_at, result.majority_accuracy, result.best_of_accuracy) == ({}, None, None)
 
 
 def corrector(num_candidates=2, max_context=100):
@@ -297,18 +185,22 @@ def corrector(num_candidates=2, max_context=100):
     return Corrector(prompt_ids, num_candidates, max_context)
 
 
+def ten_and_more(number, j, request):
+    """Sample j begins with 10 + j; a correction is 1 where 13 was shown."""
+    if request.prompt_token_ids[1] == 50:
+        return [1 if 13 in request.prompt_token_ids[2:] else 0]
+    return [10 + j]
+
+
+def corrections(requests):
+    return [request for request in requests if request.prompt_token_ids[1] == 50]
+
+
 def test_every_sample_is_corrected_without_a_look_at_rewards():
-    """Sample j of every prompt begins with 10 + j, all wrong; corrections are right where 13 was shown."""
-
-    def plan(number, j, request):
-        if request.prompt_token_ids[1] == 50:
-            return [1 if 13 in request.prompt_token_ids[2:] else 0]
-        return [10 + j]
-
-    sample, requests = sampler(plan)
-    result = measured(prompts(200), sample, samples=4, temperature=0.7, corrector=corrector())
+    sampled = (0.7, 1.0, -1)
+    result, requests = measured(range(200), ten_and_more, samples=4, sampled=sampled, corrector=corrector())
     assert result.accuracy == 0
-    asked = [r for r in requests if r.prompt_token_ids[1] == 50]
+    asked = corrections(requests)
     assert len(asked) == 4 * 200, "one of every sample"
     shown = Counter(tuple(r.prompt_token_ids[2:].tolist()) for r in asked)
     assert Counter(target for target, _ in shown.elements()) == dict.fromkeys(range(10, 14), 200)
@@ -321,76 +213,176 @@ def test_every_sample_is_corrected_without_a_look_at_rewards():
     assert result.corrections_skipped == 0
 
 
-def test_what_is_shown_does_not_depend_on_what_is_right():
-    def shown(right):
-        def score(response):
-            response.reward = float(response.token_ids[0] == right)
-            response.correct = response.reward == 1
-            return response
+def test_what_is_shown_does_not_depend_on_what_is_right_and_a_prompt_that_does_not_fit_is_left_out():
+    def shown(count, samples, right, shows):
+        own = corrector(num_candidates=shows)
+        _, requests = measured(range(count), ten_and_more, right=right, samples=samples, corrector=own)
+        return [request.prompt_token_ids.tolist() for request in corrections(requests)]
 
-        sample, requests = sampler(lambda number, j, request: [10 + j], score)
-        measured(prompts(20), sample, samples=4, corrector=corrector(num_candidates=3))
-        return [r.prompt_token_ids.tolist() for r in requests if r.prompt_token_ids[1] == 50]
+    assert shown(20, 4, right=10, shows=3) == shown(20, 4, right=12, shows=3)
+    # K = 1: what is shown is the sample and nothing else
+    assert [ids[2:] for ids in shown(3, 2, right=1, shows=1)] == [[10], [11]] * 3
 
-    assert shown(10) == shown(12)
+    def plan(number, j, request):
+        return [1 if (number, j) in {(0, 0), (0, 1), (1, 0)} else 0]
 
-
-def test_a_sample_alone_is_corrected_by_itself():
-    """K = 1: what is shown is the sample and nothing else."""
-    sample, requests = sampler(lambda number, j, request: [10 + j])
-    measured(prompts(3), sample, samples=2, corrector=corrector(num_candidates=1))
-    asked = [r.prompt_token_ids[2:].tolist() for r in requests if r.prompt_token_ids[1] == 50]
-    assert asked == [[10], [11]] * 3
-
-
-def test_a_sample_whose_correction_prompt_does_not_fit_stands_for_it():
-    sample, _ = sampler(lambda number, j, request: [1] if (number, j) in {(0, 0), (0, 1), (1, 0)} else [0])
-    result = measured(prompts(2), sample, samples=2, corrector=corrector(max_context=8))
-    assert result.corrections_skipped == 4
-    assert result.corrected_accuracy == 0.75
+    result, _ = measured(range(2), plan, samples=2, corrector=corrector(max_context=8))
+    assert (result.corrections_skipped, result.corrected_accuracy) == (4, 0.75)
 
 
 def test_what_was_cut_off_and_what_has_no_answer_are_counted_apart():
     """Token 3 has no answer, 4 an empty one; prompts 0 and 1 are cut off, one of them without an answer."""
-    said = {0: [3], 1: [0], 2: [3], 3: [4]}
 
-    def plan(number, greedy):
-        return said.get(number, [1]), "length" if number < 2 else "stop"
+    def plan(number, j, request):
+        return [{0: 3, 1: 0, 2: 3, 3: 4}.get(number, 1)], "length" if number < 2 else "stop"
 
     found = {"3": None, "4": ""}
-    result = measured(prompts(8), answers(plan), answer=lambda prompt, text: found.get(text, text))
-    assert result.truncated_share == 2 / 8
-    assert result.no_answer_share == 2 / 8
+    result, _ = measured(range(8), plan, answer=lambda prompt, text: found.get(text, text))
+    assert (result.truncated_share, result.no_answer_share) == (2 / 8, 2 / 8)
     assert "25.0% truncated, 25.0% without an answer" in str(result)
+    unknown, _ = measured(range(2), lambda *_: [1], samples=2)
+    assert (unknown.no_answer_share, unknown.majority_accuracy) == (None, None)
+    assert "no_answer_share" not in unknown.metrics()
 
 
-def test_without_an_extractor_nothing_is_said_of_answers():
-    result = measured(prompts(2), answers(lambda number, greedy: ([1], "stop")), samples=2)
-    assert (result.no_answer_share, result.majority_accuracy) == (None, None)
-    assert "no_answer_share" not in result.metrics()
-
-
-@pytest.mark.parametrize(
-    ("response", "expected"),
-    [
-        (r"first \boxed{1}, no: \boxed{ \frac{1}{2} }.", r"\frac{1}{2}"),
-        (r"so \boxed{1} or \boxed{ \frac{1}{2} }.", r"1,\frac{1}{2}"),
-        (r"<think>\boxed{1}</think> It is 2.", "2"),
-        (r"<think>\boxed{1}", None),
-        ("The answer is 42.", "42"),
-        ("The answer is $x+1$", "x+1"),
-        ("3 + 4 = 7", "7"),
-        ("no idea", None),
-    ],
-)
-def test_the_answer_of_a_mathematical_response(response, expected):
-    extract = answer_extractor("math")
-    assert extract is not None
-    assert extract(response) == expected
-
-
-def test_answers_are_extracted_where_the_verifier_says_how():
-    extract = answer_extractor("reasoning_gym")
-    assert extract is not None
-    assert extract("1+1=2#2") == "2"
+def test_the_answer_of_a_response_is_extracted_as_its_verifier_says():
+    for verifier, response, expected in [
+        ("math", r"first \boxed{1}, no: \boxed{ \frac{1}{2} }.", r"\frac{1}{2}"),
+        ("math", r"so \boxed{1} or \boxed{ \frac{1}{2} }.", r"1,\frac{1}{2}"),
+        ("math", r"<think>\boxed{1}</think> It is 2.", "2"),
+        ("math", r"<think>\boxed{1}", None),
+        ("math", "The answer is 42.", "42"),
+        ("math", "The answer is $x+1$", "x+1"),
+        ("math", "3 + 4 = 7", "7"),
+        ("math", "no idea", None),
+        ("reasoning_gym", "1+1=2#2", "2"),
+    ]:
+        extract = answer_extractor(verifier)
+        assert extract is not None
+        assert extract(response) == expected
     assert answer_extractor("json:loads") is None
+
+
+SETTINGS = {"policy": "aaaa", "--eval-temperature": 0.6, "--seed": 0}
+SAMPLING = EvalSampling(samples=4, max_tokens=8, temperature=0.6, top_p=1.0, top_k=-1)
+PROMPTS = [Prompt(i, token_ids([i, 7]), 2, str(i), "t", f"question {i}") for i in range(5)]
+
+
+class Killed(BaseException):
+    """The process ends here."""
+
+
+class SimulatedEngine:
+    """Writes what a request's seed says, in an order of its own, and may be killed on the way."""
+
+    def __init__(self, dies_after=None, failing=()):
+        self.asked, self.dies_after, self.failing = [], dies_after, set(failing)
+
+    def __call__(self, asked, each):
+        for index in np.random.default_rng(0).permutation(len(asked)).tolist():
+            if len(self.asked) == self.dies_after:
+                raise Killed
+            one = asked[index]
+            self.asked.append(one.key)
+            request = one.request
+            written = [1 + request.seed % 3, int(request.prompt_token_ids[-1])]
+            logprobs = np.array([-0.25, -request.seed % 7], np.float32)
+            sample = Sample(
+                request.prompt_token_ids, token_ids(written), logprobs, "stop", request.temperature,
+                versions=((0, 0),), loss_mask=np.ones(2, bool),
+            )  # fmt: skip
+            if one.key in self.failing:
+                sample.reward_error = "no sandbox"
+            else:
+                sample.reward, sample.correct = float(written[0] == 1), written[0] == 1
+            answer = lambda _, text: text  # noqa: E731
+            each(index, eval_sample("sums", one, sample, str(written), answer, keep_tokens=True))
+
+
+def evaluated(directory, engine=None, settings=SETTINGS, *, corrects=True):
+    """A whole evaluation in one process: (summary, samples)."""
+
+    def prompt_ids(prompt, shown):
+        return token_ids([prompt.index, *(s.token_ids[0] for s in shown), 9])
+
+    with KeptSamples(directory, "/models/a", {"sums": settings}) as kept:
+
+        def ask(asked):
+            return answered(asked, kept.found("sums"), engine or SimulatedEngine(), kept.add)
+
+        corrector = Corrector(prompt_ids, 2, 64) if corrects else None
+        return evaluate(PROMPTS, ask, SAMPLING, has_answers=True, corrector=corrector)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    return evaluated(tmp_path_factory.mktemp("whole"))
+
+
+@pytest.mark.parametrize(("dies_after", "cut"), [(0, 0), (1, 0), (10, 5), (13, 0), (24, 0), (25, 0), (44, 0)])
+def test_an_evaluation_that_is_killed_goes_on_where_it_stopped(dies_after, cut, tmp_path, undisturbed):
+    """20 samples and 5 greedy ones, then 20 corrections: killed anywhere, nothing is asked twice but what
+    a line was not finished for, and what comes out is what would have come out."""
+    first, second, third = SimulatedEngine(dies_after), SimulatedEngine(), SimulatedEngine()
+    with pytest.raises(Killed):
+        evaluated(tmp_path, first)
+    assert read_results(tmp_path)["status"] == "unfinished"
+    if cut:
+        path = samples_path(tmp_path, "sums")
+        path.write_bytes(path.read_bytes()[:-cut])
+    assert evaluated(tmp_path, second) == undisturbed
+    assert set(first.asked) & set(second.asked) == ({first.asked[-1]} if cut else set())
+    assert len({*first.asked, *second.asked}) == 45
+    assert {sample.key for sample in read_samples(tmp_path, "sums")} == {s.key for s in undisturbed[1]}
+    assert evaluated(tmp_path, third) == undisturbed
+    assert third.asked == []
+
+
+def test_samples_that_the_verifier_failed_on_are_asked_again(tmp_path, undisturbed):
+    failing = [("sampled", 2, 1), ("greedy", 4, 0)]
+    broken, _ = evaluated(tmp_path, SimulatedEngine(failing=failing), corrects=False)
+    assert broken.reward_errors == 2
+    second = SimulatedEngine()
+    mended, samples = evaluated(tmp_path, second, corrects=False)
+    assert sorted(second.asked) == sorted(failing)
+    assert mended.reward_errors == 0
+    assert samples == undisturbed[1][:25]
+    assert len(read_samples(tmp_path, "sums")) == 25, "one line a sample"
+
+
+def test_samples_of_other_settings_and_lines_that_are_none_are_refused(tmp_path):
+    evaluated(tmp_path)
+    path = samples_path(tmp_path, "sums")
+    before = path.read_text()
+    other = SETTINGS | {"--eval-temperature": 0.7, "policy": "bbbb"}
+    differs = "policy was 'aaaa', is 'bbbb'; --eval-temperature was 0.6, is 0.7"
+    with pytest.raises(KeptError, match=differs):
+        evaluated(tmp_path, settings=other)
+    assert path.read_text() == before
+    first = json.loads(before.splitlines()[0])
+    assert first.keys() >= {
+        "set", "id", "prompt_index", "kind", "number", "prompt", "label", "text", "answer", "reward",
+        "correct", "error", "finish_reason", "num_tokens", "details",
+    }  # fmt: skip
+    assert (first["set"], first["prompt"]) == ("sums", f"question {first['prompt_index']}")
+    unsettled = json.dumps(first | {"settings": "0" * 16})
+    none = "no sample of an evaluation"
+    for line, says in [(unsettled, "made by other settings"), *((x, none) for x in ("{}", "[1]", "no JSON"))]:
+        path.write_text(f"{before}{line}\n")
+        with pytest.raises(KeptError, match=rf"sums\.samples\.jsonl, line 46: {says}"):
+            evaluated(tmp_path)
+    (tmp_path / "results.json").unlink()
+    with pytest.raises(KeptError, match="the settings it was made with are not recorded"):
+        evaluated(tmp_path)
+    for content in ("[]", '{"sets": 1}', '{"sets": {"a": {}}}', "x"):
+        (tmp_path / "results.json").write_text(content)
+        with pytest.raises(KeptError, match=re.escape("results.json: ")):
+            evaluated(tmp_path)
+
+
+def test_another_set_is_added_beside_what_is_there(tmp_path):
+    evaluated(tmp_path)
+    with KeptSamples(tmp_path, "/models/a", {"more": {"--seed": 1}}) as kept:
+        assert kept.num_found == 0
+    assert list(read_results(tmp_path)["sets"]) == ["sums", "more"]
+    assert len(read_samples(tmp_path, "sums")) == 45

@@ -1,20 +1,21 @@
-"""`ibpo evaluate`: what it is told, what it leaves, and two of them compared. Whole evaluations are in
-test_evaluation_run.py."""
+"""`ibpo evaluate`: what it is told, what it leaves, and two of them compared."""
 
 import io
 import json
 import re
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 
 import matplotlib.image
 import pytest
 from rich.console import Console
 
 from megatron_ibpo.commands.evaluate import main, policy_of
-from megatron_ibpo.config import Config, ConfigError, EvalSampling, write_config
+from megatron_ibpo.config import Config, EvalSampling, write_config
 from megatron_ibpo.data import load_tokenizer
 from megatron_ibpo.evaluate import KeptSamples, SetEvaluation, evaluate, open_eval_sets
-from megatron_ibpo.evaluate.sets import finish_results, half_of
+from megatron_ibpo.evaluate.sets import finish_results
 from megatron_ibpo.report.evaluation_report import report_evaluation
 from megatron_ibpo.report.summary import measures
 from megatron_ibpo.run.checks import check_evaluation
@@ -34,16 +35,14 @@ def run_dir(tmp_path):
     config.data.eval_prompt_data = "reasoning_gym://chain_sum"
     config.data.prompt_data = ("reasoning_gym://chain_sum",)
     config.rollout.rollout_max_response_len = 48
-    config.run.run_dir = tmp_path / "run"
-    config.run.load = tmp_path / "another"
-    config.run.seed = 7
+    config.run.run_dir, config.run.load, config.run.seed = tmp_path / "run", tmp_path / "another", 7
     config.cluster.ray_address = "10.0.0.1:6379"
     (tmp_path / "run/hf").mkdir(parents=True)
     write_config(config, tmp_path / "run/config.yaml")
     return tmp_path / "run"
 
 
-def test_a_run_gives_the_settings_and_flags_win_over_them(run_dir):
+def test_a_run_gives_the_settings_and_flags_win_over_them(run_dir, tmp_path, monkeypatch):
     config = policy_of([str(run_dir), "--n-samples-per-eval-prompt", "4", "--seed", "8"]).config
     assert config.model.hf_checkpoint == run_dir / "hf"
     assert config.run.run_dir == run_dir / "evaluate"
@@ -51,104 +50,63 @@ def test_a_run_gives_the_settings_and_flags_win_over_them(run_dir):
     assert config.rollout.rollout_max_response_len == 48
     assert config.data.eval_prompt_data == "reasoning_gym://chain_sum"
     assert (config.run.load, config.cluster.ray_address) == (None, None)
-
-
-def test_another_policy_is_evaluated_by_the_settings_of_a_run(run_dir, tmp_path):
-    flags = ["--hf-checkpoint", str(TINY), "--run-dir", str(tmp_path / "b")]
-    config = policy_of([str(run_dir), *flags]).config
+    # another policy is evaluated by the settings of a run
+    config = policy_of([str(run_dir), "--hf-checkpoint", str(TINY), "--run-dir", str(tmp_path / "b")]).config
     assert (config.model.hf_checkpoint, config.run.run_dir) == (TINY, tmp_path / "b")
-
-
-def test_a_relative_run_counts_from_where_the_user_stands(run_dir, monkeypatch):
-    monkeypatch.setenv("IBPO_CWD", str(run_dir.parent))
+    monkeypatch.setenv("IBPO_CWD", str(run_dir.parent))  # where the user stands
     assert policy_of(["run"]).config.model.hf_checkpoint == run_dir / "hf"
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["nowhere"], "nowhere is not a policy: a run's directory has a config.yaml"),
-        ([], "--hf-checkpoint: required"),
-        (["--hf-checkpoint", str(TINY)], "--eval-prompt-data: required for evaluation"),
-        (["--hf-checkpoint", str(TINY), "--eval-num-prompts", "0"], "--eval-num-prompts: must be at least 1"),
-        (["--hf-checkpoint", str(TINY), "--load", "runs/a"], "--load: only for training"),
-        (
-            ["--hf-checkpoint", str(TINY), "--eval-prompt-data", "a.jsonl", "--eval-compare-and-correct"],
-            "--n-samples-per-eval-prompt is 1",
-        ),
-    ],
-)
-def test_what_cannot_work_is_refused_before_anything_starts(words, says, capsys):
-    assert main(words) == 2
-    said = capsys.readouterr().err
-    assert says in said
-    assert "Traceback" not in said
-
-
-def test_a_run_without_a_policy_is_refused(run_dir, capsys):
+def test_what_cannot_work_is_refused_before_anything_starts(run_dir, capsys):
     (run_dir / "hf").rmdir()
-    assert main([str(run_dir)]) == 2
-    assert f"{run_dir}/hf: not found. A run exports its policy" in capsys.readouterr().err
+    of_tiny = ["--hf-checkpoint", str(TINY)]
+    compares = [*of_tiny, "--eval-prompt-data", "a.jsonl", "--eval-compare-and-correct"]
+    for words, says in [
+        ([], "--hf-checkpoint: required"),
+        (of_tiny, "--eval-prompt-data: required for evaluation"),
+        ([*of_tiny, "--eval-num-prompts", "0"], "--eval-num-prompts: must be at least 1"),
+        ([*of_tiny, "--load", "runs/a"], "--load: only for training"),
+        (compares, "--n-samples-per-eval-prompt is 1"),
+        ([str(run_dir)], f"{run_dir}/hf: not found. A run exports its policy"),
+    ]:
+        assert main(words) == 2
+        said = capsys.readouterr().err
+        assert says in said
+        assert "Traceback" not in said
 
 
 SUMS = "reasoning_gym://chain_sum?min_terms=2&max_terms=3&min_digits=1&max_digits=1&compact=1"
 
 
-def small(tmp_path, *specs, **settings) -> Config:
-    """An evaluation of a tiny model whose context start-up has resolved; its settings are in a recipe, which
-    is read ten times as fast as flags."""
+def opened(tmp_path, *specs, **settings):
+    """The sets of an evaluation of a tiny model whose context start-up has resolved."""
     given = {"rollout_max_response_len": 48, "eval_num_prompts": 3} | settings
     given |= {"hf_checkpoint": str(TINY), "run_dir": str(tmp_path / "out")}
-    recipe = tmp_path / "evaluation.yaml"
+    recipe = tmp_path / "evaluation.yaml"  # is read ten times as fast as flags
     recipe.write_text(json.dumps(given))
     config = policy_of(["--config", str(recipe), "--eval-prompt-data", *map(str, specs)]).config
     config.rollout.rollout_max_context_len = 512
-    return config
-
-
-def opened(tmp_path, *specs, **settings):
-    config = small(tmp_path, *specs, **settings)
     check_evaluation(config)
     return open_eval_sets(config, TOKENIZER)
 
 
-@pytest.fixture
-def rows(tmp_path):
-    """A file of one's own: JSON Lines of simple sums."""
-
-    def write(name, *rows):
-        path = tmp_path / name
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return path
-
-    return write
+def rows(tmp_path, *fields):
+    """A file of JSON Lines: a simple sum each, with these fields beside it."""
+    sums = ({"prompt": f"{n}+1=", "label": str(n + 1)} | more for n, more in enumerate(fields))
+    path = tmp_path / "mine.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in sums))
+    return path
 
 
-def test_several_sets_have_names_and_a_single_one_needs_none(tmp_path, rows):
-    path = rows("mine.jsonl", {"prompt": "1+2=", "label": "3"})
+def test_several_sets_have_names_and_other_temperatures_are_sets_of_their_own(tmp_path):
+    path = rows(tmp_path, {})
     (alone,) = opened(tmp_path, path)
     assert (alone.name, alone.metrics({"accuracy": 0.5})) == ("mine", {"accuracy": 0.5})
     (named,) = opened(tmp_path, f"my={path}")
     assert named.metrics({"accuracy": 0.5}) == {"eval/my/accuracy": 0.5}
-    both = opened(tmp_path, f"my={path}", SUMS)
-    again = opened(tmp_path, f"my={path}", "--eval-prompt-data", SUMS)
-    for sets in (both, again):
-        assert [(own.name, own.is_named, len(own.prompts)) for own in sets] == [
-            ("my", True, 1),
-            ("chain_sum", True, 3),
-        ]
-
-
-def test_answers_are_extracted_where_the_verifier_of_a_set_defines_them(tmp_path, rows):
-    path = rows("mine.jsonl", {"prompt": "1+2=", "label": "3"})
-    (boxed,) = opened(tmp_path, path, rm_type="math")
-    assert boxed.answer(boxed.prompts[0], r"so it is \boxed{3}") == "3"
-    (tmp_path / "zero.py").write_text("def score(question, response, label, metadata):\n    return 0.0\n")
-    (own,) = opened(tmp_path, path, rm_type=f"{tmp_path / 'zero.py'}:score")
-    assert own.answer is None
-
-
-def test_a_set_is_sampled_at_other_temperatures_as_a_set_of_its_own(tmp_path):
+    for specs in ([f"my={path}", SUMS], [f"my={path}", "--eval-prompt-data", SUMS]):
+        both = [(own.name, own.is_named, len(own.prompts)) for own in opened(tmp_path, *specs)]
+        assert both == [("my", True, 1), ("chain_sum", True, 3)]
     plain, cool = opened(tmp_path, SUMS, eval_other_temperatures=[0.6])
     assert plain.metrics({"accuracy": 0.5}) == {"accuracy": 0.5}, "it keeps its metrics without a name"
     assert cool.metrics({"accuracy": 0.7}) == {"eval/chain_sum@0.6/accuracy": 0.7}
@@ -159,7 +117,17 @@ def test_a_set_is_sampled_at_other_temperatures_as_a_set_of_its_own(tmp_path):
     assert list(found) == ["accuracy", "greedy", "chain_sum@0.6/accuracy", "chain_sum@0.6/greedy"]
 
 
-def test_what_is_tuned_on_and_what_is_judged_by_share_no_question(tmp_path, rows):
+def test_answers_are_extracted_where_the_verifier_of_a_set_defines_them(tmp_path):
+    path = rows(tmp_path, {"level": 1, "id": "a"}, {"x": 0})
+    (boxed,) = opened(tmp_path, path, rm_type="math")
+    assert boxed.answer(boxed.prompts[0], r"so it is \boxed{3}") == "3"
+    assert boxed.notes == (f"{path}: fields that are not used: 'level', 'x'",)
+    (tmp_path / "zero.py").write_text("def score(question, response, label, metadata):\n    return 0.0\n")
+    (own,) = opened(tmp_path, path, rm_type=f"{tmp_path / 'zero.py'}:score")
+    assert own.answer is None
+
+
+def test_what_is_tuned_on_and_what_is_judged_by_share_no_question(tmp_path):
     def texts(half, spec):
         (own,) = opened(tmp_path, spec, eval_half=half, eval_num_prompts=60)
         return [prompt.text for prompt in own.prompts]
@@ -168,17 +136,13 @@ def test_what_is_tuned_on_and_what_is_judged_by_share_no_question(tmp_path, rows
     assert len(tuning) == len(test) == 60
     assert not set(tuning) & set(test)
     assert test == again
-    mine = rows("mine.jsonl", *({"prompt": f"{n}+1=", "label": str(n + 1)} for n in range(40)))
+    mine = rows(tmp_path, *[{}] * 40)
     halves = [set(texts(half, mine)) for half in ("tuning", "test")]
     assert halves[0] | halves[1] == {f"{n}+1=" for n in range(40)}
     assert not halves[0] & halves[1]
-
-
-def test_a_half_without_a_prompt_is_refused(tmp_path, rows):
-    text = next(text for n in range(9) if half_of(text := f"{n}+1=") == "tuning")
-    path = rows("mine.jsonl", {"prompt": text, "label": "3"})
+    mine = rows(tmp_path, {"prompt": halves[0].pop()})
     with pytest.raises(ValueError, match="--eval-half test: none of the prompts"):
-        opened(tmp_path, path, eval_half="test")
+        texts("test", mine)
 
 
 def test_how_a_set_is_sampled_follows_flags_then_the_preset_then_training(tmp_path):
@@ -193,46 +157,20 @@ def test_how_a_set_is_sampled_follows_flags_then_the_preset_then_training(tmp_pa
     assert sampling(**of_next, n_samples_per_eval_prompt=2, eval_top_p=1.0) == expected
 
 
-def test_fields_without_a_meaning_are_named(tmp_path, rows):
-    path = rows(
-        "mine.jsonl",
-        {"prompt": "1+2=", "label": "3", "level": 1, "id": "a"},
-        {"prompt": "2+2=", "label": "4", "x": 0},
-    )
-    (own,) = opened(tmp_path, path)
-    assert own.notes == (f"{path}: fields that are not used: 'level', 'x'",)
-
-
-@pytest.mark.parametrize(
-    ("specs", "settings", "says"),
-    [
+def test_a_set_that_cannot_be_used_is_refused(tmp_path):
+    one_sample = {"n_samples_per_eval_prompt": 1, "eval_compare_and_correct": True}
+    for specs, settings, says in [
+        (["a=x.jsonl", "a=y.jsonl"], {}, "--eval-prompt-data: must be SPEC, or NAME=SPEC each"),
+        (["a="], {}, "--eval-prompt-data: must be SPEC"),
         (["aime26://a.jsonl"], {}, "no benchmark 'aime26'; there are aime25, "),
         (["aime25:///nowhere.jsonl"], {}, "benchmark file /nowhere.jsonl: no such file"),
         ([SUMS, SUMS], {}, "two sets would be called 'chain_sum'; give them names, NAME=SPEC"),
         ([SUMS], {"eval_max_response_len": 512}, "512 leaves no room for "),
-    ],
-)
-def test_a_set_that_cannot_be_used_is_refused(tmp_path, specs, settings, says):
-    with pytest.raises(ValueError, match=re.escape(says)):
-        opened(tmp_path, *specs, **settings)
-
-
-@pytest.mark.parametrize(
-    ("specs", "settings", "says"),
-    [
-        (["a=x.jsonl", "a=y.jsonl"], {}, "--eval-prompt-data: must be SPEC, or NAME=SPEC each"),
-        (["a="], {}, "--eval-prompt-data: must be SPEC"),
         ([SUMS], {"eval_preset": "qwen3-32"}, "no preset 'qwen3-32'; there are qwen3-32b, "),
-        (
-            [SUMS],
-            {"eval_preset": "qwen3-32b", "eval_compare_and_correct": True, "n_samples_per_eval_prompt": 1},
-            "--n-samples-per-eval-prompt is 1",
-        ),
-    ],
-)
-def test_settings_that_contradict_each_other_are_refused(tmp_path, specs, settings, says):
-    with pytest.raises(ConfigError, match=re.escape(says)):
-        check_evaluation(small(tmp_path, *specs, **settings))
+        ([SUMS], {"eval_preset": "qwen3-32b"} | one_sample, "--n-samples-per-eval-prompt is 1"),  # not its 64
+    ]:
+        with pytest.raises(ValueError, match=re.escape(says)):
+            opened(tmp_path, *specs, **settings)
 
 
 def test_a_policy_is_a_run_a_hugging_face_or_a_megatron_checkpoint(run_dir, tmp_path):
@@ -252,20 +190,17 @@ def test_a_policy_is_a_run_a_hugging_face_or_a_megatron_checkpoint(run_dir, tmp_
 
 
 def written(own, policy_says):
-    """Samples of a set, two of each prompt, whose responses are `policy_says(prompt index, number)`."""
+    """Samples of a set, two of each prompt, whose (text, is right) is `policy_says(prompt index, number)`."""
 
-    def ask(asked):
-        return [row(own.name, one, *policy_says(one.key[1], one.key[2])) for one in asked]
+    def sample(asked):
+        kind, index, number = asked.key
+        text, correct = policy_says(index, number)
+        asks = {"set": own.name, "kind": kind, "prompt": asked.prompt.text, "label": asked.prompt.label}
+        asks |= {"answer": text or None, "mean_logprob": -1.0 - number}
+        return judged(index, number, text, float(correct), **asks)
 
+    ask = lambda asked: [sample(one) for one in asked]  # noqa: E731
     return SetEvaluation(own, *evaluate(own.prompts, ask, own.sampling, has_answers=True))
-
-
-def row(name, asked, text, correct):
-    kind, index, number = asked.key
-    asks = {"set": name, "kind": kind, "prompt": asked.prompt.text, "label": asked.prompt.label}
-    return judged(
-        index, number, text, float(correct), answer=text or None, mean_logprob=-1.0 - number, **asks
-    )
 
 
 def test_an_evaluation_leaves_results_a_picture_and_a_table(tmp_path):
@@ -273,70 +208,54 @@ def test_an_evaluation_leaves_results_a_picture_and_a_table(tmp_path):
     one = written(own, lambda index, number: ("yes", True) if index == 0 or number else ("", False))
     with KeptSamples(tmp_path / "out", "/models/a", {"sums": {"--seed": 0}}):
         pass
-    screen = io.StringIO()
-    report_evaluation(
-        tmp_path / "out",
-        "/models/a",
-        [one],
-        seconds={"start": 1.5, "evaluate": 2.5},
-        counts={"engine_restarts": 0, "verifier_deaths": 1},
-        console=Console(file=screen, width=100),
-    )
+    screen, seconds = io.StringIO(), {"start": 1.5, "evaluate": 2.5}
+    counts, console = {"engine_restarts": 0, "verifier_deaths": 1}, Console(file=screen, width=100)
+    report_evaluation(tmp_path / "out", "/models/a", [one], seconds=seconds, counts=counts, console=console)
     results = json.loads((tmp_path / "out/results.json").read_text())
-    of_set = results["sets"]["sums"]
+    of_set = results.pop("sets")["sums"]
     assert of_set["measures"] == one.evaluation.metrics()
     assert of_set["problems"]["id"] == ["0", "1", "2"]
     assert of_set["problems"]["accuracy"] == [1, 0.5, 0.5]
     assert of_set["intervals"]["accuracy"] == [one.evaluation.accuracy_low, one.evaluation.accuracy_high]
-    assert {key: results[key] for key in ("status", "policy", "seconds_by_stage", "counts")} == {
-        "status": "finished",
-        "policy": "/models/a",
-        "seconds_by_stage": {"start": 1.5, "evaluate": 2.5},
-        "counts": {"engine_restarts": 0, "verifier_deaths": 1},
-    }
+    expected = {"status": "finished", "policy": "/models/a", "seconds_by_stage": seconds, "counts": counts}
+    assert results.items() >= expected.items()
     assert matplotlib.image.imread(tmp_path / "out/evaluation.png").shape[0] > 300
     lines = [line.split("│") for line in screen.getvalue().splitlines() if "│" in line]
-    assert [[cell.strip() for cell in line][1:3] for line in lines] == [
-        ["accuracy, sampled", "0.667"],
-        ["accuracy, greedy", "0.333"],
-        ["pass@2", "1.000"],
-        ["maj@2", "1.000"],
-        ["best-of-2", "0.333"],
-        ["cut off", "0.000"],
-        ["without an answer", "0.333"],
-    ]
-
-
-# --------------------------------------------------------------------------------------- two of them compared
-
-
-def left(directory, own, policy_says, settings=None):
-    """The directory of a finished evaluation."""
-    with KeptSamples(directory, "p", {own.name: {"--seed": 0, "policy": str(directory), **(settings or {})}}):
-        finish_results(directory, [written(own, policy_says)], {})
-    return directory
+    assert {line[1].strip(): line[2].strip() for line in lines} == {
+        "accuracy, sampled": "0.667", "accuracy, greedy": "0.333", "pass@2": "1.000", "maj@2": "1.000",
+        "best-of-2": "0.333", "cut off": "0.000", "without an answer": "0.333",
+    }  # fmt: skip
 
 
 @pytest.fixture
 def sums(tmp_path):
-    """Twelve problems of which one or two samples are taken."""
     return opened(tmp_path, SUMS, n_samples_per_eval_prompt=2, eval_num_prompts=12)[0]
 
 
-def test_a_difference_on_every_problem_has_the_smallest_p(tmp_path, sums):
-    worse = left(tmp_path / "a", sums, lambda index, number: ("x", False))
-    better = left(tmp_path / "b", sums, lambda index, number: ("x", number == 0))
+@pytest.fixture
+def left(tmp_path, sums):
+    """Leave a finished evaluation of two samples of twelve problems, and return its directory."""
+
+    def write(policy_says, settings=None, **changes):
+        own, directory = replace(sums, **changes), Path(tempfile.mkdtemp(dir=tmp_path))
+        made_by = {"--seed": 0, "policy": str(directory)} | (settings or {})
+        with KeptSamples(directory, "p", {own.name: made_by}):
+            finish_results(directory, [written(own, lambda *key: ("x", policy_says(*key)))], {})
+        return directory
+
+    return write
+
+
+def test_two_evaluations_are_compared_problem_by_problem(left):
+    worse, better = left(lambda index, number: False), left(lambda index, number: number == 0)
     (one,) = compare_evaluations(worse, better, "accuracy")
     assert (one.first, one.second, one.difference.mean, one.problems, one.alone) == (0, 0.5, 0.5, 12, 0)
     assert one.permutation_p == pytest.approx(2 / 2**12), "all twelve signs alike, of 2^12"
+    assert one.settings == (), "the policies may differ"
     (other_way,) = compare_evaluations(better, worse, "accuracy")
     assert other_way.difference.mean == -0.5
-    assert one.settings == (), "the policies may differ"
-
-
-def test_differences_that_cancel_are_none(tmp_path, sums):
-    first = left(tmp_path / "a", sums, lambda index, number: ("x", index < 6))
-    second = left(tmp_path / "b", sums, lambda index, number: ("x", index >= 6), {"--eval-temperature": 0.7})
+    first = left(lambda index, number: index < 6)
+    second = left(lambda index, number: index >= 6, {"--eval-temperature": 0.7})
     (one,) = compare_evaluations(first, second, "accuracy")
     assert one.difference.mean == 0
     assert one.difference.low < 0 < one.difference.high
@@ -344,37 +263,28 @@ def test_differences_that_cancel_are_none(tmp_path, sums):
     assert one.settings == ("--eval-temperature None and 0.7",)
     (greedy,) = compare_evaluations(first, first, "greedy_accuracy")
     assert (greedy.difference.bootstrap_p, greedy.permutation_p) == (1, 1)
-
-
-def test_the_permutation_p_of_three_against_one_is_counted_by_hand(tmp_path, sums):
-    """Four problems differ: three for the second, one for the first. Of the 2^4 signs, the sum is at least 2
-    away from 0 in 2·(1 + 4) = 10."""
-    first = left(tmp_path / "a", sums, lambda index, number: ("x", index == 3))
-    second = left(tmp_path / "b", sums, lambda index, number: ("x", index < 3))
-    (one,) = compare_evaluations(first, second, "accuracy")
+    # four problems differ, three for the fourth, one for the third: of 2^4 signs, the sum is at least 2 from
+    # 0 in 2·(1 + 4) = 10
+    third, fourth = left(lambda index, number: index == 3), left(lambda index, number: index < 3)
+    (one,) = compare_evaluations(third, fourth, "accuracy")
     assert one.permutation_p == pytest.approx(10 / 16)
 
 
-def test_what_cannot_be_compared_is_refused(tmp_path, sums, capsys):
-    first = left(tmp_path / "a", sums, lambda index, number: ("x", True))
-    assert main(["compare", str(first), str(tmp_path / "nothing")]) == 2
-    assert "is it the directory of an evaluation?" in capsys.readouterr().err
-    assert main(["compare", str(first), str(first), "--measure", "pass_at_9"]) == 2
-    assert "'pass_at_9' was not measured in both; in both are accuracy" in capsys.readouterr().err
-    other = left(tmp_path / "b", replace(sums, name="others"), lambda index, number: ("x", True))
-    assert main(["compare", str(first), str(other)]) == 2
-    assert "no set is in both" in capsys.readouterr().err
-    asks_else = [replace(prompt, text="what?") for prompt in sums.prompts]
-    other = left(tmp_path / "c", replace(sums, prompts=asks_else), lambda index, number: ("x", True))
-    assert main(["compare", str(first), str(other)]) == 2
-    assert "these problems differ between the two: 0, 1" in capsys.readouterr().err
-
-
-def test_two_evaluations_are_shown_side_by_side(tmp_path, sums, capsys):
-    first = left(tmp_path / "a", sums, lambda index, number: ("x", False))
-    second = left(tmp_path / "b", replace(sums, prompts=sums.prompts[:10]), lambda index, number: ("x", True))
+def test_two_evaluations_are_shown_side_by_side_and_what_cannot_be_compared_is_refused(left, sums, capsys):
+    first = left(lambda index, number: False)
+    second = left(lambda index, number: True, prompts=sums.prompts[:10])
     assert main(["compare", str(first), str(second)]) == 0
     shown = capsys.readouterr().out
     assert "2 problems in only one of the two, left out" in shown
     assert re.search(r"chain_sum\s+│\s+10 │\s+0.000 │\s+1.000 │\s+\+1.000 ", shown)
     assert "≤ 0.0005" in shown, "the floor of so many resamples"
+    right = lambda index, number: True  # noqa: E731
+    first, others = left(right), left(right, name="others")
+    asks_else = left(right, prompts=[replace(prompt, text="what?") for prompt in sums.prompts])
+    for second, more, says in [
+        (first, ["--measure", "pass_at_9"], "'pass_at_9' was not measured in both; in both are accuracy"),
+        (others, [], "no set is in both"),
+        (asks_else, [], "these problems differ between the two: 0, 1"),
+    ]:
+        assert main(["compare", str(first), str(second), *more]) == 2
+        assert says in capsys.readouterr().err

@@ -36,11 +36,8 @@ def start(policy, run_dir):
     return subprocess.Popen(
         [sys.executable, "-m", "megatron_ibpo.commands.evaluate", *map(str, words)],
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+    )  # fmt: skip
 
 
 def finished(process):
@@ -53,25 +50,13 @@ def lines_of(run_dir):
     return sum(path.read_bytes().count(b"\n") for path in run_dir.glob("*.samples.jsonl"))
 
 
-def kill_with_all_it_started(process):
-    started = psutil.Process(process.pid).children(recursive=True)
-    process.kill()
-    process.communicate()
-    _, alive = psutil.wait_procs(started, timeout=30)
-    for left in alive:
-        left.kill()
-    psutil.wait_procs(alive, timeout=10)
-
-
-def measured(run_dir):
+def found(run_dir):
+    """(what was measured of each set, all responses)"""
     results = json.loads((run_dir / "results.json").read_text())
     assert results["status"] == "finished"
-    return {name: (entry["measures"], entry["problems"]) for name, entry in results["sets"].items()}
-
-
-def responses(run_dir):
     samples = [sample for name in ("sums", "short") for sample in read_samples(run_dir, name)]
-    return {(sample.set, *sample.key): sample.text for sample in samples}
+    measured = {name: (entry["measures"], entry["problems"]) for name, entry in results["sets"].items()}
+    return measured, {(sample.set, *sample.key): sample.text for sample in samples}
 
 
 @pytest.fixture(scope="module")
@@ -79,9 +64,10 @@ def undisturbed(tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("evaluation") / "whole"
     output = finished(start(TINY, run_dir))
     assert "sums: accuracy " in output
-    assert len(responses(run_dir)) == lines_of(run_dir) == IN_ALL
     assert (run_dir / "evaluation.png").exists()
-    return run_dir
+    measured, responses = found(run_dir)
+    assert len(responses) == lines_of(run_dir) == IN_ALL
+    return measured, responses
 
 
 def test_an_evaluation_that_is_killed_comes_to_the_same(undisturbed, tmp_path):
@@ -89,19 +75,23 @@ def test_an_evaluation_that_is_killed_comes_to_the_same(undisturbed, tmp_path):
     while lines_of(tmp_path) < 20:
         assert process.poll() is None, process.communicate()[0]
         time.sleep(0.05)
-    kill_with_all_it_started(process)
+    started = psutil.Process(process.pid).children(recursive=True)
+    process.kill()
+    process.communicate()
+    _, alive = psutil.wait_procs(started, timeout=30)
+    for left in alive:
+        left.kill()
+    psutil.wait_procs(alive, timeout=10)
     kept = lines_of(tmp_path)
     assert 20 <= kept < IN_ALL
     output = finished(start(TINY, tmp_path))
     assert f"{kept} samples of an earlier start are reused" in output
-    assert responses(tmp_path) == responses(undisturbed)
-    assert measured(tmp_path) == measured(undisturbed)
+    assert found(tmp_path) == undisturbed
 
 
 def test_a_megatron_checkpoint_is_evaluated_as_what_it_was_converted_from(undisturbed, tmp_path):
-    alone = World(0, 1, torch.device("cpu"), None)
-    hf_to_megatron(TINY, tmp_path / "stored", ParallelConfig(), alone)
+    hf_to_megatron(TINY, tmp_path / "stored", ParallelConfig(), World(0, 1, torch.device("cpu"), None))
     output = finished(start(tmp_path / "stored", tmp_path / "out"))
     assert f"converting {tmp_path}/stored to Hugging Face format in {tmp_path}/out/policy-" in output
     assert list((tmp_path / "out").glob("policy-*")) == [], "removed at the end"
-    assert measured(tmp_path / "out") == measured(undisturbed)
+    assert found(tmp_path / "out")[0] == undisturbed[0]

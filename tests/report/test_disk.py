@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from contextlib import contextmanager
 
 import pytest
@@ -22,10 +21,14 @@ from support.paths import ROOT
 
 
 class Disk:
-    """One that has no room for the first `times` writes."""
+    """One that has no room for the first `left` writes; `room` has a clock that only sleeping moves on."""
 
-    def __init__(self, times, code=errno.ENOSPC):
-        self.left, self.code, self.said = times, code, []
+    def __init__(self, left, code=errno.ENOSPC):
+        self.left, self.code, self.said, self.seconds = left, code, [], 0.0
+        self.room = DiskWait(600, self.said.append, now=lambda: self.seconds, sleep=self.sleep)
+
+    def sleep(self, seconds):
+        self.seconds += seconds
 
     def write(self):
         if self.left:
@@ -34,87 +37,45 @@ class Disk:
         return "written"
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
-def test_a_write_is_made_again_until_there_is_room(code):
-    disk = Disk(3, code)
-    assert DiskWait(60, disk.said.append, look_every=0.001).write(disk.write) == "written"
-    assert len(disk.said) == 2, "when it began, and when it was over"
-    assert "the run waits up to 60 s for space (--disk-wait)" in disk.said[0]
-    assert "space again" in disk.said[1]
-
-
-def test_there_is_an_end_to_waiting_for_room():
+def test_many_writers_share_one_deadline_also_where_small_writes_succeed_and_other_errors_have_none():
     disk = Disk(10**9)
-    began = time.monotonic()
-    with pytest.raises(DiskFullError, match=r"the disk stayed full for 0\.05 s .*No space left"):
-        DiskWait(0.05, disk.said.append, look_every=0.001).write(disk.write)
-    assert 0.05 <= time.monotonic() - began < 5
-    assert len(disk.said) == 1
-
-
-class Clock:
-    """A clock that only sleeping moves on."""
-
-    def __init__(self):
-        self.seconds = 0.0
-
-    def sleep(self, seconds):
-        self.seconds += seconds
-
-
-def clocked(disk, wait=600):
-    clock = Clock()
-    return clock, DiskWait(wait, disk.said.append, now=lambda: clock.seconds, sleep=clock.sleep)
-
-
-def test_many_writers_in_turn_share_one_deadline():
-    disk = Disk(10**9)
-    clock, room = clocked(disk)
     for _ in range(256):
-        with pytest.raises(DiskFullError, match="the disk stayed full for 600 s"):
-            room.write(disk.write)
-    assert clock.seconds == 600, "and not 43 hours"
+        with pytest.raises(DiskFullError, match=r"the disk stayed full for 600 s .*No space left"):
+            disk.room.write(disk.write)
+    assert disk.seconds == 600, "and not 43 hours"
     assert len(disk.said) == 1
-
-
-def test_a_write_that_found_room_again_begins_a_new_deadline():
-    disk = Disk(200)
-    clock, room = clocked(disk)
-    room.write(disk.write)
-    assert clock.seconds == 400
-    disk.left = 200
-    room.write(disk.write)
-    assert clock.seconds == 800
-    assert len(disk.said) == 4
-    disk.left = 10**9
-    with pytest.raises(DiskFullError):
-        room.write(disk.write)
-    disk.left = 0
-    room.write(disk.write)
-    disk.left = 3
-    assert room.write(disk.write) == "written", "the next deadline is a new one"
-
-
-def test_small_writes_that_succeed_do_not_keep_a_large_one_waiting_for_ever():
+    denied = Disk(1, errno.EACCES)
+    with pytest.raises(PermissionError):
+        denied.room.write(denied.write)
+    assert denied.said == []
     large, small = Disk(10**9), Disk(0)
-    clock, room = clocked(large)
 
     def write():
-        room.write(small.write)
-        if clock.seconds % 10 == 0:  # now and then a small one is refused, too
+        large.room.write(small.write)
+        if large.seconds % 10 == 0:  # now and then a small one is refused, too
             small.left = 1
         large.write()
 
     with pytest.raises(DiskFullError):
-        room.write(write)
-    assert clock.seconds <= 610
+        large.room.write(write)
+    assert large.seconds <= 610
 
 
-def test_what_else_fails_is_not_waited_for():
-    disk = Disk(1, errno.EACCES)
-    with pytest.raises(PermissionError):
-        DiskWait(60, disk.said.append).write(disk.write)
-    assert disk.said == []
+def test_a_write_is_made_again_until_there_is_room_and_then_a_new_deadline_begins():
+    disk = Disk(200)
+    assert disk.room.write(disk.write) == "written"
+    assert disk.seconds == 400
+    assert len(disk.said) == 2, "when it began, and when it was over"
+    assert "the run waits up to 600 s for space (--disk-wait)" in disk.said[0]
+    assert "space again after 400 s" in disk.said[1]
+    disk.left, disk.code = 200, errno.EDQUOT
+    disk.room.write(disk.write)
+    assert (disk.seconds, len(disk.said)) == (800, 4)
+    disk.left = 10**9
+    with pytest.raises(DiskFullError):
+        disk.room.write(disk.write)
+    for disk.left in (0, 3):
+        assert disk.room.write(disk.write) == "written", "the next deadline is a new one"
 
 
 @contextmanager
@@ -133,14 +94,30 @@ def small_files():
         signal.signal(signal.SIGXFSZ, before)
 
 
-def test_a_line_is_appended_whole_or_not_at_all(tmp_path):
-    path = tmp_path / "lines"
+def test_a_line_or_a_file_is_written_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "run" / "lines"
+    path.parent.mkdir()
     with small_files(), path.open("ab", buffering=0) as file:
         append_whole(file, b"a" * 3000 + b"\n")
         with pytest.raises(OSError, match=r"too large: .*lines"):
             append_whole(file, b"b" * 3000 + b"\n")
         append_whole(file, b"c\n")
-    assert path.read_bytes() == b"a" * 3000 + b"\nc\n"
+        assert path.read_bytes() == b"a" * 3000 + b"\nc\n"
+        write_whole(tmp_path / "kept.json", "old")
+        with pytest.raises(OSError, match="too large"):
+            write_whole(tmp_path / "kept.json", "new" * 10000)
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["kept.json", "run"]
+        assert (tmp_path / "kept.json").read_text() == "old"
+        shutil.rmtree(path.parent)  # the run was deleted meanwhile
+        with pytest.raises(FileNotFoundError, match="run/lines"):
+            append_whole(file, b"d\n")
+    log = MetricsLog(tmp_path)
+    with small_files(), pytest.raises(OSError, match="too large"):
+        log.append("step", 1, {"x" * 5000: 0.5}, {})
+    assert log.rows == []
+    log.append("step", 1, {"reward": 0.5}, {})
+    log.close()
+    assert [row["reward"] for row in read_rows(tmp_path / "metrics.jsonl")] == [0.5]
 
 
 def test_a_line_that_was_never_finished_is_left_out_and_cut_off(tmp_path):
@@ -152,42 +129,6 @@ def test_a_line_that_was_never_finished_is_left_out_and_cut_off(tmp_path):
     with open_records(path) as file:
         append_record(file, {"a": 3})
     assert path.read_text() == '{"a": 1}\n{"a": 3}\n'
-
-
-def test_a_line_for_a_file_that_was_deleted_meanwhile_is_an_error(tmp_path):
-    path = tmp_path / "run" / "lines"
-    path.parent.mkdir()
-    with path.open("ab", buffering=0) as file:
-        append_whole(file, b"a\n")
-        shutil.rmtree(path.parent)
-        with pytest.raises(FileNotFoundError, match="run/lines"):
-            append_whole(file, b"b\n")
-
-
-def test_a_file_that_finds_no_room_leaves_the_one_before(tmp_path):
-    write_whole(tmp_path / "kept.json", "old")
-    with small_files(), pytest.raises(OSError, match="too large"):
-        write_whole(tmp_path / "kept.json", "new" * 10000)
-    assert [path.name for path in tmp_path.iterdir()] == ["kept.json"]
-    assert (tmp_path / "kept.json").read_text() == "old"
-
-
-def test_a_row_that_found_no_room_is_nowhere_and_may_be_appended_again(tmp_path, monkeypatch):
-    log = MetricsLog(tmp_path)
-    disk = Disk(1)
-    whole = append_whole
-
-    def on_a_full_disk(file, data):
-        disk.write()
-        whole(file, data)
-
-    monkeypatch.setattr("megatron_ibpo.basics.record_lines.append_whole", on_a_full_disk)
-    with pytest.raises(OSError, match="No space"):
-        log.append("step", 1, {"reward": 0.5}, {})
-    assert log.rows == []
-    log.append("step", 1, {"reward": 0.5}, {})
-    log.close()
-    assert [row["reward"] for row in read_rows(tmp_path / "metrics.jsonl")] == [0.5]
 
 
 def test_a_tensorboard_that_cannot_write_is_said_once_and_the_rows_go_on(tmp_path, capfd, caplog):
@@ -217,9 +158,8 @@ with locked(Path(sys.argv[1])):
 
 def test_a_directory_has_one_run_whose_death_frees_it(tmp_path):
     run_dir = tmp_path / "new" / "run"
-    holder = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(run_dir)], stdout=subprocess.PIPE, text=True, cwd=ROOT
-    )
+    command = [sys.executable, "-c", HOLD, str(run_dir)]
+    holder = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     try:
         assert holder.stdout.readline() == "held\n"
         said = rf"{run_dir} is in use by process {holder.pid} on .*, since 2"
@@ -235,10 +175,5 @@ def test_a_directory_has_one_run_whose_death_frees_it(tmp_path):
             pass
     with locked(run_dir):
         pass
-
-
-def test_a_directory_that_cannot_be_written_is_said_before_it_is_locked(tmp_path):
-    (tmp_path / "file").write_text("")
-    within = tmp_path / "file" / "run"
-    with pytest.raises(ConfigError, match="cannot be written: Not a directory"), locked(within):
+    with pytest.raises(ConfigError, match="written: Not a directory"), locked(run_dir / "run.lock/x"):
         pass

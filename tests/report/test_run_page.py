@@ -1,22 +1,37 @@
-"""The page of runs: everything in one file, text of the model never more than text; in a browser."""
+"""The page of runs in one file and from its server: what it shows and to whom; and in a browser."""
 
+import http.client
 import json
+import os
 import re
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import contextmanager
 from html.parser import HTMLParser
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from starlette.testclient import TestClient
 
 from megatron_ibpo.basics.records import Group, Prompt, token_ids
+from megatron_ibpo.cluster.ray_token import TOKEN_FILE, write_token
 from megatron_ibpo.commands.page import main
-from megatron_ibpo.report import load_groups, rollout_path, save_groups
+from megatron_ibpo.report import rollout_path, save_groups
+from megatron_ibpo.report.metrics_log import Columns
+from megatron_ibpo.report.page.directories import open_source
 from megatron_ibpo.report.page.html import page_script
 from megatron_ibpo.report.page.recorded_step import group_of_step
+from megatron_ibpo.report.page.server import application
 from megatron_ibpo.report.page.static import build_page
 from megatron_ibpo.report.rollout_data import load_step
 from support.browser import needs_browser, open_page
-from support.credit_cases import plain
-from support.run_pages import HOSTILE, TOKENIZER, response, write_run
+from support.eval_samples import judged
+from support.paths import ROOT
+from support.run_pages import HOSTILE, TOKENIZER, record_run, response, write_run
 
 BIDI = "a\u202eb\u2066c\ud800"
 """Turns text around, and ends in half a character."""
@@ -25,40 +40,16 @@ BIDI = "a\u202eb\u2066c\ud800"
 def hostile_tokenizer(token=HOSTILE):
     """The tiny tokenizer, but that one of its tokens reads like an attack."""
 
-    class Hostile:
-        eos_id = TOKENIZER.eos_id
-        encode = staticmethod(TOKENIZER.encode)
+    def decode(ids):
+        return token if list(ids) == TOKENIZER.encode("?") else TOKENIZER.decode(ids)
 
-        @staticmethod
-        def decode(ids):
-            return token if list(ids) == TOKENIZER.encode("?") else TOKENIZER.decode(ids)
-
-    return Hostile()
+    return SimpleNamespace(eos_id=TOKENIZER.eos_id, encode=TOKENIZER.encode, decode=decode)
 
 
-def test_what_was_trained_on_is_kept_beside_what_it_was_made_of(run_dir):
-    path = rollout_path(run_dir / "rollouts", 1)
-    _, _, trained = load_step(path)
-    assert trained.keys() == {
-        (0, "response", 0), (0, "response", 1), (0, "correction", 3), (1, "response", 1),
-    }  # fmt: skip
-    first = trained[0, "response", 0]
-    assert first.token_weights.tolist() == [0.0, 0.0, 0.0, 0.0, 1.0, 0.0]
-    assert first.token_advantages is None
-    assert first.new_logprobs.tolist() == np.float32([-0.4, -0.5, -0.6, -0.5, -0.7, -0.5]).tolist()
-    assert (trained[0, "response", 1].advantage, trained[0, "response", 1].weight) == (1.5, 0.125)
-    assert trained[0, "response", 1].token_weights is None
-    assert trained[1, "response", 1].token_advantages.tolist() == [0.5, 0.0, -0.5, 1.0, 2.0, 0.0]
-    assert plain(load_groups(path)) == plain(load_groups(path))
-
-
-class Elements(HTMLParser):
-    def __init__(self):
-        super().__init__()
-        self.tags = []
-
-    def handle_starttag(self, tag, attributes):
-        self.tags.append((tag, dict(attributes)))
+@pytest.fixture
+def run_dir(tmp_path):
+    """Two recorded steps of a run, with text that would harm a page that does not escape it."""
+    return record_run(tmp_path)
 
 
 def data_of(page):
@@ -67,70 +58,71 @@ def data_of(page):
 
 def test_the_page_is_one_file_that_asks_for_nothing_and_holds_nothing_foreign(run_dir):
     page = build_page([run_dir], tokenizer=hostile_tokenizer())
-    found = Elements()
-    found.feed(page)
-    tags = [tag for tag, _ in found.tags]
+    elements = []
+    parser = HTMLParser()
+    parser.handle_starttag = lambda tag, attributes: elements.append((tag, dict(attributes)))
+    parser.feed(page)
+    tags = [tag for tag, _ in elements]
     assert tags.count("script") == 2
     assert not {"img", "link", "iframe", "object", "base", "form"} & set(tags)
-    for _, attributes in found.tags:
-        assert not {"src", "href"} & attributes.keys()
-        assert not any(name.startswith("on") for name in attributes)
-    policy = next(a["content"] for tag, a in found.tags if "http-equiv" in a)
+    names = {name for _, attributes in elements for name in attributes}
+    assert not {"src", "href"} & names
+    assert not any(name.startswith("on") for name in names)
+    policy = next(attributes["content"] for _, attributes in elements if "http-equiv" in attributes)
     assert policy.startswith("default-src 'none'")
     assert "connect-src 'none'" in policy
     assert "unsafe" not in policy
     assert HOSTILE not in page
     assert page.count("http") - page.count("http-equiv") == 1  # the name of SVG, the only address there is
-
-
-def test_the_script_parses_nothing_as_html_and_its_modules_share_no_name():
     script = page_script()
     assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|Function\(", script)
     assert not re.search(r"^(import|export) ", script, re.MULTILINE)
-    names = re.findall(r"^(?:async )?(?:function|const|let) (\w+)", script, re.MULTILINE)
-    assert len(names) == len(set(names)) > 50
+    shared = re.findall(r"^(?:async )?(?:function|const|let) (\w+)", script, re.MULTILINE)
+    assert len(shared) == len(set(shared)) > 50, "its modules share no name"
 
 
-def test_the_data_of_the_page_is_that_of_the_run(run_dir):
+def test_the_data_of_the_page_is_that_of_the_run_and_of_what_was_trained_on(run_dir):
     data = data_of(build_page([run_dir], steps=[2], tokenizer=hostile_tokenizer()))
     (run,) = data["runs"]["runs"]
     assert [section["key"] for section in run["sections"]] == [2]
     assert run["left_out"].startswith("1 of 2 recorded steps")
-    assert (run["steps"], run["planned"], run["facts"]) == (2, 2, ["not finished"])
-    group = data["runs/0/sections/2/groups/0"]
+    group, index = data["runs/0/sections/2/groups/0"], data["runs/0/sections/2"]
     assert group["question"] == HOSTILE
-    assert [c["kind"] for c in group["corrections"]] == ["corrected", "rewritten", "no-op", "failed"]
-    first = group["corrections"][0]
-    assert first["ops"] == [["equal", 0, 4, 0, 4], ["insert", 4, 4, 4, 5], ["equal", 4, 5, 5, 6]]
-    assert group["responses"][0]["weights"][4] == 1.0
-    assert "".join(group["vocabulary"][n][0] for n in group["responses"][0]["tokens"]) == "6+7=3⟨end⟩"
-    series = data["runs/0/series"]["step"]
-    assert series["last"] == [1, 2]
-    assert series["metrics"]["reward"] == {"mean": [0.1, 0.2]}
-    assert series["metrics"]["seconds/sample"] == {"mean": [2.0, 2.0]}
-    assert "gradient_snr" not in series["metrics"]
-    index = data["runs/0/sections/2"]
-    assert [r["error"] for r in index[1]["responses"]] == [False, False, True]
-    assert [r["truncated"] for r in index[1]["responses"]] == [False, True, False]
+    made = group["corrections"]
+    assert [correction["kind"] for correction in made] == ["corrected", "rewritten", "no-op", "failed"]
+    assert made[0]["ops"] == [["equal", 0, 4, 0, 4], ["insert", 4, 4, 4, 5], ["equal", 4, 5, 5, 6]]
+    first, second = group["responses"][:2]
+    assert "".join(group["vocabulary"][n][0] for n in first["tokens"]) == "6+7=3⟨end⟩"
+    assert (first["weights"], first["advantages"]) == ([0.0, 0.0, 0.0, 0.0, 1.0, 0.0], None)
+    assert (first["old"], first["new"]) == ([-0.5] * 6, [-0.4, -0.5, -0.6, -0.5, -0.7, -0.5])
+    assert (second["advantage"], second["weight"], second["weights"]) == (1.5, 0.125, None)
+    assert ["advantage" in correction["response"] for correction in made] == [False, False, False, True]
+    metrics = data["runs/0/series"]["step"]["metrics"]
+    assert metrics == {"reward": {"mean": [0.1, 0.2]}, "seconds/sample": {"mean": [2.0, 2.0]}}
+    states = [(r["error"], r["truncated"]) for r in index[1]["responses"]]
+    assert states == [(False, False), (False, True), (True, False)]
 
 
 def test_a_page_that_would_be_too_large_keeps_the_last_and_the_first_step_and_says_what_is_missing(run_dir):
-    path = rollout_path(run_dir / "rollouts", 2)
-    _, groups, _ = load_step(path)
+    _, groups, _ = load_step(rollout_path(run_dir / "rollouts", 2))
     for step in range(3, 10):
         save_groups(rollout_path(run_dir / "rollouts", step), step, groups, TOKENIZER.decode)
-    whole = build_page([run_dir])
-    one = len(json.dumps(data_of(whole)["runs/0/sections/9/groups/0"])) * 2
+    whole = data_of(build_page([run_dir]))
+    one = len(json.dumps(whole["runs/0/sections/9/groups/0"])) * 2
     (run,) = data_of(build_page([run_dir], most_bytes=3 * one))["runs"]["runs"]
     kept = [section["key"] for section in run["sections"]]
     assert {1, 9} <= set(kept) < set(range(1, 10))
     assert run["left_out"].startswith(f"{9 - len(kept)} of 9 recorded steps are not in this file")
-    assert "left_out" not in data_of(whole)["runs"]["runs"][0]
+    assert "left_out" not in whole["runs"]["runs"][0]
 
 
-def test_what_is_not_there_is_said(run_dir, tmp_path):
-    with pytest.raises(ValueError, match="nowhere: no such directory"):
-        build_page([tmp_path / "nowhere"])
+def test_the_command_writes_the_page_and_says_what_is_not_there(run_dir, tmp_path, monkeypatch):
+    (run_dir / "rollouts" / "step_backup.json").write_text("{}")  # other files are left alone
+    monkeypatch.chdir(run_dir.parent)  # which knows nothing of where the run was made
+    assert main(["page", run_dir.name]) == 0
+    page = (run_dir / "page.html").read_text()
+    assert data_of(page)["runs"]["runs"][0]["name"] == "run"
+    assert "step_backup" not in page
     with pytest.raises(ValueError, match="holds neither"):
         build_page([tmp_path])
     with pytest.raises(ValueError, match="no records of step 7, 9"):
@@ -141,71 +133,41 @@ def test_what_is_not_there_is_said(run_dir, tmp_path):
     ("file", "text", "words"),
     [
         ("config.yaml", "", "config.yaml: must hold `key: value` lines"),
-        ("config.yaml", "{", "config.yaml: is not YAML"),
-        ("config.yaml", "advantage-estimator: 3\nhf-checkpoint: x", "advantage-estimator must be text, is 3"),
         ("config.yaml", "advantage-estimator: x", "hf-checkpoint must be text, is None"),
         ("summary.json", "[]", "summary.json: no summary of a run"),
         ("summary.json", '{"status": "x", "accuracy_end": "many"}', "summary.json: at end must be a number"),
-        ("summary.json", '{"status": "x", "steps": NaN}', "summary.json: not JSON: NaN"),
-        ("metrics.jsonl", "3\n", "metrics.jsonl, line 1: not a row of a metrics log"),
-        ("metrics.jsonl", '{"kind": "step", "step": "1"}\n', "line 1: not a row"),
-        ("metrics.jsonl", '{"kind": "step", "step": 1, "reward": {}}\n', "line 1: not a row"),
+        ("metrics.jsonl", '{"kind": "step", "step": "1"}\n', "metrics.jsonl, line 1: not a row of a metrics"),
         ("metrics.jsonl", '{"kind": "step", "step": 1, "seconds": {"sample": "x"}}\n', "line 1: not a row"),
-        ("metrics.jsonl", '{"kind": "step", "step": 1, "reward": Infinity}\n', "line 1: not JSON: Infinity"),
         ("metrics.jsonl", "[" * 100_000 + "\n", "line 1: not JSON: its brackets nest deeper"),
-        ("rollouts/step_000001.json", "[" * 100_000, "step_000001.json: not a file of --save-debug"),
-        ("rollouts/step_000001.json", '{"format": 2, "step": 1, "groups": [3]}', "step_000001.json"),
+        ("rollouts/step_000001.json", '{"format": 2, "step": 1, "groups": [3]}', "not a file of --save-"),
     ],
-)
+)  # fmt: skip
 def test_a_malformed_file_of_a_run_is_named(run_dir, file, text, words):
     (run_dir / file).write_text(text)
     with pytest.raises(ValueError, match=re.escape(words)):
         build_page([run_dir], tokenizer=hostile_tokenizer())
 
 
-def test_other_files_among_the_recordings_are_left_alone(run_dir):
-    (run_dir / "rollouts" / "step_backup.json").write_text("{}")
-    assert "step_backup" not in build_page([run_dir], steps=[1], tokenizer=hostile_tokenizer())
-
-
-def test_the_command_writes_the_page(run_dir, capsys, monkeypatch):
-    monkeypatch.chdir(run_dir.parent)  # which knows nothing of where the run was made
-    assert main(["page", run_dir.name]) == 0
-    assert data_of((run_dir / "page.html").read_text())["runs"]["runs"][0]["name"] == "run"
-    assert main(["page", "run/nowhere"]) == 2
-    assert "nowhere: no such directory" in capsys.readouterr().err
-
-
-class Chat:
-    """A tokenizer with ChatML's marks whose other tokens are bytes: characters may be several tokens."""
-
-    eos_id = 259
-
-    def encode(self, text):
-        marks = {"<|im_start|>": [257], "<|im_end|>": [258]}
-        return marks.get(text, list(text.encode()))
-
-    def decode(self, ids):
-        # marks are special tokens, which are left out
-        return b"".join(bytes([i]) for i in ids if i < 256).decode(errors="replace")
-
-
 def test_a_prompt_in_chatml_is_shown_as_turns_and_a_character_of_several_tokens_as_one():
-    chat = Chat()
-    turn = lambda role, text: [257, *f"{role}\n{text}".encode(), 258, *b"\n"]  # noqa: E731
-    asked = [*turn("system", "Be brief."), *turn("user", "<|im_start|>?"), 257, *b"assistant\n"]
+    """A tokenizer with ChatML's marks, which are left out, whose other tokens are bytes."""
+    marks = {"<|im_start|>": [257], "<|im_end|>": [258]}
+    chat = SimpleNamespace(
+        eos_id=259,
+        encode=lambda text: marks.get(text, list(text.encode())),
+        decode=lambda ids: bytes(i for i in ids if i < 256).decode(errors="replace"),
+    )
+    turns = ("system", "Be brief."), ("user", "<|im_start|>?")
+    asked = [i for role, text in turns for i in (257, *f"{role}\n{text}".encode(), 258, *b"\n")]
+    asked += [257, *b"assistant\n"]
     ids = token_ids([*"≤1".encode(), 0xFF, *"é".encode(), 259])
     sample = response("", True, prompt=asked, token_ids=ids, logprobs=np.zeros(len(ids), np.float32),
                       loss_mask=np.ones(len(ids), bool))  # fmt: skip
     prompt = Prompt(0, token_ids(asked), 2, "1", "sum", "?")
     content = group_of_step(0, Group(prompt, [sample]), {}, chat)
-    assert content["prompt"] == [("system", "Be brief."), ("user", "<|im_start|>?"), ("assistant", "")]
+    assert content["prompt"] == [*turns, ("assistant", "")]
     texts = [content["vocabulary"][n] for n in content["responses"][0]["tokens"]]
     assert [text for text, _ in texts] == ["≤", "", "", "1", "\ufffd", "é", "", "⟨end⟩"]
     assert [special for _, special in texts] == [False] * 7 + [True]
-
-
-# ---------------------------------------------------------------------------------------------- in a browser
 
 
 def write_page(run, path, **options):
@@ -215,6 +177,10 @@ def write_page(run, path, **options):
 
 def text_of(page, selector):
     return page.evaluate(f"document.querySelector({json.dumps(selector)})?.textContent")
+
+
+def enter(page, field, value):
+    page.evaluate(f"(() => {{ {field}.value = '{value}'; {field}.dispatchEvent(new Event('input')); }})()")
 
 
 def open_samples(page):
@@ -230,14 +196,6 @@ def press_until(page, key, expression):
 
 def count_is(text):
     return f"document.getElementById('count').textContent === {json.dumps(text)}"
-
-
-def hover(page, selector):
-    page.evaluate(
-        f"document.querySelector({json.dumps(selector)})"
-        ".dispatchEvent(new PointerEvent('pointerover', {bubbles: true}))"
-    )
-    return page.evaluate("document.getElementById('tip').innerText")
 
 
 @needs_browser
@@ -259,31 +217,28 @@ def test_in_a_browser_responses_are_shown_filtered_and_walked_by_keys(run_dir):
         kinds = []
         for number in range(2, 10):
             kinds.append(text_of(page, ".kind"))
-            page.press("j")
-            page.wait_until(count_is(f"{min(number, 8)} of 8"))
+            press_until(page, "j", count_is(f"{min(number, 8)} of 8"))
         assert kinds == ["corrected", None, "rewritten", "no-op", "failed", None, None, None]
         press_until(page, "k", count_is("7 of 8"))
         assert "truncated" in text_of(page, ".pane")
 
         # filters
-        counts = []
-        for _ in range(8):
-            press_until(page, "f", "document.querySelector('.busy') === null")
-            counts.append(page.wait_until("document.getElementById('count').textContent"))
-        assert counts == ["1 of 1", "1 of 1", "1 of 1", "1 of 1", "1 of 1", "none", "1 of 1", "7 of 8"]
-        counts = []
-        for _ in range(4):
-            press_until(page, "v", "document.querySelector('.busy') === null")
-            counts.append(text_of(page, "#count"))
-        assert [count.split(" of ")[-1] for count in counts] == ["2", "5", "1", "8"]
-        page.evaluate("(() => { low.value = '0.5'; low.dispatchEvent(new Event('input')); })()")
-        page.wait_until("document.getElementById('count').textContent.endsWith('of 2')")
-        page.evaluate("(() => { low.value = ''; low.dispatchEvent(new Event('input')); })()")
-        page.evaluate("(() => { text.value = '#13'; text.dispatchEvent(new Event('input')); })()")
+        def counts(key, times):
+            for _ in range(times):
+                press_until(page, key, "document.querySelector('.busy') === null")
+                yield page.wait_until("document.getElementById('count').textContent")
+
+        assert list(counts("f", 8)) == ["1 of 1"] * 5 + ["none", "1 of 1", "7 of 8"]
+        assert [count.split(" of ")[-1] for count in counts("v", 4)] == ["2", "5", "1", "8"]
+        ends_with = "document.getElementById('count').textContent.endsWith('of {}')"
+        enter(page, "low", "0.5")
+        page.wait_until(ends_with.format(2))
+        enter(page, "low", "")
+        enter(page, "text", "#13")
         page.wait_until(count_is("1 of 1"))  # only in a correction
         assert text_of(page, ".kind") == "rewritten"
-        page.evaluate("(() => { text.value = ''; text.dispatchEvent(new Event('input')); })()")
-        page.wait_until("document.getElementById('count').textContent.endsWith('of 8')")
+        enter(page, "text", "")
+        page.wait_until(ends_with.format(8))
 
         # all responses of a group side by side; a click on one in the list
         page.click('.group[data-group="1"] .chip[data-place="2"]')
@@ -293,34 +248,35 @@ def test_in_a_browser_responses_are_shown_filtered_and_walked_by_keys(run_dir):
         press_until(page, "g", "document.querySelectorAll('.side-by-side').length === 0")
 
         # steps
-        page.press("ArrowLeft")
-        page.wait_until("document.querySelector('#filters select').value === '1'")
+        press_until(page, "ArrowLeft", "document.querySelector('#filters select').value === '1'")
 
         # nothing of the model's ran, nothing was asked for, nothing failed
         assert page.evaluate("window.harmed") is None
-        requests = [
-            e["params"]["request"]["url"] for e in page.events if e["method"] == "Network.requestWillBeSent"
-        ]
-        assert requests == [path.as_uri()]
+        sent = [e["params"] for e in page.events if e["method"] == "Network.requestWillBeSent"]
+        assert [one["request"]["url"] for one in sent] == [path.as_uri()]
         assert page.problems() == []
 
 
 @needs_browser
 def test_in_a_browser_tokens_are_coloured_by_what_is_chosen_and_tell_their_numbers(run_dir):
-    with open_page(write_page(run_dir, run_dir / "page.html")) as page:
+    path = write_page(run_dir, run_dir / "page.html")
+    with open_page(path) as page:
         open_samples(page)
-        shown = hover(page, ".pane .token:nth-child(5)")
-        assert "token 5 of 6" in shown
-        assert "log-prob of the engine -0.5" in shown
-        assert "weight in the loss 1" in shown
-        assert "advantage × weight 0.75" in shown
-        assert "change by the update -0.2" in shown
+        page.evaluate(
+            "document.querySelector('.pane .token:nth-child(5)')"
+            ".dispatchEvent(new PointerEvent('pointerover', {bubbles: true}))"
+        )
+        shown = page.evaluate("document.getElementById('tip').innerText")
+        for part in (
+            "token 5 of 6", "log-prob of the engine -0.5", "weight in the loss 1", "advantage × weight 0.75",
+            "change by the update -0.2",
+        ):  # fmt: skip
+            assert part in shown
         assert "5 of 6 tokens masked" in text_of(page, ".pane")
         background = "document.querySelector('.pane .token:nth-child({})').style.backgroundColor"
         legends = []
         for _ in range(5):
-            page.press("c")
-            page.wait_until("document.querySelector('#legend .scale')")
+            press_until(page, "c", "document.querySelector('#legend .scale')")
             first, fifth = (page.evaluate(background.format(n)) for n in (1, 5))
             legends.append((text_of(page, "#legend"), first, fifth))
         shade = "color-mix(in srgb, var(--{}) {}%, transparent)".format
@@ -332,7 +288,6 @@ def test_in_a_browser_tokens_are_coloured_by_what_is_chosen_and_tell_their_numbe
             ("-0.693 less likely now  more 0.693", shade("above", 14), shade("below", 29)),
         ]
         # an advantage of its own for each token
-        page.evaluate("document.querySelector('#filters .right select:last-child')")
         press_until(page, "c", "document.querySelector('#legend .insert')")
         press_until(page, "c", "document.querySelector('#legend .scale')")
         press_until(page, "c", "document.getElementById('legend').textContent.includes('encouraged')")
@@ -343,19 +298,29 @@ def test_in_a_browser_tokens_are_coloured_by_what_is_chosen_and_tell_their_numbe
 
 
 @needs_browser
-def test_in_a_browser_smoothing_is_a_mean_that_begins_at_the_first_value(run_dir):
-    with open_page(write_page(run_dir, run_dir / "page.html")) as page:
+def test_in_a_browser_smoothing_is_a_mean_that_begins_at_the_first_value_and_nothing_is_cut_off(run_dir):
+    path = write_page(run_dir, run_dir / "page.html")
+    with open_page(path) as page:
         circles = "[...document.querySelectorAll('[data-metric=reward] circle')]"
         heights = f"{circles}.map((circle) => 160 - circle.getAttribute('cy'))"
         page.wait_until("document.querySelector('figure')")
         first, second = page.evaluate(heights)  # above 0, which is at 160
         assert second / first == pytest.approx(0.2 / 0.1, rel=0.01)
-        page.evaluate("(() => { smoothing.value = '0.5'; smoothing.dispatchEvent(new Event('input')); })()")
+        enter(page, "smoothing", "0.5")
         page.wait_until("document.querySelector('path.faint')")
         smoothed_first, smoothed_second = page.evaluate(heights)
         assert smoothed_first == pytest.approx(first)
         # (.5 · .1 · .5 + .2 · .5) / (.5 · .5 + .5) = 1/6
         assert smoothed_second / first == pytest.approx(1 / 6 / 0.1, rel=0.01)
+        for width in (390, 800, 1280, 1920):
+            page.resize(width, 1000)
+            page.load(path)
+            page.wait_until("document.querySelector('figure')")
+            for key in "123":
+                press_until(page, key, "document.querySelector('section:not([hidden]):not(#alarms) *')")
+                root = "document.documentElement"
+                shown, needed = page.evaluate(f"[{root}.clientWidth, {root}.scrollWidth]")
+                assert needed <= shown <= width, (width, key)
 
 
 @needs_browser
@@ -372,44 +337,370 @@ def test_in_a_browser_text_that_hides_or_never_ends_stays_legible(tmp_path):
         assert token.startswith("a⟨U+202E⟩b⟨U+2066⟩c⟨U+D800⟩xxx")
         # the names of three characters are 7 longer than they, each
         assert token.endswith(f"⟨and {len(huge) + 3 * 7 - 20_000:,} more characters⟩")
-        page.press("j")
-        page.wait_until(count_is("2 of 2"))
-        assert page.evaluate("document.querySelectorAll('.pane .token').length") == 3000
+        press_until(page, "j", count_is("2 of 2"))
+        tokens = "document.querySelectorAll('.pane .token').length"
+        assert page.evaluate(tokens) == 3000
         assert text_of(page, ".pane .more") == "show more: 6,001 tokens are left"
-        page.click(".pane .more")
-        assert page.evaluate("document.querySelectorAll('.pane .token').length") == 6000
-        page.click(".pane .more")
-        page.click(".pane .more")
-        assert page.evaluate("document.querySelectorAll('.pane .token').length") == 9001
+        for shown in (6000, 9000, 9001):
+            page.click(".pane .more")
+            assert page.evaluate(tokens) == shown
+        assert page.problems() == []
+        # a run without records says so
+        page.load(write_page(write_run(tmp_path / "bare", [], steps=()), tmp_path / "bare.html"))
+        page.wait_until("document.querySelector('figure')")
+        told = "document.getElementById('samples').textContent.includes('--save-debug-rollout-data')"
+        press_until(page, "2", told)
+        page.press("j")
         assert page.problems() == []
 
 
-@needs_browser
-def test_in_a_browser_nothing_is_cut_off(run_dir):
-    path = write_page(run_dir, run_dir / "page.html")
-    with open_page(path) as page:
-        for width in (390, 800, 1280, 1920):
-            page.resize(width, 1000)
-            page.load(path)
-            page.wait_until("document.querySelector('figure')")
-            for key in "123":
-                page.press(key)
-                page.wait_until("document.querySelector('section:not([hidden]):not(#alarms) *')")
-                shown, needed = page.evaluate(
-                    "[document.documentElement.clientWidth, document.documentElement.scrollWidth]"
-                )
-                assert needed <= shown <= width, (width, key)
+def client(*directories, host="127.0.0.1:8800"):
+    sources = [open_source(directory, tokenizer=TOKENIZER) for directory in directories]
+    return TestClient(application(sources), base_url=f"http://{host}", raise_server_exceptions=False)
+
+
+def add_row(run, step, **values):
+    row = {"kind": "step", "step": step, "seconds": {}, **values}
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def test_the_server_tells_what_the_file_holds(run_dir):
+    asked = client(run_dir)
+    (run,) = asked.get("/api/runs").json()["runs"]
+    assert (run["name"], run["steps"], run["planned"]) == ("run", 2, 2)
+    assert [section["key"] for section in run["sections"]] == [1, 2]
+    series = asked.get("/api/runs/0/series").json()
+    assert series["step"]["metrics"]["reward"] == {"mean": [0.1, 0.2]}
+    assert series["evaluation"]["metrics"]["accuracy"] == {"mean": [0.5]}
+    assert asked.get("/api/runs/0/series?first=2&last=9").json()["step"]["last"] == [2]
+    none = {"first": [], "last": [], "metrics": {}}
+    assert asked.get("/api/runs/0/series?first=3&last=9").json()["step"] == none
+    index = asked.get("/api/runs/0/sections/1").json()
+    assert [len(group["responses"]) for group in index] == [5, 3]
+    group = asked.get("/api/runs/0/sections/1/groups/1").json()
+    assert group["responses"][1]["advantages"] == [0.5, 0.0, -0.5, 1.0, 2.0, 0.0]
+    assert asked.get("/api/runs/0/sections/1/search", params={"text": "#13"}).json() == [[0, 2]]
+    everything = asked.get("/api/runs/0/sections/1/search", params={"text": "WINDOW.HARMED"}).json()
+    assert len(everything) == 8  # it is in the prompt of both groups
+
+
+def test_rows_and_records_that_a_run_adds_are_seen(run_dir):
+    asked = client(run_dir)
+    before = asked.get("/api/runs").json()["version"]
+    assert asked.get("/api/runs", params={"version": before}).json() == {"version": before}
+    add_row(run_dir, 3, reward=0.3)
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "step", "step": 4, "rew')  # a row that is being written
+    after = asked.get("/api/runs", params={"version": before}).json()
+    assert after["runs"][0]["steps"] == 3
+    assert asked.get("/api/runs/0/series").json()["step"]["metrics"]["reward"] == {"mean": [0.1, 0.2, 0.3]}
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write('ard": 0.4, "seconds": {}}\n')
+    rollout_path(run_dir / "rollouts", 3).write_bytes(rollout_path(run_dir / "rollouts", 2).read_bytes())
+    (run,) = asked.get("/api/runs", params={"version": after["version"]}).json()["runs"]
+    assert (run["steps"], [section["key"] for section in run["sections"]]) == (4, [1, 2, 3])
+    (run_dir / "summary.json").write_text('{"status": "finished", "accuracy_end": 0.75}')
+    for step in range(5, 15):
+        add_row(run_dir, step, accuracy=1.0)
+    (run,) = asked.get("/api/runs").json()["runs"]
+    assert run["facts"] == ["finished", "at end 0.75"]
+    (alarm,) = run["alarms"]
+    spell = (alarm["name"], alarm["metric"], alarm["since"], alarm["until"])
+    assert spell == ("reward saturates", "accuracy", 14, None)
+
+
+def test_a_run_is_followed_from_its_first_row_and_a_log_that_a_resumed_run_replaced_read_anew(run_dir):
+    log = run_dir / "metrics.jsonl"
+    rows = log.read_text().splitlines(keepends=True)
+    log.unlink()
+    asked = client(run_dir)
+    before = asked.get("/api/runs").json()
+    assert before["runs"][0]["steps"] == 0
+    log.write_text("".join(rows))
+    assert asked.get("/api/runs", params={"version": before["version"]}).json()["runs"][0]["steps"] == 2
+    assert asked.get("/api/runs/0/series").json()["step"]["last"] == [1, 2]
+    (run_dir / "new").write_text("".join(rows[:2]))
+    (run_dir / "new").replace(log)
+    assert asked.get("/api/runs/0/series").json()["step"]["last"] == [1]
+    with log.open("a") as file:
+        file.write("3\n")
+    reply = asked.get("/api/runs")
+    assert reply.status_code == 500
+    assert "metrics.jsonl, line 3: not a row of a metrics log" in reply.json()["problem"]
+    assert asked.get("/api/runs/0/sections/1").status_code == 200, "the rest goes on"
+
+
+def test_runs_are_compared_by_settings_that_differ_and_by_their_last_numbers(run_dir, tmp_path):
+    other = write_run(tmp_path / "other", [], steps=())
+    settings = json.loads((other / "config.yaml").read_text())
+    (other / "config.yaml").write_text(json.dumps(settings | {"advantage-estimator": "gspo", "lr": 0.1}))
+    add_row(other, 3, reward=0.6, loss=1.0)
+    compared = client(run_dir, other).get("/api/runs").json()["comparison"]
+    assert compared["settings"] == [["advantage-estimator", "ibpo", "gspo"], ["lr", None, 0.1]]
+    numbers = {name: values for name, *values in compared["numbers"]}
+    assert numbers["reward"] == [0.15, 0.3]
+    assert numbers["loss"] == [None, 1.0]
+    assert numbers["evaluation/accuracy"] == [0.5, 0.5]
+
+
+def test_a_curve_of_many_steps_is_drawn_from_few_points_that_hide_no_extreme():
+    def columns(values):
+        return Columns({"kind": "step", "step": n, "x": x, "seconds": {}} for n, x in enumerate(values, 1))
+
+    thousand = columns([float(n == 777) for n in range(1, 1001)])
+    thinned = thousand.thinned(None, None, 10)
+    assert thinned["first"] == [*range(1, 1000, 100), 1000]
+    assert thinned["last"] == [*range(100, 1000, 100), 999, 1000]
+    mean, high = ([0.0] * 7 + [peak] + [0.0] * 3 for peak in (0.01, 1.0))
+    assert thinned["metrics"]["x"] == {"mean": mean, "low": [0.0] * 11, "high": high}
+    near = thousand.thinned(775, 779, 10)
+    assert (near["last"], near["metrics"]["x"]) == ([775, 776, 777, 778, 779], {"mean": [0, 0, 1, 0, 0]})
+    # steps without a value leave gaps and not zeros
+    found = columns([3.0 if n % 4 == 0 else None for n in range(1, 9)]).thinned(None, None, 4)
+    assert found["metrics"]["x"] == {key: [None, 3.0, None, None, 3.0] for key in ("mean", "low", "high")}
+
+
+@pytest.fixture
+def evaluation(tmp_path):
+    directory = tmp_path / "evaluated"
+    directory.mkdir()
+    measured = {
+        "settings": {}, "measures": {"accuracy": 0.5, "pass_at_2": 0.75, "accuracy_low": 0.4},
+        "intervals": {"accuracy": [0.4, 0.6]}, "notes": ["one row was skipped"],
+    }  # fmt: skip
+    sets = {"aime25": measured, "math500": {"settings": {}}}
+    results = {"status": "unfinished", "policy": "/models/a", "sets": sets}
+    (directory / "results.json").write_text(json.dumps(results))
+    half = {"set": "aime25", "details": {"tests_passed": 0.5}}
+    samples = [
+        judged(1, 0, "so it is 7", 1.0, **half),
+        judged(0, 0, HOSTILE, 0.0, finish_reason="length", **half),
+        judged(1, 1, "so it is 8", 0.0, **half),
+        judged(0, 1, "é 7", None, error="timed out", **half),
+    ]
+    lines = "".join(json.dumps(one.as_json()) + "\n" for one in samples)
+    (directory / "aime25.samples.jsonl").write_text(lines + '{"being": "writ')
+    return directory
+
+
+def test_an_evaluation_is_read_as_sets_of_problems_with_their_samples(evaluation):
+    asked = client(evaluation)
+    (shown,) = asked.get("/api/runs").json()["runs"]
+    facts = (shown["kind"], shown["title"], shown["facts"])
+    assert facts == ("evaluation", "evaluation of a", ["unfinished"])
+    assert shown["sets"]["aime25"]["measures"]["pass_at_2"] == 0.75
+    assert shown["sets"]["aime25"]["intervals"] == {"accuracy": [0.4, 0.6]}
+    assert shown["sets"]["math500"] == {"measures": {}, "intervals": {}, "notes": []}
+    assert shown["sections"] == [{"key": 0, "label": "aime25"}]
+    problems = asked.get("/api/runs/0/sections/0").json()
+    assert [problem["prompt"] for problem in problems] == ["question 0", "question 1"]
+    assert [r["reward"] for r in problems[0]["responses"]] == [0.0, None]
+    first, second = asked.get("/api/runs/0/sections/0/groups/0").json()["responses"]
+    assert (first["text"], first["details"]) == (HOSTILE, {"tests_passed": 0.5})
+    assert (second["text"], second["error"]) == ("é 7", "timed out")
+    assert asked.get("/api/runs/0/sections/0/search?text=IT IS 8").json() == [[1, 1]]
+
+
+def test_a_malformed_file_of_an_evaluation_is_named(evaluation):
+    of_words = '{"sets": {"a": {"settings": {}, "intervals": {"accuracy": ["x", 1]}}}}'
+    for file, text, words in [
+        ("aime25.samples.jsonl", "3\n", "aime25.samples.jsonl, line 1: not a sample"),
+        ("aime25.samples.jsonl", "{\n", "aime25.samples.jsonl, line 1: not JSON"),
+        ("results.json", "[]", "results.json: cannot be read as the results of an evaluation"),
+        ("results.json", of_words, "intervals must be numbers"),
+    ]:
+        (evaluation / file).write_text(text)
+        address = "/api/runs" if file == "results.json" else "/api/runs/0/sections/0"
+        reply = client(evaluation).get(address)
+        assert reply.status_code == 500
+        assert words in reply.json()["problem"]
+
+
+def test_this_machine_is_answered_and_no_other_name_or_origin_and_no_script_gets_in(run_dir):
+    answered = ("127.0.0.1:8800", "localhost:9999")  # the latter is the end of a tunnel
+    refused = ("evil.example", "evil.example:8800", "0.0.0.0:8800", "127.0.0.1.evil.example")
+    for host in answered + refused:
+        asked, status = client(run_dir, host=host), 200 if host in answered else 400
+        for path in ("/", "/api/runs", "/api/runs/0/sections/1"):
+            assert asked.get(path).status_code == status
+    asked = client(run_dir)
+    for path in ("/", "/api/runs", "/api/runs/7/series"):
+        headers = asked.get(path, headers={"Origin": "http://evil.example"}).headers
+        assert not [name for name in headers if name.startswith("access-control")]
+        assert headers["cross-origin-resource-policy"] == "same-origin"
+        assert headers["x-content-type-options"] == "nosniff"
+        assert headers["x-frame-options"] == "DENY"
+        assert headers["cache-control"] == "no-store"
+    page = asked.get("/")
+    policy = page.headers["content-security-policy"]
+    assert policy in page.text.replace("&#x27;", "'")
+    assert re.fullmatch(
+        r"default-src 'none'; style-src 'sha256-\S+'; script-src 'sha256-\S+'; img-src data:; "
+        r"connect-src 'self'; base-uri 'none'; form-action 'none'", policy,
+    )  # fmt: skip
+
+
+def test_what_is_not_there_is_not_served_and_only_reading_is_allowed(run_dir):
+    asked = client(run_dir)
+    for path in (
+        "/api/runs/1/series", "/api/runs/0/sections/3", "/api/runs/0/sections/1/groups/2",
+        "/api/runs/0/series?first=x", "/api/runs/0/series?first=99999999999999999999", "/api/runs/-1/series",
+        "/api/runs/0/sections/../../config.yaml", "/api/runs/0/sections/..%2f..%2fconfig.yaml",
+        "/config.yaml", "/../config.yaml", "//etc/passwd", "/rollouts/step_000001.json",
+    ):  # fmt: skip
+        assert asked.get(path).status_code == 404, path
+    for method in ("POST", "PUT", "DELETE", "PATCH"):
+        assert asked.request(method, "/api/runs").status_code == 405
+
+
+def test_the_token_of_a_cluster_is_in_no_answer_and_on_no_page(run_dir, tmp_path):
+    token = "0123456789abcdef" * 4
+    write_token(run_dir, token)
+    asked = client(run_dir)
+    tried = ["/", "/api/runs", "/api/runs/0/series"]
+    tried += [f"/api/runs/0/sections/{key}{more}" for key in (1, 2) for more in ("", "/groups/0")]
+    tried += [f"/api/runs/0/sections/1/search?text={token}"]
+    tried += [f"{start}{TOKEN_FILE}" for start in ("/", "/run/", "/api/runs/0/", "/static/", "/%2e/", "//")]
+    assert [path for path in tried if token in asked.get(path).text.replace(f"text={token}", "")] == []
+    assert token not in build_page([run_dir], tokenizer=TOKENIZER)
+
+
+def test_a_link_that_leads_out_of_the_run_is_not_followed(run_dir, tmp_path):
+    outside, recorded = tmp_path / "outside.json", rollout_path(run_dir / "rollouts", 1)
+    recorded.rename(outside)
+    recorded.symlink_to(outside)
+    asked = client(run_dir)
+    reply = asked.get("/api/runs/0/sections/1")
+    assert reply.status_code == 404
+    assert "leads out of" in reply.json()["problem"]
+    assert asked.get("/api/runs/0/sections/2").status_code == 200
+    (run_dir / "summary.json").symlink_to(outside)
+    assert asked.get("/api/runs").status_code == 404
+
+
+@contextmanager
+def served(*arguments):
+    """The command while it runs: (process, first lines, port)."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "megatron_ibpo.commands.page", "serve", *map(str, arguments)]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+    )
+    try:
+        lines = [process.stdout.readline()]
+        while not lines[-1].startswith("from another machine"):
+            assert lines[-1], "".join(lines)
+            lines.append(process.stdout.readline())
+        port = int(re.search(r"http://127\.0\.0\.1:(\d+)/", "".join(lines))[1])
+        yield process, "".join(lines), port
+    finally:
+        process.kill()
+        process.wait(10)
+
+
+def listeners(port):
+    """Local addresses that listen on a port, as the kernel has them."""
+    tables = "".join(Path(f"/proc/net/{name}").read_text() for name in ("tcp", "tcp6"))
+    rows = [line.split() for line in tables.splitlines() if ":" in line]
+    return [row[1].split(":")[0] for row in rows if row[3] == "0A" and int(row[1].split(":")[1], 16) == port]
+
+
+def test_the_command_listens_on_loopback_alone_takes_a_free_port_and_ends_at_once(run_dir, tmp_path, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        busy = taken.getsockname()[1]
+        with served(run_dir, "--port", busy) as (process, told, port):
+            assert f"port {busy} is taken" in told
+            assert port != busy
+            assert f"ssh -L {port}:127.0.0.1:{port} " in told
+            assert listeners(port) == ["0100007F"]
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+            connection.request("GET", "/api/runs")
+            assert json.loads(connection.getresponse().read())["runs"][0]["name"] == "run"
+            connection.request("GET", "/api/runs", headers={"Host": "evil.example"})
+            refused = connection.getresponse()
+            assert refused.status == 400
+            refused.read()
+            process.send_signal(signal.SIGINT)  # while a browser keeps its connection
+            rest, _ = process.communicate(timeout=5)
+            assert (rest.strip(), process.returncode) == ("stopped", 0)
+    assert main(["serve", str(tmp_path)]) == 2
+    assert "name a directory that does" in capsys.readouterr().err
 
 
 @needs_browser
-def test_in_a_browser_a_run_without_records_says_so(run_dir, tmp_path):
-    for file in (run_dir / "rollouts").iterdir():
-        file.unlink()
-    with open_page(write_page(run_dir, tmp_path / "page.html")) as page:
-        page.wait_until("document.querySelector('figure')")
-        page.press("2")
-        page.wait_until(
-            "document.getElementById('samples').textContent.includes('--save-debug-rollout-data')"
+def test_in_a_browser_the_page_follows_a_run_while_it_trains(run_dir, tmp_path):
+    other = write_run(tmp_path / "other", [], steps=())
+    with (
+        served(run_dir, other, "--port", 0) as (process, _, port),
+        open_page(f"http://127.0.0.1:{port}/") as page,
+    ):
+        page.wait_until("document.querySelector('[data-metric=reward]')")
+        lines = "document.querySelectorAll('[data-metric=reward] path.line').length"
+        assert page.evaluate(lines) == 2
+        values = "document.querySelector('[data-metric=reward] .values').textContent"
+        assert page.evaluate(values) == "0.20.2"
+        assert page.evaluate("document.getElementById('alarms').textContent") == ""
+        # the run goes on: curves, steps and an alarm appear without a reload
+        for step in range(3, 15):
+            add_row(run_dir, step, reward=1.0, accuracy=1.0)
+        page.wait_until("document.querySelector('.alarm')?.textContent.includes('run, since step 12')")
+        page.wait_until(f"({values}).startsWith('1')")
+        # an alarm leads to its curves, accuracy of steps and of evaluations
+        page.click(".alarm")
+        page.wait_until("document.querySelectorAll('figure').length === 2")
+        page.evaluate("(() => { metric.value = ''; metric.dispatchEvent(new Event('input')); })()")
+        # the step under the mouse, in every curve
+        page.wait_until("document.querySelector('[data-metric=reward]')")
+        page.wait_until_drawn()
+        left, top, width, height = page.evaluate(
+            "(() => { const b = document.querySelector('[data-metric=reward] svg').getBoundingClientRect();"
+            " return [b.left, b.top, b.width, b.height]; })()"
         )
+        middle, y = left + width * (46 + 324 / 2) / 380, top + height / 2  # step 7 of 14
+        page.call("Input.dispatchMouseEvent", type="mouseMoved", x=middle, y=y)
+        page.wait_until(f"({values}).startsWith('7: 1')")
+        # smoothing draws what it smooths faintly
+        page.evaluate("(() => { smoothing.value = '0.9'; smoothing.dispatchEvent(new Event('input')); })()")
+        page.wait_until("document.querySelectorAll('[data-metric=reward] path.faint').length === 2")
+        # a drag zooms, and a run can be left out
+        page.wait_until_drawn()
+        end = left + width - 12
+        for event, x in (("mousePressed", middle), ("mouseMoved", end), ("mouseReleased", end)):
+            page.call("Input.dispatchMouseEvent", type=event, x=x, y=y, button="left", clickCount=1)
+        page.wait_until("!zoom.hidden && zoom.textContent === 'steps 7 to 14: show all'")
+        page.wait_until(f"{lines} === 1")
+        page.click("#zoom")
+        page.wait_until(f"{lines} === 2")
+        page.click("#runs .run:nth-child(2) input")
+        page.wait_until(f"{lines} === 1")
+        # what differs is in the tables; nothing here does but the numbers
+        page.press("3")
+        page.wait_until("document.getElementById('comparison').textContent.includes('same settings')")
+        assert page.problems() == []
+        # the server goes: the page says so
+        process.kill()
+        page.wait_until("document.getElementById('status').textContent.includes('no answer from the server')")
+
+
+@needs_browser
+def test_in_a_browser_an_evaluation_is_a_table_and_a_reader(evaluation, tmp_path):
+    file = tmp_path / "page.html"
+    file.write_text(build_page([evaluation]), encoding="utf-8")
+    with open_page(file) as page:
+        page.wait_until("document.querySelector('#comparison table')")
+        comparison = page.evaluate("document.getElementById('comparison').textContent")
+        assert "accuracy0.5 0.4 to 0.6–" in comparison
+        assert "one row was skipped" in comparison
+        text = "document.querySelector('.pane .text').textContent"
+        page.press("2")
+        page.wait_until("document.querySelector('.pane')")
+        assert page.evaluate(text) == HOSTILE
         page.press("j")
+        page.wait_until("document.querySelector('.pane').textContent.includes('no reward: timed out')")
+        page.press("j")
+        page.wait_until(f"{text} === 'so it is 7'")
+        facts = page.evaluate("document.querySelector('.pane .facts').textContent")
+        assert "tests passed 0.5 · answer 7" in facts
+        assert page.evaluate("window.harmed") is None
         assert page.problems() == []

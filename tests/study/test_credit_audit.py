@@ -33,35 +33,31 @@ def fewer_resamples():
         yield
 
 
-# ------------------------------------------------------------------------------------------------ statistics
-
-
-def wrong(values, modified, *, prompt=0, phi=0.0, step=2, sibling=None):
-    """A response of steps of `step` tokens each."""
+def wrong(values, modified, *, prompt=0, phi=0.0, sibling=None):
+    """A response of steps of two tokens each."""
+    boundaries = list(range(0, 2 * len(values), 2))
     halves = {"first_half": list(values), "second_half": list(values)}
     return AuditedResponse(
-        prompt,
-        [step * i for i in range(len(values))],
-        list(values), **halves, modified=modified, phi=phi, sibling=sibling,
-    )  # fmt: skip
+        prompt, boundaries, list(values), **halves, modified=modified, phi=phi, sibling=sibling
+    )
 
 
 def test_one_response_by_hand():
     """Four steps of two tokens; the value falls at the third, of which both tokens were changed."""
-    response = wrong([0.8, 0.8, 0.7, 0.1, 0.0], [0, 0, 0, 1, 1, 1, 0, 1])
+    response, another = (
+        wrong([0.8, 0.8, 0.7, 0.1, 0.0], [0, 0, 0, 1, 1, 1, 0, 1], prompt=prompt) for prompt in (0, 1)
+    )
     shares = step_shares(response.modified, response.boundaries)
     assert shares.tolist() == [0.0, 0.5, 1.0, 0.5]
     assert response.drops == pytest.approx([0.0, 0.1, 0.6, 0.1])
     assert step_auc(shares, 2) == 1.0
     assert step_auc(shares, 1) == pytest.approx((1 + 0 + 0.5) / 3)  # above, below, tied
     assert response.nearness == pytest.approx((0.8 + 0.7 + 0.1) / 3)
-    found = audit([response, wrong([0.8, 0.8, 0.7, 0.1, 0.0], [0, 0, 0, 1, 1, 1, 0, 1], prompt=1)])
-    mask = found["mask"]["mask"]
-    assert mask["auc"]["estimate"] == 1.0
-    assert mask["rank_correlation"]["estimate"] == pytest.approx(1.0)  # the ties are tied on both sides
-    assert (
-        mask["first_credited_step_is_the_error"]["estimate"] == 0.0
-    )  # a token of the second step came first
+    found = audit([response, another])
+    mask = {name: measure["estimate"] for name, measure in found["mask"]["mask"].items()}
+    assert mask["auc"] == 1.0
+    assert mask["rank_correlation"] == pytest.approx(1.0)  # the ties are tied on both sides
+    assert mask["first_credited_step_is_the_error"] == 0.0  # a token of the second step came first
     assert found["position_of_the_drop"]["estimate"] == 0.75
     assert found["largest_drop"]["estimate"] == pytest.approx(0.6)
 
@@ -72,43 +68,35 @@ def policy(rng, count, *, mask_of, phi_of=lambda nearness: 0.0):
     for number in range(count):
         error = int(rng.integers(1, 7))
         chance = np.array([0.8] * (error + 1) + [0.05] * (7 - error))
-        halves = [np.append(rng.binomial(8, chance) / 8, 0.0) for _ in range(2)]
-        values = (halves[0] + halves[1]) / 2
-        nearness = float(np.mean(values[1:-1]))
-        made.append(
-            AuditedResponse(
-                number // 3, list(range(0, 25, 3)), values.tolist(), halves[0].tolist(), halves[1].tolist(),
-                modified=mask_of(error, rng), phi=phi_of(nearness),
-            )
-        )  # fmt: skip
+        halves = np.array([np.append(rng.binomial(8, chance) / 8, 0.0) for _ in range(2)])
+        values, (first, second) = halves.mean(0), halves.tolist()
+        modified, phi = mask_of(error, rng), phi_of(float(np.mean(values[1:-1])))
+        steps = list(range(0, 25, 3))
+        made.append(AuditedResponse(number // 3, steps, values.tolist(), first, second, modified, phi))
     return made
 
 
-def exactly_the_error(error, rng):
-    return [int(3 * error <= token < 3 * error + 3) for token in range(24)]
-
-
-def anywhere(error, rng):
-    return rng.permutation([1] * 3 + [0] * 21).tolist()
+ANYWHERE = {"mask_of": lambda error, rng: rng.permutation([1] * 3 + [0] * 21).tolist()}
+EXACTLY_THE_ERROR = {"mask_of": lambda error, rng: [int(token // 3 == error) for token in range(24)]}
 
 
 @pytest.fixture(scope="module")
 def audits():
-    """Return audits of a policy whose credit follows its error and its nearness, and of one that draws
-    both."""
+    """Audits of a policy whose credit follows its error and its nearness, and of one that draws both."""
     rng = np.random.default_rng(2)
-    good = policy(rng, 45, mask_of=exactly_the_error, phi_of=lambda near: 0.5 * (near > 0.45))
-    blind = policy(rng, 45, mask_of=anywhere, phi_of=lambda near: 0.5 * rng.integers(2))
+    good = policy(rng, 45, **EXACTLY_THE_ERROR, phi_of=lambda near: 0.5 * (near > 0.45))
+    blind = policy(rng, 45, **ANYWHERE, phi_of=lambda near: 0.5 * rng.integers(2))
     return audit(good), audit(blind)
 
 
 def test_a_mask_of_the_errors_is_told_from_one_drawn_at_random(audits):
     good, blind = audits
-    assert good["mask"]["mask"]["auc"]["low"] > 0.85
-    assert good["mask"]["mask"]["first_credited_step_is_the_error"]["estimate"] > 0.85
-    assert good["mask_above_random_auc"]["low"] > 0.3
+    mask, above = good["mask"]["mask"], blind["mask_above_random_auc"]
+    assert mask["auc"]["low"] > 0.85
+    assert mask["first_credited_step_is_the_error"]["estimate"] > 0.85
     assert good["mask"]["ceiling: drops of the other rollouts"]["auc"]["estimate"] > 0.85
-    assert blind["mask_above_random_auc"]["low"] < 0 < blind["mask_above_random_auc"]["high"]
+    assert good["mask_above_random_auc"]["low"] > 0.3
+    assert above["low"] < 0 < above["high"]
     for found in audits:
         random = found["mask"]["random masks of the same size"]
         assert random["auc"]["estimate"] == pytest.approx(0.5, abs=0.03)
@@ -117,7 +105,7 @@ def test_a_mask_of_the_errors_is_told_from_one_drawn_at_random(audits):
         assert uniform["rank_correlation"]["estimate"] == 0.0
 
 
-def test_the_audit_prints_a_page_that_reads_without_the_docs(audits):
+def test_the_audit_prints_a_page_that_reads_without_the_docs_and_draws_a_picture(audits, tmp_path):
     names = ("responses_sampled", "wrong", "corrections", "corrections_correct", "rollouts")
     counts = dict(zip(names, (512, 90, 90, 40, 11440), strict=True))
     screen = io.StringIO()
@@ -127,6 +115,9 @@ def test_the_audit_prints_a_page_that_reads_without_the_docs(audits):
     assert "tokens that corrections change (the mask)" in said
     assert "The mask lies on the error more often than random tokens" in said
     assert "{" not in said
+    responses = policy(np.random.default_rng(0), 12, **EXACTLY_THE_ERROR)
+    plot_audit(responses, audit(responses), tmp_path / "audit.png", title="audit")
+    assert (tmp_path / "audit.png").stat().st_size > 10_000
 
 
 def test_phi_that_follows_how_near_a_response_was_is_told_from_one_that_does_not(audits):
@@ -135,38 +126,32 @@ def test_phi_that_follows_how_near_a_response_was_is_told_from_one_that_does_not
     assert follows["rank_correlation_within_prompts"]["low"] > 0.4
     assert follows["auc_of_phi_for_nearness_above_median"]["low"] > 0.7
     assert tossed["rank_correlation"]["low"] < 0 < tossed["rank_correlation"]["high"]
-    few = policy(np.random.default_rng(1), 6, mask_of=anywhere, phi_of=lambda near: 0.5)
-    uniform = audit(few)["phi"]
+    uniform = audit(policy(np.random.default_rng(1), 6, **ANYWHERE, phi_of=lambda near: 0.5))["phi"]
     assert uniform["rank_correlation"] == {"estimate": 0.0, "low": 0.0, "high": 0.0}
     assert uniform["auc_of_phi_for_nearness_above_median"]["estimate"] == 0.5
-
-
-def test_what_differs_between_prompts_alone_is_no_merit_within_them():
-    """φ and nearness both follow the prompt, and nothing else."""
-    easy = [wrong([0.9, 0.9, 0.0], [1, 0, 0, 0], prompt=p, phi=0.5) for p in (0, 0, 1, 1)]
-    hard = [wrong([0.3, 0.3, 0.0], [1, 0, 0, 0], prompt=p, phi=0.0) for p in (2, 2, 3, 3)]
-    found = audit([*easy, *hard])["phi"]
+    # where both follow the prompt and nothing else, that is no merit within prompts
+    prompts = [(0, 0.9, 0.5), (1, 0.9, 0.5), (2, 0.3, 0.0), (3, 0.3, 0.0)]
+    twice = [
+        wrong([near, near, 0.0], [1, 0, 0, 0], prompt=p, phi=phi) for p, near, phi in prompts for _ in "ab"
+    ]
+    found = audit(twice)["phi"]
     assert found["rank_correlation"]["estimate"] == pytest.approx(1.0)
     assert found["rank_correlation_within_prompts"]["estimate"] == 0.0
-
-
-def test_near_is_what_lies_above_the_median():
-    """Nearness .2, .4 and .6: the last has a larger φ than the first and as large a one as the second."""
-    three = [wrong([0.9, near, 0.0], [1, 0, 0, 0], prompt=i, phi=phi)
-             for i, (near, phi) in enumerate([(0.2, 0.0), (0.4, 0.5), (0.6, 0.5)])]  # fmt: skip
+    # nearness .2, .4 and .6: the last has a larger φ than the first and as large a one as the second
+    numbers = enumerate([(0.2, 0.0), (0.4, 0.5), (0.6, 0.5)])
+    three = [wrong([0.9, near, 0.0], [1, 0, 0, 0], prompt=i, phi=phi) for i, (near, phi) in numbers]
     assert audit(three)["phi"]["auc_of_phi_for_nearness_above_median"]["estimate"] == 0.75
 
 
 def test_responses_without_a_clear_error_or_a_mask_are_counted():
-    found = audit(
-        [
-            wrong([0.2, 0.1, 0.1, 0.0], [1] * 6, prompt=0),  # it never had much to lose
-            wrong([0.9, 0.8, 0.1, 0.0], None, prompt=1),  # no correction earned credit
-            wrong([0.9, 0.8, 0.1, 0.0], [0] * 6, prompt=2),  # its corrections only insert
-            wrong([0.9, 0.0], [1, 1], prompt=3),  # a single step
-            wrong([0.9, 0.8, 0.1, 0.0], [0, 0, 1, 1, 0, 0], prompt=4),
-        ]
-    )
+    responses = [
+        wrong([0.2, 0.1, 0.1, 0.0], [1] * 6, prompt=0),  # it never had much to lose
+        wrong([0.9, 0.8, 0.1, 0.0], None, prompt=1),  # no correction earned credit
+        wrong([0.9, 0.8, 0.1, 0.0], [0] * 6, prompt=2),  # its corrections only insert
+        wrong([0.9, 0.0], [1, 1], prompt=3),  # a single step
+        wrong([0.9, 0.8, 0.1, 0.0], [0, 0, 1, 1, 0, 0], prompt=4),
+    ]
+    found = audit(responses)
     assert (found["responses"], found["with_a_located_error"]) == (5, 3)
     assert (found["located_and_masked"], found["empty_masks"]) == (2, 1)
     # the empty mask points nowhere: it misses the error, and tells its step from no other
@@ -178,15 +163,14 @@ def test_responses_without_a_clear_error_or_a_mask_are_counted():
 
 def test_the_difference_to_a_correct_sibling_is_scored_beside_the_mask():
     """The value falls over the second of three steps; a correction costs a generation, a sibling nothing."""
+    cases = [
+        ([0, 0, 1, 1, 0, 0], [0, 0, 1, 1, 0, 0]),
+        ([0, 0, 1, 0, 0, 0], [1, 0, 0, 0, 0, 0]),
+        ([0, 0, 1, 0, 0, 0], None),  # no correct sibling
+        (None, [0, 0, 0, 1, 0, 0]),  # no correction that earns credit
+    ]
     values = [0.9, 0.8, 0.1, 0.0]
-    found = audit(
-        [
-            wrong(values, [0, 0, 1, 1, 0, 0], sibling=[0, 0, 1, 1, 0, 0], prompt=0),
-            wrong(values, [0, 0, 1, 0, 0, 0], sibling=[1, 0, 0, 0, 0, 0], prompt=1),
-            wrong(values, [0, 0, 1, 0, 0, 0], prompt=2),  # no correct sibling
-            wrong(values, None, sibling=[0, 0, 0, 1, 0, 0], prompt=3),  # no correction that earns credit
-        ]
-    )
+    found = audit([wrong(values, mask, sibling=own, prompt=n) for n, (mask, own) in enumerate(cases)])
     assert found["mask_equals_sibling"]["estimate"] == 0.5
     assert found["located_with_correct_sibling"] == 3
     first = {name: s.get("first_credited_step_is_the_error") for name, s in found["mask"].items()}
@@ -195,17 +179,11 @@ def test_the_difference_to_a_correct_sibling_is_scored_beside_the_mask():
     assert first["difference to a correct sibling, wherever there is one"]["estimate"] == pytest.approx(2 / 3)
 
 
-# ------------------------------------------------------------------------------------------------ from groups
-
-
-def group_of(responses, corrected, target=0):
-    """Corrections of one response: (content, correct, rewritten)."""
+def group_of(responses, corrected):
+    """Corrections of the first response: (content, correct, rewritten)."""
     prompt = Prompt(0, token_ids([1]), 1, "x", "t", "q")
-    made = [
-        Correction(target, (), response(ids, float(correct)), rewritten=rewritten)
-        for ids, correct, rewritten in corrected
-    ]
-    return Group(prompt, responses, made)
+    parts = [(response(ids, float(correct)), rewritten) for ids, correct, rewritten in corrected]
+    return Group(prompt, responses, [Correction(0, (), own, rewritten=rewritten) for own, rewritten in parts])
 
 
 def mask_of(group, marks=None, *, mark_insertions=False):
@@ -213,22 +191,22 @@ def mask_of(group, marks=None, *, mark_insertions=False):
     return modified_tokens(group, 0, edits)
 
 
-def test_the_mask_joins_the_corrections_that_earn_credit():
+def test_the_mask_joins_the_corrections_that_earn_credit_and_the_nearest_correct_sibling_has_one_too():
     y = response([5, 6, 7, 8], 0.0)
     earning = [([9, 6, 7, 8], True, False), ([5, 6, 9, 8], True, False)]
     others = [([5, 9, 7, 8], False, False), ([5, 6, 7, 9], True, True)]
     assert mask_of(group_of([y], earning + others)) == [1, 0, 1, 0]
     assert mask_of(group_of([y], others)) is None
-
-
-def test_a_correction_that_only_inserts_leaves_an_empty_mask_or_marks_the_token_before():
-    group = group_of([response([5, 6, 7], 0.0)], [([5, 6, 9, 7], True, False)])
-    assert mask_of(group) == [0, 0, 0]
-    assert mask_of(group, mark_insertions=True) == [0, 1, 0]
-
-
-def test_where_thinking_is_stripped_the_audit_compares_what_the_prompt_showed():
-    """80 opens and 81 closes thinking: it is hidden, counts as changed, and moves nothing after it."""
+    # one that only inserts leaves an empty mask, or marks the token before
+    inserting = group_of([response([5, 6, 7], 0.0)], [([5, 6, 9, 7], True, False)])
+    assert mask_of(inserting) == [0, 0, 0]
+    assert mask_of(inserting, mark_insertions=True) == [0, 1, 0]
+    y, wrong_one = response([5, 6, 7, 8], 0.0), response([5, 6, 7, 9], 0.0)
+    far, near = response([9, 9, 9, 8], 1.0), response([5, 6, 9, 8], 1.0)
+    group = group_of([y, far, wrong_one, near], [])
+    assert sibling_tokens(group, 0, None, mark_insertions=False) == [0, 0, 1, 0]
+    assert sibling_tokens(group_of([y, wrong_one], []), 0, None, mark_insertions=False) is None
+    # 80 opens and 81 closes thinking: it is hidden, counts as changed, and moves nothing after it
     marks = ThinkingMarks((80,), (81,))
     y = response([80, 5, 6, 81, 7, 8], 0.0)
     group = group_of([y], [([80, 9, 9, 9, 81, 7, 9], True, False)])
@@ -238,34 +216,14 @@ def test_where_thinking_is_stripped_the_audit_compares_what_the_prompt_showed():
     assert sibling_tokens(group, 0, marks, mark_insertions=False) == [1, 1, 1, 1, 1, 0]
 
 
-def test_the_nearest_correct_sibling_is_the_one_compared_with():
-    y = response([5, 6, 7, 8], 0.0)
-    far, near = response([9, 9, 9, 8], 1.0), response([5, 6, 9, 8], 1.0)
-    wrong_one = response([5, 6, 7, 9], 0.0)
-    group = group_of([y, far, wrong_one, near], [])
-    assert sibling_tokens(group, 0, None, mark_insertions=False) == [0, 0, 1, 0]
-    assert sibling_tokens(group_of([y, wrong_one], []), 0, None, mark_insertions=False) is None
-    assert group.corrections == []
-
-
 def test_continuations_start_at_the_boundaries_with_seeds_and_room_of_their_own():
     config = Config()
     config.rollout.rollout_max_response_len = 10
-    prompt = Prompt(3, token_ids([1, 4]), 1, "x", "t", "q")
-    y = response([5, 6, 7], 0.0, prompt=(1, 4))
+    prompt, y = Prompt(3, token_ids([1, 4]), 1, "x", "t", "q"), response([5, 6, 7], 0.0, prompt=(1, 4))
     requests = prefix_requests(prompt, y, [0, 2, 3], 2, config, seed=0)
     assert [ids_of(request.prompt_token_ids) for request in requests] == [(1, 4)] * 2 + [(1, 4, 5, 6)] * 2
     assert [request.max_tokens for request in requests] == [10, 10, 8, 8]
     assert len({request.seed for request in requests}) == 4
-
-
-def test_the_picture_is_drawn(tmp_path):
-    responses = policy(np.random.default_rng(0), 12, mask_of=exactly_the_error)
-    plot_audit(responses, audit(responses), tmp_path / "audit.png", title="audit")
-    assert (tmp_path / "audit.png").stat().st_size > 10_000
-
-
-# ------------------------------------------------------------------------------------------------ whole
 
 
 @pytest.fixture
@@ -321,9 +279,7 @@ def test_wrong_responses_are_corrected_and_continued_from_every_step_and_scored_
     assert counts == number | {"skipped_pairs": 0, "rollouts": len(asked) - 9 - 14}
 
 
-def test_of_a_run_that_corrects_nothing_all_is_corrected_and_some_responses_are_audited(
-    audited_run, monkeypatch
-):
+def test_of_a_run_that_corrects_nothing_all_is_corrected_and_some_are_audited(audited_run, monkeypatch):
     at = live_loop.FLAGS.index("--ibpo-corrections")
     monkeypatch.setattr(live_loop, "FLAGS", live_loop.FLAGS[:at] + live_loop.FLAGS[at + 2 :])
     everything, *_ = audited_run(responses=8)
@@ -332,9 +288,7 @@ def test_of_a_run_that_corrects_nothing_all_is_corrected_and_some_responses_are_
     numbers = [places.index((one.prompt, one.boundaries)) for one in drawn]
     assert numbers == [0, 1, 4]  # drawn, in their order
     assert (len(readable), counts["wrong"], counts["corrections"]) == (3, 7, 7)
-
-
-def test_corrections_that_the_context_of_a_run_has_no_room_for_are_counted_and_not_made(audited_run):
+    # what the context of a run has no room for is counted and not made
     _, _, counts, _ = audited_run("--rollout-max-context-len", "20", responses=1)
     assert (counts["wrong"], counts["corrections"], counts["skipped_pairs"]) == (7, 0, 7)
 
@@ -348,11 +302,13 @@ def test_a_run_is_audited_through_its_own_engine(tmp_path):
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(recipe))
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     command = [sys.executable, str(ROOT / "tools/audit_credit.py"), str(tmp_path)]
-    refused = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    small = ["--policy", "start", "--prompts", "4", "--responses", "6", "--rollouts", "4"]
+    refused, done = (
+        subprocess.run([*command, *more], env=environment, capture_output=True, text=True, timeout=250)
+        for more in ([], small)
+    )
     assert refused.returncode == 2
     assert "audit the policy it started from with --policy start" in refused.stderr
-    command += ["--policy", "start", "--prompts", "4", "--responses", "6", "--rollouts", "4"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stdout + done.stderr
     kept = json.loads((tmp_path / "audit/audit.json").read_text())
     assert kept["counts"]["responses_sampled"] == 32
@@ -362,14 +318,11 @@ def test_a_run_is_audited_through_its_own_engine(tmp_path):
         assert len(audited["values"]) == len(audited["boundaries"]) == len(audited["steps"]) + 1
         assert audited["values"][-1] == 0.0
         assert all(value * 4 == int(value * 4) for value in audited["values"])
-        halves = np.array([audited["first_half"], audited["second_half"]])
-        assert halves.mean(0).tolist() == audited["values"]
+        assert np.mean([audited["first_half"], audited["second_half"]], 0).tolist() == audited["values"]
     assert (tmp_path / "audit/audit.png").exists()
 
 
 def test_a_run_without_the_policy_that_is_to_be_audited_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"holds no config\.yaml: is it the directory of a run"):
-        audit_run._settings(tmp_path, "start")
     model = ROOT / "examples/tiny_qwen3"
     (tmp_path / "config.yaml").write_text(f"hf-checkpoint: {model}\n")
     config, hf_dir = audit_run._settings(tmp_path, "start")

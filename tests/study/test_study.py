@@ -1,4 +1,4 @@
-"""Comparing methods: what the statistics say, what a study plans, how its runs end."""
+"""Comparing methods: statistics, plans, how runs end; and whole studies over runs whose truth is known."""
 
 import fcntl
 import io
@@ -6,6 +6,8 @@ import json
 import math
 import os
 import re
+import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -24,54 +26,258 @@ from rich.console import Console
 
 from megatron_ibpo.config import ConfigError, config_yaml
 from megatron_ibpo.run.settings import parse_config
-from megatron_ibpo.study import runs, statistics
+from megatron_ibpo.study import plan, run_results, runs, statistics
 from megatron_ibpo.study.claims import Claim, compare_all
 from megatron_ibpo.study.curves import band, figure_of_runs
 from megatron_ibpo.study.findings import Findings, read_findings, write_findings
 from megatron_ibpo.study.page import write_page
-from megatron_ibpo.study.plan import (
-    PlannedRun,
-    Study,
-    Task,
-    Tried,
-    Tuning,
-    beyond,
-    choose,
-    grid_points,
-    plan_main,
-    plan_point,
-    plan_tuning,
-    point_name,
-)
+from megatron_ibpo.study.plan import Study, Task, Tried, Tuning, beyond, choose, grid_points, plan_main
 from megatron_ibpo.study.power import analyse, detectable, power, seeds_needed
-from megatron_ibpo.study.run_results import (
-    RunResult,
-    compare,
-    compare_at_equal_steps,
-    compare_overall,
-    dose_response,
-    read_run,
-)
-from megatron_ibpo.study.statistics import (
-    cost_to_reach,
-    holm,
-    mean_with_interval,
-    over_seeds,
-    paired_difference,
-    shown_p,
-)
-from megatron_ibpo.study.study_files import read_study
+from megatron_ibpo.study.run_results import RunResult, compare, compare_at_equal_steps, compare_overall
+from megatron_ibpo.study.statistics import holm, mean_with_interval, over_seeds, paired_difference, shown_p
+from megatron_ibpo.study.study_files import method_settings, read_study
 from megatron_ibpo.study.study_run import conduct, run_all
 from megatron_ibpo.study.table import markdown, tables
+from support import stand_in_training
 from support.browser import needs_browser, open_page
 from support.paths import ROOT
-from support.stand_in_training import failing, stubborn, train
+from support.stand_in_training import failing, stubborn
+
+
+@pytest.fixture(autouse=True)
+def nothing_imported_for_training(monkeypatch):
+    """Preload only what a stand-in for training needs."""
+    monkeypatch.setattr(runs, "PRELOADED", [runs.__name__, stand_in_training.__name__])
+
+
+@pytest.fixture
+def written(tmp_path):
+    """Write a study of two methods and two seeds with these changes, and return its path."""
+
+    def write(**changes):
+        content = {
+            "recipe": str(ROOT / "examples/recipes/tiny_qwen3_study.yaml"), "baseline": "gspo",
+            "common": {"hf-checkpoint": str(ROOT / "examples/tiny_qwen3")}, "seeds": [0, 1],
+            "methods": {"gspo": {"advantage-estimator": "gspo"}, "dr": {"advantage-estimator": "dr-grpo"}},
+            "budget": 1e11, "budget-unit": "flops",
+        } | changes  # fmt: skip
+        path = tmp_path / "study.yaml"
+        path.write_text(yaml.safe_dump(content))
+        return path
+
+    return write
+
+
+def training(*, best=3e-4, gains=None, pause=0.0):
+    """Stand in for training: leave what a run with known accuracy leaves."""
+    return partial(stand_in_training.train, best=best, gains=gains or {}, pause=pause)
+
+
+def conducted(tmp_path, path, program, **settings):
+    """(complete, what was said, the findings)"""
+    said = io.StringIO()
+    console = Console(file=said, width=10_000)
+    complete = conduct(read_study([path]), tmp_path / "out", program, console, **settings)
+    kept = tmp_path / "out/results.json"
+    return complete, said.getvalue(), read_findings(kept) if kept.exists() else None
+
+
+def begun(tmp_path):
+    """The process of each main run that has begun."""
+    orders = (tmp_path / "out/runs").glob("*/order")
+    return [int(line.split()[2]) for order in orders for line in order.read_text().splitlines()]
+
+
+TWO_TASKS = {
+    name: {"kind": kind, "settings": {"hf-checkpoint": str(ROOT / "examples" / model)}, "skill": skill}
+    for name, kind, model, skill in (
+        ("easy", "short", "tiny_qwen3_hard", 0.9), ("rare", "long", "tiny_qwen3", 0.1),
+    )
+}  # fmt: skip
+
+
+def test_a_study_tunes_extends_its_grid_tells_its_power_compares_and_confirms(tmp_path, written):
+    """dr is better by .05; the best learning rate lies beyond the grid, and is found."""
+    program = training(best=9e-4, gains={"dr-grpo": 0.05})
+    tune = {"grid": {"lr": [1e-4, 3e-4]}, "seeds": [50], "budget": 5e10}
+    path = written(tune=tune, **{"pilot-seeds": [60, 61], "confirm-seeds": [70, 71]})
+    complete, said, found = conducted(tmp_path, path, program, parallel=4)
+    assert complete
+    assert [choice.setting for choice in found.choices] == [{"lr": 9e-4}, {"lr": 9e-4}]
+    assert all(len(choice.tried) == 4 and choice.at_edge == () for choice in found.choices)
+    assert found.power.needed >= 2
+    assert "2 runs of gspo per task" in found.power.source
+    assert said.index("power, from") < said.index("gspo, seed 0"), "before the runs"
+    assert (len(found.runs), len(found.confirmation)) == (4, 4)
+    assert {run.lr for run in found.runs} == {9e-4}
+    assert max(run.accuracy[-1][1] for run in found.runs) < 0.65, "judged by other problems than tuned on"
+    assert found.runs[0].other_accuracies["0.6"] == pytest.approx(found.runs[0].accuracy[-1][1] + 0.1)
+    assert "dr: better; but 2 seeds, 8 are needed\n" in said, "fresh seeds showed it again"
+    page = (tmp_path / "out/page.html").read_text()
+    for part in ("What may be said", "Curves", "T = 0.6", "At equal steps", "Tuning", "lr 0.0009"):
+        assert part in page
+    shutil.rmtree(tmp_path / "out/confirmation/gspo")
+    complete, said, found = conducted(tmp_path, path, program, runs_at_most=0)
+    assert not complete
+    assert found.confirmation == [], "half of it confirms nothing"
+    assert "not run again with fresh seeds" in said
+
+
+@pytest.mark.slow  # `beyond` is tested alone
+def test_a_grid_whose_best_is_always_the_last_is_left_after_four_values_without_a_claim(tmp_path, written):
+    program = training(best=1e-2, gains={"dr-grpo": 0.05})
+    tune = {"grid": {"lr": [1e-5, 2e-5]}, "seeds": [50], "budget": 5e10}
+    _, said, found = conducted(tmp_path, written(tune=tune, seeds=3), program, parallel=4)
+    assert [(choice.setting, choice.at_edge) for choice in found.choices] == [({"lr": 3.2e-4}, ("lr",))] * 2
+    edges = "; but ".join(f"the best lr of {name} is at the edge of its grid" for name in ("dr", "gspo"))
+    assert f"but {edges}" in said
+
+
+def test_a_study_of_several_tasks_is_priced_resumed_and_has_one_page_with_its_dose(tmp_path, written):
+    """Finished runs are not repeated."""
+    program = training(gains={"dr-grpo": 0.05})
+    path = written(tasks=TWO_TASKS)
+    complete, said, found = conducted(tmp_path, path, program, runs_at_most=0)
+    assert (complete, found) == (False, None)
+    assert "8 runs to go, 8e+11 flops, duration unknown" in said
+    complete, said, found = conducted(tmp_path, path, program, parallel=3, runs_at_most=7)
+    assert (complete, found.runs_left, len(found.runs)) == (False, 1, 7)
+    assert "1 run to go, 1e+11 flops, about 0 minutes" in said  # half a minute
+    complete, said, found = conducted(tmp_path, path, program)
+    assert (complete, len(found.runs)) == (True, 2 * 2 * 2)
+    assert "run 1/1 rare, gspo, seed 1: finished" in said
+    assert "power: unknown" in said
+    kept = json.loads((tmp_path / "out/results.json").read_text())
+    assert [line["method"] for line in kept["overall"]] == ["gspo", "dr"]
+    assert kept["overall"][1]["difference"]["mean"] == pytest.approx(0.05, abs=1e-3)
+    dose = [(point["task"], point["skill"]) for point in kept["dose_response"]]
+    assert dose == [("rare", 0.1), ("easy", 0.9)]
+    page = (tmp_path / "out/page.html").read_text()
+    assert page.count("data:image/svg+xml;base64,") == 2
+    assert "Methods on easy" in page
+    with pytest.raises(ConfigError, match=r"other settings .*lr was 0.0003, is 0.001"):
+        conducted(tmp_path, written(tasks=TWO_TASKS, common={"lr": 1e-3}), program)
+
+
+def test_a_stopped_study_leaves_no_child(tmp_path, written, monkeypatch):
+    """Two runs go side by side; an interrupt ends both, and none begins after it."""
+    monkeypatch.setattr(runs, "LOOK_EVERY_S", 0.1)
+
+    def interrupt_two() -> None:
+        deadline = time.monotonic() + 40
+        while len(begun(tmp_path)) < 2 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    started = time.monotonic()
+    threading.Thread(target=interrupt_two, daemon=True).start()
+    with pytest.raises(KeyboardInterrupt):
+        conducted(tmp_path, written(), training(pause=60.0), parallel=2)
+    assert time.monotonic() - started < 50
+    left = begun(tmp_path)
+    assert len(left) == 2
+    assert not any(psutil.pid_exists(process) for process in left)
+    path = written(**{"budget-unit": "accelerator-seconds"})
+    with pytest.raises(ConfigError, match="slow each other down"):
+        conducted(tmp_path, path, training(), parallel=2)
+
+
+OWN = """
+from megatron_ibpo.credit import Judgement, Operator
+
+SETTINGS = {"advantage-estimator": "gspo", "lr": 5.0e-4}
+NUMBER = 3
+
+
+class SameLength(Operator):
+    def judge(self, groups, context):
+        return Judgement([[0.0] * len(group.responses) for group in groups], metrics={})
+
+
+def advantages(rewards):
+    return [reward - min(rewards) for reward in rewards]
+
+
+def weigh(groups, advantages, context):
+    raise NotImplementedError
+"""
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """A module of the user's own where the user stands."""
+    (tmp_path / "own_methods.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    yield
+    sys.modules.pop("own_methods", None)
+
+
+@pytest.mark.usefixtures("own")
+def test_a_method_is_settings_a_recipe_or_an_import_path_and_is_put_beside_some_of_a_study(tmp_path, written):
+    (tmp_path / "mine.yaml").write_text("advantage-estimator: gspo\nlr: 0.001\n")
+    plain = {"advantage-estimator": "gspo"}
+    for spec, settings in [
+        ({"lr": 1e-3}, {"lr": 1e-3}),
+        ("mine.yaml", plain | {"lr": 0.001}),
+        ("own_methods:SETTINGS", plain | {"lr": 5e-4}),
+        ("own_methods:SameLength", {"ibpo-operator": "own_methods:SameLength"}),
+        ("own_methods:advantages", plain | {"advantages": "own_methods:advantages"}),
+        ("own_methods:weigh", plain | {"token-credit": "own_methods:weigh"}),
+    ]:
+        assert method_settings(spec) == settings
+    with pytest.raises(ConfigError, match="neither settings, an operator, an estimator nor"):
+        method_settings("own_methods:NUMBER")
+    with pytest.raises(ConfigError, match="no_such_module"):
+        method_settings("no_such_module:x")
+    methods = {name: {"advantage-estimator": name} for name in ("gspo", "dr-grpo", "grpo")}
+    path = written(methods=methods, tasks=TWO_TASKS, seeds=1)
+    study = read_study([path], add={"own": "own_methods:SameLength"}, only=["own"], tasks=["rare"])
+    planned = plan_main(study, tmp_path / "out")
+    assert [(run.task, run.method) for run in planned] == [("rare", "gspo"), ("rare", "own")]
+    config = yaml.safe_load(planned[1].config)
+    assert config["ibpo-operator"] == "own_methods:SameLength"
+    with pytest.raises(ConfigError, match=r"no method 'gspoo'; .*did you mean 'gspo'"):
+        read_study([path], only=["gspoo"])
+    with pytest.raises(ConfigError, match=r"no task 'rere'; .*did you mean 'rare'"):
+        read_study([path], tasks=["rere"])
+
+
+def test_the_study_file_of_the_documentation_can_be_run(tmp_path, monkeypatch):
+    """It is run as it stands there, with a recipe and a module where the user stands."""
+    text = (ROOT / "docs/comparing-methods.md").read_text()
+    (block,) = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+    (tmp_path / "documented.yaml").write_text(block)
+    (tmp_path / "mine.yaml").write_text("advantage-estimator: gspo\n")
+    (tmp_path / "same_length.py").write_text(OWN)
+    for shared in ("examples", "megatron_ibpo"):
+        (tmp_path / shared).symlink_to(ROOT / shared)
+    monkeypatch.chdir(tmp_path)
+    study = read_study([tmp_path / "documented.yaml"])
+    assert list(study.methods) == ["gspo", "ibpo", "mine", "near"]
+    assert [len(grid_points(study.tune, method)) for method in study.methods] == [12, 12, 24, 12]
+    one_task = replace(study, tasks=study.tasks[1:], seeds=(0,))
+    assert len(plan_main(one_task, tmp_path / "out")) == 4
+
+
+@pytest.mark.slow
+def test_the_page_of_kept_results_is_written_by_the_command(tmp_path):
+    command = [
+        sys.executable,
+        "tools/compare_methods.py",
+        "docs/studies/qwen3_next.json",
+        "--save",
+        str(tmp_path),
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stderr
+    page = (tmp_path / "page.html").read_text()
+    assert page.count('"not told apart"') == 2
+    assert "gspo-g16" in page
+
 
 STUDIES = sorted((ROOT / "examples/studies").glob("*.yaml"))
 KEPT = sorted(p for p in (ROOT / "docs/studies").glob("*.json") if not p.stem.startswith("audit"))
-
-
-# ------------------------------------------------------------------------------------------------ statistics
 
 
 def outcomes(rng, seeds, problems, accuracy, between_seeds=0.0, between_problems=0.0):
@@ -85,10 +291,8 @@ def outcomes(rng, seeds, problems, accuracy, between_seeds=0.0, between_problems
 def test_the_interval_covers_the_truth_about_as_often_as_it_says():
     """There are 60 studies of 8 seeds, whose runs and problems both vary."""
     rng = np.random.default_rng(0)
-    covered = 0
-    for _ in range(60):
-        found = mean_with_interval(outcomes(rng, 8, 120, 0.6, between_seeds=0.06, between_problems=0.1))
-        covered += found.low <= 0.6 <= found.high
+    studies = (outcomes(rng, 8, 120, 0.6, between_seeds=0.06, between_problems=0.1) for _ in range(60))
+    covered = sum(found.low <= 0.6 <= found.high for found in map(mean_with_interval, studies))
     assert 50 <= covered <= 60
 
 
@@ -97,83 +301,53 @@ def test_seeds_and_problems_both_widen_the_interval():
     are five. Where neither matters the interval is too wide, by at most the square root of 3."""
     rng = np.random.default_rng(1)
     alike = outcomes(rng, 5, 400, 0.6)
-    found = {
-        "neither": mean_with_interval(alike),
-        "problems": mean_with_interval(np.repeat(alike[:1], 5, axis=0)),
-        "seeds": mean_with_interval(outcomes(rng, 5, 400, 0.6, between_seeds=0.15)),
-    }
-    width = {name: estimate.high - estimate.low for name, estimate in found.items()}
+    luck = outcomes(rng, 5, 400, 0.6, between_seeds=0.15)
+    found = [mean_with_interval(solved) for solved in (alike, np.repeat(alike[:1], 5, axis=0), luck)]
+    neither, problems, seeds = (estimate.high - estimate.low for estimate in found)
     one_outcome = 2 * 1.96 * math.sqrt(0.6 * 0.4)
-    assert width["problems"] == pytest.approx(one_outcome / math.sqrt(400), rel=0.1)
-    assert 1 < width["neither"] / (one_outcome / math.sqrt(2000)) < 1.15 * math.sqrt(3)
-    assert width["seeds"] > 2 * width["neither"]
+    assert problems == pytest.approx(one_outcome / math.sqrt(400), rel=0.1)
+    assert 1 < neither / (one_outcome / math.sqrt(2000)) < 1.15 * math.sqrt(3)
+    assert seeds > 2 * neither
 
 
-def test_a_difference_is_paired():
+def test_a_difference_is_paired_and_its_p_by_sign_flips_is_exact():
     """The same luck of seed and problem in both: it cancels, and a constant gain is seen for what it is."""
     rng = np.random.default_rng(2)
     base = outcomes(rng, 5, 300, 0.5, between_seeds=0.1) * 0.5
-    better = base + 0.1
-    found = paired_difference(better, base)
+    found = paired_difference(base + 0.1, base)
     assert (found.mean, found.low, found.high) == pytest.approx((0.1, 0.1, 0.1))
     assert found.bootstrap_p == found.bootstrap_floor == pytest.approx(2 / 4001)
     assert shown_p(found.bootstrap_p, found.bootstrap_floor) == "≤ 0.0005"
-    assert paired_difference(base, better).mean == pytest.approx(-0.1)
-
-
-@pytest.mark.parametrize("seeds", [2, 5, 8])
-def test_the_sign_flip_test_cannot_go_below_its_floor(seeds):
-    base = np.zeros((seeds, 4))
-    better = base + np.linspace(0.1, 0.2, seeds)[:, None]
-    found = paired_difference(better, base)
-    assert found.sign_flip_p == found.sign_flip_floor == 2 / 2**seeds
-
-
-def test_sign_flips_by_hand():
-    """Differences .1, .2, -.05: of their eight sums under flipped signs four are at least .25 from 0."""
+    assert paired_difference(base, base + 0.1).mean == pytest.approx(-0.1)
+    # no difference is no discovery
+    pairs = ((outcomes(rng, 5, 80, 0.5), outcomes(rng, 5, 80, 0.5)) for _ in range(12))
+    assert np.mean([paired_difference(*pair).bootstrap_p for pair in pairs]) > 0.2
+    assert paired_difference(base, base).bootstrap_p == 1.0
+    # differences .1, .2, -.05: of their eight sums under flipped signs four are at least .25 from 0
     method = np.array([[0.1, 0.1], [0.2, 0.2], [-0.05, -0.05]])
     assert paired_difference(method, np.zeros((3, 2))).sign_flip_p == pytest.approx(4 / 8)
+    for seeds in (2, 5, 8):
+        better = np.tile(np.linspace(0.1, 0.2, seeds)[:, None], 4)
+        found = paired_difference(better, 0 * better)
+        assert found.sign_flip_p == found.sign_flip_floor == 2 / 2**seeds
 
 
-def test_the_interval_over_seeds_covers_the_truth_with_few_seeds_too():
-    """500 studies of 3 seeds. The bootstrap of the same seeds covers it far too rarely: its p is no
-    evidence."""
-    rng = np.random.default_rng(0)
-    studies = 0.04 + 0.02 * rng.normal(size=(500, 3))
-    found = [over_seeds(differences) for differences in studies]
-    covered = np.mean([estimate.low <= 0.04 <= estimate.high for estimate in found])
-    assert covered == pytest.approx(0.95, abs=0.02)
-    resampled = studies[:, rng.integers(3, size=(500, 3))].mean(2)
-    low, high = np.quantile(resampled, [0.025, 0.975], axis=1)
-    assert np.mean((low <= 0.04) & (high >= 0.04)) < 0.8
-    nothing = [over_seeds(differences).p for differences in studies - 0.04]
-    assert np.mean(np.array(nothing) < 0.05) == pytest.approx(0.05, abs=0.02)
-
-
-def test_the_paired_t_test_by_hand():
+def test_the_paired_t_test_by_hand_and_over_many_studies():
     """Differences .1, .2, .3: mean .2, standard error .1 / sqrt(3), t = 3.464 of two degrees of freedom, for
     which p = 1 - t / sqrt(t² + 2) has a closed form."""
-    found = over_seeds([0.1, 0.2, 0.3])
-    t = 0.2 / (0.1 / math.sqrt(3))
-    assert found.p == pytest.approx(1 - t / math.sqrt(t**2 + 2))
-    assert found.spread == pytest.approx(0.1)
+    found, t = over_seeds([0.1, 0.2, 0.3]), 0.2 / (0.1 / math.sqrt(3))
+    assert (found.p, found.spread) == pytest.approx((1 - t / math.sqrt(t**2 + 2), 0.1))
     assert found.high - found.mean == pytest.approx(4.3027 * 0.1 / math.sqrt(3), rel=1e-4)
     alone = over_seeds([0.2])
-    assert alone.mean == 0.2
-    assert math.isnan(alone.p)
-    assert shown_p(alone.p) == "–"
-    assert over_seeds([0.2, 0.2]).p == 0.0
-    assert over_seeds([0.0, 0.0]).p == 1.0
-
-
-def test_holm_by_hand():
-    """.01, .04, .03, .005: times 4, 3, 2, 1 in ascending order, and never below the one before."""
-    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
-    assert holm([0.5, 0.9]) == [1.0, 1.0]
-    assert holm([0.02]) == [0.02]
-    with_none = holm([0.01, math.nan, 0.02])
-    assert with_none[::2] == pytest.approx([0.02, 0.02])
-    assert math.isnan(with_none[1])
+    assert (alone.mean, shown_p(alone.p)) == (0.2, "–")
+    assert (over_seeds([0.2, 0.2]).p, over_seeds([0.0, 0.0]).p) == (0.0, 1.0)
+    rng = np.random.default_rng(1)
+    studies = 0.02 * rng.normal(size=(500, 8))
+    for difference, often in ((0.0, 0.05), (0.02, power(0.02, 0.02, 8))):
+        estimates = [over_seeds(own) for own in studies + difference]
+        assert np.mean([estimate.p < 0.05 for estimate in estimates]) == pytest.approx(often, abs=0.03)
+        covered = [estimate.low <= difference <= estimate.high for estimate in estimates]
+        assert np.mean(covered) == pytest.approx(0.95, abs=0.03)
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=8), st.randoms())
@@ -184,33 +358,20 @@ def test_holm_keeps_the_order_and_lies_between_the_raw_p_and_bonferroni(ps, rand
     order = list(range(len(ps)))
     random.shuffle(order)
     assert holm([ps[i] for i in order]) == pytest.approx([adjusted[i] for i in order])
+    # by hand: times 4, 3, 2, 1 in ascending order, and never below the one before
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([0.01, math.nan, 0.02]) == pytest.approx([0.02, math.nan, 0.02], nan_ok=True)
 
 
-# ----------------------------------------------------------------------------------------------------- power
-
-
-@pytest.mark.parametrize(("effect", "pairs"), [(0.2, 199), (0.5, 34), (0.8, 15), (1.0, 10)])
-def test_the_seeds_needed_are_those_of_the_published_tables(effect, pairs):
+def test_the_seeds_needed_are_those_of_the_published_tables_and_those_of_a_pilot():
     """Pairs for a power of .8 at a two-sided level of .05 (Cohen 1988; G*Power gives the same)."""
-    assert seeds_needed(0.02, 0.02 / effect) == pairs
-    assert power(0.02, 0.02 / effect, pairs) >= 0.8 > power(0.02, 0.02 / effect, pairs - 1)
-
-
-def test_with_many_seeds_the_power_is_that_of_the_normal_law():
-    """n = (z(.975) + z(.8))² σ² / d² = 7.849 σ² / d²"""
+    for effect, pairs in ((0.2, 199), (0.5, 34), (0.8, 15), (1.0, 10)):
+        assert seeds_needed(0.02, 0.02 / effect) == pairs
+        assert power(0.02, 0.02 / effect, pairs) >= 0.8 > power(0.02, 0.02 / effect, pairs - 1)
+    # with many the power is that of the normal law: n = (z(.975) + z(.8))² σ² / d² = 7.849 σ² / d²
     assert seeds_needed(0.01, 0.1) == pytest.approx(7.849 * 100, rel=0.005)
     assert detectable(0.1, 785) == pytest.approx(0.01, rel=0.005)
-
-
-def test_the_power_is_the_share_of_simulated_studies_that_find_the_difference():
-    rng = np.random.default_rng(1)
-    studies = 0.02 + 0.02 * rng.normal(size=(500, 8))
-    found = np.mean([over_seeds(differences).p < 0.05 for differences in studies])
-    assert found == pytest.approx(power(0.02, 0.02, 8), abs=0.03)
-
-
-def test_a_pilot_says_how_many_seeds_two_points_take():
-    """Two methods whose accuracies spread by .02 differ by .02 sqrt(2); three methods share the level."""
+    # two methods whose accuracies spread by .02 differ by .02 sqrt(2); three methods share the level
     pilot = [0.48, 0.50, 0.52]
     found = analyse([pilot], paired=False, seeds=8, tests=3, source="a pilot")
     assert found.spread == pytest.approx(0.02 * math.sqrt(2))
@@ -218,27 +379,13 @@ def test_a_pilot_says_how_many_seeds_two_points_take():
     assert found.needed == seeds_needed(0.02, found.spread, 0.05 / 3) > 8
     assert found.spread_at_most == pytest.approx(found.spread * math.sqrt(2 / 0.4463), rel=1e-3)
     assert power(found.detectable, found.spread, 8, found.level) == pytest.approx(0.8, abs=1e-6)
-    paired = analyse([pilot], paired=True, seeds=8, tests=1, source="differences")
-    assert paired.spread == pytest.approx(0.02)
+    assert analyse([pilot], paired=True, seeds=8, tests=1, source="").spread == pytest.approx(0.02)
     assert analyse([[0.5]], paired=True, seeds=8, tests=1, source="one run") is None
+    agreed = analyse([[0.5, 0.5]], paired=False, seeds=2, tests=1, source="runs that all agree")
+    assert (agreed.spread, agreed.needed, agreed.detectable) == (0, 2, 0)
 
 
-def test_a_pilot_whose_runs_all_agree_finds_any_difference():
-    found = analyse([[0.5, 0.5]], paired=False, seeds=2, tests=1, source="a pilot")
-    assert (found.spread, found.needed, found.detectable) == (0, 2, 0)
-
-
-def test_no_difference_is_no_discovery():
-    rng = np.random.default_rng(3)
-    found = [
-        paired_difference(outcomes(rng, 5, 80, 0.5), outcomes(rng, 5, 80, 0.5)).bootstrap_p for _ in range(12)
-    ]
-    assert np.mean(found) > 0.2
-    same = outcomes(rng, 5, 80, 0.5)
-    assert paired_difference(same, same).bootstrap_p == 1.0
-
-
-def test_one_seed_has_an_interval_over_problems_and_no_sign_to_flip():
+def test_one_seed_has_an_interval_over_problems_and_failures_of_the_verifier_are_left_out():
     solved = outcomes(np.random.default_rng(4), 1, 200, 0.5)
     found = paired_difference(solved, solved * 0.5)
     assert found.low < found.mean < found.high
@@ -247,34 +394,22 @@ def test_one_seed_has_an_interval_over_problems_and_no_sign_to_flip():
         mean_with_interval(solved[:, :1])
     with pytest.raises(ValueError, match="not paired"):
         paired_difference(solved, solved[:, :9])
-
-
-def test_problems_that_the_verifier_failed_on_are_left_out():
     solved = np.tile([[1.0, 0.0, 1.0, 1.0], [1.0, 1.0, 0.0, 1.0]], 10)
     solved[0, 2] = np.nan
     assert mean_with_interval(solved).mean == pytest.approx(59 / 79)
 
 
-def test_the_cost_of_a_threshold_is_where_the_smoothed_reward_crosses_it():
-    spent = [10.0 * step for step in range(1, 9)]
-    reward = [0.0, 0.0, 0.5, 0.5, 1.0, 1.0, 1.0, 1.0]
+def test_a_threshold_costs_what_the_smoothed_reward_crosses_it_at_and_a_band_covers_all_curves():
+    spent, reward = [10.0 * step for step in range(1, 9)], [0.0, 0.0, 0.5, 0.5, 1.0, 1.0, 1.0, 1.0]
     # means of two: 0, .25, .5, .75, 1, 1, 1 at 20, 30, … 80
-    assert cost_to_reach(0.75, spent, reward, window=2) == 50
-    assert cost_to_reach(0.625, spent, reward, window=2) == pytest.approx(45)
-    assert cost_to_reach(0.0, spent, reward, window=2) == 20
-    assert cost_to_reach(1.01, spent, reward, window=2) == math.inf
-    assert cost_to_reach(0.5, spent[:1], reward[:1], window=2) == math.inf
-
-
-def test_a_band_covers_what_all_curves_cover():
+    for threshold, cost in ((0.75, 50), (0.625, 45), (0.0, 20), (1.01, math.inf)):
+        assert statistics.cost_to_reach(threshold, spent, reward, window=2) == pytest.approx(cost)
+    assert statistics.cost_to_reach(0.5, spent[:1], reward[:1], window=2) == math.inf
     grid, mean, half = band([[(0, 0.0), (10, 1.0)], [(0, 0.0), (8, 0.4)]], points=5)
     assert grid.tolist() == [0, 2, 4, 6, 8]
     assert mean == pytest.approx((np.array([0, 0.2, 0.4, 0.6, 0.8]) + np.array([0, 0.1, 0.2, 0.3, 0.4])) / 2)
     assert half[0] == 0
     assert half[-1] == pytest.approx(12.706 * 0.2, rel=1e-3)  # Student's t of one degree of freedom
-
-
-# ------------------------------------------------------------------------------------------------- the table
 
 
 def result(method, seed, accuracy, *, problems=40, rewards=(0.2, 0.8, 0.8, 0.8, 0.8, 0.8, 0.8)):
@@ -289,6 +424,14 @@ def result(method, seed, accuracy, *, problems=40, rewards=(0.2, 0.8, 0.8, 0.8, 
 
 
 STUDY = Study("two", {"gspo": {}, "ibpo": {}}, baseline="gspo", budget=60.0, seeds=(0, 1, 2))
+
+
+TASKS = replace(STUDY, tasks=(Task("short", {}, skill=0.0), Task("hard", {}, skill=0.9)))
+TASKS = replace(TASKS, methods={"gspo": {}, "ibpo": {}, "mine": {}})
+
+
+def over_tasks(method, seed, **accuracies):
+    return [replace(result(method, seed, accuracy), task=task) for task, accuracy in accuracies.items()]
 
 
 HOSTILE = "<script>fetch('http://nowhere')</script>"
@@ -309,8 +452,8 @@ def page_of_a_study(tmp_path_factory):
     return found, compared, place
 
 
-def test_the_table_puts_the_baseline_first_and_pairs_by_seed(page_of_a_study):
-    found, compared, _ = page_of_a_study
+def test_the_table_puts_the_baseline_first_and_pairs_by_seed_and_findings_come_back(page_of_a_study):
+    found, compared, place = page_of_a_study
     lines = compare(STUDY, found.runs)
     assert [line["method"] for line in lines] == ["gspo", "ibpo"]
     assert lines[1]["difference"]["mean"] == pytest.approx(0.1)
@@ -321,10 +464,6 @@ def test_the_table_puts_the_baseline_first_and_pairs_by_seed(page_of_a_study):
     table = markdown(found, tables(found, compared))
     assert "| +0.100 [+0.100, +0.100] | < 0.0001 | < 0.0001 | 0.2500 (0.2500) |" in table
     assert "at most 1.7% over" in table
-
-
-def test_the_findings_of_a_study_come_back_and_are_drawn(page_of_a_study):
-    found, _, place = page_of_a_study
     assert read_findings(place / "results.json") == found
     assert (place / "curves.svg").read_text().startswith("<?xml")
     assert (place / "curves.png").read_bytes().startswith(b"\x89PNG")
@@ -346,98 +485,71 @@ def test_the_page_of_a_study_is_read_in_a_browser(page_of_a_study):
         assert page.problems() == []
 
 
-def test_a_method_has_the_same_colour_in_every_panel():
+def test_a_method_has_the_same_colour_in_every_panel_and_every_task_a_row_of_panels():
     """gspo has too few steps for a curve of its reward."""
     short = [result("gspo", seed, 0.5, rewards=(0.5,) * 4) for seed in (0, 1)]
     figure = figure_of_runs(STUDY, [*short, *(result("ibpo", seed, 0.6) for seed in (0, 1))])
     of_panels = [{line.get_label(): line.get_color() for line in axes.lines} for axes in figure.axes]
     assert of_panels[0]["gspo"] != of_panels[0]["ibpo"] == of_panels[1]["ibpo"]
-
-
-def test_every_task_has_a_row_of_panels_as_high_as_the_only_one_of_a_study_without_tasks():
     results = [run for seed in (0, 1) for run in over_tasks("gspo", seed, short=0.5, hard=0.25)]
     figure, alone = figure_of_runs(TASKS, results), figure_of_runs(STUDY, [result("gspo", 0, 0.5)])
-    rows = [(axes.get_title()[:6], axes.get_subplotspec().get_geometry()) for axes in figure.axes]
-    assert rows == [
-        ("short:", (2, 2, 0, 0)), ("short:", (2, 2, 1, 1)),
-        ("hard: ", (2, 2, 2, 2)), ("hard: ", (2, 2, 3, 3)),
-    ]  # fmt: skip
+    rows = [(axes.get_title()[:5], axes.get_subplotspec().get_geometry()) for axes in figure.axes]
+    names = ["short", "short", "hard:", "hard:"]
+    assert rows == [(name, (2, 2, place, place)) for place, name in enumerate(names)]
     assert (alone.get_figheight(), figure.get_figheight()) == pytest.approx((4.2, 7.8))
 
 
 def test_a_method_that_never_reaches_the_threshold_has_no_ratio():
-    never = (0.1,) * 7
-    found = Findings(STUDY, [result("gspo", 0, 0.5), result("ibpo", 0, 0.5, rewards=never)])
+    never = result("ibpo", 0, 0.5, rewards=(0.1,) * 7)
+    found = Findings(STUDY, [result("gspo", 0, 0.5), never])
     lines = compare(STUDY, found.runs)
     assert lines[1]["cost_to_threshold"] == {"median": math.inf, "reached": 0, "of_baseline": None}
     (methods,) = [t for t in tables(found, compare_all(found)) if t.title == "Methods"]
     assert methods.rows[1][-1] == "0/1 reached"
     assert methods.rows[1][methods.header.index("p t test")] == "–", "one seed is no test"
-
-
-def test_runs_tested_on_different_problems_are_not_compared():
     with pytest.raises(ValueError, match="same problems"):
         compare(STUDY, [result("gspo", 0, 0.5), result("gspo", 1, 0.5, problems=41)])
     with pytest.raises(ValueError, match="baseline"):
-        compare(STUDY, [result("ibpo", 0, 0.5)])
-
-
-TASKS = replace(
-    STUDY,
-    tasks=(Task("short", {}, skill=0.0), Task("hard", {}, skill=0.9)),
-    methods={"gspo": {}, "ibpo": {}, "mine": {}},
-)
-
-
-def over_tasks(method, seed, **accuracies):
-    return [replace(result(method, seed, accuracy), task=task) for task, accuracy in accuracies.items()]
+        compare(STUDY, [never])
 
 
 def test_over_several_tasks_the_mean_of_each_seed_is_compared():
     """ibpo gains .1 and loses .05 alike with every seed; the seed that mine lacks on one task is left out."""
-    results = []
+    results = over_tasks("mine", 0, short=0.55, hard=0.3) + over_tasks("mine", 1, short=0.6)
     for seed in (0, 1, 2):
         results += over_tasks("gspo", seed, short=0.5 + 0.05 * seed, hard=0.25)
         results += over_tasks("ibpo", seed, short=0.6 + 0.05 * seed, hard=0.2)
-    results += over_tasks("mine", 0, short=0.55, hard=0.3) + over_tasks("mine", 1, short=0.6)
-    lines = {line["method"]: line for line in compare_overall(TASKS, results)}
-    assert lines["ibpo"]["difference"]["mean"] == pytest.approx(0.025)
-    assert (lines["ibpo"]["seeds"], lines["mine"]["seeds"]) == (3, 1)
-    assert lines["gspo"]["accuracy"]["mean"] == pytest.approx((0.55 + 0.25) / 2)
+    gspo, ibpo, mine = compare_overall(TASKS, results)
+    assert ibpo["difference"]["mean"] == pytest.approx(0.025)
+    assert (ibpo["seeds"], mine["seeds"]) == (3, 1)
+    assert gspo["accuracy"]["mean"] == pytest.approx((0.55 + 0.25) / 2)
     by_task = [(line["task"], line["method"]) for line in compare(TASKS, results)]
     assert by_task == [(task, m) for task in ("short", "hard") for m in ("gspo", "ibpo", "mine")]
     assert compare_overall(STUDY, [result("gspo", 0, 0.5)]) == []
 
 
 def test_the_response_is_given_by_the_dose():
-    results = [
-        run
-        for seed in (0, 1)
-        for run in over_tasks("gspo", seed, short=0.5, hard=0.25)
-        + over_tasks("ibpo", seed, short=0.4 + 0.05 * seed, hard=0.3 + 0.05 * seed)
-    ]
-    points = dose_response(TASKS, results, compare(TASKS, results))
-    assert [(p["skill"], p["mean"]) for p in points] == [
-        (0.0, pytest.approx(-0.075)),
-        (0.9, pytest.approx(0.075)),
-    ]
+    results = []
+    for seed in (0, 1):
+        results += over_tasks("gspo", seed, short=0.5, hard=0.25)
+        results += over_tasks("ibpo", seed, short=0.4 + 0.05 * seed, hard=0.3 + 0.05 * seed)
+    points = run_results.dose_response(TASKS, results, compare(TASKS, results))
+    assert [(p["skill"], round(p["mean"], 9)) for p in points] == [(0.0, -0.075), (0.9, 0.075)]
     one_skill = replace(TASKS, tasks=(Task("short", {}, skill=0.5), Task("hard", {})))
     lines = compare(one_skill, results)
-    assert dose_response(one_skill, results, lines) == []
-    measured = [
-        replace(run, skill=0.1 if run.seed else 0.3) if run.task == "hard" else run for run in results
-    ]
-    points = dose_response(one_skill, measured, lines)
+    assert run_results.dose_response(one_skill, results, lines) == []
+    measured = [replace(run, skill=0.3 - 0.2 * run.seed) if run.task == "hard" else run for run in results]
+    points = run_results.dose_response(one_skill, measured, lines)
     assert [point["skill"] for point in points] == [pytest.approx(0.2), 0.5], "the mean of what runs measured"
 
 
 def test_at_equal_steps_rewards_have_intervals_and_short_runs_none():
     """The last step is one that half of the methods have reached: the seventh."""
-    results = [result("gspo", s, 0.5, rewards=(0.1 * s,) * 9) for s in (0, 1, 2)]
-    results += [result("ibpo", s, 0.5, rewards=(0.0, 0.0) + (0.1 * s + 0.2,) * 5) for s in (0, 1, 2)]
-    results += [result("mine", s, 0.5, rewards=(0.9,) * 4) for s in (0, 1, 2)]
-    three = replace(STUDY, methods={"gspo": {}, "ibpo": {}, "mine": {}})
-    gspo, ibpo, mine = compare_at_equal_steps(three, results)
+    results = []
+    for s in (0, 1, 2):
+        rewards = {"gspo": (0.1 * s,) * 9, "ibpo": (0.0, 0.0) + (0.1 * s + 0.2,) * 5, "mine": (0.9,) * 4}
+        results += [result(method, s, 0.5, rewards=own) for method, own in rewards.items()]
+    gspo, ibpo, mine = compare_at_equal_steps(replace(TASKS, tasks=STUDY.tasks), results)
     assert (gspo["first"], gspo["last"]) == (3, 7)
     assert gspo["reward"]["mean"] == pytest.approx(0.1)
     assert gspo["reward"]["high"] > 0.1 > gspo["reward"]["low"]
@@ -449,43 +561,31 @@ def test_at_equal_steps_rewards_have_intervals_and_short_runs_none():
 def test_results_from_before_can_still_be_read(path, monkeypatch):
     """Every run's records are read, and the differences that the table had, which no resample moves."""
     monkeypatch.setattr(statistics, "RESAMPLES", 20)
-    found = read_findings(path)
-    kept = json.loads(path.read_text())
+    found, kept = read_findings(path), json.loads(path.read_text())
     assert len(found.runs) == len(kept["runs"])
     two = replace(found.study, methods=dict(list(found.study.methods.items())[:2]))
+    before = {(line.get("task", ""), line["method"]): line for line in kept["table"]}
     for task in found.study.tasks:
-        before = {line["method"]: line for line in kept["table"] if line.get("task", "") == task.name}
         for line in compare(two, [run for run in found.runs if run.task == task.name]):
             if "difference" in line:
-                expected = before[line["method"]]["difference"]["mean"]
+                expected = before[task.name, line["method"]]["difference"]["mean"]
                 assert line["difference"]["mean"] == pytest.approx(expected, abs=1e-6)
 
 
-def test_a_file_that_holds_no_results_is_refused(tmp_path):
-    (tmp_path / "other.json").write_text("{}")
-    with pytest.raises(ValueError, match="holds no results of a study"):
-        read_findings(tmp_path / "other.json")
-
-
-# --------------------------------------------------------------------------------------------------- claims
-
-
-def claim_of(*, gain=0.1, seeds=range(8), again=None, study=STUDY, **found):
+def claim_of(*, gain=0.1, seeds=range(8), again=None, **found):
     """Return the claim about ibpo, whose runs gain `gain` over GSPO's."""
-    noise = (0.0, 0.025, -0.025, 0.0)
 
     def both(numbers, gain):
-        pairs = [(seed, noise[seed % 4]) for seed in numbers]
-        return [result("gspo", seed, 0.5) for seed, _ in pairs] + [
-            result("ibpo", seed, 0.5 + gain + luck) for seed, luck in pairs
-        ]
+        runs_of = [result("gspo", seed, 0.5) for seed in numbers]
+        noise = (0.0, 0.025, -0.025, 0.0)
+        return runs_of + [result("ibpo", seed, 0.5 + gain + noise[seed % 4]) for seed in numbers]
 
     fresh = both(range(100, 108), again) if again is not None else []
-    grid = {"lr": (1e-4, 3e-4, 1e-3)}
-    chosen = [choose("", method, tried(grid["lr"], best=3e-4)) for method in ("gspo", "ibpo")]
-    tune = Tuning(grid, (50,), 30.0)
+    values = (1e-4, 3e-4, 1e-3)
+    chosen = [choose("", method, tried(values, best=3e-4)) for method in ("gspo", "ibpo")]
+    study = replace(STUDY, tune=Tuning({"lr": values}, (50,), 30.0))
     all_found = {"choices": chosen, "confirmation": fresh} | found
-    (claim,) = compare_all(Findings(replace(study, tune=tune), both(seeds, gain), **all_found)).claims
+    (claim,) = compare_all(Findings(study, both(seeds, gain), **all_found)).claims
     return claim
 
 
@@ -493,13 +593,10 @@ def tried(values, best, key="lr"):
     return [Tried({key: value}, 50, 0.9 if value == best else 0.5, 0.9, 10) for value in values]
 
 
-def test_a_better_method_is_a_claim_once_fresh_seeds_show_it_too():
+def test_a_better_method_is_a_claim_once_fresh_seeds_show_it_too_and_what_stands_against_it_is_named():
     assert claim_of(again=0.1) == Claim("ibpo", "better", ())
     assert claim_of().blocks == ("not run again with fresh seeds",)
     assert claim_of(again=0.0).blocks[0].startswith("fresh seeds do not show it: +0.000")
-
-
-def test_what_stands_against_a_claim_is_named():
     assert claim_of(gain=0.0).verdict == "not told apart"
     assert claim_of(gain=-0.1) == Claim("ibpo", "worse", ())
     assert claim_of(seeds=range(5), again=0.1).blocks == ("5 seeds, 8 are needed",)
@@ -510,43 +607,25 @@ def test_what_stands_against_a_claim_is_named():
     assert claim_of(choices=[], again=0.1).blocks == ("what tuning tried was not kept",)
 
 
-# --------------------------------------------------------------------------------------------------- tuning
-
-
-def test_tuning_takes_the_combination_with_the_best_mean():
+def test_tuning_takes_the_combination_with_the_best_mean_and_each_setting_has_its_own_edge():
     runs_of = [(1e-4, 0.6), (1e-4, 0.7), (3e-4, 0.9), (3e-4, 0.5), (1e-3, 0.1), (1e-3, 0.2)]
     found = choose("short", "gspo", [Tried({"lr": lr}, 50, a, a, 10) for lr, a in runs_of])
-    assert (found.setting, found.at_edge) == ({"lr": 3e-4}, ())
-    assert len(found.tried) == 6
-
-
-@pytest.mark.parametrize(
-    ("values", "best", "further"),
-    [
-        ((1e-4, 3e-4, 1e-3), 3e-4, None),
-        ((1e-4, 3e-4, 1e-3), 1e-3, 3.33333e-3),
-        ((1e-4, 3e-4, 1e-3), 1e-4, 3.33333e-5),
-        ((4, 8), 4, 2),
-        ((2, 4), 2, 1),
-        ((1, 2), 1, None),  # no whole number lies beyond
-        ((3e-4,), 3e-4, None),  # no axis
-        (("gspo", "dapo"), "gspo", None),
-    ],
-)
-def test_the_grid_goes_on_in_equal_ratios_where_the_best_lies_at_its_end(values, best, further):
-    found = choose("", "gspo", tried(values, best, key="x"))
-    assert found.at_edge == (() if further is None else ("x",))
-    assert beyond(found) == ({} if further is None else {"x": {"x": further}})
-
-
-def test_of_two_settings_each_has_its_own_edge():
+    assert (found.setting, found.at_edge, len(found.tried)) == ({"lr": 3e-4}, (), 6)
     points = [{"lr": lr, "G": g} for lr in (1e-4, 3e-4, 9e-4) for g in (4, 8)]
     found = choose("", "gspo", [Tried(p, 50, float(p == {"lr": 3e-4, "G": 8}), 0.0, 9) for p in points])
-    assert found.at_edge == ("G",)
-    assert beyond(found) == {"G": {"lr": 3e-4, "G": 16}}
+    assert (found.at_edge, beyond(found)) == (("G",), {"G": {"lr": 3e-4, "G": 16}})
 
 
-# -------------------------------------------------------------------------------------------------- the plan
+def test_the_grid_goes_on_in_equal_ratios_where_the_best_lies_at_its_end():
+    for values, best, further in [
+        ((1e-4, 3e-4, 1e-3), 3e-4, None), ((1e-4, 3e-4, 1e-3), 1e-3, 3.33333e-3),
+        ((1e-4, 3e-4, 1e-3), 1e-4, 3.33333e-5), ((2, 4), 2, 1),
+        ((1, 2), 1, None),  # no whole number lies beyond
+        ((3e-4,), 3e-4, None), (("gspo", "dapo"), "gspo", None),  # no axis
+    ]:  # fmt: skip
+        found = choose("", "gspo", tried(values, best, key="x"))
+        assert found.at_edge == (() if further is None else ("x",))
+        assert beyond(found) == ({} if further is None else {"x": {"x": further}})
 
 
 @pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
@@ -556,35 +635,46 @@ def test_every_study_of_the_repository_can_be_run(path, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     study = read_study([path])
     study = replace(study, seeds=study.seeds[:1])
-    runs_of = plan_main(study, tmp_path)
-    assert len(runs_of) == len(study.tasks) * len(study.methods)
+    planned = plan_main(study, tmp_path)
+    assert len(planned) == len(study.tasks) * len(study.methods)
     for method in study.methods if study.tune else ():
         points = grid_points(study.tune, method)
         for point in points[:: max(1, len(points) - 1)]:
-            runs_of += plan_point(study, tmp_path, study.tasks[0], method, point, (50,))
-    assert len({run.directory for run in runs_of}) == len(runs_of)
+            planned += plan.plan_point(study, tmp_path, study.tasks[0], method, point, (50,))
+    assert len({run.directory for run in planned}) == len(planned)
 
 
-def test_tuning_runs_are_evaluated_at_their_start_and_end_alone(tmp_path, written):
+def test_the_declared_grid_is_tuned_on_its_own_half_and_evaluated_at_start_and_end_alone(tmp_path, written):
+    grid = {"lr": ["1e-4", 3e-4], "rollout-batch-size": [16, 32], "n-samples-per-prompt": [4, 8]}
     common = {"hf-checkpoint": str(ROOT / "examples/tiny_qwen3"), "eval-interval": 3}
-    tune = {"grid": {"lr": [1e-4]}, "seeds": [9], "budget": 5}
-    study = read_study([written(common=common, tune=tune)])
-    tuning, main = plan_tuning(study, tmp_path / "out")[0], plan_main(study, tmp_path / "out")[0]
-    assert yaml.safe_load(tuning.config).get("eval-interval") is None
-    assert yaml.safe_load(main.config)["eval-interval"] == 3
+    tune = {"grid": grid, "seeds": [50], "budget": 5e10}
+    methods = {"gspo": {"advantage-estimator": "gspo"}}
+    study = read_study([written(methods=methods, common=common, tune=tune, seeds=1)])
+    tuning = plan.plan_tuning(study, tmp_path / "out")
+    assert len({run.directory for run in tuning}) == len(tuning) == 8
+    configs = [yaml.safe_load(run.config) for run in tuning]
+    last = configs[-1]
+    assert (last["lr"], last["rollout-batch-size"], last["n-samples-per-prompt"]) == (3e-4, 32, 8)
+    assert {(config["eval-half"], config.get("eval-interval")) for config in configs} == {("tuning", None)}
+    (run,) = plan_main(study, tmp_path / "out")
+    main = yaml.safe_load(run.config)
+    assert (main["eval-half"], main["eval-interval"]) == ("test", 3)
 
 
-def test_every_run_has_its_seed_its_budget_and_a_recipe_of_its_own(tmp_path, written):
+def test_every_run_has_its_seed_its_budget_and_a_recipe_of_its_own(tmp_path, written, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # the directory of the results is relative to it
     methods = {"gspo": {"advantage-estimator": "gspo"}, "ibpo": {"n-samples-per-prompt": 4}}
-    planned = plan_main(read_study([written(methods=methods)]), tmp_path / "out")
+    planned = plan_main(read_study([written(methods=methods)]), Path("out"))
     runs_of = [(run.method, run.seed) for run in planned]
     assert runs_of == [("gspo", 0), ("ibpo", 0), ("gspo", 1), ("ibpo", 1)]
     config = yaml.safe_load(planned[3].config)
     assert (config["seed"], config["data-seed"], config["budget"]) == (1, 1, 1e11)
     assert (config["advantage-estimator"], config["n-samples-per-prompt"]) == ("ibpo", 4)
     assert yaml.safe_load(planned[0].config)["ibpo-operator"] == "none"
-    assert planned[3].directory == tmp_path / "out/runs/ibpo/seed_1"
+    assert planned[3].directory == Path("out/runs/ibpo/seed_1")
     assert planned[3].directory.with_suffix(".yaml").exists()
+    for run in planned[::3]:  # of either method, with either seed
+        assert config_yaml(parse_config(run.arguments)) == run.config
 
 
 def test_a_task_has_a_warm_start_of_measured_skill(tmp_path, written):
@@ -598,10 +688,8 @@ def test_a_task_has_a_warm_start_of_measured_skill(tmp_path, written):
         "hard": {"kind": "rare", "settings": settings, "skill": str(tmp_path / "skill.json")},
     }
     study = read_study([written(tasks=tasks)])
-    assert [(task.name, task.kind, task.skill) for task in study.tasks] == [
-        ("easy", "", 0.02),
-        ("hard", "rare", 0.31),
-    ]
+    found = [(task.name, task.kind, task.skill) for task in study.tasks]
+    assert found == [("easy", "", 0.02), ("hard", "rare", 0.31)]
     planned = plan_main(study, tmp_path / "out")
     assert [run.task for run in planned[::2]] == ["easy", "hard"] * 2
     hard = yaml.safe_load(planned[2].config)
@@ -612,18 +700,12 @@ def test_a_task_has_a_warm_start_of_measured_skill(tmp_path, written):
         read_study([written(tasks=tasks)])
 
 
-def test_the_configuration_of_every_planned_run_is_what_its_flags_say(tmp_path, written, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # the directory of the results is relative to it
-    for run in plan_main(read_study([written()]), Path("out"))[::3]:  # of either method, with either seed
-        assert config_yaml(parse_config(run.arguments)) == run.config
-
-
 def test_recipes_are_methods_too(tmp_path):
     base = yaml.safe_load((ROOT / "examples/recipes/tiny_qwen3_study.yaml").read_text())
     base["hf-checkpoint"] = str(ROOT / "examples/tiny_qwen3")
-    for name in ("gspo", "ibpo"):
-        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(base | {"advantage-estimator": name}))
-    paths = [tmp_path / "gspo.yaml", tmp_path / "ibpo.yaml"]
+    paths = [tmp_path / f"{name}.yaml" for name in ("gspo", "ibpo")]
+    for path in paths:
+        path.write_text(yaml.safe_dump(base | {"advantage-estimator": path.stem}))
     study = read_study(paths, {"budget": 5.0, "baseline": "gspo", "seeds": 3})
     assert list(study.methods) == ["gspo", "ibpo"]
     assert len(plan_main(study, tmp_path / "out")) == 6
@@ -631,99 +713,82 @@ def test_recipes_are_methods_too(tmp_path):
         read_study(paths)
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
+def tuned(**changes):
+    return {"tune": {"grid": {"lr": [1]}, "seeds": [9], "budget": 1} | changes}
+
+
+def test_a_study_that_makes_no_sense_is_refused(written):
+    for changes, words in [
         ({"baseline": "grpo"}, "'grpo' is none of the methods"),
-        ({"budget": None}, "a study needs budget"),
-        ({"budgett": 3}, "unknown key 'budgett'; did you mean 'budget'"),
         ({"seeds": [1, 1]}, "seeds must be one or more, all different"),
-        ({"tune": {"grid": {"lr": [1]}, "seeds": [0], "budget": 1}}, "tuning must not use the study's own"),
+        (tuned(seeds=[0]), "tuning must not use the study's own"),
         ({"tune": {"grid": {"lr": [1]}}}, "tune must have budget, grid, seeds"),
-        (
-            {"tune": {"grid": {"lr": [1]}, "seeds": [9], "budget": 1, "own": {"x": {"lr": [1]}}}},
-            "own names x, which is none of the methods",
-        ),
-        ({"tune": {"grid": {"lr": 1}, "seeds": [9], "budget": 1}}, "each setting a list"),
+        (tuned(own={"x": {"lr": [1]}}), "own names x, which is none of the methods"),
+        (tuned(grid={"lr": 1}), "each setting a list"),
         ({"pilot-seeds": [7]}, "a pilot of one seed has no spread"),
         ({"confirm-seeds": [1, 2]}, "confirmation must not use the study's own"),
         ({"tasks": {"a": {"hf-checkpoint": "x"}}}, "task a: must have settings"),
-        ({"seeds": ["../../x"]}, "seeds must be a list of whole numbers from 0 to"),
         ({"confirm-seeds": [-1]}, "confirm-seeds must be a list of whole numbers from 0 to"),
-        ({"tasks": {"": {"settings": {}}}}, "a task has no name"),
         ({"methods": {"gspo": {}, "mine": "nowhere"}}, r"must be a recipe .* or settings"),
-    ],
-)
-def test_a_study_that_makes_no_sense_is_refused(written, changes, words):
-    with pytest.raises(ConfigError, match=words):
-        read_study([written(**changes)])
+    ]:
+        with pytest.raises(ConfigError, match=words):
+            read_study([written(**changes)])
 
 
-@pytest.mark.parametrize(
-    "name", ["../../x", "/tmp/x", "a/b", "..", ".", ".hidden", "", "a\0b", "a\nb", "\udc80", "x" * 201]
-)
-def test_a_name_that_leads_out_of_the_studys_directory_is_refused_before_anything_is_written(written, name):
-    methods = {"gspo": {}, name: {}}
-    with pytest.raises(ConfigError, match="no slash, no control character and no dot at its start"):
-        read_study([written(methods=methods)])
-    with pytest.raises(ConfigError, match=r"no slash, no control|has no name"):
-        read_study([written(tasks={name: {"settings": {}}})])
-    with pytest.raises(ConfigError, match="no slash, no control"):
-        read_study([written()], add={name: {}})
-
-
-def test_what_is_tuned_may_be_a_path_and_its_runs_stay_in_the_studys_directory(written):
-    tune = {"grid": {"prompt-data": ["../../x", "/a/b"]}, "seeds": [9], "budget": 1}
-    study = read_study([written(tune=tune)])
-    names = [point_name(point) for point in grid_points(study.tune, "gspo")]
+def test_a_name_stays_in_the_studys_directory_or_is_refused_before_anything_is_written(written):
+    for name in ["../../x", "/tmp/x", "..", ".hidden", "", "a\0b", "a\nb", "\udc80", "x" * 201]:
+        for changes in ({"methods": {"gspo": {}, name: {}}}, {"tasks": {name: {"settings": {}}}}):
+            with pytest.raises(ConfigError, match=r"no slash, no control character|a task has no name"):
+                read_study([written(**changes)])
+        with pytest.raises(ConfigError, match="no slash, no control"):
+            read_study([written()], add={name: {}})
+    study = read_study([written(**tuned(grid={"prompt-data": ["../../x", "/a/b"]}))])
+    names = [plan.point_name(point) for point in grid_points(study.tune, "gspo")]
     assert names == ["prompt-data_..%2F..%2Fx", "prompt-data_%2Fa%2Fb"]
-    tune["grid"]["prompt-data"] = ["x" * 201]
     with pytest.raises(ConfigError, match=r"tuning run 'prompt-data_x+': a directory gets this name"):
-        read_study([written(tune=tune)])
+        read_study([written(**tuned(grid={"prompt-data": ["x" * 201]}))])
 
 
 def test_a_method_that_cannot_work_is_refused_before_anything_runs(tmp_path, written):
-    methods = {"gspo": {"advantage-estimator": "gspo"}, "odd": {"ibpo-lamda": 1}}
-    study = read_study([written(methods=methods)])
-    with pytest.raises(ConfigError, match=r"method odd: .*did you mean 'ibpo-lambda'"):
-        plan_main(study, tmp_path / "out")
-    methods["odd"] = {"ibpo-lambda": 3.0}
-    with pytest.raises(ConfigError, match="method odd: 1 problem"):
-        plan_main(read_study([written(methods=methods)]), tmp_path / "out")
-
-
-# -------------------------------------------------------------------------------------------- child processes
+    for setting, words in (
+        ({"ibpo-lamda": 1}, ".*did you mean 'ibpo-lambda'"),
+        ({"ibpo-lambda": 3.0}, "1 problem"),
+    ):
+        study = read_study([written(methods={"gspo": {"advantage-estimator": "gspo"}, "odd": setting})])
+        with pytest.raises(ConfigError, match=f"method odd: {words}"):
+            plan_main(study, tmp_path / "out")
 
 
 def planned(tmp_path):
-    return PlannedRun("m", 0, tmp_path / "runs/seed_0", (str(tmp_path / "pid"),), "key: value\n", 1.0)
+    return plan.PlannedRun("m", 0, tmp_path / "runs/seed_0", (str(tmp_path / "pid"),), "key: value\n", 1.0)
 
 
-def test_a_run_that_does_not_end_is_timed_out(tmp_path, monkeypatch):
+def test_a_run_that_does_not_end_is_ended_with_all_it_started_and_one_that_fails_keeps_its_log(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(runs, "GRACE_S", 0.1)
-    started = time.monotonic()
-    study = replace(STUDY, run_timeout=0.3)
-    outcome = runs.execute(planned(tmp_path), study, stubborn, lambda row: None, threading.Event())
-    assert outcome == "timed out"
+    started, run = time.monotonic(), planned(tmp_path)
+    ways = (STUDY, failing, "failed"), (replace(STUDY, run_timeout=0.3), stubborn, "timed out")
+    for study, program, outcome in ways:
+        assert runs.execute(run, study, program, lambda row: None, threading.Event()) == outcome
+        if outcome == "failed":
+            assert run.directory.with_suffix(".log").read_text() == "why\n"
+            assert not runs.is_finished(run)
     assert time.monotonic() - started < 60
-
-
-def test_a_run_that_ignores_signals_is_ended_with_all_it_started(tmp_path, monkeypatch):
     monkeypatch.setattr(runs, "GRACE_S", 0.1)
     monkeypatch.setattr(runs, "LOOK_EVERY_S", 0.05)
-    stop, pid = threading.Event(), tmp_path / "pid"
+    stop, ended, pid = threading.Event(), threading.Event(), tmp_path / "pid"
+    pid.unlink(missing_ok=True)
 
     def stop_once_it_is_up():  # a busy machine takes long to start it
         while not pid.exists() and not ended.wait(0.05):
             pass
         stop.set()
 
-    ended = threading.Event()
     threading.Thread(target=stop_once_it_is_up).start()
     study = replace(STUDY, run_timeout=120.0)
-    outcome = runs.execute(planned(tmp_path), study, stubborn, lambda row: None, stop)
+    assert runs.execute(planned(tmp_path), study, stubborn, lambda row: None, stop) == "stopped"
     ended.set()
-    assert outcome == "stopped"
     below = int(pid.read_text())
     if psutil.pid_exists(below):
         process = psutil.Process(below)
@@ -731,28 +796,23 @@ def test_a_run_that_ignores_signals_is_ended_with_all_it_started(tmp_path, monke
         assert gone or process.status() == psutil.STATUS_ZOMBIE
 
 
-def test_a_run_that_fails_says_so_and_keeps_its_log(tmp_path):
-    run = planned(tmp_path)
-    assert runs.execute(run, STUDY, failing, lambda row: None, threading.Event()) == "failed"
-    assert run.directory.with_suffix(".log").read_text() == "why\n"
-    assert not runs.is_finished(run)
-
-
-def test_a_finished_run_is_known_again_and_another_one_in_its_place_refused(tmp_path):
+def test_a_finished_run_is_known_again_and_another_one_in_its_place_or_beside_it_refused(tmp_path, written):
     run = planned(tmp_path)
     run.directory.mkdir(parents=True)
     run.directory.with_suffix(".config").write_text(run.config)
-    summary = run.directory / "summary.json"
-    summary.write_text('{"status": "interrupted"}')
-    assert not runs.is_finished(run)
-    summary.write_text('{"status": "finished"}')
-    assert runs.is_finished(run)
+    for status in ("interrupted", "finished"):
+        (run.directory / "summary.json").write_text(json.dumps({"status": status}))
+        assert runs.is_finished(run) == (status == "finished")
     with pytest.raises(ConfigError, match=r"other settings .*key was 'value', is 'other'"):
         runs.is_finished(replace(run, config="key: other\n"))
+    with (tmp_path / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # belongs to this opening of the file, as to another process's
+        with pytest.raises(ConfigError, match="another process"):
+            conduct(read_study([written()]), tmp_path, failing, Console(file=io.StringIO()))
 
 
-def of_stand_in(tmp_path):
-    """A run of `stand_in_training.train`: 7 steps of 16 prompts with 8 responses each."""
+def test_a_run_that_ends_is_told_and_a_correction_is_one_more_sequence_of_its_prompt(tmp_path):
+    """Seven steps of 16 prompts with 8 responses each; then the first step made 56 corrections."""
     recipe, run = tmp_path / "recipe.yaml", planned(tmp_path)
     settings = {
         "rollout-batch-size": 16, "n-samples-per-prompt": 8, "lr": 3e-4, "seed": 0, "budget": 1,
@@ -760,35 +820,17 @@ def of_stand_in(tmp_path):
     }  # fmt: skip
     recipe.write_text(yaml.safe_dump(settings))
     words = ("--config", str(recipe), "--run-dir", str(run.directory))
-    return replace(run, arguments=words, config=recipe.read_text())
-
-
-def test_a_run_that_ends_is_told_with_its_steps_and_accuracy(tmp_path):
-    said, program = io.StringIO(), partial(train, best=3e-4, gains={}, pause=0.0)
-    assert run_all(STUDY, [of_stand_in(tmp_path)], program, Console(file=said, width=200), parallel=1) == 1
+    run = replace(run, arguments=words, config=recipe.read_text())
+    said, program = io.StringIO(), training()
+    assert run_all(STUDY, [run], program, Console(file=said, width=200), parallel=1) == 1
     told = r"run 1/1 m, seed 0: finished after \d+ s, 7 steps, accuracy 0\.5094"
     assert re.fullmatch(told, said.getvalue().strip())
-
-
-def test_a_correction_is_one_more_sequence_of_its_prompt(tmp_path):
-    """The first step made 56 corrections, the others none."""
-    run = of_stand_in(tmp_path)
-    train(run.arguments, best=3e-4, gains={}, pause=0.0)
-    first, *others = (run.directory / "metrics.jsonl").read_text().splitlines(keepends=True)
-    first = json.dumps(json.loads(first) | {"corrections": 56.0}) + "\n"
-    (run.directory / "metrics.jsonl").write_text("".join([first, *others]))
-    found = read_run(run, "flops")
+    metrics = run.directory / "metrics.jsonl"
+    first, *others = metrics.read_text().splitlines(keepends=True)
+    metrics.write_text(json.dumps(json.loads(first) | {"corrections": 56.0}) + "\n" + "".join(others))
+    found = run_results.read_run(run, "flops")
     assert (found.steps, found.prompts_per_step, found.samples_per_prompt) == (7, 16, 8)
     assert found.sequences_per_prompt == 8.5
-
-
-def test_two_processes_do_not_work_on_one_study(tmp_path, written):
-    study = read_study([written()])
-    (tmp_path / "out").mkdir()
-    with (tmp_path / "out/lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # belongs to this opening of the file, as to another process's
-        with pytest.raises(ConfigError, match="another process"):
-            conduct(study, tmp_path / "out", failing, Console(file=io.StringIO()))
 
 
 @pytest.mark.engine
@@ -797,9 +839,8 @@ def test_two_processes_do_not_work_on_one_study(tmp_path, written):
 @pytest.mark.timeout(600)
 def test_a_comparison_from_its_recipe_to_its_table_stopped_and_resumed(tmp_path):
     """examples/studies/mini.yaml cut to one step a run, through the command that a user types."""
-    content = yaml.safe_load((ROOT / "examples/studies/mini.yaml").read_text())
+    content = yaml.safe_load((ROOT / "examples/studies/mini.yaml").read_text()) | {"name": "mini"}
     content |= {"budget": 1, "common": {"eval-num-prompts": 16, "rollout-batch-size": 4}}
-    content["name"] = "mini"
     (tmp_path / "mini.yaml").write_text(yaml.safe_dump(content))
     command = [sys.executable, "tools/compare_methods.py", str(tmp_path / "mini.yaml")]
     command += ["--save", str(tmp_path / "out")]
@@ -820,11 +861,12 @@ def test_a_comparison_from_its_recipe_to_its_table_stopped_and_resumed(tmp_path)
     assert "gspo, seed 0" not in second  # it is not run again
     table = (tmp_path / "out/table.md").read_text()
     assert table.count("| gspo | 4 | 8 | 0.0003 |") == 1  # P, G and the learning rate
-    assert '"no test"' in (tmp_path / "out/page.html").read_text()
     assert "| ibpo |" in table
+    assert '"no test"' in (tmp_path / "out/page.html").read_text()
     kept = json.loads((tmp_path / "out/results.json").read_text())
-    assert [run["steps"] for run in kept["runs"]] == [1, 1]
     assert kept["table"][1]["gradient"].keys() >= {"gradient_variance", "gspo_gradient_variance"}
+    assert len(kept["runs"]) == 2
     for run in kept["runs"]:
+        assert run["steps"] == 1
         assert run["spent"]["flops"] > run["spent"]["flops_shared_prefixes"] > 0
         assert 0 <= run["other_accuracies"]["0.6"] <= 1

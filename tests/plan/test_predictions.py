@@ -1,0 +1,282 @@
+"""Predictions of a run, by a data sheet and by a machine that was measured, and how far off they were."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import matplotlib.image
+import numpy as np
+import pytest
+
+from megatron_ibpo.basics.records import Correction, Group, Prompt, Sample, token_ids
+from megatron_ibpo.commands.plan import main as plan_command
+from megatron_ibpo.config import Config
+from megatron_ibpo.models import read_hf_config
+from megatron_ibpo.plan.calibration import MeasuredStep, Rates, calibrated, measure_rates, measured_step
+from megatron_ibpo.plan.feasibility import make_plan
+from megatron_ibpo.plan.hardware import kind_of
+from megatron_ibpo.plan.machine import Machine, Seen, find_machine, write_machine
+from megatron_ibpo.plan.parameter_count import estimate_census
+from megatron_ibpo.plan.prediction import changes, compared, forecast, lines, setting_of
+from megatron_ibpo.plan.search import search
+from megatron_ibpo.plan.timeline import LANES, plot_step, timeline
+from megatron_ibpo.report import Report
+from megatron_ibpo.report.stages import measured_seconds, prediction_error
+from megatron_ibpo.run.settings import parse_config
+from support.paths import ROOT
+
+MODELS = ROOT / "examples/models"
+
+
+def setting(*flags):
+    model, recipe = MODELS / "qwen3_4b", ROOT / "examples/recipes/qwen3_4b_ibpo.yaml"
+    asked = ["--config", str(recipe), "--hf-checkpoint", str(model), "--dry-run-hardware", "h100", *flags]
+    return setting_of(parse_config(asked), read_hf_config(model), 8)
+
+
+def test_a_run_is_predicted_with_its_interval_its_price_and_what_would_help():
+    asked = setting("--recompute-granularity", "full")
+    total = asked.times().total
+    said = "\n".join(lines(asked, steps=100, price=2.0))
+    hours = total * 100 * 8 / 3600
+    price = f"{hours:,.0f} GPU-hours, {2 * hours:,.0f} at 2 per hour"
+    for part in (price, "a step: ", "between", "a checkpoint: training waits "):
+        assert part in said
+    helping = changes(asked)
+    assert len(helping) <= 3
+    assert all(change.seconds < total for change in helping)
+    assert "--recompute-granularity none" in {change.flag for change in changes(asked, most=99)}
+    with pytest.raises(ValueError, match="--dry-run-response-len=99999 exceeds --rollout-max-response-len"):
+        setting("--dry-run-response-len", "99999")
+
+
+def test_search_finds_layouts_that_fit_fastest_first_and_writes_the_best(tmp_path, capsys):
+    recipe, picture = tmp_path / "best.yaml", tmp_path / "step.png"
+    asked = ["search", "--gpus", "2", "--hardware", "h200", "--hf-checkpoint", str(MODELS / "qwen3_0_6b")]
+    assert plan_command([*asked, "--save", str(recipe), "--picture", str(picture), "--top", "3"]) == 0
+    assert picture.exists()
+    out = capsys.readouterr().out.splitlines()
+    seconds = [float(line.split()[1]) for line in out[:3]]
+    assert seconds == sorted(seconds)
+    best = parse_config(["--config", str(recipe)])
+    assert f"TP{best.parallel.tensor_model_parallel_size} " in out[0]
+    large = ["--gpus", "1", "--hf-checkpoint", str(MODELS / "qwen3_235b_a22b")]
+    assert plan_command([*asked, *large]) == 2
+    assert "no layout of qwen3_235b_a22b fits 1 GPUs of h200" in capsys.readouterr().err
+
+
+def test_long_sequences_are_shared_where_one_rank_does_not_hold_them():
+    recipe, model = ROOT / "examples/recipes/qwen3_next_80b_a3b_ibpo.yaml", MODELS / "qwen3_next_80b_a3b"
+    lengths = ["--rollout-max-context-len", "131072", "--rollout-max-response-len", "98304"]
+    config = parse_config(["--config", str(recipe), "--hf-checkpoint", str(model), *lengths])
+    found = search(config, 16, "h100", most=4)
+    shared = [layout for layout in found if layout.setting.layout.context > 1]
+    assert shared
+    for layout in shared:
+        parallel = replace(layout.config.parallel, context_parallel_size=1)
+        alone = make_plan(replace(layout.config, parallel=parallel), 16, estimate_census)
+        assert any(problem.startswith("training takes") for problem in alone.problems)
+
+
+def test_a_step_is_drawn_with_a_lane_for_each_who_works(tmp_path):
+    asked = setting()
+    spans, times = timeline(asked), asked.times()
+    lanes = {span.lane for span in spans}
+    assert {"engines", "corrections", "trainer", "optimizer", "weight update"} <= lanes <= set(LANES)
+    ends = {span.name: span.end for span in spans}
+    assert ends["responses"] == pytest.approx(times.sampling)
+    assert ends["corrections"] == pytest.approx(times.sampling + times.corrections)
+    assert max(ends.values()) == pytest.approx(times.total)
+    path = tmp_path / "step.png"
+    plot_step(spans, LANES, path, title="a step")
+    assert matplotlib.image.imread(path).shape[1] > 900
+    # ahead of training, engines and trainers work side by side
+    ahead = replace(asked, colocated=False, task=replace(asked.task, staleness=4))
+    begins = {span.name: span.begin for span in timeline(ahead)}
+    assert begins["log-probs"] == begins["prompts"] == 0
+    ends = {span.name: span.end for span in timeline(ahead)}
+    assert max(ends["corrections"], ends["optimizer"]) == pytest.approx(begins["weight update"])
+    assert ends["other"] == pytest.approx(ahead.times().total)
+
+
+TINY = ROOT / "examples/tiny_qwen3_next"
+SEEN = Seen(
+    responses=tuple(map(float, range(14, 46, 2))), prompt=14.0, corrections=0.5, correction_prompt=60.0,
+    trained=0.7,
+)  # fmt: skip
+RATES = Rates(matmul=4e10, copy=1e10)
+RECORDED = [
+    {"report": 0.0, "save": 0.0, "sample": 30.0, "credit": 0.1, "train": 20.0, "sync": 2.0},
+    {"report": 0.0232, "save": 0.0, "sample": 11.1408, "credit": 0.0133, "train": 3.6502, "sync": 0.5034},
+    {"report": 0.0183, "save": 0.0, "sample": 11.7488, "credit": 0.013, "train": 3.7796, "sync": 0.7048},
+    {"report": 0.0149, "save": 0.0, "sample": 12.4941, "credit": 0.0235, "train": 3.8545, "sync": 0.6468},
+]
+"""Seconds by stage of a healthy run: three steps as they were recorded, after one that warmed up."""
+ROWS = [{"kind": "step", "step": step, "seconds": seconds} for step, seconds in enumerate(RECORDED, 1)]
+
+
+@pytest.fixture
+def config() -> Config:
+    return parse_config(["--config", str(ROOT / "examples/recipes/tiny_qwen3_next_ibpo.yaml")])
+
+
+def of_size(config: Config, prompts: int) -> Config:
+    return replace(config, rollout=replace(config.rollout, rollout_batch_size=prompts))
+
+
+def on(machine: Machine, config: Config) -> dict[str, float]:
+    return compared(setting_of(config, read_hf_config(TINY), 2, machine).times())
+
+
+def told_by(steps: list[MeasuredStep], config: Config) -> Machine:
+    return calibrated(steps, RATES, config, read_hf_config(TINY), 2, about="made up")
+
+
+def made_up(config: Config) -> Machine:
+    """A machine whose figures are known: that of any steps, with other costs beyond arithmetic."""
+    seconds = {"sampling": 1.0, "training": 1.0, "weights": 0.1, "step": 2.2}
+    found = told_by([MeasuredStep(seconds=seconds, prompts=4, seen=SEEN)], config)
+    reached = replace(
+        found.known.coefficients, engine_layer=2e-3, engine_sequence=5e-5, train_layer=4e-3, step=0.01,
+        update=1e-3, matmul=0.05, experts=0.05, attention=0.05,
+    )  # fmt: skip
+    return replace(found, known=replace(found.known, coefficients=reached))
+
+
+def steps_on(machine: Machine, config: Config, times: float = 1.0) -> list[MeasuredStep]:
+    """Steps of 4 and 16 prompts, which take so many times what they should."""
+    found = []
+    for prompts in (4, 16):
+        seconds = {name: times * value for name, value in on(machine, of_size(config, prompts)).items()}
+        found.append(MeasuredStep(seconds=seconds, prompts=prompts, seen=SEEN))
+    return found
+
+
+@pytest.fixture
+def here(config, tmp_path) -> tuple[Machine, Path]:
+    """A machine as steps of two sizes tell, and its file."""
+    machine, path = told_by(steps_on(made_up(config), config), config), tmp_path / "here.yaml"
+    write_machine(machine, path)
+    return machine, path
+
+
+def test_steps_of_two_sizes_tell_what_a_third_takes(config, here):
+    true = made_up(config)
+    for prompts in (4, 8, 64):
+        own = of_size(config, prompts)
+        assert on(here[0], own) == pytest.approx(on(true, own), rel=1e-3)
+    # of each size the step of middle length counts: one of three stood still
+    steps = [step for times in (9.0, 1.0, 0.5) for step in steps_on(true, config, times)]
+    assert on(told_by(steps, config), config) == pytest.approx(on(true, config), rel=1e-3)
+    with pytest.raises(ValueError, match="no step had anything to train on"):
+        told_by([], config)
+
+
+def test_rates_and_a_step_are_what_was_done_in_the_time():
+    ticks = iter(range(1000))
+    rates = measure_rates(clock=lambda: float(next(ticks)))  # each product and copy takes a second
+    assert rates == Rates(matmul=2 * 768**3, copy=2 * 64 * 1024**2)
+
+    def sample(prompt: int, written: int) -> Sample:
+        return Sample(
+            token_ids([1] * prompt), token_ids([1] * written), np.zeros(written, np.float32), "stop", 1.0,
+            versions=((0, 0),), loss_mask=np.ones(written, bool),
+        )  # fmt: skip
+
+    prompt = Prompt(0, token_ids([1] * 10), 1, "", "", "")
+    responses = [sample(10, 20), sample(10, 40)]
+    groups = [Group(prompt, responses, [Correction(0, (), sample(70, 30))]), Group(prompt, responses)]
+    found = measured_step(RECORDED[1], groups, tokens_trained=100)
+    assert found.prompts == 2
+    assert found.seconds == measured_seconds([ROWS[0], ROWS[1]])
+    assert (found.seen.prompt, found.seen.corrections, found.seen.correction_prompt) == (10, 0.25, 60)
+    assert found.seen.trained == 100 / (4 * (10 + 30) * 1.25)
+    assert (min(found.seen.responses), max(found.seen.responses)) == (20, 40)
+
+
+def test_a_machine_is_read_as_it_was_written_and_predicts_its_own_runs_alone(config, tmp_path, here):
+    found, path = here
+    read = find_machine(str(path))
+    assert (read.workload, read.hardware.name, read.hardware.starts_ahead) == (found.workload, "here", False)
+    assert on(read, config) == pytest.approx(on(found, config), rel=1e-2)  # four digits are kept
+    (tmp_path / "other.yaml").write_text("about: nothing\n")
+    with pytest.raises(ValueError, match="not a file of `ibpo calibrate`: KeyError"):
+        find_machine(str(tmp_path / "other.yaml"))
+    with pytest.raises(ValueError, match="No such file or directory; `ibpo calibrate` writes it"):
+        find_machine(str(tmp_path / "none.yaml"))
+    (found, path), shape = here, read_hf_config(TINY)
+    config.run.dry_run_hardware = str(path)
+    assert forecast(config, shape, 2, "CPU").seconds == pytest.approx(on(found, config), rel=1e-2)
+    other = forecast(config, shape, 1, "CPU")
+    assert other.seconds is None
+    assert "on 2 trainers as TP2 PP1 CP1 EP2, engines of 1 beside them (vllm), but this run is" in other.said
+    config.run.dry_run_hardware = None
+    unknown = forecast(config, shape, 2, "CPU")
+    assert (unknown.seconds, unknown.said.count("\n")) == (None, 0)
+    assert "`ibpo calibrate` measures a machine" in unknown.said
+
+
+def test_gpus_are_known_by_the_names_that_they_give_themselves():
+    names = {
+        "NVIDIA H100 80GB HBM3": "h100", "NVIDIA H200": "h200", "NVIDIA H20": "h20",
+        "NVIDIA A100-SXM4-80GB": "a100", "NVIDIA GB200": "gb200", "NVIDIA B200": "b200",
+        "AMD Instinct MI300X": "mi300x", "NVIDIA A100-SXM4-40GB": None, "NVIDIA H100 PCIe": None,
+        "NVIDIA GeForce RTX 4090": None, "CPU": None,
+    }  # fmt: skip
+    assert {name: kind_of(name) for name in names} == names
+    recipe, model = ROOT / "examples/recipes/qwen3_4b_ibpo.yaml", ROOT / "examples/models/qwen3_4b"
+    config = parse_config(["--config", str(recipe), "--hf-checkpoint", str(model)])
+    shape = read_hf_config(model)
+    by_name = forecast(config, shape, 8, "NVIDIA H100 80GB HBM3")
+    config.run.dry_run_hardware = "h100"
+    assert by_name.seconds == compared(setting_of(config, shape, 8).times())
+
+
+def test_an_error_is_predicted_over_the_median_of_all_steps_but_the_first():
+    predicted = {"sampling": 11.7488 * 1.1, "training": 3.7796 / 2, "weights": 0.6468, "step": 2 * 16.2462}
+    # sums over sample, credit, train and sync: 15.3077, 16.2462 and 17.0189
+    assert prediction_error(predicted, ROWS) == pytest.approx(
+        {"sampling": 0.1, "training": -0.5, "weights": 0.0, "step": 1.0}, abs=1e-9
+    )
+    assert prediction_error(predicted, ROWS[:1]) is None
+
+
+def test_a_run_keeps_its_prediction_and_ends_with_the_error(config, here, tmp_path, capsys):
+    _, path = here
+    config.run.run_dir = tmp_path
+    with Report(config) as report:
+        report.predicted(forecast(config, read_hf_config(TINY), 2, "CPU"))
+        assert report.finish()["prediction_error"] is None
+    assert not (tmp_path / "prediction.json").exists(), "nothing was predicted"
+    config.run.dry_run_hardware = str(path)
+    expected = forecast(config, read_hf_config(TINY), 2, "CPU")
+    with Report(config) as report:
+        report.predicted(expected)
+        for step, seconds in enumerate(RECORDED, 1):
+            report.step(step, {"reward": 0.5}, seconds)
+        summary = report.finish()
+    kept = json.loads((tmp_path / "prediction.json").read_text())
+    assert kept == pytest.approx(expected.seconds, abs=1e-4)
+    assert summary["prediction_error"] == prediction_error(kept, ROWS)
+    assert json.loads((tmp_path / "summary.json").read_text()) == summary
+    said = capsys.readouterr().out
+    assert f"predicted by {path}: {expected.seconds['step']:.2f} s per step" in said
+    assert f"an error of {summary['prediction_error']['step']:+.0%} against the median step" in said
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_calibrated_machine_predicts_a_run(tmp_path):
+    """Commands are used as users use them; the error itself is the machine's affair."""
+    machine, run_dir = tmp_path / "here.yaml", tmp_path / "run"
+    flags = ["--config", str(ROOT / "examples/recipes/tiny_qwen3_study.yaml"), "--rollout-backend", "lean"]
+    flags += ["--dry-run-hardware", str(machine)]
+    few = ["--num-rollout", "3", "--eval-num-prompts", "0", "--operator-skill-prompts", "0", "--no-save"]
+    for words in (["calibrate", *flags], ["train", *flags, *few, "--run-dir", str(run_dir)]):
+        command = [sys.executable, "-m", "megatron_ibpo.commands.main", *words]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+        assert done.returncode == 0, done.stdout + done.stderr
+    error = json.loads((run_dir / "summary.json").read_text())["prediction_error"]
+    assert set(error) == {"sampling", "training", "weights", "step"}
