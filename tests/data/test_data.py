@@ -1,10 +1,11 @@
-"""Prompts, tokenizers and the correction prompt."""
+"""Tokenizers, generated tasks, rows of JSONL, chat templates and the correction prompt."""
 
 import json
 import random
 import shutil
 import signal
 import time
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -15,16 +16,24 @@ from worked_solutions import mended_solution, worked_solution
 
 from megatron_ibpo.basics.records import token_ids
 from megatron_ibpo.config import DataConfig
-from megatron_ibpo.data import CorrectionTemplate, DataError, generated, load_tokenizer, open_source
+from megatron_ibpo.data import (
+    CorrectionTemplate,
+    DataError,
+    generated,
+    load_tokenizer,
+    open_source,
+    open_sources,
+)
 from megatron_ibpo.data.row_prompts import read_jsonl
 from megatron_ibpo.data.tokenizer import thinking_marks
 from support.byte_tokenizers import byte_level
 from support.credit_cases import plain
 from support.paths import ROOT
 
-SUMS = "reasoning_gym://chain_sum?"
-CHAIN_SUM = f"{SUMS}min_terms=5&max_terms=7&min_digits=1&max_digits=1&compact=1"
-
+SCHEME = "reasoning_gym://"
+SUMS = f"{SCHEME}chain_sum?"
+ONE_DIGIT = f"{SUMS}min_digits=1&max_digits=1"
+CHAIN_SUM = f"{ONE_DIGIT}&min_terms=5&max_terms=7&compact=1"
 INSTRUCTION_K2 = (
     "You are given two candidate solutions to the same problem. Compare them step by step, identify any "
     "inconsistencies or errors, and then produce a corrected solution and final answer."
@@ -36,15 +45,10 @@ INSTRUCTION_K1 = (
 
 
 @pytest.fixture(scope="module")
-def tiny_dir(tmp_path_factory):
+def tiny(tmp_path_factory):
     path = tmp_path_factory.mktemp("tiny")
     make_tiny_tokenizer().save_pretrained(path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def tiny(tiny_dir):
-    return load_tokenizer(tiny_dir)
+    return load_tokenizer(path)
 
 
 @pytest.fixture(scope="module")
@@ -57,26 +61,20 @@ def chatty():
     )
 
 
-@pytest.fixture(scope="module")
-def sentencepiece_model(tmp_path_factory):
-    return train_sentencepiece(tmp_path_factory.mktemp("sp"))
+def opened(spec, tokenizer, *, split="train", max_prompt_len=None, **data):
+    return open_source(str(spec), tokenizer, DataConfig(**data), split=split, max_prompt_len=max_prompt_len)
 
 
 def train_sentencepiece(path, **ids):
     from sentencepiece import SentencePieceTrainer
 
-    lines = (
-        "Candidate solution 1: one plus two is three.\nWhat is 12 + 7?\nCompare the candidate solutions.\n"
-    )
-    (path / "text").write_text(lines * 20)
+    lines = ("Candidate solution 1: one plus two is three.", "What is 12 + 7?", "Compare the solutions.")
     SentencePieceTrainer.train(
-        input=str(path / "text"), model_prefix=str(path / "tokenizer"), vocab_size=300, byte_fallback=True,
-        hard_vocab_limit=False, normalization_rule_name="identity", minloglevel=2, **ids,
+        sentence_iterator=iter(lines * 20), model_prefix=str(path / "tokenizer"), vocab_size=300,
+        byte_fallback=True, hard_vocab_limit=False, normalization_rule_name="identity", minloglevel=2, **ids,
     )  # fmt: skip
     return path / "tokenizer.model"
 
-
-# ------------------------------------------------------------------------------------------ tokenizers
 
 PIECES = [*"0123456789+-=#?|*/()., \n", CHAIN_SUM_HEAD, "Candidate solution 1: ", "Candidate solution 2: ",
           INSTRUCTION_K1, INSTRUCTION_K2]  # fmt: skip
@@ -92,41 +90,31 @@ def test_tiny_tokenizer_gives_back_every_text_of_its_alphabet(tiny, pieces):
     assert tiny.decode([*tiny.encode_prompt(text), tiny.eos_id]) == text
 
 
-def test_tiny_tokenizer_has_64_ids_and_shows_those_that_mean_nothing(tiny):
+def test_tiny_tokenizer_has_64_ids_and_starts_prompts_alone_with_bos(tiny):
     assert tiny.vocab_size == 64
     assert {tiny.decode([i]) for i in (tiny.pad_id, tiny.eos_id)} == {""}
-    assert tiny.decode([*tiny.encode("#1"), 50, *tiny.encode("5")]) == "#1<unused50>5"
-
-
-def test_prompts_start_with_bos_and_pieces_do_not(tiny):
+    assert tiny.decode([*tiny.encode("#1"), 50, *tiny.encode("5")]) == "#1<unused50>5", "what means nothing"
     assert tiny.encode_prompt("1+1=") == [1, *tiny.encode("1+1=")]
     assert 1 not in tiny.encode("1+1=")
-
-
-def test_what_the_tiny_tokenizer_cannot_say_is_unknown(tiny):
     assert tiny.encode("x") == [tiny.unk_id]
 
 
-def test_sentencepiece_pieces_join_without_added_spaces(sentencepiece_model):
-    tokenizer = load_tokenizer(sentencepiece_model)
-    assert load_tokenizer(sentencepiece_model.parent).encode("a") == tokenizer.encode("a")
+def test_sentencepiece_pieces_join_without_added_spaces(tmp_path):
+    tokenizer = load_tokenizer(train_sentencepiece(tmp_path))
+    assert load_tokenizer(tmp_path).encode("a") == tokenizer.encode("a")
     start = tokenizer.encode_prompt("What is 12 + 7?")
-    middle = tokenizer.encode("\nCandidate solution 1: ")
-    end = tokenizer.encode("one")
+    middle, end = tokenizer.encode("\nCandidate solution 1: "), tokenizer.encode("one")
     assert start[0] == 1  # bos
     assert tokenizer.decode(start + middle + end) == "What is 12 + 7?\nCandidate solution 1: one"
     assert tokenizer.decode([*end, tokenizer.eos_id]) == "one"
+    with pytest.raises(DataError, match="--apply-chat-template"):
+        tokenizer.render_chat([{"role": "user", "content": "hi"}])
 
 
 def test_a_sentencepiece_model_needs_an_end_of_sequence_which_may_be_its_first_piece(tmp_path):
     assert load_tokenizer(train_sentencepiece(tmp_path, eos_id=0, unk_id=2)).eos_id == 0
     with pytest.raises(DataError, match="no end-of-sequence piece; without it no response can end"):
         load_tokenizer(train_sentencepiece(tmp_path, eos_id=-1))
-
-
-def test_sentencepiece_has_no_chat_template(sentencepiece_model):
-    with pytest.raises(DataError, match="--apply-chat-template"):
-        load_tokenizer(sentencepiece_model).render_chat([{"role": "user", "content": "hi"}])
 
 
 def test_a_vocabulary_too_small_for_the_correction_prompt_is_refused(tmp_path):
@@ -150,7 +138,6 @@ def test_a_vocabulary_too_small_for_the_correction_prompt_is_refused(tmp_path):
         {"tokenizer.json": "{}", "tokenizer_config.json": '{"tokenizer_class": "PreTrainedTokenizerFast"}'},
         {"tokenizer.model": "x"},
     ],
-    ids=["nothing there", "no tokenizer there", "no tokenizer.json", "no tokenizer.model"],
 )
 def test_a_tokenizer_that_cannot_be_loaded_says_which(tmp_path, files):
     path = tmp_path / "hf"
@@ -175,11 +162,8 @@ def test_a_tokenizer_json_that_is_complete_is_read_and_nothing_beside_it(tmp_pat
     assert load_tokenizer(tmp_path / "hf").encode("4+9=") == load_tokenizer(model).encode("4+9=")
 
 
-# ------------------------------------------------------------------------------------- generated tasks
-
-
 def test_a_chain_sum_prompt_is_the_compact_question_and_a_line_break(tiny):
-    prompt = open_source(CHAIN_SUM, tiny, DataConfig(), split="train").batch(3, 4)[0]
+    prompt = opened(CHAIN_SUM, tiny).batch(3, 4)[0]
     expression = prompt.metadata["expression"]
     assert prompt.index == 12
     assert prompt.text == CHAIN_SUM_HEAD + expression.replace(" ", "") + "="
@@ -189,37 +173,45 @@ def test_a_chain_sum_prompt_is_the_compact_question_and_a_line_break(tiny):
     assert prompt.label == str(eval(expression))
 
 
-def test_a_batch_depends_on_its_place_and_the_seed_alone(tiny):
-    once = open_source(CHAIN_SUM, tiny, DataConfig(), split="train")
-    again = open_source(CHAIN_SUM, tiny, DataConfig(), split="train")
-    other = open_source(CHAIN_SUM, tiny, DataConfig(data_seed=1), split="train")
+def test_a_batch_depends_on_its_place_and_the_seed_alone_and_held_out_ones_on_no_seed(tiny):
+    once, again, other = (opened(CHAIN_SUM, tiny, data_seed=seed) for seed in (0, 0, 1))
     once.batch(0, 5)
     assert plain(once.batch(7, 5)) == plain(again.batch(7, 5))
     assert plain(once.batch(0, 10)[5:]) == plain(again.batch(1, 5))
     assert [p.text for p in once.batch(7, 5)] != [p.text for p in other.batch(7, 5)]
+    held_out = [opened(CHAIN_SUM, tiny, split="eval", data_seed=seed).batch(0, 200) for seed in (0, 5)]
+    assert plain(held_out[0]) == plain(held_out[1])
 
 
 def test_no_held_out_question_is_ever_trained_on(tiny):
     # 2-term sums of one digit: 200 questions, so both splits have seen nearly all of theirs
-    spec = "reasoning_gym://chain_sum?min_terms=2&max_terms=2&min_digits=1&max_digits=1"
-    trained = {p.text for seed in (0, 1) for p in _stream(spec, tiny, "train", seed)}
-    held_out = {p.text for p in _stream(spec, tiny, "eval", 0)}
+    spec = f"{ONE_DIGIT}&min_terms=2&max_terms=2"
+    trained = {p.text for seed in (0, 1) for p in opened(spec, tiny, data_seed=seed).batch(0, 600)}
+    held_out = {p.text for p in opened(spec, tiny, split="eval").batch(0, 600)}
     assert len(trained | held_out) > 190
     assert trained.isdisjoint(held_out)
 
 
-def test_the_held_out_items_are_the_same_for_every_seed(tiny):
-    assert plain(_stream(CHAIN_SUM, tiny, "eval", 0, 200)) == plain(_stream(CHAIN_SUM, tiny, "eval", 5, 200))
+def test_a_level_is_that_of_the_tasks_own_curriculum():
+    def terms(settings, split="train", count=60):
+        batch = opened(f"{SUMS}{settings}", byte_level(), split=split).batch(0, count)
+        return [prompt.metadata["num_terms"] for prompt in batch]
 
-
-def _stream(spec, tokenizer, split, seed, n=600):
-    return open_source(spec, tokenizer, DataConfig(data_seed=seed), split=split).batch(0, n)
+    assert set(terms("level=0")) == {2}
+    assert set(terms("level=3")) == {2, 3, 4, 5}
+    assert set(terms("level=10", count=200)) == {*range(2, 13)}, "the highest"
+    assert set(terms("level=3&min_terms=5")) == {5}, "parameters win"
+    climbing = terms("level=0..2&over=30")
+    assert [max(climbing[:10]), max(climbing[10:20]), max(climbing[20:])] == [2, 3, 4]
+    assert max(terms("level=0..2&over=30000", split="eval")) == 4, "held-out items are of all levels"
 
 
 @pytest.mark.parametrize(
     ("spec", "says"),
     [
-        ("reasoning_gym://chain_summ", "did you mean 'chain_sum'"),
+        ("ftp://prompts.jsonl", "expected a file or directory"),
+        (f"{SCHEME}chain_summ", "did you mean 'chain_sum'"),
+        (f"{SCHEME}leg_counting", "no token for some of the prompt's characters"),
         (f"{SUMS}min_term=5", "did you mean 'min_terms'"),
         (f"{SUMS}min_terms=five", "min_terms must be of type int"),
         *((f"{SUMS}min_terms={value}", "must be") for value in ("nan", "-Infinity", "1e999")),
@@ -227,112 +219,110 @@ def _stream(spec, tokenizer, split, seed, n=600):
         (f"{SUMS}min_terms", "name=value"),
         (f"{SUMS}seed=3", "--data-seed"),
         (f"{SUMS}compact=yes", "compact must be 0 or 1"),
-        (f"{SUMS}min_terms=1&max_terms=1&max_digits=1&min_digits=1&x=1", "no parameter 'x'"),
-        ("reasoning_gym://leg_counting", "no token for some of the prompt's characters"),
-        ("ftp://prompts.jsonl", "expected a file or directory"),
+        (f"{ONE_DIGIT}&x=1", "no parameter 'x'"),
+        (f"{SUMS}level=99", "level 99: the highest level of chain_sum is 10"),
+        (f"{SUMS}level=two", "level must be a number or FIRST..LAST"),
+        (f"{SUMS}level=0..2", "needs over=N"),
+        (f"{SUMS}level=2..0&over=5", "the first is above the last"),
+        (f"{SUMS}over=5", "needs level=FIRST..LAST"),
+        (f"{SUMS}level=1&over=5", "only it does"),
+        (f"{SCHEME}composite?level=1", "no curriculum for composite"),
     ],
 )
 def test_a_task_that_cannot_be_generated_is_refused(tiny, spec, says):
     with pytest.raises(DataError, match=says):
-        open_source(spec, tiny, DataConfig(), split="train")
+        opened(spec, tiny)
 
 
-def test_an_item_that_takes_forever_is_given_up(tiny, monkeypatch):
-    monkeypatch.setattr(generated, "ITEM_S", 0.3)
-    before, started = signal.getsignal(signal.SIGALRM), time.monotonic()
-    with pytest.raises(DataError, match=r"min_terms=99999999.*an item was not made within 0\.3 s"):
-        open_source(f"{SUMS}min_terms=99999999&max_terms=99999999", tiny, DataConfig(), split="train")
-    assert time.monotonic() - started < 10
+def test_an_item_that_takes_forever_is_given_up_even_if_it_catches_what_stops_it(tiny, monkeypatch):
+    class Stubborn:
+        size = 2**31
+
+        def __getitem__(self, index):
+            while True:
+                with suppress(Exception):
+                    while True:
+                        pass
+
+    monkeypatch.setattr(generated, "ITEM_S", 0.2)
+    monkeypatch.setattr(generated, "_dataset", lambda name, parameters: Stubborn())
+    before = signal.getsignal(signal.SIGALRM)
+    with pytest.raises(DataError, match=r"gcd: an item was not made within 0\.2 s; make its parameters"):
+        opened(f"{SCHEME}gcd", tiny)
     assert signal.getsignal(signal.SIGALRM) is before
 
 
-def test_generated_prompts_must_fit_the_context(tiny):
-    with pytest.raises(DataError, match=r"item 0: the prompt has \d+ tokens, but only 8 fit"):
-        open_source(CHAIN_SUM, tiny, DataConfig(), split="train", max_prompt_len=8)
+def test_what_a_task_raises_for_its_parameters_is_told(tiny, monkeypatch):
+    monkeypatch.setattr(generated, "_dataset", lambda name, parameters: type("None", (), {"size": 1})())
+    with pytest.raises(DataError, match="item 0: the task makes none: TypeError"):
+        opened(f"{SCHEME}gcd", tiny)
 
 
-# ---------------------------------------------------------------------------------------------- JSONL
+def test_items_that_are_not_checked_at_the_start_are_when_they_are_drawn(monkeypatch):
+    spec, letters = f"{ONE_DIGIT}&min_terms=2&max_terms=9", byte_level()
+    with pytest.raises(DataError, match=r"item \d+: the prompt has"):
+        opened(spec, letters, max_prompt_len=90)
+    monkeypatch.setattr(generated, "CHECK_S", -1.0)
+    source = opened(spec, letters, max_prompt_len=90)
+    assert source.ready == 1
+    both = [f"{spec}&weight=1", f"{ONE_DIGIT}&min_terms=2&max_terms=3&weight=3"]
+    assert open_sources(both, letters, DataConfig(), split="train").ready == 2, "one of each"
+    with pytest.raises(DataError, match=r"item \d+: the prompt has"):
+        source.batch(0, 64)
+    short = opened(spec, letters, max_prompt_len=90, drop_long_prompts=True)
+    assert max(len(prompt.token_ids) for prompt in short.batch(0, 64)) <= 90
+    assert short.left_out()["left_out/too_long_prompts"] > 0
 
 
-def rows_file(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
+def test_who_waits_for_a_task_is_told(tiny, monkeypatch, capsys):
+    made = generated._dataset
+
+    def slowly(name, parameters):
+        time.sleep(0.5)
+        return made(name, parameters)
+
+    monkeypatch.setattr(generated, "_dataset", slowly)
+    monkeypatch.setattr(generated, "TOLD_AFTER_S", 0.01)
+    opened(CHAIN_SUM, tiny)
+    assert "chain_sum" in capsys.readouterr().err
 
 
-def test_jsonl_rows_become_prompts(tiny, tmp_path):
-    row = {"prompt": "1+1=\n", "label": 2, "task": "sums", "metadata": {"level": 1}}
-    source = open_source(rows_file(tmp_path / "a.jsonl", [row]), tiny, DataConfig(), split="eval")
-    (prompt,) = source.batch(0, 1)
-    assert len(source) == 1
-    assert prompt.token_ids.tolist() == tiny.encode_prompt("1+1=\n")
-    assert prompt.token_ids.dtype == np.int32
-    assert prompt.head_length == len(prompt.token_ids)
-    assert (prompt.label, prompt.task, prompt.metadata) == ("2", "sums", {"level": 1})
+BAD_ROWS = [
+    ("not json", "line 1: not JSON"),
+    ('{"prompt": "1", "label": "1"}\n\n[1]', "line 3: expected a JSON object, found list"),
+    ('{"prompt": "1"}', "line 1: no field 'label'.*--label-key"),
+    ('{"sum": "1", "result": "1"}', "no field 'prompt' and no field 'label' .found: 'sum', 'result'.; "
+     "--input-key and --label-key name others"),
+    ('{"question": "1", "label": "1"}', "no field 'prompt' .found: 'question', 'label'.; --input-key"),
+    ('{"prompt": 3, "label": "1"}', "field 'prompt' must be text or a list of messages, found int"),
+    ('{"prompt": "1", "label": null}', "field 'label' must be text or a number, found NoneType"),
+    ('{"prompt": "1", "label": true}', "field 'label' must be text or a number, found bool"),
+    ('{"prompt": "", "label": "1"}', "field 'prompt' is empty"),
+    ('{"prompt": "1", "label": "1", "metadata": []}', "field 'metadata' must be an object"),
+    ('{"prompt": "1", "label": "1", "task": 7}', "field 'task' must be text"),
+    ('{"prompt": [{"role": "user", "content": "1"}], "label": "1"}', "add --apply-chat-template"),
+    ('{"prompt": [{"role": "user"}], "label": "1"}', "message 0: needs text under 'role' and 'content'"),
+    ('{"prompt": "1+2+3+4+5+6+7", "label": "1"}', "the prompt has 14 tokens, but only 10 fit"),
+    ('{"prompt": "what?", "label": "1"}', "no token for some of the prompt's characters"),
+    ("", "no prompts in it"),
+    ('{"prompt": "1", "label": -Infinity}', "line 1: not JSON: -Infinity is no number"),
+    ('{"prompt": "1", "label": 1e999}', "line 1: not JSON: 1e999 is too large"),
+    ('{"prompt": "1", "label": "1", "metadata": {"a": [NaN]}}', "line 1: not JSON: NaN"),
+    ('{"prompt": "1", "label": ' + "9" * 5000 + "}", "line 1: not JSON: Exceeds the limit"),
+    *(('{"prompt": "1", "label": ' + "[" * depth + "]" * depth + "}", "nest deeper than 100 levels")
+      for depth in (101, 50_000)),
+    (r'{"prompt": "1\ud800", "label": "1"}', r"line 1: not JSON: it holds half a character \(\\ud800 "),
+    (r'{"prompt": "1", "label": "\udfff\ud800"}', "it holds half a character"),
+    ('{"prompt": "' + "1+" * 500_000 + '", "label": "1"}', "1,000,000 characters, far more than the 10"),
+    ('{"' + "k" * 500_000 + '": 1}', "no field 'label' .found: 'kkk.{0,80}; --input-key and"),
+]  # fmt: skip
 
 
-def test_every_epoch_has_every_row_once_in_an_order_of_its_own(tiny, tmp_path):
-    rows = [{"q": f"{i}=", "a": str(i)} for i in range(20)]
-    spec = rows_file(tmp_path / "a.jsonl", rows)
-    data = DataConfig(input_key="q", label_key="a", data_seed=3)
-    source = open_source(spec, tiny, data, split="train")
-    # batches of 7 straddle the epochs of 20
-    labels = [p.label for step in range(9) for p in source.batch(step, 7)][:60]
-    epochs = [labels[i : i + 20] for i in (0, 20, 40)]
-    assert all(sorted(epoch, key=int) == [row["a"] for row in rows] for epoch in epochs)
-    assert len({tuple(epoch) for epoch in epochs}) == 3
-    resumed = open_source(spec, tiny, data, split="train")
-    assert plain(resumed.batch(5, 7)) == plain(source.batch(5, 7))
-    in_file_order = open_source(spec, tiny, data, split="eval")
-    assert [p.label for p in in_file_order.batch(0, 20)] == [row["a"] for row in rows]
-
-
-@pytest.mark.parametrize(
-    ("lines", "says"),
-    [
-        (["not json"], "line 1: not JSON"),
-        (['{"prompt": "1", "label": "1"}', "", "[1]"], "line 3: expected a JSON object, found list"),
-        (['{"prompt": "1"}'], "line 1: no field 'label'.*--label-key"),
-        (
-            ['{"sum": "1", "result": "1"}'],
-            "no field 'prompt' and no field 'label' .found: 'sum', 'result'.; "
-            "--input-key and --label-key name others",
-        ),
-        (['{"question": "1", "label": "1"}'], "no field 'prompt' .found: 'question', 'label'.; --input-key"),
-        (['{"prompt": 3, "label": "1"}'], "field 'prompt' must be text or a list of messages, found int"),
-        (['{"prompt": "1", "label": null}'], "field 'label' must be text or a number, found NoneType"),
-        (['{"prompt": "1", "label": true}'], "field 'label' must be text or a number, found bool"),
-        (['{"prompt": "", "label": "1"}'], "field 'prompt' is empty"),
-        (['{"prompt": "1", "label": "1", "metadata": []}'], "field 'metadata' must be an object"),
-        (['{"prompt": "1", "label": "1", "task": 7}'], "field 'task' must be text"),
-        (['{"prompt": [{"role": "user", "content": "1"}], "label": "1"}'], "add --apply-chat-template"),
-        (
-            ['{"prompt": [{"role": "user"}], "label": "1"}'],
-            "message 0: needs text under 'role' and 'content'",
-        ),
-        (['{"prompt": "1+2+3+4+5+6+7", "label": "1"}'], "the prompt has 14 tokens, but only 10 fit"),
-        (['{"prompt": "what?", "label": "1"}'], "no token for some of the prompt's characters"),
-        ([], "no prompts in it"),
-        (['{"prompt": "1", "label": NaN}'], "line 1: not JSON: NaN is no number"),
-        (['{"prompt": "1", "label": -Infinity}'], "line 1: not JSON: -Infinity is no number"),
-        (['{"prompt": "1", "label": 1e999}'], "line 1: not JSON: 1e999 is too large"),
-        (['{"prompt": "1", "label": "1", "metadata": {"a": [NaN]}}'], "line 1: not JSON: NaN"),
-        (['{"prompt": "1", "label": ' + "9" * 5000 + "}"], "line 1: not JSON: Exceeds the limit"),
-        (['{"prompt": "1", "label": ' + "[" * 50_000 + "]" * 50_000 + "}"], "nest deeper than 100 levels"),
-        (['{"prompt": "1", "label": ' + "[" * 101 + "]" * 101 + "}"], "nest deeper than 100 levels"),
-        ([r'{"prompt": "1\ud800", "label": "1"}'], r"line 1: not JSON: it holds half a character \(\\ud800 "),
-        ([r'{"prompt": "1", "label": "\udfff\ud800"}'], "it holds half a character"),
-        (
-            ['{"prompt": "' + "1+" * 500_000 + '", "label": "1"}'],
-            "has 1,000,000 characters, far more than the 10",
-        ),
-        (['{"' + "k" * 500_000 + '": 1}'], "no field 'label' .found: 'kkk.{0,80}; --input-key and"),
-    ],
-)
+@pytest.mark.parametrize(("lines", "says"), BAD_ROWS, ids=range(len(BAD_ROWS)))
 def test_a_bad_row_is_named_by_file_line_and_field(tiny, tmp_path, lines, says):
-    path = tmp_path / "rows.jsonl"
-    path.write_text("\n".join(lines))
+    (tmp_path / "rows.jsonl").write_text(lines)
     with pytest.raises(DataError, match=rf"rows\.jsonl.*{says}"):
-        open_source(str(path), tiny, DataConfig(), split="train", max_prompt_len=10)
+        opened(tmp_path / "rows.jsonl", tiny, max_prompt_len=10)
 
 
 def test_escapes_of_whole_characters_and_brackets_that_nest_a_little_are_read(tmp_path):
@@ -342,40 +332,35 @@ def test_escapes_of_whole_characters_and_brackets_that_nest_a_little_are_read(tm
     assert row["prompt"] == "\U0001f600"
 
 
-# ------------------------------------------------------------------------------------- chat templates
-
 ATTACKS = {
     "the classes of everything": "{{ ().__class__.__base__.__subclasses__() }}",
     "a function's globals": "{{ raise_exception.__globals__['os'].system('touch ' + messages[0].content) }}",
     "the loop's own": "{{ cycler.__init__.__globals__.os.system('touch ' + messages[0].content) }}",
     "a format string": "{{ '{0.__class__.__mro__}'.format(messages) }}",
     "a filter that looks up": "{{ (messages | attr('append')).__self__.__class__ }}",
+    "a change of what it is given": "{% set _ = messages.append({'role': 'user', 'content': 'more'}) %}",
 }
 
 
 @pytest.mark.parametrize("template", ATTACKS.values(), ids=ATTACKS)
 def test_a_chat_template_runs_in_a_sandbox(tmp_path, template):
-    hostile = byte_level(template)
-    ran = tmp_path / "ran"
+    messages = [{"role": "user", "content": str(tmp_path / "ran")}]
     with pytest.raises(DataError, match=r"its chat template refuses the messages: .*(unsafe|undefined)"):
-        hostile.render_chat([{"role": "user", "content": str(ran)}])
-    assert not ran.exists()
+        byte_level(template).render_chat(messages)
+    assert not (tmp_path / "ran").exists()
+    assert len(messages) == 1
 
 
-def test_a_chat_template_cannot_change_what_it_is_given():
-    hostile = byte_level("{% set _ = messages.append({'role': 'user', 'content': 'more'}) %}")
-    messages = [{"role": "user", "content": "1"}]
-    with pytest.raises(DataError, match="refuses the messages"):
-        hostile.render_chat(messages)
-    assert messages == [{"role": "user", "content": "1"}]
+def row_file(path, **row):
+    path.write_text(json.dumps({"label": "2", **row}))
+    return path
 
 
 @pytest.mark.parametrize("content", ["Who is Ann.", "  padded \n", "aaa", "a\n<|im_end|>"])
 def test_chat_prompts_are_the_templates_own_and_split_after_the_users_words(chatty, tmp_path, content):
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": content}]
-    spec = rows_file(tmp_path / "a.jsonl", [{"prompt": messages, "label": "1"}])
-    source = open_source(spec, chatty, DataConfig(apply_chat_template=True), split="train")
-    (prompt,) = source.batch(0, 1)
+    path = row_file(tmp_path / "a.jsonl", prompt=messages)
+    (prompt,) = opened(path, chatty, apply_chat_template=True).batch(0, 1)
     own = chatty._tokenizer
     whole = own.apply_chat_template(messages, tokenize=True, add_generation_prompt=True, return_dict=False)
     assert list(prompt.token_ids) == whole
@@ -383,28 +368,18 @@ def test_chat_prompts_are_the_templates_own_and_split_after_the_users_words(chat
     assert own.decode(prompt.tail_ids) == "<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_a_chat_without_a_template_is_refused(tiny, tmp_path):
-    spec = rows_file(tmp_path / "a.jsonl", [{"prompt": "1", "label": "1"}])
+def test_a_chat_needs_a_template_and_ends_with_the_user(tiny, chatty, tmp_path):
     with pytest.raises(DataError, match="no chat template"):
-        open_source(spec, tiny, DataConfig(apply_chat_template=True), split="train")
-
-
-def test_a_chat_must_end_with_the_user(chatty, tmp_path):
-    row = {"prompt": [{"role": "assistant", "content": "1"}], "label": "1"}
-    spec = rows_file(tmp_path / "a.jsonl", [row])
+        opened(row_file(tmp_path / "a.jsonl", prompt="1"), tiny, apply_chat_template=True)
+    path = row_file(tmp_path / "a.jsonl", prompt=[{"role": "assistant", "content": "1"}])
     with pytest.raises(DataError, match=r"a\.jsonl, line 1: the last message must be the user's"):
-        open_source(spec, chatty, DataConfig(apply_chat_template=True), split="train")
+        opened(path, chatty, apply_chat_template=True)
 
 
-# --------------------------------------------------------------------------------- correction prompts
-
-
-def test_the_correction_prompt_of_two_candidates(tiny):
-    def encoded(text):
-        return token_ids(tiny.encode(text))
-
-    prompt = open_source(CHAIN_SUM, tiny, DataConfig(), split="train").batch(0, 1)[0]
-    ids = CorrectionTemplate(tiny, 2)(prompt, encoded("1+2=4#4"), [encoded("1+2=3#3")])
+def test_the_correction_prompt_shows_the_candidates_after_the_question(tiny):
+    wrong, right = (token_ids(tiny.encode(text)) for text in ("1+2=4#4", "1+2=3#3"))
+    (prompt,) = opened(CHAIN_SUM, tiny).batch(0, 1)
+    ids = CorrectionTemplate(tiny, 2)(prompt, wrong, [right])
     assert tiny.decode(ids) == (
         f"{prompt.text}\nCandidate solution 1: 1+2=4#4\nCandidate solution 2: 1+2=3#3\n{INSTRUCTION_K2}\n"
     )
@@ -412,18 +387,16 @@ def test_the_correction_prompt_of_two_candidates(tiny):
     assert len(ids) == prompt.head_length + 7 + 7 + 4 + 3
     assert tiny.eos_id not in ids
     assert ids.dtype == np.int32
-
-
-def test_the_correction_prompt_without_a_reference(tiny):
-    prompt = open_source(CHAIN_SUM, tiny, DataConfig(), split="train").batch(0, 1)[0]
-    for k in (1, 2):
-        ids = CorrectionTemplate(tiny, k)(prompt, token_ids(tiny.encode("4#4")), [])
-        assert tiny.decode(ids) == f"{prompt.text}\nCandidate solution 1: 4#4\n{INSTRUCTION_K1}\n"
+    for k in (1, 2):  # without a reference
+        ids = CorrectionTemplate(tiny, k)(prompt, wrong, [])
+        assert tiny.decode(ids) == f"{prompt.text}\nCandidate solution 1: 1+2=4#4\n{INSTRUCTION_K1}\n"
+    with pytest.raises(DataError, match="--ibpo-k"):
+        CorrectionTemplate(tiny, 3)  # it has no token for "three"
 
 
 def test_the_correction_prompt_stays_inside_the_users_turn(chatty, tmp_path):
-    spec = rows_file(tmp_path / "a.jsonl", [{"prompt": "1+1?", "label": "2"}])
-    prompt = open_source(spec, chatty, DataConfig(apply_chat_template=True), split="train").batch(0, 1)[0]
+    path = row_file(tmp_path / "a.jsonl", prompt="1+1?")
+    (prompt,) = opened(path, chatty, apply_chat_template=True).batch(0, 1)
     target, *references = [token_ids(chatty.encode(text)) for text in "ABC"]
     ids = CorrectionTemplate(chatty, 3)(prompt, target, references)
     assert chatty.decode_all(ids) == (
@@ -431,14 +404,6 @@ def test_the_correction_prompt_stays_inside_the_users_turn(chatty, tmp_path):
         + INSTRUCTION_K2.replace("two", "three")
         + "<|im_end|>\n<|im_start|>assistant\n"
     )
-
-
-def test_a_correction_prompt_that_cannot_be_said_is_refused_at_start(tiny):
-    with pytest.raises(DataError, match="--ibpo-k"):
-        CorrectionTemplate(tiny, 3)
-
-
-# ----------------------------------------------------------------------------------- worked solutions
 
 
 @pytest.mark.parametrize(
@@ -449,27 +414,26 @@ def test_a_correction_prompt_that_cannot_be_said_is_refused_at_start(tiny):
         ("6 + 3", "6+3=9#9"),  # nothing to carry
         ("9 + 3 + 9 - 3", "9+3=2+9=1-3=-2#-2"),  # no borrow below ten
         ("8 - 9 + 5", "8-9=-1+5=4#4"),  # no carry from a negative value
+        ("15 - 7", "15-7=18#18"),  # the borrow is dropped
     ],
 )
-def test_a_student_who_always_drops_carries(expression, written):
+def test_a_student_who_always_drops_carries_and_borrows(expression, written):
     assert worked_solution(expression, random.Random(0), carry_dropped=1.0) == written
 
 
-def test_a_worked_solution_writes_every_step_and_a_student_drops_borrows_and_slips():
+def test_a_worked_solution_writes_every_step_and_a_student_slips():
     assert worked_solution("6 + 0 + 1 + 8 - 9") == "6+0=6+1=7+8=15-9=6#6"
-    assert worked_solution("15 - 7", random.Random(0), carry_dropped=1.0) == "15-7=18#18"
     slips = {worked_solution("1 + 1", random.Random(i), slip=1.0) for i in range(50)}
     assert slips == {"1+1=0#0", "1+1=1#1", "1+1=3#3", "1+1=4#4"}
 
 
-EXPRESSIONS = st.tuples(
-    st.integers(0, 9), st.lists(st.tuples(st.sampled_from("+-"), st.integers(0, 9)), min_size=1, max_size=6)
-).map(lambda drawn: " ".join([str(drawn[0]), *(f"{operator} {term}" for operator, term in drawn[1])]))
+TERMS = st.lists(st.tuples(st.sampled_from("+-"), st.integers(0, 9)), min_size=1, max_size=6)
 
 
 @settings(max_examples=50)
-@given(EXPRESSIONS, st.randoms(use_true_random=False))
-def test_a_student_of_skill_1_mends_the_first_error_and_one_of_skill_0_copies(expression, rng):
+@given(st.integers(0, 9), TERMS, st.randoms(use_true_random=False))
+def test_a_student_of_skill_1_mends_the_first_error_and_one_of_skill_0_copies(first, terms, rng):
+    expression = " ".join([str(first), *(f"{operator} {term}" for operator, term in terms)])
     candidate = worked_solution(expression, rng, carry_dropped=0.7, slip=0.3)
     assert mended_solution(expression, candidate, rng, skill=1.0) == worked_solution(expression)
     assert mended_solution(expression, candidate, rng, skill=0.0, carry_dropped=1.0, slip=1.0) == candidate
@@ -480,21 +444,14 @@ def test_what_follows_a_mended_step_is_solved_with_the_students_own_errors():
     assert mended_solution("6 + 7 + 1 + 9", candidate, random.Random(0), skill=1.0) == "6+7=13+1=14+9=23#23"
     noisy = mended_solution("6 + 7 + 1 + 9", candidate, random.Random(0), skill=1.0, carry_dropped=1.0)
     assert noisy == "6+7=13+1=14+9=13#13"
-
-
-def test_errors_are_mended_as_often_as_the_skill_says():
-    rng = random.Random(0)
-    mended = [mended_solution("9 + 9", "9+9=8#8", rng, skill=0.9) for _ in range(4000)]
-    assert set(mended) == {"9+9=18#18", "9+9=8#8"}
-    assert 0.88 < mended.count("9+9=18#18") / 4000 < 0.92
-
-
-def test_a_candidate_of_another_problem_is_refused():
     with pytest.raises(ValueError, match="1 steps"):
         mended_solution("9 + 9 + 1", "9+9=8#8", random.Random(0), skill=0.9)
 
 
-def test_dropped_carries_come_as_often_as_asked():
+def test_carries_are_dropped_and_errors_mended_as_often_as_asked():
     rng = random.Random(0)
     dropped = sum(worked_solution("9 + 9", rng, carry_dropped=0.55) == "9+9=8#8" for _ in range(4000))
     assert 0.52 < dropped / 4000 < 0.58
+    mended = [mended_solution("9 + 9", "9+9=8#8", rng, skill=0.9) for _ in range(4000)]
+    assert set(mended) == {"9+9=18#18", "9+9=8#8"}
+    assert 0.88 < mended.count("9+9=18#18") / 4000 < 0.92

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -25,14 +26,9 @@ from support.paths import ROOT
 
 TINY, RECIPE = ROOT / "examples/tiny_qwen3", ROOT / "examples/recipes/small_cpu.yaml"
 OLD, NEW = "a" * 40, "b" * 40
-
 PROGRAM = """
 import json, sys
 from megatron_ibpo.data.hub import with_local_copies
-from megatron_ibpo.config.run import RunConfig
-from megatron_ibpo.data.hub import HubError
-from megatron_ibpo.data.hub_upload import UploadError, prepare_upload, upload_export
-from megatron_ibpo.run.checks import check_settings
 from megatron_ibpo.run.settings import parse_config
 for words in json.loads(sys.argv[1]):
     try:
@@ -42,11 +38,25 @@ for words in json.loads(sys.argv[1]):
     except ValueError as error:
         print(json.dumps(str(error)))
 """
+NEWEST = ["--hf-checkpoint", "Qwen/Tiny", "--prompt-data", "openai/gsm8k?weight=2"]
+DATA = ["--hf-checkpoint", str(TINY), "--prompt-data"]
+HELD_OUT = ["--eval-prompt-data", "held=openai/gsm8k?split=test"]
+ASKED = {
+    "newest": NEWEST,
+    "resumed": [*NEWEST, "--load", "run"],
+    "revision": ["--hf-checkpoint", f"Qwen/Tiny@{OLD}"],
+    "parts": [*DATA, "openai/gsm8k@main/socratic?task=mine", *HELD_OUT],
+    "no model": ["--hf-checkpoint", "Qwen/Nope"],
+    "no revision": ["--hf-checkpoint", "Qwen/Tiny@v2"],
+    "part of a model": ["--hf-checkpoint", "Qwen/Tiny/sub"],
+    "no data": [*DATA, "openai/gsm8k/other"],
+}
+OFFLINE = {"newest": NEWEST, "not cached": [*DATA, "openai/none"]}
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A data set in the layout of openai/gsm8k, and room for the cache."""
+    """A model, a data set in the layout of openai/gsm8k, a run with older ones, and room for the cache."""
     place = tmp_path_factory.mktemp("hub")
     for name in ("main", "socratic"):
         (place / "gsm8k" / name).mkdir(parents=True)
@@ -58,59 +68,41 @@ def place(tmp_path_factory):
     shutil.copytree(TINY, place / "model")
     (place / "model/original").mkdir()
     (place / "model/original/model.safetensors").write_bytes(b"the same weights in another layout")
+    (place / "run").mkdir()
+    model, data = snapshots(place, OLD)
+    (place / "run/config.yaml").write_text(f"hf-checkpoint: {model}\nprompt-data:\n- {data}/main?weight=2\n")
     return place
 
 
-NEWEST = ["--hf-checkpoint", "Qwen/Tiny", "--prompt-data", "openai/gsm8k?weight=2"]
-DATA = ["--hf-checkpoint", str(TINY), "--prompt-data"]
-ASKED = {
-    "newest": NEWEST,
-    "resumed": [*NEWEST, "--load", "run"],
-    "revision": ["--hf-checkpoint", f"Qwen/Tiny@{OLD}"],
-    "parts": [
-        *DATA,
-        "openai/gsm8k@main/socratic?task=mine",
-        "--eval-prompt-data",
-        "held=openai/gsm8k?split=test",
-    ],
-    "no model": ["--hf-checkpoint", "Qwen/Nope"],
-    "no revision": ["--hf-checkpoint", "Qwen/Tiny@v2"],
-    "part of a model": ["--hf-checkpoint", "Qwen/Tiny/sub"],
-    "no data": [*DATA, "openai/gsm8k/other"],
-}
-OFFLINE = {"newest": NEWEST, "not cached": [*DATA, "openai/none"]}
+def snapshots(place, commit):
+    """Return the directories of a commit of the model and of the data set in the cache."""
+    hub = place / "home/hub"
+    return (hub / f"{name}/snapshots/{commit}" for name in ("models--Qwen--Tiny", "datasets--openai--gsm8k"))
 
 
 @pytest.fixture(scope="module")
 def answers(place):
-    """Return what the command lines of ASKED become, and stderr; then of OFFLINE, from the cache alone."""
-    cache = place / "home/hub"
-    (place / "run").mkdir()
-    (place / "run/config.yaml").write_text(
-        f"hf-checkpoint: {cache}/models--Qwen--Tiny/snapshots/{OLD}\n"
-        f"prompt-data:\n- {cache}/datasets--openai--gsm8k/snapshots/{OLD}/main?weight=2\n"
-    )
+    """Return what the command lines of ASKED become, and then those of OFFLINE; and what is said of ASKED."""
+
+    def resolved(asked, offline):
+        found = subprocess.run(
+            [sys.executable, "-c", PROGRAM, json.dumps([*asked.values()])],
+            env={**os.environ, "HF_HOME": str(place / "home"), "HF_ENDPOINT": hub.url,
+                 "HF_HUB_OFFLINE": offline, "IBPO_CWD": str(place), "PYTHONPATH": str(ROOT)},
+            check=True, capture_output=True, text=True, timeout=120,
+        )  # fmt: skip
+        return dict(zip(asked, map(json.loads, found.stdout.splitlines()), strict=True)), found.stderr
+
     with hub_stand_in() as hub:
         hub.add("Qwen/Tiny", place / "model", NEW)
         hub.add("datasets/openai/gsm8k", place / "gsm8k", NEW)
-        return resolved(place, hub.url, ASKED), resolved(place, hub.url, OFFLINE, offline=True)
-
-
-def resolved(place, url, asked, *, offline=False):
-    """Return (the model, prompts and held-out prompts of each command line, or its error; stderr)."""
-    found = subprocess.run(
-        [sys.executable, "-c", PROGRAM, json.dumps([*asked.values()])],
-        env={**os.environ, "HF_HOME": str(place / "home"), "HF_ENDPOINT": url,
-             "HF_HUB_OFFLINE": str(int(offline)), "IBPO_CWD": str(place), "PYTHONPATH": str(ROOT)},
-        check=True, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    return dict(zip(asked, map(json.loads, found.stdout.splitlines()), strict=True)), found.stderr
+        found, said = resolved(ASKED, "0")
+        return found, resolved(OFFLINE, "1")[0], said
 
 
 def test_ids_become_snapshots_of_the_cache(place, answers):
-    (found, said), (offline, _) = answers
-    model = place / f"home/hub/models--Qwen--Tiny/snapshots/{NEW}"
-    data = place / f"home/hub/datasets--openai--gsm8k/snapshots/{NEW}"
+    found, offline, said = answers
+    model, data = snapshots(place, NEW)
     assert found["newest"] == [str(model), f"{data}/main?weight=2&task=gsm8k", None]
     held_out = f"held={data}/main?split=test&task=gsm8k"
     assert found["parts"] == [str(TINY), f"{data}/socratic?task=mine", held_out]
@@ -123,15 +115,13 @@ def test_ids_become_snapshots_of_the_cache(place, answers):
 
 
 def test_a_revision_is_taken_and_a_resumed_run_keeps_the_commits_that_it_had(place, answers):
-    (found, _), _ = answers
-    model = place / f"home/hub/models--Qwen--Tiny/snapshots/{OLD}"
-    data = place / f"home/hub/datasets--openai--gsm8k/snapshots/{OLD}"
-    assert found["resumed"] == [str(model), f"{data}/main?weight=2&task=gsm8k", None]
-    assert found["revision"][0] == str(model)
+    model, data = snapshots(place, OLD)
+    assert answers[0]["resumed"] == [str(model), f"{data}/main?weight=2&task=gsm8k", None]
+    assert answers[0]["revision"][0] == str(model)
 
 
 def test_what_cannot_be_had_is_one_line(answers):
-    (found, _), (offline, _) = answers
+    found, offline, _ = answers
     assert "Qwen/Nope: there is no such path, and no model Qwen/Nope on http" in found["no model"]
     assert "the model Qwen/Tiny has no revision v2" in found["no revision"]
     assert "a model is owner/name or owner/name@revision" in found["part of a model"]
@@ -144,8 +134,9 @@ def test_sft_and_runs_from_python_take_ids_too(monkeypatch, capsys):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     words = ["--hf-checkpoint", "Qwen/Nope", "--prompt-data", "openai/gsm8k"]
     assert sft.main(words) == BAD_INPUT
-    assert "error: Qwen/Nope: there is no such path, and HF_HUB_OFFLINE is set" in capsys.readouterr().err
-    with pytest.raises(HubError, match="Qwen/Nope: there is no such path, and HF_HUB_OFFLINE is set"):
+    says = "Qwen/Nope: there is no such path, and HF_HUB_OFFLINE is set"
+    assert f"error: {says}" in capsys.readouterr().err
+    with pytest.raises(HubError, match=says):
         mi.open_run(mi.load_recipe(RECIPE, hf_checkpoint="Qwen/Nope"))
 
 
@@ -205,28 +196,22 @@ def test_a_path_wins_over_an_id(tmp_path, monkeypatch):
     (said,) = [line for line in mistyped.problems(trains=False) if "hf-checkpoint" in line]
     assert "Qwen/Tyni is not a directory" in said
     assert "Qwen/Tyni@main would name it on the Hugging Face Hub" in said
-    assert parse_config(["--prompt-data", "data/train.jsonl"]).data.prompt_data == (
-        f"{tmp_path}/data/train.jsonl",
-    )
+    own = parse_config(["--prompt-data", "data/train.jsonl"]).data.prompt_data
+    assert own == (f"{tmp_path}/data/train.jsonl",)
 
 
-@pytest.mark.parametrize(
-    ("text", "parts"),
-    [
-        ("Qwen/Qwen3-0.6B", ("Qwen/Qwen3-0.6B", None, "")),
-        ("a/b@refs/pr/3", ("a/b", "refs/pr/3", "")),
-        ("a/b@refs/convert/parquet/main", ("a/b", "refs/convert/parquet", "main")),
-        ("openai/gsm8k/main/train.parquet", ("openai/gsm8k", None, "main/train.parquet")),
-        ("train.jsonl", None),
-        ("/models/Qwen3", None),
-        ("../models/Qwen3", None),
-        ("data/train.jsonl", None),
-    ],
-)
-def test_ids_are_told_from_paths(text, parts):
-    found = read_hub_id(text)
-    assert (found and (found.repo, found.revision, found.path)) == parts
-    assert found is None or str(found) == text
+def test_ids_are_told_from_paths():
+    for text, *parts in (
+        ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B", None, ""),
+        ("a/b@refs/pr/3", "a/b", "refs/pr/3", ""),
+        ("a/b@refs/convert/parquet/main", "a/b", "refs/convert/parquet", "main"),
+        ("openai/gsm8k/main/train.parquet", "openai/gsm8k", None, "main/train.parquet"),
+    ):
+        found = read_hub_id(text)
+        assert [found.repo, found.revision, found.path] == parts
+        assert str(found) == text
+    for path in ("train.jsonl", "/models/Qwen3", "../models/Qwen3", "data/train.jsonl"):
+        assert read_hub_id(path) is None
 
 
 def test_a_snapshot_that_is_gone_is_found_again_by_its_commit():
@@ -234,4 +219,4 @@ def test_a_snapshot_that_is_gone_is_found_again_by_its_commit():
     assert str(missing_snapshot(path)) == f"Qwen/Qwen3-0.6B@{OLD}"
     assert str(missing_snapshot(path + "/main")) == f"Qwen/Qwen3-0.6B@{OLD}/main"
     assert missing_snapshot("/gone/models") is None
-    assert display_name(type(ROOT)(path)) == "Qwen3-0.6B"
+    assert display_name(Path(path)) == "Qwen3-0.6B"
