@@ -206,9 +206,8 @@ def test_a_level_is_that_of_the_tasks_own_curriculum():
     assert max(terms("level=0..2&over=30000", split="eval")) == 4, "held-out items are of all levels"
 
 
-@pytest.mark.parametrize(
-    ("spec", "says"),
-    [
+def test_a_task_that_cannot_be_generated_is_refused(tiny):
+    for spec, says in (
         ("ftp://prompts.jsonl", "expected a file or directory"),
         (f"{SCHEME}chain_summ", "did you mean 'chain_sum'"),
         (f"{SCHEME}leg_counting", "no token for some of the prompt's characters"),
@@ -227,11 +226,9 @@ def test_a_level_is_that_of_the_tasks_own_curriculum():
         (f"{SUMS}over=5", "needs level=FIRST..LAST"),
         (f"{SUMS}level=1&over=5", "only it does"),
         (f"{SCHEME}composite?level=1", "no curriculum for composite"),
-    ],
-)
-def test_a_task_that_cannot_be_generated_is_refused(tiny, spec, says):
-    with pytest.raises(DataError, match=says):
-        opened(spec, tiny)
+    ):
+        with pytest.raises(DataError, match=says):
+            opened(spec, tiny)
 
 
 def test_an_item_that_takes_forever_is_given_up_even_if_it_catches_what_stops_it(tiny, monkeypatch):
@@ -318,11 +315,11 @@ BAD_ROWS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("lines", "says"), BAD_ROWS, ids=range(len(BAD_ROWS)))
-def test_a_bad_row_is_named_by_file_line_and_field(tiny, tmp_path, lines, says):
-    (tmp_path / "rows.jsonl").write_text(lines)
-    with pytest.raises(DataError, match=rf"rows\.jsonl.*{says}"):
-        opened(tmp_path / "rows.jsonl", tiny, max_prompt_len=10)
+def test_a_bad_row_is_named_by_file_line_and_field(tiny, tmp_path):
+    for lines, says in BAD_ROWS:
+        (tmp_path / "rows.jsonl").write_text(lines)
+        with pytest.raises(DataError, match=rf"rows\.jsonl.*{says}"):
+            opened(tmp_path / "rows.jsonl", tiny, max_prompt_len=10)
 
 
 def test_escapes_of_whole_characters_and_brackets_that_nest_a_little_are_read(tmp_path):
@@ -342,13 +339,13 @@ ATTACKS = {
 }
 
 
-@pytest.mark.parametrize("template", ATTACKS.values(), ids=ATTACKS)
-def test_a_chat_template_runs_in_a_sandbox(tmp_path, template):
-    messages = [{"role": "user", "content": str(tmp_path / "ran")}]
-    with pytest.raises(DataError, match=r"its chat template refuses the messages: .*(unsafe|undefined)"):
-        byte_level(template).render_chat(messages)
-    assert not (tmp_path / "ran").exists()
-    assert len(messages) == 1
+def test_a_chat_template_runs_in_a_sandbox(tmp_path):
+    for template in ATTACKS.values():
+        messages = [{"role": "user", "content": str(tmp_path / "ran")}]
+        with pytest.raises(DataError, match=r"its chat template refuses the messages: .*(unsafe|undefined)"):
+            byte_level(template).render_chat(messages)
+        assert not (tmp_path / "ran").exists()
+        assert len(messages) == 1
 
 
 def row_file(path, **row):
@@ -356,16 +353,18 @@ def row_file(path, **row):
     return path
 
 
-@pytest.mark.parametrize("content", ["Who is Ann.", "  padded \n", "aaa", "a\n<|im_end|>"])
-def test_chat_prompts_are_the_templates_own_and_split_after_the_users_words(chatty, tmp_path, content):
-    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": content}]
-    path = row_file(tmp_path / "a.jsonl", prompt=messages)
-    (prompt,) = opened(path, chatty, apply_chat_template=True).batch(0, 1)
-    own = chatty._tokenizer
-    whole = own.apply_chat_template(messages, tokenize=True, add_generation_prompt=True, return_dict=False)
-    assert list(prompt.token_ids) == whole
-    assert own.decode(prompt.head_ids).endswith("user\n" + content.strip())
-    assert own.decode(prompt.tail_ids) == "<|im_end|>\n<|im_start|>assistant\n"
+def test_chat_prompts_are_the_templates_own_and_split_after_the_users_words(chatty, tmp_path):
+    for content in ("Who is Ann.", "  padded \n", "aaa", "a\n<|im_end|>"):
+        messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": content}]
+        path = row_file(tmp_path / "a.jsonl", prompt=messages)
+        (prompt,) = opened(path, chatty, apply_chat_template=True).batch(0, 1)
+        own = chatty._tokenizer
+        whole = own.apply_chat_template(
+            messages, tokenize=True, add_generation_prompt=True, return_dict=False
+        )
+        assert list(prompt.token_ids) == whole
+        assert own.decode(prompt.head_ids).endswith("user\n" + content.strip())
+        assert own.decode(prompt.tail_ids) == "<|im_end|>\n<|im_start|>assistant\n"
 
 
 def test_a_chat_needs_a_template_and_ends_with_the_user(tiny, chatty, tmp_path):
@@ -406,19 +405,16 @@ def test_the_correction_prompt_stays_inside_the_users_turn(chatty, tmp_path):
     )
 
 
-@pytest.mark.parametrize(
-    ("expression", "written"),
-    [
+def test_a_student_who_always_drops_carries_and_borrows():
+    for expression, written in (
         ("6 + 7", "6+7=3#3"),  # the carry is dropped
         ("6 + 7 - 1", "6+7=3-1=2#2"),  # and what follows builds on it
         ("6 + 3", "6+3=9#9"),  # nothing to carry
         ("9 + 3 + 9 - 3", "9+3=2+9=1-3=-2#-2"),  # no borrow below ten
         ("8 - 9 + 5", "8-9=-1+5=4#4"),  # no carry from a negative value
         ("15 - 7", "15-7=18#18"),  # the borrow is dropped
-    ],
-)
-def test_a_student_who_always_drops_carries_and_borrows(expression, written):
-    assert worked_solution(expression, random.Random(0), carry_dropped=1.0) == written
+    ):
+        assert worked_solution(expression, random.Random(0), carry_dropped=1.0) == written
 
 
 def test_a_worked_solution_writes_every_step_and_a_student_slips():

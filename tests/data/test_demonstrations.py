@@ -99,9 +99,8 @@ def test_prompt_and_response_are_joined_as_a_policy_writes_them(tmp_path):
     assert chat == ("<|im_start|>user\n1+1=<|im_end|>\n<|im_start|>assistant\n", "2<|im_end|>", "2<|im_end|>")
 
 
-@pytest.mark.parametrize(
-    ("row", "fault"),
-    [
+def test_a_row_that_cannot_be_learned_from_is_refused_with_its_place(tmp_path):
+    for row, fault in (
         ({"messages": CHAT[:1]}, "field 'messages' has no turn of the assistant to learn from"),
         ({"messages": CHAT[1:]}, "the first message is the assistant's"),
         ({"messages": [{"role": "user"}]}, "field 'messages', message 0: needs text"),
@@ -110,14 +109,12 @@ def test_prompt_and_response_are_joined_as_a_policy_writes_them(tmp_path):
         ({"prompt": "1+1", "response": ""}, "field 'response' is empty"),
         ({"response": "2"}, "no field 'prompt' beside 'response'"),
         ({"prompt": "1+1", "response": "2" * 300}, "tokens, and the context holds 200"),
-    ],
-)
-def test_a_row_that_cannot_be_learned_from_is_refused_with_its_place(tmp_path, row, fault):
-    path = jsonl(tmp_path / "a.jsonl", {"messages": CHAT}, row)
-    with pytest.raises(DataError) as refused:
-        opened(path, byte_level(CHATML))
-    assert str(refused.value).startswith(f"{path}, line 2: ")
-    assert fault in str(refused.value)
+    ):
+        path = jsonl(tmp_path / "a.jsonl", {"messages": CHAT}, row)
+        with pytest.raises(DataError) as refused:
+            opened(path, byte_level(CHATML))
+        assert str(refused.value).startswith(f"{path}, line 2: ")
+        assert fault in str(refused.value)
 
 
 def test_rows_that_are_left_out_on_request_are_counted(tmp_path):

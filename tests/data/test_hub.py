@@ -38,26 +38,10 @@ for words in json.loads(sys.argv[1]):
     except ValueError as error:
         print(json.dumps(str(error)))
 """
-NEWEST = ["--hf-checkpoint", "Qwen/Tiny", "--prompt-data", "openai/gsm8k?weight=2"]
-DATA = ["--hf-checkpoint", str(TINY), "--prompt-data"]
-HELD_OUT = ["--eval-prompt-data", "held=openai/gsm8k?split=test"]
-ASKED = {
-    "newest": NEWEST,
-    "resumed": [*NEWEST, "--load", "run"],
-    "revision": ["--hf-checkpoint", f"Qwen/Tiny@{OLD}"],
-    "parts": [*DATA, "openai/gsm8k@main/socratic?task=mine", *HELD_OUT],
-    "no model": ["--hf-checkpoint", "Qwen/Nope"],
-    "no revision": ["--hf-checkpoint", "Qwen/Tiny@v2"],
-    "part of a model": ["--hf-checkpoint", "Qwen/Tiny/sub"],
-    "no data": [*DATA, "openai/gsm8k/other"],
-}
-OFFLINE = {"newest": NEWEST, "not cached": [*DATA, "openai/none"]}
 
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    """A model, a data set in the layout of openai/gsm8k, a run with older ones, and room for the cache."""
-    place = tmp_path_factory.mktemp("hub")
+def repositories(place):
+    """Write a model and a data set in the layout of openai/gsm8k, each with files that nobody needs."""
     for name in ("main", "socratic"):
         (place / "gsm8k" / name).mkdir(parents=True)
         for split, count in (("train", 30), ("test", 3)):
@@ -68,60 +52,59 @@ def place(tmp_path_factory):
     shutil.copytree(TINY, place / "model")
     (place / "model/original").mkdir()
     (place / "model/original/model.safetensors").write_bytes(b"the same weights in another layout")
-    (place / "run").mkdir()
-    model, data = snapshots(place, OLD)
-    (place / "run/config.yaml").write_text(f"hf-checkpoint: {model}\nprompt-data:\n- {data}/main?weight=2\n")
-    return place
 
 
-def snapshots(place, commit):
-    """Return the directories of a commit of the model and of the data set in the cache."""
-    hub = place / "home/hub"
-    return (hub / f"{name}/snapshots/{commit}" for name in ("models--Qwen--Tiny", "datasets--openai--gsm8k"))
-
-
-@pytest.fixture(scope="module")
-def answers(place):
-    """Return what the command lines of ASKED become, and then those of OFFLINE; and what is said of ASKED."""
-
+def test_ids_become_snapshots_of_the_cache_and_what_cannot_be_had_is_one_line(tmp_path):
     def resolved(asked, offline):
+        """Return what becomes of each command line (model, prompts, held-out ones, or an error), and stderr."""
         found = subprocess.run(
             [sys.executable, "-c", PROGRAM, json.dumps([*asked.values()])],
-            env={**os.environ, "HF_HOME": str(place / "home"), "HF_ENDPOINT": hub.url,
-                 "HF_HUB_OFFLINE": offline, "IBPO_CWD": str(place), "PYTHONPATH": str(ROOT)},
+            env={**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_ENDPOINT": hub.url,
+                 "HF_HUB_OFFLINE": offline, "IBPO_CWD": str(tmp_path), "PYTHONPATH": str(ROOT)},
             check=True, capture_output=True, text=True, timeout=120,
         )  # fmt: skip
         return dict(zip(asked, map(json.loads, found.stdout.splitlines()), strict=True)), found.stderr
 
+    repositories(tmp_path)
+    model, data = (
+        f"{tmp_path}/home/hub/{name}" for name in ("models--Qwen--Tiny", "datasets--openai--gsm8k")
+    )
+    old, new = "snapshots/" + OLD, "snapshots/" + NEW
+    (tmp_path / "run").mkdir()
+    resumed = f"hf-checkpoint: {model}/{old}\nprompt-data:\n- {data}/{old}/main?weight=2\n"
+    (tmp_path / "run/config.yaml").write_text(resumed)
+    newest = ["--hf-checkpoint", "Qwen/Tiny", "--prompt-data", "openai/gsm8k?weight=2"]
+    of_data = ["--hf-checkpoint", str(TINY), "--prompt-data"]
+    held_out = ["--eval-prompt-data", "held=openai/gsm8k?split=test"]
+    asked = {
+        "newest": newest,
+        "resumed": [*newest, "--load", "run"],
+        "revision": ["--hf-checkpoint", f"Qwen/Tiny@{OLD}"],
+        "parts": [*of_data, "openai/gsm8k@main/socratic?task=mine", *held_out],
+        "no model": ["--hf-checkpoint", "Qwen/Nope"],
+        "no revision": ["--hf-checkpoint", "Qwen/Tiny@v2"],
+        "part of a model": ["--hf-checkpoint", "Qwen/Tiny/sub"],
+        "no data": [*of_data, "openai/gsm8k/other"],
+    }
     with hub_stand_in() as hub:
-        hub.add("Qwen/Tiny", place / "model", NEW)
-        hub.add("datasets/openai/gsm8k", place / "gsm8k", NEW)
-        found, said = resolved(ASKED, "0")
-        return found, resolved(OFFLINE, "1")[0], said
+        hub.add("Qwen/Tiny", tmp_path / "model", NEW)
+        hub.add("datasets/openai/gsm8k", tmp_path / "gsm8k", NEW)
+        found, said = resolved(asked, "0")
+        offline, _ = resolved({"newest": newest, "not cached": [*of_data, "openai/none"]}, "1")
 
-
-def test_ids_become_snapshots_of_the_cache(place, answers):
-    found, offline, said = answers
-    model, data = snapshots(place, NEW)
-    assert found["newest"] == [str(model), f"{data}/main?weight=2&task=gsm8k", None]
-    held_out = f"held={data}/main?split=test&task=gsm8k"
-    assert found["parts"] == [str(TINY), f"{data}/socratic?task=mine", held_out]
+    assert found["newest"] == [f"{model}/{new}", f"{data}/{new}/main?weight=2&task=gsm8k", None]
+    held_out_of = f"held={data}/{new}/main?split=test&task=gsm8k"
+    assert found["parts"] == [str(TINY), f"{data}/{new}/socratic?task=mine", held_out_of]
     assert offline["newest"] == found["newest"]
+    assert found["resumed"] == [f"{model}/{old}", f"{data}/{old}/main?weight=2&task=gsm8k", None], "its own"
+    assert found["revision"][0] == f"{model}/{old}"
     assert f"Qwen/Tiny of the Hub: commit {NEW}" in said
     assert "openai/gsm8k has several data sets, main, socratic; taking main" in said
-    assert (model / "model.safetensors").read_bytes() == (TINY / "model.safetensors").read_bytes()
-    assert not (model / "original").exists()
-    assert not (data / "README.md").exists()
+    weights = Path(model, new, "model.safetensors").read_bytes()
+    assert weights == (TINY / "model.safetensors").read_bytes()
+    assert not Path(model, new, "original").exists()
+    assert not Path(data, new, "README.md").exists()
 
-
-def test_a_revision_is_taken_and_a_resumed_run_keeps_the_commits_that_it_had(place, answers):
-    model, data = snapshots(place, OLD)
-    assert answers[0]["resumed"] == [str(model), f"{data}/main?weight=2&task=gsm8k", None]
-    assert answers[0]["revision"][0] == str(model)
-
-
-def test_what_cannot_be_had_is_one_line(answers):
-    found, offline, _ = answers
     assert "Qwen/Nope: there is no such path, and no model Qwen/Nope on http" in found["no model"]
     assert "the model Qwen/Tiny has no revision v2" in found["no revision"]
     assert "a model is owner/name or owner/name@revision" in found["part of a model"]

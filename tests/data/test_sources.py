@@ -222,60 +222,49 @@ def saved(content):
     return {name: as_arrow(content), "state.json": json.dumps(state).encode()}
 
 
-ROWS = rows(40)
-HELD_OUT = rows(3, first=90)
-HUB = {f"data/train-0000{n}-of-00002.parquet": as_parquet(ROWS[20 * n : 20 * n + 20]) for n in (0, 1)}
-FORMATS = {
-    "jsonl": as_lines(ROWS),
-    "jsonl.gz": gzip.compress(as_lines(ROWS)),
-    "parquet": as_parquet(ROWS),
-    "arrow": as_arrow(ROWS),
-    "saved": saved(ROWS),
-    "parts": {
-        "dataset_dict.json": b'{"splits": ["train", "test"]}', "train": saved(ROWS), "test": saved(HELD_OUT)
-    },
-    "hub": {**HUB, "data/test-00000-of-00001.parquet": as_parquet(HELD_OUT)},
-}  # fmt: skip
+def test_every_format_gives_the_same_prompts(tmp_path, any_size):
+    content, held_out = rows(40), rows(3, first=90)
+    shards = {f"train-0000{n}-of-00002.parquet": as_parquet(content[20 * n : 20 * n + 20]) for n in (0, 1)}
+    names = b'{"splits": ["train", "test"]}'
+    formats = {
+        "jsonl": as_lines(content),
+        "jsonl.gz": gzip.compress(as_lines(content)),
+        "parquet": as_parquet(content),
+        "arrow": as_arrow(content),
+        "saved": saved(content),
+        "parts": {"dataset_dict.json": names, "train": saved(content), "test": saved(held_out)},
+        "hub": {"data": {**shards, "test-00000-of-00001.parquet": as_parquet(held_out)}},
+    }
+    for kind, written in formats.items():
+        path, in_parts = write(tmp_path / f"rows.{kind}", written), kind in ("hub", "parts")
+        in_order = opened(f"{path}?split=train" if in_parts else path, split="eval")
+        assert labels(in_order, 40) == numbers(40), kind
+        assert sorted(labels(opened(path), 40), key=int) == numbers(40), kind
+        if in_parts:
+            assert labels(opened(path, split="eval"), 3) == ["90", "91", "92"], "the held-out part"
 
 
-@pytest.mark.parametrize("kind", FORMATS)
-def test_every_format_gives_the_same_prompts(tmp_path, any_size, kind):
-    path = write(tmp_path / f"rows.{kind}", FORMATS[kind])
-    in_parts = kind in ("hub", "parts")
-    assert labels(opened(f"{path}?split=train" if in_parts else path, split="eval"), 40) == numbers(40)
-    assert sorted(labels(opened(path), 40), key=int) == numbers(40)
-    if in_parts:
-        assert labels(opened(path, split="eval"), 3) == ["90", "91", "92"], "the held-out part"
-
-
-QUESTION = "What is 1 + 1?"
-ASKED = [{"role": "user", "content": QUESTION}]
-LAYOUTS = {
-    "GSM8K": ({"question": QUESTION, "answer": "1 + 1 = 1,002 <<1+1=2>>\n#### 1,002"}, "1002"),
-    "OpenR1-Math": ({"problem": QUESTION, "solution": r"So $\boxed{3}$.", "answer": "2"}, "2"),
-    "NuminaMath-CoT": (
-        {"problem": QUESTION, "solution": r"Not \boxed{3} but \boxed{\frac{1}{2}}."}, r"\frac{1}{2}"
-    ),
-    "messages": ({"messages": ASKED, "label": 2}, "2"),
-    "DAPO-Math-17k": (
-        {"prompt": ASKED, "reward_model": {"style": "rule", "ground_truth": "2"}, "data_source": "sums",
-         "extra_info": {"index": 2, "score": math.nan}, "unused": "x"}, "2",
-    ),
-    "Countdown": (
-        {"prompt": ASKED, "reward_model": {"ground_truth": {"target": 24, "numbers": [4, 6]}},
-         "extra_info": None}, '{"target": 24, "numbers": [4, 6]}',
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("row", "label"), LAYOUTS.values(), ids=LAYOUTS)
-def test_layouts_of_known_data_sets_are_recognised_and_said(tmp_path, any_size, chatty, row, label):
-    path = write(tmp_path / "train.parquet", as_parquet([row] * 5))
-    source = opened(path, data=DataConfig(apply_chat_template=True), tokenizer=chatty)
-    prompt = source.at(1)
-    assert (prompt.text, prompt.label, prompt.task) == (QUESTION, label, row.get("data_source", "train"))
-    assert prompt.metadata == ({"index": 2, "score": None} if row.get("extra_info") else {})
-    assert any("layout" in note and "label" in note for note in source.notes)
+def test_layouts_of_known_data_sets_are_recognised_and_said(tmp_path, any_size, chatty):
+    question, truth = "What is 1 + 1?", {"target": 24, "numbers": [4, 6]}
+    messages = [{"role": "user", "content": question}]
+    of_verl = {"prompt": messages, "reward_model": {"style": "rule", "ground_truth": "2"}, "unused": "x"}
+    for row, label in (
+        ({"question": question, "answer": "1 + 1 = 1,002 <<1+1=2>>\n#### 1,002"}, "1002"),  # GSM8K
+        ({"problem": question, "solution": r"So $\boxed{3}$.", "answer": "2"}, "2"),  # OpenR1-Math
+        (
+            {"problem": question, "solution": r"Not \boxed{3} but \boxed{\frac{1}{2}}."},
+            r"\frac{1}{2}",
+        ),  # NuminaMath
+        ({"messages": messages, "label": 2}, "2"),
+        ({**of_verl, "data_source": "sums", "extra_info": {"index": 2, "score": math.nan}}, "2"),
+        ({**of_verl, "reward_model": {"ground_truth": truth}, "extra_info": None}, json.dumps(truth)),
+    ):
+        path = write(tmp_path / "train.parquet", as_parquet([row] * 5))
+        source = opened(path, data=DataConfig(apply_chat_template=True), tokenizer=chatty)
+        prompt = source.at(1)
+        assert (prompt.text, prompt.label, prompt.task) == (question, label, row.get("data_source", "train"))
+        assert prompt.metadata == ({"index": 2, "score": None} if row.get("extra_info") else {})
+        assert any("layout" in note and "label" in note for note in source.notes)
 
 
 def test_fields_of_a_row_go_with_its_prompt(tmp_path):
@@ -299,40 +288,26 @@ def test_named_fields_win_over_a_known_layout_which_needs_an_answer(tmp_path):
         opened(jsonl(path, [{"problem": "1=", "solution": "clear"}]))
 
 
-def cut(content):
-    return content[: len(content) * 2 // 3]
-
-
-TEXT, TABLE = as_lines(rows(50)), as_parquet(rows(50))
-DAMAGED = {
-    "rows.parquet": [
-        (cut(TABLE), r"rows\.parquet: not a parquet file, or cut off"),
-        (as_parquet([{"prompt": "1=", "label": 1.0}, {"prompt": "1=", "label": math.nan}]),
-         r"rows\.parquet, row 1: field 'label' must be text or a number, is nan"),
-        (as_parquet([{"sentence": "1="}]), r"has none of the columns .*prompt.*found: sentence"),
-    ],
-    "rows.arrow": [(as_arrow(rows(50))[:66], r"rows\.arrow: not an Arrow file, or cut off")],
-    "rows.jsonl.gz": [(cut(gzip.compress(TEXT)), r"rows\.jsonl\.gz: damaged or cut off")],
-    "rows.jsonl": [
-        (TEXT.decode().encode("utf-16"), r"rows\.jsonl: is UTF-16, expected UTF-8; `iconv"),
-        (TEXT + b'{"prompt": "\xff=", "label": "1"}\n',
-         r"rows\.jsonl, line 51: not UTF-8: byte 13 of the line is 0xff"),
-        (TEXT[:-10], r"rows\.jsonl, line 50: not JSON"),
-        ({"other.txt": b""}, r"rows\.jsonl: holds no data set"),
-        ({f"{name}/train-00000-of-00001.jsonl": TEXT for name in ("main", "socratic")},
-         r"several data sets .*main.*socratic.*name one of them"),
-        ({"tran.jsonl": TEXT, "test.jsonl": TEXT}, r"no part for train; it has (tran, test|test, tran)"),
-    ],
-    "rows.txt": [(b"1", r"rows\.txt: expected a file that ends in \.jsonl")],
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "says"), [(name, *case) for name, cases in DAMAGED.items() for case in cases]
-)
-def test_what_is_damaged_is_named(tmp_path, name, content, says):
-    with pytest.raises(DataError, match=says):
-        opened(write(tmp_path / name, content))
+def test_what_is_damaged_is_named(tmp_path):
+    text, table = as_lines(rows(50)), as_parquet(rows(50))
+    with_nan = as_parquet([{"prompt": "1=", "label": 1.0}, {"prompt": "1=", "label": math.nan}])
+    two_sets = {f"{name}/train-00000-of-00001.jsonl": text for name in ("main", "socratic")}
+    for number, (suffix, content, says) in enumerate([
+        ("parquet", table[:-99], r"rows\.parquet: not a parquet file, or cut off"),
+        ("parquet", with_nan, r"rows\.parquet, row 1: field 'label' must be text or a number, is nan"),
+        ("parquet", as_parquet([{"sentence": "1="}]), "has none of the columns .*prompt.*found: sentence"),
+        ("arrow", as_arrow(rows(50))[:66], r"rows\.arrow: not an Arrow file, or cut off"),
+        ("jsonl.gz", gzip.compress(text)[:-99], r"rows\.jsonl\.gz: damaged or cut off"),
+        ("jsonl", text.decode().encode("utf-16"), r"rows\.jsonl: is UTF-16, expected UTF-8; `iconv"),
+        ("jsonl", text + b'{"prompt": "\xff="}', "line 51: not UTF-8: byte 13 of the line is 0xff"),
+        ("jsonl", text[:-10], r"rows\.jsonl, line 50: not JSON"),
+        ("jsonl", {"other.txt": b""}, r"rows\.jsonl: holds no data set"),
+        ("jsonl", two_sets, r"several data sets .*main.*socratic.*name one of them"),
+        ("jsonl", {"tran.jsonl": text, "test.jsonl": text}, "no part for train; it has (tran|test), "),
+        ("txt", b"1", r"rows\.txt: expected a file that ends in \.jsonl"),
+    ]):  # fmt: skip
+        with pytest.raises(DataError, match=says):
+            opened(write(tmp_path / str(number) / f"rows.{suffix}", content))
 
 
 def test_a_line_without_end_is_not_read_into_memory(tmp_path, monkeypatch, everything_is_large):
@@ -343,17 +318,7 @@ def test_a_line_without_end_is_not_read_into_memory(tmp_path, monkeypatch, every
         opened(path).batch(0, 31)
 
 
-@given(st.binary(max_size=400))
-@settings(max_examples=60)
-def test_any_bytes_are_rows_or_a_data_error(tmp_path_factory, content):
-    path = tmp_path_factory.mktemp("any") / "rows.jsonl"
-    path.write_bytes(content)
-    with suppress(DataError):
-        for prompt in opened(path).batch(0, 3):
-            assert prompt.label
-
-
-TABLES = {".parquet": TABLE, ".arrow": as_arrow(rows(50))}
+TABLES = {".jsonl": as_lines(rows(50)), ".parquet": as_parquet(rows(50)), ".arrow": as_arrow(rows(50))}
 
 
 @given(
@@ -361,8 +326,8 @@ TABLES = {".parquet": TABLE, ".arrow": as_arrow(rows(50))}
     st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.binary(max_size=4)), min_size=1, max_size=4),
     st.booleans(),
 )
-@settings(max_examples=60)
-def test_any_damage_to_a_table_is_a_data_error(tmp_path_factory, suffix, hits, skips):
+@settings(max_examples=90)
+def test_any_damage_to_a_file_is_a_data_error(tmp_path_factory, suffix, hits, skips):
     content = bytearray(TABLES[suffix])
     for place, written in hits:
         start = int(place * len(content))
@@ -385,40 +350,35 @@ def test_the_settings_of_a_source(tmp_path):
     assert (prompt.text, prompt.task, prompt.metadata["rm_type"]) == ("1=(0)", "sums", "math")
 
 
-@pytest.mark.parametrize(
-    ("setting", "says"),
-    [
+def test_wrong_settings_are_refused(tmp_path):
+    for setting, says in (
         ("wieght=2", "a file has no setting 'wieght'; did you mean 'weight'"),
         ("weight=0", "weight must be a number above 0, is '0'"),
         ("weight=nan", "weight must be a number above 0"),
         ("only=level", "only must read FIELD=VALUE"),
         ("weight", "name=value"),
         ("only=label%3D17", "no prompts in it that are left .*10 not chosen"),
-    ],
-)
-def test_wrong_settings_are_refused(tmp_path, setting, says):
-    with pytest.raises(DataError, match=says):
-        opened(f"{jsonl(tmp_path / 'a.jsonl', rows(10))}?{setting}")
+    ):
+        with pytest.raises(DataError, match=says):
+            opened(f"{jsonl(tmp_path / 'a.jsonl', rows(10))}?{setting}")
 
 
-@pytest.mark.parametrize(
-    ("kwargs", "thought"), [(None, ""), ('{"enable_thinking": false}', "<think>\n\n</think>\n\n")]
-)
-def test_thinking_is_turned_off_by_the_templates_own_setting(tmp_path, chatty, kwargs, thought):
-    path = jsonl(tmp_path / "a.jsonl", [{"prompt": "1+1?\n", "label": "2"}])
-    data = DataConfig(apply_chat_template=True, apply_chat_template_kwargs=kwargs, system_prompt="Be brief.")
-    prompt = opened(f"{path}?suffix=Say.", data=data, tokenizer=chatty).at(0)
-    text = chatty.decode_all(prompt.head_ids)
-    assert text == "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n1+1?\nSay."
-    assert chatty.decode_all(prompt.tail_ids) == f"<|im_end|>\n<|im_start|>assistant\n{thought}"
+def test_a_chat_is_shown_by_the_template_with_its_settings_and_one_system_message(tmp_path, chatty):
+    def first(*said, kwargs=None, suffix=""):
+        messages = [{"role": role, "content": content} for role, content in said]
+        path = jsonl(tmp_path / "a.jsonl", [{"prompt": messages, "label": "2"}])
+        data = DataConfig(
+            apply_chat_template=True, apply_chat_template_kwargs=kwargs, system_prompt="Be brief."
+        )
+        return opened(f"{path}{suffix}", data=data, tokenizer=chatty).at(0)
 
-
-def test_a_chat_keeps_its_own_system_message_and_loses_old_thoughts(tmp_path, chatty):
-    said = [("system", "Own."), ("user", "1?"), ("assistant", "<think>\nhm\n</think>\n\n1"), ("user", "2?")]
-    messages = [{"role": role, "content": content} for role, content in said]
-    path = jsonl(tmp_path / "a.jsonl", [{"prompt": messages, "label": "2"}])
-    data = DataConfig(apply_chat_template=True, system_prompt="Be brief.")
-    prompt = opened(path, data=data, tokenizer=chatty).at(0)
+    for kwargs, thought in ((None, ""), ('{"enable_thinking": false}', "<think>\n\n</think>\n\n")):
+        prompt = first(("user", "1+1?\n"), kwargs=kwargs, suffix="?suffix=Say.")
+        text = chatty.decode_all(prompt.head_ids)
+        assert text == "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n1+1?\nSay."
+        assert chatty.decode_all(prompt.tail_ids) == f"<|im_end|>\n<|im_start|>assistant\n{thought}"
+    old = "<think>\nhm\n</think>\n\n1"
+    prompt = first(("system", "Own."), ("user", "1?"), ("assistant", old), ("user", "2?"))
     assert chatty.decode_all(prompt.token_ids) == (
         "<|im_start|>system\nOwn.<|im_end|>\n<|im_start|>user\n1?<|im_end|>\n"
         "<|im_start|>assistant\n1<|im_end|>\n<|im_start|>user\n2?<|im_end|>\n<|im_start|>assistant\n"
@@ -446,30 +406,25 @@ def test_a_cycle_has_the_shares_of_the_weights(weights):
         assert abs(Fraction(count, sum(counts)) - weight / sum(weights)) < Fraction(1, 2000)
 
 
-def test_a_mixture_has_its_weights_and_every_source_its_own_order(tmp_path):
-    a = jsonl(tmp_path / "a.jsonl", rows(20))
-    b = jsonl(tmp_path / "b.jsonl", rows(7, first=100))
-    specs = [f"{a}?weight=3", f"{b}?weight=1", f"{CHAIN_SUM}&weight=0.5&task=sums"]
-    source = open_sources(specs, TINY, DataConfig(), split="train")
+def test_a_mixture_has_its_weights_and_an_epoch_ends_when_every_source_has_given_all(tmp_path):
+    def mixed(*specs):
+        return open_sources(specs, TINY, DataConfig(), split="train")
+
+    a, b = jsonl(tmp_path / "a.jsonl", rows(20)), jsonl(tmp_path / "b.jsonl", rows(7, first=100))
+    specs = f"{a}?weight=3", f"{b}?weight=1", f"{CHAIN_SUM}&weight=0.5&task=sums"
+    source = mixed(*specs)
     prompts = source.batch(0, 900)
     assert Counter(prompt.task for prompt in prompts) == {"a": 600, "b": 200, "sums": 100}
     assert [prompt.index for prompt in prompts] == list(range(900))
     of_a = [prompt.label for prompt in prompts if prompt.task == "a"]
-    assert of_a == labels(opened(a), 600), "as alone"
+    assert of_a == labels(opened(a), 600), "every source has its own order, as alone"
     assert {p.metadata.get("rm_type") for p in prompts} == {None, "reasoning_gym"}
-    again = open_sources(specs, TINY, DataConfig(), split="train")
-    assert plain(again.batch(13, 10)) == plain(source.batch(13, 10))
-
-
-def test_an_epoch_of_a_mixture_ends_when_every_source_has_given_all(tmp_path):
-    a = jsonl(tmp_path / "a.jsonl", rows(20))
-    b = jsonl(tmp_path / "b.jsonl", rows(7, first=100))
-    source = open_sources([f"{a}?weight=3", str(b)], TINY, DataConfig(), split="train")
+    assert plain(mixed(*specs).batch(13, 10)) == plain(source.batch(13, 10))
+    assert source.num_prompts() == 0, "a generated task has no end"
+    source = mixed(*specs[:2])
     size = source.num_prompts()
-    assert {p.label for p in source.batch(0, size)} >= {*numbers(20), *numbers(7, 100)}
-    assert len({p.label for p in source.batch(0, size - 1)}) == 26
-    endless = open_sources([str(a), CHAIN_SUM], TINY, DataConfig(), split="train")
-    assert endless.num_prompts() == 0
+    assert {*labels(source, size)} == {*numbers(20), *numbers(7, 100)}
+    assert len({*labels(source, size - 1)}) == 26
 
 
 def test_the_steps_of_epochs_follow_from_the_prompts(tmp_path):

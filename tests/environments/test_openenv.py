@@ -15,17 +15,23 @@ from support.players import call, say
 
 
 class Coding:
-    """Runs a program, in a field of its own; several fields come back."""
+    """Runs a program, in a field of its own; one field or several come back."""
 
-    def reset(self, question, label, seed, episode_id, difficulty):
-        return Observation(ready=f"{question} {label} {seed} {difficulty}")
+    def reset(self, question, label, seed, episode_id, difficulty=0):
+        return Observation(output=f"{question} {label} {seed} {difficulty}")
 
     def step(self, action):
         return Observation(output=action.code.upper(), exit_code=0, metadata={"t": 1}, reward=0.5)
 
 
-def test_text_goes_into_the_named_field_and_what_comes_back_is_shown():
-    with serving(create_app(Coding)) as server:
+def content(turn):
+    [message] = turn.messages
+    return message["content"]
+
+
+def test_text_goes_into_the_named_field_and_what_comes_back_or_one_field_of_it_is_shown():
+    with serving(create_app(Coding)) as server, EnvironmentPool(EnvironmentConfig()) as pool:
+        pool.check(server)  # which resets nothing
         environment = load_environment(f"{server}?action_field=code")()
         opening = environment.reset("Print.", "a", {"difficulty": 2}, 2**31 + 5)
         assert opening.messages == [{"role": "user", "content": "Print.\n\nPrint. a 5 2"}]
@@ -34,21 +40,9 @@ def test_text_goes_into_the_named_field_and_what_comes_back_is_shown():
         environment.step(say("print"))
         assert environment.score() == 1.0
         environment.close()
-
-
-class Outputs:
-    def reset(self, **row):
-        return Observation(output="Go.", exit_code=0)
-
-    def step(self, action):
-        return Observation(output=action.code.upper(), exit_code=0)
-
-
-def test_one_field_of_an_observation_can_be_chosen():
-    with serving(create_app(Outputs)) as server:
         environment = load_environment(f"{server}?action_field=code&observation_field=output")()
-        assert environment.reset("", "", {}, 0).messages[0]["content"] == "Go."
-        assert environment.step(say("print")).messages[0]["content"] == "PRINT"
+        assert content(environment.reset("", "b", {}, 0)) == " b 0 0"
+        assert content(environment.step(say("print"))) == "PRINT"
         environment.close()
         environment = load_environment(f"{server}?observation_field=stdout")()
         with pytest.raises(EpisodeFaultError, match="an observation has no field 'stdout'"):
@@ -59,21 +53,20 @@ def test_one_field_of_an_observation_can_be_chosen():
 class Tools:
     """An environment whose actions are calls of tools, as OpenEnv's MCP environments."""
 
-    tools = (
-        {"name": "add", "description": "Add.", "inputSchema": {"type": "object", "properties": {"a": {}}}},
-    )
+    tools = ({"name": "add", "description": "Add.", "inputSchema": {"type": "object"}},)
 
     def reset(self, **row):
         return Observation()
 
     def step(self, action):
         assert action.type == "call_tool"
-        if action.tool_name != "add":
-            error = {"error_type": "tool_not_found", "message": f"Unknown tool: {action.tool_name}"}
-            return Observation(tool_name=action.tool_name, result=None, error=error)
-        if action.arguments["a"] < 0:
+        name, error = action.tool_name, None
+        if name != "add":
+            error = {"error_type": "tool_not_found", "message": f"Unknown tool: {name}"}
+        elif action.arguments["a"] < 0:
             error = {"error_type": "transport_error", "message": "the tools' server is gone"}
-            return Observation(tool_name="add", result=None, error=error)
+        if error is not None:
+            return Observation(tool_name=name, result=None, error=error)
         result = {"content": [{"type": "text", "text": "3"}], "data": action.arguments["a"] + 1}
         return Observation(tool_name="add", result=result, error=None, reward=1.0)
 
@@ -82,14 +75,11 @@ def test_the_policy_calls_the_tools_of_a_server():
     with serving(create_app(Tools)) as server:
         environment = load_environment(server)()
         opening = environment.reset("Add.", "", {}, 0)
-        assert opening.messages[0]["content"] == "Add."
-        assert opening.tools == [
-            {"name": "add", "description": "Add.", "parameters": {"type": "object", "properties": {"a": {}}}}
-        ]
+        assert content(opening) == "Add."
+        assert opening.tools == [{"name": "add", "description": "Add.", "parameters": {"type": "object"}}]
         [answer] = environment.step(call("add", a=2)).messages
         assert answer == {"role": "tool", "tool_call_id": "call_0", "name": "add", "content": "3"}
-        [answer] = environment.step(call("multiply", a=2)).messages
-        assert answer["content"] == "{'error': 'Unknown tool: multiply'}"
+        assert content(environment.step(call("multiply", a=2))) == "{'error': 'Unknown tool: multiply'}"
         assert environment.step(say("3")).done
         assert environment.score() == 1.0
         with pytest.raises(EpisodeFaultError, match="the tools' server is gone") as fault:
@@ -117,38 +107,25 @@ def play(environment, move):
     return environment.score()
 
 
-@pytest.mark.parametrize(
-    ("how", "problem"),
-    [
+def test_what_fails_on_the_wire_is_a_fault_and_never_a_reward():
+    for how, problem in (
         ("hang up", "the connection broke"),
         ("raise", "EXECUTION_ERROR: no such move"),
         ("end", "gave no reward"),
-    ],
-)
-def test_what_fails_on_the_wire_is_a_fault_and_never_a_reward(how, problem):
-    with serving(create_app(Fails)) as server:
-        environment = load_environment(server)()
-        environment.reset("", "", {}, 0)
-        with pytest.raises(EpisodeFaultError, match=problem) as fault:
-            play(environment, how)
+    ):
+        with serving(create_app(Fails)) as server:
+            environment = load_environment(server)()
+            environment.reset("", "", {}, 0)
+            with pytest.raises(EpisodeFaultError, match=problem) as fault:
+                play(environment, how)
+            assert fault.value.kind == "wire"
+            assert server in str(fault.value)
+            environment.close()
+        gone = load_environment(server)()
+        with pytest.raises(EpisodeFaultError, match="cannot be reached") as fault:
+            gone.reset("", "", {}, 0)
         assert fault.value.kind == "wire"
-        assert server in str(fault.value)
-        environment.close()
-
-
-def test_a_server_that_has_gone_is_a_fault():
-    with serving(create_app(Fails)) as server:
-        pass
-    environment = load_environment(server)()
-    with pytest.raises(EpisodeFaultError, match="cannot be reached") as fault:
-        environment.reset("", "", {}, 0)
-    assert fault.value.kind == "wire"
-    environment.close()
-
-
-class Unmakeable:
-    def __init__(self):
-        raise RuntimeError("no such game")
+        gone.close()
 
 
 @contextmanager
@@ -158,10 +135,9 @@ def nothing():
     yield server
 
 
-@contextmanager
-def other_websockets():
-    with serving_connections(lambda socket: [socket.send(text.upper()) for text in socket]) as server:
-        yield server
+def shout(socket):
+    for text in socket:
+        socket.send(text.upper())
 
 
 @contextmanager
@@ -171,23 +147,15 @@ def http():
         yield f"openenv://127.0.0.1:{server.server_port}"
 
 
-@pytest.mark.parametrize(
-    ("server", "problem"),
-    [
+def test_a_server_that_opens_no_session_is_found_before_work_starts():
+    for server, problem in (
         (nothing, "cannot be reached: .*refused"),
         (http, "cannot be reached: .*HTTP"),
-        (other_websockets, "expected JSON with type and data"),
-        (lambda: serving(create_app(Unmakeable)), "FACTORY_ERROR: no such game"),
-    ],
-)
-def test_a_server_that_opens_no_session_is_found_before_work_starts(server, problem):
-    with server() as target, EnvironmentPool(EnvironmentConfig()) as pool:
-        with pytest.raises(ConfigError, match=problem) as refusal:
-            pool.check(target)
-        assert str(refusal.value).startswith(f"--environment {target}: ")
-        assert "\n" not in str(refusal.value)
-
-
-def test_a_server_is_tried_without_a_reset():
-    with serving(create_app(Coding)) as server, EnvironmentPool(EnvironmentConfig()) as pool:
-        pool.check(server)
+        (lambda: serving_connections(shout), "expected JSON with type and data"),
+        (lambda: serving(create_app(lambda: {}["game"])), "FACTORY_ERROR: 'game'"),
+    ):
+        with server() as target, EnvironmentPool(EnvironmentConfig()) as pool:
+            with pytest.raises(ConfigError, match=problem) as refusal:
+                pool.check(target)
+            assert str(refusal.value).startswith(f"--environment {target}: ")
+            assert "\n" not in str(refusal.value)

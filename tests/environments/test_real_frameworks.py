@@ -60,22 +60,26 @@ def test_a_problem_of_skyrl_gym_is_solved_in_two_turns():
     environment.close()
 
 
-def test_a_game_of_gem_is_won():
-    needs("gem")
-    target = "gem.envs.game_env.guess_the_number:GuessTheNumberEnv"
-    opening = load_environment(target)().reset("", "", {}, 2**40)
-    assert "You have to guess the number between 1 and 20" in opening.messages[0]["content"]
-    environment = load_environment(target)()
+def win(environment, form):
+    """Halve what is left of 1 to 20 until the game is over; return what is shown, from the opening on."""
     low, high = 1, 20
-    environment.reset("", "", {}, 5)
+    texts = [environment.reset("", "", {}, 5).messages[0]["content"]]
     while True:
         guess = (low + high) // 2
-        turn = environment.step(say(f"\\boxed{{{guess}}}"))
-        told = turn.messages[0]["content"]
+        turn = environment.step(say(form.format(guess)))
+        texts += [message["content"] for message in turn.messages]
         if turn.done:
-            break
-        low, high = (guess + 1, high) if "higher" in told else (low, guess - 1)
-    assert told.startswith("Congratulations!")
+            return texts
+        low, high = (guess + 1, high) if "higher" in texts[-1] else (low, guess - 1)
+
+
+def test_a_game_of_gem_is_won():
+    needs("gem")
+    environment = load_environment("gem.envs.game_env.guess_the_number:GuessTheNumberEnv")()
+    environment.reset("", "", {}, 2**40)
+    first, *_, last = win(environment, "\\boxed{{{}}}")
+    assert "You have to guess the number between 1 and 20" in first
+    assert last.startswith("Congratulations!")
     assert environment.score() > 0
 
 
@@ -83,21 +87,12 @@ def test_a_game_of_gem_is_won():
 def test_a_game_of_textarena_is_won_in_every_wrapping(directory, name):
     needs("textarena")
     module = f"made_{re.sub(r'[^a-z]', '', name)}"
-    (directory / f"{module}.py").write_text(
-        f"def make():\n    import textarena\n    return textarena.make({name!r})\n"
-    )
+    code = f"def make():\n    import textarena\n    return textarena.make({name!r})\n"
+    (directory / f"{module}.py").write_text(code)
     environment = load_environment(f"{module}:make")()
-    opening = environment.reset("", "", {}, 5).messages[0]["content"]
-    assert "You have to guess the number between 1 and 20" in opening
-    low, high = 1, 20
-    while True:
-        guess = (low + high) // 2
-        turn = environment.step(say(f"[{guess}]"))
-        if turn.done:
-            break
-        told = turn.messages[0]["content"]
-        assert "You have to guess" not in told
-        low, high = (guess + 1, high) if "higher" in told else (low, guess - 1)
+    first, *told = win(environment, "[{}]")
+    assert "You have to guess the number between 1 and 20" in first
+    assert not any("You have to guess" in text for text in told[:-1])
     assert environment.score() == {"score": 1, "unfinished": 0.0}
     environment.close()
 
@@ -143,8 +138,7 @@ class Server:
         return [{"type": "text", "text": "Add."}]
 
     def call_tool(self, name, given):
-        text = str(given["a"] + given["b"])
-        blocks = [{"type": "text", "text": text}]
+        blocks = [{"type": "text", "text": str(given["a"] + given["b"])}]
         return SimpleNamespace(blocks=blocks, reward=0.5, metadata=None, finished=True)
 
 NUMBER = {"type": "integer", "description": "A number."}
@@ -161,7 +155,6 @@ def adds():
 
 @pytest.fixture
 def of_trl(directory):
-    """The module above, with environments of TRL's own package."""
     needs("trl.experimental.openreward.environment")
     (directory / "of_trl.py").write_text(OF_TRL)
     sys.path.insert(0, str(directory))
@@ -238,9 +231,7 @@ def serving(directory, module):
 def test_the_compared_server_plays_with_the_real_openenv(directory):
     ours, _ = guess_number(load_environment("guess_ours:GuessTheNumber")(), seed=3)
     with serving(directory, "guess_openenv") as server:
-        theirs, score = guess_number(load_environment(server)(), seed=3)
-    assert theirs == ours
-    assert score == 1.0
+        assert guess_number(load_environment(server)(), seed=3) == (ours, 1.0)
 
 
 TOOLS = """

@@ -5,6 +5,7 @@ import importlib
 import threading
 import time
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import uvicorn
@@ -17,32 +18,6 @@ from megatron_ibpo.rewards.workers import WorkerPool
 from support.documented_modules import write_modules
 
 TEMPLATE = 'Q: {{question}}\nR: {{ response }}\nL: {{label}}\nEnd with {"score": 0 to 1}.'
-FUNCTIONS = ["megatron_ibpo.rewards.http_judge:score", "megatron_ibpo.rewards.http_score:score"]
-
-
-class Server:
-    """A server whose answers are a function of (body of the request, number of times it has come); it notes
-    what it is sent and how many requests are in flight."""
-
-    def __init__(self, answer):
-        self.answer, self.bodies, self.headers = answer, [], []
-        self.in_flight = self.most_in_flight = 0
-
-    async def handle(self, request):
-        body = await request.json() if request.method == "POST" else None
-        self.bodies.append(body)
-        self.headers.append(request.headers)
-        self.in_flight += 1
-        self.most_in_flight = max(self.most_in_flight, self.in_flight)
-        try:
-            await asyncio.sleep(0.01)
-            answer = self.answer(body, self.bodies.count(body))
-            status, content = answer if isinstance(answer, tuple) else (200, answer)
-            if content == HANG:
-                await asyncio.sleep(600)
-            return web.json_response(content, status=status)
-        finally:
-            self.in_flight -= 1
 
 
 HANG = "hang"
@@ -50,17 +25,37 @@ HANG = "hang"
 
 @contextmanager
 def serving(answer):
-    """Serve in a thread. Yields (its URL, the server)."""
-    server, started, stopped = Server(answer), threading.Event(), asyncio.Event()
-    place = []
+    """Serve in a thread. Yields (its URL, what it was sent).
+
+    Args:
+        answer: function of (body of a request, number of times that it has come).
+    """
+    sent = SimpleNamespace(bodies=[], headers=[], in_flight=0, most_in_flight=0)
+
+    async def handle(request):
+        body = await request.json() if request.method == "POST" else None
+        sent.bodies.append(body)
+        sent.headers.append(request.headers)
+        sent.in_flight += 1
+        sent.most_in_flight = max(sent.most_in_flight, sent.in_flight)
+        try:
+            await asyncio.sleep(0.01)
+            found = answer(body, sent.bodies.count(body))
+            status, content = found if isinstance(found, tuple) else (200, found)
+            if content == HANG:
+                await asyncio.sleep(600)
+            return web.json_response(content, status=status)
+        finally:
+            sent.in_flight -= 1
+
+    started, stopped, place = threading.Event(), asyncio.Event(), []
 
     async def serve():
         application = web.Application()
-        application.router.add_route("*", "/{path:.*}", server.handle)
+        application.router.add_route("*", "/{path:.*}", handle)
         runner = web.AppRunner(application, handler_cancellation=True, shutdown_timeout=0)
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0, backlog=512)
-        await site.start()
+        await web.TCPSite(runner, "127.0.0.1", 0, backlog=512).start()
         place.extend([asyncio.get_running_loop(), runner.addresses[0][1]])
         started.set()
         await stopped.wait()
@@ -70,14 +65,15 @@ def serving(answer):
     thread.start()
     assert started.wait(20)
     loop, port = place
-    yield f"http://127.0.0.1:{port}", server
+    yield f"http://127.0.0.1:{port}", sent
     loop.call_soon_threadsafe(stopped.set)
     thread.join(20)
 
 
 @pytest.fixture(scope="module")
 def pool():
-    with WorkerPool(FUNCTIONS, size=1, timeout=20) as opened:
+    functions = [f"megatron_ibpo.rewards.{name}:score" for name in ("http_judge", "http_score")]
+    with WorkerPool(functions, size=1, timeout=20) as opened:
         yield opened
 
 
@@ -109,7 +105,6 @@ def said(text):
 
 
 def number_in(body):
-    """The number of the response that a judge is shown."""
     return int(body["messages"][0]["content"].split("R: ")[1].split("\n")[0])
 
 
@@ -157,10 +152,8 @@ def test_what_a_judge_does_not_score_has_no_reward(pool, template, monkeypatch, 
             scores = opened.score(asked(*map(str, answers)))
     assert [score.reward for score in scores] == [None] * 6
     assert [score.details.get("unreadable") for score in scores] == [1, 1, None, None, None, None]
-    parts = [
-        "no score in the judge's answer", "''", "status 400", "IndexError", "status 503", "at most 1e+09",
-    ]  # fmt: skip
-    assert [part for part, score in zip(parts, scores, strict=True) if part not in score.error] == []
+    parts = ("no score in the judge's answer", "''", "400", "IndexError", "503", "at most 1e+09")
+    assert all(part in score.error for part, score in zip(parts, scores, strict=True))
     assert scores[2].details["retries"] == 0
     assert scores[4].details["retries"] >= 1
     assert {headers["Authorization"] for headers in server.headers} == {"Bearer sk-secret"}
@@ -200,16 +193,15 @@ def test_a_score_server_gets_batches_and_one_bad_response_spoils_no_other(pool):
 
 def test_requests_in_flight_end_with_their_verifier(pool):
     with (
-        serving(lambda body, times: (200, HANG)) as (url, _),
+        serving(lambda body, times: HANG) as (url, _),
         verifier(pool, rm_type="http_score", rm_url=url) as opened,
     ):
         asking = opened._ask(*asked("x")[0])
     assert asking.outcomes[0].cancelled()
 
 
-@pytest.mark.parametrize(
-    ("text", "place", "score"),
-    [
+def test_the_score_is_taken_from_the_judges_text():
+    for text, place, score in (
         ("Score: 0.25", None, 0.25),
         ("__score__ = -1\nFinal score: .5", None, 0.5),
         ('```json\n{"score": "0.75"}\n```', None, 0.75),
@@ -222,16 +214,13 @@ def test_requests_in_flight_end_with_their_verifier(pool):
         ('{"rating": true}', "rating", 1.0),
         ('{"rating": null}', "rating", None),
         ('{"score": 1}', "rating", None),
-    ],
-)
-def test_the_score_is_taken_from_the_judges_text(text, place, score):
-    found = http_judge.score(text, place)
-    assert found == {"score": score or 0.0, "unreadable": float(score is None)}
+    ):
+        found = http_judge.score(text, place)
+        assert found == {"score": score or 0.0, "unreadable": float(score is None)}
 
 
-@pytest.mark.parametrize(
-    ("settings", "says"),
-    [
+def test_settings_that_cannot_work_are_refused_before_work_starts(tmp_path):
+    for settings, says in (
         ({"rm_url": None}, "--rm-url: required"),
         ({"rm_url": "judge:8000"}, "expected http://HOST:PORT"),
         ({"rm_url": "http://me:secret@judge"}, "would stand in logs"),
@@ -240,31 +229,27 @@ def test_the_score_is_taken_from_the_judges_text(text, place, score):
         ({"rm_template": "{{question}} {response}"}, "has no {{response}}"),
         (
             {"rm_template": "{{response}} {{answer}}"},
-            "unknown placeholder {{answer}}; there are {{question}}",
+            "unknown placeholder {{answer}}; there are",
         ),
         ({"rm_score": "score: ("}, "not a regular expression"),
         ({"rm_score": "score: .*"}, "has 0 groups"),
         ({"rm_batch_size": 2}, "one response per request"),
         ({"rm_type": "http_score"}, "--rm-template: only http_judge uses it"),
-    ],
-)
-def test_settings_that_cannot_work_are_refused_before_work_starts(settings, says, tmp_path):
-    path = tmp_path / "judge.txt"
-    written = settings.get("rm_template", TEMPLATE)
-    if written is not None and "{" in written:
-        path.write_text(written)
-        settings = settings | {"rm_template": path}
-    data = DataConfig(**{"rm_type": "http_judge", "rm_url": "http://judge", "rm_template": path} | settings)
-    with pytest.raises(ConfigError) as refused:
-        reward_functions(data)
-    assert says in str(refused.value)
-    assert "\n" not in str(refused.value)
-    assert "secret" not in str(refused.value)
+    ):
+        settings = {"rm_type": "http_judge", "rm_url": "http://judge", "rm_template": TEMPLATE} | settings
+        if "{" in (written := settings["rm_template"] or ""):
+            settings["rm_template"] = tmp_path / "judge.txt"
+            settings["rm_template"].write_text(written)
+        with pytest.raises(ConfigError) as refused:
+            reward_functions(DataConfig(**settings))
+        said = str(refused.value)
+        assert says in said
+        assert "\n" not in said
+        assert "secret" not in said
 
 
-@pytest.mark.parametrize(
-    ("rm_type", "answer", "says"),
-    [
+def test_a_server_is_tried_before_the_run(template, monkeypatch):
+    for rm_type, answer, says in (
         ("http_judge", {"data": [{"id": "small"}]}, "has no model --rm-model big; it has small"),
         ("http_judge", {"data": [{"id": "small"}, {"id": "big"}]}, None),
         ("http_judge", (404, "not found"), "as a rule …/v1"),
@@ -275,23 +260,21 @@ def test_settings_that_cannot_work_are_refused_before_work_starts(settings, says
         ("http_score", (500, "broken"), "status 500"),
         ("http_score", HANG, "no answer within"),
         ("http_score", None, "Cannot connect"),
-    ],
-)
-def test_a_server_is_tried_before_the_run(rm_type, answer, says, template, monkeypatch):
-    monkeypatch.setattr("megatron_ibpo.rewards.reward_server._TRIAL_S", 0.3 if answer == HANG else 20)
-    with serving(lambda body, times: answer) as (url, _):
-        of_judge = {"rm_template": template, "rm_model": "big"} if rm_type == "http_judge" else {}
-        data = DataConfig(
-            rm_type=rm_type, rm_url=url if answer is not None else "http://127.0.0.1:9", **of_judge
-        )
-        if says is None:
-            check_servers(data)
-            return
-        with pytest.raises(ConfigError) as refused:
-            check_servers(data)
-    assert says in str(refused.value)
-    assert str(refused.value).startswith("--rm-url: http://127.0.0.1")
-    assert "\n" not in str(refused.value)
+    ):
+        monkeypatch.setattr("megatron_ibpo.rewards.reward_server._TRIAL_S", 0.3 if answer == HANG else 20)
+        with serving(lambda *_, found=answer: found) as (url, _):
+            of_judge = {"rm_template": template, "rm_model": "big"} if rm_type == "http_judge" else {}
+            url = url if answer is not None else "http://127.0.0.1:9"
+            data = DataConfig(rm_type=rm_type, rm_url=url, **of_judge)
+            if says is None:
+                check_servers(data)
+                return
+            with pytest.raises(ConfigError) as refused:
+                check_servers(data)
+        said = str(refused.value)
+        assert says in said
+        assert said.startswith("--rm-url: http://127.0.0.1")
+        assert "\n" not in said
 
 
 def test_the_documented_score_server_scores(pool, tmp_path, monkeypatch):

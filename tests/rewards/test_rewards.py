@@ -297,20 +297,17 @@ def test_a_batch_may_take_as_long_as_all_of_its_calls(impatient):
     assert max(score.reward for score in scores) >= 15
 
 
-@pytest.mark.parametrize(
-    ("response", "error"),
-    [
+def test_one_bad_response_spoils_no_other_of_its_batch(impatient):
+    for response, error in (
         ("fail(RuntimeError('cannot judge these'))", "RuntimeError: cannot judge these"),
         ("os._exit(7)", "the worker process died (status 7)"),
         (HANG, "timed out after 0.5 s"),
         ("math.nan", "expected a finite number, got nan"),
         ("'few'", "expected 1 numbers, got 0"),
-    ],
-)
-def test_one_bad_response_spoils_no_other_of_its_batch(impatient, response, error):
-    scores = verifier(impatient, TOGETHER).score(asked("0", "0", response, "0", "0"))
-    assert [score.reward is None for score in scores] == [False, False, True, False, False]
-    assert error in scores[2].error
+    ):
+        scores = verifier(impatient, TOGETHER).score(asked("0", "0", response, "0", "0"))
+        assert [score.reward is None for score in scores] == [False, False, True, False, False]
+        assert error in scores[2].error
 
 
 def test_errors_are_logged_even_where_an_exception_cannot_be_written(graded, tmp_path, monkeypatch):
@@ -400,9 +397,8 @@ def test_a_composite_is_the_weighted_sum_of_its_parts(pool):
     assert combined([Part("a", 1.0), Part("b", -0.25)], [Outcome(1.0)] * 2).value == 0.75
 
 
-@pytest.mark.parametrize(
-    ("parts", "threshold", "says"),
-    [
+def test_weights_must_leave_correct_to_the_main_part():
+    for parts, threshold, says in (
         ((), 1.0, "has no parts"),
         (("math=0.5", "code:format=0.5"), 0.5, "could be correct without the first"),
         (("math=0.5", "code:format=0.4"), 1.0, "no response could be correct"),
@@ -411,11 +407,9 @@ def test_a_composite_is_the_weighted_sum_of_its_parts(pool):
         (("math=1", "code:format=-1e308"), 1.0, r"at most 1e\+09 in size"),
         (("maths=1",), 1.0, "did you mean 'math'"),
         (("math=1", "composite=0.1"), 1.0, "cannot contain itself"),
-    ],
-)
-def test_weights_must_leave_correct_to_the_main_part(parts, threshold, says):
-    with pytest.raises(ConfigError, match=says):
-        reward_functions(DataConfig(rm_type="composite", reward_part=parts, reward_threshold=threshold))
+    ):
+        with pytest.raises(ConfigError, match=says):
+            reward_functions(DataConfig(rm_type="composite", reward_part=parts, reward_threshold=threshold))
 
 
 def test_labels_that_cannot_be_graded_are_named_before_work_starts(impatient):
@@ -431,20 +425,17 @@ def test_labels_that_cannot_be_graded_are_named_before_work_starts(impatient):
     assert "label 'hang': timed out after 0.5 s" in said
 
 
-@pytest.mark.parametrize(
-    ("rm_type", "says"),
-    [
+def test_a_function_that_cannot_be_had_is_refused_before_work_and_leaves_no_process():
+    for rm_type, says in (
         ("maths", "did you mean 'math'"),
         ("users_rewards", "package.module:name"),
         ("users_rewards:not_a_function", "is not a function"),
         ("broken_rewards:score", "No module named 'no_such_library'"),
-    ],
-)
-def test_a_function_that_cannot_be_had_is_refused_before_work_and_leaves_no_process(rm_type, says):
-    with pytest.raises(ValueError, match=says):
-        open_verifier(DataConfig(rm_type=rm_type, reward_workers=1))
-    for child in Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split():
-        assert rm_type not in Path(f"/proc/{child}/cmdline").read_text().split("\0")
+    ):
+        with pytest.raises(ValueError, match=says):
+            open_verifier(DataConfig(rm_type=rm_type, reward_workers=1))
+        for child in Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split():
+            assert rm_type not in Path(f"/proc/{child}/cmdline").read_text().split("\0")
 
 
 def test_workers_and_what_they_started_die_with_their_owner_even_while_they_hang(users_module, tmp_path):
