@@ -9,6 +9,7 @@ from contextlib import suppress
 
 import numpy as np
 import pytest
+import reasoning_gym
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_tokenizer import CHAIN_SUM_HEAD, make_tiny_tokenizer
@@ -16,14 +17,7 @@ from worked_solutions import mended_solution, worked_solution
 
 from megatron_ibpo.basics.records import token_ids
 from megatron_ibpo.config import DataConfig
-from megatron_ibpo.data import (
-    CorrectionTemplate,
-    DataError,
-    generated,
-    load_tokenizer,
-    open_source,
-    open_sources,
-)
+from megatron_ibpo.data import CorrectionTemplate, DataError, load_tokenizer, open_source, open_sources
 from megatron_ibpo.data.row_prompts import read_jsonl
 from megatron_ibpo.data.tokenizer import thinking_marks
 from support.byte_tokenizers import byte_level
@@ -241,8 +235,8 @@ def test_an_item_that_takes_forever_is_given_up_even_if_it_catches_what_stops_it
                     while True:
                         pass
 
-    monkeypatch.setattr(generated, "ITEM_S", 0.2)
-    monkeypatch.setattr(generated, "_dataset", lambda name, parameters: Stubborn())
+    monkeypatch.setattr("megatron_ibpo.data.generated.ITEM_S", 0.2)
+    monkeypatch.setattr("megatron_ibpo.data.generated._dataset", lambda name, parameters: Stubborn())
     before = signal.getsignal(signal.SIGALRM)
     with pytest.raises(DataError, match=r"gcd: an item was not made within 0\.2 s; make its parameters"):
         opened(f"{SCHEME}gcd", tiny)
@@ -250,7 +244,9 @@ def test_an_item_that_takes_forever_is_given_up_even_if_it_catches_what_stops_it
 
 
 def test_what_a_task_raises_for_its_parameters_is_told(tiny, monkeypatch):
-    monkeypatch.setattr(generated, "_dataset", lambda name, parameters: type("None", (), {"size": 1})())
+    monkeypatch.setattr(
+        "megatron_ibpo.data.generated._dataset", lambda name, parameters: type("None", (), {"size": 1})()
+    )
     with pytest.raises(DataError, match="item 0: the task makes none: TypeError"):
         opened(f"{SCHEME}gcd", tiny)
 
@@ -259,7 +255,7 @@ def test_items_that_are_not_checked_at_the_start_are_when_they_are_drawn(monkeyp
     spec, letters = f"{ONE_DIGIT}&min_terms=2&max_terms=9", byte_level()
     with pytest.raises(DataError, match=r"item \d+: the prompt has"):
         opened(spec, letters, max_prompt_len=90)
-    monkeypatch.setattr(generated, "CHECK_S", -1.0)
+    monkeypatch.setattr("megatron_ibpo.data.generated.CHECK_S", -1.0)
     source = opened(spec, letters, max_prompt_len=90)
     assert source.ready == 1
     both = [f"{spec}&weight=1", f"{ONE_DIGIT}&min_terms=2&max_terms=3&weight=3"]
@@ -272,51 +268,46 @@ def test_items_that_are_not_checked_at_the_start_are_when_they_are_drawn(monkeyp
 
 
 def test_who_waits_for_a_task_is_told(tiny, monkeypatch, capsys):
-    made = generated._dataset
-
     def slowly(name, parameters):
         time.sleep(0.5)
-        return made(name, parameters)
+        return reasoning_gym.create_dataset(name, size=99, **parameters)
 
-    monkeypatch.setattr(generated, "_dataset", slowly)
-    monkeypatch.setattr(generated, "TOLD_AFTER_S", 0.01)
+    monkeypatch.setattr("megatron_ibpo.data.generated._dataset", slowly)
+    monkeypatch.setattr("megatron_ibpo.data.generated.TOLD_AFTER_S", 0.01)
     opened(CHAIN_SUM, tiny)
     assert "chain_sum" in capsys.readouterr().err
 
 
-BAD_ROWS = [
-    ("not json", "line 1: not JSON"),
-    ('{"prompt": "1", "label": "1"}\n\n[1]', "line 3: expected a JSON object, found list"),
-    ('{"prompt": "1"}', "line 1: no field 'label'.*--label-key"),
-    ('{"sum": "1", "result": "1"}', "no field 'prompt' and no field 'label' .found: 'sum', 'result'.; "
-     "--input-key and --label-key name others"),
-    ('{"question": "1", "label": "1"}', "no field 'prompt' .found: 'question', 'label'.; --input-key"),
-    ('{"prompt": 3, "label": "1"}', "field 'prompt' must be text or a list of messages, found int"),
-    ('{"prompt": "1", "label": null}', "field 'label' must be text or a number, found NoneType"),
-    ('{"prompt": "1", "label": true}', "field 'label' must be text or a number, found bool"),
-    ('{"prompt": "", "label": "1"}', "field 'prompt' is empty"),
-    ('{"prompt": "1", "label": "1", "metadata": []}', "field 'metadata' must be an object"),
-    ('{"prompt": "1", "label": "1", "task": 7}', "field 'task' must be text"),
-    ('{"prompt": [{"role": "user", "content": "1"}], "label": "1"}', "add --apply-chat-template"),
-    ('{"prompt": [{"role": "user"}], "label": "1"}', "message 0: needs text under 'role' and 'content'"),
-    ('{"prompt": "1+2+3+4+5+6+7", "label": "1"}', "the prompt has 14 tokens, but only 10 fit"),
-    ('{"prompt": "what?", "label": "1"}', "no token for some of the prompt's characters"),
-    ("", "no prompts in it"),
-    ('{"prompt": "1", "label": -Infinity}', "line 1: not JSON: -Infinity is no number"),
-    ('{"prompt": "1", "label": 1e999}', "line 1: not JSON: 1e999 is too large"),
-    ('{"prompt": "1", "label": "1", "metadata": {"a": [NaN]}}', "line 1: not JSON: NaN"),
-    ('{"prompt": "1", "label": ' + "9" * 5000 + "}", "line 1: not JSON: Exceeds the limit"),
-    *(('{"prompt": "1", "label": ' + "[" * depth + "]" * depth + "}", "nest deeper than 100 levels")
-      for depth in (101, 50_000)),
-    (r'{"prompt": "1\ud800", "label": "1"}', r"line 1: not JSON: it holds half a character \(\\ud800 "),
-    (r'{"prompt": "1", "label": "\udfff\ud800"}', "it holds half a character"),
-    ('{"prompt": "' + "1+" * 500_000 + '", "label": "1"}', "1,000,000 characters, far more than the 10"),
-    ('{"' + "k" * 500_000 + '": 1}', "no field 'label' .found: 'kkk.{0,80}; --input-key and"),
-]  # fmt: skip
-
-
 def test_a_bad_row_is_named_by_file_line_and_field(tiny, tmp_path):
-    for lines, says in BAD_ROWS:
+    for lines, says in (
+        ("not json", "line 1: not JSON"),
+        ('{"prompt": "1", "label": "1"}\n\n[1]', "line 3: expected a JSON object, found list"),
+        ('{"prompt": "1"}', "line 1: no field 'label'.*--label-key"),
+        ('{"sum": "1", "result": "1"}', "no field 'prompt' and no field 'label' .found: 'sum', 'result'.; "
+         "--input-key and --label-key name others"),
+        ('{"question": "1", "label": "1"}', "no field 'prompt' .found: 'question', 'label'.; --input-key"),
+        ('{"prompt": 3, "label": "1"}', "field 'prompt' must be text or a list of messages, found int"),
+        ('{"prompt": "1", "label": null}', "field 'label' must be text or a number, found NoneType"),
+        ('{"prompt": "1", "label": true}', "field 'label' must be text or a number, found bool"),
+        ('{"prompt": "", "label": "1"}', "field 'prompt' is empty"),
+        ('{"prompt": "1", "label": "1", "metadata": []}', "field 'metadata' must be an object"),
+        ('{"prompt": "1", "label": "1", "task": 7}', "field 'task' must be text"),
+        ('{"prompt": [{"role": "user", "content": "1"}], "label": "1"}', "add --apply-chat-template"),
+        ('{"prompt": [{"role": "user"}], "label": "1"}', "message 0: needs text under 'role' and 'content'"),
+        ('{"prompt": "1+2+3+4+5+6+7", "label": "1"}', "the prompt has 14 tokens, but only 10 fit"),
+        ('{"prompt": "what?", "label": "1"}', "no token for some of the prompt's characters"),
+        ("", "no prompts in it"),
+        ('{"prompt": "1", "label": -Infinity}', "line 1: not JSON: -Infinity is no number"),
+        ('{"prompt": "1", "label": 1e999}', "line 1: not JSON: 1e999 is too large"),
+        ('{"prompt": "1", "label": "1", "metadata": {"a": [NaN]}}', "line 1: not JSON: NaN"),
+        ('{"prompt": "1", "label": ' + "9" * 5000 + "}", "line 1: not JSON: Exceeds the limit"),
+        *(('{"prompt": "1", "label": ' + "[" * depth + "]" * depth + "}", "nest deeper than 100 levels")
+          for depth in (101, 50_000)),
+        (r'{"prompt": "1\ud800", "label": "1"}', r"line 1: not JSON: it holds half a character \(\\ud800 "),
+        (r'{"prompt": "1", "label": "\udfff\ud800"}', "it holds half a character"),
+        ('{"prompt": "' + "1+" * 500_000 + '", "label": "1"}', "1,000,000 characters, far more than the 10"),
+        ('{"' + "k" * 500_000 + '": 1}', "no field 'label' .found: 'kkk.{0,80}; --input-key and"),
+    ):  # fmt: skip
         (tmp_path / "rows.jsonl").write_text(lines)
         with pytest.raises(DataError, match=rf"rows\.jsonl.*{says}"):
             opened(tmp_path / "rows.jsonl", tiny, max_prompt_len=10)
@@ -329,18 +320,15 @@ def test_escapes_of_whole_characters_and_brackets_that_nest_a_little_are_read(tm
     assert row["prompt"] == "\U0001f600"
 
 
-ATTACKS = {
-    "the classes of everything": "{{ ().__class__.__base__.__subclasses__() }}",
-    "a function's globals": "{{ raise_exception.__globals__['os'].system('touch ' + messages[0].content) }}",
-    "the loop's own": "{{ cycler.__init__.__globals__.os.system('touch ' + messages[0].content) }}",
-    "a format string": "{{ '{0.__class__.__mro__}'.format(messages) }}",
-    "a filter that looks up": "{{ (messages | attr('append')).__self__.__class__ }}",
-    "a change of what it is given": "{% set _ = messages.append({'role': 'user', 'content': 'more'}) %}",
-}
-
-
 def test_a_chat_template_runs_in_a_sandbox(tmp_path):
-    for template in ATTACKS.values():
+    for template in (
+        "{{ ().__class__.__base__.__subclasses__() }}",  # the classes of everything
+        "{{ raise_exception.__globals__['os'].system('touch ' + messages[0].content) }}",  # its globals
+        "{{ cycler.__init__.__globals__.os.system('touch ' + messages[0].content) }}",  # the loop's own
+        "{{ '{0.__class__.__mro__}'.format(messages) }}",  # a format string
+        "{{ (messages | attr('append')).__self__.__class__ }}",  # a filter that looks up
+        "{% set _ = messages.append({'role': 'user', 'content': 'more'}) %}",  # a change of what it is given
+    ):
         messages = [{"role": "user", "content": str(tmp_path / "ran")}]
         with pytest.raises(DataError, match=r"its chat template refuses the messages: .*(unsafe|undefined)"):
             byte_level(template).render_chat(messages)
@@ -442,12 +430,3 @@ def test_what_follows_a_mended_step_is_solved_with_the_students_own_errors():
     assert noisy == "6+7=13+1=14+9=13#13"
     with pytest.raises(ValueError, match="1 steps"):
         mended_solution("9 + 9 + 1", "9+9=8#8", random.Random(0), skill=0.9)
-
-
-def test_carries_are_dropped_and_errors_mended_as_often_as_asked():
-    rng = random.Random(0)
-    dropped = sum(worked_solution("9 + 9", rng, carry_dropped=0.55) == "9+9=8#8" for _ in range(4000))
-    assert 0.52 < dropped / 4000 < 0.58
-    mended = [mended_solution("9 + 9", "9+9=8#8", rng, skill=0.9) for _ in range(4000)]
-    assert set(mended) == {"9+9=18#18", "9+9=8#8"}
-    assert 0.88 < mended.count("9+9=18#18") / 4000 < 0.92

@@ -56,7 +56,7 @@ def repositories(place):
 
 def test_ids_become_snapshots_of_the_cache_and_what_cannot_be_had_is_one_line(tmp_path):
     def resolved(asked, offline):
-        """Return what becomes of each command line (model, prompts, held-out ones, or an error), and stderr."""
+        """Return what becomes of each command line (model, prompts, held-out ones, or an error); stderr."""
         found = subprocess.run(
             [sys.executable, "-c", PROGRAM, json.dumps([*asked.values()])],
             env={**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_ENDPOINT": hub.url,

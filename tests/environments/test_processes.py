@@ -21,7 +21,7 @@ from megatron_ibpo.config import ConfigError, EnvironmentConfig
 from megatron_ibpo.environments import EpisodeFaultError, EpisodeScore
 from megatron_ibpo.environments.processes import EnvironmentPool
 from support.sandboxed import needs_sandbox
-from support.waiting import eventually
+from support.waiting import eventually, has_ended
 
 COUNTING = """
     import ctypes, gc, json, os, random, socket, subprocess, sys, tempfile, time
@@ -118,30 +118,17 @@ def played(pool, *texts, **how):
     return asyncio.run(play(pool, *texts, **how))
 
 
-def is_gone(pid):
-    with suppress(psutil.Error):
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    return True
-
-
-def test_an_episode_has_an_opening_turns_and_a_score(pool):
+def test_an_episode_is_a_process_that_opens_answers_scores_and_starts_alike_from_its_seed(pool):
     async def play():
-        async with episode(pool, "how many?", seed=7) as session:
+        async with episode(pool, "how many?", seed=7) as session, episode(pool, seed=7) as other:
             assert json.loads(session.opening.messages[0]["content"]) == ["how many?", "42", {"level": 1}, 7]
-            assert [await told(session, COUNT) for _ in range(3)] == ["1", "2", "3"]
+            assert await told(session, PID) != await told(other, PID)
+            assert await told(session, "said(random.random())") == await told(other, "said(random.random())")
+            assert [await told(session, COUNT) for _ in range(2)] == ["3", "4"]
             assert (await told(session, "Turn(done=True)")).done
-            assert await session.score() == EpisodeScore(4.0, {"turns": 4.0})
+            assert await session.score() == EpisodeScore(5.0, {"turns": 5.0})
 
     asyncio.run(play())
-
-
-def test_each_episode_is_a_process_and_starts_alike_from_its_seed(pool):
-    async def play_two():
-        return await asyncio.gather(*(play(pool, PID, "said(random.random())") for _ in range(2)))
-
-    ((pid, drawn), _), ((other, drawn_too), _) = asyncio.run(play_two())
-    assert pid != other
-    assert drawn == drawn_too
 
 
 def test_as_many_processes_as_were_needed_at_once_are_forked_ahead_and_one_that_was_killed_is_no_fault():
@@ -152,7 +139,7 @@ def test_as_many_processes_as_were_needed_at_once_are_forked_ahead_and_one_that_
 
     def forked_ahead(zygote, ended):
         def found():
-            return {child.pid for child in zygote.children() if not is_gone(child.pid)}
+            return {child.pid for child in zygote.children() if not has_ended(child.pid)}
 
         assert eventually(lambda: len(found()) == 2 and found().isdisjoint(ended), seconds=10)
         return found()
@@ -164,7 +151,7 @@ def test_as_many_processes_as_were_needed_at_once_are_forked_ahead_and_one_that_
         killed = forked_ahead(zygote, spares)
         for pid in killed:
             psutil.Process(pid).kill()
-        assert eventually(lambda: all(map(is_gone, killed)), seconds=10)
+        assert eventually(lambda: all(map(has_ended, killed)), seconds=10)
         played, _ = asyncio.run(pids_of_two(pool))
         assert played.isdisjoint(killed)
         assert not pool.faults
@@ -172,15 +159,16 @@ def test_as_many_processes_as_were_needed_at_once_are_forked_ahead_and_one_that_
 
 def test_where_no_process_can_live_forking_ahead_ends(users_module, tmp_path):
     """A class whose forks die from some moment on, and are counted."""
-    (users_module / "dying.py").write_text(
-        "import os\nfrom counting import Counting\n"
-        f"here = {str(tmp_path)!r}\n"
-        "def forked():\n"
-        "    if os.path.exists(here + '/die'):\n"
-        "        open(here + '/deaths', 'a').write('x')\n"
-        "        os._exit(1)\n"
-        "os.register_at_fork(after_in_child=forked)\n"
-    )
+    code = f"""
+        import os
+        from counting import Counting
+        def forked():
+            if os.path.exists("{tmp_path}/die"):
+                open("{tmp_path}/deaths", "a").write("x")
+                os._exit(1)
+        os.register_at_fork(after_in_child=forked)
+    """
+    (users_module / "dying.py").write_text(textwrap.dedent(code))
 
     async def play(pool):
         session = await pool.open("dying:Counting", "?", "", {}, 0)
@@ -265,12 +253,12 @@ def test_nothing_that_an_episode_has_started_outlives_it(pool, last, tmp_path):
                 started = [
                     int(pid) for pid in (await told(session, f"self.leave({str(tmp_path)!r})")).split()
                 ]
-                assert not any(map(is_gone, started))
+                assert not any(map(has_ended, started))
                 await told(session, last)
         return started
 
     pids = asyncio.run(play())
-    assert eventually(lambda: all(map(is_gone, pids)), seconds=10)
+    assert eventually(lambda: all(map(has_ended, pids)), seconds=10)
 
 
 def test_a_cancelled_step_ends_its_process(pool):
@@ -282,24 +270,25 @@ def test_a_cancelled_step_ends_its_process(pool):
                     await told(session, HANG)
         return pid
 
-    assert is_gone(asyncio.run(play()))
+    assert has_ended(asyncio.run(play()))
 
 
 def test_only_so_many_episodes_are_open_at_once_and_others_have_their_turn(pool):
+    begun, ended, open_now = [], [], []
+
     async def play(name):
         async with episode(pool):
-            order.append(name)
-            open_now.append(len(order) - len(ended))
+            begun.append(name)
+            open_now.append(len(begun) - len(ended))
             await asyncio.sleep(0)
             ended.append(name)
 
     async def play_all():
         await asyncio.gather(*map(play, range(12)))
 
-    order, ended, open_now = [], [], []
     asyncio.run(play_all())
     assert max(open_now) <= 4
-    assert sorted(order) == list(range(12))
+    assert sorted(begun) == list(range(12))
 
 
 @pytest.mark.parametrize(
@@ -338,7 +327,7 @@ def test_episodes_and_what_they_started_die_with_their_owner(users_module, tmp_p
             assert len(processes) == 3
         finally:
             owner.kill()
-    assert eventually(lambda: all(map(is_gone, processes)), seconds=10)
+    assert eventually(lambda: all(map(has_ended, processes)), seconds=10)
 
 
 @needs_sandbox

@@ -9,7 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 import uvicorn
-from aiohttp import web
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse
+from starlette.routing import Route
 
 from megatron_ibpo.basics.records import Prompt, token_ids
 from megatron_ibpo.config import ConfigError, DataConfig
@@ -18,18 +20,25 @@ from megatron_ibpo.rewards.workers import WorkerPool
 from support.documented_modules import write_modules
 
 TEMPLATE = 'Q: {{question}}\nR: {{ response }}\nL: {{label}}\nEnd with {"score": 0 to 1}.'
-
-
 HANG = "hang"
 
 
 @contextmanager
-def serving(answer):
-    """Serve in a thread. Yields (its URL, what it was sent).
+def served(app):
+    """Serve an application in a thread, and give its URL."""
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="critical", backlog=512))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started and thread.is_alive():
+        time.sleep(0.01)
+    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    server.should_exit = server.force_exit = True
+    thread.join(20)
 
-    Args:
-        answer: function of (body of a request, number of times that it has come).
-    """
+
+@contextmanager
+def serving(answer):
+    """Serve; gives the URL and what was sent. `answer` is a function of a request's body and its count."""
     sent = SimpleNamespace(bodies=[], headers=[], in_flight=0, most_in_flight=0)
 
     async def handle(request):
@@ -38,36 +47,15 @@ def serving(answer):
         sent.headers.append(request.headers)
         sent.in_flight += 1
         sent.most_in_flight = max(sent.most_in_flight, sent.in_flight)
-        try:
-            await asyncio.sleep(0.01)
-            found = answer(body, sent.bodies.count(body))
-            status, content = found if isinstance(found, tuple) else (200, found)
-            if content == HANG:
-                await asyncio.sleep(600)
-            return web.json_response(content, status=status)
-        finally:
-            sent.in_flight -= 1
+        await asyncio.sleep(0.01)
+        found = answer(body, sent.bodies.count(body))
+        status, content = found if isinstance(found, tuple) else (200, found)
+        await asyncio.sleep(600 if content == HANG else 0)
+        sent.in_flight -= 1
+        return JSONResponse(content, status)
 
-    started, stopped, place = threading.Event(), asyncio.Event(), []
-
-    async def serve():
-        application = web.Application()
-        application.router.add_route("*", "/{path:.*}", handle)
-        runner = web.AppRunner(application, handler_cancellation=True, shutdown_timeout=0)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0, backlog=512).start()
-        place.extend([asyncio.get_running_loop(), runner.addresses[0][1]])
-        started.set()
-        await stopped.wait()
-        await runner.cleanup()
-
-    thread = threading.Thread(target=asyncio.run, args=(serve(),), daemon=True)
-    thread.start()
-    assert started.wait(20)
-    loop, port = place
-    yield f"http://127.0.0.1:{port}", sent
-    loop.call_soon_threadsafe(stopped.set)
-    thread.join(20)
+    with served(Starlette(routes=[Route("/{path:path}", handle, methods=["GET", "POST"])])) as url:
+        yield url, sent
 
 
 @pytest.fixture(scope="module")
@@ -78,26 +66,20 @@ def pool():
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch):
+def template(tmp_path, monkeypatch):
     monkeypatch.setattr("megatron_ibpo.rewards.reward_server._FIRST_WAIT", 0.02)
-
-
-@pytest.fixture
-def template(tmp_path):
     path = tmp_path / "judge.txt"
     path.write_text(TEMPLATE)
     return path
 
 
-@contextmanager
-def verifier(pool, **settings):
-    opened = Verifier(pool, DataConfig(**settings))
-    yield opened
-    opened.close_servers()
-
-
-def asked(*responses, label="42"):
-    return [(Prompt(0, token_ids([]), 0, label, "task", "6 * 7?"), response) for response in responses]
+def score(pool, *responses, **settings):
+    verifier = Verifier(pool, DataConfig(**settings))
+    prompt = Prompt(0, token_ids([]), 0, "42", "task", "6 * 7?")
+    try:
+        return verifier.score([(prompt, response) for response in responses])
+    finally:
+        verifier.close_servers()
 
 
 def said(text):
@@ -117,10 +99,9 @@ def test_a_judge_scores_many_responses_at_once_while_some_requests_fail_and_one_
             return (429 if number % 40 else 500), {"error": "busy"}
         return said(f"Score: 0.0 at first, but then\n**Score:** {number / 200}")
 
+    settings = {"rm_type": "http_judge", "rm_template": template, "rm_concurrency": 32, "rm_timeout": 2.4}
     with serving(judge) as (url, server):
-        settings = {"rm_url": f"{url}/v1", "rm_template": template, "rm_concurrency": 32, "rm_timeout": 2.4}
-        with verifier(pool, rm_type="http_judge", **settings) as opened:
-            scores = opened.score(asked(*map(str, range(200))))
+        scores = score(pool, *map(str, range(200)), rm_url=f"{url}/v1", **settings)
     assert [score.reward for score in scores] == [None if i == 7 else i / 200 for i in range(200)]
     assert "no answer within" in scores[7].error
     assert 16 < server.most_in_flight <= 32
@@ -129,12 +110,12 @@ def test_a_judge_scores_many_responses_at_once_while_some_requests_fail_and_one_
 
 
 def test_a_judge_sees_the_template_filled_in_and_no_thinking(pool, template):
-    with serving(lambda body, times: said('{"score": 1, "why": "right"}')) as (url, server):
-        settings = {"rm_url": f"{url}/v1/", "rm_template": template, "rm_model": "big"}
-        with verifier(pool, rm_type="http_judge", **settings) as opened:
-            (score,) = opened.score(asked("<think>hm</think>{{label}} is \\boxed{42} \ud800"))
-    assert (score.reward, score.correct) == (1.0, True)
-    assert score.details == {"unreadable": 0.0, "retries": 0.0}
+    settings = {"rm_type": "http_judge", "rm_template": template, "rm_model": "big"}
+    response = "<think>hm</think>{{label}} is \\boxed{42} \ud800"
+    with serving(lambda *_: said('{"score": 1, "why": "right"}')) as (url, server):
+        (found,) = score(pool, response, rm_url=f"{url}/v1/", **settings)
+    assert (found.reward, found.correct) == (1.0, True)
+    assert found.details == {"unreadable": 0.0, "retries": 0.0}
     filled = 'Q: 6 * 7?\nR: {{label}} is \\boxed{42} \ud800\nL: 42\nEnd with {"score": 0 to 1}.'
     messages = [{"role": "user", "content": filled}]
     assert server.bodies == [{"messages": messages, "temperature": 0, "model": "big"}]
@@ -146,10 +127,9 @@ def test_what_a_judge_does_not_score_has_no_reward(pool, template, monkeypatch, 
         0: said("I cannot decide."), 1: said(None), 2: (400, {"error": "no such key: sk-secret"}),
         3: {"choices": []}, 4: (503, "loading"), 5: said('{"score": 1e12}'),
     }  # fmt: skip
+    settings = {"rm_type": "http_judge", "rm_template": template, "rm_timeout": 1.0}
     with serving(lambda body, times: answers[number_in(body)]) as (url, server):
-        settings = {"rm_url": url, "rm_template": template, "rm_timeout": 1.0}
-        with verifier(pool, rm_type="http_judge", **settings) as opened:
-            scores = opened.score(asked(*map(str, answers)))
+        scores = score(pool, *map(str, answers), rm_url=url, **settings)
     assert [score.reward for score in scores] == [None] * 6
     assert [score.details.get("unreadable") for score in scores] == [1, 1, None, None, None, None]
     parts = ("no score in the judge's answer", "''", "400", "IndexError", "503", "at most 1e+09")
@@ -162,13 +142,11 @@ def test_what_a_judge_does_not_score_has_no_reward(pool, template, monkeypatch, 
 
 def test_a_judge_may_be_a_part_of_a_composite_and_a_server_that_is_gone_gives_no_reward(pool, template):
     settings = {"rm_type": "composite", "reward_part": ("http_judge=0.8",), "reward_threshold": 0.4}
-    with serving(lambda body, times: said("Score: 0.5")) as (url, _):
+    with serving(lambda *_: said("Score: 0.5")) as (url, _):
         settings |= {"rm_url": url, "rm_template": template}
-        with verifier(pool, **settings) as opened:
-            (score,) = opened.score(asked("42"))
-    with verifier(pool, **settings, rm_timeout=0.2) as opened:
-        (gone,) = opened.score(asked("42"))
-    assert (score.reward, score.correct, score.details["http_judge"]) == (0.4, True, 0.5)
+        (found,) = score(pool, "42", **settings)
+    (gone,) = score(pool, "42", **settings, rm_timeout=0.2)
+    assert (found.reward, found.correct, found.details["http_judge"]) == (0.4, True, 0.5)
     assert gone.reward is None
     assert "http_judge: " in gone.error
     assert gone.details["retries"] >= 1
@@ -180,10 +158,9 @@ def test_a_score_server_gets_batches_and_one_bad_response_spoils_no_other(pool):
             return 422, "cannot score these"
         return [{"score": len(item["response"]), "words": 2} for item in body]
 
+    settings = {"rm_type": "http_score", "rm_batch_size": 8, "rm_concurrency": 2}
     with serving(scored) as (url, server):
-        settings = {"rm_type": "http_score", "rm_url": url, "rm_batch_size": 8, "rm_concurrency": 2}
-        with verifier(pool, **settings) as opened:
-            scores = opened.score(asked(*["x" * i for i in range(40)], "poison"))
+        scores = score(pool, *["x" * i for i in range(40)], "poison", rm_url=url, **settings)
     assert [score.reward for score in scores] == [*range(40), None]
     assert scores[3].details == {"words": 2.0, "retries": 0.0}
     assert "cannot score these" in scores[40].error
@@ -192,16 +169,15 @@ def test_a_score_server_gets_batches_and_one_bad_response_spoils_no_other(pool):
 
 
 def test_requests_in_flight_end_with_their_verifier(pool):
-    with (
-        serving(lambda body, times: HANG) as (url, _),
-        verifier(pool, rm_type="http_score", rm_url=url) as opened,
-    ):
-        asking = opened._ask(*asked("x")[0])
+    with serving(lambda *_: HANG) as (url, _):
+        verifier = Verifier(pool, DataConfig(rm_type="http_score", rm_url=url))
+        asking = verifier._ask(Prompt(0, token_ids([]), 0, "42", "task", "6 * 7?"), "x")
+        verifier.close_servers()
     assert asking.outcomes[0].cancelled()
 
 
 def test_the_score_is_taken_from_the_judges_text():
-    for text, place, score in (
+    for text, place, number in (
         ("Score: 0.25", None, 0.25),
         ("__score__ = -1\nFinal score: .5", None, 0.5),
         ('```json\n{"score": "0.75"}\n```', None, 0.75),
@@ -216,7 +192,7 @@ def test_the_score_is_taken_from_the_judges_text():
         ('{"score": 1}', "rating", None),
     ):
         found = http_judge.score(text, place)
-        assert found == {"score": score or 0.0, "unreadable": float(score is None)}
+        assert found == {"score": number or 0.0, "unreadable": float(number is None)}
 
 
 def test_settings_that_cannot_work_are_refused_before_work_starts(tmp_path):
@@ -227,10 +203,7 @@ def test_settings_that_cannot_work_are_refused_before_work_starts(tmp_path):
         ({"rm_template": None}, "--rm-template: required"),
         ({"rm_template": "missing.txt"}, "No such file"),
         ({"rm_template": "{{question}} {response}"}, "has no {{response}}"),
-        (
-            {"rm_template": "{{response}} {{answer}}"},
-            "unknown placeholder {{answer}}; there are",
-        ),
+        ({"rm_template": "{{response}} {{answer}}"}, "unknown placeholder {{answer}}; there are"),
         ({"rm_score": "score: ("}, "not a regular expression"),
         ({"rm_score": "score: .*"}, "has 0 groups"),
         ({"rm_batch_size": 2}, "one response per request"),
@@ -249,48 +222,41 @@ def test_settings_that_cannot_work_are_refused_before_work_starts(tmp_path):
 
 
 def test_a_server_is_tried_before_the_run(template, monkeypatch):
-    for rm_type, answer, says in (
-        ("http_judge", {"data": [{"id": "small"}]}, "has no model --rm-model big; it has small"),
-        ("http_judge", {"data": [{"id": "small"}, {"id": "big"}]}, None),
-        ("http_judge", (404, "not found"), "as a rule …/v1"),
-        ("http_judge", (401, "who?"), "IBPO_RM_API_KEY"),
-        ("http_judge", {"models": []}, "KeyError: 'data'"),
-        ("http_score", {"score": 0.5}, None),
-        ("http_score", {"reward": 0.5}, "KeyError: 'score'"),
-        ("http_score", (500, "broken"), "status 500"),
-        ("http_score", HANG, "no answer within"),
-        ("http_score", None, "Cannot connect"),
-    ):
-        monkeypatch.setattr("megatron_ibpo.rewards.reward_server._TRIAL_S", 0.3 if answer == HANG else 20)
-        with serving(lambda *_, found=answer: found) as (url, _):
-            of_judge = {"rm_template": template, "rm_model": "big"} if rm_type == "http_judge" else {}
-            url = url if answer is not None else "http://127.0.0.1:9"
-            data = DataConfig(rm_type=rm_type, rm_url=url, **of_judge)
-            if says is None:
-                check_servers(data)
-                return
+    answers = [None]
+    judge = {"rm_type": "http_judge", "rm_template": template, "rm_model": "big"}
+    scorer = {"rm_type": "http_score"}
+    with serving(lambda *_: answers[-1]) as (url, _):
+        for settings, answer in (
+            (judge, {"data": [{"id": "small"}, {"id": "big"}]}),
+            (scorer, {"score": 0.5}),
+        ):
+            answers.append(answer)
+            check_servers(DataConfig(rm_url=url, **settings))
+        for settings, answer, says in (
+            (judge, {"data": [{"id": "small"}]}, "has no model --rm-model big; it has small"),
+            (judge, (404, "not found"), "as a rule …/v1"),
+            (judge, (401, "who?"), "IBPO_RM_API_KEY"),
+            (judge, {"models": []}, "KeyError: 'data'"),
+            (scorer, {"reward": 0.5}, "KeyError: 'score'"),
+            (scorer, (500, "broken"), "status 500"),
+            (scorer, HANG, "no answer within"),
+            (scorer, None, "Cannot connect"),
+        ):
+            answers.append(answer)
+            monkeypatch.setattr("megatron_ibpo.rewards.reward_server._TRIAL_S", 0.3 if answer == HANG else 20)
             with pytest.raises(ConfigError) as refused:
-                check_servers(data)
-        said = str(refused.value)
-        assert says in said
-        assert said.startswith("--rm-url: http://127.0.0.1")
-        assert "\n" not in said
+                check_servers(DataConfig(rm_url=url if answer else "http://127.0.0.1:9", **settings))
+            said = str(refused.value)
+            assert says in said
+            assert said.startswith("--rm-url: http://127.0.0.1")
+            assert "\n" not in said
 
 
 def test_the_documented_score_server_scores(pool, tmp_path, monkeypatch):
     write_modules(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    app = importlib.import_module("score_server").app
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    while not server.started and thread.is_alive():
-        time.sleep(0.01)
-    port = server.servers[0].sockets[0].getsockname()[1]
-    settings = {"rm_type": "http_score", "rm_url": f"http://127.0.0.1:{port}/score"}
-    check_servers(DataConfig(**settings))
-    with verifier(pool, **settings) as opened:
-        scores = opened.score(asked("it is 42", "it is 43"))
-    server.should_exit = True
-    thread.join(20)
+    with served(importlib.import_module("score_server").app) as url:
+        settings = {"rm_type": "http_score", "rm_url": f"{url}/score"}
+        check_servers(DataConfig(**settings))
+        scores = score(pool, "it is 42", "it is 43", **settings)
     assert [score.reward for score in scores] == [1.0, 0.0]

@@ -49,31 +49,9 @@ USERS_REWARDS = """
     def fail(error):
         raise error
 
-    def die_once(note):
-        if not os.path.exists(note):
-            open(note, "w").close()
-            os.kill(os.getpid(), 9)
-        return 1.0
-
-    def count(note):
-        open(note, "a").write("x")
-        time.sleep(1000)
-
-    def die_with_child(note):
-        print(subprocess.Popen(["sleep", "1000"]).pid, file=open(note, "w"), flush=True)
-        os._exit(7)
-
-    def daemon(note):
-        worker = os.getpid()
-        if os.fork() == 0:
-            os.setsid()
-            if os.fork() == 0:
-                with open(note + " being written", "w") as file:
-                    file.write(f"{os.getpid()} {worker}")
-                os.rename(note + " being written", note)
-                time.sleep(1000)
-            os._exit(0)
-        os.wait()
+    def daemon(note):  # which has lost its parent and its session
+        written = f"echo $$ {os.getpid()} > {note}.new; mv {note}.new {note}; exec sleep 1000"
+        subprocess.run(["setsid", "--fork", "sh", "-c", written])
         while not os.path.exists(note):
             time.sleep(0.01)
         return 1.0
@@ -163,17 +141,14 @@ def gone_within(pid, seconds):
     return eventually(lambda: has_ended(int(pid)), seconds)
 
 
-def test_a_function_by_import_path_gets_what_it_needs_and_may_say_more_than_a_number(graded):
+def test_a_function_by_import_path_gets_what_it_needs_and_may_say_more_than_a_number(pool):
+    graded = verifier(pool, reward_threshold=0.5)
     right = "(prompt, label, metadata) == ('what?', '42', {'level': 3})"
     assert graded.score(asked(right, level=3)) == [Score(1.0, True)]
     assert graded.score(asked("dict(score=1, tests=.25)")) == [Score(1.0, True, details={"tests": 0.25})]
     assert graded.score([]) == []
-
-
-def test_rewards_come_in_order_and_are_correct_from_the_threshold_on(pool):
-    scores = verifier(pool, reward_threshold=0.5).score(asked(*[str(i / 100) for i in range(100)]))
-    assert [score.reward for score in scores] == [i / 100 for i in range(100)]
-    assert [score.correct for score in scores] == [i >= 50 for i in range(100)]
+    in_order = [Score(i / 100, i >= 50) for i in range(100)]
+    assert graded.score(asked(*[str(i / 100) for i in range(100)])) == in_order
 
 
 def test_a_fault_is_an_error_and_not_a_reward(graded):
@@ -210,7 +185,7 @@ def test_a_response_that_kills_is_asked_twice_and_one_that_hangs_once_and_the_ot
     impatient, tmp_path
 ):
     start, deaths = time.monotonic(), impatient.deaths
-    hang = f"count({str(tmp_path / 'asked')!r})"
+    hang = f"open({str(tmp_path / 'asked')!r}, 'a').write('x') and {HANG}"
     scores = verifier(impatient).score(asked("0", hang, "1", HANG_IN_C, "0", "os._exit(7)", "1"))
     assert time.monotonic() - start < 20
     assert [score.reward for score in scores] == [0.0, None, 1.0, None, 0.0, None, 1.0]
@@ -222,7 +197,9 @@ def test_a_response_that_kills_is_asked_twice_and_one_that_hangs_once_and_the_ot
 @pytest.mark.parametrize("rm_type", [GRADED, TOGETHER])
 def test_a_response_whose_process_is_killed_is_asked_again(pool, tmp_path, caplog, rm_type):
     deaths = pool.deaths
-    scores = verifier(pool, rm_type).score(asked("1", "1", f"die_once({str(tmp_path / 'died')!r})", "1"))
+    died = str(tmp_path / "died")
+    die_once = f"os.path.exists({died!r}) or (open({died!r}, 'w').close(), os.kill(os.getpid(), 9))"
+    scores = verifier(pool, rm_type).score(asked("1", "1", die_once, "1"))
     assert pool.deaths == deaths + 1
     assert None not in [score.reward for score in scores]
     assert "the worker process died (SIGKILL)" in caplog.text
@@ -329,7 +306,8 @@ def test_errors_are_logged_even_where_an_exception_cannot_be_written(graded, tmp
 
 def test_what_a_function_has_started_ends_with_its_worker(graded, tmp_path):
     child, daemon = tmp_path / "child", tmp_path / "daemon"
-    (score,) = graded.score(asked(f"die_with_child({str(child)!r})"))
+    note = f"print(subprocess.Popen(['sleep', '1000']).pid, file=open({str(child)!r}, 'w'), flush=True)"
+    (score,) = graded.score(asked(f"{note} or os._exit(7)"))
     assert "died" in score.error
     assert gone_within(child.read_text(), 5)
     assert graded.score(asked(f"daemon({str(daemon)!r})")) == [Score(1.0, True)]
@@ -370,15 +348,6 @@ def test_every_prompt_may_name_its_verifier(pool):
     assert scores[2].details == {"length": 4.0}
     assert "did you mean 'math'" in scores[3].error
     assert "no module 'nowhere_at_all'" in scores[4].error
-
-
-def test_what_prompts_name_is_loaded_at_the_start_or_refused():
-    data = DataConfig(rm_type=GRADED, reward_workers=1)
-    prompts = [prompt for prompt, _ in [*asked("", rm_type="users_rewards:missing"), *asked("")]]
-    named = named_rm_types(prompts, data)
-    assert named == ["users_rewards:missing", GRADED]
-    with pytest.raises(ValueError, match="defines no 'missing'"):
-        open_pool(data, named)
 
 
 def test_a_composite_is_the_weighted_sum_of_its_parts(pool):
@@ -426,6 +395,12 @@ def test_labels_that_cannot_be_graded_are_named_before_work_starts(impatient):
 
 
 def test_a_function_that_cannot_be_had_is_refused_before_work_and_leaves_no_process():
+    data = DataConfig(rm_type=GRADED, reward_workers=1)
+    prompts = [prompt for prompt, _ in [*asked("", rm_type="users_rewards:missing"), *asked("")]]
+    named = named_rm_types(prompts, data)
+    assert named == ["users_rewards:missing", GRADED]
+    with pytest.raises(ValueError, match="defines no 'missing'"):
+        open_pool(data, named)
     for rm_type, says in (
         ("maths", "did you mean 'math'"),
         ("users_rewards", "package.module:name"),
