@@ -6,6 +6,7 @@ import shutil
 import signal
 import time
 from contextlib import suppress
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -143,17 +144,14 @@ def test_a_tokenizer_that_cannot_be_loaded_says_which(tmp_path, files):
         load_tokenizer(path)
 
 
-def test_marks_of_thinking_are_the_ids_of_their_text():
-    tokenizer = byte_level()
-    assert list(map(tokenizer.decode, thinking_marks(tokenizer))) == ["<think>", "</think>"]
-
-
-def test_a_tokenizer_json_that_is_complete_is_read_and_nothing_beside_it(tmp_path):
+def test_a_tokenizer_json_that_is_complete_is_read_with_marks_of_thinking_and_nothing_beside_it(tmp_path):
     model = ROOT / "examples/tiny_qwen3"
     shutil.copytree(model, tmp_path / "hf", ignore=shutil.ignore_patterns("*.safetensors"))
     for beside in ("tokenizer.model", "config.json"):
         (tmp_path / "hf" / beside).write_text("not to be read")
     assert load_tokenizer(tmp_path / "hf").encode("4+9=") == load_tokenizer(model).encode("4+9=")
+    tokenizer = byte_level()
+    assert list(map(tokenizer.decode, thinking_marks(tokenizer))) == ["<think>", "</think>"]
 
 
 def test_a_chain_sum_prompt_is_the_compact_question_and_a_line_break(tiny):
@@ -225,7 +223,9 @@ def test_a_task_that_cannot_be_generated_is_refused(tiny):
             opened(spec, tiny)
 
 
-def test_an_item_that_takes_forever_is_given_up_even_if_it_catches_what_stops_it(tiny, monkeypatch):
+def test_an_item_that_takes_forever_and_catches_what_stops_it_is_given_up_and_one_that_fails_told(
+    tiny, monkeypatch
+):
     class Stubborn:
         size = 2**31
 
@@ -236,17 +236,12 @@ def test_an_item_that_takes_forever_is_given_up_even_if_it_catches_what_stops_it
                         pass
 
     monkeypatch.setattr("megatron_ibpo.data.generated.ITEM_S", 0.2)
-    monkeypatch.setattr("megatron_ibpo.data.generated._dataset", lambda name, parameters: Stubborn())
+    monkeypatch.setattr("megatron_ibpo.data.generated._dataset", lambda *_: Stubborn())
     before = signal.getsignal(signal.SIGALRM)
     with pytest.raises(DataError, match=r"gcd: an item was not made within 0\.2 s; make its parameters"):
         opened(f"{SCHEME}gcd", tiny)
     assert signal.getsignal(signal.SIGALRM) is before
-
-
-def test_what_a_task_raises_for_its_parameters_is_told(tiny, monkeypatch):
-    monkeypatch.setattr(
-        "megatron_ibpo.data.generated._dataset", lambda name, parameters: type("None", (), {"size": 1})()
-    )
+    monkeypatch.setattr("megatron_ibpo.data.generated._dataset", lambda *_: SimpleNamespace(size=1))
     with pytest.raises(DataError, match="item 0: the task makes none: TypeError"):
         opened(f"{SCHEME}gcd", tiny)
 
@@ -279,6 +274,7 @@ def test_who_waits_for_a_task_is_told(tiny, monkeypatch, capsys):
 
 
 def test_a_bad_row_is_named_by_file_line_and_field(tiny, tmp_path):
+    path = tmp_path / "rows.jsonl"
     for lines, says in (
         ("not json", "line 1: not JSON"),
         ('{"prompt": "1", "label": "1"}\n\n[1]', "line 3: expected a JSON object, found list"),
@@ -308,14 +304,10 @@ def test_a_bad_row_is_named_by_file_line_and_field(tiny, tmp_path):
         ('{"prompt": "' + "1+" * 500_000 + '", "label": "1"}', "1,000,000 characters, far more than the 10"),
         ('{"' + "k" * 500_000 + '": 1}', "no field 'label' .found: 'kkk.{0,80}; --input-key and"),
     ):  # fmt: skip
-        (tmp_path / "rows.jsonl").write_text(lines)
+        path.write_text(lines)
         with pytest.raises(DataError, match=rf"rows\.jsonl.*{says}"):
-            opened(tmp_path / "rows.jsonl", tiny, max_prompt_len=10)
-
-
-def test_escapes_of_whole_characters_and_brackets_that_nest_a_little_are_read(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    path.write_text(r'{"prompt": "\ud83d\ude00", "deep": ' + "[" * 98 + "]" * 98 + "}")
+            opened(path, tiny, max_prompt_len=10)
+    path.write_text(r'{"prompt": "\ud83d\ude00", "deep": ' + "[" * 98 + "]" * 98 + "}")  # is read
     ((_, row),) = read_jsonl(path)
     assert row["prompt"] == "\U0001f600"
 
@@ -393,7 +385,7 @@ def test_the_correction_prompt_stays_inside_the_users_turn(chatty, tmp_path):
     )
 
 
-def test_a_student_who_always_drops_carries_and_borrows():
+def test_a_worked_solution_writes_every_step_and_a_student_drops_carries_and_borrows_or_slips():
     for expression, written in (
         ("6 + 7", "6+7=3#3"),  # the carry is dropped
         ("6 + 7 - 1", "6+7=3-1=2#2"),  # and what follows builds on it
@@ -403,9 +395,6 @@ def test_a_student_who_always_drops_carries_and_borrows():
         ("15 - 7", "15-7=18#18"),  # the borrow is dropped
     ):
         assert worked_solution(expression, random.Random(0), carry_dropped=1.0) == written
-
-
-def test_a_worked_solution_writes_every_step_and_a_student_slips():
     assert worked_solution("6 + 0 + 1 + 8 - 9") == "6+0=6+1=7+8=15-9=6#6"
     slips = {worked_solution("1 + 1", random.Random(i), slip=1.0) for i in range(50)}
     assert slips == {"1+1=0#0", "1+1=1#1", "1+1=3#3", "1+1=4#4"}

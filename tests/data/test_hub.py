@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,7 +14,7 @@ from megatron_ibpo.commands import sft
 from megatron_ibpo.config import ConfigError
 from megatron_ibpo.config.paths import display_name, missing_snapshot, read_hub_id
 from megatron_ibpo.config.run import RunConfig
-from megatron_ibpo.data.hub import HubError
+from megatron_ibpo.data.hub import HubError, with_local_copies
 from megatron_ibpo.data.hub_upload import UploadError, prepare_upload, upload_export
 from megatron_ibpo.run.checks import check_settings
 from megatron_ibpo.run.settings import parse_config
@@ -26,18 +23,18 @@ from support.paths import ROOT
 
 TINY, RECIPE = ROOT / "examples/tiny_qwen3", ROOT / "examples/recipes/small_cpu.yaml"
 OLD, NEW = "a" * 40, "b" * 40
-PROGRAM = """
-import json, sys
-from megatron_ibpo.data.hub import with_local_copies
-from megatron_ibpo.run.settings import parse_config
-for words in json.loads(sys.argv[1]):
-    try:
-        config = with_local_copies(parse_config(words))
-        data = config.data
-        print(json.dumps([str(config.model.hf_checkpoint), *data.prompt_data, data.eval_prompt_data]))
-    except ValueError as error:
-        print(json.dumps(str(error)))
-"""
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """The stand-in for this process, with a cache of its own."""
+    monkeypatch.setenv("HF_TOKEN", OWNER)
+    monkeypatch.setenv("IBPO_CWD", str(tmp_path))
+    with hub_stand_in() as hub:
+        constants = {"ENDPOINT": hub.url, "HF_HUB_CACHE": str(tmp_path / "cache"), "HF_HUB_OFFLINE": False}
+        for name, value in {**constants, "HF_HUB_DISABLE_XET": True}.items():
+            monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
+        yield hub
 
 
 def repositories(place):
@@ -54,63 +51,57 @@ def repositories(place):
     (place / "model/original/model.safetensors").write_bytes(b"the same weights in another layout")
 
 
-def test_ids_become_snapshots_of_the_cache_and_what_cannot_be_had_is_one_line(tmp_path):
-    def resolved(asked, offline):
-        """Return what becomes of each command line (model, prompts, held-out ones, or an error); stderr."""
-        found = subprocess.run(
-            [sys.executable, "-c", PROGRAM, json.dumps([*asked.values()])],
-            env={**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_ENDPOINT": hub.url,
-                 "HF_HUB_OFFLINE": offline, "IBPO_CWD": str(tmp_path), "PYTHONPATH": str(ROOT)},
-            check=True, capture_output=True, text=True, timeout=120,
-        )  # fmt: skip
-        return dict(zip(asked, map(json.loads, found.stdout.splitlines()), strict=True)), found.stderr
+def test_ids_become_snapshots_of_the_cache_and_what_cannot_be_had_is_one_line(
+    tmp_path, hub, monkeypatch, capsys
+):
+    def resolved(*words):
+        config = with_local_copies(parse_config(list(words)))
+        return str(config.model.hf_checkpoint), config.data.prompt_data, config.data.eval_prompt_data
+
+    def refusal(*words):
+        with pytest.raises(ValueError, match=r"^[^\n]*\Z") as refused:
+            resolved(*words)
+        return str(refused.value)
 
     repositories(tmp_path)
-    model, data = (
-        f"{tmp_path}/home/hub/{name}" for name in ("models--Qwen--Tiny", "datasets--openai--gsm8k")
-    )
+    hub.add("Qwen/Tiny", tmp_path / "model", NEW)
+    hub.add("datasets/openai/gsm8k", tmp_path / "gsm8k", NEW)
+    model, data = (f"{tmp_path}/cache/{name}" for name in ("models--Qwen--Tiny", "datasets--openai--gsm8k"))
     old, new = "snapshots/" + OLD, "snapshots/" + NEW
-    (tmp_path / "run").mkdir()
-    resumed = f"hf-checkpoint: {model}/{old}\nprompt-data:\n- {data}/{old}/main?weight=2\n"
-    (tmp_path / "run/config.yaml").write_text(resumed)
-    newest = ["--hf-checkpoint", "Qwen/Tiny", "--prompt-data", "openai/gsm8k?weight=2"]
-    of_data = ["--hf-checkpoint", str(TINY), "--prompt-data"]
-    held_out = ["--eval-prompt-data", "held=openai/gsm8k?split=test"]
-    asked = {
-        "newest": newest,
-        "resumed": [*newest, "--load", "run"],
-        "revision": ["--hf-checkpoint", f"Qwen/Tiny@{OLD}"],
-        "parts": [*of_data, "openai/gsm8k@main/socratic?task=mine", *held_out],
-        "no model": ["--hf-checkpoint", "Qwen/Nope"],
-        "no revision": ["--hf-checkpoint", "Qwen/Tiny@v2"],
-        "part of a model": ["--hf-checkpoint", "Qwen/Tiny/sub"],
-        "no data": [*of_data, "openai/gsm8k/other"],
-    }
-    with hub_stand_in() as hub:
-        hub.add("Qwen/Tiny", tmp_path / "model", NEW)
-        hub.add("datasets/openai/gsm8k", tmp_path / "gsm8k", NEW)
-        found, said = resolved(asked, "0")
-        offline, _ = resolved({"newest": newest, "not cached": [*of_data, "openai/none"]}, "1")
+    newest = "--hf-checkpoint", "Qwen/Tiny", "--prompt-data", "openai/gsm8k?weight=2"
+    of_data = "--hf-checkpoint", str(TINY), "--prompt-data"
 
-    assert found["newest"] == [f"{model}/{new}", f"{data}/{new}/main?weight=2&task=gsm8k", None]
-    held_out_of = f"held={data}/{new}/main?split=test&task=gsm8k"
-    assert found["parts"] == [str(TINY), f"{data}/{new}/socratic?task=mine", held_out_of]
-    assert offline["newest"] == found["newest"]
-    assert found["resumed"] == [f"{model}/{old}", f"{data}/{old}/main?weight=2&task=gsm8k", None], "its own"
-    assert found["revision"][0] == f"{model}/{old}"
+    found = resolved(*newest)
+    assert found == (f"{model}/{new}", (f"{data}/{new}/main?weight=2&task=gsm8k",), None)
+    said = capsys.readouterr().err
     assert f"Qwen/Tiny of the Hub: commit {NEW}" in said
     assert "openai/gsm8k has several data sets, main, socratic; taking main" in said
     weights = Path(model, new, "model.safetensors").read_bytes()
     assert weights == (TINY / "model.safetensors").read_bytes()
     assert not Path(model, new, "original").exists()
     assert not Path(data, new, "README.md").exists()
+    held_out = "--eval-prompt-data", "held=openai/gsm8k?split=test"
+    parts = resolved(*of_data, "openai/gsm8k@main/socratic?task=mine", *held_out)
+    assert parts[1:] == (
+        (f"{data}/{new}/socratic?task=mine",), f"held={data}/{new}/main?split=test&task=gsm8k"
+    )  # fmt: skip
 
-    assert "Qwen/Nope: there is no such path, and no model Qwen/Nope on http" in found["no model"]
-    assert "the model Qwen/Tiny has no revision v2" in found["no revision"]
-    assert "a model is owner/name or owner/name@revision" in found["part of a model"]
-    assert "no file there that ends in .jsonl" in found["no data"]
-    assert "HF_HUB_OFFLINE is set, and the cache in" in offline["not cached"]
-    assert not any("\n" in said for said in (*found.values(), *offline.values()) if isinstance(said, str))
+    assert resolved("--hf-checkpoint", f"Qwen/Tiny@{OLD}")[0] == f"{model}/{old}"
+    (tmp_path / "run").mkdir()
+    had = f"hf-checkpoint: {model}/{old}\nprompt-data:\n- {data}/{old}/main?weight=2\n"
+    (tmp_path / "run/config.yaml").write_text(had)
+    resumed = resolved(*newest, "--load", "run")
+    assert resumed == (f"{model}/{old}", (f"{data}/{old}/main?weight=2&task=gsm8k",), None), "its own commits"
+
+    said = refusal("--hf-checkpoint", "Qwen/Nope")
+    assert "Qwen/Nope: there is no such path, and no model Qwen/Nope on http" in said
+    assert "the model Qwen/Tiny has no revision v2" in refusal("--hf-checkpoint", "Qwen/Tiny@v2")
+    said = refusal("--hf-checkpoint", "Qwen/Tiny/sub")
+    assert "a model is owner/name or owner/name@revision" in said
+    assert "no file there that ends in .jsonl" in refusal(*of_data, "openai/gsm8k/other")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert resolved(*newest) == found
+    assert "HF_HUB_OFFLINE is set, and the cache in" in refusal(*of_data, "openai/none")
 
 
 def test_sft_and_runs_from_python_take_ids_too(monkeypatch, capsys):
@@ -123,37 +114,27 @@ def test_sft_and_runs_from_python_take_ids_too(monkeypatch, capsys):
         mi.open_run(mi.load_recipe(RECIPE, hf_checkpoint="Qwen/Nope"))
 
 
-@pytest.fixture
-def uploading(monkeypatch):
-    """The stand-in, which takes uploads from this process."""
-    monkeypatch.setenv("HF_TOKEN", OWNER)
-    with hub_stand_in() as hub:
-        for name, value in (("ENDPOINT", hub.url), ("HF_HUB_OFFLINE", False), ("HF_HUB_DISABLE_XET", True)):
-            monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
-        yield hub
-
-
-def test_an_export_is_uploaded_to_a_private_repository(tmp_path, uploading, capsys):
+def test_an_export_is_uploaded_to_a_private_repository(tmp_path, hub, capsys):
     shutil.copytree(TINY, tmp_path / "hf")
     for repo, stopped in (("me/tiny", False), ("me/other", True)):
         run = RunConfig(run_dir=tmp_path, push_to_hub=repo)
         prepare_upload(run)
         upload_export(run, stopped=stopped)
-    assert uploading.uploaded["me/tiny"] == {file.name: file.read_bytes() for file in TINY.iterdir()}
-    assert uploading.uploaded["me/other"] == {}
-    assert uploading.private == {"me/tiny", "me/other"}
+    assert hub.uploaded["me/tiny"] == {file.name: file.read_bytes() for file in TINY.iterdir()}
+    assert hub.uploaded["me/other"] == {}
+    assert hub.private == {"me/tiny", "me/other"}
     said = capsys.readouterr().err
-    assert f"uploaded {tmp_path}/hf to {uploading.url}/me/tiny" in said
+    assert f"uploaded {tmp_path}/hf to {hub.url}/me/tiny" in said
     assert "me/other: the run was stopped before its end, so nothing is uploaded" in said
 
 
-def test_what_cannot_be_uploaded_is_refused_before_the_run_starts(tmp_path, uploading, monkeypatch):
+def test_what_cannot_be_uploaded_is_refused_before_the_run_starts(tmp_path, hub, monkeypatch):
     def refusal(owner):
         with pytest.raises(HubError) as refused:
             prepare_upload(RunConfig(push_to_hub=f"{owner}/tiny"))
         return str(refused.value).removeprefix(f"--push-to-hub {owner}/tiny: ")
 
-    refused = f"nothing can be uploaded to {uploading.url}: You may not create models of you"
+    refused = f"nothing can be uploaded to {hub.url}: You may not create models of you"
     assert refusal("you") == refused
     run = RunConfig(run_dir=tmp_path, push_to_hub="me/tiny")
     with pytest.raises(UploadError, match=f"not uploaded: .*`hf upload me/tiny {tmp_path}/hf` tries again$"):

@@ -181,13 +181,11 @@ def test_bad_rows_are_named_or_skipped_and_counted(tmp_path, any_size):
     summary, *named = tally.lines()
     assert "left out 4 bad rows" in summary
     assert sorted(line.partition(": ")[0].rpartition(" ")[2] for line in named) == ["21", "22", "24", "25"]
-
-
-def test_where_no_row_can_be_used_that_is_said(tmp_path, everything_is_large):
-    path = jsonl(tmp_path / "rows.jsonl", [{"prompt": "x", "label": "1"}] * 20)
-    source = opened(path, data=DataConfig(skip_bad_rows=True))
-    with pytest.raises(DataError, match=r"next to no prompt is left .*20 bad rows"):
-        source.at(0)
+    jsonl(path, [{"prompt": "x", "label": "1"}] * 20)
+    with pytest.raises(
+        DataError, match=r"(next to no prompt is|no prompts in it that are) left .*20 bad rows"
+    ):
+        opened(path, data=DataConfig(skip_bad_rows=True)).at(0)
 
 
 def as_parquet(content):
@@ -267,7 +265,7 @@ def test_layouts_of_known_data_sets_are_recognised_and_said(tmp_path, any_size, 
         assert any("layout" in note and "label" in note for note in source.notes)
 
 
-def test_fields_of_a_row_go_with_its_prompt(tmp_path):
+def test_fields_of_a_row_go_with_its_prompt_and_named_ones_win_over_a_known_layout(tmp_path):
     row = {"prompt": "1+1=\n", "label": 2, "task": "sums", "metadata": {"level": 1}, "rm_type": "math"}
     (prompt,) = opened(jsonl(tmp_path / "a.jsonl", [row | {"id": "a-1"}]), split="eval").batch(0, 1)
     assert prompt.token_ids.tolist() == TINY.encode_prompt("1+1=\n")
@@ -275,13 +273,9 @@ def test_fields_of_a_row_go_with_its_prompt(tmp_path):
     assert prompt.head_length == len(prompt.token_ids)
     assert (prompt.label, prompt.task) == ("2", "sums")
     assert prompt.metadata == {"level": 1, "rm_type": "math", "id": "a-1"}
-
-
-def test_named_fields_win_over_a_known_layout_which_needs_an_answer(tmp_path):
-    row = {"question": "1=", "answer": "2\n#### 1"}
-    path = jsonl(tmp_path / "a.jsonl", [row])
+    path = jsonl(tmp_path / "a.jsonl", [{"question": "1=", "answer": "2\n#### 1"}])
     source = opened(path, data=DataConfig(input_key="question", label_key="answer"))
-    assert (source.at(0).label, source.notes) == (row["answer"], ())
+    assert (source.at(0).label, source.notes) == ("2\n#### 1", ())
     with pytest.raises(DataError, match=r"no field 'q'.*--input-key"):
         opened(path, data=DataConfig(input_key="q", label_key="answer"))
     with pytest.raises(DataError, match=r"line 1: field 'solution' has no \\boxed"):
@@ -451,14 +445,13 @@ def test_long_prompts_are_dropped_where_asked(tmp_path, any_size):
         assert plain(again.at(position)) == plain(source.at(position)), "whatever was drawn before"
 
 
-def test_questions_that_differ_in_white_space_alone_are_duplicates(tmp_path, any_size):
+def test_duplicates_but_for_white_space_are_left_out_and_ids_that_two_rows_share_are_named(
+    tmp_path, any_size
+):
     content = [{"prompt": f"{i % 25} ={' ' * (i // 25)}", "label": str(i)} for i in range(50)]
     source = opened(jsonl(tmp_path / "rows.jsonl", content), data=DataConfig(deduplicate=True))
     assert sorted(labels(source, 25), key=int) == numbers(25)
     assert (source.num_prompts(), source.tallies[0].counts) == (25, {"duplicates": 25})
-
-
-def test_ids_that_two_rows_share_are_named_or_left_out(tmp_path, any_size):
     path = jsonl(tmp_path / "rows.jsonl", [row | {"id": i % 49} for i, row in enumerate(rows(50))])
     with pytest.raises(
         DataError, match=r"line 50: id 0 is also that of (an earlier row|.*rows\.jsonl, line 1)"
@@ -588,38 +581,30 @@ def test_the_small_policy_learns_the_bundled_problems(tmp_path):
     assert 0.6 < sum(row["prompts/one"] for row in steps) / (16 * len(steps)) < 0.7
 
 
-@pytest.fixture
-def inspected(tmp_path, capsys):
-    """Return what `ibpo data` prints of one source, which is JSON if asked for."""
-    make_tiny_tokenizer().save_pretrained(tmp_path / "tokenizer")
-
-    def inspect(source, *flags):
+def test_the_inspection_counts_what_a_run_would_end_with(tmp_path, capsys):
+    def inspected(source, *flags):
         words = ["--hf-checkpoint", str(tmp_path / "tokenizer"), "--prompt-data", str(source), *flags]
         inspect_data.main(tyro.cli(inspect_data.Arguments, args=words))
-        said = capsys.readouterr().out
-        return json.loads(said) if "--json" in flags else said
+        return capsys.readouterr().out
 
-    return inspect
+    def counted(source, *flags):
+        return json.loads(inspected(source, "--json", *flags))
 
-
-def test_the_inspection_counts_what_a_run_would_end_with(tmp_path, inspected):
+    make_tiny_tokenizer().save_pretrained(tmp_path / "tokenizer")
     bad = [{"prompt": "x", "label": 1}, {"prompt": "1+" * 30 + "1=", "label": 1}]
     path = jsonl(tmp_path / "a.jsonl", [*rows(20), *rows(2), *bad])
-    found = inspected(path, "--json", "--rollout-max-context-len", "40", "--rollout-max-response-len", "20")
+    found = counted(path, "--rollout-max-context-len", "40", "--rollout-max-response-len", "20")
     assert (found["rows"], found["prompts"], found["is_whole"]) == (24, 22, True)
     duplicates = {"duplicates, which stay without --deduplicate": 2}
     assert found["left_out"] == {"bad rows": 1, "too long prompts": 1} | duplicates
     assert "line 23: the tokenizer has no token" in found["named"]["bad rows"][0]
     assert found["first"][0] == {"prompt": "<bos>0=", "label": "0", "task": "a"}
     assert sum(found["tokens"]["counts"]) == 22
-    assert inspected(path, "--json", "--deduplicate")["prompts"] == 21
-    found = inspected(CHAIN_SUM, "--json", "--most-rows", "30", "--show", "1")
+    assert counted(path, "--deduplicate")["prompts"] == 21
+    found = counted(CHAIN_SUM, "--most-rows", "30", "--show", "1")
     assert (found["rows"], found["is_whole"], len(found["first"])) == (30, False, 1)
 
-
-def test_the_inspection_is_printed_for_readers(tmp_path, inspected):
-    path = jsonl(tmp_path / "a.jsonl", [*rows(12), {"prompt": "1+1=", "label": 2, "task": "b"}])
-    said = inspected(path)
+    said = inspected(jsonl(path, [*rows(12), {"prompt": "1+1=", "label": 2, "task": "b"}]))
     assert all(part in said for part in ("13 rows looked at; 13 prompts", "a 12, b 1", "<bos>0=", "█"))
     with pytest.raises(DataError, match=r"nowhere\.jsonl: no such file"):
         inspected("nowhere.jsonl")

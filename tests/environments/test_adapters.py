@@ -144,13 +144,11 @@ def test_trl_methods_are_tools_and_errors_are_their_answers(made):
     assert first.messages == [{"role": "user", "content": "Play.\nThe word has 5 letters."}]
     assert [tool["name"] for tool in first.tools] == ["guess", "look"]
     prompt = [{"role": "user", "content": "Play."}]
+    unexpected = "Thing.guess() got an unexpected keyword argument 'word'"
     for message, answer in (
         (call("guess", guess="crust"), "2 letters are in it"),
         (call("look"), str({"n": 2, "prompt": prompt, "label": "five"})),
-        (
-            call("guess", word="crane"),
-            str({"error": "Thing.guess() got an unexpected keyword argument 'word'"}),
-        ),
+        (call("guess", word="crane"), str({"error": unexpected})),
         (call("think"), "{'error': 'Tool think not found.'}"),
         (call("guess", guess="crane"), "5 letters are in it"),
         (call("guess", guess="crane"), "{'error': 'Game over.'}"),
@@ -249,13 +247,18 @@ GYM = """
 """
 
 
-def test_a_gym_environment_is_over_when_it_is_truncated(made):
+def test_a_gym_environment_is_over_when_it_is_truncated_and_starts_alike_with_the_same_seed(made):
     environment = made(GYM.format(first="'Go.'", turn="'There.', 0.5, False, action == 'stop', {}"))
     assert opening(environment, "You are a robot.", seed=2**62) == ["You are a robot.\n\nGo."]
     assert not environment.step(say("go")).done
     assert environment.step(say("stop")).done
     assert environment.score() == 1.0
     environment.close()
+    environment = made(GYM.format(first="f'{random.random()} {np.random.rand()}'", turn="None"))
+    first, same, other = (opening(environment, seed=seed) for seed in (7, 7, 8))
+    assert first == same != other, "whether it draws from the global generators of Python or NumPy"
+    random.seed()
+    np.random.seed()
 
 
 def test_a_gym_environment_that_answers_in_another_form_says_which(made):
@@ -269,14 +272,6 @@ def test_a_gym_environment_that_answers_in_another_form_says_which(made):
         opening(environment)
         with pytest.raises((TypeError, ValueError), match=problem):
             environment.step(say("go"))
-
-
-def test_an_environment_that_draws_from_global_generators_starts_alike_with_the_same_seed(made):
-    environment = made(GYM.format(first="f'{random.random()} {np.random.rand()}'", turn="None"))
-    first, same, other = (opening(environment, seed=seed) for seed in (7, 7, 8))
-    assert first == same != other
-    random.seed()
-    np.random.seed()
 
 
 def test_a_textarena_game_shows_what_is_new_and_has_the_reward_of_its_end(made):

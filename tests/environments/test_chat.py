@@ -15,21 +15,14 @@ from support.chat_families import FAMILIES, end_ids, family_tokenizer, tagged_by
 
 FEW = settings(max_examples=10)
 
-KINDS = {"text": "string", "count": "integer", "exact": "boolean"}
-PROPERTIES = {name: {"type": kind} for name, kind in KINDS.items()}
-CALC = {
-    "name": "calc", "description": "Compute.", "parameters": {"type": "object", "properties": PROPERTIES}
-}  # fmt: skip
+PROPERTIES = {"text": {"type": "string"}, "count": {"type": "integer"}, "exact": {"type": "boolean"}}
+SCHEMA = {"type": "object", "properties": PROPERTIES}
+CALC = {"name": "calc", "description": "Compute.", "parameters": SCHEMA}
 QUESTION = [{"role": "user", "content": "q"}]
 REWRITTEN = {"qwen3", "qwen3_5", "glm4_5", "gpt_oss"}
 """Families whose templates write earlier turns otherwise than the last one."""
 
-RENDERERS = {
-    "qwen3": (renderers.Qwen3Renderer, renderers.Qwen3RendererConfig),
-    "qwen3_5": (renderers.Qwen35Renderer, renderers.Qwen35RendererConfig),
-    "glm4_5": (renderers.GLM45Renderer, renderers.GLM45RendererConfig),
-    "llama3_2": (renderers.Llama3Renderer, renderers.Llama3RendererConfig),
-}
+RENDERERS = {"qwen3": "Qwen3", "qwen3_5": "Qwen35", "glm4_5": "GLM45", "llama3_2": "Llama3"}
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 CHATML += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
@@ -126,7 +119,7 @@ def test_where_the_template_rewrites_nothing_the_ids_are_those_it_renders(chat_o
 @given(messages=answers, more=words)
 def test_extending_equals_the_bridge_of_the_renderers_package(chat_of, name, messages, more):
     tokenizer, chat, ends = chat_of(name)
-    kind, config = RENDERERS[name]
+    kind, config = (getattr(renderers, RENDERERS[name] + end) for end in ("Renderer", "RendererConfig"))
     prompt = chat.open(QUESTION, [])
     policy = turn_ids(tokenizer, ends, assistant("done"))
     if messages[0]["role"] == "tool" and name != "llama3_2":
@@ -188,9 +181,7 @@ TAGS = [
 
 @pytest.mark.parametrize("name", [*FAMILIES, "plain"])
 @FEW
-@given(
-    parts=st.lists(st.one_of(st.sampled_from(TAGS), words), max_size=12), ids=st.lists(st.integers(0, 270))
-)
+@given(st.lists(st.one_of(st.sampled_from(TAGS), words), max_size=12), st.lists(st.integers(0, 270)))
 def test_reading_never_fails_and_gives_what_any_record_can_hold(chat_of, name, parts, ids):
     tokenizer, chat, _ = chat_of(name)
     for turn in (tokenizer.encode("".join(parts)), ids):
@@ -224,24 +215,18 @@ def test_a_turn_that_repeats_itself_is_read_as_text_at_once(chat_of):
         assert "tool_calls" not in read
 
 
-def test_arguments_that_are_the_text_of_an_object_are_parsed(chat_of):
+def test_arguments_are_an_object_with_the_types_of_the_schema(chat_of):
     tokenizer, chat, _ = chat_of("qwen2_5")
     text = '<tool_call>{"name": "calc", "arguments": "{\\"count\\": 3}"}</tool_call>'
     assert chat.read(tokenizer.encode(text))["tool_calls"] == [call({"count": 3})]
-
-
-def test_the_schema_tells_a_number_from_its_text_where_the_format_writes_both_alike(chat_of):
-    for name in ("qwen3_5", "glm4_5"):
+    for name in ("qwen3_5", "glm4_5"):  # which write a number and its text alike
         tokenizer, chat, ends = chat_of(name)
         ids = turn_ids(tokenizer, ends, assistant(tool_calls=[call({"text": "12"})]))
         assert chat.read(ids, [CALC])["tool_calls"] == [call({"text": "12"})]
         assert chat.read(ids)["tool_calls"] == [call({"text": 12})]
-
-
-def test_an_answer_in_json_is_no_call_where_no_tools_are(chat_of):
     tokenizer, chat, _ = chat_of("llama3_2")
-    text = '{"name": "Ada", "parameters": {}}'
-    assert chat.read(tokenizer.encode(text), []) == assistant(text)
+    answered = '{"name": "Ada", "parameters": {}}'
+    assert chat.read(tokenizer.encode(answered), []) == assistant(answered), "no call where no tools are"
 
 
 def test_what_the_template_puts_after_a_turn_is_added_unless_the_policy_wrote_it(chat_of):
@@ -257,16 +242,16 @@ def test_what_the_template_puts_after_a_turn_is_added_unless_the_policy_wrote_it
         tokenizer, chat, _ = chat_of(name)
         added = chat.extend(tokenizer.encode(end), [user("more")])
         assert tokenizer.decode_all(added).startswith(first)
-        with pytest.raises(ValueError, match="a turn that was cut cannot be extended"):
-            chat.extend([1, 2, 3], [user("more")])
+    with pytest.raises(ValueError, match="a turn that was cut cannot be extended"):
+        chat.extend([1, 2, 3], [user("more")])
 
 
 def test_a_run_says_at_its_start_how_calls_are_read_and_whether_turns_are_rewritten(chat_of):
+    formats = {"qwen2_5": "Hermes", "qwen3_5": "Qwen3.5", "glm4_5": "GLM-4.5", "llama3_2": "Llama 3"}
+    formats["gpt_oss"] = "gpt-oss"
     for name in FAMILIES:
         _, chat, _ = chat_of(name)
-        formats = {"qwen2_5": "Hermes", "qwen3_5": "Qwen3.5", "glm4_5": "GLM-4.5", "llama3_2": "Llama 3"}
-        of_family = {**formats, "gpt_oss": "gpt-oss"}.get(name, "Qwen3")
-        assert chat.notes[0].endswith(f"calls are read in the format of {of_family}")
+        assert chat.notes[0].endswith(f"calls are read in the format of {formats.get(name, 'Qwen3')}")
         assert len(chat.notes) == 1 + (name in REWRITTEN)
         assert all("writes earlier turns differently" in note for note in chat.notes[1:])
 
@@ -291,9 +276,8 @@ def test_a_template_without_tools_gets_them_as_text(tmp_path):
 def test_settings_of_the_template_hold_in_every_turn(tmp_path, chat_of):
     tokenizer, _, ends = chat_of("qwen3")
     chat = in_directory(tmp_path, tokenizer, ends, enable_thinking=False)
-    prompt = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
-    assert tokenizer.decode_all(chat.open(QUESTION, [])).endswith(prompt)
-    assert tokenizer.decode_all(chat.extend([ends[0]], QUESTION)).endswith(prompt)
+    for ids in (chat.open(QUESTION, []), chat.extend([ends[0]], QUESTION)):
+        assert tokenizer.decode_all(ids).endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
 
 
 def test_without_a_template_turns_are_plain_text_one_after_the_other(tmp_path):

@@ -16,10 +16,8 @@ from importlib import import_module
 
 import pytest
 
-from megatron_ibpo.config import load_hook
 from megatron_ibpo.environments.adapters import load_environment
 from support.environment_frameworks import write_compared_environments
-from support.paths import ROOT
 from support.players import call, guess_number, say
 
 pytestmark = pytest.mark.slow
@@ -99,7 +97,7 @@ def test_a_game_of_textarena_is_won_in_every_wrapping(directory, name):
 
 
 OF_TRL = """
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 from trl.experimental.harbor import HarborBashEnv
@@ -187,33 +185,6 @@ def test_an_environment_of_trl_whose_tools_a_server_lists_plays(of_trl):
     assert environment.score() == {"score": 0.5, "tool_calls": 3, "tool_errors": 1}
     environment.close()
     assert of_trl.Server.open_sessions == 0
-
-
-@pytest.mark.timeout(600)
-def test_the_trainer_of_trl_shows_the_policy_the_same_tools(of_trl, tmp_path):
-    grpo = needs("trl.trainer.grpo_trainer")
-    from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import get_json_schema
-    from trl.chat_template_utils import qwen3_chat_template
-
-    # without Harbor's, whose __del__ waits for ever at the end of a process that has kept one
-    targets = {"guess": "guess_trl:GuessTheNumber", "adds": "of_trl:adds"}
-    model = ROOT / "examples" / "tiny_qwen3_agent"
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    tokenizer.chat_template = qwen3_chat_template  # one that it knows how to parse
-    rows = [{"prompt": [{"role": "user", "content": "?"}], "environment": name} for name in targets]
-    trainer = grpo.GRPOTrainer(
-        model=AutoModelForCausalLM.from_pretrained(model),
-        processing_class=tokenizer,
-        reward_funcs=lambda environments, **_: [1.0] * len(environments),
-        environment_factory={name: load_hook("--environment", target) for name, target in targets.items()},
-        train_dataset=Dataset.from_list(rows),
-        args=grpo.GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none"),
-    )
-    for name, target in targets.items():
-        theirs = [get_json_schema(tool)["function"] for tool in trainer._env_tools[name]]
-        assert load_environment(target)().reset("", "", {}, 0).tools == theirs
 
 
 @contextmanager

@@ -1,11 +1,8 @@
 """Code rewards: what is taken as the program, what counts as right, and what cheats come to."""
 
 import json
-import threading
 from concurrent.futures import ThreadPoolExecutor
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, ClassVar
 
 import pytest
 
@@ -13,7 +10,6 @@ from megatron_ibpo.basics.records import Prompt, token_ids
 from megatron_ibpo.config import DataConfig
 from megatron_ibpo.rewards import open_verifier
 from megatron_ibpo.rewards.code import extract_answer, label_problem, offered_imports, same_output, score
-from megatron_ibpo.rewards.executors import RemoteExecutor
 from megatron_ibpo.rewards.sandbox import Limits, Process, SandboxError, bubblewrap
 from support.sandboxed import adopts_no_longer, needs_sandbox  # noqa: F401
 
@@ -341,84 +337,6 @@ def test_a_sandbox_that_fails_is_an_error_of_the_verifier(monkeypatch):
     monkeypatch.setattr(bubblewrap, "visible_paths", lambda: ("/nowhere",))
     with pytest.raises(SandboxError, match="nowhere"), Process("program", "", [""], limits=Limits()):
         pass
-
-
-class Server(BaseHTTPRequestHandler):
-    """A stand-in for SandboxFusion: runs what it is posted, or answers what is in `answers`."""
-
-    answers: ClassVar[list[Any]] = []
-    requests: ClassVar[list[Any]] = []
-
-    def do_POST(self):
-        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.requests.append(request)
-        status, content = self.answers.pop(0) if self.answers else (200, self.executed(request))
-        body = content if isinstance(content, bytes) else json.dumps(content).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def executed(self, request):
-        assert request["language"] == "python"
-        limits, given = Limits(request["run_timeout"], request["memory_limit_MB"] << 20), request["stdin"]
-        # not isolated: what a server runs may start processes
-        with Process(
-            "program", request["code"], [""], stdin=given.encode(), limits=limits, isolated=False
-        ) as process:
-            done = process.finish()
-        result = {"status": "TimeLimitExceeded" if done.reached else "Finished", "execution_time": 0.1}
-        result |= {"return_code": done.status, "stdout": done.stdout.decode(), "stderr": done.stderr}
-        status = "Success" if done.status == 0 else "Failed"
-        return {"status": status, "message": "", "compile_result": None, "run_result": result, "files": {}}
-
-    def log_message(self, *_):
-        pass
-
-
-@pytest.fixture
-def url(monkeypatch):
-    monkeypatch.setattr("megatron_ibpo.rewards.executors._FIRST_WAIT", 0.01)
-    monkeypatch.setattr(Server, "requests", [])
-    with ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-
-
-def test_a_server_grades_all_formats(url):
-    for program, label in (
-        (ADD, SUM),
-        ("def append(a, b): return [*a, b]", APPEND),
-        ("def square(x): return x * x", CHECK),
-    ):
-        assert passes(program, label, executor=url)
-        assert not passes("def square(x): return 0\ndef append(a, b): return 0", label, executor=url)
-    assert {request["memory_limit_MB"] for request in Server.requests} == {1024}
-    assert graded("while True: pass", SUM, seconds=0.2, executor=url)["timed_out"] == 1.0
-
-
-def test_a_server_that_fails_is_asked_again_and_then_is_an_error(url, monkeypatch):
-    failed = (200, {"status": "SandboxError", "message": "full", "run_result": None})
-    monkeypatch.setattr(Server, "answers", [(503, {}), failed])
-    assert passes(ADD, SUM, executor=url)
-    for answer, times, why in (
-        (failed, 3, "full"),
-        ((500, b"?"), 3, "500"),
-        ((200, b"?"), 3, "JSONDecodeError"),
-        ((400, {}), 1, "400"),
-    ):
-        monkeypatch.setattr(Server, "answers", [answer] * times)
-        Server.requests.clear()
-        with pytest.raises(SandboxError, match=why):
-            graded("print(1)", SUM, executor=url)
-        assert len(Server.requests) == times
-
-
-def test_a_server_is_named_by_its_url():
-    for url in ("sandbox:8080", "ftp://x", "http://", "x"):
-        with pytest.raises(ValueError, match="--code-executor"):
-            RemoteExecutor(url)
 
 
 def test_the_tiny_task_is_right_for_its_own_functions_alone():

@@ -1,7 +1,8 @@
-"""Rewards from a server, by stand-ins on this machine: a judge, and a server that gives numbers."""
+"""Rewards from servers, by stand-ins: a judge, one that gives numbers and one that runs programs."""
 
 import asyncio
 import importlib
+import json
 import threading
 import time
 from contextlib import contextmanager
@@ -10,12 +11,14 @@ from types import SimpleNamespace
 import pytest
 import uvicorn
 from starlette.applications import Starlette
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from megatron_ibpo.basics.records import Prompt, token_ids
 from megatron_ibpo.config import ConfigError, DataConfig
-from megatron_ibpo.rewards import Verifier, check_servers, http_judge, reward_functions
+from megatron_ibpo.rewards import Verifier, check_servers, code, http_judge, reward_functions
+from megatron_ibpo.rewards.executors import RemoteExecutor
+from megatron_ibpo.rewards.sandbox import Limits, Process, SandboxError
 from megatron_ibpo.rewards.workers import WorkerPool
 from support.documented_modules import write_modules
 
@@ -52,7 +55,7 @@ def serving(answer):
         status, content = found if isinstance(found, tuple) else (200, found)
         await asyncio.sleep(600 if content == HANG else 0)
         sent.in_flight -= 1
-        return JSONResponse(content, status)
+        return Response(content, status) if isinstance(content, bytes) else JSONResponse(content, status)
 
     with served(Starlette(routes=[Route("/{path:path}", handle, methods=["GET", "POST"])])) as url:
         yield url, sent
@@ -260,3 +263,65 @@ def test_the_documented_score_server_scores(pool, tmp_path, monkeypatch):
         check_servers(DataConfig(**settings))
         scores = score(pool, "it is 42", "it is 43", **settings)
     assert [score.reward for score in scores] == [1.0, 0.0]
+
+
+def executed(request, times):
+    """Run a program as SandboxFusion does."""
+    assert (request["language"], request["memory_limit_MB"]) == ("python", 1024)
+    limits = Limits(request["run_timeout"], request["memory_limit_MB"] << 20)
+    given = {
+        "stdin": request["stdin"].encode(),
+        "limits": limits,
+        "isolated": False,
+    }  # it may start processes
+    with Process("program", request["code"], [""], **given) as process:
+        done = process.finish()
+    result = {"status": "TimeLimitExceeded" if done.reached else "Finished", "execution_time": 0.1}
+    result |= {"return_code": done.status, "stdout": done.stdout.decode(), "stderr": done.stderr}
+    status = "Success" if done.status == 0 else "Failed"
+    return {"status": status, "message": "", "compile_result": None, "run_result": result, "files": {}}
+
+
+SUM = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3", "7"]}
+ADD = "print(sum(map(int, input().split())))"
+
+
+def graded(url, program, label, **settings):
+    metadata = {"code_execution": {"seconds": 20.0, "executor": url, **settings}}
+    return code.score("", f"```python\n{program}\n```", json.dumps(label), metadata)
+
+
+def test_a_server_that_runs_programs_grades_all_formats():
+    append = {"inputs": ["[1, 2]\n3"], "outputs": ["[1, 2, 3]"], "fn_name": "append"}
+    check = {"test": "def check(candidate):\n    assert candidate(2) == 4\n", "entry_point": "square"}
+    with serving(executed) as (url, _):
+        for program, label in (
+            (ADD, SUM),
+            ("def append(a, b): return [*a, b]", append),
+            ("def square(x): return x * x", check),
+        ):
+            assert graded(url, program, label)["score"] == 1.0
+            assert graded(url, "def square(x): return 0\ndef append(a, b): return 0", label)["score"] == 0.0
+        assert graded(url, "while True: pass", SUM, seconds=0.2)["timed_out"] == 1.0
+    for url in ("sandbox:8080", "ftp://x", "http://", "x"):
+        with pytest.raises(ValueError, match="--code-executor"):
+            RemoteExecutor(url)
+
+
+def test_a_server_that_fails_to_run_programs_is_asked_again_and_then_is_an_error(monkeypatch):
+    monkeypatch.setattr("megatron_ibpo.rewards.executors._FIRST_WAIT", 0.01)
+    failed = {"status": "SandboxError", "message": "full", "run_result": None}
+    answers = [(503, {}), failed]
+    with serving(lambda *request: answers.pop(0) if answers else executed(*request)) as (url, sent):
+        assert graded(url, ADD, SUM)["score"] == 1.0
+        for answer, times, why in (
+            (failed, 3, "full"),
+            ((500, b"?"), 3, "500"),
+            ((200, b"?"), 3, "JSONDecodeError"),
+            ((400, {}), 1, "400"),
+        ):
+            answers += [answer] * times
+            sent.bodies.clear()
+            with pytest.raises(SandboxError, match=why):
+                graded(url, "print(1)", SUM)
+            assert len(sent.bodies) == times
