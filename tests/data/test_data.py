@@ -1,4 +1,4 @@
-"""Tokenizers, generated tasks, rows of JSONL, chat templates and the correction prompt."""
+"""Tokenizers, generated tasks, rows of JSONL, chat templates, correction prompts, rows to learn from."""
 
 import json
 import random
@@ -9,16 +9,19 @@ from contextlib import suppress
 from types import SimpleNamespace
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import reasoning_gym
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pyarrow import parquet
 from tiny_tokenizer import CHAIN_SUM_HEAD, make_tiny_tokenizer
 from worked_solutions import mended_solution, worked_solution
 
 from megatron_ibpo.basics.records import token_ids
 from megatron_ibpo.config import DataConfig
 from megatron_ibpo.data import CorrectionTemplate, DataError, load_tokenizer, open_source, open_sources
+from megatron_ibpo.data.demonstrations import DemonstrationReader
 from megatron_ibpo.data.row_prompts import read_jsonl
 from megatron_ibpo.data.tokenizer import thinking_marks
 from support.byte_tokenizers import byte_level
@@ -39,6 +42,14 @@ INSTRUCTION_K1 = (
 )
 
 
+def template(turn):
+    """A ChatML template that writes a turn after its role like this."""
+    return (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n" + turn + "<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+
+
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
     path = tmp_path_factory.mktemp("tiny")
@@ -49,11 +60,7 @@ def tiny(tmp_path_factory):
 @pytest.fixture(scope="module")
 def chatty():
     """A byte-level tokenizer with a ChatML template."""
-    return byte_level(
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
-        merges=[("a", "a"), ("n", ".")],
-    )
+    return byte_level(template("{{ m.content | trim }}"), merges=[("a", "a"), ("n", ".")])
 
 
 def opened(spec, tokenizer, *, split="train", max_prompt_len=None, **data):
@@ -328,15 +335,15 @@ def test_a_chat_template_runs_in_a_sandbox(tmp_path):
         assert len(messages) == 1
 
 
-def row_file(path, **row):
-    path.write_text(json.dumps({"label": "2", **row}))
+def jsonl(path, *rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
 def test_chat_prompts_are_the_templates_own_and_split_after_the_users_words(chatty, tmp_path):
     for content in ("Who is Ann.", "  padded \n", "aaa", "a\n<|im_end|>"):
         messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": content}]
-        path = row_file(tmp_path / "a.jsonl", prompt=messages)
+        path = jsonl(tmp_path / "a.jsonl", {"label": "2", "prompt": messages})
         (prompt,) = opened(path, chatty, apply_chat_template=True).batch(0, 1)
         own = chatty._tokenizer
         whole = own.apply_chat_template(
@@ -349,13 +356,14 @@ def test_chat_prompts_are_the_templates_own_and_split_after_the_users_words(chat
 
 def test_a_chat_needs_a_template_and_ends_with_the_user(tiny, chatty, tmp_path):
     with pytest.raises(DataError, match="no chat template"):
-        opened(row_file(tmp_path / "a.jsonl", prompt="1"), tiny, apply_chat_template=True)
-    path = row_file(tmp_path / "a.jsonl", prompt=[{"role": "assistant", "content": "1"}])
+        opened(jsonl(tmp_path / "a.jsonl", {"label": "2", "prompt": "1"}), tiny, apply_chat_template=True)
+    messages = [{"role": "assistant", "content": "1"}]
+    path = jsonl(tmp_path / "a.jsonl", {"label": "2", "prompt": messages})
     with pytest.raises(DataError, match=r"a\.jsonl, line 1: the last message must be the user's"):
         opened(path, chatty, apply_chat_template=True)
 
 
-def test_the_correction_prompt_shows_the_candidates_after_the_question(tiny):
+def test_the_correction_prompt_shows_the_candidates_after_the_question(tiny, chatty, tmp_path):
     wrong, right = (token_ids(tiny.encode(text)) for text in ("1+2=4#4", "1+2=3#3"))
     (prompt,) = opened(CHAIN_SUM, tiny).batch(0, 1)
     ids = CorrectionTemplate(tiny, 2)(prompt, wrong, [right])
@@ -371,10 +379,7 @@ def test_the_correction_prompt_shows_the_candidates_after_the_question(tiny):
         assert tiny.decode(ids) == f"{prompt.text}\nCandidate solution 1: 1+2=4#4\n{INSTRUCTION_K1}\n"
     with pytest.raises(DataError, match="--ibpo-k"):
         CorrectionTemplate(tiny, 3)  # it has no token for "three"
-
-
-def test_the_correction_prompt_stays_inside_the_users_turn(chatty, tmp_path):
-    path = row_file(tmp_path / "a.jsonl", prompt="1+1?")
+    path = jsonl(tmp_path / "a.jsonl", {"label": "2", "prompt": "1+1?"})
     (prompt,) = opened(path, chatty, apply_chat_template=True).batch(0, 1)
     target, *references = [token_ids(chatty.encode(text)) for text in "ABC"]
     ids = CorrectionTemplate(chatty, 3)(prompt, target, references)
@@ -382,7 +387,7 @@ def test_the_correction_prompt_stays_inside_the_users_turn(chatty, tmp_path):
         "<|im_start|>user\n1+1?\nCandidate solution 1: A\nCandidate solution 2: B\nCandidate solution 3: C\n"
         + INSTRUCTION_K2.replace("two", "three")
         + "<|im_end|>\n<|im_start|>assistant\n"
-    )
+    ), "inside the user's turn"
 
 
 def test_a_worked_solution_writes_every_step_and_a_student_drops_carries_and_borrows_or_slips():
@@ -419,3 +424,98 @@ def test_what_follows_a_mended_step_is_solved_with_the_students_own_errors():
     assert noisy == "6+7=13+1=14+9=13#13"
     with pytest.raises(ValueError, match="1 steps"):
         mended_solution("9 + 9 + 1", "9+9=8#8", random.Random(0), skill=0.9)
+
+
+CHATML = template("{{ m.content }}")
+SAID = ("user", "1+1"), ("assistant", "2"), ("user", "2+2"), ("assistant", "4"), ("user", "never answered")
+CHAT = [{"role": role, "content": content} for role, content in SAID]
+
+
+def demonstrations(path, tokenizer, **data):
+    config = DataConfig(label_key="response", **{"apply_chat_template": True, **data})
+    return open_sources(
+        [str(path)], tokenizer, config, split="eval", max_prompt_len=200, reader_type=DemonstrationReader
+    )
+
+
+def learned(path, chat_template, position=0, **data):
+    """Return (text of the prompt, text of what follows, its part in the loss) of each sequence of a row."""
+    tokenizer = byte_level(chat_template)
+    return [
+        (
+            tokenizer.decode_all(own.prompt),
+            tokenizer.decode_all(own.response),
+            tokenizer.decode_all([i for i, t in zip(own.response, own.is_trained, strict=True) if t]),
+        )
+        for own in demonstrations(path, tokenizer, **data).at(position).turns
+    ]
+
+
+def test_only_the_assistants_turns_of_a_chat_are_in_the_loss(tmp_path):
+    path = jsonl(tmp_path / "a.jsonl", {"messages": CHAT}, {"messages": CHAT[:2]})
+    prompt = "<|im_start|>user\n1+1<|im_end|>\n<|im_start|>assistant\n"
+    between = "\n<|im_start|>user\n2+2<|im_end|>\n<|im_start|>assistant\n"
+    whole = [(prompt, f"2<|im_end|>{between}4<|im_end|>", "2<|im_end|>4<|im_end|>")]
+    assert learned(path, CHATML) == whole
+    parquet.write_table(pa.Table.from_pylist([{"messages": CHAT}]), tmp_path / "a.parquet")
+    assert learned(tmp_path / "a.parquet", CHATML) == whole
+    assert learned(path, CHATML, 1) == [(prompt, "2<|im_end|>", "2<|im_end|>")]
+
+
+def test_a_chat_with_tools_shows_them_and_the_calls_are_in_the_loss(tmp_path):
+    calls = "{% for c in m.tool_calls or [] %}<call>{{ c.function.name }}</call>{% endfor %}"
+    with_tools = "{% if tools %}{{ tools | tojson }}\n{% endif %}" + template("{{ m.content }}" + calls)
+    call = {"id": "a", "type": "function", "function": {"name": "add", "arguments": {"x": 1}}}
+    chat = [CHAT[0], {"role": "assistant", "content": None, "tool_calls": [call]}]
+    chat += [{"role": "tool", "content": "2"}, {"role": "assistant", "content": "It is 2."}]
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    path = jsonl(tmp_path / "a.jsonl", {"messages": chat, "tools": tools})
+    ((prompt, _, loss),) = learned(path, with_tools)
+    assert prompt.startswith('[{"type": "function", "function": {"name": "add"}}]\n<|im_start|>user\n1+1')
+    assert loss == "<call>add</call><|im_end|>It is 2.<|im_end|>"
+
+
+def test_a_turn_that_is_shown_differently_later_is_a_sequence_of_its_own_and_one_without_an_end_gets_one(
+    tmp_path,
+):
+    path = jsonl(tmp_path / "a.jsonl", {"messages": CHAT})
+    thought = "{% if m.role == 'assistant' and loop.last %}<think></think>{% endif %}"  # as Qwen3's
+    (_, _, first), (prompt, _, second) = learned(path, template(thought + "{{ m.content }}"))
+    assert (first, second) == ("<think></think>2<|im_end|>", "<think></think>4<|im_end|>")
+    assert "assistant\n2<|im_end|>" in prompt
+    without_end = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    assert [loss for _, _, loss in learned(path, without_end)] == ["2<|im_end|>", "4<|im_end|>"]
+
+
+def test_prompt_and_response_are_joined_as_a_policy_writes_them(tmp_path):
+    path = jsonl(tmp_path / "a.jsonl", {"prompt": "1+1=", "response": "2"})
+    plain = learned(path, CHATML, apply_chat_template=False)
+    assert plain == [("1+1=", "2<|im_end|>", "2<|im_end|>")]
+    (chat,) = learned(path, CHATML)
+    assert chat == ("<|im_start|>user\n1+1=<|im_end|>\n<|im_start|>assistant\n", "2<|im_end|>", "2<|im_end|>")
+
+
+def test_a_row_that_cannot_be_learned_from_is_refused_with_its_place_or_left_out_and_counted(tmp_path):
+    for row, fault in (
+        ({"messages": CHAT[:1]}, "field 'messages' has no turn of the assistant to learn from"),
+        ({"messages": CHAT[1:]}, "the first message is the assistant's"),
+        ({"messages": [{"role": "user"}]}, "field 'messages', message 0: needs text"),
+        ({"messages": CHAT[:2], "tools": "add"}, "field 'tools' must be a list of objects"),
+        ({"prompt": "1+1"}, "neither 'messages' nor 'prompt' and 'response'"),
+        ({"prompt": "1+1", "response": ""}, "field 'response' is empty"),
+        ({"response": "2"}, "no field 'prompt' beside 'response'"),
+        ({"prompt": "1+1", "response": "2" * 300}, "tokens, and the context holds 200"),
+    ):
+        path = jsonl(tmp_path / "a.jsonl", {"messages": CHAT}, row)
+        with pytest.raises(DataError) as refused:
+            demonstrations(path, byte_level(CHATML))
+        assert str(refused.value).startswith(f"{path}, line 2: ")
+        assert fault in str(refused.value)
+    rows = [{"prompt": "1", "response": "2"}, {"prompt": "1"}, {"prompt": "1", "response": "2" * 300}]
+    path = jsonl(tmp_path / "a.jsonl", *rows)
+    source = demonstrations(path, byte_level(CHATML), skip_bad_rows=True, drop_long_prompts=True)
+    assert len(source) == 1
+    assert len([note for note in source.notes if "left out 1" in note]) == 2

@@ -31,8 +31,14 @@ def hub(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", OWNER)
     monkeypatch.setenv("IBPO_CWD", str(tmp_path))
     with hub_stand_in() as hub:
-        constants = {"ENDPOINT": hub.url, "HF_HUB_CACHE": str(tmp_path / "cache"), "HF_HUB_OFFLINE": False}
-        for name, value in {**constants, "HF_HUB_DISABLE_XET": True}.items():
+        files = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
+        for name, value in (
+            ("ENDPOINT", hub.url),
+            ("HUGGINGFACE_CO_URL_TEMPLATE", files),
+            ("HF_HUB_CACHE", str(tmp_path / "cache")),
+            ("HF_HUB_OFFLINE", False),
+            ("HF_HUB_DISABLE_XET", True),
+        ):
             monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
         yield hub
 

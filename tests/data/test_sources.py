@@ -162,12 +162,7 @@ def test_opening_a_large_file_reads_a_small_part_of_it(tmp_path, monkeypatch):
 
 
 def test_bad_rows_are_named_or_skipped_and_counted(tmp_path, any_size):
-    bad = [
-        b'{"prompt": "1="',
-        b'["1="]',
-        b'{"prompt": "\xff=", "label": "1"}',
-        b'{"prompt": "x", "label": "1"}',
-    ]
+    bad = [b'{"prompt": "1="', b'["1="]', b'{"prompt": "\xff=", "label": 1}', b'{"prompt": "x", "label": 1}']
     lines = as_lines(rows(40)).splitlines()
     lines[20:20] = [*bad[:2], b"", *bad[2:]]
     path = tmp_path / "rows.jsonl"
@@ -182,9 +177,7 @@ def test_bad_rows_are_named_or_skipped_and_counted(tmp_path, any_size):
     assert "left out 4 bad rows" in summary
     assert sorted(line.partition(": ")[0].rpartition(" ")[2] for line in named) == ["21", "22", "24", "25"]
     jsonl(path, [{"prompt": "x", "label": "1"}] * 20)
-    with pytest.raises(
-        DataError, match=r"(next to no prompt is|no prompts in it that are) left .*20 bad rows"
-    ):
+    with pytest.raises(DataError, match=r"(next to no prompt is|no prompts in it.* are) left .*20 bad rows"):
         opened(path, data=DataConfig(skip_bad_rows=True)).at(0)
 
 
@@ -249,10 +242,7 @@ def test_layouts_of_known_data_sets_are_recognised_and_said(tmp_path, any_size, 
     for row, label in (
         ({"question": question, "answer": "1 + 1 = 1,002 <<1+1=2>>\n#### 1,002"}, "1002"),  # GSM8K
         ({"problem": question, "solution": r"So $\boxed{3}$.", "answer": "2"}, "2"),  # OpenR1-Math
-        (
-            {"problem": question, "solution": r"Not \boxed{3} but \boxed{\frac{1}{2}}."},
-            r"\frac{1}{2}",
-        ),  # NuminaMath
+        ({"problem": question, "solution": r"Not \boxed{3} but \boxed{\pi}."}, r"\pi"),  # NuminaMath
         ({"messages": messages, "label": 2}, "2"),
         ({**of_verl, "data_source": "sums", "extra_info": {"index": 2, "score": math.nan}}, "2"),
         ({**of_verl, "reward_model": {"ground_truth": truth}, "extra_info": None}, json.dumps(truth)),
