@@ -323,11 +323,6 @@ def test_the_documented_calculator_is_played(directory):
     environment.close()
 
 
-def content(turn):
-    [message] = turn.messages
-    return message["content"]
-
-
 def test_text_goes_into_the_named_field_and_what_comes_back_or_one_field_of_it_is_shown():
     class Coding:
         """Runs a program, in a field of its own; one field or several come back."""
@@ -341,20 +336,20 @@ def test_text_goes_into_the_named_field_and_what_comes_back_or_one_field_of_it_i
     with serving(create_app(Coding)) as server, EnvironmentPool(EnvironmentConfig()) as pool:
         pool.check(server)  # which resets nothing
         environment = load_environment(f"{server}?action_field=code")()
-        opening = environment.reset("Print.", "a", {"difficulty": 2}, 2**31 + 5)
-        assert opening.messages == [{"role": "user", "content": "Print.\n\nPrint. a 5 2"}]
+        texts = opening(environment, "Print.", "a", seed=2**31 + 5, difficulty=2)
+        assert texts == ["Print.\n\nPrint. a 5 2"]
         turn = environment.step(say("print"))
         assert turn.messages == [{"role": "user", "content": '{"output": "PRINT", "exit_code": 0}'}]
         environment.step(say("print"))
         assert environment.score() == 1.0
         environment.close()
         environment = load_environment(f"{server}?action_field=code&observation_field=output")()
-        assert content(environment.reset("", "b", {}, 0)) == " b 0 0"
-        assert content(environment.step(say("print"))) == "PRINT"
+        assert opening(environment, label="b") == [" b 0 0"]
+        assert shown(environment, say("print")) == "PRINT"
         environment.close()
         environment = load_environment(f"{server}?observation_field=stdout")()
         with pytest.raises(EpisodeFaultError, match="an observation has no field 'stdout'"):
-            environment.reset("", "", {}, 0)
+            opening(environment)
         environment.close()
 
 
@@ -381,12 +376,12 @@ def test_the_policy_calls_the_tools_of_a_server():
 
     with serving(create_app(Tools)) as server:
         environment = load_environment(server)()
-        opening = environment.reset("Add.", "", {}, 0)
-        assert content(opening) == "Add."
-        assert opening.tools == [{"name": "add", "description": "Add.", "parameters": {"type": "object"}}]
+        first = environment.reset("Add.", "", {}, 0)
+        assert first.messages == [{"role": "user", "content": "Add."}]
+        assert first.tools == [{"name": "add", "description": "Add.", "parameters": {"type": "object"}}]
         [answer] = environment.step(call("add", a=2)).messages
         assert answer == {"role": "tool", "tool_call_id": "call_0", "name": "add", "content": "3"}
-        assert content(environment.step(call("multiply", a=2))) == "{'error': 'Unknown tool: multiply'}"
+        assert shown(environment, call("multiply", a=2)) == "{'error': 'Unknown tool: multiply'}"
         assert environment.step(say("3")).done
         assert environment.score() == 1.0
         with pytest.raises(EpisodeFaultError, match="the tools' server is gone") as fault:
@@ -422,17 +417,17 @@ def test_what_fails_on_the_wire_is_a_fault_and_never_a_reward():
     ):
         with serving(create_app(Fails)) as server:
             environment = load_environment(server)()
-            environment.reset("", "", {}, 0)
+            opening(environment)
             with pytest.raises(EpisodeFaultError, match=problem) as fault:
                 play(environment, how)
             assert fault.value.kind == "wire"
             assert server in str(fault.value)
             environment.close()
-        gone = load_environment(server)()
-        with pytest.raises(EpisodeFaultError, match="cannot be reached") as fault:
-            gone.reset("", "", {}, 0)
-        assert fault.value.kind == "wire"
-        gone.close()
+    gone = load_environment(server)()
+    with pytest.raises(EpisodeFaultError, match="cannot be reached") as fault:
+        opening(gone)
+    assert fault.value.kind == "wire"
+    gone.close()
 
 
 def test_a_server_that_opens_no_session_is_found_before_work_starts():

@@ -372,7 +372,9 @@ def test_whatever_is_killed_every_episode_answers_or_fails_and_nothing_is_left()
 
     def kill():
         """Kill an episode's process or, now and then, the one that it is a fork of."""
-        found = [child for child in started() if "megatron_ibpo.environments.zygote" in child.cmdline()]
+        found = [
+            child for child in started() if child.cmdline()[2:3] == ["megatron_ibpo.environments.zygote"]
+        ]
         pids = {child.pid for child in found}
         episodes = [one for one in found if one.ppid() in pids]
         victim = rng.choice(episodes)
