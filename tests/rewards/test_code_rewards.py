@@ -56,19 +56,16 @@ def kinds(problems):
     return {("fn_name" in label, label.get("entry_point") is not None, "test" in label) for label in labels}
 
 
-def test_bundled_problems_cover_both_formats():
+def test_bundled_problems_cover_both_formats_their_solutions_pass_and_mutants_fail():
     problems = bundled()
     assert len(problems) >= 30
     assert len(kinds(problems)) == 4
     assert all(len(problem["mutants"]) >= 3 for problem in problems)
     assert all(label_problem(problem["label"], {}) is None for problem in problems)
-
-
-def test_canonical_solutions_pass_and_mutants_fail():
-    problems = bundled()[::5]
-    assert len(kinds(problems)) == 4
-    assert scores([(problem["canonical"], problem) for problem in problems]) == [1.0] * len(problems)
-    assert scores([(problem["mutants"][0], problem) for problem in problems]) == [0.0] * len(problems)
+    some = problems[::5]
+    assert len(kinds(some)) == 4
+    assert scores([(problem["canonical"], problem) for problem in some]) == [1.0] * len(some)
+    assert scores([(problem["mutants"][0], problem) for problem in some]) == [0.0] * len(some)
 
 
 @pytest.mark.slow
@@ -120,19 +117,16 @@ def test_functions_get_arguments_and_return_json():
     assert not passes("def other(a, b): return [*a, b]", APPEND)
 
 
-def test_what_livecodebench_imports_is_there():
+def test_what_livecodebench_imports_is_there_and_exit_whose_status_counts():
     assert passes("print(gcd(*map(int, input().split())))", {"inputs": ["4 6"], "outputs": ["2"]})
+    assert passes("print(1)\nexit()", {"inputs": [""], "outputs": ["1"]})
+    assert not passes("print(1)\nexit(1)", {"inputs": [""], "outputs": ["1"]})
     for program, lines in (
         ("x = deque()\nmath.pi\ny = x.split()", ["from collections import deque", "import math"]),
         ("def deque(): pass\nclass Counter: pass\ndeque(Counter)", []),
         ("from __future__ import annotations\nimport math\nmath.pi", []),
     ):
         assert offered_imports(program).splitlines()[2:] == lines
-
-
-def test_a_wrong_exit_status_is_a_failure_and_exit_is_there():
-    assert passes("print(1)\nexit()", {"inputs": [""], "outputs": ["1"]})
-    assert not passes("print(1)\nexit(1)", {"inputs": [""], "outputs": ["1"]})
 
 
 def test_asserts_see_plain_values_helpers_exceptions_and_changed_arguments():
@@ -168,15 +162,13 @@ def refuse(): raise ValueError("no")
     assert not passes(program.replace('raise ValueError("no")', "pass"), label)
 
 
-EQUAL = "__eq__ = __ne__ = lambda *_: True\n    __hash__ = int.__hash__"
-
-
 def test_cheats_of_asserts_fail():
+    equal = "__eq__ = __ne__ = lambda *_: True\n    __hash__ = int.__hash__"
     for program in (
         "import os; os._exit(0)",
         "raise SystemExit(0)",
         "print('passed'); import os; os.write(1, b'passed\\n'); os._exit(0)",
-        f"class All(int):\n    {EQUAL}\ndef square(x): return All(0)",
+        f"class All(int):\n    {equal}\ndef square(x): return All(0)",
         "class Any:\n    __eq__ = lambda *_: True\ndef square(x): return Any()",
         "import builtins\nbuiltins.AssertionError = ValueError\ndef square(x): return 0",
         "import sys\nsys.exit = lambda *_: None\ndef square(x): sys.exit(0)",
@@ -190,11 +182,8 @@ def test_cheats_of_asserts_fail():
         assert not passes(program, CHECK)
 
 
-LOOPS = "cases = [1, 2, 3]\nwanted = [1, 4, 9]\n"
-CLEAR = "def f(c, x): c.clear(); return x"
-
-
 def test_a_program_ends_no_loop_of_the_tests_and_changes_nothing_that_they_expect():
+    loops, clear = "cases = [1, 2, 3]\nwanted = [1, 4, 9]\n", "def f(c, x): c.clear(); return x"
     for program, test in (
         ("def f(x): raise StopIteration", "assert all(map(f, [1, 2]))"),
         ("def f(x): raise StopIteration", "assert all(f(x) for x in [1, 2])"),
@@ -203,13 +192,13 @@ def test_a_program_ends_no_loop_of_the_tests_and_changes_nothing_that_they_expec
         ("class S(StopIteration): pass\ndef f(x): raise S", "assert all(map(f, [1, 2]))"),
         ("def f(): raise StopIteration", "for x in iter(f, None):\n    assert x == 1\nassert True"),
         ("def f(x): raise GeneratorExit", "assert all(f(x) for x in [1])"),
-        (CLEAR, LOOPS + "for x in cases:\n    assert f(cases, x) == x * x"),
-        (CLEAR, LOOPS + "assert all(f(cases, x) == x * x for x in cases)"),
-        (CLEAR, LOOPS + "for x, y in zip(cases, wanted):\n    assert f(cases, x) == y"),
-        (CLEAR, LOOPS + "for i, x in enumerate(cases):\n    assert f(cases, x) == wanted[i]"),
-        ("def f(w): w.clear(); return w", LOOPS + "assert f(wanted) == wanted"),
-        ("def f(w): w.clear(); return []", LOOPS + "assert wanted == f(wanted) or f(wanted) == wanted"),
-        (CLEAR, "d = {1: 1, 2: 4}\nfor x, y in d.items():\n    assert f(d, x) == y"),
+        (clear, loops + "for x in cases:\n    assert f(cases, x) == x * x"),
+        (clear, loops + "assert all(f(cases, x) == x * x for x in cases)"),
+        (clear, loops + "for x, y in zip(cases, wanted):\n    assert f(cases, x) == y"),
+        (clear, loops + "for i, x in enumerate(cases):\n    assert f(cases, x) == wanted[i]"),
+        ("def f(w): w.clear(); return w", loops + "assert f(wanted) == wanted"),
+        ("def f(w): w.clear(); return []", loops + "assert wanted == f(wanted) or f(wanted) == wanted"),
+        (clear, "d = {1: 1, 2: 4}\nfor x, y in d.items():\n    assert f(d, x) == y"),
         ("def f(s, x): s.clear(); return 0", "s = {1, 2}\nfor x in s:\n    assert f(s, x) == x"),
         ("def f(c): c[1][:] = [7]", "case = ([[3, 1]], [1, 3])\nf(case)\nassert case[0] == [1, 3]"),
         ("def f(x): x[:] = [2]; return x", "w = [1]\nn = [w]\nassert f(w) == n[0]"),
@@ -256,11 +245,8 @@ def test_what_tests_mean_to_see_is_not_there_where_the_call_raises():
         assert not passes("def f(*_): raise KeyError", asserts(test))
 
 
-def test_what_a_program_says_on_stderr_does_not_stop_it():
+def test_neither_stderr_stops_a_program_nor_do_tests_that_take_any_exception_take_its_end():
     assert passes("import sys\ndef square(x):\n    sys.stderr.write('x' * 10**6)\n    return x * x", CHECK)
-
-
-def test_tests_that_take_any_exception_do_not_take_the_end_of_the_program():
     label = asserts("try:\n    f()\n    assert False\nexcept BaseException:\n    pass")
     assert passes("def f(): raise KeyError", label)
     assert not passes("import os\ndef f(): os._exit(0)", label)

@@ -173,12 +173,14 @@ def test_a_fault_is_an_error_and_not_a_reward(graded):
         assert error in fault.error
 
 
-@pytest.mark.parametrize("rm_type", [GRADED, LENGTHS])
-def test_a_fault_of_the_response_is_a_wrong_answer_that_is_counted(pool, rm_type):
-    unreadable = "unreadable" if rm_type == LENGTHS else "fail(ResponseError('a tower of powers'))"
-    scores = verifier(pool).score(asked("1", unreadable, "1", rm_type=rm_type))
-    assert scores[1] == Score(0.0, False, details={"response_error": 1.0})
-    assert [score.reward for score in scores] == [1.0, 0.0, 1.0]
+def test_a_fault_of_the_response_is_a_wrong_answer_that_is_counted(graded):
+    for rm_type, unreadable in (
+        (GRADED, "fail(ResponseError('a tower of powers'))"),
+        (LENGTHS, "unreadable"),
+    ):
+        scores = graded.score(asked("1", unreadable, "1", rm_type=rm_type))
+        assert scores[1] == Score(0.0, False, details={"response_error": 1.0})
+        assert [score.reward for score in scores] == [1.0, 0.0, 1.0]
 
 
 def test_a_response_that_kills_is_asked_twice_and_one_that_hangs_once_and_the_others_are_scored(
