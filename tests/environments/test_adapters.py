@@ -165,8 +165,7 @@ def test_trl_methods_are_tools_and_errors_are_their_answers(made):
 
 def test_a_trl_tool_may_say_that_the_episode_failed_and_the_environment_needs_a_reward(made):
     code = '''
-    from megatron_ibpo.environments.processes import EnvironmentPool
-from megatron_ibpo.environments.protocol import EpisodeFaultError
+    from megatron_ibpo.environments.protocol import EpisodeFaultError
 
     class Thing:
         def reset(self): pass
