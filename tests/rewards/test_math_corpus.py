@@ -7,7 +7,6 @@ import pytest
 from megatron_ibpo.basics.records import Prompt, token_ids
 from megatron_ibpo.config import DataConfig
 from megatron_ibpo.rewards import LabelError, Score, check_labels, open_verifier
-from megatron_ibpo.rewards.final_answer import final_boxes
 
 
 @pytest.fixture(scope="module")
@@ -42,17 +41,6 @@ def test_a_quotation_of_the_prompt_answers_nothing(verifier):
     asked = prompt("5", r"Write the sum of 2 and 3 like \boxed{5}.")
     quoted, answered = verifier.score([(asked, asked.text), (asked, asked.text + r" It is \boxed{5}.")])
     assert (quoted.reward, answered.reward) == (0.0, 1.0)
-
-
-def test_the_last_boxes_are_found():
-    for text, boxes in (
-        (r"\boxed{1} then \boxed{\frac{1}{2}} x", [r"\frac{1}{2}"]),
-        (r"\boxed{1} \boxed{2", ["1"]),
-        (r"\boxed{42} in \boxed{}", ["42"]),
-        (r"\boxed{a \fbox{b}}", [r"a \fbox{b}"]),
-        ("none", []),
-    ):
-        assert final_boxes(text) == boxes
 
 
 NINES = "9" * 100_000
