@@ -1,23 +1,17 @@
 """The ranks of a run meet at a port that is theirs from the moment it is chosen."""
 
-import contextlib
 import itertools
 import os
 import threading
-from contextlib import closing
+from contextlib import closing, suppress
 from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 
+from megatron_ibpo.basics import rendezvous
 from megatron_ibpo.basics.distributed import start_world
-from megatron_ibpo.basics.rendezvous import (
-    LOOPBACK,
-    STORE_DESCRIPTOR,
-    listen,
-    private_directory,
-    remove_private,
-)
+from megatron_ibpo.basics.rendezvous import LOOPBACK, STORE_DESCRIPTOR, listen
 
 
 def test_nobody_else_gets_the_port_before_the_ranks_meet_there(monkeypatch):
@@ -38,10 +32,10 @@ def test_nobody_else_gets_the_port_before_the_ranks_meet_there(monkeypatch):
 
 def test_a_directory_goes_while_another_thread_writes_into_it(tmp_path):
     """As vLLM may, in an engine whose owner has died while it starts."""
-    directory, wrote = private_directory("ibpo-", 0, (str(tmp_path),)), threading.Event()
+    directory, wrote = rendezvous.private_directory("ibpo-", 0, (str(tmp_path),)), threading.Event()
 
     def write():
-        with contextlib.suppress(FileNotFoundError):
+        with suppress(FileNotFoundError):
             for number in itertools.count():
                 (directory / str(number)).touch()
                 wrote.set()
@@ -49,7 +43,7 @@ def test_a_directory_goes_while_another_thread_writes_into_it(tmp_path):
     writer = threading.Thread(target=write, daemon=True)
     writer.start()
     assert wrote.wait(10)
-    remove_private(directory)
+    rendezvous.remove_private(directory)
     writer.join(10)
     assert not writer.is_alive()
     assert list(directory.parent.glob(f"{directory.name}*")) == []

@@ -1,30 +1,37 @@
-"""Prompts, tokenizers and the correction prompt."""
+"""Tokenizers, generated tasks, rows of JSONL, chat templates, correction prompts, rows to learn from."""
 
 import json
 import random
 import shutil
 import signal
 import time
+from contextlib import suppress
+from types import SimpleNamespace
 
 import numpy as np
+import pyarrow as pa
 import pytest
+import reasoning_gym
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pyarrow import parquet
 from tiny_tokenizer import CHAIN_SUM_HEAD, make_tiny_tokenizer
 from worked_solutions import mended_solution, worked_solution
 
 from megatron_ibpo.basics.records import token_ids
 from megatron_ibpo.config import DataConfig
-from megatron_ibpo.data import CorrectionTemplate, DataError, generated, load_tokenizer, open_source
+from megatron_ibpo.data import CorrectionTemplate, DataError, load_tokenizer, open_source, open_sources
+from megatron_ibpo.data.demonstrations import DemonstrationReader
 from megatron_ibpo.data.row_prompts import read_jsonl
 from megatron_ibpo.data.tokenizer import thinking_marks
 from support.byte_tokenizers import byte_level
 from support.credit_cases import plain
 from support.paths import ROOT
 
-SUMS = "reasoning_gym://chain_sum?"
-CHAIN_SUM = f"{SUMS}min_terms=5&max_terms=7&min_digits=1&max_digits=1&compact=1"
-
+SCHEME = "reasoning_gym://"
+SUMS = f"{SCHEME}chain_sum?"
+ONE_DIGIT = f"{SUMS}min_digits=1&max_digits=1"
+CHAIN_SUM = f"{ONE_DIGIT}&min_terms=5&max_terms=7&compact=1"
 INSTRUCTION_K2 = (
     "You are given two candidate solutions to the same problem. Compare them step by step, identify any "
     "inconsistencies or errors, and then produce a corrected solution and final answer."
@@ -35,48 +42,41 @@ INSTRUCTION_K1 = (
 )
 
 
+def template(turn):
+    """A ChatML template that writes a turn after its role like this."""
+    return (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n" + turn + "<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+
+
 @pytest.fixture(scope="module")
-def tiny_dir(tmp_path_factory):
+def tiny(tmp_path_factory):
     path = tmp_path_factory.mktemp("tiny")
     make_tiny_tokenizer().save_pretrained(path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def tiny(tiny_dir):
-    return load_tokenizer(tiny_dir)
+    return load_tokenizer(path)
 
 
 @pytest.fixture(scope="module")
 def chatty():
     """A byte-level tokenizer with a ChatML template."""
-    return byte_level(
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
-        merges=[("a", "a"), ("n", ".")],
-    )
+    return byte_level(template("{{ m.content | trim }}"), merges=[("a", "a"), ("n", ".")])
 
 
-@pytest.fixture(scope="module")
-def sentencepiece_model(tmp_path_factory):
-    return train_sentencepiece(tmp_path_factory.mktemp("sp"))
+def opened(spec, tokenizer, *, split="train", max_prompt_len=None, **data):
+    return open_source(str(spec), tokenizer, DataConfig(**data), split=split, max_prompt_len=max_prompt_len)
 
 
 def train_sentencepiece(path, **ids):
     from sentencepiece import SentencePieceTrainer
 
-    lines = (
-        "Candidate solution 1: one plus two is three.\nWhat is 12 + 7?\nCompare the candidate solutions.\n"
-    )
-    (path / "text").write_text(lines * 20)
+    lines = ("Candidate solution 1: one plus two is three.", "What is 12 + 7?", "Compare the solutions.")
     SentencePieceTrainer.train(
-        input=str(path / "text"), model_prefix=str(path / "tokenizer"), vocab_size=300, byte_fallback=True,
-        hard_vocab_limit=False, normalization_rule_name="identity", minloglevel=2, **ids,
+        sentence_iterator=iter(lines * 20), model_prefix=str(path / "tokenizer"), vocab_size=300,
+        byte_fallback=True, hard_vocab_limit=False, normalization_rule_name="identity", minloglevel=2, **ids,
     )  # fmt: skip
     return path / "tokenizer.model"
 
-
-# ------------------------------------------------------------------------------------------ tokenizers
 
 PIECES = [*"0123456789+-=#?|*/()., \n", CHAIN_SUM_HEAD, "Candidate solution 1: ", "Candidate solution 2: ",
           INSTRUCTION_K1, INSTRUCTION_K2]  # fmt: skip
@@ -92,41 +92,31 @@ def test_tiny_tokenizer_gives_back_every_text_of_its_alphabet(tiny, pieces):
     assert tiny.decode([*tiny.encode_prompt(text), tiny.eos_id]) == text
 
 
-def test_tiny_tokenizer_has_64_ids_and_shows_those_that_mean_nothing(tiny):
+def test_tiny_tokenizer_has_64_ids_and_starts_prompts_alone_with_bos(tiny):
     assert tiny.vocab_size == 64
     assert {tiny.decode([i]) for i in (tiny.pad_id, tiny.eos_id)} == {""}
-    assert tiny.decode([*tiny.encode("#1"), 50, *tiny.encode("5")]) == "#1<unused50>5"
-
-
-def test_prompts_start_with_bos_and_pieces_do_not(tiny):
+    assert tiny.decode([*tiny.encode("#1"), 50, *tiny.encode("5")]) == "#1<unused50>5", "what means nothing"
     assert tiny.encode_prompt("1+1=") == [1, *tiny.encode("1+1=")]
     assert 1 not in tiny.encode("1+1=")
-
-
-def test_what_the_tiny_tokenizer_cannot_say_is_unknown(tiny):
     assert tiny.encode("x") == [tiny.unk_id]
 
 
-def test_sentencepiece_pieces_join_without_added_spaces(sentencepiece_model):
-    tokenizer = load_tokenizer(sentencepiece_model)
-    assert load_tokenizer(sentencepiece_model.parent).encode("a") == tokenizer.encode("a")
+def test_sentencepiece_pieces_join_without_added_spaces(tmp_path):
+    tokenizer = load_tokenizer(train_sentencepiece(tmp_path))
+    assert load_tokenizer(tmp_path).encode("a") == tokenizer.encode("a")
     start = tokenizer.encode_prompt("What is 12 + 7?")
-    middle = tokenizer.encode("\nCandidate solution 1: ")
-    end = tokenizer.encode("one")
+    middle, end = tokenizer.encode("\nCandidate solution 1: "), tokenizer.encode("one")
     assert start[0] == 1  # bos
     assert tokenizer.decode(start + middle + end) == "What is 12 + 7?\nCandidate solution 1: one"
     assert tokenizer.decode([*end, tokenizer.eos_id]) == "one"
+    with pytest.raises(DataError, match="--apply-chat-template"):
+        tokenizer.render_chat([{"role": "user", "content": "hi"}])
 
 
 def test_a_sentencepiece_model_needs_an_end_of_sequence_which_may_be_its_first_piece(tmp_path):
     assert load_tokenizer(train_sentencepiece(tmp_path, eos_id=0, unk_id=2)).eos_id == 0
     with pytest.raises(DataError, match="no end-of-sequence piece; without it no response can end"):
         load_tokenizer(train_sentencepiece(tmp_path, eos_id=-1))
-
-
-def test_sentencepiece_has_no_chat_template(sentencepiece_model):
-    with pytest.raises(DataError, match="--apply-chat-template"):
-        load_tokenizer(sentencepiece_model).render_chat([{"role": "user", "content": "hi"}])
 
 
 def test_a_vocabulary_too_small_for_the_correction_prompt_is_refused(tmp_path):
@@ -150,7 +140,6 @@ def test_a_vocabulary_too_small_for_the_correction_prompt_is_refused(tmp_path):
         {"tokenizer.json": "{}", "tokenizer_config.json": '{"tokenizer_class": "PreTrainedTokenizerFast"}'},
         {"tokenizer.model": "x"},
     ],
-    ids=["nothing there", "no tokenizer there", "no tokenizer.json", "no tokenizer.model"],
 )
 def test_a_tokenizer_that_cannot_be_loaded_says_which(tmp_path, files):
     path = tmp_path / "hf"
@@ -162,24 +151,18 @@ def test_a_tokenizer_that_cannot_be_loaded_says_which(tmp_path, files):
         load_tokenizer(path)
 
 
-def test_marks_of_thinking_are_the_ids_of_their_text():
-    tokenizer = byte_level()
-    assert list(map(tokenizer.decode, thinking_marks(tokenizer))) == ["<think>", "</think>"]
-
-
-def test_a_tokenizer_json_that_is_complete_is_read_and_nothing_beside_it(tmp_path):
+def test_a_tokenizer_json_that_is_complete_is_read_with_marks_of_thinking_and_nothing_beside_it(tmp_path):
     model = ROOT / "examples/tiny_qwen3"
     shutil.copytree(model, tmp_path / "hf", ignore=shutil.ignore_patterns("*.safetensors"))
     for beside in ("tokenizer.model", "config.json"):
         (tmp_path / "hf" / beside).write_text("not to be read")
     assert load_tokenizer(tmp_path / "hf").encode("4+9=") == load_tokenizer(model).encode("4+9=")
-
-
-# ------------------------------------------------------------------------------------- generated tasks
+    tokenizer = byte_level()
+    assert list(map(tokenizer.decode, thinking_marks(tokenizer))) == ["<think>", "</think>"]
 
 
 def test_a_chain_sum_prompt_is_the_compact_question_and_a_line_break(tiny):
-    prompt = open_source(CHAIN_SUM, tiny, DataConfig(), split="train").batch(3, 4)[0]
+    prompt = opened(CHAIN_SUM, tiny).batch(3, 4)[0]
     expression = prompt.metadata["expression"]
     assert prompt.index == 12
     assert prompt.text == CHAIN_SUM_HEAD + expression.replace(" ", "") + "="
@@ -189,37 +172,44 @@ def test_a_chain_sum_prompt_is_the_compact_question_and_a_line_break(tiny):
     assert prompt.label == str(eval(expression))
 
 
-def test_a_batch_depends_on_its_place_and_the_seed_alone(tiny):
-    once = open_source(CHAIN_SUM, tiny, DataConfig(), split="train")
-    again = open_source(CHAIN_SUM, tiny, DataConfig(), split="train")
-    other = open_source(CHAIN_SUM, tiny, DataConfig(data_seed=1), split="train")
+def test_a_batch_depends_on_its_place_and_the_seed_alone_and_held_out_ones_on_no_seed(tiny):
+    once, again, other = (opened(CHAIN_SUM, tiny, data_seed=seed) for seed in (0, 0, 1))
     once.batch(0, 5)
     assert plain(once.batch(7, 5)) == plain(again.batch(7, 5))
     assert plain(once.batch(0, 10)[5:]) == plain(again.batch(1, 5))
     assert [p.text for p in once.batch(7, 5)] != [p.text for p in other.batch(7, 5)]
+    held_out = [opened(CHAIN_SUM, tiny, split="eval", data_seed=seed).batch(0, 200) for seed in (0, 5)]
+    assert plain(held_out[0]) == plain(held_out[1])
 
 
 def test_no_held_out_question_is_ever_trained_on(tiny):
     # 2-term sums of one digit: 200 questions, so both splits have seen nearly all of theirs
-    spec = "reasoning_gym://chain_sum?min_terms=2&max_terms=2&min_digits=1&max_digits=1"
-    trained = {p.text for seed in (0, 1) for p in _stream(spec, tiny, "train", seed)}
-    held_out = {p.text for p in _stream(spec, tiny, "eval", 0)}
+    spec = f"{ONE_DIGIT}&min_terms=2&max_terms=2"
+    trained = {p.text for seed in (0, 1) for p in opened(spec, tiny, data_seed=seed).batch(0, 600)}
+    held_out = {p.text for p in opened(spec, tiny, split="eval").batch(0, 600)}
     assert len(trained | held_out) > 190
     assert trained.isdisjoint(held_out)
 
 
-def test_the_held_out_items_are_the_same_for_every_seed(tiny):
-    assert plain(_stream(CHAIN_SUM, tiny, "eval", 0, 200)) == plain(_stream(CHAIN_SUM, tiny, "eval", 5, 200))
+def test_a_level_is_that_of_the_tasks_own_curriculum():
+    def terms(settings, split="train", count=60):
+        batch = opened(f"{SUMS}{settings}", byte_level(), split=split).batch(0, count)
+        return [prompt.metadata["num_terms"] for prompt in batch]
+
+    assert set(terms("level=0")) == {2}
+    assert set(terms("level=3")) == {2, 3, 4, 5}
+    assert set(terms("level=10", count=200)) == {*range(2, 13)}, "the highest"
+    assert set(terms("level=3&min_terms=5")) == {5}, "parameters win"
+    climbing = terms("level=0..2&over=30")
+    assert [max(climbing[:10]), max(climbing[10:20]), max(climbing[20:])] == [2, 3, 4]
+    assert max(terms("level=0..2&over=30000", split="eval")) == 4, "held-out items are of all levels"
 
 
-def _stream(spec, tokenizer, split, seed, n=600):
-    return open_source(spec, tokenizer, DataConfig(data_seed=seed), split=split).batch(0, n)
-
-
-@pytest.mark.parametrize(
-    ("spec", "says"),
-    [
-        ("reasoning_gym://chain_summ", "did you mean 'chain_sum'"),
+def test_a_task_that_cannot_be_generated_is_refused(tiny):
+    for spec, says in (
+        ("ftp://prompts.jsonl", "expected a file or directory"),
+        (f"{SCHEME}chain_summ", "did you mean 'chain_sum'"),
+        (f"{SCHEME}leg_counting", "no token for some of the prompt's characters"),
         (f"{SUMS}min_term=5", "did you mean 'min_terms'"),
         (f"{SUMS}min_terms=five", "min_terms must be of type int"),
         *((f"{SUMS}min_terms={value}", "must be") for value in ("nan", "-Infinity", "1e999")),
@@ -227,184 +217,156 @@ def _stream(spec, tokenizer, split, seed, n=600):
         (f"{SUMS}min_terms", "name=value"),
         (f"{SUMS}seed=3", "--data-seed"),
         (f"{SUMS}compact=yes", "compact must be 0 or 1"),
-        (f"{SUMS}min_terms=1&max_terms=1&max_digits=1&min_digits=1&x=1", "no parameter 'x'"),
-        ("reasoning_gym://leg_counting", "no token for some of the prompt's characters"),
-        ("ftp://prompts.jsonl", "expected a file or directory"),
-    ],
-)
-def test_a_task_that_cannot_be_generated_is_refused(tiny, spec, says):
-    with pytest.raises(DataError, match=says):
-        open_source(spec, tiny, DataConfig(), split="train")
+        (f"{ONE_DIGIT}&x=1", "no parameter 'x'"),
+        (f"{SUMS}level=99", "level 99: the highest level of chain_sum is 10"),
+        (f"{SUMS}level=two", "level must be a number or FIRST..LAST"),
+        (f"{SUMS}level=0..2", "needs over=N"),
+        (f"{SUMS}level=2..0&over=5", "the first is above the last"),
+        (f"{SUMS}over=5", "needs level=FIRST..LAST"),
+        (f"{SUMS}level=1&over=5", "only it does"),
+        (f"{SCHEME}composite?level=1", "no curriculum for composite"),
+    ):
+        with pytest.raises(DataError, match=says):
+            opened(spec, tiny)
 
 
-def test_an_item_that_takes_forever_is_given_up(tiny, monkeypatch):
-    monkeypatch.setattr(generated, "ITEM_S", 0.3)
-    before, started = signal.getsignal(signal.SIGALRM), time.monotonic()
-    with pytest.raises(DataError, match=r"min_terms=99999999.*an item was not made within 0\.3 s"):
-        open_source(f"{SUMS}min_terms=99999999&max_terms=99999999", tiny, DataConfig(), split="train")
-    assert time.monotonic() - started < 10
+def test_an_item_that_takes_forever_and_catches_what_stops_it_is_given_up_and_one_that_fails_told(
+    tiny, monkeypatch
+):
+    class Stubborn:
+        size = 2**31
+
+        def __getitem__(self, index):
+            while True:
+                with suppress(Exception):
+                    while True:
+                        pass
+
+    monkeypatch.setattr("megatron_ibpo.data.generated.ITEM_S", 0.2)
+    monkeypatch.setattr("megatron_ibpo.data.generated._dataset", lambda *_: Stubborn())
+    before = signal.getsignal(signal.SIGALRM)
+    with pytest.raises(DataError, match=r"gcd: an item was not made within 0\.2 s; make its parameters"):
+        opened(f"{SCHEME}gcd", tiny)
     assert signal.getsignal(signal.SIGALRM) is before
+    monkeypatch.setattr("megatron_ibpo.data.generated._dataset", lambda *_: SimpleNamespace(size=1))
+    with pytest.raises(DataError, match="item 0: the task makes none: TypeError"):
+        opened(f"{SCHEME}gcd", tiny)
 
 
-def test_generated_prompts_must_fit_the_context(tiny):
-    with pytest.raises(DataError, match=r"item 0: the prompt has \d+ tokens, but only 8 fit"):
-        open_source(CHAIN_SUM, tiny, DataConfig(), split="train", max_prompt_len=8)
+def test_items_that_are_not_checked_at_the_start_are_when_they_are_drawn(monkeypatch):
+    spec, letters = f"{ONE_DIGIT}&min_terms=2&max_terms=9", byte_level()
+    with pytest.raises(DataError, match=r"item \d+: the prompt has"):
+        opened(spec, letters, max_prompt_len=90)
+    monkeypatch.setattr("megatron_ibpo.data.generated.CHECK_S", -1.0)
+    source = opened(spec, letters, max_prompt_len=90)
+    assert source.ready == 1
+    both = [f"{spec}&weight=1", f"{ONE_DIGIT}&min_terms=2&max_terms=3&weight=3"]
+    assert open_sources(both, letters, DataConfig(), split="train").ready == 2, "one of each"
+    with pytest.raises(DataError, match=r"item \d+: the prompt has"):
+        source.batch(0, 64)
+    short = opened(spec, letters, max_prompt_len=90, drop_long_prompts=True)
+    assert max(len(prompt.token_ids) for prompt in short.batch(0, 64)) <= 90
+    assert short.left_out()["left_out/too_long_prompts"] > 0
 
 
-# ---------------------------------------------------------------------------------------------- JSONL
+def test_who_waits_for_a_task_is_told(tiny, monkeypatch, capsys):
+    def slowly(name, parameters):
+        time.sleep(0.5)
+        return reasoning_gym.create_dataset(name, size=99, **parameters)
+
+    monkeypatch.setattr("megatron_ibpo.data.generated._dataset", slowly)
+    monkeypatch.setattr("megatron_ibpo.data.generated.TOLD_AFTER_S", 0.01)
+    opened(CHAIN_SUM, tiny)
+    assert "chain_sum" in capsys.readouterr().err
 
 
-def rows_file(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
-def test_jsonl_rows_become_prompts(tiny, tmp_path):
-    row = {"prompt": "1+1=\n", "label": 2, "task": "sums", "metadata": {"level": 1}}
-    source = open_source(rows_file(tmp_path / "a.jsonl", [row]), tiny, DataConfig(), split="eval")
-    (prompt,) = source.batch(0, 1)
-    assert len(source) == 1
-    assert prompt.token_ids.tolist() == tiny.encode_prompt("1+1=\n")
-    assert prompt.token_ids.dtype == np.int32
-    assert prompt.head_length == len(prompt.token_ids)
-    assert (prompt.label, prompt.task, prompt.metadata) == ("2", "sums", {"level": 1})
-
-
-def test_every_epoch_has_every_row_once_in_an_order_of_its_own(tiny, tmp_path):
-    rows = [{"q": f"{i}=", "a": str(i)} for i in range(20)]
-    spec = rows_file(tmp_path / "a.jsonl", rows)
-    data = DataConfig(input_key="q", label_key="a", data_seed=3)
-    source = open_source(spec, tiny, data, split="train")
-    # batches of 7 straddle the epochs of 20
-    labels = [p.label for step in range(9) for p in source.batch(step, 7)][:60]
-    epochs = [labels[i : i + 20] for i in (0, 20, 40)]
-    assert all(sorted(epoch, key=int) == [row["a"] for row in rows] for epoch in epochs)
-    assert len({tuple(epoch) for epoch in epochs}) == 3
-    resumed = open_source(spec, tiny, data, split="train")
-    assert plain(resumed.batch(5, 7)) == plain(source.batch(5, 7))
-    in_file_order = open_source(spec, tiny, data, split="eval")
-    assert [p.label for p in in_file_order.batch(0, 20)] == [row["a"] for row in rows]
-
-
-@pytest.mark.parametrize(
-    ("lines", "says"),
-    [
-        (["not json"], "line 1: not JSON"),
-        (['{"prompt": "1", "label": "1"}', "", "[1]"], "line 3: expected a JSON object, found list"),
-        (['{"prompt": "1"}'], "line 1: no field 'label'.*--label-key"),
-        (
-            ['{"sum": "1", "result": "1"}'],
-            "no field 'prompt' and no field 'label' .found: 'sum', 'result'.; "
-            "--input-key and --label-key name others",
-        ),
-        (['{"question": "1", "label": "1"}'], "no field 'prompt' .found: 'question', 'label'.; --input-key"),
-        (['{"prompt": 3, "label": "1"}'], "field 'prompt' must be text or a list of messages, found int"),
-        (['{"prompt": "1", "label": null}'], "field 'label' must be text or a number, found NoneType"),
-        (['{"prompt": "1", "label": true}'], "field 'label' must be text or a number, found bool"),
-        (['{"prompt": "", "label": "1"}'], "field 'prompt' is empty"),
-        (['{"prompt": "1", "label": "1", "metadata": []}'], "field 'metadata' must be an object"),
-        (['{"prompt": "1", "label": "1", "task": 7}'], "field 'task' must be text"),
-        (['{"prompt": [{"role": "user", "content": "1"}], "label": "1"}'], "add --apply-chat-template"),
-        (
-            ['{"prompt": [{"role": "user"}], "label": "1"}'],
-            "message 0: needs text under 'role' and 'content'",
-        ),
-        (['{"prompt": "1+2+3+4+5+6+7", "label": "1"}'], "the prompt has 14 tokens, but only 10 fit"),
-        (['{"prompt": "what?", "label": "1"}'], "no token for some of the prompt's characters"),
-        ([], "no prompts in it"),
-        (['{"prompt": "1", "label": NaN}'], "line 1: not JSON: NaN is no number"),
-        (['{"prompt": "1", "label": -Infinity}'], "line 1: not JSON: -Infinity is no number"),
-        (['{"prompt": "1", "label": 1e999}'], "line 1: not JSON: 1e999 is too large"),
-        (['{"prompt": "1", "label": "1", "metadata": {"a": [NaN]}}'], "line 1: not JSON: NaN"),
-        (['{"prompt": "1", "label": ' + "9" * 5000 + "}"], "line 1: not JSON: Exceeds the limit"),
-        (['{"prompt": "1", "label": ' + "[" * 50_000 + "]" * 50_000 + "}"], "nest deeper than 100 levels"),
-        (['{"prompt": "1", "label": ' + "[" * 101 + "]" * 101 + "}"], "nest deeper than 100 levels"),
-        ([r'{"prompt": "1\ud800", "label": "1"}'], r"line 1: not JSON: it holds half a character \(\\ud800 "),
-        ([r'{"prompt": "1", "label": "\udfff\ud800"}'], "it holds half a character"),
-        (
-            ['{"prompt": "' + "1+" * 500_000 + '", "label": "1"}'],
-            "has 1,000,000 characters, far more than the 10",
-        ),
-        (['{"' + "k" * 500_000 + '": 1}'], "no field 'label' .found: 'kkk.{0,80}; --input-key and"),
-    ],
-)
-def test_a_bad_row_is_named_by_file_line_and_field(tiny, tmp_path, lines, says):
+def test_a_bad_row_is_named_by_file_line_and_field(tiny, tmp_path):
     path = tmp_path / "rows.jsonl"
-    path.write_text("\n".join(lines))
-    with pytest.raises(DataError, match=rf"rows\.jsonl.*{says}"):
-        open_source(str(path), tiny, DataConfig(), split="train", max_prompt_len=10)
-
-
-def test_escapes_of_whole_characters_and_brackets_that_nest_a_little_are_read(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    path.write_text(r'{"prompt": "\ud83d\ude00", "deep": ' + "[" * 98 + "]" * 98 + "}")
+    for lines, says in (
+        ("not json", "line 1: not JSON"),
+        ('{"prompt": "1", "label": "1"}\n\n[1]', "line 3: expected a JSON object, found list"),
+        ('{"prompt": "1"}', "line 1: no field 'label'.*--label-key"),
+        ('{"sum": "1", "result": "1"}', "no field 'prompt' and no field 'label' .found: 'sum', 'result'.; "
+         "--input-key and --label-key name others"),
+        ('{"question": "1", "label": "1"}', "no field 'prompt' .found: 'question', 'label'.; --input-key"),
+        ('{"prompt": 3, "label": "1"}', "field 'prompt' must be text or a list of messages, found int"),
+        ('{"prompt": "1", "label": null}', "field 'label' must be text or a number, found NoneType"),
+        ('{"prompt": "1", "label": true}', "field 'label' must be text or a number, found bool"),
+        ('{"prompt": "", "label": "1"}', "field 'prompt' is empty"),
+        ('{"prompt": "1", "label": "1", "metadata": []}', "field 'metadata' must be an object"),
+        ('{"prompt": "1", "label": "1", "task": 7}', "field 'task' must be text"),
+        ('{"prompt": [{"role": "user", "content": "1"}], "label": "1"}', "add --apply-chat-template"),
+        ('{"prompt": [{"role": "user"}], "label": "1"}', "message 0: needs text under 'role' and 'content'"),
+        ('{"prompt": "1+2+3+4+5+6+7", "label": "1"}', "the prompt has 14 tokens, but only 10 fit"),
+        ('{"prompt": "what?", "label": "1"}', "no token for some of the prompt's characters"),
+        ("", "no prompts in it"),
+        ('{"prompt": "1", "label": -Infinity}', "line 1: not JSON: -Infinity is no number"),
+        ('{"prompt": "1", "label": 1e999}', "line 1: not JSON: 1e999 is too large"),
+        ('{"prompt": "1", "label": "1", "metadata": {"a": [NaN]}}', "line 1: not JSON: NaN"),
+        ('{"prompt": "1", "label": ' + "9" * 5000 + "}", "line 1: not JSON: Exceeds the limit"),
+        *(('{"prompt": "1", "label": ' + "[" * depth + "]" * depth + "}", "nest deeper than 100 levels")
+          for depth in (101, 50_000)),
+        (r'{"prompt": "1\ud800", "label": "1"}', r"line 1: not JSON: it holds half a character \(\\ud800 "),
+        (r'{"prompt": "1", "label": "\udfff\ud800"}', "it holds half a character"),
+        ('{"prompt": "' + "1+" * 500_000 + '", "label": "1"}', "1,000,000 characters, far more than the 10"),
+        ('{"' + "k" * 500_000 + '": 1}', "no field 'label' .found: 'kkk.{0,80}; --input-key and"),
+    ):  # fmt: skip
+        path.write_text(lines)
+        with pytest.raises(DataError, match=rf"rows\.jsonl.*{says}"):
+            opened(path, tiny, max_prompt_len=10)
+    path.write_text(r'{"prompt": "\ud83d\ude00", "deep": ' + "[" * 98 + "]" * 98 + "}")  # is read
     ((_, row),) = read_jsonl(path)
     assert row["prompt"] == "\U0001f600"
 
 
-# ------------------------------------------------------------------------------------- chat templates
-
-ATTACKS = {
-    "the classes of everything": "{{ ().__class__.__base__.__subclasses__() }}",
-    "a function's globals": "{{ raise_exception.__globals__['os'].system('touch ' + messages[0].content) }}",
-    "the loop's own": "{{ cycler.__init__.__globals__.os.system('touch ' + messages[0].content) }}",
-    "a format string": "{{ '{0.__class__.__mro__}'.format(messages) }}",
-    "a filter that looks up": "{{ (messages | attr('append')).__self__.__class__ }}",
-}
-
-
-@pytest.mark.parametrize("template", ATTACKS.values(), ids=ATTACKS)
-def test_a_chat_template_runs_in_a_sandbox(tmp_path, template):
-    hostile = byte_level(template)
-    ran = tmp_path / "ran"
-    with pytest.raises(DataError, match=r"its chat template refuses the messages: .*(unsafe|undefined)"):
-        hostile.render_chat([{"role": "user", "content": str(ran)}])
-    assert not ran.exists()
+def test_a_chat_template_runs_in_a_sandbox(tmp_path):
+    for template in (
+        "{{ ().__class__.__base__.__subclasses__() }}",  # the classes of everything
+        "{{ raise_exception.__globals__['os'].system('touch ' + messages[0].content) }}",  # its globals
+        "{{ cycler.__init__.__globals__.os.system('touch ' + messages[0].content) }}",  # the loop's own
+        "{{ '{0.__class__.__mro__}'.format(messages) }}",  # a format string
+        "{{ (messages | attr('append')).__self__.__class__ }}",  # a filter that looks up
+        "{% set _ = messages.append({'role': 'user', 'content': 'more'}) %}",  # a change of what it is given
+    ):
+        messages = [{"role": "user", "content": str(tmp_path / "ran")}]
+        with pytest.raises(DataError, match=r"its chat template refuses the messages: .*(unsafe|undefined)"):
+            byte_level(template).render_chat(messages)
+        assert not (tmp_path / "ran").exists()
+        assert len(messages) == 1
 
 
-def test_a_chat_template_cannot_change_what_it_is_given():
-    hostile = byte_level("{% set _ = messages.append({'role': 'user', 'content': 'more'}) %}")
-    messages = [{"role": "user", "content": "1"}]
-    with pytest.raises(DataError, match="refuses the messages"):
-        hostile.render_chat(messages)
-    assert messages == [{"role": "user", "content": "1"}]
+def jsonl(path, *rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
 
 
-@pytest.mark.parametrize("content", ["Who is Ann.", "  padded \n", "aaa", "a\n<|im_end|>"])
-def test_chat_prompts_are_the_templates_own_and_split_after_the_users_words(chatty, tmp_path, content):
-    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": content}]
-    spec = rows_file(tmp_path / "a.jsonl", [{"prompt": messages, "label": "1"}])
-    source = open_source(spec, chatty, DataConfig(apply_chat_template=True), split="train")
-    (prompt,) = source.batch(0, 1)
-    own = chatty._tokenizer
-    whole = own.apply_chat_template(messages, tokenize=True, add_generation_prompt=True, return_dict=False)
-    assert list(prompt.token_ids) == whole
-    assert own.decode(prompt.head_ids).endswith("user\n" + content.strip())
-    assert own.decode(prompt.tail_ids) == "<|im_end|>\n<|im_start|>assistant\n"
+def test_chat_prompts_are_the_templates_own_and_split_after_the_users_words(chatty, tmp_path):
+    for content in ("Who is Ann.", "  padded \n", "aaa", "a\n<|im_end|>"):
+        messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": content}]
+        path = jsonl(tmp_path / "a.jsonl", {"label": "2", "prompt": messages})
+        (prompt,) = opened(path, chatty, apply_chat_template=True).batch(0, 1)
+        own = chatty._tokenizer
+        whole = own.apply_chat_template(
+            messages, tokenize=True, add_generation_prompt=True, return_dict=False
+        )
+        assert list(prompt.token_ids) == whole
+        assert own.decode(prompt.head_ids).endswith("user\n" + content.strip())
+        assert own.decode(prompt.tail_ids) == "<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_a_chat_without_a_template_is_refused(tiny, tmp_path):
-    spec = rows_file(tmp_path / "a.jsonl", [{"prompt": "1", "label": "1"}])
+def test_a_chat_needs_a_template_and_ends_with_the_user(tiny, chatty, tmp_path):
     with pytest.raises(DataError, match="no chat template"):
-        open_source(spec, tiny, DataConfig(apply_chat_template=True), split="train")
-
-
-def test_a_chat_must_end_with_the_user(chatty, tmp_path):
-    row = {"prompt": [{"role": "assistant", "content": "1"}], "label": "1"}
-    spec = rows_file(tmp_path / "a.jsonl", [row])
+        opened(jsonl(tmp_path / "a.jsonl", {"label": "2", "prompt": "1"}), tiny, apply_chat_template=True)
+    messages = [{"role": "assistant", "content": "1"}]
+    path = jsonl(tmp_path / "a.jsonl", {"label": "2", "prompt": messages})
     with pytest.raises(DataError, match=r"a\.jsonl, line 1: the last message must be the user's"):
-        open_source(spec, chatty, DataConfig(apply_chat_template=True), split="train")
+        opened(path, chatty, apply_chat_template=True)
 
 
-# --------------------------------------------------------------------------------- correction prompts
-
-
-def test_the_correction_prompt_of_two_candidates(tiny):
-    def encoded(text):
-        return token_ids(tiny.encode(text))
-
-    prompt = open_source(CHAIN_SUM, tiny, DataConfig(), split="train").batch(0, 1)[0]
-    ids = CorrectionTemplate(tiny, 2)(prompt, encoded("1+2=4#4"), [encoded("1+2=3#3")])
+def test_the_correction_prompt_shows_the_candidates_after_the_question(tiny, chatty, tmp_path):
+    wrong, right = (token_ids(tiny.encode(text)) for text in ("1+2=4#4", "1+2=3#3"))
+    (prompt,) = opened(CHAIN_SUM, tiny).batch(0, 1)
+    ids = CorrectionTemplate(tiny, 2)(prompt, wrong, [right])
     assert tiny.decode(ids) == (
         f"{prompt.text}\nCandidate solution 1: 1+2=4#4\nCandidate solution 2: 1+2=3#3\n{INSTRUCTION_K2}\n"
     )
@@ -412,64 +374,44 @@ def test_the_correction_prompt_of_two_candidates(tiny):
     assert len(ids) == prompt.head_length + 7 + 7 + 4 + 3
     assert tiny.eos_id not in ids
     assert ids.dtype == np.int32
-
-
-def test_the_correction_prompt_without_a_reference(tiny):
-    prompt = open_source(CHAIN_SUM, tiny, DataConfig(), split="train").batch(0, 1)[0]
-    for k in (1, 2):
-        ids = CorrectionTemplate(tiny, k)(prompt, token_ids(tiny.encode("4#4")), [])
-        assert tiny.decode(ids) == f"{prompt.text}\nCandidate solution 1: 4#4\n{INSTRUCTION_K1}\n"
-
-
-def test_the_correction_prompt_stays_inside_the_users_turn(chatty, tmp_path):
-    spec = rows_file(tmp_path / "a.jsonl", [{"prompt": "1+1?", "label": "2"}])
-    prompt = open_source(spec, chatty, DataConfig(apply_chat_template=True), split="train").batch(0, 1)[0]
+    for k in (1, 2):  # without a reference
+        ids = CorrectionTemplate(tiny, k)(prompt, wrong, [])
+        assert tiny.decode(ids) == f"{prompt.text}\nCandidate solution 1: 1+2=4#4\n{INSTRUCTION_K1}\n"
+    with pytest.raises(DataError, match="--ibpo-k"):
+        CorrectionTemplate(tiny, 3)  # it has no token for "three"
+    path = jsonl(tmp_path / "a.jsonl", {"label": "2", "prompt": "1+1?"})
+    (prompt,) = opened(path, chatty, apply_chat_template=True).batch(0, 1)
     target, *references = [token_ids(chatty.encode(text)) for text in "ABC"]
     ids = CorrectionTemplate(chatty, 3)(prompt, target, references)
     assert chatty.decode_all(ids) == (
         "<|im_start|>user\n1+1?\nCandidate solution 1: A\nCandidate solution 2: B\nCandidate solution 3: C\n"
         + INSTRUCTION_K2.replace("two", "three")
         + "<|im_end|>\n<|im_start|>assistant\n"
-    )
+    ), "inside the user's turn"
 
 
-def test_a_correction_prompt_that_cannot_be_said_is_refused_at_start(tiny):
-    with pytest.raises(DataError, match="--ibpo-k"):
-        CorrectionTemplate(tiny, 3)
-
-
-# ----------------------------------------------------------------------------------- worked solutions
-
-
-@pytest.mark.parametrize(
-    ("expression", "written"),
-    [
+def test_a_worked_solution_writes_every_step_and_a_student_drops_carries_and_borrows_or_slips():
+    for expression, written in (
         ("6 + 7", "6+7=3#3"),  # the carry is dropped
         ("6 + 7 - 1", "6+7=3-1=2#2"),  # and what follows builds on it
         ("6 + 3", "6+3=9#9"),  # nothing to carry
         ("9 + 3 + 9 - 3", "9+3=2+9=1-3=-2#-2"),  # no borrow below ten
         ("8 - 9 + 5", "8-9=-1+5=4#4"),  # no carry from a negative value
-    ],
-)
-def test_a_student_who_always_drops_carries(expression, written):
-    assert worked_solution(expression, random.Random(0), carry_dropped=1.0) == written
-
-
-def test_a_worked_solution_writes_every_step_and_a_student_drops_borrows_and_slips():
+        ("15 - 7", "15-7=18#18"),  # the borrow is dropped
+    ):
+        assert worked_solution(expression, random.Random(0), carry_dropped=1.0) == written
     assert worked_solution("6 + 0 + 1 + 8 - 9") == "6+0=6+1=7+8=15-9=6#6"
-    assert worked_solution("15 - 7", random.Random(0), carry_dropped=1.0) == "15-7=18#18"
     slips = {worked_solution("1 + 1", random.Random(i), slip=1.0) for i in range(50)}
     assert slips == {"1+1=0#0", "1+1=1#1", "1+1=3#3", "1+1=4#4"}
 
 
-EXPRESSIONS = st.tuples(
-    st.integers(0, 9), st.lists(st.tuples(st.sampled_from("+-"), st.integers(0, 9)), min_size=1, max_size=6)
-).map(lambda drawn: " ".join([str(drawn[0]), *(f"{operator} {term}" for operator, term in drawn[1])]))
+TERMS = st.lists(st.tuples(st.sampled_from("+-"), st.integers(0, 9)), min_size=1, max_size=6)
 
 
 @settings(max_examples=50)
-@given(EXPRESSIONS, st.randoms(use_true_random=False))
-def test_a_student_of_skill_1_mends_the_first_error_and_one_of_skill_0_copies(expression, rng):
+@given(st.integers(0, 9), TERMS, st.randoms(use_true_random=False))
+def test_a_student_of_skill_1_mends_the_first_error_and_one_of_skill_0_copies(first, terms, rng):
+    expression = " ".join([str(first), *(f"{operator} {term}" for operator, term in terms)])
     candidate = worked_solution(expression, rng, carry_dropped=0.7, slip=0.3)
     assert mended_solution(expression, candidate, rng, skill=1.0) == worked_solution(expression)
     assert mended_solution(expression, candidate, rng, skill=0.0, carry_dropped=1.0, slip=1.0) == candidate
@@ -480,21 +422,100 @@ def test_what_follows_a_mended_step_is_solved_with_the_students_own_errors():
     assert mended_solution("6 + 7 + 1 + 9", candidate, random.Random(0), skill=1.0) == "6+7=13+1=14+9=23#23"
     noisy = mended_solution("6 + 7 + 1 + 9", candidate, random.Random(0), skill=1.0, carry_dropped=1.0)
     assert noisy == "6+7=13+1=14+9=13#13"
-
-
-def test_errors_are_mended_as_often_as_the_skill_says():
-    rng = random.Random(0)
-    mended = [mended_solution("9 + 9", "9+9=8#8", rng, skill=0.9) for _ in range(4000)]
-    assert set(mended) == {"9+9=18#18", "9+9=8#8"}
-    assert 0.88 < mended.count("9+9=18#18") / 4000 < 0.92
-
-
-def test_a_candidate_of_another_problem_is_refused():
     with pytest.raises(ValueError, match="1 steps"):
         mended_solution("9 + 9 + 1", "9+9=8#8", random.Random(0), skill=0.9)
 
 
-def test_dropped_carries_come_as_often_as_asked():
-    rng = random.Random(0)
-    dropped = sum(worked_solution("9 + 9", rng, carry_dropped=0.55) == "9+9=8#8" for _ in range(4000))
-    assert 0.52 < dropped / 4000 < 0.58
+CHATML = template("{{ m.content }}")
+SAID = ("user", "1+1"), ("assistant", "2"), ("user", "2+2"), ("assistant", "4"), ("user", "never answered")
+CHAT = [{"role": role, "content": content} for role, content in SAID]
+
+
+def demonstrations(path, tokenizer, **data):
+    config = DataConfig(label_key="response", **{"apply_chat_template": True, **data})
+    return open_sources(
+        [str(path)], tokenizer, config, split="eval", max_prompt_len=200, reader_type=DemonstrationReader
+    )
+
+
+def learned(path, chat_template, position=0, **data):
+    """Return (text of the prompt, text of what follows, its part in the loss) of each sequence of a row."""
+    tokenizer = byte_level(chat_template)
+    return [
+        (
+            tokenizer.decode_all(own.prompt),
+            tokenizer.decode_all(own.response),
+            tokenizer.decode_all([i for i, t in zip(own.response, own.is_trained, strict=True) if t]),
+        )
+        for own in demonstrations(path, tokenizer, **data).at(position).turns
+    ]
+
+
+def test_only_the_assistants_turns_of_a_chat_are_in_the_loss(tmp_path):
+    path = jsonl(tmp_path / "a.jsonl", {"messages": CHAT}, {"messages": CHAT[:2]})
+    prompt = "<|im_start|>user\n1+1<|im_end|>\n<|im_start|>assistant\n"
+    between = "\n<|im_start|>user\n2+2<|im_end|>\n<|im_start|>assistant\n"
+    whole = [(prompt, f"2<|im_end|>{between}4<|im_end|>", "2<|im_end|>4<|im_end|>")]
+    assert learned(path, CHATML) == whole
+    parquet.write_table(pa.Table.from_pylist([{"messages": CHAT}]), tmp_path / "a.parquet")
+    assert learned(tmp_path / "a.parquet", CHATML) == whole
+    assert learned(path, CHATML, 1) == [(prompt, "2<|im_end|>", "2<|im_end|>")]
+
+
+def test_a_chat_with_tools_shows_them_and_the_calls_are_in_the_loss(tmp_path):
+    calls = "{% for c in m.tool_calls or [] %}<call>{{ c.function.name }}</call>{% endfor %}"
+    with_tools = "{% if tools %}{{ tools | tojson }}\n{% endif %}" + template("{{ m.content }}" + calls)
+    call = {"id": "a", "type": "function", "function": {"name": "add", "arguments": {"x": 1}}}
+    chat = [CHAT[0], {"role": "assistant", "content": None, "tool_calls": [call]}]
+    chat += [{"role": "tool", "content": "2"}, {"role": "assistant", "content": "It is 2."}]
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    path = jsonl(tmp_path / "a.jsonl", {"messages": chat, "tools": tools})
+    ((prompt, _, loss),) = learned(path, with_tools)
+    assert prompt.startswith('[{"type": "function", "function": {"name": "add"}}]\n<|im_start|>user\n1+1')
+    assert loss == "<call>add</call><|im_end|>It is 2.<|im_end|>"
+
+
+def test_a_turn_that_is_shown_differently_later_is_a_sequence_of_its_own_and_one_without_an_end_gets_one(
+    tmp_path,
+):
+    path = jsonl(tmp_path / "a.jsonl", {"messages": CHAT})
+    thought = "{% if m.role == 'assistant' and loop.last %}<think></think>{% endif %}"  # as Qwen3's
+    (_, _, first), (prompt, _, second) = learned(path, template(thought + "{{ m.content }}"))
+    assert (first, second) == ("<think></think>2<|im_end|>", "<think></think>4<|im_end|>")
+    assert "assistant\n2<|im_end|>" in prompt
+    without_end = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    assert [loss for _, _, loss in learned(path, without_end)] == ["2<|im_end|>", "4<|im_end|>"]
+
+
+def test_prompt_and_response_are_joined_as_a_policy_writes_them(tmp_path):
+    path = jsonl(tmp_path / "a.jsonl", {"prompt": "1+1=", "response": "2"})
+    plain = learned(path, CHATML, apply_chat_template=False)
+    assert plain == [("1+1=", "2<|im_end|>", "2<|im_end|>")]
+    (chat,) = learned(path, CHATML)
+    assert chat == ("<|im_start|>user\n1+1=<|im_end|>\n<|im_start|>assistant\n", "2<|im_end|>", "2<|im_end|>")
+
+
+def test_a_row_that_cannot_be_learned_from_is_refused_with_its_place_or_left_out_and_counted(tmp_path):
+    for row, fault in (
+        ({"messages": CHAT[:1]}, "field 'messages' has no turn of the assistant to learn from"),
+        ({"messages": CHAT[1:]}, "the first message is the assistant's"),
+        ({"messages": [{"role": "user"}]}, "field 'messages', message 0: needs text"),
+        ({"messages": CHAT[:2], "tools": "add"}, "field 'tools' must be a list of objects"),
+        ({"prompt": "1+1"}, "neither 'messages' nor 'prompt' and 'response'"),
+        ({"prompt": "1+1", "response": ""}, "field 'response' is empty"),
+        ({"response": "2"}, "no field 'prompt' beside 'response'"),
+        ({"prompt": "1+1", "response": "2" * 300}, "tokens, and the context holds 200"),
+    ):
+        path = jsonl(tmp_path / "a.jsonl", {"messages": CHAT}, row)
+        with pytest.raises(DataError) as refused:
+            demonstrations(path, byte_level(CHATML))
+        assert str(refused.value).startswith(f"{path}, line 2: ")
+        assert fault in str(refused.value)
+    rows = [{"prompt": "1", "response": "2"}, {"prompt": "1"}, {"prompt": "1", "response": "2" * 300}]
+    path = jsonl(tmp_path / "a.jsonl", *rows)
+    source = demonstrations(path, byte_level(CHATML), skip_bad_rows=True, drop_long_prompts=True)
+    assert len(source) == 1
+    assert len([note for note in source.notes if "left out 1" in note]) == 2

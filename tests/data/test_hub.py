@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
 
@@ -16,7 +14,7 @@ from megatron_ibpo.commands import sft
 from megatron_ibpo.config import ConfigError
 from megatron_ibpo.config.paths import display_name, missing_snapshot, read_hub_id
 from megatron_ibpo.config.run import RunConfig
-from megatron_ibpo.data.hub import HubError
+from megatron_ibpo.data.hub import HubError, with_local_copies
 from megatron_ibpo.data.hub_upload import UploadError, prepare_upload, upload_export
 from megatron_ibpo.run.checks import check_settings
 from megatron_ibpo.run.settings import parse_config
@@ -26,28 +24,27 @@ from support.paths import ROOT
 TINY, RECIPE = ROOT / "examples/tiny_qwen3", ROOT / "examples/recipes/small_cpu.yaml"
 OLD, NEW = "a" * 40, "b" * 40
 
-PROGRAM = """
-import json, sys
-from megatron_ibpo.data.hub import with_local_copies
-from megatron_ibpo.config.run import RunConfig
-from megatron_ibpo.data.hub import HubError
-from megatron_ibpo.data.hub_upload import UploadError, prepare_upload, upload_export
-from megatron_ibpo.run.checks import check_settings
-from megatron_ibpo.run.settings import parse_config
-for words in json.loads(sys.argv[1]):
-    try:
-        config = with_local_copies(parse_config(words))
-        data = config.data
-        print(json.dumps([str(config.model.hf_checkpoint), *data.prompt_data, data.eval_prompt_data]))
-    except ValueError as error:
-        print(json.dumps(str(error)))
-"""
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """The stand-in for this process, with a cache of its own."""
+    monkeypatch.setenv("HF_TOKEN", OWNER)
+    monkeypatch.setenv("IBPO_CWD", str(tmp_path))
+    with hub_stand_in() as hub:
+        files = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
+        for name, value in (
+            ("ENDPOINT", hub.url),
+            ("HUGGINGFACE_CO_URL_TEMPLATE", files),
+            ("HF_HUB_CACHE", str(tmp_path / "cache")),
+            ("HF_HUB_OFFLINE", False),
+            ("HF_HUB_DISABLE_XET", True),
+        ):
+            monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
+        yield hub
 
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    """A data set in the layout of openai/gsm8k, and room for the cache."""
-    place = tmp_path_factory.mktemp("hub")
+def repositories(place):
+    """Write a model and a data set in the layout of openai/gsm8k, each with files that nobody needs."""
     for name in ("main", "socratic"):
         (place / "gsm8k" / name).mkdir(parents=True)
         for split, count in (("train", 30), ("test", 3)):
@@ -58,128 +55,92 @@ def place(tmp_path_factory):
     shutil.copytree(TINY, place / "model")
     (place / "model/original").mkdir()
     (place / "model/original/model.safetensors").write_bytes(b"the same weights in another layout")
-    return place
 
 
-NEWEST = ["--hf-checkpoint", "Qwen/Tiny", "--prompt-data", "openai/gsm8k?weight=2"]
-DATA = ["--hf-checkpoint", str(TINY), "--prompt-data"]
-ASKED = {
-    "newest": NEWEST,
-    "resumed": [*NEWEST, "--load", "run"],
-    "revision": ["--hf-checkpoint", f"Qwen/Tiny@{OLD}"],
-    "parts": [
-        *DATA,
-        "openai/gsm8k@main/socratic?task=mine",
-        "--eval-prompt-data",
-        "held=openai/gsm8k?split=test",
-    ],
-    "no model": ["--hf-checkpoint", "Qwen/Nope"],
-    "no revision": ["--hf-checkpoint", "Qwen/Tiny@v2"],
-    "part of a model": ["--hf-checkpoint", "Qwen/Tiny/sub"],
-    "no data": [*DATA, "openai/gsm8k/other"],
-}
-OFFLINE = {"newest": NEWEST, "not cached": [*DATA, "openai/none"]}
+def test_ids_become_snapshots_of_the_cache_and_what_cannot_be_had_is_one_line(
+    tmp_path, hub, monkeypatch, capsys
+):
+    def resolved(*words):
+        config = with_local_copies(parse_config(list(words)))
+        return str(config.model.hf_checkpoint), config.data.prompt_data, config.data.eval_prompt_data
 
+    def refusal(*words):
+        with pytest.raises(ValueError, match=r"^[^\n]*\Z") as refused:
+            resolved(*words)
+        return str(refused.value)
 
-@pytest.fixture(scope="module")
-def answers(place):
-    """Return what the command lines of ASKED become, and stderr; then of OFFLINE, from the cache alone."""
-    cache = place / "home/hub"
-    (place / "run").mkdir()
-    (place / "run/config.yaml").write_text(
-        f"hf-checkpoint: {cache}/models--Qwen--Tiny/snapshots/{OLD}\n"
-        f"prompt-data:\n- {cache}/datasets--openai--gsm8k/snapshots/{OLD}/main?weight=2\n"
-    )
-    with hub_stand_in() as hub:
-        hub.add("Qwen/Tiny", place / "model", NEW)
-        hub.add("datasets/openai/gsm8k", place / "gsm8k", NEW)
-        return resolved(place, hub.url, ASKED), resolved(place, hub.url, OFFLINE, offline=True)
+    repositories(tmp_path)
+    hub.add("Qwen/Tiny", tmp_path / "model", NEW)
+    hub.add("datasets/openai/gsm8k", tmp_path / "gsm8k", NEW)
+    model, data = (f"{tmp_path}/cache/{name}" for name in ("models--Qwen--Tiny", "datasets--openai--gsm8k"))
+    old, new = "snapshots/" + OLD, "snapshots/" + NEW
+    newest = "--hf-checkpoint", "Qwen/Tiny", "--prompt-data", "openai/gsm8k?weight=2"
+    of_data = "--hf-checkpoint", str(TINY), "--prompt-data"
 
-
-def resolved(place, url, asked, *, offline=False):
-    """Return (the model, prompts and held-out prompts of each command line, or its error; stderr)."""
-    found = subprocess.run(
-        [sys.executable, "-c", PROGRAM, json.dumps([*asked.values()])],
-        env={**os.environ, "HF_HOME": str(place / "home"), "HF_ENDPOINT": url,
-             "HF_HUB_OFFLINE": str(int(offline)), "IBPO_CWD": str(place), "PYTHONPATH": str(ROOT)},
-        check=True, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    return dict(zip(asked, map(json.loads, found.stdout.splitlines()), strict=True)), found.stderr
-
-
-def test_ids_become_snapshots_of_the_cache(place, answers):
-    (found, said), (offline, _) = answers
-    model = place / f"home/hub/models--Qwen--Tiny/snapshots/{NEW}"
-    data = place / f"home/hub/datasets--openai--gsm8k/snapshots/{NEW}"
-    assert found["newest"] == [str(model), f"{data}/main?weight=2&task=gsm8k", None]
-    held_out = f"held={data}/main?split=test&task=gsm8k"
-    assert found["parts"] == [str(TINY), f"{data}/socratic?task=mine", held_out]
-    assert offline["newest"] == found["newest"]
+    found = resolved(*newest)
+    assert found == (f"{model}/{new}", (f"{data}/{new}/main?weight=2&task=gsm8k",), None)
+    said = capsys.readouterr().err
     assert f"Qwen/Tiny of the Hub: commit {NEW}" in said
     assert "openai/gsm8k has several data sets, main, socratic; taking main" in said
-    assert (model / "model.safetensors").read_bytes() == (TINY / "model.safetensors").read_bytes()
-    assert not (model / "original").exists()
-    assert not (data / "README.md").exists()
+    weights = Path(model, new, "model.safetensors").read_bytes()
+    assert weights == (TINY / "model.safetensors").read_bytes()
+    assert not Path(model, new, "original").exists()
+    assert not Path(data, new, "README.md").exists()
+    held_out = "--eval-prompt-data", "held=openai/gsm8k?split=test"
+    parts = resolved(*of_data, "openai/gsm8k@main/socratic?task=mine", *held_out)
+    assert parts[1:] == (
+        (f"{data}/{new}/socratic?task=mine",), f"held={data}/{new}/main?split=test&task=gsm8k"
+    )  # fmt: skip
 
+    assert resolved("--hf-checkpoint", f"Qwen/Tiny@{OLD}")[0] == f"{model}/{old}"
+    (tmp_path / "run").mkdir()
+    had = f"hf-checkpoint: {model}/{old}\nprompt-data:\n- {data}/{old}/main?weight=2\n"
+    (tmp_path / "run/config.yaml").write_text(had)
+    resumed = resolved(*newest, "--load", "run")
+    assert resumed == (f"{model}/{old}", (f"{data}/{old}/main?weight=2&task=gsm8k",), None), "its own commits"
 
-def test_a_revision_is_taken_and_a_resumed_run_keeps_the_commits_that_it_had(place, answers):
-    (found, _), _ = answers
-    model = place / f"home/hub/models--Qwen--Tiny/snapshots/{OLD}"
-    data = place / f"home/hub/datasets--openai--gsm8k/snapshots/{OLD}"
-    assert found["resumed"] == [str(model), f"{data}/main?weight=2&task=gsm8k", None]
-    assert found["revision"][0] == str(model)
-
-
-def test_what_cannot_be_had_is_one_line(answers):
-    (found, _), (offline, _) = answers
-    assert "Qwen/Nope: there is no such path, and no model Qwen/Nope on http" in found["no model"]
-    assert "the model Qwen/Tiny has no revision v2" in found["no revision"]
-    assert "a model is owner/name or owner/name@revision" in found["part of a model"]
-    assert "no file there that ends in .jsonl" in found["no data"]
-    assert "HF_HUB_OFFLINE is set, and the cache in" in offline["not cached"]
-    assert not any("\n" in said for said in (*found.values(), *offline.values()) if isinstance(said, str))
+    said = refusal("--hf-checkpoint", "Qwen/Nope")
+    assert "Qwen/Nope: there is no such path, and no model Qwen/Nope on http" in said
+    assert "the model Qwen/Tiny has no revision v2" in refusal("--hf-checkpoint", "Qwen/Tiny@v2")
+    said = refusal("--hf-checkpoint", "Qwen/Tiny/sub")
+    assert "a model is owner/name or owner/name@revision" in said
+    assert "no file there that ends in .jsonl" in refusal(*of_data, "openai/gsm8k/other")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert resolved(*newest) == found
+    assert "HF_HUB_OFFLINE is set, and the cache in" in refusal(*of_data, "openai/none")
 
 
 def test_sft_and_runs_from_python_take_ids_too(monkeypatch, capsys):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     words = ["--hf-checkpoint", "Qwen/Nope", "--prompt-data", "openai/gsm8k"]
     assert sft.main(words) == BAD_INPUT
-    assert "error: Qwen/Nope: there is no such path, and HF_HUB_OFFLINE is set" in capsys.readouterr().err
-    with pytest.raises(HubError, match="Qwen/Nope: there is no such path, and HF_HUB_OFFLINE is set"):
+    says = "Qwen/Nope: there is no such path, and HF_HUB_OFFLINE is set"
+    assert f"error: {says}" in capsys.readouterr().err
+    with pytest.raises(HubError, match=says):
         mi.open_run(mi.load_recipe(RECIPE, hf_checkpoint="Qwen/Nope"))
 
 
-@pytest.fixture
-def uploading(monkeypatch):
-    """The stand-in, which takes uploads from this process."""
-    monkeypatch.setenv("HF_TOKEN", OWNER)
-    with hub_stand_in() as hub:
-        for name, value in (("ENDPOINT", hub.url), ("HF_HUB_OFFLINE", False), ("HF_HUB_DISABLE_XET", True)):
-            monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
-        yield hub
-
-
-def test_an_export_is_uploaded_to_a_private_repository(tmp_path, uploading, capsys):
+def test_an_export_is_uploaded_to_a_private_repository(tmp_path, hub, capsys):
     shutil.copytree(TINY, tmp_path / "hf")
     for repo, stopped in (("me/tiny", False), ("me/other", True)):
         run = RunConfig(run_dir=tmp_path, push_to_hub=repo)
         prepare_upload(run)
         upload_export(run, stopped=stopped)
-    assert uploading.uploaded["me/tiny"] == {file.name: file.read_bytes() for file in TINY.iterdir()}
-    assert uploading.uploaded["me/other"] == {}
-    assert uploading.private == {"me/tiny", "me/other"}
+    assert hub.uploaded["me/tiny"] == {file.name: file.read_bytes() for file in TINY.iterdir()}
+    assert hub.uploaded["me/other"] == {}
+    assert hub.private == {"me/tiny", "me/other"}
     said = capsys.readouterr().err
-    assert f"uploaded {tmp_path}/hf to {uploading.url}/me/tiny" in said
+    assert f"uploaded {tmp_path}/hf to {hub.url}/me/tiny" in said
     assert "me/other: the run was stopped before its end, so nothing is uploaded" in said
 
 
-def test_what_cannot_be_uploaded_is_refused_before_the_run_starts(tmp_path, uploading, monkeypatch):
+def test_what_cannot_be_uploaded_is_refused_before_the_run_starts(tmp_path, hub, monkeypatch):
     def refusal(owner):
         with pytest.raises(HubError) as refused:
             prepare_upload(RunConfig(push_to_hub=f"{owner}/tiny"))
         return str(refused.value).removeprefix(f"--push-to-hub {owner}/tiny: ")
 
-    refused = f"nothing can be uploaded to {uploading.url}: You may not create models of you"
+    refused = f"nothing can be uploaded to {hub.url}: You may not create models of you"
     assert refusal("you") == refused
     run = RunConfig(run_dir=tmp_path, push_to_hub="me/tiny")
     with pytest.raises(UploadError, match=f"not uploaded: .*`hf upload me/tiny {tmp_path}/hf` tries again$"):
@@ -205,28 +166,22 @@ def test_a_path_wins_over_an_id(tmp_path, monkeypatch):
     (said,) = [line for line in mistyped.problems(trains=False) if "hf-checkpoint" in line]
     assert "Qwen/Tyni is not a directory" in said
     assert "Qwen/Tyni@main would name it on the Hugging Face Hub" in said
-    assert parse_config(["--prompt-data", "data/train.jsonl"]).data.prompt_data == (
-        f"{tmp_path}/data/train.jsonl",
-    )
+    own = parse_config(["--prompt-data", "data/train.jsonl"]).data.prompt_data
+    assert own == (f"{tmp_path}/data/train.jsonl",)
 
 
-@pytest.mark.parametrize(
-    ("text", "parts"),
-    [
-        ("Qwen/Qwen3-0.6B", ("Qwen/Qwen3-0.6B", None, "")),
-        ("a/b@refs/pr/3", ("a/b", "refs/pr/3", "")),
-        ("a/b@refs/convert/parquet/main", ("a/b", "refs/convert/parquet", "main")),
-        ("openai/gsm8k/main/train.parquet", ("openai/gsm8k", None, "main/train.parquet")),
-        ("train.jsonl", None),
-        ("/models/Qwen3", None),
-        ("../models/Qwen3", None),
-        ("data/train.jsonl", None),
-    ],
-)
-def test_ids_are_told_from_paths(text, parts):
-    found = read_hub_id(text)
-    assert (found and (found.repo, found.revision, found.path)) == parts
-    assert found is None or str(found) == text
+def test_ids_are_told_from_paths():
+    for text, *parts in (
+        ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B", None, ""),
+        ("a/b@refs/pr/3", "a/b", "refs/pr/3", ""),
+        ("a/b@refs/convert/parquet/main", "a/b", "refs/convert/parquet", "main"),
+        ("openai/gsm8k/main/train.parquet", "openai/gsm8k", None, "main/train.parquet"),
+    ):
+        found = read_hub_id(text)
+        assert [found.repo, found.revision, found.path] == parts
+        assert str(found) == text
+    for path in ("train.jsonl", "/models/Qwen3", "../models/Qwen3", "data/train.jsonl"):
+        assert read_hub_id(path) is None
 
 
 def test_a_snapshot_that_is_gone_is_found_again_by_its_commit():
@@ -234,4 +189,4 @@ def test_a_snapshot_that_is_gone_is_found_again_by_its_commit():
     assert str(missing_snapshot(path)) == f"Qwen/Qwen3-0.6B@{OLD}"
     assert str(missing_snapshot(path + "/main")) == f"Qwen/Qwen3-0.6B@{OLD}/main"
     assert missing_snapshot("/gone/models") is None
-    assert display_name(type(ROOT)(path)) == "Qwen3-0.6B"
+    assert display_name(Path(path)) == "Qwen3-0.6B"

@@ -1,5 +1,4 @@
-"""Prompts from files of every kind and size, mixed and filtered, in an order that depends on the position
-alone."""
+"""Prompts from files of every kind and size, mixed and filtered, in an order of the position alone."""
 
 import gzip
 import io
@@ -8,13 +7,13 @@ import math
 import os
 import subprocess
 import sys
-import time
 from collections import Counter
 from contextlib import suppress
 from fractions import Fraction
 from itertools import islice
 
 import inspect_data
+import numpy as np
 import pyarrow as pa
 import pytest
 import tyro
@@ -26,34 +25,28 @@ from word_problems import word_problems
 
 from megatron_ibpo.basics.record_lines import append_record, open_records
 from megatron_ibpo.config import Config, DataConfig
-from megatron_ibpo.data import (
-    DataError,
-    PassRates,
-    files,
-    generated,
-    open_pass_rates,
-    open_source,
-    open_sources,
-    tables,
-)
+from megatron_ibpo.data import DataError, PassRates, open_pass_rates, open_source, open_sources, tables
 from megatron_ibpo.data.order import TableOrder, cycle_counts, interleaved
 from megatron_ibpo.data.pass_rates import Rate, policy_fingerprint, prompt_fingerprint, rate_record
 from megatron_ibpo.data.tables import JsonLines
 from megatron_ibpo.data.tokenizer import HuggingFaceTokenizer
 from megatron_ibpo.report import read_rows
 from megatron_ibpo.run.run_data import with_epochs
-from support.byte_tokenizers import byte_level
+from megatron_ibpo.run.settings import parse_config
 from support.chat_families import family_tokenizer
 from support.credit_cases import plain
 from support.paths import ROOT
 
-LETTERS = byte_level()
 TINY = HuggingFaceTokenizer(make_tiny_tokenizer())
 CHAIN_SUM = "reasoning_gym://chain_sum?min_terms=2&max_terms=3&min_digits=1&max_digits=1&compact=1"
 
 
+def numbers(count, first=0):
+    return [str(i) for i in range(first, first + count)]
+
+
 def rows(count, first=0):
-    return [{"prompt": f"{i}=", "label": str(i)} for i in range(first, first + count)]
+    return [{"prompt": f"{i}=", "label": i} for i in numbers(count, first)]
 
 
 def as_lines(content):
@@ -65,8 +58,8 @@ def jsonl(path, content):
     return path
 
 
-def opened(path, *, split="train", data=None, **more):
-    return open_source(str(path), TINY, data or DataConfig(), split=split, **more)
+def opened(path, *, split="train", data=None, tokenizer=TINY, **more):
+    return open_source(str(path), tokenizer, data or DataConfig(), split=split, **more)
 
 
 def labels(source, count, step=0):
@@ -78,23 +71,22 @@ def chatty():
     return family_tokenizer("qwen3")
 
 
-@pytest.fixture(params=["small", "large"])
-def any_size(request):
-    """Files that are read at once, and files that are read in parts."""
-    if request.param == "large":
-        request.getfixturevalue("everything_is_large")
-
-
 @pytest.fixture
 def everything_is_large(monkeypatch):
     """Treat every file as large, in blocks of a few rows, three of which are shuffled together."""
-    monkeypatch.setattr(files, "SMALL_ROWS", 3)
+    monkeypatch.setattr("megatron_ibpo.data.files.SMALL_ROWS", 3)
     monkeypatch.setattr(tables, "_BLOCK_BYTES", 100)
     monkeypatch.setattr(tables, "WINDOW_ROWS", 12)
     monkeypatch.setattr(JsonLines, "window", 3)
 
 
-# ------------------------------------------------------------------------------------- large files
+@pytest.fixture(params=["small", "large"])
+def any_size(request):
+    """Files that are read at once, and files that are read in parts."""
+    if request.param == "large":
+        request.getfixturevalue("everything_is_large")
+    return request.param
+
 
 LINES = st.lists(
     st.one_of(
@@ -143,76 +135,50 @@ def test_every_row_comes_once_an_epoch_and_resuming_needs_no_state(tmp_path_fact
         assert epochs[0] != whole
 
 
-def test_a_large_file_is_drawn_like_a_small_one_but_in_another_order(tmp_path, everything_is_large):
-    path = jsonl(tmp_path / "rows.jsonl", rows(100))
+def test_every_epoch_has_all_rows_in_an_order_of_its_own_and_resuming_needs_no_state(tmp_path, any_size):
+    path = jsonl(tmp_path / "rows.jsonl", rows(20))
     source = opened(path)
-    assert sorted(labels(source, 100), key=int) == [str(i) for i in range(100)]
-    assert labels(source, 100) != labels(source, 100, step=1)
+    drawn = [label for step in range(9) for label in labels(source, 7, step)]  # batches straddle the epochs
+    epochs = [drawn[start : start + 20] for start in (0, 20, 40)]
+    assert all(sorted(epoch, key=int) == numbers(20) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 3
     assert plain(opened(path).batch(5, 7)) == plain(source.batch(5, 7)), "resumed"
-    assert labels(opened(path, data=DataConfig(data_seed=1)), 20) != labels(source, 20)
-    assert labels(opened(path, split="eval"), 100) == [str(i) for i in range(100)]
-    assert source.num_prompts() == 100
-    assert any("rows are checked now and the others when drawn" in note for note in source.notes)
+    assert labels(opened(path, data=DataConfig(data_seed=1)), 20) != epochs[0]
+    assert labels(opened(path, split="eval"), 20) == numbers(20)
+    assert source.num_prompts() == 20
+    said = "rows are checked now and the others when drawn"
+    assert any(said in note for note in source.notes) == (any_size == "large")
 
 
 def test_opening_a_large_file_reads_a_small_part_of_it(tmp_path, monkeypatch):
     path = jsonl(tmp_path / "rows.jsonl", ({"prompt": "1=" * 50, "label": "1"} for _ in range(100_000)))
     read = Counter()
     pread = tables.os.pread
-    monkeypatch.setattr(files, "SMALL_BYTES", 10**6)
+    monkeypatch.setattr("megatron_ibpo.data.files.SMALL_BYTES", 10**6)
     monkeypatch.setattr(tables, "_BLOCK_BYTES", 4096)
     monkeypatch.setattr(tables.os, "pread", lambda f, n, at: read.update(bytes=n) or pread(f, n, at))
     opened(path).batch(0, 8)
     assert read["bytes"] < path.stat().st_size / 4
 
 
-BAD = [
-    '{"prompt": "1="',
-    '["1="]',
-    '{"prompt": "1="}',
-    '{"prompt": "x", "label": "1"}',
-    '{"prompt": 1, "label": 1}',
-]
-
-
-@pytest.mark.parametrize("line", BAD)
-def test_a_bad_row_is_named_or_skipped_and_counted(tmp_path, any_size, line):
-    lines = [json.dumps(row) for row in rows(40)]
-    lines[20:20] = [line, "", line]
+def test_bad_rows_are_named_or_skipped_and_counted(tmp_path, any_size):
+    bad = [b'{"prompt": "1="', b'["1="]', b'{"prompt": "\xff=", "label": 1}', b'{"prompt": "x", "label": 1}']
+    lines = as_lines(rows(40)).splitlines()
+    lines[20:20] = [*bad[:2], b"", *bad[2:]]
     path = tmp_path / "rows.jsonl"
-    path.write_text("\n".join(lines))
-    with pytest.raises(DataError, match=r"rows\.jsonl, line (21|23): "):
-        opened(path).batch(0, 42)
+    path.write_bytes(b"\n".join(lines))
+    with pytest.raises(DataError, match=r"rows\.jsonl, line (21|22|24|25): "):
+        opened(path).batch(0, 44)
     source = opened(path, data=DataConfig(skip_bad_rows=True))
-    assert set(labels(source, 42)) <= {str(i) for i in range(40)}
+    assert set(labels(source, 44)) <= {*numbers(40)}
     (tally,) = source.tallies
-    assert tally.counts == {"bad rows": 2}
-    assert "left out 2 bad rows" in tally.lines()[0]
-    assert sorted(part.split(":")[0].split(", ")[1] for part in tally.lines()[1:]) == ["line 21", "line 23"]
-
-
-def test_where_no_row_can_be_used_that_is_said(tmp_path, everything_is_large):
-    path = jsonl(tmp_path / "rows.jsonl", [{"prompt": "x", "label": "1"}] * 20)
-    source = opened(path, data=DataConfig(skip_bad_rows=True))
-    with pytest.raises(DataError, match=r"next to no prompt is left .*20 bad rows"):
-        source.at(0)
-
-
-# ------------------------------------------------------------------------------- formats and damage
-
-
-def rl_rows(count):
-    """Return rows as existing RL data sets have them."""
-    return [
-        {
-            "data_source": "sums",
-            "prompt": [{"role": "user", "content": f"{i}="}],
-            "reward_model": {"style": "rule", "ground_truth": str(i)},
-            "extra_info": {"index": i, "score": math.nan},
-            "unused": "x",
-        }
-        for i in range(count)
-    ]
+    assert tally.counts == {"bad rows": 4}
+    summary, *named = tally.lines()
+    assert "left out 4 bad rows" in summary
+    assert sorted(line.partition(": ")[0].rpartition(" ")[2] for line in named) == ["21", "22", "24", "25"]
+    jsonl(path, [{"prompt": "x", "label": "1"}] * 20)
+    with pytest.raises(DataError, match=r"(next to no prompt is|no prompts in it.* are) left .*20 bad rows"):
+        opened(path, data=DataConfig(skip_bad_rows=True)).at(0)
 
 
 def as_parquet(content):
@@ -229,138 +195,103 @@ def as_arrow(content):
     return written.getvalue()
 
 
-def saved(path, content):
-    """One data set as `save_to_disk` leaves it."""
-    path.mkdir(parents=True)
-    (path / "data-00000-of-00001.arrow").write_bytes(as_arrow(content))
-    state = {"_data_files": [{"filename": "data-00000-of-00001.arrow"}], "_indices_data_files": None}
-    (path / "state.json").write_text(json.dumps(state))
+def write(path, content):
+    """Write the content of a file, or of a directory by its files' names."""
+    if isinstance(content, bytes):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    else:
+        for name, part in content.items():
+            write(path / name, part)
     return path
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "parquet", "arrow", "saved", "saved parts", "hub"])
-def test_every_format_gives_the_same_prompts(tmp_path, any_size, kind):
-    content, path = rows(40), tmp_path / f"rows.{kind}"
-    if kind == "jsonl":
-        jsonl(path, content)
-    elif kind == "jsonl.gz":
-        path.write_bytes(gzip.compress(as_lines(content)))
-    elif kind == "parquet":
-        path.write_bytes(as_parquet(content))
-    elif kind == "arrow":
-        path.write_bytes(as_arrow(content))
-    elif kind == "saved":
-        saved(path, content)
-    elif kind == "saved parts":
-        saved(path / "train", content)
-        saved(path / "test", rows(3, 90))
-        (path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
-    else:
-        (path / "data").mkdir(parents=True)
-        for shard in (0, 1):
-            part = as_parquet(content[20 * shard : 20 * shard + 20])
-            (path / f"data/train-0000{shard}-of-00002.parquet").write_bytes(part)
-        (path / "data/test-00000-of-00001.parquet").write_bytes(as_parquet(rows(3, 90)))
-    assert labels(
-        opened(f"{path}?split=train" if kind in ("hub", "saved parts") else path, split="eval"), 40
-    ) == [row["label"] for row in content]
-    assert sorted(labels(opened(path), 40), key=int) == [row["label"] for row in content]
-    if kind == "hub":
-        assert labels(opened(path, split="eval"), 3) == ["90", "91", "92"], "the held-out part"
+def saved(content):
+    """One data set as `save_to_disk` leaves it."""
+    name = "data-00000-of-00001.arrow"
+    state = {"_data_files": [{"filename": name}], "_indices_data_files": None}
+    return {name: as_arrow(content), "state.json": json.dumps(state).encode()}
 
 
-def test_the_layout_of_rl_data_sets_is_recognised_and_said(tmp_path, chatty):
-    (tmp_path / "train.parquet").write_bytes(as_parquet(rl_rows(5)))
-    data = DataConfig(apply_chat_template=True)
-    source = open_source(str(tmp_path / "train.parquet"), chatty, data, split="eval")
-    prompt = source.at(2)
-    assert (prompt.text, prompt.label, prompt.task) == ("2=", "2", "sums")
-    assert prompt.metadata == {"index": 2, "score": None}
-    assert "reward_model.ground_truth" in source.notes[0]
+def test_every_format_gives_the_same_prompts(tmp_path, any_size):
+    content, held_out = rows(40), rows(3, first=90)
+    shards = {f"train-0000{n}-of-00002.parquet": as_parquet(content[20 * n : 20 * n + 20]) for n in (0, 1)}
+    names = b'{"splits": ["train", "test"]}'
+    formats = {
+        "jsonl": as_lines(content),
+        "jsonl.gz": gzip.compress(as_lines(content)),
+        "parquet": as_parquet(content),
+        "arrow": as_arrow(content),
+        "saved": saved(content),
+        "parts": {"dataset_dict.json": names, "train": saved(content), "test": saved(held_out)},
+        "hub": {"data": {**shards, "test-00000-of-00001.parquet": as_parquet(held_out)}},
+    }
+    for kind, written in formats.items():
+        path, in_parts = write(tmp_path / f"rows.{kind}", written), kind in ("hub", "parts")
+        in_order = opened(f"{path}?split=train" if in_parts else path, split="eval")
+        assert labels(in_order, 40) == numbers(40), kind
+        assert sorted(labels(opened(path), 40), key=int) == numbers(40), kind
+        if in_parts:
+            assert labels(opened(path, split="eval"), 3) == ["90", "91", "92"], "the held-out part"
 
 
-def test_a_ground_truth_that_is_an_object_becomes_json(tmp_path, chatty):
-    row = rl_rows(1)[0] | {"reward_model": {"ground_truth": {"target": 24, "numbers": [4, 6]}}}
-    row["extra_info"] = None
-    path = jsonl(tmp_path / "a.jsonl", [row])
-    prompt = open_source(str(path), chatty, DataConfig(apply_chat_template=True), split="train").at(0)
-    assert json.loads(prompt.label) == {"target": 24, "numbers": [4, 6]}
+def test_layouts_of_known_data_sets_are_recognised_and_said(tmp_path, any_size, chatty):
+    question, truth = "What is 1 + 1?", {"target": 24, "numbers": [4, 6]}
+    messages = [{"role": "user", "content": question}]
+    of_verl = {"prompt": messages, "reward_model": {"style": "rule", "ground_truth": "2"}, "unused": "x"}
+    for row, label in (
+        ({"question": question, "answer": "1 + 1 = 1,002 <<1+1=2>>\n#### 1,002"}, "1002"),  # GSM8K
+        ({"problem": question, "solution": r"So $\boxed{3}$.", "answer": "2"}, "2"),  # OpenR1-Math
+        ({"problem": question, "solution": r"Not \boxed{3} but \boxed{\pi}."}, r"\pi"),  # NuminaMath
+        ({"messages": messages, "label": 2}, "2"),
+        ({**of_verl, "data_source": "sums", "extra_info": {"index": 2, "score": math.nan}}, "2"),
+        ({**of_verl, "reward_model": {"ground_truth": truth}, "extra_info": None}, json.dumps(truth)),
+    ):
+        path = write(tmp_path / "train.parquet", as_parquet([row] * 5))
+        source = opened(path, data=DataConfig(apply_chat_template=True), tokenizer=chatty)
+        prompt = source.at(1)
+        assert (prompt.text, prompt.label, prompt.task) == (question, label, row.get("data_source", "train"))
+        assert prompt.metadata == ({"index": 2, "score": None} if row.get("extra_info") else {})
+        assert any("layout" in note and "label" in note for note in source.notes)
 
 
-def test_the_verifier_and_the_id_of_a_row_go_with_its_prompt(tmp_path):
-    row = {"prompt": "1=", "label": 1, "rm_type": "math", "id": "a-1", "metadata": {"level": 3}}
-    (prompt,) = opened(jsonl(tmp_path / "a.jsonl", [row])).batch(0, 1)
-    assert prompt.metadata == {"level": 3, "rm_type": "math", "id": "a-1"}
+def test_fields_of_a_row_go_with_its_prompt_and_named_ones_win_over_a_known_layout(tmp_path):
+    row = {"prompt": "1+1=\n", "label": 2, "task": "sums", "metadata": {"level": 1}, "rm_type": "math"}
+    (prompt,) = opened(jsonl(tmp_path / "a.jsonl", [row | {"id": "a-1"}]), split="eval").batch(0, 1)
+    assert prompt.token_ids.tolist() == TINY.encode_prompt("1+1=\n")
+    assert prompt.token_ids.dtype == np.int32
+    assert prompt.head_length == len(prompt.token_ids)
+    assert (prompt.label, prompt.task) == ("2", "sums")
+    assert prompt.metadata == {"level": 1, "rm_type": "math", "id": "a-1"}
+    path = jsonl(tmp_path / "a.jsonl", [{"question": "1=", "answer": "2\n#### 1"}])
+    source = opened(path, data=DataConfig(input_key="question", label_key="answer"))
+    assert (source.at(0).label, source.notes) == ("2\n#### 1", ())
+    with pytest.raises(DataError, match=r"no field 'q'.*--input-key"):
+        opened(path, data=DataConfig(input_key="q", label_key="answer"))
+    with pytest.raises(DataError, match=r"line 1: field 'solution' has no \\boxed"):
+        opened(jsonl(path, [{"problem": "1=", "solution": "clear"}]))
 
 
-def cut(content):
-    return content[: len(content) * 2 // 3]
-
-
-TEXT = as_lines(rows(50))
-SAME_IDS = as_lines(row | {"id": number % 30} for number, row in enumerate(rows(50)))
-DAMAGED = {
-    "parquet cut off": (
-        {"rows.parquet": cut(as_parquet(rows(50)))},
-        r"rows\.parquet: not a parquet file, or cut off",
-    ),
-    "gz cut off": ({"rows.jsonl.gz": cut(gzip.compress(TEXT))}, r"rows\.jsonl\.gz: damaged or cut off"),
-    "arrow cut off": ({"rows.arrow": as_arrow(rows(50))[:66]}, r"rows\.arrow: not an Arrow file, or cut off"),
-    "UTF-16": (
-        {"rows.jsonl": TEXT.decode().encode("utf-16")},
-        r"rows\.jsonl: is UTF-16, expected UTF-8; `iconv",
-    ),
-    "invalid UTF-8": (
-        {"rows.jsonl": TEXT + b'{"prompt": "\xff=", "label": "1"}\n'},
-        r"rows\.jsonl, line 51: not UTF-8: byte 13 of the line is 0xff",
-    ),
-    "line cut off": ({"rows.jsonl": TEXT[:-10]}, r"rows\.jsonl, line 50: not JSON"),
-    "ids": ({"rows.jsonl": SAME_IDS}, r"rows\.jsonl, line 31: id 0 is also that of .*rows\.jsonl, line 1"),
-    "no data": ({"rows.jsonl/other.txt": b""}, r"rows\.jsonl: holds no data set"),
-    "other kind": ({"rows.txt": b"1"}, r"rows\.txt: expected a file that ends in \.jsonl"),
-    "NaN": (
-        {"rows.parquet": as_parquet([{"prompt": "1=", "label": 1.0}, {"prompt": "1=", "label": math.nan}])},
-        r"rows\.parquet, row 1: field 'label' must be text or a number, is nan",
-    ),
-    "no such column": (
-        {"rows.parquet": as_parquet([{"sentence": "1="}])},
-        r"rows\.parquet: has none of the columns .*prompt.*found: sentence",
-    ),
-    "two data sets": (
-        {f"rows.jsonl/{name}/train-00000-of-00001.jsonl": TEXT for name in ("main", "socratic")},
-        r"several data sets .*main.*socratic.*name one of them",
-    ),
-    "no such part": (
-        {"rows.jsonl/tran.jsonl": TEXT, "rows.jsonl/test.jsonl": TEXT},
-        r"no part for train; it has tran, test|no part for train; it has test, tran",
-    ),
-}
-
-
-def damaged(kind, folder):
-    """The path of something that cannot be read."""
-    for name, content in DAMAGED[kind][0].items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(content)
-    return folder / name.split("/")[0]
-
-
-@pytest.mark.parametrize("kind", DAMAGED)
-def test_what_is_damaged_is_named(tmp_path, kind):
-    with pytest.raises(DataError, match=DAMAGED[kind][1]):
-        opened(damaged(kind, tmp_path))
-
-
-@pytest.mark.parametrize("kind", ["invalid UTF-8", "line cut off"])
-def test_damaged_rows_can_be_skipped(tmp_path, kind):
-    source = opened(damaged(kind, tmp_path), data=DataConfig(skip_bad_rows=True))
-    assert source.tallies[0].counts == {"bad rows": 1}
-    assert "line" in source.notes[-1]
-
-
-def test_rows_with_the_id_of_another_can_be_skipped(tmp_path):
-    source = opened(damaged("ids", tmp_path), data=DataConfig(skip_bad_rows=True))
-    assert (len(source), source.tallies[0].counts) == (30, {"bad rows": 20})
+def test_what_is_damaged_is_named(tmp_path):
+    text, table = as_lines(rows(50)), as_parquet(rows(50))
+    with_nan = as_parquet([{"prompt": "1=", "label": 1.0}, {"prompt": "1=", "label": math.nan}])
+    two_sets = {f"{name}/train-00000-of-00001.jsonl": text for name in ("main", "socratic")}
+    for number, (suffix, content, says) in enumerate([
+        ("parquet", table[:-99], r"rows\.parquet: not a parquet file, or cut off"),
+        ("parquet", with_nan, r"rows\.parquet, row 1: field 'label' must be text or a number, is nan"),
+        ("parquet", as_parquet([{"sentence": "1="}]), "has none of the columns .*prompt.*found: sentence"),
+        ("arrow", as_arrow(rows(50))[:66], r"rows\.arrow: not an Arrow file, or cut off"),
+        ("jsonl.gz", gzip.compress(text)[:-99], r"rows\.jsonl\.gz: damaged or cut off"),
+        ("jsonl", text.decode().encode("utf-16"), r"rows\.jsonl: is UTF-16, expected UTF-8; `iconv"),
+        ("jsonl", text + b'{"prompt": "\xff="}', "line 51: not UTF-8: byte 13 of the line is 0xff"),
+        ("jsonl", text[:-10], r"rows\.jsonl, line 50: not JSON"),
+        ("jsonl", {"other.txt": b""}, r"rows\.jsonl: holds no data set"),
+        ("jsonl", two_sets, r"several data sets .*main.*socratic.*name one of them"),
+        ("jsonl", {"tran.jsonl": text, "test.jsonl": text}, "no part for train; it has (tran|test), "),
+        ("txt", b"1", r"rows\.txt: expected a file that ends in \.jsonl"),
+    ]):  # fmt: skip
+        with pytest.raises(DataError, match=says):
+            opened(write(tmp_path / str(number) / f"rows.{suffix}", content))
 
 
 def test_a_line_without_end_is_not_read_into_memory(tmp_path, monkeypatch, everything_is_large):
@@ -371,17 +302,7 @@ def test_a_line_without_end_is_not_read_into_memory(tmp_path, monkeypatch, every
         opened(path).batch(0, 31)
 
 
-@given(st.binary(max_size=400))
-@settings(max_examples=60)
-def test_any_bytes_are_rows_or_a_data_error(tmp_path_factory, content):
-    path = tmp_path_factory.mktemp("any") / "rows.jsonl"
-    path.write_bytes(content)
-    with suppress(DataError):
-        for prompt in opened(path).batch(0, 3):
-            assert prompt.label
-
-
-TABLES = {".parquet": as_parquet(rows(50)), ".arrow": as_arrow(rows(50))}
+TABLES = {".jsonl": as_lines(rows(50)), ".parquet": as_parquet(rows(50)), ".arrow": as_arrow(rows(50))}
 
 
 @given(
@@ -389,8 +310,8 @@ TABLES = {".parquet": as_parquet(rows(50)), ".arrow": as_arrow(rows(50))}
     st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.binary(max_size=4)), min_size=1, max_size=4),
     st.booleans(),
 )
-@settings(max_examples=60)
-def test_any_damage_to_a_table_is_a_data_error(tmp_path_factory, suffix, hits, skips):
+@settings(max_examples=90)
+def test_any_damage_to_a_file_is_a_data_error(tmp_path_factory, suffix, hits, skips):
     content = bytearray(TABLES[suffix])
     for place, written in hits:
         start = int(place * len(content))
@@ -400,9 +321,6 @@ def test_any_damage_to_a_table_is_a_data_error(tmp_path_factory, suffix, hits, s
     with suppress(DataError):
         for prompt in opened(path, data=DataConfig(skip_bad_rows=skips)).batch(0, 8):
             assert prompt.label
-
-
-# ----------------------------------------------------------------------------------------- settings
 
 
 def test_the_settings_of_a_source(tmp_path):
@@ -416,62 +334,40 @@ def test_the_settings_of_a_source(tmp_path):
     assert (prompt.text, prompt.task, prompt.metadata["rm_type"]) == ("1=(0)", "sums", "math")
 
 
-@pytest.mark.parametrize(
-    ("settings_of_it", "says"),
-    [
+def test_wrong_settings_are_refused(tmp_path):
+    for setting, says in (
         ("wieght=2", "a file has no setting 'wieght'; did you mean 'weight'"),
         ("weight=0", "weight must be a number above 0, is '0'"),
         ("weight=nan", "weight must be a number above 0"),
         ("only=level", "only must read FIELD=VALUE"),
         ("weight", "name=value"),
         ("only=label%3D17", "no prompts in it that are left .*10 not chosen"),
-    ],
-)
-def test_wrong_settings_are_refused(tmp_path, settings_of_it, says):
-    path = jsonl(tmp_path / "a.jsonl", rows(10))
-    with pytest.raises(DataError, match=says):
-        opened(f"{path}?{settings_of_it}")
+    ):
+        with pytest.raises(DataError, match=says):
+            opened(f"{jsonl(tmp_path / 'a.jsonl', rows(10))}?{setting}")
 
 
-# ---------------------------------------------------------------------------------------------- chats
+def test_a_chat_is_shown_by_the_template_with_its_settings_and_one_system_message(tmp_path, chatty):
+    def first(*said, kwargs=None, suffix=""):
+        messages = [{"role": role, "content": content} for role, content in said]
+        path = jsonl(tmp_path / "a.jsonl", [{"prompt": messages, "label": "2"}])
+        data = DataConfig(
+            apply_chat_template=True, apply_chat_template_kwargs=kwargs, system_prompt="Be brief."
+        )
+        return opened(f"{path}{suffix}", data=data, tokenizer=chatty).at(0)
 
-
-@pytest.mark.parametrize(
-    ("kwargs", "tail"),
-    [
-        (None, "<|im_end|>\n<|im_start|>assistant\n"),
-        ('{"enable_thinking": true}', "<|im_end|>\n<|im_start|>assistant\n"),
-        ('{"enable_thinking": false}', "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"),
-    ],
-)
-def test_thinking_is_turned_off_by_the_templates_own_setting(tmp_path, chatty, kwargs, tail):
-    path = jsonl(tmp_path / "a.jsonl", [{"prompt": "1+1?\n", "label": "2"}])
-    data = DataConfig(apply_chat_template=True, apply_chat_template_kwargs=kwargs, system_prompt="Be brief.")
-    prompt = open_source(f"{path}?suffix=Say.", chatty, data, split="train").at(0)
-    text = chatty.decode_all(prompt.head_ids)
-    assert text == "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n1+1?\nSay."
-    assert chatty.decode_all(prompt.tail_ids) == tail
-
-
-def test_a_chat_keeps_its_own_system_message_and_loses_old_thoughts(tmp_path, chatty):
-    messages = [
-        {"role": "system", "content": "Own."},
-        {"role": "user", "content": "1?"},
-        {"role": "assistant", "content": "<think>\nhm\n</think>\n\n1"},
-        {"role": "user", "content": "2?"},
-    ]
-    path = jsonl(tmp_path / "a.jsonl", [{"prompt": messages, "label": "2"}])
-    data = DataConfig(apply_chat_template=True, system_prompt="Be brief.")
-    prompt = open_source(str(path), chatty, data, split="train").at(0)
-    shown = chatty.decode_all(prompt.token_ids)
-    assert shown == (
+    for kwargs, thought in ((None, ""), ('{"enable_thinking": false}', "<think>\n\n</think>\n\n")):
+        prompt = first(("user", "1+1?\n"), kwargs=kwargs, suffix="?suffix=Say.")
+        text = chatty.decode_all(prompt.head_ids)
+        assert text == "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n1+1?\nSay."
+        assert chatty.decode_all(prompt.tail_ids) == f"<|im_end|>\n<|im_start|>assistant\n{thought}"
+    old = "<think>\nhm\n</think>\n\n1"
+    prompt = first(("system", "Own."), ("user", "1?"), ("assistant", old), ("user", "2?"))
+    assert chatty.decode_all(prompt.token_ids) == (
         "<|im_start|>system\nOwn.<|im_end|>\n<|im_start|>user\n1?<|im_end|>\n"
         "<|im_start|>assistant\n1<|im_end|>\n<|im_start|>user\n2?<|im_end|>\n<|im_start|>assistant\n"
     )
     assert prompt.text == "2?"
-
-
-# ------------------------------------------------------------------------------------------ mixtures
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=5))
@@ -494,44 +390,35 @@ def test_a_cycle_has_the_shares_of_the_weights(weights):
         assert abs(Fraction(count, sum(counts)) - weight / sum(weights)) < Fraction(1, 2000)
 
 
-def test_a_mixture_has_its_weights_and_every_source_its_own_order(tmp_path):
-    a = jsonl(tmp_path / "a.jsonl", rows(20))
-    b = jsonl(tmp_path / "b.jsonl", rows(7, first=100))
-    specs = [f"{a}?weight=3", f"{b}?weight=1", f"{CHAIN_SUM}&weight=0.5&task=sums"]
-    source = open_sources(specs, TINY, DataConfig(), split="train")
+def test_a_mixture_has_its_weights_and_an_epoch_ends_when_every_source_has_given_all(tmp_path):
+    def mixed(*specs):
+        return open_sources(specs, TINY, DataConfig(), split="train")
+
+    a, b = jsonl(tmp_path / "a.jsonl", rows(20)), jsonl(tmp_path / "b.jsonl", rows(7, first=100))
+    specs = f"{a}?weight=3", f"{b}?weight=1", f"{CHAIN_SUM}&weight=0.5&task=sums"
+    source = mixed(*specs)
     prompts = source.batch(0, 900)
     assert Counter(prompt.task for prompt in prompts) == {"a": 600, "b": 200, "sums": 100}
     assert [prompt.index for prompt in prompts] == list(range(900))
     of_a = [prompt.label for prompt in prompts if prompt.task == "a"]
-    assert of_a == labels(opened(a), 600), "as alone"
+    assert of_a == labels(opened(a), 600), "every source has its own order, as alone"
     assert {p.metadata.get("rm_type") for p in prompts} == {None, "reasoning_gym"}
-    again = open_sources(specs, TINY, DataConfig(), split="train")
-    assert plain(again.batch(13, 10)) == plain(source.batch(13, 10))
-
-
-def test_an_epoch_of_a_mixture_ends_when_every_source_has_given_all(tmp_path):
-    a = jsonl(tmp_path / "a.jsonl", rows(20))
-    b = jsonl(tmp_path / "b.jsonl", rows(7, first=100))
-    source = open_sources([f"{a}?weight=3", str(b)], TINY, DataConfig(), split="train")
+    assert plain(mixed(*specs).batch(13, 10)) == plain(source.batch(13, 10))
+    assert source.num_prompts() == 0, "a generated task has no end"
+    source = mixed(*specs[:2])
     size = source.num_prompts()
-    assert {p.label for p in source.batch(0, size)} >= {row["label"] for row in rows(20) + rows(7, first=100)}
-    assert len({p.label for p in source.batch(0, size - 1)}) == 26
-    endless = open_sources([str(a), CHAIN_SUM], TINY, DataConfig(), split="train")
-    assert endless.num_prompts() == 0
+    assert {*labels(source, size)} == {*numbers(20), *numbers(7, 100)}
+    assert len({*labels(source, size - 1)}) == 26
 
 
-@pytest.mark.parametrize(("epochs", "steps"), [(1, 3), (2, 5), (4, 10)])
-def test_the_steps_of_epochs_follow_from_the_prompts(tmp_path, epochs, steps):
-    source = opened(jsonl(tmp_path / "a.jsonl", rows(10)))
-    config = Config()
-    config.rollout.rollout_batch_size, config.run.num_epoch = 4, epochs
-    assert with_epochs(config, source).run.num_rollout == steps
+def test_the_steps_of_epochs_follow_from_the_prompts(tmp_path):
+    source, config = opened(jsonl(tmp_path / "a.jsonl", rows(10))), Config()
+    config.rollout.rollout_batch_size = 4
+    for config.run.num_epoch, steps in ((1, 3), (2, 5), (4, 10)):
+        assert with_epochs(config, source).run.num_rollout == steps
     assert with_epochs(config, None) is config, "recorded rollouts"
     with pytest.raises(ValueError, match="--num-epoch: a generated task never repeats"):
-        with_epochs(config, open_source(CHAIN_SUM, TINY, DataConfig(), split="train"))
-
-
-# ------------------------------------------------------------------------------------------- filters
+        with_epochs(config, opened(CHAIN_SUM))
 
 
 def test_long_prompts_are_dropped_where_asked(tmp_path, any_size):
@@ -539,53 +426,48 @@ def test_long_prompts_are_dropped_where_asked(tmp_path, any_size):
     path = jsonl(tmp_path / "rows.jsonl", content)
     with pytest.raises(DataError, match=r"line \d+: the prompt has \d+ tokens.*--drop-long-prompts"):
         opened(path, max_prompt_len=10).batch(0, 50)
-    source = opened(path, data=DataConfig(drop_long_prompts=True), max_prompt_len=10)
+    source, again = (
+        opened(path, data=DataConfig(drop_long_prompts=True), max_prompt_len=10) for _ in range(2)
+    )
     assert all(len(prompt.token_ids) <= 10 for prompt in source.batch(0, 50))
     assert source.tallies[0].counts["too long prompts"] == 30
-    again = opened(path, data=DataConfig(drop_long_prompts=True), max_prompt_len=10)
-    assert [plain(again.at(position)) for position in (49, 3, 17)] == [
-        plain(source.at(position)) for position in (49, 3, 17)
-    ], "whatever was drawn before"
+    for position in (49, 3, 17):
+        assert plain(again.at(position)) == plain(source.at(position)), "whatever was drawn before"
 
 
-def test_questions_that_differ_in_white_space_alone_are_duplicates(tmp_path, any_size):
+def test_duplicates_but_for_white_space_are_left_out_and_ids_that_two_rows_share_are_named(
+    tmp_path, any_size
+):
     content = [{"prompt": f"{i % 25} ={' ' * (i // 25)}", "label": str(i)} for i in range(50)]
-    path = jsonl(tmp_path / "rows.jsonl", content)
-    source = opened(path, data=DataConfig(deduplicate=True))
-    assert sorted(labels(source, 25), key=int) == [str(i) for i in range(25)]
+    source = opened(jsonl(tmp_path / "rows.jsonl", content), data=DataConfig(deduplicate=True))
+    assert sorted(labels(source, 25), key=int) == numbers(25)
     assert (source.num_prompts(), source.tallies[0].counts) == (25, {"duplicates": 25})
-
-
-def test_ids_that_two_rows_share_are_named_or_left_out(tmp_path, any_size):
-    content = [{"prompt": f"{i} =", "label": str(i), "id": i % 49} for i in range(50)]
-    path = jsonl(tmp_path / "rows.jsonl", content)
-    with pytest.raises(DataError, match="line 50: id 0 is also that of"):
+    path = jsonl(tmp_path / "rows.jsonl", [row | {"id": i % 49} for i, row in enumerate(rows(50))])
+    with pytest.raises(
+        DataError, match=r"line 50: id 0 is also that of (an earlier row|.*rows\.jsonl, line 1)"
+    ):
         opened(path, data=DataConfig(deduplicate=True))
     source = opened(path, data=DataConfig(deduplicate=True, skip_bad_rows=True))
-    assert sorted(labels(source, 49), key=int) == [str(i) for i in range(49)]
+    assert sorted(labels(source, 49), key=int) == numbers(49)
     assert (source.num_prompts(), source.tallies[0].counts["bad rows"]) == (49, 1)
-
-
-def test_a_large_file_is_refused_for_ids_among_the_rows_that_are_checked_first(tmp_path, everything_is_large):
-    content = [{"prompt": f"{i} =", "label": str(i), "id": "same"} for i in range(5)]
+    jsonl(path, [row | {"id": "same"} for row in rows(5)])
     with pytest.raises(DataError, match="line 2: id 'same' is also that of"):
-        opened(jsonl(tmp_path / "rows.jsonl", content))
+        opened(path)  # a large file only for ids among the rows that are checked first
 
 
 def test_prompts_outside_the_window_of_pass_rates_are_left_out(tmp_path):
     path = jsonl(tmp_path / "rows.jsonl", rows(10))
     by_label = {prompt.label: prompt_fingerprint(prompt) for prompt in opened(path).batch(0, 10)}
-    rates = {by_label[str(i)]: Rate(correct=i, scored=8) for i in range(9)}  # of 9 nothing is known
+    rates = {by_label[i]: Rate(correct=int(i), scored=8) for i in numbers(9)}  # of 9 nothing is known
     source = opened(path, rates=PassRates(0.25, 0.75, rates))
     assert sorted(labels(source, 5)) == ["2", "3", "4", "5", "6"]
     assert source.tallies[0].counts == {"outside the pass-rate window": 4, "without a measured pass rate": 1}
+    generated = opened(CHAIN_SUM, rates=PassRates(0.1, 0.9, {}))
+    assert "--filter-pass-rate has no effect on it" in generated.notes[0]
 
 
 def test_pass_rates_are_those_of_this_policy_and_its_settings(tmp_path):
-    hf = tmp_path / "hf"
-    hf.mkdir()
-    (hf / "config.json").write_text("{}")
-    (hf / "model.safetensors").write_bytes(b"weights")
+    hf = write(tmp_path / "hf", {"config.json": b"{}", "model.safetensors": b"weights"})
     config = Config()
     config.model.hf_checkpoint = hf
     config.data.filter_pass_rate, config.data.pass_rates = (0.1, 0.9), tmp_path / "rates.jsonl"
@@ -593,9 +475,7 @@ def test_pass_rates_are_those_of_this_policy_and_its_settings(tmp_path):
     record = rate_record(policy_fingerprint(config), prompt, Rate(3, 4))
     line = json.dumps(record) + "\n"
     config.data.pass_rates.write_text(line + line[: len(line) // 2])  # its writer was stopped
-    rates = open_pass_rates(config)
-    assert rates is not None
-    assert rates.refusal(prompt) is None
+    assert open_pass_rates(config).refusal(prompt) is None
     with open_records(config.data.pass_rates) as file:
         append_record(file, record)
     assert config.data.pass_rates.read_text() == 2 * line
@@ -611,77 +491,49 @@ def test_pass_rates_are_those_of_this_policy_and_its_settings(tmp_path):
         open_pass_rates(config)
 
 
-# ------------------------------------------------------------------------------------ generated tasks
+@pytest.mark.parametrize("copies", [1, 3])
+def test_a_small_share_of_a_file_is_held_out_once_and_never_trained_on(tmp_path, copies):
+    path = jsonl(tmp_path / "train.jsonl", rows(100) * copies)
+    train, *evals = (opened(path, split=split, holds_out=True) for split in ("train", "eval", "eval"))
+    assert (len(train), len(evals[0])) == (95 * copies, 5)
+    assert "5 prompts of it, which are not trained on" in evals[0].notes[-1]
+    trained, evaluated, again = labels(train, len(train)), labels(evals[0], 5), labels(evals[1], 5)
+    assert not {*trained} & {*evaluated}
+    assert again == evaluated
+    other = opened(path, split="eval", data=DataConfig(data_seed=1), holds_out=True)
+    assert labels(other, 5) != evaluated
+    with pytest.raises(DataError, match="--eval-prompt-data, or turn evaluation off by --eval-num-prompts 0"):
+        opened(jsonl(path, rows(1)), holds_out=True)
 
 
-def test_a_level_is_that_of_the_tasks_own_curriculum():
-    def terms(spec, split="train", count=60):
-        source = open_source(spec, LETTERS, DataConfig(), split=split)
-        return [prompt.metadata["num_terms"] for prompt in source.batch(0, count)]
-
-    assert set(terms("reasoning_gym://chain_sum?level=0")) == {2}
-    assert set(terms("reasoning_gym://chain_sum?level=3")) == {2, 3, 4, 5}
-    assert set(terms("reasoning_gym://chain_sum?level=10", count=200)) == {*range(2, 13)}, "the highest"
-    assert set(terms("reasoning_gym://chain_sum?level=3&min_terms=5")) == {5}, "parameters win"
-    climbing = terms("reasoning_gym://chain_sum?level=0..2&over=30")
-    assert set(climbing[:10]) == {2}
-    assert max(climbing[10:20]) == 3
-    assert max(climbing[20:]) == 4
-    held_out = terms("reasoning_gym://chain_sum?level=0..2&over=30000", split="eval")
-    assert max(held_out) == 4, "held-out items are of all levels"
+def test_of_a_large_file_a_share_is_held_out_as_well(tmp_path, monkeypatch):
+    monkeypatch.setattr("megatron_ibpo.data.files.SMALL_ROWS", 10)
+    monkeypatch.setattr("megatron_ibpo.data.held_out.SHARE_OF_LARGE", 0.1)
+    path = jsonl(tmp_path / "train.jsonl", rows(300) * 2)
+    source = opened(path, split="eval", holds_out=True)
+    evaluated = labels(source, len(source))
+    assert 15 < len(evaluated) < 50
+    assert {*labels(opened(path, holds_out=True), 900)} == {*numbers(300)} - {*evaluated}
 
 
-@pytest.mark.parametrize(
-    ("spec", "says"),
-    [
-        ("chain_sum?level=99", "level 99: the highest level of chain_sum is 10"),
-        ("chain_sum?level=two", "level must be a number or FIRST..LAST"),
-        ("chain_sum?level=0..2", r"needs over=N"),
-        ("chain_sum?level=2..0&over=5", "the first is above the last"),
-        ("chain_sum?over=5", "needs level=FIRST..LAST"),
-        ("chain_sum?level=1&over=5", "only it does"),
-        ("composite?level=1", "no curriculum for composite"),
-    ],
-)
-def test_a_level_that_there_is_not_is_refused(spec, says):
-    with pytest.raises(DataError, match=says):
-        open_source(f"reasoning_gym://{spec}", LETTERS, DataConfig(), split="train")
+def test_a_data_set_with_a_part_for_it_is_trained_on_whole(tmp_path):
+    path = write(tmp_path / "set", {"train.jsonl": as_lines(rows(40)), "test.jsonl": as_lines(rows(7))})
+    train, evaluated = (opened(path, split=split, holds_out=True) for split in ("train", "eval"))
+    assert (len(train), len(evaluated)) == (40, 7)
+    assert "its own held-out part, test.jsonl" in evaluated.notes[-1]
 
 
-def test_items_that_are_not_checked_at_the_start_are_when_they_are_drawn(monkeypatch):
-    spec, room = "reasoning_gym://chain_sum?min_terms=2&max_terms=9&min_digits=1&max_digits=1", 90
-    with pytest.raises(DataError, match=r"item \d+: the prompt has"):
-        open_source(spec, LETTERS, DataConfig(), split="train", max_prompt_len=room)
-    monkeypatch.setattr(generated, "CHECK_S", -1.0)
-    source = open_source(spec, LETTERS, DataConfig(), split="train", max_prompt_len=room)
-    assert source.ready == 1
-    mixture = open_sources(
-        [f"{spec}&weight=1", f"{CHAIN_SUM}&weight=3"], LETTERS, DataConfig(), split="train"
-    )
-    assert mixture.ready == 2, "one of each"
-    with pytest.raises(DataError, match=r"item \d+: the prompt has"):
-        source.batch(0, 64)
-    short = open_source(spec, LETTERS, DataConfig(drop_long_prompts=True), split="train", max_prompt_len=room)
-    assert max(len(prompt.token_ids) for prompt in short.batch(0, 64)) <= room
-    assert short.left_out()["left_out/too_long_prompts"] > 0
-
-
-def test_who_waits_for_a_task_is_told(monkeypatch, capsys):
-    made = generated._dataset
-
-    def slowly(name, parameters):
-        time.sleep(0.5)
-        return made(name, parameters)
-
-    monkeypatch.setattr(generated, "_dataset", slowly)
-    monkeypatch.setattr(generated, "TOLD_AFTER_S", 0.01)
-    open_source(CHAIN_SUM, TINY, DataConfig(), split="train")
-    assert "chain_sum" in capsys.readouterr().err
-
-
-def test_the_filter_by_pass_rates_says_that_it_leaves_generated_tasks_alone():
-    source = open_source(CHAIN_SUM, TINY, DataConfig(), split="train", rates=PassRates(0.1, 0.9, {}))
-    assert "--filter-pass-rate has no effect on it" in source.notes[0]
+def test_prompts_of_the_users_own_take_back_the_held_out_ones_of_a_recipe(tmp_path):
+    own, recipe = str(jsonl(tmp_path / "own.jsonl", rows(9))), str(ROOT / "examples/recipes/small_cpu.yaml")
+    config = parse_config(["--config", recipe, "--prompt-data", own])
+    assert (config.data.eval_prompt_data, config.holds_out) == (None, True)
+    both = parse_config(["--config", recipe, "--prompt-data", own, "--eval-prompt-data", own])
+    assert (both.data.eval_prompt_data, both.holds_out) == (own, False)
+    (tmp_path / "held_out.yaml").write_text("eval-prompt-data: aime25://aime25.jsonl\n")
+    chosen = ["--config", recipe, "--config", str(tmp_path / "held_out.yaml"), "--prompt-data", own]
+    assert parse_config(chosen).data.eval_prompt_data == "aime25://aime25.jsonl"
+    assert not parse_config([*chosen[:2], "--eval-num-prompts", "0", "--prompt-data", own]).holds_out
+    assert not Config().holds_out
 
 
 def test_no_bundled_problem_is_in_both_files_and_labels_are_those_of_the_solutions():
@@ -719,94 +571,30 @@ def test_the_small_policy_learns_the_bundled_problems(tmp_path):
     assert 0.6 < sum(row["prompts/one"] for row in steps) / (16 * len(steps)) < 0.7
 
 
-# -------------------------------------------------------------------------------------- looked at by a reader
-
-
-def inspected(tmp_path, capsys, *flags):
-    """Return what `ibpo data --json` says of one source."""
-    tokenizer = tmp_path / "tokenizer"
-    make_tiny_tokenizer().save_pretrained(tokenizer)
-    inspect_data.main(
-        tyro.cli(inspect_data.Arguments, args=["--hf-checkpoint", str(tokenizer), "--json", *flags])
-    )
-    return json.loads(capsys.readouterr().out)
-
-
 def test_the_inspection_counts_what_a_run_would_end_with(tmp_path, capsys):
-    path = jsonl(tmp_path / "a.jsonl", [*rows(20), *rows(2), {"prompt": "x", "label": 1}])
-    with path.open("a") as file:
-        file.write('{"prompt": "' + "1+" * 30 + '1=", "label": 1}\n')
-    room = ["--rollout-max-context-len", "40", "--rollout-max-response-len", "20"]
-    found = inspected(tmp_path, capsys, "--prompt-data", str(path), *room)
+    def inspected(source, *flags):
+        words = ["--hf-checkpoint", str(tmp_path / "tokenizer"), "--prompt-data", str(source), *flags]
+        inspect_data.main(tyro.cli(inspect_data.Arguments, args=words))
+        return capsys.readouterr().out
+
+    def counted(source, *flags):
+        return json.loads(inspected(source, "--json", *flags))
+
+    make_tiny_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    bad = [{"prompt": "x", "label": 1}, {"prompt": "1+" * 30 + "1=", "label": 1}]
+    path = jsonl(tmp_path / "a.jsonl", [*rows(20), *rows(2), *bad])
+    found = counted(path, "--rollout-max-context-len", "40", "--rollout-max-response-len", "20")
     assert (found["rows"], found["prompts"], found["is_whole"]) == (24, 22, True)
-    assert found["left_out"] == {
-        "bad rows": 1,
-        "too long prompts": 1,
-        "duplicates, which stay without --deduplicate": 2,
-    }
+    duplicates = {"duplicates, which stay without --deduplicate": 2}
+    assert found["left_out"] == {"bad rows": 1, "too long prompts": 1} | duplicates
     assert "line 23: the tokenizer has no token" in found["named"]["bad rows"][0]
     assert found["first"][0] == {"prompt": "<bos>0=", "label": "0", "task": "a"}
     assert sum(found["tokens"]["counts"]) == 22
-    assert inspected(tmp_path, capsys, "--prompt-data", str(path), "--deduplicate")["prompts"] == 21
-
-
-def test_a_generated_task_is_inspected_too(tmp_path, capsys):
-    found = inspected(tmp_path, capsys, "--prompt-data", CHAIN_SUM, "--most-rows", "30", "--show", "1")
+    assert counted(path, "--deduplicate")["prompts"] == 21
+    found = counted(CHAIN_SUM, "--most-rows", "30", "--show", "1")
     assert (found["rows"], found["is_whole"], len(found["first"])) == (30, False, 1)
 
-
-def test_the_inspection_is_printed_for_readers(tmp_path, capsys):
-    make_tiny_tokenizer().save_pretrained(tmp_path)
-    path = jsonl(tmp_path / "a.jsonl", [*rows(12), {"prompt": "1+1=", "label": 2, "task": "b"}])
-    flags = ["--hf-checkpoint", str(tmp_path), "--prompt-data", str(path)]
-    inspect_data.main(tyro.cli(inspect_data.Arguments, args=flags))
-    said = capsys.readouterr().out
-    assert "13 rows looked at; 13 prompts" in said
-    assert "a 12, b 1" in said
-    assert "<bos>0=" in said
-    assert "█" in said
+    said = inspected(jsonl(path, [*rows(12), {"prompt": "1+1=", "label": 2, "task": "b"}]))
+    assert all(part in said for part in ("13 rows looked at; 13 prompts", "a 12, b 1", "<bos>0=", "█"))
     with pytest.raises(DataError, match=r"nowhere\.jsonl: no such file"):
-        inspect_data.main(tyro.cli(inspect_data.Arguments, args=[*flags[:3], "nowhere.jsonl"]))
-
-
-QUESTION = "What is 1 + 1?"
-OF_KNOWN_DATA_SETS = {
-    "GSM8K": ({"question": QUESTION, "answer": "1 + 1 = 1,002 <<1+1=2>>\n#### 1,002"}, "1002"),
-    "OpenR1-Math": ({"problem": QUESTION, "solution": r"So $\boxed{3}$.", "answer": "2"}, "2"),
-    "NuminaMath-CoT": (
-        {"problem": QUESTION, "solution": r"Not \boxed{3} but \boxed{\frac{1}{2}}."},
-        r"\frac{1}{2}",
-    ),
-    "messages": ({"messages": [{"role": "user", "content": QUESTION}], "label": 2}, "2"),
-    "DAPO-Math-17k": (
-        {"prompt": [{"role": "user", "content": QUESTION}], "reward_model": {"ground_truth": "2"}},
-        "2",
-    ),
-}
-
-
-@pytest.mark.parametrize(("row", "label"), OF_KNOWN_DATA_SETS.values(), ids=OF_KNOWN_DATA_SETS)
-@pytest.mark.parametrize("large", [False, True], ids=["small", "large"])
-def test_layouts_of_known_data_sets_are_recognised_and_said(tmp_path, monkeypatch, chatty, row, label, large):
-    monkeypatch.setattr(files, "SMALL_ROWS", 1 if large else 10)
-    (tmp_path / "train.parquet").write_bytes(as_parquet([row, row, row]))
-    data = DataConfig(apply_chat_template=True)
-    source = open_source(str(tmp_path / "train.parquet"), chatty, data, split="train")
-    prompt = source.at(1)
-    assert (prompt.text, prompt.label) == (QUESTION, label)
-    assert any("layout" in note and "label" in note for note in source.notes)
-
-
-def test_named_fields_win_over_a_known_layout(tmp_path):
-    row = {"question": "1=", "answer": "2\n#### 1"}
-    path = jsonl(tmp_path / "a.jsonl", [row])
-    source = opened(path, data=DataConfig(input_key="question", label_key="answer"))
-    assert (source.at(0).label, source.notes) == (row["answer"], ())
-    with pytest.raises(DataError, match=r"no field 'q'.*--input-key"):
-        opened(path, data=DataConfig(input_key="q", label_key="answer"))
-
-
-def test_a_solution_without_an_answer_is_a_bad_row(tmp_path):
-    path = jsonl(tmp_path / "a.jsonl", [{"problem": "1=", "solution": "clear"}])
-    with pytest.raises(DataError, match=r"line 1: field 'solution' has no \\boxed"):
-        opened(path)
+        inspected("nowhere.jsonl")

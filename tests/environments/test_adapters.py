@@ -1,23 +1,28 @@
-"""Environments of other frameworks are recognised by their methods, and play as they do there."""
+"""Environments of other frameworks, and on servers of OpenEnv, play as they do there."""
 
 from __future__ import annotations
 
 import inspect
+import itertools
 import random
 import sys
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from threading import Thread
 from typing import Any, Literal
 
 import numpy as np
 import pytest
 
 from megatron_ibpo.basics.reward_value import read_reward
-from megatron_ibpo.config import ConfigError
+from megatron_ibpo.config import ConfigError, EnvironmentConfig, load_hook
 from megatron_ibpo.environments.adapters import load_environment
+from megatron_ibpo.environments.processes import EnvironmentPool
 from megatron_ibpo.environments.protocol import EpisodeFaultError
 from megatron_ibpo.environments.tool_schema import tool_of
 from support.documented_modules import write_modules
 from support.environment_frameworks import stand_ins, write_compared_environments
-from support.openenv_server import serving
+from support.openenv_server import BreaksTheConnection, Observation, create_app, serving, serving_connections
 from support.players import call, guess_number, say
 
 
@@ -37,30 +42,34 @@ def directory(monkeypatch, tmp_path):
 
 @pytest.fixture
 def made(directory):
-    """Write a module of the user's, and return a function that makes one of its environments."""
+    """Write modules of the user's, and return a function that makes an environment of one."""
+    numbers = itertools.count()
 
     def make(code, name="Thing"):
-        (directory / "mine.py").write_text(inspect.cleandoc(code))
-        return load_environment(f"mine:{name}")()
+        module = f"mine_{next(numbers)}"
+        (directory / f"{module}.py").write_text(inspect.cleandoc(code))
+        return load_environment(f"{module}:{name}")()
 
     return make
 
 
+def opening(environment, question="", label="", seed=0, **row):
+    """Begin an episode; return the texts that are shown."""
+    return [message["content"] for message in environment.reset(question, label, row, seed).messages]
+
+
+def shown(environment, message):
+    return environment.step(message).messages[0]["content"]
+
+
 def test_one_game_written_for_six_frameworks_goes_the_same_in_each(directory):
     write_compared_environments(directory)
-    names = ("ours", "trl", "skyrl", "gem", "textarena")
-    targets = [f"guess_{name}:GuessTheNumber" for name in names]
-    with serving(load_app()) as server:
+    targets = [f"guess_{name}:GuessTheNumber" for name in ("ours", "trl", "skyrl", "gem", "textarena")]
+    with serving(load_hook("--environment", "guess_openenv:app")) as server:
         for seed in range(3):
             games = [guess_number(load_environment(target)(), seed) for target in [*targets, server]]
             assert {str(guesses) for guesses, _ in games} == {str(games[0][0])}
             assert {read_reward(score)[0] for _, score in games} == {1.0}
-
-
-def load_app():
-    from megatron_ibpo.config import load_hook
-
-    return load_hook("--environment", "guess_openenv:app")
 
 
 @pytest.mark.parametrize(
@@ -69,15 +78,10 @@ def load_app():
         ("mine", "expected an import path package.module:name"),
         ("mine:Gme", "defines no 'Gme'; did you mean 'Game'?"),
         ("mine:GAME", "is of type Game, but must be callable with no arguments"),
-        (
-            "mine:Game",
-            "Game has the methods of no known framework. Known are reset, step, score and close (ours)",
-        ),
+        ("mine:Game", "the methods of no known framework. Known are reset, step, score and close (ours)"),
+        ("mine:make", "dict has the methods of no known framework"),
         ("mine:Sized", "needs size; name a function without arguments that returns the environment"),
-        (
-            "mine:Undocumented",
-            "play() is a tool and has no docstring; begin its name with _",
-        ),
+        ("mine:Undocumented", "play() is a tool and has no docstring; begin its name with _"),
         ("mine:Untyped", "play() is a tool, and its argument 'move' has no type hint"),
         ("mine:Undescribed", "its argument 'move' has no description under Args: in the docstring"),
         ("http://127.0.0.1:8000", "expected an import path, or openenv://HOST:PORT"),
@@ -91,6 +95,7 @@ def test_what_cannot_be_an_environment_is_refused_with_what_was_looked_for(direc
 class Game:
     def play(self): pass
 GAME = Game()
+def make(): return {}
 class Sized:
     def __init__(self, size): pass
 class Undocumented:
@@ -104,27 +109,17 @@ class Undescribed(Undocumented):
         """Play."""
 ''')
     with pytest.raises(ConfigError) as refused:
-        load_environment(target)
-    assert str(refused.value).startswith(f"--environment {target}: ")
-    assert problem in str(refused.value)
-    assert "\n" not in str(refused.value)
+        load_environment(target)()
+    said = str(refused.value)
+    assert said.startswith(f"--environment {target}: ")
+    assert problem in said
+    assert "\n" not in said
 
 
-def test_a_function_that_makes_something_else_is_refused_when_it_is_called(made):
-    with pytest.raises(
-        ConfigError, match="--environment mine:make: dict has the methods of no known framework"
-    ):
-        made("def make(): return {}", "make")
-
-
-TRL = '''
-    import random
-
+def test_trl_methods_are_tools_and_errors_are_their_answers(made):
+    environment = made('''
     class Thing:
         """Interface and behaviour are those of the environments in TRL's guide."""
-
-        def __init__(self):
-            self.reward = 0.0
 
         def reset(self, word, **row) -> str | None:
             self._row, self._word, self.reward = row, word, 0.0
@@ -148,37 +143,28 @@ TRL = '''
         async def look(self) -> dict:
             """Look at the row."""
             return self._row
-'''
-
-
-def test_trl_methods_are_tools_and_errors_are_their_answers(made):
-    environment = made(TRL)
-    opening = environment.reset("Play.", "five", {"word": "crane", "n": 2}, 0)
-    assert opening.messages == [{"role": "user", "content": "Play.\nThe word has 5 letters."}]
-    assert [tool["name"] for tool in opening.tools] == ["guess", "look"]
-    answers = [
-        environment.step(message).messages[0]["content"]
-        for message in (
-            call("guess", guess="crust"), call("look"), call("guess", word="crane"), call("think"),
-            call("guess", guess="crane"), call("guess", guess="crane"),
-        )
-    ]  # fmt: skip
+    ''')
+    first = environment.reset("Play.", "five", {"word": "crane", "n": 2}, 0)
+    assert first.messages == [{"role": "user", "content": "Play.\nThe word has 5 letters."}]
+    assert [tool["name"] for tool in first.tools] == ["guess", "look"]
     prompt = [{"role": "user", "content": "Play."}]
-    assert answers == [
-        "2 letters are in it",
-        str({"n": 2, "prompt": prompt, "label": "five"}),
-        str({"error": "Thing.guess() got an unexpected keyword argument 'word'"}),
-        "{'error': 'Tool think not found.'}",
-        "5 letters are in it",
-        "{'error': 'Game over.'}",
-    ]
+    unexpected = "Thing.guess() got an unexpected keyword argument 'word'"
+    for message, answer in (
+        (call("guess", guess="crust"), "2 letters are in it"),
+        (call("look"), str({"n": 2, "prompt": prompt, "label": "five"})),
+        (call("guess", word="crane"), str({"error": unexpected})),
+        (call("think"), "{'error': 'Tool think not found.'}"),
+        (call("guess", guess="crane"), "5 letters are in it"),
+        (call("guess", guess="crane"), "{'error': 'Game over.'}"),
+    ):
+        assert shown(environment, message) == answer
     assert environment.step(say("It is crane.")).done
     assert environment.score() == {"score": 1.0, "tool_calls": 6, "tool_errors": 3}
     environment.close()
 
 
-def test_a_trl_tool_may_say_that_the_episode_failed(made):
-    environment = made('''
+def test_a_trl_tool_may_say_that_the_episode_failed_and_the_environment_needs_a_reward(made):
+    code = '''
     from megatron_ibpo.environments.protocol import EpisodeFaultError
 
     class Thing:
@@ -187,38 +173,22 @@ def test_a_trl_tool_may_say_that_the_episode_failed(made):
         def run(self) -> str:
             """Run."""
             raise EpisodeFaultError("error", "the sandbox is gone")
-
-        def get_reward(self): return 1.0
-    ''')
-    environment.reset("Play.", "", {}, 0)
+    '''
+    environment = made(code + "\n        def get_reward(self): return 1.0")
+    opening(environment)
     with pytest.raises(EpisodeFaultError, match="the sandbox is gone"):
         environment.step(call("run"))
-
-
-def test_a_trl_environment_without_a_reward_says_so_at_once(made):
-    environment = made('''
-    class Thing:
-        def reset(self): pass
-
-        def run(self) -> str:
-            """Run."""
-    ''')
     with pytest.raises(TypeError, match=r"Thing has no get_reward\(\), and no attribute `reward`"):
-        environment.reset("Play.", "", {}, 0)
+        opening(made(code))
 
 
 @pytest.mark.slow  # importing transformers takes seconds
 def test_tools_have_the_schema_that_transformers_gives_them():
     def search(
-        query: str,
-        top: int = 3,
-        kinds: list[str] | None = None,
-        order: Literal["new", "old"] = "new",
-        where: dict[str, float] | str = "",
-        between: tuple[int, int] = (0, 1),
-        exact: bool | int = False,
+        query: str, top: int = 3, kinds: list[str] | None = None, order: Literal["new", "old"] = "new",
+        where: dict[str, float] | str = "", between: tuple[int, int] = (0, 1), exact: bool | int = False,
         anything: Any = None,
-    ) -> list[str]:
+    ) -> list[str]:  # fmt: skip
         """Search in the archive.
 
         Looks at titles and texts.
@@ -259,11 +229,8 @@ def test_a_skyrl_environment_gets_the_row_and_its_rewards_are_added_up(made):
 
         def get_metrics(self): return {"steps": 2, "kind": "text"}
     """)
-    opening = environment.reset("6 * 7?", "42", {"max_turns": 3}, 0)
-    assert [message["content"] for message in opening.messages] == [
-        "['extra_info', 'max_turns', 'reward_spec']",
-        "6 * 7?",
-    ]
+    texts = opening(environment, "6 * 7?", "42", max_turns=3)
+    assert texts == ["['extra_info', 'max_turns', 'reward_spec']", "6 * 7?"]
     assert environment.step(say("41")).messages == [{"role": "user", "content": ""}]
     environment.step(say("42"))
     assert environment.score() == {"steps": 2, "score": 1.5}
@@ -284,41 +251,35 @@ GYM = """
 """
 
 
-def test_a_gym_environment_is_over_when_it_is_truncated(made):
+def test_a_gym_environment_is_over_when_it_is_truncated_and_starts_alike_with_the_same_seed(made):
     environment = made(GYM.format(first="'Go.'", turn="'There.', 0.5, False, action == 'stop', {}"))
-    opening = environment.reset("You are a robot.", "", {}, 2**62)
-    assert opening.messages == [{"role": "user", "content": "You are a robot.\n\nGo."}]
+    assert opening(environment, "You are a robot.", seed=2**62) == ["You are a robot.\n\nGo."]
     assert not environment.step(say("go")).done
     assert environment.step(say("stop")).done
     assert environment.score() == 1.0
     environment.close()
-
-
-@pytest.mark.parametrize(
-    ("turn", "problem"),
-    [
-        ("[0, 1], 0.0, False, False, {}", r"step\(\) returned list \[0, 1\]; an observation must be text"),
-        ("'There.', 0.0, False, {}", r"step\(\) returned .*, expected \(observation, reward, terminated,"),
-        ("'There.', float('nan'), False, False, {}", "expected a finite number, got nan"),
-        ("'There.', None, False, False, {}", "expected a number, got NoneType"),
-    ],
-)
-def test_a_gym_environment_that_answers_in_another_form_says_which(made, turn, problem):
-    environment = made(GYM.format(first="'Go.'", turn=turn))
-    environment.reset("", "", {}, 0)
-    with pytest.raises((TypeError, ValueError), match=problem):
-        environment.step(say("go"))
-
-
-def test_an_environment_that_draws_from_global_generators_starts_alike_with_the_same_seed(made):
     environment = made(GYM.format(first="f'{random.random()} {np.random.rand()}'", turn="None"))
-    first, same, other = (environment.reset("", "", {}, seed).messages for seed in (7, 7, 8))
-    assert first == same != other
+    first, same, other = (opening(environment, seed=seed) for seed in (7, 7, 8))
+    assert first == same != other, "whether it draws from the global generators of Python or NumPy"
     random.seed()
     np.random.seed()
 
 
-TEXTARENA = """
+def test_a_gym_environment_that_answers_in_another_form_says_which(made):
+    for turn, problem in (
+        ("[0, 1], 0.0, False, False, {}", r"step\(\) returned list \[0, 1\]; an observation must be text"),
+        ("'There.', 0.0, False, {}", r"step\(\) returned .*, expected \(observation, reward, terminated,"),
+        ("'There.', float('nan'), False, False, {}", "expected a finite number, got nan"),
+        ("'There.', None, False, False, {}", "expected a number, got NoneType"),
+    ):
+        environment = made(GYM.format(first="'Go.'", turn=turn))
+        opening(environment)
+        with pytest.raises((TypeError, ValueError), match=problem):
+            environment.step(say("go"))
+
+
+def test_a_textarena_game_shows_what_is_new_and_has_the_reward_of_its_end(made):
+    code = """
     class Thing:
         def reset(self, num_players, seed=None):
             self.moves = []
@@ -331,30 +292,19 @@ TEXTARENA = """
             return action == "end", {{}}
 
         def close(self):
-            done = "end" in self.moves
-            return ({{0: -1}} if done else None), {{}}
-"""
-
-
-def test_a_textarena_game_shows_what_is_new_whether_wrapped_or_not(made):
+            return ({{0: -1}} if "end" in self.moves else None), {{}}
+    """
     raw = "[(-1, 'Move.', 1), *[(0, move, 2) for move in self.moves[-1:]]]"
-    environment = made(TEXTARENA.format(observation=raw))
-    assert environment.reset("", "", {}, 0).messages[0]["content"] == "Move."
-    assert environment.step(say("left")).messages[0]["content"] == "Move."
-
-    sys.modules.pop("mine")
-    history = "'\\n[GAME] Move.' + ''.join(f'\\n[GAME] You went {move}.' for move in self.moves)"
-    environment = made(TEXTARENA.format(observation=history))
-    assert environment.reset("", "", {}, 0).messages[0]["content"] == "\n[GAME] Move."
-    assert environment.step(say("left")).messages[0]["content"] == "\n[GAME] You went left."
-    assert environment.step(say("up")).messages[0]["content"] == "\n[GAME] You went up."
+    wrapped = "'\\n[GAME] Move.' + ''.join(f'\\n[GAME] You went {move}.' for move in self.moves)"
+    for observation, first, second in (
+        (raw, "Move.", "Move."),
+        (wrapped, "\n[GAME] Move.", "\n[GAME] You went left."),
+    ):
+        environment = made(code.format(observation=observation))
+        assert opening(environment) == [first]
+        assert shown(environment, say("left")) == second
+    assert shown(environment, say("up")) == "\n[GAME] You went up."
     assert environment.score() == {"score": 0.0, "unfinished": 1.0}
-    environment.close()
-
-
-def test_a_textarena_game_has_the_reward_of_its_end(made):
-    environment = made(TEXTARENA.format(observation="'Move.'"))
-    environment.reset("", "", {}, 0)
     assert environment.step(say("end")).done
     assert environment.score() == {"score": -1, "unfinished": 0.0}
     environment.close()
@@ -363,10 +313,147 @@ def test_a_textarena_game_has_the_reward_of_its_end(made):
 def test_the_documented_calculator_is_played(directory):
     write_modules(directory)
     environment = load_environment("calculator:Calculator")()
-    opening = environment.reset("123 * 456?", "56088", {}, 0)
-    assert [tool["name"] for tool in opening.tools] == ["multiply"]
-    assert environment.step(call("multiply", a=123, b="many")).messages[0]["content"].startswith("error: ")
-    assert environment.step(call("multiply", a=123, b=456)).messages[0]["content"] == "56088"
+    first = environment.reset("123 * 456?", "56088", {}, 0)
+    assert [tool["name"] for tool in first.tools] == ["multiply"]
+    assert shown(environment, call("multiply", a=123, b="many")).startswith("error: ")
+    assert shown(environment, call("multiply", a=123, b=456)) == "56088"
     assert environment.step(say("It is 56088")).done
     assert environment.score() == 1.0
     environment.close()
+
+
+def test_text_goes_into_the_named_field_and_what_comes_back_or_one_field_of_it_is_shown():
+    class Coding:
+        """Runs a program, in a field of its own; one field or several come back."""
+
+        def reset(self, question, label, seed, episode_id, difficulty=0):
+            return Observation(output=f"{question} {label} {seed} {difficulty}")
+
+        def step(self, action):
+            return Observation(output=action.code.upper(), exit_code=0, metadata={"t": 1}, reward=0.5)
+
+    with serving(create_app(Coding)) as server, EnvironmentPool(EnvironmentConfig()) as pool:
+        pool.check(server)  # which resets nothing
+        environment = load_environment(f"{server}?action_field=code")()
+        texts = opening(environment, "Print.", "a", seed=2**31 + 5, difficulty=2)
+        assert texts == ["Print.\n\nPrint. a 5 2"]
+        turn = environment.step(say("print"))
+        assert turn.messages == [{"role": "user", "content": '{"output": "PRINT", "exit_code": 0}'}]
+        environment.step(say("print"))
+        assert environment.score() == 1.0
+        environment.close()
+        environment = load_environment(f"{server}?action_field=code&observation_field=output")()
+        assert opening(environment, label="b") == [" b 0 0"]
+        assert shown(environment, say("print")) == "PRINT"
+        environment.close()
+        environment = load_environment(f"{server}?observation_field=stdout")()
+        with pytest.raises(EpisodeFaultError, match="an observation has no field 'stdout'"):
+            opening(environment)
+        environment.close()
+
+
+def test_the_policy_calls_the_tools_of_a_server():
+    class Tools:
+        """An environment whose actions are calls of tools, as OpenEnv's MCP environments."""
+
+        tools = ({"name": "add", "description": "Add.", "inputSchema": {"type": "object"}},)
+
+        def reset(self, **row):
+            return Observation()
+
+        def step(self, action):
+            assert action.type == "call_tool"
+            name, error = action.tool_name, None
+            if name != "add":
+                error = {"error_type": "tool_not_found", "message": f"Unknown tool: {name}"}
+            elif action.arguments["a"] < 0:
+                error = {"error_type": "transport_error", "message": "the tools' server is gone"}
+            if error is not None:
+                return Observation(tool_name=name, result=None, error=error)
+            result = {"content": [{"type": "text", "text": "3"}], "data": action.arguments["a"] + 1}
+            return Observation(tool_name="add", result=result, error=None, reward=1.0)
+
+    with serving(create_app(Tools)) as server:
+        environment = load_environment(server)()
+        first = environment.reset("Add.", "", {}, 0)
+        assert first.messages == [{"role": "user", "content": "Add."}]
+        assert first.tools == [{"name": "add", "description": "Add.", "parameters": {"type": "object"}}]
+        [answer] = environment.step(call("add", a=2)).messages
+        assert answer == {"role": "tool", "tool_call_id": "call_0", "name": "add", "content": "3"}
+        assert shown(environment, call("multiply", a=2)) == "{'error': 'Unknown tool: multiply'}"
+        assert environment.step(say("3")).done
+        assert environment.score() == 1.0
+        with pytest.raises(EpisodeFaultError, match="the tools' server is gone") as fault:
+            environment.step(call("add", a=-1))
+        assert fault.value.kind == "wire"
+        environment.close()
+
+
+class Fails:
+    """An environment that fails in the way that the policy says."""
+
+    def reset(self, **row):
+        return Observation(message="How?")
+
+    def step(self, action):
+        if action.message == "hang up":
+            raise BreaksTheConnection
+        if action.message == "raise":
+            raise RuntimeError("no such move")
+        return Observation(message="Over.", done=True)
+
+
+def play(environment, move):
+    environment.step(say(move))
+    return environment.score()
+
+
+def test_what_fails_on_the_wire_is_a_fault_and_never_a_reward():
+    for how, problem in (
+        ("hang up", "the connection broke"),
+        ("raise", "EXECUTION_ERROR: no such move"),
+        ("end", "gave no reward"),
+    ):
+        with serving(create_app(Fails)) as server:
+            environment = load_environment(server)()
+            opening(environment)
+            with pytest.raises(EpisodeFaultError, match=problem) as fault:
+                play(environment, how)
+            assert fault.value.kind == "wire"
+            assert server in str(fault.value)
+            environment.close()
+    gone = load_environment(server)()
+    with pytest.raises(EpisodeFaultError, match="cannot be reached") as fault:
+        opening(gone)
+    assert fault.value.kind == "wire"
+    gone.close()
+
+
+def test_a_server_that_opens_no_session_is_found_before_work_starts():
+    @contextmanager
+    def nothing():
+        with serving(create_app(Fails)) as server:
+            pass
+        yield server
+
+    def shout(socket):
+        for text in socket:
+            socket.send(text.upper())
+
+    @contextmanager
+    def http():
+        with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+            Thread(target=server.handle_request).start()
+            yield f"openenv://127.0.0.1:{server.server_port}"
+
+    for server, problem in (
+        (nothing, "cannot be reached: .*refused"),
+        (http, "cannot be reached: .*HTTP"),
+        (lambda: serving_connections(shout), "expected JSON with type and data"),
+        (lambda: serving(create_app(lambda: {}["game"])), "FACTORY_ERROR: 'game'"),
+    ):
+        with server() as target, EnvironmentPool(EnvironmentConfig()) as pool:
+            with pytest.raises(ConfigError, match=problem) as refusal:
+                pool.check(target)
+            assert str(refusal.value).startswith(f"--environment {target}: ")
+            assert "\n" not in str(refusal.value)

@@ -1,5 +1,4 @@
-"""Conversations as token ids: what is written is only extended, and turns are read as the family writes
-them."""
+"""Conversations as token ids: what is written is only extended, and read as the family writes it."""
 
 import json
 from functools import cache
@@ -16,28 +15,14 @@ from support.chat_families import FAMILIES, end_ids, family_tokenizer, tagged_by
 
 FEW = settings(max_examples=10)
 
-CALC = {
-    "name": "calc",
-    "description": "Compute.",
-    "parameters": {
-        "type": "object",
-        "properties": {
-            "text": {"type": "string"},
-            "count": {"type": "integer"},
-            "exact": {"type": "boolean"},
-        },
-    },
-}
+PROPERTIES = {"text": {"type": "string"}, "count": {"type": "integer"}, "exact": {"type": "boolean"}}
+SCHEMA = {"type": "object", "properties": PROPERTIES}
+CALC = {"name": "calc", "description": "Compute.", "parameters": SCHEMA}
+QUESTION = [{"role": "user", "content": "q"}]
 REWRITTEN = {"qwen3", "qwen3_5", "glm4_5", "gpt_oss"}
 """Families whose templates write earlier turns otherwise than the last one."""
 
-RENDERERS = {
-    "qwen3": (renderers.Qwen3Renderer, renderers.Qwen3RendererConfig),
-    "qwen3_5": (renderers.Qwen35Renderer, renderers.Qwen35RendererConfig),
-    "glm4_5": (renderers.GLM45Renderer, renderers.GLM45RendererConfig),
-    "llama3_2": (renderers.Llama3Renderer, renderers.Llama3RendererConfig),
-}
-
+RENDERERS = {"qwen3": "Qwen3", "qwen3_5": "Qwen35", "glm4_5": "GLM45", "llama3_2": "Llama3"}
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 CHATML += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
@@ -45,10 +30,16 @@ CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 words = st.text(st.characters(codec="utf-8", exclude_characters="<>", exclude_categories=["C"]), max_size=20)
 words = words.map(str.strip).filter(bool)
 arguments = st.fixed_dictionaries({"text": words, "count": st.integers(), "exact": st.booleans()})
-policy_ids = st.lists(st.integers(0, 255), max_size=8)
-answers = st.one_of(
-    words.map(lambda text: [{"role": "user", "content": text}]), words.map(lambda text: [answer(text)])
-)
+answers = st.one_of(words.map(lambda text: [user(text)]), words.map(lambda text: [answer(text)]))
+policy_turns = st.tuples(st.lists(st.integers(0, 255), max_size=8), st.integers(0, 9), answers)
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def assistant(content="", **more):
+    return {"role": "assistant", "content": content, **more}
 
 
 def answer(text):
@@ -67,34 +58,23 @@ def in_directory(place, tokenizer, ends, *, applies_template=True, **settings):
 
 @pytest.fixture(scope="module")
 def chat_of(tmp_path_factory):
-    """The tokenizer of a family, its chat format, and the ids that end a turn."""
+    """The tokenizer of a family, its chat format (or "plain"), and the ids that end a turn."""
 
     @cache
     def opened(name):
-        tokenizer = family_tokenizer(name)
-        ends = end_ids(name, tokenizer)
-        return tokenizer, in_directory(tmp_path_factory.mktemp(name), tokenizer, ends), ends
-
-    return opened
-
-
-@pytest.fixture(scope="module")
-def plain_of(tmp_path_factory, chat_of):
-    """The plain format with the tokenizer of a family."""
-
-    @cache
-    def opened(name):
-        tokenizer, _, ends = chat_of(name)
-        return in_directory(tmp_path_factory.mktemp("plain"), tokenizer, ends, applies_template=False)
+        family = "qwen3" if name == "plain" else name
+        tokenizer = family_tokenizer(family)
+        ends = end_ids(family, tokenizer)
+        place, is_plain = tmp_path_factory.mktemp(name), name == "plain"
+        return tokenizer, in_directory(place, tokenizer, ends, applies_template=not is_plain), ends
 
     return opened
 
 
 def turn_ids(tokenizer, ends, message, **settings):
     """Return the ids of an assistant's turn as the family's template writes it after its prompt."""
-    question = [{"role": "user", "content": "q"}]
-    prompt = tokenizer.render_chat(question, settings)
-    text = tokenizer.render_chat([*question, message], settings, generation_prompt=False)
+    prompt = tokenizer.render_chat(QUESTION, settings)
+    text = tokenizer.render_chat([*QUESTION, message], settings, generation_prompt=False)
     shared = takewhile(lambda pair: pair[0] == pair[1], zip(prompt, text, strict=False))
     ids = tokenizer.encode(text[len(list(shared)) :])
     end = next((place for place, token in enumerate(ids) if token in ends), len(ids))
@@ -103,21 +83,17 @@ def turn_ids(tokenizer, ends, message, **settings):
 
 @pytest.mark.parametrize("name", FAMILIES)
 @FEW
-@given(
-    turns=st.lists(
-        st.tuples(st.lists(st.integers(0, 255), max_size=8), st.integers(0, 9), answers), max_size=4
-    )
-)
+@given(turns=st.lists(policy_turns, max_size=4))
 def test_an_episode_is_its_opening_and_what_was_appended_whatever_the_policy_writes(chat_of, name, turns):
     tokenizer, chat, ends = chat_of(name)
-    conversation = chat.open([{"role": "user", "content": "q"}], [CALC])
+    conversation = chat.open(QUESTION, [CALC])
     for policy, end, messages in turns:
         before = [*conversation, *policy, ends[end % len(ends)]]
         conversation = [*before, *chat.extend(before, messages)]
         added = tokenizer.decode_all(conversation[len(before) :])
         content = messages[0]["content"]
         assert content in added or json.dumps(content, ensure_ascii=False) in added
-        prompt = tokenizer.render_chat([{"role": "user", "content": "q"}]).rpartition("q")[2]
+        prompt = tokenizer.render_chat(QUESTION).rpartition("q")[2]
         assert added.endswith(prompt)
         assert chat.extend([5, before[-1]], messages) == conversation[len(before) :]
 
@@ -127,15 +103,11 @@ def test_an_episode_is_its_opening_and_what_was_appended_whatever_the_policy_wri
 @given(question=words, turns=st.lists(st.tuples(arguments, words, words, words), min_size=1, max_size=3))
 def test_where_the_template_rewrites_nothing_the_ids_are_those_it_renders(chat_of, name, question, turns):
     tokenizer, chat, ends = chat_of(name)
-    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": question}]
+    messages = [{"role": "system", "content": "Be brief."}, user(question)]
     ids = chat.open(messages, [CALC])
     for values, result, said, more in turns:
-        called = {"role": "assistant", "content": "", "tool_calls": [call(values)]}
-        steps = [
-            (called, [answer(result)]),
-            ({"role": "assistant", "content": said}, [{"role": "user", "content": more}]),
-        ]
-        for written, answered in steps:
+        called = assistant(tool_calls=[call(values)])
+        for written, answered in ((called, [answer(result)]), (assistant(said), [user(more)])):
             ids += turn_ids(tokenizer, ends, written)
             ids += chat.extend(ids, answered)
             messages += [written, *answered]
@@ -147,9 +119,9 @@ def test_where_the_template_rewrites_nothing_the_ids_are_those_it_renders(chat_o
 @given(messages=answers, more=words)
 def test_extending_equals_the_bridge_of_the_renderers_package(chat_of, name, messages, more):
     tokenizer, chat, ends = chat_of(name)
-    kind, config = RENDERERS[name]
-    prompt = chat.open([{"role": "user", "content": "q"}], [])
-    policy = turn_ids(tokenizer, ends, {"role": "assistant", "content": "done"})
+    kind, config = (getattr(renderers, RENDERERS[name] + end) for end in ("Renderer", "RendererConfig"))
+    prompt = chat.open(QUESTION, [])
+    policy = turn_ids(tokenizer, ends, assistant("done"))
     if messages[0]["role"] == "tool" and name != "llama3_2":
         messages = [*messages, {**answer(more), "tool_call_id": "call_1"}]
     renderer = kind(tokenizer.library, config(thinking_retention="all"))
@@ -163,42 +135,40 @@ def test_extending_equals_the_bridge_of_the_renderers_package(chat_of, name, mes
 def test_calls_are_read_back_as_the_family_writes_them(chat_of, name, values, second):
     tokenizer, chat, ends = chat_of(name)
     calls = [call(values)] if name in ("llama3_2", "gpt_oss") else [call(values), call(second, 1)]
-    ids = turn_ids(tokenizer, ends, {"role": "assistant", "content": "", "tool_calls": calls})
-    read = chat.read(ids, [CALC])
-    assert read == chat.read(ids[:-1], [CALC]) == {"role": "assistant", "content": "", "tool_calls": calls}
+    ids = turn_ids(tokenizer, ends, assistant(tool_calls=calls))
+    assert chat.read(ids, [CALC]) == chat.read(ids[:-1], [CALC]) == assistant(tool_calls=calls)
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("qwen2_5", "<think>add</think>four"),
-        ("qwen3", "<think>\nadd\n</think>\n\nfour"),
-        ("qwen3_5", "add\n</think>\n\nfour"),
-        ("glm4_5", "\n<think>add</think>\nfour"),
-        (
-            "gpt_oss",
-            "<|channel|>analysis<|message|>add<|end|><|start|>assistant<|channel|>final<|message|>four",
-        ),
-    ],
-)
-def test_reasoning_is_read_apart_from_the_answer(chat_of, name, text):
-    tokenizer, chat, _ = chat_of(name)
-    read = chat.read(tokenizer.encode(text))
-    assert read == {"role": "assistant", "content": "four", "reasoning_content": "add"}
+def test_reasoning_is_read_apart_from_the_answer_which_is_all_without_marks(chat_of):
+    for name, thought in (
+        ("qwen2_5", "<think>add</think>"),
+        ("qwen3", "<think>\nadd\n</think>\n\n"),
+        ("qwen3_5", "add\n</think>\n\n"),
+        ("glm4_5", "\n<think>add</think>\n"),
+        ("gpt_oss", "<|channel|>analysis<|message|>add<|end|><|start|>assistant<|channel|>final<|message|>"),
+    ):
+        tokenizer, chat, _ = chat_of(name)
+        read = chat.read(tokenizer.encode(thought + "four"))
+        assert read == assistant("four", reasoning_content="add")
+        if name != "qwen3_5":  # whose turns begin with reasoning
+            assert chat.read(tokenizer.encode("four")) == assistant("four")
 
 
-@pytest.mark.parametrize("name", sorted(set(FAMILIES) - {"qwen3_5"}))
-def test_a_turn_without_any_mark_is_the_answer(chat_of, name):
-    tokenizer, chat, _ = chat_of(name)
-    assert chat.read(tokenizer.encode("four")) == {"role": "assistant", "content": "four"}
-
-
-@pytest.mark.parametrize("name", ["qwen2_5", "qwen3"])
-def test_a_call_ends_reasoning_that_has_no_end(chat_of, name):
-    tokenizer, chat, _ = chat_of(name)
-    text = '<think>I ask.<tool_call>{"name": "calc", "arguments": {}}</tool_call>'
-    read = chat.read(tokenizer.encode(text))
-    assert (read["reasoning_content"], read["tool_calls"]) == ("I ask.", [call({})])
+def test_a_call_ends_reasoning_and_is_text_where_it_is_broken_or_no_tools_are(chat_of):
+    for name in ("qwen2_5", "qwen3"):
+        tokenizer, chat, _ = chat_of(name)
+        made = '<tool_call>\n{"name": "calc", "arguments": {}}\n</tool_call>'
+        read = chat.read(tokenizer.encode("<think>I ask." + made))
+        assert (read["reasoning_content"], read["tool_calls"]) == ("I ask.", [call({})])
+        text = "Try " + made
+        assert chat.read(tokenizer.encode(text), []) == assistant(text)
+        assert chat.read(tokenizer.encode(text), [CALC])["tool_calls"] == [call({})]
+        broken = made.replace("}}", "")
+        read = chat.read(tokenizer.encode("So: " + broken), [CALC])
+        assert read["malformed_tool_calls"] == [broken]
+        assert read["content"].startswith("So:")
+        assert broken in read["content"]
+        assert "tool_calls" not in read
 
 
 TAGS = [
@@ -211,12 +181,9 @@ TAGS = [
 
 @pytest.mark.parametrize("name", [*FAMILIES, "plain"])
 @FEW
-@given(
-    parts=st.lists(st.one_of(st.sampled_from(TAGS), words), max_size=12), ids=st.lists(st.integers(0, 270))
-)
-def test_reading_never_fails_and_gives_what_any_record_can_hold(chat_of, plain_of, name, parts, ids):
-    tokenizer, chat, _ = chat_of("qwen3") if name == "plain" else chat_of(name)
-    chat = plain_of("qwen3") if name == "plain" else chat
+@given(st.lists(st.one_of(st.sampled_from(TAGS), words), max_size=12), st.lists(st.integers(0, 270)))
+def test_reading_never_fails_and_gives_what_any_record_can_hold(chat_of, name, parts, ids):
+    tokenizer, chat, _ = chat_of(name)
     for turn in (tokenizer.encode("".join(parts)), ids):
         for tools in (None, [], [CALC]):
             check_message(chat.read(turn, tools))
@@ -230,9 +197,9 @@ def check_message(read):
     assert [one["id"] for one in calls] == [f"call_{number}" for number in range(len(calls))]
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
+def test_a_turn_that_repeats_itself_is_read_as_text_at_once(chat_of):
+    """Some of these take the family's parser minutes, others make it raise."""
+    for name, text in (
         ("qwen3", '<tool_call>{"name": "f", "arguments": {"x": ' + "9" * 5000 + "}}</tool_call>"),
         ("qwen3", "<tool_call>" + "[" * 50_000 + "</tool_call>"),
         ("qwen3_5", "</think><tool_call><function=f>" + "<parameter=a>" * 5_000 + "</tool_call>"),
@@ -241,66 +208,29 @@ def check_message(read):
         ("gpt_oss", "<|start|><|message|>" * 5_000),
         ("qwen2_5", "<tool_call>" * 5_000),
         ("qwen3", "<|im_start|>assistant\n" + "\n" * 10_000),
-    ],
-)  # fmt: skip
-def test_a_turn_that_repeats_itself_is_read_as_text_at_once(chat_of, name, text):
-    """Some of these take the family's parser minutes, others make it raise."""
-    tokenizer, chat, _ = chat_of(name)
-    read = chat.read(tokenizer.encode(text))
-    check_message(read)
-    assert "tool_calls" not in read
-
-
-def test_a_call_that_cannot_be_parsed_stays_in_the_content_and_is_listed(chat_of):
-    broken = '<tool_call>\n{"name": "calc", "arguments": {\n</tool_call>'
-    for name in ("qwen2_5", "qwen3"):
+    ):  # fmt: skip
         tokenizer, chat, _ = chat_of(name)
-        read = chat.read(tokenizer.encode("So: " + broken), [CALC])
-        assert read["malformed_tool_calls"] == [broken]
-        assert read["content"].startswith("So:")
-        assert broken in read["content"]
+        read = chat.read(tokenizer.encode(text))
+        check_message(read)
         assert "tool_calls" not in read
 
 
-def test_arguments_that_are_the_text_of_an_object_are_parsed(chat_of):
+def test_arguments_are_an_object_with_the_types_of_the_schema(chat_of):
     tokenizer, chat, _ = chat_of("qwen2_5")
     text = '<tool_call>{"name": "calc", "arguments": "{\\"count\\": 3}"}</tool_call>'
     assert chat.read(tokenizer.encode(text))["tool_calls"] == [call({"count": 3})]
-
-
-@pytest.mark.parametrize("name", ["qwen3_5", "glm4_5"])
-def test_the_schema_tells_a_number_from_its_text_where_the_format_writes_both_alike(chat_of, name):
-    tokenizer, chat, ends = chat_of(name)
-    ids = turn_ids(
-        tokenizer, ends, {"role": "assistant", "content": "", "tool_calls": [call({"text": "12"})]}
-    )
-    assert chat.read(ids, [CALC])["tool_calls"] == [call({"text": "12"})]
-    assert chat.read(ids)["tool_calls"] == [call({"text": 12})]
-
-
-def test_an_answer_in_json_is_no_call_where_no_tools_are(chat_of):
+    for name in ("qwen3_5", "glm4_5"):  # which write a number and its text alike
+        tokenizer, chat, ends = chat_of(name)
+        ids = turn_ids(tokenizer, ends, assistant(tool_calls=[call({"text": "12"})]))
+        assert chat.read(ids, [CALC])["tool_calls"] == [call({"text": "12"})]
+        assert chat.read(ids)["tool_calls"] == [call({"text": 12})]
     tokenizer, chat, _ = chat_of("llama3_2")
-    text = '{"name": "Ada", "parameters": {}}'
-    assert chat.read(tokenizer.encode(text), []) == {"role": "assistant", "content": text}
+    answered = '{"name": "Ada", "parameters": {}}'
+    assert chat.read(tokenizer.encode(answered), []) == assistant(answered), "no call where no tools are"
 
 
-@pytest.mark.parametrize("name", ["qwen2_5", "qwen3"])
-def test_what_looks_like_a_call_is_text_where_no_tools_are(chat_of, name):
-    tokenizer, chat, _ = chat_of(name)
-    text = 'Try <tool_call>\n{"name": "calc", "arguments": {}}\n</tool_call>'
-    assert chat.read(tokenizer.encode(text), []) == {"role": "assistant", "content": text}
-    assert chat.read(tokenizer.encode(text), [CALC])["tool_calls"] == [call({})]
-
-
-def test_a_turn_that_was_cut_cannot_be_extended(chat_of):
-    _, chat, _ = chat_of("qwen3")
-    with pytest.raises(ValueError, match="a turn that was cut cannot be extended"):
-        chat.extend([1, 2, 3], [{"role": "user", "content": "more"}])
-
-
-@pytest.mark.parametrize(
-    ("name", "end", "first"),
-    [
+def test_what_the_template_puts_after_a_turn_is_added_unless_the_policy_wrote_it(chat_of):
+    for name, end, first in (
         ("qwen3", "<|im_end|>", "\n<|im_start|>user"),
         ("qwen3", "<|endoftext|>", "<|im_end|>\n<|im_start|>user"),
         ("glm4_5", "<|user|>", "\nmore"),
@@ -308,36 +238,35 @@ def test_a_turn_that_was_cut_cannot_be_extended(chat_of):
         ("llama3_2", "<|eom_id|>", "<|start_header_id|>user"),
         ("gpt_oss", "<|return|>", "<|start|>user"),
         ("gpt_oss", "<|call|>", "<|start|>user"),
-    ],
-)
-def test_what_the_template_puts_after_a_turn_is_added_unless_the_policy_wrote_it(chat_of, name, end, first):
-    tokenizer, chat, _ = chat_of(name)
-    added = chat.extend(tokenizer.encode(end), [{"role": "user", "content": "more"}])
-    assert tokenizer.decode_all(added).startswith(first)
+    ):
+        tokenizer, chat, _ = chat_of(name)
+        added = chat.extend(tokenizer.encode(end), [user("more")])
+        assert tokenizer.decode_all(added).startswith(first)
+    with pytest.raises(ValueError, match="a turn that was cut cannot be extended"):
+        chat.extend([1, 2, 3], [user("more")])
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_a_run_says_at_its_start_how_calls_are_read_and_whether_turns_are_rewritten(chat_of, name):
-    _, chat, _ = chat_of(name)
+def test_a_run_says_at_its_start_how_calls_are_read_and_whether_turns_are_rewritten(chat_of):
     formats = {"qwen2_5": "Hermes", "qwen3_5": "Qwen3.5", "glm4_5": "GLM-4.5", "llama3_2": "Llama 3"}
     formats["gpt_oss"] = "gpt-oss"
-    assert chat.notes[0].endswith(f"calls are read in the format of {formats.get(name, 'Qwen3')}")
-    assert ["writes earlier turns differently" in note for note in chat.notes[1:]] == [True] * (
-        name in REWRITTEN
-    )
+    for name in FAMILIES:
+        _, chat, _ = chat_of(name)
+        assert chat.notes[0].endswith(f"calls are read in the format of {formats.get(name, 'Qwen3')}")
+        assert len(chat.notes) == 1 + (name in REWRITTEN)
+        assert all("writes earlier turns differently" in note for note in chat.notes[1:])
 
 
 def test_a_template_without_tools_gets_them_as_text(tmp_path):
     tokenizer = tagged_bytes(CHATML, CHATML_TOKENS, end="<|im_end|>")
     chat = in_directory(tmp_path, tokenizer, tokenizer.eos_id)
     assert "tools are shown in the system message" in chat.notes[0]
-    shown = tokenizer.decode_all(chat.open([{"role": "user", "content": "q"}], [CALC]))
+    shown = tokenizer.decode_all(chat.open(QUESTION, [CALC]))
     assert shown.startswith("<|im_start|>system\n# Tools")
     assert json.dumps(CALC) in shown
     assert shown.endswith("</tool_call><|im_end|>\n<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n")
     said = tokenizer.encode('Let me.<tool_call>{"name": "calc", "arguments": {"count": 1}}</tool_call>')
     read = chat.read([*said, tokenizer.eos_id], [CALC])
-    assert read == {"role": "assistant", "content": "Let me.", "tool_calls": [call({"count": 1})]}
+    assert read == assistant("Let me.", tool_calls=[call({"count": 1})])
     assert tokenizer.decode_all(chat.extend([tokenizer.eos_id], [answer("1"), answer("2")])) == (
         "\n<|im_start|>user\n<tool_response>\n1\n</tool_response>\n<tool_response>\n2\n</tool_response><|im_end|>\n"
         "<|im_start|>assistant\n"
@@ -347,37 +276,30 @@ def test_a_template_without_tools_gets_them_as_text(tmp_path):
 def test_settings_of_the_template_hold_in_every_turn(tmp_path, chat_of):
     tokenizer, _, ends = chat_of("qwen3")
     chat = in_directory(tmp_path, tokenizer, ends, enable_thinking=False)
-    prompt = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
-    assert tokenizer.decode_all(chat.open([{"role": "user", "content": "q"}], [])).endswith(prompt)
-    assert tokenizer.decode_all(chat.extend([ends[0]], [{"role": "user", "content": "q"}])).endswith(prompt)
+    for ids in (chat.open(QUESTION, []), chat.extend([ends[0]], QUESTION)):
+        assert tokenizer.decode_all(ids).endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
 
 
 def test_without_a_template_turns_are_plain_text_one_after_the_other(tmp_path):
     tokenizer = tagged_bytes(None, ("<|end|>",), end="<|end|>")
     chat = in_directory(tmp_path, tokenizer, tokenizer.eos_id, applies_template=False)
-    ids = chat.open([{"role": "system", "content": "Count. "}, {"role": "user", "content": "one "}], [])
+    ids = chat.open([{"role": "system", "content": "Count. "}, user("one ")], [])
     assert tokenizer.decode(ids) == "Count. one "
     ids += [*tokenizer.encode("two "), tokenizer.eos_id]
-    assert tokenizer.decode_all(chat.extend(ids, [{"role": "user", "content": "three "}])) == "three "
-    shown = tokenizer.decode(chat.open([{"role": "user", "content": "q"}], [CALC]))
+    assert tokenizer.decode_all(chat.extend(ids, [user("three ")])) == "three "
+    shown = tokenizer.decode(chat.open(QUESTION, [CALC]))
     assert shown.startswith("# Tools")
     assert shown.endswith("</tool_call>\nq")
     said = tokenizer.encode('<tool_call>{"name": "calc", "arguments": {"count": 1}}</tool_call>')
     assert chat.read([*said, tokenizer.eos_id])["tool_calls"] == [call({"count": 1})]
 
 
-@pytest.mark.parametrize(
-    ("template", "fault"),
-    [
+def test_a_template_without_conversations_is_refused_at_the_start(tmp_path):
+    for template, fault in (
         (None, "no chat template"),
-        (
-            CHATML.replace("{{ m.content }}", "{{ m.content if m.role == 'user' }}"),
-            "does not show what the assistant",
-        ),
+        (CHATML.replace("m.content", "m.content if m.role == 'user'"), "does not show what the assistant"),
         ("{% for m in messages[1:] %}{{ raise_exception('one turn only') }}{% endfor %}", "one turn only"),
-    ],
-)
-def test_a_template_without_conversations_is_refused_at_the_start(tmp_path, template, fault):
-    tokenizer = tagged_bytes(template, CHATML_TOKENS, end="<|im_end|>")
-    with pytest.raises(DataError, match=fault):
-        in_directory(tmp_path, tokenizer, tokenizer.eos_id)
+    ):
+        tokenizer = tagged_bytes(template, CHATML_TOKENS, end="<|im_end|>")
+        with pytest.raises(DataError, match=fault):
+            in_directory(tmp_path, tokenizer, tokenizer.eos_id)

@@ -1,11 +1,8 @@
 """Code rewards: what is taken as the program, what counts as right, and what cheats come to."""
 
 import json
-import threading
 from concurrent.futures import ThreadPoolExecutor
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,7 +10,6 @@ from megatron_ibpo.basics.records import Prompt, token_ids
 from megatron_ibpo.config import DataConfig
 from megatron_ibpo.rewards import open_verifier
 from megatron_ibpo.rewards.code import extract_answer, label_problem, offered_imports, same_output, score
-from megatron_ibpo.rewards.executors import RemoteExecutor
 from megatron_ibpo.rewards.sandbox import Limits, Process, SandboxError, bubblewrap
 from support.sandboxed import adopts_no_longer, needs_sandbox  # noqa: F401
 
@@ -28,13 +24,20 @@ CHECK = {
 }
 
 
-def graded(program, label, language="python", **settings):
-    metadata = {"code_execution": {"seconds": 20.0, **settings}}
-    return score("", f"So:\n```{language}\n{program}\n```\n", json.dumps(label), metadata)
+def judged(response, label, **settings):
+    return score("", response, label, {"code_execution": {"seconds": 20.0, **settings}})
+
+
+def graded(program, label, **settings):
+    return judged(f"So:\n```python\n{program}\n```\n", json.dumps(label), **settings)
 
 
 def passes(program, label, **settings):
     return graded(program, label, **settings)["score"] == 1.0
+
+
+def asserts(test):
+    return {"test": test, "entry_point": None}
 
 
 def bundled():
@@ -43,17 +46,8 @@ def bundled():
 
 def scores(pairs):
     """Return the scores of (program, problem) pairs, two at a time."""
-
-    def one(pair):
-        return score(
-            "", f"```python\n{pair[0]}\n```", pair[1]["label"], {"code_execution": {"seconds": 20.0}}
-        )["score"]
-
     with ThreadPoolExecutor(2) as threads:
-        return list(threads.map(one, pairs))
-
-
-# ------------------------------------------------------------------------------------------------- problems
+        return list(threads.map(lambda pair: graded(pair[0], json.loads(pair[1]["label"]))["score"], pairs))
 
 
 def kinds(problems):
@@ -62,19 +56,16 @@ def kinds(problems):
     return {("fn_name" in label, label.get("entry_point") is not None, "test" in label) for label in labels}
 
 
-def test_bundled_problems_cover_both_formats():
+def test_bundled_problems_cover_both_formats_their_solutions_pass_and_mutants_fail():
     problems = bundled()
     assert len(problems) >= 30
     assert len(kinds(problems)) == 4
     assert all(len(problem["mutants"]) >= 3 for problem in problems)
     assert all(label_problem(problem["label"], {}) is None for problem in problems)
-
-
-def test_canonical_solutions_pass_and_mutants_fail():
-    problems = bundled()[::5]
-    assert len(kinds(problems)) == 4
-    assert scores([(problem["canonical"], problem) for problem in problems]) == [1.0] * len(problems)
-    assert scores([(problem["mutants"][0], problem) for problem in problems]) == [0.0] * len(problems)
+    some = problems[::5]
+    assert len(kinds(some)) == 4
+    assert scores([(problem["canonical"], problem) for problem in some]) == [1.0] * len(some)
+    assert scores([(problem["mutants"][0], problem) for problem in some]) == [0.0] * len(some)
 
 
 @pytest.mark.slow
@@ -84,12 +75,8 @@ def test_every_canonical_solution_passes_and_every_mutant_fails():
     assert scores(right + wrong) == [1.0] * len(right) + [0.0] * len(wrong)
 
 
-# ---------------------------------------------------------------------------------------------- extraction
-
-
-@pytest.mark.parametrize(
-    ("response", "program"),
-    [
+def test_the_program_is_the_last_closed_python_block():
+    for response, program in (
         ("```python\na\n```", "a\n"), ("```py\na\n```\nor rather\n```python\nb\n```", "b\n"),
         ("```\na\n```", "a\n"), ("```python\na\n```\nIt prints\n```text\n3\n```", "a\n"),
         ("~~~python\na\n~~~", "a\n"), ("<think>\n```python\na\n```\n</think>\n```python\nb\n```", "b\n"),
@@ -99,65 +86,47 @@ def test_every_canonical_solution_passes_and_every_mutant_fails():
         ("````python\n```\na\n````", "```\na\n"), ("```a\n" * 100_000, None), ("print(1)", "print(1)"),
         ("I do not know", None), ("", None), ("(" * 100_000, None),
         ("```python\ns = '''\n  ```x```\n'''\n```", "s = '''\n  ```x```\n'''\n"),
-    ],
-)  # fmt: skip
-def test_the_program_is_the_last_closed_python_block(response, program):
-    assert extract_answer(response) == program
+    ):  # fmt: skip
+        assert extract_answer(response) == program
 
 
-def test_no_program_is_wrong():
-    assert score("", "I do not know", json.dumps(SUM), {}) == {
-        "score": 0.0,
-        "tests_passed": 0.0,
-        "timed_out": 0.0,
-    }
-
-
-# ----------------------------------------------------------------------------------------------- comparing
-
-
-@pytest.mark.parametrize(
-    ("said", "expected", "same"),
-    [
+def test_outputs_are_compared_as_livecodebench_does():
+    for said, expected, same in (
         ("1\n2\n", "1\n2", True), (" 1 \n 2", "1\n2\n\n", True), ("1.0 2.50", "1 2.5", True),
         ("1e2", "100", True), ("50000000000000000", "50000000000000001", False), ("0.1", "0.10000001", False),
         ("a b", "a  b", False), ("1\n\n2", "1\n2", False), ("", "", True), ("nan", "nan", True),
         ("sNaN", "1", False), ("yes", "YES", False),
-    ],
-)  # fmt: skip
-def test_outputs_are_compared_as_livecodebench_does(said, expected, same):
-    assert same_output(said, expected) is same
+    ):  # fmt: skip
+        assert same_output(said, expected) is same
 
 
 def test_the_share_of_passed_tests_is_kept_and_the_first_failure_ends():
     program = "a, b = map(int, input().split())\nprint(a + b if a < 5 else 0)"
     assert graded(program, SUM) == {"score": 0.0, "tests_passed": pytest.approx(2 / 3), "timed_out": 0.0}
     assert graded(ADD, SUM)["score"] == 1.0
+    none = judged("I do not know", json.dumps(SUM))
+    assert none == {"score": 0.0, "tests_passed": 0.0, "timed_out": 0.0}
 
 
 def test_functions_get_arguments_and_return_json():
     assert passes("def append(a, b): return [*a, b]", APPEND)
-    assert passes(
-        "class Solution:\n    def append(self, a: List[int], b: int): return tuple([*a, b])", APPEND
-    )
+    method = "class Solution:\n    def append(self, a: List[int], b: int): return tuple([*a, b])"
+    assert passes(method, APPEND)
     assert not passes("def append(a, b): a.append(b)", APPEND)
     assert not passes("def append(a, b): return {1, 2, 3}", APPEND)
     assert not passes("def other(a, b): return [*a, b]", APPEND)
 
 
-def test_what_livecodebench_imports_is_there():
+def test_what_livecodebench_imports_is_there_and_exit_whose_status_counts():
     assert passes("print(gcd(*map(int, input().split())))", {"inputs": ["4 6"], "outputs": ["2"]})
-    assert offered_imports("x = deque()\nmath.pi\ny = x.split()").splitlines()[2:] == [
-        "from collections import deque",
-        "import math",
-    ]
-    assert offered_imports("def deque(): pass\nclass Counter: pass\ndeque(Counter)").splitlines()[2:] == []
-    assert offered_imports("from __future__ import annotations\nimport math\nmath.pi").splitlines()[2:] == []
-
-
-def test_a_wrong_exit_status_is_a_failure_and_exit_is_there():
     assert passes("print(1)\nexit()", {"inputs": [""], "outputs": ["1"]})
     assert not passes("print(1)\nexit(1)", {"inputs": [""], "outputs": ["1"]})
+    for program, lines in (
+        ("x = deque()\nmath.pi\ny = x.split()", ["from collections import deque", "import math"]),
+        ("def deque(): pass\nclass Counter: pass\ndeque(Counter)", []),
+        ("from __future__ import annotations\nimport math\nmath.pi", []),
+    ):
+        assert offered_imports(program).splitlines()[2:] == lines
 
 
 def test_asserts_see_plain_values_helpers_exceptions_and_changed_arguments():
@@ -187,24 +156,19 @@ def third(): return 1 / 3
 def is_odd(n): return n % 2 == 1
 def refuse(): raise ValueError("no")
 """
-    label = {"test": test, "entry_point": None}
+    label = asserts(test)
     assert passes(program, label)
     assert not passes(program.replace("yield from range(n)", "yield from range(n + 1)"), label)
     assert not passes(program.replace('raise ValueError("no")', "pass"), label)
 
 
-# -------------------------------------------------------------------------------------------------- cheats
-
-EQUAL_TO_ALL = "class All(int):\n    __eq__ = __ne__ = lambda *_: True\n    __hash__ = int.__hash__\n"
-
-
-@pytest.mark.parametrize(
-    "program",
-    [
+def test_cheats_of_asserts_fail():
+    equal = "__eq__ = __ne__ = lambda *_: True\n    __hash__ = int.__hash__"
+    for program in (
         "import os; os._exit(0)",
         "raise SystemExit(0)",
         "print('passed'); import os; os.write(1, b'passed\\n'); os._exit(0)",
-        EQUAL_TO_ALL + "def square(x): return All(0)",
+        f"class All(int):\n    {equal}\ndef square(x): return All(0)",
         "class Any:\n    __eq__ = lambda *_: True\ndef square(x): return Any()",
         "import builtins\nbuiltins.AssertionError = ValueError\ndef square(x): return 0",
         "import sys\nsys.exit = lambda *_: None\ndef square(x): sys.exit(0)",
@@ -214,23 +178,13 @@ EQUAL_TO_ALL = "class All(int):\n    __eq__ = __ne__ = lambda *_: True\n    __ha
         "def square(x): return 0",
         "import sys\ndef square(x):\n    sys._getframe(1).f_locals['answer'] = [True, 4]\n    return 0",
         "def square(x): return 4",
-    ],
-)
-def test_cheats_of_asserts_fail(program):
-    assert not passes(program, CHECK)
+    ):
+        assert not passes(program, CHECK)
 
 
-def asserts(test):
-    return {"test": test, "entry_point": None}
-
-
-LOOPS = "cases = [1, 2, 3]\nwanted = [1, 4, 9]\n"
-CLEAR = "def f(c, x): c.clear(); return x"
-
-
-@pytest.mark.parametrize(
-    ("program", "test"),
-    [
+def test_a_program_ends_no_loop_of_the_tests_and_changes_nothing_that_they_expect():
+    loops, clear = "cases = [1, 2, 3]\nwanted = [1, 4, 9]\n", "def f(c, x): c.clear(); return x"
+    for program, test in (
         ("def f(x): raise StopIteration", "assert all(map(f, [1, 2]))"),
         ("def f(x): raise StopIteration", "assert all(f(x) for x in [1, 2])"),
         ("def f(x): raise StopIteration", "assert list(map(f, [])) == []\nassert not any(map(f, [1]))"),
@@ -238,25 +192,21 @@ CLEAR = "def f(c, x): c.clear(); return x"
         ("class S(StopIteration): pass\ndef f(x): raise S", "assert all(map(f, [1, 2]))"),
         ("def f(): raise StopIteration", "for x in iter(f, None):\n    assert x == 1\nassert True"),
         ("def f(x): raise GeneratorExit", "assert all(f(x) for x in [1])"),
-        (CLEAR, LOOPS + "for x in cases:\n    assert f(cases, x) == x * x"),
-        (CLEAR, LOOPS + "assert all(f(cases, x) == x * x for x in cases)"),
-        (CLEAR, LOOPS + "for x, y in zip(cases, wanted):\n    assert f(cases, x) == y"),
-        (CLEAR, LOOPS + "for i, x in enumerate(cases):\n    assert f(cases, x) == wanted[i]"),
-        ("def f(w): w.clear(); return w", LOOPS + "assert f(wanted) == wanted"),
-        ("def f(w): w.clear(); return []", LOOPS + "assert wanted == f(wanted) or f(wanted) == wanted"),
-        (CLEAR, "d = {1: 1, 2: 4}\nfor x, y in d.items():\n    assert f(d, x) == y"),
+        (clear, loops + "for x in cases:\n    assert f(cases, x) == x * x"),
+        (clear, loops + "assert all(f(cases, x) == x * x for x in cases)"),
+        (clear, loops + "for x, y in zip(cases, wanted):\n    assert f(cases, x) == y"),
+        (clear, loops + "for i, x in enumerate(cases):\n    assert f(cases, x) == wanted[i]"),
+        ("def f(w): w.clear(); return w", loops + "assert f(wanted) == wanted"),
+        ("def f(w): w.clear(); return []", loops + "assert wanted == f(wanted) or f(wanted) == wanted"),
+        (clear, "d = {1: 1, 2: 4}\nfor x, y in d.items():\n    assert f(d, x) == y"),
         ("def f(s, x): s.clear(); return 0", "s = {1, 2}\nfor x in s:\n    assert f(s, x) == x"),
         ("def f(c): c[1][:] = [7]", "case = ([[3, 1]], [1, 3])\nf(case)\nassert case[0] == [1, 3]"),
         ("def f(x): x[:] = [2]; return x", "w = [1]\nn = [w]\nassert f(w) == n[0]"),
-    ],
-)
-def test_a_program_ends_no_loop_of_the_tests_and_changes_nothing_that_they_expect(program, test):
-    assert not passes(program, asserts(test))
+    ):
+        assert not passes(program, asserts(test))
 
 
 SORT = "def f(values, *rest): values.sort()"
-
-
 SEEN = [
     (SORT, "a = [3, 1]\nf(a)\nassert a == [1, 3]"),
     (SORT, "a = [3, 1]\nassert f(a) is None\nassert a == [1, 3]"),
@@ -284,23 +234,20 @@ SEEN = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("program", "test"), SEEN)
-def test_what_tests_mean_to_see_of_their_arguments_they_see(program, test):
-    assert passes(program, asserts(test))
+def test_what_tests_mean_to_see_of_their_arguments_they_see():
+    for program, test in SEEN:
+        assert passes(program, asserts(test))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("test", [test for _, test in SEEN])
-def test_what_tests_mean_to_see_is_not_there_where_the_call_raises(test):
-    assert not passes("def f(*_): raise KeyError", asserts(test))
+def test_what_tests_mean_to_see_is_not_there_where_the_call_raises():
+    for _, test in SEEN:
+        assert not passes("def f(*_): raise KeyError", asserts(test))
 
 
-def test_what_a_program_says_on_stderr_does_not_stop_it():
+def test_neither_stderr_stops_a_program_nor_do_tests_that_take_any_exception_take_its_end():
     assert passes("import sys\ndef square(x):\n    sys.stderr.write('x' * 10**6)\n    return x * x", CHECK)
-
-
-def test_tests_that_take_any_exception_do_not_take_the_end_of_the_program():
-    label = {"test": "try:\n    f()\n    assert False\nexcept BaseException:\n    pass", "entry_point": None}
+    label = asserts("try:\n    f()\n    assert False\nexcept BaseException:\n    pass")
     assert passes("def f(): raise KeyError", label)
     assert not passes("import os\ndef f(): os._exit(0)", label)
 
@@ -312,26 +259,18 @@ def test_programs_that_answer_calls_can_say_what_they_like():
 
 
 def test_slow_programs_are_wrong_and_no_error():
-    label = json.dumps({"inputs": ["1"] * 50, "outputs": ["1"] * 50})
-    sleepy = "```python\nimport time\ntime.sleep(0.1)\nprint(1)\n```"
-    found = score("", sleepy, label, {"code_execution": {"seconds": 20.0, "total_seconds": 0.8}})
-    assert found["score"] == 0.0
-    assert found["timed_out"] == 1.0
+    many = {"inputs": ["1"] * 50, "outputs": ["1"] * 50}
+    found = graded("import time\ntime.sleep(0.1)\nprint(1)", many, total_seconds=0.8)
+    assert (found["score"], found["timed_out"]) == (0.0, 1.0)
     assert 0.0 < found["tests_passed"] < 1.0
-    assert graded("while True: pass", SUM, seconds=0.2)["timed_out"] == 1.0
-    many = {"inputs": ["1"] * 50, "outputs": ["1"] * 50, "fn_name": "f"}
     slept = "import time\ndef f(x):\n    time.sleep(0.1)\n    return x"
-    assert graded(slept, many, total_seconds=0.5)["timed_out"] == 1.0
-    assert graded("def append(a, b):\n    while True: pass", APPEND, seconds=0.2)["timed_out"] == 1.0
-    assert graded("def square(x):\n    while True: pass", CHECK, seconds=0.2)["timed_out"] == 1.0
+    assert graded(slept, {**many, "fn_name": "f"}, total_seconds=0.5)["timed_out"] == 1.0
+    for start, label in (("", SUM), ("def append(a, b):\n    ", APPEND), ("def square(x):\n    ", CHECK)):
+        assert graded(start + "while True: pass", label, seconds=0.2)["timed_out"] == 1.0
 
 
-# -------------------------------------------------------------------------------------------------- labels
-
-
-@pytest.mark.parametrize(
-    ("label", "why"),
-    [
+def test_labels_that_cannot_be_graded_are_named():
+    for label, why in (
         ("x", "must be JSON"),
         ("[]", "must be"),
         ('{"inputs": ["1"], "outputs": []}', "same length"),
@@ -342,19 +281,10 @@ def test_slow_programs_are_wrong_and_no_error():
         ('{"test": "def", "entry_point": null}', "is no Python"),
         ('{"test": "x = 1", "entry_point": null}', "asserts nothing"),
         ('{"test": "assert True", "entry_point": "f"}', "must define check"),
-    ],
-)
-def test_labels_that_cannot_be_graded_are_named(label, why):
-    assert why in label_problem(label, {})
-    with pytest.raises(ValueError, match=why):
-        score("", "```python\n1\n```", label, {})
-
-
-# ------------------------------------------------------------------------------------- where programs run
-
-
-def prompt(label):
-    return Prompt(0, token_ids([1]), head_length=1, label=json.dumps(label), task="t", text="?", metadata={})
+    ):
+        assert why in label_problem(label, {})
+        with pytest.raises(ValueError, match=why):
+            score("", "```python\n1\n```", label, {})
 
 
 def test_programs_of_every_kind_run_in_a_sandbox_and_see_no_file_of_this_machine(tmp_path):
@@ -364,10 +294,15 @@ def test_programs_of_every_kind_run_in_a_sandbox_and_see_no_file_of_this_machine
     assert passes(seen, asserts("assert seen() is False"))
 
 
+def asked(label, program):
+    label = json.dumps(label)
+    return Prompt(0, token_ids([1]), head_length=1, label=label, task="t", text="?", metadata={}), program
+
+
 def test_the_verifier_grades_programs_in_its_own_processes():
     data = DataConfig(rm_type="code", reward_workers=1, reward_timeout=60.0)
     with open_verifier(data) as verifier:
-        right, wrong = verifier.score([(prompt(CHECK), "def square(x): return x * x"), (prompt(CHECK), "no")])
+        right, wrong = verifier.score([asked(CHECK, "def square(x): return x * x"), asked(CHECK, "no")])
     assert (right.reward, right.correct, right.details["tests_passed"]) == (1.0, True, 1.0)
     assert (wrong.reward, wrong.error) == (0.0, None)
 
@@ -381,7 +316,7 @@ def test_a_run_refuses_to_start_without_a_sandbox_unless_told(monkeypatch, tmp_p
         open_verifier(DataConfig(rm_type="code", reward_workers=1))
     unsafe = DataConfig(rm_type="code", reward_workers=1, reward_timeout=60.0, unsafe_code_execution=True)
     with open_verifier(unsafe) as verifier:
-        assert [each.reward for each in verifier.score([(prompt(SUM), ADD)])] == [1.0]
+        assert [each.reward for each in verifier.score([asked(SUM, ADD)])] == [1.0]
 
 
 def test_a_sandbox_that_fails_is_an_error_of_the_verifier(monkeypatch):
@@ -390,114 +325,11 @@ def test_a_sandbox_that_fails_is_an_error_of_the_verifier(monkeypatch):
         pass
 
 
-class Serving(ThreadingHTTPServer):
-    """A server that keeps what `Server` was posted, and what it is to answer."""
-
-    url: str
-    answers: list[Any]
-    requests: list[Any]
-
-
-class Server(BaseHTTPRequestHandler):
-    """A stand-in for SandboxFusion: runs what it is posted, or answers what is in `server.answers`."""
-
-    server: Serving
-
-    def do_POST(self):
-        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.requests.append(request)
-        status, content = self.server.answers.pop(0) if self.server.answers else (200, self.executed(request))
-        body = json.dumps(content).encode() if not isinstance(content, bytes) else content
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def executed(self, request):
-        assert request["language"] == "python"
-        limits = Limits(request["run_timeout"], request["memory_limit_MB"] << 20)
-        # not isolated: what a server runs may start processes
-        with Process(
-            "program", request["code"], [""], stdin=request["stdin"].encode(), limits=limits, isolated=False
-        ) as process:
-            done = process.finish()
-        result = {
-            "status": "TimeLimitExceeded" if done.reached else "Finished",
-            "execution_time": 0.1,
-            "return_code": done.status,
-            "stdout": done.stdout.decode(),
-            "stderr": done.stderr,
-        }
-        status = "Success" if done.status == 0 else "Failed"
-        return {"status": status, "message": "", "compile_result": None, "run_result": result, "files": {}}
-
-    def log_message(self, *_):
-        pass
-
-
-@pytest.fixture
-def server(monkeypatch):
-    monkeypatch.setattr("megatron_ibpo.rewards.executors._FIRST_WAIT", 0.01)
-    with Serving(("127.0.0.1", 0), Server) as server:
-        server.answers, server.requests = [], []
-        server.url = f"http://127.0.0.1:{server.server_port}"
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
-        yield server
-        server.shutdown()
-
-
-def test_a_server_grades_all_formats(server):
-    for program, label in (
-        (ADD, SUM),
-        ("def append(a, b): return [*a, b]", APPEND),
-        ("def square(x): return x * x", CHECK),
-    ):
-        assert passes(program, label, executor=server.url)
-        assert not passes("def square(x): return 0\ndef append(a, b): return 0", label, executor=server.url)
-    assert {request["memory_limit_MB"] for request in server.requests} == {1024}
-    assert graded("while True: pass", SUM, seconds=0.2, executor=server.url)["timed_out"] == 1.0
-
-
-def test_a_server_that_fails_is_asked_again_and_then_is_an_error(server):
-    failed = (200, {"status": "SandboxError", "message": "full", "run_result": None})
-    good = json.dumps(SUM)
-    server.answers = [(503, {}), failed]
-    assert passes(ADD, SUM, executor=server.url)
-    for answers, why in (
-        ([failed] * 3, "full"),
-        ([(500, b"?")] * 3, "500"),
-        ([(200, b"?")] * 3, "JSONDecodeError"),
-    ):
-        server.answers, server.requests = list(answers), []
-        with pytest.raises(SandboxError, match=why):
-            score("", "print(1)", good, {"code_execution": {"executor": server.url}})
-        assert len(server.requests) == 3
-    server.answers, server.requests = [(400, {})], []
-    with pytest.raises(SandboxError, match="400"):
-        score("", "print(1)", good, {"code_execution": {"executor": server.url}})
-    assert len(server.requests) == 1
-
-
-@pytest.mark.parametrize("url", ["sandbox:8080", "ftp://x", "http://", "x"])
-def test_a_server_is_named_by_its_url(url):
-    with pytest.raises(ValueError, match="--code-executor"):
-        RemoteExecutor(url)
-
-
-# ------------------------------------------------------------------------------------------------ the example
-
-
 def test_the_tiny_task_is_right_for_its_own_functions_alone():
     for line in Path("examples/code/tiny_train.jsonl").read_text().splitlines()[:3]:
         row = json.loads(line)
         constant, shown = (int(part.partition("=")[2]) for part in row["prompt"].split(", "))
         factor = (shown - constant) // 100
         right, wrong = (f"def f(x): return {factor + off}*x+{constant}" for off in (0, 1))
-        settings = {"code_execution": {"seconds": 20.0}}
-        assert score("", right, row["label"], settings)["score"] == 1.0
-        assert score("", wrong, row["label"], settings) == {
-            "score": 0.0,
-            "tests_passed": 0.2,
-            "timed_out": 0.0,
-        }
+        assert judged(right, row["label"])["score"] == 1.0
+        assert judged(wrong, row["label"]) == {"score": 0.0, "tests_passed": 0.2, "timed_out": 0.0}

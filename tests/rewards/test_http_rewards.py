@@ -1,107 +1,88 @@
-"""Rewards from a server, by stand-ins on this machine: a judge, and a server that gives numbers."""
+"""Rewards from servers, by stand-ins: a judge, one that gives numbers and one that runs programs."""
 
 import asyncio
 import importlib
+import json
 import threading
 import time
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import uvicorn
-from aiohttp import web
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
 from megatron_ibpo.basics.records import Prompt, token_ids
 from megatron_ibpo.config import ConfigError, DataConfig
-from megatron_ibpo.rewards import Verifier, check_servers, http_judge, reward_functions
+from megatron_ibpo.rewards import Verifier, check_servers, code, http_judge, reward_functions
+from megatron_ibpo.rewards.executors import RemoteExecutor
+from megatron_ibpo.rewards.sandbox import Limits, Process, SandboxError
 from megatron_ibpo.rewards.workers import WorkerPool
 from support.documented_modules import write_modules
 
 TEMPLATE = 'Q: {{question}}\nR: {{ response }}\nL: {{label}}\nEnd with {"score": 0 to 1}.'
-FUNCTIONS = ["megatron_ibpo.rewards.http_judge:score", "megatron_ibpo.rewards.http_score:score"]
-
-
-class Server:
-    """A server whose answers are a function of (body of the request, number of times it has come); it notes
-    what it is sent and how many requests are in flight."""
-
-    def __init__(self, answer):
-        self.answer, self.bodies, self.headers = answer, [], []
-        self.in_flight = self.most_in_flight = 0
-
-    async def handle(self, request):
-        body = await request.json() if request.method == "POST" else None
-        self.bodies.append(body)
-        self.headers.append(request.headers)
-        self.in_flight += 1
-        self.most_in_flight = max(self.most_in_flight, self.in_flight)
-        try:
-            await asyncio.sleep(0.01)
-            answer = self.answer(body, self.bodies.count(body))
-            status, content = answer if isinstance(answer, tuple) else (200, answer)
-            if content == HANG:
-                await asyncio.sleep(600)
-            return web.json_response(content, status=status)
-        finally:
-            self.in_flight -= 1
-
-
 HANG = "hang"
 
 
 @contextmanager
-def serving(answer):
-    """Serve in a thread. Yields (its URL, the server)."""
-    server, started, stopped = Server(answer), threading.Event(), asyncio.Event()
-    place = []
-
-    async def serve():
-        application = web.Application()
-        application.router.add_route("*", "/{path:.*}", server.handle)
-        runner = web.AppRunner(application, handler_cancellation=True, shutdown_timeout=0)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0, backlog=512)
-        await site.start()
-        place.extend([asyncio.get_running_loop(), runner.addresses[0][1]])
-        started.set()
-        await stopped.wait()
-        await runner.cleanup()
-
-    thread = threading.Thread(target=asyncio.run, args=(serve(),), daemon=True)
+def served(app):
+    """Serve an application in a thread, and give its URL."""
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="critical", backlog=512))
+    thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
-    assert started.wait(20)
-    loop, port = place
-    yield f"http://127.0.0.1:{port}", server
-    loop.call_soon_threadsafe(stopped.set)
+    while not server.started and thread.is_alive():
+        time.sleep(0.01)
+    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    server.should_exit = server.force_exit = True
     thread.join(20)
+
+
+@contextmanager
+def serving(answer):
+    """Serve; gives the URL and what was sent. `answer` is a function of a request's body and its count."""
+    sent = SimpleNamespace(bodies=[], headers=[], in_flight=0, most_in_flight=0)
+
+    async def handle(request):
+        body = await request.json() if request.method == "POST" else None
+        sent.bodies.append(body)
+        sent.headers.append(request.headers)
+        sent.in_flight += 1
+        sent.most_in_flight = max(sent.most_in_flight, sent.in_flight)
+        await asyncio.sleep(0.01)
+        found = answer(body, sent.bodies.count(body))
+        status, content = found if isinstance(found, tuple) else (200, found)
+        await asyncio.sleep(600 if content == HANG else 0)
+        sent.in_flight -= 1
+        return Response(content, status) if isinstance(content, bytes) else JSONResponse(content, status)
+
+    with served(Starlette(routes=[Route("/{path:path}", handle, methods=["GET", "POST"])])) as url:
+        yield url, sent
 
 
 @pytest.fixture(scope="module")
 def pool():
-    with WorkerPool(FUNCTIONS, size=1, timeout=20) as opened:
+    functions = [f"megatron_ibpo.rewards.{name}:score" for name in ("http_judge", "http_score")]
+    with WorkerPool(functions, size=1, timeout=20) as opened:
         yield opened
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch):
+def template(tmp_path, monkeypatch):
     monkeypatch.setattr("megatron_ibpo.rewards.reward_server._FIRST_WAIT", 0.02)
-
-
-@pytest.fixture
-def template(tmp_path):
     path = tmp_path / "judge.txt"
     path.write_text(TEMPLATE)
     return path
 
 
-@contextmanager
-def verifier(pool, **settings):
-    opened = Verifier(pool, DataConfig(**settings))
-    yield opened
-    opened.close_servers()
-
-
-def asked(*responses, label="42"):
-    return [(Prompt(0, token_ids([]), 0, label, "task", "6 * 7?"), response) for response in responses]
+def score(pool, *responses, **settings):
+    verifier = Verifier(pool, DataConfig(**settings))
+    prompt = Prompt(0, token_ids([]), 0, "42", "task", "6 * 7?")
+    try:
+        return verifier.score([(prompt, response) for response in responses])
+    finally:
+        verifier.close_servers()
 
 
 def said(text):
@@ -109,7 +90,6 @@ def said(text):
 
 
 def number_in(body):
-    """The number of the response that a judge is shown."""
     return int(body["messages"][0]["content"].split("R: ")[1].split("\n")[0])
 
 
@@ -122,10 +102,9 @@ def test_a_judge_scores_many_responses_at_once_while_some_requests_fail_and_one_
             return (429 if number % 40 else 500), {"error": "busy"}
         return said(f"Score: 0.0 at first, but then\n**Score:** {number / 200}")
 
+    settings = {"rm_type": "http_judge", "rm_template": template, "rm_concurrency": 32, "rm_timeout": 2.4}
     with serving(judge) as (url, server):
-        settings = {"rm_url": f"{url}/v1", "rm_template": template, "rm_concurrency": 32, "rm_timeout": 2.4}
-        with verifier(pool, rm_type="http_judge", **settings) as opened:
-            scores = opened.score(asked(*map(str, range(200))))
+        scores = score(pool, *map(str, range(200)), rm_url=f"{url}/v1", **settings)
     assert [score.reward for score in scores] == [None if i == 7 else i / 200 for i in range(200)]
     assert "no answer within" in scores[7].error
     assert 16 < server.most_in_flight <= 32
@@ -134,12 +113,12 @@ def test_a_judge_scores_many_responses_at_once_while_some_requests_fail_and_one_
 
 
 def test_a_judge_sees_the_template_filled_in_and_no_thinking(pool, template):
-    with serving(lambda body, times: said('{"score": 1, "why": "right"}')) as (url, server):
-        settings = {"rm_url": f"{url}/v1/", "rm_template": template, "rm_model": "big"}
-        with verifier(pool, rm_type="http_judge", **settings) as opened:
-            (score,) = opened.score(asked("<think>hm</think>{{label}} is \\boxed{42} \ud800"))
-    assert (score.reward, score.correct) == (1.0, True)
-    assert score.details == {"unreadable": 0.0, "retries": 0.0}
+    settings = {"rm_type": "http_judge", "rm_template": template, "rm_model": "big"}
+    response = "<think>hm</think>{{label}} is \\boxed{42} \ud800"
+    with serving(lambda *_: said('{"score": 1, "why": "right"}')) as (url, server):
+        (found,) = score(pool, response, rm_url=f"{url}/v1/", **settings)
+    assert (found.reward, found.correct) == (1.0, True)
+    assert found.details == {"unreadable": 0.0, "retries": 0.0}
     filled = 'Q: 6 * 7?\nR: {{label}} is \\boxed{42} \ud800\nL: 42\nEnd with {"score": 0 to 1}.'
     messages = [{"role": "user", "content": filled}]
     assert server.bodies == [{"messages": messages, "temperature": 0, "model": "big"}]
@@ -151,16 +130,13 @@ def test_what_a_judge_does_not_score_has_no_reward(pool, template, monkeypatch, 
         0: said("I cannot decide."), 1: said(None), 2: (400, {"error": "no such key: sk-secret"}),
         3: {"choices": []}, 4: (503, "loading"), 5: said('{"score": 1e12}'),
     }  # fmt: skip
+    settings = {"rm_type": "http_judge", "rm_template": template, "rm_timeout": 1.0}
     with serving(lambda body, times: answers[number_in(body)]) as (url, server):
-        settings = {"rm_url": url, "rm_template": template, "rm_timeout": 1.0}
-        with verifier(pool, rm_type="http_judge", **settings) as opened:
-            scores = opened.score(asked(*map(str, answers)))
+        scores = score(pool, *map(str, answers), rm_url=url, **settings)
     assert [score.reward for score in scores] == [None] * 6
     assert [score.details.get("unreadable") for score in scores] == [1, 1, None, None, None, None]
-    parts = [
-        "no score in the judge's answer", "''", "status 400", "IndexError", "status 503", "at most 1e+09",
-    ]  # fmt: skip
-    assert [part for part, score in zip(parts, scores, strict=True) if part not in score.error] == []
+    parts = ("no score in the judge's answer", "''", "400", "IndexError", "503", "at most 1e+09")
+    assert all(part in score.error for part, score in zip(parts, scores, strict=True))
     assert scores[2].details["retries"] == 0
     assert scores[4].details["retries"] >= 1
     assert {headers["Authorization"] for headers in server.headers} == {"Bearer sk-secret"}
@@ -169,13 +145,11 @@ def test_what_a_judge_does_not_score_has_no_reward(pool, template, monkeypatch, 
 
 def test_a_judge_may_be_a_part_of_a_composite_and_a_server_that_is_gone_gives_no_reward(pool, template):
     settings = {"rm_type": "composite", "reward_part": ("http_judge=0.8",), "reward_threshold": 0.4}
-    with serving(lambda body, times: said("Score: 0.5")) as (url, _):
+    with serving(lambda *_: said("Score: 0.5")) as (url, _):
         settings |= {"rm_url": url, "rm_template": template}
-        with verifier(pool, **settings) as opened:
-            (score,) = opened.score(asked("42"))
-    with verifier(pool, **settings, rm_timeout=0.2) as opened:
-        (gone,) = opened.score(asked("42"))
-    assert (score.reward, score.correct, score.details["http_judge"]) == (0.4, True, 0.5)
+        (found,) = score(pool, "42", **settings)
+    (gone,) = score(pool, "42", **settings, rm_timeout=0.2)
+    assert (found.reward, found.correct, found.details["http_judge"]) == (0.4, True, 0.5)
     assert gone.reward is None
     assert "http_judge: " in gone.error
     assert gone.details["retries"] >= 1
@@ -187,10 +161,9 @@ def test_a_score_server_gets_batches_and_one_bad_response_spoils_no_other(pool):
             return 422, "cannot score these"
         return [{"score": len(item["response"]), "words": 2} for item in body]
 
+    settings = {"rm_type": "http_score", "rm_batch_size": 8, "rm_concurrency": 2}
     with serving(scored) as (url, server):
-        settings = {"rm_type": "http_score", "rm_url": url, "rm_batch_size": 8, "rm_concurrency": 2}
-        with verifier(pool, **settings) as opened:
-            scores = opened.score(asked(*["x" * i for i in range(40)], "poison"))
+        scores = score(pool, *["x" * i for i in range(40)], "poison", rm_url=url, **settings)
     assert [score.reward for score in scores] == [*range(40), None]
     assert scores[3].details == {"words": 2.0, "retries": 0.0}
     assert "cannot score these" in scores[40].error
@@ -199,17 +172,15 @@ def test_a_score_server_gets_batches_and_one_bad_response_spoils_no_other(pool):
 
 
 def test_requests_in_flight_end_with_their_verifier(pool):
-    with (
-        serving(lambda body, times: (200, HANG)) as (url, _),
-        verifier(pool, rm_type="http_score", rm_url=url) as opened,
-    ):
-        asking = opened._ask(*asked("x")[0])
+    with serving(lambda *_: HANG) as (url, _):
+        verifier = Verifier(pool, DataConfig(rm_type="http_score", rm_url=url))
+        asking = verifier._ask(Prompt(0, token_ids([]), 0, "42", "task", "6 * 7?"), "x")
+        verifier.close_servers()
     assert asking.outcomes[0].cancelled()
 
 
-@pytest.mark.parametrize(
-    ("text", "place", "score"),
-    [
+def test_the_score_is_taken_from_the_judges_text():
+    for text, place, number in (
         ("Score: 0.25", None, 0.25),
         ("__score__ = -1\nFinal score: .5", None, 0.5),
         ('```json\n{"score": "0.75"}\n```', None, 0.75),
@@ -222,92 +193,135 @@ def test_requests_in_flight_end_with_their_verifier(pool):
         ('{"rating": true}', "rating", 1.0),
         ('{"rating": null}', "rating", None),
         ('{"score": 1}', "rating", None),
-    ],
-)
-def test_the_score_is_taken_from_the_judges_text(text, place, score):
-    found = http_judge.score(text, place)
-    assert found == {"score": score or 0.0, "unreadable": float(score is None)}
+    ):
+        found = http_judge.score(text, place)
+        assert found == {"score": number or 0.0, "unreadable": float(number is None)}
 
 
-@pytest.mark.parametrize(
-    ("settings", "says"),
-    [
+def test_settings_that_cannot_work_are_refused_before_work_starts(tmp_path):
+    for settings, says in (
         ({"rm_url": None}, "--rm-url: required"),
         ({"rm_url": "judge:8000"}, "expected http://HOST:PORT"),
         ({"rm_url": "http://me:secret@judge"}, "would stand in logs"),
         ({"rm_template": None}, "--rm-template: required"),
         ({"rm_template": "missing.txt"}, "No such file"),
         ({"rm_template": "{{question}} {response}"}, "has no {{response}}"),
-        (
-            {"rm_template": "{{response}} {{answer}}"},
-            "unknown placeholder {{answer}}; there are {{question}}",
-        ),
+        ({"rm_template": "{{response}} {{answer}}"}, "unknown placeholder {{answer}}; there are"),
         ({"rm_score": "score: ("}, "not a regular expression"),
         ({"rm_score": "score: .*"}, "has 0 groups"),
         ({"rm_batch_size": 2}, "one response per request"),
         ({"rm_type": "http_score"}, "--rm-template: only http_judge uses it"),
-    ],
-)
-def test_settings_that_cannot_work_are_refused_before_work_starts(settings, says, tmp_path):
-    path = tmp_path / "judge.txt"
-    written = settings.get("rm_template", TEMPLATE)
-    if written is not None and "{" in written:
-        path.write_text(written)
-        settings = settings | {"rm_template": path}
-    data = DataConfig(**{"rm_type": "http_judge", "rm_url": "http://judge", "rm_template": path} | settings)
-    with pytest.raises(ConfigError) as refused:
-        reward_functions(data)
-    assert says in str(refused.value)
-    assert "\n" not in str(refused.value)
-    assert "secret" not in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    ("rm_type", "answer", "says"),
-    [
-        ("http_judge", {"data": [{"id": "small"}]}, "has no model --rm-model big; it has small"),
-        ("http_judge", {"data": [{"id": "small"}, {"id": "big"}]}, None),
-        ("http_judge", (404, "not found"), "as a rule …/v1"),
-        ("http_judge", (401, "who?"), "IBPO_RM_API_KEY"),
-        ("http_judge", {"models": []}, "KeyError: 'data'"),
-        ("http_score", {"score": 0.5}, None),
-        ("http_score", {"reward": 0.5}, "KeyError: 'score'"),
-        ("http_score", (500, "broken"), "status 500"),
-        ("http_score", HANG, "no answer within"),
-        ("http_score", None, "Cannot connect"),
-    ],
-)
-def test_a_server_is_tried_before_the_run(rm_type, answer, says, template, monkeypatch):
-    monkeypatch.setattr("megatron_ibpo.rewards.reward_server._TRIAL_S", 0.3 if answer == HANG else 20)
-    with serving(lambda body, times: answer) as (url, _):
-        of_judge = {"rm_template": template, "rm_model": "big"} if rm_type == "http_judge" else {}
-        data = DataConfig(
-            rm_type=rm_type, rm_url=url if answer is not None else "http://127.0.0.1:9", **of_judge
-        )
-        if says is None:
-            check_servers(data)
-            return
+    ):
+        settings = {"rm_type": "http_judge", "rm_url": "http://judge", "rm_template": TEMPLATE} | settings
+        if "{" in (written := settings["rm_template"] or ""):
+            settings["rm_template"] = tmp_path / "judge.txt"
+            settings["rm_template"].write_text(written)
         with pytest.raises(ConfigError) as refused:
-            check_servers(data)
-    assert says in str(refused.value)
-    assert str(refused.value).startswith("--rm-url: http://127.0.0.1")
-    assert "\n" not in str(refused.value)
+            reward_functions(DataConfig(**settings))
+        said = str(refused.value)
+        assert says in said
+        assert "\n" not in said
+        assert "secret" not in said
+
+
+def test_a_server_is_tried_before_the_run(template, monkeypatch):
+    answers = [None]
+    judge = {"rm_type": "http_judge", "rm_template": template, "rm_model": "big"}
+    scorer = {"rm_type": "http_score"}
+    with serving(lambda *_: answers[-1]) as (url, _):
+        for settings, answer in (
+            (judge, {"data": [{"id": "small"}, {"id": "big"}]}),
+            (scorer, {"score": 0.5}),
+        ):
+            answers.append(answer)
+            check_servers(DataConfig(rm_url=url, **settings))
+        for settings, answer, says in (
+            (judge, {"data": [{"id": "small"}]}, "has no model --rm-model big; it has small"),
+            (judge, (404, "not found"), "as a rule …/v1"),
+            (judge, (401, "who?"), "IBPO_RM_API_KEY"),
+            (judge, {"models": []}, "KeyError: 'data'"),
+            (scorer, {"reward": 0.5}, "KeyError: 'score'"),
+            (scorer, (500, "broken"), "status 500"),
+            (scorer, HANG, "no answer within"),
+            (scorer, None, "Cannot connect"),
+        ):
+            answers.append(answer)
+            monkeypatch.setattr("megatron_ibpo.rewards.reward_server._TRIAL_S", 0.3 if answer == HANG else 20)
+            with pytest.raises(ConfigError) as refused:
+                check_servers(DataConfig(rm_url=url if answer else "http://127.0.0.1:9", **settings))
+            said = str(refused.value)
+            assert says in said
+            assert said.startswith("--rm-url: http://127.0.0.1")
+            assert "\n" not in said
 
 
 def test_the_documented_score_server_scores(pool, tmp_path, monkeypatch):
     write_modules(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    app = importlib.import_module("score_server").app
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    while not server.started and thread.is_alive():
-        time.sleep(0.01)
-    port = server.servers[0].sockets[0].getsockname()[1]
-    settings = {"rm_type": "http_score", "rm_url": f"http://127.0.0.1:{port}/score"}
-    check_servers(DataConfig(**settings))
-    with verifier(pool, **settings) as opened:
-        scores = opened.score(asked("it is 42", "it is 43"))
-    server.should_exit = True
-    thread.join(20)
+    with served(importlib.import_module("score_server").app) as url:
+        settings = {"rm_type": "http_score", "rm_url": f"{url}/score"}
+        check_servers(DataConfig(**settings))
+        scores = score(pool, "it is 42", "it is 43", **settings)
     assert [score.reward for score in scores] == [1.0, 0.0]
+
+
+def executed(request, times):
+    """Run a program as SandboxFusion does."""
+    assert (request["language"], request["memory_limit_MB"]) == ("python", 1024)
+    limits = Limits(request["run_timeout"], request["memory_limit_MB"] << 20)
+    given = {
+        "stdin": request["stdin"].encode(),
+        "limits": limits,
+        "isolated": False,
+    }  # it may start processes
+    with Process("program", request["code"], [""], **given) as process:
+        done = process.finish()
+    result = {"status": "TimeLimitExceeded" if done.reached else "Finished", "execution_time": 0.1}
+    result |= {"return_code": done.status, "stdout": done.stdout.decode(), "stderr": done.stderr}
+    status = "Success" if done.status == 0 else "Failed"
+    return {"status": status, "message": "", "compile_result": None, "run_result": result, "files": {}}
+
+
+SUM = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3", "7"]}
+ADD = "print(sum(map(int, input().split())))"
+
+
+def graded(url, program, label, **settings):
+    metadata = {"code_execution": {"seconds": 20.0, "executor": url, **settings}}
+    return code.score("", f"```python\n{program}\n```", json.dumps(label), metadata)
+
+
+def test_a_server_that_runs_programs_grades_all_formats():
+    append = {"inputs": ["[1, 2]\n3"], "outputs": ["[1, 2, 3]"], "fn_name": "append"}
+    check = {"test": "def check(candidate):\n    assert candidate(2) == 4\n", "entry_point": "square"}
+    with serving(executed) as (url, _):
+        for program, label in (
+            (ADD, SUM),
+            ("def append(a, b): return [*a, b]", append),
+            ("def square(x): return x * x", check),
+        ):
+            assert graded(url, program, label)["score"] == 1.0
+            assert graded(url, "def square(x): return 0\ndef append(a, b): return 0", label)["score"] == 0.0
+        assert graded(url, "while True: pass", SUM, seconds=0.2)["timed_out"] == 1.0
+    for url in ("sandbox:8080", "ftp://x", "http://", "x"):
+        with pytest.raises(ValueError, match="--code-executor"):
+            RemoteExecutor(url)
+
+
+def test_a_server_that_fails_to_run_programs_is_asked_again_and_then_is_an_error(monkeypatch):
+    monkeypatch.setattr("megatron_ibpo.rewards.executors._FIRST_WAIT", 0.01)
+    failed = {"status": "SandboxError", "message": "full", "run_result": None}
+    answers = [(503, {}), failed]
+    with serving(lambda *request: answers.pop(0) if answers else executed(*request)) as (url, sent):
+        assert graded(url, ADD, SUM)["score"] == 1.0
+        for answer, times, why in (
+            (failed, 3, "full"),
+            ((500, b"?"), 3, "500"),
+            ((200, b"?"), 3, "JSONDecodeError"),
+            ((400, {}), 1, "400"),
+        ):
+            answers += [answer] * times
+            sent.bodies.clear()
+            with pytest.raises(SandboxError, match=why):
+                graded(url, "print(1)", SUM)
+            assert len(sent.bodies) == times

@@ -1,4 +1,4 @@
-"""Grading of mathematics: answers by hand and noise."""
+"""Grading of mathematics: formats, traps and noise."""
 
 import random
 
@@ -7,7 +7,6 @@ import pytest
 from megatron_ibpo.basics.records import Prompt, token_ids
 from megatron_ibpo.config import DataConfig
 from megatron_ibpo.rewards import LabelError, Score, check_labels, open_verifier
-from megatron_ibpo.rewards.final_answer import final_boxes
 
 
 @pytest.fixture(scope="module")
@@ -18,63 +17,14 @@ def verifier():
         assert opened._pool.deaths == 0
 
 
-def prompt(label: str, text: str = "What is it?", task: str = "math") -> Prompt:
-    return Prompt(0, token_ids([]), 0, label, task, text)
-
-
-ANSWERS = [
-    # label, response, reward
-    ("42", r"so we get \boxed{42}.", 1.0), ("42", r"so we get $\boxed{ 42 }$.", 1.0),
-    ("42", "The final answer is 42.", 1.0), ("42", "The final answer is $42$.", 1.0),
-    ("42", r"\boxed{43}", 0.0), ("42", r"42, so \boxed{43}", 0.0),
-    ("42", r"first \boxed{41}, no: \boxed{42}", 1.0), ("42", r"first \boxed{42}, no: \boxed{41}", 0.0),
-    ("42", r"\boxed{42} and then cut off \boxed{4", 1.0), ("42", "I do not know", 0.0), ("42", "", 0.0),
-    ("42", r"\boxed{}", 0.0), (r"\boxed{7}", r"\boxed{7}", 1.0), ("$7$", r"\boxed{7}", 1.0),
-    ("070", r"\boxed{70}", 1.0), ("1,000", r"\boxed{1000}", 1.0), (r"\frac{1}{2}", r"\boxed{0.5}", 1.0),
-    (r"\frac12", r"\boxed{\dfrac{2}{4}}", 1.0), (r"\sqrt{8}", r"\boxed{2\sqrt{2}}", 1.0),
-    ("x^2+1", r"\boxed{1+x^2}", 1.0), ("5", r"\boxed{x=5}", 1.0), ("(1,2)", r"\boxed{(1, 2)}", 1.0),
-    ("(1,2)", r"\boxed{(2, 1)}", 0.0), (r"\{1,2\}", r"\boxed{\{2,1\}}", 1.0),
-    ("[0,1)", r"\boxed{[0,1)}", 1.0), ("[0,1)", r"\boxed{[0,1]}", 0.0), (r"50\%", r"\boxed{50}", 1.0),
-    (r"\text{Monday}", r"\boxed{\text{Monday}}", 1.0), ("C", r"\boxed{C}", 1.0), ("C", r"\boxed{D}", 0.0),
-    (r"\infty", r"\boxed{\infty}", 1.0), ("-3", r"\boxed{3}", 0.0), ("1/3", r"\boxed{0.333}", 0.0),
-    # several boxes are one answer where nothing else stands between them
-    (r"\{1,2,3\}", r"\boxed{1}, \boxed{2} and \boxed{3}", 1.0),
-    ("1,2,3", r"$\boxed{3}$, $\boxed{2}$, and $\boxed{1}$", 1.0),
-    ("(1,2)", r"x = \boxed{1}, y = \boxed{2}", 1.0), ("(1,2)", r"x = \boxed{2}, y = \boxed{1}", 0.0),
-    ("3", r"\boxed{3} \boxed{3}", 1.0),
-    # spellings
-    ("5", r"\boxed{\$5}", 1.0), (r"\$5", r"\boxed{5}", 1.0), ("0.001", r"\boxed{1e-3}", 1.0),
-    ("1e-3", r"\boxed{10^{-3}}", 1.0), ("7", r"\fbox{7}", 1.0), ("1,22", r"\boxed{1.22}", 1.0),
-    ("1.22", r"\boxed{1,22}", 1.0), ("1,22", r"\boxed{22, 1}", 1.0),
-    ("5000000", r"\boxed{5\text{ million}}", 1.0), ("5", r"\boxed{5\text{ million}}", 0.0),
-    (r"60^\circ", r"\boxed{60°}", 1.0), ("60", r"\boxed{60^{\circ}}", 1.0), ("60", r"\boxed{61°}", 0.0),
-    ("12:00", r"\boxed{12:00}", 1.0), ("12:00", "The answer is 12:00.", 1.0),
-    ("12:00", r"\boxed{12:30}", 0.0), ("42", "#### 42", 1.0), ("42", "**Answer:** 42", 1.0),
-    ("Yes", r"\boxed{\text{yes}}", 1.0),
-    # the answer is what stands at the end, and one
-    ("42", r"<think>\boxed{41}</think> \boxed{42}", 1.0),
-    ("42", r"<think>\boxed{42}</think> \boxed{41}", 0.0), ("42", r"<think> so far \boxed{42}", 0.0),
-    ("3", r"\boxed{1 \text{ or } 2 \text{ or } 3}", 0.0), ("3", r"\boxed{1} or \boxed{2} or \boxed{3}", 0.0),
-    ("3", "The answer is 1 or 2 or 3.", 0.0), ("3", "So it is 1, 2 or 3.", 0.0),
-    ("1 or 2", r"\boxed{2 \text{ or } 1}", 1.0), ("1/2", r"\boxed{0.5 \text{ or } \frac12}", 1.0),
-    # what is found only by mathematics, and what is wrong only by it
-    ("12", r"\boxed{1 2}", 0.0), ("(x+1)^2", r"\boxed{x^2+2x+1}", 1.0), ("(x+1)^2", r"\boxed{x^2+2x+2}", 0.0),
-    ("9" * 100_000, rf"\boxed{{{'9' * 100_000}}}", 1.0), ("9" * 100_000, rf"\boxed{{{'9' * 99_999}8}}", 0.0),
-]  # fmt: skip
-TOO_MUCH = [r"\boxed{10^{10^{10}}}", r"\boxed{" + r"\sqrt{" * 300 + "2" + "}" * 301]
-
-
-def test_answers_by_hand(verifier):
-    scores = verifier.score([(prompt(label), response) for label, response, _ in ANSWERS])
-    found = [
-        (label, response, score.reward) for (label, response, _), score in zip(ANSWERS, scores, strict=True)
-    ]
-    assert found == ANSWERS
+def prompt(label: str, text: str = "What is it?") -> Prompt:
+    return Prompt(0, token_ids([]), 0, label, "math", text)
 
 
 def test_what_cannot_be_computed_is_wrong_and_no_error(verifier):
-    scores = verifier.score([(prompt("9"), response) for response in TOO_MUCH])
-    assert scores == [Score(0.0, False, details={"response_error": 1.0})] * len(TOO_MUCH)
+    too_much = [r"\boxed{10^{10^{10}}}", r"\boxed{" + r"\sqrt{" * 300 + "2" + "}" * 301]
+    scores = verifier.score([(prompt("9"), response) for response in too_much])
+    assert scores == [Score(0.0, False, details={"response_error": 1.0})] * 2
 
 
 def test_a_label_without_an_answer_is_an_error_and_named_at_the_start(verifier):
@@ -93,14 +43,7 @@ def test_a_quotation_of_the_prompt_answers_nothing(verifier):
     assert (quoted.reward, answered.reward) == (0.0, 1.0)
 
 
-def test_the_last_boxes_are_found():
-    assert final_boxes(r"\boxed{1} then \boxed{\frac{1}{2}} x") == [r"\frac{1}{2}"]
-    assert final_boxes(r"\boxed{1} \boxed{2") == ["1"]
-    assert final_boxes(r"\boxed{42} in \boxed{}") == ["42"]
-    assert final_boxes(r"\boxed{a \fbox{b}}") == [r"a \fbox{b}"]
-    assert final_boxes("none") == []
-
-
+NINES = "9" * 100_000
 BOXED: dict[str, tuple[list[str], list[str]]] = {
     "255651622": (
         ["255651622", "255,651,622", "255{,}651{,}622", r"255\,651\,622", "255651622.0", "+255651622",
@@ -137,7 +80,13 @@ BOXED: dict[str, tuple[list[str], list[str]]] = {
     r"\text{Tuesday}": (["Tuesday"], []),
     "D": ([r"\textbf{D}"], ["E"]),
     "9:23": (["9:23"], ["9:24", "10:23"]),
-    r"23\%": (["23%", "0.23"], [r"24\%"]),
+    r"23\%": (["23%", "0.23", "23"], [r"24\%"]),
+    r"\boxed{7}": (["7"], []), "$7$": (["7"], []), r"\$5": (["5"], []), "070": (["70"], []),
+    "1,000": (["1000"], []), "1,22": (["1.22", "22, 1"], []), r"\frac12": ([r"\dfrac{2}{4}", "0.5"], []),
+    "1/2": ([r"0.5 \text{ or } \frac12"], []), "1/3": ([], ["0.333"]), "12": ([], ["1 2"]),
+    "0.001": (["1e-3"], []), "1e-3": (["10^{-3}"], []), "5000000": ([r"5\text{ million}"], []),
+    r"60^\circ": (["60°"], []), "60": ([r"60^{\circ}"], ["61°"]), r"\infty": ([r"\infty"], []),
+    "(x+1)^2": (["x^2+2x+1"], ["x^2+2x+2"]), NINES: ([NINES], [NINES[1:] + "8"]),
     "274": (
         [],
         ["", " ", "?", "\\", "{", "}", "$", r"\frac", r"\frac{", r"\frac{1}{0}", r"\sqrt{", "nan", "None",
@@ -152,13 +101,15 @@ ENDS = {
         [r"It is 7409? No: \boxed{7311}", r"\boxed{7409}, no: \boxed{7311}",
          r"<think>7409</think>\boxed{7311}", "The answer is 7311.", "The final answer is: $7311$",
          "Answer: 7311", "**Final answer:** 7311", "so we get\n#### 7311",
-         "2 + 3 = 5, so it makes 7311.", r"\fbox{7311}", r"\boxed{} \boxed{7311}"],
+         "2 + 3 = 5, so it makes 7311.", r"\fbox{7311}", r"\boxed{} \boxed{7311}",
+         r"\boxed{7311} \boxed{7311}", r"\boxed{7311} and then cut off \boxed{7"],
         [r"\boxed{7311}, no: \boxed{7409}", r"<think>\boxed{7311}</think>\boxed{7409}",
          r"<think>\boxed{7311}", r"<think>\boxed{7311}</think>", "The answer is 7409.",
          "The answer is 7311 or 7409.", "It is 7409, 7811 or 7311", r"\boxed{7409} or \boxed{7311}",
          r"\boxed{7409}, \boxed{7311}", "7311 eggs are given. The answer is 7409", r"\boxed{7311",
-         "I do not know"],
+         "I do not know", "", r"7311, so \boxed{7409}"],
     ),
+    "12:00": (["The answer is 12:00."], ["The answer is 12:30."]),
     r"\{63,15,43\}": ([r"\boxed{63}, \boxed{15} and \boxed{43}"], []),
     "63, 15, 43": ([r"$\boxed{43}$, $\boxed{63}$, $\boxed{15}$"], []),
     "(63, 15)": ([r"x = \boxed{63}, y = \boxed{15}"], [r"x = \boxed{15}, y = \boxed{63}"]),

@@ -40,26 +40,7 @@ USERS_REWARDS = """
     import itertools, math, os, subprocess, sys, time
     from megatron_ibpo.rewards import ResponseError
 
-    def die_once(response):
-        first = not os.path.exists(response.split()[-1])
-        open(response.split()[-1], "w").close()
-        if first:
-            os.kill(os.getpid(), 9)
-
-    def daemon(note):
-        worker = os.getpid()
-        if os.fork() == 0:
-            os.setsid()
-            if os.fork() == 0:
-                with open(note + " being written", "w") as file:
-                    file.write(f"{os.getpid()} {worker}")
-                os.rename(note + " being written", note)
-                time.sleep(1000)
-            os._exit(0)
-        os.wait()
-        while not os.path.exists(note):
-            time.sleep(0.01)
-        return 1.0
+    not_a_function = 3
 
     class Unspeakable(Exception):
         def __str__(self):
@@ -68,101 +49,44 @@ USERS_REWARDS = """
     def fail(error):
         raise error
 
-    GIVEN = {
-        "huge": 1e308, "huge integer": -(10**400), "text": "0.5", "nothing": None, "nan": math.nan,
-        "infinite": math.inf,
-    }
-    DONE = {
-        "raise": lambda: fail(RuntimeError("cannot judge this")),
-        "half a character": lambda: fail(RuntimeError("no \\ud800 in a log")),
-        "unspeakable": lambda: fail(Unspeakable()),
-        "exit": lambda: sys.exit(3),
-        "die": lambda: os._exit(7),
-        "hang": lambda: time.sleep(1000),
-        "hang in C": lambda: sum(itertools.repeat(0)),  # never lets another thread or a signal handler run
-        "flood": lambda: print("x" * 3_000_000) or 1.0,
-        "fork": lambda: float(os.fork() == 0),  # and both return
-        "child": lambda: subprocess.Popen(["sleep", "1000"]).pid,
-        "pid": os.getpid,
-    }
+    def daemon(note):  # which has lost its parent and its session
+        written = f"echo $$ {os.getpid()} > {note}.new; mv {note}.new {note}; exec sleep 1000"
+        subprocess.run(["setsid", "--fork", "sh", "-c", written])
+        while not os.path.exists(note):
+            time.sleep(0.01)
+        return 1.0
 
     def graded(prompt, response, label, metadata):
-        if response.startswith("die once"):
-            die_once(response)
-            return 1.0
-        if response.startswith("count"):
-            with open(response.split()[-1], "a") as file:
-                file.write("x")
-            time.sleep(1000)
         print("a reward function may print")
-        if response == "daemon":
-            return daemon(metadata["note"])
-        if response == "child, then die":
-            print("child", subprocess.Popen(["sleep", "1000"]).pid, file=open(metadata["note"], "w"))
-            os._exit(7)
-        if response == "arguments":
-            return float((prompt, label, metadata) == ("what?", "42", {"level": 3}))
-        if response in DONE:
-            return DONE[response]()
-        return GIVEN[response] if response in GIVEN else float(response)
-
-    MAPPINGS = {"no score": {"tests": 1}, "words": {"score": 1, "tests": "all"}}
-    MAPPINGS["huge"] = {"score": 1, "tests": 1e300}
+        return eval(response, globals(), locals())
 
     def measured(prompt, response, label, metadata):
-        if response == "unreadable":
-            raise ResponseError("a tower of powers")
-        return MAPPINGS[response] if response in MAPPINGS else {"score": float(response), "tests": 0.25}
+        return {"score": eval(response), "tests": 0.25}
+
+    def together(prompts, responses, labels, metadata):
+        values = [eval(response) for response in responses]
+        time.sleep(0.05)  # the next ones gather meanwhile
+        assert prompts == ["what?"] * len(responses) and labels == ["42"] * len(responses)
+        return [value or len(responses) for value in values if value != "few"]
 
     def lengths(prompts, responses, labels, metadata):
         if "unreadable" in responses:
             raise ResponseError("one of them")
         return [{"score": 1, "length": len(response)} for response in responses]
 
-    lengths.batched = True
+    together.batched = lengths.batched = True
 
     def label_problem(label, metadata):
         if label == "hang":
             time.sleep(1000)
         return f"{label} is odd" if label.isdigit() and int(label) % 2 else None
-
-    not_a_function = 3
-
-    def together(prompts, responses, labels, metadata):
-        if "raise" in responses:
-            raise RuntimeError("cannot judge these")
-        if "die" in responses:
-            os._exit(7)
-        if "hang" in responses:
-            time.sleep(1000)
-        for response in responses:
-            if response.startswith("die once"):
-                die_once(response)
-        if "few" in responses:
-            return []
-        time.sleep(0.05)  # the next ones gather meanwhile
-        assert prompts == ["what?"] * len(responses) and labels == ["42"] * len(responses)
-        return [math.nan if response == "nan" else len(responses) for response in responses]
-
-    together.batched = True
 """
-
-
-FRAGILE_REWARDS = """
-    import os, time
-    from pathlib import Path
-
-    deaths, hangs = (Path(__file__).with_name(name) for name in ("deaths", "hangs"))
-    if left := int(deaths.read_text() if deaths.exists() else 0):
-        deaths.write_text(str(left - 1))
-        os._exit(7)
-    if hangs.exists():
-        hangs.unlink()
-        time.sleep(600)
-
-    def pid(prompt, response, label, metadata):
-        return os.getpid()
-"""
+"""Its functions evaluate the response."""
+HANG, HANG_IN_C = "time.sleep(1000)", "sum(itertools.repeat(0))"
+"""The latter never lets another thread or a signal handler run."""
+GRADED, MEASURED, TOGETHER, LENGTHS = FUNCTIONS = [
+    f"users_rewards:{name}" for name in ("graded", "measured", "together", "lengths")
+]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -171,13 +95,9 @@ def users_module(tmp_path_factory):
     directory = tmp_path_factory.mktemp("user")
     (directory / "users_rewards.py").write_text(textwrap.dedent(USERS_REWARDS))
     (directory / "broken_rewards.py").write_text("import no_such_library")
-    (directory / "fragile_rewards.py").write_text(textwrap.dedent(FRAGILE_REWARDS))
     sys.path.insert(0, str(directory))
     yield directory
     sys.path.remove(str(directory))
-
-
-FUNCTIONS = ("users_rewards:graded", "users_rewards:measured", "users_rewards:together")
 
 
 @contextmanager
@@ -192,19 +112,18 @@ def pool_of(*targets, **settings):
 
 @pytest.fixture(scope="module")
 def pool():
-    """Two processes that run all of the user's functions."""
-    with pool_of(*FUNCTIONS, reward_workers=2) as opened:
+    with pool_of(*FUNCTIONS[:3], reward_workers=2) as opened:
         yield opened
 
 
 @pytest.fixture(scope="module")
 def impatient():
     """One process, which has half a second for a call."""
-    with pool_of(*FUNCTIONS, reward_workers=1, reward_timeout=0.5) as opened:
+    with pool_of(*FUNCTIONS[:3], reward_workers=1, reward_timeout=0.5) as opened:
         yield opened
 
 
-def verifier(pool, rm_type="users_rewards:graded", **settings):
+def verifier(pool, rm_type=GRADED, **settings):
     return Verifier(pool, DataConfig(rm_type=rm_type, **settings))
 
 
@@ -213,85 +132,80 @@ def graded(pool):
     return verifier(pool)
 
 
-@pytest.fixture
-def measured(pool):
-    return verifier(pool, "users_rewards:measured")
-
-
-def of_verifier(rm_type, response, label="42"):
-    """A prompt that names its verifier, with a response."""
-    (pair,) = asked(response, label=label, metadata={"rm_type": rm_type})
-    return pair
-
-
-def asked(*responses, label="42", metadata=None):
-    prompt = Prompt(0, token_ids([]), 0, label, "task", "what?", {} if metadata is None else metadata)
+def asked(*responses, label="42", **metadata):
+    prompt = Prompt(0, token_ids([]), 0, label, "task", "what?", metadata)
     return [(prompt, response) for response in responses]
 
 
-# ------------------------------------------------------------------------------------------- user's own
+def gone_within(pid, seconds):
+    return eventually(lambda: has_ended(int(pid)), seconds)
 
 
-def test_a_function_by_import_path_gets_what_it_needs(graded):
-    assert graded.score(asked("arguments", metadata={"level": 3})) == [Score(1.0, True)]
-    assert graded.score([]) == []
-
-
-def test_rewards_come_in_order_and_are_correct_from_the_threshold_on(pool):
+def test_a_function_by_import_path_gets_what_it_needs_and_may_say_more_than_a_number(pool):
     graded = verifier(pool, reward_threshold=0.5)
-    scores = graded.score(asked(*[str(i / 100) for i in range(100)]))
-    assert [score.reward for score in scores] == [i / 100 for i in range(100)]
-    assert [score.correct for score in scores] == [i >= 50 for i in range(100)]
+    right = "(prompt, label, metadata) == ('what?', '42', {'level': 3})"
+    assert graded.score(asked(right, level=3)) == [Score(1.0, True)]
+    assert graded.score(asked("dict(score=1, tests=.25)")) == [Score(1.0, True, details={"tests": 0.25})]
+    assert graded.score([]) == []
+    in_order = [Score(i / 100, i >= 50) for i in range(100)]
+    assert graded.score(asked(*[str(i / 100) for i in range(100)])) == in_order
 
 
-@pytest.mark.parametrize(
-    ("response", "error"),
-    [
-        ("raise", "RuntimeError: cannot judge this"),
-        ("not a number", "ValueError: could not convert"),
-        ("exit", "SystemExit: 3"),
-        ("text", "TypeError: expected a number, got str '0.5'"),
-        ("nothing", "TypeError: expected a number, got NoneType"),
-        ("nan", "ValueError: expected a finite number, got nan"),
-        ("infinite", "ValueError: expected a finite number, got inf"),
-        ("huge", "ValueError: expected a number of at most 1e+09 in size, got 1e+308: scale it"),
-        ("huge integer", "expected a number of at most 1e+09 in size, got a longer one: scale it"),
-        ("die", "the worker process died (status 7), and another one before it"),
-    ],
-)
-def test_a_fault_is_an_error_and_not_a_reward(graded, response, error):
-    before, fault, after = graded.score(asked("1", response, "0"))
+def test_a_fault_is_an_error_and_not_a_reward(graded):
+    faults = {
+        "fail(RuntimeError('cannot judge this'))": "RuntimeError: cannot judge this",
+        "sys.exit(3)": "SystemExit: 3",
+        "'0.5'": "TypeError: expected a number, got str '0.5'",
+        "None": "TypeError: expected a number, got NoneType",
+        "math.nan": "ValueError: expected a finite number, got nan",
+        "math.inf": "ValueError: expected a finite number, got inf",
+        "1e308": "ValueError: expected a number of at most 1e+09 in size, got 1e+308: scale it",
+        "-(10**400)": "expected a number of at most 1e+09 in size, got a longer one: scale it",
+        "os._exit(7)": "the worker process died (status 7), and another one before it",
+        "dict(tests=1)": "expected a number, or a mapping with a score",
+        "dict(score=1, tests='all')": "expected a number as 'tests', got str 'all'",
+        "dict(score=1, tests=1e300)": "number as 'tests' of at most 1e+09 in size, got 1e+300: scale it",
+    }
+    before, *found, after = graded.score(asked("1", *faults, "0"))
     assert (before, after) == (Score(1.0, True), Score(0.0, False))
-    assert (fault.reward, fault.correct) == (None, False)
-    assert error in fault.error
+    for fault, error in zip(found, faults.values(), strict=True):
+        assert (fault.reward, fault.correct) == (None, False)
+        assert error in fault.error
 
 
-@pytest.mark.parametrize("how", ["hang", "hang in C"])
-def test_a_function_that_hangs_is_killed_and_the_others_are_scored(impatient, how):
-    start = time.monotonic()
-    scores = verifier(impatient).score(asked("0", how, "1", "1", "0", "1"))
+def test_a_fault_of_the_response_is_a_wrong_answer_that_is_counted(graded):
+    for rm_type, unreadable in (
+        (GRADED, "fail(ResponseError('a tower of powers'))"),
+        (LENGTHS, "unreadable"),
+    ):
+        scores = graded.score(asked("1", unreadable, "1", rm_type=rm_type))
+        assert scores[1] == Score(0.0, False, details={"response_error": 1.0})
+        assert [score.reward for score in scores] == [1.0, 0.0, 1.0]
+
+
+def test_a_response_that_kills_is_asked_twice_and_one_that_hangs_once_and_the_others_are_scored(
+    impatient, tmp_path
+):
+    start, deaths = time.monotonic(), impatient.deaths
+    hang = f"open({str(tmp_path / 'asked')!r}, 'a').write('x') and {HANG}"
+    scores = verifier(impatient).score(asked("0", hang, "1", HANG_IN_C, "0", "os._exit(7)", "1"))
     assert time.monotonic() - start < 20
-    assert [score.reward for score in scores] == [0.0, None, 1.0, 1.0, 0.0, 1.0]
-    assert scores[1].error == "timed out after 0.5 s"
+    assert [score.reward for score in scores] == [0.0, None, 1.0, None, 0.0, None, 1.0]
+    assert scores[1].error == scores[3].error == "timed out after 0.5 s"
+    assert impatient.deaths == deaths + 2
+    assert (tmp_path / "asked").read_text() == "x"
 
 
-@pytest.mark.parametrize("rm_type", ["users_rewards:graded", "users_rewards:together"])
+@pytest.mark.parametrize("rm_type", [GRADED, TOGETHER])
 def test_a_response_whose_process_is_killed_is_asked_again(pool, tmp_path, caplog, rm_type):
     deaths = pool.deaths
-    scores = verifier(pool, rm_type).score(asked("1", "1", f"die once {tmp_path / 'died'}", "1"))
+    died = str(tmp_path / "died")
+    die_once = f"os.path.exists({died!r}) or (open({died!r}, 'w').close(), os.kill(os.getpid(), 9))"
+    scores = verifier(pool, rm_type).score(asked("1", "1", die_once, "1"))
     assert pool.deaths == deaths + 1
     assert None not in [score.reward for score in scores]
     assert "the worker process died (SIGKILL)" in caplog.text
     assert "repeated" in caplog.text
-
-
-def test_a_response_that_kills_is_asked_twice_and_one_that_hangs_once(impatient, tmp_path):
-    graded, deaths = verifier(impatient), impatient.deaths
-    (killed,) = graded.score(asked("die"))
-    assert (killed.reward, impatient.deaths) == (None, deaths + 2)
-    (hung,) = graded.score(asked(f"count {tmp_path / 'asked'}"))
-    assert (hung.error, impatient.deaths) == ("timed out after 0.5 s", deaths + 2)
-    assert (tmp_path / "asked").read_text() == "x"
 
 
 def test_a_successor_that_dies_or_hangs_while_it_loads_has_successors_in_turn_but_not_for_good(
@@ -300,6 +214,22 @@ def test_a_successor_that_dies_or_hangs_while_it_loads_has_successors_in_turn_bu
     """How long one may take to load follows from how long the first one took."""
     monkeypatch.setattr("megatron_ibpo.rewards.workers._SHORTEST_START_TIMEOUT", 1.0)
     monkeypatch.setattr("megatron_ibpo.rewards.workers._START_SLACK", 4.0)
+    code = """
+        import os, time
+        from pathlib import Path
+
+        deaths, hangs = (Path(__file__).with_name(name) for name in ("deaths", "hangs"))
+        if left := int(deaths.read_text() if deaths.exists() else 0):
+            deaths.write_text(str(left - 1))
+            os._exit(7)
+        if hangs.exists():
+            hangs.unlink()
+            time.sleep(600)
+
+        def pid(prompt, response, label, metadata):
+            return os.getpid()
+    """
+    (users_module / "fragile_rewards.py").write_text(textwrap.dedent(code))
 
     with pool_of("fragile_rewards:pid", reward_workers=1) as fragile_pool:
         fragile = verifier(fragile_pool, "fragile_rewards:pid")
@@ -326,17 +256,15 @@ def test_responses_are_scored_as_they_come_and_an_error_waits_for_nobody(impatie
     graded = verifier(impatient)  # whose one process answers them in order
 
     async def stream():
-        pairs = asked("1", "raise", "0", "nan")
+        pairs = asked("1", "fail(RuntimeError())", "0", "math.nan")
         return await asyncio.gather(*(graded.score_one(prompt, text) for prompt, text in pairs))
 
-    scores = asyncio.run(stream())
-    assert [score.reward for score in scores] == [1.0, None, 0.0, None]
+    assert [score.reward for score in asyncio.run(stream())] == [1.0, None, 0.0, None]
     assert "have failed on 1 responses: users_rewards:graded: RuntimeError" in caplog.text
 
 
 def test_a_batched_function_gets_what_has_gathered(pool):
-    together = verifier(pool, "users_rewards:together")
-    sizes = [score.reward for score in together.score(asked(*["x"] * 150))]
+    sizes = [score.reward for score in verifier(pool, TOGETHER).score(asked(*["0"] * 150))]
     assert len(sizes) == 150
     assert max(sizes) == 64
     assert all(sizes.count(size) % size == 0 for size in set(sizes))
@@ -344,33 +272,30 @@ def test_a_batched_function_gets_what_has_gathered(pool):
 
 def test_a_batch_may_take_as_long_as_all_of_its_calls(impatient):
     """A batch of 15, which takes 0.05 s, has 7.5 s."""
-    scores = verifier(impatient, "users_rewards:together").score(asked(*["x"] * 30))
+    scores = verifier(impatient, TOGETHER).score(asked(*["0"] * 30))
     assert max(score.reward for score in scores) >= 15
 
 
-@pytest.mark.parametrize(
-    ("response", "error"),
-    [
-        ("raise", "RuntimeError: cannot judge these"),
-        ("die", "the worker process died (status 7)"),
-        ("hang", "timed out after 0.5 s"),
-        ("nan", "expected a finite number, got nan"),
-        ("few", "expected 1 numbers, got 0"),
-    ],
-)
-def test_one_bad_response_spoils_no_other_of_its_batch(impatient, response, error):
-    together = verifier(impatient, "users_rewards:together")
-    scores = together.score(asked("x", "x", response, "x", "x"))
-    assert [score.reward is None for score in scores] == [False, False, True, False, False]
-    assert error in scores[2].error
+def test_one_bad_response_spoils_no_other_of_its_batch(impatient):
+    for response, error in (
+        ("fail(RuntimeError('cannot judge these'))", "RuntimeError: cannot judge these"),
+        ("os._exit(7)", "the worker process died (status 7)"),
+        (HANG, "timed out after 0.5 s"),
+        ("math.nan", "expected a finite number, got nan"),
+        ("'few'", "expected 1 numbers, got 0"),
+    ):
+        scores = verifier(impatient, TOGETHER).score(asked("0", "0", response, "0", "0"))
+        assert [score.reward is None for score in scores] == [False, False, True, False, False]
+        assert error in scores[2].error
 
 
 def test_errors_are_logged_even_where_an_exception_cannot_be_written(graded, tmp_path, monkeypatch):
     log = logging.FileHandler(tmp_path / "log", encoding="utf-8")
     monkeypatch.setattr(log, "handleError", lambda record: pytest.fail("logging broke"))
     logging.getLogger("megatron_ibpo").addHandler(log)
+    half_a_character = r"fail(RuntimeError('no \ud800 in a log'))"
     try:
-        scores = graded.score(asked("half a character", "unspeakable", "1"))
+        scores = graded.score(asked(half_a_character, "fail(Unspeakable())", "1"))
     finally:
         logging.getLogger("megatron_ibpo").removeHandler(log)
         log.close()
@@ -383,10 +308,11 @@ def test_errors_are_logged_even_where_an_exception_cannot_be_written(graded, tmp
 
 def test_what_a_function_has_started_ends_with_its_worker(graded, tmp_path):
     child, daemon = tmp_path / "child", tmp_path / "daemon"
-    (score,) = graded.score(asked("child, then die", metadata={"note": str(child)}))
+    note = f"print(subprocess.Popen(['sleep', '1000']).pid, file=open({str(child)!r}, 'w'), flush=True)"
+    (score,) = graded.score(asked(f"{note} or os._exit(7)"))
     assert "died" in score.error
-    assert gone_within(int(child.read_text().split()[1]), 5)
-    assert graded.score(asked("daemon", metadata={"note": str(daemon)})) == [Score(1.0, True)]
+    assert gone_within(child.read_text(), 5)
+    assert graded.score(asked(f"daemon({str(daemon)!r})")) == [Score(1.0, True)]
     forked_twice, worker = map(int, daemon.read_text().split())
     assert os.path.exists(f"/proc/{forked_twice}")
     os.kill(worker, signal.SIGKILL)
@@ -395,105 +321,56 @@ def test_what_a_function_has_started_ends_with_its_worker(graded, tmp_path):
 
 def test_what_a_function_has_started_ends_with_its_pool_and_what_it_prints_is_bounded(tmp_path, capfd):
     note = tmp_path / "note"
-    with pool_of("users_rewards:graded", reward_workers=1) as opened:
+    with pool_of(GRADED, reward_workers=1) as opened:
         graded = verifier(opened)
-        assert graded.score(asked(*["flood"] * 4)) == [Score(1.0, True)] * 4
-        (child,) = graded.score(asked("child"))
-        assert graded.score(asked("daemon", metadata={"note": str(note)})) == [Score(1.0, True)]
+        assert graded.score(asked(*["print('x' * 3_000_000) or 1"] * 4)) == [Score(1.0, True)] * 4
+        (child,) = graded.score(asked("subprocess.Popen(['sleep', '1000']).pid"))
+        assert graded.score(asked(f"daemon({str(note)!r})")) == [Score(1.0, True)]
         daemon = int(note.read_text().split()[0])
         assert all(os.path.exists(f"/proc/{process:.0f}") for process in (child.reward, daemon))
-    assert gone_within(int(child.reward), 5)
+    assert gone_within(child.reward, 5)
     assert gone_within(daemon, 5)
     said = capfd.readouterr().err
     assert len(said) < 70_000
-    assert "reward function users_rewards:graded printed more than 65,536 bytes; the rest is left out" in said
+    assert f"reward function {GRADED} printed more than 65,536 bytes; the rest is left out" in said
     left_out = 4 * 3_000_001 + 6 * len("a reward function may print\n") - 65_536
-    assert f"[{left_out:,} bytes that reward function users_rewards:graded printed were left" in said
+    assert f"[{left_out:,} bytes that reward function {GRADED} printed were left" in said
 
 
 def test_a_process_that_forks_within_its_function_answers_once(graded):
-    scores = graded.score(asked("fork", "0.25", "0.5"))
+    scores = graded.score(asked("os.fork() == 0", "0.25", "0.5"))  # both return
     assert [score.reward for score in scores] == [0.0, 0.25, 0.5]
 
 
-def test_a_function_may_say_more_than_a_number(measured):
-    assert measured.score(asked("1")) == [Score(1.0, True, details={"tests": 0.25})]
-
-
-@pytest.mark.parametrize("rm_type", ["users_rewards:measured", "users_rewards:lengths"])
-def test_a_fault_of_the_response_is_a_wrong_answer_that_is_counted(measured, rm_type):
-    scores = measured.score([of_verifier(rm_type, text) for text in ("1", "unreadable", "1")])
-    assert scores[1] == Score(0.0, False, details={"response_error": 1.0})
-    assert [score.reward for score in scores] == [1.0, 0.0, 1.0]
-
-
-@pytest.mark.parametrize(
-    ("response", "error"),
-    [
-        ("huge", "expected a number as 'tests' of at most 1e+09 in size, got 1e+300: scale it"),
-        ("no score", "expected a number, or a mapping with a score"),
-        ("words", "expected a number as 'tests', got str 'all'"),
-    ],
-)
-def test_a_mapping_that_is_no_reward_is_an_error(measured, response, error):
-    (score,) = measured.score(asked(response))
-    assert score.reward is None
-    assert error in score.error
-
-
-def test_every_prompt_may_name_its_verifier(measured):
-    scores = measured.score(
-        [
-            of_verifier("users_rewards:graded", "0.5"),
-            *asked("1"),
-            of_verifier("users_rewards:lengths", "four"),
-            of_verifier("maths", "1"),
-            of_verifier("nowhere_at_all:score", "1"),
-        ]
-    )
+def test_every_prompt_may_name_its_verifier(pool):
+    pairs = [*asked("0.5", rm_type=GRADED), *asked("1"), *asked("four", rm_type=LENGTHS)]
+    pairs += [*asked("1", rm_type="maths"), *asked("1", rm_type="nowhere_at_all:score")]
+    scores = verifier(pool, MEASURED).score(pairs)
     assert [score.reward for score in scores] == [0.5, 1.0, 1.0, None, None]
     assert scores[2].details == {"length": 4.0}
     assert "did you mean 'math'" in scores[3].error
     assert "no module 'nowhere_at_all'" in scores[4].error
 
 
-def test_what_prompts_name_is_loaded_at_the_start_or_refused():
-    data = DataConfig(rm_type="users_rewards:graded", reward_workers=1)
-    prompts = [prompt for prompt, _ in [of_verifier("users_rewards:missing", ""), *asked("")]]
-    named = named_rm_types(prompts, data)
-    assert named == ["users_rewards:missing", "users_rewards:graded"]
-    with pytest.raises(ValueError, match="defines no 'missing'"):
-        open_pool(data, named)
-    with pytest.raises(ValueError, match="did you mean 'math'"):
-        open_pool(data, ["maths"])
-
-
-# --------------------------------------------------------------------------------------------- composite
-
-
 def test_a_composite_is_the_weighted_sum_of_its_parts(pool):
-    parts = ("users_rewards:graded=0.9", "users_rewards:measured=0.1")
+    parts = (f"{GRADED}=0.9", f"{MEASURED}=0.1")
     weighted = verifier(pool, "composite", reward_part=parts, reward_threshold=0.9)
-    both, half, none, fault = weighted.score(asked("1", "0.5", "-3", "raise"))
-    named = {"users_rewards:graded": 1.0, "users_rewards:measured": 1.0, "tests": 0.25}
-    assert both == Score(1.0, True, details=named)
+    both, half, none, fault = weighted.score(asked("1", "0.5", "-3", "fail(RuntimeError())"))
+    assert both == Score(1.0, True, details={GRADED: 1.0, MEASURED: 1.0, "tests": 0.25})
     assert (half.reward, half.correct) == (0.5, False)
     assert none.reward == 0.0, "clipped"
     assert fault.reward is None
     assert "users_rewards:graded: RuntimeError" in fault.error
-
-
-def test_a_sum_is_what_it_would_be_on_paper():
-    parts = [Part("a", 0.7), Part("b", 0.2), Part("c", 0.1)]
-    assert combined(parts, [Outcome(1.0)] * 3).value == 1.0
+    fine = DataConfig(rm_type="composite", reward_part=("math=0.9", "code:format=0.2"), reward_threshold=0.9)
+    assert reward_functions(fine) == ["megatron_ibpo.rewards.math:score", "code:format"]
+    on_paper = [Part("a", 0.7), Part("b", 0.2), Part("c", 0.1)]
+    assert combined(on_paper, [Outcome(1.0)] * 3).value == 1.0, "not a bit less"
     assert combined([Part("a", 1.0), Part("b", -0.25)], [Outcome(1.0)] * 2).value == 0.75
 
 
-@pytest.mark.parametrize(
-    ("parts", "threshold", "says"),
-    [
+def test_weights_must_leave_correct_to_the_main_part():
+    for parts, threshold, says in (
         ((), 1.0, "has no parts"),
-        (("math=0.9", "code:format=0.2"), 0.9, None),
         (("math=0.5", "code:format=0.5"), 0.5, "could be correct without the first"),
         (("math=0.5", "code:format=0.4"), 1.0, "no response could be correct"),
         (("math=much",), 1.0, "must be a number"),
@@ -501,25 +378,16 @@ def test_a_sum_is_what_it_would_be_on_paper():
         (("math=1", "code:format=-1e308"), 1.0, r"at most 1e\+09 in size"),
         (("maths=1",), 1.0, "did you mean 'math'"),
         (("math=1", "composite=0.1"), 1.0, "cannot contain itself"),
-    ],
-)
-def test_weights_must_leave_correct_to_the_main_part(parts, threshold, says):
-    data = DataConfig(rm_type="composite", reward_part=parts, reward_threshold=threshold)
-    if says is None:
-        assert reward_functions(data) == ["megatron_ibpo.rewards.math:score", "code:format"]
-        return
-    with pytest.raises(ConfigError, match=says):
-        reward_functions(data)
-
-
-# ------------------------------------------------------------------------------------- labels at the start
+    ):
+        with pytest.raises(ConfigError, match=says):
+            reward_functions(DataConfig(rm_type="composite", reward_part=parts, reward_threshold=threshold))
 
 
 def test_labels_that_cannot_be_graded_are_named_before_work_starts(impatient):
-    data = DataConfig(rm_type="users_rewards:graded")
+    data = DataConfig(rm_type=GRADED)
     prompts = [prompt for label in ("2", "3", "hang", "5") for prompt, _ in asked("", label=label)]
-    unchecked = [of_verifier("operator:add", "", label="7")[0]]  # its module has no such function
-    check_labels(impatient, prompts[:1] + unchecked, data)
+    ((unchecked, _),) = asked("", label="7", rm_type="operator:add")  # its module has no such function
+    check_labels(impatient, [prompts[0], unchecked], data)
     with pytest.raises(LabelError) as refused:
         check_labels(impatient, prompts, data)
     said = str(refused.value)
@@ -528,44 +396,44 @@ def test_labels_that_cannot_be_graded_are_named_before_work_starts(impatient):
     assert "label 'hang': timed out after 0.5 s" in said
 
 
-@pytest.mark.parametrize(
-    ("rm_type", "says"),
-    [
+def test_a_function_that_cannot_be_had_is_refused_before_work_and_leaves_no_process():
+    data = DataConfig(rm_type=GRADED, reward_workers=1)
+    prompts = [prompt for prompt, _ in [*asked("", rm_type="users_rewards:missing"), *asked("")]]
+    named = named_rm_types(prompts, data)
+    assert named == ["users_rewards:missing", GRADED]
+    with pytest.raises(ValueError, match="defines no 'missing'"):
+        open_pool(data, named)
+    for rm_type, says in (
         ("maths", "did you mean 'math'"),
         ("users_rewards", "package.module:name"),
         ("users_rewards:not_a_function", "is not a function"),
         ("broken_rewards:score", "No module named 'no_such_library'"),
-    ],
-)
-def test_a_function_that_cannot_be_had_is_refused_before_work_and_leaves_no_process(rm_type, says):
-    with pytest.raises(ValueError, match=says):
-        open_verifier(DataConfig(rm_type=rm_type, reward_workers=1))
-    for child in Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split():
-        assert rm_type not in Path(f"/proc/{child}/cmdline").read_text().split("\0")
-
-
-OWNER = """
-    import sys
-    from megatron_ibpo.basics.records import Prompt, token_ids
-    from megatron_ibpo.config import DataConfig
-    from megatron_ibpo.rewards import open_verifier
-    verifier = open_verifier(DataConfig(rm_type="users_rewards:graded", reward_workers=1, reward_timeout=100))
-    for response in ("daemon", "hang in C"):
-        prompt = Prompt(0, token_ids([]), 0, "", "", "", {"note": sys.argv[1]})
-        print(verifier.score([(prompt, response)])[0].reward, flush=True)
-"""
+    ):
+        with pytest.raises(ValueError, match=says):
+            open_verifier(DataConfig(rm_type=rm_type, reward_workers=1))
+        for child in Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split():
+            assert rm_type not in Path(f"/proc/{child}/cmdline").read_text().split("\0")
 
 
 def test_workers_and_what_they_started_die_with_their_owner_even_while_they_hang(users_module, tmp_path):
     note = tmp_path / "note"
+    code = f"""
+        from megatron_ibpo.basics.records import Prompt, token_ids
+        from megatron_ibpo.config import DataConfig
+        from megatron_ibpo.rewards import open_verifier
+        verifier = open_verifier(DataConfig(rm_type="{GRADED}", reward_workers=1, reward_timeout=100))
+        for response in ("daemon({str(note)!r})", "{HANG_IN_C}"):
+            print(verifier.score([(Prompt(0, token_ids([]), 0, "", "", ""), response)])[0].reward, flush=True)
+    """
+    path = os.pathsep.join([str(users_module), *sys.path])
     owner = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(OWNER), str(note)],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(users_module), *sys.path])},
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env=os.environ | {"PYTHONPATH": path},
         stdout=subprocess.PIPE,
     )
     try:
         assert owner.stdout.readline() == b"1.0\n"
-        processes = [int(process) for process in note.read_text().split()]
+        processes = note.read_text().split()
         time.sleep(0.5)  # until the worker hangs
         assert all(os.path.exists(f"/proc/{process}") for process in processes)
     finally:
@@ -577,19 +445,12 @@ def test_workers_and_what_they_started_die_with_their_owner_even_while_they_hang
 
 def test_workers_die_with_their_supervisor(impatient):
     graded = verifier(impatient)
-    (before,) = graded.score(asked("pid"))
+    (before,) = graded.score(asked("os.getpid()"))
     worker = int(before.reward)
     parent = int(Path(f"/proc/{worker}/stat").read_text().rpartition(")")[2].split()[1])
     os.kill(parent, signal.SIGKILL)
     assert gone_within(worker, 10)
     assert [score.reward for score in graded.score(asked("1"))] == [1.0]
-
-
-def gone_within(pid, seconds):
-    return eventually(lambda: has_ended(pid), seconds)
-
-
-# ---------------------------------------------------------------------------------------- reasoning_gym
 
 
 @pytest.fixture(scope="module")
@@ -598,32 +459,32 @@ def reasoning_gym():
         yield verifier(opened, "reasoning_gym")
 
 
+def prompts_of(task, count):
+    tokenizer = HuggingFaceTokenizer(make_tiny_tokenizer())
+    return open_source(f"reasoning_gym://{task}", tokenizer, DataConfig(), split="train").batch(0, count)
+
+
 @pytest.fixture(scope="module")
 def chain_sums():
-    spec = "reasoning_gym://chain_sum?min_terms=5&max_terms=7&min_digits=1&max_digits=1&compact=1"
-    tokenizer = HuggingFaceTokenizer(make_tiny_tokenizer())
-    return open_source(spec, tokenizer, DataConfig(), split="train").batch(0, 32)
+    return prompts_of("chain_sum?min_terms=5&max_terms=7&min_digits=1&max_digits=1&compact=1", 32)
 
 
-def test_worked_solutions_of_generated_tasks_are_right(reasoning_gym, chain_sums):
+def rewards(verifier, pairs):
+    return [score.reward for score in verifier.score(pairs)]
+
+
+def test_worked_solutions_of_generated_tasks_are_right_and_part_marks_are_no_reward(
+    reasoning_gym, chain_sums
+):
     right = [(p, worked_solution(p.metadata["expression"])) for p in chain_sums]
     wrong = [(p, text + "0") for p, text in right if p.label != "0"]
     assert reasoning_gym.score(right) == [Score(1.0, True)] * len(right)
     assert reasoning_gym.score(wrong) == [Score(0.0, False)] * len(wrong)
-
-
-def test_part_marks_are_no_reward(reasoning_gym, chain_sums):
-    prompt = chain_sums[0]
+    label = chain_sums[0].label
     # reasoning_gym itself gives .5 for an answer that holds the right one in twice its length
-    padded = f"#{prompt.label}{'x' * len(prompt.label)}"
-    answers = [padded, "", "#", "no number", f"{prompt.label} but #7000"]
-    assert {score.reward for score in reasoning_gym.score([(prompt, a) for a in answers])} == {0.0}
-
-
-def test_a_prompt_from_elsewhere_is_an_error(reasoning_gym):
-    (score,) = reasoning_gym.score(asked("42"))
-    assert score.reward is None
-    assert "not a reasoning_gym item" in score.error
+    padded = f"#{label}{'x' * len(label)}"
+    answers = [padded, "", "#", "no number", f"{label} but #7000"]
+    assert rewards(reasoning_gym, [(chain_sums[0], answer) for answer in answers]) == [0.0] * 5
 
 
 def test_the_answer_follows_the_last_mark():
@@ -645,27 +506,12 @@ def test_the_place_of_an_answer_is_that_of_its_last_occurrence():
     assert answer_place("", "") is None
 
 
-@pytest.fixture(scope="module")
-def ab():
-    spec, tokenizer = "reasoning_gym://ab", HuggingFaceTokenizer(make_tiny_tokenizer())
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("megatron_ibpo.data.generated.check_prompt", lambda *_: None)  # letters it has not
-        return open_source(spec, tokenizer, DataConfig(), split="train").batch(0, 64)
-
-
-def test_answers_that_contain_the_mark_are_not_cut(reasoning_gym, ab):
-    assert any("#" in prompt.label for prompt in ab)
-    assert {score.reward for score in reasoning_gym.score([(p, p.label) for p in ab])} == {1.0}
-    boxed = [(p, f"so <answer>{p.label}</answer>") for p in ab]
-    assert {score.reward for score in reasoning_gym.score(boxed)} == {1.0}
-
-
-def test_the_usual_marks_of_an_answer_are_understood(reasoning_gym, chain_sums):
-    for mark in ("so <answer>{}</answer>", r"so \boxed{{{}}}", "<think>#1</think>{}"):
-        right = [(prompt, mark.format(prompt.label)) for prompt in chain_sums[:8]]
-        wrong = [(prompt, mark.format(prompt.label + "1")) for prompt in chain_sums[:8]]
-        assert {score.reward for score in reasoning_gym.score(right)} == {1.0}
-        assert {score.reward for score in reasoning_gym.score(wrong)} == {0.0}
+def test_answers_that_contain_the_mark_are_not_cut(reasoning_gym, monkeypatch):
+    monkeypatch.setattr("megatron_ibpo.data.generated.check_prompt", lambda *_: None)  # letters it has not
+    prompts = prompts_of("ab", 64)
+    assert any("#" in prompt.label for prompt in prompts)
+    for answer in ("{}", "so <answer>{}</answer>"):
+        assert {*rewards(reasoning_gym, [(p, answer.format(p.label)) for p in prompts])} == {1.0}
 
 
 def generated(task, label, **metadata):
@@ -675,23 +521,26 @@ def generated(task, label, **metadata):
 
 def test_an_answer_that_the_scorer_stumbles_over_is_wrong_and_a_label_an_error(reasoning_gym):
     factors, unlabelled = generated("prime_factorization", "2 × 3"), generated("prime_factorization", "none")
-    wrong, right, error = reasoning_gym.score(
-        [(factors, "I do not know"), (factors, "3 × 2"), (unlabelled, "2 × 3")]
-    )
+    pairs = [(factors, "I do not know"), (factors, "3 × 2"), (unlabelled, "2 × 3"), *asked("42")]
+    wrong, right, error, elsewhere = reasoning_gym.score(pairs)
     assert wrong == Score(0.0, False, details={"response_error": 1.0})
-    assert right.reward == 1.0
+    assert (right.reward, error.reward, elsewhere.reward) == (1.0, None, None)
     assert "ValueError" in error.error
+    assert "not a reasoning_gym item" in elsewhere.error
 
 
 def test_tasks_that_cannot_be_graded_are_refused_with_their_reason(reasoning_gym, chain_sums):
-    data, pool = DataConfig(), reasoning_gym._pool
-    check_labels(pool, chain_sums, data)
-    with pytest.raises(LabelError, match="rush_hour cannot be graded: its items have no answer"):
-        check_labels(pool, [*chain_sums, generated("rush_hour", "None", board_config="")], data)
-    with pytest.raises(LabelError, match="no item of reasoning_gym; use the --rm-type that grades it"):
-        check_labels(pool, [generated(None, "42")], data)
-    with pytest.raises(LabelError, match="scorer of prime_factorization fails on 'none'"):
-        check_labels(pool, [generated("prime_factorization", "none")], data)
+    check_labels(reasoning_gym._pool, chain_sums, DataConfig())
+    for prompt, says in (
+        (
+            generated("rush_hour", "None", board_config=""),
+            "rush_hour cannot be graded: its items have no answer",
+        ),
+        (generated(None, "42"), "no item of reasoning_gym; use the --rm-type that grades it"),
+        (generated("prime_factorization", "none"), "scorer of prime_factorization fails on 'none'"),
+    ):
+        with pytest.raises(LabelError, match=says):
+            check_labels(reasoning_gym._pool, [*chain_sums, prompt], DataConfig())
 
 
 @pytest.mark.slow

@@ -3,14 +3,12 @@
 import json
 import os
 import select
-import shutil
 import signal
 import socket
 import struct
 import subprocess
 import sys
 import textwrap
-import threading
 import time
 from pathlib import Path
 
@@ -18,14 +16,7 @@ import psutil
 import pytest
 
 from megatron_ibpo.rewards.code import CodeExecution
-from megatron_ibpo.rewards.sandbox import (
-    Limits,
-    Process,
-    SandboxError,
-    bubblewrap,
-    check_isolation,
-    process,
-)
+from megatron_ibpo.rewards.sandbox import Limits, Process, SandboxError, bubblewrap, check_isolation, process
 from megatron_ibpo.rewards.sandbox.control_groups import PREFIX, parents
 from megatron_ibpo.rewards.verifier import VERIFIERS
 from megatron_ibpo.rewards.workers import WorkerPool
@@ -33,13 +24,6 @@ from support.sandboxed import adopts_no_longer, needs_sandbox  # noqa: F401
 
 pytestmark = needs_sandbox
 needs_groups = pytest.mark.skipif(not parents(), reason="this user can make no control groups here")
-REFUSED_CALLS = {
-    "keyctl": 250, "bpf": 321, "mount": 165, "unshare": 272, "setns": 308, "perf_event_open": 298,
-    "io_uring_setup": 425, "userfaultfd": 323, "ptrace": 101, "process_vm_readv": 310, "clone3": 435,
-    "memfd_create": 319, "open_by_handle_at": 304, "shmget": 29, "open_tree_attr": 467,
-}  # fmt: skip
-"""Numbers on x86-64."""
-ALLOW_ALL = struct.pack("<HBBI", 0x06, 0, 0, 0x7FFF0000)
 REPORT = """
 import os, sys
 def say(what): os.write(1, (str(what) + "\\n").encode())
@@ -81,21 +65,13 @@ def groups_in_use():
 
 
 def children():
-    """Return the children of this process; some may be of tests before these."""
     return set(psutil.Process().children(recursive=True))
 
 
 def run(source, stdin=b"", isolated=True, **limits):
     """The program's end; its prints are lines of `say` and `tried`."""
-    limits = {"seconds": 20.0, **limits}
-    with Process(
-        "program",
-        REPORT + textwrap.dedent(source),
-        [""],
-        stdin=stdin,
-        limits=Limits(**limits),
-        isolated=isolated,
-    ) as started:
+    program, bounds = REPORT + textwrap.dedent(source), Limits(**{"seconds": 20.0, **limits})
+    with Process("program", program, [""], stdin=stdin, limits=bounds, isolated=isolated) as started:
         return started.finish()
 
 
@@ -105,28 +81,57 @@ def said(source, **limits):
     return execution.stdout.decode().splitlines()
 
 
-# --------------------------------------------------------------------------------------------------- files
-
-
-def test_a_program_sees_no_file_of_the_host_and_no_process_not_even_of_the_sandbox(tmp_path):
-    secret = tmp_path / "secret"
-    secret.write_text("42")
-    paths = [secret, Path.home() / ".ssh", "/etc/passwd", "/etc/hostname"]
-    paths += ["/home", "/work", "/sys", "/run", "/var", "/usr/bin"]
-    lines = said(f"""
-        say(os.listdir("/proc") if os.path.exists("/proc") else [])
-        for path in {[str(path) for path in paths]}: tried(os.stat, path)
-        os.symlink({str(tmp_path)!r}, "link")
-        tried(open, "link/secret")
-        tried(open, "../" * 20 + {str(secret)!r})
-        os.symlink("/proc/1/root", "root")
-        tried(os.listdir, "root/etc")
-        tried(os.link, "/etc/passwd", "hard")
-        tried(open, "/proc/self/mem")
-        tried(open, "/proc/1/environ")
-        tried(open, "/proc/sys/kernel/core_pattern", "w")
-    """)
-    assert lines == ["[]"] + ["FileNotFoundError"] * (len(paths) + 7)
+def test_a_program_reaches_no_file_process_network_user_or_uncounted_memory_of_the_host(tmp_path):
+    secret, abstract, named = str(tmp_path / "secret"), f"\0ibpo-test-{os.getpid()}", str(tmp_path / "socket")
+    Path(secret).write_text("42")
+    paths = [secret, str(Path.home() / ".ssh"), "/etc/passwd", "/etc/hostname", "/usr/bin"]
+    packages = [os.path.join(path, "site-packages") for path in bubblewrap._standard_library()]
+    families = [socket.AF_INET, socket.AF_INET6, socket.AF_NETLINK, socket.AF_PACKET, socket.AF_VSOCK, 38]
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_server(abstract, family=socket.AF_UNIX),
+        socket.create_server(named, family=socket.AF_UNIX),
+    ):
+        program = f"""
+            import ctypes, mmap, socket, subprocess
+            for path in {[*paths, "/home", "/work", "/sys", "/run", "/var"]}: tried(os.stat, path)
+            os.symlink({str(tmp_path)!r}, "link")
+            os.symlink("/proc/1/root", "root")
+            tried(os.listdir, "root/etc")
+            tried(os.link, "/etc/passwd", "hard")
+            for path in ("link/secret", "../" * 20 + {secret!r}): tried(open, path)
+            for path in ("/proc/self/mem", "/proc/1/environ"): tried(open, path)
+            tried(open, "/proc/sys/kernel/core_pattern", "w")
+            tried(socket.socket(socket.AF_UNIX).connect, {named!r})
+            say("denied")
+            tried(os.fork)
+            tried(os.posix_spawn, sys.executable, [sys.executable, "-c", "pass"], {{}})
+            tried(subprocess.run, [sys.executable])
+            for call in (os.setuid, os.setgid): tried(call, 0)
+            tried(os.setgroups, [0])
+            tried(os.chown, ".", 0, 0)
+            for family in {list(map(int, families))}: tried(socket.socket, family, socket.SOCK_DGRAM)
+            tried(socket.create_connection, ("127.0.0.1", {server.getsockname()[1]}))
+            tried(os.memfd_create, "x")
+            tried(os.write, 0, b"x")
+            for size in (0, 2**20): tried(os.ftruncate, 0, size)
+            say("others")
+            for path in {["/proc", *packages]}: say(os.listdir(path) if os.path.exists(path) else [])
+            tried(socket.getaddrinfo, "example.org", 80)
+            tried(socket.socket(socket.AF_UNIX).connect, {abstract!r})
+            open("file", "w").close()
+            os.chmod("file", 0o6777)
+            say(ctypes.CDLL(None).prctl(39, 0, 0, 0, 0))  # no new privileges
+            tried(mmap.mmap, -1, 2**30)
+            tried(open("file", "wb").truncate, 2**30)
+            say(sys.stdin.read())
+        """
+        lines = said(program, stdin=b"given", memory_bytes=512 << 20)
+    first, second = lines.index("denied"), lines.index("others")
+    assert lines[:first] == ["FileNotFoundError"] * 18
+    assert lines[first + 1 : second] == ["PermissionError"] * 18
+    ends = ["gaierror", "ConnectionRefusedError", "1", "OSError", "OSError", "given"]
+    assert lines[second + 1 :] == ["[]"] * (1 + len(packages)) + ends
 
 
 def test_the_root_holds_python_and_nothing_can_be_written_to_it():
@@ -138,33 +143,6 @@ def test_the_root_holds_python_and_nothing_can_be_written_to_it():
     seen = {Path(path).parts[1] for path in (*bubblewrap.visible_paths(), "/dev", "/tmp")}
     assert lines[0] == str(sorted(seen))
     assert set(lines[1:]) <= {"OSError", "PermissionError"}
-
-
-def test_installed_packages_are_hidden():
-    site = [os.path.join(path, "site-packages") for path in bubblewrap._standard_library()]
-    assert set(said(f"for path in {site}: say(os.listdir(path) if os.path.exists(path) else [])")) == {"[]"}
-
-
-def test_a_full_disk_is_the_programs_own():
-    before = shutil.disk_usage("/tmp").free
-    execution = run(
-        """
-        written = 0
-        try:
-            for number in range(100):
-                with open(str(number), "wb") as file:
-                    for _ in range(64):
-                        written += file.write(b"x" * 2**20)
-        except OSError as error:
-            say(type(error).__name__)
-        say(written)
-    """,
-        disk_bytes=8 << 20,
-    )
-    error, written = execution.stdout.decode().split()
-    assert error == "OSError"
-    assert int(written) <= 8 << 20
-    assert before - shutil.disk_usage("/tmp").free < 1 << 30  # others use it too
 
 
 def test_the_directory_is_new_each_time():
@@ -183,7 +161,8 @@ def test_a_sandbox_is_in_control_groups_of_its_own():
         }
         assert 1 << 30 < max(bounds.values()) < 5 << 28
         assert bounds.get("pids.max", 9) == 9
-        inside = {line.split(":", 2)[2].rpartition("/")[2] for line in cgroups_of(started.first)}
+        own = Path(f"/proc/{started.first}/cgroup").read_text().splitlines()
+        inside = {line.split(":", 2)[2].rpartition("/")[2] for line in own}
         assert {group.name for group in groups_in_use()} <= inside
         with Process("program", "import time; time.sleep(60)", [""], limits=Limits(tasks=5)):
             assert len(groups_in_use()) == 2 * len(parents())
@@ -221,10 +200,7 @@ def test_the_control_groups_of_a_verifier_end_with_it():
 @pytest.mark.slow
 def test_a_flood_of_empty_files_ends_at_the_memory_of_its_group():
     """Slow for the time that so many files take. Their names and nodes are memory of the kernel's."""
-    source = """
-        for number in range(10_000_000):
-            open(str(number), "w").close()
-    """
+    source = "for number in range(10_000_000): open(str(number), 'w').close()"
     execution = run(source, seconds=120, memory_bytes=128 << 20)
     assert (execution.status, execution.reached) == (128 + signal.SIGKILL, None)
 
@@ -244,125 +220,58 @@ def test_what_a_killed_owner_left_of_groups_is_removed():
     assert not any(os.path.exists(group) for group in left)
 
 
-def cgroups_of(process):
-    return Path(f"/proc/{process}/cgroup").read_text().splitlines()
-
-
-# ------------------------------------------------------------------------------------------------- network
-
-
-def test_no_network_not_even_loopback_of_the_host():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        families = [socket.AF_INET, socket.AF_INET6, socket.AF_NETLINK, socket.AF_PACKET, socket.AF_VSOCK, 38]
-        assert said(f"""
-            import socket
-            for family in {list(map(int, families))}: tried(socket.socket, family, socket.SOCK_DGRAM)
-            tried(socket.create_connection, ("127.0.0.1", {port}))
-            tried(socket.getaddrinfo, "example.org", 80)
-        """) == ["PermissionError"] * 7 + ["gaierror"]
-
-
-def test_unix_sockets_of_the_host_are_out_of_reach(tmp_path):
-    with socket.socket(socket.AF_UNIX) as abstract, socket.socket(socket.AF_UNIX) as named:
-        name = f"\0ibpo-test-{os.getpid()}"
-        abstract.bind(name)
-        named.bind(str(tmp_path / "socket"))
-        abstract.listen()
-        named.listen()
-        assert said(f"""
-            import socket
-            for address in ({name!r}, {str(tmp_path / "socket")!r}):
-                tried(lambda: socket.socket(socket.AF_UNIX).connect(address))
-        """) == ["ConnectionRefusedError", "FileNotFoundError"]
-
-
-# ----------------------------------------------------------------------------------- processes and threads
-
-
-def test_processes_cannot_be_started_so_there_are_no_bombs_and_no_daemons():
-    assert (
-        said("""
-        import subprocess
-        tried(os.fork)
-        tried(os.posix_spawn, sys.executable, [sys.executable, "-c", "pass"], {})
-        tried(subprocess.run, [sys.executable])
-        def bomb():
-            while True:
-                os.fork()
-        tried(bomb)
-    """)
-        == ["PermissionError"] * 4
-    )
-
-
-def test_a_thread_bomb_stops_at_its_limit():
-    lines = said(
+def test_what_grows_without_end_bursts_alone_and_at_its_limit():
+    for grow, error, least, most, limits in (
+        ("bool(_thread.start_new_thread(time.sleep, (3600,)))", "RuntimeError", 8, 31, {"tasks": 32}),
+        ("held.append(b'x' * 2**24) or 2**24", "MemoryError", 2**26, 2**28 - 1, {"memory_bytes": 2**28}),
+        ("file.write(bytes(2**20))", "OSError", 2**20, 2**23, {"disk_bytes": 2**23}),
+        ("len(os.pipe())", "OSError", 2, 63, {}),
+    ):
+        source = f"""
+            import _thread, time
+            _thread.stack_size(32768)
+            file, held, size = open("file", "wb", buffering=0), [], 0
+            try:
+                while True: size += {grow}
+            except {error}:
+                held.clear()
+                say(size)
+            os._exit(0)
         """
-        import _thread, time
-        _thread.stack_size(32768)
-        started = 0
-        try:
-            while True:
-                _thread.start_new_thread(time.sleep, (3600,))
-                started += 1
-        except RuntimeError as error:
-            say(started)
-        os._exit(0)
-    """,
-        tasks=32,
-    )
-    assert 8 <= int(lines[0]) < 32
+        (size,) = said(source, **limits)
+        assert least <= int(size) <= most
 
 
-def test_threads_do_not_outlive_the_time_limit():
-    started = time.monotonic()
-    execution = run(
+def test_threads_ignored_signals_and_closed_outputs_do_not_stretch_the_time_limit():
+    for closes in (False, True):
+        source = f"""
+            import signal, threading
+            for number in range(1, 65):
+                try: signal.signal(number, signal.SIG_IGN)
+                except (OSError, ValueError): pass
+            for _ in range(4): threading.Thread(target=lambda: [None for _ in iter(int, 1)]).start()
+            say("ignoring")
+            if {closes}: os.closerange(0, 3)
+            while True: pass
         """
-        import threading, time
-        for _ in range(4): threading.Thread(target=lambda: [None for _ in iter(int, 1)]).start()
-        say("started")
-    """,
-        seconds=1,
-    )
-    assert (execution.reached, execution.stdout) == ("time", b"started\n")
-    assert time.monotonic() - started < 15
-
-
-@pytest.mark.parametrize("closes", [False, True])
-def test_ignored_signals_and_closed_outputs_do_not_stretch_the_time_limit(closes):
-    execution = run(
-        f"""
-        import signal
-        for number in range(1, 65):
-            try: signal.signal(number, signal.SIG_IGN)
-            except (OSError, ValueError): pass
-        say("ignoring")
-        if {closes}: os.closerange(0, 3)
-        while True: pass
-    """,
-        seconds=1,
-    )
-    assert (execution.reached, execution.stdout) == ("time", b"ignoring\n")
+        started, execution = time.monotonic(), run(source, seconds=1)
+        assert (execution.reached, execution.stdout) == ("time", b"ignoring\n")
+        assert time.monotonic() - started < 15
 
 
 def test_processor_time_is_bounded_without_anyone_watching():
-    execution = run(
-        """
+    source = """
         import resource
         say(resource.getrlimit(resource.RLIMIT_CPU))
         tried(resource.setrlimit, resource.RLIMIT_CPU, (99, 99))
-        """,
-        seconds=2,
-    )
-    assert execution.stdout.decode().splitlines() == ["(3, 3)", "ValueError"]
+    """
+    assert run(source, seconds=2).stdout.decode().splitlines() == ["(3, 3)", "ValueError"]
 
 
 def test_signals_reach_nobody_else():
-    parents = [os.getpid(), os.getppid(), 1]
     lines = said(f"""
         import signal
-        for pid in {parents}: tried(os.kill, pid, 0)
+        for pid in {[os.getpid(), os.getppid(), 1]}: tried(os.kill, pid, 0)
         say((os.getpid() < 10, os.getppid() in (0, 1)))
         signal.signal(signal.SIGTERM, lambda *_: None)
         for group in (0, 1, -1): tried(os.kill, group, signal.SIGTERM)
@@ -371,93 +280,33 @@ def test_signals_reach_nobody_else():
 
 
 def test_one_cannot_trace_nor_call_what_reaches_around_the_namespaces_nor_make_new_ones():
+    numbers = {  # on x86-64
+        "keyctl": 250, "bpf": 321, "mount": 165, "unshare": 272, "setns": 308, "perf_event_open": 298,
+        "io_uring_setup": 425, "userfaultfd": 323, "ptrace": 101, "process_vm_readv": 310, "clone3": 435,
+        "memfd_create": 319, "open_by_handle_at": 304, "shmget": 29, "open_tree_attr": 467,
+    }  # fmt: skip
     lines = said(f"""
         import ctypes
         libc = ctypes.CDLL(None, use_errno=True)
         def called(*arguments):
             ctypes.set_errno(0)
             say((libc.syscall(*arguments), ctypes.get_errno()))
-        for number in {list(REFUSED_CALLS.values())}: called(number, 0, 0, 0, 0, 0)
+        for number in {list(numbers.values())}: called(number, 0, 0, 0, 0, 0)
         for flags in (0x10000000, 0x00020000, 0x40000000, 0x11): called(56, flags, 0, 0, 0, 0)  # for threads
     """)
-    refused = ["(-1, 38)" if name in ("clone3", "open_tree_attr") else "(-1, 1)" for name in REFUSED_CALLS]
+    refused = ["(-1, 38)" if name in ("clone3", "open_tree_attr") else "(-1, 1)" for name in numbers]
     assert lines == refused + ["(-1, 1)"] * 4
 
 
-def test_a_program_is_nobody_and_stays_so():
-    assert (
-        said("""
-        say((os.getresuid(), os.getresgid()))
-        for call in (os.setuid, os.setgid): tried(call, 0)
-        tried(os.setgroups, [0])
-        tried(os.chown, ".", 0, 0)
-        open("file", "w").close()
-        os.chmod("file", 0o6777)
-        import ctypes
-        say(ctypes.CDLL(None).prctl(39, 0, 0, 0, 0))  # no new privileges
-    """)[1:5]
-        == ["PermissionError"] * 4
-    )
-
-
-# -------------------------------------------------------------------------------------- memory and outputs
-
-
-def test_a_memory_bomb_bursts_alone():
-    lines = said(
-        """
-        blocks = []
-        try:
-            while True: blocks.append(b"x" * 2**24)
-        except MemoryError:
-            held = len(blocks) << 24
-            blocks.clear()
-            say(held)
-    """,
-        memory_bytes=256 << 20,
-    )
-    assert 64 << 20 < int(lines[0]) < 256 << 20
-
-
-def test_no_memory_outside_of_the_address_space():
-    assert said(
-        """
-        tried(os.memfd_create, "x")
-        import mmap
-        tried(mmap.mmap, -1, 2**30)
-        file = open("file", "wb")
-        tried(file.truncate, 2**30)
-    """,
-        memory_bytes=512 << 20,
-    ) == ["PermissionError", "OSError", "OSError"]
-
-
-@pytest.mark.parametrize("stream", [1, 2])
-def test_a_flood_of_output_is_cut_and_fills_no_memory(stream):
-    before = psutil.Process().memory_info().rss
-    execution = run(
-        f"while True: os.write({stream}, b'x' * 65536)",
-        seconds=20 if stream == 1 else 0.5,
-        output_bytes=1 << 20,
-    )
-    assert execution.reached == ("output" if stream == 1 else "time")
-    assert len(execution.stdout) <= (1 << 20) + (1 << 16)
-    assert len(execution.stderr) <= 4096
-    assert psutil.Process().memory_info().rss - before < 64 << 20
-
-
-def test_descriptors_are_bounded():
-    (pipes,) = said("""
-        pipes = []
-        try:
-            while True: pipes.append(os.pipe())
-        except OSError:
-            say(len(pipes))
-    """)
-    assert int(pipes) < 32
-
-
-# ------------------------------------------------------------------------------------------------- secrets
+def test_a_flood_of_output_is_cut_and_fills_no_memory():
+    for stream, seconds, reached in ((1, 20, "output"), (2, 0.5, "time")):
+        before = psutil.Process().memory_info().rss
+        flood = f"while True: os.write({stream}, b'x' * 65536)"
+        execution = run(flood, seconds=seconds, output_bytes=1 << 20)
+        assert execution.reached == reached
+        assert len(execution.stdout) <= (1 << 20) + (1 << 16)
+        assert len(execution.stderr) <= 4096
+        assert psutil.Process().memory_info().rss - before < 64 << 20
 
 
 def test_nothing_of_the_environment_and_no_descriptor_of_the_host_goes_in(monkeypatch, tmp_path):
@@ -474,21 +323,6 @@ def test_nothing_of_the_environment_and_no_descriptor_of_the_host_goes_in(monkey
         """)
     assert set(eval(lines[0])) <= set(bubblewrap.ENVIRONMENT) | {"LD_LIBRARY_PATH", "PWD", "LC_CTYPE"}
     assert lines[1:] == ["['program.py']", "1", "[0, 1, 2]"]
-
-
-def test_what_it_reads_cannot_be_changed_nor_grown():
-    assert said(
-        """
-        tried(os.write, 0, b"x")
-        tried(os.ftruncate, 0, 0)
-        tried(os.ftruncate, 0, 2**20)
-        say(sys.stdin.read())
-    """,
-        stdin=b"given",
-    ) == ["PermissionError"] * 3 + ["given"]
-
-
-# ------------------------------------------------------------------------------------- tests and verdicts
 
 
 @pytest.mark.parametrize("planted", [False, True])
@@ -517,9 +351,6 @@ def test_tests_and_program_are_in_two_sandboxes(planted):
     assert (execution.status, execution.stdout) == (0, b"passed\n"), execution
 
 
-# --------------------------------------------------------------------------------------------- the sandbox
-
-
 def test_the_sandbox_ends_with_its_owner():
     """It also ends when the owner is killed, as a verifier that takes too long is."""
     script = """
@@ -530,12 +361,8 @@ def test_the_sandbox_ends_with_its_owner():
         time.sleep(600)
     """
     others = children()
-    with subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(script)],
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    ) as owner:
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as owner:
         first = int(owner.stdout.readline())
         handle = os.pidfd_open(first)
         os.kill(owner.pid, signal.SIGKILL)
@@ -548,45 +375,31 @@ def test_the_sandbox_ends_with_its_owner():
     assert ended, "the sandbox lives on"
 
 
-def test_many_at_once():
-    results = []
-    threads = [threading.Thread(target=lambda n=n: results.append(said(f"say({n})"))) for n in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-    assert sorted(results) == [[str(number)] for number in range(6)]
-
-
-def test_without_bubblewrap_nothing_starts(monkeypatch):
-    monkeypatch.setattr(bubblewrap.shutil, "which", lambda *_, **__: None)
-    with pytest.raises(SandboxError, match="apt-get install bubblewrap"):
-        check_isolation()
-
-
-@pytest.mark.parametrize(
-    ("does", "says"),
-    [("echo 'bwrap: no permission' >&2; exit 1", "no permission"), ("exec sleep 60", "cannot be built")],
-)
-def test_a_bwrap_that_fails_or_hangs_is_an_error_and_no_verdict(monkeypatch, tmp_path, does, says):
+def test_a_sandbox_that_cannot_be_built_or_does_not_isolate_is_an_error_and_no_verdict(monkeypatch, tmp_path):
+    allow_all = struct.pack("<HBBI", 0x06, 0, 0, 0x7FFF0000)
+    with monkeypatch.context() as patched:  # processes can be started, without the filter of system calls
+        patched.setattr(process, "_filter", lambda: allow_all)
+        with pytest.raises(SandboxError, match="cannot start processes"):
+            check_isolation()
+    with monkeypatch.context() as patched:
+        patched.setattr(bubblewrap.shutil, "which", lambda *_, **__: None)
+        with pytest.raises(SandboxError, match="apt-get install bubblewrap"):
+            check_isolation()
     broken = tmp_path / "bwrap"
-    broken.write_text(f"#!/bin/sh\n{does}\n")
-    broken.chmod(0o755)
     monkeypatch.setattr(bubblewrap, "bubblewrap", lambda: str(broken))
     monkeypatch.setattr(process, "_SETUP_TIMEOUT", 1.0)
-    started = time.monotonic()
-    with pytest.raises(SandboxError, match=says):
-        run("")
-    assert time.monotonic() - started < 30
-    with pytest.raises(SandboxError, match="user namespaces"):
-        check_isolation()
-
-
-def test_a_sandbox_that_does_not_isolate_is_found_out(monkeypatch):
-    """One in which processes can be started, since the filter of system calls is missing."""
-    monkeypatch.setattr(process, "_filter", lambda: ALLOW_ALL)
-    with pytest.raises(SandboxError, match="cannot start processes"):
-        check_isolation()
+    for does, says in (
+        ("echo 'bwrap: no permission' >&2; exit 1", "no permission"),
+        ("exec sleep 60", "cannot be built"),
+    ):
+        broken.write_text(f"#!/bin/sh\n{does}\n")
+        broken.chmod(0o755)
+        started = time.monotonic()
+        with pytest.raises(SandboxError, match=says):
+            run("")
+        assert time.monotonic() - started < 30
+        with pytest.raises(SandboxError, match="user namespaces"):
+            check_isolation()
 
 
 def test_a_program_without_a_sandbox_has_its_limits_all_the_same():
