@@ -47,14 +47,10 @@ print(*[name for name in os.environ if name.startswith("RAY_AUTH")])
 
 
 def python(*arguments, **options):
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if name != "RAY_ADDRESS" and not name.startswith("RAY_AUTH")
-    }
+    clean = {n: v for n, v in os.environ.items() if n != "RAY_ADDRESS" and not n.startswith("RAY_AUTH")}
     return subprocess.Popen(
         [sys.executable, *arguments],
-        cwd=ROOT, env=environment | options.pop("env", {}), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        cwd=ROOT, env=clean | options.pop("env", {}), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         text=True, start_new_session=True, **options,
     )  # fmt: skip
 
@@ -119,17 +115,14 @@ def test_where_tmpdir_is_too_long_ray_starts_elsewhere_and_a_killed_driver_leave
     assert rays(directory) == [*long.iterdir()] == []
 
 
-def test_a_token_of_the_users_is_kept(monkeypatch, tmp_path):
+@pytest.mark.parametrize("variable", ["RAY_AUTH_MODE=disabled", "RAY_AUTH_TOKEN=a", "RAY_AUTH_TOKEN_PATH=/a"])
+def test_a_token_of_the_users_is_kept(monkeypatch, tmp_path, variable):
     for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
         monkeypatch.delenv(name, raising=False)
-    users = [{"RAY_AUTH_MODE": "disabled"}, {"RAY_AUTH_TOKEN": "a" * 32}, {"RAY_AUTH_TOKEN_PATH": "/a"}]
-    for variables in users:
-        with monkeypatch.context() as patch:
-            for name, value in variables.items():
-                patch.setenv(name, value)
-            before = dict(os.environ)
-            with own_token(tmp_path):
-                assert dict(os.environ) == before
+    monkeypatch.setenv(*variable.split("="))
+    before = dict(os.environ)
+    with own_token(tmp_path):
+        assert dict(os.environ) == before
     assert list(tmp_path.iterdir()) == []
 
 
@@ -164,8 +157,7 @@ def test_a_ray_that_does_not_start_is_started_once_more(scratch):
     server.chmod(0o755)
     (scratch / "t").mkdir()
     limits = SHORT_WAITS | {"RAY_gcs_server_port_wait_time_s": "15"}  # the second one is real
-    environment = limits | {"TMPDIR": str(scratch / "t")}
-    process = python("-c", WITH_SERVER, str(server), OWN_RAY, env=environment)
+    process = python("-c", WITH_SERVER, str(server), OWN_RAY, env=limits | {"TMPDIR": str(scratch / "t")})
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 0, output
     assert re.search(r"^Ray does not start on this machine: .*; trying again$", output, re.MULTILINE)
@@ -177,8 +169,7 @@ def test_a_ray_that_does_not_start_is_started_once_more(scratch):
 def test_a_ray_that_does_not_start_twice_is_no_bad_input(scratch):
     """A job that ends with status 2 is not queued again."""
     train = "from megatron_ibpo.commands.train import main; sys.exit(main(sys.argv[1:]))"
-    recipe = ROOT / "examples/recipes/tiny_qwen3_next_ibpo.yaml"
-    flags = ("--config", str(recipe), "--run-dir", str(scratch / "run"))
+    flags = ("--config", RECIPE, "--run-dir", str(scratch / "run"))
     process = python("-c", WITH_SERVER, "/bin/false", train, *flags, env=SHORT_WAITS)
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 1, output
@@ -187,7 +178,7 @@ def test_a_ray_that_does_not_start_twice_is_no_bad_input(scratch):
 
 
 STANDS_STILL = """
-import sys, threading, time
+import threading, time
 import psutil
 def meet():
     while True:
@@ -231,6 +222,7 @@ print("address", cluster.address, flush=True)
 sys.stdin.read()
 cluster.shutdown()
 """
+RECIPE = str(ROOT / "examples/recipes/tiny_qwen3_next_ibpo.yaml")
 
 
 @pytest.mark.slow
@@ -240,8 +232,7 @@ def test_a_cluster_of_another_version_is_refused_with_both_versions_and_what_to_
     try:
         lines = iter(cluster.stdout.readline, "")  # Ray may say before that another one runs here
         address = next(line.split()[1] for line in lines if line.startswith("address "))
-        recipe = ROOT / "examples/recipes/tiny_qwen3_next_ibpo.yaml"
-        flags = ["--config", str(recipe), "--run-dir", str(tmp_path / "run"), "--ray-address", address]
+        flags = ["--config", RECIPE, "--run-dir", str(tmp_path / "run"), "--ray-address", address]
         output, _ = (process := python("-m", "megatron_ibpo.commands.train", *flags)).communicate(timeout=120)
     finally:
         cluster.communicate(timeout=60)
@@ -254,28 +245,21 @@ def test_a_cluster_of_another_version_is_refused_with_both_versions_and_what_to_
 
 
 def nodes(rank, port, scratch, *command, num_nodes=2, timeout=1800, env=None):
-    """A node whose temporary files and run directory lie in `scratch`."""
+    """A node whose temporary files and run directory lie in `scratch`; node 0 waits for another one."""
     (scratch / "t").mkdir(exist_ok=True)
-    return python(
-        "-m",
-        "megatron_ibpo.cluster.nodes",
-        *("--num-nodes", str(num_nodes), "--node-rank", str(rank), "--address", f"127.0.0.1:{port}"),
-        *("--run-dir", str(scratch / "run"), "--timeout", str(timeout)),
-        "--",
-        *command,
+    flags = f"--num-nodes {num_nodes} --node-rank {rank} --address 127.0.0.1:{port} --timeout {timeout}"
+    started = python(
+        *("-m", "megatron_ibpo.cluster.nodes", *flags.split(), "--run-dir", str(scratch / "run")),
+        *("--", *command),
         env={"TMPDIR": str(scratch / "t")} | (env or {}),
     )
+    if rank == 0 and num_nodes == 2 and timeout == 1800:
+        assert started.stdout.readline() == f"waiting for 1 more node at 127.0.0.1:{port}\n"
+    return started
 
 
-def waiting_lead(port, scratch, *command):
-    """Node 0, which waits for another one."""
-    lead = nodes(0, port, scratch, *command)
-    assert lead.stdout.readline() == f"waiting for 1 more node at 127.0.0.1:{port}\n"
-    return lead
-
-
-def left_by_nodes(scratch):
-    return [path for folder in ("t", "run") for path in (scratch / folder).glob("*")]
+def nothing_left(scratch):
+    return eventually(lambda: rays(scratch) == [*scratch.glob("t/*")] == [*scratch.glob("run/*")] == [], 20)
 
 
 IN_A_CLUSTER = """
@@ -300,9 +284,8 @@ with open_ray(os.environ["RAY_ADDRESS"], num_cpus=1):
 
 @pytest.mark.slow
 def test_nodes_form_a_cluster_for_one_command_that_asks_for_a_token_and_all_end_with_it(scratch):
-    port = free_port()
-    token = scratch / "run/.ray_token"
-    lead = waiting_lead(port, scratch, sys.executable, "-c", IN_A_CLUSTER, str(token))
+    port, token = free_port(), scratch / "run/.ray_token"
+    lead = nodes(0, port, scratch, sys.executable, "-c", IN_A_CLUSTER, str(token))
     follower = nodes(1, port, scratch)
     output, _ = lead.communicate(timeout=120)
     assert lead.returncode == 0, output
@@ -312,8 +295,7 @@ def test_nodes_form_a_cluster_for_one_command_that_asks_for_a_token_and_all_end_
     assert len(re.findall(refused, output, re.MULTILINE)) == 2, output
     output, _ = follower.communicate(timeout=60)
     assert follower.returncode == 0, output
-    assert eventually(lambda: rays(scratch) == [], seconds=20)
-    assert left_by_nodes(scratch) == []
+    assert nothing_left(scratch)
 
 
 def test_a_node_without_the_token_says_how_to_give_it_one(monkeypatch, tmp_path, capfd):
@@ -328,16 +310,16 @@ def test_a_node_without_the_token_says_how_to_give_it_one(monkeypatch, tmp_path,
 
 
 @pytest.mark.slow
-def test_a_node_with_another_token_is_refused_with_what_to_do(scratch):
+def test_a_node_with_another_token_is_refused_and_ctrl_c_while_waiting_ends_everything(scratch):
     port = free_port()
-    lead = waiting_lead(port, scratch, "true")
+    lead = nodes(0, port, scratch, "true")
     follower = nodes(1, port, scratch, env={"RAY_AUTH_TOKEN": "b" * 32})
     output, _ = follower.communicate(timeout=60)
     assert follower.returncode == 2, output
     assert "error: Ray has ended on this node (status 1): node 0 has another token; put RUN_DIR on" in output
-    lead.terminate()
+    os.killpg(lead.pid, signal.SIGTERM)
     lead.communicate(timeout=60)
-    assert eventually(lambda: left_by_nodes(scratch) == [], seconds=20)
+    assert nothing_left(scratch)
 
 
 @pytest.mark.slow
@@ -346,7 +328,7 @@ def test_nodes_that_do_not_come_are_no_bad_input(scratch):
     output, _ = lead.communicate(timeout=60)
     assert lead.returncode == 1, output
     assert re.search(r"error: waited \d+ s for 1 more node at .*; start the script on every node", output)
-    (log,) = left_by_nodes(scratch)
+    (log,) = [*scratch.glob("t/*"), *scratch.glob("run/*")]
     assert f"the traceback is in {log}" in output, "since there is no directory of the run yet"
 
 
@@ -395,16 +377,6 @@ def test_a_port_that_is_taken_is_said_at_once(monkeypatch, capsys):
     )
 
 
-@pytest.mark.slow
-def test_ctrl_c_while_waiting_for_nodes_ends_everything(scratch):
-    port = free_port()
-    lead = waiting_lead(port, scratch, "true")
-    os.killpg(lead.pid, signal.SIGTERM)
-    lead.communicate(timeout=60)
-    assert eventually(lambda: rays(scratch) == [], seconds=20)
-    assert left_by_nodes(scratch) == []
-
-
 FINISHES = """
 import signal, sys, time
 came = []
@@ -424,6 +396,5 @@ def test_a_signal_goes_on_to_the_command_which_takes_its_time(scratch):
     assert lead.stdout.readline() == "ready\n"
     lead.terminate()
     output, _ = lead.communicate(timeout=60)
-    assert output == "finished\n"
-    assert lead.returncode == 5
-    assert eventually(lambda: rays(scratch) == [], seconds=20)
+    assert (output, lead.returncode) == ("finished\n", 5)
+    assert nothing_left(scratch)

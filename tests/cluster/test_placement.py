@@ -13,8 +13,16 @@ def gpus(*counts):
     return [Node(f"id{i}", f"10.0.0.{i}", cpus=16, gpus=count) for i, count in enumerate(counts)]
 
 
-def cpus(*counts):
-    return [Node(f"id{i}", f"10.0.0.{i}", cpus=count, gpus=0) for i, count in enumerate(counts)]
+def cpus(count):
+    return [Node(f"id{i}", f"10.0.0.{i}", cpus=1, gpus=0) for i in range(count)]
+
+
+def own(size, count):
+    return Engines(size, colocate=False, num_gpus=count)
+
+
+def placed(nodes, trainers, engines):
+    return plan_placement(nodes, num_trainers=trainers, engines=engines, on_gpu=nodes[0].gpus > 0)
 
 
 def where(slots):
@@ -22,7 +30,7 @@ def where(slots):
 
 
 def test_colocated_engines_share_the_gpus_of_consecutive_trainers():
-    placement = plan_placement(gpus(4, 4), num_trainers=8, engines=Engines(2, colocate=True), on_gpu=True)
+    placement = placed(gpus(4, 4), 8, Engines(2, colocate=True))
     assert where(placement.trainers) == [(0, 1)] * 4 + [(1, 1)] * 4
     assert where(placement.engines) == [(0, 0), (0, 0), (1, 0), (1, 0)]
     assert placement.partners == [(0, 1), (2, 3), (4, 5), (6, 7)]
@@ -30,36 +38,19 @@ def test_colocated_engines_share_the_gpus_of_consecutive_trainers():
 
 
 def test_engines_of_their_own_take_the_nodes_without_trainers_first_as_a_table_says():
-    engines = Engines(4, colocate=False, num_gpus=8)
-    placement = plan_placement(gpus(8, 8), num_trainers=8, engines=engines, on_gpu=True)
+    placement = placed(gpus(8, 8), 8, own(4, 8))
     assert where(placement.trainers) == [(0, 1)] * 8
     assert where(placement.engines) == [(1, 4), (1, 4)]
     assert not placement.spans_nodes(0)
-    assert placement.partners == [(), ()]
-    assert placement.owners == [0, 1]
+    assert (placement.partners, placement.owners) == ([(), ()], [0, 1])
     assert placement.rows() == [("10.0.0.0", "0-7", "–"), ("10.0.0.1", "–", "0-1")]
-
-
-def test_an_engine_larger_than_a_node_leaves_its_gpus_to_vllms_own_ray():
-    engines = Engines(16, colocate=False, num_gpus=16)
-    placement = plan_placement(gpus(8, 8, 8), num_trainers=8, engines=engines, on_gpu=True)
-    assert where(placement.engines) == [(1, 0)]
-    assert placement.spans_nodes(0)
-
-
-@pytest.mark.parametrize(
-    ("nodes", "trainers", "engines", "of_trainers", "of_engines"),
-    [
-        (gpus(4, 2), 0, Engines(2, colocate=False, num_gpus=6), [], [(0, 2), (0, 2), (1, 2)]),
-        (cpus(1, 1, 1), 2, Engines(1, colocate=False, num_gpus=1), [(0, 0), (1, 0)], [(2, 0)]),
-    ],
-    ids=["engines alone have the cluster to themselves", "processes on CPUs take one each"],
-)
-def test_where_processes_go(nodes, trainers, engines, of_trainers, of_engines):
-    on_gpu = nodes[0].gpus > 0
-    placement = plan_placement(nodes, num_trainers=trainers, engines=engines, on_gpu=on_gpu)
-    assert where(placement.trainers) == of_trainers
-    assert where(placement.engines) == of_engines
+    larger = placed(gpus(8, 8, 8), 8, own(16, 16))  # than a node: its GPUs are left to vLLM's own Ray
+    assert where(larger.engines) == [(1, 0)]
+    assert larger.spans_nodes(0)
+    alone = placed(gpus(4, 2), 0, own(2, 6))
+    assert where(alone.engines) == [(0, 2), (0, 2), (1, 2)]
+    on_cpus = placed(cpus(3), 2, own(1, 1))
+    assert (where(on_cpus.trainers), where(on_cpus.engines)) == ([(0, 0), (1, 0)], [(2, 0)])
 
 
 @pytest.mark.parametrize(
@@ -68,15 +59,14 @@ def test_where_processes_go(nodes, trainers, engines, of_trainers, of_engines):
         (gpus(8, 8), 32, Engines(1, colocate=True), ["--num-trainers 32", "16 GPUs", "10.0.0.1: 8"]),
         (gpus(8), 8, Engines(3, colocate=True), ["--rollout-num-gpus-per-engine 3", "10.0.0.0: 8"]),
         (gpus(8), 8, Engines(1, colocate=False), ["--no-colocate", "room for 0 of 8 engines"]),
-        (gpus(8, 8), 8, Engines(3, colocate=False, num_gpus=8), ["--rollout-num-gpus 8", "multiple"]),
+        (gpus(8, 8), 8, own(3, 8), ["--rollout-num-gpus 8", "multiple"]),
         (cpus(1), 2, None, ["--num-trainers 2", "1 CPUs"]),
-        (gpus(2), 0, Engines(4, colocate=False, num_gpus=4), ["room for 0 of 1 engines", "ask for fewer"]),
+        (cpus(3), 2, own(1, 2), ["--rollout-num-gpus 2", "2 trainers there is room for 1 of 2 engines"]),
     ],
 )
 def test_what_does_not_fit_is_refused_with_what_there_is(nodes, trainers, engines, words):
-    on_gpu = nodes[0].gpus > 0
     with pytest.raises(PlacementError) as refused:
-        plan_placement(nodes, num_trainers=trainers, engines=engines, on_gpu=on_gpu)
+        placed(nodes, trainers, engines)
     for word in words:
         assert word in str(refused.value)
 
@@ -88,7 +78,7 @@ def test_what_does_not_fit_is_refused_with_what_there_is(nodes, trainers, engine
     num_engines=st.integers(1, 6),
 )
 def test_no_gpu_is_given_away_twice(counts, trainers, size, num_engines):
-    engines = Engines(size, colocate=False, num_gpus=num_engines * size)
+    engines = own(size, num_engines * size)
     try:
         placement = plan_placement(gpus(*counts), num_trainers=trainers, engines=engines, on_gpu=True)
     except PlacementError:

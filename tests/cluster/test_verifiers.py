@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+from collections import Counter
 from concurrent.futures import Future
 from types import SimpleNamespace
 
@@ -62,13 +63,8 @@ def verifiers(own):
     assert alive == []
 
 
-def asked(count):
-    prompt = Prompt(0, token_ids([]), 0, "42", "task", "what?")
-    return [(prompt, f"answer {number}") for number in range(count)]
-
-
 def submitted(verifiers, count):
-    return [verifiers.submit(OWNER, (prompt.text, text, prompt.label, {})) for prompt, text in asked(count)]
+    return [verifiers.submit(OWNER, ("what?", f"answer {n}", "42", {})) for n in range(count)]
 
 
 def scored(verifiers, count):
@@ -77,16 +73,14 @@ def scored(verifiers, count):
 
 
 def test_calls_are_spread_over_all_nodes_by_load(verifiers):
-    owners = [score.reward for score in Verifier(verifiers, DATA).score(asked(300))]
-    shares = {owner: owners.count(owner) for owner in set(owners)}
+    prompt = Prompt(0, token_ids([]), 0, "42", "task", "what?")
+    scores = Verifier(verifiers, DATA).score([(prompt, f"answer {number}") for number in range(300)])
+    shares = Counter(score.reward for score in scores)
     assert len(shares) == 3
     assert os.getpid() in shares
     assert min(shares.values()) > 60
     assert verifiers.deaths == 0
-
-
-def test_a_single_call_stays_on_the_drivers_machine(verifiers):
-    assert [scored(verifiers, 1) for _ in range(4)] == [[os.getpid()]] * 4
+    assert [scored(verifiers, 1) for _ in range(4)] == [[os.getpid()]] * 4, "a single one stays here"
 
 
 def test_a_worker_that_is_killed_on_another_node_is_counted_and_its_response_asked_again(verifiers, caplog):
@@ -118,21 +112,17 @@ def test_what_a_killed_actor_owes_is_scored_elsewhere_and_it_comes_back(verifier
     ("settings", "says"),
     [
         ({"rm_type": "owners:nobody"}, ".*defines no 'nobody'"),
-        (  # on a server that is not there; a missing sandbox is found by the same check
-            {"rm_type": "code", "reward_timeout": 60.0, "code_executor": "http://127.0.0.1:1"},
-            r"code rewards: .*127\.0\.0\.1:1",
-        ),
+        # a server that is not there; a missing sandbox is found by the same check
+        ({"rm_type": "code", "code_executor": "http://127.0.0.1:1"}, r"code rewards: .*127\.0\.0\.1:1"),
     ],
     ids=["it cannot load the function", "it cannot run programs"],
 )
 def test_a_node_that_cannot_score_is_refused_before_anything_starts(own, settings, says):
     here = ray.get_runtime_context().get_node_id()
     there = next(node for node in cluster_nodes() if node.node_id != here)
-    data = DataConfig(reward_workers=1, **settings)
-    with (
-        Verifiers(own, [there], data) as verifiers,
-        pytest.raises(WorkerError, match=f"verifier of {there.address}: {says}"),
-    ):
+    data = DataConfig(reward_workers=1, reward_timeout=60.0, **settings)
+    said = f"verifier of {there.address}: {says}"
+    with Verifiers(own, [there], data) as verifiers, pytest.raises(WorkerError, match=said):
         verifiers.wait_ready()
 
 
