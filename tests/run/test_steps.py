@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from contextlib import contextmanager
 
 import pytest
 
@@ -46,9 +47,15 @@ def test_a_step_is_its_row_its_samples_and_its_sequences(tmp_path):
         next(run)
 
 
+@contextmanager
+def opened(config, backend=None):
+    with in_place(backend or StandIns()), mi.open_run(config) as run:
+        yield run
+
+
 def test_a_notebook_has_an_event_loop_that_runs_already(tmp_path):
     async def cell():
-        with in_place(StandIns()), mi.open_run(config_of(tmp_path, *TWO)) as run:
+        with opened(config_of(tmp_path, *TWO)) as run:
             return [step.metrics["step"] for step in run]
 
     assert asyncio.run(cell()) == [1, 2]
@@ -56,16 +63,13 @@ def test_a_notebook_has_an_event_loop_that_runs_already(tmp_path):
 
 def test_a_run_that_is_left_early_goes_on_where_it_was(tmp_path):
     config = config_of(tmp_path, "--num-rollout", "3")
-    with in_place(StandIns()), mi.open_run(config) as run:
+    with opened(config) as run:
         for step in run:
             assert step.metrics["step"] == 1
             break
         assert next(run).metrics["step"] == 2
     assert status_of(config) == "interrupted"
-    with (
-        in_place(StandIns()),
-        mi.open_run(config_of(tmp_path, "--num-rollout", "3", "--load", str(tmp_path))) as run,
-    ):
+    with opened(config_of(tmp_path, "--num-rollout", "3", "--load", str(tmp_path))) as run:
         assert [step.metrics["step"] for step in run] == [3]
     assert rows_of(config) == [("step", 1), ("step", 2), ("step", 3)]
 
@@ -88,11 +92,11 @@ def test_what_was_sampled_before_an_error_is_not_sampled_again(
 
     def step_in_vain():
         with mi.open_run(config) as run:
-            opened.append(run)
+            runs.append(run)
             next(run)
             fail()
 
-    config, backend, opened = config_of(tmp_path, "--num-rollout", "2"), StandIns(), []
+    config, backend, again, runs = config_of(tmp_path, "--num-rollout", "2"), StandIns(), StandIns(), []
     with in_place(backend), monkeypatch.context() as patched:
         if within == "a step":
             patched.setattr(Run, "update", fail)
@@ -102,13 +106,8 @@ def test_what_was_sampled_before_an_error_is_not_sampled_again(
     assert status_of(config) == status
     assert "To resume from the journal" in capsys.readouterr().out
     with pytest.raises(ValueError, match="this run is closed"):
-        next(opened[0])
-
-    again = StandIns()
-    with (
-        in_place(again),
-        mi.open_run(config_of(tmp_path, "--num-rollout", "1", "--load", str(tmp_path))) as run,
-    ):
+        next(runs[0])
+    with opened(config_of(tmp_path, "--num-rollout", "1", "--load", str(tmp_path)), again) as run:
         assert [step.metrics["step"] for step in run] == [1]
     assert again.engines.asked == []
 
@@ -117,19 +116,17 @@ def test_a_recipe_takes_settings_as_flags_do(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     recipe = "examples/recipes/small_cpu.yaml"
     config = mi.load_recipe(recipe, run_dir="a", num_rollout=2, ibpo_lambda=0.3, eval_num_prompts=0)
-    flags = ("--run-dir", "a", "--num-rollout", "2", "--ibpo-lambda", "0.3", "--eval-num-prompts", "0")
-    typed = mi.parse_config(["--config", str(ROOT / recipe), *flags])
-    assert config == typed
-    assert mi.load_recipe(recipe, prompt_data=("b.jsonl", "c.jsonl")).data.prompt_data == (
-        str(tmp_path / "b.jsonl"),
-        str(tmp_path / "c.jsonl"),
-    )
-    with pytest.raises(mi.ConfigError, match="unknown key 'num_rolout'; did you mean 'num-rollout'"):
-        mi.load_recipe(recipe, num_rolout=2)
-    with pytest.raises(mi.ConfigError, match="num_rollout: 'two' is not a whole number"):
-        mi.load_recipe(recipe, num_rollout="two")
-    with pytest.raises(mi.ConfigError, match=r"--config .*none.yaml: cannot be read"):
-        mi.load_recipe("none.yaml")
+    flags = "--run-dir a --num-rollout 2 --ibpo-lambda 0.3 --eval-num-prompts 0"
+    assert config == mi.parse_config(["--config", str(ROOT / recipe), *flags.split()])
+    files = mi.load_recipe(recipe, prompt_data=("b.jsonl", "c.jsonl")).data.prompt_data
+    assert files == (str(tmp_path / "b.jsonl"), str(tmp_path / "c.jsonl"))
+    for path, settings, says in (
+        (recipe, {"num_rolout": 2}, "unknown key 'num_rolout'; did you mean 'num-rollout'"),
+        (recipe, {"num_rollout": "two"}, "num_rollout: 'two' is not a whole number"),
+        ("none.yaml", {}, r"--config .*none.yaml: cannot be read"),
+    ):
+        with pytest.raises(mi.ConfigError, match=says):
+            mi.load_recipe(path, **settings)
 
 
 def test_settings_that_cannot_work_are_refused_before_anything_starts(tmp_path):
@@ -139,36 +136,29 @@ def test_settings_that_cannot_work_are_refused_before_anything_starts(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-class FailedStart(RuntimeError):
-    """An engine that does not start."""
-
-
-def fail_to_start():
-    raise FailedStart("engine 0 did not start")
-
-
 def start_in_vain(config):
-    with in_place(StandIns(wait_ready=fail_to_start)), pytest.raises(FailedStart):
+    def fail():
+        raise ArithmeticError("engine 0 did not start")
+
+    with in_place(StandIns(wait_ready=fail)), pytest.raises(ArithmeticError):
         mi.open_run(config)
 
 
-def test_after_a_start_that_failed_the_same_command_starts_the_run(tmp_path):
-    config = config_of(tmp_path, *TWO)
+def test_after_a_start_that_failed_the_same_command_starts_the_run_and_so_does_load(tmp_path, capsys):
+    config = config_of(tmp_path / "same", *TWO)
     for _ in range(2):
         start_in_vain(config)
-    with in_place(StandIns()), mi.open_run(config) as run:
+    with opened(config) as run:
         assert len(list(run)) == 2
     assert rows_of(config) == [("step", 1), ("step", 2)]
     with in_place(StandIns()), pytest.raises(mi.ConfigError, match="already holds a run"):
         mi.open_run(config)
-
-
-def test_so_does_load_which_says_that_it_starts_at_step_0(tmp_path, capsys):
-    start_in_vain(config_of(tmp_path, *TWO))
-    with in_place(StandIns()), mi.open_run(config_of(tmp_path, *TWO, "--load", str(tmp_path))) as run:
+    there = tmp_path / "load"
+    start_in_vain(config_of(there, *TWO))
+    with opened(config_of(there, *TWO, "--load", str(there))) as run:
         assert next(run).metrics["step"] == 1
     said = capsys.readouterr().out
-    assert f"--load {tmp_path}: no checkpoint was saved there; the run starts at step 0\n" in said
+    assert f"--load {there}: no checkpoint was saved there; the run starts at step 0\n" in said
 
 
 def test_load_of_a_directory_without_a_run_is_refused(tmp_path):
