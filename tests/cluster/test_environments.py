@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import sys
+from contextlib import asynccontextmanager
 
 import pytest
 
@@ -20,8 +21,7 @@ from support.waiting import eventually
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 ECHO = """
-import os
-import time
+import os, time
 import psutil
 from megatron_ibpo.environments import Opening, Turn
 
@@ -44,6 +44,7 @@ class Echo:
     def close(self):
         pass
 """
+HELLO, DIE, SLEEP = ({"role": "user", "content": content} for content in ("hello", "die", "sleep"))
 TARGET = "echoing:Echo"
 CONFIG = EnvironmentConfig(environment_processes=8)
 
@@ -64,32 +65,24 @@ def environments(tmp_path_factory):
     sys.path.remove(str(directory))
 
 
+@asynccontextmanager
 async def begun(environments, count):
     """Open episodes, and the process that owns the pool of each."""
     sessions = [await environments.open(TARGET, "?", "", {}, 0) for _ in range(count)]
-    return sessions, [int(one.opening.messages[0]["content"].split()[1]) for one in sessions]
-
-
-async def closed(sessions):
+    yield sessions, [int(one.opening.messages[0]["content"].split()[1]) for one in sessions]
     await asyncio.gather(*[session.close() for session in sessions])
-
-
-def said(text):
-    return {"role": "user", "content": text}
 
 
 def test_episodes_are_spread_by_load_and_stay_on_their_node(environments):
     async def play():
-        sessions, owners = await begun(environments, 6)
-        assert owners[0] == os.getpid()
-        assert sorted(map(owners.count, set(owners))) == [3, 3]
-        turns = await asyncio.gather(*[session.step(said("hello")) for session in sessions])
-        assert [turn.messages for turn in turns] == [(said("hello"),)] * 6
-        assert await sessions[1].score() == EpisodeScore(1.0)
-        await closed(sessions)
-        again, owners = await begun(environments, 1)
-        await closed(again)
-        assert owners == [os.getpid()]
+        async with begun(environments, 6) as (sessions, owners):
+            assert owners[0] == os.getpid()
+            assert sorted(map(owners.count, set(owners))) == [3, 3]
+            turns = await asyncio.gather(*[session.step(HELLO) for session in sessions])
+            assert [turn.messages for turn in turns] == [(HELLO,)] * 6
+            assert await sessions[1].score() == EpisodeScore(1.0)
+        async with begun(environments, 1) as (_, owners):
+            assert owners == [os.getpid()]
 
     asyncio.run(play())
     assert environments.deaths == 0
@@ -97,42 +90,36 @@ def test_episodes_are_spread_by_load_and_stay_on_their_node(environments):
 
 def test_a_fault_on_another_node_is_that_of_its_episode_alone(environments):
     async def play():
-        sessions, _ = await begun(environments, 4)
-        with pytest.raises(EpisodeFaultError, match=r"step: its process died \(SIGKILL\)") as raised:
-            await sessions[1].step(said("die"))
-        assert raised.value.kind == "death"
-        assert (await sessions[3].step(said("hello"))).messages == (said("hello"),)
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.1):
-                await sessions[3].step(said("sleep"))
-        await closed(sessions)
+        async with begun(environments, 4) as (sessions, _):
+            with pytest.raises(EpisodeFaultError, match=r"step: its process died \(SIGKILL\)") as raised:
+                await sessions[1].step(DIE)
+            assert raised.value.kind == "death"
+            assert (await sessions[3].step(HELLO)).messages == (HELLO,)
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(sessions[3].step(SLEEP), 0.1)
 
     asyncio.run(play())
 
 
 def test_the_episodes_of_a_killed_actor_fail_and_it_comes_back(environments):
     async def play():
-        sessions, owners = await begun(environments, 4)
-        steps = [asyncio.create_task(session.step(said("sleep"))) for session in sessions[1::2]]
-        await asyncio.sleep(0.2)
-        os.kill(owners[1], signal.SIGKILL)
-        failed = await asyncio.gather(*steps, return_exceptions=True)
-        assert [fault.kind for fault in failed] == ["death", "death"]
-        with pytest.raises(EpisodeFaultError, match="its process died"):
-            await sessions[1].step(said("hello"))
-        assert (await sessions[0].step(said("hello"))).messages == (said("hello"),)
-        await closed(sessions)
+        async with begun(environments, 4) as (sessions, owners):
+            steps = [asyncio.create_task(session.step(SLEEP)) for session in sessions[1::2]]
+            await asyncio.sleep(0.2)
+            os.kill(owners[1], signal.SIGKILL)
+            failed = await asyncio.gather(*steps, return_exceptions=True)
+            assert [fault.kind for fault in failed] == ["death", "death"]
+            with pytest.raises(EpisodeFaultError, match="its process died"):
+                await sessions[1].step(HELLO)
+            assert (await sessions[0].step(HELLO)).messages == (HELLO,)
         return owners[1]
 
     async def owners_now():
-        sessions, owners = await begun(environments, 2)
-        await closed(sessions)
-        return owners
+        async with begun(environments, 2) as (_, owners):
+            return set(owners)
 
     victim = asyncio.run(play())
-    assert eventually(
-        lambda: len(now := set(asyncio.run(owners_now()))) == 2 and victim not in now, seconds=60
-    )
+    assert eventually(lambda: len(now := asyncio.run(owners_now())) == 2 and victim not in now, seconds=60)
 
 
 def test_a_node_that_cannot_import_an_environment_is_refused(environments):

@@ -1,7 +1,6 @@
 """A run that holds more in main memory than a node has is refused before anything of it is taken."""
 
 import re
-from copy import deepcopy
 
 import psutil
 import pytest
@@ -9,9 +8,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_ibpo.cluster.main_memory import main_memory
-from megatron_ibpo.cluster.placement import Engines, Node, Placement, plan_placement
+from megatron_ibpo.cluster.placement import Engines, Node, plan_placement
 from megatron_ibpo.config import Config, ParallelConfig, on_device
-from megatron_ibpo.models import ModelShape, read_hf_config
+from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.plan.node_memory import check_main_memory
 from megatron_ibpo.weights.formats.hugging_face import trained_elements
 from megatron_ibpo.weights.layout.export import metadata_of
@@ -19,7 +18,6 @@ from support.paths import ROOT
 from support.published_recipes import NEXT_80B, configured
 
 GIB = 1024**3
-Cluster = tuple[Config, ModelShape, dict[str, int], Placement]
 
 
 def elements_of(model):
@@ -38,59 +36,43 @@ def test_parameters_are_counted_by_elements_whatever_dtype_they_have(models, tmp
         assert sum(trained_elements(tmp_path, read_hf_config(tmp_path)).values()) == count
 
 
-@pytest.fixture(scope="module")
-def resolved_80b() -> Cluster:
-    """Arguments of the check: four nodes of eight GPUs."""
+def test_a_node_that_has_too_little_is_named_with_what_needs_how_much():
+    """Four nodes of eight GPUs. One pipeline stage a node, a quarter of the model; a stage without embeddings
+    has less."""
     nodes = [Node(f"id{n}", f"10.0.0.{n}", cpus=64, gpus=8) for n in range(4)]
     engines = Engines(tensor_parallel_size=8, colocate=True)
-    placement = plan_placement(nodes, num_trainers=32, engines=engines, on_gpu=True)
     config = on_device(configured(NEXT_80B), on_gpu=True, has_delta_nets=True)
-    return config, read_hf_config(NEXT_80B), elements_of(NEXT_80B), placement
-
-
-@pytest.fixture
-def cluster_of_80b(resolved_80b: Cluster) -> Cluster:
-    config, shape, elements, placement = resolved_80b
-    return deepcopy(config), shape, elements, placement
-
-
-def test_a_node_that_has_too_little_is_named_with_what_needs_how_much(cluster_of_80b: Cluster):
-    """One pipeline stage a node, a quarter of the model; a stage without embeddings has less."""
+    elements = elements_of(NEXT_80B)
+    placement = plan_placement(nodes, num_trainers=32, engines=engines, on_gpu=True)
+    arguments = (config, read_hf_config(NEXT_80B), elements, placement)
     enough = dict.fromkeys(range(4), 1000 * GIB)
-    check_main_memory(*cluster_of_80b, enough)
-    cluster_of_80b[0].run.save = False
+    check_main_memory(*arguments, enough)
+    config.run.save = False
     with pytest.raises(ValueError, match="main memory") as refused:
-        check_main_memory(*cluster_of_80b, enough | {2: 300 * GIB})
+        check_main_memory(*arguments, enough | {2: 300 * GIB})
     said = str(refused.value)
     assert said.startswith("10.0.0.2 has 300.0 GiB of main memory, and this run needs at least ")
-    layers = sum(count for name, count in cluster_of_80b[2].items() if ".layers." in name)
+    layers = sum(count for name, count in elements.items() if ".layers." in name)
     assert f"; the optimizer {16 * layers / 4 / GIB:.1f};" in said
     assert "--no-optimizer-cpu-offload keeps the optimizer's state on the GPUs" in said
     assert said.count("10.0.0.") == 1, "the others have enough"
+    config.optimizer.optimizer_cpu_offload = config.rollout.offload_train = False
+    check_main_memory(*arguments, dict.fromkeys(range(4), 4 * GIB))
 
 
-def test_what_a_run_would_do_without_is_not_counted(cluster_of_80b: Cluster):
-    config = cluster_of_80b[0]
-    config.optimizer.optimizer_cpu_offload = config.rollout.offload_train = config.run.save = False
-    check_main_memory(*cluster_of_80b, dict.fromkeys(range(4), 4 * GIB))
-
-
-def on_cpus(model, nodes, trainers, **config) -> Cluster:
-    placement = plan_placement(
-        [Node(f"id{n}", f"10.0.0.{n}", cpus=1, gpus=0) for n in range(nodes)],
-        num_trainers=trainers,
-        engines=Engines(tensor_parallel_size=1, colocate=False, num_gpus=1),
-        on_gpu=False,
-    )
+def on_cpus(model, **config):
+    """Arguments of the check: two trainers and an engine."""
+    nodes = [Node(f"id{n}", f"10.0.0.{n}", cpus=1, gpus=0) for n in range(3)]
+    engines = Engines(tensor_parallel_size=1, colocate=False, num_gpus=1)
+    placement = plan_placement(nodes, num_trainers=2, engines=engines, on_gpu=False)
     shape = read_hf_config(model)
     resolved = on_device(Config(**config), on_gpu=False, has_delta_nets=shape.is_recurrent)
     return resolved, shape, elements_of(model), placement
 
 
-def test_on_cpus_trainers_and_engines_are_in_main_memory_themselves():
+def test_on_cpus_trainers_and_engines_are_in_main_memory_themselves(models):
     """Four bytes a parameter of weights, of gradients and of each of Adam's means, and of an engine."""
-    model = ROOT / "examples/models/qwen3_0_6b"
-    arguments = on_cpus(model, nodes=3, trainers=2)
+    arguments = on_cpus(ROOT / "examples/models/qwen3_0_6b")
     parameters = sum(arguments[2].values())
     trainer = 16 * parameters + parameters * 12 // 2  # and half of a checkpoint
     engine = 4 * parameters + 512 * 1024**2
@@ -99,28 +81,24 @@ def test_on_cpus_trainers_and_engines_are_in_main_memory_themselves():
     needs = [float(found) for found in re.findall(r"at least ([\d.]+)", str(refused.value))]
     assert needs == pytest.approx([trainer / GIB + 0.4] * 2 + [engine / GIB + 0.5], abs=0.1)
     check_main_memory(*arguments, {0: trainer + GIB, 1: trainer + GIB, 2: engine + GIB})
+    for tiny in models.values():
+        little = dict.fromkeys(range(3), 3 * GIB // 2)
+        check_main_memory(*on_cpus(tiny, parallel=ParallelConfig()), little)
 
 
-def test_the_tiny_runs_need_little(models):
-    for model in models.values():
-        arguments = on_cpus(model, nodes=3, trainers=2, parallel=ParallelConfig())
-        check_main_memory(*arguments, dict.fromkeys(range(3), 3 * GIB // 2))
-
-
-def test_the_least_limit_around_a_process_is_what_it_has(tmp_path):
-    """The limit is of its own control group or of one around it, in either version of the kernel's
-    interface."""
-    own, total = tmp_path / "cgroup", psutil.virtual_memory().total
-    assert main_memory(tmp_path, tmp_path / "none") == total
-    for lines, name in (
-        ("4:memory:/a/b\n1:cpu:/\n", "memory/{}memory.limit_in_bytes"),
-        ("0::/a/b\n", "{}memory.max"),
-    ):
-        own.write_text(lines)
-        for place, text in (("", "9223372036854771712"), ("a/", "3000000"), ("a/b/", "max")):
-            file = tmp_path / name.format(place)
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(text + "\n")
-        assert main_memory(tmp_path, own) == 3_000_000
-        (tmp_path / name.format("a/b/")).write_text("2000000\n")
-        assert main_memory(tmp_path, own) == 2_000_000
+@pytest.mark.parametrize(
+    ("group", "file"),
+    [("4:memory:/a/b\n1:cpu:/\n", "memory/{}memory.limit_in_bytes"), ("0::/a/b\n", "{}memory.max")],
+    ids=["version 1", "version 2"],
+)
+def test_the_least_limit_around_a_process_is_what_it_has(tmp_path, group, file):
+    """The limit is of its own control group or of one around it."""
+    assert main_memory(tmp_path, tmp_path / "none") == psutil.virtual_memory().total
+    (tmp_path / "cgroup").write_text(group)
+    limits = {"": "9223372036854771712", "a/": "3000000"}
+    for own, least in (("max", 3_000_000), ("2000000", 2_000_000)):
+        for place, limit in (limits | {"a/b/": own}).items():
+            path = tmp_path / file.format(place)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(limit + "\n")
+        assert main_memory(tmp_path, tmp_path / "cgroup") == least

@@ -62,12 +62,15 @@ def segments(directory: Path) -> list[Path]:
 @pytest.fixture
 def three_steps(tmp_path: Path) -> tuple[Path, dict[SampleKey, Sample]]:
     """A journal with the batches of steps 1 to 3, one prompt each, and an open group; nothing is saved."""
+    samples = {}
     with Journal(tmp_path, KEEP, "settings", 0) as journal:
-        samples = {}
-        for step in (1, 2, 3):
-            samples |= append(journal, response(step, 0), response(step, 1))
-            journal.closed(ClosedBatch(step, (group(step, 2),)))
-        return tmp_path, samples | append(journal, response(4))
+        for step, index in ((1, 0), (1, 1), (2, 0), (2, 1), (3, 0), (3, 1), (4, 0)):
+            key = response(step, index)
+            samples[key] = replace(make_sample(10 * step + index), versions=((0, step - 1),))
+            journal.sampled(key, samples[key])
+            if index == 1:
+                journal.closed(ClosedBatch(step, (group(step, 2),)))
+    return tmp_path, samples
 
 
 floats32 = st.integers(0, 2**32 - 1)
@@ -236,54 +239,35 @@ def test_a_flipped_byte_costs_the_record_that_it_is_in_and_nothing_else(data, pe
             assert f"{segment}: 1 damaged record is left out" in recovered.notes[0]
         assert [batch.step for batch in recovered.batches] == list(range(1, recovered.last_step + 1))
         assert all(bits_of(found) == bits_of(samples[key]) for key, found in recovered.samples.items())
-        goes_on(directory, recovered, samples)
+        with Journal(directory, KEEP, "settings", 0) as journal:
+            journal.follow(recovered)
+            for step in range(recovered.last_step + 1, 5):  # what is missing is sampled, and all are closed
+                wanted = [key for key in samples if key.prompt_index == step]
+                append(journal, *(key for key in wanted if key not in recovered.samples))
+                corrections = sum(key.kind == "correction" for key in wanted)
+                journal.closed(ClosedBatch(step, (group(step, len(wanted) - corrections, corrections),)))
+        again = read_journal(directory, 0)
+        assert ([batch.step for batch in again.batches], again.is_whole) == ([1, 2, 3, 4], True)
+        trained = {key: sample for key, sample in samples.items() if key.prompt_index <= 4}
+        assert same({key: again.samples[key] for key in trained}, trained)
         assert [path.read_bytes() for path in segments(directory)][: len(damaged)] == damaged
 
 
-def goes_on(directory: Path, recovered: Recovered, samples: dict[SampleKey, Sample]) -> None:
-    """A run takes what it finds, samples what is missing, and closes all batches up to step 4: then the
-    journal has each of them once and whole."""
-    with Journal(directory, KEEP, "settings", 0) as journal:
-        journal.follow(recovered)
-        for step in range(recovered.last_step + 1, 5):
-            wanted = [key for key in samples if key.prompt_index == step]
-            append(journal, *(key for key in wanted if key not in recovered.samples))
-            corrections = sum(key.kind == "correction" for key in wanted)
-            closed = ClosedGroup(step, 0, len(wanted) - corrections, corrections, 0)
-            journal.closed(ClosedBatch(step, (closed,)))
-        again = read_journal(directory, 0)
-        assert [batch.step for batch in again.batches] == [1, 2, 3, 4]
-        assert again.is_whole
-        trained = {key: sample for key, sample in samples.items() if key.prompt_index <= 4}
-        assert same({key: again.samples[key] for key in trained}, trained)
-
-
 @pytest.mark.parametrize(
-    ("newest", "lost", "checkpoint", "steps", "left"),
+    ("lost", "checkpoint", "steps", "left"),
     [
-        (0, response(2), 0, [1], "1 1 2 3 3 4"),  # the missing one is asked again and no more
-        (1, response(2), 0, [1], "1 1 2"),  # weights trained on what is lost wrote the rest
-        (0, "the batch of step 2", 2, [3], "3 3 4"),  # it may have trained on prompt 2
+        (response(2), 0, [1], "1 1 2"),  # weights that were trained on it wrote the rest
+        (ClosedBatch(2, (group(2, 2),)), 2, [3], "3 3 4"),  # it may have trained on prompt 2
     ],
 )
-def test_of_a_lost_record_only_what_hangs_on_it_is_asked_again(
-    tmp_path, newest, lost, checkpoint, steps, left
-):
-    records: dict[object, bytes] = {}
-    with Journal(tmp_path, KEEP, "settings", 0) as journal:
-        for step in (1, 2, 3, 4):
-            sample = replace(make_sample(step), versions=((0, newest * (step - 1)),))
-            for key in (response(step), response(step, 1))[: 1 if step == 4 else 2]:
-                journal.sampled(key, sample)
-                records[key] = encode(Sampled(key, sample))
-            if step < 4:
-                journal.closed(batch := ClosedBatch(step, (group(step, 2),)))
-                records[f"the batch of step {step}"] = encode(batch)
-    [segment] = segments(tmp_path)
-    flip(segment, segment.read_bytes().index(records[lost]) + 1)
-    recovered = read_journal(tmp_path, checkpoint)
+def test_of_a_lost_record_all_that_hangs_on_it_is_asked_again(three_steps, lost, checkpoint, steps, left):
+    directory, samples = three_steps
+    [segment] = segments(directory)
+    record = encode(Sampled(lost, samples[lost]) if isinstance(lost, SampleKey) else lost)
+    flip(segment, segment.read_bytes().index(record))
+    recovered = read_journal(directory, checkpoint)
     assert [batch.step for batch in recovered.batches] == steps
-    assert " ".join(str(key.prompt_index) for key in sorted(recovered.samples, key=str)) == left
+    assert " ".join(str(key.prompt_index) for key in recovered.samples) == left
     assert not recovered.is_whole
 
 
@@ -349,8 +333,7 @@ def test_damage_before_what_is_needed_does_no_harm(tmp_path):
         journal.closed(ClosedBatch(1, (group(1),)))
         journal.saved(1)
         samples = append(journal, response(2))
-    first, _ = segments(tmp_path)
-    first.write_bytes(b"x" * 100)
+    segments(tmp_path)[0].write_bytes(b"x" * 100)
     for _ in range(2):
         recovered = read_journal(tmp_path, 1)
         assert same(recovered.samples, samples)
@@ -530,13 +513,9 @@ def test_exactly_as_much_as_was_asked_for_may_stay(tmp_path):
 
 def test_a_closed_batch_and_its_samples_have_reached_the_disk_itself(tmp_path, monkeypatch):
     monkeypatch.setattr(writer, "SEGMENT_BYTES", 1)
-    reached, fsync = [], os.fsync
-
-    def record(file: int) -> None:
-        fsync(file)
-        reached.append(Path(os.readlink(f"/proc/self/fd/{file}")).name)
-
-    monkeypatch.setattr(os, "fsync", record)
+    reached: list[str] = []
+    name = "/proc/self/fd/{}"
+    monkeypatch.setattr(os, "fsync", lambda file: reached.append(Path(name.format(file)).readlink().name))
     with Journal(tmp_path, KEEP, "settings", 0) as journal:
         append(journal, response(1, 0), response(1, 1))
         assert reached == []
