@@ -232,24 +232,19 @@ def lean_run(run_dir, *flags):
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.ray
 @pytest.mark.slow  # tests/examples/test_learning.py runs one too
-def test_a_whole_run_trains_on_what_it_samples_and_says_which_back_end_that_was(tmp_path):
-    rows = lean_run(tmp_path / "run", "--num-rollout", "2", "--check-weight-update-equal")
-    assert [row["kind"] for row in rows] == ["evaluation", "step", "step", "evaluation"]
-    for row in rows[1:3]:
+def test_a_run_trains_on_what_it_samples_and_one_that_goes_on_ends_as_if_never_stopped(tmp_path):
+    whole = lean_run(tmp_path / "whole", "--save", "--check-weight-update-equal")
+    assert [row["kind"] for row in whole] == ["evaluation", "step", "step", "step", "evaluation"]
+    for row in whole[1:4]:
         assert row["logprob_diff_abs_max"] < 1e-4  # of trainer and sampler
         assert row["corrections"] > 0
         assert row["grad_norm"] > 0
-    assert yaml.safe_load((tmp_path / "run/config.yaml").read_text())["rollout-backend"] == "lean"
-    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert yaml.safe_load((tmp_path / "whole/config.yaml").read_text())["rollout-backend"] == "lean"
+    summary = json.loads((tmp_path / "whole/summary.json").read_text())
     assert summary["status"] == "finished"
     assert 1.5 < summary["break_even"]["price"] < 5
-
-
-@pytest.mark.ray
-@pytest.mark.slow
-def test_a_run_that_goes_on_ends_as_one_that_was_never_stopped(tmp_path):
-    whole = lean_run(tmp_path / "whole", "--save")
     first = lean_run(tmp_path / "parts", "--save", "--budget", "1", "--budget-unit", "flops")
     assert [row["step"] for row in first if row["kind"] == "step"] == [1]
     rest = lean_run(tmp_path / "parts", "--save", "--load", str(tmp_path / "parts"))

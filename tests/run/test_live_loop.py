@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_ibpo.journal import LostStepError
+from megatron_ibpo.basics.records import token_ids
+from megatron_ibpo.journal import LostStepError, read_journal
 from megatron_ibpo.run.inputs import open_journal
 from megatron_ibpo.run.run_data import open_run_data
 from support.credit_cases import RESET_GROUPS
@@ -36,15 +37,17 @@ def compared(groups):
 
 
 def goes_on(run_dir, flags, journal="kept", count=4):
-    """A run that is killed after its third step, with a checkpoint of the second, and one that goes on."""
+    """A run that is killed after its third step, with a checkpoint of the second; the samples in its journal;
+    and one that goes on."""
     with live_run(config_of(run_dir, *flags, *EVERY_TWO)) as killed:
         killed.take(3)
     if journal == "lost":
         shutil.rmtree(run_dir / "journal")
+    left = read_journal(run_dir / "journal", 2).samples
     with live_run(config_of(run_dir, *flags, *EVERY_TWO, "--load", str(run_dir))) as steps:
         assert steps.run.progress.step == 2
         steps.take(count)
-    return killed, steps
+    return killed, left, steps
 
 
 @pytest.fixture(scope="module", params=[(), (*AHEAD, "--keep-order")], ids=["on policy", "ahead"])
@@ -125,7 +128,7 @@ def test_a_journal_of_other_settings_is_not_used_and_a_line_names_them(tmp_path)
 @pytest.mark.parametrize("journal", ["kept", "lost"])
 def test_a_run_that_goes_on_takes_up_the_order_of_data_where_it_was(whole, journal, tmp_path):
     flags, undisturbed = whole
-    killed, steps = goes_on(tmp_path, flags, journal)
+    killed, left, steps = goes_on(tmp_path, flags, journal)
     assert list(map(indices, steps.groups)) == list(map(indices, undisturbed.groups[2:]))
     for group, other in zip(steps.all_groups, undisturbed.all_groups[2 * 4 :], strict=True):
         for sample, before in zip(group.samples, other.samples, strict=True):
@@ -133,15 +136,16 @@ def test_a_run_that_goes_on_takes_up_the_order_of_data_where_it_was(whole, journ
             assert sample.reward == before.reward
     if journal == "kept":
         assert compared(steps.groups[0]) == compared(killed.groups[2])
-        again = {tuple(written(request)) for request in steps.engines.asked}
-        assert again.isdisjoint(tuple(s.token_ids.tolist()) for g in killed.groups[2] for s in g.samples)
         assert steps.trainers.updates[0] == killed.trainers.updates[2]
+    asked = {(r.prompt_token_ids.tobytes(), token_ids(written(r)).tobytes()) for r in steps.engines.asked}
+    assert asked.isdisjoint((s.prompt_token_ids.tobytes(), s.token_ids.tobytes()) for s in left.values())
+    assert len(left) > 4 * 3 or journal == "lost" or "--max-staleness" not in flags, "others had begun"
 
 
 @pytest.mark.parametrize("journal", ["kept", "lost"])
 def test_a_run_that_goes_on_leaves_no_prompt_out_and_takes_none_twice(journal, tmp_path):
     """Sampling ahead, each batch takes what is ready: most prompts of a time are under way at the kill."""
-    killed, steps = goes_on(tmp_path, (*AHEAD, "--num-rollout", "6"), journal)
+    killed, _, steps = goes_on(tmp_path, (*AHEAD, "--num-rollout", "6"), journal)
     taken = [index for groups in [*killed.groups[:2], *steps.groups] for index in indices(groups)]
     assert sorted(taken) == list(range(24))
 
@@ -150,7 +154,7 @@ def test_a_run_that_goes_on_draws_the_same_references_again_for_prompts_of_anoth
     """Groups of equal rewards are left out, and prompts of the next step take their places."""
     flags = (*AHEAD, "--keep-order", "--n-samples-per-prompt", "5", "--num-rollout", "6")
     flags += ("--dynamic-sampling", "--dynamic-sampling-by", "rewards")
-    killed, steps = goes_on(tmp_path, flags, count=1)
+    killed, _, steps = goes_on(tmp_path, flags, count=1)
     assert max(indices(killed.groups[2])) >= 3 * 4, "the third step has those of the first twelve"
     assert compared(steps.groups[0]) == compared(killed.groups[2])
 
