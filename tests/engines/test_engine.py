@@ -133,22 +133,6 @@ def test_vllm_arguments_get_the_type_that_vllm_declares():
     }
 
 
-@pytest.mark.parametrize(
-    ("pair", "says"),
-    [
-        ("enable_expert_paralel=true", "no such field; did you mean 'enable_expert_parallel'"),
-        ("data_parallel_size=two", "data_parallel_size=two: vLLM wants int"),
-        ("enable_expert_parallel=1", "vLLM wants bool"),
-        ("max_model_len=100", "use --rollout-max-context-len"),
-        ("logprobs_mode=raw_logprobs", "this project sets it"),
-        ("enforce_eager", "name=value"),
-    ],
-)
-def test_a_wrong_vllm_argument_is_refused_before_an_engine_starts(pair, says):
-    with pytest.raises(ValueError, match=says):
-        vllm_arguments([pair])
-
-
 @pytest.fixture
 def settings(checkpoints, tmp_path):
     """Resolves an engine's settings, on a GPU unless another transport is given."""
@@ -206,17 +190,23 @@ def test_on_gpus_vllm_records_routing_itself_by_the_blocks_of_its_prefix_cache_a
     assert "gdn_prefill_backend" not in _device_arguments(on_gpu)
 
 
-@pytest.mark.parametrize(
-    ("checkpoint", "transport", "argument", "says"),
-    [
-        ("next 0", "ipc", "enable_return_routed_experts=true", "use --use-rollout-routing-replay"),
-        # weights that vLLM quantizes before it loads them
-        ("dense 0", "ipc", "quantization=awq", r"quantization=awq: .* trainers send unquantized ones"),
-        ("next 0", "gloo", SPECULATION, "speculative decoding samples wrongly from models with delta nets"),
-        ("next 0", "ipc", "enable_prefix_caching=false", "vLLM records routing by the blocks of its prefix"),
-    ],
-)
-def test_what_would_sample_wrongly_is_refused_at_once(settings, checkpoint, transport, argument, says):
+WRONG = [
+    ("dense 0", "ipc", "enable_expert_paralel=true", "no such field; did you mean 'enable_expert_parallel'"),
+    ("dense 0", "ipc", "data_parallel_size=two", "data_parallel_size=two: vLLM wants int"),
+    ("dense 0", "ipc", "enable_expert_parallel=1", "vLLM wants bool"),
+    ("dense 0", "ipc", "max_model_len=100", "use --rollout-max-context-len"),
+    ("dense 0", "ipc", "logprobs_mode=raw_logprobs", "this project sets it"),
+    ("dense 0", "ipc", "enforce_eager", "name=value"),
+    ("next 0", "ipc", "enable_return_routed_experts=true", "use --use-rollout-routing-replay"),
+    # weights that vLLM quantizes before it loads them
+    ("dense 0", "ipc", "quantization=awq", r"quantization=awq: .* trainers send unquantized ones"),
+    ("next 0", "gloo", SPECULATION, "speculative decoding samples wrongly from models with delta nets"),
+    ("next 0", "ipc", "enable_prefix_caching=false", "vLLM records routing by the blocks of its prefix"),
+]
+
+
+@pytest.mark.parametrize(("checkpoint", "transport", "argument", "says"), WRONG)
+def test_what_vllm_or_this_project_cannot_take_is_refused(settings, checkpoint, transport, argument, says):
     replays = "prefix" in argument
     with pytest.raises(ValueError, match=says):
         settings(checkpoint, transport, argument, use_rollout_routing_replay=replays)
@@ -261,16 +251,12 @@ def dense(checkpoints, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def as_loaded(dense):
-    """What it answers with the weights that it was started with."""
-    return probe(dense, 0)
-
-
-@pytest.fixture(scope="module")
-def updated(dense, as_loaded, checkpoints):
-    """The engine, the trainer's side of its updates, and the weights before and after an update."""
+def updated(dense, checkpoints):
+    """The engine, the trainer's side of its updates, the weights before and after an update, and what the
+    engine answers with those that it was started with."""
+    as_loaded = probe(dense, 0)
     before, after = (CheckpointSource(checkpoints[f"dense {seed}"]) for seed in (0, 1))
-    return dense, connect(dense, after), before, after
+    return dense, connect(dense, after), before, after, as_loaded
 
 
 @pytest.mark.engine
@@ -310,7 +296,7 @@ def test_the_lean_back_end_writes_the_same_greedy_tokens_with_the_same_logprobs(
 
 
 @pytest.mark.engine
-def test_requests_join_while_others_run_and_finish_when_they_are_done(dense):
+def test_requests_join_while_others_run_and_finish_when_they_are_done_or_aborted(dense):
     endless = [SampleRequest(token_ids([5, 6, 7]), seed, 240) for seed in range(4)]
     whole = dense.generate(endless, version=0, timeout=TIMEOUT)
     longest = max(range(4), key=lambda number: len(whole[number].token_ids))
@@ -321,23 +307,17 @@ def test_requests_join_while_others_run_and_finish_when_they_are_done(dense):
     assert (number, len(short.token_ids) <= 2) == (11, True)
     ((number, long),) = dense.take(TIMEOUT)
     assert (number, long.token_ids.tolist()) == (10, whole[longest].token_ids.tolist())
-    assert dense.take(0.0) == []
-
-
-@pytest.mark.engine
-def test_an_aborted_request_never_comes_back_and_control_waits_for_the_others(dense):
-    endless = SampleRequest(token_ids([5, 6, 7]), 3, 200, temperature=0.0)
-    dense.submit([(20, endless), (21, endless)], version=0)
+    dense.submit([(20, endless[longest]), (21, endless[longest])], version=0)
     with pytest.raises(EngineError, match="digests must wait until the engine has no requests"):
         dense.call("digests", timeout=TIMEOUT)
     dense.abort([20, 21])
     assert dense.call("digests", timeout=TIMEOUT)
-    assert dense.take(0.0) == []
+    assert dense.take(0.0) == [], "an aborted request never comes back"
 
 
 @pytest.mark.engine
-def test_updated_weights_are_exact_and_old_cache_entries_forgotten(updated, as_loaded, checkpoints):
-    engine, transport, before, after = updated
+def test_updated_weights_are_exact_and_old_cache_entries_forgotten(updated, checkpoints):
+    engine, transport, before, after, as_loaded = updated
     update(transport, engine, before, 1)
     prompts = np.random.default_rng(5).integers(2, 64, (4, 200))  # whole cache blocks of these are kept
     long = [SampleRequest(token_ids(p), n, 40, temperature=0.0) for n, p in enumerate(prompts)]
@@ -368,7 +348,7 @@ def test_where_batches_differ_digests_alone_tell_the_same_weights_from_others():
 def test_running_requests_go_on_with_new_weights_and_say_which_token_is_whose(updated, checkpoints):
     """What is written after an update is what the new policy writes after the same words, to the last bit
     that two ways of computing leave alike; what was written before it stays."""
-    engine, transport, before, after = updated
+    engine, transport, before, after, _ = updated
     update(transport, engine, before, 3)
     request = SampleRequest(token_ids([5, 6, 7]), 3, 240, temperature=0.0)
     engine.submit([(0, request)], version=3)
@@ -389,7 +369,7 @@ def test_running_requests_go_on_with_new_weights_and_say_which_token_is_whose(up
 
 @pytest.mark.engine
 def test_a_bit_that_flips_on_the_way_is_noticed(updated, monkeypatch):
-    engine, transport, _, source = updated
+    engine, transport, _, source, _ = updated
     send = gloo._Outbox.send
 
     def flip_once(outbox: gloo._Outbox, bucket: int, flat: torch.Tensor, *rest: Any) -> None:
@@ -409,7 +389,7 @@ def test_a_bit_that_flips_on_the_way_is_noticed(updated, monkeypatch):
 def test_weights_that_do_not_come_and_unknown_ones_are_named_before_anything_is_sent(
     updated, checkpoints, monkeypatch
 ):
-    engine, _, _, source = updated
+    engine, _, _, source, _ = updated
     lacking, strange = (CheckpointSource(checkpoints["dense 1"]) for _ in range(2))
     del lacking.tensors["model.layers.1.mlp.down_proj.weight"]
     strange.tensors["model.layers.1.mlp.gate.weight"] = torch.zeros(4, 96)
@@ -429,7 +409,7 @@ def test_weights_that_do_not_come_and_unknown_ones_are_named_before_anything_is_
 
 @pytest.mark.engine
 def test_an_update_whose_trainers_died_is_begun_anew_by_others(updated):
-    engine, _, _, source = updated
+    engine, _, _, source, _ = updated
     engine.begin("digests")  # answers that were not fetched are dropped
     assert engine.call("start_weight_update", False, timeout=TIMEOUT) is None
     transport = connect(engine, source)

@@ -133,6 +133,10 @@ def test_settings_that_cannot_work_are_refused_before_anything_starts(tmp_path):
     config = config_of(tmp_path / "run", "--num-steps-per-rollout", "3", "--eps-clip", "2")
     with pytest.raises(mi.ConfigError, match="--num-steps-per-rollout"):
         mi.open_run(config)
+    (tmp_path / "empty").mkdir()
+    config = config_of(tmp_path / "run", "--load", str(tmp_path / "empty"))
+    with in_place(StandIns()), pytest.raises(ValueError, match=r"there is no step_N with a run_state.json"):
+        mi.open_run(config)
     assert not (tmp_path / "run").exists()
 
 
@@ -159,13 +163,6 @@ def test_after_a_start_that_failed_the_same_command_starts_the_run_and_so_does_l
         assert next(run).metrics["step"] == 1
     said = capsys.readouterr().out
     assert f"--load {there}: no checkpoint was saved there; the run starts at step 0\n" in said
-
-
-def test_load_of_a_directory_without_a_run_is_refused(tmp_path):
-    (tmp_path / "empty").mkdir()
-    config = config_of(tmp_path / "run", "--load", str(tmp_path / "empty"))
-    with in_place(StandIns()), pytest.raises(ValueError, match=r"there is no step_N with a run_state.json"):
-        mi.open_run(config)
 
 
 def test_a_run_of_adapters_needs_room_for_checkpoints_of_adapters_and_for_a_whole_export(tmp_path):
