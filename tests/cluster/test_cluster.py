@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from unittest import mock
@@ -57,14 +58,12 @@ def python(*arguments, **options):
 
 def rays(directory):
     """Processes that have files of a Ray below `directory` open."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if any(file.path.startswith(str(directory)) for file in process.open_files()):
-                found.append(process)
-        except psutil.Error:
-            continue
-    return found
+
+    def has_some(process):
+        with suppress(psutil.Error):
+            return any(file.path.startswith(str(directory)) for file in process.open_files())
+
+    return [process for process in psutil.process_iter() if has_some(process)]
 
 
 @pytest.fixture
@@ -75,8 +74,7 @@ def scratch():
 
 
 def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+    with socket.create_server(("127.0.0.1", 0)) as probe:
         return probe.getsockname()[1]
 
 
@@ -113,6 +111,32 @@ def test_where_tmpdir_is_too_long_ray_starts_elsewhere_and_a_killed_driver_leave
     process.wait(10)
     assert eventually(lambda: not Path(directory).exists(), seconds=20)
     assert rays(directory) == [*long.iterdir()] == []
+
+
+@pytest.mark.parametrize(
+    ("server", "sent", "words"),
+    [
+        ("gcs_server", "SIGKILL", "GCS server on this machine has died"),
+        pytest.param(
+            *("gcs_server", "SIGSTOP", "GCS server on this machine no longer answers"), marks=pytest.mark.slow
+        ),
+        pytest.param("raylet", "SIGKILL", "raylet on this machine has died", marks=pytest.mark.slow),
+    ],
+)
+def test_when_a_server_of_its_ray_dies_or_hangs_a_process_ends_with_a_line(scratch, server, sent, words):
+    often = "from megatron_ibpo.cluster import orphan_watch; orphan_watch.ASK_EVERY_S = 1.0"
+    process = python("-c", often + OWN_RAY, "wait", env={"TMPDIR": str(scratch)})
+    up = [process.stdout.readline() for _ in range(3)]
+    assert up[0] == "127.0.0.1\n"
+    below = psutil.Process(process.pid).children(recursive=True)
+    [victim] = [one for one in below if one.name() == server]
+    victim.send_signal(getattr(signal, sent))
+    try:
+        said, _ = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert (process.returncode, said) == (1, f"error: Ray's {words}; start the run again\n")
+    assert eventually(lambda: not any(one.is_running() for one in below), 30)
 
 
 @pytest.mark.parametrize("variable", ["RAY_AUTH_MODE=disabled", "RAY_AUTH_TOKEN=a", "RAY_AUTH_TOKEN_PATH=/a"])

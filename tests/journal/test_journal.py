@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
 
 from megatron_ibpo.basics.records import Sample
 from megatron_ibpo.journal import (
@@ -73,40 +74,29 @@ def three_steps(tmp_path: Path) -> tuple[Path, dict[SampleKey, Sample]]:
     return tmp_path, samples
 
 
-floats32 = st.integers(0, 2**32 - 1)
-"""As bits: every infinity and every NaN is among them."""
 int64 = st.integers(-(2**63), 2**63 - 1)
-any_choices = st.none() | st.builds(
-    lambda shape, dtype: np.arange(np.prod(shape)).astype(dtype).reshape(shape),
-    st.tuples(st.integers(0, 5), st.integers(1, 3), st.integers(1, 2)),
-    st.sampled_from([np.uint8, np.uint16]),
-)
+any_sample = st.integers(0, 9).flatmap(
+    lambda length: st.builds(
+        Sample,
+        prompt_token_ids=arrays(np.int32, st.integers(0, 5)), token_ids=arrays(np.int32, length),
+        logprobs=arrays(np.uint32, length).map(lambda bits: bits.view(np.float32)),  # every infinity and NaN
+        loss_mask=arrays(bool, length), finish_reason=st.sampled_from(["stop", "length"]),
+        temperature=st.floats(), index=int64, correct=st.booleans(), reward=st.none() | st.floats(),
+        versions=st.lists(st.tuples(int64, int64), max_size=3).map(tuple),
+        reward_error=st.none() | st.text(st.characters() | st.characters(categories=["Cs"])),
+        reward_details=st.dictionaries(st.text(), st.floats(), max_size=2),
+        routed_experts=st.none() | st.sampled_from([np.uint8, np.uint16]).flatmap(
+            lambda dtype: arrays(dtype, st.tuples(st.integers(0, 5), st.integers(1, 3), st.integers(1, 2)))
+        ),
+    )
+)  # fmt: skip
 
 
-@st.composite
-def any_sample(draw: st.DrawFn) -> Sample:
-    tokens = draw(st.lists(st.tuples(st.integers(-(2**31), 2**31 - 1), floats32, st.booleans()), max_size=9))
-    return Sample(
-        prompt_token_ids=np.array(draw(st.lists(st.integers(0, 2**31 - 1), max_size=5)), np.int32),
-        token_ids=np.array([token for token, _, _ in tokens], np.int32),
-        logprobs=np.array([bits for _, bits, _ in tokens], np.uint32).view(np.float32),
-        loss_mask=np.array([mask for _, _, mask in tokens], bool),
-        finish_reason=draw(st.sampled_from(["stop", "length"])),
-        temperature=draw(st.floats()), index=draw(int64), correct=draw(st.booleans()),
-        versions=tuple(draw(st.lists(st.tuples(int64, int64), max_size=3))),
-        reward=draw(st.none() | st.floats()),
-        reward_error=draw(st.none() | st.text(st.characters() | st.characters(categories=["Cs"]))),
-        reward_details=draw(st.dictionaries(st.text(), st.floats(), max_size=2)),
-        routed_experts=draw(any_choices),
-    )  # fmt: skip
-
-
-@given(any_sample())
+@given(any_sample)
 def test_a_sample_comes_back_bit_for_bit(sample):
     key = SampleKey(2**40, 3, "correction", 7)
     back = decode(encode(Sampled(key, sample)))
-    assert back.key == key
-    assert bits_of(back.sample) == bits_of(sample)
+    assert (back.key, bits_of(back.sample)) == (key, bits_of(sample))
 
 
 def test_batches_come_back_in_order_with_all_that_they_say(tmp_path):
