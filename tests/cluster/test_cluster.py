@@ -56,6 +56,12 @@ def python(*arguments, **options):
     )  # fmt: skip
 
 
+def ended(process, status=0):
+    output, _ = process.communicate(timeout=200)
+    assert process.returncode == status, output
+    return output
+
+
 def rays(directory):
     """Processes that have files of a Ray below `directory` open."""
 
@@ -83,9 +89,7 @@ def test_a_ray_of_the_runs_own_listens_on_loopback_is_for_no_other_user_and_leav
     home, temporary = scratch / "home", scratch / "t"
     home.mkdir()
     temporary.mkdir()
-    process = python("-c", OWN_RAY, env={"TMPDIR": str(temporary), "HOME": str(home)})
-    output, _ = process.communicate(timeout=90)
-    assert process.returncode == 0, output
+    output = ended(python("-c", OWN_RAY, env={"TMPDIR": str(temporary), "HOME": str(home)}))
     address, token, directory, in_a_task, afterwards = output.splitlines()
     assert address == "127.0.0.1"
     assert token == "token 0o600 0o700"
@@ -182,8 +186,7 @@ def test_a_ray_that_does_not_start_is_started_once_more(scratch):
     (scratch / "t").mkdir()
     limits = SHORT_WAITS | {"RAY_gcs_server_port_wait_time_s": "15"}  # the second one is real
     process = python("-c", WITH_SERVER, str(server), OWN_RAY, env=limits | {"TMPDIR": str(scratch / "t")})
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == 0, output
+    output = ended(process)
     assert re.search(r"^Ray does not start on this machine: .*; trying again$", output, re.MULTILINE)
     assert re.search(r"^127\.0\.0\.1$", output, re.MULTILINE)
     assert list((scratch / "t").iterdir()) == []
@@ -194,9 +197,7 @@ def test_a_ray_that_does_not_start_twice_is_no_bad_input(scratch):
     """A job that ends with status 2 is not queued again."""
     train = "from megatron_ibpo.commands.train import main; sys.exit(main(sys.argv[1:]))"
     flags = ("--config", RECIPE, "--run-dir", str(scratch / "run"))
-    process = python("-c", WITH_SERVER, "/bin/false", train, *flags, env=SHORT_WAITS)
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == 1, output
+    output = ended(python("-c", WITH_SERVER, "/bin/false", train, *flags, env=SHORT_WAITS), 1)
     assert re.search(r"^error: Ray does not start on this machine: ", output, re.MULTILINE)
     assert "Traceback" not in output
 
@@ -222,9 +223,7 @@ threading.Thread(target=meet, daemon=True).start()
 @pytest.mark.slow
 def test_a_ray_may_take_longer_to_start_than_rays_own_limit(scratch):
     """Its node manager stands still for 40 s; Ray alone waits for 30."""
-    process = python("-c", STANDS_STILL + OWN_RAY, env={"TMPDIR": str(scratch)})
-    output, _ = process.communicate(timeout=200)
-    assert process.returncode == 0, output
+    output = ended(python("-c", STANDS_STILL + OWN_RAY, env={"TMPDIR": str(scratch)}))
     assert output.startswith("127.0.0.1\n"), "nothing is said"
 
 
@@ -257,10 +256,9 @@ def test_a_cluster_of_another_version_is_refused_with_both_versions_and_what_to_
         lines = iter(cluster.stdout.readline, "")  # Ray may say before that another one runs here
         address = next(line.split()[1] for line in lines if line.startswith("address "))
         flags = ["--config", RECIPE, "--run-dir", str(tmp_path / "run"), "--ray-address", address]
-        output, _ = (process := python("-m", "megatron_ibpo.commands.train", *flags)).communicate(timeout=120)
+        output = ended(python("-m", "megatron_ibpo.commands.train", *flags), 2)
     finally:
         cluster.communicate(timeout=60)
-    assert process.returncode == 2, output
     assert f"error: --ray-address {address}: Version mismatch" in output
     assert re.search(r"cluster was started with: Ray: 2\.55\.1 Python: ", output)
     assert re.search(rf"This process .* was started with: Ray: {re.escape(metadata.version('ray'))} ", output)
@@ -293,10 +291,7 @@ mode = Path(sys.argv[1]).stat().st_mode & 0o777
 print("token", f"{mode:o}", [name for name in os.environ if name.startswith("RAY_AUTH")])
 for other in ({}, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "a" * 32}):
     mine = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
-    join = (
-        "from megatron_ibpo.cluster.ray_session import open_ray\\n"
-        "with open_ray(%r, num_cpus=1): print('in')"
-    )
+    join = "from megatron_ibpo.cluster.ray_session import open_ray\\nwith open_ray(%r, num_cpus=1): print('in')"
     command = [sys.executable, "-c", join % os.environ["RAY_ADDRESS"]]
     stranger = subprocess.run(command, env=mine | other, capture_output=True, text=True, timeout=60)
     print("stranger:", stranger.stdout, stranger.stderr.splitlines()[-1])
@@ -311,14 +306,12 @@ def test_nodes_form_a_cluster_for_one_command_that_asks_for_a_token_and_all_end_
     port, token = free_port(), scratch / "run/.ray_token"
     lead = nodes(0, port, scratch, sys.executable, "-c", IN_A_CLUSTER, str(token))
     follower = nodes(1, port, scratch)
-    output, _ = lead.communicate(timeout=120)
-    assert lead.returncode == 0, output
+    output = ended(lead)
     assert re.search(r"nodes 2\b", output), output
     assert re.search(r"^token 600 \['RAY_AUTH_MODE', 'RAY_AUTH_TOKEN_PATH'\]$", output, re.MULTILINE), output
     refused = r"^stranger:  .*ClusterError: --ray-address 127.0.0.1:\d+: that cluster has another token; set "
     assert len(re.findall(refused, output, re.MULTILINE)) == 2, output
-    output, _ = follower.communicate(timeout=60)
-    assert follower.returncode == 0, output
+    ended(follower)
     assert nothing_left(scratch)
 
 
@@ -338,8 +331,7 @@ def test_a_node_with_another_token_is_refused_and_ctrl_c_while_waiting_ends_ever
     port = free_port()
     lead = nodes(0, port, scratch, "true")
     follower = nodes(1, port, scratch, env={"RAY_AUTH_TOKEN": "b" * 32})
-    output, _ = follower.communicate(timeout=60)
-    assert follower.returncode == 2, output
+    output = ended(follower, 2)
     assert "error: Ray has ended on this node (status 1): node 0 has another token; put RUN_DIR on" in output
     os.killpg(lead.pid, signal.SIGTERM)
     lead.communicate(timeout=60)
@@ -348,9 +340,7 @@ def test_a_node_with_another_token_is_refused_and_ctrl_c_while_waiting_ends_ever
 
 @pytest.mark.slow
 def test_nodes_that_do_not_come_are_no_bad_input(scratch):
-    lead = nodes(0, free_port(), scratch, "true", timeout=3)
-    output, _ = lead.communicate(timeout=60)
-    assert lead.returncode == 1, output
+    output = ended(nodes(0, free_port(), scratch, "true", timeout=3), 1)
     assert re.search(r"error: waited \d+ s for 1 more node at .*; start the script on every node", output)
     (log,) = [*scratch.glob("t/*"), *scratch.glob("run/*")]
     assert f"the traceback is in {log}" in output, "since there is no directory of the run yet"
@@ -390,9 +380,7 @@ def test_libraries_listen_on_the_interface_of_the_nodes_address(monkeypatch):
 
 def test_a_port_that_is_taken_is_said_at_once(monkeypatch, capsys):
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    with socket.socket() as taken, mock.patch.dict(os.environ):
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
+    with socket.create_server(("127.0.0.1", 0)) as taken, mock.patch.dict(os.environ):
         port = taken.getsockname()[1]
         flags = ["--num-nodes", "2", "--node-rank", "0", "--address", f"127.0.0.1:{port}"]
         assert cluster_nodes.main([*flags, "--", "true"]) == 2
@@ -403,14 +391,9 @@ def test_a_port_that_is_taken_is_said_at_once(monkeypatch, capsys):
 
 FINISHES = """
 import signal, sys, time
-came = []
-signal.signal(signal.SIGTERM, lambda *_: came.append(1))
+signal.signal(signal.SIGTERM, lambda *_: (time.sleep(2), print("finished", flush=True), sys.exit(5)))
 print("ready", flush=True)
-while not came:  # a pause might begin after the signal has come
-    time.sleep(0.05)
-time.sleep(2)
-print("finished", flush=True)
-sys.exit(5)
+time.sleep(60)
 """
 
 
@@ -419,6 +402,5 @@ def test_a_signal_goes_on_to_the_command_which_takes_its_time(scratch):
     lead = nodes(0, free_port(), scratch, sys.executable, "-c", FINISHES, num_nodes=1)
     assert lead.stdout.readline() == "ready\n"
     lead.terminate()
-    output, _ = lead.communicate(timeout=60)
-    assert (output, lead.returncode) == ("finished\n", 5)
+    assert ended(lead, 5) == "finished\n"
     assert nothing_left(scratch)
