@@ -291,7 +291,7 @@ mode = Path(sys.argv[1]).stat().st_mode & 0o777
 print("token", f"{mode:o}", [name for name in os.environ if name.startswith("RAY_AUTH")])
 for other in ({}, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "a" * 32}):
     mine = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
-    join = "from megatron_ibpo.cluster.ray_session import open_ray\\nwith open_ray(%r, num_cpus=1): print('in')"
+    join = "from megatron_ibpo.cluster import ray_session\\nwith ray_session.open_ray(%r, num_cpus=1): pass"
     command = [sys.executable, "-c", join % os.environ["RAY_ADDRESS"]]
     stranger = subprocess.run(command, env=mine | other, capture_output=True, text=True, timeout=60)
     print("stranger:", stranger.stdout, stranger.stderr.splitlines()[-1])
