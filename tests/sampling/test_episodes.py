@@ -47,28 +47,20 @@ class TinyChat:
         return [ANSWERS, *messages[-1]["content"], BEGINS]
 
 
-@dataclass
 class Countdown:
     """Answers each message with its sum and the turns left; the one that ends on an even sum is right."""
 
-    seed: int
-    turns: int
-    seconds: float
-    faults: list[str]
-    """Faults to come, across all sessions; each is taken by the next call of `step` or `score`."""
-    closed: list[Countdown]
-    last: int = 0
-
-    def __post_init__(self) -> None:
-        self.opening = Opening([{"role": "user", "content": [10 + self.seed % 7, 20]}])
+    def __init__(self, sessions: Countdowns, turns: int, seed: int) -> None:
+        self.sessions, self.turns, self.last = sessions, turns, 0
+        self.opening = Opening([{"role": "user", "content": [10 + seed % 7, 20]}])
 
     def _maybe_fault(self) -> None:
-        if self.faults and (kind := self.faults.pop(0)):
+        if self.sessions.faults and (kind := self.sessions.faults.pop(0)):
             raise EpisodeFaultError(kind, f"made to {kind}")
 
     async def step(self, message: Message) -> Turn:
         self._maybe_fault()
-        await asyncio.sleep(self.seconds)
+        await asyncio.sleep(self.sessions.seconds)
         self.turns -= 1
         self.last = sum(message["content"])
         answer = {"role": "user", "content": [30 + self.last % 9, 40 + self.turns % 9]}
@@ -79,21 +71,21 @@ class Countdown:
         return EpisodeScore(float(self.last % 2 == 0), {"last": float(self.last)})
 
     async def close(self) -> None:
-        self.closed.append(self)
+        self.sessions.closed += 1
 
 
-@dataclass
 class Countdowns:
-    """The sessions; an episode has as many turns as its label says."""
+    """The sessions; an episode has as many turns as its label says. Each fault is taken by the next call of
+    `step` or `score`."""
 
-    seconds: float = 0.005
-    faults: list[str] = field(default_factory=list)
-    seeds: list[int] = field(default_factory=list)
-    closed: list[Countdown] = field(default_factory=list)
+    def __init__(self, seconds: float = 0.005, faults: Sequence[str] = ()) -> None:
+        self.seconds, self.faults = seconds, list(faults)
+        self.seeds: list[int] = []
+        self.closed = 0
 
     async def open(self, target: str, question: str, label: str, metadata: Any, seed: int) -> Countdown:
         self.seeds.append(seed)
-        return Countdown(seed, int(label), self.seconds, self.faults, self.closed)
+        return Countdown(self, int(label), seed)
 
 
 def prompt_of(index: int = 0, turns: int = 3) -> Prompt:
@@ -115,8 +107,6 @@ class Table:
     max_context: int | None = None
     dies_at: float | None = None
     chat: TinyChat = field(default_factory=TinyChat)
-    engine: SimulatedEngine = field(init=False)
-    episodes: Episodes = field(init=False)
 
     def sampler(self) -> Sampler:
         self.engine = SimulatedEngine(STEP, self.write, dies_at=self.dies_at)
@@ -133,10 +123,7 @@ class Table:
     def play(self, prompt: Prompt, max_tokens: int = 200, number: int = 1, **more: Any) -> list[Sample]:
         requests = [SampleRequest(prompt.token_ids, 100 + i, max_tokens) for i in range(number)]
 
-        async def work() -> list[Sample]:
-            return await self.sampler().answer(prompt, requests, **more)
-
-        return in_virtual_time(work())[0]
+        return in_virtual_time(self.sampler().answer(prompt, requests, **more))[0]
 
 
 def turns_of(sample: Sample) -> list[list[int]]:
@@ -158,7 +145,7 @@ def test_an_episode_is_one_sample_whose_ids_are_those_that_the_engine_wrote():
     assert not sample.logprobs[~sample.loss_mask].any()
     assert (sample.finish_reason, sample.reward) == ("stop", sample.reward_details["last"] % 2 == 0)
     assert sample.reward_details["turns"] == 3
-    assert len(table.sessions.closed) == 1
+    assert table.sessions.closed == 1
 
 
 def test_tool_calls_are_counted():
@@ -201,7 +188,7 @@ def test_a_fault_has_the_episode_played_once_more_with_the_same_seeds(kind: str)
     assert (found.reward, found.reward_error) == (wanted.reward, None)
     assert len(set(faulty.sessions.seeds)) == 1
     assert faulty.episodes.take_metrics() == {f"environment_faults/{kind}": 1.0, "episodes_replayed": 1.0}
-    assert len(faulty.sessions.closed) == 2
+    assert faulty.sessions.closed == 2
 
 
 def in_a_group(lost: Sample) -> tuple[Group, list[Sample]]:

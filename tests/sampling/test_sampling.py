@@ -1,4 +1,4 @@
-"""The same groups in any order of finishing and after any death; ahead of training none is lost or too old."""
+"""The same groups in any order of finishing and after any death; ahead of training none is lost or old."""
 
 from __future__ import annotations
 
