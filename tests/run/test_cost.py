@@ -42,14 +42,6 @@ def test_a_token_of_the_large_models_costs_two_operations_for_each_active_weight
     assert forward_flops(shape, 1) == pytest.approx(billions * 1e9, rel=0.02)
 
 
-def test_a_shared_prompt_is_read_once_and_every_answer_is_written():
-    meter = CostMeter(DENSE, accelerators=2)
-    meter.sampling([answer([1, 2, 3], 5), answer([1, 2, 3], 2), answer([4], 1)])
-    assert meter.spent.tokens == 3 + 5 + 2 + 1 + 1
-    f = [forward_flops(DENSE, n) for n in range(9)]
-    assert meter.spent.flops == f[3] + (f[8] - f[3]) + (f[5] - f[3]) + f[1] + (f[2] - f[1])
-
-
 def test_an_update_costs_three_forward_passes_and_four_when_it_recomputes():
     plain, recomputing = CostMeter(DENSE, 1), CostMeter(DENSE, 1, recomputes=True)
     plain.training([4], [6, 5])
@@ -71,13 +63,15 @@ def test_what_only_observes_is_free():
     assert meter.spent.metrics() == {f"spent_{name}": value for name, value in spent.items()}
 
 
-def test_a_beginning_that_sequences_of_a_pass_share_can_be_counted_once():
+def test_a_shared_prompt_is_read_once_and_a_beginning_that_sequences_share_can_be_counted_once():
     """The prompts 1 2 3, 1 2 4 and 1 2 have four nodes of a tree; an answer is written in any case."""
-    meter = CostMeter(DENSE, accelerators=1)
-    meter.sampling([answer([1, 2, 3], 5), answer([1, 2, 4], 2), answer([1, 2], 1)])
+    meter = CostMeter(DENSE, accelerators=2)
+    meter.sampling([answer([1, 2, 3], 5), answer([1, 2, 3], 2), answer([1, 2, 4], 2), answer([1, 2], 1)])
     f = [forward_flops(DENSE, n) for n in range(9)]
-    assert meter.spent.tokens_shared_prefixes == 4 + 5 + 2 + 1
-    twice_read = 2 * f[2]  # 1 2 of the second, and the whole of the third
+    assert meter.spent.tokens == (3 + 3 + 2) + 5 + 2 + 2 + 1
+    assert meter.spent.flops == f[8] + (f[5] - f[3]) + f[5] + f[3]
+    assert meter.spent.tokens_shared_prefixes == 4 + 5 + 2 + 2 + 1
+    twice_read = 2 * f[2]  # 1 2 of 1 2 4, and the whole of the last
     assert meter.spent.flops_shared_prefixes == pytest.approx(meter.spent.flops - twice_read)
     trained = CostMeter(DENSE, accelerators=1)
     trained.training([4], [6, 5], [0], [0, 2])

@@ -5,6 +5,7 @@ import json
 import shutil
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 
@@ -16,13 +17,13 @@ from megatron_ibpo.run.inputs import bytes_kept, open_journal
 from megatron_ibpo.run.loop import Run
 from megatron_ibpo.run.run_data import open_run_data
 from support.credit_cases import RESET_GROUPS
+from support.credit_cases import plain as all_of
 from support.live_loop import (
     StandIns,
     Trainers,
     config_of,
     in_place,
     live_run,
-    plain,
     questions,
     reward,
     written,
@@ -36,19 +37,6 @@ EVERY_TWO = ("--save-interval", "2")
 
 def indices(groups):
     return [group.prompt.index for group in groups]
-
-
-def compared(groups):
-    """All of a step that a run which goes on must give again."""
-    return [
-        (
-            group.prompt.index,
-            group.prompt.text,
-            [plain(sample) for sample in group.samples],
-            [(correction.target, correction.references) for correction in group.corrections],
-        )
-        for group in groups
-    ]
 
 
 def goes_on(run_dir, flags, journal="kept", count=4):
@@ -150,7 +138,7 @@ def test_a_run_that_goes_on_takes_up_the_order_of_data_where_it_was(whole, journ
             assert sample.token_ids.tolist() == before.token_ids.tolist()
             assert sample.reward == before.reward
     if journal == "kept":
-        assert compared(steps.groups[0]) == compared(killed.groups[2])
+        assert all_of(steps.groups[0]) == all_of(killed.groups[2])
         assert steps.trainers.updates[0] == killed.trainers.updates[2]
     asked = {(r.prompt_token_ids.tobytes(), token_ids(written(r)).tobytes()) for r in steps.engines.asked}
     assert asked.isdisjoint((s.prompt_token_ids.tobytes(), s.token_ids.tobytes()) for s in left.values())
@@ -171,7 +159,7 @@ def test_a_run_that_goes_on_draws_the_same_references_again_for_prompts_of_anoth
     flags += ("--dynamic-sampling", "--dynamic-sampling-by", "rewards")
     killed, _, steps = goes_on(tmp_path, flags, count=1)
     assert max(indices(killed.groups[2])) >= 3 * 4, "the third step has those of the first twelve"
-    assert compared(steps.groups[0]) == compared(killed.groups[2])
+    assert all_of(steps.groups[0]) == all_of(killed.groups[2])
 
 
 @pytest.mark.parametrize("saved", [True, False], ids=["after a checkpoint", "before the first"])
@@ -296,34 +284,28 @@ def test_a_run_that_is_left_early_goes_on_where_it_was(tmp_path):
         ("a step", KeyboardInterrupt(), "stopped at once"),
         ("the program", RuntimeError("no luck"), "failed: RuntimeError: no luck"),
     ],
-    ids=["Ctrl-C in a step", "error between steps"],
 )
 def test_what_was_sampled_before_an_error_is_not_sampled_again(
     tmp_path, monkeypatch, capsys, within, error, status
 ):
     """The journal has the first step's samples, and there is no checkpoint."""
-
-    def fail(*_):
-        raise error
+    fail, before, again = Mock(side_effect=error), StandIns(), StandIns()
 
     def step_in_vain():
-        with mi.open_run(config) as run:
-            runs.append(run)
+        with opened(config_of(tmp_path, "--num-rollout", "2"), before) as run:
             next(run)
             fail()
 
-    config, backend, again, runs = config_of(tmp_path, "--num-rollout", "2"), StandIns(), StandIns(), []
-    with in_place(backend), monkeypatch.context() as patched:
+    with monkeypatch.context() as patched:
         if within == "a step":
             patched.setattr(Run, "update", fail)
         with pytest.raises(type(error)):
             step_in_vain()
-    assert backend.engines.asked
+    assert before.engines.asked
+    config = config_of(tmp_path, "--num-rollout", "1", "--load", str(tmp_path))
     assert status_of(config) == status
     assert "To resume from the journal" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="this run is closed"):
-        next(runs[0])
-    with opened(config_of(tmp_path, "--num-rollout", "1", "--load", str(tmp_path)), again) as run:
+    with opened(config, again) as run:
         assert [step.metrics["step"] for step in run] == [1]
     assert again.engines.asked == []
 
