@@ -242,49 +242,50 @@ def test_where_no_engine_is_left_trainers_start_again_at_once_and_who_joins_then
     assert engines.events == [("engine 1", "call", "sleep")], "it was awake"
 
 
-def run_of(run_dir, engines, **policy):
-    """A run of these stand-ins, on a disk that has room."""
-    config = Config()
+def run_of(run_dir):
+    """A run on a disk that has room, and what notes all that is asked of its policy and its engines."""
+    config, asked = Config(), mock.Mock()
     config.run.run_dir = run_dir
-    return Run(
-        config=config, data=None, policy=SimpleNamespace(**policy), engines=SimpleNamespace(**engines),
+    run = Run(
+        config=config, data=None, policy=asked.policy, engines=asked.engines,
         rollouts=SimpleNamespace(state=dict, past=lambda steps, _: [[] for _ in steps]),
         journal=SimpleNamespace(pending_bytes=0, saved=lambda _: None),
         reporter=SimpleNamespace(note=print), disk=DiskWait(0, print),
         stages=Stages(), cost=SimpleNamespace(spent=Spent()), progress=Progress(),
     )  # fmt: skip
+    return run, asked
+
+
+def names(asked):
+    return [name.split(".")[-1] for name, *_ in asked.mock_calls]
 
 
 @pytest.mark.parametrize("dies_over", ["saved", "update"])
 def test_engines_sleep_before_trainers_that_died_start_again(tmp_path, dies_over):
     """This holds whatever they died over: after an update of the engines these are awake."""
-    events, deaths = [], [ProcessDiedError("trainer 0 was killed")]
-
-    def noted(name, result=True):
-        def called(*_, **__):
-            events.append(name)
-            if name == dies_over and deaths:
-                raise deaths.pop()
-            return result
-
-        return called
-
-    policy = {"saved": noted("saved"), "restart": noted("restart"), "take_passes": list}
-    policy["update"] = noted("update", {"updates_skipped": 0.0})
-    run = run_of(tmp_path, {"sleep": noted("sleep"), "meet_trainers": noted("meet")}, **policy)
+    run, asked = run_of(tmp_path)
+    asked.policy.take_passes = list
+    died, done = ProcessDiedError("trainer 0 was killed"), {"updates_skipped": 0.0}
+    getattr(asked.policy, dies_over).side_effect = [died, done]
     run.save_if_due() if dies_over == "saved" else run.update([])
-    assert events[:4] == [dies_over, "sleep", "restart", "meet"]
-    assert events[-1] == dies_over, "what it died over is done again"
+    assert names(asked)[:4] == [dies_over, "sleep", "restart", "meet_trainers"]
+    assert names(asked)[-1] == dies_over, "what it died over is done again"
 
 
 def test_checkpoints_and_exports_are_gathered_while_engines_sleep(tmp_path):
-    events = []
-    noted = {
-        name: lambda *_, name=name, **__: not events.append(name)
-        for name in ("saved", "save", "save_hf", "sleep")
-    }
-    run = run_of(tmp_path, noted, **noted)
+    run, asked = run_of(tmp_path)
     run.config.run.export_interval, run.config.run.save_interval = 2, 4
     for run.progress.step in range(1, 5):
         run.save_if_due()
-    assert " ".join(events) == "saved saved sleep save_hf saved saved sleep save sleep save_hf"
+    assert names(asked) == [
+        "saved",
+        "saved",
+        "sleep",
+        "save_hf",
+        "saved",
+        "saved",
+        "sleep",
+        "save",
+        "sleep",
+        "save_hf",
+    ]
