@@ -257,7 +257,7 @@ def run_of(run_dir):
 
 
 def names(asked):
-    return [name.split(".")[-1] for name, *_ in asked.mock_calls]
+    return " ".join(name.split(".")[-1] for name, *_ in asked.mock_calls)
 
 
 @pytest.mark.parametrize("dies_over", ["saved", "update"])
@@ -268,8 +268,8 @@ def test_engines_sleep_before_trainers_that_died_start_again(tmp_path, dies_over
     died, done = ProcessDiedError("trainer 0 was killed"), {"updates_skipped": 0.0}
     getattr(asked.policy, dies_over).side_effect = [died, done]
     run.save_if_due() if dies_over == "saved" else run.update([])
-    assert names(asked)[:4] == [dies_over, "sleep", "restart", "meet_trainers"]
-    assert names(asked)[-1] == dies_over, "what it died over is done again"
+    assert names(asked).startswith(f"{dies_over} sleep restart meet_trainers ")
+    assert names(asked).endswith(dies_over), "what it died over is done again"
 
 
 def test_checkpoints_and_exports_are_gathered_while_engines_sleep(tmp_path):
@@ -277,15 +277,4 @@ def test_checkpoints_and_exports_are_gathered_while_engines_sleep(tmp_path):
     run.config.run.export_interval, run.config.run.save_interval = 2, 4
     for run.progress.step in range(1, 5):
         run.save_if_due()
-    assert names(asked) == [
-        "saved",
-        "saved",
-        "sleep",
-        "save_hf",
-        "saved",
-        "saved",
-        "sleep",
-        "save",
-        "sleep",
-        "save_hf",
-    ]
+    assert names(asked) == "saved saved sleep save_hf saved saved sleep save sleep save_hf"
