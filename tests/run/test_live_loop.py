@@ -18,16 +18,7 @@ from megatron_ibpo.run.loop import Run
 from megatron_ibpo.run.run_data import open_run_data
 from support.credit_cases import RESET_GROUPS
 from support.credit_cases import plain as all_of
-from support.live_loop import (
-    StandIns,
-    Trainers,
-    config_of,
-    in_place,
-    live_run,
-    questions,
-    reward,
-    written,
-)
+from support.live_loop import StandIns, Trainers, config_of, in_place, live_run, questions, reward, written
 from support.paths import ROOT
 
 AHEAD = ("--max-staleness", "2")
