@@ -27,18 +27,15 @@ from megatron_ibpo.basics.supervised import shared_memory
 from megatron_ibpo.config import Config
 from megatron_ibpo.data.tokenizer import read_eos_token_ids
 from megatron_ibpo.engines import Engine, EngineDiedError, EngineError, EngineStartError
-from megatron_ibpo.engines.lean import LeanEngine, checkpoint_weights
 from megatron_ibpo.engines.probe import Probe, compare_probes, probe
 from megatron_ibpo.engines.vllm.engine import _environment
 from megatron_ibpo.engines.vllm.engine_process import SamplingEngine, _device_arguments, _engine_args
 from megatron_ibpo.engines.vllm.settings import engine_settings, start_timeout, vllm_arguments
-from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.weights.transfer import gloo
 from megatron_ibpo.weights.transfer.link import Sent
 from megatron_ibpo.weights.transfer.update_order import choose_transport
 from megatron_ibpo.weights.weight_errors import WeightMismatchError, WeightPlanError
 from support.engine_runs import (
-    CONTEXT,
     TIMEOUT,
     CheckpointSource,
     connect,
@@ -281,18 +278,6 @@ def test_samples_follow_from_their_seeds_and_have_the_logprobs_of_what_was_sampl
     assert difference([s.logprobs for s in samples], reference).max() < 2e-5
     others = [replace(request, seed=request.seed + 1) for request in requests]
     assert ids_of(again) == ids_of(samples) != ids_of(dense.generate(others, version=0, timeout=TIMEOUT))
-
-
-@pytest.mark.engine
-def test_the_lean_back_end_writes_the_same_greedy_tokens_with_the_same_logprobs(dense, checkpoints):
-    requests = make_requests(40, seed=3, temperature=0.0)
-    shape = read_hf_config(checkpoints["dense 0"])
-    lean = LeanEngine(shape, (EOS_ID,), max_context=CONTEXT, most_at_once=16)
-    lean.load(checkpoint_weights(shape, checkpoints["dense 0"]), 0)
-    ours, theirs = lean.generate(requests), dense.generate(requests, version=0, timeout=TIMEOUT)
-    assert ids_of(ours) == ids_of(theirs)
-    assert [s.finish_reason for s in ours] == [s.finish_reason for s in theirs]
-    assert difference([s.logprobs for s in ours], [s.logprobs for s in theirs]).max() < 1e-4
 
 
 @pytest.mark.engine

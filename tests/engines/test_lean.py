@@ -1,4 +1,4 @@
-"""The lean back end: a policy that samples in the trainer's own process. (Beside vLLM's: test_engine.py.)"""
+"""The lean back end: a policy that samples in the trainer's own process."""
 
 import asyncio
 import json
