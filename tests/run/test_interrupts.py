@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 
 import pytest
 
@@ -34,19 +35,17 @@ if sys.argv[2] == "goes on":
 @pytest.fixture
 def stopping(tmp_path):
     """Starts a program that listens for signals, and ends it."""
-    started = []
+    with ExitStack() as stack:
 
-    def start(what, **options):
-        command = [sys.executable, "-c", STOPPING, str(tmp_path / "hangup.log"), what]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, **options)
-        started.append(process)
-        assert process.stdout.readline() == "ready\n"
-        return process
+        def start(what, **options):
+            command = [sys.executable, "-c", STOPPING, str(tmp_path / "hangup.log"), what]
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, **options)
+            stack.enter_context(process)
+            stack.callback(process.kill)
+            assert process.stdout.readline() == "ready\n"
+            return process
 
-    yield start
-    for process in started:
-        process.kill()
-        process.wait(10)
+        yield start
 
 
 def test_the_first_signal_is_noted_and_a_second_one_stops_at_once(stopping):

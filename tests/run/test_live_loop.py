@@ -322,31 +322,27 @@ def test_settings_that_cannot_work_are_refused_before_anything_starts(tmp_path):
     config = config_of(tmp_path / "run", "--num-steps-per-rollout", "3", "--eps-clip", "2")
     with pytest.raises(mi.ConfigError, match="--num-steps-per-rollout"):
         mi.open_run(config)
+    assert not (tmp_path / "run").exists()
     (tmp_path / "empty").mkdir()
     config = config_of(tmp_path / "run", "--load", str(tmp_path / "empty"))
     with in_place(StandIns()), pytest.raises(ValueError, match=r"there is no step_N with a run_state.json"):
         mi.open_run(config)
-    assert not (tmp_path / "run").exists()
-
-
-def start_in_vain(config):
-    def fail():
-        raise ArithmeticError("engine 0 did not start")
-
-    with in_place(StandIns(wait_ready=fail)), pytest.raises(ArithmeticError):
-        mi.open_run(config)
 
 
 def test_after_a_start_that_failed_the_same_command_starts_the_run_and_so_does_load(tmp_path, capsys):
-    config = config_of(tmp_path / "same", *TWO)
-    for _ in range(2):
-        start_in_vain(config)
+    def start_in_vain(config):
+        fails = StandIns(wait_ready=Mock(side_effect=ArithmeticError("engine 0 did not start")))
+        with in_place(fails), pytest.raises(ArithmeticError):
+            mi.open_run(config)
+
+    config, there = config_of(tmp_path / "same", *TWO), tmp_path / "load"
+    start_in_vain(config)
+    start_in_vain(config)
     with opened(config) as run:
         assert len(list(run)) == 2
     assert rows_of(config) == [("step", 1), ("step", 2)]
     with in_place(StandIns()), pytest.raises(mi.ConfigError, match="already holds a run"):
         mi.open_run(config)
-    there = tmp_path / "load"
     start_in_vain(config_of(there, *TWO))
     with opened(config_of(there, *TWO, "--load", str(there))) as run:
         assert next(run).metrics["step"] == 1
