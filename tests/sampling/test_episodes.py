@@ -148,14 +148,20 @@ def test_an_episode_is_one_sample_whose_ids_are_those_that_the_engine_wrote():
     assert table.sessions.closed == 1
 
 
-def test_tool_calls_are_counted():
+def test_tool_calls_are_counted_and_an_answer_that_cannot_be_written_is_a_fault_of_the_environment():
     class Calls(TinyChat):
         def read(self, ids: Sequence[int], tools: Sequence[Any] | None = None) -> Message:
             return super().read(ids) | {"tool_calls": [{}, {}], "malformed_tool_calls": ["{"]}
 
-    (sample,) = Table(chat=Calls()).play(prompt_of(turns=2))
-    assert sample.reward_details["tool_calls"] == 4
-    assert sample.reward_details["malformed_calls"] == 2
+    class Refuses(TinyChat):
+        def extend(self, ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
+            raise ValueError("no token for '☃'")
+
+    (calls,), (refused,) = (Table(chat=chat).play(prompt_of(turns=2)) for chat in (Calls(), Refuses()))
+    assert calls.reward_details["tool_calls"] == 4
+    assert calls.reward_details["malformed_calls"] == 2
+    assert refused.reward is None
+    assert "cannot be written: no token for '☃'" in str(refused.reward_error)
 
 
 @pytest.mark.parametrize(
@@ -223,16 +229,6 @@ def test_an_environment_that_never_starts_leaves_a_group_that_trains_on_the_othe
     assert group.prompt.token_ids.tolist() == others[0].prompt_token_ids.tolist()
     credit = assign_credit([group], replace(CONTEXT, algorithm=credit_of("ibpo")))
     assert all(len(s.response_token_ids) for s in credit.sequences if s.has_advantage)
-
-
-def test_an_answer_that_cannot_be_written_is_a_fault_of_the_environment():
-    class Refuses(TinyChat):
-        def extend(self, ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
-            raise ValueError("no token for '☃'")
-
-    (sample,) = Table(chat=Refuses()).play(prompt_of(turns=2))
-    assert sample.reward is None
-    assert "cannot be written: no token for '☃'" in str(sample.reward_error)
 
 
 def test_a_prompt_whose_row_has_no_environment_beside_others_that_have_is_one_turn():

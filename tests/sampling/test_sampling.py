@@ -274,11 +274,18 @@ def test_corrections_stay_near_their_group_unless_another_engine_has_far_less_to
     in_virtual_time(work())
 
 
-def test_without_a_successor_the_death_is_raised_and_the_others_are_told_to_stop():
-    dying, living = SimulatedEngine(STEP, write, dies_at=0.05), SimulatedEngine(STEP, write)
+def test_a_death_without_a_successor_and_a_verifier_that_raises_take_all_requests_back():
+    async def broken(prompt: Prompt, sample: Sample) -> None:
+        raise RuntimeError("no verifier")
+
+    dying, living, alone = (SimulatedEngine(STEP, write, dies_at=dies) for dies in (0.05, None, None))
     with pytest.raises(EngineError, match="engine 0 died: it has ended"):
         stream([dying, living])
+    with pytest.raises(RuntimeError, match="no verifier"):
+        stream([alone], score=broken)
     assert living.aborted
+    assert alone.aborted
+    assert not alone._running
 
 
 def test_whoever_asks_after_the_last_engine_was_lost_is_told_so_too():
@@ -338,17 +345,6 @@ def test_when_it_is_closed_over_what_is_asked_nothing_is_left_pending(caplog, mo
     del sampler
     gc.collect()
     assert caplog.text == ""
-
-
-def test_a_verifier_that_raises_takes_the_requests_back():
-    async def broken(prompt: Prompt, sample: Sample) -> None:
-        raise RuntimeError("no verifier")
-
-    engine = SimulatedEngine(STEP, write)
-    with pytest.raises(RuntimeError, match="no verifier"):
-        stream([engine], score=broken)
-    assert engine.aborted
-    assert not engine._running
 
 
 @pytest.mark.parametrize(("length", "says"), [(0, "empty prompt"), (64, "64 tokens leaves no room")])
@@ -483,18 +479,6 @@ def test_in_order_the_prompts_and_seeds_are_those_of_sampling_step_by_step():
         assert ids_of(one.responses) == ids_of(other.responses)
 
 
-def test_a_response_goes_on_with_new_weights_and_says_which_tokens_are_whose():
-    loop = Loop(Pace(2), training=0.3).run()
-    partial = [s for group in loop.groups for s in group.samples if len(s.versions) > 1]
-    assert len(partial) == sum(batch.metrics["partial_rollouts"] for batch in loop.batches) > 5
-    for sample in partial:
-        starts, versions = zip(*sample.versions, strict=True)
-        assert starts[0] == 0
-        assert list(starts) == sorted(set(starts))
-        assert list(versions) == sorted(set(versions))
-        assert starts[-1] < len(sample.token_ids)
-
-
 def test_over_sampling_shows_that_it_prefers_short_responses():
     def bias(pace: Pace) -> float:
         batches = Loop(pace, 0.1, steps=40).run().batches
@@ -531,9 +515,17 @@ def test_ahead_of_training_too_an_unsolved_group_is_kept_for_its_corrections():
         assert len(group.corrections) == len(group.responses), "asked once"
 
 
-def test_an_advantage_comes_from_the_samples_as_they_were_whatever_sampled_them():
+def test_a_response_goes_on_with_new_weights_and_its_advantage_is_that_of_its_samples_as_they_were():
     """The bonus of a wrong response is that of its correction, though other weights wrote that one."""
     loop = Loop(Pace(2), training=0.3).run()
+    partial = [s for group in loop.groups for s in group.samples if len(s.versions) > 1]
+    assert len(partial) == sum(batch.metrics["partial_rollouts"] for batch in loop.batches) > 5
+    for sample in partial:
+        starts, versions = zip(*sample.versions, strict=True)
+        assert starts[0] == 0
+        assert list(starts) == sorted(set(starts))
+        assert list(versions) == sorted(set(versions))
+        assert starts[-1] < len(sample.token_ids)
     assert any(
         correction.response.policy_version > group.responses[correction.target].policy_version
         for group in loop.groups
