@@ -384,6 +384,7 @@ def test_weights_that_do_not_come_and_unknown_ones_are_named_before_anything_is_
     engine.submit([(0, make_requests(1)[0])], version=1)
     for _ in range(3):  # it has no weights: requests wait until some come, and it is not taken to hang
         assert engine.take(0.25) == []
+    monkeypatch.undo()
     engine.abort([0])
     with pytest.raises(WeightPlanError, match=r"engine 0 .*layers\.1\.mlp\.gate"):
         open_gloo().connect(strange, {0: engine}, [0])
