@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
@@ -203,29 +204,19 @@ def test_a_ray_that_does_not_start_twice_is_no_bad_input(scratch):
     assert "Traceback" not in output
 
 
-STANDS_STILL = """
-import threading, time
-import psutil
-def meet():
-    while True:
-        for child in psutil.Process().children(recursive=True):
-            try:
-                if child.name() == "raylet":
-                    child.suspend()
-                    time.sleep(40)
-                    return child.resume()
-            except psutil.Error:
-                pass
-        time.sleep(0.01)
-threading.Thread(target=meet, daemon=True).start()
-"""
-
-
 @pytest.mark.slow
 def test_a_ray_may_take_longer_to_start_than_rays_own_limit(scratch):
     """Its node manager stands still for 40 s; Ray alone waits for 30."""
-    output = ended(python("-c", STANDS_STILL + OWN_RAY, env={"TMPDIR": str(scratch)}))
-    assert output.startswith("127.0.0.1\n"), "nothing is said"
+    process, raylet = python("-c", OWN_RAY, env={"TMPDIR": str(scratch)}), None
+    while raylet is None:
+        time.sleep(0.01)
+        with suppress(psutil.Error):
+            below = psutil.Process(process.pid).children(recursive=True)
+            raylet = next((one for one in below if one.name() == "raylet"), None)
+    raylet.suspend()
+    time.sleep(40)
+    raylet.resume()
+    assert ended(process).startswith("127.0.0.1\n"), "nothing is said"
 
 
 def test_there_is_no_cluster_to_join():
