@@ -19,9 +19,9 @@ ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture(scope="module")
-def address():
-    with simulated_cluster(3) as cluster:
-        yield cluster.address
+def cluster():
+    with simulated_cluster(3) as started:
+        yield started
 
 
 def command_of(address, run_dir, *flags):
@@ -35,15 +35,6 @@ def command_of(address, run_dir, *flags):
     ]
 
 
-def run(address, run_dir, *flags):
-    """(exit status, output) of two steps."""
-    command = command_of(address, run_dir, "--num-rollout", "2", "--check-weight-update-equal", *flags)
-    done = subprocess.run(
-        command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=280, check=False
-    )
-    return done.returncode, done.stdout + done.stderr
-
-
 def steps(run_dir):
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return [row for row in rows if row["kind"] == "step"]
@@ -53,22 +44,19 @@ def steps(run_dir):
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        (
-            ["--no-colocate", "--rollout-num-gpus", "1"],
-            ["trainers 0, engines –", "trainers 1, engines –", "trainers –, engines 0"],
-        ),
-        (
-            ["--num-trainers", "2"],
-            ["trainers 0, engines 0", "trainers 1, engines 1", "trainers –, engines –"],
-        ),
+        ("--no-colocate --rollout-num-gpus 1", ["0, engines –", "1, engines –", "–, engines 0"]),
+        ("--num-trainers 2", ["0, engines 0", "1, engines 1", "–, engines –"]),
     ],
     ids=["engines of their own", "engines next to trainers"],
 )
-def test_trainers_on_two_nodes(address, tmp_path, flags, expected):
-    status, output = run(address, tmp_path / "run", *flags)
-    assert status == 0, output[-5000:]
-    placed = [line for line in output.splitlines() if "trainers" in line and "engines" in line]
-    assert sorted(line.split(": ", 1)[1] for line in placed) == [f"{row}, 2 verifiers" for row in expected]
+def test_trainers_on_two_nodes(cluster, tmp_path, flags, expected):
+    flags += " --num-rollout 2 --check-weight-update-equal"
+    command = command_of(cluster.address, tmp_path / "run", *flags.split())
+    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-5000:]
+    placed = [line for line in done.stdout.splitlines() if "trainers" in line and "engines" in line]
+    wanted = [f"trainers {row}, 2 verifiers" for row in expected]
+    assert sorted(line.split(": ", 1)[1] for line in placed) == wanted
     assert [row["step"] for row in steps(tmp_path / "run")] == [1, 2]
 
 
@@ -105,11 +93,3 @@ def is_engine_of(process, run_dir):
     except psutil.Error:
         return False
     return run_dir / "logs/engine_0.log" in files and "engine_process" in " ".join(command)
-
-
-@pytest.mark.slow  # on paper in test_placement.py, as is a cluster with too few for its trainers
-def test_a_cluster_that_is_too_small_says_what_it_has(address, tmp_path):
-    status, output = run(address, tmp_path / "run", "--no-colocate", "--rollout-num-gpus", "2")
-    assert status == 2
-    assert "--rollout-num-gpus 2: alongside 2 trainers there is room for 1 of 2 engines" in output
-    assert "Traceback" not in output

@@ -2,8 +2,6 @@
 
 import os
 
-import pytest
-
 from megatron_ibpo.cluster.deaths import how_it_ended, record_peak_memory
 from support.waiting import eventually
 
@@ -12,43 +10,25 @@ NO_WORD = WHO + "The actor is dead. Worker unexpectedly exits with a connection 
 """As Ray 2.60 writes it."""
 
 
-def test_a_kill_is_named_with_the_likely_reason_and_the_memory(tmp_path):
-    (tmp_path / "worker-1-2-4711.err").write_text(":actor_name:P\n")
+def test_a_process_that_has_ended_is_said_to_have_been_killed_or_to_have_crashed(tmp_path):
+    of_worker = tmp_path / "worker-1-2-4711.err"
+    of_worker.write_text(":actor_name:P\n")
     (tmp_path / "peak-4711").write_text(str(3 * 1024**2))
     said = how_it_ended(NO_WORD, tmp_path)
     assert said.startswith(
         "was killed by SIGKILL (process 4711 on 10.0.0.7). Most often that is the kernel's"
     )
     assert "its memory had reached 3.0 of " in said
-
-
-def test_a_crash_is_told_from_a_kill(tmp_path):
-    (tmp_path / "worker-1-2-4711.err").write_text("*** SIGSEGV received at time=1 on cpu 1 ***\n")
+    of_worker.write_text("*** SIGSEGV received at time=1 on cpu 1 ***\n")
     assert how_it_ended(NO_WORD, tmp_path) == "crashed with SIGSEGV (process 4711 on 10.0.0.7)"
-
-
-def test_of_another_node_less_is_known():
-    said = how_it_ended(NO_WORD, None)
-    assert said.startswith("was killed by SIGKILL, or crashed in native code (process 4711 on 10.0.0.7).")
-    assert said.endswith("see dmesg on that node")
-
-
-@pytest.mark.parametrize(
-    ("message", "said"),
-    [
-        (
-            WHO + "exit code 1. The process receives a SIGTERM.",
-            "was ended by SIGTERM (process 4711 on 10.0.0.7)",
-        ),
-        (
-            "The actor died.\nThe actor died because its node has died.",
-            "has ended: The actor died because its",
-        ),
-        ("", "has ended: the reason is not known"),
-    ],
-)
-def test_other_ends_are_told_as_ray_tells_them(message, said):
-    assert how_it_ended(message, None).startswith(said)
+    there = how_it_ended(NO_WORD, None)  # of another node less is known
+    assert there.startswith("was killed by SIGKILL, or crashed in native code (process 4711 on 10.0.0.7).")
+    assert there.endswith("see dmesg on that node")
+    asked = how_it_ended(WHO + "exit code 1. The process receives a SIGTERM.", None)
+    assert asked == "was ended by SIGTERM (process 4711 on 10.0.0.7)"
+    of_node = "The actor died.\nThe actor died because its node has died."
+    assert how_it_ended(of_node, None).startswith("has ended: The actor died because its")
+    assert how_it_ended("", None) == "has ended: the reason is not known"
 
 
 def test_a_process_notes_how_much_memory_it_has_had(tmp_path):

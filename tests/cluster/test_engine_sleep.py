@@ -1,4 +1,4 @@
-"""Engines on the trainers' GPUs: the order of giving memory back, with stand-ins for the processes."""
+"""Engines that sleep, die and join: the order in which processes are asked, with stand-ins for these."""
 
 import asyncio
 import threading
@@ -9,12 +9,14 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
+from megatron_ibpo.cluster import engine_handles
 from megatron_ibpo.cluster import engines as module
 from megatron_ibpo.cluster.deaths import ProcessDiedError
-from megatron_ibpo.cluster.engine_handles import Member
+from megatron_ibpo.cluster.engine_handles import Member, RemoteEngine
 from megatron_ibpo.cluster.engines import Engines
 from megatron_ibpo.config import Config
 from megatron_ibpo.engines import EngineError
@@ -30,11 +32,13 @@ class Process:
 
     built = None
 
-    def __init__(self, index, events):
-        self.name, self.events, self.faults = f"engine {index}", events, set()
+    def __init__(self, name, events):
+        self.name, self.events, self.faults = name, events, set()
 
     def call(self, call, *arguments, **_):
         self.events.append((self.name, call, *arguments))
+        if "stands still" in self.faults:
+            return asyncio.Event().wait()
         return EngineError("no") if self.faults & {call, *arguments} else None
 
     def kill(self):
@@ -52,30 +56,31 @@ def engines(monkeypatch):
     monkeypatch.setattr(module, "result", result)
     events: list[Any] = []
     monkeypatch.setattr(Engines, "events", events, raising=False)
-    trainers = SimpleNamespace(all=lambda method, *_: events.append(("trainers", method)))
     found: Any = Engines(
-        trainers=trainers,
+        trainers=SimpleNamespace(all=lambda method, *_: events.append(("trainers", method))),
         placement=SimpleNamespace(engines=("a slot", "a slot")),
-        group=None,
-        engine="vllm",
+        group=None, engine="vllm", logs=Path("logs"), start_timeout=1.0, order=update()[-1],
         settings=SimpleNamespace(sleep_mode=True, transport="ipc", extra_arguments={}),
-        logs=Path("logs"),
-        order=UpdateOrder(version=0, sleeping=True, check=False, timeout=1.0),
-        start_timeout=1.0,
-    )
-    found.members = {index: Member(index, Process(index, events)) for index in range(2)}
+    )  # fmt: skip
+    found.members = {index: Member(index, Process(f"engine {index}", events)) for index in range(2)}
     monkeypatch.setattr(found, "_catch_up", partial(updated, events))
     return found
 
 
 def updated(events, engines, order):
-    """All engines get the weights that they are to have."""
     events.append(("update", *engines, order))
     return 0, 0, {}
 
 
 def update(*engines, version=0):
     return ("update", *engines, UpdateOrder(version=version, sleeping=True, check=False, timeout=1.0))
+
+
+SLEEP = [("engine 0", "call", "sleep"), ("engine 1", "call", "sleep")]
+
+
+def killed(engines):
+    return [event[0] for event in engines.events if event[1] == "killed"]
 
 
 def test_engines_that_wake_get_the_weights_that_they_had_before_and_wake_once(engines):
@@ -87,25 +92,47 @@ def test_engines_that_wake_get_the_weights_that_they_had_before_and_wake_once(en
     assert len(engines.events) == 1
 
 
-def test_an_engine_that_does_not_sleep_is_ended(engines):
+def test_an_engine_that_does_not_sleep_or_stands_still_is_ended_by_force(engines, monkeypatch):
     engines.wake()
     engines.events.clear()
     engines.members[1].host.faults.add("sleep")
     engines.sleep()
-    assert engines.events[:2] == [("engine 0", "call", "sleep"), ("engine 1", "call", "sleep")]
-    assert engines.events[-1] == ("engine 1", "killed")
-    assert ("engine 0", "killed") not in engines.events
+    assert engines.events[:2] == SLEEP
+    assert killed(engines) == ["engine 1"]
+    monkeypatch.setattr(engine_handles, "END_TIMEOUT_S", 0.01)
+    engines.members[0].host.faults.add("stands still")
+    asyncio.run(RemoteEngine(engines.members[0]).kill("it hangs"))
+    assert killed(engines) == ["engine 1", "engine 0"]
+
+
+def test_an_update_ends_the_engines_that_died_in_it_and_not_their_successors(engines, monkeypatch):
+    def update(*_):
+        engines.members[1].host = Process("successor", engines.events)  # the sampler noticed first
+        return 0, 0, {0: "it hangs", 1: "it has ended"}
+
+    monkeypatch.setattr(engines, "_catch_up", update)
+    engines.update_weights(1)
+    assert killed(engines) == ["engine 0"]
+
+
+def test_three_deaths_within_a_minute_of_work_and_one_step_end_the_run(engines):
+    for version in (1, 1, 2, 2):
+        engines.order = replace(engines.order, version=version)
+        engines._count_death(engines.members[0])
+    with pytest.raises(EngineError, match="engine 0 died 3 times within 0 seconds of work"):
+        engines._count_death(engines.members[0])
+    for _ in range(2):
+        engines._count_death(engines.members[1])
+    engines.meet_trainers()  # engines that died before their trainers did start anew
+    engines._count_death(engines.members[1])
 
 
 @pytest.mark.parametrize("asked", ["update_weights", "wake"])
 def test_engines_sleep_again_when_a_trainer_dies_over_an_update(engines, monkeypatch, asked):
-    def died(*_):
-        raise ProcessDiedError("trainer 1")
-
-    monkeypatch.setattr(engines, "_catch_up", died)
+    monkeypatch.setattr(engines, "_catch_up", mock.Mock(side_effect=ProcessDiedError("trainer 1")))
     with pytest.raises(ProcessDiedError):
         engines.update_weights(3) if asked == "update_weights" else engines.wake()
-    assert engines.events == [("engine 0", "call", "sleep"), ("engine 1", "call", "sleep")]
+    assert engines.events == SLEEP
     assert engines.order.sleeping
 
 
@@ -139,7 +166,7 @@ def test_an_engine_that_comes_up_beside_sampling_sleeps_with_the_others_and_wake
     assert engines.events == []
     up.set()
     sleeping.join(20)
-    assert engines.events == [("engine 0", "call", "sleep"), ("engine 1", "call", "sleep")]
+    assert engines.events == SLEEP
     engines.events.clear()
     engines.admit()
     revived.result(20)
@@ -165,7 +192,7 @@ def losing_a_trainer(engines, monkeypatch):
     deaths = [ProcessDiedError("trainer 1 was killed")]
 
     def catch_up(asked, order):
-        engines.events.append(("update", *asked, order))
+        updated(engines.events, asked, order)
         if 1 in asked and deaths:
             raise deaths.pop()
         return 0, 0, {}
@@ -215,64 +242,39 @@ def test_where_no_engine_is_left_trainers_start_again_at_once_and_who_joins_then
     assert engines.events == [("engine 1", "call", "sleep")], "it was awake"
 
 
-def run_of(run_dir, policy, engines):
-    """A run of these stand-ins, on a disk that has room."""
-    config = Config()
+def run_of(run_dir):
+    """A run on a disk that has room, and what notes all that is asked of its policy and its engines."""
+    config, asked = Config(), mock.Mock()
     config.run.run_dir = run_dir
-    return Run(
-        config=config,
-        data=None,
+    run = Run(
+        config=config, data=None, policy=asked.policy, engines=asked.engines,
         rollouts=SimpleNamespace(state=dict, past=lambda steps, _: [[] for _ in steps]),
         journal=SimpleNamespace(pending_bytes=0, saved=lambda _: None),
-        policy=policy, engines=engines, reporter=SimpleNamespace(note=print), disk=DiskWait(0, print),
+        reporter=SimpleNamespace(note=print), disk=DiskWait(0, print),
         stages=Stages(), cost=SimpleNamespace(spent=Spent()), progress=Progress(),
     )  # fmt: skip
+    return run, asked
+
+
+def names(asked):
+    return " ".join(name.split(".")[-1] for name, *_ in asked.mock_calls)
 
 
 @pytest.mark.parametrize("dies_over", ["saved", "update"])
 def test_engines_sleep_before_trainers_that_died_start_again(tmp_path, dies_over):
     """This holds whatever they died over: after an update of the engines these are awake."""
-    events, deaths = [], [ProcessDiedError("trainer 0 was killed")]
-
-    def call(name, result=True):
-        def called(*_, **__):
-            events.append(name)
-            if name == dies_over and deaths:
-                raise deaths.pop()
-            return result
-
-        return called
-
-    policy = SimpleNamespace(
-        saved=call("saved"),
-        restart=call("restart"),
-        update=call("update", {"updates_skipped": 0.0}),
-        take_passes=list,
-    )
-    run = run_of(tmp_path, policy, SimpleNamespace(sleep=call("sleep"), meet_trainers=call("meet")))
+    run, asked = run_of(tmp_path)
+    asked.policy.take_passes = list
+    died, done = ProcessDiedError("trainer 0 was killed"), {"updates_skipped": 0.0}
+    getattr(asked.policy, dies_over).side_effect = [died, done]
     run.save_if_due() if dies_over == "saved" else run.update([])
-    assert events[:4] == [dies_over, "sleep", "restart", "meet"]
-    assert events[-1] == dies_over, "what it died over is done again"
+    assert names(asked).startswith(f"{dies_over} sleep restart meet_trainers ")
+    assert names(asked).endswith(dies_over), "what it died over is done again"
 
 
 def test_checkpoints_and_exports_are_gathered_while_engines_sleep(tmp_path):
-    events = []
-
-    def noted(name, /, *_, **__):
-        events.append(name)
-        return True
-
-    def noting(*names):
-        return SimpleNamespace(**{name: partial(noted, name) for name in names})
-
-    run = run_of(tmp_path, noting("saved", "save", "save_hf"), noting("sleep"))
+    run, asked = run_of(tmp_path)
     run.config.run.export_interval, run.config.run.save_interval = 2, 4
-    for step in range(1, 5):
-        run.progress.step = step
+    for run.progress.step in range(1, 5):
         run.save_if_due()
-    assert events == [
-        "saved",
-        *("saved", "sleep", "save_hf"),
-        "saved",
-        *("saved", "sleep", "save", "sleep", "save_hf"),
-    ]
+    assert names(asked) == "saved saved sleep save_hf saved saved sleep save sleep save_hf"

@@ -1,20 +1,40 @@
-"""The processes of a run are placed as planned on paper."""
+"""The processes of a run are placed as planned on paper, if each node has the memory for its own."""
 
+import re
+
+import psutil
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
-from megatron_ibpo.cluster.placement import Engines, Node, PlacementError, plan_placement
-from megatron_ibpo.config import Config, RolloutConfig
+from megatron_ibpo.cluster.main_memory import main_memory
+from megatron_ibpo.cluster.placement import Engines, Node, Placement, PlacementError, plan_placement
+from megatron_ibpo.config import Config, ParallelConfig, RolloutConfig, on_device
+from megatron_ibpo.models import ModelShape, read_hf_config
+from megatron_ibpo.plan.node_memory import check_main_memory
 from megatron_ibpo.run import on_cluster
+from megatron_ibpo.weights.formats.hugging_face import trained_elements
+from megatron_ibpo.weights.layout.export import metadata_of
+from support.paths import ROOT
+from support.published_recipes import NEXT_80B, configured
 
 
 def gpus(*counts):
     return [Node(f"id{i}", f"10.0.0.{i}", cpus=16, gpus=count) for i, count in enumerate(counts)]
 
 
-def cpus(*counts):
-    return [Node(f"id{i}", f"10.0.0.{i}", cpus=count, gpus=0) for i, count in enumerate(counts)]
+def cpus(count):
+    return [Node(f"id{i}", f"10.0.0.{i}", cpus=1, gpus=0) for i in range(count)]
+
+
+def own(size, count):
+    return Engines(size, colocate=False, num_gpus=count)
+
+
+def placed(nodes, trainers, engines):
+    return plan_placement(nodes, num_trainers=trainers, engines=engines, on_gpu=nodes[0].gpus > 0)
 
 
 def where(slots):
@@ -22,7 +42,7 @@ def where(slots):
 
 
 def test_colocated_engines_share_the_gpus_of_consecutive_trainers():
-    placement = plan_placement(gpus(4, 4), num_trainers=8, engines=Engines(2, colocate=True), on_gpu=True)
+    placement = placed(gpus(4, 4), 8, Engines(2, colocate=True))
     assert where(placement.trainers) == [(0, 1)] * 4 + [(1, 1)] * 4
     assert where(placement.engines) == [(0, 0), (0, 0), (1, 0), (1, 0)]
     assert placement.partners == [(0, 1), (2, 3), (4, 5), (6, 7)]
@@ -30,36 +50,19 @@ def test_colocated_engines_share_the_gpus_of_consecutive_trainers():
 
 
 def test_engines_of_their_own_take_the_nodes_without_trainers_first_as_a_table_says():
-    engines = Engines(4, colocate=False, num_gpus=8)
-    placement = plan_placement(gpus(8, 8), num_trainers=8, engines=engines, on_gpu=True)
+    placement = placed(gpus(8, 8), 8, own(4, 8))
     assert where(placement.trainers) == [(0, 1)] * 8
     assert where(placement.engines) == [(1, 4), (1, 4)]
     assert not placement.spans_nodes(0)
-    assert placement.partners == [(), ()]
-    assert placement.owners == [0, 1]
+    assert (placement.partners, placement.owners) == ([(), ()], [0, 1])
     assert placement.rows() == [("10.0.0.0", "0-7", "–"), ("10.0.0.1", "–", "0-1")]
-
-
-def test_an_engine_larger_than_a_node_leaves_its_gpus_to_vllms_own_ray():
-    engines = Engines(16, colocate=False, num_gpus=16)
-    placement = plan_placement(gpus(8, 8, 8), num_trainers=8, engines=engines, on_gpu=True)
-    assert where(placement.engines) == [(1, 0)]
-    assert placement.spans_nodes(0)
-
-
-@pytest.mark.parametrize(
-    ("nodes", "trainers", "engines", "of_trainers", "of_engines"),
-    [
-        (gpus(4, 2), 0, Engines(2, colocate=False, num_gpus=6), [], [(0, 2), (0, 2), (1, 2)]),
-        (cpus(1, 1, 1), 2, Engines(1, colocate=False, num_gpus=1), [(0, 0), (1, 0)], [(2, 0)]),
-    ],
-    ids=["engines alone have the cluster to themselves", "processes on CPUs take one each"],
-)
-def test_where_processes_go(nodes, trainers, engines, of_trainers, of_engines):
-    on_gpu = nodes[0].gpus > 0
-    placement = plan_placement(nodes, num_trainers=trainers, engines=engines, on_gpu=on_gpu)
-    assert where(placement.trainers) == of_trainers
-    assert where(placement.engines) == of_engines
+    larger = placed(gpus(8, 8, 8), 8, own(16, 16))  # than a node: its GPUs are left to vLLM's own Ray
+    assert where(larger.engines) == [(1, 0)]
+    assert larger.spans_nodes(0)
+    alone = placed(gpus(4, 2), 0, own(2, 6))
+    assert where(alone.engines) == [(0, 2), (0, 2), (1, 2)]
+    on_cpus = placed(cpus(3), 2, own(1, 1))
+    assert (where(on_cpus.trainers), where(on_cpus.engines)) == ([(0, 0), (1, 0)], [(2, 0)])
 
 
 @pytest.mark.parametrize(
@@ -68,15 +71,14 @@ def test_where_processes_go(nodes, trainers, engines, of_trainers, of_engines):
         (gpus(8, 8), 32, Engines(1, colocate=True), ["--num-trainers 32", "16 GPUs", "10.0.0.1: 8"]),
         (gpus(8), 8, Engines(3, colocate=True), ["--rollout-num-gpus-per-engine 3", "10.0.0.0: 8"]),
         (gpus(8), 8, Engines(1, colocate=False), ["--no-colocate", "room for 0 of 8 engines"]),
-        (gpus(8, 8), 8, Engines(3, colocate=False, num_gpus=8), ["--rollout-num-gpus 8", "multiple"]),
+        (gpus(8, 8), 8, own(3, 8), ["--rollout-num-gpus 8", "multiple"]),
         (cpus(1), 2, None, ["--num-trainers 2", "1 CPUs"]),
-        (gpus(2), 0, Engines(4, colocate=False, num_gpus=4), ["room for 0 of 1 engines", "ask for fewer"]),
+        (cpus(3), 2, own(1, 2), ["--rollout-num-gpus 2", "2 trainers there is room for 1 of 2 engines"]),
     ],
 )
 def test_what_does_not_fit_is_refused_with_what_there_is(nodes, trainers, engines, words):
-    on_gpu = nodes[0].gpus > 0
     with pytest.raises(PlacementError) as refused:
-        plan_placement(nodes, num_trainers=trainers, engines=engines, on_gpu=on_gpu)
+        placed(nodes, trainers, engines)
     for word in words:
         assert word in str(refused.value)
 
@@ -88,7 +90,7 @@ def test_what_does_not_fit_is_refused_with_what_there_is(nodes, trainers, engine
     num_engines=st.integers(1, 6),
 )
 def test_no_gpu_is_given_away_twice(counts, trainers, size, num_engines):
-    engines = Engines(size, colocate=False, num_gpus=num_engines * size)
+    engines = own(size, num_engines * size)
     try:
         placement = plan_placement(gpus(*counts), num_trainers=trainers, engines=engines, on_gpu=True)
     except PlacementError:
@@ -110,3 +112,87 @@ def test_without_a_number_engines_of_their_own_get_half_of_the_gpus_as_far_as_wh
     asked = RolloutConfig(colocate=False, rollout_num_gpus_per_engine=size)
     placement = on_cluster._placed(Config(rollout=asked))
     assert (len(placement.trainers), where(placement.engines)) == (trainers, [(0, size)] * engines)
+
+
+# --- main memory
+
+GIB = 1024**3
+
+
+def elements_of(model):
+    """Return the elements as the headers of a checkpoint would have them."""
+    return {meta.name: meta.num_bytes // 2 for meta in metadata_of(read_hf_config(model), torch.bfloat16)}
+
+
+@pytest.mark.parametrize("name", ["dense", "next"])
+def test_parameters_are_counted_by_elements_whatever_dtype_they_have(models, tmp_path, name):
+    tensors = load_file(models[name] / "model.safetensors")
+    count = sum(tensor.numel() for tensor in tensors.values())
+    (tmp_path / "config.json").write_text((models[name] / "config.json").read_text())
+    for dtype in (torch.float32, torch.bfloat16):
+        own = {key: tensor.to(dtype) for key, tensor in tensors.items()}
+        save_file(own | {"rotary_emb.inv_freq": torch.ones(8)}, tmp_path / "model.safetensors")
+        assert sum(trained_elements(tmp_path, read_hf_config(tmp_path)).values()) == count
+
+
+def test_a_node_that_has_too_little_is_named_with_what_needs_how_much():
+    """Four nodes of eight GPUs. One pipeline stage a node, a quarter of the model; a stage without embeddings
+    has less."""
+    config = on_device(configured(NEXT_80B), on_gpu=True, has_delta_nets=True)
+    elements = elements_of(NEXT_80B)
+    placement = placed(gpus(8, 8, 8, 8), 32, Engines(tensor_parallel_size=8, colocate=True))
+    arguments = (config, read_hf_config(NEXT_80B), elements, placement)
+    enough = dict.fromkeys(range(4), 1000 * GIB)
+    check_main_memory(*arguments, enough)
+    config.run.save = False
+    with pytest.raises(ValueError, match="main memory") as refused:
+        check_main_memory(*arguments, enough | {2: 300 * GIB})
+    said = str(refused.value)
+    assert said.startswith("10.0.0.2 has 300.0 GiB of main memory, and this run needs at least ")
+    layers = sum(count for name, count in elements.items() if ".layers." in name)
+    assert f"; the optimizer {16 * layers / 4 / GIB:.1f};" in said
+    assert "--no-optimizer-cpu-offload keeps the optimizer's state on the GPUs" in said
+    assert said.count("10.0.0.") == 1, "the others have enough"
+    config.optimizer.optimizer_cpu_offload = config.rollout.offload_train = False
+    check_main_memory(*arguments, dict.fromkeys(range(4), 4 * GIB))
+
+
+def on_cpus(model, **config) -> tuple[Config, ModelShape, dict[str, int], Placement]:
+    """Arguments of the check: two trainers and an engine."""
+    shape = read_hf_config(model)
+    resolved = on_device(Config(**config), on_gpu=False, has_delta_nets=shape.is_recurrent)
+    return resolved, shape, elements_of(model), placed(cpus(3), 2, own(1, 1))
+
+
+def test_on_cpus_trainers_and_engines_are_in_main_memory_themselves(models):
+    """Four bytes a parameter of weights, of gradients and of each of Adam's means, and of an engine."""
+    arguments = on_cpus(ROOT / "examples/models/qwen3_0_6b")
+    parameters = sum(arguments[2].values())
+    trainer = 16 * parameters + parameters * 12 // 2  # and half of a checkpoint
+    engine = 4 * parameters + 512 * 1024**2
+    with pytest.raises(ValueError, match="main memory") as refused:
+        check_main_memory(*arguments, dict.fromkeys(range(3), GIB))
+    needs = [float(found) for found in re.findall(r"at least ([\d.]+)", str(refused.value))]
+    assert needs == pytest.approx([trainer / GIB + 0.4] * 2 + [engine / GIB + 0.5], abs=0.1)
+    check_main_memory(*arguments, {0: trainer + GIB, 1: trainer + GIB, 2: engine + GIB})
+    for tiny in models.values():
+        little = dict.fromkeys(range(3), 3 * GIB // 2)
+        check_main_memory(*on_cpus(tiny, parallel=ParallelConfig()), little)
+
+
+@pytest.mark.parametrize(
+    ("group", "file"),
+    [("4:memory:/a/b\n1:cpu:/\n", "memory/{}memory.limit_in_bytes"), ("0::/a/b\n", "{}memory.max")],
+    ids=["version 1", "version 2"],
+)
+def test_the_least_limit_around_a_process_is_what_it_has(tmp_path, group, file):
+    """The limit is of its own control group or of one around it."""
+    assert main_memory(tmp_path, tmp_path / "none") == psutil.virtual_memory().total
+    (tmp_path / "cgroup").write_text(group)
+    limits = {"": "9223372036854771712", "a/": "3000000"}
+    for own, least in (("max", 3_000_000), ("2000000", 2_000_000)):
+        for place, limit in (limits | {"a/b/": own}).items():
+            path = tmp_path / file.format(place)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(limit + "\n")
+        assert main_memory(tmp_path, tmp_path / "cgroup") == least

@@ -2,7 +2,7 @@
 
 import multiprocessing
 import os
-import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -10,9 +10,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -23,25 +21,21 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from megatron_ibpo.basics.records import Sample, SampleRequest, token_ids
 from megatron_ibpo.basics.supervised import shared_memory
 from megatron_ibpo.config import Config
 from megatron_ibpo.data.tokenizer import read_eos_token_ids
 from megatron_ibpo.engines import Engine, EngineDiedError, EngineError, EngineStartError
-from megatron_ibpo.engines.lean import LeanEngine, checkpoint_weights
 from megatron_ibpo.engines.probe import Probe, compare_probes, probe
 from megatron_ibpo.engines.vllm.engine import _environment
 from megatron_ibpo.engines.vllm.engine_process import SamplingEngine, _device_arguments, _engine_args
 from megatron_ibpo.engines.vllm.settings import engine_settings, start_timeout, vllm_arguments
-from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.weights.transfer import gloo
 from megatron_ibpo.weights.transfer.link import Sent
 from megatron_ibpo.weights.transfer.update_order import choose_transport
 from megatron_ibpo.weights.weight_errors import WeightMismatchError, WeightPlanError
 from support.engine_runs import (
-    CONTEXT,
     TIMEOUT,
     CheckpointSource,
     connect,
@@ -64,12 +58,8 @@ SPECULATION = 'speculative_config={"method": "mtp", "num_speculative_tokens": 1}
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
-    root = tmp_path_factory.mktemp("checkpoints")
-    made = {f"dense {seed}": make_qwen3(root / f"dense{seed}", seed) for seed in (0, 1)}
-    return made | {f"next {seed}": make_qwen3_next(root / f"next{seed}", seed) for seed in (0, 1)}
-
-
-# --- plain functions ---------------------------------------------------------------------------------
+    root, makers = tmp_path_factory.mktemp("checkpoints"), {"dense": make_qwen3, "next": make_qwen3_next}
+    return {f"{name} {n}": make(root / f"{name}{n}", n) for name, make in makers.items() for n in (0, 1)}
 
 
 def test_an_update_whose_trainer_died_is_ended_before_the_engine_sleeps():
@@ -81,15 +71,9 @@ def test_an_update_whose_trainer_died_is_ended_before_the_engine_sleeps():
     engine.start_weight_update(check=False)
     engine.sleep()
     engine.sleep()
-    calls = [(name.split(".")[-1], *arguments[:1]) for name, arguments, _ in engine._llm.mock_calls]
-    assert calls[-6:] == [
-        ("collective_rpc", "end_loading"),
-        ("collective_rpc", "finish_weight_update"),
-        ("sleep",),
-        ("set_weight_version", "none"),
-        ("sleep",),
-        ("set_weight_version", "none"),
-    ]
+    calls = [(name.split(".")[-1], *given[:1]) for name, given, _ in engine._llm.mock_calls]
+    assert calls[-6:-4] == [("collective_rpc", "end_loading"), ("collective_rpc", "finish_weight_update")]
+    assert calls[-4:] == [("sleep",), ("set_weight_version", "none")] * 2
 
 
 def test_transport_follows_the_devices():
@@ -101,9 +85,8 @@ def test_transport_follows_the_devices():
 def test_a_large_model_has_longer_to_start(tmp_path):
     rollout = Config().rollout
     assert start_timeout(rollout, tmp_path) == 600
-    for part in range(2):
-        with (tmp_path / f"model-{part}.safetensors").open("wb") as file:
-            file.truncate(80 * 10**9)  # takes no room
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.truncate(160 * 10**9)  # takes no room
     assert start_timeout(rollout, tmp_path) == 600 + 160e9 / 0.25e9 == 1240
     rollout.vllm_start_timeout = 5.0
     assert start_timeout(rollout, tmp_path) == 5
@@ -124,49 +107,27 @@ def test_an_engine_whose_log_cannot_be_written_leaves_nothing_behind(tmp_path, m
 
 
 def test_end_of_sequence_comes_from_the_generation_config_first(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match="names eos_token_id"):
+        read_eos_token_ids(tmp_path)
     (tmp_path / "config.json").write_text('{"eos_token_id": 7}')
     assert read_eos_token_ids(tmp_path) == (7,)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 6]}')
     assert read_eos_token_ids(tmp_path) == (5, 6)
 
 
-def test_a_checkpoint_without_end_of_sequence_is_refused(tmp_path):
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ValueError, match="names eos_token_id"):
-        read_eos_token_ids(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("pair", "value"),
-    [
-        ("enable_expert_parallel=true", True),
-        ("data-parallel-size=2", 2),
-        ("load_format=dummy", "dummy"),
-        ("quantization=none", None),
-        ("tokenizer=4", "4"),
-        ("compilation_config={level: 2}", {"level": 2}),
-        (SPECULATION, {"method": "mtp", "num_speculative_tokens": 1}),
-    ],
-)
-def test_vllm_arguments_get_the_type_that_vllm_declares(pair, value):
-    name = pair.partition("=")[0].replace("-", "_")
-    assert vllm_arguments([pair]) == {name: value}
-
-
-@pytest.mark.parametrize(
-    ("pair", "says"),
-    [
-        ("enable_expert_paralel=true", "no such field; did you mean 'enable_expert_parallel'"),
-        ("data_parallel_size=two", "data_parallel_size=two: vLLM wants int"),
-        ("enable_expert_parallel=1", "vLLM wants bool"),
-        ("max_model_len=100", "use --rollout-max-context-len"),
-        ("logprobs_mode=raw_logprobs", "this project sets it"),
-        ("enforce_eager", "name=value"),
-    ],
-)
-def test_a_wrong_vllm_argument_is_refused_before_an_engine_starts(pair, says):
-    with pytest.raises(ValueError, match=says):
-        vllm_arguments([pair])
+def test_vllm_arguments_get_the_type_that_vllm_declares():
+    pairs = "enable_expert_parallel=true data-parallel-size=2 load_format=dummy quantization=none tokenizer=4"
+    found = vllm_arguments([*pairs.split(), "compilation_config={level: 2}", SPECULATION])
+    assert found == {
+        "enable_expert_parallel": True,
+        "data_parallel_size": 2,
+        "load_format": "dummy",
+        "quantization": None,
+        "tokenizer": "4",
+        "compilation_config": {"level": 2},
+        "speculative_config": {"method": "mtp", "num_speculative_tokens": 1},
+    }
 
 
 @pytest.fixture
@@ -184,36 +145,19 @@ def settings(checkpoints, tmp_path):
     return resolved
 
 
-@pytest.mark.engine
-def test_on_gpus_hybrid_models_are_sampled_without_what_vllm_would_try_out_or_compile(
-    settings, tmp_path, monkeypatch
-):
-    hybrid = settings("next 0")
-    assert _device_arguments(hybrid)["gdn_prefill_backend"] == "triton"
-    (tmp_path / "flashinfer_jit_cache").mkdir()  # FlashInfer's compiled kernels are there
-    monkeypatch.syspath_prepend(tmp_path)
-    assert "gdn_prefill_backend" not in _device_arguments(hybrid)
-
-
-@pytest.mark.parametrize(
-    ("checkpoint", "transport", "argument", "caches"),
-    [
+def test_prefixes_are_cached_where_that_has_been_run_or_is_asked_for(settings):
+    asked = "enable-prefix-caching=true"
+    for checkpoint, transport, argument, caches in (
         ("dense 0", "ipc", (), True),
-        ("dense 0", "gloo", (), True),
         ("next 0", "ipc", (), False),
-        ("next 0", "ipc", ("enable-prefix-caching=true",), True),
+        ("next 0", "ipc", (asked,), True),
         ("next 0", "gloo", (), False),
-        ("next 0", "gloo", ("enable-prefix-caching=true",), True),
-    ],
-)
-def test_prefixes_are_cached_where_that_has_been_run_or_is_asked_for(
-    settings, checkpoint, transport, argument, caches
-):
-    chosen = settings(checkpoint, transport, *argument)
-    assert chosen.prefix_caching == caches
-    cuts_prompts = caches and (checkpoint, transport) == ("next 0", "gloo")
-    assert ("prefix_match_unit" in chosen.extra_arguments) == cuts_prompts
-    assert "enable_prefix_caching" not in chosen.extra_arguments, "an engine is given it once"
+        ("next 0", "gloo", (asked,), True),
+    ):
+        chosen = settings(checkpoint, transport, *argument)
+        assert chosen.prefix_caching == caches
+        assert ("prefix_match_unit" in chosen.extra_arguments) == (caches and transport == "gloo")
+        assert "enable_prefix_caching" not in chosen.extra_arguments, "an engine is given it once"
 
 
 def test_an_engine_that_sleeps_has_none_of_the_allocators_settings_under_either_name(settings, tmp_path):
@@ -224,29 +168,42 @@ def test_an_engine_that_sleeps_has_none_of_the_allocators_settings_under_either_
     assert found["VLLM_USE_V2_MODEL_RUNNER"] == "0"  # what docs/gpus.md names to try
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize(("replays", "experts"), [(False, 0), (True, 4)])
-def test_on_gpus_vllm_records_routing_itself_by_the_blocks_of_its_prefix_cache(settings, replays, experts):
+def test_on_gpus_vllm_records_routing_itself_by_the_blocks_of_its_prefix_cache_and_compiles_nothing(
+    settings, tmp_path, monkeypatch, replays, experts
+):
     on_gpu, on_cpu = (
-        settings("next 0", transport, use_rollout_routing_replay=replays) for transport in ("ipc", "gloo")
+        settings("next 0", name, use_rollout_routing_replay=replays) for name in ("ipc", "gloo")
     )
     assert on_gpu.recorded_experts == on_cpu.recorded_experts == experts
     assert on_gpu.prefix_caching == replays
-    assert _device_arguments(on_gpu).get("enable_return_routed_experts", False) == replays
+    arguments = _device_arguments(on_gpu)
+    assert arguments.get("enable_return_routed_experts", False) == replays
     assert "enable_return_routed_experts" not in _device_arguments(on_cpu)
+    assert arguments["gdn_prefill_backend"] == "triton"
+    (tmp_path / "flashinfer_jit_cache").mkdir()  # FlashInfer's compiled kernels are there
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "gdn_prefill_backend" not in _device_arguments(on_gpu)
 
 
-@pytest.mark.parametrize(
-    ("checkpoint", "transport", "argument", "says"),
-    [
-        ("next 0", "ipc", "enable_return_routed_experts=true", "use --use-rollout-routing-replay"),
-        # weights that vLLM quantizes before it loads them
-        ("dense 0", "ipc", "quantization=awq", r"quantization=awq: .* trainers send unquantized ones"),
-        ("next 0", "gloo", SPECULATION, "speculative decoding samples wrongly from models with delta nets"),
-        ("next 0", "ipc", "enable_prefix_caching=false", "vLLM records routing by the blocks of its prefix"),
-    ],
-    ids=["routing", "quantization", "speculation", "no cache for a record of routing"],
-)
-def test_what_would_sample_wrongly_is_refused_at_once(settings, checkpoint, transport, argument, says):
+WRONG = [
+    ("dense 0", "ipc", "enable_expert_paralel=true", "no such field; did you mean 'enable_expert_parallel'"),
+    ("dense 0", "ipc", "data_parallel_size=two", "data_parallel_size=two: vLLM wants int"),
+    ("dense 0", "ipc", "enable_expert_parallel=1", "vLLM wants bool"),
+    ("dense 0", "ipc", "max_model_len=100", "use --rollout-max-context-len"),
+    ("dense 0", "ipc", "logprobs_mode=raw_logprobs", "this project sets it"),
+    ("dense 0", "ipc", "enforce_eager", "name=value"),
+    ("next 0", "ipc", "enable_return_routed_experts=true", "use --use-rollout-routing-replay"),
+    # weights that vLLM quantizes before it loads them
+    ("dense 0", "ipc", "quantization=awq", r"quantization=awq: .* trainers send unquantized ones"),
+    ("next 0", "gloo", SPECULATION, "speculative decoding samples wrongly from models with delta nets"),
+    ("next 0", "ipc", "enable_prefix_caching=false", "vLLM records routing by the blocks of its prefix"),
+]
+
+
+@pytest.mark.parametrize(("checkpoint", "transport", "argument", "says"), WRONG)
+def test_what_vllm_or_this_project_cannot_take_is_refused(settings, checkpoint, transport, argument, says):
     replays = "prefix" in argument
     with pytest.raises(ValueError, match=says):
         settings(checkpoint, transport, argument, use_rollout_routing_replay=replays)
@@ -267,26 +224,15 @@ def test_what_drafts_is_for_gpus_and_outlives_sleep(settings, monkeypatch, vllm)
     assert _engine_args(drafting).sleep_preserve_parameter_names == ["draft.*"]
 
 
-@pytest.mark.parametrize(
-    ("checkpoint", "arguments", "backend"),
-    [
-        ("next 0", ["quantization=fp8_per_channel"], "triton"),
-        ("next 0", ["quantization=fp8_per_channel", "moe-backend=marlin"], "marlin"),
+def test_experts_in_fp8_are_left_to_kernels_that_keep_nothing_over_an_update(settings):
+    fp8 = "quantization=fp8_per_channel"
+    for checkpoint, arguments, backend in (
+        ("next 0", [fp8], "triton"),
+        ("next 0", [fp8, "moe-backend=marlin"], "marlin"),
         ("next 0", [], None),
-        ("dense 0", ["quantization=fp8_per_channel"], None),
-    ],
-)
-def test_experts_in_fp8_are_left_to_kernels_that_keep_nothing_over_an_update(
-    settings, checkpoint, arguments, backend
-):
-    assert settings(checkpoint, "nccl", *arguments).extra_arguments.get("moe_backend") == backend
-
-
-# --- one dense engine in float32 ---------------------------------------------------------------------
-
-
-def everything(samples: Sequence[Sample]) -> list[tuple[Any, ...]]:
-    return [(s.token_ids.tolist(), s.logprobs.tolist(), s.finish_reason, s.versions) for s in samples]
+        ("dense 0", [fp8], None),
+    ):
+        assert settings(checkpoint, "nccl", *arguments).extra_arguments.get("moe_backend") == backend
 
 
 @pytest.fixture(scope="module")
@@ -302,67 +248,40 @@ def dense(checkpoints, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def as_loaded(dense):
-    """Return what it answers with the weights that it was started with."""
-    return probe(dense, 0)
-
-
-@pytest.fixture(scope="module")
-def updated(dense, as_loaded, checkpoints):
-    """The engine, the trainer's side of its updates, and the weights before and after an update."""
+def updated(dense, checkpoints):
+    """The engine, the trainer's side of its updates, the weights before and after an update, and what the
+    engine answers with those that it was started with."""
+    as_loaded = probe(dense, 0)
     before, after = (CheckpointSource(checkpoints[f"dense {seed}"]) for seed in (0, 1))
-    return dense, connect(dense, after), before, after
-
-
-@pytest.mark.engine
-def test_samples_have_the_asked_form(dense):
-    requests = make_requests(60)
-    samples = dense.generate(requests, version=0, timeout=TIMEOUT)
-    assert {sample.finish_reason for sample in samples} == {"stop", "length"}
-    for request, sample in zip(requests, samples, strict=True):
-        assert len(sample.logprobs) == len(sample.token_ids) <= request.max_tokens
-        assert EOS_ID not in sample.token_ids[:-1]
-        assert (sample.token_ids[-1] == EOS_ID) == (sample.finish_reason == "stop")
-        assert sample.finish_reason == "stop" or len(sample.token_ids) == request.max_tokens
-        assert (sample.versions, sample.temperature) == (((0, 0),), 1.0)
-        assert sample.prompt_token_ids is request.prompt_token_ids
-        assert (sample.token_ids.dtype, sample.logprobs.dtype) == (np.int32, np.float32)
-        assert sample.loss_mask.tolist() == [True] * len(sample.token_ids)
+    return dense, connect(dense, after), before, after, as_loaded
 
 
 @pytest.mark.engine
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_logprobs_are_those_of_the_sampled_distribution(dense, checkpoints, temperature):
-    requests = make_requests(20, temperature=temperature)
-    samples = dense.generate(requests, version=0, timeout=TIMEOUT)
+def test_samples_follow_from_their_seeds_and_have_the_logprobs_of_what_was_sampled_from(
+    dense, checkpoints, temperature
+):
+    requests = make_requests(60, temperature=temperature)
+    samples, again = (dense.generate(requests, version=0, timeout=TIMEOUT) for _ in range(2))
+    assert {sample.finish_reason for sample in samples} == {"stop", "length"}
+    for request, sample, same in zip(requests, samples, again, strict=True):
+        assert len(sample.logprobs) == len(sample.token_ids) <= request.max_tokens
+        assert EOS_ID not in sample.token_ids[:-1]
+        assert (sample.token_ids[-1] == EOS_ID) == (sample.finish_reason == "stop")
+        assert sample.finish_reason == "stop" or len(sample.token_ids) == request.max_tokens
+        assert (sample.versions, sample.temperature) == (((0, 0),), temperature)
+        assert sample.prompt_token_ids is request.prompt_token_ids
+        assert (sample.token_ids.dtype, sample.logprobs.dtype) == (np.int32, np.float32)
+        assert sample.loss_mask.tolist() == [True] * len(sample.token_ids)
+        assert sample.logprobs.tolist() == same.logprobs.tolist()
     reference = reference_logprobs(checkpoints["dense 0"], requests, samples)
     assert difference([s.logprobs for s in samples], reference).max() < 2e-5
+    others = [replace(request, seed=request.seed + 1) for request in requests]
+    assert ids_of(again) == ids_of(samples) != ids_of(dense.generate(others, version=0, timeout=TIMEOUT))
 
 
 @pytest.mark.engine
-def test_the_lean_back_end_writes_the_same_greedy_tokens_with_the_same_logprobs(dense, checkpoints):
-    requests = make_requests(40, seed=3, temperature=0.0)
-    shape = read_hf_config(checkpoints["dense 0"])
-    lean = LeanEngine(shape, (EOS_ID,), max_context=CONTEXT, most_at_once=16)
-    lean.load(checkpoint_weights(shape, checkpoints["dense 0"]), 0)
-    ours, theirs = lean.generate(requests), dense.generate(requests, version=0, timeout=TIMEOUT)
-    assert [s.token_ids.tolist() for s in ours] == [s.token_ids.tolist() for s in theirs]
-    assert [s.finish_reason for s in ours] == [s.finish_reason for s in theirs]
-    gap = difference([s.logprobs.tolist() for s in ours], [s.logprobs.tolist() for s in theirs])
-    assert gap.max() < 1e-4
-
-
-@pytest.mark.engine
-def test_the_same_seeds_give_the_same_samples_and_others_give_others(dense):
-    requests = make_requests(20)
-    first, second = (dense.generate(requests, version=0, timeout=TIMEOUT) for _ in range(2))
-    assert everything(first) == everything(second)
-    others = [SampleRequest(r.prompt_token_ids, r.seed + 1, r.max_tokens) for r in requests]
-    assert ids_of(dense.generate(others, version=0, timeout=TIMEOUT)) != ids_of(first)
-
-
-@pytest.mark.engine
-def test_requests_join_while_others_run_and_finish_when_they_are_done(dense):
+def test_requests_join_while_others_run_and_finish_when_they_are_done_or_aborted(dense):
     endless = [SampleRequest(token_ids([5, 6, 7]), seed, 240) for seed in range(4)]
     whole = dense.generate(endless, version=0, timeout=TIMEOUT)
     longest = max(range(4), key=lambda number: len(whole[number].token_ids))
@@ -373,35 +292,21 @@ def test_requests_join_while_others_run_and_finish_when_they_are_done(dense):
     assert (number, len(short.token_ids) <= 2) == (11, True)
     ((number, long),) = dense.take(TIMEOUT)
     assert (number, long.token_ids.tolist()) == (10, whole[longest].token_ids.tolist())
-    assert dense.take(0.0) == []
-
-
-@pytest.mark.engine
-def test_an_aborted_request_never_comes_back_and_control_waits_for_the_others(dense):
-    endless = SampleRequest(token_ids([5, 6, 7]), 3, 200, temperature=0.0)
-    dense.submit([(20, endless), (21, endless)], version=0)
+    dense.submit([(20, endless[longest]), (21, endless[longest])], version=0)
     with pytest.raises(EngineError, match="digests must wait until the engine has no requests"):
         dense.call("digests", timeout=TIMEOUT)
     dense.abort([20, 21])
     assert dense.call("digests", timeout=TIMEOUT)
-    assert dense.take(0.0) == []
+    assert dense.take(0.0) == [], "an aborted request never comes back"
 
 
 @pytest.mark.engine
-def test_the_engine_does_not_hear_ctrl_c(dense):
-    assert os.getsid(dense.pid) == dense.pid
-
-
-@pytest.mark.engine
-def test_updated_weights_are_exact_and_old_cache_entries_forgotten(updated, as_loaded, checkpoints):
-    engine, transport, before, after = updated
+def test_updated_weights_are_exact_and_old_cache_entries_forgotten(updated, checkpoints):
+    engine, transport, before, after, as_loaded = updated
     update(transport, engine, before, 1)
-    draw = random.Random(5)
-    long = [
-        SampleRequest(token_ids([draw.randrange(2, 64) for _ in range(200)]), number, 40, temperature=0.0)
-        for number in range(4)
-    ]
-    old = engine.generate(long, version=1, timeout=TIMEOUT)  # whole cache blocks of these prompts are kept
+    prompts = np.random.default_rng(5).integers(2, 64, (4, 200))  # whole cache blocks of these are kept
+    long = [SampleRequest(token_ids(p), n, 40, temperature=0.0) for n, p in enumerate(prompts)]
+    old = engine.generate(long, version=1, timeout=TIMEOUT)
     sent = update(transport, engine, after, 2)
     new = engine.generate(long, version=2, timeout=TIMEOUT)
     assert ids_of(new) != ids_of(old)
@@ -416,9 +321,7 @@ def test_updated_weights_are_exact_and_old_cache_entries_forgotten(updated, as_l
 
 
 def test_where_batches_differ_digests_alone_tell_the_same_weights_from_others():
-    one, other = (
-        Probe([token_ids([number])], [np.array([-number], np.float32)], [{"w": "same"}]) for number in (1, 2)
-    )
+    one, other = (Probe([token_ids([n])], [np.array([-n], np.float32)], [{"w": "same"}]) for n in (1, 2))
     with pytest.raises(WeightMismatchError, match="greedy responses differ"):
         compare_probes(one, other)
     compare_probes(one, other, same_batches=False)
@@ -430,7 +333,7 @@ def test_where_batches_differ_digests_alone_tell_the_same_weights_from_others():
 def test_running_requests_go_on_with_new_weights_and_say_which_token_is_whose(updated, checkpoints):
     """What is written after an update is what the new policy writes after the same words, to the last bit
     that two ways of computing leave alike; what was written before it stays."""
-    engine, transport, before, after = updated
+    engine, transport, before, after, _ = updated
     update(transport, engine, before, 3)
     request = SampleRequest(token_ids([5, 6, 7]), 3, 240, temperature=0.0)
     engine.submit([(0, request)], version=3)
@@ -451,7 +354,7 @@ def test_running_requests_go_on_with_new_weights_and_say_which_token_is_whose(up
 
 @pytest.mark.engine
 def test_a_bit_that_flips_on_the_way_is_noticed(updated, monkeypatch):
-    engine, transport, _, source = updated
+    engine, transport, _, source, _ = updated
     send = gloo._Outbox.send
 
     def flip_once(outbox: gloo._Outbox, bucket: int, flat: torch.Tensor, *rest: Any) -> None:
@@ -460,9 +363,8 @@ def test_a_bit_that_flips_on_the_way_is_noticed(updated, monkeypatch):
         send(outbox, bucket, flat, *rest)
 
     monkeypatch.setattr(gloo._Outbox, "send", flip_once)
-    with pytest.raises(
-        WeightMismatchError, match=f"1 of {len(source.tensors)} tensors .*: {next(iter(source.tensors))}"
-    ):
+    said = f"1 of {len(source.tensors)} tensors .*: {next(iter(source.tensors))}"
+    with pytest.raises(WeightMismatchError, match=said):
         update(transport, engine, source, 4)
     update(transport, engine, source, 5)  # the next update mends it
     engine.generate(make_requests(2), version=5, timeout=TIMEOUT)
@@ -472,7 +374,7 @@ def test_a_bit_that_flips_on_the_way_is_noticed(updated, monkeypatch):
 def test_weights_that_do_not_come_and_unknown_ones_are_named_before_anything_is_sent(
     updated, checkpoints, monkeypatch
 ):
-    engine, _, _, source = updated
+    engine, _, _, source, _ = updated
     lacking, strange = (CheckpointSource(checkpoints["dense 1"]) for _ in range(2))
     del lacking.tensors["model.layers.1.mlp.down_proj.weight"]
     strange.tensors["model.layers.1.mlp.gate.weight"] = torch.zeros(4, 96)
@@ -485,20 +387,14 @@ def test_weights_that_do_not_come_and_unknown_ones_are_named_before_anything_is_
     engine.abort([0])
     with pytest.raises(WeightPlanError, match=r"engine 0 .*layers\.1\.mlp\.gate"):
         open_gloo().connect(strange, {0: engine}, [0])
-    assert engine.is_alive()
     update(connect(engine, source), engine, source, 6)  # the next connection mends it
     engine.generate(make_requests(2), version=6, timeout=TIMEOUT)
-
-
-@pytest.mark.engine
-def test_any_weight_that_an_update_leaves_out_is_named(updated):
-    engine, _, _, source = updated
-    assert left_out_unnoticed(engine, source) == []
+    assert left_out_unnoticed(engine, source) == [], "any weight is named"
 
 
 @pytest.mark.engine
 def test_an_update_whose_trainers_died_is_begun_anew_by_others(updated):
-    engine, _, _, source = updated
+    engine, _, _, source, _ = updated
     engine.begin("digests")  # answers that were not fetched are dropped
     assert engine.call("start_weight_update", False, timeout=TIMEOUT) is None
     transport = connect(engine, source)
@@ -511,94 +407,54 @@ def test_an_update_whose_trainers_died_is_begun_anew_by_others(updated):
 
 @pytest.mark.engine
 def test_a_killed_engine_hands_over_what_had_finished_and_then_says_how_it_ended(dense):
-    dense.submit([(0, SampleRequest(token_ids([5, 6]), 0, 2))], version=8)
-    deadline = time.monotonic() + TIMEOUT
-    while not dense._inbox.idle:  # until the sample is here
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    short = SampleRequest(token_ids([5, 6]), 0, 2)
+    dense.submit([(0, short)], version=8)
+    assert eventually(lambda: dense._inbox.idle, seconds=TIMEOUT), "the sample is here"
+    assert os.getsid(dense.pid) == dense.pid, "it does not hear Ctrl-C"
     os.kill(dense.pid, signal.SIGKILL)
     assert [number for number, _ in dense.take(TIMEOUT)] == [0]
     said = r"(?s)it has ended \(killed by signal 9, most often .*out-of-memory killer\); the end of .*\.log"
     with pytest.raises(EngineDiedError, match=said):
         dense.take(TIMEOUT)
     with pytest.raises(EngineDiedError):
-        dense.submit([(1, SampleRequest(token_ids([5, 6]), 0, 2))], version=8)
+        dense.submit([(1, short)], version=8)
     assert not dense._scratch.exists()
 
 
-# --- Qwen3-Next in bfloat16 -------------------------------------------------------------------------
-
-
-@contextmanager
-def both(checkpoints, family, logs, *vllm_arg):
-    """Engines of both checkpoints of a family, in bfloat16; the first one has taken the second's weights, as
-    version 7, and the second one finds the same. Yields the first one as well as what it said before."""
-    requests = make_requests(31)
-    source = CheckpointSource(checkpoints[f"{family} 1"])
-    engines = [
-        start_engine(checkpoints[f"{family} {seed}"], logs / f"{seed}.log", "bfloat16", vllm_arg)
-        for seed in (0, 1)
-    ]
-    first, second = engines
+@pytest.mark.engine
+@pytest.mark.slow  # of a hybrid: test_recorded_routing.py
+def test_an_fp8_engine_takes_unquantized_weights_and_becomes_a_fresh_one(checkpoints, tmp_path):
+    fp8, old, new = ("quantization=fp8_per_channel",), checkpoints["dense 0"], checkpoints["dense 1"]
+    engines = [start_engine(path, tmp_path / f"{path.name}.log", "bfloat16", fp8) for path in (old, new)]
     try:
         for engine in engines:
             engine.wait_ready(TIMEOUT)
-        before = first.generate(requests, version=0, timeout=TIMEOUT)
-        update(connect(first, source), first, source, 7)
-        compare_probes(probe(first, 7), probe(second, 0))
-        yield first, second, requests, before
-        assert left_out_unnoticed(first, source) == []
+        source = CheckpointSource(new)
+        update(connect(engines[0], source), engines[0], source, 7)
+        compare_probes(probe(engines[0], 7), probe(engines[1], 0))
+        assert left_out_unnoticed(engines[0], source) == []
     finally:
         for engine in engines:
             engine.close()
-    assert not any(runs(engine.pid) for engine in engines)
-
-
-@pytest.mark.engine
-@pytest.mark.slow  # the loop with --check-weight-update-equal does it as well (tests/examples/test_loop.py)
-def test_a_hybrid_engine_takes_new_weights_and_a_fresh_one_agrees(checkpoints, tmp_path):
-    with both(checkpoints, "next", tmp_path) as (first, second, requests, before):
-        after = first.generate(requests, version=7, timeout=TIMEOUT)
-        assert ids_of(second.generate(requests, version=0, timeout=TIMEOUT)) == ids_of(after)
-    for samples, checkpoint in ((before, "next 0"), (after, "next 1")):
-        reference = reference_logprobs(checkpoints[checkpoint], requests, samples)
-        # bfloat16 flips the choice of experts now and then; a sample of another request is off by nats
-        assert difference([s.logprobs for s in samples], reference).mean() < 0.2
 
 
 @pytest.mark.engine
 @pytest.mark.slow
-def test_an_fp8_engine_takes_unquantized_weights_and_becomes_a_fresh_one(checkpoints, tmp_path):
-    with both(checkpoints, "dense", tmp_path, "quantization=fp8_per_channel"):
-        pass
-
-
-# --- speculation -----------------------------------------------------------------------------------
-
-
-def drawn_to_be_guessed(hf_dir: Path) -> dict[str, torch.Tensor]:
-    """A checkpoint's tensors, but that layers add nothing and the multi-token prediction layer passes the
-    embedding on: the policy's next token depends on the last one alone, and the layer guesses just that.
-    No state of a delta net matters then, which vLLM would get wrong here."""
-    tensors = load_file(hf_dir / "model.safetensors")
+def test_an_engine_drafts_with_the_layer_that_an_update_brings(tmp_path):
+    """In the new weights layers add nothing and the multi-token prediction layer passes the embedding on: the
+    policy's next token depends on the last one alone, and the layer guesses just that. No state of a delta
+    net matters then, which vLLM would get wrong here."""
+    hf_dir = with_mtp(make_qwen3_next(tmp_path / "random", 0, std=0.1), seed=6)
+    greedy = make_requests(31, temperature=0.0)
+    source, policy_alone = CheckpointSource(hf_dir), CheckpointSource(hf_dir)
+    tensors = source.tensors
     for name, tensor in tensors.items():
         if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight", "_norm_embedding.weight")):
             tensor.zero_()
     tensors["mtp.norm.weight"].copy_(tensors["model.norm.weight"])
     hidden = len(tensors["mtp.norm.weight"])
     tensors["mtp.fc.weight"].copy_(torch.eye(hidden, 2 * hidden))
-    return tensors
-
-
-@pytest.mark.engine
-@pytest.mark.slow
-def test_an_engine_drafts_with_the_layer_that_an_update_brings(tmp_path):
-    hf_dir = with_mtp(make_qwen3_next(tmp_path / "random", 0, std=0.1), seed=6)
-    greedy = make_requests(31, temperature=0.0)
-    source = CheckpointSource(hf_dir)
-    source.tensors = drawn_to_be_guessed(hf_dir)
-    policy_alone = CheckpointSource(hf_dir)
-    policy_alone.tensors = {n: t for n, t in source.tensors.items() if not n.startswith("mtp.")}
+    policy_alone.tensors = {n: t for n, t in tensors.items() if not n.startswith("mtp.")}
 
     def guessed(version: int) -> float:
         engine.generate(greedy, version=version, timeout=TIMEOUT)
@@ -622,9 +478,6 @@ def test_an_engine_drafts_with_the_layer_that_an_update_brings(tmp_path):
         engine.close()
 
 
-# --- what goes wrong ---------------------------------------------------------------------------------
-
-
 def runs(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
 
@@ -633,50 +486,31 @@ def runs(pid: int) -> bool:
 @pytest.mark.slow
 def test_a_cache_kept_over_an_update_serves_running_requests_alone(checkpoints, tmp_path):
     """A request that comes afterwards with the same prompt is all the new policy's."""
-    engine = start_engine(checkpoints["dense 0"], tmp_path / "engine.log", recompute_kv=False)
+    before, after = checkpoints["dense 0"], checkpoints["dense 1"]
+    prompt = token_ids(np.random.default_rng(5).integers(2, 64, 200))  # whole cache blocks
+    running = SampleRequest(prompt, 3, 240, temperature=0.0)
+    samples: dict[int, Sample] = {}
+    engine = start_engine(before, tmp_path / "engine.log", recompute_kv=False)
     try:
         engine.wait_ready(TIMEOUT)
-        source = CheckpointSource(checkpoints["dense 1"])
-        transport = connect(engine, source)
-        update(transport, engine, CheckpointSource(checkpoints["dense 0"]), 1)
-        draw = random.Random(5)
-        prompt = token_ids([draw.randrange(2, 64) for _ in range(200)])  # whole cache blocks
-        running = SampleRequest(prompt, 3, 240, temperature=0.0)
+        transport = connect(engine, CheckpointSource(after))
+        update(transport, engine, CheckpointSource(before), 1)
         engine.submit([(0, running)], version=1)
         time.sleep(0.05)  # for some tokens of the first
-        update(transport, engine, source, 2)
+        update(transport, engine, CheckpointSource(after), 2)
         engine.submit([(1, replace(running, max_tokens=20))], version=2)
-        samples: dict[int, Sample] = {}
         while len(samples) < 2:
             samples.update(engine.take(TIMEOUT))
     finally:
         engine.close()
     (_, old), (switch, new) = samples[0].versions
     assert (old, new, samples[1].versions) == (1, 2, ((0, 2),))
-    (of_old,), (of_new,) = (
-        reference_logprobs(checkpoints[name], [running], [samples[0]]) for name in ("dense 0", "dense 1")
-    )
+    (of_old,), (of_new,) = (reference_logprobs(path, [running], [samples[0]]) for path in (before, after))
     assert difference([samples[0].logprobs[:switch]], [of_old[:switch]]).max() < 2e-5
     for of_one in (of_old, of_new):  # it went on from the old policy's cache with the new weights
         assert difference([samples[0].logprobs[switch:]], [of_one[switch:]]).max() > 1e-3
-    (expected,) = reference_logprobs(checkpoints["dense 1"], [running], [samples[1]])
-    assert difference([samples[1].logprobs], [expected]).max() < 2e-5
-
-
-@pytest.mark.engine
-@pytest.mark.slow
-def test_a_failed_start_shows_what_vllm_said(checkpoints, tmp_path):
-    broken = tmp_path / "broken"
-    broken.mkdir()
-    for name in ("config.json", "generation_config.json"):
-        (broken / name).write_text((checkpoints["dense 0"] / name).read_text())
-    engine = start_engine(broken, tmp_path / "engine.log")
-    with pytest.raises(
-        EngineStartError, match=r"(?s)vLLM did not start.*engine\.log.*Cannot find any model weights"
-    ):
-        engine.wait_ready(120)
-    assert not engine.is_alive()
-    assert not engine._scratch.exists()
+    expected = reference_logprobs(after, [running], [samples[1]])
+    assert difference([samples[1].logprobs], expected).max() < 2e-5
 
 
 @pytest.mark.engine
@@ -690,20 +524,27 @@ def test_an_engine_that_is_killed_for_a_reason_says_it(checkpoints, tmp_path):
 
 
 @pytest.mark.engine
-def test_an_illegal_instruction_names_the_way_out(checkpoints, tmp_path):
-    engine = start_engine(checkpoints["dense 0"], tmp_path / "engine.log")
-    os.kill(engine.pid, signal.SIGILL)
-    said = "illegal instruction on this processor; try --vllm-dtype float32"
-    with pytest.raises(EngineStartError, match=said):
-        engine.wait_ready(TIMEOUT)
-
-
-@pytest.mark.engine
-def test_an_engine_that_does_not_start_in_time_is_gone(checkpoints, tmp_path):
-    engine = start_engine(checkpoints["dense 0"], tmp_path / "engine.log")
-    with pytest.raises(EngineStartError, match=r"no answer within 0\.1 seconds"):
-        engine.wait_ready(0.1)
+@pytest.mark.parametrize(
+    ("fault", "seconds", "said"),
+    [
+        ("a signal", TIMEOUT, "illegal instruction on this processor; try --vllm-dtype float32"),
+        ("too slow", 0.1, r"no answer within 0\.1 seconds"),
+        pytest.param("no weights", TIMEOUT, "Cannot find any model weights", marks=pytest.mark.slow),
+    ],
+)
+def test_an_engine_that_does_not_start_says_why_and_leaves_nothing(
+    checkpoints, tmp_path, fault, seconds, said
+):
+    model = shutil.copytree(checkpoints["dense 0"], tmp_path / "model")
+    if fault == "no weights":
+        (model / "model.safetensors").unlink()
+    engine = start_engine(model, tmp_path / "engine.log")
+    if fault == "a signal":
+        os.kill(engine.pid, signal.SIGILL)
+    with pytest.raises(EngineStartError, match=rf"(?s)vLLM did not start.*{said}"):
+        engine.wait_ready(seconds)
     assert not runs(engine.pid)
+    assert not engine._scratch.exists()
 
 
 @pytest.mark.parametrize("ready", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -722,13 +563,12 @@ def test_an_engine_ends_with_its_owner_and_leaves_nothing(checkpoints, tmp_path,
     owner.start()
     assert here.poll(TIMEOUT)
     pid, scratch = here.recv()
-    mapped = Path(f"/proc/{pid}/maps").read_text()
-    shared = {word for word in mapped.split() if word.startswith("/dev/shm/")}
+    mapped = Path(f"/proc/{pid}/maps").read_text().split()
     owner.kill()
     owner.join()
     assert eventually(lambda: not runs(pid), seconds=10)
     assert not scratch.exists()
-    assert not any(Path(path).exists() for path in shared)
+    assert not any(Path(word).exists() for word in mapped if word.startswith("/dev/shm/"))
 
 
 @pytest.mark.slow
@@ -742,11 +582,8 @@ def test_an_engine_that_fails_clears_up_itself_since_its_owner_may_have_died_of_
     )
     engine = subprocess.Popen(
         [sys.executable, "-c", program],
-        pass_fds=[there.fileno()],
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-        text=True,
-    )
+        pass_fds=[there.fileno()], stderr=subprocess.PIPE, start_new_session=True, text=True,
+    )  # fmt: skip
     there.close()
     with Connection(here.detach()) as channel, engine:
         channel.send("no settings")
@@ -764,12 +601,11 @@ def test_a_tensor_parallel_engine_takes_new_weights_and_leaves_no_shared_memory(
     rollout = make_config(tmp_path, "float32").rollout
     rollout.rollout_num_gpus_per_engine = 2
     settings = engine_settings(rollout, checkpoints["dense 0"], "gloo", gpus=(), num_threads=1)
-    requests = make_requests(20)
+    requests, source = make_requests(20), CheckpointSource(checkpoints["dense 1"])
     engine = Engine(settings, tmp_path / "engine.log")
     try:
         engine.wait_ready(200)
         transport = open_gloo(workers=2, bucket_bytes=10_000)
-        source = CheckpointSource(checkpoints["dense 1"])
         assert transport.connect(source, {0: engine}, [0]) == {}
         send, asked, answers = transport.send, ThreadPoolExecutor(1), []
 
@@ -781,7 +617,6 @@ def test_a_tensor_parallel_engine_takes_new_weights_and_leaves_no_shared_memory(
         monkeypatch.setattr(transport, "send", send_while_asked)
         sent = update(transport, engine, source, 1)
         samples = answers[0].result()
-        assert {sample.versions for sample in samples} == {((0, 1),)}
         shared = shared_memory(engine.pid)
         assert shared
         os.kill(engine.pid, signal.SIGKILL)
@@ -789,9 +624,10 @@ def test_a_tensor_parallel_engine_takes_new_weights_and_leaves_no_shared_memory(
             engine.generate(requests, version=1, timeout=100)
     finally:
         engine.close()
+    assert {sample.versions for sample in samples} == {((0, 1),)}
     reference = reference_logprobs(checkpoints["dense 1"], requests, samples)
     assert difference([s.logprobs for s in samples], reference).max() < 2e-5
-    replicated = sum(t.nbytes for name, t in source.tensors.items() if "norm" in name)
-    whole_model = sum(t.nbytes for t in source.tensors.values())
-    assert sent.num_bytes == sent.needed_bytes == whole_model + replicated  # each worker its shard only
+    sizes = {name: tensor.nbytes for name, tensor in source.tensors.items()}
+    replicated = sum(size for name, size in sizes.items() if "norm" in name)
+    assert sent.num_bytes == sent.needed_bytes == sum(sizes.values()) + replicated  # each worker its shard
     assert not {entry.name for entry in os.scandir("/dev/shm") if entry.inode() in shared}

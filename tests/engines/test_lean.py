@@ -1,10 +1,9 @@
-"""The lean back end: a policy that samples in the trainer's own process. (Beside vLLM's: test_engine.py.)"""
+"""The lean back end: a policy that samples in the trainer's own process."""
 
 import asyncio
 import json
 import subprocess
 import sys
-from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -20,7 +19,7 @@ from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.run.checks import check_evaluation, check_run, check_settings
 from megatron_ibpo.run.in_one_process import InOneProcess
 from megatron_ibpo.run.settings import parse_config
-from support.engine_runs import difference, reference_logprobs, reference_model
+from support.engine_runs import ids_of, reference_model
 from support.paths import ROOT
 from support.tiny_models import EOS_ID, make_qwen3
 
@@ -37,13 +36,6 @@ def checkpoint(tmp_path_factory):
 @pytest.fixture(scope="module")
 def engine(checkpoint):
     return opened(checkpoint)
-
-
-@pytest.fixture(scope="module", params=[False, True], ids=["own head", "tied head"])
-def either(request, tmp_path_factory):
-    """(engine, checkpoint) of a model with an output layer of its own, and of one without."""
-    directory = make_qwen3(tmp_path_factory.mktemp("either") / "dense", 0, tie=request.param)
-    return opened(directory), directory
 
 
 def opened(directory, most_at_once=64):
@@ -73,24 +65,22 @@ def reference(directory, request, tokens):
         return reference_model(directory)(ids).logits[0, len(request.prompt_token_ids) - 1 : -1]
 
 
-def test_greedy_samples_are_what_transformers_finds_likeliest(either):
-    engine, checkpoint = either
-    requests = requests_of(12, temperature=0.0)
-    for request, sample in zip(requests, engine.generate(requests), strict=True):
-        logits = reference(checkpoint, request, sample.token_ids)
-        assert sample.token_ids.tolist() == logits.argmax(-1).tolist()
-        expected = logits.log_softmax(-1).max(-1).values.numpy()
-        assert np.abs(sample.logprobs - expected).max() < 1e-5
+@pytest.mark.parametrize("tie", [False, True], ids=["own head", "tied head"])
+def test_samples_are_likeliest_or_drawn_by_what_transformers_computes(tmp_path, tie):
+    directory = make_qwen3(tmp_path / "dense", 0, tie=tie)
+    engine = opened(directory)
+    greedy, drawn = (requests_of(12, seed=1, temperature=temperature) for temperature in (0.0, 0.7))
+    for request, sample in zip(greedy, engine.generate(greedy), strict=True):
+        logprobs = reference(directory, request, sample.token_ids).log_softmax(-1)
+        assert sample.token_ids.tolist() == logprobs.argmax(-1).tolist()
+        assert np.abs(sample.logprobs - logprobs.max(-1).values.numpy()).max() < 1e-5
+    for request, sample in zip(drawn, engine.generate(drawn), strict=True):
+        logprobs = (reference(directory, request, sample.token_ids) / 0.7).log_softmax(-1).numpy()
+        chosen = np.take_along_axis(logprobs, sample.token_ids[:, None], 1)[:, 0]
+        assert np.abs(sample.logprobs - chosen).max() < 1e-5
 
 
-def test_logprobs_are_those_of_the_distribution_that_was_sampled(either):
-    requests = requests_of(12, seed=1, temperature=0.7)
-    samples = either[0].generate(requests)
-    expected = reference_logprobs(either[1], requests, samples)
-    assert difference([sample.logprobs for sample in samples], expected).max() < 1e-5
-
-
-def test_a_sample_ends_with_the_end_of_sequence_or_at_its_length(engine):
+def test_a_sample_ends_with_the_end_of_sequence_or_at_its_length_and_follows_from_its_seed(engine):
     requests = requests_of(60, seed=2)
     samples = engine.generate(requests)
     assert {sample.finish_reason for sample in samples} == {"stop", "length"}
@@ -100,16 +90,18 @@ def test_a_sample_ends_with_the_end_of_sequence_or_at_its_length(engine):
         assert (sample.token_ids[-1] == EOS_ID) == (sample.finish_reason == "stop")
         assert sample.finish_reason == "stop" or len(sample.token_ids) == request.max_tokens
         assert sample.versions == ((0, 0),)
-
-
-def test_prompt_and_response_stay_within_the_context(engine):
-    prompt = token_ids(np.full(CONTEXT - 3, 7))
-    samples = engine.generate([SampleRequest(prompt, seed, max_tokens=30) for seed in range(8)])
-    assert max(len(sample.token_ids) for sample in samples) == 3
+    full = token_ids(np.full(CONTEXT - 3, 7))
+    inside = engine.generate([SampleRequest(full, seed, max_tokens=30) for seed in (*range(20), 0)])
+    assert max(len(sample.token_ids) for sample in inside) == 3, "the context ends"
+    assert inside[0].token_ids.tolist() == inside[-1].token_ids.tolist()
+    assert len({tuple(sample.token_ids) for sample in inside}) > 5
 
 
 def test_who_else_is_asked_and_in_which_order_changes_no_sample(checkpoint, engine):
+    """Greedy, cut and plain ones in one wave too are what they are by themselves."""
     requests = requests_of(20, seed=3)
+    for place, changes in enumerate(({"temperature": 0.0}, {"top_k": 2}, {"top_p": 0.5})):
+        requests[place] = replace(requests[place], **changes)
     together = engine.generate(requests)
     order = np.random.default_rng(0).permutation(20)
     shuffled = engine.generate([requests[index] for index in order])
@@ -118,33 +110,16 @@ def test_who_else_is_asked_and_in_which_order_changes_no_sample(checkpoint, engi
     for place, index in enumerate(order):
         assert shuffled[place].token_ids.tolist() == together[index].token_ids.tolist()
         assert np.abs(shuffled[place].logprobs - together[index].logprobs).max() < 1e-5
-    for others in (small_waves, alone):
-        for sample, expected in zip(others, together, strict=False):
-            assert sample.token_ids.tolist() == expected.token_ids.tolist()
+    assert ids_of(small_waves) == ids_of(together)
+    assert ids_of(alone) == ids_of(together[:10])
 
 
-def test_one_seed_gives_one_sample_and_others_give_others(engine):
-    prompt = token_ids([5, 6, 7])
-    same = engine.generate([SampleRequest(prompt, 9, 20)] * 2)
-    others = engine.generate([SampleRequest(prompt, seed, 20) for seed in range(20)])
-    assert same[0].token_ids.tolist() == same[1].token_ids.tolist()
-    assert len({tuple(sample.token_ids) for sample in others}) > 5
-
-
-@pytest.mark.parametrize(
-    ("settings", "kept"),
-    [
-        ({"temperature": 2.0}, 64),
-        ({"temperature": 2.0, "top_k": 3}, 3),
-        ({"temperature": 2.0, "top_p": 0.8}, None),
-    ],
-    ids=["all", "top-k", "top-p"],
-)
-def test_tokens_come_as_often_as_the_distribution_says(engine, checkpoint, settings, kept):
+@pytest.mark.parametrize(("cut", "kept"), [({}, 64), ({"top_k": 3}, 3), ({"top_p": 0.8}, None)])
+def test_tokens_come_as_often_as_the_distribution_says(engine, checkpoint, cut, kept):
     """4,000 draws of one token: each frequency within four standard deviations; nothing outside of what
     top-k and top-p leave; and the log-probs are those of what is left."""
     prompt = token_ids([3, 9, 27])
-    requests = [SampleRequest(prompt, seed, max_tokens=1, **settings) for seed in range(4000)]
+    requests = [SampleRequest(prompt, seed, max_tokens=1, temperature=2.0, **cut) for seed in range(4000)]
     drawn = engine.generate(requests)
     chances = (reference(checkpoint, requests[0], [0])[0] / 2.0).softmax(-1).double().numpy()
     order = np.argsort(-chances)
@@ -152,95 +127,57 @@ def test_tokens_come_as_often_as_the_distribution_says(engine, checkpoint, setti
         kept = int(np.searchsorted(np.cumsum(chances[order]), 0.8)) + 1
     left = np.where(np.isin(np.arange(64), order[:kept]), chances, 0)
     left /= left.sum()
-    counts = Counter(int(sample.token_ids[0]) for sample in drawn)
-    assert set(counts) <= set(np.flatnonzero(left).tolist())
-    for token, chance in enumerate(left):
-        spread = np.sqrt(4000 * chance * (1 - chance))
-        assert abs(counts[token] - 4000 * chance) <= 4 * spread + 1
+    counts = np.bincount([sample.token_ids[0] for sample in drawn], minlength=64)
+    assert not counts[left == 0].any()
+    assert (np.abs(counts - 4000 * left) <= 4 * np.sqrt(4000 * left * (1 - left)) + 1).all()
     for sample in drawn[:50]:
         assert sample.logprobs[0] == pytest.approx(np.log(left[sample.token_ids[0]]), abs=1e-5)
-
-
-def test_settings_of_a_request_are_its_own(engine):
-    """Greedy, cut and plain ones in one wave are what they are by themselves."""
-    base = SampleRequest(token_ids([4, 8, 15]), 3, 12)
-    asked = [base, replace(base, temperature=0.0), replace(base, top_k=2), replace(base, top_p=0.5)]
-    mixed = engine.generate(asked)
-    for request, sample in zip(asked, mixed, strict=True):
-        assert sample.token_ids.tolist() == engine.generate([request])[0].token_ids.tolist()
 
 
 def test_asked_from_an_event_loop_it_gives_all_under_their_numbers(engine):
     requests = requests_of(6, seed=4)
 
     async def ask():
+        ran = []
+        asyncio.get_running_loop().call_soon(ran.append, "submit")
+        assert (await engine.take(1.0), ran) == ([], ["submit"]), "who takes first lets others ask"
         await engine.submit([(10 + n, request) for n, request in enumerate(requests[:3])], 0)
         await engine.submit([(20 + n, request) for n, request in enumerate(requests[3:])], 0)
         await engine.abort([21])
         return dict(await engine.take(1.0)), await engine.take(1.0)
 
     found, rest = asyncio.run(ask())
-    assert sorted(found) == [10, 11, 12, 20, 22]
-    assert rest == []
+    assert (sorted(found), rest) == ([10, 11, 12, 20, 22], [])
     assert found[22].token_ids.tolist() == engine.generate([requests[5]])[0].token_ids.tolist()
 
 
-def test_new_weights_take_effect_and_older_ones_are_refused(checkpoint, tmp_path):
+def test_new_weights_are_copied_and_take_effect_and_older_and_large_ones_are_refused(checkpoint, tmp_path):
     engine, request = opened(checkpoint), SampleRequest(token_ids([5, 6, 7]), 0, 20, temperature=0.0)
     with pytest.raises(EngineError, match="policy version 1, the engine has 0"):
         engine.generate([request], version=1)
-    before = engine.generate([request])[0]
+    before = engine.generate([request])
     other = make_qwen3(tmp_path / "other", 1)
-    engine.load(checkpoint_weights(read_hf_config(other), other), 1)
-    after = engine.generate([request], version=1)[0]
-    assert before.token_ids.tolist() != after.token_ids.tolist()
-    assert after.versions == ((0, 1),)
-
-
-def test_weights_are_copied_so_that_training_on_does_not_change_them(checkpoint):
-    shape = read_hf_config(checkpoint)
-    weights = {name: tensor.clone() for name, tensor in checkpoint_weights(shape, checkpoint)}
-    engine = LeanEngine(shape, (EOS_ID,), max_context=CONTEXT, most_at_once=8)
-    engine.load(weights.items(), 0)
-    request = SampleRequest(token_ids([5, 6, 7]), 0, 20)
-    before = engine.generate([request])[0]
+    weights = {n: tensor.clone() for n, tensor in checkpoint_weights(read_hf_config(other), other)}
+    engine.load(weights.items(), 1)
+    after = engine.generate([request], version=1)
+    assert ids_of(before) != ids_of(after)
+    assert after[0].versions == ((0, 1),)
     for tensor in weights.values():
-        tensor.zero_()
-    assert engine.generate([request])[0].token_ids.tolist() == before.token_ids.tolist()
-
-
-def test_a_large_policy_is_refused(checkpoint):
-    shape = read_hf_config(checkpoint)
-    engine = LeanEngine(shape, (EOS_ID,), max_context=CONTEXT, most_at_once=8)
+        tensor.zero_()  # as training on would change them
+    assert ids_of(engine.generate([request], version=1)) == ids_of(after)
     with pytest.raises(EngineError, match=r"at most 4 M parameters, and this one has 5\.0 M; take vllm"):
         engine.load([("model.embed_tokens.weight", torch.zeros(5_000_000))], 0)
 
 
-def test_another_family_is_refused(checkpoint):
-    check_shape(read_hf_config(checkpoint))
-    with pytest.raises(ValueError, match="dense models built like qwen3, not qwen3_next with exp"):
-        check_shape(read_hf_config(ROOT / "examples/tiny_qwen3_next"))
-
-
-def test_whoever_takes_before_anything_was_asked_lets_others_ask(checkpoint):
-    async def taken():
-        ran = []
-        asyncio.get_running_loop().call_soon(ran.append, "submit")
-        return await opened(checkpoint).take(1.0), ran
-
-    assert asyncio.run(taken()) == ([], ["submit"])
-
-
-def test_a_prompt_that_is_asked_often_is_read_once(checkpoint, monkeypatch):
-    read = []
-    forward = LeanModel._forward
+def test_a_prompt_that_is_asked_often_is_read_once(engine, monkeypatch):
+    read, forward = [], LeanModel._forward
 
     def counting(self, ids, cache):
         read.append(tuple(ids.shape))
         return forward(self, ids, cache)
 
     monkeypatch.setattr(LeanModel, "_forward", counting)
-    opened(checkpoint).generate([SampleRequest(token_ids([5, 6, 7]), seed, 4) for seed in range(8)])
+    engine.generate([SampleRequest(token_ids([5, 6, 7]), seed, 4) for seed in range(8)])
     assert read[0] == (1, 3)
     assert read[1][1] == 1
 
@@ -248,21 +185,18 @@ def test_a_prompt_that_is_asked_often_is_read_once(checkpoint, monkeypatch):
 LEAN = ["--config", str(RECIPE), "--hf-checkpoint", str(TINY), "--rollout-backend", "lean"]
 
 
-@pytest.mark.parametrize(
-    "because",
-    [
-        {
-            "--max-staleness 1": "one process cannot sample while it trains",
-            "--vllm-arg block_size=16": "it uses no vLLM",
-        },
-        {
-            "--num-trainers 2": "one process trains",
-            "--ray-address auto": "it uses no Ray",
-            "--load-debug-rollout-data .": "a replay samples nothing",
-        },
-    ],
-    ids=["sampling", "processes"],
-)
+SAMPLING = {
+    "--max-staleness 1": "one process cannot sample while it trains",
+    "--vllm-arg block_size=16": "it uses no vLLM",
+}
+PROCESSES = {
+    "--num-trainers 2": "one process trains",
+    "--ray-address auto": "it uses no Ray",
+    "--load-debug-rollout-data .": "a replay samples nothing",
+}
+
+
+@pytest.mark.parametrize("because", [SAMPLING, PROCESSES], ids=["sampling", "processes"])
 def test_all_that_one_process_cannot_do_is_refused_at_once_before_it_starts(because):
     flags = " ".join(because).split()
     check_settings(parse_config([*LEAN, *flags, "--rollout-backend", "vllm"]))
@@ -274,23 +208,21 @@ def test_all_that_one_process_cannot_do_is_refused_at_once_before_it_starts(beca
         assert str(refused.value).split("\n  ") == [f"{len(every)} problems in the configuration:", *every]
 
 
-def test_one_process_trains_and_a_layout_of_two_is_refused():
-    alone = InOneProcess().check(parse_config(LEAN), read_hf_config(TINY))
-    assert (alone.cluster.num_trainers, alone.rollout.vllm_dtype) == (1, "float32")
-    config = parse_config([*LEAN, "--tensor-model-parallel-size", "2"])
-    with pytest.raises(ValueError, match=r"TP x PP = 2 does not divide the world size \(1\)"):
-        InOneProcess().check(config, read_hf_config(TINY))
-
-
-def test_evaluations_are_refused():
+def test_one_process_trains_a_dense_model_and_other_families_layouts_and_evaluations_are_refused():
     config = parse_config([*LEAN, "--eval-prompt-data", "reasoning_gym://leg_counting"])
+    alone = InOneProcess().check(config, read_hf_config(TINY))
+    assert (alone.cluster.num_trainers, alone.rollout.vllm_dtype) == (1, "float32")
+    two = parse_config([*LEAN, "--tensor-model-parallel-size", "2"])
+    with pytest.raises(ValueError, match=r"TP x PP = 2 does not divide the world size \(1\)"):
+        InOneProcess().check(two, read_hf_config(TINY))
+    with pytest.raises(ValueError, match="dense models built like qwen3, not qwen3_next with exp"):
+        check_shape(read_hf_config(ROOT / "examples/tiny_qwen3_next"))
     check_run(config)
     with pytest.raises(ConfigError, match=r"--rollout-backend lean: only for runs that train; .* with vllm$"):
         check_evaluation(config)
 
 
 def lean_run(run_dir, *flags):
-    """A run as a user starts it."""
     command = [sys.executable, "-m", "megatron_ibpo.commands.train", "--config", str(RECIPE)]
     command += ["--run-dir", str(run_dir), "--rollout-backend", "lean", "--rollout-batch-size", "4"]
     command += ["--n-samples-per-prompt", "4", "--eval-num-prompts", "8", "--advantage-estimator", "ibpo"]
@@ -300,24 +232,19 @@ def lean_run(run_dir, *flags):
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.ray
 @pytest.mark.slow  # tests/examples/test_learning.py runs one too
-def test_a_whole_run_trains_on_what_it_samples_and_says_which_back_end_that_was(tmp_path):
-    rows = lean_run(tmp_path / "run", "--num-rollout", "2", "--check-weight-update-equal")
-    assert [row["kind"] for row in rows] == ["evaluation", "step", "step", "evaluation"]
-    for row in rows[1:3]:
+def test_a_run_trains_on_what_it_samples_and_one_that_goes_on_ends_as_if_never_stopped(tmp_path):
+    whole = lean_run(tmp_path / "whole", "--save", "--check-weight-update-equal")
+    assert [row["kind"] for row in whole] == ["evaluation", "step", "step", "step", "evaluation"]
+    for row in whole[1:4]:
         assert row["logprob_diff_abs_max"] < 1e-4  # of trainer and sampler
         assert row["corrections"] > 0
         assert row["grad_norm"] > 0
-    assert yaml.safe_load((tmp_path / "run/config.yaml").read_text())["rollout-backend"] == "lean"
-    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert yaml.safe_load((tmp_path / "whole/config.yaml").read_text())["rollout-backend"] == "lean"
+    summary = json.loads((tmp_path / "whole/summary.json").read_text())
     assert summary["status"] == "finished"
     assert 1.5 < summary["break_even"]["price"] < 5
-
-
-@pytest.mark.ray
-@pytest.mark.slow
-def test_a_run_that_goes_on_ends_as_one_that_was_never_stopped(tmp_path):
-    whole = lean_run(tmp_path / "whole", "--save")
     first = lean_run(tmp_path / "parts", "--save", "--budget", "1", "--budget-unit", "flops")
     assert [row["step"] for row in first if row["kind"] == "step"] == [1]
     rest = lean_run(tmp_path / "parts", "--save", "--load", str(tmp_path / "parts"))

@@ -1,6 +1,4 @@
-"""What engines record of their routers is what the model routes, and the trainer that replays it comes closer
-to the engine. Turns of a conversation are the same with and without the prefix cache, and the record shows
-what came from it. With vLLM."""
+"""What vLLM's engines record of their routers is what the model routes, also beside their prefix cache."""
 
 import time
 from dataclasses import replace
@@ -12,7 +10,15 @@ import torch
 from megatron_ibpo.basics.records import SampleRequest, TrainSequence, no_expert, token_ids
 from megatron_ibpo.engines import Engine
 from megatron_ibpo.engines.vllm.settings import engine_settings
-from support.engine_runs import CONTEXT, CheckpointSource, connect, make_config, make_requests, update
+from support.engine_runs import (
+    CONTEXT,
+    CheckpointSource,
+    connect,
+    make_config,
+    make_requests,
+    reference_model,
+    update,
+)
 from support.example_runs import finished, rows_of, start_script
 from support.layouts import layout
 from support.ranks import run_ranks
@@ -24,8 +30,7 @@ TIMEOUT = 600.0
 
 def recording_engine(checkpoint, log, dtype, *vllm_arg, context=CONTEXT):
     rollout = make_config(log.parent, dtype).rollout
-    rollout.rollout_max_context_len = context
-    rollout.vllm_arg = vllm_arg
+    rollout.rollout_max_context_len, rollout.vllm_arg = context, vllm_arg
     rollout.use_rollout_routing_replay = True
     engine = Engine(engine_settings(rollout, checkpoint, "gloo", gpus=(), num_threads=1), log)
     engine.wait_ready(TIMEOUT)
@@ -34,9 +39,7 @@ def recording_engine(checkpoint, log, dtype, *vllm_arg, context=CONTEXT):
 
 def routed_by_transformers(directory, samples):
     """[tokens read, layers, K] of each sample, of the model in float32, each row's ids sorted."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    model = reference_model(directory)
     found = []
     for sample in samples:
         ids = torch.tensor([[*sample.prompt_token_ids, *sample.token_ids[:-1]]])
@@ -111,47 +114,22 @@ def test_what_came_from_the_prefix_cache_has_no_record(tmp_path):
     model = make_qwen3_moe(tmp_path / "model", 9)
     (model / "generation_config.json").write_text('{"eos_token_id": 1}')
     prompt = token_ids(np.random.default_rng(5).integers(2, 64, 200))
-    request = SampleRequest(prompt, 3, 20)
+    requests = [SampleRequest(prompt, seed, 20) for seed in (3, 4)]
     engine = recording_engine(model, tmp_path / "engine.log", "float32")
     try:
-        (first,) = engine.generate([request], version=0, timeout=TIMEOUT)
-        (second,) = engine.generate([replace(request, seed=4)], version=0, timeout=TIMEOUT)
+        samples = [engine.generate([one], version=0, timeout=TIMEOUT)[0] for one in requests]
     finally:
         engine.close()
-    of_first, of_second = routed_by_transformers(model, [first, second])
-    assert agreement(first.routed_experts, of_first) > 0.995
-    absent = (second.routed_experts == no_expert(second.routed_experts)).all((1, 2))
-    cached = int(absent.sum())
-    assert 100 < cached < 200  # whole blocks, and never the last token of the prompt
-    assert absent[:cached].all()
-    assert agreement(second.routed_experts[cached:], of_second[cached:]) > 0.995
+    cached = unrecorded(samples)
+    assert cached[0] == 0
+    assert 100 < cached[1] < 200  # whole blocks, and never the last token of the prompt
+    expected = routed_by_transformers(model, samples)
+    for sample, own, first in zip(samples, expected, cached, strict=True):
+        assert agreement(sample.routed_experts[first:], own[first:]) > 0.995
 
 
 STATE_TOKENS = 64
 """Tokens between the places in a prompt where vLLM keeps a delta net's state."""
-
-
-class Talk:
-    """Three conversations with an engine, each turn of which goes on from what was said before."""
-
-    def __init__(self, engine, temperature):
-        self.engine, self.temperature = engine, temperature
-        self.draw = np.random.default_rng([7, int(temperature)])
-        self.prompts = [self.draw.integers(2, 64, length) for length in (60, 65, 150)]
-        self.turns = []
-
-    def go_on(self, version):
-        """Add the samples of the next turn."""
-        requests = [
-            SampleRequest(token_ids(prompt), 10 * len(self.turns) + number, 30, temperature=self.temperature)
-            for number, prompt in enumerate(self.prompts)
-        ]
-        samples = self.engine.generate(requests, version=version, timeout=TIMEOUT)
-        self.turns.append(samples)
-        self.prompts = [
-            np.concatenate([prompt, sample.token_ids, self.draw.integers(2, 64, 50)])
-            for prompt, sample in zip(self.prompts, samples, strict=True)
-        ]
 
 
 def unrecorded(samples):
@@ -167,55 +145,54 @@ def unrecorded(samples):
 @pytest.mark.timeout(900)  # it starts three engines
 def test_the_turns_of_a_conversation_are_the_same_bits_with_and_without_the_cached_turns_before(tmp_path):
     old, new = (make_qwen3_next(tmp_path / str(seed), seed) for seed in (0, 1))
-    caching = recording_engine(
-        old, tmp_path / "caching.log", "bfloat16", "enable_prefix_caching=true", context=512
-    )
-    plain = recording_engine(
-        old, tmp_path / "plain.log", "bfloat16", "enable_prefix_caching=false", context=512
-    )
-    fresh = recording_engine(
-        new, tmp_path / "fresh.log", "bfloat16", "enable_prefix_caching=false", context=512
+    caching, plain, fresh = (
+        recording_engine(
+            model, tmp_path / f"{n}.log", "bfloat16", f"enable_prefix_caching={n == 0}".lower(), context=512
+        )
+        for n, model in enumerate((old, old, new))
     )
     try:
         for temperature in (0.0, 1.0):
-            talk, expected = (Talk(engine, temperature) for engine in (caching, plain))
-            before = [0] * len(talk.prompts)  # cached tokens of each prompt
-            for _ in range(4):  # past blocks of the cache that a response filled
-                prompts = talk.prompts
-                talk.go_on(0)
-                expected.go_on(0)
-                assert bits(talk.turns[-1]) == bits(expected.turns[-1])
-                assert unrecorded(talk.turns[-1]) == before
-                assert unrecorded(expected.turns[-1]) == [0] * len(before)
-                for ours, theirs, first in zip(talk.turns[-1], expected.turns[-1], before, strict=True):
-                    assert np.array_equal(ours.routed_experts[first:], theirs.routed_experts[first:])
+            draw, before = np.random.default_rng([7, int(temperature)]), [0, 0, 0]  # cached of each prompt
+            prompts = [draw.integers(2, 64, length) for length in (60, 65, 150)]
+            for turn in range(4):  # past blocks of the cache that a response filled
+                requests = turn_of(prompts, turn, temperature)
+                ours = caching.generate(requests, version=0, timeout=TIMEOUT)
+                theirs = plain.generate(requests, version=0, timeout=TIMEOUT)
+                assert bits(ours) == bits(theirs)
+                assert (unrecorded(ours), unrecorded(theirs)) == (before, [0, 0, 0])
+                for one, other, first in zip(ours, theirs, before, strict=True):
+                    assert np.array_equal(one.routed_experts[first:], other.routed_experts[first:])
                 before = [(len(prompt) - 1) // STATE_TOKENS * STATE_TOKENS for prompt in prompts]
+                prompts = [
+                    np.concatenate([prompt, sample.token_ids, draw.integers(2, 64, 50)])
+                    for prompt, sample in zip(prompts, ours, strict=True)
+                ]
             assert all(before)
         source = CheckpointSource(new)
         update(connect(caching, source), caching, source, 1)
-        expected.engine = fresh
-        talk.go_on(1)
-        expected.go_on(0)
+        requests = [
+            replace(request, prompt_token_ids=token_ids(p))
+            for request, p in zip(requests, prompts, strict=True)
+        ]
+        ours = caching.generate(requests, version=1, timeout=TIMEOUT)
+        theirs = fresh.generate(requests, version=0, timeout=TIMEOUT)
     finally:
         for engine in (caching, plain, fresh):
             engine.close()
-    assert unrecorded(talk.turns[-1]) == [0] * len(before), "the old policy's cache is gone"
-    assert bits(talk.turns[-1]) == bits(expected.turns[-1])
+    assert unrecorded(ours) == [0, 0, 0], "the old policy's cache is gone"
+    assert bits(ours) == bits(theirs)
+
+
+def turn_of(prompts, turn, temperature):
+    return [
+        SampleRequest(token_ids(prompt), 10 * turn + number, 30, temperature=temperature)
+        for number, prompt in enumerate(prompts)
+    ]
 
 
 def bits(samples):
     return [(sample.token_ids.tolist(), sample.logprobs.tolist()) for sample in samples]
-
-
-def as_rows(samples):
-    return [
-        TrainSequence(
-            sample.prompt_token_ids, sample.token_ids, sample.loss_mask,
-            advantage=1.0 if number % 2 else -1.0, weight=1 / len(samples), prompt_index=number, group=number,
-            index=0, rollout_logprobs=sample.logprobs, routed_experts=sample.routed_experts,
-        )
-        for number, sample in enumerate(samples)
-    ]  # fmt: skip
 
 
 @pytest.mark.engine
@@ -224,20 +201,22 @@ def as_rows(samples):
 def test_a_trainer_that_replays_an_engines_choices_comes_closer_to_its_log_probs(hybrid):
     """Under TP2 and EP2: the trainer computes in float32, the engine in bfloat16."""
     (old, _), samples, _, _ = hybrid
-    parallel = layout(tp=2, ep=2)
-    configs = [replaying(parallel, rollout=replays) for replays in (False, True)]
-    (alone, *_), (replayed, *_) = run_ranks(all_updated, 2, old, configs, as_rows(samples), timeout=600)[0]
-    for name in ("logprob_diff_abs_mean", "logprob_diff_abs_max", "logprob_diff_k3"):
-        print(name, alone[name], replayed[name])
+    rows = [
+        TrainSequence(
+            sample.prompt_token_ids, sample.token_ids, sample.loss_mask,
+            advantage=1.0 if number % 2 else -1.0, weight=1 / len(samples), prompt_index=number, group=number,
+            index=0, rollout_logprobs=sample.logprobs, routed_experts=sample.routed_experts,
+        )
+        for number, sample in enumerate(samples)
+    ]  # fmt: skip
+    configs = [replaying(layout(tp=2, ep=2), rollout=replays) for replays in (False, True)]
+    (alone, *_), (replayed, *_) = run_ranks(all_updated, 2, old, configs, rows, timeout=600)[0]
+    print({name: (alone[name], replayed[name]) for name in alone if name.startswith("logprob_diff")})
     print({name: value for name, value in replayed.items() if name.startswith("routing_")})
     # .72 of it on an AMD EPYC; what bfloat16 leaves differs between processors
     assert replayed["logprob_diff_abs_mean"] < 0.85 * alone["logprob_diff_abs_mean"]
     assert replayed["routing_live"] == 0
     assert 0 < replayed["routing_changed"] < 0.1
-
-
-LOOP = ["--num-rollout", "2", "--rollout-batch-size", "4", "--n-samples-per-prompt", "4",
-        "--eval-num-prompts", "0", "--num-steps-per-rollout", "2"]  # fmt: skip
 
 
 @pytest.mark.engine
@@ -246,17 +225,18 @@ LOOP = ["--num-rollout", "2", "--rollout-batch-size", "4", "--n-samples-per-prom
 def test_a_trainer_that_replays_takes_every_choice_from_its_engine(tmp_path):
     """Two trainers, TP2 and EP2. The first step's samples are the same with and without. So few tokens say
     nothing of how much closer log-probs come: bfloat16 moves them more than the routing that changes."""
-    rows = {}
-    for name, flags in (("alone", []), ("replay", ["--use-rollout-routing-replay", "--use-routing-replay"])):
-        status, output = finished(start_script(tmp_path / name, *LOOP, *flags), timeout=900)
+    loop = "--num-rollout 2 --rollout-batch-size 4 --n-samples-per-prompt 4 --eval-num-prompts 0"
+    loop, rows = f"{loop} --num-steps-per-rollout 2".split(), []
+    for flags in ([], ["--use-rollout-routing-replay", "--use-routing-replay"]):
+        status, output = finished(start_script(tmp_path / str(len(rows)), *loop, *flags), timeout=900)
         assert status == 0, output[-5000:]
-        rows[name] = rows_of(tmp_path / name)
-    alone, replayed = rows["alone"][0], rows["replay"][0]
-    print({name: [r["logprob_diff_abs_mean"] for r in own] for name, own in rows.items()})
-    print([(row["routing_changed"], row["routing_live"]) for row in rows["replay"]])
-    assert replayed["response_length"] == alone["response_length"]
-    for row in rows["replay"]:
+        rows.append(rows_of(tmp_path / str(len(rows))))
+    alone, replayed = rows
+    print([[row["logprob_diff_abs_mean"] for row in own] for own in rows])
+    print([(row["routing_changed"], row["routing_live"]) for row in replayed])
+    assert replayed[0]["response_length"] == alone[0]["response_length"]
+    for row in replayed:
         assert row["routing_live"] == 0
         assert 0 < row["routing_changed"] < 0.2
         assert row["grad_norm"] > 0
-    assert "routing_changed" not in alone
+    assert "routing_changed" not in alone[0]

@@ -42,14 +42,6 @@ def test_a_token_of_the_large_models_costs_two_operations_for_each_active_weight
     assert forward_flops(shape, 1) == pytest.approx(billions * 1e9, rel=0.02)
 
 
-def test_a_shared_prompt_is_read_once_and_every_answer_is_written():
-    meter = CostMeter(DENSE, accelerators=2)
-    meter.sampling([answer([1, 2, 3], 5), answer([1, 2, 3], 2), answer([4], 1)])
-    assert meter.spent.tokens == 3 + 5 + 2 + 1 + 1
-    f = [forward_flops(DENSE, n) for n in range(9)]
-    assert meter.spent.flops == f[3] + (f[8] - f[3]) + (f[5] - f[3]) + f[1] + (f[2] - f[1])
-
-
 def test_an_update_costs_three_forward_passes_and_four_when_it_recomputes():
     plain, recomputing = CostMeter(DENSE, 1), CostMeter(DENSE, 1, recomputes=True)
     plain.training([4], [6, 5])
@@ -61,26 +53,25 @@ def test_an_update_costs_three_forward_passes_and_four_when_it_recomputes():
 
 
 def test_what_only_observes_is_free():
-    meter = CostMeter(DENSE, accelerators=4, before=Spent(accelerator_seconds=100.0))
+    before = Spent.read({"tokens": 10.0, "flops": 30.0, "accelerator_seconds": 100.0})  # shares nothing
+    meter = CostMeter(DENSE, accelerators=4, before=before)
     meter.time({"sample": 1.0, "credit": 0.5, "train": 2.0, "sync": 0.25, "score": 0.25})
     meter.time({"evaluate": 50.0, "save": 9.0, "report": 1.0, "gradient meter": 3.0})
     assert meter.spent.of("accelerator-seconds") == 100 + 4 * 4.0
-    assert meter.spent.metrics() == {
-        "spent_accelerator_seconds": 116.0,
-        "spent_tokens": 0.0,
-        "spent_flops": 0.0,
-        "spent_tokens_shared_prefixes": 0.0,
-        "spent_flops_shared_prefixes": 0.0,
-    }
+    counts = {"tokens": 10, "flops": 30, "tokens_shared_prefixes": 10, "flops_shared_prefixes": 30}
+    spent = {"accelerator_seconds": 116} | counts
+    assert meter.spent.metrics() == {f"spent_{name}": value for name, value in spent.items()}
 
 
-def test_a_beginning_that_sequences_of_a_pass_share_can_be_counted_once():
+def test_a_shared_prompt_is_read_once_and_a_beginning_that_sequences_share_can_be_counted_once():
     """The prompts 1 2 3, 1 2 4 and 1 2 have four nodes of a tree; an answer is written in any case."""
-    meter = CostMeter(DENSE, accelerators=1)
-    meter.sampling([answer([1, 2, 3], 5), answer([1, 2, 4], 2), answer([1, 2], 1)])
+    meter = CostMeter(DENSE, accelerators=2)
+    meter.sampling([answer([1, 2, 3], 5), answer([1, 2, 3], 2), answer([1, 2, 4], 2), answer([1, 2], 1)])
     f = [forward_flops(DENSE, n) for n in range(9)]
-    assert meter.spent.tokens_shared_prefixes == 4 + 5 + 2 + 1
-    twice_read = 2 * f[2]  # 1 2 of the second, and the whole of the third
+    assert meter.spent.tokens == (3 + 3 + 2) + 5 + 2 + 2 + 1
+    assert meter.spent.flops == f[8] + (f[5] - f[3]) + f[5] + f[3]
+    assert meter.spent.tokens_shared_prefixes == 4 + 5 + 2 + 2 + 1
+    twice_read = 2 * f[2]  # 1 2 of 1 2 4, and the whole of the last
     assert meter.spent.flops_shared_prefixes == pytest.approx(meter.spent.flops - twice_read)
     trained = CostMeter(DENSE, accelerators=1)
     trained.training([4], [6, 5], [0], [0, 2])
@@ -88,28 +79,9 @@ def test_a_beginning_that_sequences_of_a_pass_share_can_be_counted_once():
     assert trained.spent.of("flops-shared-prefixes") == pytest.approx(f[4] + 3 * (f[6] + f[5] - f[2]))
 
 
-def nodes(sequences):
-    """Yield the nodes of the prefix tree, one by one."""
-    return len({tuple(s[: i + 1]) for s in sequences for i in range(len(s))})
-
-
 @given(st.lists(st.lists(st.integers(0, 300), max_size=6), max_size=8))
 def test_what_is_not_repeated_are_the_nodes_of_the_prefix_tree(sequences):
     repeated = repeated_prefixes([token_ids(s) for s in sequences])
-    assert sum(map(len, sequences)) - sum(repeated) == nodes(sequences)
+    nodes = {tuple(s[: i + 1]) for s in sequences for i in range(len(s))}
+    assert sum(map(len, sequences)) - sum(repeated) == len(nodes)
     assert all(0 <= r <= len(s) for r, s in zip(repeated, sequences, strict=True))
-
-
-def test_what_a_checkpoint_from_before_had_spent_had_shared_nothing():
-    spent = Spent.read({"tokens": 10.0, "flops": 30.0})
-    assert (spent.tokens_shared_prefixes, spent.flops_shared_prefixes) == (10.0, 30.0)
-
-
-def test_the_summary_says_what_a_run_spent():
-    from megatron_ibpo.report.summary import summarise
-
-    rows = [
-        {"kind": "step", "step": 1, "reward": 0.5, "spent_tokens": 10.0},
-        {"kind": "evaluation", "step": 1, "accuracy": 0.5, "spent_tokens": 12.0},
-    ]
-    assert summarise(rows, seconds_total=1.0, seconds_by_stage={})["spent"] == {"spent_tokens": 12.0}

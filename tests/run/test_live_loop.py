@@ -1,18 +1,25 @@
-"""The loop on live rollouts: the prompts of a step, their seeds, what is scored, how old it may be, and
-what a run that goes on does again."""
+"""The loop on live rollouts: what it asks, scores and trains on, and what it does again after a death."""
 
+import asyncio
 import json
 import shutil
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 
-from megatron_ibpo.journal import LostStepError
-from megatron_ibpo.run.inputs import open_journal
+import megatron_ibpo as mi
+from megatron_ibpo.basics.records import token_ids
+from megatron_ibpo.journal import LostStepError, read_journal
+from megatron_ibpo.report import read_rows
+from megatron_ibpo.run.inputs import bytes_kept, open_journal
+from megatron_ibpo.run.loop import Run
 from megatron_ibpo.run.run_data import open_run_data
 from support.credit_cases import RESET_GROUPS
-from support.live_loop import Trainers, config_of, live_run, plain, questions, reward, written
+from support.credit_cases import plain as all_of
+from support.live_loop import StandIns, Trainers, config_of, in_place, live_run, questions, reward, written
+from support.paths import ROOT
 
 AHEAD = ("--max-staleness", "2")
 OVER = ("--max-staleness", "1", "--over-sampling-batch-size", "6")
@@ -23,17 +30,18 @@ def indices(groups):
     return [group.prompt.index for group in groups]
 
 
-def compared(groups):
-    """All of a step that a run which goes on must give again."""
-    return [
-        (group.prompt.index, group.prompt.text, [plain(sample) for sample in group.samples], shown(group))
-        for group in groups
-    ]
-
-
-def shown(group):
-    """What was corrected, and beside which references."""
-    return [(correction.target, correction.references) for correction in group.corrections]
+def goes_on(run_dir, flags, journal="kept", count=4):
+    """A run that is killed after its third step, with a checkpoint of the second; the samples in its journal;
+    and one that goes on."""
+    with live_run(config_of(run_dir, *flags, *EVERY_TWO)) as killed:
+        killed.take(3)
+    if journal == "lost":
+        shutil.rmtree(run_dir / "journal")
+    left = read_journal(run_dir / "journal", 2).samples
+    with live_run(config_of(run_dir, *flags, *EVERY_TWO, "--load", str(run_dir))) as steps:
+        assert steps.run.progress.step == 2
+        steps.take(count)
+    return killed, left, steps
 
 
 @pytest.fixture(scope="module", params=[(), (*AHEAD, "--keep-order")], ids=["on policy", "ahead"])
@@ -45,31 +53,30 @@ def whole(request, tmp_path_factory):
         yield flags, steps
 
 
-def test_every_step_asks_prompts_that_no_other_has_asked_in_the_order_of_the_source(whole):
+def test_every_step_asks_prompts_and_seeds_that_no_other_has_asked_in_the_order_of_the_source(whole):
     _, steps = whole
     assert [index for groups in steps.groups for index in indices(groups)] == list(range(24))
     asked = {group.prompt.text for group in steps.all_groups}
     assert len(asked) == 24
     assert asked < {row["prompt"] for row in questions("train")}
-
-
-def test_no_two_requests_of_a_run_have_the_same_seed(whole):
-    _, steps = whole
     seeds = [request.seed for request in steps.engines.asked]
-    assert len(seeds) >= 6 * 4 * 3
-    assert len(set(seeds)) == len(seeds)
+    assert len(set(seeds)) == len(seeds) >= 6 * 4 * 3
     assert {request.temperature for request in steps.engines.asked} == {0.7}
 
 
-def test_the_verifier_reads_the_whole_response_and_nothing_else(whole):
+def test_the_verifier_reads_the_whole_response_and_trainers_get_what_was_sampled_in_that_step(whole):
     _, steps = whole
     label = {row["prompt"]: row["label"] for row in questions("train")}
     decode = steps.run.data.tokenizer.decode
-    for group in steps.all_groups:
-        question = group.prompt.text
-        for sample in group.samples:
+    for groups, update in zip(steps.groups, steps.trainers.updates, strict=True):
+        sampled = [(group.prompt.text, sample) for group in groups for sample in group.samples]
+        for question, sample in sampled:
             assert sample.reward == reward(question, decode(sample.token_ids), label[question], {})
             assert sample.correct == (sample.reward == 1)
+        written_now = {tuple(sample.token_ids.tolist()) for _, sample in sampled}
+        assert {tuple(sequence["response_token_ids"]) for sequence in update} <= written_now
+        assert {sequence["prompt_index"] for sequence in update} <= set(indices(groups))
+        assert {sequence["temperature"] for sequence in update} <= {0.7}
 
 
 def test_each_wrong_response_is_shown_with_its_reference_and_corrected(whole):
@@ -87,26 +94,16 @@ def test_each_wrong_response_is_shown_with_its_reference_and_corrected(whole):
     assert sum(len(group.corrections) for group in steps.all_groups) > 20
 
 
-def test_trainers_are_given_what_was_sampled_in_that_step(whole):
-    _, steps = whole
-    for groups, update in zip(steps.groups, steps.trainers.updates, strict=True):
-        sampled = {tuple(sample.token_ids.tolist()) for group in groups for sample in group.samples}
-        assert {tuple(sequence["response_token_ids"]) for sequence in update} <= sampled
-        assert {sequence["prompt_index"] for sequence in update} <= set(indices(groups))
-        assert {sequence["temperature"] for sequence in update} <= {0.7}
-
-
 @pytest.mark.parametrize(("flags", "bound"), [((), 0), (AHEAD, 2), (OVER, 1)], ids=["0", "2", "1 of 6"])
 def test_no_sample_is_older_than_staleness_allows_and_some_are_as_old(flags, bound, tmp_path):
     with live_run(config_of(tmp_path, *flags, "--num-rollout", "8", "--no-save")) as steps:
         steps.take(8)
-    ages = [
+    ages = {
         step - version
         for step, groups in enumerate(steps.groups)
-        for group in groups
-        for sample in group.samples
+        for sample in (sample for group in groups for sample in group.samples)
         for version, _ in sample.tokens_by_version()
-    ]
+    }
     assert max(ages) == bound
     assert min(ages) >= 0
 
@@ -117,73 +114,54 @@ def test_a_journal_of_other_settings_is_not_used_and_a_line_names_them(tmp_path)
     with ExitStack() as stack:
         warmer = replace(killed.run.config.rollout, rollout_temperature=0.9)
         _, recovered = open_journal(replace(killed.run.config, rollout=warmer), 2, stack)
-    assert recovered.batches == ()
-    assert recovered.samples == {}
+    assert (recovered.batches, recovered.samples) == ((), {})
     (note,) = recovered.notes
     assert note.endswith("sampled after step 2 is not used, since rollout_temperature changed")
 
 
 @pytest.mark.parametrize("journal", ["kept", "lost"])
 def test_a_run_that_goes_on_takes_up_the_order_of_data_where_it_was(whole, journal, tmp_path):
-    """Killed after its third step, with a checkpoint of the second."""
     flags, undisturbed = whole
-    with live_run(config_of(tmp_path, *flags, *EVERY_TWO)) as killed:
-        killed.take(3)
-    if journal == "lost":
-        shutil.rmtree(tmp_path / "journal")
-    with live_run(config_of(tmp_path, *flags, *EVERY_TWO, "--load", str(tmp_path))) as steps:
-        assert steps.run.progress.step == 2
-        steps.take(4)
+    killed, left, steps = goes_on(tmp_path, flags, journal)
     assert list(map(indices, steps.groups)) == list(map(indices, undisturbed.groups[2:]))
     for group, other in zip(steps.all_groups, undisturbed.all_groups[2 * 4 :], strict=True):
         for sample, before in zip(group.samples, other.samples, strict=True):
             assert sample.token_ids.tolist() == before.token_ids.tolist()
             assert sample.reward == before.reward
     if journal == "kept":
-        assert compared(steps.groups[0]) == compared(killed.groups[2])
-        again = {tuple(written(request)) for request in steps.engines.asked}
-        assert again.isdisjoint(tuple(s.token_ids.tolist()) for g in killed.groups[2] for s in g.samples)
+        assert all_of(steps.groups[0]) == all_of(killed.groups[2])
         assert steps.trainers.updates[0] == killed.trainers.updates[2]
+    asked = {(r.prompt_token_ids.tobytes(), token_ids(written(r)).tobytes()) for r in steps.engines.asked}
+    assert asked.isdisjoint((s.prompt_token_ids.tobytes(), s.token_ids.tobytes()) for s in left.values())
+    assert len(left) > 4 * 3 or journal == "lost" or "--max-staleness" not in flags, "others had begun"
 
 
 @pytest.mark.parametrize("journal", ["kept", "lost"])
 def test_a_run_that_goes_on_leaves_no_prompt_out_and_takes_none_twice(journal, tmp_path):
     """Sampling ahead, each batch takes what is ready: most prompts of a time are under way at the kill."""
-    flags = (*AHEAD, *EVERY_TWO, "--num-rollout", "6")
-    with live_run(config_of(tmp_path, *flags)) as killed:
-        killed.take(3)
-    if journal == "lost":
-        shutil.rmtree(tmp_path / "journal")
-    with live_run(config_of(tmp_path, *flags, "--load", str(tmp_path))) as steps:
-        steps.take(4)
+    killed, _, steps = goes_on(tmp_path, (*AHEAD, "--num-rollout", "6"), journal)
     taken = [index for groups in [*killed.groups[:2], *steps.groups] for index in indices(groups)]
     assert sorted(taken) == list(range(24))
 
 
 def test_a_run_that_goes_on_draws_the_same_references_again_for_prompts_of_another_step(tmp_path):
     """Groups of equal rewards are left out, and prompts of the next step take their places."""
-    flags = (*AHEAD, "--keep-order", *EVERY_TWO, "--n-samples-per-prompt", "5", "--num-rollout", "6")
+    flags = (*AHEAD, "--keep-order", "--n-samples-per-prompt", "5", "--num-rollout", "6")
     flags += ("--dynamic-sampling", "--dynamic-sampling-by", "rewards")
-    with live_run(config_of(tmp_path, *flags)) as killed:
-        killed.take(3)
-    with live_run(config_of(tmp_path, *flags, "--load", str(tmp_path))) as steps:
-        steps.take(1)
+    killed, _, steps = goes_on(tmp_path, flags, count=1)
     assert max(indices(killed.groups[2])) >= 3 * 4, "the third step has those of the first twelve"
-    assert compared(steps.groups[0]) == compared(killed.groups[2])
+    assert all_of(steps.groups[0]) == all_of(killed.groups[2])
 
 
 @pytest.mark.parametrize("saved", [True, False], ids=["after a checkpoint", "before the first"])
 def test_trainers_that_died_train_again_on_what_they_had(whole, saved, tmp_path):
     flags, undisturbed = whole
-    save = EVERY_TWO if saved else ("--no-save",)
-    trainers = Trainers(dies_at=3)
+    trainers, save = Trainers(dies_at=3), EVERY_TWO if saved else ("--no-save",)
     with live_run(config_of(tmp_path, *flags, *save), trainers) as steps:
         steps.take(4)
-    checkpoint = tmp_path / "checkpoints/step_000002"
-    assert trainers.restarted_from == [checkpoint if saved else None]
+    assert trainers.restarted_from == [tmp_path / "checkpoints/step_000002" if saved else None]
     assert steps.engines.met == 1
-    expected = undisturbed.trainers.updates
-    first = 2 if saved else 0
+    expected, first = undisturbed.trainers.updates, 2 if saved else 0
     assert trainers.updates == [*expected[:3], *expected[first:3], expected[3]]
 
 
@@ -212,20 +190,169 @@ def test_a_run_whose_operator_asks_for_more_samples_finishes_with_its_summary(tm
 
 
 def test_all_prompts_are_played_in_the_environment_of_the_run_or_in_their_own(tmp_path):
-    held_out = [{"prompt": "1+1", "label": 2}, {"prompt": "1+2", "label": 3}]
-    held_out[1]["metadata"] = {"environment": "its:Own", "level": 1}
+    own = {"environment": "its:Own", "level": 1}
+    held_out = [{"prompt": "1+1", "label": 2}, {"prompt": "1+2", "label": 3, "metadata": own}]
     (tmp_path / "held_out.jsonl").write_text("\n".join(map(json.dumps, held_out)))
-    evaluated = ("--eval-prompt-data", str(tmp_path / "held_out.jsonl"), "--eval-num-prompts", "2")
     (tmp_path / "whole.py").write_text("def extract_answer(response): return response\nscore = None")
-    of_run = ("--rm-type", f"{tmp_path / 'whole.py'}:score", "--rollout-max-context-len", "128", *evaluated)
-    data = open_run_data(config_of(tmp_path, *of_run, "--environment", "a:Game"))
-    (own,) = data.eval_sets
-    assert [prompt.metadata for prompt in own.prompts] == [
-        {"environment": "a:Game"},
-        {"environment": "its:Own", "level": 1},
-    ]
-    assert own.answer is None, "the environment scores"
+    flags = ("--rm-type", f"{tmp_path / 'whole.py'}:score", "--rollout-max-context-len", "128")
+    flags += ("--eval-prompt-data", str(tmp_path / "held_out.jsonl"), "--eval-num-prompts", "2")
+    data = open_run_data(config_of(tmp_path, *flags, "--environment", "a:Game"))
+    (evaluated,) = data.eval_sets
+    assert [prompt.metadata for prompt in evaluated.prompts] == [{"environment": "a:Game"}, own]
+    assert evaluated.answer is None, "the environment scores"
     assert {prompt.metadata["environment"] for prompt in data.prompts.batch(0, 4)} == {"a:Game"}
-    (without,) = open_run_data(config_of(tmp_path, *of_run)).eval_sets
+    (without,) = open_run_data(config_of(tmp_path, *flags)).eval_sets
     assert without.prompts[0].metadata == {}
     assert without.answer is not None
+
+
+# --- stepped from Python
+
+TWO = ("--num-rollout", "2", "--save-interval", "1")
+
+
+@pytest.fixture(autouse=True)
+def no_curves(monkeypatch):
+    """Drawing takes a second."""
+    monkeypatch.setattr("megatron_ibpo.report.run_curves.plot_curves", lambda *_, **__: False)
+
+
+def rows_of(config):
+    return [(row["kind"], row["step"]) for row in read_rows(config.run.run_dir / "metrics.jsonl")]
+
+
+def status_of(config):
+    return json.loads((config.run.run_dir / "summary.json").read_text())["status"]
+
+
+def test_a_step_is_its_row_its_samples_and_its_sequences(tmp_path):
+    config = config_of(tmp_path, *TWO)
+    with in_place(StandIns()), mi.open_run(config) as run:
+        steps = list(run)
+        assert run.rows == [step.metrics for step in steps]
+        assert run.config.run.num_rollout == 2
+    assert [step.metrics for step in steps] == read_rows(tmp_path / "metrics.jsonl")
+    assert [step.metrics["step"] for step in steps] == [1, 2]
+    for step in steps:
+        rewards = [response.reward for group in step.groups for response in group.responses]
+        assert step.metrics["reward"] == pytest.approx(sum(rewards) / len(rewards))
+        assert {sequence.prompt_index for sequence in step.sequences} == {g.prompt.index for g in step.groups}
+    assert status_of(config) == "finished"
+    with pytest.raises(ValueError, match="this run is closed"):
+        next(run)
+
+
+@contextmanager
+def opened(config, backend=None):
+    with in_place(backend or StandIns()), mi.open_run(config) as run:
+        yield run
+
+
+def test_a_notebook_has_an_event_loop_that_runs_already(tmp_path):
+    async def cell():
+        with opened(config_of(tmp_path, *TWO)) as run:
+            return [step.metrics["step"] for step in run]
+
+    assert asyncio.run(cell()) == [1, 2]
+
+
+def test_a_run_that_is_left_early_goes_on_where_it_was(tmp_path):
+    config = config_of(tmp_path, "--num-rollout", "3")
+    with opened(config) as run:
+        for step in run:
+            assert step.metrics["step"] == 1
+            break
+        assert next(run).metrics["step"] == 2
+    assert status_of(config) == "interrupted"
+    with opened(config_of(tmp_path, "--num-rollout", "3", "--load", str(tmp_path))) as run:
+        assert [step.metrics["step"] for step in run] == [3]
+    assert rows_of(config) == [("step", 1), ("step", 2), ("step", 3)]
+
+
+@pytest.mark.parametrize(
+    ("within", "error", "status"),
+    [
+        ("a step", KeyboardInterrupt(), "stopped at once"),
+        ("the program", RuntimeError("no luck"), "failed: RuntimeError: no luck"),
+    ],
+)
+def test_what_was_sampled_before_an_error_is_not_sampled_again(
+    tmp_path, monkeypatch, capsys, within, error, status
+):
+    """The journal has the first step's samples, and there is no checkpoint."""
+    fail, before, again = Mock(side_effect=error), StandIns(), StandIns()
+
+    def step_in_vain():
+        with opened(config_of(tmp_path, "--num-rollout", "2"), before) as run:
+            next(run)
+            fail()
+
+    with monkeypatch.context() as patched:
+        if within == "a step":
+            patched.setattr(Run, "update", fail)
+        with pytest.raises(type(error)):
+            step_in_vain()
+    assert before.engines.asked
+    config = config_of(tmp_path, "--num-rollout", "1", "--load", str(tmp_path))
+    assert status_of(config) == status
+    assert "To resume from the journal" in capsys.readouterr().out
+    with opened(config, again) as run:
+        assert [step.metrics["step"] for step in run] == [1]
+    assert again.engines.asked == []
+
+
+def test_a_recipe_takes_settings_as_flags_do(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    recipe = "examples/recipes/small_cpu.yaml"
+    config = mi.load_recipe(recipe, run_dir="a", num_rollout=2, ibpo_lambda=0.3, eval_num_prompts=0)
+    flags = "--run-dir a --num-rollout 2 --ibpo-lambda 0.3 --eval-num-prompts 0"
+    assert config == mi.parse_config(["--config", str(ROOT / recipe), *flags.split()])
+    files = mi.load_recipe(recipe, prompt_data=("b.jsonl", "c.jsonl")).data.prompt_data
+    assert files == (str(tmp_path / "b.jsonl"), str(tmp_path / "c.jsonl"))
+    for path, settings, says in (
+        (recipe, {"num_rolout": 2}, "unknown key 'num_rolout'; did you mean 'num-rollout'"),
+        (recipe, {"num_rollout": "two"}, "num_rollout: 'two' is not a whole number"),
+        ("none.yaml", {}, r"--config .*none.yaml: cannot be read"),
+    ):
+        with pytest.raises(mi.ConfigError, match=says):
+            mi.load_recipe(path, **settings)
+
+
+def test_settings_that_cannot_work_are_refused_before_anything_starts(tmp_path):
+    config = config_of(tmp_path / "run", "--num-steps-per-rollout", "3", "--eps-clip", "2")
+    with pytest.raises(mi.ConfigError, match="--num-steps-per-rollout"):
+        mi.open_run(config)
+    assert not (tmp_path / "run").exists()
+    (tmp_path / "empty").mkdir()
+    config = config_of(tmp_path / "run", "--load", str(tmp_path / "empty"))
+    with in_place(StandIns()), pytest.raises(ValueError, match=r"there is no step_N with a run_state.json"):
+        mi.open_run(config)
+
+
+def test_after_a_start_that_failed_the_same_command_starts_the_run_and_so_does_load(tmp_path, capsys):
+    def start_in_vain(config):
+        fails = StandIns(wait_ready=Mock(side_effect=ArithmeticError("engine 0 did not start")))
+        with in_place(fails), pytest.raises(ArithmeticError):
+            mi.open_run(config)
+
+    config, there = config_of(tmp_path / "same", *TWO), tmp_path / "load"
+    start_in_vain(config)
+    start_in_vain(config)
+    with opened(config) as run:
+        assert len(list(run)) == 2
+    assert rows_of(config) == [("step", 1), ("step", 2)]
+    with in_place(StandIns()), pytest.raises(mi.ConfigError, match="already holds a run"):
+        mi.open_run(config)
+    start_in_vain(config_of(there, *TWO))
+    with opened(config_of(there, *TWO, "--load", str(there))) as run:
+        assert next(run).metrics["step"] == 1
+    said = capsys.readouterr().out
+    assert f"--load {there}: no checkpoint was saved there; the run starts at step 0\n" in said
+
+
+def test_a_run_of_adapters_needs_room_for_checkpoints_of_adapters_and_for_a_whole_export(tmp_path):
+    """4 layers, each with a q_proj of 128 x 96; fp32 weights of 4 bytes and 8 of Adam's."""
+    config = config_of(tmp_path, "--num-rollout", "1")
+    assert bytes_kept(config, 10**6) == (12 + 4) * 10**6
+    adapters = config_of(tmp_path, "--num-rollout", "1", "--lora-rank", "2", "--lora-targets", "q_proj")
+    assert bytes_kept(adapters, 10**6) == 12 * 4 * 2 * (128 + 96) + 4 * 10**6

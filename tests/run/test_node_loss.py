@@ -20,10 +20,9 @@ def opened(monkeypatch):
     status."""
     config = Config()
     config.cluster.node_wait = 7.0
-    waits = []
 
     def trained(*happens):
-        left = list(happens)
+        left, waits = list(happens), []
 
         @contextmanager
         def open_run(config, node_wait, started):
@@ -49,19 +48,13 @@ def opened(monkeypatch):
 LOST, DIED = on_cluster.NodeLostError("a node is lost"), ProcessDiedError("engine 1 has ended")
 
 
-def test_a_lost_node_is_waited_for(opened):
+def test_a_lost_node_is_waited_for_again_while_the_run_starts_but_not_for_good_or_at_first(opened, capsys):
     assert opened(LOST, train.DONE) == (train.DONE, [0.0, 7.0])
-
-
-def test_so_is_one_that_is_lost_while_the_run_starts_again(opened):
-    assert opened(LOST, DIED, DIED, LOST, DIED, train.DONE) == (train.DONE, [0.0, 7.0, 7.0, 7.0, 7.0, 7.0])
-
-
-def test_but_not_for_good_and_not_at_the_first_start(opened, capsys):
+    assert opened(LOST, DIED, DIED, LOST, DIED, train.DONE) == (train.DONE, [0.0, *[7.0] * 5])
+    capsys.readouterr()
     assert opened(LOST, DIED, DIED, DIED) == (FAILED, [0.0, 7.0, 7.0, 7.0])
     assert capsys.readouterr().err.count("starting again") == 2
-    status, waits = opened(DIED)
-    assert (status, len(waits)) == (FAILED, 5)
+    assert opened(DIED) == (FAILED, [0.0])
 
 
 def test_the_journal_serves_a_run_that_goes_on_though_its_devices_have_decided_some_settings():

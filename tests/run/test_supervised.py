@@ -1,5 +1,4 @@
-"""Supervised training: its loss is transformers' cross-entropy, and a run that resumes equals one that did
-not stop."""
+"""Supervised training: its loss is transformers' cross-entropy, and a run that resumes equals a whole one."""
 
 import json
 import subprocess
@@ -8,11 +7,15 @@ from functools import cache
 
 import numpy as np
 import pytest
+import torch
 
 from megatron_ibpo.commands import sft
 from megatron_ibpo.config import ConfigError
 from megatron_ibpo.data import DataError, load_tokenizer, open_sources
 from megatron_ibpo.data.demonstrations import DemonstrationReader
+from megatron_ibpo.loss import make_objective, policy_loss
+from megatron_ibpo.policy.packing import lay_out, pack
+from megatron_ibpo.policy.planning import MicroBatch, weighted_mean_length
 from megatron_ibpo.run.settings import parse_config
 from megatron_ibpo.run.supervised import open_supervised, sequences_of, supervised
 from support.paths import ROOT
@@ -34,21 +37,14 @@ def flags_for(rows, *more):
 
 
 def sequences(rows, count):
-    config = parse_config(flags_for(rows))
-    source = open_sources(
-        config.data.prompt_data,
-        load_tokenizer(MODEL),
-        config.data,
-        split="train",
-        reader_type=DemonstrationReader,
-    )
+    data = parse_config(flags_for(rows)).data
+    tokenizer = load_tokenizer(MODEL)
+    source = open_sources(data.prompt_data, tokenizer, data, split="train", reader_type=DemonstrationReader)
     return sequences_of(source.batch(0, count))
 
 
 @cache
 def of_transformers():
-    """Return the model as transformers computes it."""
-    import torch
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
@@ -56,25 +52,19 @@ def of_transformers():
 
 def cross_entropy(sequences):
     """Return transformers' loss of the sequences in one padded batch."""
-    import torch
 
-    longest = max(s.num_tokens for s in sequences)
-    ids, labels = np.zeros((len(sequences), longest), int), np.full((len(sequences), longest), -100)
-    for row, s in enumerate(sequences):
-        ids[row, : s.num_tokens] = np.concatenate([s.prompt_token_ids, s.response_token_ids])
-        own = np.where(s.loss_mask, s.response_token_ids, -100)
-        labels[row, len(s.prompt_token_ids) : s.num_tokens] = own
+    def padded(rows, value):
+        rows = [torch.from_numpy(np.concatenate(row)).long() for row in rows]
+        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=value)
+
+    ids = padded([(s.prompt_token_ids, s.response_token_ids) for s in sequences], 0)
+    own = [np.where(s.loss_mask, s.response_token_ids, -100) for s in sequences]
+    labels = [(np.full(len(s.prompt_token_ids), -100), one) for s, one in zip(sequences, own, strict=True)]
     with torch.no_grad():
-        return of_transformers()(input_ids=torch.from_numpy(ids), labels=torch.from_numpy(labels)).loss.item()
+        return of_transformers()(input_ids=ids, labels=padded(labels, -100)).loss.item()
 
 
 def test_the_loss_of_a_batch_is_the_cross_entropy_of_transformers(rows):
-    import torch
-
-    from megatron_ibpo.loss import make_objective, policy_loss
-    from megatron_ibpo.policy.packing import lay_out, pack
-    from megatron_ibpo.policy.planning import MicroBatch, weighted_mean_length
-
     batch = sequences(rows, 7)
     batch[0].loss_mask[:3] = False  # another speaker's
     packed = lay_out(pack(MicroBatch(tuple(range(7)), tuple(batch))), multiple=1, device=torch.device("cpu"))
@@ -87,44 +77,39 @@ def test_the_loss_of_a_batch_is_the_cross_entropy_of_transformers(rows):
     assert loss.item() == pytest.approx(cross_entropy(batch), rel=1e-6)
 
 
-def test_settings_of_sampling_have_no_effect_and_are_named(rows):
+def test_settings_of_sampling_have_no_effect_and_are_named_and_what_only_rl_can_do_is_refused(rows):
     flags = flags_for(rows, "--kl-coef", "0.1", "--n-samples-per-prompt", "4", "--advantage-estimator", "ppo")
     config, idle = supervised(parse_config(flags))
     assert (config.loss.loss_variant, config.loss.kl_coef) == ("nll", 0)
     assert {"--kl-coef", "--n-samples-per-prompt", "--advantage-estimator"} <= {*idle}
-    assert supervised(parse_config(flags_for(rows)))[1] == []
-
-
-def test_a_limit_of_responses_that_was_typed_is_said_to_have_no_effect(rows):
-    said = []
-    for words in ([], ["--rollout_max_response_len=7"]):
-        parse_config(flags_for(rows, *words), note=said.append, unused=sft.UNUSED)
+    said: list[str] = []
+    plain = parse_config(flags_for(rows), note=said.append, unused=sft.UNUSED)
+    assert (supervised(plain)[1], said) == ([], [])
+    parse_config(flags_for(rows, "--rollout_max_response_len=7"), note=said.append, unused=sft.UNUSED)
     assert said == [*sft.UNUSED.values()]
-
-
-def test_what_only_rl_can_do_is_refused_by_name(rows):
     with pytest.raises(ConfigError, match=r"^--dry-run, --deduplicate: only `ibpo train` has it"):
         supervised(parse_config(flags_for(rows, "--dry-run", "--deduplicate")))
 
 
 def test_prompts_without_responses_are_refused_before_a_trainer_starts(tmp_path):
     flags = ("--rollout-backend", "lean", "--num-rollout", "1", "--run-dir", str(tmp_path / "run"))
-    config = parse_config(
-        ("--hf-checkpoint", str(MODEL), "--prompt-data", "reasoning_gym://chain_sum", *flags)
-    )
+    config = parse_config(flags_for("reasoning_gym://chain_sum", *flags))
     with pytest.raises(DataError, match="chain_sum has prompts without responses"), open_supervised(config):
         pass
     assert not (tmp_path / "run").exists()
 
 
+def train(rows, run_dir, *more):
+    flags = flags_for(rows, "--eval-prompt-data", str(rows), "--lr", "1e-3", "--run-dir", str(run_dir))
+    command = [sys.executable, "-m", "megatron_ibpo.commands.sft", *flags, *more]
+    subprocess.run(command, check=True, timeout=450, cwd=ROOT)
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
 def test_a_run_in_one_process_learns_and_exports(rows, tmp_path):
-    flags = flags_for(rows, "--eval-prompt-data", str(rows), "--eval-num-prompts", "8", "--lr", "1e-3")
-    command = [sys.executable, "-m", "megatron_ibpo.commands.sft", *flags, "--rollout-backend", "lean"]
-    command += ["--num-rollout", "4", "--rollout-batch-size", "8", "--run-dir", str(tmp_path / "run")]
-    command += ["--export-interval", "2"]
-    subprocess.run(command, check=True, timeout=300, cwd=ROOT)
-    lines = map(json.loads, (tmp_path / "run/metrics.jsonl").read_text().splitlines())
-    steps = {row["step"]: row for row in lines if row["kind"] == "step"}
+    flags = "--rollout-backend lean --num-rollout 4 --rollout-batch-size 8 --export-interval 2"
+    found = train(rows, tmp_path, *flags.split(), "--eval-num-prompts", "8")
+    steps = {row["step"]: row for row in found if row["kind"] == "step"}
     assert list(steps) == [1, 2, 3, 4]
     assert steps[1]["loss"] == pytest.approx(cross_entropy(sequences(rows, 8)), rel=1e-5)
     assert steps[4]["loss"] < steps[1]["loss"]
@@ -132,7 +117,7 @@ def test_a_run_in_one_process_learns_and_exports(rows, tmp_path):
     assert steps[4]["epoch"] == 4 * 8 / 81
     assert steps[1]["tokens"] > steps[1]["loss_tokens"] > 0
     assert {"clip_fraction", "ratio_mean", "tokens_trained"}.isdisjoint(steps[1])
-    exported = {path.parent.name for path in (tmp_path / "run").glob("*/model.safetensors")}
+    exported = {path.parent.name for path in tmp_path.glob("*/model.safetensors")}
     assert exported == {"hf_step_000002", "hf_step_000004", "hf"}
 
 
@@ -140,32 +125,16 @@ def test_a_run_in_one_process_learns_and_exports(rows, tmp_path):
 @pytest.mark.ray
 @pytest.mark.timeout(1000)
 def test_a_run_on_two_ranks_learns_exports_and_resumes_bit_for_bit(rows, tmp_path):
-    flags = flags_for(rows, "--eval-prompt-data", str(rows), "--eval-num-prompts", "16")
-    flags += (
-        "--num-trainers",
-        "2",
-        "--tensor-model-parallel-size",
-        "2",
-        "--lr",
-        "1e-3",
-        "--num-rollout",
-        "6",
-    )
-
-    def train(name, *more):
-        command = [sys.executable, "-m", "megatron_ibpo.commands.sft", *flags, "--save-interval", "3"]
-        subprocess.run(
-            [*command, "--run-dir", str(tmp_path / name), *more], check=True, timeout=450, cwd=ROOT
-        )
-        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
-        return [json.loads(line) for line in lines], (tmp_path / name / "hf/model.safetensors").read_bytes()
-
-    whole, weights = train("whole")
-    resumed, again = train("resumed", "--load", str(tmp_path / "whole/checkpoints/step_000003"))
+    flags = "--num-trainers 2 --tensor-model-parallel-size 2 --num-rollout 6 --save-interval 3"
+    flags = [*flags.split(), "--eval-num-prompts", "16"]
+    whole = train(rows, tmp_path / "whole", *flags)
+    checkpoint = tmp_path / "whole/checkpoints/step_000003"
+    resumed = train(rows, tmp_path / "resumed", *flags, "--load", str(checkpoint))
     losses = [row["loss"] for row in whole if row["kind"] == "step"]
     assert losses[0] == pytest.approx(cross_entropy(sequences(rows, 32)), rel=1e-5)
     assert losses[-1] < 0.2 * losses[0]
     held_out = [row["held_out_loss"] for row in whole if row["kind"] == "evaluation"]
     assert held_out[-1] < 0.2 * held_out[0]
     assert [row["loss"] for row in resumed if row["kind"] == "step"] == losses[3:]
-    assert again == weights
+    first, again = (tmp_path / name / "hf/model.safetensors" for name in ("whole", "resumed"))
+    assert again.read_bytes() == first.read_bytes()

@@ -1,0 +1,255 @@
+"""Verifiers and environments on the nodes of a cluster: spread by load, and nothing waits for the dead."""
+
+import asyncio
+import os
+import signal
+import sys
+from collections import Counter
+from concurrent.futures import Future
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import ray
+
+from megatron_ibpo.basics.records import Prompt, token_ids
+from megatron_ibpo.cluster.environments import Environments
+from megatron_ibpo.cluster.ray_session import open_ray
+from megatron_ibpo.cluster.reservation import cluster_nodes
+from megatron_ibpo.cluster.verifiers import Verifiers
+from megatron_ibpo.config import DataConfig, EnvironmentConfig
+from megatron_ibpo.environments import EpisodeFaultError, EpisodeScore
+from megatron_ibpo.environments.processes import EnvironmentPool
+from megatron_ibpo.rewards import Verifier, WorkerError, open_pool, worker_count
+from support.simulated_cluster import simulated_cluster
+from support.waiting import eventually
+
+pytestmark = pytest.mark.ray
+
+USERS = """
+import os, time
+import psutil
+from megatron_ibpo.environments import Opening, Turn
+
+def owner(prompt, response, label, metadata):
+    time.sleep(0.01)
+    return psutil.Process().parents()[1].pid  # of the process whose pool this is, above the supervisor
+
+class Echo:
+    def reset(self, question, label, metadata, seed):
+        # of the process whose pool this is, above the zygote and its supervisor
+        owner = psutil.Process().parents()[2].pid
+        return Opening([{"role": "user", "content": f"{question} {owner}"}])
+
+    def step(self, message):
+        if message["content"] == "die":
+            os.kill(os.getpid(), 9)
+        if message["content"] == "sleep":
+            time.sleep(1000)
+        return Turn([message])
+
+    def score(self):
+        return 1.0
+
+    def close(self):
+        pass
+"""
+HELLO, DIE, SLEEP = ({"role": "user", "content": content} for content in ("hello", "die", "sleep"))
+OWNER = "users:owner"
+TARGET = "users:Echo"
+CONFIG = EnvironmentConfig(environment_processes=8)
+DATA = DataConfig(rm_type=OWNER, reward_workers=1)
+ANSWER_TIMEOUT_S = 60
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("user")
+    (directory / "users.py").write_text(USERS)
+    sys.path.insert(0, str(directory))
+    with simulated_cluster(3) as started, open_ray(started.address, num_cpus=1):
+        yield started
+    sys.path.remove(str(directory))
+
+
+@pytest.fixture(scope="module")
+def own(cluster):
+    """The driver's own pool."""
+    with open_pool(DATA) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def verifiers(own):
+    with Verifiers(own, cluster_nodes(), DATA) as opened:
+        opened.wait_ready()
+        yield opened
+        pids = {int(pid) for pid in scored(opened, 60)} - {os.getpid()}
+        owners = [psutil.Process(pid) for pid in pids]
+    _, alive = psutil.wait_procs(owners, timeout=10)
+    assert alive == []
+
+
+def submitted(verifiers, count):
+    return [verifiers.submit(OWNER, ("what?", f"answer {n}", "42", {})) for n in range(count)]
+
+
+def scored(verifiers, count):
+    """Return the owner of the worker of each of `count` calls."""
+    return [call.result(ANSWER_TIMEOUT_S).value for call in submitted(verifiers, count)]
+
+
+def test_calls_are_spread_over_all_nodes_by_load(verifiers):
+    prompt = Prompt(0, token_ids([]), 0, "42", "task", "what?")
+    scores = Verifier(verifiers, DATA).score([(prompt, f"answer {number}") for number in range(300)])
+    shares = Counter(score.reward for score in scores)
+    assert len(shares) == 3
+    assert os.getpid() in shares
+    assert min(shares.values()) > 60
+    assert verifiers.deaths == 0
+    assert [scored(verifiers, 1) for _ in range(4)] == [[os.getpid()]] * 4, "a single one stays here"
+
+
+def test_a_worker_that_is_killed_on_another_node_is_counted_and_its_response_asked_again(verifiers, caplog):
+    owner = psutil.Process(int(max(set(scored(verifiers, 60)) - {os.getpid()})))
+    below = owner.children(recursive=True)
+    (worker,) = [child for child in below if child.cmdline()[1:3] == ["-m", "megatron_ibpo.rewards.worker"]]
+    calls = submitted(verifiers, 300)
+    worker.kill()
+    assert None not in [call.result(ANSWER_TIMEOUT_S).value for call in calls]
+    assert eventually(lambda: verifiers.deaths == 1, seconds=60)
+    assert "1 worker died" in caplog.text
+
+
+def test_what_a_killed_actor_owes_is_scored_elsewhere_and_it_comes_back(verifiers):
+    deaths = verifiers.deaths
+    before = set(scored(verifiers, 60))
+    victim = int(max(before - {os.getpid()}))
+    calls = submitted(verifiers, 300)
+    calls[60].result(ANSWER_TIMEOUT_S)
+    os.kill(victim, signal.SIGKILL)
+    owners = [call.result(ANSWER_TIMEOUT_S).value for call in calls]
+    assert None not in owners
+    assert verifiers.deaths == deaths + 1
+    assert eventually(lambda: len(now := set(scored(verifiers, 60))) == 3 and victim not in now, seconds=60)
+    assert verifiers.deaths == deaths + 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"rm_type": "users:nobody"}, ".*defines no 'nobody'"),
+        # a server that is not there; a missing sandbox is found by the same check
+        ({"rm_type": "code", "code_executor": "http://127.0.0.1:1"}, r"code rewards: .*127\.0\.0\.1:1"),
+    ],
+    ids=["it cannot load the function", "it cannot run programs"],
+)
+def test_a_node_that_cannot_score_is_refused_before_anything_starts(own, settings, says):
+    here = ray.get_runtime_context().get_node_id()
+    there = next(node for node in cluster_nodes() if node.node_id != here)
+    data = DataConfig(reward_workers=1, reward_timeout=60.0, **settings)
+    said = f"verifier of {there.address}: {says}"
+    with Verifiers(own, [there], data) as verifiers, pytest.raises(WorkerError, match=said):
+        verifiers.wait_ready()
+
+
+def test_half_the_processors_of_a_node_score_responses():
+    on = {cpus: worker_count(DataConfig(), cpus) for cpus in (1, 2, 5, 192)}
+    assert on == {1: 2, 2: 2, 5: 2, 192: 96}
+    assert worker_count(DataConfig(reward_workers=3), 192) == 3
+    assert worker_count(DataConfig()) == max(2, len(os.sched_getaffinity(0)) // 2)
+
+
+def test_a_node_alone_is_asked_without_a_detour(cluster):
+    answer = Future()
+    only = SimpleNamespace(submit=lambda target, arguments: answer)
+    with Verifiers(only, cluster_nodes()[:1], DATA) as verifiers:
+        verifiers.wait_ready()
+        assert verifiers.submit(OWNER, ("what?", "42", "42", {})) is answer
+
+
+@pytest.fixture(scope="module")
+def environments(cluster):
+    nodes = cluster_nodes()[:2]
+    with EnvironmentPool(CONFIG) as own, Environments(own, nodes, CONFIG, [TARGET]) as opened:
+        opened.wait_ready()
+        yield opened
+
+
+@asynccontextmanager
+async def begun(environments, count):
+    """Open episodes, and the process that owns the pool of each."""
+    sessions = [await environments.open(TARGET, "?", "", {}, 0) for _ in range(count)]
+    yield sessions, [int(one.opening.messages[0]["content"].split()[1]) for one in sessions]
+    await asyncio.gather(*[session.close() for session in sessions])
+
+
+@pytest.mark.slow
+def test_episodes_are_spread_by_load_and_stay_on_their_node(environments):
+    async def play():
+        async with begun(environments, 6) as (sessions, owners):
+            assert owners[0] == os.getpid()
+            assert sorted(map(owners.count, set(owners))) == [3, 3]
+            turns = await asyncio.gather(*[session.step(HELLO) for session in sessions])
+            assert [turn.messages for turn in turns] == [(HELLO,)] * 6
+            assert await sessions[1].score() == EpisodeScore(1.0)
+        async with begun(environments, 1) as (_, owners):
+            assert owners == [os.getpid()]
+
+    asyncio.run(play())
+    assert environments.deaths == 0
+
+
+@pytest.mark.slow
+def test_a_fault_on_another_node_is_that_of_its_episode_alone(environments):
+    async def play():
+        async with begun(environments, 4) as (sessions, _):
+            with pytest.raises(EpisodeFaultError, match=r"step: its process died \(SIGKILL\)") as raised:
+                await sessions[1].step(DIE)
+            assert raised.value.kind == "death"
+            assert (await sessions[3].step(HELLO)).messages == (HELLO,)
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(sessions[3].step(SLEEP), 0.1)
+
+    asyncio.run(play())
+
+
+@pytest.mark.slow
+def test_the_episodes_of_a_killed_actor_fail(environments):
+    async def play():
+        async with begun(environments, 4) as (sessions, owners):
+            steps = [asyncio.create_task(session.step(SLEEP)) for session in sessions[1::2]]
+            await asyncio.sleep(0.2)
+            os.kill(owners[1], signal.SIGKILL)
+            failed = await asyncio.gather(*steps, return_exceptions=True)
+            assert [fault.kind for fault in failed] == ["death", "death"]
+            with pytest.raises(EpisodeFaultError, match="its process died"):
+                await sessions[1].step(HELLO)
+            assert (await sessions[0].step(HELLO)).messages == (HELLO,)
+
+    asyncio.run(play())
+
+
+@pytest.mark.slow
+def test_a_node_that_cannot_import_an_environment_is_refused(environments):
+    with (
+        EnvironmentPool(CONFIG) as own,
+        Environments(own, cluster_nodes(), CONFIG, ["users:Nobody"]) as opened,
+        pytest.raises(WorkerError, match=r"environments of .*: --environment users:Nobody: .*'Nobody'"),
+    ):
+        opened.wait_ready()
+
+
+@pytest.mark.slow
+def test_what_a_lost_node_owes_is_scored_elsewhere_and_it_is_given_up(cluster, verifiers, caplog):
+    deaths = verifiers.deaths
+    calls = submitted(verifiers, 300)
+    calls[60].result(ANSWER_TIMEOUT_S)
+    cluster.remove_node()
+    assert None not in [call.result(ANSWER_TIMEOUT_S).value for call in calls]
+    assert eventually(
+        lambda: "is not started again; the other nodes take over its work" in caplog.text, seconds=60
+    )
+    assert verifiers.deaths == deaths + 1
+    assert len(set(scored(verifiers, 60))) == 2
