@@ -1,11 +1,10 @@
-"""Experts in MXFP4 are read as the numbers that they stand for, and converted; they are not trained."""
-
 import json
 import shutil
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.weights.formats.convert import differing_tensors, hf_to_megatron, megatron_to_hf
@@ -13,7 +12,7 @@ from megatron_ibpo.weights.formats.hugging_face import trained_elements
 from megatron_ibpo.weights.formats.mxfp4 import dequantised
 from megatron_ibpo.weights.weight_errors import CheckpointError
 from support.checkpoint_bytes import assert_same_bytes
-from support.conversions import ALONE
+from support.conversions import ALONE, edit_json
 from support.layouts import layout
 from support.tiny_models import make_gpt_oss
 
@@ -29,8 +28,6 @@ def test_numbers_worked_by_hand():
 
 
 def test_every_number_under_every_scale_is_that_of_transformers():
-    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
-
     blocks = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16).expand(1, 255, 16, 16).contiguous()
     scales = torch.arange(255, dtype=torch.uint8).view(1, 255, 1).expand(1, 255, 16).contiguous()
     expected = convert_moe_packed_tensors(blocks.clone(), scales.clone())
@@ -42,10 +39,7 @@ def test_every_number_under_every_scale_is_that_of_transformers():
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory):
     """A gpt-oss in bfloat16 whose experts are in MXFP4, as it is published, and what its experts are."""
-    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
-
-    directory = tmp_path_factory.mktemp("packed")
-    make_gpt_oss(directory, 3)
+    directory = make_gpt_oss(tmp_path_factory.mktemp("packed"), 3)
     generator = torch.Generator().manual_seed(0)
     stored, whole = {}, {}
     for name, tensor in load_file(directory / "model.safetensors").items():
@@ -53,21 +47,20 @@ def packed(tmp_path_factory):
             stored[name] = whole[name] = tensor.bfloat16()
             continue
         experts, columns, rows = tensor.shape
-        blocks = torch.randint(0, 256, (experts, rows, columns // 32, 16), generator=generator)
-        scales = torch.randint(120, 130, (experts, rows, columns // 32), generator=generator)
-        stored[f"{name}_blocks"], stored[f"{name}_scales"] = blocks.byte(), scales.byte()
-        whole[name] = convert_moe_packed_tensors(blocks.byte(), scales.byte()).contiguous()
+        blocks = torch.randint(0, 256, (experts, rows, columns // 32, 16), generator=generator).byte()
+        scales = torch.randint(120, 130, (experts, rows, columns // 32), generator=generator).byte()
+        stored[f"{name}_blocks"], stored[f"{name}_scales"] = blocks, scales
+        whole[name] = convert_moe_packed_tensors(blocks.clone(), scales.clone()).contiguous()
     save_file(stored, directory / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(
-        json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}})
-    )
+    edit_json(directory / "config.json", quantization_config={"quant_method": "mxfp4"})
     return directory, whole
 
 
 @pytest.mark.parametrize("parallel", [layout(), layout(tp=2, ep=2)], ids=["one", "TP2 EP2"])
-def test_it_is_converted_to_bfloat16(packed, tmp_path, parallel):
+def test_it_is_converted_to_bfloat16_and_training_asks_for_that(packed, tmp_path, parallel):
     directory, whole = packed
+    with pytest.raises(CheckpointError, match=r"experts\.down_proj.* in MXFP4, .* convert to-megatron"):
+        trained_elements(directory, read_hf_config(directory))
     hf_to_megatron(directory, tmp_path / "stored", parallel, ALONE)
     assert differing_tensors(directory, tmp_path / "stored", ALONE) == []
     megatron_to_hf(tmp_path / "stored", tmp_path / "back", ALONE)
@@ -75,12 +68,6 @@ def test_it_is_converted_to_bfloat16(packed, tmp_path, parallel):
     config = json.loads((tmp_path / "back/config.json").read_text())
     assert config["dtype"] == "bfloat16"
     assert "quantization_config" not in config
-
-
-def test_training_asks_for_the_conversion(packed):
-    directory, _ = packed
-    with pytest.raises(CheckpointError, match=r"experts\.down_proj.* in MXFP4, .* convert to-megatron"):
-        trained_elements(directory, read_hf_config(directory))
 
 
 def test_parts_that_do_not_belong_together_are_refused(packed, tmp_path):

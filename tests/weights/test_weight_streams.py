@@ -237,10 +237,10 @@ def test_gathered_weights_are_sent_after_they_have_arrived_and_race_without_a_st
         patch.setattr(gather, "dist", other)
         tensors: Any = gather.Gather(source, to=0, bucket_bytes=BUCKET, device="cpu")
         other.gather, wire = tensors, Wire(device)
-        if own_stream:
-            tensors = gather.on_one_stream(tensors, torch.cuda.Stream())
         for tensor in source.tensors.values():
             tensor.mul_(1)
+        if own_stream:
+            tensors = gather.on_one_stream(tensors, torch.cuda.Stream())
         vllm_transfer().packed_nccl_broadcast_producer(
             iterator=iter(tensors), group=wire, src=0, post_iter_func=lambda item: item[1],
             buffer_size_bytes=BUCKET, num_buffers=2,
