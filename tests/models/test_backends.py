@@ -1,5 +1,3 @@
-"""The libraries that compute the layers are found, refused where they are missing, and named at the start."""
-
 import json
 import re
 import types
@@ -22,20 +20,25 @@ from megatron_ibpo.report.sizes import run_sizes
 from megatron_ibpo.run.settings import parse_config
 from support.paths import ROOT
 
-EXAMPLES = ROOT / "examples"
 
-
-def installed(monkeypatch, *packages):
+def installed(monkeypatch, *packages, capability=None, cudnn=None, **versions):
     """Act as if these were installed, and neither Transformer Engine nor flash-linear-attention otherwise."""
 
     def find(name):
         if name.partition(".")[0] not in packages:
             raise ImportError(f"{name}: built for another torch")
+        return types.SimpleNamespace(__version__=versions.get(name))
 
     monkeypatch.setattr("megatron_ibpo.models.backends.import_module", find)
+    if capability is not None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+        monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
 
 
-def test_cpus_need_nothing_and_ask_for_nothing(shapes, monkeypatch):
+def test_cpus_need_nothing_and_a_dense_model_no_flash_linear_attention(shapes, monkeypatch):
+    installed(monkeypatch, "transformer_engine")
+    assert find_backends(shapes["dense"], on_gpu=True, allow_local=False).transformer_engine
     monkeypatch.setattr("megatron_ibpo.models.backends.import_module", None)
     assert find_backends(shapes["next"], on_gpu=False, allow_local=False) == LOCAL
 
@@ -49,19 +52,15 @@ def test_cpus_need_nothing_and_ask_for_nothing(shapes, monkeypatch):
         ("dense", (), ["Transformer Engine"]),
     ],
 )
-def test_a_gpu_run_without_its_libraries_is_refused_and_says_why_and_what_to_do(
-    shapes, monkeypatch, model, there, missing
-):
+def test_a_gpu_run_without_its_libraries_says_what_to_do(shapes, monkeypatch, model, there, missing):
     installed(monkeypatch, *there)
     with pytest.raises(BackendError) as refused:
         find_backends(shapes[model], on_gpu=True, allow_local=False)
     said = str(refused.value)
     named = [name for name in ("Transformer Engine", "flash-linear-attention") if f"{name} (" in said]
     assert named == missing
-    assert "ImportError" in said
-    assert "built for another torch" in said
-    assert "tools/bootstrap.sh" in said
-    assert "--allow-local-modules" in said
+    for words in ("ImportError", "built for another torch", "tools/bootstrap.sh", "--allow-local-modules"):
+        assert words in said
     accepted = find_backends(shapes[model], on_gpu=True, allow_local=True)
     assert accepted.transformer_engine == ("Transformer Engine" not in missing)
     assert accepted.flash_linear_attention == ("flash-linear-attention" not in missing)
@@ -71,18 +70,11 @@ def test_a_gpu_run_without_its_libraries_is_refused_and_says_why_and_what_to_do(
     ("capability", "triton", "is_refused"),
     [((9, 0), "3.6.0", True), ((9, 0), "3.7.1", False), ((9, 0), "3.3.1", False), ((8, 0), "3.6.0", False)],
 )
-def test_versions_of_triton_that_compile_wrong_gradients_are_refused(
-    shapes, monkeypatch, capability, triton, is_refused
-):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    monkeypatch.setattr(
-        "megatron_ibpo.models.backends.import_module", lambda name: types.SimpleNamespace(__version__=triton)
-    )
+def test_tritons_with_wrong_gradients_are_refused(shapes, monkeypatch, capability, triton, is_refused):
+    there = "transformer_engine", "fla", "flash_attn", "triton"
+    installed(monkeypatch, *there, capability=capability, triton=triton)
     if is_refused:
-        with pytest.raises(
-            BackendError, match=r"cannot use flash-linear-attention \(Triton 3\.6\.0 compiles"
-        ):
+        with pytest.raises(BackendError, match=r"flash-linear-attention \(Triton 3\.6\.0 compiles"):
             find_backends(shapes["next"], on_gpu=True, allow_local=False)
     found = find_backends(shapes["next"], on_gpu=True, allow_local=True)
     assert found.flash_linear_attention != is_refused
@@ -100,24 +92,15 @@ def test_versions_of_triton_that_compile_wrong_gradients_are_refused(
         ((8, 0), 128, 92500, True, None),
     ],
 )
-def test_a_gpu_for_which_attention_would_be_quadratic_is_refused(
-    shapes, monkeypatch, capability, head_dim, cudnn, flash, why
-):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
-    installed(monkeypatch, "transformer_engine", *(["flash_attn"] if flash else []))
+def test_quadratic_attention_is_refused(shapes, monkeypatch, capability, head_dim, cudnn, flash, why):
+    packages = ["transformer_engine", "flash_attn"] if flash else ["transformer_engine"]
+    installed(monkeypatch, *packages, capability=capability, cudnn=cudnn)
     shape = replace(shapes["dense"], head_dim=head_dim)
     if why is not None:
         with pytest.raises(BackendError, match=f"{why}.* Install flash-attn"):
             find_backends(shape, on_gpu=True, allow_local=False)
     assert find_backends(shape, on_gpu=True, allow_local=why is not None).transformer_engine
     assert find_backends(shape, on_gpu=True, allow_local=False, bf16=False).transformer_engine
-
-
-def test_a_dense_model_needs_no_flash_linear_attention(shapes, monkeypatch):
-    installed(monkeypatch, "transformer_engine")
-    assert find_backends(shapes["dense"], on_gpu=True, allow_local=False).transformer_engine
 
 
 def test_a_trainer_refuses_before_it_meets_the_others(models):
@@ -132,74 +115,57 @@ def test_a_trainer_refuses_before_it_meets_the_others(models):
         TrainerRank(config, None)
 
 
-def rows(config, layers):
-    return {size.name: (size.value, size.meaning) for size in run_sizes(config, 1, layers=layers)}
-
-
 def test_the_table_says_what_computes_each_part(shapes):
-    fast = rows(Config(model=ModelConfig(bf16=True)), served_by(shapes["next"], FAST, bf16=True))
+    def rows(model, libraries, *, bf16):
+        layers = served_by(shapes[model], libraries, bf16=bf16)
+        sizes = run_sizes(Config(model=ModelConfig(bf16=bf16)), 1, layers=layers)
+        return {size.name: (size.value, size.meaning) for size in sizes}
+
+    fast = rows("next", FAST, bf16=True)
     assert [fast[part][0] for part in ("attention", "norms", "experts")] == ["Transformer Engine"] * 3
-    assert fast["delta net"][0] == "flash-linear-attention"
-    assert fast["precision"][0] == "bfloat16"
-    slow = rows(Config(), served_by(shapes["next"], Backends(True, False), bf16=False))
-    assert slow["delta net"][0] == "torch"
+    assert (fast["delta net"][0], fast["precision"][0]) == ("flash-linear-attention", "bfloat16")
+    slow = rows("next", Backends(True, False), bf16=False)
+    assert (slow["delta net"][0], slow["precision"][0]) == ("torch", "float32")
     assert "unfused" in slow["attention"][1]
-    assert slow["precision"][0] == "float32"
-    dense = rows(Config(), served_by(shapes["dense"], LOCAL, bf16=False))
+    dense = rows("dense", LOCAL, bf16=False)
     assert dense["attention"][0] == "torch"
     assert not dense.keys() & {"experts", "delta net"}
 
 
 @pytest.mark.parametrize(
-    ("flags", "on_cpus", "on_gpus"),
+    ("flags", "device", "family", "dtype", "bf16"),
     [
-        ([], False, True),
-        (["--bf16"], True, True),
-        (["--no-bf16"], False, False),
-        (["--bf16", "None"], False, True),
+        ([], "cpu", "dense", "float32", False),
+        ([], "cpu", "next", "bfloat16", False),
+        ([], "gpu", "dense", "bfloat16", True),
+        ([], "gpu", "next", "bfloat16", True),
+        (["--bf16"], "cpu", "dense", "float32", True),
+        (["--bf16", "None"], "gpu", "dense", "bfloat16", True),
+        (["--no-bf16"], "cpu", "next", "bfloat16", False),
+        (["--no-bf16"], "gpu", "next", "float32", False),
+        (["--vllm-arg", "quantization=fp8_per_channel"], "cpu", "dense", "bfloat16", False),
+        (["--vllm-dtype", "bfloat16"], "cpu", "dense", "bfloat16", False),
+        (["--vllm-dtype", "float32"], "gpu", "dense", "float32", True),
     ],
 )
-def test_precision_follows_the_device_unless_it_is_said(flags, on_cpus, on_gpus):
-    config = parse_config(flags)
-    assert on_device(config, on_gpu=False, has_delta_nets=True).model.bf16 is on_cpus
-    assert on_device(config, on_gpu=True, has_delta_nets=True).model.bf16 is on_gpus
-
-
-@pytest.mark.parametrize(
-    ("flags", "device", "family", "dtype"),
-    [
-        ([], "cpu", "dense", "float32"),
-        ([], "cpu", "next", "bfloat16"),
-        (["--bf16"], "cpu", "dense", "float32"),
-        (["--no-bf16"], "cpu", "next", "bfloat16"),
-        ([], "gpu", "dense", "bfloat16"),
-        ([], "gpu", "next", "bfloat16"),
-        (["--no-bf16"], "gpu", "dense", "float32"),
-        (["--no-bf16"], "gpu", "next", "float32"),
-        (["--vllm-arg", "quantization=fp8_per_channel"], "cpu", "dense", "bfloat16"),
-        (["--vllm-dtype", "bfloat16"], "cpu", "dense", "bfloat16"),
-        (["--vllm-dtype", "float32"], "gpu", "dense", "float32"),
-    ],
-)
-def test_engines_sample_in_what_serves_unless_it_is_said(models, flags, device, family, dtype):
+def test_precision_is_what_serves_on_the_device_unless_it_is_said(models, flags, device, family, dtype, bf16):
     """The engine's settings, the table of sizes and the identity of an evaluation all have that word."""
     config = parse_config([*flags, "--rollout-max-context-len", "128"])
     assert config.rollout.vllm_dtype == (flags[1] if "--vllm-dtype" in flags else "auto")
     on_gpu, shape = device == "gpu", read_hf_config(models[family])
     config = on_device(config, on_gpu=on_gpu, has_delta_nets=shape.is_recurrent)
-    assert config.rollout.vllm_dtype == dtype
-    transport = "nccl" if on_gpu else "gloo"
-    settings = engine_settings(config.rollout, models[family], transport, gpus=(), num_threads=1)
+    assert (config.rollout.vllm_dtype, config.model.bf16) == (dtype, bf16)
+    settings = engine_settings(config.rollout, models[family], "gloo", gpus=(), num_threads=1)
     assert settings.dtype == dtype
-    assert [size.value for size in run_sizes(config, 1, engines=1) if size.name == "engines"] == [1]
-    assert f"vLLM, TP1, {dtype}" in [size.meaning for size in run_sizes(config, 1, engines=1)]
+    (engines,) = [size for size in run_sizes(config, 1, engines=1) if size.name == "engines"]
+    assert (engines.value, engines.meaning) == (1, f"vLLM, TP1, {dtype}")
     held_out = EvalSet("sums", False, [], eval_sampling(config), None)
     assert set_settings(held_out, config, "policy")["--vllm-dtype"] == dtype
 
 
 @pytest.mark.lint
 def test_recipes_and_scripts_leave_the_precision_of_sampling_to_the_device():
-    for file in (*EXAMPLES.glob("recipes/*.yaml"), *EXAMPLES.glob("*.sh")):
+    for file in (*ROOT.glob("examples/recipes/*.yaml"), *ROOT.glob("examples/*.sh")):
         assert "vllm-dtype" not in file.read_text(), file
 
 
@@ -212,9 +178,7 @@ def test_recipes_and_scripts_leave_the_precision_of_sampling_to_the_device():
         ("dense", {"head_dim": 16}, "float32", "head_dim 16 in config.json: vLLM's attention on CPUs"),
     ],
 )
-def test_what_vllm_cannot_compute_on_cpus_is_refused_before_it_starts(
-    models, tmp_path, family, changes, dtype, says
-):
+def test_what_vllm_cannot_compute_on_cpus_is_refused(models, tmp_path, family, changes, dtype, says):
     content = json.loads((models[family] / "config.json").read_text(encoding="utf-8"))
     (tmp_path / "config.json").write_text(json.dumps(content | changes))
     shape, rollout = read_hf_config(tmp_path), RolloutConfig(vllm_dtype=dtype)

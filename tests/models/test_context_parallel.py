@@ -1,14 +1,11 @@
-"""Context parallelism: ranks that share every sequence compute what one rank computes, gradients included.
-
-In float64, where a difference is not a matter of rounding. The trainer's own layouts, in float32, are in
-`test_trainer.py`, `test_critic.py` and `test_resharding.py`.
-"""
+"""Ranks that share every sequence compute what one rank computes, gradients included: in float64, where a
+difference is not a matter of rounding. The trainer's own layouts, in float32, are in `test_trainer.py`,
+`test_critic.py` and `test_resharding.py`."""
 
 import random
 import subprocess
 import sys
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_ibpo.basics.records import TrainSequence
 from megatron_ibpo.config import Config, ModelConfig
-from megatron_ibpo.models import zigzag
+from megatron_ibpo.models import read_hf_config, zigzag
 from megatron_ibpo.models.backends import LOCAL, Backends
 from support.delta_net_kernels import HostReads, kernels_stood_in
 from support.example_runs import rows_of
@@ -26,8 +23,6 @@ from support.layouts import layout
 from support.paths import ROOT
 from support.ranks import run_ranks
 from support.tiny_models import make_gpt_oss, make_qwen3, make_qwen3_next
-
-# ------------------------------------------------------------------------------------------------- the order
 
 
 def test_each_rank_holds_an_early_and_a_late_chunk_of_every_sequence():
@@ -39,14 +34,12 @@ def test_each_rank_holds_an_early_and_a_late_chunk_of_every_sequence():
     assert places[zigzag.tokens(boundaries, 2)].tolist() == list(range(12))
 
 
-# --------------------------------------------------------------------------------------------- the delta net
-
 KERNEL = 4
 CHUNKS = [1, 40, 2, 1, 7, 33, 3]
 """Tokens of a chunk of each sequence: below what the convolution sees, and across the rule's own chunks."""
 
 
-def mixed(world, group, chunks):
+def mixed(world, chunks):
     """(which tokens, outputs of convolution and rule for them, gradients, bytes sent by what) of this rank.
     Three heads, which no number of ranks but three divides."""
     from megatron_ibpo.models import packed
@@ -63,30 +56,23 @@ def mixed(world, group, chunks):
     def draw(*shape):
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
-    whole = {
-        "x": draw(total, 6),
-        "query": draw(total, 1, 5),
-        "key": draw(total, 1, 5),
-        "value": draw(total, 3, 4),
-        "decay": -torch.nn.functional.softplus(2 * draw(total, 3) - 1),
-        "beta": draw(total, 3).sigmoid(),
-    }
+    whole = {"x": draw(total, 6), "query": draw(total, 1, 5), "key": draw(total, 1, 5)}
+    whole["value"], whole["beta"] = draw(total, 3, 4), draw(total, 3).sigmoid()
+    whole["decay"] = -torch.nn.functional.softplus(2 * draw(total, 3) - 1)
     weight, toward = draw(6, KERNEL).requires_grad_(), (draw(total, 6), draw(total, 3, 4))
     own = {name: tensor[mine].requires_grad_() for name, tensor in whole.items()}
-    rule_inputs = own["query"], own["key"], own["value"], own["decay"], own["beta"]
+    rule_inputs = [own[name] for name in ("query", "key", "value", "decay", "beta")]
 
     def conv(x, cu_seqlens):
         return causal_conv(x, weight, packed.positions(cu_seqlens))
 
     with BytesSent() as sent:
         if world.size == 1:
-            outputs = conv(own["x"], boundaries), gated_delta_rule(*rule_inputs, boundaries)
+            outputs = [conv(own["x"], boundaries), gated_delta_rule(*rule_inputs, boundaries)]
         else:
-            slices = state_passing.make_slices(boundaries, group, KERNEL - 1)
-            outputs = (
-                state_passing.convolve(conv, own["x"], slices),
-                state_passing.delta_rule(gated_delta_rule, *rule_inputs, slices),
-            )
+            slices = state_passing.make_slices(boundaries, dist.group.WORLD, KERNEL - 1)
+            outputs = [state_passing.convolve(conv, own["x"], slices)]
+            outputs.append(state_passing.delta_rule(gated_delta_rule, *rule_inputs, slices))
         forward = Counter(sent.bytes)
         sum((output * to[mine]).sum() for output, to in zip(outputs, toward, strict=True)).backward()
     gradients = {name: tensor.grad for name, tensor in own.items()}
@@ -114,7 +100,7 @@ class BytesSent(TorchDispatchMode):
 
 
 def mixed_by_everyone(world, *cases):
-    return [mixed(world, dist.group.WORLD, chunks) for chunks in cases]
+    return [mixed(world, chunks) for chunks in cases]
 
 
 @pytest.mark.world
@@ -144,14 +130,8 @@ def test_what_a_delta_net_sends_does_not_grow_with_the_sequence():
         for *_, forward, both in results:
             assert forward == {"send": sends * states, "_allgather_base_": 2 * tokens}
             # each rank gives the gradients of all ranks' tokens back
-            assert both == {
-                "send": 2 * sends * states,
-                "_allgather_base_": 2 * tokens,
-                "_reduce_scatter_base_": 4 * 2 * tokens,
-            }
-
-
-# -------------------------------------------------------------------------------------------- whole models
+            backward = {"send": 2 * sends * states, "_reduce_scatter_base_": 4 * 2 * tokens}
+            assert both == forward | backward
 
 
 LAYOUTS = {
@@ -170,38 +150,23 @@ def sequences():
     rows = []
     for number, sizes in enumerate([(1, 1), (3, 2), (40, 61), (2, 20), (1, 3)]):
         prompt, response = (np.array([rng.randrange(2, 64) for _ in range(size)], np.int32) for size in sizes)
-        rows.append(
-            TrainSequence(
-                prompt,
-                response,
-                loss_mask=np.array([rng.random() < 0.8 for _ in response]),
-                advantage=rng.choice([-1.5, 0.5, 1.0]),
-                weight=0.25 * (1 + number),
-                prompt_index=number,
-                group=number,
-                index=0,
-            )
-        )
+        mask = np.array([rng.random() < 0.8 for _ in response])
+        own = {"advantage": rng.choice([-1.5, 0.5, 1.0]), "weight": 0.25 * (1 + number), "group": number}
+        rows.append(TrainSequence(prompt, response, mask, prompt_index=number, index=0, **own))
     return rows
 
 
 def losses_and_gradients(world, cases):
     """(loss on the last stage's ranks, gradients by name on rank 0) of each (checkpoint, layout)."""
-    return [loss_and_gradients(world, Path(path), parallel) for path, parallel in cases]
+    return [loss_and_gradients(world, path, parallel) for path, parallel in cases]
 
 
 def loss_and_gradients(world, path, parallel_config, libraries=LOCAL):
-    from megatron.core import parallel_state
-    from megatron.core.distributed import (
-        DistributedDataParallel,
-        DistributedDataParallelConfig,
-        finalize_model_grads,
-    )
+    from megatron.core import distributed, parallel_state
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     from megatron_ibpo.loss import make_objective, policy_loss
-    from megatron_ibpo.models import read_hf_config
     from megatron_ibpo.policy import parallel
     from megatron_ibpo.policy.model import build_model
     from megatron_ibpo.policy.packing import Context, lay_out, pack
@@ -217,48 +182,32 @@ def loss_and_gradients(world, path, parallel_config, libraries=LOCAL):
     load_hf(chunks, shape, path)
     core = chunks[0].config
     core.pipeline_dtype = core.params_dtype = torch.float64
-    wide = DistributedDataParallelConfig(grad_reduce_in_fp32=False)
-    model = DistributedDataParallel(core, wide, chunks[0].double())
-    core.finalize_model_grads_func = finalize_model_grads
+    wide = distributed.DistributedDataParallelConfig(grad_reduce_in_fp32=False)
+    model = distributed.DistributedDataParallel(core, wide, chunks[0].double())
+    core.finalize_model_grads_func = distributed.finalize_model_grads
     context = Context(
-        parallel_state.get_context_parallel_rank(),
-        parallel_state.get_context_parallel_world_size(),
+        parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size(),
         parallel_state.get_context_parallel_group(),
-    )
+    )  # fmt: skip
     tp_group = parallel_state.get_tensor_model_parallel_group()
-    rows, seen = sequences(), []
-    batches = [  # the last has no sequence
-        lay_out(
-            pack(MicroBatch(tuple(range(len(part))), tuple(part))),
-            multiple=tp_group.size(),
-            device=torch.device("cpu"),
-            context=context,
-        )
-        for part in (rows[:3], rows[3:], [])
-    ]
+    rows, seen, batches = sequences(), [], []
+    for part in (rows[:3], rows[3:], []):  # the last has no sequence
+        micro_batch = pack(MicroBatch(tuple(range(len(part))), tuple(part)))
+        cpu = torch.device("cpu")
+        batches.append(lay_out(micro_batch, multiple=tp_group.size(), device=cpu, context=context))
 
     def loss_of(batch, logits):
         width = logits.shape[-1]
         start = width * tp_group.rank()
-        loss, _ = policy_loss(
-            logits[0],
-            batch.rows,
-            make_objective("gspo", aggregation=7.0),
-            tp_group=tp_group,
-            vocab_range=(start, start + width),
-        )
+        objective, vocabulary = make_objective("gspo", aggregation=7.0), (start, start + width)
+        loss, _ = policy_loss(logits[0], batch.rows, objective, tp_group=tp_group, vocab_range=vocabulary)
         seen.append(loss.item())
         return len(batches) * loss, {}
 
     def forward(iterator, chunk):
         batch = next(iterator)
-        packed = PackedSeqParams(
-            "thd",
-            batch.rows.cu_seqlens,
-            batch.rows.cu_seqlens,
-            max_seqlen_q=batch.max_seqlen,
-            max_seqlen_kv=batch.max_seqlen,
-        )
+        ends, longest = batch.rows.cu_seqlens, batch.max_seqlen
+        packed = PackedSeqParams("thd", ends, ends, max_seqlen_q=longest, max_seqlen_kv=longest)
         output = chunk(batch.input_ids_1N, batch.position_ids_1N, None, packed_seq_params=packed)
         return output, lambda logits: loss_of(batch, logits)
 
@@ -301,13 +250,10 @@ def test_loss_and_gradients_are_those_of_one_rank(tmp_path, ranks):
             assert (own[tensor] - gradient).abs().max() < 1e-12 * scale, (name, chosen, tensor)
 
 
-# ------------------------------------------------------------------------------ flash-linear-attention's way
-
-
 def by_other_kernels(world, path, ways):
     flash = Backends(transformer_engine=False, flash_linear_attention=True)
     with kernels_stood_in(HostReads()):
-        return [loss_and_gradients(world, Path(path), layout(cp=2, delta_net_cp=way), flash) for way in ways]
+        return [loss_and_gradients(world, path, layout(cp=2, delta_net_cp=way), flash) for way in ways]
 
 
 @pytest.mark.world
@@ -323,36 +269,20 @@ def test_passed_states_and_megatrons_exchange_of_heads_are_the_same_around_other
             assert (own[tensor] - gradient).abs().max() < 1e-4 * gradient.abs().max(), tensor
 
 
-def without_sinks(world, path):
-    """Build it as on a GPU, where Transformer Engine computes attention."""
-    from megatron_ibpo.models import read_hf_config
+def refused(world, without_heads, with_sinks):
     from megatron_ibpo.policy import parallel
-    from megatron_ibpo.policy.model import build_model
 
-    config = Config(parallel=layout(cp=2))
-    parallel.initialize(config.parallel, world, seed=0)
-    engine = Backends(transformer_engine=True, flash_linear_attention=False)
-    with pytest.raises(ValueError, match="cannot divide packed sequences over ranks if attention has sinks"):
-        build_model(read_hf_config(Path(path)), config, libraries=engine)
-    parallel.destroy()
-
-
-@pytest.mark.world
-def test_by_transformer_engine_ranks_do_not_share_sequences_where_there_are_sinks(tmp_path):
-    run_ranks(without_sinks, 2, make_gpt_oss(tmp_path / "oss", 0))
-
-
-def refused(world, path):
     with pytest.raises(ValueError, match="only flash-linear-attention has it"):
-        loss_and_gradients(world, Path(path), layout(cp=2, delta_net_cp="heads"))
+        loss_and_gradients(world, without_heads, layout(cp=2, delta_net_cp="heads"))
+    parallel.destroy()
+    as_on_gpus = Backends(transformer_engine=True, flash_linear_attention=False)
+    with pytest.raises(ValueError, match="cannot divide packed sequences over ranks if attention has sinks"):
+        loss_and_gradients(world, with_sinks, layout(cp=2), as_on_gpus)
 
 
 @pytest.mark.world
-def test_plain_torch_does_not_exchange_heads(tmp_path):
-    run_ranks(refused, 2, make_qwen3_next(tmp_path / "next", 4))
-
-
-# ------------------------------------------------------------------------------------------------- the loop
+def test_plain_torch_exchanges_no_heads_and_transformer_engine_divides_no_sequences_with_sinks(tmp_path):
+    run_ranks(refused, 2, make_qwen3_next(tmp_path / "next", 4), make_gpt_oss(tmp_path / "oss", 0))
 
 
 @pytest.mark.engine

@@ -23,21 +23,11 @@ import torch.nn.functional as F
 from megatron_ibpo.config import Config, ModelConfig
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.models.backends import LOCAL
+from support import tiny_models
 from support.checkpoint_bytes import one_tensor_per_expert
 from support.layouts import layout
 from support.ranks import run_ranks
-from support.tiny_models import (
-    LLAMA_3,
-    VOCAB_SIZE,
-    make_glm4_moe,
-    make_gpt_oss,
-    make_llama,
-    make_qwen2,
-    make_qwen3,
-    make_qwen3_5,
-    make_qwen3_moe,
-    make_qwen3_next,
-)
+from support.tiny_models import LLAMA_3, VOCAB_SIZE
 
 pytestmark = pytest.mark.world
 
@@ -48,13 +38,7 @@ LENGTHS = [5, 70, 130, 1, 33, 64, 1]
 ODD_VOCABULARY = 211
 """Of the "odd" models: a prime, which tensor parallelism has to pad."""
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 10000.0,
-    "factor": 4.0,
-    "original_max_position_embeddings": 32,
-    "beta_fast": 16.0,
-}
+YARN = {**LINEAR, "rope_type": "yarn", "original_max_position_embeddings": 32, "beta_fast": 16.0}
 BOUND, GRADIENT_BOUND = 1e-5, 1e-5
 DELTA_NET_BOUND, DELTA_NET_GRADIENT_BOUND = 5e-5, 5e-4
 """Largest difference in a gradient tensor, relative to the largest element of that gradient tensor. Those of
@@ -63,102 +47,81 @@ DELTA_NETS = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 """Families of transformers."""
 
 
+# fmt: off
 CASES = {
-    1: {
-        name: [layout()]
-        for name in (
-            *("dense", "tied", "next", "llama", "llama tied", "llama linear", "llama yarn", "qwen2", "moe"),
-            *("moe as it comes", "glm", "glm plain", "oss", "oss clamped", "3.5", "3.5 moe", "wrapped 3.5"),
-        )
-    },
+    1: {name: [layout()] for name in (
+        "dense", "tied", "next", "llama", "llama tied", "llama linear", "llama yarn", "qwen2", "moe",
+        "moe as it comes", "glm", "glm plain", "oss", "oss clamped", "3.5", "3.5 moe", "wrapped 3.5",
+    )},
     2: {
-        "tied": [layout(tp=2)],
+        "tied": [layout(tp=2)], "odd next": [layout(tp=2)], "llama": [layout(tp=2)],
         "next": [layout(tp=2, ep=2), layout(pp=2, first=1), layout(tp=2, etp=2)],
-        "odd next": [layout(tp=2)],
-        "llama": [layout(tp=2)],
         "glm": [layout(tp=2, ep=2), layout(pp=2, first=1)],  # a stage without experts
         "oss": [layout(tp=2, ep=2)],
         "3.5": [layout()],  # two data-parallel replicas
     },
     4: {
         "dense": [layout(tp=2, pp=2), layout(tp=4)],  # more ranks than key/value heads
-        "next": [layout(tp=2, pp=2, ep=2), layout(tp=2, ep=4)],
-        "wide dense": [layout(tp=4)],
-        "wide next": [layout(tp=4, ep=4)],
-        "odd tied": [layout(tp=4)],
-        "odd next": [layout(tp=4, ep=4)],
-        "qwen2": [layout(tp=2, pp=2)],
-        "wide 3.5": [layout(tp=4)],
-        "3.5 moe": [layout(tp=2, pp=2, ep=2)],
-        "glm": [layout(tp=2, pp=2, ep=2, first=2)],
-        "oss": [layout(tp=2, pp=2, ep=2), layout(tp=4)],  # more ranks than key/value heads
-        "few next": [layout(tp=4, ep=4)],  # the same
+        "next": [layout(tp=2, pp=2, ep=2), layout(tp=2, ep=4)], "few next": [layout(tp=4, ep=4)],
+        "wide dense": [layout(tp=4)], "wide next": [layout(tp=4, ep=4)], "wide 3.5": [layout(tp=4)],
+        "odd tied": [layout(tp=4)], "odd next": [layout(tp=4, ep=4)], "qwen2": [layout(tp=2, pp=2)],
+        "3.5 moe": [layout(tp=2, pp=2, ep=2)], "glm": [layout(tp=2, pp=2, ep=2, first=2)],
+        "oss": [layout(tp=2, pp=2, ep=2), layout(tp=4)],
     },
 }
 """Layouts of each model, by number of processes."""
-
 MORE_CASES = {
     2: {
-        "dense": [layout(tp=2), layout(pp=2)],
-        "tied": [layout(pp=2)],
-        "wide dense": [layout(pp=2, first=2)],
-        "odd tied": [layout(tp=2)],
-        "next": [layout(tp=2), layout(ep=2), layout(pp=2)],
-        "llama": [layout(pp=2)],
-        "llama tied": [layout(tp=2), layout(pp=2)],
+        "dense": [layout(tp=2), layout(pp=2)], "tied": [layout(pp=2)], "odd tied": [layout(tp=2)],
+        "wide dense": [layout(pp=2, first=2)], "next": [layout(tp=2), layout(ep=2), layout(pp=2)],
+        "llama": [layout(pp=2)], "llama tied": [layout(tp=2), layout(pp=2)],
         "qwen2": [layout(tp=2), layout(pp=2)],
         "moe": [layout(tp=2), layout(pp=2), layout(ep=2), layout(tp=2, ep=2)],
-        "moe as it comes": [layout(tp=2, ep=2)],
+        "moe as it comes": [layout(tp=2, ep=2)], "glm plain": [layout(tp=2, ep=2)],
         "glm": [layout(tp=2), layout(ep=2), layout(pp=2, first=2), layout(tp=2, etp=2)],
-        "glm plain": [layout(tp=2, ep=2)],
-        "oss": [layout(tp=2), layout(pp=2), layout(ep=2)],
-        "oss clamped": [layout(tp=2, ep=2)],
-        "3.5": [layout(tp=2), layout(pp=2)],
+        "oss": [layout(tp=2), layout(pp=2), layout(ep=2)], "oss clamped": [layout(tp=2, ep=2)],
+        "3.5": [layout(tp=2), layout(pp=2)], "wrapped 3.5": [layout(tp=2), layout(pp=2, first=1)],
         "3.5 moe": [layout(pp=2), layout(tp=2, ep=2), layout(tp=2, etp=2), layout(ep=2)],
-        "wrapped 3.5": [layout(tp=2), layout(pp=2, first=1)],
     },
     4: {
         "dense": [layout(tp=2)],  # and two data-parallel replicas
-        "next": [layout(ep=4)],
-        "wide next": [layout(tp=4, etp=4)],
-        "odd tied": [layout(tp=2, pp=2)],
-        "llama": [layout(tp=2, pp=2), layout(tp=4)],
-        "llama tied": [layout(tp=2)],
-        "moe": [layout(tp=2, pp=2, ep=2)],
-        "glm": [layout(tp=4, ep=4), layout(ep=4)],
+        "next": [layout(ep=4)], "wide next": [layout(tp=4, etp=4)], "odd tied": [layout(tp=2, pp=2)],
+        "llama": [layout(tp=2, pp=2), layout(tp=4)], "llama tied": [layout(tp=2)],
+        "moe": [layout(tp=2, pp=2, ep=2)], "glm": [layout(tp=4, ep=4), layout(ep=4)],
         "3.5": [layout(tp=2), layout(tp=2, pp=2), layout(pp=4)],
         "3.5 moe": [layout(tp=2, ep=4), layout(ep=4)],
         "wide 3.5 moe": [layout(tp=4, ep=4), layout(tp=4, etp=4)],
     },
 }
+# fmt: on
 """What other layouts of the same families leave little doubt of."""
 
 WIDE = {"kv_heads": 4, "key_heads": 4, "value_heads": 8}
 MODELS = {
-    "dense": (make_qwen3, 5, {}),
-    "tied": (make_qwen3, 6, {"tie": True}),
-    "next": (make_qwen3_next, 7, {"value_heads": 4}),
-    "wide dense": (make_qwen3, 8, {"layers": 3, "kv_heads": 4}),
-    "wide next": (make_qwen3_next, 9, WIDE),
-    "few next": (make_qwen3_next, 20, {"key_heads": 4, "value_heads": 8}),
-    "odd tied": (make_qwen3, 10, {"tie": True, "kv_heads": 4, "vocabulary": ODD_VOCABULARY}),
-    "odd next": (make_qwen3_next, 11, {**WIDE, "vocabulary": ODD_VOCABULARY}),
-    "llama": (make_llama, 12, {"biased": True, "rope": LLAMA_3}),
-    "llama tied": (make_llama, 13, {"tie": True}),
-    "llama linear": (make_llama, 14, {"rope": LINEAR}),
-    "llama yarn": (make_llama, 15, {"rope": YARN}),
-    "qwen2": (make_qwen2, 16, {}),
-    "moe": (make_qwen3_moe, 17, {}),
-    "moe as it comes": (make_qwen3_moe, 18, {"normalized": False}),
-    "glm": (make_glm4_moe, 21, {}),
-    "glm plain": (make_glm4_moe, 22, {"dense": 2, "plain": True}),
-    "oss": (make_gpt_oss, 23, {}),
-    "oss clamped": (make_gpt_oss, 24, {"loud": 7.0}),
-    "3.5": (make_qwen3_5, 12, {"value_heads": 4}),
-    "3.5 moe": (make_qwen3_5, 13, {"value_heads": 4, "moe": True}),
-    "wrapped 3.5": (make_qwen3_5, 14, {"value_heads": 4, "wrapped": True, "tie": True}),
-    "wide 3.5": (make_qwen3_5, 15, {**WIDE, "head_dim": 256, "vocabulary": ODD_VOCABULARY}),
-    "wide 3.5 moe": (make_qwen3_5, 16, {**WIDE, "moe": True}),
+    "dense": (tiny_models.make_qwen3, 5, {}),
+    "tied": (tiny_models.make_qwen3, 6, {"tie": True}),
+    "next": (tiny_models.make_qwen3_next, 7, {"value_heads": 4}),
+    "wide dense": (tiny_models.make_qwen3, 8, {"layers": 3, "kv_heads": 4}),
+    "wide next": (tiny_models.make_qwen3_next, 9, WIDE),
+    "few next": (tiny_models.make_qwen3_next, 20, {"key_heads": 4, "value_heads": 8}),
+    "odd tied": (tiny_models.make_qwen3, 10, {"tie": True, "kv_heads": 4, "vocabulary": ODD_VOCABULARY}),
+    "odd next": (tiny_models.make_qwen3_next, 11, {**WIDE, "vocabulary": ODD_VOCABULARY}),
+    "llama": (tiny_models.make_llama, 12, {"biased": True, "rope": LLAMA_3}),
+    "llama tied": (tiny_models.make_llama, 13, {"tie": True}),
+    "llama linear": (tiny_models.make_llama, 14, {"rope": LINEAR}),
+    "llama yarn": (tiny_models.make_llama, 15, {"rope": YARN}),
+    "qwen2": (tiny_models.make_qwen2, 16, {}),
+    "moe": (tiny_models.make_qwen3_moe, 17, {}),
+    "moe as it comes": (tiny_models.make_qwen3_moe, 18, {"normalized": False}),
+    "glm": (tiny_models.make_glm4_moe, 21, {}),
+    "glm plain": (tiny_models.make_glm4_moe, 22, {"dense": 2, "plain": True}),
+    "oss": (tiny_models.make_gpt_oss, 23, {}),
+    "oss clamped": (tiny_models.make_gpt_oss, 24, {"loud": 7.0}),
+    "3.5": (tiny_models.make_qwen3_5, 12, {"value_heads": 4}),
+    "3.5 moe": (tiny_models.make_qwen3_5, 13, {"value_heads": 4, "moe": True}),
+    "wrapped 3.5": (tiny_models.make_qwen3_5, 14, {"value_heads": 4, "wrapped": True, "tie": True}),
+    "wide 3.5": (tiny_models.make_qwen3_5, 15, {**WIDE, "head_dim": 256, "vocabulary": ODD_VOCABULARY}),
+    "wide 3.5 moe": (tiny_models.make_qwen3_5, 16, {**WIDE, "moe": True}),
 }
 """What makes each model, from which seed, and its settings."""
 
@@ -201,9 +164,6 @@ def draw_batch(vocabulary=VOCAB_SIZE):
     return ids, targets, weights / weights.sum()
 
 
-# ------------------------------------------------------------------------------------------ transformers
-
-
 @pytest.fixture(scope="module")
 def expected(checkpoints):
     """Return (logits [N, vocabulary], loss, gradients by checkpoint name) of a model from transformers."""
@@ -226,44 +186,51 @@ def transformers_result(path):
     return logits.detach(), loss.item(), dict(one_tensor_per_expert(gradients))
 
 
-# ---------------------------------------------------------------------------------------------- Megatron
+def built(world, path, parallel_config, model_config, libraries=LOCAL):
+    """Return this rank's part of a model with the weights of a checkpoint, and its shape."""
+    from megatron_ibpo.policy import parallel
+    from megatron_ibpo.policy.model import build_model
+    from megatron_ibpo.weights.formats.load import load_hf
+
+    parallel.initialize(parallel_config, world, seed=0)
+    shape, config = read_hf_config(path), Config(model=model_config, parallel=parallel_config)
+    chunks = build_model(shape, config, device=DEVICE, libraries=libraries)
+    load_hf(chunks, shape, path)
+    return chunks, shape
 
 
 def megatron_results(world, cases, bf16, libraries):
     """Return for each case logits and loss on the first TP rank of the last stage, gradients on rank 0."""
-    return [megatron_result(world, Path(path), parallel, bf16, libraries) for path, parallel in cases]
+    return [megatron_result(world, path, parallel, bf16, libraries) for path, parallel in cases]
 
 
 def megatron_result(world, path, parallel_config, bf16, libraries):
-    from megatron.core import parallel_state
-    from megatron.core.distributed import (
-        DistributedDataParallel,
-        DistributedDataParallelConfig,
-        finalize_model_grads,
-    )
+    from megatron.core import distributed, parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
     from megatron.core.utils import get_model_config
 
-    from megatron_ibpo.models import read_hf_config
+    from megatron_ibpo.models.weight_map import weight_map
     from megatron_ibpo.policy import parallel
-    from megatron_ibpo.policy.model import build_model
-    from megatron_ibpo.weights.formats.load import load_hf
     from megatron_ibpo.weights.layout.export import HFExport
 
-    parallel.initialize(parallel_config, world, seed=0)
-    shape = read_hf_config(path)
-    config = Config(model=ModelConfig(bf16=bf16, allow_local_modules=True), parallel=parallel_config)
-    chunks = build_model(shape, config, device=DEVICE, libraries=libraries)
-    load_hf(chunks, shape, path)
-    core = get_model_config(chunks[0])
-    model = DistributedDataParallel(core, DistributedDataParallelConfig(grad_reduce_in_fp32=True), chunks[0])
-    core.finalize_model_grads_func = finalize_model_grads
+    model_config = ModelConfig(bf16=bf16, allow_local_modules=True)
+    chunks, shape = built(world, path, parallel_config, model_config, libraries)
+    core, reduced = get_model_config(chunks[0]), distributed.DistributedDataParallelConfig
+    model = distributed.DistributedDataParallel(core, reduced(grad_reduce_in_fp32=True), chunks[0])
+    core.finalize_model_grads_func = distributed.finalize_model_grads
     seen = {}
+
+    def loss_of(logits_1NV):
+        _, targets, weights = draw_batch(shape.vocab_size)
+        logits = gather_from_tensor_model_parallel_region(logits_1NV)[0, :, : shape.vocab_size].float()
+        loss = (F.cross_entropy(logits, targets.to(DEVICE), reduction="none") * weights.to(DEVICE)).sum()
+        seen.update(logits=logits.detach().cpu(), loss=loss.item())
+        return loss, {}
 
     def forward(_, chunk):
         ids, positions, packed = packed_inputs(shape.vocab_size)
-        output = chunk(ids, positions, None, packed_seq_params=packed)
-        return output, lambda logits: loss_of(logits, shape.vocab_size, seen)
+        return chunk(ids, positions, None, packed_seq_params=packed), loss_of
 
     model.zero_grad_buffer()
     get_forward_backward_func()(
@@ -273,22 +240,14 @@ def megatron_result(world, path, parallel_config, bf16, libraries):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(parameter.main_grad)
-    frozen = frozen_tensors(shape)
+    entries = weight_map(shape).values()  # some are held among the weights of layers and not trained
+    frozen = {piece.name for entry in entries if entry.dtype is not None for piece in entry.pieces}
     exported = ((name, grad) for name, grad in HFExport([model], shape) if name not in frozen)
-    gradients = {name: None if grad is None else grad.float().cpu().clone() for name, grad in exported}
-    is_speaker = (
-        parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0
-    )
+    gradients = {name: grad.float().cpu().clone() for name, grad in exported if grad is not None}
+    is_first = parallel_state.get_tensor_model_parallel_rank() == 0
+    speaks = parallel_state.is_pipeline_last_stage() and is_first
     parallel.destroy()
-    return seen if is_speaker else None, gradients if world.rank == 0 else None
-
-
-def frozen_tensors(shape):
-    """Names of what a checkpoint holds among the weights of layers and training leaves alone."""
-    from megatron_ibpo.models.weight_map import weight_map
-
-    entries = weight_map(shape).values()
-    return {piece.name for entry in entries if entry.dtype is not None for piece in entry.pieces}
+    return seen if speaks else None, gradients
 
 
 def packed_inputs(vocabulary=VOCAB_SIZE):
@@ -297,27 +256,9 @@ def packed_inputs(vocabulary=VOCAB_SIZE):
     ids, _, _ = draw_batch(vocabulary)
     boundaries = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0)], dtype=torch.int32)
     positions = torch.cat([torch.arange(length) for length in LENGTHS])
-    packed = PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=boundaries.to(DEVICE),
-        cu_seqlens_kv=boundaries.to(DEVICE),
-        max_seqlen_q=max(LENGTHS),
-        max_seqlen_kv=max(LENGTHS),
-    )
+    ends = boundaries.to(DEVICE)
+    packed = PackedSeqParams("thd", ends, ends, max_seqlen_q=max(LENGTHS), max_seqlen_kv=max(LENGTHS))
     return ids[None].to(DEVICE), positions[None].to(DEVICE), packed
-
-
-def loss_of(logits_1NV, vocabulary, seen):
-    from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
-
-    _, targets, weights = draw_batch(vocabulary)
-    logits = gather_from_tensor_model_parallel_region(logits_1NV)[0, :, :vocabulary].float()
-    loss = (F.cross_entropy(logits, targets.to(DEVICE), reduction="none") * weights.to(DEVICE)).sum()
-    seen.update(logits=logits.detach().cpu(), loss=loss.item())
-    return loss, {}
-
-
-# ------------------------------------------------------------------------------------------------- tests
 
 
 @pytest.mark.parametrize(
@@ -353,16 +294,12 @@ def test_so_are_those_of_the_libraries_that_are_installed(checkpoints, expected,
 
 
 def compare(checkpoints, expected, size, check, libraries=LOCAL, family="", cases=CASES):
-    """
-    Args:
-        libraries: that compute the layers; None: those that are installed.
-        family: only models with this in their names.
-        cases: layouts of each model, by number of processes.
-    """
+    """Compare the models that have `family` in their names. `libraries` compute the layers; None: those that
+    are installed."""
     if DEVICE == "cuda" and torch.cuda.device_count() < size:
         pytest.skip(f"needs {size} GPUs")
     chosen = [(name, one) for name, layouts in cases[size].items() if family in name for one in layouts]
-    paths = [(checkpoints[name], parallel) for name, parallel in chosen]
+    paths = [(Path(checkpoints[name]), parallel) for name, parallel in chosen]
     by_rank = run_ranks(megatron_results, size, paths, check is close_in_bfloat16, libraries, timeout=240)
     for number, (name, parallel) in enumerate(chosen):
         seen = next(results[number][0] for results in by_rank if results[number][0])
@@ -397,27 +334,17 @@ def norm(tensors):
 
 def with_recomputation(world, path):
     """Gradients without recomputation, with that of attention, and with that of whole layers."""
-    configs = [
-        ModelConfig(recompute_granularity=kind, allow_local_modules=True)
-        for kind in ("none", "selective", "full")
-    ]
-    return [gradients_with(world, Path(path), config) for config in configs]
-
-
-def gradients_with(world, path, model_config):
-    from megatron_ibpo.models import read_hf_config
     from megatron_ibpo.policy import parallel
-    from megatron_ibpo.policy.model import build_model
-    from megatron_ibpo.weights.formats.load import load_hf
 
-    parallel.initialize(layout(), world, seed=0)
-    shape = read_hf_config(path)
-    (chunk,) = build_model(shape, Config(model=model_config), device=DEVICE)
-    load_hf([chunk], shape, path)
-    ids, positions, packed = packed_inputs()
-    chunk(ids, positions, None, packed_seq_params=packed).square().sum().backward()
-    parallel.destroy()
-    return {name: parameter.grad for name, parameter in chunk.named_parameters()}
+    found = []
+    for kind in ("none", "selective", "full"):
+        config = ModelConfig(recompute_granularity=kind, allow_local_modules=True)
+        (chunk,), _ = built(world, path, layout(), config, libraries=None)
+        ids, positions, packed = packed_inputs()
+        chunk(ids, positions, None, packed_seq_params=packed).square().sum().backward()
+        parallel.destroy()
+        found.append({name: parameter.grad for name, parameter in chunk.named_parameters()})
+    return found
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="kernels may add in another order")

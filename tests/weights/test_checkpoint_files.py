@@ -41,9 +41,6 @@ def test_one_value_that_is_no_number_is_found_wherever_it_is(dtype):
                 check_finite(tensor.view(10, 100), Path("/where"), "some.weight")
 
 
-# -------------------------------------------------------------------------------- run_state.json, layout.json
-
-
 @pytest.mark.parametrize(
     "text",
     ["{", "[]", "{}", '{"step": -1}', '{"step": 1.0}', '{"step": true}', '{"step": 9223372036854775808}'],
@@ -86,9 +83,6 @@ def test_a_layout_is_read_where_there_is_one_and_a_malformed_one_refused(tmp_pat
     (tmp_path / "layout.json").write_text(json.dumps(whole | changes))
     with pytest.raises(CheckpointError, match=rf"layout.json cannot be read: .*{words}"):
         read_layout(tmp_path)
-
-
-# --------------------------------------------------------------------------------------- checksums, names
 
 
 @pytest.fixture
@@ -175,9 +169,6 @@ def test_all_of_a_directory_is_on_the_disk_before_it_has_its_name(tmp_path, monk
     assert left == {"new", "new/a", "new/inner", "new/inner/b"}
 
 
-# ------------------------------------------------------------------------------------------ --load
-
-
 def load_what_is_damaged(world, directory):
     """Return what loading says of a checkpoint that training saved: as it was, and damaged in several
     ways."""
@@ -239,9 +230,6 @@ def test_training_does_not_go_on_from_what_is_damaged(tmp_path):
     assert "the optimizer's exp_avg_sq holds NaN or infinity" in nan_mean
     assert "model.layers.1.mlp.up_proj.weight holds NaN or infinity" in hf
     assert all("\n" not in text for text in (flipped, garbled, truncated, nan, nan_mean, hf))
-
-
-# ------------------------------------------------------------------------------------ what a run keeps
 
 
 @pytest.mark.parametrize(

@@ -213,9 +213,6 @@ def test_more_than_one_mtp_layer_is_refused_by_name(models, tmp_path):
         hf_to_megatron(several, tmp_path / "stored", layout(), ALONE)
 
 
-# -------------------------------------------------------------------------------- what Megatron says
-
-
 def after_loading(world, cases):
     """What models export, filled from conversions: of (HF checkpoint, conversion, layout, pieces)."""
     from megatron_ibpo.policy import parallel
@@ -341,9 +338,6 @@ def test_older_checkpoints_that_stack_layers_and_pad_the_vocabulary_are_read(mod
         megatron_to_hf(restored, tmp_path / "none", ALONE, origin=larger)
 
 
-# -------------------------------------------------------------------------------------------- the plan
-
-
 @st.composite
 def pipelines(draw):
     stages, virtual = draw(st.integers(2, 5)), draw(st.integers(1, 3))
@@ -413,9 +407,6 @@ def test_shards_cover_every_stored_tensor_once(models, name, ranks):
                 box = tuple(slice(o, o + s) for o, s in zip(block.offsets, block.sizes, strict=True))
                 counts[box] += 1
     assert all(bool((counts == 1).all()) for counts in covered.values())
-
-
-# ------------------------------------------------------------------------------------------- the tools
 
 
 def converted_by_the_tools(world, hf_dir, directory):

@@ -28,8 +28,6 @@ from megatron_ibpo.weights.weight_errors import WeightMismatchError, WeightPlanE
 from support.ranks import run_ranks
 from support.weight_sources import DividedWeights, cut
 
-# ------------------------------------------------------------------------------- which rank sends what where
-
 
 @st.composite
 def sharded_tensors(draw):
@@ -98,9 +96,6 @@ def test_replicas_send_half_each():
     assert [rank for ((rank, _),) in senders] == [0, 1] * 5
 
 
-# -------------------------------------------------------------------------------- what a loader reads
-
-
 def needs_of(loader, dtype=torch.float32):
     """Return what `loader(tensor)` reads of a tensor of 8 by 6."""
     rehearsal = Rehearsal([TensorMeta("t", dtype, (8, 6))])
@@ -158,9 +153,6 @@ def test_whatever_looks_at_values_needs_them_in_full_precision(loader):
     assert need.dtype == torch.float32
 
 
-# ------------------------------------------------------------------------------------------ checksums
-
-
 @given(
     values=st.lists(st.integers(-(2**15), 2**15 - 1), min_size=2, max_size=40),
     place=st.integers(0, 39),
@@ -195,8 +187,6 @@ def test_differences_between_sent_and_received_are_named():
         with pytest.raises(WeightMismatchError, match=rf"1 of 3 tensors .*: {name}$"):
             wire.compare_checksums(sent, received)
 
-
-# ------------------------------------------------------------------------------- trainers and toy engines
 
 SHAPES = {
     "rows": (8, 6), "columns": (6, 8), "norm": (5,), "conv": (12, 1, 2), "half": (16, 3), "last": (4, 4),
@@ -503,9 +493,6 @@ def test_what_a_model_raises_at_unknown_tensors_is_passed_on():
     answer = pickle.dumps(Answer([], [], "KeyError: 'who'"))
     with pytest.raises(WeightPlanError, match="engine 3 cannot load the trainer's tensors: KeyError: 'who'"):
         wire.read_answers(3, [answer], [])
-
-
-# --------------------------------------------------------------------------------- gathering, and memory
 
 
 def gathered_everywhere(world):
