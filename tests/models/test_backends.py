@@ -20,87 +20,83 @@ from megatron_ibpo.report.sizes import run_sizes
 from megatron_ibpo.run.settings import parse_config
 from support.paths import ROOT
 
+TE, FLA = "Transformer Engine", "flash-linear-attention"
 
-def installed(monkeypatch, *packages, capability=None, cudnn=None, **versions):
-    """Act as if these were installed, and neither Transformer Engine nor flash-linear-attention otherwise."""
 
-    def find(name):
-        if name.partition(".")[0] not in packages:
-            raise ImportError(f"{name}: built for another torch")
-        return types.SimpleNamespace(__version__=versions.get(name))
+@pytest.fixture
+def machine(monkeypatch):
+    """Act as if these packages were installed on such a GPU, and none but these."""
 
-    monkeypatch.setattr("megatron_ibpo.models.backends.import_module", find)
-    if capability is not None:
+    def act(*packages, capability=(9, 0), triton="3.7.1", cudnn=92500):
+        def find(name):
+            if name.partition(".")[0] not in packages:
+                raise ImportError(f"{name}: built for another torch")
+            return types.SimpleNamespace(__version__=triton)
+
+        monkeypatch.setattr("megatron_ibpo.models.backends.import_module", find)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
         monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
 
-
-def test_cpus_need_nothing_and_a_dense_model_no_flash_linear_attention(shapes, monkeypatch):
-    installed(monkeypatch, "transformer_engine")
-    assert find_backends(shapes["dense"], on_gpu=True, allow_local=False).transformer_engine
-    monkeypatch.setattr("megatron_ibpo.models.backends.import_module", None)
-    assert find_backends(shapes["next"], on_gpu=False, allow_local=False) == LOCAL
+    return act
 
 
-@pytest.mark.parametrize(
-    ("model", "there", "missing"),
-    [
-        ("next", (), ["Transformer Engine", "flash-linear-attention"]),
-        ("next", ("fla",), ["Transformer Engine"]),
-        ("next", ("transformer_engine",), ["flash-linear-attention"]),
-        ("dense", (), ["Transformer Engine"]),
-    ],
-)
-def test_a_gpu_run_without_its_libraries_says_what_to_do(shapes, monkeypatch, model, there, missing):
-    installed(monkeypatch, *there)
-    with pytest.raises(BackendError) as refused:
-        find_backends(shapes[model], on_gpu=True, allow_local=False)
-    said = str(refused.value)
-    named = [name for name in ("Transformer Engine", "flash-linear-attention") if f"{name} (" in said]
-    assert named == missing
-    for words in ("ImportError", "built for another torch", "tools/bootstrap.sh", "--allow-local-modules"):
-        assert words in said
-    accepted = find_backends(shapes[model], on_gpu=True, allow_local=True)
-    assert accepted.transformer_engine == ("Transformer Engine" not in missing)
-    assert accepted.flash_linear_attention == ("flash-linear-attention" not in missing)
+def test_what_a_gpu_run_lacks_is_refused_with_what_to_do_unless_plain_torch_is_accepted(shapes, machine):
+    everything = "transformer_engine", "fla", "triton"
+    for model, packages, missing in (
+        ("next", ("triton",), [TE, FLA]),
+        ("next", ("fla", "triton"), [TE]),
+        ("next", ("transformer_engine", "triton"), [FLA]),
+        ("dense", (), [TE]),
+        ("next", everything, []),
+        ("dense", ("transformer_engine",), []),
+    ):
+        machine(*packages)
+        accepted = find_backends(shapes[model], on_gpu=True, allow_local=True)
+        assert accepted == Backends(TE not in missing, FLA not in missing)
+        if missing:
+            with pytest.raises(BackendError, match=r"ImportError.*built for another torch") as refused:
+                find_backends(shapes[model], on_gpu=True, allow_local=False)
+            said = str(refused.value)
+            assert [name for name in (TE, FLA) if f"{name} (" in said] == missing
+            assert "tools/bootstrap.sh" in said
+            assert "--allow-local-modules" in said
+        else:
+            assert find_backends(shapes[model], on_gpu=True, allow_local=False) == accepted
+    machine()
+    assert find_backends(shapes["next"], on_gpu=False, allow_local=False) == LOCAL, "CPUs need nothing"
 
 
-@pytest.mark.parametrize(
-    ("capability", "triton", "is_refused"),
-    [((9, 0), "3.6.0", True), ((9, 0), "3.7.1", False), ((9, 0), "3.3.1", False), ((8, 0), "3.6.0", False)],
-)
-def test_tritons_with_wrong_gradients_are_refused(shapes, monkeypatch, capability, triton, is_refused):
-    there = "transformer_engine", "fla", "flash_attn", "triton"
-    installed(monkeypatch, *there, capability=capability, triton=triton)
-    if is_refused:
-        with pytest.raises(BackendError, match=r"flash-linear-attention \(Triton 3\.6\.0 compiles"):
-            find_backends(shapes["next"], on_gpu=True, allow_local=False)
-    found = find_backends(shapes["next"], on_gpu=True, allow_local=True)
-    assert found.flash_linear_attention != is_refused
-    assert find_backends(shapes["dense"], on_gpu=True, allow_local=False) == FAST, "it asks for none of it"
+def test_tritons_that_compile_wrong_gradients_are_refused(shapes, machine):
+    for capability, triton, is_refused in (
+        ((9, 0), "3.6.0", True), ((9, 0), "3.7.1", False), ((9, 0), "3.3.1", False), ((8, 0), "3.6.0", False),
+    ):  # fmt: skip
+        there = "transformer_engine", "fla", "triton", "flash_attn"
+        machine(*there, capability=capability, triton=triton)
+        if is_refused:
+            with pytest.raises(BackendError, match=r"flash-linear-attention \(Triton 3\.6\.0 compiles"):
+                find_backends(shapes["next"], on_gpu=True, allow_local=False)
+        found = find_backends(shapes["next"], on_gpu=True, allow_local=True)
+        assert found.flash_linear_attention != is_refused
+        assert find_backends(shapes["dense"], on_gpu=True, allow_local=False) == FAST, "needs none"
 
 
-@pytest.mark.parametrize(
-    ("capability", "head_dim", "cudnn", "flash", "why"),
-    [
-        ((9, 0), 256, 92000, False, None),
-        ((10, 0), 128, 92000, False, None),
-        ((10, 0), 256, 92000, False, "for heads of 256 .* from 9.25 on, and this one is 9.20"),
-        ((10, 0), 256, 92500, False, None),
-        ((8, 0), 128, 92500, False, "compute capability 9.0 on, and this GPU has 8.0"),
-        ((8, 0), 128, 92500, True, None),
-    ],
-)
-def test_quadratic_attention_is_refused(shapes, monkeypatch, capability, head_dim, cudnn, flash, why):
-    packages = ["transformer_engine", "flash_attn"] if flash else ["transformer_engine"]
-    installed(monkeypatch, *packages, capability=capability, cudnn=cudnn)
-    shape = replace(shapes["dense"], head_dim=head_dim)
-    if why is not None:
-        with pytest.raises(BackendError, match=f"{why}.* Install flash-attn"):
-            find_backends(shape, on_gpu=True, allow_local=False)
-    assert find_backends(shape, on_gpu=True, allow_local=why is not None).transformer_engine
-    assert find_backends(shape, on_gpu=True, allow_local=False, bf16=False).transformer_engine
+def test_a_gpu_for_which_attention_would_be_quadratic_is_refused(shapes, machine):
+    for capability, head_dim, cudnn, packages, why in (
+        ((9, 0), 256, 92000, (), None),
+        ((10, 0), 128, 92000, (), None),
+        ((10, 0), 256, 92000, (), "for heads of 256 .* from 9.25 on, and this one is 9.20"),
+        ((10, 0), 256, 92500, (), None),
+        ((8, 0), 128, 92500, (), "compute capability 9.0 on, and this GPU has 8.0"),
+        ((8, 0), 128, 92500, ("flash_attn",), None),
+    ):
+        machine("transformer_engine", *packages, capability=capability, cudnn=cudnn)
+        shape = replace(shapes["dense"], head_dim=head_dim)
+        if why is not None:
+            with pytest.raises(BackendError, match=f"{why}.* Install flash-attn"):
+                find_backends(shape, on_gpu=True, allow_local=False)
+        assert find_backends(shape, on_gpu=True, allow_local=why is not None).transformer_engine
+        assert find_backends(shape, on_gpu=True, allow_local=False, bf16=False).transformer_engine
 
 
 def test_a_trainer_refuses_before_it_meets_the_others(models):

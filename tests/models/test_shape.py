@@ -26,87 +26,70 @@ def write(directory, config):
     return directory
 
 
+def rope(**fields):
+    return {"rope_scaling": None, "rope_parameters": fields}
+
+
+YARN_OF_8B = {"rope_theta": 5e5, "rope_scaling": RopeScaling("yarn", 4.0, 32768)}
+BIASES_OF_LLAMA = {"qkv_bias": True, "attention_output_bias": True, "mlp_bias": False}
+WITHOUT_DENSE_LAYERS = {"first_k_dense_replace": 0, "n_shared_experts": 2, "num_nextn_predict_layers": 0}
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (NEXT_80B, {"family": "qwen3_next", "head_dim": 256, "rotary_dim": 64, "rope_theta": 1e7,
+                    "num_experts": 512, "experts_per_token": 10, "expert_hidden_size": 512,
+                    "gdn_key_heads": 16, "gdn_value_heads": 32,
+                    "full_attention": ((False,) * 3 + (True,)) * 12}),
+        (LLAMA_31_8B, {"head_dim": 128, "rotary_dim": 128, "rope_theta": 5e5,
+                       "rope_scaling": RopeScaling("llama3", 8.0, 8192), "query_key_norms": False,
+                       "qkv_bias": False, "attention_output_bias": False, "mlp_bias": False}),
+        # scaled positions in old and new spelling
+        (LLAMA_31_8B | {"rope_scaling": YARN}, YARN_OF_8B),
+        (LLAMA_31_8B | {"rope_scaling": {**YARN, "rope_type": "yarn"}}, YARN_OF_8B),
+        (LLAMA_31_8B | rope(**YARN, rope_type="yarn", rope_theta=5e5), YARN_OF_8B),
+        # Llama 2 7B is published so, and transformers writes missing values so
+        (LLAMA_31_8B | {"num_key_value_heads": None, "head_dim": None, "attention_bias": True},
+         {"num_key_value_heads": 32, "head_dim": 128, **BIASES_OF_LLAMA}),
+        (GLM_AIR, {"head_dim": 128, "rotary_dim": 64, "rope_theta": 1e6, "query_key_norms": False,
+                   "qkv_bias": True, "attention_output_bias": False, "ffn_hidden_size": 10944,
+                   "moe_layers": 45, "num_experts": 128, "experts_per_token": 8, "expert_hidden_size": 1408,
+                   "shared_expert_hidden_size": 1408, "shared_expert_gate": False,
+                   "carried": ("model.layers.46.",)}),
+        (GLM_AIR | WITHOUT_DENSE_LAYERS,
+         {"moe_layers": 46, "shared_expert_hidden_size": 2816, "carried": ()}),
+        *((OSS_20B | spelling,
+           {"head_dim": 64, "rotary_dim": 64, "rope_theta": 1.5e5, "attention_sinks": True,
+            "rope_scaling": RopeScaling("yarn", 32.0, 4096, truncate=False), "query_key_norms": False,
+            "qkv_bias": True, "attention_output_bias": True, "expert_bias": True, "num_experts": 32,
+            "tie_word_embeddings": False, "experts_per_token": 4, "expert_hidden_size": 2880,
+            "moe_layers": 24}) for spelling in ({}, {"layer_types": None, "sliding_window": None})),
+    ],
+)  # fmt: skip
+def test_published_configs_are_read_in_every_spelling(tmp_path, config, expected):
+    shape = read_hf_config(write(tmp_path / "model", config))
+    assert {name: getattr(shape, name) for name in expected} == expected
+    if shape.family == "gpt_oss":
+        assert [shape.window(layer) for layer in range(24)] == [128, None] * 12
+    if config is GLM_AIR:
+        assert [layer for layer in range(46) if not shape.has_experts(layer)] == [0]
+
+
 @pytest.fixture
 def next_80b(tmp_path):
     return read_hf_config(write(tmp_path / "80b", NEXT_80B))
 
 
-def test_the_published_80b_config_is_read(next_80b):
-    assert next_80b.family == "qwen3_next"
-    assert [layer for layer in range(48) if next_80b.full_attention[layer]] == list(range(3, 48, 4))
-    assert (next_80b.head_dim, next_80b.rotary_dim, next_80b.rope_theta) == (256, 64, 1e7)
-    assert (next_80b.num_experts, next_80b.experts_per_token, next_80b.expert_hidden_size) == (512, 10, 512)
-    assert (next_80b.gdn_key_heads, next_80b.gdn_value_heads) == (16, 32)
-
-
 def test_transformers_5_spelling_means_the_same(tmp_path, next_80b):
-    new = {key: value for key, value in NEXT_80B.items() if not key.startswith(("rope", "partial"))}
-    new.pop("full_attention_interval")
+    old = "rope_theta", "rope_scaling", "partial_rotary_factor", "full_attention_interval"
+    new = {key: value for key, value in NEXT_80B.items() if key not in old}
     new["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000000, "partial_rotary_factor": 0.25}
     new["layer_types"] = (["linear_attention"] * 3 + ["full_attention"]) * 12
     assert read_hf_config(write(tmp_path / "new", new)) == next_80b
-
-
-def test_what_transformers_writes_is_read(tmp_path):
-    assert read_hf_config(make_qwen3(tmp_path / "dense", 0, tie=True)).tie_word_embeddings
     hybrid = read_hf_config(make_qwen3_next(tmp_path / "next", 0))
     assert (hybrid.full_attention, hybrid.rotary_dim) == ((False, False, False, True), 8)
-
-
-def test_the_published_llama_config_is_read(tmp_path):
-    shape = read_hf_config(write(tmp_path / "8b", LLAMA_31_8B))
-    assert (shape.head_dim, shape.rotary_dim, shape.rope_theta) == (128, 128, 5e5)
-    assert shape.rope_scaling == RopeScaling("llama3", 8.0, 8192)
-    has = shape.query_key_norms, shape.qkv_bias, shape.attention_output_bias, shape.mlp_bias
-    assert has == (False, False, False, False)
-
-
-def test_the_published_glm_4_5_air_config_is_read(tmp_path):
-    shape = read_hf_config(write(tmp_path / "air", GLM_AIR))
-    assert (shape.head_dim, shape.rotary_dim, shape.rope_theta) == (128, 64, 1e6)
-    assert (shape.query_key_norms, shape.qkv_bias, shape.attention_output_bias) == (False, True, False)
-    assert [layer for layer in range(46) if not shape.has_experts(layer)] == [0]
-    assert (shape.ffn_hidden_size, shape.moe_layers) == (10944, 45)
-    assert (shape.num_experts, shape.experts_per_token, shape.expert_hidden_size) == (128, 8, 1408)
-    assert (shape.shared_expert_hidden_size, shape.shared_expert_gate) == (1408, False)
-    assert shape.carried == ("model.layers.46.",)
-    other = {"first_k_dense_replace": 0, "n_shared_experts": 2, "num_nextn_predict_layers": 0}
-    shape = read_hf_config(write(tmp_path / "without dense layers", GLM_AIR | other))
-    assert (shape.moe_layers, shape.shared_expert_hidden_size, shape.carried) == (46, 2816, ())
-
-
-@pytest.mark.parametrize("spelled_out", [True, False])
-def test_the_published_gpt_oss_20b_config_is_read(tmp_path, spelled_out):
-    config = {**OSS_20B} if spelled_out else {**OSS_20B, "layer_types": None, "sliding_window": None}
-    shape = read_hf_config(write(tmp_path / "20b", config))
-    assert (shape.head_dim, shape.rotary_dim, shape.rope_theta) == (64, 64, 1.5e5)
-    assert shape.rope_scaling == RopeScaling("yarn", 32.0, 4096, truncate=False)
-    assert [shape.window(layer) for layer in range(24)] == [128, None] * 12
-    assert (shape.attention_sinks, shape.qkv_bias, shape.attention_output_bias) == (True, True, True)
-    assert (shape.query_key_norms, shape.expert_bias, shape.tie_word_embeddings) == (False, True, False)
-    assert (shape.num_experts, shape.experts_per_token, shape.expert_hidden_size) == (32, 4, 2880)
-    assert shape.moe_layers == 24
-
-
-@pytest.mark.parametrize(
-    "spelling",
-    [
-        {"rope_scaling": YARN},
-        {"rope_scaling": {**YARN, "rope_type": "yarn"}},
-        {"rope_scaling": None, "rope_parameters": {**YARN, "rope_type": "yarn", "rope_theta": 500000.0}},
-    ],
-)
-def test_scaled_positions_are_read_in_old_and_new_spelling(tmp_path, spelling):
-    shape = read_hf_config(write(tmp_path / "8b", {**LLAMA_31_8B, **spelling}))
-    assert (shape.rope_theta, shape.rope_scaling) == (5e5, RopeScaling("yarn", 4.0, 32768))
-
-
-def test_heads_that_share_nothing_and_sizes_that_are_null_follow_from_the_rest(tmp_path):
-    """Llama 2 7B is published so, and transformers writes missing values so."""
-    config = {**LLAMA_31_8B, "num_key_value_heads": None, "head_dim": None, "attention_bias": True}
-    shape = read_hf_config(write(tmp_path / "7b", config))
-    assert (shape.num_key_value_heads, shape.head_dim) == (32, 128)
-    assert (shape.qkv_bias, shape.attention_output_bias, shape.mlp_bias) == (True, True, False)
+    assert read_hf_config(make_qwen3(tmp_path / "dense", 0, tie=True)).tie_word_embeddings
 
 
 UNSUPPORTED = (
@@ -133,6 +116,7 @@ OTHER_FREQUENCIES = LLAMA_31_8B["rope_scaling"] | {"high_freq_factor": 8}
         (NEXT_80B | {"model_type": "gemma3"}, "model_type 'gemma3' is unknown; one of llama, "),
         (TINY | {"model_type": ["qwen3"]}, "model_type ['qwen3'] is unknown"),
         (NEXT_80B | {"num_experts": None}, "num_experts must be"),
+        (TINY | {"num_key_value_heads": 3}, "num_attention_heads=4 is no multiple of num_key_value_heads=3"),
         (NEXT_80B | {"hidden_size": "2048"}, "hidden_size must be a positive integer, is '2048'"),
         (NEXT_80B | {"tie_word_embeddings": 1}, "tie_word_embeddings must be true or false"),
         (NEXT_80B | {"layer_types": ["full_attention"]}, "layer_types must name 48 layers"),

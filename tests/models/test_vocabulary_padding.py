@@ -1,6 +1,5 @@
 """Tensor parallelism that does not divide the vocabulary: rows are added, and nothing but memory notices."""
 
-import functools
 import random
 from dataclasses import replace
 
@@ -16,12 +15,11 @@ from megatron_ibpo.weights.formats.run_state import find_checkpoint, find_stored
 from megatron_ibpo.weights.formats.torch_dist import ROWS_MAY_BE_PADDED, StoredCheckpoint
 from megatron_ibpo.weights.weight_errors import CheckpointError
 from support import planned
-from support.checkpoint_bytes import assert_same_bytes, tensors_of, with_random_bits, with_weights
+from support.checkpoint_bytes import assert_same_bytes, tensors_of
 from support.conversions import ALONE
 from support.critics import critic_config, open_critic
 from support.example_runs import SMALL, finished, rows_of, start_script
 from support.layouts import layout
-from support.mtp_checkpoints import mtp_tensors
 from support.paths import ROOT
 from support.ranks import run_ranks
 from support.tiny_models import make_qwen3, make_qwen3_next
@@ -55,20 +53,17 @@ def rows(count=6):
     return made
 
 
-@pytest.mark.parametrize(
-    ("vocabulary", "parallel", "expected"),
-    [
+def test_the_vocabulary_is_padded_to_the_next_multiple(models):
+    for vocabulary, parallel, expected in (
         (211, layout(1), 211),
         (211, layout(4), 212),
         (212, layout(4), 212),
         (211, layout(2, vocabulary=8), 224),
         (211, layout(1, vocabulary=128), 256),
         (151936, layout(8), 151936),  # Qwen's: as before there was padding
-    ],
-)
-def test_the_vocabulary_is_padded_to_the_next_multiple(models, vocabulary, parallel, expected):
-    shape = replace(read_hf_config(models["dense"]), vocab_size=vocabulary)
-    assert padded_vocab_size(shape, parallel) == expected
+    ):
+        shape = replace(read_hf_config(models["dense"]), vocab_size=vocabulary)
+        assert padded_vocab_size(shape, parallel) == expected
 
 
 def test_a_rank_of_nothing_but_padding_is_refused(models):
@@ -154,39 +149,36 @@ SETTINGS = {"logits": {}, "fused": {"fuse_lm_head": True}, "reference": {"kl_coe
 TRAINED = [("dense", "reference"), ("dense", "fused"), ("tied", "logits")]
 LAYOUTS = {1: [layout()], 2: [layout(2), layout(2, vocabulary=8)], 4: [layout(4)]}
 """By number of ranks; one rank pads nothing."""
-PADDED = [2, pytest.param(4, marks=pytest.mark.slow)]
-
-
-@pytest.fixture(scope="module")
-def runs(models):
-    """Return (cases, what each rank found of the policies and of the critics) of a number of ranks."""
-
-    @functools.cache
-    def run(size):
-        cases = [
-            (models[name], models["reference"] if kind == "reference" else None, parallel, SETTINGS[kind])
-            for parallel in LAYOUTS[size]
-            for name, kind in (TRAINED if parallel.make_vocab_size_divisible_by == 1 else TRAINED[-1:])
-        ]
-        by_rank = run_ranks(trained, size, cases, rows(), models["tied"], LAYOUTS[size], timeout=500)
-        return cases, by_rank
-
-    return run
 
 
 @pytest.mark.world
-@pytest.mark.parametrize("size", PADDED)
-def test_training_is_the_same_with_padding_and_padding_stays_zero(runs, size):
-    """Tied and untied, logits held or fused with the loss, and a reference policy."""
-    (alone, ((wanted, _),)), (cases, by_rank) = runs(1), runs(size)
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_training_is_the_same_with_padding_and_padding_stays_zero(models, size):
+    """Tied and untied, logits held or fused with the loss, a reference policy, and a critic."""
+
+    def run(ranks):
+        """(cases, what each rank found of the policies and of the critics)"""
+        cases = [
+            (models[name], models["reference"] if kind == "reference" else None, parallel, SETTINGS[kind])
+            for parallel in LAYOUTS[ranks]
+            for name, kind in (TRAINED if parallel.make_vocab_size_divisible_by == 1 else TRAINED[-1:])
+        ]
+        return cases, run_ranks(trained, ranks, cases, rows(), models["tied"], LAYOUTS[ranks], timeout=500)
+
+    (alone, ((wanted, (critic,)),)), (cases, by_rank) = run(1), run(size)
     assert all(left == (0, 0.0, 0.0) for *_, left in wanted)
     expected = {(case[0], repr(case[3])): found[:3] for case, found in zip(alone, wanted, strict=True)}
     for number, case in enumerate(cases):
-        before = tensors_of(case[0])
-        compare(by_rank[0][0][number][:3], expected[case[0], repr(case[3])], before, case)
+        compare(by_rank[0][0][number][:3], expected[case[0], repr(case[3])], tensors_of(case[0]), case)
         left = [policies[number][3] for policies, _ in by_rank]
         assert sum(padded for padded, _, _ in left) > 0, case
         assert all((weight, gradient) == (0.0, 0.0) for _, weight, gradient in left), case
+    # a critic's model has embeddings but no head
+    for before, metrics, after in by_rank[0][1]:
+        for own, wanted in zip((*before, *after), (*critic[0], *critic[2]), strict=True):
+            assert own == pytest.approx(wanted, abs=1e-4)
+        for name in ("critic_loss", "critic_grad_norm"):
+            assert metrics[name] == pytest.approx(critic[1][name], rel=1e-4), name
 
 
 def compare(found, expected, before, case):
@@ -200,43 +192,6 @@ def compare(found, expected, before, case):
         moved = (tensor - before[name]).abs().max()
         assert moved > 0, (case, name, "would not be tested")
         assert (found[2][name] - tensor).abs().max() <= 1e-3 * moved, (case, name)
-
-
-@pytest.mark.world
-@pytest.mark.parametrize("size", PADDED)
-def test_a_critic_is_the_same_with_padding(runs, size):
-    """Its model has embeddings but no head."""
-    ((_, (alone,)),) = runs(1)[1]
-    for before, metrics, after in runs(size)[1][0][1]:
-        for own, wanted in zip((*before, *after), (*alone[0], *alone[2]), strict=True):
-            assert own == pytest.approx(wanted, abs=1e-4)
-        for name in ("critic_loss", "critic_grad_norm"):
-            assert metrics[name] == pytest.approx(alone[1][name], rel=1e-4), name
-
-
-@pytest.mark.parametrize(
-    ("name", "multiple", "tp"),
-    [
-        ("dense", 1, 4),
-        ("tied", 16, 2),
-        ("next", 1, 2),
-        *(pytest.param("dense", 1, tp, marks=pytest.mark.slow) for tp in (1, 2)),
-        *(pytest.param("tied", 16, tp, marks=pytest.mark.slow) for tp in (1, 4)),
-        *(pytest.param("next", 1, tp, marks=pytest.mark.slow) for tp in (1, 4)),
-    ],
-)
-def test_conversion_there_and_back_changes_no_bit_and_writes_no_padding(models, tmp_path, name, tp, multiple):
-    origin = with_random_bits(models[name], tmp_path / "origin", torch.bfloat16)
-    if name == "next":  # and what is only carried along
-        everything = tensors_of(origin) | mtp_tensors(torch.bfloat16)
-        origin = with_weights(origin, tmp_path / "mtp", everything)
-    hf_to_megatron(origin, tmp_path / "stored", layout(tp, vocabulary=multiple), ALONE)
-    stored = StoredCheckpoint(tmp_path / "stored")
-    for key in {*ROWS_MAY_BE_PADDED} & {*stored.tensors}:
-        assert stored.tensors[key].size[0] == VOCABULARY
-        assert len(stored.tensors[key].chunks) == tp
-    megatron_to_hf(tmp_path / "stored", tmp_path / "back", ALONE)
-    assert_same_bytes(tensors_of(tmp_path / "back"), tensors_of(origin))
 
 
 def went_on(world, hf_dir, parallel, start, save_to, updates=1):

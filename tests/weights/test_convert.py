@@ -21,7 +21,7 @@ from megatron_ibpo.weights.formats.convert import differing_tensors, hf_to_megat
 from megatron_ibpo.weights.formats.hugging_face import Checkpoint
 from megatron_ibpo.weights.formats.integrity import changed_files
 from megatron_ibpo.weights.formats.run_state import find_stored
-from megatron_ibpo.weights.formats.torch_dist import StoredCheckpoint
+from megatron_ibpo.weights.formats.torch_dist import ROWS_MAY_BE_PADDED, StoredCheckpoint
 from megatron_ibpo.weights.weight_errors import CheckpointError
 from support import planned, tiny_models
 from support.checkpoint_bytes import (
@@ -116,6 +116,8 @@ def cases():
                 )
     yield pytest.param("glm mtp", layout(tp=2, pp=2, ep=2, first=1), 1, id="glm mtp")
     yield pytest.param("few", layout(tp=4), 1, id="few TP4")
+    yield pytest.param("odd", layout(tp=4), 1, id="odd TP4")
+    yield pytest.param("odd", layout(tp=2, vocabulary=16), 1, id="odd TP2 by 16")
     yield pytest.param("few", layout(tp=4, pp=2), 1, id="few TP4 PP2", marks=pytest.mark.slow)
 
 
@@ -123,6 +125,9 @@ def cases():
 def test_there_and_back_changes_no_bit(models, tmp_path, name, parallel, virtual_stages):
     stored, back = tmp_path / "stored", tmp_path / "back"
     hf_to_megatron(models[name], stored, parallel, ALONE, virtual_stages=virtual_stages)
+    held = StoredCheckpoint(stored).tensors
+    for key in held.keys() & {*ROWS_MAY_BE_PADDED}:
+        assert held[key].size[0] == read_hf_config(models[name]).vocab_size, "no padding is written"
     megatron_to_hf(stored, back, ALONE)
     assert_same_bytes(tensors_of(back), tensors_of(models[name]))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "stored"]
