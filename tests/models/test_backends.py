@@ -128,9 +128,9 @@ def test_the_table_says_what_computes_each_part(shapes):
     assert not dense.keys() & {"experts", "delta net"}
 
 
-@pytest.mark.parametrize(
-    ("flags", "device", "family", "dtype", "bf16"),
-    [
+def test_precision_is_what_serves_on_the_device_unless_it_is_said(models):
+    """The engine's settings, the table of sizes and the identity of an evaluation all have that word."""
+    for flags, device, family, dtype, bf16 in (
         ([], "cpu", "dense", "float32", False),
         ([], "cpu", "next", "bfloat16", False),
         ([], "gpu", "dense", "bfloat16", True),
@@ -142,21 +142,18 @@ def test_the_table_says_what_computes_each_part(shapes):
         (["--vllm-arg", "quantization=fp8_per_channel"], "cpu", "dense", "bfloat16", False),
         (["--vllm-dtype", "bfloat16"], "cpu", "dense", "bfloat16", False),
         (["--vllm-dtype", "float32"], "gpu", "dense", "float32", True),
-    ],
-)
-def test_precision_is_what_serves_on_the_device_unless_it_is_said(models, flags, device, family, dtype, bf16):
-    """The engine's settings, the table of sizes and the identity of an evaluation all have that word."""
-    config = parse_config([*flags, "--rollout-max-context-len", "128"])
-    assert config.rollout.vllm_dtype == (flags[1] if "--vllm-dtype" in flags else "auto")
-    on_gpu, shape = device == "gpu", read_hf_config(models[family])
-    config = on_device(config, on_gpu=on_gpu, has_delta_nets=shape.is_recurrent)
-    assert (config.rollout.vllm_dtype, config.model.bf16) == (dtype, bf16)
-    settings = engine_settings(config.rollout, models[family], "gloo", gpus=(), num_threads=1)
-    assert settings.dtype == dtype
-    (engines,) = [size for size in run_sizes(config, 1, engines=1) if size.name == "engines"]
-    assert (engines.value, engines.meaning) == (1, f"vLLM, TP1, {dtype}")
-    held_out = EvalSet("sums", False, [], eval_sampling(config), None)
-    assert set_settings(held_out, config, "policy")["--vllm-dtype"] == dtype
+    ):
+        config = parse_config([*flags, "--rollout-max-context-len", "128"])
+        assert config.rollout.vllm_dtype == (flags[1] if "--vllm-dtype" in flags else "auto")
+        on_gpu, shape = device == "gpu", read_hf_config(models[family])
+        config = on_device(config, on_gpu=on_gpu, has_delta_nets=shape.is_recurrent)
+        assert (config.rollout.vllm_dtype, config.model.bf16) == (dtype, bf16)
+        settings = engine_settings(config.rollout, models[family], "gloo", gpus=(), num_threads=1)
+        assert settings.dtype == dtype
+        (engines,) = [size for size in run_sizes(config, 1, engines=1) if size.name == "engines"]
+        assert (engines.value, engines.meaning) == (1, f"vLLM, TP1, {dtype}")
+        held_out = EvalSet("sums", False, [], eval_sampling(config), None)
+        assert set_settings(held_out, config, "policy")["--vllm-dtype"] == dtype
 
 
 @pytest.mark.lint
@@ -165,23 +162,20 @@ def test_recipes_and_scripts_leave_the_precision_of_sampling_to_the_device():
         assert "vllm-dtype" not in file.read_text(), file
 
 
-@pytest.mark.parametrize(
-    ("family", "changes", "dtype", "says"),
-    [
+def test_what_vllm_cannot_compute_on_cpus_is_refused(models, tmp_path):
+    for family, changes, dtype, says in (
         ("next", {}, "float32", "--vllm-dtype float32: vLLM's CPU kernels for the delta nets"),
         ("next", {"linear_value_head_dim": 48}, "bfloat16", "linear_key_head_dim .* need equal sizes"),
         ("next", {"head_dim": 24}, "bfloat16", "head_dim 24 in config.json: vLLM's attention on CPUs"),
         ("dense", {"head_dim": 16}, "float32", "head_dim 16 in config.json: vLLM's attention on CPUs"),
-    ],
-)
-def test_what_vllm_cannot_compute_on_cpus_is_refused(models, tmp_path, family, changes, dtype, says):
-    content = json.loads((models[family] / "config.json").read_text(encoding="utf-8"))
-    (tmp_path / "config.json").write_text(json.dumps(content | changes))
-    shape, rollout = read_hf_config(tmp_path), RolloutConfig(vllm_dtype=dtype)
-    with pytest.raises(ValueError, match=says):
-        check_model(rollout, shape, on_gpu=False)
-    check_model(rollout, shape, on_gpu=True)
-    check_model(replace(rollout, rollout_backend="mine:Engine"), shape, on_gpu=False)
+    ):
+        content = json.loads((models[family] / "config.json").read_text(encoding="utf-8"))
+        (tmp_path / "config.json").write_text(json.dumps(content | changes))
+        shape, rollout = read_hf_config(tmp_path), RolloutConfig(vllm_dtype=dtype)
+        with pytest.raises(ValueError, match=says):
+            check_model(rollout, shape, on_gpu=False)
+        check_model(rollout, shape, on_gpu=True)
+        check_model(replace(rollout, rollout_backend="mine:Engine"), shape, on_gpu=False)
 
 
 @pytest.mark.skipif(find_spec("vllm") is None, reason="compares with the installed vLLM")

@@ -34,21 +34,17 @@ def test_each_rank_holds_an_early_and_a_late_chunk_of_every_sequence():
     assert places[zigzag.tokens(boundaries, 2)].tolist() == list(range(12))
 
 
-KERNEL = 4
-CHUNKS = [1, 40, 2, 1, 7, 33, 3]
-"""Tokens of a chunk of each sequence: below what the convolution sees, and across the rule's own chunks."""
-
-
 def mixed(world, chunks):
-    """(which tokens, outputs of convolution and rule for them, gradients, bytes sent by what) of this rank.
-    Three heads, which no number of ranks but three divides."""
+    """Convolve and apply the delta rule to sequences of so many tokens per chunk, on this rank's slices and
+    to whole ones. Three heads, which no number of ranks but three divides. Return (which tokens are this
+    rank's, [(output, that over whole sequences)], gradients of both, bytes sent forward, and in all)."""
     from megatron_ibpo.models import packed
     from megatron_ibpo.models.delta_net import state_passing
     from megatron_ibpo.models.delta_net.layer import causal_conv, gated_delta_rule
     from megatron_ibpo.policy import cpu
 
     cpu.activate()
-    lengths = torch.tensor(chunks) * 2 * 4  # of four ranks at most
+    kernel, lengths = 4, torch.tensor(chunks) * 2 * 4  # of four ranks at most
     boundaries = torch.tensor([0, *lengths.cumsum(0)], dtype=torch.int32)
     mine = zigzag.tokens(boundaries, world.size).chunk(world.size)[world.rank]
     total, generator = int(boundaries[-1]), torch.Generator().manual_seed(1)
@@ -56,27 +52,33 @@ def mixed(world, chunks):
     def draw(*shape):
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
-    whole = {"x": draw(total, 6), "query": draw(total, 1, 5), "key": draw(total, 1, 5)}
-    whole["value"], whole["beta"] = draw(total, 3, 4), draw(total, 3).sigmoid()
-    whole["decay"] = -torch.nn.functional.softplus(2 * draw(total, 3) - 1)
-    weight, toward = draw(6, KERNEL).requires_grad_(), (draw(total, 6), draw(total, 3, 4))
-    own = {name: tensor[mine].requires_grad_() for name, tensor in whole.items()}
-    rule_inputs = [own[name] for name in ("query", "key", "value", "decay", "beta")]
+    drawn = {"x": draw(total, 6), "query": draw(total, 1, 5), "key": draw(total, 1, 5)}
+    drawn["value"], drawn["decay"] = draw(total, 3, 4), -torch.nn.functional.softplus(2 * draw(total, 3) - 1)
+    drawn |= {"beta": draw(total, 3).sigmoid(), "weight": draw(6, kernel)}
+    toward = draw(total, 6), draw(total, 3, 4)
 
-    def conv(x, cu_seqlens):
-        return causal_conv(x, weight, packed.positions(cu_seqlens))
+    def run(which, slices):
+        own = {n: (t if n == "weight" else t[which]).clone().requires_grad_() for n, t in drawn.items()}
+        rule_inputs = [own[name] for name in ("query", "key", "value", "decay", "beta")]
 
-    with BytesSent() as sent:
-        if world.size == 1:
-            outputs = [conv(own["x"], boundaries), gated_delta_rule(*rule_inputs, boundaries)]
-        else:
-            slices = state_passing.make_slices(boundaries, dist.group.WORLD, KERNEL - 1)
-            outputs = [state_passing.convolve(conv, own["x"], slices)]
-            outputs.append(state_passing.delta_rule(gated_delta_rule, *rule_inputs, slices))
-        forward = Counter(sent.bytes)
-        sum((output * to[mine]).sum() for output, to in zip(outputs, toward, strict=True)).backward()
-    gradients = {name: tensor.grad for name, tensor in own.items()}
-    return mine, [o.detach() for o in outputs], gradients, weight.grad, dict(forward), dict(sent.bytes)
+        def conv(x, cu_seqlens):
+            return causal_conv(x, own["weight"], packed.positions(cu_seqlens))
+
+        with BytesSent() as sent:
+            if slices is None:
+                outputs = [conv(own["x"], boundaries), gated_delta_rule(*rule_inputs, boundaries)]
+            else:
+                outputs = [state_passing.convolve(conv, own["x"], slices)]
+                outputs.append(state_passing.delta_rule(gated_delta_rule, *rule_inputs, slices))
+            forward = dict(sent.bytes)
+            sum((output * to[which]).sum() for output, to in zip(outputs, toward, strict=True)).backward()
+        return outputs, {name: tensor.grad for name, tensor in own.items()}, forward, dict(sent.bytes)
+
+    outputs, gradients, *sent = run(mine, state_passing.make_slices(boundaries, dist.group.WORLD, kernel - 1))
+    whole, of_whole, *nothing = run(torch.arange(total), None)
+    assert nothing == [{}, {}]
+    dist.all_reduce(gradients["weight"])
+    return mine, list(zip(outputs, whole, strict=True)), gradients, of_whole, *sent
 
 
 GIVEN = {"send": 0, "_allgather_base_": 1, "_reduce_scatter_base_": 1, "alltoall_base_": 1}
@@ -99,39 +101,30 @@ class BytesSent(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def mixed_by_everyone(world, *cases):
-    return [mixed(world, chunks) for chunks in cases]
-
-
 @pytest.mark.world
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_convolution_and_rule_over_slices_are_those_over_whole_sequences(ranks):
-    """Outputs and gradients, to the last digits of float64."""
-    ((_, outputs, gradients, weight_gradient, nothing, _),) = run_ranks(mixed_by_everyone, 1, CHUNKS)[0]
-    assert nothing == {}
-    found = [result for (result,) in run_ranks(mixed_by_everyone, ranks, CHUNKS)]
-    for own, own_outputs, own_gradients, *_ in found:
-        for output, expected in zip(own_outputs, outputs, strict=True):
-            assert (output - expected[own]).abs().max() < 1e-12
-        for name, expected in gradients.items():
-            scale = expected.abs().max()
-            assert scale > 0.1, (name, "would not be tested")
-            assert (own_gradients[name] - expected[own]).abs().max() < 1e-12 * scale, name
-    total = sum(result[3] for result in found)
-    assert (total - weight_gradient).abs().max() < 1e-12 * weight_gradient.abs().max()
+def test_convolution_and_rule_over_slices_are_those_over_whole_sequences(world, ranks):
+    """To the last digits of float64; chunks are below what the convolution sees, and across the rule's."""
+    mine, outputs, gradients, expected, *_ = mixed(world, [1, 40, 2, 1, 7, 33, 3])
+    for output, whole in outputs:
+        assert (output - whole[mine]).abs().max() < 1e-12
+    for name, whole in expected.items():
+        scale = whole.abs().max()
+        assert scale > 0.1, (name, "would not be tested")
+        own = whole if name == "weight" else whole[mine]
+        assert (gradients[name] - own).abs().max() < 1e-12 * scale, name
 
 
-@pytest.mark.world
-def test_what_a_delta_net_sends_does_not_grow_with_the_sequence():
+@pytest.mark.world(4)
+def test_what_a_delta_net_sends_does_not_grow_with_the_sequence(world):
     """A state and three tokens for each chunk, and as much in the backward pass."""
     states, tokens = 8 * 3 * 5 * 4, 8 * 3 * 6
-    for rank, results in enumerate(run_ranks(mixed_by_everyone, 4, [1], [3], [100])):
-        sends = 2 if 0 < rank < 3 else 1  # the way turns at the last rank, and ends at the first
-        for *_, forward, both in results:
-            assert forward == {"send": sends * states, "_allgather_base_": 2 * tokens}
-            # each rank gives the gradients of all ranks' tokens back
-            backward = {"send": 2 * sends * states, "_reduce_scatter_base_": 4 * 2 * tokens}
-            assert both == forward | backward
+    sends = 2 if 0 < world.rank < 3 else 1  # the way turns at the last rank, and ends at the first
+    for chunk in (1, 3, 100):
+        *_, forward, both = mixed(world, [chunk])
+        assert forward == {"send": sends * states, "_allgather_base_": 2 * tokens}
+        # each rank gives the gradients of all ranks' tokens back
+        assert both == forward | {"send": 2 * sends * states, "_reduce_scatter_base_": 4 * 2 * tokens}
 
 
 LAYOUTS = {
@@ -156,12 +149,12 @@ def sequences():
     return rows
 
 
-def losses_and_gradients(world, cases):
-    """(loss on the last stage's ranks, gradients by name on rank 0) of each (checkpoint, layout)."""
-    return [loss_and_gradients(world, path, parallel) for path, parallel in cases]
+def losses_and_gradients(world, paths):
+    return [loss_and_gradients(world, path, layout()) for path in paths]
 
 
 def loss_and_gradients(world, path, parallel_config, libraries=LOCAL):
+    """(losses on the last stage's ranks, gradients by name on rank 0) of a checkpoint in a layout."""
     from megatron.core import distributed, parallel_state
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -224,65 +217,61 @@ def loss_and_gradients(world, path, parallel_config, libraries=LOCAL):
     return seen, gradients if world.is_rank_0 else None
 
 
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """Checkpoint → (where it is, losses and gradients on one rank)."""
+    directory = tmp_path_factory.mktemp("models")
+    paths = {
+        "dense": make_qwen3(directory / "dense", 3, std=0.1),
+        # two heads in delta nets, which neither four ranks nor TP2 x CP2 divide
+        "next": make_qwen3_next(directory / "next", 4, std=0.1),
+        "wide next": make_qwen3_next(directory / "wide", 4, std=0.1, key_heads=4, value_heads=8),
+        "oss": make_gpt_oss(directory / "oss", 5, std=0.1),
+    }
+    (found,) = run_ranks(losses_and_gradients, 1, list(paths.values()), timeout=280)
+    return {name: (path, *own) for (name, path), own in zip(paths.items(), found, strict=True)}
+
+
 @pytest.mark.world
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_loss_and_gradients_are_those_of_one_rank(tmp_path, ranks):
+def test_loss_and_gradients_are_those_of_one_rank(world, alone, ranks):
     """Through packing, models and loss; with fewer rows than ranks, and where the padding is all there is."""
-    paths = {
-        "dense": make_qwen3(tmp_path / "dense", 3, std=0.1),
-        # two heads in delta nets, which neither four ranks nor TP2 x CP2 divide
-        "next": make_qwen3_next(tmp_path / "next", 4, std=0.1),
-        "oss": make_gpt_oss(tmp_path / "oss", 5, std=0.1),
-    }
-    alone = run_ranks(losses_and_gradients, 1, [(path, layout()) for path in paths.values()], timeout=280)[0]
-    expected = dict(zip(paths, alone, strict=True))
-    cases = [(name, chosen) for name, layouts in LAYOUTS.items() for chosen in layouts[ranks]]
-    found = run_ranks(losses_and_gradients, ranks, [(paths[n], chosen) for n, chosen in cases], timeout=280)
-    for number, (name, chosen) in enumerate(cases):
-        losses, gradients = expected[name]
-        for result in found:
-            assert result[number][0] in ([], pytest.approx(losses, abs=1e-12)), (name, chosen)
-        own = found[0][number][1]
-        assert own.keys() == gradients.keys()
-        for tensor, gradient in gradients.items():
-            scale = gradient.abs().max()
-            assert scale > 1e-6, (name, tensor, "would not be tested")
-            assert (own[tensor] - gradient).abs().max() < 1e-12 * scale, (name, chosen, tensor)
+    for case in [(name, chosen) for name, layouts in LAYOUTS.items() for chosen in layouts[ranks]]:
+        path, expected, gradients = alone[case[0]]
+        losses, own = loss_and_gradients(world, path, case[1])
+        assert losses in ([], pytest.approx(expected, abs=1e-12)), case
+        if world.is_rank_0:
+            assert own.keys() == gradients.keys()
+            for tensor, gradient in gradients.items():
+                scale = gradient.abs().max()
+                assert scale > 1e-6, (case, tensor, "would not be tested")
+                assert (own[tensor] - gradient).abs().max() < 1e-12 * scale, (case, tensor)
 
 
-def by_other_kernels(world, path, ways):
-    flash = Backends(transformer_engine=False, flash_linear_attention=True)
-    with kernels_stood_in(HostReads()):
-        return [loss_and_gradients(world, path, layout(cp=2, delta_net_cp=way), flash) for way in ways]
-
-
-@pytest.mark.world
+@pytest.mark.world(2)
 @pytest.mark.slow
-def test_passed_states_and_megatrons_exchange_of_heads_are_the_same_around_other_kernels(tmp_path):
+def test_passed_states_and_megatrons_exchange_of_heads_are_the_same_around_other_kernels(world, alone):
     """The kernels themselves are for GPUs, and stood in for; Megatron's decays are of float32."""
-    path = make_qwen3_next(tmp_path / "next", 4, std=0.1, key_heads=4, value_heads=8)
-    ((losses, gradients),) = run_ranks(losses_and_gradients, 1, [(path, layout())])[0]
-    found = run_ranks(by_other_kernels, 2, path, ["state", "heads"], timeout=280)
-    for own_losses, own in found[0]:
-        assert own_losses == pytest.approx(losses, abs=1e-6)
-        for tensor, gradient in gradients.items():
+    flash = Backends(transformer_engine=False, flash_linear_attention=True)
+    path, expected, gradients = alone["wide next"]
+    for way in ("state", "heads"):
+        with kernels_stood_in(HostReads()):
+            losses, own = loss_and_gradients(world, path, layout(cp=2, delta_net_cp=way), flash)
+        assert losses == pytest.approx(expected, abs=1e-6)
+        for tensor, gradient in gradients.items() if world.is_rank_0 else ():
             assert (own[tensor] - gradient).abs().max() < 1e-4 * gradient.abs().max(), tensor
 
 
-def refused(world, without_heads, with_sinks):
+@pytest.mark.world(2)
+def test_plain_torch_exchanges_no_heads_and_transformer_engine_divides_no_sequences_with_sinks(world, alone):
     from megatron_ibpo.policy import parallel
 
     with pytest.raises(ValueError, match="only flash-linear-attention has it"):
-        loss_and_gradients(world, without_heads, layout(cp=2, delta_net_cp="heads"))
+        loss_and_gradients(world, alone["next"][0], layout(cp=2, delta_net_cp="heads"))
     parallel.destroy()
     as_on_gpus = Backends(transformer_engine=True, flash_linear_attention=False)
     with pytest.raises(ValueError, match="cannot divide packed sequences over ranks if attention has sinks"):
-        loss_and_gradients(world, with_sinks, layout(cp=2), as_on_gpus)
-
-
-@pytest.mark.world
-def test_plain_torch_exchanges_no_heads_and_transformer_engine_divides_no_sequences_with_sinks(tmp_path):
-    run_ranks(refused, 2, make_qwen3_next(tmp_path / "next", 4), make_gpt_oss(tmp_path / "oss", 0))
+        loss_and_gradients(world, alone["oss"][0], layout(cp=2), as_on_gpus)
 
 
 @pytest.mark.engine
@@ -290,14 +279,11 @@ def test_plain_torch_exchanges_no_heads_and_transformer_engine_divides_no_sequen
 @pytest.mark.slow
 def test_three_steps_of_the_loop_with_ranks_that_share_sequences(tmp_path):
     """Trainer and engine agree about the log-probs of every token, so nothing is lost between the ranks."""
-    command = [
-        *(sys.executable, "-m", "megatron_ibpo.commands.train", "--run-dir", str(tmp_path / "run")),
-        *("--config", str(ROOT / "examples/recipes/tiny_qwen3_next_ibpo.yaml")),
-        *("--tensor-model-parallel-size", "1", "--context-parallel-size", "2"),
-        *("--num-rollout", "3", "--rollout-batch-size", "4", "--n-samples-per-prompt", "4"),
-        *("--eval-num-prompts", "8", "--check-weight-update-equal"),
-    ]
-    subprocess.run(command, cwd=ROOT, check=True, timeout=280)
+    flags = "--tensor-model-parallel-size 1 --context-parallel-size 2 --num-rollout 3 --rollout-batch-size 4"
+    flags += " --n-samples-per-prompt 4 --eval-num-prompts 8 --check-weight-update-equal"
+    recipe = ROOT / "examples/recipes/tiny_qwen3_next_ibpo.yaml"
+    command = [sys.executable, "-m", "megatron_ibpo.commands.train", "--run-dir", str(tmp_path / "run")]
+    subprocess.run([*command, "--config", str(recipe), *flags.split()], cwd=ROOT, check=True, timeout=280)
     rows = rows_of(tmp_path / "run")
     assert [row["step"] for row in rows] == [1, 2, 3]
     for row in rows:

@@ -1,20 +1,17 @@
 import ast
 import subprocess
 import sys
-from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 import megatron_ibpo
-from megatron_ibpo.basics.distributed import start_world
 from megatron_ibpo.models import FAMILIES, forward_flops, read_hf_config
 from megatron_ibpo.weights.formats.convert import hf_to_megatron, megatron_to_hf
 from support.checkpoint_bytes import assert_same_bytes, tensors_of, with_weights
 from support.conversions import edit_json, loaded
 from support.layouts import layout
 from support.paths import ROOT
-from support.ranks import run_ranks
 from support.tiny_models import make_qwen3
 from support.trainers import weights_of
 
@@ -54,35 +51,27 @@ def megatron_fields(shape):
 """A family "plain": a dense Qwen3 without norms of queries and keys, and with names of its own."""
 
 
-def exported(world, code, checkpoint):
-    """Return what a model of the family, filled from the checkpoint and divided over ranks, gives back."""
-    sys.path.insert(0, code)
-    FAMILIES["plain"] = "plain_family"
+@pytest.mark.world(2)
+def test_a_family_is_added_by_a_module_and_a_line(world, tmp_path):
     from megatron_ibpo.weights.layout.export import HFExport
 
-    return weights_of(HFExport(*loaded(world, checkpoint, layout(tp=2))))
-
-
-@pytest.mark.world
-def test_a_family_is_added_by_a_module_and_a_line(tmp_path, monkeypatch):
-    code = tmp_path / "code"
-    code.mkdir()
-    (code / "plain_family.py").write_text(PLAIN)
-    monkeypatch.syspath_prepend(str(code))
-    monkeypatch.setitem(FAMILIES, "plain", "plain_family")
-    qwen3 = make_qwen3(tmp_path / "qwen3", 3)
+    qwen3, path = make_qwen3(tmp_path / str(world.rank) / "qwen3", 3), tmp_path / str(world.rank) / "plain"
     original = {n.replace("self_attn", "attn"): t for n, t in tensors_of(qwen3).items() if "_norm." not in n}
-    assert "model.layers.0.attn.q_proj.weight" in original
-    plain = with_weights(qwen3, tmp_path / "plain", original)
+    plain = with_weights(qwen3, path, original)
     edit_json(plain / "config.json", model_type="plain", mlp_size=192, intermediate_size=None)
+    (tmp_path / str(world.rank) / "plain_family.py").write_text(PLAIN)
+    sys.path.insert(0, str(tmp_path / str(world.rank)))
+    FAMILIES["plain"] = "plain_family"
+
     shape = read_hf_config(plain)
     assert (shape.family, shape.ffn_hidden_size) == ("plain", 192)
     assert forward_flops(shape, 9) == forward_flops(read_hf_config(qwen3), 9)
-    held, _ = run_ranks(exported, 2, str(code), plain)
-    assert_same_bytes(held, original)
-    with closing(start_world()) as world:  # others count in a process without process groups
-        hf_to_megatron(plain, tmp_path / "stored", layout(tp=2), world)
-        megatron_to_hf(tmp_path / "stored", tmp_path / "back", world)
+    held = weights_of(HFExport(*loaded(world, plain, layout(tp=2))))
+    if world.is_rank_0:
+        assert "model.layers.0.attn.q_proj.weight" in original
+        assert_same_bytes(held, original)
+    hf_to_megatron(plain, tmp_path / "stored", layout(tp=2), world)
+    megatron_to_hf(tmp_path / "stored", tmp_path / "back", world)
     assert_same_bytes(tensors_of(tmp_path / "back"), original)
 
 

@@ -15,7 +15,6 @@ from megatron_ibpo.models.backends import LOCAL, Backends
 from megatron_ibpo.models.delta_net import layer as delta_net
 from megatron_ibpo.models.delta_net.layer import causal_conv, gated_delta_rule
 from support.delta_net_kernels import HostReads, kernels_stood_in, rule_token_by_token
-from support.ranks import run_ranks
 from support.tiny_models import make_qwen3_next
 
 LENGTHS = st.lists(st.integers(1, 100), min_size=1, max_size=5)
@@ -132,9 +131,9 @@ def test_padding_at_most_doubles_the_tokens():
     assert len(packed.by_length(boundaries(lengths)).tokens_M) <= 2 * sum(lengths)
 
 
-def megatrons_layers(world, hf_dir):
-    """(largest relative difference to the layers in plain torch, host reads of each layer, those of
-    Megatron's own), for the delta nets of one micro-batch."""
+@pytest.mark.world(1)
+def test_megatrons_layer_asks_once_a_micro_batch_whether_the_boundaries_fit(world, tmp_path):
+    """It computes the same as ours around the kernels, which are for GPUs and have stand-ins here."""
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 
@@ -142,6 +141,7 @@ def megatrons_layers(world, hf_dir):
     from megatron_ibpo.policy.model import build_model
     from megatron_ibpo.weights.formats.load import load_hf
 
+    hf_dir = make_qwen3_next(tmp_path / "next", 0, key_heads=2, value_heads=4)
     parallel.initialize(ParallelConfig(), world, seed=0)
     shape, reads = read_hf_config(hf_dir), HostReads()
     flash = Backends(transformer_engine=False, flash_linear_attention=True)
@@ -151,38 +151,27 @@ def megatrons_layers(world, hf_dir):
         cu_seqlens = boundaries(list(lengths))
         return PackedSeqParams("thd", cu_seqlens, cu_seqlens, max_seqlen_q=max(lengths))
 
-    def counted(layer, packs):
+    def reads_of(layer, packs, expected=None):
         before = reads.count
         with reads:
             output = layer(hidden, None, packed_seq_params=packs)[0]
-        return output, reads.count - before
+        if expected is not None:
+            assert (output - expected).abs().max() < 3e-6 * expected.abs().max(), "float32 in another order"
+        return reads.count - before
 
     with kernels_stood_in(reads), torch.no_grad():
-        models = [build_model(shape, Config(), libraries=libraries) for libraries in (LOCAL, flash)]
-        for model in models:
+        built = [build_model(shape, Config(), libraries=libraries) for libraries in (LOCAL, flash)]
+        for model in built:
             load_hf(model, shape, hf_dir)
-        plain, fast = ([layer.self_attention for layer in model[0].decoder.layers[:3]] for model in models)
+        plain, fast = ([layer.self_attention for layer in model[0].decoder.layers[:3]] for model in built)
         packs = sequences(40, 1, 49)
         outputs = [layer(hidden, None, packed_seq_params=packs)[0] for layer in plain]
-        found = [counted(layer, packs) for layer in fast]
-        pairs = [(ours, theirs) for ours, (theirs, _) in zip(outputs, found, strict=True)]
-        difference = max(float((a - b).abs().max() / a.abs().max()) for a, b in pairs)
+        assert [reads_of(layer, packs, own) for layer, own in zip(fast, outputs, strict=True)] == [2, 0, 0]
         theirs = GatedDeltaNet._resolve_cu_seqlens
         with mock.patch.object(type(fast[0]), "_resolve_cu_seqlens", theirs):
-            _, of_megatron = counted(fast[0], sequences(40, 1, 49))
+            assert reads_of(fast[0], sequences(40, 1, 49)) == 4
         with pytest.raises(ValueError, match="does not match total_sequence_length=90"):
             fast[1](hidden, None, packed_seq_params=sequences(40, 49))
-    parallel.destroy()
-    return difference, [count for _, count in found], of_megatron
-
-
-@pytest.mark.world
-def test_megatrons_layer_asks_once_a_micro_batch_whether_the_boundaries_fit(tmp_path):
-    """It computes the same as ours around the kernels, which are for GPUs and have stand-ins here."""
-    hf_dir = make_qwen3_next(tmp_path / "next", 0, key_heads=2, value_heads=4)
-    ((difference, reads, of_megatron),) = run_ranks(megatrons_layers, 1, hf_dir)
-    assert difference < 3e-6, "of float32 sums in another order"
-    assert (reads, of_megatron) == ([2, 0, 0], 4)
 
 
 def test_heads_on_several_ranks_need_sequence_parallelism_for_a_whole_gradient(shapes):

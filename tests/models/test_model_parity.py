@@ -261,17 +261,14 @@ def packed_inputs(vocabulary=VOCAB_SIZE):
     return ids[None].to(DEVICE), positions[None].to(DEVICE), packed
 
 
+SLOW = [(4, CASES), *((size, MORE_CASES) for size in MORE_CASES)]
+
+
 @pytest.mark.parametrize(
-    "size", [size if size < 4 else pytest.param(size, marks=pytest.mark.slow) for size in CASES]
+    ("size", "cases"), [(1, CASES), (2, CASES), *(pytest.param(*own, marks=pytest.mark.slow) for own in SLOW)]
 )
-def test_logits_loss_and_gradients_equal_those_of_transformers(checkpoints, expected, size):
-    compare(checkpoints, expected, size, close_in_float32)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("size", MORE_CASES)
-def test_so_they_do_in_further_layouts(checkpoints, expected, size):
-    compare(checkpoints, expected, size, close_in_float32, cases=MORE_CASES)
+def test_logits_loss_and_gradients_equal_those_of_transformers(checkpoints, expected, size, cases):
+    compare(checkpoints, expected, size, close_in_float32, cases=cases)
 
 
 @pytest.mark.parametrize("size", CASES if DEVICE == "cuda" else [pytest.param(1, marks=pytest.mark.slow)])
@@ -332,11 +329,13 @@ def norm(tensors):
     return sum(tensor.square().sum().item() for tensor in tensors.values()) ** 0.5
 
 
-def with_recomputation(world, path):
-    """Gradients without recomputation, with that of attention, and with that of whole layers."""
+@pytest.mark.skipif(DEVICE == "cuda", reason="kernels may add in another order")
+@pytest.mark.world(1)
+def test_recomputed_activations_give_the_same_gradients(world, tmp_path):
+    """Of attention, and of whole layers."""
     from megatron_ibpo.policy import parallel
 
-    found = []
+    path, found = tiny_models.make_qwen3_next(tmp_path / "next", 7, value_heads=4, std=0.08), []
     for kind in ("none", "selective", "full"):
         config = ModelConfig(recompute_granularity=kind, allow_local_modules=True)
         (chunk,), _ = built(world, path, layout(), config, libraries=None)
@@ -344,12 +343,5 @@ def with_recomputation(world, path):
         chunk(ids, positions, None, packed_seq_params=packed).square().sum().backward()
         parallel.destroy()
         found.append({name: parameter.grad for name, parameter in chunk.named_parameters()})
-    return found
-
-
-@pytest.mark.skipif(DEVICE == "cuda", reason="kernels may add in another order")
-def test_recomputed_activations_give_the_same_gradients(checkpoints):
-    ((stored, selective, full),) = run_ranks(with_recomputation, 1, checkpoints["next"])
-    for name, gradient in stored.items():
-        assert torch.equal(selective[name], gradient), name
-        assert torch.equal(full[name], gradient), name
+    for name, gradient in found[0].items():
+        assert all(torch.equal(gradients[name], gradient) for gradients in found[1:]), name

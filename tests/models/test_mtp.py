@@ -15,10 +15,8 @@ from megatron_ibpo.weights.transfer.update_order import drafts_with_own_layer
 from megatron_ibpo.weights.weight_errors import CheckpointError
 from support import planned
 from support.checkpoint_bytes import assert_same_bytes, one_tensor_per_expert, tensors_of
-from support.conversions import ALONE
 from support.layouts import layout
 from support.mtp_checkpoints import MIXED, with_mtp
-from support.ranks import run_ranks
 from support.tiny_models import make_qwen3, make_qwen3_5, make_qwen3_next
 from support.train_sequences import sequences
 from support.trainers import EPSILON, LR, close_trainer, config_for, open_trainer, weights_of
@@ -104,43 +102,44 @@ def plain_formula(hf_dir, rows, directory):
     return loss.item(), torch.cat(hits).float().mean().item(), {n: t.grad for n, t in own.items()} | inside
 
 
-def trained(world, cases, rows, updates=1):
-    """Return, for each (checkpoint, configuration): weights before and after updates, on rank 0; metrics."""
-    found = []
-    for hf_dir, config in cases:
-        trainer, export, _ = open_trainer(world, hf_dir, config)
-        before = weights_of(export)
-        metrics = [planned.update(trainer, rows) for _ in range(updates)]
-        found.append((before, weights_of(export), metrics))
-        close_trainer()
-    return found
+def trained(world, hf_dir, config, rows, updates=1):
+    """(weights before and after updates, on rank 0; metrics)"""
+    trainer, export, _ = open_trainer(world, hf_dir, config)
+    before = weights_of(export)
+    metrics = [planned.update(trainer, rows) for _ in range(updates)]
+    after = weights_of(export)
+    close_trainer()
+    return before, after, metrics
 
 
-CASES = {
-    1: [("next", layout(), {}), ("3.5", layout(), {}),
-        ("next", layout(), {"factor": 0.25, "max_tokens": 60, "fuse_lm_head": True})],
-    2: [("next", layout(tp=2, ep=2), {}), ("next", layout(ep=2, distributed_optimizer=True), {}),
-        ("3.5", layout(tp=2), {})],
-}  # fmt: skip
-"""By ranks: model, layout, what else the configuration says."""
+@pytest.fixture(scope="module")
+def expected(checkpoints, tmp_path_factory):
+    rows, directory = rows_with_tools(), tmp_path_factory.mktemp("swapped")
+    return {name: plain_formula(path, rows, directory / name) for name, path in checkpoints.items()}
 
 
-def test_loss_and_gradients_are_those_of_the_plain_formula_under_every_layout(checkpoints, tmp_path):
-    rows = rows_with_tools()
-    expected = {name: plain_formula(path, rows, tmp_path / name) for name, path in checkpoints.items()}
-    for size, chosen in CASES.items():
-        cases = [(checkpoints[name], mtp_config(parallel, **others)) for name, parallel, others in chosen]
-        results = run_ranks(trained, size, cases, rows, timeout=240)
-        for number, case in enumerate(chosen):
-            loss, acceptance, gradients = expected[case[0]]
-            before, after, (metrics,) = results[0][number]
-            assert all(own[number][2][0]["mtp_loss"] == metrics["mtp_loss"] for own in results), case
-            assert metrics["mtp_loss"] == pytest.approx(loss, rel=1e-5), case
-            assert metrics["mtp_acceptance"] == pytest.approx(acceptance), case
-            assert metrics["mtp_updates_skipped"] == 0
-            factor = case[2].get("factor", 1.0)
-            norm = sum(g.double().square().sum() for g in gradients.values()).sqrt().item()
-            assert metrics["mtp_grad_norm"] / factor == pytest.approx(norm, rel=1e-4), case
+@pytest.mark.parametrize(
+    ("ranks", "cases"),
+    [
+        (1, [("next", layout(), {}), ("3.5", layout(), {}),
+             ("next", layout(), {"factor": 0.25, "max_tokens": 60, "fuse_lm_head": True})]),
+        (2, [("next", layout(tp=2, ep=2), {}), ("next", layout(ep=2, distributed_optimizer=True), {}),
+             ("3.5", layout(tp=2), {})]),
+    ],
+)  # fmt: skip
+def test_loss_and_gradients_are_those_of_the_plain_formula(world, checkpoints, expected, ranks, cases):
+    for case in cases:
+        name, parallel, others = case
+        loss, acceptance, gradients = expected[name]
+        config, factor = mtp_config(parallel, **others), others.get("factor", 1.0)
+        before, after, (metrics,) = trained(world, checkpoints[name], config, rows_with_tools())
+        norm = sum(g.double().square().sum() for g in gradients.values()).sqrt().item()
+        assert {*world.all_gather(metrics["mtp_loss"])} == {metrics["mtp_loss"]}, case
+        assert metrics["mtp_loss"] == pytest.approx(loss, rel=1e-5), case
+        assert metrics["mtp_acceptance"] == pytest.approx(acceptance), case
+        assert metrics["mtp_updates_skipped"] == 0
+        assert metrics["mtp_grad_norm"] / factor == pytest.approx(norm, rel=1e-4), case
+        if world.is_rank_0:
             assert {name for name in after if name.startswith("mtp.")} == gradients.keys()
             for name, gradient in gradients.items():
                 assert gradient.abs().max() > 0, (case, name, "would not be tested")
@@ -148,72 +147,63 @@ def test_loss_and_gradients_are_those_of_the_plain_formula_under_every_layout(ch
                 assert (given - gradient).abs().max() < 2e-4 * norm, (case, name)
 
 
-def test_the_policy_is_the_same_bit_for_bit_and_the_layer_learns(checkpoints):
+@pytest.mark.world(2)
+def test_the_policy_is_the_same_bit_for_bit_and_the_layer_learns(world, checkpoints):
     """The gradient norm clips, and is of the policy's gradients alone."""
     how = {"lr": 1e-2, "eps_adam": 1e-8, "clip_grad": 1e-3}
-    cases = [(checkpoints["next"], mtp_config(layout(tp=2, ep=2), mtp=mtp, **how)) for mtp in (0, 1)]
-    found = run_ranks(trained, 2, cases, sequences(), 3, timeout=240)[0]
-    (_, without, alone), (origin, beside, metrics) = found
-    assert {n for n in beside if not n.startswith("mtp.")} == without.keys()
-    for name, tensor in without.items():
-        assert torch.equal(tensor, beside[name]), name
+    (_, without, alone), (origin, beside, metrics) = (
+        trained(world, checkpoints["next"], mtp_config(layout(tp=2, ep=2), mtp=mtp, **how), sequences(), 3)
+        for mtp in (0, 1)
+    )
+    assert_same_bytes({n: t for n, t in beside.items() if not n.startswith("mtp.")}, without)
+    assert all(not torch.equal(beside[n], origin[n]) for n in beside if n.startswith("mtp."))
     assert [m["grad_norm"] for m in metrics] == [m["grad_norm"] for m in alone]
     assert not any("mtp" in name for m in alone for name in m)
     losses = [m["mtp_loss"] for m in metrics]
     assert losses == sorted(losses, reverse=True)
     assert losses[-1] < losses[0] - 0.1
-    assert all(not torch.equal(beside[n], origin[n]) for n in beside if n.startswith("mtp."))
-
-
-def through_a_checkpoint(world, hf_dir, directory, rows, mode):
-    """Two updates, a checkpoint between them where `mode` says so; weights on rank 0, and metrics."""
-    from megatron_ibpo.policy.checkpoint import load_checkpoint
-    from megatron_ibpo.policy.saving import save_checkpoint
-    from megatron_ibpo.weights.formats.run_state import find_checkpoint
-    from megatron_ibpo.weights.formats.save import save_hf
-
-    parallel = layout(ep=2, distributed_optimizer=True)
-    config = mtp_config(parallel, mtp=int(mode != "without"), lr=1e-3, eps_adam=1e-8)
-    config.model.hf_checkpoint = hf_dir
-    trainer, export, _ = open_trainer(world, hf_dir, config)
-    if mode == "resumed":
-        try:
-            load_checkpoint(trainer, find_checkpoint(directory))
-        except CheckpointError as error:
-            close_trainer()
-            return str(error)
-    else:
-        planned.update(trainer, rows)
-        save_checkpoint(trainer, directory, 1, {})
-        if mode == "through":
-            save_hf(export, world, directory / "exported", hf_dir)
-    metrics = planned.update(trainer, rows)
-    weights = weights_of(export)
-    close_trainer()
-    return (weights, metrics) if world.is_rank_0 else None
 
 
 @pytest.mark.slow
-def test_a_resumed_layer_goes_on_bit_for_bit_and_is_in_every_export(checkpoints, tmp_path):
-    def run(mode, directory=tmp_path):
-        arguments = checkpoints["next"], directory, sequences(6), mode
-        return run_ranks(through_a_checkpoint, 2, *arguments, timeout=240)
+@pytest.mark.world(2)
+def test_a_resumed_layer_goes_on_bit_for_bit_and_is_in_every_export(world, checkpoints, tmp_path):
+    from megatron_ibpo.policy.checkpoint import load_checkpoint
+    from megatron_ibpo.policy.saving import save_checkpoint
+    from megatron_ibpo.weights.formats.save import save_hf
 
-    weights, metrics = run("through")[0]
-    resumed, again = run("resumed")[0]
-    assert_same_bytes(resumed, weights)
-    assert again | {"seconds_old_logprobs": 0} == metrics | {"seconds_old_logprobs": 0}
+    hf_dir, rows = checkpoints["next"], sequences(6)
 
-    exported, origin = tensors_of(tmp_path / "exported"), tensors_of(checkpoints["next"])
+    def trainer(mtp):
+        config = mtp_config(layout(ep=2, distributed_optimizer=True), mtp=mtp, lr=1e-3, eps_adam=1e-8)
+        config.model.hf_checkpoint = hf_dir
+        return open_trainer(world, hf_dir, config)[:2]
+
+    def went_on(own, export):
+        metrics, weights = planned.update(own, rows), weights_of(export)
+        close_trainer()
+        return metrics | {"seconds_old_logprobs": 0}, weights
+
+    saved = []
+    for mtp in (0, 1):
+        own, export = trainer(mtp)
+        planned.update(own, rows)
+        saved.append(save_checkpoint(own, tmp_path / str(mtp), 1, {}))
+        if mtp:
+            save_hf(export, world, tmp_path / "exported", hf_dir)
+        metrics, weights = went_on(own, export)
+    resumed, export = trainer(1)
+    with pytest.raises(CheckpointError, match="holds no multi-token prediction layer"):
+        load_checkpoint(resumed, saved[0])
+    load_checkpoint(resumed, saved[1])
+    again, found = went_on(resumed, export)
+    assert_same_bytes(found, weights)
+    assert again == metrics
+
+    exported, origin = tensors_of(tmp_path / "exported"), tensors_of(hf_dir)
     assert exported.keys() == origin.keys()
     assert all(not torch.equal(exported[n], t) for n, t in origin.items() if n.startswith("mtp."))
-    (step,) = tmp_path.glob("step_*")
-    megatron_to_hf(step, tmp_path / "converted", ALONE)
+    megatron_to_hf(saved[1], tmp_path / "converted", world)
     assert_same_bytes(tensors_of(tmp_path / "converted"), exported)
-
-    run("without", tmp_path / "without")
-    for message in run("resumed", tmp_path / "without"):
-        assert "holds no multi-token prediction layer" in message
 
 
 def test_engines_get_the_layer_where_they_draft_with_it():
@@ -224,18 +214,12 @@ def test_engines_get_the_layer_where_they_draft_with_it():
     assert not drafts_with_own_layer([])
 
 
-def load_error(world, hf_dir):
-    try:
-        open_trainer(world, hf_dir, mtp_config(layout()))
-    except CheckpointError as error:
-        close_trainer()
-        return str(error)
-
-
-def test_what_cannot_be_trained_is_refused_by_name(tmp_path):
+@pytest.mark.world(1)
+def test_what_cannot_be_trained_is_refused_by_name(world, tmp_path):
     bare = make_qwen3_next(tmp_path / "bare", 4)
-    (said,) = run_ranks(load_error, 1, bare)
-    assert "holds 0 multi-token prediction layers" in said
+    with pytest.raises(CheckpointError, match="holds 0 multi-token prediction layers"):
+        open_trainer(world, bare, mtp_config(layout()))
+    close_trainer()
     shape, dense = read_hf_config(bare), read_hf_config(make_qwen3(tmp_path / "dense", 3))
     for own, parallel, ranks, words in (
         (dense, layout(), 1, "qwen3 has no multi-token prediction layer"),

@@ -35,9 +35,8 @@ BIASES_OF_LLAMA = {"qkv_bias": True, "attention_output_bias": True, "mlp_bias": 
 WITHOUT_DENSE_LAYERS = {"first_k_dense_replace": 0, "n_shared_experts": 2, "num_nextn_predict_layers": 0}
 
 
-@pytest.mark.parametrize(
-    ("config", "expected"),
-    [
+def test_published_configs_are_read_in_every_spelling(tmp_path):
+    for config, expected in (
         (NEXT_80B, {"family": "qwen3_next", "head_dim": 256, "rotary_dim": 64, "rope_theta": 1e7,
                     "num_experts": 512, "experts_per_token": 10, "expert_hidden_size": 512,
                     "gdn_key_heads": 16, "gdn_value_heads": 32,
@@ -65,15 +64,13 @@ WITHOUT_DENSE_LAYERS = {"first_k_dense_replace": 0, "n_shared_experts": 2, "num_
             "qkv_bias": True, "attention_output_bias": True, "expert_bias": True, "num_experts": 32,
             "tie_word_embeddings": False, "experts_per_token": 4, "expert_hidden_size": 2880,
             "moe_layers": 24}) for spelling in ({}, {"layer_types": None, "sliding_window": None})),
-    ],
-)  # fmt: skip
-def test_published_configs_are_read_in_every_spelling(tmp_path, config, expected):
-    shape = read_hf_config(write(tmp_path / "model", config))
-    assert {name: getattr(shape, name) for name in expected} == expected
-    if shape.family == "gpt_oss":
-        assert [shape.window(layer) for layer in range(24)] == [128, None] * 12
-    if config is GLM_AIR:
-        assert [layer for layer in range(46) if not shape.has_experts(layer)] == [0]
+    ):  # fmt: skip
+        shape = read_hf_config(write(tmp_path / "model", config))
+        assert {name: getattr(shape, name) for name in expected} == expected
+        if shape.family == "gpt_oss":
+            assert [shape.window(layer) for layer in range(24)] == [128, None] * 12
+        if config is GLM_AIR:
+            assert [layer for layer in range(46) if not shape.has_experts(layer)] == [0]
 
 
 @pytest.fixture
@@ -105,9 +102,8 @@ OTHER_TURNS = ["full_attention", "sliding_attention"] * 12
 OTHER_FREQUENCIES = LLAMA_31_8B["rope_scaling"] | {"high_freq_factor": 8}
 
 
-@pytest.mark.parametrize(
-    ("config", "words"),
-    [
+def test_a_config_that_cannot_be_built_is_refused(tmp_path):
+    for config, words in (
         *((base | {name: value}, f"{name}={value!r} is not supported")
           for base, changes in UNSUPPORTED for name, value in changes.items()),
         ("{", "not valid JSON"),
@@ -139,12 +135,10 @@ OTHER_FREQUENCIES = LLAMA_31_8B["rope_scaling"] | {"high_freq_factor": 8}
         (TINY | {"quantization_config": {"quant_method": "fp8"}}, "quant_method 'fp8' is not"),
         (TINY | {"num_hidden_layers": 10**5}, "num_hidden_layers must be at most 10000"),
         (TINY | {"vocab_size": 10**15}, "vocab_size must be at most 2147483647"),
-    ],
-)  # fmt: skip
-def test_a_config_that_cannot_be_built_is_refused(tmp_path, config, words):
-    with pytest.raises(ModelConfigError, match=re.escape(words)) as caught:
-        read_hf_config(write(tmp_path / "bad", config))
-    assert "config.json" in str(caught.value)
+    ):  # fmt: skip
+        with pytest.raises(ModelConfigError, match=re.escape(words)) as caught:
+            read_hf_config(write(tmp_path / "bad", config))
+        assert "config.json" in str(caught.value)
 
 
 def test_a_missing_checkpoint_is_refused(tmp_path):
@@ -157,9 +151,8 @@ def test_a_missing_checkpoint_is_refused(tmp_path):
 GOOD = layout(tp=2, pp=4, ep=8)
 
 
-@pytest.mark.parametrize(
-    ("parallel", "world_size", "words"),
-    [
+def test_layouts_that_do_not_divide_are_refused(next_80b):
+    for parallel, world_size, words in (
         (layout(tp=3, pp=4, ep=8), 12, "does not divide the attention heads (16)"),
         (layout(tp=2, pp=5, ep=8), 40, "does not divide the layers (48)"),
         (layout(tp=2, pp=4, ep=3), 24, "does not divide the experts (512)"),
@@ -171,12 +164,10 @@ GOOD = layout(tp=2, pp=4, ep=8)
         (layout(tp=2, pp=4, ep=64), 32, "EP x ETP x PP = 256 does not divide the world size (32)"),
         (GOOD, 12, "TP x PP = 8 does not divide the world size (12)"),
         (layout(tp=0, pp=4, ep=8), 32, "must be at least 1"),
-    ],
-)  # fmt: skip
-def test_layouts_that_do_not_divide_are_refused(next_80b, parallel, world_size, words):
-    problems = check_layout(next_80b, parallel, world_size)
-    assert any(words in problem for problem in problems), problems
-    assert check_layout(next_80b, GOOD, 32) == check_layout(next_80b, layout(), 1) == []
+    ):  # fmt: skip
+        problems = check_layout(next_80b, parallel, world_size)
+        assert any(words in problem for problem in problems), problems
+        assert check_layout(next_80b, GOOD, 32) == check_layout(next_80b, layout(), 1) == []
 
 
 def test_heads_and_experts_divide_as_megatron_divides_them(tmp_path, next_80b):

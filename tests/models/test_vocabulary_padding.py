@@ -94,23 +94,20 @@ def test_shards_cover_the_vocabulary_once_and_padding_fills_up_the_last(models, 
         assert padding[:-1] == [0] * (tp - 1)
 
 
-def trained(world, cases, data, critic_dir, layouts):
-    """Return, for each (checkpoint, reference, layout, settings of the loss): log-probs, metrics of an
-    update, weights after it, and what is in the padding then. Of a critic in each layout: values before and
-    after an update, and its metrics."""
-    critics = []
-    policies = [policy_trained(world, *case, data) for case in cases]
-    for parallel in layouts:
-        critic = open_critic(world, critic_dir, critic_config(parallel, lr=0.01))
-        before, metrics = planned.values(critic, data), planned.update_values(critic, data)
-        critics.append((before, metrics, planned.values(critic, data)))
-        close_trainer()
-    return policies, critics
+KINDS = {
+    "reference": ("dense", {"kl_coef": 0.5}),
+    "fused": ("dense", {"fuse_lm_head": True}),
+    "logits": ("tied", {}),
+}
+"""Model and settings of the loss."""
 
 
-def policy_trained(world, hf_dir, reference, parallel, settings, data):
+def trained(world, models, parallel, kind):
+    """(log-probs, metrics of an update, weights after it, what is in the padding then)"""
     from megatron_ibpo.weights.formats.load import load_hf
 
+    name, settings = KINDS[kind]
+    hf_dir, reference = models[name], models["reference"] if kind == "reference" else None
     trainer, export, shape = open_trainer(world, hf_dir, config_for(parallel, lr=1.0, **settings), reference)
     for parameter in trainer.chunks[0].parameters():  # new memory may hold anything, and most often holds 0
         parameter.data.fill_(torch.nan)
@@ -120,12 +117,30 @@ def policy_trained(world, hf_dir, reference, parallel, settings, data):
     share = padded_vocab_size(shape, parallel) // tp
     own = share - max(0, min(share, VOCABULARY - world.rank % tp * share))
     assert padding_of(trainer, shape) == (own * (1 if shape.tie_word_embeddings else 2), 0.0, 0.0)
-    logprobs = planned.logprobs(trainer, data)
-    metrics = planned.update(trainer, data)
-    left = padding_of(trainer, shape)
-    weights = weights_of(export)
+    found = planned.logprobs(trainer, rows()), planned.update(trainer, rows())
+    found = *found, weights_of(export), padding_of(trainer, shape)
     close_trainer()
-    return logprobs, metrics, weights, left
+    return found
+
+
+def critic_trained(world, models, parallel):
+    """(values before and after an update, its metrics)"""
+    critic = open_critic(world, models["tied"], critic_config(parallel, lr=0.01))
+    before, metrics = planned.values(critic, rows()), planned.update_values(critic, rows())
+    after = planned.values(critic, rows())
+    close_trainer()
+    return (*before, *after), metrics
+
+
+def without_padding(world, models):
+    policies = {kind: trained(world, models, layout(), kind) for kind in KINDS}
+    return policies, critic_trained(world, models, layout())
+
+
+@pytest.fixture(scope="module")
+def alone(models):
+    """What one rank finds, which pads nothing."""
+    return run_ranks(without_padding, 1, models, timeout=280)[0]
 
 
 def padding_of(trainer, shape):
@@ -145,53 +160,38 @@ def padding_of(trainer, shape):
     return sum(map(len, weights)), *largest
 
 
-SETTINGS = {"logits": {}, "fused": {"fuse_lm_head": True}, "reference": {"kl_coef": 0.5}}
-TRAINED = [("dense", "reference"), ("dense", "fused"), ("tied", "logits")]
-LAYOUTS = {1: [layout()], 2: [layout(2), layout(2, vocabulary=8)], 4: [layout(4)]}
-"""By number of ranks; one rank pads nothing."""
-
-
 @pytest.mark.world
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_training_is_the_same_with_padding_and_padding_stays_zero(models, size):
-    """Tied and untied, logits held or fused with the loss, a reference policy, and a critic."""
-
-    def run(ranks):
-        """(cases, what each rank found of the policies and of the critics)"""
-        cases = [
-            (models[name], models["reference"] if kind == "reference" else None, parallel, SETTINGS[kind])
-            for parallel in LAYOUTS[ranks]
-            for name, kind in (TRAINED if parallel.make_vocab_size_divisible_by == 1 else TRAINED[-1:])
-        ]
-        return cases, run_ranks(trained, ranks, cases, rows(), models["tied"], LAYOUTS[ranks], timeout=500)
-
-    (alone, ((wanted, (critic,)),)), (cases, by_rank) = run(1), run(size)
-    assert all(left == (0, 0.0, 0.0) for *_, left in wanted)
-    expected = {(case[0], repr(case[3])): found[:3] for case, found in zip(alone, wanted, strict=True)}
-    for number, case in enumerate(cases):
-        compare(by_rank[0][0][number][:3], expected[case[0], repr(case[3])], tensors_of(case[0]), case)
-        left = [policies[number][3] for policies, _ in by_rank]
-        assert sum(padded for padded, _, _ in left) > 0, case
-        assert all((weight, gradient) == (0.0, 0.0) for _, weight, gradient in left), case
-    # a critic's model has embeddings but no head
-    for before, metrics, after in by_rank[0][1]:
-        for own, wanted in zip((*before, *after), (*critic[0], *critic[2]), strict=True):
+@pytest.mark.parametrize(
+    ("ranks", "layouts"),
+    [(2, [layout(2), layout(2, vocabulary=8)]), pytest.param(4, [layout(4)], marks=pytest.mark.slow)],
+)
+def test_training_is_the_same_with_padding_and_padding_stays_zero(world, models, alone, ranks, layouts):
+    """Tied and untied, logits held or fused with the loss, a reference policy, and a critic, whose model has
+    embeddings but no head."""
+    policies, (values, critic_metrics) = alone
+    for parallel in layouts:
+        for kind in KINDS if parallel.make_vocab_size_divisible_by == 1 else ["logits"]:
+            case, before = (parallel, kind), tensors_of(models[KINDS[kind][0]])
+            logprobs, metrics, weights, left = trained(world, models, parallel, kind)
+            expected = policies[kind]
+            assert expected[3] == (0, 0.0, 0.0)
+            assert left[1:] == (0.0, 0.0), case
+            assert sum(padded for padded, *_ in world.all_gather(left)) > 0, case
+            for own, wanted in zip(logprobs, expected[0], strict=True):
+                assert own == pytest.approx(wanted, abs=1e-5), case
+            kl = ["kl"] if kind == "reference" else []
+            for name in ("loss", "grad_norm", "entropy", "ratio_mean", *kl):
+                assert metrics[name] == pytest.approx(expected[1][name], rel=1e-4, abs=1e-6), (case, name)
+            assert weights.keys() == (expected[2].keys() if world.is_rank_0 else set())
+            for name, tensor in expected[2].items() if world.is_rank_0 else ():
+                moved = (tensor - before[name]).abs().max()
+                assert moved > 0, (case, name, "would not be tested")
+                assert (weights[name] - tensor).abs().max() <= 1e-3 * moved, (case, name)
+        found, metrics = critic_trained(world, models, parallel)
+        for own, wanted in zip(found, values, strict=True):
             assert own == pytest.approx(wanted, abs=1e-4)
         for name in ("critic_loss", "critic_grad_norm"):
-            assert metrics[name] == pytest.approx(critic[1][name], rel=1e-4), name
-
-
-def compare(found, expected, before, case):
-    for own, wanted in zip(found[0], expected[0], strict=True):
-        assert own == pytest.approx(wanted, abs=1e-5), case
-    kl = ["kl"] if case[1] else []
-    for name in ("loss", "grad_norm", "entropy", "ratio_mean", *kl):
-        assert found[1][name] == pytest.approx(expected[1][name], rel=1e-4, abs=1e-6), (case, name)
-    assert found[2].keys() == expected[2].keys()
-    for name, tensor in expected[2].items():
-        moved = (tensor - before[name]).abs().max()
-        assert moved > 0, (case, name, "would not be tested")
-        assert (found[2][name] - tensor).abs().max() <= 1e-3 * moved, (case, name)
+            assert metrics[name] == pytest.approx(critic_metrics[name], rel=1e-4), name
 
 
 def went_on(world, hf_dir, parallel, start, save_to, updates=1):
@@ -248,16 +248,12 @@ def test_a_run_goes_on_under_layouts_that_pad_otherwise(models, tmp_path, optimi
             assert (found[tensor] - wanted).abs().max() < 1e-6, (parallel, tensor)
 
 
-def resumed_from_another_vocabulary(world, hf_dir, stored):
-    with pytest.raises(CheckpointError, match=r"has 211 rows for a vocabulary of 213: it is of another"):
-        went_on(world, hf_dir, layout(), stored, None)
-
-
-@pytest.mark.world
-def test_a_checkpoint_of_a_smaller_vocabulary_is_not_filled_up(models, tmp_path):
+@pytest.mark.world(1)
+def test_a_checkpoint_of_a_smaller_vocabulary_is_not_filled_up(world, models, tmp_path):
     other = make_qwen3(tmp_path / "other", 3, kv_heads=4, vocabulary=VOCABULARY + 2)
-    hf_to_megatron(models["dense"], tmp_path / "stored", layout(), ALONE)
-    run_ranks(resumed_from_another_vocabulary, 1, other, tmp_path / "stored")
+    hf_to_megatron(models["dense"], tmp_path / "stored", layout(), world)
+    with pytest.raises(CheckpointError, match="has 211 rows for a vocabulary of 213: it is of another"):
+        went_on(world, other, layout(), tmp_path / "stored", None)
 
 
 @pytest.mark.engine

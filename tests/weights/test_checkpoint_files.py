@@ -22,7 +22,6 @@ from megatron_ibpo.weights.formats.run_state import load_run_state, read_layout
 from megatron_ibpo.weights.weight_errors import CheckpointError
 from support import planned
 from support.layouts import layout
-from support.ranks import run_ranks
 from support.tiny_models import make_qwen3
 from support.train_sequences import sequences
 from support.trainers import config_for, open_trainer
@@ -41,48 +40,44 @@ def test_one_value_that_is_no_number_is_found_wherever_it_is(dtype):
                 check_finite(tensor.view(10, 100), Path("/where"), "some.weight")
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["{", "[]", "{}", '{"step": -1}', '{"step": 1.0}', '{"step": true}', '{"step": 9223372036854775808}'],
-)
-def test_a_run_state_is_read_and_a_malformed_one_refused(tmp_path, text):
-    (tmp_path / "run_state.json").write_text('{"step": 7, "spent": {"tokens": 1.5}}')
+def test_a_run_state_is_read_and_a_malformed_one_refused(tmp_path):
+    file = tmp_path / "run_state.json"
+    file.write_text('{"step": 7, "spent": {"tokens": 1.5}}')
     state = load_run_state(tmp_path)
     assert (state["step"], Spent.read(state["spent"]).tokens) == (7, 1.5)
-    (tmp_path / "run_state.json").write_text(text)
-    with pytest.raises(CheckpointError, match=r"run_state.json cannot be read: .*take another copy"):
-        load_run_state(tmp_path)
+    for text in (
+        "{",
+        "[]",
+        "{}",
+        *(f'{{"step": {step}}}' for step in ("-1", "1.0", "true", "9223372036854775808")),
+    ):
+        file.write_text(text)
+        with pytest.raises(CheckpointError, match=r"run_state.json cannot be read: .*take another copy"):
+            load_run_state(tmp_path)
+    for spent in (3, {"gold": 1.0}, {"tokens": "many"}, {"tokens": -1}, {"flops": math.nan}):
+        with pytest.raises(ValueError, match="spent"):
+            Spent.read(spent)
 
 
-@pytest.mark.parametrize("spent", [3, {"gold": 1.0}, {"tokens": "many"}, {"tokens": -1}, {"flops": math.nan}])
-def test_a_malformed_account_of_what_was_spent(spent):
-    with pytest.raises(ValueError, match="spent"):
-        Spent.read(spent)
-
-
-SIZES = {f"{axis}_model_parallel_size": 2 for axis in ("tensor", "pipeline", "expert")}
-PARALLEL = {**SIZES, "use_distributed_optimizer": False}
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
+def test_a_layout_is_read_where_there_is_one_and_a_malformed_one_refused(tmp_path):
+    assert read_layout(tmp_path) == {}
+    sizes = {f"{axis}_model_parallel_size": 2 for axis in ("tensor", "pipeline", "expert")}
+    parallel = {**sizes, "use_distributed_optimizer": False}
+    whole = {"optimizer": True, "parallel": parallel}
+    file = tmp_path / "layout.json"
+    file.write_text(json.dumps(whole))
+    assert read_layout(tmp_path) == whole
+    for changes, words in (
         ({"optimizer": "yes"}, "optimizer must be true or false"),
         ({"parallel": [1]}, "parallel must be an object"),
         ({"parallel": {}}, "_model_parallel_size must be a whole number"),
-        ({"parallel": PARALLEL | {"context_parallel_size": "1"}}, "context_parallel_size must be"),
-        ({"parallel": PARALLEL | {"use_distributed_optimizer": 1}}, "use_distributed_optimizer must be true"),
+        ({"parallel": parallel | {"context_parallel_size": "1"}}, "context_parallel_size must be"),
+        ({"parallel": parallel | {"use_distributed_optimizer": 1}}, "use_distributed_optimizer must be true"),
         ({"virtual_stages": "2"}, "virtual_stages must be a whole number"),
-    ],
-)
-def test_a_layout_is_read_where_there_is_one_and_a_malformed_one_refused(tmp_path, changes, words):
-    assert read_layout(tmp_path) == {}
-    whole = {"optimizer": True, "parallel": PARALLEL}
-    (tmp_path / "layout.json").write_text(json.dumps(whole))
-    assert read_layout(tmp_path) == whole
-    (tmp_path / "layout.json").write_text(json.dumps(whole | changes))
-    with pytest.raises(CheckpointError, match=rf"layout.json cannot be read: .*{words}"):
-        read_layout(tmp_path)
+    ):
+        file.write_text(json.dumps(whole | changes))
+        with pytest.raises(CheckpointError, match=rf"layout.json cannot be read: .*{words}"):
+            read_layout(tmp_path)
 
 
 @pytest.fixture
@@ -95,15 +90,19 @@ def written(tmp_path):
     return directory
 
 
-@pytest.mark.parametrize("name", ["a.distcp", "critic/a.distcp"])
-@pytest.mark.parametrize("place", [0, 4999, 9999])
-def test_one_bit_is_found(written, name, place):
+def test_one_bit_is_found(written):
     check_integrity(written)
-    data = bytearray((written / name).read_bytes())
-    data[place] ^= 1
-    (written / name).write_bytes(data)
-    with pytest.raises(CheckpointError, match=f"{name} is not what was written: .*take another copy"):
-        check_integrity(written)
+    for name in ("a.distcp", "critic/a.distcp"):
+        whole = (written / name).read_bytes()
+        for place in (0, 4999, 9999):
+            data = bytearray(whole)
+            data[place] ^= 1
+            (written / name).write_bytes(data)
+            with pytest.raises(CheckpointError, match=f"{name} is not what was written: .*take another copy"):
+                check_integrity(written)
+        (written / name).write_bytes(whole)
+    check_integrity(written)
+    (written / "a.distcp").write_bytes(b"other")
     (written / "integrity.json").unlink()
     check_integrity(written)  # nothing is known of it
 
@@ -137,16 +136,12 @@ def test_each_of_several_processes_takes_its_part(written):
     assert "b.distcp is missing" in found[0]
 
 
-@pytest.mark.parametrize(
-    "manifest",
-    ["[]", "{}", '{"algorithm": "md5", "files": {}}', *(
-        f'{{"algorithm": "sha256", "files": {files}}}' for files in ("3", '{"a": 3}', '{"../x": "x"}')
-    )],
-)  # fmt: skip
-def test_a_malformed_manifest(written, manifest):
-    (written / "integrity.json").write_text(manifest)
-    with pytest.raises(CheckpointError, match=r"integrity.json.*take another copy"):
-        check_integrity(written)
+def test_a_malformed_manifest(written):
+    files = [f'{{"algorithm": "sha256", "files": {names}}}' for names in ("3", '{"a": 3}', '{"../x": "x"}')]
+    for manifest in ("[]", "{}", '{"algorithm": "md5", "files": {}}', *files):
+        (written / "integrity.json").write_text(manifest)
+        with pytest.raises(CheckpointError, match=r"integrity.json.*take another copy"):
+            check_integrity(written)
 
 
 def test_all_of_a_directory_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
@@ -169,80 +164,60 @@ def test_all_of_a_directory_is_on_the_disk_before_it_has_its_name(tmp_path, monk
     assert left == {"new", "new/a", "new/inner", "new/inner/b"}
 
 
-def load_what_is_damaged(world, directory):
-    """Return what loading says of a checkpoint that training saved: as it was, and damaged in several
-    ways."""
+@pytest.mark.world(1)
+@pytest.mark.slow
+def test_training_does_not_go_on_from_what_is_damaged(world, tmp_path):
+    """Slow for its trainer; each check by itself is tested above, and in test_convert_faults.py."""
     from megatron_ibpo.policy.checkpoint import load_checkpoint
     from megatron_ibpo.policy.saving import save_checkpoint
     from megatron_ibpo.weights.formats.load import load_hf
 
-    hf_dir = make_qwen3(directory / "hf", 3)
+    hf_dir = make_qwen3(tmp_path / "hf", 3)
     trainer, _, _ = open_trainer(world, hf_dir, config_for(layout()))
     planned.update(trainer, sequences(6))
-
-    def said(load, *arguments):
-        try:
-            load(*arguments)
-            return ""
-        except CheckpointError as error:
-            return str(error)
-
-    def save(step):
-        return save_checkpoint(trainer, directory / "checkpoints", step, {})
-
-    saved = save(1)
+    saved = save_checkpoint(trainer, tmp_path / "checkpoints", 1, {})
     whole = {path: path.read_bytes() for path in saved.rglob("*") if path.is_file()}
     largest = max(saved.glob("*.distcp"), key=lambda path: path.stat().st_size)
     data, half = whole[largest], len(whole[largest]) // 2
-    answers = [said(load_checkpoint, trainer, saved)]
-    for without_checksums, damage in (
-        (False, {largest: data[:half] + bytes([data[half] ^ 1]) + data[half + 1 :]}),
-        (True, {path: bytes(path.stat().st_size) for path in saved.glob("__*.distcp")}),
-        (True, {largest: data[:-1000]}),
+    garbled = {path: bytes(len(content)) for path, content in whole.items() if path.name.startswith("__")}
+    load_checkpoint(trainer, saved)
+    for has_checksums, damage, words in (
+        (True, {largest: data[:half] + bytes([data[half] ^ 1]) + data[half + 1 :]}, "its checksum differs"),
+        (False, garbled, "cannot be loaded into this model|was not read"),
+        (False, {largest: data[:-1000]}, "the file is damaged: it ends at byte"),
     ):
         for path, content in (whole | damage).items():
             path.write_bytes(content)
-        if without_checksums:
+        if not has_checksums:
             (saved / "integrity.json").unlink()
-        answers.append(said(load_checkpoint, trainer, saved))
+        with pytest.raises(CheckpointError, match=f"^[^\n]*({words})[^\n]*$"):
+            load_checkpoint(trainer, saved)
     means = next(iter(trainer.optimizer.optimizer.state.values()))
-    for step, tensor in ((2, means["exp_avg_sq"]), (3, next(trainer.chunks[0].parameters()))):
+    for step, tensor, words in (
+        (2, means["exp_avg_sq"], "the optimizer's exp_avg_sq holds NaN or infinity"),
+        (3, next(trainer.chunks[0].parameters()), "holds NaN or infinity"),
+    ):
         with torch.no_grad():
             tensor.view(-1)[5] = math.nan
-        answers.append(said(load_checkpoint, trainer, save(step)))
+        bad = save_checkpoint(trainer, tmp_path / "checkpoints", step, {})
+        with pytest.raises(CheckpointError, match=f"^[^\n]*{words}[^\n]*$"):
+            load_checkpoint(trainer, bad)
     weights = load_file(hf_dir / "model.safetensors")
     weights["model.layers.1.mlp.up_proj.weight"][3, 4] = math.inf
     save_file(weights, hf_dir / "model.safetensors", {"format": "pt"})
     modules = [chunk.module for chunk in trainer.chunks]
-    return [*answers, said(load_hf, modules, read_hf_config(hf_dir), hf_dir)]
+    with pytest.raises(CheckpointError, match=r"1\.mlp\.up_proj\.weight holds NaN or infinity"):
+        load_hf(modules, read_hf_config(hf_dir), hf_dir)
 
 
-@pytest.mark.world
-@pytest.mark.slow
-def test_training_does_not_go_on_from_what_is_damaged(tmp_path):
-    """Slow for its trainer; each check by itself is tested above, and in test_convert_faults.py."""
-    (whole, flipped, garbled, truncated, nan_mean, nan, hf) = run_ranks(load_what_is_damaged, 1, tmp_path)[0]
-    assert whole == ""
-    assert ".distcp is not what was written: its checksum differs" in flipped
-    assert "cannot be loaded into this model" in garbled or "was not read" in garbled
-    assert "the file is damaged: it ends at byte" in truncated
-    assert "holds NaN or infinity" in nan
-    assert "the optimizer's exp_avg_sq holds NaN or infinity" in nan_mean
-    assert "model.layers.1.mlp.up_proj.weight holds NaN or infinity" in hf
-    assert all("\n" not in text for text in (flipped, garbled, truncated, nan, nan_mean, hf))
-
-
-@pytest.mark.parametrize(
-    ("keep", "last", "gone"),
-    [
+def test_the_newest_stay_and_every_so_many():
+    for keep, last, gone in (
         (Keep(1), 10, [2, 4, 6, 8]),
         (Keep(9), 10, []),
         (Keep(2, every=4), 10, [2, 6]),
         (Keep(1), 6, [2, 4]),  # what a run wrote before it went back is left alone
-    ],
-)
-def test_the_newest_stay_and_every_so_many(keep, last, gone):
-    assert retention.superseded([10, 2, 8, 4, 6], last, keep) == gone
+    ):
+        assert retention.superseded([10, 2, 8, 4, 6], last, keep) == gone
 
 
 def test_removing_leaves_what_is_no_checkpoint_and_what_is_hidden(tmp_path):
@@ -256,9 +231,9 @@ def test_removing_leaves_what_is_no_checkpoint_and_what_is_hidden(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"step_000003", "step_final"}
 
 
-@pytest.mark.parametrize(
-    ("changes", "kept"),
-    [
+def test_the_disk_holds_what_is_kept_and_one_that_is_being_written():
+    """The run takes 100 steps, and keeps the newest two unless a case says otherwise."""
+    for changes, kept in (
         ({"save_interval_minutes": None}, (1, 1)),
         ({"save_interval_minutes": None, "save_interval": 60}, (2, 1)),
         ({"save_interval_minutes": None, "save_interval": 10, "keep_checkpoints": 100}, (10, 1)),
@@ -266,9 +241,6 @@ def test_removing_leaves_what_is_no_checkpoint_and_what_is_hidden(tmp_path):
         ({"num_rollout": 1}, (1, 1)),
         ({"keep_checkpoint_every": 25}, (7, 1)),
         ({"export_interval": 25}, (3, 5)),
-    ],
-)
-def test_the_disk_holds_what_is_kept_and_one_that_is_being_written(changes, kept):
-    """The run takes 100 steps, and keeps the newest two unless a case says otherwise."""
-    run = replace(Config().run, **{"num_rollout": 100, "keep_checkpoints": 2, **changes})
-    assert retention.kept_at_once(Config(run=run)) == kept
+    ):
+        run = replace(Config().run, **{"num_rollout": 100, "keep_checkpoints": 2, **changes})
+        assert retention.kept_at_once(Config(run=run)) == kept

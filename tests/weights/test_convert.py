@@ -13,13 +13,16 @@ import torch.distributed.checkpoint as dcp
 import tyro
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from megatron_ibpo.models import pipeline_layers, read_hf_config
 from megatron_ibpo.models.weight_map import weight_map
 from megatron_ibpo.weights.formats import convert, mapped_tensors
 from megatron_ibpo.weights.formats.convert import differing_tensors, hf_to_megatron, megatron_to_hf
-from megatron_ibpo.weights.formats.hugging_face import Checkpoint
+from megatron_ibpo.weights.formats.hugging_face import Checkpoint, trained_elements
 from megatron_ibpo.weights.formats.integrity import changed_files
+from megatron_ibpo.weights.formats.mxfp4 import dequantised
 from megatron_ibpo.weights.formats.run_state import find_stored
 from megatron_ibpo.weights.formats.torch_dist import ROWS_MAY_BE_PADDED, StoredCheckpoint
 from megatron_ibpo.weights.weight_errors import CheckpointError
@@ -218,25 +221,7 @@ def test_more_than_one_mtp_layer_is_refused_by_name(models, tmp_path):
         hf_to_megatron(several, tmp_path / "stored", layout(), ALONE)
 
 
-def after_loading(world, cases):
-    """What models export, filled from conversions: of (HF checkpoint, conversion, layout, pieces)."""
-    from megatron_ibpo.policy import parallel
-    from megatron_ibpo.policy.checkpoint import load_weights
-    from megatron_ibpo.weights.layout.export import HFExport
-
-    exports = []
-    for hf_dir, stored, parallel_config, pieces in cases:
-        chunks, shape = loaded(world, hf_dir, parallel_config, pieces=pieces)
-        for chunk in chunks:
-            for tensor in filter(torch.is_tensor, chunk.state_dict().values()):
-                tensor.fill_(float("nan"))
-        load_weights(chunks, stored, shape.vocab_size)
-        exports.append(weights_of(HFExport(chunks, shape)))
-        parallel.destroy()
-    return exports
-
-
-QUICK = {2: [("next", layout(pp=2), 2), ("odd", layout(tp=2)), ("oss", layout(tp=2))]}
+QUICK = [("next", layout(pp=2), 2), ("odd", layout(tp=2)), ("oss", layout(tp=2))]
 LOADED = {
     1: [("dense", layout(tp=4)), ("tied", layout(pp=2)), ("odd", layout(tp=2)), ("moe", layout(ep=2)),
         ("glm", layout(tp=2, ep=2)), ("oss", layout(tp=2, ep=2)), ("next", layout(tp=2, ep=4))],
@@ -254,20 +239,27 @@ WITHOUT_PREDICTION = {"mtp": "next", "glm mtp": "glm"}
 
 @pytest.mark.world
 @pytest.mark.parametrize(
-    "by_size", [pytest.param(QUICK, id="each kind"), pytest.param(LOADED, id="more", marks=pytest.mark.slow)]
+    ("ranks", "cases"), [(2, QUICK), *(pytest.param(*own, marks=pytest.mark.slow) for own in LOADED.items())]
 )
-def test_loading_a_conversion_is_loading_the_original_in_every_layout(models, tmp_path, by_size):
-    for size, cases in by_size.items():
-        arguments = []
-        for number, (name, parallel, *pieces) in enumerate(cases):
-            stored = tmp_path / f"{size}-{number}"
-            (own,) = pieces or (1,)
-            hf_to_megatron(models[name], stored, parallel, ALONE, virtual_stages=own)
-            arguments.append((models[name], stored, layout() if size == 1 else parallel, own))
-        exports = run_ranks(after_loading, size, arguments, timeout=240)[0]
-        for (name, *_), export in zip(cases, exports, strict=True):
+def test_loading_a_conversion_is_loading_the_original_in_every_layout(world, models, tmp_path, ranks, cases):
+    from megatron_ibpo.policy import parallel
+    from megatron_ibpo.policy.checkpoint import load_weights
+    from megatron_ibpo.weights.layout.export import HFExport
+
+    for number, (name, converted_for, *pieces) in enumerate(cases):
+        (own,) = pieces or (1,)
+        stored = tmp_path / str(number)
+        hf_to_megatron(models[name], stored, converted_for, world, virtual_stages=own)
+        chunks, shape = loaded(world, models[name], layout() if ranks == 1 else converted_for, pieces=own)
+        for chunk in chunks:
+            for tensor in filter(torch.is_tensor, chunk.state_dict().values()):
+                tensor.fill_(float("nan"))
+        load_weights(chunks, stored, shape.vocab_size)
+        export = weights_of(HFExport(chunks, shape))
+        if world.is_rank_0:
             original = tensors_of(models[WITHOUT_PREDICTION.get(name, name)])
             assert_same_bytes(export, {tensor: own.float() for tensor, own in original.items()})
+        parallel.destroy()
 
 
 def saved_by_training(world, runs):
@@ -304,15 +296,11 @@ def test_what_training_saves_converts_to_what_it_exports(models, trained, tmp_pa
     assert "model.norm.weight" in differing_tensors(models["next"], stored, ALONE)
 
 
-def convert_together(world, hf_dir, directory):
-    hf_to_megatron(hf_dir, directory / "stored", layout(tp=2, pp=2), world)
-    megatron_to_hf(directory / "stored", directory / "back", world)
-    return differing_tensors(hf_dir, directory / "stored", world)
-
-
-@pytest.mark.world
-def test_several_processes_share_the_work(models, tmp_path):
-    assert run_ranks(convert_together, 2, models["next"], tmp_path) == [[], []]
+@pytest.mark.world(2)
+def test_several_processes_share_the_work(world, models, tmp_path):
+    hf_to_megatron(models["next"], tmp_path / "stored", layout(tp=2, pp=2), world)
+    megatron_to_hf(tmp_path / "stored", tmp_path / "back", world)
+    assert differing_tensors(models["next"], tmp_path / "stored", world) == []
     assert_same_bytes(tensors_of(tmp_path / "back"), tensors_of(models["next"]))
 
 
@@ -414,8 +402,8 @@ def test_shards_cover_every_stored_tensor_once(models, name, ranks):
     assert all(bool((counts == 1).all()) for counts in covered.values())
 
 
-def converted_by_the_tools(world, hf_dir, directory):
-    """Return what the tools say there, back, and of a damaged file, named."""
+@pytest.mark.world(1)
+def test_the_tools_convert_and_verify(world, models, tmp_path):
     from conversion import console
 
     def tool(name, *arguments):
@@ -424,22 +412,81 @@ def converted_by_the_tools(world, hf_dir, directory):
             assert module.convert(tyro.cli(module.Arguments, args=[*map(str, arguments)]), world) == 0
         return " ".join(said.get().split())
 
-    stored, back = directory / "stored", directory / "back"
-    sizes = "--tensor-model-parallel-size", 2, "--expert-model-parallel-size", 2
-    there = tool("convert_hf_to_megatron", "--hf-checkpoint", hf_dir, "--save", stored, *sizes, "--verify")
-    again = tool("convert_megatron_to_hf", "--load", stored, "--save", back, "--verify")
+    stored, back = tmp_path / "stored", tmp_path / "back"
+    there = "--hf-checkpoint", models["next"], "--save", stored, "--verify", "--tensor-model-parallel-size", 2
+    for said in (
+        tool("convert_hf_to_megatron", *there, "--expert-model-parallel-size", 2),
+        tool("convert_megatron_to_hf", "--load", stored, "--save", back, "--verify"),
+    ):
+        assert "weights: 0 differing bytes" in said
+        assert "logits: differ by at most" in said
     weights = max(stored.glob("*.distcp"), key=lambda path: path.stat().st_size)
     damaged = bytearray(weights.read_bytes())
     damaged[len(damaged) // 2] ^= 1
     weights.write_bytes(damaged)
     with pytest.raises(CheckpointError, match=f"{weights.name} is not what was written"):
-        tool("convert_megatron_to_hf", "--load", stored, "--save", directory / "bad", "--verify")
-    assert not (directory / "bad").exists()
-    return there, again
+        tool("convert_megatron_to_hf", "--load", stored, "--save", tmp_path / "bad", "--verify")
+    assert not (tmp_path / "bad").exists()
 
 
-@pytest.mark.world
-def test_the_tools_convert_and_verify(models, tmp_path):
-    for said in run_ranks(converted_by_the_tools, 1, models["next"], tmp_path)[0]:
-        assert "weights: 0 differing bytes" in said
-        assert "logits: differ by at most" in said
+def test_mxfp4_by_hand():
+    """The lower four bits come first; a scale of 127 is 1, of 128 is 2, of 126 a half."""
+    blocks = torch.zeros(3, 16, dtype=torch.uint8)
+    blocks[:, 0], blocks[:, 1] = 0x21, 0xF7
+    found = dequantised(blocks, torch.tensor([127, 128, 126], dtype=torch.uint8))
+    assert found.dtype == torch.bfloat16
+    one = torch.tensor([0.5, 1.0, 6.0, -6.0] + [0.0] * 28)
+    assert torch.equal(found.float(), torch.cat((one, 2 * one, one / 2)))
+
+
+def test_every_number_of_mxfp4_under_every_scale_is_that_of_transformers():
+    blocks = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16).expand(1, 255, 16, 16).contiguous()
+    scales = torch.arange(255, dtype=torch.uint8).view(1, 255, 1).expand(1, 255, 16).contiguous()
+    expected = convert_moe_packed_tensors(blocks.clone(), scales.clone())
+    found = dequantised(blocks, scales).transpose(1, 2)
+    usual = slice(10, 245)  # powers of two far from the ends of what bfloat16 holds
+    assert_same_bytes({"": found[:, :, usual].contiguous()}, {"": expected[:, :, usual].contiguous()})
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory):
+    """A gpt-oss in bfloat16 whose experts are in MXFP4, as it is published, and what its experts are."""
+    directory = tiny_models.make_gpt_oss(tmp_path_factory.mktemp("packed"), 3)
+    generator = torch.Generator().manual_seed(0)
+    stored, whole = {}, {}
+    for name, tensor in tensors_of(directory).items():
+        if not name.endswith(("gate_up_proj", "down_proj")):
+            stored[name] = whole[name] = tensor.bfloat16()
+            continue
+        experts, columns, rows = tensor.shape
+        blocks = torch.randint(0, 256, (experts, rows, columns // 32, 16), generator=generator).byte()
+        scales = torch.randint(120, 130, (experts, rows, columns // 32), generator=generator).byte()
+        stored[f"{name}_blocks"], stored[f"{name}_scales"] = blocks, scales
+        whole[name] = convert_moe_packed_tensors(blocks.clone(), scales.clone()).contiguous()
+    save_file(stored, directory / "model.safetensors", metadata={"format": "pt"})
+    edit_json(directory / "config.json", quantization_config={"quant_method": "mxfp4"})
+    return directory, whole
+
+
+@pytest.mark.parametrize("parallel", [layout(), layout(tp=2, ep=2)], ids=["one", "TP2 EP2"])
+def test_mxfp4_is_converted_to_bfloat16_and_training_asks_for_that(packed, tmp_path, parallel):
+    directory, whole = packed
+    with pytest.raises(CheckpointError, match=r"experts\.down_proj.* in MXFP4, .* convert to-megatron"):
+        trained_elements(directory, read_hf_config(directory))
+    hf_to_megatron(directory, tmp_path / "stored", parallel, ALONE)
+    assert differing_tensors(directory, tmp_path / "stored", ALONE) == []
+    megatron_to_hf(tmp_path / "stored", tmp_path / "back", ALONE)
+    assert_same_bytes(tensors_of(tmp_path / "back"), whole)
+    config = json.loads((tmp_path / "back/config.json").read_text())
+    assert config["dtype"] == "bfloat16"
+    assert "quantization_config" not in config
+
+
+def test_parts_of_mxfp4_that_do_not_belong_together_are_refused(packed, tmp_path):
+    directory = shutil.copytree(packed[0], tmp_path / "damaged")
+    tensors = tensors_of(directory)
+    name = "model.layers.1.mlp.experts.down_proj_scales"
+    tensors[name] = tensors[name][:, :-1].contiguous()
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"1\.mlp\.experts\.down_proj is not in MXFP4 as its name says"):
+        hf_to_megatron(directory, tmp_path / "stored", layout(), ALONE)

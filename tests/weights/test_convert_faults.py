@@ -23,7 +23,6 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex, TensorProperties
 
-from megatron_ibpo.config import ParallelConfig
 from megatron_ibpo.models import ModelConfigError
 from megatron_ibpo.weights.formats.convert import differing_tensors, hf_to_megatron, megatron_to_hf
 from megatron_ibpo.weights.formats.directories import DiskSpaceError
@@ -59,7 +58,7 @@ def here(tmp_path, origin):
 @pytest.fixture(scope="module")
 def converted(origin, tmp_path_factory):
     target = tmp_path_factory.mktemp("converted") / "stored"
-    hf_to_megatron(origin, target, ParallelConfig(tensor_model_parallel_size=2), ALONE)
+    hf_to_megatron(origin, target, layout(tp=2), ALONE)
     return target
 
 
@@ -96,7 +95,18 @@ def index(edit):
     return change
 
 
+def first_file(content):
+    return lambda source: (source / "a.safetensors").write_bytes(content)
+
+
+def header(dtype, shape, *offsets):
+    text = json.dumps({NORM: {"dtype": dtype, "shape": shape, "data_offsets": offsets}}).encode()
+    return first_file(struct.pack("<Q", len(text)) + text + bytes(384))
+
+
 KEYS = "model.layers.1.self_attn.k_proj.weight"
+OUTSIDE = ["pytorch_model.bin", "/etc/passwd", "x/../../other/a.safetensors", "", "a\0.safetensors", 3, ["a"]]
+"""What names no file of safetensors in the directory."""
 
 
 @pytest.mark.parametrize(
@@ -118,51 +128,27 @@ KEYS = "model.layers.1.self_attn.k_proj.weight"
         (index('{"weight_map": NaN}'), f"{INDEX} is malformed"),
         (index('{"weight_map": [["a"]]}'), "hf"),
         (index('{"weight_map": {"a": {}}}'), "hf"),
+        *((index(lambda files, file=file: files | {NORM: file}), f"{INDEX}|{NORM} should be in {file!r}")
+          for file in OUTSIDE),
+        (first_file(b""), "a.safetensors cannot be read"),
+        (first_file(struct.pack("<Q", HUGE) + b"{}"), "a.safetensors cannot be read"),
+        (first_file(struct.pack("<Q", 2) + b"[]"), "a.safetensors cannot be read"),
+        (header("F32", [HUGE], 0, 4 * HUGE), "a.safetensors cannot be read"),
+        (header("F32", [HUGE, HUGE], 0, 384), "a.safetensors cannot be read"),
+        (header("F32", [96], HUGE, HUGE + 384), "a.safetensors cannot be read"),
+        (header("F32", [-96], 0, 384), "a.safetensors cannot be read"),
+        (header("F99", [96], 0, 384), "a.safetensors cannot be read"),
     ],
 )  # fmt: skip
 def test_a_hugging_face_checkpoint_that_is_not_whole_or_of_another_model(here, damage, words):
     source, target = here
-    damage(source)
-    refuse(source, target, (CheckpointError, ModelConfigError), *words.split("|"))
-
-
-@pytest.mark.parametrize(
-    "file",
-    ["pytorch_model.bin", "/etc/passwd", "x/../../other/a.safetensors", "", "a\0.safetensors", 3, ["a"]],
-)
-def test_an_index_that_reaches_further_than_its_directory_or_names_no_file(here, file):
-    source, target = here
     (source.parent / "other").mkdir()
     shutil.copy(source / "a.safetensors", source.parent / "other")
     torch.save({NORM: torch.ones(96)}, source / "pytorch_model.bin")
-    index(lambda files: files | {NORM: file})(source)
-    words = INDEX, f"{NORM} should be in {file!r}"
+    damage(source)
     for allow_pickle in (False, True):  # which is about checkpoints that hold nothing else
-        refuse(source, target, CheckpointError, *words, allow_pickle=allow_pickle)
-
-
-def with_header(dtype, shape, *offsets):
-    text = json.dumps({NORM: {"dtype": dtype, "shape": shape, "data_offsets": offsets}}).encode()
-    return struct.pack("<Q", len(text)) + text + bytes(384)
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"",
-        struct.pack("<Q", HUGE) + b"{}",
-        with_header("F32", [HUGE], 0, 4 * HUGE),
-        with_header("F32", [HUGE, HUGE], 0, 384),
-        with_header("F32", [96], HUGE, HUGE + 384),
-        with_header("F32", [-96], 0, 384),
-        with_header("F99", [96], 0, 384),
-        struct.pack("<Q", 2) + b"[]",
-    ],
-)
-def test_a_header_that_ends_early_or_has_sizes_that_no_memory_holds(here, content):
-    source, target = here
-    (source / "a.safetensors").write_bytes(content)
-    refuse(source, target, CheckpointError, "a.safetensors cannot be read")
+        errors = CheckpointError, ModelConfigError
+        refuse(source, target, errors, *words.split("|"), allow_pickle=allow_pickle)
 
 
 def test_a_copy_of_tied_embeddings_as_the_head_is_no_contradiction(here, origin):
@@ -170,7 +156,7 @@ def test_a_copy_of_tied_embeddings_as_the_head_is_no_contradiction(here, origin)
     embeddings = load_file(origin / "model.safetensors")["model.embed_tokens.weight"]
     tensors(**{"lm_head.weight": embeddings.clone()})(source)
     config(tie_word_embeddings=True)(source)
-    hf_to_megatron(source, target, ParallelConfig(), ALONE)
+    hf_to_megatron(source, target, layout(), ALONE)
     assert "output_layer.weight" not in StoredCheckpoint(target).tensors
 
 
@@ -180,7 +166,7 @@ def test_nan_is_converted_and_named(here, caplog, tmp_path, nan):
     broken = torch.ones(96)
     broken[17] = nan
     tensors(**{NORM: broken})(source)
-    hf_to_megatron(source, target, ParallelConfig(), ALONE)
+    hf_to_megatron(source, target, layout(), ALONE)
     assert [record.message for record in caplog.records] == [f"{source}: {NORM} holds NaN"]
     caplog.clear()
     megatron_to_hf(target, tmp_path / "back", ALONE)
@@ -189,20 +175,16 @@ def test_nan_is_converted_and_named(here, caplog, tmp_path, nan):
     assert torch.equal(as_bytes(load_file(tmp_path / "back" / "model.safetensors")[NORM]), as_bytes(broken))
 
 
-@pytest.mark.parametrize(
-    ("parallel", "virtual_stages", "words"),
-    [
-        (layout(tp=3), 1, "does not divide the attention heads (4)"),
+def test_a_layout_that_cannot_hold_the_model(here):
+    source, target = here
+    for parallel, virtual_stages, words in (
+        (layout(tp=3), 1, r"does not divide the attention heads \(4\)"),
         (layout(first=1), 1, "need --pipeline-model-parallel-size > 1"),
         (layout(pp=2, first=2), 1, "would hold 0 layers"),
         (layout(pp=2), 2, "not a positive multiple of its 2 virtual stages"),
-    ],
-)
-def test_a_layout_that_cannot_hold_the_model(here, parallel, virtual_stages, words):
-    source, target = here
-    with pytest.raises(ValueError, match="this layout cannot hold the model") as caught:
-        hf_to_megatron(source, target, parallel, ALONE, virtual_stages=virtual_stages)
-    assert words in str(caught.value)
+    ):
+        with pytest.raises(ValueError, match=f"(?s)this layout cannot hold the model.*{words}"):
+            hf_to_megatron(source, target, parallel, ALONE, virtual_stages=virtual_stages)
     assert not target.parent.exists()
 
 
@@ -223,7 +205,7 @@ def test_pickles_are_refused_unless_asked_for_and_never_run_code(tmp_path, origi
     held = load_file(origin / "model.safetensors")
     torch.save(held, source / "pytorch_model.bin")
     refuse(source, target, CheckpointError, "pytorch_model.bin", "--allow-pickle")
-    hf_to_megatron(source, tmp_path / "allowed", ParallelConfig(), ALONE, allow_pickle=True)
+    hf_to_megatron(source, tmp_path / "allowed", layout(), ALONE, allow_pickle=True)
     assert differing_tensors(origin, tmp_path / "allowed", ALONE) == []
     for content, words in (
         ({**held, "x": RunsCode(tmp_path / "ran")}, "pytorch_model.bin cannot be read"),
@@ -436,7 +418,7 @@ def test_what_is_there_is_not_overwritten(here):
     (target / "mine").write_text("precious")
     for place in (target, source):
         with pytest.raises(FileExistsError, match="nothing is overwritten"):
-            hf_to_megatron(source, place, ParallelConfig(), ALONE)
+            hf_to_megatron(source, place, layout(), ALONE)
     assert (target / "mine").read_text() == "precious"
 
 
@@ -450,7 +432,7 @@ def convert(source, target):
     if (source / ".metadata").exists():
         megatron_to_hf(source, target, ALONE)
     else:
-        hf_to_megatron(source, target, ParallelConfig(), ALONE)
+        hf_to_megatron(source, target, layout(), ALONE)
 
 
 @contextmanager

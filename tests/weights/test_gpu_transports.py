@@ -3,6 +3,7 @@ streams are stand-ins (`transfer_stand_ins`). Not run on GPUs."""
 
 import os
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,11 +16,10 @@ from megatron_ibpo.weights.weight_errors import WeightPlanError
 from support import engine_runs, transfer_stand_ins
 from support.engine_runs import TIMEOUT, CheckpointSource
 from support.paths import TESTS
-from support.ranks import run_ranks
 from support.tiny_models import make_qwen3
 from support.weight_sources import DividedWeights
 
-pytestmark = [pytest.mark.world, pytest.mark.engine, pytest.mark.slow]
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 
 def open_stood_in(world, transport, workers=1, bucket_bytes=100_000):
@@ -61,10 +61,15 @@ def checkpoints(tmp_path):
     return [make_qwen3(tmp_path / str(seed), seed) for seed in (0, 1)]
 
 
-def two_engines_of_which_one_dies(world, checkpoints, folder, dies_at):
+# seven buckets and more are an update
+@pytest.mark.world(2)
+@pytest.mark.parametrize("dies_at", [15, transfer_stand_ins.AT_MEETING])
+def test_an_engine_that_dies_over_nccl_hangs_nobody_and_the_others_get_the_weights(
+    world, tmp_path, checkpoints, dies_at
+):
     """Rank r owns engine r. Engine 1 dies at its so many-th bucket and is replaced for the third update."""
     source, others = CheckpointSource(checkpoints[0], world), CheckpointSource(checkpoints[1]).tensors
-    transport, log = open_stood_in(world, "nccl"), folder / f"{world.rank}.log"
+    transport, log = open_stood_in(world, "nccl"), tmp_path / f"{world.rank}.log"
     links = {world.rank: start(checkpoints[0], log, "nccl", dies_at * world.rank)}
     failures, weights = [], []
     try:
@@ -80,32 +85,23 @@ def two_engines_of_which_one_dies(world, checkpoints, folder, dies_at):
                 weights.append(whose(checkpoints, links[world.rank], version))
     finally:
         links[world.rank].close()
-    return failures, weights
+    if world.is_rank_0:
+        assert (failures, weights) == ([{}, {}, {}], [1, 0, 1])
+    else:
+        assert [list(failed) for failed in failures] == [[] if dies_at > 0 else [1], [1], []]
+        assert "exit status 9" in failures[1][1]
+        assert weights == ([1, 1] if dies_at > 0 else [1])
 
 
-@pytest.mark.parametrize(
-    "dies_at", [15, transfer_stand_ins.AT_MEETING]
-)  # seven buckets and more are an update
-def test_an_engine_that_dies_over_nccl_hangs_nobody_and_the_others_get_the_weights(
-    tmp_path, checkpoints, dies_at
-):
-    arguments = (checkpoints, tmp_path, dies_at)
-    well, dying = run_ranks(two_engines_of_which_one_dies, 2, *arguments, timeout=300)
-    assert well == ([{}, {}, {}], [1, 0, 1])
-    first, second, third = dying[0]
-    assert (list(first), list(second), third) == ([] if dies_at > 0 else [1], [1], {})
-    assert "exit status 9" in second[1]
-    assert dying[1] == ([1, 1] if dies_at > 0 else [1])
-
-
-def engines_on_the_trainers_gpus(world, checkpoints, folder):
+@pytest.mark.world(2)
+def test_colocated_engines_get_the_weights_and_say_which_are_missing(world, tmp_path, checkpoints):
     """Rank r owns engine r on its GPU. Weights that change, an update that is not whole, and one after it."""
     os.environ[transfer_stand_ins.GPU] = f"GPU {world.rank}"
     transport, projection = open_stood_in(world, "ipc"), "model.layers.1.self_attn.k_proj.weight"
     of_first, of_second = (CheckpointSource(path, world) for path in checkpoints)
     lacking = CheckpointSource(checkpoints[0], world)
     del lacking.tensors[projection]
-    engine = start(checkpoints[0], folder / f"{world.rank}.log", "ipc")
+    engine = start(checkpoints[0], tmp_path / f"{world.rank}.log", "ipc")
 
     def updated(version, source):
         transport.connect(source, {world.rank: engine}, [0, 1])
@@ -120,44 +116,26 @@ def engines_on_the_trainers_gpus(world, checkpoints, folder):
         assert transfer_stand_ins.RELEASED == []  # the engines let go of what they opened
         alone = {0: engine} if world.rank == 0 else {}
         assert update(transport, world, of_first, 4, alone, [0]) == {}
-        return len(transfer_stand_ins.RELEASED)
+        assert len(transfer_stand_ins.RELEASED) == world.rank, "this update went to the first engine alone"
     finally:
         engine.close()
 
 
-def test_colocated_engines_get_the_weights_and_say_which_are_missing(tmp_path, checkpoints):
-    taken_back = run_ranks(engines_on_the_trainers_gpus, 2, checkpoints, tmp_path, timeout=300)
-    assert taken_back == [0, 1], "the last update went to the first engine alone"
+@pytest.mark.world(1)
+def test_what_engines_take_from_the_trainers_gpus_is_counted(world):
+    """Tensors of 24 and 64 bytes, whole for each of four workers, two of either engine."""
+    handed = []
 
-
-class Taker:
-    """An engine that takes whatever it is handed."""
-
-    def __init__(self):
-        self.handed = []
-
-    def begin(self, method, *arguments):
+    def begin(method, *arguments):
         if method == "update_weights":
-            self.handed += arguments[0]["names"]
+            handed.append(arguments[0]["names"])
 
-    def result(self, timeout):
-        pass
-
-
-def lent_to_two(world):
-    """What one trainer says that it sent to two engines of two workers, and what it handed to each."""
     os.environ[transfer_stand_ins.GPU] = "GPU 0"
     source = DividedWeights({"a": torch.ones(6), "b": torch.ones(4, 4)}, rank=0, size=1)
     transport = open_stood_in(world, "ipc", workers=2, bucket_bytes=100)
-    engines = {0: Taker(), 1: Taker()}
-    transport.connect(source, engines, [0, 1])
-    sent = transport.send(source, engines, [0, 1], check=True)
-    return sent, engines[0].handed, engines[1].handed
-
-
-def test_what_engines_take_from_the_trainers_gpus_is_counted():
-    """Tensors of 24 and 64 bytes, whole for each of four workers."""
-    ((sent, *handed),) = run_ranks(lent_to_two, 1)
-    assert handed == [["a", "b"]] * 2
+    engine = SimpleNamespace(begin=begin, result=lambda timeout: None)
+    transport.connect(source, {0: engine, 1: engine}, [0, 1])
+    sent = transport.send(source, {0: engine, 1: engine}, [0, 1], check=True)
+    assert sorted(name for names in handed for name in names) == ["a", "a", "b", "b"]
     assert (sent.failures, sent.needed_bytes, sent.num_bytes) == ({}, 2 * 88, 4 * 88)
     assert list(sent.sums) == ["a", "b"]

@@ -26,7 +26,6 @@ from support.engine_runs import TIMEOUT
 from support.example_runs import train_three_steps
 from support.layouts import layout
 from support.mtp_checkpoints import mtp_tensors
-from support.ranks import run_ranks
 from support.tiny_models import make_qwen3_5
 
 
@@ -54,7 +53,7 @@ def wrapped(tmp_path_factory):
 def edited(directory, target, outer, inner):
     config = json.loads((directory / "config.json").read_text())
     config["text_config"] |= inner
-    target.mkdir()
+    target.mkdir(exist_ok=True)
     (target / "config.json").write_text(json.dumps(config | outer))
     return target
 
@@ -68,18 +67,15 @@ def test_a_wrapped_model_has_the_shape_of_its_text_model(tmp_path):
     assert (text.rotary_dim, text.full_attention) == (8, (False, False, False, True))
 
 
-@pytest.mark.parametrize(
-    ("outer", "inner", "words"),
-    [
+def test_a_wrapped_config_that_cannot_be_built_is_refused(wrapped, tmp_path):
+    for outer, inner, words in (
         ({"text_config": None}, {}, "text_config must hold .* has model_type qwen3_5_text"),
         ({"tie_word_embeddings": False}, {}, "tie_word_embeddings is False, and True in text_config"),
         ({}, {"attn_output_gate": False}, "attn_output_gate=False is not supported"),
         ({}, {"rope_parameters": {"rope_type": "yarn"}}, "rope type yarn over 0.25 of a head is not"),
-    ],
-)
-def test_a_wrapped_config_that_cannot_be_built_is_refused(wrapped, tmp_path, outer, inner, words):
-    with pytest.raises(ModelConfigError, match=words):
-        read_hf_config(edited(wrapped["dense"], tmp_path / "bad", outer, inner))
+    ):
+        with pytest.raises(ModelConfigError, match=words):
+            read_hf_config(edited(wrapped["dense"], tmp_path / "bad", outer, inner))
 
 
 def test_the_end_of_sequence_of_a_wrapped_model_is_its_text_models(wrapped, tmp_path):
@@ -139,24 +135,20 @@ def test_what_training_does_not_keep_is_taken_from_the_origin(wrapped, tmp_path)
     assert_same_bytes(tensors_of(tmp_path / "back"), tensors_of(origin))
 
 
-def saved_by_the_trainer(world, cases):
-    return [round_trip(world, *case)[1] for case in cases]
-
-
-@pytest.mark.world
-def test_the_trainers_export_holds_the_policy_and_all_that_lies_beside_it(wrapped, tmp_path):
-    cases = [(wrapped["dense"], tmp_path / "dense", layout(tp=2), True)]
-    cases += [(wrapped["moe"], tmp_path / "moe", layout(pp=2), False)]
-    exports, _ = run_ranks(saved_by_the_trainer, 2, cases)
-    for (origin, saved, _, bf16), export in zip(cases, exports, strict=True):
-        trained, kept = dict(export), tensors_of(origin)
-        assert set(trained) == set(trained_elements(origin, read_hf_config(origin)))
-        assert {t.dtype for t in trained.values()} == {torch.bfloat16 if bf16 else torch.float32}
-        untouched = {name: tensor for name, tensor in kept.items() if name not in trained}
-        assert any("visual" in name for name in untouched)
-        assert any("mtp." in name for name in untouched)
-        assert_same_bytes(tensors_of(saved), trained | untouched)
-        assert read_hf_config(saved) == read_hf_config(origin)
+@pytest.mark.world(2)
+def test_the_trainers_export_holds_the_policy_and_all_that_lies_beside_it(world, wrapped, tmp_path):
+    for name, parallel, bf16 in (("dense", layout(tp=2), True), ("moe", layout(pp=2), False)):
+        origin, saved = wrapped[name], tmp_path / name
+        _, export = round_trip(world, origin, saved, parallel, bf16)
+        if world.is_rank_0:
+            trained, kept = dict(export), tensors_of(origin)
+            assert set(trained) == set(trained_elements(origin, read_hf_config(origin)))
+            assert {t.dtype for t in trained.values()} == {torch.bfloat16 if bf16 else torch.float32}
+            untouched = {name: tensor for name, tensor in kept.items() if name not in trained}
+            assert any("visual" in name for name in untouched)
+            assert any("mtp." in name for name in untouched)
+            assert_same_bytes(tensors_of(saved), trained | untouched)
+            assert read_hf_config(saved) == read_hf_config(origin)
 
 
 @pytest.mark.engine

@@ -1,18 +1,20 @@
 """The engines here are threads with a toy model; tests/engines/test_engine.py does the same with vLLM."""
 
 import pickle
-import re
 import threading
 import time
 import weakref
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from datetime import timedelta
 from itertools import pairwise
 from queue import Empty, Queue
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,12 +22,12 @@ from megatron_ibpo.weights.layout import gather, regions
 from megatron_ibpo.weights.layout.regions import Need, Region, TensorMeta, choose_senders, need_all, whole
 from megatron_ibpo.weights.transfer import wire
 from megatron_ibpo.weights.transfer.gloo import GlooReceiver, GlooTransport, Memory, _Outbox, join_group
+from megatron_ibpo.weights.transfer.nccl_group import abort, ends_when_lost, is_lost, joined, say_lost
 from megatron_ibpo.weights.transfer.rehearsal import Rehearsal
 from megatron_ibpo.weights.transfer.update import update_engines
 from megatron_ibpo.weights.transfer.update_order import UpdateOrder
 from megatron_ibpo.weights.transfer.wire import Answer, checksum
 from megatron_ibpo.weights.weight_errors import WeightMismatchError, WeightPlanError
-from support.ranks import run_ranks
 from support.weight_sources import DividedWeights, cut
 
 
@@ -111,9 +113,8 @@ def test_what_is_copied_is_all_that_is_needed():
             torch.empty(2, 6).copy_(t.data[start : start + 2])
 
     for loader, *boxes in (
-        (lambda t: torch.empty(2, 6).copy_(t.narrow(0, 4, 2)), ((4, 6), (0, 6))),
-        (lambda t: torch.empty(8, 3).copy_(t.chunk(2, dim=1)[1]), ((0, 8), (3, 6))),
         (lambda t: torch.empty(2, 2).copy_(t[1:3][:, 4:6]), ((1, 3), (4, 6))),
+        (lambda t: torch.empty(2, 3).copy_(t.narrow(0, 4, 2).chunk(2, dim=1)[1]), ((4, 6), (3, 6))),
         (lambda t: torch.empty(6, 2).copy_(t[2:4].t()), ((2, 4), (0, 6))),  # no box: the rows that it touches
         (load_twice_the_same, ((0, 2), (0, 6)), ((4, 6), (0, 6))),
     ):
@@ -121,36 +122,30 @@ def test_what_is_copied_is_all_that_is_needed():
     assert needs_of(lambda t: (t.shape, t.size(0), t.dtype, t.dim(), t.device, t[0].numel())) is None
 
 
-@pytest.mark.parametrize(
-    ("sent", "kept", "travels"),
-    [
+def test_a_tensor_travels_in_the_precision_it_is_copied_to_if_that_is_the_lower_one():
+    for sent, kept, travels in (
         (torch.float32, torch.bfloat16, torch.bfloat16),
         (torch.bfloat16, torch.float32, torch.bfloat16),
         (torch.bfloat16, torch.float16, torch.bfloat16),  # as many bits, and other values
-    ],
-)
-def test_a_tensor_travels_in_the_precision_it_is_copied_to_if_that_is_the_lower_one(sent, kept, travels):
-    assert needs_of(lambda t: torch.empty(8, 6, dtype=kept).copy_(t), sent).dtype == travels
+    ):
+        whole = torch.empty(8, 6, dtype=kept)
+        assert needs_of(whole.copy_, sent).dtype == travels
 
 
-@pytest.mark.parametrize(
-    "loader",
-    [
+def test_whatever_looks_at_values_needs_them_in_full_precision():
+    for loader in (
         lambda t: torch.cat([t, t]),
         lambda t: t.float() + 1,
         lambda t: t.tolist(),
-        lambda t: torch.empty(48, dtype=torch.float32).copy_(t.reshape(6, 8).t().reshape(48)),
+        lambda t: torch.empty(48).copy_(t.reshape(6, 8).t().reshape(48)),
         lambda t: torch.stack(list(t.unbind(0))),
         lambda t: torch.empty(8, 6).__setitem__(slice(None), t),
-    ],
-)
-def test_whatever_looks_at_values_needs_them_in_full_precision(loader):
-    need = needs_of(loader)
-    covered = torch.zeros(8, 6)
-    for box in need.boxes:
-        cut(covered, box).fill_(1)
-    assert covered.all()
-    assert need.dtype == torch.float32
+    ):
+        need, covered = needs_of(loader), torch.zeros(8, 6)
+        for box in need.boxes:
+            cut(covered, box).fill_(1)
+        assert covered.all()
+        assert need.dtype == torch.float32
 
 
 @given(
@@ -166,18 +161,6 @@ def test_a_checksum_is_the_one_worked_by_hand_and_sees_any_wrong_byte(values, pl
     wrong = tensor.clone()
     wrong.view(torch.uint8)[place % (2 * len(values))] ^= flip
     assert checksum(wrong) != checksum(tensor)
-
-
-def test_parts_are_told_apart_by_their_bounds():
-    meta = TensorMeta("w", torch.bfloat16, (4, 3))
-    tensor = torch.arange(12).to(torch.bfloat16).view(4, 3)
-    upper, lower = ((0, 3), (0, 3)), ((3, 4), (0, 3))
-    senders = choose_senders([meta], [(Region(upper, (0,)), Region(lower, (1,)))])
-    sums = {}
-    for message in regions.messages(range(1), senders, need_all([meta])).values():
-        flat = regions.pack(message, {0: {upper: tensor[:3], lower: tensor[3:]}})
-        sums |= wire.part_checksums(message, flat, [meta])
-    assert sums == {"w[0:3, 0:3]": checksum(tensor[:3]), "w[3:4, 0:3]": checksum(tensor[3:])}
 
 
 def test_differences_between_sent_and_received_are_named():
@@ -312,88 +295,76 @@ def order(version, timeout=20.0, *, asleep=False):
     return UpdateOrder(version=version, sleeping=asleep, check=not asleep, timeout=timeout)
 
 
-def two_engines_of_two(world):
-    """Engine r is owned by rank r; two versions, then a fresh engine 1 that is met alone."""
-    engines = {world.rank: ToyEngine(2)}
+@pytest.mark.world(2)
+def test_engines_of_any_size_get_their_shards_exactly_and_each_byte_once(world):
+    """Engine r is owned by rank r; two versions."""
+    engines, tensors = {world.rank: ToyEngine(2)}, weights(0)
     transport = GlooTransport(world, 2, BUCKET, timeout=20)
     assert transport.connect(ToySource(world), engines, [0, 1]) == {}
-    exact, traffic = [], []
-    for version in (1, 2):
-        sent = update_engines(transport, world, ToySource(world, version), order(version), engines, [0, 1])
-        exact.append(sent.failures == {} and engines[world.rank].is_exact(version))
-        traffic.append((sent.num_bytes, sent.needed_bytes))
-    links = {1: ToyEngine(2)} if world.rank == 1 else {}
-    source = ToySource(world, 2)
-    assert transport.connect(source, links, [1]) == {}
-    sent = update_engines(transport, world, source, order(3), links, [1])
-    assert sent.failures == {}
-    exact += [link.is_exact(2) and link.version == 3 for link in links.values()]
-    return exact, traffic
-
-
-@pytest.mark.world
-def test_engines_of_any_size_get_their_shards_exactly_and_each_byte_once():
-    exact, traffic = zip(*run_ranks(two_engines_of_two, 2), strict=True)
-    assert exact == ([True] * 2, [True] * 3)
-    tensors = weights(0)
     whole_model = sum(t.nbytes for t in tensors.values()) - tensors["half"].nbytes // 2
     per_engine = whole_model + tensors["norm"].nbytes  # which both workers need
-    for passes in zip(*traffic, strict=True):
-        assert sum(sent for sent, _ in passes) == 2 * per_engine
-        assert {needed for _, needed in passes} == {2 * per_engine}
-        assert min(sent for sent, _ in passes) > 0.4 * per_engine * 2  # the ranks share the sending
+    for version in (1, 2):
+        sent = update_engines(transport, world, ToySource(world, version), order(version), engines, [0, 1])
+        assert sent.failures == {}
+        assert engines[world.rank].is_exact(version)
+        assert sent.needed_bytes == 2 * per_engine
+        by_rank = world.all_gather(sent.num_bytes)
+        assert sum(by_rank) == 2 * per_engine
+        assert min(by_rank) > 0.4 * per_engine * 2, "the ranks share the sending"
 
 
-def asked_of_a_sleeping_engine(world):
-    engine = ToyEngine(1)
-    transport = GlooTransport(world, 1, BUCKET, timeout=20)
-    transport.connect(ToySource(world), {0: engine}, [0])
-    engine.asked.clear()
-    sent = update_engines(transport, world, ToySource(world), order(5, asleep=True), {0: engine}, [0])
-    assert sent.failures == {}
-    return engine.asked
+@pytest.mark.world(2)
+def test_a_fresh_engine_is_met_alone_and_wakes_its_weights_before_the_update_and_its_cache_after(world):
+    links, source = {1: ToyEngine(2)} if world.rank == 1 else {}, ToySource(world, 2)
+    transport = GlooTransport(world, 2, BUCKET, timeout=20)
+    assert transport.connect(source, links, [1]) == {}
+    for engine in links.values():
+        engine.asked.clear()
+    assert update_engines(transport, world, source, order(3, asleep=True), links, [1]).failures == {}
+    for engine in links.values():
+        assert engine.is_exact(2)
+        assert engine.version == 3
+        assert engine.asked == [
+            ("wake", "weights"), ("start_weight_update", False), ("update_weights", {}), ("missing_weights",),
+            ("finish_weight_update", 3), ("wake", "kv_cache"),
+        ]  # fmt: skip
 
 
-@pytest.mark.world
-def test_a_sleeping_engine_wakes_its_weights_before_the_update_and_its_cache_after():
-    (asked,) = run_ranks(asked_of_a_sleeping_engine, 1)
-    assert asked == [
-        ("wake", "weights"), ("start_weight_update", False), ("update_weights", {}), ("missing_weights",),
-        ("finish_weight_update", 5), ("wake", "kv_cache"),
-    ]  # fmt: skip
-
-
-def with_a_fault(world, fault):
-    """Engine 0 is well, engine 1 is not; then both are asked again, the second anew. Return failures, how
-    engine 0 and 1 are, seconds; failures and whether both are exact afterwards."""
+@pytest.mark.world(2)
+@pytest.mark.parametrize("fault", ["dies", "stalls"])
+def test_an_engine_that_fails_in_an_update_takes_no_other_with_it(world, fault):
+    """Engine 0 is well, engine 1 is not; then both are asked again, the second anew."""
     engines = {0: ToyEngine(1), 1: ToyEngine(1, fault=fault)} if world.is_rank_0 else {}
     transport = GlooTransport(world, 1, BUCKET, timeout=3)
     transport.connect(ToySource(world), engines, [0, 1])
     began = time.monotonic()
     sent = update_engines(transport, world, ToySource(world, 1), order(1, 3), engines, [0, 1])
-    seconds = time.monotonic() - began
-    first = (engines[0].is_exact(1), engines[1].version) if engines else None
-    links = {1: ToyEngine(1)} if engines else {}
-    engines |= links
-    again = transport.connect(ToySource(world), links, [1])
-    again |= update_engines(transport, world, ToySource(world, 2), order(2), engines, [0, 1]).failures
-    return [*sent.failures], first, seconds, again, all(engine.is_exact(2) for engine in engines.values())
+    assert time.monotonic() - began < 30
+    if world.is_rank_0:
+        assert sent.failures.keys() == {1}
+        assert engines[0].is_exact(1)
+        assert engines[1].version is None
+        engines[1] = ToyEngine(1)
+    links = {1: engines[1]} if engines else {}
+    assert transport.connect(ToySource(world), links, [1]) == {}
+    assert update_engines(transport, world, ToySource(world, 2), order(2), engines, [0, 1]).failures == {}
+    assert all(engine.is_exact(2) for engine in engines.values())
 
 
-def without_a_trainer(world):
+@pytest.mark.world(2)
+def test_an_engine_does_not_wait_for_ever_for_a_trainer(world):
     """Rank 1 does not send: what is known of the engine then, from its owner and from itself."""
     engine = ToyEngine(1)
     transport = GlooTransport(world, 1, BUCKET, timeout=1)
     transport.connect(ToySource(world), {0: engine} if world.is_rank_0 else {}, [0])
-    said = []
     if world.is_rank_0:
         engine.begin("start_weight_update", False)
         engine.result(5)
-        said = [str(transport.send(ToySource(world), {0: engine}, [0], check=False).failures[0])]
-        if "for recv" not in said[0]:  # it gave up after its owner had
-            said.append(str(engine.answers.get(timeout=5)))
+        said = str(transport.send(ToySource(world), {0: engine}, [0], check=False).failures[0])
+        if "for recv" not in said:  # it gave up after its owner had
+            said = str(engine.answers.get(timeout=5))
+        assert "Timed out waiting 2000ms for recv" in said
     world.barrier()  # the other rank's group stays open until then
-    return said
 
 
 LARGE_BUCKET = 32 * 1024**2
@@ -419,49 +390,29 @@ class Sink(ToyEngine):
             pass
 
 
-def to_an_engine_that_does_not_listen(world):
+@pytest.mark.world(2)
+def test_a_trainer_does_not_wait_for_ever_for_an_engine(world):
     links = {0: Sink(1, fault="stalls")} if world.is_rank_0 else {}
     transport = GlooTransport(world, 1, LARGE_BUCKET, timeout=2)
     transport.connect(large_source(world), links, [0])
     began = time.monotonic()
-    failures = transport.send(large_source(world), links, [0], check=False).failures
-    return str(failures[0]), time.monotonic() - began
+    said = str(transport.send(large_source(world), links, [0], check=False).failures[0])
+    assert "Timed out waiting" in said or "no answer within 2 seconds" in said
+    assert time.monotonic() - began < 15
 
 
-@pytest.mark.world
-def test_who_fails_or_does_not_listen_takes_nobody_with_it_and_nobody_waits_for_ever():
-    """They wait for time-outs most of their time: all at once."""
-    asked = [(with_a_fault, 2, "dies"), (with_a_fault, 2, "stalls")]
-    asked += [(without_a_trainer, 2), (to_an_engine_that_does_not_listen, 2)]
-    with ThreadPoolExecutor(len(asked)) as threads:
-        *faults, (said, _), unheard = threads.map(lambda arguments: run_ranks(*arguments), asked)
-    for driver, other in faults:
-        failed, first, _, _, exact = driver
-        assert failed == [1]
-        assert first == (True, None)  # engine 0 has the weights; engine 1 has no version
-        assert exact
-        for _, _, seconds, failures_afterwards, _ in (driver, other):
-            assert seconds < 30
-            assert failures_afterwards == {}
-    assert "Timed out waiting 2000ms for recv" in said[-1]
-    for message, seconds in unheard:
-        assert "Timed out waiting" in message or "no answer within 2 seconds" in message
-        assert seconds < 15
+@pytest.mark.world(2)
+def test_tensors_that_do_not_fit_are_named_on_every_rank_and_a_wrong_bit_with_its_shard(world):
+    def engine_and_transport():
+        return {0: ToyEngine(2)} if world.is_rank_0 else {}, GlooTransport(world, 2, BUCKET, timeout=20)
 
-
-def refused_updates(world):
-    """What is said of tensors that do not fit, and of a bit that flips on rank 1."""
-
-    def said(source, update):
-        engines = {0: ToyEngine(2)} if world.is_rank_0 else {}
-        transport = GlooTransport(world, 2, BUCKET, timeout=20)
-        try:
+    for source, words in (
+        (ToySource(world, without="norm"), "the trainer's tensors do not cover norm of engine 0$"),
+        (ToySource(world, who=torch.zeros(4)), "engine 0 has no place for who of the trainer$"),
+    ):
+        engines, transport = engine_and_transport()
+        with pytest.raises(WeightPlanError, match=words):
             transport.connect(source, engines, [0])
-            update_engines(transport, world, source, order(1), engines, [0]) if update else None
-            return "no error"
-        except (WeightPlanError, WeightMismatchError) as error:
-            return str(error)
-
     send = _Outbox.send
 
     def flip_the_first(outbox, bucket, flat, *rest):
@@ -469,24 +420,12 @@ def refused_updates(world):
             flat[1] ^= 4
         send(outbox, bucket, flat, *rest)
 
-    lacking, unknown = ToySource(world, without="norm"), ToySource(world, who=torch.zeros(4))
-    with mock.patch.object(_Outbox, "send", flip_the_first):
-        return said(lacking, False), said(unknown, False), said(ToySource(world), True)
-
-
-@pytest.mark.world
-def test_tensors_that_do_not_fit_are_named_on_every_rank_and_a_wrong_bit_with_its_shard():
-    first, second = run_ranks(refused_updates, 2)
-    assert (
-        first[:2]
-        == second[:2]
-        == (
-            "the trainer's tensors do not cover norm of engine 0",
-            "engine 0 has no place for who of the trainer",
-        )
-    )
-    assert re.search(r"1 of \d+ tensors .*: rows\[4:8, 0:6\]$", first[2])  # which rank 1 holds, and worker 1
-    assert second[2] == "no error"
+    engines, transport = engine_and_transport()
+    transport.connect(ToySource(world), engines, [0])
+    wrong = r"1 of \d+ tensors .*: rows\[4:8, 0:6\]$"  # which rank 1 holds, and worker 1
+    told = pytest.raises(WeightMismatchError, match=wrong) if world.is_rank_0 else nullcontext()
+    with mock.patch.object(_Outbox, "send", flip_the_first), told:
+        update_engines(transport, world, ToySource(world), order(1), engines, [0])
 
 
 def test_what_a_model_raises_at_unknown_tensors_is_passed_on():
@@ -495,23 +434,15 @@ def test_what_a_model_raises_at_unknown_tensors_is_passed_on():
         wire.read_answers(3, [answer], [])
 
 
-def gathered_everywhere(world):
+@pytest.mark.world(3)
+def test_tensors_are_gathered_whole_where_they_are_asked_for(world):
     source = ToySource(world, 4)
-    return [
-        [(name, None if tensor is None else tensor.clone()) for name, tensor in gathered]
-        for gathered in (
-            gather.Gather(source, to=to, bucket_bytes=BUCKET, device="cpu") for to in (0, 2, None)
-        )
-    ]
-
-
-@pytest.mark.world
-def test_tensors_are_gathered_whole_where_they_are_asked_for():
-    for rank, (at_0, at_2, everywhere) in enumerate(run_ranks(gathered_everywhere, 3)):
-        for tensors, here in ((at_0, rank == 0), (at_2, rank == 2), (everywhere, True)):
-            assert [name for name, _ in tensors] == list(SHAPES)
-            for name, tensor in tensors:
-                assert torch.equal(tensor, weights(4)[name]) if here else tensor is None
+    for to in (0, 2, None):
+        names = []
+        for name, tensor in gather.Gather(source, to=to, bucket_bytes=BUCKET, device="cpu"):
+            assert torch.equal(tensor, weights(4)[name]) if to in (world.rank, None) else tensor is None
+            names.append(name)
+        assert names == list(SHAPES)
 
 
 def test_memory_is_used_again_when_the_last_view_of_it_has_gone_and_not_before():
@@ -527,9 +458,9 @@ def test_memory_is_used_again_when_the_last_view_of_it_has_gone_and_not_before()
     assert memory.take(3 * mib).data_ptr() != place  # less than half of it
 
 
-def memory_of_sending_and_gathering(world):
-    """Return how far memory rises while rank 0 sends to an engine of rank 1, and the most that buffers hold
-    while it gathers, in bytes."""
+@pytest.mark.world(2)
+def test_an_update_takes_two_buckets_of_memory_and_no_replica(world):
+    """While rank 0 sends to an engine of rank 1, and in buffers while it gathers."""
 
     def memory_in_use(kind):
         with open("/proc/self/status") as status:
@@ -543,7 +474,8 @@ def memory_of_sending_and_gathering(world):
         peak.write("5")
     before = memory_in_use("VmRSS")
     assert transport.send(source, links, [0], check=False).failures == {}
-    rise = memory_in_use("VmHWM") - before
+    if world.is_rank_0:
+        assert LARGE_BUCKET / 4 < memory_in_use("VmHWM") - before < 2 * LARGE_BUCKET
     sizes, most = [], 0
 
     def receive_buffer(message, device):
@@ -557,11 +489,61 @@ def memory_of_sending_and_gathering(world):
     gather.receive_buffer = receive_buffer
     for _ in gather.Gather(source, to=0, bucket_bytes=LARGE_BUCKET, device="cpu"):
         pass
-    return rise, most
+    if world.is_rank_0:
+        assert most == LARGE_BUCKET  # the other rank's halves of two buckets
 
 
-@pytest.mark.world
-def test_an_update_takes_two_buckets_of_memory_and_no_replica():
-    (rise, held), _ = run_ranks(memory_of_sending_and_gathering, 2)
-    assert LARGE_BUCKET / 4 < rise < 2 * LARGE_BUCKET
-    assert held == LARGE_BUCKET  # the other rank's halves of two buckets
+@pytest.fixture
+def group():
+    """A stand-in that waits until it is aborted, as a communicator does whose other member is gone."""
+    aborted = threading.Event()
+    own = SimpleNamespace(device=torch.device("cpu", 0), comm=None, disabled=False, aborted=aborted)
+
+    def abort_once(_):
+        assert own.disabled, "calls after the abort were open"
+        aborted.set()
+
+    own.nccl = SimpleNamespace(ncclCommAbort=abort_once)
+    return own
+
+
+@pytest.fixture
+def stores(monkeypatch):
+    """The stores of trainer rank 0 and of another member, where there is no GPU."""
+    monkeypatch.setattr(torch.accelerator, "device_index", lambda _: nullcontext())
+    host, wait = "127.0.0.1", timedelta(seconds=10)
+    store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=wait)
+    return [store, dist.TCPStore(host, store.port, timeout=wait)]
+
+
+@pytest.mark.parametrize("loss", ["another member says so", "rank 0 has gone", "it takes too long"])
+def test_a_member_stops_waiting_when_another_is_lost(group, stores, loss):
+    with ends_when_lost(stores[1], group, 0.5 if loss == "it takes too long" else 30) as lost:
+        if loss == "another member says so":
+            say_lost(stores[0])
+        if loss == "rank 0 has gone":
+            del stores[0]
+        assert group.aborted.wait(30)
+    assert lost.is_set()
+
+
+def test_a_group_that_is_whole_is_left_alone_and_one_is_aborted_once(group, stores):
+    with ends_when_lost(stores[1], group, 30) as lost:
+        pass
+    say_lost(stores[0])  # of the next pass
+    assert not lost.is_set()
+    assert not group.aborted.is_set()
+    abort(group)
+    group.nccl = None
+    abort(group)
+
+
+def test_what_keeps_a_member_from_joining_is_said_at_once_to_it_and_to_the_others(stores):
+    def join():
+        raise OSError("no socket interface found")
+
+    ours, theirs = stores
+    with pytest.raises(OSError, match="no socket interface"):
+        joined(join, 0, theirs, timeout=30)
+    assert is_lost(ours)
+    assert joined(threading.Event().wait, 0, ours, timeout=30) is None  # another, that waits for it

@@ -11,13 +11,12 @@ import torch
 
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.models.weight_map import global_name, weight_map
-from megatron_ibpo.weights.formats import save as save_module
+from megatron_ibpo.weights.formats.save import save_hf
 from megatron_ibpo.weights.weight_errors import CheckpointError
 from support import tiny_models
 from support.checkpoint_bytes import assert_same_bytes, shard_by_hand, tensors_of, with_random_bits
 from support.conversions import loaded, round_trip
 from support.layouts import layout
-from support.ranks import run_ranks
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -65,17 +64,13 @@ def test_every_checkpoint_tensor_is_in_the_map_once_and_nothing_else(checkpoints
 
 def test_global_names_count_layers_and_experts_over_the_whole_model():
     for local, first_layer, first_expert, name in (
-        (
-            "module.decoder.layers.1.mlp.experts.fc.weight3",
-            4,
-            8,
-            "decoder.layers.5.mlp.experts.fc.weight11",
-        ),
-        ("decoder.layers.0.mlp.experts.fc2.bias1", 0, 2, "decoder.layers.0.mlp.experts.fc2.bias3"),
-        ("decoder.layers.0.self_attention.qkv.weight", 2, 4, "decoder.layers.2.self_attention.qkv.weight"),
-        ("output_layer.weight", 2, 4, "output_layer.weight"),
+        ("1.mlp.experts.linear_fc1.weight3", 4, 8, "5.mlp.experts.linear_fc1.weight11"),
+        ("0.mlp.experts.linear_fc2.bias1", 0, 2, "0.mlp.experts.linear_fc2.bias3"),
+        ("0.self_attention.linear_qkv.weight", 2, 4, "2.self_attention.linear_qkv.weight"),
     ):
-        assert global_name(local, first_layer, first_expert) == name
+        found = global_name(f"module.decoder.layers.{local}", first_layer, first_expert)
+        assert found == f"decoder.layers.{name}"
+    assert global_name("output_layer.weight", 2, 4) == "output_layer.weight"
 
 
 def test_ranks_share_a_key_value_head_by_rows_of_its_group(checkpoints):
@@ -115,116 +110,97 @@ MORE_CASES = [
 """On two ranks: what other layouts of the same families leave little doubt of."""
 
 
-def there_and_back(world, cases):
-    """Return, for each case (origin, where to save, layout, bfloat16?): (metadata, tensors or None in
-    order)."""
-    return [round_trip(world, *case) for case in cases]
-
-
 @pytest.mark.world
 @pytest.mark.parametrize(
-    ("size", "of_size", "first"),
+    ("ranks", "cases", "first"),
     [
         (1, CASES[1], 0),
         (2, CASES[2], 0),
         pytest.param(4, CASES[4], 0, marks=pytest.mark.slow),
-        *(pytest.param(size, of_size, 1, marks=pytest.mark.slow) for size, of_size in CASES.items()),
+        *(pytest.param(size, cases, 1, marks=pytest.mark.slow) for size, cases in CASES.items()),
         *(pytest.param(2, MORE_CASES, first, marks=pytest.mark.slow) for first in (0, 1)),
     ],
 )
-def test_the_round_trip_changes_no_bit_in_any_layout(checkpoints, tmp_path, size, of_size, first):
+def test_the_round_trip_changes_no_bit_in_any_layout(world, checkpoints, tmp_path, ranks, cases, first):
     """Cases take turns in float32 and bfloat16; those of Qwen3-Next and GLM, which keep some tensors in
     float32 anyway, are of both kinds in one go."""
-    cases = []
-    for number, (name, parallel) in enumerate(of_size):
+    for number, (name, parallel) in enumerate(cases):
         dtype = DTYPES[(number + first) % 2]
-        cases.append((checkpoints[name, dtype], tmp_path / str(number), parallel, dtype == torch.bfloat16))
-    by_rank = run_ranks(there_and_back, size, cases, timeout=240)
-    for number, (origin, saved, _, _) in enumerate(cases):
+        origin, saved = checkpoints[name, dtype], tmp_path / str(number)
+        metadata, tensors = round_trip(world, origin, saved, parallel, dtype == torch.bfloat16)
         expected = tensors_of(origin)
-        metadata, tensors = by_rank[0][number]
-        assert_same_bytes(dict(tensors), expected)
-        assert_same_bytes(tensors_of(saved), expected)
-        assert [(m.name, m.dtype, m.shape) for m in metadata] == [
-            (name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors
-        ]
-        for results in by_rank[1:]:
-            assert [name for name, _ in results[number][1]] == [name for name, _ in tensors]
-            assert all(tensor is None for _, tensor in results[number][1])
+        assert [m.name for m in metadata] == [name for name, _ in tensors]
+        assert {m.name: (m.dtype, m.shape) for m in metadata} == {
+            name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in expected.items()
+        }
+        if world.is_rank_0:
+            assert_same_bytes(dict(tensors), expected)
+            assert_same_bytes(tensors_of(saved), expected)
+        else:
+            assert all(tensor is None for _, tensor in tensors)
 
 
-def saved(world, origin, out_dir):
-    """Save where the disk is full, and then twice where it is not; return what is said of the full one."""
+@pytest.mark.world(2)
+def test_a_full_disk_is_refused_before_anything_is_written(world, checkpoints, tmp_path):
     from megatron_ibpo.weights.layout.export import HFExport
 
-    save_module.SHARD_BYTES = 300_000
+    origin = checkpoints["dense", torch.float32]
     export = HFExport(*loaded(world, origin, layout(tp=2)))
-    with (
-        mock.patch("shutil.disk_usage", return_value=SimpleNamespace(free=1000)),
-        pytest.raises(Exception, match="0.00 GB are free" if world.is_rank_0 else "") as refused,
-    ):
-        save_module.save_hf(export, world, out_dir / "full", origin)
+    full = mock.patch("shutil.disk_usage", return_value=SimpleNamespace(free=1000))
+    with full, pytest.raises(Exception, match="0.00 GB are free" if world.is_rank_0 else "") as refused:
+        save_hf(export, world, tmp_path / "hf", origin)
     assert refused.type.__name__ == ("DiskSpaceError" if world.is_rank_0 else "RemoteError")
-    for _ in range(2):
-        save_module.save_hf(export, world, out_dir, origin)
+    assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.world
-def test_a_saved_checkpoint_is_a_hugging_face_checkpoint(checkpoints, tmp_path):
+@pytest.mark.world(2)
+def test_a_saved_checkpoint_is_a_hugging_face_checkpoint(world, checkpoints, tmp_path):
     """It has several files, replaces one that was there, and has the origin's tokenizer and the trainer's
-    dtype. A full disk is refused before anything is written."""
+    dtype."""
     from transformers import AutoModelForCausalLM
 
-    origin = tmp_path / "origin"
-    shutil.copytree(checkpoints["dense", torch.bfloat16], origin)
-    (origin / "tokenizer.json").write_text("{}")
-    out_dir = tmp_path / "runs" / "hf"
-    out_dir.mkdir(parents=True)
-    (out_dir / "stale.safetensors").write_text("from an older save")
-    run_ranks(saved, 2, origin, out_dir)
+    from megatron_ibpo.weights.layout.export import HFExport
 
-    assert sorted(path.name for path in out_dir.parent.iterdir()) == ["hf"]
+    plain, origin, out_dir = checkpoints["dense", torch.bfloat16], tmp_path / "origin", tmp_path / "runs/hf"
+    if world.is_rank_0:
+        shutil.copytree(plain, origin)
+        (origin / "tokenizer.json").write_text("{}")
+        out_dir.mkdir(parents=True)
+        (out_dir / "stale.safetensors").write_text("from an older save")
+    export = HFExport(*loaded(world, plain, layout(tp=2)))
+    with mock.patch("megatron_ibpo.weights.formats.save.SHARD_BYTES", 300_000):
+        for _ in range(2):
+            save_hf(export, world, out_dir, origin)
+
+    assert [path.name for path in out_dir.parent.iterdir()] == ["hf"]
     written = {path.name for path in out_dir.iterdir()}
     assert {"tokenizer.json", "config.json", "model.safetensors.index.json"} <= written
-    assert not {"stale.safetensors", "full"} & written
+    assert "stale.safetensors" not in written
     assert sum(name.endswith(".safetensors") for name in written) > 1
     assert json.loads((out_dir / "config.json").read_text())["dtype"] == "float32"
-    model = AutoModelForCausalLM.from_pretrained(out_dir)
-    expected = tensors_of(origin)
-    assert_same_bytes(model.state_dict(), {name: tensor.float() for name, tensor in expected.items()})
+    if world.is_rank_0:
+        model = AutoModelForCausalLM.from_pretrained(out_dir)
+        assert_same_bytes(model.state_dict(), {name: own.float() for name, own in tensors_of(origin).items()})
 
 
-def load_all(world, paths):
-    """The error of loading each directory into the model of the first, as text."""
+@pytest.mark.world(1)
+def test_bad_checkpoints_are_refused_by_name(world, checkpoints, tmp_path):
+    """What damages a file or an index is in test_convert_faults.py."""
     from megatron_ibpo.weights.formats.load import load_hf
 
-    chunks, shape = loaded(world, paths[0])
-    said = []
-    for path in paths:
-        try:
-            load_hf(chunks, shape, path)
-            said.append("loaded")
-        except CheckpointError as error:
-            said.append(str(error))
-    return said
-
-
-@pytest.mark.world
-def test_bad_checkpoints_are_refused_by_name(checkpoints, tmp_path):
-    """What damages a file or an index is in test_convert_faults.py."""
     origin = checkpoints["dense", torch.float32]
+    chunks, shape = loaded(world, origin)
     norm = "model.layers.1.input_layernorm.weight"
-    cases = [
-        ({}, "loaded"),
+    for number, (changes, words) in enumerate((
         ({norm: None}, f"missing {norm}"),
-        ({norm: torch.ones(7)}, f"{norm} has shape (7,)"),
+        ({norm: torch.ones(7)}, rf"{norm} has shape \(7,\)"),
         ({"model.layers.7.mlp.up_proj.weight": torch.ones(1)}, "model.layers.7.mlp"),
         ({"mtp.norm.weight": torch.ones(1)}, "no place for: mtp.norm"),
-    ]
-    for number, (changes, _) in enumerate(cases):
+    )):  # fmt: skip
         changed = {n: t for n, t in (tensors_of(origin) | changes).items() if t is not None}
-        shard_by_hand(origin, tmp_path / str(number), changed)
-    paths = [tmp_path / str(number) for number in range(len(cases))]
-    (said,) = run_ranks(load_all, 1, [*paths, tmp_path])
-    for (_, words), message in zip([*cases, ({}, "holds neither")], said, strict=True):
-        assert words in message
+        bad = shard_by_hand(origin, tmp_path / str(number), changed)
+        with pytest.raises(CheckpointError, match=words):
+            load_hf(chunks, shape, bad)
+    load_hf(chunks, shape, shard_by_hand(origin, tmp_path / "whole", tensors_of(origin)))
+    with pytest.raises(CheckpointError, match="holds neither"):
+        load_hf(chunks, shape, tmp_path)
