@@ -9,14 +9,13 @@ from support.ranks import run_ranks
 
 @pytest.fixture
 def world():
-    """A rank's own; in the test's process there is none. Other fixtures must pickle."""
+    """A rank has its own; in the process of the test there is none. Its other fixtures must pickle."""
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem):
-    given = [pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters]
-    if "world" not in pyfuncitem.funcargs:
-        return None
-    size = pyfuncitem.funcargs.get("ranks") or pyfuncitem.get_closest_marker("world").args[0]
-    run_ranks(pyfuncitem.obj, size, *given[1:], timeout=280)
-    return True
+    parameters = [*inspect.signature(pyfuncitem.obj).parameters]
+    if parameters[:1] == ["world"]:
+        given = [pyfuncitem.funcargs[name] for name in parameters[1:]]
+        size = pyfuncitem.funcargs.get("ranks") or pyfuncitem.get_closest_marker("world").args[0]
+        return run_ranks(pyfuncitem.obj, size, *given, timeout=280)
+    return None

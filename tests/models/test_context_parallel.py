@@ -7,13 +7,11 @@ import subprocess
 import sys
 from collections import Counter
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_ibpo.basics.records import TrainSequence
 from megatron_ibpo.config import Config, ModelConfig
 from megatron_ibpo.models import read_hf_config, zigzag
 from megatron_ibpo.models.backends import LOCAL, Backends
@@ -23,6 +21,8 @@ from support.layouts import layout
 from support.paths import ROOT
 from support.ranks import run_ranks
 from support.tiny_models import make_gpt_oss, make_qwen3, make_qwen3_next
+from support.train_sequences import sequence
+from support.trainers import weights_of
 
 
 def test_each_rank_holds_an_early_and_a_late_chunk_of_every_sequence():
@@ -81,21 +81,16 @@ def mixed(world, chunks):
     return mine, list(zip(outputs, whole, strict=True)), gradients, of_whole, *sent
 
 
-GIVEN = {"send": 0, "_allgather_base_": 1, "_reduce_scatter_base_": 1, "alltoall_base_": 1}
-"""Collectives, and the place of what is given among their arguments."""
-
-
 class BytesSent(TorchDispatchMode):
-    """Counts bytes that this rank gives to collectives and to sends, by their names."""
-
     def __init__(self):
         super().__init__()
         self.bytes = Counter()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = function.overloadpacket.__name__
-        if function.namespace == "c10d" and name in GIVEN:
-            given = args[GIVEN[name]]
+        counted = "send", "_allgather_base_", "_reduce_scatter_base_", "alltoall_base_"
+        if function.namespace == "c10d" and name in counted:
+            given = args[0 if name == "send" else 1]
             tensors = given if isinstance(given, list | tuple) else [given]
             self.bytes[name] += sum(tensor.nbytes for tensor in tensors)
         return function(*args, **(kwargs or {}))
@@ -127,26 +122,15 @@ def test_what_a_delta_net_sends_does_not_grow_with_the_sequence(world):
         assert both == forward | {"send": 2 * sends * states, "_reduce_scatter_base_": 4 * 2 * tokens}
 
 
-LAYOUTS = {
-    "dense": {2: [layout(cp=2)], 4: [layout(cp=4), layout(cp=2, tp=2), layout(cp=2, pp=2)]},
-    "next": {
-        2: [layout(cp=2), layout(cp=2, ep=2)],
-        4: [layout(cp=4), layout(cp=4, ep=2), layout(cp=2, tp=2, ep=4), layout(cp=2, pp=2, ep=2)],
-    },
-    "oss": {2: [layout(cp=2)], 4: [layout(cp=4), layout(cp=2, tp=2, ep=2)]},
-}
-
-
-def sequences():
-    """Return sequences of 2 tokens, which are one row and fewer than any group's ranks, to a hundred."""
-    rng = random.Random(3)
-    rows = []
+def rows():
+    """Sequences of 2 tokens, which are one row and fewer than any group's ranks, to a hundred."""
+    rng, made = random.Random(3), []
     for number, sizes in enumerate([(1, 1), (3, 2), (40, 61), (2, 20), (1, 3)]):
-        prompt, response = (np.array([rng.randrange(2, 64) for _ in range(size)], np.int32) for size in sizes)
-        mask = np.array([rng.random() < 0.8 for _ in response])
-        own = {"advantage": rng.choice([-1.5, 0.5, 1.0]), "weight": 0.25 * (1 + number), "group": number}
-        rows.append(TrainSequence(prompt, response, mask, prompt_index=number, index=0, **own))
-    return rows
+        prompt, response = ([rng.randrange(2, 64) for _ in range(size)] for size in sizes)
+        mask = [rng.random() < 0.8 for _ in response]
+        own = {"advantage": rng.choice([-1.5, 0.5, 1.0]), "weight": 0.25 * (1 + number), "loss_mask": mask}
+        made.append(sequence(prompt, response, group=number, **own))
+    return made
 
 
 def losses_and_gradients(world, paths):
@@ -161,8 +145,9 @@ def loss_and_gradients(world, path, parallel_config, libraries=LOCAL):
 
     from megatron_ibpo.loss import make_objective, policy_loss
     from megatron_ibpo.policy import parallel
+    from megatron_ibpo.policy.forward_backward import _lay_out_all
     from megatron_ibpo.policy.model import build_model
-    from megatron_ibpo.policy.packing import Context, lay_out, pack
+    from megatron_ibpo.policy.packing import pack
     from megatron_ibpo.policy.planning import MicroBatch
     from megatron_ibpo.weights.formats.load import load_hf
     from megatron_ibpo.weights.layout.export import HFExport
@@ -178,16 +163,10 @@ def loss_and_gradients(world, path, parallel_config, libraries=LOCAL):
     wide = distributed.DistributedDataParallelConfig(grad_reduce_in_fp32=False)
     model = distributed.DistributedDataParallel(core, wide, chunks[0].double())
     core.finalize_model_grads_func = distributed.finalize_model_grads
-    context = Context(
-        parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size(),
-        parallel_state.get_context_parallel_group(),
-    )  # fmt: skip
-    tp_group = parallel_state.get_tensor_model_parallel_group()
-    rows, seen, batches = sequences(), [], []
-    for part in (rows[:3], rows[3:], []):  # the last has no sequence
-        micro_batch = pack(MicroBatch(tuple(range(len(part))), tuple(part)))
-        cpu = torch.device("cpu")
-        batches.append(lay_out(micro_batch, multiple=tp_group.size(), device=cpu, context=context))
+    tp_group, seen = parallel_state.get_tensor_model_parallel_group(), []
+    parts = rows()[:3], rows()[3:], []  # the last has no sequence
+    packs = [pack(MicroBatch(tuple(range(len(part))), tuple(part))) for part in parts]
+    batches = _lay_out_all(packs, torch.device("cpu"), core)
 
     def loss_of(batch, logits):
         width = logits.shape[-1]
@@ -212,9 +191,9 @@ def loss_and_gradients(world, path, parallel_config, libraries=LOCAL):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(parameter.main_grad)
-    gradients = {name: None if grad is None else grad.clone() for name, grad in HFExport([model], shape)}
+    gradients = weights_of(HFExport([model], shape))
     parallel.destroy()
-    return seen, gradients if world.is_rank_0 else None
+    return seen, gradients
 
 
 @pytest.fixture(scope="module")
@@ -232,11 +211,19 @@ def alone(tmp_path_factory):
     return {name: (path, *own) for (name, path), own in zip(paths.items(), found, strict=True)}
 
 
+TWO = {"dense": [layout(cp=2)], "next": [layout(cp=2), layout(cp=2, ep=2)], "oss": [layout(cp=2)]}
+FOUR = {
+    "dense": [layout(cp=4), layout(cp=2, tp=2), layout(cp=2, pp=2)],
+    "next": [layout(cp=4), layout(cp=4, ep=2), layout(cp=2, tp=2, ep=4), layout(cp=2, pp=2, ep=2)],
+    "oss": [layout(cp=4), layout(cp=2, tp=2, ep=2)],
+}
+
+
 @pytest.mark.world
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_loss_and_gradients_are_those_of_one_rank(world, alone, ranks):
+@pytest.mark.parametrize(("ranks", "layouts"), [(2, TWO), pytest.param(4, FOUR, marks=pytest.mark.slow)])
+def test_loss_and_gradients_are_those_of_one_rank(world, alone, ranks, layouts):
     """Through packing, models and loss; with fewer rows than ranks, and where the padding is all there is."""
-    for case in [(name, chosen) for name, layouts in LAYOUTS.items() for chosen in layouts[ranks]]:
+    for case in [(name, chosen) for name, own in layouts.items() for chosen in own]:
         path, expected, gradients = alone[case[0]]
         losses, own = loss_and_gradients(world, path, case[1])
         assert losses in ([], pytest.approx(expected, abs=1e-12)), case
@@ -284,8 +271,8 @@ def test_three_steps_of_the_loop_with_ranks_that_share_sequences(tmp_path):
     recipe = ROOT / "examples/recipes/tiny_qwen3_next_ibpo.yaml"
     command = [sys.executable, "-m", "megatron_ibpo.commands.train", "--run-dir", str(tmp_path / "run")]
     subprocess.run([*command, "--config", str(recipe), *flags.split()], cwd=ROOT, check=True, timeout=280)
-    rows = rows_of(tmp_path / "run")
-    assert [row["step"] for row in rows] == [1, 2, 3]
-    for row in rows:
+    steps = rows_of(tmp_path / "run")
+    assert [row["step"] for row in steps] == [1, 2, 3]
+    for row in steps:
         assert row["grad_norm"] > 0
         assert row["logprob_diff_abs_mean"] < 0.01  # the engine computes in bfloat16

@@ -18,35 +18,20 @@ from support.trainers import weights_of
 PLAIN = """
 from dataclasses import replace
 
-from megatron_ibpo.models import shared_entries, spec
+from megatron_ibpo.models import llama
+from megatron_ibpo.models.llama import layer_spec, megatron_fields
 from megatron_ibpo.models.shape import ModelShape, common_fields
 
 
 def read(fields):
-    return ModelShape(**common_fields(fields), ffn_hidden_size=fields.count("mlp_size"))
+    sizes = {"ffn_hidden_size": fields.count("mlp_size"), "query_key_norms": False}
+    return ModelShape(**common_fields(fields), **sizes)
 
 
 def layer_entries(shape, layer):
-    entries = [*shared_entries.attention(shape), *shared_entries.dense_mlp(shape)]
-    norms = "self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight"
-    return [renamed(entry) for entry in entries if entry.name not in norms]
-
-
-def renamed(entry):
-    pieces = (replace(piece, name=piece.name.replace("self_attn", "attn")) for piece in entry.pieces)
-    return replace(entry, pieces=tuple(pieces))
-
-
-def layer_spec(shape, layer, backend):
-    from megatron.core.transformer.identity_op import IdentityOp
-
-    mixer = spec.attention(backend)
-    mixer.submodules.q_layernorm = mixer.submodules.k_layernorm = IdentityOp
-    return spec.transformer_layer(mixer, spec.dense_mlp(backend))
-
-
-def megatron_fields(shape):
-    return {"qk_layernorm": False}
+    for entry in llama.layer_entries(shape, layer):
+        pieces = (replace(piece, name=piece.name.replace("self_attn", "attn")) for piece in entry.pieces)
+        yield replace(entry, pieces=tuple(pieces))
 """
 """A family "plain": a dense Qwen3 without norms of queries and keys, and with names of its own."""
 

@@ -25,7 +25,6 @@ def boundaries(lengths):
 
 
 def rule_inputs(lengths, seed, key_heads=2, value_heads=4, key_dim=5, value_dim=3):
-    """(query, key, value, decay, beta) of all tokens."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape):

@@ -1,20 +1,18 @@
 """The multi-token prediction layer beside the policy. Gradients are read off weights, as in test_trainer."""
 
-import shutil
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
 
 from megatron_ibpo.models import check_layout, read_hf_config
 from megatron_ibpo.weights.formats.convert import megatron_to_hf
 from megatron_ibpo.weights.transfer.update_order import drafts_with_own_layer
 from megatron_ibpo.weights.weight_errors import CheckpointError
 from support import planned
-from support.checkpoint_bytes import assert_same_bytes, one_tensor_per_expert, tensors_of
+from support.checkpoint_bytes import assert_same_bytes, one_tensor_per_expert, tensors_of, with_weights
 from support.layouts import layout
 from support.mtp_checkpoints import MIXED, with_mtp
 from support.tiny_models import make_qwen3, make_qwen3_5, make_qwen3_next
@@ -57,19 +55,12 @@ def plain_formula(hf_dir, rows, directory):
     (`qwen3_next_mtp.py`)."""
     from transformers import AutoModelForCausalLM
 
-    drawn = load_file(hf_dir / "model.safetensors")
-    inner = f"model.layers.{MIXED}."
-    shutil.copytree(hf_dir, directory)
+    drawn, inner = tensors_of(hf_dir), f"model.layers.{MIXED}."
     swapped = {n: t for n, t in drawn.items() if not n.startswith(("mtp.", inner))}
     swapped |= {n.replace("mtp.layers.0.", inner): t for n, t in drawn.items() if "mtp.layers." in n}
-    save_file(swapped, directory / "model.safetensors", metadata={"format": "pt"})
-
-    def load(path):
-        return AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
-        )
-
-    policy, model = load(hf_dir), load(directory).model
+    how: dict = {"attn_implementation": "eager", "experts_implementation": "eager", "dtype": torch.float32}
+    policy = AutoModelForCausalLM.from_pretrained(hf_dir, **how)
+    model = AutoModelForCausalLM.from_pretrained(with_weights(hf_dir, directory, swapped), **how).model
     layer, rotary = model.layers[MIXED], model.rotary_emb
     own = {n: drawn[n].requires_grad_() for n in drawn if n.startswith("mtp.") and "layers" not in n}
 
@@ -103,7 +94,6 @@ def plain_formula(hf_dir, rows, directory):
 
 
 def trained(world, hf_dir, config, rows, updates=1):
-    """(weights before and after updates, on rank 0; metrics)"""
     trainer, export, _ = open_trainer(world, hf_dir, config)
     before = weights_of(export)
     metrics = [planned.update(trainer, rows) for _ in range(updates)]

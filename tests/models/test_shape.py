@@ -26,16 +26,10 @@ def write(directory, config):
     return directory
 
 
-def rope(**fields):
-    return {"rope_scaling": None, "rope_parameters": fields}
-
-
-YARN_OF_8B = {"rope_theta": 5e5, "rope_scaling": RopeScaling("yarn", 4.0, 32768)}
-BIASES_OF_LLAMA = {"qkv_bias": True, "attention_output_bias": True, "mlp_bias": False}
-WITHOUT_DENSE_LAYERS = {"first_k_dense_replace": 0, "n_shared_experts": 2, "num_nextn_predict_layers": 0}
-
-
 def test_published_configs_are_read_in_every_spelling(tmp_path):
+    yarn_of_8b = {"rope_theta": 5e5, "rope_scaling": RopeScaling("yarn", 4.0, 32768)}
+    new_yarn = {"rope_scaling": None, "rope_parameters": {**YARN, "rope_type": "yarn", "rope_theta": 5e5}}
+    without_dense_layers = {"first_k_dense_replace": 0, "n_shared_experts": 2, "num_nextn_predict_layers": 0}
     for config, expected in (
         (NEXT_80B, {"family": "qwen3_next", "head_dim": 256, "rotary_dim": 64, "rope_theta": 1e7,
                     "num_experts": 512, "experts_per_token": 10, "expert_hidden_size": 512,
@@ -45,18 +39,19 @@ def test_published_configs_are_read_in_every_spelling(tmp_path):
                        "rope_scaling": RopeScaling("llama3", 8.0, 8192), "query_key_norms": False,
                        "qkv_bias": False, "attention_output_bias": False, "mlp_bias": False}),
         # scaled positions in old and new spelling
-        (LLAMA_31_8B | {"rope_scaling": YARN}, YARN_OF_8B),
-        (LLAMA_31_8B | {"rope_scaling": {**YARN, "rope_type": "yarn"}}, YARN_OF_8B),
-        (LLAMA_31_8B | rope(**YARN, rope_type="yarn", rope_theta=5e5), YARN_OF_8B),
+        (LLAMA_31_8B | {"rope_scaling": YARN}, yarn_of_8b),
+        (LLAMA_31_8B | {"rope_scaling": {**YARN, "rope_type": "yarn"}}, yarn_of_8b),
+        (LLAMA_31_8B | new_yarn, yarn_of_8b),
         # Llama 2 7B is published so, and transformers writes missing values so
         (LLAMA_31_8B | {"num_key_value_heads": None, "head_dim": None, "attention_bias": True},
-         {"num_key_value_heads": 32, "head_dim": 128, **BIASES_OF_LLAMA}),
+         {"num_key_value_heads": 32, "head_dim": 128, "qkv_bias": True, "attention_output_bias": True,
+          "mlp_bias": False}),
         (GLM_AIR, {"head_dim": 128, "rotary_dim": 64, "rope_theta": 1e6, "query_key_norms": False,
                    "qkv_bias": True, "attention_output_bias": False, "ffn_hidden_size": 10944,
                    "moe_layers": 45, "num_experts": 128, "experts_per_token": 8, "expert_hidden_size": 1408,
                    "shared_expert_hidden_size": 1408, "shared_expert_gate": False,
                    "carried": ("model.layers.46.",)}),
-        (GLM_AIR | WITHOUT_DENSE_LAYERS,
+        (GLM_AIR | without_dense_layers,
          {"moe_layers": 46, "shared_expert_hidden_size": 2816, "carried": ()}),
         *((OSS_20B | spelling,
            {"head_dim": 64, "rotary_dim": 64, "rope_theta": 1.5e5, "attention_sinks": True,
@@ -89,23 +84,20 @@ def test_transformers_5_spelling_means_the_same(tmp_path, next_80b):
     assert read_hf_config(make_qwen3(tmp_path / "dense", 0, tie=True)).tie_word_embeddings
 
 
-UNSUPPORTED = (
-    (GLM_AIR, {"n_group": 8, "topk_group": 4, "norm_topk_prob": False, "num_experts_per_tok": 1}),
-    (GLM_AIR, {"tie_word_embeddings": True}),
-    (OSS_20B, {"attention_bias": False, "attention_dropout": 0.1, "tie_word_embeddings": True}),
-    (OSS_20B, {"swiglu_limit": 5.0, "swiglu_alpha": 1.0}),
-    (NEXT_80B, {"attention_bias": True, "mlp_only_layers": [0]}),
-    (LLAMA_31_8B, {"hidden_act": "gelu"}),
-)
-"""Values that other models have, and which these would compute wrongly."""
-OTHER_TURNS = ["full_attention", "sliding_attention"] * 12
-OTHER_FREQUENCIES = LLAMA_31_8B["rope_scaling"] | {"high_freq_factor": 8}
-
-
 def test_a_config_that_cannot_be_built_is_refused(tmp_path):
+    unsupported = (  # values that other models have, and which these would compute wrongly
+        (GLM_AIR, {"n_group": 8, "topk_group": 4, "norm_topk_prob": False, "num_experts_per_tok": 1}),
+        (GLM_AIR, {"tie_word_embeddings": True}),
+        (OSS_20B, {"attention_bias": False, "attention_dropout": 0.1, "tie_word_embeddings": True}),
+        (OSS_20B, {"swiglu_limit": 5.0, "swiglu_alpha": 1.0}),
+        (NEXT_80B, {"attention_bias": True, "mlp_only_layers": [0]}),
+        (LLAMA_31_8B, {"hidden_act": "gelu"}),
+    )
+    other_turns = ["full_attention", "sliding_attention"] * 12
+    other_frequencies = LLAMA_31_8B["rope_scaling"] | {"high_freq_factor": 8}
     for config, words in (
         *((base | {name: value}, f"{name}={value!r} is not supported")
-          for base, changes in UNSUPPORTED for name, value in changes.items()),
+          for base, changes in unsupported for name, value in changes.items()),
         ("{", "not valid JSON"),
         ("[]", "must hold a JSON object"),
         ({}, "model_type None is unknown"),
@@ -116,7 +108,7 @@ def test_a_config_that_cannot_be_built_is_refused(tmp_path):
         (NEXT_80B | {"hidden_size": "2048"}, "hidden_size must be a positive integer, is '2048'"),
         (NEXT_80B | {"tie_word_embeddings": 1}, "tie_word_embeddings must be true or false"),
         (NEXT_80B | {"layer_types": ["full_attention"]}, "layer_types must name 48 layers"),
-        (OSS_20B | {"layer_types": OTHER_TURNS}, "sliding_attention and full_attention in turn for 24"),
+        (OSS_20B | {"layer_types": other_turns}, "sliding_attention and full_attention in turn for 24"),
         (GLM_AIR | {"first_k_dense_replace": 46}, "first_k_dense_replace=46 leaves no layer of 46 with"),
         (GLM_AIR | {"first_k_dense_replace": -1}, "first_k_dense_replace must be an integer of at least 0"),
         (GLM_AIR | {"routed_scaling_factor": 0}, "routed_scaling_factor must be positive, is 0"),
@@ -125,7 +117,7 @@ def test_a_config_that_cannot_be_built_is_refused(tmp_path):
         (LLAMA_31_8B | {"rope_scaling": {"type": "dynamic"}}, "rope type 'dynamic' is not supported"),
         (LLAMA_31_8B | {"rope_scaling": 3}, "rope_scaling must be an object"),
         (LLAMA_31_8B | {"rope_scaling": {"type": "linear"}}, "needs a factor of at least 1, has None"),
-        (LLAMA_31_8B | {"rope_scaling": OTHER_FREQUENCIES}, "high_freq_factor=8 is not supported: mega"),
+        (LLAMA_31_8B | {"rope_scaling": other_frequencies}, "high_freq_factor=8 is not supported: mega"),
         (LLAMA_31_8B | {"rope_scaling": YARN | {"attention_factor": 1.2}}, "attention_factor=1.2 is not"),
         (TINY | {"rope_parameters": {"rope_theta": 0}}, "rope_theta must be at least 1, is 0"),
         (TINY | {"rope_parameters": {"partial_rotary_factor": 1e9}}, "is not an even number up to that"),

@@ -16,7 +16,6 @@ from support.tiny_models import make_gpt_oss, make_qwen3, make_qwen3_next
 
 
 def said_by(*program):
-    """What a program prints last, as JSON."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(TESTS)])}
     command = [sys.executable, "-W", "ignore", *map(str, program)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
@@ -37,12 +36,11 @@ def built(tmp_path_factory):
     return dict(zip(models, said, strict=True))
 
 
-@pytest.mark.parametrize("what", ["parameters", "marks", "checkpoint"])
-@pytest.mark.parametrize("model", ["hybrid", "dense", "biased"])
-def test_both_back_ends_agree(built, model, what):
-    engine, local = built[model]["te"][what], built[model]["local"][what]
-    assert engine == local
-    assert len(engine) > 10
+def test_both_back_ends_agree(built):
+    for model in built.values():
+        for what in ("parameters", "marks", "checkpoint"):
+            assert model["te"][what] == model["local"][what]
+            assert len(model["te"][what]) > 10
 
 
 def test_transformer_engines_classes_serve_where_the_spec_says(built):

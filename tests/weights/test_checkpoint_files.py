@@ -15,7 +15,7 @@ from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.run.cost import Spent
 from megatron_ibpo.weights.formats import directories, retention
 from megatron_ibpo.weights.formats.directories import publish
-from megatron_ibpo.weights.formats.integrity import check_integrity, write_integrity
+from megatron_ibpo.weights.formats.integrity import changed_files, check_integrity, write_integrity
 from megatron_ibpo.weights.formats.load import check_finite, is_finite
 from megatron_ibpo.weights.formats.retention import Keep
 from megatron_ibpo.weights.formats.run_state import load_run_state, read_layout
@@ -119,21 +119,19 @@ def test_what_is_no_file_of_its_kind_is_told_without_reading_it(tmp_path):
     (tmp_path / "c.distcp").symlink_to("c.distcp")
     with pytest.raises(CheckpointError) as refused:
         check_integrity(tmp_path)
-    assert "b.distcp is a pipe" in str(refused.value)
-    assert "c.distcp: Too many levels of symbolic links" in str(refused.value)
-    assert "config.json has 1,000,000,000,000 bytes; such a file may have at most" in str(refused.value)
+    for words in (
+        "b.distcp is a pipe",
+        "c.distcp: Too many levels of symbolic links",
+        "1,000,000,000,000 bytes",
+    ):
+        assert words in str(refused.value)
 
 
 def test_each_of_several_processes_takes_its_part(written):
     (written / "b.distcp").unlink()
-    found = []
-    for part in range(3):
-        try:
-            check_integrity(written, part, 3)
-        except CheckpointError as error:
-            found.append(str(error))
-    assert len(found) == 1
-    assert "b.distcp is missing" in found[0]
+    found = [changed_files(written, part, 3) for part in range(3)]
+    assert sorted(map(len, found)) == [0, 0, 1]
+    assert "b.distcp is missing" in str(found)
 
 
 def test_a_malformed_manifest(written):

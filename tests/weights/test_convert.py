@@ -38,9 +38,8 @@ from support.checkpoint_bytes import (
 from support.conversions import ALONE, edit_json, loaded
 from support.layouts import layout
 from support.mtp_checkpoints import mtp_tensors
-from support.ranks import run_ranks
 from support.train_sequences import sequences
-from support.trainers import close_trainer, config_for, open_trainer, weights_of
+from support.trainers import config_for, open_trainer, weights_of
 
 
 @pytest.fixture(scope="module")
@@ -113,10 +112,8 @@ def cases():
     for name in (*DENSE, *EXPERTS):
         for place, parallel in (LAYOUTS | (EXPERT_LAYOUTS if name in EXPERTS else {})).items():
             if name != "oss" or parallel.expert_tensor_parallel_size == 1:  # experts with biases
-                marks = () if place in FAST[name] else pytest.mark.slow
-                yield pytest.param(
-                    name, parallel, 2 if "interleaved" in place else 1, id=f"{name} {place}", marks=marks
-                )
+                marks, pieces = () if place in FAST[name] else pytest.mark.slow, 1 + ("interleaved" in place)
+                yield pytest.param(name, parallel, pieces, id=f"{name} {place}", marks=marks)
     yield pytest.param("glm mtp", layout(tp=2, pp=2, ep=2, first=1), 1, id="glm mtp")
     yield pytest.param("few", layout(tp=4), 1, id="few TP4")
     yield pytest.param("odd", layout(tp=4), 1, id="odd TP4")
@@ -151,8 +148,8 @@ def test_each_rank_of_the_layout_has_the_files_of_its_own_shards(models, tmp_pat
         "output_layer.weight": "23",
     }.items():
         assert ranks[name] == {f"__{rank}" for rank in expected}
-    chunks = stored.tensors["decoder.layers.3.self_attention.linear_qkv.weight"].chunks
-    sizes = {tuple(chunk.sizes) for chunk in chunks}
+    qkv = stored.tensors["decoder.layers.3.self_attention.linear_qkv.weight"]
+    sizes = {tuple(chunk.sizes) for chunk in qkv.chunks}
     assert sizes == {(2 * 32 * (2 + 2), 96)}, "two of the four groups, queries and gates, keys and values"
 
 
@@ -189,28 +186,10 @@ def test_the_result_is_whole_and_loads_in_transformers(models, tmp_path, monkeyp
         assert changed_files(directory) == []
 
 
-def test_mtp_layers_are_carried_there_and_back_and_taken_from_the_origin_after_training(models, tmp_path):
-    hf_to_megatron(models["mtp"], tmp_path / "stored", layout(tp=2, ep=2), ALONE)
-    assert "mtp.layers.0.eh_proj.weight" in StoredCheckpoint(tmp_path / "stored").tensors
+def test_mtp_layers_are_taken_from_the_origin_after_training(models, tmp_path):
     hf_to_megatron(models["next"], tmp_path / "trained", layout(), ALONE)  # as training saves: without
     megatron_to_hf(tmp_path / "trained", tmp_path / "back", ALONE, origin=models["mtp"])
     assert_same_bytes(tensors_of(tmp_path / "back"), tensors_of(models["mtp"]))
-
-
-@pytest.mark.world
-def test_a_prediction_layer_that_is_one_more_layer_is_taken_from_the_origin(models, trained, tmp_path):
-    """The router's correction, which no gradient reaches, is what it was, in float32."""
-    (stored, weights), origin = trained["glm"], models["glm mtp"]
-    with pytest.raises(ValueError, match=r"training keeps no model\.layers\.4\.\*, which .*--origin-hf-ch"):
-        megatron_to_hf(stored, tmp_path / "without", ALONE)
-    megatron_to_hf(stored, tmp_path / "back", ALONE, origin=origin)
-    original = tensors_of(origin)
-    kept = {name: own for name, own in original.items() if name.startswith("model.layers.4.")}
-    assert_same_bytes(tensors_of(tmp_path / "back"), weights | kept)
-    corrections = [name for name in weights if name.endswith("e_score_correction_bias")]
-    assert len(corrections) == 3
-    assert_same_bytes({n: weights[n] for n in corrections}, {n: original[n] for n in corrections})
-    assert not torch.equal(weights["model.norm.weight"].float(), original["model.norm.weight"].float())
 
 
 def test_more_than_one_mtp_layer_is_refused_by_name(models, tmp_path):
@@ -223,11 +202,9 @@ def test_more_than_one_mtp_layer_is_refused_by_name(models, tmp_path):
 
 QUICK = [("next", layout(pp=2), 2), ("odd", layout(tp=2)), ("oss", layout(tp=2))]
 LOADED = {
-    1: [("dense", layout(tp=4)), ("tied", layout(pp=2)), ("odd", layout(tp=2)), ("moe", layout(ep=2)),
-        ("glm", layout(tp=2, ep=2)), ("oss", layout(tp=2, ep=2)), ("next", layout(tp=2, ep=4))],
-    2: [("dense", layout(tp=2)), ("tied", layout(pp=2)), ("odd", layout(tp=2)), ("moe", layout(etp=2, tp=2)),
-        ("glm mtp", layout(pp=2, first=1)), ("oss", layout(pp=2)), ("next", layout(pp=2, first=1)),
-        ("mtp", layout(tp=2, ep=2))],
+    1: [("dense", layout(tp=4)), ("tied", layout(pp=2)), ("moe", layout(ep=2)), ("glm", layout(tp=2, ep=2))],
+    2: [("dense", layout(tp=2)), ("tied", layout(pp=2)), ("moe", layout(etp=2, tp=2)), ("oss", layout(pp=2)),
+        ("glm mtp", layout(pp=2, first=1)), ("next", layout(pp=2, first=1)), ("mtp", layout(tp=2, ep=2))],
     4: [("dense", layout(tp=4)), ("odd", layout(tp=4)), ("oss", layout(tp=2, pp=2, ep=2)),
         ("next", layout(tp=4, ep=2, etp=2)), ("next", layout(pp=2, last=3, ep=2))],
 }  # fmt: skip
@@ -262,38 +239,32 @@ def test_loading_a_conversion_is_loading_the_original_in_every_layout(world, mod
         parallel.destroy()
 
 
-def saved_by_training(world, runs):
-    """Return what a trainer exports after an update and a save, for each checkpoint and its directory."""
+@pytest.mark.world(2)
+@pytest.mark.parametrize("name", ["next", "glm"])
+def test_what_training_saves_converts_to_what_it_exports(world, models, tmp_path, name):
     from megatron_ibpo.policy.saving import save_checkpoint
 
-    exports = []
-    for hf_dir, directory in runs:
-        config = config_for(layout(tp=2, ep=2), lr=1e-3)
-        config.model.hf_checkpoint = hf_dir
-        trainer, export, _ = open_trainer(world, hf_dir, config)
-        planned.update(trainer, sequences(4))
-        save_checkpoint(trainer, directory / "checkpoints", 7, {})
-        exports.append(weights_of(export))
-        close_trainer()
-    return exports
-
-
-@pytest.fixture(scope="module")
-def trained(models, tmp_path_factory):
-    """Return what training saved, and what it exported, by model."""
-    runs = {name: tmp_path_factory.mktemp(name) for name in ("glm", "next")}
-    exports, _ = run_ranks(saved_by_training, 2, [(models[name], run) for name, run in runs.items()])
-    return {name: (find_stored(run), own) for (name, run), own in zip(runs.items(), exports, strict=True)}
-
-
-@pytest.mark.world
-def test_what_training_saves_converts_to_what_it_exports(models, trained, tmp_path):
-    stored, weights = trained["next"]
+    config, back = config_for(layout(tp=2, ep=2), lr=1e-3), tmp_path / "back"
+    config.model.hf_checkpoint = models[name]
+    trainer, export, _ = open_trainer(world, models[name], config)
+    planned.update(trainer, sequences(4))
+    save_checkpoint(trainer, tmp_path / "checkpoints", 7, {})
+    stored, weights, origin, kept = find_stored(tmp_path), weights_of(export), None, {}
     assert stored.name == "step_000007"
-    megatron_to_hf(stored, tmp_path / "back", ALONE)
-    assert_same_bytes(tensors_of(tmp_path / "back"), weights)
-    assert differing_tensors(tmp_path / "back", stored, ALONE) == []
-    assert "model.norm.weight" in differing_tensors(models["next"], stored, ALONE)
+    if name == "glm":  # whose prediction layer is one more layer
+        with pytest.raises(ValueError, match=r"keeps no model\.layers\.4\.\*, which .*--origin-hf-ch"):
+            megatron_to_hf(stored, back, world)
+        origin = models["glm mtp"]
+        kept = {n: t for n, t in tensors_of(origin).items() if n.startswith("model.layers.4.")}
+    megatron_to_hf(stored, back, world, origin=origin)
+    assert differing_tensors(back, stored, world) == []
+    assert "model.norm.weight" in differing_tensors(models[name], stored, world)
+    if world.is_rank_0:
+        assert_same_bytes(tensors_of(back), weights | kept)
+        # a router's correction, which no gradient reaches, is what it was, in float32
+        before = {n: t for n, t in tensors_of(models[name]).items() if n.endswith("e_score_correction_bias")}
+        assert len(before) == (3 if name == "glm" else 0)
+        assert_same_bytes({n: weights[n] for n in before}, before)
 
 
 @pytest.mark.world(2)

@@ -50,7 +50,6 @@ def origin(tmp_path_factory):
 
 @pytest.fixture
 def here(tmp_path, origin):
-    """A sharded copy that a test may break, and where its conversion goes."""
     source = shard_by_hand(origin, tmp_path / "hf", load_file(origin / "model.safetensors"))
     return source, tmp_path / "out" / "new"
 
@@ -69,8 +68,6 @@ def stored(tmp_path, converted):
 
 
 def tensors(**changes):
-    """Other tensors, in one file."""
-
     def change(source):
         held = {n: t for file in "ab" for n, t in load_file(source / f"{file}.safetensors").items()} | changes
         (source / INDEX).unlink()
@@ -80,7 +77,7 @@ def tensors(**changes):
 
 
 def config(**changes):
-    return lambda source: edit_json(source / "config.json", **changes)
+    return lambda directory: edit_json(next(directory.rglob("config.json")), **changes)
 
 
 def index(edit):
@@ -95,13 +92,9 @@ def index(edit):
     return change
 
 
-def first_file(content):
-    return lambda source: (source / "a.safetensors").write_bytes(content)
-
-
 def header(dtype, shape, *offsets):
     text = json.dumps({NORM: {"dtype": dtype, "shape": shape, "data_offsets": offsets}}).encode()
-    return first_file(struct.pack("<Q", len(text)) + text + bytes(384))
+    return struct.pack("<Q", len(text)) + text + bytes(384)
 
 
 KEYS = "model.layers.1.self_attn.k_proj.weight"
@@ -130,14 +123,12 @@ OUTSIDE = ["pytorch_model.bin", "/etc/passwd", "x/../../other/a.safetensors", ""
         (index('{"weight_map": {"a": {}}}'), "hf"),
         *((index(lambda files, file=file: files | {NORM: file}), f"{INDEX}|{NORM} should be in {file!r}")
           for file in OUTSIDE),
-        (first_file(b""), "a.safetensors cannot be read"),
-        (first_file(struct.pack("<Q", HUGE) + b"{}"), "a.safetensors cannot be read"),
-        (first_file(struct.pack("<Q", 2) + b"[]"), "a.safetensors cannot be read"),
-        (header("F32", [HUGE], 0, 4 * HUGE), "a.safetensors cannot be read"),
-        (header("F32", [HUGE, HUGE], 0, 384), "a.safetensors cannot be read"),
-        (header("F32", [96], HUGE, HUGE + 384), "a.safetensors cannot be read"),
-        (header("F32", [-96], 0, 384), "a.safetensors cannot be read"),
-        (header("F99", [96], 0, 384), "a.safetensors cannot be read"),
+        *((lambda source, content=content: (source / "a.safetensors").write_bytes(content),
+           "a.safetensors cannot be read") for content in (
+            b"", struct.pack("<Q", HUGE) + b"{}", struct.pack("<Q", 2) + b"[]",
+            header("F32", [HUGE], 0, 4 * HUGE), header("F32", [HUGE, HUGE], 0, 384),
+            header("F32", [96], HUGE, HUGE + 384), header("F32", [-96], 0, 384), header("F99", [96], 0, 384),
+        )),
     ],
 )  # fmt: skip
 def test_a_hugging_face_checkpoint_that_is_not_whole_or_of_another_model(here, damage, words):
@@ -189,8 +180,6 @@ def test_a_layout_that_cannot_hold_the_model(here):
 
 
 class RunsCode:
-    """Unpickled, it makes a file."""
-
     def __init__(self, path):
         self.path = path
 
@@ -217,34 +206,22 @@ def test_pickles_are_refused_unless_asked_for_and_never_run_code(tmp_path, origi
     assert not (tmp_path / "ran").exists()
 
 
-def other_shape(**changes):
-    return lambda stored: edit_json(stored / "hf" / "config.json", **changes)
-
-
 def edited(parts, **values):
     """Other values in parts of the metadata, some of whose classes are frozen."""
 
     def edit(metadata):
-        for part in parts(metadata):
+        for part in PARTS[parts](metadata):
             vars(part).update(values)
 
     return lambda stored: with_metadata(stored, edit)
 
 
-def whole(metadata):
-    return [metadata]
-
-
-def tensor(metadata):
-    return [metadata.state_dict_metadata[QKV]]
-
-
-def piece(metadata):
-    return metadata.state_dict_metadata[QKV].chunks[:1]
-
-
-def places(metadata):
-    return [place for index, place in metadata.storage_data.items() if index.fqn == QKV]
+PARTS = {
+    "all": lambda metadata: [metadata],
+    "tensor": lambda metadata: [metadata.state_dict_metadata[QKV]],
+    "piece": lambda metadata: metadata.state_dict_metadata[QKV].chunks[:1],
+    "places": lambda metadata: [own for index, own in metadata.storage_data.items() if index.fqn == QKV],
+}
 
 
 def cut_off(stored):
@@ -253,11 +230,10 @@ def cut_off(stored):
 
 
 def compress(stored):
-    """A thousand bytes would become a gigabyte."""
     file = stored / "bomb.distcp"
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("archive/data.pkl", bytes(10**7))
-    edited(places, relative_path=file.name, offset=0, length=file.stat().st_size)(stored)
+    edited("places", relative_path=file.name, offset=0, length=file.stat().st_size)(stored)
 
 
 @pytest.mark.parametrize(
@@ -267,25 +243,20 @@ def compress(stored):
         (lambda stored: shutil.rmtree(stored / "hf"), "give --origin-hf-checkpoint"),
         (cut_off, ".distcp cannot be read, the file is damaged"),
         (compress, f"bomb.distcp|{QKV}|compressed"),
-        (other_shape(intermediate_size=128), "linear_fc1.weight has shape (384, 96)|asks for (256, 96)"),
-        (other_shape(num_hidden_layers=1), "no place for: decoder.layers.1."),
-        (other_shape(num_hidden_layers=3), "missing decoder.layers.2."),
-        (edited(tensor, chunks=[]), f"no place for parts of|{QKV}"),
-        (edited(tensor, properties=TensorProperties(torch.int8)), f"{QKV}|int8"),
-        (edited(tensor, size=torch.Size([HUGE, 96])), f"{QKV}|asks for"),
-        (edited(tensor, size="many"), "take another copy"),
-        (edited(tensor, chunks=[3]), "take another copy"),
-        (edited(whole, state_dict_metadata={QKV: 3}), "take another copy"),
-        (edited(whole, state_dict_metadata=None), "take another copy"),
-        (edited(piece, sizes=torch.Size([HUGE, 96])), "take another copy"),
-        (edited(piece, offsets=torch.Size([HUGE, 0])), "take another copy"),
-        (edited(places, length=HUGE), "take another copy"),
-        (edited(places, length="all"), "take another copy"),
-        (edited(places, offset=HUGE), "take another copy"),
-        (edited(places, offset=-1), "take another copy"),
-        (edited(places, relative_path="../outside.distcp"), "take another copy"),
-        (edited(places, relative_path="/etc/passwd"), "take another copy"),
-        (edited(places, relative_path=3), "take another copy"),
+        (config(intermediate_size=128), "linear_fc1.weight has shape (384, 96)|asks for (256, 96)"),
+        (config(num_hidden_layers=1), "no place for: decoder.layers.1."),
+        (config(num_hidden_layers=3), "missing decoder.layers.2."),
+        (edited("tensor", chunks=[]), f"no place for parts of|{QKV}"),
+        (edited("tensor", properties=TensorProperties(torch.int8)), f"{QKV}|int8"),
+        (edited("tensor", size=torch.Size([HUGE, 96])), f"{QKV}|asks for"),
+        *((edited(parts, **values), "take another copy") for parts, values in (
+            ("tensor", {"size": "many"}), ("tensor", {"chunks": [3]}), ("all", {"state_dict_metadata": None}),
+            ("all", {"state_dict_metadata": {QKV: 3}}), ("piece", {"sizes": torch.Size([HUGE, 96])}),
+            ("piece", {"offsets": torch.Size([HUGE, 0])}), ("places", {"length": HUGE}),
+            ("places", {"length": "all"}), ("places", {"offset": HUGE}), ("places", {"offset": -1}),
+            ("places", {"relative_path": "../outside.distcp"}), ("places", {"relative_path": "/etc/passwd"}),
+            ("places", {"relative_path": 3}),
+        )),
     ],
 )  # fmt: skip
 def test_a_megatron_checkpoint_that_is_not_whole_or_of_another_model(stored, tmp_path, damage, words):
@@ -325,9 +296,8 @@ def save_entry(stored, name, data, transforms=None):
         file.write_bytes(b"before" + data)
         metadata.state_dict_metadata[name] = BytesStorageMetadata()
         kept = {index: place for index, place in metadata.storage_data.items() if index.fqn != name}
-        metadata.storage_data = kept | {
-            MetadataIndex(name): _StorageInfo(file.name, 6, len(data), transforms)
-        }
+        own = _StorageInfo(file.name, 6, len(data), transforms)
+        metadata.storage_data = kept | {MetadataIndex(name): own}
 
     with_metadata(stored, edit)
 
@@ -448,7 +418,6 @@ def short_files():
 
 @pytest.fixture(params=["there", "back"])
 def ends(request, here, converted):
-    """Source and target of a conversion, in either direction."""
     return here[0] if request.param == "there" else converted, here[1]
 
 
@@ -504,7 +473,7 @@ def test_inspection_lists_what_is_there_and_what_is_missing(tmp_path, stored, ca
     assert "all files as written" in said
     (whole / "layout.json").unlink()
     assert "TP 2, PP 2, EP 2, ETP 1, as its pieces suggest" in inspect(whole)
-    other_shape(num_hidden_layers=3)(stored)
+    config(num_hidden_layers=3)(stored)
     assert "missing decoder.layers.2." in inspect(stored, status=1)
     numbers = [tensor.numel() for tensor in load_file(source / "model.safetensors").values()]
     assert f"{len(numbers)} tensors, {sum(numbers):,} parameters" in inspect(source)

@@ -23,7 +23,6 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 
 def open_stood_in(world, transport, workers=1, bucket_bytes=100_000):
-    """Stand in for `transport`, and open it."""
     transfer_stand_ins.install()
     return open_transport(transport, world, workers_per_engine=workers, bucket_bytes=bucket_bytes, timeout=60)
 
@@ -47,7 +46,6 @@ def start(checkpoint, log, transport, dies_at=0):
 
 
 def whose(checkpoints, engine, version):
-    """Return the index of the checkpoint whose weights an engine samples from."""
     requests = engine_runs.make_requests(8)
     samples = engine.generate(requests, version=version, timeout=TIMEOUT)
     references = [engine_runs.reference_logprobs(path, requests, samples) for path in checkpoints]
@@ -64,9 +62,7 @@ def checkpoints(tmp_path):
 # seven buckets and more are an update
 @pytest.mark.world(2)
 @pytest.mark.parametrize("dies_at", [15, transfer_stand_ins.AT_MEETING])
-def test_an_engine_that_dies_over_nccl_hangs_nobody_and_the_others_get_the_weights(
-    world, tmp_path, checkpoints, dies_at
-):
+def test_an_engine_that_dies_over_nccl_hangs_nobody(world, tmp_path, checkpoints, dies_at):
     """Rank r owns engine r. Engine 1 dies at its so many-th bucket and is replaced for the third update."""
     source, others = CheckpointSource(checkpoints[0], world), CheckpointSource(checkpoints[1]).tensors
     transport, log = open_stood_in(world, "nccl"), tmp_path / f"{world.rank}.log"

@@ -6,7 +6,6 @@ The streams are a stand-in on a CPU; the gather and vLLM's packed sender and rec
 import importlib.util
 import weakref
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,8 +27,6 @@ def merge(clock, other):
 
 
 class Stream:
-    """As torch.cuda.Stream."""
-
     device = torch.device("cpu")
 
     def __init__(self, of):
@@ -49,18 +46,6 @@ class Stream:
         merge(self.of.host, self.clock)
 
 
-@dataclass
-class Memory:
-    """What was done with one storage: by streams, with the numbers of their operations."""
-
-    stream: Stream
-    """Under which it was taken."""
-    written: tuple[Stream, int] | None = None
-    read: dict[int, tuple[Stream, int]] = field(default_factory=dict)
-    noted: set[int] = field(default_factory=set)
-    """By `record_stream`."""
-
-
 class Device(TorchDispatchMode):
     """All streams of one GPU, and the memory that operations touched.
 
@@ -71,10 +56,7 @@ class Device(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.streams: list[Stream] = []
-        self.host: dict[int, int] = {}
-        self.memory: dict[int, Memory] = {}
-        self.races: list[str] = []
+        self.streams, self.host, self.memory, self.races = [], {}, {}, []
         self.current = Stream(self)
 
     @contextmanager
@@ -117,9 +99,12 @@ class Device(TorchDispatchMode):
             memory.written, memory.read = (stream, tick), {}
 
     def of(self, tensor):
+        """What was done with a tensor's storage: under which stream it was taken, by which it was written and
+        read last, with the numbers of these operations, and which streams `record_stream` noted."""
         storage = tensor.untyped_storage()
         if storage._cdata not in self.memory:
-            self.memory[storage._cdata] = Memory(self.current)
+            new = SimpleNamespace(stream=self.current, written=None, read={}, noted=set())
+            self.memory[storage._cdata] = new
             weakref.finalize(storage, self.free, storage._cdata)
         return self.memory[storage._cdata]
 
@@ -230,7 +215,6 @@ class Wire:
 
 @pytest.mark.parametrize("own_stream", [True, False])
 def test_gathered_weights_are_sent_after_they_have_arrived_and_race_without_a_stream_of_their_own(own_stream):
-    """Train, send all to a worker, train again."""
     source = halves(0)
     with simulated_streams() as device, pytest.MonkeyPatch.context() as patch:
         other = OtherRank(device)

@@ -171,9 +171,7 @@ def test_differences_between_sent_and_received_are_named():
             wire.compare_checksums(sent, received)
 
 
-SHAPES = {
-    "rows": (8, 6), "columns": (6, 8), "norm": (5,), "conv": (12, 1, 2), "half": (16, 3), "last": (4, 4),
-}  # fmt: skip
+SHAPES = {"rows": (8, 6), "columns": (6, 8), "norm": (5,), "conv": (12, 1, 2), "half": (16, 3), "z": (4, 4)}
 BUCKET = 400
 """Bytes: several buckets."""
 
@@ -297,7 +295,6 @@ def order(version, timeout=20.0, *, asleep=False):
 
 @pytest.mark.world(2)
 def test_engines_of_any_size_get_their_shards_exactly_and_each_byte_once(world):
-    """Engine r is owned by rank r; two versions."""
     engines, tensors = {world.rank: ToyEngine(2)}, weights(0)
     transport = GlooTransport(world, 2, BUCKET, timeout=20)
     assert transport.connect(ToySource(world), engines, [0, 1]) == {}
@@ -322,8 +319,7 @@ def test_a_fresh_engine_is_met_alone_and_wakes_its_weights_before_the_update_and
         engine.asked.clear()
     assert update_engines(transport, world, source, order(3, asleep=True), links, [1]).failures == {}
     for engine in links.values():
-        assert engine.is_exact(2)
-        assert engine.version == 3
+        assert (engine.is_exact(2), engine.version) == (True, 3)
         assert engine.asked == [
             ("wake", "weights"), ("start_weight_update", False), ("update_weights", {}), ("missing_weights",),
             ("finish_weight_update", 3), ("wake", "kv_cache"),
@@ -342,8 +338,7 @@ def test_an_engine_that_fails_in_an_update_takes_no_other_with_it(world, fault):
     assert time.monotonic() - began < 30
     if world.is_rank_0:
         assert sent.failures.keys() == {1}
-        assert engines[0].is_exact(1)
-        assert engines[1].version is None
+        assert (engines[0].is_exact(1), engines[1].version) == (True, None)
         engines[1] = ToyEngine(1)
     links = {1: engines[1]} if engines else {}
     assert transport.connect(ToySource(world), links, [1]) == {}
@@ -372,13 +367,10 @@ LARGE_BUCKET = 32 * 1024**2
 
 def large_source(world):
     """192 MiB in tensors of 2 MiB, divided by rows."""
-    tensors = {f"t{number}": torch.ones(1024, 512) for number in range(96)}
-    return DividedWeights(tensors, world.rank, world.size)
+    return DividedWeights({f"t{n}": torch.ones(1024, 512) for n in range(96)}, world.rank, world.size)
 
 
 class Sink(ToyEngine):
-    """Wants everything, keeps nothing."""
-
     def rehearse_weight_update(self, worker, tensors):
         worker.needs = need_all(pickle.loads(tensors))
         return pickle.dumps(Answer(worker.needs, [], None))
@@ -460,8 +452,6 @@ def test_memory_is_used_again_when_the_last_view_of_it_has_gone_and_not_before()
 
 @pytest.mark.world(2)
 def test_an_update_takes_two_buckets_of_memory_and_no_replica(world):
-    """While rank 0 sends to an engine of rank 1, and in buffers while it gathers."""
-
     def memory_in_use(kind):
         with open("/proc/self/status") as status:
             return next(int(line.split()[1]) * 1024 for line in status if line.startswith(kind))
@@ -509,7 +499,6 @@ def group():
 
 @pytest.fixture
 def stores(monkeypatch):
-    """The stores of trainer rank 0 and of another member, where there is no GPU."""
     monkeypatch.setattr(torch.accelerator, "device_index", lambda _: nullcontext())
     host, wait = "127.0.0.1", timedelta(seconds=10)
     store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=wait)
