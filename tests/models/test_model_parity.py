@@ -33,8 +33,7 @@ DEVICE = os.environ.get("IBPO_PARITY_DEVICE", "cpu")
 
 LENGTHS = [5, 70, 130, 1, 33, 64, 1]
 """Below, at and across the delta rule's chunks; the last is padding of weight 0."""
-ODD_VOCABULARY = 211
-"""Of the "odd" models: a prime, which tensor parallelism has to pad."""
+ODD_VOCABULARY = 211  # a prime, which tensor parallelism has to pad
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 YARN = {**LINEAR, "rope_type": "yarn", "original_max_position_embeddings": 32, "beta_fast": 16.0}
 
@@ -238,7 +237,7 @@ def packed_inputs(vocabulary=VOCAB_SIZE):
     ("ranks", "cases"), [(1, CASES[1]), (2, CASES[2]), pytest.param(4, CASES[4], marks=pytest.mark.slow)]
 )
 def test_logits_loss_and_gradients_equal_those_of_transformers(world, checkpoints, expected, ranks, cases):
-    for name, parallel in in_turn(cases):
+    for name, parallel in [(name, one) for name, layouts in cases.items() for one in layouts]:
         case, (logits, loss, gradients) = f"{name} {parallel}", expected[name]
         has_delta_nets = read_hf_config(checkpoints[name]).is_recurrent
         seen, own = megatron_result(world, checkpoints[name], parallel, False, LOCAL)
@@ -281,13 +280,9 @@ def test_so_are_those_of_the_libraries_that_are_installed(world, checkpoints, ex
     compare_in_bfloat16(world, checkpoints, expected, cases, libraries=None)
 
 
-def in_turn(cases):
-    return [(name, parallel) for name, layouts in cases.items() for parallel in layouts]
-
-
 def compare_in_bfloat16(world, checkpoints, expected, cases, libraries):
     """Compare on average: single tokens differ more where rounding sends them to another expert."""
-    for name, parallel in in_turn(cases):
+    for name, parallel in [(name, one) for name, layouts in cases.items() for one in layouts]:
         case, (logits, loss, gradients) = f"{name} {parallel}", expected[name]
         seen, own = megatron_result(world, checkpoints[name], parallel, True, libraries)
         if seen is not None:

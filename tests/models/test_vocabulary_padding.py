@@ -92,12 +92,8 @@ def test_shards_cover_the_vocabulary_once_and_padding_fills_up_the_last(models, 
         assert padding[:-1] == [0] * (tp - 1)
 
 
-KINDS = {
-    "reference": ("dense", {"kl_coef": 0.5}),
-    "fused": ("dense", {"fuse_lm_head": True}),
-    "logits": ("tied", {}),
-}
-"""Model and settings of the loss."""
+KINDS = {"logits": ("tied", {}), "fused": ("dense", {"fuse_lm_head": True})}
+KINDS["reference"] = ("dense", {"kl_coef": 0.5})  # model and settings of the loss
 
 
 def trained(world, models, parallel, kind):

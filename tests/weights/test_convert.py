@@ -200,7 +200,6 @@ def test_more_than_one_mtp_layer_is_refused_by_name(models, tmp_path):
         hf_to_megatron(several, tmp_path / "stored", layout(), ALONE)
 
 
-QUICK = [("next", layout(pp=2), 2), ("odd", layout(tp=2)), ("oss", layout(tp=2))]
 LOADED = {
     1: [("dense", layout(tp=4)), ("tied", layout(pp=2)), ("moe", layout(ep=2)), ("glm", layout(tp=2, ep=2))],
     2: [("dense", layout(tp=2)), ("tied", layout(pp=2)), ("moe", layout(etp=2, tp=2)), ("oss", layout(pp=2)),
@@ -210,8 +209,9 @@ LOADED = {
 }  # fmt: skip
 """By ranks: what is loaded under which layout, and in how many pieces on a stage if in several. Alone, it is
 what was converted for another layout."""
-WITHOUT_PREDICTION = {"mtp": "next", "glm mtp": "glm"}
-"""Models with multi-token prediction layers, which training leaves alone → those without."""
+
+
+QUICK = [("next", layout(pp=2), 2), ("odd", layout(tp=2)), ("oss", layout(tp=2))]
 
 
 @pytest.mark.world
@@ -234,7 +234,8 @@ def test_loading_a_conversion_is_loading_the_original_in_every_layout(world, mod
         load_weights(chunks, stored, shape.vocab_size)
         export = weights_of(HFExport(chunks, shape))
         if world.is_rank_0:
-            original = tensors_of(models[WITHOUT_PREDICTION.get(name, name)])
+            trained = {"mtp": "next", "glm mtp": "glm"}.get(name, name)  # without what training leaves alone
+            original = tensors_of(models[trained])
             assert_same_bytes(export, {tensor: own.float() for tensor, own in original.items()})
         parallel.destroy()
 

@@ -52,14 +52,6 @@ def wrapped(tmp_path_factory):
     return made
 
 
-def edited(directory, target, outer, inner):
-    config = json.loads((directory / "config.json").read_text())
-    config["text_config"] |= inner
-    target.mkdir(exist_ok=True)
-    (target / "config.json").write_text(json.dumps(config | outer))
-    return target
-
-
 def test_a_wrapped_model_has_the_shape_of_its_text_model(tmp_path):
     text = read_hf_config(make_qwen3_5(tmp_path / "text", 0))
     whole = read_hf_config(make_qwen3_5(tmp_path / "whole", 0, wrapped=True))
@@ -69,20 +61,25 @@ def test_a_wrapped_model_has_the_shape_of_its_text_model(tmp_path):
     assert (text.rotary_dim, text.full_attention) == (8, (False, False, False, True))
 
 
-def test_a_wrapped_config_that_cannot_be_built_is_refused(wrapped, tmp_path):
+def test_a_wrapped_config_is_read_and_one_that_cannot_be_built_refused(wrapped, tmp_path):
+    config = json.loads((wrapped["dense"] / "config.json").read_text())
+
+    def write(outer, inner):
+        text = config["text_config"] | inner
+        (tmp_path / "config.json").write_text(json.dumps(config | {"text_config": text} | outer))
+
     for outer, inner, words in (
         ({"text_config": None}, {}, "text_config must hold .* has model_type qwen3_5_text"),
         ({"tie_word_embeddings": False}, {}, "tie_word_embeddings is False, and True in text_config"),
         ({}, {"attn_output_gate": False}, "attn_output_gate=False is not supported"),
         ({}, {"rope_parameters": {"rope_type": "yarn"}}, "rope type yarn over 0.25 of a head is not"),
     ):
+        write(outer, inner)
         with pytest.raises(ModelConfigError, match=words):
-            read_hf_config(edited(wrapped["dense"], tmp_path / "bad", outer, inner))
-
-
-def test_the_end_of_sequence_of_a_wrapped_model_is_its_text_models(wrapped, tmp_path):
-    assert read_eos_token_ids(edited(wrapped["dense"], tmp_path / "a", {}, {"eos_token_id": 9})) == (9,)
-    assert read_eos_token_ids(edited(wrapped["dense"], tmp_path / "b", {"eos_token_id": 8}, {})) == (8,)
+            read_hf_config(tmp_path)
+    for outer, inner, end in (({}, {"eos_token_id": 9}, 9), ({"eos_token_id": 8}, {}, 8)):
+        write(outer, inner)
+        assert read_eos_token_ids(tmp_path) == (end,)
 
 
 @pytest.mark.parametrize(

@@ -99,8 +99,7 @@ class Device(TorchDispatchMode):
             memory.written, memory.read = (stream, tick), {}
 
     def of(self, tensor):
-        """What was done with a tensor's storage: under which stream it was taken, by which it was written and
-        read last, with the numbers of these operations, and which streams `record_stream` noted."""
+        """Under which stream a tensor's storage was taken, and in which operations written and read last."""
         storage = tensor.untyped_storage()
         if storage._cdata not in self.memory:
             new = SimpleNamespace(stream=self.current, written=None, read={}, noted=set())
@@ -140,8 +139,7 @@ def simulated_streams():
 
 
 SHAPES = {f"layer{number // 3}.{'abc'[number % 3]}": (4 + number, 8) for number in range(18)}
-BUCKET = 1000
-"""Bytes: a few tensors."""
+BUCKET = 1000  # bytes: a few tensors
 
 
 def vllm_transfer() -> Any:

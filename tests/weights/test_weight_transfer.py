@@ -172,8 +172,7 @@ def test_differences_between_sent_and_received_are_named():
 
 
 SHAPES = {"rows": (8, 6), "columns": (6, 8), "norm": (5,), "conv": (12, 1, 2), "half": (16, 3), "z": (4, 4)}
-BUCKET = 400
-"""Bytes: several buckets."""
+BUCKET = 400  # bytes: several buckets
 
 
 def weights(version):
