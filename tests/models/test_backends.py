@@ -1,5 +1,3 @@
-"""The libraries that compute the layers are found, refused where they are missing, and named at the start."""
-
 import json
 import re
 import types
@@ -22,102 +20,83 @@ from megatron_ibpo.report.sizes import run_sizes
 from megatron_ibpo.run.settings import parse_config
 from support.paths import ROOT
 
-EXAMPLES = ROOT / "examples"
+TE, FLA = "Transformer Engine", "flash-linear-attention"
 
 
-def installed(monkeypatch, *packages):
-    """Act as if these were installed, and neither Transformer Engine nor flash-linear-attention otherwise."""
+@pytest.fixture
+def machine(monkeypatch):
+    """Act as if these packages were installed on such a GPU, and none but these."""
 
-    def find(name):
-        if name.partition(".")[0] not in packages:
-            raise ImportError(f"{name}: built for another torch")
+    def act(*packages, capability=(9, 0), triton="3.7.1", cudnn=92500):
+        def find(name):
+            if name.partition(".")[0] not in packages:
+                raise ImportError(f"{name}: built for another torch")
+            return types.SimpleNamespace(__version__=triton)
 
-    monkeypatch.setattr("megatron_ibpo.models.backends.import_module", find)
+        monkeypatch.setattr("megatron_ibpo.models.backends.import_module", find)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+        monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
 
-
-def test_cpus_need_nothing_and_ask_for_nothing(shapes, monkeypatch):
-    monkeypatch.setattr("megatron_ibpo.models.backends.import_module", None)
-    assert find_backends(shapes["next"], on_gpu=False, allow_local=False) == LOCAL
-
-
-@pytest.mark.parametrize(
-    ("model", "there", "missing"),
-    [
-        ("next", (), ["Transformer Engine", "flash-linear-attention"]),
-        ("next", ("fla",), ["Transformer Engine"]),
-        ("next", ("transformer_engine",), ["flash-linear-attention"]),
-        ("dense", (), ["Transformer Engine"]),
-    ],
-)
-def test_a_gpu_run_without_its_libraries_is_refused_and_says_why_and_what_to_do(
-    shapes, monkeypatch, model, there, missing
-):
-    installed(monkeypatch, *there)
-    with pytest.raises(BackendError) as refused:
-        find_backends(shapes[model], on_gpu=True, allow_local=False)
-    said = str(refused.value)
-    named = [name for name in ("Transformer Engine", "flash-linear-attention") if f"{name} (" in said]
-    assert named == missing
-    assert "ImportError" in said
-    assert "built for another torch" in said
-    assert "tools/bootstrap.sh" in said
-    assert "--allow-local-modules" in said
-    accepted = find_backends(shapes[model], on_gpu=True, allow_local=True)
-    assert accepted.transformer_engine == ("Transformer Engine" not in missing)
-    assert accepted.flash_linear_attention == ("flash-linear-attention" not in missing)
+    return act
 
 
-@pytest.mark.parametrize(
-    ("capability", "triton", "is_refused"),
-    [((9, 0), "3.6.0", True), ((9, 0), "3.7.1", False), ((9, 0), "3.3.1", False), ((8, 0), "3.6.0", False)],
-)
-def test_versions_of_triton_that_compile_wrong_gradients_are_refused(
-    shapes, monkeypatch, capability, triton, is_refused
-):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    monkeypatch.setattr(
-        "megatron_ibpo.models.backends.import_module", lambda name: types.SimpleNamespace(__version__=triton)
-    )
-    if is_refused:
-        with pytest.raises(
-            BackendError, match=r"cannot use flash-linear-attention \(Triton 3\.6\.0 compiles"
-        ):
-            find_backends(shapes["next"], on_gpu=True, allow_local=False)
-    found = find_backends(shapes["next"], on_gpu=True, allow_local=True)
-    assert found.flash_linear_attention != is_refused
-    assert find_backends(shapes["dense"], on_gpu=True, allow_local=False) == FAST, "it asks for none of it"
+def test_what_a_gpu_run_lacks_is_refused_with_what_to_do_unless_plain_torch_is_accepted(shapes, machine):
+    everything = "transformer_engine", "fla", "triton"
+    for model, packages, missing in (
+        ("next", ("triton",), [TE, FLA]),
+        ("next", ("fla", "triton"), [TE]),
+        ("next", ("transformer_engine", "triton"), [FLA]),
+        ("dense", (), [TE]),
+        ("next", everything, []),
+        ("dense", ("transformer_engine",), []),
+    ):
+        machine(*packages)
+        accepted = find_backends(shapes[model], on_gpu=True, allow_local=True)
+        assert accepted == Backends(TE not in missing, FLA not in missing)
+        if missing:
+            with pytest.raises(BackendError, match=r"ImportError.*built for another torch") as refused:
+                find_backends(shapes[model], on_gpu=True, allow_local=False)
+            said = str(refused.value)
+            assert [name for name in (TE, FLA) if f"{name} (" in said] == missing
+            assert "tools/bootstrap.sh" in said
+            assert "--allow-local-modules" in said
+        else:
+            assert find_backends(shapes[model], on_gpu=True, allow_local=False) == accepted
+    machine()
+    assert find_backends(shapes["next"], on_gpu=False, allow_local=False) == LOCAL, "CPUs need nothing"
 
 
-@pytest.mark.parametrize(
-    ("capability", "head_dim", "cudnn", "flash", "why"),
-    [
-        ((9, 0), 256, 92000, False, None),
-        ((10, 0), 128, 92000, False, None),
-        ((10, 0), 256, 92000, False, "for heads of 256 .* from 9.25 on, and this one is 9.20"),
-        ((10, 0), 256, 92500, False, None),
-        ((8, 0), 128, 92500, False, "compute capability 9.0 on, and this GPU has 8.0"),
-        ((8, 0), 128, 92500, True, None),
-    ],
-)
-def test_a_gpu_for_which_attention_would_be_quadratic_is_refused(
-    shapes, monkeypatch, capability, head_dim, cudnn, flash, why
-):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
-    installed(monkeypatch, "transformer_engine", *(["flash_attn"] if flash else []))
-    shape = replace(shapes["dense"], head_dim=head_dim)
-    if why is not None:
-        with pytest.raises(BackendError, match=f"{why}.* Install flash-attn"):
-            find_backends(shape, on_gpu=True, allow_local=False)
-    assert find_backends(shape, on_gpu=True, allow_local=why is not None).transformer_engine
-    assert find_backends(shape, on_gpu=True, allow_local=False, bf16=False).transformer_engine
+def test_tritons_that_compile_wrong_gradients_are_refused(shapes, machine):
+    for capability, triton, is_refused in (
+        ((9, 0), "3.6.0", True), ((9, 0), "3.7.1", False), ((9, 0), "3.3.1", False), ((8, 0), "3.6.0", False),
+    ):  # fmt: skip
+        there = "transformer_engine", "fla", "triton", "flash_attn"
+        machine(*there, capability=capability, triton=triton)
+        if is_refused:
+            with pytest.raises(BackendError, match=r"flash-linear-attention \(Triton 3\.6\.0 compiles"):
+                find_backends(shapes["next"], on_gpu=True, allow_local=False)
+        found = find_backends(shapes["next"], on_gpu=True, allow_local=True)
+        assert found.flash_linear_attention != is_refused
+        assert find_backends(shapes["dense"], on_gpu=True, allow_local=False) == FAST, "needs none"
 
 
-def test_a_dense_model_needs_no_flash_linear_attention(shapes, monkeypatch):
-    installed(monkeypatch, "transformer_engine")
-    assert find_backends(shapes["dense"], on_gpu=True, allow_local=False).transformer_engine
+def test_a_gpu_for_which_attention_would_be_quadratic_is_refused(shapes, machine):
+    for capability, head_dim, cudnn, packages, why in (
+        ((9, 0), 256, 92000, (), None),
+        ((10, 0), 128, 92000, (), None),
+        ((10, 0), 256, 92000, (), "for heads of 256 .* from 9.25 on, and this one is 9.20"),
+        ((10, 0), 256, 92500, (), None),
+        ((8, 0), 128, 92500, (), "compute capability 9.0 on, and this GPU has 8.0"),
+        ((8, 0), 128, 92500, ("flash_attn",), None),
+    ):
+        machine("transformer_engine", *packages, capability=capability, cudnn=cudnn)
+        shape = replace(shapes["dense"], head_dim=head_dim)
+        if why is not None:
+            with pytest.raises(BackendError, match=f"{why}.* Install flash-attn"):
+                find_backends(shape, on_gpu=True, allow_local=False)
+        assert find_backends(shape, on_gpu=True, allow_local=why is not None).transformer_engine
+        assert find_backends(shape, on_gpu=True, allow_local=False, bf16=False).transformer_engine
 
 
 def test_a_trainer_refuses_before_it_meets_the_others(models):
@@ -132,96 +111,67 @@ def test_a_trainer_refuses_before_it_meets_the_others(models):
         TrainerRank(config, None)
 
 
-def rows(config, layers):
-    return {size.name: (size.value, size.meaning) for size in run_sizes(config, 1, layers=layers)}
-
-
 def test_the_table_says_what_computes_each_part(shapes):
-    fast = rows(Config(model=ModelConfig(bf16=True)), served_by(shapes["next"], FAST, bf16=True))
-    assert [fast[part][0] for part in ("attention", "norms", "experts")] == ["Transformer Engine"] * 3
-    assert fast["delta net"][0] == "flash-linear-attention"
-    assert fast["precision"][0] == "bfloat16"
-    slow = rows(Config(), served_by(shapes["next"], Backends(True, False), bf16=False))
-    assert slow["delta net"][0] == "torch"
-    assert "unfused" in slow["attention"][1]
-    assert slow["precision"][0] == "float32"
-    dense = rows(Config(), served_by(shapes["dense"], LOCAL, bf16=False))
-    assert dense["attention"][0] == "torch"
-    assert not dense.keys() & {"experts", "delta net"}
+    parts = "attention", "norms", "experts", "delta net", "precision"
+    for model, libraries, bf16, expected in (
+        ("next", FAST, True, [TE, TE, TE, FLA, "bfloat16"]),
+        ("next", Backends(True, False), False, [TE, TE, TE, "torch", "float32"]),
+        ("dense", LOCAL, False, ["torch", "torch", None, None, "float32"]),
+    ):
+        layers = served_by(shapes[model], libraries, bf16=bf16)
+        sizes = run_sizes(Config(model=ModelConfig(bf16=bf16)), 1, layers=layers)
+        found = {size.name: size.value for size in sizes}
+        assert [found.get(part) for part in parts] == expected
 
 
-@pytest.mark.parametrize(
-    ("flags", "on_cpus", "on_gpus"),
-    [
-        ([], False, True),
-        (["--bf16"], True, True),
-        (["--no-bf16"], False, False),
-        (["--bf16", "None"], False, True),
-    ],
-)
-def test_precision_follows_the_device_unless_it_is_said(flags, on_cpus, on_gpus):
-    config = parse_config(flags)
-    assert on_device(config, on_gpu=False, has_delta_nets=True).model.bf16 is on_cpus
-    assert on_device(config, on_gpu=True, has_delta_nets=True).model.bf16 is on_gpus
-
-
-@pytest.mark.parametrize(
-    ("flags", "device", "family", "dtype"),
-    [
-        ([], "cpu", "dense", "float32"),
-        ([], "cpu", "next", "bfloat16"),
-        (["--bf16"], "cpu", "dense", "float32"),
-        (["--no-bf16"], "cpu", "next", "bfloat16"),
-        ([], "gpu", "dense", "bfloat16"),
-        ([], "gpu", "next", "bfloat16"),
-        (["--no-bf16"], "gpu", "dense", "float32"),
-        (["--no-bf16"], "gpu", "next", "float32"),
-        (["--vllm-arg", "quantization=fp8_per_channel"], "cpu", "dense", "bfloat16"),
-        (["--vllm-dtype", "bfloat16"], "cpu", "dense", "bfloat16"),
-        (["--vllm-dtype", "float32"], "gpu", "dense", "float32"),
-    ],
-)
-def test_engines_sample_in_what_serves_unless_it_is_said(models, flags, device, family, dtype):
+def test_precision_is_what_serves_on_the_device_unless_it_is_said(models):
     """The engine's settings, the table of sizes and the identity of an evaluation all have that word."""
-    config = parse_config([*flags, "--rollout-max-context-len", "128"])
-    assert config.rollout.vllm_dtype == (flags[1] if "--vllm-dtype" in flags else "auto")
-    on_gpu, shape = device == "gpu", read_hf_config(models[family])
-    config = on_device(config, on_gpu=on_gpu, has_delta_nets=shape.is_recurrent)
-    assert config.rollout.vllm_dtype == dtype
-    transport = "nccl" if on_gpu else "gloo"
-    settings = engine_settings(config.rollout, models[family], transport, gpus=(), num_threads=1)
-    assert settings.dtype == dtype
-    assert [size.value for size in run_sizes(config, 1, engines=1) if size.name == "engines"] == [1]
-    assert f"vLLM, TP1, {dtype}" in [size.meaning for size in run_sizes(config, 1, engines=1)]
-    held_out = EvalSet("sums", False, [], eval_sampling(config), None)
-    assert set_settings(held_out, config, "policy")["--vllm-dtype"] == dtype
+    for flags, device, family, dtype, bf16 in (
+        ([], "cpu", "dense", "float32", False),
+        ([], "cpu", "next", "bfloat16", False),
+        ([], "gpu", "dense", "bfloat16", True),
+        ([], "gpu", "next", "bfloat16", True),
+        (["--bf16"], "cpu", "dense", "float32", True),
+        (["--bf16", "None"], "gpu", "dense", "bfloat16", True),
+        (["--no-bf16"], "cpu", "next", "bfloat16", False),
+        (["--no-bf16"], "gpu", "next", "float32", False),
+        (["--vllm-arg", "quantization=fp8_per_channel"], "cpu", "dense", "bfloat16", False),
+        (["--vllm-dtype", "bfloat16"], "cpu", "dense", "bfloat16", False),
+        (["--vllm-dtype", "float32"], "gpu", "dense", "float32", True),
+    ):
+        config = parse_config([*flags, "--rollout-max-context-len", "128"])
+        assert config.rollout.vllm_dtype == (flags[1] if "--vllm-dtype" in flags else "auto")
+        on_gpu, shape = device == "gpu", read_hf_config(models[family])
+        config = on_device(config, on_gpu=on_gpu, has_delta_nets=shape.is_recurrent)
+        assert (config.rollout.vllm_dtype, config.model.bf16) == (dtype, bf16)
+        settings = engine_settings(config.rollout, models[family], "gloo", gpus=(), num_threads=1)
+        assert settings.dtype == dtype
+        (engines,) = [size for size in run_sizes(config, 1, engines=1) if size.name == "engines"]
+        assert (engines.value, engines.meaning) == (1, f"vLLM, TP1, {dtype}")
+        held_out = EvalSet("sums", False, [], eval_sampling(config), None)
+        assert set_settings(held_out, config, "policy")["--vllm-dtype"] == dtype
 
 
 @pytest.mark.lint
 def test_recipes_and_scripts_leave_the_precision_of_sampling_to_the_device():
-    for file in (*EXAMPLES.glob("recipes/*.yaml"), *EXAMPLES.glob("*.sh")):
+    for file in (*ROOT.glob("examples/recipes/*.yaml"), *ROOT.glob("examples/*.sh")):
         assert "vllm-dtype" not in file.read_text(), file
 
 
-@pytest.mark.parametrize(
-    ("family", "changes", "dtype", "says"),
-    [
+def test_what_vllm_cannot_compute_on_cpus_is_refused(models, tmp_path):
+    for family, changes, dtype, says in (
         ("next", {}, "float32", "--vllm-dtype float32: vLLM's CPU kernels for the delta nets"),
         ("next", {"linear_value_head_dim": 48}, "bfloat16", "linear_key_head_dim .* need equal sizes"),
         ("next", {"head_dim": 24}, "bfloat16", "head_dim 24 in config.json: vLLM's attention on CPUs"),
         ("dense", {"head_dim": 16}, "float32", "head_dim 16 in config.json: vLLM's attention on CPUs"),
-    ],
-)
-def test_what_vllm_cannot_compute_on_cpus_is_refused_before_it_starts(
-    models, tmp_path, family, changes, dtype, says
-):
-    content = json.loads((models[family] / "config.json").read_text(encoding="utf-8"))
-    (tmp_path / "config.json").write_text(json.dumps(content | changes))
-    shape, rollout = read_hf_config(tmp_path), RolloutConfig(vllm_dtype=dtype)
-    with pytest.raises(ValueError, match=says):
-        check_model(rollout, shape, on_gpu=False)
-    check_model(rollout, shape, on_gpu=True)
-    check_model(replace(rollout, rollout_backend="mine:Engine"), shape, on_gpu=False)
+    ):
+        content = json.loads((models[family] / "config.json").read_text(encoding="utf-8"))
+        (tmp_path / "config.json").write_text(json.dumps(content | changes))
+        shape, rollout = read_hf_config(tmp_path), RolloutConfig(vllm_dtype=dtype)
+        with pytest.raises(ValueError, match=says):
+            check_model(rollout, shape, on_gpu=False)
+        check_model(rollout, shape, on_gpu=True)
+        check_model(replace(rollout, rollout_backend="mine:Engine"), shape, on_gpu=False)
 
 
 @pytest.mark.skipif(find_spec("vllm") is None, reason="compares with the installed vLLM")

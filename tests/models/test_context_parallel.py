@@ -1,24 +1,19 @@
-"""Context parallelism: ranks that share every sequence compute what one rank computes, gradients included.
-
-In float64, where a difference is not a matter of rounding. The trainer's own layouts, in float32, are in
-`test_trainer.py`, `test_critic.py` and `test_resharding.py`.
-"""
+"""Ranks that share every sequence compute what one rank computes, gradients included: in float64, where a
+difference is not a matter of rounding. The trainer's own layouts, in float32, are in `test_trainer.py`,
+`test_critic.py` and `test_resharding.py`."""
 
 import random
 import subprocess
 import sys
 from collections import Counter
-from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_ibpo.basics.records import TrainSequence
 from megatron_ibpo.config import Config, ModelConfig
-from megatron_ibpo.models import zigzag
+from megatron_ibpo.models import read_hf_config, zigzag
 from megatron_ibpo.models.backends import LOCAL, Backends
 from support.delta_net_kernels import HostReads, kernels_stood_in
 from support.example_runs import rows_of
@@ -26,8 +21,8 @@ from support.layouts import layout
 from support.paths import ROOT
 from support.ranks import run_ranks
 from support.tiny_models import make_gpt_oss, make_qwen3, make_qwen3_next
-
-# ------------------------------------------------------------------------------------------------- the order
+from support.train_sequences import sequence
+from support.trainers import weights_of
 
 
 def test_each_rank_holds_an_early_and_a_late_chunk_of_every_sequence():
@@ -39,23 +34,17 @@ def test_each_rank_holds_an_early_and_a_late_chunk_of_every_sequence():
     assert places[zigzag.tokens(boundaries, 2)].tolist() == list(range(12))
 
 
-# --------------------------------------------------------------------------------------------- the delta net
-
-KERNEL = 4
-CHUNKS = [1, 40, 2, 1, 7, 33, 3]
-"""Tokens of a chunk of each sequence: below what the convolution sees, and across the rule's own chunks."""
-
-
-def mixed(world, group, chunks):
-    """(which tokens, outputs of convolution and rule for them, gradients, bytes sent by what) of this rank.
-    Three heads, which no number of ranks but three divides."""
+def mixed(world, chunks):
+    """Convolve and apply the delta rule to sequences of so many tokens per chunk, on this rank's slices and
+    to whole ones. Three heads, which no number of ranks but three divides. Return (which tokens are this
+    rank's, [(output, that over whole sequences)], gradients of both, bytes sent forward, and in all)."""
     from megatron_ibpo.models import packed
     from megatron_ibpo.models.delta_net import state_passing
     from megatron_ibpo.models.delta_net.layer import causal_conv, gated_delta_rule
     from megatron_ibpo.policy import cpu
 
     cpu.activate()
-    lengths = torch.tensor(chunks) * 2 * 4  # of four ranks at most
+    kernel, lengths = 4, torch.tensor(chunks) * 2 * 4  # of four ranks at most
     boundaries = torch.tensor([0, *lengths.cumsum(0)], dtype=torch.int32)
     mine = zigzag.tokens(boundaries, world.size).chunk(world.size)[world.rank]
     total, generator = int(boundaries[-1]), torch.Generator().manual_seed(1)
@@ -63,148 +52,102 @@ def mixed(world, group, chunks):
     def draw(*shape):
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
-    whole = {
-        "x": draw(total, 6),
-        "query": draw(total, 1, 5),
-        "key": draw(total, 1, 5),
-        "value": draw(total, 3, 4),
-        "decay": -torch.nn.functional.softplus(2 * draw(total, 3) - 1),
-        "beta": draw(total, 3).sigmoid(),
-    }
-    weight, toward = draw(6, KERNEL).requires_grad_(), (draw(total, 6), draw(total, 3, 4))
-    own = {name: tensor[mine].requires_grad_() for name, tensor in whole.items()}
-    rule_inputs = own["query"], own["key"], own["value"], own["decay"], own["beta"]
+    drawn = {"x": draw(total, 6), "query": draw(total, 1, 5), "key": draw(total, 1, 5)}
+    drawn["value"], drawn["decay"] = draw(total, 3, 4), -torch.nn.functional.softplus(2 * draw(total, 3) - 1)
+    drawn |= {"beta": draw(total, 3).sigmoid(), "weight": draw(6, kernel)}
+    toward = draw(total, 6), draw(total, 3, 4)
 
-    def conv(x, cu_seqlens):
-        return causal_conv(x, weight, packed.positions(cu_seqlens))
+    def run(which, slices):
+        own = {n: (t if n == "weight" else t[which]).clone().requires_grad_() for n, t in drawn.items()}
+        rule_inputs = [own[name] for name in ("query", "key", "value", "decay", "beta")]
 
-    with BytesSent() as sent:
-        if world.size == 1:
-            outputs = conv(own["x"], boundaries), gated_delta_rule(*rule_inputs, boundaries)
-        else:
-            slices = state_passing.make_slices(boundaries, group, KERNEL - 1)
-            outputs = (
-                state_passing.convolve(conv, own["x"], slices),
-                state_passing.delta_rule(gated_delta_rule, *rule_inputs, slices),
-            )
-        forward = Counter(sent.bytes)
-        sum((output * to[mine]).sum() for output, to in zip(outputs, toward, strict=True)).backward()
-    gradients = {name: tensor.grad for name, tensor in own.items()}
-    return mine, [o.detach() for o in outputs], gradients, weight.grad, dict(forward), dict(sent.bytes)
+        def conv(x, cu_seqlens):
+            return causal_conv(x, own["weight"], packed.positions(cu_seqlens))
 
+        with BytesSent() as sent:
+            if slices is None:
+                outputs = [conv(own["x"], boundaries), gated_delta_rule(*rule_inputs, boundaries)]
+            else:
+                outputs = [state_passing.convolve(conv, own["x"], slices)]
+                outputs.append(state_passing.delta_rule(gated_delta_rule, *rule_inputs, slices))
+            forward = dict(sent.bytes)
+            sum((output * to[which]).sum() for output, to in zip(outputs, toward, strict=True)).backward()
+        return outputs, {name: tensor.grad for name, tensor in own.items()}, forward, dict(sent.bytes)
 
-GIVEN = {"send": 0, "_allgather_base_": 1, "_reduce_scatter_base_": 1, "alltoall_base_": 1}
-"""Collectives, and the place of what is given among their arguments."""
+    outputs, gradients, *sent = run(mine, state_passing.make_slices(boundaries, dist.group.WORLD, kernel - 1))
+    whole, of_whole, *nothing = run(torch.arange(total), None)
+    assert nothing == [{}, {}]
+    dist.all_reduce(gradients["weight"])
+    return mine, list(zip(outputs, whole, strict=True)), gradients, of_whole, *sent
 
 
 class BytesSent(TorchDispatchMode):
-    """Counts bytes that this rank gives to collectives and to sends, by their names."""
-
     def __init__(self):
         super().__init__()
         self.bytes = Counter()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = function.overloadpacket.__name__
-        if function.namespace == "c10d" and name in GIVEN:
-            given = args[GIVEN[name]]
+        counted = "send", "_allgather_base_", "_reduce_scatter_base_", "alltoall_base_"
+        if function.namespace == "c10d" and name in counted:
+            given = args[0 if name == "send" else 1]
             tensors = given if isinstance(given, list | tuple) else [given]
             self.bytes[name] += sum(tensor.nbytes for tensor in tensors)
         return function(*args, **(kwargs or {}))
 
 
-def mixed_by_everyone(world, *cases):
-    return [mixed(world, dist.group.WORLD, chunks) for chunks in cases]
-
-
 @pytest.mark.world
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_convolution_and_rule_over_slices_are_those_over_whole_sequences(ranks):
-    """Outputs and gradients, to the last digits of float64."""
-    ((_, outputs, gradients, weight_gradient, nothing, _),) = run_ranks(mixed_by_everyone, 1, CHUNKS)[0]
-    assert nothing == {}
-    found = [result for (result,) in run_ranks(mixed_by_everyone, ranks, CHUNKS)]
-    for own, own_outputs, own_gradients, *_ in found:
-        for output, expected in zip(own_outputs, outputs, strict=True):
-            assert (output - expected[own]).abs().max() < 1e-12
-        for name, expected in gradients.items():
-            scale = expected.abs().max()
-            assert scale > 0.1, (name, "would not be tested")
-            assert (own_gradients[name] - expected[own]).abs().max() < 1e-12 * scale, name
-    total = sum(result[3] for result in found)
-    assert (total - weight_gradient).abs().max() < 1e-12 * weight_gradient.abs().max()
+def test_convolution_and_rule_over_slices_are_those_over_whole_sequences(world, ranks):
+    """To the last digits of float64; chunks are below what the convolution sees, and across the rule's."""
+    mine, outputs, gradients, expected, *_ = mixed(world, [1, 40, 2, 1, 7, 33, 3])
+    for output, whole in outputs:
+        assert (output - whole[mine]).abs().max() < 1e-12
+    for name, whole in expected.items():
+        scale = whole.abs().max()
+        assert scale > 0.1, (name, "would not be tested")
+        own = whole if name == "weight" else whole[mine]
+        assert (gradients[name] - own).abs().max() < 1e-12 * scale, name
 
 
-@pytest.mark.world
-def test_what_a_delta_net_sends_does_not_grow_with_the_sequence():
+@pytest.mark.world(4)
+def test_what_a_delta_net_sends_does_not_grow_with_the_sequence(world):
     """A state and three tokens for each chunk, and as much in the backward pass."""
     states, tokens = 8 * 3 * 5 * 4, 8 * 3 * 6
-    for rank, results in enumerate(run_ranks(mixed_by_everyone, 4, [1], [3], [100])):
-        sends = 2 if 0 < rank < 3 else 1  # the way turns at the last rank, and ends at the first
-        for *_, forward, both in results:
-            assert forward == {"send": sends * states, "_allgather_base_": 2 * tokens}
-            # each rank gives the gradients of all ranks' tokens back
-            assert both == {
-                "send": 2 * sends * states,
-                "_allgather_base_": 2 * tokens,
-                "_reduce_scatter_base_": 4 * 2 * tokens,
-            }
+    sends = 2 if 0 < world.rank < 3 else 1  # the way turns at the last rank, and ends at the first
+    for chunk in (1, 3, 100):
+        *_, forward, both = mixed(world, [chunk])
+        assert forward == {"send": sends * states, "_allgather_base_": 2 * tokens}
+        # each rank gives the gradients of all ranks' tokens back
+        assert both == forward | {"send": 2 * sends * states, "_reduce_scatter_base_": 4 * 2 * tokens}
 
 
-# -------------------------------------------------------------------------------------------- whole models
-
-
-LAYOUTS = {
-    "dense": {2: [layout(cp=2)], 4: [layout(cp=4), layout(cp=2, tp=2), layout(cp=2, pp=2)]},
-    "next": {
-        2: [layout(cp=2), layout(cp=2, ep=2)],
-        4: [layout(cp=4), layout(cp=4, ep=2), layout(cp=2, tp=2, ep=4), layout(cp=2, pp=2, ep=2)],
-    },
-    "oss": {2: [layout(cp=2)], 4: [layout(cp=4), layout(cp=2, tp=2, ep=2)]},
-}
-
-
-def sequences():
-    """Return sequences of 2 tokens, which are one row and fewer than any group's ranks, to a hundred."""
-    rng = random.Random(3)
-    rows = []
+def rows():
+    """Sequences of 2 tokens, which are one row and fewer than any group's ranks, to a hundred."""
+    rng, made = random.Random(3), []
     for number, sizes in enumerate([(1, 1), (3, 2), (40, 61), (2, 20), (1, 3)]):
-        prompt, response = (np.array([rng.randrange(2, 64) for _ in range(size)], np.int32) for size in sizes)
-        rows.append(
-            TrainSequence(
-                prompt,
-                response,
-                loss_mask=np.array([rng.random() < 0.8 for _ in response]),
-                advantage=rng.choice([-1.5, 0.5, 1.0]),
-                weight=0.25 * (1 + number),
-                prompt_index=number,
-                group=number,
-                index=0,
-            )
-        )
-    return rows
+        prompt, response = ([rng.randrange(2, 64) for _ in range(size)] for size in sizes)
+        mask = [rng.random() < 0.8 for _ in response]
+        own = {"advantage": rng.choice([-1.5, 0.5, 1.0]), "weight": 0.25 * (1 + number), "loss_mask": mask}
+        made.append(sequence(prompt, response, group=number, **own))
+    return made
 
 
-def losses_and_gradients(world, cases):
-    """(loss on the last stage's ranks, gradients by name on rank 0) of each (checkpoint, layout)."""
-    return [loss_and_gradients(world, Path(path), parallel) for path, parallel in cases]
+def losses_and_gradients(world, paths):
+    return [loss_and_gradients(world, path, layout()) for path in paths]
 
 
 def loss_and_gradients(world, path, parallel_config, libraries=LOCAL):
-    from megatron.core import parallel_state
-    from megatron.core.distributed import (
-        DistributedDataParallel,
-        DistributedDataParallelConfig,
-        finalize_model_grads,
-    )
+    """(losses on the last stage's ranks, gradients by name on rank 0) of a checkpoint in a layout."""
+    from megatron.core import distributed, parallel_state
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     from megatron_ibpo.loss import make_objective, policy_loss
-    from megatron_ibpo.models import read_hf_config
     from megatron_ibpo.policy import parallel
+    from megatron_ibpo.policy.forward_backward import _lay_out_all
     from megatron_ibpo.policy.model import build_model
-    from megatron_ibpo.policy.packing import Context, lay_out, pack
+    from megatron_ibpo.policy.packing import pack
     from megatron_ibpo.policy.planning import MicroBatch
     from megatron_ibpo.weights.formats.load import load_hf
     from megatron_ibpo.weights.layout.export import HFExport
@@ -217,48 +160,26 @@ def loss_and_gradients(world, path, parallel_config, libraries=LOCAL):
     load_hf(chunks, shape, path)
     core = chunks[0].config
     core.pipeline_dtype = core.params_dtype = torch.float64
-    wide = DistributedDataParallelConfig(grad_reduce_in_fp32=False)
-    model = DistributedDataParallel(core, wide, chunks[0].double())
-    core.finalize_model_grads_func = finalize_model_grads
-    context = Context(
-        parallel_state.get_context_parallel_rank(),
-        parallel_state.get_context_parallel_world_size(),
-        parallel_state.get_context_parallel_group(),
-    )
-    tp_group = parallel_state.get_tensor_model_parallel_group()
-    rows, seen = sequences(), []
-    batches = [  # the last has no sequence
-        lay_out(
-            pack(MicroBatch(tuple(range(len(part))), tuple(part))),
-            multiple=tp_group.size(),
-            device=torch.device("cpu"),
-            context=context,
-        )
-        for part in (rows[:3], rows[3:], [])
-    ]
+    wide = distributed.DistributedDataParallelConfig(grad_reduce_in_fp32=False)
+    model = distributed.DistributedDataParallel(core, wide, chunks[0].double())
+    core.finalize_model_grads_func = distributed.finalize_model_grads
+    tp_group, seen = parallel_state.get_tensor_model_parallel_group(), []
+    parts = rows()[:3], rows()[3:], []  # the last has no sequence
+    packs = [pack(MicroBatch(tuple(range(len(part))), tuple(part))) for part in parts]
+    batches = _lay_out_all(packs, torch.device("cpu"), core)
 
     def loss_of(batch, logits):
         width = logits.shape[-1]
         start = width * tp_group.rank()
-        loss, _ = policy_loss(
-            logits[0],
-            batch.rows,
-            make_objective("gspo", aggregation=7.0),
-            tp_group=tp_group,
-            vocab_range=(start, start + width),
-        )
+        objective, vocabulary = make_objective("gspo", aggregation=7.0), (start, start + width)
+        loss, _ = policy_loss(logits[0], batch.rows, objective, tp_group=tp_group, vocab_range=vocabulary)
         seen.append(loss.item())
         return len(batches) * loss, {}
 
     def forward(iterator, chunk):
         batch = next(iterator)
-        packed = PackedSeqParams(
-            "thd",
-            batch.rows.cu_seqlens,
-            batch.rows.cu_seqlens,
-            max_seqlen_q=batch.max_seqlen,
-            max_seqlen_kv=batch.max_seqlen,
-        )
+        ends, longest = batch.rows.cu_seqlens, batch.max_seqlen
+        packed = PackedSeqParams("thd", ends, ends, max_seqlen_q=longest, max_seqlen_kv=longest)
         output = chunk(batch.input_ids_1N, batch.position_ids_1N, None, packed_seq_params=packed)
         return output, lambda logits: loss_of(batch, logits)
 
@@ -270,89 +191,74 @@ def loss_and_gradients(world, path, parallel_config, libraries=LOCAL):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(parameter.main_grad)
-    gradients = {name: None if grad is None else grad.clone() for name, grad in HFExport([model], shape)}
+    gradients = weights_of(HFExport([model], shape))
     parallel.destroy()
-    return seen, gradients if world.is_rank_0 else None
+    return seen, gradients
 
 
-@pytest.mark.world
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_loss_and_gradients_are_those_of_one_rank(tmp_path, ranks):
-    """Through packing, models and loss; with fewer rows than ranks, and where the padding is all there is."""
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """Checkpoint → (where it is, losses and gradients on one rank)."""
+    directory = tmp_path_factory.mktemp("models")
     paths = {
-        "dense": make_qwen3(tmp_path / "dense", 3, std=0.1),
+        "dense": make_qwen3(directory / "dense", 3, std=0.1),
         # two heads in delta nets, which neither four ranks nor TP2 x CP2 divide
-        "next": make_qwen3_next(tmp_path / "next", 4, std=0.1),
-        "oss": make_gpt_oss(tmp_path / "oss", 5, std=0.1),
+        "next": make_qwen3_next(directory / "next", 4, std=0.1),
+        "wide next": make_qwen3_next(directory / "wide", 4, std=0.1, key_heads=4, value_heads=8),
+        "oss": make_gpt_oss(directory / "oss", 5, std=0.1),
     }
-    alone = run_ranks(losses_and_gradients, 1, [(path, layout()) for path in paths.values()], timeout=280)[0]
-    expected = dict(zip(paths, alone, strict=True))
-    cases = [(name, chosen) for name, layouts in LAYOUTS.items() for chosen in layouts[ranks]]
-    found = run_ranks(losses_and_gradients, ranks, [(paths[n], chosen) for n, chosen in cases], timeout=280)
-    for number, (name, chosen) in enumerate(cases):
-        losses, gradients = expected[name]
-        for result in found:
-            assert result[number][0] in ([], pytest.approx(losses, abs=1e-12)), (name, chosen)
-        own = found[0][number][1]
-        assert own.keys() == gradients.keys()
-        for tensor, gradient in gradients.items():
-            scale = gradient.abs().max()
-            assert scale > 1e-6, (name, tensor, "would not be tested")
-            assert (own[tensor] - gradient).abs().max() < 1e-12 * scale, (name, chosen, tensor)
+    (found,) = run_ranks(losses_and_gradients, 1, list(paths.values()), timeout=280)
+    return {name: (path, *own) for (name, path), own in zip(paths.items(), found, strict=True)}
 
 
-# ------------------------------------------------------------------------------ flash-linear-attention's way
-
-
-def by_other_kernels(world, path, ways):
-    flash = Backends(transformer_engine=False, flash_linear_attention=True)
-    with kernels_stood_in(HostReads()):
-        return [loss_and_gradients(world, Path(path), layout(cp=2, delta_net_cp=way), flash) for way in ways]
+TWO = {"dense": [layout(cp=2)], "next": [layout(cp=2), layout(cp=2, ep=2)], "oss": [layout(cp=2)]}
+FOUR = {
+    "dense": [layout(cp=4), layout(cp=2, tp=2), layout(cp=2, pp=2)],
+    "next": [layout(cp=4), layout(cp=4, ep=2), layout(cp=2, tp=2, ep=4), layout(cp=2, pp=2, ep=2)],
+    "oss": [layout(cp=4), layout(cp=2, tp=2, ep=2)],
+}
 
 
 @pytest.mark.world
+@pytest.mark.parametrize(("ranks", "layouts"), [(2, TWO), pytest.param(4, FOUR, marks=pytest.mark.slow)])
+def test_loss_and_gradients_are_those_of_one_rank(world, alone, ranks, layouts):
+    """Through packing, models and loss; with fewer rows than ranks, and where the padding is all there is."""
+    for case in [(name, chosen) for name, own in layouts.items() for chosen in own]:
+        path, expected, gradients = alone[case[0]]
+        losses, own = loss_and_gradients(world, path, case[1])
+        assert losses in ([], pytest.approx(expected, abs=1e-12)), case
+        if world.is_rank_0:
+            assert own.keys() == gradients.keys()
+            for tensor, gradient in gradients.items():
+                scale = gradient.abs().max()
+                assert scale > 1e-6, (case, tensor, "would not be tested")
+                assert (own[tensor] - gradient).abs().max() < 1e-12 * scale, (case, tensor)
+
+
+@pytest.mark.world(2)
 @pytest.mark.slow
-def test_passed_states_and_megatrons_exchange_of_heads_are_the_same_around_other_kernels(tmp_path):
+def test_passed_states_and_megatrons_exchange_of_heads_are_the_same_around_other_kernels(world, alone):
     """The kernels themselves are for GPUs, and stood in for; Megatron's decays are of float32."""
-    path = make_qwen3_next(tmp_path / "next", 4, std=0.1, key_heads=4, value_heads=8)
-    ((losses, gradients),) = run_ranks(losses_and_gradients, 1, [(path, layout())])[0]
-    found = run_ranks(by_other_kernels, 2, path, ["state", "heads"], timeout=280)
-    for own_losses, own in found[0]:
-        assert own_losses == pytest.approx(losses, abs=1e-6)
-        for tensor, gradient in gradients.items():
+    flash = Backends(transformer_engine=False, flash_linear_attention=True)
+    path, expected, gradients = alone["wide next"]
+    for way in ("state", "heads"):
+        with kernels_stood_in(HostReads()):
+            losses, own = loss_and_gradients(world, path, layout(cp=2, delta_net_cp=way), flash)
+        assert losses == pytest.approx(expected, abs=1e-6)
+        for tensor, gradient in gradients.items() if world.is_rank_0 else ():
             assert (own[tensor] - gradient).abs().max() < 1e-4 * gradient.abs().max(), tensor
 
 
-def without_sinks(world, path):
-    """Build it as on a GPU, where Transformer Engine computes attention."""
-    from megatron_ibpo.models import read_hf_config
+@pytest.mark.world(2)
+def test_plain_torch_exchanges_no_heads_and_transformer_engine_divides_no_sequences_with_sinks(world, alone):
     from megatron_ibpo.policy import parallel
-    from megatron_ibpo.policy.model import build_model
 
-    config = Config(parallel=layout(cp=2))
-    parallel.initialize(config.parallel, world, seed=0)
-    engine = Backends(transformer_engine=True, flash_linear_attention=False)
-    with pytest.raises(ValueError, match="cannot divide packed sequences over ranks if attention has sinks"):
-        build_model(read_hf_config(Path(path)), config, libraries=engine)
-    parallel.destroy()
-
-
-@pytest.mark.world
-def test_by_transformer_engine_ranks_do_not_share_sequences_where_there_are_sinks(tmp_path):
-    run_ranks(without_sinks, 2, make_gpt_oss(tmp_path / "oss", 0))
-
-
-def refused(world, path):
     with pytest.raises(ValueError, match="only flash-linear-attention has it"):
-        loss_and_gradients(world, Path(path), layout(cp=2, delta_net_cp="heads"))
-
-
-@pytest.mark.world
-def test_plain_torch_does_not_exchange_heads(tmp_path):
-    run_ranks(refused, 2, make_qwen3_next(tmp_path / "next", 4))
-
-
-# ------------------------------------------------------------------------------------------------- the loop
+        loss_and_gradients(world, alone["next"][0], layout(cp=2, delta_net_cp="heads"))
+    parallel.destroy()
+    as_on_gpus = Backends(transformer_engine=True, flash_linear_attention=False)
+    with pytest.raises(ValueError, match="cannot divide packed sequences over ranks if attention has sinks"):
+        loss_and_gradients(world, alone["oss"][0], layout(cp=2), as_on_gpus)
 
 
 @pytest.mark.engine
@@ -360,16 +266,13 @@ def test_plain_torch_does_not_exchange_heads(tmp_path):
 @pytest.mark.slow
 def test_three_steps_of_the_loop_with_ranks_that_share_sequences(tmp_path):
     """Trainer and engine agree about the log-probs of every token, so nothing is lost between the ranks."""
-    command = [
-        *(sys.executable, "-m", "megatron_ibpo.commands.train", "--run-dir", str(tmp_path / "run")),
-        *("--config", str(ROOT / "examples/recipes/tiny_qwen3_next_ibpo.yaml")),
-        *("--tensor-model-parallel-size", "1", "--context-parallel-size", "2"),
-        *("--num-rollout", "3", "--rollout-batch-size", "4", "--n-samples-per-prompt", "4"),
-        *("--eval-num-prompts", "8", "--check-weight-update-equal"),
-    ]
-    subprocess.run(command, cwd=ROOT, check=True, timeout=280)
-    rows = rows_of(tmp_path / "run")
-    assert [row["step"] for row in rows] == [1, 2, 3]
-    for row in rows:
+    flags = "--tensor-model-parallel-size 1 --context-parallel-size 2 --num-rollout 3 --rollout-batch-size 4"
+    flags += " --n-samples-per-prompt 4 --eval-num-prompts 8 --check-weight-update-equal"
+    recipe = ROOT / "examples/recipes/tiny_qwen3_next_ibpo.yaml"
+    command = [sys.executable, "-m", "megatron_ibpo.commands.train", "--run-dir", str(tmp_path / "run")]
+    subprocess.run([*command, "--config", str(recipe), *flags.split()], cwd=ROOT, check=True, timeout=280)
+    steps = rows_of(tmp_path / "run")
+    assert [row["step"] for row in steps] == [1, 2, 3]
+    for row in steps:
         assert row["grad_norm"] > 0
         assert row["logprob_diff_abs_mean"] < 0.01  # the engine computes in bfloat16

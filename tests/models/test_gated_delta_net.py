@@ -9,15 +9,14 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ibpo.config import ParallelConfig
-from megatron_ibpo.models import check_layout, packed
+from megatron_ibpo.config import Config, ParallelConfig
+from megatron_ibpo.models import check_layout, packed, read_hf_config
+from megatron_ibpo.models.backends import LOCAL, Backends
 from megatron_ibpo.models.delta_net import layer as delta_net
 from megatron_ibpo.models.delta_net.layer import causal_conv, gated_delta_rule
 from support.delta_net_kernels import HostReads, kernels_stood_in, rule_token_by_token
-from support.ranks import run_ranks
 from support.tiny_models import make_qwen3_next
 
-FiveTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 LENGTHS = st.lists(st.integers(1, 100), min_size=1, max_size=5)
 
 
@@ -25,8 +24,7 @@ def boundaries(lengths):
     return torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
 
 
-def rule_inputs(lengths, seed, key_heads=2, value_heads=4, key_dim=5, value_dim=3) -> FiveTensors:
-    """(query, key, value, decay, beta) of all tokens."""
+def rule_inputs(lengths, seed, key_heads=2, value_heads=4, key_dim=5, value_dim=3):
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape):
@@ -77,7 +75,7 @@ def test_the_rules_gradient_is_that_of_finite_differences():
 def test_a_sequence_goes_on_from_the_state_that_its_first_part_ended_with(lengths, cut, seed):
     """Cut anywhere, also before its first token and behind its last."""
     inputs = [x.double() for x in rule_inputs(lengths, seed)]
-    whole = gated_delta_rule(*inputs, boundaries(lengths))  # type: ignore[call-overload]
+    whole = gated_delta_rule(*inputs, boundaries(lengths))
     firsts = [min(cut, length) for length in lengths]
     seconds = [length - first for length, first in zip(lengths, firsts, strict=True)]
     sizes = [size for pair in zip(firsts, seconds, strict=True) for size in pair]
@@ -87,7 +85,7 @@ def test_a_sequence_goes_on_from_the_state_that_its_first_part_ended_with(length
         if not sum(own):
             found.append(parts[2])
             continue
-        output, states = gated_delta_rule(*parts, boundaries(own), states)  # type: ignore[call-overload]
+        output, states = gated_delta_rule(*parts, boundaries(own), states)
         found.append(output)
     halves = [part.split(own) for part, own in zip(found, (firsts, seconds), strict=True)]
     together = torch.cat([piece for pair in zip(*halves, strict=True) for piece in pair])
@@ -132,19 +130,17 @@ def test_padding_at_most_doubles_the_tokens():
     assert len(packed.by_length(boundaries(lengths)).tokens_M) <= 2 * sum(lengths)
 
 
-def megatrons_layers(world, hf_dir):
-    """(largest relative difference to the layers in plain torch, host reads of each layer, those of
-    Megatron's own, what is said of boundaries that do not fit), for the delta nets of one micro-batch."""
+@pytest.mark.world(1)
+def test_megatrons_layer_asks_once_a_micro_batch_whether_the_boundaries_fit(world, tmp_path):
+    """It computes the same as ours around the kernels, which are for GPUs and have stand-ins here."""
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 
-    from megatron_ibpo.config import Config, ParallelConfig
-    from megatron_ibpo.models import read_hf_config
-    from megatron_ibpo.models.backends import LOCAL, Backends
     from megatron_ibpo.policy import parallel
     from megatron_ibpo.policy.model import build_model
     from megatron_ibpo.weights.formats.load import load_hf
 
+    hf_dir = make_qwen3_next(tmp_path / "next", 0, key_heads=2, value_heads=4)
     parallel.initialize(ParallelConfig(), world, seed=0)
     shape, reads = read_hf_config(hf_dir), HostReads()
     flash = Backends(transformer_engine=False, flash_linear_attention=True)
@@ -154,53 +150,34 @@ def megatrons_layers(world, hf_dir):
         cu_seqlens = boundaries(list(lengths))
         return PackedSeqParams("thd", cu_seqlens, cu_seqlens, max_seqlen_q=max(lengths))
 
+    def reads_of(layer, packs, expected=None):
+        before = reads.count
+        with reads:
+            output = layer(hidden, None, packed_seq_params=packs)[0]
+        if expected is not None:
+            assert (output - expected).abs().max() < 3e-6 * expected.abs().max(), "float32 in another order"
+        return reads.count - before
+
     with kernels_stood_in(reads), torch.no_grad():
-        models = [build_model(shape, Config(), libraries=libraries) for libraries in (LOCAL, flash)]
-        for model in models:
+        built = [build_model(shape, Config(), libraries=libraries) for libraries in (LOCAL, flash)]
+        for model in built:
             load_hf(model, shape, hf_dir)
-        plain, fast = ([layer.self_attention for layer in model[0].decoder.layers[:3]] for model in models)
-        packs, found = sequences(40, 1, 49), []
+        plain, fast = ([layer.self_attention for layer in model[0].decoder.layers[:3]] for model in built)
+        packs = sequences(40, 1, 49)
         outputs = [layer(hidden, None, packed_seq_params=packs)[0] for layer in plain]
-        for layer in fast:
-            before = reads.count
-            with reads:
-                output = layer(hidden, None, packed_seq_params=packs)[0]
-            found.append((output, reads.count - before))
-        pairs = [(ours, theirs) for ours, (theirs, _) in zip(outputs, found, strict=True)]
-        difference = max(float((a - b).abs().max() / a.abs().max()) for a, b in pairs)
-        again = sequences(40, 1, 49)
-        reads.count = 0
-        with (
-            reads,
-            mock.patch.object(type(fast[0]), "_resolve_cu_seqlens", GatedDeltaNet._resolve_cu_seqlens),
-        ):
-            fast[0](hidden, None, packed_seq_params=again)
-        try:
-            said = str(fast[1](hidden, None, packed_seq_params=sequences(40, 49)))
-        except ValueError as error:
-            said = str(error)
-    parallel.destroy()
-    return difference, [count for _, count in found], reads.count, said
-
-
-@pytest.mark.world
-def test_megatrons_layer_asks_once_a_micro_batch_whether_the_boundaries_fit(tmp_path):
-    """It computes the same as ours around the kernels, which are for GPUs and have stand-ins here."""
-    hf_dir = make_qwen3_next(tmp_path / "next", 0, key_heads=2, value_heads=4)
-    (found,) = run_ranks(megatrons_layers, 1, hf_dir)
-    difference, reads, of_megatron, said = found
-    assert difference < 3e-6, "of float32 sums in another order"
-    assert reads == [2, 0, 0]
-    assert of_megatron == 4
-    assert "does not match total_sequence_length=90" in said
+        assert [reads_of(layer, packs, own) for layer, own in zip(fast, outputs, strict=True)] == [2, 0, 0]
+        theirs = GatedDeltaNet._resolve_cu_seqlens
+        with mock.patch.object(type(fast[0]), "_resolve_cu_seqlens", theirs):
+            assert reads_of(fast[0], sequences(40, 1, 49)) == 4
+        with pytest.raises(ValueError, match="does not match total_sequence_length=90"):
+            fast[1](hidden, None, packed_seq_params=sequences(40, 49))
 
 
 def test_heads_on_several_ranks_need_sequence_parallelism_for_a_whole_gradient(shapes):
     """Each rank sees the norm behind them with its own heads only."""
     dense = replace(shapes["next"], num_experts=0)
     apart = ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=False)
-    assert check_layout(dense, apart, 2) == [
-        "delta nets with --tensor-model-parallel-size > 1 need --sequence-parallel"
-    ]
+    (problem,) = check_layout(dense, apart, 2)
+    assert problem == "delta nets with --tensor-model-parallel-size > 1 need --sequence-parallel"
     assert check_layout(dense, replace(apart, sequence_parallel=True), 2) == []
     assert check_layout(shapes["dense"], apart, 2) == []

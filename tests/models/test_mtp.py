@@ -1,29 +1,20 @@
-"""The multi-token prediction layer: its loss and gradients equal those of a plain formula under every
-layout, the policy beside it is the same bit for bit, and what was trained is exported, saved and resumed.
+"""The multi-token prediction layer beside the policy. Gradients are read off weights, as in test_trainer."""
 
-Gradients are read off the weights, as in test_trainer.
-"""
-
-import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
 
 from megatron_ibpo.models import check_layout, read_hf_config
 from megatron_ibpo.weights.formats.convert import megatron_to_hf
 from megatron_ibpo.weights.transfer.update_order import drafts_with_own_layer
 from megatron_ibpo.weights.weight_errors import CheckpointError
 from support import planned
-from support.checkpoint_bytes import one_tensor_per_expert
-from support.conversions import ALONE
+from support.checkpoint_bytes import assert_same_bytes, one_tensor_per_expert, tensors_of, with_weights
 from support.layouts import layout
 from support.mtp_checkpoints import MIXED, with_mtp
-from support.ranks import run_ranks
 from support.tiny_models import make_qwen3, make_qwen3_5, make_qwen3_next
 from support.train_sequences import sequences
 from support.trainers import EPSILON, LR, close_trainer, config_for, open_trainer, weights_of
@@ -34,11 +25,9 @@ pytestmark = pytest.mark.world
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
     directory = tmp_path_factory.mktemp("models")
-    made = {
-        "next": make_qwen3_next(directory / "next", 4, std=0.1),
-        "3.5": make_qwen3_5(directory / "3.5", 5, std=0.1, tie=True),
-    }
-    return {name: with_mtp(path, seed=6) for name, path in made.items()}
+    hybrid = make_qwen3_next(directory / "next", 4, std=0.1)
+    tied = make_qwen3_5(directory / "3.5", 5, std=0.1, tie=True)
+    return {"next": with_mtp(hybrid, seed=6), "3.5": with_mtp(tied, seed=6)}
 
 
 def mtp_config(parallel, *, mtp=1, factor=1.0, clip_grad=1e9, **others):
@@ -60,28 +49,18 @@ def rows_with_tools():
     return [replace(row, advantage=row.advantage or 0.5) for row in rows]  # without one none is trained on
 
 
-# -------------------------------------------------------------------------------- the plain formula
-
-
 def plain_formula(hf_dir, rows, directory):
     """(mean loss, share of tokens that are the likeliest, gradients by checkpoint name), in plain torch and
     transformers' own layers, each sequence on its own. The order of embedding and hidden state is vLLM's
     (`qwen3_next_mtp.py`)."""
     from transformers import AutoModelForCausalLM
 
-    drawn = load_file(hf_dir / "model.safetensors")
-    inner = f"model.layers.{MIXED}."
-    shutil.copytree(hf_dir, directory)
+    drawn, inner = tensors_of(hf_dir), f"model.layers.{MIXED}."
     swapped = {n: t for n, t in drawn.items() if not n.startswith(("mtp.", inner))}
     swapped |= {n.replace("mtp.layers.0.", inner): t for n, t in drawn.items() if "mtp.layers." in n}
-    save_file(swapped, directory / "model.safetensors", metadata={"format": "pt"})
-
-    def load(path):
-        return AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
-        )
-
-    policy, model = load(hf_dir), load(directory).model
+    how: dict = {"attn_implementation": "eager", "experts_implementation": "eager", "dtype": torch.float32}
+    policy = AutoModelForCausalLM.from_pretrained(hf_dir, **how)
+    model = AutoModelForCausalLM.from_pretrained(with_weights(hf_dir, directory, swapped), **how).model
     layer, rotary = model.layers[MIXED], model.rotary_emb
     own = {n: drawn[n].requires_grad_() for n in drawn if n.startswith("mtp.") and "layers" not in n}
 
@@ -114,150 +93,107 @@ def plain_formula(hf_dir, rows, directory):
     return loss.item(), torch.cat(hits).float().mean().item(), {n: t.grad for n, t in own.items()} | inside
 
 
-def trained_once(world, cases, rows):
-    """Return, for each (checkpoint, layout, what else its configuration says): how the weights of an update
-    moved, as gradients, on rank 0; metrics."""
-    found = []
-    for hf_dir, parallel, others in cases:
-        trainer, export, _ = open_trainer(world, Path(hf_dir), mtp_config(parallel, **others))
-        before = weights_of(export)
-        metrics = planned.update(trainer, rows)
-        after = weights_of(export)
-        close_trainer()
-        moved = {n: (before[n] - t) * (EPSILON / LR) for n, t in after.items()} if world.is_rank_0 else {}
-        found.append((moved, metrics))
-    return found
+def trained(world, hf_dir, config, rows, updates=1):
+    trainer, export, _ = open_trainer(world, hf_dir, config)
+    before = weights_of(export)
+    metrics = [planned.update(trainer, rows) for _ in range(updates)]
+    after = weights_of(export)
+    close_trainer()
+    return before, after, metrics
 
 
-LAYOUTS = {1: [layout()], 2: [layout(tp=2, ep=2), layout(ep=2, distributed_optimizer=True)]}
-DENSE_LAYOUTS = {1: [layout()], 2: [layout(tp=2)]}
+@pytest.fixture(scope="module")
+def expected(checkpoints, tmp_path_factory):
+    rows, directory = rows_with_tools(), tmp_path_factory.mktemp("swapped")
+    return {name: plain_formula(path, rows, directory / name) for name, path in checkpoints.items()}
 
 
-def test_loss_and_gradients_are_those_of_the_plain_formula_under_every_layout(checkpoints, tmp_path):
-    rows = rows_with_tools()
-    expected = {
-        name: plain_formula(path, rows, tmp_path / f"oracle-{name}") for name, path in checkpoints.items()
-    }
-    for size in LAYOUTS:
-        names = [("next", parallel, {}) for parallel in LAYOUTS[size]]
-        names += [("3.5", parallel, {}) for parallel in DENSE_LAYOUTS[size]]
-        if size == 1:
-            names += [("next", layout(), {"factor": 0.25, "max_tokens": 60, "fuse_lm_head": True})]
-        cases = [(checkpoints[name], parallel, others) for name, parallel, others in names]
-        results = run_ranks(trained_once, size, cases, rows, timeout=240)
-        for number, (name, parallel, others) in enumerate(names):
-            loss, acceptance, gradients = expected[name]
-            moved, metrics = results[0][number]
-            case = name, parallel, others
-            assert all(own[number][1]["mtp_loss"] == metrics["mtp_loss"] for own in results), case
-            assert metrics["mtp_loss"] == pytest.approx(loss, rel=1e-5), case
-            assert metrics["mtp_acceptance"] == pytest.approx(acceptance), case
-            assert metrics["mtp_updates_skipped"] == 0
-            given = {n: g / others.get("factor", 1.0) for n, g in moved.items() if n.startswith("mtp.")}
-            assert given.keys() == gradients.keys()
-            norm = sum(g.double().square().sum() for g in gradients.values()).sqrt().item()
-            assert metrics["mtp_grad_norm"] / others.get("factor", 1.0) == pytest.approx(norm, rel=1e-4), case
-            for tensor, gradient in gradients.items():
-                assert gradient.abs().max() > 0, (case, tensor, "would not be tested")
-                assert (given[tensor] - gradient).abs().max() < 2e-4 * norm, (case, tensor)
+@pytest.mark.parametrize(
+    ("ranks", "cases"),
+    [
+        (1, [("next", layout(), {}), ("3.5", layout(), {}),
+             ("next", layout(), {"factor": 0.25, "max_tokens": 60, "fuse_lm_head": True})]),
+        (2, [("next", layout(tp=2, ep=2), {}), ("next", layout(ep=2, distributed_optimizer=True), {}),
+             ("3.5", layout(tp=2), {})]),
+    ],
+)  # fmt: skip
+def test_loss_and_gradients_are_those_of_the_plain_formula(world, checkpoints, expected, ranks, cases):
+    for case in cases:
+        name, parallel, others = case
+        loss, acceptance, gradients = expected[name]
+        config, factor = mtp_config(parallel, **others), others.get("factor", 1.0)
+        before, after, (metrics,) = trained(world, checkpoints[name], config, rows_with_tools())
+        norm = sum(g.double().square().sum() for g in gradients.values()).sqrt().item()
+        assert {*world.all_gather(metrics["mtp_loss"])} == {metrics["mtp_loss"]}, case
+        assert metrics["mtp_loss"] == pytest.approx(loss, rel=1e-5), case
+        assert metrics["mtp_acceptance"] == pytest.approx(acceptance), case
+        assert metrics["mtp_updates_skipped"] == 0
+        assert metrics["mtp_grad_norm"] / factor == pytest.approx(norm, rel=1e-4), case
+        if world.is_rank_0:
+            assert {name for name in after if name.startswith("mtp.")} == gradients.keys()
+            for name, gradient in gradients.items():
+                assert gradient.abs().max() > 0, (case, name, "would not be tested")
+                given = (before[name] - after[name]) * (EPSILON / LR / factor)
+                assert (given - gradient).abs().max() < 2e-4 * norm, (case, name)
 
 
-# -------------------------------------------------------------------------------- beside the policy
-
-
-def updates(world, hf_dir, configs, rows, count):
-    """Weights on rank 0 and metrics after `count` updates under each configuration."""
-    found = []
-    for config in configs:
-        trainer, export, _ = open_trainer(world, Path(hf_dir), config)
-        metrics = [planned.update(trainer, rows) for _ in range(count)]
-        found.append((weights_of(export), metrics))
-        close_trainer()
-    return found if world.is_rank_0 else None
-
-
-def test_the_policy_is_the_same_bit_for_bit_and_the_layer_learns(checkpoints):
+@pytest.mark.world(2)
+def test_the_policy_is_the_same_bit_for_bit_and_the_layer_learns(world, checkpoints):
     """The gradient norm clips, and is of the policy's gradients alone."""
-    parallel = layout(tp=2, ep=2)
-    ordinary = {"lr": 1e-2, "eps_adam": 1e-8, "clip_grad": 1e-3}
-    configs = [mtp_config(parallel, mtp=mtp, **ordinary) for mtp in (0, 1)]
-    (without, alone), (beside, metrics) = run_ranks(
-        updates, 2, checkpoints["next"], configs, sequences(), 3, timeout=240
-    )[0]
-    assert {n for n in beside if not n.startswith("mtp.")} == without.keys()
-    for name, tensor in without.items():
-        assert torch.equal(tensor, beside[name]), name
+    how = {"lr": 1e-2, "eps_adam": 1e-8, "clip_grad": 1e-3}
+    (_, without, alone), (origin, beside, metrics) = (
+        trained(world, checkpoints["next"], mtp_config(layout(tp=2, ep=2), mtp=mtp, **how), sequences(), 3)
+        for mtp in (0, 1)
+    )
+    assert_same_bytes({n: t for n, t in beside.items() if not n.startswith("mtp.")}, without)
+    assert all(not torch.equal(beside[n], origin[n]) for n in beside if n.startswith("mtp."))
     assert [m["grad_norm"] for m in metrics] == [m["grad_norm"] for m in alone]
     assert not any("mtp" in name for m in alone for name in m)
     losses = [m["mtp_loss"] for m in metrics]
     assert losses == sorted(losses, reverse=True)
     assert losses[-1] < losses[0] - 0.1
-    origin = load_file(checkpoints["next"] / "model.safetensors")
-    assert all(not torch.equal(beside[n], origin[n]) for n in beside if n.startswith("mtp."))
 
 
-# ------------------------------------------------------------------------------------------- kept and resumed
-
-
-def through_a_checkpoint(world, hf_dir, directory, rows, mode):
-    """Two updates, a checkpoint between them where `mode` says so; weights on rank 0, and metrics."""
+@pytest.mark.slow
+@pytest.mark.world(2)
+def test_a_resumed_layer_goes_on_bit_for_bit_and_is_in_every_export(world, checkpoints, tmp_path):
     from megatron_ibpo.policy.checkpoint import load_checkpoint
     from megatron_ibpo.policy.saving import save_checkpoint
-    from megatron_ibpo.weights.formats.run_state import find_checkpoint
     from megatron_ibpo.weights.formats.save import save_hf
 
-    config = mtp_config(layout(ep=2, distributed_optimizer=True), lr=1e-3, eps_adam=1e-8)
-    if mode == "without":
-        config = replace(config, model=replace(config.model, mtp_num_layers=0))
-    config.model.hf_checkpoint = Path(hf_dir)
-    trainer, export, _ = open_trainer(world, Path(hf_dir), config)
-    if mode == "resumed":
-        try:
-            load_checkpoint(trainer, find_checkpoint(Path(directory)))
-        except CheckpointError as error:
-            close_trainer()
-            return str(error)
-    else:
-        planned.update(trainer, rows)
-        save_checkpoint(trainer, Path(directory), 1, {})
-        if mode == "through":
-            save_hf(export, world, Path(directory) / "exported", Path(hf_dir))
-    metrics = planned.update(trainer, rows)
-    weights = weights_of(export)
-    close_trainer()
-    return (weights, metrics) if world.is_rank_0 else None
+    hf_dir, rows = checkpoints["next"], sequences(6)
 
+    def trainer(mtp):
+        config = mtp_config(layout(ep=2, distributed_optimizer=True), mtp=mtp, lr=1e-3, eps_adam=1e-8)
+        config.model.hf_checkpoint = hf_dir
+        return open_trainer(world, hf_dir, config)[:2]
 
-def run_through(hf_dir, directory, mode):
-    return run_ranks(through_a_checkpoint, 2, hf_dir, str(directory), sequences(6), mode, timeout=240)
+    def went_on(own, export):
+        metrics, weights = planned.update(own, rows), weights_of(export)
+        close_trainer()
+        return metrics | {"seconds_old_logprobs": 0}, weights
 
+    saved = []
+    for mtp in (0, 1):
+        own, export = trainer(mtp)
+        planned.update(own, rows)
+        saved.append(save_checkpoint(own, tmp_path / str(mtp), 1, {}))
+        if mtp:
+            save_hf(export, world, tmp_path / "exported", hf_dir)
+        metrics, weights = went_on(own, export)
+    resumed, export = trainer(1)
+    with pytest.raises(CheckpointError, match="holds no multi-token prediction layer"):
+        load_checkpoint(resumed, saved[0])
+    load_checkpoint(resumed, saved[1])
+    again, found = went_on(resumed, export)
+    assert_same_bytes(found, weights)
+    assert again == metrics
 
-@pytest.mark.slow
-def test_a_resumed_layer_goes_on_bit_for_bit_and_is_in_every_export(checkpoints, tmp_path):
-    weights, metrics = run_through(checkpoints["next"], tmp_path, "through")[0]
-    resumed, again = run_through(checkpoints["next"], tmp_path, "resumed")[0]
-    assert resumed.keys() == weights.keys()
-    for name, tensor in weights.items():
-        assert torch.equal(resumed[name], tensor), name
-    assert again | {"seconds_old_logprobs": 0} == metrics | {"seconds_old_logprobs": 0}
-
-    exported = load_file(tmp_path / "exported" / "model.safetensors")
-    origin = load_file(checkpoints["next"] / "model.safetensors")
+    exported, origin = tensors_of(tmp_path / "exported"), tensors_of(hf_dir)
     assert exported.keys() == origin.keys()
     assert all(not torch.equal(exported[n], t) for n, t in origin.items() if n.startswith("mtp."))
-    (step,) = tmp_path.glob("step_*")
-    megatron_to_hf(step, tmp_path / "converted", ALONE)
-    converted = load_file(tmp_path / "converted" / "model.safetensors")
-    assert converted.keys() == exported.keys()
-    for name, tensor in exported.items():
-        assert torch.equal(converted[name], tensor), name
-
-
-@pytest.mark.slow
-def test_a_checkpoint_without_the_layer_is_refused(checkpoints, tmp_path):
-    run_through(checkpoints["next"], tmp_path, "without")
-    said = run_through(checkpoints["next"], tmp_path, "resumed")
-    assert all("holds no multi-token prediction layer" in message for message in said)
+    megatron_to_hf(saved[1], tmp_path / "converted", world)
+    assert_same_bytes(tensors_of(tmp_path / "converted"), exported)
 
 
 def test_engines_get_the_layer_where_they_draft_with_it():
@@ -268,22 +204,17 @@ def test_engines_get_the_layer_where_they_draft_with_it():
     assert not drafts_with_own_layer([])
 
 
-def load_error(world, hf_dir):
-    try:
-        open_trainer(world, Path(hf_dir), mtp_config(layout()))
-    except CheckpointError as error:
-        close_trainer()
-        return str(error)
-
-
-def test_what_cannot_be_trained_is_refused_by_name(tmp_path):
+@pytest.mark.world(1)
+def test_what_cannot_be_trained_is_refused_by_name(world, tmp_path):
     bare = make_qwen3_next(tmp_path / "bare", 4)
-    (said,) = run_ranks(load_error, 1, bare)
-    assert "holds 0 multi-token prediction layers" in said
-    dense = read_hf_config(make_qwen3(tmp_path / "dense", 3))
-    (problem,) = check_layout(dense, layout(), 1, mtp_layers=1)
-    assert "qwen3 has no multi-token prediction layer" in problem
-    (problem,) = check_layout(read_hf_config(bare), layout(pp=2), 2, mtp_layers=1)
-    assert "--pipeline-model-parallel-size=2" in problem
-    (problem,) = check_layout(read_hf_config(bare), layout(cp=2), 2, mtp_layers=1)
-    assert "--context-parallel-size=2" in problem
+    with pytest.raises(CheckpointError, match="holds 0 multi-token prediction layers"):
+        open_trainer(world, bare, mtp_config(layout()))
+    close_trainer()
+    shape, dense = read_hf_config(bare), read_hf_config(make_qwen3(tmp_path / "dense", 3))
+    for own, parallel, ranks, words in (
+        (dense, layout(), 1, "qwen3 has no multi-token prediction layer"),
+        (shape, layout(pp=2), 2, "--pipeline-model-parallel-size=2"),
+        (shape, layout(cp=2), 2, "--context-parallel-size=2"),
+    ):
+        (problem,) = check_layout(own, parallel, ranks, mtp_layers=1)
+        assert words in problem

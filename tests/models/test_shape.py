@@ -1,5 +1,3 @@
-"""config.json is read in old and new spelling; every layout that cannot work is refused with its reason."""
-
 import json
 import math
 import re
@@ -7,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_ibpo.config import ParallelConfig
 from megatron_ibpo.models import ModelConfigError, check_layout, read_hf_config
 from megatron_ibpo.models.rope import RopeScaling
+from support.layouts import layout
 from support.paths import ROOT
 from support.tiny_models import make_qwen3, make_qwen3_next
 
@@ -28,158 +26,111 @@ def write(directory, config):
     return directory
 
 
+def test_published_configs_are_read_in_every_spelling(tmp_path):
+    yarn_of_8b = {"rope_theta": 5e5, "rope_scaling": RopeScaling("yarn", 4.0, 32768)}
+    new_yarn = {"rope_scaling": None, "rope_parameters": {**YARN, "rope_type": "yarn", "rope_theta": 5e5}}
+    without_dense_layers = {"first_k_dense_replace": 0, "n_shared_experts": 2, "num_nextn_predict_layers": 0}
+    for config, expected in (
+        (NEXT_80B, {"family": "qwen3_next", "head_dim": 256, "rotary_dim": 64, "rope_theta": 1e7,
+                    "num_experts": 512, "experts_per_token": 10, "expert_hidden_size": 512,
+                    "gdn_key_heads": 16, "gdn_value_heads": 32,
+                    "full_attention": ((False,) * 3 + (True,)) * 12}),
+        (LLAMA_31_8B, {"head_dim": 128, "rotary_dim": 128, "rope_theta": 5e5,
+                       "rope_scaling": RopeScaling("llama3", 8.0, 8192), "query_key_norms": False,
+                       "qkv_bias": False, "attention_output_bias": False, "mlp_bias": False}),
+        # scaled positions in old and new spelling
+        (LLAMA_31_8B | {"rope_scaling": YARN}, yarn_of_8b),
+        (LLAMA_31_8B | {"rope_scaling": {**YARN, "rope_type": "yarn"}}, yarn_of_8b),
+        (LLAMA_31_8B | new_yarn, yarn_of_8b),
+        # Llama 2 7B is published so, and transformers writes missing values so
+        (LLAMA_31_8B | {"num_key_value_heads": None, "head_dim": None, "attention_bias": True},
+         {"num_key_value_heads": 32, "head_dim": 128, "qkv_bias": True, "attention_output_bias": True,
+          "mlp_bias": False}),
+        (GLM_AIR, {"head_dim": 128, "rotary_dim": 64, "rope_theta": 1e6, "query_key_norms": False,
+                   "qkv_bias": True, "attention_output_bias": False, "ffn_hidden_size": 10944,
+                   "moe_layers": 45, "num_experts": 128, "experts_per_token": 8, "expert_hidden_size": 1408,
+                   "shared_expert_hidden_size": 1408, "shared_expert_gate": False,
+                   "carried": ("model.layers.46.",)}),
+        (GLM_AIR | without_dense_layers,
+         {"moe_layers": 46, "shared_expert_hidden_size": 2816, "carried": ()}),
+        *((OSS_20B | spelling,
+           {"head_dim": 64, "rotary_dim": 64, "rope_theta": 1.5e5, "attention_sinks": True,
+            "rope_scaling": RopeScaling("yarn", 32.0, 4096, truncate=False), "query_key_norms": False,
+            "qkv_bias": True, "attention_output_bias": True, "expert_bias": True, "num_experts": 32,
+            "tie_word_embeddings": False, "experts_per_token": 4, "expert_hidden_size": 2880,
+            "moe_layers": 24}) for spelling in ({}, {"layer_types": None, "sliding_window": None})),
+    ):  # fmt: skip
+        shape = read_hf_config(write(tmp_path / "model", config))
+        assert {name: getattr(shape, name) for name in expected} == expected
+        if shape.family == "gpt_oss":
+            assert [shape.window(layer) for layer in range(24)] == [128, None] * 12
+        if config is GLM_AIR:
+            assert [layer for layer in range(46) if not shape.has_experts(layer)] == [0]
+
+
 @pytest.fixture
 def next_80b(tmp_path):
     return read_hf_config(write(tmp_path / "80b", NEXT_80B))
 
 
-def test_the_published_80b_config_is_read(next_80b):
-    assert next_80b.family == "qwen3_next"
-    assert [layer for layer in range(48) if next_80b.full_attention[layer]] == list(range(3, 48, 4))
-    assert (next_80b.head_dim, next_80b.rotary_dim, next_80b.rope_theta) == (256, 64, 1e7)
-    assert (next_80b.num_experts, next_80b.experts_per_token, next_80b.expert_hidden_size) == (512, 10, 512)
-    assert (next_80b.gdn_key_heads, next_80b.gdn_value_heads) == (16, 32)
-
-
 def test_transformers_5_spelling_means_the_same(tmp_path, next_80b):
-    new = {key: value for key, value in NEXT_80B.items() if not key.startswith(("rope", "partial"))}
-    new.pop("full_attention_interval")
+    old = "rope_theta", "rope_scaling", "partial_rotary_factor", "full_attention_interval"
+    new = {key: value for key, value in NEXT_80B.items() if key not in old}
     new["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000000, "partial_rotary_factor": 0.25}
     new["layer_types"] = (["linear_attention"] * 3 + ["full_attention"]) * 12
     assert read_hf_config(write(tmp_path / "new", new)) == next_80b
-
-
-def test_what_transformers_writes_is_read(tmp_path):
-    assert read_hf_config(make_qwen3(tmp_path / "dense", 0, tie=True)).tie_word_embeddings
     hybrid = read_hf_config(make_qwen3_next(tmp_path / "next", 0))
-    assert hybrid.full_attention == (False, False, False, True)
-    assert hybrid.rotary_dim == 8
+    assert (hybrid.full_attention, hybrid.rotary_dim) == ((False, False, False, True), 8)
+    assert read_hf_config(make_qwen3(tmp_path / "dense", 0, tie=True)).tie_word_embeddings
 
 
-def test_the_published_llama_config_is_read(tmp_path):
-    shape = read_hf_config(write(tmp_path / "8b", LLAMA_31_8B))
-    assert (shape.head_dim, shape.rotary_dim, shape.rope_theta) == (128, 128, 5e5)
-    assert shape.rope_scaling == RopeScaling("llama3", 8.0, 8192)
-    has = shape.query_key_norms, shape.qkv_bias, shape.attention_output_bias, shape.mlp_bias
-    assert has == (False, False, False, False)
-
-
-def test_the_published_glm_4_5_air_config_is_read(tmp_path):
-    shape = read_hf_config(write(tmp_path / "air", GLM_AIR))
-    assert (shape.head_dim, shape.rotary_dim, shape.rope_theta) == (128, 64, 1e6)
-    assert (shape.query_key_norms, shape.qkv_bias, shape.attention_output_bias) == (False, True, False)
-    assert [layer for layer in range(46) if not shape.has_experts(layer)] == [0]
-    assert (shape.ffn_hidden_size, shape.moe_layers) == (10944, 45)
-    assert (shape.num_experts, shape.experts_per_token, shape.expert_hidden_size) == (128, 8, 1408)
-    assert (shape.shared_expert_hidden_size, shape.shared_expert_gate) == (1408, False)
-    assert shape.carried == ("model.layers.46.",)
-
-
-def test_a_glm_without_dense_layers_has_experts_in_all(tmp_path):
-    config = {**GLM_AIR, "first_k_dense_replace": 0, "n_shared_experts": 2, "num_nextn_predict_layers": 0}
-    shape = read_hf_config(write(tmp_path / "air", config))
-    assert shape.moe_layers == 46
-    assert (shape.shared_expert_hidden_size, shape.carried) == (2816, ())
-
-
-@pytest.mark.parametrize("spelled_out", [True, False])
-def test_the_published_gpt_oss_20b_config_is_read(tmp_path, spelled_out):
-    config = {**OSS_20B} if spelled_out else {**OSS_20B, "layer_types": None, "sliding_window": None}
-    shape = read_hf_config(write(tmp_path / "20b", config))
-    assert (shape.head_dim, shape.rotary_dim, shape.rope_theta) == (64, 64, 1.5e5)
-    assert shape.rope_scaling == RopeScaling("yarn", 32.0, 4096, truncate=False)
-    assert [shape.window(layer) for layer in range(24)] == [128, None] * 12
-    assert (shape.attention_sinks, shape.qkv_bias, shape.attention_output_bias) == (True, True, True)
-    assert (shape.query_key_norms, shape.expert_bias, shape.tie_word_embeddings) == (False, True, False)
-    assert (shape.num_experts, shape.experts_per_token, shape.expert_hidden_size) == (32, 4, 2880)
-    assert shape.moe_layers == 24
-
-
-@pytest.mark.parametrize(
-    "spelling",
-    [
-        {"rope_scaling": YARN},
-        {"rope_scaling": {**YARN, "rope_type": "yarn"}},
-        {"rope_scaling": None, "rope_parameters": {**YARN, "rope_type": "yarn", "rope_theta": 500000.0}},
-    ],
-)
-def test_scaled_positions_are_read_in_old_and_new_spelling(tmp_path, spelling):
-    shape = read_hf_config(write(tmp_path / "8b", {**LLAMA_31_8B, **spelling}))
-    assert (shape.rope_theta, shape.rope_scaling) == (5e5, RopeScaling("yarn", 4.0, 32768))
-
-
-def test_heads_that_share_nothing_and_sizes_that_are_null_follow_from_the_rest(tmp_path):
-    """Llama 2 7B is published so, and transformers writes missing values so."""
-    config = {**LLAMA_31_8B, "num_key_value_heads": None, "head_dim": None, "attention_bias": True}
-    shape = read_hf_config(write(tmp_path / "7b", config))
-    assert (shape.num_key_value_heads, shape.head_dim) == (32, 128)
-    assert (shape.qkv_bias, shape.attention_output_bias, shape.mlp_bias) == (True, True, False)
-
-
-@pytest.mark.parametrize(
-    ("config", "words"),
-    [
+def test_a_config_that_cannot_be_built_is_refused(tmp_path):
+    unsupported = (  # values that other models have, and which these would compute wrongly
+        (GLM_AIR, {"n_group": 8, "topk_group": 4, "norm_topk_prob": False, "num_experts_per_tok": 1}),
+        (GLM_AIR, {"tie_word_embeddings": True}),
+        (OSS_20B, {"attention_bias": False, "attention_dropout": 0.1, "tie_word_embeddings": True}),
+        (OSS_20B, {"swiglu_limit": 5.0, "swiglu_alpha": 1.0}),
+        (NEXT_80B, {"attention_bias": True, "mlp_only_layers": [0]}),
+        (LLAMA_31_8B, {"hidden_act": "gelu"}),
+    )
+    other_turns = ["full_attention", "sliding_attention"] * 12
+    other_frequencies = LLAMA_31_8B["rope_scaling"] | {"high_freq_factor": 8}
+    for config, words in (
+        *((base | {name: value}, f"{name}={value!r} is not supported")
+          for base, changes in unsupported for name, value in changes.items()),
         ("{", "not valid JSON"),
         ("[]", "must hold a JSON object"),
-        ({**GLM_AIR, "n_group": 8}, "n_group=8 is not supported"),
-        ({**GLM_AIR, "topk_group": 4}, "topk_group=4 is not supported"),
-        ({**GLM_AIR, "norm_topk_prob": False}, "norm_topk_prob=False is not supported"),
-        ({**GLM_AIR, "num_experts_per_tok": 1}, "num_experts_per_tok=1 is not supported"),
-        ({**GLM_AIR, "tie_word_embeddings": True}, "tie_word_embeddings=True is not supported"),
-        ({**GLM_AIR, "first_k_dense_replace": 46}, "first_k_dense_replace=46 leaves no layer of 46 with"),
-        ({**GLM_AIR, "first_k_dense_replace": -1}, "first_k_dense_replace must be an integer of at least 0"),
-        ({**GLM_AIR, "routed_scaling_factor": 0}, "routed_scaling_factor must be positive, is 0"),
-        ({**OSS_20B, "attention_bias": False}, "attention_bias=False is not supported"),
-        ({**OSS_20B, "attention_dropout": 0.1}, "attention_dropout=0.1 is not supported"),
-        ({**OSS_20B, "tie_word_embeddings": True}, "tie_word_embeddings=True is not supported"),
-        ({**OSS_20B, "swiglu_limit": 5.0}, "swiglu_limit=5.0 is not supported"),
-        ({**OSS_20B, "swiglu_alpha": 1.0}, "swiglu_alpha=1.0 is not supported"),
-        (
-            {**OSS_20B, "layer_types": ["full_attention", "sliding_attention"] * 12},
-            "layer_types must be sliding_attention and full_attention in turn for 24 layers",
-        ),
-        ({**OSS_20B, "rope_scaling": {**OSS_20B["rope_scaling"], "truncate": 0}}, "truncate must be true or"),
-        ({**NEXT_80B, "model_type": "gemma3"}, "model_type 'gemma3' is unknown; one of llama, "),
         ({}, "model_type None is unknown"),
-        ({**NEXT_80B, "hidden_size": "2048"}, "hidden_size must be a positive integer, is '2048'"),
-        ({key: value for key, value in NEXT_80B.items() if key != "num_experts"}, "num_experts must be"),
-        ({**NEXT_80B, "attention_bias": True}, "attention_bias=True is not supported"),
-        ({**NEXT_80B, "mlp_only_layers": [0]}, "mlp_only_layers=[0] is not supported"),
-        ({**NEXT_80B, "rope_scaling": {"type": "yarn"}}, "yarn over 0.25 of a head is not supported"),
-        ({**LLAMA_31_8B, "rope_scaling": {"type": "dynamic"}}, "rope type 'dynamic' is not supported"),
-        ({**LLAMA_31_8B, "rope_scaling": 3}, "rope_scaling must be an object"),
-        ({**LLAMA_31_8B, "rope_scaling": {"type": "linear"}}, "needs a factor of at least 1, has None"),
-        (
-            {**LLAMA_31_8B, "rope_scaling": LLAMA_31_8B["rope_scaling"] | {"high_freq_factor": 8}},
-            "high_freq_factor=8 is not supported: megatron-core has 4 written into its code",
-        ),
-        ({**LLAMA_31_8B, "rope_scaling": YARN | {"attention_factor": 1.2}}, "attention_factor=1.2 is not"),
-        ({**LLAMA_31_8B, "hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
-        ({**NEXT_80B, "layer_types": ["full_attention"]}, "layer_types must name 48 layers"),
-        ({**NEXT_80B, "tie_word_embeddings": 1}, "tie_word_embeddings must be true or false"),
-        ({**TINY, "rms_norm_eps": 0}, "rms_norm_eps must be above 0 and below 1, is 0"),
-        ({**TINY, "rms_norm_eps": -1}, "rms_norm_eps must be above 0 and below 1, is -1"),
-        ({**TINY, "rms_norm_eps": math.nan}, "NaN is no number"),
-        ({**TINY, "rms_norm_eps": 10**400}, "rms_norm_eps must be a number"),
-        ({**TINY, "rope_theta": math.inf}, "Infinity is no number"),
-        ({**TINY, "rope_parameters": {"rope_theta": 0}}, "rope_theta must be at least 1, is 0"),
-        ({**TINY, "rope_parameters": {"rope_theta": -10000}}, "rope_theta must be at least 1, is -10000"),
-        ({**TINY, "rope_parameters": {"rope_type": "longrope"}}, "rope type 'longrope' is not supported"),
-        ({**TINY, "rope_parameters": {"partial_rotary_factor": 1e9}}, "is not an even number up to that"),
-        ({**TINY, "quantization_config": {"quant_method": "fp8"}}, "quant_method 'fp8' is not"),
-        ({**TINY, "quantization_config": {}}, "quantization_config with quant_method None is not"),
-        ({**TINY, "num_hidden_layers": 10**5}, "num_hidden_layers must be at most 10000"),
-        ({**TINY, "num_hidden_layers": 10**15}, "num_hidden_layers must be at most 10000,"),
-        ({**TINY, "vocab_size": 10**15}, "vocab_size must be at most 2147483647"),
-        ({**TINY, "hidden_size": 1e15}, "hidden_size must be a positive integer"),
-        ({**TINY, "model_type": ["qwen3"]}, "model_type ['qwen3'] is unknown"),
-        ("[" * 100_000, "config.json is not valid JSON: its brackets nest deeper"),
-    ],
-)
-def test_a_config_that_cannot_be_built_is_refused(tmp_path, config, words):
-    with pytest.raises(ModelConfigError, match=re.escape(words)) as caught:
-        read_hf_config(write(tmp_path / "bad", config))
-    assert "config.json" in str(caught.value)
+        (NEXT_80B | {"model_type": "gemma3"}, "model_type 'gemma3' is unknown; one of llama, "),
+        (TINY | {"model_type": ["qwen3"]}, "model_type ['qwen3'] is unknown"),
+        (NEXT_80B | {"num_experts": None}, "num_experts must be"),
+        (TINY | {"num_key_value_heads": 3}, "num_attention_heads=4 is no multiple of num_key_value_heads=3"),
+        (NEXT_80B | {"hidden_size": "2048"}, "hidden_size must be a positive integer, is '2048'"),
+        (NEXT_80B | {"tie_word_embeddings": 1}, "tie_word_embeddings must be true or false"),
+        (NEXT_80B | {"layer_types": ["full_attention"]}, "layer_types must name 48 layers"),
+        (OSS_20B | {"layer_types": other_turns}, "sliding_attention and full_attention in turn for 24"),
+        (GLM_AIR | {"first_k_dense_replace": 46}, "first_k_dense_replace=46 leaves no layer of 46 with"),
+        (GLM_AIR | {"first_k_dense_replace": -1}, "first_k_dense_replace must be an integer of at least 0"),
+        (GLM_AIR | {"routed_scaling_factor": 0}, "routed_scaling_factor must be positive, is 0"),
+        (OSS_20B | {"rope_scaling": OSS_20B["rope_scaling"] | {"truncate": 0}}, "truncate must be true or"),
+        (NEXT_80B | {"rope_scaling": {"type": "yarn"}}, "yarn over 0.25 of a head is not supported"),
+        (LLAMA_31_8B | {"rope_scaling": {"type": "dynamic"}}, "rope type 'dynamic' is not supported"),
+        (LLAMA_31_8B | {"rope_scaling": 3}, "rope_scaling must be an object"),
+        (LLAMA_31_8B | {"rope_scaling": {"type": "linear"}}, "needs a factor of at least 1, has None"),
+        (LLAMA_31_8B | {"rope_scaling": other_frequencies}, "high_freq_factor=8 is not supported: mega"),
+        (LLAMA_31_8B | {"rope_scaling": YARN | {"attention_factor": 1.2}}, "attention_factor=1.2 is not"),
+        (TINY | {"rope_parameters": {"rope_theta": 0}}, "rope_theta must be at least 1, is 0"),
+        (TINY | {"rope_parameters": {"partial_rotary_factor": 1e9}}, "is not an even number up to that"),
+        (TINY | {"rms_norm_eps": 0}, "rms_norm_eps must be above 0 and below 1, is 0"),
+        (TINY | {"rms_norm_eps": math.nan}, "NaN is no number"),
+        (TINY | {"rms_norm_eps": 10**400}, "rms_norm_eps must be a number"),
+        (TINY | {"quantization_config": {"quant_method": "fp8"}}, "quant_method 'fp8' is not"),
+        (TINY | {"num_hidden_layers": 10**5}, "num_hidden_layers must be at most 10000"),
+        (TINY | {"vocab_size": 10**15}, "vocab_size must be at most 2147483647"),
+    ):  # fmt: skip
+        with pytest.raises(ModelConfigError, match=re.escape(words)) as caught:
+            read_hf_config(write(tmp_path / "bad", config))
+        assert "config.json" in str(caught.value)
 
 
 def test_a_missing_checkpoint_is_refused(tmp_path):
@@ -189,65 +140,38 @@ def test_a_missing_checkpoint_is_refused(tmp_path):
         read_hf_config(tmp_path)
 
 
-GOOD = ParallelConfig(
-    tensor_model_parallel_size=2, pipeline_model_parallel_size=4, expert_model_parallel_size=8
-)
+GOOD = layout(tp=2, pp=4, ep=8)
 
 
-def test_layouts_that_divide_have_no_problems(next_80b):
-    assert check_layout(next_80b, GOOD, 32) == []
-    assert check_layout(next_80b, ParallelConfig(), 1) == []
+def test_layouts_that_do_not_divide_are_refused(next_80b):
+    for parallel, world_size, words in (
+        (layout(tp=3, pp=4, ep=8), 12, "does not divide the attention heads (16)"),
+        (layout(tp=2, pp=5, ep=8), 40, "does not divide the layers (48)"),
+        (layout(tp=2, pp=4, ep=3), 24, "does not divide the experts (512)"),
+        (layout(tp=2, pp=4, ep=8, etp=3), 96, "does not divide an expert's hidden size (512)"),
+        (layout(tp=2, pp=4, ep=8, cp=3), 32, "TP x PP x CP = 24 does not divide the world size (32)"),
+        (layout(tp=2, pp=4, ep=8, cp=16, delta_net_cp="heads"), 128,
+         "--delta-net-cp heads: TP x CP=32 does not divide the delta net's key heads (16)"),
+        (replace(GOOD, sequence_parallel=False), 32, "needs --sequence-parallel"),
+        (layout(tp=2, pp=4, ep=64), 32, "EP x ETP x PP = 256 does not divide the world size (32)"),
+        (GOOD, 12, "TP x PP = 8 does not divide the world size (12)"),
+        (layout(tp=0, pp=4, ep=8), 32, "must be at least 1"),
+    ):  # fmt: skip
+        problems = check_layout(next_80b, parallel, world_size)
+        assert any(words in problem for problem in problems), problems
+        assert check_layout(next_80b, GOOD, 32) == check_layout(next_80b, layout(), 1) == []
 
 
-@pytest.mark.parametrize(
-    ("changes", "world_size", "words"),
-    [
-        ({"tensor_model_parallel_size": 3}, 12, "does not divide the attention heads (16)"),
-        ({"pipeline_model_parallel_size": 5}, 40, "does not divide the layers (48)"),
-        ({"expert_model_parallel_size": 3}, 24, "does not divide the experts (512)"),
-        ({"expert_tensor_parallel_size": 3}, 96, "does not divide an expert's hidden size (512)"),
-        ({"context_parallel_size": 3}, 32, "TP x PP x CP = 24 does not divide the world size (32)"),
-        (
-            {"context_parallel_size": 16, "delta_net_cp": "heads"},
-            128,
-            "--delta-net-cp heads: TP x CP=32 does not divide the delta net's key heads (16)",
-        ),
-        ({"sequence_parallel": False}, 32, "needs --sequence-parallel"),
-        ({"expert_model_parallel_size": 64}, 32, "EP x ETP x PP = 256 does not divide the world size (32)"),
-        ({}, 12, "TP x PP = 8 does not divide the world size (12)"),
-        ({"tensor_model_parallel_size": 0}, 32, "must be at least 1"),
-    ],
-)
-def test_layouts_that_do_not_divide_are_refused(next_80b, changes, world_size, words):
-    problems = check_layout(next_80b, replace(GOOD, **changes), world_size)
-    assert any(words in problem for problem in problems), problems
-
-
-def test_ranks_divide_the_key_value_heads_or_share_them_evenly(next_80b):
-    four = ParallelConfig(tensor_model_parallel_size=4)
+def test_heads_and_experts_divide_as_megatron_divides_them(tmp_path, next_80b):
+    four = layout(tp=4)
     assert check_layout(next_80b, four, 4) == [], "two heads, each shared by two ranks"
-    six = replace(next_80b, num_attention_heads=12, num_key_value_heads=6)
-    (problem,) = check_layout(six, four, 4)
+    (problem,) = check_layout(replace(next_80b, num_attention_heads=12, num_key_value_heads=6), four, 4)
     assert problem.endswith("=4 is neither a divisor nor a multiple of the key/value heads (6)")
-
-
-def test_experts_with_biases_are_not_divided(tmp_path):
-    shape = read_hf_config(write(tmp_path / "20b", OSS_20B))
-    assert check_layout(shape, ParallelConfig(expert_model_parallel_size=8), 8) == []
-    problems = check_layout(shape, ParallelConfig(expert_tensor_parallel_size=2), 2)
-    assert problems == [
-        "--expert-tensor-parallel-size=2: megatron-core does not divide experts with biases, which gpt_oss "
-        "has; use 1, and --expert-model-parallel-size"
-    ]
-
-
-def test_the_delta_nets_heads_must_divide(next_80b):
-    few = replace(next_80b, num_key_value_heads=16, gdn_key_heads=2)
-    problems = check_layout(few, ParallelConfig(tensor_model_parallel_size=4), 4)
-    assert problems == ["--tensor-model-parallel-size=4 does not divide the delta net's key heads (2)"]
-
-
-def test_a_dense_model_has_no_experts_to_divide(tmp_path):
-    dense = read_hf_config(make_qwen3(tmp_path / "dense", 0))
-    (problem,) = check_layout(dense, ParallelConfig(expert_model_parallel_size=2), 2)
+    (problem,) = check_layout(replace(next_80b, num_key_value_heads=16, gdn_key_heads=2), four, 4)
+    assert problem == "--tensor-model-parallel-size=4 does not divide the delta net's key heads (2)"
+    oss = read_hf_config(write(tmp_path / "20b", OSS_20B))
+    assert check_layout(oss, layout(ep=8), 8) == []
+    (problem,) = check_layout(oss, layout(etp=2), 2)
+    assert "=2: megatron-core does not divide experts with biases, which gpt_oss has; use 1, and" in problem
+    (problem,) = check_layout(read_hf_config(make_qwen3(tmp_path / "dense", 0)), layout(ep=2), 2)
     assert problem.startswith("qwen3 has no experts")

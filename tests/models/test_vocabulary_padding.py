@@ -1,18 +1,13 @@
-"""Tensor parallelism that does not divide the vocabulary: rows are added, and nothing but memory notices.
+"""Tensor parallelism that does not divide the vocabulary: rows are added, and nothing but memory notices."""
 
-Logits and gradients of models with 211 token ids against transformers: tests/models/test_model_parity.py.
-"""
-
-import functools
 import random
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import load_file
 
 from megatron_ibpo.models import check_layout, padded_vocab_size, read_hf_config
 from megatron_ibpo.models.weight_map import weight_map
@@ -21,17 +16,14 @@ from megatron_ibpo.weights.formats.run_state import find_checkpoint, find_stored
 from megatron_ibpo.weights.formats.torch_dist import ROWS_MAY_BE_PADDED, StoredCheckpoint
 from megatron_ibpo.weights.weight_errors import CheckpointError
 from support import planned
-from support.checkpoint_bytes import assert_same_bytes, with_random_bits, with_weights
+from support.checkpoint_bytes import assert_same_bytes, tensors_of
 from support.conversions import ALONE
 from support.critics import critic_config, open_critic
-from support.example_runs import SMALL, finished, rows_of, start_script
 from support.layouts import layout
-from support.mtp_checkpoints import mtp_tensors
-from support.paths import ROOT
 from support.ranks import run_ranks
-from support.tiny_models import make_qwen3, make_qwen3_next
+from support.tiny_models import make_qwen3
 from support.train_sequences import sequence
-from support.trainers import close_trainer, config_for, open_trainer
+from support.trainers import close_trainer, config_for, open_trainer, weights_of
 
 VOCABULARY = 211
 
@@ -44,7 +36,6 @@ def models(tmp_path_factory):
         "dense": make_qwen3(directory / "dense", 3, **sizes),
         "tied": make_qwen3(directory / "tied", 5, tie=True, **sizes),
         "reference": make_qwen3(directory / "reference", 6, **sizes),
-        "next": make_qwen3_next(directory / "next", 4, key_heads=4, value_heads=8, **sizes),
     }
 
 
@@ -53,52 +44,33 @@ def rows(count=6):
     rng, ids, made = random.Random(0), range(2, VOCABULARY), []
     for number in range(count):
         response = [*rng.choices(ids, k=rng.randrange(1, 30)), VOCABULARY - 1]
-        made.append(
-            sequence(
-                rng.choices(ids, k=rng.randrange(1, 9)),
-                response,
-                advantage=rng.choice([-1.5, -0.5, 1.0]),
-                weight=1 / count,
-                group=number % 3,
-                returns=[rng.uniform(-1, 1) for _ in response],
-                values=[rng.uniform(-1, 1) for _ in response],
-            )
-        )
+        prompt = rng.choices(ids, k=rng.randrange(1, 9))
+        own = {"advantage": rng.choice([-1.5, -0.5, 1.0]), "weight": 1 / count, "group": number % 3}
+        own |= {name: [rng.uniform(-1, 1) for _ in response] for name in ("returns", "values")}
+        made.append(sequence(prompt, response, **own))
     return made
 
 
-# --------------------------------------------------------------------------------------------- how many rows
-
-
-@pytest.mark.parametrize(
-    ("vocabulary", "parallel", "expected"),
-    [
+def test_the_vocabulary_is_padded_to_the_next_multiple(models):
+    for vocabulary, parallel, expected in (
         (211, layout(1), 211),
-        (211, layout(2), 212),
         (211, layout(4), 212),
         (212, layout(4), 212),
         (211, layout(2, vocabulary=8), 224),
         (211, layout(1, vocabulary=128), 256),
         (151936, layout(8), 151936),  # Qwen's: as before there was padding
-        (151936, layout(8, vocabulary=128), 152576),
-    ],
-)
-def test_the_vocabulary_is_padded_to_the_next_multiple(models, vocabulary, parallel, expected):
-    shape = replace(read_hf_config(models["dense"]), vocab_size=vocabulary)
-    assert padded_vocab_size(shape, parallel) == expected
+    ):
+        shape = replace(read_hf_config(models["dense"]), vocab_size=vocabulary)
+        assert padded_vocab_size(shape, parallel) == expected
 
 
 def test_a_rank_of_nothing_but_padding_is_refused(models):
     shape = read_hf_config(models["dense"])
     (problem,) = check_layout(shape, layout(4, vocabulary=128), 4)
-    assert problem == (
-        "--tensor-model-parallel-size=4 and --make-vocab-size-divisible-by=128 give each rank 128 rows of "
-        "the vocabulary, which has 211: 2 of 4 ranks would hold nothing but padding; lower one of them"
-    )
+    assert "128 rows of the vocabulary, which has 211: 2 of 4 ranks would hold nothing but padding" in problem
     assert check_layout(shape, layout(4, vocabulary=64), 4) == []
-    assert check_layout(shape, layout(vocabulary=0), 1) == [
-        "--make-vocab-size-divisible-by=0: must be at least 1"
-    ]
+    (problem,) = check_layout(shape, layout(vocabulary=0), 1)
+    assert problem == "--make-vocab-size-divisible-by=0: must be at least 1"
 
 
 @given(vocabulary=st.integers(1, 2000), tp=st.sampled_from([1, 2, 4]), multiple=st.integers(1, 200))
@@ -120,162 +92,99 @@ def test_shards_cover_the_vocabulary_once_and_padding_fills_up_the_last(models, 
         assert padding[:-1] == [0] * (tp - 1)
 
 
-# ------------------------------------------------------------------------------------------------ training
+KINDS = {"logits": ("tied", {}), "fused": ("dense", {"fuse_lm_head": True})}
+KINDS["reference"] = ("dense", {"kl_coef": 0.5})  # model and settings of the loss
 
 
-def trained(world, cases: list[tuple[Any, Any, Any, Any]], data, critic_dir, layouts):
-    """Return, for each (checkpoint, reference, layout, settings of the loss): log-probs, metrics of an
-    update, weights after it, and what is in the padding then. Of a critic in each layout: values before and
-    after an update, and its metrics."""
-    policies = [policy_trained(world, *case, data) for case in cases]
-    return policies, [critic_trained(world, critic_dir, parallel, data) for parallel in layouts]
-
-
-def policy_trained(world, hf_dir, reference, parallel, settings, data):
+def trained(world, models, parallel, kind):
+    """(log-probs, metrics of an update, weights after it, what is in the padding then)"""
     from megatron_ibpo.weights.formats.load import load_hf
 
+    name, settings = KINDS[kind]
+    hf_dir, reference = models[name], models["reference"] if kind == "reference" else None
     trainer, export, shape = open_trainer(world, hf_dir, config_for(parallel, lr=1.0, **settings), reference)
     for parameter in trainer.chunks[0].parameters():  # new memory may hold anything, and most often holds 0
         parameter.data.fill_(torch.nan)
     load_hf(trainer.chunks, shape, hf_dir)
-    assert padding_of(trainer, shape) == (padding_rows(shape, parallel, world), 0.0, 0.0)
-    logprobs = planned.logprobs(trainer, data)
-    metrics = planned.update(trainer, data)
-    left = padding_of(trainer, shape)
-    weights = {name: None if tensor is None else tensor.clone() for name, tensor in export}
-    close_trainer()
-    return logprobs, metrics, weights, left
-
-
-def critic_trained(world, hf_dir, parallel, data):
-    critic = open_critic(world, hf_dir, critic_config(parallel, lr=0.01))
-    before, metrics = planned.values(critic, data), planned.update_values(critic, data)
-    after = planned.values(critic, data)
-    close_trainer()
-    return before, metrics, after
-
-
-def padding_rows(shape, parallel, world):
-    """Return the padding rows of this rank's embedding and head together, by hand."""
+    # by hand: the padding rows of this rank's embedding and head together
     tp = parallel.tensor_model_parallel_size
     share = padded_vocab_size(shape, parallel) // tp
     own = share - max(0, min(share, VOCABULARY - world.rank % tp * share))
-    return own * (1 if shape.tie_word_embeddings else 2)
+    assert padding_of(trainer, shape) == (own * (1 if shape.tie_word_embeddings else 2), 0.0, 0.0)
+    found = planned.logprobs(trainer, rows()), planned.update(trainer, rows())
+    found = *found, weights_of(export), padding_of(trainer, shape)
+    close_trainer()
+    return found
+
+
+def critic_trained(world, models, parallel):
+    critic = open_critic(world, models["tied"], critic_config(parallel, lr=0.01))
+    before, metrics = planned.values(critic, rows()), planned.update_values(critic, rows())
+    after = planned.values(critic, rows())
+    close_trainer()
+    return (*before, *after), metrics
+
+
+def without_padding(world, models):
+    policies = {kind: trained(world, models, layout(), kind) for kind in KINDS}
+    return policies, critic_trained(world, models, layout())
+
+
+@pytest.fixture(scope="module")
+def alone(models):
+    """What one rank finds, which pads nothing."""
+    return run_ranks(without_padding, 1, models, timeout=280)[0]
 
 
 def padding_of(trainer, shape):
     """(rows of padding on this rank, largest weight in them, largest gradient in them)"""
     from megatron.core import parallel_state
 
-    rank, rows, weight, gradient = parallel_state.get_tensor_model_parallel_rank(), 0, 0.0, 0.0
+    rank, weights, gradients = parallel_state.get_tensor_model_parallel_rank(), [], []
     for name, parameter in trainer.chunks[0].module.named_parameters():
         if name in ROWS_MAY_BE_PADDED:
             own = min(len(parameter), shape.vocab_size - rank * len(parameter))
-            rows += len(parameter) - own
-            for found in (parameter[own:], parameter.main_grad[own:]):
-                assert not found.isnan().any()
-            weight = max([weight, *parameter[own:].detach().abs().flatten().tolist()])
-            gradient = max([gradient, *parameter.main_grad[own:].abs().flatten().tolist()])
-    return rows, weight, gradient
-
-
-SETTINGS = {"logits": {}, "fused": {"fuse_lm_head": True}, "reference": {"kl_coef": 0.5}}
-TRAINED = [("dense", "reference"), ("dense", "fused"), ("tied", "logits")]
-LAYOUTS = {1: [layout()], 2: [layout(2), layout(2, vocabulary=8)], 4: [layout(4)]}
-"""By number of ranks; one rank pads nothing."""
-PADDED = [2, pytest.param(4, marks=pytest.mark.slow)]
-
-
-@pytest.fixture(scope="module")
-def runs(models):
-    """Return (cases, what each rank found of the policies and of the critics) of a number of ranks."""
-
-    @functools.cache
-    def run(size):
-        cases = [
-            (models[name], models["reference"] if kind == "reference" else None, parallel, SETTINGS[kind])
-            for parallel in LAYOUTS[size]
-            for name, kind in (TRAINED if parallel.make_vocab_size_divisible_by == 1 else TRAINED[-1:])
-        ]
-        by_rank = run_ranks(trained, size, cases, rows(), models["tied"], LAYOUTS[size], timeout=500)
-        return cases, by_rank
-
-    return run
+            weights.append(parameter[own:].detach())
+            gradients.append(parameter.main_grad[own:])
+    largest = []
+    for padding in (torch.cat(weights), torch.cat(gradients)):
+        assert not padding.isnan().any()
+        largest.append(padding.abs().max().item() if len(padding) else 0.0)
+    return sum(map(len, weights)), *largest
 
 
 @pytest.mark.world
-@pytest.mark.parametrize("size", PADDED)
-def test_training_is_the_same_with_padding_and_padding_stays_zero(runs, size):
-    """Tied and untied, logits held or fused with the loss, and a reference policy."""
-    (alone, ((wanted, _),)), (cases, by_rank) = runs(1), runs(size)
-    assert all(left == (0, 0.0, 0.0) for *_, left in wanted)
-    expected = {(case[0], repr(case[3])): found[:3] for case, found in zip(alone, wanted, strict=True)}
-    for number, case in enumerate(cases):
-        before = load_file(case[0] / "model.safetensors")
-        compare(by_rank[0][0][number][:3], expected[case[0], repr(case[3])], before, case)
-        left = [policies[number][3] for policies, _ in by_rank]
-        assert sum(padded for padded, _, _ in left) > 0, case
-        assert all((weight, gradient) == (0.0, 0.0) for _, weight, gradient in left), case
-
-
-def compare(found, expected, before, case):
-    for own, wanted in zip(found[0], expected[0], strict=True):
-        assert own == pytest.approx(wanted, abs=1e-5), case
-    kl = ["kl"] if case[1] else []
-    for name in ("loss", "grad_norm", "entropy", "ratio_mean", *kl):
-        assert found[1][name] == pytest.approx(expected[1][name], rel=1e-4, abs=1e-6), (case, name)
-    assert found[2].keys() == expected[2].keys()
-    for name, tensor in expected[2].items():
-        moved = (tensor - before[name]).abs().max()
-        assert moved > 0, (case, name, "would not be tested")
-        assert (found[2][name] - tensor).abs().max() <= 1e-3 * moved, (case, name)
-
-
-@pytest.mark.world
-@pytest.mark.parametrize("size", PADDED)
-def test_a_critic_is_the_same_with_padding(runs, size):
-    """Its model has embeddings but no head."""
-    ((_, (alone,)),) = runs(1)[1]
-    for before, metrics, after in runs(size)[1][0][1]:
-        for own, wanted in zip((*before, *after), (*alone[0], *alone[2]), strict=True):
+@pytest.mark.parametrize(
+    ("ranks", "layouts"),
+    [(2, [layout(2), layout(2, vocabulary=8)]), pytest.param(4, [layout(4)], marks=pytest.mark.slow)],
+)
+def test_training_is_the_same_with_padding_and_padding_stays_zero(world, models, alone, ranks, layouts):
+    """Tied and untied, logits held or fused with the loss, a reference policy, and a critic, whose model has
+    embeddings but no head."""
+    policies, (values, critic_metrics) = alone
+    for parallel in layouts:
+        for kind in KINDS if parallel.make_vocab_size_divisible_by == 1 else ["logits"]:
+            case, before = (parallel, kind), tensors_of(models[KINDS[kind][0]])
+            logprobs, metrics, weights, left = trained(world, models, parallel, kind)
+            expected = policies[kind]
+            assert expected[3] == (0, 0.0, 0.0)
+            assert left[1:] == (0.0, 0.0), case
+            assert sum(padded for padded, *_ in world.all_gather(left)) > 0, case
+            for own, wanted in zip(logprobs, expected[0], strict=True):
+                assert own == pytest.approx(wanted, abs=1e-5), case
+            kl = ["kl"] if kind == "reference" else []
+            for name in ("loss", "grad_norm", "entropy", "ratio_mean", *kl):
+                assert metrics[name] == pytest.approx(expected[1][name], rel=1e-4, abs=1e-6), (case, name)
+            assert weights.keys() == (expected[2].keys() if world.is_rank_0 else set())
+            for name, tensor in expected[2].items() if world.is_rank_0 else ():
+                moved = (tensor - before[name]).abs().max()
+                assert moved > 0, (case, name, "would not be tested")
+                assert (weights[name] - tensor).abs().max() <= 1e-3 * moved, (case, name)
+        found, metrics = critic_trained(world, models, parallel)
+        for own, wanted in zip(found, values, strict=True):
             assert own == pytest.approx(wanted, abs=1e-4)
         for name in ("critic_loss", "critic_grad_norm"):
-            assert metrics[name] == pytest.approx(alone[1][name], rel=1e-4), name
-
-
-# --------------------------------------------------------------------------------------------- there and back
-
-
-@pytest.mark.parametrize(
-    ("name", "multiple", "tp"),
-    [
-        ("dense", 1, 4),
-        ("tied", 16, 2),
-        ("next", 1, 2),
-        *[
-            pytest.param(*case, tp, marks=pytest.mark.slow)
-            for case, others in ((("dense", 1), (1, 2)), (("tied", 16), (1, 4)), (("next", 1), (1, 4)))
-            for tp in others
-        ],
-    ],
-)
-def test_conversion_there_and_back_changes_no_bit_and_writes_no_padding(models, tmp_path, name, tp, multiple):
-    origin = with_random_bits(models[name], tmp_path / "origin", torch.bfloat16)
-    if name == "next":  # and what is only carried along
-        everything = load_file(origin / "model.safetensors") | mtp_tensors(torch.bfloat16)
-        origin = with_weights(origin, tmp_path / "mtp", everything)
-    hf_to_megatron(origin, tmp_path / "stored", layout(tp, vocabulary=multiple), ALONE)
-    stored = StoredCheckpoint(tmp_path / "stored")
-    for key in {*ROWS_MAY_BE_PADDED} & {*stored.tensors}:
-        assert stored.tensors[key].size[0] == VOCABULARY
-        assert len(stored.tensors[key].chunks) == tp
-    megatron_to_hf(tmp_path / "stored", tmp_path / "back", ALONE)
-    assert_same_bytes(
-        load_file(tmp_path / "back" / "model.safetensors"), load_file(origin / "model.safetensors")
-    )
-
-
-# -------------------------------------------------------------------------------------------------- resuming
+            assert metrics[name] == pytest.approx(critic_metrics[name], rel=1e-4), name
 
 
 def went_on(world, hf_dir, parallel, start, save_to, updates=1):
@@ -292,29 +201,26 @@ def went_on(world, hf_dir, parallel, start, save_to, updates=1):
         norm = planned.update(trainer, rows())["grad_norm"]
     if save_to is not None:
         save_checkpoint(trainer, save_to, 1, {})
-    weights = {name: None if tensor is None else tensor.clone() for name, tensor in export}
+    weights = weights_of(export)
     close_trainer()
     return weights, norm
 
 
-JOURNEYS = {
-    "whole": ("tied", [(2, layout(2)), (4, layout(4))], [(1, layout()), (2, layout(2))]),
-    "sharded": (
-        "dense",
-        [(2, layout(1, distributed_optimizer=True)), (4, layout(2, distributed_optimizer=True))],
-        [(1, layout(distributed_optimizer=True)), (4, layout(4, distributed_optimizer=True))],
-    ),
-}
-"""Optimizer -> model, ranks and layout of the first update and of the second, which are saved, and several of
-the third."""
+SHARDED = partial(layout, distributed_optimizer=True)
 
 
 @pytest.mark.world
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", ["whole", "sharded"])
-def test_a_run_goes_on_under_layouts_that_pad_otherwise(models, tmp_path, optimizer):
-    """TP2, TP4 and back to TP1 and TP2; a sharded optimizer goes from TP1 to TP2 and to TP1 and TP4."""
-    name, legs, ends = JOURNEYS[optimizer]
+@pytest.mark.parametrize(
+    ("name", "legs", "ends"),
+    [
+        ("tied", [(2, layout(2)), (4, layout(4))], [(1, layout()), (2, layout(2))]),
+        ("dense", [(2, SHARDED(1)), (4, SHARDED(2))], [(1, SHARDED(1)), (4, SHARDED(4))]),
+    ],
+    ids=["whole optimizer", "sharded optimizer"],
+)
+def test_a_run_goes_on_under_layouts_that_pad_otherwise(models, tmp_path, name, legs, ends):
+    """Ranks and layouts of the first update and of the second, which are saved, and several of the third."""
     hf_dir, start = models[name], None
     for size, parallel in legs:
         place, hf = tmp_path / f"TP{parallel.tensor_model_parallel_size}", tmp_path / "hf" / str(size)
@@ -322,7 +228,7 @@ def test_a_run_goes_on_under_layouts_that_pad_otherwise(models, tmp_path, optimi
         padded = padded_vocab_size(read_hf_config(hf_dir), parallel)
         assert StoredCheckpoint(find_stored(place)).tensors[ROWS_MAY_BE_PADDED[0]].size[0] == padded
         megatron_to_hf(find_stored(place), hf, ALONE, origin=hf_dir)
-        assert_same_bytes(load_file(hf / "model.safetensors"), weights)
+        assert_same_bytes(tensors_of(hf), weights)
         start = place
     expected, norm = run_ranks(went_on, 1, hf_dir, layout(), None, None, 3, timeout=300)[0]
     for size, parallel in ends:
@@ -332,46 +238,9 @@ def test_a_run_goes_on_under_layouts_that_pad_otherwise(models, tmp_path, optimi
             assert (found[tensor] - wanted).abs().max() < 1e-6, (parallel, tensor)
 
 
-def resumed_from_another_vocabulary(world, hf_dir, stored):
-    with pytest.raises(
-        CheckpointError, match=r"has 211 rows for a vocabulary of 213: it is of another model"
-    ):
-        went_on(world, hf_dir, layout(), stored, None)
-
-
-@pytest.mark.world
-def test_a_checkpoint_of_a_smaller_vocabulary_is_not_filled_up(models, tmp_path):
+@pytest.mark.world(1)
+def test_a_checkpoint_of_a_smaller_vocabulary_is_not_filled_up(world, models, tmp_path):
     other = make_qwen3(tmp_path / "other", 3, kv_heads=4, vocabulary=VOCABULARY + 2)
-    hf_to_megatron(models["dense"], tmp_path / "stored", layout(), ALONE)
-    run_ranks(resumed_from_another_vocabulary, 1, other, tmp_path / "stored")
-
-
-@pytest.mark.engine
-@pytest.mark.ray
-@pytest.mark.slow
-def test_engines_get_the_vocabulary_alone(tmp_path, monkeypatch):
-    """The whole loop with two tensor-parallel trainers and vLLM, which says what has arrived."""
-    origin = with_unused_ids(ROOT / "examples/tiny_qwen3", tmp_path / "odd", VOCABULARY)
-    monkeypatch.setenv("HF_CHECKPOINT", str(origin))
-    flags = ["--num-trainers", "2", "--tensor-model-parallel-size", "2", "--check-weight-update-equal"]
-    status, output = finished(start_script(tmp_path / "run", *SMALL, *flags, script="run.sh"), timeout=900)
-    assert status == 0, output[-5000:]
-    before, after = (load_file(path / "model.safetensors") for path in (origin, tmp_path / "run/hf"))
-    assert len(rows_of(tmp_path / "run")) == 3
-    for name in ("model.embed_tokens.weight", "lm_head.weight"):
-        assert after[name].shape == (VOCABULARY, 96)
-        assert not torch.equal(after[name][:64], before[name][:64])
-    assert not torch.equal(after["lm_head.weight"][64:], before["lm_head.weight"][64:]), "rare, not unlikely"
-
-
-def with_unused_ids(source, target, count):
-    """A checkpoint with more token ids, which it seldom writes."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    tokenizer, model = AutoTokenizer.from_pretrained(source), AutoModelForCausalLM.from_pretrained(source)
-    tokenizer.add_tokens([f"<more{number}>" for number in range(count - len(tokenizer))])
-    assert len(tokenizer) == count
-    model.resize_token_embeddings(count, mean_resizing=False)
-    model.save_pretrained(target)
-    tokenizer.save_pretrained(target)
-    return target
+    hf_to_megatron(models["dense"], tmp_path / "stored", layout(), world)
+    with pytest.raises(CheckpointError, match="has 211 rows for a vocabulary of 213: it is of another"):
+        went_on(world, other, layout(), tmp_path / "stored", None)

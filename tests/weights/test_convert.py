@@ -9,22 +9,24 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import tyro
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from megatron_ibpo.config import Config
 from megatron_ibpo.models import pipeline_layers, read_hf_config
-from megatron_ibpo.models.backends import LOCAL
 from megatron_ibpo.models.weight_map import weight_map
 from megatron_ibpo.weights.formats import convert, mapped_tensors
 from megatron_ibpo.weights.formats.convert import differing_tensors, hf_to_megatron, megatron_to_hf
-from megatron_ibpo.weights.formats.hugging_face import Checkpoint
+from megatron_ibpo.weights.formats.hugging_face import Checkpoint, trained_elements
 from megatron_ibpo.weights.formats.integrity import changed_files
+from megatron_ibpo.weights.formats.mxfp4 import dequantised
 from megatron_ibpo.weights.formats.run_state import find_stored
-from megatron_ibpo.weights.formats.torch_dist import StoredCheckpoint
+from megatron_ibpo.weights.formats.torch_dist import ROWS_MAY_BE_PADDED, StoredCheckpoint
 from megatron_ibpo.weights.weight_errors import CheckpointError
-from support import planned
+from support import planned, tiny_models
 from support.checkpoint_bytes import (
     assert_same_bytes,
     drawn_weights,
@@ -36,16 +38,8 @@ from support.checkpoint_bytes import (
 from support.conversions import ALONE, edit_json, loaded
 from support.layouts import layout
 from support.mtp_checkpoints import mtp_tensors
-from support.ranks import run_ranks
-from support.tiny_models import (
-    make_glm4_moe,
-    make_gpt_oss,
-    make_llama,
-    make_qwen2,
-    make_qwen3,
-    make_qwen3_moe,
-    make_qwen3_next,
-)
+from support.train_sequences import sequences
+from support.trainers import config_for, open_trainer, weights_of
 
 
 @pytest.fixture(scope="module")
@@ -53,25 +47,23 @@ def models(tmp_path_factory):
     """Every architecture, all of whose dimensions four ranks can divide but one vocabulary and the two
     key/value heads of "few", in one dtype or another."""
     directory = tmp_path_factory.mktemp("models")
-    plain = {
-        "dense": (make_qwen3(directory / "p-dense", 1, layers=4, kv_heads=4), torch.bfloat16),
-        "tied": (make_qwen3(directory / "p-tied", 2, layers=4, kv_heads=4, tie=True), torch.float16),
-        "odd": (make_qwen3(directory / "p-odd", 4, kv_heads=4, tie=True, vocabulary=211), torch.float32),
-        "moe": (make_qwen3_moe(directory / "p-moe", 12, layers=4, kv_heads=4), torch.bfloat16),
-        "glm": (make_glm4_moe(directory / "p-glm", 13, layers=4, kv_heads=4, predicting=1), torch.bfloat16),
-        "oss": (make_gpt_oss(directory / "p-oss", 14, layers=4, kv_heads=4), torch.bfloat16),
-        "llama": (make_llama(directory / "p-llama", 5, layers=4, kv_heads=4, biased=True), torch.bfloat16),
-        "few": (make_llama(directory / "p-few", 7, biased=True), torch.bfloat16),
-        "qwen2": (make_qwen2(directory / "p-qwen2", 6, layers=4, kv_heads=4), torch.bfloat16),
-        "next": (
-            make_qwen3_next(directory / "p-next", 3, kv_heads=4, key_heads=4, value_heads=8),
-            torch.float32,
-        ),
-    }
-    made = {
-        name: with_weights(path, directory / name, drawn_weights(path, dtype))
-        for name, (path, dtype) in plain.items()
-    }
+    four, bfloat16 = {"layers": 4, "kv_heads": 4}, torch.bfloat16
+    heads = {"kv_heads": 4, "key_heads": 4, "value_heads": 8}
+    made = {}
+    for name, make, seed, dtype, how in (
+        ("dense", tiny_models.make_qwen3, 1, bfloat16, four),
+        ("tied", tiny_models.make_qwen3, 2, torch.float16, {**four, "tie": True}),
+        ("odd", tiny_models.make_qwen3, 4, torch.float32, {"kv_heads": 4, "tie": True, "vocabulary": 211}),
+        ("moe", tiny_models.make_qwen3_moe, 12, bfloat16, four),
+        ("glm", tiny_models.make_glm4_moe, 13, bfloat16, {**four, "predicting": 1}),
+        ("oss", tiny_models.make_gpt_oss, 14, bfloat16, four),
+        ("llama", tiny_models.make_llama, 5, bfloat16, {**four, "biased": True}),
+        ("few", tiny_models.make_llama, 7, bfloat16, {"biased": True}),
+        ("qwen2", tiny_models.make_qwen2, 6, bfloat16, four),
+        ("next", tiny_models.make_qwen3_next, 3, torch.float32, heads),
+    ):
+        plain = make(directory / f"plain {name}", seed, **how)
+        made[name] = with_weights(plain, directory / name, drawn_weights(plain, dtype))
     everything = tensors_of(made["next"]) | mtp_tensors(torch.float32)
     made["mtp"] = with_weights(made["next"], directory / "mtp", everything)
     made["glm mtp"] = with_weights(made["glm"], directory / "glm mtp", with_fifth_layer(made["glm"]))
@@ -120,12 +112,12 @@ def cases():
     for name in (*DENSE, *EXPERTS):
         for place, parallel in (LAYOUTS | (EXPERT_LAYOUTS if name in EXPERTS else {})).items():
             if name != "oss" or parallel.expert_tensor_parallel_size == 1:  # experts with biases
-                marks = () if place in FAST[name] else pytest.mark.slow
-                yield pytest.param(
-                    name, parallel, 2 if "interleaved" in place else 1, id=f"{name} {place}", marks=marks
-                )
+                marks, pieces = () if place in FAST[name] else pytest.mark.slow, 1 + ("interleaved" in place)
+                yield pytest.param(name, parallel, pieces, id=f"{name} {place}", marks=marks)
     yield pytest.param("glm mtp", layout(tp=2, pp=2, ep=2, first=1), 1, id="glm mtp")
     yield pytest.param("few", layout(tp=4), 1, id="few TP4")
+    yield pytest.param("odd", layout(tp=4), 1, id="odd TP4")
+    yield pytest.param("odd", layout(tp=2, vocabulary=16), 1, id="odd TP2 by 16")
     yield pytest.param("few", layout(tp=4, pp=2), 1, id="few TP4 PP2", marks=pytest.mark.slow)
 
 
@@ -133,6 +125,9 @@ def cases():
 def test_there_and_back_changes_no_bit(models, tmp_path, name, parallel, virtual_stages):
     stored, back = tmp_path / "stored", tmp_path / "back"
     hf_to_megatron(models[name], stored, parallel, ALONE, virtual_stages=virtual_stages)
+    held = StoredCheckpoint(stored).tensors
+    for key in held.keys() & {*ROWS_MAY_BE_PADDED}:
+        assert held[key].size[0] == read_hf_config(models[name]).vocab_size, "no padding is written"
     megatron_to_hf(stored, back, ALONE)
     assert_same_bytes(tensors_of(back), tensors_of(models[name]))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "stored"]
@@ -144,33 +139,27 @@ def test_each_rank_of_the_layout_has_the_files_of_its_own_shards(models, tmp_pat
     ranks = {}
     for index, place in stored.places.items():
         ranks.setdefault(index.fqn, set()).add(place.relative_path.rpartition("_")[0])
-    assert ranks["embedding.word_embeddings.weight"] == {"__0", "__1"}
-    assert ranks["decoder.layers.0.self_attention.in_proj.weight.z"] == {"__0", "__1"}
-    assert ranks["decoder.layers.0.mlp.experts.experts.linear_fc1.weight"] == {"__0", "__1"}
-    assert ranks["decoder.layers.1.mlp.router.weight"] == {"__0"}
-    assert ranks["decoder.layers.2.self_attention.out_proj.weight"] == {"__2", "__3"}
-    assert ranks["output_layer.weight"] == {"__2", "__3"}
-    chunks = stored.tensors["decoder.layers.3.self_attention.linear_qkv.weight"].chunks
-    sizes = {tuple(chunk.sizes) for chunk in chunks}
+    for name, expected in {
+        "embedding.word_embeddings.weight": "01",
+        "decoder.layers.0.self_attention.in_proj.weight.z": "01",
+        "decoder.layers.0.mlp.experts.experts.linear_fc1.weight": "01",
+        "decoder.layers.1.mlp.router.weight": "0",
+        "decoder.layers.2.self_attention.out_proj.weight": "23",
+        "output_layer.weight": "23",
+    }.items():
+        assert ranks[name] == {f"__{rank}" for rank in expected}
+    qkv = stored.tensors["decoder.layers.3.self_attention.linear_qkv.weight"]
+    sizes = {tuple(chunk.sizes) for chunk in qkv.chunks}
     assert sizes == {(2 * 32 * (2 + 2), 96)}, "two of the four groups, queries and gates, keys and values"
 
 
-def test_every_form_of_the_source_gives_the_same_checkpoint(models, tmp_path):
+@pytest.mark.parametrize("form", [dict, with_fused_experts])
+def test_every_form_of_the_source_gives_the_same_checkpoint(models, tmp_path, form):
     tensors = tensors_of(models["next"])
-    pickled = tmp_path / "pickled"
-    pickled.mkdir()
-    shutil.copy(models["next"] / "config.json", pickled)
-    torch.save(tensors, pickled / "pytorch_model.bin")
-    forms = [
-        shard_by_hand(models["next"], tmp_path / "sharded", tensors),
-        shard_by_hand(models["next"], tmp_path / "fused", with_fused_experts(tensors)),
-        pickled,
-    ]
-    for form in forms:
-        stored, back = tmp_path / f"{form.name}-stored", tmp_path / f"{form.name}-back"
-        hf_to_megatron(form, stored, layout(tp=2, ep=2), ALONE, allow_pickle=form.name == "pickled")
-        megatron_to_hf(stored, back, ALONE)
-        assert_same_bytes(tensors_of(back), tensors)
+    source = shard_by_hand(models["next"], tmp_path / "hf", form(tensors))
+    hf_to_megatron(source, tmp_path / "stored", layout(tp=2, ep=2), ALONE)
+    megatron_to_hf(tmp_path / "stored", tmp_path / "back", ALONE)
+    assert_same_bytes(tensors_of(tmp_path / "back"), tensors)
 
 
 def test_the_result_is_whole_and_loads_in_transformers(models, tmp_path, monkeypatch):
@@ -197,254 +186,93 @@ def test_the_result_is_whole_and_loads_in_transformers(models, tmp_path, monkeyp
         assert changed_files(directory) == []
 
 
-# ----------------------------------------------------------------------- multi-token prediction layers
-
-
-def test_mtp_layers_are_carried_there_and_back_and_taken_from_the_origin_after_training(models, tmp_path):
-    hf_to_megatron(models["mtp"], tmp_path / "stored", layout(tp=2, ep=2), ALONE)
-    assert "mtp.layers.0.eh_proj.weight" in StoredCheckpoint(tmp_path / "stored").tensors
+def test_mtp_layers_are_taken_from_the_origin_after_training(models, tmp_path):
     hf_to_megatron(models["next"], tmp_path / "trained", layout(), ALONE)  # as training saves: without
     megatron_to_hf(tmp_path / "trained", tmp_path / "back", ALONE, origin=models["mtp"])
     assert_same_bytes(tensors_of(tmp_path / "back"), tensors_of(models["mtp"]))
 
 
-@pytest.mark.world
-def test_a_prediction_layer_that_is_one_more_layer_is_taken_from_the_origin_after_training(
-    models, trained, tmp_path
-):
-    """The router's correction, which no gradient reaches, is what it was, in float32."""
-    (stored, weights), origin = trained["glm"], models["glm mtp"]
-    with pytest.raises(ValueError, match=r"training keeps no model\.layers\.4\.\*, which .*--origin-hf-ch"):
-        megatron_to_hf(stored, tmp_path / "without", ALONE)
-    megatron_to_hf(stored, tmp_path / "back", ALONE, origin=origin)
-    original = tensors_of(origin)
-    kept = {name: own for name, own in original.items() if name.startswith("model.layers.4.")}
-    assert_same_bytes(tensors_of(tmp_path / "back"), weights | kept)
-    corrections = [name for name in weights if name.endswith("e_score_correction_bias")]
-    assert len(corrections) == 3
-    assert_same_bytes(
-        {name: weights[name] for name in corrections}, {name: original[name] for name in corrections}
-    )
-    assert not torch.equal(weights["model.norm.weight"].float(), original["model.norm.weight"].float())
-
-
 def test_more_than_one_mtp_layer_is_refused_by_name(models, tmp_path):
     tensors = tensors_of(models["mtp"])
-    more = {
-        name.replace("layers.0", "layers.1"): tensor.clone()
-        for name, tensor in tensors.items()
-        if "mtp.layers" in name
-    }
+    more = {n.replace("layers.0", "layers.1"): t.clone() for n, t in tensors.items() if "mtp.layers" in n}
     several = with_weights(models["mtp"], tmp_path / "several", tensors | more)
     with pytest.raises(ValueError, match=r"mtp\.layers\.1 to mtp\.layers\.1: only one"):
         hf_to_megatron(several, tmp_path / "stored", layout(), ALONE)
 
 
-def mtp_keys(world, path):
-    """Names and global shapes that Megatron's own module for it stores."""
-    from megatron.core import parallel_state
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.transformer.multi_token_prediction import (
-        MultiTokenPredictionBlockSubmodules,
-        get_mtp_layer_spec_for_backend,
-    )
-
-    from megatron_ibpo.models import spec as specs
-    from megatron_ibpo.policy import parallel
-    from megatron_ibpo.policy.model import transformer_config
-
-    parallel.initialize(layout(), world, seed=0)
-    shape = read_hf_config(path)
-    core = transformer_config(shape, Config())
-    core.mtp_num_layers, core.use_cpu_initialization = 1, True
-    backend = specs.make_backend(LOCAL)
-    spec = specs.block_spec(shape, backend, 0, shape.num_layers)
-    names = SimpleNamespace(
-        column_parallel_linear=lambda: backend.column_linear, layer_norm=lambda: backend.norm
-    )
-    mtp_layer = get_mtp_layer_spec_for_backend(spec.layer_specs[-1], names)
-    model = GPTModel(
-        config=core,
-        transformer_layer_spec=spec,
-        mtp_block_spec=MultiTokenPredictionBlockSubmodules(layer_specs=[mtp_layer]),
-        vocab_size=shape.vocab_size,
-        max_sequence_length=64,
-        position_embedding_type="rope",
-    )
-    metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
-    return stored_shapes(model.sharded_state_dict(metadata=metadata))
-
-
-def stored_shapes(sharded):
-    """Key -> shape of the whole tensor, of everything in a sharded state dict that is a tensor."""
-    from megatron.core.dist_checkpointing.dict_utils import nested_values
-    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
-
-    shapes = {}
-    for value in nested_values(sharded):
-        if isinstance(value, ShardedTensorFactory):
-            shapes |= stored_shapes({"built": value.build()})
-        elif isinstance(value, ShardedTensor):
-            shapes[value.key] = tuple(value.global_shape)
-    return shapes
-
-
-@pytest.mark.world
-def test_megatron_names_its_mtp_layer_as_the_map_does(models):
-    (found,) = run_ranks(mtp_keys, 1, models["mtp"])
-    entries = weight_map(read_hf_config(models["mtp"]), mtp_layers=1)
-    expected = {block.key: block.shape for entry in entries.values() for block in entry.blocks()}
-    assert found == expected
-
-
-# -------------------------------------------------------------------------------- what Megatron says
-
-
-def after_loading(world, cases):
-    """Return, for each (HF checkpoint, its conversion, layout, pieces of the model on a stage): what a model
-    exports that was filled from the conversion."""
-    from megatron_ibpo.policy import parallel
-    from megatron_ibpo.policy.checkpoint import load_weights
-    from megatron_ibpo.weights.layout.export import HFExport
-    from support.trainers import weights_of
-
-    exports = []
-    for hf_dir, stored, parallel_config, pieces in cases:
-        chunks, shape = loaded(world, hf_dir, parallel_config, pieces=pieces)
-        for chunk in chunks:
-            for tensor in filter(torch.is_tensor, chunk.state_dict().values()):
-                tensor.fill_(float("nan"))
-        load_weights(chunks, stored, shape.vocab_size)
-        exports.append(weights_of(HFExport(chunks, shape)))
-        parallel.destroy()
-    return exports
-
-
-QUICK = {2: [("next", layout(pp=2), 2), ("odd", layout(tp=2)), ("oss", layout(tp=2))]}
 LOADED = {
-    1: [
-        ("dense", layout(tp=4)),
-        ("tied", layout(pp=2)),
-        ("odd", layout(tp=2)),
-        ("moe", layout(ep=2)),
-        ("glm", layout(tp=2, ep=2)),
-        ("oss", layout(tp=2, ep=2)),
-        ("next", layout(tp=2, ep=4)),
-    ],
-    2: [
-        ("dense", layout(tp=2)),
-        ("tied", layout(pp=2)),
-        ("odd", layout(tp=2)),
-        ("moe", layout(etp=2, tp=2)),
-        ("glm mtp", layout(pp=2, first=1)),
-        ("oss", layout(pp=2)),
-        ("next", layout(pp=2, first=1)),
-        ("mtp", layout(tp=2, ep=2)),
-    ],
-    4: [
-        ("dense", layout(tp=4)),
-        ("odd", layout(tp=4)),
-        ("oss", layout(tp=2, pp=2, ep=2)),
-        ("next", layout(tp=4, ep=2, etp=2)),
-        ("next", layout(pp=2, last=3, ep=2)),
-    ],
-}
+    1: [("dense", layout(tp=4)), ("tied", layout(pp=2)), ("moe", layout(ep=2)), ("glm", layout(tp=2, ep=2))],
+    2: [("dense", layout(tp=2)), ("tied", layout(pp=2)), ("moe", layout(etp=2, tp=2)), ("oss", layout(pp=2)),
+        ("glm mtp", layout(pp=2, first=1)), ("next", layout(pp=2, first=1)), ("mtp", layout(tp=2, ep=2))],
+    4: [("dense", layout(tp=4)), ("odd", layout(tp=4)), ("oss", layout(tp=2, pp=2, ep=2)),
+        ("next", layout(tp=4, ep=2, etp=2)), ("next", layout(pp=2, last=3, ep=2))],
+}  # fmt: skip
 """By ranks: what is loaded under which layout, and in how many pieces on a stage if in several. Alone, it is
 what was converted for another layout."""
-WITHOUT_PREDICTION = {"mtp": "next", "glm mtp": "glm"}
-"""Models with multi-token prediction layers, which training leaves alone → those without."""
+
+
+QUICK = [("next", layout(pp=2), 2), ("odd", layout(tp=2)), ("oss", layout(tp=2))]
 
 
 @pytest.mark.world
 @pytest.mark.parametrize(
-    "by_size", [pytest.param(QUICK, id="each kind"), pytest.param(LOADED, id="more", marks=pytest.mark.slow)]
+    ("ranks", "cases"), [(2, QUICK), *(pytest.param(*own, marks=pytest.mark.slow) for own in LOADED.items())]
 )
-def test_loading_a_conversion_is_loading_the_original_in_every_layout(models, tmp_path, by_size):
-    for size, cases in by_size.items():
-        arguments = []
-        for number, (name, parallel, *pieces) in enumerate(cases):
-            stored = tmp_path / f"{size}-{number}"
-            (own,) = pieces or (1,)
-            hf_to_megatron(models[name], stored, parallel, ALONE, virtual_stages=own)
-            arguments.append((models[name], stored, layout() if size == 1 else parallel, own))
-        exports = run_ranks(after_loading, size, arguments, timeout=240)[0]
-        for (name, *_), export in zip(cases, exports, strict=True):
-            original = tensors_of(models[WITHOUT_PREDICTION.get(name, name)])
+def test_loading_a_conversion_is_loading_the_original_in_every_layout(world, models, tmp_path, ranks, cases):
+    from megatron_ibpo.policy import parallel
+    from megatron_ibpo.policy.checkpoint import load_weights
+    from megatron_ibpo.weights.layout.export import HFExport
+
+    for number, (name, converted_for, *pieces) in enumerate(cases):
+        (own,) = pieces or (1,)
+        stored = tmp_path / str(number)
+        hf_to_megatron(models[name], stored, converted_for, world, virtual_stages=own)
+        chunks, shape = loaded(world, models[name], layout() if ranks == 1 else converted_for, pieces=own)
+        for chunk in chunks:
+            for tensor in filter(torch.is_tensor, chunk.state_dict().values()):
+                tensor.fill_(float("nan"))
+        load_weights(chunks, stored, shape.vocab_size)
+        export = weights_of(HFExport(chunks, shape))
+        if world.is_rank_0:
+            trained = {"mtp": "next", "glm mtp": "glm"}.get(name, name)  # without what training leaves alone
+            original = tensors_of(models[trained])
             assert_same_bytes(export, {tensor: own.float() for tensor, own in original.items()})
+        parallel.destroy()
 
 
-def saved_by_training(world, cases):
-    """Return what a trainer exports after an update and a save, for each (HF checkpoint, directory)."""
+@pytest.mark.world(2)
+@pytest.mark.parametrize("name", ["next", "glm"])
+def test_what_training_saves_converts_to_what_it_exports(world, models, tmp_path, name):
     from megatron_ibpo.policy.saving import save_checkpoint
-    from support.train_sequences import sequences
-    from support.trainers import close_trainer, config_for, open_trainer
 
-    exports = []
-    for hf_dir, directory in cases:
-        config = config_for(layout(tp=2, ep=2), lr=1e-3)
-        config.model.hf_checkpoint = hf_dir
-        trainer, export, _ = open_trainer(world, hf_dir, config)
-        planned.update(trainer, sequences(4))
-        save_checkpoint(trainer, directory / "checkpoints", 7, {})
-        exports.append({name: None if tensor is None else tensor.clone() for name, tensor in export})
-        close_trainer()
-    return exports
-
-
-@pytest.fixture(scope="module")
-def trained(models, tmp_path_factory):
-    """Return what training saved, and what it exported, by model."""
-    runs = {name: tmp_path_factory.mktemp(name) for name in ("glm", "next")}
-    exports, _ = run_ranks(saved_by_training, 2, [(models[name], run) for name, run in runs.items()])
-    return {name: (find_stored(run), own) for (name, run), own in zip(runs.items(), exports, strict=True)}
-
-
-@pytest.mark.world
-def test_what_training_saves_converts_to_what_it_exports(models, trained, tmp_path):
-    stored, weights = trained["next"]
+    config, back = config_for(layout(tp=2, ep=2), lr=1e-3), tmp_path / "back"
+    config.model.hf_checkpoint = models[name]
+    trainer, export, _ = open_trainer(world, models[name], config)
+    planned.update(trainer, sequences(4))
+    save_checkpoint(trainer, tmp_path / "checkpoints", 7, {})
+    stored, weights, origin, kept = find_stored(tmp_path), weights_of(export), None, {}
     assert stored.name == "step_000007"
-    megatron_to_hf(stored, tmp_path / "back", ALONE)
-    assert_same_bytes(tensors_of(tmp_path / "back"), weights)
-    assert differing_tensors(tmp_path / "back", stored, ALONE) == []
-    assert "model.norm.weight" in differing_tensors(models["next"], stored, ALONE)
+    if name == "glm":  # whose prediction layer is one more layer
+        with pytest.raises(ValueError, match=r"keeps no model\.layers\.4\.\*, which .*--origin-hf-ch"):
+            megatron_to_hf(stored, back, world)
+        origin = models["glm mtp"]
+        kept = {n: t for n, t in tensors_of(origin).items() if n.startswith("model.layers.4.")}
+    megatron_to_hf(stored, back, world, origin=origin)
+    assert differing_tensors(back, stored, world) == []
+    assert "model.norm.weight" in differing_tensors(models[name], stored, world)
+    if world.is_rank_0:
+        assert_same_bytes(tensors_of(back), weights | kept)
+        # a router's correction, which no gradient reaches, is what it was, in float32
+        before = {n: t for n, t in tensors_of(models[name]).items() if n.endswith("e_score_correction_bias")}
+        assert len(before) == (3 if name == "glm" else 0)
+        assert_same_bytes({n: weights[n] for n in before}, before)
 
 
-def trained_from(world, hf_dir, stored):
-    """Gradient norms of two updates from the original and from its conversion."""
-    from megatron_ibpo.policy.checkpoint import load_checkpoint
-    from support.train_sequences import sequences
-    from support.trainers import close_trainer, config_for, open_trainer
-
-    norms = []
-    for checkpoint in (None, stored):
-        config = config_for(layout(), lr=1e-3)
-        trainer, _, _ = open_trainer(world, hf_dir, config)
-        if checkpoint is not None:
-            with torch.no_grad():
-                for parameter in trainer.chunks[0].parameters():
-                    parameter.zero_()
-            load_checkpoint(trainer, checkpoint)
-        norms.append([planned.update(trainer, sequences(4))["grad_norm"] for _ in range(2)])
-        close_trainer()
-    return norms
-
-
-@pytest.mark.world
-def test_training_starts_from_a_conversion_as_from_the_original(models, tmp_path):
-    hf_to_megatron(models["dense"], tmp_path / "stored", layout(pp=2), ALONE)
-    ((expected, found),) = run_ranks(trained_from, 1, models["dense"], tmp_path / "stored")
-    assert found == expected
-
-
-def convert_together(world, hf_dir, directory):
-    hf_to_megatron(hf_dir, directory / "stored", layout(tp=2, pp=2), world)
-    megatron_to_hf(directory / "stored", directory / "back", world)
-    return differing_tensors(hf_dir, directory / "stored", world)
-
-
-@pytest.mark.world
-def test_several_processes_share_the_work(models, tmp_path):
-    assert run_ranks(convert_together, 2, models["next"], tmp_path) == [[], []]
+@pytest.mark.world(2)
+def test_several_processes_share_the_work(world, models, tmp_path):
+    hf_to_megatron(models["next"], tmp_path / "stored", layout(tp=2, pp=2), world)
+    megatron_to_hf(tmp_path / "stored", tmp_path / "back", world)
+    assert differing_tensors(models["next"], tmp_path / "stored", world) == []
     assert_same_bytes(tensors_of(tmp_path / "back"), tensors_of(models["next"]))
 
 
@@ -454,36 +282,25 @@ def test_older_checkpoints_that_stack_layers_and_pad_the_vocabulary_are_read(mod
     least."""
     hf_to_megatron(models["dense"], tmp_path / "stored", layout(), ALONE)
     stored = StoredCheckpoint(tmp_path / "stored")
-    entries = list(weight_map(read_hf_config(models["dense"])).values())
-    restored = tmp_path / "restacked"
-    write_stacked(restored, stored, entries, num_layers=4, rows=128)
+    entries = weight_map(read_hf_config(models["dense"])).values()
+    stacked, restored = {}, tmp_path / "restacked"
+    for entry in entries:
+        whole = stored.read(entry)
+        if entry.layer is not None:
+            stacked.setdefault(entry.name.replace(f"layers.{entry.layer}.", "layers."), []).append(whole)
+        elif entry.name.endswith(("embeddings.weight", "layer.weight")):
+            stacked[entry.name] = torch.cat([whole, whole.new_zeros(128 - len(whole), *whole.shape[1:])])
+        else:
+            stacked[entry.name] = whole
+    stacked = {n: torch.stack(own) if isinstance(own, list) else own for n, own in stacked.items()}
+    dcp.save(stacked, storage_writer=dcp.FileSystemWriter(restored), no_dist=True)
+    (restored / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
     megatron_to_hf(restored, tmp_path / "back", ALONE, origin=models["dense"])
     assert_same_bytes(tensors_of(tmp_path / "back"), tensors_of(models["dense"]))
     larger = shutil.copytree(models["dense"], tmp_path / "larger")
     edit_json(larger / "config.json", vocab_size=129)
     with pytest.raises(CheckpointError, match=r"shape \(128, 96\), config.json asks for \(129, 96\)"):
         megatron_to_hf(restored, tmp_path / "none", ALONE, origin=larger)
-
-
-def write_stacked(directory, stored, entries, num_layers, rows):
-    import torch.distributed.checkpoint as dcp
-
-    stacked = {}
-    for entry in entries:
-        whole = stored.read(entry)
-        if entry.layer is None:
-            padding = rows - len(whole) if entry.name.endswith(("embeddings.weight", "layer.weight")) else 0
-            stacked[entry.name] = torch.cat([whole, whole.new_zeros(padding, *whole.shape[1:])])
-            continue
-        key = entry.name.replace(f"layers.{entry.layer}.", "layers.")
-        if key not in stacked:
-            stacked[key] = whole.new_empty(num_layers, *whole.shape)
-        stacked[key][entry.layer] = whole
-    dcp.save(stacked, storage_writer=dcp.FileSystemWriter(directory), no_dist=True)
-    (directory / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
-
-
-# -------------------------------------------------------------------------------------------- the plan
 
 
 @st.composite
@@ -505,18 +322,13 @@ def test_layers_lie_where_megatron_puts_them(pipeline):
 
     num_layers, stages, virtual, first, last = pipeline
     core = SimpleNamespace(
-        num_layers=num_layers,
-        pipeline_model_parallel_size=stages,
+        num_layers=num_layers, pipeline_model_parallel_size=stages, pipeline_model_parallel_layout=None,
         virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
-        pipeline_model_parallel_layout=None,
-        num_layers_in_first_pipeline_stage=first,
-        num_layers_in_last_pipeline_stage=last,
-        account_for_embedding_in_pipeline_split=False,
-        account_for_loss_in_pipeline_split=False,
-    )
-    for stage, chunks in enumerate(
-        pipeline_layers(num_layers, layout(pp=stages, first=first, last=last), virtual)
-    ):
+        num_layers_in_first_pipeline_stage=first, num_layers_in_last_pipeline_stage=last,
+        account_for_embedding_in_pipeline_split=False, account_for_loss_in_pipeline_split=False,
+    )  # fmt: skip
+    parallel = layout(pp=stages, first=first, last=last)
+    for stage, chunks in enumerate(pipeline_layers(num_layers, parallel, virtual)):
         for number, layers in enumerate(chunks):
             vp_stage = number if virtual > 1 else None
             assert layers.start == get_transformer_layer_offset(core, vp_stage, stage)
@@ -562,42 +374,91 @@ def test_shards_cover_every_stored_tensor_once(models, name, ranks):
     assert all(bool((counts == 1).all()) for counts in covered.values())
 
 
-# ------------------------------------------------------------------------------------------- the tools
-
-
-def tool(name, world, *arguments):
-    """Return what a tool prints that ends well."""
+@pytest.mark.world(1)
+def test_the_tools_convert_and_verify(world, models, tmp_path):
     from conversion import console
 
-    module = importlib.import_module(name)
-    with console.capture() as said:
-        assert module.convert(tyro.cli(module.Arguments, args=[*map(str, arguments)]), world) == 0
-    return " ".join(said.get().split())
+    def tool(name, *arguments):
+        module = importlib.import_module(name)
+        with console.capture() as said:
+            assert module.convert(tyro.cli(module.Arguments, args=[*map(str, arguments)]), world) == 0
+        return " ".join(said.get().split())
 
-
-def converted_by_the_tools(world, hf_dir, directory):
-    """Return what the tools say there, back, and of a damaged file."""
-    stored, back = directory / "stored", directory / "back"
-    there = tool(
-        "convert_hf_to_megatron", world, "--hf-checkpoint", hf_dir, "--save", stored,
-        "--tensor-model-parallel-size", 2, "--expert-model-parallel-size", 2, "--verify",
-    )  # fmt: skip
-    again = tool("convert_megatron_to_hf", world, "--load", stored, "--save", back, "--verify")
+    stored, back = tmp_path / "stored", tmp_path / "back"
+    there = "--hf-checkpoint", models["next"], "--save", stored, "--verify", "--tensor-model-parallel-size", 2
+    for said in (
+        tool("convert_hf_to_megatron", *there, "--expert-model-parallel-size", 2),
+        tool("convert_megatron_to_hf", "--load", stored, "--save", back, "--verify"),
+    ):
+        assert "weights: 0 differing bytes" in said
+        assert "logits: differ by at most" in said
     weights = max(stored.glob("*.distcp"), key=lambda path: path.stat().st_size)
     damaged = bytearray(weights.read_bytes())
     damaged[len(damaged) // 2] ^= 1
     weights.write_bytes(damaged)
-    with pytest.raises(CheckpointError) as refused:
-        tool("convert_megatron_to_hf", world, "--load", stored, "--save", directory / "bad", "--verify")
-    return there, again, (weights.name, str(refused.value))
-
-
-@pytest.mark.world
-def test_the_tools_convert_and_verify(models, tmp_path):
-    """test_qwen3_5.py does the same from the command line, slowly."""
-    ((there, again, (name, refused)),) = run_ranks(converted_by_the_tools, 1, models["next"], tmp_path)
-    for said in (there, again):
-        assert "weights: 0 differing bytes" in said
-        assert "logits: differ by at most" in said
-    assert f"{name} is not what was written" in refused
+    with pytest.raises(CheckpointError, match=f"{weights.name} is not what was written"):
+        tool("convert_megatron_to_hf", "--load", stored, "--save", tmp_path / "bad", "--verify")
     assert not (tmp_path / "bad").exists()
+
+
+def test_mxfp4_by_hand():
+    """The lower four bits come first; a scale of 127 is 1, of 128 is 2, of 126 a half."""
+    blocks = torch.zeros(3, 16, dtype=torch.uint8)
+    blocks[:, 0], blocks[:, 1] = 0x21, 0xF7
+    found = dequantised(blocks, torch.tensor([127, 128, 126], dtype=torch.uint8))
+    assert found.dtype == torch.bfloat16
+    one = torch.tensor([0.5, 1.0, 6.0, -6.0] + [0.0] * 28)
+    assert torch.equal(found.float(), torch.cat((one, 2 * one, one / 2)))
+
+
+def test_every_number_of_mxfp4_under_every_scale_is_that_of_transformers():
+    blocks = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16).expand(1, 255, 16, 16).contiguous()
+    scales = torch.arange(255, dtype=torch.uint8).view(1, 255, 1).expand(1, 255, 16).contiguous()
+    expected = convert_moe_packed_tensors(blocks.clone(), scales.clone())
+    found = dequantised(blocks, scales).transpose(1, 2)
+    usual = slice(10, 245)  # powers of two far from the ends of what bfloat16 holds
+    assert_same_bytes({"": found[:, :, usual].contiguous()}, {"": expected[:, :, usual].contiguous()})
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory):
+    """A gpt-oss in bfloat16 whose experts are in MXFP4, as it is published, and what its experts are."""
+    directory = tiny_models.make_gpt_oss(tmp_path_factory.mktemp("packed"), 3)
+    generator = torch.Generator().manual_seed(0)
+    stored, whole = {}, {}
+    for name, tensor in tensors_of(directory).items():
+        if not name.endswith(("gate_up_proj", "down_proj")):
+            stored[name] = whole[name] = tensor.bfloat16()
+            continue
+        experts, columns, rows = tensor.shape
+        blocks = torch.randint(0, 256, (experts, rows, columns // 32, 16), generator=generator).byte()
+        scales = torch.randint(120, 130, (experts, rows, columns // 32), generator=generator).byte()
+        stored[f"{name}_blocks"], stored[f"{name}_scales"] = blocks, scales
+        whole[name] = convert_moe_packed_tensors(blocks.clone(), scales.clone()).contiguous()
+    save_file(stored, directory / "model.safetensors", metadata={"format": "pt"})
+    edit_json(directory / "config.json", quantization_config={"quant_method": "mxfp4"})
+    return directory, whole
+
+
+@pytest.mark.parametrize("parallel", [layout(), layout(tp=2, ep=2)], ids=["one", "TP2 EP2"])
+def test_mxfp4_is_converted_to_bfloat16_and_training_asks_for_that(packed, tmp_path, parallel):
+    directory, whole = packed
+    with pytest.raises(CheckpointError, match=r"experts\.down_proj.* in MXFP4, .* convert to-megatron"):
+        trained_elements(directory, read_hf_config(directory))
+    hf_to_megatron(directory, tmp_path / "stored", parallel, ALONE)
+    assert differing_tensors(directory, tmp_path / "stored", ALONE) == []
+    megatron_to_hf(tmp_path / "stored", tmp_path / "back", ALONE)
+    assert_same_bytes(tensors_of(tmp_path / "back"), whole)
+    config = json.loads((tmp_path / "back/config.json").read_text())
+    assert config["dtype"] == "bfloat16"
+    assert "quantization_config" not in config
+
+
+def test_parts_of_mxfp4_that_do_not_belong_together_are_refused(packed, tmp_path):
+    directory = shutil.copytree(packed[0], tmp_path / "damaged")
+    tensors = tensors_of(directory)
+    name = "model.layers.1.mlp.experts.down_proj_scales"
+    tensors[name] = tensors[name][:, :-1].contiguous()
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"1\.mlp\.experts\.down_proj is not in MXFP4 as its name says"):
+        hf_to_megatron(directory, tmp_path / "stored", layout(), ALONE)

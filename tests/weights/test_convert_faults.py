@@ -10,23 +10,25 @@ import random
 import resource
 import shutil
 import signal
-from collections import namedtuple
+import struct
+import zipfile
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex, TensorProperties
 
-from megatron_ibpo.config import ParallelConfig
 from megatron_ibpo.models import ModelConfigError
 from megatron_ibpo.weights.formats.convert import differing_tensors, hf_to_megatron, megatron_to_hf
 from megatron_ibpo.weights.formats.directories import DiskSpaceError
 from megatron_ibpo.weights.formats.hugging_face import Checkpoint
 from megatron_ibpo.weights.formats.integrity import changed_files
+from megatron_ibpo.weights.formats.mapped_tensors import MappedFiles
 from megatron_ibpo.weights.formats.run_state import find_stored
 from megatron_ibpo.weights.formats.torch_dist import Block, DistcpFile, StoredCheckpoint
 from megatron_ibpo.weights.weight_errors import CheckpointError
@@ -34,95 +36,128 @@ from support.checkpoint_bytes import as_bytes, cut_in_half, shard_by_hand
 from support.conversions import ALONE, QKV, edit_json, refuse, refuse_back, with_metadata
 from support.layouts import layout
 from support.ranks import RankFailed, run_ranks
-from support.tiny_models import make_qwen3_next
+from support.tiny_models import make_qwen3, make_qwen3_next
 
 NORM = "model.layers.1.input_layernorm.weight"
 INDEX = "model.safetensors.index.json"
+HUGE = 10**15
 
 
-def rewritten(origin, path, tensors, **changes):
-    shutil.rmtree(path)
-    changed = {**tensors, **changes}
-    return shard_by_hand(origin, path, {n: t for n, t in changed.items() if t is not None})
+@pytest.fixture(scope="module")
+def origin(tmp_path_factory):
+    return make_qwen3(tmp_path_factory.mktemp("models") / "dense", 1)
 
 
-# ---------------------------------------------------------------------------------------- Hugging Face
+@pytest.fixture
+def here(tmp_path, origin):
+    source = shard_by_hand(origin, tmp_path / "hf", load_file(origin / "model.safetensors"))
+    return source, tmp_path / "out" / "new"
 
 
-def swap_file_of_norm(source):
-    index = json.loads((source / INDEX).read_text())["weight_map"]
-    edit_json(
-        source / INDEX, weight_map={**index, NORM: {"a": "b", "b": "a"}[index[NORM][0]] + ".safetensors"}
-    )
+@pytest.fixture(scope="module")
+def converted(origin, tmp_path_factory):
+    target = tmp_path_factory.mktemp("converted") / "stored"
+    hf_to_megatron(origin, target, layout(tp=2), ALONE)
+    return target
+
+
+@pytest.fixture
+def stored(tmp_path, converted):
+    """A Megatron checkpoint that a test may break."""
+    return shutil.copytree(converted, tmp_path / "stored")
+
+
+def tensors(**changes):
+    def change(source):
+        held = {n: t for file in "ab" for n, t in load_file(source / f"{file}.safetensors").items()} | changes
+        (source / INDEX).unlink()
+        save_file({n: t for n, t in held.items() if t is not None}, source / "model.safetensors")
+
+    return change
+
+
+def config(**changes):
+    return lambda directory: edit_json(next(directory.rglob("config.json")), **changes)
+
+
+def index(edit):
+    """What `edit` makes of file names by tensor, or of text in place of the index."""
+
+    def change(source):
+        if isinstance(edit, str):
+            (source / INDEX).write_text(edit)
+        else:
+            edit_json(source / INDEX, weight_map=edit(json.loads((source / INDEX).read_text())["weight_map"]))
+
+    return change
+
+
+def header(dtype, shape, *offsets):
+    text = json.dumps({NORM: {"dtype": dtype, "shape": shape, "data_offsets": offsets}}).encode()
+    return struct.pack("<Q", len(text)) + text + bytes(384)
+
+
+KEYS = "model.layers.1.self_attn.k_proj.weight"
+OUTSIDE = ["pytorch_model.bin", "/etc/passwd", "x/../../other/a.safetensors", "", "a\0.safetensors", 3, ["a"]]
+"""What names no file of safetensors in the directory."""
 
 
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (lambda source: cut_in_half(source / "b.safetensors"), ("b.safetensors", "truncated")),
-        (lambda source: (source / "a.safetensors").unlink(), ("a.safetensors named in " + INDEX,)),
-        (swap_file_of_norm, (f".safetensors: {NORM} is missing, although the index names it",)),
+        (lambda source: cut_in_half(source / "b.safetensors"), "b.safetensors|truncated"),
+        (lambda source: (source / "a.safetensors").unlink(), f"a.safetensors named in {INDEX}"),
+        (index(lambda files: dict.fromkeys(files, "a.safetensors")), "is missing, although the index names"),
+        (tensors(**{NORM: None}), f"missing {NORM}"),
+        (tensors(**{"model.layers.9.weird": torch.ones(2)}), "no place for: model.layers.9.weird"),
+        (tensors(**{NORM: torch.ones(7)}), f"{NORM} has shape (7,), config.json asks for (96,)"),
+        (tensors(**{NORM: torch.ones(96, dtype=torch.int64)}), f"{NORM} is I64; weights must be one of BF"),
+        (tensors(**{KEYS: torch.ones(64, 96).half()}), f"{KEYS} is torch.float16 and"),
+        (tensors(**{"lm_head.weight": None}), "missing lm_head.weight|says tie_word_embeddings=false"),
+        (config(num_hidden_layers=3), "missing model.layers.2."),
+        (config(num_hidden_layers=1), "no place for: model.layers.1."),
+        (config(tie_word_embeddings=True), "lm_head.weight is not model.embed_tokens.weight"),
+        (config(model_type="gemma3"), "model_type 'gemma3' is unknown"),
+        (index('{"weight_map": NaN}'), f"{INDEX} is malformed"),
+        (index('{"weight_map": [["a"]]}'), "hf"),
+        (index('{"weight_map": {"a": {}}}'), "hf"),
+        *((index(lambda files, file=file: files | {NORM: file}), f"{INDEX}|{NORM} should be in {file!r}")
+          for file in OUTSIDE),
+        *((lambda source, content=content: (source / "a.safetensors").write_bytes(content),
+           "a.safetensors cannot be read") for content in (
+            b"", struct.pack("<Q", HUGE) + b"{}", struct.pack("<Q", 2) + b"[]",
+            header("F32", [HUGE], 0, 4 * HUGE), header("F32", [HUGE, HUGE], 0, 384),
+            header("F32", [96], HUGE, HUGE + 384), header("F32", [-96], 0, 384), header("F99", [96], 0, 384),
+        )),
     ],
-    ids=["truncated", "absent", "wrong file"],
-)
-def test_shards_that_are_not_what_the_index_says(here, damage, words):
+)  # fmt: skip
+def test_a_hugging_face_checkpoint_that_is_not_whole_or_of_another_model(here, damage, words):
     source, target = here
+    (source.parent / "other").mkdir()
+    shutil.copy(source / "a.safetensors", source.parent / "other")
+    torch.save({NORM: torch.ones(96)}, source / "pytorch_model.bin")
     damage(source)
-    refuse(source, target, CheckpointError, *words)
+    for allow_pickle in (False, True):  # which is about checkpoints that hold nothing else
+        errors = CheckpointError, ModelConfigError
+        refuse(source, target, errors, *words.split("|"), allow_pickle=allow_pickle)
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({NORM: None}, f"missing {NORM}"),
-        ({"model.layers.9.weird": torch.ones(2)}, "no place for: model.layers.9.weird"),
-        ({NORM: torch.ones(7)}, f"{NORM} has shape (7,), config.json asks for (96,)"),
-        ({NORM: torch.ones(96, dtype=torch.int64)}, f"{NORM} is I64; weights must be one of BF16, F16, F32"),
-        (
-            {"model.layers.1.self_attn.k_proj.weight": torch.ones(64, 96, dtype=torch.float16)},
-            "model.layers.1.self_attn.k_proj.weight is torch.float16 and",
-        ),
-        ({"lm_head.weight": None}, "missing lm_head.weight; config.json says tie_word_embeddings=false"),
-    ],
-    ids=["missing", "unknown", "shape", "integers", "two dtypes in one parameter", "tied or not"],
-)
-def test_tensors_that_are_not_the_models(here, origin, tensors, changes, words):
+def test_a_copy_of_tied_embeddings_as_the_head_is_no_contradiction(here, origin):
     source, target = here
-    rewritten(origin, source, tensors, **changes)
-    refuse(source, target, CheckpointError, words)
-
-
-@pytest.mark.parametrize(
-    ("changes", "error", "words"),
-    [
-        ({"num_hidden_layers": 3}, CheckpointError, "missing model.layers.2."),
-        ({"num_hidden_layers": 1}, CheckpointError, "no place for: model.layers.1."),
-        ({"hidden_size": 128}, CheckpointError, "config.json asks for (64, 128)"),
-        ({"tie_word_embeddings": True}, CheckpointError, "lm_head.weight is not model.embed_tokens.weight"),
-        ({"model_type": "gemma3"}, ModelConfigError, "model_type 'gemma3' is unknown"),
-    ],
-)
-def test_a_config_that_contradicts_the_weights(here, changes, error, words):
-    source, target = here
-    edit_json(source / "config.json", **changes)
-    refuse(source, target, error, words)
-
-
-def test_a_copy_of_tied_embeddings_as_the_head_is_no_contradiction(here, origin, tensors, tmp_path):
-    source, target = here
-    rewritten(origin, source, tensors, **{"lm_head.weight": tensors["model.embed_tokens.weight"].clone()})
-    edit_json(source / "config.json", tie_word_embeddings=True)
-    hf_to_megatron(source, target, ParallelConfig(), ALONE)
+    embeddings = load_file(origin / "model.safetensors")["model.embed_tokens.weight"]
+    tensors(**{"lm_head.weight": embeddings.clone()})(source)
+    config(tie_word_embeddings=True)(source)
+    hf_to_megatron(source, target, layout(), ALONE)
     assert "output_layer.weight" not in StoredCheckpoint(target).tensors
 
 
 @pytest.mark.parametrize("nan", [float("nan"), -float("nan")])
-def test_nan_is_converted_and_named(here, origin, tensors, caplog, tmp_path, nan):
+def test_nan_is_converted_and_named(here, caplog, tmp_path, nan):
     source, target = here
-    broken = tensors[NORM].clone()
+    broken = torch.ones(96)
     broken[17] = nan
-    rewritten(origin, source, tensors, **{NORM: broken})
-    hf_to_megatron(source, target, ParallelConfig(), ALONE)
+    tensors(**{NORM: broken})(source)
+    hf_to_megatron(source, target, layout(), ALONE)
     assert [record.message for record in caplog.records] == [f"{source}: {NORM} holds NaN"]
     caplog.clear()
     megatron_to_hf(target, tmp_path / "back", ALONE)
@@ -131,42 +166,20 @@ def test_nan_is_converted_and_named(here, origin, tensors, caplog, tmp_path, nan
     assert torch.equal(as_bytes(load_file(tmp_path / "back" / "model.safetensors")[NORM]), as_bytes(broken))
 
 
-@pytest.mark.parametrize(
-    ("parallel", "virtual_stages", "words"),
-    [
-        (layout(tp=3), 1, "does not divide the attention heads (4)"),
-        (layout(pp=3), 1, "does not divide the layers (2)"),
-        (layout(ep=2), 1, "has no experts"),
+def test_a_layout_that_cannot_hold_the_model(here):
+    source, target = here
+    for parallel, virtual_stages, words in (
+        (layout(tp=3), 1, r"does not divide the attention heads \(4\)"),
         (layout(first=1), 1, "need --pipeline-model-parallel-size > 1"),
         (layout(pp=2, first=2), 1, "would hold 0 layers"),
         (layout(pp=2), 2, "not a positive multiple of its 2 virtual stages"),
-        (layout(tp=0), 1, "must be at least 1"),
-    ],
-)
-def test_a_layout_that_cannot_hold_the_model(here, parallel, virtual_stages, words):
-    source, target = here
-    with pytest.raises(ValueError, match="this layout cannot hold the model") as caught:
-        hf_to_megatron(source, target, parallel, ALONE, virtual_stages=virtual_stages)
-    assert words in str(caught.value)
+    ):
+        with pytest.raises(ValueError, match=f"(?s)this layout cannot hold the model.*{words}"):
+            hf_to_megatron(source, target, parallel, ALONE, virtual_stages=virtual_stages)
     assert not target.parent.exists()
 
 
-def test_pickles_are_refused_unless_asked_for_and_never_run_code(tmp_path, origin, tensors):
-    source, target = tmp_path / "hf", tmp_path / "out" / "stored"
-    source.mkdir()
-    shutil.copy(origin / "config.json", source)
-    torch.save(tensors, source / "pytorch_model.bin")
-    refuse(source, target, CheckpointError, "pytorch_model.bin", "--allow-pickle")
-    hf_to_megatron(source, tmp_path / "allowed", ParallelConfig(), ALONE, allow_pickle=True)
-    assert differing_tensors(origin, tmp_path / "allowed", ALONE) == []
-    torch.save({**tensors, "x": RunsCode(tmp_path / "ran")}, source / "pytorch_model.bin")
-    refuse(source, target, CheckpointError, "pytorch_model.bin cannot be read", allow_pickle=True)
-    assert not (tmp_path / "ran").exists()
-
-
 class RunsCode:
-    """Unpickled, it makes a file."""
-
     def __init__(self, path):
         self.path = path
 
@@ -174,58 +187,82 @@ class RunsCode:
         return Path.touch, (self.path,)
 
 
-# --------------------------------------------------------------------------------------------- Megatron
+def test_pickles_are_refused_unless_asked_for_and_never_run_code(tmp_path, origin):
+    source, target = tmp_path / "hf", tmp_path / "out" / "stored"
+    source.mkdir()
+    shutil.copy(origin / "config.json", source)
+    held = load_file(origin / "model.safetensors")
+    torch.save(held, source / "pytorch_model.bin")
+    refuse(source, target, CheckpointError, "pytorch_model.bin", "--allow-pickle")
+    hf_to_megatron(source, tmp_path / "allowed", layout(), ALONE, allow_pickle=True)
+    assert differing_tensors(origin, tmp_path / "allowed", ALONE) == []
+    for content, words in (
+        ({**held, "x": RunsCode(tmp_path / "ran")}, "pytorch_model.bin cannot be read"),
+        ([torch.ones(3)], "pytorch_model.bin"),
+        ({"a": {"b": torch.ones(3)}}, "pytorch_model.bin"),
+    ):
+        torch.save(content, source / "pytorch_model.bin")
+        refuse(source, target, CheckpointError, words, allow_pickle=True)
+    assert not (tmp_path / "ran").exists()
 
 
-def zero_bytes(stored):
-    place = next(p for index, p in StoredCheckpoint(stored).places.items() if index.fqn == QKV)
-    data = bytearray((stored / place.relative_path).read_bytes())
-    data[place.offset : place.offset + 200] = b"\0" * 200
-    (stored / place.relative_path).write_bytes(data)
+def edited(parts, **values):
+    """Other values in parts of the metadata, some of whose classes are frozen."""
+
+    def edit(metadata):
+        for part in PARTS[parts](metadata):
+            vars(part).update(values)
+
+    return lambda stored: with_metadata(stored, edit)
 
 
-def other_shape(**changes):
-    return lambda stored: edit_json(stored / "hf" / "config.json", **changes)
+PARTS = {
+    "all": lambda metadata: [metadata],
+    "tensor": lambda metadata: [metadata.state_dict_metadata[QKV]],
+    "piece": lambda metadata: metadata.state_dict_metadata[QKV].chunks[:1],
+    "places": lambda metadata: [own for index, own in metadata.storage_data.items() if index.fqn == QKV],
+}
 
 
-def qkv(edit):
-    return lambda stored: with_metadata(stored, lambda metadata: edit(metadata.state_dict_metadata[QKV]))
+def cut_off(stored):
+    place = next(place for index, place in StoredCheckpoint(stored).places.items() if index.fqn == QKV)
+    cut_in_half(stored / place.relative_path)
+
+
+def compress(stored):
+    file = stored / "bomb.distcp"
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data.pkl", bytes(10**7))
+    edited("places", relative_path=file.name, offset=0, length=file.stat().st_size)(stored)
 
 
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (
-            lambda stored: (stored / "__0_1.distcp").unlink(),
-            ("__0_1.distcp named in .metadata but not there",),
-        ),
-        (zero_bytes, (".distcp", QKV)),
-        (
-            other_shape(intermediate_size=128),
-            ("mlp.linear_fc1.weight has shape (384, 96)", "asks for (256, 96)"),
-        ),
-        (other_shape(num_hidden_layers=1), ("no place for: decoder.layers.1.",)),
-        (other_shape(num_hidden_layers=3), ("missing decoder.layers.2.",)),
-        (qkv(lambda tensor: tensor.chunks.pop()), ("names no place for parts of", QKV)),
-        (qkv(lambda tensor: setattr(tensor.properties, "dtype", torch.int8)), (QKV, "int8")),
-        (lambda stored: shutil.rmtree(stored / "hf"), ("give --origin-hf-checkpoint",)),
+        (lambda stored: (stored / "__0_1.distcp").unlink(), "__0_1.distcp named in .metadata but not there"),
+        (lambda stored: shutil.rmtree(stored / "hf"), "give --origin-hf-checkpoint"),
+        (cut_off, ".distcp cannot be read, the file is damaged"),
+        (compress, f"bomb.distcp|{QKV}|compressed"),
+        (config(intermediate_size=128), "linear_fc1.weight has shape (384, 96)|asks for (256, 96)"),
+        (config(num_hidden_layers=1), "no place for: decoder.layers.1."),
+        (config(num_hidden_layers=3), "missing decoder.layers.2."),
+        (edited("tensor", chunks=[]), f"no place for parts of|{QKV}"),
+        (edited("tensor", properties=TensorProperties(torch.int8)), f"{QKV}|int8"),
+        (edited("tensor", size=torch.Size([HUGE, 96])), f"{QKV}|asks for"),
+        *((edited(parts, **values), "take another copy") for parts, values in (
+            ("tensor", {"size": "many"}), ("tensor", {"chunks": [3]}), ("all", {"state_dict_metadata": None}),
+            ("all", {"state_dict_metadata": {QKV: 3}}), ("piece", {"sizes": torch.Size([HUGE, 96])}),
+            ("piece", {"offsets": torch.Size([HUGE, 0])}), ("places", {"length": HUGE}),
+            ("places", {"length": "all"}), ("places", {"offset": HUGE}), ("places", {"offset": -1}),
+            ("places", {"relative_path": "../outside.distcp"}), ("places", {"relative_path": "/etc/passwd"}),
+            ("places", {"relative_path": 3}),
+        )),
     ],
-    ids=["no file", "no tensor", "shape", "fewer layers", "more layers", "no piece", "integers", "no config"],
-)
+)  # fmt: skip
 def test_a_megatron_checkpoint_that_is_not_whole_or_of_another_model(stored, tmp_path, damage, words):
+    (tmp_path / "outside.distcp").write_bytes(bytes(10**6))
     damage(stored)
-    refuse_back(stored, tmp_path / "out" / "back", CheckpointError, *words)
-
-
-def test_metadata_that_would_run_code_is_not_read(stored, tmp_path):
-    from megatron_ibpo.policy.checkpoint import load_weights
-
-    (stored / ".metadata").write_bytes(pickle.dumps(RunsCode(tmp_path / "ran")))
-    words = ".metadata is damaged or unsafe", "pathlib"
-    refuse_back(stored, tmp_path / "out" / "back", CheckpointError, *words)
-    with pytest.raises(CheckpointError, match=words[0]):
-        load_weights([], stored, 64)
-    assert not (tmp_path / "ran").exists()
+    refuse_back(stored, tmp_path / "out" / "back", CheckpointError, *words.split("|"))
 
 
 def test_other_formats_are_named(tmp_path, stored):
@@ -239,17 +276,28 @@ def test_other_formats_are_named(tmp_path, stored):
     refuse_back(stored, target, CheckpointError, "format 'zarr' is not supported")
 
 
-def save_entry(stored, name, data):
+def test_a_tensor_takes_no_byte_from_beyond_its_place(tmp_path):
+    """Of several in one file, one says, in the directory at its archive's end, that it is longer."""
+    torch.save(torch.ones(4), tmp_path / "alone")
+    data = bytearray((tmp_path / "alone").read_bytes())
+    entry = data.rindex(b"PK\x01\x02", 0, data.rindex(b"/data/0"))
+    data[entry + 20 : entry + 28] = (5000).to_bytes(4, "little") * 2
+    (tmp_path / "several").write_bytes(data + bytes(5000))
+    assert MappedFiles(tmp_path).tensor("alone", 0, len(data)).tolist() == [1.0] * 4
+    with pytest.raises(ValueError, match="beyond its place"):
+        MappedFiles(tmp_path).tensor("several", 0, len(data))
+
+
+def save_entry(stored, name, data, transforms=None):
     """Put bytes into a checkpoint under a name, as an entry that is no tensor."""
     file = stored / f"{name.replace('/', '_')}.distcp"
 
     def edit(metadata):
         file.write_bytes(b"before" + data)
         metadata.state_dict_metadata[name] = BytesStorageMetadata()
-        metadata.storage_data = {
-            index: place for index, place in metadata.storage_data.items() if index.fqn != name
-        }
-        metadata.storage_data[MetadataIndex(name)] = _StorageInfo(file.name, 6, len(data))
+        kept = {index: place for index, place in metadata.storage_data.items() if index.fqn != name}
+        own = _StorageInfo(file.name, 6, len(data), transforms)
+        metadata.storage_data = kept | {MetadataIndex(name): own}
 
     with_metadata(stored, edit)
 
@@ -260,67 +308,50 @@ def saved_bytes(content, **options):
     return file.getvalue()
 
 
-def refuse_to_read(stored, ran, *words):
+def refuse_to_read(stored, *words):
     """Training and conversion refuse, and whatever else opens the checkpoint; nothing has run."""
     from megatron_ibpo.policy.checkpoint import load_weights
 
-    with pytest.raises(CheckpointError) as caught:
-        load_weights([], stored, 64)
-    for word in (*words, "damaged or unsafe, and was not read", "take another copy of the checkpoint"):
-        assert word in str(caught.value)
+    for read in (lambda: load_weights([], stored, 64), lambda: StoredCheckpoint(stored)):
+        with pytest.raises(CheckpointError) as caught:
+            read()
+        assert all(word in str(caught.value) for word in words)
     refuse_back(stored, stored.parent / "out" / "back", CheckpointError, *words)
-    with pytest.raises(CheckpointError):
-        StoredCheckpoint(stored)
-    assert not ran.exists()
+    assert not (stored.parent / "ran").exists()
 
 
-PLANTED = {
-    "the common state": "common_state/shard_0_1",
-    "Transformer Engine's state": "decoder.layers.0.self_attention.linear_qkv._extra_state/shard_0_2",
-    "optimizer": "optimizer.state.param_groups/shard_0_1",
-    "random state": "rng_state/shard_0_1",
-    "a weight that is declared to be bytes": QKV,
-}
+NOT_READ = "damaged or unsafe, and was not read", "take another copy of the checkpoint"
 
 
-@pytest.mark.parametrize("name", PLANTED.values(), ids=PLANTED)
-@pytest.mark.parametrize("form", ["plain", "old format", "behind what is allowed"])
-def test_entries_that_would_run_code_are_not_read(stored, tmp_path, name, form):
-    ran = tmp_path / "ran"
-    content = [{"args": argparse.Namespace(seed=1), "x": RunsCode(ran)}]
-    if form == "behind what is allowed":
-        content = argparse.Namespace(inner=[io.BytesIO(b""), content])
-    save_entry(stored, name, saved_bytes(content, _use_new_zipfile_serialization=form != "old format"))
-    refuse_to_read(stored, ran, ".distcp", name, "it asks for getattr")
+@pytest.mark.parametrize(
+    "name",
+    ["common_state/shard_0_1", "decoder.layers.0.self_attention.linear_qkv._extra_state/shard_0_2",
+     "optimizer.state.param_groups/shard_0_1", "rng_state/shard_0_1", QKV],
+)  # fmt: skip
+def test_entries_that_would_run_code_are_not_read(stored, name):
+    content = [{"args": argparse.Namespace(seed=1), "x": RunsCode(stored.parent / "ran")}]
+    for form in (
+        saved_bytes(content),
+        saved_bytes(content, _use_new_zipfile_serialization=False),
+        saved_bytes(argparse.Namespace(inner=[io.BytesIO(b""), content])),  # behind what is allowed
+    ):
+        save_entry(stored, name, form)
+        refuse_to_read(stored, ".distcp", name, "it asks for getattr", *NOT_READ)
 
 
-def test_a_common_file_that_would_run_code_is_not_read(stored, tmp_path):
-    torch.save({"args": RunsCode(tmp_path / "ran")}, stored / "common.pt")
-    refuse_to_read(stored, tmp_path / "ran", "common.pt: the common state", "it asks for getattr")
-
-
-def test_an_entry_that_is_no_pickle_of_torch(stored, tmp_path):
-    save_entry(stored, "rng_state/shard_0_1", pickle.dumps(RunsCode(tmp_path / "ran"), protocol=4))
-    refuse_to_read(
-        stored,
-        tmp_path / "ran",
-        "rng_state_shard_0_1.distcp",
-        "rng_state/shard_0_1",
-        "not a pickle of plain data",
-    )
-
-
-def test_an_entry_behind_a_transform_is_refused(stored):
-    """It would be unpacked to other bytes than those that were checked."""
-    save_entry(stored, "rng_state/shard_0_1", saved_bytes([1]))
-
-    def edit(metadata):
-        place = _StorageInfo("rng_state_shard_0_1.distcp", 6, 100, ("zstd",))
-        metadata.storage_data[MetadataIndex("rng_state/shard_0_1")] = place
-
-    with_metadata(stored, edit)
-    with pytest.raises(CheckpointError, match="rng_state/shard_0_1 is stored through the transforms zstd"):
-        StoredCheckpoint(stored)
+def test_nothing_else_that_would_run_code_or_was_not_checked_is_read(stored):
+    whole, planted = (stored / ".metadata").read_bytes(), RunsCode(stored.parent / "ran")
+    (stored / ".metadata").write_bytes(pickle.dumps(planted))
+    refuse_to_read(stored, ".metadata is damaged or unsafe", "pathlib")
+    (stored / ".metadata").write_bytes(whole)
+    name = "rng_state/shard_0_1"
+    save_entry(stored, name, pickle.dumps(planted, protocol=4))
+    refuse_to_read(stored, "rng_state_shard_0_1.distcp", name, "not a pickle of plain data", *NOT_READ)
+    save_entry(stored, name, saved_bytes([1]), ("zstd",))  # unpacked it is not the bytes that were checked
+    refuse_to_read(stored, f"{name} is stored through the transforms zstd")
+    (stored / ".metadata").write_bytes(whole)
+    torch.save({"args": planted}, stored / "common.pt")
+    refuse_to_read(stored, "common.pt: the common state", "it asks for getattr", *NOT_READ)
 
 
 def test_what_megatron_lm_stores_alongside_weights_is_read(stored, tmp_path):
@@ -351,37 +382,19 @@ def test_what_megatron_lm_stores_alongside_weights_is_read(stored, tmp_path):
         StoredCheckpoint(stored)
 
 
-def test_a_changed_file_is_found_by_its_checksum(stored):
-    assert changed_files(stored) == []
-    data = bytearray((stored / "__0_0.distcp").read_bytes())
-    data[len(data) // 2] ^= 1
-    (stored / "__0_0.distcp").write_bytes(data)
-    (stored / "common_state.distcp").unlink()
-    assert sorted(problem.split("stored/")[1] for problem in changed_files(stored)) == [
-        "__0_0.distcp is not what was written: its checksum differs",
-        "common_state.distcp is missing",
-    ]
-
-
-# ------------------------------------------------------------------------------------------- the disk
-
-
 def test_what_is_there_is_not_overwritten(here):
     source, target = here
     target.mkdir(parents=True)
     (target / "mine").write_text("precious")
-    with pytest.raises(FileExistsError, match="nothing is overwritten"):
-        hf_to_megatron(source, target, ParallelConfig(), ALONE)
-    with pytest.raises(FileExistsError, match="nothing is overwritten"):
-        hf_to_megatron(source, source, ParallelConfig(), ALONE)
+    for place in (target, source):
+        with pytest.raises(FileExistsError, match="nothing is overwritten"):
+            hf_to_megatron(source, place, layout(), ALONE)
     assert (target / "mine").read_text() == "precious"
 
 
 def test_a_disk_too_small_is_refused_before_anything_is_written(here, stored, tmp_path, monkeypatch):
-    source, target = here
-    usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**9, 10**9 - 1000, 1000))
-    refuse(source, target, DiskSpaceError, "does not fit")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+    refuse(*here, DiskSpaceError, "does not fit")
     refuse_back(stored, tmp_path / "other" / "back", DiskSpaceError, "does not fit")
 
 
@@ -389,7 +402,7 @@ def convert(source, target):
     if (source / ".metadata").exists():
         megatron_to_hf(source, target, ALONE)
     else:
-        hf_to_megatron(source, target, ParallelConfig(), ALONE)
+        hf_to_megatron(source, target, layout(), ALONE)
 
 
 @contextmanager
@@ -404,9 +417,8 @@ def short_files():
 
 
 @pytest.fixture(params=["there", "back"])
-def ends(request, here, converted, tmp_path):
-    """Return source and target of a conversion, in either direction."""
-    return here[0] if request.param == "there" else converted, tmp_path / "out" / "new"
+def ends(request, here, converted):
+    return here[0] if request.param == "there" else converted, here[1]
 
 
 def test_a_disk_that_fills_up_leaves_nothing(ends):
@@ -446,32 +458,24 @@ def test_a_kill_in_the_middle_leaves_nothing_that_looks_whole(ends):
     assert changed_files(target) == []
 
 
-# ------------------------------------------------------------------------------------------ inspecting
-
-
 def test_inspection_lists_what_is_there_and_what_is_missing(tmp_path, stored, capsys):
     from inspect_checkpoint import Arguments, main
 
-    def inspect(directory, **options):
-        status = main(Arguments(directory, **options))
-        return status, capsys.readouterr().out
+    def inspect(directory, status=0, **options):
+        assert main(Arguments(directory, **options)) == status
+        return capsys.readouterr().out
 
-    source = make_qwen3_next(tmp_path / "next", 3)
-    hf_to_megatron(source, tmp_path / "whole", layout(tp=2, pp=2, ep=2), ALONE)
-    status, said = inspect(tmp_path / "whole", checksums=True)
-    assert status == 0
+    source, whole = make_qwen3_next(tmp_path / "next", 3), tmp_path / "whole"
+    hf_to_megatron(source, whole, layout(tp=2, pp=2, ep=2), ALONE)
+    said = inspect(whole, checksums=True)
     for words in ("qwen3_next, 4 layers of 96, 4 experts", "TP 2, PP 2, EP 2, ETP 1\n", "weights only"):
         assert words in said
     assert "all files as written" in said
-    (tmp_path / "whole" / "layout.json").unlink()
-    assert "TP 2, PP 2, EP 2, ETP 1, as its pieces suggest" in inspect(tmp_path / "whole")[1]
-    edit_json(stored / "hf" / "config.json", num_hidden_layers=3)
-    status, said = inspect(stored)
-    assert status == 1
-    assert "missing decoder.layers.2." in said
-    status, said = inspect(source)
-    assert status == 0
+    (whole / "layout.json").unlink()
+    assert "TP 2, PP 2, EP 2, ETP 1, as its pieces suggest" in inspect(whole)
+    config(num_hidden_layers=3)(stored)
+    assert "missing decoder.layers.2." in inspect(stored, status=1)
     numbers = [tensor.numel() for tensor in load_file(source / "model.safetensors").values()]
-    assert f"{len(numbers)} tensors, {sum(numbers):,} parameters" in said
+    assert f"{len(numbers)} tensors, {sum(numbers):,} parameters" in inspect(source)
     with pytest.raises(CheckpointError, match="holds no Megatron checkpoint"):
         inspect(tmp_path)

@@ -1,13 +1,9 @@
-"""Qwen3.5's checkpoints wrap the text model in one that also sees: what is not trained is kept to the bit.
-
-Parity with transformers is in test_model_parity.py.
-"""
+"""Qwen3.5's checkpoints wrap the text model in one that also sees: what is not trained is kept to the bit."""
 
 import json
-import subprocess
-import sys
+import re
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 
 import pytest
 import torch
@@ -19,6 +15,7 @@ from megatron_ibpo.models import ModelConfigError, read_hf_config
 from megatron_ibpo.weights.formats.convert import differing_tensors, hf_to_megatron, megatron_to_hf
 from megatron_ibpo.weights.formats.hugging_face import trained_elements
 from megatron_ibpo.weights.formats.torch_dist import StoredCheckpoint
+from support import engine_runs
 from support.checkpoint_bytes import (
     assert_same_bytes,
     drawn_weights,
@@ -27,66 +24,32 @@ from support.checkpoint_bytes import (
     with_weights,
 )
 from support.conversions import ALONE, round_trip
-from support.engine_runs import (
-    TIMEOUT,
-    CheckpointSource,
-    connect,
-    difference,
-    ids_of,
-    left_out_unnoticed,
-    make_requests,
-    reference_logprobs,
-    start_engine,
-    update,
-)
+from support.engine_runs import TIMEOUT
 from support.example_runs import train_three_steps
 from support.layouts import layout
 from support.mtp_checkpoints import mtp_tensors
-from support.paths import ROOT
-from support.ranks import run_ranks
 from support.tiny_models import make_qwen3_5
-
-DENSE_MTP = {
-    "mtp.layers.0.mlp.gate_proj.weight": (192, 96),
-    "mtp.layers.0.mlp.up_proj.weight": (192, 96),
-    "mtp.layers.0.mlp.down_proj.weight": (96, 192),
-}
-
-
-def full_checkpoint(directory: Path, *, moe: bool, tie: bool = False) -> Path:
-    """Wrapped, with a vision tower and a multi-token prediction layer, all in bfloat16 but what decays."""
-    plain = make_qwen3_5(
-        directory / "plain", 1, moe=moe, wrapped=True, tie=tie, kv_heads=4, key_heads=4, value_heads=8
-    )
-    drawn = drawn_weights(plain, torch.bfloat16)
-    drawn |= {
-        name: tensor.float() for name, tensor in drawn.items() if name.endswith((".A_log", ".norm.weight"))
-    }
-    beside = mtp_tensors(torch.bfloat16)
-    if not moe:
-        beside = {name: tensor for name, tensor in beside.items() if ".mlp." not in name}
-        beside |= {name: torch.rand(shape).to(torch.bfloat16) for name, shape in DENSE_MTP.items()}
-    return with_weights(plain, directory / "full", drawn | beside)
 
 
 @pytest.fixture(scope="module")
-def wrapped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("wrapped")
-    return {
-        "dense": full_checkpoint(root / "dense", moe=False, tie=True),
-        "moe": full_checkpoint(root / "moe", moe=True),
-    }
-
-
-# ------------------------------------------------------------------------------------------ config.json
-
-
-def edited(directory: Path, target: Path, outer: dict, inner: dict) -> Path:
-    config = json.loads((directory / "config.json").read_text())
-    config["text_config"] |= inner
-    target.mkdir()
-    (target / "config.json").write_text(json.dumps(config | outer))
-    return target
+def wrapped(tmp_path_factory):
+    """A dense checkpoint and one with experts, each with a vision tower and a multi-token prediction layer,
+    all in bfloat16 but what decays."""
+    made = {}
+    for kind, how in {"dense": {"moe": False, "tie": True}, "moe": {"moe": True}}.items():
+        root, sizes = tmp_path_factory.mktemp(kind), {"kv_heads": 4, "key_heads": 4, "value_heads": 8}
+        plain = make_qwen3_5(root / "plain", 1, wrapped=True, **how, **sizes)
+        tensors = drawn_weights(plain, torch.bfloat16)
+        for name in tensors:
+            if name.endswith((".A_log", ".norm.weight")):
+                tensors[name] = tensors[name].float()
+        tensors |= mtp_tensors(torch.bfloat16)
+        if kind == "dense":
+            tensors = {n: t for n, t in tensors.items() if not n.startswith("mtp.layers.0.mlp.")}
+            for part, shape in (("gate", (192, 96)), ("up", (192, 96)), ("down", (96, 192))):
+                tensors[f"mtp.layers.0.mlp.{part}_proj.weight"] = torch.rand(shape).bfloat16()
+        made[kind] = with_weights(plain, root / "full", tensors)
+    return made
 
 
 def test_a_wrapped_model_has_the_shape_of_its_text_model(tmp_path):
@@ -98,27 +61,25 @@ def test_a_wrapped_model_has_the_shape_of_its_text_model(tmp_path):
     assert (text.rotary_dim, text.full_attention) == (8, (False, False, False, True))
 
 
-@pytest.mark.parametrize(
-    ("outer", "inner", "words"),
-    [
+def test_a_wrapped_config_is_read_and_one_that_cannot_be_built_refused(wrapped, tmp_path):
+    config = json.loads((wrapped["dense"] / "config.json").read_text())
+
+    def write(outer, inner):
+        text = config["text_config"] | inner
+        (tmp_path / "config.json").write_text(json.dumps(config | {"text_config": text} | outer))
+
+    for outer, inner, words in (
         ({"text_config": None}, {}, "text_config must hold .* has model_type qwen3_5_text"),
         ({"tie_word_embeddings": False}, {}, "tie_word_embeddings is False, and True in text_config"),
         ({}, {"attn_output_gate": False}, "attn_output_gate=False is not supported"),
-        ({}, {"linear_num_key_heads": 3}, "is no multiple of linear_num_key_heads=3"),
         ({}, {"rope_parameters": {"rope_type": "yarn"}}, "rope type yarn over 0.25 of a head is not"),
-    ],
-)
-def test_a_wrapped_config_that_cannot_be_built_is_refused(wrapped, tmp_path, outer, inner, words):
-    with pytest.raises(ModelConfigError, match=words):
-        read_hf_config(edited(wrapped["dense"], tmp_path / "bad", outer, inner))
-
-
-def test_the_end_of_sequence_of_a_wrapped_model_is_its_text_models(wrapped, tmp_path):
-    assert read_eos_token_ids(edited(wrapped["dense"], tmp_path / "a", {}, {"eos_token_id": 9})) == (9,)
-    assert read_eos_token_ids(edited(wrapped["dense"], tmp_path / "b", {"eos_token_id": 8}, {})) == (8,)
-
-
-# ------------------------------------------------------------------------------------------ conversion
+    ):
+        write(outer, inner)
+        with pytest.raises(ModelConfigError, match=words):
+            read_hf_config(tmp_path)
+    for outer, inner, end in (({}, {"eos_token_id": 9}, 9), ({"eos_token_id": 8}, {}, 8)):
+        write(outer, inner)
+        assert read_eos_token_ids(tmp_path) == (end,)
 
 
 @pytest.mark.parametrize(
@@ -128,23 +89,15 @@ def test_the_end_of_sequence_of_a_wrapped_model_is_its_text_models(wrapped, tmp_
         ("dense", layout(pp=2), 2),
         ("moe", layout(tp=2, ep=2, etp=2), 1),
         ("moe", layout(tp=4, pp=2, etp=2, first=1), 1),
-        *(
-            pytest.param(name, parallel, 1, marks=pytest.mark.slow)
-            for name, parallel in (
-                ("dense", layout()),
-                ("dense", layout(tp=4)),
-                ("moe", layout(ep=4)),
-                ("moe", layout(tp=2, pp=2, ep=4)),
-            )
-        ),
+        pytest.param("dense", layout(tp=4), 1, marks=pytest.mark.slow),
+        pytest.param("moe", layout(tp=2, pp=2, ep=4), 1, marks=pytest.mark.slow),
     ],
 )
 def test_there_and_back_changes_no_bit_of_anything(wrapped, tmp_path, name, parallel, virtual_stages):
     stored, back = tmp_path / "stored", tmp_path / "back"
     hf_to_megatron(wrapped[name], stored, parallel, ALONE, virtual_stages=virtual_stages)
-    kept = StoredCheckpoint(stored).tensors
-    assert "model.visual.patch_embed.proj.weight" in kept
-    assert "mtp.layers.0.eh_proj.weight" in kept
+    kept = {*StoredCheckpoint(stored)}
+    assert {"model.visual.patch_embed.proj.weight", "mtp.layers.0.eh_proj.weight"} <= kept
     assert differing_tensors(wrapped[name], stored, ALONE) == []
     megatron_to_hf(stored, back, ALONE)
     assert_same_bytes(tensors_of(back), tensors_of(wrapped[name]))
@@ -155,12 +108,9 @@ def test_there_and_back_changes_no_bit_of_anything(wrapped, tmp_path, name, para
 
 def test_experts_may_be_fused_in_one_tensor(wrapped, tmp_path):
     origin = tensors_of(wrapped["moe"])
-    inner = {name.replace("language_model.", ""): tensor for name, tensor in origin.items()}
-    layers = {name: tensor for name, tensor in inner.items() if name.startswith("model.layers.")}
-    fused = {
-        name.replace("model.", "model.language_model.", 1): tensor
-        for name, tensor in with_fused_experts(layers).items()
-    }
+    inside = {name.replace("model.language_model.", "model."): name for name in origin if ".layers." in name}
+    fused = with_fused_experts({name: origin[own] for name, own in inside.items() if "mtp" not in name})
+    fused = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in fused.items()}
     others = {name: tensor for name, tensor in origin.items() if ".language_model.layers." not in name}
     source = with_weights(wrapped["moe"], tmp_path / "fused", fused | others)
     assert "model.language_model.layers.3.mlp.experts.gate_up_proj" in tensors_of(source)
@@ -171,11 +121,9 @@ def test_experts_may_be_fused_in_one_tensor(wrapped, tmp_path):
 
 
 def test_what_training_does_not_keep_is_taken_from_the_origin(wrapped, tmp_path):
-    """A training run's checkpoint holds the policy alone."""
     origin = wrapped["moe"]
-    trained = {
-        name: t for name, t in tensors_of(origin).items() if "visual" not in name and "mtp" not in name
-    }
+    beside = "visual", "mtp"
+    trained = {n: t for n, t in tensors_of(origin).items() if not any(part in n for part in beside)}
     hf_to_megatron(with_weights(origin, tmp_path / "text", trained), tmp_path / "run", layout(), ALONE)
     (tmp_path / "run/run_state.json").write_text('{"step": 7}')
     with pytest.raises(ValueError, match=r"no model\.visual\.\*.*give --origin-hf-checkpoint"):
@@ -184,96 +132,53 @@ def test_what_training_does_not_keep_is_taken_from_the_origin(wrapped, tmp_path)
     assert_same_bytes(tensors_of(tmp_path / "back"), tensors_of(origin))
 
 
-@pytest.mark.slow
-def test_the_tools_verify_a_wrapped_checkpoint(wrapped, tmp_path):
-    def tool(name, *arguments):
-        command = [sys.executable, ROOT / f"tools/{name}.py", *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=200)
-        assert done.returncode == 0, done.stderr
-        return done.stdout + done.stderr
-
-    stored, back = tmp_path / "stored", tmp_path / "back"
-    said = tool("convert_hf_to_megatron", "--hf-checkpoint", wrapped["dense"], "--save", stored, "--verify")
-    assert "weights: 0 differing bytes" in said
-    said = tool("convert_megatron_to_hf", "--load", stored, "--save", back, "--verify")
-    assert "logits: differ by at most" in said
-    said = tool("inspect_checkpoint", back)
-    assert "33 tensors of model.visual.*" in " ".join(said.split())
-
-
-# ---------------------------------------------------------------------------------------------- training
-
-
-def saved_by_the_trainer(world, cases):
-    return [round_trip(world, *case)[1] for case in cases]
-
-
-@pytest.mark.world
-def test_the_trainers_export_holds_the_policy_and_all_that_lies_beside_it(wrapped, tmp_path):
-    cases = [
-        (wrapped[name], tmp_path / name, parallel, bf16)
-        for name, parallel, bf16 in (("dense", layout(tp=2), True), ("moe", layout(pp=2), False))
-    ]
-    exports, _ = run_ranks(saved_by_the_trainer, 2, cases)
-    for (origin, saved, _, bf16), export in zip(cases, exports, strict=True):
-        trained, kept = dict(export), tensors_of(origin)
-        assert set(trained) == set(trained_elements(origin, read_hf_config(origin)))
-        assert {t.dtype for t in trained.values()} == {torch.bfloat16 if bf16 else torch.float32}
-        untouched = {name: tensor for name, tensor in kept.items() if name not in trained}
-        assert any("visual" in name for name in untouched)
-        assert any("mtp." in name for name in untouched)
-        assert_same_bytes(tensors_of(saved), trained | untouched)
-        assert read_hf_config(saved) == read_hf_config(origin)
-
-
-# ----------------------------------------------------------------------------------------------- engines
-
-
-class TrainedSource(CheckpointSource):
-    """The part of a checkpoint that a trainer offers: not the tensors that are carried."""
-
-    def __init__(self, directory: Path) -> None:
-        super().__init__(directory)
-        trained = trained_elements(directory, read_hf_config(directory))
-        self.tensors = {name: tensor for name, tensor in self.tensors.items() if name in trained}
-
-
-def name_in_vllm(name: str) -> str:
-    return name.replace("model.language_model.", "language_model.model.", 1)
+@pytest.mark.world(2)
+def test_the_trainers_export_holds_the_policy_and_all_that_lies_beside_it(world, wrapped, tmp_path):
+    for name, parallel, bf16 in (("dense", layout(tp=2), True), ("moe", layout(pp=2), False)):
+        origin, saved = wrapped[name], tmp_path / name
+        _, export = round_trip(world, origin, saved, parallel, bf16)
+        if world.is_rank_0:
+            trained, kept = dict(export), tensors_of(origin)
+            assert set(trained) == set(trained_elements(origin, read_hf_config(origin)))
+            assert {t.dtype for t in trained.values()} == {torch.bfloat16 if bf16 else torch.float32}
+            untouched = {name: tensor for name, tensor in kept.items() if name not in trained}
+            assert any("visual" in name for name in untouched)
+            assert any("mtp." in name for name in untouched)
+            assert_same_bytes(tensors_of(saved), trained | untouched)
+            assert read_hf_config(saved) == read_hf_config(origin)
 
 
 @pytest.mark.engine
 @pytest.mark.slow
 @pytest.mark.parametrize(("moe", "wrap"), [(False, False), (False, True), (True, False), (True, True)])
 def test_an_engine_takes_new_weights_and_a_fresh_one_agrees(tmp_path, moe, wrap):
-    made = [
-        make_qwen3_5(tmp_path / f"{seed}", seed, moe=moe, wrapped=wrap, tie=not moe, value_heads=4)
-        for seed in (0, 1)
-    ]
+    how = {"moe": moe, "wrapped": wrap, "tie": not moe, "value_heads": 4}
+    made = [make_qwen3_5(tmp_path / f"{seed}", seed, **how) for seed in (0, 1)]
     one_token = SampleRequest(token_ids([5]), seed=0, max_tokens=8)
-    requests = [one_token, *make_requests(31)]
-    source = TrainedSource(made[1])
-    first, second = (start_engine(path, tmp_path / f"{path.name}.log", "bfloat16") for path in made)
+    requests = [one_token, *engine_runs.make_requests(31)]
+    source = engine_runs.CheckpointSource(made[1])
+    trained = trained_elements(made[1], read_hf_config(made[1]))
+    source.tensors = {n: t for n, t in source.tensors.items() if n in trained}  # not what is carried
+    first, second = (engine_runs.start_engine(path, path.with_suffix(".log"), "bfloat16") for path in made)
     try:
         for engine in (first, second):
             engine.wait_ready(TIMEOUT)
         first.generate([one_token], version=0, timeout=TIMEOUT)
         before = first.generate(requests, version=0, timeout=TIMEOUT)
-        update(connect(first, source), first, source, 7)
+        engine_runs.update(engine_runs.connect(first, source), first, source, 7)
         after = first.generate(requests, version=7, timeout=TIMEOUT)
         compare_probes(probe(first, 7), probe(second, 0))
-        assert ids_of(second.generate(requests, version=0, timeout=TIMEOUT)) == ids_of(after)
-        assert left_out_unnoticed(first, source, name_in_vllm) == []
+        of_second = second.generate(requests, version=0, timeout=TIMEOUT)
+        assert engine_runs.ids_of(of_second) == engine_runs.ids_of(after)
+        in_vllm = partial(re.sub, r"^model\.language_model\.", "language_model.model.")
+        assert engine_runs.left_out_unnoticed(first, source, in_vllm) == []
     finally:
         first.close()
         second.close()
     for samples, checkpoint in zip((before, after), made, strict=True):
-        reference = reference_logprobs(checkpoint, requests, samples)
+        reference = engine_runs.reference_logprobs(checkpoint, requests, samples)
         # bfloat16 flips the choice of experts now and then; a sample of another request is off by nats
-        assert difference([s.logprobs for s in samples], reference).mean() < 0.2
-
-
-# -------------------------------------------------------------------------------------------- the loop
+        assert engine_runs.difference([s.logprobs for s in samples], reference).mean() < 0.2
 
 
 @pytest.mark.engine
@@ -281,7 +186,12 @@ def test_an_engine_takes_new_weights_and_a_fresh_one_agrees(tmp_path, moe, wrap)
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "experts"), [("dense", 1), ("moe", 2)])
 def test_three_steps_of_the_loop_leave_all_but_the_text_model_as_it_was(wrapped, tmp_path, kind, experts):
-    model = with_weights(wrapped[kind], tmp_path / "model", drawn_small(wrapped[kind]))
+    generator = torch.Generator().manual_seed(3)
+    small = {  # so that a step changes all of them
+        name: 0.1 * torch.randn(tensor.shape, generator=generator)
+        for name, tensor in tensors_of(wrapped[kind]).items()
+    }
+    model = with_weights(wrapped[kind], tmp_path / "model", small)
     train_three_steps(tmp_path, model, "--expert-model-parallel-size", str(experts))
     before, after = tensors_of(model), tensors_of(tmp_path / "run/hf")
     assert before.keys() == after.keys()
@@ -289,12 +199,3 @@ def test_three_steps_of_the_loop_leave_all_but_the_text_model_as_it_was(wrapped,
     assert all(not torch.equal(before[name], after[name]) for name in trained)
     kept = before.keys() - trained.keys()
     assert_same_bytes({name: after[name] for name in kept}, {name: before[name] for name in kept})
-
-
-def drawn_small(directory: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a checkpoint in float32, small enough that a step changes all of them."""
-    generator = torch.Generator().manual_seed(3)
-    return {
-        name: 0.1 * torch.randn(tensor.shape, generator=generator)
-        for name, tensor in tensors_of(directory).items()
-    }
