@@ -36,7 +36,7 @@ main() {
     step compiler "C++ compiler" "${CXX:-}" check_compiler
     step torch "torch" "$(grep '^torch==' "requirements/$device.txt")" install_torch "requirements/$device.txt"
     step packages "packages for $device (takes minutes)" "$(<"requirements/$device.txt")" \
-        pip_install --no-deps -r "requirements/$device.txt"
+        install_packages "requirements/$device.txt"
     step megatron-core "megatron-core" "$(<requirements/megatron-core.txt)" \
         pip_install --no-deps --ignore-requires-python -r requirements/megatron-core.txt
     if [[ $device == cuda && -z ${IBPO_WITHOUT_TRANSFORMER_ENGINE:-} ]]; then
@@ -187,6 +187,19 @@ pip_install() {
     local compile=--no-compile
     [[ -z ${PYTHONDONTWRITEBYTECODE:-} ]] || compile=--compile
     .venv/bin/python -m pip install --no-input --disable-pip-version-check "$compile" --progress-bar off "$@"
+}
+
+# install_packages REQUIREMENTS: two pips at once, each with every second line, since one unpacks on one core. Nothing is
+# resolved, so neither waits for what the other installs.
+install_packages() {
+    local half=$steps/packages first status=0
+    sed -n '1~2p' "$1" >"$half.1.txt"
+    sed -n '2~2p' "$1" >"$half.2.txt"
+    pip_install --no-deps -r "$half.1.txt" >"$half.1.log" 2>&1 &
+    first=$!
+    pip_install --no-deps -r "$half.2.txt" || status=$?
+    wait "$first" || { status=$? && cat "$half.1.log"; }
+    return "$status"
 }
 
 # offered: sets `offered` to pip's arguments for IBPO_TORCH_INDEX.

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -15,12 +16,14 @@ from importlib import metadata
 from pathlib import Path
 
 import pip
+import psutil
 import pytest
 import yaml
 from setuptools import find_namespace_packages
 
 from megatron_ibpo.basics import versions
 from support.paths import ROOT
+from support.waiting import eventually, has_ended
 
 FAKE_PYTHON = """#!/bin/bash
 # Stands in for .venv/bin/python: notes what pip is asked for and fails where the test says so.
@@ -36,7 +39,7 @@ sleep "${SLOW:-0}"
 """
 ALL_CALLS = [
     "--no-deps torch==2.13.0+cpu",
-    "--no-deps -r requirements/cpu.txt",
+    "--no-deps -r .venv/.steps/packages.1.txt",
     "--no-deps --ignore-requires-python -r requirements/megatron-core.txt",
     "--no-deps --no-build-isolation -e .",
 ]
@@ -83,7 +86,9 @@ def pip_calls(checkout):
     calls = checkout / "pip_calls"
     lines = calls.read_text().splitlines() if calls.exists() else []
     calls.unlink(missing_ok=True)
-    return lines
+    other_half = [line for line in lines if "packages.2.txt" in line]  # at the same time as the first
+    assert len(other_half) == sum("packages.1.txt" in line for line in lines)
+    return [line for line in lines if line not in other_half]
 
 
 def installed(checkout, *groups, **changes):
@@ -97,6 +102,9 @@ def test_the_first_run_installs_in_order_and_later_ones_what_has_changed(checkou
     first = bootstrap(checkout)
     assert (first.returncode, first.stdout) == (0, f"{checkout}/.venv/bin/python\n"), first.stderr
     assert pip_calls(checkout) == ALL_CALLS
+    halves = [(checkout / f".venv/.steps/packages.{half}.txt").read_text().splitlines() for half in (1, 2)]
+    assert sorted(halves[0] + halves[1]) == sorted((ROOT / "requirements/cpu.txt").read_text().splitlines())
+    assert abs(len(halves[0]) - len(halves[1])) <= 1
     started = time.monotonic()
     second = bootstrap(checkout)
     assert time.monotonic() - started < 2
@@ -121,13 +129,13 @@ def test_the_first_run_installs_in_order_and_later_ones_what_has_changed(checkou
 
 def test_a_failed_step_says_which_and_why_and_the_next_run_goes_on_there(checkout):
     """What pip's sources lack of torch is looked for at PyTorch's index."""
-    said = refusal(checkout, FAIL_ON="cpu.txt", FAIL_WITH="ERROR: connection refused")
+    said = refusal(checkout, FAIL_ON="packages.1", FAIL_WITH="ERROR: connection refused")
     assert "error: could not set up: packages for cpu" in said
     assert "  | ERROR: connection refused" in said
     assert f"all of it: {checkout}/.venv/.steps/packages.log" in said
     assert "what to try: see that pip reaches its package index" in said
     assert pip_calls(checkout) == ALL_CALLS[:2]
-    said = refusal(checkout, FAIL_ON="cpu.txt", FAIL_WITH="OSError: [Errno 28] No space left on device")
+    said = refusal(checkout, FAIL_ON="packages.2", FAIL_WITH="OSError: [Errno 28] No space left on device")
     assert "what to try: free some room" in said
     assert pip_calls(checkout) == ALL_CALLS[1:2]
     assert installed(checkout) == ALL_CALLS[1:]
@@ -185,9 +193,11 @@ def test_a_gpu_whose_driver_is_new_enough_gets_the_cuda_packages_and_they_are_no
         said = refusal(checkout, **with_gpu(driver, cuda))
         assert f"driver here is {driver}, and torch for CUDA 13 needs 580 or newer" in said
     assert pip_calls(checkout) == []
-    cuda_calls = ["--no-deps torch==2.13.0,!=2.13.0+cpu", "--no-deps -r requirements/cuda.txt"]
+    cuda_calls = ["--no-deps torch==2.13.0,!=2.13.0+cpu", ALL_CALLS[1]]
     by_compatibility_package = installed(checkout, **with_gpu("550.54.15", "13.0"))
     assert by_compatibility_package == [*cuda_calls, ALL_CALLS[2], TE_WHEELS, ALL_CALLS[3]]
+    first_half = (checkout / ".venv/.steps/packages.1.txt").read_text().splitlines()
+    assert first_half == (ROOT / "requirements/cuda.txt").read_text().splitlines()[::2]
     assert installed(checkout, **with_gpu("580.65.06", "13.0")) == []
     assert installed(checkout, **with_gpu("1000.1", "20.1")) == []
     assert installed(checkout, **with_gpu("Failed to initialize NVML", "")) == []  # torch will say
@@ -230,6 +240,19 @@ def test_two_at_once_do_the_work_once_and_say_every_so_often_how_far_it_is(check
     assert any("waiting for another bootstrap" in text for text in output)
     assert re.search(r"packages for cpu .*: \d+ s so far; installing --no-deps -r", "".join(output))
     installed(checkout, "dev")  # what says so ends with the step, and holds no lock
+
+
+def test_no_pip_outlives_an_interrupted_bootstrap(checkout):
+    installed(checkout)
+    (checkout / ".venv/.steps/packages").unlink()
+    command, slow = ["bash", str(checkout / "tools/bootstrap.sh")], environment(SLOW="60")
+    process = subprocess.Popen(command, env=slow, stderr=subprocess.DEVNULL, start_new_session=True)
+    calls = checkout / "pip_calls"
+    assert eventually(lambda: calls.exists() and len(calls.read_text().splitlines()) == 2, 30)
+    group = [p.pid for p in psutil.process_iter() if os.getpgid(p.pid) == process.pid]
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(timeout=30) != 0
+    assert eventually(lambda: all(map(has_ended, group)), 30)
 
 
 @pytest.mark.slow
