@@ -46,7 +46,7 @@ class _Answers(BaseHTTPRequestHandler):
         self.do_GET()
 
     def do_GET(self):
-        hub, path = self.server.hub, self.path.partition("?")[0]
+        hub, path = self.server.hub, self.path.partition("?")[0]  # type: ignore[attr-defined]
         hub.asked.append(f"{self.command} {path}")
         if path.endswith("/auth-check/write"):
             return self._send(200 if self._may_write(path.split("/")[3]) else 403)
@@ -76,7 +76,7 @@ class _Answers(BaseHTTPRequestHandler):
         ])  # fmt: skip
 
     def do_POST(self):
-        hub = self.server.hub
+        hub = self.server.hub  # type: ignore[attr-defined]
         lines = self.rfile.read(int(self.headers["Content-Length"])).splitlines()
         first, *rest = map(json.loads, lines)
         if self.path == "/api/repos/create":
