@@ -49,7 +49,7 @@ def main() -> int:
     growth, warm = {}, WARM * steps
     for process, series in sorted(
         memory.items()
-    ):  # of the median, from the first tenth after the start to the last
+    ):  # of medians, from the first tenth after the start to the last
         early = [mib for step, mib in series if warm <= step < 2 * warm]
         late = [mib for step, mib in series if step > 0.9 * series[-1][0]]
         growth[process] = statistics.median(late) - statistics.median(early)
