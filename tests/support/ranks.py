@@ -54,11 +54,14 @@ def run_ranks(function: Callable[..., Any], size: int, *args: Any, timeout: floa
                 if process.is_alive():  # it writes its stacks, as `_run_one` arranged
                     os.kill(process.pid, signal.SIGUSR1)
             time.sleep(0.5 if late else 0)
-            failures = [f"rank {rank}: {said}" for rank, (well, said) in sorted(outcomes.items()) if not well]
-            for rank in {*range(size)} - outcomes.keys():
+            failures = []
+            for rank in range(size):
                 stack = Path(scratch, f"{rank}.stack")
-                shown = stack.read_text() if stack.exists() else ""
-                failures.append(f"rank {rank} had not finished (time-out {timeout} s)\n{shown}")
+                if rank not in outcomes:
+                    shown = stack.read_text() if stack.exists() else ""
+                    failures.append(f"rank {rank} had not finished (time-out {timeout} s)\n{shown}")
+                elif not outcomes[rank][0]:
+                    failures.append(f"rank {rank}: {outcomes[rank][1]}")
             if failures:
                 raise RankFailed("\n".join(failures))
             return [outcomes[rank][1] for rank in range(size)]
