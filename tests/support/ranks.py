@@ -35,13 +35,14 @@ def run_ranks(function: Callable[..., Any], size: int, *args: Any, timeout: floa
     """Run `function(world, *args)` on `size` ranks; return the results, or show stacks at the time-out."""
     context = _server()
     test = os.environ.get(COVERED_TEST, "")
+    work = pickle.dumps((function, args))  # plain pickle: torch's would send a descriptor for each tensor
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory(prefix="ranks-") as scratch:
         processes, pipes = [], []
         for rank in range(size):
             here, there = context.Pipe(duplex=False)
             process = context.Process(
-                target=_run_one, args=(rank, size, store.port, Path(scratch), there, test, function, args)
+                target=_run_one, args=(rank, size, store.port, Path(scratch), there, test, work)
             )
             process.start()
             there.close()
@@ -54,11 +55,14 @@ def run_ranks(function: Callable[..., Any], size: int, *args: Any, timeout: floa
                 if process.is_alive():  # it writes its stacks, as `_run_one` arranged
                     os.kill(process.pid, signal.SIGUSR1)
             time.sleep(0.5 if late else 0)
-            failures = [f"rank {rank}: {said}" for rank, (well, said) in sorted(outcomes.items()) if not well]
-            for rank in {*range(size)} - outcomes.keys():
+            failures = []
+            for rank in range(size):
                 stack = Path(scratch, f"{rank}.stack")
-                shown = stack.read_text() if stack.exists() else ""
-                failures.append(f"rank {rank} had not finished (time-out {timeout} s)\n{shown}")
+                if rank not in outcomes:
+                    shown = stack.read_text() if stack.exists() else ""
+                    failures.append(f"rank {rank} had not finished (time-out {timeout} s)\n{shown}")
+                elif not outcomes[rank][0]:
+                    failures.append(f"rank {rank}: {outcomes[rank][1]}")
             if failures:
                 raise RankFailed("\n".join(failures))
             return [outcomes[rank][1] for rank in range(size)]
@@ -103,7 +107,7 @@ def _collect(pipes: list[Any], deadline: float) -> dict[int, tuple[bool, Any]]:
     return outcomes
 
 
-def _run_one(rank, size, port, scratch, pipe, test, function, args) -> None:
+def _run_one(rank, size, port, scratch, pipe, test, work) -> None:
     die_with_parent = 1  # PR_SET_PDEATHSIG
     ctypes.CDLL(None).prctl(die_with_parent, signal.SIGKILL)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
@@ -120,6 +124,7 @@ def _run_one(rank, size, port, scratch, pipe, test, function, args) -> None:
 
         torch.set_num_threads(1)
         world = start_world(timeout_minutes=2.0)
+        function, args = pickle.loads(work)
         outcome = (True, function(world, *args))
         world.barrier()
         dist.destroy_process_group()

@@ -46,10 +46,8 @@ def main() -> int:
     if not memory:
         print(f"{steps} steps are too few to tell")
         return 1
-    growth, warm = {}, WARM * steps
-    for process, series in sorted(
-        memory.items()
-    ):  # of the median, from the first tenth after the start to the last
+    growth, warm = {}, WARM * steps  # growth of medians, from the first tenth after the start to the last
+    for process, series in sorted(memory.items()):
         early = [mib for step, mib in series if warm <= step < 2 * warm]
         late = [mib for step, mib in series if step > 0.9 * series[-1][0]]
         growth[process] = statistics.median(late) - statistics.median(early)

@@ -27,10 +27,9 @@ def run(job: Job) -> None:
     check_extension()
     os.environ["OMP_NUM_THREADS"] = str(THREADS)
     texts = {name: (ROOT / f"examples/algorithms/{name}.yaml").read_text() for name in ALGORITHMS}
-    files = {name: yaml.safe_load(text) for name, text in texts.items()}
-    cases = {
-        name: {key.replace("-", "_"): value for key, value in own.items()} for name, own in files.items()
-    }
+    cases: dict[str, dict[str, Any]] = {}
+    for name, text in texts.items():
+        cases[name] = {key.replace("-", "_"): value for key, value in yaml.safe_load(text).items()}
     cases |= OTHERS
     if not job.on_gpu:
         cases = {name: cases[name] for name in ("ppo", "fused")}

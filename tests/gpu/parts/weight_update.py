@@ -89,8 +89,8 @@ class Worker:
     def _open(self, handle: Any) -> torch.Tensor:
         """The sender has one buffer. vLLM's handles are arguments by the GPU's UUID."""
         if self._buffer is None:
-            rebuild, arguments = (
-                (rebuild_cuda_tensor, *handle.values()) if isinstance(handle, dict) else handle
-            )
+            if isinstance(handle, dict):
+                handle = rebuild_cuda_tensor, *handle.values()
+            rebuild, arguments = handle
             self._buffer = rebuild(*arguments)
         return self._buffer
