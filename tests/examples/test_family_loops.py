@@ -50,12 +50,12 @@ NEXT = ROOT / "examples/tiny_qwen3_next"
 
 
 def run_next(run_dir, *flags):
-    command = [
-        sys.executable, "-m", "megatron_ibpo.commands.train", "--run-dir", run_dir, "--hf-checkpoint", NEXT,
+    words = [
+        "-m", "megatron_ibpo.commands.train", "--run-dir", run_dir, "--hf-checkpoint", NEXT,
         "--config", "examples/recipes/tiny_qwen3_next_ibpo.yaml", "--rollout-batch-size", "8",
         "--eval-num-prompts", "8", "--check-weight-update-equal", *flags,
     ]  # fmt: skip
-    subprocess.run(command, cwd=ROOT, check=True, timeout=280)
+    subprocess.run([sys.executable, *map(str, words)], cwd=ROOT, check=True, timeout=280)
     rows = rows_of(run_dir)
     for row in rows:
         assert row["grad_norm"] > 0

@@ -151,7 +151,7 @@ def test_the_training_command_of_the_readme_runs_as_written(tmp_path):
     """It runs in full, from another directory but for its path."""
     command = next(c for c in commands_of(ROOT / "README.md") if c.startswith("bash examples/"))
     environment = os.environ | {"IBPO_PYTHON": sys.executable, "RUN_DIR": str(tmp_path / "run")}
-    script = ["bash", ROOT / command.split()[1]]
+    script = ["bash", str(ROOT / command.split()[1])]
     done = subprocess.run(script, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=1700)
     assert done.returncode == 0, done.stderr[-5000:]
     summary = json.loads((tmp_path / "run/summary.json").read_text())
@@ -161,7 +161,7 @@ def test_the_training_command_of_the_readme_runs_as_written(tmp_path):
 
 @pytest.mark.lint
 def test_a_command_shows_its_help_from_any_directory(tmp_path):
-    command = ["bash", ROOT / "tools/ibpo.sh", "convert", "to-hf", "--help"]
+    command = ["bash", str(ROOT / "tools/ibpo.sh"), "convert", "to-hf", "--help"]
     environment = os.environ | {"IBPO_PYTHON": sys.executable}
     assert b"--help" in subprocess.check_output(command, cwd=tmp_path, env=environment, timeout=120)
 

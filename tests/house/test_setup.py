@@ -295,7 +295,7 @@ def test_an_environment_that_lacks_something_is_told_what_and_how(checkout, tmp_
 
 
 def system_programs(programs):
-    words = [shutil.which("bash"), str(ROOT / "tools/system_programs.sh"), "bubblewrap", "chromium"]
+    words = [str(shutil.which("bash")), str(ROOT / "tools/system_programs.sh"), "bubblewrap", "chromium"]
     path = {"PATH": str(programs)}
     return subprocess.run(words, env=path, capture_output=True, text=True, timeout=60, check=True).stdout
 
