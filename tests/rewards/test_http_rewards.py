@@ -7,6 +7,7 @@ import threading
 import time
 from contextlib import contextmanager
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import uvicorn
@@ -268,16 +269,14 @@ def test_the_documented_score_server_scores(pool, tmp_path, monkeypatch):
 def executed(request, times):
     """Run a program as SandboxFusion does."""
     assert (request["language"], request["memory_limit_MB"]) == ("python", 1024)
-    limits = Limits(request["run_timeout"], request["memory_limit_MB"] << 20)
-    given = {
-        "stdin": request["stdin"].encode(),
-        "limits": limits,
-        "isolated": False,
-    }  # it may start processes
-    with Process("program", request["code"], [""], **given) as process:
+    limits, given = Limits(request["run_timeout"], 1 << 30), request["stdin"].encode()
+    # not isolated: what a server runs may start processes
+    with Process("program", request["code"], [""], stdin=given, limits=limits, isolated=False) as process:
         done = process.finish()
-    result = {"status": "TimeLimitExceeded" if done.reached else "Finished", "execution_time": 0.1}
-    result |= {"return_code": done.status, "stdout": done.stdout.decode(), "stderr": done.stderr}
+    result = {
+        "status": "TimeLimitExceeded" if done.reached else "Finished", "execution_time": 0.1,
+        "return_code": done.status, "stdout": done.stdout.decode(), "stderr": done.stderr,
+    }  # fmt: skip
     status = "Success" if done.status == 0 else "Failed"
     return {"status": status, "message": "", "compile_result": None, "run_result": result, "files": {}}
 
@@ -311,7 +310,7 @@ def test_a_server_that_runs_programs_grades_all_formats():
 def test_a_server_that_fails_to_run_programs_is_asked_again_and_then_is_an_error(monkeypatch):
     monkeypatch.setattr("megatron_ibpo.rewards.executors._FIRST_WAIT", 0.01)
     failed = {"status": "SandboxError", "message": "full", "run_result": None}
-    answers = [(503, {}), failed]
+    answers: list[Any] = [(503, {}), failed]
     with serving(lambda *request: answers.pop(0) if answers else executed(*request)) as (url, sent):
         assert graded(url, ADD, SUM)["score"] == 1.0
         for answer, times, why in (
