@@ -48,11 +48,11 @@ print(*[name for name in os.environ if name.startswith("RAY_AUTH")])
 """
 
 
-def python(*arguments, **options):
+def python(*arguments, stderr=subprocess.STDOUT, **options):
     clean = {n: v for n, v in os.environ.items() if n != "RAY_ADDRESS" and not n.startswith("RAY_AUTH")}
     return subprocess.Popen(
         [sys.executable, *arguments],
-        cwd=ROOT, env=clean | options.pop("env", {}), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        cwd=ROOT, env=clean | options.pop("env", {}), stdout=subprocess.PIPE, stderr=stderr,
         text=True, start_new_session=True, **options,
     )  # fmt: skip
 
@@ -131,14 +131,15 @@ def test_where_tmpdir_is_too_long_ray_starts_elsewhere_and_a_killed_driver_leave
 )
 def test_when_a_server_of_its_ray_dies_or_hangs_a_process_ends_with_a_line(scratch, server, sent, words):
     often = "from megatron_ibpo.cluster import orphan_watch; orphan_watch.ASK_EVERY_S = 1.0"
-    process = python("-c", often + OWN_RAY, "wait", env={"TMPDIR": str(scratch)})
+    environment = {"TMPDIR": str(scratch)}
+    process = python("-c", often + OWN_RAY, "wait", env=environment, stderr=subprocess.PIPE)
     up = [process.stdout.readline() for _ in range(3)]
     assert up[0] == "127.0.0.1\n"
     below = psutil.Process(process.pid).children(recursive=True)
     [victim] = [one for one in below if one.name() == server]
     victim.send_signal(getattr(signal, sent))
     try:
-        said, _ = process.communicate(timeout=30)
+        _, said = process.communicate(timeout=30)
     finally:
         process.kill()
     assert (process.returncode, said) == (1, f"error: Ray's {words}; start the run again\n")

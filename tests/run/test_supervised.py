@@ -93,7 +93,8 @@ def test_settings_of_sampling_have_no_effect_and_are_named_and_what_only_rl_can_
 
 def test_prompts_without_responses_are_refused_before_a_trainer_starts(tmp_path):
     flags = ("--rollout-backend", "lean", "--num-rollout", "1", "--run-dir", str(tmp_path / "run"))
-    config = parse_config(flags_for("reasoning_gym://chain_sum", *flags))
+    data = ("--hf-checkpoint", str(MODEL), "--prompt-data", "reasoning_gym://chain_sum")
+    config = parse_config((*data, *flags))
     with pytest.raises(DataError, match="chain_sum has prompts without responses"), open_supervised(config):
         pass
     assert not (tmp_path / "run").exists()
@@ -108,7 +109,7 @@ def train(rows, run_dir, *more):
 
 def test_a_run_in_one_process_learns_and_exports(rows, tmp_path):
     flags = "--rollout-backend lean --num-rollout 4 --rollout-batch-size 8 --export-interval 2"
-    found = train(rows, tmp_path, *flags.split(), "--eval-num-prompts", "8")
+    found = train(rows, tmp_path / "run", *flags.split(), "--eval-num-prompts", "8")
     steps = {row["step"]: row for row in found if row["kind"] == "step"}
     assert list(steps) == [1, 2, 3, 4]
     assert steps[1]["loss"] == pytest.approx(cross_entropy(sequences(rows, 8)), rel=1e-5)
@@ -117,7 +118,7 @@ def test_a_run_in_one_process_learns_and_exports(rows, tmp_path):
     assert steps[4]["epoch"] == 4 * 8 / 81
     assert steps[1]["tokens"] > steps[1]["loss_tokens"] > 0
     assert {"clip_fraction", "ratio_mean", "tokens_trained"}.isdisjoint(steps[1])
-    exported = {path.parent.name for path in tmp_path.glob("*/model.safetensors")}
+    exported = {path.parent.name for path in tmp_path.glob("run/*/model.safetensors")}
     assert exported == {"hf_step_000002", "hf_step_000004", "hf"}
 
 
