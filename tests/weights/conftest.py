@@ -9,7 +9,7 @@ from support.ranks import run_ranks
 
 
 class Pickled:
-    """Arrives as the value itself. Without it torch would share each tensor's memory, of up to 250 tensors."""
+    """Arrives as the value itself. Without it torch would share the memory of tensors, of up to 250."""
 
     def __init__(self, value):
         self.data = pickle.dumps(value)
