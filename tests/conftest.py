@@ -1,5 +1,6 @@
 """Fixtures and options are here that hold for all tests."""
 
+import inspect
 import json
 import multiprocessing
 import os
@@ -56,6 +57,23 @@ def shapes(models):
     from megatron_ibpo.models import read_hf_config
 
     return {name: read_hf_config(path) for name, path in models.items()}
+
+
+@pytest.fixture
+def world():
+    """Stand for the world that each rank of a test is given."""
+
+
+def pytest_pyfunc_call(pyfuncitem):
+    """Run a test whose first parameter is `world` on forked ranks, as many as its mark or `ranks` says."""
+    parameters = [*inspect.signature(pyfuncitem.obj).parameters]
+    if parameters[:1] != ["world"]:
+        return None
+    from support.ranks import run_ranks
+
+    size = pyfuncitem.funcargs.get("ranks") or pyfuncitem.get_closest_marker("world").args[0]
+    run_ranks(pyfuncitem.obj, size, *(pyfuncitem.funcargs[name] for name in parameters[1:]), timeout=280)
+    return True
 
 
 def pytest_addoption(parser):

@@ -1,27 +1,8 @@
-"""Provides the models that trainers are tested with, and runs tests marked `world(N)` on N ranks."""
-
-import inspect
+"""Models that trainers are tested with."""
 
 import pytest
 
-from support.ranks import run_ranks
 from support.tiny_models import make_qwen3, make_qwen3_next
-
-
-def pytest_pyfunc_call(pyfuncitem):
-    """Run the body of a test marked `world(N)` on each of N forked ranks, whose world comes first."""
-    mark = pyfuncitem.get_closest_marker("world")
-    if mark is None or not mark.args:
-        return None
-    first, *given = inspect.signature(pyfuncitem.obj).parameters
-    assert first == "world"
-    run_ranks(pyfuncitem.obj, *mark.args, *(pyfuncitem.funcargs[name] for name in given), timeout=280)
-    return True
-
-
-@pytest.fixture
-def world():
-    """Stand for what each rank is given."""
 
 
 @pytest.fixture(scope="session")
