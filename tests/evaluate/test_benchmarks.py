@@ -254,7 +254,6 @@ def test_a_file_that_is_not_what_its_name_says_is_refused(tmp_path):
             read("gsm8k", tmp_path / file)
 
 
-@pytest.mark.lint
 def test_every_benchmark_is_in_the_documentation():
     page = (ROOT / "docs/evaluation.md").read_text()
     assert [name for name in BENCHMARKS if f"| `{name}://`" not in page] == []

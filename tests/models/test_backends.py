@@ -152,7 +152,6 @@ def test_precision_is_what_serves_on_the_device_unless_it_is_said(models):
         assert set_settings(held_out, config, "policy")["--vllm-dtype"] == dtype
 
 
-@pytest.mark.lint
 def test_recipes_and_scripts_leave_the_precision_of_sampling_to_the_device():
     for file in (*ROOT.glob("examples/recipes/*.yaml"), *ROOT.glob("examples/*.sh")):
         assert "vllm-dtype" not in file.read_text(), file
