@@ -139,7 +139,8 @@ class SimulatedEngine:
             self._news.clear()
             due = min(deadline, self._next_end(), self.dies_at or deadline, self.hangs_at or deadline)
             try:
-                await asyncio.wait_for(self._news.wait(), due - self._at)
+                # the sum of two floats may fall short of `due` by less than the clock can be moved
+                await asyncio.wait_for(self._news.wait(), max(due - self._at, 1e-9))
             except TimeoutError:
                 continue
 
