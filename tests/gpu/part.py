@@ -28,8 +28,8 @@ def main() -> None:
             tune_among(2)
         importlib.import_module(f"parts.{told.name}").run(job)
         job.note(status="passed")
-    except Skipped as reason:
-        job.note(status="skipped", reason=str(reason))
+    except Skipped as skipped:
+        job.note(status="skipped", reason=str(skipped))
     except BaseException as error:
         if (package := missing_package(error)) is not None:
             reason = f"{package} is not installed; WHEELS=DIR gives it (docs/gpu_report.md)"

@@ -36,6 +36,7 @@ def layer_entries(shape, layer):
 """A family "plain": a dense Qwen3 without norms of queries and keys, and with names of its own."""
 
 
+@pytest.mark.slow  # the families that there are go the same way
 @pytest.mark.world(2)
 def test_a_family_is_added_by_a_module_and_a_line(world, tmp_path):
     from megatron_ibpo.weights.layout.export import HFExport

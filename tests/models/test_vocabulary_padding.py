@@ -3,6 +3,7 @@
 import random
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -92,8 +93,11 @@ def test_shards_cover_the_vocabulary_once_and_padding_fills_up_the_last(models, 
         assert padding[:-1] == [0] * (tp - 1)
 
 
-KINDS = {"logits": ("tied", {}), "fused": ("dense", {"fuse_lm_head": True})}
-KINDS["reference"] = ("dense", {"kl_coef": 0.5})  # model and settings of the loss
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {  # model and settings of the loss
+    "logits": ("tied", {}),
+    "fused": ("dense", {"fuse_lm_head": True}),
+    "reference": ("dense", {"kl_coef": 0.5}),
+}
 
 
 def trained(world, models, parallel, kind):

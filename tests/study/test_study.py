@@ -133,6 +133,7 @@ def test_a_grid_whose_best_is_always_the_last_is_left_after_four_values_without_
     assert f"but {edges}" in said
 
 
+@pytest.mark.slow  # above with one task
 def test_a_study_of_several_tasks_is_priced_resumed_and_has_one_page_with_its_dose(tmp_path, written):
     """Finished runs are not repeated."""
     program = training(gains={"dr-grpo": 0.05})

@@ -91,6 +91,7 @@ class Page:
 def open_page(where, *, size=(1400, 1000), dark=False) -> Iterator[Page]:
     """A file or an address of this machine in a browser that can reach nothing else."""
     browser = find_browser()
+    assert browser is not None
     with tempfile.TemporaryDirectory() as profile:
         process = subprocess.Popen(
             [

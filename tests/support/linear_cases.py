@@ -1,6 +1,7 @@
 """Checks what must hold of the loss with the LM head fused in, on any device and backend."""
 
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -13,7 +14,7 @@ FUSED = sorted(name for name, variant in VARIANTS.items() if not variant.sequenc
 
 def batch_of(lengths, seed=0, prompt=2, dtype=torch.float64, vocab=V):
     """Sequences of a prompt and a response each; old log-probs near the policy's, everything weighted."""
-    kind = {"generator": torch.Generator().manual_seed(seed), "dtype": torch.float64}
+    kind: dict[str, Any] = {"generator": torch.Generator().manual_seed(seed), "dtype": torch.float64}
     rows, normal = sum(lengths) + prompt * len(lengths), partial(torch.randn, **kind)
     hidden, weight = normal(rows, H), normal(vocab, H) * 0.5
     targets = torch.randint(vocab, (rows,), generator=kind["generator"])

@@ -130,8 +130,9 @@ class Engines:
         return self.engines
 
     def update_weights(self, version):
-        for one in (self, *self.engines):
-            one.version = version
+        self.version = version
+        for engine in self.engines:
+            engine.version = version
         return {}
 
     def meet_trainers(self):

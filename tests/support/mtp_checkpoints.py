@@ -12,8 +12,10 @@ def with_mtp(hf_dir, seed):
     tensors = load_file(hf_dir / "model.safetensors")
     hidden = read_hf_config(hf_dir).hidden_size
     inner = f"model.layers.{MIXED}."
-    own = {name: tensor.shape for name, tensor in tensors.items() if name.startswith(inner)}
-    shapes = {name.replace(inner, "mtp.layers.0."): shape for name, shape in own.items()}
+    own = {name: tuple(tensor.shape) for name, tensor in tensors.items() if name.startswith(inner)}
+    shapes: dict[str, tuple[int, ...]] = {
+        name.replace(inner, "mtp.layers.0."): shape for name, shape in own.items()
+    }
     shapes |= dict.fromkeys(("mtp.norm.weight", "mtp.pre_fc_norm_embedding.weight"), (hidden,))
     shapes |= {"mtp.pre_fc_norm_hidden.weight": (hidden,), "mtp.fc.weight": (hidden, 2 * hidden)}
     generator = torch.Generator().manual_seed(seed)

@@ -91,6 +91,10 @@ def nothing(*_):
     yield
 
 
+def released(path, offset):
+    RELEASED.append(path)
+
+
 def install():
     from torch.multiprocessing import reductions
     from vllm.distributed.device_communicators import pynccl
@@ -100,7 +104,7 @@ def install():
     packed_tensor.reduce_tensor = memory.reduce_tensor
     reductions.rebuild_cuda_tensor = rebuild_cuda_tensor
     torch.cuda.get_device_properties = lambda *_: SimpleNamespace(uuid=os.environ[GPU])
-    torch.UntypedStorage._release_ipc_counter_cuda = lambda path, offset: RELEASED.append(path)
+    torch.UntypedStorage._release_ipc_counter_cuda = released
     torch.cuda.ipc_collect = torch.cuda.synchronize = lambda *_: None
     pynccl.PyNcclCommunicator = Communicator  # type: ignore[misc]
     torch.cuda.Stream = Stream  # type: ignore[misc]

@@ -3,6 +3,7 @@
 import ast
 from collections import Counter
 
+import pytest
 from mutants import ROOT, is_in_function, read_mutants
 from mutation_sample import at, drawn
 
@@ -16,6 +17,7 @@ def test_every_fault_of_the_list_fits_its_file_once():
         assert mutant.lines(source)
 
 
+@pytest.mark.slow  # a tool for maintainers
 def test_drawn_faults_are_those_of_their_seed_and_leave_a_program():
     faults = drawn(PACKAGE, 60, seed=3)
     assert faults == drawn(PACKAGE, 60, seed=3)

@@ -97,6 +97,7 @@ def test_what_other_programs_hold_is_counted_as_by_hand():
     assert counted(fsdp=False)[1] == pytest.approx(whole, abs=0.001 * GIB)
 
 
+@pytest.mark.slow  # a tool for maintainers
 def test_the_fit_finds_the_coefficients_that_rows_were_made_with():
     rows = [replace(one, left_open={}) for one in known(ROWS) if one.source in ("nemo", "gpustack", "verl")][
         ::3

@@ -6,6 +6,7 @@ import math
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -284,7 +285,8 @@ def test_older_checkpoints_that_stack_layers_and_pad_the_vocabulary_are_read(mod
     hf_to_megatron(models["dense"], tmp_path / "stored", layout(), ALONE)
     stored = StoredCheckpoint(tmp_path / "stored")
     entries = weight_map(read_hf_config(models["dense"])).values()
-    stacked, restored = {}, tmp_path / "restacked"
+    stacked: dict[str, Any] = {}
+    restored = tmp_path / "restacked"
     for entry in entries:
         whole = stored.read(entry)
         if entry.layer is not None:

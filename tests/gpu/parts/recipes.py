@@ -2,7 +2,6 @@
 
 import os
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any
 
 import yaml
@@ -35,8 +34,10 @@ def run(job: Job) -> None:
         cases = {name: cases[name] for name in ("ppo", "fused")}
     jobs = [(name, gpus) for name in cases for gpus in ("", None)]
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // THREADS)) as pool:
-        begin = partial(pool.submit, apart, train)
-        work = [begin(job.scratch / f"{name}{gpus}", gpus, **SETTINGS, **cases[name]) for name, gpus in jobs]
+        work = [
+            pool.submit(apart, train, job.scratch / f"{name}{gpus}", gpus, **SETTINGS, **cases[name])
+            for name, gpus in jobs
+        ]
         found: dict[str, Any] = {}
         for (name, gpus), future in zip(jobs, work, strict=True):
             found.setdefault(name, {})["cpu" if gpus == "" else "here"] = future.result()["steps"][0]
