@@ -167,6 +167,7 @@ WRONG = [
     ("train", [*A_RUN, "--hf-checkpoint", "malformed"], "malformed/config.json is"),
     ("train", [*A_RUN, "--tensor-model-parallel-size", "3"],
      "--tensor-model-parallel-size=3 does not divide the attention heads (4)"),
+    ("train", [*A_RUN, "--rollout-max-context-len", "4096"], "4096: more than the model's context of"),
     ("train", [*A_RUN, "--load", "."], "there is no step_N"),
     ("train", [*LEAN, "--hf-checkpoint", "truncated"], "truncated/model.safetensors"),
     ("train", [*LEAN, "--prompt-data", "bad.jsonl"], "line 1"),

@@ -200,6 +200,10 @@ def test_flags_that_are_wrong_are_refused_with_their_names(parsed, capsys, flags
     ("text", "says"),
     [
         ("rollout_batchsize: 2", r"recipe.yaml: unknown key 'rollout_batchsize'; .* 'rollout-batch-size'"),
+        ("rollout-batch-size: true", r"rollout-batch-size: True is not a whole number"),
+        ("rollout-batch-size: 1.5", r"rollout-batch-size: 1.5 is not a whole number"),
+        ("lr: true", r"lr: True is not a number"),
+        ("lr: !!python/object/apply:os.getcwd []", "is not YAML"),
         ("sequence-parallel: 1", r"sequence-parallel: 1 is not true or false"),
         ("recompute-granularity: all", r"'all' is not one of 'none', 'full', 'selective'"),
         ("lr: 1e-5\nrun-dir: a\nrun_dir: b", r"key 'run_dir' is given twice, on lines 2 and 3"),
@@ -261,6 +265,7 @@ def test_no_field_takes_a_number_that_is_none_or_that_no_machine_word_holds(runn
 @pytest.mark.parametrize(
     "fields",
     [
+        {"n_samples_per_prompt": 1},  # a group of one has no advantages
         {"num_steps_per_rollout": 3}, {"eps_clip": 0.0}, {"loss_variant": "gspo-token", "fuse_lm_head": True},
         {"ibpo_lambda": 2.0, "ibpo_beta": 0.5}, {"ibpo_k": 10**9}, {"advantages": "groups"},
         {"ibpo_operator": "span-msking"}, {"rollout_max_context_len": 8192}, {"rollout_top_k": 0},

@@ -426,6 +426,11 @@ def test_sampling_ahead_knows_no_corrections_of_the_steps_before():
         ({"ibpo_lambda": 2.0, "ibpo_beta": 0.5}, "λΔ must stay below 1"),
         ({"ibpo_lambda": math.nan}, "--ibpo-lambda: must be .*, is nan"),
         ({"ibpo_k": 0, "ibpo_corrections": -1}, r"(?s)--ibpo-k: .*is 0.*--ibpo-corrections: .*is -1"),
+        (
+            {"ibpo_beta": 1.1, "ibpo_rewrite_threshold": -0.1, "ibpo_correction_weight": -1.0}
+            | {"ibpo_rewrite_penalty": -0.5},
+            r"(?s)-beta: must .*1\.1.*-threshold: must .*-0\.1.*-weight: must .*-1.*-penalty: must .*-0\.5",
+        ),
         ({"advantage_estimator": "gsop"}, "did you mean 'gspo'"),
         ({"advantages": "leave-out"}, r"--advantages leave-out.*'leave-one-out'"),
         (of_preset("gspo") | {"ibpo_lambda": 0.6}, "gspo with --ibpo-operator none has no such par.* has it"),

@@ -247,6 +247,7 @@ def test_weights_that_do_not_fit_and_what_is_not_lent_are_named(settings, says):
         (of_preset("ciw") | {"token_credit": RANDOM_WINDOW}, "--ibpo-operator span-masking both choose"),
         ({"token_credit": RANDOM_WINDOW, "token_credit_unit": "step"}, "--token-credit divergence-.* has it"),
         ({"token_credit": "wrong-weight", "token_credit_weight": -1.0}, "--token-credit-weight: must be"),
+        ({"token_credit": "wrong-weight-by-length", "token_credit_tokens": 0}, "--token-credit-tokens: must"),
         (of_preset("gspo") | {"ciw_inverted": True}, "--ciw-inverted"),
         (of_preset("ciw") | {"ibpo_joint": True}, "--ibpo-joint: ciw with --ibpo-operator span-masking"),
         ({"token_credit": "wrong-weight", "ibpo_variant": "mask"}, None),

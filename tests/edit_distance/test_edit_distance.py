@@ -447,6 +447,7 @@ def test_an_instruction_set_is_forced_by_name_or_environment(monkeypatch):
     ("bad", "error", "message"),
     [
         ({"a_values": [1.0, float("nan")]}, TypeError, "a_values: must hold int32 or int64 ids, not float64"),
+        ({"a_values": [1, True]}, TypeError, "a_values: holds a bool"),  # a list of ints is read in C
         ({"a_values": [torch.tensor(True), 1]}, TypeError, "a_values: holds a bool"),
         ({"a_values": np.ma.array([1, 2], mask=[0, 1])}, TypeError, "a_values: a masked array"),
         ({"a_values": [2**64, 1]}, TypeError, "a_values: .* not object"),
@@ -479,6 +480,7 @@ def test_bad_input_is_refused_by_name(bad, error, message):
         ({"threshold": -1}, ValueError, "threshold: must be 0 or more, not -1"),
         ({"refs": []}, ValueError, "refs: of 0 pairs, but y has 1"),
         ({"refs": [None]}, TypeError, "refs: must be a list with, for each pair, a list"),
+        ({"refs": ([1], [0, 1])}, TypeError, "refs: must be a list with, for each pair, a list"),
         ({"refs": [[1, 3]]}, ValueError, r"refs\[0\]: must be 1-D"),
         ({"y_hat": [[1], [2]]}, ValueError, "y_hat: 2 sequences, but y has 1"),
     ],

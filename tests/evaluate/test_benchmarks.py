@@ -197,6 +197,7 @@ def test_private_tests_that_are_none_are_refused(tmp_path):
     for private, says in [
         (packed({"input": "1"}), "its pickle holds a dict, where a text must be"),
         ("no base64!", "neither JSON nor base64 of zlib of a pickled text"),
+        (base64.b64encode(b"no zlib").decode(), "neither JSON nor base64"),
         (base64.b64encode(zlib.compress(b"no pickle")).decode(), "neither JSON nor base64"),
         (base64.b64encode(zlib.compress(pickle.dumps("[]" * 99))[:-9]).decode(), "it is cut off"),
         (packed('[{"input": "1"}]'), "must be a list of objects with texts 'input' and 'output'"),

@@ -138,6 +138,8 @@ def test_the_command_writes_the_page_and_says_what_is_not_there(run_dir, tmp_pat
         ("summary.json", '{"status": "x", "accuracy_end": "many"}', "summary.json: at end must be a number"),
         ("metrics.jsonl", '{"kind": "step", "step": "1"}\n', "metrics.jsonl, line 1: not a row of a metrics"),
         ("metrics.jsonl", '{"kind": "step", "step": 1, "seconds": {"sample": "x"}}\n', "line 1: not a row"),
+        ("metrics.jsonl", '{"kind": "step", "step": 1, "reward": Infinity}\n', "line 1: not JSON: Infinity"),
+        ("summary.json", '{"status": "x", "steps": NaN}', "summary.json: not JSON: NaN"),
         ("metrics.jsonl", "[" * 100_000 + "\n", "line 1: not JSON: its brackets nest deeper"),
         ("rollouts/step_000001.json", '{"format": 2, "step": 1, "groups": [3]}', "not a file of --save-"),
     ],

@@ -22,6 +22,7 @@ from megatron_ibpo.rewards.executors import RemoteExecutor
 from megatron_ibpo.rewards.sandbox import Limits, Process, SandboxError
 from megatron_ibpo.rewards.workers import WorkerPool
 from support.documented_modules import write_modules
+from support.sandboxed import adopts_no_longer  # noqa: F401
 
 TEMPLATE = 'Q: {{question}}\nR: {{ response }}\nL: {{label}}\nEnd with {"score": 0 to 1}.'
 HANG = "hang"

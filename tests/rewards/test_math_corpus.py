@@ -102,6 +102,7 @@ ENDS = {
          r"<think>7409</think>\boxed{7311}", "The answer is 7311.", "The final answer is: $7311$",
          "Answer: 7311", "**Final answer:** 7311", "so we get\n#### 7311",
          "2 + 3 = 5, so it makes 7311.", r"\fbox{7311}", r"\boxed{} \boxed{7311}",
+         r"\boxed{7311} in \boxed{}",
          r"\boxed{7311} \boxed{7311}", r"\boxed{7311} and then cut off \boxed{7"],
         [r"\boxed{7311}, no: \boxed{7409}", r"<think>\boxed{7311}</think>\boxed{7409}",
          r"<think>\boxed{7311}", r"<think>\boxed{7311}</think>", "The answer is 7409.",

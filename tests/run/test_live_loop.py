@@ -12,7 +12,7 @@ import pytest
 import megatron_ibpo as mi
 from megatron_ibpo.basics.records import token_ids
 from megatron_ibpo.journal import LostStepError, read_journal
-from megatron_ibpo.report import read_rows
+from megatron_ibpo.report import RewardErrorRateError, read_rows
 from megatron_ibpo.run.inputs import bytes_kept, open_journal
 from megatron_ibpo.run.loop import Run
 from megatron_ibpo.run.run_data import open_run_data
@@ -299,6 +299,13 @@ def test_what_was_sampled_before_an_error_is_not_sampled_again(
     with opened(config, again) as run:
         assert [step.metrics["step"] for step in run] == [1]
     assert again.engines.asked == []
+
+
+def test_a_verifier_that_fails_too_often_ends_the_run(tmp_path):
+    config = config_of(tmp_path, *TWO, "--rm-type", "json:loads")  # which takes no such arguments
+    with pytest.raises(RewardErrorRateError, match="12 of 12"), opened(config) as run:
+        next(run)
+    assert status_of(config).startswith("failed: RewardErrorRateError")
 
 
 def test_a_recipe_takes_settings_as_flags_do(tmp_path, monkeypatch):

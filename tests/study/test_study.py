@@ -723,6 +723,7 @@ def test_a_study_that_makes_no_sense_is_refused(written):
         ({"baseline": "grpo"}, "'grpo' is none of the methods"),
         ({"budgett": 3}, "unknown key .budgett.; did you mean .budget."),
         ({"seeds": ["../../x"]}, "seeds must be a list of whole numbers from 0 to"),
+        ({"seeds": 10**12}, "seeds must be a list of whole numbers from 0 to .* or how many, up to"),
         ({"seeds": [1, 1]}, "seeds must be one or more, all different"),
         (tuned(seeds=[0]), "tuning must not use the study's own"),
         ({"tune": {"grid": {"lr": [1]}}}, "tune must have budget, grid, seeds"),

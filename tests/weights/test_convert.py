@@ -270,6 +270,21 @@ def test_what_training_saves_converts_to_what_it_exports(world, models, tmp_path
         assert_same_bytes({n: weights[n] for n in before}, before)
 
 
+@pytest.mark.world(1)
+def test_training_starts_from_a_conversion_and_so_does_the_prediction_layer(world, models, tmp_path):
+    from megatron_ibpo.policy.checkpoint import load_checkpoint
+
+    hf_to_megatron(models["mtp"], tmp_path / "stored", layout(pp=2), world)
+    config = config_for(layout(), lr=1e-3)
+    config.model.mtp_num_layers = 1
+    trainer, export, _ = open_trainer(world, models["mtp"], config)
+    for parameter in [p for part in (trainer, trainer.mtp) for p in part.chunks[0].parameters()]:
+        parameter.data.zero_()
+    load_checkpoint(trainer, tmp_path / "stored")
+    assert_same_bytes(weights_of(export), tensors_of(models["mtp"]))
+    assert planned.update(trainer, sequences(4))["grad_norm"] > 0
+
+
 @pytest.mark.world(2)
 def test_several_processes_share_the_work(world, models, tmp_path):
     hf_to_megatron(models["next"], tmp_path / "stored", layout(tp=2, pp=2), world)

@@ -242,6 +242,7 @@ def compress(stored):
         (lambda stored: (stored / "__0_1.distcp").unlink(), "__0_1.distcp named in .metadata but not there"),
         (lambda stored: shutil.rmtree(stored / "hf"), "give --origin-hf-checkpoint"),
         (cut_off, ".distcp cannot be read, the file is damaged"),
+        (edited("places", length=100), f".distcp|{QKV}|not a saved tensor: BadZipFile"),
         (compress, f"bomb.distcp|{QKV}|compressed"),
         (config(intermediate_size=128), "linear_fc1.weight has shape (384, 96)|asks for (256, 96)"),
         (config(num_hidden_layers=1), "no place for: decoder.layers.1."),
@@ -337,6 +338,19 @@ def test_entries_that_would_run_code_are_not_read(stored, name):
     ):
         save_entry(stored, name, form)
         refuse_to_read(stored, ".distcp", name, "it asks for getattr", *NOT_READ)
+
+
+def test_a_models_own_pickle_that_would_run_code_and_a_weight_that_nothing_fills_are_refused(tmp_path):
+    from megatron_ibpo.policy.checkpoint import _fill
+
+    model = torch.nn.Linear(2, 2)
+    code = torch.frombuffer(bytearray(pickle.dumps(print)), dtype=torch.uint8)  # as FP8's scales are stored
+    for own, words in (
+        ({**model.state_dict(), "_extra_state": code}, "unsafe, and was not read: .*builtins.print"),
+        ({"weight": torch.ones(2, 2)}, "is of another model: missing bias"),
+    ):
+        with pytest.raises(CheckpointError, match=words):
+            _fill([model], {"model0": own}, tmp_path)
 
 
 def test_nothing_else_that_would_run_code_or_was_not_checked_is_read(stored):
