@@ -271,6 +271,7 @@ def test_a_run_goes_on_from_its_adapters_under_its_layout_bit_for_bit(models, tm
     check_same_adapters(described, own, saved)
     changes: dict = {
         "--lora-rank 3, this run 4": {"lora_rank": 4},
+        "--lora-alpha 5.0, this run 1.0": {"lora_alpha": 1.0},
         "--lora-targets down_proj q_proj, this run q_proj": {"lora_targets": ("q_proj",)},
         "holds adapters only": {"lora_rank": None},
         "belong to the weights that were in": {"hf_checkpoint": Path("examples/tiny_qwen3")},
