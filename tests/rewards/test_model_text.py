@@ -52,16 +52,26 @@ as many; 8 ns for each pair of characters would be too much."""
 
 
 def read(door: str, text: str, what: str) -> None:
-    def give_up(*_: object) -> None:
-        raise AssertionError(f"took more than {LONGEST_S:g} s of processor time: {door}, {what}")
+    """Other threads and a garbage collection count as well, so what takes too long is read once more."""
+    for again in (True, False):
+        before = signal.signal(signal.SIGPROF, give_up)
+        signal.setitimer(signal.ITIMER_PROF, LONGEST_S)
+        try:
+            DOORS[door](text)
+            return
+        except TookTooLongError:
+            assert again, f"took more than {LONGEST_S:g} s of processor time twice: {door}, {what}"
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            signal.signal(signal.SIGPROF, before)
 
-    before = signal.signal(signal.SIGPROF, give_up)
-    signal.setitimer(signal.ITIMER_PROF, LONGEST_S)
-    try:
-        DOORS[door](text)
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        signal.signal(signal.SIGPROF, before)
+
+class TookTooLongError(BaseException):
+    """Passes what catches every Exception."""
+
+
+def give_up(*_: object) -> None:
+    raise TookTooLongError
 
 
 @pytest.fixture(scope="module", autouse=True)
