@@ -73,7 +73,6 @@ def test_only_the_delta_nets_output_norm_is_not_zero_centred(built):
     assert not any(built["dense"]["te"]["centred"].values())
 
 
-@pytest.mark.slow  # without it: policy/test_schedule.py; its pickles: weights/test_convert_faults.py
 def test_a_run_with_transformer_engine_goes_on_from_checkpoints(tmp_path):
     hf_dir = make_qwen3_next(tmp_path / "hf", 0)
     hf_to_megatron(hf_dir, tmp_path / "converted", layout(), ALONE)
