@@ -250,6 +250,7 @@ def test_the_study_file_of_the_documentation_can_be_run(tmp_path, monkeypatch):
     (tmp_path / "documented.yaml").write_text(block)
     (tmp_path / "mine.yaml").write_text("advantage-estimator: gspo\n")
     (tmp_path / "same_length.py").write_text(OWN)
+    sys.modules.pop("same_length", None)  # another test's, as this one is for others
     for shared in ("examples", "megatron_ibpo"):
         (tmp_path / shared).symlink_to(ROOT / shared)
     monkeypatch.chdir(tmp_path)
@@ -258,6 +259,7 @@ def test_the_study_file_of_the_documentation_can_be_run(tmp_path, monkeypatch):
     assert [len(grid_points(study.tune, method)) for method in study.methods] == [12, 12, 24, 12]
     one_task = replace(study, tasks=study.tasks[1:], seeds=(0,))
     assert len(plan_main(one_task, tmp_path / "out")) == 4
+    sys.modules.pop("same_length")
 
 
 @pytest.mark.slow

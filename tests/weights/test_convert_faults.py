@@ -344,9 +344,9 @@ def test_a_models_own_pickle_that_would_run_code_and_a_weight_that_nothing_fills
     from megatron_ibpo.policy.checkpoint import _fill
 
     model = torch.nn.Linear(2, 2)
-    code = torch.frombuffer(bytearray(pickle.dumps(print)), dtype=torch.uint8)  # as FP8's scales are stored
+    code = torch.frombuffer(bytearray(pickle.dumps(eval)), dtype=torch.uint8)  # as FP8's scales are stored
     for own, words in (
-        ({**model.state_dict(), "_extra_state": code}, "unsafe, and was not read: .*builtins.print"),
+        ({**model.state_dict(), "_extra_state": code}, "unsafe, and was not read: .*builtins.eval"),
         ({"weight": torch.ones(2, 2)}, "is of another model: missing bias"),
     ):
         with pytest.raises(CheckpointError, match=words):
