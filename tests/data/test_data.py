@@ -119,14 +119,6 @@ def test_a_sentencepiece_model_needs_an_end_of_sequence_which_may_be_its_first_p
         load_tokenizer(train_sentencepiece(tmp_path, eos_id=-1))
 
 
-def test_a_tokenizer_json_that_is_complete_is_read_and_nothing_beside_it(tmp_path):
-    model = ROOT / "examples/tiny_qwen3"
-    shutil.copytree(model, tmp_path / "hf", ignore=shutil.ignore_patterns("*.safetensors"))
-    for beside in ("tokenizer.model", "config.json"):
-        (tmp_path / "hf" / beside).write_text("not to be read")
-    assert load_tokenizer(tmp_path / "hf").encode("4+9=") == load_tokenizer(model).encode("4+9=")
-
-
 def test_a_vocabulary_too_small_for_the_correction_prompt_is_refused(tmp_path):
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
