@@ -26,7 +26,7 @@ main() {
         use_python "$IBPO_PYTHON" "$@"
         return
     fi
-    local device group
+    local device group groups
     device=$(choose_device)
     take_turns
     mkdir -p "$steps"
@@ -43,13 +43,18 @@ main() {
         step transformer-engine "Transformer Engine (compiles for a while where there is no wheel)" \
             "$(<requirements/transformer-engine.txt)" install_transformer_engine
     fi
+    # one core unpacks these while another compiles the extension
     for group in "$@"; do
         step "$group" "$group packages" "$(<"requirements/$group.txt")" \
             pip_install --no-deps -r "requirements/$group.txt"
-    done
+    done &
+    groups=$!
+    trap 'wait "$groups"' EXIT # the lock is held until they end, if the extension fails, too
     compgen -G "megatron_ibpo/_edit_distance.*.so" >/dev/null || rm -f "$steps/project"
     step project "megatron_ibpo and its C++ extension" "$PWD $(cat setup.py pyproject.toml csrc/*.* csrc/isa/*)" \
         pip_install --no-deps --no-build-isolation -e .
+    trap - EXIT
+    wait "$groups" || exit 1
     echo "$PWD/.venv/bin/python"
 }
 

@@ -242,10 +242,13 @@ def test_two_at_once_do_the_work_once_and_say_every_so_often_how_far_it_is(check
     installed(checkout, "dev")  # what says so ends with the step, and holds no lock
 
 
-def test_no_pip_outlives_an_interrupted_bootstrap(checkout):
-    installed(checkout)
-    (checkout / ".venv/.steps/packages").unlink()
-    command, slow = ["bash", str(checkout / "tools/bootstrap.sh")], environment(SLOW="60")
+@pytest.mark.parametrize("steps", [["packages"], ["dev", "project"]])
+def test_no_pip_outlives_an_interrupted_bootstrap(checkout, steps):
+    """Two run at a time: halves of the packages, and what a group needs beside the extension."""
+    installed(checkout, "dev")
+    for step in steps:
+        (checkout / ".venv/.steps" / step).unlink()
+    command, slow = ["bash", str(checkout / "tools/bootstrap.sh"), "dev"], environment(SLOW="60")
     process = subprocess.Popen(command, env=slow, stderr=subprocess.DEVNULL, start_new_session=True)
     calls = checkout / "pip_calls"
     assert eventually(lambda: calls.exists() and len(calls.read_text().splitlines()) == 2, 30)
