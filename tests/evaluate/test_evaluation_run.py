@@ -1,4 +1,4 @@
-"""Whole evaluations through the command: killed in the middle, and of a Megatron checkpoint."""
+"""A whole evaluation through the command: killed in the middle, and of a Megatron checkpoint."""
 
 import json
 import os
@@ -17,20 +17,14 @@ from megatron_ibpo.weights.formats.convert import hf_to_megatron
 from support.paths import ROOT
 
 TINY = ROOT / "examples/tiny_qwen3"
-SUMS = "reasoning_gym://chain_sum?min_terms=5&max_terms=7&min_digits=1&max_digits=1&compact=1"
-SETS = [f"sums={SUMS}", f"short={SUMS.replace('5', '2').replace('7', '3')}"]
-PROMPTS, SAMPLES = 12, 3
-IN_ALL = 2 * PROMPTS * (2 * SAMPLES + 1)
-"""Of both sets: samples, greedy ones and corrections."""
-
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def start(policy, run_dir):
-    """Start it in float32, where what is sampled does not depend on which other requests run beside it."""
-    words = [
-        policy, "--run-dir", run_dir, "--eval-prompt-data", *SETS, "--eval-num-prompts", PROMPTS,
-        "--n-samples-per-eval-prompt", SAMPLES, "--eval-compare-and-correct", "--eval-max-response-len", 48,
+    sums = "reasoning_gym://chain_sum?min_terms=5&max_terms=7&min_digits=1&max_digits=1&compact=1"
+    words = [  # float32, where what is sampled does not depend on which other requests run beside it
+        policy, "--run-dir", run_dir, "--eval-prompt-data", f"sums={sums}",
+        f"short={sums.replace('5', '2').replace('7', '3')}", "--eval-num-prompts", 12,
+        "--n-samples-per-eval-prompt", 3, "--eval-compare-and-correct", "--eval-max-response-len", 48,
         "--rollout-max-response-len", 48, "--vllm-dtype", "float32",
     ]  # fmt: skip
     return subprocess.Popen(
@@ -40,39 +34,38 @@ def start(policy, run_dir):
     )  # fmt: skip
 
 
-def finished(process):
+def finished(policy, run_dir):
+    """Run it; return what it says, what was measured of each set, and all responses."""
+    process = start(policy, run_dir)
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output[-5000:]
-    return output
+    results = json.loads((run_dir / "results.json").read_text())
+    assert results["status"] == "finished"
+    samples = [sample for name in ("sums", "short") for sample in read_samples(run_dir, name)]
+    measured = {name: (entry["measures"], entry["problems"]) for name, entry in results["sets"].items()}
+    return output, measured, {(sample.set, *sample.key): sample.text for sample in samples}
 
 
 def lines_of(run_dir):
     return sum(path.read_bytes().count(b"\n") for path in run_dir.glob("*.samples.jsonl"))
 
 
-def found(run_dir):
-    """(what was measured of each set, all responses)"""
-    results = json.loads((run_dir / "results.json").read_text())
-    assert results["status"] == "finished"
-    samples = [sample for name in ("sums", "short") for sample in read_samples(run_dir, name)]
-    measured = {name: (entry["measures"], entry["problems"]) for name, entry in results["sets"].items()}
-    return measured, {(sample.set, *sample.key): sample.text for sample in samples}
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    run_dir = tmp_path_factory.mktemp("evaluation") / "whole"
-    output = finished(start(TINY, run_dir))
+@pytest.mark.engine
+@pytest.mark.slow  # test_evaluate.py kills it at many places, with a simulated engine
+@pytest.mark.timeout(900)
+def test_an_evaluation_that_is_killed_comes_to_the_same_as_one_of_the_converted_checkpoint(tmp_path):
+    stored, whole, killed = (tmp_path / name for name in ("stored", "whole", "killed"))
+    hf_to_megatron(TINY, stored, ParallelConfig(), World(0, 1, torch.device("cpu"), None))
+    output, *expected = finished(stored, whole)
+    assert f"converting {stored} to Hugging Face format in {whole}/policy-" in output
+    assert list(whole.glob("policy-*")) == [], "removed at the end"
     assert "sums: accuracy " in output
-    assert (run_dir / "evaluation.png").exists()
-    measured, responses = found(run_dir)
-    assert len(responses) == lines_of(run_dir) == IN_ALL
-    return measured, responses
+    assert (whole / "evaluation.png").exists()
+    in_all = 2 * 12 * (3 + 1 + 3)  # of both sets: samples, greedy ones and corrections
+    assert len(expected[1]) == lines_of(whole) == in_all
 
-
-def test_an_evaluation_that_is_killed_comes_to_the_same(undisturbed, tmp_path):
-    process = start(TINY, tmp_path)
-    while lines_of(tmp_path) < 20:
+    process = start(TINY, killed)
+    while lines_of(killed) < 20:
         assert process.poll() is None, process.communicate()[0]
         time.sleep(0.05)
     started = psutil.Process(process.pid).children(recursive=True)
@@ -82,16 +75,8 @@ def test_an_evaluation_that_is_killed_comes_to_the_same(undisturbed, tmp_path):
     for left in alive:
         left.kill()
     psutil.wait_procs(alive, timeout=10)
-    kept = lines_of(tmp_path)
-    assert 20 <= kept < IN_ALL
-    output = finished(start(TINY, tmp_path))
+    kept = lines_of(killed)
+    assert 20 <= kept < in_all
+    output, *found = finished(TINY, killed)
     assert f"{kept} samples of an earlier start are reused" in output
-    assert found(tmp_path) == undisturbed
-
-
-def test_a_megatron_checkpoint_is_evaluated_as_what_it_was_converted_from(undisturbed, tmp_path):
-    hf_to_megatron(TINY, tmp_path / "stored", ParallelConfig(), World(0, 1, torch.device("cpu"), None))
-    output = finished(start(tmp_path / "stored", tmp_path / "out"))
-    assert f"converting {tmp_path}/stored to Hugging Face format in {tmp_path}/out/policy-" in output
-    assert list((tmp_path / "out").glob("policy-*")) == [], "removed at the end"
-    assert found(tmp_path / "out")[0] == undisturbed[0]
+    assert found == expected
