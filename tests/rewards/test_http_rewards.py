@@ -17,7 +17,7 @@ from starlette.routing import Route
 
 from megatron_ibpo.basics.records import Prompt, token_ids
 from megatron_ibpo.config import ConfigError, DataConfig
-from megatron_ibpo.rewards import Verifier, check_servers, code, http_judge, reward_functions
+from megatron_ibpo.rewards import Score, Verifier, check_servers, code, http_judge, reward_functions
 from megatron_ibpo.rewards.executors import RemoteExecutor
 from megatron_ibpo.rewards.sandbox import Limits, Process, SandboxError
 from megatron_ibpo.rewards.workers import WorkerPool
@@ -25,6 +25,7 @@ from support.documented_modules import write_modules
 from support.sandboxed import adopts_no_longer  # noqa: F401
 
 HANG = "hang"
+QUESTION = Prompt(0, token_ids([]), 0, "42", "task", "6 * 7?")
 
 
 @contextmanager
@@ -78,11 +79,9 @@ def template(tmp_path, monkeypatch):
 
 def score(pool, *responses, **settings):
     verifier = Verifier(pool, DataConfig(**settings))
-    prompt = Prompt(0, token_ids([]), 0, "42", "task", "6 * 7?")
-    try:
-        return verifier.score([(prompt, response) for response in responses])
-    finally:
-        verifier.close_servers()
+    scores = verifier.score([(QUESTION, response) for response in responses])
+    verifier.close_servers()
+    return scores
 
 
 def said(text):
@@ -117,8 +116,7 @@ def test_a_judge_sees_the_template_filled_in_and_no_thinking(pool, template):
     response = "<think>hm</think>{{label}} is \\boxed{42} \ud800"
     with serving(lambda *_: said('{"score": 1, "why": "right"}')) as (url, server):
         (found,) = score(pool, response, rm_url=f"{url}/v1/", **settings)
-    assert (found.reward, found.correct) == (1.0, True)
-    assert found.details == {"unreadable": 0.0, "retries": 0.0}
+    assert found == Score(1.0, True, details={"unreadable": 0.0, "retries": 0.0})
     filled = 'Q: 6 * 7?\nR: {{label}} is \\boxed{42} \ud800\nL: 42\nEnd with {"score": 0 to 1}.'
     messages = [{"role": "user", "content": filled}]
     assert server.bodies == [{"messages": messages, "temperature": 0, "model": "big"}]
@@ -152,7 +150,6 @@ def test_a_judge_may_be_a_part_of_a_composite_and_a_server_that_is_gone_gives_no
     assert (found.reward, found.correct, found.details["http_judge"]) == (0.4, True, 0.5)
     assert gone.reward is None
     assert "http_judge: " in gone.error
-    assert gone.details["retries"] >= 1
 
 
 def test_a_score_server_gets_batches_and_one_bad_response_spoils_no_other(pool):
@@ -163,10 +160,11 @@ def test_a_score_server_gets_batches_and_one_bad_response_spoils_no_other(pool):
 
     settings = {"rm_type": "http_score", "rm_batch_size": 8, "rm_concurrency": 2}
     with serving(scored) as (url, server):
-        scores = score(pool, *["x" * i for i in range(40)], "poison", rm_url=url, **settings)
-    assert [score.reward for score in scores] == [*range(40), None]
+        *scores, poison = score(pool, *["x" * i for i in range(40)], "poison", rm_url=url, **settings)
+    assert [score.reward for score in scores] == [*range(40)]
     assert scores[3].details == {"words": 2.0, "retries": 0.0}
-    assert "cannot score these" in scores[40].error
+    assert poison.reward is None
+    assert "cannot score these" in poison.error
     assert max(map(len, server.bodies)) == 8
     assert server.most_in_flight <= 2
 
@@ -174,7 +172,7 @@ def test_a_score_server_gets_batches_and_one_bad_response_spoils_no_other(pool):
 def test_requests_in_flight_end_with_their_verifier(pool):
     with serving(lambda *_: HANG) as (url, _):
         verifier = Verifier(pool, DataConfig(rm_type="http_score", rm_url=url))
-        asking = verifier._ask(Prompt(0, token_ids([]), 0, "42", "task", "6 * 7?"), "x")
+        asking = verifier._ask(QUESTION, "x")
         verifier.close_servers()
     assert asking.outcomes[0].cancelled()
 
@@ -272,24 +270,24 @@ def executed(request, times):
     return {"status": status, "message": "", "compile_result": None, "run_result": result, "files": {}}
 
 
-SUM = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3", "7"]}
-ADD = "print(sum(map(int, input().split())))"
-
-
 def graded(url, program, label, **settings):
     metadata = {"code_execution": {"seconds": 20.0, "executor": url, **settings}}
     return code.score("", f"```python\n{program}\n```", json.dumps(label), metadata)
 
 
 def test_a_server_that_runs_programs_grades_all_formats():
+    sums = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3", "7"]}
     append = {"inputs": ["[1, 2]\n3"], "outputs": ["[1, 2, 3]"], "fn_name": "append"}
     check = {"test": "def check(candidate):\n    assert candidate(2) == 4\n", "entry_point": "square"}
-    cases = (ADD, SUM), ("def append(a, b): return [*a, b]", append), ("def square(x): return x * x", check)
     with serving(executed) as (url, _):
-        for program, label in cases:
+        for program, label in (
+            ("print(sum(map(int, input().split())))", sums),
+            ("def append(a, b): return [*a, b]", append),
+            ("def square(x): return x * x", check),
+        ):
             assert graded(url, program, label)["score"] == 1.0
             assert graded(url, "def square(x): return 0\ndef append(a, b): return 0", label)["score"] == 0.0
-        assert graded(url, "while True: pass", SUM, seconds=0.2)["timed_out"] == 1.0
+        assert graded(url, "while True: pass", sums, seconds=0.2)["timed_out"] == 1.0
     for url in ("sandbox:8080", "ftp://x", "http://"):
         with pytest.raises(ValueError, match="--code-executor"):
             RemoteExecutor(url)
@@ -299,11 +297,12 @@ def test_a_server_that_fails_to_run_programs_is_asked_again_and_then_is_an_error
     monkeypatch.setattr("megatron_ibpo.rewards.executors._FIRST_WAIT", 0.01)
     failed = {"status": "SandboxError", "message": "full", "run_result": None}
     answers: list[Any] = [(503, {}), failed]
+    label = {"inputs": ["1"], "outputs": ["1"]}
     with serving(lambda *request: answers.pop(0) if answers else executed(*request)) as (url, sent):
-        assert graded(url, ADD, SUM)["score"] == 1.0
+        assert graded(url, "print(1)", label)["score"] == 1.0
         for answer, times, why in ((failed, 3, "full"), (b"?", 3, "JSONDecodeError"), ((400, {}), 1, "400")):
             answers += [answer] * times
             sent.bodies.clear()
             with pytest.raises(SandboxError, match=why):
-                graded(url, "print(1)", SUM)
+                graded(url, "print(1)", label)
             assert len(sent.bodies) == times
