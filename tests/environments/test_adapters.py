@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import itertools
 import random
+import re
+import subprocess
 import sys
 from contextlib import contextmanager, nullcontext
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -18,7 +20,7 @@ from megatron_ibpo.basics.reward_value import read_reward
 from megatron_ibpo.config import ConfigError, EnvironmentConfig, load_hook
 from megatron_ibpo.environments.adapters import load_environment
 from megatron_ibpo.environments.processes import EnvironmentPool
-from megatron_ibpo.environments.protocol import EpisodeFaultError
+from megatron_ibpo.environments.protocol import EpisodeFaultError, Turn
 from megatron_ibpo.environments.tool_schema import tool_of
 from support.documented_modules import write_modules
 from support.environment_frameworks import stand_ins, write_compared_environments
@@ -427,3 +429,149 @@ def test_a_server_that_opens_no_session_is_found_before_work_starts():
                 pool.check(target)
             assert str(refusal.value).startswith(f"--environment {target}: ")
             assert "\n" not in str(refusal.value)
+
+
+# Environments of the real packages play unchanged. Tests of those that are not installed are skipped:
+#   pip install --no-deps --target DIRECTORY skyrl-gym gem-llm textarena openenv    # and what they import
+#   pip install --no-deps --target DIRECTORY -r requirements/bench.txt    # TRL
+#   PYTHONPATH=.:tests:DIRECTORY python -m pytest -m slow tests/environments/test_adapters.py
+
+
+def needs(package):
+    return pytest.importorskip(package, reason=f"{package} is not installed", exc_type=ImportError)
+
+
+@contextmanager
+def real_server(directory, module):
+    command = [sys.executable, "-m", "uvicorn", f"{module}:app", "--port", "0"]
+    with subprocess.Popen(command, cwd=directory, stderr=subprocess.PIPE, text=True) as server:
+        try:
+            line = next(line for line in server.stderr if "running on" in line)
+            yield "openenv://" + re.search(r"http://(\S+)", line)[1]
+        finally:
+            server.terminate()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("package", ["skyrl_gym", "gem", "textarena", "openenv"])
+def test_the_compared_environments_play_with_the_real_base_classes(directory, package):
+    needs(package)
+    write_compared_environments(directory)
+    ours, _ = guess_number(load_environment("guess_ours:GuessTheNumber")(), seed=3)
+    name = package.partition("_")[0]
+    target = f"guess_{name}:GuessTheNumber"
+    with real_server(directory, "guess_openenv") if name == "openenv" else nullcontext(target) as target:
+        theirs, _ = guess_number(load_environment(target)(), seed=3)
+    assert theirs == ours
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gem", "v0", "v0-raw", "v0-train"])
+def test_a_game_of_gem_and_one_of_textarena_in_every_wrapping_is_won(directory, name):
+    needs("gem" if name == "gem" else "textarena")
+    target, form = "gem.envs.game_env.guess_the_number:GuessTheNumberEnv", "\\boxed{{{}}}"
+    if name != "gem":
+        target, form = f"made_{name.replace('-', '_')}:make", "[{}]"
+        code = f"def make():\n    import textarena\n    return textarena.make('GuessTheNumber-{name}')\n"
+        (directory / target.replace(":make", ".py")).write_text(code)
+    environment = load_environment(target)()
+    shown = environment.reset("", "", {}, 2**40 + 5).messages
+    assert "You have to guess the number between 1 and 20" in shown[0]["content"]
+    low, high, turn = 1, 20, Turn(shown)
+    while not turn.done:
+        guess = (low + high) // 2
+        turn = environment.step(say(form.format(guess)))
+        told = turn.messages[0]["content"] if turn.messages else ""
+        assert turn.done or "You have to guess" not in told, "the opening is not shown again"
+        low, high = (guess + 1, high) if "higher" in told else (low, guess - 1)
+    score = environment.score()
+    assert score > 0 if name == "gem" else score == {"score": 1, "unfinished": 0.0}
+    environment.close()
+
+
+@pytest.mark.slow
+def test_an_environment_of_trl_scores_after_the_last_turn_and_is_let_go(directory):
+    needs("trl.experimental.harbor")
+    (directory / "of_trl.py").write_text(
+        inspect.cleandoc("""
+        from trl.experimental.harbor import HarborBashEnv
+
+        class Bash(HarborBashEnv):  # an environment of Harbor's tasks, without the container
+            ended = []
+
+            async def _start(self, task_dir):
+                self._env = []
+                return f"Do {task_dir}."
+
+            def _exec(self, command, timeout=180):
+                self._env.append(command)
+                return "(empty output, rc=0)"
+
+            async def _verify(self):
+                return float(len(self._env))
+
+            async def _stop(self):
+                self.ended.append(self._env)
+    """)
+    )
+    environment = load_environment("of_trl:Bash")()
+    opening = environment.reset("", "", {"task_dir": "task 3"}, 0)
+    assert opening.messages[0]["content"].startswith("Do task 3.")
+    [answer] = environment.step(call("bash", command="ls")).messages
+    assert answer["content"] == "(empty output, rc=0)"
+    assert environment.step(say("Done.")).done
+    assert environment.score() == {"score": 1.0, "tool_calls": 1, "tool_errors": 0}
+    ended = sys.modules["of_trl"].Bash.ended
+    assert not ended
+    environment.close()
+    assert len(ended) == 1
+
+
+@pytest.mark.slow
+def test_tools_of_a_real_openenv_server_are_called(directory):
+    needs("openenv")
+    (directory / "adds.py").write_text(
+        inspect.cleandoc("""
+        from fastmcp import FastMCP
+        from openenv.core.env_server import (
+            CallToolAction, CallToolObservation, MCPEnvironment, Observation, State, create_app
+        )
+
+        class Adds(MCPEnvironment):
+            def __init__(self):
+                server = FastMCP("adds")
+
+                @server.tool
+                def add(a: int, b: int) -> int:
+                    "Add two numbers."
+                    return a + b
+
+                super().__init__(server)
+
+            def reset(self, seed=None, episode_id=None, **row):
+                return Observation()
+
+            def _step_impl(self, action, timeout_s=None, **options):
+                raise ValueError("only tools")
+
+            state = property(lambda self: State())
+
+        app = create_app(Adds, CallToolAction, CallToolObservation)
+    """)
+    )
+    with real_server(directory, "adds") as server:
+        environment = load_environment(server)()
+        opening = environment.reset("2 + 3?", "", {}, 0)
+        assert opening.messages == [{"role": "user", "content": "2 + 3?"}]
+        [tool] = opening.tools
+        assert (tool["name"], tool["description"]) == ("add", "Add two numbers.")
+        assert tool["parameters"]["required"] == ["a", "b"]
+        for message, answer in (
+            (call("add", a=2, b=3), "5"),
+            (call("add", a="two"), "{'error': "),
+            (call("subtract"), "{'error': "),
+        ):
+            assert environment.step(message).messages[0]["content"].startswith(answer)
+        assert environment.step(say("5")).done
+        assert environment.score() == 0.0
+        environment.close()

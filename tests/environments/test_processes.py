@@ -260,21 +260,23 @@ def test_a_cancelled_step_ends_its_process(pool):
 
 
 def test_only_so_many_episodes_are_open_at_once_and_others_have_their_turn(pool):
-    begun, ended, open_now = [], [], []
+    open_now, most, ended = 0, 0, []
 
     async def play(name):
+        nonlocal open_now, most
         async with episode(pool):
-            begun.append(name)
-            open_now.append(len(begun) - len(ended))
+            open_now += 1
+            most = max(most, open_now)
             await asyncio.sleep(0)
-            ended.append(name)
+            open_now -= 1
+        ended.append(name)
 
     async def play_all():
         await asyncio.gather(*map(play, range(12)))
 
     asyncio.run(play_all())
-    assert max(open_now) <= 4
-    assert sorted(begun) == list(range(12))
+    assert most <= 4
+    assert sorted(ended) == list(range(12))
 
 
 def test_an_environment_that_cannot_be_imported_is_refused_in_one_line(pool):
@@ -323,9 +325,8 @@ def test_a_sandboxed_environment_has_no_network_and_a_temporary_directory_only()
         with EnvironmentPool(EnvironmentConfig(environment_sandbox=True)) as pool:
             pool.check(TARGET)
             ((answer,), _) = played(pool, probe)
-            with pytest.raises(EpisodeFaultError, match=r"step: its process died \(SIGKILL\)") as fault:
+            with pytest.raises(EpisodeFaultError, match=r"step: its process died \(SIGKILL\)"):
                 played(pool, KILL_SELF)
-    assert fault.value.kind == "death"
     found = json.loads(answer)
     assert found["root"].endswith("Error")
     assert found["network"].endswith("Error")
