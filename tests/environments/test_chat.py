@@ -19,7 +19,6 @@ CALC = {"name": "calc", "description": "Compute.", "parameters": {"type": "objec
 QUESTION = [{"role": "user", "content": "q"}]
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 CHATML += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 
 words = st.text(st.characters(codec="utf-8", exclude_characters="<>", exclude_categories=["C"]), max_size=20)
 words = words.map(str.strip).filter(bool)
@@ -55,10 +54,9 @@ def chat_of(tmp_path_factory):
 
     @cache
     def opened(name):
-        family = "qwen3" if name == "plain" else name
-        tokenizer = family_tokenizer(family)
+        family, is_plain = ("qwen3", True) if name == "plain" else (name, False)
+        tokenizer, place = family_tokenizer(family), tmp_path_factory.mktemp(name)
         ends = end_ids(family, tokenizer)
-        place, is_plain = tmp_path_factory.mktemp(name), name == "plain"
         return tokenizer, in_directory(place, tokenizer, ends, applies_template=not is_plain), ends
 
     return opened
@@ -153,15 +151,14 @@ def test_reasoning_is_read_apart_from_the_answer_which_is_all_without_marks(chat
 
 
 def test_a_call_ends_reasoning_and_is_text_where_it_is_broken_or_no_tools_are(chat_of):
+    made = '<tool_call>\n{"name": "calc", "arguments": {}}\n</tool_call>'
+    broken, text = made.replace("}}", ""), "Try " + made
     for name in ("qwen2_5", "qwen3"):
         tokenizer, chat, _ = chat_of(name)
-        made = '<tool_call>\n{"name": "calc", "arguments": {}}\n</tool_call>'
         read = chat.read(tokenizer.encode("<think>I ask." + made))
         assert (read["reasoning_content"], read["tool_calls"]) == ("I ask.", [call({})])
-        text = "Try " + made
         assert chat.read(tokenizer.encode(text), []) == assistant(text)
         assert chat.read(tokenizer.encode(text), [CALC])["tool_calls"] == [call({})]
-        broken = made.replace("}}", "")
         read = chat.read(tokenizer.encode("So: " + broken), [CALC])
         assert read["malformed_tool_calls"] == [broken]
         assert read["content"].startswith("So:")
@@ -248,7 +245,7 @@ def test_what_the_template_puts_after_a_turn_is_added_unless_the_policy_wrote_it
 
 
 def test_a_template_without_tools_gets_them_as_text(tmp_path):
-    tokenizer = tagged_bytes(CHATML, CHATML_TOKENS, end="<|im_end|>")
+    tokenizer = tagged_bytes(CHATML, ("<|im_start|>", "<|im_end|>"), end="<|im_end|>")
     chat = in_directory(tmp_path, tokenizer, tokenizer.eos_id)
     assert "tools are shown in the system message" in chat.notes[0]
     shown = tokenizer.decode_all(chat.open(QUESTION, [CALC]))
@@ -284,6 +281,6 @@ def test_a_template_without_conversations_is_refused_at_the_start(tmp_path):
         (CHATML.replace("m.content", "m.content if m.role == 'user'"), "does not show what the assistant"),
         ("{% for m in messages[1:] %}{{ raise_exception('one turn only') }}{% endfor %}", "one turn only"),
     ):
-        tokenizer = tagged_bytes(template, CHATML_TOKENS, end="<|im_end|>")
+        tokenizer = tagged_bytes(template, ("<|im_start|>", "<|im_end|>"), end="<|im_end|>")
         with pytest.raises(DataError, match=fault):
             in_directory(tmp_path, tokenizer, tokenizer.eos_id)
