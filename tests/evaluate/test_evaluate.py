@@ -14,7 +14,6 @@ from megatron_ibpo.config import EvalSampling
 from megatron_ibpo.evaluate import Corrector, KeptError, KeptSamples, answered, eval_sample, evaluate
 from megatron_ibpo.evaluate import pass_at_k as measures
 from megatron_ibpo.evaluate.stored_samples import read_results, read_samples, samples_path
-from megatron_ibpo.rewards import answer_extractor
 from support.credit_cases import plain
 
 
@@ -225,21 +224,6 @@ def test_what_was_cut_off_and_what_has_no_answer_are_counted_apart():
     unknown, _ = measured(range(2), lambda *_: [1], samples=2)
     assert (unknown.no_answer_share, unknown.majority_accuracy) == (None, None)
     assert "no_answer_share" not in unknown.metrics()
-
-
-def test_the_answer_of_a_response_is_extracted_as_its_verifier_says():
-    for verifier, response, expected in [
-        ("math", r"first \boxed{1}, no: \boxed{ \frac{1}{2} }.", r"\frac{1}{2}"),
-        ("math", r"so \boxed{1} or \boxed{ \frac{1}{2} }.", r"1,\frac{1}{2}"),
-        ("math", r"<think>\boxed{1}</think> It is 2.", "2"),
-        ("math", "The answer is $x+1$", "x+1"),
-        ("math", "no idea", None),
-        ("reasoning_gym", "1+1=2#2", "2"),
-    ]:
-        extract = answer_extractor(verifier)
-        assert extract is not None
-        assert extract(response) == expected
-    assert answer_extractor("json:loads") is None
 
 
 SETTINGS = {"policy": "aaaa", "--eval-temperature": 0.6, "--seed": 0}

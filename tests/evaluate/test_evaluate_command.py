@@ -117,11 +117,19 @@ def test_several_sets_have_names_and_other_temperatures_are_sets_of_their_own(tm
 def test_answers_are_extracted_where_the_verifier_of_a_set_defines_them(tmp_path):
     path = rows(tmp_path, {"level": 1, "id": "a"}, {"x": 0})
     (boxed,) = opened(tmp_path, path, rm_type="math")
-    assert boxed.answer(boxed.prompts[0], r"so it is \boxed{3}") == "3"
+    for response, answer in (
+        (r"first \boxed{1}, no: \boxed{ \frac{1}{2} }.", r"\frac{1}{2}"),
+        (r"so \boxed{1} or \boxed{ \frac{1}{2} }.", r"1,\frac{1}{2}"),
+        (r"<think>\boxed{1}</think> It is 2.", "2"),
+        ("no idea", None),
+    ):
+        assert boxed.answer(boxed.prompts[0], response) == answer
     assert boxed.notes == (f"{path}: fields that are not used: 'level', 'x'",)
     (tmp_path / "zero.py").write_text("def score(question, response, label, metadata):\n    return 0.0\n")
     (own,) = opened(tmp_path, path, rm_type=f"{tmp_path / 'zero.py'}:score")
     assert own.answer is None
+    (generated,) = opened(tmp_path, SUMS)
+    assert generated.answer(generated.prompts[0], "1+1=2#2") == "2"
 
 
 def test_what_is_tuned_on_and_what_is_judged_by_share_no_question(tmp_path):

@@ -3,6 +3,7 @@
 import json
 import textwrap
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -256,25 +257,19 @@ def test_programs_of_every_kind_run_in_a_sandbox_and_see_no_file_of_this_machine
     assert passes(seen, "assert seen() is False")
 
 
-def test_the_verifier_grades_programs_in_its_own_processes():
-    prompt = Prompt(0, token_ids([1]), 1, json.dumps(CHECK), "t", "?")
-    with open_verifier(DataConfig(rm_type="code", reward_workers=1, reward_timeout=60.0)) as verifier:
-        right, wrong = verifier.score([(prompt, "def square(x): return x * x"), (prompt, "no")])
-    assert (right.reward, right.correct, right.details["tests_passed"]) == (1.0, True, 1.0)
-    assert (wrong.reward, wrong.error) == (0.0, None)
-
-
 def test_a_run_refuses_to_start_without_a_sandbox_unless_told(monkeypatch, tmp_path):
     broken = tmp_path / "bwrap"
     broken.write_text("#!/bin/sh\necho 'no user namespaces here' >&2\nexit 1\n")
     broken.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    data = DataConfig(rm_type="code", reward_workers=1, reward_timeout=60.0)
     with pytest.raises(ValueError, match=r"no user namespaces here.*bubblewrap.*--unsafe-code-execution"):
-        open_verifier(DataConfig(rm_type="code", reward_workers=1))
-    unsafe = DataConfig(rm_type="code", reward_workers=1, reward_timeout=60.0, unsafe_code_execution=True)
-    with open_verifier(unsafe) as verifier:
-        prompt = Prompt(0, token_ids([1]), 1, json.dumps(SUM), "t", "?")
-        assert verifier.score([(prompt, "print(sum(map(int, input().split())))")])[0].reward == 1.0
+        open_verifier(data)
+    prompt = Prompt(0, token_ids([1]), 1, json.dumps(CHECK), "t", "?")
+    with open_verifier(replace(data, unsafe_code_execution=True)) as verifier:
+        right, wrong = verifier.score([(prompt, "def square(x): return x * x"), (prompt, "no")])
+    assert (right.reward, right.correct, right.details["tests_passed"]) == (1.0, True, 1.0)
+    assert (wrong.reward, wrong.error) == (0.0, None)
 
 
 def test_a_sandbox_that_fails_is_an_error_of_the_verifier(monkeypatch):

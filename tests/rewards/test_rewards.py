@@ -58,23 +58,20 @@ USERS_REWARDS = """
         print("a reward function may print")
         return eval(response, globals(), locals())
 
-    def measured(prompt, response, label, metadata):
-        return {"score": eval(response), "tests": 0.25}
-
     def together(prompts, responses, labels, metadata):
         values = [eval(response) for response in responses]
         time.sleep(0.05)  # the next ones gather meanwhile
         assert prompts == ["what?"] * len(responses) and labels == ["42"] * len(responses)
         return [value or len(responses) for value in values if value != "few"]
 
-    together.batched = True
+    together.batched, late = True, graded
 
     def label_problem(label, metadata):
         if label == "hang":
             time.sleep(1000)
         return f"{label} is odd" if label.isdigit() and int(label) % 2 else None
 """
-GRADED, MEASURED, TOGETHER = (f"users_rewards:{name}" for name in ("graded", "measured", "together"))
+GRADED, TOGETHER = "users_rewards:graded", "users_rewards:together"
 HANG = "time.sleep(1000)"
 HANG_IN_C = "sum(itertools.repeat(0))"  # never lets another thread or a signal handler run
 
@@ -293,20 +290,20 @@ def test_a_process_that_forks_within_its_function_answers_once(graded):
 
 
 def test_every_prompt_may_name_its_verifier(pool):
-    pairs = [*asked("0.5", rm_type=MEASURED), *asked("1")]
+    pairs = [*asked("0.5", rm_type="users_rewards:late"), *asked("1")]
     pairs += [*asked("1", rm_type="maths"), *asked("1", rm_type="nowhere_at_all:score")]
-    measured, graded, misspelt, nowhere = verifier(pool).score(pairs)
-    assert measured == Score(0.5, False, details={"tests": 0.25})
-    assert (graded.reward, misspelt.reward, nowhere.reward) == (1.0, None, None)
+    late, graded, misspelt, nowhere = verifier(pool).score(pairs)
+    assert [one.reward for one in (late, graded, misspelt, nowhere)] == [0.5, 1.0, None, None]
     assert "did you mean 'math'" in misspelt.error
     assert "no module 'nowhere_at_all'" in nowhere.error
 
 
 def test_a_composite_is_the_weighted_sum_of_its_parts(pool):
-    parts = (f"{GRADED}=0.9", f"{MEASURED}=0.1")
+    parts = (f"{GRADED}=0.9", f"{TOGETHER}=0.1")
     weighted = verifier(pool, "composite", reward_part=parts, reward_threshold=0.9)
-    both, half, none, fault = weighted.score(asked("1", "0.5", "-3", "fail(RuntimeError())"))
-    assert both == Score(1.0, True, details={GRADED: 1.0, MEASURED: 1.0, "tests": 0.25})
+    responses = "dict(score=1, tests=.25)", "0.5", "-3", "fail(RuntimeError())"
+    both, half, none, fault = weighted.score(asked(*responses))
+    assert both == Score(1.0, True, details={GRADED: 1.0, TOGETHER: 1.0, "tests": 0.25})
     assert (half.reward, half.correct) == (0.5, False)
     assert none.reward == 0.0, "clipped"
     assert fault.reward is None
