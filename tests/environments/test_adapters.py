@@ -116,12 +116,10 @@ def test_trl_methods_are_tools_and_errors_are_their_answers(made):
             return [{"type": "text", "text": f"\\nThe word has {len(word)} letters."}]
 
         def guess(self, guess: str) -> str:
-            """
-            Make a guess.
+            """Make a guess.
 
             Args:
-                guess: The guessed word.
-            """
+                guess: The guessed word."""
             if self.reward:
                 raise ValueError("Game over.")
             self.reward = float(guess == self._word)
@@ -179,8 +177,6 @@ def test_tools_have_the_schema_that_transformers_gives_them():
     ) -> list[str]:  # fmt: skip
         """Search in the archive.
 
-        Looks at titles and texts.
-
         Args:
             query: Words to look for,
                 in any order.
@@ -202,11 +198,9 @@ def test_tools_have_the_schema_that_transformers_gives_them():
 def test_a_skyrl_environment_gets_the_row_and_its_rewards_are_added_up(made):
     environment = made("""
     class Thing:
-        def __init__(self, env_config=None, extras={}):
-            self.extras = extras
+        def __init__(self, env_config=None, extras={}): self.extras = extras
 
-        def init(self, prompt):
-            return [{"role": "system", "content": str(sorted(self.extras))}, *prompt], {}
+        def init(self, prompt): return [{"role": "system", "content": str(sorted(self.extras))}, *prompt], {}
 
         def step(self, action):
             right = action == self.extras["reward_spec"]["ground_truth"]
@@ -232,8 +226,7 @@ def gym(first, turn):
             np.random.seed(seed)
             return {first}, {{}}
 
-        def step(self, action):
-            return {turn}
+        def step(self, action): return {turn}
     """
 
 
@@ -266,18 +259,15 @@ def test_a_gym_environment_that_answers_in_another_form_says_which(made):
 def test_a_textarena_game_shows_what_is_new_and_has_the_reward_of_its_end(made):
     code = """
     class Thing:
-        def reset(self, num_players, seed=None):
-            self.moves = []
+        def reset(self, num_players, seed=None): self.moves = []
 
-        def get_observation(self):
-            return 0, {observation}
+        def get_observation(self): return 0, {observation}
 
         def step(self, action):
             self.moves.append(action)
             return action == "end", {{}}
 
-        def close(self):
-            return ({{0: -1}} if "end" in self.moves else None), {{}}
+        def close(self): return ({{0: -1}} if "end" in self.moves else None), {{}}
     """
     raw = "[(-1, 'Move.', 1), *[(0, move, 2) for move in self.moves[-1:]]]"
     wrapped = "'\\n[GAME] Move.' + ''.join(f'\\n[GAME] You went {move}.' for move in self.moves)"
@@ -500,14 +490,11 @@ def test_tools_of_a_real_openenv_server_are_called(directory):
                 def add(a: int, b: int) -> int:
                     "Add two numbers."
                     return a + b
-
                 super().__init__(server)
 
-            def reset(self, seed=None, episode_id=None, **row):
-                return env_server.Observation()
+            def reset(self, seed=None, episode_id=None, **row): return env_server.Observation()
 
-            def _step_impl(self, action, timeout_s=None, **options):
-                raise ValueError("only tools")
+            def _step_impl(self, action, timeout_s=None, **options): raise ValueError("only tools")
 
             state = property(lambda self: env_server.State())
 

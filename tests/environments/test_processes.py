@@ -27,8 +27,7 @@ COUNTING = """
     from megatron_ibpo.environments import Opening, Turn
     from megatron_ibpo.rewards import ResponseError
 
-    def said(what):
-        return Turn([{"role": "user", "content": str(what)}])
+    def said(what): return Turn([{"role": "user", "content": str(what)}])
 
     def attempt(action, *arguments):
         try:
@@ -37,7 +36,7 @@ COUNTING = """
             return type(error).__name__
         return "done"
 
-    class Counting:
+    class Counting:  # counts its turns, and evaluates what it is told
         def reset(self, question, label, metadata, seed):
             self.turns, self.rewarded = 0, "dict(score=float(self.turns), turns=self.turns)"
             if question.startswith("eval "):
@@ -48,8 +47,7 @@ COUNTING = """
             self.turns += 1
             return eval(message["content"])
 
-        def score(self):
-            return eval(self.rewarded)
+        def score(self): return eval(self.rewarded)
 
         def close(self): pass
 
@@ -66,8 +64,7 @@ COUNTING = """
             return said(f"{os.getpid()} {child.pid} {open(f'{place}/pid').read().strip()}")
 
         def junk(self):
-            sockets = [one for one in gc.get_objects() if isinstance(one, socket.socket)]
-            [own] = [one for one in sockets if one.fileno() >= 0]
+            [own] = [one for one in gc.get_objects() if isinstance(one, socket.socket) and one.fileno() >= 0]
             own.sendall(b"junk\\n")
 """
 TARGET, COUNT, PID = "counting:Counting", "said(self.turns)", "said(os.getpid())"

@@ -32,8 +32,9 @@ def read(name, path):
     """(id, prompt, label) of every row, and what is noted of the file."""
     rows = BenchmarkRows(BENCHMARKS[name], name, str(path))
     found = [row for _, row in rows]
-    assert all(row["metadata"] == {"id": row["id"], "rm_type": BENCHMARKS[name].rm_type} for row in found)
-    assert all(row["task"] == name for row in found)
+    for row in found:
+        assert row["metadata"] == {"id": row["id"], "rm_type": BENCHMARKS[name].rm_type}
+        assert row["task"] == name
     return [(row["id"], row["prompt"], row["label"]) for row in found], rows.notes()
 
 
@@ -138,7 +139,8 @@ def problem_of_a_function():
 
 
 def test_livecodebench_has_public_and_private_tests_and_only_contests_of_its_window(tmp_path):
-    found, _ = read("livecodebench_v6", lines(tmp_path / "test6.jsonl", problem(), problem_of_a_function()))
+    path = tmp_path / "test6.jsonl"
+    found, _ = read("livecodebench_v6", lines(path, problem(), problem_of_a_function()))
     (first, asks_stdin, label), (second, asks_function, label_of_function) = found
     assert (first, second) == ("x001_a", "3700")
     assert json.loads(label) == {"inputs": ["1 2\n", "2 2\n"], "outputs": ["3\n", "4\n"]}
@@ -147,8 +149,8 @@ def test_livecodebench_has_public_and_private_tests_and_only_contests_of_its_win
     assert json.loads(label_of_function) == twice
     assert "def total(self, xs: List[int], y: int) -> int:\n```" in asks_function
     days = ["2025-01-31T23:59:59", "2025-02-01T00:00:00", "2025-05-31T00:00:00", "2025-06-01T00:00:00"]
-    rows = [problem(contest_date=day, question_id=day[:10], question_content=f"Print {day}.") for day in days]
-    found, notes = read("livecodebench_v6", lines(tmp_path / "test6.jsonl", *rows))
+    rows = [problem(contest_date=day, question_id=day[:10], question_content=day) for day in days]
+    found, notes = read("livecodebench_v6", lines(path, *rows))
     assert [name for name, _, _ in found] == ["2025-02-01", "2025-05-31"]
     assert notes == ["livecodebench_v6: 2 rows outside of LiveCodeBench v6, 2025-02 to 2025-05 left out"]
 

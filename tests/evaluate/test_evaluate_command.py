@@ -30,10 +30,9 @@ TOKENIZER = load_tokenizer(TINY)
 @pytest.fixture
 def run_dir(tmp_path):
     """A run of training that resumed another one, and has exported its policy."""
-    config = Config()
+    config, sums = Config(), "reasoning_gym://chain_sum"
     config.model.hf_checkpoint = TINY
-    config.data.eval_prompt_data = "reasoning_gym://chain_sum"
-    config.data.prompt_data = ("reasoning_gym://chain_sum",)
+    config.data.eval_prompt_data, config.data.prompt_data = sums, (sums,)
     config.rollout.rollout_max_response_len = 48
     config.run.run_dir, config.run.load, config.run.seed = tmp_path / "run", tmp_path / "another", 7
     config.cluster.ray_address = "10.0.0.1:6379"
@@ -42,19 +41,33 @@ def run_dir(tmp_path):
     return tmp_path / "run"
 
 
-def test_a_run_gives_the_settings_and_flags_win_over_them(run_dir, tmp_path, monkeypatch):
-    config = policy_of([str(run_dir), "--n-samples-per-eval-prompt", "4", "--seed", "8"]).config
+def test_a_policy_is_a_run_whose_settings_yield_to_flags_or_a_checkpoint(run_dir, tmp_path, monkeypatch):
+    policy = policy_of([str(run_dir), "--n-samples-per-eval-prompt", "4", "--seed", "8"])
+    config = policy.config
+    assert policy.stored is None, "what the run exported"
     assert config.model.hf_checkpoint == run_dir / "hf"
     assert config.run.run_dir == run_dir / "evaluate"
     assert (config.run.n_samples_per_eval_prompt, config.run.seed) == (4, 8)
     assert config.rollout.rollout_max_response_len == 48
     assert config.data.eval_prompt_data == "reasoning_gym://chain_sum"
     assert (config.run.load, config.cluster.ray_address) == (None, None)
-    # another policy is evaluated by the settings of a run
-    config = policy_of([str(run_dir), "--hf-checkpoint", str(TINY), "--run-dir", str(tmp_path / "b")]).config
-    assert (config.model.hf_checkpoint, config.run.run_dir) == (TINY, tmp_path / "b")
     monkeypatch.setenv("IBPO_CWD", str(run_dir.parent))  # where the user stands
     assert policy_of(["run"]).config.model.hf_checkpoint == run_dir / "hf"
+    stored = run_dir / "checkpoints/step_000020"
+    (stored / "hf").mkdir(parents=True)
+    for name in ("metadata.json", "run_state.json"):
+        (stored / name).write_text("{}")
+    (run_dir / "hf").rmdir()
+    policy = policy_of([str(run_dir)])
+    assert (policy.stored, policy.config.rollout.rollout_max_response_len) == (stored, 48)
+    policy = policy_of([str(stored)])
+    assert (policy.stored, policy.name) == (stored, str(stored))
+    assert policy.config.model.hf_checkpoint == stored / "hf"
+    # another policy is evaluated by the settings of a run
+    policy = policy_of([str(run_dir), "--hf-checkpoint", str(TINY), "--run-dir", str(tmp_path / "b")])
+    assert (policy.stored, policy.config.model.hf_checkpoint) == (None, TINY)
+    assert policy.config.run.run_dir == tmp_path / "b"
+    assert policy_of([str(TINY)]).config.model.hf_checkpoint == TINY
 
 
 def test_what_cannot_work_is_refused_before_anything_starts(run_dir, capsys):
@@ -176,22 +189,6 @@ def test_a_set_that_cannot_be_used_is_refused(tmp_path):
     ]:
         with pytest.raises(ValueError, match=re.escape(says)):
             opened(tmp_path, *specs, **settings)
-
-
-def test_a_policy_is_a_run_a_hugging_face_or_a_megatron_checkpoint(run_dir, tmp_path):
-    assert policy_of([str(TINY)]).config.model.hf_checkpoint == TINY
-    stored = tmp_path / "run/checkpoints/step_000020"
-    (stored / "hf").mkdir(parents=True)
-    for name in ("metadata.json", "run_state.json"):
-        (stored / name).write_text("{}")
-    policy = policy_of([str(stored)])
-    assert (policy.stored, policy.name) == (stored, str(stored))
-    assert policy.config.model.hf_checkpoint == stored / "hf"
-    assert policy_of([str(run_dir)]).stored is None, "what the run exported"
-    (run_dir / "hf").rmdir()
-    policy = policy_of([str(run_dir)])
-    assert (policy.stored, policy.config.rollout.rollout_max_response_len) == (stored, 48)
-    assert policy_of([str(run_dir), "--hf-checkpoint", str(TINY)]).stored is None
 
 
 def written(own, policy_says):

@@ -41,11 +41,9 @@ USERS_REWARDS = """
     not_a_function = 3
 
     class Unspeakable(Exception):
-        def __str__(self):
-            raise KeyError("no words")
+        def __str__(self): raise KeyError("no words")
 
-    def fail(error):
-        raise error
+    def fail(error): raise error
 
     def daemon(note):  # which has lost its parent and its session
         written = f"echo $$ {os.getpid()} > {note}.new; mv {note}.new {note}; exec sleep 1000"
@@ -189,12 +187,13 @@ def test_a_successor_that_dies_or_hangs_while_it_loads_has_successors_in_turn_bu
     # how long one may take to load follows from how long the first one took
     monkeypatch.setattr("megatron_ibpo.rewards.workers._SHORTEST_START_TIMEOUT", 1.0)
     monkeypatch.setattr("megatron_ibpo.rewards.workers._START_SLACK", 4.0)
-    code = """
+    deaths, hangs = users_module / "deaths", users_module / "hangs"
+    code = f"""
         import os, time
         from pathlib import Path
 
-        deaths, hangs = (Path(__file__).with_name(name) for name in ("deaths", "hangs"))
-        if left := int(deaths.read_text() if deaths.exists() else 0):
+        deaths, hangs = Path("{deaths}"), Path("{hangs}")
+        if deaths.exists() and (left := int(deaths.read_text())):
             deaths.write_text(str(left - 1))
             os._exit(7)
         if hangs.exists():
@@ -205,12 +204,11 @@ def test_a_successor_that_dies_or_hangs_while_it_loads_has_successors_in_turn_bu
             return os.getpid()
     """
     (users_module / "fragile_rewards.py").write_text(textwrap.dedent(code))
-
     with pool_of("fragile_rewards:pid", reward_workers=1) as fragile_pool:
         fragile = verifier(fragile_pool, "fragile_rewards:pid")
 
-        def score_after(deaths, worker):
-            (users_module / "deaths").write_text(str(deaths))
+        def score_after(dying, worker):
+            deaths.write_text(str(dying))
             os.kill(int(worker.reward), signal.SIGKILL)
             time.sleep(0.1)
             return fragile.score(asked("1"))[0]
@@ -221,7 +219,7 @@ def test_a_successor_that_dies_or_hangs_while_it_loads_has_successors_in_turn_bu
         assert fragile_pool.deaths == 1, "those that have loaded nothing do not count"
         with pytest.raises(WorkerError, match=r"ended while loading it \(status 7\)"):
             score_after(3, after)
-        (users_module / "hangs").write_text("")
+        hangs.touch()
         began = time.monotonic()
         assert fragile.score(asked("1"))[0].reward not in (None, after.reward)
         assert time.monotonic() - began < 60, "it would hang for ten minutes"
