@@ -177,6 +177,8 @@ def test_tools_have_the_schema_that_transformers_gives_them():
     ) -> list[str]:  # fmt: skip
         """Search in the archive.
 
+        Looks at titles and texts.
+
         Args:
             query: Words to look for,
                 in any order.

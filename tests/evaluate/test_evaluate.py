@@ -227,7 +227,6 @@ def test_what_was_cut_off_and_what_has_no_answer_are_counted_apart():
 
 
 SETTINGS = {"policy": "aaaa", "--eval-temperature": 0.6, "--seed": 0}
-SAMPLING = EvalSampling(samples=4, max_tokens=8, temperature=0.6, top_p=1.0, top_k=-1)
 
 
 class SimulatedEngine:
@@ -254,13 +253,12 @@ def evaluated(directory, engine=None, settings=SETTINGS, *, corrects=True):
     def prompt_ids(prompt, shown):
         return token_ids([prompt.index, *(s.token_ids[0] for s in shown), 9])
 
+    def ask(asked):
+        return answered(asked, kept.found("sums"), engine or SimulatedEngine(), kept.add)
+
+    corrector, sampling = Corrector(prompt_ids, 2, 64) if corrects else None, EvalSampling(4, 8, 0.6, 1.0, -1)
     with KeptSamples(directory, "/models/a", {"sums": settings}) as kept:
-
-        def ask(asked):
-            return answered(asked, kept.found("sums"), engine or SimulatedEngine(), kept.add)
-
-        corrector = Corrector(prompt_ids, 2, 64) if corrects else None
-        return evaluate(prompts_of(range(5)), ask, SAMPLING, has_answers=True, corrector=corrector)
+        return evaluate(prompts_of(range(5)), ask, sampling, has_answers=True, corrector=corrector)
 
 
 @pytest.fixture(scope="module")
@@ -296,6 +294,9 @@ def test_samples_that_the_verifier_failed_on_are_asked_again(tmp_path, undisturb
     assert sorted(second.asked) == sorted(failing)
     assert mended.reward_errors == 0
     assert samples == undisturbed[1][:25]
+    with KeptSamples(tmp_path, "/models/a", {"more": {"--seed": 1}}) as kept:
+        assert kept.num_found == 0
+    assert list(read_results(tmp_path)["sets"]) == ["sums", "more"], "a set is added beside what is there"
     assert len(read_samples(tmp_path, "sums")) == 25, "one line a sample"
 
 
@@ -323,11 +324,3 @@ def test_samples_of_other_settings_and_lines_that_are_none_are_refused(tmp_path)
         results.write_text(content)
         with pytest.raises(KeptError, match=re.escape("results.json: ")):
             evaluated(tmp_path)
-
-
-def test_another_set_is_added_beside_what_is_there(tmp_path):
-    evaluated(tmp_path)
-    with KeptSamples(tmp_path, "/models/a", {"more": {"--seed": 1}}) as kept:
-        assert kept.num_found == 0
-    assert list(read_results(tmp_path)["sets"]) == ["sums", "more"]
-    assert len(read_samples(tmp_path, "sums")) == 45

@@ -195,18 +195,15 @@ def test_the_score_is_taken_from_the_judges_text():
 
 def test_settings_that_cannot_work_are_refused_before_work_starts(template):
     for settings, says in (
-        ({"rm_url": None}, "--rm-url: required"),
-        ({"rm_url": "judge:8000"}, "expected http://HOST:PORT"),
+        ({"rm_url": None}, "--rm-url: required"), ({"rm_url": "judge:8000"}, "expected http://HOST:PORT"),
         ({"rm_url": "http://me:secret@judge"}, "would stand in logs"),
-        ({"rm_template": None}, "--rm-template: required"),
-        ({"rm_template": "missing.txt"}, "No such file"),
+        ({"rm_template": None}, "--rm-template: required"), ({"rm_template": "missing.txt"}, "No such file"),
         ({"written": "{{question}} {response}"}, "has no {{response}}"),
         ({"written": "{{response}} {{answer}}"}, "unknown placeholder {{answer}}; there are"),
-        ({"rm_score": "score: ("}, "not a regular expression"),
-        ({"rm_score": "score: .*"}, "has 0 groups"),
+        ({"rm_score": "score: ("}, "not a regular expression"), ({"rm_score": "score: .*"}, "has 0 groups"),
         ({"rm_batch_size": 2}, "one response per request"),
         ({"rm_type": "http_score"}, "--rm-template: only http_judge uses it"),
-    ):
+    ):  # fmt: skip
         template.write_text(settings.pop("written", "{{response}}"))
         settings = {"rm_type": "http_judge", "rm_url": "http://judge", "rm_template": template} | settings
         with pytest.raises(ConfigError) as refused:

@@ -2,6 +2,8 @@
 
 import json
 import os
+import platform
+import re
 import signal
 import socket
 import struct
@@ -15,7 +17,7 @@ import psutil
 import pytest
 
 from megatron_ibpo.rewards.code import CodeExecution
-from megatron_ibpo.rewards.sandbox import Limits, Process, SandboxError, bubblewrap, check_isolation, process
+from megatron_ibpo.rewards.sandbox import Limits, Process, SandboxError, bubblewrap, check_isolation, seccomp
 from megatron_ibpo.rewards.sandbox.control_groups import PREFIX, parents
 from megatron_ibpo.rewards.verifier import VERIFIERS
 from megatron_ibpo.rewards.workers import WorkerPool
@@ -352,15 +354,15 @@ def test_the_sandbox_ends_with_its_owner():
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as owner:
         first = int(owner.stdout.readline())
         owner.kill()
+    assert eventually(lambda: has_ended(first), 30), "the sandbox lives on"
     for orphan in children() - others:  # this process adopts them
         orphan.wait(30)
-    assert eventually(lambda: has_ended(first), 30), "the sandbox lives on"
 
 
 def test_a_sandbox_that_cannot_be_built_or_does_not_isolate_is_an_error_and_no_verdict(monkeypatch, tmp_path):
     allow_all = struct.pack("<HBBI", 0x06, 0, 0, 0x7FFF0000)
     with monkeypatch.context() as patched:  # processes can be started, without the filter of system calls
-        patched.setattr(process, "_filter", lambda: allow_all)
+        patched.setattr("megatron_ibpo.rewards.sandbox.process._filter", lambda: allow_all)
         with pytest.raises(SandboxError, match="cannot start processes"):
             check_isolation()
     with monkeypatch.context() as patched:
@@ -369,7 +371,7 @@ def test_a_sandbox_that_cannot_be_built_or_does_not_isolate_is_an_error_and_no_v
             check_isolation()
     broken = tmp_path / "bwrap"
     monkeypatch.setattr(bubblewrap, "bubblewrap", lambda: str(broken))
-    monkeypatch.setattr(process, "_SETUP_TIMEOUT", 1.0)
+    monkeypatch.setattr("megatron_ibpo.rewards.sandbox.process._SETUP_TIMEOUT", 1.0)
     for does, says in (
         ("echo 'bwrap: no permission' >&2; exit 1", "no permission"),
         ("exec sleep 60", "cannot be built"),
@@ -387,3 +389,18 @@ def test_a_sandbox_that_cannot_be_built_or_does_not_isolate_is_an_error_and_no_v
 def test_a_program_without_a_sandbox_has_its_limits_all_the_same():
     assert run("while True: pass", isolated=False, seconds=0.3).reached == "time"
     assert run("b'x' * 2**30", isolated=False, memory_bytes=256 << 20).status == 1
+
+
+@pytest.mark.parametrize(
+    ("machine", "header"), [("x86_64", "asm/unistd_64.h"), ("aarch64", "asm-generic/unistd.h")]
+)
+def test_the_numbers_of_refused_calls_are_those_of_the_kernels_headers(machine, header):
+    if machine == "x86_64" and platform.machine() != machine:
+        pytest.skip("the headers of x86-64 are on such machines only")
+    has = ["-D__BITS_PER_LONG=64", "-D__ARCH_WANT_MEMFD_SECRET"]
+    words = ["g++", "-E", "-dM", *has, "-include", header, "-x", "c++", "/dev/null"]
+    macros = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    numbers = {name: int(at) for name, at in re.findall(r"#define __NR_(\w+) (\d+)", macros)}
+    refused = seccomp._REFUSED[machine]
+    assert {name: numbers.get(name) for name in refused} == refused
+    assert (seccomp._CLONE[machine], seccomp._SOCKET[machine]) == (numbers["clone"], numbers["socket"])
