@@ -218,41 +218,37 @@ def test_a_skyrl_environment_gets_the_row_and_its_rewards_are_added_up(made):
     environment.close()
 
 
-def gym(first, turn):
-    return f"""
-    import random
-    import numpy as np
+def test_a_gym_environment_ends_when_truncated_starts_alike_from_its_seed_and_says_what_it_answered(made):
+    def gym(turn, first="'Go.'"):
+        return made(f"""
+        import random
+        import numpy as np
 
-    class Thing:
-        def reset(self, *, seed=None, options=None):
-            np.random.seed(seed)
-            return {first}, {{}}
+        class Thing:
+            def reset(self, *, seed=None, options=None):
+                np.random.seed(seed)
+                return {first}, {{}}
 
-        def step(self, action): return {turn}
-    """
+            def step(self, action): return {turn}
+        """)
 
-
-def test_a_gym_environment_is_over_when_it_is_truncated_and_starts_alike_with_the_same_seed(made):
-    environment = made(gym("'Go.'", "('There.', 0.5, False, action == 'stop', {})"))
+    environment = gym("('There.', 0.5, False, action == 'stop', {})")
     assert opening(environment, "You are a robot.", seed=2**62) == ["You are a robot.\n\nGo."]
     assert not environment.step(say("go")).done
     assert environment.step(say("stop")).done
     assert environment.score() == 1.0
     environment.close()
-    environment = made(gym("f'{random.random()} {np.random.rand()}'", "None"))
+    environment = gym("None", first="f'{random.random()} {np.random.rand()}'")
     first, same, other = (opening(environment, seed=seed) for seed in (7, 7, 8))
     assert first == same != other, "whether it draws from the global generators of Python or NumPy"
     random.seed()
     np.random.seed()
-
-
-def test_a_gym_environment_that_answers_in_another_form_says_which(made):
     for turn, problem in (
         ("([0, 1], 0.0, False, False, {})", r"step\(\) returned list \[0, 1\]; an observation must be text"),
         ("('There.', 0.0, False, {})", r"step\(\) returned .*, expected \(observation, reward, terminated,"),
         ("('There.', float('nan'), False, False, {})", "expected a finite number, got nan"),
     ):
-        environment = made(gym("'Go.'", turn))
+        environment = gym(turn)
         opening(environment)
         with pytest.raises((TypeError, ValueError), match=problem):
             environment.step(say("go"))

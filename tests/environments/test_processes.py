@@ -276,14 +276,17 @@ def test_only_so_many_episodes_are_open_at_once_and_others_have_their_turn(pool)
     assert sorted(ended) == list(range(12))
 
 
-def test_an_environment_that_cannot_be_imported_is_refused_in_one_line(pool):
-    for target, says in (
-        ("broken:Any", "--environment broken:Any: .*no_such_package"),
-        ("deadly:Any", r"ended while importing it \(SIGABRT\)"),
-    ):
-        with pytest.raises(ConfigError, match=says) as raised:
-            pool.check(target)
-        assert "\n" not in str(raised.value)
+def test_an_environment_that_cannot_be_imported_or_isolated_is_refused_in_one_line(pool, monkeypatch):
+    monkeypatch.setattr("shutil.which", lambda *_, **__: None)
+    with EnvironmentPool(EnvironmentConfig(environment_sandbox=True)) as sandboxed:
+        for own, target, says in (
+            (pool, "broken:Any", "--environment broken:Any: .*no_such_package"),
+            (pool, "deadly:Any", r"ended while importing it \(SIGABRT\)"),
+            (sandboxed, TARGET, r"--environment-sandbox: .*bwrap.*install bubblewrap"),
+        ):
+            with pytest.raises(ConfigError, match=says) as raised:
+                own.check(target)
+            assert "\n" not in str(raised.value)
 
 
 @pytest.mark.slow
@@ -329,14 +332,6 @@ def test_a_sandboxed_environment_has_no_network_and_a_temporary_directory_only()
     assert found["network"].endswith("Error")
     assert len(found["processes"]) < 10
     assert not Path(found["made"]).exists()
-
-
-def test_without_bubblewrap_a_sandboxed_environment_is_refused(monkeypatch):
-    monkeypatch.setattr("shutil.which", lambda *_, **__: None)
-    says = r"--environment-sandbox: .*bwrap.*install bubblewrap"
-    sandboxed = EnvironmentConfig(environment_sandbox=True)
-    with EnvironmentPool(sandboxed) as pool, pytest.raises(ConfigError, match=says):
-        pool.check(TARGET)
 
 
 def test_whatever_is_killed_every_episode_answers_or_fails_and_nothing_is_left():

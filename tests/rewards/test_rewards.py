@@ -127,6 +127,8 @@ def test_a_function_by_import_path_gets_what_it_needs_and_may_say_more_than_a_nu
     assert graded.score([]) == []
     in_order = [Score(i / 100, i >= 50) for i in range(100)]
     assert graded.score(asked(*[str(i / 100) for i in range(100)])) == in_order
+    forked = graded.score(asked("os.fork() == 0", "0.25", "0.5"))  # whose first call returns twice
+    assert [score.reward for score in forked] == [0.0, 0.25, 0.5]
 
 
 def test_a_fault_is_an_error_and_not_a_reward(graded):
@@ -282,11 +284,6 @@ def test_what_a_function_started_ends_with_its_worker_or_pool_and_what_it_prints
     assert f"[{left_out:,} bytes that reward function {GRADED} printed were left" in said
 
 
-def test_a_process_that_forks_within_its_function_answers_once(graded):
-    scores = graded.score(asked("os.fork() == 0", "0.25", "0.5"))  # both return
-    assert [score.reward for score in scores] == [0.0, 0.25, 0.5]
-
-
 def test_every_prompt_may_name_its_verifier(pool):
     pairs = [*asked("0.5", rm_type="users_rewards:late"), *asked("1")]
     pairs += [*asked("1", rm_type="maths"), *asked("1", rm_type="nowhere_at_all:score")]
@@ -433,19 +430,14 @@ def test_an_answer_that_the_scorer_stumbles_over_is_wrong_and_a_label_is_named_a
             check_labels(reasoning_gym._pool, [factors, prompt], DataConfig())
 
 
-def test_the_answer_follows_the_last_mark():
-    assert extract_answer("1+1=2#2 \n") == "2"
-    assert extract_answer("#3\n1+1=2#2") == "2"
-    assert extract_answer(" 2 ") == "2"
-    assert extract_answer("1+1=2#") is None
-    assert extract_answer("## Answer\n<answer> 15 </answer> done") == "15"
-    assert extract_answer(r"it is \boxed{15}.") == "15"
-    assert extract_answer("<think>#3</think> 15") == "15"
-    for response in ("A# #B", "so <answer>A# #B</answer>"):  # whose answers contain the mark
+def test_the_answer_follows_the_last_mark_and_has_the_place_of_its_last_occurrence():
+    for response, answer in (
+        ("#3\n1+1=2#2 \n", "2"), (" 2 ", "2"), ("1+1=2#", None), (r"it is \boxed{15}.", "15"),
+        ("## Answer\n<answer> 15 </answer> done", "15"), ("<think>#3</think> 15", "15"),
+    ):  # fmt: skip
+        assert extract_answer(response) == answer
+    for response in ("A# #B", "so <answer>A# #B</answer>"):  # of a task whose answers contain the mark
         assert extract_answer(response, {"source_dataset": "ab"}) == "A# #B"
-
-
-def test_the_place_of_an_answer_is_that_of_its_last_occurrence():
     assert answer_place("3+4=7#7", "7") == 6
     assert answer_place(r"so \boxed{ 1 + x }", "1+x") == 11
     assert answer_place("3+4=7#7", "8") is None
