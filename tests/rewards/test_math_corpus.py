@@ -34,9 +34,12 @@ def wrongly_judged(verifier, answers_of, response="So it is \\boxed{%s}."):
 
 
 def test_what_cannot_be_computed_is_wrong_and_no_error(verifier):
-    too_much = [r"\boxed{10^{10^{10}}}", r"\boxed{" + r"\sqrt{" * 300 + "2" + "}" * 301]
-    scores = verifier.score([(prompt("9"), response) for response in too_much])
-    assert scores == [Score(0.0, False, details={"response_error": 1.0})] * 2
+    too_much = [("9", r"\boxed{10^{10^{10}}}"), ("9", r"\boxed{" + r"\sqrt{" * 300 + "2" + "}" * 301)]
+    too_much.append(("1/2", rf"\boxed{{{'2' * 200}/{'4' * 200}}}"))
+    of_another_value = ("(2+x)^{500}", r"\boxed{(1+x)^{500}}")  # which would take seconds in vain
+    *scores, fast = verifier.score([(prompt(label), text) for label, text in (*too_much, of_another_value)])
+    assert scores == [Score(0.0, False, details={"response_error": 1.0})] * 3
+    assert fast == Score(0.0, False)
 
 
 def test_a_label_without_an_answer_is_an_error_and_named_at_the_start(verifier):
@@ -57,6 +60,7 @@ def test_a_quotation_of_the_prompt_answers_nothing(verifier):
 
 def test_answers_of_all_formats_are_judged(verifier):
     """Formats, traps, hostile text."""
+    matrix, sevens = r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}", "7" * 150
     answers = {
         "255651622": (
             ["255651622", "255,651,622", "255{,}651{,}622", r"255\,651\,622", "255651622.0", "+255651622",
@@ -90,6 +94,10 @@ def test_answers_of_all_formats_are_judged(verifier):
         "0.001": (["1e-3"], []), "1e-3": (["10^{-3}"], []), "5000000": ([r"5\text{ million}"], []),
         r"60^\circ": (["60°"], []), "60": ([r"60^{\circ}"], ["61°"]), r"\infty": ([r"\infty"], []),
         "(x+1)^2": (["x^2+2x+1"], ["x^2+2x+2"]), "9" * 100_000: (["9" * 100_000], ["9" * 99_999 + "8"]),
+        r"\emptyset": ([r"\varnothing"], []), r"\varnothing": (["∅"], []), "yes": ([r"\text{YES}"], []),
+        "no solution": ([r"\text{No solutions}"], [r"\text{solutions}"]),
+        r"\text{No real solution}": ([r"\text{no real solutions}"], []),
+        f"({sevens},1)": ([f"({sevens}.0, 1)"], []), f"{matrix}+{matrix}": ([f"{matrix} + {matrix}"], []),
         "274": (
             [],
             ["", "?", "\\", "{", "$", r"\frac", r"\frac{1}{0}", r"\sqrt{", "nan", "None", r"\infty", "\x00",
@@ -101,6 +109,7 @@ def test_answers_of_all_formats_are_judged(verifier):
 
 
 def test_which_answer_of_a_response_counts(verifier):
+    numbers, sevens = ",".join(map(str, range(1, 26))), "7" * 800
     answers = {
         "7311": (
             [r"It is 7409? No: \boxed{7311}", r"\boxed{7409}, no: \boxed{7311}", "The answer is 7311.",
@@ -113,6 +122,10 @@ def test_which_answer_of_a_response_counts(verifier):
              r"\boxed{7409}, \boxed{7311}", "7311 eggs. The answer is 7409", r"7311, so \boxed{7409}"],
         ),
         "12:00": (["The answer is 12:00."], ["The answer is 12:30."]),
+        "1,2,3,4": (["So it is 1, 2, 3 or 4", "So it is 1, 2 , 3, or 4", "So it is 1,2 or 3 or 4"], []),
+        numbers: ([f"The answer is {numbers}"], []), "25": ([], [f"The answer is {numbers}"]),
+        sevens: ([f"The answer is {sevens}"], []), "7": ([], [f"The answer is {sevens}"]),
+        "4": ([], ["So it is 3 or 4"]),
         r"\{63,15,43\}": ([r"\boxed{63}, \boxed{15} and \boxed{43}"], []),
         "63, 15, 43": ([r"$\boxed{43}$, $\boxed{63}$, $\boxed{15}$"], []),
         "(63, 15)": ([r"x = \boxed{63}, y = \boxed{15}"], [r"x = \boxed{15}, y = \boxed{63}"]),

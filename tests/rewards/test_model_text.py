@@ -79,32 +79,6 @@ def test_much_of_one_character_and_of_what_patterns_look_for_is_read(door, fragm
             assert not is_last, f"{text[:30]!r} over and over took {seconds:.1f} s of processor time"
 
 
-def test_lists_long_numbers_empty_sets_and_formulas_are_graded():
-    numbers = ",".join(map(str, range(1, 26)))
-    matrix = r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}"
-    for response, label, reward in (
-        (f"The answer is {numbers}", numbers, 1.0),
-        (f"The answer is {numbers}", "25", 0.0),
-        ("The answer is " + "7" * 800, "7", 0.0),
-        ("The answer is " + "7" * 800, "7" * 800, 1.0),
-        ("So it is 1, 2, 3 or 4", "1,2,3,4", 1.0),
-        ("So it is 1, 2 , 3, or 4", "1,2,3,4", 1.0),
-        ("So it is 1,2 or 3 or 4", "1,2,3,4", 1.0),
-        ("So it is 3 or 4", "4", 0.0),
-        (rf"\boxed{{({'7' * 150}.0, 1)}}", f"({'7' * 150},1)", 1.0),
-        (rf"\boxed{{{'2' * 200}/{'4' * 200}}}", "1/2", {"score": 0.0, "response_error": 1.0}),
-        (r"\boxed{\varnothing}", r"\emptyset", 1.0),
-        (r"\boxed{∅}", r"\varnothing", 1.0),
-        (r"\boxed{\text{No solutions}}", "no solution", 1.0),
-        (r"\boxed{\text{no real solutions}}", r"\text{No real solution}", 1.0),
-        (r"\boxed{\text{solutions}}", "no solution", 0.0),
-        (r"\boxed{\text{YES}}", "yes", 1.0),
-        (r"\boxed{(1+x)^{500}}", "(2+x)^{500}", 0.0),  # of quite another value: it would take seconds in vain
-        (rf"\boxed{{{matrix} + {matrix}}}", f"{matrix}+{matrix}", 1.0),  # left to math-verify
-    ):
-        assert math.score([""], [response], [label], [{}]) == [reward]
-
-
 def test_boxes_within_boxes_take_no_more_memory_than_the_text():
     nested = "\\boxed{" * 30_000 + "7" + "}" * 30_000
     tracemalloc.start()
