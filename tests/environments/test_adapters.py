@@ -33,9 +33,10 @@ def directory(monkeypatch, tmp_path):
     """A directory of the user's; what is imported from it is forgotten after the test."""
     monkeypatch.setenv("IBPO_CWD", str(tmp_path))
     monkeypatch.setattr(sys, "path", [*sys.path])
+    before = set(sys.modules)
     yield tmp_path
-    for name, module in [*sys.modules.items()]:
-        if str(tmp_path) in (getattr(module, "__file__", None) or ""):
+    for name in set(sys.modules) - before:
+        if str(tmp_path) in (getattr(sys.modules[name], "__file__", None) or ""):
             del sys.modules[name]
 
 

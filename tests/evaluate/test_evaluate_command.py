@@ -51,6 +51,10 @@ def run_dir(tmp_path):
 
 
 def test_a_policy_is_a_run_whose_settings_yield_to_flags_or_a_checkpoint(run_dir, tmp_path, monkeypatch):
+    stored = run_dir / "checkpoints/step_000020"
+    (stored / "hf").mkdir(parents=True)
+    for name in ("metadata.json", "run_state.json"):
+        (stored / name).write_text("{}")
     policy = policy_of([str(run_dir), "--n-samples-per-eval-prompt", "4", "--seed", "8"])
     config = policy.config
     assert policy.stored is None, "what the run exported"
@@ -62,10 +66,6 @@ def test_a_policy_is_a_run_whose_settings_yield_to_flags_or_a_checkpoint(run_dir
     assert (config.run.load, config.cluster.ray_address) == (None, None)
     monkeypatch.setenv("IBPO_CWD", str(run_dir.parent))  # where the user stands
     assert policy_of(["run"]).config.model.hf_checkpoint == run_dir / "hf"
-    stored = run_dir / "checkpoints/step_000020"
-    (stored / "hf").mkdir(parents=True)
-    for name in ("metadata.json", "run_state.json"):
-        (stored / name).write_text("{}")
     (run_dir / "hf").rmdir()
     policy = policy_of([str(run_dir)])
     assert (policy.stored, policy.config.rollout.rollout_max_response_len) == (stored, 48)

@@ -216,7 +216,12 @@ def test_settings_that_cannot_work_are_refused_before_work_starts(template):
 
 def test_a_server_is_tried_before_the_run(template, monkeypatch):
     judge = {"rm_type": "http_judge", "rm_template": template, "rm_model": "big"}
-    scorer = {"rm_type": "http_score"}
+    scorer, models = {"rm_type": "http_score"}, {"data": [{"id": "small"}, {"id": "big"}]}
+    with serving(lambda body, _: {"score": 0.5} if body else models) as (url, _):
+        check_servers(DataConfig(rm_url=url, **judge))
+        check_servers(DataConfig(rm_url=url, **scorer))
+    with pytest.raises(ConfigError, match="Cannot connect"):
+        check_servers(DataConfig(rm_url=url, **scorer))
     for settings, answer, says in (
         (judge, {"data": [{"id": "small"}]}, "has no model --rm-model big; it has small"),
         (judge, (404, "not found"), "as a rule …/v1"),
@@ -233,11 +238,6 @@ def test_a_server_is_tried_before_the_run(template, monkeypatch):
         assert says in said
         assert said.startswith(f"--rm-url: {url}")
         assert "\n" not in said
-    with serving(lambda *_: {"data": [{"id": "small"}, {"id": "big"}], "score": 0.5}) as (url, _):
-        check_servers(DataConfig(rm_url=url, **judge))
-        check_servers(DataConfig(rm_url=url, **scorer))
-    with pytest.raises(ConfigError, match="Cannot connect"):
-        check_servers(DataConfig(rm_url=url, **scorer))
 
 
 def test_the_documented_score_server_scores(pool, tmp_path, monkeypatch):
