@@ -14,24 +14,16 @@ from megatron_ibpo.environments.chat import open_chat
 from support.chat_families import FAMILIES, end_ids, family_tokenizer, tagged_bytes
 
 FEW = settings(max_examples=10)
-
 PROPERTIES = {"text": {"type": "string"}, "count": {"type": "integer"}, "exact": {"type": "boolean"}}
-SCHEMA = {"type": "object", "properties": PROPERTIES}
-CALC = {"name": "calc", "description": "Compute.", "parameters": SCHEMA}
+CALC = {"name": "calc", "description": "Compute.", "parameters": {"type": "object", "properties": PROPERTIES}}
 QUESTION = [{"role": "user", "content": "q"}]
-REWRITTEN = {"qwen3", "qwen3_5", "glm4_5", "gpt_oss"}
-"""Families whose templates write earlier turns otherwise than the last one."""
-
-RENDERERS = {"qwen3": "Qwen3", "qwen3_5": "Qwen35", "glm4_5": "GLM45", "llama3_2": "Llama3"}
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 CHATML += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 
 words = st.text(st.characters(codec="utf-8", exclude_characters="<>", exclude_categories=["C"]), max_size=20)
 words = words.map(str.strip).filter(bool)
 arguments = st.fixed_dictionaries({"text": words, "count": st.integers(), "exact": st.booleans()})
 answers = st.one_of(words.map(lambda text: [user(text)]), words.map(lambda text: [answer(text)]))
-policy_turns = st.tuples(st.lists(st.integers(0, 255), max_size=8), st.integers(0, 9), answers)
 
 
 def user(text):
@@ -62,19 +54,18 @@ def chat_of(tmp_path_factory):
 
     @cache
     def opened(name):
-        family = "qwen3" if name == "plain" else name
-        tokenizer = family_tokenizer(family)
+        family, is_plain = ("qwen3", True) if name == "plain" else (name, False)
+        tokenizer, place = family_tokenizer(family), tmp_path_factory.mktemp(name)
         ends = end_ids(family, tokenizer)
-        place, is_plain = tmp_path_factory.mktemp(name), name == "plain"
         return tokenizer, in_directory(place, tokenizer, ends, applies_template=not is_plain), ends
 
     return opened
 
 
-def turn_ids(tokenizer, ends, message, **settings):
+def turn_ids(tokenizer, ends, message):
     """Return the ids of an assistant's turn as the family's template writes it after its prompt."""
-    prompt = tokenizer.render_chat(QUESTION, settings)
-    text = tokenizer.render_chat([*QUESTION, message], settings, generation_prompt=False)
+    prompt = tokenizer.render_chat(QUESTION)
+    text = tokenizer.render_chat([*QUESTION, message], generation_prompt=False)
     shared = takewhile(lambda pair: pair[0] == pair[1], zip(prompt, text, strict=False))
     ids = tokenizer.encode(text[len(list(shared)) :])
     end = next((place for place, token in enumerate(ids) if token in ends), len(ids))
@@ -83,7 +74,7 @@ def turn_ids(tokenizer, ends, message, **settings):
 
 @pytest.mark.parametrize("name", FAMILIES)
 @FEW
-@given(turns=st.lists(policy_turns, max_size=4))
+@given(turns=st.lists(st.tuples(st.binary(max_size=8), st.integers(0, 9), answers), max_size=4))
 def test_an_episode_is_its_opening_and_what_was_appended_whatever_the_policy_writes(chat_of, name, turns):
     tokenizer, chat, ends = chat_of(name)
     conversation = chat.open(QUESTION, [CALC])
@@ -98,11 +89,12 @@ def test_an_episode_is_its_opening_and_what_was_appended_whatever_the_policy_wri
         assert chat.extend([5, before[-1]], messages) == conversation[len(before) :]
 
 
-@pytest.mark.parametrize("name", sorted(set(FAMILIES) - REWRITTEN))
+@pytest.mark.parametrize("name", ["qwen2_5", "qwen3_instruct_2507", "llama3_2"])
 @FEW
 @given(question=words, turns=st.lists(st.tuples(arguments, words, words, words), min_size=1, max_size=3))
 def test_where_the_template_rewrites_nothing_the_ids_are_those_it_renders(chat_of, name, question, turns):
     tokenizer, chat, ends = chat_of(name)
+    assert not any("writes earlier turns differently" in note for note in chat.notes)
     messages = [{"role": "system", "content": "Be brief."}, user(question)]
     ids = chat.open(messages, [CALC])
     for values, result, said, more in turns:
@@ -114,12 +106,16 @@ def test_where_the_template_rewrites_nothing_the_ids_are_those_it_renders(chat_o
             assert tokenizer.decode_all(ids) == tokenizer.render_chat(messages, tools=[CALC])
 
 
-@pytest.mark.parametrize("name", RENDERERS)
+@pytest.mark.parametrize(
+    ("name", "their_name"),
+    [("qwen3", "Qwen3"), ("qwen3_5", "Qwen35"), ("glm4_5", "GLM45"), ("llama3_2", "Llama3")],
+)
 @FEW
 @given(messages=answers, more=words)
-def test_extending_equals_the_bridge_of_the_renderers_package(chat_of, name, messages, more):
+def test_extending_equals_the_bridge_of_the_renderers_package(chat_of, name, their_name, messages, more):
     tokenizer, chat, ends = chat_of(name)
-    kind, config = (getattr(renderers, RENDERERS[name] + end) for end in ("Renderer", "RendererConfig"))
+    assert any("writes earlier turns differently" in note for note in chat.notes) is (name != "llama3_2")
+    kind, config = (getattr(renderers, their_name + end) for end in ("Renderer", "RendererConfig"))
     prompt = chat.open(QUESTION, [])
     policy = turn_ids(tokenizer, ends, assistant("done"))
     if messages[0]["role"] == "tool" and name != "llama3_2":
@@ -150,21 +146,19 @@ def test_reasoning_is_read_apart_from_the_answer_which_is_all_without_marks(chat
         tokenizer, chat, _ = chat_of(name)
         read = chat.read(tokenizer.encode(thought + "four"))
         assert read == assistant("four", reasoning_content="add")
-    for name in {*FAMILIES} - {"qwen3_5"}:  # whose turns begin with reasoning
-        tokenizer, chat, _ = chat_of(name)
-        assert chat.read(tokenizer.encode("four")) == assistant("four"), name
+        if name != "qwen3_5":  # whose turns begin with reasoning
+            assert chat.read(tokenizer.encode("four")) == assistant("four"), name
 
 
 def test_a_call_ends_reasoning_and_is_text_where_it_is_broken_or_no_tools_are(chat_of):
+    made = '<tool_call>\n{"name": "calc", "arguments": {}}\n</tool_call>'
+    broken, text = made.replace("}}", ""), "Try " + made
     for name in ("qwen2_5", "qwen3"):
         tokenizer, chat, _ = chat_of(name)
-        made = '<tool_call>\n{"name": "calc", "arguments": {}}\n</tool_call>'
         read = chat.read(tokenizer.encode("<think>I ask." + made))
         assert (read["reasoning_content"], read["tool_calls"]) == ("I ask.", [call({})])
-        text = "Try " + made
         assert chat.read(tokenizer.encode(text), []) == assistant(text)
         assert chat.read(tokenizer.encode(text), [CALC])["tool_calls"] == [call({})]
-        broken = made.replace("}}", "")
         read = chat.read(tokenizer.encode("So: " + broken), [CALC])
         assert read["malformed_tool_calls"] == [broken]
         assert read["content"].startswith("So:")
@@ -172,17 +166,17 @@ def test_a_call_ends_reasoning_and_is_text_where_it_is_broken_or_no_tools_are(ch
         assert "tool_calls" not in read
 
 
-TAGS = [
+tags = st.sampled_from([
     "<tool_call>", "</tool_call>", "<function=f>", "<parameter=a>", "</parameter>", "</function>",
     "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<think>", "</think>", "to=functions.f ",
     "<|channel|>", "<|message|>", "<|start|>", "<|call|>", "<|end|>", "[", "{", '"', "\\ud800", '{"name": 3}',
     '{"name": "f", "arguments": {}}', '{"name": "f", "arguments": {"x": NaN}}',
-]  # fmt: skip
+])  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, "plain"])
 @FEW
-@given(st.lists(st.one_of(st.sampled_from(TAGS), words), max_size=12), st.lists(st.integers(0, 270)))
+@given(st.lists(st.one_of(tags, words), max_size=12), st.lists(st.integers(0, 270)))
 def test_reading_never_fails_and_gives_what_any_record_can_hold(chat_of, name, parts, ids):
     tokenizer, chat, _ = chat_of(name)
     for turn in (tokenizer.encode("".join(parts)), ids):
@@ -209,7 +203,7 @@ def test_a_turn_that_repeats_itself_is_read_as_text_at_once(chat_of):
         ("gpt_oss", "<|start|><|message|>" * 5_000),
         ("qwen2_5", "<tool_call>" * 5_000),
         ("qwen3", "<|im_start|>assistant\n" + "\n" * 10_000),
-    ):  # fmt: skip
+    ):
         tokenizer, chat, _ = chat_of(name)
         read = chat.read(tokenizer.encode(text))
         check_message(read)
@@ -230,7 +224,7 @@ def test_arguments_are_an_object_with_the_types_of_the_schema(chat_of):
     assert chat.read(tokenizer.encode(answered), []) == assistant(answered), "no call where no tools are"
 
 
-def test_what_the_template_puts_after_a_turn_is_added_unless_the_policy_wrote_it(chat_of):
+def test_what_the_template_puts_after_a_turn_is_added_unless_the_policy_wrote_it(chat_of, tmp_path):
     for name, end, first in (
         ("qwen3", "<|im_end|>", "\n<|im_start|>user"),
         ("qwen3", "<|endoftext|>", "<|im_end|>\n<|im_start|>user"),
@@ -238,27 +232,20 @@ def test_what_the_template_puts_after_a_turn_is_added_unless_the_policy_wrote_it
         ("glm4_5", "<|endoftext|>", "<|user|>\nmore"),
         ("llama3_2", "<|eom_id|>", "<|start_header_id|>user"),
         ("gpt_oss", "<|return|>", "<|start|>user"),
-        ("gpt_oss", "<|call|>", "<|start|>user"),
     ):
         tokenizer, chat, _ = chat_of(name)
         added = chat.extend(tokenizer.encode(end), [user("more")])
         assert tokenizer.decode_all(added).startswith(first)
     with pytest.raises(ValueError, match="a turn that was cut cannot be extended"):
         chat.extend([1, 2, 3], [user("more")])
-
-
-def test_a_run_says_at_its_start_how_calls_are_read_and_whether_turns_are_rewritten(chat_of):
-    formats = {"qwen2_5": "Hermes", "qwen3_5": "Qwen3.5", "glm4_5": "GLM-4.5", "llama3_2": "Llama 3"}
-    formats["gpt_oss"] = "gpt-oss"
-    for name in FAMILIES:
-        _, chat, _ = chat_of(name)
-        assert chat.notes[0].endswith(f"calls are read in the format of {formats.get(name, 'Qwen3')}")
-        assert len(chat.notes) == 1 + (name in REWRITTEN)
-        assert all("writes earlier turns differently" in note for note in chat.notes[1:])
+    tokenizer, _, ends = chat_of("qwen3")
+    chat = in_directory(tmp_path, tokenizer, ends, enable_thinking=False)
+    for ids in (chat.open(QUESTION, []), chat.extend([ends[0]], QUESTION)):
+        assert tokenizer.decode_all(ids).endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
 
 
 def test_a_template_without_tools_gets_them_as_text(tmp_path):
-    tokenizer = tagged_bytes(CHATML, CHATML_TOKENS, end="<|im_end|>")
+    tokenizer = tagged_bytes(CHATML, ("<|im_start|>", "<|im_end|>"), end="<|im_end|>")
     chat = in_directory(tmp_path, tokenizer, tokenizer.eos_id)
     assert "tools are shown in the system message" in chat.notes[0]
     shown = tokenizer.decode_all(chat.open(QUESTION, [CALC]))
@@ -272,13 +259,6 @@ def test_a_template_without_tools_gets_them_as_text(tmp_path):
         "\n<|im_start|>user\n<tool_response>\n1\n</tool_response>\n<tool_response>\n2\n</tool_response><|im_end|>\n"
         "<|im_start|>assistant\n"
     )
-
-
-def test_settings_of_the_template_hold_in_every_turn(tmp_path, chat_of):
-    tokenizer, _, ends = chat_of("qwen3")
-    chat = in_directory(tmp_path, tokenizer, ends, enable_thinking=False)
-    for ids in (chat.open(QUESTION, []), chat.extend([ends[0]], QUESTION)):
-        assert tokenizer.decode_all(ids).endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
 
 
 def test_without_a_template_turns_are_plain_text_one_after_the_other(tmp_path):
@@ -301,6 +281,6 @@ def test_a_template_without_conversations_is_refused_at_the_start(tmp_path):
         (CHATML.replace("m.content", "m.content if m.role == 'user'"), "does not show what the assistant"),
         ("{% for m in messages[1:] %}{{ raise_exception('one turn only') }}{% endfor %}", "one turn only"),
     ):
-        tokenizer = tagged_bytes(template, CHATML_TOKENS, end="<|im_end|>")
+        tokenizer = tagged_bytes(template, ("<|im_start|>", "<|im_end|>"), end="<|im_end|>")
         with pytest.raises(DataError, match=fault):
             in_directory(tmp_path, tokenizer, tokenizer.eos_id)

@@ -1,5 +1,4 @@
-"""Episodes in processes of their own: what dies, hangs or errs ends its own episode, with the kind of fault,
-and nothing is left running."""
+"""Episodes in processes of their own: what dies, hangs or errs ends its own episode, and nothing else."""
 
 import asyncio
 import json
@@ -28,8 +27,7 @@ COUNTING = """
     from megatron_ibpo.environments import Opening, Turn
     from megatron_ibpo.rewards import ResponseError
 
-    def said(what):
-        return Turn([{"role": "user", "content": str(what)}])
+    def said(what): return Turn([{"role": "user", "content": str(what)}])
 
     def attempt(action, *arguments):
         try:
@@ -38,9 +36,7 @@ COUNTING = """
             return type(error).__name__
         return "done"
 
-    class Counting:
-        '''Counts its turns, and evaluates what it is told.'''
-
+    class Counting:  # counts its turns, and evaluates what it is told
         def reset(self, question, label, metadata, seed):
             self.turns, self.rewarded = 0, "dict(score=float(self.turns), turns=self.turns)"
             if question.startswith("eval "):
@@ -51,11 +47,9 @@ COUNTING = """
             self.turns += 1
             return eval(message["content"])
 
-        def score(self):
-            return eval(self.rewarded)
+        def score(self): return eval(self.rewarded)
 
-        def close(self):
-            pass
+        def close(self): pass
 
         def reward(self, expression):
             self.rewarded = expression
@@ -70,8 +64,7 @@ COUNTING = """
             return said(f"{os.getpid()} {child.pid} {open(f'{place}/pid').read().strip()}")
 
         def junk(self):
-            sockets = [one for one in gc.get_objects() if isinstance(one, socket.socket)]
-            [own] = [one for one in sockets if one.fileno() >= 0]
+            [own] = [one for one in gc.get_objects() if isinstance(one, socket.socket) and one.fileno() >= 0]
             own.sendall(b"junk\\n")
 """
 TARGET, COUNT, PID = "counting:Counting", "said(self.turns)", "said(os.getpid())"
@@ -106,14 +99,13 @@ async def episode(pool, question="?", seed=0):
 
 
 async def told(session, text):
-    """Return what the environment answers."""
     turn = await session.step({"role": "assistant", "content": text})
     return turn.messages[0]["content"] if turn.messages else turn
 
 
-async def play(pool, *texts, question="?", seed=0):
+async def play(pool, *texts, question="?"):
     """Return what the environment answers to each text, and its score at last."""
-    async with episode(pool, question, seed) as session:
+    async with episode(pool, question) as session:
         return [await told(session, text) for text in texts], await session.score()
 
 
@@ -188,7 +180,6 @@ def test_where_no_process_can_live_forking_ahead_ends(users_module, tmp_path):
 def test_a_fault_has_its_kind_and_says_what_happened(pool):
     for text, kind, says in (
         (KILL_SELF, "death", r"step: its process died \(SIGKILL\)"),
-        ("ctypes.string_at(0)", "death", r"step: its process died \(SIGSEGV\)"),
         ("os._exit(3)", "death", r"step: its process died \(status 3\)"),
         ("{}['key']", "error", r"step: KeyError: 'key' \(<string>:1 in <module>\)"),
         ("sys.exit(1)", "error", "step: SystemExit: 1"),
@@ -199,12 +190,7 @@ def test_a_fault_has_its_kind_and_says_what_happened(pool):
         ("said('x' * 2**24)", "error", "16,777,[0-9]* bytes, and at most 16,777,216 can be sent"),
         ("self.junk()", "error", "its process wrote an unreadable answer: Expecting value"),
         ("self.reward('float(\"nan\")')", "error", "score: ValueError: expected a finite number, got nan"),
-        ("self.reward('str()')", "error", "score: TypeError: expected a number, got str ''"),
-        (
-            "self.reward('dict(score=1, turns=str())')",
-            "error",
-            "expected a list of numbers as 'turns', got ''",
-        ),
+        ("self.reward('dict(score=1, turns=str())')", "error", "expected a list of numbers as 'turns', got"),
         ("self.reward('dict(score=1, turns=[0, None])')", "error", "got NoneType None"),
     ):
         faults = pool.faults[kind]
@@ -212,17 +198,13 @@ def test_a_fault_has_its_kind_and_says_what_happened(pool):
             played(pool, text)
         assert fault.value.kind == kind
         assert pool.faults[kind] == faults + 1
-
-
-def test_an_environment_that_does_not_open_is_an_error(pool):
     for question, says in (
         ("eval {}['key']", "reset: KeyError: 'key'"),
         ("eval None", r"reset must return Opening\(messages, tools\), got NoneType"),
         ("eval Opening([])", "an opening has at least one message"),
     ):
-        with pytest.raises(EpisodeFaultError, match=says) as fault:
+        with pytest.raises(EpisodeFaultError, match=says):
             played(pool, question=question)
-        assert fault.value.kind == "error"
 
 
 def test_a_score_may_have_rewards_of_turns_or_be_a_fault_of_the_response(pool):
@@ -235,10 +217,8 @@ def test_a_score_may_have_rewards_of_turns_or_be_a_fault_of_the_response(pool):
 
 def test_what_takes_too_long_is_ended():
     async def play_all(pool):
-        slow = ["said(time.sleep(.8))"] * 3
-        return await asyncio.gather(
-            play(pool, HANG), play(pool, *slow), play(pool, COUNT), return_exceptions=True
-        )
+        plays = play(pool, HANG), play(pool, *["said(time.sleep(.8))"] * 3), play(pool, COUNT)
+        return await asyncio.gather(*plays, return_exceptions=True)
 
     with EnvironmentPool(EnvironmentConfig(step_timeout=1.5, episode_timeout=2.0)) as pool:
         pool.check(TARGET)
@@ -253,14 +233,14 @@ def test_nothing_that_an_episode_has_started_outlives_it(pool, last, tmp_path):
     async def play():
         with suppress(EpisodeFaultError):
             async with episode(pool) as session:
-                started = [
-                    int(pid) for pid in (await told(session, f"self.leave({str(tmp_path)!r})")).split()
-                ]
-                assert not any(map(has_ended, started))
+                started = map(int, (await told(session, f"self.leave({str(tmp_path)!r})")).split())
+                pids.extend(started)
+                assert not any(map(has_ended, pids))
                 await told(session, last)
-        return started
 
-    pids = asyncio.run(play())
+    pids: list[int] = []
+    asyncio.run(play())
+    assert len(pids) == 3
     assert eventually(lambda: all(map(has_ended, pids)), seconds=10)
 
 
@@ -277,34 +257,36 @@ def test_a_cancelled_step_ends_its_process(pool):
 
 
 def test_only_so_many_episodes_are_open_at_once_and_others_have_their_turn(pool):
-    begun, ended, open_now = [], [], []
+    open_now, most, ended = 0, 0, []
 
     async def play(name):
+        nonlocal open_now, most
         async with episode(pool):
-            begun.append(name)
-            open_now.append(len(begun) - len(ended))
+            open_now += 1
+            most = max(most, open_now)
             await asyncio.sleep(0)
-            ended.append(name)
+            open_now -= 1
+        ended.append(name)
 
     async def play_all():
         await asyncio.gather(*map(play, range(12)))
 
     asyncio.run(play_all())
-    assert max(open_now) <= 4
-    assert sorted(begun) == list(range(12))
+    assert most <= 4
+    assert sorted(ended) == list(range(12))
 
 
-@pytest.mark.parametrize(
-    ("target", "says"),
-    [
-        ("broken:Any", "--environment broken:Any: .*no_such_package"),
-        pytest.param("deadly:Any", r"ended while importing it \(SIGABRT\)", marks=pytest.mark.slow),
-    ],
-)
-def test_an_environment_that_cannot_be_imported_is_refused_in_one_line(pool, target, says):
-    with pytest.raises(ConfigError, match=says) as raised:
-        pool.check(target)
-    assert "\n" not in str(raised.value)
+def test_an_environment_that_cannot_be_imported_or_isolated_is_refused_in_one_line(pool, monkeypatch):
+    monkeypatch.setattr("shutil.which", lambda *_, **__: None)
+    with EnvironmentPool(EnvironmentConfig(environment_sandbox=True)) as sandboxed:
+        for own, target, says in (
+            (pool, "broken:Any", "--environment broken:Any: .*no_such_package"),
+            (pool, "deadly:Any", r"ended while importing it \(SIGABRT\)"),
+            (sandboxed, TARGET, r"--environment-sandbox: .*bwrap.*install bubblewrap"),
+        ):
+            with pytest.raises(ConfigError, match=says) as raised:
+                own.check(target)
+            assert "\n" not in str(raised.value)
 
 
 @pytest.mark.slow
@@ -322,14 +304,12 @@ def test_episodes_and_what_they_started_die_with_their_owner(users_module, tmp_p
 
         asyncio.run(play(EnvironmentPool(EnvironmentConfig())))
     """
-    path = os.pathsep.join([str(users_module), *sys.path])
-    command, env = [sys.executable, "-c", textwrap.dedent(program)], os.environ | {"PYTHONPATH": path}
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(users_module), *sys.path])}
+    command = [sys.executable, "-c", textwrap.dedent(program)]
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE) as owner:
-        try:
-            processes = [int(pid) for pid in owner.stdout.readline().split()]
-            assert len(processes) == 3
-        finally:
-            owner.kill()
+        processes = [int(pid) for pid in owner.stdout.readline().split()]
+        owner.kill()
+    assert len(processes) == 3
     assert eventually(lambda: all(map(has_ended, processes)), seconds=10)
 
 
@@ -345,22 +325,13 @@ def test_a_sandboxed_environment_has_no_network_and_a_temporary_directory_only()
         with EnvironmentPool(EnvironmentConfig(environment_sandbox=True)) as pool:
             pool.check(TARGET)
             ((answer,), _) = played(pool, probe)
-            with pytest.raises(EpisodeFaultError, match=r"step: its process died \(SIGKILL\)") as fault:
+            with pytest.raises(EpisodeFaultError, match=r"step: its process died \(SIGKILL\)"):
                 played(pool, KILL_SELF)
-    assert fault.value.kind == "death"
     found = json.loads(answer)
     assert found["root"].endswith("Error")
     assert found["network"].endswith("Error")
     assert len(found["processes"]) < 10
     assert not Path(found["made"]).exists()
-
-
-def test_without_bubblewrap_a_sandboxed_environment_is_refused(monkeypatch):
-    monkeypatch.setattr("shutil.which", lambda *_, **__: None)
-    says = r"--environment-sandbox: .*bwrap.*install bubblewrap"
-    sandboxed = EnvironmentConfig(environment_sandbox=True)
-    with EnvironmentPool(sandboxed) as pool, pytest.raises(ConfigError, match=says):
-        pool.check(TARGET)
 
 
 def test_whatever_is_killed_every_episode_answers_or_fails_and_nothing_is_left():
@@ -372,13 +343,9 @@ def test_whatever_is_killed_every_episode_answers_or_fails_and_nothing_is_left()
 
     def kill():
         """Kill an episode's process or, now and then, the one that it is a fork of."""
-        found = [
-            child for child in started() if child.cmdline()[2:3] == ["megatron_ibpo.environments.zygote"]
-        ]
-        pids = {child.pid for child in found}
-        episodes = [one for one in found if one.ppid() in pids]
-        victim = rng.choice(episodes)
-        kind = "zygote" if sum(killed.values()) in (8, 24) else "episode"
+        zygotes = [one for one in started() if one.cmdline()[2:3] == ["megatron_ibpo.environments.zygote"]]
+        victim = rng.choice([one for one in zygotes if one.ppid() in {other.pid for other in zygotes}])
+        kind = "zygote" if killed.total() in (8, 24) else "episode"
         (victim if kind == "episode" else victim.parent()).kill()
         killed[kind] += 1
 

@@ -1,4 +1,4 @@
-"""Benchmark files as they are published, written small by hand: what is read, and what is refused where."""
+"""Benchmark files as they are published, written small by hand."""
 
 import base64
 import gzip
@@ -21,8 +21,6 @@ from megatron_ibpo.rewards import open_verifier
 from support.paths import ROOT
 from support.sandboxed import adopts_no_longer, needs_sandbox  # noqa: F401
 
-BOXED = "\n\nPlease reason step by step, and put your final answer within \\boxed{}."
-
 
 def lines(path, *rows):
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -34,12 +32,14 @@ def read(name, path):
     """(id, prompt, label) of every row, and what is noted of the file."""
     rows = BenchmarkRows(BENCHMARKS[name], name, str(path))
     found = [row for _, row in rows]
-    assert all(row["metadata"] == {"id": row["id"], "rm_type": BENCHMARKS[name].rm_type} for row in found)
-    assert all(row["task"] == name for row in found)
+    for row in found:
+        assert row["metadata"] == {"id": row["id"], "rm_type": BENCHMARKS[name].rm_type}
+        assert row["task"] == name
     return [(row["id"], row["prompt"], row["label"]) for row in found], rows.notes()
 
 
 def test_mathematical_benchmarks_are_read_in_the_layouts_of_their_publishers(tmp_path):
+    boxed = "\n\nPlease reason step by step, and put your final answer within \\boxed{}."
     contests: list[dict] = [
         {"problem_idx": 7, "problem": "What is $6\\cdot 7$?", "answer": 42, "problem_type": ["Algebra"]},
         {"id": "a", "problem": "What is $1+1$?", "answer": "2"},
@@ -47,46 +47,31 @@ def test_mathematical_benchmarks_are_read_in_the_layouts_of_their_publishers(tmp
     ]
     of_contests = [("7", "What is $6\\cdot 7$?", "42"), ("a", "What is $1+1$?", "2")]
     of_contests.append(("2", "Find $x$ in $2x=1$.", "\\frac{1}{2}"))
-    math500: dict = {
-        "problem": "Simplify $\\sqrt{4}$.", "solution": "It is $\\boxed{2}$.", "answer": "2",
-        "subject": "Prealgebra", "level": 1, "unique_id": "test/prealgebra/1.json",
-    }  # fmt: skip
+    math500 = {"problem": "Simplify $\\sqrt{4}$.", "answer": "2", "level": 1, "unique_id": "test/1.json"}
     gsm8k: list[dict] = [  # the label is what follows the mark
         {"question": "How many eggs?", "answer": "2 + 3 = <<2+3=5>>5\n#### 5"},
         {"question": "How many dollars?", "answer": "A lot.\n#### 1,250,000"},
     ]
     for name, published, rows, expected in [
         ("aime25", 30, contests, of_contests),
-        ("math500", 500, [math500], [("test/prealgebra/1.json", "Simplify $\\sqrt{4}$.", "2")]),
+        ("math500", 500, [math500], [("test/1.json", "Simplify $\\sqrt{4}$.", "2")]),
         ("gsm8k", 1319, gsm8k, [("0", "How many eggs?", "5"), ("1", "How many dollars?", "1250000")]),
     ]:
         path = lines(tmp_path / f"{name}.jsonl", *rows)
         found, notes = read(name, path)
-        assert found == [(id_, question + BOXED, label) for id_, question, label in expected]
-        assert notes[0].startswith(f"{name}: {len(rows)} problem")
+        assert found == [(id_, question + boxed, label) for id_, question, label in expected]
         assert notes[0].endswith(f" in {path}; published are {published}")
-
-
-def test_a_directory_is_read_in_the_order_of_its_files_and_parquet_like_the_others(tmp_path):
-    for part, question in (("II", "second?"), ("I", "first?")):
-        row = {"problem_idx": 1, "problem": question, "answer": 5}
-        lines(tmp_path / f"aime/aime2025-{part}.jsonl", row)
-    (tmp_path / "aime/README.md").write_text("not data")
-    found, _ = read("aime25", tmp_path / "aime")
-    questions = [(name, question.split("\n")[0]) for name, question, _ in found]
-    assert questions == [("1", "first?"), ("1-2", "second?")]
-    rows = [{"problem_idx": 1, "problem": "What is $2^2$?", "answer": 4, "problem_type": ["Algebra"]}]
-    (tmp_path / "data").mkdir()
-    path = tmp_path / "data/train-00000-of-00001.parquet"
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    assert read("hmmt25", tmp_path / "data")[0] == [("1", "What is $2^2$?" + BOXED, "4")]
+    # a directory is read in the order of its files, and parquet like the others
+    directory = tmp_path / "aime"
+    lines(directory / "II.jsonl", {"problem_idx": 1, "problem": "second?", "answer": 5})
+    (directory / "README.md").write_text("not data")
+    table = pyarrow.Table.from_pylist([{"problem_idx": 1, "problem": "first?", "answer": 4}])
+    pyarrow.parquet.write_table(table, directory / "I.parquet")
+    assert read("aime25", directory)[0] == [("1", "first?" + boxed, "4"), ("1-2", "second?" + boxed, "5")]
 
 
 def test_humaneval_is_read_from_its_gzipped_file(tmp_path):
-    code, check = (
-        'def twice(x):\n    """Twice x."""\n',
-        "def check(candidate):\n    assert candidate(2) == 4\n",
-    )
+    code, check = "def twice(x): ...\n", "def check(candidate): ...\n"
     row = {"task_id": "HumanEval/900", "prompt": code, "entry_point": "twice", "test": check}
     row["canonical_solution"] = "    return 2 * x\n"
     path = tmp_path / "HumanEval.jsonl.gz"
@@ -118,15 +103,10 @@ def test_mbpp_in_both_of_its_files_and_only_its_test_tasks(tmp_path):
     test = "import math\nassert f(1) == 12\nassert f(0) == 11"
     assert json.loads(label) == {"test": test, "entry_point": None}
     sanitized = tmp_path / "sanitized-mbpp.json"
-    row = {
-        "prompt": "Add one.",
-        "task_id": 60,
-        "test_imports": ["import re"],
-        "test_list": ["assert f(1) == 2"],
-    }
+    row = {"prompt": "Add one.", "task_id": 60, "test_imports": ["import re"], "test_list": ["assert f(1)"]}
     sanitized.write_text(json.dumps([row]))
     ((_, _, label),), _ = read("mbpp", sanitized)
-    assert json.loads(label)["test"] == "import re\nassert f(1) == 2"
+    assert json.loads(label)["test"] == "import re\nassert f(1)"
 
 
 def packed(content):
@@ -146,19 +126,21 @@ def problem(**changes):
     }  # fmt: skip
 
 
-CALL = json.dumps([{"input": "[1, 2]\n3", "output": "6", "testtype": "functional"}])
-OF_A_FUNCTION = problem(
-    question_id="3700",
-    question_content="Return the sum of a list and a number.",
-    starter_code="class Solution:\n    def total(self, xs: List[int], y: int) -> int:\n        ",
-    public_test_cases=CALL,
-    private_test_cases=CALL,  # the full files have them unpacked
-    metadata='{"func_name": "total"}',
-)
+def problem_of_a_function():
+    tests = json.dumps([{"input": "[1, 2]\n3", "output": "6", "testtype": "functional"}])
+    return problem(
+        question_id="3700",
+        question_content="Return the sum of a list and a number.",
+        starter_code="class Solution:\n    def total(self, xs: List[int], y: int) -> int:\n        ",
+        public_test_cases=tests,
+        private_test_cases=tests,  # the full files have them unpacked
+        metadata='{"func_name": "total"}',
+    )
 
 
 def test_livecodebench_has_public_and_private_tests_and_only_contests_of_its_window(tmp_path):
-    found, _ = read("livecodebench_v6", lines(tmp_path / "test6.jsonl", problem(), OF_A_FUNCTION))
+    path = tmp_path / "test6.jsonl"
+    found, _ = read("livecodebench_v6", lines(path, problem(), problem_of_a_function()))
     (first, asks_stdin, label), (second, asks_function, label_of_function) = found
     assert (first, second) == ("x001_a", "3700")
     assert json.loads(label) == {"inputs": ["1 2\n", "2 2\n"], "outputs": ["3\n", "4\n"]}
@@ -167,8 +149,8 @@ def test_livecodebench_has_public_and_private_tests_and_only_contests_of_its_win
     assert json.loads(label_of_function) == twice
     assert "def total(self, xs: List[int], y: int) -> int:\n```" in asks_function
     days = ["2025-01-31T23:59:59", "2025-02-01T00:00:00", "2025-05-31T00:00:00", "2025-06-01T00:00:00"]
-    rows = [problem(contest_date=day, question_id=day[:10], question_content=f"Print {day}.") for day in days]
-    found, notes = read("livecodebench_v6", lines(tmp_path / "test6.jsonl", *rows))
+    rows = [problem(contest_date=day, question_id=day[:10], question_content=day) for day in days]
+    found, notes = read("livecodebench_v6", lines(path, *rows))
     assert [name for name, _, _ in found] == ["2025-02-01", "2025-05-31"]
     assert notes == ["livecodebench_v6: 2 rows outside of LiveCodeBench v6, 2025-02 to 2025-05 left out"]
 
@@ -183,18 +165,10 @@ class Harmful:
         return Path.touch, (self.path,)
 
 
-def test_private_tests_that_would_run_code_are_refused_and_do_not(tmp_path):
+def test_private_tests_that_are_none_or_would_run_code_are_refused(tmp_path):
     harmed = tmp_path / "harmed"
-    path = lines(tmp_path / "test6.jsonl", problem(private_test_cases=packed(Harmful(harmed))))
-    with pytest.raises(DataError, match=r"it asks for pathlib.+, and only a text may be in it"):
-        read("livecodebench_v6", path)
-    assert not harmed.exists()
-    pickle.loads(pickle.dumps(Harmful(harmed)))
-    assert harmed.exists(), "it would have"
-
-
-def test_private_tests_that_are_none_are_refused(tmp_path):
     for private, says in [
+        (packed(Harmful(harmed)), "it asks for pathlib.+, and only a text may be in it"),
         (packed({"input": "1"}), "its pickle holds a dict, where a text must be"),
         ("no base64!", "neither JSON nor base64 of zlib of a pickled text"),
         (base64.b64encode(b"no zlib").decode(), "neither JSON nor base64"),
@@ -207,23 +181,22 @@ def test_private_tests_that_are_none_are_refused(tmp_path):
         words = f"test6.jsonl, line 2: field 'private_test_cases'.*{says}.*see docs/evaluation.md#benchmarks"
         with pytest.raises(DataError, match=words):
             read("livecodebench_v6", lines(tmp_path / "test6.jsonl", *rows))
+    assert not harmed.exists()
+    pickle.loads(pickle.dumps(Harmful(harmed)))
+    assert harmed.exists(), "it would have"
 
 
 def test_another_layout_is_refused_with_line_and_expectation(tmp_path):
     path = lines(tmp_path / "wrong.jsonl", {"instruction": "1+1=", "output": "2"})
     for name, benchmark in BENCHMARKS.items():
-        with pytest.raises(DataError) as refused:
+        expected = f"A row of {benchmark.title} has {benchmark.layout} (found: 'instruction', 'output'); see"
+        with pytest.raises(DataError, match=re.escape(expected)) as refused:
             read(name, path)
-        said = str(refused.value)
-        assert said.startswith(f"{path}, line 1: ")
-        assert f"A row of {benchmark.title} has {benchmark.layout}" in said
-        assert "(found: 'instruction', 'output'); see docs/evaluation.md#benchmarks" in said
+        assert str(refused.value).startswith(f"{path}, line 1: ")
+        assert f"| `{name}://`" in (ROOT / "docs/evaluation.md").read_text()
     row = {"question": "1+1=", "answer": "#### 2"}
     with pytest.raises(DataError, match=r"line 3: repeats the problem at .*line 1"):
         read("gsm8k", lines(tmp_path / "x.jsonl", row, row | {"question": "2+2="}, row))
-
-
-MBPP = {"task_id": 11, "text": "?", "test_list": ["assert f()"]}
 
 
 def test_a_field_that_cannot_be_used_is_named(tmp_path):
@@ -231,8 +204,8 @@ def test_a_field_that_cannot_be_used_is_named(tmp_path):
         ("gsm8k", {"question": "?", "answer": "42"}, "field 'answer' has no '#### ' with the final answer"),
         ("aime25", {"problem": "?", "answer": True}, "field 'answer' must be a text or a number"),
         ("math500", {"problem": "?", "answer": "1", "unique_id": 4}, "field 'unique_id' must be a text"),
-        ("mbpp", MBPP | {"task_id": "11"}, "'task_id' must be a whole number"),
-        ("mbpp", MBPP | {"test_list": []}, "field 'test_list' must be a list of texts"),
+        ("mbpp", {"text": "?", "task_id": "11", "test_list": ["assert f"]}, "must be a whole number"),
+        ("mbpp", {"text": "?", "task_id": 11, "test_list": []}, "field 'test_list' must be a list of texts"),
         ("livecodebench_v6", problem(contest_date="spring"), "Invalid isoformat"),
         ("livecodebench_v6", problem(metadata="{"), "field 'metadata' must be the text of a JSON object"),
     ]:
@@ -244,7 +217,6 @@ def test_a_file_that_is_not_what_its_name_says_is_refused(tmp_path):
     for file, content, says in [
         ("x.jsonl", b'{"question": \n', "x.jsonl, line 1: not JSON"),
         ("x.jsonl", b"[1]\n", "x.jsonl, line 1: expected a JSON object, found list"),
-        ("x.jsonl", b'{"question": "\xff"}\n', "x.jsonl, line 1: not JSON"),
         ("x.json", b"{}", "x.json: expected a JSON list of objects, found dict"),
         ("x.csv", b"a,b", "whose name ends in .jsonl, .jsonl.gz, .json, .parquet"),
         ("x.jsonl.gz", b"plain", "x.jsonl.gz, after line 0: not gzip"),
@@ -255,29 +227,23 @@ def test_a_file_that_is_not_what_its_name_says_is_refused(tmp_path):
             read("gsm8k", tmp_path / file)
 
 
-def test_every_benchmark_is_in_the_documentation():
-    page = (ROOT / "docs/evaluation.md").read_text()
-    assert [name for name in BENCHMARKS if f"| `{name}://`" not in page] == []
-
-
 @needs_sandbox
 def test_the_labels_of_code_benchmarks_are_graded_by_the_code_verifier(tmp_path):
     """A right and a wrong program for a problem of each layout."""
-    method = "class Solution:\n    def total(self, xs, y):\n        return {}"
     check = "def check(candidate):\n    assert candidate(2) == 4\n"
     of_humaneval = {"task_id": "H/1", "prompt": "def twice(x):\n", "entry_point": "twice", "test": check}
-    twice = "def twice(x):\n    return {} * x"
+    mbpp = {"task_id": 11, "text": "?", "test_list": ["assert f(1) == 2"]}
+    method = "class Solution:\n    def total(self, xs, y):\n        return "
     cases = [
-        ("humaneval", of_humaneval, twice.format(2), twice.format(5)),
-        ("mbpp", MBPP | {"test_list": ["assert f(1) == 2"]}, "f = lambda x: x + 1", "f = lambda x: x"),
+        ("humaneval", of_humaneval, "def twice(x):\n    return 2 * x", "def twice(x):\n    return 5 * x"),
+        ("mbpp", mbpp, "f = lambda x: x + 1", "f = lambda x: x"),
         ("livecodebench_v6", problem(), "print(sum(map(int, input().split())))", "print(3)"),
-        ("livecodebench_v6", OF_A_FUNCTION, method.format("sum(xs) + y"), method.format("y")),
+        ("livecodebench_v6", problem_of_a_function(), method + "sum(xs) + y", method + "y"),
     ]
     with open_verifier(DataConfig(rm_type="code", reward_workers=1)) as verifier:
         for number, (name, row, right, wrong) in enumerate(cases):
-            path = lines(tmp_path / f"{number}.jsonl", row)
-            ((_, made),) = BenchmarkRows(BENCHMARKS[name], name, str(path))
-            prompt = Prompt(0, token_ids([1]), 1, made["label"], name, made["prompt"], made["metadata"])
+            ((_, text, label),), _ = read(name, lines(tmp_path / f"{number}.jsonl", row))
+            prompt = Prompt(0, token_ids([1]), 1, label, name, text)
             scores = verifier.score([(prompt, f"```python\n{code}\n```") for code in (right, wrong)])
             assert [(score.correct, score.error) for score in scores] == [(True, None), (False, None)], name
 

@@ -1,7 +1,9 @@
 """Code rewards: what is taken as the program, what counts as right, and what cheats come to."""
 
 import json
+import textwrap
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,9 +16,7 @@ from megatron_ibpo.rewards.sandbox import Limits, Process, SandboxError, bubblew
 from support.sandboxed import adopts_no_longer, needs_sandbox  # noqa: F401
 
 pytestmark = needs_sandbox
-BUNDLED = Path("examples/code/problems.jsonl")
 SUM = {"inputs": ["1 2\n", "3 4\n", "5 6\n"], "outputs": ["3", "7", "11"]}
-ADD = "print(sum(map(int, input().split())))"
 APPEND = {"inputs": ["[1, 2]\n3", [[], 0]], "outputs": ["[1, 2, 3]", [[0]]], "fn_name": "append"}
 CHECK = {
     "test": "def check(candidate):\n    assert candidate(2) == 4\n    assert candidate(-3) == 9\n",
@@ -24,62 +24,40 @@ CHECK = {
 }
 
 
-def judged(response, label, **settings):
-    return score("", response, label, {"code_execution": {"seconds": 20.0, **settings}})
-
-
 def graded(program, label, **settings):
-    return judged(f"So:\n```python\n{program}\n```\n", json.dumps(label), **settings)
+    settings = {"code_execution": {"seconds": 20.0, **settings}}
+    return score("", f"So:\n```python\n{program}\n```\n", json.dumps(label), settings)
 
 
-def passes(program, label, **settings):
-    return graded(program, label, **settings)["score"] == 1.0
+def passes(program, label):
+    """Whether a program passes the tests of a label, or these asserts."""
+    label = {"test": label, "entry_point": None} if isinstance(label, str) else label
+    return graded(program, label)["score"] == 1.0
 
 
-def asserts(test):
-    return {"test": test, "entry_point": None}
-
-
-def bundled():
-    return [json.loads(line) for line in BUNDLED.read_text(encoding="utf-8").splitlines()]
-
-
-def scores(pairs):
-    """Return the scores of (program, problem) pairs, two at a time."""
-    with ThreadPoolExecutor(2) as threads:
-        return list(threads.map(lambda pair: graded(pair[0], json.loads(pair[1]["label"]))["score"], pairs))
-
-
-def kinds(problems):
-    """Return how each problem is tested."""
-    labels = [json.loads(problem["label"]) for problem in problems]
-    return {("fn_name" in label, label.get("entry_point") is not None, "test" in label) for label in labels}
-
-
-def test_bundled_problems_cover_both_formats_their_solutions_pass_and_mutants_fail():
-    problems = bundled()
+@pytest.mark.parametrize("step", [5, pytest.param(1, marks=pytest.mark.slow)])
+def test_bundled_problems_cover_both_formats_their_solutions_pass_and_mutants_fail(step):
+    lines = Path("examples/code/problems.jsonl").read_text(encoding="utf-8").splitlines()
+    problems = [json.loads(line) for line in lines]
     assert len(problems) >= 30
-    assert len(kinds(problems)) == 4
     assert all(len(problem["mutants"]) >= 3 for problem in problems)
     assert all(label_problem(problem["label"], {}) is None for problem in problems)
-    some = problems[::5]
-    assert len(kinds(some)) == 4
-    assert scores([(problem["canonical"], problem) for problem in some]) == [1.0] * len(some)
-    assert scores([(problem["mutants"][0], problem) for problem in some]) == [0.0] * len(some)
-
-
-@pytest.mark.slow
-def test_every_canonical_solution_passes_and_every_mutant_fails():
-    right = [(problem["canonical"], problem) for problem in bundled()]
-    wrong = [(mutant, problem) for problem in bundled() for mutant in problem["mutants"]]
-    assert scores(right + wrong) == [1.0] * len(right) + [0.0] * len(wrong)
+    expected, kinds = [], set()
+    for problem in problems[::step]:
+        label = json.loads(problem["label"])
+        kinds.add(("fn_name" in label, label.get("entry_point") is not None, "test" in label))
+        mutants = problem["mutants"][: 1 if step > 1 else None]
+        expected += [(problem["canonical"], label, True), *((mutant, label, False) for mutant in mutants)]
+    assert len(kinds) == 4
+    with ThreadPoolExecutor(2) as threads:
+        assert all(threads.map(lambda case: passes(*case[:2]) is case[2], expected))
 
 
 def test_the_program_is_the_last_closed_python_block():
     for response, program in (
-        ("```python\na\n```", "a\n"), ("```py\na\n```\nor rather\n```python\nb\n```", "b\n"),
-        ("```\na\n```", "a\n"), ("```python\na\n```\nIt prints\n```text\n3\n```", "a\n"),
-        ("~~~python\na\n~~~", "a\n"), ("<think>\n```python\na\n```\n</think>\n```python\nb\n```", "b\n"),
+        ("```py\na\n```\nor rather\n```python\nb\n```", "b\n"), ("```\na\n```", "a\n"),
+        ("```python\na\n```\nIt prints\n```text\n3\n```", "a\n"), ("~~~python\na\n~~~", "a\n"),
+        ("<think>\n```python\na\n```\n</think>\n```python\nb\n```", "b\n"),
         ("<think>\n```python\na\n```\n</think>\nNo.", None), ("```print(1)```", None), ("```python\na", None),
         ("```python\na\n```\n```python\nb", "a\n"),
         ("1. So:\n   ```python\n   if a:\n       b\n   ```", "if a:\n    b\n"),
@@ -103,8 +81,7 @@ def test_outputs_are_compared_as_livecodebench_does():
 def test_the_share_of_passed_tests_is_kept_and_the_first_failure_ends():
     program = "a, b = map(int, input().split())\nprint(a + b if a < 5 else 0)"
     assert graded(program, SUM) == {"score": 0.0, "tests_passed": pytest.approx(2 / 3), "timed_out": 0.0}
-    assert graded(ADD, SUM)["score"] == 1.0
-    none = judged("I do not know", json.dumps(SUM))
+    none = score("", "I do not know", json.dumps(SUM), {})
     assert none == {"score": 0.0, "tests_passed": 0.0, "timed_out": 0.0}
 
 
@@ -130,36 +107,35 @@ def test_what_livecodebench_imports_is_there_and_exit_whose_status_counts():
 
 
 def test_asserts_see_plain_values_helpers_exceptions_and_changed_arguments():
-    test = """
-assert swap(Pair(1, 2)).left == 2
-assert list(count(3)) == [0, 1, 2]
-values = [3, 1]
-order(values)
-assert values == [1, 3]
-assert both(x=1) == (1, {2, 3}, {"a": b"b"}, 1j, None)
-assert math.isclose(third(), 1 / 3)
-assert is_odd(3) is True and is_odd(4) is False
-try:
-    refuse()
-    assert False, "accepted"
-except ValueError as error:
-    assert str(error) == "no"
-"""
-    program = """
-class Pair:
-    def __init__(self, left, right): self.left, self.right = left, right
-def swap(pair): return Pair(pair.right, pair.left)
-def count(n): yield from range(n)
-def order(values): values.sort()
-def both(x): return x, {2, 3}, {"a": b"b"}, 1j, None
-def third(): return 1 / 3
-def is_odd(n): return n % 2 == 1
-def refuse(): raise ValueError("no")
-"""
-    label = asserts(test)
-    assert passes(program, label)
-    assert not passes(program.replace("yield from range(n)", "yield from range(n + 1)"), label)
-    assert not passes(program.replace('raise ValueError("no")', "pass"), label)
+    program = textwrap.dedent("""
+        class Pair:
+            def __init__(self, left, right): self.left, self.right = left, right
+        def swap(pair): return Pair(pair.right, pair.left)
+        def count(n): yield from range(n)
+        def order(values): values.sort()
+        def both(x): return x, {2, 3}, {"a": b"b"}, 1j, None
+        def third(): return 1 / 3
+        def is_odd(n): return n % 2 == 1
+        def refuse(): raise ValueError("no")
+    """)
+    test = textwrap.dedent("""
+        assert swap(Pair(1, 2)).left == 2
+        assert list(count(3)) == [0, 1, 2]
+        values = [3, 1]
+        order(values)
+        assert values == [1, 3]
+        assert both(x=1) == (1, {2, 3}, {"a": b"b"}, 1j, None)
+        assert math.isclose(third(), 1 / 3)
+        assert is_odd(3) is True and is_odd(4) is False
+        try:
+            refuse()
+            assert False, "accepted"
+        except ValueError as error:
+            assert str(error) == "no"
+    """)
+    assert passes(program, test)
+    assert not passes(program.replace("yield from range(n)", "yield from range(n + 1)"), test)
+    assert not passes(program.replace('raise ValueError("no")', "pass"), test)
 
 
 def test_cheats_of_asserts_fail():
@@ -186,10 +162,9 @@ def test_a_program_ends_no_loop_of_the_tests_and_changes_nothing_that_they_expec
     loops, clear = "cases = [1, 2, 3]\nwanted = [1, 4, 9]\n", "def f(c, x): c.clear(); return x"
     for program, test in (
         ("def f(x): raise StopIteration", "assert all(map(f, [1, 2]))"),
-        ("def f(x): raise StopIteration", "assert all(f(x) for x in [1, 2])"),
         ("def f(x): raise StopIteration", "assert list(map(f, [])) == []\nassert not any(map(f, [1]))"),
         ("def f(x): raise StopAsyncIteration", "assert all(map(f, [1, 2]))"),
-        ("class S(StopIteration): pass\ndef f(x): raise S", "assert all(map(f, [1, 2]))"),
+        ("class S(StopIteration): pass\ndef f(x): raise S", "assert all(f(x) for x in [1, 2])"),
         ("def f(): raise StopIteration", "for x in iter(f, None):\n    assert x == 1\nassert True"),
         ("def f(x): raise GeneratorExit", "assert all(f(x) for x in [1])"),
         (clear, loops + "for x in cases:\n    assert f(cases, x) == x * x"),
@@ -199,57 +174,45 @@ def test_a_program_ends_no_loop_of_the_tests_and_changes_nothing_that_they_expec
         ("def f(w): w.clear(); return w", loops + "assert f(wanted) == wanted"),
         ("def f(w): w.clear(); return []", loops + "assert wanted == f(wanted) or f(wanted) == wanted"),
         (clear, "d = {1: 1, 2: 4}\nfor x, y in d.items():\n    assert f(d, x) == y"),
-        ("def f(s, x): s.clear(); return 0", "s = {1, 2}\nfor x in s:\n    assert f(s, x) == x"),
         ("def f(c): c[1][:] = [7]", "case = ([[3, 1]], [1, 3])\nf(case)\nassert case[0] == [1, 3]"),
         ("def f(x): x[:] = [2]; return x", "w = [1]\nn = [w]\nassert f(w) == n[0]"),
     ):
-        assert not passes(program, asserts(test))
-
-
-SORT = "def f(values, *rest): values.sort()"
-SEEN = [
-    (SORT, "a = [3, 1]\nf(a)\nassert a == [1, 3]"),
-    (SORT, "a = [3, 1]\nassert f(a) is None\nassert a == [1, 3]"),
-    (SORT, "for a, w in [([2, 1], [1, 2]), ([3, 1], [1, 3])]:\n f(a)\n assert a == w"),
-    (SORT, "def run():\n a = [3, 1]\n r = f(a)\n assert r is None and a == [1, 3]\nrun()\nassert run"),
-    (SORT, "a = [3, 1]\ndef run():\n f(a)\n assert a == [1, 3]\nrun()\nassert a == [1, 3]"),
-    (SORT, "def g():\n a = [3, 1]\n def run():\n  f(a)\n run()\n assert a == [1, 3]\ng()\nassert 1"),
-    (SORT, "a = [3, 1]\ndef g(a):\n def run():\n  global a\n  f(a)\n run()\ng(0)\nassert a == [1, 3]"),
-    (SORT, "a = [3, 1]\ndef g():\n global a\n def run():\n  f(a)\n run()\ng()\nassert a == [1, 3]"),
-    (SORT, "def g():\n global a\n a = [3, 1]\n def run():\n  f(a)\n run()\ng()\nassert a == [1, 3]"),
-    (SORT, "def g():\n a = [3,1]\n def h():\n  nonlocal a\n  f(a)\n h()\n assert a == [1,3]\ng()\nassert 1"),
-    (SORT, "def run(b):\n f(b)\n return b\na = [3, 1]\nassert run(a) == [1, 3]\nassert a == [1, 3]"),
-    (SORT, "args = [[3, 1], 0]\nf(*args)\nassert args[0] == [1, 3]"),
-    (SORT, "case = {'in': [3, 1]}\nf(case['in'])\nassert case['in'] == [1, 3]"),
-    (SORT, "class T:\n def go(self):\n  a = [3, 1]\n  f(a)\n  assert a == [1, 3]\nT().go()\nassert 1"),
-    (SORT, "a = [3, 1]\nif f(a) is None:\n assert a == [1, 3]\nelse:\n assert False"),
-    (SORT, "a = [3, 1]\nif f(a):\n assert False\nassert a == [1, 3]"),
-    (SORT, "a = [3, 1]\ntry:\n f(a)\nfinally:\n assert a == [1, 3]"),
-    ("def f(d): d['x'] = 1; return d", "d = {}\nassert f(d) == {'x': 1}\nassert d == {'x': 1}"),
-    ("def f(d): return dict(d, x=1)", "d = {}\nassert f(d) == {'x': 1}\nassert d == {}"),
-    ("def f(a): return a.pop()", "a = [1, 2]\nr = []\nwhile a:\n r.append(f(a))\nassert r == [2, 1]"),
-    ("def f(x): return x[5]", "try:\n f([1])\n assert False\nexcept IndexError:\n pass"),
-    ("def f(): return iter([1, 2])", "assert [x for x in f()] == [1, 2]"),
-    ("import sys\ndef f(): return sys.stdin.read()", "assert f() == ''"),
-]  # fmt: skip
+        assert not passes(program, test)
 
 
 def test_what_tests_mean_to_see_of_their_arguments_they_see():
-    for program, test in SEEN:
-        assert passes(program, asserts(test))
-
-
-@pytest.mark.slow
-def test_what_tests_mean_to_see_is_not_there_where_the_call_raises():
-    for _, test in SEEN:
-        assert not passes("def f(*_): raise KeyError", asserts(test))
+    sort = "def f(values, *rest): values.sort()"
+    for program, test in (
+        (sort, "a = [3, 1]\nassert f(a) is None\nassert a == [1, 3]"),
+        (sort, "for a, w in [([2, 1], [1, 2]), ([3, 1], [1, 3])]:\n f(a)\n assert a == w"),
+        (sort, "def run():\n a = [3, 1]\n r = f(a)\n assert r is None and a == [1, 3]\nrun()\nassert run"),
+        (sort, "a = [3, 1]\ndef run():\n f(a)\n assert a == [1, 3]\nrun()\nassert a == [1, 3]"),
+        (sort, "def g():\n a = [3, 1]\n def run():\n  f(a)\n run()\n assert a == [1, 3]\ng()\nassert 1"),
+        (sort, "a = [3, 1]\ndef g(a):\n def run():\n  global a\n  f(a)\n run()\ng(0)\nassert a == [1, 3]"),
+        (sort, "a = [3, 1]\ndef g():\n global a\n def run():\n  f(a)\n run()\ng()\nassert a == [1, 3]"),
+        (sort, "def g():\n global a\n a = [3, 1]\n def run():\n  f(a)\n run()\ng()\nassert a == [1, 3]"),
+        (sort, "def g():\n a = [3,1]\n def h():\n  nonlocal a\n  f(a)\n h()\n assert a < [2]\ng()\nassert 1"),
+        (sort, "def run(b):\n f(b)\n return b\na = [3, 1]\nassert run(a) == [1, 3]\nassert a == [1, 3]"),
+        (sort, "args = [[3, 1], 0]\nf(*args)\nassert args[0] == [1, 3]"),
+        (sort, "case = {'in': [3, 1]}\nf(case['in'])\nassert case['in'] == [1, 3]"),
+        (sort, "class T:\n def go(self):\n  a = [3, 1]\n  f(a)\n  assert a == [1, 3]\nT().go()\nassert 1"),
+        (sort, "a = [3, 1]\nif f(a) is None:\n assert a == [1, 3]\nelse:\n assert False"),
+        (sort, "a = [3, 1]\ntry:\n f(a)\nfinally:\n assert a == [1, 3]"),
+        ("def f(d): d['x'] = 1; return d", "d = {}\nassert f(d) == {'x': 1}\nassert d == {'x': 1}"),
+        ("def f(d): return dict(d, x=1)", "d = {}\nassert f(d) == {'x': 1}\nassert d == {}"),
+        ("def f(a): return a.pop()", "a = [1, 2]\nr = []\nwhile a:\n r.append(f(a))\nassert r == [2, 1]"),
+        ("def f(x): return x[5]", "try:\n f([1])\n assert False\nexcept IndexError:\n pass"),
+        ("def f(): return iter([1, 2])", "assert [x for x in f()] == [1, 2]"),
+        ("import sys\ndef f(): return sys.stdin.read()", "assert f() == ''"),
+    ):  # fmt: skip
+        assert passes(program, test)
 
 
 def test_neither_stderr_stops_a_program_nor_do_tests_that_take_any_exception_take_its_end():
     assert passes("import sys\ndef square(x):\n    sys.stderr.write('x' * 10**6)\n    return x * x", CHECK)
-    label = asserts("try:\n    f()\n    assert False\nexcept BaseException:\n    pass")
-    assert passes("def f(): raise KeyError", label)
-    assert not passes("import os\ndef f(): os._exit(0)", label)
+    test = "try:\n    f()\n    assert False\nexcept BaseException:\n    pass"
+    assert passes("def f(): raise KeyError", test)
+    assert not passes("import os\ndef f(): os._exit(0)", test)
 
 
 def test_programs_that_answer_calls_can_say_what_they_like():
@@ -283,28 +246,15 @@ def test_labels_that_cannot_be_graded_are_named():
         ('{"test": "assert True", "entry_point": "f"}', "must define check"),
     ):
         assert why in label_problem(label, {})
-        with pytest.raises(ValueError, match=why):
-            score("", "```python\n1\n```", label, {})
+    with pytest.raises(ValueError, match="must define check"):
+        score("", "```python\n1\n```", label, {})
 
 
 def test_programs_of_every_kind_run_in_a_sandbox_and_see_no_file_of_this_machine(tmp_path):
     seen = f"import os\ndef seen(): return os.path.exists({str(tmp_path)!r})\n"
     assert passes(seen + "print(seen())", {"inputs": [""], "outputs": ["False"]})
     assert passes(seen, {"inputs": [[]], "outputs": [False], "fn_name": "seen"})
-    assert passes(seen, asserts("assert seen() is False"))
-
-
-def asked(label, program):
-    label = json.dumps(label)
-    return Prompt(0, token_ids([1]), head_length=1, label=label, task="t", text="?", metadata={}), program
-
-
-def test_the_verifier_grades_programs_in_its_own_processes():
-    data = DataConfig(rm_type="code", reward_workers=1, reward_timeout=60.0)
-    with open_verifier(data) as verifier:
-        right, wrong = verifier.score([asked(CHECK, "def square(x): return x * x"), asked(CHECK, "no")])
-    assert (right.reward, right.correct, right.details["tests_passed"]) == (1.0, True, 1.0)
-    assert (wrong.reward, wrong.error) == (0.0, None)
+    assert passes(seen, "assert seen() is False")
 
 
 def test_a_run_refuses_to_start_without_a_sandbox_unless_told(monkeypatch, tmp_path):
@@ -312,11 +262,14 @@ def test_a_run_refuses_to_start_without_a_sandbox_unless_told(monkeypatch, tmp_p
     broken.write_text("#!/bin/sh\necho 'no user namespaces here' >&2\nexit 1\n")
     broken.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    data = DataConfig(rm_type="code", reward_workers=1, reward_timeout=60.0)
     with pytest.raises(ValueError, match=r"no user namespaces here.*bubblewrap.*--unsafe-code-execution"):
-        open_verifier(DataConfig(rm_type="code", reward_workers=1))
-    unsafe = DataConfig(rm_type="code", reward_workers=1, reward_timeout=60.0, unsafe_code_execution=True)
-    with open_verifier(unsafe) as verifier:
-        assert [each.reward for each in verifier.score([asked(SUM, ADD)])] == [1.0]
+        open_verifier(data)
+    prompt = Prompt(0, token_ids([1]), 1, json.dumps(CHECK), "t", "?")
+    with open_verifier(replace(data, unsafe_code_execution=True)) as verifier:
+        right, wrong = verifier.score([(prompt, "def square(x): return x * x"), (prompt, "no")])
+    assert (right.reward, right.correct, right.details["tests_passed"]) == (1.0, True, 1.0)
+    assert (wrong.reward, wrong.error) == (0.0, None)
 
 
 def test_a_sandbox_that_fails_is_an_error_of_the_verifier(monkeypatch):
@@ -329,7 +282,7 @@ def test_the_tiny_task_is_right_for_its_own_functions_alone():
     for line in Path("examples/code/tiny_train.jsonl").read_text().splitlines()[:3]:
         row = json.loads(line)
         constant, shown = (int(part.partition("=")[2]) for part in row["prompt"].split(", "))
-        factor = (shown - constant) // 100
-        right, wrong = (f"def f(x): return {factor + off}*x+{constant}" for off in (0, 1))
-        assert judged(right, row["label"])["score"] == 1.0
-        assert judged(wrong, row["label"]) == {"score": 0.0, "tests_passed": 0.2, "timed_out": 0.0}
+        right, wrong = (f"def f(x): return {(shown - constant) // 100 + off}*x+{constant}" for off in (0, 1))
+        assert passes(right, json.loads(row["label"]))
+        found = graded(wrong, json.loads(row["label"]))
+        assert found == {"score": 0.0, "tests_passed": 0.2, "timed_out": 0.0}

@@ -17,20 +17,19 @@ from starlette.routing import Route
 
 from megatron_ibpo.basics.records import Prompt, token_ids
 from megatron_ibpo.config import ConfigError, DataConfig
-from megatron_ibpo.rewards import Verifier, check_servers, code, http_judge, reward_functions
+from megatron_ibpo.rewards import Score, Verifier, check_servers, code, http_judge, reward_functions
 from megatron_ibpo.rewards.executors import RemoteExecutor
 from megatron_ibpo.rewards.sandbox import Limits, Process, SandboxError
 from megatron_ibpo.rewards.workers import WorkerPool
 from support.documented_modules import write_modules
 from support.sandboxed import adopts_no_longer  # noqa: F401
 
-TEMPLATE = 'Q: {{question}}\nR: {{ response }}\nL: {{label}}\nEnd with {"score": 0 to 1}.'
 HANG = "hang"
+QUESTION = Prompt(0, token_ids([]), 0, "42", "task", "6 * 7?")
 
 
 @contextmanager
 def served(app):
-    """Serve an application in a thread, and give its URL."""
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="critical", backlog=512))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
@@ -43,7 +42,7 @@ def served(app):
 
 @contextmanager
 def serving(answer):
-    """Serve; gives the URL and what was sent. `answer` is a function of a request's body and its count."""
+    """Serve; gives the URL and what was sent. `answer` gets a request's body and how often that came."""
     sent = SimpleNamespace(bodies=[], headers=[], in_flight=0, most_in_flight=0)
 
     async def handle(request):
@@ -74,30 +73,28 @@ def pool():
 def template(tmp_path, monkeypatch):
     monkeypatch.setattr("megatron_ibpo.rewards.reward_server._FIRST_WAIT", 0.02)
     path = tmp_path / "judge.txt"
-    path.write_text(TEMPLATE)
+    path.write_text('Q: {{question}}\nR: {{ response }}\nL: {{label}}\nEnd with {"score": 0 to 1}.')
     return path
 
 
 def score(pool, *responses, **settings):
     verifier = Verifier(pool, DataConfig(**settings))
-    prompt = Prompt(0, token_ids([]), 0, "42", "task", "6 * 7?")
-    try:
-        return verifier.score([(prompt, response) for response in responses])
-    finally:
-        verifier.close_servers()
+    scores = verifier.score([(QUESTION, response) for response in responses])
+    verifier.close_servers()
+    return scores
 
 
 def said(text):
     return {"choices": [{"message": {"content": text}}]}
 
 
-def number_in(body):
-    return int(body["messages"][0]["content"].split("R: ")[1].split("\n")[0])
+def response_in(body):
+    return body["messages"][0]["content"].split("R: ")[1].split("\n")[0]
 
 
 def test_a_judge_scores_many_responses_at_once_while_some_requests_fail_and_one_hangs(pool, template):
     def judge(body, times):
-        number = number_in(body)
+        number = int(response_in(body))
         if number == 7:
             return HANG
         if number % 20 == 0 and times == 1:
@@ -119,8 +116,7 @@ def test_a_judge_sees_the_template_filled_in_and_no_thinking(pool, template):
     response = "<think>hm</think>{{label}} is \\boxed{42} \ud800"
     with serving(lambda *_: said('{"score": 1, "why": "right"}')) as (url, server):
         (found,) = score(pool, response, rm_url=f"{url}/v1/", **settings)
-    assert (found.reward, found.correct) == (1.0, True)
-    assert found.details == {"unreadable": 0.0, "retries": 0.0}
+    assert found == Score(1.0, True, details={"unreadable": 0.0, "retries": 0.0})
     filled = 'Q: 6 * 7?\nR: {{label}} is \\boxed{42} \ud800\nL: 42\nEnd with {"score": 0 to 1}.'
     messages = [{"role": "user", "content": filled}]
     assert server.bodies == [{"messages": messages, "temperature": 0, "model": "big"}]
@@ -129,16 +125,16 @@ def test_a_judge_sees_the_template_filled_in_and_no_thinking(pool, template):
 def test_what_a_judge_does_not_score_has_no_reward(pool, template, monkeypatch, caplog):
     monkeypatch.setenv("IBPO_RM_API_KEY", "sk-secret")
     answers = {
-        0: said("I cannot decide."), 1: said(None), 2: (400, {"error": "no such key: sk-secret"}),
-        3: {"choices": []}, 4: (503, "loading"), 5: said('{"score": 1e12}'),
+        "no score in the judge's answer": said("I cannot decide."), "''": said(None),
+        "400": (400, {"error": "no such key: sk-secret"}), "IndexError": {"choices": []},
+        "503": (503, "loading"), "at most 1e+09": said('{"score": 1e12}'),
     }  # fmt: skip
     settings = {"rm_type": "http_judge", "rm_template": template, "rm_timeout": 1.0}
-    with serving(lambda body, times: answers[number_in(body)]) as (url, server):
-        scores = score(pool, *map(str, answers), rm_url=url, **settings)
+    with serving(lambda body, times: answers[response_in(body)]) as (url, server):
+        scores = score(pool, *answers, rm_url=url, **settings)
     assert [score.reward for score in scores] == [None] * 6
     assert [score.details.get("unreadable") for score in scores] == [1, 1, None, None, None, None]
-    parts = ("no score in the judge's answer", "''", "400", "IndexError", "503", "at most 1e+09")
-    assert all(part in score.error for part, score in zip(parts, scores, strict=True))
+    assert all(part in score.error for part, score in zip(answers, scores, strict=True))
     assert scores[2].details["retries"] == 0
     assert scores[4].details["retries"] >= 1
     assert {headers["Authorization"] for headers in server.headers} == {"Bearer sk-secret"}
@@ -154,7 +150,6 @@ def test_a_judge_may_be_a_part_of_a_composite_and_a_server_that_is_gone_gives_no
     assert (found.reward, found.correct, found.details["http_judge"]) == (0.4, True, 0.5)
     assert gone.reward is None
     assert "http_judge: " in gone.error
-    assert gone.details["retries"] >= 1
 
 
 def test_a_score_server_gets_batches_and_one_bad_response_spoils_no_other(pool):
@@ -165,10 +160,11 @@ def test_a_score_server_gets_batches_and_one_bad_response_spoils_no_other(pool):
 
     settings = {"rm_type": "http_score", "rm_batch_size": 8, "rm_concurrency": 2}
     with serving(scored) as (url, server):
-        scores = score(pool, *["x" * i for i in range(40)], "poison", rm_url=url, **settings)
-    assert [score.reward for score in scores] == [*range(40), None]
+        *scores, poison = score(pool, *["x" * i for i in range(40)], "poison", rm_url=url, **settings)
+    assert [score.reward for score in scores] == [*range(40)]
     assert scores[3].details == {"words": 2.0, "retries": 0.0}
-    assert "cannot score these" in scores[40].error
+    assert poison.reward is None
+    assert "cannot score these" in poison.error
     assert max(map(len, server.bodies)) == 8
     assert server.most_in_flight <= 2
 
@@ -176,23 +172,20 @@ def test_a_score_server_gets_batches_and_one_bad_response_spoils_no_other(pool):
 def test_requests_in_flight_end_with_their_verifier(pool):
     with serving(lambda *_: HANG) as (url, _):
         verifier = Verifier(pool, DataConfig(rm_type="http_score", rm_url=url))
-        asking = verifier._ask(Prompt(0, token_ids([]), 0, "42", "task", "6 * 7?"), "x")
+        asking = verifier._ask(QUESTION, "x")
         verifier.close_servers()
     assert asking.outcomes[0].cancelled()
 
 
 def test_the_score_is_taken_from_the_judges_text():
     for text, place, number in (
-        ("Score: 0.25", None, 0.25),
         ("__score__ = -1\nFinal score: .5", None, 0.5),
         ('```json\n{"score": "0.75"}\n```', None, 0.75),
         ("Score: 7/10", None, None),
-        ("score: 70 %", None, None),
         ("Score (0-1): high, score: 0-1, score: 0,8", None, None),
         ("I give [[8]], no, [[9]]", r"\[\[(\d+)\]\]", 9.0),
         ("I give [[A]]", r"\[\[(.)\]\]", None),
         ('{"rating": 1} then {"rating": 2, "parts": {"rating": 3}} {x}', "rating", 2.0),
-        ('{"rating": true}', "rating", 1.0),
         ('{"rating": null}', "rating", None),
         ('{"score": 1}', "rating", None),
     ):
@@ -200,24 +193,19 @@ def test_the_score_is_taken_from_the_judges_text():
         assert found == {"score": number or 0.0, "unreadable": float(number is None)}
 
 
-def test_settings_that_cannot_work_are_refused_before_work_starts(tmp_path):
+def test_settings_that_cannot_work_are_refused_before_work_starts(template):
     for settings, says in (
-        ({"rm_url": None}, "--rm-url: required"),
-        ({"rm_url": "judge:8000"}, "expected http://HOST:PORT"),
+        ({"rm_url": None}, "--rm-url: required"), ({"rm_url": "judge:8000"}, "expected http://HOST:PORT"),
         ({"rm_url": "http://me:secret@judge"}, "would stand in logs"),
-        ({"rm_template": None}, "--rm-template: required"),
-        ({"rm_template": "missing.txt"}, "No such file"),
-        ({"rm_template": "{{question}} {response}"}, "has no {{response}}"),
-        ({"rm_template": "{{response}} {{answer}}"}, "unknown placeholder {{answer}}; there are"),
-        ({"rm_score": "score: ("}, "not a regular expression"),
-        ({"rm_score": "score: .*"}, "has 0 groups"),
+        ({"rm_template": None}, "--rm-template: required"), ({"rm_template": "missing.txt"}, "No such file"),
+        ({"written": "{{question}} {response}"}, "has no {{response}}"),
+        ({"written": "{{response}} {{answer}}"}, "unknown placeholder {{answer}}; there are"),
+        ({"rm_score": "score: ("}, "not a regular expression"), ({"rm_score": "score: .*"}, "has 0 groups"),
         ({"rm_batch_size": 2}, "one response per request"),
         ({"rm_type": "http_score"}, "--rm-template: only http_judge uses it"),
-    ):
-        settings = {"rm_type": "http_judge", "rm_url": "http://judge", "rm_template": TEMPLATE} | settings
-        if "{" in (written := settings["rm_template"] or ""):
-            settings["rm_template"] = tmp_path / "judge.txt"
-            settings["rm_template"].write_text(written)
+    ):  # fmt: skip
+        template.write_text(settings.pop("written", "{{response}}"))
+        settings = {"rm_type": "http_judge", "rm_url": "http://judge", "rm_template": template} | settings
         with pytest.raises(ConfigError) as refused:
             reward_functions(DataConfig(**settings))
         said = str(refused.value)
@@ -227,34 +215,29 @@ def test_settings_that_cannot_work_are_refused_before_work_starts(tmp_path):
 
 
 def test_a_server_is_tried_before_the_run(template, monkeypatch):
-    answers = [None]
     judge = {"rm_type": "http_judge", "rm_template": template, "rm_model": "big"}
-    scorer = {"rm_type": "http_score"}
-    with serving(lambda *_: answers[-1]) as (url, _):
-        for settings, answer in (
-            (judge, {"data": [{"id": "small"}, {"id": "big"}]}),
-            (scorer, {"score": 0.5}),
-        ):
-            answers.append(answer)
+    scorer, models = {"rm_type": "http_score"}, {"data": [{"id": "small"}, {"id": "big"}]}
+    with serving(lambda body, _: {"score": 0.5} if body else models) as (url, _):
+        check_servers(DataConfig(rm_url=url, **judge))
+        check_servers(DataConfig(rm_url=url, **scorer))
+    with pytest.raises(ConfigError, match="Cannot connect"):
+        check_servers(DataConfig(rm_url=url, **scorer))
+    for settings, answer, says in (
+        (judge, {"data": [{"id": "small"}]}, "has no model --rm-model big; it has small"),
+        (judge, (404, "not found"), "as a rule …/v1"),
+        (judge, (401, "who?"), "IBPO_RM_API_KEY"),
+        (judge, {"models": []}, "KeyError: 'data'"),
+        (scorer, {"reward": 0.5}, "KeyError: 'score'"),
+        (scorer, (500, "broken"), "status 500"),
+        (scorer, HANG, "no answer within"),
+    ):
+        monkeypatch.setattr("megatron_ibpo.rewards.reward_server._TRIAL_S", 0.3 if answer == HANG else 20)
+        with serving(lambda *_, answer=answer: answer) as (url, _), pytest.raises(ConfigError) as refused:
             check_servers(DataConfig(rm_url=url, **settings))
-        for settings, answer, says in (
-            (judge, {"data": [{"id": "small"}]}, "has no model --rm-model big; it has small"),
-            (judge, (404, "not found"), "as a rule …/v1"),
-            (judge, (401, "who?"), "IBPO_RM_API_KEY"),
-            (judge, {"models": []}, "KeyError: 'data'"),
-            (scorer, {"reward": 0.5}, "KeyError: 'score'"),
-            (scorer, (500, "broken"), "status 500"),
-            (scorer, HANG, "no answer within"),
-            (scorer, None, "Cannot connect"),
-        ):
-            answers.append(answer)
-            monkeypatch.setattr("megatron_ibpo.rewards.reward_server._TRIAL_S", 0.3 if answer == HANG else 20)
-            with pytest.raises(ConfigError) as refused:
-                check_servers(DataConfig(rm_url=url if answer else "http://127.0.0.1:9", **settings))
-            said = str(refused.value)
-            assert says in said
-            assert said.startswith("--rm-url: http://127.0.0.1")
-            assert "\n" not in said
+        said = str(refused.value)
+        assert says in said
+        assert said.startswith(f"--rm-url: {url}")
+        assert "\n" not in said
 
 
 def test_the_documented_score_server_scores(pool, tmp_path, monkeypatch):
@@ -268,10 +251,9 @@ def test_the_documented_score_server_scores(pool, tmp_path, monkeypatch):
 
 
 def executed(request, times):
-    """Run a program as SandboxFusion does."""
+    """Run a program as SandboxFusion does, not isolated: what a server runs may start processes."""
     assert (request["language"], request["memory_limit_MB"]) == ("python", 1024)
     limits, given = Limits(request["run_timeout"], 1 << 30), request["stdin"].encode()
-    # not isolated: what a server runs may start processes
     with Process("program", request["code"], [""], stdin=given, limits=limits, isolated=False) as process:
         done = process.finish()
     result = {
@@ -282,28 +264,25 @@ def executed(request, times):
     return {"status": status, "message": "", "compile_result": None, "run_result": result, "files": {}}
 
 
-SUM = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3", "7"]}
-ADD = "print(sum(map(int, input().split())))"
-
-
 def graded(url, program, label, **settings):
     metadata = {"code_execution": {"seconds": 20.0, "executor": url, **settings}}
     return code.score("", f"```python\n{program}\n```", json.dumps(label), metadata)
 
 
 def test_a_server_that_runs_programs_grades_all_formats():
+    sums = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3", "7"]}
     append = {"inputs": ["[1, 2]\n3"], "outputs": ["[1, 2, 3]"], "fn_name": "append"}
     check = {"test": "def check(candidate):\n    assert candidate(2) == 4\n", "entry_point": "square"}
     with serving(executed) as (url, _):
         for program, label in (
-            (ADD, SUM),
+            ("print(sum(map(int, input().split())))", sums),
             ("def append(a, b): return [*a, b]", append),
             ("def square(x): return x * x", check),
         ):
             assert graded(url, program, label)["score"] == 1.0
             assert graded(url, "def square(x): return 0\ndef append(a, b): return 0", label)["score"] == 0.0
-        assert graded(url, "while True: pass", SUM, seconds=0.2)["timed_out"] == 1.0
-    for url in ("sandbox:8080", "ftp://x", "http://", "x"):
+        assert graded(url, "while True: pass", sums, seconds=0.2)["timed_out"] == 1.0
+    for url in ("sandbox:8080", "ftp://x", "http://"):
         with pytest.raises(ValueError, match="--code-executor"):
             RemoteExecutor(url)
 
@@ -312,16 +291,12 @@ def test_a_server_that_fails_to_run_programs_is_asked_again_and_then_is_an_error
     monkeypatch.setattr("megatron_ibpo.rewards.executors._FIRST_WAIT", 0.01)
     failed = {"status": "SandboxError", "message": "full", "run_result": None}
     answers: list[Any] = [(503, {}), failed]
+    label = {"inputs": ["1"], "outputs": ["1"]}
     with serving(lambda *request: answers.pop(0) if answers else executed(*request)) as (url, sent):
-        assert graded(url, ADD, SUM)["score"] == 1.0
-        for answer, times, why in (
-            (failed, 3, "full"),
-            ((500, b"?"), 3, "500"),
-            ((200, b"?"), 3, "JSONDecodeError"),
-            ((400, {}), 1, "400"),
-        ):
+        assert graded(url, "print(1)", label)["score"] == 1.0
+        for answer, times, why in ((failed, 3, "full"), (b"?", 3, "JSONDecodeError"), ((400, {}), 1, "400")):
             answers += [answer] * times
             sent.bodies.clear()
             with pytest.raises(SandboxError, match=why):
-                graded(url, "print(1)", SUM)
+                graded(url, "print(1)", label)
             assert len(sent.bodies) == times

@@ -17,14 +17,29 @@ def verifier():
         assert opened._pool.deaths == 0
 
 
-def prompt(label: str, text: str = "What is it?") -> Prompt:
+def prompt(label, text="What is it?"):
     return Prompt(0, token_ids([]), 0, label, "math", text)
 
 
+def wrongly_judged(verifier, answers_of, response="So it is \\boxed{%s}."):
+    """What is not judged as a table says: label → answers that are right, and that are wrong."""
+    asked = [
+        (label, answer, float(is_right))
+        for label, (right, wrong) in answers_of.items()
+        for is_right, answers in ((True, right), (False, wrong))
+        for answer in answers
+    ]
+    scores = verifier.score([(prompt(label), response % answer) for label, answer, _ in asked])
+    return [(each, score) for each, score in zip(asked, scores, strict=True) if score.reward != each[2]]
+
+
 def test_what_cannot_be_computed_is_wrong_and_no_error(verifier):
-    too_much = [r"\boxed{10^{10^{10}}}", r"\boxed{" + r"\sqrt{" * 300 + "2" + "}" * 301]
-    scores = verifier.score([(prompt("9"), response) for response in too_much])
-    assert scores == [Score(0.0, False, details={"response_error": 1.0})] * 2
+    too_much = [("9", r"\boxed{10^{10^{10}}}"), ("9", r"\boxed{" + r"\sqrt{" * 300 + "2" + "}" * 301)]
+    too_much.append(("1/2", rf"\boxed{{{'2' * 200}/{'4' * 200}}}"))
+    of_another_value = ("(2+x)^{500}", r"\boxed{(1+x)^{500}}")  # which would take seconds in vain
+    *scores, fast = verifier.score([(prompt(label), text) for label, text in (*too_much, of_another_value)])
+    assert scores == [Score(0.0, False, details={"response_error": 1.0})] * 3
+    assert fast == Score(0.0, False)
 
 
 def test_a_label_without_an_answer_is_an_error_and_named_at_the_start(verifier):
@@ -43,105 +58,90 @@ def test_a_quotation_of_the_prompt_answers_nothing(verifier):
     assert (quoted.reward, answered.reward) == (0.0, 1.0)
 
 
-NINES = "9" * 100_000
-BOXED: dict[str, tuple[list[str], list[str]]] = {
-    "255651622": (
-        ["255651622", "255,651,622", "255{,}651{,}622", r"255\,651\,622", "255651622.0", "+255651622",
-         "00255651622", " 255651622 .", "$255651622$", r"\$255651622", r"\text{255651622}", "x = 255651622",
-         r"255651622\text{ cm}", r"255651622 \mathrm{kg}", "255651622^{1}"],
-        ["255651623", "-255651622", "2556516220", "255651622.5", "255651622, 255651623",
-         r"255651622 \text{ or } 255651623", "255651622x", r"255651622\text{ million}", r"\{255651622, 1\}",
-         "25565162"],
-    ),
-    "707.11": (
-        ["707.11", "707.110", "707,11", r"70711 \times 10^{-2}", "70711e-2", r"\frac{70711}{100}",
-         r"\$ 707.11"],
-        ["707", "70711", "707.111", "707.11e2", "-707.11", "707.011"],
-    ),
-    r"\frac{70}{34}": (
-        [r"\frac{70}{34}", r"\dfrac{70}{34}", "70/34", r"\frac{210}{102}", r"\left(\frac{70}{34}\right)",
-         r"\frac{-70}{-34}", r"70 \div 34", r"\boxed{\tfrac{70}{34}}"],
-        [r"\frac{35}{70}", r"-\frac{70}{34}", "70", r"\frac{70}{35}", "2.06", "7034"],
-    ),
-    "x^2+16x+64": (["(x+8)^2", "64+16x+x^{2}", "(x+8)(x+8)"], ["(x-8)^2", "(x+8)^3", "x^2+16x"]),
-    r"\sqrt{128}": ([r"8\sqrt{2}"], [r"8\sqrt{2}+1"]),
-    r"\frac{8\pi}{2}": ([r"\frac{16\pi}{4}"], [r"8\pi"]),
-    "8^{2}": (["64"], ["65"]),
-    r"\log_{2}(256)": (["8"], []),
-    "8+2i": (["2i+8"], ["8-2i"]),
-    "(66, 77)": (["(66,77)", r"\left(66, 77\right)"], ["(77,66)", "(66,77,98)", "[66,77]"]),
-    "[66, 77)": (["[66,77)"], ["(66,77]"]),
-    r"\{66,77,98\}": ([r"\{98, 66, 77\}", "66, 77, 98"], [r"\{66, 77\}"]),
-    "66, 77, 98": (["77, 98, 66"], ["66, 77, 99"]),
-    r"66 \text{ or } 77": ([r"77 \text{ or } 66"], ["66"]),
-    r"x = 66 \text{ or } x = 77": (["66, 77"], []),
-    r"(66, \infty)": ([r"(66, \infty)"], [r"(-\infty, 66)"]),
-    "Tuesday": ([r"\text{Tuesday}", "TUESDAY"], ["Monday", "not Tuesday", "Tuesday or Monday"]),
-    r"\text{Tuesday}": (["Tuesday"], []),
-    "D": ([r"\textbf{D}"], ["E"]),
-    "9:23": (["9:23"], ["9:24", "10:23"]),
-    r"23\%": (["23%", "0.23", "23"], [r"24\%"]),
-    r"\boxed{7}": (["7"], []), "$7$": (["7"], []), r"\$5": (["5"], []), "070": (["70"], []),
-    "1,000": (["1000"], []), "1,22": (["1.22", "22, 1"], []), r"\frac12": ([r"\dfrac{2}{4}", "0.5"], []),
-    "1/2": ([r"0.5 \text{ or } \frac12"], []), "1/3": ([], ["0.333"]), "12": ([], ["1 2"]),
-    "0.001": (["1e-3"], []), "1e-3": (["10^{-3}"], []), "5000000": ([r"5\text{ million}"], []),
-    r"60^\circ": (["60°"], []), "60": ([r"60^{\circ}"], ["61°"]), r"\infty": ([r"\infty"], []),
-    "(x+1)^2": (["x^2+2x+1"], ["x^2+2x+2"]), NINES: ([NINES], [NINES[1:] + "8"]),
-    "274": (
-        [],
-        ["", " ", "?", "\\", "{", "}", "$", r"\frac", r"\frac{", r"\frac{1}{0}", r"\sqrt{", "nan", "None",
-         "null", r"\infty", "∞", "\x00", "\ud800", "é" * 50, "if", "lambda: 0", "__import__('os')",
-         "exec('1')", "0/0", "1/0", "x" * 500, r"\boxed{" * 30, r"\text{the label}", "answer", "label",
-         r"\phantom{274}0", "274<275", "<!-- 274 --> 275", "-" * 100 + "0"],
-    ),
-}  # fmt: skip
-"""Label → answers in a box that are right, and that are wrong: formats, traps, hostile text."""
-ENDS = {
-    "7311": (
-        [r"It is 7409? No: \boxed{7311}", r"\boxed{7409}, no: \boxed{7311}",
-         r"<think>7409</think>\boxed{7311}", "The answer is 7311.", "The final answer is: $7311$",
-         "Answer: 7311", "**Final answer:** 7311", "so we get\n#### 7311",
-         "2 + 3 = 5, so it makes 7311.", r"\fbox{7311}", r"\boxed{} \boxed{7311}",
-         r"\boxed{7311} in \boxed{}",
-         r"\boxed{7311} \boxed{7311}", r"\boxed{7311} and then cut off \boxed{7"],
-        [r"\boxed{7311}, no: \boxed{7409}", r"<think>\boxed{7311}</think>\boxed{7409}",
-         r"<think>\boxed{7311}", r"<think>\boxed{7311}</think>", "The answer is 7409.",
-         "The answer is 7311 or 7409.", "It is 7409, 7811 or 7311", r"\boxed{7409} or \boxed{7311}",
-         r"\boxed{7409}, \boxed{7311}", "7311 eggs are given. The answer is 7409", r"\boxed{7311",
-         "I do not know", "", r"7311, so \boxed{7409}"],
-    ),
-    "12:00": (["The answer is 12:00."], ["The answer is 12:30."]),
-    r"\{63,15,43\}": ([r"\boxed{63}, \boxed{15} and \boxed{43}"], []),
-    "63, 15, 43": ([r"$\boxed{43}$, $\boxed{63}$, $\boxed{15}$"], []),
-    "(63, 15)": ([r"x = \boxed{63}, y = \boxed{15}"], [r"x = \boxed{15}, y = \boxed{63}"]),
-}  # fmt: skip
-"""Label → responses whose answer is right, and wrong, by where it stands."""
-DIGITS = "123456789" * 11_000
-HARD = {
-    DIGITS: ([f"00{DIGITS}", f"{DIGITS}.0"], [DIGITS[:-1] + "8", DIGITS[:-1], f"-{DIGITS}", "7"]),
-    "7": (["{" * 90 + "7" + "}" * 90], [DIGITS, "7!", "1" + "+1" * 300, "(" * 200]),
-    "34/55": (["\\frac{1}{1+" * 8 + "1" + "}" * 8], [r"\sum_{k=1}^{\infty} k^{34}"]),
-}
-"""As BOXED; what takes seconds."""
+def test_answers_of_all_formats_are_judged(verifier):
+    """Formats, traps, hostile text."""
+    matrix, sevens = r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}", "7" * 150
+    answers = {
+        "255651622": (
+            ["255651622", "255,651,622", "255{,}651{,}622", r"255\,651\,622", "255651622.0", "+255651622",
+             " 255651622 .", "$255651622$", r"\$255651622", "x = 255651622", r"255651622\text{ cm}"],
+            ["255651623", "-255651622", "2556516220", "255651622.5", "255651622, 255651623", "255651622x",
+             r"255651622 \text{ or } 255651623", r"255651622\text{ million}", r"\{255651622, 1\}"],
+        ),
+        "707.11": (
+            ["707.11", "707.110", "707,11", r"70711 \times 10^{-2}", r"\frac{70711}{100}", r"\$ 707.11"],
+            ["707", "70711", "707.111", "707.11e2", "-707.11", "707.011"],
+        ),
+        r"\frac{70}{34}": (
+            [r"\frac{70}{34}", r"\dfrac{70}{34}", "70/34", r"\frac{210}{102}", r"\left(\frac{70}{34}\right)",
+             r"\frac{-70}{-34}", r"70 \div 34", r"\boxed{\tfrac{70}{34}}"],
+            [r"\frac{35}{70}", r"-\frac{70}{34}", "70", r"\frac{70}{35}", "2.06", "7034"],
+        ),
+        "x^2+16x+64": (["(x+8)^2", "64+16x+x^{2}", "(x+8)(x+8)"], ["(x-8)^2", "(x+8)^3", "x^2+16x"]),
+        r"\sqrt{128}": ([r"8\sqrt{2}"], [r"8\sqrt{2}+1"]), r"\frac{8\pi}{2}": ([r"4\pi"], [r"8\pi"]),
+        r"\log_{2}(256)": (["8"], []), "8+2i": (["2i+8"], ["8-2i"]), "9:23": (["9:23"], ["9:24", "10:23"]),
+        r"23\%": (["23%", "0.23", "23"], [r"24\%"]), r"(66, \infty)": ([r"(66, \infty)"], [r"(-\infty, 66)"]),
+        "(66, 77)": (["(66,77)", r"\left(66, 77\right)"], ["(77,66)", "(66,77,98)", "[66,77]"]),
+        "[66, 77)": (["[66,77)"], ["(66,77]"]),
+        r"\{66,77,98\}": ([r"\{98, 66, 77\}", "66, 77, 98"], [r"\{66, 77\}"]),
+        "66, 77, 98": (["77, 98, 66"], ["66, 77, 99"]),
+        r"x = 66 \text{ or } x = 77": (["66, 77", r"77 \text{ or } 66"], ["66"]),
+        "Tuesday": ([r"\text{Tuesday}", "TUESDAY"], ["Monday", "not Tuesday", "Tuesday or Monday"]),
+        "D": ([r"\textbf{D}"], ["E"]),
+        r"\boxed{7}": (["7"], []), "$7$": (["7"], []), r"\$5": (["5"], []), "070": (["70"], []),
+        "1,000": (["1000"], []), "1,22": (["1.22", "22, 1"], []), r"\frac12": ([r"\dfrac{2}{4}", "0.5"], []),
+        "1/2": ([r"0.5 \text{ or } \frac12"], []), "1/3": ([], ["0.333"]), "12": ([], ["1 2"]),
+        "0.001": (["1e-3"], []), "1e-3": (["10^{-3}"], []), "5000000": ([r"5\text{ million}"], []),
+        r"60^\circ": (["60°"], []), "60": ([r"60^{\circ}"], ["61°"]), r"\infty": ([r"\infty"], []),
+        "(x+1)^2": (["x^2+2x+1"], ["x^2+2x+2"]), "9" * 100_000: (["9" * 100_000], ["9" * 99_999 + "8"]),
+        r"\emptyset": ([r"\varnothing"], []), r"\varnothing": (["∅"], []), "yes": ([r"\text{YES}"], []),
+        "no solution": ([r"\text{No solutions}"], [r"\text{solutions}"]),
+        r"\text{No real solution}": ([r"\text{no real solutions}"], []),
+        f"({sevens},1)": ([f"({sevens}.0, 1)"], []), f"{matrix}+{matrix}": ([f"{matrix} + {matrix}"], []),
+        "274": (
+            [],
+            ["", "?", "\\", "{", "$", r"\frac", r"\frac{1}{0}", r"\sqrt{", "nan", "None", r"\infty", "\x00",
+             "\ud800", "é" * 50, "lambda: 0", "__import__('os')", "0/0", "x" * 500, r"\boxed{" * 30, "answer",
+             r"\text{the label}", r"\phantom{274}0", "274<275", "<!-- 274 --> 275", "-" * 100 + "0"],
+        ),
+    }  # fmt: skip
+    assert wrongly_judged(verifier, answers) == []
 
 
-@pytest.mark.parametrize("judged", [BOXED, ENDS, pytest.param(HARD, marks=pytest.mark.slow)])
-def test_answers_of_all_formats_are_judged(verifier, judged):
-    asked = [
-        (label, f"So it is \\boxed{{{answer}}}." if judged is not ENDS else answer, float(is_right))
-        for label, (right, wrong) in judged.items()
-        for is_right, answers in ((True, right), (False, wrong))
-        for answer in answers
-    ]
-    scores = verifier.score([(prompt(label), response) for label, response, _ in asked])
-    wrongly = [(pair, score) for pair, score in zip(asked, scores, strict=True) if score.reward != pair[2]]
-    assert wrongly == []
+def test_which_answer_of_a_response_counts(verifier):
+    numbers, sevens = ",".join(map(str, range(1, 26))), "7" * 800
+    answers = {
+        "7311": (
+            [r"It is 7409? No: \boxed{7311}", r"\boxed{7409}, no: \boxed{7311}", "The answer is 7311.",
+             r"<think>7409</think>\boxed{7311}", "The final answer is: $7311$", "**Final answer:** 7311",
+             "so we get\n#### 7311", "2 + 3 = 5, so it makes 7311.", r"\fbox{7311}", r"\boxed{} \boxed{7311}",
+             r"\boxed{7311} in \boxed{}", r"\boxed{7311} \boxed{7311}", r"\boxed{7311} and then \boxed{7"],
+            [r"\boxed{7311}, no: \boxed{7409}", r"<think>\boxed{7311}</think>\boxed{7409}", "",
+             r"<think>\boxed{7311}", r"<think>\boxed{7311}</think>", "The answer is 7409.", r"\boxed{7311",
+             "The answer is 7311 or 7409.", "It is 7409, 7811 or 7311", r"\boxed{7409} or \boxed{7311}",
+             r"\boxed{7409}, \boxed{7311}", "7311 eggs. The answer is 7409", r"7311, so \boxed{7409}"],
+        ),
+        "12:00": (["The answer is 12:00."], ["The answer is 12:30."]),
+        "1,2,3,4": (["So it is 1, 2, 3 or 4", "So it is 1, 2 , 3, or 4", "So it is 1,2 or 3 or 4"], []),
+        numbers: ([f"The answer is {numbers}"], []), "25": ([], [f"The answer is {numbers}"]),
+        sevens: ([f"The answer is {sevens}"], []), "7": ([], [f"The answer is {sevens}"]),
+        "4": ([], ["So it is 3 or 4"]),
+        r"\{63,15,43\}": ([r"\boxed{63}, \boxed{15} and \boxed{43}"], []),
+        "63, 15, 43": ([r"$\boxed{43}$, $\boxed{63}$, $\boxed{15}$"], []),
+        "(63, 15)": ([r"x = \boxed{63}, y = \boxed{15}"], [r"x = \boxed{15}, y = \boxed{63}"]),
+    }  # fmt: skip
+    assert wrongly_judged(verifier, answers, response="%s") == []
 
 
-LATEX = r"""\boxed{ \fbox{ { } \frac \frac{1}{ \sqrt \left( \right) ^ _ ^{ $ $$ \text{ \pi \infty \cup \in
-\sum \int \begin{pmatrix} \end{pmatrix} & \\ 1 2 42 3.5 1,000 1e9 - + * / = < , ( ) [ ] ! % x y i"""
-TEXT = [" ", "\n", " or ", " and ", "The answer is ", "</think>", "<think>", "<answer>", "#", "####"]
-STRANGE = ["é", "\U0001d7d9", "\ud800", "\x00", "٣", "½", "²", "\u200b", "\u202e", "{" * 60, "9" * 400]
+@pytest.mark.slow
+def test_what_takes_seconds_is_judged(verifier):
+    digits = "123456789" * 11_000
+    answers = {
+        digits: ([f"00{digits}", f"{digits}.0"], [digits[:-1] + "8", digits[:-1], f"-{digits}", "7"]),
+        "7": (["{" * 90 + "7" + "}" * 90], [digits, "7!", "1" + "+1" * 300, "(" * 200]),
+        "34/55": (["\\frac{1}{1+" * 8 + "1" + "}" * 8], [r"\sum_{k=1}^{\infty} k^{34}"]),
+    }
+    assert wrongly_judged(verifier, answers) == []
 
 
 @pytest.mark.parametrize(
@@ -149,9 +149,12 @@ STRANGE = ["é", "\U0001d7d9", "\ud800", "\x00", "٣", "½", "²", "\u200b", "\u
 )
 def test_noise_is_judged_and_breaks_nothing(verifier, count):
     """What responses are made of and what has broken parsers, in any order, half of it in a box."""
-    draw = random.Random(0)
+    latex = r"""\boxed{ \fbox{ { } \frac \frac{1}{ \sqrt \left( \right) ^ _ ^{ $ $$ \text{ \pi \infty \cup \in
+        \sum \int \begin{pmatrix} \end{pmatrix} & \\ 1 2 42 3.5 1,000 1e9 - + * / = < , ( ) [ ] ! % x y i"""
+    text = [" ", "\n", " or ", " and ", "The answer is ", "</think>", "<think>", "<answer>", "#", "####"]
+    strange = ["é", "\U0001d7d9", "\ud800", "\x00", "٣", "½", "²", "\u200b", "\u202e", "{" * 60, "9" * 400]
+    draw, pieces = random.Random(0), [*latex.split(), *text, *strange]
     labels = draw.choices(["42", "\\frac{1}{2}", "x^2+1", "(1,2)", "12:00", "Monday"], k=count)
-    pieces = [*LATEX.split(), *TEXT, *STRANGE]
     noise = ["".join(draw.choices(pieces, k=draw.randint(1, 25))) for _ in labels]
     noise = [f"\\boxed{{{text}}}" if draw.random() < 0.5 else text for text in noise]
     scores = verifier.score([(prompt(label), text) for label, text in zip(labels, noise, strict=True)])

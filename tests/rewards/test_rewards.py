@@ -1,7 +1,6 @@
 """Verifiers: what they say of answers, and that their faults are never rewards."""
 
 import asyncio
-import logging
 import os
 import signal
 import subprocess
@@ -29,7 +28,6 @@ from megatron_ibpo.rewards import (
     check_labels,
     named_rm_types,
     open_pool,
-    open_verifier,
     reward_functions,
 )
 from megatron_ibpo.rewards.composite import Part, combined
@@ -43,11 +41,9 @@ USERS_REWARDS = """
     not_a_function = 3
 
     class Unspeakable(Exception):
-        def __str__(self):
-            raise KeyError("no words")
+        def __str__(self): raise KeyError("no words")
 
-    def fail(error):
-        raise error
+    def fail(error): raise error
 
     def daemon(note):  # which has lost its parent and its session
         written = f"echo $$ {os.getpid()} > {note}.new; mv {note}.new {note}; exec sleep 1000"
@@ -60,38 +56,26 @@ USERS_REWARDS = """
         print("a reward function may print")
         return eval(response, globals(), locals())
 
-    def measured(prompt, response, label, metadata):
-        return {"score": eval(response), "tests": 0.25}
-
     def together(prompts, responses, labels, metadata):
         values = [eval(response) for response in responses]
         time.sleep(0.05)  # the next ones gather meanwhile
         assert prompts == ["what?"] * len(responses) and labels == ["42"] * len(responses)
         return [value or len(responses) for value in values if value != "few"]
 
-    def lengths(prompts, responses, labels, metadata):
-        if "unreadable" in responses:
-            raise ResponseError("one of them")
-        return [{"score": 1, "length": len(response)} for response in responses]
-
-    together.batched = lengths.batched = True
+    together.batched, late = True, graded
 
     def label_problem(label, metadata):
         if label == "hang":
             time.sleep(1000)
         return f"{label} is odd" if label.isdigit() and int(label) % 2 else None
 """
-"""Its functions evaluate the response."""
-HANG, HANG_IN_C = "time.sleep(1000)", "sum(itertools.repeat(0))"
-"""The latter never lets another thread or a signal handler run."""
-GRADED, MEASURED, TOGETHER, LENGTHS = FUNCTIONS = [
-    f"users_rewards:{name}" for name in ("graded", "measured", "together", "lengths")
-]
+GRADED, TOGETHER = "users_rewards:graded", "users_rewards:together"
+HANG = "time.sleep(1000)"
+HANG_IN_C = "sum(itertools.repeat(0))"  # never lets another thread or a signal handler run
 
 
 @pytest.fixture(scope="module", autouse=True)
 def users_module(tmp_path_factory):
-    """A user's module on the owner's path."""
     directory = tmp_path_factory.mktemp("user")
     (directory / "users_rewards.py").write_text(textwrap.dedent(USERS_REWARDS))
     (directory / "broken_rewards.py").write_text("import no_such_library")
@@ -102,7 +86,6 @@ def users_module(tmp_path_factory):
 
 @contextmanager
 def pool_of(*targets, **settings):
-    """Processes that run these functions, and afterwards the certainty that they are gone."""
     with open_pool(DataConfig(rm_type=targets[0], **settings), targets[1:]) as pool:
         workers = [worker.process for worker in pool._workers]
         yield pool
@@ -112,14 +95,13 @@ def pool_of(*targets, **settings):
 
 @pytest.fixture(scope="module")
 def pool():
-    with pool_of(*FUNCTIONS[:3], reward_workers=2) as opened:
+    with pool_of(GRADED, TOGETHER, reward_workers=2) as opened:
         yield opened
 
 
 @pytest.fixture(scope="module")
 def impatient():
-    """One process, which has half a second for a call."""
-    with pool_of(*FUNCTIONS[:3], reward_workers=1, reward_timeout=0.5) as opened:
+    with pool_of(GRADED, TOGETHER, reward_workers=1, reward_timeout=0.5) as opened:
         yield opened
 
 
@@ -137,10 +119,6 @@ def asked(*responses, label="42", **metadata):
     return [(prompt, response) for response in responses]
 
 
-def gone_within(pid, seconds):
-    return eventually(lambda: has_ended(int(pid)), seconds)
-
-
 def test_a_function_by_import_path_gets_what_it_needs_and_may_say_more_than_a_number(pool):
     graded = verifier(pool, reward_threshold=0.5)
     right = "(prompt, label, metadata) == ('what?', '42', {'level': 3})"
@@ -149,22 +127,23 @@ def test_a_function_by_import_path_gets_what_it_needs_and_may_say_more_than_a_nu
     assert graded.score([]) == []
     in_order = [Score(i / 100, i >= 50) for i in range(100)]
     assert graded.score(asked(*[str(i / 100) for i in range(100)])) == in_order
+    forked = graded.score(asked("os.fork() == 0", "0.25", "0.5"))  # whose first call returns twice
+    assert [score.reward for score in forked] == [0.0, 0.25, 0.5]
 
 
 def test_a_fault_is_an_error_and_not_a_reward(graded):
     faults = {
-        "fail(RuntimeError('cannot judge this'))": "RuntimeError: cannot judge this",
+        # half a character, which no log could be given
+        r"fail(RuntimeError('cannot judge \ud800'))": r"RuntimeError: cannot judge \ud800",
+        "fail(Unspeakable())": "Unspeakable: it cannot be shown, which fails with KeyError",
         "sys.exit(3)": "SystemExit: 3",
         "'0.5'": "TypeError: expected a number, got str '0.5'",
-        "None": "TypeError: expected a number, got NoneType",
         "math.nan": "ValueError: expected a finite number, got nan",
-        "math.inf": "ValueError: expected a finite number, got inf",
         "1e308": "ValueError: expected a number of at most 1e+09 in size, got 1e+308: scale it",
         "-(10**400)": "expected a number of at most 1e+09 in size, got a longer one: scale it",
         "os._exit(7)": "the worker process died (status 7), and another one before it",
         "dict(tests=1)": "expected a number, or a mapping with a score",
         "dict(score=1, tests='all')": "expected a number as 'tests', got str 'all'",
-        "dict(score=1, tests=1e300)": "number as 'tests' of at most 1e+09 in size, got 1e+300: scale it",
     }
     before, *found, after = graded.score(asked("1", *faults, "0"))
     assert (before, after) == (Score(1.0, True), Score(0.0, False))
@@ -174,18 +153,14 @@ def test_a_fault_is_an_error_and_not_a_reward(graded):
 
 
 def test_a_fault_of_the_response_is_a_wrong_answer_that_is_counted(graded):
-    for rm_type, unreadable in (
-        (GRADED, "fail(ResponseError('a tower of powers'))"),
-        (LENGTHS, "unreadable"),
-    ):
-        scores = graded.score(asked("1", unreadable, "1", rm_type=rm_type))
-        assert scores[1] == Score(0.0, False, details={"response_error": 1.0})
-        assert [score.reward for score in scores] == [1.0, 0.0, 1.0]
+    for rm_type in (GRADED, TOGETHER):
+        pairs = asked("1", "fail(ResponseError('a tower of powers'))", "1", rm_type=rm_type)
+        before, fault, after = graded.score(pairs)
+        assert fault == Score(0.0, False, details={"response_error": 1.0})
+        assert before.reward == after.reward == 1.0
 
 
-def test_a_response_that_kills_is_asked_twice_and_one_that_hangs_once_and_the_others_are_scored(
-    impatient, tmp_path
-):
+def test_a_response_that_kills_is_asked_twice_and_one_that_hangs_once(impatient, tmp_path):
     start, deaths = time.monotonic(), impatient.deaths
     hang = f"open({str(tmp_path / 'asked')!r}, 'a').write('x') and {HANG}"
     scores = verifier(impatient).score(asked("0", hang, "1", HANG_IN_C, "0", "os._exit(7)", "1"))
@@ -211,15 +186,16 @@ def test_a_response_whose_process_is_killed_is_asked_again(pool, tmp_path, caplo
 def test_a_successor_that_dies_or_hangs_while_it_loads_has_successors_in_turn_but_not_for_good(
     users_module, monkeypatch
 ):
-    """How long one may take to load follows from how long the first one took."""
+    # how long one may take to load follows from how long the first one took
     monkeypatch.setattr("megatron_ibpo.rewards.workers._SHORTEST_START_TIMEOUT", 1.0)
     monkeypatch.setattr("megatron_ibpo.rewards.workers._START_SLACK", 4.0)
-    code = """
+    deaths, hangs = users_module / "deaths", users_module / "hangs"
+    code = f"""
         import os, time
         from pathlib import Path
 
-        deaths, hangs = (Path(__file__).with_name(name) for name in ("deaths", "hangs"))
-        if left := int(deaths.read_text() if deaths.exists() else 0):
+        deaths, hangs = Path("{deaths}"), Path("{hangs}")
+        if deaths.exists() and (left := int(deaths.read_text())):
             deaths.write_text(str(left - 1))
             os._exit(7)
         if hangs.exists():
@@ -230,12 +206,11 @@ def test_a_successor_that_dies_or_hangs_while_it_loads_has_successors_in_turn_bu
             return os.getpid()
     """
     (users_module / "fragile_rewards.py").write_text(textwrap.dedent(code))
-
     with pool_of("fragile_rewards:pid", reward_workers=1) as fragile_pool:
         fragile = verifier(fragile_pool, "fragile_rewards:pid")
 
-        def score_after(deaths, worker):
-            (users_module / "deaths").write_text(str(deaths))
+        def score_after(dying, worker):
+            deaths.write_text(str(dying))
             os.kill(int(worker.reward), signal.SIGKILL)
             time.sleep(0.1)
             return fragile.score(asked("1"))[0]
@@ -246,7 +221,7 @@ def test_a_successor_that_dies_or_hangs_while_it_loads_has_successors_in_turn_bu
         assert fragile_pool.deaths == 1, "those that have loaded nothing do not count"
         with pytest.raises(WorkerError, match=r"ended while loading it \(status 7\)"):
             score_after(3, after)
-        (users_module / "hangs").write_text("")
+        hangs.touch()
         began = time.monotonic()
         assert fragile.score(asked("1"))[0].reward not in (None, after.reward)
         assert time.monotonic() - began < 60, "it would hang for ten minutes"
@@ -263,17 +238,12 @@ def test_responses_are_scored_as_they_come_and_an_error_waits_for_nobody(impatie
     assert "have failed on 1 responses: users_rewards:graded: RuntimeError" in caplog.text
 
 
-def test_a_batched_function_gets_what_has_gathered(pool):
-    sizes = [score.reward for score in verifier(pool, TOGETHER).score(asked(*["0"] * 150))]
+def test_a_batched_function_gets_what_has_gathered_and_as_long_as_all_of_its_calls(impatient):
+    # which has half a second for a call; a 64th of that were too short
+    sizes = [score.reward for score in verifier(impatient, TOGETHER).score(asked(*["0"] * 150))]
     assert len(sizes) == 150
     assert max(sizes) == 64
     assert all(sizes.count(size) % size == 0 for size in set(sizes))
-
-
-def test_a_batch_may_take_as_long_as_all_of_its_calls(impatient):
-    """A batch of 15, which takes 0.05 s, has 7.5 s."""
-    scores = verifier(impatient, TOGETHER).score(asked(*["0"] * 30))
-    assert max(score.reward for score in scores) >= 15
 
 
 def test_one_bad_response_spoils_no_other_of_its_batch(impatient):
@@ -289,47 +259,24 @@ def test_one_bad_response_spoils_no_other_of_its_batch(impatient):
         assert error in scores[2].error
 
 
-def test_errors_are_logged_even_where_an_exception_cannot_be_written(graded, tmp_path, monkeypatch):
-    log = logging.FileHandler(tmp_path / "log", encoding="utf-8")
-    monkeypatch.setattr(log, "handleError", lambda record: pytest.fail("logging broke"))
-    logging.getLogger("megatron_ibpo").addHandler(log)
-    half_a_character = r"fail(RuntimeError('no \ud800 in a log'))"
-    try:
-        scores = graded.score(asked(half_a_character, "fail(Unspeakable())", "1"))
-    finally:
-        logging.getLogger("megatron_ibpo").removeHandler(log)
-        log.close()
-    assert scores[0].error == r"RuntimeError: no \ud800 in a log"
-    assert scores[1].error == "Unspeakable: it cannot be shown, which fails with KeyError"
-    assert scores[2].reward == 1.0
-    first = r"failed on 2 of 3 responses; the first: users_rewards:graded: RuntimeError: no \ud800"
-    assert first in (tmp_path / "log").read_text()
-
-
-def test_what_a_function_has_started_ends_with_its_worker(graded, tmp_path):
-    child, daemon = tmp_path / "child", tmp_path / "daemon"
-    note = f"print(subprocess.Popen(['sleep', '1000']).pid, file=open({str(child)!r}, 'w'), flush=True)"
-    (score,) = graded.score(asked(f"{note} or os._exit(7)"))
-    assert "died" in score.error
-    assert gone_within(child.read_text(), 5)
-    assert graded.score(asked(f"daemon({str(daemon)!r})")) == [Score(1.0, True)]
-    forked_twice, worker = map(int, daemon.read_text().split())
-    assert os.path.exists(f"/proc/{forked_twice}")
-    os.kill(worker, signal.SIGKILL)
-    assert gone_within(forked_twice, 10)
-
-
-def test_what_a_function_has_started_ends_with_its_pool_and_what_it_prints_is_bounded(tmp_path, capfd):
-    note = tmp_path / "note"
-    with pool_of(GRADED, reward_workers=1) as opened:
-        graded = verifier(opened)
-        assert graded.score(asked(*["print('x' * 3_000_000) or 1"] * 4)) == [Score(1.0, True)] * 4
+def test_what_a_function_started_ends_with_its_worker_or_pool_and_what_it_prints_is_bounded(tmp_path, capfd):
+    def started(number):
+        """A child of the worker, a daemon that it left, and the worker."""
+        note = tmp_path / f"note{number}"
         (child,) = graded.score(asked("subprocess.Popen(['sleep', '1000']).pid"))
         assert graded.score(asked(f"daemon({str(note)!r})")) == [Score(1.0, True)]
-        daemon = int(note.read_text().split()[0])
-        assert all(os.path.exists(f"/proc/{process:.0f}") for process in (child.reward, daemon))
-    assert gone_within(child.reward, 5)
-    assert gone_within(daemon, 5)
+        pids = [int(child.reward), *map(int, note.read_text().split())]
+        assert not any(map(has_ended, pids))
+        return pids
+
+    with pool_of(GRADED, reward_workers=1) as opened:
+        graded = verifier(opened)
+        first = started(1)
+        os.kill(first[-1], signal.SIGKILL)
+        assert eventually(lambda: all(map(has_ended, first)), 10)
+        assert graded.score(asked(*["print('x' * 3_000_000) or 1"] * 4)) == [Score(1.0, True)] * 4
+        second = started(2)
+    assert eventually(lambda: all(map(has_ended, second)), 10)
     said = capfd.readouterr().err
     assert len(said) < 70_000
     assert f"reward function {GRADED} printed more than 65,536 bytes; the rest is left out" in said
@@ -337,50 +284,47 @@ def test_what_a_function_has_started_ends_with_its_pool_and_what_it_prints_is_bo
     assert f"[{left_out:,} bytes that reward function {GRADED} printed were left" in said
 
 
-def test_a_process_that_forks_within_its_function_answers_once(graded):
-    scores = graded.score(asked("os.fork() == 0", "0.25", "0.5"))  # both return
-    assert [score.reward for score in scores] == [0.0, 0.25, 0.5]
-
-
 def test_every_prompt_may_name_its_verifier(pool):
-    pairs = [*asked("0.5", rm_type=GRADED), *asked("1"), *asked("four", rm_type=LENGTHS)]
+    pairs = [*asked("0.5", rm_type="users_rewards:late"), *asked("1")]
     pairs += [*asked("1", rm_type="maths"), *asked("1", rm_type="nowhere_at_all:score")]
-    scores = verifier(pool, MEASURED).score(pairs)
-    assert [score.reward for score in scores] == [0.5, 1.0, 1.0, None, None]
-    assert scores[2].details == {"length": 4.0}
-    assert "did you mean 'math'" in scores[3].error
-    assert "no module 'nowhere_at_all'" in scores[4].error
+    late, graded, misspelt, nowhere = verifier(pool).score(pairs)
+    assert [one.reward for one in (late, graded, misspelt, nowhere)] == [0.5, 1.0, None, None]
+    assert "did you mean 'math'" in misspelt.error
+    assert "no module 'nowhere_at_all'" in nowhere.error
 
 
 def test_a_composite_is_the_weighted_sum_of_its_parts(pool):
-    parts = (f"{GRADED}=0.9", f"{MEASURED}=0.1")
+    parts = (f"{GRADED}=0.9", f"{TOGETHER}=0.1")
     weighted = verifier(pool, "composite", reward_part=parts, reward_threshold=0.9)
-    both, half, none, fault = weighted.score(asked("1", "0.5", "-3", "fail(RuntimeError())"))
-    assert both == Score(1.0, True, details={GRADED: 1.0, MEASURED: 1.0, "tests": 0.25})
+    responses = "dict(score=1, tests=.25)", "0.5", "-3", "fail(RuntimeError())"
+    both, half, none, fault = weighted.score(asked(*responses))
+    assert both == Score(1.0, True, details={GRADED: 1.0, TOGETHER: 1.0, "tests": 0.25})
     assert (half.reward, half.correct) == (0.5, False)
     assert none.reward == 0.0, "clipped"
     assert fault.reward is None
-    assert "users_rewards:graded: RuntimeError" in fault.error
-    fine = DataConfig(rm_type="composite", reward_part=("math=0.9", "code:format=0.2"), reward_threshold=0.9)
-    assert reward_functions(fine) == ["megatron_ibpo.rewards.math:score", "code:format"]
     on_paper = [Part("a", 0.7), Part("b", 0.2), Part("c", 0.1)]
     assert combined(on_paper, [Outcome(1.0)] * 3).value == 1.0, "not a bit less"
     assert combined([Part("a", 1.0), Part("b", -0.25)], [Outcome(1.0)] * 2).value == 0.75
 
 
 def test_weights_must_leave_correct_to_the_main_part():
+    def functions(parts, threshold):
+        return reward_functions(
+            DataConfig(rm_type="composite", reward_part=parts, reward_threshold=threshold)
+        )
+
+    fine = functions(("math=0.9", "code:format=0.2"), 0.9)
+    assert fine == ["megatron_ibpo.rewards.math:score", "code:format"]
     for parts, threshold, says in (
         ((), 1.0, "has no parts"),
         (("math=0.5", "code:format=0.5"), 0.5, "could be correct without the first"),
         (("math=0.5", "code:format=0.4"), 1.0, "no response could be correct"),
-        (("math=much",), 1.0, "must be a number"),
         (("math=0",), 1.0, "leave the part out"),
         (("math=1", "code:format=-1e308"), 1.0, r"at most 1e\+09 in size"),
-        (("maths=1",), 1.0, "did you mean 'math'"),
         (("math=1", "composite=0.1"), 1.0, "cannot contain itself"),
     ):
         with pytest.raises(ConfigError, match=says):
-            reward_functions(DataConfig(rm_type="composite", reward_part=parts, reward_threshold=threshold))
+            functions(parts, threshold)
 
 
 def test_labels_that_cannot_be_graded_are_named_before_work_starts(impatient):
@@ -388,29 +332,23 @@ def test_labels_that_cannot_be_graded_are_named_before_work_starts(impatient):
     prompts = [prompt for label in ("2", "3", "hang", "5") for prompt, _ in asked("", label=label)]
     ((unchecked, _),) = asked("", label="7", rm_type="operator:add")  # its module has no such function
     check_labels(impatient, [prompts[0], unchecked], data)
-    with pytest.raises(LabelError) as refused:
+    says = "(?s)3 labels of the first 4 cannot.*task, prompt 0, label '3': .*3 is odd.*'hang': timed out"
+    with pytest.raises(LabelError, match=says):
         check_labels(impatient, prompts, data)
-    said = str(refused.value)
-    assert "3 labels of the first 4 cannot be graded" in said
-    assert "task, prompt 0, label '3': LabelError: 3 is odd" in said
-    assert "label 'hang': timed out after 0.5 s" in said
 
 
 def test_a_function_that_cannot_be_had_is_refused_before_work_and_leaves_no_process():
-    data = DataConfig(rm_type=GRADED, reward_workers=1)
     prompts = [prompt for prompt, _ in [*asked("", rm_type="users_rewards:missing"), *asked("")]]
-    named = named_rm_types(prompts, data)
-    assert named == ["users_rewards:missing", GRADED]
-    with pytest.raises(ValueError, match="defines no 'missing'"):
-        open_pool(data, named)
+    assert named_rm_types(prompts, DataConfig(rm_type=GRADED)) == ["users_rewards:missing", GRADED]
     for rm_type, says in (
         ("maths", "did you mean 'math'"),
         ("users_rewards", "package.module:name"),
+        ("users_rewards:missing", "defines no 'missing'"),
         ("users_rewards:not_a_function", "is not a function"),
         ("broken_rewards:score", "No module named 'no_such_library'"),
     ):
         with pytest.raises(ValueError, match=says):
-            open_verifier(DataConfig(rm_type=rm_type, reward_workers=1))
+            open_pool(DataConfig(rm_type=GRADED, reward_workers=1), [rm_type])
         for child in Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split():
             assert rm_type not in Path(f"/proc/{child}/cmdline").read_text().split("\0")
 
@@ -425,22 +363,17 @@ def test_workers_and_what_they_started_die_with_their_owner_even_while_they_hang
         for response in ("daemon({str(note)!r})", "{HANG_IN_C}"):
             print(verifier.score([(Prompt(0, token_ids([]), 0, "", "", ""), response)])[0].reward, flush=True)
     """
-    path = os.pathsep.join([str(users_module), *sys.path])
-    owner = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        env=os.environ | {"PYTHONPATH": path},
-        stdout=subprocess.PIPE,
-    )
-    try:
-        assert owner.stdout.readline() == b"1.0\n"
-        processes = note.read_text().split()
-        time.sleep(0.5)  # until the worker hangs
-        assert all(os.path.exists(f"/proc/{process}") for process in processes)
-    finally:
-        owner.kill()
-        owner.wait(10)
-        owner.stdout.close()
-    assert all(gone_within(process, 10) for process in processes)
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(users_module), *sys.path])}
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE) as owner:
+        try:
+            assert owner.stdout.readline() == b"1.0\n"
+            processes = note.read_text().split()
+            time.sleep(0.5)  # until the worker hangs
+            assert all(os.path.exists(f"/proc/{process}") for process in processes)
+        finally:
+            owner.kill()
+    assert eventually(lambda: all(has_ended(int(process)) for process in processes), 10)
 
 
 def test_workers_die_with_their_supervisor(impatient):
@@ -449,7 +382,7 @@ def test_workers_die_with_their_supervisor(impatient):
     worker = int(before.reward)
     parent = int(Path(f"/proc/{worker}/stat").read_text().rpartition(")")[2].split()[1])
     os.kill(parent, signal.SIGKILL)
-    assert gone_within(worker, 10)
+    assert eventually(lambda: has_ended(worker), 10)
     assert [score.reward for score in graded.score(asked("1"))] == [1.0]
 
 
@@ -459,88 +392,56 @@ def reasoning_gym():
         yield verifier(opened, "reasoning_gym")
 
 
-def prompts_of(task, count):
-    tokenizer = HuggingFaceTokenizer(make_tiny_tokenizer())
-    return open_source(f"reasoning_gym://{task}", tokenizer, DataConfig(), split="train").batch(0, count)
-
-
-@pytest.fixture(scope="module")
-def chain_sums():
-    return prompts_of("chain_sum?min_terms=5&max_terms=7&min_digits=1&max_digits=1&compact=1", 32)
-
-
-def rewards(verifier, pairs):
-    return [score.reward for score in verifier.score(pairs)]
-
-
-def test_worked_solutions_of_generated_tasks_are_right_and_part_marks_are_no_reward(
-    reasoning_gym, chain_sums
-):
-    right = [(p, worked_solution(p.metadata["expression"])) for p in chain_sums]
+def test_worked_solutions_of_generated_tasks_are_right_and_part_marks_are_no_reward(reasoning_gym):
+    sums = "reasoning_gym://chain_sum?min_terms=5&max_terms=7&min_digits=1&max_digits=1&compact=1"
+    source = open_source(sums, HuggingFaceTokenizer(make_tiny_tokenizer()), DataConfig(), split="train")
+    prompts = source.batch(0, 32)
+    check_labels(reasoning_gym._pool, prompts, DataConfig())
+    right = [(p, worked_solution(p.metadata["expression"])) for p in prompts]
     wrong = [(p, text + "0") for p, text in right if p.label != "0"]
-    assert reasoning_gym.score(right) == [Score(1.0, True)] * len(right)
-    assert reasoning_gym.score(wrong) == [Score(0.0, False)] * len(wrong)
-    label = chain_sums[0].label
+    label = prompts[0].label
     # reasoning_gym itself gives .5 for an answer that holds the right one in twice its length
     padded = f"#{label}{'x' * len(label)}"
-    answers = [padded, "", "#", "no number", f"{label} but #7000"]
-    assert rewards(reasoning_gym, [(chain_sums[0], answer) for answer in answers]) == [0.0] * 5
+    wrong += [(prompts[0], text) for text in (padded, "", "#", "no number", f"{label} but #7000")]
+    assert reasoning_gym.score(right) == [Score(1.0, True)] * len(right)
+    assert reasoning_gym.score(wrong) == [Score(0.0, False)] * len(wrong)
 
 
-def test_the_answer_follows_the_last_mark():
-    assert extract_answer("1+1=2#2 \n") == "2"
-    assert extract_answer("#3\n1+1=2#2") == "2"
-    assert extract_answer(" 2 ") == "2"
-    assert extract_answer("1+1=2#") is None
-    assert extract_answer("## Answer\n<answer> 15 </answer> done") == "15"
-    assert extract_answer(r"it is \boxed{15}.") == "15"
-    assert extract_answer("<think>#3</think> 15") == "15"
-    assert extract_answer("A# #B", {"source_dataset": "ab"}) == "A# #B"
+def test_an_answer_that_the_scorer_stumbles_over_is_wrong_and_a_label_is_named_at_the_start(reasoning_gym):
+    def generated(task, label, **metadata):
+        metadata |= {"source_dataset": task, "source_index": 0, "question": "what?"}
+        return Prompt(0, token_ids([]), 0, label, task, "what?", metadata)
 
-
-def test_the_place_of_an_answer_is_that_of_its_last_occurrence():
-    assert answer_place("3+4=7#7", "7") == 6
-    assert answer_place(r"so \boxed{ 1 + x }", "1+x") == 11
-    assert answer_place("7 it is", "7") == 0
-    assert answer_place("3+4=7#7", "8") is None
-    assert answer_place("", "") is None
-
-
-def test_answers_that_contain_the_mark_are_not_cut(reasoning_gym, monkeypatch):
-    monkeypatch.setattr("megatron_ibpo.data.generated.check_prompt", lambda *_: None)  # letters it has not
-    prompts = prompts_of("ab", 64)
-    assert any("#" in prompt.label for prompt in prompts)
-    for answer in ("{}", "so <answer>{}</answer>"):
-        assert {*rewards(reasoning_gym, [(p, answer.format(p.label)) for p in prompts])} == {1.0}
-
-
-def generated(task, label, **metadata):
-    metadata = {"source_dataset": task, "source_index": 0, "question": "what?", **metadata}
-    return Prompt(0, token_ids([]), 0, label, task, "what?", metadata)
-
-
-def test_an_answer_that_the_scorer_stumbles_over_is_wrong_and_a_label_an_error(reasoning_gym):
     factors, unlabelled = generated("prime_factorization", "2 × 3"), generated("prime_factorization", "none")
-    pairs = [(factors, "I do not know"), (factors, "3 × 2"), (unlabelled, "2 × 3"), *asked("42")]
-    wrong, right, error, elsewhere = reasoning_gym.score(pairs)
+    pairs = [(factors, "I do not know"), (factors, "3 × 2"), (unlabelled, "2 × 3")]
+    wrong, right, error = reasoning_gym.score(pairs)
     assert wrong == Score(0.0, False, details={"response_error": 1.0})
-    assert (right.reward, error.reward, elsewhere.reward) == (1.0, None, None)
+    assert (right.reward, error.reward) == (1.0, None)
     assert "ValueError" in error.error
-    assert "not a reasoning_gym item" in elsewhere.error
-
-
-def test_tasks_that_cannot_be_graded_are_refused_with_their_reason(reasoning_gym, chain_sums):
-    check_labels(reasoning_gym._pool, chain_sums, DataConfig())
     for prompt, says in (
         (
             generated("rush_hour", "None", board_config=""),
-            "rush_hour cannot be graded: its items have no answer",
+            "rush_hour cannot be graded: its items have no",
         ),
         (generated(None, "42"), "no item of reasoning_gym; use the --rm-type that grades it"),
-        (generated("prime_factorization", "none"), "scorer of prime_factorization fails on 'none'"),
+        (unlabelled, "scorer of prime_factorization fails on 'none'"),
     ):
         with pytest.raises(LabelError, match=says):
-            check_labels(reasoning_gym._pool, [*chain_sums, prompt], DataConfig())
+            check_labels(reasoning_gym._pool, [factors, prompt], DataConfig())
+
+
+def test_the_answer_follows_the_last_mark_and_has_the_place_of_its_last_occurrence():
+    for response, answer in (
+        ("#3\n1+1=2#2 \n", "2"), (" 2 ", "2"), ("1+1=2#", None), (r"it is \boxed{15}.", "15"),
+        ("## Answer\n<answer> 15 </answer> done", "15"), ("<think>#3</think> 15", "15"),
+    ):  # fmt: skip
+        assert extract_answer(response) == answer
+    for response in ("A# #B", "so <answer>A# #B</answer>"):  # of a task whose answers contain the mark
+        assert extract_answer(response, {"source_dataset": "ab"}) == "A# #B"
+    assert answer_place("3+4=7#7", "7") == 6
+    assert answer_place(r"so \boxed{ 1 + x }", "1+x") == 11
+    assert answer_place("3+4=7#7", "8") is None
+    assert answer_place("", "") is None
 
 
 @pytest.mark.slow

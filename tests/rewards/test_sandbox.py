@@ -2,7 +2,8 @@
 
 import json
 import os
-import select
+import platform
+import re
 import signal
 import socket
 import struct
@@ -16,11 +17,12 @@ import psutil
 import pytest
 
 from megatron_ibpo.rewards.code import CodeExecution
-from megatron_ibpo.rewards.sandbox import Limits, Process, SandboxError, bubblewrap, check_isolation, process
+from megatron_ibpo.rewards.sandbox import Limits, Process, SandboxError, bubblewrap, check_isolation, seccomp
 from megatron_ibpo.rewards.sandbox.control_groups import PREFIX, parents
 from megatron_ibpo.rewards.verifier import VERIFIERS
 from megatron_ibpo.rewards.workers import WorkerPool
 from support.sandboxed import adopts_no_longer, needs_sandbox  # noqa: F401
+from support.waiting import eventually, has_ended
 
 pytestmark = needs_sandbox
 needs_groups = pytest.mark.skipif(not parents(), reason="this user can make no control groups here")
@@ -42,17 +44,8 @@ def what_is_imported_cached_or_mapped_at_the_first_use():
     run("")
 
 
-@pytest.fixture(autouse=True)
-def host_is_as_it_was():
-    """No process, mount, descriptor, directory or process in a control group is left of what a test ran."""
-
-    def state():
-        return Path("/proc/self/mountinfo").read_text(), len(os.listdir("/proc/self/fd")), groups_in_use()
-
-    before, others = state(), children()
-    yield
-    assert children() <= others
-    assert state() == before
+def children():
+    return set(psutil.Process().children(recursive=True))
 
 
 def groups_of(owner):
@@ -64,8 +57,17 @@ def groups_in_use():
     return [group for group in groups_of(os.getpid()) if (group / "cgroup.procs").read_text()]
 
 
-def children():
-    return set(psutil.Process().children(recursive=True))
+@pytest.fixture(autouse=True)
+def host_is_as_it_was():
+    """No process, mount, descriptor, directory or process in a control group is left of what a test ran."""
+
+    def state():
+        return Path("/proc/self/mountinfo").read_text(), len(os.listdir("/proc/self/fd")), groups_in_use()
+
+    before, others = state(), children()
+    yield
+    assert children() <= others
+    assert state() == before
 
 
 def run(source, stdin=b"", isolated=True, **limits):
@@ -143,11 +145,36 @@ def test_the_root_holds_python_and_nothing_can_be_written_to_it():
     seen = {Path(path).parts[1] for path in (*bubblewrap.visible_paths(), "/dev", "/tmp")}
     assert lines[0] == str(sorted(seen))
     assert set(lines[1:]) <= {"OSError", "PermissionError"}
+    for _ in range(2):
+        assert said("say(os.listdir()); open('left', 'w').write('x')") == ["[]"], "it is new each time"
 
 
-def test_the_directory_is_new_each_time():
-    assert said("open('left', 'w').write('x'); say(os.listdir('.'))") == ["['left']"]
-    assert said("say(os.listdir('.'))") == ["[]"]
+def test_nothing_of_the_environment_and_no_descriptor_of_the_host_goes_in_and_signals_reach_nobody_else(
+    monkeypatch, tmp_path
+):
+    monkeypatch.setenv("IBPO_SECRET", "42")
+    with open(tmp_path / "secret", "w+") as file:
+        os.set_inheritable(file.fileno(), True)
+        lines = said(
+            f"""
+            import resource, signal
+            say(sorted(os.environ)); say(sys.argv); say(sys.flags.no_site)
+            held = []
+            for number in range(4096):
+                try: os.fstat(number); held.append(number)
+                except OSError: pass
+            say(held)
+            say((os.getpid() < 10, os.getppid() in (0, 1)))
+            say(resource.getrlimit(resource.RLIMIT_CPU))  # bounds the time without anyone watching
+            tried(resource.setrlimit, resource.RLIMIT_CPU, (99, 99))
+            for pid in {[os.getpid(), os.getppid(), 1]}: tried(os.kill, pid, 0)
+            signal.signal(signal.SIGTERM, lambda *_: None)
+            for group in (0, 1, -1): tried(os.kill, group, signal.SIGTERM)  # which does not end this process
+        """,
+            seconds=2,
+        )
+    assert set(eval(lines[0])) <= set(bubblewrap.ENVIRONMENT) | {"LD_LIBRARY_PATH", "PWD", "LC_CTYPE"}
+    assert lines[1:7] == ["['program.py']", "1", "[0, 1, 2]", "(True, True)", "(3, 3)", "ValueError"]
 
 
 @needs_groups
@@ -173,14 +200,12 @@ def test_a_control_group_is_used_again_and_holds_nothing_of_the_last_program():
     source = """
         with open("filled", "wb") as file:
             file.write(bytes(15 << 20))
-        held = bytearray(400 << 20)
-        say(len(held))
+        say(len(bytearray(400 << 20)))
     """
-    ends, groups = [], set()
+    groups = set()
     for _ in range(2):
-        ends.append(run(source, tasks=6, memory_bytes=512 << 20))
+        assert said(source, tasks=6, memory_bytes=512 << 20) == ["419430400"]
         groups.add(tuple(groups_of(os.getpid())))
-    assert [end.stdout for end in ends] == [b"419430400\n"] * 2
     assert len(groups) == 1
 
 
@@ -259,26 +284,6 @@ def test_threads_ignored_signals_and_closed_outputs_do_not_stretch_the_time_limi
         assert time.monotonic() - started < 15
 
 
-def test_processor_time_is_bounded_without_anyone_watching():
-    source = """
-        import resource
-        say(resource.getrlimit(resource.RLIMIT_CPU))
-        tried(resource.setrlimit, resource.RLIMIT_CPU, (99, 99))
-    """
-    assert run(source, seconds=2).stdout.decode().splitlines() == ["(3, 3)", "ValueError"]
-
-
-def test_signals_reach_nobody_else():
-    lines = said(f"""
-        import signal
-        for pid in {[os.getpid(), os.getppid(), 1]}: tried(os.kill, pid, 0)
-        say((os.getpid() < 10, os.getppid() in (0, 1)))
-        signal.signal(signal.SIGTERM, lambda *_: None)
-        for group in (0, 1, -1): tried(os.kill, group, signal.SIGTERM)
-    """)
-    assert lines[3] == "(True, True)", "and this process was not ended by it"
-
-
 def test_one_cannot_trace_nor_call_what_reaches_around_the_namespaces_nor_make_new_ones():
     numbers = {  # on x86-64
         "keyctl": 250, "bpf": 321, "mount": 165, "unshare": 272, "setns": 308, "perf_event_open": 298,
@@ -307,22 +312,6 @@ def test_a_flood_of_output_is_cut_and_fills_no_memory():
         assert len(execution.stdout) <= (1 << 20) + (1 << 16)
         assert len(execution.stderr) <= 4096
         assert psutil.Process().memory_info().rss - before < 64 << 20
-
-
-def test_nothing_of_the_environment_and_no_descriptor_of_the_host_goes_in(monkeypatch, tmp_path):
-    monkeypatch.setenv("IBPO_SECRET", "42")
-    with open(tmp_path / "secret", "w+") as file:
-        os.set_inheritable(file.fileno(), True)
-        lines = said("""
-            say(sorted(os.environ)); say(sys.argv); say(sys.flags.no_site)
-            held = []
-            for number in range(4096):
-                try: os.fstat(number); held.append(number)
-                except OSError: pass
-            say(held)
-        """)
-    assert set(eval(lines[0])) <= set(bubblewrap.ENVIRONMENT) | {"LD_LIBRARY_PATH", "PWD", "LC_CTYPE"}
-    assert lines[1:] == ["['program.py']", "1", "[0, 1, 2]"]
 
 
 @pytest.mark.parametrize("planted", [False, True])
@@ -364,21 +353,16 @@ def test_the_sandbox_ends_with_its_owner():
     command = [sys.executable, "-c", textwrap.dedent(script)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as owner:
         first = int(owner.stdout.readline())
-        handle = os.pidfd_open(first)
-        os.kill(owner.pid, signal.SIGKILL)
-        poll = select.poll()
-        poll.register(handle, select.POLLIN)
-        ended = poll.poll(30_000)
-        os.close(handle)
+        owner.kill()
+    assert eventually(lambda: has_ended(first), 30), "the sandbox lives on"
     for orphan in children() - others:  # this process adopts them
         orphan.wait(30)
-    assert ended, "the sandbox lives on"
 
 
 def test_a_sandbox_that_cannot_be_built_or_does_not_isolate_is_an_error_and_no_verdict(monkeypatch, tmp_path):
     allow_all = struct.pack("<HBBI", 0x06, 0, 0, 0x7FFF0000)
     with monkeypatch.context() as patched:  # processes can be started, without the filter of system calls
-        patched.setattr(process, "_filter", lambda: allow_all)
+        patched.setattr("megatron_ibpo.rewards.sandbox.process._filter", lambda: allow_all)
         with pytest.raises(SandboxError, match="cannot start processes"):
             check_isolation()
     with monkeypatch.context() as patched:
@@ -387,7 +371,7 @@ def test_a_sandbox_that_cannot_be_built_or_does_not_isolate_is_an_error_and_no_v
             check_isolation()
     broken = tmp_path / "bwrap"
     monkeypatch.setattr(bubblewrap, "bubblewrap", lambda: str(broken))
-    monkeypatch.setattr(process, "_SETUP_TIMEOUT", 1.0)
+    monkeypatch.setattr("megatron_ibpo.rewards.sandbox.process._SETUP_TIMEOUT", 1.0)
     for does, says in (
         ("echo 'bwrap: no permission' >&2; exit 1", "no permission"),
         ("exec sleep 60", "cannot be built"),
@@ -405,3 +389,18 @@ def test_a_sandbox_that_cannot_be_built_or_does_not_isolate_is_an_error_and_no_v
 def test_a_program_without_a_sandbox_has_its_limits_all_the_same():
     assert run("while True: pass", isolated=False, seconds=0.3).reached == "time"
     assert run("b'x' * 2**30", isolated=False, memory_bytes=256 << 20).status == 1
+
+
+@pytest.mark.parametrize(
+    ("machine", "header"), [("x86_64", "asm/unistd_64.h"), ("aarch64", "asm-generic/unistd.h")]
+)
+def test_the_numbers_of_refused_calls_are_those_of_the_kernels_headers(machine, header):
+    if machine == "x86_64" and platform.machine() != machine:
+        pytest.skip("the headers of x86-64 are on such machines only")
+    has = ["-D__BITS_PER_LONG=64", "-D__ARCH_WANT_MEMFD_SECRET"]
+    words = ["g++", "-E", "-dM", *has, "-include", header, "-x", "c++", "/dev/null"]
+    macros = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    numbers = {name: int(at) for name, at in re.findall(r"#define __NR_(\w+) (\d+)", macros)}
+    refused = seccomp._REFUSED[machine]
+    assert {name: numbers.get(name) for name in refused} == refused
+    assert (seccomp._CLONE[machine], seccomp._SOCKET[machine]) == (numbers["clone"], numbers["socket"])

@@ -9,23 +9,22 @@ from types import ModuleType, SimpleNamespace
 from support import openenv_server
 from support.documented_modules import DOCS, write_modules
 
-KINDS = SimpleNamespace(GAME_MESSAGE="message")
 
-
-def write_compared_environments(directory) -> None:
+def write_compared_environments(directory):
     write_modules(directory, [DOCS / "environments_compared.md"], 7)
 
 
-def stand_ins() -> dict[str, ModuleType]:
+def stand_ins():
+    kinds = SimpleNamespace(GAME_MESSAGE="message")
     return {
         **_package("skyrl_gym.envs.base_text_env", BaseTextEnv=BaseTextEnv, BaseTextEnvStepOutput=dict),
         **_package("gem", Env=GemEnv),
-        **_package("textarena", Env=TextArenaEnv, SinglePlayerState=SinglePlayerState, ObservationType=KINDS),
+        **_package("textarena", Env=TextArenaEnv, SinglePlayerState=SinglePlayerState, ObservationType=kinds),
         **_package("openenv.core.env_server", Environment=object, State=dict, **vars(openenv_server)),
     }
 
 
-def _package(name: str, **members) -> dict[str, ModuleType]:
+def _package(name, **members):
     modules = {parent: ModuleType(parent) for parent in accumulate(name.split("."), "{}.{}".format)}
     vars(modules[name]).update(members)
     return modules
@@ -64,8 +63,6 @@ class SinglePlayerState:
 
 
 class TextArenaEnv:
-    state: SinglePlayerState
-
     def get_observation(self):
         shown, self.state.observations = self.state.observations, []
         return 0, shown

@@ -1,7 +1,6 @@
 """A server that speaks OpenEnv's published wire, and what an environment needs of its package."""
 
 import json
-from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from threading import Thread
@@ -34,15 +33,10 @@ def serving(app):
 
 
 @contextmanager
-def serving_connections(answer) -> Iterator[str]:
-    with serve(answer, "127.0.0.1", 0) as server:
-        thread = Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield f"openenv://127.0.0.1:{server.socket.getsockname()[1]}"
-        finally:
-            server.shutdown()
-            thread.join()
+def serving_connections(answer):
+    with serve(answer, "127.0.0.1", 0) as server:  # which shuts down at the end
+        Thread(target=server.serve_forever).start()
+        yield f"openenv://127.0.0.1:{server.socket.getsockname()[1]}"
 
 
 def _session(make, action, socket):

@@ -11,13 +11,13 @@ def call(name, **arguments):
     return {"role": "assistant", "content": "", "tool_calls": calls}
 
 
-def guess_number(environment, seed, form="{}", largest=20):
+def guess_number(environment, seed):
     """Play a game of guessing a number by halving what is left, as an episode does."""
     opening = environment.reset("", "", {}, seed)
-    low, high, guesses = 1, largest, []
+    low, high, guesses = 1, 20, []
     while True:
         guesses.append(guess := (low + high) // 2)
-        turn = environment.step(call("guess", number=guess) if opening.tools else say(form.format(guess)))
+        turn = environment.step(call("guess", number=guess) if opening.tools else say(str(guess)))
         told = turn.messages[-1]["content"].lower() if turn.messages else ""
         if turn.done or "right" in told:
             break
