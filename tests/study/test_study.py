@@ -16,6 +16,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
+import compare_methods
 import numpy as np
 import psutil
 import pytest
@@ -24,6 +25,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from megatron_ibpo.basics.entry_point import DONE
 from megatron_ibpo.config import ConfigError, config_yaml
 from megatron_ibpo.run.settings import parse_config
 from megatron_ibpo.study import plan, run_results, runs, statistics
@@ -68,9 +70,9 @@ def written(tmp_path):
     return write
 
 
-def training(*, best=3e-4, gains=None, pause=0.0):
+def training(*, best=(), gains=(), pause=0.0):
     """Stand in for training: leave what a run with known accuracy leaves."""
-    return partial(stand_in_training.train, best=best, gains=gains or {}, pause=pause)
+    return partial(stand_in_training.train, best=dict(best), gains=dict(gains), pause=pause)
 
 
 def conducted(tmp_path, path, program, **settings):
@@ -97,22 +99,24 @@ TWO_TASKS = {
 
 
 def test_a_study_tunes_extends_its_grid_tells_its_power_compares_and_confirms(tmp_path, written):
-    """dr is better by .05; the best learning rate lies beyond the grid, and is found."""
-    program = training(best=9e-4, gains={"dr-grpo": 0.05})
+    """dr is better. The best learning rates lie beyond the grid: gspo's is found, and dr's is always the
+    last, which is left after four more values."""
+    program = training(best={"gspo": 9e-4, "dr-grpo": 0.1}, gains={"dr-grpo": 0.1})
     tune = {"grid": {"lr": [1e-4, 3e-4]}, "seeds": [50], "budget": 5e10}
     path = written(tune=tune, **{"pilot-seeds": [60, 61], "confirm-seeds": [70, 71]})
     complete, said, found = conducted(tmp_path, path, program, parallel=4)
     assert complete
-    assert [choice.setting for choice in found.choices] == [{"lr": 9e-4}, {"lr": 9e-4}]
-    assert all(len(choice.tried) == 4 and choice.at_edge == () for choice in found.choices)
+    chosen = [(choice.setting, len(choice.tried), choice.at_edge) for choice in found.choices]
+    assert chosen == [({"lr": 9e-4}, 4, ()), ({"lr": 0.0243}, 2 + 4, ("lr",))]
     assert found.power.needed >= 2
     assert "2 runs of gspo per task" in found.power.source
     assert said.index("power, from") < said.index("gspo, seed 0"), "before the runs"
     assert (len(found.runs), len(found.confirmation)) == (4, 4)
-    assert {run.lr for run in found.runs} == {9e-4}
+    assert {(run.method, run.lr) for run in found.runs} == {("gspo", 9e-4), ("dr", 0.0243)}
     assert max(run.accuracy[-1][1] for run in found.runs) < 0.65, "judged by other problems than tuned on"
     assert found.runs[0].other_accuracies["0.6"] == pytest.approx(found.runs[0].accuracy[-1][1] + 0.1)
-    assert "dr: better; but 2 seeds, 8 are needed\n" in said, "fresh seeds showed it again"
+    doubts = "2 seeds, 8 are needed; but the best lr of dr is at the edge of its grid"
+    assert f"dr: better; but {doubts}\n" in said, "fresh seeds showed it again"
     page = (tmp_path / "out/page.html").read_text()
     for part in ("What may be said", "Curves", "T = 0.6", "At equal steps", "Tuning", "lr 0.0009"):
         assert part in page
@@ -121,16 +125,6 @@ def test_a_study_tunes_extends_its_grid_tells_its_power_compares_and_confirms(tm
     assert not complete
     assert found.confirmation == [], "half of it confirms nothing"
     assert "not run again with fresh seeds" in said
-
-
-@pytest.mark.slow  # `beyond` is tested alone
-def test_a_grid_whose_best_is_always_the_last_is_left_after_four_values_without_a_claim(tmp_path, written):
-    program = training(best=1e-2, gains={"dr-grpo": 0.05})
-    tune = {"grid": {"lr": [1e-5, 2e-5]}, "seeds": [50], "budget": 5e10}
-    _, said, found = conducted(tmp_path, written(tune=tune, seeds=3), program, parallel=4)
-    assert [(choice.setting, choice.at_edge) for choice in found.choices] == [({"lr": 3.2e-4}, ("lr",))] * 2
-    edges = "; but ".join(f"the best lr of {name} is at the edge of its grid" for name in ("dr", "gspo"))
-    assert f"but {edges}" in said
 
 
 @pytest.mark.slow  # above with one task
@@ -260,23 +254,6 @@ def test_the_study_file_of_the_documentation_can_be_run(tmp_path, monkeypatch):
     one_task = replace(study, tasks=study.tasks[1:], seeds=(0,))
     assert len(plan_main(one_task, tmp_path / "out")) == 4
     sys.modules.pop("same_length")
-
-
-@pytest.mark.slow
-def test_the_page_of_kept_results_is_written_by_the_command(tmp_path):
-    command = [
-        sys.executable,
-        "tools/compare_methods.py",
-        "docs/studies/qwen3_next.json",
-        "--save",
-        str(tmp_path),
-    ]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=250)
-    assert done.returncode == 0, done.stderr
-    page = (tmp_path / "page.html").read_text()
-    assert page.count('"not told apart"') == 2
-    assert "gspo-g16" in page
 
 
 STUDIES = sorted((ROOT / "examples/studies").glob("*.yaml"))
@@ -558,6 +535,15 @@ def test_at_equal_steps_rewards_have_intervals_and_short_runs_none():
     assert gspo["reward"]["high"] > 0.1 > gspo["reward"]["low"]
     assert ibpo["difference"]["mean"] == pytest.approx(0.2)
     assert "reward" not in mine
+
+
+def test_the_page_of_kept_results_is_written_by_the_command(tmp_path, monkeypatch):
+    monkeypatch.setattr(statistics, "RESAMPLES", 20)
+    kept = ROOT / "docs/studies/qwen3_next.json"
+    assert compare_methods.main(compare_methods.Arguments((kept,), tmp_path)) == DONE
+    page = (tmp_path / "page.html").read_text()
+    assert page.count('"not told apart"') == 2
+    assert "gspo-g16" in page
 
 
 @pytest.mark.parametrize("path", KEPT, ids=lambda path: path.stem)

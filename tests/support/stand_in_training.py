@@ -15,15 +15,19 @@ from pathlib import Path
 import yaml
 
 
-def train(arguments: Sequence[str], *, best: float, gains: Mapping[str, float], pause: float) -> int:
-    """Learning rates but the `best` lose accuracy by the square of their distance; a preset adds its gain."""
+def train(
+    arguments: Sequence[str], *, best: Mapping[str, float], gains: Mapping[str, float], pause: float
+) -> int:
+    """Learning rates but the `best` of a preset lose accuracy by the square of their distance; a preset adds
+    its gain."""
     words, settings = list(arguments), {}
     for flag, path in pairwise(words):
         if flag == "--config":
             settings |= yaml.safe_load(Path(path).read_text())
     out = Path(words[words.index("--run-dir") + 1])
-    seed, lr = int(settings["seed"]), float(settings.get("lr", 3e-4))
-    truth = 0.5 - 0.1 * math.log10(lr / best) ** 2 + gains.get(settings["advantage-estimator"], 0.0)
+    seed, preset = int(settings["seed"]), settings["advantage-estimator"]
+    distance = math.log10(float(settings.get("lr", 3e-4)) / best.get(preset, 3e-4))
+    truth = 0.5 - 0.1 * distance**2 + gains.get(preset, 0.0)
     truth += 0.1 * ("hard" in str(settings["hf-checkpoint"]))
     # the problems of tuning flatter every method alike: a judgement by them would show it
     truth += 0.2 * (settings.get("eval-half") == "tuning")
