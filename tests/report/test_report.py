@@ -1,5 +1,3 @@
-"""A run shows its progress, and keeps its metrics, curves, summary and recordings."""
-
 import io
 import itertools
 import json
@@ -23,7 +21,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megatron_ibpo.basics.records import Correction, Group, Prompt, Sample, TrainSequence, token_ids
 from megatron_ibpo.basics.reward_value import LARGEST_REWARD
-from megatron_ibpo.config import Config, ConfigError, EvalSampling
+from megatron_ibpo.config import ConfigError, EvalSampling
 from megatron_ibpo.data import load_tokenizer
 from megatron_ibpo.evaluate import EvalSet, Evaluation, SetEvaluation
 from megatron_ibpo.models import read_hf_config
@@ -38,19 +36,16 @@ from support.eval_samples import judged
 from support.paths import ROOT
 
 
-def config_of(run_dir: Path) -> Config:
-    config = parse_config([])
-    config.run.run_dir = run_dir
-    config.run.num_rollout = 4
-    return config
+def config_of(run_dir):
+    return parse_config(["--run-dir", str(run_dir), "--num-rollout", "4"])
 
 
 @pytest.fixture
-def config(tmp_path) -> Config:
+def config(tmp_path):
     return config_of(tmp_path / "runs" / "first")
 
 
-def evaluated(sampled: float, greedy: float, problems: int = 100, name: str = "", samples=(), **several):
+def evaluated(sampled, greedy, problems=100, name="", samples=(), **several):
     """What an evaluation tells of a set; one without a name is the only set of a run."""
     interval = (sampled - 0.1, sampled + 0.1)
     number = 4 if several else 1
@@ -59,51 +54,39 @@ def evaluated(sampled: float, greedy: float, problems: int = 100, name: str = ""
     return SetEvaluation(own, found, list(samples))
 
 
-def console_on(screen: io.StringIO, **settings) -> Console:
-    return Console(file=screen, **{"width": 100} | settings)
-
-
-def step_metrics(step: int) -> dict[str, float]:
+def step_metrics(step):
     return {"reward": step / 10, "correction_success": 0.5, "loss": -0.1, "skipped_pairs": 2}
 
 
-def run(config, steps=range(1, 5), evaluations=None, *, status="finished", deaths=dict) -> tuple[dict, str]:
+def run(config, steps=range(1, 5), evaluations=(), *, status="finished", deaths=dict):
     """(summary, what the console showed) of a run that evaluates these sets after these steps."""
     prepare_run_dir(config)
     screen, before = io.StringIO(), steps.start - 1
-    console = console_on(screen)
-    with Report(
-        config, completed_steps=before, console=console, started=time.time(), deaths=deaths
-    ) as report:
+    settings = {"console": Console(file=screen, width=100), "started": time.time(), "deaths": deaths}
+    with Report(config, completed_steps=before, **settings) as report:
         report.sizes([Size("P", 16, "prompts a step")])
         for step in range(before, steps.stop):
             if step in steps:
                 report.step(step, step_metrics(step), {"sample": 1.0, "train": 0.5})
-            if sets := (evaluations or {}).get(step):
-                report.evaluation(step, sets, {"evaluate": 2.0}, {"spent_tokens": 100.0 * step})
+            if step in evaluations:
+                report.evaluation(step, evaluations[step], {"evaluate": 2.0}, {"spent_tokens": 100.0 * step})
         return report.finish(status=status, seconds={"save": 0.25}), screen.getvalue()
 
 
 START_AND_END = {0: [evaluated(0.5, 0.4)], 4: [evaluated(0.75, 0.8)]}
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory) -> tuple[Config, dict, str]:
-    config = config_of(tmp_path_factory.mktemp("runs") / "first")
-    return config, *run(config, evaluations=START_AND_END)
-
-
-def rows_of(config: Config) -> list[dict]:
+def rows_of(config):
     return [json.loads(line) for line in (config.run.run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-FOUR_STEPS = [("evaluation", 0), *(("step", step) for step in range(1, 5)), ("evaluation", 4)]
-
-
-def test_a_run_leaves_metrics_summary_curves_configuration_and_versions(finished):
-    config, summary, shown = finished
+def test_a_run_leaves_metrics_summary_curves_configuration_and_versions_and_is_not_overwritten_but_resumed(
+    config,
+):
+    summary, shown = run(config, evaluations=START_AND_END)
     run_dir = config.run.run_dir
-    assert [(row["kind"], row["step"]) for row in rows_of(config)] == FOUR_STEPS
+    four_steps = [("evaluation", 0), *(("step", step) for step in range(1, 5)), ("evaluation", 4)]
+    assert [(row["kind"], row["step"]) for row in rows_of(config)] == four_steps
     first_step = rows_of(config)[1]
     assert (first_step["reward"], first_step["seconds"]) == (0.1, {"sample": 1.0, "train": 0.5})
 
@@ -117,9 +100,7 @@ def test_a_run_leaves_metrics_summary_curves_configuration_and_versions(finished
         "counts": dict.fromkeys(COUNTS, 0) | {"skipped_pairs": 8},
         "break_even": None, "prediction_error": None,
     }  # fmt: skip
-    height, width = matplotlib.image.imread(run_dir / "curves.png").shape[:2]
-    assert height > 300
-    assert width > 900
+    assert matplotlib.image.imread(run_dir / "curves.png").shape > (300, 900)
     assert parse_config(["--config", str(run_dir / "config.yaml")]) == config
     assert "torch" in json.loads((run_dir / "versions.json").read_text())
     events = EventAccumulator(str(run_dir / "tensorboard")).Reload()
@@ -135,8 +116,18 @@ def test_a_run_leaves_metrics_summary_curves_configuration_and_versions(finished
     assert "not corrected because the prompt would be too long" in shown
     assert "reward errors" not in shown, "a count of zero is no news at the end"
 
+    with pytest.raises(ConfigError, match=f"already holds a run.*--load {run_dir}"):
+        prepare_run_dir(config)
+    # the rows of steps that are taken again are replaced, and one that a crash cut off is left out
+    with (run_dir / "metrics.jsonl").open("a") as metrics:
+        metrics.write('{"kind": "step", "st')
+    config.run.load = run_dir
+    summary, _ = run(config, range(3, 5), START_AND_END)
+    assert [(row["kind"], row["step"]) for row in rows_of(config)] == four_steps
+    assert (summary["accuracy_start"], summary["steps"]) == (0.5, 4), "known from before"
 
-def table_row(shown: str, name: str) -> list[str]:
+
+def table_row(shown, name):
     """The cells of the table at a run's end beside this name."""
     line = next(line for line in shown.splitlines() if line.strip().startswith(name))
     return [cell.strip() for cell in line.strip().split("│")[1:]]
@@ -221,7 +212,7 @@ def test_engines_alive_what_is_sampled_ahead_and_a_death_are_shown(config, termi
         "samples_in_flight": 34.0, "groups_in_flight": 5.0, "groups_buffered": 1.0,
     }  # fmt: skip
     screen = io.StringIO()
-    with Report(config, console=console_on(screen, width=120, force_terminal=terminal)) as report:
+    with Report(config, console=Console(file=screen, width=120, force_terminal=terminal)) as report:
         logging.getLogger("megatron_ibpo.cluster.engines").warning("engine %d died", 3)
         logging.getLogger("another.library").warning("deprecated")
         report.step(1, step_metrics(1) | ahead, {"sample": 1.0})
@@ -234,51 +225,33 @@ def test_engines_alive_what_is_sampled_ahead_and_a_death_are_shown(config, termi
     assert ("step 1 of 4" in shown) == terminal
 
 
-def test_a_resumed_run_replaces_the_rows_of_steps_it_takes_again(finished, config):
-    """It leaves out a row that a crash cut off."""
-    run_dir = config.run.run_dir
-    shutil.copytree(finished[0].run.run_dir, run_dir)
-    with (run_dir / "metrics.jsonl").open("a") as metrics:
-        metrics.write('{"kind": "step", "st')
-    config.run.load = run_dir
-    summary, _ = run(config, range(3, 5), START_AND_END)
-    assert [(row["kind"], row["step"]) for row in rows_of(config)] == FOUR_STEPS
-    assert summary["accuracy_start"] == 0.5, "known from before"
-    assert summary["steps"] == 4
-
-
-def test_rows_are_on_disk_as_soon_as_they_are_written_nan_is_null_and_seconds_are_those_of_the_run(config):
-    """The process may have set up an environment for minutes before it became that of the run."""
+def test_rows_are_on_disk_as_soon_as_they_are_written_and_trackers_get_the_same_numbers(config, monkeypatch):
+    """Seconds are those of the run: its process may have set up an environment for minutes before."""
     prepare_run_dir(config)
-    before = time.time()
-    with Report(config, console=console_on(io.StringIO())) as report:
-        report.step(1, {"loss": math.nan, "reward": 0.5}, {})
-        assert rows_of(config) == [{"kind": "step", "step": 1, "loss": None, "reward": 0.5, "seconds": {}}]
+    logged, started, before = [], {}, time.time()
+    session = SimpleNamespace(
+        log=lambda scalars, step: logged.append((scalars["reward"], scalars["seconds/sample"], step)),
+        finish=lambda: logged.append("finished"),
+    )
+
+    def tracker_named(name):
+        return SimpleNamespace(init=lambda **told: started.update({name: told}) or session)
+
+    for name in ("wandb", "trackio"):
+        setattr(config.run, f"use_{name}", True)
+        monkeypatch.setitem(sys.modules, name, tracker_named(name))
+    with Report(config, console=Console(file=io.StringIO())) as report:
+        report.step(1, {"loss": math.nan, "reward": 0.5}, {"sample": 2.0})
+        row = {"kind": "step", "step": 1, "loss": None, "reward": 0.5, "seconds": {"sample": 2.0}}
+        assert rows_of(config) == [row]
         summary = report.finish()
     assert summary["seconds_total"] <= time.time() - before + 0.01
+    assert logged == [(0.5, 2.0, 1)] * 2 + ["finished"] * 2
+    assert started["wandb"].keys() - started["trackio"].keys() == {"dir"}, "trackio takes none"
+    assert started["trackio"]["config"]["run"]["run_dir"] == str(config.run.run_dir)
 
 
-@pytest.mark.parametrize(("tracker", "own"), [("wandb", {"dir"}), ("trackio", set())])
-def test_wandb_and_trackio_get_the_same_numbers(config, monkeypatch, tracker, own):
-    prepare_run_dir(config)
-    setattr(config.run, f"use_{tracker}", True)
-    logged, started = [], {}
-    session = SimpleNamespace(
-        log=lambda scalars, step: logged.append((scalars, step)), finish=lambda: logged.append("finished")
-    )
-    fake = SimpleNamespace(init=lambda **keywords: started.update(keywords) or session)
-    monkeypatch.setitem(sys.modules, tracker, fake)
-    with Report(config, console=console_on(io.StringIO())) as report:
-        report.step(1, {"reward": 0.5}, {"sample": 2.0})
-    assert logged == [({"reward": 0.5, "seconds/sample": 2.0}, 1), "finished"]
-    assert started.keys() == {"project", "name", "config"} | own, "trackio takes no dir"
-    assert started["config"]["run"]["run_dir"] == str(config.run.run_dir)
-
-
-def test_what_was_sampled_or_trained_is_not_overwritten(finished, tmp_path):
-    config = finished[0]
-    with pytest.raises(ConfigError, match=f"already holds a run.*--load {config.run.run_dir}"):
-        prepare_run_dir(config)
+def test_what_was_sampled_or_trained_is_not_overwritten(tmp_path):
     for work in ("journal/000001.journal", "checkpoints/step_000001", "operator_skill.json"):
         config = config_of(tmp_path / work.partition("/")[0])
         prepare_run_dir(config)
@@ -370,7 +343,7 @@ groups = st.builds(
 )  # fmt: skip
 
 
-def exactly(value) -> str:
+def exactly(value):
     """Tells 0.0 from -0.0 and a tuple from a list, which == does not all do; and what arrays hold."""
     with np.printoptions(floatmode="unique", threshold=sys.maxsize):
         return repr(value)
@@ -386,7 +359,7 @@ def test_recorded_groups_come_back_identical(tmp_path_factory, recorded):
     assert exactly(loaded) == exactly(recorded)
 
 
-def recorded_group() -> Group:
+def recorded_group():
     def sample(content, reward, prompt_ids=(5, 6), index=0, logprobs=None):
         return Sample(
             token_ids(prompt_ids), token_ids(content),
@@ -401,7 +374,7 @@ def recorded_group() -> Group:
 
 
 def test_samples_of_some_steps_are_kept_the_first_groups_and_what_was_trained_of_them(tmp_path, monkeypatch):
-    def kept(num_steps: int, count: int) -> list[int]:
+    def kept(num_steps, count):
         return [step for step in range(1, num_steps + 1) if recordings.is_kept(step, num_steps, count)]
 
     assert kept(60, 8) == [1, 9, 18, 26, 35, 43, 52, 60]
