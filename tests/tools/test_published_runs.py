@@ -1,5 +1,3 @@
-"""Published runs as data, predictions of them, what other programs hold in memory, and the fit."""
-
 import json
 from collections import Counter
 from dataclasses import replace
@@ -26,7 +24,7 @@ TRAINING = {
 }  # fmt: skip
 
 
-def test_each_row_says_where_it_was_read_and_what_it_leaves_open_has_a_range_around_its_own_value():
+def test_each_row_says_where_it_was_read_what_it_leaves_open_and_belongs_to_a_half_by_its_source():
     assert len(ROWS) >= 80
     assert all(row.cited and row.measured and row.facts["hardware"] in hardware_names() for row in ROWS)
     assert not [name for name, count in Counter((row.source, row.name) for row in ROWS).items() if count > 1]
@@ -35,16 +33,13 @@ def test_each_row_says_where_it_was_read_and_what_it_leaves_open_has_a_range_aro
             value = row.facts.get(fact)
             if isinstance(value, int | float) and not isinstance(value, bool):
                 assert low <= value <= high, (row.name, fact)
-
-
-def test_the_halves_hold_whole_sources_of_every_kind():
+    # halves hold whole sources of every kind
     of = halves(ROWS)
     kinds = {half: {row.kind for row in ROWS if of[row.source] == half} for half in ("fitted", "held out")}
     assert kinds["fitted"] == {"training", "generation", "step", "update"}
     assert kinds["held out"] >= {"training", "generation", "step"}
     # by name alone: neither what a source says nor the order in which sources are read matters
     assert halves(ROWS[::-1]) == of
-    # of training in order: nemo, torchtitan (00dd…), pith_train, gpu_recipes and so on
     assert (of["nemo"], of["torchtitan"], of["pith_train"], of["gpu_recipes"]) == ("fitted", "held out") * 2
 
 
@@ -73,11 +68,11 @@ def test_what_other_programs_hold_is_counted_as_by_hand():
     facts = TRAINING | {"gpus": 8, "fsdp": True, "sequence": 8192, "recompute": "full"}
 
     def counted(**changed):
-        peak = {"peak_gib": 1.0}
-        return counted_bytes(Row("here", "row", "training", {**facts, **changed}, {}, peak, "nowhere"), SHAPE)
+        row = Row("here", "row", "training", facts | changed, {}, {"peak_gib": 1.0}, "nowhere")
+        return counted_bytes(row, SHAPE)
 
     def census_of(**changed):
-        return estimate_census(SHAPE, config_of({**facts, **changed}, SHAPE.num_layers), 8)
+        return estimate_census(SHAPE, config_of(facts | changed, SHAPE.num_layers), 8)
 
     # sharded state is 16 bytes shared out, and what is gathered
     (part,) = census_of().stages
@@ -99,9 +94,8 @@ def test_what_other_programs_hold_is_counted_as_by_hand():
 
 @pytest.mark.slow  # a tool for maintainers
 def test_the_fit_finds_the_coefficients_that_rows_were_made_with():
-    rows = [replace(one, left_open={}) for one in known(ROWS) if one.source in ("nemo", "gpustack", "verl")][
-        ::3
-    ]
+    chosen = [one for one in known(ROWS) if one.source in ("nemo", "gpustack", "verl")][::3]
+    rows = [replace(one, left_open={}) for one in chosen]
     true = replace(Coefficients(), matmul=0.8, prefill=0.4, memory=0.6)
     made = [replace(one, measured=predict(one.facts, one.kind, one.times, true)) for one in rows]
     found, intervals = fit(made, Coefficients())
