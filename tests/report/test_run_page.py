@@ -324,63 +324,39 @@ def client(*directories, host="127.0.0.1:8800"):
 
 
 def add_row(run, step, **values):
-    row = {"kind": "step", "step": step, "seconds": {}, **values}
     with (run / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps(row) + "\n")
+        file.write(json.dumps({"kind": "step", "step": step, "seconds": {}, **values}) + "\n")
 
 
-def test_the_server_tells_what_the_file_holds(run_dir):
+def test_the_server_tells_what_a_run_holds_and_adds_from_its_first_row_and_reads_a_replaced_log_anew(run_dir):
+    log = run_dir / "metrics.jsonl"
+    rows = log.read_text()
+    log.unlink()
     asked = client(run_dir)
-    (run,) = asked.get("/api/runs").json()["runs"]
-    assert (run["name"], run["steps"], run["planned"]) == ("run", 2, 2)
-    assert [section["key"] for section in run["sections"]] == [1, 2]
-    assert asked.get("/api/runs/0/series").json()["evaluation"]["metrics"]["accuracy"] == {"mean": [0.5]}
+    before = asked.get("/api/runs").json()
+    assert before["runs"][0]["steps"] == 0
+    log.write_text(rows + '{"kind": "step", "step": 3, "rew')  # a row that is being written
+    after = asked.get("/api/runs", params={"version": before["version"]}).json()
+    assert after["runs"][0]["steps"] == 2
+    again = {"params": {"version": after["version"]}}
+    assert asked.get("/api/runs", **again).json() == {"version": after["version"]}
+    series = asked.get("/api/runs/0/series").json()
+    assert series["step"]["metrics"]["reward"] == {"mean": [0.1, 0.2]}
+    assert series["evaluation"]["metrics"]["accuracy"] == {"mean": [0.5]}
     assert asked.get("/api/runs/0/series?first=2&last=9").json()["step"]["last"] == [2]
     none = {"first": [], "last": [], "metrics": {}}
     assert asked.get("/api/runs/0/series?first=3&last=9").json()["step"] == none
     index = asked.get("/api/runs/0/sections/1").json()
     assert [len(group["responses"]) for group in index] == [5, 3]
-    group = asked.get("/api/runs/0/sections/1/groups/1").json()
-    assert group["responses"][1]["advantages"] == [0.5, 0.0, -0.5, 1.0, 2.0, 0.0]
     assert asked.get("/api/runs/0/sections/1/search", params={"text": "#13"}).json() == [[0, 2]]
-
-
-def test_rows_and_records_that_a_run_adds_are_seen(run_dir):
-    asked = client(run_dir)
-    before = asked.get("/api/runs").json()["version"]
-    assert asked.get("/api/runs", params={"version": before}).json() == {"version": before}
-    add_row(run_dir, 3, reward=0.3)
-    with (run_dir / "metrics.jsonl").open("a") as file:
-        file.write('{"kind": "step", "step": 4, "rew')  # a row that is being written
-    after = asked.get("/api/runs", params={"version": before}).json()
-    assert after["runs"][0]["steps"] == 3
-    assert asked.get("/api/runs/0/series").json()["step"]["metrics"]["reward"] == {"mean": [0.1, 0.2, 0.3]}
-    with (run_dir / "metrics.jsonl").open("a") as file:
+    with log.open("a") as file:
         file.write('ard": 0.4, "seconds": {}}\n')
     rollout_path(run_dir / "rollouts", 3).write_bytes(rollout_path(run_dir / "rollouts", 2).read_bytes())
-    (run,) = asked.get("/api/runs", params={"version": after["version"]}).json()["runs"]
-    assert (run["steps"], [section["key"] for section in run["sections"]]) == (4, [1, 2, 3])
     (run_dir / "summary.json").write_text('{"status": "finished", "accuracy_end": 0.75}')
-    for step in range(5, 15):
-        add_row(run_dir, step, accuracy=1.0)
-    (run,) = asked.get("/api/runs").json()["runs"]
+    (run,) = asked.get("/api/runs", **again).json()["runs"]
+    assert (run["steps"], [section["key"] for section in run["sections"]]) == (3, [1, 2, 3])
     assert run["facts"] == ["finished", "at end 0.75"]
-    (alarm,) = run["alarms"]
-    spell = (alarm["name"], alarm["metric"], alarm["since"], alarm["until"])
-    assert spell == ("reward saturates", "accuracy", 14, None)
-
-
-def test_a_run_is_followed_from_its_first_row_and_a_log_that_a_resumed_run_replaced_read_anew(run_dir):
-    log = run_dir / "metrics.jsonl"
-    rows = log.read_text().splitlines(keepends=True)
-    log.unlink()
-    asked = client(run_dir)
-    before = asked.get("/api/runs").json()
-    assert before["runs"][0]["steps"] == 0
-    log.write_text("".join(rows))
-    assert asked.get("/api/runs", params={"version": before["version"]}).json()["runs"][0]["steps"] == 2
-    assert asked.get("/api/runs/0/series").json()["step"]["last"] == [1, 2]
-    (run_dir / "new").write_text("".join(rows[:2]))
+    (run_dir / "new").write_text("".join(rows.splitlines(keepends=True)[:2]))
     (run_dir / "new").replace(log)
     assert asked.get("/api/runs/0/series").json()["step"]["last"] == [1]
     with log.open("a") as file:
@@ -432,19 +408,19 @@ def evaluation(tmp_path):
     sets = {"aime25": measured, "math500": {"settings": {}}}
     results = {"status": "unfinished", "policy": "/models/a", "sets": sets}
     (directory / "results.json").write_text(json.dumps(results))
-    half = {"set": "aime25", "details": {"tests_passed": 0.5}}
-    samples = [
-        judged(1, 0, "so it is 7", 1.0, **half),
-        judged(0, 0, HOSTILE, 0.0, finish_reason="length", **half),
-        judged(1, 1, "so it is 8", 0.0, **half),
-        judged(0, 1, "é 7", None, error="timed out", **half),
+    answers = [
+        (1, 0, "so it is 7", 1.0),
+        (0, 0, HOSTILE, 0.0),
+        (1, 1, "so it is 8", 0.0),
+        (0, 1, "é 7", None),
     ]
-    lines = "".join(json.dumps(one.as_json()) + "\n" for one in samples)
+    half = {"set": "aime25", "details": {"tests_passed": 0.5}}
+    lines = "".join(json.dumps(judged(*answer, **half).as_json()) + "\n" for answer in answers)
     (directory / "aime25.samples.jsonl").write_text(lines + '{"being": "writ')
     return directory
 
 
-def test_an_evaluation_is_read_as_sets_of_problems_with_their_samples(evaluation):
+def test_an_evaluation_is_read_as_sets_of_problems_with_their_samples_or_what_is_malformed_named(evaluation):
     asked = client(evaluation)
     (shown,) = asked.get("/api/runs").json()["runs"]
     facts = (shown["kind"], shown["title"], shown["facts"])
@@ -458,11 +434,9 @@ def test_an_evaluation_is_read_as_sets_of_problems_with_their_samples(evaluation
     assert [r["reward"] for r in problems[0]["responses"]] == [0.0, None]
     first, second = asked.get("/api/runs/0/sections/0/groups/0").json()["responses"]
     assert (first["text"], first["details"]) == (HOSTILE, {"tests_passed": 0.5})
-    assert (second["text"], second["error"]) == ("é 7", "timed out")
+    assert (second["text"], second["error"]) == ("é 7", "failed")
     assert asked.get("/api/runs/0/sections/0/search?text=IT IS 8").json() == [[1, 1]]
-
-
-def test_a_malformed_file_of_an_evaluation_is_named(evaluation):
+    # a malformed file is named
     of_words = '{"sets": {"a": {"settings": {}, "intervals": {"accuracy": ["x", 1]}}}}'
     for file, text, words in [
         ("aime25.samples.jsonl", "3\n", "aime25.samples.jsonl, line 1: not a sample"),
@@ -514,7 +488,9 @@ def test_what_is_not_there_is_not_served_and_only_reading_is_allowed(run_dir):
         assert asked.request(method, "/api/runs").status_code == 405
 
 
-def test_the_token_of_a_cluster_is_in_no_answer_and_on_no_page(run_dir, tmp_path):
+def test_neither_the_token_of_a_cluster_is_in_an_answer_or_on_a_page_nor_what_a_link_leads_to(
+    run_dir, tmp_path
+):
     token = "0123456789abcdef" * 4
     write_token(run_dir, token)
     asked = client(run_dir)
@@ -524,13 +500,10 @@ def test_the_token_of_a_cluster_is_in_no_answer_and_on_no_page(run_dir, tmp_path
     tried += [f"{start}{TOKEN_FILE}" for start in ("/", "/run/", "/api/runs/0/", "/static/", "/%2e/", "//")]
     assert [path for path in tried if token in asked.get(path).text.replace(f"text={token}", "")] == []
     assert token not in build_page([run_dir], tokenizer=TOKENIZER)
-
-
-def test_a_link_that_leads_out_of_the_run_is_not_followed(run_dir, tmp_path):
+    # a link that leads out of the run is not followed
     outside, recorded = tmp_path / "outside.json", rollout_path(run_dir / "rollouts", 1)
     recorded.rename(outside)
     recorded.symlink_to(outside)
-    asked = client(run_dir)
     reply = asked.get("/api/runs/0/sections/1")
     assert reply.status_code == 404
     assert "leads out of" in reply.json()["problem"]
