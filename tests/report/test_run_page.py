@@ -408,12 +408,7 @@ def evaluation(tmp_path):
     sets = {"aime25": measured, "math500": {"settings": {}}}
     results = {"status": "unfinished", "policy": "/models/a", "sets": sets}
     (directory / "results.json").write_text(json.dumps(results))
-    answers = [
-        (1, 0, "so it is 7", 1.0),
-        (0, 0, HOSTILE, 0.0),
-        (1, 1, "so it is 8", 0.0),
-        (0, 1, "é 7", None),
-    ]
+    answers = (1, 0, "so it is 7", 1), (0, 0, HOSTILE, 0), (1, 1, "so it is 8", 0), (0, 1, "é 7", None)
     half = {"set": "aime25", "details": {"tests_passed": 0.5}}
     lines = "".join(json.dumps(judged(*answer, **half).as_json()) + "\n" for answer in answers)
     (directory / "aime25.samples.jsonl").write_text(lines + '{"being": "writ')
@@ -488,9 +483,7 @@ def test_what_is_not_there_is_not_served_and_only_reading_is_allowed(run_dir):
         assert asked.request(method, "/api/runs").status_code == 405
 
 
-def test_neither_the_token_of_a_cluster_is_in_an_answer_or_on_a_page_nor_what_a_link_leads_to(
-    run_dir, tmp_path
-):
+def test_no_answer_holds_the_token_of_a_cluster_or_what_a_link_out_of_the_run_leads_to(run_dir, tmp_path):
     token = "0123456789abcdef" * 4
     write_token(run_dir, token)
     asked = client(run_dir)
@@ -500,10 +493,10 @@ def test_neither_the_token_of_a_cluster_is_in_an_answer_or_on_a_page_nor_what_a_
     tried += [f"{start}{TOKEN_FILE}" for start in ("/", "/run/", "/api/runs/0/", "/static/", "/%2e/", "//")]
     assert [path for path in tried if token in asked.get(path).text.replace(f"text={token}", "")] == []
     assert token not in build_page([run_dir], tokenizer=TOKENIZER)
-    # a link that leads out of the run is not followed
     outside, recorded = tmp_path / "outside.json", rollout_path(run_dir / "rollouts", 1)
     recorded.rename(outside)
     recorded.symlink_to(outside)
+    asked = client(run_dir)
     reply = asked.get("/api/runs/0/sections/1")
     assert reply.status_code == 404
     assert "leads out of" in reply.json()["problem"]
