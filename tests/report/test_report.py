@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron_ibpo.basics.records import Correction, Group, Prompt, Sample, TrainSequence, token_ids
+from megatron_ibpo.basics.records import Correction, Group, Prompt, Sample, token_ids
 from megatron_ibpo.basics.reward_value import LARGEST_REWARD
 from megatron_ibpo.config import ConfigError, EvalSampling
 from megatron_ibpo.data import load_tokenizer
@@ -34,6 +34,7 @@ from megatron_ibpo.run.settings import parse_config
 from megatron_ibpo.weights.formats.retention import checkpoint_bytes, export_bytes
 from support.eval_samples import judged
 from support.paths import ROOT
+from support.run_pages import response, sequence
 
 
 def config_of(run_dir):
@@ -260,10 +261,8 @@ def test_what_was_sampled_or_trained_is_not_overwritten(tmp_path):
         (config.run.run_dir / work).touch()
         with pytest.raises(ConfigError, match="already holds a run"):
             prepare_run_dir(config)
-    file = tmp_path / "file"
-    file.write_text("")
     with pytest.raises(ConfigError, match=r"--run-dir: .* cannot be written"):
-        prepare_run_dir(config_of(file))
+        prepare_run_dir(config_of(config.run.run_dir / work))  # a file
 
 
 def test_a_full_disk_is_refused_unless_a_run_writes_in_the_place_of_what_it_has_saved(config, monkeypatch):
@@ -301,45 +300,39 @@ def test_inner_stages_are_not_counted_twice(monkeypatch):
 floats = st.floats(allow_nan=False)
 rewards = st.floats(-LARGEST_REWARD, LARGEST_REWARD)
 ids = st.lists(st.integers(0, 2**31 - 1), max_size=5).map(token_ids)
+keys = st.text() | st.integers() | st.just("(tuple)")
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | floats | st.text(),
-    lambda inner: (
-        st.lists(inner)
-        | st.lists(inner).map(tuple)
-        | st.dictionaries(st.text() | st.integers() | st.just("(tuple)"), inner)
-    ),
+    lambda inner: st.lists(inner) | st.lists(inner).map(tuple) | st.dictionaries(keys, inner),
     max_leaves=8,
 )
 
 
-@st.composite
-def samples(draw):
-    token_ids = draw(ids)
-    size = len(token_ids)
-    logprobs = st.lists(st.floats(allow_nan=False, width=32), min_size=size, max_size=size)
-    flags = st.lists(st.booleans(), min_size=size, max_size=size)
-    return Sample(
-        draw(ids), token_ids, np.array(draw(logprobs), np.float32), draw(st.sampled_from(["stop", "length"])),
-        temperature=draw(floats),
-        versions=draw(st.sampled_from([((0, 0),), ((0, 3), (2, 4))])),
-        loss_mask=np.array(draw(flags), bool),
-        index=0, reward=draw(st.none() | rewards), correct=draw(st.booleans()),
-        reward_error=draw(st.none() | st.text()),
-        reward_details=draw(st.dictionaries(st.text(), rewards, max_size=2)),
-        routed_experts=draw(st.sampled_from([None, np.arange(12, dtype=np.uint16).reshape(3, 2, 2)])),
-    )  # fmt: skip
+tokens = st.tuples(st.integers(0, 2**31 - 1), st.floats(allow_nan=False, width=32), st.booleans())
 
 
+def sample_of(tokens, **fields):
+    content, logprobs, flags = zip(*tokens, strict=True) if tokens else ((), (), ())
+    numbers = {"logprobs": np.array(logprobs, np.float32), "loss_mask": np.array(flags, bool)}
+    return Sample(token_ids=token_ids(content), **numbers, **fields)
+
+
+samples = st.builds(
+    sample_of, st.lists(tokens, max_size=5), prompt_token_ids=ids, temperature=floats, index=st.just(0),
+    finish_reason=st.sampled_from(["stop", "length"]), correct=st.booleans(), reward=st.none() | rewards,
+    versions=st.sampled_from([((0, 0),), ((0, 3), (2, 4))]), reward_error=st.none() | st.text(),
+    reward_details=st.dictionaries(st.text(), rewards, max_size=2),
+    routed_experts=st.sampled_from([None, np.arange(12, dtype=np.uint16).reshape(3, 2, 2)]),
+)  # fmt: skip
 corrections = st.builds(
-    Correction, references=st.lists(st.integers(0)).map(tuple), response=samples(), distance=floats,
+    Correction, references=st.lists(st.integers(0)).map(tuple), response=samples, distance=floats,
     reference_distance=st.none() | floats, rewritten=st.booleans(),
 )  # fmt: skip
-prompts = st.builds(
-    Prompt, token_ids=ids, text=st.text(), metadata=st.dictionaries(st.text(), values, max_size=3)
-)
+metadata = st.dictionaries(st.text(), values, max_size=3)
 groups = st.builds(
-    Group, prompt=prompts, responses=st.lists(samples(), max_size=3),
-    corrections=st.lists(corrections, max_size=2), skipped_pairs=st.integers(0),
+    Group, prompt=st.builds(Prompt, token_ids=ids, text=st.text(), metadata=metadata),
+    responses=st.lists(samples, max_size=3), corrections=st.lists(corrections, max_size=2),
+    skipped_pairs=st.integers(0),
 )  # fmt: skip
 
 
@@ -360,17 +353,11 @@ def test_recorded_groups_come_back_identical(tmp_path_factory, recorded):
 
 
 def recorded_group():
-    def sample(content, reward, prompt_ids=(5, 6), index=0, logprobs=None):
-        return Sample(
-            token_ids(prompt_ids), token_ids(content),
-            np.array(logprobs or [-0.5] * len(content), np.float32), "stop", 1.0, versions=((0, 4),),
-            loss_mask=np.ones(len(content), bool), index=index, reward=reward, correct=reward == 1,
-        )  # fmt: skip
-
     prompt = Prompt(3, token_ids([5, 6]), 1, "42", "sums", "6*7?", {"terms": (6, 7)})
-    responses = [sample([1, 2], 0.0, logprobs=[-0.125, -0.3]), sample([3], 1.0, index=1)]
-    corrected = Correction(0, (1,), sample([3], 1.0, prompt_ids=(5, 1, 2, 6)), 0.5, 0.0)
-    return Group(prompt, responses, [corrected], 1)
+    logprobs = np.array([-0.125, -0.3, -0.5], np.float32)
+    wrong, right = response("41", False, logprobs=logprobs), response("42", True, index=1)
+    corrected = Correction(0, (1,), response("42", True, prompt=(5, 1, 2, 6)), 0.5, 0.0)
+    return Group(prompt, [wrong, right], [corrected], 1)
 
 
 def test_samples_of_some_steps_are_kept_the_first_groups_and_what_was_trained_of_them(tmp_path, monkeypatch):
@@ -380,16 +367,9 @@ def test_samples_of_some_steps_are_kept_the_first_groups_and_what_was_trained_of
     assert kept(60, 8) == [1, 9, 18, 26, 35, 43, 52, 60]
     assert kept(3, 8) == [1, 2, 3]
     assert (kept(1, 8), kept(60, 1), kept(60, 0)) == ([1], [1], [])
-    monkeypatch.setattr(recordings, "TOKENS_PER_STEP", 5)  # a group has 13
+    monkeypatch.setattr(recordings, "TOKENS_PER_STEP", 5)  # a group has more
     group = recorded_group()
-    trained = [
-        TrainSequence(
-            response.prompt_token_ids, response.token_ids, response.loss_mask, advantage=1.0, weight=0.5,
-            prompt_index=3, group=number, index=response.index,
-        )
-        for number in range(3)
-        for response in group.responses
-    ]  # fmt: skip
+    trained = [sequence(n, "response", own.index, own, 1.0) for n in range(3) for own in group.responses]
     recordings.keep_samples(tmp_path, 9, [group] * 3, lambda ids: "text", trained)
     step, groups, found = recordings.load_step(rollout_path(tmp_path / "samples", 9))
     assert step == 9
@@ -399,12 +379,12 @@ def test_samples_of_some_steps_are_kept_the_first_groups_and_what_was_trained_of
 
 def test_recordings_are_readable_and_a_bad_one_names_its_file(tmp_path):
     path, group = tmp_path / "step.json", recorded_group()
-    save_groups(path, 1, [group], decode=lambda ids: " ".join(f"t{i}" for i in ids))
+    save_groups(path, 1, [group], decode=lambda ids: f"{len(ids)} tokens")
     text = path.read_text()
     lines = [line.strip() for line in text.splitlines()]
-    assert '"decoded": "t1 t2",' in lines, "the text of a response"
-    assert '"prompt_decoded": "t5 t1 t2 t6",' in lines, "the text of a correction prompt"
-    assert '"logprobs": [-0.125, -0.30000001192092896],' in lines, "one line for each list"
+    assert '"decoded": "3 tokens",' in lines, "the text of a response"
+    assert '"prompt_decoded": "4 tokens",' in lines, "the text of a correction prompt"
+    assert '"logprobs": [-0.125, -0.30000001192092896, -0.5],' in lines, "one line for each list"
     first = json.loads(text) | {"format": 1}  # its other differences are in the golden recordings
     (only,) = first["groups"]
     for sample in (*only["responses"], *(correction["response"] for correction in only["corrections"])):
@@ -414,7 +394,8 @@ def test_recordings_are_readable_and_a_bad_one_names_its_file(tmp_path):
     group.prompt.metadata["tokens"] = {1, 2}
     with pytest.raises(TypeError, match="metadata holds a set"):
         save_groups(path, 1, [group], decode=str)
-    beyond = text.replace("[3]", f"[{2**31}]"), text.replace('"reward": 1.0', '"reward": 1e308')
+    beyond = text.replace("[5, 6]", f"[{2**31}]"), text.replace('"reward": 1.0', '"reward": 1e308')
+    assert text not in beyond
     for content in ("{", "[]", '{"format": 0}', '{"format": 1, "step": 1, "groups": [{}]}', *beyond, None):
         path.unlink()
         if content is not None:

@@ -219,6 +219,15 @@ def test_a_method_is_settings_a_recipe_or_an_import_path_as_in_the_study_of_the_
         read_study([path], only=["gspoo"])
     with pytest.raises(ConfigError, match=r"no task 'sum'; .*did you mean 'sums'"):
         read_study([path], tasks=["sum"])
+    # recipes are methods, too
+    recipes = [tmp_path / "mine.yaml", ROOT / "examples/recipes/tiny_qwen3_study.yaml"]
+    contents = [yaml.safe_load(path.read_text()) for path in recipes]
+    common = contents[1] | {"hf-checkpoint": "examples/tiny_qwen3"}
+    study = read_study(recipes, {"budget": 5.0, "baseline": "mine", "seeds": 3, "common": common})
+    assert [*study.methods.values()] == contents
+    assert len(plan_main(study, tmp_path / "out")) == 6
+    with pytest.raises(ConfigError, match="needs baseline, budget"):
+        read_study(recipes)
     sys.modules.pop("same_length")
 
 
@@ -395,8 +404,6 @@ def test_the_table_puts_the_baseline_first_and_pairs_by_seed_and_findings_come_b
     found, compared, place = page_of_a_study
     lines = compare(STUDY, found.runs)
     assert [line["method"] for line in lines] == ["gspo", "ibpo"]
-    assert lines[1]["difference"]["mean"] == pytest.approx(0.1)
-    assert lines[1]["difference"]["sign_flip_p"] == 0.25
     first, second = (line["cost_to_threshold"]["of_baseline"] for line in lines)
     assert first == 1.0
     assert second > 1.5
@@ -438,7 +445,6 @@ def test_a_method_that_never_reaches_the_threshold_has_no_ratio():
     assert lines[1]["cost_to_threshold"] == {"median": math.inf, "reached": 0, "of_baseline": None}
     (methods,) = [t for t in tables(found, compare_all(found)) if t.title == "Methods"]
     assert methods.rows[1][-1] == "0/1 reached"
-    assert methods.rows[1][methods.header.index("p t test")] == "–", "one seed is no test"
     with pytest.raises(ValueError, match="same problems"):
         compare(STUDY, [result("gspo", 0, 0.5), result("gspo", 1, 0.5, problems=41)])
     with pytest.raises(ValueError, match="baseline"):
@@ -545,16 +551,14 @@ def test_a_better_method_is_a_claim_once_fresh_seeds_show_it_too_and_what_stands
     assert claim_of(choices=[], again=0.1).blocks == ("what tuning tried was not kept",)
 
 
-def test_tuning_takes_the_combination_with_the_best_mean_and_each_setting_has_its_own_edge():
+def test_tuning_takes_the_best_mean_and_the_grid_of_each_setting_goes_on_where_the_best_lies_at_its_end():
     runs_of = [(1e-4, 0.6), (1e-4, 0.7), (3e-4, 0.9), (3e-4, 0.5), (1e-3, 0.1), (1e-3, 0.2)]
     found = choose("short", "gspo", [Tried({"lr": lr}, 50, a, a, 10) for lr, a in runs_of])
     assert (found.setting, found.at_edge, len(found.tried)) == ({"lr": 3e-4}, (), 6)
     points = [{"lr": lr, "G": g} for lr in (1e-4, 3e-4, 9e-4) for g in (4, 8)]
     found = choose("", "gspo", [Tried(p, 50, float(p == {"lr": 3e-4, "G": 8}), 0.0, 9) for p in points])
     assert (found.at_edge, beyond(found)) == (("G",), {"G": {"lr": 3e-4, "G": 16}})
-
-
-def test_the_grid_goes_on_in_equal_ratios_where_the_best_lies_at_its_end():
+    # in equal ratios
     for values, best, further in [
         ((1e-4, 3e-4, 1e-3), 3e-4, None), ((1e-4, 3e-4, 1e-3), 1e-3, 3.33333e-3),
         ((1e-4, 3e-4, 1e-3), 1e-4, 3.33333e-5), ((2, 4), 2, 1),
@@ -628,24 +632,11 @@ def test_a_task_has_a_warm_start_of_measured_skill(tmp_path, written):
         read_study([written(tasks=tasks)])
 
 
-def test_recipes_are_methods_too(tmp_path):
-    base = yaml.safe_load((ROOT / "examples/recipes/tiny_qwen3_study.yaml").read_text())
-    base["hf-checkpoint"] = str(ROOT / "examples/tiny_qwen3")
-    paths = [tmp_path / f"{name}.yaml" for name in ("gspo", "ibpo")]
-    for path in paths:
-        path.write_text(yaml.safe_dump(base | {"advantage-estimator": path.stem}))
-    study = read_study(paths, {"budget": 5.0, "baseline": "gspo", "seeds": 3})
-    assert list(study.methods) == ["gspo", "ibpo"]
-    assert len(plan_main(study, tmp_path / "out")) == 6
-    with pytest.raises(ConfigError, match="needs baseline, budget"):
-        read_study(paths)
-
-
 def tuned(**changes):
     return {"tune": {"grid": {"lr": [1]}, "seeds": [9], "budget": 1} | changes}
 
 
-def test_a_study_that_makes_no_sense_is_refused(written):
+def test_a_study_that_makes_no_sense_and_a_method_that_cannot_work_are_refused(tmp_path, written):
     for changes, words in [
         ({"baseline": "grpo"}, "'grpo' is none of the methods"),
         ({"budgett": 3}, "unknown key .budgett.; did you mean .budget."),
@@ -662,6 +653,13 @@ def test_a_study_that_makes_no_sense_is_refused(written):
     ]:
         with pytest.raises(ConfigError, match=words):
             read_study([written(**changes)])
+    for setting, words in (
+        ({"ibpo-lamda": 1}, ".*did you mean 'ibpo-lambda'"),
+        ({"ibpo-lambda": 3.0}, "1 problem"),
+    ):
+        study = read_study([written(methods={"gspo": {"advantage-estimator": "gspo"}, "odd": setting})])
+        with pytest.raises(ConfigError, match=f"method odd: {words}"):
+            plan_main(study, tmp_path / "out")
 
 
 def test_a_name_stays_in_the_studys_directory_or_is_refused_before_anything_is_written(written):
@@ -676,16 +674,6 @@ def test_a_name_stays_in_the_studys_directory_or_is_refused_before_anything_is_w
     assert names == ["prompt-data_..%2F..%2Fx", "prompt-data_%2Fa%2Fb"]
     with pytest.raises(ConfigError, match=r"tuning run 'prompt-data_x+': a directory gets this name"):
         read_study([written(**tuned(grid={"prompt-data": ["x" * 201]}))])
-
-
-def test_a_method_that_cannot_work_is_refused_before_anything_runs(tmp_path, written):
-    for setting, words in (
-        ({"ibpo-lamda": 1}, ".*did you mean 'ibpo-lambda'"),
-        ({"ibpo-lambda": 3.0}, "1 problem"),
-    ):
-        study = read_study([written(methods={"gspo": {"advantage-estimator": "gspo"}, "odd": setting})])
-        with pytest.raises(ConfigError, match=f"method odd: {words}"):
-            plan_main(study, tmp_path / "out")
 
 
 def planned(tmp_path):

@@ -1,5 +1,3 @@
-"""`tests/gpu.sh`: what a part finds is kept whatever becomes of it, and parts need no vLLM or Ray."""
-
 import json
 import logging
 import os
@@ -28,32 +26,28 @@ def parts(tmp_path, monkeypatch):
 
     def put(**bodies):
         for name, body in bodies.items():
-            code = f"import os, subprocess, time\nfrom job import Skipped\n\n\ndef run(job):\n    {body}\n"
+            code = f"import os, subprocess, time\nfrom job import Skipped\ndef run(job):\n    {body}\n"
             (tmp_path / "parts" / f"{name}.py").write_text(code)
         made = tuple(conductor.Part(name, 2 if name == "hangs" else 30) for name in bodies)
         monkeypatch.setattr(conductor, "PARTS", made)
+        return tmp_path / "gpu.json"
 
     return put
 
 
-def conducted(directory, status=0):
-    saved = directory / "gpu.json"
-    assert conductor.main(["--device", "cpu", "--save", str(saved)]) == status, saved.read_text()
-    return json.loads(saved.read_text())
-
-
 def test_every_ending_of_a_part_is_reported_with_what_it_had_found_and_which_libraries_computed(
-    parts, tmp_path, capsys
+    parts, capsys
 ):
     layers = {"attention": ("torch", "padded"), "delta net": ("flash-linear-attention", "Triton kernels")}
-    parts(
+    saved = parts(
         passes="job.note(number=1, layers={'attention': ('Transformer Engine', 'cuDNN')})",
         breaks=f"job.note(number=2, layers={layers!r})\n    raise ValueError('no such kernel')",
         dies="job.note(number=3)\n    os.kill(os.getpid(), 9)",
         hangs="child = subprocess.Popen(['sleep', '60'])\n    job.note(number=child.pid)\n    child.wait()",
         lacks="raise Skipped('no compute-sanitizer')",
     )
-    report, said = conducted(tmp_path, status=1), capsys.readouterr().out
+    assert conductor.main(["--device", "cpu", "--save", str(saved)]) == 1
+    report, said = json.loads(saved.read_text()), capsys.readouterr().out
     found = report["parts"]
     child = found["hangs"]["number"]
     assert {name: (own["status"], own.get("number")) for name, own in found.items()} == {
@@ -69,14 +63,13 @@ def test_every_ending_of_a_part_is_reported_with_what_it_had_found_and_which_lib
     assert "1 passed, 3 failed, 1 skipped" in said
     assert "passes was computed by Transformer Engine\n" in said
     local = "flash-linear-attention, torch (local modules: no evidence of MFU)"
-    assert f"breaks was computed by {local}\n" in said
     assert report["computed_by"]["breaks"] == local
 
 
 def test_a_run_that_is_cut_off_leaves_what_it_had_and_no_process(parts, tmp_path):
-    pid, saved = tmp_path / "pid", tmp_path / "gpu.json"
+    pid = tmp_path / "pid"
     waits = f"open({str(pid)!r}, 'w').write(str(os.getpid()))\n    time.sleep(60)"
-    parts(passes="job.note(number=1)", waits=waits)
+    saved = parts(passes="job.note(number=1)", waits=waits)
     program = (
         "import conductor, sys\n"
         "conductor.PARTS = conductor.Part('passes', 30), conductor.Part('waits', 60)\n"
@@ -120,8 +113,9 @@ def test_wheels_give_what_is_missing_for_one_run_hide_nothing_and_are_refused_wh
     assert "there are no wheels; `bash tests/gpu.sh --wheels DIR`" in capsys.readouterr().err
     make_wheel("only_in_the_folder", "VALUE = 7")
     make_wheel("pytest", "raise AssertionError('in the place of the one that is installed')")
-    parts(needs="import only_in_the_folder, pytest\n    job.note(value=only_in_the_folder.VALUE)")
-    report = conducted(tmp_path)
+    saved = parts(needs="import only_in_the_folder, pytest\n    job.note(value=only_in_the_folder.VALUE)")
+    assert conductor.main(["--device", "cpu", "--save", str(saved)]) == 0
+    report = json.loads(saved.read_text())
     assert report["parts"]["needs"]["value"] == 7
     assert report["wheels"] == ["only_in_the_folder-1.0-py3-none-any.whl"]
     make_wheel("compiled", tags="cp36-abi3-manylinux2014_x86_64")

@@ -28,8 +28,8 @@ MIXED, WRONG = "groups with a correct response", "groups without one"
 
 
 def template(prompt, target, references):
-    parts = [part for candidate in (target, *references) for part in ([HEADING], candidate)]
-    return token_ids([*prompt.head_ids, *(int(i) for part in parts for i in part), *prompt.tail_ids])
+    shown = [int(i) for candidate in (target, *references) for i in (HEADING, *candidate)]
+    return token_ids([*prompt.head_ids, *shown, *prompt.tail_ids])
 
 
 async def score(prompt, sample):
@@ -81,9 +81,7 @@ def test_a_policy_that_copies_what_is_right_succeeds_where_there_is_something_to
     assert {*skill["ways"][WRONG]} == {"wrong reference", "no reference", "resample"}
     # a prompt of 2 tokens, two headings, two answers; the answer and its end
     assert (right["tokens_read"], right["tokens_written"], resample["tokens_read"]) == (6, 2, 2)
-    lines = skills.skill_table(skill).splitlines()
-    assert len(lines) == 2 + 4 + 4 + 3
-    assert len({line.count("|") for line in lines}) == 1
+    assert len(skills.skill_table(skill).splitlines()) == 2 + 4 + 4 + 3
     (tmp_path / "config.yaml").write_text("advantage-estimator: ibpo\nhf-checkpoint: tiny\n")
     assert open_source(tmp_path).overview()["facts"] == ["not finished"]
     (tmp_path / "operator_skill.json").write_text(skills.skill_json(skill))
@@ -119,21 +117,16 @@ def test_two_wrong_responses_of_a_group_are_replaced_at_most_with_seeds_that_tra
         assert seeds.isdisjoint(r.seed for r in group_requests(PROMPTS, rollout, seed=3, step=step))
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "rollout", "asked_before"),
-    [
-        ({}, {}, 6),
-        ({}, {"max_staleness": 2}, 18),
-        ({}, {"over_sampling_batch_size": 9}, 9),
-        ({"dynamic_sampling": True, "dynamic_sampling_rounds": 3}, {}, 18),
-    ],
-)
-def test_a_run_asks_prompts_that_no_engine_is_asked_before_the_first_update(algorithm, rollout, asked_before):
-    settings = RolloutConfig(rollout_batch_size=6, **rollout)
-    config = Config(algorithm=credit_of("ibpo", **algorithm), rollout=settings)
+def test_a_run_asks_prompts_that_no_engine_is_asked_before_the_first_update():
     task = SimpleNamespace(prompts=PromptSource(PROMPTS.__getitem__))
-    asked = LiveRollouts(config, task, fleet=None, sampler=None).prompts_of_later_steps(4)
-    assert [prompt.index for prompt in asked] == [*range(asked_before, asked_before + 4)]
+    for algorithm, rollout, before in (
+        ({}, {}, 6), ({}, {"max_staleness": 2}, 18), ({}, {"over_sampling_batch_size": 9}, 9),
+        ({"dynamic_sampling": True, "dynamic_sampling_rounds": 3}, {}, 18),
+    ):  # fmt: skip
+        settings = RolloutConfig(rollout_batch_size=6, **rollout)
+        config = Config(algorithm=credit_of("ibpo", **algorithm), rollout=settings)
+        asked = LiveRollouts(config, task, fleet=None, sampler=None).prompts_of_later_steps(4)
+        assert [prompt.index for prompt in asked] == [*range(before, before + 4)]
 
 
 def test_corrections_that_do_not_fit_and_failures_of_the_verifier_are_counted():
