@@ -61,42 +61,30 @@ def resolved(*flags, on_gpu=False, has_delta_nets=False):
     return on_device(parse_config(flags), on_gpu=on_gpu, has_delta_nets=has_delta_nets)
 
 
-SAMPLED_IN_FLOAT32, SAMPLED_IN_BFLOAT16 = (1.1e-5, 1.2e-5, 1.3e-5), (0.042, 0.141, 0.146)
-"""Mean |Δ log-prob| of three steps of examples/run_smollm2_ibpo.sh, trained in float32."""
-
-
-@pytest.mark.parametrize(
-    ("config", "differences", "advice"),
-    [
-        (resolved(), SAMPLED_IN_FLOAT32, None),
-        (resolved("--vllm-dtype", "bfloat16"), SAMPLED_IN_BFLOAT16, "--vllm-dtype float32"),
-        # the range of examples/run_qwen3_next_ibpo.sh
-        (resolved(has_delta_nets=True), (0.001, 0.002, 0.003), None),
-        # an engine in float32 that differs so much has other weights
-        (resolved(), SAMPLED_IN_BFLOAT16, "--check-weight-update-equal"),
-    ],
-)
-def test_a_run_that_differs_from_its_engine_beyond_rounding_is_told_at_once(config, differences, advice):
-    bound = rounding_bound(config)
-    assert bound is not None
-    said = [
-        step_alarms({"logprob_diff_abs_mean": value, "logprob_diff_bound": bound}, responses=64)
-        for value in differences
-    ]
-    found = alarms(logprob_diff_abs_mean=differences, logprob_diff_bound=[bound] * 3)
-    if advice is None:
-        assert (said, found) == ([[]] * 3, [])
-        return
-    (alarm,) = found
-    assert spell(alarm) == ("differs beyond rounding", 1, None)
-    assert said[-1] == [f"ALARM: {alarm.reason}"]
-    assert f"{differences[-1]:.3g} apart per token" in alarm.reason
-    assert f"more than the {bound:g} expected of {config.rollout.vllm_dtype}" in alarm.reason
-    assert advice in alarm.reason
-
-
-def test_bfloat16_may_differ_by_what_it_rounds_and_what_differs_for_other_reasons_has_no_bound():
+def test_a_run_that_differs_from_its_engine_beyond_rounding_is_told_at_once():
+    # mean |Δ log-prob| of three steps of examples/run_smollm2_ibpo.sh, trained in float32
+    in_float32, in_bfloat16 = (1.1e-5, 1.2e-5, 1.3e-5), (0.042, 0.141, 0.146)
+    for config, differences, advice in (
+        (resolved(), in_float32, None),
+        (resolved("--vllm-dtype", "bfloat16"), in_bfloat16, "--vllm-dtype float32"),
+        (resolved(has_delta_nets=True), (0.001, 0.002, 0.003), None),  # as examples/run_qwen3_next_ibpo.sh
+        (resolved(), in_bfloat16, "--check-weight-update-equal"),  # such an engine has other weights
+    ):
+        bound = rounding_bound(config)
+        measured = [{"logprob_diff_abs_mean": one, "logprob_diff_bound": bound} for one in differences]
+        said = [step_alarms(row, responses=64) for row in measured]
+        found = alarms(logprob_diff_abs_mean=differences, logprob_diff_bound=[bound] * 3)
+        if advice is None:
+            assert (said, found) == ([[]] * 3, [])
+            continue
+        (alarm,) = found
+        assert spell(alarm) == ("differs beyond rounding", 1, None)
+        assert said[-1] == [f"ALARM: {alarm.reason}"]
+        assert f"{differences[-1]:.3g} apart per token" in alarm.reason
+        assert f"more than the {bound:g} expected of {config.rollout.vllm_dtype}" in alarm.reason
+        assert advice in alarm.reason
     assert rounding_bound(resolved("--bf16")) == rounding_bound(resolved(on_gpu=True)) == 0.03
+    # what differs for other reasons has no bound
     for flags in (
         "--max-staleness 1", "--rollout-top-p 0.9", "--rollout-top-k-cycle -1 20",
         "--vllm-arg quantization=fp8_per_channel", "--old-logprobs engine --num-steps-per-rollout 2",
@@ -104,7 +92,8 @@ def test_bfloat16_may_differ_by_what_it_rounds_and_what_differs_for_other_reason
         assert rounding_bound(resolved(*flags.split())) is None
 
 
-def test_failures_of_the_verifier_and_truncation_are_the_rules_of_the_console():
+def test_the_console_tells_failures_and_truncation_and_spells_that_lie_close_together_are_one():
+    """Those that go on come first."""
     # 100 responses: 2,000 tokens, 20 each
     common = {"tokens_responses": [2000.0] * 3, "response_length": [20.0] * 3}
     found = alarms(reward_errors=[0.0, 5.0, 5.0], truncated_responses=[90.0, 89.0, 0.0], **common)
@@ -112,9 +101,6 @@ def test_failures_of_the_verifier_and_truncation_are_the_rules_of_the_console():
     rows = [{"reward_errors": 5, "truncated_responses": 89}, {"reward_errors": 0, "truncated_responses": 90}]
     for row, alarm in zip(rows, found, strict=True):
         assert step_alarms(row, responses=100) == [f"ALARM: {alarm.reason}"]
-
-
-def test_spells_that_lie_close_together_are_one_and_those_that_go_on_come_first():
     errors = [100.0 if step in (1, 8, 30) else 0.0 for step in range(1, 41)]
     common = {"tokens_responses": [2000.0] * 40, "response_length": [20.0] * 40}
     found = alarms(reward_errors=errors, accuracy=[0.0] * 40, **common)

@@ -91,6 +91,9 @@ def test_a_study_tunes_extends_its_grid_tells_its_power_compares_and_confirms(tm
     program = training(best={"gspo": 9e-4, "dr-grpo": 0.1}, gains={"dr-grpo": 0.1})
     tune = {"grid": {"lr": [1e-4, 3e-4]}, "seeds": [50], "budget": 5e10}
     path = written(tune=tune, **{"pilot-seeds": [60, 61], "confirm-seeds": [70, 71]})
+    complete, said, found = conducted(tmp_path, path, program, runs_at_most=0)
+    assert (complete, found) == (False, None)
+    assert "10 runs to go, 8e+11 flops, duration unknown" in said
     complete, said, found = conducted(tmp_path, path, program, parallel=4)
     assert complete
     chosen = [(choice.setting, len(choice.tried), choice.at_edge) for choice in found.choices]
@@ -111,36 +114,7 @@ def test_a_study_tunes_extends_its_grid_tells_its_power_compares_and_confirms(tm
     assert not complete
     assert found.confirmation == [], "half of it confirms nothing"
     assert "not run again with fresh seeds" in said
-
-
-@pytest.mark.slow  # above with one task
-def test_a_study_of_several_tasks_is_priced_resumed_and_has_one_page_with_its_dose(tmp_path, written):
-    """Finished runs are not repeated."""
-    program = training(gains={"dr-grpo": 0.05})
-    tasks = {
-        name: {"settings": {"hf-checkpoint": str(ROOT / "examples" / model)}, "skill": skill}
-        for name, model, skill in (("easy", "tiny_qwen3_hard", 0.9), ("rare", "tiny_qwen3", 0.1))
-    }
-    path = written(tasks=tasks)
-    complete, said, found = conducted(tmp_path, path, program, runs_at_most=0)
-    assert (complete, found) == (False, None)
-    assert "8 runs to go, 8e+11 flops, duration unknown" in said
-    complete, said, found = conducted(tmp_path, path, program, parallel=3, runs_at_most=7)
-    assert (complete, found.runs_left, len(found.runs)) == (False, 1, 7)
-    assert "1 run to go, 1e+11 flops, about 0 minutes" in said  # half a minute
-    complete, said, found = conducted(tmp_path, path, program)
-    assert (complete, len(found.runs)) == (True, 2 * 2 * 2)
-    assert "run 1/1 rare, gspo, seed 1: finished" in said
-    assert "power: unknown" in said
-    kept = json.loads((tmp_path / "out/results.json").read_text())
-    assert kept["overall"][1]["difference"]["mean"] == pytest.approx(0.05, abs=1e-3)
-    dose = [(point["task"], point["skill"]) for point in kept["dose_response"]]
-    assert dose == [("rare", 0.1), ("easy", 0.9)]
-    page = (tmp_path / "out/page.html").read_text()
-    assert page.count("data:image/svg+xml;base64,") == 2
-    assert "Methods on easy" in page
-    with pytest.raises(ConfigError, match=r"other settings .*lr was 0.0003, is 0.001"):
-        conducted(tmp_path, written(tasks=tasks, common={"lr": 1e-3}), program)
+    assert "2 runs to go, 2e+11 flops, about 1 minutes" in said
 
 
 def test_a_stopped_study_leaves_no_child(tmp_path, written, monkeypatch):
@@ -392,8 +366,9 @@ def page_of_a_study(tmp_path_factory):
     slow = (0.2,) * 6 + (0.9,) * 5
     results = [result("ibpo", seed, 0.6 + 0.05 * seed, rewards=slow) for seed in (1, 0, 2)]
     results += [result("gspo", seed, 0.5 + 0.05 * seed) for seed in (0, 1, 2)]
-    found, place = Findings(replace(STUDY, name=HOSTILE), results), tmp_path_factory.mktemp("study")
-    compared = compare_all(found)
+    study = replace(STUDY, name=HOSTILE, tasks=TASKS.tasks)
+    found = Findings(study, [replace(run, task=task.name) for task in study.tasks for run in results])
+    place, compared = tmp_path_factory.mktemp("study"), compare_all(found)
     write_findings(place / "results.json", found, asdict(compared))
     files = [path.name for path in write_page(found, compared, place)]
     assert files == ["results.json", "page.html", "table.md", "curves.png", "curves.svg"]
@@ -402,7 +377,7 @@ def page_of_a_study(tmp_path_factory):
 
 def test_the_table_puts_the_baseline_first_and_pairs_by_seed_and_findings_come_back(page_of_a_study):
     found, compared, place = page_of_a_study
-    lines = compare(STUDY, found.runs)
+    lines = compared.table[:2]
     assert [line["method"] for line in lines] == ["gspo", "ibpo"]
     first, second = (line["cost_to_threshold"]["of_baseline"] for line in lines)
     assert first == 1.0
@@ -412,6 +387,9 @@ def test_the_table_puts_the_baseline_first_and_pairs_by_seed_and_findings_come_b
     assert "| +0.100 [+0.100, +0.100] | < 0.0001 | < 0.0001 | 0.2500 (0.2500) |" in table
     assert "at most 1.7% over" in table
     assert read_findings(place / "results.json") == found
+    page = (place / "page.html").read_text()
+    assert page.count("data:image/svg+xml;base64,") == 2, "the curves and the dose"
+    assert "Methods on short" in page
 
 
 @needs_browser
