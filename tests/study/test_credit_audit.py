@@ -37,16 +37,14 @@ def wrong(values, modified, *, prompt=0, phi=0.0, sibling=None):
 
 def test_one_response_by_hand():
     """Four steps of two tokens; the value falls at the third, of which both tokens were changed."""
-    response, another = (
-        wrong([0.8, 0.8, 0.7, 0.1, 0.0], [0, 0, 0, 1, 1, 1, 0, 1], prompt=prompt) for prompt in (0, 1)
-    )
-    shares = step_shares(response.modified, response.boundaries)
+    one, another = (wrong([0.8, 0.8, 0.7, 0.1, 0.0], [0, 0, 0, 1, 1, 1, 0, 1], prompt=n) for n in (0, 1))
+    shares = step_shares(one.modified, one.boundaries)
     assert shares.tolist() == [0.0, 0.5, 1.0, 0.5]
-    assert response.drops == pytest.approx([0.0, 0.1, 0.6, 0.1])
+    assert one.drops == pytest.approx([0.0, 0.1, 0.6, 0.1])
     assert step_auc(shares, 2) == 1.0
     assert step_auc(shares, 1) == pytest.approx((1 + 0 + 0.5) / 3)  # above, below, tied
-    assert response.nearness == pytest.approx((0.8 + 0.7 + 0.1) / 3)
-    found = audit([response, another])
+    assert one.nearness == pytest.approx((0.8 + 0.7 + 0.1) / 3)
+    found = audit([one, another])
     mask = {name: measure["estimate"] for name, measure in found["mask"]["mask"].items()}
     assert mask["auc"] == 1.0
     assert mask["rank_correlation"] == pytest.approx(1.0)  # the ties are tied on both sides
@@ -220,10 +218,10 @@ def audited_run(tmp_path, monkeypatch):
     monkeypatch.setattr(live_loop, "LETTERS", (5, 6, 27))
     live_loop.put_in_place_of_processes(monkeypatch, audit_run, open_engine)
 
-    def run(*flags, responses):
+    def run(*flags, responses, policy="start"):
         write_config(live_loop.config_of(tmp_path, *flags), tmp_path / "config.yaml")
-        asked = {"prompts": 3, "responses": responses, "rollouts": 4, "seed": 1}
-        found = audit_run.audit_responses(tmp_path, scratch, policy="start", **asked)
+        asked = {"prompts": 3, "responses": responses, "rollouts": 4, "seed": 1, "policy": policy}
+        found = audit_run.audit_responses(tmp_path, scratch, **asked)
         return *found, {request.seed: request for request in engine.asked}
 
     return run
@@ -248,9 +246,8 @@ def test_wrong_responses_are_corrected_and_continued_from_every_step_and_scored_
         *starts, end = found.boundaries
         assert (found.prompt, "".join(text["steps"])) == (p, decode(ids[:end]))
         assert [*starts, end] == np.cumsum([0, *map(len, text["steps"])]).tolist()
-        ends = np.array(
-            [[right(p, ids[:b], written("audit", 1, p, *ids, b, n)) for n in range(4)] for b in starts]
-        )
+        ends = [[right(p, ids[:b], written("audit", 1, p, *ids, b, n)) for n in range(4)] for b in starts]
+        ends = np.array(ends)
         halves = [[*ends[:, first::2].mean(1), 0.0] for first in range(2)]
         assert [found.values, found.first_half, found.second_half] == [[*ends.mean(1), 0.0], *halves]
         assert found.phi == 0.5 * np.mean(successes)
@@ -272,6 +269,8 @@ def test_of_a_run_that_corrects_nothing_all_is_corrected_and_some_are_audited(au
     # what the context of a run has no room for is counted and not made
     _, _, counts, _ = audited_run("--rollout-max-context-len", "20", responses=1)
     assert (counts["wrong"], counts["corrections"], counts["skipped_pairs"]) == (7, 0, 7)
+    with pytest.raises(ValueError, match=r"hf holds no policy: .* --policy start"):
+        audited_run(responses=1, policy="end")
 
 
 @pytest.mark.engine
@@ -294,12 +293,3 @@ def test_a_run_is_audited_through_its_own_engine(tmp_path):
         assert len(audited["values"]) == len(audited["boundaries"]) == len(audited["steps"]) + 1
         assert all(value * 4 == int(value * 4) for value in audited["values"])
     assert (tmp_path / "audit/audit.png").exists()
-
-
-def test_a_run_without_the_policy_that_is_to_be_audited_is_refused(tmp_path):
-    model = ROOT / "examples/tiny_qwen3"
-    (tmp_path / "config.yaml").write_text(f"hf-checkpoint: {model}\n")
-    config, hf_dir = audit_run._settings(tmp_path, "start")
-    assert (hf_dir, config.model.hf_checkpoint) == (model, model)
-    with pytest.raises(ValueError, match=r"hf holds no policy: .* --policy start"):
-        audit_run._settings(tmp_path, "end")

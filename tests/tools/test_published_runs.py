@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from fit_planner import PAGE, RESULTS, fit, judge, known, orderings, tables
 from judge_memory import config_of, counted_bytes
-from predict_published import basis_of, layout_of, predict
+from predict_published import predict
 from published_runs import Row, halves, read_evidence, shape_of
 
 from megatron_ibpo.models import padded_vocab_size
@@ -13,8 +13,6 @@ from megatron_ibpo.plan.hardware import hardware_names
 from megatron_ibpo.plan.machine import NAMES, Coefficients, fitted
 from megatron_ibpo.plan.memory import GIB, rank_memory
 from megatron_ibpo.plan.parameter_count import estimate_census
-from megatron_ibpo.plan.roofline import collective_seconds, pass_time
-from megatron_ibpo.plan.workload import Batch
 
 ROWS = read_evidence()
 SHAPE = shape_of("qwen3_4b")
@@ -51,17 +49,6 @@ def test_a_checkpoint_that_is_partly_in_fp8_weighs_what_its_source_logs():
     assert (held + 2 * table) / 8 / 1024**3 == pytest.approx(56.77, rel=2e-3)
     (share,) = {row.facts["weight_bytes"] for row in ROWS if "weight_bytes" in row.facts}
     assert share == pytest.approx(held / 126 / (attention + mlp), rel=1e-3)
-
-
-def test_sharded_weights_are_gathered_in_both_passes_and_gradients_reduced():
-    """Two bytes in each of two passes and four of gradients, in each of four micro-batches."""
-    slow = replace(Coefficients(), link=0.001)
-    basis, layout = basis_of(TRAINING, SHAPE, slow), layout_of(TRAINING)
-    plain = pass_time(basis, layout, Batch.of([4096], 256))
-    sending = 4 * 8 * collective_seconds(basis, layout)
-    seconds = plain.total - plain.data + sending - plain.products - plain.attention - plain.memory
-    found = predict({**TRAINING, "fsdp": True}, "training", {"step_seconds": 0.0}, slow)
-    assert found["step_seconds"] == pytest.approx(seconds)
 
 
 def test_what_other_programs_hold_is_counted_as_by_hand():
