@@ -201,7 +201,6 @@ def test_in_a_browser_responses_are_shown_filtered_coloured_and_walked_by_keys(r
         page.wait_until("document.querySelector('path.faint')")
         mean = (0.5 * 0.1 * 0.5 + 0.2 * 0.5) / (0.5 * 0.5 + 0.5)
         assert page.evaluate(heights) == pytest.approx([first, first * mean / 0.1], rel=0.01)
-
         # the last step, the first response, beside its correction, which inserts a digit, and the reference
         open_samples(page)
         assert page.wait_until(count_is("1 of 8"))
@@ -211,7 +210,6 @@ def test_in_a_browser_responses_are_shown_filtered_coloured_and_walked_by_keys(r
         assert page.evaluate(heads) == ["✗ response 1", "✓ its correction", "✓ reference: response 2"]
         marked = "[...document.querySelectorAll('.token.{}')].map((t) => t.textContent)"
         assert page.evaluate(marked.format("insert")) == ["1"]
-
         # a token tells its numbers, and tokens are coloured by what is chosen
         page.evaluate(
             "document.querySelector('.pane .token:nth-child(5)')"
@@ -263,7 +261,6 @@ def test_in_a_browser_responses_are_shown_filtered_coloured_and_walked_by_keys(r
         assert text_of(page, ".kind") == "rewritten"
         enter(page, "text", "")
         page.wait_until(ends_with.format(8))
-
         # all responses of a group side by side; a click on one in the list
         page.click('.group[data-group="1"] .chip[data-place="2"]')
         page.wait_until(count_is("8 of 8"))
@@ -276,10 +273,8 @@ def test_in_a_browser_responses_are_shown_filtered_coloured_and_walked_by_keys(r
         page.click('.group[data-group="1"] .chip[data-place="1"]')
         page.wait_until("document.querySelectorAll('#detail .pane .token').length === 6")
         assert page.evaluate(background.format(3)) == shade("below", 25)
-
         # steps
         press_until(page, "ArrowLeft", "document.querySelector('#filters select').value === '1'")
-
         # nothing of the model's ran, nothing was asked for, nothing failed
         assert page.evaluate("window.harmed") is None
         sent = [e["params"] for e in page.events if e["method"] == "Network.requestWillBeSent"]

@@ -1,5 +1,4 @@
 import json
-import logging
 import os
 import re
 import subprocess
@@ -124,18 +123,6 @@ def test_wheels_give_what_is_missing_for_one_run_hide_nothing_and_are_refused_wh
     with pytest.raises(SystemExit):
         conductor.main(["--device", "cpu"])
     assert "is for another Python than this 3." in capsys.readouterr().err
-
-
-def test_back_ends_that_took_a_call_are_known_by_the_log_of_flash_linear_attention():
-    from parts.delta_net_backend import served, tilelang_set_to
-
-    log = logging.getLogger("fla.backends")
-    with served() as found, tilelang_set_to(None):
-        log.info("[FLA Backend] common.chunk_bwd_dqkwg -> tilelang")
-        log.info("[FLA Backend] gated_delta_rule.chunk_gated_delta_rule -> flash_qla rejected: K is 64")
-        assert "FLA_TILELANG" not in os.environ
-    log.info("[FLA Backend] common.chunk_fwd_h -> intracard_cp")
-    assert found == {"tilelang"}
 
 
 def test_waits_are_counted_by_the_line_that_waits_and_by_ours_that_led_there():
