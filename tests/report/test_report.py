@@ -88,9 +88,7 @@ def rows_of(config):
     return [json.loads(line) for line in (config.run.run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_run_leaves_metrics_summary_curves_configuration_and_versions_and_is_not_overwritten_but_resumed(
-    config,
-):
+def test_a_run_leaves_its_files_which_are_not_overwritten_but_go_on_where_it_is_resumed(config):
     start_and_end, run_dir = {0: [evaluated(0.5, 0.4)], 4: [evaluated(0.75, 0.8)]}, config.run.run_dir
     summary, shown = run(config, evaluations=start_and_end)
     four_steps = [("evaluation", 0), *(("step", step) for step in range(1, 5)), ("evaluation", 4)]

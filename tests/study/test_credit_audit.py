@@ -110,10 +110,8 @@ def test_phi_alike_for_all_or_for_a_prompt_tells_nothing_and_near_is_what_lies_a
     assert uniform["auc_of_phi_for_nearness_above_median"]["estimate"] == 0.5
     # where both follow the prompt and nothing else, that is no merit within prompts
     prompts = [(0, 0.9, 0.5), (1, 0.9, 0.5), (2, 0.3, 0.0), (3, 0.3, 0.0)]
-    twice = [
-        wrong([near, near, 0.0], [1, 0, 0, 0], prompt=p, phi=phi) for p, near, phi in prompts for _ in "ab"
-    ]
-    found = audit(twice)["phi"]
+    once = [wrong([near, near, 0.0], [1, 0, 0, 0], prompt=n, phi=phi) for n, near, phi in prompts]
+    found = audit(once + once)["phi"]
     assert found["rank_correlation"]["estimate"] == pytest.approx(1.0)
     assert found["rank_correlation_within_prompts"]["estimate"] == 0.0
     # nearness .2, .4 and .6: the last has a larger φ than the first and as large a one as the second

@@ -152,9 +152,7 @@ def weigh(groups, advantages, context): ...
 """
 
 
-def test_a_method_is_settings_a_recipe_or_an_import_path_as_in_the_study_of_the_documentation(
-    tmp_path, monkeypatch
-):
+def test_a_method_is_settings_a_recipe_or_an_import_path_as_in_the_documentation(tmp_path, monkeypatch):
     """A recipe and a module are where the user stands."""
     text = (ROOT / "docs/comparing-methods.md").read_text()
     (block,) = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
@@ -183,10 +181,9 @@ def test_a_method_is_settings_a_recipe_or_an_import_path_as_in_the_study_of_the_
     study = read_study([path])
     assert list(study.methods) == ["gspo", "ibpo", "mine", "near"]
     assert [len(grid_points(study.tune, method)) for method in study.methods] == [12, 12, 24, 12]
-    one_task = read_study(
-        [path], {"seeds": 1}, add={"own": "mine.yaml"}, only=["near", "own"], tasks=["sums"]
-    )
-    planned = plan_main(one_task, tmp_path / "out")
+    some = {"only": ["near", "own"], "tasks": ["sums"]}
+    study = read_study([path], {"seeds": 1}, add={"own": "mine.yaml"}, **some)
+    planned = plan_main(study, tmp_path / "out")
     assert [(run.task, run.method) for run in planned] == [("sums", m) for m in ("gspo", "near", "own")]
     assert yaml.safe_load(planned[1].config)["ibpo-operator"] == "same_length:SameLength"
     with pytest.raises(ConfigError, match=r"no method 'gspoo'; .*did you mean 'gspo'"):
@@ -563,9 +560,7 @@ def test_every_study_of_the_repository_can_be_run(name, tmp_path, monkeypatch):
     assert len({run.directory for run in planned}) == len(planned)
 
 
-def test_runs_have_seed_budget_and_recipe_of_their_own_and_tuning_its_half_and_no_evaluations_between(
-    tmp_path, written, monkeypatch
-):
+def test_runs_have_their_own_seed_budget_and_recipe_and_tuning_its_half(tmp_path, written, monkeypatch):
     monkeypatch.chdir(tmp_path)  # the directory of the results is relative to it
     methods = {"gspo": {"advantage-estimator": "gspo"}, "ibpo": {"n-samples-per-prompt": 4}}
     common = {"hf-checkpoint": str(ROOT / "examples/tiny_qwen3"), "eval-interval": 3}
@@ -658,9 +653,7 @@ def planned(tmp_path):
     return plan.PlannedRun("m", 0, tmp_path / "runs/seed_0", (str(tmp_path / "pid"),), "key: value\n", 1.0)
 
 
-def test_a_run_that_does_not_end_is_ended_with_all_it_started_and_one_that_fails_keeps_its_log(
-    tmp_path, monkeypatch
-):
+def test_a_run_that_fails_keeps_its_log_and_one_that_does_not_end_is_ended(tmp_path, monkeypatch):
     monkeypatch.setattr(runs, "GRACE_S", 0.1)
     monkeypatch.setattr(runs, "LOOK_EVERY_S", 0.05)
     started, run, stop, pid = time.monotonic(), planned(tmp_path), threading.Event(), tmp_path / "pid"
@@ -736,9 +729,8 @@ def test_a_comparison_from_its_recipe_to_its_table_stopped_and_resumed(tmp_path)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 
     def compare_methods(*flags, status):
-        done = subprocess.run(
-            [*command, *flags], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280
-        )
+        program, told = [*command, *flags], {"capture_output": True, "text": True}
+        done = subprocess.run(program, cwd=ROOT, env=environment, timeout=280, **told)
         assert done.returncode == status, done.stdout + done.stderr
         return done.stdout
 

@@ -7,9 +7,7 @@ from megatron_ibpo.basics.entry_point import BAD_INPUT, DONE, command
 from support.tiny_gguf import tiny_gguf
 
 
-def test_a_sound_file_is_converted_and_a_damaged_one_refused_in_one_line_before_memory_is_taken(
-    tmp_path, capfd
-):
+def test_a_sound_file_is_converted_and_a_damaged_one_refused_before_memory_is_taken(tmp_path, capfd):
     """More of them are made by lot in tests/house/test_fuzz_readers.py."""
     path, out = tiny_gguf(tmp_path / "tiny.gguf"), tmp_path / "out"
     sound = path.read_bytes()

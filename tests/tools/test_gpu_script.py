@@ -34,9 +34,7 @@ def parts(tmp_path, monkeypatch):
     return put
 
 
-def test_every_ending_of_a_part_is_reported_with_what_it_had_found_and_which_libraries_computed(
-    parts, capsys
-):
+def test_every_ending_of_a_part_is_reported_with_what_it_had_found_and_what_computed(parts, capsys):
     layers = {"attention": ("torch", "padded"), "delta net": ("flash-linear-attention", "Triton kernels")}
     saved = parts(
         passes="job.note(number=1, layers={'attention': ('Transformer Engine', 'cuDNN')})",
@@ -95,9 +93,7 @@ def test_local_modules_give_no_mfu(tmp_path, monkeypatch, library, mfu):
     assert ("local modules: no MFU" in job.found["summary"]) == (mfu is None)
 
 
-def test_wheels_give_what_is_missing_for_one_run_hide_nothing_and_are_refused_where_they_cannot_serve(
-    parts, tmp_path, monkeypatch, capsys
-):
+def test_wheels_give_what_is_missing_for_one_run_and_hide_nothing(parts, tmp_path, monkeypatch, capsys):
     folder = tmp_path / "wheels"
 
     def make_wheel(name, content="", tags="py3-none-any"):

@@ -197,9 +197,7 @@ def test_of_kept_policies_those_taught_to_compare_know_more_than_another_try_and
         assert ("premise holds" if taught else "premise does not hold") in skill["premise"], name
 
 
-def test_a_checkpoint_answers_all_held_out_prompts_that_there_are_within_the_context_of_its_model(
-    tmp_path, monkeypatch, capsys
-):
+def test_a_checkpoint_answers_all_held_out_prompts_that_there_are(tmp_path, monkeypatch, capsys):
     engine, decode, told = live_loop.Engine(), load_tokenizer(live_loop.MODEL).decode, []
 
     def open_engine(config, hf_dir, stack):
