@@ -105,32 +105,17 @@ def test_before_a_run_corrections_are_made_as_in_training():
         assert ways_of(as_in_training(**settings)[0]) == {"no reference", "resample"}
 
 
-def test_two_wrong_responses_of_a_group_are_replaced_at_most_with_seeds_that_training_does_not_use():
-    tried, engine = measured(another_try)
-    resampled = [trial.prompt for trial in tried.trials if trial.way == "resample"]
-    wrong = [sum(not response.correct for response in group.responses) for group in tried.groups]
+def test_two_wrong_responses_of_a_group_are_replaced_at_most_and_what_does_not_fit_or_fails_is_counted():
+    all_fit, engine = measured(another_try)
+    resampled = [trial.prompt for trial in all_fit.trials if trial.way == "resample"]
+    wrong = [sum(not response.correct for response in group.responses) for group in all_fit.groups]
     assert [resampled.count(number) for number in range(len(PROMPTS))] == [min(2, count) for count in wrong]
     seeds = {request.seed for _, request in engine.asked}
     assert len(seeds) == len(engine.asked)
     rollout = RolloutConfig(n_samples_per_prompt=4)
     for step in range(3):
-        assert seeds.isdisjoint(r.seed for r in group_requests(PROMPTS, rollout, seed=3, step=step))
-
-
-def test_a_run_asks_prompts_that_no_engine_is_asked_before_the_first_update():
-    task = SimpleNamespace(prompts=PromptSource(PROMPTS.__getitem__))
-    for algorithm, rollout, before in (
-        ({}, {}, 6), ({}, {"max_staleness": 2}, 18), ({}, {"over_sampling_batch_size": 9}, 9),
-        ({"dynamic_sampling": True, "dynamic_sampling_rounds": 3}, {}, 18),
-    ):  # fmt: skip
-        settings = RolloutConfig(rollout_batch_size=6, **rollout)
-        config = Config(algorithm=credit_of("ibpo", **algorithm), rollout=settings)
-        asked = LiveRollouts(config, task, fleet=None, sampler=None).prompts_of_later_steps(4)
-        assert [prompt.index for prompt in asked] == [*range(before, before + 4)]
-
-
-def test_corrections_that_do_not_fit_and_failures_of_the_verifier_are_counted():
-    all_fit, _ = measured(another_try)
+        of_training = group_requests(PROMPTS, rollout, seed=3, step=step)
+        assert seeds.isdisjoint(request.seed for request in of_training)
     tried, _ = measured(another_try, max_context=12)  # x̃ with a reference has 6 tokens, a response 8
     assert all_fit.too_long == 0
     assert tried.too_long == len(all_fit.trials) - len(tried.trials) > 0
@@ -145,6 +130,18 @@ def test_corrections_that_do_not_fit_and_failures_of_the_verifier_are_counted():
     broken, _ = measured(another_try, score=fails_on_corrections)
     assert ways_of(broken) == {"resample"}
     assert broken.reward_errors > 0
+
+
+def test_a_run_asks_prompts_that_no_engine_is_asked_before_the_first_update():
+    task = SimpleNamespace(prompts=PromptSource(PROMPTS.__getitem__))
+    for algorithm, rollout, before in (
+        ({}, {}, 6), ({}, {"max_staleness": 2}, 18), ({}, {"over_sampling_batch_size": 9}, 9),
+        ({"dynamic_sampling": True, "dynamic_sampling_rounds": 3}, {}, 18),
+    ):  # fmt: skip
+        settings = RolloutConfig(rollout_batch_size=6, **rollout)
+        config = Config(algorithm=credit_of("ibpo", **algorithm), rollout=settings)
+        asked = LiveRollouts(config, task, fleet=None, sampler=None).prompts_of_later_steps(4)
+        assert [prompt.index for prompt in asked] == [*range(before, before + 4)]
 
 
 def test_independent_trials_have_wilsons_interval_and_those_that_are_the_same_within_a_prompt_count_once():
@@ -209,10 +206,11 @@ def test_a_checkpoint_answers_all_held_out_prompts_that_there_are(tmp_path, monk
     config = live_loop.config_of(tmp_path / "run")
     skill = ask(config, tmp_path / "scratch")
     assert told == [(tmp_path / "scratch", live_loop.MODEL, 512)]
-    rows, answers = [*live_loop.questions("eval")], [decode(live_loop.written(r)) for r in engine.asked]
+    rows = [row for row in live_loop.questions("eval") for _ in range(3)]
+    answers = [decode(live_loop.written(request)) for request in engine.asked[: len(rows)]]
     right = [
         live_loop.reward(row["prompt"], answer, row["label"], {})
-        for row, answer in zip((row for row in rows for _ in range(3)), answers, strict=False)
+        for row, answer in zip(rows, answers, strict=True)
     ]
     assert (skill["prompts"], skill["responses"], skill["accuracy"]) == (50, 150, sum(right) / 150)
     assert 50 < skill["ways"]["all groups"]["resample"]["trials"] <= 2 * 50
