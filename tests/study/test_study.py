@@ -97,7 +97,7 @@ def test_a_study_tunes_extends_its_grid_tells_its_power_compares_and_confirms(tm
     complete, said, found = conducted(tmp_path, path, program, parallel=4)
     assert complete
     chosen = [(choice.setting, len(choice.tried), choice.at_edge) for choice in found.choices]
-    assert chosen == [({"lr": 9e-4}, 4, ()), ({"lr": 0.0243}, 2 + 4, ("lr",))]
+    assert chosen == [({"lr": 0.0243}, 2 + 4, ("lr",)), ({"lr": 9e-4}, 4, ())]  # dr, gspo
     assert found.power.needed >= 2
     assert "2 runs of gspo per task" in found.power.source
     assert said.index("power, from") < said.index("gspo, seed 0"), "before the runs"
