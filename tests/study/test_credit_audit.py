@@ -244,8 +244,8 @@ def test_wrong_responses_are_corrected_and_continued_from_every_step_and_scored_
         *starts, end = found.boundaries
         assert (found.prompt, "".join(text["steps"])) == (p, decode(ids[:end]))
         assert [*starts, end] == np.cumsum([0, *map(len, text["steps"])]).tolist()
-        ends = [[right(p, ids[:b], written("audit", 1, p, *ids, b, n)) for n in range(4)] for b in starts]
-        ends = np.array(ends)
+        scored = [[right(p, ids[:b], written("audit", 1, p, *ids, b, n)) for n in range(4)] for b in starts]
+        ends = np.array(scored)
         halves = [[*ends[:, first::2].mean(1), 0.0] for first in range(2)]
         assert [found.values, found.first_half, found.second_half] == [[*ends.mean(1), 0.0], *halves]
         assert found.phi == 0.5 * np.mean(successes)

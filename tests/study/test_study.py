@@ -729,8 +729,9 @@ def test_a_comparison_from_its_recipe_to_its_table_stopped_and_resumed(tmp_path)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 
     def compare_methods(*flags, status):
-        program, told = [*command, *flags], {"capture_output": True, "text": True}
-        done = subprocess.run(program, cwd=ROOT, env=environment, timeout=280, **told)
+        done = subprocess.run(
+            [*command, *flags], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280
+        )
         assert done.returncode == status, done.stdout + done.stderr
         return done.stdout
 
