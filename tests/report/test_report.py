@@ -1,15 +1,19 @@
-"""A run shows its progress, and keeps its metrics, curves, summary and recordings."""
-
+import errno
 import io
 import itertools
 import json
 import logging
 import math
+import multiprocessing
+import os
 import re
+import resource
 import shlex
 import shutil
+import signal
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,36 +25,41 @@ from hypothesis import strategies as st
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron_ibpo.basics.records import Correction, Group, Prompt, Sample, TrainSequence, token_ids
+from megatron_ibpo.basics.entry_point import guarded
+from megatron_ibpo.basics.record_lines import append_record, append_whole, open_records, record_lines
+from megatron_ibpo.basics.records import Correction, Group, Prompt, Sample, token_ids
 from megatron_ibpo.basics.reward_value import LARGEST_REWARD
-from megatron_ibpo.config import Config, ConfigError, EvalSampling
+from megatron_ibpo.config import ConfigError, EvalSampling, on_device
 from megatron_ibpo.data import load_tokenizer
 from megatron_ibpo.evaluate import EvalSet, Evaluation, SetEvaluation
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.report import Report, Size, Stages, load_groups, prepare_run_dir, rollout_path, save_groups
 from megatron_ibpo.report import rollout_data as recordings
+from megatron_ibpo.report.alarms import check_reward_errors, rounding_bound, run_alarms, step_alarms
+from megatron_ibpo.report.disk import DiskFullError, DiskWait
+from megatron_ibpo.report.metrics_log import Columns, MetricsLog, read_rows
 from megatron_ibpo.report.problem_outcomes import load_outcomes, outcomes_path, save_outcomes
-from megatron_ibpo.report.run_dir import run_settings, run_tokenizer
+from megatron_ibpo.report.run_dir import locked, run_settings, run_tokenizer, write_whole
 from megatron_ibpo.report.summary import COUNTS
 from megatron_ibpo.run.settings import parse_config
 from megatron_ibpo.weights.formats.retention import checkpoint_bytes, export_bytes
 from support.eval_samples import judged
 from support.paths import ROOT
+from support.run_pages import response, sequence
+
+TINY = ROOT / "examples/tiny_qwen3"
 
 
-def config_of(run_dir: Path) -> Config:
-    config = parse_config([])
-    config.run.run_dir = run_dir
-    config.run.num_rollout = 4
-    return config
+def config_of(run_dir):
+    return parse_config(["--hf-checkpoint", str(TINY), "--run-dir", str(run_dir), "--num-rollout", "4"])
 
 
 @pytest.fixture
-def config(tmp_path) -> Config:
+def config(tmp_path):
     return config_of(tmp_path / "runs" / "first")
 
 
-def evaluated(sampled: float, greedy: float, problems: int = 100, name: str = "", samples=(), **several):
+def evaluated(sampled, greedy, problems=100, name="", samples=(), **several):
     """What an evaluation tells of a set; one without a name is the only set of a run."""
     interval = (sampled - 0.1, sampled + 0.1)
     number = 4 if several else 1
@@ -59,51 +68,31 @@ def evaluated(sampled: float, greedy: float, problems: int = 100, name: str = ""
     return SetEvaluation(own, found, list(samples))
 
 
-def console_on(screen: io.StringIO, **settings) -> Console:
-    return Console(file=screen, **{"width": 100} | settings)
-
-
-def step_metrics(step: int) -> dict[str, float]:
-    return {"reward": step / 10, "correction_success": 0.5, "loss": -0.1, "skipped_pairs": 2}
-
-
-def run(config, steps=range(1, 5), evaluations=None, *, status="finished", deaths=dict) -> tuple[dict, str]:
+def run(config, steps=range(1, 5), evaluations=(), *, status="finished", deaths=dict):
     """(summary, what the console showed) of a run that evaluates these sets after these steps."""
     prepare_run_dir(config)
     screen, before = io.StringIO(), steps.start - 1
-    console = console_on(screen)
-    with Report(
-        config, completed_steps=before, console=console, started=time.time(), deaths=deaths
-    ) as report:
+    settings = {"console": Console(file=screen, width=100), "started": time.time(), "deaths": deaths}
+    with Report(config, completed_steps=before, **settings) as report:
         report.sizes([Size("P", 16, "prompts a step")])
         for step in range(before, steps.stop):
             if step in steps:
-                report.step(step, step_metrics(step), {"sample": 1.0, "train": 0.5})
-            if sets := (evaluations or {}).get(step):
-                report.evaluation(step, sets, {"evaluate": 2.0}, {"spent_tokens": 100.0 * step})
+                metrics = {"reward": step / 10, "correction_success": 0.5, "loss": -0.1, "skipped_pairs": 2}
+                report.step(step, metrics, {"sample": 1.0, "train": 0.5})
+            if step in evaluations:
+                report.evaluation(step, evaluations[step], {"evaluate": 2.0}, {"spent_tokens": 100.0 * step})
         return report.finish(status=status, seconds={"save": 0.25}), screen.getvalue()
 
 
-START_AND_END = {0: [evaluated(0.5, 0.4)], 4: [evaluated(0.75, 0.8)]}
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory) -> tuple[Config, dict, str]:
-    config = config_of(tmp_path_factory.mktemp("runs") / "first")
-    return config, *run(config, evaluations=START_AND_END)
-
-
-def rows_of(config: Config) -> list[dict]:
+def rows_of(config):
     return [json.loads(line) for line in (config.run.run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-FOUR_STEPS = [("evaluation", 0), *(("step", step) for step in range(1, 5)), ("evaluation", 4)]
-
-
-def test_a_run_leaves_metrics_summary_curves_configuration_and_versions(finished):
-    config, summary, shown = finished
-    run_dir = config.run.run_dir
-    assert [(row["kind"], row["step"]) for row in rows_of(config)] == FOUR_STEPS
+def test_a_run_leaves_its_files_which_are_not_overwritten_but_go_on_where_it_is_resumed(config):
+    start_and_end, run_dir = {0: [evaluated(0.5, 0.4)], 4: [evaluated(0.75, 0.8)]}, config.run.run_dir
+    summary, shown = run(config, evaluations=start_and_end)
+    four_steps = [("evaluation", 0), *(("step", step) for step in range(1, 5)), ("evaluation", 4)]
+    assert [(row["kind"], row["step"]) for row in rows_of(config)] == four_steps
     first_step = rows_of(config)[1]
     assert (first_step["reward"], first_step["seconds"]) == (0.1, {"sample": 1.0, "train": 0.5})
 
@@ -117,10 +106,12 @@ def test_a_run_leaves_metrics_summary_curves_configuration_and_versions(finished
         "counts": dict.fromkeys(COUNTS, 0) | {"skipped_pairs": 8},
         "break_even": None, "prediction_error": None,
     }  # fmt: skip
-    height, width = matplotlib.image.imread(run_dir / "curves.png").shape[:2]
-    assert height > 300
-    assert width > 900
+    assert matplotlib.image.imread(run_dir / "curves.png").shape > (300, 900)
     assert parse_config(["--config", str(run_dir / "config.yaml")]) == config
+    assert run_settings(run_dir)["num-rollout"] == 4
+    assert run_tokenizer(run_dir).encode("1+2") == load_tokenizer(TINY).encode("1+2")
+    assert read_hf_config(run_dir / "tokenizer") == read_hf_config(TINY)
+    assert not list(run_dir.rglob("*.safetensors"))
     assert "torch" in json.loads((run_dir / "versions.json").read_text())
     events = EventAccumulator(str(run_dir / "tensorboard")).Reload()
     rewards = [(event.step, event.value) for event in events.Scalars("reward")]
@@ -135,8 +126,18 @@ def test_a_run_leaves_metrics_summary_curves_configuration_and_versions(finished
     assert "not corrected because the prompt would be too long" in shown
     assert "reward errors" not in shown, "a count of zero is no news at the end"
 
+    with pytest.raises(ConfigError, match=f"already holds a run.*--load {run_dir}"):
+        prepare_run_dir(config)
+    # the rows of steps that are taken again are replaced, and one that a crash cut off is left out
+    with (run_dir / "metrics.jsonl").open("a") as metrics:
+        metrics.write('{"kind": "step", "st')
+    config.run.load = run_dir
+    summary, _ = run(config, range(3, 5), start_and_end)
+    assert [(row["kind"], row["step"]) for row in rows_of(config)] == four_steps
+    assert (summary["accuracy_start"], summary["steps"]) == (0.5, 4), "known from before"
 
-def table_row(shown: str, name: str) -> list[str]:
+
+def table_row(shown, name):
     """The cells of the table at a run's end beside this name."""
     line = next(line for line in shown.splitlines() if line.strip().startswith(name))
     return [cell.strip() for cell in line.strip().split("│")[1:]]
@@ -173,7 +174,6 @@ def test_sets_with_names_have_metrics_curves_and_lines_of_their_own_for_all_that
     assert table_row(shown, "own: maj@4") == ["0.550", "0.550"]
     assert table_row(shown, "own: best-of-4") == ["0.450", "0.650"]
     assert table_row(shown, "training reward") == ["0.300", "0.800"], "means of .1 to .5 and of .6 to 1"
-    assert (config.run.run_dir / "curves.png").exists()
 
 
 def test_a_run_that_stopped_early_says_how_to_go_on(config):
@@ -189,15 +189,6 @@ def test_a_run_that_stopped_early_says_how_to_go_on(config):
     assert Path(command[1]).is_file()
     resumed = parse_config(command[3:])
     assert (resumed.run.run_dir, resumed.run.load) == (run_dir, run_dir)
-
-
-def test_a_run_keeps_the_tokenizer_and_settings_that_made_it(config):
-    config.model.hf_checkpoint = ROOT / "examples/tiny_qwen3"
-    run_dir = prepare_run_dir(config)
-    assert run_tokenizer(run_dir).encode("1+2") == load_tokenizer(config.model.hf_checkpoint).encode("1+2")
-    assert run_settings(run_dir)["num-rollout"] == 4
-    assert not list(run_dir.rglob("*.safetensors"))
-    assert read_hf_config(run_dir / "tokenizer") == read_hf_config(config.model.hf_checkpoint)
 
 
 def test_deaths_are_counted_where_they_happen_and_over_resumed_runs(config):
@@ -221,10 +212,10 @@ def test_engines_alive_what_is_sampled_ahead_and_a_death_are_shown(config, termi
         "samples_in_flight": 34.0, "groups_in_flight": 5.0, "groups_buffered": 1.0,
     }  # fmt: skip
     screen = io.StringIO()
-    with Report(config, console=console_on(screen, width=120, force_terminal=terminal)) as report:
+    with Report(config, console=Console(file=screen, width=120, force_terminal=terminal)) as report:
         logging.getLogger("megatron_ibpo.cluster.engines").warning("engine %d died", 3)
         logging.getLogger("another.library").warning("deprecated")
-        report.step(1, step_metrics(1) | ahead, {"sample": 1.0})
+        report.step(1, {"reward": 0.1, "correction_success": 0.5} | ahead, {"sample": 1.0})
     logging.getLogger("megatron_ibpo.cluster.engines").warning("engine 4 died")
     shown = screen.getvalue()
     assert re.search(r"^.*\d\d:\d\d:\d\d  engine 3 died$", shown, re.MULTILINE)
@@ -234,51 +225,33 @@ def test_engines_alive_what_is_sampled_ahead_and_a_death_are_shown(config, termi
     assert ("step 1 of 4" in shown) == terminal
 
 
-def test_a_resumed_run_replaces_the_rows_of_steps_it_takes_again(finished, config):
-    """It leaves out a row that a crash cut off."""
-    run_dir = config.run.run_dir
-    shutil.copytree(finished[0].run.run_dir, run_dir)
-    with (run_dir / "metrics.jsonl").open("a") as metrics:
-        metrics.write('{"kind": "step", "st')
-    config.run.load = run_dir
-    summary, _ = run(config, range(3, 5), START_AND_END)
-    assert [(row["kind"], row["step"]) for row in rows_of(config)] == FOUR_STEPS
-    assert summary["accuracy_start"] == 0.5, "known from before"
-    assert summary["steps"] == 4
-
-
-def test_rows_are_on_disk_as_soon_as_they_are_written_nan_is_null_and_seconds_are_those_of_the_run(config):
-    """The process may have set up an environment for minutes before it became that of the run."""
+def test_rows_are_on_disk_as_soon_as_they_are_written_and_trackers_get_the_same_numbers(config, monkeypatch):
+    """Seconds are those of the run: its process may have set up an environment for minutes before."""
     prepare_run_dir(config)
-    before = time.time()
-    with Report(config, console=console_on(io.StringIO())) as report:
-        report.step(1, {"loss": math.nan, "reward": 0.5}, {})
-        assert rows_of(config) == [{"kind": "step", "step": 1, "loss": None, "reward": 0.5, "seconds": {}}]
+    logged, started, before = [], {}, time.time()
+    session = SimpleNamespace(
+        log=lambda scalars, step: logged.append((scalars["reward"], scalars["seconds/sample"], step)),
+        finish=lambda: logged.append("finished"),
+    )
+
+    def tracker_named(name):
+        return SimpleNamespace(init=lambda **told: started.update({name: told}) or session)
+
+    for name in ("wandb", "trackio"):
+        setattr(config.run, f"use_{name}", True)
+        monkeypatch.setitem(sys.modules, name, tracker_named(name))
+    with Report(config, console=Console(file=io.StringIO())) as report:
+        report.step(1, {"loss": math.nan, "reward": 0.5}, {"sample": 2.0})
+        row = {"kind": "step", "step": 1, "loss": None, "reward": 0.5, "seconds": {"sample": 2.0}}
+        assert rows_of(config) == [row]
         summary = report.finish()
     assert summary["seconds_total"] <= time.time() - before + 0.01
+    assert logged == [(0.5, 2.0, 1)] * 2 + ["finished"] * 2
+    assert started["wandb"].keys() - started["trackio"].keys() == {"dir"}, "trackio takes none"
+    assert started["trackio"]["config"]["run"]["run_dir"] == str(config.run.run_dir)
 
 
-@pytest.mark.parametrize(("tracker", "own"), [("wandb", {"dir"}), ("trackio", set())])
-def test_wandb_and_trackio_get_the_same_numbers(config, monkeypatch, tracker, own):
-    prepare_run_dir(config)
-    setattr(config.run, f"use_{tracker}", True)
-    logged, started = [], {}
-    session = SimpleNamespace(
-        log=lambda scalars, step: logged.append((scalars, step)), finish=lambda: logged.append("finished")
-    )
-    fake = SimpleNamespace(init=lambda **keywords: started.update(keywords) or session)
-    monkeypatch.setitem(sys.modules, tracker, fake)
-    with Report(config, console=console_on(io.StringIO())) as report:
-        report.step(1, {"reward": 0.5}, {"sample": 2.0})
-    assert logged == [({"reward": 0.5, "seconds/sample": 2.0}, 1), "finished"]
-    assert started.keys() == {"project", "name", "config"} | own, "trackio takes no dir"
-    assert started["config"]["run"]["run_dir"] == str(config.run.run_dir)
-
-
-def test_what_was_sampled_or_trained_is_not_overwritten(finished, tmp_path):
-    config = finished[0]
-    with pytest.raises(ConfigError, match=f"already holds a run.*--load {config.run.run_dir}"):
-        prepare_run_dir(config)
+def test_what_was_sampled_or_trained_is_not_overwritten(tmp_path):
     for work in ("journal/000001.journal", "checkpoints/step_000001", "operator_skill.json"):
         config = config_of(tmp_path / work.partition("/")[0])
         prepare_run_dir(config)
@@ -287,10 +260,8 @@ def test_what_was_sampled_or_trained_is_not_overwritten(finished, tmp_path):
         (config.run.run_dir / work).touch()
         with pytest.raises(ConfigError, match="already holds a run"):
             prepare_run_dir(config)
-    file = tmp_path / "file"
-    file.write_text("")
     with pytest.raises(ConfigError, match=r"--run-dir: .* cannot be written"):
-        prepare_run_dir(config_of(file))
+        prepare_run_dir(config_of(config.run.run_dir / work))  # a file
 
 
 def test_a_full_disk_is_refused_unless_a_run_writes_in_the_place_of_what_it_has_saved(config, monkeypatch):
@@ -328,49 +299,43 @@ def test_inner_stages_are_not_counted_twice(monkeypatch):
 floats = st.floats(allow_nan=False)
 rewards = st.floats(-LARGEST_REWARD, LARGEST_REWARD)
 ids = st.lists(st.integers(0, 2**31 - 1), max_size=5).map(token_ids)
+keys = st.text() | st.integers() | st.just("(tuple)")
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | floats | st.text(),
-    lambda inner: (
-        st.lists(inner)
-        | st.lists(inner).map(tuple)
-        | st.dictionaries(st.text() | st.integers() | st.just("(tuple)"), inner)
-    ),
+    lambda inner: st.lists(inner) | st.lists(inner).map(tuple) | st.dictionaries(keys, inner),
     max_leaves=8,
 )
 
 
-@st.composite
-def samples(draw):
-    token_ids = draw(ids)
-    size = len(token_ids)
-    logprobs = st.lists(st.floats(allow_nan=False, width=32), min_size=size, max_size=size)
-    flags = st.lists(st.booleans(), min_size=size, max_size=size)
-    return Sample(
-        draw(ids), token_ids, np.array(draw(logprobs), np.float32), draw(st.sampled_from(["stop", "length"])),
-        temperature=draw(floats),
-        versions=draw(st.sampled_from([((0, 0),), ((0, 3), (2, 4))])),
-        loss_mask=np.array(draw(flags), bool),
-        index=0, reward=draw(st.none() | rewards), correct=draw(st.booleans()),
-        reward_error=draw(st.none() | st.text()),
-        reward_details=draw(st.dictionaries(st.text(), rewards, max_size=2)),
-        routed_experts=draw(st.sampled_from([None, np.arange(12, dtype=np.uint16).reshape(3, 2, 2)])),
-    )  # fmt: skip
+tokens = st.tuples(st.integers(0, 2**31 - 1), st.floats(allow_nan=False, width=32), st.booleans())
 
 
+def sample_of(tokens, **fields):
+    content, logprobs, flags = zip(*tokens, strict=True) if tokens else ((), (), ())
+    numbers = {"logprobs": np.array(logprobs, np.float32), "loss_mask": np.array(flags, bool)}
+    return Sample(token_ids=token_ids(content), **numbers, **fields)
+
+
+samples = st.builds(
+    sample_of, st.lists(tokens, max_size=5), prompt_token_ids=ids, temperature=floats, index=st.just(0),
+    finish_reason=st.sampled_from(["stop", "length"]), correct=st.booleans(), reward=st.none() | rewards,
+    versions=st.sampled_from([((0, 0),), ((0, 3), (2, 4))]), reward_error=st.none() | st.text(),
+    reward_details=st.dictionaries(st.text(), rewards, max_size=2),
+    routed_experts=st.sampled_from([None, np.arange(12, dtype=np.uint16).reshape(3, 2, 2)]),
+)  # fmt: skip
 corrections = st.builds(
-    Correction, references=st.lists(st.integers(0)).map(tuple), response=samples(), distance=floats,
+    Correction, references=st.lists(st.integers(0)).map(tuple), response=samples, distance=floats,
     reference_distance=st.none() | floats, rewritten=st.booleans(),
 )  # fmt: skip
-prompts = st.builds(
-    Prompt, token_ids=ids, text=st.text(), metadata=st.dictionaries(st.text(), values, max_size=3)
-)
+metadata = st.dictionaries(st.text(), values, max_size=3)
 groups = st.builds(
-    Group, prompt=prompts, responses=st.lists(samples(), max_size=3),
-    corrections=st.lists(corrections, max_size=2), skipped_pairs=st.integers(0),
+    Group, prompt=st.builds(Prompt, token_ids=ids, text=st.text(), metadata=metadata),
+    responses=st.lists(samples, max_size=3), corrections=st.lists(corrections, max_size=2),
+    skipped_pairs=st.integers(0),
 )  # fmt: skip
 
 
-def exactly(value) -> str:
+def exactly(value):
     """Tells 0.0 from -0.0 and a tuple from a list, which == does not all do; and what arrays hold."""
     with np.printoptions(floatmode="unique", threshold=sys.maxsize):
         return repr(value)
@@ -386,37 +351,24 @@ def test_recorded_groups_come_back_identical(tmp_path_factory, recorded):
     assert exactly(loaded) == exactly(recorded)
 
 
-def recorded_group() -> Group:
-    def sample(content, reward, prompt_ids=(5, 6), index=0, logprobs=None):
-        return Sample(
-            token_ids(prompt_ids), token_ids(content),
-            np.array(logprobs or [-0.5] * len(content), np.float32), "stop", 1.0, versions=((0, 4),),
-            loss_mask=np.ones(len(content), bool), index=index, reward=reward, correct=reward == 1,
-        )  # fmt: skip
-
+def recorded_group():
     prompt = Prompt(3, token_ids([5, 6]), 1, "42", "sums", "6*7?", {"terms": (6, 7)})
-    responses = [sample([1, 2], 0.0, logprobs=[-0.125, -0.3]), sample([3], 1.0, index=1)]
-    corrected = Correction(0, (1,), sample([3], 1.0, prompt_ids=(5, 1, 2, 6)), 0.5, 0.0)
-    return Group(prompt, responses, [corrected], 1)
+    logprobs = np.array([-0.125, -0.3, -0.5], np.float32)
+    wrong, right = response("41", False, logprobs=logprobs), response("42", True, index=1)
+    corrected = Correction(0, (1,), response("42", True, prompt=(5, 1, 2, 6)), 0.5, 0.0)
+    return Group(prompt, [wrong, right], [corrected], 1)
 
 
 def test_samples_of_some_steps_are_kept_the_first_groups_and_what_was_trained_of_them(tmp_path, monkeypatch):
-    def kept(num_steps: int, count: int) -> list[int]:
+    def kept(num_steps, count):
         return [step for step in range(1, num_steps + 1) if recordings.is_kept(step, num_steps, count)]
 
     assert kept(60, 8) == [1, 9, 18, 26, 35, 43, 52, 60]
     assert kept(3, 8) == [1, 2, 3]
     assert (kept(1, 8), kept(60, 1), kept(60, 0)) == ([1], [1], [])
-    monkeypatch.setattr(recordings, "TOKENS_PER_STEP", 5)  # a group has 13
+    monkeypatch.setattr(recordings, "TOKENS_PER_STEP", 5)  # a group has more
     group = recorded_group()
-    trained = [
-        TrainSequence(
-            response.prompt_token_ids, response.token_ids, response.loss_mask, advantage=1.0, weight=0.5,
-            prompt_index=3, group=number, index=response.index,
-        )
-        for number in range(3)
-        for response in group.responses
-    ]  # fmt: skip
+    trained = [sequence(n, "response", own.index, own, 1.0) for n in range(3) for own in group.responses]
     recordings.keep_samples(tmp_path, 9, [group] * 3, lambda ids: "text", trained)
     step, groups, found = recordings.load_step(rollout_path(tmp_path / "samples", 9))
     assert step == 9
@@ -426,12 +378,12 @@ def test_samples_of_some_steps_are_kept_the_first_groups_and_what_was_trained_of
 
 def test_recordings_are_readable_and_a_bad_one_names_its_file(tmp_path):
     path, group = tmp_path / "step.json", recorded_group()
-    save_groups(path, 1, [group], decode=lambda ids: " ".join(f"t{i}" for i in ids))
+    save_groups(path, 1, [group], decode=lambda ids: f"{len(ids)} tokens")
     text = path.read_text()
     lines = [line.strip() for line in text.splitlines()]
-    assert '"decoded": "t1 t2",' in lines, "the text of a response"
-    assert '"prompt_decoded": "t5 t1 t2 t6",' in lines, "the text of a correction prompt"
-    assert '"logprobs": [-0.125, -0.30000001192092896],' in lines, "one line for each list"
+    assert '"decoded": "3 tokens",' in lines, "the text of a response"
+    assert '"prompt_decoded": "4 tokens",' in lines, "the text of a correction prompt"
+    assert '"logprobs": [-0.125, -0.30000001192092896, -0.5],' in lines, "one line for each list"
     first = json.loads(text) | {"format": 1}  # its other differences are in the golden recordings
     (only,) = first["groups"]
     for sample in (*only["responses"], *(correction["response"] for correction in only["corrections"])):
@@ -441,7 +393,8 @@ def test_recordings_are_readable_and_a_bad_one_names_its_file(tmp_path):
     group.prompt.metadata["tokens"] = {1, 2}
     with pytest.raises(TypeError, match="metadata holds a set"):
         save_groups(path, 1, [group], decode=str)
-    beyond = text.replace("[3]", f"[{2**31}]"), text.replace('"reward": 1.0', '"reward": 1e308')
+    beyond = text.replace("[5, 6]", f"[{2**31}]"), text.replace('"reward": 1.0', '"reward": 1e308')
+    assert text not in beyond
     for content in ("{", "[]", '{"format": 0}', '{"format": 1, "step": 1, "groups": [{}]}', *beyond, None):
         path.unlink()
         if content is not None:
@@ -465,3 +418,266 @@ def test_outcomes_of_an_evaluation_come_back_problem_by_problem(tmp_path):
     for wrong in (path, tmp_path / "missing.json"):
         with pytest.raises(ValueError, match=wrong.name):
             load_outcomes(wrong)
+
+
+def alarms(groups_per_step=20, **metrics):
+    """The alarms over steps 1, 2, … of these metrics."""
+    rows = [dict(zip(metrics, values, strict=True)) for values in zip(*metrics.values(), strict=True)]
+    columns = Columns({"kind": "step", "step": n, **row} for n, row in enumerate(rows, 1))
+    return run_alarms(columns, groups_per_step=groups_per_step)
+
+
+def spell(alarm):
+    return alarm.name, alarm.since, alarm.until
+
+
+def test_the_default_run_raises_no_alarm():
+    """Of examples/run_qwen3_next_ibpo.sh as it stands, 60 steps: the metrics that alarms look at."""
+    recorded = Path(__file__).parent / "healthy_run.jsonl"
+    rows = [json.loads(line) for line in recorded.read_text().splitlines()]
+    assert len(rows) == 60
+    assert run_alarms(Columns(rows), groups_per_step=16) == []
+    assert alarms(groups_per_step=None, degenerate_groups=[18.0] * 11) == []
+
+
+def test_a_rule_over_ten_steps_names_its_metric_and_numbers():
+    for metric, values, expected, words, without in [
+        # the mean of ten falls by .1 a step: at step 19 it is .1, no less than a tenth; at step 20 it is 0
+        ("entropy", [1.0] * 10 + [0.0] * 12, ("entropy collapse", 20, None),
+         "0 nats per token over the last 10 steps, 0% of the 1 of the first 10", [1.0] * 10 + [0.11] * 40),
+        # (5·100 + 5·300) / 10 = 200, (3·100 + 7·20) / 10 = 44
+        ("response_length", [100.0] * 10 + [300.0] * 12, ("length drift", 15, None),
+         "300 tokens per response over the last 10 steps, 3 times the 100", [100.0] * 10 + [199.0] * 30),
+        ("response_length", [100.0] * 10 + [20.0] * 12, ("length drift", 17, None), "0.2 times the 100", []),
+        # a mean above .01 needs a sum above .1 in ten steps: one step of .2 is enough while it is among them
+        ("logprob_diff_k3", [0.0] * 14 + [0.2] + [0.0] * 15, ("trainer and engine differ", 15, 24),
+         "0.02 nats per token apart (k3)", [0.01] * 30),
+        ("accuracy", [0.99] * 12, ("reward saturates", 10, None), "easy", [0.97] * 12),
+        ("accuracy", [0.01] * 12, ("reward saturates", 10, None), "hard", [0.03] * 12),
+        # the tenth known value; and too few steps
+        ("accuracy", [0.99, None] * 12, ("reward saturates", 19, None), "easy", [0.0] * 9),
+        # or nobody looks for it
+        ("reference_leakage_rate", [0.0] * 10 + [1.0] * 2 + [0.0] * 3, ("reference leakage", 12, None),
+         "20.0% of the corrections", [None] * 12),
+        ("degenerate_groups", [18.0] * 11, ("dead groups", 10, None), "90% of the groups", [17.0] * 11),
+    ]:  # fmt: skip
+        (alarm,) = alarms(**{metric: values})
+        assert (spell(alarm), alarm.metric) == (expected, metric)
+        assert words in alarm.reason
+        assert alarms(**{metric: without}) == []
+
+
+def resolved(*flags, on_gpu=False, has_delta_nets=False):
+    return on_device(parse_config(flags), on_gpu=on_gpu, has_delta_nets=has_delta_nets)
+
+
+def test_a_run_that_differs_from_its_engine_beyond_rounding_is_told_at_once():
+    # mean |Δ log-prob| of three steps of examples/run_smollm2_ibpo.sh, trained in float32
+    in_float32, in_bfloat16 = (1.1e-5, 1.2e-5, 1.3e-5), (0.042, 0.141, 0.146)
+    for config, differences, advice in (
+        (resolved(), in_float32, None),
+        (resolved("--vllm-dtype", "bfloat16"), in_bfloat16, "--vllm-dtype float32"),
+        (resolved(has_delta_nets=True), (0.001, 0.002, 0.003), None),  # as examples/run_qwen3_next_ibpo.sh
+        (resolved(), in_bfloat16, "--check-weight-update-equal"),  # such an engine has other weights
+    ):
+        bound = rounding_bound(config)
+        measured = [{"logprob_diff_abs_mean": one, "logprob_diff_bound": bound} for one in differences]
+        said = [step_alarms(row, responses=64) for row in measured]
+        found = alarms(logprob_diff_abs_mean=differences, logprob_diff_bound=[bound] * 3)
+        if advice is None:
+            assert (said, found) == ([[]] * 3, [])
+            continue
+        (alarm,) = found
+        assert spell(alarm) == ("differs beyond rounding", 1, None)
+        assert said[-1] == [f"ALARM: {alarm.reason}"]
+        assert f"{differences[-1]:.3g} apart per token" in alarm.reason
+        assert f"more than the {bound:g} expected of {config.rollout.vllm_dtype}" in alarm.reason
+        assert advice in alarm.reason
+    assert rounding_bound(resolved("--bf16")) == rounding_bound(resolved(on_gpu=True)) == 0.03
+    # what differs for other reasons has no bound
+    for flags in (
+        "--max-staleness 1", "--rollout-top-p 0.9", "--rollout-top-k-cycle -1 20",
+        "--vllm-arg quantization=fp8_per_channel", "--old-logprobs engine --num-steps-per-rollout 2",
+    ):  # fmt: skip
+        assert rounding_bound(resolved(*flags.split())) is None
+
+
+def test_the_console_tells_failures_and_truncation_and_spells_that_lie_close_together_are_one():
+    """Those that go on come first."""
+    # 100 responses: 2,000 tokens, 20 each
+    common = {"tokens_responses": [2000.0] * 3, "response_length": [20.0] * 3}
+    found = alarms(reward_errors=[0.0, 5.0, 5.0], truncated_responses=[90.0, 89.0, 0.0], **common)
+    assert [spell(alarm) for alarm in found] == [("verifier fails", 2, None), ("truncation", 1, 1)]
+    rows = [{"reward_errors": 5, "truncated_responses": 89}, {"reward_errors": 0, "truncated_responses": 90}]
+    for row, alarm in zip(rows, found, strict=True):
+        assert step_alarms(row, responses=100) == [f"ALARM: {alarm.reason}"]
+    errors = [100.0 if step in (1, 8, 30) else 0.0 for step in range(1, 41)]
+    common = {"tokens_responses": [2000.0] * 40, "response_length": [20.0] * 40}
+    found = alarms(reward_errors=errors, accuracy=[0.0] * 40, **common)
+    assert [spell(alarm) for alarm in found] == [
+        ("reward saturates", 10, None), ("verifier fails", 30, 30), ("verifier fails", 1, 8),
+    ]  # fmt: skip
+
+
+def test_a_verifier_that_fails_is_told_with_its_first_error_and_stops_the_run_where_it_fails_too_often():
+    assert step_alarms({"reward_errors": 1, "truncated_responses": 0}, responses=128) == []
+    broken = {"reward_errors": 16.0, "truncated_responses": 16.0}
+    verifier, length = step_alarms(broken, responses=16, first_reward_error="NameError: x")
+    assert verifier == "ALARM: the verifier failed on 16 of 16 responses; the first error: NameError: x"
+    assert "16 of 16 responses were cut off" in length
+    assert "--rollout-max-response-len" in length
+    check_reward_errors(8, 16, 0.5)
+    check_reward_errors(0, 0, 0.0)
+    with pytest.raises(RuntimeError, match=r"9 of 16 .* --max-reward-error-rate 0\.5 .*: KeyError"):
+        check_reward_errors(9, 16, 0.5, first_reward_error="KeyError: 'a'")
+
+
+class Disk:
+    """One that has no room for the first `left` writes; `room` has a clock that only sleeping moves on."""
+
+    def __init__(self, left, code=errno.ENOSPC):
+        self.left, self.code, self.said, self.slept = left, code, [], []
+        self.room = DiskWait(600, self.said.append, now=lambda: sum(self.slept), sleep=self.slept.append)
+
+    def write(self):
+        if self.left:
+            self.left -= 1
+            raise OSError(self.code, os.strerror(self.code))
+        return "written"
+
+
+def test_many_writers_share_one_deadline_also_where_small_writes_succeed_and_other_errors_have_none():
+    disk = Disk(10**9)
+    for _ in range(256):
+        with pytest.raises(DiskFullError, match=r"the disk stayed full for 600 s .*No space left"):
+            disk.room.write(disk.write)
+    assert sum(disk.slept) == 600, "and not 43 hours"
+    assert len(disk.said) == 1
+    denied = Disk(1, errno.EACCES)
+    with pytest.raises(PermissionError):
+        denied.room.write(denied.write)
+    assert denied.said == []
+    large, small = Disk(10**9), Disk(0)
+
+    def write():
+        large.room.write(small.write)
+        if sum(large.slept) % 10 == 0:  # now and then a small one is refused, too
+            small.left = 1
+        large.write()
+
+    with pytest.raises(DiskFullError):
+        large.room.write(write)
+    assert sum(large.slept) <= 610
+
+
+def test_a_write_is_made_again_until_there_is_room_and_then_a_new_deadline_begins():
+    disk = Disk(200)
+    assert disk.room.write(disk.write) == "written"
+    assert sum(disk.slept) == 400
+    assert len(disk.said) == 2, "when it began, and when it was over"
+    assert "the run waits up to 600 s for space (--disk-wait)" in disk.said[0]
+    assert "space again after 400 s" in disk.said[1]
+    disk.left, disk.code = 200, errno.EDQUOT
+    disk.room.write(disk.write)
+    assert (sum(disk.slept), len(disk.said)) == (800, 4)
+    disk.left = 10**9
+    with pytest.raises(DiskFullError):
+        disk.room.write(disk.write)
+    for disk.left in (0, 3):
+        assert disk.room.write(disk.write) == "written", "the next deadline is a new one"
+
+
+@contextmanager
+def small_files():
+    """Files may have 4,096 bytes, as on a disk with no more: what goes beyond fails after a part of it.
+
+    Not a fixture: the limit is the process's, and pytest's own report, which is longer, may go to a file.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
+
+
+def test_a_line_or_a_file_is_written_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "run" / "lines"
+    path.parent.mkdir()
+    with small_files(), path.open("ab", buffering=0) as file:
+        append_whole(file, b"a" * 3000 + b"\n")
+        with pytest.raises(OSError, match=r"too large: .*lines"):
+            append_whole(file, b"b" * 3000 + b"\n")
+        append_whole(file, b"c\n")
+        assert path.read_bytes() == b"a" * 3000 + b"\nc\n"
+        write_whole(tmp_path / "kept.json", "old")
+        with pytest.raises(OSError, match="too large"):
+            write_whole(tmp_path / "kept.json", "new" * 10000)
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["kept.json", "run"]
+        assert (tmp_path / "kept.json").read_text() == "old"
+        shutil.rmtree(path.parent)  # the run was deleted meanwhile
+        with pytest.raises(FileNotFoundError, match="run/lines"):
+            append_whole(file, b"d\n")
+    log = MetricsLog(tmp_path)
+    with small_files(), pytest.raises(OSError, match="too large"):
+        log.append("step", 1, {"x" * 5000: 0.5}, {})
+    assert log.rows == []
+    log.append("step", 1, {"reward": 0.5}, {})
+    log.close()
+    assert [row["reward"] for row in read_rows(tmp_path / "metrics.jsonl")] == [0.5]
+
+
+def test_a_line_that_was_never_finished_is_left_out_and_cut_off(tmp_path):
+    path = tmp_path / "new" / "lines"
+    with open_records(path) as file:
+        append_record(file, {"a": 1})
+        file.write(b'{"a": 2}')  # all but its end
+    assert list(record_lines(path)) == [(f"{path}, line 1", b'{"a": 1}\n')]
+    with open_records(path) as file:
+        append_record(file, {"a": 3})
+    assert path.read_text() == '{"a": 1}\n{"a": 3}\n'
+
+
+def test_a_tensorboard_that_cannot_write_is_said_once_and_the_rows_go_on(tmp_path, capfd, caplog):
+    def work():
+        log = MetricsLog(tmp_path)
+        for step in (1, 2, 3):
+            log.append("step", step, {"reward": 0.5}, {})
+            shutil.rmtree(tmp_path / "tensorboard", ignore_errors=True)
+        log.close()
+
+    assert guarded(work) == 0
+    (said,) = [record.message for record in caplog.records]
+    assert said.startswith("TensorBoard logging has stopped")
+    assert capfd.readouterr().err == ""
+    assert len(read_rows(tmp_path / "metrics.jsonl")) == 3
+
+
+def hold(run_dir, held):
+    with locked(run_dir):
+        held.set()
+        time.sleep(60)
+
+
+def test_a_directory_has_one_run_whose_death_frees_it(tmp_path):
+    run_dir, spawn = tmp_path / "new" / "run", multiprocessing.get_context("spawn")
+    held = spawn.Event()
+    holder = spawn.Process(target=hold, args=(run_dir, held), daemon=True)
+    holder.start()
+    assert held.wait(60)
+    said = rf"{run_dir} is in use by process {holder.pid} on .*, since 2"
+    with pytest.raises(ConfigError, match=said), locked(run_dir):
+        pass
+    assert f"process {holder.pid} on " in (run_dir / "run.lock").read_text(), "still that of the holder"
+    holder.kill()
+    holder.join(10)
+    with locked(run_dir):
+        assert f"process {os.getpid()} on " in (run_dir / "run.lock").read_text()
+        with pytest.raises(ConfigError, match="in use"), locked(run_dir):
+            pass
+    with locked(run_dir):
+        pass
+    with pytest.raises(ConfigError, match="written: Not a directory"), locked(run_dir / "run.lock/x"):
+        pass

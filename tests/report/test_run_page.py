@@ -1,9 +1,7 @@
-"""The page of runs in one file and from its server: what it shows and to whom; and in a browser."""
-
 import http.client
 import json
-import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -33,22 +31,20 @@ from support.eval_samples import judged
 from support.paths import ROOT
 from support.run_pages import HOSTILE, TOKENIZER, record_run, response, write_run
 
-BIDI = "a\u202eb\u2066c\ud800"
-"""Turns text around, and ends in half a character."""
+BIDI = "a\u202eb\u2066c\ud800"  # turns text around, and ends in half a character
 
 
 def hostile_tokenizer(token=HOSTILE):
     """The tiny tokenizer, but that one of its tokens reads like an attack."""
-
-    def decode(ids):
-        return token if list(ids) == TOKENIZER.encode("?") else TOKENIZER.decode(ids)
-
-    return SimpleNamespace(eos_id=TOKENIZER.eos_id, encode=TOKENIZER.encode, decode=decode)
+    decode = TOKENIZER.decode
+    return SimpleNamespace(
+        eos_id=TOKENIZER.eos_id, encode=TOKENIZER.encode,
+        decode=lambda ids: token if list(ids) == TOKENIZER.encode("?") else decode(ids),
+    )  # fmt: skip
 
 
 @pytest.fixture
 def run_dir(tmp_path):
-    """Two recorded steps of a run, with text that would harm a page that does not escape it."""
     return record_run(tmp_path)
 
 
@@ -101,6 +97,8 @@ def test_the_data_of_the_page_is_that_of_the_run_and_of_what_was_trained_on(run_
     assert metrics == {"reward": {"mean": [0.1, 0.2]}, "seconds/sample": {"mean": [2.0, 2.0]}}
     states = [(r["error"], r["truncated"]) for r in index[1]["responses"]]
     assert states == [(False, False), (False, True), (True, False)]
+    with pytest.raises(ValueError, match="no records of step 7, 9"):
+        build_page([run_dir], steps=[9, 7, 1])
 
 
 def test_a_page_that_would_be_too_large_keeps_the_last_and_the_first_step_and_says_what_is_missing(run_dir):
@@ -116,38 +114,28 @@ def test_a_page_that_would_be_too_large_keeps_the_last_and_the_first_step_and_sa
     assert "left_out" not in whole["runs"]["runs"][0]
 
 
-def test_the_command_writes_the_page_and_says_what_is_not_there(run_dir, tmp_path, monkeypatch):
+def test_the_command_writes_the_page_and_a_malformed_file_is_named(run_dir, tmp_path, monkeypatch):
     (run_dir / "rollouts" / "step_backup.json").write_text("{}")  # other files are left alone
     monkeypatch.chdir(run_dir.parent)  # which knows nothing of where the run was made
     assert main(["page", run_dir.name]) == 0
     page = (run_dir / "page.html").read_text()
     assert data_of(page)["runs"]["runs"][0]["name"] == "run"
     assert "step_backup" not in page
-    with pytest.raises(ValueError, match="holds neither"):
-        build_page([tmp_path])
-    with pytest.raises(ValueError, match="no records of step 7, 9"):
-        build_page([run_dir], steps=[9, 7, 1])
-
-
-@pytest.mark.parametrize(
-    ("file", "text", "words"),
-    [
-        ("config.yaml", "", "config.yaml: must hold `key: value` lines"),
-        ("config.yaml", "advantage-estimator: x", "hf-checkpoint must be text, is None"),
-        ("summary.json", "[]", "summary.json: no summary of a run"),
-        ("summary.json", '{"status": "x", "accuracy_end": "many"}', "summary.json: at end must be a number"),
-        ("metrics.jsonl", '{"kind": "step", "step": "1"}\n', "metrics.jsonl, line 1: not a row of a metrics"),
+    cases = (  # more of them are made by lot in tests/house/test_fuzz_readers.py
+        ("rollouts/step_000001.json", '{"format": 2, "step": 1, "groups": [3]}', "not a file of --save-"),
         ("metrics.jsonl", '{"kind": "step", "step": 1, "seconds": {"sample": "x"}}\n', "line 1: not a row"),
         ("metrics.jsonl", '{"kind": "step", "step": 1, "reward": Infinity}\n', "line 1: not JSON: Infinity"),
-        ("summary.json", '{"status": "x", "steps": NaN}', "summary.json: not JSON: NaN"),
         ("metrics.jsonl", "[" * 100_000 + "\n", "line 1: not JSON: its brackets nest deeper"),
-        ("rollouts/step_000001.json", '{"format": 2, "step": 1, "groups": [3]}', "not a file of --save-"),
-    ],
-)  # fmt: skip
-def test_a_malformed_file_of_a_run_is_named(run_dir, file, text, words):
-    (run_dir / file).write_text(text)
-    with pytest.raises(ValueError, match=re.escape(words)):
-        build_page([run_dir], tokenizer=hostile_tokenizer())
+        ("summary.json", "[]", "summary.json: no summary of a run"),
+        ("summary.json", '{"status": "x", "accuracy_end": "many"}', "summary.json: at end must be a number"),
+        ("config.yaml", "", "config.yaml: must hold `key: value` lines"),
+        ("config.yaml", "advantage-estimator: x", "hf-checkpoint must be text, is None"),
+    )  # fmt: skip
+    for number, (file, text, words) in enumerate(cases):
+        damaged = shutil.copytree(run_dir, tmp_path / str(number))
+        (damaged / file).write_text(text)
+        with pytest.raises(ValueError, match=re.escape(words)):
+            build_page([damaged], tokenizer=TOKENIZER)
 
 
 def test_a_prompt_in_chatml_is_shown_as_turns_and_a_character_of_several_tokens_as_one():
@@ -185,15 +173,14 @@ def enter(page, field, value):
     page.evaluate(f"(() => {{ {field}.value = '{value}'; {field}.dispatchEvent(new Event('input')); }})()")
 
 
-def open_samples(page):
-    page.wait_until("document.querySelector('figure')")
-    page.press("2")
-    page.wait_until("document.querySelector('#detail .pane')")
-
-
 def press_until(page, key, expression):
     page.press(key)
     return page.wait_until(expression)
+
+
+def open_samples(page):
+    page.wait_until("document.querySelector('figure')")
+    press_until(page, "2", "document.querySelector('#detail .pane')")
 
 
 def count_is(text):
@@ -201,12 +188,21 @@ def count_is(text):
 
 
 @needs_browser
-def test_in_a_browser_responses_are_shown_filtered_and_walked_by_keys(run_dir):
+def test_in_a_browser_responses_are_shown_filtered_coloured_and_walked_by_keys(run_dir):
     path = write_page(run_dir, run_dir / "page.html", tokenizer=hostile_tokenizer())
     with open_page(path) as page:
-        open_samples(page)
-
+        # smoothing is a mean that begins at the first value; heights are above 0, which is at 160
+        circles = "[...document.querySelectorAll('[data-metric=reward] circle')]"
+        heights = f"{circles}.map((circle) => 160 - circle.getAttribute('cy'))"
+        page.wait_until("document.querySelector('figure')")
+        first, second = page.evaluate(heights)
+        assert second / first == pytest.approx(0.2 / 0.1, rel=0.01)
+        enter(page, "smoothing", "0.5")
+        page.wait_until("document.querySelector('path.faint')")
+        mean = (0.5 * 0.1 * 0.5 + 0.2 * 0.5) / (0.5 * 0.5 + 0.5)
+        assert page.evaluate(heights) == pytest.approx([first, first * mean / 0.1], rel=0.01)
         # the last step, the first response, beside its correction, which inserts a digit, and the reference
+        open_samples(page)
         assert page.wait_until(count_is("1 of 8"))
         assert text_of(page, "#prompt .text") == HOSTILE
         assert text_of(page, ".kind") == "corrected"
@@ -214,7 +210,31 @@ def test_in_a_browser_responses_are_shown_filtered_and_walked_by_keys(run_dir):
         assert page.evaluate(heads) == ["✗ response 1", "✓ its correction", "✓ reference: response 2"]
         marked = "[...document.querySelectorAll('.token.{}')].map((t) => t.textContent)"
         assert page.evaluate(marked.format("insert")) == ["1"]
-        assert page.evaluate(marked.format("delete")) == []
+        # a token tells its numbers, and tokens are coloured by what is chosen
+        page.evaluate(
+            "document.querySelector('.pane .token:nth-child(5)')"
+            ".dispatchEvent(new PointerEvent('pointerover', {bubbles: true}))"
+        )
+        shown = page.evaluate("document.getElementById('tip').innerText")
+        for part in (
+            "token 5 of 6", "log-prob of the engine -0.5", "weight in the loss 1", "advantage × weight 0.75",
+            "change by the update -0.2",
+        ):  # fmt: skip
+            assert part in shown
+        assert "5 of 6 tokens masked" in text_of(page, ".pane")
+        background = "document.querySelector('.pane .token:nth-child({})').style.backgroundColor"
+        shade = "color-mix(in srgb, var(--{}) {}%, transparent)".format
+        for legend, first, fifth in (
+            ("0 certain  surprising -5", shade("depth", 10), shade("depth", 10)),
+            ("-1.5 discouraged  encouraged 1.5", shade("above", 0), shade("above", 50)),
+            ("0 not trained on  in full 1", shade("depth", 0), shade("depth", 100)),
+            ("-0.693 trainer thinks less of it  more 0.693", shade("above", 0), shade("above", 0)),
+            ("-0.693 less likely now  more 0.693", shade("above", 14), shade("below", 29)),
+        ):
+            press_until(page, "c", "document.querySelector('#legend .scale')")
+            assert text_of(page, "#legend") == legend
+            assert [page.evaluate(background.format(n)) for n in (1, 5)] == [first, fifth]
+        press_until(page, "c", "document.querySelector('#legend .insert')")
 
         kinds = []
         for number in range(2, 10):
@@ -241,88 +261,25 @@ def test_in_a_browser_responses_are_shown_filtered_and_walked_by_keys(run_dir):
         assert text_of(page, ".kind") == "rewritten"
         enter(page, "text", "")
         page.wait_until(ends_with.format(8))
-
         # all responses of a group side by side; a click on one in the list
         page.click('.group[data-group="1"] .chip[data-place="2"]')
         page.wait_until(count_is("8 of 8"))
         assert "no reward: timed out" in text_of(page, "#detail")
         press_until(page, "g", "document.querySelectorAll('.side-by-side .pane').length === 3")
         press_until(page, "g", "document.querySelectorAll('.side-by-side').length === 0")
-
-        # steps
-        press_until(page, "ArrowLeft", "document.querySelector('#filters select').value === '1'")
-
-        # nothing of the model's ran, nothing was asked for, nothing failed
-        assert page.evaluate("window.harmed") is None
-        sent = [e["params"] for e in page.events if e["method"] == "Network.requestWillBeSent"]
-        assert [one["request"]["url"] for one in sent] == [path.as_uri()]
-        assert page.problems() == []
-
-
-@needs_browser
-def test_in_a_browser_tokens_are_coloured_by_what_is_chosen_and_tell_their_numbers(run_dir):
-    path = write_page(run_dir, run_dir / "page.html")
-    with open_page(path) as page:
-        open_samples(page)
-        page.evaluate(
-            "document.querySelector('.pane .token:nth-child(5)')"
-            ".dispatchEvent(new PointerEvent('pointerover', {bubbles: true}))"
-        )
-        shown = page.evaluate("document.getElementById('tip').innerText")
-        for part in (
-            "token 5 of 6", "log-prob of the engine -0.5", "weight in the loss 1", "advantage × weight 0.75",
-            "change by the update -0.2",
-        ):  # fmt: skip
-            assert part in shown
-        assert "5 of 6 tokens masked" in text_of(page, ".pane")
-        background = "document.querySelector('.pane .token:nth-child({})').style.backgroundColor"
-        legends = []
-        for _ in range(5):
-            press_until(page, "c", "document.querySelector('#legend .scale')")
-            first, fifth = (page.evaluate(background.format(n)) for n in (1, 5))
-            legends.append((text_of(page, "#legend"), first, fifth))
-        shade = "color-mix(in srgb, var(--{}) {}%, transparent)".format
-        assert legends == [
-            ("0 certain  surprising -5", shade("depth", 10), shade("depth", 10)),
-            ("-1.5 discouraged  encouraged 1.5", shade("above", 0), shade("above", 50)),
-            ("0 not trained on  in full 1", shade("depth", 0), shade("depth", 100)),
-            ("-0.693 trainer thinks less of it  more 0.693", shade("above", 0), shade("above", 0)),
-            ("-0.693 less likely now  more 0.693", shade("above", 14), shade("below", 29)),
-        ]
         # an advantage of its own for each token
-        press_until(page, "c", "document.querySelector('#legend .insert')")
         press_until(page, "c", "document.querySelector('#legend .scale')")
         press_until(page, "c", "document.getElementById('legend').textContent.includes('encouraged')")
         page.click('.group[data-group="1"] .chip[data-place="1"]')
         page.wait_until("document.querySelectorAll('#detail .pane .token').length === 6")
         assert page.evaluate(background.format(3)) == shade("below", 25)
+        # steps
+        press_until(page, "ArrowLeft", "document.querySelector('#filters select').value === '1'")
+        # nothing of the model's ran, nothing was asked for, nothing failed
+        assert page.evaluate("window.harmed") is None
+        sent = [e["params"] for e in page.events if e["method"] == "Network.requestWillBeSent"]
+        assert [one["request"]["url"] for one in sent] == [path.as_uri()]
         assert page.problems() == []
-
-
-@needs_browser
-def test_in_a_browser_smoothing_is_a_mean_that_begins_at_the_first_value_and_nothing_is_cut_off(run_dir):
-    path = write_page(run_dir, run_dir / "page.html")
-    with open_page(path) as page:
-        circles = "[...document.querySelectorAll('[data-metric=reward] circle')]"
-        heights = f"{circles}.map((circle) => 160 - circle.getAttribute('cy'))"
-        page.wait_until("document.querySelector('figure')")
-        first, second = page.evaluate(heights)  # above 0, which is at 160
-        assert second / first == pytest.approx(0.2 / 0.1, rel=0.01)
-        enter(page, "smoothing", "0.5")
-        page.wait_until("document.querySelector('path.faint')")
-        smoothed_first, smoothed_second = page.evaluate(heights)
-        assert smoothed_first == pytest.approx(first)
-        # (.5 · .1 · .5 + .2 · .5) / (.5 · .5 + .5) = 1/6
-        assert smoothed_second / first == pytest.approx(1 / 6 / 0.1, rel=0.01)
-        for width in (390, 800, 1280, 1920):
-            page.resize(width, 1000)
-            page.load(path)
-            page.wait_until("document.querySelector('figure')")
-            for key in "123":
-                press_until(page, key, "document.querySelector('section:not([hidden]):not(#alarms) *')")
-                root = "document.documentElement"
-                shown, needed = page.evaluate(f"[{root}.clientWidth, {root}.scrollWidth]")
-                assert needed <= shown <= width, (width, key)
 
 
 @needs_browser
@@ -362,16 +319,22 @@ def client(*directories, host="127.0.0.1:8800"):
 
 
 def add_row(run, step, **values):
-    row = {"kind": "step", "step": step, "seconds": {}, **values}
     with (run / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps(row) + "\n")
+        file.write(json.dumps({"kind": "step", "step": step, "seconds": {}, **values}) + "\n")
 
 
-def test_the_server_tells_what_the_file_holds(run_dir):
+def test_the_server_tells_what_a_run_holds_and_adds_from_its_first_row_and_reads_a_replaced_log_anew(run_dir):
+    log = run_dir / "metrics.jsonl"
+    rows = log.read_text()
+    log.unlink()
     asked = client(run_dir)
-    (run,) = asked.get("/api/runs").json()["runs"]
-    assert (run["name"], run["steps"], run["planned"]) == ("run", 2, 2)
-    assert [section["key"] for section in run["sections"]] == [1, 2]
+    before = asked.get("/api/runs").json()
+    assert before["runs"][0]["steps"] == 0
+    log.write_text(rows + '{"kind": "step", "step": 3, "rew')  # a row that is being written
+    after = asked.get("/api/runs", params={"version": before["version"]}).json()
+    assert after["runs"][0]["steps"] == 2
+    again = {"params": {"version": after["version"]}}
+    assert asked.get("/api/runs", **again).json() == {"version": after["version"]}
     series = asked.get("/api/runs/0/series").json()
     assert series["step"]["metrics"]["reward"] == {"mean": [0.1, 0.2]}
     assert series["evaluation"]["metrics"]["accuracy"] == {"mean": [0.5]}
@@ -380,49 +343,15 @@ def test_the_server_tells_what_the_file_holds(run_dir):
     assert asked.get("/api/runs/0/series?first=3&last=9").json()["step"] == none
     index = asked.get("/api/runs/0/sections/1").json()
     assert [len(group["responses"]) for group in index] == [5, 3]
-    group = asked.get("/api/runs/0/sections/1/groups/1").json()
-    assert group["responses"][1]["advantages"] == [0.5, 0.0, -0.5, 1.0, 2.0, 0.0]
     assert asked.get("/api/runs/0/sections/1/search", params={"text": "#13"}).json() == [[0, 2]]
-    everything = asked.get("/api/runs/0/sections/1/search", params={"text": "WINDOW.HARMED"}).json()
-    assert len(everything) == 8  # it is in the prompt of both groups
-
-
-def test_rows_and_records_that_a_run_adds_are_seen(run_dir):
-    asked = client(run_dir)
-    before = asked.get("/api/runs").json()["version"]
-    assert asked.get("/api/runs", params={"version": before}).json() == {"version": before}
-    add_row(run_dir, 3, reward=0.3)
-    with (run_dir / "metrics.jsonl").open("a") as file:
-        file.write('{"kind": "step", "step": 4, "rew')  # a row that is being written
-    after = asked.get("/api/runs", params={"version": before}).json()
-    assert after["runs"][0]["steps"] == 3
-    assert asked.get("/api/runs/0/series").json()["step"]["metrics"]["reward"] == {"mean": [0.1, 0.2, 0.3]}
-    with (run_dir / "metrics.jsonl").open("a") as file:
+    with log.open("a") as file:
         file.write('ard": 0.4, "seconds": {}}\n')
     rollout_path(run_dir / "rollouts", 3).write_bytes(rollout_path(run_dir / "rollouts", 2).read_bytes())
-    (run,) = asked.get("/api/runs", params={"version": after["version"]}).json()["runs"]
-    assert (run["steps"], [section["key"] for section in run["sections"]]) == (4, [1, 2, 3])
     (run_dir / "summary.json").write_text('{"status": "finished", "accuracy_end": 0.75}')
-    for step in range(5, 15):
-        add_row(run_dir, step, accuracy=1.0)
-    (run,) = asked.get("/api/runs").json()["runs"]
+    (run,) = asked.get("/api/runs", **again).json()["runs"]
+    assert (run["steps"], [section["key"] for section in run["sections"]]) == (3, [1, 2, 3])
     assert run["facts"] == ["finished", "at end 0.75"]
-    (alarm,) = run["alarms"]
-    spell = (alarm["name"], alarm["metric"], alarm["since"], alarm["until"])
-    assert spell == ("reward saturates", "accuracy", 14, None)
-
-
-def test_a_run_is_followed_from_its_first_row_and_a_log_that_a_resumed_run_replaced_read_anew(run_dir):
-    log = run_dir / "metrics.jsonl"
-    rows = log.read_text().splitlines(keepends=True)
-    log.unlink()
-    asked = client(run_dir)
-    before = asked.get("/api/runs").json()
-    assert before["runs"][0]["steps"] == 0
-    log.write_text("".join(rows))
-    assert asked.get("/api/runs", params={"version": before["version"]}).json()["runs"][0]["steps"] == 2
-    assert asked.get("/api/runs/0/series").json()["step"]["last"] == [1, 2]
-    (run_dir / "new").write_text("".join(rows[:2]))
+    (run_dir / "new").write_text("".join(rows.splitlines(keepends=True)[:2]))
     (run_dir / "new").replace(log)
     assert asked.get("/api/runs/0/series").json()["step"]["last"] == [1]
     with log.open("a") as file:
@@ -474,19 +403,14 @@ def evaluation(tmp_path):
     sets = {"aime25": measured, "math500": {"settings": {}}}
     results = {"status": "unfinished", "policy": "/models/a", "sets": sets}
     (directory / "results.json").write_text(json.dumps(results))
+    answers = (1, 0, "so it is 7", 1), (0, 0, HOSTILE, 0), (1, 1, "so it is 8", 0), (0, 1, "é 7", None)
     half = {"set": "aime25", "details": {"tests_passed": 0.5}}
-    samples = [
-        judged(1, 0, "so it is 7", 1.0, **half),
-        judged(0, 0, HOSTILE, 0.0, finish_reason="length", **half),
-        judged(1, 1, "so it is 8", 0.0, **half),
-        judged(0, 1, "é 7", None, error="timed out", **half),
-    ]
-    lines = "".join(json.dumps(one.as_json()) + "\n" for one in samples)
+    lines = "".join(json.dumps(judged(*answer, **half).as_json()) + "\n" for answer in answers)
     (directory / "aime25.samples.jsonl").write_text(lines + '{"being": "writ')
     return directory
 
 
-def test_an_evaluation_is_read_as_sets_of_problems_with_their_samples(evaluation):
+def test_an_evaluation_is_read_as_sets_of_problems_with_their_samples_or_what_is_malformed_named(evaluation):
     asked = client(evaluation)
     (shown,) = asked.get("/api/runs").json()["runs"]
     facts = (shown["kind"], shown["title"], shown["facts"])
@@ -500,11 +424,9 @@ def test_an_evaluation_is_read_as_sets_of_problems_with_their_samples(evaluation
     assert [r["reward"] for r in problems[0]["responses"]] == [0.0, None]
     first, second = asked.get("/api/runs/0/sections/0/groups/0").json()["responses"]
     assert (first["text"], first["details"]) == (HOSTILE, {"tests_passed": 0.5})
-    assert (second["text"], second["error"]) == ("é 7", "timed out")
+    assert (second["text"], second["error"]) == ("é 7", "failed")
     assert asked.get("/api/runs/0/sections/0/search?text=IT IS 8").json() == [[1, 1]]
-
-
-def test_a_malformed_file_of_an_evaluation_is_named(evaluation):
+    # a malformed file is named
     of_words = '{"sets": {"a": {"settings": {}, "intervals": {"accuracy": ["x", 1]}}}}'
     for file, text, words in [
         ("aime25.samples.jsonl", "3\n", "aime25.samples.jsonl, line 1: not a sample"),
@@ -556,7 +478,7 @@ def test_what_is_not_there_is_not_served_and_only_reading_is_allowed(run_dir):
         assert asked.request(method, "/api/runs").status_code == 405
 
 
-def test_the_token_of_a_cluster_is_in_no_answer_and_on_no_page(run_dir, tmp_path):
+def test_no_answer_holds_the_token_of_a_cluster_or_what_a_link_out_of_the_run_leads_to(run_dir, tmp_path):
     token = "0123456789abcdef" * 4
     write_token(run_dir, token)
     asked = client(run_dir)
@@ -566,9 +488,6 @@ def test_the_token_of_a_cluster_is_in_no_answer_and_on_no_page(run_dir, tmp_path
     tried += [f"{start}{TOKEN_FILE}" for start in ("/", "/run/", "/api/runs/0/", "/static/", "/%2e/", "//")]
     assert [path for path in tried if token in asked.get(path).text.replace(f"text={token}", "")] == []
     assert token not in build_page([run_dir], tokenizer=TOKENIZER)
-
-
-def test_a_link_that_leads_out_of_the_run_is_not_followed(run_dir, tmp_path):
     outside, recorded = tmp_path / "outside.json", rollout_path(run_dir / "rollouts", 1)
     recorded.rename(outside)
     recorded.symlink_to(outside)
@@ -584,11 +503,9 @@ def test_a_link_that_leads_out_of_the_run_is_not_followed(run_dir, tmp_path):
 @contextmanager
 def served(*arguments):
     """The command while it runs: (process, first lines, port)."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "megatron_ibpo.commands.page", "serve", *map(str, arguments)]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
-    )
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, stdout=pipe, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
     try:
         lines = [process.stdout.readline()]
         while not lines[-1].startswith("from another machine"):
@@ -601,13 +518,6 @@ def served(*arguments):
         process.wait(10)
 
 
-def listeners(port):
-    """Local addresses that listen on a port, as the kernel has them."""
-    tables = "".join(Path(f"/proc/net/{name}").read_text() for name in ("tcp", "tcp6"))
-    rows = [line.split() for line in tables.splitlines() if ":" in line]
-    return [row[1].split(":")[0] for row in rows if row[3] == "0A" and int(row[1].split(":")[1], 16) == port]
-
-
 def test_the_command_listens_on_loopback_alone_takes_a_free_port_and_ends_at_once(run_dir, tmp_path, capsys):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         busy = taken.getsockname()[1]
@@ -615,7 +525,10 @@ def test_the_command_listens_on_loopback_alone_takes_a_free_port_and_ends_at_onc
             assert f"port {busy} is taken" in told
             assert port != busy
             assert f"ssh -L {port}:127.0.0.1:{port} " in told
-            assert listeners(port) == ["0100007F"]
+            tables = "".join(Path(f"/proc/net/{name}").read_text() for name in ("tcp", "tcp6"))
+            rows = [line.split() for line in tables.splitlines() if ":" in line]
+            listening = [row[1].split(":") for row in rows if row[3] == "0A"]
+            assert [address for address, own in listening if int(own, 16) == port] == ["0100007F"]
             connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
             connection.request("GET", "/api/runs")
             assert json.loads(connection.getresponse().read())["runs"][0]["name"] == "run"
@@ -627,7 +540,7 @@ def test_the_command_listens_on_loopback_alone_takes_a_free_port_and_ends_at_onc
             rest, _ = process.communicate(timeout=5)
             assert (rest.strip(), process.returncode) == ("stopped", 0)
     assert main(["serve", str(tmp_path)]) == 2
-    assert "name a directory that does" in capsys.readouterr().err
+    assert "holds neither" in capsys.readouterr().err
 
 
 @needs_browser
@@ -642,7 +555,6 @@ def test_in_a_browser_the_page_follows_a_run_while_it_trains(run_dir, tmp_path):
         assert page.evaluate(lines) == 2
         values = "document.querySelector('[data-metric=reward] .values').textContent"
         assert page.evaluate(values) == "0.20.2"
-        assert page.evaluate("document.getElementById('alarms').textContent") == ""
         # the run goes on: curves, steps and an alarm appear without a reload
         for step in range(3, 15):
             add_row(run_dir, step, reward=1.0, accuracy=1.0)
@@ -651,7 +563,7 @@ def test_in_a_browser_the_page_follows_a_run_while_it_trains(run_dir, tmp_path):
         # an alarm leads to its curves, accuracy of steps and of evaluations
         page.click(".alarm")
         page.wait_until("document.querySelectorAll('figure').length === 2")
-        page.evaluate("(() => { metric.value = ''; metric.dispatchEvent(new Event('input')); })()")
+        enter(page, "metric", "")
         # the step under the mouse, in every curve
         page.wait_until("document.querySelector('[data-metric=reward]')")
         page.wait_until_drawn()
@@ -663,7 +575,7 @@ def test_in_a_browser_the_page_follows_a_run_while_it_trains(run_dir, tmp_path):
         page.call("Input.dispatchMouseEvent", type="mouseMoved", x=middle, y=y)
         page.wait_until(f"({values}).startsWith('7: 1')")
         # smoothing draws what it smooths faintly
-        page.evaluate("(() => { smoothing.value = '0.9'; smoothing.dispatchEvent(new Event('input')); })()")
+        enter(page, "smoothing", "0.9")
         page.wait_until("document.querySelectorAll('[data-metric=reward] path.faint').length === 2")
         # a drag zooms, and a run can be left out
         page.wait_until_drawn()
@@ -676,9 +588,8 @@ def test_in_a_browser_the_page_follows_a_run_while_it_trains(run_dir, tmp_path):
         page.wait_until(f"{lines} === 2")
         page.click("#runs .run:nth-child(2) input")
         page.wait_until(f"{lines} === 1")
-        # what differs is in the tables; nothing here does but the numbers
-        page.press("3")
-        page.wait_until("document.getElementById('comparison').textContent.includes('same settings')")
+        same = "document.getElementById('comparison').textContent.includes('same settings')"
+        press_until(page, "3", same)
         assert page.problems() == []
         # the server goes: the page says so
         process.kill()
@@ -687,22 +598,15 @@ def test_in_a_browser_the_page_follows_a_run_while_it_trains(run_dir, tmp_path):
 
 @needs_browser
 def test_in_a_browser_an_evaluation_is_a_table_and_a_reader(evaluation, tmp_path):
-    file = tmp_path / "page.html"
-    file.write_text(build_page([evaluation]), encoding="utf-8")
-    with open_page(file) as page:
+    with open_page(write_page(evaluation, tmp_path / "page.html")) as page:
         page.wait_until("document.querySelector('#comparison table')")
-        comparison = page.evaluate("document.getElementById('comparison').textContent")
+        comparison = text_of(page, "#comparison")
         assert "accuracy0.5 0.4 to 0.6–" in comparison
         assert "one row was skipped" in comparison
-        text = "document.querySelector('.pane .text').textContent"
-        page.press("2")
-        page.wait_until("document.querySelector('.pane')")
-        assert page.evaluate(text) == HOSTILE
+        press_until(page, "2", "document.querySelector('.pane')")
+        assert text_of(page, ".pane .text") == HOSTILE
         page.press("j")
-        page.wait_until("document.querySelector('.pane').textContent.includes('no reward: timed out')")
-        page.press("j")
-        page.wait_until(f"{text} === 'so it is 7'")
-        facts = page.evaluate("document.querySelector('.pane .facts').textContent")
-        assert "tests passed 0.5 · answer 7" in facts
+        press_until(page, "j", "document.querySelector('.pane .text').textContent === 'so it is 7'")
+        assert "tests passed 0.5 · answer 7" in text_of(page, ".pane .facts")
         assert page.evaluate("window.harmed") is None
         assert page.problems() == []

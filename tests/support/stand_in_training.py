@@ -8,29 +8,29 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
 import yaml
 
 
-def train(arguments: Sequence[str], *, best: float, gains: Mapping[str, float], pause: float) -> int:
-    """Learning rates but the `best` lose accuracy by the square of their distance; a preset adds its gain."""
-    words, settings = list(arguments), {}
-    for flag, path in pairwise(words):
+def train(arguments, *, best, gains, pause):
+    """Learning rates but the `best` of a preset lose accuracy by the square of their distance; a preset adds
+    its gain."""
+    settings = {}
+    for flag, path in pairwise(arguments):
         if flag == "--config":
             settings |= yaml.safe_load(Path(path).read_text())
-    out = Path(words[words.index("--run-dir") + 1])
-    seed, lr = int(settings["seed"]), float(settings.get("lr", 3e-4))
-    truth = 0.5 - 0.1 * math.log10(lr / best) ** 2 + gains.get(settings["advantage-estimator"], 0.0)
-    truth += 0.1 * ("hard" in str(settings["hf-checkpoint"]))
+    out = Path(arguments[arguments.index("--run-dir") + 1])
+    seed, preset = int(settings["seed"]), settings["advantage-estimator"]
+    distance = math.log10(float(settings.get("lr", 3e-4)) / best.get(preset, 3e-4))
+    truth = 0.5 - 0.1 * distance**2 + gains.get(preset, 0.0)
     # the problems of tuning flatter every method alike: a judgement by them would show it
     truth += 0.2 * (settings.get("eval-half") == "tuning")
     accuracy = truth + 0.01 * random.Random(seed).gauss(0, 1)
     (out / "evaluations").mkdir(parents=True)
     with (out.parent / "order").open("a") as order:
-        order.write(f"{seed} {time.monotonic()} {os.getpid()}\n")
+        order.write(f"{os.getpid()}\n")
     time.sleep(pause)
     spent = {f"spent_{unit}": settings["budget"] for unit in ("accelerator_seconds", "tokens", "flops")}
     rows = [{"kind": "step", "step": n, "reward": accuracy, **spent} for n in range(1, 8)]
@@ -45,7 +45,7 @@ def train(arguments: Sequence[str], *, best: float, gains: Mapping[str, float], 
     return 0
 
 
-def stubborn(arguments: Sequence[str]) -> int:
+def stubborn(arguments):
     """Ignore signals, start another process and write its number into the file `arguments[0]`."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     below = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
@@ -53,9 +53,8 @@ def stubborn(arguments: Sequence[str]) -> int:
     unfinished.write_text(str(below.pid))
     unfinished.rename(arguments[0])  # it is never seen half written
     time.sleep(600)
-    return 0
 
 
-def failing(arguments: Sequence[str]) -> int:
+def failing(arguments):
     print("why")
     return 3

@@ -1,5 +1,3 @@
-"""What docs/scale.md and the kept results say is what the planner, the driver and a simulated fleet give."""
-
 import json
 from dataclasses import asdict, replace
 
@@ -15,11 +13,11 @@ from support.paths import ROOT
 
 RESULTS, PAGE = ROOT / "tools/results", ROOT / "docs/scale.md"
 FOUND = json.loads((RESULTS / "scale.json").read_text())
+# a batch is 32 sequences for each engine, of about 100 tokens; sampling takes longer than training
 SMALL = Fleet(
     engines=2, training_seconds=0.5, pause_seconds=0.02, step_time=StepTime(0.018, 5e-5), most_running=100,
     groups=8, group_size=8, longest=128, median_length=139,
 )  # fmt: skip
-"""A batch is 32 sequences for each engine, of about 100 tokens. Sampling takes longer than training."""
 SLOW_TRAINING = replace(SMALL, training_seconds=6.0)
 
 
@@ -38,14 +36,11 @@ def test_the_page_has_the_tables_of_the_data():
         assert asked + took in page
 
 
-def test_every_size_is_there_with_the_recipes_batch_and_with_one_that_grows():
+@pytest.mark.lint
+def test_the_data_is_what_the_planner_predicts_now_and_has_every_size_with_both_batches():
     own = {row["gpus"] for row in FOUND["rows"] if row["prompts"] == 32}
     grown = {row["gpus"] for row in FOUND["rows"] if row["prompts"] == row["gpus"]}
     assert own == grown == set(SIZES)
-
-
-@pytest.mark.lint
-def test_the_data_is_what_the_planner_predicts_now():
     driver = Driver.read(DRIVER)
     now, recorded = predicted(recipe(), 32, 32, driver), FOUND["rows"][0]
     assert (now["layout"], now["engines"]) == (recorded["layout"], recorded["engines"])
@@ -53,14 +48,11 @@ def test_the_data_is_what_the_planner_predicts_now():
         assert now[name] == pytest.approx(recorded[name], rel=2e-3), f"{name}: run tools/scale_table.py again"
 
 
-def test_the_cost_of_a_sample_goes_through_what_was_measured():
+def test_what_goes_through_the_driver_by_hand():
+    """256 responses and 128 corrections; a correction shows two responses of 4,096 tokens."""
     assert line({64: 3.0, 1024: 4.92}) == pytest.approx((2.872, 0.002))
     driver = Driver(own=(1.0, 0.5), calls=2.0)
     assert (driver.python(8), driver.seconds(8)) == (1 + 4, 1 + 4 + 2)
-
-
-def test_what_goes_through_the_driver_by_hand():
-    """256 responses and 128 corrections; a correction shows two responses of 4,096 tokens."""
     row = FOUND["rows"][0]
     assert (row["responses"], row["corrections"]) == (256, 128)
     assert row["samples_per_second"] == pytest.approx(384 / row["seconds"], rel=1e-3)
@@ -100,14 +92,10 @@ def test_the_committed_predictions_of_the_loss_are_what_the_script_predicts(tmp_
 @pytest.mark.parametrize(
     ("fleet", "pace"),
     [
-        (SMALL, Pace(1)),
-        (SMALL, Pace(4)),
-        (SMALL, Pace(8)),
-        (SMALL, Pace(4, keep_order=True)),
-        (SLOW_TRAINING, Pace(1)),
-        (SLOW_TRAINING, Pace(8)),
+        (SMALL, Pace(1)), (SMALL, Pace(8)), (SMALL, Pace(4, keep_order=True)),
+        (SLOW_TRAINING, Pace(1)), (SLOW_TRAINING, Pace(8)),
     ],
-)
+)  # fmt: skip
 def test_ahead_of_training_a_step_takes_at_most_a_tenth_more_than_its_bound(fleet, pace):
     found = simulate(fleet, pace, steps=8)
     least = bound(fleet, pace.staleness, found.tokens_per_step).seconds
@@ -118,11 +106,7 @@ def test_ahead_of_training_a_step_takes_at_most_a_tenth_more_than_its_bound(flee
 def test_on_policy_a_step_is_sampling_and_training_one_after_the_other():
     one, other = (simulate(fleet, Pace(0), steps=4).seconds_per_step for fleet in (SMALL, SLOW_TRAINING))
     assert other - one == pytest.approx(5.5)
-
-
-def test_the_bound_of_a_step_on_policy_by_hand():
-    """10 steps of 2 s, of 1 token that costs .5 s; 3 s of training; 1 s of pause."""
-    fleet = replace(
-        SMALL, engines=1, longest=10, training_seconds=3.0, pause_seconds=1.0, step_time=StepTime(2.0, 0.5)
-    )
+    # by hand: 10 steps of 2 s, of 1 token that costs .5 s; 3 s of training; 1 s of pause
+    changes = {"engines": 1, "longest": 10, "training_seconds": 3.0, "pause_seconds": 1.0}
+    fleet = replace(SMALL, **changes, step_time=StepTime(2.0, 0.5))
     assert bound(fleet, 0, tokens_per_step=10).seconds == 10 * 2 + 10 * 0.5 + 3 + 1
