@@ -287,10 +287,7 @@ def test_a_layout_saves_as_much_memory_as_is_needed_and_flags_of_the_user_win():
 def test_what_was_chosen_is_said_and_that_a_model_without_data_trains_on_a_demonstration(tmp_path, capsys):
     devices = ["--nodes", "1", "--gpus-per-node", "8"]
     assert choosing.main(["--hf-checkpoint", str(MODELS / "qwen3_4b"), *devices, "--"]) == 0
-    said = capsys.readouterr().err
-    written_for = "for dense models up to 9 B parameters, written for 8 GPUs"
-    for words in ("on 8 GPUs of 80 GiB", "qwen3_4b_ibpo.yaml", written_for, "NNODES and GPUS_PER_NODE name"):
-        assert words in said
+    assert re.search("on 8 GPUs of 80 GiB(?s:.*)qwen3_4b_ibpo.yaml", capsys.readouterr().err)
     shutil.copytree(TINY, tmp_path / "mine")
     mine = ["--hf-checkpoint", str(tmp_path / "mine"), "--gpus-per-node", "0", "--"]
     assert choosing.main(mine) == 0

@@ -19,19 +19,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ibpo.basics.records import Prompt
-from megatron_ibpo.config import (
-    COMMON_FLAGS,
-    NOT_NEGATIVE,
-    Config,
-    ConfigError,
-    LossConfig,
-    ParallelConfig,
-    config_yaml,
-    load_hook,
-    named_values,
-)
+from megatron_ibpo.config import COMMON_FLAGS, NOT_NEGATIVE, Config, ConfigError, LossConfig, ParallelConfig
 from megatron_ibpo.config.all_fields import ENTRIES
+from megatron_ibpo.config.hooks import load_hook
 from megatron_ibpo.config.peer_flags import FLAGS, KEYS
+from megatron_ibpo.config.ranges import named_values
+from megatron_ibpo.config.recipes import config_yaml
 from megatron_ibpo.credit import REGISTRIES, Operator, find_operator
 from megatron_ibpo.policy.loss_objective import check_loss, loss_params
 from megatron_ibpo.rewards import Score, extracted_answer, open_verifier

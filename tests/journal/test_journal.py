@@ -22,10 +22,8 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from megatron_ibpo.basics.records import Sample
-from megatron_ibpo.journal import ClosedBatch, ClosedGroup, DroppedGroup, Journal, JournalError, Recovered
-
-from megatron_ibpo.journal import SampleKey, read_journal, writer  # isort: skip
-from megatron_ibpo.journal.entries import Sampled, decode, encode
+from megatron_ibpo.journal import DroppedGroup, Journal, JournalError, Recovered, read_journal, writer
+from megatron_ibpo.journal.entries import ClosedBatch, ClosedGroup, Sampled, SampleKey, decode, encode
 from megatron_ibpo.journal.framing import Damage
 from megatron_ibpo.journal.recovery import entries
 from support.journals import KEEP, append, group, make_sample, response
