@@ -428,7 +428,7 @@ def test_a_hook_that_cannot_be_loaded_says_why(elsewhere):
 
 def test_the_scripts_hand_over_where_the_user_stands(tmp_path):
     (tmp_path / "mine.yaml").write_text("lr: 0.25\n")
-    command = ["bash", ROOT / "examples/run_qwen3_next_ibpo.sh", "--dry-run", "--config", "mine.yaml"]
+    command = ["bash", str(ROOT / "examples/run_qwen3_next_ibpo.sh"), "--dry-run", "--config", "mine.yaml"]
     done = subprocess.run(
         [*command, "--print-config", "--run-dir", "out"], cwd=tmp_path, capture_output=True, text=True,
         timeout=120, check=True, env=os.environ | {"IBPO_PYTHON": sys.executable},
