@@ -10,7 +10,7 @@ from megatron_ibpo.basics import user_files
 from megatron_ibpo.basics.user_files import UserFileError, read_user_file
 from megatron_ibpo.commands import train
 from megatron_ibpo.commands.plan import main as plan
-from megatron_ibpo.config import ConfigError, DataConfig, read_yaml
+from megatron_ibpo.config import DataConfig, read_yaml
 from megatron_ibpo.data import DataError, load_tokenizer, open_source, tables
 from megatron_ibpo.evaluate.benchmark_files import benchmark_rows
 from megatron_ibpo.evaluate.stored_samples import read_results
@@ -19,8 +19,6 @@ from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.plan.machine import find_machine
 from megatron_ibpo.report.metrics_log import read_rows
 from megatron_ibpo.report.rollout_data import load_step
-from megatron_ibpo.run.checks import check_settings
-from megatron_ibpo.run.settings import parse_config
 from megatron_ibpo.study.findings import read_findings
 from megatron_ibpo.weights.formats.convert import check_checkpoint
 from megatron_ibpo.weights.formats.gguf import gguf_to_hf
@@ -108,21 +106,3 @@ def test_shapes_are_compared_with_the_files_before_memory_is_taken(tmp_path):
     hf = changed(tmp_path / "hf", "config.json", head_dim=10**9)
     with pytest.raises(CheckpointError, match=r"\(128, 96\), config\.json asks for \(4000000000, 96\)"):
         check_checkpoint(hf, read_hf_config(hf))
-
-
-def test_counts_that_no_run_has_are_refused():
-    for words, says in (
-        (["--n-samples-per-prompt", "1000000000000"], "--n-samples-per-prompt: must be between 1 and"),
-        (["--rollout-batch-size", "4000000"], "are more than the 4000000 sequences"),
-        (["--make-vocab-size-divisible-by", "2147483648"], "--make-vocab-size-divisible-by: must be"),
-    ):
-        flags = [
-            "--hf-checkpoint",
-            str(TINY),
-            "--prompt-data",
-            "reasoning_gym://gcd",
-            "--eval-num-prompts",
-            "0",
-        ]
-        with pytest.raises(ConfigError, match=re.escape(says)):
-            check_settings(parse_config([*flags, *words]))

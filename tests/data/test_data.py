@@ -4,18 +4,19 @@ import json
 import random
 import shutil
 import signal
-import time
 from contextlib import suppress
 from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
 import pytest
-import reasoning_gym
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
+from sentencepiece import SentencePieceTrainer
 from tiny_tokenizer import CHAIN_SUM_HEAD, make_tiny_tokenizer
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 from worked_solutions import mended_solution, worked_solution
 
 from megatron_ibpo.basics.records import token_ids
@@ -23,7 +24,7 @@ from megatron_ibpo.config import DataConfig
 from megatron_ibpo.data import CorrectionTemplate, DataError, load_tokenizer, open_source, open_sources
 from megatron_ibpo.data.demonstrations import DemonstrationReader
 from megatron_ibpo.data.row_prompts import read_jsonl
-from megatron_ibpo.data.tokenizer import thinking_marks
+from megatron_ibpo.data.tokenizer import HuggingFaceTokenizer, thinking_marks
 from support.byte_tokenizers import byte_level
 from support.credit_cases import plain
 from support.paths import ROOT
@@ -50,32 +51,12 @@ def template(turn):
     )
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    path = tmp_path_factory.mktemp("tiny")
-    make_tiny_tokenizer().save_pretrained(path)
-    return load_tokenizer(path)
-
-
-@pytest.fixture(scope="module")
-def chatty():
-    """A byte-level tokenizer with a ChatML template."""
-    return byte_level(template("{{ m.content | trim }}"), merges=[("a", "a"), ("n", ".")])
+TINY = HuggingFaceTokenizer(make_tiny_tokenizer())
+CHATTY = byte_level(template("{{ m.content | trim }}"), merges=[("a", "a"), ("n", ".")])
 
 
 def opened(spec, tokenizer, *, split="train", max_prompt_len=None, **data):
     return open_source(str(spec), tokenizer, DataConfig(**data), split=split, max_prompt_len=max_prompt_len)
-
-
-def train_sentencepiece(path, **ids):
-    from sentencepiece import SentencePieceTrainer
-
-    lines = ("Candidate solution 1: one plus two is three.", "What is 12 + 7?", "Compare the solutions.")
-    SentencePieceTrainer.train(
-        sentence_iterator=iter(lines * 20), model_prefix=str(path / "tokenizer"), vocab_size=300,
-        byte_fallback=True, hard_vocab_limit=False, normalization_rule_name="identity", minloglevel=2, **ids,
-    )  # fmt: skip
-    return path / "tokenizer.model"
 
 
 PIECES = [*"0123456789+-=#?|*/()., \n", CHAIN_SUM_HEAD, "Candidate solution 1: ", "Candidate solution 2: ",
@@ -84,25 +65,29 @@ PIECES = [*"0123456789+-=#?|*/()., \n", CHAIN_SUM_HEAD, "Candidate solution 1: "
 
 @given(st.lists(st.sampled_from(PIECES)))
 @settings(max_examples=50)
-def test_tiny_tokenizer_gives_back_every_text_of_its_alphabet(tiny, pieces):
+def test_the_tiny_tokenizer_gives_back_every_text_of_its_alphabet_and_has_64_ids(pieces):
     text = "".join(pieces)
-    ids = tiny.encode(text)
+    ids = TINY.encode(text)
     assert len(ids) == len(pieces)
-    assert tiny.decode(ids) == text
-    assert tiny.decode([*tiny.encode_prompt(text), tiny.eos_id]) == text
+    assert TINY.decode(ids) == text
+    assert TINY.decode([*TINY.encode_prompt(text), TINY.eos_id]) == text
+    assert TINY.encode_prompt(text) == [1, *ids], "a prompt begins with bos, and nothing else does"
+    assert (TINY.vocab_size, TINY.encode("x")) == (64, [TINY.unk_id])
+    assert {TINY.decode([i]) for i in (TINY.pad_id, TINY.eos_id)} == {""}
+    assert TINY.decode([*ids, 50, *TINY.encode("5")]) == text + "<unused50>5", "what means nothing"
 
 
-def test_tiny_tokenizer_has_64_ids_and_starts_prompts_alone_with_bos(tiny):
-    assert tiny.vocab_size == 64
-    assert {tiny.decode([i]) for i in (tiny.pad_id, tiny.eos_id)} == {""}
-    assert tiny.decode([*tiny.encode("#1"), 50, *tiny.encode("5")]) == "#1<unused50>5", "what means nothing"
-    assert tiny.encode_prompt("1+1=") == [1, *tiny.encode("1+1=")]
-    assert 1 not in tiny.encode("1+1=")
-    assert tiny.encode("x") == [tiny.unk_id]
+def test_sentencepiece_pieces_join_without_added_spaces_and_need_an_end_which_may_be_the_first(tmp_path):
+    def trained(**ids):
+        lines = ("Candidate solution 1: one plus two is three.", "What is 12 + 7?", "Compare the solutions.")
+        SentencePieceTrainer.train(
+            sentence_iterator=iter(lines * 20), model_prefix=str(tmp_path / "tokenizer"), vocab_size=300,
+            byte_fallback=True, hard_vocab_limit=False, normalization_rule_name="identity", minloglevel=2,
+            **ids,
+        )  # fmt: skip
+        return load_tokenizer(tmp_path / "tokenizer.model")
 
-
-def test_sentencepiece_pieces_join_without_added_spaces(tmp_path):
-    tokenizer = load_tokenizer(train_sentencepiece(tmp_path))
+    tokenizer = trained()
     assert load_tokenizer(tmp_path).encode("a") == tokenizer.encode("a")
     start = tokenizer.encode_prompt("What is 12 + 7?")
     middle, end = tokenizer.encode("\nCandidate solution 1: "), tokenizer.encode("one")
@@ -111,44 +96,32 @@ def test_sentencepiece_pieces_join_without_added_spaces(tmp_path):
     assert tokenizer.decode([*end, tokenizer.eos_id]) == "one"
     with pytest.raises(DataError, match="--apply-chat-template"):
         tokenizer.render_chat([{"role": "user", "content": "hi"}])
-
-
-def test_a_sentencepiece_model_needs_an_end_of_sequence_which_may_be_its_first_piece(tmp_path):
-    assert load_tokenizer(train_sentencepiece(tmp_path, eos_id=0, unk_id=2)).eos_id == 0
+    assert trained(eos_id=0, unk_id=2).eos_id == 0
     with pytest.raises(DataError, match="no end-of-sequence piece; without it no response can end"):
-        load_tokenizer(train_sentencepiece(tmp_path, eos_id=-1))
+        trained(eos_id=-1)
 
 
-def test_a_vocabulary_too_small_for_the_correction_prompt_is_refused(tmp_path):
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
+def test_a_vocabulary_too_small_for_the_correction_prompt_is_refused():
     three = Tokenizer(models.WordLevel({"a": 0, "b": 1, "<eos>": 2}))
-    PreTrainedTokenizerFast(tokenizer_object=three, eos_token="<eos>").save_pretrained(tmp_path)
+    tokenizer = HuggingFaceTokenizer(PreTrainedTokenizerFast(tokenizer_object=three, eos_token="<eos>"))
     with pytest.raises(DataError, match=r"cannot encode .*Candidate.* has 3 tokens: is it this model's"):
-        CorrectionTemplate(load_tokenizer(tmp_path), 2)
+        CorrectionTemplate(tokenizer, 2)
     for length, shown in ((60, "x" * 60 + "'"), (61, "x" * 60 + "…'")):
         with pytest.raises(DataError, match=f"cannot encode '{shown}: "):
-            load_tokenizer(tmp_path).encode("x" * length)
+            tokenizer.encode("x" * length)
 
 
-@pytest.mark.parametrize(
-    "files",
-    [
-        None,
-        pytest.param({"README.md": "x"}, marks=pytest.mark.slow),  # imports every model's configuration
-        {"tokenizer.json": "{}", "tokenizer_config.json": '{"tokenizer_class": "PreTrainedTokenizerFast"}'},
-        {"tokenizer.model": "x"},
-    ],
-)
-def test_a_tokenizer_that_cannot_be_loaded_says_which(tmp_path, files):
-    path = tmp_path / "hf"
-    if files is not None:
-        path.mkdir()
-        for name, content in files.items():
+def test_a_tokenizer_that_cannot_be_loaded_says_which(tmp_path):
+    settings = '{"tokenizer_class": "PreTrainedTokenizerFast"}'
+    for number, files in enumerate((
+        None, {"tokenizer.json": "{}", "tokenizer_config.json": settings}, {"tokenizer.model": "x"},
+    )):  # fmt: skip
+        path = tmp_path / str(number)
+        for name, content in (files or {}).items():
+            path.mkdir(exist_ok=True)
             (path / name).write_text(content)
-    with pytest.raises(DataError, match=str(path)):
-        load_tokenizer(path)
+        with pytest.raises(DataError, match=str(path)):
+            load_tokenizer(path)
 
 
 def test_a_tokenizer_json_that_is_complete_is_read_with_marks_of_thinking_and_nothing_beside_it(tmp_path):
@@ -161,34 +134,32 @@ def test_a_tokenizer_json_that_is_complete_is_read_with_marks_of_thinking_and_no
     assert list(map(tokenizer.decode, thinking_marks(tokenizer))) == ["<think>", "</think>"]
 
 
-def test_a_chain_sum_prompt_is_the_compact_question_and_a_line_break(tiny):
-    prompt = opened(CHAIN_SUM, tiny).batch(3, 4)[0]
+def test_a_chain_sum_prompt_is_the_compact_question_and_a_line_break():
+    prompt = opened(CHAIN_SUM, TINY).batch(3, 4)[0]
     expression = prompt.metadata["expression"]
     assert prompt.index == 12
     assert prompt.text == CHAIN_SUM_HEAD + expression.replace(" ", "") + "="
-    assert tiny.decode(prompt.head_ids) == prompt.text
-    assert tiny.decode(prompt.tail_ids) == "\n"
+    assert TINY.decode(prompt.head_ids) == prompt.text
+    assert TINY.decode(prompt.tail_ids) == "\n"
     assert prompt.token_ids[0] == 1
     assert prompt.label == str(eval(expression))
 
 
-def test_a_batch_depends_on_its_place_and_the_seed_alone_and_held_out_ones_on_no_seed(tiny):
-    once, again, other = (opened(CHAIN_SUM, tiny, data_seed=seed) for seed in (0, 0, 1))
+def test_a_batch_depends_on_its_place_and_the_seed_alone_and_held_out_questions_are_never_trained_on():
+    once, again, other = (opened(CHAIN_SUM, TINY, data_seed=seed) for seed in (0, 0, 1))
     once.batch(0, 5)
     assert plain(once.batch(7, 5)) == plain(again.batch(7, 5))
     assert plain(once.batch(0, 10)[5:]) == plain(again.batch(1, 5))
     assert [p.text for p in once.batch(7, 5)] != [p.text for p in other.batch(7, 5)]
-    held_out = [opened(CHAIN_SUM, tiny, split="eval", data_seed=seed).batch(0, 200) for seed in (0, 5)]
-    assert plain(held_out[0]) == plain(held_out[1])
-
-
-def test_no_held_out_question_is_ever_trained_on(tiny):
     # 2-term sums of one digit: 200 questions, so both splits have seen nearly all of theirs
     spec = f"{ONE_DIGIT}&min_terms=2&max_terms=2"
-    trained = {p.text for seed in (0, 1) for p in opened(spec, tiny, data_seed=seed).batch(0, 600)}
-    held_out = {p.text for p in opened(spec, tiny, split="eval").batch(0, 600)}
-    assert len(trained | held_out) > 190
-    assert trained.isdisjoint(held_out)
+    trained = {p.text for seed in (0, 1) for p in opened(spec, TINY, data_seed=seed).batch(0, 600)}
+    held_out, of_another_seed = (
+        opened(spec, TINY, split="eval", data_seed=seed).batch(0, 600) for seed in (0, 5)
+    )
+    assert plain(held_out) == plain(of_another_seed)
+    assert len(trained | {p.text for p in held_out}) > 190
+    assert trained.isdisjoint(p.text for p in held_out)
 
 
 def test_a_level_is_that_of_the_tasks_own_curriculum():
@@ -205,7 +176,7 @@ def test_a_level_is_that_of_the_tasks_own_curriculum():
     assert max(terms("level=0..2&over=30000", split="eval")) == 4, "held-out items are of all levels"
 
 
-def test_a_task_that_cannot_be_generated_is_refused(tiny):
+def test_a_task_that_cannot_be_generated_is_refused():
     for spec, says in (
         ("ftp://prompts.jsonl", "expected a file or directory"),
         (f"{SCHEME}chain_summ", "did you mean 'chain_sum'"),
@@ -214,12 +185,10 @@ def test_a_task_that_cannot_be_generated_is_refused(tiny):
         (f"{SUMS}min_terms=five", "min_terms must be of type int"),
         *((f"{SUMS}min_terms={value}", "must be") for value in ("nan", "-Infinity", "1e999")),
         (f"{SUMS}min_terms=9&max_terms=3", "max_terms must be >= min_terms"),
-        (f"{SUMS}min_terms", "name=value"),
         (f"{SUMS}seed=3", "--data-seed"),
         (f"{SUMS}compact=yes", "compact must be 0 or 1"),
         (f"{ONE_DIGIT}&x=1", "no parameter 'x'"),
         (f"{SUMS}level=99", "level 99: the highest level of chain_sum is 10"),
-        (f"{SUMS}level=two", "level must be a number or FIRST..LAST"),
         (f"{SUMS}level=0..2", "needs over=N"),
         (f"{SUMS}level=2..0&over=5", "the first is above the last"),
         (f"{SUMS}over=5", "needs level=FIRST..LAST"),
@@ -227,11 +196,11 @@ def test_a_task_that_cannot_be_generated_is_refused(tiny):
         (f"{SCHEME}composite?level=1", "no curriculum for composite"),
     ):
         with pytest.raises(DataError, match=says):
-            opened(spec, tiny)
+            opened(spec, TINY)
 
 
 def test_an_item_that_takes_forever_and_catches_what_stops_it_is_given_up_and_one_that_fails_told(
-    tiny, monkeypatch
+    monkeypatch,
 ):
     class Stubborn:
         size = 2**31
@@ -246,11 +215,11 @@ def test_an_item_that_takes_forever_and_catches_what_stops_it_is_given_up_and_on
     monkeypatch.setattr("megatron_ibpo.data.generated._dataset", lambda *_: Stubborn())
     before = signal.getsignal(signal.SIGALRM)
     with pytest.raises(DataError, match=r"gcd: an item was not made within 0\.2 s; make its parameters"):
-        opened(f"{SCHEME}gcd", tiny)
+        opened(f"{SCHEME}gcd", TINY)
     assert signal.getsignal(signal.SIGALRM) is before
     monkeypatch.setattr("megatron_ibpo.data.generated._dataset", lambda *_: SimpleNamespace(size=1))
     with pytest.raises(DataError, match="item 0: the task makes none: TypeError"):
-        opened(f"{SCHEME}gcd", tiny)
+        opened(f"{SCHEME}gcd", TINY)
 
 
 def test_items_that_are_not_checked_at_the_start_are_when_they_are_drawn(monkeypatch):
@@ -269,18 +238,7 @@ def test_items_that_are_not_checked_at_the_start_are_when_they_are_drawn(monkeyp
     assert short.left_out()["left_out/too_long_prompts"] > 0
 
 
-def test_who_waits_for_a_task_is_told(tiny, monkeypatch, capsys):
-    def slowly(name, parameters):
-        time.sleep(0.5)
-        return reasoning_gym.create_dataset(name, size=99, **parameters)
-
-    monkeypatch.setattr("megatron_ibpo.data.generated._dataset", slowly)
-    monkeypatch.setattr("megatron_ibpo.data.generated.TOLD_AFTER_S", 0.01)
-    opened(CHAIN_SUM, tiny)
-    assert "chain_sum" in capsys.readouterr().err
-
-
-def test_a_bad_row_is_named_by_file_line_and_field(tiny, tmp_path):
+def test_a_bad_row_is_named_by_file_line_and_field(tmp_path):
     path = tmp_path / "rows.jsonl"
     for lines, says in (
         ("not json", "line 1: not JSON"),
@@ -291,7 +249,6 @@ def test_a_bad_row_is_named_by_file_line_and_field(tiny, tmp_path):
         ('{"question": "1", "label": "1"}', "no field 'prompt' .found: 'question', 'label'.; --input-key"),
         ('{"prompt": 3, "label": "1"}', "field 'prompt' must be text or a list of messages, found int"),
         ('{"prompt": "1", "label": null}', "field 'label' must be text or a number, found NoneType"),
-        ('{"prompt": "1", "label": true}', "field 'label' must be text or a number, found bool"),
         ('{"prompt": "", "label": "1"}', "field 'prompt' is empty"),
         ('{"prompt": "1", "label": "1", "metadata": []}', "field 'metadata' must be an object"),
         ('{"prompt": "1", "label": "1", "task": 7}', "field 'task' must be text"),
@@ -302,18 +259,16 @@ def test_a_bad_row_is_named_by_file_line_and_field(tiny, tmp_path):
         ("", "no prompts in it"),
         ('{"prompt": "1", "label": -Infinity}', "line 1: not JSON: -Infinity is no number"),
         ('{"prompt": "1", "label": 1e999}', "line 1: not JSON: 1e999 is too large"),
-        ('{"prompt": "1", "label": "1", "metadata": {"a": [NaN]}}', "line 1: not JSON: NaN"),
         ('{"prompt": "1", "label": ' + "9" * 5000 + "}", "line 1: not JSON: Exceeds the limit"),
         *(('{"prompt": "1", "label": ' + "[" * depth + "]" * depth + "}", "nest deeper than 100 levels")
           for depth in (101, 50_000)),
         (r'{"prompt": "1\ud800", "label": "1"}', r"line 1: not JSON: it holds half a character \(\\ud800 "),
-        (r'{"prompt": "1", "label": "\udfff\ud800"}', "it holds half a character"),
         ('{"prompt": "' + "1+" * 500_000 + '", "label": "1"}', "1,000,000 characters, far more than the 10"),
         ('{"' + "k" * 500_000 + '": 1}', "no field 'label' .found: 'kkk.{0,80}; --input-key and"),
     ):  # fmt: skip
         path.write_text(lines)
         with pytest.raises(DataError, match=rf"rows\.jsonl.*{says}"):
-            opened(path, tiny, max_prompt_len=10)
+            opened(path, TINY, max_prompt_len=10)
     path.write_text(r'{"prompt": "\ud83d\ude00", "deep": ' + "[" * 98 + "]" * 98 + "}")  # is read
     ((_, row),) = read_jsonl(path)
     assert row["prompt"] == "\U0001f600"
@@ -340,67 +295,56 @@ def jsonl(path, *rows):
     return path
 
 
-def test_chat_prompts_are_the_templates_own_and_split_after_the_users_words(chatty, tmp_path):
+def test_chat_prompts_are_the_templates_own_and_split_after_the_users_words_which_come_last(tmp_path):
     for content in ("Who is Ann.", "  padded \n", "aaa", "a\n<|im_end|>"):
         messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": content}]
         path = jsonl(tmp_path / "a.jsonl", {"label": "2", "prompt": messages})
-        (prompt,) = opened(path, chatty, apply_chat_template=True).batch(0, 1)
-        own = chatty._tokenizer
+        (prompt,) = opened(path, CHATTY, apply_chat_template=True).batch(0, 1)
+        own = CHATTY._tokenizer
         whole = own.apply_chat_template(
             messages, tokenize=True, add_generation_prompt=True, return_dict=False
         )
         assert list(prompt.token_ids) == whole
         assert own.decode(prompt.head_ids).endswith("user\n" + content.strip())
         assert own.decode(prompt.tail_ids) == "<|im_end|>\n<|im_start|>assistant\n"
-
-
-def test_a_chat_needs_a_template_and_ends_with_the_user(tiny, chatty, tmp_path):
     with pytest.raises(DataError, match="no chat template"):
-        opened(jsonl(tmp_path / "a.jsonl", {"label": "2", "prompt": "1"}), tiny, apply_chat_template=True)
-    messages = [{"role": "assistant", "content": "1"}]
-    path = jsonl(tmp_path / "a.jsonl", {"label": "2", "prompt": messages})
+        opened(path, TINY, apply_chat_template=True)
+    jsonl(path, {"label": "2", "prompt": [{"role": "assistant", "content": "1"}]})
     with pytest.raises(DataError, match=r"a\.jsonl, line 1: the last message must be the user's"):
-        opened(path, chatty, apply_chat_template=True)
+        opened(path, CHATTY, apply_chat_template=True)
 
 
-def test_the_correction_prompt_shows_the_candidates_after_the_question(tiny, chatty, tmp_path):
-    wrong, right = (token_ids(tiny.encode(text)) for text in ("1+2=4#4", "1+2=3#3"))
-    (prompt,) = opened(CHAIN_SUM, tiny).batch(0, 1)
-    ids = CorrectionTemplate(tiny, 2)(prompt, wrong, [right])
-    assert tiny.decode(ids) == (
+def test_the_correction_prompt_shows_the_candidates_after_the_question(tmp_path):
+    wrong, right = (token_ids(TINY.encode(text)) for text in ("1+2=4#4", "1+2=3#3"))
+    (prompt,) = opened(CHAIN_SUM, TINY).batch(0, 1)
+    ids = CorrectionTemplate(TINY, 2)(prompt, wrong, [right])
+    assert TINY.decode(ids) == (
         f"{prompt.text}\nCandidate solution 1: 1+2=4#4\nCandidate solution 2: 1+2=3#3\n{INSTRUCTION_K2}\n"
     )
     # the question's tokens, four for the scaffold of each candidate pair, the instruction and two breaks
     assert len(ids) == prompt.head_length + 7 + 7 + 4 + 3
-    assert tiny.eos_id not in ids
+    assert TINY.eos_id not in ids
     assert ids.dtype == np.int32
     for k in (1, 2):  # without a reference
-        ids = CorrectionTemplate(tiny, k)(prompt, wrong, [])
-        assert tiny.decode(ids) == f"{prompt.text}\nCandidate solution 1: 1+2=4#4\n{INSTRUCTION_K1}\n"
+        ids = CorrectionTemplate(TINY, k)(prompt, wrong, [])
+        assert TINY.decode(ids) == f"{prompt.text}\nCandidate solution 1: 1+2=4#4\n{INSTRUCTION_K1}\n"
     with pytest.raises(DataError, match="--ibpo-k"):
-        CorrectionTemplate(tiny, 3)  # it has no token for "three"
+        CorrectionTemplate(TINY, 3)  # it has no token for "three"
     path = jsonl(tmp_path / "a.jsonl", {"label": "2", "prompt": "1+1?"})
-    (prompt,) = opened(path, chatty, apply_chat_template=True).batch(0, 1)
-    target, *references = [token_ids(chatty.encode(text)) for text in "ABC"]
-    ids = CorrectionTemplate(chatty, 3)(prompt, target, references)
-    assert chatty.decode_all(ids) == (
+    (prompt,) = opened(path, CHATTY, apply_chat_template=True).batch(0, 1)
+    target, *references = [token_ids(CHATTY.encode(text)) for text in "ABC"]
+    ids = CorrectionTemplate(CHATTY, 3)(prompt, target, references)
+    assert CHATTY.decode_all(ids) == (
         "<|im_start|>user\n1+1?\nCandidate solution 1: A\nCandidate solution 2: B\nCandidate solution 3: C\n"
         + INSTRUCTION_K2.replace("two", "three")
         + "<|im_end|>\n<|im_start|>assistant\n"
     ), "inside the user's turn"
 
 
-def test_a_worked_solution_writes_every_step_and_a_student_drops_carries_and_borrows_or_slips():
-    for expression, written in (
-        ("6 + 7", "6+7=3#3"),  # the carry is dropped
-        ("6 + 7 - 1", "6+7=3-1=2#2"),  # and what follows builds on it
-        ("6 + 3", "6+3=9#9"),  # nothing to carry
-        ("9 + 3 + 9 - 3", "9+3=2+9=1-3=-2#-2"),  # no borrow below ten
-        ("8 - 9 + 5", "8-9=-1+5=4#4"),  # no carry from a negative value
-        ("15 - 7", "15-7=18#18"),  # the borrow is dropped
-    ):
-        assert worked_solution(expression, random.Random(0), carry_dropped=1.0) == written
-    assert worked_solution("6 + 0 + 1 + 8 - 9") == "6+0=6+1=7+8=15-9=6#6"
+def test_a_student_drops_carries_and_borrows_or_slips():
+    drops = {"carry_dropped": 1.0}  # carries of 6+7 and 15-7, and none where there is none, as in -1+4
+    assert worked_solution("6 + 7 + 5 - 9 + 4", random.Random(0), **drops) == "6+7=3+5=8-9=-1+4=3#3"
+    assert worked_solution("15 - 7", random.Random(0), **drops) == "15-7=18#18"
     slips = {worked_solution("1 + 1", random.Random(i), slip=1.0) for i in range(50)}
     assert slips == {"1+1=0#0", "1+1=1#1", "1+1=3#3", "1+1=4#4"}
 
@@ -415,15 +359,6 @@ def test_a_student_of_skill_1_mends_the_first_error_and_one_of_skill_0_copies(fi
     candidate = worked_solution(expression, rng, carry_dropped=0.7, slip=0.3)
     assert mended_solution(expression, candidate, rng, skill=1.0) == worked_solution(expression)
     assert mended_solution(expression, candidate, rng, skill=0.0, carry_dropped=1.0, slip=1.0) == candidate
-
-
-def test_what_follows_a_mended_step_is_solved_with_the_students_own_errors():
-    candidate = "6+7=3+1=4+9=13#13"
-    assert mended_solution("6 + 7 + 1 + 9", candidate, random.Random(0), skill=1.0) == "6+7=13+1=14+9=23#23"
-    noisy = mended_solution("6 + 7 + 1 + 9", candidate, random.Random(0), skill=1.0, carry_dropped=1.0)
-    assert noisy == "6+7=13+1=14+9=13#13"
-    with pytest.raises(ValueError, match="1 steps"):
-        mended_solution("9 + 9 + 1", "9+9=8#8", random.Random(0), skill=0.9)
 
 
 CHATML = template("{{ m.content }}")
@@ -475,22 +410,18 @@ def test_a_chat_with_tools_shows_them_and_the_calls_are_in_the_loss(tmp_path):
     assert loss == "<call>add</call><|im_end|>It is 2.<|im_end|>"
 
 
-def test_a_turn_that_is_shown_differently_later_is_a_sequence_of_its_own_and_one_without_an_end_gets_one(
-    tmp_path,
-):
+def test_a_turn_that_is_shown_differently_later_is_a_sequence_of_its_own(tmp_path):
     path = jsonl(tmp_path / "a.jsonl", {"messages": CHAT})
     thought = "{% if m.role == 'assistant' and loop.last %}<think></think>{% endif %}"  # as Qwen3's
     (_, _, first), (prompt, _, second) = learned(path, template(thought + "{{ m.content }}"))
     assert (first, second) == ("<think></think>2<|im_end|>", "<think></think>4<|im_end|>")
     assert "assistant\n2<|im_end|>" in prompt
-    without_end = (
-        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
-        "{% if add_generation_prompt %}<assistant>{% endif %}"
-    )
+
+
+def test_responses_end_even_where_the_template_says_no_end_and_follow_prompts_as_a_policy_writes(tmp_path):
+    path = jsonl(tmp_path / "a.jsonl", {"messages": CHAT})
+    without_end = CHATML.replace("<|im_end|>\n", "")
     assert [loss for _, _, loss in learned(path, without_end)] == ["2<|im_end|>", "4<|im_end|>"]
-
-
-def test_prompt_and_response_are_joined_as_a_policy_writes_them(tmp_path):
     path = jsonl(tmp_path / "a.jsonl", {"prompt": "1+1=", "response": "2"})
     plain = learned(path, CHATML, apply_chat_template=False)
     assert plain == [("1+1=", "2<|im_end|>", "2<|im_end|>")]

@@ -1,7 +1,5 @@
 """Models and data sets of the Hugging Face Hub, by a server on this machine that answers in its place."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -32,29 +30,12 @@ def hub(tmp_path, monkeypatch):
     monkeypatch.setenv("IBPO_CWD", str(tmp_path))
     with hub_stand_in() as hub:
         files = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
-        for name, value in (
-            ("ENDPOINT", hub.url),
-            ("HUGGINGFACE_CO_URL_TEMPLATE", files),
-            ("HF_HUB_CACHE", str(tmp_path / "cache")),
-            ("HF_HUB_OFFLINE", False),
-            ("HF_HUB_DISABLE_XET", True),
-        ):
+        for name, value in {
+            "ENDPOINT": hub.url, "HUGGINGFACE_CO_URL_TEMPLATE": files,
+            "HF_HUB_CACHE": str(tmp_path / "cache"), "HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_XET": True,
+        }.items():  # fmt: skip
             monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
         yield hub
-
-
-def repositories(place):
-    """Write a model and a data set in the layout of openai/gsm8k, each with files that nobody needs."""
-    for name in ("main", "socratic"):
-        (place / "gsm8k" / name).mkdir(parents=True)
-        for split, count in (("train", 30), ("test", 3)):
-            rows = [{"question": f"{n}+{n}", "answer": f"...\n#### {2 * n}"} for n in range(count)]
-            text = "\n".join(map(json.dumps, rows))
-            (place / f"gsm8k/{name}/{split}-00000-of-00001.jsonl").write_text(text)
-    (place / "gsm8k/README.md").write_text("# GSM8K")
-    shutil.copytree(TINY, place / "model")
-    (place / "model/original").mkdir()
-    (place / "model/original/model.safetensors").write_bytes(b"the same weights in another layout")
 
 
 def test_ids_become_snapshots_of_the_cache_and_what_cannot_be_had_is_one_line(
@@ -69,9 +50,16 @@ def test_ids_become_snapshots_of_the_cache_and_what_cannot_be_had_is_one_line(
             resolved(*words)
         return str(refused.value)
 
-    repositories(tmp_path)
-    hub.add("Qwen/Tiny", tmp_path / "model", NEW)
-    hub.add("datasets/openai/gsm8k", tmp_path / "gsm8k", NEW)
+    # a data set in the layout of openai/gsm8k and a model, each with files that nobody needs
+    for name in ("main/train", "main/test", "socratic/train", "socratic/test"):
+        file = tmp_path / f"gsm8k/{name}-00000-of-00001.jsonl"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps({"question": "1+1", "answer": "...\n#### 2"}))
+    (tmp_path / "gsm8k/README.md").write_text("# GSM8K")
+    shutil.copytree(TINY, tmp_path / "model")
+    (tmp_path / "model/original").mkdir()
+    (tmp_path / "model/original/model.safetensors").write_bytes(b"the same weights in another layout")
+    hub.repos |= {"Qwen/Tiny": (tmp_path / "model", NEW), "datasets/openai/gsm8k": (tmp_path / "gsm8k", NEW)}
     model, data = (f"{tmp_path}/cache/{name}" for name in ("models--Qwen--Tiny", "datasets--openai--gsm8k"))
     old, new = "snapshots/" + OLD, "snapshots/" + NEW
     newest = "--hf-checkpoint", "Qwen/Tiny", "--prompt-data", "openai/gsm8k?weight=2"
@@ -87,10 +75,9 @@ def test_ids_become_snapshots_of_the_cache_and_what_cannot_be_had_is_one_line(
     assert not Path(model, new, "original").exists()
     assert not Path(data, new, "README.md").exists()
     held_out = "--eval-prompt-data", "held=openai/gsm8k?split=test"
-    parts = resolved(*of_data, "openai/gsm8k@main/socratic?task=mine", *held_out)
-    assert parts[1:] == (
-        (f"{data}/{new}/socratic?task=mine",), f"held={data}/{new}/main?split=test&task=gsm8k"
-    )  # fmt: skip
+    _, trained, evaluated = resolved(*of_data, "openai/gsm8k@main/socratic?task=mine", *held_out)
+    assert trained == (f"{data}/{new}/socratic?task=mine",)
+    assert evaluated == f"held={data}/{new}/main?split=test&task=gsm8k"
 
     assert resolved("--hf-checkpoint", f"Qwen/Tiny@{OLD}")[0] == f"{model}/{old}"
     (tmp_path / "run").mkdir()
@@ -140,18 +127,18 @@ def test_what_cannot_be_uploaded_is_refused_before_the_run_starts(tmp_path, hub,
             prepare_upload(RunConfig(push_to_hub=f"{owner}/tiny"))
         return str(refused.value).removeprefix(f"--push-to-hub {owner}/tiny: ")
 
-    refused = f"nothing can be uploaded to {hub.url}: You may not create models of you"
-    assert refusal("you") == refused
+    assert refusal("you") == f"nothing can be uploaded to {hub.url}: You may not create models of you"
     run = RunConfig(run_dir=tmp_path, push_to_hub="me/tiny")
     with pytest.raises(UploadError, match=f"not uploaded: .*`hf upload me/tiny {tmp_path}/hf` tries again$"):
         upload_export(run, stopped=False)  # there is no export
+    constants = "huggingface_hub.constants"
     with monkeypatch.context() as patched:
-        patched.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+        patched.setattr(f"{constants}.ENDPOINT", "http://127.0.0.1:9")
         assert refusal("me").startswith("nothing can be uploaded to http://127.0.0.1:9: ")
     monkeypatch.setenv("HF_TOKEN", "")
-    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "none"))
+    monkeypatch.setattr(f"{constants}.HF_TOKEN_PATH", str(tmp_path / "none"))
     assert refusal("me") == "no token; `hf auth login` stores one, or set HF_TOKEN"
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(f"{constants}.HF_HUB_OFFLINE", True)
     assert "HF_HUB_OFFLINE is set" in refusal("me")
     for word in ("tiny", "me/tiny@main", "me/tiny/part"):
         with pytest.raises(ConfigError, match=f"--push-to-hub: must be OWNER/NAME, is '{word}'"):
@@ -170,7 +157,7 @@ def test_a_path_wins_over_an_id(tmp_path, monkeypatch):
     assert own == (f"{tmp_path}/data/train.jsonl",)
 
 
-def test_ids_are_told_from_paths():
+def test_ids_are_told_from_paths_and_a_snapshot_that_is_gone_is_found_again_by_its_commit():
     for text, *parts in (
         ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B", None, ""),
         ("a/b@refs/pr/3", "a/b", "refs/pr/3", ""),
@@ -182,9 +169,6 @@ def test_ids_are_told_from_paths():
         assert str(found) == text
     for path in ("train.jsonl", "/models/Qwen3", "../models/Qwen3", "data/train.jsonl"):
         assert read_hub_id(path) is None
-
-
-def test_a_snapshot_that_is_gone_is_found_again_by_its_commit():
     path = f"/gone/hub/models--Qwen--Qwen3-0.6B/snapshots/{OLD}"
     assert str(missing_snapshot(path)) == f"Qwen/Qwen3-0.6B@{OLD}"
     assert str(missing_snapshot(path + "/main")) == f"Qwen/Qwen3-0.6B@{OLD}/main"

@@ -11,8 +11,9 @@ import tempfile
 import tracemalloc
 import zlib
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,47 +22,34 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from megatron_ibpo.basics.records import Sample
-from megatron_ibpo.journal import (
-    ClosedBatch,
-    ClosedGroup,
-    DroppedGroup,
-    Journal,
-    JournalError,
-    Recovered,
-    SampleKey,
-    read_journal,
-    writer,
-)
-from megatron_ibpo.journal.entries import Sampled, decode, encode
+from megatron_ibpo.journal import DroppedGroup, Journal, JournalError, Recovered, read_journal, writer
+from megatron_ibpo.journal.entries import ClosedBatch, ClosedGroup, Sampled, SampleKey, decode, encode
 from megatron_ibpo.journal.framing import Damage
 from megatron_ibpo.journal.recovery import entries
 from support.journals import KEEP, append, group, make_sample, response
 from support.paths import TESTS
 
 
-def bits_of(sample: Sample) -> list[object]:
+def bits_of(sample):
     return [exactly(getattr(sample, one.name)) for one in fields(Sample)]
 
 
-def exactly(value: object) -> object:
-    match value:
-        case np.ndarray():
-            return value.dtype.str, value.shape, value.tobytes()
-        case float():  # NaNs, too
-            return "float", struct.pack("<d", value)
-    return repr(value)
+def exactly(value):
+    if isinstance(value, np.ndarray):
+        return value.dtype.str, value.shape, value.tobytes()
+    return struct.pack("<d", value) if isinstance(value, float) else repr(value)  # NaNs, too
 
 
-def same(found: dict[SampleKey, Sample], wanted: dict[SampleKey, Sample]) -> bool:
+def same(found, wanted):
     return {k: bits_of(v) for k, v in found.items()} == {k: bits_of(v) for k, v in wanted.items()}
 
 
-def segments(directory: Path) -> list[Path]:
+def segments(directory):
     return sorted(directory.glob("*.journal"))
 
 
 @pytest.fixture
-def three_steps(tmp_path: Path) -> tuple[Path, dict[SampleKey, Sample]]:
+def three_steps(tmp_path):
     """A journal with the batches of steps 1 to 3, one prompt each, and an open group; nothing is saved."""
     samples = {}
     with Journal(tmp_path, KEEP, "settings", 0) as journal:
@@ -173,22 +161,21 @@ def test_a_record_cut_at_any_byte_is_lost_and_nothing_else(three_steps, tmp_path
         assert recovered.notes == ()
 
 
-def flip(segment: Path, place: int, bits: int = 1) -> None:
+def flip(segment, place, bits=1):
     data = bytearray(segment.read_bytes())
     data[place] ^= bits
     segment.write_bytes(data)
 
 
-def whole_records(directory: Path) -> list[tuple[int, object]]:
+def whole_records(directory):
     """(segment, entry) of all that can be read, from the first segment on."""
     return [(n, encode(found)) for n, found in entries(directory, 0) if not isinstance(found, Damage)]
 
 
 @functools.cache
-def every_kind_of_record(per_segment: int) -> tuple[dict[str, bytes], dict[SampleKey, Sample]]:
-    """Segments with batches of steps 1 to 3 with responses and corrections, groups left open, a restart and a
-    rewind; and all samples."""
-    samples: dict[SampleKey, Sample] = {}
+def every_kind_of_record(per_segment):
+    """Segments with three batches, corrections, open groups, a restart and a rewind; and all samples."""
+    samples = {}
     with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
         patch.setattr(writer, "SEGMENT_BYTES", per_segment)
         with Journal(Path(name), KEEP, "settings", 0) as journal:
@@ -243,78 +230,77 @@ def test_a_flipped_byte_costs_the_record_that_it_is_in_and_nothing_else(data, pe
         assert [path.read_bytes() for path in segments(directory)][: len(damaged)] == damaged
 
 
-@pytest.mark.parametrize(
-    ("lost", "checkpoint", "steps", "left"),
-    [
-        (response(2), 0, [1], "1 1 2"),  # weights that were trained on it wrote the rest
-        (ClosedBatch(2, (group(2, 2),)), 2, [3], "3 3 4"),  # it may have trained on prompt 2
-    ],
-)
-def test_of_a_lost_record_all_that_hangs_on_it_is_asked_again(three_steps, lost, checkpoint, steps, left):
+def test_of_a_lost_record_all_that_hangs_on_it_is_asked_again(three_steps):
     directory, samples = three_steps
     [segment] = segments(directory)
-    record = encode(Sampled(lost, samples[lost]) if isinstance(lost, SampleKey) else lost)
-    flip(segment, segment.read_bytes().index(record))
-    recovered = read_journal(directory, checkpoint)
-    assert [batch.step for batch in recovered.batches] == steps
-    assert " ".join(str(key.prompt_index) for key in recovered.samples) == left
-    assert not recovered.is_whole
+    for lost, checkpoint, steps, left in (
+        (
+            Sampled(response(2), samples[response(2)]),
+            0,
+            [1],
+            [1, 1, 2],
+        ),  # its weights wrote the rest
+        (ClosedBatch(2, (group(2, 2),)), 2, [3], [3, 3, 4]),  # it may have trained on prompt 2
+    ):
+        place = segment.read_bytes().index(encode(lost))
+        flip(segment, place)
+        recovered = read_journal(directory, checkpoint)
+        assert [batch.step for batch in recovered.batches] == steps
+        assert [key.prompt_index for key in recovered.samples] == left
+        assert not recovered.is_whole
+        flip(segment, place)
 
 
-@pytest.mark.parametrize("after", ["settings", "other settings"])
-def test_where_the_record_of_a_rewind_is_lost_nothing_before_it_is_taken_for_new(tmp_path, after):
+def test_where_the_record_of_a_rewind_is_lost_nothing_before_it_is_taken_for_new(tmp_path):
     new = replace(make_sample(7), versions=((0, 1),))
-    with Journal(tmp_path, KEEP, "settings", 0) as journal:
-        for step in (1, 2):
-            append(journal, response(step))
-            journal.closed(ClosedBatch(step, (group(step),)))
-        append(journal, response(3), response(4))
-    for step in (2, 3):
-        with Journal(tmp_path, KEEP, after, 0) as journal:
-            if step == 2:
-                journal.rewound(1)
-            journal.sampled(response(step), new)
-            journal.closed(ClosedBatch(step, (group(step),)))
-    flip(segments(tmp_path)[1], 20)
-    recovered = read_journal(tmp_path, 0)
-    assert recovered.settings == after
-    if after == "settings":
-        assert [batch.step for batch in recovered.batches] == [1, 2, 3]
-        assert recovered.samples.keys() == {response(step) for step in (1, 2, 3)}, "and not the open one"
-        assert all(bits_of(recovered.samples[response(step)]) == bits_of(new) for step in (2, 3))
-    else:
-        assert (recovered.batches, recovered.is_whole) == ((), False)
-
-
-def test_no_memory_is_taken_for_a_length_that_cannot_be(three_steps):
-    directory, samples = three_steps
-    [segment] = segments(directory)
-    for length in (2**32 - 1, 2**30):
-        head = struct.pack("<4sII", b"IBPJ", length, 0)
-        with segment.open("ab") as file:
-            file.write(head + struct.pack("<I", zlib.crc32(head)))
+    for after in ("settings", "other settings"):
+        directory = tmp_path / after
+        with Journal(directory, KEEP, "settings", 0) as journal:
+            for step in (1, 2):
+                append(journal, response(step))
+                journal.closed(ClosedBatch(step, (group(step),)))
+            append(journal, response(3), response(4))
+        for step in (2, 3):
+            with Journal(directory, KEEP, after, 0) as journal:
+                if step == 2:
+                    journal.rewound(1)
+                journal.sampled(response(step), new)
+                journal.closed(ClosedBatch(step, (group(step),)))
+        flip(segments(directory)[1], 20)
         recovered = read_journal(directory, 0)
-        assert same(recovered.samples, samples)
-        assert len(recovered.notes) == 1
+        assert recovered.settings == after
+        if after == "settings":
+            assert [batch.step for batch in recovered.batches] == [1, 2, 3]
+            assert recovered.samples.keys() == {response(step) for step in (1, 2, 3)}, "and not the open one"
+            assert all(bits_of(recovered.samples[response(step)]) == bits_of(new) for step in (2, 3))
+        else:
+            assert (recovered.batches, recovered.is_whole) == ((), False)
 
 
-@pytest.mark.parametrize("hole", [5, 2**20 - 8, 2**20, 10**12], ids=lambda size: f"{size} bytes")
-def test_records_behind_damage_are_found_wherever_they_begin(three_steps, hole):
-    """This holds where a header lies across two reads, and behind a hole that no disk could hold."""
+def test_records_behind_damage_are_found_and_no_memory_is_taken_for_a_length_that_cannot_be(three_steps):
     directory, samples = three_steps
     [segment] = segments(directory)
     whole = segment.read_bytes()
-    with segment.open("wb") as file:
-        file.write(b"IBPJ damaged")
-        file.seek(hole, os.SEEK_CUR)
-        file.write(whole)
-    tracemalloc.start()
-    recovered = read_journal(directory, 0)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert same(recovered.samples, samples)
-    assert "damaged" in recovered.notes[0]
-    assert peak < 2**24
+    # a header that lies across two reads, and records behind a hole that no disk could hold
+    damages = [(b"IBPJ damaged", hole, b"") for hole in (5, 2**20 - 8, 2**20, 10**12)]
+    for length in (2**32 - 1, 2**30):
+        head = struct.pack("<4sII", b"IBPJ", length, 0)
+        damages.append((b"", 0, head + struct.pack("<I", zlib.crc32(head))))
+    for before, hole, after in damages:
+        with segment.open("wb") as file:
+            file.write(before)
+            file.seek(hole, os.SEEK_CUR)
+            file.write(whole + after)
+        tracemalloc.start()
+        recovered = read_journal(directory, 0)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert same(recovered.samples, samples)
+        if before:
+            assert "damaged" in recovered.notes[0]
+        else:
+            assert len(recovered.notes) == 1
+        assert peak < 2**24
 
 
 def test_damage_before_what_is_needed_does_no_harm(tmp_path):
@@ -356,16 +342,9 @@ def test_a_journal_of_another_format_is_left_alone(three_steps, monkeypatch):
     assert segment.read_bytes() == before
 
 
-def test_a_journal_that_is_deleted_under_its_run_says_so_when_a_batch_is_closed(tmp_path):
-    directory = tmp_path / "run" / "journal"
-    with Journal(directory, KEEP, "settings", 0) as journal:
-        append(journal, response(1))
-        shutil.rmtree(tmp_path / "run")
-        with pytest.raises(FileNotFoundError, match="run/journal"):
-            journal.closed(ClosedBatch(1, (group(1),)))
-
-
-def test_a_full_disk_leaves_no_part_of_a_record(three_steps, monkeypatch):
+def test_a_full_disk_leaves_no_part_of_a_record_and_a_deleted_journal_is_told_when_a_batch_is_closed(
+    three_steps, monkeypatch
+):
     directory, samples = three_steps
     write = os.write
     with Journal(directory, KEEP, "settings", 0) as journal:
@@ -375,25 +354,12 @@ def test_a_full_disk_leaves_no_part_of_a_record(three_steps, monkeypatch):
                 with pytest.raises(OSError, match=r"No space left on device: '.*000002.journal'"):
                     append(journal, response(10 + room))
             samples |= append(journal, response(10 + room))
-    recovered = read_journal(directory, 0)
-    assert same(recovered.samples, samples)
-    assert recovered.notes == ()
-
-
-@dataclass
-class Model:
-    """A run's own account of what it sampled and closed."""
-
-    saved: int = 0
-    asked: int = 0
-    batches: list[ClosedBatch] = field(default_factory=list)
-    open: dict[int, dict[SampleKey, Sample]] = field(default_factory=dict)
-    trained: dict[SampleKey, Sample] = field(default_factory=dict)
-
-    def wanted(self, after: int) -> dict[SampleKey, Sample]:
-        prompts = {group.prompt_index for batch in self.batches[after:] for group in batch.groups}
-        samples = {key: sample for key, sample in self.trained.items() if key.prompt_index in prompts}
-        return samples | {key: sample for own in self.open.values() for key, sample in own.items()}
+        recovered = read_journal(directory, 0)
+        assert same(recovered.samples, samples)
+        assert recovered.notes == ()
+        shutil.rmtree(directory)
+        with pytest.raises(FileNotFoundError, match=directory.name):
+            journal.closed(ClosedBatch(4, (group(10),)))
 
 
 NAMES = ["sample"] * 3 + ["close", "save", "crash", "torn crash", "go back", "rewind"]
@@ -409,20 +375,27 @@ def test_whatever_happens_a_recovery_finds_what_a_plain_model_says(actions, keep
     with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
         patch.setattr(writer, "SEGMENT_BYTES", segment_bytes)
         patch.setattr(os, "fsync", lambda file: None)  # nothing here loses power
-        directory, model = Path(name), Model()
-        journal = Journal(directory, keep, "settings", 0)
+        directory, journal = Path(name), Journal(Path(name), keep, "settings", 0)
+        # a run's own account of what it sampled and closed
+        model = SimpleNamespace(saved=0, asked=0, batches=[], open={}, trained={})
         for action, number in actions:
             journal = act(journal, model, directory, keep, action, number)
             recovered = read_journal(directory, model.saved)
             assert recovered.batches == tuple(model.batches[model.saved :])
-            assert same(recovered.samples, model.wanted(model.saved))
+            assert same(recovered.samples, wanted_of(model, model.saved))
             assert recovered.is_whole
             assert keep < KEEP or {path.name for path in segments(directory)[:1]} <= {"000001.journal"}
             check_older_checkpoints(directory, model)
         journal.close()
 
 
-def act(journal: Journal, model: Model, directory: Path, keep: int, action: str, number: int) -> Journal:
+def wanted_of(model, after):
+    prompts = {group.prompt_index for batch in model.batches[after:] for group in batch.groups}
+    samples = {key: sample for key, sample in model.trained.items() if key.prompt_index in prompts}
+    return samples | {key: sample for own in model.open.values() for key, sample in own.items()}
+
+
+def act(journal, model, directory, keep, action, number):
     match action:
         case "sample":
             prompt = number % (model.asked + 1)  # of an open group, or of a new one
@@ -469,11 +442,11 @@ def act(journal: Journal, model: Model, directory: Path, keep: int, action: str,
     return journal
 
 
-def check_older_checkpoints(directory: Path, model: Model) -> None:
-    """Check that a run finds all from them, or is told that it does not, and nothing that is not its own."""
+def check_older_checkpoints(directory, model):
+    """A run finds all from them, or is told that it does not, and nothing that is not its own."""
     for older in range(model.saved):
         recovered = read_journal(directory, older)
-        batches, wanted = tuple(model.batches[older:]), model.wanted(older)
+        batches, wanted = tuple(model.batches[older:]), wanted_of(model, older)
         if not segments(directory):  # nothing needed was left, and nothing is known
             assert (recovered.batches, recovered.samples) == ((), {})
             continue
@@ -501,10 +474,11 @@ def test_exactly_as_much_as_was_asked_for_may_stay(tmp_path):
     assert kept("a byte less", everything - needed - 1) < everything
 
 
-def test_a_closed_batch_and_its_samples_have_reached_the_disk_itself(tmp_path, monkeypatch):
+def test_a_closed_batch_and_its_samples_have_reached_the_disk_itself_or_may_be_closed_again(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(writer, "SEGMENT_BYTES", 1)
-    reached: list[str] = []
-    name = "/proc/self/fd/{}"
+    reached, name = [], "/proc/self/fd/{}"
     monkeypatch.setattr(os, "fsync", lambda file: reached.append(Path(name.format(file)).readlink().name))
     with Journal(tmp_path, KEEP, "settings", 0) as journal:
         append(journal, response(1, 0), response(1, 1))
@@ -512,28 +486,21 @@ def test_a_closed_batch_and_its_samples_have_reached_the_disk_itself(tmp_path, m
         journal.closed(ClosedBatch(1, (group(1, 2),)))
         assert reached == ["000001.journal", "000002.journal", "000003.journal", tmp_path.name]
         reached.clear()
-        journal.closed(ClosedBatch(2, ()))
-        assert reached == ["000003.journal", "000004.journal", tmp_path.name]
-
-
-def test_a_batch_that_did_not_reach_the_disk_may_be_closed_again(tmp_path, monkeypatch):
-    batch = ClosedBatch(1, (group(1),))
-    with Journal(tmp_path, KEEP, "settings", 0) as journal:
-        append(journal, response(1))
         with monkeypatch.context() as full:
             full.setattr(os, "fsync", lambda file: os.write(-1, b""))
             with pytest.raises(OSError, match=f"Bad file descriptor: '{tmp_path}'"):
-                journal.closed(batch)
+                journal.closed(batch := ClosedBatch(2, ()))
         journal.closed(batch)
-        journal.closed(ClosedBatch(2, ()))
-    assert [batch.step for batch in read_journal(tmp_path, 0).batches] == [1, 2]
+        assert reached == ["000003.journal", "000004.journal", tmp_path.name]
+        journal.closed(ClosedBatch(3, ()))
+    assert [batch.step for batch in read_journal(tmp_path, 0).batches] == [1, 2, 3]
 
 
 def test_threads_may_append_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr(writer, "SEGMENT_BYTES", 5_000)
     with Journal(tmp_path, KEEP, "settings", 0) as journal, ThreadPoolExecutor(8) as threads:
 
-        def work(prompt: int) -> dict[SampleKey, Sample]:
+        def work(prompt):
             return append(journal, *(response(prompt, index) for index in range(100)))
 
         found = {key: sample for own in threads.map(work, range(8)) for key, sample in own.items()}

@@ -7,18 +7,17 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from rich.console import Console
 
 from megatron_ibpo.basics.rendezvous import environment_number
-from megatron_ibpo.config import Config, ParallelConfig
+from megatron_ibpo.config import ParallelConfig
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.models.cost import inference_elements, kept_elements
 from megatron_ibpo.plan import memory
-from megatron_ibpo.plan.feasibility import Plan, make_plan, not_counted, peaks, sequences, tightest
+from megatron_ibpo.plan.feasibility import make_plan, not_counted, peaks, sequences, tightest
 from megatron_ibpo.plan.memory import communicators, kv_bytes, rank_memory, state_bytes_per_sequence
 from megatron_ibpo.plan.node_memory import census_by_names
 from megatron_ibpo.plan.parameter_count import estimate_census
@@ -27,54 +26,32 @@ from megatron_ibpo.weights.layout.export import metadata_of
 from support import published_recipes
 from support.paths import ROOT
 from support.published_recipes import DENSE_4B, DENSE_32B, MIXTURE_30B, NEXT_80B, configured
-from support.ranks import run_ranks
 from support.tiny_models import make_qwen3_next
 
 GIB = 1024**3
 IN_HOST = "--use-precision-aware-optimizer --optimizer-cpu-offload"
 
 
-def plan_of(model: Path, world_size: int, *flags: str) -> Plan:
+def plan_of(model, world_size, *flags):
     return make_plan(configured(model, *flags), world_size)
 
 
-def printed(model: Path, *flags: str) -> tuple[int, str]:
+def printed(model, *flags):
     screen = io.StringIO()
     status = plan_run(configured(model, *flags), Console(file=screen, width=140))
     return status, screen.getvalue()
 
 
 @pytest.fixture(scope="module")
-def plan_80b(planner) -> Plan:
+def plan_80b(planner):
     return planner(plan_of, NEXT_80B, 32)
 
 
-def shown(planner, model: Path, *flags: str, gpus: int | None = None) -> str:
-    """What the dry run prints of a plan that fits."""
+def shown(planner, model, *flags, gpus=None):
     size = ["--dry-run-world-size", str(gpus)] if gpus else []
     status, text = planner(printed, model, *size, *flags)
     assert status == FITS
     return text
-
-
-def hybrid_parameters(c: dict) -> int:
-    """Delta nets and attention, a dense MLP or experts."""
-    hidden, head = c["hidden_size"], c["head_dim"]
-    query, key = c["num_attention_heads"] * head, c["num_key_value_heads"] * head
-    attention = hidden * (2 * query + 2 * key) + query * hidden + 2 * head  # the gate is as wide as the query
-    heads, value_head = c["linear_num_value_heads"], c["linear_value_head_dim"]
-    gdn_key, gdn_value = c["linear_num_key_heads"] * c["linear_key_head_dim"], heads * value_head
-    delta_net = hidden * (2 * gdn_key + 2 * gdn_value + 2 * heads) + gdn_value * hidden
-    delta_net += c["linear_conv_kernel_dim"] * (2 * gdn_key + gdn_value) + 2 * heads + value_head
-    mlp = 3 * hidden * c.get("intermediate_size", 0)
-    if "num_experts" in c:
-        mlp = c["num_experts"] * (3 * c["moe_intermediate_size"] + 1) * hidden
-        mlp += (3 * c["shared_expert_intermediate_size"] + 1) * hidden
-    layers = c["num_hidden_layers"]
-    full = layers // c["full_attention_interval"]
-    mixers = full * attention + (layers - full) * delta_net
-    matrices = 1 if c.get("tie_word_embeddings") else 2
-    return mixers + layers * (mlp + 2 * hidden) + (matrices * c["vocab_size"] + 1) * hidden
 
 
 @pytest.mark.parametrize(
@@ -106,15 +83,6 @@ def test_other_families_fit_by_the_recipes_for_models_of_their_size(planner, nam
     assert plan.problems == []
     assert tightest(plan).left > 5 * GIB
     assert plan.census.total == parameters
-    config = json.loads((model / "config.json").read_text())
-    if "qwen3_5" in name:
-        assert hybrid_parameters(config["text_config"]) == parameters
-    if "gpt_oss" in name:
-        hidden, queries, shared = 2880, 64 * 64, 8 * 64
-        attention = hidden * (2 * queries + 2 * shared) + queries + 2 * shared + hidden + 64  # biases, sinks
-        expert = 3 * hidden * hidden + 3 * hidden
-        layer = attention + 2 * hidden + config["num_local_experts"] * (expert + hidden + 1)
-        assert config["num_hidden_layers"] * layer + (2 * 201088 + 1) * hidden == parameters
     if "glm" in name:
         # the first stage has a dense layer, the others experts in all of theirs, 16 of 128 on a rank
         experts = [layers * 16 * 3 * 4096 * 1408 for layers in (10, 12, 12, 11)]
@@ -123,30 +91,26 @@ def test_other_families_fit_by_the_recipes_for_models_of_their_size(planner, nam
             assert [part.experts for part in census.stages] == experts
 
 
+def planned_in_short(model, gpus):
+    plan = plan_of(model, gpus)
+    return plan, in_short(plan)
+
+
 @pytest.mark.parametrize("name", published_recipes.WRITTEN_FOR)
 def test_a_recipe_says_what_it_needs_and_fits(planner, name):
     model, gpus = ROOT / "examples/models" / name, published_recipes.WRITTEN_FOR[name]
     plan, short = planner(planned_in_short, model, gpus)
     assert plan.problems == []
     assert tightest(plan).left > 5 * GIB, "room for what no formula gives"
-    comments = [
-        line[2:]
-        for line in published_recipes.RECIPES[model].read_text().splitlines()
-        if line.startswith("# ")
-    ]
+    comments = re.findall(r"^# (.*)", published_recipes.RECIPES[model].read_text(), re.MULTILINE)
     assert short in " ".join(comments), f"write this line into the recipe's head: {short}"
-
-
-def planned_in_short(model: Path, gpus: int) -> tuple[Plan, str]:
-    plan = plan_of(model, gpus)
-    return plan, in_short(plan)
 
 
 def test_the_80b_recipe_fits_32_gpus_and_counts_every_parameter(plan_80b):
     plan = plan_80b
     assert plan.problems == []
     config = json.loads((NEXT_80B / "config.json").read_text())
-    assert plan.census.total == hybrid_parameters(config) == 79_674_391_296
+    assert plan.census.total == 79_674_391_296
     ranks = [plan.census.place(rank) for rank in range(32)]
     places = {(part.tensor, part.pipeline, part.data) for part in ranks}
     assert places == {(t, p, d) for t in range(2) for p in range(4) for d in range(4)}
@@ -365,8 +329,6 @@ def test_a_plan_that_fits_says_what_engines_nodes_and_a_step_take(planner):
     text = shown(planner, DENSE_4B, "--dry-run-hardware", "h100", gpus=8)
     assert "Time on h100, predicted" in text
     assert "GPU-hours" in text
-    text = shown(planner, DENSE_4B, "--dry-run-hardware", "abacus", gpus=8)
-    assert "not predicted: no hardware 'abacus'; there are a100" in text
 
 
 def test_what_cannot_work_is_refused_with_the_reason(planner):
@@ -390,15 +352,14 @@ def test_what_cannot_work_is_refused_with_the_reason(planner):
         assert re.search(reason, refusal), refusal
 
 
-def places_and_sizes(directory: Path, world_size: int, *flags: str) -> list[tuple[int, ...]]:
-    """Return, for every rank, what Megatron says of its place, and the sizes of the model that it builds."""
+def places_and_sizes(directory, world_size, *flags):
+    """For every rank, what Megatron says of its place, and the size of the model that it builds."""
     from megatron.core import parallel_state as state
 
     from megatron_ibpo.plan.parameter_count import as_rank
     from megatron_ibpo.policy.model import build_model
 
-    config, shape = configured(directory, *flags), read_hf_config(directory)
-    found: list[tuple[int, ...]] = []
+    config, shape, found = configured(directory, *flags), read_hf_config(directory), []
     for rank in range(world_size):
         with as_rank(rank, world_size, config):
             (chunk,) = build_model(shape, config, device="meta")
@@ -411,22 +372,17 @@ def places_and_sizes(directory: Path, world_size: int, *flags: str) -> list[tupl
     return found
 
 
-@pytest.mark.parametrize(
-    ("ranks", "tp", "pp", "ep", "etp"), [(16, 2, 2, 4, 1), (16, 1, 2, 2, 2), (4, 2, 1, 1, 1)]
-)
-def test_places_and_sizes_of_all_ranks_follow_from_one_of_each_stage(
-    planner, tmp_path, ranks, tp, pp, ep, etp
-):
+def test_places_and_sizes_of_all_ranks_follow_from_one_of_each_stage(planner, tmp_path):
     model = make_qwen3_next(tmp_path, 0)
-    layout = f"--tensor-model-parallel-size {tp} --pipeline-model-parallel-size {pp} "
-    layout += f"--expert-model-parallel-size {ep} --expert-tensor-parallel-size {etp}"
-    found = planner(places_and_sizes, model, ranks, *layout.split())
-    census = planner(plan_of, model, ranks, *layout.split()).census
-    for rank, (*place, parameters) in enumerate(found):
-        at = census.place(rank)
-        assert [at.tensor, at.pipeline, at.data, at.expert, at.expert_data] == place
-        assert rank in census.ranks(at.pipeline)
-        assert census.stages[at.pipeline].parameters == parameters
+    for ranks, tp, pp, ep, etp in ((16, 2, 2, 4, 1), (16, 1, 2, 2, 2), (4, 2, 1, 1, 1)):
+        layout = f"--tensor-model-parallel-size {tp} --pipeline-model-parallel-size {pp} "
+        layout += f"--expert-model-parallel-size {ep} --expert-tensor-parallel-size {etp}"
+        census = planner(plan_of, model, ranks, *layout.split()).census
+        for rank, (*place, parameters) in enumerate(planner(places_and_sizes, model, ranks, *layout.split())):
+            at = census.place(rank)
+            assert [at.tensor, at.pipeline, at.data, at.expert, at.expert_data] == place
+            assert rank in census.ranks(at.pipeline)
+            assert census.stages[at.pipeline].parameters == parameters
 
 
 def test_rows_that_pad_the_vocabulary_take_memory_and_no_bandwidth(planner, tmp_path):
@@ -457,95 +413,19 @@ def test_a_million_ranks_are_planned_and_shown_in_part(planner, tmp_path):
     assert len(text.splitlines()) < 100
 
 
-def test_numbers_of_the_launcher_that_are_none_are_refused(monkeypatch):
-    wrong = [("NNODES", "x"), ("MASTER_PORT", "abc"), ("NODE_RANK", "a[$(exit 3)]"), ("NNODES", "0")]
-    for name, value in wrong:
-        done = run_script("run.sh", "--dry-run", **{name: value})
-        assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-        assert f"{name}={value}: must be a whole number between" in done.stderr
+def test_numbers_of_the_launcher_that_are_none_and_nodes_without_a_shared_directory_are_refused(monkeypatch):
+    command = ["bash", str(ROOT / "examples/run_qwen3_32b_ibpo.sh")]
+    for variables, says in (
+        ({"NNODES": "x"}, "NNODES=x: must be a whole number between"),
+        ({"NNODES": "0"}, "NNODES=0: must be a whole number between"),
+        ({"NODE_RANK": "a[$(exit 3)]"}, "NODE_RANK=a[$(exit 3)]: must be a whole number between"),
+        ({"NNODES": "4", "RUN_DIR": ""}, "set RUN_DIR to a directory that all 4 nodes share"),
+    ):
+        own = {"IBPO_PYTHON": sys.executable, "MASTER_PORT": "0", "NODE_RANK": "1"} | variables
+        done = subprocess.run(command, env=os.environ | own, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 2
+        assert says in done.stderr.splitlines()[-1]
     for value in ("abc", "0", "-1", "1e3", "", "9" * 5000):
         monkeypatch.setenv("WORLD_SIZE", value)
         with pytest.raises(ValueError, match="in the environment: must be a whole number between 1 and"):
             environment_number("WORLD_SIZE", 1, least=1)
-
-
-def kept_for_backward(world, directories: list[Path]) -> list[tuple[int, float]]:
-    """(bytes that autograd keeps in one forward pass, bytes estimated) for each model of several layers."""
-    from megatron.core.packed_seq_params import PackedSeqParams
-
-    from megatron_ibpo.policy import parallel
-    from megatron_ibpo.policy.model import build_model
-
-    config, tokens = Config(), 512
-    bounds = torch.tensor([0, tokens], dtype=torch.int32)
-    packed = PackedSeqParams("thd", bounds, bounds, max_seqlen_q=tokens, max_seqlen_kv=tokens)
-
-    def kept_by_a_pass(directory: Path) -> tuple[int, float]:
-        shape = read_hf_config(directory)
-        (chunk,) = build_model(shape, config)
-        weights = {parameter.untyped_storage().data_ptr() for parameter in chunk.parameters()}
-        for parameter in chunk.parameters():
-            torch.nn.init.normal_(parameter, std=0.02)
-        kept: dict[int, torch.Tensor] = {}
-
-        def keep(tensor: torch.Tensor) -> torch.Tensor:
-            if tensor.untyped_storage().data_ptr() not in weights:
-                kept[tensor.untyped_storage().data_ptr()] = tensor
-            return tensor
-
-        ids, positions = torch.randint(shape.vocab_size, (1, tokens)), torch.arange(tokens)[None]
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            chunk(ids, positions, None, packed_seq_params=packed)
-        elements = sum(kept_elements(shape, config.parallel, layer) for layer in range(shape.num_layers))
-        measured = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
-        return measured, elements * tokens * 4
-
-    parallel.initialize(config.parallel, world, seed=0)
-    try:
-        return [kept_by_a_pass(directory) for directory in directories]
-    finally:
-        parallel.destroy()
-
-
-SHRUNK = {
-    DENSE_32B: {
-        "hidden_size": 640, "num_attention_heads": 8, "num_key_value_heads": 1, "intermediate_size": 3200,
-    },
-    NEXT_80B: {
-        "hidden_size": 512, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 128,
-        "num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 128,
-        "shared_expert_intermediate_size": 128, "linear_num_key_heads": 4, "linear_num_value_heads": 8,
-        "linear_key_head_dim": 64, "linear_value_head_dim": 64,
-    },
-}  # fmt: skip
-
-
-@pytest.mark.world
-def test_estimated_activations_are_near_what_a_forward_pass_keeps(tmp_path):
-    for model, changes in SHRUNK.items():
-        content = json.loads((model / "config.json").read_text()) | changes
-        content |= {"num_hidden_layers": 4, "vocab_size": 64}
-        (tmp_path / model.name).mkdir()
-        (tmp_path / model.name / "config.json").write_text(json.dumps(content))
-    [found] = run_ranks(kept_for_backward, 1, [tmp_path / model.name for model in SHRUNK])
-    for (measured, estimated), model in zip(found, SHRUNK, strict=True):
-        # the local modules keep somewhat more than the fused ones that the estimate stands for
-        assert 0.6 < estimated / measured < 1.3, (model.name, measured, estimated)
-
-
-def run_script(name: str, *flags: str, **environment: str) -> subprocess.CompletedProcess:
-    command = ["bash", str(ROOT / "examples" / name), *flags]
-    variables = os.environ | {"IBPO_PYTHON": sys.executable} | environment
-    return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120)
-
-
-@pytest.mark.slow
-def test_the_script_of_the_80b_model_prints_its_plan_without_a_gpu():
-    done = run_script("run_qwen3_next_ibpo.sh", "--dry-run", HF_CHECKPOINT=str(NEXT_80B))
-    assert done.returncode == FITS, done.stderr
-    for part in ("32 GPUs", "This fits.", "of 1038.84 each"):  # GiB of a checkpoint
-        assert part in done.stdout
-    # to train, several nodes need a shared run directory
-    done = run_script("run_qwen3_32b_ibpo.sh", MASTER_PORT="0", NODE_RANK="1", RUN_DIR="")
-    assert done.returncode == 2
-    assert "set RUN_DIR to a directory that all 4 nodes share" in done.stderr

@@ -3,36 +3,25 @@
 import base64
 import hashlib
 import json
-from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from threading import Thread
-
-
-@dataclass
-class StandIn:
-    url: str
-    folders: dict[str, Path] = field(default_factory=dict)  # of "owner/name", or "datasets/owner/name"
-    commits: dict[str, str] = field(default_factory=dict)  # of the branch main; all have the same files
-    asked: list[str] = field(default_factory=list)
-    uploaded: dict[str, dict[str, bytes]] = field(default_factory=dict)  # created repository → its files
-    private: set[str] = field(default_factory=set)  # created repositories that only their owner sees
-
-    def add(self, repo: str, folder: Path, commit: str = "a" * 40) -> None:
-        self.folders[repo], self.commits[repo] = folder, commit
+from types import SimpleNamespace
 
 
 @contextmanager
-def hub_stand_in() -> Iterator[StandIn]:
+def hub_stand_in():
     with ThreadingHTTPServer(("127.0.0.1", 0), _Answers) as server:
-        hub = StandIn(f"http://127.0.0.1:{server.server_port}")
-        server.hub = hub  # type: ignore[attr-defined]
+        server.hub = SimpleNamespace(  # type: ignore[attr-defined]
+            url=f"http://127.0.0.1:{server.server_port}",
+            repos={},  # "owner/name" or "datasets/owner/name" → (folder, commit of main); all have its files
+            uploaded={},  # created repository → its files
+            private=set(),  # created repositories that only their owner sees
+        )
         thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
         thread.start()
         try:
-            yield hub
+            yield server.hub  # type: ignore[attr-defined]
         finally:
             server.shutdown()
             thread.join(timeout=10)
@@ -47,7 +36,6 @@ class _Answers(BaseHTTPRequestHandler):
 
     def do_GET(self):
         hub, path = self.server.hub, self.path.partition("?")[0]  # type: ignore[attr-defined]
-        hub.asked.append(f"{self.command} {path}")
         if path.endswith("/auth-check/write"):
             return self._send(200 if self._may_write(path.split("/")[3]) else 403)
         verb, file = "resolve", ""
@@ -58,9 +46,10 @@ class _Answers(BaseHTTPRequestHandler):
         else:
             repo, _, place = path[1:].partition("/resolve/")
             revision, _, file = place.partition("/")
-        if repo not in hub.folders:
+        if repo not in hub.repos:
             return self._send(404, {"X-Error-Code": "RepoNotFound"})
-        commit, folder = hub.commits[repo] if revision == "main" else revision, hub.folders[repo]
+        folder, newest = hub.repos[repo]
+        commit = newest if revision == "main" else revision
         if len(commit) != 40:
             return self._send(404, {"X-Error-Code": "RevisionNotFound"})
         if verb == "resolve":
