@@ -96,10 +96,10 @@ class BytesSent(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.world
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_convolution_and_rule_over_slices_are_those_over_whole_sequences(world, ranks):
-    """To the last digits of float64; chunks are below what the convolution sees, and across the rule's."""
+@pytest.mark.world(4)
+def test_slices_are_convolved_and_ruled_as_whole_sequences_and_what_is_sent_does_not_grow_with_them(world):
+    """To the last digits of float64; chunks are below what the convolution sees, and across the rule's. A
+    state and three tokens are sent for each chunk, and as much in the backward pass."""
     mine, outputs, gradients, expected, *_ = mixed(world, [1, 40, 2, 1, 7, 33, 3])
     for output, whole in outputs:
         assert (output - whole[mine]).abs().max() < 1e-12
@@ -108,11 +108,6 @@ def test_convolution_and_rule_over_slices_are_those_over_whole_sequences(world, 
         assert scale > 0.1, (name, "would not be tested")
         own = whole if name == "weight" else whole[mine]
         assert (gradients[name] - own).abs().max() < 1e-12 * scale, name
-
-
-@pytest.mark.world(4)
-def test_what_a_delta_net_sends_does_not_grow_with_the_sequence(world):
-    """A state and three tokens for each chunk, and as much in the backward pass."""
     states, tokens = 8 * 3 * 5 * 4, 8 * 3 * 6
     sends = 2 if 0 < world.rank < 3 else 1  # the way turns at the last rank, and ends at the first
     for chunk in (1, 3, 100):

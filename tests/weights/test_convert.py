@@ -84,45 +84,27 @@ def with_fifth_layer(source):
     return tensors | fifth
 
 
-LAYOUTS = {
-    "one": layout(), "TP2": layout(tp=2), "TP4": layout(tp=4), "PP2": layout(pp=2), "PP4": layout(pp=4),
-    "PP2 3+1": layout(pp=2, first=3), "PP3 1+1+2": layout(pp=3, first=1, last=2),
-    "TP2 PP2 3+1": layout(tp=2, pp=2, last=1), "PP2 interleaved": layout(pp=2),
-    "TP2 PP2 interleaved": layout(tp=2, pp=2, last=2),
+# Pipelines and groups of experts divide a model by layers and by experts, whatever is in them, so one family
+# goes through all of them. What tensor parallelism divides differs by family: each goes through TP4, and those
+# with experts through one group of experts more.
+PLACES = {
+    "dense": [layout(), layout(tp=2), layout(tp=4), layout(pp=2), layout(pp=4), layout(pp=2, first=3),
+              layout(pp=3, first=1, last=2), layout(tp=2, pp=2, last=1)],
+    "tied": [layout(tp=4), layout(tp=2, pp=2, last=1)], "llama": [layout(tp=4)], "qwen2": [layout(tp=4)],
+    "few": [layout(tp=4, pp=2)], "odd": [layout(tp=4), layout(tp=2, vocabulary=16)],
+    "moe": [layout(ep=2), layout(ep=4), layout(etp=2), layout(tp=4, etp=4), layout(tp=2, ep=2, etp=2),
+            layout(ep=2, etp=2, pp=2, first=1)],
+    "next": [layout(tp=4, etp=4), layout(tp=2, pp=2, ep=4)], "mtp": [layout(ep=2, etp=2, pp=2, first=1)],
+    "glm": [layout(tp=2, ep=2, etp=2)], "glm mtp": [layout(tp=2, pp=2, ep=2, first=1)],
+    "oss": [layout(tp=4), layout(tp=2, pp=2, ep=4)],
 }  # fmt: skip
-EXPERT_LAYOUTS = {
-    "EP2": layout(ep=2), "EP4": layout(ep=4), "ETP2": layout(etp=2), "TP4 ETP4": layout(tp=4, etp=4),
-    "TP2 EP2 ETP2": layout(tp=2, ep=2, etp=2), "TP2 PP2 EP4": layout(tp=2, pp=2, ep=4),
-    "TP4 PP2 EP2 interleaved": layout(tp=4, pp=2, ep=2),
-    "EP2 ETP2 PP2 1+3": layout(ep=2, etp=2, pp=2, first=1),
-}  # fmt: skip
-DENSE, EXPERTS = ("dense", "tied", "llama", "qwen2"), ("moe", "next", "mtp", "glm", "oss")
-FAST = {
-    "dense": LAYOUTS, "tied": ("TP4", "TP2 PP2 3+1"), "llama": ("TP4", "TP2 PP2 interleaved"),
-    "qwen2": ("TP4", "TP2 PP2 3+1"), "moe": EXPERT_LAYOUTS, "next": ("TP4 ETP4", "TP2 PP2 EP4"),
-    "mtp": ("EP2 ETP2 PP2 1+3", "TP4 PP2 EP2 interleaved"),
-    "glm": ("TP2 EP2 ETP2", "TP4 PP2 EP2 interleaved"),
-    "oss": ("TP4", "TP2 PP2 EP4"),
-}  # fmt: skip
-"""Pipelines and groups of experts divide a model by layers and by experts, whatever is in them, so one family
-goes through all of them. What tensor parallelism divides differs by family: each goes through TP4, and those
-with experts through one group of experts more."""
+CASES = [(name, parallel, 1) for name, places in PLACES.items() for parallel in places]
+for name, parallel in (("dense", layout(pp=2)), ("llama", layout(tp=2, pp=2, last=2)),
+                       ("mtp", layout(tp=4, pp=2, ep=2)), ("glm", layout(tp=4, pp=2, ep=2))):  # fmt: skip
+    CASES.append((name, parallel, 2))
 
 
-def cases():
-    for name in (*DENSE, *EXPERTS):
-        for place, parallel in (LAYOUTS | (EXPERT_LAYOUTS if name in EXPERTS else {})).items():
-            if name != "oss" or parallel.expert_tensor_parallel_size == 1:  # experts with biases
-                marks, pieces = () if place in FAST[name] else pytest.mark.slow, 1 + ("interleaved" in place)
-                yield pytest.param(name, parallel, pieces, id=f"{name} {place}", marks=marks)
-    yield pytest.param("glm mtp", layout(tp=2, pp=2, ep=2, first=1), 1, id="glm mtp")
-    yield pytest.param("few", layout(tp=4), 1, id="few TP4")
-    yield pytest.param("odd", layout(tp=4), 1, id="odd TP4")
-    yield pytest.param("odd", layout(tp=2, vocabulary=16), 1, id="odd TP2 by 16")
-    yield pytest.param("few", layout(tp=4, pp=2), 1, id="few TP4 PP2", marks=pytest.mark.slow)
-
-
-@pytest.mark.parametrize(("name", "parallel", "virtual_stages"), list(cases()))
+@pytest.mark.parametrize(("name", "parallel", "virtual_stages"), CASES)
 def test_there_and_back_changes_no_bit(models, tmp_path, name, parallel, virtual_stages):
     stored, back = tmp_path / "stored", tmp_path / "back"
     hf_to_megatron(models[name], stored, parallel, ALONE, virtual_stages=virtual_stages)
@@ -201,24 +183,16 @@ def test_more_than_one_mtp_layer_is_refused_by_name(models, tmp_path):
         hf_to_megatron(several, tmp_path / "stored", layout(), ALONE)
 
 
-LOADED = {
-    1: [("dense", layout(tp=4)), ("tied", layout(pp=2)), ("moe", layout(ep=2)), ("glm", layout(tp=2, ep=2))],
-    2: [("dense", layout(tp=2)), ("tied", layout(pp=2)), ("moe", layout(etp=2, tp=2)), ("oss", layout(pp=2)),
-        ("glm mtp", layout(pp=2, first=1)), ("next", layout(pp=2, first=1)), ("mtp", layout(tp=2, ep=2))],
-    4: [("dense", layout(tp=4)), ("odd", layout(tp=4)), ("oss", layout(tp=2, pp=2, ep=2)),
-        ("next", layout(tp=4, ep=2, etp=2)), ("next", layout(pp=2, last=3, ep=2))],
-}  # fmt: skip
-"""By ranks: what is loaded under which layout, and in how many pieces on a stage if in several. Alone, it is
-what was converted for another layout."""
-
-
-QUICK = [("next", layout(pp=2), 2), ("odd", layout(tp=2)), ("oss", layout(tp=2))]
-
-
 @pytest.mark.world
 @pytest.mark.parametrize(
-    ("ranks", "cases"), [(2, QUICK), *(pytest.param(*own, marks=pytest.mark.slow) for own in LOADED.items())]
-)
+    ("ranks", "cases"),
+    [(2, [("next", layout(pp=2), 2), ("odd", layout(tp=2)), ("oss", layout(tp=2))]),
+     pytest.param(4, [
+         ("dense", layout(tp=4)), ("tied", layout(pp=2)), ("odd", layout(tp=4)), ("moe", layout(tp=2, etp=2)),
+         ("oss", layout(tp=2, pp=2, ep=2)), ("next", layout(tp=4, ep=2, etp=2)), ("mtp", layout(tp=2, ep=2)),
+         ("next", layout(pp=2, last=3, ep=2)), ("glm mtp", layout(tp=2, pp=2, first=1))],
+         marks=pytest.mark.slow)],
+)  # fmt: skip
 def test_loading_a_conversion_is_loading_the_original_in_every_layout(world, models, tmp_path, ranks, cases):
     from megatron_ibpo.policy import parallel
     from megatron_ibpo.policy.checkpoint import load_weights
@@ -228,7 +202,7 @@ def test_loading_a_conversion_is_loading_the_original_in_every_layout(world, mod
         (own,) = pieces or (1,)
         stored = tmp_path / str(number)
         hf_to_megatron(models[name], stored, converted_for, world, virtual_stages=own)
-        chunks, shape = loaded(world, models[name], layout() if ranks == 1 else converted_for, pieces=own)
+        chunks, shape = loaded(world, models[name], converted_for, pieces=own)
         for chunk in chunks:
             for tensor in filter(torch.is_tensor, chunk.state_dict().values()):
                 tensor.fill_(float("nan"))

@@ -89,8 +89,6 @@ def test_a_wrapped_config_is_read_and_one_that_cannot_be_built_refused(wrapped, 
         ("dense", layout(pp=2), 2),
         ("moe", layout(tp=2, ep=2, etp=2), 1),
         ("moe", layout(tp=4, pp=2, etp=2, first=1), 1),
-        pytest.param("dense", layout(tp=4), 1, marks=pytest.mark.slow),
-        pytest.param("moe", layout(tp=2, pp=2, ep=4), 1, marks=pytest.mark.slow),
     ],
 )
 def test_there_and_back_changes_no_bit_of_anything(wrapped, tmp_path, name, parallel, virtual_stages):
@@ -150,7 +148,7 @@ def test_the_trainers_export_holds_the_policy_and_all_that_lies_beside_it(world,
 
 @pytest.mark.engine
 @pytest.mark.slow
-@pytest.mark.parametrize(("moe", "wrap"), [(False, False), (False, True), (True, False), (True, True)])
+@pytest.mark.parametrize(("moe", "wrap"), [(False, False), (True, True)])
 def test_an_engine_takes_new_weights_and_a_fresh_one_agrees(tmp_path, moe, wrap):
     how = {"moe": moe, "wrapped": wrap, "tie": not moe, "value_heads": 4}
     made = [make_qwen3_5(tmp_path / f"{seed}", seed, **how) for seed in (0, 1)]
@@ -184,15 +182,14 @@ def test_an_engine_takes_new_weights_and_a_fresh_one_agrees(tmp_path, moe, wrap)
 @pytest.mark.engine
 @pytest.mark.ray
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "experts"), [("dense", 1), ("moe", 2)])
-def test_three_steps_of_the_loop_leave_all_but_the_text_model_as_it_was(wrapped, tmp_path, kind, experts):
+def test_three_steps_of_the_loop_leave_all_but_the_text_model_as_it_was(wrapped, tmp_path):
     generator = torch.Generator().manual_seed(3)
     small = {  # so that a step changes all of them
         name: 0.1 * torch.randn(tensor.shape, generator=generator)
-        for name, tensor in tensors_of(wrapped[kind]).items()
+        for name, tensor in tensors_of(wrapped["moe"]).items()
     }
-    model = with_weights(wrapped[kind], tmp_path / "model", small)
-    train_three_steps(tmp_path, model, "--expert-model-parallel-size", str(experts))
+    model = with_weights(wrapped["moe"], tmp_path / "model", small)
+    train_three_steps(tmp_path, model, "--expert-model-parallel-size", "2")
     before, after = tensors_of(model), tensors_of(tmp_path / "run/hf")
     assert before.keys() == after.keys()
     trained = trained_elements(model, read_hf_config(model))
