@@ -12,17 +12,17 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_ibpo.config import Config, ModelConfig
+from megatron_ibpo.config import ModelConfig
 from megatron_ibpo.models import read_hf_config, zigzag
 from megatron_ibpo.models.backends import LOCAL, Backends
 from support.delta_net_kernels import HostReads, kernels_stood_in
 from support.example_runs import rows_of
 from support.layouts import layout
+from support.model_passes import gradients_of, loaded
 from support.paths import ROOT
 from support.ranks import run_ranks
 from support.tiny_models import make_gpt_oss, make_qwen3, make_qwen3_next
 from support.train_sequences import sequence
-from support.trainers import weights_of
 
 
 def test_each_rank_holds_an_early_and_a_late_chunk_of_every_sequence():
@@ -134,30 +134,19 @@ def losses_and_gradients(world, paths):
 
 def loss_and_gradients(world, path, parallel_config, libraries=LOCAL):
     """(losses on the last stage's ranks, gradients by name on rank 0) of a checkpoint in a layout."""
-    from megatron.core import distributed, parallel_state
+    from megatron.core import parallel_state
     from megatron.core.packed_seq_params import PackedSeqParams
-    from megatron.core.pipeline_parallel import get_forward_backward_func
 
     from megatron_ibpo.loss import make_objective, policy_loss
-    from megatron_ibpo.policy import parallel
     from megatron_ibpo.policy.forward_backward import _lay_out_all
-    from megatron_ibpo.policy.model import build_model
     from megatron_ibpo.policy.packing import pack
     from megatron_ibpo.policy.planning import MicroBatch
-    from megatron_ibpo.weights.formats.load import load_hf
-    from megatron_ibpo.weights.layout.export import HFExport
 
-    parallel.initialize(parallel_config, world, seed=0)
-    shape = read_hf_config(path)
-    override = ("moe_router_dtype=fp64",) if shape.is_moe else ()
-    config = Config(model=ModelConfig(model_override=override), parallel=parallel_config)
-    chunks = build_model(shape, config, libraries=libraries)
-    load_hf(chunks, shape, path)
-    core = chunks[0].config
+    override = ("moe_router_dtype=fp64",) if read_hf_config(path).is_moe else ()
+    model = ModelConfig(model_override=override)
+    (chunk,), shape = loaded(world, path, parallel_config, model, libraries=libraries)
+    core = chunk.config
     core.pipeline_dtype = core.params_dtype = torch.float64
-    wide = distributed.DistributedDataParallelConfig(grad_reduce_in_fp32=False)
-    model = distributed.DistributedDataParallel(core, wide, chunks[0].double())
-    core.finalize_model_grads_func = distributed.finalize_model_grads
     tp_group, seen = parallel_state.get_tensor_model_parallel_group(), []
     parts = rows()[:3], rows()[3:], []  # the last has no sequence
     packs = [pack(MicroBatch(tuple(range(len(part))), tuple(part))) for part in parts]
@@ -178,17 +167,7 @@ def loss_and_gradients(world, path, parallel_config, libraries=LOCAL):
         output = chunk(batch.input_ids_1N, batch.position_ids_1N, None, packed_seq_params=packed)
         return output, lambda logits: loss_of(batch, logits)
 
-    model.zero_grad_buffer()
-    get_forward_backward_func()(
-        forward_step_func=forward, data_iterator=iter(batches), model=[model], num_microbatches=len(batches),
-        seq_length=1, micro_batch_size=1, forward_only=False,
-    )  # fmt: skip
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(parameter.main_grad)
-    gradients = weights_of(HFExport([model], shape))
-    parallel.destroy()
-    return seen, gradients
+    return seen, gradients_of(chunk.double(), shape, forward, batches)
 
 
 @pytest.fixture(scope="module")

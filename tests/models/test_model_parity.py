@@ -18,14 +18,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_ibpo.config import Config, ModelConfig
+from megatron_ibpo.config import ModelConfig
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.models.backends import LOCAL
 from support import tiny_models
 from support.checkpoint_bytes import one_tensor_per_expert
 from support.layouts import layout
+from support.model_passes import gradients_of, loaded
 from support.tiny_models import LLAMA_3, VOCAB_SIZE
-from support.trainers import weights_of
 
 pytestmark = pytest.mark.world
 
@@ -163,63 +163,33 @@ def transformers_result(path):
     return logits.detach(), loss.item(), dict(one_tensor_per_expert(gradients))
 
 
-def built(world, path, parallel_config, model_config, libraries=LOCAL):
-    from megatron_ibpo.policy import parallel
-    from megatron_ibpo.policy.model import build_model
-    from megatron_ibpo.weights.formats.load import load_hf
-
-    parallel.initialize(parallel_config, world, seed=0)
-    shape, config = read_hf_config(path), Config(model=model_config, parallel=parallel_config)
-    chunks = build_model(shape, config, device=DEVICE, libraries=libraries)
-    load_hf(chunks, shape, path)
-    return chunks, shape
-
-
 def megatron_result(world, path, parallel_config, bf16, libraries):
     """(logits and loss on the first TP rank of the last stage, gradients on rank 0)"""
-    from megatron.core import distributed, parallel_state
-    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core import parallel_state
     from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
-    from megatron.core.utils import get_model_config
 
     from megatron_ibpo.models.weight_map import weight_map
-    from megatron_ibpo.policy import parallel
-    from megatron_ibpo.weights.layout.export import HFExport
 
-    model_config = ModelConfig(bf16=bf16, allow_local_modules=True)
-    chunks, shape = built(world, path, parallel_config, model_config, libraries)
-    core, reduced = get_model_config(chunks[0]), distributed.DistributedDataParallelConfig
-    model = distributed.DistributedDataParallel(core, reduced(grad_reduce_in_fp32=True), chunks[0])
-    core.finalize_model_grads_func = distributed.finalize_model_grads
+    model = ModelConfig(bf16=bf16, allow_local_modules=True)
+    (chunk,), shape = loaded(world, path, parallel_config, model, device=DEVICE, libraries=libraries)
     seen = {}
 
     def loss_of(logits_1NV):
         _, targets, weights = draw_batch(shape.vocab_size)
         logits = gather_from_tensor_model_parallel_region(logits_1NV)[0, :, : shape.vocab_size].float()
         loss = (F.cross_entropy(logits, targets.to(DEVICE), reduction="none") * weights.to(DEVICE)).sum()
-        seen.update(logits=logits.detach().cpu(), loss=loss.item())
+        if parallel_state.get_tensor_model_parallel_rank() == 0:
+            seen.update(logits=logits.detach().cpu(), loss=loss.item())
         return loss, {}
 
-    def forward(_, chunk):
-        ids, positions, packed = packed_inputs(shape.vocab_size)
+    def forward(batches, chunk):
+        ids, positions, packed = next(batches)
         return chunk(ids, positions, None, packed_seq_params=packed), loss_of
 
-    model.zero_grad_buffer()
-    get_forward_backward_func()(
-        forward_step_func=forward, data_iterator=None, model=[model], num_microbatches=1,
-        seq_length=sum(LENGTHS), micro_batch_size=1, forward_only=False,
-    )  # fmt: skip
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(parameter.main_grad)
+    gradients = gradients_of(chunk, shape, forward, [packed_inputs(shape.vocab_size)])
     entries = weight_map(shape).values()  # some are held among the weights of layers and not trained
     frozen = {piece.name for entry in entries if entry.dtype is not None for piece in entry.pieces}
-    exported = weights_of(HFExport([model], shape))
-    gradients = {name: grad.float().cpu() for name, grad in exported.items() if name not in frozen}
-    is_first = parallel_state.get_tensor_model_parallel_rank() == 0
-    speaks = is_first and parallel_state.is_pipeline_last_stage()
-    parallel.destroy()
-    return seen if speaks else None, gradients
+    return seen, {name: grad.float().cpu() for name, grad in gradients.items() if name not in frozen}
 
 
 def packed_inputs(vocabulary=VOCAB_SIZE):
@@ -241,7 +211,7 @@ def test_logits_loss_and_gradients_equal_those_of_transformers(world, checkpoint
         case, (logits, loss, gradients) = f"{name} {parallel}", expected[name]
         has_delta_nets = read_hf_config(checkpoints[name]).is_recurrent
         seen, own = megatron_result(world, checkpoints[name], parallel, False, LOCAL)
-        if seen is not None:
+        if seen:
             assert (seen["logits"] - logits).abs().max() < (5e-5 if has_delta_nets else 1e-5), case
             assert seen["loss"] == pytest.approx(loss, abs=1e-5), case
         if world.is_rank_0:
@@ -285,7 +255,7 @@ def compare_in_bfloat16(world, checkpoints, expected, cases, libraries):
     for name, parallel in [(name, one) for name, layouts in cases.items() for one in layouts]:
         case, (logits, loss, gradients) = f"{name} {parallel}", expected[name]
         seen, own = megatron_result(world, checkpoints[name], parallel, True, libraries)
-        if seen is not None:
+        if seen:
             assert (seen["logits"] - logits).abs().mean() < 0.1 * logits.std(), case
             assert seen["loss"] == pytest.approx(loss, rel=0.01), case
         if world.is_rank_0:
@@ -304,7 +274,7 @@ def test_recomputed_activations_give_the_same_gradients(world, tmp_path):
     path, found = tiny_models.make_qwen3_next(tmp_path / "next", 7, value_heads=4, std=0.08), []
     for kind in ("none", "selective", "full"):
         config = ModelConfig(recompute_granularity=kind, allow_local_modules=True)
-        (chunk,), _ = built(world, path, layout(), config, libraries=None)
+        (chunk,), _ = loaded(world, path, layout(), config)
         ids, positions, packed = packed_inputs()
         chunk(ids, positions, None, packed_seq_params=packed).square().sum().backward()
         parallel.destroy()

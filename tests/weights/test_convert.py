@@ -36,8 +36,9 @@ from support.checkpoint_bytes import (
     with_fused_experts,
     with_weights,
 )
-from support.conversions import ALONE, edit_json, loaded
+from support.conversions import ALONE, edit_json
 from support.layouts import layout
+from support.model_passes import loaded
 from support.mtp_checkpoints import mtp_tensors
 from support.train_sequences import sequences
 from support.trainers import config_for, open_trainer, weights_of
@@ -84,9 +85,8 @@ def with_fifth_layer(source):
     return tensors | fifth
 
 
-# Pipelines and groups of experts divide a model by layers and by experts, whatever is in them, so one family
-# goes through all of them. What tensor parallelism divides differs by family: each goes through TP4, and those
-# with experts through one group of experts more.
+# Pipelines and groups of experts divide a model by layers and experts, whatever is in them: one family goes
+# through all of them. What tensor parallelism divides differs by family: each goes through TP4.
 PLACES = {
     "dense": [layout(), layout(tp=2), layout(tp=4), layout(pp=2), layout(pp=4), layout(pp=2, first=3),
               layout(pp=3, first=1, last=2), layout(tp=2, pp=2, last=1)],

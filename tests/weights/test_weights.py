@@ -15,8 +15,9 @@ from megatron_ibpo.weights.formats.save import save_hf
 from megatron_ibpo.weights.weight_errors import CheckpointError
 from support import tiny_models
 from support.checkpoint_bytes import assert_same_bytes, shard_by_hand, tensors_of, with_random_bits
-from support.conversions import loaded, round_trip
+from support.conversions import round_trip
 from support.layouts import layout
+from support.model_passes import loaded
 
 DTYPES = (torch.float32, torch.bfloat16)
 
