@@ -6,7 +6,6 @@ import math
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -31,9 +30,7 @@ from support import planned, tiny_models
 from support.checkpoint_bytes import (
     assert_same_bytes,
     drawn_weights,
-    shard_by_hand,
     tensors_of,
-    with_fused_experts,
     with_weights,
 )
 from support.conversions import ALONE, edit_json
@@ -68,21 +65,14 @@ def models(tmp_path_factory):
         made[name] = with_weights(plain, directory / name, drawn_weights(plain, dtype))
     everything = tensors_of(made["next"]) | mtp_tensors(torch.float32)
     made["mtp"] = with_weights(made["next"], directory / "mtp", everything)
-    made["glm mtp"] = with_weights(made["glm"], directory / "glm mtp", with_fifth_layer(made["glm"]))
+    # GLM-4.5 holds its prediction layer as one more, with a projection and norms of its own
+    glm, last = tensors_of(made["glm"]), "model.layers.3."
+    fifth = {name.replace(last, "model.layers.4."): -own for name, own in glm.items() if last in name}
+    for name in ("enorm", "shared_head.norm"):
+        fifth[f"model.layers.4.{name}.weight"] = glm["model.norm.weight"].clone()
+    fifth["model.layers.4.eh_proj.weight"] = torch.cat([glm["lm_head.weight"]] * 2, dim=1)
+    made["glm mtp"] = with_weights(made["glm"], directory / "glm mtp", glm | fifth)
     return made
-
-
-def with_fifth_layer(source):
-    """A checkpoint's tensors and those of a multi-token prediction layer as GLM-4.5's hold it: one more
-    layer, with a projection and norms of its own."""
-    tensors = tensors_of(source)
-    last = "model.layers.3."
-    fifth = {name.replace(last, "model.layers.4."): -own for name, own in tensors.items() if last in name}
-    norm, head = tensors["model.norm.weight"], tensors["lm_head.weight"]
-    fifth["model.layers.4.enorm.weight"] = norm.clone()
-    fifth["model.layers.4.shared_head.norm.weight"] = norm.clone()
-    fifth["model.layers.4.eh_proj.weight"] = torch.cat([head, head], dim=1)
-    return tensors | fifth
 
 
 # Pipelines and groups of experts divide a model by layers and experts, whatever is in them: one family goes
@@ -113,7 +103,6 @@ def test_there_and_back_changes_no_bit(models, tmp_path, name, parallel, virtual
         assert held[key].size[0] == read_hf_config(models[name]).vocab_size, "no padding is written"
     megatron_to_hf(stored, back, ALONE)
     assert_same_bytes(tensors_of(back), tensors_of(models[name]))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "stored"]
 
 
 def test_each_rank_of_the_layout_has_the_files_of_its_own_shards(models, tmp_path):
@@ -134,15 +123,6 @@ def test_each_rank_of_the_layout_has_the_files_of_its_own_shards(models, tmp_pat
     qkv = stored.tensors["decoder.layers.3.self_attention.linear_qkv.weight"]
     sizes = {tuple(chunk.sizes) for chunk in qkv.chunks}
     assert sizes == {(2 * 32 * (2 + 2), 96)}, "two of the four groups, queries and gates, keys and values"
-
-
-@pytest.mark.parametrize("form", [dict, with_fused_experts])
-def test_every_form_of_the_source_gives_the_same_checkpoint(models, tmp_path, form):
-    tensors = tensors_of(models["next"])
-    source = shard_by_hand(models["next"], tmp_path / "hf", form(tensors))
-    hf_to_megatron(source, tmp_path / "stored", layout(tp=2, ep=2), ALONE)
-    megatron_to_hf(tmp_path / "stored", tmp_path / "back", ALONE)
-    assert_same_bytes(tensors_of(tmp_path / "back"), tensors)
 
 
 def test_the_result_is_whole_and_loads_in_transformers(models, tmp_path, monkeypatch):
@@ -167,12 +147,6 @@ def test_the_result_is_whole_and_loads_in_transformers(models, tmp_path, monkeyp
         files = {str(p.relative_to(directory)) for p in directory.rglob("*") if p.is_file()}
         assert set(listed) == files - {"integrity.json"}
         assert changed_files(directory) == []
-
-
-def test_mtp_layers_are_taken_from_the_origin_after_training(models, tmp_path):
-    hf_to_megatron(models["next"], tmp_path / "trained", layout(), ALONE)  # as training saves: without
-    megatron_to_hf(tmp_path / "trained", tmp_path / "back", ALONE, origin=models["mtp"])
-    assert_same_bytes(tensors_of(tmp_path / "back"), tensors_of(models["mtp"]))
 
 
 def test_more_than_one_mtp_layer_is_refused_by_name(models, tmp_path):
@@ -259,24 +233,14 @@ def test_training_starts_from_a_conversion_and_so_does_the_prediction_layer(worl
     assert planned.update(trainer, sequences(4))["grad_norm"] > 0
 
 
-@pytest.mark.world(2)
-def test_several_processes_share_the_work(world, models, tmp_path):
-    hf_to_megatron(models["next"], tmp_path / "stored", layout(tp=2, pp=2), world)
-    megatron_to_hf(tmp_path / "stored", tmp_path / "back", world)
-    assert differing_tensors(models["next"], tmp_path / "stored", world) == []
-    assert_same_bytes(tensors_of(tmp_path / "back"), tensors_of(models["next"]))
-
-
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 def test_older_checkpoints_that_stack_layers_and_pad_the_vocabulary_are_read(models, tmp_path):
     """They are as Megatron-LM writes a dense model: one tensor for a parameter of all layers, 128 rows at
     least."""
     hf_to_megatron(models["dense"], tmp_path / "stored", layout(), ALONE)
     stored = StoredCheckpoint(tmp_path / "stored")
-    entries = weight_map(read_hf_config(models["dense"])).values()
-    stacked: dict[str, Any] = {}
-    restored = tmp_path / "restacked"
-    for entry in entries:
+    stacked, restored = {}, tmp_path / "restacked"
+    for entry in weight_map(read_hf_config(models["dense"])).values():
         whole = stored.read(entry)
         if entry.layer is not None:
             stacked.setdefault(entry.name.replace(f"layers.{entry.layer}.", "layers."), []).append(whole)
@@ -331,25 +295,19 @@ def test_a_file_is_unmapped_when_much_of_it_has_been_read(models, tmp_path, monk
     """What was read of a mapped file counts as this process's memory."""
     path = shutil.copytree(models["dense"], tmp_path / "model")
     piece = weight_map(read_hf_config(path))["embedding.word_embeddings.weight"].pieces[0]
-
-    def is_mapped_after_reading_beyond(most):
-        monkeypatch.setattr(mapped_tensors, "MAPPED_BYTES", most)
+    for limit, stays in ((64 * 96 * 2 - 1, False), (64 * 96 * 2, True)):
+        monkeypatch.setattr(mapped_tensors, "MAPPED_BYTES", limit)
         checkpoint = Checkpoint(path)
         assert checkpoint.read(piece).nbytes == 64 * 96 * 2
-        return f"{path}/model.safetensors" in Path("/proc/self/maps").read_text()
-
-    assert not is_mapped_after_reading_beyond(64 * 96 * 2 - 1)
-    assert is_mapped_after_reading_beyond(64 * 96 * 2)
+        assert (f"{path}/model.safetensors" in Path("/proc/self/maps").read_text()) == stays
 
 
-@pytest.mark.parametrize("name", ["dense", "moe", "glm", "oss", "next", "mtp", "few"])
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("name", ["moe", "glm", "oss", "next", "mtp", "few"])
+@pytest.mark.parametrize("ranks", [1, 4])
 def test_shards_cover_every_stored_tensor_once(models, name, ranks):
     """Joined from cuts, a shard is what its blocks are of the parameter joined whole."""
-    entries = weight_map(read_hf_config(models[name]), mtp_layers=int(name == "mtp"))
-    covered = {}
-    checkpoint = Checkpoint(models[name])
-    for entry in entries.values():
+    covered, checkpoint = {}, Checkpoint(models[name])
+    for entry in weight_map(read_hf_config(models[name]), mtp_layers=int(name == "mtp")).values():
         whole = entry.join([checkpoint.read(piece) for piece in entry.pieces])
         assert whole.shape == entry.shape
         for rank in range(ranks if entry.cut else 1):
@@ -393,16 +351,6 @@ def test_the_tools_convert_and_verify(world, models, tmp_path):
     assert not (tmp_path / "bad").exists()
 
 
-def test_mxfp4_by_hand():
-    """The lower four bits come first; a scale of 127 is 1, of 128 is 2, of 126 a half."""
-    blocks = torch.zeros(3, 16, dtype=torch.uint8)
-    blocks[:, 0], blocks[:, 1] = 0x21, 0xF7
-    found = dequantised(blocks, torch.tensor([127, 128, 126], dtype=torch.uint8))
-    assert found.dtype == torch.bfloat16
-    one = torch.tensor([0.5, 1.0, 6.0, -6.0] + [0.0] * 28)
-    assert torch.equal(found.float(), torch.cat((one, 2 * one, one / 2)))
-
-
 def test_every_number_of_mxfp4_under_every_scale_is_that_of_transformers():
     blocks = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16).expand(1, 255, 16, 16).contiguous()
     scales = torch.arange(255, dtype=torch.uint8).view(1, 255, 1).expand(1, 255, 16).contiguous()
@@ -432,25 +380,19 @@ def packed(tmp_path_factory):
     return directory, whole
 
 
-@pytest.mark.parametrize("parallel", [layout(), layout(tp=2, ep=2)], ids=["one", "TP2 EP2"])
-def test_mxfp4_is_converted_to_bfloat16_and_training_asks_for_that(packed, tmp_path, parallel):
+def test_mxfp4_is_converted_to_bfloat16_and_training_asks_for_that(packed, tmp_path):
     directory, whole = packed
     with pytest.raises(CheckpointError, match=r"experts\.down_proj.* in MXFP4, .* convert to-megatron"):
         trained_elements(directory, read_hf_config(directory))
-    hf_to_megatron(directory, tmp_path / "stored", parallel, ALONE)
+    hf_to_megatron(directory, tmp_path / "stored", layout(tp=2, ep=2), ALONE)
     assert differing_tensors(directory, tmp_path / "stored", ALONE) == []
     megatron_to_hf(tmp_path / "stored", tmp_path / "back", ALONE)
     assert_same_bytes(tensors_of(tmp_path / "back"), whole)
     config = json.loads((tmp_path / "back/config.json").read_text())
     assert config["dtype"] == "bfloat16"
     assert "quantization_config" not in config
-
-
-def test_parts_of_mxfp4_that_do_not_belong_together_are_refused(packed, tmp_path):
-    directory = shutil.copytree(packed[0], tmp_path / "damaged")
-    tensors = tensors_of(directory)
-    name = "model.layers.1.mlp.experts.down_proj_scales"
+    tensors, name = tensors_of(directory), "model.layers.1.mlp.experts.down_proj_scales"
     tensors[name] = tensors[name][:, :-1].contiguous()
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    damaged = with_weights(directory, tmp_path / "damaged", tensors)
     with pytest.raises(CheckpointError, match=r"1\.mlp\.experts\.down_proj is not in MXFP4 as its name says"):
-        hf_to_megatron(directory, tmp_path / "stored", layout(), ALONE)
+        hf_to_megatron(damaged, tmp_path / "none", layout(), ALONE)

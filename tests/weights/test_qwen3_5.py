@@ -19,6 +19,7 @@ from support import engine_runs
 from support.checkpoint_bytes import (
     assert_same_bytes,
     drawn_weights,
+    shard_by_hand,
     tensors_of,
     with_fused_experts,
     with_weights,
@@ -39,30 +40,23 @@ def wrapped(tmp_path_factory):
     for kind, how in {"dense": {"moe": False, "tie": True}, "moe": {"moe": True}}.items():
         root, sizes = tmp_path_factory.mktemp(kind), {"kv_heads": 4, "key_heads": 4, "value_heads": 8}
         plain = make_qwen3_5(root / "plain", 1, wrapped=True, **how, **sizes)
-        tensors = drawn_weights(plain, torch.bfloat16)
-        for name in tensors:
-            if name.endswith((".A_log", ".norm.weight")):
-                tensors[name] = tensors[name].float()
-        tensors |= mtp_tensors(torch.bfloat16)
+        tensors = drawn_weights(plain, torch.bfloat16) | mtp_tensors(torch.bfloat16)
         if kind == "dense":
             tensors = {n: t for n, t in tensors.items() if not n.startswith("mtp.layers.0.mlp.")}
             for part, shape in (("gate", (192, 96)), ("up", (192, 96)), ("down", (96, 192))):
                 tensors[f"mtp.layers.0.mlp.{part}_proj.weight"] = torch.rand(shape).bfloat16()
-        made[kind] = with_weights(plain, root / "full", tensors)
+        decaying = {n: t.float() for n, t in tensors.items() if n.endswith((".A_log", "attn.norm.weight"))}
+        made[kind] = with_weights(plain, root / "full", tensors | decaying)
     return made
 
 
-def test_a_wrapped_model_has_the_shape_of_its_text_model(tmp_path):
-    text = read_hf_config(make_qwen3_5(tmp_path / "text", 0))
-    whole = read_hf_config(make_qwen3_5(tmp_path / "whole", 0, wrapped=True))
-    assert (text.family, whole.family) == ("qwen3_5_text", "qwen3_5")
-    assert (whole.hf_prefix, whole.carried) == ("model.language_model.", ("model.visual.",))
+def test_a_wrapped_model_has_the_shape_of_its_text_model_and_one_that_cannot_be_built_is_refused(tmp_path):
+    text = read_hf_config(make_qwen3_5(tmp_path / "text", 0, tie=True))
+    place = make_qwen3_5(tmp_path / "whole", 0, tie=True, wrapped=True)
+    whole = read_hf_config(place)
     assert replace(whole, family=text.family, hf_prefix=text.hf_prefix, carried=()) == text
     assert (text.rotary_dim, text.full_attention) == (8, (False, False, False, True))
-
-
-def test_a_wrapped_config_is_read_and_one_that_cannot_be_built_refused(wrapped, tmp_path):
-    config = json.loads((wrapped["dense"] / "config.json").read_text())
+    config = json.loads((place / "config.json").read_text())
 
     def write(outer, inner):
         text = config["text_config"] | inner
@@ -104,14 +98,12 @@ def test_there_and_back_changes_no_bit_of_anything(wrapped, tmp_path, name, para
     assert json.loads((back / "config.json").read_text()) == expected
 
 
-def test_experts_may_be_fused_in_one_tensor(wrapped, tmp_path):
-    origin = tensors_of(wrapped["moe"])
-    inside = {name.replace("model.language_model.", "model."): name for name in origin if ".layers." in name}
-    fused = with_fused_experts({name: origin[own] for name, own in inside.items() if "mtp" not in name})
-    fused = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in fused.items()}
-    others = {name: tensor for name, tensor in origin.items() if ".language_model.layers." not in name}
-    source = with_weights(wrapped["moe"], tmp_path / "fused", fused | others)
-    assert "model.language_model.layers.3.mlp.experts.gate_up_proj" in tensors_of(source)
+def test_experts_may_be_fused_in_one_tensor_and_tensors_lie_in_several_files(wrapped, tmp_path):
+    origin, prefix = tensors_of(wrapped["moe"]), "model.language_model."
+    text = {name.replace(prefix, "model."): own for name, own in origin.items() if prefix in name}
+    fused = {name.replace("model.", prefix, 1): own for name, own in with_fused_experts(text).items()}
+    others = {name: own for name, own in origin.items() if prefix not in name}
+    source = shard_by_hand(wrapped["moe"], tmp_path / "fused", fused | others)
     hf_to_megatron(source, tmp_path / "stored", layout(tp=2, ep=2), ALONE)
     assert differing_tensors(source, tmp_path / "stored", ALONE) == []
     megatron_to_hf(tmp_path / "stored", tmp_path / "back", ALONE)
@@ -120,8 +112,7 @@ def test_experts_may_be_fused_in_one_tensor(wrapped, tmp_path):
 
 def test_what_training_does_not_keep_is_taken_from_the_origin(wrapped, tmp_path):
     origin = wrapped["moe"]
-    beside = "visual", "mtp"
-    trained = {n: t for n, t in tensors_of(origin).items() if not any(part in n for part in beside)}
+    trained = {n: t for n, t in tensors_of(origin).items() if not ("visual" in n or "mtp" in n)}
     hf_to_megatron(with_weights(origin, tmp_path / "text", trained), tmp_path / "run", layout(), ALONE)
     (tmp_path / "run/run_state.json").write_text('{"step": 7}')
     with pytest.raises(ValueError, match=r"no model\.visual\.\*.*give --origin-hf-checkpoint"):
@@ -183,11 +174,8 @@ def test_an_engine_takes_new_weights_and_a_fresh_one_agrees(tmp_path, moe, wrap)
 @pytest.mark.ray
 @pytest.mark.slow
 def test_three_steps_of_the_loop_leave_all_but_the_text_model_as_it_was(wrapped, tmp_path):
-    generator = torch.Generator().manual_seed(3)
-    small = {  # so that a step changes all of them
-        name: 0.1 * torch.randn(tensor.shape, generator=generator)
-        for name, tensor in tensors_of(wrapped["moe"]).items()
-    }
+    drawn = tensors_of(wrapped["moe"])
+    small = {name: own.float() / 25 for name, own in drawn.items()}  # so that a step changes all of them
     model = with_weights(wrapped["moe"], tmp_path / "model", small)
     train_three_steps(tmp_path, model, "--expert-model-parallel-size", "2")
     before, after = tensors_of(model), tensors_of(tmp_path / "run/hf")

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections import Counter
 from types import SimpleNamespace
 from unittest import mock
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 
 from megatron_ibpo.models import read_hf_config
-from megatron_ibpo.models.weight_map import global_name, weight_map
+from megatron_ibpo.models.weight_map import weight_map
 from megatron_ibpo.weights.formats.save import save_hf
 from megatron_ibpo.weights.weight_errors import CheckpointError
 from support import tiny_models
@@ -43,34 +42,6 @@ def checkpoints(tmp_path_factory):
     return made
 
 
-@pytest.mark.parametrize("name", ["dense", "tied", "next", "moe", "glm", "oss", "llama", "qwen2"])
-def test_every_checkpoint_tensor_is_in_the_map_once_and_nothing_else(checkpoints, name):
-    path = checkpoints[name, torch.float32]
-    entries = weight_map(read_hf_config(path)).values()
-    pieces = [piece for entry in entries for piece in entry.pieces]
-    stored = [piece.stored for piece in pieces if piece.ends_stored]
-    uses = Counter(used for used, _ in stored)
-    shapes = dict(stored)
-    files = {name: tuple(tensor.shape) for name, tensor in tensors_of(path).items()}
-    assert shapes == files
-    twice = {"model.embed_tokens.weight"} if name == "tied" else set()
-    assert {used for used, count in uses.items() if count > 1} == twice
-    in_one = Counter(piece.stored for piece in pieces if piece.stored[0] not in (piece.name, *twice))
-    assert all(count == size[0] for (_, size), count in in_one.items()), "each expert's part of a tensor once"
-    assert bool(in_one) == (name == "oss")
-
-
-def test_global_names_count_layers_and_experts_over_the_whole_model():
-    for local, first_layer, first_expert, name in (
-        ("1.mlp.experts.linear_fc1.weight3", 4, 8, "5.mlp.experts.linear_fc1.weight11"),
-        ("0.mlp.experts.linear_fc2.bias1", 0, 2, "0.mlp.experts.linear_fc2.bias3"),
-        ("0.self_attention.linear_qkv.weight", 2, 4, "2.self_attention.linear_qkv.weight"),
-    ):
-        found = global_name(f"module.decoder.layers.{local}", first_layer, first_expert)
-        assert found == f"decoder.layers.{name}"
-    assert global_name("output_layer.weight", 2, 4) == "output_layer.weight"
-
-
 def test_ranks_share_a_key_value_head_by_rows_of_its_group(checkpoints):
     """Four ranks, two groups of [two queries | key | value], heads of 32: two ranks hold nothing but
     queries, the others keys and values."""
@@ -86,27 +57,19 @@ def test_ranks_share_a_key_value_head_by_rows_of_its_group(checkpoints):
     assert [entry.ranges(0, rank, 2) for rank in range(2)] == [[(0, 64)], [(64, 64)]]
 
 
-# fmt: off
-CASES = {
-    1: [("dense", layout()), ("tied", layout()), ("next", layout()), ("moe", layout()), ("llama", layout())],
-    2: [("tied", layout(pp=2)), ("next", layout(ep=2)), ("next", layout(tp=2, ep=2)),
-        ("next", layout()),  # two replicas
-        ("moe", layout(tp=2, etp=2)), ("odd", layout(tp=2)), ("glm", layout(tp=2, ep=2)),
-        ("glm", layout(pp=2, first=1)), ("oss", layout(pp=2)), ("llama", layout(tp=2)),
-        ("qwen2", layout(tp=2))],
-    4: [("llama", layout(tp=4)),  # of two key/value heads, as that of the others
-        ("dense", layout(tp=4)), ("moe", layout(tp=4, ep=2)), ("dense", layout(tp=2, pp=2)),
-        ("next", layout(tp=2, pp=2, ep=2)), ("next", layout(ep=4)), ("oss", layout(tp=2, pp=2, ep=2)),
-        ("oss", layout(tp=4, ep=4)),  # and more ranks than key/value heads
-        ("odd", layout(tp=4, vocabulary=16))],
-}
-# fmt: on
-
-
 @pytest.mark.world
 @pytest.mark.parametrize(
-    ("ranks", "cases"), [(1, CASES[1]), (2, CASES[2]), pytest.param(4, CASES[4], marks=pytest.mark.slow)]
-)
+    ("ranks", "cases"),
+    [(2, [("tied", layout(pp=2)), ("next", layout(ep=2)), ("next", layout(tp=2, ep=2)),
+          ("next", layout()),  # two replicas
+          ("moe", layout(tp=2, etp=2)), ("odd", layout(tp=2)), ("glm", layout(tp=2, ep=2)),
+          ("glm", layout(pp=2, first=1)), ("oss", layout(pp=2)), ("llama", layout(tp=2)),
+          ("qwen2", layout(tp=2))]),
+     pytest.param(4, [("llama", layout(tp=4)), ("dense", layout(tp=4)),  # of two key/value heads
+          ("moe", layout(tp=4, ep=2)), ("dense", layout(tp=2, pp=2)), ("next", layout(tp=2, pp=2, ep=2)),
+          ("next", layout(ep=4)), ("oss", layout(tp=2, pp=2, ep=2)), ("oss", layout(tp=4, ep=4)),
+          ("odd", layout(tp=4, vocabulary=16))], marks=pytest.mark.slow)],
+)  # fmt: skip
 def test_the_round_trip_changes_no_bit_in_any_layout(world, checkpoints, tmp_path, ranks, cases):
     """In float32 and bfloat16 by turns; Qwen3-Next and GLM keep some tensors in float32 anyway."""
     for number, (name, parallel) in enumerate(cases):
@@ -126,20 +89,9 @@ def test_the_round_trip_changes_no_bit_in_any_layout(world, checkpoints, tmp_pat
 
 
 @pytest.mark.world(2)
-def test_a_full_disk_is_refused_before_anything_is_written(world, checkpoints, tmp_path):
-    from megatron_ibpo.weights.layout.export import HFExport
-
-    origin = checkpoints["dense", torch.float32]
-    export = HFExport(*loaded(world, origin, layout(tp=2)))
-    full = mock.patch("shutil.disk_usage", return_value=SimpleNamespace(free=1000))
-    with full, pytest.raises(Exception, match="0.00 GB are free" if world.is_rank_0 else "") as refused:
-        save_hf(export, world, tmp_path / "hf", origin)
-    assert refused.type.__name__ == ("DiskSpaceError" if world.is_rank_0 else "RemoteError")
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.world(2)
-def test_a_saved_checkpoint_is_a_hugging_face_checkpoint(world, checkpoints, tmp_path):
+def test_a_saved_checkpoint_is_a_hugging_face_checkpoint_and_none_is_begun_on_a_full_disk(
+    world, checkpoints, tmp_path
+):
     """It has several files, replaces one that was there, and has the origin's tokenizer and the trainer's
     dtype."""
     from transformers import AutoModelForCausalLM
@@ -153,6 +105,11 @@ def test_a_saved_checkpoint_is_a_hugging_face_checkpoint(world, checkpoints, tmp
         out_dir.mkdir(parents=True)
         (out_dir / "stale.safetensors").write_text("from an older save")
     export = HFExport(*loaded(world, plain, layout(tp=2)))
+    full = mock.patch("shutil.disk_usage", return_value=SimpleNamespace(free=1000))
+    with full, pytest.raises(Exception, match="0.00 GB are free" if world.is_rank_0 else "") as refused:
+        save_hf(export, world, tmp_path / "full", plain)
+    assert refused.type.__name__ == ("DiskSpaceError" if world.is_rank_0 else "RemoteError")
+    assert not list(tmp_path.glob("*full*"))
     with mock.patch("megatron_ibpo.weights.formats.save.SHARD_BYTES", 300_000):
         for _ in range(2):
             save_hf(export, world, out_dir, origin)
@@ -176,16 +133,16 @@ def test_bad_checkpoints_are_refused_by_name(world, checkpoints, tmp_path):
     origin = checkpoints["dense", torch.float32]
     chunks, shape = loaded(world, origin)
     norm = "model.layers.1.input_layernorm.weight"
-    for number, (changes, words) in enumerate((
-        ({norm: None}, f"missing {norm}"),
-        ({norm: torch.ones(7)}, rf"{norm} has shape \(7,\)"),
-        ({"model.layers.7.mlp.up_proj.weight": torch.ones(1)}, "model.layers.7.mlp"),
-        ({"mtp.norm.weight": torch.ones(1)}, "no place for: mtp.norm"),
+    whole = tensors_of(origin)
+    for number, (changed, words) in enumerate((
+        ({n: t for n, t in whole.items() if n != norm}, f"missing {norm}"),
+        (whole | {norm: torch.ones(7)}, rf"{norm} has shape \(7,\)"),
+        (whole | {"model.layers.7.mlp.up_proj.weight": torch.ones(1)}, "model.layers.7.mlp"),
+        (whole | {"mtp.norm.weight": torch.ones(1)}, "no place for: mtp.norm"),
     )):  # fmt: skip
-        changed = {n: t for n, t in (tensors_of(origin) | changes).items() if t is not None}
         bad = shard_by_hand(origin, tmp_path / str(number), changed)
         with pytest.raises(CheckpointError, match=words):
             load_hf(chunks, shape, bad)
-    load_hf(chunks, shape, shard_by_hand(origin, tmp_path / "whole", tensors_of(origin)))
+    load_hf(chunks, shape, shard_by_hand(origin, tmp_path / "whole", whole))
     with pytest.raises(CheckpointError, match="holds neither"):
         load_hf(chunks, shape, tmp_path)
