@@ -3,8 +3,7 @@ difference is not a matter of rounding. The trainer's own layouts, in float32, a
 `test_critic.py` and `test_resharding.py`."""
 
 import random
-import subprocess
-import sys
+import shutil
 from collections import Counter
 
 import pytest
@@ -16,7 +15,7 @@ from megatron_ibpo.config import ModelConfig
 from megatron_ibpo.models import read_hf_config, zigzag
 from megatron_ibpo.models.backends import LOCAL, Backends
 from support.delta_net_kernels import HostReads, kernels_stood_in
-from support.example_runs import rows_of
+from support.example_runs import train_three_steps
 from support.layouts import layout
 from support.model_passes import gradients_of, loaded
 from support.paths import ROOT
@@ -32,53 +31,6 @@ def test_each_rank_holds_an_early_and_a_late_chunk_of_every_sequence():
     assert zigzag.positions(boundaries, 1, 2).tolist() == [2, 3, 4, 5, 1, 2]
     places = zigzag.places(boundaries, 2)
     assert places[zigzag.tokens(boundaries, 2)].tolist() == list(range(12))
-
-
-def mixed(world, chunks):
-    """Convolve and apply the delta rule to sequences of so many tokens per chunk, on this rank's slices and
-    to whole ones. Three heads, which no number of ranks but three divides. Return (which tokens are this
-    rank's, [(output, that over whole sequences)], gradients of both, bytes sent forward, and in all)."""
-    from megatron_ibpo.models import packed
-    from megatron_ibpo.models.delta_net import state_passing
-    from megatron_ibpo.models.delta_net.layer import causal_conv, gated_delta_rule
-    from megatron_ibpo.policy import cpu
-
-    cpu.activate()
-    kernel, lengths = 4, torch.tensor(chunks) * 2 * 4  # of four ranks at most
-    boundaries = torch.tensor([0, *lengths.cumsum(0)], dtype=torch.int32)
-    mine = zigzag.tokens(boundaries, world.size).chunk(world.size)[world.rank]
-    total, generator = int(boundaries[-1]), torch.Generator().manual_seed(1)
-
-    def draw(*shape):
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-    drawn = {"x": draw(total, 6), "query": draw(total, 1, 5), "key": draw(total, 1, 5)}
-    drawn["value"], drawn["decay"] = draw(total, 3, 4), -torch.nn.functional.softplus(2 * draw(total, 3) - 1)
-    drawn |= {"beta": draw(total, 3).sigmoid(), "weight": draw(6, kernel)}
-    toward = draw(total, 6), draw(total, 3, 4)
-
-    def run(which, slices):
-        own = {n: (t if n == "weight" else t[which]).clone().requires_grad_() for n, t in drawn.items()}
-        q, k, v, decay, beta = (own[name] for name in ("query", "key", "value", "decay", "beta"))
-
-        def conv(x, cu_seqlens):
-            return causal_conv(x, own["weight"], packed.positions(cu_seqlens))
-
-        with BytesSent() as sent:
-            if slices is None:
-                outputs = [conv(own["x"], boundaries), gated_delta_rule(q, k, v, decay, beta, boundaries)]
-            else:
-                outputs = [state_passing.convolve(conv, own["x"], slices)]
-                outputs.append(state_passing.delta_rule(gated_delta_rule, q, k, v, decay, beta, slices))
-            forward = dict(sent.bytes)
-            sum((output * to[which]).sum() for output, to in zip(outputs, toward, strict=True)).backward()
-        return outputs, {name: tensor.grad for name, tensor in own.items()}, forward, dict(sent.bytes)
-
-    outputs, gradients, *sent = run(mine, state_passing.make_slices(boundaries, dist.group.WORLD, kernel - 1))
-    whole, of_whole, *nothing = run(torch.arange(total), None)
-    assert nothing == [{}, {}]
-    dist.all_reduce(gradients["weight"])
-    return mine, list(zip(outputs, whole, strict=True)), gradients, of_whole, *sent
 
 
 class BytesSent(TorchDispatchMode):
@@ -97,24 +49,62 @@ class BytesSent(TorchDispatchMode):
 
 
 @pytest.mark.world(4)
-def test_slices_are_convolved_and_ruled_as_whole_sequences_and_what_is_sent_does_not_grow_with_them(world):
-    """To the last digits of float64; chunks are below what the convolution sees, and across the rule's. A
-    state and three tokens are sent for each chunk, and as much in the backward pass."""
-    mine, outputs, gradients, expected, *_ = mixed(world, [1, 40, 2, 1, 7, 33, 3])
-    for output, whole in outputs:
+@pytest.mark.parametrize("chunks", [[1, 40, 2, 1, 7, 33, 3], [100]])
+def test_slices_are_convolved_and_ruled_as_whole_sequences_and_what_is_sent_does_not_grow(world, chunks):
+    """Sequences of so many tokens per chunk, fewer than the convolution sees and across the rule's chunks.
+    Three heads, which no number of ranks but three divides."""
+    from megatron_ibpo.models import packed
+    from megatron_ibpo.models.delta_net import state_passing
+    from megatron_ibpo.models.delta_net.layer import causal_conv, gated_delta_rule
+    from megatron_ibpo.policy import cpu
+
+    cpu.activate()
+    kernel, generator = 4, torch.Generator().manual_seed(1)
+    boundaries = torch.tensor([0, *(torch.tensor(chunks) * 2 * world.size).cumsum(0)], dtype=torch.int32)
+    mine, total = zigzag.tokens(boundaries, world.size).chunk(world.size)[world.rank], int(boundaries[-1])
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    drawn = {"x": draw(total, 6), "query": draw(total, 1, 5), "key": draw(total, 1, 5)}
+    drawn["value"], drawn["decay"] = draw(total, 3, 4), -torch.nn.functional.softplus(2 * draw(total, 3) - 1)
+    drawn |= {"beta": draw(total, 3).sigmoid(), "weight": draw(6, kernel)}
+    toward = draw(total, 6), draw(total, 3, 4)
+
+    def run(which, slices):
+        own = {n: (t if n == "weight" else t[which]).clone().requires_grad_() for n, t in drawn.items()}
+        inputs = [own[name] for name in ("query", "key", "value", "decay", "beta")]
+
+        def conv(x, cu_seqlens):
+            return causal_conv(x, own["weight"], packed.positions(cu_seqlens))
+
+        with BytesSent() as sent:
+            if slices is None:
+                outputs = [conv(own["x"], boundaries), gated_delta_rule(*inputs, boundaries)]
+            else:
+                outputs = [state_passing.convolve(conv, own["x"], slices)]
+                outputs.append(state_passing.delta_rule(gated_delta_rule, *inputs, slices))
+            forward = dict(sent.bytes)
+            sum((output * to[which]).sum() for output, to in zip(outputs, toward, strict=True)).backward()
+        return outputs, {name: tensor.grad for name, tensor in own.items()}, forward, dict(sent.bytes)
+
+    slices = state_passing.make_slices(boundaries, dist.group.WORLD, kernel - 1)
+    outputs, gradients, forward, both = run(mine, slices)
+    wholes, of_whole, *nothing = run(torch.arange(total), None)
+    assert nothing == [{}, {}]
+    dist.all_reduce(gradients["weight"])
+    for output, whole in zip(outputs, wholes, strict=True):
         assert (output - whole[mine]).abs().max() < 1e-12
-    for name, whole in expected.items():
-        scale = whole.abs().max()
+    for name, whole in of_whole.items():
+        scale, own = whole.abs().max(), whole if name == "weight" else whole[mine]
         assert scale > 0.1, (name, "would not be tested")
-        own = whole if name == "weight" else whole[mine]
         assert (gradients[name] - own).abs().max() < 1e-12 * scale, name
-    states, tokens = 8 * 3 * 5 * 4, 8 * 3 * 6
+    # a state and three tokens for each chunk, and as much in the backward pass
+    states, tokens = len(chunks) * 8 * 3 * 5 * 4, len(chunks) * 8 * 3 * 6
     sends = 2 if 0 < world.rank < 3 else 1  # the way turns at the last rank, and ends at the first
-    for chunk in (1, 3, 100):
-        *_, forward, both = mixed(world, [chunk])
-        assert forward == {"send": sends * states, "_allgather_base_": 2 * tokens}
-        # each rank gives the gradients of all ranks' tokens back
-        assert both == forward | {"send": 2 * sends * states, "_reduce_scatter_base_": 4 * 2 * tokens}
+    assert forward == {"send": sends * states, "_allgather_base_": 2 * tokens}
+    # each rank gives the gradients of all ranks' tokens back
+    assert both == forward | {"send": 2 * sends * states, "_reduce_scatter_base_": 4 * 2 * tokens}
 
 
 def rows():
@@ -185,12 +175,12 @@ def alone(tmp_path_factory):
     return {name: (path, *own) for (name, path), own in zip(paths.items(), found, strict=True)}
 
 
+# fmt: off
 TWO = {"dense": [layout(cp=2)], "next": [layout(cp=2), layout(cp=2, ep=2)], "oss": [layout(cp=2)]}
-FOUR = {
-    "dense": [layout(cp=4), layout(cp=2, tp=2), layout(cp=2, pp=2)],
-    "next": [layout(cp=4), layout(cp=4, ep=2), layout(cp=2, tp=2, ep=4), layout(cp=2, pp=2, ep=2)],
-    "oss": [layout(cp=4), layout(cp=2, tp=2, ep=2)],
-}
+FOUR = {"dense": [layout(cp=4), layout(cp=2, tp=2), layout(cp=2, pp=2)],
+        "next": [layout(cp=4), layout(cp=4, ep=2), layout(cp=2, tp=2, ep=4), layout(cp=2, pp=2, ep=2)],
+        "oss": [layout(cp=4), layout(cp=2, tp=2, ep=2)]}
+# fmt: on
 
 
 @pytest.mark.world
@@ -240,13 +230,8 @@ def test_plain_torch_exchanges_no_heads_and_transformer_engine_divides_no_sequen
 @pytest.mark.slow
 def test_three_steps_of_the_loop_with_ranks_that_share_sequences(tmp_path):
     """Trainer and engine agree about the log-probs of every token, so nothing is lost between the ranks."""
-    flags = "--tensor-model-parallel-size 1 --context-parallel-size 2 --num-rollout 3 --rollout-batch-size 4"
-    flags += " --n-samples-per-prompt 4 --eval-num-prompts 8 --check-weight-update-equal"
-    recipe = ROOT / "examples/recipes/tiny_qwen3_next_ibpo.yaml"
-    command = [sys.executable, "-m", "megatron_ibpo.commands.train", "--run-dir", str(tmp_path / "run")]
-    subprocess.run([*command, "--config", str(recipe), *flags.split()], cwd=ROOT, check=True, timeout=280)
-    steps = rows_of(tmp_path / "run")
-    assert [row["step"] for row in steps] == [1, 2, 3]
-    for row in steps:
-        assert row["grad_norm"] > 0
+    model = shutil.copytree(ROOT / "examples/tiny_qwen3_next", tmp_path / "model")
+    for row in train_three_steps(
+        tmp_path, model, "--tensor-model-parallel-size", "1", "--context-parallel-size", "2"
+    ):
         assert row["logprob_diff_abs_mean"] < 0.01  # the engine computes in bfloat16
