@@ -1,4 +1,4 @@
-"""Conversion changes no bit in any layout, and Megatron itself agrees about what the files hold."""
+"""Conversion, loading and saving change no bit in any layout; Megatron agrees about what files hold."""
 
 import importlib
 import json
@@ -6,6 +6,7 @@ import math
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -22,18 +23,13 @@ from megatron_ibpo.weights.formats import convert, mapped_tensors
 from megatron_ibpo.weights.formats.convert import differing_tensors, hf_to_megatron, megatron_to_hf
 from megatron_ibpo.weights.formats.hugging_face import Checkpoint, trained_elements
 from megatron_ibpo.weights.formats.integrity import changed_files
-from megatron_ibpo.weights.formats.mxfp4 import dequantised
 from megatron_ibpo.weights.formats.run_state import find_stored
+from megatron_ibpo.weights.formats.save import save_hf
 from megatron_ibpo.weights.formats.torch_dist import ROWS_MAY_BE_PADDED, StoredCheckpoint
 from megatron_ibpo.weights.weight_errors import CheckpointError
 from support import planned, tiny_models
-from support.checkpoint_bytes import (
-    assert_same_bytes,
-    drawn_weights,
-    tensors_of,
-    with_weights,
-)
-from support.conversions import ALONE, edit_json
+from support.checkpoint_bytes import assert_same_bytes, drawn_weights, shard_by_hand, tensors_of, with_weights
+from support.conversions import ALONE, edit_json, round_trip
 from support.layouts import layout
 from support.model_passes import loaded
 from support.mtp_checkpoints import mtp_tensors
@@ -51,12 +47,12 @@ def models(tmp_path_factory):
     made = {}
     for name, make, seed, dtype, how in (
         ("dense", tiny_models.make_qwen3, 1, bfloat16, four),
-        ("tied", tiny_models.make_qwen3, 2, torch.float16, {**four, "tie": True}),
+        ("tied", tiny_models.make_qwen3, 2, bfloat16, {**four, "tie": True}),
         ("odd", tiny_models.make_qwen3, 4, torch.float32, {"kv_heads": 4, "tie": True, "vocabulary": 211}),
         ("moe", tiny_models.make_qwen3_moe, 12, bfloat16, four),
         ("glm", tiny_models.make_glm4_moe, 13, bfloat16, {**four, "predicting": 1}),
         ("oss", tiny_models.make_gpt_oss, 14, bfloat16, four),
-        ("llama", tiny_models.make_llama, 5, bfloat16, {**four, "biased": True}),
+        ("llama", tiny_models.make_llama, 5, torch.float16, {**four, "biased": True}),
         ("few", tiny_models.make_llama, 7, bfloat16, {"biased": True}),
         ("qwen2", tiny_models.make_qwen2, 6, bfloat16, four),
         ("next", tiny_models.make_qwen3_next, 3, torch.float32, heads),
@@ -291,6 +287,109 @@ def test_layers_lie_where_megatron_puts_them(pipeline):
             assert len(layers) == get_num_layers_to_build(core, vp_stage, stage)
 
 
+def test_ranks_share_a_key_value_head_by_rows_of_its_group(models):
+    """Four ranks, two groups of [two queries | key | value], heads of 32: two ranks hold nothing but
+    queries, the others keys and values."""
+    entries = weight_map(read_hf_config(models["few"]))
+    entry = entries["decoder.layers.1.self_attention.linear_qkv.bias"]
+    held = [[entry.ranges(number, rank, 4) for number in range(3)] for rank in range(4)]
+    assert held == [
+        [[(0, 64)], [], []],
+        [[], [(0, 32)], [(0, 32)]],
+        [[(64, 64)], [], []],
+        [[], [(32, 32)], [(32, 32)]],
+    ]
+    assert [entry.ranges(0, rank, 2) for rank in range(2)] == [[(0, 64)], [(64, 64)]]
+
+
+@pytest.mark.world
+@pytest.mark.parametrize(
+    ("ranks", "cases"),
+    [(2, [("tied", layout(pp=2)), ("next", layout(ep=2)), ("next", layout(tp=2, ep=2)),
+          ("next", layout()),  # two replicas
+          ("moe", layout(tp=2, etp=2)), ("odd", layout(tp=2)), ("glm", layout(tp=2, ep=2)),
+          ("glm", layout(pp=2, first=1)), ("oss", layout(pp=2)), ("few", layout(tp=2)),
+          ("qwen2", layout(tp=2))]),
+     pytest.param(4, [("few", layout(tp=4)), ("dense", layout(tp=2, pp=2)), ("moe", layout(tp=4, ep=2)),
+          ("next", layout(tp=2, pp=2, ep=2)), ("next", layout(ep=4)), ("oss", layout(tp=2, pp=2, ep=2)),
+          ("oss", layout(tp=4, ep=4)), ("odd", layout(tp=4, vocabulary=16))], marks=pytest.mark.slow)],
+)  # fmt: skip
+def test_loading_and_saving_changes_no_bit_in_any_layout(world, models, tmp_path, ranks, cases):
+    for number, (name, parallel) in enumerate(cases):
+        expected, saved = tensors_of(models[name]), tmp_path / str(number)
+        bf16 = expected["model.embed_tokens.weight"].dtype == torch.bfloat16
+        metadata, tensors = round_trip(world, models[name], saved, parallel, bf16)
+        assert [m.name for m in metadata] == [name for name, _ in tensors]
+        assert {m.name: (m.dtype, m.shape) for m in metadata} == {
+            name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in expected.items()
+        }
+        if world.is_rank_0:
+            assert_same_bytes(dict(tensors), expected)
+            assert_same_bytes(tensors_of(saved), expected)
+        else:
+            assert all(tensor is None for _, tensor in tensors)
+
+
+@pytest.mark.world(2)
+def test_a_saved_checkpoint_is_a_hugging_face_checkpoint_and_none_is_begun_on_a_full_disk(
+    world, models, tmp_path
+):
+    """It has several files, replaces one that was there, and has the origin's tokenizer and the trainer's
+    dtype."""
+    from transformers import AutoModelForCausalLM
+
+    from megatron_ibpo.weights.layout.export import HFExport
+
+    plain, origin, out_dir = models["dense"], tmp_path / "origin", tmp_path / "runs/hf"
+    if world.is_rank_0:
+        shutil.copytree(plain, origin)
+        (origin / "tokenizer.json").write_text("{}")
+        out_dir.mkdir(parents=True)
+        (out_dir / "stale.safetensors").write_text("from an older save")
+    export = HFExport(*loaded(world, plain, layout(tp=2)))
+    full = mock.patch("shutil.disk_usage", return_value=SimpleNamespace(free=1000))
+    with full, pytest.raises(Exception, match="0.00 GB are free" if world.is_rank_0 else "") as refused:
+        save_hf(export, world, tmp_path / "full", plain)
+    assert refused.type.__name__ == ("DiskSpaceError" if world.is_rank_0 else "RemoteError")
+    assert not list(tmp_path.glob("*full*"))
+    with mock.patch("megatron_ibpo.weights.formats.save.SHARD_BYTES", 300_000):
+        for _ in range(2):
+            save_hf(export, world, out_dir, origin)
+
+    assert [path.name for path in out_dir.parent.iterdir()] == ["hf"]
+    written = {path.name for path in out_dir.iterdir()}
+    assert {"tokenizer.json", "config.json", "model.safetensors.index.json"} <= written
+    assert "stale.safetensors" not in written
+    assert sum(name.endswith(".safetensors") for name in written) > 1
+    assert json.loads((out_dir / "config.json").read_text())["dtype"] == "float32"
+    if world.is_rank_0:
+        model = AutoModelForCausalLM.from_pretrained(out_dir)
+        assert_same_bytes(model.state_dict(), {name: own.float() for name, own in tensors_of(origin).items()})
+
+
+@pytest.mark.world(1)
+def test_bad_checkpoints_are_refused_by_name(world, models, tmp_path):
+    """What damages a file or an index is in test_convert_faults.py."""
+    from megatron_ibpo.weights.formats.load import load_hf
+
+    origin = models["dense"]
+    chunks, shape = loaded(world, origin)
+    norm = "model.layers.1.input_layernorm.weight"
+    whole = tensors_of(origin)
+    for number, (changed, words) in enumerate((
+        ({n: t for n, t in whole.items() if n != norm}, f"missing {norm}"),
+        (whole | {norm: torch.ones(7)}, rf"{norm} has shape \(7,\)"),
+        (whole | {"model.layers.7.mlp.up_proj.weight": torch.ones(1)}, "model.layers.7.mlp"),
+        (whole | {"mtp.norm.weight": torch.ones(1)}, "no place for: mtp.norm"),
+    )):  # fmt: skip
+        bad = shard_by_hand(origin, tmp_path / str(number), changed)
+        with pytest.raises(CheckpointError, match=words):
+            load_hf(chunks, shape, bad)
+    load_hf(chunks, shape, shard_by_hand(origin, tmp_path / "whole", whole))
+    with pytest.raises(CheckpointError, match="holds neither"):
+        load_hf(chunks, shape, tmp_path)
+
+
 def test_a_file_is_unmapped_when_much_of_it_has_been_read(models, tmp_path, monkeypatch):
     """What was read of a mapped file counts as this process's memory."""
     path = shutil.copytree(models["dense"], tmp_path / "model")
@@ -351,15 +450,6 @@ def test_the_tools_convert_and_verify(world, models, tmp_path):
     assert not (tmp_path / "bad").exists()
 
 
-def test_every_number_of_mxfp4_under_every_scale_is_that_of_transformers():
-    blocks = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16).expand(1, 255, 16, 16).contiguous()
-    scales = torch.arange(255, dtype=torch.uint8).view(1, 255, 1).expand(1, 255, 16).contiguous()
-    expected = convert_moe_packed_tensors(blocks.clone(), scales.clone())
-    found = dequantised(blocks, scales).transpose(1, 2)
-    usual = slice(10, 245)  # powers of two far from the ends of what bfloat16 holds
-    assert_same_bytes({"": found[:, :, usual].contiguous()}, {"": expected[:, :, usual].contiguous()})
-
-
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory):
     """A gpt-oss in bfloat16 whose experts are in MXFP4, as it is published, and what its experts are."""
@@ -372,7 +462,7 @@ def packed(tmp_path_factory):
             continue
         experts, columns, rows = tensor.shape
         blocks = torch.randint(0, 256, (experts, rows, columns // 32, 16), generator=generator).byte()
-        scales = torch.randint(120, 130, (experts, rows, columns // 32), generator=generator).byte()
+        scales = torch.randint(10, 245, (experts, rows, columns // 32), generator=generator).byte()
         stored[f"{name}_blocks"], stored[f"{name}_scales"] = blocks, scales
         whole[name] = convert_moe_packed_tensors(blocks.clone(), scales.clone()).contiguous()
     save_file(stored, directory / "model.safetensors", metadata={"format": "pt"})

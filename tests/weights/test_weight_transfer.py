@@ -3,7 +3,6 @@
 import pickle
 import threading
 import time
-import weakref
 from contextlib import nullcontext
 from datetime import timedelta
 from itertools import pairwise
@@ -11,7 +10,6 @@ from queue import Empty, Queue
 from types import SimpleNamespace
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -178,19 +176,17 @@ def weights(version):
     return {name: torch.randn(shape, generator=draw) for name, shape in SHAPES.items()}
 
 
-class ToySource(DividedWeights):
+def source_of(world, version=0, without=None):
     """A trainer's weights: `norm` on every rank, the rest divided, `columns` by columns."""
-
-    def __init__(self, world, version=0, *, without=None, **extra):
-        tensors = {name: own for name, own in (weights(version) | extra).items() if name != without}
-        super().__init__(tensors, world.rank, world.size, {"norm": None, "columns": 1})
+    tensors = {name: own for name, own in weights(version).items() if name != without}
+    return DividedWeights(tensors, world.rank, world.size, {"norm": None, "columns": 1})
 
 
 class ToyWorker:
     """One tensor-parallel worker: takes its rows, columns, sections; `half` in bfloat16, `norm` whole."""
 
-    def __init__(self, rank, size):
-        self.rank, self.size, self.parameters = rank, size, {}
+    def __init__(self, rank, size, fault=None):
+        self.rank, self.size, self.fault, self.version, self.parameters = rank, size, fault, 0, {}
 
     def shards(self, name, tensor):
         if name == "norm":
@@ -200,26 +196,70 @@ class ToyWorker:
 
     def load_weights(self, tensors):
         for name, tensor in tensors:
-            if name in SHAPES:
-                parts = self.shards(name, tensor)
-                dtype = torch.bfloat16 if name == "half" else torch.float32
-                own = torch.empty(len(parts) * len(parts[0]), *parts[0].shape[1:], dtype=dtype)
-                for place, part in zip(own.chunk(len(parts)), parts, strict=True):
-                    place.copy_(part)
-                self.parameters[name] = own
+            parts = self.shards(name, tensor)
+            dtype = torch.bfloat16 if name == "half" else torch.float32
+            own = torch.empty(len(parts) * len(parts[0]), *parts[0].shape[1:], dtype=dtype)
+            for place, part in zip(own.chunk(len(parts)), parts, strict=True):
+                place.copy_(part)
+            self.parameters[name] = own
 
     def is_exact(self, version):
         shards = {name: torch.cat(self.shards(name, tensor)) for name, tensor in weights(version).items()}
         shards["half"] = shards["half"].bfloat16()
         return all(torch.equal(self.parameters[name], tensor) for name, tensor in shards.items())
 
+    def rehearse_weight_update(self, tensors):
+        rehearsal = Rehearsal(pickle.loads(tensors))
+        self.load_weights(rehearsal.tensors())
+        self.needs = rehearsal.needs()
+        return pickle.dumps(Answer(self.needs, self.missing_weights(), None))
+
+    def init_weight_transfer(self, info):
+        group = join_group(info["address"], info["port"], info["first_worker"] + self.rank, info["size"])
+        self.receiver = GlooReceiver(group, pickle.loads(info["plan"]), self.needs, info["timeout"])
+
+    def start_weight_update(self, check):
+        self.receipt, self.version = ({} if check else None), None
+
+    def update_weights(self, info):
+        if self.fault == "stalls":
+            time.sleep(100)
+        tensors = self.receiver.tensors(self.receipt)
+        if self.fault == "dies":
+            next(tensors)
+            del tensors, self.receiver  # its group closes, as when the process ends
+            raise RuntimeError("killed by signal 9")
+        self.load_weights(tensors)
+
+    def finish_weight_update(self, version):
+        self.version = version
+        return self.receipt or {}
+
+    def missing_weights(self):
+        return sorted(SHAPES.keys() - self.parameters.keys())
+
+    def wake(self, part):
+        pass
+
+
+class Sink(ToyWorker):
+    def rehearse_weight_update(self, tensors):
+        self.needs = need_all(pickle.loads(tensors))
+        return pickle.dumps(Answer(self.needs, [], None))
+
+    def load_weights(self, tensors):
+        for _ in tensors:
+            pass
+
+    def missing_weights(self):
+        return []
+
 
 class ToyEngine:
     """An engine as its owner holds it: a thread for each worker, and what SamplingEngine answers."""
 
-    def __init__(self, workers, *, fault=None):
-        self.workers = [ToyWorker(rank, workers) for rank in range(workers)]
-        self.fault, self.version, self.asked, self.answers = fault, 0, [], Queue()
+    def __init__(self, *workers):
+        self.workers, self.asked, self.answers = workers, [], Queue()
 
     def begin(self, method, *arguments):
         self.asked.append((method, *arguments))
@@ -228,7 +268,7 @@ class ToyEngine:
 
     def run(self, worker, method, arguments):
         try:
-            answer = getattr(self, method)(worker, *arguments)
+            answer = getattr(worker, method)(*arguments)
         except Exception as error:
             answer = error
         self.answers.put((worker.rank, answer))
@@ -243,60 +283,30 @@ class ToyEngine:
                 raise RuntimeError(f"engine: {answer}")
         return [answers[worker.rank] for worker in self.workers]
 
-    def rehearse_weight_update(self, worker, tensors):
-        rehearsal = Rehearsal(pickle.loads(tensors))
-        worker.load_weights(rehearsal.tensors())
-        worker.needs = rehearsal.needs()
-        return pickle.dumps(Answer(worker.needs, self.missing_weights(worker), None))
+    def holds(self, weights, version):
+        return all(own.is_exact(weights) and own.version == version for own in self.workers)
 
-    def init_weight_transfer(self, worker, info):
-        rank = info["first_worker"] + worker.rank
-        group = join_group(info["address"], info["port"], rank, info["size"])
-        worker.receiver = GlooReceiver(group, pickle.loads(info["plan"]), worker.needs, info["timeout"])
 
-    def start_weight_update(self, worker, check):
-        worker.receipt, self.version = ({} if check else None), None
-
-    def update_weights(self, worker, info):
-        if self.fault == "stalls":
-            time.sleep(100)
-        tensors = worker.receiver.tensors(worker.receipt)
-        if self.fault == "dies":
-            next(tensors)
-            del tensors, worker.receiver  # its group closes, as when the process ends
-            raise RuntimeError("killed by signal 9")
-        worker.load_weights(tensors)
-
-    def finish_weight_update(self, worker, version):
-        self.version = version
-        return worker.receipt or {}
-
-    def missing_weights(self, worker):
-        return sorted(SHAPES.keys() - worker.parameters.keys())
-
-    def wake(self, worker, part):
-        pass
-
-    def is_exact(self, version):
-        return all(worker.is_exact(version) for worker in self.workers)
+def of_two():
+    return ToyEngine(ToyWorker(0, 2), ToyWorker(1, 2))
 
 
 def update(transport, world, version, engines, several, timeout=20.0, asleep=False):
     order = UpdateOrder(version=version, sleeping=asleep, check=not asleep, timeout=timeout)
-    return update_engines(transport, world, ToySource(world, version), order, engines, several)
+    return update_engines(transport, world, source_of(world, version), order, engines, several)
 
 
 @pytest.mark.world(2)
 def test_engines_of_any_size_get_their_shards_exactly_and_each_byte_once(world):
-    engines, tensors = {world.rank: ToyEngine(2)}, weights(0)
+    engines, tensors = {world.rank: of_two()}, weights(0)
     transport = GlooTransport(world, 2, BUCKET, timeout=20)
-    assert transport.connect(ToySource(world), engines, [0, 1]) == {}
+    assert transport.connect(source_of(world), engines, [0, 1]) == {}
     whole_model = sum(t.nbytes for t in tensors.values()) - tensors["half"].nbytes // 2
     per_engine = whole_model + tensors["norm"].nbytes  # which both workers need
     for version in (1, 2):
         sent = update(transport, world, version, engines, [0, 1])
         assert sent.failures == {}
-        assert engines[world.rank].is_exact(version)
+        assert engines[world.rank].holds(version, version)
         assert sent.needed_bytes == 2 * per_engine
         by_rank = world.all_gather(sent.num_bytes)
         assert sum(by_rank) == 2 * per_engine
@@ -305,14 +315,14 @@ def test_engines_of_any_size_get_their_shards_exactly_and_each_byte_once(world):
 
 @pytest.mark.world(2)
 def test_a_fresh_engine_is_met_alone_and_wakes_its_weights_before_the_update_and_its_cache_after(world):
-    links = {1: ToyEngine(2)} if world.rank == 1 else {}
+    links = {1: of_two()} if world.rank == 1 else {}
     transport = GlooTransport(world, 2, BUCKET, timeout=20)
-    assert transport.connect(ToySource(world), links, [1]) == {}
+    assert transport.connect(source_of(world), links, [1]) == {}
     for engine in links.values():
         engine.asked.clear()
     assert update(transport, world, 3, links, [1], asleep=True).failures == {}
     for engine in links.values():
-        assert (engine.is_exact(3), engine.version) == (True, 3)
+        assert engine.holds(3, 3)
         assert engine.asked == [
             ("wake", "weights"), ("start_weight_update", False), ("update_weights", {}), ("missing_weights",),
             ("finish_weight_update", 3), ("wake", "kv_cache"),
@@ -323,38 +333,39 @@ def test_a_fresh_engine_is_met_alone_and_wakes_its_weights_before_the_update_and
 @pytest.mark.parametrize("fault", ["dies", "stalls"])
 def test_an_engine_that_fails_in_an_update_takes_no_other_with_it(world, fault):
     """Engine 0 is well, engine 1 is not; then both are asked again, the second anew."""
-    engines = {0: ToyEngine(1), 1: ToyEngine(1, fault=fault)} if world.is_rank_0 else {}
+    engines = {n: ToyEngine(ToyWorker(0, 1, fault if n else None)) for n in (0, 1) if world.is_rank_0}
     transport = GlooTransport(world, 1, BUCKET, timeout=3)
-    transport.connect(ToySource(world), engines, [0, 1])
+    transport.connect(source_of(world), engines, [0, 1])
     began = time.monotonic()
     sent = update(transport, world, 1, engines, [0, 1], timeout=3)
     assert time.monotonic() - began < 30
     if world.is_rank_0:
         assert sent.failures.keys() == {1}
-        assert (engines[0].is_exact(1), engines[1].version) == (True, None)
-        engines[1] = ToyEngine(1)
+        assert engines[0].holds(1, 1)
+        assert engines[1].workers[0].version is None
+        engines[1] = ToyEngine(ToyWorker(0, 1))
     links = {1: engines[1]} if engines else {}
-    assert transport.connect(ToySource(world), links, [1]) == {}
+    assert transport.connect(source_of(world), links, [1]) == {}
     assert update(transport, world, 2, engines, [0, 1]).failures == {}
-    assert all(engine.is_exact(2) for engine in engines.values())
+    assert all(engine.holds(2, 2) for engine in engines.values())
 
 
 @pytest.mark.world(2)
 def test_neither_a_trainer_nor_an_engine_waits_for_ever_for_the_other(world):
     """Rank 1 does not send: what is known of the engine then, from its owner and from itself. Then the engine
     does not receive more than sockets hold."""
-    engine = ToyEngine(1)
+    engine, source = ToyEngine(ToyWorker(0, 1)), source_of(world)
     transport = GlooTransport(world, 1, BUCKET, timeout=1)
-    transport.connect(ToySource(world), {0: engine} if world.is_rank_0 else {}, [0])
+    transport.connect(source, {0: engine} if world.is_rank_0 else {}, [0])
     if world.is_rank_0:
         engine.begin("start_weight_update", False)
         engine.result(5)
-        said = str(transport.send(ToySource(world), {0: engine}, [0], check=False).failures[0])
+        said = str(transport.send(source, {0: engine}, [0], check=False).failures[0])
         if "for recv" not in said:  # it gave up after its owner had
             said = str(engine.answers.get(timeout=5))
         assert "Timed out waiting 2000ms for recv" in said
     world.barrier()  # the other rank's group stays open until then
-    source, links = large_source(world), {0: Sink(1, fault="stalls")} if world.is_rank_0 else {}
+    source, links = large_source(world), {0: ToyEngine(Sink(0, 1, "stalls"))} if world.is_rank_0 else {}
     transport = GlooTransport(world, 1, LARGE_BUCKET, timeout=2)
     transport.connect(source, links, [0])
     began = time.monotonic()
@@ -371,33 +382,19 @@ def large_source(world):
     return DividedWeights({f"t{n}": torch.ones(1024, 512) for n in range(96)}, world.rank, world.size)
 
 
-class Sink(ToyEngine):
-    def rehearse_weight_update(self, worker, tensors):
-        worker.needs = need_all(pickle.loads(tensors))
-        return pickle.dumps(Answer(worker.needs, [], None))
-
-
 @pytest.mark.world(2)
 def test_tensors_that_do_not_fit_are_named_on_every_rank_and_a_wrong_bit_with_its_shard(world):
-    def engine_and_transport():
-        return {0: ToyEngine(2)} if world.is_rank_0 else {}, GlooTransport(world, 2, BUCKET, timeout=20)
-
-    for source, words in (
-        (ToySource(world, without="norm"), "the trainer's tensors do not cover norm of engine 0$"),
-        (ToySource(world, who=torch.zeros(4)), "engine 0 has no place for who of the trainer$"),
-    ):
-        engines, transport = engine_and_transport()
-        with pytest.raises(WeightPlanError, match=words):
-            transport.connect(source, engines, [0])
-    send = _Outbox.send
+    engines, send = {0: of_two()} if world.is_rank_0 else {}, _Outbox.send
+    with pytest.raises(WeightPlanError, match="do not cover norm of engine 0"):
+        GlooTransport(world, 2, BUCKET, timeout=20).connect(source_of(world, without="norm"), engines, [0])
 
     def flip_the_first(outbox, bucket, flat, *rest):
         if world.rank == 1 and bucket == 0:
             flat[1] ^= 4
         send(outbox, bucket, flat, *rest)
 
-    engines, transport = engine_and_transport()
-    transport.connect(ToySource(world), engines, [0])
+    transport = GlooTransport(world, 2, BUCKET, timeout=20)
+    transport.connect(source_of(world), engines, [0])
     wrong = r"1 of \d+ tensors .*: rows\[4:8, 0:6\]$"  # which rank 1 holds, and worker 1
     told = pytest.raises(WeightMismatchError, match=wrong) if world.is_rank_0 else nullcontext()
     with mock.patch.object(_Outbox, "send", flip_the_first), told:
@@ -412,13 +409,11 @@ def test_what_a_model_raises_at_unknown_tensors_is_passed_on():
 
 @pytest.mark.world(3)
 def test_tensors_are_gathered_whole_where_they_are_asked_for(world):
-    source = ToySource(world, 4)
     for to in (0, 2, None):
-        names = []
-        for name, tensor in gather.Gather(source, to=to, bucket_bytes=BUCKET, device="cpu"):
+        gathered = list(gather.Gather(source_of(world, 4), to=to, bucket_bytes=BUCKET, device="cpu"))
+        for name, tensor in gathered:
             assert torch.equal(tensor, weights(4)[name]) if to in (world.rank, None) else tensor is None
-            names.append(name)
-        assert names == list(SHAPES)
+        assert [name for name, _ in gathered] == list(SHAPES)
 
 
 def test_memory_is_used_again_when_the_last_view_of_it_has_gone_and_not_before():
@@ -433,36 +428,25 @@ def test_memory_is_used_again_when_the_last_view_of_it_has_gone_and_not_before()
 
 
 @pytest.mark.world(2)
-def test_an_update_takes_two_buckets_of_memory_and_no_replica(world):
+def test_an_update_and_a_gathering_take_two_buckets_of_memory_and_no_replica(world):
     def memory_in_use(kind):
         with open("/proc/self/status") as status:
             return next(int(line.split()[1]) * 1024 for line in status if line.startswith(kind))
 
     source = large_source(world)
-    links = {0: Sink(1)} if world.rank == 1 else {}
+    links = {0: ToyEngine(Sink(0, 1))} if world.rank == 1 else {}
     transport = GlooTransport(world, 1, LARGE_BUCKET, timeout=60)
     assert transport.connect(source, links, [0]) == {}
-    with open("/proc/self/clear_refs", "w") as peak:
-        peak.write("5")
-    before = memory_in_use("VmRSS")
-    assert transport.send(source, links, [0], check=False).failures == {}
-    if world.is_rank_0:
-        assert LARGE_BUCKET / 4 < memory_in_use("VmHWM") - before < 2 * LARGE_BUCKET
-    sizes, most = [], 0
-
-    def receive_buffer(message, device):
-        nonlocal most
-        memory = np.empty(message.num_bytes, dtype=np.uint8)
-        sizes.append(memory.nbytes)
-        most = max(most, sum(sizes))
-        weakref.finalize(memory, sizes.remove, memory.nbytes)
-        return torch.from_numpy(memory)
-
-    gather.receive_buffer = receive_buffer
-    for _ in gather.Gather(source, to=0, bucket_bytes=LARGE_BUCKET, device="cpu"):
-        pass
-    if world.is_rank_0:
-        assert most == LARGE_BUCKET  # the other rank's halves of two buckets
+    for work in (
+        lambda: transport.send(source, links, [0], check=False),
+        lambda: [None for _ in gather.Gather(source, to=0, bucket_bytes=LARGE_BUCKET, device="cpu")],
+    ):
+        with open("/proc/self/clear_refs", "w") as peak:
+            peak.write("5")
+        before = memory_in_use("VmRSS")
+        work()
+        if world.is_rank_0:
+            assert LARGE_BUCKET / 4 < memory_in_use("VmHWM") - before < 2 * LARGE_BUCKET
 
 
 @pytest.fixture
