@@ -15,7 +15,6 @@ from megatron_ibpo.models import FAMILIES, ModelConfigError, check_layout, read_
 from megatron_ibpo.models.rope import RopeScaling
 from support.layouts import layout
 from support.paths import ROOT
-from support.tiny_models import make_qwen3
 
 NEXT_80B, LLAMA_31_8B, GLM_AIR, OSS_20B, TINY = (
     json.loads((ROOT / "examples" / name / "config.json").read_text())
@@ -76,14 +75,6 @@ def test_published_configs_are_read_in_every_spelling(tmp_path):
 @pytest.fixture
 def next_80b(tmp_path):
     return read_hf_config(write(tmp_path, NEXT_80B))
-
-
-def test_transformers_5_spelling_means_the_same(tmp_path, next_80b):
-    old = "rope_theta", "rope_scaling", "partial_rotary_factor", "full_attention_interval"
-    new = {key: value for key, value in NEXT_80B.items() if key not in old}
-    new["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000000, "partial_rotary_factor": 0.25}
-    new["layer_types"] = (["linear_attention"] * 3 + ["full_attention"]) * 12
-    assert read_hf_config(write(tmp_path, new)) == next_80b
 
 
 def test_a_config_that_cannot_be_built_is_refused(tmp_path):
@@ -161,8 +152,13 @@ def test_heads_and_experts_divide_as_megatron_divides_them(tmp_path, next_80b):
     assert check_layout(oss, layout(ep=8), 8) == []
     (problem,) = check_layout(oss, layout(etp=2), 2)
     assert "=2: megatron-core does not divide experts with biases, which gpt_oss has; use 1, and" in problem
-    (problem,) = check_layout(read_hf_config(make_qwen3(tmp_path / "dense", 0)), layout(ep=2), 2)
+    (problem,) = check_layout(read_hf_config(write(tmp_path, TINY)), layout(ep=2), 2)
     assert problem.startswith("qwen3 has no experts")
+    # each rank sees the norm behind delta nets with its own heads only
+    apart = replace(layout(tp=2), sequence_parallel=False)
+    (problem,) = check_layout(replace(next_80b, num_experts=0), apart, 2)
+    assert problem == "delta nets with --tensor-model-parallel-size > 1 need --sequence-parallel"
+    assert check_layout(read_hf_config(write(tmp_path, LLAMA_31_8B)), apart, 2) == []
 
 
 def test_shapes_and_costs_of_all_families_need_neither_torch_nor_megatron():

@@ -369,7 +369,7 @@ def test_a_saved_checkpoint_is_a_hugging_face_checkpoint_and_none_is_begun_on_a_
 
 @pytest.mark.world(1)
 def test_bad_checkpoints_are_refused_by_name(world, models, tmp_path):
-    """What damages a file or an index is in test_convert_faults.py."""
+    """What damages a file or an index is in test_bad_checkpoints.py."""
     from megatron_ibpo.weights.formats.load import load_hf
 
     origin = models["dense"]
