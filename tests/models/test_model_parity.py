@@ -127,19 +127,15 @@ def draw_batch(vocabulary=VOCAB_SIZE):
     return ids, targets, weights / weights.sum()
 
 
-@pytest.fixture(scope="module")
-def of_transformers(checkpoints):
-    return functools.cache(lambda name: transformers_result(checkpoints[name]))
-
-
 @pytest.fixture
-def expected(ranks, cases, of_transformers):
+def expected(ranks, cases, checkpoints):
     """(logits [N, vocabulary], loss, gradients by checkpoint name) of each model from transformers"""
     if DEVICE == "cuda" and torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs")
-    return {name: of_transformers(name) for name in cases}
+    return {name: transformers_result(checkpoints[name]) for name in cases}
 
 
+@functools.cache
 def transformers_result(path):
     from transformers import AutoModelForCausalLM
 

@@ -17,8 +17,8 @@ from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.models.backends import Backends
 from megatron_ibpo.weights.formats.convert import hf_to_megatron
 from megatron_ibpo.weights.weight_errors import CheckpointError
-from support.conversions import ALONE
 from support.layouts import layout
+from support.model_passes import ALONE
 from support.paths import ROOT, TESTS
 from support.tiny_models import make_gpt_oss, make_qwen3, make_qwen3_next
 from support.trainers import config_for

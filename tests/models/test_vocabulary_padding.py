@@ -17,8 +17,8 @@ from megatron_ibpo.weights.formats.torch_dist import ROWS_MAY_BE_PADDED, StoredC
 from megatron_ibpo.weights.weight_errors import CheckpointError
 from support import planned
 from support.checkpoint_bytes import assert_same_bytes, tensors_of
-from support.conversions import ALONE
 from support.layouts import layout
+from support.model_passes import ALONE
 from support.ranks import run_ranks
 from support.tiny_models import make_qwen3
 from support.train_sequences import sequence

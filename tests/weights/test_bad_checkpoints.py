@@ -40,8 +40,8 @@ from megatron_ibpo.weights.formats.torch_dist import Block, DistcpFile, StoredCh
 from megatron_ibpo.weights.weight_errors import CheckpointError
 from support import planned
 from support.checkpoint_bytes import as_bytes, cut_in_half, shard_by_hand, tensors_of, with_weights
-from support.conversions import ALONE, edit_json
 from support.layouts import layout
+from support.model_passes import ALONE, edit_json
 from support.ranks import RankFailed, run_ranks
 from support.tiny_models import make_qwen3, make_qwen3_next
 from support.train_sequences import sequences

@@ -29,9 +29,8 @@ from megatron_ibpo.weights.formats.torch_dist import ROWS_MAY_BE_PADDED, StoredC
 from megatron_ibpo.weights.weight_errors import CheckpointError
 from support import planned, tiny_models
 from support.checkpoint_bytes import assert_same_bytes, drawn_weights, shard_by_hand, tensors_of, with_weights
-from support.conversions import ALONE, edit_json, round_trip
 from support.layouts import layout
-from support.model_passes import loaded
+from support.model_passes import ALONE, edit_json, loaded, round_trip
 from support.mtp_checkpoints import mtp_tensors
 from support.train_sequences import sequences
 from support.trainers import config_for, open_trainer, weights_of
