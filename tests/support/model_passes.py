@@ -1,6 +1,7 @@
-"""Loads and saves Megatron's models, and runs forward and backward passes as its schedule does."""
+"""Loads Megatron's models, and runs forward and backward passes as its schedule does."""
 
 import json
+from dataclasses import replace
 
 import torch
 
@@ -16,28 +17,15 @@ def edit_json(path, **changes):
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
-def round_trip(world, origin, saved, parallel_config, bf16):
-    """Load a checkpoint and save it; return what is exported, and its metadata."""
-    from megatron_ibpo.policy import parallel
-    from megatron_ibpo.weights.formats.save import save_hf
-    from megatron_ibpo.weights.layout.export import HFExport
-
-    model = loaded(world, origin, parallel_config, ModelConfig(bf16=bf16))
-    export = HFExport(*model, bucket_bytes=100_000)  # several
-    tensors = [(name, None if tensor is None else tensor.clone()) for name, tensor in export]
-    save_hf(export, world, saved, origin)
-    parallel.destroy()
-    return export.metadata(), tensors
-
-
 def loaded(world, hf_dir, parallel_config=None, model=None, *, pieces=1, **how):
     """Start Megatron's groups; return this rank's part of a model, in so many pieces, and its shape."""
     from megatron_ibpo.policy import parallel
     from megatron_ibpo.policy.model import build_model
     from megatron_ibpo.weights.formats.load import load_hf
 
-    interleaved = (f"virtual_pipeline_model_parallel_size={pieces}",) if pieces > 1 else ()
-    model = model or ModelConfig(model_override=interleaved)
+    model = model or ModelConfig()
+    if pieces > 1:
+        model = replace(model, model_override=(f"virtual_pipeline_model_parallel_size={pieces}",))
     config = Config(model=model, parallel=parallel_config or ParallelConfig())
     parallel.initialize(config.parallel, world, seed=0)
     shape = read_hf_config(hf_dir)
