@@ -23,8 +23,6 @@ TE, FLA = "Transformer Engine", "flash-linear-attention"
 
 @pytest.fixture
 def machine(monkeypatch):
-    """Act as if these packages were installed on such a GPU, and none but these."""
-
     def act(*packages, capability=(9, 0), triton="3.7.1", cudnn=92500):
         def find(name):
             if name.partition(".")[0] not in packages:
@@ -110,7 +108,6 @@ def test_a_trainer_refuses_before_it_meets_the_others(models):
 
 
 def test_precision_is_what_serves_on_the_device_unless_it_is_said(models):
-    """The engine's settings, the table of sizes and the identity of an evaluation all have that word."""
     for flags, device, family, dtype, bf16 in (
         ([], "cpu", "dense", "float32", False),
         ([], "cpu", "next", "bfloat16", False),

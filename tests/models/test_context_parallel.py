@@ -162,7 +162,6 @@ def loss_and_gradients(world, path, parallel_config, libraries=LOCAL):
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    """Checkpoint → (where it is, losses and gradients on one rank)."""
     directory = tmp_path_factory.mktemp("models")
     paths = {
         "dense": make_qwen3(directory / "dense", 3, std=0.1),
@@ -229,7 +228,6 @@ def test_plain_torch_exchanges_no_heads_and_transformer_engine_divides_no_sequen
 @pytest.mark.ray
 @pytest.mark.slow
 def test_three_steps_of_the_loop_with_ranks_that_share_sequences(tmp_path):
-    """Trainer and engine agree about the log-probs of every token, so nothing is lost between the ranks."""
     model = shutil.copytree(ROOT / "examples/tiny_qwen3_next", tmp_path / "model")
     for row in train_three_steps(
         tmp_path, model, "--tensor-model-parallel-size", "1", "--context-parallel-size", "2"

@@ -152,7 +152,6 @@ def transformers_result(path):
 
 
 def megatron_result(world, path, parallel_config, bf16, libraries):
-    """(logits and loss on the first TP rank of the last stage, gradients on rank 0)"""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 

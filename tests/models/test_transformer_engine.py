@@ -95,7 +95,6 @@ def go_on_from_checkpoints(hf_dir, converted, scratch):
         return Trainer(chunks, shape.vocab_size, config, world, total_updates=10)
 
     def step(trainer):
-        """A step along gradients of all ones."""
         for optimizer in trainer.optimizer.chained_optimizers:
             for group in optimizer.optimizer.param_groups:
                 group["lr"] = 1e-3
@@ -104,7 +103,6 @@ def go_on_from_checkpoints(hf_dir, converted, scratch):
             optimizer.step_with_ready_grads()
 
     def scaled(trainer):
-        """The modules that compute in FP8, by name."""
         modules = trainer.chunks[0].named_modules()
         return {name: module for name, module in modules if isinstance(module, te_stand_in.Module)}
 
@@ -174,7 +172,6 @@ def weights(trainer):
 
 
 def contents(trainer):
-    """Weights, the optimizer's means, and the steps that it has counted."""
     found = weights(trainer)
     for which, optimizer in enumerate(trainer.optimizer.chained_optimizers):
         adam = optimizer.optimizer

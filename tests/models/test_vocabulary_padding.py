@@ -38,7 +38,6 @@ def models(tmp_path_factory):
 
 
 def rows(count=6):
-    """Sequences of tokens from the whole vocabulary, the last id among them."""
     rng, ids, made = random.Random(0), range(2, VOCABULARY), []
     for number in range(count):
         response = [*rng.choices(ids, k=rng.randrange(1, 30)), VOCABULARY - 1]
@@ -123,7 +122,6 @@ def padding_of(trainer, shape):
 
 @pytest.fixture
 def alone(models):
-    """What one rank finds, which pads nothing."""
     return run_ranks(without_padding, 1, models, timeout=280)[0]
 
 
@@ -150,7 +148,6 @@ def test_training_is_the_same_with_padding_and_padding_stays_zero(world, models,
 
 
 def went_on(world, hf_dir, parallel, start, save_to, updates=1):
-    """Weights, and gradient norm of the last update, after going on from a checkpoint or from the model."""
     from megatron_ibpo.policy.checkpoint import load_checkpoint
     from megatron_ibpo.policy.saving import save_checkpoint
 

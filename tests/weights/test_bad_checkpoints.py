@@ -66,7 +66,6 @@ def converted(origin, tmp_path_factory):
 
 @pytest.fixture
 def stored(tmp_path, converted):
-    """A Megatron checkpoint that a test may break."""
     return shutil.copytree(converted, tmp_path / "stored")
 
 
@@ -76,7 +75,6 @@ def target(tmp_path):
 
 
 def convert(source, target, **options):
-    """Convert there or back, as the source is."""
     if (source / "config.json").exists():
         hf_to_megatron(source, target, layout(), ALONE, **options)
     else:
@@ -301,7 +299,6 @@ def test_a_tensor_takes_no_byte_from_beyond_its_place(tmp_path):
 
 
 def save_entry(stored, name, data, transforms=None):
-    """Put bytes into a checkpoint under a name, as an entry that is no tensor."""
     file = stored / f"{name.replace('/', '_')}.distcp"
 
     def edit(metadata):
@@ -332,42 +329,36 @@ def refuse_to_read(stored, *words):
     assert not (stored.parent / "ran").exists()
 
 
-NOT_READ = "damaged or unsafe, and was not read", "take another copy of the checkpoint"
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["common_state/shard_0_1", "decoder.layers.0.self_attention.linear_qkv._extra_state/shard_0_2",
-     "optimizer.state.param_groups/shard_0_1", "rng_state/shard_0_1", QKV],
-)  # fmt: skip
-def test_entries_that_would_run_code_are_not_read(stored, name):
-    content = [{"args": argparse.Namespace(seed=1), "x": RunsCode(stored.parent / "ran")}]
-    for form in (
-        saved_bytes(content),
-        saved_bytes(content, _use_new_zipfile_serialization=False),
-        saved_bytes(argparse.Namespace(inner=[io.BytesIO(b""), content])),  # behind what is allowed
-    ):
-        save_entry(stored, name, form)
-        refuse_to_read(stored, ".distcp", name, "it asks for getattr", *NOT_READ)
-
-
-def test_nothing_else_that_would_run_code_or_was_not_checked_is_read(stored):
+def test_nothing_that_would_run_code_or_was_not_checked_is_read(stored):
     whole, planted = (stored / ".metadata").read_bytes(), RunsCode(stored.parent / "ran")
+    content = [{"args": argparse.Namespace(seed=1), "x": planted}]
+    not_read = "damaged or unsafe, and was not read", "take another copy of the checkpoint"
     (stored / ".metadata").write_bytes(pickle.dumps(planted))
     refuse_to_read(stored, ".metadata is damaged or unsafe", "pathlib")
+    for name in (
+        "common_state/shard_0_1", "decoder.layers.0.self_attention.linear_qkv._extra_state/shard_0_2",
+        "optimizer.state.param_groups/shard_0_1", "rng_state/shard_0_1", QKV,
+    ):  # fmt: skip
+        for form in (
+            saved_bytes(content),
+            saved_bytes(content, _use_new_zipfile_serialization=False),
+            saved_bytes(argparse.Namespace(inner=[io.BytesIO(b""), content])),  # behind what is allowed
+        ):
+            (stored / ".metadata").write_bytes(whole)
+            save_entry(stored, name, form)
+            refuse_to_read(stored, ".distcp", name, "it asks for getattr", *not_read)
     (stored / ".metadata").write_bytes(whole)
     name = "rng_state/shard_0_1"
     save_entry(stored, name, pickle.dumps(planted, protocol=4))
-    refuse_to_read(stored, "rng_state_shard_0_1.distcp", name, "not a pickle of plain data", *NOT_READ)
+    refuse_to_read(stored, "rng_state_shard_0_1.distcp", name, "not a pickle of plain data", *not_read)
     save_entry(stored, name, saved_bytes([1]), ("zstd",))  # unpacked it is not the bytes that were checked
     refuse_to_read(stored, f"{name} is stored through the transforms zstd")
     (stored / ".metadata").write_bytes(whole)
     torch.save({"args": planted}, stored / "common.pt")
-    refuse_to_read(stored, "common.pt: the common state", "it asks for getattr", *NOT_READ)
+    refuse_to_read(stored, "common.pt: the common state", "it asks for getattr", *not_read)
 
 
 def test_what_megatron_lm_stores_alongside_weights_is_read(stored, tmp_path):
-    """Arguments, random states, an iteration, Transformer Engine's state in both of its forms."""
     from megatron.core.dist_checkpointing.serialization import load_common_state_dict
     from megatron.core.enums import ModelType
     from megatron.core.optimizer import OptimizerConfig
@@ -464,11 +455,7 @@ def test_inspection_lists_what_is_there_and_what_is_missing(tmp_path, stored, ca
     source, whole = make_qwen3_next(tmp_path / "next", 3), tmp_path / "whole"
     hf_to_megatron(source, whole, layout(tp=2, pp=2, ep=2), ALONE)
     said = inspect(whole, checksums=True)
-    for words in (
-        "qwen3_next, 4 layers of 96, 4 experts",
-        "TP 2, PP 2, EP 2, ETP 1\n",
-        "all files as written",
-    ):
+    for words in ("qwen3_next, 4 layers of 96, 4 experts", "TP 2, PP 2, EP 2, ETP 1\n", "files as written"):
         assert words in said
     (whole / "layout.json").unlink()
     assert "TP 2, PP 2, EP 2, ETP 1, as its pieces suggest" in inspect(whole)
@@ -630,7 +617,7 @@ def test_training_does_not_go_on_from_what_is_damaged(world, tmp_path):
         load_hf([chunk.module for chunk in trainer.chunks], read_hf_config(bad), bad)
 
 
-def test_the_newest_stay_and_every_so_many():
+def test_the_newest_stay_and_every_so_many_and_what_is_no_checkpoint_or_hidden(tmp_path):
     for keep, last, gone in (
         (Keep(1), 10, [2, 4, 6, 8]),
         (Keep(9), 10, []),
@@ -638,9 +625,6 @@ def test_the_newest_stay_and_every_so_many():
         (Keep(1), 6, [2, 4]),  # what a run wrote before it went back is left alone
     ):
         assert retention.superseded([10, 2, 8, 4, 6], last, keep) == gone
-
-
-def test_removing_leaves_what_is_no_checkpoint_and_what_is_hidden(tmp_path):
     names = {"step_000001", "step_000002", "step_000003", "step_final", ".step_000004.partial"}
     for name in names:
         (tmp_path / name).mkdir()
@@ -653,10 +637,11 @@ def test_removing_leaves_what_is_no_checkpoint_and_what_is_hidden(tmp_path):
 
 def test_the_disk_holds_what_is_kept_and_one_that_is_being_written():
     """The run takes 100 steps, and keeps the newest two unless a case says otherwise."""
+    never = {"save_interval_minutes": None}
     for changes, kept in (
-        ({"save_interval_minutes": None}, (1, 1)),
-        ({"save_interval_minutes": None, "save_interval": 60}, (2, 1)),
-        ({"save_interval_minutes": None, "save_interval": 10, "keep_checkpoints": 100}, (10, 1)),
+        (never, (1, 1)),
+        (never | {"save_interval": 60}, (2, 1)),
+        (never | {"save_interval": 10, "keep_checkpoints": 100}, (10, 1)),
         ({}, (3, 1)),
         ({"num_rollout": 1}, (1, 1)),
         ({"keep_checkpoint_every": 25}, (7, 1)),

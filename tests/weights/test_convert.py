@@ -122,7 +122,6 @@ def test_each_rank_of_the_layout_has_the_files_of_its_own_shards(models, tmp_pat
 
 
 def test_the_result_is_whole_and_loads_in_transformers(models, tmp_path, monkeypatch):
-    """Several files with an index, configuration and tokenizer, and checksums of them all."""
     from transformers import AutoModelForCausalLM
 
     monkeypatch.setattr(convert, "HF_FILE_BYTES", 1_000_000)
@@ -284,9 +283,7 @@ def test_ranks_share_a_key_value_head_by_rows_of_its_group(models):
          ("odd", layout(tp=4, vocabulary=16)), ("mtp", layout(tp=2, ep=2)),
          ("glm mtp", layout(tp=2, pp=2, first=1))], marks=pytest.mark.slow)],
 )  # fmt: skip
-def test_loading_and_saving_changes_no_bit_nor_does_a_conversion(
-    world, models, tmp_path, ranks, cases
-):
+def test_loading_and_saving_changes_no_bit_nor_does_a_conversion(world, models, tmp_path, ranks, cases):
     from megatron_ibpo.policy import parallel
     from megatron_ibpo.policy.checkpoint import load_weights
     from megatron_ibpo.weights.layout.export import HFExport
@@ -322,8 +319,6 @@ def test_loading_and_saving_changes_no_bit_nor_does_a_conversion(
 def test_a_saved_checkpoint_is_a_hugging_face_checkpoint_and_none_is_begun_on_a_full_disk(
     world, models, tmp_path
 ):
-    """It has several files, replaces one that was there, and has the origin's tokenizer and the trainer's
-    dtype."""
     from transformers import AutoModelForCausalLM
 
     from megatron_ibpo.weights.layout.export import HFExport
@@ -357,7 +352,6 @@ def test_a_saved_checkpoint_is_a_hugging_face_checkpoint_and_none_is_begun_on_a_
 
 @pytest.mark.world(1)
 def test_bad_checkpoints_are_refused_by_name(world, models, tmp_path):
-    """What damages a file or an index is in test_bad_checkpoints.py."""
     from megatron_ibpo.weights.formats.load import load_hf
 
     origin, norm = models["dense"], "model.layers.1.input_layernorm.weight"
@@ -390,7 +384,6 @@ def test_a_file_is_unmapped_when_much_of_it_has_been_read(models, tmp_path, monk
 @pytest.mark.parametrize("name", ["moe", "glm", "oss", "next", "mtp", "few"])
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_shards_cover_every_stored_tensor_once(models, name, ranks):
-    """Joined from cuts, a shard is what its blocks are of the parameter joined whole."""
     covered, checkpoint = {}, Checkpoint(models[name])
     for entry in weight_map(read_hf_config(models[name]), mtp_layers=int(name == "mtp")).values():
         whole = entry.join([checkpoint.read(piece) for piece in entry.pieces])
@@ -437,7 +430,6 @@ def test_the_tools_convert_and_verify(world, models, tmp_path):
 
 
 def test_mxfp4_is_converted_to_bfloat16_and_training_asks_for_that(tmp_path):
-    """A gpt-oss whose experts are packed, as it is published."""
     directory = tiny_models.make_gpt_oss(tmp_path / "packed", 3)
     generator = torch.Generator().manual_seed(0)
     stored, whole = {}, {}

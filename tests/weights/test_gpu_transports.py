@@ -33,7 +33,6 @@ def failures_of_update(transport, world, source, version, links, engines):
 
 
 def start(checkpoint, log, transport, dies_at=0):
-    """An engine on a CPU that takes weights over `transport`. It dies at its so many-th bucket over nccl."""
     folders = [str(TESTS / "support/engine_stand_ins"), str(TESTS)]
     os.environ["PYTHONPATH"] = os.pathsep.join([*folders, os.environ.get("PYTHONPATH", "")])
     os.environ[transfer_stand_ins.DIE_AT] = str(dies_at)

@@ -60,7 +60,6 @@ class Device(TorchDispatchMode):
             self.current = before
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        """Give every operation to the current stream."""
         result = func(*args, **(kwargs or {}))
         given = {key_of(tensor): tensor for tensor in tensors_in(args)}
         written = {
@@ -140,7 +139,6 @@ BUCKET = 1000  # bytes: a few tensors
 
 
 def halves(rank):
-    """Weights of which either of two ranks holds half the rows."""
     draw = torch.Generator().manual_seed(0)
     drawn = {name: torch.randn(shape, generator=draw) for name, shape in SHAPES.items()}
     return DividedWeights(drawn, rank, 2)

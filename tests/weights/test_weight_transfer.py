@@ -31,12 +31,10 @@ from support.weight_sources import DividedWeights, cut
 
 @st.composite
 def sharded_tensors(draw):
-    """(tensors, regions of each, what a receiver needs of each), for three ranks."""
     tensors, held, needs = [], [], []
     holders = st.lists(st.integers(0, 2), min_size=1, max_size=3, unique=True).map(tuple)
 
     def boxes(shape):
-        """The shape, cut along one axis."""
         axis = draw(st.integers(0, len(shape) - 1))
         inner = draw(st.sets(st.integers(1, shape[axis]), max_size=3))
         for bounds in pairwise(sorted({0, shape[axis], *inner})):
@@ -95,7 +93,6 @@ def test_replicas_send_half_each():
 
 
 def needs_of(loader, dtype=torch.float32):
-    """Return what `loader(tensor)` reads of a tensor of 8 by 6."""
     rehearsal = Rehearsal([TensorMeta("t", dtype, (8, 6))])
     ((_, tensor),) = rehearsal.tensors()
     loader(tensor)
@@ -103,7 +100,7 @@ def needs_of(loader, dtype=torch.float32):
     return need
 
 
-def test_what_is_copied_is_all_that_is_needed():
+def test_what_is_copied_is_all_that_is_needed_and_in_the_lower_precision():
     def load_twice_the_same(t):
         for start in (0, 4, 4):
             torch.empty(2, 6).copy_(t.data[start : start + 2])
@@ -116,16 +113,12 @@ def test_what_is_copied_is_all_that_is_needed():
     ):
         assert needs_of(loader) == Need(torch.float32, tuple(boxes))
     assert needs_of(lambda t: (t.shape, t.size(0), t.dtype, t.dim(), t.device, t[0].numel())) is None
-
-
-def test_a_tensor_travels_in_the_precision_it_is_copied_to_if_that_is_the_lower_one():
     for sent, kept, travels in (
         (torch.float32, torch.bfloat16, torch.bfloat16),
         (torch.bfloat16, torch.float32, torch.bfloat16),
         (torch.bfloat16, torch.float16, torch.bfloat16),  # as many bits, and other values
     ):
-        whole = torch.empty(8, 6, dtype=kept)
-        assert needs_of(whole.copy_, sent).dtype == travels
+        assert needs_of(torch.empty(8, 6, dtype=kept).copy_, sent).dtype == travels
 
 
 def test_whatever_looks_at_values_needs_them_in_full_precision():
@@ -150,8 +143,7 @@ def test_whatever_looks_at_values_needs_them_in_full_precision():
     flip=st.integers(1, 255),
 )
 def test_a_checksum_is_the_one_worked_by_hand_and_sees_any_wrong_byte(values, place, flip):
-    multiplier = 0x9E3779B97F4A7C15
-    by_hand = (6 * multiplier + (-1) * 3 * multiplier) % 2**64
+    by_hand = (6 - 3) * 0x9E3779B97F4A7C15 % 2**64
     assert checksum(torch.tensor([5, -2], dtype=torch.int32)) == by_hand
     tensor = torch.tensor(values, dtype=torch.int16)
     wrong = tensor.clone()
@@ -387,6 +379,8 @@ def test_tensors_that_do_not_fit_are_named_on_every_rank_and_a_wrong_bit_with_it
     engines, send = {0: of_two()} if world.is_rank_0 else {}, _Outbox.send
     with pytest.raises(WeightPlanError, match="do not cover norm of engine 0"):
         GlooTransport(world, 2, BUCKET, timeout=20).connect(source_of(world, without="norm"), engines, [0])
+    with pytest.raises(WeightPlanError, match="engine 3 cannot load the trainer's tensors: KeyError: 'who'"):
+        wire.read_answers(3, [pickle.dumps(Answer([], [], "KeyError: 'who'"))], [])
 
     def flip_the_first(outbox, bucket, flat, *rest):
         if world.rank == 1 and bucket == 0:
@@ -399,12 +393,6 @@ def test_tensors_that_do_not_fit_are_named_on_every_rank_and_a_wrong_bit_with_it
     told = pytest.raises(WeightMismatchError, match=wrong) if world.is_rank_0 else nullcontext()
     with mock.patch.object(_Outbox, "send", flip_the_first), told:
         update(transport, world, 1, engines, [0])
-
-
-def test_what_a_model_raises_at_unknown_tensors_is_passed_on():
-    answer = pickle.dumps(Answer([], [], "KeyError: 'who'"))
-    with pytest.raises(WeightPlanError, match="engine 3 cannot load the trainer's tensors: KeyError: 'who'"):
-        wire.read_answers(3, [answer], [])
 
 
 @pytest.mark.world(3)
@@ -451,7 +439,6 @@ def test_an_update_and_a_gathering_take_two_buckets_of_memory_and_no_replica(wor
 
 @pytest.fixture
 def group():
-    """A communicator whose call to abort it shows."""
     own = SimpleNamespace(device=torch.device("cpu", 0), comm=None, disabled=False, aborted=threading.Event())
 
     def abort_once(_):
