@@ -135,6 +135,7 @@ def test_layouts_that_do_not_divide_are_refused(next_80b):
         (layout(tp=2, pp=4, ep=64), 32, "EP x ETP x PP = 256 does not divide the world size (32)"),
         (good, 12, "TP x PP = 8 does not divide the world size (12)"),
         (layout(tp=0, pp=4, ep=8), 32, "must be at least 1"),
+        (layout(tp=2, pp=4, ep=8, vocabulary=0), 32, "--make-vocab-size-divisible-by=0: must be at least 1"),
     ):  # fmt: skip
         problems = check_layout(next_80b, parallel, world_size)
         assert any(words in problem for problem in problems), problems

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ibpo.weights.layout import gather, regions
-from megatron_ibpo.weights.layout.regions import Need, Region, TensorMeta, choose_senders, need_all, whole
+from megatron_ibpo.weights.layout.regions import Need, Region, TensorMeta, choose_senders, whole
 from megatron_ibpo.weights.transfer import wire
 from megatron_ibpo.weights.transfer.gloo import GlooReceiver, GlooTransport, Memory, _Outbox, join_group
 from megatron_ibpo.weights.transfer.nccl_group import abort, ends_when_lost, is_lost, joined, say_lost
@@ -177,8 +177,8 @@ def source_of(world, version=0, without=None):
 class ToyWorker:
     """One tensor-parallel worker: takes its rows, columns, sections; `half` in bfloat16, `norm` whole."""
 
-    def __init__(self, rank, size, fault=None):
-        self.rank, self.size, self.fault, self.version, self.parameters = rank, size, fault, 0, {}
+    def __init__(self, rank, size, fault=None, names=frozenset(SHAPES)):
+        self.rank, self.size, self.fault, self.names, self.parameters = rank, size, fault, names, {}
 
     def shards(self, name, tensor):
         if name == "norm":
@@ -228,23 +228,10 @@ class ToyWorker:
         return self.receipt or {}
 
     def missing_weights(self):
-        return sorted(SHAPES.keys() - self.parameters.keys())
+        return sorted(self.names - self.parameters.keys())
 
     def wake(self, part):
         pass
-
-
-class Sink(ToyWorker):
-    def rehearse_weight_update(self, tensors):
-        self.needs = need_all(pickle.loads(tensors))
-        return pickle.dumps(Answer(self.needs, [], None))
-
-    def load_weights(self, tensors):
-        for _ in tensors:
-            pass
-
-    def missing_weights(self):
-        return []
 
 
 class ToyEngine:
@@ -357,7 +344,10 @@ def test_neither_a_trainer_nor_an_engine_waits_for_ever_for_the_other(world):
             said = str(engine.answers.get(timeout=5))
         assert "Timed out waiting 2000ms for recv" in said
     world.barrier()  # the other rank's group stays open until then
-    source, links = large_source(world), {0: ToyEngine(Sink(0, 1, "stalls"))} if world.is_rank_0 else {}
+    source, links = (
+        large_source(world),
+        {0: ToyEngine(ToyWorker(0, 1, "stalls", set()))} if world.is_rank_0 else {},
+    )
     transport = GlooTransport(world, 1, LARGE_BUCKET, timeout=2)
     transport.connect(source, links, [0])
     began = time.monotonic()
@@ -422,7 +412,7 @@ def test_an_update_and_a_gathering_take_two_buckets_of_memory_and_no_replica(wor
             return next(int(line.split()[1]) * 1024 for line in status if line.startswith(kind))
 
     source = large_source(world)
-    links = {0: ToyEngine(Sink(0, 1))} if world.rank == 1 else {}
+    links = {0: ToyEngine(ToyWorker(0, 1, None, set()))} if world.rank == 1 else {}
     transport = GlooTransport(world, 1, LARGE_BUCKET, timeout=60)
     assert transport.connect(source, links, [0]) == {}
     for work in (
