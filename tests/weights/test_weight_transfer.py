@@ -344,10 +344,8 @@ def test_neither_a_trainer_nor_an_engine_waits_for_ever_for_the_other(world):
             said = str(engine.answers.get(timeout=5))
         assert "Timed out waiting 2000ms for recv" in said
     world.barrier()  # the other rank's group stays open until then
-    source, links = (
-        large_source(world),
-        {0: ToyEngine(ToyWorker(0, 1, "stalls", set()))} if world.is_rank_0 else {},
-    )
+    source, stalled = large_source(world), ToyEngine(ToyWorker(0, 1, "stalls", set()))
+    links = {0: stalled} if world.is_rank_0 else {}
     transport = GlooTransport(world, 1, LARGE_BUCKET, timeout=2)
     transport.connect(source, links, [0])
     began = time.monotonic()
