@@ -383,9 +383,7 @@ def test_what_megatron_lm_stores_alongside_weights_is_read(stored, tmp_path):
         StoredCheckpoint(stored)
 
 
-def test_what_is_there_is_not_overwritten_and_a_disk_too_small_is_refused_at_once(
-    origin, stored, target, monkeypatch
-):
+def test_what_is_there_stays_and_a_small_disk_is_refused_at_once(origin, stored, target, monkeypatch):
     target.mkdir(parents=True)
     (target / "mine").write_text("precious")
     for place in (target, origin):
@@ -417,9 +415,7 @@ def killed_in_the_middle(world, source, target):
 
 @pytest.mark.world
 @pytest.mark.parametrize("way", ["there", "back"])
-def test_a_full_disk_leaves_nothing_and_a_kill_in_the_middle_nothing_that_looks_whole(
-    origin, converted, target, way
-):
+def test_a_full_disk_leaves_nothing_and_a_kill_nothing_that_looks_whole(origin, converted, target, way):
     source, reader = (origin, StoredCheckpoint) if way == "there" else (converted, Checkpoint)
     with pytest.raises(DiskSpaceError, match="no room after"), short_files():
         convert(source, target)

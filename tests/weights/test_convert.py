@@ -316,9 +316,7 @@ def test_loading_and_saving_changes_no_bit_nor_does_a_conversion(world, models, 
 
 
 @pytest.mark.world(2)
-def test_a_saved_checkpoint_is_a_hugging_face_checkpoint_and_none_is_begun_on_a_full_disk(
-    world, models, tmp_path
-):
+def test_a_saved_checkpoint_is_one_of_hugging_face_and_none_is_begun_on_a_full_disk(world, models, tmp_path):
     from transformers import AutoModelForCausalLM
 
     from megatron_ibpo.weights.layout.export import HFExport

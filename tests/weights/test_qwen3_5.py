@@ -12,14 +12,8 @@ from megatron_ibpo.models import ModelConfigError, read_hf_config
 from megatron_ibpo.weights.formats.convert import differing_tensors, hf_to_megatron, megatron_to_hf
 from megatron_ibpo.weights.formats.hugging_face import trained_elements
 from megatron_ibpo.weights.formats.torch_dist import StoredCheckpoint
-from support.checkpoint_bytes import (
-    assert_same_bytes,
-    drawn_weights,
-    shard_by_hand,
-    tensors_of,
-    with_fused_experts,
-    with_weights,
-)
+from support import checkpoint_bytes
+from support.checkpoint_bytes import assert_same_bytes, tensors_of, with_weights
 from support.example_runs import train_three_steps
 from support.layouts import layout
 from support.model_passes import ALONE, loaded
@@ -36,7 +30,7 @@ def wrapped(tmp_path_factory):
     for kind, how in {"dense": {"moe": False, "tie": True}, "moe": {"moe": True}}.items():
         root, sizes = tmp_path_factory.mktemp(kind), {"kv_heads": 4, "key_heads": 4, "value_heads": 8}
         plain = make_qwen3_5(root / "plain", 1, wrapped=True, **how, **sizes)
-        tensors = drawn_weights(plain, torch.bfloat16) | mtp_tensors(torch.bfloat16)
+        tensors = checkpoint_bytes.drawn_weights(plain, torch.bfloat16) | mtp_tensors(torch.bfloat16)
         if kind == "dense":
             tensors = {n: t for n, t in tensors.items() if not n.startswith("mtp.layers.0.mlp.")}
             for part, shape in (("gate", (192, 96)), ("up", (192, 96)), ("down", (96, 192))):
@@ -74,13 +68,9 @@ def test_a_wrapped_model_has_the_shape_of_its_text_model_and_one_that_cannot_be_
 
 @pytest.mark.parametrize(
     ("name", "parallel", "virtual_stages"),
-    [
-        ("dense", layout(tp=2, pp=2), 1),
-        ("dense", layout(pp=2), 2),
-        ("moe", layout(tp=2, ep=2, etp=2), 1),
-        ("moe", layout(tp=4, pp=2, etp=2, first=1), 1),
-    ],
-)
+    [("dense", layout(tp=2, pp=2), 1), ("dense", layout(pp=2), 2), ("moe", layout(tp=2, ep=2, etp=2), 1),
+     ("moe", layout(tp=4, pp=2, etp=2, first=1), 1)],
+)  # fmt: skip
 def test_there_and_back_changes_no_bit_of_anything(wrapped, tmp_path, name, parallel, virtual_stages):
     stored, back = tmp_path / "stored", tmp_path / "back"
     hf_to_megatron(wrapped[name], stored, parallel, ALONE, virtual_stages=virtual_stages)
@@ -97,9 +87,10 @@ def test_there_and_back_changes_no_bit_of_anything(wrapped, tmp_path, name, para
 def test_experts_may_be_fused_in_one_tensor_and_tensors_lie_in_several_files(wrapped, tmp_path):
     origin, prefix = tensors_of(wrapped["moe"]), "model.language_model."
     text = {name.replace(prefix, "model."): own for name, own in origin.items() if prefix in name}
-    fused = {name.replace("model.", prefix, 1): own for name, own in with_fused_experts(text).items()}
+    fused = checkpoint_bytes.with_fused_experts(text).items()
+    fused = {name.replace("model.", prefix, 1): own for name, own in fused}
     others = {name: own for name, own in origin.items() if prefix not in name}
-    source = shard_by_hand(wrapped["moe"], tmp_path / "fused", fused | others)
+    source = checkpoint_bytes.shard_by_hand(wrapped["moe"], tmp_path / "fused", fused | others)
     hf_to_megatron(source, tmp_path / "stored", layout(tp=2, ep=2), ALONE)
     assert differing_tensors(source, tmp_path / "stored", ALONE) == []
     megatron_to_hf(tmp_path / "stored", tmp_path / "back", ALONE)

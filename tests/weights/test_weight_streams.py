@@ -192,14 +192,12 @@ class Wire:
 
 
 @pytest.mark.parametrize("own_stream", [True, False])
-def test_gathered_weights_are_sent_after_they_have_arrived_and_race_without_a_stream_of_their_own(
-    device, packed_tensor, monkeypatch, own_stream
-):
+def test_a_gathering_races_unless_it_has_its_own_stream(device, packed_tensor, monkeypatch, own_stream):
     source, other = halves(0), OtherRank(device)
     monkeypatch.setattr(gather, "dist", other)
+    wire = Wire(device)
     with device:
         other.gather = tensors = gather.Gather(source, to=0, bucket_bytes=BUCKET, device="cpu")
-        wire = Wire(device)
         for tensor in source.tensors.values():
             tensor.mul_(1)
         if own_stream:
@@ -217,9 +215,7 @@ def test_gathered_weights_are_sent_after_they_have_arrived_and_race_without_a_st
 
 
 @pytest.mark.parametrize("buffers", [1, 2])
-def test_a_worker_with_one_buffer_loads_what_has_arrived_and_one_with_two_races(
-    device, packed_tensor, buffers
-):
+def test_a_worker_loads_what_has_arrived_and_races_with_two_buffers(device, packed_tensor, buffers):
     """Which is the reason for PACKED_BUFFERS. A model that vLLM reloads layer by layer keeps what comes until
     a layer is complete, and reads it then under whatever stream is the present one."""
     sent = halves(0).tensors
