@@ -177,6 +177,8 @@ def source_of(world, version=0, without=None):
 class ToyWorker:
     """One tensor-parallel worker: takes its rows, columns, sections; `half` in bfloat16, `norm` whole."""
 
+    receipt = None
+
     def __init__(self, rank, size, fault=None, names=frozenset(SHAPES)):
         self.rank, self.size, self.fault, self.names, self.parameters = rank, size, fault, names, {}
 
