@@ -73,17 +73,17 @@ def test_slices_are_convolved_and_ruled_as_whole_sequences_and_what_is_sent_does
 
     def run(which, slices):
         own = {n: (t if n == "weight" else t[which]).clone().requires_grad_() for n, t in drawn.items()}
-        inputs = [own[name] for name in ("query", "key", "value", "decay", "beta")]
+        q, k, v, decay, beta = (own[name] for name in ("query", "key", "value", "decay", "beta"))
 
         def conv(x, cu_seqlens):
             return causal_conv(x, own["weight"], packed.positions(cu_seqlens))
 
         with BytesSent() as sent:
             if slices is None:
-                outputs = [conv(own["x"], boundaries), gated_delta_rule(*inputs, boundaries)]
+                outputs = [conv(own["x"], boundaries), gated_delta_rule(q, k, v, decay, beta, boundaries)]
             else:
                 outputs = [state_passing.convolve(conv, own["x"], slices)]
-                outputs.append(state_passing.delta_rule(gated_delta_rule, *inputs, slices))
+                outputs.append(state_passing.delta_rule(gated_delta_rule, q, k, v, decay, beta, slices))
             forward = dict(sent.bytes)
             sum((output * to[which]).sum() for output, to in zip(outputs, toward, strict=True)).backward()
         return outputs, {name: tensor.grad for name, tensor in own.items()}, forward, dict(sent.bytes)

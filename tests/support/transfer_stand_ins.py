@@ -80,6 +80,10 @@ class Stream:
         pass
 
 
+def rebuild_cuda_tensor(path, size, dtype, *_):
+    return torch.from_file(path, shared=True, size=size, dtype=dtype)
+
+
 def install():
     from torch.multiprocessing import reductions
     from vllm.distributed.device_communicators import pynccl
@@ -87,15 +91,13 @@ def install():
 
     packed_tensor.torch = memory = SharedMemory()
     packed_tensor.reduce_tensor = memory.reduce_tensor
-    reductions.rebuild_cuda_tensor = lambda path, size, dtype, *_: torch.from_file(
-        path, shared=True, size=size, dtype=dtype
-    )
+    reductions.rebuild_cuda_tensor = rebuild_cuda_tensor
     torch.cuda.get_device_properties = lambda *_: SimpleNamespace(uuid=os.environ[GPU])
     torch.UntypedStorage._release_ipc_counter_cuda = lambda path, offset: RELEASED.append(path)
     torch.cuda.ipc_collect = torch.cuda.synchronize = lambda *_: None
     pynccl.PyNcclCommunicator = Communicator  # type: ignore[misc]
     torch.cuda.Stream = Stream  # type: ignore[misc]
     torch.cuda.current_stream = Stream
-    torch.cuda.stream = torch.accelerator.device_index = nullcontext  # type: ignore[misc, assignment]
+    torch.cuda.stream = torch.accelerator.device_index = nullcontext  # type: ignore[misc]
     torch.accelerator.current_device_index = lambda: 0
     torch.Tensor.record_stream = lambda *_: None

@@ -202,16 +202,16 @@ def test_older_checkpoints_that_stack_layers_and_pad_the_vocabulary_are_read(mod
     least."""
     hf_to_megatron(models["dense"], tmp_path / "stored", layout(), ALONE)
     stored = StoredCheckpoint(tmp_path / "stored")
-    stacked, restored = {}, tmp_path / "restacked"
+    stacked, layers, restored = {}, {}, tmp_path / "restacked"
     for entry in weight_map(read_hf_config(models["dense"])).values():
         whole = stored.read(entry)
         if entry.layer is not None:
-            stacked.setdefault(entry.name.replace(f"layers.{entry.layer}.", "layers."), []).append(whole)
+            layers.setdefault(entry.name.replace(f"layers.{entry.layer}.", "layers."), []).append(whole)
         elif entry.name.endswith(("embeddings.weight", "layer.weight")):
             stacked[entry.name] = torch.cat([whole, whole.new_zeros(128 - len(whole), *whole.shape[1:])])
         else:
             stacked[entry.name] = whole
-    stacked = {n: torch.stack(own) if isinstance(own, list) else own for n, own in stacked.items()}
+    stacked |= {name: torch.stack(own) for name, own in layers.items()}
     dcp.save(stacked, storage_writer=dcp.FileSystemWriter(restored), no_dist=True)
     (restored / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
     megatron_to_hf(restored, tmp_path / "back", ALONE, origin=models["dense"])
