@@ -190,8 +190,12 @@ def packed_inputs(vocabulary=VOCAB_SIZE):
     return ids[None].to(DEVICE), positions[None].to(DEVICE), packed
 
 
+HALVES = [dict([*CASES[4].items()][half::2]) for half in (0, 1)]  # each within the time of a world
+
+
 @pytest.mark.parametrize(
-    ("ranks", "cases"), [(1, CASES[1]), (2, CASES[2]), pytest.param(4, CASES[4], marks=pytest.mark.slow)]
+    ("ranks", "cases"),
+    [(1, CASES[1]), (2, CASES[2]), *(pytest.param(4, half, marks=pytest.mark.slow) for half in HALVES)],
 )
 def test_logits_loss_and_gradients_equal_those_of_transformers(world, checkpoints, expected, ranks, cases):
     for name, parallel in [(name, one) for name, layouts in cases.items() for one in layouts]:
