@@ -3,8 +3,7 @@ difference is not a matter of rounding. The trainer's own layouts, in float32, a
 `test_critic.py` and `test_resharding.py`."""
 
 import random
-import subprocess
-import sys
+import shutil
 from collections import Counter
 
 import pytest
@@ -12,17 +11,17 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_ibpo.config import Config, ModelConfig
+from megatron_ibpo.config import ModelConfig
 from megatron_ibpo.models import read_hf_config, zigzag
 from megatron_ibpo.models.backends import LOCAL, Backends
 from support.delta_net_kernels import HostReads, kernels_stood_in
-from support.example_runs import rows_of
+from support.example_runs import train_three_steps
 from support.layouts import layout
+from support.model_passes import gradients_of, loaded
 from support.paths import ROOT
 from support.ranks import run_ranks
 from support.tiny_models import make_gpt_oss, make_qwen3, make_qwen3_next
 from support.train_sequences import sequence
-from support.trainers import weights_of
 
 
 def test_each_rank_holds_an_early_and_a_late_chunk_of_every_sequence():
@@ -34,20 +33,35 @@ def test_each_rank_holds_an_early_and_a_late_chunk_of_every_sequence():
     assert places[zigzag.tokens(boundaries, 2)].tolist() == list(range(12))
 
 
-def mixed(world, chunks):
-    """Convolve and apply the delta rule to sequences of so many tokens per chunk, on this rank's slices and
-    to whole ones. Three heads, which no number of ranks but three divides. Return (which tokens are this
-    rank's, [(output, that over whole sequences)], gradients of both, bytes sent forward, and in all)."""
+class BytesSent(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.bytes = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        counted = "send", "_allgather_base_", "_reduce_scatter_base_", "alltoall_base_"
+        if function.namespace == "c10d" and name in counted:
+            given = args[0 if name == "send" else 1]
+            tensors = given if isinstance(given, list | tuple) else [given]
+            self.bytes[name] += sum(tensor.nbytes for tensor in tensors)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.world(4)
+@pytest.mark.parametrize("chunks", [[1, 40, 2, 1, 7, 33, 3], [100]])
+def test_slices_are_convolved_and_ruled_as_whole_sequences_and_what_is_sent_does_not_grow(world, chunks):
+    """Sequences of so many tokens per chunk, fewer than the convolution sees and across the rule's chunks.
+    Three heads, which no number of ranks but three divides."""
     from megatron_ibpo.models import packed
     from megatron_ibpo.models.delta_net import state_passing
     from megatron_ibpo.models.delta_net.layer import causal_conv, gated_delta_rule
     from megatron_ibpo.policy import cpu
 
     cpu.activate()
-    kernel, lengths = 4, torch.tensor(chunks) * 2 * 4  # of four ranks at most
-    boundaries = torch.tensor([0, *lengths.cumsum(0)], dtype=torch.int32)
-    mine = zigzag.tokens(boundaries, world.size).chunk(world.size)[world.rank]
-    total, generator = int(boundaries[-1]), torch.Generator().manual_seed(1)
+    kernel, generator = 4, torch.Generator().manual_seed(1)
+    boundaries = torch.tensor([0, *(torch.tensor(chunks) * 2 * world.size).cumsum(0)], dtype=torch.int32)
+    mine, total = zigzag.tokens(boundaries, world.size).chunk(world.size)[world.rank], int(boundaries[-1])
 
     def draw(*shape):
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
@@ -74,52 +88,23 @@ def mixed(world, chunks):
             sum((output * to[which]).sum() for output, to in zip(outputs, toward, strict=True)).backward()
         return outputs, {name: tensor.grad for name, tensor in own.items()}, forward, dict(sent.bytes)
 
-    outputs, gradients, *sent = run(mine, state_passing.make_slices(boundaries, dist.group.WORLD, kernel - 1))
-    whole, of_whole, *nothing = run(torch.arange(total), None)
+    slices = state_passing.make_slices(boundaries, dist.group.WORLD, kernel - 1)
+    outputs, gradients, forward, both = run(mine, slices)
+    wholes, of_whole, *nothing = run(torch.arange(total), None)
     assert nothing == [{}, {}]
     dist.all_reduce(gradients["weight"])
-    return mine, list(zip(outputs, whole, strict=True)), gradients, of_whole, *sent
-
-
-class BytesSent(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.bytes = Counter()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        name = function.overloadpacket.__name__
-        counted = "send", "_allgather_base_", "_reduce_scatter_base_", "alltoall_base_"
-        if function.namespace == "c10d" and name in counted:
-            given = args[0 if name == "send" else 1]
-            tensors = given if isinstance(given, list | tuple) else [given]
-            self.bytes[name] += sum(tensor.nbytes for tensor in tensors)
-        return function(*args, **(kwargs or {}))
-
-
-@pytest.mark.world
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_convolution_and_rule_over_slices_are_those_over_whole_sequences(world, ranks):
-    """To the last digits of float64; chunks are below what the convolution sees, and across the rule's."""
-    mine, outputs, gradients, expected, *_ = mixed(world, [1, 40, 2, 1, 7, 33, 3])
-    for output, whole in outputs:
+    for output, whole in zip(outputs, wholes, strict=True):
         assert (output - whole[mine]).abs().max() < 1e-12
-    for name, whole in expected.items():
-        scale = whole.abs().max()
+    for name, whole in of_whole.items():
+        scale, own = whole.abs().max(), whole if name == "weight" else whole[mine]
         assert scale > 0.1, (name, "would not be tested")
-        own = whole if name == "weight" else whole[mine]
         assert (gradients[name] - own).abs().max() < 1e-12 * scale, name
-
-
-@pytest.mark.world(4)
-def test_what_a_delta_net_sends_does_not_grow_with_the_sequence(world):
-    """A state and three tokens for each chunk, and as much in the backward pass."""
-    states, tokens = 8 * 3 * 5 * 4, 8 * 3 * 6
+    # a state and three tokens for each chunk, and as much in the backward pass
+    states, tokens = len(chunks) * 8 * 3 * 5 * 4, len(chunks) * 8 * 3 * 6
     sends = 2 if 0 < world.rank < 3 else 1  # the way turns at the last rank, and ends at the first
-    for chunk in (1, 3, 100):
-        *_, forward, both = mixed(world, [chunk])
-        assert forward == {"send": sends * states, "_allgather_base_": 2 * tokens}
-        # each rank gives the gradients of all ranks' tokens back
-        assert both == forward | {"send": 2 * sends * states, "_reduce_scatter_base_": 4 * 2 * tokens}
+    assert forward == {"send": sends * states, "_allgather_base_": 2 * tokens}
+    # each rank gives the gradients of all ranks' tokens back
+    assert both == forward | {"send": 2 * sends * states, "_reduce_scatter_base_": 4 * 2 * tokens}
 
 
 def rows():
@@ -139,30 +124,19 @@ def losses_and_gradients(world, paths):
 
 def loss_and_gradients(world, path, parallel_config, libraries=LOCAL):
     """(losses on the last stage's ranks, gradients by name on rank 0) of a checkpoint in a layout."""
-    from megatron.core import distributed, parallel_state
+    from megatron.core import parallel_state
     from megatron.core.packed_seq_params import PackedSeqParams
-    from megatron.core.pipeline_parallel import get_forward_backward_func
 
     from megatron_ibpo.loss import make_objective, policy_loss
-    from megatron_ibpo.policy import parallel
     from megatron_ibpo.policy.forward_backward import _lay_out_all
-    from megatron_ibpo.policy.model import build_model
     from megatron_ibpo.policy.packing import pack
     from megatron_ibpo.policy.planning import MicroBatch
-    from megatron_ibpo.weights.formats.load import load_hf
-    from megatron_ibpo.weights.layout.export import HFExport
 
-    parallel.initialize(parallel_config, world, seed=0)
-    shape = read_hf_config(path)
-    override = ("moe_router_dtype=fp64",) if shape.is_moe else ()
-    config = Config(model=ModelConfig(model_override=override), parallel=parallel_config)
-    chunks = build_model(shape, config, libraries=libraries)
-    load_hf(chunks, shape, path)
-    core = chunks[0].config
+    override = ("moe_router_dtype=fp64",) if read_hf_config(path).is_moe else ()
+    model = ModelConfig(model_override=override)
+    (chunk,), shape = loaded(world, path, parallel_config, model, libraries=libraries)
+    core = chunk.config
     core.pipeline_dtype = core.params_dtype = torch.float64
-    wide = distributed.DistributedDataParallelConfig(grad_reduce_in_fp32=False)
-    model = distributed.DistributedDataParallel(core, wide, chunks[0].double())
-    core.finalize_model_grads_func = distributed.finalize_model_grads
     tp_group, seen = parallel_state.get_tensor_model_parallel_group(), []
     parts = rows()[:3], rows()[3:], []  # the last has no sequence
     packs = [pack(MicroBatch(tuple(range(len(part))), tuple(part))) for part in parts]
@@ -183,22 +157,11 @@ def loss_and_gradients(world, path, parallel_config, libraries=LOCAL):
         output = chunk(batch.input_ids_1N, batch.position_ids_1N, None, packed_seq_params=packed)
         return output, lambda logits: loss_of(batch, logits)
 
-    model.zero_grad_buffer()
-    get_forward_backward_func()(
-        forward_step_func=forward, data_iterator=iter(batches), model=[model], num_microbatches=len(batches),
-        seq_length=1, micro_batch_size=1, forward_only=False,
-    )  # fmt: skip
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(parameter.main_grad)
-    gradients = weights_of(HFExport([model], shape))
-    parallel.destroy()
-    return seen, gradients
+    return seen, gradients_of(chunk.double(), shape, forward, batches)
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    """Checkpoint → (where it is, losses and gradients on one rank)."""
     directory = tmp_path_factory.mktemp("models")
     paths = {
         "dense": make_qwen3(directory / "dense", 3, std=0.1),
@@ -211,12 +174,12 @@ def alone(tmp_path_factory):
     return {name: (path, *own) for (name, path), own in zip(paths.items(), found, strict=True)}
 
 
+# fmt: off
 TWO = {"dense": [layout(cp=2)], "next": [layout(cp=2), layout(cp=2, ep=2)], "oss": [layout(cp=2)]}
-FOUR = {
-    "dense": [layout(cp=4), layout(cp=2, tp=2), layout(cp=2, pp=2)],
-    "next": [layout(cp=4), layout(cp=4, ep=2), layout(cp=2, tp=2, ep=4), layout(cp=2, pp=2, ep=2)],
-    "oss": [layout(cp=4), layout(cp=2, tp=2, ep=2)],
-}
+FOUR = {"dense": [layout(cp=4), layout(cp=2, tp=2), layout(cp=2, pp=2)],
+        "next": [layout(cp=4), layout(cp=4, ep=2), layout(cp=2, tp=2, ep=4), layout(cp=2, pp=2, ep=2)],
+        "oss": [layout(cp=4), layout(cp=2, tp=2, ep=2)]}
+# fmt: on
 
 
 @pytest.mark.world
@@ -265,14 +228,8 @@ def test_plain_torch_exchanges_no_heads_and_transformer_engine_divides_no_sequen
 @pytest.mark.ray
 @pytest.mark.slow
 def test_three_steps_of_the_loop_with_ranks_that_share_sequences(tmp_path):
-    """Trainer and engine agree about the log-probs of every token, so nothing is lost between the ranks."""
-    flags = "--tensor-model-parallel-size 1 --context-parallel-size 2 --num-rollout 3 --rollout-batch-size 4"
-    flags += " --n-samples-per-prompt 4 --eval-num-prompts 8 --check-weight-update-equal"
-    recipe = ROOT / "examples/recipes/tiny_qwen3_next_ibpo.yaml"
-    command = [sys.executable, "-m", "megatron_ibpo.commands.train", "--run-dir", str(tmp_path / "run")]
-    subprocess.run([*command, "--config", str(recipe), *flags.split()], cwd=ROOT, check=True, timeout=280)
-    steps = rows_of(tmp_path / "run")
-    assert [row["step"] for row in steps] == [1, 2, 3]
-    for row in steps:
-        assert row["grad_norm"] > 0
+    model = shutil.copytree(ROOT / "examples/tiny_qwen3_next", tmp_path / "model")
+    for row in train_three_steps(
+        tmp_path, model, "--tensor-model-parallel-size", "1", "--context-parallel-size", "2"
+    ):
         assert row["logprob_diff_abs_mean"] < 0.01  # the engine computes in bfloat16

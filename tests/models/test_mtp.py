@@ -40,9 +40,7 @@ def rows_with_tools():
     """Uneven responses, one with a hole where a tool spoke, one of a single token, and one whose prompt is a
     single token."""
     rows = sequences()
-    mask = np.ones(len(rows[1].response_token_ids), bool)
-    mask[2:4] = False
-    rows[1] = replace(rows[1], loss_mask=mask)
+    rows[1].loss_mask[2:4] = False
     single = {"response_token_ids": rows[2].response_token_ids[:1], "loss_mask": np.ones(1, bool)}
     rows[2] = replace(rows[2], **single, rollout_logprobs=rows[2].rollout_logprobs[:1], token_weights=None)
     rows[3] = replace(rows[3], prompt_token_ids=rows[3].prompt_token_ids[:1])
@@ -141,17 +139,16 @@ def test_loss_and_gradients_are_those_of_the_plain_formula(world, checkpoints, e
 def test_the_policy_is_the_same_bit_for_bit_and_the_layer_learns(world, checkpoints):
     """The gradient norm clips, and is of the policy's gradients alone."""
     how = {"lr": 1e-2, "eps_adam": 1e-8, "clip_grad": 1e-3}
+    configs = [mtp_config(layout(tp=2, ep=2), mtp=mtp, **how) for mtp in (0, 1)]
     (_, without, alone), (origin, beside, metrics) = (
-        trained(world, checkpoints["next"], mtp_config(layout(tp=2, ep=2), mtp=mtp, **how), sequences(), 3)
-        for mtp in (0, 1)
+        trained(world, checkpoints["next"], config, sequences(), 3) for config in configs
     )
     assert_same_bytes({n: t for n, t in beside.items() if not n.startswith("mtp.")}, without)
     assert all(not torch.equal(beside[n], origin[n]) for n in beside if n.startswith("mtp."))
     assert [m["grad_norm"] for m in metrics] == [m["grad_norm"] for m in alone]
     assert not any("mtp" in name for m in alone for name in m)
-    losses = [m["mtp_loss"] for m in metrics]
-    assert losses == sorted(losses, reverse=True)
-    assert losses[-1] < losses[0] - 0.1
+    first, _, last = (m["mtp_loss"] for m in metrics)
+    assert last < first - 0.1
 
 
 @pytest.mark.slow

@@ -3,24 +3,25 @@ state dict; Megatron's own wrappers around them, its optimizer and its checkpoin
 
 import json
 import os
+import pickle
 import subprocess
 import sys
+from collections import Counter
+from dataclasses import replace
 
 import pytest
+import torch
 
+from megatron_ibpo.basics.distributed import start_world
+from megatron_ibpo.models import read_hf_config
+from megatron_ibpo.models.backends import Backends
 from megatron_ibpo.weights.formats.convert import hf_to_megatron
-from support.conversions import ALONE
+from megatron_ibpo.weights.weight_errors import CheckpointError
 from support.layouts import layout
+from support.model_passes import ALONE
 from support.paths import ROOT, TESTS
 from support.tiny_models import make_gpt_oss, make_qwen3, make_qwen3_next
-
-
-def said_by(*program):
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(TESTS)])}
-    command = [sys.executable, "-W", "ignore", *map(str, program)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+from support.trainers import config_for
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +33,10 @@ def built(tmp_path_factory):
         "dense": f"{make_qwen3(directory / 'dense', 0)}:1",
         "biased": f"{make_gpt_oss(directory / 'oss', 0)}:2",  # sinks, and experts that have biases
     }
-    said = said_by(TESTS / "support/te_stand_in.py", *models.values())
-    return dict(zip(models, said, strict=True))
+    command = [sys.executable, "-W", "ignore", TESTS / "support/te_stand_in.py", *models.values()]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(TESTS)])}
+    said = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True, timeout=200).stdout
+    return dict(zip(models, json.loads(said.splitlines()[-1]), strict=True))
 
 
 def test_both_back_ends_agree(built):
@@ -44,28 +47,17 @@ def test_both_back_ends_agree(built):
 
 
 def test_transformer_engines_classes_serve_where_the_spec_says(built):
-    first, last = "decoder.layers.0.self_attention", "decoder.layers.3.self_attention"
-    mlp, shared, dense = "decoder.layers.3.mlp", "decoder.layers.3.mlp.shared_experts", "decoder.layers.0.mlp"
-    expected = {
-        "TELayerNormColumnParallelLinear": {f"{last}.linear_qkv", f"{first}.in_proj"},
-        "TERowParallelLinear": {f"{last}.linear_proj", f"{first}.out_proj", f"{shared}.linear_fc2"},
-        "TEColumnParallelLinear": {f"{shared}.linear_fc1"},
-        "TEDotProductAttention": {f"{last}.core_attention"},
-        "TEGroupedMLP": {f"{mlp}.experts"},
-        "TEColumnParallelGroupedLinear": {f"{mlp}.experts.linear_fc1"},
-        "TERowParallelGroupedLinear": {f"{mlp}.experts.linear_fc2"},
-        "RMSNorm": {f"{last}.q_layernorm", f"{first}.out_norm", "decoder.layers.3.pre_mlp_layernorm",
-                    "decoder.final_layernorm"},
-    }  # fmt: skip
-    for kind, names in expected.items():
-        assert {built["hybrid"]["te"]["classes"][name] for name in names} == {kind}
-    classes = built["dense"]["te"]["classes"]
-    assert classes[f"{dense}.linear_fc1"] == "TELayerNormColumnParallelLinear"
-    assert classes[f"{dense}.linear_fc2"] == "TERowParallelLinear"
+    for name, expected in (
+        # of four layers, the last with attention: in and out projections, experts and a shared one in each
+        ("hybrid", {"TELayerNormColumnParallelLinear": 4, "TERowParallelLinear": 4 + 4,
+                    "TEColumnParallelLinear": 4, "TEDotProductAttention": 1, "TEGroupedMLP": 4,
+                    "TEColumnParallelGroupedLinear": 4, "TERowParallelGroupedLinear": 4}),
+        ("dense", {"TELayerNormColumnParallelLinear": 4, "TERowParallelLinear": 4,
+                   "TEDotProductAttention": 2}),
+    ):  # fmt: skip
+        kinds = Counter(built[name]["te"]["classes"].values())
+        assert {kind: count for kind, count in kinds.items() if kind.startswith("TE")} == expected
     assert built["hybrid"]["optimizer"] == "FusedAdam"
-
-
-def test_only_the_delta_nets_output_norm_is_not_zero_centred(built):
     for library in ("te", "local"):
         centred = built["hybrid"][library]["centred"]
         not_centred = {name for name in centred if not centred[name]}
@@ -73,28 +65,124 @@ def test_only_the_delta_nets_output_norm_is_not_zero_centred(built):
     assert not any(built["dense"]["te"]["centred"].values())
 
 
-def test_a_run_with_transformer_engine_goes_on_from_checkpoints(tmp_path):
+def test_a_run_with_transformer_engine_goes_on_from_checkpoints(planner, tmp_path):
     hf_dir = make_qwen3_next(tmp_path / "hf", 0)
     hf_to_megatron(hf_dir, tmp_path / "converted", layout(), ALONE)
-    found = said_by("-m", "support.te_checkpoints", hf_dir, tmp_path / "converted", tmp_path)
-    # weights, the optimizer's means and its count of steps, and what the next step makes of them
-    assert found["extra states"] > 20
-    assert found["saved, loaded"] == found["and the step after"] == []
+    planner(go_on_from_checkpoints, hf_dir, tmp_path / "converted", tmp_path)
+
+
+def go_on_from_checkpoints(hf_dir, converted, scratch):
+    """Hold in a process of its own, in which Megatron finds Transformer Engine from the start."""
+    from support import te_stand_in
+
+    te_stand_in.install()
+    from megatron_ibpo.policy import cpu, parallel
+
+    cpu.activate()
+    from megatron_ibpo.policy.checkpoint import load_checkpoint
+    from megatron_ibpo.policy.model import build_model
+    from megatron_ibpo.policy.saving import save_checkpoint
+    from megatron_ibpo.policy.trainer import Trainer
+    from megatron_ibpo.weights.formats.load import load_hf
+
+    config, shape = config_for(layout(distributed_optimizer=True)), read_hf_config(hf_dir)
+    world = start_world()
+    parallel.initialize(config.parallel, world, seed=0)
+
+    def trainer():
+        chunks = build_model(shape, config, libraries=Backends(True, False))
+        load_hf(chunks, shape, hf_dir)
+        return Trainer(chunks, shape.vocab_size, config, world, total_updates=10)
+
+    def step(trainer):
+        for optimizer in trainer.optimizer.chained_optimizers:
+            for group in optimizer.optimizer.param_groups:
+                group["lr"] = 1e-3
+                for parameter in group["params"]:
+                    parameter.grad = torch.ones_like(parameter)
+            optimizer.step_with_ready_grads()
+
+    def scaled(trainer):
+        modules = trainer.chunks[0].named_modules()
+        return {name: module for name, module in modules if isinstance(module, te_stand_in.Module)}
+
+    def loaded(checkpoint):
+        notes = load_checkpoint(new, checkpoint)
+        assert not any(module.scales for module in scaled(new).values())
+        return notes
+
+    trained, resumed, new = trainer(), trainer(), trainer()
+    original = weights(new)
+    trained.optimizer.prepare_grads()
+    for _ in range(2):  # so that the optimizer counts more than one
+        step(trained)
+    load_checkpoint(resumed, save_checkpoint(trained, scratch, 2, {}))
+    assert sum("_extra_state" in name for name in trained.chunks[0].module.state_dict()) > 20
+    for _ in range(2):  # the state that was saved, and what the next step makes of it
+        assert differing(contents(trained), contents(resumed)) == set()
+        step(trained)
+        step(resumed)
+
     # FP8's scales come back to the bit, for every expert in a grouped module too, where the layout is the
     # same; attention has some that Megatron does not put into its checkpoints
-    assert found["with scales"] > 20
-    assert found["scales of experts"] > 10
-    assert found["scales that differ"] == ["module.decoder.layers.3.self_attention.core_attention"]
-    assert found["notes"] == found["without FP8"] == []
+    generator = torch.Generator().manual_seed(0)
+    for one in (trained, resumed, new):  # now that they are built: the layers' constructors ask for kernels
+        one.chunks[0].config.fp8 = "hybrid"
+    for module in scaled(trained).values():
+        module.scale(generator)
+    saved = save_checkpoint(trained, scratch, 3, {})
+    assert load_checkpoint(resumed, saved) == ()
+    own, got = scaled(trained), scaled(resumed)
+    assert len(own) > 20
+    assert sum(module.num_gemms for module in own.values() if module.num_gemms > 1) > 10
+    differ = {name for name, module in own.items() if differing(module.scales, got[name].scales)}
+    assert differ == {"module.decoder.layers.3.self_attention.core_attention"}
+
     # elsewhere it is said that they form anew
-    for checkpoint, words in (
-        ("of another layout", "step_000003 was saved with tensor_model_parallel_size 1; they settle again"),
-        ("of a conversion", "FP8 scales are not restored"),
-    ):
-        names, (note,) = found[checkpoint]
-        assert names == []
-        assert words in note
-    assert "is damaged or unsafe, and was not read" in found["unsafe"]
-    assert "builtins.print" in found["unsafe"]
-    assert found["converted, loaded"] == [], "a checkpoint without extra state is loaded"
-    assert "missing decoder.layers.3.self_attention.q_layernorm.weight" in found["without a weight"]
+    (note,) = loaded(converted)
+    assert "FP8 scales are not restored" in note
+    new.config = replace(config, parallel=replace(config.parallel, tensor_model_parallel_size=2))
+    (note,) = loaded(saved)
+    assert "step_000003 was saved with tensor_model_parallel_size 1; they settle again" in note
+    new.config = config
+    runs_code = torch.frombuffer(bytearray(pickle.dumps(print)), dtype=torch.uint8)
+    next(iter(own.values())).get_extra_state = lambda: runs_code
+    unsafe = save_checkpoint(trained, scratch, 4, {})
+    with pytest.raises(CheckpointError, match=r"is damaged or unsafe, and was not read: .*builtins\.print"):
+        load_checkpoint(new, unsafe)
+    new.chunks[0].config.fp8 = None
+    assert load_checkpoint(new, saved) == ()
+
+    for parameter in new.chunks[0].parameters():
+        parameter.data.fill_(torch.nan)
+    load_checkpoint(new, converted)  # which has no extra state
+    assert differing(original, weights(new)) == set()
+    chunk = new.chunks[0].module
+    named = chunk.sharded_state_dict
+    chunk.sharded_state_dict = lambda *given, **more: {
+        name: value for name, value in named(*given, **more).items() if "q_layernorm.weight" not in name
+    }
+    lacking = r"missing decoder\.layers\.3\.self_attention\.q_layernorm\.weight"
+    with pytest.raises(CheckpointError, match=lacking):
+        load_checkpoint(new, converted)
+
+
+def weights(trainer):
+    return {name: p.detach().clone() for name, p in trainer.chunks[0].named_parameters()}
+
+
+def contents(trainer):
+    found = weights(trainer)
+    for which, optimizer in enumerate(trainer.optimizer.chained_optimizers):
+        adam = optimizer.optimizer
+        for number, group in enumerate(adam.param_groups):
+            found[f"steps {which} {number}"] = torch.tensor(group["step"])
+            for index, parameter in enumerate(group["params"]):
+                for name, mean in adam.state[parameter].items():
+                    found[f"{name} {which} {number} {index}"] = mean.clone()
+    return found
+
+
+def differing(expected, got):
+    both = expected.keys() & got.keys()
+    return (expected.keys() ^ got.keys()) | {n for n in both if not torch.equal(expected[n], got[n])}

@@ -3,7 +3,6 @@
 import random
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -18,9 +17,8 @@ from megatron_ibpo.weights.formats.torch_dist import ROWS_MAY_BE_PADDED, StoredC
 from megatron_ibpo.weights.weight_errors import CheckpointError
 from support import planned
 from support.checkpoint_bytes import assert_same_bytes, tensors_of
-from support.conversions import ALONE
-from support.critics import critic_config, open_critic
 from support.layouts import layout
+from support.model_passes import ALONE
 from support.ranks import run_ranks
 from support.tiny_models import make_qwen3
 from support.train_sequences import sequence
@@ -36,42 +34,17 @@ def models(tmp_path_factory):
     return {
         "dense": make_qwen3(directory / "dense", 3, **sizes),
         "tied": make_qwen3(directory / "tied", 5, tie=True, **sizes),
-        "reference": make_qwen3(directory / "reference", 6, **sizes),
     }
 
 
 def rows(count=6):
-    """Sequences of tokens from the whole vocabulary, the last id among them, with what a critic needs."""
     rng, ids, made = random.Random(0), range(2, VOCABULARY), []
     for number in range(count):
         response = [*rng.choices(ids, k=rng.randrange(1, 30)), VOCABULARY - 1]
         prompt = rng.choices(ids, k=rng.randrange(1, 9))
-        own = {"advantage": rng.choice([-1.5, -0.5, 1.0]), "weight": 1 / count, "group": number % 3}
-        own |= {name: [rng.uniform(-1, 1) for _ in response] for name in ("returns", "values")}
-        made.append(sequence(prompt, response, **own))
+        advantage = rng.choice([-1.5, -0.5, 1.0])
+        made.append(sequence(prompt, response, advantage=advantage, weight=1 / count, group=number % 3))
     return made
-
-
-def test_the_vocabulary_is_padded_to_the_next_multiple(models):
-    for vocabulary, parallel, expected in (
-        (211, layout(1), 211),
-        (211, layout(4), 212),
-        (212, layout(4), 212),
-        (211, layout(2, vocabulary=8), 224),
-        (211, layout(1, vocabulary=128), 256),
-        (151936, layout(8), 151936),  # Qwen's: as before there was padding
-    ):
-        shape = replace(read_hf_config(models["dense"]), vocab_size=vocabulary)
-        assert padded_vocab_size(shape, parallel) == expected
-
-
-def test_a_rank_of_nothing_but_padding_is_refused(models):
-    shape = read_hf_config(models["dense"])
-    (problem,) = check_layout(shape, layout(4, vocabulary=128), 4)
-    assert "128 rows of the vocabulary, which has 211: 2 of 4 ranks would hold nothing but padding" in problem
-    assert check_layout(shape, layout(4, vocabulary=64), 4) == []
-    (problem,) = check_layout(shape, layout(vocabulary=0), 1)
-    assert problem == "--make-vocab-size-divisible-by=0: must be at least 1"
 
 
 @given(vocabulary=st.integers(1, 2000), tp=st.sampled_from([1, 2, 4]), multiple=st.integers(1, 200))
@@ -87,26 +60,25 @@ def test_shards_cover_the_vocabulary_once_and_padding_fills_up_the_last(models, 
     held = [length + padded for ((_, length),), padded in zip(shards, padding, strict=True)]
     assert held == [total // tp] * tp
     assert held[0] % multiple == 0
+    assert total - vocabulary < tp * multiple, "no more than needed"
     empty = sum(length == 0 for ((_, length),) in shards)
-    assert bool(check_layout(shape, parallel, tp)) == bool(empty)
-    if not empty:
+    if empty:
+        (problem,) = check_layout(shape, parallel, tp)
+        assert f"which has {vocabulary}: {empty} of {tp} ranks would hold nothing but padding" in problem
+    else:
+        assert check_layout(shape, parallel, tp) == []
         assert padding[:-1] == [0] * (tp - 1)
 
 
-KINDS: dict[str, tuple[str, dict[str, Any]]] = {  # model and settings of the loss
-    "logits": ("tied", {}),
-    "fused": ("dense", {"fuse_lm_head": True}),
-    "reference": ("dense", {"kl_coef": 0.5}),
-}
+LOSSES = {"tied": {}, "dense": {"fuse_lm_head": True}}
 
 
-def trained(world, models, parallel, kind):
+def trained(world, hf_dir, parallel):
     """(log-probs, metrics of an update, weights after it, what is in the padding then)"""
     from megatron_ibpo.weights.formats.load import load_hf
 
-    name, settings = KINDS[kind]
-    hf_dir, reference = models[name], models["reference"] if kind == "reference" else None
-    trainer, export, shape = open_trainer(world, hf_dir, config_for(parallel, lr=1.0, **settings), reference)
+    config = config_for(parallel, lr=1.0, **LOSSES[hf_dir.name])
+    trainer, export, shape = open_trainer(world, hf_dir, config)
     for parameter in trainer.chunks[0].parameters():  # new memory may hold anything, and most often holds 0
         parameter.data.fill_(torch.nan)
     load_hf(trainer.chunks, shape, hf_dir)
@@ -121,23 +93,8 @@ def trained(world, models, parallel, kind):
     return found
 
 
-def critic_trained(world, models, parallel):
-    critic = open_critic(world, models["tied"], critic_config(parallel, lr=0.01))
-    before, metrics = planned.values(critic, rows()), planned.update_values(critic, rows())
-    after = planned.values(critic, rows())
-    close_trainer()
-    return (*before, *after), metrics
-
-
 def without_padding(world, models):
-    policies = {kind: trained(world, models, layout(), kind) for kind in KINDS}
-    return policies, critic_trained(world, models, layout())
-
-
-@pytest.fixture(scope="module")
-def alone(models):
-    """What one rank finds, which pads nothing."""
-    return run_ranks(without_padding, 1, models, timeout=280)[0]
+    return {name: trained(world, models[name], layout()) for name in LOSSES}
 
 
 def padding_of(trainer, shape):
@@ -157,42 +114,34 @@ def padding_of(trainer, shape):
     return sum(map(len, weights)), *largest
 
 
-@pytest.mark.world
-@pytest.mark.parametrize(
-    ("ranks", "layouts"),
-    [(2, [layout(2), layout(2, vocabulary=8)]), pytest.param(4, [layout(4)], marks=pytest.mark.slow)],
-)
-def test_training_is_the_same_with_padding_and_padding_stays_zero(world, models, alone, ranks, layouts):
-    """Tied and untied, logits held or fused with the loss, a reference policy, and a critic, whose model has
-    embeddings but no head."""
-    policies, (values, critic_metrics) = alone
-    for parallel in layouts:
-        for kind in KINDS if parallel.make_vocab_size_divisible_by == 1 else ["logits"]:
-            case, before = (parallel, kind), tensors_of(models[KINDS[kind][0]])
-            logprobs, metrics, weights, left = trained(world, models, parallel, kind)
-            expected = policies[kind]
-            assert expected[3] == (0, 0.0, 0.0)
-            assert left[1:] == (0.0, 0.0), case
-            assert sum(padded for padded, *_ in world.all_gather(left)) > 0, case
-            for own, wanted in zip(logprobs, expected[0], strict=True):
-                assert own == pytest.approx(wanted, abs=1e-5), case
-            kl = ["kl"] if kind == "reference" else []
-            for name in ("loss", "grad_norm", "entropy", "ratio_mean", *kl):
-                assert metrics[name] == pytest.approx(expected[1][name], rel=1e-4, abs=1e-6), (case, name)
-            assert weights.keys() == (expected[2].keys() if world.is_rank_0 else set())
-            for name, tensor in expected[2].items() if world.is_rank_0 else ():
-                moved = (tensor - before[name]).abs().max()
-                assert moved > 0, (case, name, "would not be tested")
-                assert (weights[name] - tensor).abs().max() <= 1e-3 * moved, (case, name)
-        found, metrics = critic_trained(world, models, parallel)
-        for own, wanted in zip(found, values, strict=True):
-            assert own == pytest.approx(wanted, abs=1e-4)
-        for name in ("critic_loss", "critic_grad_norm"):
-            assert metrics[name] == pytest.approx(critic_metrics[name], rel=1e-4), name
+@pytest.fixture
+def alone(models):
+    return run_ranks(without_padding, 1, models, timeout=280)[0]
+
+
+@pytest.mark.world(2)
+def test_training_is_the_same_with_padding_and_padding_stays_zero(world, models, alone):
+    """Tied with logits held, and untied with a head fused with the loss."""
+    for name, parallel in (("tied", layout(2)), ("dense", layout(2)), ("tied", layout(2, vocabulary=8))):
+        case, before = (name, parallel), tensors_of(models[name])
+        logprobs, metrics, weights, left = trained(world, models[name], parallel)
+        expected, expected_metrics, expected_weights, nothing = alone[name]
+        assert nothing == (0, 0.0, 0.0)
+        assert left[1:] == (0.0, 0.0), case
+        assert sum(padded for padded, *_ in world.all_gather(left)) > 0, case
+        for own, wanted in zip(logprobs, expected, strict=True):
+            assert own == pytest.approx(wanted, abs=1e-5), case
+        for metric in ("loss", "grad_norm", "entropy", "ratio_mean"):
+            wanted = pytest.approx(expected_metrics[metric], rel=1e-4, abs=1e-6)
+            assert metrics[metric] == wanted, (case, metric)
+        assert weights.keys() == (expected_weights.keys() if world.is_rank_0 else set())
+        for tensor, found in weights.items():
+            moved = (expected_weights[tensor] - before[tensor]).abs().max()
+            assert moved > 0, (case, tensor, "would not be tested")
+            assert (found - expected_weights[tensor]).abs().max() <= 1e-3 * moved, (case, tensor)
 
 
 def went_on(world, hf_dir, parallel, start, save_to, updates=1):
-    """Weights, and gradient norm of the last update, after going on from a checkpoint or from the model."""
     from megatron_ibpo.policy.checkpoint import load_checkpoint
     from megatron_ibpo.policy.saving import save_checkpoint
 

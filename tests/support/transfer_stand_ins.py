@@ -1,12 +1,10 @@
 """NCCL (gloo), CUDA's memory handles (files) and streams on a CPU: what vLLM's transports use of them."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 import time
 import weakref
-from contextlib import contextmanager
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import torch
@@ -72,10 +70,6 @@ class SharedMemory:
         return None, (path, len(tensor), tensor.dtype, None, None, None, 0, *[None] * 4, path.encode(), 0)
 
 
-def rebuild_cuda_tensor(path, size, dtype, *_):
-    return torch.from_file(path, shared=True, size=size, dtype=dtype)
-
-
 class Stream:
     """Nothing is ever under way."""
 
@@ -86,13 +80,8 @@ class Stream:
         pass
 
 
-@contextmanager
-def nothing(*_):
-    yield
-
-
-def released(path, offset):
-    RELEASED.append(path)
+def rebuild_cuda_tensor(path, size, dtype, *_):
+    return torch.from_file(path, shared=True, size=size, dtype=dtype)
 
 
 def install():
@@ -104,12 +93,11 @@ def install():
     packed_tensor.reduce_tensor = memory.reduce_tensor
     reductions.rebuild_cuda_tensor = rebuild_cuda_tensor
     torch.cuda.get_device_properties = lambda *_: SimpleNamespace(uuid=os.environ[GPU])
-    torch.UntypedStorage._release_ipc_counter_cuda = released
+    torch.UntypedStorage._release_ipc_counter_cuda = lambda path, offset: RELEASED.append(path)
     torch.cuda.ipc_collect = torch.cuda.synchronize = lambda *_: None
     pynccl.PyNcclCommunicator = Communicator  # type: ignore[misc]
     torch.cuda.Stream = Stream  # type: ignore[misc]
     torch.cuda.current_stream = Stream
-    torch.cuda.stream = nothing
+    torch.cuda.stream = torch.accelerator.device_index = nullcontext  # type: ignore[misc]
     torch.accelerator.current_device_index = lambda: 0
-    torch.accelerator.device_index = nothing  # type: ignore[misc]
     torch.Tensor.record_stream = lambda *_: None

@@ -1,4 +1,4 @@
-"""Conversion changes no bit in any layout, and Megatron itself agrees about what the files hold."""
+"""Conversion, loading and saving change no bit in any layout; Megatron agrees about what files hold."""
 
 import importlib
 import json
@@ -6,7 +6,7 @@ import math
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,27 +17,21 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from megatron_ibpo.config import ModelConfig
 from megatron_ibpo.models import pipeline_layers, read_hf_config
 from megatron_ibpo.models.weight_map import weight_map
 from megatron_ibpo.weights.formats import convert, mapped_tensors
 from megatron_ibpo.weights.formats.convert import differing_tensors, hf_to_megatron, megatron_to_hf
 from megatron_ibpo.weights.formats.hugging_face import Checkpoint, trained_elements
 from megatron_ibpo.weights.formats.integrity import changed_files
-from megatron_ibpo.weights.formats.mxfp4 import dequantised
 from megatron_ibpo.weights.formats.run_state import find_stored
+from megatron_ibpo.weights.formats.save import save_hf
 from megatron_ibpo.weights.formats.torch_dist import ROWS_MAY_BE_PADDED, StoredCheckpoint
 from megatron_ibpo.weights.weight_errors import CheckpointError
 from support import planned, tiny_models
-from support.checkpoint_bytes import (
-    assert_same_bytes,
-    drawn_weights,
-    shard_by_hand,
-    tensors_of,
-    with_fused_experts,
-    with_weights,
-)
-from support.conversions import ALONE, edit_json, loaded
+from support.checkpoint_bytes import assert_same_bytes, drawn_weights, shard_by_hand, tensors_of, with_weights
 from support.layouts import layout
+from support.model_passes import ALONE, edit_json, loaded
 from support.mtp_checkpoints import mtp_tensors
 from support.train_sequences import sequences
 from support.trainers import config_for, open_trainer, weights_of
@@ -53,12 +47,12 @@ def models(tmp_path_factory):
     made = {}
     for name, make, seed, dtype, how in (
         ("dense", tiny_models.make_qwen3, 1, bfloat16, four),
-        ("tied", tiny_models.make_qwen3, 2, torch.float16, {**four, "tie": True}),
+        ("tied", tiny_models.make_qwen3, 2, bfloat16, {**four, "tie": True}),
         ("odd", tiny_models.make_qwen3, 4, torch.float32, {"kv_heads": 4, "tie": True, "vocabulary": 211}),
         ("moe", tiny_models.make_qwen3_moe, 12, bfloat16, four),
         ("glm", tiny_models.make_glm4_moe, 13, bfloat16, {**four, "predicting": 1}),
         ("oss", tiny_models.make_gpt_oss, 14, bfloat16, four),
-        ("llama", tiny_models.make_llama, 5, bfloat16, {**four, "biased": True}),
+        ("llama", tiny_models.make_llama, 5, torch.float16, {**four, "biased": True}),
         ("few", tiny_models.make_llama, 7, bfloat16, {"biased": True}),
         ("qwen2", tiny_models.make_qwen2, 6, bfloat16, four),
         ("next", tiny_models.make_qwen3_next, 3, torch.float32, heads),
@@ -67,62 +61,36 @@ def models(tmp_path_factory):
         made[name] = with_weights(plain, directory / name, drawn_weights(plain, dtype))
     everything = tensors_of(made["next"]) | mtp_tensors(torch.float32)
     made["mtp"] = with_weights(made["next"], directory / "mtp", everything)
-    made["glm mtp"] = with_weights(made["glm"], directory / "glm mtp", with_fifth_layer(made["glm"]))
+    # GLM-4.5 holds its prediction layer as one more, with a projection and norms of its own
+    glm, last = tensors_of(made["glm"]), "model.layers.3."
+    fifth = {name.replace(last, "model.layers.4."): -own for name, own in glm.items() if last in name}
+    for name in ("enorm", "shared_head.norm"):
+        fifth[f"model.layers.4.{name}.weight"] = glm["model.norm.weight"].clone()
+    fifth["model.layers.4.eh_proj.weight"] = torch.cat([glm["lm_head.weight"]] * 2, dim=1)
+    made["glm mtp"] = with_weights(made["glm"], directory / "glm mtp", glm | fifth)
     return made
 
 
-def with_fifth_layer(source):
-    """A checkpoint's tensors and those of a multi-token prediction layer as GLM-4.5's hold it: one more
-    layer, with a projection and norms of its own."""
-    tensors = tensors_of(source)
-    last = "model.layers.3."
-    fifth = {name.replace(last, "model.layers.4."): -own for name, own in tensors.items() if last in name}
-    norm, head = tensors["model.norm.weight"], tensors["lm_head.weight"]
-    fifth["model.layers.4.enorm.weight"] = norm.clone()
-    fifth["model.layers.4.shared_head.norm.weight"] = norm.clone()
-    fifth["model.layers.4.eh_proj.weight"] = torch.cat([head, head], dim=1)
-    return tensors | fifth
-
-
-LAYOUTS = {
-    "one": layout(), "TP2": layout(tp=2), "TP4": layout(tp=4), "PP2": layout(pp=2), "PP4": layout(pp=4),
-    "PP2 3+1": layout(pp=2, first=3), "PP3 1+1+2": layout(pp=3, first=1, last=2),
-    "TP2 PP2 3+1": layout(tp=2, pp=2, last=1), "PP2 interleaved": layout(pp=2),
-    "TP2 PP2 interleaved": layout(tp=2, pp=2, last=2),
+# Pipelines and groups of experts divide a model by layers and experts, whatever is in them: one family goes
+# through all of them. What tensor parallelism divides differs by family: each goes through TP4.
+PLACES = {
+    "dense": [layout(), layout(tp=2), layout(tp=4), layout(pp=2), layout(pp=4), layout(pp=2, first=3),
+              layout(pp=3, first=1, last=2), layout(tp=2, pp=2, last=1)],
+    "tied": [layout(tp=4), layout(tp=2, pp=2, last=1)], "llama": [layout(tp=4)], "qwen2": [layout(tp=4)],
+    "few": [layout(tp=4, pp=2)], "odd": [layout(tp=4), layout(tp=2, vocabulary=16)],
+    "moe": [layout(ep=2), layout(ep=4), layout(etp=2), layout(tp=4, etp=4), layout(tp=2, ep=2, etp=2),
+            layout(ep=2, etp=2, pp=2, first=1)],
+    "next": [layout(tp=4, etp=4), layout(tp=2, pp=2, ep=4)], "mtp": [layout(ep=2, etp=2, pp=2, first=1)],
+    "glm": [layout(tp=2, ep=2, etp=2)], "glm mtp": [layout(tp=2, pp=2, ep=2, first=1)],
+    "oss": [layout(tp=4), layout(tp=2, pp=2, ep=4)],
 }  # fmt: skip
-EXPERT_LAYOUTS = {
-    "EP2": layout(ep=2), "EP4": layout(ep=4), "ETP2": layout(etp=2), "TP4 ETP4": layout(tp=4, etp=4),
-    "TP2 EP2 ETP2": layout(tp=2, ep=2, etp=2), "TP2 PP2 EP4": layout(tp=2, pp=2, ep=4),
-    "TP4 PP2 EP2 interleaved": layout(tp=4, pp=2, ep=2),
-    "EP2 ETP2 PP2 1+3": layout(ep=2, etp=2, pp=2, first=1),
-}  # fmt: skip
-DENSE, EXPERTS = ("dense", "tied", "llama", "qwen2"), ("moe", "next", "mtp", "glm", "oss")
-FAST = {
-    "dense": LAYOUTS, "tied": ("TP4", "TP2 PP2 3+1"), "llama": ("TP4", "TP2 PP2 interleaved"),
-    "qwen2": ("TP4", "TP2 PP2 3+1"), "moe": EXPERT_LAYOUTS, "next": ("TP4 ETP4", "TP2 PP2 EP4"),
-    "mtp": ("EP2 ETP2 PP2 1+3", "TP4 PP2 EP2 interleaved"),
-    "glm": ("TP2 EP2 ETP2", "TP4 PP2 EP2 interleaved"),
-    "oss": ("TP4", "TP2 PP2 EP4"),
-}  # fmt: skip
-"""Pipelines and groups of experts divide a model by layers and by experts, whatever is in them, so one family
-goes through all of them. What tensor parallelism divides differs by family: each goes through TP4, and those
-with experts through one group of experts more."""
+CASES = [(name, parallel, 1) for name, places in PLACES.items() for parallel in places]
+for name, parallel in (("dense", layout(pp=2)), ("llama", layout(tp=2, pp=2, last=2)),
+                       ("mtp", layout(tp=4, pp=2, ep=2)), ("glm", layout(tp=4, pp=2, ep=2))):  # fmt: skip
+    CASES.append((name, parallel, 2))
 
 
-def cases():
-    for name in (*DENSE, *EXPERTS):
-        for place, parallel in (LAYOUTS | (EXPERT_LAYOUTS if name in EXPERTS else {})).items():
-            if name != "oss" or parallel.expert_tensor_parallel_size == 1:  # experts with biases
-                marks, pieces = () if place in FAST[name] else pytest.mark.slow, 1 + ("interleaved" in place)
-                yield pytest.param(name, parallel, pieces, id=f"{name} {place}", marks=marks)
-    yield pytest.param("glm mtp", layout(tp=2, pp=2, ep=2, first=1), 1, id="glm mtp")
-    yield pytest.param("few", layout(tp=4), 1, id="few TP4")
-    yield pytest.param("odd", layout(tp=4), 1, id="odd TP4")
-    yield pytest.param("odd", layout(tp=2, vocabulary=16), 1, id="odd TP2 by 16")
-    yield pytest.param("few", layout(tp=4, pp=2), 1, id="few TP4 PP2", marks=pytest.mark.slow)
-
-
-@pytest.mark.parametrize(("name", "parallel", "virtual_stages"), list(cases()))
+@pytest.mark.parametrize(("name", "parallel", "virtual_stages"), CASES)
 def test_there_and_back_changes_no_bit(models, tmp_path, name, parallel, virtual_stages):
     stored, back = tmp_path / "stored", tmp_path / "back"
     hf_to_megatron(models[name], stored, parallel, ALONE, virtual_stages=virtual_stages)
@@ -131,7 +99,6 @@ def test_there_and_back_changes_no_bit(models, tmp_path, name, parallel, virtual
         assert held[key].size[0] == read_hf_config(models[name]).vocab_size, "no padding is written"
     megatron_to_hf(stored, back, ALONE)
     assert_same_bytes(tensors_of(back), tensors_of(models[name]))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "stored"]
 
 
 def test_each_rank_of_the_layout_has_the_files_of_its_own_shards(models, tmp_path):
@@ -154,17 +121,7 @@ def test_each_rank_of_the_layout_has_the_files_of_its_own_shards(models, tmp_pat
     assert sizes == {(2 * 32 * (2 + 2), 96)}, "two of the four groups, queries and gates, keys and values"
 
 
-@pytest.mark.parametrize("form", [dict, with_fused_experts])
-def test_every_form_of_the_source_gives_the_same_checkpoint(models, tmp_path, form):
-    tensors = tensors_of(models["next"])
-    source = shard_by_hand(models["next"], tmp_path / "hf", form(tensors))
-    hf_to_megatron(source, tmp_path / "stored", layout(tp=2, ep=2), ALONE)
-    megatron_to_hf(tmp_path / "stored", tmp_path / "back", ALONE)
-    assert_same_bytes(tensors_of(tmp_path / "back"), tensors)
-
-
 def test_the_result_is_whole_and_loads_in_transformers(models, tmp_path, monkeypatch):
-    """Several files with an index, configuration and tokenizer, and checksums of them all."""
     from transformers import AutoModelForCausalLM
 
     monkeypatch.setattr(convert, "HF_FILE_BYTES", 1_000_000)
@@ -187,58 +144,12 @@ def test_the_result_is_whole_and_loads_in_transformers(models, tmp_path, monkeyp
         assert changed_files(directory) == []
 
 
-def test_mtp_layers_are_taken_from_the_origin_after_training(models, tmp_path):
-    hf_to_megatron(models["next"], tmp_path / "trained", layout(), ALONE)  # as training saves: without
-    megatron_to_hf(tmp_path / "trained", tmp_path / "back", ALONE, origin=models["mtp"])
-    assert_same_bytes(tensors_of(tmp_path / "back"), tensors_of(models["mtp"]))
-
-
 def test_more_than_one_mtp_layer_is_refused_by_name(models, tmp_path):
     tensors = tensors_of(models["mtp"])
     more = {n.replace("layers.0", "layers.1"): t.clone() for n, t in tensors.items() if "mtp.layers" in n}
     several = with_weights(models["mtp"], tmp_path / "several", tensors | more)
     with pytest.raises(ValueError, match=r"mtp\.layers\.1 to mtp\.layers\.1: only one"):
         hf_to_megatron(several, tmp_path / "stored", layout(), ALONE)
-
-
-LOADED = {
-    1: [("dense", layout(tp=4)), ("tied", layout(pp=2)), ("moe", layout(ep=2)), ("glm", layout(tp=2, ep=2))],
-    2: [("dense", layout(tp=2)), ("tied", layout(pp=2)), ("moe", layout(etp=2, tp=2)), ("oss", layout(pp=2)),
-        ("glm mtp", layout(pp=2, first=1)), ("next", layout(pp=2, first=1)), ("mtp", layout(tp=2, ep=2))],
-    4: [("dense", layout(tp=4)), ("odd", layout(tp=4)), ("oss", layout(tp=2, pp=2, ep=2)),
-        ("next", layout(tp=4, ep=2, etp=2)), ("next", layout(pp=2, last=3, ep=2))],
-}  # fmt: skip
-"""By ranks: what is loaded under which layout, and in how many pieces on a stage if in several. Alone, it is
-what was converted for another layout."""
-
-
-QUICK = [("next", layout(pp=2), 2), ("odd", layout(tp=2)), ("oss", layout(tp=2))]
-
-
-@pytest.mark.world
-@pytest.mark.parametrize(
-    ("ranks", "cases"), [(2, QUICK), *(pytest.param(*own, marks=pytest.mark.slow) for own in LOADED.items())]
-)
-def test_loading_a_conversion_is_loading_the_original_in_every_layout(world, models, tmp_path, ranks, cases):
-    from megatron_ibpo.policy import parallel
-    from megatron_ibpo.policy.checkpoint import load_weights
-    from megatron_ibpo.weights.layout.export import HFExport
-
-    for number, (name, converted_for, *pieces) in enumerate(cases):
-        (own,) = pieces or (1,)
-        stored = tmp_path / str(number)
-        hf_to_megatron(models[name], stored, converted_for, world, virtual_stages=own)
-        chunks, shape = loaded(world, models[name], layout() if ranks == 1 else converted_for, pieces=own)
-        for chunk in chunks:
-            for tensor in filter(torch.is_tensor, chunk.state_dict().values()):
-                tensor.fill_(float("nan"))
-        load_weights(chunks, stored, shape.vocab_size)
-        export = weights_of(HFExport(chunks, shape))
-        if world.is_rank_0:
-            trained = {"mtp": "next", "glm mtp": "glm"}.get(name, name)  # without what training leaves alone
-            original = tensors_of(models[trained])
-            assert_same_bytes(export, {tensor: own.float() for tensor, own in original.items()})
-        parallel.destroy()
 
 
 @pytest.mark.world(2)
@@ -285,32 +196,22 @@ def test_training_starts_from_a_conversion_and_so_does_the_prediction_layer(worl
     assert planned.update(trainer, sequences(4))["grad_norm"] > 0
 
 
-@pytest.mark.world(2)
-def test_several_processes_share_the_work(world, models, tmp_path):
-    hf_to_megatron(models["next"], tmp_path / "stored", layout(tp=2, pp=2), world)
-    megatron_to_hf(tmp_path / "stored", tmp_path / "back", world)
-    assert differing_tensors(models["next"], tmp_path / "stored", world) == []
-    assert_same_bytes(tensors_of(tmp_path / "back"), tensors_of(models["next"]))
-
-
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 def test_older_checkpoints_that_stack_layers_and_pad_the_vocabulary_are_read(models, tmp_path):
     """They are as Megatron-LM writes a dense model: one tensor for a parameter of all layers, 128 rows at
     least."""
     hf_to_megatron(models["dense"], tmp_path / "stored", layout(), ALONE)
     stored = StoredCheckpoint(tmp_path / "stored")
-    entries = weight_map(read_hf_config(models["dense"])).values()
-    stacked: dict[str, Any] = {}
-    restored = tmp_path / "restacked"
-    for entry in entries:
+    stacked, layers, restored = {}, {}, tmp_path / "restacked"
+    for entry in weight_map(read_hf_config(models["dense"])).values():
         whole = stored.read(entry)
         if entry.layer is not None:
-            stacked.setdefault(entry.name.replace(f"layers.{entry.layer}.", "layers."), []).append(whole)
+            layers.setdefault(entry.name.replace(f"layers.{entry.layer}.", "layers."), []).append(whole)
         elif entry.name.endswith(("embeddings.weight", "layer.weight")):
             stacked[entry.name] = torch.cat([whole, whole.new_zeros(128 - len(whole), *whole.shape[1:])])
         else:
             stacked[entry.name] = whole
-    stacked = {n: torch.stack(own) if isinstance(own, list) else own for n, own in stacked.items()}
+    stacked |= {name: torch.stack(own) for name, own in layers.items()}
     dcp.save(stacked, storage_writer=dcp.FileSystemWriter(restored), no_dist=True)
     (restored / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
     megatron_to_hf(restored, tmp_path / "back", ALONE, origin=models["dense"])
@@ -353,29 +254,136 @@ def test_layers_lie_where_megatron_puts_them(pipeline):
             assert len(layers) == get_num_layers_to_build(core, vp_stage, stage)
 
 
+def test_ranks_share_a_key_value_head_by_rows_of_its_group(models):
+    """Four ranks, two groups of [two queries | key | value], heads of 32: two ranks hold nothing but
+    queries, the others keys and values."""
+    entries = weight_map(read_hf_config(models["few"]))
+    entry = entries["decoder.layers.1.self_attention.linear_qkv.bias"]
+    held = [[entry.ranges(number, rank, 4) for number in range(3)] for rank in range(4)]
+    assert held == [
+        [[(0, 64)], [], []],
+        [[], [(0, 32)], [(0, 32)]],
+        [[(64, 64)], [], []],
+        [[], [(32, 32)], [(32, 32)]],
+    ]
+    assert [entry.ranges(0, rank, 2) for rank in range(2)] == [[(0, 64)], [(64, 64)]]
+
+
+@pytest.mark.world
+@pytest.mark.parametrize(
+    ("ranks", "cases"),
+    [(2, [("tied", layout(pp=2)), ("next", layout(ep=2)), ("next", layout(tp=2, ep=2)), ("next", layout()),
+          ("next", layout(pp=2), 2), ("moe", layout(tp=2, etp=2)), ("odd", layout(tp=2)),
+          ("glm", layout(tp=2, ep=2)), ("glm", layout(pp=2, first=1)), ("oss", layout(pp=2)),
+          ("oss", layout(tp=2)), ("few", layout(tp=2)), ("qwen2", layout(tp=2))]),
+     pytest.param(4, [
+         ("few", layout(tp=4)), ("dense", layout(tp=2, pp=2)), ("moe", layout(tp=4, ep=2)),
+         ("next", layout(tp=2, pp=2, ep=2)), ("next", layout(ep=4)), ("next", layout(tp=4, ep=2, etp=2)),
+         ("next", layout(pp=2, last=3, ep=2)), ("oss", layout(tp=2, pp=2, ep=2)), ("oss", layout(tp=4, ep=4)),
+         ("odd", layout(tp=4, vocabulary=16)), ("mtp", layout(tp=2, ep=2)),
+         ("glm mtp", layout(tp=2, pp=2, first=1))], marks=pytest.mark.slow)],
+)  # fmt: skip
+def test_loading_and_saving_changes_no_bit_nor_does_a_conversion(world, models, tmp_path, ranks, cases):
+    from megatron_ibpo.policy import parallel
+    from megatron_ibpo.policy.checkpoint import load_weights
+    from megatron_ibpo.weights.layout.export import HFExport
+
+    for number, (name, divided, *pieces) in enumerate(cases):
+        (own,) = pieces or (1,)
+        origin, stored, saved = models[name], tmp_path / str(number), tmp_path / f"hf {number}"
+        trained = tensors_of(models[{"mtp": "next", "glm mtp": "glm"}.get(name, name)])
+        bf16 = trained["model.norm.weight"].dtype == torch.bfloat16
+        hf_to_megatron(origin, stored, divided, world, virtual_stages=own)
+        chunks, shape = loaded(world, origin, divided, ModelConfig(bf16=bf16), pieces=own)
+        export = HFExport(chunks, shape, bucket_bytes=100_000)  # several
+        assert {m.name: (m.dtype, m.shape) for m in export.metadata()} == {
+            name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in trained.items()
+        }
+        from_hf = weights_of(export)
+        save_hf(export, world, saved, origin)
+        for tensor in [t for chunk in chunks for t in chunk.state_dict().values() if torch.is_tensor(t)]:
+            tensor.fill_(torch.nan)
+        load_weights(chunks, stored, shape.vocab_size)
+        found = weights_of(export)
+        if world.is_rank_0:
+            assert [*from_hf] == [meta.name for meta in export.metadata()]
+            assert_same_bytes(from_hf, trained)
+            assert_same_bytes(found, trained)
+            assert_same_bytes(tensors_of(saved), tensors_of(origin))
+        else:
+            assert from_hf == found == {}
+        parallel.destroy()
+
+
+@pytest.mark.world(2)
+def test_a_saved_checkpoint_is_one_of_hugging_face_and_none_is_begun_on_a_full_disk(world, models, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    from megatron_ibpo.weights.layout.export import HFExport
+
+    plain, origin, out_dir = models["dense"], tmp_path / "origin", tmp_path / "runs/hf"
+    if world.is_rank_0:
+        shutil.copytree(plain, origin)
+        (origin / "tokenizer.json").write_text("{}")
+        out_dir.mkdir(parents=True)
+        (out_dir / "stale.safetensors").write_text("from an older save")
+    export = HFExport(*loaded(world, plain, layout(tp=2)))
+    full = mock.patch("shutil.disk_usage", return_value=SimpleNamespace(free=1000))
+    with full, pytest.raises(Exception, match="0.00 GB are free" if world.is_rank_0 else "") as refused:
+        save_hf(export, world, tmp_path / "full", plain)
+    assert refused.type.__name__ == ("DiskSpaceError" if world.is_rank_0 else "RemoteError")
+    assert not list(tmp_path.glob("*full*"))
+    with mock.patch("megatron_ibpo.weights.formats.save.SHARD_BYTES", 300_000):
+        for _ in range(2):
+            save_hf(export, world, out_dir, origin)
+
+    assert [path.name for path in out_dir.parent.iterdir()] == ["hf"]
+    written = {path.name for path in out_dir.iterdir()}
+    assert {"tokenizer.json", "config.json", "model.safetensors.index.json"} <= written
+    assert len([*out_dir.glob("model-*.safetensors")]) > 1
+    assert "stale.safetensors" not in written
+    assert json.loads((out_dir / "config.json").read_text())["dtype"] == "float32"
+    if world.is_rank_0:
+        model = AutoModelForCausalLM.from_pretrained(out_dir)
+        assert_same_bytes(model.state_dict(), {name: own.float() for name, own in tensors_of(origin).items()})
+
+
+@pytest.mark.world(1)
+def test_bad_checkpoints_are_refused_by_name(world, models, tmp_path):
+    from megatron_ibpo.weights.formats.load import load_hf
+
+    origin, norm = models["dense"], "model.layers.1.input_layernorm.weight"
+    (chunks, shape), whole = loaded(world, origin), tensors_of(origin)
+    for number, (changed, words) in enumerate((
+        ({n: t for n, t in whole.items() if n != norm}, f"missing {norm}"),
+        (whole | {norm: torch.ones(7)}, rf"{norm} has shape \(7,\)"),
+        (whole | {"model.layers.7.mlp.up_proj.weight": torch.ones(1)}, "model.layers.7.mlp"),
+        (whole | {"mtp.norm.weight": torch.ones(1)}, "no place for: mtp.norm"),
+    )):  # fmt: skip
+        bad = shard_by_hand(origin, tmp_path / str(number), changed)
+        with pytest.raises(CheckpointError, match=words):
+            load_hf(chunks, shape, bad)
+    load_hf(chunks, shape, shard_by_hand(origin, tmp_path / "whole", whole))
+    with pytest.raises(CheckpointError, match="holds neither"):
+        load_hf(chunks, shape, tmp_path)
+
+
 def test_a_file_is_unmapped_when_much_of_it_has_been_read(models, tmp_path, monkeypatch):
     """What was read of a mapped file counts as this process's memory."""
     path = shutil.copytree(models["dense"], tmp_path / "model")
     piece = weight_map(read_hf_config(path))["embedding.word_embeddings.weight"].pieces[0]
-
-    def is_mapped_after_reading_beyond(most):
-        monkeypatch.setattr(mapped_tensors, "MAPPED_BYTES", most)
+    for limit, stays in ((64 * 96 * 2 - 1, False), (64 * 96 * 2, True)):
+        monkeypatch.setattr(mapped_tensors, "MAPPED_BYTES", limit)
         checkpoint = Checkpoint(path)
         assert checkpoint.read(piece).nbytes == 64 * 96 * 2
-        return f"{path}/model.safetensors" in Path("/proc/self/maps").read_text()
-
-    assert not is_mapped_after_reading_beyond(64 * 96 * 2 - 1)
-    assert is_mapped_after_reading_beyond(64 * 96 * 2)
+        assert (f"{path}/model.safetensors" in Path("/proc/self/maps").read_text()) == stays
 
 
-@pytest.mark.parametrize("name", ["dense", "moe", "glm", "oss", "next", "mtp", "few"])
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("name", ["moe", "glm", "oss", "next", "mtp", "few"])
+@pytest.mark.parametrize("ranks", [1, 4])
 def test_shards_cover_every_stored_tensor_once(models, name, ranks):
-    """Joined from cuts, a shard is what its blocks are of the parameter joined whole."""
-    entries = weight_map(read_hf_config(models[name]), mtp_layers=int(name == "mtp"))
-    covered = {}
-    checkpoint = Checkpoint(models[name])
-    for entry in entries.values():
+    covered, checkpoint = {}, Checkpoint(models[name])
+    for entry in weight_map(read_hf_config(models[name]), mtp_layers=int(name == "mtp")).values():
         whole = entry.join([checkpoint.read(piece) for piece in entry.pieces])
         assert whole.shape == entry.shape
         for rank in range(ranks if entry.cut else 1):
@@ -419,29 +427,8 @@ def test_the_tools_convert_and_verify(world, models, tmp_path):
     assert not (tmp_path / "bad").exists()
 
 
-def test_mxfp4_by_hand():
-    """The lower four bits come first; a scale of 127 is 1, of 128 is 2, of 126 a half."""
-    blocks = torch.zeros(3, 16, dtype=torch.uint8)
-    blocks[:, 0], blocks[:, 1] = 0x21, 0xF7
-    found = dequantised(blocks, torch.tensor([127, 128, 126], dtype=torch.uint8))
-    assert found.dtype == torch.bfloat16
-    one = torch.tensor([0.5, 1.0, 6.0, -6.0] + [0.0] * 28)
-    assert torch.equal(found.float(), torch.cat((one, 2 * one, one / 2)))
-
-
-def test_every_number_of_mxfp4_under_every_scale_is_that_of_transformers():
-    blocks = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16).expand(1, 255, 16, 16).contiguous()
-    scales = torch.arange(255, dtype=torch.uint8).view(1, 255, 1).expand(1, 255, 16).contiguous()
-    expected = convert_moe_packed_tensors(blocks.clone(), scales.clone())
-    found = dequantised(blocks, scales).transpose(1, 2)
-    usual = slice(10, 245)  # powers of two far from the ends of what bfloat16 holds
-    assert_same_bytes({"": found[:, :, usual].contiguous()}, {"": expected[:, :, usual].contiguous()})
-
-
-@pytest.fixture(scope="module")
-def packed(tmp_path_factory):
-    """A gpt-oss in bfloat16 whose experts are in MXFP4, as it is published, and what its experts are."""
-    directory = tiny_models.make_gpt_oss(tmp_path_factory.mktemp("packed"), 3)
+def test_mxfp4_is_converted_to_bfloat16_and_training_asks_for_that(tmp_path):
+    directory = tiny_models.make_gpt_oss(tmp_path / "packed", 3)
     generator = torch.Generator().manual_seed(0)
     stored, whole = {}, {}
     for name, tensor in tensors_of(directory).items():
@@ -450,33 +437,22 @@ def packed(tmp_path_factory):
             continue
         experts, columns, rows = tensor.shape
         blocks = torch.randint(0, 256, (experts, rows, columns // 32, 16), generator=generator).byte()
-        scales = torch.randint(120, 130, (experts, rows, columns // 32), generator=generator).byte()
+        scales = torch.randint(10, 245, (experts, rows, columns // 32), generator=generator).byte()
         stored[f"{name}_blocks"], stored[f"{name}_scales"] = blocks, scales
         whole[name] = convert_moe_packed_tensors(blocks.clone(), scales.clone()).contiguous()
     save_file(stored, directory / "model.safetensors", metadata={"format": "pt"})
     edit_json(directory / "config.json", quantization_config={"quant_method": "mxfp4"})
-    return directory, whole
-
-
-@pytest.mark.parametrize("parallel", [layout(), layout(tp=2, ep=2)], ids=["one", "TP2 EP2"])
-def test_mxfp4_is_converted_to_bfloat16_and_training_asks_for_that(packed, tmp_path, parallel):
-    directory, whole = packed
     with pytest.raises(CheckpointError, match=r"experts\.down_proj.* in MXFP4, .* convert to-megatron"):
         trained_elements(directory, read_hf_config(directory))
-    hf_to_megatron(directory, tmp_path / "stored", parallel, ALONE)
+    hf_to_megatron(directory, tmp_path / "stored", layout(tp=2, ep=2), ALONE)
     assert differing_tensors(directory, tmp_path / "stored", ALONE) == []
     megatron_to_hf(tmp_path / "stored", tmp_path / "back", ALONE)
     assert_same_bytes(tensors_of(tmp_path / "back"), whole)
     config = json.loads((tmp_path / "back/config.json").read_text())
     assert config["dtype"] == "bfloat16"
     assert "quantization_config" not in config
-
-
-def test_parts_of_mxfp4_that_do_not_belong_together_are_refused(packed, tmp_path):
-    directory = shutil.copytree(packed[0], tmp_path / "damaged")
-    tensors = tensors_of(directory)
     name = "model.layers.1.mlp.experts.down_proj_scales"
-    tensors[name] = tensors[name][:, :-1].contiguous()
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    cut = {name: stored[name][:, :-1].contiguous()}
+    damaged = with_weights(directory, tmp_path / "damaged", stored | cut)
     with pytest.raises(CheckpointError, match=r"1\.mlp\.experts\.down_proj is not in MXFP4 as its name says"):
-        hf_to_megatron(directory, tmp_path / "stored", layout(), ALONE)
+        hf_to_megatron(damaged, tmp_path / "none", layout(), ALONE)

@@ -1,34 +1,25 @@
 """Qwen3.5's checkpoints wrap the text model in one that also sees: what is not trained is kept to the bit."""
 
 import json
-import re
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
 
-from megatron_ibpo.basics.records import SampleRequest, token_ids
+from megatron_ibpo.config import ModelConfig
 from megatron_ibpo.data.tokenizer import read_eos_token_ids
-from megatron_ibpo.engines.probe import compare_probes, probe
 from megatron_ibpo.models import ModelConfigError, read_hf_config
 from megatron_ibpo.weights.formats.convert import differing_tensors, hf_to_megatron, megatron_to_hf
 from megatron_ibpo.weights.formats.hugging_face import trained_elements
 from megatron_ibpo.weights.formats.torch_dist import StoredCheckpoint
-from support import engine_runs
-from support.checkpoint_bytes import (
-    assert_same_bytes,
-    drawn_weights,
-    tensors_of,
-    with_fused_experts,
-    with_weights,
-)
-from support.conversions import ALONE, round_trip
-from support.engine_runs import TIMEOUT
+from support import checkpoint_bytes
+from support.checkpoint_bytes import assert_same_bytes, tensors_of, with_weights
 from support.example_runs import train_three_steps
 from support.layouts import layout
+from support.model_passes import ALONE, loaded
 from support.mtp_checkpoints import mtp_tensors
 from support.tiny_models import make_qwen3_5
+from support.trainers import weights_of
 
 
 @pytest.fixture(scope="module")
@@ -39,30 +30,23 @@ def wrapped(tmp_path_factory):
     for kind, how in {"dense": {"moe": False, "tie": True}, "moe": {"moe": True}}.items():
         root, sizes = tmp_path_factory.mktemp(kind), {"kv_heads": 4, "key_heads": 4, "value_heads": 8}
         plain = make_qwen3_5(root / "plain", 1, wrapped=True, **how, **sizes)
-        tensors = drawn_weights(plain, torch.bfloat16)
-        for name in tensors:
-            if name.endswith((".A_log", ".norm.weight")):
-                tensors[name] = tensors[name].float()
-        tensors |= mtp_tensors(torch.bfloat16)
+        tensors = checkpoint_bytes.drawn_weights(plain, torch.bfloat16) | mtp_tensors(torch.bfloat16)
         if kind == "dense":
             tensors = {n: t for n, t in tensors.items() if not n.startswith("mtp.layers.0.mlp.")}
             for part, shape in (("gate", (192, 96)), ("up", (192, 96)), ("down", (96, 192))):
                 tensors[f"mtp.layers.0.mlp.{part}_proj.weight"] = torch.rand(shape).bfloat16()
-        made[kind] = with_weights(plain, root / "full", tensors)
+        decaying = {n: t.float() for n, t in tensors.items() if n.endswith((".A_log", "attn.norm.weight"))}
+        made[kind] = with_weights(plain, root / "full", tensors | decaying)
     return made
 
 
-def test_a_wrapped_model_has_the_shape_of_its_text_model(tmp_path):
-    text = read_hf_config(make_qwen3_5(tmp_path / "text", 0))
-    whole = read_hf_config(make_qwen3_5(tmp_path / "whole", 0, wrapped=True))
-    assert (text.family, whole.family) == ("qwen3_5_text", "qwen3_5")
-    assert (whole.hf_prefix, whole.carried) == ("model.language_model.", ("model.visual.",))
+def test_a_wrapped_model_has_the_shape_of_its_text_model_and_one_that_cannot_be_built_is_refused(tmp_path):
+    text = read_hf_config(make_qwen3_5(tmp_path / "text", 0, tie=True))
+    place = make_qwen3_5(tmp_path / "whole", 0, tie=True, wrapped=True)
+    whole = read_hf_config(place)
     assert replace(whole, family=text.family, hf_prefix=text.hf_prefix, carried=()) == text
     assert (text.rotary_dim, text.full_attention) == (8, (False, False, False, True))
-
-
-def test_a_wrapped_config_is_read_and_one_that_cannot_be_built_refused(wrapped, tmp_path):
-    config = json.loads((wrapped["dense"] / "config.json").read_text())
+    config = json.loads((place / "config.json").read_text())
 
     def write(outer, inner):
         text = config["text_config"] | inner
@@ -84,15 +68,9 @@ def test_a_wrapped_config_is_read_and_one_that_cannot_be_built_refused(wrapped, 
 
 @pytest.mark.parametrize(
     ("name", "parallel", "virtual_stages"),
-    [
-        ("dense", layout(tp=2, pp=2), 1),
-        ("dense", layout(pp=2), 2),
-        ("moe", layout(tp=2, ep=2, etp=2), 1),
-        ("moe", layout(tp=4, pp=2, etp=2, first=1), 1),
-        pytest.param("dense", layout(tp=4), 1, marks=pytest.mark.slow),
-        pytest.param("moe", layout(tp=2, pp=2, ep=4), 1, marks=pytest.mark.slow),
-    ],
-)
+    [("dense", layout(tp=2, pp=2), 1), ("dense", layout(pp=2), 2), ("moe", layout(tp=2, ep=2, etp=2), 1),
+     ("moe", layout(tp=4, pp=2, etp=2, first=1), 1)],
+)  # fmt: skip
 def test_there_and_back_changes_no_bit_of_anything(wrapped, tmp_path, name, parallel, virtual_stages):
     stored, back = tmp_path / "stored", tmp_path / "back"
     hf_to_megatron(wrapped[name], stored, parallel, ALONE, virtual_stages=virtual_stages)
@@ -106,14 +84,13 @@ def test_there_and_back_changes_no_bit_of_anything(wrapped, tmp_path, name, para
     assert json.loads((back / "config.json").read_text()) == expected
 
 
-def test_experts_may_be_fused_in_one_tensor(wrapped, tmp_path):
-    origin = tensors_of(wrapped["moe"])
-    inside = {name.replace("model.language_model.", "model."): name for name in origin if ".layers." in name}
-    fused = with_fused_experts({name: origin[own] for name, own in inside.items() if "mtp" not in name})
-    fused = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in fused.items()}
-    others = {name: tensor for name, tensor in origin.items() if ".language_model.layers." not in name}
-    source = with_weights(wrapped["moe"], tmp_path / "fused", fused | others)
-    assert "model.language_model.layers.3.mlp.experts.gate_up_proj" in tensors_of(source)
+def test_experts_may_be_fused_in_one_tensor_and_tensors_lie_in_several_files(wrapped, tmp_path):
+    origin, prefix = tensors_of(wrapped["moe"]), "model.language_model."
+    text = {name.replace(prefix, "model."): own for name, own in origin.items() if prefix in name}
+    fused = checkpoint_bytes.with_fused_experts(text).items()
+    fused = {name.replace("model.", prefix, 1): own for name, own in fused}
+    others = {name: own for name, own in origin.items() if prefix not in name}
+    source = checkpoint_bytes.shard_by_hand(wrapped["moe"], tmp_path / "fused", fused | others)
     hf_to_megatron(source, tmp_path / "stored", layout(tp=2, ep=2), ALONE)
     assert differing_tensors(source, tmp_path / "stored", ALONE) == []
     megatron_to_hf(tmp_path / "stored", tmp_path / "back", ALONE)
@@ -122,8 +99,7 @@ def test_experts_may_be_fused_in_one_tensor(wrapped, tmp_path):
 
 def test_what_training_does_not_keep_is_taken_from_the_origin(wrapped, tmp_path):
     origin = wrapped["moe"]
-    beside = "visual", "mtp"
-    trained = {n: t for n, t in tensors_of(origin).items() if not any(part in n for part in beside)}
+    trained = {n: t for n, t in tensors_of(origin).items() if not ("visual" in n or "mtp" in n)}
     hf_to_megatron(with_weights(origin, tmp_path / "text", trained), tmp_path / "run", layout(), ALONE)
     (tmp_path / "run/run_state.json").write_text('{"step": 7}')
     with pytest.raises(ValueError, match=r"no model\.visual\.\*.*give --origin-hf-checkpoint"):
@@ -134,11 +110,17 @@ def test_what_training_does_not_keep_is_taken_from_the_origin(wrapped, tmp_path)
 
 @pytest.mark.world(2)
 def test_the_trainers_export_holds_the_policy_and_all_that_lies_beside_it(world, wrapped, tmp_path):
-    for name, parallel, bf16 in (("dense", layout(tp=2), True), ("moe", layout(pp=2), False)):
+    from megatron_ibpo.policy import parallel
+    from megatron_ibpo.weights.formats.save import save_hf
+    from megatron_ibpo.weights.layout.export import HFExport
+
+    for name, divided, bf16 in (("dense", layout(tp=2), True), ("moe", layout(pp=2), False)):
         origin, saved = wrapped[name], tmp_path / name
-        _, export = round_trip(world, origin, saved, parallel, bf16)
+        export = HFExport(*loaded(world, origin, divided, ModelConfig(bf16=bf16)))
+        trained, kept = weights_of(export), tensors_of(origin)
+        save_hf(export, world, saved, origin)
+        parallel.destroy()
         if world.is_rank_0:
-            trained, kept = dict(export), tensors_of(origin)
             assert set(trained) == set(trained_elements(origin, read_hf_config(origin)))
             assert {t.dtype for t in trained.values()} == {torch.bfloat16 if bf16 else torch.float32}
             untouched = {name: tensor for name, tensor in kept.items() if name not in trained}
@@ -149,50 +131,17 @@ def test_the_trainers_export_holds_the_policy_and_all_that_lies_beside_it(world,
 
 
 @pytest.mark.engine
-@pytest.mark.slow
-@pytest.mark.parametrize(("moe", "wrap"), [(False, False), (False, True), (True, False), (True, True)])
-def test_an_engine_takes_new_weights_and_a_fresh_one_agrees(tmp_path, moe, wrap):
-    how = {"moe": moe, "wrapped": wrap, "tie": not moe, "value_heads": 4}
-    made = [make_qwen3_5(tmp_path / f"{seed}", seed, **how) for seed in (0, 1)]
-    one_token = SampleRequest(token_ids([5]), seed=0, max_tokens=8)
-    requests = [one_token, *engine_runs.make_requests(31)]
-    source = engine_runs.CheckpointSource(made[1])
-    trained = trained_elements(made[1], read_hf_config(made[1]))
-    source.tensors = {n: t for n, t in source.tensors.items() if n in trained}  # not what is carried
-    first, second = (engine_runs.start_engine(path, path.with_suffix(".log"), "bfloat16") for path in made)
-    try:
-        for engine in (first, second):
-            engine.wait_ready(TIMEOUT)
-        first.generate([one_token], version=0, timeout=TIMEOUT)
-        before = first.generate(requests, version=0, timeout=TIMEOUT)
-        engine_runs.update(engine_runs.connect(first, source), first, source, 7)
-        after = first.generate(requests, version=7, timeout=TIMEOUT)
-        compare_probes(probe(first, 7), probe(second, 0))
-        of_second = second.generate(requests, version=0, timeout=TIMEOUT)
-        assert engine_runs.ids_of(of_second) == engine_runs.ids_of(after)
-        in_vllm = partial(re.sub, r"^model\.language_model\.", "language_model.model.")
-        assert engine_runs.left_out_unnoticed(first, source, in_vllm) == []
-    finally:
-        first.close()
-        second.close()
-    for samples, checkpoint in zip((before, after), made, strict=True):
-        reference = engine_runs.reference_logprobs(checkpoint, requests, samples)
-        # bfloat16 flips the choice of experts now and then; a sample of another request is off by nats
-        assert engine_runs.difference([s.logprobs for s in samples], reference).mean() < 0.2
-
-
-@pytest.mark.engine
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "experts"), [("dense", 1), ("moe", 2)])
 def test_three_steps_of_the_loop_leave_all_but_the_text_model_as_it_was(wrapped, tmp_path, kind, experts):
-    generator = torch.Generator().manual_seed(3)
-    small = {  # so that a step changes all of them
-        name: 0.1 * torch.randn(tensor.shape, generator=generator)
-        for name, tensor in tensors_of(wrapped[kind]).items()
-    }
+    """The engine holds what was sent after each, and computes what the trainer does."""
+    drawn = tensors_of(wrapped[kind])
+    small = {name: own.float() / 25 for name, own in drawn.items()}  # so that a step changes all of them
     model = with_weights(wrapped[kind], tmp_path / "model", small)
-    train_three_steps(tmp_path, model, "--expert-model-parallel-size", str(experts))
+    for row in train_three_steps(tmp_path, model, "--expert-model-parallel-size", str(experts)):
+        # in bfloat16, which flips the choice of experts now and then; other weights are off by nats
+        assert row["logprob_diff_abs_mean"] < 0.2
     before, after = tensors_of(model), tensors_of(tmp_path / "run/hf")
     assert before.keys() == after.keys()
     trained = trained_elements(model, read_hf_config(model))

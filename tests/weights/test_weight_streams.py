@@ -1,14 +1,11 @@
 """Weights that travel between GPUs are read once they are there, and their memory is used again after that.
+The streams are a stand-in on a CPU; the gather and vLLM's packed sender and receiver are the real ones."""
 
-The streams are a stand-in on a CPU; the gather and vLLM's packed sender and receiver are the real ones.
-"""
-
-import importlib.util
 import weakref
 from contextlib import contextmanager
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -20,43 +17,38 @@ from megatron_ibpo.weights.layout.regions import pack
 from support.weight_sources import DividedWeights
 
 
-def merge(clock, other):
-    """Clocks and events hold how many operations of each stream, by its number, are over."""
-    for stream, ticks in other.items():
-        clock[stream] = max(ticks, clock.get(stream, 0))
-
-
 class Stream:
+    """`over`: the operations, of all streams, that this one's next operation comes after. Events are such."""
+
     device = torch.device("cpu")
 
     def __init__(self, of):
-        self.of, self.number, self.clock = of, len(of.streams), {}
-        of.streams.append(self)
+        self.of, self.over = of, set()
 
     def record_event(self):
-        return dict(self.clock)
+        return set(self.over)
 
     def wait_event(self, event):
-        merge(self.clock, event)
+        self.over |= event
 
     def wait_stream(self, stream):
-        merge(self.clock, stream.clock)
+        self.over |= stream.over
 
     def synchronize(self):
-        merge(self.of.host, self.clock)
+        self.of.host |= self.over
 
 
 class Device(TorchDispatchMode):
     """All streams of one GPU, and the memory that operations touched.
 
     Operations run at once and in order, so values are right whatever the code does; whether a GPU would have
-    to get them right is told by vector clocks. Memory that is freed is used again by the stream under which
-    it was taken, at once, but after what streams noted by `record_stream` had been given until then.
+    to get them right is told by what each waits for. Memory that is freed is used again by the stream under
+    which it was taken, at once, but after what streams noted by `record_stream` had been given until then.
     """
 
     def __init__(self):
         super().__init__()
-        self.streams, self.host, self.memory, self.races = [], {}, {}, []
+        self.count, self.host, self.memory, self.races = 0, set(), {}, []
         self.current = Stream(self)
 
     @contextmanager
@@ -68,56 +60,51 @@ class Device(TorchDispatchMode):
             self.current = before
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        """Give every operation to the current stream."""
         result = func(*args, **(kwargs or {}))
-        given = {tensor.untyped_storage()._cdata: tensor for tensor in tensors_in(args)}
+        given = {key_of(tensor): tensor for tensor in tensors_in(args)}
         written = {
-            tensor.untyped_storage()._cdata: tensor
+            key_of(tensor): tensor
             for argument, value in zip(func._schema.arguments, args, strict=False)
             if argument.alias_info is not None and argument.alias_info.is_write
             for tensor in tensors_in(value)
         }
-        made = [tensor for tensor in tensors_in(result) if tensor.untyped_storage()._cdata not in given]
-        if written or made:  # else it is a view
-            reads = [tensor for key, tensor in given.items() if key not in written]
-            self.touch(str(func), reads, [*written.values(), *made])
+        written |= {key_of(tensor): tensor for tensor in tensors_in(result) if key_of(tensor) not in given}
+        if written:  # else it is a view
+            reads = [self.of(tensor) for key, tensor in given.items() if key not in written]
+            self.touch(str(func), reads, [self.of(tensor) for tensor in written.values()])
         return result
 
     def touch(self, what, reads, writes):
-        """An operation of the current stream, after all that it and the host know to be over."""
-        stream = self.current
-        merge(stream.clock, self.host)
-        tick = stream.clock[stream.number] = stream.clock.get(stream.number, 0) + 1
-        for tensor in reads:
-            memory = self.of(tensor)
+        stream, operation = self.current, (self.current, self.count)
+        self.count += 1
+        stream.over |= self.host | {operation}
+        for memory in reads:
             self.check_order(f"{what} reads what is still written", stream, memory.written)
-            memory.read[stream.number] = (stream, tick)
-        for tensor in writes:
-            memory = self.of(tensor)
-            for earlier in (memory.written, *memory.read.values()):
-                self.check_order(f"{what} writes over what is still used", stream, earlier)
-            memory.written, memory.read = (stream, tick), {}
+            memory.read.add(operation)
+        for memory in writes:
+            self.check_order(f"{what} writes over what is still used", stream, memory.written | memory.read)
+            memory.written, memory.read = {operation}, set()
 
     def of(self, tensor):
-        """Under which stream a tensor's storage was taken, and in which operations written and read last."""
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self.memory:
-            new = SimpleNamespace(stream=self.current, written=None, read={}, noted=set())
-            self.memory[storage._cdata] = new
-            weakref.finalize(storage, self.free, storage._cdata)
-        return self.memory[storage._cdata]
+        """Under which stream a tensor's storage was taken, and which operations wrote and read it last."""
+        key = key_of(tensor)
+        if key not in self.memory:
+            self.memory[key] = SimpleNamespace(stream=self.current, written=set(), read=set(), noted=set())
+            weakref.finalize(tensor.untyped_storage(), self.free, key)
+        return self.memory[key]
 
     def free(self, key):
         memory = self.memory.pop(key)
-        for earlier in filter(None, (memory.written, *memory.read.values())):
-            if earlier[0].number not in memory.noted:
-                self.check_order("memory is used again while still in use", memory.stream, earlier)
+        last = {use for use in memory.written | memory.read if use[0] not in memory.noted}
+        self.check_order("memory is used again while still in use", memory.stream, last)
 
     def check_order(self, what, stream, earlier):
-        if earlier is not None and earlier[0] is not stream:
-            user, tick = earlier
-            if max(stream.clock.get(user.number, 0), self.host.get(user.number, 0)) < tick:
-                self.races.append(f"{what}: stream {stream.number} does not wait for {user.number}")
+        if not earlier <= stream.over | self.host:
+            self.races.append(what)
+
+
+def key_of(tensor):
+    return tensor.untyped_storage()._cdata
 
 
 def tensors_in(value):
@@ -126,34 +113,32 @@ def tensors_in(value):
     return [t for item in value for t in tensors_in(item)] if isinstance(value, tuple | list) else []
 
 
-@contextmanager
-def simulated_streams():
+@pytest.fixture
+def device(monkeypatch):
     device = Device()
-    with pytest.MonkeyPatch.context() as patch, device:
-        patch.setattr(torch.cuda, "Stream", lambda *_, **__: Stream(device))
-        patch.setattr(torch.cuda, "current_stream", lambda *_: device.current)
-        patch.setattr(torch.cuda, "stream", device.under)
-        patch.setattr(torch.accelerator, "current_device_index", lambda: 0)
-        patch.setattr(torch.Tensor, "record_stream", lambda t, stream: device.of(t).noted.add(stream.number))
-        yield device
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *_, **__: Stream(device))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: device.current)
+    monkeypatch.setattr(torch.cuda, "stream", device.under)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda t, stream: device.of(t).noted.add(stream))
+    return device
+
+
+@pytest.fixture(scope="module")
+def packed_tensor():
+    """vLLM's packed sending and receiving, without the rest of it, whose import takes seconds."""
+    path = Path(find_spec("vllm").origin).parent / "distributed/weight_transfer/packed_tensor.py"
+    spec = spec_from_file_location("packed_tensor", path)
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 SHAPES = {f"layer{number // 3}.{'abc'[number % 3]}": (4 + number, 8) for number in range(18)}
 BUCKET = 1000  # bytes: a few tensors
 
 
-def vllm_transfer() -> Any:
-    """vLLM's packed sending and receiving, without the rest of it, whose import takes seconds."""
-    vllm: Any = importlib.util.find_spec("vllm")
-    path = Path(vllm.origin).parent / "distributed/weight_transfer/packed_tensor.py"
-    spec: Any = importlib.util.spec_from_file_location("packed_tensor", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def halves(rank):
-    """Weights of which either of two ranks holds half the rows."""
     draw = torch.Generator().manual_seed(0)
     drawn = {name: torch.randn(shape, generator=draw) for name, shape in SHAPES.items()}
     return DividedWeights(drawn, rank, 2)
@@ -163,16 +148,11 @@ class OtherRank:
     """torch.distributed as the gather of rank 0 sees it: rank 1 sends its halves, on a stream that torch's
     NCCL groups have of their own."""
 
-    isend, irecv = "isend", "irecv"
+    isend, irecv, is_initialized = "isend", "irecv", staticmethod(lambda: False)
 
     def __init__(self, device):
-        self.device, self.stream = device, Stream(device)
-        with unwatched():
-            self.held = dict(enumerate(halves(1).local()))
-        self.gather: Any = None
-
-    def is_initialized(self):
-        return False
+        self.device, self.stream, self.gather = device, Stream(device), None
+        self.held = dict(enumerate(halves(1).local()))
 
     def P2POp(self, kind, flat, peer, tag):
         assert (kind, peer) == (self.irecv, 1)
@@ -199,7 +179,7 @@ class Wire:
     arrives at the worker's end, in whole buckets."""
 
     def __init__(self, device, coming=None):
-        self.device, self.coming, self.order, self.sent = device, coming, {}, []
+        self.device, self.coming, self.order, self.sent = device, coming, set(), []
 
     def broadcast(self, tensor, src):
         self.device.current.wait_event(self.order)  # NCCL keeps the order of one communicator's operations
@@ -212,18 +192,17 @@ class Wire:
 
 
 @pytest.mark.parametrize("own_stream", [True, False])
-def test_gathered_weights_are_sent_after_they_have_arrived_and_race_without_a_stream_of_their_own(own_stream):
-    source = halves(0)
-    with simulated_streams() as device, pytest.MonkeyPatch.context() as patch:
-        other = OtherRank(device)
-        patch.setattr(gather, "dist", other)
-        tensors: Any = gather.Gather(source, to=0, bucket_bytes=BUCKET, device="cpu")
-        other.gather, wire = tensors, Wire(device)
+def test_a_gathering_races_unless_it_has_its_own_stream(device, packed_tensor, monkeypatch, own_stream):
+    source, other = halves(0), OtherRank(device)
+    monkeypatch.setattr(gather, "dist", other)
+    wire = Wire(device)
+    with device:
+        other.gather = tensors = gather.Gather(source, to=0, bucket_bytes=BUCKET, device="cpu")
         for tensor in source.tensors.values():
             tensor.mul_(1)
         if own_stream:
             tensors = gather.on_one_stream(tensors, torch.cuda.Stream())
-        vllm_transfer().packed_nccl_broadcast_producer(
+        packed_tensor.packed_nccl_broadcast_producer(
             iterator=iter(tensors), group=wire, src=0, post_iter_func=lambda item: item[1],
             buffer_size_bytes=BUCKET, num_buffers=2,
         )  # fmt: skip
@@ -236,11 +215,12 @@ def test_gathered_weights_are_sent_after_they_have_arrived_and_race_without_a_st
 
 
 @pytest.mark.parametrize("buffers", [1, 2])
-def test_a_worker_with_one_buffer_loads_what_has_arrived_and_one_with_two_races(buffers):
+def test_a_worker_loads_what_has_arrived_and_races_with_two_buffers(device, packed_tensor, buffers):
     """Which is the reason for PACKED_BUFFERS. A model that vLLM reloads layer by layer keeps what comes until
     a layer is complete, and reads it then under whatever stream is the present one."""
     sent = halves(0).tensors
     parameters, kept = {name: torch.zeros(shape) for name, shape in SHAPES.items()}, {}
+    coming = torch.cat([tensor.flatten().view(torch.uint8) for tensor in sent.values()])
 
     def load_weights(weights):
         for name, tensor in weights:
@@ -251,10 +231,8 @@ def test_a_worker_with_one_buffer_loads_what_has_arrived_and_one_with_two_races(
                     fresh = torch.empty(SHAPES[part]).copy_(kept.pop(part))
                     parameters[part].copy_(fresh)
 
-    with simulated_streams() as device:
-        with unwatched():
-            coming = torch.cat([tensor.flatten().view(torch.uint8) for tensor in sent.values()])
-        vllm_transfer().packed_nccl_broadcast_consumer(
+    with device:
+        packed_tensor.packed_nccl_broadcast_consumer(
             iterator=iter([(name, (list(t.shape), t.dtype)) for name, t in sent.items()]),
             group=Wire(device, coming), src=0, post_unpack_func=load_weights, buffer_size_bytes=BUCKET,
             num_buffers=buffers, device="cpu",
