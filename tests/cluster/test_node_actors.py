@@ -186,7 +186,7 @@ async def begun(environments, count):
 
 
 @pytest.mark.slow
-def test_episodes_are_spread_by_load_and_stay_on_their_node(environments):
+def test_episodes_are_spread_by_load_and_a_fault_on_a_node_is_that_of_its_episodes_alone(environments):
     async def play():
         async with begun(environments, 6) as (sessions, owners):
             assert owners[0] == os.getpid()
@@ -194,30 +194,13 @@ def test_episodes_are_spread_by_load_and_stay_on_their_node(environments):
             turns = await asyncio.gather(*[session.step(HELLO) for session in sessions])
             assert [turn.messages for turn in turns] == [(HELLO,)] * 6
             assert await sessions[1].score() == EpisodeScore(1.0)
-        async with begun(environments, 1) as (_, owners):
-            assert owners == [os.getpid()]
-
-    asyncio.run(play())
-    assert environments.deaths == 0
-
-
-@pytest.mark.slow
-def test_a_fault_on_another_node_is_that_of_its_episode_alone(environments):
-    async def play():
-        async with begun(environments, 4) as (sessions, _):
             with pytest.raises(EpisodeFaultError, match=r"step: its process died \(SIGKILL\)") as raised:
                 await sessions[1].step(DIE)
             assert raised.value.kind == "death"
             assert (await sessions[3].step(HELLO)).messages == (HELLO,)
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(sessions[3].step(SLEEP), 0.1)
-
-    asyncio.run(play())
-
-
-@pytest.mark.slow
-def test_the_episodes_of_a_killed_actor_fail(environments):
-    async def play():
+        assert environments.deaths == 0
         async with begun(environments, 4) as (sessions, owners):
             steps = [asyncio.create_task(session.step(SLEEP)) for session in sessions[1::2]]
             await asyncio.sleep(0.2)

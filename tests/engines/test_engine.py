@@ -209,19 +209,15 @@ def test_what_vllm_or_this_project_cannot_take_is_refused(settings, checkpoint, 
         settings(checkpoint, transport, argument, use_rollout_routing_replay=replays)
 
 
-@pytest.mark.parametrize("vllm", ["a stand-in", pytest.param("vLLM itself", marks=pytest.mark.slow)])
-def test_what_drafts_is_for_gpus_and_outlives_sleep(settings, monkeypatch, vllm):
+def test_what_drafts_is_for_gpus_and_outlives_sleep(settings, monkeypatch):
+    """With a stand-in for vLLM, whose import takes five seconds."""
     plain, drafting = settings("next 0"), settings("next 0", "ipc", SPECULATION)
     assert drafting.extra_arguments["speculative_config"]["method"] == "mtp"
-    if vllm == "a stand-in":  # importing vLLM takes five seconds
-        usual = {"sleep_preserve_parameter_names": []}
-        found = SimpleNamespace(
-            EngineArgs=lambda **given: SimpleNamespace(**usual | given), WeightTransferConfig=SimpleNamespace
-        )
-        for name in ("vllm", "vllm.config"):
-            monkeypatch.setitem(sys.modules, name, found)
-    assert _engine_args(plain).sleep_preserve_parameter_names == []
-    assert _engine_args(drafting).sleep_preserve_parameter_names == ["draft.*"]
+    found = SimpleNamespace(EngineArgs=dict, WeightTransferConfig=SimpleNamespace)
+    for name in ("vllm", "vllm.config"):
+        monkeypatch.setitem(sys.modules, name, found)
+    assert "sleep_preserve_parameter_names" not in _engine_args(plain)
+    assert _engine_args(drafting)["sleep_preserve_parameter_names"] == ["draft.*"]
 
 
 def test_experts_in_fp8_are_left_to_kernels_that_keep_nothing_over_an_update(settings):
@@ -440,10 +436,12 @@ def test_an_fp8_engine_takes_unquantized_weights_and_becomes_a_fresh_one(checkpo
 
 @pytest.mark.engine
 @pytest.mark.slow
-def test_an_engine_drafts_with_the_layer_that_an_update_brings(tmp_path):
+def test_an_engine_drafts_with_the_layer_that_an_update_brings(tmp_path, settings):
     """In the new weights layers add nothing and the multi-token prediction layer passes the embedding on: the
     policy's next token depends on the last one alone, and the layer guesses just that. No state of a delta
     net matters then, which vLLM would get wrong here."""
+    kept = _engine_args(settings("next 0", "ipc", SPECULATION)).sleep_preserve_parameter_names
+    assert kept == ["draft.*"], "on a GPU"
     hf_dir = with_mtp(make_qwen3_next(tmp_path / "random", 0, std=0.1), seed=6)
     greedy = make_requests(31, temperature=0.0)
     source, policy_alone = CheckpointSource(hf_dir), CheckpointSource(hf_dir)
@@ -463,10 +461,10 @@ def test_an_engine_drafts_with_the_layer_that_an_update_brings(tmp_path):
         return accepted / drafted
 
     rollout = make_config(tmp_path, "bfloat16").rollout
-    settings = engine_settings(rollout, hf_dir, "gloo", gpus=(), num_threads=1)
+    plain = engine_settings(rollout, hf_dir, "gloo", gpus=(), num_threads=1)
     # by itself it is refused
-    settings = replace(settings, prefix_caching=False, extra_arguments=vllm_arguments([SPECULATION]))
-    engine = Engine(settings, tmp_path / "engine.log")
+    drafting = replace(plain, prefix_caching=False, extra_arguments=vllm_arguments([SPECULATION]))
+    engine = Engine(drafting, tmp_path / "engine.log")
     try:
         engine.wait_ready(TIMEOUT)
         assert guessed(0) < 0.2, "at random"

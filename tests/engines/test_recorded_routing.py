@@ -223,20 +223,15 @@ def test_a_trainer_that_replays_an_engines_choices_comes_closer_to_its_log_probs
 @pytest.mark.ray
 @pytest.mark.slow
 def test_a_trainer_that_replays_takes_every_choice_from_its_engine(tmp_path):
-    """Two trainers, TP2 and EP2. The first step's samples are the same with and without. So few tokens say
-    nothing of how much closer log-probs come: bfloat16 moves them more than the routing that changes."""
+    """Two trainers, TP2 and EP2. So few tokens say nothing of how much closer log-probs come: bfloat16 moves
+    them more than the routing that changes."""
     loop = "--num-rollout 2 --rollout-batch-size 4 --n-samples-per-prompt 4 --eval-num-prompts 0"
-    loop, rows = f"{loop} --num-steps-per-rollout 2".split(), []
-    for flags in ([], ["--use-rollout-routing-replay", "--use-routing-replay"]):
-        status, output = finished(start_script(tmp_path / str(len(rows)), *loop, *flags), timeout=900)
-        assert status == 0, output[-5000:]
-        rows.append(rows_of(tmp_path / str(len(rows))))
-    alone, replayed = rows
-    print([[row["logprob_diff_abs_mean"] for row in own] for own in rows])
-    print([(row["routing_changed"], row["routing_live"]) for row in replayed])
-    assert replayed[0]["response_length"] == alone[0]["response_length"]
-    for row in replayed:
+    loop += " --num-steps-per-rollout 2 --use-rollout-routing-replay --use-routing-replay"
+    status, output = finished(start_script(tmp_path / "run", *loop.split()), timeout=900)
+    assert status == 0, output[-5000:]
+    rows = rows_of(tmp_path / "run")
+    assert len(rows) == 2
+    for row in rows:
         assert row["routing_live"] == 0
         assert 0 < row["routing_changed"] < 0.2
         assert row["grad_norm"] > 0
-    assert "routing_changed" not in alone[0]
