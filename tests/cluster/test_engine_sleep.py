@@ -8,7 +8,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -54,9 +53,9 @@ def engines(monkeypatch):
             raise answer
 
     monkeypatch.setattr(module, "result", result)
-    events: list[Any] = []
+    events = []
     monkeypatch.setattr(Engines, "events", events, raising=False)
-    found: Any = Engines(
+    found = Engines(
         trainers=SimpleNamespace(all=lambda method, *_: events.append(("trainers", method))),
         placement=SimpleNamespace(engines=("a slot", "a slot")),
         group=None, engine="vllm", logs=Path("logs"), start_timeout=1.0, order=update()[-1],

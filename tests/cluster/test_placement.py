@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from megatron_ibpo.cluster.main_memory import main_memory
-from megatron_ibpo.cluster.placement import Engines, Node, Placement, PlacementError, plan_placement
+from megatron_ibpo.cluster.placement import Engines, Node, PlacementError, plan_placement
 from megatron_ibpo.config import Config, ParallelConfig, RolloutConfig, on_device
-from megatron_ibpo.models import ModelShape, read_hf_config
+from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.plan.node_memory import check_main_memory
 from megatron_ibpo.run import on_cluster
 from megatron_ibpo.weights.formats.hugging_face import trained_elements
@@ -157,7 +157,7 @@ def test_a_node_that_has_too_little_is_named_with_what_needs_how_much():
     check_main_memory(*arguments, dict.fromkeys(range(4), 4 * GIB))
 
 
-def on_cpus(model, **config) -> tuple[Config, ModelShape, dict[str, int], Placement]:
+def on_cpus(model, **config):
     """Arguments of the check: two trainers and an engine."""
     shape = read_hf_config(model)
     resolved = on_device(Config(**config), on_gpu=False, has_delta_nets=shape.is_recurrent)

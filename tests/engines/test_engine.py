@@ -15,14 +15,13 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
-from megatron_ibpo.basics.records import Sample, SampleRequest, token_ids
+from megatron_ibpo.basics.records import SampleRequest, token_ids
 from megatron_ibpo.basics.supervised import shared_memory
 from megatron_ibpo.config import Config
 from megatron_ibpo.data.tokenizer import read_eos_token_ids
@@ -32,7 +31,6 @@ from megatron_ibpo.engines.vllm.engine import _environment
 from megatron_ibpo.engines.vllm.engine_process import SamplingEngine, _device_arguments, _engine_args
 from megatron_ibpo.engines.vllm.settings import engine_settings, start_timeout, vllm_arguments
 from megatron_ibpo.weights.transfer import gloo
-from megatron_ibpo.weights.transfer.link import Sent
 from megatron_ibpo.weights.transfer.update_order import choose_transport
 from megatron_ibpo.weights.weight_errors import WeightMismatchError, WeightPlanError
 from support.engine_runs import (
@@ -353,7 +351,7 @@ def test_a_bit_that_flips_on_the_way_is_noticed(updated, monkeypatch):
     engine, transport, _, source, _ = updated
     send = gloo._Outbox.send
 
-    def flip_once(outbox: gloo._Outbox, bucket: int, flat: torch.Tensor, *rest: Any) -> None:
+    def flip_once(outbox, bucket, flat, *rest):
         monkeypatch.setattr(gloo._Outbox, "send", send)
         flat[0] ^= 1
         send(outbox, bucket, flat, *rest)
@@ -454,7 +452,7 @@ def test_an_engine_drafts_with_the_layer_that_an_update_brings(tmp_path, setting
     tensors["mtp.fc.weight"].copy_(torch.eye(hidden, 2 * hidden))
     policy_alone.tensors = {n: t for n, t in tensors.items() if not n.startswith("mtp.")}
 
-    def guessed(version: int) -> float:
+    def guessed(version):
         engine.generate(greedy, version=version, timeout=TIMEOUT)
         drafted, accepted = engine.call("drafts", timeout=TIMEOUT)
         assert drafted > 100
@@ -476,7 +474,7 @@ def test_an_engine_drafts_with_the_layer_that_an_update_brings(tmp_path, setting
         engine.close()
 
 
-def runs(pid: int) -> bool:
+def runs(pid):
     return Path(f"/proc/{pid}").exists()
 
 
@@ -487,7 +485,7 @@ def test_a_cache_kept_over_an_update_serves_running_requests_alone(checkpoints, 
     before, after = checkpoints["dense 0"], checkpoints["dense 1"]
     prompt = token_ids(np.random.default_rng(5).integers(2, 64, 200))  # whole cache blocks
     running = SampleRequest(prompt, 3, 240, temperature=0.0)
-    samples: dict[int, Sample] = {}
+    samples = {}
     engine = start_engine(before, tmp_path / "engine.log", recompute_kv=False)
     try:
         engine.wait_ready(TIMEOUT)
@@ -607,7 +605,7 @@ def test_a_tensor_parallel_engine_takes_new_weights_and_leaves_no_shared_memory(
         assert transport.connect(source, {0: engine}, [0]) == {}
         send, asked, answers = transport.send, ThreadPoolExecutor(1), []
 
-        def send_while_asked(*given: Any, **named: Any) -> Sent:
+        def send_while_asked(*given, **named):
             answers.append(asked.submit(engine.generate, requests, version=1, timeout=100))
             time.sleep(1)  # vLLM's core, which had nothing to do, would take its first steps
             return send(*given, **named)

@@ -1,6 +1,5 @@
 """Setting up: the bootstrap's steps and failures, pinned versions, the image, and what is imported."""
 
-import ast
 import json
 import os
 import re
@@ -65,20 +64,18 @@ def checkout(tmp_path):
     return checkout
 
 
-def environment(**changes):
+def started(checkout, *groups, **changes):
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("IBPO_", "PIP_"))}
-    return kept | {"CXX": "true", "IBPO_DEVICE": "cpu"} | changes
-
-
-def bootstrap(checkout, *groups, **changes):
-    command = ["bash", str(checkout / "tools/bootstrap.sh"), *groups]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment(**changes))
+    environment = kept | {"CXX": "true", "IBPO_DEVICE": "cpu"} | changes
+    command, pipe = ["bash", str(checkout / "tools/bootstrap.sh"), *groups], subprocess.PIPE
+    return subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True, process_group=0)
 
 
 def refusal(checkout, *groups, **changes):
-    failed = bootstrap(checkout, *groups, **changes)
-    assert (failed.returncode, failed.stdout) == (1, "")
-    return failed.stderr
+    process = started(checkout, *groups, **changes)
+    output, said = process.communicate(timeout=300)
+    assert (process.returncode, output) == (1, "")
+    return said
 
 
 def pip_calls(checkout):
@@ -91,24 +88,23 @@ def pip_calls(checkout):
     return [line for line in lines if line not in other_half]
 
 
-def installed(checkout, *groups, **changes):
-    """Return what pip is asked for by a bootstrap that works."""
-    done = bootstrap(checkout, *groups, **changes)
-    assert done.returncode == 0, done.stderr
+def installed(checkout, *groups, says=None, python=None, **changes):
+    """Return what pip is asked for by a bootstrap that works, and names the Python."""
+    process = started(checkout, *groups, **changes)
+    output, said = process.communicate(timeout=300)
+    assert (process.returncode, output) == (0, f"{python or checkout / '.venv/bin/python'}\n"), said
+    assert says is None or said == says
     return pip_calls(checkout)
 
 
 def test_the_first_run_installs_in_order_and_later_ones_what_has_changed(checkout):
-    first = bootstrap(checkout)
-    assert (first.returncode, first.stdout) == (0, f"{checkout}/.venv/bin/python\n"), first.stderr
-    assert pip_calls(checkout) == ALL_CALLS
+    assert installed(checkout) == ALL_CALLS
     halves = [(checkout / f".venv/.steps/packages.{half}.txt").read_text().splitlines() for half in (1, 2)]
     assert sorted(halves[0] + halves[1]) == sorted((ROOT / "requirements/cpu.txt").read_text().splitlines())
     assert abs(len(halves[0]) - len(halves[1])) <= 1
-    started = time.monotonic()
-    second = bootstrap(checkout)
-    assert time.monotonic() - started < 2
-    assert (second.stdout, second.stderr, pip_calls(checkout)) == (first.stdout, "", [])
+    before = time.monotonic()
+    assert installed(checkout, says="") == []
+    assert time.monotonic() - before < 2
     with (checkout / "csrc/levenshtein.hpp").open("a") as header:
         header.write("// changed\n")
     assert installed(checkout) == ALL_CALLS[3:]
@@ -122,9 +118,7 @@ def test_the_first_run_installs_in_order_and_later_ones_what_has_changed(checkou
         (checkout / ".venv/.steps/torch").unlink()
         calls = installed(checkout, IBPO_TORCH_INDEX=index)
         assert calls == [f"--no-deps {option} torch==2.13.0+cpu"]
-    moved = checkout.rename(checkout.parent / "moved")
-    assert bootstrap(moved).stdout == f"{moved}/.venv/bin/python\n"
-    assert pip_calls(moved) == ALL_CALLS[3:]
+    assert installed(checkout.rename(checkout.parent / "moved")) == ALL_CALLS[3:]
 
 
 def test_a_failed_step_says_which_and_why_and_the_next_run_goes_on_there(checkout):
@@ -232,8 +226,7 @@ def test_transformer_engine_is_made_where_no_index_has_its_wheels(checkout):
 def test_two_at_once_do_the_work_once_and_say_every_so_often_how_far_it_is(checkout):
     script = checkout / "tools/bootstrap.sh"
     script.write_text(script.read_text().replace("say_every=60", "say_every=0.05"))
-    slow = environment(SLOW="0.2")
-    both = [subprocess.Popen(["bash", script], env=slow, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    both = [started(checkout, SLOW="0.2") for _ in range(2)]
     output = [process.communicate(timeout=60)[1] for process in both]
     assert [process.returncode for process in both] == [0, 0], output
     assert pip_calls(checkout) == ALL_CALLS
@@ -245,8 +238,7 @@ def test_two_at_once_do_the_work_once_and_say_every_so_often_how_far_it_is(check
 def test_no_pip_outlives_an_interrupted_bootstrap(checkout):
     installed(checkout)
     (checkout / ".venv/.steps/packages").unlink()
-    command, slow = ["bash", str(checkout / "tools/bootstrap.sh")], environment(SLOW="60")
-    process = subprocess.Popen(command, env=slow, stderr=subprocess.DEVNULL, start_new_session=True)
+    process = started(checkout, SLOW="60")
     calls = checkout / "pip_calls"
     assert eventually(lambda: calls.exists() and len(calls.read_text().splitlines()) == 2, 30)
     group = [p.pid for p in psutil.process_iter() if os.getpgid(p.pid) == process.pid]
@@ -264,19 +256,15 @@ def test_an_environment_of_ones_own_is_used_as_it_is_and_the_extension_is_built_
     before = (ROOT / extension).stat()
     # the flags come last that count: quickly compiled is enough here
     compiler = program(checkout / "c++", '#!/bin/bash\nexec g++ "$@" -O0\n')
-    own = {"IBPO_PYTHON": sys.executable}
-    used = bootstrap(checkout, "dev", CXX=str(compiler), **own)
-    assert used.returncode == 0, used.stderr
-    assert used.stdout == f"{sys.executable}\n"
+    own = {"IBPO_PYTHON": sys.executable, "python": sys.executable}
+    assert installed(checkout, "dev", CXX=str(compiler), **own) == []
     assert not (checkout / ".venv/.steps").exists()
-    assert pip_calls(checkout) == []
     code = "from megatron_ibpo import _edit_distance; print(_edit_distance.__file__)"
     assert run_python(["-c", code], cwd=checkout).stdout == f"{checkout / extension}\n"
     assert (ROOT / extension).stat() == before
-    second = bootstrap(checkout, "dev", CXX="no-such-compiler", **own)
-    assert (second.stdout, "C++" in second.stderr) == (used.stdout, False)  # nothing is built again
+    assert installed(checkout, "dev", CXX="no-such-compiler", says="", **own) == []  # nothing is built again
     os.utime(checkout / "csrc/levenshtein.hpp")  # edited
-    said = refusal(checkout, "dev", CXX="no-such-compiler", **own)
+    said = refusal(checkout, "dev", CXX="no-such-compiler", IBPO_PYTHON=sys.executable)
     assert "error: could not set up: C++ extension" in said
     assert "no-such-compiler" in said
     assert "install pybind11, setuptools and a C++17 compiler" in said
@@ -374,24 +362,6 @@ def test_the_image_has_what_is_there_and_the_pinned_versions_and_is_the_one_that
     assert re.fullmatch(r"[\w./-]+/megatron-ibpo:cuda", pod["containers"][0]["image"])
     assert f"\nARG USER_ID={pod['securityContext']['fsGroup']}\n" in dockerfile
     assert "\nWORKDIR /opt/megatron_ibpo\n" in dockerfile, "which the job's command names"
-
-
-def test_what_the_package_imports_is_declared():
-    modules = {"huggingface-hub": "huggingface_hub", "math-verify": "math_verify", "pyyaml": "yaml"}
-    modules |= {"reasoning-gym": "reasoning_gym", "docstring-parser": "docstring_parser"}
-    known = {modules.get(name, name) for name in DEPENDENCIES} | sys.stdlib_module_names
-    known |= {"torch", "megatron", "vllm", "transformer_engine", "apex", "fla", "wandb", "gguf"}
-    imported = set()
-    imported = set()
-    for file in (ROOT / "megatron_ibpo").rglob("*.py"):
-        if "stand_ins" in file.parts:  # a package of another name, which imports its own parts
-            continue
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.Import):
-                imported |= {alias.name.partition(".")[0] for alias in node.names}
-            elif isinstance(node, ast.ImportFrom) and node.level == 0:
-                imported.add(node.module.partition(".")[0])
-    assert imported - {"megatron_ibpo"} <= known
 
 
 def test_versions_that_differ_are_named_with_both_and_do_not_stop_a_run():
