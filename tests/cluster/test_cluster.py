@@ -24,6 +24,7 @@ from megatron_ibpo.cluster.nodes import numeric_address
 from megatron_ibpo.cluster.ray_session import ClusterError, open_ray
 from megatron_ibpo.cluster.ray_token import own_token, write_token
 from support.paths import ROOT
+from support.simulated_cluster import simulated_cluster
 from support.waiting import eventually
 
 pytestmark = pytest.mark.ray
@@ -80,7 +81,8 @@ def scratch():
         yield Path(directory)
 
 
-def free_port():
+@pytest.fixture
+def port():
     with socket.create_server(("127.0.0.1", 0)) as probe:
         return probe.getsockname()[1]
 
@@ -142,14 +144,15 @@ def test_when_a_server_of_its_ray_dies_or_hangs_a_process_ends_with_a_line(scrat
     assert eventually(lambda: not any(one.is_running() for one in below), 30)
 
 
-@pytest.mark.parametrize("variable", ["RAY_AUTH_MODE=disabled", "RAY_AUTH_TOKEN=a", "RAY_AUTH_TOKEN_PATH=/a"])
-def test_a_token_of_the_users_is_kept(monkeypatch, tmp_path, variable):
-    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv(*variable.split("="))
-    before = dict(os.environ)
-    with own_token(tmp_path):
-        assert dict(os.environ) == before
+def test_a_token_of_the_users_is_kept(monkeypatch, tmp_path):
+    names = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+    for name, value in zip(names, ("disabled", "a", "/a"), strict=True):
+        for other in names:
+            monkeypatch.delenv(other, raising=False)
+        monkeypatch.setenv(name, value)
+        before = dict(os.environ)
+        with own_token(tmp_path):
+            assert dict(os.environ) == before
     assert list(tmp_path.iterdir()) == []
 
 
@@ -216,41 +219,26 @@ def test_a_ray_may_take_longer_to_start_than_rays_own_limit(scratch):
     assert ended(process).startswith("127.0.0.1\n"), "nothing is said"
 
 
-def test_there_is_no_cluster_to_join():
-    address = f"127.0.0.1:{free_port()}"
+def test_there_is_no_cluster_to_join(port):
+    address = f"127.0.0.1:{port}"
     said = f"^--ray-address {address}: nothing answers there; start a cluster with `ray start --head`"
     with mock.patch.dict(os.environ), pytest.raises(ClusterError, match=said), open_ray(address, num_cpus=1):
         pass
 
 
-OTHER_VERSION = """
-import sys
-import ray
-ray.__version__ = "2.55.1"
-from ray.cluster_utils import Cluster
-head = {"num_cpus": 1, "object_store_memory": 128 * 1024**2, "include_dashboard": False}
-cluster = Cluster(initialize_head=True, head_node_args=head)
-print("address", cluster.address, flush=True)
-sys.stdin.read()
-cluster.shutdown()
-"""
 RECIPE = str(ROOT / "examples/recipes/tiny_qwen3_next_ibpo.yaml")
 
 
 @pytest.mark.slow
 def test_a_cluster_of_another_version_is_refused_with_both_versions_and_what_to_do(tmp_path):
-    """A real cluster says that its Ray is another."""
-    cluster = python("-c", OTHER_VERSION, stdin=subprocess.PIPE, env={"RAY_AUTH_MODE": "disabled"})
-    try:
-        lines = iter(cluster.stdout.readline, "")  # Ray may say before that another one runs here
-        address = next(line.split()[1] for line in lines if line.startswith("address "))
-        flags = ["--config", RECIPE, "--run-dir", str(tmp_path / "run"), "--ray-address", address]
-        output = ended(python("-m", "megatron_ibpo.commands.train", *flags), 2)
-    finally:
-        cluster.communicate(timeout=60)
-    assert f"error: --ray-address {address}: Version mismatch" in output
-    assert re.search(r"cluster was started with: Ray: 2\.55\.1 Python: ", output)
-    assert re.search(rf"This process .* was started with: Ray: {re.escape(metadata.version('ray'))} ", output)
+    """A real cluster is asked by a process that says that its Ray is another."""
+    train = "import ray, sys; ray.__version__ = '2.55.1'; from megatron_ibpo.commands.train import main; "
+    with simulated_cluster(1) as cluster:
+        flags = ["--config", RECIPE, "--run-dir", str(tmp_path / "run"), "--ray-address", cluster.address]
+        output = ended(python("-c", train + "sys.exit(main(sys.argv[1:]))", *flags), 2)
+    assert f"error: --ray-address {cluster.address}: Version mismatch" in output
+    assert re.search(rf"cluster was started with: Ray: {re.escape(metadata.version('ray'))} Python: ", output)
+    assert re.search(r"This process .* was started with: Ray: 2\.55\.1 ", output)
     assert "start both from the same environment" in output
     assert "Traceback" not in output
 
@@ -291,8 +279,8 @@ with open_ray(os.environ["RAY_ADDRESS"], num_cpus=1):
 
 
 @pytest.mark.slow
-def test_nodes_form_a_cluster_for_one_command_that_asks_for_a_token_and_all_end_with_it(scratch):
-    port, token = free_port(), scratch / "run/.ray_token"
+def test_nodes_form_a_cluster_for_one_command_that_asks_for_a_token_and_all_end_with_it(scratch, port):
+    token = scratch / "run/.ray_token"
     lead = nodes(0, port, scratch, sys.executable, "-c", IN_A_CLUSTER, str(token))
     follower = nodes(1, port, scratch)
     output = ended(lead)
@@ -316,8 +304,7 @@ def test_a_node_without_the_token_says_how_to_give_it_one(monkeypatch, tmp_path,
 
 
 @pytest.mark.slow
-def test_a_node_with_another_token_is_refused_and_ctrl_c_while_waiting_ends_everything(scratch):
-    port = free_port()
+def test_a_node_with_another_token_is_refused_and_ctrl_c_while_waiting_ends_everything(scratch, port):
     lead = nodes(0, port, scratch, "true")
     follower = nodes(1, port, scratch, env={"RAY_AUTH_TOKEN": "b" * 32})
     output = ended(follower, 2)
@@ -328,8 +315,8 @@ def test_a_node_with_another_token_is_refused_and_ctrl_c_while_waiting_ends_ever
 
 
 @pytest.mark.slow
-def test_nodes_that_do_not_come_are_no_bad_input(scratch):
-    output = ended(nodes(0, free_port(), scratch, "true", timeout=3), 1)
+def test_nodes_that_do_not_come_are_no_bad_input(scratch, port):
+    output = ended(nodes(0, port, scratch, "true", timeout=3), 1)
     assert re.search(r"error: waited \d+ s for 1 more node at .*; start the script on every node", output)
     (log,) = scratch.glob("*/*")
     assert f"the traceback is in {log}" in output, "since there is no directory of the run yet"
@@ -344,9 +331,11 @@ def test_a_name_of_node_0_becomes_an_address_that_other_nodes_reach(monkeypatch)
         return [(None, None, None, None, (address, 0)) for address in known[host]]
 
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
-    assert numeric_address("node0", 2) == "10.0.0.7"
-    assert numeric_address("alone", 1) == "127.0.1.1"
-    assert numeric_address("127.0.0.1", 2) == "127.0.0.1", "nodes that are simulated on one machine"
+    # the last are nodes that are simulated on one machine
+    for host, count, address in (
+        ("node0", 2, "10.0.0.7"), ("alone", 1, "127.0.1.1"), ("127.0.0.1", 2, "127.0.0.1"),
+    ):  # fmt: skip
+        assert numeric_address(host, count) == address
     with pytest.raises(ClusterError, match=r"MASTER_ADDR=alone is 127\.0\.1\.1 here, which other"):
         numeric_address("alone", 2)
     with pytest.raises(ClusterError, match="MASTER_ADDR=nowhere: no such host is known here"):
@@ -356,39 +345,33 @@ def test_a_name_of_node_0_becomes_an_address_that_other_nodes_reach(monkeypatch)
 def test_libraries_listen_on_the_interface_of_the_nodes_address(monkeypatch):
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "VLLM_HOST_IP", "IBPO_NODE_ADDRESS"):
         monkeypatch.delenv(name, raising=False)
-    loopback = {"IBPO_NODE_ADDRESS": "127.0.0.1", "VLLM_HOST_IP": "127.0.0.1"}
+    head, loopback = "127.0.0.1:6379", dict.fromkeys(("IBPO_NODE_ADDRESS", "VLLM_HOST_IP"), "127.0.0.1")
     loopback |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
-    assert listening_on("127.0.0.1", "127.0.0.1:6379") == loopback
-    assert listening_on("node0.example", "127.0.0.1:6379") == loopback, "by the way to the head"
-    assert listening_on("203.0.113.9", "127.0.0.1:6379") == loopback, "that no interface here has"
-    nowhere = {"IBPO_NODE_ADDRESS": "203.0.113.9", "VLLM_HOST_IP": "203.0.113.9"}
+    # of a name, and of an address that no interface here has, the way to the head
+    for address in ("127.0.0.1", "node0.example", "203.0.113.9"):
+        assert listening_on(address, head) == loopback
+    nowhere = dict.fromkeys(("IBPO_NODE_ADDRESS", "VLLM_HOST_IP"), "203.0.113.9")
     assert listening_on("203.0.113.9", "no-such-host.invalid:6379") == nowhere
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
-    assert listening_on("127.0.0.1", "127.0.0.1:6379")["NCCL_SOCKET_IFNAME"] == "ib0", "the user's stays"
+    assert listening_on("127.0.0.1", head)["NCCL_SOCKET_IFNAME"] == "ib0", "the user's stays"
 
 
 def test_a_port_that_is_taken_is_said_at_once(monkeypatch, capsys):
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     with socket.create_server(("127.0.0.1", 0)) as taken, mock.patch.dict(os.environ):
         port = taken.getsockname()[1]
-        flags = ["--num-nodes", "2", "--node-rank", "0", "--address", f"127.0.0.1:{port}"]
-        assert cluster_nodes.main([*flags, "--", "true"]) == 2
-    assert capsys.readouterr().err == (
+        flags = f"--num-nodes 2 --node-rank 0 --address 127.0.0.1:{port} -- true"
+        assert cluster_nodes.main(flags.split()) == 2
+    said = (
         f"error: port {port} is in use on 127.0.0.1: set MASTER_PORT to a free one, the same on all nodes\n"
     )
-
-
-FINISHES = """
-import signal, sys, time
-signal.signal(signal.SIGTERM, lambda *_: (time.sleep(2), print("finished", flush=True), sys.exit(5)))
-print("ready", flush=True)
-time.sleep(60)
-"""
+    assert capsys.readouterr().err == said
 
 
 @pytest.mark.slow
-def test_a_signal_goes_on_to_the_command_which_takes_its_time(scratch):
-    lead = nodes(0, free_port(), scratch, sys.executable, "-c", FINISHES, num_nodes=1)
+def test_a_signal_goes_on_to_the_command_which_takes_its_time(scratch, port):
+    finishes = 'sleep 60 & trap "kill $!; sleep 2; echo finished; exit 5" TERM; echo ready; wait'
+    lead = nodes(0, port, scratch, "sh", "-c", finishes, num_nodes=1)
     assert lead.stdout.readline() == "ready\n"
     lead.terminate()
     assert ended(lead, 5) == "finished\n"
