@@ -4,15 +4,14 @@ import multiprocessing
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from dataclasses import replace
-from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -116,16 +115,10 @@ def test_end_of_sequence_comes_from_the_generation_config_first(tmp_path):
 
 def test_vllm_arguments_get_the_type_that_vllm_declares():
     pairs = "enable_expert_parallel=true data-parallel-size=2 load_format=dummy quantization=none tokenizer=4"
-    found = vllm_arguments([*pairs.split(), "compilation_config={level: 2}", SPECULATION])
-    assert found == {
-        "enable_expert_parallel": True,
-        "data_parallel_size": 2,
-        "load_format": "dummy",
-        "quantization": None,
-        "tokenizer": "4",
-        "compilation_config": {"level": 2},
-        "speculative_config": {"method": "mtp", "num_speculative_tokens": 1},
-    }
+    assert vllm_arguments([*pairs.split(), SPECULATION]) == {
+        "enable_expert_parallel": True, "data_parallel_size": 2, "load_format": "dummy", "quantization": None,
+        "tokenizer": "4", "speculative_config": {"method": "mtp", "num_speculative_tokens": 1},
+    }  # fmt: skip
 
 
 @pytest.fixture
@@ -146,12 +139,9 @@ def settings(checkpoints, tmp_path):
 def test_prefixes_are_cached_where_that_has_been_run_or_is_asked_for(settings):
     asked = "enable-prefix-caching=true"
     for checkpoint, transport, argument, caches in (
-        ("dense 0", "ipc", (), True),
-        ("next 0", "ipc", (), False),
-        ("next 0", "ipc", (asked,), True),
-        ("next 0", "gloo", (), False),
-        ("next 0", "gloo", (asked,), True),
-    ):
+        ("dense 0", "ipc", (), True), ("next 0", "ipc", (), False), ("next 0", "ipc", (asked,), True),
+        ("next 0", "gloo", (), False), ("next 0", "gloo", (asked,), True),
+    ):  # fmt: skip
         chosen = settings(checkpoint, transport, *argument)
         assert chosen.prefix_caching == caches
         assert ("prefix_match_unit" in chosen.extra_arguments) == (caches and transport == "gloo")
@@ -185,26 +175,27 @@ def test_on_gpus_vllm_records_routing_itself_by_the_blocks_of_its_prefix_cache_a
     assert "gdn_prefill_backend" not in _device_arguments(on_gpu)
 
 
-WRONG = [
-    ("dense 0", "ipc", "enable_expert_paralel=true", "no such field; did you mean 'enable_expert_parallel'"),
-    ("dense 0", "ipc", "data_parallel_size=two", "data_parallel_size=two: vLLM wants int"),
-    ("dense 0", "ipc", "enable_expert_parallel=1", "vLLM wants bool"),
-    ("dense 0", "ipc", "max_model_len=100", "use --rollout-max-context-len"),
-    ("dense 0", "ipc", "logprobs_mode=raw_logprobs", "this project sets it"),
-    ("dense 0", "ipc", "enforce_eager", "name=value"),
-    ("next 0", "ipc", "enable_return_routed_experts=true", "use --use-rollout-routing-replay"),
-    # weights that vLLM quantizes before it loads them
-    ("dense 0", "ipc", "quantization=awq", r"quantization=awq: .* trainers send unquantized ones"),
-    ("next 0", "gloo", SPECULATION, "speculative decoding samples wrongly from models with delta nets"),
-    ("next 0", "ipc", "enable_prefix_caching=false", "vLLM records routing by the blocks of its prefix"),
-]
-
-
-@pytest.mark.parametrize(("checkpoint", "transport", "argument", "says"), WRONG)
-def test_what_vllm_or_this_project_cannot_take_is_refused(settings, checkpoint, transport, argument, says):
-    replays = "prefix" in argument
-    with pytest.raises(ValueError, match=says):
-        settings(checkpoint, transport, argument, use_rollout_routing_replay=replays)
+def test_what_vllm_or_this_project_cannot_take_is_refused(settings):
+    for checkpoint, transport, argument, says in (
+        (
+            "dense 0",
+            "ipc",
+            "enable_expert_paralel=true",
+            "no such field; did you mean 'enable_expert_parallel'",
+        ),
+        ("dense 0", "ipc", "data_parallel_size=two", "data_parallel_size=two: vLLM wants int"),
+        ("dense 0", "ipc", "enable_expert_parallel=1", "vLLM wants bool"),
+        ("dense 0", "ipc", "max_model_len=100", "use --rollout-max-context-len"),
+        ("dense 0", "ipc", "logprobs_mode=raw_logprobs", "this project sets it"),
+        ("dense 0", "ipc", "enforce_eager", "name=value"),
+        ("next 0", "ipc", "enable_return_routed_experts=true", "use --use-rollout-routing-replay"),
+        # weights that vLLM quantizes before it loads them
+        ("dense 0", "ipc", "quantization=awq", r"quantization=awq: .* trainers send unquantized ones"),
+        ("next 0", "gloo", SPECULATION, "speculative decoding samples wrongly from models with delta nets"),
+        ("next 0", "ipc", "enable_prefix_caching=false", "vLLM records routing by the blocks of its prefix"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            settings(checkpoint, transport, argument, use_rollout_routing_replay="prefix" in argument)
 
 
 def test_what_drafts_is_for_gpus_and_outlives_sleep(settings, monkeypatch):
@@ -221,23 +212,19 @@ def test_what_drafts_is_for_gpus_and_outlives_sleep(settings, monkeypatch):
 def test_experts_in_fp8_are_left_to_kernels_that_keep_nothing_over_an_update(settings):
     fp8 = "quantization=fp8_per_channel"
     for checkpoint, arguments, backend in (
-        ("next 0", [fp8], "triton"),
-        ("next 0", [fp8, "moe-backend=marlin"], "marlin"),
-        ("next 0", [], None),
-        ("dense 0", [fp8], None),
-    ):
+        ("next 0", [fp8], "triton"), ("next 0", [fp8, "moe-backend=marlin"], "marlin"),
+        ("next 0", [], None), ("dense 0", [fp8], None),
+    ):  # fmt: skip
         assert settings(checkpoint, "nccl", *arguments).extra_arguments.get("moe_backend") == backend
 
 
 @pytest.fixture(scope="module")
 def dense(checkpoints, tmp_path_factory):
     """An engine, asked in turn. The last test of this section kills it."""
-    engine = start_engine(checkpoints["dense 0"], tmp_path_factory.mktemp("dense") / "engine.log")
-    try:
+    log = tmp_path_factory.mktemp("dense") / "engine.log"
+    with closing(start_engine(checkpoints["dense 0"], log)) as engine:
         engine.wait_ready(TIMEOUT)
         yield engine
-    finally:
-        engine.close()
     assert not runs(engine.pid)
 
 
@@ -419,17 +406,15 @@ def test_a_killed_engine_hands_over_what_had_finished_and_then_says_how_it_ended
 @pytest.mark.slow  # of a hybrid: test_recorded_routing.py
 def test_an_fp8_engine_takes_unquantized_weights_and_becomes_a_fresh_one(checkpoints, tmp_path):
     fp8, old, new = ("quantization=fp8_per_channel",), checkpoints["dense 0"], checkpoints["dense 1"]
-    engines = [start_engine(path, tmp_path / f"{path.name}.log", "bfloat16", fp8) for path in (old, new)]
-    try:
-        for engine in engines:
-            engine.wait_ready(TIMEOUT)
+    starting = (start_engine(path, tmp_path / f"{path.name}.log", "bfloat16", fp8) for path in (old, new))
+    with ExitStack() as stack:
+        engine, fresh = (stack.enter_context(closing(one)) for one in starting)
+        engine.wait_ready(TIMEOUT)
+        fresh.wait_ready(TIMEOUT)
         source = CheckpointSource(new)
-        update(connect(engines[0], source), engines[0], source, 7)
-        compare_probes(probe(engines[0], 7), probe(engines[1], 0))
-        assert left_out_unnoticed(engines[0], source) == []
-    finally:
-        for engine in engines:
-            engine.close()
+        update(connect(engine, source), engine, source, 7)
+        compare_probes(probe(engine, 7), probe(fresh, 0))
+        assert left_out_unnoticed(engine, source) == []
 
 
 @pytest.mark.engine
@@ -462,16 +447,13 @@ def test_an_engine_drafts_with_the_layer_that_an_update_brings(tmp_path, setting
     plain = engine_settings(rollout, hf_dir, "gloo", gpus=(), num_threads=1)
     # by itself it is refused
     drafting = replace(plain, prefix_caching=False, extra_arguments=vllm_arguments([SPECULATION]))
-    engine = Engine(drafting, tmp_path / "engine.log")
-    try:
+    with closing(Engine(drafting, tmp_path / "engine.log")) as engine:
         engine.wait_ready(TIMEOUT)
         assert guessed(0) < 0.2, "at random"
         update(connect(engine, source), engine, source, 7)
         assert guessed(7) > 0.9
         update(connect(engine, policy_alone), engine, policy_alone, 8)
         assert guessed(8) > 0.9, "a layer that is not trained stays what it is"
-    finally:
-        engine.close()
 
 
 def runs(pid):
@@ -486,8 +468,7 @@ def test_a_cache_kept_over_an_update_serves_running_requests_alone(checkpoints, 
     prompt = token_ids(np.random.default_rng(5).integers(2, 64, 200))  # whole cache blocks
     running = SampleRequest(prompt, 3, 240, temperature=0.0)
     samples = {}
-    engine = start_engine(before, tmp_path / "engine.log", recompute_kv=False)
-    try:
+    with closing(start_engine(before, tmp_path / "engine.log", recompute_kv=False)) as engine:
         engine.wait_ready(TIMEOUT)
         transport = connect(engine, CheckpointSource(after))
         update(transport, engine, CheckpointSource(before), 1)
@@ -497,8 +478,6 @@ def test_a_cache_kept_over_an_update_serves_running_requests_alone(checkpoints, 
         engine.submit([(1, replace(running, max_tokens=20))], version=2)
         while len(samples) < 2:
             samples.update(engine.take(TIMEOUT))
-    finally:
-        engine.close()
     (_, old), (switch, new) = samples[0].versions
     assert (old, new, samples[1].versions) == (1, 2, ((0, 2),))
     (of_old,), (of_new,) = (reference_logprobs(path, [running], [samples[0]]) for path in (before, after))
@@ -571,19 +550,16 @@ def test_an_engine_ends_with_its_owner_and_leaves_nothing(checkpoints, tmp_path,
 def test_an_engine_that_fails_clears_up_itself_since_its_owner_may_have_died_of_the_same(tmp_path):
     scratch = tmp_path / "scratch"
     scratch.mkdir()
-    here, there = socket.socketpair()
+    here, there = multiprocessing.Pipe()
     program = (
         "import os; from megatron_ibpo.engines.vllm.engine_process import run; "
         f"run({there.fileno()}, os.getppid(), {str(scratch)!r})"
     )
-    engine = subprocess.Popen(
-        [sys.executable, "-c", program],
-        pass_fds=[there.fileno()], stderr=subprocess.PIPE, start_new_session=True, text=True,
-    )  # fmt: skip
+    options = {"pass_fds": [there.fileno()], "stderr": subprocess.PIPE, "start_new_session": True}
+    engine = subprocess.Popen([sys.executable, "-c", program], text=True, **options)
     there.close()
-    with Connection(here.detach()) as channel, engine:
-        channel.send("no settings")
-        _, said = engine.communicate(timeout=TIMEOUT)
+    here.send("no settings")
+    _, said = engine.communicate(timeout=TIMEOUT)
     assert engine.returncode == 1
     assert "AttributeError" in said
     assert not scratch.exists()
@@ -598,8 +574,7 @@ def test_a_tensor_parallel_engine_takes_new_weights_and_leaves_no_shared_memory(
     rollout.rollout_num_gpus_per_engine = 2
     settings = engine_settings(rollout, checkpoints["dense 0"], "gloo", gpus=(), num_threads=1)
     requests, source = make_requests(20), CheckpointSource(checkpoints["dense 1"])
-    engine = Engine(settings, tmp_path / "engine.log")
-    try:
+    with closing(Engine(settings, tmp_path / "engine.log")) as engine:
         engine.wait_ready(200)
         transport = open_gloo(workers=2, bucket_bytes=10_000)
         assert transport.connect(source, {0: engine}, [0]) == {}
@@ -618,8 +593,6 @@ def test_a_tensor_parallel_engine_takes_new_weights_and_leaves_no_shared_memory(
         os.kill(engine.pid, signal.SIGKILL)
         with pytest.raises(EngineDiedError):
             engine.generate(requests, version=1, timeout=100)
-    finally:
-        engine.close()
     assert {sample.versions for sample in samples} == {((0, 1),)}
     reference = reference_logprobs(checkpoints["dense 1"], requests, samples)
     assert difference([s.logprobs for s in samples], reference).max() < 2e-5

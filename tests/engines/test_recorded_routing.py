@@ -1,7 +1,7 @@
 """What vLLM's engines record of their routers is what the model routes, also beside their prefix cache."""
 
 import time
-from dataclasses import replace
+from contextlib import ExitStack, closing
 
 import numpy as np
 import pytest
@@ -62,8 +62,7 @@ def hybrid(tmp_path_factory):
     place = tmp_path_factory.mktemp("hybrid")
     old, new = (make_qwen3_next(place / str(seed), seed) for seed in (0, 1))
     requests = make_requests(31)
-    engine = recording_engine(old, place / "engine.log", "bfloat16")
-    try:
+    with closing(recording_engine(old, place / "engine.log", "bfloat16")) as engine:
         samples = engine.generate(requests, version=0, timeout=TIMEOUT)
         source = CheckpointSource(new)
         transport = connect(engine, source)
@@ -75,8 +74,6 @@ def hybrid(tmp_path_factory):
         engine.abort([1])
         ((_, across),) = engine.take(TIMEOUT)
         again = engine.generate([requests[2], requests[1]], version=2, timeout=TIMEOUT)
-    finally:
-        engine.close()
     return (old, new), samples, across, again
 
 
@@ -115,21 +112,14 @@ def test_what_came_from_the_prefix_cache_has_no_record(tmp_path):
     (model / "generation_config.json").write_text('{"eos_token_id": 1}')
     prompt = token_ids(np.random.default_rng(5).integers(2, 64, 200))
     requests = [SampleRequest(prompt, seed, 20) for seed in (3, 4)]
-    engine = recording_engine(model, tmp_path / "engine.log", "float32")
-    try:
+    with closing(recording_engine(model, tmp_path / "engine.log", "float32")) as engine:
         samples = [engine.generate([one], version=0, timeout=TIMEOUT)[0] for one in requests]
-    finally:
-        engine.close()
     cached = unrecorded(samples)
     assert cached[0] == 0
     assert 100 < cached[1] < 200  # whole blocks, and never the last token of the prompt
     expected = routed_by_transformers(model, samples)
     for sample, own, first in zip(samples, expected, cached, strict=True):
         assert agreement(sample.routed_experts[first:], own[first:]) > 0.995
-
-
-STATE_TOKENS = 64
-"""Tokens between the places in a prompt where vLLM keeps a delta net's state."""
 
 
 def unrecorded(samples):
@@ -140,30 +130,42 @@ def unrecorded(samples):
     return counts
 
 
+def bits(samples):
+    return [(sample.token_ids.tolist(), sample.logprobs.tolist()) for sample in samples]
+
+
 @pytest.mark.engine
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # it starts three engines
 def test_the_turns_of_a_conversation_are_the_same_bits_with_and_without_the_cached_turns_before(tmp_path):
+    """vLLM keeps a delta net's state at every 64th token of a prompt."""
     old, new = (make_qwen3_next(tmp_path / str(seed), seed) for seed in (0, 1))
-    caching, plain, fresh = (
-        recording_engine(
-            model, tmp_path / f"{n}.log", "bfloat16", f"enable_prefix_caching={n == 0}".lower(), context=512
-        )
-        for n, model in enumerate((old, old, new))
-    )
-    try:
+
+    def asked(prompts, turn):
+        return [
+            SampleRequest(token_ids(prompt), 10 * turn + number, 30, temperature=temperature)
+            for number, prompt in enumerate(prompts)
+        ]
+
+    with ExitStack() as stack:
+        caching, plain, fresh = (
+            stack.enter_context(closing(recording_engine(
+                model, tmp_path / f"{n}.log", "bfloat16", f"enable_prefix_caching={n == 0}".lower(), context=512
+            )))
+            for n, model in enumerate((old, old, new))
+        )  # fmt: skip
         for temperature in (0.0, 1.0):
             draw, before = np.random.default_rng([7, int(temperature)]), [0, 0, 0]  # cached of each prompt
             prompts = [draw.integers(2, 64, length) for length in (60, 65, 150)]
             for turn in range(4):  # past blocks of the cache that a response filled
-                requests = turn_of(prompts, turn, temperature)
+                requests = asked(prompts, turn)
                 ours = caching.generate(requests, version=0, timeout=TIMEOUT)
                 theirs = plain.generate(requests, version=0, timeout=TIMEOUT)
                 assert bits(ours) == bits(theirs)
                 assert (unrecorded(ours), unrecorded(theirs)) == (before, [0, 0, 0])
                 for one, other, first in zip(ours, theirs, before, strict=True):
                     assert np.array_equal(one.routed_experts[first:], other.routed_experts[first:])
-                before = [(len(prompt) - 1) // STATE_TOKENS * STATE_TOKENS for prompt in prompts]
+                before = [(len(prompt) - 1) // 64 * 64 for prompt in prompts]
                 prompts = [
                     np.concatenate([prompt, sample.token_ids, draw.integers(2, 64, 50)])
                     for prompt, sample in zip(prompts, ours, strict=True)
@@ -171,28 +173,11 @@ def test_the_turns_of_a_conversation_are_the_same_bits_with_and_without_the_cach
             assert all(before)
         source = CheckpointSource(new)
         update(connect(caching, source), caching, source, 1)
-        requests = [
-            replace(request, prompt_token_ids=token_ids(p))
-            for request, p in zip(requests, prompts, strict=True)
-        ]
+        requests = asked(prompts, 3)
         ours = caching.generate(requests, version=1, timeout=TIMEOUT)
         theirs = fresh.generate(requests, version=0, timeout=TIMEOUT)
-    finally:
-        for engine in (caching, plain, fresh):
-            engine.close()
     assert unrecorded(ours) == [0, 0, 0], "the old policy's cache is gone"
     assert bits(ours) == bits(theirs)
-
-
-def turn_of(prompts, turn, temperature):
-    return [
-        SampleRequest(token_ids(prompt), 10 * turn + number, 30, temperature=temperature)
-        for number, prompt in enumerate(prompts)
-    ]
-
-
-def bits(samples):
-    return [(sample.token_ids.tolist(), sample.logprobs.tolist()) for sample in samples]
 
 
 @pytest.mark.engine
