@@ -177,12 +177,7 @@ def test_on_gpus_vllm_records_routing_itself_by_the_blocks_of_its_prefix_cache_a
 
 def test_what_vllm_or_this_project_cannot_take_is_refused(settings):
     for checkpoint, transport, argument, says in (
-        (
-            "dense 0",
-            "ipc",
-            "enable_expert_paralel=true",
-            "no such field; did you mean 'enable_expert_parallel'",
-        ),
+        ("dense 0", "ipc", "enable_expert_paralel=true", "did you mean 'enable_expert_parallel'"),
         ("dense 0", "ipc", "data_parallel_size=two", "data_parallel_size=two: vLLM wants int"),
         ("dense 0", "ipc", "enable_expert_parallel=1", "vLLM wants bool"),
         ("dense 0", "ipc", "max_model_len=100", "use --rollout-max-context-len"),

@@ -1,7 +1,7 @@
 """What vLLM's engines record of their routers is what the model routes, also beside their prefix cache."""
 
 import time
-from contextlib import ExitStack, closing
+from contextlib import closing, contextmanager
 
 import numpy as np
 import pytest
@@ -28,13 +28,15 @@ from support.tiny_models import make_qwen3_moe, make_qwen3_next
 TIMEOUT = 600.0
 
 
+@contextmanager
 def recording_engine(checkpoint, log, dtype, *vllm_arg, context=CONTEXT):
     rollout = make_config(log.parent, dtype).rollout
     rollout.rollout_max_context_len, rollout.vllm_arg = context, vllm_arg
     rollout.use_rollout_routing_replay = True
-    engine = Engine(engine_settings(rollout, checkpoint, "gloo", gpus=(), num_threads=1), log)
-    engine.wait_ready(TIMEOUT)
-    return engine
+    settings = engine_settings(rollout, checkpoint, "gloo", gpus=(), num_threads=1)
+    with closing(Engine(settings, log)) as engine:
+        engine.wait_ready(TIMEOUT)
+        yield engine
 
 
 def routed_by_transformers(directory, samples):
@@ -62,7 +64,7 @@ def hybrid(tmp_path_factory):
     place = tmp_path_factory.mktemp("hybrid")
     old, new = (make_qwen3_next(place / str(seed), seed) for seed in (0, 1))
     requests = make_requests(31)
-    with closing(recording_engine(old, place / "engine.log", "bfloat16")) as engine:
+    with recording_engine(old, place / "engine.log", "bfloat16") as engine:
         samples = engine.generate(requests, version=0, timeout=TIMEOUT)
         source = CheckpointSource(new)
         transport = connect(engine, source)
@@ -112,7 +114,7 @@ def test_what_came_from_the_prefix_cache_has_no_record(tmp_path):
     (model / "generation_config.json").write_text('{"eos_token_id": 1}')
     prompt = token_ids(np.random.default_rng(5).integers(2, 64, 200))
     requests = [SampleRequest(prompt, seed, 20) for seed in (3, 4)]
-    with closing(recording_engine(model, tmp_path / "engine.log", "float32")) as engine:
+    with recording_engine(model, tmp_path / "engine.log", "float32") as engine:
         samples = [engine.generate([one], version=0, timeout=TIMEOUT)[0] for one in requests]
     cached = unrecorded(samples)
     assert cached[0] == 0
@@ -147,13 +149,12 @@ def test_the_turns_of_a_conversation_are_the_same_bits_with_and_without_the_cach
             for number, prompt in enumerate(prompts)
         ]
 
-    with ExitStack() as stack:
-        caching, plain, fresh = (
-            stack.enter_context(closing(recording_engine(
-                model, tmp_path / f"{n}.log", "bfloat16", f"enable_prefix_caching={n == 0}".lower(), context=512
-            )))
-            for n, model in enumerate((old, old, new))
-        )  # fmt: skip
+    caches = "enable_prefix_caching="
+    with (
+        recording_engine(old, tmp_path / "0.log", "bfloat16", f"{caches}true", context=512) as caching,
+        recording_engine(old, tmp_path / "1.log", "bfloat16", f"{caches}false", context=512) as plain,
+        recording_engine(new, tmp_path / "2.log", "bfloat16", f"{caches}false", context=512) as fresh,
+    ):
         for temperature in (0.0, 1.0):
             draw, before = np.random.default_rng([7, int(temperature)]), [0, 0, 0]  # cached of each prompt
             prompts = [draw.integers(2, 64, length) for length in (60, 65, 150)]
