@@ -231,7 +231,6 @@ RECIPE = str(ROOT / "examples/recipes/tiny_qwen3_next_ibpo.yaml")
 
 @pytest.mark.slow
 def test_a_cluster_of_another_version_is_refused_with_both_versions_and_what_to_do(tmp_path):
-    """A real cluster is asked by a process that says that its Ray is another."""
     train = "import ray, sys; ray.__version__ = '2.55.1'; from megatron_ibpo.commands.train import main; "
     with simulated_cluster(1) as cluster:
         flags = ["--config", RECIPE, "--run-dir", str(tmp_path / "run"), "--ray-address", cluster.address]

@@ -139,7 +139,6 @@ def test_engines_sleep_again_when_a_trainer_dies_over_an_update(engines, asked):
 
 @pytest.fixture
 def sampler():
-    """The sampler's event loop, in a thread of its own."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
@@ -199,8 +198,6 @@ def losing_a_trainer(engines):
 
 @pytest.mark.parametrize("asked", ["admit", "update_weights"])
 def test_beside_engines_that_sample_nobody_trains_again_and_who_was_to_join_sleeps(losing_a_trainer, asked):
-    """This also holds when it is found at the end of an update of the others, which are about to sample
-    then."""
     engines = losing_a_trainer
     if asked == "update_weights":
         engines.order = replace(engines.order, sleeping=True)
@@ -236,7 +233,6 @@ def test_where_no_engine_is_left_trainers_start_again_at_once_and_who_joins_then
 
 
 def run_of(run_dir):
-    """A run on a disk that has room, and what notes all that is asked of its policy and its engines."""
     config, asked = Config(), mock.Mock()
     config.run.run_dir = run_dir
     run = Run(

@@ -83,7 +83,6 @@ def submitted(verifiers, count):
 
 
 def answers(calls):
-    """The owner of the worker of each call."""
     return [call.result(60).value for call in calls]
 
 
@@ -167,7 +166,6 @@ def environments(cluster):
 
 @asynccontextmanager
 async def begun(environments, count):
-    """Open episodes, and the process that owns the pool of each."""
     sessions = [await environments.open(TARGET, "?", "", {}, 0) for _ in range(count)]
     yield sessions, [int(one.opening.messages[0]["content"].split()[1]) for one in sessions]
     await asyncio.gather(*[session.close() for session in sessions])

@@ -107,7 +107,6 @@ GIB = 1024**3
 
 
 def elements_of(model):
-    """Return the elements as the headers of a checkpoint would have them."""
     return {meta.name: meta.num_bytes // 2 for meta in metadata_of(read_hf_config(model), torch.bfloat16)}
 
 
@@ -145,7 +144,6 @@ def test_a_node_that_has_too_little_is_named_with_what_needs_how_much():
 
 
 def on_cpus(model, **config):
-    """Arguments of the check: two trainers and an engine."""
     shape = read_hf_config(model)
     resolved = on_device(Config(**config), on_gpu=False, has_delta_nets=shape.is_recurrent)
     return resolved, shape, elements_of(model), placed(cpus(3), 2, own(1, 1))
@@ -172,7 +170,6 @@ def test_on_cpus_trainers_and_engines_are_in_main_memory_themselves(models):
     [("4:memory:/a/b\n1:cpu:/\n", "memory/{}memory.limit_in_bytes"), ("0::/a/b\n", "{}memory.max")],
 )
 def test_the_least_limit_around_a_process_is_what_it_has(tmp_path, group, file):
-    """The limit is of its own control group or of one around it."""
     assert main_memory(tmp_path, tmp_path / "none") == psutil.virtual_memory().total
     (tmp_path / "cgroup").write_text(group)
     limits = {"": "9223372036854771712", "a/": "3000000"}

@@ -123,8 +123,6 @@ def test_vllm_arguments_get_the_type_that_vllm_declares():
 
 @pytest.fixture
 def settings(checkpoints, tmp_path):
-    """Resolves an engine's settings, on a GPU unless another transport is given."""
-
     def resolved(checkpoint, transport="ipc", *vllm_arg, **options):
         rollout = make_config(tmp_path, "bfloat16").rollout
         rollout.vllm_arg = vllm_arg

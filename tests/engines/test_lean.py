@@ -84,7 +84,6 @@ def test_a_sample_ends_with_the_end_of_sequence_or_at_its_length_and_follows_fro
 
 
 def test_who_else_is_asked_and_in_which_order_changes_no_sample(checkpoint, engine):
-    """Greedy, cut and plain ones in one wave too are what they are by themselves."""
     requests = make_requests(20, seed=3)
     for place, changes in enumerate(({"temperature": 0.0}, {"top_k": 2}, {"top_p": 0.5})):
         requests[place] = replace(requests[place], **changes)

@@ -53,7 +53,6 @@ def routed_by_transformers(directory, samples):
 
 
 def agreement(recorded, expected):
-    """Share of tokens and layers with the same experts."""
     return float((np.sort(recorded, -1) == expected).all(-1).mean())
 
 
@@ -125,7 +124,6 @@ def test_what_came_from_the_prefix_cache_has_no_record(tmp_path):
 
 
 def unrecorded(samples):
-    """The number of each sample's first tokens that have no record."""
     absent = [(s.routed_experts == no_expert(s.routed_experts)).all((1, 2)) for s in samples]
     counts = [int(rows.sum()) for rows in absent]
     assert all(rows[:count].all() for rows, count in zip(absent, counts, strict=True))

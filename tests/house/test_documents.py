@@ -47,7 +47,6 @@ def commands_of(document):
 
 
 def check(command):
-    """Raise for a command that would not be understood."""
     variables, words = {}, shlex.split(command)
     while re.fullmatch(r"[A-Z_]+=.*", words[0]):  # set before the program
         name, value = words.pop(0).split("=", 1)
@@ -75,23 +74,19 @@ def check(command):
 def check_ibpo(words):
     if words in (["--help"], ["--version"]):
         return
-    if words[:2] == ["evaluate", "compare"]:
-        tyro.cli(Comparison, args=words[2:])
-        return
     length = 2 if words[0] == "convert" else 1
     python = COMMANDS[" ".join(words[:length])].python
     flags = words[length + (words[0] == "evaluate" and not words[1].startswith("-")) :]  # after a policy
-    if python[0] != "-m":
+    if words[:2] == ["evaluate", "compare"]:
+        tyro.cli(Comparison, args=flags)
+    elif python[0] != "-m":
         tyro.cli(importlib.import_module(Path(python[0]).stem).Arguments, args=flags)
-        return
-    _, module, *first = python
-    tables = {"page": page.Arguments, "loss": loss.Arguments}
-    if (name := module.rpartition(".")[2]) in tables:
-        tyro.cli(tables[name], args=[*first, *flags])
-    elif first == ["search"]:
+    elif python[1].endswith((".page", ".loss")):
+        tyro.cli((page if python[1].endswith(".page") else loss).Arguments, args=[*python[2:], *flags])
+    elif python[2:] == ("search",):
         tyro.cli(Search, args=flags)
     else:
-        parse_config([*(word for word in first if word != "calibrate"), *flags])
+        parse_config([*(word for word in python[2:] if word != "calibrate"), *flags])
 
 
 def check_training(variables, script, flags):
@@ -253,7 +248,6 @@ FILES = sorted({*PACKAGE.rglob("*.py"), *(PACKAGE / "kernels").glob("*.py")} - {
 
 
 def imports(path):
-    """Return the dotted names that a file imports."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module == "megatron_ibpo":
             yield from (f"megatron_ibpo.{alias.name}" for alias in node.names)

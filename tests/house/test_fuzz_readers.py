@@ -143,7 +143,6 @@ def prompts(rng, place):
 
 
 def json_files(rng, place):
-    """Of checkpoints, studies, evaluations and tokenizers."""
     hf, stored, directory, tokenizer = place.hf, place.stored, place.directory, place.run / "tokenizer"
     study, findings = directory / "study.yaml", directory / "findings.json"
     path, read = rng.choice([

@@ -78,7 +78,6 @@ def refusal(checkout, *groups, **changes):
 
 
 def pip_calls(checkout):
-    """Return what pip was asked for since the last look."""
     calls = checkout / "pip_calls"
     lines = calls.read_text().splitlines() if calls.exists() else []
     calls.unlink(missing_ok=True)

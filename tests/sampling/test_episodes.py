@@ -90,8 +90,6 @@ def written(request):
 
 
 class Table:
-    """Engines, sessions and a sampler in virtual time."""
-
     def __init__(self, write=written, *, sessions=None, chat=None, max_context=None, dies_at=None, **limits):
         self.sessions, self.write, self.dies_at = sessions or Countdowns(), write, dies_at
         limits = EnvironmentConfig(**limits)
@@ -114,7 +112,6 @@ class Table:
 
 
 def turns_of(sample):
-    """Return the policy's turns."""
     edges = np.flatnonzero(np.diff(sample.loss_mask.astype(int), prepend=0, append=0))
     return [sample.token_ids[a:b].tolist() for a, b in zip(edges[::2], edges[1::2], strict=True)]
 
@@ -185,7 +182,6 @@ def test_a_fault_has_the_episode_played_once_more_with_the_same_seeds(kind):
 
 
 def in_a_group(lost):
-    """With seven that are as they should be."""
     others = Table().play(prompt_of(), number=7)
     return Group(as_opened(prompt_of(), [lost, *others]), [lost, *others]), others
 

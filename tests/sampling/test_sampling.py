@@ -149,40 +149,32 @@ def test_groups_do_not_depend_on_who_answers_first_or_dies(engines, takes, seed)
     assert deaths or metrics["requests_asked_again"] == 0
 
 
-@settings(max_examples=20)
-@given(wanted=st.integers(1, 12), max_rounds=st.integers(1, 6), seed=st.integers(0, 2**16))
-def test_dynamic_sampling_takes_the_groups_that_it_took_round_by_round(wanted, max_rounds, seed):
+@settings(max_examples=30)
+@given(st.integers(1, 12), st.integers(1, 6), st.integers(0, 2**16), st.booleans())
+@example(wanted=9, most=4, seed=0, after_credit=True)
+def test_dynamic_sampling_takes_the_groups_that_it_took_round_by_round(wanted, most, seed, after_credit):
+    """After credit, unsolved groups whose corrections differ are as good as those that are informative."""
+
     def usable(group):
         return group.prompt.index % 5 != 1
 
-    rules = Rules(wanted, max_rounds, usable, is_informative)
-    engines = [SimulatedEngine(STEP, write) for _ in range(2)]
-    batch, _, _ = stream(engines, rules, score=scoring(seed))
-    groups, metrics = fill_batch(at_once, wanted, max_rounds, usable=usable, preferred=is_informative)
-    assert plain(batch.groups) == plain(corrected(groups))
-    assert batch.metrics == metrics
-    corrections = sum(len(group.corrections) for group in groups)  # and none of what is discarded
-    assert sum(len(engine.asked) for engine in engines) == metrics["sampling_rounds"] * 6 * 4 + corrections
-
-
-@settings(max_examples=12)
-@given(wanted=st.integers(1, 9), max_rounds=st.integers(1, 4), seed=st.integers(0, 2**16))
-@example(wanted=9, max_rounds=4, seed=0)
-def test_deciding_after_credit_keeps_unsolved_groups_whose_corrections_differ(wanted, max_rounds, seed):
-    """Against choosing among groups that are all corrected. What was corrected and passed over is in the
-    account of what was sampled."""
-
     def preferred(group):
-        return is_informative(group) or leaves_gradient(group, CONTEXT, OPERATOR)
+        return is_informative(group) or (after_credit and leaves_gradient(group, CONTEXT, OPERATOR))
 
-    rules = Rules(wanted, max_rounds, any_group, is_informative, leaves_gradient)
+    rules = Rules(wanted, most, usable, is_informative, *[leaves_gradient] * after_credit)
     engines = [SimulatedEngine(STEP, write) for _ in range(2)]
     batch, _, _ = stream(engines, rules, score=scoring(seed))
-    groups, _ = fill_batch(lambda number: corrected(at_once(number)), wanted, max_rounds, preferred=preferred)
+    rounds = {"usable": usable, "preferred": preferred}
+    groups, metrics = fill_batch(lambda number: corrected(at_once(number)), wanted, most, **rounds)
     assert plain(batch.groups) == plain(groups)
-    assert len(batch.sampled) == sum(len(engine.asked) for engine in engines)
+    asked = sum(len(engine.asked) for engine in engines)
+    assert len(batch.sampled) == asked, "also what was corrected and passed over"
+    if not after_credit:
+        assert batch.metrics == metrics
+        corrections = sum(len(group.corrections) for group in groups)  # and none of what is discarded
+        assert asked == metrics["sampling_rounds"] * 6 * 4 + corrections
     unsolved = [group for group in groups if not any(response.correct for response in group.responses)]
-    assert unsolved or (wanted, max_rounds) != (9, 4)
+    assert unsolved or (wanted, most, after_credit) != (9, 4, True)
 
 
 def test_the_answers_of_mixed_prompts_come_in_order_and_scored():
