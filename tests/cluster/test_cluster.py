@@ -27,7 +27,7 @@ from support.paths import ROOT
 from support.simulated_cluster import simulated_cluster
 from support.waiting import eventually
 
-pytestmark = pytest.mark.ray
+pytestmark, slow = pytest.mark.ray, pytest.mark.slow
 
 OWN_RAY = """
 import os, stat, sys, time
@@ -49,13 +49,11 @@ print(*[name for name in os.environ if name.startswith("RAY_AUTH")])
 """
 
 
-def python(*arguments, stderr=subprocess.STDOUT, **options):
+def python(*arguments, env=(), **options):
     clean = {n: v for n, v in os.environ.items() if n != "RAY_ADDRESS" and not n.startswith("RAY_AUTH")}
-    return subprocess.Popen(
-        [sys.executable, *arguments],
-        cwd=ROOT, env=clean | options.pop("env", {}), stdout=subprocess.PIPE, stderr=stderr,
-        text=True, start_new_session=True, **options,
-    )  # fmt: skip
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
+    command = [sys.executable, *arguments]
+    return subprocess.Popen(command, cwd=ROOT, env=clean | dict(env), **pipes | options)
 
 
 def ended(process, status=0):
@@ -121,10 +119,8 @@ def test_where_tmpdir_is_too_long_ray_starts_elsewhere_and_a_killed_driver_leave
     ("server", "sent", "words"),
     [
         ("gcs_server", "SIGKILL", "GCS server on this machine has died"),
-        pytest.param(
-            *("gcs_server", "SIGSTOP", "GCS server on this machine no longer answers"), marks=pytest.mark.slow
-        ),
-        pytest.param("raylet", "SIGKILL", "raylet on this machine has died", marks=pytest.mark.slow),
+        pytest.param("gcs_server", "SIGSTOP", "GCS server on this machine no longer answers", marks=slow),
+        pytest.param("raylet", "SIGKILL", "raylet on this machine has died", marks=slow),
     ],
 )
 def test_when_a_server_of_its_ray_dies_or_hangs_a_process_ends_with_a_line(scratch, server, sent, words):
@@ -177,13 +173,11 @@ exec(program)
 SHORT_WAITS = {"RAY_gcs_server_port_wait_time_s": "3", "RAY_raylet_start_wait_time_s": "3"}
 
 
-@pytest.mark.slow
+@slow
 def test_a_ray_that_does_not_start_is_started_once_more(scratch):
+    second, real = scratch / "second", f'{services.GCS_SERVER_EXECUTABLE} "$@"'
     server = scratch / "server"
-    server.write_text(
-        f'#!/bin/sh\n[ -e {scratch}/second ] && exec {services.GCS_SERVER_EXECUTABLE} "$@"\n'
-        f": >{scratch}/second; exit 3\n"
-    )
+    server.write_text(f"#!/bin/sh\n[ -e {second} ] && exec {real}\n: >{second}; exit 3\n")
     server.chmod(0o755)
     (scratch / "t").mkdir()
     limits = SHORT_WAITS | {"RAY_gcs_server_port_wait_time_s": "15"}  # the second one is real
@@ -194,7 +188,7 @@ def test_a_ray_that_does_not_start_is_started_once_more(scratch):
     assert list((scratch / "t").iterdir()) == []
 
 
-@pytest.mark.slow
+@slow
 def test_a_ray_that_does_not_start_twice_is_no_bad_input(scratch):
     """A job that ends with status 2 is not queued again."""
     train = "from megatron_ibpo.commands.train import main; sys.exit(main(sys.argv[1:]))"
@@ -204,7 +198,7 @@ def test_a_ray_that_does_not_start_twice_is_no_bad_input(scratch):
     assert "Traceback" not in output
 
 
-@pytest.mark.slow
+@slow
 def test_a_ray_may_take_longer_to_start_than_rays_own_limit(scratch):
     """Its node manager stands still for 40 s; Ray alone waits for 30."""
     process, raylet = python("-c", OWN_RAY, env={"TMPDIR": str(scratch)}), None
@@ -229,7 +223,7 @@ def test_there_is_no_cluster_to_join(port):
 RECIPE = str(ROOT / "examples/recipes/tiny_qwen3_next_ibpo.yaml")
 
 
-@pytest.mark.slow
+@slow
 def test_a_cluster_of_another_version_is_refused_with_both_versions_and_what_to_do(tmp_path):
     train = "import ray, sys; ray.__version__ = '2.55.1'; from megatron_ibpo.commands.train import main; "
     with simulated_cluster(1) as cluster:
@@ -246,11 +240,9 @@ def nodes(rank, port, scratch, *command, num_nodes=2, timeout=1800, env=None):
     """A node whose temporary files and run directory lie in `scratch`; node 0 waits for another one."""
     (scratch / "t").mkdir(exist_ok=True)
     flags = f"--num-nodes {num_nodes} --node-rank {rank} --address 127.0.0.1:{port} --timeout {timeout}"
-    started = python(
-        *("-m", "megatron_ibpo.cluster.nodes", *flags.split(), "--run-dir", str(scratch / "run")),
-        *("--", *command),
-        env={"TMPDIR": str(scratch / "t")} | (env or {}),
-    )
+    words = [*flags.split(), "--run-dir", str(scratch / "run"), "--", *command]
+    environment = {"TMPDIR": str(scratch / "t")} | (env or {})
+    started = python("-m", "megatron_ibpo.cluster.nodes", *words, env=environment)
     if rank == 0 and num_nodes == 2 and timeout == 1800:
         assert started.stdout.readline() == f"waiting for 1 more node at 127.0.0.1:{port}\n"
     return started
@@ -277,7 +269,7 @@ with open_ray(os.environ["RAY_ADDRESS"], num_cpus=1):
 """
 
 
-@pytest.mark.slow
+@slow
 def test_nodes_form_a_cluster_for_one_command_that_asks_for_a_token_and_all_end_with_it(scratch, port):
     token = scratch / "run/.ray_token"
     lead = nodes(0, port, scratch, sys.executable, "-c", IN_A_CLUSTER, str(token))
@@ -302,7 +294,7 @@ def test_a_node_without_the_token_says_how_to_give_it_one(monkeypatch, tmp_path,
         cluster_nodes._token_of_node_0(None)
 
 
-@pytest.mark.slow
+@slow
 def test_a_node_with_another_token_is_refused_and_ctrl_c_while_waiting_ends_everything(scratch, port):
     lead = nodes(0, port, scratch, "true")
     follower = nodes(1, port, scratch, env={"RAY_AUTH_TOKEN": "b" * 32})
@@ -313,7 +305,7 @@ def test_a_node_with_another_token_is_refused_and_ctrl_c_while_waiting_ends_ever
     assert nothing_left(scratch)
 
 
-@pytest.mark.slow
+@slow
 def test_nodes_that_do_not_come_are_no_bad_input(scratch, port):
     output = ended(nodes(0, port, scratch, "true", timeout=3), 1)
     assert re.search(r"error: waited \d+ s for 1 more node at .*; start the script on every node", output)
@@ -330,11 +322,9 @@ def test_a_name_of_node_0_becomes_an_address_that_other_nodes_reach(monkeypatch)
         return [(None, None, None, None, (address, 0)) for address in known[host]]
 
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
-    # the last are nodes that are simulated on one machine
-    for host, count, address in (
-        ("node0", 2, "10.0.0.7"), ("alone", 1, "127.0.1.1"), ("127.0.0.1", 2, "127.0.0.1"),
-    ):  # fmt: skip
-        assert numeric_address(host, count) == address
+    assert numeric_address("node0", 2) == "10.0.0.7"
+    assert numeric_address("alone", 1) == "127.0.1.1"
+    assert numeric_address("127.0.0.1", 2) == "127.0.0.1", "nodes that are simulated on one machine"
     with pytest.raises(ClusterError, match=r"MASTER_ADDR=alone is 127\.0\.1\.1 here, which other"):
         numeric_address("alone", 2)
     with pytest.raises(ClusterError, match="MASTER_ADDR=nowhere: no such host is known here"):
@@ -365,7 +355,7 @@ def test_a_port_that_is_taken_is_said_at_once(monkeypatch, capsys):
     assert capsys.readouterr().err.startswith(said)
 
 
-@pytest.mark.slow
+@slow
 def test_a_signal_goes_on_to_the_command_which_takes_its_time(scratch, port):
     finishes = 'sleep 60 & trap "kill $!; sleep 2; echo finished; exit 5" TERM; echo ready; wait'
     lead = nodes(0, port, scratch, "sh", "-c", finishes, num_nodes=1)

@@ -3,7 +3,6 @@
 import asyncio
 import os
 import threading
-import time
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -137,52 +136,45 @@ def test_engines_sleep_again_when_a_trainer_dies_over_an_update(engines, asked):
     assert engines.order.sleeping
 
 
-@pytest.fixture
-def sampler():
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever)
-    thread.start()
-    yield loop
-    for task in asyncio.all_tasks(loop):
-        loop.call_soon_threadsafe(task.cancel)
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join(20)
-    loop.close()
-
-
-def test_an_engine_that_comes_up_beside_sampling_sleeps_with_the_others_and_wakes_to_join(
-    engines, sampler, monkeypatch
-):
+def test_an_engine_that_comes_up_beside_sampling_sleeps_and_wakes_to_join(engines, monkeypatch):
     """Training waits for it: it needs the room that trainers leave while others sample."""
     up = threading.Event()
     monkeypatch.setattr(engines, "_start_again", lambda _: up.wait(20))
     engines.wake()
     engines.events.clear()
-    revived = asyncio.run_coroutine_threadsafe(engines.revive(1), sampler)
-    while not engines.members[1].starting:
-        time.sleep(0.01)
-    sleeping = threading.Thread(target=engines.sleep)
-    sleeping.start()
-    assert engines.events == []
-    up.set()
-    sleeping.join(20)
-    assert engines.events == SLEEP
-    engines.events.clear()
-    engines.admit()
-    revived.result(20)
-    assert engines.events == [update(1)]
+
+    async def work():
+        revived = asyncio.create_task(engines.revive(1))
+        while not engines.members[1].starting:
+            await asyncio.sleep(0.01)
+        sleeping = asyncio.create_task(asyncio.to_thread(engines.sleep))
+        await asyncio.sleep(0.1)
+        assert engines.events == []
+        up.set()
+        await asyncio.wait_for(sleeping, 20)
+        assert engines.events == SLEEP
+        engines.admit()
+        await asyncio.wait_for(revived, 20)
+        assert engines.events == [*SLEEP, update(1)]
+
+    asyncio.run(work())
 
 
-def test_an_engine_that_died_is_not_started_beside_training(engines, sampler, monkeypatch):
+def test_an_engine_that_died_is_not_started_beside_training(engines, monkeypatch):
     """Its death may be found when the others have gone to sleep, which is when trainers train."""
     started = threading.Event()
     monkeypatch.setattr(engines, "_start_again", lambda _: started.set())
-    asyncio.run_coroutine_threadsafe(engines.revive(1), sampler)
-    asyncio.run_coroutine_threadsafe(asyncio.sleep(3 * module.LOOK_EVERY_S), sampler).result(20)
-    assert not started.is_set()
-    engines.sleep()  # and is not waited for
-    engines.wake()
-    assert started.wait(20)
+
+    async def work():
+        revived = asyncio.create_task(engines.revive(1))
+        await asyncio.sleep(3 * module.LOOK_EVERY_S)
+        assert not started.is_set()
+        engines.sleep()  # and is not waited for
+        engines.wake()
+        assert await asyncio.to_thread(started.wait, 20)
+        revived.cancel()
+
+    asyncio.run(work())
 
 
 @pytest.fixture
@@ -215,7 +207,7 @@ def test_beside_engines_that_sample_nobody_trains_again_and_who_was_to_join_slee
     assert not any(member.absent for member in engines.members.values())
 
 
-def test_where_no_engine_is_left_trainers_start_again_at_once_and_who_joins_then_sleeps_with_the_rest(
+def test_where_no_engine_is_left_trainers_start_again_and_who_joins_sleeps_with_the_rest(
     losing_a_trainer,
 ):
     engines = losing_a_trainer
@@ -280,10 +272,9 @@ def test_a_process_that_has_ended_is_said_to_have_been_killed_or_to_have_crashed
     of_worker = tmp_path / "worker-1-2-4711.err"
     of_worker.write_text(":actor_name:P\n")
     (tmp_path / "peak-4711").write_text(str(3 * 1024**2))
+    killed = "was killed by SIGKILL (process 4711 on 10.0.0.7). Most often that is the kernel's"
     said = how_it_ended(NO_WORD, tmp_path)
-    assert said.startswith(
-        "was killed by SIGKILL (process 4711 on 10.0.0.7). Most often that is the kernel's"
-    )
+    assert said.startswith(killed)
     assert "its memory had reached 3.0 of " in said
     of_worker.write_text("*** SIGSEGV received at time=1 on cpu 1 ***\n")
     assert how_it_ended(NO_WORD, tmp_path) == "crashed with SIGSEGV (process 4711 on 10.0.0.7)"

@@ -159,9 +159,7 @@ def test_an_engine_that_sleeps_has_none_of_the_allocators_settings_under_either_
 def test_on_gpus_vllm_records_routing_itself_by_the_blocks_of_its_prefix_cache_and_compiles_nothing(
     settings, tmp_path, monkeypatch, replays, experts
 ):
-    on_gpu, on_cpu = (
-        settings("next 0", name, use_rollout_routing_replay=replays) for name in ("ipc", "gloo")
-    )
+    on_gpu, on_cpu = (settings("next 0", to, use_rollout_routing_replay=replays) for to in ("ipc", "gloo"))
     assert on_gpu.recorded_experts == on_cpu.recorded_experts == experts
     assert on_gpu.prefix_caching == replays
     arguments = _device_arguments(on_gpu)
@@ -232,7 +230,7 @@ def updated(dense, checkpoints):
 
 @pytest.mark.engine
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_samples_follow_from_their_seeds_and_have_the_logprobs_of_what_was_sampled_from(
+def test_samples_follow_from_seeds_with_the_logprobs_of_what_was_sampled_from(
     dense, checkpoints, temperature
 ):
     requests = make_requests(60, temperature=temperature)
@@ -316,9 +314,8 @@ def test_running_requests_go_on_with_new_weights_and_say_which_token_is_whose(up
     ((_, sample),) = engine.take(TIMEOUT)
     (first, old), (switch, new) = sample.versions
     assert (first, old, new) == (0, 3, 4)
-    (of_old,), (of_new,) = (
-        reference_logprobs(checkpoints[name], [request], [sample]) for name in ("dense 0", "dense 1")
-    )
+    paths = checkpoints["dense 0"], checkpoints["dense 1"]
+    (of_old,), (of_new,) = (reference_logprobs(path, [request], [sample]) for path in paths)
     expected = [*of_old[:switch], *of_new[switch:]]
     assert difference([sample.logprobs], [expected]).max() < 2e-5
     assert difference([sample.logprobs], [of_new]).max() > 1e-2
@@ -345,9 +342,7 @@ def test_a_bit_that_flips_on_the_way_is_noticed(updated, monkeypatch):
 
 
 @pytest.mark.engine
-def test_weights_that_do_not_come_and_unknown_ones_are_named_before_anything_is_sent(
-    updated, checkpoints, monkeypatch
-):
+def test_weights_that_do_not_come_and_unknown_ones_are_named_first(updated, checkpoints, monkeypatch):
     engine, _, _, source, _ = updated
     lacking, strange = (CheckpointSource(checkpoints["dense 1"]) for _ in range(2))
     del lacking.tensors["model.layers.1.mlp.down_proj.weight"]
@@ -500,9 +495,7 @@ def test_an_engine_that_is_killed_for_a_reason_says_it(checkpoints, tmp_path):
         pytest.param("no weights", TIMEOUT, "Cannot find any model weights", marks=pytest.mark.slow),
     ],
 )
-def test_an_engine_that_does_not_start_says_why_and_leaves_nothing(
-    checkpoints, tmp_path, fault, seconds, said
-):
+def test_an_engine_that_cannot_start_says_why_and_leaves_nothing(checkpoints, tmp_path, fault, seconds, said):
     model = shutil.copytree(checkpoints["dense 0"], tmp_path / "model")
     if fault == "no weights":
         (model / "model.safetensors").unlink()
@@ -544,10 +537,8 @@ def test_an_engine_that_fails_clears_up_itself_since_its_owner_may_have_died_of_
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     here, there = multiprocessing.Pipe()
-    program = (
-        "import os; from megatron_ibpo.engines.vllm.engine_process import run; "
-        f"run({there.fileno()}, os.getppid(), {str(scratch)!r})"
-    )
+    program = "import os; from megatron_ibpo.engines.vllm.engine_process import run; "
+    program += f"run({there.fileno()}, os.getppid(), {str(scratch)!r})"
     options = {"pass_fds": [there.fileno()], "stderr": subprocess.PIPE, "start_new_session": True}
     engine = subprocess.Popen([sys.executable, "-c", program], text=True, **options)
     there.close()
@@ -560,9 +551,7 @@ def test_an_engine_that_fails_clears_up_itself_since_its_owner_may_have_died_of_
 
 @pytest.mark.engine
 @pytest.mark.slow
-def test_a_tensor_parallel_engine_takes_new_weights_and_leaves_no_shared_memory(
-    checkpoints, tmp_path, monkeypatch
-):
+def test_a_tensor_parallel_engine_takes_weights_and_frees_shared_memory(checkpoints, tmp_path, monkeypatch):
     rollout = make_config(tmp_path, "float32").rollout
     rollout.rollout_num_gpus_per_engine = 2
     settings = engine_settings(rollout, checkpoints["dense 0"], "gloo", gpus=(), num_threads=1)

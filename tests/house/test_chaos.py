@@ -25,7 +25,7 @@ from support.journals import group, make_sample, response
         (([0, 1, 2],), [], ["2 steps were taken, the journal has whole batches of [1]"]),
     ],
 )
-def test_a_prompt_lost_or_trained_twice_is_found_and_a_step_that_the_journal_lacks(
+def test_prompts_lost_or_trained_twice_and_steps_that_are_not_there_are_found(
     tmp_path, batches, under_way, problems
 ):
     """Of two steps on three prompts, given the prompts of their groups, one of another attempt."""
@@ -56,8 +56,9 @@ def test_a_run_that_cannot_go_on_ends_with_status_1_and_a_line_in_time_and_nothi
     said = "step 7/80\nerror: Ray's GCS server on this machine has died; start the run again\n"
     for fault, status, seconds, output in (
         (gone, 1, 5.0, said),
-        (Fault("driver", "SIGKILL"), -9, 0.1, ""), (Fault("start", "busy"), -9, 0.1, ""),
-    ):  # fmt: skip
+        (Fault("driver", "SIGKILL"), -9, 0.1, ""),
+        (Fault("start", "busy"), -9, 0.1, ""),
+    ):
         assert wrong_end(fault, status, seconds, output) == []
     for fault, status, seconds, output, problem in (
         (gone, 0, 5.0, said, "SIGKILL of gcs ended the run with 0, not 1: "),

@@ -428,9 +428,7 @@ paces = st.builds(
 
 @settings(max_examples=50)
 @given(pace=paces, training=st.floats(0.0, 3.0), engines=st.integers(1, 3))
-def test_no_token_is_older_than_allowed_and_every_prompt_is_trained_once_or_given_up_and_asked_again(
-    pace, training, engines
-):
+def test_no_token_is_too_old_and_every_prompt_is_trained_once_or_asked_again(pace, training, engines):
     batches = run_loop(pace, training, num_engines=engines)
     for step, batch in enumerate(batches):
         assert len(batch.groups) == WANTED
