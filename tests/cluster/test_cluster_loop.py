@@ -1,14 +1,12 @@
 """The loop on a cluster of three nodes, simulated on this machine."""
 
-import json
 import os
 import subprocess
 import sys
-from contextlib import suppress
 
-import psutil
 import pytest
 
+from support.example_runs import engines_among, rows_of, started_by
 from support.paths import ROOT
 from support.simulated_cluster import simulated_cluster
 from support.waiting import eventually
@@ -33,18 +31,12 @@ def start(cluster, run_dir, flags):
         return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=output)
 
 
-def steps(run_dir):
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [row for row in rows if row["kind"] == "step"]
-
-
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
         ("--no-colocate --rollout-num-gpus 1", ["0, engines –", "1, engines –", "–, engines 0"]),
         ("--num-trainers 2", ["0, engines 0", "1, engines 1", "–, engines –"]),
     ],
-    ids=["engines of their own", "engines next to trainers"],
 )
 def test_trainers_on_two_nodes(cluster, tmp_path, flags, expected):
     process = start(cluster, tmp_path / "run", f"{flags} --num-rollout 2 --check-weight-update-equal")
@@ -53,7 +45,7 @@ def test_trainers_on_two_nodes(cluster, tmp_path, flags, expected):
     placed = [line for line in said.splitlines() if "trainers" in line and "engines" in line]
     wanted = [f"trainers {row}, 2 verifiers" for row in expected]
     assert sorted(line.split(": ", 1)[1] for line in placed) == wanted
-    assert [row["step"] for row in steps(tmp_path / "run")] == [1, 2]
+    assert [row["step"] for row in rows_of(tmp_path / "run")] == [1, 2]
 
 
 def test_a_lost_node_is_waited_for_and_nothing_is_sampled_twice(cluster, tmp_path):
@@ -64,21 +56,13 @@ def test_a_lost_node_is_waited_for_and_nothing_is_sampled_twice(cluster, tmp_pat
 
     process = start(cluster, run_dir, "--num-rollout 8 --no-colocate --rollout-num-gpus 1")
     wait_for("step 2/8", 240)
-    engine = next(one for one in psutil.process_iter() if is_engine(one, run_dir / "logs/engine_0.log"))
-    raylet = engine.parent().parent()
-    assert raylet.name() == "raylet"
+    engine, *_ = engines_among(started_by(cluster.process))
+    raylet = next(parent for parent in engine.parents() if parent.name() == "raylet")
     for process_of_node in [raylet, *raylet.children(recursive=True)]:
         process_of_node.kill()
     wait_for("once the cluster has room", 120)
     cluster.add_node()
     assert process.wait(240) == 0, log.read_text()[-5000:]
-    assert [row["step"] for row in steps(run_dir)] == list(range(1, 9))
-    replayed = [row for row in steps(run_dir) if row.get("groups_replayed")]
+    assert [row["step"] for row in rows_of(run_dir)] == list(range(1, 9))
+    replayed = [row for row in rows_of(run_dir) if row.get("groups_replayed")]
     assert [row["groups_replayed"] for row in replayed[:2]] == [4, 4]
-
-
-def is_engine(process, log):
-    """vLLM's process, which writes into the run's logs."""
-    with suppress(psutil.Error):
-        files = [file.path for file in process.open_files()]
-        return str(log) in files and "engine_process" in " ".join(process.cmdline())

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -32,20 +33,8 @@ from megatron_ibpo.engines.vllm.settings import engine_settings, start_timeout, 
 from megatron_ibpo.weights.transfer import gloo
 from megatron_ibpo.weights.transfer.update_order import choose_transport
 from megatron_ibpo.weights.weight_errors import WeightMismatchError, WeightPlanError
-from support.engine_runs import (
-    TIMEOUT,
-    CheckpointSource,
-    connect,
-    difference,
-    ids_of,
-    left_out_unnoticed,
-    make_config,
-    make_requests,
-    open_gloo,
-    reference_logprobs,
-    start_engine,
-    update,
-)
+from support import engine_runs
+from support.engine_runs import TIMEOUT, CheckpointSource, connect, difference, start_engine, update
 from support.mtp_checkpoints import with_mtp
 from support.tiny_models import EOS_ID, make_qwen3, make_qwen3_next
 from support.waiting import eventually
@@ -124,7 +113,7 @@ def test_vllm_arguments_get_the_type_that_vllm_declares():
 @pytest.fixture
 def settings(checkpoints, tmp_path):
     def resolved(checkpoint, transport="ipc", *vllm_arg, **options):
-        rollout = make_config(tmp_path, "bfloat16").rollout
+        rollout = engine_runs.make_config(tmp_path, "bfloat16").rollout
         rollout.vllm_arg = vllm_arg
         for name, value in options.items():
             setattr(rollout, name, value)
@@ -216,7 +205,7 @@ def dense(checkpoints, tmp_path_factory):
     with closing(start_engine(checkpoints["dense 0"], log)) as engine:
         engine.wait_ready(TIMEOUT)
         yield engine
-    assert not runs(engine.pid)
+    assert not psutil.pid_exists(engine.pid)
 
 
 @pytest.fixture(scope="module")
@@ -233,7 +222,7 @@ def updated(dense, checkpoints):
 def test_samples_follow_from_seeds_with_the_logprobs_of_what_was_sampled_from(
     dense, checkpoints, temperature
 ):
-    requests = make_requests(60, temperature=temperature)
+    requests = engine_runs.make_requests(60, temperature=temperature)
     samples, again = (dense.generate(requests, version=0, timeout=TIMEOUT) for _ in range(2))
     assert {sample.finish_reason for sample in samples} == {"stop", "length"}
     for request, sample, same in zip(requests, samples, again, strict=True):
@@ -246,10 +235,12 @@ def test_samples_follow_from_seeds_with_the_logprobs_of_what_was_sampled_from(
         assert (sample.token_ids.dtype, sample.logprobs.dtype) == (np.int32, np.float32)
         assert sample.loss_mask.tolist() == [True] * len(sample.token_ids)
         assert sample.logprobs.tolist() == same.logprobs.tolist()
-    reference = reference_logprobs(checkpoints["dense 0"], requests, samples)
+    reference = engine_runs.reference_logprobs(checkpoints["dense 0"], requests, samples)
     assert difference([s.logprobs for s in samples], reference).max() < 2e-5
-    others = [replace(request, seed=request.seed + 1) for request in requests]
-    assert ids_of(again) == ids_of(samples) != ids_of(dense.generate(others, version=0, timeout=TIMEOUT))
+    other_seeds = [replace(request, seed=request.seed + 1) for request in requests]
+    others = dense.generate(other_seeds, version=0, timeout=TIMEOUT)
+    first, second, third = map(engine_runs.ids_of, (samples, again, others))
+    assert first == second != third
 
 
 @pytest.mark.engine
@@ -281,9 +272,9 @@ def test_updated_weights_are_exact_and_old_cache_entries_forgotten(updated, chec
     old = engine.generate(long, version=1, timeout=TIMEOUT)
     sent = update(transport, engine, after, 2)
     new = engine.generate(long, version=2, timeout=TIMEOUT)
-    assert ids_of(new) != ids_of(old)
+    assert engine_runs.ids_of(new) != engine_runs.ids_of(old)
     assert {sample.versions for sample in new} == {((0, 2),)}
-    reference = reference_logprobs(checkpoints["dense 1"], long, new)
+    reference = engine_runs.reference_logprobs(checkpoints["dense 1"], long, new)
     assert difference([s.logprobs for s in new], reference).max() < 2e-5
     assert sent.num_bytes == sum(t.nbytes for t in after.tensors.values())
     with pytest.raises(WeightMismatchError, match="greedy responses differ"):
@@ -315,7 +306,7 @@ def test_running_requests_go_on_with_new_weights_and_say_which_token_is_whose(up
     (first, old), (switch, new) = sample.versions
     assert (first, old, new) == (0, 3, 4)
     paths = checkpoints["dense 0"], checkpoints["dense 1"]
-    (of_old,), (of_new,) = (reference_logprobs(path, [request], [sample]) for path in paths)
+    (of_old,), (of_new,) = (engine_runs.reference_logprobs(path, [request], [sample]) for path in paths)
     expected = [*of_old[:switch], *of_new[switch:]]
     assert difference([sample.logprobs], [expected]).max() < 2e-5
     assert difference([sample.logprobs], [of_new]).max() > 1e-2
@@ -338,7 +329,7 @@ def test_a_bit_that_flips_on_the_way_is_noticed(updated, monkeypatch):
     with pytest.raises(WeightMismatchError, match=said):
         update(transport, engine, source, 4)
     update(transport, engine, source, 5)  # the next update mends it
-    engine.generate(make_requests(2), version=5, timeout=TIMEOUT)
+    engine.generate(engine_runs.make_requests(2), version=5, timeout=TIMEOUT)
 
 
 @pytest.mark.engine
@@ -348,17 +339,17 @@ def test_weights_that_do_not_come_and_unknown_ones_are_named_first(updated, chec
     del lacking.tensors["model.layers.1.mlp.down_proj.weight"]
     strange.tensors["model.layers.1.mlp.gate.weight"] = torch.zeros(4, 96)
     with pytest.raises(WeightPlanError, match=r"do not cover model\.layers\.1\.mlp\.down_proj\.weight"):
-        open_gloo().connect(lacking, {0: engine}, [0])
+        engine_runs.open_gloo().connect(lacking, {0: engine}, [0])
     monkeypatch.setattr(engine, "settings", replace(engine.settings, stall_timeout=2.0))
-    engine.submit([(0, make_requests(1)[0])], version=1)
+    engine.submit([(0, engine_runs.make_requests(1)[0])], version=1)
     for _ in range(3):  # it has no weights: requests wait until some come, and it is not taken to hang
         assert engine.take(1.0) == []
     engine.abort([0])
     with pytest.raises(WeightPlanError, match=r"engine 0 .*layers\.1\.mlp\.gate"):
-        open_gloo().connect(strange, {0: engine}, [0])
+        engine_runs.open_gloo().connect(strange, {0: engine}, [0])
     update(connect(engine, source), engine, source, 6)  # the next connection mends it
-    engine.generate(make_requests(2), version=6, timeout=TIMEOUT)
-    assert left_out_unnoticed(engine, source) == [], "any weight is named"
+    engine.generate(engine_runs.make_requests(2), version=6, timeout=TIMEOUT)
+    assert engine_runs.left_out_unnoticed(engine, source) == [], "any weight is named"
 
 
 @pytest.mark.engine
@@ -371,7 +362,7 @@ def test_an_update_whose_trainers_died_is_begun_anew_by_others(updated):
     engine.call("start_weight_update", False, timeout=TIMEOUT)
     assert transport.send(source, {0: engine}, [0], check=False).failures == {}
     update(connect(engine, source), engine, source, 8)
-    engine.generate(make_requests(2), version=8, timeout=TIMEOUT)
+    engine.generate(engine_runs.make_requests(2), version=8, timeout=TIMEOUT)
 
 
 @pytest.mark.engine
@@ -391,7 +382,7 @@ def test_a_killed_engine_hands_over_what_had_finished_and_then_says_how_it_ended
 
 
 @pytest.mark.engine
-@pytest.mark.slow  # of a hybrid: test_recorded_routing.py
+@pytest.mark.slow
 def test_an_fp8_engine_takes_unquantized_weights_and_becomes_a_fresh_one(checkpoints, tmp_path):
     fp8, old, new = ("quantization=fp8_per_channel",), checkpoints["dense 0"], checkpoints["dense 1"]
     starting = (start_engine(path, tmp_path / f"{path.name}.log", "bfloat16", fp8) for path in (old, new))
@@ -402,7 +393,7 @@ def test_an_fp8_engine_takes_unquantized_weights_and_becomes_a_fresh_one(checkpo
         source = CheckpointSource(new)
         update(connect(engine, source), engine, source, 7)
         compare_probes(probe(engine, 7), probe(fresh, 0))
-        assert left_out_unnoticed(engine, source) == []
+        assert engine_runs.left_out_unnoticed(engine, source) == []
 
 
 @pytest.mark.engine
@@ -414,7 +405,7 @@ def test_an_engine_drafts_with_the_layer_that_an_update_brings(tmp_path, setting
     kept = _engine_args(settings("next 0", "ipc", SPECULATION)).sleep_preserve_parameter_names
     assert kept == ["draft.*"], "on a GPU"
     hf_dir = with_mtp(make_qwen3_next(tmp_path / "random", 0, std=0.1), seed=6)
-    greedy = make_requests(31, temperature=0.0)
+    greedy = engine_runs.make_requests(31, temperature=0.0)
     source, policy_alone = CheckpointSource(hf_dir), CheckpointSource(hf_dir)
     tensors = source.tensors
     for name, tensor in tensors.items():
@@ -431,7 +422,7 @@ def test_an_engine_drafts_with_the_layer_that_an_update_brings(tmp_path, setting
         assert drafted > 100
         return accepted / drafted
 
-    rollout = make_config(tmp_path, "bfloat16").rollout
+    rollout = engine_runs.make_config(tmp_path, "bfloat16").rollout
     plain = engine_settings(rollout, hf_dir, "gloo", gpus=(), num_threads=1)
     # by itself it is refused
     drafting = replace(plain, prefix_caching=False, extra_arguments=vllm_arguments([SPECULATION]))
@@ -442,10 +433,6 @@ def test_an_engine_drafts_with_the_layer_that_an_update_brings(tmp_path, setting
         assert guessed(7) > 0.9
         update(connect(engine, policy_alone), engine, policy_alone, 8)
         assert guessed(8) > 0.9, "a layer that is not trained stays what it is"
-
-
-def runs(pid):
-    return Path(f"/proc/{pid}").exists()
 
 
 @pytest.mark.engine
@@ -468,11 +455,12 @@ def test_a_cache_kept_over_an_update_serves_running_requests_alone(checkpoints, 
             samples.update(engine.take(TIMEOUT))
     (_, old), (switch, new) = samples[0].versions
     assert (old, new, samples[1].versions) == (1, 2, ((0, 2),))
-    (of_old,), (of_new,) = (reference_logprobs(path, [running], [samples[0]]) for path in (before, after))
+    both = (engine_runs.reference_logprobs(path, [running], [samples[0]]) for path in (before, after))
+    (of_old,), (of_new,) = both
     assert difference([samples[0].logprobs[:switch]], [of_old[:switch]]).max() < 2e-5
     for of_one in (of_old, of_new):  # it went on from the old policy's cache with the new weights
         assert difference([samples[0].logprobs[switch:]], [of_one[switch:]]).max() > 1e-3
-    expected = reference_logprobs(after, [running], [samples[1]])
+    expected = engine_runs.reference_logprobs(after, [running], [samples[1]])
     assert difference([samples[1].logprobs], expected).max() < 2e-5
 
 
@@ -504,7 +492,7 @@ def test_an_engine_that_cannot_start_says_why_and_leaves_nothing(checkpoints, tm
         os.kill(engine.pid, signal.SIGILL)
     with pytest.raises(EngineStartError, match=rf"(?s)vLLM did not start.*{said}"):
         engine.wait_ready(seconds)
-    assert not runs(engine.pid)
+    assert not psutil.pid_exists(engine.pid)
     assert not engine._scratch.exists()
 
 
@@ -527,7 +515,7 @@ def test_an_engine_ends_with_its_owner_and_leaves_nothing(checkpoints, tmp_path,
     mapped = Path(f"/proc/{pid}/maps").read_text().split()
     owner.kill()
     owner.join()
-    assert eventually(lambda: not runs(pid), seconds=10)
+    assert eventually(lambda: not psutil.pid_exists(pid), seconds=10)
     assert not scratch.exists()
     assert not any(Path(word).exists() for word in mapped if word.startswith("/dev/shm/"))
 
@@ -552,13 +540,13 @@ def test_an_engine_that_fails_clears_up_itself_since_its_owner_may_have_died_of_
 @pytest.mark.engine
 @pytest.mark.slow
 def test_a_tensor_parallel_engine_takes_weights_and_frees_shared_memory(checkpoints, tmp_path, monkeypatch):
-    rollout = make_config(tmp_path, "float32").rollout
+    rollout = engine_runs.make_config(tmp_path, "float32").rollout
     rollout.rollout_num_gpus_per_engine = 2
     settings = engine_settings(rollout, checkpoints["dense 0"], "gloo", gpus=(), num_threads=1)
-    requests, source = make_requests(20), CheckpointSource(checkpoints["dense 1"])
+    requests, source = engine_runs.make_requests(20), CheckpointSource(checkpoints["dense 1"])
     with closing(Engine(settings, tmp_path / "engine.log")) as engine:
         engine.wait_ready(200)
-        transport = open_gloo(workers=2, bucket_bytes=10_000)
+        transport = engine_runs.open_gloo(workers=2, bucket_bytes=10_000)
         assert transport.connect(source, {0: engine}, [0]) == {}
         send, asked, answers = transport.send, ThreadPoolExecutor(1), []
 
@@ -576,7 +564,7 @@ def test_a_tensor_parallel_engine_takes_weights_and_frees_shared_memory(checkpoi
         with pytest.raises(EngineDiedError):
             engine.generate(requests, version=1, timeout=100)
     assert {sample.versions for sample in samples} == {((0, 1),)}
-    reference = reference_logprobs(checkpoints["dense 1"], requests, samples)
+    reference = engine_runs.reference_logprobs(checkpoints["dense 1"], requests, samples)
     assert difference([s.logprobs for s in samples], reference).max() < 2e-5
     sizes = {name: tensor.nbytes for name, tensor in source.tensors.items()}
     replicated = sum(size for name, size in sizes.items() if "norm" in name)

@@ -52,7 +52,7 @@ def reference(directory, request, tokens):
         return reference_model(directory)(ids).logits[0, len(request.prompt_token_ids) - 1 : -1]
 
 
-@pytest.mark.parametrize("tie", [False, True], ids=["own head", "tied head"])
+@pytest.mark.parametrize("tie", [False, True])
 def test_samples_are_likeliest_or_drawn_by_what_transformers_computes(tmp_path, tie):
     directory = make_qwen3(tmp_path / "dense", 0, tie=tie)
     engine = opened(directory)
@@ -168,25 +168,20 @@ def test_a_prompt_that_is_asked_often_is_read_once(engine, monkeypatch):
 LEAN = ["--config", str(RECIPE), "--hf-checkpoint", str(TINY), "--rollout-backend", "lean"]
 
 
-@pytest.mark.parametrize(
-    "because",
-    [
-        {"--max-staleness 1": "one process cannot sample while it trains",
-         "--vllm-arg block_size=16": "it uses no vLLM"},
-        {"--num-trainers 2": "one process trains", "--ray-address auto": "it uses no Ray",
-         "--load-debug-rollout-data .": "a replay samples nothing"},
-    ],
-    ids=["sampling", "processes"],
-)  # fmt: skip
-def test_all_that_one_process_cannot_do_is_refused_at_once_before_it_starts(because):
-    flags = " ".join(because).split()
-    check_settings(parse_config([*LEAN, *flags, "--rollout-backend", "vllm"]))
-    lean = parse_config([*LEAN, *flags])
-    every = [f"--rollout-backend lean with {flag.split()[0]}: {why}" for flag, why in because.items()]
-    for check in (check_run, check_settings):
-        with pytest.raises(ConfigError) as refused:
-            check(lean)
-        assert str(refused.value).split("\n  ") == [f"{len(every)} problems in the configuration:", *every]
+def test_all_that_one_process_cannot_do_is_refused_at_once_before_it_starts():
+    sampling = {"--max-staleness 1": "one process cannot sample while it trains"}
+    sampling |= {"--vllm-arg block_size=16": "it uses no vLLM"}
+    processes = {"--num-trainers 2": "one process trains", "--ray-address auto": "it uses no Ray"}
+    processes |= {"--load-debug-rollout-data .": "a replay samples nothing"}
+    for because in (sampling, processes):
+        flags = " ".join(because).split()
+        check_settings(parse_config([*LEAN, *flags, "--rollout-backend", "vllm"]))
+        lean = parse_config([*LEAN, *flags])
+        every = [f"--rollout-backend lean with {flag.split()[0]}: {why}" for flag, why in because.items()]
+        for check in (check_run, check_settings):
+            with pytest.raises(ConfigError) as refused:
+                check(lean)
+            assert str(refused.value).split("\n  ")[1:] == every
 
 
 def test_one_process_trains_a_dense_model_and_other_families_layouts_and_evaluations_are_refused():

@@ -10,22 +10,15 @@ import torch
 from megatron_ibpo.basics.records import SampleRequest, TrainSequence, no_expert, token_ids
 from megatron_ibpo.engines import Engine
 from megatron_ibpo.engines.vllm.settings import engine_settings
-from support.engine_runs import (
-    CONTEXT,
-    CheckpointSource,
-    connect,
-    make_config,
-    make_requests,
-    reference_model,
-    update,
-)
+from support import engine_runs
+from support.engine_runs import CONTEXT, CheckpointSource, connect, make_config, make_requests, update
 from support.example_runs import finished, rows_of, start_script
 from support.layouts import layout
 from support.ranks import run_ranks
 from support.replayed_routing import all_updated, replaying
 from support.tiny_models import make_qwen3_moe, make_qwen3_next
 
-TIMEOUT = 600.0
+pytestmark, TIMEOUT = [pytest.mark.engine, pytest.mark.slow], 600.0
 
 
 @contextmanager
@@ -41,7 +34,7 @@ def recording_engine(checkpoint, log, dtype, *vllm_arg, context=CONTEXT):
 
 def routed_by_transformers(directory, samples):
     """[tokens read, layers, K] of each sample, of the model in float32, each row's ids sorted."""
-    model = reference_model(directory)
+    model = engine_runs.reference_model(directory)
     found = []
     for sample in samples:
         ids = torch.tensor([[*sample.prompt_token_ids, *sample.token_ids[:-1]]])
@@ -78,8 +71,6 @@ def hybrid(tmp_path_factory):
     return (old, new), samples, across, again
 
 
-@pytest.mark.engine
-@pytest.mark.slow
 def test_a_hybrid_engine_records_what_its_model_routes_before_and_after_an_update(hybrid):
     """Some choices of bfloat16 are not those of float32; chance would be 1 in 6."""
     (old, new), samples, across, again = hybrid
@@ -105,8 +96,6 @@ def test_a_hybrid_engine_records_what_its_model_routes_before_and_after_an_updat
     assert agreement(again[0].routed_experts, routed_by_transformers(new, again)[0]) > 0.8
 
 
-@pytest.mark.engine
-@pytest.mark.slow
 def test_what_came_from_the_prefix_cache_has_no_record(tmp_path):
     """The engine computes in float32, where choices are those of transformers but for ties."""
     model = make_qwen3_moe(tmp_path / "model", 9)
@@ -134,8 +123,6 @@ def bits(samples):
     return [(sample.token_ids.tolist(), sample.logprobs.tolist()) for sample in samples]
 
 
-@pytest.mark.engine
-@pytest.mark.slow
 @pytest.mark.timeout(900)  # it starts three engines
 def test_the_turns_of_a_conversation_are_the_same_bits_with_and_without_the_cached_turns_before(tmp_path):
     """vLLM keeps a delta net's state at every 64th token of a prompt."""
@@ -179,9 +166,7 @@ def test_the_turns_of_a_conversation_are_the_same_bits_with_and_without_the_cach
     assert bits(ours) == bits(theirs)
 
 
-@pytest.mark.engine
 @pytest.mark.world
-@pytest.mark.slow
 def test_a_trainer_that_replays_an_engines_choices_comes_closer_to_its_log_probs(hybrid):
     """Under TP2 and EP2: the trainer computes in float32, the engine in bfloat16."""
     (old, _), samples, _, _ = hybrid
@@ -195,17 +180,13 @@ def test_a_trainer_that_replays_an_engines_choices_comes_closer_to_its_log_probs
     ]  # fmt: skip
     configs = [replaying(layout(tp=2, ep=2), rollout=replays) for replays in (False, True)]
     (alone, *_), (replayed, *_) = run_ranks(all_updated, 2, old, configs, rows, timeout=600)[0]
-    print({name: (alone[name], replayed[name]) for name in alone if name.startswith("logprob_diff")})
-    print({name: value for name, value in replayed.items() if name.startswith("routing_")})
     # .72 of it on an AMD EPYC; what bfloat16 leaves differs between processors
     assert replayed["logprob_diff_abs_mean"] < 0.85 * alone["logprob_diff_abs_mean"]
     assert replayed["routing_live"] == 0
     assert 0 < replayed["routing_changed"] < 0.1
 
 
-@pytest.mark.engine
 @pytest.mark.ray
-@pytest.mark.slow
 def test_a_trainer_that_replays_takes_every_choice_from_its_engine(tmp_path):
     """Two trainers, TP2 and EP2. So few tokens say nothing of how much closer log-probs come: bfloat16 moves
     them more than the routing that changes."""

@@ -1,10 +1,12 @@
-"""The campaign of kills (tests/chaos.sh) concludes the right things from a journal and its own records."""
+"""What tests rely on: campaigns of kills conclude the right things, and ranks that fail are loud and end."""
 
 import errno
 import os
 import subprocess
 import sys
+import time
 
+import psutil
 import pytest
 from chaos.campaign import failing_disk
 from chaos.faults import Fault, wrong_end
@@ -12,6 +14,7 @@ from chaos.journal_audit import audit
 
 from megatron_ibpo.journal import ClosedBatch, DroppedGroup, Journal
 from support.journals import group, make_sample, response
+from support.ranks import RankFailed, run_ranks
 
 
 @pytest.mark.parametrize(
@@ -103,3 +106,20 @@ def test_a_disk_fails_below_the_run_while_it_is_told_to(tmp_path, code):
     command = [sys.executable, "-c", WRITES, str(below), str(failing), str(code)]
     said = subprocess.check_output(command, env=os.environ | told, text=True)
     assert said.splitlines() == [str(code)] * 5 + ["whole", "whole again"]
+
+
+def fail_on_one(world, directory):
+    (directory / str(world.rank)).write_text(str(os.getpid()))
+    if world.rank == 1:
+        raise ValueError("planted")
+    time.sleep(60)
+
+
+@pytest.mark.world
+def test_an_error_is_shown_with_the_stacks_of_ranks_that_hang_and_ends_them(tmp_path, monkeypatch):
+    monkeypatch.setattr("support.ranks.GRACE_S", 1.0)
+    with pytest.raises(RankFailed, match=r"(?s)rank 0 had not finished.* in fail_on_one.*rank 1: .*planted"):
+        run_ranks(fail_on_one, 2, tmp_path)
+    assert not any(psutil.pid_exists(int((tmp_path / rank).read_text())) for rank in "01")
+    with pytest.raises(RankFailed, match=r"rank 0 had not finished \(time-out 0.5 s\)"):
+        run_ranks(fail_on_one, 1, tmp_path, timeout=0.5)

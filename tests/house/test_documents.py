@@ -29,6 +29,7 @@ from megatron_ibpo.commands.plan import Search
 from megatron_ibpo.config import PRESETS
 from megatron_ibpo.run.settings import parse_config
 from support.documented_modules import write_modules
+from support.example_runs import finished, start_script
 from support.paths import ROOT, TESTS
 
 sys.path.insert(0, str(ROOT / "tests" / "gpu"))
@@ -125,10 +126,9 @@ def test_documented_commands_are_understood(in_the_root, document):
 def test_the_training_command_of_the_readme_runs_as_written(tmp_path):
     """It runs in full, from another directory but for its path."""
     command = next(c for c in commands_of(ROOT / "README.md") if c.startswith("bash examples/"))
-    environment = os.environ | {"IBPO_PYTHON": sys.executable, "RUN_DIR": str(tmp_path / "run")}
-    script = ["bash", str(ROOT / command.split()[1])]
-    done = subprocess.run(script, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=1700)
-    assert done.returncode == 0, done.stderr[-5000:]
+    script = start_script(tmp_path / "run", script=command.split("/")[-1], directory=tmp_path)
+    status, output = finished(script, timeout=1700)
+    assert status == 0, output[-5000:]
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert summary["steps"] == 24
     assert summary["accuracy_end"] > summary["accuracy_start"] + 0.1

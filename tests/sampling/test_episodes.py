@@ -130,6 +130,8 @@ def test_an_episode_is_one_sample_whose_ids_are_those_that_the_engine_wrote():
     assert (sample.finish_reason, sample.reward) == ("stop", sample.reward_details["last"] % 2 == 0)
     assert sample.reward_details["turns"] == 3
     assert table.sessions.closed == 1
+    table.play(prompt_of(), held_out=True)
+    assert len(set(table.sessions.seeds)) == 2, "those of evaluation are others"
 
 
 def test_tool_calls_are_counted_and_an_answer_that_cannot_be_written_is_a_fault_of_the_environment():
@@ -151,7 +153,6 @@ def test_tool_calls_are_counted_and_an_answer_that_cannot_be_written_is_a_fault_
 @pytest.mark.parametrize(
     ("limits", "tokens", "room", "turns"),
     [({"max_turns": 2}, 200, 999, 2), ({}, 9, 999, 2), ({}, 200, 13, 2), ({"max_turn_len": 2}, 200, 999, 1)],
-    ids=["turns", "tokens", "context", "tokens of a turn"],
 )
 def test_an_episode_that_is_cut_off_is_scored_and_counts_as_truncated(limits, tokens, room, turns):
     def three(request):
@@ -225,13 +226,6 @@ def test_a_prompt_whose_row_has_no_environment_beside_others_that_have_is_one_tu
     (sample,) = in_virtual_time(sampler.answer(plain, [SampleRequest(plain.token_ids, 1, 200)]))[0]
     assert (sample.reward, len(turns_of(sample))) == (1.0, 1)
     assert as_opened(plain, [sample]) is plain
-
-
-def test_the_seeds_of_evaluation_are_not_those_of_training():
-    table = Table()
-    table.play(prompt_of())
-    table.play(prompt_of(), held_out=True)
-    assert len(set(table.sessions.seeds)) == 2
 
 
 def test_an_episode_outlives_the_death_of_its_engine():

@@ -13,18 +13,16 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from simulated_engines import SimulatedEngine, StepTime, in_virtual_time
 
+from megatron_ibpo import credit
 from megatron_ibpo.basics.records import Group, Prompt, Sample, SampleRequest, token_ids
 from megatron_ibpo.config import RolloutConfig
 from megatron_ibpo.credit import (
     CreditContext,
     Vocabulary,
     any_group,
-    assign_credit,
     credit_of,
-    fill_batch,
     find_operator,
     is_informative,
-    leaves_gradient,
 )
 from megatron_ibpo.engines import EngineError, EngineLostError
 from megatron_ibpo.sampling import Sampler
@@ -159,13 +157,13 @@ def test_dynamic_sampling_takes_the_groups_that_it_took_round_by_round(wanted, m
         return group.prompt.index % 5 != 1
 
     def preferred(group):
-        return is_informative(group) or (after_credit and leaves_gradient(group, CONTEXT, OPERATOR))
+        return is_informative(group) or (after_credit and credit.leaves_gradient(group, CONTEXT, OPERATOR))
 
-    rules = Rules(wanted, most, usable, is_informative, *[leaves_gradient] * after_credit)
+    rules = Rules(wanted, most, usable, is_informative, *[credit.leaves_gradient] * after_credit)
     engines = [SimulatedEngine(STEP, write) for _ in range(2)]
     batch, _, _ = stream(engines, rules, score=scoring(seed))
     rounds = {"usable": usable, "preferred": preferred}
-    groups, metrics = fill_batch(lambda number: corrected(at_once(number)), wanted, most, **rounds)
+    groups, metrics = credit.fill_batch(lambda number: corrected(at_once(number)), wanted, most, **rounds)
     assert plain(batch.groups) == plain(groups)
     asked = sum(len(engine.asked) for engine in engines)
     assert len(batch.sampled) == asked, "also what was corrected and passed over"
@@ -480,11 +478,12 @@ def test_what_a_filter_refuses_is_replaced_and_counted_but_not_for_good():
 
 
 def test_ahead_of_training_too_an_unsolved_group_is_kept_for_its_corrections():
-    groups = groups_of(run_loop(Pace(1), rules=Rules(WANTED, 4, any_group, is_informative, leaves_gradient)))
+    rules = Rules(WANTED, 4, any_group, is_informative, credit.leaves_gradient)
+    groups = groups_of(run_loop(Pace(1), rules=rules))
     unsolved = [group for group in groups if not any(response.correct for response in group.responses)]
     assert unsolved
     for group in unsolved:
-        assert leaves_gradient(group, LATER, OPERATOR)
+        assert credit.leaves_gradient(group, LATER, OPERATOR)
         assert len(group.corrections) == len(group.responses), "asked once"
 
 
@@ -505,10 +504,10 @@ def test_a_response_goes_on_with_new_weights_and_its_advantage_is_that_of_its_sa
         for correction in group.corrections
     )
     for batch in batches:
-        credited = [s.advantage for s in assign_credit(batch.groups, LATER).sequences]
+        credited = [s.advantage for s in credit.assign_credit(batch.groups, LATER).sequences]
         for sample in (sample for group in batch.groups for sample in group.samples):
             sample.versions = ((0, 0),)
-        assert [s.advantage for s in assign_credit(batch.groups, LATER).sequences] == credited
+        assert [s.advantage for s in credit.assign_credit(batch.groups, LATER).sequences] == credited
 
 
 @pytest.mark.parametrize("over_sampling", [0, 8])
