@@ -158,29 +158,24 @@ def test_where_no_place_is_short_enough_the_length_is_said(monkeypatch, tmp_path
     assert len(str(made)) + 107 - length - 6 - 8 == 107
 
 
-WITH_SERVER = """
-import sys
-from ray._private import services
-services.GCS_SERVER_EXECUTABLE, program = sys.argv[1], sys.argv[2]
-sys.argv[1:] = sys.argv[3:]
-exec(program)
-"""
+WITH_SERVER = "import sys; from ray._private import services; services.GCS_SERVER_EXECUTABLE = {!r}\n"
 SHORT_WAITS = {"RAY_gcs_server_port_wait_time_s": "3", "RAY_raylet_start_wait_time_s": "3"}
 
 
 @slow
 def test_a_ray_that_does_not_start_is_started_once_more(scratch):
-    second, real = scratch / "second", f'{services.GCS_SERVER_EXECUTABLE} "$@"'
-    server = scratch / "server"
-    server.write_text(f"#!/bin/sh\n[ -e {second} ] && exec {real}\n: >{second}; exit 3\n")
+    second, server, place = (scratch / name for name in ("second", "server", "t"))
+    server.write_text(
+        f'#!/bin/sh\n[ -e {second} ] && exec {services.GCS_SERVER_EXECUTABLE} "$@"\n: >{second}; exit 3\n'
+    )
     server.chmod(0o755)
-    (scratch / "t").mkdir()
-    limits = SHORT_WAITS | {"RAY_gcs_server_port_wait_time_s": "15"}  # the second one is real
-    process = python("-c", WITH_SERVER, str(server), OWN_RAY, env=limits | {"TMPDIR": str(scratch / "t")})
-    output = ended(process)
+    place.mkdir()
+    # the second one is real
+    environment = SHORT_WAITS | {"RAY_gcs_server_port_wait_time_s": "15", "TMPDIR": str(place)}
+    output = ended(python("-c", WITH_SERVER.format(str(server)) + OWN_RAY, env=environment))
     assert re.search(r"^Ray does not start on this machine: .*; trying again$", output, re.MULTILINE)
     assert re.search(r"^127\.0\.0\.1$", output, re.MULTILINE)
-    assert list((scratch / "t").iterdir()) == []
+    assert list(place.iterdir()) == []
 
 
 @slow
@@ -188,7 +183,7 @@ def test_a_ray_that_does_not_start_twice_is_no_bad_input(scratch):
     """A job that ends with status 2 is not queued again."""
     train = "from megatron_ibpo.commands.train import main; sys.exit(main(sys.argv[1:]))"
     flags = ("--config", RECIPE, "--run-dir", str(scratch / "run"))
-    output = ended(python("-c", WITH_SERVER, "/bin/false", train, *flags, env=SHORT_WAITS), 1)
+    output = ended(python("-c", WITH_SERVER.format("/bin/false") + train, *flags, env=SHORT_WAITS), 1)
     assert re.search(r"^error: Ray does not start on this machine: ", output, re.MULTILINE)
     assert "Traceback" not in output
 

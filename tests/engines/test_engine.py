@@ -10,7 +10,7 @@ import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -294,8 +294,6 @@ def test_where_batches_differ_digests_alone_tell_the_same_weights_from_others():
 
 @pytest.mark.engine
 def test_running_requests_go_on_with_new_weights_and_say_which_token_is_whose(updated, checkpoints):
-    """What is written after an update is what the new policy writes after the same words, to the last bit
-    that two ways of computing leave alike; what was written before it stays."""
     engine, transport, before, after, _ = updated
     update(transport, engine, before, 3)
     request = SampleRequest(token_ids([5, 6, 7]), 3, 240, temperature=0.0)
@@ -385,9 +383,10 @@ def test_a_killed_engine_hands_over_what_had_finished_and_then_says_how_it_ended
 @pytest.mark.slow
 def test_an_fp8_engine_takes_unquantized_weights_and_becomes_a_fresh_one(checkpoints, tmp_path):
     fp8, old, new = ("quantization=fp8_per_channel",), checkpoints["dense 0"], checkpoints["dense 1"]
-    starting = (start_engine(path, tmp_path / f"{path.name}.log", "bfloat16", fp8) for path in (old, new))
-    with ExitStack() as stack:
-        engine, fresh = (stack.enter_context(closing(one)) for one in starting)
+    with (
+        closing(start_engine(old, tmp_path / "old.log", "bfloat16", fp8)) as engine,
+        closing(start_engine(new, tmp_path / "new.log", "bfloat16", fp8)) as fresh,
+    ):
         engine.wait_ready(TIMEOUT)
         fresh.wait_ready(TIMEOUT)
         source = CheckpointSource(new)

@@ -367,10 +367,6 @@ WANTED, STEPS = 3, 6
 FEW = RolloutConfig(rollout_batch_size=WANTED, n_samples_per_prompt=2, rollout_max_response_len=400)
 
 
-def ids_of(samples):
-    return [sample.token_ids.tolist() for sample in samples]
-
-
 LATER = CreditContext(credit_of("ibpo"), FEW, Vocabulary(correction_prompt), 900, seed=3, step=0)
 
 
@@ -448,7 +444,8 @@ def test_in_order_the_prompts_and_seeds_are_those_of_sampling_step_by_step():
     steps, ahead = (groups_of(run_loop(pace)) for pace in (Pace(0), Pace(2, keep_order=True)))
     assert [group.prompt.index for group in ahead] == list(range(WANTED * STEPS))
     for one, other in zip(steps, ahead, strict=True):
-        assert ids_of(one.responses) == ids_of(other.responses)
+        for first, second in zip(one.responses, other.responses, strict=True):
+            assert first.token_ids.tolist() == second.token_ids.tolist()
 
 
 def test_over_sampling_shows_that_it_prefers_short_responses():
