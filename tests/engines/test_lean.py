@@ -99,7 +99,7 @@ def test_who_else_is_asked_and_in_which_order_changes_no_sample(checkpoint, engi
 
 @pytest.mark.parametrize(("cut", "kept"), [({}, 64), ({"top_k": 3}, 3), ({"top_p": 0.8}, None)])
 def test_tokens_come_as_often_as_the_distribution_says(engine, checkpoint, cut, kept):
-    """4,000 draws of a token: each frequency within four standard deviations of what top-k and top-p leave."""
+    """4,000 draws of a token: each frequency within four standard deviations of what both cuts leave."""
     prompt = token_ids([3, 9, 27])
     requests = [SampleRequest(prompt, seed, max_tokens=1, temperature=2.0, **cut) for seed in range(4000)]
     drawn = engine.generate(requests)
