@@ -165,10 +165,10 @@ def test_on_cpus_trainers_and_engines_are_in_main_memory_themselves(models):
         check_main_memory(*on_cpus(tiny, parallel=ParallelConfig()), little)
 
 
-@pytest.mark.parametrize(
-    ("group", "file"),
-    [("4:memory:/a/b\n1:cpu:/\n", "memory/{}memory.limit_in_bytes"), ("0::/a/b\n", "{}memory.max")],
-)
+V1, V2 = ("4:memory:/a/b\n1:cpu:/\n", "memory/{}memory.limit_in_bytes"), ("0::/a/b\n", "{}memory.max")
+
+
+@pytest.mark.parametrize(("group", "file"), [V1, V2])
 def test_the_least_limit_around_a_process_is_what_it_has(tmp_path, group, file):
     assert main_memory(tmp_path, tmp_path / "none") == psutil.virtual_memory().total
     (tmp_path / "cgroup").write_text(group)

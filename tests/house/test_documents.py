@@ -177,10 +177,8 @@ def test_the_site_has_the_pages_of_the_index_under_its_headings():
 @pytest.mark.lint
 def test_the_site_leads_to_files_outside_docs():
     text, host = "see [record](../tools/results/x.json#seeds), [a page](runs.md)", "https://host.example/a/b/"
-    for url, shown in (
-        (host, f"[record]({host}blob/main/tools/results/x.json#seeds)"),
-        ("", "record (`tools/results/x.json`)"),
-    ):
+    shown_there = f"[record]({host}blob/main/tools/results/x.json#seeds)"
+    for url, shown in ((host, shown_there), ("", "record (`tools/results/x.json`)")):
         site = docs_site.on_page_markdown(text, page=None, config=SimpleNamespace(repo_url=url), files=None)
         assert site == f"see {shown}, [a page](runs.md)"
 

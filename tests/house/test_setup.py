@@ -36,11 +36,10 @@ sleep "${SLOW:-0}"
 [[ $arguments != *"-e ." ]] || touch megatron_ibpo/_edit_distance.fake.so
 """
 ALL_CALLS = [
-    "--no-deps torch==2.13.0+cpu",
-    "--no-deps -r .venv/.steps/packages.1.txt",
+    "--no-deps torch==2.13.0+cpu", "--no-deps -r .venv/.steps/packages.1.txt",
     "--no-deps --ignore-requires-python -r requirements/megatron-core.txt",
     "--no-deps --no-build-isolation -e .",
-]
+]  # fmt: skip
 
 
 def program(path, text):
@@ -337,10 +336,8 @@ def test_the_image_has_what_is_there_and_the_pinned_versions_and_is_the_one_that
             assert (ROOT / source).exists(), source
             # bootstrap.sh expects the layout of the repository
             assert target == source or (target == "./" and "/" not in source)
-    ignored, of_git = (
-        {*re.sub(r"\*\*/|/$|^#.*", "", (ROOT / file).read_text(), flags=re.MULTILINE).split()}
-        for file in (".dockerignore", ".gitignore")
-    )
+    files = ((ROOT / name).read_text() for name in (".dockerignore", ".gitignore"))
+    ignored, of_git = ({*re.sub(r"\*\*/|/$|^#.*", "", text, flags=re.MULTILINE).split()} for text in files)
     assert ignored == of_git | {".git"}
     locked = (ROOT / "requirements/cpu.txt").read_text()
     assert f"Python {re.search(r'^FROM python:([0-9.]+)-', dockerfile, re.MULTILINE)[1]}." in locked

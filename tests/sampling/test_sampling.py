@@ -125,14 +125,11 @@ def stream(engines, rules=ALL, **options):
     return batch, seconds, sampler.take_metrics()
 
 
+speeds_and_deaths = st.tuples(st.floats(0.001, 0.2), st.none() | st.floats(0.01, 1.0))
+
+
 @settings(max_examples=40)
-@given(
-    engines=st.lists(
-        st.tuples(st.floats(0.001, 0.2), st.none() | st.floats(0.01, 1.0)), min_size=1, max_size=4
-    ),
-    takes=st.floats(0.0, 2.0),
-    seed=st.integers(0, 2**16),
-)
+@given(st.lists(speeds_and_deaths, min_size=1, max_size=4), st.floats(0.0, 2.0), st.integers(0, 2**16))
 def test_groups_do_not_depend_on_who_answers_first_or_dies(engines, takes, seed):
     fleet = [SimulatedEngine(StepTime(speed, 0.001), write, dies_at=dies) for speed, dies in engines]
     batch, _, metrics = stream(fleet, score=scoring(seed), revive=partial(revive, takes=takes))
