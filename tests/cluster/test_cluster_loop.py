@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from contextlib import ExitStack
 
 import pytest
 
@@ -20,15 +21,22 @@ def cluster():
         yield started
 
 
-def start(cluster, run_dir, flags):
-    """The tiny recipe on the cluster; its output goes into a file beside the run's directory."""
-    command = [sys.executable, "-m", "megatron_ibpo.commands.train", *flags.split()]
-    command += ["--config", str(ROOT / "examples/recipes/tiny_qwen3_next_ibpo.yaml")]
-    command += ["--run-dir", str(run_dir), "--ray-address", cluster.address, "--rollout-batch-size", "4"]
-    command += ["--n-samples-per-prompt", "4", "--eval-num-prompts", "0", "--no-save"]
-    with (run_dir.parent / "log").open("w") as output:
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=output)
+@pytest.fixture
+def start(cluster, tmp_path):
+    """Starts the tiny recipe on the cluster, in the directory `run`, with its output in `log`."""
+    with (tmp_path / "log").open("w") as output, ExitStack() as stack:
+
+        def start(flags):
+            command = [sys.executable, "-m", "megatron_ibpo.commands.train", *flags.split()]
+            command += ["--config", str(ROOT / "examples/recipes/tiny_qwen3_next_ibpo.yaml"), "--no-save"]
+            command += ["--run-dir", str(tmp_path / "run"), "--ray-address", cluster.address]
+            command += ["--rollout-batch-size", "4", "--n-samples-per-prompt", "4", "--eval-num-prompts", "0"]
+            environment = os.environ | {"OMP_NUM_THREADS": "1"}
+            process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=output)
+            stack.callback(process.kill)
+            return process
+
+        yield start
 
 
 @pytest.mark.parametrize(
@@ -38,8 +46,8 @@ def start(cluster, run_dir, flags):
         ("--num-trainers 2", ["0, engines 0", "1, engines 1", "–, engines –"]),
     ],
 )
-def test_trainers_on_two_nodes(cluster, tmp_path, flags, expected):
-    process = start(cluster, tmp_path / "run", f"{flags} --num-rollout 2 --check-weight-update-equal")
+def test_trainers_on_two_nodes(start, tmp_path, flags, expected):
+    process = start(f"{flags} --num-rollout 2 --check-weight-update-equal")
     status, said = process.wait(280), (tmp_path / "log").read_text()
     assert status == 0, said[-5000:]
     placed = [line for line in said.splitlines() if "trainers" in line and "engines" in line]
@@ -48,13 +56,13 @@ def test_trainers_on_two_nodes(cluster, tmp_path, flags, expected):
     assert [row["step"] for row in rows_of(tmp_path / "run")] == [1, 2]
 
 
-def test_a_lost_node_is_waited_for_and_nothing_is_sampled_twice(cluster, tmp_path):
+def test_a_lost_node_is_waited_for_and_nothing_is_sampled_twice(cluster, start, tmp_path):
     run_dir, log = tmp_path / "run", tmp_path / "log"
 
     def wait_for(words, seconds):
         assert eventually(lambda: words in log.read_text(), seconds), log.read_text()[-5000:]
 
-    process = start(cluster, run_dir, "--num-rollout 8 --no-colocate --rollout-num-gpus 1")
+    process = start("--num-rollout 8 --no-colocate --rollout-num-gpus 1")
     wait_for("step 2/8", 240)
     engine, *_ = engines_among(started_by(cluster.process))
     raylet = next(parent for parent in engine.parents() if parent.name() == "raylet")

@@ -131,7 +131,6 @@ def test_what_a_killed_actor_owes_is_scored_elsewhere_and_it_comes_back(verifier
         # a server that is not there; a missing sandbox is found by the same check
         ({"rm_type": "code", "code_executor": "http://127.0.0.1:1"}, r"code rewards: .*127\.0\.0\.1:1"),
     ],
-    ids=["it cannot load the function", "it cannot run programs"],
 )
 def test_a_node_that_cannot_score_is_refused_before_anything_starts(cluster, settings, says):
     here = ray.get_runtime_context().get_node_id()
