@@ -207,9 +207,7 @@ def test_beside_engines_that_sample_nobody_trains_again_and_who_was_to_join_slee
     assert not any(member.absent for member in engines.members.values())
 
 
-def test_where_no_engine_is_left_trainers_start_again_and_who_joins_sleeps_with_the_rest(
-    losing_a_trainer,
-):
+def test_where_no_engine_is_left_trainers_start_again_and_who_joins_sleeps_with_the_rest(losing_a_trainer):
     engines = losing_a_trainer
     del engines.members[0]
     with pytest.raises(ProcessDiedError):

@@ -145,9 +145,7 @@ def test_an_engine_that_sleeps_has_none_of_the_allocators_settings_under_either_
 
 @pytest.mark.engine
 @pytest.mark.parametrize(("replays", "experts"), [(False, 0), (True, 4)])
-def test_on_gpus_vllm_records_routing_itself_by_the_blocks_of_its_prefix_cache_and_compiles_nothing(
-    settings, tmp_path, monkeypatch, replays, experts
-):
+def test_on_gpus_vllm_records_routing_and_compiles_nothing(settings, tmp_path, monkeypatch, replays, experts):
     on_gpu, on_cpu = (settings("next 0", to, use_rollout_routing_replay=replays) for to in ("ipc", "gloo"))
     assert on_gpu.recorded_experts == on_cpu.recorded_experts == experts
     assert on_gpu.prefix_caching == replays
@@ -219,9 +217,7 @@ def updated(dense, checkpoints):
 
 @pytest.mark.engine
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_samples_follow_from_seeds_with_the_logprobs_of_what_was_sampled_from(
-    dense, checkpoints, temperature
-):
+def test_samples_follow_from_seeds_with_the_logprobs_of_what_was_sampled(dense, checkpoints, temperature):
     requests = engine_runs.make_requests(60, temperature=temperature)
     samples, again = (dense.generate(requests, version=0, timeout=TIMEOUT) for _ in range(2))
     assert {sample.finish_reason for sample in samples} == {"stop", "length"}

@@ -28,9 +28,7 @@ from support.ranks import RankFailed, run_ranks
         (([0, 1, 2],), [], ["2 steps were taken, the journal has whole batches of [1]"]),
     ],
 )
-def test_prompts_lost_or_trained_twice_and_steps_that_are_not_there_are_found(
-    tmp_path, batches, under_way, problems
-):
+def test_prompts_lost_or_trained_twice_and_missing_steps_are_found(tmp_path, batches, under_way, problems):
     """Of two steps on three prompts, given the prompts of their groups, one of another attempt."""
     with Journal(tmp_path, 2**30, "{}", 0) as journal:
         for step, prompts in enumerate(batches, start=1):
