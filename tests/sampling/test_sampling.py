@@ -362,8 +362,6 @@ def test_the_tail_of_sampling_is_from_the_first_sample_to_the_last_since_the_met
 
 WANTED, STEPS = 3, 6
 FEW = RolloutConfig(rollout_batch_size=WANTED, n_samples_per_prompt=2, rollout_max_response_len=400)
-
-
 LATER = CreditContext(credit_of("ibpo"), FEW, Vocabulary(correction_prompt), 900, seed=3, step=0)
 
 
@@ -380,10 +378,6 @@ def long_tailed(request):
     return [rng.randrange(2, 60) for _ in range(length)]
 
 
-async def score(prompt, sample):
-    judge(prompt, sample)
-
-
 ANY = Rules(WANTED, 1, any_group, any_group)
 
 
@@ -393,7 +387,7 @@ def run_loop(pace, training=0.5, rules=ANY, num_engines=2, steps=STEPS):
 
     async def work():
         engines = [SimulatedEngine(STEP, long_tailed) for _ in range(num_engines)]
-        sampler = Sampler(engines, score, stall_timeout=1e6)
+        sampler = sampler_of(*engines, stall_timeout=1e6)
         ahead = Ahead(GroupSampler(sampler, OPERATOR, rules), draw, pace, version=0)
         for step in range(1, steps + 1):
             batches.append(await ahead.batch())
