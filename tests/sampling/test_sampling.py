@@ -159,9 +159,9 @@ def test_dynamic_sampling_takes_the_groups_that_it_took_round_by_round(wanted, m
     rules = Rules(wanted, most, usable, is_informative, *[credit.leaves_gradient] * after_credit)
     engines = [SimulatedEngine(STEP, write) for _ in range(2)]
     batch, _, _ = stream(engines, rules, score=scoring(seed))
-    rounds = {"usable": usable, "preferred": preferred}
-    groups, metrics = credit.fill_batch(lambda number: corrected(at_once(number)), wanted, most, **rounds)
-    assert plain(batch.groups) == plain(groups)
+    rounds = (lambda number: corrected(at_once(number))) if after_credit else at_once
+    groups, metrics = credit.fill_batch(rounds, wanted, most, usable=usable, preferred=preferred)
+    assert plain(batch.groups) == plain(groups if after_credit else corrected(groups))
     asked = sum(len(engine.asked) for engine in engines)
     assert len(batch.sampled) == asked, "also what was corrected and passed over"
     if not after_credit:
