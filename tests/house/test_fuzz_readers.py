@@ -54,11 +54,13 @@ def place(tmp_path_factory):
     hf, stored, run = make_qwen3(directory / "hf", 1), directory / "stored", record_run(directory)
     hf_to_megatron(hf, stored, ParallelConfig(), ALONE)
     names = dict.fromkeys(Checkpoint(hf).file_of, "model.safetensors")
+    findings = json.loads((ROOT / "docs/studies/ahead.json").read_text())
+    findings |= {"runs": [findings["runs"][0] | {"solved": {}}], "table": []}
     for path, content in {
         stored / "run_state.json": {"step": 1, "spent": {"tokens": 3.0}},
         hf / "model.safetensors.index.json": {"metadata": {"total_size": 1}, "weight_map": names},
         directory / "study.yaml": yaml.safe_load((ROOT / "examples/studies/mini.yaml").read_text()),
-        directory / "findings.json": json.loads((ROOT / "docs/studies/ahead.json").read_text()),
+        directory / "findings.json": findings,
         directory / "results.json": {"sets": {"a": {"settings": {}}}},
         run / "summary.json": {"status": "finished", "accuracy_end": 0.5, "steps": 2},
     }.items():
