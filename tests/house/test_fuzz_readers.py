@@ -214,7 +214,7 @@ def run_files(rng, place):
     ("make", "refusals", "count"),
     [
         (flags, (ConfigError, SystemExit), 6), (recipes, ConfigError, 30), (prompts, DataError, 40),
-        (json_files, ValueError, 50), (checkpoint_bytes, (CheckpointError, ModelConfigError), 10),
+        (json_files, ValueError, 150), (checkpoint_bytes, (CheckpointError, ModelConfigError), 10),
         (run_files, ValueError, 10),
     ],
 )  # fmt: skip
