@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -61,7 +62,7 @@ def engines(monkeypatch):
         return 0, 0, {}
 
     monkeypatch.setattr(module, "result", result)
-    found = Engines(
+    found: Any = Engines(
         trainers=SimpleNamespace(all=lambda method, *_: events.append(("trainers", method))),
         placement=SimpleNamespace(engines=("a slot", "a slot")),
         group=None, engine="vllm", logs=Path("logs"), start_timeout=1.0, order=update()[-1],

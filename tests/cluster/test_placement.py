@@ -1,6 +1,7 @@
 """The processes of a run are placed as planned on paper, if each node has the memory for its own."""
 
 import re
+from typing import Any
 
 import psutil
 import pytest
@@ -143,7 +144,7 @@ def test_a_node_that_has_too_little_is_named_with_what_needs_how_much():
     check_main_memory(*arguments, dict.fromkeys(range(4), 4 * GIB))
 
 
-def on_cpus(model, **config):
+def on_cpus(model, **config) -> Any:
     shape = read_hf_config(model)
     resolved = on_device(Config(**config), on_gpu=False, has_delta_nets=shape.is_recurrent)
     return resolved, shape, elements_of(model), placed(cpus(3), 2, own(1, 1))

@@ -14,6 +14,7 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -522,7 +523,7 @@ def test_an_engine_that_fails_clears_up_itself_since_its_owner_may_have_died_of_
     here, there = multiprocessing.Pipe()
     program = "import os; from megatron_ibpo.engines.vllm.engine_process import run; "
     program += f"run({there.fileno()}, os.getppid(), {str(scratch)!r})"
-    options = {"pass_fds": [there.fileno()], "stderr": subprocess.PIPE, "start_new_session": True}
+    options: Any = {"pass_fds": [there.fileno()], "stderr": subprocess.PIPE, "start_new_session": True}
     engine = subprocess.Popen([sys.executable, "-c", program], text=True, **options)
     there.close()
     here.send("no settings")
