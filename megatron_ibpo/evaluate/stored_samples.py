@@ -170,7 +170,7 @@ def read_results(directory: Path) -> dict[str, Any]:
         entries = content["sets"].values()
         fine = all(isinstance(entry["settings"], dict) for entry in entries)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise KeptError(f"{path}: cannot be read as the results of an evaluation: {error!r}") from error
+        raise KeptError(f"{path}: cannot be read as the results of an evaluation: {error!r:.200}") from error
     if not fine:
         raise KeptError(f"{path}: a set's settings must be an object")
     return dict(content)
@@ -208,7 +208,7 @@ def _read(path: Path, own_hash: str | None) -> list[EvalSample]:
             row = read_json(line)
             sample = EvalSample.from_json(row)
         except (ValueError, TypeError, KeyError) as error:
-            raise KeptError(f"{where}: no sample of an evaluation: {error!r}") from error
+            raise KeptError(f"{where}: no sample of an evaluation: {error!r:.200}") from error
         if own_hash is not None and row.get("settings") != own_hash:
             raise KeptError(f"{where}: made by other settings than results.json says; remove the file")
         samples.append(sample)

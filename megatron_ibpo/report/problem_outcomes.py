@@ -52,7 +52,7 @@ def load_outcomes(path: Path) -> dict[int, float]:
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}") from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"{path}: holds no outcomes of an evaluation: {error!r}") from error
+        raise ValueError(f"{path}: holds no outcomes of an evaluation: {error!r:.200}") from error
 
 
 def _share(outcomes: Sequence[int | None]) -> float:

@@ -55,7 +55,7 @@ def read_findings(path: Path) -> Findings:
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}") from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"{path}: holds no results of a study: {error!r}") from error
+        raise ValueError(f"{path}: holds no results of a study: {error!r:.200}") from error
 
 
 def _plain(value: Any) -> Any:

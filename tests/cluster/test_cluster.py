@@ -24,9 +24,10 @@ from megatron_ibpo.cluster.nodes import numeric_address
 from megatron_ibpo.cluster.ray_session import ClusterError, open_ray
 from megatron_ibpo.cluster.ray_token import own_token, write_token
 from support.paths import ROOT
+from support.simulated_cluster import simulated_cluster
 from support.waiting import eventually
 
-pytestmark = pytest.mark.ray
+pytestmark, slow = pytest.mark.ray, pytest.mark.slow
 
 OWN_RAY = """
 import os, stat, sys, time
@@ -48,13 +49,11 @@ print(*[name for name in os.environ if name.startswith("RAY_AUTH")])
 """
 
 
-def python(*arguments, stderr=subprocess.STDOUT, **options):
+def python(*arguments, env=(), **options):
     clean = {n: v for n, v in os.environ.items() if n != "RAY_ADDRESS" and not n.startswith("RAY_AUTH")}
-    return subprocess.Popen(
-        [sys.executable, *arguments],
-        cwd=ROOT, env=clean | options.pop("env", {}), stdout=subprocess.PIPE, stderr=stderr,
-        text=True, start_new_session=True, **options,
-    )  # fmt: skip
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
+    command = [sys.executable, *arguments]
+    return subprocess.Popen(command, cwd=ROOT, env=clean | dict(env), **pipes | options)
 
 
 def ended(process, status=0):
@@ -80,7 +79,8 @@ def scratch():
         yield Path(directory)
 
 
-def free_port():
+@pytest.fixture
+def port():
     with socket.create_server(("127.0.0.1", 0)) as probe:
         return probe.getsockname()[1]
 
@@ -100,15 +100,12 @@ def test_a_ray_of_the_runs_own_listens_on_loopback_is_for_no_other_user_and_leav
     assert rays(scratch) == [*home.iterdir()] == [*temporary.iterdir()] == []
 
 
-@pytest.mark.parametrize("length", [40, pytest.param(150, marks=pytest.mark.slow)])
-def test_where_tmpdir_is_too_long_ray_starts_elsewhere_and_a_killed_driver_leaves_nothing_of_it(
-    scratch, length
-):
-    long = scratch / ("x" * (length - len(str(scratch)) - 1))
+def test_where_tmpdir_is_too_long_ray_starts_elsewhere_and_a_killed_driver_leaves_nothing_of_it(scratch):
+    long = scratch / ("x" * (40 - len(f"{scratch}/")))
     long.mkdir()
     process = python("-c", OWN_RAY, "wait", env={"TMPDIR": str(long)})
     said, address, _, directory = [process.stdout.readline().strip() for _ in range(4)]
-    assert said.startswith(f"TMPDIR={long} has {length} bytes, and the Unix sockets of ibpo-ray-* leave it ")
+    assert said.startswith(f"TMPDIR={long} has 40 bytes, and the Unix sockets of ibpo-ray-* leave it ")
     assert said.endswith("at most: /tmp is used instead")
     assert address == "127.0.0.1"
     assert len(rays(directory)) > 3
@@ -122,10 +119,8 @@ def test_where_tmpdir_is_too_long_ray_starts_elsewhere_and_a_killed_driver_leave
     ("server", "sent", "words"),
     [
         ("gcs_server", "SIGKILL", "GCS server on this machine has died"),
-        pytest.param(
-            *("gcs_server", "SIGSTOP", "GCS server on this machine no longer answers"), marks=pytest.mark.slow
-        ),
-        pytest.param("raylet", "SIGKILL", "raylet on this machine has died", marks=pytest.mark.slow),
+        pytest.param("gcs_server", "SIGSTOP", "GCS server on this machine no longer answers", marks=slow),
+        pytest.param("raylet", "SIGKILL", "raylet on this machine has died", marks=slow),
     ],
 )
 def test_when_a_server_of_its_ray_dies_or_hangs_a_process_ends_with_a_line(scratch, server, sent, words):
@@ -145,14 +140,10 @@ def test_when_a_server_of_its_ray_dies_or_hangs_a_process_ends_with_a_line(scrat
     assert eventually(lambda: not any(one.is_running() for one in below), 30)
 
 
-@pytest.mark.parametrize("variable", ["RAY_AUTH_MODE=disabled", "RAY_AUTH_TOKEN=a", "RAY_AUTH_TOKEN_PATH=/a"])
-def test_a_token_of_the_users_is_kept(monkeypatch, tmp_path, variable):
-    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv(*variable.split("="))
-    before = dict(os.environ)
-    with own_token(tmp_path):
-        assert dict(os.environ) == before
+def test_a_token_of_the_users_is_kept(tmp_path):
+    for own in ({"RAY_AUTH_MODE": "disabled"}, {"RAY_AUTH_TOKEN": "a"}, {"RAY_AUTH_TOKEN_PATH": "/a"}):
+        with mock.patch.dict(os.environ, own, clear=True), own_token(tmp_path):
+            assert dict(os.environ) == own
     assert list(tmp_path.iterdir()) == []
 
 
@@ -167,44 +158,37 @@ def test_where_no_place_is_short_enough_the_length_is_said(monkeypatch, tmp_path
     assert len(str(made)) + 107 - length - 6 - 8 == 107
 
 
-WITH_SERVER = """
-import sys
-from ray._private import services
-services.GCS_SERVER_EXECUTABLE, program = sys.argv[1], sys.argv[2]
-sys.argv[1:] = sys.argv[3:]
-exec(program)
-"""
+WITH_SERVER = "import sys; from ray._private import services; services.GCS_SERVER_EXECUTABLE = {!r}\n"
 SHORT_WAITS = {"RAY_gcs_server_port_wait_time_s": "3", "RAY_raylet_start_wait_time_s": "3"}
 
 
-@pytest.mark.slow
+@slow
 def test_a_ray_that_does_not_start_is_started_once_more(scratch):
-    server = scratch / "server"
+    second, server, place = (scratch / name for name in ("second", "server", "t"))
     server.write_text(
-        f'#!/bin/sh\n[ -e {scratch}/second ] && exec {services.GCS_SERVER_EXECUTABLE} "$@"\n'
-        f": >{scratch}/second; exit 3\n"
+        f'#!/bin/sh\n[ -e {second} ] && exec {services.GCS_SERVER_EXECUTABLE} "$@"\n: >{second}; exit 3\n'
     )
     server.chmod(0o755)
-    (scratch / "t").mkdir()
-    limits = SHORT_WAITS | {"RAY_gcs_server_port_wait_time_s": "15"}  # the second one is real
-    process = python("-c", WITH_SERVER, str(server), OWN_RAY, env=limits | {"TMPDIR": str(scratch / "t")})
-    output = ended(process)
+    place.mkdir()
+    # the second one is real
+    environment = SHORT_WAITS | {"RAY_gcs_server_port_wait_time_s": "15", "TMPDIR": str(place)}
+    output = ended(python("-c", WITH_SERVER.format(str(server)) + OWN_RAY, env=environment))
     assert re.search(r"^Ray does not start on this machine: .*; trying again$", output, re.MULTILINE)
     assert re.search(r"^127\.0\.0\.1$", output, re.MULTILINE)
-    assert list((scratch / "t").iterdir()) == []
+    assert list(place.iterdir()) == []
 
 
-@pytest.mark.slow
+@slow
 def test_a_ray_that_does_not_start_twice_is_no_bad_input(scratch):
     """A job that ends with status 2 is not queued again."""
     train = "from megatron_ibpo.commands.train import main; sys.exit(main(sys.argv[1:]))"
     flags = ("--config", RECIPE, "--run-dir", str(scratch / "run"))
-    output = ended(python("-c", WITH_SERVER, "/bin/false", train, *flags, env=SHORT_WAITS), 1)
+    output = ended(python("-c", WITH_SERVER.format("/bin/false") + train, *flags, env=SHORT_WAITS), 1)
     assert re.search(r"^error: Ray does not start on this machine: ", output, re.MULTILINE)
     assert "Traceback" not in output
 
 
-@pytest.mark.slow
+@slow
 def test_a_ray_may_take_longer_to_start_than_rays_own_limit(scratch):
     """Its node manager stands still for 40 s; Ray alone waits for 30."""
     process, raylet = python("-c", OWN_RAY, env={"TMPDIR": str(scratch)}), None
@@ -219,41 +203,25 @@ def test_a_ray_may_take_longer_to_start_than_rays_own_limit(scratch):
     assert ended(process).startswith("127.0.0.1\n"), "nothing is said"
 
 
-def test_there_is_no_cluster_to_join():
-    address = f"127.0.0.1:{free_port()}"
+def test_there_is_no_cluster_to_join(port):
+    address = f"127.0.0.1:{port}"
     said = f"^--ray-address {address}: nothing answers there; start a cluster with `ray start --head`"
     with mock.patch.dict(os.environ), pytest.raises(ClusterError, match=said), open_ray(address, num_cpus=1):
         pass
 
 
-OTHER_VERSION = """
-import sys
-import ray
-ray.__version__ = "2.55.1"
-from ray.cluster_utils import Cluster
-head = {"num_cpus": 1, "object_store_memory": 128 * 1024**2, "include_dashboard": False}
-cluster = Cluster(initialize_head=True, head_node_args=head)
-print("address", cluster.address, flush=True)
-sys.stdin.read()
-cluster.shutdown()
-"""
 RECIPE = str(ROOT / "examples/recipes/tiny_qwen3_next_ibpo.yaml")
 
 
-@pytest.mark.slow
+@slow
 def test_a_cluster_of_another_version_is_refused_with_both_versions_and_what_to_do(tmp_path):
-    """A real cluster says that its Ray is another."""
-    cluster = python("-c", OTHER_VERSION, stdin=subprocess.PIPE, env={"RAY_AUTH_MODE": "disabled"})
-    try:
-        lines = iter(cluster.stdout.readline, "")  # Ray may say before that another one runs here
-        address = next(line.split()[1] for line in lines if line.startswith("address "))
-        flags = ["--config", RECIPE, "--run-dir", str(tmp_path / "run"), "--ray-address", address]
-        output = ended(python("-m", "megatron_ibpo.commands.train", *flags), 2)
-    finally:
-        cluster.communicate(timeout=60)
-    assert f"error: --ray-address {address}: Version mismatch" in output
-    assert re.search(r"cluster was started with: Ray: 2\.55\.1 Python: ", output)
-    assert re.search(rf"This process .* was started with: Ray: {re.escape(metadata.version('ray'))} ", output)
+    train = "import ray, sys; ray.__version__ = '2.55.1'; from megatron_ibpo.commands.train import main; "
+    with simulated_cluster(1) as cluster:
+        flags = ["--config", RECIPE, "--run-dir", str(tmp_path / "run"), "--ray-address", cluster.address]
+        output = ended(python("-c", train + "sys.exit(main(sys.argv[1:]))", *flags), 2)
+    assert f"error: --ray-address {cluster.address}: Version mismatch" in output
+    assert re.search(rf"cluster was started with: Ray: {re.escape(metadata.version('ray'))} Python: ", output)
+    assert re.search(r"This process .* was started with: Ray: 2\.55\.1 ", output)
     assert "start both from the same environment" in output
     assert "Traceback" not in output
 
@@ -262,11 +230,9 @@ def nodes(rank, port, scratch, *command, num_nodes=2, timeout=1800, env=None):
     """A node whose temporary files and run directory lie in `scratch`; node 0 waits for another one."""
     (scratch / "t").mkdir(exist_ok=True)
     flags = f"--num-nodes {num_nodes} --node-rank {rank} --address 127.0.0.1:{port} --timeout {timeout}"
-    started = python(
-        *("-m", "megatron_ibpo.cluster.nodes", *flags.split(), "--run-dir", str(scratch / "run")),
-        *("--", *command),
-        env={"TMPDIR": str(scratch / "t")} | (env or {}),
-    )
+    words = [*flags.split(), "--run-dir", str(scratch / "run"), "--", *command]
+    environment = {"TMPDIR": str(scratch / "t")} | (env or {})
+    started = python("-m", "megatron_ibpo.cluster.nodes", *words, env=environment)
     if rank == 0 and num_nodes == 2 and timeout == 1800:
         assert started.stdout.readline() == f"waiting for 1 more node at 127.0.0.1:{port}\n"
     return started
@@ -293,9 +259,9 @@ with open_ray(os.environ["RAY_ADDRESS"], num_cpus=1):
 """
 
 
-@pytest.mark.slow
-def test_nodes_form_a_cluster_for_one_command_that_asks_for_a_token_and_all_end_with_it(scratch):
-    port, token = free_port(), scratch / "run/.ray_token"
+@slow
+def test_nodes_form_a_cluster_for_one_command_that_asks_for_a_token_and_all_end_with_it(scratch, port):
+    token = scratch / "run/.ray_token"
     lead = nodes(0, port, scratch, sys.executable, "-c", IN_A_CLUSTER, str(token))
     follower = nodes(1, port, scratch)
     output = ended(lead)
@@ -318,9 +284,8 @@ def test_a_node_without_the_token_says_how_to_give_it_one(monkeypatch, tmp_path,
         cluster_nodes._token_of_node_0(None)
 
 
-@pytest.mark.slow
-def test_a_node_with_another_token_is_refused_and_ctrl_c_while_waiting_ends_everything(scratch):
-    port = free_port()
+@slow
+def test_a_node_with_another_token_is_refused_and_ctrl_c_while_waiting_ends_everything(scratch, port):
     lead = nodes(0, port, scratch, "true")
     follower = nodes(1, port, scratch, env={"RAY_AUTH_TOKEN": "b" * 32})
     output = ended(follower, 2)
@@ -330,9 +295,9 @@ def test_a_node_with_another_token_is_refused_and_ctrl_c_while_waiting_ends_ever
     assert nothing_left(scratch)
 
 
-@pytest.mark.slow
-def test_nodes_that_do_not_come_are_no_bad_input(scratch):
-    output = ended(nodes(0, free_port(), scratch, "true", timeout=3), 1)
+@slow
+def test_nodes_that_do_not_come_are_no_bad_input(scratch, port):
+    output = ended(nodes(0, port, scratch, "true", timeout=3), 1)
     assert re.search(r"error: waited \d+ s for 1 more node at .*; start the script on every node", output)
     (log,) = scratch.glob("*/*")
     assert f"the traceback is in {log}" in output, "since there is no directory of the run yet"
@@ -359,39 +324,31 @@ def test_a_name_of_node_0_becomes_an_address_that_other_nodes_reach(monkeypatch)
 def test_libraries_listen_on_the_interface_of_the_nodes_address(monkeypatch):
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "VLLM_HOST_IP", "IBPO_NODE_ADDRESS"):
         monkeypatch.delenv(name, raising=False)
-    loopback = {"IBPO_NODE_ADDRESS": "127.0.0.1", "VLLM_HOST_IP": "127.0.0.1"}
+    head, loopback = "127.0.0.1:6379", dict.fromkeys(("IBPO_NODE_ADDRESS", "VLLM_HOST_IP"), "127.0.0.1")
     loopback |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
-    assert listening_on("127.0.0.1", "127.0.0.1:6379") == loopback
-    assert listening_on("node0.example", "127.0.0.1:6379") == loopback, "by the way to the head"
-    assert listening_on("203.0.113.9", "127.0.0.1:6379") == loopback, "that no interface here has"
-    nowhere = {"IBPO_NODE_ADDRESS": "203.0.113.9", "VLLM_HOST_IP": "203.0.113.9"}
+    # of a name, and of an address that no interface here has, the way to the head
+    for address in ("127.0.0.1", "node0.example", "203.0.113.9"):
+        assert listening_on(address, head) == loopback
+    nowhere = dict.fromkeys(("IBPO_NODE_ADDRESS", "VLLM_HOST_IP"), "203.0.113.9")
     assert listening_on("203.0.113.9", "no-such-host.invalid:6379") == nowhere
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
-    assert listening_on("127.0.0.1", "127.0.0.1:6379")["NCCL_SOCKET_IFNAME"] == "ib0", "the user's stays"
+    assert listening_on("127.0.0.1", head)["NCCL_SOCKET_IFNAME"] == "ib0", "the user's stays"
 
 
 def test_a_port_that_is_taken_is_said_at_once(monkeypatch, capsys):
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     with socket.create_server(("127.0.0.1", 0)) as taken, mock.patch.dict(os.environ):
         port = taken.getsockname()[1]
-        flags = ["--num-nodes", "2", "--node-rank", "0", "--address", f"127.0.0.1:{port}"]
-        assert cluster_nodes.main([*flags, "--", "true"]) == 2
-    assert capsys.readouterr().err == (
-        f"error: port {port} is in use on 127.0.0.1: set MASTER_PORT to a free one, the same on all nodes\n"
-    )
+        flags = f"--num-nodes 2 --node-rank 0 --address 127.0.0.1:{port} -- true"
+        assert cluster_nodes.main(flags.split()) == 2
+    said = f"error: port {port} is in use on 127.0.0.1: set MASTER_PORT to a free one, the same on all"
+    assert capsys.readouterr().err.startswith(said)
 
 
-FINISHES = """
-import signal, sys, time
-signal.signal(signal.SIGTERM, lambda *_: (time.sleep(2), print("finished", flush=True), sys.exit(5)))
-print("ready", flush=True)
-time.sleep(60)
-"""
-
-
-@pytest.mark.slow
-def test_a_signal_goes_on_to_the_command_which_takes_its_time(scratch):
-    lead = nodes(0, free_port(), scratch, sys.executable, "-c", FINISHES, num_nodes=1)
+@slow
+def test_a_signal_goes_on_to_the_command_which_takes_its_time(scratch, port):
+    finishes = 'sleep 60 & trap "kill $!; sleep 2; echo finished; exit 5" TERM; echo ready; wait'
+    lead = nodes(0, port, scratch, "sh", "-c", finishes, num_nodes=1)
     assert lead.stdout.readline() == "ready\n"
     lead.terminate()
     assert ended(lead, 5) == "finished\n"

@@ -1,11 +1,10 @@
-"""Engines that sleep, die and join: the order in which processes are asked, with stand-ins for these."""
+"""Engines that sleep, die and join: in which order processes are asked, with stand-ins for these."""
 
 import asyncio
+import os
 import threading
-import time
 from concurrent.futures import Future
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +14,7 @@ import pytest
 
 from megatron_ibpo.cluster import engine_handles
 from megatron_ibpo.cluster import engines as module
-from megatron_ibpo.cluster.deaths import ProcessDiedError
+from megatron_ibpo.cluster.deaths import ProcessDiedError, how_it_ended, record_peak_memory
 from megatron_ibpo.cluster.engine_handles import Member, RemoteEngine
 from megatron_ibpo.cluster.engines import Engines
 from megatron_ibpo.config import Config
@@ -25,6 +24,7 @@ from megatron_ibpo.report.disk import DiskWait
 from megatron_ibpo.run.cost import Spent
 from megatron_ibpo.run.loop import Progress, Run
 from megatron_ibpo.weights.transfer.update_order import UpdateOrder
+from support.waiting import eventually
 
 
 class Process:
@@ -47,15 +47,21 @@ class Process:
 
 @pytest.fixture
 def engines(monkeypatch):
-    """Two that sleep, and in `events` all that is asked of them and of the trainers."""
+    """Two that sleep, and in `events` all that is asked of them and of the trainers; `lost` are the deaths of
+    trainers over updates that engine 1 is in."""
+    events = []
 
     def result(answer, *_):
         if isinstance(answer, Exception):
             raise answer
 
+    def catch_up(asked, order):
+        events.append(("update", *asked, order))
+        if 1 in asked and found.lost:
+            raise found.lost.pop()
+        return 0, 0, {}
+
     monkeypatch.setattr(module, "result", result)
-    events: list[Any] = []
-    monkeypatch.setattr(Engines, "events", events, raising=False)
     found: Any = Engines(
         trainers=SimpleNamespace(all=lambda method, *_: events.append(("trainers", method))),
         placement=SimpleNamespace(engines=("a slot", "a slot")),
@@ -63,13 +69,8 @@ def engines(monkeypatch):
         settings=SimpleNamespace(sleep_mode=True, transport="ipc", extra_arguments={}),
     )  # fmt: skip
     found.members = {index: Member(index, Process(f"engine {index}", events)) for index in range(2)}
-    monkeypatch.setattr(found, "_catch_up", partial(updated, events))
+    found.events, found.lost, found._catch_up = events, [], catch_up
     return found
-
-
-def updated(events, engines, order):
-    events.append(("update", *engines, order))
-    return 0, 0, {}
 
 
 def update(*engines, version=0):
@@ -105,12 +106,12 @@ def test_an_engine_that_does_not_sleep_or_stands_still_is_ended_by_force(engines
     assert killed(engines) == ["engine 1", "engine 0"]
 
 
-def test_an_update_ends_the_engines_that_died_in_it_and_not_their_successors(engines, monkeypatch):
+def test_an_update_ends_the_engines_that_died_in_it_and_not_their_successors(engines):
     def update(*_):
         engines.members[1].host = Process("successor", engines.events)  # the sampler noticed first
         return 0, 0, {0: "it hangs", 1: "it has ended"}
 
-    monkeypatch.setattr(engines, "_catch_up", update)
+    engines._catch_up = update
     engines.update_weights(1)
     assert killed(engines) == ["engine 0"]
 
@@ -128,86 +129,68 @@ def test_three_deaths_within_a_minute_of_work_and_one_step_end_the_run(engines):
 
 
 @pytest.mark.parametrize("asked", ["update_weights", "wake"])
-def test_engines_sleep_again_when_a_trainer_dies_over_an_update(engines, monkeypatch, asked):
-    monkeypatch.setattr(engines, "_catch_up", mock.Mock(side_effect=ProcessDiedError("trainer 1")))
+def test_engines_sleep_again_when_a_trainer_dies_over_an_update(engines, asked):
+    engines.lost.append(ProcessDiedError("trainer 1"))
     with pytest.raises(ProcessDiedError):
         engines.update_weights(3) if asked == "update_weights" else engines.wake()
-    assert engines.events == SLEEP
+    assert engines.events[1:] == SLEEP
     assert engines.order.sleeping
 
 
-@pytest.fixture
-def sampler():
-    """The sampler's event loop, in a thread of its own."""
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever)
-    thread.start()
-    yield loop
-    for task in asyncio.all_tasks(loop):
-        loop.call_soon_threadsafe(task.cancel)
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join(20)
-    loop.close()
-
-
-def test_an_engine_that_comes_up_beside_sampling_sleeps_with_the_others_and_wakes_to_join(
-    engines, sampler, monkeypatch
-):
+def test_an_engine_that_comes_up_beside_sampling_sleeps_and_wakes_to_join(engines, monkeypatch):
     """Training waits for it: it needs the room that trainers leave while others sample."""
     up = threading.Event()
     monkeypatch.setattr(engines, "_start_again", lambda _: up.wait(20))
     engines.wake()
     engines.events.clear()
-    revived = asyncio.run_coroutine_threadsafe(engines.revive(1), sampler)
-    while not engines.members[1].starting:
-        time.sleep(0.01)
-    sleeping = threading.Thread(target=engines.sleep)
-    sleeping.start()
-    assert engines.events == []
-    up.set()
-    sleeping.join(20)
-    assert engines.events == SLEEP
-    engines.events.clear()
-    engines.admit()
-    revived.result(20)
-    assert engines.events == [update(1)]
+
+    async def work():
+        revived = asyncio.create_task(engines.revive(1))
+        while not engines.members[1].starting:
+            await asyncio.sleep(0.01)
+        sleeping = asyncio.create_task(asyncio.to_thread(engines.sleep))
+        await asyncio.sleep(0.1)
+        assert engines.events == []
+        up.set()
+        await asyncio.wait_for(sleeping, 20)
+        assert engines.events == SLEEP
+        engines.admit()
+        await asyncio.wait_for(revived, 20)
+        assert engines.events == [*SLEEP, update(1)]
+
+    asyncio.run(work())
 
 
-def test_an_engine_that_died_is_not_started_beside_training(engines, sampler, monkeypatch):
+def test_an_engine_that_died_is_not_started_beside_training(engines, monkeypatch):
     """Its death may be found when the others have gone to sleep, which is when trainers train."""
     started = threading.Event()
     monkeypatch.setattr(engines, "_start_again", lambda _: started.set())
-    asyncio.run_coroutine_threadsafe(engines.revive(1), sampler)
-    asyncio.run_coroutine_threadsafe(asyncio.sleep(3 * module.LOOK_EVERY_S), sampler).result(20)
-    assert not started.is_set()
-    engines.sleep()  # and is not waited for
-    engines.wake()
-    assert started.wait(20)
+
+    async def work():
+        revived = asyncio.create_task(engines.revive(1))
+        await asyncio.sleep(3 * module.LOOK_EVERY_S)
+        assert not started.is_set()
+        engines.sleep()  # and is not waited for
+        engines.wake()
+        assert await asyncio.to_thread(started.wait, 20)
+        revived.cancel()
+
+    asyncio.run(work())
 
 
 @pytest.fixture
-def losing_a_trainer(engines, monkeypatch):
+def losing_a_trainer(engines):
     """Engine 1 is up again and to join, and the first trainer that is to give it weights dies over it, when
     it may be awake."""
-    deaths = [ProcessDiedError("trainer 1 was killed")]
-
-    def catch_up(asked, order):
-        updated(engines.events, asked, order)
-        if 1 in asked and deaths:
-            raise deaths.pop()
-        return 0, 0, {}
-
     engines.wake()
     engines.members[1].absent, engines.members[1].joined = True, Future()
     engines.events.clear()
-    monkeypatch.setattr(engines, "_catch_up", catch_up)
+    engines.lost.append(ProcessDiedError("trainer 1 was killed"))
     return engines
 
 
 @pytest.mark.parametrize("asked", ["admit", "update_weights"])
 def test_beside_engines_that_sample_nobody_trains_again_and_who_was_to_join_sleeps(losing_a_trainer, asked):
-    """This also holds when it is found at the end of an update of the others, which are about to sample
-    then."""
     engines = losing_a_trainer
     if asked == "update_weights":
         engines.order = replace(engines.order, sleeping=True)
@@ -225,9 +208,7 @@ def test_beside_engines_that_sample_nobody_trains_again_and_who_was_to_join_slee
     assert not any(member.absent for member in engines.members.values())
 
 
-def test_where_no_engine_is_left_trainers_start_again_at_once_and_who_joins_then_sleeps_with_the_rest(
-    losing_a_trainer,
-):
+def test_where_no_engine_is_left_trainers_start_again_and_who_joins_sleeps_with_the_rest(losing_a_trainer):
     engines = losing_a_trainer
     del engines.members[0]
     with pytest.raises(ProcessDiedError):
@@ -243,7 +224,6 @@ def test_where_no_engine_is_left_trainers_start_again_at_once_and_who_joins_then
 
 
 def run_of(run_dir):
-    """A run on a disk that has room, and what notes all that is asked of its policy and its engines."""
     config, asked = Config(), mock.Mock()
     config.run.run_dir = run_dir
     run = Run(
@@ -278,3 +258,36 @@ def test_checkpoints_and_exports_are_gathered_while_engines_sleep(tmp_path):
     for run.progress.step in range(1, 5):
         run.save_if_due()
     assert names(asked) == "saved saved sleep save_hf saved saved sleep save sleep save_hf"
+
+
+# --- how a process ended
+
+WHO = "The actor died.\n\tclass_name: P\n\tpid: 4711\n\tnamespace: n\n\tip: 10.0.0.7\n"
+NO_WORD = WHO + "The actor is dead. Worker unexpectedly exits with a connection error code 2. End of file."
+"""As Ray 2.60 writes it."""
+
+
+def test_a_process_that_has_ended_is_said_to_have_been_killed_or_to_have_crashed(tmp_path):
+    of_worker = tmp_path / "worker-1-2-4711.err"
+    of_worker.write_text(":actor_name:P\n")
+    (tmp_path / "peak-4711").write_text(str(3 * 1024**2))
+    killed = "was killed by SIGKILL (process 4711 on 10.0.0.7). Most often that is the kernel's"
+    said = how_it_ended(NO_WORD, tmp_path)
+    assert said.startswith(killed)
+    assert "its memory had reached 3.0 of " in said
+    of_worker.write_text("*** SIGSEGV received at time=1 on cpu 1 ***\n")
+    assert how_it_ended(NO_WORD, tmp_path) == "crashed with SIGSEGV (process 4711 on 10.0.0.7)"
+    there = how_it_ended(NO_WORD, None)  # of another node less is known
+    assert there.startswith("was killed by SIGKILL, or crashed in native code (process 4711 on 10.0.0.7).")
+    assert there.endswith("see dmesg on that node")
+    asked = how_it_ended(WHO + "exit code 1. The process receives a SIGTERM.", None)
+    assert asked == "was ended by SIGTERM (process 4711 on 10.0.0.7)"
+    of_node = "The actor died.\nThe actor died because its node has died."
+    assert how_it_ended(of_node, None).startswith("has ended: The actor died because its")
+    assert how_it_ended("", None) == "has ended: the reason is not known"
+
+
+def test_a_process_notes_how_much_memory_it_has_had(tmp_path):
+    record_peak_memory(tmp_path, os.getpid())
+    peak = tmp_path / f"peak-{os.getpid()}"
+    assert eventually(lambda: peak.exists() and int(peak.read_text()) > 10 * 1024, seconds=5)

@@ -1,6 +1,7 @@
 """The processes of a run are placed as planned on paper, if each node has the memory for its own."""
 
 import re
+from typing import Any
 
 import psutil
 import pytest
@@ -10,9 +11,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from megatron_ibpo.cluster.main_memory import main_memory
-from megatron_ibpo.cluster.placement import Engines, Node, Placement, PlacementError, plan_placement
+from megatron_ibpo.cluster.placement import Engines, Node, PlacementError, plan_placement
 from megatron_ibpo.config import Config, ParallelConfig, RolloutConfig, on_device
-from megatron_ibpo.models import ModelShape, read_hf_config
+from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.plan.node_memory import check_main_memory
 from megatron_ibpo.run import on_cluster
 from megatron_ibpo.weights.formats.hugging_face import trained_elements
@@ -65,30 +66,21 @@ def test_engines_of_their_own_take_the_nodes_without_trainers_first_as_a_table_s
     assert (where(on_cpus.trainers), where(on_cpus.engines)) == ([(0, 0), (1, 0)], [(2, 0)])
 
 
-@pytest.mark.parametrize(
-    ("nodes", "trainers", "engines", "words"),
-    [
+def test_what_does_not_fit_is_refused_with_what_there_is():
+    for nodes, trainers, engines, words in (
         (gpus(8, 8), 32, Engines(1, colocate=True), ["--num-trainers 32", "16 GPUs", "10.0.0.1: 8"]),
         (gpus(8), 8, Engines(3, colocate=True), ["--rollout-num-gpus-per-engine 3", "10.0.0.0: 8"]),
         (gpus(8), 8, Engines(1, colocate=False), ["--no-colocate", "room for 0 of 8 engines"]),
         (gpus(8, 8), 8, own(3, 8), ["--rollout-num-gpus 8", "multiple"]),
         (cpus(1), 2, None, ["--num-trainers 2", "1 CPUs"]),
         (cpus(3), 2, own(1, 2), ["--rollout-num-gpus 2", "2 trainers there is room for 1 of 2 engines"]),
-    ],
-)
-def test_what_does_not_fit_is_refused_with_what_there_is(nodes, trainers, engines, words):
-    with pytest.raises(PlacementError) as refused:
-        placed(nodes, trainers, engines)
-    for word in words:
-        assert word in str(refused.value)
+    ):
+        with pytest.raises(PlacementError) as refused:
+            placed(nodes, trainers, engines)
+        assert all(word in str(refused.value) for word in words), refused.value
 
 
-@given(
-    counts=st.lists(st.integers(0, 8), min_size=1, max_size=5),
-    trainers=st.integers(1, 16),
-    size=st.integers(1, 4),
-    num_engines=st.integers(1, 6),
-)
+@given(st.lists(st.integers(0, 8), min_size=1, max_size=5), *(st.integers(1, most) for most in (16, 4, 6)))
 def test_no_gpu_is_given_away_twice(counts, trainers, size, num_engines):
     engines = own(size, num_engines * size)
     try:
@@ -102,16 +94,12 @@ def test_no_gpu_is_given_away_twice(counts, trainers, size, num_engines):
         assert sum(slot.gpus for slot in slots if slot.node == index) <= node.gpus
 
 
-@pytest.mark.parametrize(
-    ("count", "size", "trainers", "engines"), [(8, 2, 4, 2), (6, 2, 4, 1), (3, 1, 2, 1), (5, 4, 1, 1)]
-)
-def test_without_a_number_engines_of_their_own_get_half_of_the_gpus_as_far_as_whole_engines_go(
-    count, size, trainers, engines, monkeypatch
-):
-    monkeypatch.setattr(on_cluster, "cluster_nodes", lambda: gpus(count))
-    asked = RolloutConfig(colocate=False, rollout_num_gpus_per_engine=size)
-    placement = on_cluster._placed(Config(rollout=asked))
-    assert (len(placement.trainers), where(placement.engines)) == (trainers, [(0, size)] * engines)
+def test_without_a_number_engines_of_their_own_get_half_of_the_gpus_as_far_as_whole_engines_go(monkeypatch):
+    for count, size, trainers, engines in ((8, 2, 4, 2), (6, 2, 4, 1), (3, 1, 2, 1), (5, 4, 1, 1)):
+        monkeypatch.setattr(on_cluster, "cluster_nodes", lambda count=count: gpus(count))
+        asked = RolloutConfig(colocate=False, rollout_num_gpus_per_engine=size)
+        placement = on_cluster._placed(Config(rollout=asked))
+        assert (len(placement.trainers), where(placement.engines)) == (trainers, [(0, size)] * engines)
 
 
 # --- main memory
@@ -120,7 +108,6 @@ GIB = 1024**3
 
 
 def elements_of(model):
-    """Return the elements as the headers of a checkpoint would have them."""
     return {meta.name: meta.num_bytes // 2 for meta in metadata_of(read_hf_config(model), torch.bfloat16)}
 
 
@@ -157,8 +144,7 @@ def test_a_node_that_has_too_little_is_named_with_what_needs_how_much():
     check_main_memory(*arguments, dict.fromkeys(range(4), 4 * GIB))
 
 
-def on_cpus(model, **config) -> tuple[Config, ModelShape, dict[str, int], Placement]:
-    """Arguments of the check: two trainers and an engine."""
+def on_cpus(model, **config) -> Any:
     shape = read_hf_config(model)
     resolved = on_device(Config(**config), on_gpu=False, has_delta_nets=shape.is_recurrent)
     return resolved, shape, elements_of(model), placed(cpus(3), 2, own(1, 1))
@@ -180,13 +166,11 @@ def test_on_cpus_trainers_and_engines_are_in_main_memory_themselves(models):
         check_main_memory(*on_cpus(tiny, parallel=ParallelConfig()), little)
 
 
-@pytest.mark.parametrize(
-    ("group", "file"),
-    [("4:memory:/a/b\n1:cpu:/\n", "memory/{}memory.limit_in_bytes"), ("0::/a/b\n", "{}memory.max")],
-    ids=["version 1", "version 2"],
-)
+V1, V2 = ("4:memory:/a/b\n1:cpu:/\n", "memory/{}memory.limit_in_bytes"), ("0::/a/b\n", "{}memory.max")
+
+
+@pytest.mark.parametrize(("group", "file"), [V1, V2])
 def test_the_least_limit_around_a_process_is_what_it_has(tmp_path, group, file):
-    """The limit is of its own control group or of one around it."""
     assert main_memory(tmp_path, tmp_path / "none") == psutil.virtual_memory().total
     (tmp_path / "cgroup").write_text(group)
     limits = {"": "9223372036854771712", "a/": "3000000"}

@@ -4,25 +4,25 @@ import multiprocessing
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import replace
-from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
-from megatron_ibpo.basics.records import Sample, SampleRequest, token_ids
+from megatron_ibpo.basics.records import SampleRequest, token_ids
 from megatron_ibpo.basics.supervised import shared_memory
 from megatron_ibpo.config import Config
 from megatron_ibpo.data.tokenizer import read_eos_token_ids
@@ -32,23 +32,10 @@ from megatron_ibpo.engines.vllm.engine import _environment
 from megatron_ibpo.engines.vllm.engine_process import SamplingEngine, _device_arguments, _engine_args
 from megatron_ibpo.engines.vllm.settings import engine_settings, start_timeout, vllm_arguments
 from megatron_ibpo.weights.transfer import gloo
-from megatron_ibpo.weights.transfer.link import Sent
 from megatron_ibpo.weights.transfer.update_order import choose_transport
 from megatron_ibpo.weights.weight_errors import WeightMismatchError, WeightPlanError
-from support.engine_runs import (
-    TIMEOUT,
-    CheckpointSource,
-    connect,
-    difference,
-    ids_of,
-    left_out_unnoticed,
-    make_config,
-    make_requests,
-    open_gloo,
-    reference_logprobs,
-    start_engine,
-    update,
-)
+from support import engine_runs
+from support.engine_runs import TIMEOUT, CheckpointSource, connect, difference, start_engine, update
 from support.mtp_checkpoints import with_mtp
 from support.tiny_models import EOS_ID, make_qwen3, make_qwen3_next
 from support.waiting import eventually
@@ -118,24 +105,16 @@ def test_end_of_sequence_comes_from_the_generation_config_first(tmp_path):
 
 def test_vllm_arguments_get_the_type_that_vllm_declares():
     pairs = "enable_expert_parallel=true data-parallel-size=2 load_format=dummy quantization=none tokenizer=4"
-    found = vllm_arguments([*pairs.split(), "compilation_config={level: 2}", SPECULATION])
-    assert found == {
-        "enable_expert_parallel": True,
-        "data_parallel_size": 2,
-        "load_format": "dummy",
-        "quantization": None,
-        "tokenizer": "4",
-        "compilation_config": {"level": 2},
-        "speculative_config": {"method": "mtp", "num_speculative_tokens": 1},
-    }
+    assert vllm_arguments([*pairs.split(), SPECULATION]) == {
+        "enable_expert_parallel": True, "data_parallel_size": 2, "load_format": "dummy", "quantization": None,
+        "tokenizer": "4", "speculative_config": {"method": "mtp", "num_speculative_tokens": 1},
+    }  # fmt: skip
 
 
 @pytest.fixture
 def settings(checkpoints, tmp_path):
-    """Resolves an engine's settings, on a GPU unless another transport is given."""
-
     def resolved(checkpoint, transport="ipc", *vllm_arg, **options):
-        rollout = make_config(tmp_path, "bfloat16").rollout
+        rollout = engine_runs.make_config(tmp_path, "bfloat16").rollout
         rollout.vllm_arg = vllm_arg
         for name, value in options.items():
             setattr(rollout, name, value)
@@ -148,12 +127,9 @@ def settings(checkpoints, tmp_path):
 def test_prefixes_are_cached_where_that_has_been_run_or_is_asked_for(settings):
     asked = "enable-prefix-caching=true"
     for checkpoint, transport, argument, caches in (
-        ("dense 0", "ipc", (), True),
-        ("next 0", "ipc", (), False),
-        ("next 0", "ipc", (asked,), True),
-        ("next 0", "gloo", (), False),
-        ("next 0", "gloo", (asked,), True),
-    ):
+        ("dense 0", "ipc", (), True), ("next 0", "ipc", (), False), ("next 0", "ipc", (asked,), True),
+        ("next 0", "gloo", (), False), ("next 0", "gloo", (asked,), True),
+    ):  # fmt: skip
         chosen = settings(checkpoint, transport, *argument)
         assert chosen.prefix_caching == caches
         assert ("prefix_match_unit" in chosen.extra_arguments) == (caches and transport == "gloo")
@@ -170,12 +146,8 @@ def test_an_engine_that_sleeps_has_none_of_the_allocators_settings_under_either_
 
 @pytest.mark.engine
 @pytest.mark.parametrize(("replays", "experts"), [(False, 0), (True, 4)])
-def test_on_gpus_vllm_records_routing_itself_by_the_blocks_of_its_prefix_cache_and_compiles_nothing(
-    settings, tmp_path, monkeypatch, replays, experts
-):
-    on_gpu, on_cpu = (
-        settings("next 0", name, use_rollout_routing_replay=replays) for name in ("ipc", "gloo")
-    )
+def test_on_gpus_vllm_records_routing_and_compiles_nothing(settings, tmp_path, monkeypatch, replays, experts):
+    on_gpu, on_cpu = (settings("next 0", to, use_rollout_routing_replay=replays) for to in ("ipc", "gloo"))
     assert on_gpu.recorded_experts == on_cpu.recorded_experts == experts
     assert on_gpu.prefix_caching == replays
     arguments = _device_arguments(on_gpu)
@@ -187,64 +159,52 @@ def test_on_gpus_vllm_records_routing_itself_by_the_blocks_of_its_prefix_cache_a
     assert "gdn_prefill_backend" not in _device_arguments(on_gpu)
 
 
-WRONG = [
-    ("dense 0", "ipc", "enable_expert_paralel=true", "no such field; did you mean 'enable_expert_parallel'"),
-    ("dense 0", "ipc", "data_parallel_size=two", "data_parallel_size=two: vLLM wants int"),
-    ("dense 0", "ipc", "enable_expert_parallel=1", "vLLM wants bool"),
-    ("dense 0", "ipc", "max_model_len=100", "use --rollout-max-context-len"),
-    ("dense 0", "ipc", "logprobs_mode=raw_logprobs", "this project sets it"),
-    ("dense 0", "ipc", "enforce_eager", "name=value"),
-    ("next 0", "ipc", "enable_return_routed_experts=true", "use --use-rollout-routing-replay"),
-    # weights that vLLM quantizes before it loads them
-    ("dense 0", "ipc", "quantization=awq", r"quantization=awq: .* trainers send unquantized ones"),
-    ("next 0", "gloo", SPECULATION, "speculative decoding samples wrongly from models with delta nets"),
-    ("next 0", "ipc", "enable_prefix_caching=false", "vLLM records routing by the blocks of its prefix"),
-]
+def test_what_vllm_or_this_project_cannot_take_is_refused(settings):
+    for checkpoint, transport, argument, says in (
+        ("dense 0", "ipc", "enable_expert_paralel=true", "did you mean 'enable_expert_parallel'"),
+        ("dense 0", "ipc", "data_parallel_size=two", "data_parallel_size=two: vLLM wants int"),
+        ("dense 0", "ipc", "enable_expert_parallel=1", "vLLM wants bool"),
+        ("dense 0", "ipc", "max_model_len=100", "use --rollout-max-context-len"),
+        ("dense 0", "ipc", "logprobs_mode=raw_logprobs", "this project sets it"),
+        ("dense 0", "ipc", "enforce_eager", "name=value"),
+        ("next 0", "ipc", "enable_return_routed_experts=true", "use --use-rollout-routing-replay"),
+        # weights that vLLM quantizes before it loads them
+        ("dense 0", "ipc", "quantization=awq", r"quantization=awq: .* trainers send unquantized ones"),
+        ("next 0", "gloo", SPECULATION, "speculative decoding samples wrongly from models with delta nets"),
+        ("next 0", "ipc", "enable_prefix_caching=false", "vLLM records routing by the blocks of its prefix"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            settings(checkpoint, transport, argument, use_rollout_routing_replay="prefix" in argument)
 
 
-@pytest.mark.parametrize(("checkpoint", "transport", "argument", "says"), WRONG)
-def test_what_vllm_or_this_project_cannot_take_is_refused(settings, checkpoint, transport, argument, says):
-    replays = "prefix" in argument
-    with pytest.raises(ValueError, match=says):
-        settings(checkpoint, transport, argument, use_rollout_routing_replay=replays)
-
-
-@pytest.mark.parametrize("vllm", ["a stand-in", pytest.param("vLLM itself", marks=pytest.mark.slow)])
-def test_what_drafts_is_for_gpus_and_outlives_sleep(settings, monkeypatch, vllm):
+def test_what_drafts_is_for_gpus_and_outlives_sleep(settings, monkeypatch):
+    """With a stand-in for vLLM, whose import takes five seconds."""
     plain, drafting = settings("next 0"), settings("next 0", "ipc", SPECULATION)
     assert drafting.extra_arguments["speculative_config"]["method"] == "mtp"
-    if vllm == "a stand-in":  # importing vLLM takes five seconds
-        usual = {"sleep_preserve_parameter_names": []}
-        found = SimpleNamespace(
-            EngineArgs=lambda **given: SimpleNamespace(**usual | given), WeightTransferConfig=SimpleNamespace
-        )
-        for name in ("vllm", "vllm.config"):
-            monkeypatch.setitem(sys.modules, name, found)
-    assert _engine_args(plain).sleep_preserve_parameter_names == []
-    assert _engine_args(drafting).sleep_preserve_parameter_names == ["draft.*"]
+    found = SimpleNamespace(EngineArgs=dict, WeightTransferConfig=SimpleNamespace)
+    for name in ("vllm", "vllm.config"):
+        monkeypatch.setitem(sys.modules, name, found)
+    assert "sleep_preserve_parameter_names" not in _engine_args(plain)
+    assert _engine_args(drafting)["sleep_preserve_parameter_names"] == ["draft.*"]
 
 
 def test_experts_in_fp8_are_left_to_kernels_that_keep_nothing_over_an_update(settings):
     fp8 = "quantization=fp8_per_channel"
     for checkpoint, arguments, backend in (
-        ("next 0", [fp8], "triton"),
-        ("next 0", [fp8, "moe-backend=marlin"], "marlin"),
-        ("next 0", [], None),
-        ("dense 0", [fp8], None),
-    ):
+        ("next 0", [fp8], "triton"), ("next 0", [fp8, "moe-backend=marlin"], "marlin"),
+        ("next 0", [], None), ("dense 0", [fp8], None),
+    ):  # fmt: skip
         assert settings(checkpoint, "nccl", *arguments).extra_arguments.get("moe_backend") == backend
 
 
 @pytest.fixture(scope="module")
 def dense(checkpoints, tmp_path_factory):
     """An engine, asked in turn. The last test of this section kills it."""
-    engine = start_engine(checkpoints["dense 0"], tmp_path_factory.mktemp("dense") / "engine.log")
-    try:
+    log = tmp_path_factory.mktemp("dense") / "engine.log"
+    with closing(start_engine(checkpoints["dense 0"], log)) as engine:
         engine.wait_ready(TIMEOUT)
         yield engine
-    finally:
-        engine.close()
-    assert not runs(engine.pid)
+    assert not psutil.pid_exists(engine.pid)
 
 
 @pytest.fixture(scope="module")
@@ -258,10 +218,8 @@ def updated(dense, checkpoints):
 
 @pytest.mark.engine
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_samples_follow_from_their_seeds_and_have_the_logprobs_of_what_was_sampled_from(
-    dense, checkpoints, temperature
-):
-    requests = make_requests(60, temperature=temperature)
+def test_samples_follow_from_seeds_with_the_logprobs_of_what_was_sampled(dense, checkpoints, temperature):
+    requests = engine_runs.make_requests(60, temperature=temperature)
     samples, again = (dense.generate(requests, version=0, timeout=TIMEOUT) for _ in range(2))
     assert {sample.finish_reason for sample in samples} == {"stop", "length"}
     for request, sample, same in zip(requests, samples, again, strict=True):
@@ -274,10 +232,12 @@ def test_samples_follow_from_their_seeds_and_have_the_logprobs_of_what_was_sampl
         assert (sample.token_ids.dtype, sample.logprobs.dtype) == (np.int32, np.float32)
         assert sample.loss_mask.tolist() == [True] * len(sample.token_ids)
         assert sample.logprobs.tolist() == same.logprobs.tolist()
-    reference = reference_logprobs(checkpoints["dense 0"], requests, samples)
+    reference = engine_runs.reference_logprobs(checkpoints["dense 0"], requests, samples)
     assert difference([s.logprobs for s in samples], reference).max() < 2e-5
-    others = [replace(request, seed=request.seed + 1) for request in requests]
-    assert ids_of(again) == ids_of(samples) != ids_of(dense.generate(others, version=0, timeout=TIMEOUT))
+    other_seeds = [replace(request, seed=request.seed + 1) for request in requests]
+    others = dense.generate(other_seeds, version=0, timeout=TIMEOUT)
+    first, second, third = map(engine_runs.ids_of, (samples, again, others))
+    assert first == second != third
 
 
 @pytest.mark.engine
@@ -309,9 +269,9 @@ def test_updated_weights_are_exact_and_old_cache_entries_forgotten(updated, chec
     old = engine.generate(long, version=1, timeout=TIMEOUT)
     sent = update(transport, engine, after, 2)
     new = engine.generate(long, version=2, timeout=TIMEOUT)
-    assert ids_of(new) != ids_of(old)
+    assert engine_runs.ids_of(new) != engine_runs.ids_of(old)
     assert {sample.versions for sample in new} == {((0, 2),)}
-    reference = reference_logprobs(checkpoints["dense 1"], long, new)
+    reference = engine_runs.reference_logprobs(checkpoints["dense 1"], long, new)
     assert difference([s.logprobs for s in new], reference).max() < 2e-5
     assert sent.num_bytes == sum(t.nbytes for t in after.tensors.values())
     with pytest.raises(WeightMismatchError, match="greedy responses differ"):
@@ -331,8 +291,6 @@ def test_where_batches_differ_digests_alone_tell_the_same_weights_from_others():
 
 @pytest.mark.engine
 def test_running_requests_go_on_with_new_weights_and_say_which_token_is_whose(updated, checkpoints):
-    """What is written after an update is what the new policy writes after the same words, to the last bit
-    that two ways of computing leave alike; what was written before it stays."""
     engine, transport, before, after, _ = updated
     update(transport, engine, before, 3)
     request = SampleRequest(token_ids([5, 6, 7]), 3, 240, temperature=0.0)
@@ -342,9 +300,8 @@ def test_running_requests_go_on_with_new_weights_and_say_which_token_is_whose(up
     ((_, sample),) = engine.take(TIMEOUT)
     (first, old), (switch, new) = sample.versions
     assert (first, old, new) == (0, 3, 4)
-    (of_old,), (of_new,) = (
-        reference_logprobs(checkpoints[name], [request], [sample]) for name in ("dense 0", "dense 1")
-    )
+    paths = checkpoints["dense 0"], checkpoints["dense 1"]
+    (of_old,), (of_new,) = (engine_runs.reference_logprobs(path, [request], [sample]) for path in paths)
     expected = [*of_old[:switch], *of_new[switch:]]
     assert difference([sample.logprobs], [expected]).max() < 2e-5
     assert difference([sample.logprobs], [of_new]).max() > 1e-2
@@ -357,7 +314,7 @@ def test_a_bit_that_flips_on_the_way_is_noticed(updated, monkeypatch):
     engine, transport, _, source, _ = updated
     send = gloo._Outbox.send
 
-    def flip_once(outbox: gloo._Outbox, bucket: int, flat: torch.Tensor, *rest: Any) -> None:
+    def flip_once(outbox, bucket, flat, *rest):
         monkeypatch.setattr(gloo._Outbox, "send", send)
         flat[0] ^= 1
         send(outbox, bucket, flat, *rest)
@@ -367,29 +324,27 @@ def test_a_bit_that_flips_on_the_way_is_noticed(updated, monkeypatch):
     with pytest.raises(WeightMismatchError, match=said):
         update(transport, engine, source, 4)
     update(transport, engine, source, 5)  # the next update mends it
-    engine.generate(make_requests(2), version=5, timeout=TIMEOUT)
+    engine.generate(engine_runs.make_requests(2), version=5, timeout=TIMEOUT)
 
 
 @pytest.mark.engine
-def test_weights_that_do_not_come_and_unknown_ones_are_named_before_anything_is_sent(
-    updated, checkpoints, monkeypatch
-):
+def test_weights_that_do_not_come_and_unknown_ones_are_named_first(updated, checkpoints, monkeypatch):
     engine, _, _, source, _ = updated
     lacking, strange = (CheckpointSource(checkpoints["dense 1"]) for _ in range(2))
     del lacking.tensors["model.layers.1.mlp.down_proj.weight"]
     strange.tensors["model.layers.1.mlp.gate.weight"] = torch.zeros(4, 96)
     with pytest.raises(WeightPlanError, match=r"do not cover model\.layers\.1\.mlp\.down_proj\.weight"):
-        open_gloo().connect(lacking, {0: engine}, [0])
+        engine_runs.open_gloo().connect(lacking, {0: engine}, [0])
     monkeypatch.setattr(engine, "settings", replace(engine.settings, stall_timeout=2.0))
-    engine.submit([(0, make_requests(1)[0])], version=1)
+    engine.submit([(0, engine_runs.make_requests(1)[0])], version=1)
     for _ in range(3):  # it has no weights: requests wait until some come, and it is not taken to hang
         assert engine.take(1.0) == []
     engine.abort([0])
     with pytest.raises(WeightPlanError, match=r"engine 0 .*layers\.1\.mlp\.gate"):
-        open_gloo().connect(strange, {0: engine}, [0])
+        engine_runs.open_gloo().connect(strange, {0: engine}, [0])
     update(connect(engine, source), engine, source, 6)  # the next connection mends it
-    engine.generate(make_requests(2), version=6, timeout=TIMEOUT)
-    assert left_out_unnoticed(engine, source) == [], "any weight is named"
+    engine.generate(engine_runs.make_requests(2), version=6, timeout=TIMEOUT)
+    assert engine_runs.left_out_unnoticed(engine, source) == [], "any weight is named"
 
 
 @pytest.mark.engine
@@ -402,7 +357,7 @@ def test_an_update_whose_trainers_died_is_begun_anew_by_others(updated):
     engine.call("start_weight_update", False, timeout=TIMEOUT)
     assert transport.send(source, {0: engine}, [0], check=False).failures == {}
     update(connect(engine, source), engine, source, 8)
-    engine.generate(make_requests(2), version=8, timeout=TIMEOUT)
+    engine.generate(engine_runs.make_requests(2), version=8, timeout=TIMEOUT)
 
 
 @pytest.mark.engine
@@ -422,30 +377,31 @@ def test_a_killed_engine_hands_over_what_had_finished_and_then_says_how_it_ended
 
 
 @pytest.mark.engine
-@pytest.mark.slow  # of a hybrid: test_recorded_routing.py
+@pytest.mark.slow
 def test_an_fp8_engine_takes_unquantized_weights_and_becomes_a_fresh_one(checkpoints, tmp_path):
     fp8, old, new = ("quantization=fp8_per_channel",), checkpoints["dense 0"], checkpoints["dense 1"]
-    engines = [start_engine(path, tmp_path / f"{path.name}.log", "bfloat16", fp8) for path in (old, new)]
-    try:
-        for engine in engines:
-            engine.wait_ready(TIMEOUT)
+    with (
+        closing(start_engine(old, tmp_path / "old.log", "bfloat16", fp8)) as engine,
+        closing(start_engine(new, tmp_path / "new.log", "bfloat16", fp8)) as fresh,
+    ):
+        engine.wait_ready(TIMEOUT)
+        fresh.wait_ready(TIMEOUT)
         source = CheckpointSource(new)
-        update(connect(engines[0], source), engines[0], source, 7)
-        compare_probes(probe(engines[0], 7), probe(engines[1], 0))
-        assert left_out_unnoticed(engines[0], source) == []
-    finally:
-        for engine in engines:
-            engine.close()
+        update(connect(engine, source), engine, source, 7)
+        compare_probes(probe(engine, 7), probe(fresh, 0))
+        assert engine_runs.left_out_unnoticed(engine, source) == []
 
 
 @pytest.mark.engine
 @pytest.mark.slow
-def test_an_engine_drafts_with_the_layer_that_an_update_brings(tmp_path):
+def test_an_engine_drafts_with_the_layer_that_an_update_brings(tmp_path, settings):
     """In the new weights layers add nothing and the multi-token prediction layer passes the embedding on: the
     policy's next token depends on the last one alone, and the layer guesses just that. No state of a delta
     net matters then, which vLLM would get wrong here."""
+    kept = _engine_args(settings("next 0", "ipc", SPECULATION)).sleep_preserve_parameter_names
+    assert kept == ["draft.*"], "on a GPU"
     hf_dir = with_mtp(make_qwen3_next(tmp_path / "random", 0, std=0.1), seed=6)
-    greedy = make_requests(31, temperature=0.0)
+    greedy = engine_runs.make_requests(31, temperature=0.0)
     source, policy_alone = CheckpointSource(hf_dir), CheckpointSource(hf_dir)
     tensors = source.tensors
     for name, tensor in tensors.items():
@@ -456,30 +412,23 @@ def test_an_engine_drafts_with_the_layer_that_an_update_brings(tmp_path):
     tensors["mtp.fc.weight"].copy_(torch.eye(hidden, 2 * hidden))
     policy_alone.tensors = {n: t for n, t in tensors.items() if not n.startswith("mtp.")}
 
-    def guessed(version: int) -> float:
+    def guessed(version):
         engine.generate(greedy, version=version, timeout=TIMEOUT)
         drafted, accepted = engine.call("drafts", timeout=TIMEOUT)
         assert drafted > 100
         return accepted / drafted
 
-    rollout = make_config(tmp_path, "bfloat16").rollout
-    settings = engine_settings(rollout, hf_dir, "gloo", gpus=(), num_threads=1)
+    rollout = engine_runs.make_config(tmp_path, "bfloat16").rollout
+    plain = engine_settings(rollout, hf_dir, "gloo", gpus=(), num_threads=1)
     # by itself it is refused
-    settings = replace(settings, prefix_caching=False, extra_arguments=vllm_arguments([SPECULATION]))
-    engine = Engine(settings, tmp_path / "engine.log")
-    try:
+    drafting = replace(plain, prefix_caching=False, extra_arguments=vllm_arguments([SPECULATION]))
+    with closing(Engine(drafting, tmp_path / "engine.log")) as engine:
         engine.wait_ready(TIMEOUT)
         assert guessed(0) < 0.2, "at random"
         update(connect(engine, source), engine, source, 7)
         assert guessed(7) > 0.9
         update(connect(engine, policy_alone), engine, policy_alone, 8)
         assert guessed(8) > 0.9, "a layer that is not trained stays what it is"
-    finally:
-        engine.close()
-
-
-def runs(pid: int) -> bool:
-    return Path(f"/proc/{pid}").exists()
 
 
 @pytest.mark.engine
@@ -489,9 +438,8 @@ def test_a_cache_kept_over_an_update_serves_running_requests_alone(checkpoints, 
     before, after = checkpoints["dense 0"], checkpoints["dense 1"]
     prompt = token_ids(np.random.default_rng(5).integers(2, 64, 200))  # whole cache blocks
     running = SampleRequest(prompt, 3, 240, temperature=0.0)
-    samples: dict[int, Sample] = {}
-    engine = start_engine(before, tmp_path / "engine.log", recompute_kv=False)
-    try:
+    samples = {}
+    with closing(start_engine(before, tmp_path / "engine.log", recompute_kv=False)) as engine:
         engine.wait_ready(TIMEOUT)
         transport = connect(engine, CheckpointSource(after))
         update(transport, engine, CheckpointSource(before), 1)
@@ -501,15 +449,14 @@ def test_a_cache_kept_over_an_update_serves_running_requests_alone(checkpoints, 
         engine.submit([(1, replace(running, max_tokens=20))], version=2)
         while len(samples) < 2:
             samples.update(engine.take(TIMEOUT))
-    finally:
-        engine.close()
     (_, old), (switch, new) = samples[0].versions
     assert (old, new, samples[1].versions) == (1, 2, ((0, 2),))
-    (of_old,), (of_new,) = (reference_logprobs(path, [running], [samples[0]]) for path in (before, after))
+    both = (engine_runs.reference_logprobs(path, [running], [samples[0]]) for path in (before, after))
+    (of_old,), (of_new,) = both
     assert difference([samples[0].logprobs[:switch]], [of_old[:switch]]).max() < 2e-5
     for of_one in (of_old, of_new):  # it went on from the old policy's cache with the new weights
         assert difference([samples[0].logprobs[switch:]], [of_one[switch:]]).max() > 1e-3
-    expected = reference_logprobs(after, [running], [samples[1]])
+    expected = engine_runs.reference_logprobs(after, [running], [samples[1]])
     assert difference([samples[1].logprobs], expected).max() < 2e-5
 
 
@@ -532,9 +479,7 @@ def test_an_engine_that_is_killed_for_a_reason_says_it(checkpoints, tmp_path):
         pytest.param("no weights", TIMEOUT, "Cannot find any model weights", marks=pytest.mark.slow),
     ],
 )
-def test_an_engine_that_does_not_start_says_why_and_leaves_nothing(
-    checkpoints, tmp_path, fault, seconds, said
-):
+def test_an_engine_that_cannot_start_says_why_and_leaves_nothing(checkpoints, tmp_path, fault, seconds, said):
     model = shutil.copytree(checkpoints["dense 0"], tmp_path / "model")
     if fault == "no weights":
         (model / "model.safetensors").unlink()
@@ -543,7 +488,7 @@ def test_an_engine_that_does_not_start_says_why_and_leaves_nothing(
         os.kill(engine.pid, signal.SIGILL)
     with pytest.raises(EngineStartError, match=rf"(?s)vLLM did not start.*{said}"):
         engine.wait_ready(seconds)
-    assert not runs(engine.pid)
+    assert not psutil.pid_exists(engine.pid)
     assert not engine._scratch.exists()
 
 
@@ -566,7 +511,7 @@ def test_an_engine_ends_with_its_owner_and_leaves_nothing(checkpoints, tmp_path,
     mapped = Path(f"/proc/{pid}/maps").read_text().split()
     owner.kill()
     owner.join()
-    assert eventually(lambda: not runs(pid), seconds=10)
+    assert eventually(lambda: not psutil.pid_exists(pid), seconds=10)
     assert not scratch.exists()
     assert not any(Path(word).exists() for word in mapped if word.startswith("/dev/shm/"))
 
@@ -575,19 +520,14 @@ def test_an_engine_ends_with_its_owner_and_leaves_nothing(checkpoints, tmp_path,
 def test_an_engine_that_fails_clears_up_itself_since_its_owner_may_have_died_of_the_same(tmp_path):
     scratch = tmp_path / "scratch"
     scratch.mkdir()
-    here, there = socket.socketpair()
-    program = (
-        "import os; from megatron_ibpo.engines.vllm.engine_process import run; "
-        f"run({there.fileno()}, os.getppid(), {str(scratch)!r})"
-    )
-    engine = subprocess.Popen(
-        [sys.executable, "-c", program],
-        pass_fds=[there.fileno()], stderr=subprocess.PIPE, start_new_session=True, text=True,
-    )  # fmt: skip
+    here, there = multiprocessing.Pipe()
+    program = "import os; from megatron_ibpo.engines.vllm.engine_process import run; "
+    program += f"run({there.fileno()}, os.getppid(), {str(scratch)!r})"
+    options: Any = {"pass_fds": [there.fileno()], "stderr": subprocess.PIPE, "start_new_session": True}
+    engine = subprocess.Popen([sys.executable, "-c", program], text=True, **options)
     there.close()
-    with Connection(here.detach()) as channel, engine:
-        channel.send("no settings")
-        _, said = engine.communicate(timeout=TIMEOUT)
+    here.send("no settings")
+    _, said = engine.communicate(timeout=TIMEOUT)
     assert engine.returncode == 1
     assert "AttributeError" in said
     assert not scratch.exists()
@@ -595,21 +535,18 @@ def test_an_engine_that_fails_clears_up_itself_since_its_owner_may_have_died_of_
 
 @pytest.mark.engine
 @pytest.mark.slow
-def test_a_tensor_parallel_engine_takes_new_weights_and_leaves_no_shared_memory(
-    checkpoints, tmp_path, monkeypatch
-):
-    rollout = make_config(tmp_path, "float32").rollout
+def test_a_tensor_parallel_engine_takes_weights_and_frees_shared_memory(checkpoints, tmp_path, monkeypatch):
+    rollout = engine_runs.make_config(tmp_path, "float32").rollout
     rollout.rollout_num_gpus_per_engine = 2
     settings = engine_settings(rollout, checkpoints["dense 0"], "gloo", gpus=(), num_threads=1)
-    requests, source = make_requests(20), CheckpointSource(checkpoints["dense 1"])
-    engine = Engine(settings, tmp_path / "engine.log")
-    try:
+    requests, source = engine_runs.make_requests(20), CheckpointSource(checkpoints["dense 1"])
+    with closing(Engine(settings, tmp_path / "engine.log")) as engine:
         engine.wait_ready(200)
-        transport = open_gloo(workers=2, bucket_bytes=10_000)
+        transport = engine_runs.open_gloo(workers=2, bucket_bytes=10_000)
         assert transport.connect(source, {0: engine}, [0]) == {}
         send, asked, answers = transport.send, ThreadPoolExecutor(1), []
 
-        def send_while_asked(*given: Any, **named: Any) -> Sent:
+        def send_while_asked(*given, **named):
             answers.append(asked.submit(engine.generate, requests, version=1, timeout=100))
             time.sleep(1)  # vLLM's core, which had nothing to do, would take its first steps
             return send(*given, **named)
@@ -622,10 +559,8 @@ def test_a_tensor_parallel_engine_takes_new_weights_and_leaves_no_shared_memory(
         os.kill(engine.pid, signal.SIGKILL)
         with pytest.raises(EngineDiedError):
             engine.generate(requests, version=1, timeout=100)
-    finally:
-        engine.close()
     assert {sample.versions for sample in samples} == {((0, 1),)}
-    reference = reference_logprobs(checkpoints["dense 1"], requests, samples)
+    reference = engine_runs.reference_logprobs(checkpoints["dense 1"], requests, samples)
     assert difference([s.logprobs for s in samples], reference).max() < 2e-5
     sizes = {name: tensor.nbytes for name, tensor in source.tensors.items()}
     replicated = sum(size for name, size in sizes.items() if "norm" in name)

@@ -19,7 +19,7 @@ from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.run.checks import check_evaluation, check_run, check_settings
 from megatron_ibpo.run.in_one_process import InOneProcess
 from megatron_ibpo.run.settings import parse_config
-from support.engine_runs import ids_of, reference_model
+from support.engine_runs import difference, ids_of, make_requests, reference_logprobs, reference_model
 from support.paths import ROOT
 from support.tiny_models import EOS_ID, make_qwen3
 
@@ -45,19 +45,6 @@ def opened(directory, most_at_once=64):
     return engine
 
 
-def requests_of(count, seed=0, **settings):
-    draw = np.random.default_rng(seed)
-    return [
-        SampleRequest(
-            token_ids(draw.integers(2, 64, draw.integers(3, 20))),
-            seed=1000 * seed + number,
-            max_tokens=int(draw.integers(1, 30)),
-            **settings,
-        )
-        for number in range(count)
-    ]
-
-
 def reference(directory, request, tokens):
     """Logits of transformers before each of the sampled tokens."""
     ids = torch.tensor([[*request.prompt_token_ids, *tokens]])
@@ -65,23 +52,22 @@ def reference(directory, request, tokens):
         return reference_model(directory)(ids).logits[0, len(request.prompt_token_ids) - 1 : -1]
 
 
-@pytest.mark.parametrize("tie", [False, True], ids=["own head", "tied head"])
+@pytest.mark.parametrize("tie", [False, True])
 def test_samples_are_likeliest_or_drawn_by_what_transformers_computes(tmp_path, tie):
     directory = make_qwen3(tmp_path / "dense", 0, tie=tie)
     engine = opened(directory)
-    greedy, drawn = (requests_of(12, seed=1, temperature=temperature) for temperature in (0.0, 0.7))
-    for request, sample in zip(greedy, engine.generate(greedy), strict=True):
-        logprobs = reference(directory, request, sample.token_ids).log_softmax(-1)
-        assert sample.token_ids.tolist() == logprobs.argmax(-1).tolist()
-        assert np.abs(sample.logprobs - logprobs.max(-1).values.numpy()).max() < 1e-5
-    for request, sample in zip(drawn, engine.generate(drawn), strict=True):
-        logprobs = (reference(directory, request, sample.token_ids) / 0.7).log_softmax(-1).numpy()
-        chosen = np.take_along_axis(logprobs, sample.token_ids[:, None], 1)[:, 0]
-        assert np.abs(sample.logprobs - chosen).max() < 1e-5
+    greedy, drawn = (make_requests(12, seed=1, temperature=temperature) for temperature in (0.0, 0.7))
+    likeliest = engine.generate(greedy)
+    for request, sample in zip(greedy, likeliest, strict=True):
+        logits = reference(directory, request, sample.token_ids)
+        assert sample.token_ids.tolist() == logits.argmax(-1).tolist()
+    for requests, samples in ((greedy, likeliest), (drawn, engine.generate(drawn))):
+        expected = reference_logprobs(directory, requests, samples)
+        assert difference([sample.logprobs for sample in samples], expected).max() < 1e-5
 
 
 def test_a_sample_ends_with_the_end_of_sequence_or_at_its_length_and_follows_from_its_seed(engine):
-    requests = requests_of(60, seed=2)
+    requests = make_requests(60, seed=2)
     samples = engine.generate(requests)
     assert {sample.finish_reason for sample in samples} == {"stop", "length"}
     for request, sample in zip(requests, samples, strict=True):
@@ -98,26 +84,22 @@ def test_a_sample_ends_with_the_end_of_sequence_or_at_its_length_and_follows_fro
 
 
 def test_who_else_is_asked_and_in_which_order_changes_no_sample(checkpoint, engine):
-    """Greedy, cut and plain ones in one wave too are what they are by themselves."""
-    requests = requests_of(20, seed=3)
+    requests = make_requests(20, seed=3)
     for place, changes in enumerate(({"temperature": 0.0}, {"top_k": 2}, {"top_p": 0.5})):
         requests[place] = replace(requests[place], **changes)
     together = engine.generate(requests)
     order = np.random.default_rng(0).permutation(20)
     shuffled = engine.generate([requests[index] for index in order])
-    small_waves = opened(checkpoint, most_at_once=7).generate(requests)
-    alone = [engine.generate([request])[0] for request in requests[:10]]
     for place, index in enumerate(order):
         assert shuffled[place].token_ids.tolist() == together[index].token_ids.tolist()
         assert np.abs(shuffled[place].logprobs - together[index].logprobs).max() < 1e-5
-    assert ids_of(small_waves) == ids_of(together)
-    assert ids_of(alone) == ids_of(together[:10])
+    assert ids_of(opened(checkpoint, most_at_once=7).generate(requests)) == ids_of(together)
+    assert ids_of(engine.generate([request])[0] for request in requests[:10]) == ids_of(together[:10])
 
 
 @pytest.mark.parametrize(("cut", "kept"), [({}, 64), ({"top_k": 3}, 3), ({"top_p": 0.8}, None)])
 def test_tokens_come_as_often_as_the_distribution_says(engine, checkpoint, cut, kept):
-    """4,000 draws of one token: each frequency within four standard deviations; nothing outside of what
-    top-k and top-p leave; and the log-probs are those of what is left."""
+    """4,000 draws of a token: each frequency within four standard deviations of what both cuts leave."""
     prompt = token_ids([3, 9, 27])
     requests = [SampleRequest(prompt, seed, max_tokens=1, temperature=2.0, **cut) for seed in range(4000)]
     drawn = engine.generate(requests)
@@ -135,7 +117,7 @@ def test_tokens_come_as_often_as_the_distribution_says(engine, checkpoint, cut, 
 
 
 def test_asked_from_an_event_loop_it_gives_all_under_their_numbers(engine):
-    requests = requests_of(6, seed=4)
+    requests = make_requests(6, seed=4)
 
     async def ask():
         ran = []
@@ -185,27 +167,20 @@ def test_a_prompt_that_is_asked_often_is_read_once(engine, monkeypatch):
 LEAN = ["--config", str(RECIPE), "--hf-checkpoint", str(TINY), "--rollout-backend", "lean"]
 
 
-SAMPLING = {
-    "--max-staleness 1": "one process cannot sample while it trains",
-    "--vllm-arg block_size=16": "it uses no vLLM",
-}
-PROCESSES = {
-    "--num-trainers 2": "one process trains",
-    "--ray-address auto": "it uses no Ray",
-    "--load-debug-rollout-data .": "a replay samples nothing",
-}
-
-
-@pytest.mark.parametrize("because", [SAMPLING, PROCESSES], ids=["sampling", "processes"])
-def test_all_that_one_process_cannot_do_is_refused_at_once_before_it_starts(because):
-    flags = " ".join(because).split()
-    check_settings(parse_config([*LEAN, *flags, "--rollout-backend", "vllm"]))
-    lean = parse_config([*LEAN, *flags])
-    every = [f"--rollout-backend lean with {flag.split()[0]}: {why}" for flag, why in because.items()]
-    for check in (check_run, check_settings):
-        with pytest.raises(ConfigError) as refused:
-            check(lean)
-        assert str(refused.value).split("\n  ") == [f"{len(every)} problems in the configuration:", *every]
+def test_all_that_one_process_cannot_do_is_refused_at_once_before_it_starts():
+    sampling = {"--max-staleness 1": "one process cannot sample while it trains"}
+    sampling |= {"--vllm-arg block_size=16": "it uses no vLLM"}
+    processes = {"--num-trainers 2": "one process trains", "--ray-address auto": "it uses no Ray"}
+    processes |= {"--load-debug-rollout-data .": "a replay samples nothing"}
+    for because in (sampling, processes):
+        flags = " ".join(because).split()
+        check_settings(parse_config([*LEAN, *flags, "--rollout-backend", "vllm"]))
+        lean = parse_config([*LEAN, *flags])
+        every = [f"--rollout-backend lean with {flag.split()[0]}: {why}" for flag, why in because.items()]
+        for check in (check_run, check_settings):
+            with pytest.raises(ConfigError) as refused:
+                check(lean)
+            assert str(refused.value).split("\n  ")[1:] == every
 
 
 def test_one_process_trains_a_dense_model_and_other_families_layouts_and_evaluations_are_refused():
@@ -223,10 +198,10 @@ def test_one_process_trains_a_dense_model_and_other_families_layouts_and_evaluat
 
 
 def lean_run(run_dir, *flags):
+    usual = "--rollout-backend lean --rollout-batch-size 4 --n-samples-per-prompt 4 --eval-num-prompts 8 "
+    usual += "--advantage-estimator ibpo --num-rollout 3 --save"
     command = [sys.executable, "-m", "megatron_ibpo.commands.train", "--config", str(RECIPE)]
-    command += ["--run-dir", str(run_dir), "--rollout-backend", "lean", "--rollout-batch-size", "4"]
-    command += ["--n-samples-per-prompt", "4", "--eval-num-prompts", "8", "--advantage-estimator", "ibpo"]
-    command += ["--num-rollout", "3", *flags]
+    command += ["--run-dir", str(run_dir), *usual.split(), *flags]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
@@ -235,7 +210,7 @@ def lean_run(run_dir, *flags):
 @pytest.mark.ray
 @pytest.mark.slow  # tests/examples/test_learning.py runs one too
 def test_a_run_trains_on_what_it_samples_and_one_that_goes_on_ends_as_if_never_stopped(tmp_path):
-    whole = lean_run(tmp_path / "whole", "--save", "--check-weight-update-equal")
+    whole = lean_run(tmp_path / "whole", "--check-weight-update-equal")
     assert [row["kind"] for row in whole] == ["evaluation", "step", "step", "step", "evaluation"]
     for row in whole[1:4]:
         assert row["logprob_diff_abs_max"] < 1e-4  # of trainer and sampler
@@ -245,8 +220,8 @@ def test_a_run_trains_on_what_it_samples_and_one_that_goes_on_ends_as_if_never_s
     summary = json.loads((tmp_path / "whole/summary.json").read_text())
     assert summary["status"] == "finished"
     assert 1.5 < summary["break_even"]["price"] < 5
-    first = lean_run(tmp_path / "parts", "--save", "--budget", "1", "--budget-unit", "flops")
+    first = lean_run(tmp_path / "parts", "--budget", "1", "--budget-unit", "flops")
     assert [row["step"] for row in first if row["kind"] == "step"] == [1]
-    rest = lean_run(tmp_path / "parts", "--save", "--load", str(tmp_path / "parts"))
+    rest = lean_run(tmp_path / "parts", "--load", str(tmp_path / "parts"))
     assert [row["reward"] for row in rest if row["kind"] == "step"][-1] == whole[-2]["reward"]
     assert rest[-1]["accuracy"] == whole[-1]["accuracy"]

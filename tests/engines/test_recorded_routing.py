@@ -1,7 +1,7 @@
 """What vLLM's engines record of their routers is what the model routes, also beside their prefix cache."""
 
 import time
-from dataclasses import replace
+from contextlib import closing, contextmanager
 
 import numpy as np
 import pytest
@@ -10,36 +10,31 @@ import torch
 from megatron_ibpo.basics.records import SampleRequest, TrainSequence, no_expert, token_ids
 from megatron_ibpo.engines import Engine
 from megatron_ibpo.engines.vllm.settings import engine_settings
-from support.engine_runs import (
-    CONTEXT,
-    CheckpointSource,
-    connect,
-    make_config,
-    make_requests,
-    reference_model,
-    update,
-)
+from support import engine_runs
+from support.engine_runs import CONTEXT, CheckpointSource, connect, make_config, make_requests, update
 from support.example_runs import finished, rows_of, start_script
 from support.layouts import layout
 from support.ranks import run_ranks
 from support.replayed_routing import all_updated, replaying
 from support.tiny_models import make_qwen3_moe, make_qwen3_next
 
-TIMEOUT = 600.0
+pytestmark, TIMEOUT = [pytest.mark.engine, pytest.mark.slow], 600.0
 
 
+@contextmanager
 def recording_engine(checkpoint, log, dtype, *vllm_arg, context=CONTEXT):
     rollout = make_config(log.parent, dtype).rollout
     rollout.rollout_max_context_len, rollout.vllm_arg = context, vllm_arg
     rollout.use_rollout_routing_replay = True
-    engine = Engine(engine_settings(rollout, checkpoint, "gloo", gpus=(), num_threads=1), log)
-    engine.wait_ready(TIMEOUT)
-    return engine
+    settings = engine_settings(rollout, checkpoint, "gloo", gpus=(), num_threads=1)
+    with closing(Engine(settings, log)) as engine:
+        engine.wait_ready(TIMEOUT)
+        yield engine
 
 
 def routed_by_transformers(directory, samples):
     """[tokens read, layers, K] of each sample, of the model in float32, each row's ids sorted."""
-    model = reference_model(directory)
+    model = engine_runs.reference_model(directory)
     found = []
     for sample in samples:
         ids = torch.tensor([[*sample.prompt_token_ids, *sample.token_ids[:-1]]])
@@ -51,7 +46,6 @@ def routed_by_transformers(directory, samples):
 
 
 def agreement(recorded, expected):
-    """Share of tokens and layers with the same experts."""
     return float((np.sort(recorded, -1) == expected).all(-1).mean())
 
 
@@ -62,8 +56,7 @@ def hybrid(tmp_path_factory):
     place = tmp_path_factory.mktemp("hybrid")
     old, new = (make_qwen3_next(place / str(seed), seed) for seed in (0, 1))
     requests = make_requests(31)
-    engine = recording_engine(old, place / "engine.log", "bfloat16")
-    try:
+    with recording_engine(old, place / "engine.log", "bfloat16") as engine:
         samples = engine.generate(requests, version=0, timeout=TIMEOUT)
         source = CheckpointSource(new)
         transport = connect(engine, source)
@@ -75,13 +68,9 @@ def hybrid(tmp_path_factory):
         engine.abort([1])
         ((_, across),) = engine.take(TIMEOUT)
         again = engine.generate([requests[2], requests[1]], version=2, timeout=TIMEOUT)
-    finally:
-        engine.close()
     return (old, new), samples, across, again
 
 
-@pytest.mark.engine
-@pytest.mark.slow
 def test_a_hybrid_engine_records_what_its_model_routes_before_and_after_an_update(hybrid):
     """Some choices of bfloat16 are not those of float32; chance would be 1 in 6."""
     (old, new), samples, across, again = hybrid
@@ -107,19 +96,14 @@ def test_a_hybrid_engine_records_what_its_model_routes_before_and_after_an_updat
     assert agreement(again[0].routed_experts, routed_by_transformers(new, again)[0]) > 0.8
 
 
-@pytest.mark.engine
-@pytest.mark.slow
 def test_what_came_from_the_prefix_cache_has_no_record(tmp_path):
     """The engine computes in float32, where choices are those of transformers but for ties."""
     model = make_qwen3_moe(tmp_path / "model", 9)
     (model / "generation_config.json").write_text('{"eos_token_id": 1}')
     prompt = token_ids(np.random.default_rng(5).integers(2, 64, 200))
     requests = [SampleRequest(prompt, seed, 20) for seed in (3, 4)]
-    engine = recording_engine(model, tmp_path / "engine.log", "float32")
-    try:
+    with recording_engine(model, tmp_path / "engine.log", "float32") as engine:
         samples = [engine.generate([one], version=0, timeout=TIMEOUT)[0] for one in requests]
-    finally:
-        engine.close()
     cached = unrecorded(samples)
     assert cached[0] == 0
     assert 100 < cached[1] < 200  # whole blocks, and never the last token of the prompt
@@ -128,42 +112,46 @@ def test_what_came_from_the_prefix_cache_has_no_record(tmp_path):
         assert agreement(sample.routed_experts[first:], own[first:]) > 0.995
 
 
-STATE_TOKENS = 64
-"""Tokens between the places in a prompt where vLLM keeps a delta net's state."""
-
-
 def unrecorded(samples):
-    """The number of each sample's first tokens that have no record."""
     absent = [(s.routed_experts == no_expert(s.routed_experts)).all((1, 2)) for s in samples]
     counts = [int(rows.sum()) for rows in absent]
     assert all(rows[:count].all() for rows, count in zip(absent, counts, strict=True))
     return counts
 
 
-@pytest.mark.engine
-@pytest.mark.slow
+def bits(samples):
+    return [(sample.token_ids.tolist(), sample.logprobs.tolist()) for sample in samples]
+
+
 @pytest.mark.timeout(900)  # it starts three engines
 def test_the_turns_of_a_conversation_are_the_same_bits_with_and_without_the_cached_turns_before(tmp_path):
+    """vLLM keeps a delta net's state at every 64th token of a prompt."""
     old, new = (make_qwen3_next(tmp_path / str(seed), seed) for seed in (0, 1))
-    caching, plain, fresh = (
-        recording_engine(
-            model, tmp_path / f"{n}.log", "bfloat16", f"enable_prefix_caching={n == 0}".lower(), context=512
-        )
-        for n, model in enumerate((old, old, new))
-    )
-    try:
+
+    def asked(prompts, turn):
+        return [
+            SampleRequest(token_ids(prompt), 10 * turn + number, 30, temperature=temperature)
+            for number, prompt in enumerate(prompts)
+        ]
+
+    caches = "enable_prefix_caching="
+    with (
+        recording_engine(old, tmp_path / "0.log", "bfloat16", f"{caches}true", context=512) as caching,
+        recording_engine(old, tmp_path / "1.log", "bfloat16", f"{caches}false", context=512) as plain,
+        recording_engine(new, tmp_path / "2.log", "bfloat16", f"{caches}false", context=512) as fresh,
+    ):
         for temperature in (0.0, 1.0):
             draw, before = np.random.default_rng([7, int(temperature)]), [0, 0, 0]  # cached of each prompt
             prompts = [draw.integers(2, 64, length) for length in (60, 65, 150)]
             for turn in range(4):  # past blocks of the cache that a response filled
-                requests = turn_of(prompts, turn, temperature)
+                requests = asked(prompts, turn)
                 ours = caching.generate(requests, version=0, timeout=TIMEOUT)
                 theirs = plain.generate(requests, version=0, timeout=TIMEOUT)
                 assert bits(ours) == bits(theirs)
                 assert (unrecorded(ours), unrecorded(theirs)) == (before, [0, 0, 0])
                 for one, other, first in zip(ours, theirs, before, strict=True):
                     assert np.array_equal(one.routed_experts[first:], other.routed_experts[first:])
-                before = [(len(prompt) - 1) // STATE_TOKENS * STATE_TOKENS for prompt in prompts]
+                before = [(len(prompt) - 1) // 64 * 64 for prompt in prompts]
                 prompts = [
                     np.concatenate([prompt, sample.token_ids, draw.integers(2, 64, 50)])
                     for prompt, sample in zip(prompts, ours, strict=True)
@@ -171,33 +159,14 @@ def test_the_turns_of_a_conversation_are_the_same_bits_with_and_without_the_cach
             assert all(before)
         source = CheckpointSource(new)
         update(connect(caching, source), caching, source, 1)
-        requests = [
-            replace(request, prompt_token_ids=token_ids(p))
-            for request, p in zip(requests, prompts, strict=True)
-        ]
+        requests = asked(prompts, 3)
         ours = caching.generate(requests, version=1, timeout=TIMEOUT)
         theirs = fresh.generate(requests, version=0, timeout=TIMEOUT)
-    finally:
-        for engine in (caching, plain, fresh):
-            engine.close()
     assert unrecorded(ours) == [0, 0, 0], "the old policy's cache is gone"
     assert bits(ours) == bits(theirs)
 
 
-def turn_of(prompts, turn, temperature):
-    return [
-        SampleRequest(token_ids(prompt), 10 * turn + number, 30, temperature=temperature)
-        for number, prompt in enumerate(prompts)
-    ]
-
-
-def bits(samples):
-    return [(sample.token_ids.tolist(), sample.logprobs.tolist()) for sample in samples]
-
-
-@pytest.mark.engine
 @pytest.mark.world
-@pytest.mark.slow
 def test_a_trainer_that_replays_an_engines_choices_comes_closer_to_its_log_probs(hybrid):
     """Under TP2 and EP2: the trainer computes in float32, the engine in bfloat16."""
     (old, _), samples, _, _ = hybrid
@@ -211,32 +180,23 @@ def test_a_trainer_that_replays_an_engines_choices_comes_closer_to_its_log_probs
     ]  # fmt: skip
     configs = [replaying(layout(tp=2, ep=2), rollout=replays) for replays in (False, True)]
     (alone, *_), (replayed, *_) = run_ranks(all_updated, 2, old, configs, rows, timeout=600)[0]
-    print({name: (alone[name], replayed[name]) for name in alone if name.startswith("logprob_diff")})
-    print({name: value for name, value in replayed.items() if name.startswith("routing_")})
     # .72 of it on an AMD EPYC; what bfloat16 leaves differs between processors
     assert replayed["logprob_diff_abs_mean"] < 0.85 * alone["logprob_diff_abs_mean"]
     assert replayed["routing_live"] == 0
     assert 0 < replayed["routing_changed"] < 0.1
 
 
-@pytest.mark.engine
 @pytest.mark.ray
-@pytest.mark.slow
 def test_a_trainer_that_replays_takes_every_choice_from_its_engine(tmp_path):
-    """Two trainers, TP2 and EP2. The first step's samples are the same with and without. So few tokens say
-    nothing of how much closer log-probs come: bfloat16 moves them more than the routing that changes."""
+    """Two trainers, TP2 and EP2. So few tokens say nothing of how much closer log-probs come: bfloat16 moves
+    them more than the routing that changes."""
     loop = "--num-rollout 2 --rollout-batch-size 4 --n-samples-per-prompt 4 --eval-num-prompts 0"
-    loop, rows = f"{loop} --num-steps-per-rollout 2".split(), []
-    for flags in ([], ["--use-rollout-routing-replay", "--use-routing-replay"]):
-        status, output = finished(start_script(tmp_path / str(len(rows)), *loop, *flags), timeout=900)
-        assert status == 0, output[-5000:]
-        rows.append(rows_of(tmp_path / str(len(rows))))
-    alone, replayed = rows
-    print([[row["logprob_diff_abs_mean"] for row in own] for own in rows])
-    print([(row["routing_changed"], row["routing_live"]) for row in replayed])
-    assert replayed[0]["response_length"] == alone[0]["response_length"]
-    for row in replayed:
+    loop += " --num-steps-per-rollout 2 --use-rollout-routing-replay --use-routing-replay"
+    status, output = finished(start_script(tmp_path / "run", *loop.split()), timeout=900)
+    assert status == 0, output[-5000:]
+    rows = rows_of(tmp_path / "run")
+    assert len(rows) == 2
+    for row in rows:
         assert row["routing_live"] == 0
         assert 0 < row["routing_changed"] < 0.2
         assert row["grad_norm"] > 0
-    assert "routing_changed" not in alone[0]

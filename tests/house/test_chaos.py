@@ -1,18 +1,20 @@
-"""The campaign of kills (tests/chaos.sh) concludes the right things from a journal and its own records."""
+"""What tests rely on: campaigns of kills conclude the right things, and ranks that fail are loud and end."""
 
 import errno
 import os
 import subprocess
 import sys
+import time
 
+import psutil
 import pytest
 from chaos.campaign import failing_disk
 from chaos.faults import Fault, wrong_end
 from chaos.journal_audit import audit
-from chaos.results import append, read, so_far
 
 from megatron_ibpo.journal import ClosedBatch, DroppedGroup, Journal
 from support.journals import group, make_sample, response
+from support.ranks import RankFailed, run_ranks
 
 
 @pytest.mark.parametrize(
@@ -26,9 +28,7 @@ from support.journals import group, make_sample, response
         (([0, 1, 2],), [], ["2 steps were taken, the journal has whole batches of [1]"]),
     ],
 )
-def test_a_prompt_lost_or_trained_twice_is_found_and_a_step_that_the_journal_lacks(
-    tmp_path, batches, under_way, problems
-):
+def test_prompts_lost_or_trained_twice_and_missing_steps_are_found(tmp_path, batches, under_way, problems):
     """Of two steps on three prompts, given the prompts of their groups, one of another attempt."""
     with Journal(tmp_path, 2**30, "{}", 0) as journal:
         for step, prompts in enumerate(batches, start=1):
@@ -47,36 +47,30 @@ def test_lost_samples_of_a_group_are_found(tmp_path):
         journal.sampled(response(1), make_sample(2))
         journal.closed(ClosedBatch(1, (group(0),), (DroppedGroup(1, 0, "expired"),)))
         journal.sampled(response(2), make_sample(3))
-    problems = audit(tmp_path, steps=1, responses=1, sampling={"cursor": 3, "open": [[1, 1]]})
-    lost = "samples of (2, 0) stand in the journal, but it is in no batch, nor open"
-    assert problems == [lost, "prompt 2 is lost"]
-
-
-def test_a_campaign_goes_on_after_its_last_run(tmp_path):
-    path, kill = tmp_path / "chaos.jsonl", {"kind": "kill", "victim": "engine", "signal": "SIGKILL"}
-    assert so_far(read(path), seed=7) == (0, 0)
-    append(path, [kill | {"seed": 7, "run": 0}] * 2 + [{"kind": "run", "seed": 7, "run": 0}])
-    append(path, [kill | {"seed": 8, "run": 4}])
-    assert so_far(read(path), seed=7) == (2, 1)
-
-
-SAID = "step 7/80\nerror: Ray's GCS server on this machine has died; start the run again\n"
+    assert audit(tmp_path, steps=1, responses=1, sampling={"cursor": 3, "open": [[1, 1]]}) == [
+        "samples of (2, 0) stand in the journal, but it is in no batch, nor open", "prompt 2 is lost",
+    ]  # fmt: skip
 
 
 def test_a_run_that_cannot_go_on_ends_with_status_1_and_a_line_in_time_and_nothing_else_ends_one():
     gone = Fault("gcs", "SIGKILL")
-    assert wrong_end(gone, 1, 5.0, SAID) == []
-    assert wrong_end(gone, 0, 5.0, SAID) == [f"SIGKILL of gcs ended the run with 0, not 1: {SAID[10:-1]}"]
-    assert wrong_end(gone, 1, 500.0, SAID) == ["after SIGKILL of gcs the run took 500 s to end"]
-    assert "said 0 lines of what is wrong" in wrong_end(gone, 1, 5.0, "step 7/80\n")[0]
-    assert "a traceback 1 times" in wrong_end(gone, 1, 5.0, "Traceback (most recent call last):\n" + SAID)[0]
-    assert wrong_end(Fault("driver", "SIGKILL"), -9, 0.1, "") == []
-    assert wrong_end(Fault("start", "busy"), -9, 0.1, "") == []
-    assert wrong_end(Fault("gcs", "SIGSTOP"), 1, 5.0, SAID) != []
-    assert wrong_end(Fault("engine", "SIGKILL"), 1, 5.0, SAID) != []
-    for victim in ("engine", "driver", "start", "gcs"):
-        (problem,) = wrong_end(Fault(victim, "SIGKILL"), 2, 5.0, "error: Ray does not start\n")
-        assert problem.startswith(f"SIGKILL of {victim} ended the run as if its input were bad: error: Ray")
+    said = "step 7/80\nerror: Ray's GCS server on this machine has died; start the run again\n"
+    for fault, status, seconds, output in (
+        (gone, 1, 5.0, said),
+        (Fault("driver", "SIGKILL"), -9, 0.1, ""),
+        (Fault("start", "busy"), -9, 0.1, ""),
+    ):
+        assert wrong_end(fault, status, seconds, output) == []
+    for fault, status, seconds, output, problem in (
+        (gone, 0, 5.0, said, "SIGKILL of gcs ended the run with 0, not 1: "),
+        (gone, 1, 500.0, said, "after SIGKILL of gcs the run took 500 s to end"),
+        (gone, 1, 5.0, "step 7/80\n", "said 0 lines of what is wrong"),
+        (gone, 1, 5.0, "Traceback (most recent call last):\n" + said, "a traceback 1 times"),
+        (Fault("gcs", "SIGSTOP"), 1, 5.0, said, ""),
+        (Fault("engine", "SIGKILL"), 1, 5.0, said, ""),
+        (Fault("driver", "SIGKILL"), 2, 5.0, "error: Ray does not start", "as if its input were bad: error"),
+    ):
+        assert problem in wrong_end(fault, status, seconds, output)[0]
 
 
 WRITES = """
@@ -110,3 +104,20 @@ def test_a_disk_fails_below_the_run_while_it_is_told_to(tmp_path, code):
     command = [sys.executable, "-c", WRITES, str(below), str(failing), str(code)]
     said = subprocess.check_output(command, env=os.environ | told, text=True)
     assert said.splitlines() == [str(code)] * 5 + ["whole", "whole again"]
+
+
+def fail_on_one(world, directory):
+    (directory / str(world.rank)).write_text(str(os.getpid()))
+    if world.rank == 1:
+        raise ValueError("planted")
+    time.sleep(60)
+
+
+@pytest.mark.world
+def test_an_error_is_shown_with_the_stacks_of_ranks_that_hang_and_ends_them(tmp_path, monkeypatch):
+    monkeypatch.setattr("support.ranks.GRACE_S", 1.0)
+    with pytest.raises(RankFailed, match=r"(?s)rank 0 had not finished.* in fail_on_one.*rank 1: .*planted"):
+        run_ranks(fail_on_one, 2, tmp_path)
+    assert not any(psutil.pid_exists(int((tmp_path / rank).read_text())) for rank in "01")
+    with pytest.raises(RankFailed, match=r"rank 0 had not finished \(time-out 0.5 s\)"):
+        run_ranks(fail_on_one, 1, tmp_path, timeout=0.5)

@@ -25,14 +25,12 @@ from support.paths import ROOT
 
 @pytest.fixture(autouse=True)
 def modules(tmp_path, monkeypatch):
-    """Every example in a file where the user stands."""
     write_modules(tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
 
 
-ASKED = prompt()
-"""Its label is 13."""
+ASKED = prompt()  # its label is 13
 
 
 def test_the_rewards():
@@ -91,7 +89,7 @@ def credited(groups, loop=None, **settings):
 def test_the_filter_of_groups_and_the_estimators():
     usable = find_group_filter(algorithm(group_filter="hard_enough:use"))
     rounds = [[group([13], [13], index=0), group([13], [14], index=1)], [group([14], [14], index=2)]]
-    groups, metrics = fill_batch(lambda number: rounds[number], 2, 2, usable=usable, preferred=usable)
+    groups, metrics = fill_batch(rounds.__getitem__, 2, 2, usable=usable, preferred=usable)
     assert [made.prompt.index for made in groups] == [1, 2]
     assert metrics["groups_refused"] == 1
     groups = [Group(ASKED, scored([13], [14], [15]))]
@@ -113,8 +111,8 @@ def test_the_credit_of_tokens_and_the_operators():
     assert [s.reward for s in credit.sequences] == pytest.approx([1.0, 0.3 * 0.8, 0.3 * 0.4])
     assert credit.metrics["groups_judged"] == 1
     # of two wrong responses the first is answered correctly at its second try
-    second = [[10, 13], [10, 15]]
-    loop = Loop(lambda asked: second.pop(0))
+    second = iter([[10, 13], [10, 15]])
+    loop = Loop(lambda asked: next(second))
     credit = credited([group(RIGHT, [14], [15])], loop, ibpo_operator="second_try:SecondTry")
     assert loop.asked == [(1, 5, 27)] * 2
     assert [s.reward for s in by_kind(credit, "response")] == [1.0, 0.3, 0.0]
@@ -136,7 +134,13 @@ def test_the_engine(tmp_path, monkeypatch):
     assert (tmp_path / "engine_0.requests").read_text() == "2\n"
 
 
-OWN_ENGINES = """
+def test_the_needs_of_an_engine_are_vllms_unless_its_class_says_otherwise(tmp_path):
+    config = Config()
+    config.rollout.vllm_max_num_seqs = 32
+    usual = engine_needs(config)
+    assert (usual.most_running, usual.memory_share, usual.kv_cache_bytes) == (32, 0.6, None)
+    assert engine_needs(config, on_gpu=False).kv_cache_bytes == 512 * 1024**2
+    (tmp_path / "own_engines.py").write_text("""
 from dataclasses import replace
 from megatron_ibpo.engines import Engine
 class Silent: ...
@@ -147,16 +151,7 @@ class Frugal:
     def needs(config, on_gpu):
         own = {'kv_cache_bytes': 10**9 if on_gpu else 10**6, 'kv_cache_flag': '--frugal-cache'}
         return replace(Engine.needs(config, on_gpu), **own)
-"""
-
-
-def test_the_needs_of_an_engine_are_vllms_unless_its_class_says_otherwise(tmp_path):
-    config = Config()
-    config.rollout.vllm_max_num_seqs = 32
-    usual = engine_needs(config)
-    assert (usual.most_running, usual.memory_share, usual.kv_cache_bytes) == (32, 0.6, None)
-    assert engine_needs(config, on_gpu=False).kv_cache_bytes == 512 * 1024**2
-    (tmp_path / "own_engines.py").write_text(OWN_ENGINES)
+""")
     for name in ("lean", "counted_engine:CountedEngine", "own_engines:Silent"):
         config.rollout.rollout_backend = name
         assert engine_needs(config) == usual
@@ -170,12 +165,11 @@ def test_the_needs_of_an_engine_are_vllms_unless_its_class_says_otherwise(tmp_pa
 
 
 BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "docs/python.md").read_text(), re.DOTALL)
-OF_A_RUN, OF_PARTS = BLOCKS[:2], BLOCKS[2:]
 
 
 def test_the_parts_that_are_used_alone():
     found = {}
-    exec("\n".join(["import megatron_ibpo as mi", *OF_PARTS]), found)
+    exec("\n".join(["import megatron_ibpo as mi", *BLOCKS[2:]]), found)
     assert found["distances"].tolist() == [0.4, 0.0]
     assert found["kept"].tolist() == [True, False, True, True]
     assert found["edits"].tolist() == [2]
@@ -190,7 +184,7 @@ def test_the_parts_that_are_used_alone():
 @pytest.mark.slow
 def test_a_run_is_stepped_and_resumed(tmp_path):
     """The page is run as a program without a main guard, in a directory of the user's."""
-    (tmp_path / "program.py").write_text("\n".join([*OF_A_RUN, "assert third.metrics['step'] == 3", ""]))
+    (tmp_path / "program.py").write_text("\n".join([*BLOCKS[:2], "assert third.metrics['step'] == 3", ""]))
     command, environment = [sys.executable, "program.py"], os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,7 +1,5 @@
 """Setting up: the bootstrap's steps and failures, pinned versions, the image, and what is imported."""
 
-import ast
-import json
 import os
 import re
 import shutil
@@ -38,11 +36,10 @@ sleep "${SLOW:-0}"
 [[ $arguments != *"-e ." ]] || touch megatron_ibpo/_edit_distance.fake.so
 """
 ALL_CALLS = [
-    "--no-deps torch==2.13.0+cpu",
-    "--no-deps -r .venv/.steps/packages.1.txt",
+    "--no-deps torch==2.13.0+cpu", "--no-deps -r .venv/.steps/packages.1.txt",
     "--no-deps --ignore-requires-python -r requirements/megatron-core.txt",
     "--no-deps --no-build-isolation -e .",
-]
+]  # fmt: skip
 
 
 def program(path, text):
@@ -65,24 +62,21 @@ def checkout(tmp_path):
     return checkout
 
 
-def environment(**changes):
+def started(checkout, *groups, **changes):
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("IBPO_", "PIP_"))}
-    return kept | {"CXX": "true", "IBPO_DEVICE": "cpu"} | changes
-
-
-def bootstrap(checkout, *groups, **changes):
-    command = ["bash", str(checkout / "tools/bootstrap.sh"), *groups]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment(**changes))
+    environment = kept | {"CXX": "true", "IBPO_DEVICE": "cpu"} | changes
+    command, pipe = ["bash", str(checkout / "tools/bootstrap.sh"), *groups], subprocess.PIPE
+    return subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True, process_group=0)
 
 
 def refusal(checkout, *groups, **changes):
-    failed = bootstrap(checkout, *groups, **changes)
-    assert (failed.returncode, failed.stdout) == (1, "")
-    return failed.stderr
+    process = started(checkout, *groups, **changes)
+    output, said = process.communicate(timeout=300)
+    assert (process.returncode, output) == (1, "")
+    return said
 
 
 def pip_calls(checkout):
-    """Return what pip was asked for since the last look."""
     calls = checkout / "pip_calls"
     lines = calls.read_text().splitlines() if calls.exists() else []
     calls.unlink(missing_ok=True)
@@ -91,24 +85,22 @@ def pip_calls(checkout):
     return [line for line in lines if line not in other_half]
 
 
-def installed(checkout, *groups, **changes):
-    """Return what pip is asked for by a bootstrap that works."""
-    done = bootstrap(checkout, *groups, **changes)
-    assert done.returncode == 0, done.stderr
+def installed(checkout, *groups, python=None, **changes):
+    """Return what pip is asked for by a bootstrap that works, and names the Python."""
+    process = started(checkout, *groups, **changes)
+    output, said = process.communicate(timeout=300)
+    assert (process.returncode, output) == (0, f"{python or checkout / '.venv/bin/python'}\n"), said
     return pip_calls(checkout)
 
 
 def test_the_first_run_installs_in_order_and_later_ones_what_has_changed(checkout):
-    first = bootstrap(checkout)
-    assert (first.returncode, first.stdout) == (0, f"{checkout}/.venv/bin/python\n"), first.stderr
-    assert pip_calls(checkout) == ALL_CALLS
+    assert installed(checkout) == ALL_CALLS
     halves = [(checkout / f".venv/.steps/packages.{half}.txt").read_text().splitlines() for half in (1, 2)]
     assert sorted(halves[0] + halves[1]) == sorted((ROOT / "requirements/cpu.txt").read_text().splitlines())
     assert abs(len(halves[0]) - len(halves[1])) <= 1
-    started = time.monotonic()
-    second = bootstrap(checkout)
-    assert time.monotonic() - started < 2
-    assert (second.stdout, second.stderr, pip_calls(checkout)) == (first.stdout, "", [])
+    before = time.monotonic()
+    assert installed(checkout) == []
+    assert time.monotonic() - before < 2
     with (checkout / "csrc/levenshtein.hpp").open("a") as header:
         header.write("// changed\n")
     assert installed(checkout) == ALL_CALLS[3:]
@@ -122,9 +114,7 @@ def test_the_first_run_installs_in_order_and_later_ones_what_has_changed(checkou
         (checkout / ".venv/.steps/torch").unlink()
         calls = installed(checkout, IBPO_TORCH_INDEX=index)
         assert calls == [f"--no-deps {option} torch==2.13.0+cpu"]
-    moved = checkout.rename(checkout.parent / "moved")
-    assert bootstrap(moved).stdout == f"{moved}/.venv/bin/python\n"
-    assert pip_calls(moved) == ALL_CALLS[3:]
+    assert installed(checkout.rename(checkout.parent / "moved")) == ALL_CALLS[3:]
 
 
 def test_a_failed_step_says_which_and_why_and_the_next_run_goes_on_there(checkout):
@@ -183,10 +173,8 @@ TE_MADE = "-v --no-deps --no-build-isolation -r requirements/transformer-engine.
 def test_a_gpu_whose_driver_is_new_enough_gets_the_cuda_packages_and_they_are_not_mixed(checkout):
     def with_gpu(driver, cuda):
         said = f"| NVIDIA-SMI {driver}   Driver Version: {driver}   CUDA Version: {cuda} |"
-        script = (
-            f'if [[ "$*" == *driver_version* ]]; then printf "{driver}\\n%.0s" 1 2; else echo "{said}"; fi'
-        )
-        nvidia_smi = program(checkout / "bin/nvidia-smi", f"#!/bin/bash\n{script}\n")
+        each = f'if [[ "$*" == *driver_version* ]]; then printf "{driver}\\n%.0s" 1 2; else echo "{said}"; fi'
+        nvidia_smi = program(checkout / "bin/nvidia-smi", f"#!/bin/bash\n{each}\n")
         return {"IBPO_DEVICE": "", "PATH": f"{nvidia_smi.parent}:{os.environ['PATH']}"}
 
     for driver, cuda in (("550.54.15", "12.4"), ("575.57.08", "N/A")):
@@ -194,8 +182,8 @@ def test_a_gpu_whose_driver_is_new_enough_gets_the_cuda_packages_and_they_are_no
         assert f"driver here is {driver}, and torch for CUDA 13 needs 580 or newer" in said
     assert pip_calls(checkout) == []
     cuda_calls = ["--no-deps torch==2.13.0,!=2.13.0+cpu", ALL_CALLS[1]]
-    by_compatibility_package = installed(checkout, **with_gpu("550.54.15", "13.0"))
-    assert by_compatibility_package == [*cuda_calls, ALL_CALLS[2], TE_WHEELS, ALL_CALLS[3]]
+    compatible = with_gpu("550.54.15", "13.0")  # by a package for old drivers
+    assert installed(checkout, **compatible) == [*cuda_calls, ALL_CALLS[2], TE_WHEELS, ALL_CALLS[3]]
     first_half = (checkout / ".venv/.steps/packages.1.txt").read_text().splitlines()
     assert first_half == (ROOT / "requirements/cuda.txt").read_text().splitlines()[::2]
     assert installed(checkout, **with_gpu("580.65.06", "13.0")) == []
@@ -232,8 +220,7 @@ def test_transformer_engine_is_made_where_no_index_has_its_wheels(checkout):
 def test_two_at_once_do_the_work_once_and_say_every_so_often_how_far_it_is(checkout):
     script = checkout / "tools/bootstrap.sh"
     script.write_text(script.read_text().replace("say_every=60", "say_every=0.05"))
-    slow = environment(SLOW="0.2")
-    both = [subprocess.Popen(["bash", script], env=slow, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    both = [started(checkout, SLOW="0.2") for _ in range(2)]
     output = [process.communicate(timeout=60)[1] for process in both]
     assert [process.returncode for process in both] == [0, 0], output
     assert pip_calls(checkout) == ALL_CALLS
@@ -248,8 +235,7 @@ def test_no_pip_outlives_an_interrupted_bootstrap(checkout, steps):
     installed(checkout, "dev")
     for step in steps:
         (checkout / ".venv/.steps" / step).unlink()
-    command, slow = ["bash", str(checkout / "tools/bootstrap.sh"), "dev"], environment(SLOW="60")
-    process = subprocess.Popen(command, env=slow, stderr=subprocess.DEVNULL, start_new_session=True)
+    process = started(checkout, "dev", SLOW="60")
     calls = checkout / "pip_calls"
     assert eventually(lambda: calls.exists() and len(calls.read_text().splitlines()) == 2, 30)
     group = [p.pid for p in psutil.process_iter() if os.getpgid(p.pid) == process.pid]
@@ -267,19 +253,15 @@ def test_an_environment_of_ones_own_is_used_as_it_is_and_the_extension_is_built_
     before = (ROOT / extension).stat()
     # the flags come last that count: quickly compiled is enough here
     compiler = program(checkout / "c++", '#!/bin/bash\nexec g++ "$@" -O0\n')
-    own = {"IBPO_PYTHON": sys.executable}
-    used = bootstrap(checkout, "dev", CXX=str(compiler), **own)
-    assert used.returncode == 0, used.stderr
-    assert used.stdout == f"{sys.executable}\n"
+    own = {"IBPO_PYTHON": sys.executable, "python": sys.executable}
+    assert installed(checkout, "dev", CXX=str(compiler), **own) == []
     assert not (checkout / ".venv/.steps").exists()
-    assert pip_calls(checkout) == []
     code = "from megatron_ibpo import _edit_distance; print(_edit_distance.__file__)"
-    assert run_python(["-c", code], cwd=checkout).stdout == f"{checkout / extension}\n"
+    assert run_python(["-c", code], cwd=checkout) == f"{checkout / extension}\n"
     assert (ROOT / extension).stat() == before
-    second = bootstrap(checkout, "dev", CXX="no-such-compiler", **own)
-    assert (second.stdout, "C++" in second.stderr) == (used.stdout, False)  # nothing is built again
+    assert installed(checkout, "dev", CXX="no-such-compiler", **own) == []  # nothing is built again
     os.utime(checkout / "csrc/levenshtein.hpp")  # edited
-    said = refusal(checkout, "dev", CXX="no-such-compiler", **own)
+    said = refusal(checkout, "dev", CXX="no-such-compiler", IBPO_PYTHON=sys.executable)
     assert "error: could not set up: C++ extension" in said
     assert "no-such-compiler" in said
     assert "install pybind11, setuptools and a C++17 compiler" in said
@@ -294,21 +276,20 @@ def test_an_environment_that_lacks_something_is_told_what_and_how(checkout, tmp_
         "--no-deps -r requirements/cpu.txt",
         "--ignore-requires-python --no-deps -r requirements/megatron-core.txt",
         "--no-deps -r requirements/dev.txt",
-    ]
-
-
-def system_programs(programs):
-    words = [str(shutil.which("bash")), str(ROOT / "tools/system_programs.sh"), "bubblewrap", "chromium"]
-    path = {"PATH": str(programs)}
-    return subprocess.run(words, env=path, capture_output=True, text=True, timeout=60, check=True).stdout
+    ]  # fmt: skip
 
 
 def test_system_programs_that_are_missing_are_named_and_root_gets_them_and_nothing_else(tmp_path):
     """With a made-up apt-get that installs what it is asked for, once it has its lists of packages."""
+
+    def said():
+        words = [shutil.which("bash"), str(ROOT / "tools/system_programs.sh"), "bubblewrap", "chromium"]
+        return subprocess.check_output(words, env={"PATH": str(tmp_path)}, text=True, timeout=60).splitlines()
+
     (tmp_path / "timeout").symlink_to(shutil.which("timeout"))
-    said = system_programs(tmp_path).splitlines()
-    assert [line.partition(" ")[0] for line in said] == ["bubblewrap", "chromium"]
-    assert said[0].endswith("apt-get install bubblewrap, as root, gets it")
+    bubblewrap, chromium = said()
+    assert bubblewrap.endswith("apt-get install bubblewrap, as root, gets it")
+    assert chromium.startswith("chromium is not here")
     if os.geteuid() != 0:
         pytest.skip("only root may install")
     (tmp_path / "chromium").symlink_to("/bin/true")
@@ -318,7 +299,7 @@ if [[ $1 == update ]]; then : > {tmp_path}/lists; exit; fi
 [[ -e {tmp_path}/lists ]] && : > {tmp_path}/bwrap && {shutil.which("chmod")} +x {tmp_path}/bwrap
 """
     program(tmp_path / "apt-get", script)
-    assert system_programs(tmp_path) == ""
+    assert said() == []
     asked = (tmp_path / "asked").read_text().splitlines()
     assert [line.split()[-1] for line in asked] == ["bubblewrap", "update", "bubblewrap"]
 
@@ -334,10 +315,6 @@ def pins(file):
     return {canonical(pair[1]): pair[2] for pair in pairs}
 
 
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-DEPENDENCIES = {canonical(re.match(r"[\w-]+", dependency)[0]) for dependency in PROJECT["dependencies"]}
-
-
 def test_the_tested_versions_are_the_pinned_ones_and_no_cuda_build_is_among_those_for_cpus():
     """The package depends on no torch: where pip finds no CPU wheel of it, it would bring the CUDA build."""
     cpu, cuda = pins("cpu.txt"), pins("cuda.txt")
@@ -347,8 +324,10 @@ def test_the_tested_versions_are_the_pinned_ones_and_no_cuda_build_is_among_thos
     assert cpu["torch"].endswith("+cpu")
     breaks_vllm = ("nvidia-", "torchvision", "torchaudio", "torchcodec")
     assert not [name for name in cpu if name.startswith(breaks_vllm)]
-    assert cpu.keys() & cuda.keys() & {canonical(name) for name in versions.TESTED} >= DEPENDENCIES
-    assert not [name for name in DEPENDENCIES if name.startswith("torch")]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    dependencies = {canonical(re.match(r"[\w-]+", one)[0]) for one in project["dependencies"]}
+    assert cpu.keys() & cuda.keys() & {canonical(name) for name in versions.TESTED} >= dependencies
+    assert not [name for name in dependencies if name.startswith("torch")]
 
 
 @pytest.mark.lint
@@ -360,10 +339,8 @@ def test_the_image_has_what_is_there_and_the_pinned_versions_and_is_the_one_that
             assert (ROOT / source).exists(), source
             # bootstrap.sh expects the layout of the repository
             assert target == source or (target == "./" and "/" not in source)
-    ignored, of_git = (
-        {*re.sub(r"\*\*/|/$|^#.*", "", (ROOT / file).read_text(), flags=re.MULTILINE).split()}
-        for file in (".dockerignore", ".gitignore")
-    )
+    files = ((ROOT / name).read_text() for name in (".dockerignore", ".gitignore"))
+    ignored, of_git = ({*re.sub(r"\*\*/|/$|^#.*", "", text, flags=re.MULTILINE).split()} for text in files)
     assert ignored == of_git | {".git"}
     locked = (ROOT / "requirements/cpu.txt").read_text()
     assert f"Python {re.search(r'^FROM python:([0-9.]+)-', dockerfile, re.MULTILINE)[1]}." in locked
@@ -379,24 +356,6 @@ def test_the_image_has_what_is_there_and_the_pinned_versions_and_is_the_one_that
     assert "\nWORKDIR /opt/megatron_ibpo\n" in dockerfile, "which the job's command names"
 
 
-def test_what_the_package_imports_is_declared():
-    modules = {"huggingface-hub": "huggingface_hub", "math-verify": "math_verify", "pyyaml": "yaml"}
-    modules |= {"reasoning-gym": "reasoning_gym", "docstring-parser": "docstring_parser"}
-    known = {modules.get(name, name) for name in DEPENDENCIES} | sys.stdlib_module_names
-    known |= {"torch", "megatron", "vllm", "transformer_engine", "apex", "fla", "wandb", "gguf"}
-    imported = set()
-    imported = set()
-    for file in (ROOT / "megatron_ibpo").rglob("*.py"):
-        if "stand_ins" in file.parts:  # a package of another name, which imports its own parts
-            continue
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.Import):
-                imported |= {alias.name.partition(".")[0] for alias in node.names}
-            elif isinstance(node, ast.ImportFrom) and node.level == 0:
-                imported.add(node.module.partition(".")[0])
-    assert imported - {"megatron_ibpo"} <= known
-
-
 def test_versions_that_differ_are_named_with_both_and_do_not_stop_a_run():
     near = dict(versions.TESTED) | {"torch": "2.11.0+cpu", "triton": "3.6.0", "numpy": "2.3.5+mkl"}
     del near["vllm"]
@@ -408,12 +367,9 @@ def test_versions_that_differ_are_named_with_both_and_do_not_stop_a_run():
 
 def run_python(arguments, *, cwd, stdin="", python_path=""):
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    done = subprocess.run(
-        [sys.executable, *arguments], cwd=cwd, input=stdin, capture_output=True, text=True, timeout=120,
-        env=kept | {"PYTHONPATH": python_path},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done
+    environment = kept | {"PYTHONPATH": python_path}
+    command = [sys.executable, *arguments]
+    return subprocess.check_output(command, cwd=cwd, input=stdin, text=True, timeout=120, env=environment)
 
 
 WITHOUT_ENGINES = """
@@ -434,13 +390,8 @@ from megatron_ibpo.basics import distributed
 
 
 def test_the_package_imports_and_works_without_torch_vllm_and_megatron(tmp_path):
-    """It is imported from outside the root, as an installed package is; the loss needs torch."""
-    try:
-        installed = json.loads(metadata.distribution("megatron_ibpo").read_text("direct_url.json") or "{}")
-    except metadata.PackageNotFoundError:
-        installed = {}
-    path = "" if installed.get("url") == ROOT.as_uri() else str(ROOT)
-    assert run_python(["-c", WITHOUT_ENGINES], cwd=tmp_path, python_path=path).stdout == "0.5\n"
+    """It is imported from outside the root; the loss needs torch."""
+    assert run_python(["-c", WITHOUT_ENGINES], cwd=tmp_path, python_path=str(ROOT)) == "0.5\n"
 
 
 def test_the_hugging_face_package_kernels_is_not_shadowed_in_the_root_and_ours_is_built(tmp_path):
@@ -449,7 +400,7 @@ def test_the_hugging_face_package_kernels_is_not_shadowed_in_the_root_and_ours_i
     code = "import kernels, megatron_ibpo.kernels as ours; print(kernels.__file__, *ours.__path__)"
     (tmp_path / "probe.py").write_text(code)
     for arguments in (["-"], ["-m", "probe"]):
-        said = run_python(arguments, cwd=ROOT, stdin=code, python_path=str(tmp_path)).stdout
+        said = run_python(arguments, cwd=ROOT, stdin=code, python_path=str(tmp_path))
         found, ours = said.splitlines()[-1].split()
         assert (Path(found).parent.resolve(), Path(ours).resolve()) == (theirs, ROOT / "kernels")
     assert "megatron_ibpo.kernels" in find_namespace_packages(str(ROOT), include=["megatron_ibpo*"])

@@ -1,13 +1,9 @@
 """Episodes of many turns: what was sampled is trained on, nothing is lost, and no fault is a reward."""
 
-from __future__ import annotations
-
 import asyncio
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated_engines import SimulatedEngine, StepTime, in_virtual_time
 
-from megatron_ibpo.basics.records import Group, Prompt, Sample, SampleRequest, token_ids
+from megatron_ibpo.basics.records import Group, Prompt, SampleRequest, token_ids
 from megatron_ibpo.config import EnvironmentConfig, RolloutConfig
 from megatron_ibpo.credit import CreditContext, Vocabulary, any_group, assign_credit, credit_of, find_operator
-from megatron_ibpo.environments import EpisodeFaultError, EpisodeScore, Message, Opening, Turn
+from megatron_ibpo.environments import EpisodeFaultError, EpisodeScore, Opening, Turn
 from megatron_ibpo.journal import Journal, SampleKey, read_journal
 from megatron_ibpo.sampling import Sampler
 from megatron_ibpo.sampling.ahead import Ahead, Pace
@@ -36,29 +32,39 @@ STEP = StepTime(fixed=0.01, per_sequence=0.0001)
 class TinyChat:
     """Contents are ids already."""
 
-    def open(self, messages: Sequence[Message], tools: Sequence[Any]) -> list[int]:
+    def open(self, messages, tools):
         return [OPENS, *messages[-1]["content"], BEGINS]
 
-    def read(self, ids: Sequence[int], tools: Sequence[Any] | None = None) -> Message:
+    def read(self, ids, tools=None):
         return {"role": "assistant", "content": list(ids[:-1])}
 
-    def extend(self, ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
+    def extend(self, ids, messages):
         assert ids[-1] == EOS
         return [ANSWERS, *messages[-1]["content"], BEGINS]
 
 
-class Countdown:
-    """Answers each message with its sum and the turns left; the one that ends on an even sum is right."""
+class Countdowns:
+    """Sessions that answer each message with its sum and the turns left, of which there are as many as the
+    label says. What ends on an even sum is right. Each fault is taken by the next `step` or `score`."""
 
-    def __init__(self, sessions: Countdowns, turns: int, seed: int) -> None:
+    def __init__(self, seconds=0.005, faults=()):
+        self.seconds, self.faults, self.seeds, self.closed = seconds, list(faults), [], 0
+
+    async def open(self, target, question, label, metadata, seed):
+        self.seeds.append(seed)
+        return Countdown(self, int(label), seed)
+
+
+class Countdown:
+    def __init__(self, sessions, turns, seed):
         self.sessions, self.turns, self.last = sessions, turns, 0
         self.opening = Opening([{"role": "user", "content": [10 + seed % 7, 20]}])
 
-    def _maybe_fault(self) -> None:
+    def _maybe_fault(self):
         if self.sessions.faults and (kind := self.sessions.faults.pop(0)):
             raise EpisodeFaultError(kind, f"made to {kind}")
 
-    async def step(self, message: Message) -> Turn:
+    async def step(self, message):
         self._maybe_fault()
         await asyncio.sleep(self.sessions.seconds)
         self.turns -= 1
@@ -66,68 +72,46 @@ class Countdown:
         answer = {"role": "user", "content": [30 + self.last % 9, 40 + self.turns % 9]}
         return Turn([answer], done=self.turns <= 0)
 
-    async def score(self) -> EpisodeScore:
+    async def score(self):
         self._maybe_fault()
         return EpisodeScore(float(self.last % 2 == 0), {"last": float(self.last)})
 
-    async def close(self) -> None:
+    async def close(self):
         self.sessions.closed += 1
 
 
-class Countdowns:
-    """The sessions; an episode has as many turns as its label says. Each fault is taken by the next call of
-    `step` or `score`."""
-
-    def __init__(self, seconds: float = 0.005, faults: Sequence[str] = ()) -> None:
-        self.seconds, self.faults = seconds, list(faults)
-        self.seeds: list[int] = []
-        self.closed = 0
-
-    async def open(self, target: str, question: str, label: str, metadata: Any, seed: int) -> Countdown:
-        self.seeds.append(seed)
-        return Countdown(self, int(label), seed)
-
-
-def prompt_of(index: int = 0, turns: int = 3) -> Prompt:
+def prompt_of(index=0, turns=3):
     return Prompt(index, token_ids([9, BEGINS]), 1, str(turns), "", "", {"environment": "tiny:Countdown"})
 
 
-def written(request: SampleRequest) -> list[int]:
+def written(request):
     rng = random.Random(request.seed + len(request.prompt_token_ids))
     return [*(rng.randrange(50, 60) for _ in range(rng.randrange(1, 6))), EOS]
 
 
-@dataclass
 class Table:
-    """Engines, sessions and a sampler in virtual time."""
+    def __init__(self, write=written, *, sessions=None, chat=None, max_context=None, dies_at=None, **limits):
+        self.sessions, self.write, self.dies_at = sessions or Countdowns(), write, dies_at
+        limits = EnvironmentConfig(**limits)
+        self.episodes = Episodes(self.sessions, chat or TinyChat(), limits, 3, 1.0, max_context)
 
-    limits: EnvironmentConfig = field(default_factory=EnvironmentConfig)
-    sessions: Countdowns = field(default_factory=Countdowns)
-    write: Callable[[SampleRequest], list[int]] = written
-    max_context: int | None = None
-    dies_at: float | None = None
-    chat: TinyChat = field(default_factory=TinyChat)
-
-    def sampler(self) -> Sampler:
+    def sampler(self):
         self.engine = SimulatedEngine(STEP, self.write, dies_at=self.dies_at)
-        self.episodes = Episodes(self.sessions, self.chat, self.limits, 3, 1.0, self.max_context)
 
-        async def revive(index: int) -> SimulatedEngine:
+        async def revive(index):
             return SimulatedEngine(STEP, self.write)
 
-        async def scored(prompt: Prompt, sample: Sample) -> None:
+        async def scored(prompt, sample):
             assert sample.is_scored, "the environment gives the reward"
 
         return Sampler([self.engine], scored, stall_timeout=1e6, revive=revive, episodes=self.episodes)
 
-    def play(self, prompt: Prompt, max_tokens: int = 200, number: int = 1, **more: Any) -> list[Sample]:
+    def play(self, prompt, max_tokens=200, number=1, **more):
         requests = [SampleRequest(prompt.token_ids, 100 + i, max_tokens) for i in range(number)]
-
         return in_virtual_time(self.sampler().answer(prompt, requests, **more))[0]
 
 
-def turns_of(sample: Sample) -> list[list[int]]:
-    """Return the policy's turns."""
+def turns_of(sample):
     edges = np.flatnonzero(np.diff(sample.loss_mask.astype(int), prepend=0, append=0))
     return [sample.token_ids[a:b].tolist() for a, b in zip(edges[::2], edges[1::2], strict=True)]
 
@@ -146,15 +130,17 @@ def test_an_episode_is_one_sample_whose_ids_are_those_that_the_engine_wrote():
     assert (sample.finish_reason, sample.reward) == ("stop", sample.reward_details["last"] % 2 == 0)
     assert sample.reward_details["turns"] == 3
     assert table.sessions.closed == 1
+    table.play(prompt_of(), held_out=True)
+    assert len(set(table.sessions.seeds)) == 2, "those of evaluation are others"
 
 
 def test_tool_calls_are_counted_and_an_answer_that_cannot_be_written_is_a_fault_of_the_environment():
     class Calls(TinyChat):
-        def read(self, ids: Sequence[int], tools: Sequence[Any] | None = None) -> Message:
+        def read(self, ids, tools=None):
             return super().read(ids) | {"tool_calls": [{}, {}], "malformed_tool_calls": ["{"]}
 
     class Refuses(TinyChat):
-        def extend(self, ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
+        def extend(self, ids, messages):
             raise ValueError("no token for '☃'")
 
     (calls,), (refused,) = (Table(chat=chat).play(prompt_of(turns=2)) for chat in (Calls(), Refuses()))
@@ -167,13 +153,12 @@ def test_tool_calls_are_counted_and_an_answer_that_cannot_be_written_is_a_fault_
 @pytest.mark.parametrize(
     ("limits", "tokens", "room", "turns"),
     [({"max_turns": 2}, 200, 999, 2), ({}, 9, 999, 2), ({}, 200, 13, 2), ({"max_turn_len": 2}, 200, 999, 1)],
-    ids=["turns", "tokens", "context", "tokens of a turn"],
 )
 def test_an_episode_that_is_cut_off_is_scored_and_counts_as_truncated(limits, tokens, room, turns):
-    def three(request: SampleRequest) -> list[int]:
+    def three(request):
         return [50, 51, EOS][: request.max_tokens]
 
-    table = Table(EnvironmentConfig(**limits), write=three, max_context=room)
+    table = Table(three, max_context=room, **limits)
     (sample,) = table.play(prompt_of(turns=5), tokens)
     assert (sample.finish_reason, len(turns_of(sample))) == ("length", turns)
     assert sample.reward is not None
@@ -187,7 +172,7 @@ def test_an_opening_that_leaves_no_room_is_refused():
 
 
 @pytest.mark.parametrize("kind", ["death", "step_timeout", "episode_timeout", "wire", "error"])
-def test_a_fault_has_the_episode_played_once_more_with_the_same_seeds(kind: str):
+def test_a_fault_has_the_episode_played_once_more_with_the_same_seeds(kind):
     calm, faulty = Table(), Table(sessions=Countdowns(faults=["", "", kind]))
     (wanted,), (found,) = calm.play(prompt_of()), faulty.play(prompt_of())
     assert found.token_ids.tolist() == wanted.token_ids.tolist()
@@ -197,8 +182,7 @@ def test_a_fault_has_the_episode_played_once_more_with_the_same_seeds(kind: str)
     assert faulty.sessions.closed == 2
 
 
-def in_a_group(lost: Sample) -> tuple[Group, list[Sample]]:
-    """With seven that are as they should be."""
+def in_a_group(lost):
     others = Table().play(prompt_of(), number=7)
     return Group(as_opened(prompt_of(), [lost, *others]), [lost, *others]), others
 
@@ -220,7 +204,7 @@ def test_an_episode_that_faults_twice_has_no_reward_and_its_group_still_trains()
 
 def test_an_environment_that_never_starts_leaves_a_group_that_trains_on_the_others():
     class Never(Countdowns):
-        async def open(self, *_: Any) -> Countdown:
+        async def open(self, *_):
             raise EpisodeFaultError("death", "it did not start")
 
     (lost,) = Table(sessions=Never()).play(prompt_of())
@@ -235,20 +219,13 @@ def test_a_prompt_whose_row_has_no_environment_beside_others_that_have_is_one_tu
     # a table has its columns in every row, if only as null
     plain = replace(prompt_of(), metadata={"environment": None})
 
-    async def scored(prompt: Prompt, sample: Sample) -> None:
+    async def scored(prompt, sample):
         sample.reward = 1.0
 
     sampler = Sampler([SimulatedEngine(STEP, written)], scored, stall_timeout=1e6)
     (sample,) = in_virtual_time(sampler.answer(plain, [SampleRequest(plain.token_ids, 1, 200)]))[0]
     assert (sample.reward, len(turns_of(sample))) == (1.0, 1)
     assert as_opened(plain, [sample]) is plain
-
-
-def test_the_seeds_of_evaluation_are_not_those_of_training():
-    table = Table()
-    table.play(prompt_of())
-    table.play(prompt_of(), held_out=True)
-    assert len(set(table.sessions.seeds)) == 2
 
 
 def test_an_episode_outlives_the_death_of_its_engine():
@@ -258,9 +235,9 @@ def test_an_episode_outlives_the_death_of_its_engine():
 
 
 def test_new_weights_in_the_middle_show_in_the_versions_of_the_tokens():
-    table = Table(write=lambda request: [*[50] * 9, EOS])
+    table = Table(lambda _: [*[50] * 9, EOS])
 
-    async def work() -> Sample:
+    async def work():
         sampler = table.sampler()
         request = SampleRequest(prompt_of().token_ids, 1, 200)
         answer = asyncio.create_task(sampler.answer(prompt_of(turns=3), [request]))
@@ -279,11 +256,11 @@ def test_new_weights_in_the_middle_show_in_the_versions_of_the_tokens():
 @settings(max_examples=60)
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=6), st.integers(1, 80))
 def test_no_id_of_an_earlier_turn_ever_changes(lengths, max_tokens):
-    def write(request: SampleRequest) -> list[int]:
+    def write(request):
         turn = len([i for i in request.prompt_token_ids if i == EOS])
         return [*range(50, 50 + lengths[turn % len(lengths)]), EOS]
 
-    table = Table(write=write, sessions=Countdowns(0.0))
+    table = Table(write, sessions=Countdowns(0.0))
     (sample,) = table.play(prompt_of(turns=len(lengths)), max_tokens)
     whole = [*sample.prompt_token_ids.tolist(), *sample.token_ids.tolist()]
     asked = [request.prompt_token_ids.tolist() for _, request in table.engine.asked]
@@ -295,7 +272,7 @@ def test_no_id_of_an_earlier_turn_ever_changes(lengths, max_tokens):
     assert sample.reward is not None
 
 
-def correction_prompt(prompt: Prompt, wrong: np.ndarray, references: Sequence[np.ndarray]) -> np.ndarray:
+def correction_prompt(prompt, wrong, references):
     return np.concatenate([prompt.head_ids, wrong[:3], *[r[:3] for r in references], prompt.tail_ids])
 
 
@@ -305,7 +282,7 @@ OPERATOR = find_operator(CONTEXT.algorithm)
 RULES = Rules(4, 1, any_group, any_group)
 
 
-async def drawn_group(sampler: Any, memory: Any = None) -> Group:
+async def drawn_group(sampler, memory=None):
     groups, prompt = GroupSampler(sampler, OPERATOR, RULES, memory), prompt_of()
     drawn = await groups.respond(prompt, group_requests([prompt], ROLLOUT, seed=3, step=0))
     await groups.follow_up(drawn, CONTEXT)
@@ -328,7 +305,7 @@ def test_corrections_are_episodes_that_begin_with_the_opened_prompt():
 
 
 def test_a_resumed_run_has_its_episodes_from_the_journal_and_asks_no_environment(tmp_path):
-    def group(sampler: Any) -> Group:
+    def group(sampler):
         with Journal(tmp_path, 1 << 20, "", 0) as journal:
             memory = JournalMemory(journal, read_journal(tmp_path, 0), lambda write: write())
             return in_virtual_time(drawn_group(sampler, memory))[0]
@@ -344,15 +321,15 @@ def test_long_episodes_are_waited_for_and_hold_up_no_more_than_they_must(stalene
     """One episode in twenty has ten times as many turns; every fifth batch has one. Nothing is dropped, and
     such a batch waits only for what the episode lasts beyond the S steps that its age allows."""
     training, pause, steps = 4.0, 0.05, 24
-    table = Table(EnvironmentConfig(max_turns=100), Countdowns(0.005), write=lambda r: [*[50] * 24, EOS])
+    table = Table(lambda _: [*[50] * 24, EOS], max_turns=100)
 
-    def draw(ordinal: int, attempt: int) -> Any:
+    def draw(ordinal, attempt):
         prompt = prompt_of(ordinal, turns=40 if ordinal % 20 == 7 else 4)
         return prompt, [SampleRequest(prompt.token_ids, ordinal, 4000)], replace(CONTEXT, step=ordinal // 4)
 
-    batches: list[Any] = []
+    batches = []
 
-    async def work() -> None:
+    async def work():
         sampler, gspo = table.sampler(), find_operator(credit_of("gspo"))
         ahead = Ahead(GroupSampler(sampler, gspo, RULES), draw, Pace(staleness), version=0)
         for step in range(1, steps + 1):
@@ -378,8 +355,8 @@ def test_answers_of_environments_keep_engines_busy():
     """256 episodes of eight turns, each answered in 5 ms, take at most a ninth longer than single turns of as
     many tokens, by an engine that writes 128 at once."""
 
-    def seconds(turns: int, responses: int) -> float:
-        table = Table(EnvironmentConfig(max_turns=8), Countdowns(0.005), lambda r: [*[50] * 31, EOS])
+    def seconds(turns, responses):
+        table = Table(lambda _: [*[50] * 31, EOS], max_turns=8)
         prompt, sampler = prompt_of(turns=turns), table.sampler()
         table.engine.most_running = 128
         requests = [SampleRequest(prompt.token_ids, number, 2000) for number in range(responses)]

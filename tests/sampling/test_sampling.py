@@ -1,15 +1,11 @@
 """The same groups in any order of finishing and after any death; ahead of training none is lost or old."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import random
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,23 +13,21 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from simulated_engines import SimulatedEngine, StepTime, in_virtual_time
 
+from megatron_ibpo import credit
 from megatron_ibpo.basics.records import Group, Prompt, Sample, SampleRequest, token_ids
 from megatron_ibpo.config import RolloutConfig
 from megatron_ibpo.credit import (
     CreditContext,
     Vocabulary,
     any_group,
-    assign_credit,
     credit_of,
-    fill_batch,
     find_operator,
     is_informative,
-    leaves_gradient,
 )
 from megatron_ibpo.engines import EngineError, EngineLostError
 from megatron_ibpo.sampling import Sampler
 from megatron_ibpo.sampling.ahead import Ahead, Pace, _Flight
-from megatron_ibpo.sampling.groups import Batch, GroupSampler, Rules, sample_batch
+from megatron_ibpo.sampling.groups import GroupSampler, Rules, sample_batch
 from megatron_ibpo.sampling.journal_memory import replay
 from megatron_ibpo.sampling.meter import Meter
 from megatron_ibpo.sampling.requests import group_requests
@@ -41,7 +35,7 @@ from support.credit_cases import correct_groups, plain
 from support.sampling_cases import ROLLOUT, STEP, judge, make_prompts
 
 
-def correction_prompt(prompt: Prompt, wrong: np.ndarray, references: Sequence[np.ndarray]) -> np.ndarray:
+def correction_prompt(prompt, wrong, references):
     return np.concatenate([prompt.head_ids, wrong[:3], *[r[:3] for r in references], prompt.tail_ids])
 
 
@@ -49,48 +43,47 @@ CONTEXT = CreditContext(credit_of("ibpo"), ROLLOUT, Vocabulary(correction_prompt
 OPERATOR = find_operator(CONTEXT.algorithm)
 
 
-def write(request: SampleRequest) -> list[int]:
+def write(request):
     """What an engine answers depends on the request alone."""
     draw = random.Random(request.seed + 1000 * int(request.prompt_token_ids.sum()))
     return [draw.randrange(2, 60) for _ in range(draw.randint(1, request.max_tokens))]
 
 
-async def revive(index: int, takes: float = 0.0) -> SimulatedEngine:
+async def revive(index, takes=0.0):
     await asyncio.sleep(takes)
     return SimulatedEngine(STEP, write)
 
 
-def scoring(seed: int = 0) -> Any:
+def scoring(seed=0):
     """A verifier that takes its time, more or less of it."""
     draw = random.Random(seed)
 
-    async def score(prompt: Prompt, sample: Sample) -> None:
+    async def score(prompt, sample):
         await asyncio.sleep(draw.uniform(0, 0.3))
         judge(prompt, sample)
 
     return score
 
 
-def sampler_of(*engines: SimulatedEngine, score: Any = None, **options: Any) -> Sampler:
+def sampler_of(*engines, score=None, **options):
     return Sampler(engines, score or scoring(), **{"stall_timeout": 100.0} | options)
 
 
-def alone() -> tuple[Prompt, SampleRequest]:
+def alone():
     (prompt,) = make_prompts(0, 1)
     return prompt, SampleRequest(prompt.token_ids, 0, 20)
 
 
-def draw_round(number: int) -> list[tuple[Prompt, Sequence[SampleRequest]]]:
-    prompts = make_prompts(100 * number)
+def draw_round(number):
+    prompts, size = make_prompts(100 * number), ROLLOUT.n_samples_per_prompt
     requests = group_requests(prompts, ROLLOUT, seed=CONTEXT.seed, step=CONTEXT.step)
-    size = ROLLOUT.n_samples_per_prompt
     return [(prompt, requests[i * size : (i + 1) * size]) for i, prompt in enumerate(prompts)]
 
 
 ALL = Rules(ROLLOUT.rollout_batch_size, 1, any_group, any_group)
 
 
-def at_once(number: int) -> list[Group]:
+def at_once(number):
     """The groups of a round by the plain way, without corrections: sample all, score all."""
     groups = []
     for prompt, requests in draw_round(number):
@@ -102,15 +95,15 @@ def at_once(number: int) -> list[Group]:
     return groups
 
 
-def answered(request: SampleRequest) -> Sample:
+def answered(request):
     ids = token_ids(write(request))
     zeros, ones = np.zeros(len(ids), np.float32), np.ones(len(ids), np.bool_)
     finish = "stop" if len(ids) < request.max_tokens else "length"
     return Sample(request.prompt_token_ids, ids, zeros, finish, 1.0, ((0, 0),), ones)
 
 
-def corrected(groups: list[Group]) -> list[Group]:
-    def score(pairs: list[tuple[Prompt, Sample]]) -> None:
+def corrected(groups):
+    def score(pairs):
         for prompt, sample in pairs:
             judge(prompt, sample)
 
@@ -118,13 +111,11 @@ def corrected(groups: list[Group]) -> list[Group]:
     return groups
 
 
-def stream(
-    engines: Sequence[SimulatedEngine], rules: Rules = ALL, **options: Any
-) -> tuple[Batch, float, dict[str, float]]:
+def stream(engines, rules=ALL, **options):
     """(batch, seconds, metrics) of the engines in virtual time."""
     sampler = sampler_of(*engines, **options)
 
-    async def work() -> Batch:
+    async def work():
         try:
             return await sample_batch(GroupSampler(sampler, OPERATOR, rules), draw_round, CONTEXT)
         finally:
@@ -134,14 +125,11 @@ def stream(
     return batch, seconds, sampler.take_metrics()
 
 
+speeds_and_deaths = st.tuples(st.floats(0.001, 0.2), st.none() | st.floats(0.01, 1.0))
+
+
 @settings(max_examples=40)
-@given(
-    engines=st.lists(
-        st.tuples(st.floats(0.001, 0.2), st.none() | st.floats(0.01, 1.0)), min_size=1, max_size=4
-    ),
-    takes=st.floats(0.0, 2.0),
-    seed=st.integers(0, 2**16),
-)
+@given(st.lists(speeds_and_deaths, min_size=1, max_size=4), st.floats(0.0, 2.0), st.integers(0, 2**16))
 def test_groups_do_not_depend_on_who_answers_first_or_dies(engines, takes, seed):
     fleet = [SimulatedEngine(StepTime(speed, 0.001), write, dies_at=dies) for speed, dies in engines]
     batch, _, metrics = stream(fleet, score=scoring(seed), revive=partial(revive, takes=takes))
@@ -156,47 +144,39 @@ def test_groups_do_not_depend_on_who_answers_first_or_dies(engines, takes, seed)
     assert deaths or metrics["requests_asked_again"] == 0
 
 
-@settings(max_examples=20)
-@given(wanted=st.integers(1, 12), max_rounds=st.integers(1, 6), seed=st.integers(0, 2**16))
-def test_dynamic_sampling_takes_the_groups_that_it_took_round_by_round(wanted, max_rounds, seed):
-    def usable(group: Group) -> bool:
+@settings(max_examples=30)
+@given(st.integers(1, 12), st.integers(1, 6), st.integers(0, 2**16), st.booleans())
+@example(wanted=9, most=4, seed=0, after_credit=True)
+def test_dynamic_sampling_takes_the_groups_that_it_took_round_by_round(wanted, most, seed, after_credit):
+    """After credit, unsolved groups whose corrections differ are as good as those that are informative."""
+
+    def usable(group):
         return group.prompt.index % 5 != 1
 
-    rules = Rules(wanted, max_rounds, usable, is_informative)
+    def preferred(group):
+        return is_informative(group) or (after_credit and credit.leaves_gradient(group, CONTEXT, OPERATOR))
+
+    rules = Rules(wanted, most, usable, is_informative, *[credit.leaves_gradient] * after_credit)
     engines = [SimulatedEngine(STEP, write) for _ in range(2)]
     batch, _, _ = stream(engines, rules, score=scoring(seed))
-    groups, metrics = fill_batch(at_once, wanted, max_rounds, usable=usable, preferred=is_informative)
-    assert plain(batch.groups) == plain(corrected(groups))
-    assert batch.metrics == metrics
-    corrections = sum(len(group.corrections) for group in groups)  # and none of what is discarded
-    assert sum(len(engine.asked) for engine in engines) == metrics["sampling_rounds"] * 6 * 4 + corrections
-
-
-@settings(max_examples=12)
-@given(wanted=st.integers(1, 9), max_rounds=st.integers(1, 4), seed=st.integers(0, 2**16))
-@example(wanted=9, max_rounds=4, seed=0)
-def test_deciding_after_credit_keeps_unsolved_groups_whose_corrections_differ(wanted, max_rounds, seed):
-    """Against choosing among groups that are all corrected. What was corrected and passed over is in the
-    account of what was sampled."""
-
-    def preferred(group: Group) -> bool:
-        return is_informative(group) or leaves_gradient(group, CONTEXT, OPERATOR)
-
-    rules = Rules(wanted, max_rounds, any_group, is_informative, leaves_gradient)
-    engines = [SimulatedEngine(STEP, write) for _ in range(2)]
-    batch, _, _ = stream(engines, rules, score=scoring(seed))
-    groups, _ = fill_batch(lambda number: corrected(at_once(number)), wanted, max_rounds, preferred=preferred)
-    assert plain(batch.groups) == plain(groups)
-    assert len(batch.sampled) == sum(len(engine.asked) for engine in engines)
+    rounds = (lambda number: corrected(at_once(number))) if after_credit else at_once
+    groups, metrics = credit.fill_batch(rounds, wanted, most, usable=usable, preferred=preferred)
+    assert plain(batch.groups) == plain(groups if after_credit else corrected(groups))
+    asked = sum(len(engine.asked) for engine in engines)
+    assert len(batch.sampled) == asked, "also what was corrected and passed over"
+    if not after_credit:
+        assert batch.metrics == metrics
+        corrections = sum(len(group.corrections) for group in groups)  # and none of what is discarded
+        assert asked == metrics["sampling_rounds"] * 6 * 4 + corrections
     unsolved = [group for group in groups if not any(response.correct for response in group.responses)]
-    assert unsolved or (wanted, max_rounds) != (9, 4)
+    assert unsolved or (wanted, most, after_credit) != (9, 4, True)
 
 
 def test_the_answers_of_mixed_prompts_come_in_order_and_scored():
     prompts = make_prompts(0, 3)
     asked = [(prompts[i % 3], SampleRequest(prompts[i % 3].token_ids, i, 30)) for i in range(12)]
     engines = [SimulatedEngine(STEP, write) for _ in range(3)]
-    told: dict[int, Sample] = {}
+    told = {}
     samples, _ = in_virtual_time(sampler_of(*engines).answers(asked, told.__setitem__))
     assert told == dict(enumerate(samples)), "each one as it is scored"
     assert list(told) != sorted(told), "and not in order"
@@ -212,10 +192,10 @@ def test_a_group_is_corrected_while_others_are_still_sampled():
     context = replace(CONTEXT, rollout=rollout, max_context=10_000)
     requests = group_requests([first, second], rollout, seed=0, step=0)
 
-    def is_of_first(request: SampleRequest) -> bool:
+    def is_of_first(request):
         return request.prompt_token_ids[0] == first.token_ids[0]
 
-    async def score(prompt: Prompt, sample: Sample) -> None:
+    async def score(prompt, sample):
         sample.reward, sample.correct = float(sample.index), False
 
     engine = SimulatedEngine(STEP, lambda request: [3] * (10 if is_of_first(request) else 2000))
@@ -231,7 +211,7 @@ def test_a_group_is_corrected_while_others_are_still_sampled():
 def test_a_group_stays_together_and_groups_are_spread_and_go_out_together(monkeypatch):
     sizes, submit = [], SimulatedEngine.submit
 
-    async def counted(engine: Any, requests: Any, version: int) -> None:
+    async def counted(engine, requests, version):
         sizes.append(len(requests))
         await submit(engine, requests, version)
 
@@ -262,7 +242,7 @@ def test_corrections_stay_near_their_group_unless_another_engine_has_far_less_to
     small, large = (SampleRequest(prompt.token_ids, seed, seed * 10) for seed in (1, 2))
     sampler = sampler_of(SimulatedEngine(STEP, write), SimulatedEngine(STEP, write))
 
-    async def work() -> None:
+    async def work():
         busy = asyncio.create_task(sampler.answer(prompt, [large]))
         await asyncio.sleep(0)  # engine 0 has 20 tokens to write
         assert sampler.place([small]) == 1
@@ -275,7 +255,7 @@ def test_corrections_stay_near_their_group_unless_another_engine_has_far_less_to
 
 
 def test_a_death_without_a_successor_and_a_verifier_that_raises_take_all_requests_back():
-    async def broken(prompt: Prompt, sample: Sample) -> None:
+    async def broken(prompt, sample):
         raise RuntimeError("no verifier")
 
     dying, living, alone = (SimulatedEngine(STEP, write, dies_at=dies) for dies in (0.05, None, None))
@@ -291,12 +271,12 @@ def test_a_death_without_a_successor_and_a_verifier_that_raises_take_all_request
 def test_whoever_asks_after_the_last_engine_was_lost_is_told_so_too():
     """The run waits for room in the cluster whichever of its askers is heard first."""
 
-    async def lost(index: int) -> SimulatedEngine:
+    async def lost(index):
         raise EngineLostError(f"engine {index} was lost with its node")
 
     sampler = sampler_of(SimulatedEngine(STEP, write, dies_at=0.05), revive=lost)
 
-    async def twice() -> None:
+    async def twice():
         for said in ("engine 0 was lost with its node", "no engine is left"):
             with pytest.raises(EngineLostError, match=said):
                 await sampler.answers([alone()])
@@ -306,22 +286,21 @@ def test_whoever_asks_after_the_last_engine_was_lost_is_told_so_too():
 
 def test_an_engine_that_hangs_is_ended_and_replaced():
     hanging = SimulatedEngine(STEP, write, hangs_at=0.05)
-    batch, seconds, metrics = stream([hanging], revive=revive, stall_timeout=30.0)
+    batch, seconds, _ = stream([hanging], revive=revive, stall_timeout=30.0)
     assert hanging.end == "no answer within 30 seconds (--engine-stall-timeout)"
     assert plain(batch.groups) == plain(corrected(at_once(0)))
     assert 30 < seconds < 40
-    assert metrics["engine_deaths"] == 1
 
 
 def test_a_refusal_ends_everything_and_leaves_the_sampler_usable(monkeypatch):
     engine, asked = SimulatedEngine(STEP, write), [alone()]
 
-    async def refuse(timeout: float) -> list[tuple[int, Sample]]:
+    async def refuse(timeout):
         monkeypatch.undo()
         engine._running.clear()
         raise EngineError("asked to sample with policy version 0, the engine has none")
 
-    async def twice() -> list[Sample]:
+    async def twice():
         sampler = sampler_of(engine)
         with pytest.raises(EngineError, match="the engine has none"):
             await sampler.answers(asked)
@@ -370,8 +349,9 @@ def test_a_replay_gives_the_recorded_groups_and_the_corrections_that_its_operato
 def test_the_tail_of_sampling_is_from_the_first_sample_to_the_last_since_the_metrics_were_taken():
     meter = Meter(2)
     meter.asked(1)
-    nothing = {"engine_requests_max": 1, "engine_requests_min": 0, "engine_deaths": 0}
-    assert meter.take() == {**nothing, "requests_asked_again": 0, "sampling_tail_seconds": 0}
+    found = meter.take()
+    assert (found["engine_requests_max"], found["engine_requests_min"]) == (1, 0)
+    assert not any(found[name] for name in ("engine_deaths", "requests_asked_again", "sampling_tail_seconds"))
     for at in (30.0, 31.0, 32.5):
         meter.finished(at)
     assert meter.take()["sampling_tail_seconds"] == 2.5
@@ -382,144 +362,124 @@ def test_the_tail_of_sampling_is_from_the_first_sample_to_the_last_since_the_met
 
 WANTED, STEPS = 3, 6
 FEW = RolloutConfig(rollout_batch_size=WANTED, n_samples_per_prompt=2, rollout_max_response_len=400)
-
-
-def ids_of(samples: Sequence[Sample]) -> list[list[int]]:
-    return [sample.token_ids.tolist() for sample in samples]
-
-
 LATER = CreditContext(credit_of("ibpo"), FEW, Vocabulary(correction_prompt), 900, seed=3, step=0)
 
 
-def draw(ordinal: int, attempt: int) -> tuple[Prompt, list[SampleRequest], CreditContext]:
+def draw(ordinal, attempt):
     prompt = Prompt(ordinal, token_ids([ordinal % 50 + 2, 7]), 1, "", "", "")
     step = ordinal // WANTED
     requests = group_requests([prompt], FEW, seed=3, step=step, attempt=attempt)
     return prompt, requests, replace(LATER, step=step)
 
 
-def long_tailed(request: SampleRequest) -> list[int]:
+def long_tailed(request):
     rng = random.Random(request.seed)
     length = max(2, min(400, round(rng.lognormvariate(0.0, 1.2) * 30)))
     return [rng.randrange(2, 60) for _ in range(length)]
 
 
-async def score(prompt: Prompt, sample: Sample) -> None:
-    sample.correct = int(sample.token_ids.sum()) % 3 == 0
-    sample.reward = float(sample.correct)
+ANY = Rules(WANTED, 1, any_group, any_group)
 
 
-@dataclass
-class Loop:
-    """A training loop in virtual time: take a batch, train, give the engines new weights."""
+def run_loop(pace, training=0.5, rules=ANY, num_engines=2, steps=STEPS):
+    """The batches of a training loop in virtual time: take a batch, train, give the engines new weights."""
+    batches = []
 
-    pace: Pace
-    training: float = 0.5
-    rules: Rules = field(default_factory=lambda: Rules(WANTED, 1, any_group, any_group))
-    num_engines: int = 2
-    steps: int = STEPS
-    batches: list[Batch] = field(default_factory=list)
-
-    def run(self) -> Loop:
-        in_virtual_time(self._work())
-        return self
-
-    async def _work(self) -> None:
-        engines = [SimulatedEngine(STEP, long_tailed) for _ in range(self.num_engines)]
-        sampler = Sampler(engines, score, stall_timeout=1e6)
-        ahead = Ahead(GroupSampler(sampler, OPERATOR, self.rules), draw, self.pace, version=0)
-        for step in range(self.steps):
-            self.batches.append(await ahead.batch())
-            await asyncio.sleep(self.training)
-            await asyncio.gather(*(engine.update(step + 1, 0.05) for engine in engines))
-            sampler.version = step + 1
-            await ahead.advance(step + 1)
+    async def work():
+        engines = [SimulatedEngine(STEP, long_tailed) for _ in range(num_engines)]
+        sampler = sampler_of(*engines, stall_timeout=1e6)
+        ahead = Ahead(GroupSampler(sampler, OPERATOR, rules), draw, pace, version=0)
+        for step in range(1, steps + 1):
+            batches.append(await ahead.batch())
+            await asyncio.sleep(training)
+            await asyncio.gather(*(engine.update(step, 0.05) for engine in engines))
+            sampler.version = step
+            await ahead.advance(step)
         await ahead.close()
 
-    @property
-    def groups(self) -> list[Group]:
-        return [group for batch in self.batches for group in batch.groups]
+    in_virtual_time(work())
+    return batches
+
+
+def groups_of(batches):
+    return [group for batch in batches for group in batch.groups]
 
 
 paces = st.builds(
-    Pace,
-    staleness=st.integers(0, 3),
-    over_sampling=st.sampled_from([0, 0, 2, 5]),
-    keep_order=st.booleans(),
-    last_step=st.sampled_from([None, STEPS]),
-)
+    Pace, staleness=st.integers(0, 3), over_sampling=st.sampled_from([0, 0, 2, 5]),
+    keep_order=st.booleans(), last_step=st.sampled_from([None, STEPS]),
+)  # fmt: skip
 
 
 @settings(max_examples=50)
 @given(pace=paces, training=st.floats(0.0, 3.0), engines=st.integers(1, 3))
-def test_no_token_is_older_than_allowed_and_every_prompt_is_trained_once_or_given_up_and_asked_again(
-    pace, training, engines
-):
-    loop = Loop(pace, training, num_engines=engines).run()
-    for step, batch in enumerate(loop.batches):
+def test_no_token_is_too_old_and_every_prompt_is_trained_once_or_asked_again(pace, training, engines):
+    batches = run_loop(pace, training, num_engines=engines)
+    for step, batch in enumerate(batches):
         assert len(batch.groups) == WANTED
         oldest = min(version for group in batch.groups for s in group.samples for _, version in s.versions)
         assert step - pace.staleness <= oldest <= step
         assert batch.metrics["staleness_max"] == step - oldest
-    trained = [group.prompt.index for group in loop.groups]
+    trained = [group.prompt.index for group in groups_of(batches)]
     assert len(set(trained)) == len(trained)
-    dropped = [own for batch in loop.batches for own in batch.dropped]
-    assert sum(batch.metrics["groups_expired"] for batch in loop.batches) == len(dropped)
+    dropped = [own for batch in batches for own in batch.dropped]
+    assert sum(batch.metrics["groups_expired"] for batch in batches) == len(dropped)
     if not pace.over_sampling:  # then a batch waits for what would become too old
         assert dropped == []
-    attempts = [attempt for batch in loop.batches for attempt in batch.attempts]
+    attempts = [attempt for batch in batches for attempt in batch.attempts]
     for index, attempt in zip(trained, attempts, strict=True):
         assert sorted(a for i, a, _ in dropped if i == index) == list(range(attempt))
 
 
 def test_in_order_the_prompts_and_seeds_are_those_of_sampling_step_by_step():
-    steps, ahead = Loop(Pace(0)).run(), Loop(Pace(2, keep_order=True)).run()
-    assert [g.prompt.index for g in ahead.groups] == list(range(WANTED * STEPS))
-    for one, other in zip(steps.groups, ahead.groups, strict=True):
-        assert ids_of(one.responses) == ids_of(other.responses)
+    steps, ahead = (groups_of(run_loop(pace)) for pace in (Pace(0), Pace(2, keep_order=True)))
+    assert [group.prompt.index for group in ahead] == list(range(WANTED * STEPS))
+    for one, other in zip(steps, ahead, strict=True):
+        for first, second in zip(one.responses, other.responses, strict=True):
+            assert first.token_ids.tolist() == second.token_ids.tolist()
 
 
 def test_over_sampling_shows_that_it_prefers_short_responses():
-    def bias(pace: Pace) -> float:
-        batches = Loop(pace, 0.1, steps=40).run().batches
+    def bias(pace):
+        batches = run_loop(pace, 0.1, steps=40)
         return float(np.mean([b.metrics["length_bias"] for b in batches if "length_bias" in b.metrics]))
 
     assert bias(Pace(2, over_sampling=6)) < bias(Pace(2)) - 0.05
 
 
 def test_what_a_filter_refuses_is_replaced_and_counted_but_not_for_good():
-    def even(group: Group) -> bool:
+    def even(group):
         return group.prompt.index % 2 == 0
 
-    def never(group: Group) -> bool:
+    def never(group):
         return False
 
-    loop = Loop(Pace(1), rules=Rules(WANTED, 4, even, any_group)).run()
-    assert all(group.prompt.index % 2 == 0 for group in loop.groups)
-    refused = sum(batch.metrics["groups_refused"] for batch in loop.batches)
+    batches = run_loop(Pace(1), rules=Rules(WANTED, 4, even, any_group))
+    assert all(map(even, groups_of(batches)))
+    refused = sum(batch.metrics["groups_refused"] for batch in batches)
     assert refused >= WANTED * (STEPS - 1)
-    assert refused == sum(reason == "not taken" for batch in loop.batches for *_, reason in batch.dropped)
-    nothing_better = Loop(Pace(1), rules=Rules(WANTED, 2, any_group, never)).run()
-    assert all(len(batch.groups) == WANTED for batch in nothing_better.batches)
+    assert refused == sum(reason == "not taken" for batch in batches for *_, reason in batch.dropped)
+    nothing_better = run_loop(Pace(1), rules=Rules(WANTED, 2, any_group, never))
+    assert all(len(batch.groups) == WANTED for batch in nothing_better)
     with pytest.raises(ValueError, match="--group-filter refused all"):
-        Loop(Pace(1), rules=Rules(WANTED, 2, never, any_group)).run()
+        run_loop(Pace(1), rules=Rules(WANTED, 2, never, any_group))
 
 
 def test_ahead_of_training_too_an_unsolved_group_is_kept_for_its_corrections():
-    rules = Rules(WANTED, 4, any_group, is_informative, leaves_gradient)
-    loop = Loop(Pace(1), rules=rules).run()
-    unsolved = [g for g in loop.groups if not any(response.correct for response in g.responses)]
+    rules = Rules(WANTED, 4, any_group, is_informative, credit.leaves_gradient)
+    groups = groups_of(run_loop(Pace(1), rules=rules))
+    unsolved = [group for group in groups if not any(response.correct for response in group.responses)]
     assert unsolved
     for group in unsolved:
-        assert leaves_gradient(group, LATER, OPERATOR)
+        assert credit.leaves_gradient(group, LATER, OPERATOR)
         assert len(group.corrections) == len(group.responses), "asked once"
 
 
 def test_a_response_goes_on_with_new_weights_and_its_advantage_is_that_of_its_samples_as_they_were():
     """The bonus of a wrong response is that of its correction, though other weights wrote that one."""
-    loop = Loop(Pace(2), training=0.3).run()
-    partial = [s for group in loop.groups for s in group.samples if len(s.versions) > 1]
-    assert len(partial) == sum(batch.metrics["partial_rollouts"] for batch in loop.batches) > 5
+    batches = run_loop(Pace(2), training=0.3)
+    partial = [s for group in groups_of(batches) for s in group.samples if len(s.versions) > 1]
+    assert len(partial) == sum(batch.metrics["partial_rollouts"] for batch in batches) > 5
     for sample in partial:
         starts, versions = zip(*sample.versions, strict=True)
         assert starts[0] == 0
@@ -528,30 +488,30 @@ def test_a_response_goes_on_with_new_weights_and_its_advantage_is_that_of_its_sa
         assert starts[-1] < len(sample.token_ids)
     assert any(
         correction.response.policy_version > group.responses[correction.target].policy_version
-        for group in loop.groups
+        for group in groups_of(batches)
         for correction in group.corrections
     )
-    for batch in loop.batches:
-        credited = [s.advantage for s in assign_credit(batch.groups, LATER).sequences]
+    for batch in batches:
+        credited = [s.advantage for s in credit.assign_credit(batch.groups, LATER).sequences]
         for sample in (sample for group in batch.groups for sample in group.samples):
             sample.versions = ((0, 0),)
-        assert [s.advantage for s in assign_credit(batch.groups, LATER).sequences] == credited
+        assert [s.advantage for s in credit.assign_credit(batch.groups, LATER).sequences] == credited
 
 
 @pytest.mark.parametrize("over_sampling", [0, 8])
 def test_a_group_that_ends_does_not_look_at_all_the_others(over_sampling, monkeypatch):
     """Groups under way are looked at a few times each for a batch, however many there are of them."""
-    looks: list[str] = []
+    looks = []
 
-    def counted(flight: _Flight, name: str) -> object:
+    def counted(flight, name):
         looks.append(name)
         return object.__getattribute__(flight, name)
 
-    def looks_for_each(wanted: int) -> float:
+    def looks_for_each(wanted):
         looks.clear()
         rules = Rules(wanted, 1, any_group, any_group)
-        loop = Loop(Pace(1, over_sampling), rules=rules, num_engines=wanted // 4, steps=4).run()
-        return looks.count("state") / len(loop.groups)
+        batches = run_loop(Pace(1, over_sampling), rules=rules, num_engines=wanted // 4, steps=4)
+        return looks.count("state") / len(groups_of(batches))
 
     monkeypatch.setattr(_Flight, "__getattribute__", counted)
     assert looks_for_each(32) < 1.5 * looks_for_each(8)

@@ -137,7 +137,7 @@ def results_of(directory: Path) -> Results:
         sets = {str(name): _set(entry) for name, entry in content.get("sets", {}).items()}
     except (TypeError, ValueError, AttributeError) as error:
         raise ValueError(
-            f"{directory / RESULTS_FILE}: not the results of an evaluation: {error!r}"
+            f"{directory / RESULTS_FILE}: not the results of an evaluation: {error!r:.200}"
         ) from error
     return Results(str(content.get("status", "")), str(content.get("policy", "")), sets)
 
