@@ -162,7 +162,9 @@ def find_machine(named: str) -> Machine:
             f"--dry-run-hardware {named}: {error.strerror}; `ibpo calibrate` writes it"
         ) from None
     except (yaml.YAMLError, KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ValueError(f"--dry-run-hardware {named}: not a file of `ibpo calibrate`: {error!r:.200}") from None
+        raise ValueError(
+            f"--dry-run-hardware {named}: not a file of `ibpo calibrate`: {error!r:.200}"
+        ) from None
 
 
 def write_machine(machine: Machine, path: Path) -> None:

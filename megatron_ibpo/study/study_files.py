@@ -281,7 +281,9 @@ def _skill(given: Any, where: str) -> float | None:
     try:
         return comparison_skill(path_in_recipe(given))
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise ConfigError(f"{where}: skill must be a number, or a file of `ibpo skill`: {error!r:.200}") from error
+        raise ConfigError(
+            f"{where}: skill must be a number, or a file of `ibpo skill`: {error!r:.200}"
+        ) from error
 
 
 def _known(what: str, asked: Sequence[str], known: Collection[str]) -> None:
