@@ -1,5 +1,3 @@
-"""Runs with faults, one after the other, and what is checked after each."""
-
 import json
 import os
 import random
@@ -8,7 +6,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -17,18 +15,8 @@ import psutil
 from chaos.episodes_audit import audit_episodes
 from chaos.faults import TEARS, Fault, choose, inject, mend, wrong_end
 from chaos.journal_audit import audit
-from chaos.processes import by_kind, end_all, gone_within
-from chaos.trial import (
-    AGENTS,
-    ENGINES,
-    FLAGS,
-    HANGS_S,
-    RESPONSES,
-    STEPS,
-    StuckError,
-    Trial,
-    environment_within,
-)
+from chaos.processes import by_kind, gone_within, of_place
+from chaos.trial import AGENTS, ENGINES, FLAGS, HANGS_S, RESPONSES, STEPS, StuckError, Trial, within
 from megatron_ibpo.cluster.deaths import MOST_DEATHS
 from megatron_ibpo.cluster.engines import WITHIN_S
 from megatron_ibpo.cluster.ray_session import QUIET
@@ -47,8 +35,8 @@ MARGIN_S = 15.0  # the program measures work a little differently
 
 
 class Engines:
-    def __init__(self, logs):
-        self.logs, self.since = logs, time.monotonic()
+    def __init__(self, run_dir):
+        self.logs, self.since = run_dir / "logs", time.monotonic()
         self.under_way = {}  # engine → when it was hit, its process then, size of its log then, its record
         self.worked, self.joined = {}, {}  # engine → seconds of work before each death; when it joined last
 
@@ -93,7 +81,7 @@ def one_run(seed, number, kills, until):
         trial.failing_disk = failing_disk(place)
         try:
             named = {"kind": "kill", "seed": seed, "run": number}
-            environment = environment_within(place) | QUIET | {"RAY_TMPDIR": str(place / "ray")}
+            environment = within(place) | QUIET | {"RAY_TMPDIR": str(place / "ray")}
             cluster = simulated_cluster(nodes, environment) if nodes > 1 else nullcontext()
             with cluster as trial.cluster:
                 most = kills if nodes == 1 else min(kills, KILLS_ON_A_CLUSTER)
@@ -107,7 +95,9 @@ def one_run(seed, number, kills, until):
         except StuckError as error:
             records, problems, episodes = [], [*trial.problems, str(error)], {}
         finally:
-            end_all(place)
+            for process in of_place(place):
+                with suppress(psutil.Error):
+                    process.kill()
         run = {
             "kind": "run", "seed": seed, "run": number, "nodes": nodes, "kills": len(records), "steps": STEPS,
             "starts": trial.starts, "seconds": round(time.monotonic() - began, 1),
@@ -125,7 +115,7 @@ def _faults(trial, rng, kills, until):
     records = []
     trial.start()
     trial.wait_for_step(1)
-    engines, starts = Engines(trial.run_dir / "logs"), trial.starts
+    engines, starts = Engines(trial.run_dir), trial.starts
     while trial.step() < LATEST_STEP and len(records) < kills and time.monotonic() < until:
         time.sleep(rng.uniform(0, 2))
         engines.look()
@@ -140,7 +130,7 @@ def _faults(trial, rng, kills, until):
         records.append(_recovered(fault, step, at, held, rng, trial, engines))
         print(f"{len(records)}: {json.dumps(records[-1])}", flush=True)
         if trial.starts > starts:
-            engines, starts = Engines(trial.run_dir / "logs"), trial.starts
+            engines, starts = Engines(trial.run_dir), trial.starts
     while not trial.has_finished():
         trial.wait_for_step(STEPS, engines.look)
         trial.wait_for_end()
@@ -179,7 +169,7 @@ def _recovered(fault, step, at, held, rng, trial, engines):
 
 
 def _started_again(trial, fault, at, rng):
-    """Start the driver, which has ended; what it left, and what was done meanwhile."""
+    """What the driver, which has ended, left, and what was done before it was started again."""
     status, ended = trial.ended(), time.monotonic() - at
     trial.problems += wrong_end(fault, status, ended, trial.log.read_text(errors="replace"))
     trial.relieve()
@@ -197,7 +187,7 @@ def _started_again(trial, fault, at, rng):
 
 
 def _checked(trial, place):
-    """Return what is wrong with a run that has finished."""
+    """What is wrong with a run that has finished."""
     _, left = gone_within(place, 10)
     problems = [f"still running: {left}"] if left else []
     names = sorted(path.name for path in (place / "tmp").iterdir())
@@ -249,7 +239,6 @@ def _place():
 
 
 def failing_disk(place):
-    """The library that lets disks fail, compiled; None where there is no compiler."""
     library, source = place / "failing_disk.so", Path(__file__).with_name("failing_disk.c")
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:

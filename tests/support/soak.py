@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 from chaos.processes import below, by_kind, end_on_sigterm, engine_index, title
-from chaos.trial import STEP_LINE, environment_within
+from chaos.trial import STEP_LINE, within
 
 from megatron_ibpo.basics.versions import machine
 from support.paths import ROOT
@@ -21,27 +21,26 @@ from support.paths import ROOT
 MOST_GROWTH_MIB = 20.0
 WARM = 0.1  # of the steps, in which caches fill: growth counts from there on
 EVERY_S = 5.0
-RECIPES = "--config examples/recipes/"
 MODELS = {
     "next": "tiny_qwen3_next_ibpo.yaml --tensor-model-parallel-size 1 --expert-model-parallel-size 1",
     "dense": "small_cpu.yaml --hf-checkpoint examples/tiny_qwen3",
 }
-FLAGS = "--num-trainers 1 --rollout-batch-size 4 --n-samples-per-prompt 4 --num-steps-per-rollout 1"
-OTHERS = "--max-staleness 1 --eval-num-prompts 0 --num-rollout"
+FLAGS = (
+    "--num-trainers 1 --rollout-batch-size 4 --n-samples-per-prompt 4 --num-steps-per-rollout 1 "
+    "--max-staleness 1 --eval-num-prompts 0"
+)
 
 
-def main() -> int:
+def main():
     end_on_sigterm()
-    words = [*sys.argv[1:], *("2000", "next")[len(sys.argv) - 1 :]]
-    steps, model = int(words[0]), words[1]
+    steps, model = [*sys.argv[1:], *("2000", "next")[len(sys.argv) - 1 :]]
+    flags = f"--config examples/recipes/{MODELS[model]} {FLAGS} --num-rollout {steps}".split()
+    began, steps = time.monotonic(), int(steps)
     with tempfile.TemporaryDirectory(prefix="soak-") as name:
-        place = Path(name)
-        (place / "tmp").mkdir()
-        began = time.monotonic()
-        status, memory = _run(place, steps, f"{RECIPES}{MODELS[model]} {FLAGS} {OTHERS} {steps}".split())
-        seconds = time.monotonic() - began
+        (Path(name) / "tmp").mkdir()
+        status, memory = _run(Path(name), steps, flags)
         if status != 0:
-            print((place / "log").read_text()[-3000:])
+            print((Path(name) / "log").read_text()[-3000:])
             return status
     if not memory:
         print(f"{steps} steps are too few to tell")
@@ -50,14 +49,11 @@ def main() -> int:
     for process, series in sorted(memory.items()):
         early = [mib for step, mib in series if warm <= step < 2 * warm]
         late = [mib for step, mib in series if step > 0.9 * series[-1][0]]
-        growth[process] = statistics.median(late) - statistics.median(early)
-    for process, grown in growth.items():
-        print(f"{process}: {memory[process][-1][1]:.0f} MiB, {grown:+.1f} MiB since step {WARM * steps:.0f}")
+        growth[process] = round(statistics.median(late) - statistics.median(early), 1)
+        print(f"{process}: {series[-1][1]:.0f} MiB, {growth[process]:+.1f} MiB since step {warm:.0f}")
     result = {
         "machine": machine(), "command": f"bash tests/soak.sh {steps} {model}", "steps": steps,
-        "seconds": round(seconds),
-        "growth_mib": {process: round(grown, 1) for process, grown in growth.items()},
-        "mib": dict(sorted(memory.items())),
+        "seconds": round(time.monotonic() - began), "growth_mib": growth, "mib": dict(sorted(memory.items())),
     }  # fmt: skip
     (ROOT / f"tools/results/soak_{model}.json").write_text(json.dumps(result) + "\n")
     return int(max(growth.values()) > MOST_GROWTH_MIB)
@@ -65,13 +61,11 @@ def main() -> int:
 
 def _run(place, steps, flags):
     """Exit status of the run; for each process that lived all the time [(step, MiB that only it has)]."""
-    command = [sys.executable, "-m", "megatron_ibpo.commands.train", *flags]
+    command = [sys.executable, "-m", "megatron_ibpo.commands.train", *flags, "--run-dir", str(place / "run")]
     memory = defaultdict(list)
     with (place / "log").open("wb") as log:
-        driver = subprocess.Popen(
-            [*command, "--run-dir", str(place / "run")], env=environment_within(place), cwd=ROOT,
-            stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
-        )  # fmt: skip
+        how = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT}
+        driver = subprocess.Popen(command, env=within(place), cwd=ROOT, **how)
         try:
             while driver.poll() is None:
                 lines = STEP_LINE.findall((place / "log").read_bytes())
@@ -88,16 +82,15 @@ def _run(place, steps, flags):
 
 def _memory(driver):
     processes = below(driver)
-    named = {driver: "driver"}
+    named, memory = {driver: "driver"}, {}
     for kind, found in by_kind(processes).items():
         for process in found:
             index = engine_index(process) if kind == "engine" else None
             named[process.pid] = f"{kind} {process.pid if index is None else index}"
-    memory = {}
     for process in [psutil.Process(driver), *processes]:
         with suppress(psutil.Error):
-            words = title(process).split()
-            name = named.get(process.pid) or f"{os.path.basename(words[0])} {process.pid}"
+            program = os.path.basename(title(process).split()[0])
+            name = named.get(process.pid, f"{program} {process.pid}")
             memory[name] = round(process.memory_full_info().uss / 2**20, 1)
     return memory
 

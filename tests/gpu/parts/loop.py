@@ -5,15 +5,12 @@ import importlib.util
 import json
 import os
 from pathlib import Path
-from typing import Any
 
-from job import Job, Skipped, check
+from job import Skipped, check
 from processes import apart
 
 ROOT = Path(__file__).resolve().parents[3]
-STEPS = 20
 LOSS_BOUND, NORM_BOUND = 1e-5, 1e-3  # of the first step in float32: absolute, relative
-EVALUATED = 256
 GAIN = 0.1  # by which greedy accuracy must rise
 KEPT = (
     "reward", "accuracy", "shaped_reward", "correction_success", "bonus_rate", "loss", "grad_norm",
@@ -22,13 +19,12 @@ KEPT = (
 )  # fmt: skip
 
 
-def run(job: Job) -> None:
+def run(job):
     check_extension()
-    steps = STEPS if job.on_gpu else 2
     found = {"cpu": apart(train, job.scratch / "cpu", "", num_rollout=1, eval_num_prompts=0)}
     for name in ("float32", "bfloat16") if job.on_gpu else ("float32",):
-        settings = {"num_rollout": steps, "eval_num_prompts": EVALUATED, "bf16": name == "bfloat16"}
-        found[name] = apart(train, job.scratch / name, None, **settings)
+        settings = {"num_rollout": 20 if job.on_gpu else 2, "bf16": name == "bfloat16"}
+        found[name] = apart(train, job.scratch / name, None, eval_num_prompts=256, **settings)
         job.note(**found)
     differences = compare_steps(found["float32"]["steps"][0], found["cpu"]["steps"][0])
     gains = {name: own["greedy"] for name, own in found.items() if name != "cpu"}
@@ -40,19 +36,19 @@ def run(job: Job) -> None:
         check(not job.on_gpu or last >= first + GAIN, f"{name}: greedy accuracy from {first} to {last}")
 
 
-def check_extension() -> None:
+def check_extension():
     if importlib.util.find_spec("megatron_ibpo._edit_distance") is None:
         raise Skipped("the C++ extension is not built; `python3 setup.py build_ext --inplace` builds it")
 
 
-def compare_steps(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, float]:
+def compare_steps(ours, theirs):
     """Return a step's differences from the same one on the CPU: absolute, but relative of the gradient."""
     names = ("reward", "shaped_reward", "loss", "grad_norm")
     differences = {name: abs(ours[name] - theirs[name]) for name in names if name in ours}
     return differences | {"grad_norm": differences["grad_norm"] / max(1e-9, theirs["grad_norm"])}
 
 
-def check_equal(what: str, differences: dict[str, float]) -> None:
+def check_equal(what, differences):
     """Samples are the same, and so are rewards; sums are taken in another order."""
     rewards = differences["reward"] + differences.get("shaped_reward", 0.0)
     check(rewards == 0.0, f"{what}: rewards are not those of the CPU, {differences}")
@@ -60,7 +56,7 @@ def check_equal(what: str, differences: dict[str, float]) -> None:
     check(close, f"{what} differs from the CPU's: {differences}")
 
 
-def train(run_dir: Path, gpus: str | None, **settings: Any) -> dict[str, Any]:
+def train(run_dir, gpus, **settings):
     """Train in this process; the steps, and the greedy accuracy of each evaluation."""
     if gpus is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpus
@@ -70,11 +66,11 @@ def train(run_dir: Path, gpus: str | None, **settings: Any) -> dict[str, Any]:
     from megatron_ibpo.run import steps as run_steps
 
     run_steps.check_installed = lambda: None  # a machine with WHEELS has no engines, servers or graders
-    own = Path(__file__).resolve().parent.parent / "sums.py"
+    sums = ROOT / "tests/gpu/sums.py"
     config = megatron_ibpo.load_recipe(
         ROOT / "examples/recipes/small_cpu.yaml", hf_checkpoint=str(ROOT / "examples/tiny_qwen3"),
-        rollout_backend="lean", allow_local_modules=True, prompt_data=[f"import://{own}:rows"],
-        eval_prompt_data=[f"import://{own}:rows"], rm_type=f"{own}:score", run_dir=str(run_dir), **settings,
+        rollout_backend="lean", allow_local_modules=True, prompt_data=[f"import://{sums}:rows"],
+        eval_prompt_data=[f"import://{sums}:rows"], rm_type=f"{sums}:score", run_dir=str(run_dir), **settings,
     )  # fmt: skip
     with megatron_ibpo.open_run(config) as run:
         steps = [{name: step.metrics[name] for name in KEPT if name in step.metrics} for step in run]

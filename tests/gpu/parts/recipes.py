@@ -2,10 +2,8 @@
 
 import os
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import yaml
-from job import Job
 from parts.loop import ROOT, check_equal, check_extension, compare_steps, train
 from processes import apart
 
@@ -22,25 +20,24 @@ THREADS = 2
 SETTINGS = {"num_rollout": 1, "eval_num_prompts": 0, "rollout_batch_size": 8}
 
 
-def run(job: Job) -> None:
+def run(job):
     check_extension()
     os.environ["OMP_NUM_THREADS"] = str(THREADS)
-    texts = {name: (ROOT / f"examples/algorithms/{name}.yaml").read_text() for name in ALGORITHMS}
-    cases: dict[str, dict[str, Any]] = {}
-    for name, text in texts.items():
-        cases[name] = {key.replace("-", "_"): value for key, value in yaml.safe_load(text).items()}
+    cases = {}
+    for name in ALGORITHMS:
+        settings = yaml.safe_load((ROOT / f"examples/algorithms/{name}.yaml").read_text())
+        cases[name] = {key.replace("-", "_"): value for key, value in settings.items()}
     cases |= OTHERS
     if not job.on_gpu:
         cases = {name: cases[name] for name in ("ppo", "fused")}
-    jobs = [(name, gpus) for name in cases for gpus in ("", None)]
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // THREADS)) as pool:
-        work = [
-            pool.submit(apart, train, job.scratch / f"{name}{gpus}", gpus, **SETTINGS, **cases[name])
-            for name, gpus in jobs
-        ]
-        found: dict[str, Any] = {}
-        for (name, gpus), future in zip(jobs, work, strict=True):
-            found.setdefault(name, {})["cpu" if gpus == "" else "here"] = future.result()["steps"][0]
+        found, work = {name: {} for name in cases}, {}
+        for name, own in cases.items():
+            for place, gpus in (("cpu", ""), ("here", None)):
+                directory = job.scratch / f"{name}{gpus}"
+                work[name, place] = pool.submit(apart, train, directory, gpus, **SETTINGS, **own)
+        for (name, place), future in work.items():
+            found[name][place] = future.result()["steps"][0]
             job.note(recipes=found)
     differences = {name: compare_steps(own["here"], own["cpu"]) for name, own in found.items()}
     worst = {part: max(own[part] for own in differences.values()) for part in ("loss", "grad_norm")}

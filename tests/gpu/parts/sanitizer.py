@@ -5,8 +5,8 @@ import re
 import shutil
 from collections import Counter
 
-from job import Job, Skipped, check
-from processes import run_pytest
+from job import Skipped, check
+from processes import pass_pytest
 
 KERNELS = (
     "logits_gradient_kernel", "row_statistics_kernel", "combine_kernel", "segment_sums_kernel",
@@ -17,7 +17,7 @@ READER = r"Uninitialized .*\n=+\s+at (.+)"
 CASES = "variant_equals and gspo or several_blocks or peak_comes_late or padded or inplace"
 
 
-def run(job: Job) -> None:
+def run(job):
     if not job.on_gpu:
         raise Skipped("compute-sanitizer needs a CUDA device")
     program = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
@@ -31,27 +31,21 @@ def run(job: Job) -> None:
     else:
         command += [word for name in KERNELS for word in ("--kernel-name", f"kns={name}")]
     # memory that torch keeps for reuse would hide what lies beyond a tensor's end
-    environment = dict(os.environ, PYTORCH_NO_CUDA_MEMORY_CACHING="1", OMP_NUM_THREADS="1")
-    counts = run_pytest(["tests/gpu", "-k", CASES], job.scratch, environment, tuple(command))
-    said = log.read_text(errors="replace") if log.exists() else ""
-    job.note(**counts, sanitizer=said[-2000:], summary=f"{counts['passed']} tests, {last_line(said)}")
-    print(said[-4000:])
-    check(counts["passed"] > 0 and not counts["failures"], f"{counts}; {last_line(said)}")
-    if job.variant == "initcheck" and counts["exit_status"] == ERRORS:
-        check_readers(job, said)
-    else:
-        check(counts["exit_status"] == 0, f"{counts}; {last_line(said)}")
-
-
-def check_readers(job: Job, said: str) -> None:
-    """Fail if a kernel of ours read what nobody wrote; torch's may, where a mask drops the value."""
+    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": "1"}
+    try:
+        status = pass_pytest(job, ["tests/gpu", "-k", CASES], environment, prefix=command, workers=0)
+    finally:
+        said = log.read_text(errors="replace") if log.exists() else ""
+        print(said[-4000:])
+        last = said.strip().rpartition("\n")[2].removeprefix("=========").strip()
+        job.note(sanitizer=said[-2000:], summary=f"{job.found.get('passed', 0)} tests, {last}")
+    if job.variant != "initcheck" or status != ERRORS:
+        check(status == 0, f"it ended with {status}; {last}")
+        return
+    # fails if a kernel of ours read what nobody wrote; torch's may, where a mask drops the value
     readers = Counter(name.partition("+")[0][:120] for name in re.findall(READER, said))
     job.note(readers=readers)
-    check(bool(readers), f"no error names a kernel; {last_line(said)}")
+    check(bool(readers), f"no error names a kernel; {last}")
     ours = [name for name in readers if any(kernel in name for kernel in KERNELS)]
     check(not ours, f"memory that nobody wrote is read by {', '.join(ours)}")
-    job.note(summary=f"{sum(readers.values())} reads, all by torch's own kernels; {last_line(said)}")
-
-
-def last_line(text: str) -> str:
-    return text.strip().rpartition("\n")[2].removeprefix("=========").strip()
+    job.note(summary=f"{readers.total()} reads, all by torch's own kernels; {last}")
