@@ -48,7 +48,6 @@ class Engines:
         record |= {"engines_left": ENGINES - len(self.under_way), "replaced_seconds": None}
 
     def look(self):
-        """Record the engines that have joined since."""
         for index, (at, old, size, record) in list(self.under_way.items()):
             with self._log(index).open("rb") as log:
                 log.seek(size)
@@ -187,7 +186,6 @@ def _started_again(trial, fault, at, rng):
 
 
 def _checked(trial, place):
-    """What is wrong with a run that has finished."""
     _, left = gone_within(place, 10)
     problems = [f"still running: {left}"] if left else []
     names = sorted(path.name for path in (place / "tmp").iterdir())

@@ -48,7 +48,6 @@ async def say(request):
 
 
 async def one_piece(pool, seed, piece, kills):
-    """Play episodes until so many processes were hit; return what came of them."""
     rng, numbers = random.Random(f"{seed}/{piece}"), count(piece * 10**6)
     episodes = Episodes(pool, CHAT, LIMITS, seed, 1.0, None)
     hits, outcomes, problems = Counter(), Counter(), []

@@ -59,7 +59,6 @@ def by_kind(processes):
 
 
 def proc(pid, name):
-    """A file of /proc of this process; nothing where it has ended."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/{name}").read_text(errors="replace")
     return ""
@@ -98,5 +97,4 @@ def gone_within(place, seconds):
 
 
 def shared_memory_of(processes):
-    """Names in /dev/shm of the segments that they have mapped."""
     return {name for one in processes for name in re.findall(r"/dev/shm/(\S+)", proc(one.pid, "maps"))}

@@ -127,7 +127,6 @@ def segment_cases(variant, kl):
 
 
 def sources_hash():
-    """Return a hash of what the compiled kernels depend on: their sources, this file and Triton's version."""
     terms = [ROOT / "megatron_ibpo/loss" / name for name in ("variants.py", "objective.py")]
     files = [*sorted((ROOT / "kernels").glob("*.py")), *terms, Path(__file__)]
     read = b"".join(file.read_bytes() for file in files)
@@ -135,7 +134,6 @@ def sources_hash():
 
 
 def compile_all(capability):
-    """Compile every case for one compute capability, and yield what is found of each."""
     done = {}  # variants that share a term share its kernels
     for name, kernel, warps, constants, types, params in cases():
         fixed = {key: value for key, value in constants.items() if key in kernel.arg_names}

@@ -1,5 +1,3 @@
-"""Checks what must hold of the loss with the LM head fused in, on any device and backend."""
-
 from functools import partial
 from typing import Any
 

@@ -73,7 +73,6 @@ LLAMA_3 = {
     "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
     "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
 }  # fmt: skip
-"""Rotary positions of Llama 3.1."""
 
 
 @built_once

@@ -72,7 +72,6 @@ def filled(template, valid, **values):
 
 
 def copied(valid, name):
-    """A copy of a valid file or folder in the present directory."""
     copy, source = Path.cwd() / name, valid / name
     shutil.copytree(source, copy) if source.is_dir() else shutil.copy(source, copy)
     return copy

@@ -130,7 +130,6 @@ def _be_child(work, log):
 
 
 def run_command(words):
-    """Run a command as Python does for `ibpo NAME ARGUMENTS…`."""
     words = [word.replace("\0", "") for word in words]
     name = next(name for name in (" ".join(words[:2]), words[0]) if name in DOORS)
     arguments = words[len(name.split()) :]
