@@ -13,12 +13,14 @@ HOSTILE = "</script><script>window.harmed=1</script><img src=x onerror=window.ha
 TOKENIZER = HuggingFaceTokenizer(make_tiny_tokenizer())
 
 
-def response(text, correct, prompt=(1, 5), *, finish_reason="stop", **fields):
+def response(text, correct, prompt=(1, 5), **fields):
     ids = token_ids([*TOKENIZER.encode(text), TOKENIZER.eos_id])
-    return Sample(
-        token_ids(prompt), ids, np.full(len(ids), -0.5, np.float32), finish_reason, 1.0, ((0, 0),),
-        np.ones(len(ids), bool), correct=correct, **{"reward": float(correct)} | fields,
-    )  # fmt: skip
+    known = {
+        "prompt_token_ids": token_ids(prompt), "token_ids": ids, "finish_reason": "stop", "temperature": 1.0,
+        "logprobs": np.full(len(ids), -0.5, np.float32), "versions": ((0, 0),),
+        "loss_mask": np.ones(len(ids), bool), "reward": float(correct), "correct": correct,
+    }  # fmt: skip
+    return Sample(**known | fields)
 
 
 def correction(target, references, text, correct, *, rewritten=False):

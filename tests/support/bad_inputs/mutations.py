@@ -46,7 +46,7 @@ def mutated(rng, document):
 
 
 def mutated_json(rng, document):
-    data = json.dumps(mutated(rng, document)).encode()
+    data = json.dumps(mutated(rng, json.loads(json.dumps(document)))).encode()
     return mutated_bytes(rng, data) if rng.random() < 0.25 else data
 
 
