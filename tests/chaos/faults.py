@@ -17,7 +17,6 @@ from megatron_ibpo.weights.formats.run_state import newest_step
 
 KILL, TERM, STOP = "SIGKILL", "SIGTERM", "SIGSTOP"
 NEVER_CONTINUED = ("engine", "host", "verifier", "episode")  # nothing replaces a stopped driver or trainer
-FAILED, BAD_INPUT = 1, 2
 ENDS_WITHIN_S = 90.0  # in which a run that cannot go on must have ended by itself
 BUSY = 8  # processes that compute while the driver starts
 HOW = {"disk": ["full"], "failing disk": ["EIO", "EROFS"], "directory": ["deleted"], "start": ["busy"]}
@@ -32,26 +31,16 @@ class Fault:
     engine_pid: int = 0  # process id of that engine
     torn: str | None = None  # file that is torn before the driver is started again, by its name in TEARS
 
-    @property
-    def ends_the_driver(self):
-        killed = self.victim == "driver" and self.signal != STOP
-        return self.fails_the_run or self.victim == "start" or killed
-
-    @property
-    def may_go_on(self):
-        """A raylet that is told to end says that its node is lost, and the run may start another Ray."""
-        return self.victim == "own raylet" and self.signal != STOP
-
-    @property
-    def fails_the_run(self):
-        """The run cannot go on: it is to say so in a line, and to end with status 1 by itself."""
-        no_ray = self.victim in RAY_SERVERS.values() and self.signal != STOP
-        return no_ray or self.victim in ("failing disk", "directory")
-
-    @property
-    def hangs(self):
-        """It stands still for good, and only a time-out tells."""
-        return self.signal == STOP and self.victim in NEVER_CONTINUED
+    def __post_init__(self):
+        ends, victim = self.signal != STOP, self.victim
+        # the run cannot go on: it is to say so in a line, and to end with status 1 by itself
+        no_ray = ends and victim in RAY_SERVERS.values()
+        self.fails_the_run = no_ray or victim in ("failing disk", "directory")
+        self.ends_the_driver = self.fails_the_run or victim == "start" or (ends and victim == "driver")
+        # a raylet that is told to end says that its node is lost, and the run may start another Ray
+        self.may_go_on = ends and victim == "own raylet"
+        # it stands still for good, and only a time-out tells
+        self.hangs = not ends and victim in NEVER_CONTINUED
 
 
 def choose(rng, trial, kinds, spared):
@@ -59,7 +48,7 @@ def choose(rng, trial, kinds, spared):
     if trial.cluster is not None:
         above = {own.pid: own for one in kinds["engine"] for own in one.parents()[1:2]}
         raylets = [own for own in above.values() if own.name() == "raylet"]
-        return Fault("raylet", signal=rng.choice([KILL, TERM, STOP]), process=_one_of(rng, "raylet", raylets))
+        return Fault("raylet", rng.choice([KILL, TERM, STOP]), rng.choice(raylets))
     engines = [one for one in kinds["engine"] if engine_index(one) not in spared]
     hosts = [host for host in kinds["host"] if not spared & {engine_index(one) for one in children(host)}]
     kinds |= {"driver": [psutil.Process(trial.driver.pid)], "engine": engines, "host": hosts}
@@ -73,7 +62,7 @@ def choose(rng, trial, kinds, spared):
         victim, signals = rng.choice(victims), [KILL, TERM, STOP]
     if victim in HOW:
         return Fault(victim, rng.choice(HOW[victim]))
-    process = _one_of(rng, victim, kinds[victim])
+    process = rng.choice(kinds[victim])
     fault = Fault(victim, rng.choice(signals), process)
     if fault.victim == "driver" and fault.signal == KILL and not AGENTS:
         fault.torn = rng.choice([None, *TEARS])
@@ -81,12 +70,6 @@ def choose(rng, trial, kinds, spared):
         if (index := engine_index(one)) is not None:
             fault.engine, fault.engine_pid = index, one.pid
     return fault
-
-
-def _one_of(rng, kind, processes):
-    if not processes:
-        raise psutil.NoSuchProcess(0, kind)
-    return rng.choice(processes)
 
 
 def inject(fault, rng, trial):
@@ -122,15 +105,15 @@ def wrong_end(fault, status, seconds, said):
     """What is wrong with how a driver ended so many seconds after a fault."""
     what = f"{fault.signal} of {fault.victim}"
     last = said.strip().splitlines()[-1][-300:] if said.strip() else ""
-    if status == BAD_INPUT:
+    if status == 2:
         return [f"{what} ended the run as if its input were bad: {last}"]
     if not fault.ends_the_driver:
         return [f"{what} ended the run with {status}: {last}"]
     if not fault.fails_the_run:
         return []
     problems = []
-    if status != FAILED:
-        problems.append(f"{what} ended the run with {status}, not {FAILED}: {last}")
+    if status != 1:
+        problems.append(f"{what} ended the run with {status}, not 1: {last}")
     if seconds > ENDS_WITHIN_S:
         problems.append(f"after {what} the run took {seconds:.0f} s to end")
     errors = [line for line in said.splitlines() if line.startswith("error: ")]

@@ -3,12 +3,10 @@ import re
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
-from pathlib import Path
+from typing import Any
 
 from chaos.processes import below, gone_within, of_place, shared_memory_of
 from support.paths import ROOT
-from support.simulated_cluster import SimulatedCluster
 
 STEPS = int(os.environ.get("CHAOS_STEPS", "80"))
 RESPONSES = 4
@@ -21,9 +19,8 @@ FLAGS = [
     "--config", str(ROOT / "examples/recipes" / TASK[0]), "--hf-checkpoint", str(ROOT / "examples" / TASK[1]),
     *f"--num-trainers 1 --no-colocate --rollout-num-gpus {ENGINES} --max-staleness 1".split(),
     *f"--num-rollout {STEPS} --rollout-batch-size 4 --n-samples-per-prompt {RESPONSES}".split(),
-    *("--num-steps-per-rollout", "1", "--eval-num-prompts", "0"),
-    *("--journal-keep", "100", "--save-interval", "5"),
-    *f"--step-timeout {HANGS_S} --engine-stall-timeout {HANGS_S}".split(),
+    *("--num-steps-per-rollout", "1", "--eval-num-prompts", "0", "--journal-keep", "100"),
+    *f"--save-interval 5 --step-timeout {HANGS_S} --engine-stall-timeout {HANGS_S}".split(),
     *f"--update-weight-timeout {HANGS_S} --reward-timeout {HANGS_S}".split(),
 ]  # fmt: skip
 ORPHANS_S = 10.0  # in which what a dead driver has started must have ended by itself
@@ -42,19 +39,19 @@ class StuckError(RuntimeError):
     """The run makes no step."""
 
 
-@dataclass
 class Trial:
-    place: Path  # of its temporary files and logs; its name is in the environment of all that is started
-    run_dir: Path
-    seed: int
-    cluster: SimulatedCluster | None = None  # simulated cluster that it runs on; None for this machine alone
-    starts: int = 0  # number of starts of the driver
-    driver: subprocess.Popen[bytes] | None = None
-    spawned: float = 0.0  # time.monotonic() of the last start
-    problems: list[str] = field(default_factory=list)
-    shared_memory: set[str] = field(default_factory=set)  # segments that its processes had
-    failing_disk: Path | None = None  # the library that lets a disk fail, where it could be compiled
-    busy: list[subprocess.Popen[bytes]] = field(default_factory=list)  # processes that compute for nothing
+    def __init__(self, place, run_dir, seed, starts=0):
+        """`place`: of temporary files and logs; its name is in the environment of all that is started."""
+        self.place, self.run_dir, self.seed = place, run_dir, seed
+        self.driver: Any = None
+        self.starts, self.spawned = starts, 0.0  # number of its starts, and when the last was
+        self.cluster: Any = None  # simulated cluster that it runs on; None for this machine alone
+        self.failing_disk = None  # the library that lets a disk fail, where it could be compiled
+        self.failing = (
+            place / "failing"
+        )  # while it exists the disk fails, with the error whose number it holds
+        self.problems, self.shared_memory = [], set()  # segments that its processes had
+        self.busy = []  # processes that compute for nothing
 
     @property
     def log(self):
@@ -75,11 +72,6 @@ class Trial:
         with self.log.open("wb") as log:
             self.driver = subprocess.Popen(command, **how, stdout=log, stderr=subprocess.STDOUT)
         self.spawned = time.monotonic()
-
-    @property
-    def failing(self):
-        """While it exists the disk fails, with the error whose number it holds."""
-        return self.place / "failing"
 
     def burden(self, processes):
         """Let so many processes compute, until the driver has made a step."""
@@ -117,11 +109,11 @@ class Trial:
             time.sleep(0.05)
 
     def wait_for_end(self, seconds=END_S, *, must=True):
-        deadline = time.monotonic() + seconds
-        while self.ended() is None and time.monotonic() < deadline:
-            time.sleep(0.05)
-        if must and self.ended() is None:
-            raise StuckError(f"the driver does not end, see {self.log}")
+        try:
+            self.driver.wait(seconds)
+        except subprocess.TimeoutExpired:
+            if must:
+                raise StuckError(f"the driver does not end, see {self.log}") from None
 
     def has_finished(self):
         return self.ended() == 0
