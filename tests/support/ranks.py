@@ -105,7 +105,7 @@ def _collect(pipes, deadline):
 
 
 def _run_one(rank, size, port, stack, pipe, test, work):
-    # Megatron collects garbage at every save of a sharded optimizer; it need not look through all modules again
+    # Megatron collects garbage at every save of a sharded optimizer, and need not look through all modules
     gc.freeze()
     die_with_parent = 1  # PR_SET_PDEATHSIG
     ctypes.CDLL(None).prctl(die_with_parent, signal.SIGKILL)
