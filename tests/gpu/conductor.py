@@ -31,15 +31,16 @@ class Part:
 
 PARTS = (  # first what only a GPU can refute: memory that is pinned, freed and lent, streams, groups of NCCL
     Part("machine", 120), Part("pinned-memory", 60), Part("trainer-qwen3", 180, "trainer", "qwen3"),
-    Part("sleep", 120), Part("weight-update", 120), Part("loop", 240), Part("kernels", 240),
+    Part("sleep", 120), Part("weight-update", 120), Part("loop", 240),
+    Part("kernels", 240, "suites", "kernels"),
     Part("delta-net", 420), Part("delta-net-backend", 420),
     Part("trainer-qwen3-next", 480, "trainer", "qwen3_next"),
     Part("trainer-qwen3-next-torch", 180, "trainer", "qwen3_next/torch"),
-    Part("resume", 180), Part("parity", 300), Part("recipes", 300),
+    Part("resume", 180), Part("parity", 300, "suites", "parity"), Part("recipes", 300, "loop", "recipes"),
     Part("trainer-qwen3-fused", 180, "trainer", "qwen3/fused"),
     Part("host-syncs-qwen3", 150, "host_syncs", "qwen3"),
     Part("host-syncs-qwen3-next", 480, "host_syncs", "qwen3_next"), Part("loss-speed", 240),
-    *(Part(tool, 180, "sanitizer", tool) for tool in ("memcheck", "racecheck", "synccheck", "initcheck")),
+    *(Part(tool, 180, "suites", tool) for tool in ("memcheck", "racecheck", "synccheck", "initcheck")),
 )  # fmt: skip
 MINUTES, QUICK_MINUTES = 30.0, 9.5
 LEAST_S = 20.0  # with less time left no part is started

@@ -11,6 +11,7 @@ import tempfile
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from torch.distributed import checkpoint as dcp
@@ -52,12 +53,6 @@ ALGORITHMS = {
 """Preset, and what else is said of a case → flags that say what it leaves to a recipe or loss variant."""
 
 
-@dataclass(frozen=True)
-class Trained:
-    rows: list[dict[str, float]]  # rows of metrics.jsonl, one per step
-    checkpoints: list[Path]  # after each step
-
-
 def recordings(name, directory, temperature="1.0"):
     """Unpack the recording into `directory`, and return that. It was sampled at temperature 1.0."""
     directory.mkdir(parents=True)
@@ -69,7 +64,8 @@ def recordings(name, directory, temperature="1.0"):
 
 
 def train_recorded(repository, layout, algorithm, directory, steps=None):
-    """Train on the recordings with the code in `repository`; files go to `directory`, which is new."""
+    """Train on the recordings with the code in `repository`, in the new `directory`: rows of metrics.jsonl, and
+    checkpoints, one per step."""
     flags = ALGORITHMS[algorithm].split()
     temperature = flags[-1] if "--rollout-temperature" in flags else "1.0"
     run_dir, recorded = directory / "run", recordings(layout.model, directory / "rollouts", temperature)
@@ -85,7 +81,7 @@ def train_recorded(repository, layout, algorithm, directory, steps=None):
         raise RuntimeError(f"{algorithm} in {repository} ended with status {status}:\n{output[-5000:]}")
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     checkpoints = sorted((run_dir / "checkpoints").glob("step_*"))
-    return Trained([row for row in rows if row["kind"] == "step"], checkpoints)
+    return SimpleNamespace(rows=[row for row in rows if row["kind"] == "step"], checkpoints=checkpoints)
 
 
 def _run(command, repository):

@@ -1,11 +1,14 @@
-"""The whole loop on this device, by IBPO without Ray and vLLM; its first step on a CPU too."""
+"""The whole loop on this device, by IBPO without Ray and vLLM, and one step of several recipes; the first
+step on a CPU too, from the same samples."""
 
 import importlib
 import importlib.util
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import yaml
 from job import Skipped, check
 from processes import apart
 
@@ -19,8 +22,25 @@ KEPT = (
 )  # fmt: skip
 
 
+ALGORITHMS = (  # files of examples/algorithms
+    "gspo", "grpo", "dapo", "ppo", "maxrl", "ibpo_mask", "ibpo_signed_mask", "ibpo_on_ppo", "critique_grpo",
+    "cipo", "ciw", "divergence_window", "self_teacher", "wrong_weight",
+)  # fmt: skip
+OTHERS = {
+    "kl": {"kl_coef": 0.01, "ref_load": str(ROOT / "examples/tiny_qwen3")},
+    "adapters": {"lora_rank": 8},
+    "fused": {"fuse_lm_head": True},
+}  # settings beside IBPO's
+THREADS = 2
+
+
 def run(job):
-    check_extension()
+    if importlib.util.find_spec("megatron_ibpo._edit_distance") is None:
+        raise Skipped("the C++ extension is not built; `python3 setup.py build_ext --inplace` builds it")
+    (recipes if job.variant == "recipes" else whole_loop)(job)
+
+
+def whole_loop(job):
     found = {"cpu": apart(train, job.scratch / "cpu", "", num_rollout=1, eval_num_prompts=0)}
     for name in ("float32", "bfloat16") if job.on_gpu else ("float32",):
         settings = {"num_rollout": 20 if job.on_gpu else 2, "bf16": name == "bfloat16"}
@@ -36,9 +56,31 @@ def run(job):
         check(not job.on_gpu or last >= first + GAIN, f"{name}: greedy accuracy from {first} to {last}")
 
 
-def check_extension():
-    if importlib.util.find_spec("megatron_ibpo._edit_distance") is None:
-        raise Skipped("the C++ extension is not built; `python3 setup.py build_ext --inplace` builds it")
+def recipes(job):
+    os.environ["OMP_NUM_THREADS"] = str(THREADS)
+    cases = {}
+    for name in ALGORITHMS:
+        settings = yaml.safe_load((ROOT / f"examples/algorithms/{name}.yaml").read_text())
+        cases[name] = {key.replace("-", "_"): value for key, value in settings.items()}
+    cases |= OTHERS
+    if not job.on_gpu:
+        cases = {name: cases[name] for name in ("ppo", "fused")}
+    short = {"num_rollout": 1, "eval_num_prompts": 0, "rollout_batch_size": 8}
+    with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // THREADS)) as pool:
+        found, work = {name: {} for name in cases}, {}
+        for name, own in cases.items():
+            for place, gpus in (("cpu", ""), ("here", None)):
+                directory = job.scratch / f"{name}{gpus}"
+                work[name, place] = pool.submit(apart, train, directory, gpus, **short, **own)
+        for (name, place), future in work.items():
+            found[name][place] = future.result()["steps"][0]
+            job.note(recipes=found)
+    differences = {name: compare_steps(own["here"], own["cpu"]) for name, own in found.items()}
+    worst = {part: max(own[part] for own in differences.values()) for part in ("loss", "grad_norm")}
+    to = f"{worst['loss']:.0e} (loss) and {worst['grad_norm']:.0e} (gradient)"
+    job.note(differences=differences, summary=f"{len(cases)} recipes: a step as on the CPU to {to}")
+    for name, own in differences.items():
+        check_equal(name, own)
 
 
 def compare_steps(ours, theirs):
