@@ -4,7 +4,6 @@ import gzip
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import tempfile
@@ -64,8 +63,8 @@ def recordings(name, directory, temperature="1.0"):
 
 
 def train_recorded(repository, layout, algorithm, directory, steps=None):
-    """Train on the recordings with the code in `repository`, in the new `directory`: rows of metrics.jsonl, and
-    checkpoints, one per step."""
+    """Train on the recordings with the code in `repository`, in the new `directory`: rows of metrics.jsonl
+    and checkpoints, one per step."""
     flags = ALGORITHMS[algorithm].split()
     temperature = flags[-1] if "--rollout-temperature" in flags else "1.0"
     run_dir, recorded = directory / "run", recordings(layout.model, directory / "rollouts", temperature)
@@ -76,27 +75,16 @@ def train_recorded(repository, layout, algorithm, directory, steps=None):
         *("--advantage-estimator", algorithm.split()[0], *flags),
         *(() if steps is None else ("--num-rollout", steps)),
     ]
-    status, output = _run([str(word) for word in command], repository)
-    if status != 0:
-        raise RuntimeError(f"{algorithm} in {repository} ended with status {status}:\n{output[-5000:]}")
+    own = {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONPATH": str(repository)}
+    command = ["timeout", "--kill-after=5", *map(str, (TIMEOUT_S, *command))]  # ends all that was started
+    said = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    done = subprocess.run(command, cwd=repository, env=os.environ | own, **said)
+    if done.returncode != 0:
+        how = f"ended with status {done.returncode}:\n{done.stdout[-5000:]}"
+        raise RuntimeError(f"{algorithm} in {repository} {how}")
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     checkpoints = sorted((run_dir / "checkpoints").glob("step_*"))
     return SimpleNamespace(rows=[row for row in rows if row["kind"] == "step"], checkpoints=checkpoints)
-
-
-def _run(command, repository):
-    own = {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONPATH": str(repository)}
-    said = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    process = subprocess.Popen(command, cwd=repository, env=os.environ | own, **said, start_new_session=True)
-    try:
-        output, _ = process.communicate(timeout=TIMEOUT_S)
-    except BaseException:
-        os.killpg(process.pid, signal.SIGKILL)
-        output, _ = process.communicate()
-        if sys.exc_info()[0] is not subprocess.TimeoutExpired:
-            raise
-        return 124, f"{output}\nkilled after {TIMEOUT_S} s"
-    return process.returncode, output
 
 
 def weights(checkpoint):

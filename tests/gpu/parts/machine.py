@@ -25,9 +25,9 @@ def run(job):
         cudnn=torch.backends.cudnn.version(), nccl=list(torch.cuda.nccl.version()),
     )  # fmt: skip
     asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    if shutil.which("nvidia-smi") is not None:
-        said = subprocess.run(asked, capture_output=True, text=True, timeout=30).stdout
-        job.note(driver=said.partition("\n")[0].strip())
+    has_it = shutil.which("nvidia-smi") is not None
+    said = subprocess.run(asked, capture_output=True, text=True, timeout=30).stdout if has_it else ""
+    job.note(driver=said.partition("\n")[0].strip())
     rates = ceilings()
     copied, multiplied = rates["copy_bytes_per_s"] / 1e12, rates["matmul_flops_per_s"] / 1e12
     job.note(**rates, summary=f"{properties.name}, {copied:.2f} TB/s copied, {multiplied:.0f} TFLOP/s bf16")
