@@ -40,9 +40,9 @@ class StuckError(RuntimeError):
 
 
 class Trial:
-    def __init__(self, place, run_dir, seed, starts=0):
+    def __init__(self, place, run_dir, seed, flags=FLAGS, starts=0):
         """`place`: of temporary files and logs; its name is in the environment of all that is started."""
-        self.place, self.run_dir, self.seed = place, run_dir, seed
+        self.place, self.run_dir, self.seed, self.flags = place, run_dir, seed, flags
         self.driver: Any = None
         self.starts, self.spawned = starts, 0.0  # number of its starts, and when the last was
         self.cluster: Any = None  # simulated cluster that it runs on; None for this machine alone
@@ -60,7 +60,14 @@ class Trial:
     def start(self):
         self.starts += 1
         goes_on = ["--load", str(self.run_dir)] if self.run_dir.exists() else []
-        command = [sys.executable, "-m", "megatron_ibpo.commands.train", *FLAGS, "--seed", str(self.seed)]
+        command = [
+            sys.executable,
+            "-m",
+            "megatron_ibpo.commands.train",
+            *self.flags,
+            "--seed",
+            str(self.seed),
+        ]
         command += ["--run-dir", str(self.run_dir), *goes_on]
         environment = within(self.place)
         if self.cluster is not None:

@@ -3,7 +3,6 @@
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import psutil
 from chaos.processes import below, by_kind, end_on_sigterm, engine_index, title
-from chaos.trial import STEP_LINE, within
+from chaos.trial import Trial
 
 from megatron_ibpo.basics.versions import machine
 from support.paths import ROOT
@@ -37,47 +36,42 @@ def main():
     flags = f"--config examples/recipes/{MODELS[model]} {FLAGS} --num-rollout {steps}".split()
     began, steps = time.monotonic(), int(steps)
     with tempfile.TemporaryDirectory(prefix="soak-") as name:
-        (Path(name) / "tmp").mkdir()
-        status, memory = _run(Path(name), steps, flags)
-        if status != 0:
-            print((Path(name) / "log").read_text()[-3000:])
-            return status
+        place = Path(name)
+        (place / "tmp").mkdir()
+        trial, memory = Trial(place, place / "run", seed=0, flags=flags), defaultdict(list)
+        trial.start()
+        try:
+            while trial.ended() is None:
+                if 0 < (step := trial.step()) < steps:
+                    for process, mib in _memory(trial.driver.pid).items():
+                        memory[process].append((step, mib))
+                time.sleep(EVERY_S)
+        finally:
+            trial.driver.kill()
+        if not trial.has_finished():
+            print(trial.log.read_text()[-3000:])
+            return 1
+    latest = max((series[-1][0] for series in memory.values()), default=0)
+    memory = {  # process that lived all the time → [(step, MiB that only it has)]
+        process: series
+        for process, series in sorted(memory.items())
+        if series[0][0] < WARM * steps and series[-1][0] == latest
+    }
     if not memory:
         print(f"{steps} steps are too few to tell")
         return 1
     growth, warm = {}, WARM * steps  # growth of medians, from the first tenth after the start to the last
-    for process, series in sorted(memory.items()):
+    for process, series in memory.items():
         early = [mib for step, mib in series if warm <= step < 2 * warm]
         late = [mib for step, mib in series if step > 0.9 * series[-1][0]]
         growth[process] = round(statistics.median(late) - statistics.median(early), 1)
         print(f"{process}: {series[-1][1]:.0f} MiB, {growth[process]:+.1f} MiB since step {warm:.0f}")
     result = {
         "machine": machine(), "command": f"bash tests/soak.sh {steps} {model}", "steps": steps,
-        "seconds": round(time.monotonic() - began), "growth_mib": growth, "mib": dict(sorted(memory.items())),
+        "seconds": round(time.monotonic() - began), "growth_mib": growth, "mib": memory,
     }  # fmt: skip
     (ROOT / f"tools/results/soak_{model}.json").write_text(json.dumps(result) + "\n")
     return int(max(growth.values()) > MOST_GROWTH_MIB)
-
-
-def _run(place, steps, flags):
-    """Exit status of the run; for each process that lived all the time [(step, MiB that only it has)]."""
-    command = [sys.executable, "-m", "megatron_ibpo.commands.train", *flags, "--run-dir", str(place / "run")]
-    memory = defaultdict(list)
-    with (place / "log").open("wb") as log:
-        how = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT}
-        driver = subprocess.Popen(command, env=within(place), cwd=ROOT, **how)
-        try:
-            while driver.poll() is None:
-                lines = STEP_LINE.findall((place / "log").read_bytes())
-                if lines and int(lines[-1][0]) < steps:
-                    for name, mib in _memory(driver.pid).items():
-                        memory[name].append((int(lines[-1][0]), mib))
-                time.sleep(EVERY_S)
-        finally:
-            driver.kill()
-    latest = max((series[-1][0] for series in memory.values()), default=0)
-    lived = [name for name, own in memory.items() if own[0][0] < WARM * steps and own[-1][0] == latest]
-    return driver.returncode, {name: memory[name] for name in lived}
 
 
 def _memory(driver):
