@@ -99,28 +99,12 @@ def set_up(job, family, *, slow=False, **sections):
     return load, config, list(make_sequences(load, read_hf_config(path).vocab_size))
 
 
-class OneRank:
-    """`policy.group.RankCalls` for a single trainer in this process."""
-
-    def __init__(self, config, checkpoint):
-        from megatron_ibpo.policy.process_start import trainer_rank
-
-        self.rank = trainer_rank(config, checkpoint)
-
-    def each(self, method, arguments):
-        (own,) = arguments
-        return [getattr(self.rank, method)(*own)]
-
-    def all(self, method, *arguments):
-        return [getattr(self.rank, method)(*arguments)]
-
-    def share(self, value):
-        return value
-
-
 def start_policy(config, checkpoint=None):
+    """The driver's view of the trainers, and the only one of them."""
     from megatron_ibpo.policy.group import Policy
+    from megatron_ibpo.policy.process_start import trainer_rank
+    from megatron_ibpo.run.in_one_process import OwnRank
 
     cost = partial(forward_flops, read_hf_config(config.model.hf_checkpoint))
-    ranks = OneRank(config, checkpoint)
-    return Policy(ranks, config, 1, cost), ranks
+    rank = trainer_rank(config, checkpoint)
+    return Policy(OwnRank(rank), config, 1, cost), rank

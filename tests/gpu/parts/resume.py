@@ -31,10 +31,10 @@ def run(job):
 def save_and_go_on(config, sequences, directory):
     from megatron_ibpo.weights.formats.retention import Keep, step_name
 
-    policy, ranks = start_policy(config)
+    policy, rank = start_policy(config)
     for _ in range(2):
         policy.update(sequences)
-    before = sample(ranks.rank.export)
+    before = sample(rank.export)
     started = time.perf_counter()
     policy.save(directory, 2, {}, Keep(3))
     blocked = time.perf_counter() - started
@@ -46,16 +46,16 @@ def save_and_go_on(config, sequences, directory):
         "checkpoint_bytes": sum(file.stat().st_size for file in checkpoint.rglob("*") if file.is_file()),
         "blocked_seconds": blocked, "save_seconds": seconds,
     }  # fmt: skip
-    return numbers, before, sample(ranks.rank.export)
+    return numbers, before, sample(rank.export)
 
 
 def resume(config, sequences, checkpoint):
     started = time.perf_counter()
-    policy, ranks = start_policy(config, Path(checkpoint))
+    policy, rank = start_policy(config, Path(checkpoint))
     seconds = time.perf_counter() - started
-    before = sample(ranks.rank.export)
+    before = sample(rank.export)
     numbers = {"grad_norm": policy.update(sequences)["grad_norm"], "load_seconds": seconds}
-    return numbers, before, sample(ranks.rank.export)
+    return numbers, before, sample(rank.export)
 
 
 def sample(export):

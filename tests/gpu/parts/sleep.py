@@ -17,13 +17,13 @@ LEFT = 4 * 2**30  # bytes that a trainer that has left may hold: contexts, works
 
 def run(job):
     _, config, sequences = set_up(job, "qwen3")
-    policy, ranks = start_policy(config)
+    policy, rank = start_policy(config)
     with beside(Tenant) as tenant:
         tenant.ask("start", job.device)  # its context counts in what is not free
         rounds = []
         for _ in range(2):
             policy.update(sequences)
-            rounds.append(one_round(job, ranks.rank, tenant))
+            rounds.append(one_round(job, rank, tenant))
             job.note(rounds=rounds)
         policy.update(sequences)
     for found in rounds:

@@ -29,8 +29,8 @@ def run(job):
     load, config, sequences = set_up(job, family, slow=special == "torch", loss=loss)
     shape = read_hf_config(config.model.hf_checkpoint)
     job.note(model=family, load=vars(load))
-    policy, ranks = start_policy(config)
-    job.note(**asdict(ranks.rank.about()), built_bytes=memory(job))
+    policy, rank = start_policy(config)
+    job.note(**asdict(rank.about()), built_bytes=memory(job))
     before = gap(policy, sequences)
     policy.take_passes()
     steps = []

@@ -17,8 +17,7 @@ from megatron_ibpo.weights.transfer.wire import checksum
 
 def run(job):
     _, config, sequences = set_up(job, "qwen3")
-    policy, ranks = start_policy(config)
-    rank = ranks.rank
+    policy, rank = start_policy(config)
     stands_in = not job.on_gpu or importlib.util.find_spec("vllm") is None
     if stands_in:
         vllm_stand_in.install()
