@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.optim.adamw import adamw
 
 
 class Module(torch.nn.Module):
@@ -123,19 +124,16 @@ class FusedAdam(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure=None):
         for group in self.param_groups:
-            group["step"] = group.get("step", 0) + 1
+            steps = group["step"] = group.get("step", 0) + 1
             for parameter in group["params"]:
-                state = self.state[parameter]
-                means = [state.setdefault(name, torch.zeros_like(parameter)) for name in MEANS]
-                if parameter.grad is None:
-                    continue
-                unbiased = []
-                for mean, decay, power in zip(means, group["betas"], (1, 2), strict=True):
-                    mean.lerp_(parameter.grad**power, 1 - decay)
-                    unbiased.append(mean / (1 - decay ** group["step"]))
-                parameter.mul_(1 - group["lr"] * group["weight_decay"])
-                divisor = unbiased[1].sqrt() + group["eps"]
-                parameter.addcdiv_(unbiased[0], divisor, value=-group["lr"])
+                for name in MEANS:
+                    self.state[parameter].setdefault(name, torch.zeros_like(parameter))
+            moved = [parameter for parameter in group["params"] if parameter.grad is not None]
+            means = ([self.state[parameter][name] for parameter in moved] for name in MEANS)
+            counts = [torch.tensor(steps - 1.0) for _ in moved]
+            how = {name: group[name] for name in ("lr", "weight_decay", "eps")}
+            how |= dict(zip(("beta1", "beta2"), group["betas"], strict=True), amsgrad=False, maximize=False)
+            adamw(moved, [parameter.grad for parameter in moved], *means, [], counts, **how)
 
 
 class DelayedScaling:
