@@ -105,6 +105,7 @@ def put_in_place_of_processes(monkeypatch, module, open_engine):
 class Engines:
     count = alive = 2
     reproducible = prefix_caching = True
+    revive = None  # none dies
 
     def __init__(self):
         self.engines, self.version, self.met = [Engine(), Engine()], 0, 0
