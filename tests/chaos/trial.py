@@ -47,9 +47,7 @@ class Trial:
         self.starts, self.spawned = starts, 0.0  # number of its starts, and when the last was
         self.cluster: Any = None  # simulated cluster that it runs on; None for this machine alone
         self.failing_disk = None  # the library that lets a disk fail, where it could be compiled
-        self.failing = (
-            place / "failing"
-        )  # while it exists the disk fails, with the error whose number it holds
+        self.failing = place / "failing"  # while it exists the disk fails, with the error that it holds
         self.problems, self.shared_memory = [], set()  # segments that its processes had
         self.busy = []  # processes that compute for nothing
 
@@ -60,15 +58,8 @@ class Trial:
     def start(self):
         self.starts += 1
         goes_on = ["--load", str(self.run_dir)] if self.run_dir.exists() else []
-        command = [
-            sys.executable,
-            "-m",
-            "megatron_ibpo.commands.train",
-            *self.flags,
-            "--seed",
-            str(self.seed),
-        ]
-        command += ["--run-dir", str(self.run_dir), *goes_on]
+        command = [sys.executable, "-m", "megatron_ibpo.commands.train", *self.flags, *goes_on]
+        command += ["--seed", str(self.seed), "--run-dir", str(self.run_dir)]
         environment = within(self.place)
         if self.cluster is not None:
             command += ["--ray-address", self.cluster.address]
