@@ -66,7 +66,7 @@ class Trial:
         if self.failing_disk is not None:
             environment |= {"CHAOS_FAILING": str(self.failing), "CHAOS_BELOW": f"{self.run_dir}/"}
             environment |= {"LD_PRELOAD": str(self.failing_disk)}
-        how = {"env": environment, "cwd": ROOT, "stdin": subprocess.DEVNULL, "start_new_session": True}
+        how: dict = {"env": environment, "cwd": ROOT, "stdin": subprocess.DEVNULL, "start_new_session": True}
         with self.log.open("wb") as log:
             self.driver = subprocess.Popen(command, **how, stdout=log, stderr=subprocess.STDOUT)
         self.spawned = time.monotonic()

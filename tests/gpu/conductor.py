@@ -52,7 +52,7 @@ def main(argv):
         return wheels.download(arguments.wheels)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the part under way is ended, too
     deadline = time.monotonic() + 60 * (QUICK_MINUTES if arguments.quick else MINUTES)
-    report = {
+    report: dict = {
         "format": 1, "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "device": arguments.device, "quick": arguments.quick, "parts": {},
     }  # fmt: skip

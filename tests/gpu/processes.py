@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from functools import partial
 
 TIMEOUT_S = 60.0
+SERVED: list = []  # the object of this process, where others call its methods
 one_process = partial(ProcessPoolExecutor, 1, mp_context=multiprocessing.get_context("spawn"))
 
 
@@ -38,8 +39,8 @@ def beside(make):
 
 
 def _serve(make):
-    _answer.served = make()
+    SERVED.append(make())
 
 
 def _answer(method, arguments):
-    return getattr(_answer.served, method)(*arguments)
+    return getattr(SERVED[0], method)(*arguments)

@@ -44,7 +44,7 @@ def train_three_steps(directory, model, *flags):
 def start_script(run_dir, *flags, script="run_qwen3_next_ibpo.sh", directory=ROOT):
     environment = {**os.environ, "RUN_DIR": str(run_dir), "IBPO_PYTHON": sys.executable}
     command = ["bash", str(ROOT / "examples" / script), *flags]
-    said = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    said: dict = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     return subprocess.Popen(command, env=environment, cwd=directory, **said, start_new_session=True)
 
 

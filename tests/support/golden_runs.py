@@ -77,7 +77,7 @@ def train_recorded(repository, layout, algorithm, directory, steps=None):
     ]
     own = {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONPATH": str(repository)}
     command = ["timeout", "--kill-after=5", *map(str, (TIMEOUT_S, *command))]  # ends all that was started
-    said = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    said: dict = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     done = subprocess.run(command, cwd=repository, env=os.environ | own, **said)
     if done.returncode != 0:
         how = f"ended with status {done.returncode}:\n{done.stdout[-5000:]}"

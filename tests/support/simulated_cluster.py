@@ -43,8 +43,8 @@ class SimulatedCluster:
 
 @contextmanager
 def simulated_cluster(num_nodes, environment=None):
-    command, pipes = [sys.executable, "-c", PROGRAM, str(num_nodes)], {"stdin": subprocess.PIPE}
-    pipes |= {"stdout": subprocess.PIPE, "text": True}
+    command = [sys.executable, "-c", PROGRAM, str(num_nodes)]
+    pipes: dict = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     process = subprocess.Popen(command, **pipes, start_new_session=True, env=environment)
     try:
         yield SimulatedCluster(process)

@@ -89,7 +89,11 @@ def run_pytest(job, arguments, own, *, needs=(), prefix=()):
     if not prefix and job.is_large and importlib.util.find_spec("xdist") is not None:
         flags += ["-n", "4", "--dist", "worksteal"]  # most of the time goes into compiling, or into the CPU
     command = [*prefix, sys.executable, "-m", "pytest", *flags, *arguments]
-    how = {"cwd": Path(__file__).resolve().parents[3], "env": os.environ | own, "stdin": subprocess.DEVNULL}
+    how: dict = {
+        "cwd": Path(__file__).resolve().parents[3],
+        "env": os.environ | own,
+        "stdin": subprocess.DEVNULL,
+    }
     status = subprocess.run(command, **how).returncode
     counts = {"exit_status": status, "passed": 0, "failed": 0, "skipped": 0, "failures": {}}
     for case in ElementTree.parse(results).iter("testcase") if results.exists() else ():
