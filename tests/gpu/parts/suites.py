@@ -89,12 +89,8 @@ def run_pytest(job, arguments, own, *, needs=(), prefix=()):
     if not prefix and job.is_large and importlib.util.find_spec("xdist") is not None:
         flags += ["-n", "4", "--dist", "worksteal"]  # most of the time goes into compiling, or into the CPU
     command = [*prefix, sys.executable, "-m", "pytest", *flags, *arguments]
-    how: dict = {
-        "cwd": Path(__file__).resolve().parents[3],
-        "env": os.environ | own,
-        "stdin": subprocess.DEVNULL,
-    }
-    status = subprocess.run(command, **how).returncode
+    root, own = Path(__file__).resolve().parents[3], os.environ | own
+    status = subprocess.run(command, cwd=root, env=own, stdin=subprocess.DEVNULL).returncode
     counts = {"exit_status": status, "passed": 0, "failed": 0, "skipped": 0, "failures": {}}
     for case in ElementTree.parse(results).iter("testcase") if results.exists() else ():
         bad = [child for child in case if child.tag in ("failure", "error")]
