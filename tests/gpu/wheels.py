@@ -25,7 +25,7 @@ def download(folder):
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
     # megatron-core declares Python 3.12 and serves 3.11
     status = subprocess.call(
-        [*pip, "--ignore-requires-python", "--dest", str(folder), *map(pinned.get, PACKAGES)]
+        [*pip, "--ignore-requires-python", "--dest", str(folder), *(pinned[name] for name in PACKAGES)]
     )
     if status == 0:
         sizes = [file.stat().st_size / 2**20 for file in folder.glob("*.whl")]

@@ -129,11 +129,11 @@ class FusedAdam(torch.optim.Optimizer):
                 for name in MEANS:
                     self.state[parameter].setdefault(name, torch.zeros_like(parameter))
             moved = [parameter for parameter in group["params"] if parameter.grad is not None]
-            means = ([self.state[parameter][name] for parameter in moved] for name in MEANS)
+            first, second = ([self.state[parameter][name] for parameter in moved] for name in MEANS)
             counts = [torch.tensor(steps - 1.0) for _ in moved]
             how = {name: group[name] for name in ("lr", "weight_decay", "eps")}
             how |= dict(zip(("beta1", "beta2"), group["betas"], strict=True), amsgrad=False, maximize=False)
-            adamw(moved, [parameter.grad for parameter in moved], *means, [], counts, **how)
+            adamw(moved, [parameter.grad for parameter in moved], first, second, [], counts, **how)
 
 
 class DelayedScaling:
