@@ -1,5 +1,3 @@
-"""Fixtures and options are here that hold for all tests."""
-
 import inspect
 import json
 import multiprocessing
@@ -19,8 +17,8 @@ from megatron_ibpo.basics.versions import machine
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-STARTED = pytest.StashKey[float]()
-MARKS = ("world", "engine", "ray", "kernel", "slow", "lint")  # marks of tests that are no unit tests
+STARTED = time.monotonic()
+STARTS = ("world", "engine", "ray", "kernel")  # marks of tests that start processes, which take long
 BUDGET_S = 60  # that the tests of a file may take together before the summary names it; none fails by it
 
 settings.register_profile("here", deadline=None)  # how long an example takes is the machine's affair
@@ -84,16 +82,11 @@ def pytest_collection_modifyitems(items):
     """Mark what carries no other mark as `unit`; files that start processes come first, as they take long."""
     long = set()
     for item in items:
-        marks = [name for name in MARKS if item.get_closest_marker(name)]
-        if not marks:
-            item.add_marker("unit")
-        if {"world", "engine", "ray", "kernel"} & {*marks}:
+        if any(item.get_closest_marker(name) for name in STARTS):
             long.add(item.path)
+        elif not any(item.get_closest_marker(name) for name in ("slow", "lint")):
+            item.add_marker("unit")
     items.sort(key=lambda item: item.path not in long)
-
-
-def pytest_configure(config):
-    config.stash[STARTED] = time.monotonic()
 
 
 def pytest_terminal_summary(terminalreporter, config):
@@ -102,8 +95,9 @@ def pytest_terminal_summary(terminalreporter, config):
     for line in os.environ.get("NOT_TESTED", "").splitlines():
         terminalreporter.write_line(f"not tested: {line}")
     stats, seconds = terminalreporter.stats, Counter()
-    for report in [report for kind in ("", "passed", "failed") for report in stats.get(kind, [])]:
-        seconds[report.nodeid.partition("::")[0]] += report.duration
+    for kind in ("", "passed", "failed"):
+        for report in stats.get(kind, []):
+            seconds[report.nodeid.partition("::")[0]] += report.duration
     for file, own in seconds.most_common():
         if own > BUDGET_S:
             terminalreporter.write_line(f"{file} took {own:.0f} s, and a file has {BUDGET_S}")
@@ -112,7 +106,7 @@ def pytest_terminal_summary(terminalreporter, config):
         return
     found = json.loads(path.read_text()) if path.exists() else {"machine": machine(), "runs": {}}
     found["runs"][f"MKL_CBWR={os.environ.get('MKL_CBWR', 'AUTO')}"] = {
-        "seconds": round(time.monotonic() - config.stash[STARTED]),
+        "seconds": round(time.monotonic() - STARTED),
         **{kind: len(stats.get(kind, [])) for kind in ("passed", "skipped", "failed", "error")},
         "not_passed": sorted(report.nodeid for kind in ("failed", "error") for report in stats.get(kind, [])),
         "skipped_because": Counter(report.longrepr[2] for report in stats.get("skipped", [])),

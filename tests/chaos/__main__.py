@@ -1,5 +1,3 @@
-"""See tests/chaos.sh."""
-
 import os
 import sys
 import time

@@ -1,5 +1,3 @@
-"""Runs with faults, one after the other, and what is checked after each."""
-
 import json
 import os
 import random
@@ -8,7 +6,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -17,26 +15,15 @@ import psutil
 from chaos.episodes_audit import audit_episodes
 from chaos.faults import TEARS, Fault, choose, inject, mend, wrong_end
 from chaos.journal_audit import audit
-from chaos.processes import by_kind, end_all, gone_within
-from chaos.trial import (
-    AGENTS,
-    ENGINES,
-    FLAGS,
-    HANGS_S,
-    RESPONSES,
-    STEPS,
-    StuckError,
-    Trial,
-    environment_within,
-)
+from chaos.processes import by_kind, gone_within, of_place
+from chaos.trial import AGENTS, ENGINES, FLAGS, HANGS_S, RESPONSES, STEPS, StuckError, Trial, within
 from megatron_ibpo.cluster.deaths import MOST_DEATHS
 from megatron_ibpo.cluster.engines import WITHIN_S
 from megatron_ibpo.cluster.ray_session import QUIET
 from support.simulated_cluster import simulated_cluster
 
 DISK_MB = 200
-CACHE = "torchinductor_"  # torch's own, for all processes of a user: it stays
-TRACEBACK = "ibpo-*.log"  # of a driver whose run's directory could not take it; it has said where it is
+STAYS = ("torchinductor_*", "ibpo-*.log")  # torch's cache, and tracebacks of runs whose directory took none
 UNFINISHED = (".partial", ".removed", ".tmp", ".old")
 MOST_STARTS = 60
 ENDS_SOON_S = 5.0  # seconds for a driver that ends at once if it cannot continue
@@ -47,22 +34,21 @@ MARGIN_S = 15.0  # the program measures work a little differently
 
 
 class Engines:
-    def __init__(self, logs):
-        self.logs, self.since = logs, time.monotonic()
+    def __init__(self, trial):
+        self.logs, self.since, self.starts = trial.run_dir / "logs", time.monotonic(), trial.starts
         self.under_way = {}  # engine → when it was hit, its process then, size of its log then, its record
         self.worked, self.joined = {}, {}  # engine → seconds of work before each death; when it joined last
 
     def hit(self, index, pid, at, record):
         """Note that this engine, or what holds it, was hit; its record gets the time until one has joined."""
-        log = self._log(index)
+        log = self.logs / f"engine_{index}.log"
         self.worked.setdefault(index, []).append(at - self.joined.get(index, self.since))
         self.under_way[index] = at, pid, log.stat().st_size if log.exists() else 0, record
         record |= {"engines_left": ENGINES - len(self.under_way), "replaced_seconds": None}
 
     def look(self):
-        """Record the engines that have joined since."""
         for index, (at, old, size, record) in list(self.under_way.items()):
-            with self._log(index).open("rb") as log:
+            with (self.logs / f"engine_{index}.log").open("rb") as log:
                 log.seek(size)
                 joined = any(int(pid) != old for pid in AT_WORK.findall(log.read()))
             if joined:
@@ -79,41 +65,39 @@ class Engines:
                 spared.add(index)
         return spared
 
-    def _log(self, index):
-        return self.logs / f"engine_{index}.log"
-
 
 def one_run(seed, number, kills, until):
     """A run with at most so many faults, none after `until`, checked: (their records, the run's, place)."""
-    rng = random.Random(f"{seed}/{number}")
-    began = time.monotonic()
+    rng, began, episodes = random.Random(f"{seed}/{number}"), time.monotonic(), {}
     nodes = NODES if number % CLUSTER_EVERY == CLUSTER_EVERY - 1 and not AGENTS else 1
     with _place() as place:
         trial = Trial(place, place / "disk" / "run", seed=rng.randrange(2**31))
         trial.failing_disk = failing_disk(place)
         try:
             named = {"kind": "kill", "seed": seed, "run": number}
-            environment = environment_within(place) | QUIET | {"RAY_TMPDIR": str(place / "ray")}
+            environment = within(place) | QUIET | {"RAY_TMPDIR": str(place / "ray")}
             cluster = simulated_cluster(nodes, environment) if nodes > 1 else nullcontext()
             with cluster as trial.cluster:
                 most = kills if nodes == 1 else min(kills, KILLS_ON_A_CLUSTER)
                 records = [named | record for record in _faults(trial, rng, most, until)]
-            problems, episodes = trial.problems + _checked(trial, place), {}
+            trial.problems += _checked(trial, place)
             if AGENTS:
                 journal, flags = trial.run_dir / "journal", [*FLAGS, "--seed", str(trial.seed)]
                 found, scored, absent = audit_episodes(journal, flags)
-                problems += found
+                trial.problems += found
                 episodes = {"episodes_scored": scored, "episodes_absent": absent}
         except StuckError as error:
-            records, problems, episodes = [], [*trial.problems, str(error)], {}
+            records, trial.problems = [], [*trial.problems, str(error)]
         finally:
-            end_all(place)
+            for process in of_place(place):
+                with suppress(psutil.Error):
+                    process.kill()
         run = {
             "kind": "run", "seed": seed, "run": number, "nodes": nodes, "kills": len(records), "steps": STEPS,
             "starts": trial.starts, "seconds": round(time.monotonic() - began, 1),
-            "load": round(os.getloadavg()[0], 1), **episodes, "problems": problems,
+            "load": round(os.getloadavg()[0], 1), **episodes, "problems": trial.problems,
         }  # fmt: skip
-        if problems:
+        if trial.problems:
             kept, but = Path(f"{place}-kept"), shutil.ignore_patterns("sockets")  # which cannot be copied
             shutil.copytree(place, kept, symlinks=True, ignore_dangling_symlinks=True, ignore=but)
             return records, run, kept
@@ -125,7 +109,7 @@ def _faults(trial, rng, kills, until):
     records = []
     trial.start()
     trial.wait_for_step(1)
-    engines, starts = Engines(trial.run_dir / "logs"), trial.starts
+    engines = Engines(trial)
     while trial.step() < LATEST_STEP and len(records) < kills and time.monotonic() < until:
         time.sleep(rng.uniform(0, 2))
         engines.look()
@@ -135,12 +119,12 @@ def _faults(trial, rng, kills, until):
         try:
             fault = choose(rng, trial, by_kind(trial.processes()), engines.spared())
             held = inject(fault, rng, trial)
-        except psutil.NoSuchProcess:  # it was on its way out
+        except (psutil.NoSuchProcess, IndexError):  # it was on its way out, or there is none
             continue
         records.append(_recovered(fault, step, at, held, rng, trial, engines))
         print(f"{len(records)}: {json.dumps(records[-1])}", flush=True)
-        if trial.starts > starts:
-            engines, starts = Engines(trial.run_dir / "logs"), trial.starts
+        if trial.starts > engines.starts:
+            engines = Engines(trial)
     while not trial.has_finished():
         trial.wait_for_step(STEPS, engines.look)
         trial.wait_for_end()
@@ -179,7 +163,7 @@ def _recovered(fault, step, at, held, rng, trial, engines):
 
 
 def _started_again(trial, fault, at, rng):
-    """Start the driver, which has ended; what it left, and what was done meanwhile."""
+    """What the driver, which has ended, left, and what was done before it was started again."""
     status, ended = trial.ended(), time.monotonic() - at
     trial.problems += wrong_end(fault, status, ended, trial.log.read_text(errors="replace"))
     trial.relieve()
@@ -197,12 +181,11 @@ def _started_again(trial, fault, at, rng):
 
 
 def _checked(trial, place):
-    """Return what is wrong with a run that has finished."""
     _, left = gone_within(place, 10)
     problems = [f"still running: {left}"] if left else []
     names = sorted(path.name for path in (place / "tmp").iterdir())
     lying = [
-        [name for name in names if not name.startswith(CACHE) and not fnmatch(name, TRACEBACK)],
+        [name for name in names if not any(fnmatch(name, pattern) for pattern in STAYS)],
         sorted(trial.shared_memory & set(os.listdir("/dev/shm"))),
         [str(path) for path in trial.run_dir.rglob("*") if path.name.endswith(UNFINISHED)],
     ]
@@ -222,8 +205,10 @@ def _checked(trial, place):
     sampled = [row["step"] for row in rows if row["kind"] == "step" and "groups_replayed" not in row]
     if sampled:
         problems.append(f"the replay of the journal sampled anew at steps {sampled}")
-    saved = [sorted((one.run_dir / "hf").glob("*.safetensors")) for one in (trial, replay)]
-    ours, replayed = ({file.name: file.read_bytes() for file in files} for files in saved)
+    ours, replayed = (
+        {file.name: file.read_bytes() for file in (one.run_dir / "hf").glob("*.safetensors")}
+        for one in (trial, replay)
+    )
     if ours != replayed:
         problems.append("the run's last weights differ from those of a clean replay of its journal")
     return problems
@@ -234,8 +219,8 @@ def _place():
     """A directory of a short name, for sockets, with a small disk for the run's files where one may mount."""
     place = Path(tempfile.mkdtemp(prefix="c-", dir="/tmp"))
     disk = place / "disk"
-    disk.mkdir()
-    (place / "tmp").mkdir()
+    for directory in (disk, place / "tmp"):
+        directory.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MB}m", "none", str(disk)]
     mounted = subprocess.run(mount, check=False, capture_output=True).returncode == 0
     if not mounted:
@@ -249,7 +234,6 @@ def _place():
 
 
 def failing_disk(place):
-    """The library that lets disks fail, compiled; None where there is no compiler."""
     library, source = place / "failing_disk.so", Path(__file__).with_name("failing_disk.c")
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:

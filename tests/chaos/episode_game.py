@@ -1,31 +1,28 @@
-"""The environment of the campaign against episodes: its answers depend on the seed."""
-
 import random
-from collections.abc import Mapping
-from typing import Any
 
-from megatron_ibpo.environments import Message, Opening, Turn
+from megatron_ibpo.environments import Opening, Turn
 
 
 class Game:
-    """A sum to which each side adds; ending on an even one is right. The label is the number of turns."""
+    """A sum to which each side adds, as the seed says; an even one at the end is right. The label is the
+    number of turns."""
 
-    def reset(self, question: str, label: str, metadata: Mapping[str, Any], seed: int) -> Opening:
+    def reset(self, question, label, metadata, seed):
         self.random, self.turns, self.sum = random.Random(seed), int(label), 0
         return Opening([{"role": "user", "content": f"{question} {self._own()}:"}])
 
-    def step(self, message: Message) -> Turn:
+    def step(self, message):
         self.sum += sum(map(int, message["content"].split()))
         self.turns -= 1
         return Turn([{"role": "user", "content": f" {self._own()}:"}], done=self.turns == 0)
 
-    def score(self) -> float:
+    def score(self):
         return float(self.sum % 2 == 0)
 
-    def close(self) -> None:
+    def close(self):
         pass
 
-    def _own(self) -> int:
+    def _own(self):
         number = self.random.randrange(10)
         self.sum += number
         return number

@@ -9,6 +9,7 @@ import sys
 import time
 from collections import Counter
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -31,32 +32,25 @@ AT_ONCE = 24
 LIMITS = EnvironmentConfig(step_timeout=3.0, environment_processes=16, max_turns=12)
 GAME = "chaos.episode_game:Game"
 SIGNALS = ["SIGKILL"] * 6 + ["SIGTERM"] * 2 + ["SIGSTOP"]
-
 TOKENIZER = byte_level()
 END = TOKENIZER.eos_id
 CHAT = PlainChat(TOKENIZER, [END])
+ASKED = token_ids(TOKENIZER.encode_prompt("Add."))
 
 
-def prompt_of(number: int) -> Prompt:
-    ids = token_ids(TOKENIZER.encode_prompt("Add."))
-    return Prompt(number, ids, len(ids), str(2 + number % 8), "", "Add.", {"environment": GAME})
-
-
-async def say(request: SampleRequest) -> Sample:
+async def say(request):
     await asyncio.sleep(0.01)
     ids = token_ids([*TOKENIZER.encode(f" {request.seed % 97}"), END])
-    shape = len(ids)
     return Sample(
-        prompt_token_ids=request.prompt_token_ids, token_ids=ids, logprobs=np.zeros(shape, np.float32),
-        finish_reason="stop", temperature=1.0, versions=((0, 0),), loss_mask=np.ones(shape, bool),
+        prompt_token_ids=request.prompt_token_ids, token_ids=ids, logprobs=np.zeros(len(ids), np.float32),
+        finish_reason="stop", temperature=1.0, versions=((0, 0),), loss_mask=np.ones(len(ids), bool),
     )  # fmt: skip
 
 
 async def one_piece(pool, seed, piece, kills):
-    """Play episodes until so many processes were hit; return what came of them."""
-    rng = random.Random(f"{seed}/{piece}")
+    rng, numbers = random.Random(f"{seed}/{piece}"), count(piece * 10**6)
     episodes = Episodes(pool, CHAT, LIMITS, seed, 1.0, None)
-    hits: Counter[str] = Counter()
+    hits, outcomes, problems = Counter(), Counter(), []
 
     async def hit():
         """The processes of episodes, and now and then the one that they are forks of."""
@@ -70,36 +64,31 @@ async def one_piece(pool, seed, piece, kills):
                 victim.send_signal(signal.Signals[how])
                 hits[f"{name} {how}"] += 1
 
-    killing = asyncio.create_task(hit())
-    numbers = iter(range(piece * 10**6, (piece + 1) * 10**6))
-    outcomes: Counter[str] = Counter()
-    problems: list[str] = []
-
-    async def play() -> None:
+    async def play():
         while not killing.done():
             number = next(numbers)
-            prompt = prompt_of(number)
-            request = SampleRequest(prompt.token_ids, rng.randrange(2**31), 2000)
+            metadata = {"environment": GAME}
+            prompt = Prompt(number, ASKED, len(ASKED), str(2 + number % 8), "", "Add.", metadata)
             outcomes["asked"] += 1
+            request = SampleRequest(ASKED, rng.randrange(2**31), 2000)
             sample = await episodes.play(prompt, request, say, held_out=False)
             if sample.reward is None:
                 outcomes["absent"] += 1
-                if not sample.reward_error:
-                    problems.append(f"episode {number}: no reward, and no reason")
-                continue
-            outcomes["scored"] += 1
-            found = replay_problems(sample, prompt, Game(), CHAT, ends=[END], seed=seed)
+                found = [] if sample.reward_error else ["no reward, and no reason"]
+            else:
+                outcomes["scored"] += 1
+                found = replay_problems(sample, prompt, Game(), CHAT, [END], seed)
             problems.extend(f"episode {number}: {one}" for one in found)
 
-    await asyncio.gather(*(play() for _ in range(AT_ONCE)))
-    await killing
-    lost = outcomes["asked"] - outcomes["scored"] - outcomes["absent"]
-    problems += [f"{lost} episodes were lost"] if lost else []
+    killing = asyncio.create_task(hit())
+    await asyncio.gather(killing, *(play() for _ in range(AT_ONCE)))
+    if lost := outcomes["asked"] - outcomes["scored"] - outcomes["absent"]:
+        problems.append(f"{lost} episodes were lost")
     found = {"hits": dict(hits), "episodes": dict(outcomes)}
     return found | episodes.take_metrics() | {"problems": problems}
 
 
-def main() -> int:
+def main():
     kills, seed = map(int, [*sys.argv[1:], *(100, 0)[len(sys.argv) - 1 :]])
     results = Path(os.environ.get("CHAOS_RESULTS", ROOT / "tools/results/chaos_episodes.jsonl"))
     while True:
@@ -119,7 +108,7 @@ def main() -> int:
         print(json.dumps(record), flush=True)
         if found["problems"]:
             return 1
-    total: Counter[str] = Counter()
+    total = Counter()
     for record in own:
         total.update(record["episodes"])
     print(f"{done} kills: {dict(total)}, 0 lost, every scored one equal to its replay")

@@ -1,5 +1,3 @@
-"""Plays what an episode's sample holds once more in a fresh environment; all episodes of a journal."""
-
 import numpy as np
 
 from megatron_ibpo.basics.seeds import derive_seed
@@ -13,7 +11,7 @@ from megatron_ibpo.run.run_data import training_prompts
 from megatron_ibpo.run.settings import parse_config
 
 
-def replay_problems(sample, prompt, environment, chat, *, ends, seed, is_correction=False):
+def replay_problems(sample, prompt, environment, chat, ends, seed, is_correction=False):
     """How an episode differs from a fresh environment's, which did not see turns without one of `ends`."""
     seeded = derive_seed("environment", seed, prompt.index)
     opening = environment.reset(prompt.text, prompt.label, prompt.metadata, seeded)
@@ -40,23 +38,18 @@ def replay_problems(sample, prompt, environment, chat, *, ends, seed, is_correct
 def audit_episodes(journal, flags):
     """Return (what is wrong, episodes with a reward, episodes without) of a run with these flags."""
     config = parse_config(flags)
-    hf_dir, target = config.model.hf_checkpoint, config.environment.environment
-    tokenizer = load_tokenizer(hf_dir)
+    hf_dir, applies = config.model.hf_checkpoint, config.data.apply_chat_template
+    tokenizer, ends = load_tokenizer(hf_dir), read_eos_token_ids(hf_dir)
     prompts = training_prompts(config, tokenizer)
-    chat = open_chat(
-        hf_dir, tokenizer, applies_template=config.data.apply_chat_template,
-        settings=template_settings(config.data),
-    )  # fmt: skip
-    make, ends = load_environment(target), read_eos_token_ids(hf_dir)
+    chat = open_chat(hf_dir, tokenizer, applies_template=applies, settings=template_settings(config.data))
+    make = load_environment(config.environment.environment)
     problems, scored, absent = [], 0, 0
     for key, sample in read_journal(journal, 0).samples.items():
         if sample.reward is None:
             absent += 1
             continue
         scored += 1
-        prompt, is_correction = prompts.at(key.prompt_index), key.kind == "correction"
-        found = replay_problems(
-            sample, prompt, make(), chat, ends=ends, seed=config.run.seed, is_correction=is_correction
-        )
+        played = sample, prompts.at(key.prompt_index), make(), chat, ends, config.run.seed
+        found = replay_problems(*played, is_correction=key.kind == "correction")
         problems += [f"{key}: {one}" for one in found]
     return problems, scored, absent

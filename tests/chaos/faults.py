@@ -1,5 +1,3 @@
-"""Faults of a run, and their victims."""
-
 import errno
 import os
 import shutil
@@ -10,7 +8,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from chaos.processes import RAY_SERVERS, children, engine_index, raylets_above
+from chaos.processes import RAY_SERVERS, children, engine_index
 from chaos.trial import AGENTS, VICTIMS
 from megatron_ibpo.journal.entries import ClosedBatch, decode
 from megatron_ibpo.journal.framing import Record, records
@@ -19,55 +17,41 @@ from megatron_ibpo.weights.formats.run_state import newest_step
 
 KILL, TERM, STOP = "SIGKILL", "SIGTERM", "SIGSTOP"
 NEVER_CONTINUED = ("engine", "host", "verifier", "episode")  # nothing replaces a stopped driver or trainer
-FAILED, BAD_INPUT = 1, 2
 ENDS_WITHIN_S = 90.0  # in which a run that cannot go on must have ended by itself
 BUSY = 8  # processes that compute while the driver starts
+HOW = {"disk": ["full"], "failing disk": ["EIO", "EROFS"], "directory": ["deleted"], "start": ["busy"]}
 
 
 @dataclass
 class Fault:
-    victim: str  # kind of process, or "disk", "failing disk", "directory", "start"
+    victim: str  # kind of process, or one of HOW
     signal: str
     process: psutil.Process | None = None
     engine: int | None = None  # index of the engine, where it or the process that holds it is the victim
     engine_pid: int = 0  # process id of that engine
     torn: str | None = None  # file that is torn before the driver is started again, by its name in TEARS
 
-    @property
-    def ends_the_driver(self) -> bool:
-        killed = self.victim == "driver" and self.signal != STOP
-        return self.fails_the_run or self.victim == "start" or killed
-
-    @property
-    def may_go_on(self) -> bool:
-        """A raylet that is told to end says that its node is lost, and the run may start another Ray."""
-        return self.victim == "own raylet" and self.signal != STOP
-
-    @property
-    def fails_the_run(self) -> bool:
-        """The run cannot go on: it is to say so in a line, and to end with status 1 by itself."""
-        no_ray = self.victim in RAY_SERVERS.values() and self.signal != STOP
-        return no_ray or self.victim in ("failing disk", "directory")
-
-    @property
-    def hangs(self) -> bool:
-        """It stands still for good, and only a time-out tells."""
-        return self.signal == STOP and self.victim in NEVER_CONTINUED
+    def __post_init__(self):
+        ends, victim = self.signal != STOP, self.victim
+        # the run cannot go on: it is to say so in a line, and to end with status 1 by itself
+        no_ray = ends and victim in RAY_SERVERS.values()
+        self.fails_the_run = no_ray or victim in ("failing disk", "directory")
+        self.ends_the_driver = self.fails_the_run or victim == "start" or (ends and victim == "driver")
+        # a raylet that is told to end says that its node is lost, and the run may start another Ray
+        self.may_go_on = ends and victim == "own raylet"
+        # it stands still for good, and only a time-out tells
+        self.hangs = not ends and victim in NEVER_CONTINUED
 
 
-WITHOUT_PROCESS = {
-    "disk": ["full"], "failing disk": ["EIO", "EROFS"], "directory": ["deleted"], "start": ["busy"],
-}  # fmt: skip
-
-
-def choose(rng, trial, kinds, spared) -> Fault:
+def choose(rng, trial, kinds, spared):
     """A fault at random: first what it hits, then how. On a cluster, a raylet and all that is on its node."""
     if trial.cluster is not None:
-        raylet = _one_of(rng, "raylet", raylets_above(kinds["engine"]))
-        return Fault("raylet", rng.choice([KILL, TERM, STOP]), raylet)
+        above = {own.pid: own for one in kinds["engine"] for own in one.parents()[1:2]}
+        raylets = [own for own in above.values() if own.name() == "raylet"]
+        return Fault("raylet", rng.choice([KILL, TERM, STOP]), rng.choice(raylets))
     engines = [one for one in kinds["engine"] if engine_index(one) not in spared]
     hosts = [host for host in kinds["host"] if not spared & {engine_index(one) for one in children(host)}]
-    kinds |= {"driver": [psutil.Process(trial.pid())], "engine": engines, "host": hosts}
+    kinds |= {"driver": [psutil.Process(trial.driver.pid)], "engine": engines, "host": hosts}
     if AGENTS:
         victim = rng.choice(VICTIMS)
         signals = [KILL, TERM, STOP] if victim == "episode" else [KILL, TERM]
@@ -76,9 +60,9 @@ def choose(rng, trial, kinds, spared) -> Fault:
         victims += ["disk"] if trial.run_dir.parent.is_mount() else []
         victims += ["failing disk"] if trial.failing_disk is not None else []
         victim, signals = rng.choice(victims), [KILL, TERM, STOP]
-    if victim in WITHOUT_PROCESS:
-        return Fault(victim, rng.choice(WITHOUT_PROCESS[victim]))
-    process = _one_of(rng, victim, kinds[victim])
+    if victim in HOW:
+        return Fault(victim, rng.choice(HOW[victim]))
+    process = rng.choice(kinds[victim])
     fault = Fault(victim, rng.choice(signals), process)
     if fault.victim == "driver" and fault.signal == KILL and not AGENTS:
         fault.torn = rng.choice([None, *TEARS])
@@ -88,22 +72,22 @@ def choose(rng, trial, kinds, spared) -> Fault:
     return fault
 
 
-def _one_of(rng, kind, processes):
-    if not processes:
-        raise psutil.NoSuchProcess(0, kind)
-    return rng.choice(processes)
-
-
-def inject(fault, rng, trial) -> float:
+def inject(fault, rng, trial):
     """Let it happen. What would stand still for good goes on after a while: the seconds that this took."""
     if fault.victim == "disk":
-        return _fill(trial.run_dir.parent / "filling", rng.uniform(1, 4))
+        filling, seconds = trial.run_dir.parent / "filling", rng.uniform(1, 4)
+        with suppress(OSError), filling.open("wb", buffering=0) as file:
+            while file.write(b"x" * 2**20):
+                pass
+        time.sleep(seconds)
+        filling.unlink()
+        return seconds
     if fault.victim == "failing disk":
         trial.failing.write_text(str(getattr(errno, fault.signal)))
     elif fault.victim == "directory":
         _delete(trial)
     elif fault.victim == "start":
-        psutil.Process(trial.pid()).kill()
+        trial.driver.kill()
     if fault.process is None:
         return 0.0
     fault.process.send_signal(signal.Signals[fault.signal])
@@ -117,19 +101,19 @@ def inject(fault, rng, trial) -> float:
     return seconds
 
 
-def wrong_end(fault, status, seconds, said) -> list[str]:
-    """Return what is wrong with how a driver ended so many seconds after a fault."""
+def wrong_end(fault, status, seconds, said):
+    """What is wrong with how a driver ended so many seconds after a fault."""
     what = f"{fault.signal} of {fault.victim}"
     last = said.strip().splitlines()[-1][-300:] if said.strip() else ""
-    if status == BAD_INPUT:
+    if status == 2:
         return [f"{what} ended the run as if its input were bad: {last}"]
     if not fault.ends_the_driver:
         return [f"{what} ended the run with {status}: {last}"]
     if not fault.fails_the_run:
         return []
     problems = []
-    if status != FAILED:
-        problems.append(f"{what} ended the run with {status}, not {FAILED}: {last}")
+    if status != 1:
+        problems.append(f"{what} ended the run with {status}, not 1: {last}")
     if seconds > ENDS_WITHIN_S:
         problems.append(f"after {what} the run took {seconds:.0f} s to end")
     errors = [line for line in said.splitlines() if line.startswith("error: ")]
@@ -141,7 +125,7 @@ def wrong_end(fault, status, seconds, said) -> list[str]:
     return problems
 
 
-def mend(fault, trial) -> list[str]:
+def mend(fault, trial):
     """Put right what a fault has left, before the driver is started again; what is wrong with that."""
     trial.failing.unlink(missing_ok=True)
     if fault.victim == "start":
@@ -156,7 +140,7 @@ def mend(fault, trial) -> list[str]:
 
 def _delete(trial):
     """Delete the run's directory. A copy of one moment is kept beside it, to go on from."""
-    everything = [psutil.Process(trial.pid()), *trial.processes()]
+    everything = [psutil.Process(trial.driver.pid), *trial.processes()]
     for process in everything:
         with suppress(psutil.Error):
             process.suspend()
@@ -167,7 +151,7 @@ def _delete(trial):
             process.resume()
 
 
-def _tear_journal(trial, rng) -> str:
+def _tear_journal(trial, rng):
     """Cut off some bytes at the end of the journal, as a loss of power does; none that a checkpoint needs."""
     directory = trial.run_dir / "journal"
     newest = newest_step(trial.run_dir)
@@ -185,7 +169,7 @@ def _tear_journal(trial, rng) -> str:
     return f"{size - left} of {size} bytes of {path.name} cut off"
 
 
-def _tear_checkpoint(trial, rng) -> str:
+def _tear_checkpoint(trial, rng):
     """The newest checkpoint never got its name, and a file of it is half written."""
     newest = newest_step(trial.run_dir)
     if newest is None:
@@ -199,12 +183,3 @@ def _tear_checkpoint(trial, rng) -> str:
 
 
 TEARS = {"journal": _tear_journal, "checkpoint": _tear_checkpoint}
-
-
-def _fill(filling, seconds) -> float:
-    with suppress(OSError), filling.open("wb", buffering=0) as file:
-        while file.write(b"x" * 2**20):
-            pass
-    time.sleep(seconds)
-    filling.unlink()
-    return seconds

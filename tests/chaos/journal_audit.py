@@ -1,5 +1,3 @@
-"""An audit of a run's journal, read entry by entry: nothing was trained on twice, nothing is lost."""
-
 from megatron_ibpo.journal import read_journal
 
 

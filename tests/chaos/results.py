@@ -1,5 +1,3 @@
-"""Results of campaigns: a line of JSON for each fault, and one for each run."""
-
 import json
 import statistics
 from collections import defaultdict

@@ -1,19 +1,12 @@
-"""One small run that is made to go on until it has finished, whatever happens to its processes."""
-
 import os
 import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from pathlib import Path
-
-import psutil
+from typing import Any
 
 from chaos.processes import below, gone_within, of_place, shared_memory_of
 from support.paths import ROOT
-from support.simulated_cluster import SimulatedCluster
 
 STEPS = int(os.environ.get("CHAOS_STEPS", "80"))
 RESPONSES = 4
@@ -26,9 +19,8 @@ FLAGS = [
     "--config", str(ROOT / "examples/recipes" / TASK[0]), "--hf-checkpoint", str(ROOT / "examples" / TASK[1]),
     *f"--num-trainers 1 --no-colocate --rollout-num-gpus {ENGINES} --max-staleness 1".split(),
     *f"--num-rollout {STEPS} --rollout-batch-size 4 --n-samples-per-prompt {RESPONSES}".split(),
-    *("--num-steps-per-rollout", "1", "--eval-num-prompts", "0"),
-    *("--journal-keep", "100", "--save-interval", "5"),
-    *f"--step-timeout {HANGS_S} --engine-stall-timeout {HANGS_S}".split(),
+    *("--num-steps-per-rollout", "1", "--eval-num-prompts", "0", "--journal-keep", "100"),
+    *f"--save-interval 5 --step-timeout {HANGS_S} --engine-stall-timeout {HANGS_S}".split(),
     *f"--update-weight-timeout {HANGS_S} --reward-timeout {HANGS_S}".split(),
 ]  # fmt: skip
 ORPHANS_S = 10.0  # in which what a dead driver has started must have ended by itself
@@ -37,8 +29,8 @@ END_S = 300.0  # seconds for a driver that was asked to end
 STEP_LINE = re.compile(rb"^step (\d+)/\d+ .* ([\d.]+) s \(", re.MULTILINE)
 
 
-def environment_within(place: Path) -> dict[str, str]:
-    """Return the environment of what a run in `place` starts, by which it is found again."""
+def within(place):
+    """The environment of what a run in `place` starts, by which it is found again."""
     quiet = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     return os.environ | quiet | {"TMPDIR": str(place / "tmp")}
 
@@ -47,76 +39,64 @@ class StuckError(RuntimeError):
     """The run makes no step."""
 
 
-@dataclass
 class Trial:
-    place: Path  # of its temporary files and logs; its name is in the environment of all that is started
-    run_dir: Path
-    seed: int
-    cluster: SimulatedCluster | None = None  # simulated cluster that it runs on; None for this machine alone
-    starts: int = 0  # number of starts of the driver
-    driver: subprocess.Popen[bytes] | None = None
-    spawned: float = 0.0  # time.monotonic() of the last start
-    problems: list[str] = field(default_factory=list)
-    shared_memory: set[str] = field(default_factory=set)  # segments that its processes had
-    failing_disk: Path | None = None  # the library that lets a disk fail, where it could be compiled
-    busy: list[subprocess.Popen[bytes]] = field(default_factory=list)  # processes that compute for nothing
+    def __init__(self, place, run_dir, seed, flags=FLAGS, starts=0):
+        """`place`: of temporary files and logs; its name is in the environment of all that is started."""
+        self.place, self.run_dir, self.seed, self.flags = place, run_dir, seed, flags
+        self.driver: Any = None
+        self.starts, self.spawned = starts, 0.0  # number of its starts, and when the last was
+        self.cluster: Any = None  # simulated cluster that it runs on; None for this machine alone
+        self.failing_disk = None  # the library that lets a disk fail, where it could be compiled
+        self.failing = place / "failing"  # while it exists the disk fails, with the error that it holds
+        self.problems, self.shared_memory = [], set()  # segments that its processes had
+        self.busy = []  # processes that compute for nothing
 
     @property
-    def log(self) -> Path:
+    def log(self):
         return self.place / f"driver_{self.starts:03d}.log"
 
-    def start(self) -> None:
+    def start(self):
         self.starts += 1
         goes_on = ["--load", str(self.run_dir)] if self.run_dir.exists() else []
-        command = [sys.executable, "-m", "megatron_ibpo.commands.train", *FLAGS, "--seed", str(self.seed)]
-        environment = environment_within(self.place)
+        command = [sys.executable, "-m", "megatron_ibpo.commands.train", *self.flags, *goes_on]
+        command += ["--seed", str(self.seed), "--run-dir", str(self.run_dir)]
+        environment = within(self.place)
         if self.cluster is not None:
             command += ["--ray-address", self.cluster.address]
         if self.failing_disk is not None:
             environment |= {"CHAOS_FAILING": str(self.failing), "CHAOS_BELOW": f"{self.run_dir}/"}
             environment |= {"LD_PRELOAD": str(self.failing_disk)}
+        how: dict = {"env": environment, "cwd": ROOT, "stdin": subprocess.DEVNULL, "start_new_session": True}
         with self.log.open("wb") as log:
-            self.driver = subprocess.Popen(
-                [*command, "--run-dir", str(self.run_dir), *goes_on],
-                env=environment, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log,
-                stderr=subprocess.STDOUT, start_new_session=True,
-            )  # fmt: skip
+            self.driver = subprocess.Popen(command, **how, stdout=log, stderr=subprocess.STDOUT)
         self.spawned = time.monotonic()
 
-    @property
-    def failing(self) -> Path:
-        """While it exists the disk fails, with the error whose number it holds."""
-        return self.place / "failing"
-
-    def burden(self, processes: int) -> None:
+    def burden(self, processes):
         """Let so many processes compute, until the driver has made a step."""
-        command, own = [sys.executable, "-c", "while True: pass"], environment_within(self.place)
+        command, own = [sys.executable, "-c", "while True: pass"], within(self.place)
         self.busy = [subprocess.Popen(command, env=own) for _ in range(processes)]
 
-    def relieve(self) -> None:
+    def relieve(self):
         for process in self.busy:
             process.kill()
             process.wait()
         self.busy = []
 
-    def pid(self) -> int:
-        return self.driver.pid
-
-    def ended(self) -> int | None:
+    def ended(self):
         return self.driver.poll()
 
-    def processes(self) -> list[psutil.Process]:
+    def processes(self):
         """All but the driver; their shared memory is noted."""
-        found = below(self.pid()) if self.cluster is None else of_place(self.place)
+        found = below(self.driver.pid) if self.cluster is None else of_place(self.place)
         self.shared_memory |= shared_memory_of(found)
         return found
 
-    def step(self) -> int:
+    def step(self):
         """The last step that the present driver has completed; 0 before its first."""
         lines = STEP_LINE.findall(self.log.read_bytes())
         return int(lines[-1][0]) if lines else 0
 
-    def wait_for_step(self, step: int, look: Callable[[], object] = lambda: None) -> None:
+    def wait_for_step(self, step, look=lambda: None):
         latest, since = -1, time.monotonic()
         while (now := self.step()) < step and self.ended() is None:
             if now != latest:
@@ -126,18 +106,18 @@ class Trial:
             look()
             time.sleep(0.05)
 
-    def wait_for_end(self, seconds: float = END_S, *, must: bool = True) -> None:
-        deadline = time.monotonic() + seconds
-        while self.ended() is None and time.monotonic() < deadline:
-            time.sleep(0.05)
-        if must and self.ended() is None:
-            raise StuckError(f"the driver does not end, see {self.log}")
+    def wait_for_end(self, seconds=END_S, *, must=True):
+        try:
+            self.driver.wait(seconds)
+        except subprocess.TimeoutExpired:
+            if must:
+                raise StuckError(f"the driver does not end, see {self.log}") from None
 
-    def has_finished(self) -> bool:
+    def has_finished(self):
         return self.ended() == 0
 
-    def orphans_end(self) -> float:
-        """Return the seconds until all that the driver had started was gone; what is not is a problem."""
+    def orphans_end(self):
+        """The seconds until all that the driver had started was gone; what is not is a problem."""
         if self.cluster is not None:
             return 0.0
         seconds, left = gone_within(self.place, ORPHANS_S)

@@ -14,7 +14,6 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import wheels
 
@@ -32,29 +31,28 @@ class Part:
 
 PARTS = (  # first what only a GPU can refute: memory that is pinned, freed and lent, streams, groups of NCCL
     Part("machine", 120), Part("pinned-memory", 60), Part("trainer-qwen3", 180, "trainer", "qwen3"),
-    Part("sleep", 120), Part("weight-update", 120), Part("loop", 240), Part("kernels", 240),
+    Part("sleep", 120), Part("weight-update", 120), Part("loop", 240),
+    Part("kernels", 240, "suites", "kernels"),
     Part("delta-net", 420), Part("delta-net-backend", 420),
     Part("trainer-qwen3-next", 480, "trainer", "qwen3_next"),
     Part("trainer-qwen3-next-torch", 180, "trainer", "qwen3_next/torch"),
-    Part("resume", 180), Part("parity", 300), Part("recipes", 300),
+    Part("resume", 180), Part("parity", 300, "suites", "parity"), Part("recipes", 300, "loop", "recipes"),
     Part("trainer-qwen3-fused", 180, "trainer", "qwen3/fused"),
     Part("host-syncs-qwen3", 150, "host_syncs", "qwen3"),
     Part("host-syncs-qwen3-next", 480, "host_syncs", "qwen3_next"), Part("loss-speed", 240),
-    *(Part(tool, 180, "sanitizer", tool) for tool in ("memcheck", "racecheck", "synccheck", "initcheck")),
+    *(Part(tool, 180, "suites", tool) for tool in ("memcheck", "racecheck", "synccheck", "initcheck")),
 )  # fmt: skip
 MINUTES, QUICK_MINUTES = 30.0, 9.5
 LEAST_S = 20.0  # with less time left no part is started
-SHOWN = 4000  # characters kept of what a part said when it did not pass
-LINE = 160  # characters of a part's line on the screen
 
 
-def main(argv: list[str]) -> int:
+def main(argv):
     arguments = parse(argv)
     if arguments.wheels is not None:
         return wheels.download(arguments.wheels)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the part under way is ended, too
     deadline = time.monotonic() + 60 * (QUICK_MINUTES if arguments.quick else MINUTES)
-    report: dict[str, Any] = {
+    report: dict = {
         "format": 1, "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "device": arguments.device, "quick": arguments.quick, "parts": {},
     }  # fmt: skip
@@ -67,8 +65,10 @@ def main(argv: list[str]) -> int:
                 continue
             report["parts"][part.name] = found = run_part(part, arguments, deadline)
             report["computed_by"] = computed_by(report["parts"])
-            save(report, arguments.save)
-            told = (found.get("reason") or found.get("summary", "")).partition("\n")[0][:LINE]
+            new = arguments.save.with_name(arguments.save.name + ".new")  # whole or not at all, always
+            new.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+            new.replace(arguments.save)
+            told = (found.get("reason") or found.get("summary", "")).partition("\n")[0][:160]
             print(f"{part.name:25} {found['status']:8} {found['seconds']:7.1f} s  {told}", flush=True)
     for name, libraries in report.get("computed_by", {}).items():
         print(f"{name} was computed by {libraries}")
@@ -78,7 +78,7 @@ def main(argv: list[str]) -> int:
     return 1 if "failed" in statuses else 0
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
+def parse(argv):
     names = [part.name for part in PARTS]
     parser = argparse.ArgumentParser(prog="tests/gpu.sh", allow_abbrev=False)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: tiny shapes")
@@ -101,7 +101,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return arguments
 
 
-def computed_by(parts: dict[str, Any]) -> dict[str, str]:
+def computed_by(parts):
     found = {}
     for name, part in parts.items():
         if layers := part.get("layers"):
@@ -111,7 +111,7 @@ def computed_by(parts: dict[str, Any]) -> dict[str, str]:
     return found
 
 
-def run_part(part: Part, arguments: argparse.Namespace, deadline: float) -> dict[str, Any]:
+def run_part(part, arguments, deadline):
     left = deadline - time.monotonic()
     if left < LEAST_S:
         return {"status": "skipped", "reason": "no time was left for it", "seconds": 0.0}
@@ -119,13 +119,11 @@ def run_part(part: Part, arguments: argparse.Namespace, deadline: float) -> dict
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix=f"gpu-{part.name}-") as scratch:
         found_file, log = Path(scratch, "found.json"), Path(scratch, "log")
-        command = [
-            *(sys.executable, str(HERE / "part.py"), part.module or part.name.replace("-", "_")),
-            *("--variant", part.variant, "--device", arguments.device, "--scratch", scratch),
-            *(["--quick"] if arguments.quick else []),
-        ]
+        command = [sys.executable, str(HERE / "part.py"), part.module or part.name.replace("-", "_")]
+        command += ["--variant", part.variant, "--device", arguments.device, "--scratch", scratch]
+        command += ["--quick"] if arguments.quick else []
         with log.open("wb") as said:
-            ended = run(command, environment(arguments.device), said, allowed)
+            ended = run(command, arguments.device, said, allowed)
         found = json.loads(found_file.read_text()) if found_file.exists() else {}
         found["seconds"] = round(time.monotonic() - started, 1)
         if not ended:
@@ -133,15 +131,22 @@ def run_part(part: Part, arguments: argparse.Namespace, deadline: float) -> dict
         elif found.get("status") not in ("passed", "failed", "skipped"):
             found |= {"status": "failed", "reason": "its process died"}
         if found["status"] == "failed":
-            found["said"] = log.read_text(errors="replace")[-SHOWN:]
+            found["said"] = log.read_text(errors="replace")[-4000:]
     return found
 
 
-def run(command: list[str], env: dict[str, str], said: Any, seconds: float) -> bool:
+def run(command, device, said, seconds):
     """Run a command; return whether it ended by itself. Its children are ended with it."""
+    # this code before any other, no network, and ranks that meet on the loopback interface
+    paths = [*map(str, (ROOT, ROOT / "tests", ROOT / "tools", HERE)), os.environ.get("PYTHONPATH")]
+    own = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
+    defaults = {"OMP_NUM_THREADS": "1" if device == "cpu" else "8"}
+    defaults |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    own |= {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
     process = subprocess.Popen(
-        command, env=env, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=said, stderr=said, start_new_session=True
-    )
+        command, env=defaults | dict(os.environ) | own, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=said,
+        stderr=said, start_new_session=True,
+    )  # fmt: skip
     try:
         process.wait(seconds)
     except subprocess.TimeoutExpired:
@@ -151,26 +156,6 @@ def run(command: list[str], env: dict[str, str], said: Any, seconds: float) -> b
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     return True
-
-
-def environment(device: str) -> dict[str, str]:
-    """This code before any other, no network, and ranks that meet on the loopback interface."""
-    paths = [ROOT, ROOT / "tests", ROOT / "tools", HERE]
-    own = {
-        "PYTHONPATH": os.pathsep.join([*map(str, paths), *filter(None, [os.environ.get("PYTHONPATH")])]),
-        "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1",
-    }  # fmt: skip
-    defaults = {"OMP_NUM_THREADS": "1" if device == "cpu" else "8"}
-    defaults |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-    on_cpu = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
-    return defaults | dict(os.environ) | own | on_cpu
-
-
-def save(report: dict[str, Any], path: Path) -> None:
-    """Whole or not at all, at every moment."""
-    new = path.with_name(path.name + ".new")
-    new.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    new.replace(path)
 
 
 if __name__ == "__main__":

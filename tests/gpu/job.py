@@ -21,23 +21,23 @@ class Job:
     found: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def on_gpu(self) -> bool:
+    def on_gpu(self):
         return self.device == "cuda"
 
     @property
-    def is_large(self) -> bool:
+    def is_large(self):
         import torch
 
         return self.on_gpu and torch.cuda.get_device_properties(0).total_memory >= LARGE_BYTES
 
-    def note(self, **numbers: Any) -> None:
+    def note(self, **numbers):
         self.found |= numbers
         new = self.scratch / "found.new"
         new.write_text(json.dumps(self.found, ensure_ascii=False), encoding="utf-8")
         new.replace(self.scratch / "found.json")
 
 
-def check(holds: bool, otherwise: str) -> None:
+def check(holds, otherwise):
     """The part fails with `otherwise` unless something holds; python -O would drop an assert."""
     if not holds:
         raise AssertionError(otherwise)

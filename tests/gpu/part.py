@@ -6,18 +6,19 @@ import sys
 import traceback
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from job import Job, Skipped
 
+KNOWN = {"megatron": "megatron-core"}  # packages without which a part is skipped
+KNOWN |= {name: name for name in ("hypothesis", "pytest", "tyro", "msgpack", "matplotlib", "tensorboard")}
 
-def main() -> None:
+
+def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("name")
-    parser.add_argument("--variant", default="")
-    parser.add_argument("--device", required=True)
+    for words in (["name"], ["--variant"], ["--device"]):
+        parser.add_argument(*words)
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--scratch", type=Path, required=True)
+    parser.add_argument("--scratch", type=Path)
     told = parser.parse_args()
     job = Job(told.device, told.quick, told.scratch, told.variant)
     job.note(status="running")
@@ -31,7 +32,8 @@ def main() -> None:
     except Skipped as skipped:
         job.note(status="skipped", reason=str(skipped))
     except BaseException as error:
-        if (package := missing_package(error)) is not None:
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if package := KNOWN.get((missing or "").partition(".")[0]):
             reason = f"{package} is not installed; WHEELS=DIR gives it (docs/gpu_report.md)"
             job.note(status="skipped", reason=reason)
             return
@@ -40,21 +42,14 @@ def main() -> None:
         sys.exit(1)
 
 
-def missing_package(error: BaseException) -> str | None:
-    name = error.name if isinstance(error, ModuleNotFoundError) else None
-    known = {"megatron": "megatron-core"}
-    known |= {name: name for name in ("hypothesis", "pytest", "tyro", "msgpack", "matplotlib", "tensorboard")}
-    return known.get((name or "").partition(".")[0])
-
-
-def tune_among(configurations: int) -> None:
+def tune_among(configurations):
     """Let Triton try few configurations of a kernel: all of a delta net's took over 240 s on an H200."""
     with suppress(ImportError):
         from triton.runtime.autotuner import Autotuner
 
         prune = Autotuner.prune_configs
 
-        def few(self: Autotuner, kwargs: dict[str, Any]) -> list[Any]:
+        def few(self, kwargs):
             found = prune(self, kwargs)
             return found[:: max(1, len(found) // configurations)][:configurations]
 

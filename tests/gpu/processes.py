@@ -1,91 +1,46 @@
-"""Other processes: for one call, to answer several in the manner of `EngineLink`, or to run pytest."""
+"""Other processes: for one call, or to answer several in the manner of `EngineLink`."""
 
-import importlib.util
 import multiprocessing
-import subprocess
-import sys
-import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from multiprocessing.connection import Connection
-from pathlib import Path
-from typing import Any
-
-from job import Skipped
+from functools import partial
 
 TIMEOUT_S = 60.0
+SERVED: list = []  # the object of this process, where others call its methods
+one_process = partial(ProcessPoolExecutor, 1, mp_context=multiprocessing.get_context("spawn"))
 
 
-class PipeLink:
-    def __init__(self, pipe: Connection) -> None:
-        self._pipe = pipe
-
-    def begin(self, method: str, *arguments: Any) -> None:
-        self._pipe.send((method, arguments))
-
-    def result(self, timeout: float) -> Any:
-        if not self._pipe.poll(timeout):
-            raise RuntimeError(f"no answer within {timeout:g} seconds")
-        answer = self._pipe.recv()
-        if isinstance(answer, Exception):
-            raise RuntimeError(str(answer))
-        return answer
-
-    def ask(self, method: str, *arguments: Any) -> Any:
-        self.begin(method, *arguments)
-        return self.result(TIMEOUT_S)
-
-
-def apart(function: Any, *arguments: Any, **named: Any) -> dict[str, Any]:
+def apart(function, *arguments, **named):
     """Call a function in a process of its own, which a trainer needs: it leaves Megatron's groups behind."""
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=spawn) as pool:
+    with one_process() as pool:
         return pool.submit(function, *arguments, **named).result()
 
 
+class Link:
+    def __init__(self, pool):
+        self._pool, self._begun = pool, []
+
+    def begin(self, method, *arguments):
+        self._begun.append(self._pool.submit(_answer, method, arguments))
+
+    def result(self, timeout=TIMEOUT_S):
+        return self._begun.pop(0).result(timeout)
+
+    def ask(self, method, *arguments):
+        self.begin(method, *arguments)
+        return self.result()
+
+
 @contextmanager
-def beside(make: Callable[[], Any]) -> Iterator[PipeLink]:
-    spawn = multiprocessing.get_context("spawn")
-    here, there = spawn.Pipe()
-    process = spawn.Process(target=_serve, args=(there, make), daemon=True)
-    process.start()
-    try:
-        yield PipeLink(here)
-    finally:
-        process.kill()
-        process.join()
+def beside(make):
+    """An object that another process makes, and whose methods it calls."""
+    with one_process(initializer=_serve, initargs=(make,)) as pool:
+        yield Link(pool)
 
 
-def _serve(pipe: Connection, make: Callable[[], Any]) -> None:
-    served = make()
-    while True:
-        method, arguments = pipe.recv()
-        try:
-            answer = getattr(served, method)(*arguments)
-        except Exception as error:
-            answer = RuntimeError(f"{type(error).__name__}: {error}")
-        pipe.send(answer)
+def _serve(make):
+    SERVED.append(make())
 
 
-def run_pytest(arguments, scratch, environment, prefix=()) -> dict[str, Any]:
-    """Return how many tests passed, failed and were skipped, what failed and why, and the exit status."""
-    for module in ("pytest", "hypothesis"):
-        if importlib.util.find_spec(module) is None:
-            raise Skipped(f"{module} is not installed")
-    results = scratch / "junit.xml"
-    flags = ["-q", "-p", "no:cacheprovider", "--durations=5", f"--junitxml={results}"]
-    command = [*prefix, sys.executable, "-m", "pytest", *flags, *arguments]
-    status = subprocess.run(
-        command, cwd=Path(__file__).resolve().parents[2], env=environment, stdin=subprocess.DEVNULL
-    ).returncode
-    counts = {"exit_status": status, "passed": 0, "failed": 0, "skipped": 0, "failures": {}}
-    if not results.exists():
-        return counts
-    for case in ElementTree.parse(results).iter("testcase"):
-        bad = [child for child in case if child.tag in ("failure", "error")]
-        kind = "failed" if bad else "skipped" if case.find("skipped") is not None else "passed"
-        counts[kind] += 1
-        if bad:
-            counts["failures"][case.get("name")] = (bad[0].get("message") or "")[:300]
-    return counts
+def _answer(method, arguments):
+    return getattr(SERVED[0], method)(*arguments)

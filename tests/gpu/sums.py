@@ -3,13 +3,12 @@
 import random
 
 ASKED = "State the final answer to the following arithmetic problem: "
-TERMS, TRAINED, EVALUATED = (5, 7), 4096, 256
 
 
 def rows(split):
     draw = random.Random(split)
-    for _ in range(EVALUATED if split == "eval" else TRAINED):
-        terms = [str(draw.randint(1, 9)) for _ in range(draw.randint(*TERMS))]
+    for _ in range(256 if split == "eval" else 4096):
+        terms = [str(draw.randint(1, 9)) for _ in range(draw.randint(5, 7))]
         sum_ = terms[0] + "".join(draw.choice("+-") + term for term in terms[1:])
         yield {"prompt": f"{ASKED}{sum_}=\n", "label": str(eval(sum_))}
 

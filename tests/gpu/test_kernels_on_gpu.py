@@ -7,7 +7,7 @@ from megatron_ibpo.loss import VARIANTS, choose_backend, packed_logprobs
 from support import linear_cases
 from support.kernel_cases import make_batch, options_for, run
 from support.kernel_suite import *  # noqa: F403
-from support.linear_cases import batch_of, fused, plain, to_device
+from support.linear_cases import batch_of, fused, plain
 from support.loss_calls import loss_of_logits
 
 pytestmark = pytest.mark.kernel
@@ -92,7 +92,7 @@ def test_a_new_length_compiles_nothing(device):
 @pytest.mark.parametrize("variant", linear_cases.FUSED)
 def test_the_fused_head_in_bf16(device, variant, chunk):
     """Three roundings to bf16 (logits, softmax, scaled rows) against fp64, however many chunks there are."""
-    batch = to_device(batch_of((200, 3, 0, 400), vocab=5003), device)
+    batch = batch_of((200, 3, 0, 400), vocab=5003, device=device)
     for name in ("hidden_NH", "weight_VH"):
         batch[name] = batch[name].bfloat16().double()
     options = linear_cases.options_for(variant)

@@ -1,28 +1,25 @@
 """One trainer of a random model as the driver uses it, in this process: no Ray, no engine."""
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from job import Job
 from safetensors.torch import save_file
 
 from megatron_ibpo.basics.records import TrainSequence, token_ids
 from megatron_ibpo.config import Config, ModelConfig, OptimizerConfig, RolloutConfig
-from megatron_ibpo.models import ModelShape, forward_flops, read_hf_config
+from megatron_ibpo.models import forward_flops, read_hf_config
 from megatron_ibpo.weights.layout.export import metadata_of
 
 if not hasattr(torch.accelerator, "empty_host_cache"):  # torch 2.11 has it by another name
     torch.accelerator.empty_host_cache = lambda: torch._C._host_emptyCache()
 
 MODELS = Path(__file__).resolve().parents[2] / "examples/models"
-QWEN3: dict[str, Any] = json.loads((MODELS / "qwen3_0_6b/config.json").read_text())
-QWEN3_NEXT: dict[str, Any] = json.loads((MODELS / "qwen3_next_80b_a3b/config.json").read_text()) | {
+QWEN3 = json.loads((MODELS / "qwen3_0_6b/config.json").read_text())
+QWEN3_NEXT = json.loads((MODELS / "qwen3_next_80b_a3b/config.json").read_text()) | {
     "hidden_size": 1024, "intermediate_size": 2560, "num_hidden_layers": 12, "num_attention_heads": 8,
     "linear_num_key_heads": 8, "linear_num_value_heads": 16, "num_experts": 32, "num_experts_per_tok": 4,
 }  # fmt: skip
@@ -40,26 +37,23 @@ SHAPES = {"qwen3": QWEN3, "qwen3_next": QWEN3_NEXT}
 TINY_SHAPES = {"qwen3": QWEN3 | _TINY, "qwen3_next": QWEN3_NEXT | _TINY | _TINY_NEXT}  # for two CPU cores
 
 
-def make_random_model(directory, config, device, dtype, seed=0) -> Path:
-    """Write config.json and one file of weights; the same for the same seed on the same kind of device."""
+def make_random_model(directory, config, device, dtype):
     directory.mkdir(parents=True)
     (directory / "config.json").write_text(json.dumps(config, indent=2))
-    shape = read_hf_config(directory)
-    generator = torch.Generator(device).manual_seed(seed)
-    sizes = {meta.name: meta.shape for meta in metadata_of(shape, dtype)}
-    tensors = {name: _draw(name, size, shape, generator).to(dtype).cpu() for name, size in sizes.items()}
+    shape, tensors = read_hf_config(directory), {}
+    drawn_by = {"generator": torch.Generator(device).manual_seed(0)}
+    for meta in metadata_of(shape, dtype):
+        tensor = torch.empty(meta.shape, device=device)
+        if meta.name.endswith("A_log"):
+            tensor.uniform_(1, 16, **drawn_by).log_()
+        elif len(meta.shape) > 1:
+            tensor.normal_(0, shape.initializer_range, **drawn_by)
+        else:
+            is_centred = shape.zero_centered_norms and "linear_attn" not in meta.name
+            tensor.fill_(0.0 if is_centred else 1.0)
+        tensors[meta.name] = tensor.to(dtype).cpu()
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     return directory
-
-
-def _draw(name: str, size: tuple[int, ...], shape: ModelShape, generator: torch.Generator) -> torch.Tensor:
-    drawn = torch.empty(size, device=generator.device)
-    if name.endswith("A_log"):
-        return drawn.uniform_(1, 16, generator=generator).log()
-    if len(size) > 1:
-        return drawn.normal_(0, shape.initializer_range, generator=generator)
-    is_centred = shape.zero_centered_norms and "linear_attn" not in name
-    return drawn.fill_(0.0 if is_centred else 1.0)
 
 
 @dataclass(frozen=True)
@@ -70,7 +64,7 @@ class Load:
     max_tokens: int  # --max-tokens-per-gpu
 
 
-def load_of(job: Job, *, slow: bool = False) -> Load:
+def load_of(job, slow):
     """`slow`: for a delta net in plain torch, which goes through a sequence in chunks one after the other."""
     if not job.on_gpu:
         return Load(sequences=8, prompt=4, response=28, max_tokens=128)
@@ -79,24 +73,21 @@ def load_of(job: Job, *, slow: bool = False) -> Load:
     return Load(sequences=24 if job.quick else 48, prompt=256, response=3840, max_tokens=8192)
 
 
-def make_sequences(load: Load, vocabulary: int, seed: int = 0) -> list[TrainSequence]:
+def make_sequences(load, vocabulary):
     """Random tokens; half of the sequences with a positive advantage."""
-    generator = np.random.default_rng(seed)
+    generator = np.random.default_rng(0)
     lengths = np.linspace(load.response // 8, load.response, load.sequences).astype(int)
-    return [
-        TrainSequence(
-            token_ids(generator.integers(vocabulary, size=load.prompt).tolist()),
-            token_ids(generator.integers(vocabulary, size=length).tolist()),
-            np.ones(length, bool), advantage=1.0 if number % 2 else -0.5, weight=1.0 / load.sequences,
-            prompt_index=number // 2, group=number // 2, index=number % 2,
-        )
-        for number, length in enumerate(lengths)
-    ]  # fmt: skip
+    for number, length in enumerate(lengths):
+        prompt, response = (token_ids(generator.integers(vocabulary, size=n)) for n in (load.prompt, length))
+        yield TrainSequence(
+            prompt, response, np.ones(length, bool), advantage=1.0 if number % 2 else -0.5,
+            weight=1.0 / load.sequences, prompt_index=number // 2, group=number // 2, index=number % 2,
+        )  # fmt: skip
 
 
-def set_up(job: Job, family: str, *, slow: bool = False, **sections: Any) -> tuple[Load, Config, list[Any]]:
+def set_up(job, family, *, slow=False, **sections):
     """The load, settings and sequences of a part; with a learning rate at which five steps show."""
-    load, shape = load_of(job, slow=slow), (SHAPES if job.on_gpu else TINY_SHAPES)[family]
+    load, shape = load_of(job, slow), (SHAPES if job.on_gpu else TINY_SHAPES)[family]
     dtype = torch.bfloat16 if job.on_gpu else torch.float32
     path = make_random_model(job.scratch / "model", shape, job.device, dtype)
     model = ModelConfig(hf_checkpoint=path, bf16=job.on_gpu, max_tokens_per_gpu=load.max_tokens)
@@ -105,35 +96,15 @@ def set_up(job: Job, family: str, *, slow: bool = False, **sections: Any) -> tup
     rollout = RolloutConfig(rollout_max_response_len=load.response)
     rollout.rollout_max_context_len = load.prompt + load.response
     config = Config(model=model, optimizer=optimizer, rollout=rollout, **sections)
-    return load, config, make_sequences(load, read_hf_config(path).vocab_size)
+    return load, config, list(make_sequences(load, read_hf_config(path).vocab_size))
 
 
-class OneRank:
-    """`policy.group.RankCalls` for a single trainer in this process."""
-
-    def __init__(self, config: Config, checkpoint: Path | None = None):
-        from megatron_ibpo.policy.process_start import trainer_rank
-
-        self.rank = trainer_rank(config, checkpoint)
-
-    def each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        (own,) = arguments
-        return [getattr(self.rank, method)(*own)]
-
-    def all(self, method: str, *arguments: Any) -> list[Any]:
-        return [getattr(self.rank, method)(*arguments)]
-
-    def share(self, value: Any) -> Any:
-        return value
-
-    def restart(self, *arguments: Any) -> None:
-        raise NotImplementedError("a part that resumes starts another process")
-
-
-def start_policy(config: Config, checkpoint: Path | None = None) -> tuple[Any, OneRank]:
+def start_policy(config, checkpoint=None):
+    """The driver's view of the trainers, and the only one of them."""
     from megatron_ibpo.policy.group import Policy
+    from megatron_ibpo.policy.process_start import trainer_rank
+    from megatron_ibpo.run.in_one_process import OwnRank
 
-    assert config.model.hf_checkpoint is not None
     cost = partial(forward_flops, read_hf_config(config.model.hf_checkpoint))
-    ranks = OneRank(config, checkpoint)
-    return Policy(ranks, config, 1, cost), ranks
+    rank = trainer_rank(config, checkpoint)
+    return Policy(OwnRank(rank), config, 1, cost), rank

@@ -1,5 +1,3 @@
-"""Tokenizers with the chat template and special tokens of published families: one token a byte."""
-
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,11 +16,9 @@ _IMAGES = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>
 
 @dataclass(frozen=True)
 class Family:
-    special: tuple[str, ...]  # special tokens, which decoding leaves out
-    tags: tuple[str, ...]  # tokens that decoding shows
-    ends: tuple[
-        str, ...
-    ]  # tokens that end a turn, as in generation_config.json; the first is the tokenizer's
+    special: tuple  # special tokens, which decoding leaves out
+    tags: tuple  # tokens that decoding shows
+    ends: tuple  # tokens that end a turn, as in generation_config.json; the first is the tokenizer's
 
 
 FAMILIES = {
@@ -38,25 +34,22 @@ FAMILIES = {
     "llama3_2": Family(
         ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>",
          "<|eot_id|>"),
-        (),
-        ("<|eot_id|>", "<|end_of_text|>", "<|eom_id|>"),
+        (), ("<|eot_id|>", "<|end_of_text|>", "<|eom_id|>"),
     ),
     "gpt_oss": Family(
         ("<|endoftext|>", "<|return|>", "<|constrain|>", "<|channel|>", "<|start|>", "<|end|>", "<|message|>",
          "<|call|>"),
-        (),
-        ("<|return|>", "<|endoftext|>", "<|call|>"),
+        (), ("<|return|>", "<|endoftext|>", "<|call|>"),
     ),
 }  # fmt: skip
-"""Template's file → tokens."""
 
 
-def family_tokenizer(name: str) -> HuggingFaceTokenizer:
+def family_tokenizer(name):
     family, template = FAMILIES[name], Path(__file__).parent / f"chat_templates/{name}.jinja"
     return tagged_bytes(template.read_text(), family.special, family.tags, end=family.ends[0])
 
 
-def tagged_bytes(template, special, tags=(), *, end) -> HuggingFaceTokenizer:
+def tagged_bytes(template, special, tags=(), *, end):
     bytes_only = bytes_of()
     bytes_only.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     bytes_only.add_tokens([AddedToken(token, special=False, normalized=False) for token in tags])
@@ -66,5 +59,5 @@ def tagged_bytes(template, special, tags=(), *, end) -> HuggingFaceTokenizer:
     return HuggingFaceTokenizer(library)
 
 
-def end_ids(name: str, tokenizer: HuggingFaceTokenizer) -> list[int]:
+def end_ids(name, tokenizer):
     return [tokenizer.encode(end)[0] for end in FAMILIES[name].ends]

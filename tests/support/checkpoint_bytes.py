@@ -1,5 +1,3 @@
-"""Draws the weights of checkpoints, lays them out another way and compares them bit for bit."""
-
 import json
 import shutil
 
@@ -10,7 +8,6 @@ from support.tiny_models import stored_dtype
 
 
 def with_random_bits(source, target, dtype):
-    """A checkpoint whose weights are arbitrary finite bit patterns."""
     generator, tensors = torch.Generator().manual_seed(0), {}
     for name, tensor in tensors_of(source).items():
         own = stored_dtype(name, dtype)
@@ -22,7 +19,6 @@ def with_random_bits(source, target, dtype):
 
 
 def drawn_weights(source, dtype, seed=0):
-    """Return the tensors of a checkpoint redrawn uniformly over [-4, 4], norms included."""
     generator, drawn = torch.Generator().manual_seed(seed), {}
     for name, tensor in tensors_of(source).items():
         drawn[name] = (torch.rand(tensor.shape, generator=generator) * 8 - 4).to(stored_dtype(name, dtype))

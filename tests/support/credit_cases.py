@@ -150,7 +150,6 @@ class Loop:
 
 
 def candidates(prompt_ids):
-    """The solutions shown in an x̃ of these tests."""
     starts = [i for i, token in enumerate(prompt_ids) if token == 90]
     ends = [*starts[1:], len(prompt_ids) - 1]
     return [list(prompt_ids[start + 1 : end]) for start, end in zip(starts, ends, strict=True)]

@@ -1,5 +1,3 @@
-"""Opens critics and draws returns for them."""
-
 import random
 from dataclasses import replace
 from pathlib import Path

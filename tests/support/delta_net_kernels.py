@@ -1,5 +1,3 @@
-"""Defines the gated delta rule, stands in for its kernels, and counts what the host reads meanwhile."""
-
 from contextlib import contextmanager
 from unittest import mock
 

@@ -1,8 +1,4 @@
-"""The Python files that pages have users write."""
-
 import re
-from collections.abc import Sequence
-from pathlib import Path
 
 from support.paths import ROOT
 
@@ -10,7 +6,7 @@ DOCS = ROOT / "docs"
 PAGES = [DOCS / "extending.md", DOCS / "rewards.md", DOCS / "http_rewards.md", DOCS / "environments.md"]
 
 
-def write_modules(directory: Path, pages: Sequence[Path] = PAGES, count: int = 14) -> None:
+def write_modules(directory, pages=PAGES, count=14):
     text = "".join(page.read_text() for page in pages)
     blocks = re.findall(r"```python\n# (\w+\.py)\n(.*?)```", text, re.DOTALL)
     assert len(blocks) == text.count("```python") == count

@@ -1,22 +1,16 @@
-"""Starts vLLM's engines, asks them, gives them weights, and has transformers say what they should answer."""
-
 import pickle
 import random
-from collections.abc import Sequence
 from functools import cache
-from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file
 
 from megatron_ibpo.basics.distributed import World
-from megatron_ibpo.basics.records import Sample, SampleRequest, token_ids
+from megatron_ibpo.basics.records import SampleRequest, token_ids
 from megatron_ibpo.config import Config, RolloutConfig
 from megatron_ibpo.engines import Engine
 from megatron_ibpo.engines.vllm.settings import engine_settings
-from megatron_ibpo.weights.transfer.link import Sent
-from megatron_ibpo.weights.transfer.update import Transport, open_transport, update_engines
+from megatron_ibpo.weights.transfer.update import open_transport, update_engines
 from megatron_ibpo.weights.transfer.update_order import UpdateOrder
 from support.weight_sources import DividedWeights
 
@@ -26,11 +20,11 @@ WORLD = World(0, 1, torch.device("cpu"), None)
 
 
 class CheckpointSource(DividedWeights):
-    def __init__(self, directory: Path, world: World = WORLD) -> None:
+    def __init__(self, directory, world=WORLD):
         super().__init__(load_file(directory / "model.safetensors"), world.rank, world.size)
 
 
-def make_config(run_dir: Path, dtype: str) -> Config:
+def make_config(run_dir, dtype):
     rollout = RolloutConfig(
         rollout_max_context_len=CONTEXT, vllm_dtype=dtype, vllm_kv_cache_bytes=128 * 1024**2,
         update_weight_buffer_size=100_000, check_weight_update_equal=True,  # several buckets
@@ -40,14 +34,14 @@ def make_config(run_dir: Path, dtype: str) -> Config:
     return config
 
 
-def start_engine(checkpoint, log, dtype="float32", vllm_arg=(), *, recompute_kv=True) -> Engine:
+def start_engine(checkpoint, log, dtype="float32", vllm_arg=(), *, recompute_kv=True):
     rollout = make_config(log.parent, dtype).rollout
     rollout.vllm_arg = vllm_arg
     rollout.recompute_kv_after_update = recompute_kv
     return Engine(engine_settings(rollout, checkpoint, "gloo", gpus=(), num_threads=1), log)
 
 
-def make_requests(count: int, *, seed: int = 0, temperature: float = 1.0) -> list[SampleRequest]:
+def make_requests(count, *, seed=0, temperature=1.0):
     draw = random.Random(seed)
     requests = []
     for number in range(count):
@@ -56,21 +50,20 @@ def make_requests(count: int, *, seed: int = 0, temperature: float = 1.0) -> lis
     return requests
 
 
-def ids_of(samples: Sequence[Sample]) -> list[list[int]]:
+def ids_of(samples):
     return [sample.token_ids.tolist() for sample in samples]
 
 
 @cache
-def reference_model(directory: Path) -> Any:
+def reference_model(directory):
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
 
 
-def reference_logprobs(directory, requests, samples) -> list[list[float]]:
+def reference_logprobs(directory, requests, samples):
     """Return what transformers in float32 says of the sampled tokens; of greedy ones at temperature 1."""
-    model = reference_model(directory)
-    found = []
+    model, found = reference_model(directory), []
     for request, sample in zip(requests, samples, strict=True):
         ids = torch.tensor([[*request.prompt_token_ids, *sample.token_ids]])
         with torch.no_grad():
@@ -81,29 +74,29 @@ def reference_logprobs(directory, requests, samples) -> list[list[float]]:
     return found
 
 
-def difference(ours: Sequence[Any], theirs: Sequence[Any]) -> torch.Tensor:
+def difference(ours, theirs):
     return torch.cat([(torch.tensor(a) - torch.tensor(b)).abs() for a, b in zip(ours, theirs, strict=True)])
 
 
-def open_gloo(workers: int = 1, bucket_bytes: int = 100_000) -> Transport:
+def open_gloo(workers=1, bucket_bytes=100_000):
     sizes = {"workers_per_engine": workers, "bucket_bytes": bucket_bytes}
     return open_transport("gloo", WORLD, **sizes, timeout=TIMEOUT)
 
 
-def connect(engine: Engine, source: CheckpointSource) -> Transport:
+def connect(engine, source):
     transport = open_gloo()
     assert transport.connect(source, {0: engine}, [0]) == {}
     return transport
 
 
-def update(transport: Transport, engine: Engine, source: CheckpointSource, version: int) -> Sent:
+def update(transport, engine, source, version):
     order = UpdateOrder(version=version, sleeping=False, check=True, timeout=TIMEOUT)
     sent = update_engines(transport, WORLD, source, order, {0: engine}, [0])
     assert sent.failures == {}
     return sent
 
 
-def left_out_unnoticed(engine, source, name_in_vllm=str) -> list[str]:
+def left_out_unnoticed(engine, source, name_in_vllm=str):
     """Return the tensors whose absence no rehearsal noticed. vLLM joins several in one parameter."""
     metas, unnoticed = source.metadata(), []
     for absent in metas:

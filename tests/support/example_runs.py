@@ -1,5 +1,3 @@
-"""Starts the example scripts, watches their processes and reads what they wrote."""
-
 import contextlib
 import json
 import os
@@ -22,12 +20,10 @@ EVEN = """
 def score(question, response, label, metadata):
     return float(sum(map(ord, response)) % 2 == 0)
 """  # a task that a random model solves every other time
-THREE_STEPS = [
-    "--config", str(ROOT / "examples/recipes/small_cpu.yaml"), *SMALL, "--num-trainers", "2",
-    "--tensor-model-parallel-size", "2", "--sequence-parallel", "--check-weight-update-equal",
-    "--rollout-max-response-len", "32", "--rollout-max-context-len", "256",
-    "--rm-type", "even:score", "--reward-threshold", "1",
-]  # fmt: skip
+THREE_STEPS = (
+    "--num-trainers 2 --tensor-model-parallel-size 2 --sequence-parallel --check-weight-update-equal "
+    "--rollout-max-response-len 32 --rollout-max-context-len 256 --rm-type even:score --reward-threshold 1"
+)
 
 
 def train_three_steps(directory, model, *flags):
@@ -35,9 +31,9 @@ def train_three_steps(directory, model, *flags):
     (directory / "even.py").write_text(EVEN)
     for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         shutil.copy(ROOT / "examples/tiny_qwen3" / file, model)
-    run_dir = directory / "run"
-    command = [sys.executable, "-m", "megatron_ibpo.commands.train", *THREE_STEPS, *flags]
-    command += ["--hf-checkpoint", str(model), "--run-dir", str(run_dir)]
+    run_dir, recipe = directory / "run", str(ROOT / "examples/recipes/small_cpu.yaml")
+    command = [sys.executable, "-m", "megatron_ibpo.commands.train", "--config", recipe, *SMALL]
+    command += [*THREE_STEPS.split(), *flags, "--hf-checkpoint", str(model), "--run-dir", str(run_dir)]
     subprocess.run(command, cwd=ROOT, check=True, timeout=400, env={**os.environ, "IBPO_CWD": str(directory)})
     rows = rows_of(run_dir)
     assert [row["step"] for row in rows] == [1, 2, 3]
@@ -48,10 +44,8 @@ def train_three_steps(directory, model, *flags):
 def start_script(run_dir, *flags, script="run_qwen3_next_ibpo.sh", directory=ROOT):
     environment = {**os.environ, "RUN_DIR": str(run_dir), "IBPO_PYTHON": sys.executable}
     command = ["bash", str(ROOT / "examples" / script), *flags]
-    return subprocess.Popen(
-        command, env=environment, cwd=directory, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        start_new_session=True,
-    )  # fmt: skip
+    said: dict = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(command, env=environment, cwd=directory, **said, start_new_session=True)
 
 
 def finished(process, timeout=200):

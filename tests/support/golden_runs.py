@@ -1,20 +1,18 @@
-"""Training on the recordings of `tests/golden`. Imports nothing of the package: any commit can be run."""
+"""Training on the recordings of `tests/golden`. Imports nothing of the package: other commits can be run."""
 
 import gzip
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
-from torch import Tensor
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -43,11 +41,8 @@ _NEXT = (
     "decoder.layers.3.self_attention.linear_qkv.weight", "decoder.layers.3.mlp.router.weight",
     "decoder.final_layernorm.weight",
 )  # fmt: skip
-LAYOUTS = {
-    "dense": Layout("dense", 1, _DENSE),
-    "dense-dp2": Layout("dense", 2, _DENSE),
-    "next-tp2-ep2": Layout("next", 2, _NEXT),
-}
+LAYOUTS = {"dense": Layout("dense", 1, _DENSE), "dense-dp2": Layout("dense", 2, _DENSE)}
+LAYOUTS["next-tp2-ep2"] = Layout("next", 2, _NEXT)
 _GSPO = "--eps-clip 3e-3 --eps-clip-high 3e-3"
 _SCHEDULE = "--lr-decay-style cosine --lr-warmup-fraction 0.3 --weight-decay 0.1 --rollout-temperature 0.7"
 ALGORITHMS = {
@@ -57,13 +52,7 @@ ALGORITHMS = {
 """Preset, and what else is said of a case → flags that say what it leaves to a recipe or loss variant."""
 
 
-@dataclass(frozen=True)
-class Trained:
-    rows: list[dict[str, float]]  # rows of metrics.jsonl, one per step
-    checkpoints: list[Path]  # after each step
-
-
-def recordings(name: str, directory: Path, temperature: str = "1.0") -> Path:
+def recordings(name, directory, temperature="1.0"):
     """Unpack the recording into `directory`, and return that. It was sampled at temperature 1.0."""
     directory.mkdir(parents=True)
     for packed in sorted((GOLDEN / "rollouts" / name).glob("*.gz")):
@@ -73,62 +62,39 @@ def recordings(name: str, directory: Path, temperature: str = "1.0") -> Path:
     return directory
 
 
-def train_recorded(repository, layout, algorithm, directory, steps=None) -> Trained:
-    """Train on the recordings with the code in `repository`; files go to `directory`, which is new."""
+def train_recorded(repository, layout, algorithm, directory, steps=None):
+    """Train on the recordings with the code in `repository`, in the new `directory`: rows of metrics.jsonl
+    and checkpoints, one per step."""
     flags = ALGORITHMS[algorithm].split()
     temperature = flags[-1] if "--rollout-temperature" in flags else "1.0"
     run_dir, recorded = directory / "run", recordings(layout.model, directory / "rollouts", temperature)
-    fields = "".join(file.read_text() for file in (repository / "megatron_ibpo/config").glob("*.py"))
-    keep_all = ["--keep-checkpoints", "1000"] if "keep_checkpoints" in fields else []  # older code does
     command = [
-        *_entry_point(repository, layout.trainers),
+        *(sys.executable, "-m", "megatron_ibpo.commands.train", "--num-trainers", layout.trainers),
         *("--config", GOLDEN / f"{layout.model}.yaml", "--run-dir", run_dir),
-        *("--load-debug-rollout-data", recorded, "--save-interval", "1", *keep_all),
+        *("--load-debug-rollout-data", recorded, "--save-interval", "1", "--keep-checkpoints", "1000"),
         *("--advantage-estimator", algorithm.split()[0], *flags),
         *(() if steps is None else ("--num-rollout", steps)),
     ]
-    status, output = _run([str(word) for word in command], repository)
-    if status != 0:
-        raise RuntimeError(f"{algorithm} in {repository} ended with status {status}:\n{output[-5000:]}")
+    own = {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONPATH": str(repository)}
+    command = ["timeout", "--kill-after=5", *map(str, (TIMEOUT_S, *command))]  # ends all that was started
+    said: dict = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    done = subprocess.run(command, cwd=repository, env=os.environ | own, **said)
+    if done.returncode != 0:
+        how = f"ended with status {done.returncode}:\n{done.stdout[-5000:]}"
+        raise RuntimeError(f"{algorithm} in {repository} {how}")
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     checkpoints = sorted((run_dir / "checkpoints").glob("step_*"))
-    return Trained([row for row in rows if row["kind"] == "step"], checkpoints)
+    return SimpleNamespace(rows=[row for row in rows if row["kind"] == "step"], checkpoints=checkpoints)
 
 
-def _entry_point(repository: Path, trainers: int) -> list[str | int]:
-    if (repository / "megatron_ibpo/launch.py").exists():  # until trainers were started by the driver
-        launcher = [sys.executable, "-m", "megatron_ibpo.launch", "--standalone", "--nproc-per-node"]
-        return [*launcher, trainers, "-m", "megatron_ibpo.train"]
-    moved = (repository / "megatron_ibpo/commands").exists()
-    module = "megatron_ibpo.commands.train" if moved else "megatron_ibpo.train"
-    return [sys.executable, "-m", module, "--num-trainers", trainers]
-
-
-def _run(command: list[str], repository: Path) -> tuple[int, str]:
-    own = {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONPATH": str(repository)}
-    process = subprocess.Popen(
-        command, cwd=repository, env=os.environ | own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        text=True, start_new_session=True,
-    )  # fmt: skip
-    try:
-        output, _ = process.communicate(timeout=TIMEOUT_S)
-    except BaseException:
-        os.killpg(process.pid, signal.SIGKILL)
-        output, _ = process.communicate()
-        if sys.exc_info()[0] is not subprocess.TimeoutExpired:
-            raise
-        return 124, f"{output}\nkilled after {TIMEOUT_S} s"
-    return process.returncode, output
-
-
-def weights(checkpoint: Path) -> dict[str, Tensor]:
+def weights(checkpoint):
     """All weights of a training checkpoint by Megatron's names, the critic's after "critic/"."""
     critic = checkpoint / "critic"
     of_critic = _stored(critic) if critic.is_dir() else {}
     return _stored(checkpoint) | {f"critic/{name}": tensor for name, tensor in of_critic.items()}
 
 
-def _stored(directory: Path) -> dict[str, Tensor]:
+def _stored(directory):
     stored = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
     tensors = {
         name: torch.empty(meta.size, dtype=meta.properties.dtype)
@@ -141,16 +107,16 @@ def _stored(directory: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def watched_weights(layout: Layout, checkpoint: Path) -> dict[str, list[float]]:
+def watched_weights(layout, checkpoint):
     held = weights(checkpoint)
     watched = [*layout.watched, *("critic/" + name for name in layout.watched)]
     flat = {name: held[name].flatten() for name in watched if name in held}
     return {name: [own[own.numel() * part // 5].item() for part in range(1, 5)] for name, own in flat.items()}
 
 
-def main(algorithms: Sequence[str]) -> None:
+def main(algorithms):
     path = GOLDEN / "trained.json"
-    numbers: dict[str, dict[str, object]] = json.loads(path.read_text()) if algorithms else {}
+    numbers = json.loads(path.read_text()) if algorithms else {}
     for name, layout in LAYOUTS.items():
         for algorithm in algorithms or ALGORITHMS:
             with tempfile.TemporaryDirectory() as directory:

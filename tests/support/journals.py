@@ -1,14 +1,12 @@
-"""Makes samples and groups for journals, told apart by small numbers."""
-
 import numpy as np
 
 from megatron_ibpo.basics.records import Sample
-from megatron_ibpo.journal import ClosedGroup, Journal, SampleKey
+from megatron_ibpo.journal import ClosedGroup, SampleKey
 
 KEEP = 1024**3
 
 
-def make_sample(mark: int, tokens: int = 3) -> Sample:
+def make_sample(mark, tokens=3):
     return Sample(
         prompt_token_ids=np.array([mark, 1], np.int32),
         token_ids=np.arange(mark, mark + tokens, dtype=np.int32),
@@ -17,15 +15,15 @@ def make_sample(mark: int, tokens: int = 3) -> Sample:
     )  # fmt: skip
 
 
-def response(prompt: int, index: int = 0, attempt: int = 0) -> SampleKey:
+def response(prompt, index=0, attempt=0):
     return SampleKey(prompt, attempt, "response", index)
 
 
-def group(prompt: int, responses: int = 1, corrections: int = 0, attempt: int = 0) -> ClosedGroup:
+def group(prompt, responses=1, corrections=0, attempt=0):
     return ClosedGroup(prompt, attempt, responses, corrections, 0)
 
 
-def append(journal: Journal, *keys: SampleKey) -> dict[SampleKey, Sample]:
+def append(journal, *keys):
     samples = {key: make_sample(100 * key.prompt_index + key.index) for key in keys}
     for key, sample in samples.items():
         journal.sampled(key, sample)

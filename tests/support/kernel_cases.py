@@ -1,5 +1,3 @@
-"""Batches for the tests of the Triton kernels, and the comparison with the torch reference in fp64."""
-
 from __future__ import annotations
 
 from typing import Any

@@ -1,5 +1,3 @@
-"""Names parallel layouts by the sizes of their groups."""
-
 from megatron_ibpo.config import ParallelConfig
 
 

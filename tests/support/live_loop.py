@@ -6,23 +6,21 @@ import json
 import random
 import tempfile
 import zlib
-from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import numpy as np
 
-from megatron_ibpo.basics.records import Group, Sample, SampleRequest, token_ids
+from megatron_ibpo.basics.records import Sample, token_ids
 from megatron_ibpo.cluster.deaths import ProcessDiedError
-from megatron_ibpo.config import Config, on_device
+from megatron_ibpo.config import on_device
 from megatron_ibpo.policy.reports import About
-from megatron_ibpo.rewards import Outcome, Pool, Verifier, open_pool
-from megatron_ibpo.run.loop import Run
+from megatron_ibpo.rewards import Outcome, Verifier, open_pool
 from megatron_ibpo.run.open import open_run
 from megatron_ibpo.run.processes import Processes
 from megatron_ibpo.run.settings import parse_config
@@ -39,20 +37,20 @@ FLAGS = (
 LETTERS = tuple(range(40, 60))  # tokens that engines write
 
 
-def questions(split: str) -> Iterator[dict[str, str]]:
+def questions(split):
     return ({"prompt": f"{number}+{number * number}", "label": str(number)} for number in range(50))
 
 
-def reward(question: str, response: str, label: str, metadata: dict[str, Any]) -> float:
+def reward(question, response, label, metadata):
     return float(zlib.crc32(f"{question}|{response}|{label}".encode()) % 3 == 0)
 
 
-def config_of(run_dir: Path, *flags: str) -> Config:
+def config_of(run_dir, *flags):
     config = parse_config([*FLAGS, "--run-dir", str(run_dir), *flags])
     return on_device(config, on_gpu=False, has_delta_nets=False)
 
 
-def written(request: SampleRequest) -> list[int]:
+def written(request):
     """Return what an engine answers, whichever policy it has."""
     draw = random.Random(request.seed + 1000 * int(request.prompt_token_ids.sum()))
     return [draw.choice(LETTERS) for _ in range(draw.randint(1, request.max_tokens))]
@@ -91,40 +89,30 @@ class Engine:
         )  # fmt: skip
 
 
-class Scored:
-    """`rewards.Pool` without processes."""
-
-    deaths = 0
-
-    def submit(self, target, arguments):
-        future = Future()
-        future.set_result(Outcome(reward(*arguments)))
-        return future
-
-    def close(self):
-        pass
+def scored(target, arguments):
+    future = Future()
+    future.set_result(Outcome(reward(*arguments)))
+    return future
 
 
-def put_in_place_of_processes(monkeypatch, module, open_engine) -> None:
-    """Let a module of `study` take this engine and `Scored`, where it would start processes."""
+def put_in_place_of_processes(monkeypatch, module, open_engine):
+    """Let a module of `study` take this engine and rewards at once, where it would start processes."""
     monkeypatch.setattr(module, "open_engine", open_engine)
     monkeypatch.setattr(module, "ThreadedEngine", lambda opened: opened)
-    monkeypatch.setattr(module, "open_verifier", lambda data: Verifier(Scored(), data))
+    monkeypatch.setattr(module, "open_verifier", lambda data: Verifier(Mock(submit=scored, deaths=0), data))
 
 
 class Engines:
     count = alive = 2
     reproducible = prefix_caching = True
+    revive = None  # none dies
 
     def __init__(self):
         self.engines, self.version, self.met = [Engine(), Engine()], 0, 0
 
     @property
-    def asked(self) -> list[SampleRequest]:
+    def asked(self):
         return [request for engine in self.engines for request in engine.asked]
-
-    async def revive(self, index):
-        raise AssertionError("none dies")
 
     def clients(self):
         return self.engines
@@ -179,19 +167,16 @@ class Trainers:
         self.restarted_from.append(checkpoint)
 
 
-def plain(record: Any) -> dict[str, Any]:
+def plain(record):
     values = {name: getattr(record, name) for name in record.__slots__}
     return {n: v.tolist() if isinstance(v, np.ndarray) else v for n, v in values.items()}
 
 
-@dataclass
 class Steps:
-    run: Run
-    engines: Engines
-    trainers: Trainers
-    groups: list[list[Group]] = field(default_factory=list)
+    def __init__(self, run, backend):
+        self.run, self.engines, self.trainers, self.groups = run, backend.engines, backend.trainers, []
 
-    def take(self, count: int) -> list[list[Group]]:
+    def take(self, count):
         for _ in range(count):
             groups = self.run.sample()
             credit = self.run.credit(groups)
@@ -202,23 +187,21 @@ class Steps:
         return self.groups[-count:]
 
     @property
-    def all_groups(self) -> list[Group]:
+    def all_groups(self):
         return [group for groups in self.groups for group in groups]
 
 
 @cache
-def verifiers() -> Pool:
-    config = config_of(Path(tempfile.gettempdir()))
-    opened = open_pool(config.data, [config.data.rm_type])
+def verifiers():
+    data = config_of(tempfile.gettempdir()).data
+    opened = open_pool(data, [data.rm_type])
     atexit.register(opened.__exit__, None, None, None)
     return opened.__enter__()
 
 
-@dataclass
 class StandIns:
-    engines: Engines = field(default_factory=Engines)
-    trainers: Trainers = field(default_factory=Trainers)
-    wait_ready: Callable[[], None] = lambda: None
+    def __init__(self, trainers=None, wait_ready=lambda: None):
+        self.engines, self.trainers, self.wait_ready = Engines(), trainers or Trainers(), wait_ready
 
     def check(self, config, shape):
         return config
@@ -235,7 +218,7 @@ class StandIns:
 
 
 @contextmanager
-def in_place(backend: StandIns) -> Iterator[None]:
+def in_place(backend):
     """Runs opened meanwhile get these processes; all share the verifier, whose start takes longest."""
     with (
         patch("megatron_ibpo.run.inputs.open_pool", lambda *_: nullcontext(verifiers())),
@@ -245,7 +228,7 @@ def in_place(backend: StandIns) -> Iterator[None]:
 
 
 @contextmanager
-def live_run(config: Config, trainers: Trainers | None = None) -> Iterator[Steps]:
-    backend = StandIns(trainers=trainers or Trainers())
+def live_run(config, trainers=None):
+    backend = StandIns(trainers)
     with in_place(backend), open_run(config) as run:
-        yield Steps(run, backend.engines, backend.trainers)
+        yield Steps(run, backend)

@@ -1,5 +1,3 @@
-"""Draws multi-token prediction layers for tiny checkpoints."""
-
 import torch
 from safetensors.torch import load_file, save_file
 

@@ -1,5 +1,3 @@
-"""Says where the repository is, and its tests."""
-
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parents[1]

@@ -9,16 +9,13 @@ def cost(length):
 
 
 def update(trainer, rows):
-    return trainer.update(own_share(planning.plan_update, rows, trainer.config)) | planning.update_metrics(
-        rows
-    )
+    share = own_share(planning.plan_update, rows, trainer.config)
+    return trainer.update(share) | planning.update_metrics(rows)
 
 
 def logprobs(trainer, rows):
-    """Return the log-prob of every response token, as a tuple for each row, on every rank."""
-    return merged(
-        trainer, trainer.logprobs(own_share(planning.plan_forward, rows, trainer.config)), len(rows)
-    )
+    share = own_share(planning.plan_forward, rows, trainer.config)
+    return merged(trainer, trainer.logprobs(share), len(rows))
 
 
 def update_values(critic, rows):

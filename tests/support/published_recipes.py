@@ -1,5 +1,3 @@
-"""Names the recipe of each published model whose configuration is in examples/models."""
-
 from pathlib import Path
 
 from megatron_ibpo.config import Config

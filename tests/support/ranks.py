@@ -2,6 +2,7 @@
 
 import ctypes
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -11,11 +12,9 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
 from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
@@ -24,6 +23,11 @@ from support.paths import ROOT, TESTS
 
 GRACE_S = 5.0  # after the first failure: how long the other ranks may take to fail on their own
 COVERED_TEST = "COVERED_TEST"  # environment variable: the test that runs, where coverage is measured
+IMPORTED = [  # once, by the server from which processes are forked: what every rank needs
+    "pytest", "safetensors.torch", "torch.distributed", "megatron.core.distributed",
+    "megatron.core.fusions.fused_bias_dropout", "megatron.core.models.gpt", "megatron.core.optimizer",
+    "megatron_ibpo.models.delta_net.layer", "megatron_ibpo.policy.rank", "support.ranks",
+]  # fmt: skip
 _SERVER_STARTS = threading.Lock()  # tests may run several worlds at once
 
 
@@ -31,40 +35,35 @@ class RankFailed(AssertionError):
     """A rank raised, died or did not finish; the message holds every failed rank's traceback."""
 
 
-def run_ranks(function: Callable[..., Any], size: int, *args: Any, timeout: float = 120.0) -> list[Any]:
+def run_ranks(function, size, *args, timeout=120.0):
     """Run `function(world, *args)` on `size` ranks; return the results, or show stacks at the time-out."""
-    context = _server()
-    test = os.environ.get(COVERED_TEST, "")
+    context, test = _server(), os.environ.get(COVERED_TEST, "")
     work = pickle.dumps((function, args))  # plain pickle: torch's would send a descriptor for each tensor
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    processes, pipes = [], []
     with tempfile.TemporaryDirectory(prefix="ranks-") as scratch:
-        processes, pipes = [], []
-        for rank in range(size):
-            here, there = context.Pipe(duplex=False)
-            process = context.Process(
-                target=_run_one, args=(rank, size, store.port, Path(scratch), there, test, work)
-            )
-            process.start()
-            there.close()
-            processes.append(process)
-            pipes.append(here)
+        stacks = [Path(scratch, f"{rank}.stack") for rank in range(size)]
         try:
+            for rank, stack in enumerate(stacks):
+                here, there = context.Pipe(duplex=False)
+                own = rank, size, store.port, stack, there, test, work
+                process = context.Process(target=_run_one, args=own)
+                process.start()
+                there.close()
+                processes.append(process)
+                pipes.append(here)
             outcomes = _collect(pipes, time.monotonic() + timeout)
             late = [process for rank, process in enumerate(processes) if rank not in outcomes]
             for process in late:
                 if process.is_alive():  # it writes its stacks, as `_run_one` arranged
                     os.kill(process.pid, signal.SIGUSR1)
             time.sleep(0.5 if late else 0)
-            failures = []
-            for rank in range(size):
-                stack = Path(scratch, f"{rank}.stack")
-                if rank not in outcomes:
-                    shown = stack.read_text() if stack.exists() else ""
-                    failures.append(f"rank {rank} had not finished (time-out {timeout} s)\n{shown}")
-                elif not outcomes[rank][0]:
-                    failures.append(f"rank {rank}: {outcomes[rank][1]}")
+            failures = [f"rank {rank}: {said}" for rank, (passed, said) in outcomes.items() if not passed]
+            for rank in set(range(size)) - outcomes.keys():
+                shown = stacks[rank].read_text() if stacks[rank].exists() else ""
+                failures.append(f"rank {rank} had not finished (time-out {timeout} s)\n{shown}")
             if failures:
-                raise RankFailed("\n".join(failures))
+                raise RankFailed("\n".join(sorted(failures)))
             return [outcomes[rank][1] for rank in range(size)]
         finally:
             for process, pipe in zip(processes, pipes, strict=True):
@@ -75,12 +74,12 @@ def run_ranks(function: Callable[..., Any], size: int, *args: Any, timeout: floa
                 process.close()
 
 
-def _server() -> Any:
+def _server():
     context = multiprocessing.get_context("forkserver")
     # a module that asks for a GPU while it is imported leaves CUDA unusable to processes forked afterwards
     on_gpu = os.environ.get("IBPO_PARITY_DEVICE") == "cuda"
-    context.set_forkserver_preload([] if on_gpu else ["support.rank_imports"])
-    # The server looks for the preloaded module on PYTHONPATH only (CPython gh-126631).
+    context.set_forkserver_preload([] if on_gpu else IMPORTED)
+    # The server looks for the preloaded modules on PYTHONPATH only (CPython gh-126631).
     with _SERVER_STARTS:
         paths = [str(TESTS), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         changes = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
@@ -89,12 +88,10 @@ def _server() -> Any:
     return context
 
 
-def _collect(pipes: list[Any], deadline: float) -> dict[int, tuple[bool, Any]]:
+def _collect(pipes, deadline):
     """(succeeded, result or traceback) of each rank that reported before the deadline."""
-    outcomes: dict[int, tuple[bool, Any]] = {}
-    waiting = dict(zip(pipes, range(len(pipes)), strict=True))
+    outcomes, waiting = {}, {pipe: rank for rank, pipe in enumerate(pipes)}
     while waiting and (left := deadline - time.monotonic()) > 0:
-        pipe: Any
         for pipe in wait(list(waiting), timeout=left):
             rank = waiting.pop(pipe)
             try:
@@ -107,7 +104,9 @@ def _collect(pipes: list[Any], deadline: float) -> dict[int, tuple[bool, Any]]:
     return outcomes
 
 
-def _run_one(rank, size, port, scratch, pipe, test, work) -> None:
+def _run_one(rank, size, port, stack, pipe, test, work):
+    # Megatron collects garbage at every save of a sharded optimizer, and need not look through all modules
+    gc.freeze()
     die_with_parent = 1  # PR_SET_PDEATHSIG
     ctypes.CDLL(None).prctl(die_with_parent, signal.SIGKILL)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
@@ -115,8 +114,7 @@ def _run_one(rank, size, port, scratch, pipe, test, work) -> None:
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the store is the test's, as it is torchrun's
     if test:
         sys.modules["coverage"].Coverage.current().switch_context(test)
-    stack_file = (scratch / f"{rank}.stack").open("w")
-    faulthandler.register(signal.SIGUSR1, stack_file, all_threads=True)
+    faulthandler.register(signal.SIGUSR1, stack.open("w"), all_threads=True)
     try:
         import torch
 

@@ -1,5 +1,3 @@
-"""Trains with routing that is replayed, and returns what came of it."""
-
 from support import planned
 from support.layouts import layout
 from support.trainers import EPSILON, LR, close_trainer, config_for, open_trainer, weights_of

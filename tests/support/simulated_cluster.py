@@ -2,9 +2,7 @@
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 PROGRAM = """
 import os, sys
@@ -26,32 +24,30 @@ cluster.shutdown()
 """
 
 
-@dataclass
 class SimulatedCluster:
-    address: str
-    process: subprocess.Popen[str]
+    def __init__(self, process):
+        self.process, self.address = process, process.stdout.readline().strip()
 
-    def remove_node(self) -> None:
+    def remove_node(self):
         """Kill the last node that is left, never the first."""
         self._ask("remove")
 
-    def add_node(self) -> None:
+    def add_node(self):
         self._ask("add")
 
-    def _ask(self, what: str) -> None:
+    def _ask(self, what):
         self.process.stdin.write(f"{what}\n")
         self.process.stdin.flush()
         assert self.process.stdout.readline() == "done\n"
 
 
 @contextmanager
-def simulated_cluster(num_nodes, environment=None) -> Iterator[SimulatedCluster]:
-    process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, str(num_nodes)],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True, env=environment,
-    )  # fmt: skip
+def simulated_cluster(num_nodes, environment=None):
+    command = [sys.executable, "-c", PROGRAM, str(num_nodes)]
+    pipes: dict = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, **pipes, start_new_session=True, env=environment)
     try:
-        yield SimulatedCluster(process.stdout.readline().strip(), process)
+        yield SimulatedCluster(process)
     finally:
         process.stdin.close()
         process.wait(60)

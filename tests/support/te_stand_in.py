@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-VERSION = "2.20.2"
+from torch.optim.adamw import adamw
 
 
 class Module(torch.nn.Module):
@@ -23,7 +22,7 @@ class Module(torch.nn.Module):
         self.fp8 = self.fp8_calibration = False
         self.fp8_meta: dict[str, Any] = {"fp8_checkpoint": False}
 
-    def scale(self, generator: torch.Generator) -> None:
+    def scale(self, generator):
         """Compute in FP8 with delayed scaling, as after some steps: with histories of largest values."""
         self.fp8, recipe = True, DelayedScaling()
         self.fp8_meta |= {"recipe": recipe, "fp8_checkpoint": True, "num_gemms": self.num_gemms}
@@ -33,7 +32,7 @@ class Module(torch.nn.Module):
             self.fp8_meta |= {f"scale_{direction}": history[0].exp(), f"amax_history_{direction}": history}
 
     @property
-    def scales(self) -> dict[str, torch.Tensor]:
+    def scales(self):
         return {name: value for name, value in self.fp8_meta.items() if isinstance(value, torch.Tensor)}
 
     def get_extra_state(self):
@@ -59,13 +58,12 @@ class Linear(Module):
     def __init__(self, in_features, out_features, *, sequence_parallel, tp_size, bias, parallel_mode, **more):
         super().__init__(**more)
         assert out_features % tp_size == in_features % tp_size == 0
-        self.use_bias = bias
+        self.use_bias, by_rows = bias, parallel_mode == "row"
         self.out_features = out_features // (tp_size if parallel_mode == "column" else 1)
-        self.in_features = in_features // (tp_size if parallel_mode == "row" else 1)
+        self.in_features = in_features // (tp_size if by_rows else 1)
         self.add("weight", self.out_features, self.in_features)
         if bias:
-            marked = sequence_parallel if parallel_mode == "row" else None
-            self.add("bias", self.out_features, sequence_parallel=marked)
+            self.add("bias", self.out_features, sequence_parallel=sequence_parallel if by_rows else None)
 
 
 class LayerNormLinear(Linear):
@@ -113,35 +111,29 @@ class DotProductAttention(Module):
             self.softmax_offset = torch.nn.Parameter(torch.empty(num_attention_heads // tp_size))
 
 
-class Kernel:
-    """A function that exists; nothing is computed here."""
+MEANS = ("exp_avg", "exp_avg_sq")
 
 
 class FusedAdam(torch.optim.Optimizer):
     """Adam whose steps are counted by groups, without a `step` in the state of parameters."""
 
     def __init__(self, params, lr, betas, eps, weight_decay, capturable=False, adam_w_mode=True):
-        assert adam_w_mode
-        assert not capturable
+        assert (adam_w_mode, capturable) == (True, False)
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()
     def step(self, closure=None):
         for group in self.param_groups:
-            group["step"] = group.get("step", 0) + 1
+            steps = group["step"] = group.get("step", 0) + 1
             for parameter in group["params"]:
-                state = self.state[parameter]
-                for name in ("exp_avg", "exp_avg_sq"):
-                    state.setdefault(name, torch.zeros_like(parameter))
-                if parameter.grad is None:
-                    continue
-                decay1, decay2 = group["betas"]
-                state["exp_avg"].lerp_(parameter.grad, 1 - decay1)
-                state["exp_avg_sq"].lerp_(parameter.grad.square(), 1 - decay2)
-                mean = state["exp_avg"] / (1 - decay1 ** group["step"])
-                square = state["exp_avg_sq"] / (1 - decay2 ** group["step"])
-                parameter.mul_(1 - group["lr"] * group["weight_decay"])
-                parameter.addcdiv_(mean, square.sqrt() + group["eps"], value=-group["lr"])
+                for name in MEANS:
+                    self.state[parameter].setdefault(name, torch.zeros_like(parameter))
+            moved = [parameter for parameter in group["params"] if parameter.grad is not None]
+            first, second = ([self.state[parameter][name] for parameter in moved] for name in MEANS)
+            counts = [torch.tensor(steps - 1.0) for _ in moved]
+            how = {name: group[name] for name in ("lr", "weight_decay", "eps")}
+            how |= dict(zip(("beta1", "beta2"), group["betas"], strict=True), amsgrad=False, maximize=False)
+            adamw(moved, [parameter.grad for parameter in moved], first, second, [], counts, **how)
 
 
 class DelayedScaling:
@@ -149,16 +141,18 @@ class DelayedScaling:
     amax_history_len = 4
 
 
-def install() -> None:
+def install():
+    class Kernel:
+        """A function that exists; nothing is computed here."""
+
     layers = (Linear, LayerNormLinear, GroupedLinear, RMSNorm, DotProductAttention)
-    pytorch = _package(
-        "transformer_engine.pytorch", **{layer.__name__: layer for layer in layers}, LayerNorm=RMSNorm,
-        distributed=types.SimpleNamespace(CudaRNGStatesTracker=Kernel),
-        ops=types.SimpleNamespace(Sequential=torch.nn.Sequential),
-    )  # fmt: skip
+    members = {layer.__name__: layer for layer in layers} | {"LayerNorm": RMSNorm}
+    members["distributed"] = types.SimpleNamespace(CudaRNGStatesTracker=Kernel)
+    members["ops"] = types.SimpleNamespace(Sequential=torch.nn.Sequential)
+    pytorch = _package("transformer_engine.pytorch", **members)
     recipes = _package("transformer_engine.common.recipe", DelayedScaling=DelayedScaling)
     common = _package("transformer_engine.common", recipe=recipes)
-    _package("transformer_engine", __version__=VERSION, pytorch=pytorch, common=common)
+    _package("transformer_engine", __version__="2.20.2", pytorch=pytorch, common=common)
     kernels = {
         "attention": "", "attention.rope": "apply_rotary_pos_emb",
         "fp8": "FP8GlobalStateManager fp8_autocast fp8_model_init",
@@ -174,15 +168,14 @@ def install() -> None:
     _package("transformer_engine.pytorch.tensor", QuantizedTensor=Kernel)
 
 
-def _package(name: str, **members: Any) -> types.ModuleType:
-    package = types.ModuleType(name)
+def _package(name, **members):
+    package = sys.modules[name] = types.ModuleType(name)
     package.__path__ = []  # a package, so that submodules it lacks are ImportErrors
     vars(package).update(members)
-    sys.modules[name] = package
     return package
 
 
-def describe(config_dir: Path, ep: int) -> dict[str, Any]:
+def describe(config_dir, ep):
     """Build the model under TP2 and this EP with Transformer Engine's layers and with the local ones."""
     from megatron.core import optimizer
 
@@ -209,26 +202,24 @@ def names_of(model):
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 
+    def marks(name, parameter):
+        """Is its gradient summed over data-parallel, and over tensor-parallel ranks?"""
+        of_sinks = name.endswith("softmax_offset") and (str(parameter.dtype), parameter.tensor_model_parallel)
+        of_sequence = bool(getattr(parameter, "sequence_parallel", False))
+        return getattr(parameter, "allreduce", True), of_sequence, of_sinks
+
     sharded, parameters = model.sharded_state_dict(), dict(model.named_parameters())
-    modules = dict(model.named_modules())
     apply_factories(sharded)
     tensors = [value for value in nested_values(sharded) if isinstance(value, ShardedTensor)]
+    modules = dict(model.named_modules())
+    centred = {name: getattr(module, "zero_centered_gamma", None) for name, module in modules.items()}
     assert all(parameter.is_meta for parameter in parameters.values())
     return {
         "parameters": {name: tuple(p.shape) for name, p in parameters.items()},
-        "marks": {  # is its gradient summed over data-parallel, and over tensor-parallel ranks?
-            name: (
-                getattr(p, "allreduce", True),
-                bool(getattr(p, "sequence_parallel", False)),
-                name.endswith("softmax_offset") and (str(p.dtype), p.tensor_model_parallel),
-            )
-            for name, p in parameters.items()
-        },
+        "marks": {name: marks(name, parameter) for name, parameter in parameters.items()},
         "checkpoint": sorted((t.key, t.global_shape, t.global_offset) for t in tensors),
         "classes": {name: type(module).__name__ for name, module in modules.items()},
-        "centred": {
-            n: m.zero_centered_gamma for n, m in modules.items() if hasattr(m, "zero_centered_gamma")
-        },
+        "centred": {name: value for name, value in centred.items() if value is not None},
     }
 
 

@@ -1,7 +1,3 @@
-"""Writes a tiny GGUF file."""
-
-from pathlib import Path
-
 import gguf
 import numpy as np
 
@@ -14,7 +10,7 @@ NUMBERS = {
 FLOATS = {"llama.attention.layer_norm_rms_epsilon": 1e-5, "llama.rope.freq_base": 10000.0}
 
 
-def tiny_gguf(path: Path) -> Path:
+def tiny_gguf(path):
     writer, draw = gguf.GGUFWriter(str(path), "llama"), np.random.default_rng(0)
     for name, number in NUMBERS.items():
         writer.add_uint32(name, number)

@@ -6,7 +6,6 @@ import shutil
 import tempfile
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -15,19 +14,18 @@ from support.paths import ROOT
 VOCAB_SIZE = 64
 EOS_ID = 1
 BUILT = ROOT / "build/tiny_models"  # checkpoints in directories named by the hash of what they depend on
-SHARED: dict[str, Any] = {
+SHARED = {
     "vocab_size": VOCAB_SIZE, "hidden_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2,
     "head_dim": 32, "max_position_embeddings": 512, "num_hidden_layers": 2, "initializer_range": 0.2,
     "bos_token_id": None, "eos_token_id": EOS_ID, "pad_token_id": 0,
 }  # fmt: skip
 DENSE = {"intermediate_size": 192}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-DELTA_NETS = {
+DELTA_NETS = {  # every fourth layer is attention, the others are Gated DeltaNet
     "num_hidden_layers": 4, "full_attention_interval": 4, "linear_num_key_heads": 2,
     "linear_num_value_heads": 2, "linear_key_head_dim": 64, "linear_value_head_dim": 64,
     "linear_conv_kernel_dim": 4,
 }  # fmt: skip
-"""Every fourth layer is attention, the others are Gated DeltaNet."""
 SETTINGS = {
     "head_dim": "head_dim", "key_heads": "linear_num_key_heads", "kv_heads": "num_key_value_heads",
     "layers": "num_hidden_layers", "std": "initializer_range", "tie": "tie_word_embeddings",
@@ -41,7 +39,7 @@ def built_once(make):
     depends_on = Path(__file__).read_text() + version("transformers") + version("torch")
 
     @functools.wraps(make)
-    def copied(directory: Path, seed: int, *args: Any, **how: Any) -> Path:
+    def copied(directory, seed, *args, **how):
         asked = f"{depends_on}{make.__name__} {seed} {args} {sorted(how.items())}"
         kept = BUILT / hashlib.sha256(asked.encode()).hexdigest()[:16]
         if not kept.exists():
@@ -73,7 +71,6 @@ LLAMA_3 = {
     "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
     "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
 }  # fmt: skip
-"""Rotary positions of Llama 3.1."""
 
 
 @built_once
@@ -152,7 +149,7 @@ def make_gpt_oss(directory, seed, *, loud=1.0, **settings):
     return _make("GptOss", directory, seed, own, settings, change=spread)
 
 
-def stored_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+def stored_dtype(name, dtype):
     """Return a tensor's dtype in a checkpoint of `dtype`: a router's correction stays in float32."""
     return torch.float32 if name.endswith("e_score_correction_bias") else dtype
 

@@ -1,5 +1,3 @@
-"""Draws sequences to train on."""
-
 import math
 import random
 from dataclasses import replace

@@ -1,5 +1,3 @@
-"""Waits for what another process does in its own time."""
-
 import time
 from pathlib import Path
 

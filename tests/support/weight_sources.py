@@ -1,26 +1,19 @@
-"""Offers weights as trainers offer theirs: in shards, one a rank."""
-
-from collections.abc import Iterator
-from typing import Any
-
-import torch
-
-from megatron_ibpo.weights.layout.regions import Box, Region, TensorMeta, whole
+from megatron_ibpo.weights.layout.regions import Region, TensorMeta, whole
 
 
-def cut(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+def cut(tensor, box):
     return tensor[tuple(slice(start, stop) for start, stop in box)]
 
 
 class DividedWeights:
-    def __init__(self, tensors, rank, size, axes=None) -> None:
+    def __init__(self, tensors, rank, size, axes=None):
         """`axes`: those of some tensors, by name; None: whole everywhere. The others are divided by rows."""
         self.tensors, self.rank, self.size, self.axes = tensors, rank, size, axes or {}
 
-    def metadata(self) -> list[TensorMeta]:
+    def metadata(self):
         return [TensorMeta(name, t.dtype, tuple(t.shape)) for name, t in self.tensors.items()]
 
-    def regions(self) -> list[tuple[Region, ...]]:
+    def regions(self):
         everyone = tuple(range(self.size))
         return [
             (Region(whole(tensor.shape), everyone),)
@@ -29,12 +22,12 @@ class DividedWeights:
             for name, tensor in self.tensors.items()
         ]
 
-    def local(self) -> Iterator[dict[Any, torch.Tensor]]:
+    def local(self):
         for name, tensor in self.tensors.items():
             box = self.box(name, self.rank)
             yield {box: cut(tensor, box)}
 
-    def box(self, name: str, rank: int) -> Box:
+    def box(self, name, rank):
         shape, axis = self.tensors[name].shape, self.axes.get(name, 0)
         bounds = list(whole(shape))
         if axis is not None:

@@ -5,24 +5,22 @@ import sysconfig
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
-from job import Job, Skipped
+from job import Skipped
 from training import set_up, start_policy
 
 import megatron_ibpo
 
 SYNCHRONIZES = "called a synchronizing CUDA operation"
 """Torch's warning (c10/cuda/CUDAFunctions.cpp): not of waits that are asked for, nor of other libraries'."""
-OURS = Path(megatron_ibpo.__file__).resolve().parent
+OURS = Path(megatron_ibpo.__file__).resolve().parents[1]
 INSTALLED = Path(sysconfig.get_paths()["purelib"]).resolve()
 
 
-def run(job: Job) -> None:
+def run(job):
     if not job.on_gpu:
         raise Skipped("torch finds waits on CUDA alone; tests/policy/test_host_reads.py counts reads")
     load, config, sequences = set_up(job, job.variant)
@@ -41,34 +39,28 @@ def run(job: Job) -> None:
 
 
 @contextmanager
-def counted() -> Iterator[Counter[tuple[str, str]]]:
+def counted():
     """Counts torch's warnings by (the line that waits, or began a backward pass; ours that led there)."""
-    found: Counter[tuple[str, str]] = Counter()
+    found = Counter()
 
-    def show(message: Warning | str, *rest: Any, **named: Any) -> None:
-        if SYNCHRONIZES in str(message):
-            found[_places(sys._getframe(1))] += 1
-        else:
-            before(message, *rest, **named)
+    def show(message, *rest, **named):
+        if SYNCHRONIZES not in str(message):
+            return before(message, *rest, **named)
+        frames = traceback.walk_stack(sys._getframe(1))  # innermost first; of `warnings`, which calls this
+        codes = [(f.f_code, line) for f, line in frames if f.f_globals.get("__name__") != "warnings"]
+        lines = [f"{short(code.co_filename)}:{line} {code.co_name}" for code, line in codes]
+        ours = (line for line in lines if line.startswith("megatron_ibpo/"))
+        found[lines[0], next(ours, "")] += 1
+        return None
 
     with warnings.catch_warnings():
         warnings.filterwarnings("always", message=f".*{SYNCHRONIZES}")
-        before: Callable[..., Any] = warnings.showwarning
-        warnings.showwarning = show
+        before, warnings.showwarning = warnings.showwarning, show
         yield found
 
 
-def _places(frame: Any) -> tuple[str, str]:
-    """Innermost first; the module `warnings` itself, which calls `show`, is left out."""
-    frames = [own for own in traceback.walk_stack(frame) if own[0].f_globals.get("__name__") != "warnings"]
-    codes = [(own.f_code, number) for own, number in frames]
-    named = [f"{_short(code.co_filename)}:{number} {code.co_name}" for code, number in codes]
-    ours = (name for name in named if name.startswith("megatron_ibpo/"))
-    return named[0], next(ours, "")
-
-
-def _short(file: str) -> str:
+def short(file):
     path = Path(file).resolve()
-    if path.is_relative_to(OURS):
-        return str(path.relative_to(OURS.parent))
+    if path.is_relative_to(OURS / "megatron_ibpo"):
+        return str(path.relative_to(OURS))
     return str(path.relative_to(INSTALLED)) if path.is_relative_to(INSTALLED) else path.name

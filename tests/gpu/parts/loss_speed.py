@@ -3,10 +3,10 @@
 import math
 import os
 
-from job import Job, check
+from job import check
 
 
-def run(job: Job) -> None:
+def run(job):
     if not job.on_gpu:
         os.environ["TRITON_INTERPRET"] = "1"
     import bench_loss
@@ -21,7 +21,7 @@ def run(job: Job) -> None:
     if job.on_gpu:
         ceilings = bench_loss.ceilings()
         job.note(ceilings=ceilings, predicted=bench_loss.predictions(arguments)["rows"])
-        rows: list[dict] = []
+        rows = []
         for row in bench_loss.times(arguments, ceilings):
             rows.append(row)
             job.note(times=rows)

@@ -4,14 +4,13 @@ import shutil
 import subprocess
 
 import torch
-from job import Job
 
 from megatron_ibpo.basics.versions import differences, installed_versions, machine
 
 LIBRARIES = ("fla-core", "liger-kernel", "nvidia-nccl-cu13", "nvidia-cudnn-cu13")
 
 
-def run(job: Job) -> None:
+def run(job):
     job.note(versions=machine(*LIBRARIES), differs_from_tested=differences(installed_versions()))
     if not job.on_gpu:
         job.note(summary="a CPU: no speed is measured")
@@ -23,16 +22,12 @@ def run(job: Job) -> None:
         gpus=torch.cuda.device_count(), gpu=properties.name,
         capability=list(torch.cuda.get_device_capability(0)), memory_bytes=properties.total_memory,
         multiprocessors=properties.multi_processor_count, cuda=torch.version.cuda,
-        cudnn=torch.backends.cudnn.version(), nccl=list(torch.cuda.nccl.version()), driver=driver(),
+        cudnn=torch.backends.cudnn.version(), nccl=list(torch.cuda.nccl.version()),
     )  # fmt: skip
+    asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    has_it = shutil.which("nvidia-smi") is not None
+    said = subprocess.run(asked, capture_output=True, text=True, timeout=30).stdout if has_it else ""
+    job.note(driver=said.partition("\n")[0].strip())
     rates = ceilings()
     copied, multiplied = rates["copy_bytes_per_s"] / 1e12, rates["matmul_flops_per_s"] / 1e12
     job.note(**rates, summary=f"{properties.name}, {copied:.2f} TB/s copied, {multiplied:.0f} TFLOP/s bf16")
-
-
-def driver() -> str:
-    if shutil.which("nvidia-smi") is None:
-        return ""
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
-    return done.stdout.partition("\n")[0].strip()

@@ -1,11 +1,10 @@
 """A trainer leaves the GPU to another process and comes back with its weights. Twice, to see what stays."""
 
 import time
-from typing import Any
 
 import torch
-from job import Job, check
-from processes import PipeLink, beside
+from job import check
+from processes import beside
 from training import set_up, start_policy
 
 from megatron_ibpo.policy.residence import Held
@@ -16,15 +15,15 @@ LEAK = 256 * 2**20  # bytes that a second round may leave less free than the fir
 LEFT = 4 * 2**30  # bytes that a trainer that has left may hold: contexts, workspaces, communicators
 
 
-def run(job: Job) -> None:
+def run(job):
     _, config, sequences = set_up(job, "qwen3")
-    policy, ranks = start_policy(config)
+    policy, rank = start_policy(config)
     with beside(Tenant) as tenant:
         tenant.ask("start", job.device)  # its context counts in what is not free
         rounds = []
         for _ in range(2):
             policy.update(sequences)
-            rounds.append(one_round(job, ranks.rank, tenant))
+            rounds.append(one_round(job, rank, tenant))
             job.note(rounds=rounds)
         policy.update(sequences)
     for found in rounds:
@@ -40,9 +39,11 @@ def run(job: Job) -> None:
         job.note(summary=f"{free_gib}, {moves}")
 
 
-def one_round(job: Job, rank: Any, tenant: PipeLink) -> dict[str, Any]:
-    before = sums(rank)
-    found: dict[str, Any] = {"free_training": free(job)}
+def one_round(job, rank, tenant):
+    def sums():
+        return {name: checksum(tensor) for name, tensor in rank.export}
+
+    before, found = sums(), {"free_training": free(job)}
     started = time.perf_counter()
     rank.make_room()
     found |= {"leave_seconds": time.perf_counter() - started, "free_left": free(job)}
@@ -54,16 +55,10 @@ def one_round(job: Job, rank: Any, tenant: PipeLink) -> dict[str, Any]:
     started = time.perf_counter()
     rank.residence.bring(Held.EVERYTHING)
     free(job)  # waits for the GPU
-    found["return_seconds"] = time.perf_counter() - started
-    found["weights_kept"] = sums(rank) == before
-    return found
+    return found | {"return_seconds": time.perf_counter() - started, "weights_kept": sums() == before}
 
 
-def sums(rank: Any) -> dict[str, int]:
-    return {name: checksum(tensor) for name, tensor in rank.export}
-
-
-def free(job: Job) -> int:
+def free(job):
     if not job.on_gpu:
         return 0
     torch.cuda.synchronize()
@@ -73,14 +68,14 @@ def free(job: Job) -> int:
 class Tenant:
     """The other process. What it holds has a pattern that it looks at again before it lets go."""
 
-    def start(self, device: str) -> None:
+    def start(self, device):
         self._device = device
         torch.zeros(1, device=device)
 
-    def wake(self, size: int) -> None:
+    def wake(self, size):
         self._held = torch.full((size,), 7, dtype=torch.uint8, device=self._device)
 
-    def sleep(self) -> None:
+    def sleep(self):
         if int(self._held.min()) != 7 or int(self._held.max()) != 7:
             raise AssertionError("another process wrote into its memory")
         del self._held

@@ -5,14 +5,13 @@ import statistics
 import sys
 import time
 from dataclasses import asdict
-from typing import Any
 
 import torch
-from job import Job, check
+from job import check
 from processes import apart
 from training import set_up, start_policy
 
-from megatron_ibpo.config import Config, LossConfig
+from megatron_ibpo.config import LossConfig
 from megatron_ibpo.models import forward_flops, read_hf_config
 
 STEPS = 5
@@ -22,7 +21,7 @@ PEAK_FLOPS = {
 """bf16 without sparsity, from the makers' data sheets, by what a device's name contains."""
 
 
-def run(job: Job) -> None:
+def run(job):
     family, _, special = job.variant.partition("/")
     if special == "torch":
         sys.modules["fla"] = None  # as if it were not installed
@@ -30,11 +29,20 @@ def run(job: Job) -> None:
     load, config, sequences = set_up(job, family, slow=special == "torch", loss=loss)
     shape = read_hf_config(config.model.hf_checkpoint)
     job.note(model=family, load=vars(load))
-    policy, ranks = start_policy(config)
-    job.note(**asdict(ranks.rank.about()), built_bytes=memory(job))
+    policy, rank = start_policy(config)
+    job.note(**asdict(rank.about()), built_bytes=memory(job))
     before = gap(policy, sequences)
     policy.take_passes()
-    steps = take_steps(job, policy, sequences)
+    steps = []
+    for _ in range(STEPS):
+        if job.on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        started = time.perf_counter()
+        metrics = policy.update(sequences)
+        if job.on_gpu:
+            torch.cuda.synchronize()
+        steps.append(metrics | {"seconds": time.perf_counter() - started})
+        job.note(steps=steps, memory_bytes=memory(job))
     passes = policy.take_passes()[0]
     flops = sum(forward_flops(shape, n) for n in passes.forward)
     flops += 3 * sum(forward_flops(shape, n) for n in passes.updates)
@@ -48,29 +56,15 @@ def run(job: Job) -> None:
     check(after > before, f"five steps did not raise what they should: gap {before} -> {after}")
 
 
-def take_steps(job: Job, policy: Any, sequences: list[Any]) -> list[dict[str, float]]:
-    steps = []
-    for _ in range(STEPS):
-        if job.on_gpu:
-            torch.cuda.reset_peak_memory_stats()
-        started = time.perf_counter()
-        metrics = policy.update(sequences)
-        if job.on_gpu:
-            torch.cuda.synchronize()
-        steps.append(metrics | {"seconds": time.perf_counter() - started})
-        job.note(steps=steps, memory_bytes=memory(job))
-    return steps
-
-
-def gap(policy: Any, sequences: list[Any]) -> float:
+def gap(policy, sequences):
     """Mean log-prob of tokens with a positive advantage, less that of the others."""
-    found = policy.logprobs(sequences)
-    pairs = [(float(own.mean()), s.advantage > 0) for own, s in zip(found, sequences, strict=True)]
-    wanted, others = ([mean for mean, good in pairs if good is kind] for kind in (True, False))
-    return statistics.fmean(wanted) - statistics.fmean(others)
+    means = {True: [], False: []}
+    for own, sequence in zip(policy.logprobs(sequences), sequences, strict=True):
+        means[sequence.advantage > 0].append(float(own.mean()))
+    return statistics.fmean(means[True]) - statistics.fmean(means[False])
 
 
-def note_speed(job: Job, seconds: list[float], tokens: int, flops: float) -> None:
+def note_speed(job, seconds, tokens, flops):
     median = statistics.median(seconds)
     rate = flops / median
     name = torch.cuda.get_device_name(0) if job.on_gpu else ""
@@ -85,7 +79,7 @@ def note_speed(job: Job, seconds: list[float], tokens: int, flops: float) -> Non
     )  # fmt: skip
 
 
-def memory(job: Job) -> dict[str, int]:
+def memory(job):
     if not job.on_gpu:
         return {}
     free, total = torch.cuda.mem_get_info()
@@ -95,13 +89,12 @@ def memory(job: Job) -> dict[str, int]:
     }  # fmt: skip
 
 
-def predict(config: Config, total: int) -> dict[str, int]:
+def predict(config, total):
     from megatron_ibpo.plan.feasibility import make_plan
 
     config.run.dry_run_gpu_memory_gib = total / 2**30
     config.run.dry_run_gpus_per_node = 1
     plan = make_plan(config, 1)
-    assert plan.stages is not None, plan.problems
     stage = plan.stages[0]
     named = vars(stage) | {"resident": stage.resident, "training": stage.training}
     return {name: int(value) for name, value in named.items()}
