@@ -8,8 +8,6 @@ from itertools import product
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from megatron_ibpo.loss import (
     VARIANTS,
@@ -62,14 +60,11 @@ def test_gradients_equal_finite_differences(variant, kl):
     """With a penalty and temperatures; test_published_losses.py has the gradients of all variants."""
     batch = random_batch(lengths=(2, 3, 1), prompt=1, vocab=5)
     now = packed_logprobs(batch["logits_NV"], batch["targets_N"])[0]
-    batch["old_logprobs_N"] = now + 0.03 * torch.linspace(-1, 1, 9)
-    options = options_for(variant) | {"ref_logprobs_N": now + 0.4, "kl": kl, "kl_coef": 0.7}
-    options["temperature"] = torch.tensor([0.7, 1.0, 1.3], dtype=torch.float64)
-
-    def loss(logits):
-        return loss_of_logits(**{**batch, "logits_NV": logits}, **options)[0]
-
-    assert torch.autograd.gradcheck(loss, batch["logits_NV"].clone().requires_grad_())
+    batch |= {"old_logprobs_N": now + 0.03 * torch.linspace(-1, 1, 9), "ref_logprobs_N": now + 0.4}
+    batch["temperature"] = torch.tensor([0.7, 1.0, 1.3], dtype=torch.float64)
+    options = options_for(variant) | {"kl": kl, "kl_coef": 0.7}
+    logits = batch.pop("logits_NV").requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: loss_of_logits(logits_NV=x, **batch, **options)[0], logits)
 
 
 TWO_AND_ONE = {
@@ -133,18 +128,9 @@ def test_every_variant_by_hand(variant):
     loss, found, stats = two_sequences((1.5, 0.9, last), (2.0, -1.0), **options)
     assert stats.mean_log_ratio_S.tolist() == pytest.approx([math.log(S), math.log(last)])
     assert stats.entropy_N.tolist() == pytest.approx([math.log(2)] * 3)
+    assert variant != "gspo" or stats.clipped.tolist() == [False, True]
     assert loss == pytest.approx(expected, abs=1e-6)
     assert found == pytest.approx(gradient, abs=1e-6)
-
-
-def test_clips_of_gspo_from_both_sides():
-    """Above and below, for advantages of both signs: the clip only ever lowers the objective."""
-    for ratio, advantage, clipped in [(1.5, 1, True), (0.5, 1, False), (1.5, -1, False), (0.5, -1, True)]:
-        loss, gradient, stats = two_sequences((ratio,) * 3, (advantage,) * 2, variant="gspo", params=CLIP)
-        bounded = min(max(ratio, 0.8), 1.25) if clipped else ratio
-        assert loss == pytest.approx(-bounded * advantage)
-        assert gradient[2] == pytest.approx(0 if clipped else -ratio * advantage / 2)
-        assert stats.clipped.tolist() == [clipped, clipped]
 
 
 def test_advantages_of_tokens_give_gspo_token_its_own_clips():
@@ -191,11 +177,8 @@ def test_the_reported_loss_has_the_importance_weights_of_its_tokens(variant):
     """Weights of ½ and 1½ inside the first sequence, 2 in the second. Where tokens have terms of their own
     these are weighted, else the sequence's loss by the mean of its weights, here 1 and 2."""
     params, aggregation, *_ = GOLDEN[variant]
-    rows = LossRows(
-        **TWO_AND_ONE,
-        advantages=torch.tensor([2.0, -1.0], dtype=torch.float64),
-        old_logprobs_N=HALF - torch.tensor([1.5, 0.9, 0.5], dtype=torch.float64).log(),
-    )
+    advantages, ratios = torch.tensor([2.0, -1.0]).double(), torch.tensor([1.5, 0.9, 0.5]).double()
+    rows = LossRows(**TWO_AND_ONE, advantages=advantages, old_logprobs_N=HALF - ratios.log())
     objective = make_objective(variant, params, aggregation=aggregation)
 
     def value(*weights):
@@ -206,23 +189,8 @@ def test_the_reported_loss_has_the_importance_weights_of_its_tokens(variant):
     options = {"variant": variant, "params": params, "aggregation": aggregation}
     assert value(1.0, 1.0, 1.0) == pytest.approx(two_sequences((1.5, 0.9, 0.5), (2.0, -1.0), **options)[0])
     assert value(0.5, 1.5, 2.0) == pytest.approx(0.5 * alone[0] + 1.5 * alone[1] + 2 * alone[2])
-    by_hand = {"gspo": [-S, -S, 0.8], "grpo": [-1.25, -0.9, 0.8]}
-    if variant in by_hand:
+    if variant in (by_hand := {"gspo": [-S, -S, 0.8], "grpo": [-1.25, -0.9, 0.8]}):
         assert [a * 2 for a in alone] == pytest.approx(by_hand[variant])
-
-
-def test_one_call_with_a_token_mean_is_two_with_its_number():
-    """A mini-batch in two micro-batches: the mean length of all its sequences is the divisor of each."""
-    batch = random_batch(lengths=(3, 7))
-    whole, gradient, _ = loss_and_gradient(batch, variant="dapo", sequence_weights_S=torch.tensor([0.5, 0.5]))
-    parts = []
-    for rows, sequence in ((slice(0, 5), 0), (slice(5, 14), 1)):
-        part = {name: value[rows] for name, value in batch.items() if len(value) == 14}
-        part["cu_seqlens"] = torch.tensor([0, len(part["targets_N"])], dtype=torch.int32)
-        part |= {"advantages": batch["advantages"][[sequence]], "sequence_weights_S": torch.tensor([0.5])}
-        parts.append(loss_and_gradient(part, variant="dapo", aggregation=5))
-    torch.testing.assert_close(whole, parts[0][0] + parts[1][0])
-    torch.testing.assert_close(gradient, torch.cat([parts[0][1], parts[1][1]]))
 
 
 def test_chunks_the_place_of_the_gradient_padding_and_weights_of_one_change_no_bit(monkeypatch):
@@ -245,22 +213,6 @@ def test_chunks_the_place_of_the_gradient_padding_and_weights_of_one_change_no_b
     torch.testing.assert_close(weighted, gradient * weights[:, None])
 
 
-@settings(max_examples=30, deadline=None)
-@given(order=st.permutations(range(4)), seed=st.integers(0, 100))
-def test_the_order_of_packed_sequences_does_not_matter(order, seed):
-    lengths = (1, 4, 2, 6)
-    batch = random_batch(seed, lengths)
-    cu = batch["cu_seqlens"].tolist()
-    rows = torch.cat([torch.arange(cu[i], cu[i + 1]) for i in order])
-    moved = {name: value[rows] for name, value in batch.items() if len(value) == len(rows)}
-    moved["cu_seqlens"] = torch.tensor([0, *[lengths[i] + 2 for i in order]]).cumsum(0).int()
-    moved["advantages"] = batch["advantages"][list(order)]
-    loss, gradient, _ = loss_and_gradient(batch, params=WIDE)
-    moved_loss, moved_gradient, _ = loss_and_gradient(moved, params=WIDE)
-    torch.testing.assert_close(loss, moved_loss)
-    torch.testing.assert_close(gradient[rows], moved_gradient)
-
-
 def with_holes(batch, holes):
     """The batch with a row inserted after each of `holes`, masked and full of rubbish: what a tool wrote."""
     rows = len(batch["targets_N"])
@@ -279,21 +231,18 @@ def with_holes(batch, holes):
 
 def loss_of_identity_head(batch):
     """(loss, gradient by hidden states whose LM head is the identity, stats)"""
-    hidden = batch["logits_NV"].clone().requires_grad_()
-    rest = {name: value for name, value in batch.items() if name != "logits_NV"}
-    head = torch.eye(11, dtype=torch.float64)
-    loss, stats = loss_of_hidden(hidden_NH=hidden, weight_VH=head, chunk=3, **rest)
+    rest = dict(batch)
+    hidden = rest.pop("logits_NV").clone().requires_grad_()
+    loss, stats = loss_of_hidden(hidden_NH=hidden, weight_VH=torch.eye(11).double(), chunk=3, **rest)
     loss.backward()
     return loss.detach(), hidden.grad, stats
 
 
-@pytest.mark.parametrize(
-    ("variant", "result"),
-    [
-        *((variant, loss_and_gradient) for variant in sorted(VARIANTS)),
-        *((variant, loss_of_identity_head) for variant in FUSED),
-    ],
-)
+BOTH_HEADS = [(variant, loss_and_gradient) for variant in sorted(VARIANTS)]
+BOTH_HEADS += [(variant, loss_of_identity_head) for variant in FUSED]
+
+
+@pytest.mark.parametrize(("variant", "result"), BOTH_HEADS)
 def test_masked_tokens_inside_a_response_are_as_if_they_were_not_there(variant, result):
     """Ratio, length, loss, KL and gradient: in multi-turn responses stand tokens that tools wrote."""
     batch = random_batch(lengths=(4, 1, 6), prompt=0) | options_for(variant)
