@@ -1,4 +1,4 @@
-"""Algorithm 1 by hand, its traps, what must not matter, operators and estimators of one's own, and carriers."""
+"""Algorithm 1 by hand, its traps, what must not matter, one's own operators and estimators, and carriers."""
 
 import math
 import random
@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tiny_tokenizer import make_tiny_tokenizer
 
-from megatron_ibpo.basics.records import Group, token_ids
+from megatron_ibpo.basics.records import Group
 from megatron_ibpo.config import PRESETS, RolloutConfig
 from megatron_ibpo.credit import (
     CRITIC,
@@ -136,9 +136,8 @@ def test_a_group_without_a_wrong_response_asks_for_nothing_and_gives_no_gradient
     credit = loop.credit([made], algorithm())
     assert loop.requests == made.corrections == []
     assert [s.advantage for s in credit.sequences] == [0.0] * 3
-    expected = {"groups_all_correct": 1, "degenerate_groups": 1, "corrections": 0}
-    assert expected.items() <= credit.metrics.items()
-    assert "correction_success" not in credit.metrics
+    assert [credit.metrics[name] for name in ("groups_all_correct", "degenerate_groups")] == [1, 1]
+    assert (credit.metrics["corrections"], "correction_success" in credit.metrics) == (0, False)
 
 
 WITHOUT_MODELS = [(name, {}) for name in PRESETS if name not in ("ppo", "ciw", "ciw-inverted")]
@@ -188,14 +187,6 @@ def test_what_is_asked_depends_on_seed_step_and_the_group_alone():
         assert not set(other_seeds) & set(seeds)
 
 
-def test_corrections_are_sampled_like_responses():
-    sampling = {"rollout_temperature": 0.7, "rollout_top_p": 0.8, "rollout_top_k": 20}
-    loop, rollout = Loop(fix_last), RolloutConfig(rollout_max_response_len=7, **sampling)
-    loop.credit([group(RIGHT, [14])], algorithm(), rollout=rollout)
-    (request,) = loop.requests
-    assert (request.max_tokens, request.temperature, request.top_p, request.top_k) == (7, 0.7, 0.8, 20)
-
-
 def test_corrections_stand_in_the_order_in_which_they_were_asked():
     made = group(RIGHT, [10, 14], [11, 14])
     Loop(in_turn([20], [21], [22], [23])).credit([made], algorithm(ibpo_corrections=2))
@@ -216,11 +207,8 @@ def test_references_are_others_and_right_where_any_is(before, after, count, seed
     pool = right or [i for i, kind in enumerate(drawn_from) if kind == "wrong" and i != target]
     assert set(drawn) <= set(pool)
     assert len(drawn) == (count if pool else 0)
-    times = Counter(drawn)
-    if len(pool) >= count:
-        assert len(times) == count
-    else:
-        assert all(times[i] in (count // max(1, len(pool)), -(-count // max(1, len(pool)))) for i in pool)
+    times = [drawn.count(i) for i in pool]
+    assert max(times, default=0) - min(times, default=0) <= 1
 
 
 def test_references_are_drawn_uniformly():
@@ -228,14 +216,6 @@ def test_references_are_drawn_uniformly():
     drawn = Counter(draw_references(0, responses, 1, random.Random(i))[0] for i in range(3000))
     assert set(drawn) == {1, 3, 4}
     assert all(900 < count < 1100 for count in drawn.values())
-
-
-def test_a_lone_response_is_corrected_without_a_reference():
-    loop, only = Loop(fix_last), group([10, 14])
-    loop.credit([only], algorithm())
-    assert loop.asked == [(1, 5, 90, 10, 14, 27)]
-    assert only.corrections[0].references == ()
-    assert only.corrections[0].reference_distance is None
 
 
 def test_a_pair_that_does_not_fit_the_context_is_skipped_and_counted_once():
@@ -249,15 +229,18 @@ def test_a_pair_that_does_not_fit_the_context_is_skipped_and_counted_once():
     assert made.skipped_pairs == 1
 
 
-def test_a_filter_that_cannot_fire_is_shown():
+def test_a_lone_response_is_corrected_without_a_reference_and_a_filter_that_cannot_fire_is_shown():
     """A distance never exceeds 1, and one alone is its own adaptive threshold."""
     for threshold in (1.0, "adaptive"):
         config = algorithm(ibpo_rewrite_threshold=threshold)
         metrics = Loop(lambda x: [13, 13]).credit([group([14])], config).metrics
         assert metrics["rewrite_threshold"] == pytest.approx(1.0)
         assert (metrics["rewrite_rate"], metrics["rewrite_filter_off"]) == (0, 1)
-    metrics = Loop(lambda x: candidates(x)[0]).credit([group([14])], algorithm()).metrics
+    loop, only = Loop(lambda x: candidates(x)[0]), group([14])
+    metrics = loop.credit([only], algorithm()).metrics
     assert (metrics["noop_rate"], metrics["rewrite_filter_off"]) == (1, 0)
+    assert loop.asked == [(1, 5, 90, 14, 27)]
+    assert (only.corrections[0].references, only.corrections[0].reference_distance) == ((), None)
 
 
 def test_a_bonus_never_makes_a_wrong_response_worth_a_right_one():
@@ -323,18 +306,6 @@ def test_equal_rewards_have_no_advantage(name, reward, count):
     assert find_estimator(algorithm(advantages=name))([reward] * count) == [0.0] * count
 
 
-@given(st.lists(st.sampled_from([0.0, 0.1, 0.3, 1.0]) | st.floats(-10, 10), min_size=2), st.randoms())
-def test_advantages_have_mean_zero_and_keep_the_order_whatever_the_order_of_the_group(rewards, rng):
-    advantages = group_z_score(rewards)
-    assert math.fsum(advantages) == pytest.approx(0, abs=1e-5)
-    for r, a in zip(rewards, advantages, strict=True):
-        for s, b in zip(rewards, advantages, strict=True):
-            assert (r > s) <= (a >= b)
-    order = list(range(len(rewards)))
-    rng.shuffle(order)
-    assert group_z_score([rewards[i] for i in order]) == [advantages[i] for i in order]
-
-
 def test_maxrl_needs_rewards_that_have_a_logarithm():
     with pytest.raises(ValueError, match=r"--advantages maxrl takes the log of .*, and a reward is -1"):
         maxrl([1.0, -1.0])
@@ -391,11 +362,8 @@ def test_responses_the_verifier_failed_on_leave_the_group():
     nothing = Loop(fix_last).credit([Group(prompt(), [response([13], None)] * 2)], algorithm())
     assert (nothing.sequences, nothing.metrics["reward_errors"]) == ([], 2)
     assert "reward" not in nothing.metrics
-
-
-def test_corrections_the_verifier_failed_on_earn_nothing_and_are_not_trained_on():
-    loop = Loop(fix_last, rewards=lambda answer: None)
-    credit = loop.credit([group([13], [14])], algorithm())
+    # corrections that it failed on earn nothing and are not trained on
+    credit = Loop(fix_last, rewards=lambda answer: None).credit([group([13], [14])], algorithm())
     assert by_kind(credit, "correction") == []
     assert (credit.metrics["correction_reward_errors"], credit.metrics["bonus_rate"]) == (1, 0)
     assert "correction_success" not in credit.metrics
@@ -681,12 +649,14 @@ def test_questions_are_asked_in_several_ways():
         PromptSuffixes(tokenizer, ["Denke Schritt für Schritt."])
 
 
-def test_a_response_is_trained_on_with_the_prompt_and_temperature_it_was_sampled_at():
-    made, loop = group(RIGHT, [14]), Loop(fix_last)
-    made.responses[1].prompt_token_ids = token_ids([1, 5, 6, 27])
-    made.responses[1].temperature = 0.7
-    responses = by_kind(loop.credit([made], algorithm("ibpo")), "response")
+def test_a_response_is_trained_on_as_it_was_sampled_and_corrected_as_the_question_is_asked():
+    cycled = response([14], 0.0, prompt=(1, 5, 6, 27), temperature=0.7)
+    made, loop = Group(prompt(), [*scored(RIGHT), cycled]), Loop(fix_last)
+    sampling = {"rollout_temperature": 0.9, "rollout_top_p": 0.8, "rollout_top_k": 20}
+    rollout = RolloutConfig(rollout_max_response_len=7, **sampling)
+    responses = by_kind(loop.credit([made], algorithm("ibpo"), rollout=rollout), "response")
     assert [ids_of(s.prompt_token_ids) for s in responses] == [(1, 5, 27), (1, 5, 6, 27)]
     assert [s.temperature for s in responses] == [1.0, 0.7]
-    assert loop.asked == [(1, 5, 90, 14, 90, *RIGHT, 27)], "corrections see the question"
-    assert loop.requests[0].temperature == 1.0
+    assert loop.asked == [(1, 5, 90, 14, 90, *RIGHT, 27)]
+    (request,) = loop.requests
+    assert (request.max_tokens, request.temperature, request.top_p, request.top_k) == (7, 0.9, 0.8, 20)

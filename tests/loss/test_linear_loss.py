@@ -64,14 +64,12 @@ def test_a_sequence_may_be_longer_than_what_is_scaled_at_a_time():
 def test_the_worked_example_of_coefficients():
     """Three rows of A (advantage 2) and two of B (advantage -1), chunks of two: what each chunk may use."""
     s = math.exp(0.1)  # the ratio of either sequence
-    objective = make_objective("gspo", {"eps_low": 0.5, "eps_high": 0.5})
+    objective = make_objective("gspo", WIDE["params"])
     rows = LossRows(
-        targets_N=torch.zeros(5, dtype=torch.int64),
-        response_mask_N=torch.ones(5),
-        cu_seqlens=torch.tensor([0, 3, 5], dtype=torch.int32),
-        advantages=torch.tensor([2.0, -1.0], dtype=torch.float64),
+        targets_N=torch.zeros(5, dtype=torch.int64), response_mask_N=torch.ones(5),
+        cu_seqlens=torch.tensor([0, 3, 5]), advantages=torch.tensor([2.0, -1.0], dtype=torch.float64),
         old_logprobs_N=-torch.tensor([0.1, 0.2, 0.0, -0.1, 0.3], dtype=torch.float64),
-    ).checked(5, objective)
+    ).checked(5, objective)  # fmt: skip
     rows_R = torch.arange(5)
     known = RowCoefficients(rows, objective, rows_R, torch.float64)
     seen = []
@@ -115,8 +113,7 @@ def test_backward_scales_both_gradients_and_runs_once():
     hidden.grad = None
     loss_of_hidden(**{**batch, "hidden_NH": hidden}, chunk=3, **WIDE)[0].backward()
     torch.testing.assert_close(hidden.grad, of_hidden)
-    with torch.no_grad():
-        torch.testing.assert_close(loss_of_hidden(**batch, chunk=3, **WIDE)[0], loss.detach())
+    torch.testing.assert_close(loss_of_hidden(**batch, chunk=3, **WIDE)[0], loss.detach())
 
 
 def test_megatrons_main_grad_gets_the_weights_gradient_and_autograd_zeros():
@@ -157,9 +154,11 @@ def test_every_variant_equals_one_process(tp, cp):
     layout_cases.check_layout("torch", tp, cp, (*VARIANTS, layout_cases.BY_PLACE_NAME))
 
 
-@pytest.mark.world
-def test_a_sequence_that_does_not_divide_among_context_parallel_ranks_is_refused():
-    layout_cases.check_unequal_shares()
+@pytest.mark.world(2)
+def test_a_sequence_that_does_not_divide_among_context_parallel_ranks_is_refused(world):
+    batch = batch_of((5, 13)) | {"cu_seqlens": torch.tensor([0, 7, 44])}
+    with pytest.raises(ValueError, match="a sequence of 7 rows does not divide among the 2 ranks"):
+        fused(batch, cp_group=torch.distributed.group.WORLD)
 
 
 def vocab_parallel(world, batch, options):
