@@ -2,11 +2,10 @@
 
 import math
 import multiprocessing
-import os
-import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from fractions import Fraction
 from itertools import product
 
@@ -305,45 +304,44 @@ def test_a_sequence_too_long_is_refused_before_it_is_copied():
             refused()
 
 
+def exit_code_of_a_fork(work):
+    """None if it hangs."""
+    child = multiprocessing.get_context("fork").Process(target=work)
+    child.start()
+    child.join(60)
+    exit_code = child.exitcode
+    child.kill()
+    return exit_code
+
+
 @pytest.mark.parametrize("written", ["offsets", "ids"])
 def test_arrays_that_another_thread_writes_to_during_a_call_give_any_answer_but_no_fault(written):
-    """It runs in a process of its own, which once ended in a segmentation fault within the first calls."""
-    command = [sys.executable, "-c", WRITTEN_TO, written]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) > 20
+    """The process once ended in a segmentation fault within the first calls."""
+    ids, offsets = np.random.default_rng(0).integers(0, 500, 64 * 600), np.arange(65) * 600
+    other, steady = np.where(np.arange(ids.size) % 7, ids, 1), offsets.copy()
+    target, wrong = (offsets[1:-1], (2**40, -(2**40))) if written == "offsets" else (ids, (2**50, 3))
 
+    def work():
+        right, stopping = target.copy(), threading.Event()
 
-WRITTEN_TO = """
-import sys, threading, time
-import numpy as np
-from megatron_ibpo import _edit_distance
-ids = np.random.default_rng(0).integers(0, 500, 64 * 600)
-other = np.where(np.arange(ids.size) % 7, ids, 1)
-offsets = np.arange(65) * 600
-target, wrong = {"offsets": (offsets[1:-1], (2**40, -(2**40))), "ids": (ids, (2**50, 3))}[sys.argv[1]]
-right, steady, stopping = target.copy(), offsets.copy(), threading.Event()
+        def write():
+            while not stopping.is_set():
+                for value in wrong:
+                    target[:] = value
+                    target[:] = right
 
-def write():
-    while not stopping.is_set():
-        for value in wrong:
-            target[:] = value
-            target[:] = right
+        writer = threading.Thread(target=write)
+        writer.start()
+        calls, end = 0, time.monotonic() + 0.4
+        while calls <= 20 or time.monotonic() < end:
+            calls += 1
+            with suppress(ValueError):  # caught in the middle of a write
+                _edit_distance.batch_distance(ids, offsets, other, steady, None, 2)
+                _edit_distance.batch_align(ids, offsets, other, steady, 2)
+        stopping.set()
+        writer.join()
 
-writer = threading.Thread(target=write)
-writer.start()
-calls, end = 0, time.monotonic() + 0.4
-while calls <= 20 or time.monotonic() < end:
-    calls += 1
-    try:
-        _edit_distance.batch_distance(ids, offsets, other, steady, None, 2)
-        _edit_distance.batch_align(ids, offsets, other, steady, 2)
-    except ValueError:
-        pass  # caught in the middle of a write
-stopping.set()
-writer.join()
-print(calls)
-"""
+    assert exit_code_of_a_fork(work) == 0
 
 
 def test_no_sequences_give_no_distances_and_any_number_of_threads_may_be_allowed():
@@ -367,15 +365,12 @@ def test_other_threads_run_meanwhile():
 
 def test_a_fork_after_threads_were_at_work_still_computes():
     arguments = both_flat(pairs_of_all_kinds(seed=7, count=100, lengths=[300, 900]))
-    want = batch_distance(*arguments, num_threads=4).tolist()
-    child = multiprocessing.get_context("fork").Process(
-        target=lambda: os._exit(int(batch_distance(*arguments, num_threads=4).tolist() != want))
-    )
-    child.start()
-    child.join(60)
-    exit_code = child.exitcode  # None: it hangs
-    child.kill()
-    assert exit_code == 0
+    want = batch_distance(*arguments, num_threads=4)
+
+    def work():
+        sys.exit(not np.array_equal(batch_distance(*arguments, num_threads=4), want))
+
+    assert exit_code_of_a_fork(work) == 0
 
 
 def test_an_instruction_set_is_forced_by_name_or_environment(monkeypatch):
