@@ -261,7 +261,7 @@ class Halves(Operator):
 HALVES = Halves()
 
 
-def test_an_operator_of_ones_own_is_found_by_import_path():
+def test_an_operator_of_ones_own_is_found_by_import_path_and_must_keep_to_its_range(monkeypatch):
     for name in ("HALVES", "Halves"):
         config = algorithm(ibpo_operator=f"{__name__}:{name}")
         credit = Loop(fix_last).credit([group(RIGHT, [14, 14], [14])], config)
@@ -269,13 +269,10 @@ def test_an_operator_of_ones_own_is_found_by_import_path():
     for name in ("Operator", "EOS"):  # without a judge, and a number
         with pytest.raises(ValueError, match=f"--ibpo-operator {__name__}:{name}: must be a subclass of .*"):
             find_operator(algorithm(ibpo_operator=f"{__name__}:{name}"))
-
-
-@pytest.mark.parametrize("phi", [[0.0, 1.5], [0.5, 0.0], [0.0, -0.1], [0.0, math.nan]])
-def test_an_operator_must_keep_to_its_range(phi, monkeypatch):
-    monkeypatch.setattr(Halves, "judge", lambda *_: Judgement([phi]))
-    with pytest.raises(ValueError, match="φ lies in"):
-        Loop(fix_last).credit([group([13], [14])], algorithm(), operator=HALVES)
+    for phi in ([0.0, 1.5], [0.5, 0.0], [0.0, -0.1], [0.0, math.nan]):
+        monkeypatch.setattr(Halves, "judge", lambda *_, phi=phi: Judgement([phi]))
+        with pytest.raises(ValueError, match="φ lies in"):
+            Loop(fix_last).credit([group([13], [14])], algorithm(), operator=HALVES)
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ from support.credit_cases import (
     GATED,
     GSPO,
     PROMPT,
+    RANDOM_WINDOW,
     RESET_GROUPS,
     RIGHT,
     Loop,
@@ -251,8 +252,7 @@ def test_agreement_is_the_share_of_steps_that_correct_responses_have_too():
     assert [(s.advantage, s.token_weights) for s in nothing] == [(0.0, None)] * 2, "none is correct"
 
 
-ANSWER = 70
-"""Token before the final answer, which is 13 where it is right."""
+ANSWER = 70  # before the final answer, which is 13 where it is right
 STEPS = list(range(20, 40))
 NOT_YET = [*STEPS, ANSWER, 14]
 SOLVED = [*STEPS[:10], *range(40, 50), ANSWER, 13]
@@ -284,9 +284,7 @@ def test_corrections_that_take_over_a_references_answer_and_nothing_else_leak():
         flag, credit = leaked(NOT_YET, SOLVED, corrected)
         assert flag is leaks, corrected
         assert credit.metrics["reference_leakage_rate"] == float(leaks)
-
-
-def test_where_no_answer_is_given_away_nothing_leaks():
+    # where no answer is given away nothing leaks
     corrected = [*STEPS, ANSWER, 13]
     assert not leaked(NOT_YET, [*SOLVED[:-1], 14], corrected)[0], "no reference is right"
     assert not leaked(STEPS, SOLVED, corrected)[0], "an answer that was cut off is completed"
@@ -362,15 +360,6 @@ def test_the_meters_price_of_a_sample_is_what_it_adds_up_for_one():
     assert once.of_sample(13, 5, trained=18) == pytest.approx(once.spent.flops, rel=1e-12)
     four.sampling(group(WRONG, RIGHT, WRONG, WRONG).responses)
     assert 4 * four.of_sample(3, 5, sharing=4) == pytest.approx(four.spent.flops, rel=1e-12)
-
-
-def test_sampling_ahead_knows_no_corrections_of_the_steps_before():
-    config = Config(algorithm=algorithm(ibpo_operator=GATED))
-    config.model.hf_checkpoint, config.run.dry_run = Path(), True
-    check_settings(config)
-    config.rollout.max_staleness = 1
-    with pytest.raises(ValueError, match="--ibpo-operator Gated: goes by the corrections of the steps"):
-        check_settings(config)
 
 
 JOINING = {"ibpo_lambda": 0.0, "ibpo_joint": False, "ibpo_plain_prompt": "successful"}
@@ -530,6 +519,14 @@ def test_the_sampler_gives_a_begun_response_back_whole():
         (JOINING | {"advantages": "critic"}, "--advantages critic compares none"),
         (RESETS | {"ibpo_corrections": 1}, r"--ibpo-corrections: must be between 2 and .*, is 1"),
         (RESETS | {"ibpo_joint": False}, f"--ibpo-joint: gspo with --ibpo-operator {RESET_GROUPS} has no"),
+        (of_preset("ppo") | {"token_credit": "wrong-weight"}, "--token-credit wrong-weight compares"),
+        ({"token_credit": "divergence-cut", "ibpo_variant": "mask"}, "--ibpo-variant mask both choose"),
+        (of_preset("ciw") | {"token_credit": RANDOM_WINDOW}, "--ibpo-operator span-masking both choose"),
+        ({"token_credit": RANDOM_WINDOW, "token_credit_unit": "step"}, "--token-credit divergence-.* has it"),
+        ({"token_credit": "wrong-weight", "token_credit_weight": -1.0}, "--token-credit-weight: must be"),
+        ({"token_credit": "wrong-weight-by-length", "token_credit_tokens": 0}, "--token-credit-tokens: must"),
+        (GSPO | {"ciw_inverted": True}, "--ciw-inverted"),
+        (of_preset("ciw") | {"ibpo_joint": True}, "--ibpo-joint: ciw with --ibpo-operator span-masking"),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused(settings, says):
@@ -540,10 +537,32 @@ def test_settings_that_do_not_go_together_are_refused(settings, says):
 def test_settings_that_go_together_are_not_refused():
     for preset in PRESETS:
         check_algorithm(algorithm(preset))
-    for fine in (JOINING, RESETS, {"ibpo_lambda": 1.5, "ibpo_beta": 0.5}):
+    for fine in (
+        JOINING, RESETS, {"ibpo_lambda": 1.5, "ibpo_beta": 0.5},
+        {"token_credit": "wrong-weight", "ibpo_variant": "mask"},
+        {"token_credit": "divergence-window", "ibpo_variant": "ratio"},
+        of_preset("dapo") | {"token_credit": "divergence-window", "token_credit_unit": "step"},
+        of_preset("ciw") | {"token_credit": "wrong-weight-by-length"},
+    ):  # fmt: skip
         check_algorithm(algorithm(**fine))
     with pytest.raises(ValueError, match=r"--reward-threshold 0.3"):
         check_algorithm(algorithm(), reward_threshold=0.3)
+
+
+def test_sampling_ahead_or_from_a_part_of_the_distribution_is_refused_where_credit_needs_more():
+    gated, teacher = {"ibpo_operator": GATED}, GSPO | {"token_credit": "self-teacher"}
+    for own, name, value, says in (
+        (gated, "max_staleness", 1, "--ibpo-operator Gated: goes by the corrections of the steps"),
+        (teacher, "rollout_top_p", 0.9, "--token-credit self-teacher: compares"),
+        (teacher, "rollout_top_k", 20, "--token-credit self-teacher: compares"),
+        (teacher, "rollout_top_p_cycle", (1.0, 0.9), "--token-credit self-teacher: compares"),
+    ):
+        config = Config(algorithm=algorithm(**own))
+        config.model.hf_checkpoint, config.run.dry_run = Path(), True
+        check_settings(config)
+        setattr(config.rollout, name, value)
+        with pytest.raises(ValueError, match=says):
+            check_settings(config)
 
 
 def test_presets_are_what_is_published():

@@ -2,7 +2,6 @@
 
 import math
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,12 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ibpo.basics.records import Group
-from megatron_ibpo.config import Config
 from megatron_ibpo.credit import TokenFactors
 from megatron_ibpo.credit.divergence import normalised
 from megatron_ibpo.credit.importance import importance_weights
 from megatron_ibpo.credit.spans import split_spans
-from megatron_ibpo.run.checks import check_settings
 from support.credit_cases import (
     AGREEMENT,
     EOS,
@@ -134,19 +131,14 @@ def test_the_cut_leaves_what_no_right_response_begins_with(contents):
         assert weights == learns
 
 
-WORDS = {
-    10: "We ", 11: "add", 12: " 1,000", 13: "\n", 14: " 1000.0",
-    15: "  ", 16: "So", 17: " 7", 18: ".", 19: " 8",
-}  # fmt: skip
-
-
 def test_by_steps_white_space_and_the_spelling_of_numbers_do_not_count():
     """Right: "We add 1,000" | "So 7." Wrong: "We   add 1000.0" | "So 8." They part at the second step."""
+    words = ["We ", "add", " 1,000", "\n", " 1000.0", "  ", "So", " 7", ".", " 8"]  # from token 10 on
     right = response([10, 11, 12, 13, 16, 17, 18], 1.0)
 
     def weights(content, name, finish_reason="stop", unit="step"):
         made = Group(prompt(), [right, response(content, 0.0, finish_reason)])
-        texts = {"token_texts": lambda ids: [WORDS[token] for token in ids]}
+        texts = {"token_texts": lambda ids: [words[token - 10] for token in ids]}
         return weights_of(made, gspo(name, token_credit_unit=unit), vocabulary=texts)[1]
 
     wrong = [10, 15, 11, 14, 13, 16, 19, 18]
@@ -192,7 +184,7 @@ def test_a_token_credit_of_ones_own_sees_all_groups_and_their_advantages():
     credit = Loop(fix_last).credit(groups, gspo(f"{__name__}:first_token_only"))
     assert token_weights(credit.sequences) == [None, (1.0, 0.0), None, None]
     assert credit.metrics["groups_seen"] == 2
-    assert credit.sequences[1].advantage == pytest.approx(-1, abs=1e-7)
+    check_algorithm(algorithm(token_credit=f"{__name__}:first_token_only", ibpo_variant="mask"))
 
 
 @pytest.mark.parametrize(
@@ -211,42 +203,6 @@ def test_a_token_credit_of_ones_own_sees_all_groups_and_their_advantages():
 def test_weights_that_do_not_fit_and_what_is_not_lent_are_named(settings, says):
     with pytest.raises(ValueError, match=says):
         Loop(fix_last).credit([group(RIGHT, [10, 14])], algorithm(**settings))
-
-
-@pytest.mark.parametrize(
-    ("settings", "says"),
-    [
-        (of_preset("ppo") | {"token_credit": "wrong-weight"}, "--token-credit wrong-weight compares"),
-        ({"token_credit": "divergence-cut", "ibpo_variant": "mask"}, "--ibpo-variant mask both choose"),
-        (of_preset("ciw") | {"token_credit": RANDOM_WINDOW}, "--ibpo-operator span-masking both choose"),
-        ({"token_credit": RANDOM_WINDOW, "token_credit_unit": "step"}, "--token-credit divergence-.* has it"),
-        ({"token_credit": "wrong-weight", "token_credit_weight": -1.0}, "--token-credit-weight: must be"),
-        ({"token_credit": "wrong-weight-by-length", "token_credit_tokens": 0}, "--token-credit-tokens: must"),
-        (of_preset("gspo") | {"ciw_inverted": True}, "--ciw-inverted"),
-        (of_preset("ciw") | {"ibpo_joint": True}, "--ibpo-joint: ciw with --ibpo-operator span-masking"),
-    ],
-)
-def test_what_cannot_work_is_refused_before_the_run(settings, says):
-    with pytest.raises(ValueError, match=says):
-        check_algorithm(algorithm(**settings))
-
-
-def test_what_goes_together_is_not_refused_and_a_distribution_that_was_cut_off_is_no_student():
-    for fine in (
-        {"token_credit": "wrong-weight", "ibpo_variant": "mask"},
-        {"token_credit": "divergence-window", "ibpo_variant": "ratio"},
-        of_preset("dapo") | {"token_credit": "divergence-window", "token_credit_unit": "step"},
-        of_preset("ciw") | {"token_credit": "wrong-weight-by-length"},
-        {"token_credit": f"{__name__}:first_token_only", "ibpo_variant": "mask"},
-    ):
-        check_algorithm(algorithm(**fine))
-    for name, value in (("rollout_top_p", 0.9), ("rollout_top_k", 20), ("rollout_top_p_cycle", (1.0, 0.9))):
-        config = Config(algorithm=gspo("self-teacher"))
-        config.model.hf_checkpoint, config.run.dry_run = Path(), True
-        check_settings(config)
-        setattr(config.rollout, name, value)
-        with pytest.raises(ValueError, match="--token-credit self-teacher: compares"):
-            check_settings(config)
 
 
 def asked_of(groups, config, answer, **settings):
