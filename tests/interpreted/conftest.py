@@ -12,8 +12,8 @@ collect_ignore_glob = [] if INTERPRETED else ["test_*.py"]
 NEEDED_BY_RANKS = ["interpreted.conftest", "support.layout_cases", "megatron_ibpo.kernels.segment_loss"]
 
 if INTERPRETED:
-    # Triton replaces its language by the interpreter's at every call of a device function, which takes half of
-    # the time. Once for each module of kernels is enough.
+    # Triton replaces its language by the interpreter's at every call of a device function, which takes half
+    # of the time. Once for each module of kernels is enough.
     from triton.runtime import interpreter
 
     patched, patch_language = set(), interpreter._patch_lang
