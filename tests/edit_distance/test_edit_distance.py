@@ -210,9 +210,9 @@ def test_a_script_by_hand():
 def test_rewrites_by_hand():
     y = [[1, 2, 3, 4, 5]] * 5
     y_hat = [[1, 2, 8, 8, 8]] + [[1, 8, 8, 8, 8]] * 4
-    refs = [[[9] * 5], [[9, 9, 9, 9, 8]], [[9, 9, 9, 8, 8]], [[9] * 5, [9, 9, 9, 8, 8]], []]
+    refs = [[[9] * 5], [[9, 9, 9, 9, 8]], [[9, 9, 9, 8, 8]], [[9] * 5, [9, 9, 9, 8, 8], [9] * 5], []]
     test = rewrite_test(y, y_hat, refs, threshold=0.6)
-    # not above α; above it, but as far from the reference; nearer to it; the nearest of two counts; none: α
+    # not above α; above it, but as far from the reference; nearer to it; the nearest of three counts; none: α
     # alone
     assert test.rewritten.tolist() == [False, False, True, True, True]
     assert test.distance.tolist() == [0.6, 0.8, 0.8, 0.8, 0.8]
