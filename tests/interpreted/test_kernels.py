@@ -37,6 +37,7 @@ def test_the_documented_variants_are_the_same_in_torch_and_by_the_kernel(name, t
     sys.modules.pop("spo")
 
 
-def test_the_kernels_of_every_rank_together_equal_one_process():
+@pytest.mark.world(4)
+def test_the_kernels_of_every_rank_together_equal_one_process(world):
     """tests/loss/test_linear_loss.py takes every variant in torch."""
-    layout_cases.check_layout("triton", 2, 2, (*KINDS, layout_cases.BY_PLACE_NAME))
+    layout_cases.check_layout(world, "triton", 2, 2, (*KINDS, layout_cases.BY_PLACE_NAME))

@@ -13,7 +13,6 @@ from megatron_ibpo.loss.coefficients import RowCoefficients, schedule
 from support import layout_cases
 from support.linear_cases import FUSED, H, V, batch_of, fused, options_for, plain
 from support.loss_calls import loss_of_hidden
-from support.ranks import run_ranks
 
 WIDE = {"params": {"eps_low": 0.5, "eps_high": 0.5}}
 """GSPO's own clips are narrower than the ratios here, and leave no gradient."""
@@ -147,11 +146,11 @@ def test_bad_input_to_the_fused_head_is_named(change, message):
         loss_of_hidden(**{**batch_of((4, 6)), **change})
 
 
-@pytest.mark.world
+@pytest.mark.world(4)
 @pytest.mark.parametrize(("tp", "cp"), [(2, 2), pytest.param(4, 1, marks=pytest.mark.slow)])
-def test_every_variant_equals_one_process(tp, cp):
+def test_every_variant_equals_one_process(world, tp, cp):
     """(2, 2) has both; (4, 1) knows no context-parallel group."""
-    layout_cases.check_layout("torch", tp, cp, (*VARIANTS, layout_cases.BY_PLACE_NAME))
+    layout_cases.check_layout(world, "torch", tp, cp, (*VARIANTS, layout_cases.BY_PLACE_NAME))
 
 
 @pytest.mark.world(2)
@@ -161,7 +160,9 @@ def test_a_sequence_that_does_not_divide_among_context_parallel_ranks_is_refused
         fused(batch, cp_group=torch.distributed.group.WORLD)
 
 
-def vocab_parallel(world, batch, options):
+@pytest.mark.world(2)
+def test_vocabulary_shards_equal_one_process(world):
+    batch, options = batch_of((5, 17, 2, 30)), {"chunk": 7, "params": {"eps_low": 0.1, "eps_high": 0.1}}
     size = V // world.size + 1
     start, stop = world.rank * size, min((world.rank + 1) * size, V)
     shard = torch.zeros(size, H, dtype=torch.float64)  # the last rank's has padding
@@ -169,47 +170,27 @@ def vocab_parallel(world, batch, options):
     layout = {"vocab_range": (start, stop), "tp_group": torch.distributed.group.WORLD}
     loss, hidden, weight, _ = fused({**batch, "weight_VH": shard}, **layout, **options)
     torch.distributed.all_reduce(hidden)
-    return loss, hidden, weight[: stop - start]
+    expected_loss, expected_hidden, expected_weight, _ = fused(batch, **options)
+    agree(
+        (loss, hidden, weight[: stop - start]), (expected_loss, expected_hidden, expected_weight[start:stop])
+    )
 
 
-@pytest.mark.world
-def test_vocabulary_shards_equal_one_process():
-    batch, options = batch_of((5, 17, 2, 30)), {"chunk": 7, "params": {"eps_low": 0.1, "eps_high": 0.1}}
-    losses, hiddens, weights = zip(*run_ranks(vocab_parallel, 2, batch, options), strict=True)
-    expected = fused(batch, **options)
-    for found in zip(losses, hiddens, strict=True):
-        agree((*found, torch.cat(weights)), expected)
-
-
-def context_parallel(world, cases):
-    """Each rank takes an end and a middle piece of every sequence, as Megatron deals them."""
-    found = []
-    for batch, options in cases:
-        pieces = []
+@pytest.mark.world(2)
+def test_context_shards_equal_one_process(world):
+    """They do so where either rank's last chunk has no row in the loss, too. Each rank takes an end and a
+    middle piece of every sequence, as Megatron deals them."""
+    for variant, padded in [("gspo", []), ("gspo", [54, 55, 62, 63]), ("dapo", []), ("gmpo", [])]:
+        batch, options = batch_of((6, 18, 2, 30)), options_for(variant) | {"chunk": 5, "kl_coef": 0.1}
+        batch["response_mask_N"][padded] = 0
+        pieces, all_rows = [], len(batch["targets_N"])
         for start, stop in itertools.pairwise(batch["cu_seqlens"].tolist()):
             chunks = torch.arange(start, stop).chunk(2 * world.size)
             pieces += [chunks[world.rank], chunks[2 * world.size - 1 - world.rank]]
-        rows, all_rows = torch.cat(pieces), len(batch["targets_N"])
-        per_row = {k: v[rows] for k, v in batch.items() if k != "weight_VH" and len(v) == all_rows}
-        loss, hidden, weight, stats = fused(
-            batch | per_row, cp_group=torch.distributed.group.WORLD, **options
-        )
+        rows = torch.cat(pieces)
+        own = {k: v[rows] for k, v in batch.items() if k != "weight_VH" and len(v) == all_rows}
+        loss, hidden, weight, stats = fused(batch | own, cp_group=torch.distributed.group.WORLD, **options)
         torch.distributed.all_reduce(weight)
-        found.append((loss, rows, hidden, weight, stats.mean_log_ratio_S))
-    return found
-
-
-@pytest.mark.world
-def test_context_shards_equal_one_process():
-    """They do so where either rank's last chunk has no row in the loss, too."""
-    cases = []
-    for variant, padded in [("gspo", []), ("gspo", [54, 55, 62, 63]), ("dapo", []), ("gmpo", [])]:
-        batch = batch_of((6, 18, 2, 30))
-        batch["response_mask_N"][padded] = 0
-        cases.append((batch, options_for(variant) | {"chunk": 5, "kl_coef": 0.1}))
-    for of_rank in run_ranks(context_parallel, 2, cases):
-        for (batch, options), (found_loss, rows, *found) in zip(cases, of_rank, strict=True):
-            loss, hidden, weight, stats = fused(batch, **options)
-            expected = loss, hidden[rows], weight, stats.mean_log_ratio_S
-            for ours, theirs in zip((found_loss, *found), expected, strict=True):
-                torch.testing.assert_close(ours, theirs, msg=options["variant"])
+        expected_loss, expected_hidden, *expected, expected_stats = fused(batch, **options)
+        agree((loss, hidden, weight), (expected_loss, expected_hidden[rows], *expected), msg=variant)
+        torch.testing.assert_close(stats.mean_log_ratio_S, expected_stats.mean_log_ratio_S, msg=variant)
