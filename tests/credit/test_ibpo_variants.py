@@ -68,9 +68,8 @@ def test_of_several_corrections_the_bonus_is_the_mean_and_the_mask_the_union():
     """Of five corrections two count: they change tokens 1 and 3. Δ = .5·2/4, since the last is not scored. A
     wrong one and a rewrite do not."""
     corrected = [10, 19, 12, 14, 13], [10, 11, 12, 13], [18, 11, 12, 15], [40, 41, 42, 43, 44, 13], [13]
-    loop, rewards = Loop(in_turn(*corrected)), iter((1.0, 1.0, 0.0, 1.0, None))
-    loop.rewards = lambda answer: next(rewards)
-    made = group(RIGHT, WRONG)
+    rewards, made = iter((1.0, 1.0, 0.0, 1.0, None)), group(RIGHT, WRONG)
+    loop = Loop(in_turn(*corrected), lambda answer: next(rewards))
     credit = loop.credit([made], algorithm("ibpo-mask", ibpo_corrections=5))
     assert [c.rewritten for c in made.corrections[:4]] == [False, False, False, True]
     right, masked = by_kind(credit, "response")
@@ -373,16 +372,12 @@ def joined(*contents, answers=None, rewards=None, **settings):
     return loop.credit([group(*contents)], algorithm(**JOINING | settings))
 
 
-def advantages_of(credit):
-    return [sequence.advantage for sequence in credit.sequences]
-
-
 def test_a_successful_correction_joins_its_group_by_hand():
     """Rewards 1 0 0 0. The correction of y1 is right and near, that of y2 wrong, that of y3 right and a
     rewrite: five rewards 1 0 0 0 1, of mean .4 and standard deviation √.24."""
     credit = joined(RIGHT, WRONG, FAILS, FAR, answers={14: RIGHT, 15: FAILS, 23: RIGHT})
     up, down = 0.6 / math.sqrt(0.24), -0.4 / math.sqrt(0.24)
-    assert advantages_of(credit) == pytest.approx([up, down, down, down, up], abs=1e-7)
+    assert [s.advantage for s in credit.sequences] == pytest.approx([up, down, down, down, up], abs=1e-7)
     (one,) = by_kind(credit, "correction")
     assert (ids_of(one.prompt_token_ids), ids_of(one.response_token_ids)) == (PROMPT, (*RIGHT, EOS))
     assert (one.off_policy, one.index, one.weight, one.reward) == (True, 0, 0.25, 1)
@@ -392,7 +387,7 @@ def test_a_successful_correction_joins_its_group_by_hand():
 
 def test_joining_gives_a_wrong_group_something_to_compare_and_leaves_alone_what_has_no_success():
     credit = joined(WRONG, WRONG)
-    assert advantages_of(credit) == pytest.approx([-1, -1, 1, 1], abs=1e-7)
+    assert [s.advantage for s in credit.sequences] == pytest.approx([-1, -1, 1, 1], abs=1e-7)
     assert credit.metrics["degenerate_groups"] == 0
     gspo = plain(Loop(fix_last).credit([group(RIGHT, WRONG)], algorithm(**GSPO)).sequences)
     assert plain(joined(RIGHT, WRONG, answers={14: FAILS}).sequences) == gspo
@@ -402,7 +397,7 @@ def test_joining_gives_a_wrong_group_something_to_compare_and_leaves_alone_what_
     # shaping and joining add up: r' = 1 .3 0, and 1 joins: mean .575
     shaping = {"ibpo_lambda": 0.6, "ibpo_beta": 0.5, "advantages": "group-mean"}
     credit = joined(RIGHT, WRONG, FAR, answers={14: RIGHT, 23: FAR}, **shaping)
-    assert advantages_of(credit) == pytest.approx([0.425, -0.275, -0.575, 0.425])
+    assert [s.advantage for s in credit.sequences] == pytest.approx([0.425, -0.275, -0.575, 0.425])
 
 
 def test_critique_grpo_takes_one_refinement_of_a_group_a_right_one_if_there_is_one():
@@ -410,10 +405,10 @@ def test_critique_grpo_takes_one_refinement_of_a_group_a_right_one_if_there_is_o
     a right refinement the first joins and is punished: 1 0 0 less 1/3."""
     one = {"ibpo_plain_prompt": "one", "advantages": "group-mean"}
     right = joined(RIGHT, WRONG, FAR, answers={14: FAILS, 23: RIGHT}, **one)
-    assert advantages_of(right) == pytest.approx([0.5, -0.5, -0.5, 0.5])
+    assert [s.advantage for s in right.sequences] == pytest.approx([0.5, -0.5, -0.5, 0.5])
     assert [s.index for s in by_kind(right, "correction")] == [1]
     wrong = joined(RIGHT, WRONG, answers={14: FAILS}, **one)
-    assert advantages_of(wrong) == pytest.approx([2 / 3, -1 / 3, -1 / 3])
+    assert [s.advantage for s in wrong.sequences] == pytest.approx([2 / 3, -1 / 3, -1 / 3])
     assert wrong.sequences[2].off_policy
 
 
