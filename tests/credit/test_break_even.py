@@ -18,25 +18,12 @@ from support.credit_cases import correction, prompt, response
 from support.paths import ROOT
 
 
-@pytest.mark.parametrize(
-    ("resample", "price", "any_text", "first_text"),
-    [
-        (0.5, 2, 1.0, 0.75),  # two tries fail together in a quarter of the cases
-        (0.1, 3, 0.3, 0.271),  # 1 - .9³
-        (0.6, 3, 1.8, 0.936),  # never, and hardly ever
-        (0.4, 1, 0.4, 0.4),  # at the price of a response corrections only have to be better
-    ],
-)
-def test_the_skill_from_which_on_corrections_pay(resample, price, any_text, first_text):
-    assert skill_needed(resample, price, first=False) == pytest.approx(any_text)
-    assert skill_needed(resample, price, first=True) == pytest.approx(first_text)
-
-
 @given(p=st.floats(0.01, 0.99), q=st.floats(0.01, 0.99), price=st.floats(1, 6), spent=st.floats(0.5, 50))
-def test_the_law_of_first_texts_says_which_way_finds_one_more_often_whatever_is_spent(p, q, price, spent):
+def test_the_law_says_which_way_finds_a_first_text_sooner_whatever_is_spent(p, q, price, spent):
+    needed = skill_needed(p, price, first=True)
     by_corrections, by_responses = 1 - (1 - q) ** (spent / price), 1 - (1 - p) ** spent
-    if abs(q - skill_needed(p, price, first=True)) > 1e-6 and max(by_corrections, by_responses) < 1 - 1e-9:
-        assert (q > skill_needed(p, price, first=True)) == (by_corrections > by_responses)
+    if abs(q - needed) > 1e-6 and max(by_corrections, by_responses) < 1 - 1e-9:
+        assert (q > needed) == (by_corrections > by_responses)
 
 
 def group_of(outcomes, corrected=()):
@@ -102,26 +89,22 @@ def test_a_run_says_where_its_corrections_stand():
     assert found["accompanied"]["needed"] == pytest.approx(1.8)
     assert (found["alone"]["pays"], found["accompanied"]["pays"]) == (True, False)
     assert found["alone"]["skill"]["low"] == pytest.approx(0.451, abs=1e-3)
-    assert break_even_lines(found) == [
-        "A correction costs as much as 3.0 responses.",
-        "If no other response to the prompt is right, 50% of corrections and 5% of retries succeed. "
-        "Corrections are worth their cost from 14% on, so these are.",
-        "If another response to the prompt is right, 50% of corrections and 60% of retries succeed. "
-        "Corrections cannot be worth their cost where retries succeed so often.",
-    ]
+    price, alone, accompanied = break_even_lines(found)
+    assert price == "A correction costs as much as 3.0 responses."
+    assert "50% of corrections and 5% of retries" in alone
+    assert alone.endswith("worth their cost from 14% on, so these are.")
+    assert accompanied.endswith("Corrections cannot be worth their cost where retries succeed so often.")
     doubtful = break_even([step(responses_alone=(40, 4), corrections_alone=(20, 5))])
-    assert doubtful["alone"]["pays"] is None
-    says = "worth their cost from 27% on; there were too few to tell whether these are."
-    assert break_even_lines(doubtful)[-1].endswith(says)
-    assert "accompanied" not in doubtful
+    assert (doubtful["alone"]["pays"], "accompanied" in doubtful) == (None, False)
+    assert "from 27% on; there were too few to tell" in break_even_lines(doubtful)[-1]
     assert break_even([NO_CORRECTIONS]) is None
     assert break_even_lines(None) == []
 
 
 def test_the_points_of_a_study_lie_on_the_right_side_of_the_curve():
+    found = {"ibpo": break_even([RARE, FREQUENT]), "gspo": None}
     runs = [
-        RunResult(method, 0, {}, 8, 1, {}, [], 0.0, [], 8.0, {}, {}, task="sums", break_even=of_run)
-        for method, of_run in (("ibpo", break_even([RARE, FREQUENT])), ("gspo", None))
+        RunResult(name, 0, {}, 8, 1, {}, [], 0, [], 8, {}, {}, break_even=own) for name, own in found.items()
     ]
     alone, accompanied = break_even_points(runs)
     assert (alone.method, alone.composition, accompanied.composition) == ("ibpo", "alone", "accompanied")

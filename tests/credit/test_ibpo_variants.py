@@ -1,16 +1,17 @@
 """The paper's variants and further operators by hand, leaks, the gate, and which settings go together."""
 
+import asyncio
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from gated import success_rate
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from simulated_engines import SimulatedEngine, in_virtual_time
 
-from megatron_ibpo.basics.records import Group
+from megatron_ibpo.basics.records import Group, SampleRequest, token_ids
 from megatron_ibpo.config import PRESETS, Config
 from megatron_ibpo.credit.compared_parts import ThinkingMarks, compared_pairs, part_in_prompt
 from megatron_ibpo.credit.edits import find_edits, gradient_mask, mark_rewrites
@@ -19,9 +20,16 @@ from megatron_ibpo.edit_distance import opcodes
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.run.checks import check_settings
 from megatron_ibpo.run.cost import CostMeter
+from megatron_ibpo.sampling import Sampler
+from megatron_ibpo.sampling.requests import with_beginning
 from support.credit_cases import (
     AGREEMENT,
+    EOS,
     GATED,
+    GSPO,
+    PROMPT,
+    RANDOM_WINDOW,
+    RESET_GROUPS,
     RIGHT,
     Loop,
     algorithm,
@@ -34,12 +42,15 @@ from support.credit_cases import (
     ids_of,
     in_turn,
     of_preset,
+    plain,
     prompt,
     response,
     some_groups,
     token_weights,
+    tokens_spent,
 )
 from support.paths import ROOT
+from support.sampling_cases import STEP, judge, make_prompts
 
 WRONG = [10, 11, 12, 14]
 
@@ -53,23 +64,14 @@ def test_ratio_gives_the_share_of_tokens_kept():
     assert credit.metrics["shaped_reward"] == pytest.approx(1.45 / 2)
 
 
-def test_mask_lets_the_gradient_through_changed_tokens_only():
-    """ŷ replaces y's last token and ends as y does; Δ is β as in the base variant."""
-    masked = Loop(fix_last).credit([group(RIGHT, WRONG)], algorithm("ibpo-mask"))
-    base = Loop(fix_last).credit([group(RIGHT, WRONG)], algorithm("ibpo"))
-    assert token_weights(masked.sequences) == [None, (0.0, 0.0, 0.0, 1.0, 0.0), None]
-    assert [s.advantage for s in masked.sequences] == [s.advantage for s in base.sequences]
-    assert masked.metrics["empty_masks"] == 0
-
-
 def test_of_several_corrections_the_bonus_is_the_mean_and_the_mask_the_union():
-    """Of four corrections two count: they change tokens 1 and 3. Δ = .5·2/4. A wrong one and a rewrite do
-    not."""
-    answers = in_turn([10, 19, 12, 14, 13], [10, 11, 12, 13], [18, 11, 12, 15], [40, 41, 42, 43, 44, 13])
-    made = group(RIGHT, WRONG)
-    credit = Loop(answers).credit([made], algorithm("ibpo-mask", ibpo_corrections=4))
-    assert [c.response.correct for c in made.corrections] == [True, True, False, True]
-    assert [c.rewritten for c in made.corrections] == [False, False, False, True]
+    """Of five corrections two count: they change tokens 1 and 3. Δ = .5·2/4, since the last is not scored. A
+    wrong one and a rewrite do not."""
+    corrected = [10, 19, 12, 14, 13], [10, 11, 12, 13], [18, 11, 12, 15], [40, 41, 42, 43, 44, 13], [13]
+    rewards, made = iter((1.0, 1.0, 0.0, 1.0, None)), group(RIGHT, WRONG)
+    loop = Loop(in_turn(*corrected), lambda answer: next(rewards))
+    credit = loop.credit([made], algorithm("ibpo-mask", ibpo_corrections=5))
+    assert [c.rewritten for c in made.corrections[:4]] == [False, False, False, True]
     right, masked = by_kind(credit, "response")
     assert ids_of(masked.token_weights) == (0.0, 1.0, 0.0, 1.0, 0.0)
     assert [right.advantage, masked.advantage] == group_z_score([1.0, 0.6 * 0.25])
@@ -118,52 +120,25 @@ def test_edits_are_those_of_the_edit_script(y, y_hat):
     assert len(gradient_mask([flags])) == len(y) + 1
 
 
-def one_is_corrected(prompt_ids):
-    """10 11 12 14 becomes 10 11 12 13; whatever else is shown becomes wrong."""
-    return RIGHT if candidates(prompt_ids)[0] == WRONG else [20, 21]
+def one_corrected(*contents, **settings):
+    """Responses of a group of which WRONG alone is corrected."""
+    loop = Loop(lambda x: RIGHT if candidates(x)[0] == WRONG else [20, 21])
+    return by_kind(loop.credit([group(*contents)], algorithm("ibpo-mask", **settings)), "response")
 
 
-def test_lambda_cancels_where_no_response_is_correct():
-    """r' = λβ or 0 there, and the spread of the group divides λ out: at any λ the corrected one of four has
-    advantage √3 (Bessel: 3/2, MaxRL: 3). Beside a correct response, and without the spread, λ counts."""
-    wrong, with_right = [WRONG, [20, 21], [22, 23], [24, 25]], [WRONG, [20, 21], RIGHT]
-
-    def advantage(contents, weight, estimator):
-        config = algorithm("ibpo", ibpo_lambda=weight, advantages=estimator)
-        credit = Loop(one_is_corrected).credit([group(*contents)], config)
-        return credit.sequences[0].advantage
-
-    for estimator, expected in (("group", math.sqrt(3)), ("group-bessel", 1.5), ("maxrl", 3.0)):
-        for weight in (0.01, 0.6, 1.9):
-            assert advantage(wrong, weight, estimator) == pytest.approx(expected, rel=1e-5)
-        assert advantage(wrong, 0.0, estimator) == 0
-        low, high = advantage(with_right, 0.3, estimator), advantage(with_right, 1.9, estimator)
-        assert low < advantage(with_right, 0.6, estimator) < high
-    assert advantage(wrong, 0.4, "group-mean") == pytest.approx(0.4 * 0.5 * 3 / 4)
-
-
-def test_in_a_wrong_group_the_mask_raises_the_wrong_token_and_the_signed_mask_the_others():
-    """All four are wrong and one is corrected: r' = .3 0 0 0, A = √3 for it. Eq. 17 then makes its wrong
-    token likelier, and nothing else of it."""
-    for variant, learns in (("mask", (0.0, 0.0, 0.0, 1.0, 0.0)), ("signed-mask", (1.0, 1.0, 1.0, 0.0, 1.0))):
-        config = algorithm("ibpo-mask", ibpo_variant=variant)
-        credit = Loop(one_is_corrected).credit([group(WRONG, [20, 21], [22, 23], [24, 25])], config)
-        assert token_weights(by_kind(credit, "response")) == [learns, None, None, None]
-
-
-@settings(max_examples=20)
-@given(st.integers(0, 10_000))
-def test_a_signed_mask_is_the_mask_or_the_rest_by_the_sign_of_the_advantage(seed):
-    masked, signed = (
-        Loop(fix_last).credit(some_groups(seed), algorithm("ibpo-mask", ibpo_variant=variant))
-        for variant in ("mask", "signed-mask")
-    )
-    for one, other in zip(masked.sequences, signed.sequences, strict=True):
-        assert one.advantage == other.advantage
-        mask = ids_of(one.token_weights)
-        if mask is not None and one.advantage > 0:
-            mask = tuple(1 - m for m in mask)
-        assert ids_of(other.token_weights) == mask
+def test_in_a_wrong_group_lambda_cancels_and_the_signed_mask_turns_round():
+    """r' = λβ 0 0 0, and the spread of the group divides λ out. Eq. 17 then makes the wrong token likelier,
+    and nothing else of the response."""
+    wrong = WRONG, [20, 21], [22, 23], [24, 25]
+    for estimator, expected in (("group", 3**0.5), ("group-bessel", 1.5), ("maxrl", 3.0)):
+        for weight in (0.01, 1.9):
+            corrected = one_corrected(*wrong, ibpo_lambda=weight, advantages=estimator)[0]
+            assert corrected.advantage == pytest.approx(expected, rel=1e-5)
+    assert one_corrected(*wrong, advantages="group-mean")[0].advantage == pytest.approx(0.3 * 3 / 4)
+    changed, others = (0.0, 0.0, 0.0, 1.0, 0.0), (1.0, 1.0, 1.0, 0.0, 1.0)
+    for variant, learns in (("mask", changed), ("signed-mask", others)):
+        assert token_weights(one_corrected(*wrong, ibpo_variant=variant)) == [learns, None, None, None]
+        assert token_weights(one_corrected(RIGHT, WRONG, ibpo_variant=variant)) == [None, changed]
 
 
 def test_cipo_shows_the_wrong_answer_alone_and_trains_on_its_correction():
@@ -188,12 +163,14 @@ def test_corrections_are_compared_within_their_pair_or_their_prompt():
 
 def test_rewrites_pay_at_the_source():
     """Of four corrections two are right; of these one is farther than α from y, and so is one of the wrong
-    ones: rewards 1, 1 - ρ, 0, -ρ with ρ = .5. The responses' own rewards do not pay."""
+    ones: rewards 1, 1 - ρ, 0, -ρ with ρ = .5. The responses' own rewards do not pay. The latter is just as
+    far from the reference: no rewrite, and it pays all the same."""
     answers = in_turn([10, 11, 12, 13], [20, 21, 22, 13], [10, 11, 12, 15], [20, 21, 22, 23])
-    made = group([10, 11, 22, 13], WRONG)
+    made = group([30, 31, 32, 13], WRONG)
     credit = Loop(answers).credit([made], algorithm("ibpo-rewrite-penalty"))
     assert [c.distance for c in made.corrections] == [0.25, 1.0, 0.25, 1.0]
     assert [c.beyond_threshold for c in made.corrections] == [False, True, False, True]
+    assert [c.rewritten for c in made.corrections] == [False, True, False, False]
     std = math.sqrt((0.75**2 + 0.25**2 + 0.25**2 + 0.75**2) / 4)
     expected = [(reward - 0.25) / std for reward in (1.0, 0.5, 0.0, -0.5)]
     assert [s.advantage for s in by_kind(credit, "correction")] == pytest.approx(expected, abs=1e-6)
@@ -201,41 +178,23 @@ def test_rewrites_pay_at_the_source():
     assert credit.metrics["beyond_threshold_rate"] == 0.5
 
 
-def test_a_far_correction_pays_even_where_the_reference_makes_it_no_rewrite():
-    """d(y, ŷ) > α, and ŷ is just as far from the reference: no rewrite, yet beyond α."""
-    made = group([30, 31, 32, 13], WRONG)
-    answers = in_turn([20, 21, 22, 23], [10, 11, 12, 15], [10, 11, 12, 16], [10, 11, 12, 17])
-    credit = Loop(answers).credit([made], algorithm("ibpo-rewrite-penalty"))
-    assert (made.corrections[0].rewritten, made.corrections[0].beyond_threshold) == (False, True)
-    assert by_kind(credit, "correction")[0].advantage < 0
-
-
 THINK, END_THINK = 80, 81
 MARKS = ThinkingMarks((THINK,), (END_THINK,))
 
 
-@pytest.mark.parametrize(
-    ("prompt_ids", "content", "seen"),
-    [
+def test_what_is_shown_of_a_solution_that_thinks():
+    for prompt_ids, content, seen in (
         ((1, 2), [4, THINK, 5, END_THINK, 7, THINK, 6, END_THINK, 8], [4, 7, 8]),
         ((1, 2), [7, THINK, 5], [7]),  # never closed
         ((1, THINK), [5, 6, END_THINK, 7], [7]),  # the prompt opens it
-        ((1, THINK), [5, 6], []),
         ((THINK, 3, END_THINK), [5, 6], [5, 6]),  # opened and closed there
         ((1, 2), [5, END_THINK, 7], [7]),  # it was not opened
-        ((1, 2), [], []),
-    ],
-)
-def test_what_is_shown_of_a_solution_that_thinks(prompt_ids, content, seen):
-    part = part_in_prompt(response(content, 0.0, prompt=prompt_ids), MARKS)
-    assert part.ids.tolist() == seen
-    assert [content[place] for place in part.places] == seen
-
-
-def test_marks_of_several_tokens_are_found():
-    marks = ThinkingMarks((60, 61), (60, 62))
-    part = part_in_prompt(response([60, 61, 5, 60, 60, 62, 61, 7, 60], 0.0, prompt=(1,)), marks)
-    assert part.ids.tolist() == [61, 7, 60]
+        ((1, THINK), [], []),
+    ):
+        part = part_in_prompt(response(content, 0.0, prompt=prompt_ids), MARKS)
+        assert part.ids.tolist() == [content[place] for place in part.places] == seen
+    several = response([60, 61, 5, 60, 60, 62, 61, 7, 60], 0.0)
+    assert part_in_prompt(several, ThinkingMarks((60, 61), (60, 62))).ids.tolist() == [61, 7, 60]
 
 
 def test_hidden_thinking_is_neither_shown_nor_compared_and_keeps_its_gradient():
@@ -292,8 +251,7 @@ def test_agreement_is_the_share_of_steps_that_correct_responses_have_too():
     assert [(s.advantage, s.token_weights) for s in nothing] == [(0.0, None)] * 2, "none is correct"
 
 
-ANSWER = 70
-"""Token before the final answer, which is 13 where it is right."""
+ANSWER = 70  # before the final answer, which is 13 where it is right
 STEPS = list(range(20, 40))
 NOT_YET = [*STEPS, ANSWER, 14]
 SOLVED = [*STEPS[:10], *range(40, 50), ANSWER, 13]
@@ -325,9 +283,7 @@ def test_corrections_that_take_over_a_references_answer_and_nothing_else_leak():
         flag, credit = leaked(NOT_YET, SOLVED, corrected)
         assert flag is leaks, corrected
         assert credit.metrics["reference_leakage_rate"] == float(leaks)
-
-
-def test_where_no_answer_is_given_away_nothing_leaks():
+    # where no answer is given away nothing leaks
     corrected = [*STEPS, ANSWER, 13]
     assert not leaked(NOT_YET, [*SOLVED[:-1], 14], corrected)[0], "no reference is right"
     assert not leaked(STEPS, SOLVED, corrected)[0], "an answer that was cut off is completed"
@@ -392,12 +348,6 @@ def test_what_came_of_corrections_is_remembered_by_composition_and_fades():
         gated([group(RIGHT, WRONG)], {"1/2": ["a", 1]})
 
 
-def test_asking_depends_on_the_group_alone():
-    """So that a journal replays it: the same prompts and seeds, whatever other groups there are."""
-    together, _ = gated(some_groups(), {"1/4": [30, 31]})
-    assert together == [x for made in some_groups() for x in gated([made], {"1/4": [30, 31]})[0]]
-
-
 def test_the_meters_price_of_a_sample_is_what_it_adds_up_for_one():
     """A prompt of 13 tokens, an answer of 5, an update over both; then four answers to one prompt of 3."""
     once, four = (CostMeter(read_hf_config(ROOT / "examples/tiny_qwen3"), 1) for _ in range(2))
@@ -411,13 +361,131 @@ def test_the_meters_price_of_a_sample_is_what_it_adds_up_for_one():
     assert 4 * four.of_sample(3, 5, sharing=4) == pytest.approx(four.spent.flops, rel=1e-12)
 
 
-def test_sampling_ahead_knows_no_corrections_of_the_steps_before():
-    config = Config(algorithm=algorithm(ibpo_operator=GATED))
-    config.model.hf_checkpoint, config.run.dry_run = Path(), True
-    check_settings(config)
-    config.rollout.max_staleness = 1
-    with pytest.raises(ValueError, match="--ibpo-operator Gated: goes by the corrections of the steps"):
-        check_settings(config)
+JOINING = {"ibpo_lambda": 0.0, "ibpo_joint": False, "ibpo_plain_prompt": "successful"}
+RESETS = GSPO | {"ibpo_operator": RESET_GROUPS, "ibpo_corrections": 2}
+FAILS, FAR = [10, 11, 15, 15], [20, 21, 22, 23]
+
+
+def joined(*contents, answers=None, rewards=None, **settings):
+    """Credit of a group whose corrections are, by the last token of what they correct, these answers."""
+    loop = Loop(lambda x: answers[candidates(x)[0][-1]] if answers else fix_last(x), rewards)
+    return loop.credit([group(*contents)], algorithm(**JOINING | settings))
+
+
+def test_a_successful_correction_joins_its_group_by_hand():
+    """Rewards 1 0 0 0. The correction of y1 is right and near, that of y2 wrong, that of y3 right and a
+    rewrite: five rewards 1 0 0 0 1, of mean .4 and standard deviation √.24."""
+    credit = joined(RIGHT, WRONG, FAILS, FAR, answers={14: RIGHT, 15: FAILS, 23: RIGHT})
+    up, down = 0.6 / math.sqrt(0.24), -0.4 / math.sqrt(0.24)
+    assert [s.advantage for s in credit.sequences] == pytest.approx([up, down, down, down, up], abs=1e-7)
+    (one,) = by_kind(credit, "correction")
+    assert (ids_of(one.prompt_token_ids), ids_of(one.response_token_ids)) == (PROMPT, (*RIGHT, EOS))
+    assert (one.off_policy, one.index, one.weight, one.reward) == (True, 0, 0.25, 1)
+    assert not any(s.off_policy for s in by_kind(credit, "response"))
+    assert credit.metrics["joined_corrections"] == 1
+
+
+def test_joining_gives_a_wrong_group_something_to_compare_and_leaves_alone_what_has_no_success():
+    credit = joined(WRONG, WRONG)
+    assert [s.advantage for s in credit.sequences] == pytest.approx([-1, -1, 1, 1], abs=1e-7)
+    assert credit.metrics["degenerate_groups"] == 0
+    gspo = plain(Loop(fix_last).credit([group(RIGHT, WRONG)], algorithm(**GSPO)).sequences)
+    assert plain(joined(RIGHT, WRONG, answers={14: FAILS}).sequences) == gspo
+    unscored = joined(RIGHT, WRONG, rewards=lambda answer: None)
+    assert plain(unscored.sequences) == gspo
+    assert unscored.metrics["joined_corrections"] == 0
+    # shaping and joining add up: r' = 1 .3 0, and 1 joins: mean .575
+    shaping = {"ibpo_lambda": 0.6, "ibpo_beta": 0.5, "advantages": "group-mean"}
+    credit = joined(RIGHT, WRONG, FAR, answers={14: RIGHT, 23: FAR}, **shaping)
+    assert [s.advantage for s in credit.sequences] == pytest.approx([0.425, -0.275, -0.575, 0.425])
+
+
+def test_critique_grpo_takes_one_refinement_of_a_group_a_right_one_if_there_is_one():
+    """Rewards 1 0 0 and that of the second refinement, 1: less their mean, .5 -.5 -.5 .5. In a group without
+    a right refinement the first joins and is punished: 1 0 0 less 1/3."""
+    one = {"ibpo_plain_prompt": "one", "advantages": "group-mean"}
+    right = joined(RIGHT, WRONG, FAR, answers={14: FAILS, 23: RIGHT}, **one)
+    assert [s.advantage for s in right.sequences] == pytest.approx([0.5, -0.5, -0.5, 0.5])
+    assert [s.index for s in by_kind(right, "correction")] == [1]
+    wrong = joined(RIGHT, WRONG, answers={14: FAILS}, **one)
+    assert [s.advantage for s in wrong.sequences] == pytest.approx([2 / 3, -1 / 3, -1 / 3])
+    assert wrong.sequences[2].off_policy
+
+
+def test_the_meter_counts_what_the_recipes_say():
+    """|x| = 3, |y| = 5 with its end, 4 without. GSPO reads 3, writes and trains 2·5 and 2·8. A correction
+    that joins reads x̃ of 3 + 2·(1 + 4), writes |y|, trains |x| + |y|. Of a reset after f = 3 tokens, K = 2
+    suffixes read |x| + f once, write K(|y| - f), train K(|x| + |y|)."""
+
+    def spent(correct, settings):
+        made = [group(RIGHT, WRONG)]
+        return tokens_spent(made, Loop(correct).credit(made, algorithm(**settings)))
+
+    gspo = spent(fix_last, GSPO)
+    assert gspo == 3 + 2 * 5 + 2 * 8
+    assert spent(fix_last, JOINING) - gspo == (3 + 2 * 5) + 5 + (3 + 5)
+    assert spent(in_turn([13], [14]), RESETS) - gspo == (3 + 3) + 2 * (5 - 3) + 2 * (3 + 5)
+
+
+def test_a_wrong_response_goes_on_where_it_leaves_a_right_one_by_hand():
+    """10 11 12 14 shares 10 11 12 with the second right response, more than with the first, and 20 21 shares
+    nothing. Of the former, one suffix of two is right: ½ and -½, on the suffix alone. Of the latter,
+    neither."""
+    loop, contents = Loop(in_turn([13], [14], [20], [21, 22])), ([10, 13], RIGHT, WRONG, [20, 21])
+    credit = loop.credit([group(*contents)], algorithm(**RESETS))
+    assert loop.asked == [(*PROMPT, 10, 11, 12)] * 2 + [PROMPT] * 2
+    assert [r.max_tokens for r in loop.requests] == [5, 5, 8, 8]
+    assert len({r.seed for r in loop.requests}) == 4
+    suffixes = by_kind(credit, "correction")
+    assert [s.advantage for s in suffixes] == [0.5, -0.5, 0.0, 0.0]
+    assert [ids_of(s.prompt_token_ids) for s in suffixes] == [PROMPT] * 4
+    assert ids_of(suffixes[0].response_token_ids) == (10, 11, 12, 13, EOS)
+    assert ids_of(suffixes[0].loss_mask) == (False, False, False, True, True)
+    assert {s.weight for s in credit.sequences} == {1 / 4}
+    assert credit.metrics["tokens_reset_suffixes"] == 2 + 2 + 2 + 3
+    assert (credit.metrics["reset_success"], credit.metrics["reset_shared_length"]) == (0.25, 1.5)
+    gspo = Loop(in_turn()).credit([group(*contents)], algorithm(**GSPO))
+    assert plain(by_kind(credit, "response")) == plain(gspo.sequences)
+    # without a right response, or where all of a response that was cut off is shared, nothing is reset
+    loop, cut_off = Loop(in_turn()), group(RIGHT)
+    cut_off.responses.append(response([10, 11, 12], 0.0, "length"))
+    nothing = loop.credit([group(WRONG, WRONG), cut_off], algorithm(**RESETS))
+    assert (loop.requests, nothing.metrics["skipped_pairs"]) == ([], 1)
+    assert "reset_success" not in nothing.metrics
+
+
+def test_the_sampler_gives_a_begun_response_back_whole():
+    """So that the verifier reads all of it, and only what was sampled now is trained on."""
+    (asked_about,) = make_prompts(0, 1)
+    seen = []
+
+    async def score(prompt, sample):
+        seen.append(ids_of(sample.token_ids))
+        judge(prompt, sample)
+
+    sampler = Sampler([SimulatedEngine(STEP, lambda request: [41, 42])], score, stall_timeout=100.0)
+    plain_ids = asked_about.token_ids
+    asked = [
+        SampleRequest(np.concatenate([plain_ids, token_ids([31, 32, 33])]), 1, 9, begun=3),
+        SampleRequest(plain_ids, 2, 9),
+    ]
+
+    async def work():
+        return await asyncio.wait_for(sampler.answer(asked_about, asked), 1000)
+
+    begun, fresh = in_virtual_time(work())[0]
+    assert sorted(seen) == [(31, 32, 33, 41, 42), (41, 42)]
+    assert ids_of(begun.prompt_token_ids) == ids_of(plain_ids)
+    assert ids_of(begun.loss_mask) == (False, False, False, True, True)
+    assert len(begun.logprobs) == 5
+    assert (begun.num_begun_tokens, fresh.num_begun_tokens) == (3, 0)
+    assert fresh.loss_mask.all()
+    # spans of versions keep their places
+    sample = response([41, 42, 43], prompt=(1, 2, 31, 32))
+    sample.versions = ((0, 6), (2, 7))
+    whole = with_beginning(sample, 2)
+    assert whole.versions == ((0, 6), (4, 7))
+    assert whole.tokens_by_version() == [(6, 4), (7, 2)]
 
 
 @pytest.mark.parametrize(
@@ -441,6 +509,19 @@ def test_sampling_ahead_knows_no_corrections_of_the_steps_before():
         ({"ibpo_correction_group": "pair"}, "--ibpo-correction-group pair"),
         ({"ibpo_rewrite_penalty": 0.5, "ibpo_joint": False}, "--ibpo-rewrite-penalty acts on"),
         ({"ibpo_variant": "ratio", "ibpo_lambda": 1.0}, "--ibpo-lambda 1.0 times a share of up to 1 is 1"),
+        (JOINING | {"ibpo_joint": True}, "a correction is trained on once"),
+        (JOINING | {"ibpo_operator": AGREEMENT}, "--ibpo-operator compare-and-correct has it"),
+        (JOINING | {"advantages": "critic"}, "--advantages critic compares none"),
+        (RESETS | {"ibpo_corrections": 1}, r"--ibpo-corrections: must be between 2 and .*, is 1"),
+        (RESETS | {"ibpo_joint": False}, f"--ibpo-joint: gspo with --ibpo-operator {RESET_GROUPS} has no"),
+        (of_preset("ppo") | {"token_credit": "wrong-weight"}, "--token-credit wrong-weight compares"),
+        ({"token_credit": "divergence-cut", "ibpo_variant": "mask"}, "--ibpo-variant mask both choose"),
+        (of_preset("ciw") | {"token_credit": RANDOM_WINDOW}, "--ibpo-operator span-masking both choose"),
+        ({"token_credit": RANDOM_WINDOW, "token_credit_unit": "step"}, "--token-credit divergence-.* has it"),
+        ({"token_credit": "wrong-weight", "token_credit_weight": -1.0}, "--token-credit-weight: must be"),
+        ({"token_credit": "wrong-weight-by-length", "token_credit_tokens": 0}, "--token-credit-tokens: must"),
+        (GSPO | {"ciw_inverted": True}, "--ciw-inverted"),
+        (of_preset("ciw") | {"ibpo_joint": True}, "--ibpo-joint: ciw with --ibpo-operator span-masking"),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused(settings, says):
@@ -451,26 +532,43 @@ def test_settings_that_do_not_go_together_are_refused(settings, says):
 def test_settings_that_go_together_are_not_refused():
     for preset in PRESETS:
         check_algorithm(algorithm(preset))
-    check_algorithm(algorithm(ibpo_lambda=1.5, ibpo_beta=0.5))  # as shares they may not
+    for fine in (
+        JOINING, RESETS, {"ibpo_lambda": 1.5, "ibpo_beta": 0.5},
+        {"token_credit": "wrong-weight", "ibpo_variant": "mask"},
+        {"token_credit": "divergence-window", "ibpo_variant": "ratio"},
+        of_preset("dapo") | {"token_credit": "divergence-window", "token_credit_unit": "step"},
+        of_preset("ciw") | {"token_credit": "wrong-weight-by-length"},
+    ):  # fmt: skip
+        check_algorithm(algorithm(**fine))
     with pytest.raises(ValueError, match=r"--reward-threshold 0.3"):
         check_algorithm(algorithm(), reward_threshold=0.3)
 
 
+def test_sampling_ahead_or_from_a_part_of_the_distribution_is_refused_where_credit_needs_more():
+    gated, teacher = {"ibpo_operator": GATED}, GSPO | {"token_credit": "self-teacher"}
+    for own, name, value, says in (
+        (gated, "max_staleness", 1, "--ibpo-operator Gated: goes by the corrections of the steps"),
+        (teacher, "rollout_top_p", 0.9, "--token-credit self-teacher: compares"),
+        (teacher, "rollout_top_k", 20, "--token-credit self-teacher: compares"),
+        (teacher, "rollout_top_p_cycle", (1.0, 0.9), "--token-credit self-teacher: compares"),
+    ):
+        config = Config(algorithm=algorithm(**own))
+        config.model.hf_checkpoint, config.run.dry_run = Path(), True
+        check_settings(config)
+        setattr(config.rollout, name, value)
+        with pytest.raises(ValueError, match=says):
+            check_settings(config)
+
+
 def test_presets_are_what_is_published():
-    assert PRESETS["ibpo"] == {
-        "loss_variant": "gspo", "ibpo_operator": "compare-and-correct", "ibpo_variant": "base",
-        "ibpo_lambda": 0.6, "ibpo_beta": 0.5, "ibpo_k": 2, "ibpo_corrections": 1,
-        "ibpo_rewrite_threshold": 0.6, "ibpo_rewrite_penalty": 0.0, "ibpo_joint": True,
-        "ibpo_plain_prompt": "none", "ibpo_correction_group": "prompt", "token_credit": "uniform",
-        "advantages": "group", "dynamic_sampling": False, "dynamic_sampling_by": "credit",
-        "overlong_buffer_share": 0.0,
+    published = {
+        "loss_variant": "gspo", "ibpo_lambda": 0.6, "ibpo_beta": 0.5, "ibpo_k": 2, "ibpo_corrections": 1,
+        "ibpo_rewrite_threshold": 0.6, "ibpo_joint": True, "advantages": "group", "dynamic_sampling": False,
     }  # fmt: skip
-    gspo = algorithm("gspo")
-    assert replace(algorithm("grpo"), advantage_estimator="gspo") == gspo, "they differ in the loss"
-    dapo = algorithm("dapo")
-    assert (dapo.dynamic_sampling, dapo.overlong_buffer_share) == (True, 0.2)
-    alike = {"advantage_estimator": "gspo", "dynamic_sampling": False, "overlong_buffer_share": 0.0}
-    assert replace(dapo, **alike) == gspo
-    # Dr. GRPO: no std, and the loss is divided by a constant
-    of_dr_grpo = {"advantages": "group-mean", "loss_variant": "dr-grpo"}
-    assert PRESETS["gspo"] | of_dr_grpo == PRESETS["dr-grpo"]
+    assert published.items() <= PRESETS["ibpo"].items()
+    for name, differs in (
+        ("grpo", {"loss_variant": "grpo"}),
+        ("dapo", {"loss_variant": "dapo", "dynamic_sampling": True, "overlong_buffer_share": 0.2}),
+        ("dr-grpo", {"loss_variant": "dr-grpo", "advantages": "group-mean"}),
+    ):
+        assert PRESETS["gspo"] | differs == PRESETS[name]

@@ -2,11 +2,10 @@
 
 import math
 import multiprocessing
-import os
-import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from fractions import Fraction
 from itertools import product
 
@@ -30,22 +29,20 @@ from megatron_ibpo.edit_distance.rewrites import adaptive_threshold
 
 ISAS = _edit_distance.supported_isas()
 ENGINES = ["", "packed", "stripes", "wavefront"]
-SMALL_IDS = st.lists(st.integers(0, 3), max_size=200)
 ANY_IDS = st.lists(
     st.sampled_from([0, 1, -1, 2**31 - 1, -(2**31), 2**61 - 1, 2**63 - 1, -(2**63), 2**18, 2**18 - 1]),
     max_size=70,
 )
-EDGES = [1, 63, 64, 65, 127, 128, 129, 192, 255, 256, 257, 511, 512, 513, 1023, 1024, 1025, 2047, 2048, 2049]
-"""Lengths around the words, stripes and tiles of all instruction sets."""
+EDGES = [0, 1, 3, 63, 64, 65, 127, 128, 129, 192, 255, 256, 257, 511, 512, 513]
+EDGES += [1023, 1024, 1025, 2047, 2048, 2049]  # around the words, stripes and tiles of all instruction sets
 
 
-def flatten(sequences) -> tuple[np.ndarray, np.ndarray]:
+def flatten(sequences):
     """Values one after another, and offsets."""
-    values = np.concatenate([np.asarray(s, np.int64) for s in sequences] or [np.empty(0, np.int64)])
-    return values, np.cumsum([0, *map(len, sequences)])
+    return np.concatenate(sequences).astype(np.int64), np.cumsum([0, *map(len, sequences)])
 
 
-def both_flat(pairs) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+def both_flat(pairs):
     return *flatten([a for a, _ in pairs]), *flatten([b for _, b in pairs])
 
 
@@ -79,28 +76,19 @@ def pairs_of_all_kinds(seed, count, lengths):
     return pairs
 
 
-@given(SMALL_IDS, SMALL_IDS)
-@settings(max_examples=80)
-def test_equals_rapidfuzz_on_every_path(a, b):
-    want = [Levenshtein.distance(a, b)]
-    for isa, engine in product(ISAS, ENGINES):
-        found = _edit_distance.batch_distance(*flatten([a]), *flatten([b]), None, 1, isa, engine)
-        assert found.tolist() == want, (isa, engine)
-
-
 @given(ANY_IDS, ANY_IDS)
 @settings(max_examples=50)
 def test_ids_of_any_size_and_sign(a, b):
-    count = table(a, b)[-1][-1]  # rapidfuzz takes ids for equal whose hashes are
+    count, matches = canonical_alignment(a, b)  # rapidfuzz takes ids for equal whose hashes are
     assert distance(a, b, normalized=False) == count
     mask, other, counts = unmodified_mask([a], None, [b], None, return_other=True)
-    assert list(zip(*map(np.flatnonzero, (mask, other)), strict=True)) == canonical_matches(a, b)
+    assert list(zip(*map(np.flatnonzero, (mask, other)), strict=True)) == matches
     assert counts.tolist() == [count]
 
 
 @pytest.mark.parametrize("isa", ISAS)
 def test_every_engine_equals_rapidfuzz_around_all_edges_and_is_saturated_above_a_cutoff(isa):
-    pairs = pairs_of_all_kinds(seed=0, count=250, lengths=EDGES)
+    pairs = pairs_of_all_kinds(seed=0, count=300, lengths=EDGES)
     arguments = both_flat(pairs)
     want = np.array([Levenshtein.distance(a.tolist(), b.tolist()) for a, b in pairs])
     for engine in ENGINES:
@@ -148,58 +136,34 @@ def test_a_cutoff_decides_as_comparing_the_distance_itself_would(length, count, 
     assert distance(a, b, cutoff=count / length) == count / length
 
 
-def table(a, b):
-    """Wagner and Fischer's: entry [i][j] is the distance of the first i ids of a and the first j of b."""
-    rows = [list(range(len(b) + 1))]
-    for i, x in enumerate(a, 1):
-        row, above = [i], rows[-1]
-        for j, y in enumerate(b, 1):
-            row.append(min(above[j] + 1, row[j - 1] + 1, above[j - 1] + (x != y)))
-        rows.append(row)
-    return rows
-
-
 def shared_start(a, b):
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-def canonical_matches(a, b):
-    """Pairs of places that the canonical alignment matches, as unmodified_mask documents it."""
-    prefix = shared_start(a, b)
-    suffix = shared_start(a[prefix:][::-1], b[prefix:][::-1])
-    core = _core_matches(a[prefix : len(a) - suffix], b[prefix : len(b) - suffix])
-    begin, middle = [(i, i) for i in range(prefix)], [(prefix + i, prefix + j) for i, j in core]
-    return begin + middle + [(len(a) - i, len(b) - i) for i in range(suffix, 0, -1)]
-
-
-def _core_matches(a, b):
-    cost, end = table(a, b), (len(a), len(b))
-    ahead = {end: (0, 0)}  # most matches to come, preference
-
-    def offer(i, j, matches, preference):
-        ahead[i, j] = max(ahead.get((i, j), (-1, 0)), (matches, preference))
-
-    for i, j in product(range(len(a), -1, -1), range(len(b), -1, -1)):
-        if (i, j) not in ahead:
-            continue
-        matches = ahead[i, j][0]
-        if i and j and a[i - 1] == b[j - 1]:
-            offer(i - 1, j - 1, matches + 1, 3)
-            continue
-        if i and j and cost[i - 1][j - 1] + 1 == cost[i][j]:
-            offer(i - 1, j - 1, matches, 3)
-        if i and cost[i - 1][j] + 1 == cost[i][j]:
-            offer(i - 1, j, matches, 2)
-        if j and cost[i][j - 1] + 1 == cost[i][j]:
-            offer(i, j - 1, matches, 1)
-    i = j = 0
-    found = []
+def canonical_alignment(a, b):
+    """(distance, pairs of matched places) of the canonical alignment, as unmodified_mask documents it."""
+    start = shared_start(a, b)
+    shared = shared_start(a[start:][::-1], b[start:][::-1])
+    end = len(a) - shared, len(b) - shared
+    best = {end: (0, 0, 0, end)}  # cost and, negated, matches to come; preference and place of the next step
+    for i, j in product(range(end[0], start - 1, -1), range(end[1], start - 1, -1)):
+        ways = [best[end]] if (i, j) == end else [(math.inf, 0, 0, end)]
+        if (i + 1, j + 1) in best:
+            cost, matches, *_ = best[i + 1, j + 1]
+            ways.append((cost + (a[i] != b[j]), matches - (a[i] == b[j]), 0, (i + 1, j + 1)))
+        if (i + 1, j) in best and (j == start or a[i] != b[j - 1]):
+            ways.append((best[i + 1, j][0] + 1, best[i + 1, j][1], 1, (i + 1, j)))
+        if (i, j + 1) in best and (i == start or a[i - 1] != b[j]):
+            ways.append((best[i, j + 1][0] + 1, best[i, j + 1][1], 2, (i, j + 1)))
+        best[i, j] = min(ways)
+    i = j = start
+    found = [(place, place) for place in range(start)]
     while (i, j) != end:
-        preference = ahead[i, j][1]
-        if preference == 3 and a[i] == b[j]:
+        *_, preference, place = best[i, j]
+        if preference == 0 and a[i] == b[j]:
             found.append((i, j))
-        i, j = i + (preference != 1), j + (preference != 2)
-    return found
+        i, j = place
+    return best[start, start][0], found + [(len(a) - k, len(b) - k) for k in range(shared, 0, -1)]
 
 
 def test_the_alignment_is_the_canonical_one_and_the_same_on_every_path():
@@ -214,11 +178,12 @@ def test_the_alignment_is_the_canonical_one_and_the_same_on_every_path():
     masks = [np.frombuffer(part, np.uint8) for part in found[0][:2]]
     kept, also = (np.split(mask, arguments[place][1:-1]) for mask, place in zip(masks, (1, 3), strict=True))
     for (a, b), *own in zip(short, kept, also, strict=False):
-        assert list(zip(*map(np.flatnonzero, own), strict=True)) == canonical_matches(a.tolist(), b.tolist())
+        _, matches = canonical_alignment(a.tolist(), b.tolist())
+        assert list(zip(*map(np.flatnonzero, own), strict=True)) == matches
 
 
 def test_a_script_turns_one_sequence_into_the_other_and_costs_the_distance():
-    for a, b in pairs_of_all_kinds(seed=5, count=80, lengths=[0, 3, *EDGES]):
+    for a, b in pairs_of_all_kinds(seed=5, count=80, lengths=EDGES):
         mask, other, count = unmodified_mask([a], None, [b], None, return_other=True)
         assert mask.dtype == np.uint8
         assert a[mask == 1].tolist() == b[other == 1].tolist()
@@ -239,37 +204,24 @@ def test_a_script_by_hand():
         ("delete", 3, 4, 3, 3), ("equal", 4, 6, 3, 5), ("insert", 6, 6, 5, 7),
     ]  # fmt: skip
     assert opcodes([], []) == []
-    script = [tuple(step) for step in opcodes([1, 2, 3], [4])]
-    assert script == [("replace", 0, 1, 0, 1), ("delete", 1, 3, 1, 1)]
+    assert [tuple(step) for step in opcodes([1, 2], [4])] == [("replace", 0, 1, 0, 1), ("delete", 1, 2, 1, 1)]
 
 
 def test_rewrites_by_hand():
     y = [[1, 2, 3, 4, 5]] * 5
     y_hat = [[1, 2, 8, 8, 8]] + [[1, 8, 8, 8, 8]] * 4
-    refs = [[[9] * 5], [[9, 9, 9, 9, 8]], [[9, 9, 9, 8, 8]], [[9] * 5, [9, 9, 9, 8, 8]], []]
+    refs = [[[9] * 5], [[9, 9, 9, 9, 8]], [[9, 9, 9, 8, 8]], [[9] * 5, [9, 9, 9, 8, 8], [9] * 5], []]
     test = rewrite_test(y, y_hat, refs, threshold=0.6)
-    # not above α; above it, but as far from the reference; nearer to it; the nearest of two counts; none: α
+    # not above α; above it, but as far from the reference; nearer to it; the nearest of three counts; none: α
     # alone
     assert test.rewritten.tolist() == [False, False, True, True, True]
     assert test.distance.tolist() == [0.6, 0.8, 0.8, 0.8, 0.8]
     assert test.reference_distance.tolist()[:4] == [np.inf, 0.8, 0.6, 0.6]  # the first: above 0.6
     assert np.isnan(test.reference_distance[4])
-    again = rewrite_test(flatten(y), flatten(y_hat), refs, threshold=0.6)
-    assert again.rewritten.tolist() == test.rewritten.tolist()
-    known = rewrite_test(y, y_hat, refs, threshold=0.6, edits=np.array([3, 4, 4, 4, 4]))
+    known = rewrite_test(flatten(y), flatten(y_hat), refs, threshold=0.6, edits=np.array([3, 4, 4, 4, 4]))
     assert known.rewritten.tolist() == test.rewritten.tolist()
     with pytest.raises(ValueError, match=r"edits: must be int64 \[5\], not int64 \[4\]"):
         rewrite_test(y, y_hat, refs, threshold=0.6, edits=np.array([3, 4, 4, 4]))
-
-
-def test_the_adaptive_threshold_by_hand():
-    """d = 0 five times and 1 once: mean 1/6, population std √5/6. Of nothing there is none."""
-    y, y_hat = [[7, 7]] * 6, [[7, 7]] * 5 + [[9, 9]]
-    test = rewrite_test(y, y_hat, [[[9, 9]]] * 6, threshold="adaptive")
-    assert test.threshold == pytest.approx(1 / 6 + 5**0.5 / 3)
-    assert test.rewritten.tolist() == [False] * 5 + [True]
-    nothing = rewrite_test([], [], [], threshold="adaptive")
-    assert (np.isnan(nothing.threshold), nothing.rewritten.shape) == (True, (0,))
 
 
 @given(st.integers(0, 40), st.integers(0, 40), st.integers(1, 9), st.integers(1, 3))
@@ -286,6 +238,8 @@ def test_a_distance_equal_to_the_adaptive_threshold_is_no_rewrite(common, other,
     assert rewrites([common] * equal) == 0
     assert rewrites([common] * 4 * times + [other] * times) == 0
     assert rewrites([common] * 6 + [40]) == (common < 40)
+    nothing = rewrite_test([], [], [], threshold="adaptive")
+    assert (np.isnan(nothing.threshold), nothing.rewritten.shape) == (True, (0,))
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=30))
@@ -301,8 +255,7 @@ def test_the_adaptive_threshold_is_the_double_below_the_exact_one(distances):
     assert (above - mean) ** 2 > 4 * variance
 
 
-@pytest.mark.parametrize("of_values", [np.int32, np.int64])
-@pytest.mark.parametrize("of_offsets", [np.int32, np.int64])
+@pytest.mark.parametrize(("of_values", "of_offsets"), [(np.int32, np.int64), (np.int64, np.int32)])
 def test_takes_arrays_tensors_and_lists_of_both_widths_in_any_layout(of_values, of_offsets):
     values, offsets = np.array([1, 2, 3, 4, 4], of_values), np.array([0, 3, 3, 5], of_offsets)
     arrays = (values, offsets, np.array([1, 3, 9, 4, 5]), np.array([0, 2, 3, 5]))
@@ -311,28 +264,20 @@ def test_takes_arrays_tensors_and_lists_of_both_widths_in_any_layout(of_values, 
     for batch in (arrays, [torch.from_numpy(array) for array in arrays], lists):
         assert batch_distance(*batch, normalized=False).tolist() == [1, 1, 1]
     assert distance(values[::2], np.array([1, 3])) == 1 / 3
-    ids = [3, -1, 2**40]
-    array = np.array(ids)
+    array = np.array([3, -1, 2**40])
     off_by_a_byte = np.frombuffer(b"\0" + array.tobytes(), np.int64, offset=1)
-    every_other = np.repeat(array, 2)[::2]
-    for same in (ids, tuple(ids), list(array), array, off_by_a_byte, every_other, torch.from_numpy(array)):
-        assert distance(same, ids) == 0.0
-        assert distance(same, [*ids, 4], normalized=False) == 1.0
+    for same in (array.tolist(), tuple(array), off_by_a_byte, np.repeat(array, 2)[::2], torch.tensor(array)):
+        assert distance(same, array) == 0.0
+        assert distance(same, [*array, 4], normalized=False) == 1.0
 
 
 def test_arrays_and_tensors_are_not_copied(monkeypatch):
     seen = []
-    inner = _edit_distance.batch_distance
-
-    def noted(*args):
-        seen.append(args)
-        return inner(*args)
-
-    monkeypatch.setattr(_edit_distance, "batch_distance", noted)
+    monkeypatch.setattr(_edit_distance, "batch_distance", lambda *args: seen.extend(args) or np.zeros(2))
     values, offsets = torch.arange(6), torch.tensor([0, 2, 6])
     batch_distance(values, offsets, values.numpy(), offsets.numpy())
-    for array, tensor in zip(seen[0][:4], (values, offsets, values, offsets), strict=True):
-        assert array.ctypes.data == tensor.data_ptr()
+    addresses = [array.ctypes.data for array in seen[:4]]
+    assert addresses == [values.data_ptr(), offsets.data_ptr()] * 2
 
 
 def test_batches_of_more_than_two_billion_ids():
@@ -359,45 +304,44 @@ def test_a_sequence_too_long_is_refused_before_it_is_copied():
             refused()
 
 
+def exit_code_of_a_fork(work):
+    """None if it hangs."""
+    child = multiprocessing.get_context("fork").Process(target=work)
+    child.start()
+    child.join(60)
+    exit_code = child.exitcode
+    child.kill()
+    return exit_code
+
+
 @pytest.mark.parametrize("written", ["offsets", "ids"])
 def test_arrays_that_another_thread_writes_to_during_a_call_give_any_answer_but_no_fault(written):
-    """It runs in a process of its own, which once ended in a segmentation fault within the first calls."""
-    command = [sys.executable, "-c", WRITTEN_TO, written]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) > 20
+    """The process once ended in a segmentation fault within the first calls."""
+    ids, offsets = np.random.default_rng(0).integers(0, 500, 64 * 600), np.arange(65) * 600
+    other, steady = np.where(np.arange(ids.size) % 7, ids, 1), offsets.copy()
+    target, wrong = (offsets[1:-1], (2**40, -(2**40))) if written == "offsets" else (ids, (2**50, 3))
 
+    def work():
+        right, stopping = target.copy(), threading.Event()
 
-WRITTEN_TO = """
-import sys, threading, time
-import numpy as np
-from megatron_ibpo import _edit_distance
-ids = np.random.default_rng(0).integers(0, 500, 64 * 600)
-other = np.where(np.arange(ids.size) % 7, ids, 1)
-offsets = np.arange(65) * 600
-target, wrong = {"offsets": (offsets[1:-1], (2**40, -(2**40))), "ids": (ids, (2**50, 3))}[sys.argv[1]]
-right, steady, stopping = target.copy(), offsets.copy(), threading.Event()
+        def write():
+            while not stopping.is_set():
+                for value in wrong:
+                    target[:] = value
+                    target[:] = right
 
-def write():
-    while not stopping.is_set():
-        for value in wrong:
-            target[:] = value
-            target[:] = right
+        writer = threading.Thread(target=write)
+        writer.start()
+        calls, end = 0, time.monotonic() + 0.4
+        while calls <= 20 or time.monotonic() < end:
+            calls += 1
+            with suppress(ValueError):  # caught in the middle of a write
+                _edit_distance.batch_distance(ids, offsets, other, steady, None, 2)
+                _edit_distance.batch_align(ids, offsets, other, steady, 2)
+        stopping.set()
+        writer.join()
 
-writer = threading.Thread(target=write)
-writer.start()
-calls, end = 0, time.monotonic() + 0.4
-while calls <= 20 or time.monotonic() < end:
-    calls += 1
-    try:
-        _edit_distance.batch_distance(ids, offsets, other, steady, None, 2)
-        _edit_distance.batch_align(ids, offsets, other, steady, 2)
-    except ValueError:
-        pass  # caught in the middle of a write
-stopping.set()
-writer.join()
-print(calls)
-"""
+    assert exit_code_of_a_fork(work) == 0
 
 
 def test_no_sequences_give_no_distances_and_any_number_of_threads_may_be_allowed():
@@ -421,19 +365,16 @@ def test_other_threads_run_meanwhile():
 
 def test_a_fork_after_threads_were_at_work_still_computes():
     arguments = both_flat(pairs_of_all_kinds(seed=7, count=100, lengths=[300, 900]))
-    want = batch_distance(*arguments, num_threads=4).tolist()
-    child = multiprocessing.get_context("fork").Process(
-        target=lambda: os._exit(int(batch_distance(*arguments, num_threads=4).tolist() != want))
-    )
-    child.start()
-    child.join(60)
-    exit_code = child.exitcode
-    child.kill()
-    assert exit_code == 0, "it hangs" if exit_code is None else exit_code
+    want = batch_distance(*arguments, num_threads=4)
+
+    def work():
+        sys.exit(not np.array_equal(batch_distance(*arguments, num_threads=4), want))
+
+    assert exit_code_of_a_fork(work) == 0
 
 
 def test_an_instruction_set_is_forced_by_name_or_environment(monkeypatch):
-    arguments = (*flatten([[1, 2]]), *flatten([[1, 3]]))
+    arguments = both_flat([([1, 2], [1, 3])])
     monkeypatch.setenv("IBPO_EDIT_DISTANCE_ISA", "portable")
     assert batch_distance(*arguments).tolist() == [0.5]
     monkeypatch.setenv("IBPO_EDIT_DISTANCE_ISA", "mmx")
@@ -456,7 +397,6 @@ def test_an_instruction_set_is_forced_by_name_or_environment(monkeypatch):
         ({"a_values": 5, "a_offsets": None}, TypeError, "a: values without offsets must be a list of seq"),
         ({"a_values": [[1, 2.5]], "a_offsets": None}, TypeError, r"a\[0\]: .* not float64"),
         ({"a_offsets": [1, 2]}, ValueError, "a_offsets: must start with 0"),
-        ({"b_offsets": []}, ValueError, "b_offsets: must start with 0"),
         ({"b_offsets": [0, 1]}, ValueError, "b_offsets: must end with the number of values, 2, not 1"),
         ({"b_offsets": [0, 3, 2]}, ValueError, "b_offsets: must not fall, but entry 2 is 2 after 3"),
         ({"b_offsets": [0, 1, 2]}, ValueError, "b: 2 sequences, but a has 1"),
@@ -480,7 +420,6 @@ def test_bad_input_is_refused_by_name(bad, error, message):
         ({"threshold": -1}, ValueError, "threshold: must be 0 or more, not -1"),
         ({"refs": []}, ValueError, "refs: of 0 pairs, but y has 1"),
         ({"refs": [None]}, TypeError, "refs: must be a list with, for each pair, a list"),
-        ({"refs": ([1], [0, 1])}, TypeError, "refs: must be a list with, for each pair, a list"),
         ({"refs": [[1, 3]]}, ValueError, r"refs\[0\]: must be 1-D"),
         ({"y_hat": [[1], [2]]}, ValueError, "y_hat: 2 sequences, but y has 1"),
     ],

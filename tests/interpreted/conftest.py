@@ -11,25 +11,20 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 collect_ignore_glob = [] if INTERPRETED else ["test_*.py"]
 NEEDED_BY_RANKS = ["interpreted.conftest", "support.layout_cases", "megatron_ibpo.kernels.segment_loss"]
 
-
-def patch_language_once():
-    """Replace Triton's language by the interpreter's once for each module of kernels. Triton does it again at
-    every call of a device function, which takes half of the time."""
+if INTERPRETED:
+    # Triton replaces its language by the interpreter's at every call of a device function, which takes half
+    # of the time. Once for each module of kernels is enough.
     from triton.runtime import interpreter
 
-    modules, patch_language = set(), interpreter._patch_lang
+    patched, patch_language = set(), interpreter._patch_lang
 
     def patch_once(function):
-        if function.__module__ not in modules:
-            modules.add(function.__module__)
+        if function.__module__ not in patched:
+            patched.add(function.__module__)
             patch_language(function)  # not restored
         return interpreter._LangPatchScope()
 
     interpreter._patch_lang = patch_once
-
-
-if INTERPRETED:
-    patch_language_once()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -37,9 +37,7 @@ def test_the_documented_variants_are_the_same_in_torch_and_by_the_kernel(name, t
     sys.modules.pop("spo")
 
 
-# (2, 2) has both in one; tests/loss/test_linear_loss.py takes every variant in torch
-@pytest.mark.parametrize(
-    ("tp", "cp"), [(2, 2), *(pytest.param(*one, marks=pytest.mark.slow) for one in [(2, 1), (4, 1), (1, 2)])]
-)
-def test_the_kernels_of_every_rank_together_equal_one_process(tp, cp):
-    layout_cases.check_layout("triton", tp, cp, (*KINDS, layout_cases.BY_PLACE_NAME))
+@pytest.mark.world(4)
+def test_the_kernels_of_every_rank_together_equal_one_process(world):
+    """tests/loss/test_linear_loss.py takes every variant in torch."""
+    layout_cases.check_layout(world, "triton", 2, 2, (*KINDS, layout_cases.BY_PLACE_NAME))

@@ -1,6 +1,5 @@
 """The loss with the LM head fused in equals that of the logits, and both are the same under every layout."""
 
-import functools
 import itertools
 import math
 
@@ -14,7 +13,6 @@ from megatron_ibpo.loss.coefficients import RowCoefficients, schedule
 from support import layout_cases
 from support.linear_cases import FUSED, H, V, batch_of, fused, options_for, plain
 from support.loss_calls import loss_of_hidden
-from support.ranks import run_ranks
 
 WIDE = {"params": {"eps_low": 0.5, "eps_high": 0.5}}
 """GSPO's own clips are narrower than the ratios here, and leave no gradient."""
@@ -26,12 +24,15 @@ def agree(found, expected, **tolerances):
         torch.testing.assert_close(ours, theirs, **tolerances)
 
 
-@pytest.mark.parametrize("kl_coef", [0.0, 0.05])
+@pytest.mark.parametrize(("kl_coef", "off_policy"), [(0.0, None), (0.05, None), (0.05, [0, 1, 0, 1, 1, 0])])
 @pytest.mark.parametrize("variant", FUSED)
-def test_it_equals_the_loss_of_the_logits(variant, kl_coef):
+def test_it_equals_the_loss_of_the_logits(variant, kl_coef, off_policy):
     """Sequences inside a chunk, across two, and across many; all weights, temperatures and masks in play."""
     batch = batch_of((1, 5, 17, 2, 30, 3))
     options = options_for(variant) | {"kl_coef": kl_coef}
+    if off_policy:
+        batch |= {"off_policy_S": torch.tensor(off_policy).bool()}
+        batch["advantages"][1] = 0.5
     expected = plain(batch, **options)
     for chunk in (1, 7, 1000):
         found = fused(batch, chunk=chunk, **options)
@@ -42,11 +43,9 @@ def test_it_equals_the_loss_of_the_logits(variant, kl_coef):
 
 @settings(max_examples=40, deadline=None)
 @given(
-    lengths=st.lists(st.integers(0, 12), min_size=1, max_size=6),
-    chunk=st.integers(1, 30),
-    prompt=st.integers(0, 3),
-    seed=st.integers(0, 99),
-)
+    st.lists(st.integers(0, 12), min_size=1, max_size=6),
+    st.integers(1, 30), st.integers(0, 3), st.integers(0, 99),
+)  # fmt: skip
 def test_no_cut_into_chunks_changes_anything(lengths, chunk, prompt, seed):
     """Empty and fully masked sequences among them."""
     batch = batch_of(lengths, seed, prompt)
@@ -61,35 +60,15 @@ def test_a_sequence_may_be_longer_than_what_is_scaled_at_a_time():
     agree(fused(batch, chunk=4000, **WIDE), expected, rtol=1e-11, atol=1e-13)
 
 
-def test_the_gradient_is_that_of_finite_differences():
-    """They are taken along random directions of both inputs; gradcheck would run backward twice."""
-    batch = batch_of((3, 6, 2))
-    del batch["token_weights_N"]  # they scale the gradient and not the value
-    names, step = ("hidden_NH", "weight_VH"), 1e-6
-    loss_of = functools.partial(loss_of_hidden, chunk=4, variant="gmpo", kl_coef=0.1)
-    gradients = fused(batch, chunk=4, variant="gmpo", kl_coef=0.1)[1:3]
-    for seed in range(5):
-        generator = torch.Generator().manual_seed(seed)
-        ways = [torch.randn(batch[n].shape, generator=generator, dtype=torch.float64) for n in names]
-        ahead, behind = (
-            loss_of(**batch | {n: batch[n] + own * way for n, way in zip(names, ways, strict=True)})[0]
-            for own in (step, -step)
-        )
-        slope = sum((gradient * way).sum() for gradient, way in zip(gradients, ways, strict=True))
-        torch.testing.assert_close((ahead - behind) / (2 * step), slope, rtol=1e-6, atol=1e-9)
-
-
 def test_the_worked_example_of_coefficients():
     """Three rows of A (advantage 2) and two of B (advantage -1), chunks of two: what each chunk may use."""
     s = math.exp(0.1)  # the ratio of either sequence
-    objective = make_objective("gspo", {"eps_low": 0.5, "eps_high": 0.5})
+    objective = make_objective("gspo", WIDE["params"])
     rows = LossRows(
-        targets_N=torch.zeros(5, dtype=torch.int64),
-        response_mask_N=torch.ones(5),
-        cu_seqlens=torch.tensor([0, 3, 5], dtype=torch.int32),
-        advantages=torch.tensor([2.0, -1.0], dtype=torch.float64),
+        targets_N=torch.zeros(5, dtype=torch.int64), response_mask_N=torch.ones(5),
+        cu_seqlens=torch.tensor([0, 3, 5]), advantages=torch.tensor([2.0, -1.0], dtype=torch.float64),
         old_logprobs_N=-torch.tensor([0.1, 0.2, 0.0, -0.1, 0.3], dtype=torch.float64),
-    ).checked(5, objective)
+    ).checked(5, objective)  # fmt: skip
     rows_R = torch.arange(5)
     known = RowCoefficients(rows, objective, rows_R, torch.float64)
     seen = []
@@ -133,8 +112,7 @@ def test_backward_scales_both_gradients_and_runs_once():
     hidden.grad = None
     loss_of_hidden(**{**batch, "hidden_NH": hidden}, chunk=3, **WIDE)[0].backward()
     torch.testing.assert_close(hidden.grad, of_hidden)
-    with torch.no_grad():
-        torch.testing.assert_close(loss_of_hidden(**batch, chunk=3, **WIDE)[0], loss.detach())
+    torch.testing.assert_close(loss_of_hidden(**batch, chunk=3, **WIDE)[0], loss.detach())
 
 
 def test_megatrons_main_grad_gets_the_weights_gradient_and_autograd_zeros():
@@ -168,23 +146,23 @@ def test_bad_input_to_the_fused_head_is_named(change, message):
         loss_of_hidden(**{**batch_of((4, 6)), **change})
 
 
-SLOW = pytest.mark.slow  # (2, 2) has both in one
+@pytest.mark.world(4)
+@pytest.mark.parametrize(("tp", "cp"), [(2, 2), pytest.param(4, 1, marks=pytest.mark.slow)])
+def test_every_variant_equals_one_process(world, tp, cp):
+    """(2, 2) has both; (4, 1) knows no context-parallel group."""
+    layout_cases.check_layout(world, "torch", tp, cp, (*VARIANTS, layout_cases.BY_PLACE_NAME))
 
 
-@pytest.mark.world
-@pytest.mark.parametrize(
-    ("tp", "cp"), [(2, 2), *(pytest.param(*one, marks=SLOW) for one in [(4, 1), (1, 2)])]
-)
-def test_every_variant_equals_one_process(tp, cp):
-    layout_cases.check_layout("torch", tp, cp, (*VARIANTS, layout_cases.BY_PLACE_NAME))
+@pytest.mark.world(2)
+def test_a_sequence_that_does_not_divide_among_context_parallel_ranks_is_refused(world):
+    batch = batch_of((5, 13)) | {"cu_seqlens": torch.tensor([0, 7, 44])}
+    with pytest.raises(ValueError, match="a sequence of 7 rows does not divide among the 2 ranks"):
+        fused(batch, cp_group=torch.distributed.group.WORLD)
 
 
-@pytest.mark.world
-def test_a_sequence_that_does_not_divide_among_context_parallel_ranks_is_refused():
-    layout_cases.check_unequal_shares()
-
-
-def vocab_parallel(world, batch, options):
+@pytest.mark.world(2)
+def test_vocabulary_shards_equal_one_process(world):
+    batch, options = batch_of((5, 17, 2, 30)), {"chunk": 7, "params": {"eps_low": 0.1, "eps_high": 0.1}}
     size = V // world.size + 1
     start, stop = world.rank * size, min((world.rank + 1) * size, V)
     shard = torch.zeros(size, H, dtype=torch.float64)  # the last rank's has padding
@@ -192,48 +170,27 @@ def vocab_parallel(world, batch, options):
     layout = {"vocab_range": (start, stop), "tp_group": torch.distributed.group.WORLD}
     loss, hidden, weight, _ = fused({**batch, "weight_VH": shard}, **layout, **options)
     torch.distributed.all_reduce(hidden)
-    return loss, hidden, weight[: stop - start]
+    expected_loss, expected_hidden, expected_weight, _ = fused(batch, **options)
+    agree(
+        (loss, hidden, weight[: stop - start]), (expected_loss, expected_hidden, expected_weight[start:stop])
+    )
 
 
-@pytest.mark.world
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=SLOW)])
-def test_vocabulary_shards_equal_one_process(size):
-    batch, options = batch_of((5, 17, 2, 30)), {"chunk": 7, "params": {"eps_low": 0.1, "eps_high": 0.1}}
-    losses, hiddens, weights = zip(*run_ranks(vocab_parallel, size, batch, options), strict=True)
-    expected = fused(batch, **options)
-    for found in zip(losses, hiddens, strict=True):
-        agree((*found, torch.cat(weights)), expected)
-
-
-def context_parallel(world, cases):
-    """Each rank takes an end and a middle piece of every sequence, as Megatron deals them."""
-    found = []
-    for batch, options in cases:
-        pieces = []
+@pytest.mark.world(2)
+def test_context_shards_equal_one_process(world):
+    """They do so where either rank's last chunk has no row in the loss, too. Each rank takes an end and a
+    middle piece of every sequence, as Megatron deals them."""
+    for variant, padded in [("gspo", []), ("gspo", [54, 55, 62, 63]), ("dapo", []), ("gmpo", [])]:
+        batch, options = batch_of((6, 18, 2, 30)), options_for(variant) | {"chunk": 5, "kl_coef": 0.1}
+        batch["response_mask_N"][padded] = 0
+        pieces, all_rows = [], len(batch["targets_N"])
         for start, stop in itertools.pairwise(batch["cu_seqlens"].tolist()):
             chunks = torch.arange(start, stop).chunk(2 * world.size)
             pieces += [chunks[world.rank], chunks[2 * world.size - 1 - world.rank]]
-        rows, all_rows = torch.cat(pieces), len(batch["targets_N"])
-        per_row = {k: v[rows] for k, v in batch.items() if k != "weight_VH" and len(v) == all_rows}
-        loss, hidden, weight, stats = fused(
-            batch | per_row, cp_group=torch.distributed.group.WORLD, **options
-        )
+        rows = torch.cat(pieces)
+        own = {k: v[rows] for k, v in batch.items() if k != "weight_VH" and len(v) == all_rows}
+        loss, hidden, weight, stats = fused(batch | own, cp_group=torch.distributed.group.WORLD, **options)
         torch.distributed.all_reduce(weight)
-        found.append((loss, rows, hidden, weight, stats.mean_log_ratio_S))
-    return found
-
-
-@pytest.mark.world
-def test_context_shards_equal_one_process():
-    """They do so where either rank's last chunk has no row in the loss, too."""
-    cases = []
-    for variant, padded in [("gspo", []), ("gspo", [54, 55, 62, 63]), ("dapo", []), ("gmpo", [])]:
-        batch = batch_of((6, 18, 2, 30))
-        batch["response_mask_N"][padded] = 0
-        cases.append((batch, options_for(variant) | {"chunk": 5, "kl_coef": 0.1}))
-    for of_rank in run_ranks(context_parallel, 2, cases):
-        for (batch, options), (found_loss, rows, *found) in zip(cases, of_rank, strict=True):
-            loss, hidden, weight, stats = fused(batch, **options)
-            expected = loss, hidden[rows], weight, stats.mean_log_ratio_S
-            for ours, theirs in zip((found_loss, *found), expected, strict=True):
-                torch.testing.assert_close(ours, theirs, msg=options["variant"])
+        expected_loss, expected_hidden, *expected, expected_stats = fused(batch, **options)
+        agree((loss, hidden, weight), (expected_loss, expected_hidden[rows], *expected), msg=variant)
+        torch.testing.assert_close(stats.mean_log_ratio_S, expected_stats.mean_log_ratio_S, msg=variant)

@@ -1,30 +1,18 @@
 """The loss under tensor and context parallelism over gloo equals that of one process, for either backend."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-from typing import Any
-
-import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from megatron_ibpo.loss import Variant
 from megatron_ibpo.loss.packed_rows import response_positions
 from support.kernel_cases import make_batch, options_for
 from support.loss_calls import loss_of_logits
-from support.ranks import run_ranks
 
 LENGTHS = (8, 4, 0, 12)
 VOCAB = 133
-ROWS = (
-    "logits_NV", "targets_N", "old_logprobs_N", "ref_logprobs_N", "response_mask_N", "token_weights_N",
-    "positions_N",
-)  # fmt: skip
 
 
-def by_place(log_ratio, advantages, lengths, positions) -> tuple[Tensor, Tensor]:
+def by_place(log_ratio, advantages, lengths, positions):
     return -log_ratio.exp() * advantages * (positions + 1.0) / lengths, positions > 2
 
 
@@ -32,7 +20,7 @@ BY_PLACE = Variant(token_term=by_place)
 BY_PLACE_NAME = "support.layout_cases:BY_PLACE"
 
 
-def batch_for_ranks() -> dict[str, Any]:
+def batch_for_ranks():
     batch = make_batch("cpu", lengths=LENGTHS, vocab=VOCAB)
     generator = torch.Generator().manual_seed(5)
     batch["token_weights_N"] = torch.rand(sum(LENGTHS), generator=generator)
@@ -41,74 +29,48 @@ def batch_for_ranks() -> dict[str, Any]:
     return batch
 
 
-def one_loss(batch: dict[str, Any], variant: str, backend: str, **layout: Any) -> dict[str, Tensor]:
+def one_loss(batch, variant, backend):
     logits = batch["logits_NV"].clone().requires_grad_()
     options = {**options_for(variant), "kl": "k3", "kl_coef": 0.3, "temperature": 0.9, "backend": backend}
-    loss, stats = loss_of_logits(**{**batch, "logits_NV": logits}, **options, **layout)
+    loss, stats = loss_of_logits(**{**batch, "logits_NV": logits}, **options)
     (2 * loss).backward()
     shown = ("logprobs_N", "entropy_N", "mean_log_ratio_S", "kl_N", "clipped")
     found = {name: getattr(stats, name) for name in shown}
     return found | {"loss": loss.detach(), "gradient": logits.grad}
 
 
-def on_one_rank(world, backend, tp, cp, variants) -> dict[str, dict[str, Tensor]]:
-    """Results by variant on this rank of a tp × cp layout, tensor-parallel ranks next to each other."""
-    tensor_groups = [dist.new_group(list(range(first, first + tp))) for first in range(0, tp * cp, tp)]
-    context_groups = [dist.new_group(list(range(first, tp * cp, tp))) for first in range(tp)]
-    place, part = world.rank % tp, world.rank // tp
-    batch = batch_for_ranks()
-    batch["positions_N"] = response_positions(batch["response_mask_N"], batch["cu_seqlens"])
-    batch |= {name: batch[name][context_rows(part, cp)] for name in ROWS}
-    width = -(-VOCAB // tp)
-    first, last = place * width, min((place + 1) * width, VOCAB)
-    shard = torch.full((len(batch["logits_NV"]), width), 77.0)  # padding that must not count
-    shard[:, : last - first] = batch["logits_NV"][:, first:last]
-    batch |= {"logits_NV": shard}
-    layout = {"tp_group": tensor_groups[part], "vocab_range": (first, last)}
-    layout["cp_group"] = context_groups[place] if cp > 1 else None
-    return {variant: one_loss(batch, variant, backend, **layout) for variant in variants}
-
-
-def context_rows(part: int, cp: int) -> Tensor:
+def context_rows(part, cp):
     """Rows of one context-parallel rank as Megatron deals them: chunks `part` and 2·cp-1-part of each."""
-    rows, start = [], 0
-    for length in LENGTHS:
-        chunks = torch.arange(start, start + length).chunk(2 * cp) if length else ()
+    rows = []
+    for own in torch.arange(sum(LENGTHS)).split(LENGTHS):
+        chunks = own.chunk(2 * cp) if len(own) else ()
         rows += [chunk for number, chunk in enumerate(chunks) if number in (part, 2 * cp - 1 - part)]
-        start += length
     return torch.cat(rows)
 
 
-def check_layout(backend: str, tp: int, cp: int, variants: Sequence[str]) -> None:
-    ranks = run_ranks(on_one_rank, tp * cp, backend, tp, cp, variants, timeout=280)
+def check_layout(world, backend, tp, cp, variants):
+    """On each rank of a tp × cp layout, tensor-parallel ranks next to each other."""
+    tensor_groups = [dist.new_group(list(range(first, first + tp))) for first in range(0, tp * cp, tp)]
+    context_groups = [dist.new_group(list(range(first, tp * cp, tp))) for first in range(tp)]
+    part, place = divmod(world.rank, tp)
+    whole, rows = batch_for_ranks(), context_rows(part, cp)
+    positions_N = response_positions(whole["response_mask_N"], whole["cu_seqlens"])
+    batch = whole | {"positions_N": positions_N}
+    batch |= {name: value[rows] for name, value in batch.items() if name.endswith(("_N", "_NV"))}
+    width = -(-VOCAB // tp)
+    first, last = place * width, min((place + 1) * width, VOCAB)
+    shard = torch.full((len(rows), width), 77.0)  # padding that must not count
+    shard[:, : last - first] = batch["logits_NV"][:, first:last]
+    batch |= {"logits_NV": shard, "tp_group": tensor_groups[part], "vocab_range": (first, last)}
+    batch["cp_group"] = context_groups[place] if cp > 1 else None
     for variant in variants:
-        expected = one_loss(batch_for_ranks(), variant, "torch")
-        for result in ranks:  # the same bits everywhere
-            for name in ("loss", "mean_log_ratio_S"):
-                assert torch.equal(result[variant][name], ranks[0][variant][name]), (variant, name)
-        found = {name: torch.empty_like(value) for name, value in expected.items()}
-        for part in range(cp):
-            rows = context_rows(part, cp)
-            shards = [result[variant] for result in ranks[part * tp : (part + 1) * tp]]
-            whole = torch.cat([shard["gradient"] for shard in shards], 1)
-            assert not whole[:, VOCAB:].any()
-            found["gradient"][rows] = whole[:, :VOCAB]
-            for name, value in shards[0].items():
-                if expected[name].shape == expected["logprobs_N"].shape:
-                    found[name][rows] = value
-                elif name != "gradient":
-                    found[name] = value
+        found, expected = one_loss(batch, variant, backend), one_loss(whole, variant, "torch")
+        assert not found["gradient"][:, last - first :].any()
+        found["gradient"] = found["gradient"][:, : last - first]
+        expected["gradient"] = expected["gradient"][:, first:last]
         for name, value in expected.items():
-            torch.testing.assert_close(found[name], value, atol=3e-6, rtol=3e-6, msg=f"{variant}: {name}")
-
-
-def unequal_shares(world: Any) -> None:
-    batch = batch_for_ranks()
-    batch["cu_seqlens"] = torch.tensor([0, 9, 2 * sum(LENGTHS)], dtype=torch.int32)
-    batch["advantages"], batch["sequence_weights_S"] = torch.ones(2), torch.ones(2)
-    with pytest.raises(ValueError, match="a sequence of 9 rows does not divide among the 2 ranks"):
-        loss_of_logits(**batch, cp_group=dist.group.WORLD)
-
-
-def check_unequal_shares() -> None:
-    run_ranks(unequal_shares, 2)
+            own = value[rows] if value.dim() and len(value) == sum(LENGTHS) else value
+            torch.testing.assert_close(found[name], own, atol=3e-6, rtol=3e-6, msg=f"{variant}: {name}")
+        same: list = [None] * world.size
+        dist.all_gather_object(same, [found[name].tolist() for name in ("loss", "mean_log_ratio_S")])
+        assert same == [same[0]] * world.size, f"{variant}: the same bits everywhere"
