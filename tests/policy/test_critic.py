@@ -6,7 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_ibpo.policy.critic import value_loss
+from megatron_ibpo.policy.checkpoint import load_checkpoint
+from megatron_ibpo.policy.critic import Critic, value_loss
+from megatron_ibpo.policy.model import build_value_model
+from megatron_ibpo.policy.saving import save_checkpoint
+from megatron_ibpo.weights.formats.load import load_hf
 from megatron_ibpo.weights.weight_errors import CheckpointError
 from support import planned
 from support.critics import critic_config, open_critic, rows_with_returns
@@ -51,11 +55,10 @@ def flat(values):
 DENSE = [layout(pp=2), layout(distributed_optimizer=True)]
 LAYOUTS = {2: [*(("dense", own) for own in DENSE), ("tied", layout(tp=2)), ("calm", layout(tp=2, ep=2))]}
 """By ranks: models and layouts that together take apart what can be taken apart."""
-MORE_DENSE, MORE_CALM = [layout(tp=2), layout(cp=2), layout()], [layout(pp=2), layout(cp=2)]
 BY_FOUR = {"dense": layout(tp=2, cp=2), "tied": layout(tp=2, pp=2), "calm": layout(tp=2, ep=4)}
 MORE_LAYOUTS = {
-    2: [*(("dense", own) for own in MORE_DENSE), *(("calm", own) for own in MORE_CALM)],
-    4: [("dense", layout(tp=2, pp=2)), *BY_FOUR.items()],
+    2: [(name, layout(cp=2)) for name in ("dense", "calm")] + [("dense", layout()), ("calm", layout(pp=2))],
+    4: [*BY_FOUR.items()],
 }
 
 
@@ -106,10 +109,8 @@ def test_the_loss_is_the_mean_over_all_trained_tokens(world, checkpoints):
 
 @pytest.mark.world(1)
 def test_a_critic_starts_at_0_and_learns_what_it_is_shown(world, checkpoints):
-    rows = [
-        replace(row, returns=np.full(len(row.returns), float(number % 2)))
-        for number, row in enumerate(rows_with_returns(6))
-    ]
+    rows = [replace(row, returns=np.ones(len(row.returns))) for row in rows_with_returns(6)]
+    rows[::2] = (replace(row, returns=np.zeros(len(row.returns))) for row in rows[::2])
     config = critic_config(layout(), lr=1e-2, eps_adam=1e-8, value_clip=10.0)
     critic = open_critic(world, checkpoints["dense"], config, head=0.0)
     assert not flat(planned.values(critic, rows)).any()
@@ -119,12 +120,6 @@ def test_a_critic_starts_at_0_and_learns_what_it_is_shown(world, checkpoints):
 
 @pytest.mark.world(2)
 def test_a_critic_goes_on_bit_for_bit_from_a_checkpoint_that_holds_one(world, checkpoints, tmp_path):
-    from megatron_ibpo.policy.checkpoint import load_checkpoint
-    from megatron_ibpo.policy.critic import Critic
-    from megatron_ibpo.policy.model import build_value_model
-    from megatron_ibpo.policy.saving import save_checkpoint
-    from megatron_ibpo.weights.formats.load import load_hf
-
     rows, hf_dir = rows_with_returns(6), checkpoints["dense"]
 
     def opened():

@@ -1,68 +1,51 @@
 """What must be the same bit for bit: settings that differ in name only move the weights alike."""
 
-import hashlib
-import random
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from megatron_ibpo.basics.records import token_ids
-from support import planned
 from support.credit_cases import Loop, algorithm, fix_last, of_preset, plain, some_groups
 from support.layouts import layout
 from support.train_sequences import sequences
-from support.trainers import close_trainer, config_for, open_trainer
-
-
-def ones(row):
-    return np.ones(len(row.response_token_ids))
+from support.trainers import config_for, one_update
 
 
 @pytest.mark.world(1)
 def test_settings_that_differ_in_name_only_move_the_weights_alike(world, checkpoints):
     """Compared after one rollout's two updates, the second of which is off-policy."""
 
-    def moved(rows, **loss):
-        config = config_for(layout(), num_steps_per_rollout=2, lr=1e-2, eps_adam=1e-8, **loss)
-        trainer, export, _ = open_trainer(world, checkpoints["dense"], config)
-        planned.update(trainer, rows)
-        digest = hashlib.blake2b()
-        for _, tensor in export:
-            digest.update(tensor.numpy().tobytes())
-        close_trainer()
-        return digest.hexdigest()
+    def moved(rows, variant="grpo"):
+        settings = {"num_steps_per_rollout": 2, "lr": 1e-2, "eps_adam": 1e-8, "loss_variant": variant}
+        _, weights, _ = one_update(world, checkpoints["dense"], config_for(layout(), **settings), rows)
+        return b"".join(tensor.numpy().tobytes() for tensor in weights.values())
+
+    def ones(row):
+        return np.ones(len(row.response_token_ids))
+
+    rows = [replace(row, token_weights=None) for row in sequences(8)]
+    moved_by = {variant: moved(rows, variant) for variant in ("gspo", "grpo")}
+    assert moved_by["gspo"] != moved_by["grpo"]
 
     # a mask of ones is none
-    rows = sequences(8)
-    bare = [replace(row, token_weights=None) for row in rows]
-    masked = [replace(row, token_weights=ones(row)) for row in rows]
-    mixed = [replace(row, token_weights=None) if n % 2 else row for n, row in enumerate(masked)]
+    masked = [replace(row, token_weights=ones(row)) if n % 2 else row for n, row in enumerate(rows)]
     halved = [replace(row, token_weights=0.5 * ones(row)) for row in rows]
-    assert moved(bare) == moved(masked) == moved(mixed) != moved(halved)
+    assert moved(masked, "gspo") == moved_by["gspo"] != moved(halved, "gspo")
 
     # of responses of one token the token ratio is the sequence's
-    rng = random.Random(0)
-    single = [
-        replace(row, response_token_ids=token_ids([rng.randrange(2, 64)]), loss_mask=np.array([True]))
-        for row in rows
-    ]
-    single = [replace(row, token_weights=None, rollout_logprobs=None) for row in single]
-    of_one = [moved(single, loss_variant=variant) for variant in ("gspo", "gspo-token", "grpo")]
-    assert len({*of_one}) == 1
-    assert moved(rows, loss_variant="gspo") != moved(rows, loss_variant="grpo")
+    first = {"rollout_logprobs": None, "loss_mask": np.array([True])}
+    single = [replace(row, response_token_ids=row.response_token_ids[:1], **first) for row in rows]
+    assert len({moved(single, variant) for variant in ("gspo", "gspo-token", "grpo")}) == 1
 
     # one advantage for all tokens is the sequence's
     spread = [replace(row, token_advantages=row.advantage * ones(row)) for row in rows]
-    some = [row if n % 2 else full for n, (row, full) in enumerate(zip(rows, spread, strict=True))]
-    assert len({moved(given, loss_variant="grpo") for given in (rows, spread, some)}) == 1
+    assert moved([row if n % 2 else spread[n] for n, row in enumerate(rows)]) == moved_by["grpo"]
 
     # a sequence whose mean advantage is 0 is trained on where its tokens differ
-    still = replace(bare[0], advantage=0.0)
+    still = replace(rows[0], advantage=0.0)
     around = -ones(still) / (len(ones(still)) - 1)
     around[0] = 1.0
-    differing = replace(still, token_advantages=around)
-    assert moved([still], loss_variant="grpo") != moved([differing], loss_variant="grpo")
+    assert moved([still]) != moved([replace(still, token_advantages=around)])
 
 
 def test_without_shaping_and_corrections_every_variant_gives_the_credit_of_gspo():

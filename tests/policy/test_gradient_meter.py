@@ -22,8 +22,7 @@ from support.ranks import run_ranks
 from support.train_sequences import sequences
 from support.trainers import close_trainer, config_for, open_trainer, weights_of
 
-EXACT = 1000
-"""Blocks: more than there are prompts."""
+EXACT = 1000  # blocks: more than there are prompts
 
 
 def share_of(trainer, rows, plain, blocks=EXACT):
@@ -32,7 +31,7 @@ def share_of(trainer, rows, plain, blocks=EXACT):
 
 
 def measured(world, cases, rows):
-    """Return, for each (checkpoint, configuration): the noise by each prompt and by two blocks."""
+    """The noise by each prompt and by two blocks, for each (checkpoint, configuration)."""
     found = []
     for hf_dir, config in cases:
         trainer, _, _ = open_trainer(world, hf_dir, config)
@@ -121,14 +120,13 @@ def test_every_layout_measures_the_same(checkpoints):
 
 
 @pytest.mark.world(1)
-@pytest.mark.parametrize("family", ["dense", pytest.param("next", marks=pytest.mark.slow)])
-def test_training_does_not_notice_it(world, checkpoints, family):
+def test_training_does_not_notice_it(world, checkpoints):
     """Two updates, each after a measurement and without."""
     rows, found = sequences(8), []
     plain = [row for row in rows if row.kind == "response"]
     config = config_for(layout(), lr=1e-3, eps_adam=1e-8, num_steps_per_rollout=2)
     for measures in (True, False):
-        trainer, export, _ = open_trainer(world, checkpoints[family], config)
+        trainer, export, _ = open_trainer(world, checkpoints["next"], config)
         losses = []
         for _ in range(2):
             if measures:
@@ -139,7 +137,6 @@ def test_training_does_not_notice_it(world, checkpoints, family):
     (losses, with_it), (losses_without, without) = found
     assert losses == losses_without
     assert all(tensor.equal(with_it[name]) for name, tensor in without.items())
-    assert next(iter(told)) == "gradient_snr"  # the scale-free figure comes first
     assert told["gspo_gradient_variance"] != told["gradient_variance"]
 
 

@@ -7,10 +7,17 @@ from unittest import mock
 
 import pytest
 import torch
+from megatron.core.optimizer import distrib_optimizer
+from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer as Hybrid
 
 from megatron_ibpo.config import ConfigError
+from megatron_ibpo.policy import forward_backward
+from megatron_ibpo.policy.checkpoint import load_checkpoint
+from megatron_ibpo.policy.residence import Held, Residence
+from megatron_ibpo.policy.saving import save_checkpoint
 from megatron_ibpo.run.checks import check_run
 from megatron_ibpo.run.settings import parse_config
+from megatron_ibpo.weights.formats.run_state import find_checkpoint, load_run_state
 from support import planned
 from support.layouts import layout
 from support.train_sequences import sequences
@@ -25,8 +32,7 @@ from support.trainers import (
     weights_of,
 )
 
-UPDATES = 10
-"""Of a run, as `open_trainer` says to the schedule."""
+UPDATES = 10  # of a run, as `open_trainer` says to the schedule
 ROWS = sequences(6)
 SMALL = {"lr": 1e-3, "eps_adam": 1e-8}
 
@@ -85,26 +91,15 @@ def test_a_gradient_above_the_bound_is_scaled_to_it_as_a_whole(world, checkpoint
     assert_close(scaled, {name: gradient / 2 for name, gradient in whole.items()})
 
 
-ONE, TWO = pytest.mark.world(1), pytest.mark.world(2)
-
-
-@pytest.mark.parametrize(
-    ("family", "parallel", "updates"),
-    [
-        pytest.param("dense", layout(tp=2), 1, marks=TWO),
-        pytest.param("delta net", layout(tp=2, ep=2), 1, marks=TWO),
-        pytest.param("dense", layout(), 0, marks=ONE),
-        pytest.param("dense", layout(distributed_optimizer=True), 0, marks=ONE),
-        pytest.param("delta net", layout(), 0, marks=ONE),
-    ],
-)
+@pytest.mark.parametrize(("family", "parallel", "updates"), [
+    pytest.param("dense", layout(tp=2), 1, marks=pytest.mark.world(2)),
+    pytest.param("delta net", layout(tp=2, ep=2), 1, marks=pytest.mark.world(2)),
+    pytest.param("dense", layout(distributed_optimizer=True), 0, marks=pytest.mark.world(1)),
+    pytest.param("delta net", layout(), 0, marks=pytest.mark.world(1)),
+])  # fmt: skip
 def test_a_resumed_trainer_goes_on_bit_for_bit(world, checkpoints, tmp_path, family, parallel, updates):
     """It resumes in the midst of warm-up, through the peak, with weight decay. And before the first update:
     where no response was right so far, no advantage is anything but 0, and Adam has no state."""
-    from megatron_ibpo.policy.checkpoint import load_checkpoint
-    from megatron_ibpo.policy.saving import save_checkpoint
-    from megatron_ibpo.weights.formats.run_state import find_checkpoint, load_run_state
-
     found = []
     for resumes in (False, True):
         config = scheduled("cosine", 0.2, 0.1, parallel, **SMALL)
@@ -131,13 +126,11 @@ def test_a_resumed_trainer_goes_on_bit_for_bit(world, checkpoints, tmp_path, fam
 @pytest.mark.parametrize("sharded", [False, True])
 def test_gradients_reduced_during_the_backward_pass_are_the_same(world, checkpoints, sharded):
     """One reduction after the backward pass, against many during it."""
-    from megatron_ibpo.policy import forward_backward as module
-
-    found, small = [], partial(module.DistributedDataParallelConfig, bucket_size=4000)
+    found, small = [], partial(forward_backward.DistributedDataParallelConfig, bucket_size=4000)
     for overlap in (False, True):
         parallel = layout(distributed_optimizer=sharded, overlap_grad_reduce=overlap)
         config = config_for(parallel, lr=1e-3, eps_adam=1e-2)
-        with mock.patch.object(module, "DistributedDataParallelConfig", small):
+        with mock.patch.object(forward_backward, "DistributedDataParallelConfig", small):
             trainer, export, _ = open_trainer(world, checkpoints["dense"], config)
         assert (len(trainer.chunks[0].bucket_groups) > 4) == overlap
         found.append(([planned.update(trainer, ROWS)["grad_norm"] for _ in range(2)], weights_of(export)))
@@ -150,13 +143,6 @@ def test_gradients_reduced_during_the_backward_pass_are_the_same(world, checkpoi
 @pytest.mark.world(2)
 def test_an_optimizer_in_host_memory_takes_the_same_steps_and_is_resumed(world, checkpoints, tmp_path):
     """It also makes room on the way. An optimizer on the device goes on from its checkpoint, too."""
-    from megatron.core.optimizer import distrib_optimizer
-    from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer as Hybrid
-
-    from megatron_ibpo.policy.checkpoint import load_checkpoint
-    from megatron_ibpo.policy.residence import Held, Residence
-    from megatron_ibpo.policy.saving import save_checkpoint
-
     choose = Hybrid._get_sub_optimizer_param_groups
 
     def as_on_gpus(self, fraction):
@@ -209,7 +195,6 @@ def test_what_an_optimizer_needs_is_said_before_anything_starts():
         precise: "needs --use-distributed-optimizer",
         f"{precise} --use-distributed-optimizer --bf16 False": "needs bfloat16 weights",
         "--optimizer-cpu-offload": "needs --use-precision-aware-optimizer",
-        "--overlap-cpu-optimizer-d2h-h2d": "has no effect without --optimizer-cpu-offload",
         f"{gathers} --overlap-grad-reduce": "gather: needs --use-distributed-optimizer",
         f"{gathers} --use-distributed-optimizer": "gather: needs --use-distributed-optimizer",
     }.items():

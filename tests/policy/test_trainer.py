@@ -104,12 +104,11 @@ def test_neither_cut_changes_what_is_computed(world, checkpoints):
         assert_close(moved, expected, cut)
 
 
-@pytest.mark.parametrize("models", [["dense", "tied"], pytest.param(["next"], marks=pytest.mark.slow)])
 @pytest.mark.world(2)
-def test_the_fused_head_trains_as_the_logits_do(world, checkpoints, models):
+def test_the_fused_head_trains_as_the_logits_do(world, checkpoints):
     """With vocabulary and sequences sharded, in pipelines; two mini-batches, of which the second needs old
     log-probs."""
-    for name in models:
+    for name in ("dense", "tied"):
         chosen = (layout(), {}), *((own, {"fuse_lm_head": True}) for own in (layout(tp=2), layout(pp=2)))
         cases = [(checkpoints[name], own, {"num_steps_per_rollout": 2, **how}) for own, how in chosen]
         (expected, wanted), *found = gradients(world, cases, sequences(8))
