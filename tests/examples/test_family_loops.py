@@ -126,14 +126,11 @@ def test_a_gated_run_goes_on_as_if_it_had_not_stopped(tmp_path):
         assert resumed[-1].get(name) == whole[-1].get(name), name
 
 
-@pytest.mark.parametrize(
-    ("name", "counted"),
-    [
-        ("critique_grpo", "joined_corrections"),
-        ("self_teacher", "teacher_tokens"),
-        ("reset_groups", "reset_suffixes"),
-    ],
-)
+@pytest.mark.parametrize(("name", "counted"), [
+    ("critique_grpo", "joined_corrections"),
+    ("self_teacher", "teacher_tokens"),
+    ("reset_groups", "reset_suffixes"),
+])  # fmt: skip
 def test_methods_that_ask_for_further_samples_or_passes_get_them(name, counted, tmp_path):
     """How many they should be is told by hand in tests/credit."""
     rows = steps_of(tmp_path / "run", "--no-save", recipe=name)

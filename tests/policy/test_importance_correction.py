@@ -20,15 +20,6 @@ def close(*values):
     return pytest.approx(list(values), rel=1e-6)
 
 
-def test_a_mask_multiplies_into_the_weights_that_tokens_have():
-    arrays = packed([0.4, 0.8, 6.0], [1.0], token_weights=[[1.0, 0.5, 1.0], [0.25]])
-    found, told = correct(arrays, LossConfig(icepop=(0.5, 5.0)))
-    assert found.token_weights_R.tolist() == close(0.0, 0.4, 0.0, 0.25)
-    assert found.importance_weights_R.tolist() == close(0.0, 0.8, 0.0, 1.0), "in the loss without the mask"
-    assert [own.tokens_cut for own in told] == [2, 0]
-    assert [own.weight for own in told] == close(0.8, 1.0)
-
-
 def test_a_rejected_sequence_weighs_nothing_and_stays():
     """It is rejected by its geometric mean: √(2 · 1/2) = 1 and √(4 · 1) = 2, however long it is. Tokens may
     be truncated as well."""

@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron_ibpo.config import ConfigError
 from megatron_ibpo.models import read_hf_config
@@ -76,8 +77,6 @@ def stir(chunk):
 
 def logits(chunk):
     """[1, N, V] of two packed sequences."""
-    from megatron.core.packed_seq_params import PackedSeqParams
-
     bounds = torch.tensor([0, 10, 30], dtype=torch.int32)
     positions = torch.cat([torch.arange(10), torch.arange(20)])
     packed = PackedSeqParams("thd", bounds, bounds, max_seqlen_q=30, max_seqlen_kv=30)
@@ -168,8 +167,8 @@ def gap(own, expected):
 
 
 def trained(world, cases, rows):
-    """Return, for each (checkpoint, layout, settings): adapters and merged weights from rank 0, and metrics,
-    after two updates; B is 0 before the first, so that A moves in the second."""
+    """Adapters and merged weights from rank 0, and metrics, of two updates, for each (checkpoint, layout,
+    settings). B is 0 before the first, so that A moves in the second."""
     found = []
     for hf_dir, chosen, settings in cases:
         trainer, exports, _ = open_adapted(world, adapted_config(chosen, hf_dir=hf_dir, **settings))
@@ -180,8 +179,7 @@ def trained(world, cases, rows):
     return found
 
 
-EXPERTS_DIVIDED = replace(layout(tp=2), expert_tensor_parallel_size=2)
-"""ETP2. (Megatron's dispatcher gathers unequal parts at EP2 beside it, which gloo does not.)"""
+EXPERTS_DIVIDED = layout(tp=2, etp=2)  # at EP2 beside it Megatron gathers unequal parts, which gloo does not
 SHARDED = layout(distributed_optimizer=True)
 FULL = {"recompute": "full"}
 LAYOUTS = {
@@ -208,14 +206,14 @@ def test_adapters_and_merged_weights_are_the_same_under_every_layout(models, lay
         for (model, chosen, settings), (own, metrics) in zip(cases, own_rank, strict=True):
             expected, wanted = found.setdefault(model, (own, metrics))  # of one process
             assert gap(own, expected) <= 2e-4, (model, chosen, settings)
-            for name in ("grad_norm", "loss"):
-                told = [step[name] for step in metrics]
-                assert told == pytest.approx([step[name] for step in wanted], rel=2e-4, abs=1e-6), chosen
+            for step, other in zip(metrics, wanted, strict=True):
+                for name in ("grad_norm", "loss"):
+                    assert step[name] == pytest.approx(other[name], rel=2e-4, abs=1e-6), chosen
 
 
 def saved_and_resumed(world, cases, rows, directory):
-    """Return, for each (checkpoint, layout that saves, one that goes on, targets): the gap between both
-    after one more step."""
+    """The gap between two that took one more step, for each (checkpoint, layout that saves, one that goes on,
+    targets)."""
     found = []
     for number, (hf_dir, saves, goes_on, targets) in enumerate(cases):
         place = directory / str(number)
@@ -273,7 +271,7 @@ def test_a_run_goes_on_from_its_adapters_under_another_layout(models, tmp_path):
         (models["next"], layout(tp=2, ep=2), EXPERTS_DIVIDED, ("all",)),
         (models["dense"], layout(tp=2), layout(pp=2), ("all",)),
         (models["3.5"], layout(tp=2, ep=2), layout(), ("all",)),
-        (models["next"], replace(SHARDED, expert_model_parallel_size=2), SHARDED, ("all",)),
+        (models["next"], layout(ep=2, distributed_optimizer=True), SHARDED, ("all",)),
         (models["next"], SHARDED, SHARDED, ("experts",)),
     ]
     assert max(run_ranks(saved_and_resumed, 2, cases, sequences(), tmp_path, timeout=400)[0]) <= 2e-4

@@ -74,9 +74,8 @@ def test_what_cannot_be_overridden_is_refused_and_says_what_to_do():
 
 
 def test_what_this_project_sets_is_refused_and_a_choice_of_implementation_left_to_the_user(shapes):
-    of_model, of_optimizer = (
-        {field.name for field in fields(own)} for own in (TransformerConfig, MegatronOptimizerConfig)
-    )
+    both = (TransformerConfig, MegatronOptimizerConfig)
+    of_model, of_optimizer = ({field.name for field in fields(own)} for own in both)
     ours = [(name, overriding(f"{name}=1")) for name in ENTRIES.keys() & of_model]
     ours += [(name, overriding(optimizer=[f"{name}=1"])) for name in ENTRIES.keys() & of_optimizer]
     assert len(ours) > 20
@@ -125,6 +124,7 @@ def test_bytes_of_optimizer_state_follow_the_settings():
     for device, host, precise, offload, bf16, given in (
         (12, 0, False, False, True, ""),
         (8, 0, False, False, False, ""),
+        (12, 0, True, False, True, ""),
         (8, 0, True, False, True, "exp_avg_dtype=bf16 exp_avg_sq_dtype=bf16"),
         (7, 0, True, False, True, "exp_avg_dtype=fp8 exp_avg_sq_dtype=fp16"),
         (0, 16, True, True, True, ""),

@@ -46,14 +46,11 @@ def gathering_late():
     return mock.patch.object(Group, "start_param_sync", start)
 
 
-@pytest.mark.parametrize(
-    ("family", "sizes", "loss"),
-    [
-        pytest.param("delta net", {}, {"fuse_lm_head": True}, marks=pytest.mark.world(2)),
-        pytest.param("tied", {"pp": 2}, {"kl_coef": 0.1}, marks=(pytest.mark.world(4), pytest.mark.slow)),
-        pytest.param("deltas", {"ep": 2}, {}, marks=(pytest.mark.world(2), pytest.mark.slow)),
-    ],
-)
+@pytest.mark.parametrize(("family", "sizes", "loss"), [
+    pytest.param("delta net", {}, {"fuse_lm_head": True}, marks=pytest.mark.world(2)),
+    pytest.param("tied", {"pp": 2}, {"kl_coef": 0.1}, marks=(pytest.mark.world(4), pytest.mark.slow)),
+    pytest.param("deltas", {"ep": 2}, {}, marks=(pytest.mark.world(2), pytest.mark.slow)),
+])  # fmt: skip
 def test_steps_readers_and_checkpoints_are_the_same(world, checkpoints, tmp_path, family, sizes, loss):
     """This is so when gathers come as late as they can; in slow cases also when they come as they come. Late
     ones show where children of a module are forgotten that are read and not called: the convolution of a

@@ -3,7 +3,6 @@
 import pickle
 import subprocess
 import sys
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -36,34 +35,16 @@ def made(prompt=(7, 8, 9), response=(1, 2), **fields):
     return sequence(prompt, response, **{"advantage": 1.0, "weight": 0.5, "group": 0} | fields)
 
 
-def laid_out(rows, multiple, context=ALONE, **replaced):
-    arrays = replace(pack(MicroBatch(tuple(range(len(rows))), tuple(rows))), **replaced)
+def laid_out(rows, multiple, context=ALONE):
+    arrays = pack(MicroBatch(tuple(range(len(rows))), tuple(rows)))
     return lay_out(arrays, multiple=multiple, device=torch.device("cpu"), context=context)
 
 
 SOME_SEQUENCES = st.builds(sequences, st.integers(0, 25), st.integers(0, 2**32)).map(with_holes)
 
 
-def test_two_sequences_packed_by_hand():
-    first = made(rollout_logprobs=[-1.5, -2.5])
-    second = made([5], [4, 3], advantage=-2.0, rollout_logprobs=[-3.5, -4.5], temperature=0.75)
-    batch = laid_out([second, first], 4, old_logprobs_R=np.array([-3.0, -4.0, -1.0, -2.0], np.float32))
-    assert batch.input_ids_1N.tolist() == [[5, 4, 7, 8, 9, 1, 0, 0]]
-    assert batch.position_ids_1N.tolist() == [[0, 1, 0, 1, 2, 3, 0, 1]]
-    assert batch.rows.targets_N.tolist() == [4, 3, 8, 9, 1, 2, 0, 0]
-    assert batch.rows.response_mask_N.tolist() == [1, 1, 0, 0, 1, 1, 0, 0]
-    assert batch.rows.old_logprobs_N.tolist() == [-3, -4, 0, 0, -1, -2, 0, 0]
-    assert batch.rollout_logprobs_N.tolist() == [-3.5, -4.5, 0, 0, -1.5, -2.5, 0, 0]
-    assert batch.rows.cu_seqlens.tolist() == [0, 2, 6, 8]
-    assert (batch.max_seqlen, batch.num_sequences) == (4, 2)
-    assert batch.rows.advantages.tolist() == [-2, 1, 0]
-    assert batch.rows.sequence_weights_S.tolist() == [0.5, 0.5, 0]
-    assert batch.rows.temperature.tolist() == [0.75, 1, 1]
-    assert batch.rows.token_weights_N is None
-
-
 def test_two_sequences_packed_by_hand_for_two_ranks_that_share_them():
-    """Rows 5 4 | 7 8 9 1 as above, each sequence padded to a multiple of four; chunks 0 3 and 1 2 of each."""
+    """Rows 5 4 | 7 8 9 1, each sequence padded to a multiple of four; chunks 0 3 and 1 2 of each."""
     second = made([5], [4, 3], advantage=-2.0, rollout_logprobs=[-3.5, -4.5])
     rows = [second, made(rollout_logprobs=[-1.5, -2.5])]
     both = [laid_out(rows, 1, Context(rank, 2, "both")) for rank in range(2)]
@@ -184,8 +165,13 @@ def test_an_update_sends_every_sequence_with_an_advantage_to_one_rank(rows, rank
         assert all(sum(s.num_tokens for s in b.sequences) <= most or len(b.members) == 1 for b in batches)
         return sorted(i for batch in batches for i in batch.members)
 
+    # its mean is 0, and it is trained on where its tokens differ
+    rows = [*rows, made(advantage=0.0, token_advantages=[1.0, -1.0], rollout_logprobs=[-1.0, -1.0])]
     plan = plan_update(rows, config, ranks, cost)
-    live = [[s for s in p if s.has_advantage and s.loss_mask.any()] for p in split_minibatches(rows, steps)]
+    parts = split_minibatches(rows, steps)
+    live = [
+        [s for s in p if s.loss_mask.any() and (s.advantage or s.token_advantages is not None)] for p in parts
+    ]
     needs_old = [old == "corrected" or (old == "recompute" and number > 0) for number in range(steps)]
     for number, part in enumerate(live):
         own, sent = [share[number] for share in plan.shares], []

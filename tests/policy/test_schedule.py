@@ -92,7 +92,6 @@ def test_a_gradient_above_the_bound_is_scaled_to_it_as_a_whole(world, checkpoint
 
 
 @pytest.mark.parametrize(("family", "parallel", "updates"), [
-    pytest.param("dense", layout(tp=2), 1, marks=pytest.mark.world(2)),
     pytest.param("delta net", layout(tp=2, ep=2), 1, marks=pytest.mark.world(2)),
     pytest.param("dense", layout(distributed_optimizer=True), 0, marks=pytest.mark.world(1)),
     pytest.param("delta net", layout(), 0, marks=pytest.mark.world(1)),

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from support.credit_cases import Loop, algorithm, fix_last, of_preset, plain, some_groups
 from support.golden_credit import CASES, credited
 from support.golden_runs import ALGORITHMS, GOLDEN, LAYOUTS, train_recorded, watched_weights
 from support.paths import ROOT
@@ -77,3 +78,10 @@ def test_credit_of_recorded_groups(golden_credit, case):
     assert len(found) == len(expected)
     for row, wanted in zip(found, expected, strict=True):
         assert row == wanted
+
+
+def test_without_shaping_and_corrections_every_variant_gives_the_credit_of_gspo():
+    gspo = Loop(fix_last).credit(some_groups(), algorithm(**of_preset("gspo"))).sequences
+    for variant in ("base", "ratio"):
+        off = algorithm(ibpo_lambda=0.0, ibpo_joint=False, ibpo_variant=variant)
+        assert plain(Loop(fix_last).credit(some_groups(), off).sequences) == plain(gspo)

@@ -55,10 +55,10 @@ def cross_entropy(sequences):
 
 
 def test_settings_of_sampling_have_no_effect_and_are_named_and_what_only_rl_can_do_is_refused(rows):
-    flags = flags_for(rows, "--kl-coef", "0.1", "--n-samples-per-prompt", "4", "--advantage-estimator", "ppo")
+    flags = flags_for(rows, "--kl-coef", "0.1", "--advantage-estimator", "ppo")
     config, idle = supervised(parse_config(flags))
     assert (config.loss.loss_variant, config.loss.kl_coef) == ("nll", 0)
-    assert {"--kl-coef", "--n-samples-per-prompt", "--advantage-estimator"} <= {*idle}
+    assert {"--kl-coef", "--advantage-estimator"} <= {*idle}
     said: list[str] = []
     plain = parse_config(flags_for(rows), note=said.append, unused=sft.UNUSED)
     assert (supervised(plain)[1], said) == ([], [])
@@ -69,9 +69,8 @@ def test_settings_of_sampling_have_no_effect_and_are_named_and_what_only_rl_can_
 
 
 def test_prompts_without_responses_are_refused_before_a_trainer_starts(tmp_path):
-    flags = ("--rollout-backend", "lean", "--num-rollout", "1", "--run-dir", str(tmp_path / "run"))
-    data = ("--hf-checkpoint", str(MODEL), "--prompt-data", "reasoning_gym://chain_sum")
-    config = parse_config((*data, *flags))
+    flags = flags_for("reasoning_gym://chain_sum", "--num-rollout", "1", "--run-dir", str(tmp_path / "run"))
+    config = parse_config((*flags, "--rollout-backend", "lean"))
     with pytest.raises(DataError, match="chain_sum has prompts without responses"), open_supervised(config):
         pass
     assert not (tmp_path / "run").exists()

@@ -39,11 +39,6 @@ def _files() -> dict[int, bytes]:
         return {json.loads(path.read_text())["step"]: path.read_bytes() for path in paths}
 
 
-def recorded_steps() -> Iterator[tuple[int, list[dict[str, Any]]]]:
-    for step, content in _files().items():
-        yield step, json.loads(content)["groups"]
-
-
 def credited(case: str) -> list[list[Any]]:
     """Return what is trained on of every response and correction: its step, and its COLUMNS."""
     return [row for step in _files() for row in _credited(case, step)]
