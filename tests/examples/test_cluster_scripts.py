@@ -41,7 +41,6 @@ STAND_INS = {
 
 @pytest.fixture
 def slurm(tmp_path):
-    """Starts the job's script; `started` and `requeued` are where it was submitted."""
     for name, text in STAND_INS.items():
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
@@ -95,7 +94,6 @@ def test_a_slurm_job_is_requeued_where_that_can_help(slurm, tmp_path):
 
 
 def test_the_job_of_kuberay_is_one_that_can_be_run(tmp_path, monkeypatch):
-    """Its flags are ours, and what starts it adds --load once there is something to load."""
     job, policy = yaml.safe_load_all((ROOT / "examples/cluster/kuberay.yaml").read_text())
     cluster = job["spec"]["rayClusterSpec"]
     assert (job["kind"], policy["kind"]) == ("RayJob", "NetworkPolicy")

@@ -30,7 +30,6 @@ MODELS = {
 
 
 def weights_of(*directories):
-    """The tensors of checkpoints of one shape."""
     found = [load_file(directory / "model.safetensors") for directory in directories]
     assert found[0].keys() == found[1].keys()
     return found
@@ -99,7 +98,6 @@ def test_the_layer_for_multi_token_prediction_learns_beside_the_policy(tmp_path)
 
 
 def steps_of(run_dir, *flags, recipe=None, directory=ROOT):
-    """The metrics of each of three steps of a run."""
     small = "--num-rollout 3 --rollout-batch-size 8 --n-samples-per-prompt 4 --num-trainers 1"
     small += " --num-steps-per-rollout 1 --eval-num-prompts 0 --vllm-dtype float32"
     chosen = ("--config", str(ROOT / f"examples/algorithms/{recipe}.yaml")) if recipe else ()
@@ -132,7 +130,6 @@ def test_a_gated_run_goes_on_as_if_it_had_not_stopped(tmp_path):
     ("reset_groups", "reset_suffixes"),
 ])  # fmt: skip
 def test_methods_that_ask_for_further_samples_or_passes_get_them(name, counted, tmp_path):
-    """How many they should be is told by hand in tests/credit."""
     rows = steps_of(tmp_path / "run", "--no-save", recipe=name)
     assert sum(row[counted] for row in rows) > 0
     assert all(row.get("reset_reward_errors", 0) == 0 for row in rows)

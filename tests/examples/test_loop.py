@@ -107,8 +107,7 @@ def test_every_step_tells_what_happened_and_what_was_spent_until_then(run):
 
 @pytest.mark.slow  # the kills of .ci/run do it as well (tests/chaos.sh)
 def test_a_resumed_run_ends_bit_for_bit_where_the_uninterrupted_one_did(run, tmp_path):
-    """It resumes from the checkpoint of step 1 and trains on the recorded rollouts. The gradient meter, on in
-    one of the two, changes nothing."""
+    """On recorded rollouts. The gradient meter, on in one of the two, changes nothing."""
     resumed, checkpoint = tmp_path / "run", run[0] / "checkpoints/step_000001"
     flags = ("--load-debug-rollout-data", run[0] / "rollouts", "--load", checkpoint)
     flags = (*ONE_TRAINER, *map(str, flags), "--gradient-meter-interval", "1")
@@ -147,7 +146,6 @@ def start_evaluation(*words):
 
 @pytest.mark.slow
 def test_the_policy_of_a_run_is_evaluated_alone_as_it_was_at_its_end(run, tmp_path):
-    """The same weights, prompts and seeds: every measure and every outcome."""
     run_dir, _ = run
     output = output_of(start_evaluation(run_dir, "--run-dir", tmp_path / "alone"))
     at_the_end = rows_of(run_dir, "evaluation")[-1]

@@ -128,7 +128,6 @@ def small_disk(tmp_path):
 
 
 def fill(place):
-    """Whatever the run writes meanwhile."""
     with (place / "filling").open("wb", buffering=0) as file, contextlib.suppress(OSError):
         while True:
             file.write(bytes(2**16))

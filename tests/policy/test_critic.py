@@ -35,7 +35,6 @@ def test_the_value_loss_follows_no_farther_than_the_clip():
 
 
 def valued(world, cases, rows):
-    """Values before an update, its metrics, and values after, for each (checkpoint, layout)."""
     found = []
     for hf_dir, parallel in cases:
         critic = open_critic(world, hf_dir, critic_config(parallel, lr=LR[hf_dir.name]))
@@ -64,8 +63,7 @@ MORE_LAYOUTS = {
 @pytest.mark.world
 @pytest.mark.parametrize("layouts", [LAYOUTS, pytest.param(MORE_LAYOUTS, marks=pytest.mark.slow)])
 def test_values_and_updates_are_the_same_under_every_layout(checkpoints, tmp_path, layouts):
-    """Values, loss, gradient norm, and how far a step along the gradient moves the values. The critic unties
-    embeddings."""
+    """Also how far a step along the gradient moves the values. The critic unties embeddings."""
     rows, found = rows_with_returns(), {}
     calm = make_qwen3_next(tmp_path / "calm", 4, std=0.06)
     for size, by_model in ({1: {name: [layout()] for name in LR}} | layouts).items():

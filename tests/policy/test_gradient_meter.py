@@ -111,7 +111,6 @@ def test_every_layout_measures_the_same(checkpoints):
 
 @pytest.mark.world(1)
 def test_training_does_not_notice_it(world, checkpoints):
-    """Two updates, each after a measurement and without."""
     rows, found = sequences(8), []
     plain = [row for row in rows if row.kind == "response"]
     config = config_for(layout(), lr=1e-3, eps_adam=1e-8, num_steps_per_rollout=2)

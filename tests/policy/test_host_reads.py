@@ -70,15 +70,3 @@ def test_reads_of_the_device_do_not_grow_with_micro_batches(world, checkpoints, 
         planned.values(critic, rows)
         planned.update_values(critic, rows)
     assert counted.found == {step: 1, values: 1}
-
-
-def test_a_read_would_be_seen(monkeypatch):
-    monkeypatch.setattr(sys.modules[__name__], "PACKAGE", Path(__file__).parent)
-    monkeypatch.setattr(sys.modules[__name__], "WATCHED", ("test_host_reads",))
-    mask, values = torch.tensor([True, False]), torch.tensor([1.0, 2.0])
-    one = values.sum()
-    reads = (lambda: values.tolist(), lambda: one.item(), lambda: values[mask], lambda: bool(one))
-    with HostReads() as counted:
-        for number, read in enumerate(reads, start=1):
-            read()
-            assert counted.found.total() == number

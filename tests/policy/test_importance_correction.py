@@ -21,8 +21,7 @@ def close(*values):
 
 
 def test_a_rejected_sequence_weighs_nothing_and_stays():
-    """It is rejected by its geometric mean: √(2 · 1/2) = 1 and √(4 · 1) = 2, however long it is. Tokens may
-    be truncated as well."""
+    """By its geometric mean: √(2 · 1/2) = 1 and √(4 · 1) = 2. Tokens may be truncated as well."""
     assert is_rejected(np.log([4.0, 1.0] * 50), 0.5, 1.9)
     assert not is_rejected(np.log([4.0, 1.0] * 50), 0.5, 2.1)
     arrays = packed([4.0, 1.0], [2.0, 0.5], [0.5], weights=[0.5, 0.25, 1.0])

@@ -16,7 +16,6 @@ from support.trainers import EPSILON, LR, assert_close, close_trainer, config_fo
 
 
 def interleaved(stages, chunks=2, config=None, **sizes):
-    """A configuration with pipeline stages of so many pieces of the model."""
     config = config or config_for(None)
     config.parallel = layout(pp=stages, **sizes)
     if chunks > 1:
@@ -25,8 +24,7 @@ def interleaved(stages, chunks=2, config=None, **sizes):
 
 
 def updated(world, hf_dirs, stages, chunks, rows, sizes):
-    """Return, of each model: log-probs and a critic's values, metrics, weights as loaded, and gradients, of a
-    step held to a reference policy."""
+    """What one step, held to a reference policy, comes to for each model and its critic."""
     found = []
     for hf_dir in hf_dirs:
         config = interleaved(stages, chunks, config_for(None, max_tokens=60, kl_coef=0.5), **sizes)

@@ -68,7 +68,6 @@ def built(hf_dir, config):
 
 @torch.no_grad()
 def stir(chunk):
-    """Every B, which is 0 at first."""
     generator = torch.Generator().manual_seed(1)
     for name, parameter in chunk.named_parameters():
         if ".lora.B" in name:
@@ -167,8 +166,7 @@ def gap(own, expected):
 
 
 def trained(world, cases, rows):
-    """Adapters and merged weights from rank 0, and metrics, of two updates, for each (checkpoint, layout,
-    settings). B is 0 before the first, so that A moves in the second."""
+    """Exports, and metrics, of two updates for each case. B is 0 before the first: A moves in the second."""
     found = []
     for hf_dir, chosen, settings in cases:
         trainer, exports, _ = open_adapted(world, adapted_config(chosen, hf_dir=hf_dir, **settings))
@@ -212,8 +210,7 @@ def test_adapters_and_merged_weights_are_the_same_under_every_layout(models, lay
 
 
 def saved_and_resumed(world, cases, rows, directory):
-    """The gap between two that took one more step, for each (checkpoint, layout that saves, one that goes on,
-    targets)."""
+    """The gap between a trainer that went on after its save and one that resumed, for each case."""
     found = []
     for number, (hf_dir, saves, goes_on, targets) in enumerate(cases):
         place = directory / str(number)

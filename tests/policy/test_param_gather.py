@@ -52,9 +52,8 @@ def gathering_late():
     pytest.param("deltas", {"ep": 2}, {}, marks=(pytest.mark.world(2), pytest.mark.slow)),
 ])  # fmt: skip
 def test_steps_readers_and_checkpoints_are_the_same(world, checkpoints, tmp_path, family, sizes, loss):
-    """This is so when gathers come as late as they can; in slow cases also when they come as they come. Late
-    ones show where children of a module are forgotten that are read and not called: the convolution of a
-    delta net, a head that the loss takes."""
+    """When gathers come as late as they can. That shows where children of a module are forgotten that are
+    read and not called: the convolution of a delta net, a head that the loss takes."""
     hf_dir = checkpoints[family]
     small = partial(forward_backward.DistributedDataParallelConfig, bucket_size=1)
 
@@ -66,7 +65,6 @@ def test_steps_readers_and_checkpoints_are_the_same(world, checkpoints, tmp_path
         return {name: value for name, value in metrics.items() if "seconds" not in name}
 
     def trained(config, directory):
-        """Return what readers of weights saw of two rollouts, of which the second is also resumed for."""
         trainer, export = opened(config)
         if trainer.chunks[0].module.pre_process:  # Megatron has one bucket on the stages behind
             assert len(trainer.chunks[0].bucket_groups) > 8, "a bucket for each parameter"

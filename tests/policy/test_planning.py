@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ibpo.policy.packing import ALONE, Context, lay_out, pack
+from megatron_ibpo.policy.packing import lay_out, pack
 from megatron_ibpo.policy.planning import (
     MicroBatch,
     cut_shares,
@@ -35,35 +35,12 @@ def made(prompt=(7, 8, 9), response=(1, 2), **fields):
     return sequence(prompt, response, **{"advantage": 1.0, "weight": 0.5, "group": 0} | fields)
 
 
-def laid_out(rows, multiple, context=ALONE):
+def laid_out(rows, multiple):
     arrays = pack(MicroBatch(tuple(range(len(rows))), tuple(rows)))
-    return lay_out(arrays, multiple=multiple, device=torch.device("cpu"), context=context)
+    return lay_out(arrays, multiple=multiple, device=torch.device("cpu"))
 
 
 SOME_SEQUENCES = st.builds(sequences, st.integers(0, 25), st.integers(0, 2**32)).map(with_holes)
-
-
-def test_two_sequences_packed_by_hand_for_two_ranks_that_share_them():
-    """Rows 5 4 | 7 8 9 1, each sequence padded to a multiple of four; chunks 0 3 and 1 2 of each."""
-    second = made([5], [4, 3], advantage=-2.0, rollout_logprobs=[-3.5, -4.5])
-    rows = [second, made(rollout_logprobs=[-1.5, -2.5])]
-    both = [laid_out(rows, 1, Context(rank, 2, "both")) for rank in range(2)]
-    assert [own.input_ids_1N.tolist() for own in both] == [[[5, 0, 7, 1]], [[4, 0, 8, 9]]]
-    assert [own.position_ids_1N.tolist() for own in both] == [[[0, 3, 0, 3]], [[1, 2, 1, 2]]]
-    assert [own.rows.targets_N.tolist() for own in both] == [[4, 0, 8, 2], [3, 0, 9, 1]]
-    assert [own.rollout_logprobs_N.tolist() for own in both] == [[-3.5, 0, 0, -2.5], [-4.5, 0, 0, -1.5]]
-    assert [own.rows.positions_N.tolist() for own in both] == [[0, 0, 0, 1], [1, 0, 0, 0]]
-    for batch in both:
-        assert batch.rows.response_mask_N.tolist() == [1, 0, 0, 1]
-        assert batch.rows.cu_seqlens.tolist() == [0, 4, 8], "of whole sequences"
-        assert batch.rows.index.bounds == (0, 4, 8)
-        assert batch.rows.index.response_rows_R.tolist() == [0, 3]
-        assert batch.rows.index.ends == (1, 2)
-        assert batch.rows.advantages.tolist() == [-2, 1]
-        assert batch.places_R.tolist() == [0, 4, 7, 3], "on the first rank, on the second, there and back"
-        assert (batch.rows.cp_group, batch.max_seqlen) == ("both", 4)
-    narrow = laid_out(rows, 3, Context(1, 2, "both"))
-    assert narrow.input_ids_1N.shape == (1, 6), "12 rows: a sequence of four pads both ranks to threes"
 
 
 def test_what_a_loss_mask_leaves_out_is_no_row_of_the_loss():
@@ -80,8 +57,7 @@ def test_what_a_loss_mask_leaves_out_is_no_row_of_the_loss():
 
 
 def test_what_is_given_by_token_lies_on_the_response_rows():
-    """A sequence without weights has ones there; one without advantages of tokens repeats its own. An empty
-    share has one padding sequence of weight 0."""
+    """Without weights there are ones; an empty share has one padding sequence of weight 0."""
     by_token = made(token_weights=[0.25, 0.75], token_advantages=[0.5, -0.5], rollout_logprobs=[-1.5, -2.5])
     batch = laid_out([by_token, made(advantage=-2.0)], 9)
     assert batch.rows.token_weights_N.tolist() == [0, 0, 0.25, 0.75, 0, 0, 1, 1, 0]
@@ -95,8 +71,7 @@ def test_what_is_given_by_token_lies_on_the_response_rows():
 
 @given(st.lists(st.integers(2, 300), max_size=60), st.integers(1, 5), st.integers(50, 400), st.integers(1, 5))
 def test_every_sequence_is_planned_once_and_no_rank_could_be_relieved(lengths, ranks, max_tokens, multiple):
-    """Without its shortest sequence the fullest rank has no more than any other. Like micro-batches come
-    together; such of nothing fill up to what an interleaved schedule takes."""
+    """Micro-batches of nothing fill up to what an interleaved schedule takes."""
     shares = deal(lengths, ranks, cost)
     plan = cut_shares(shares, lengths, max_tokens, cost)
     assert sorted(i for batches in plan for batch in batches for i in batch) == list(range(len(lengths)))
@@ -157,7 +132,6 @@ BUDGETS = st.none() | st.integers(30, 400)
 
 @given(SOME_SEQUENCES, st.integers(1, 5), st.integers(1, 3), st.sampled_from([*OLD]), BUDGETS)
 def test_an_update_sends_every_sequence_with_an_advantage_to_one_rank(rows, ranks, steps, old, own_tokens):
-    """Passes without a gradient may have a budget of their own. The engine's log-probs save one."""
     budgets = {"max_tokens": 60, "log_probs_tokens": own_tokens}
     config = config_for(layout(), num_steps_per_rollout=steps, **budgets, **OLD[old])
 

@@ -21,7 +21,6 @@ from megatron_ibpo.policy.process_start import hide_tilelang, set_environment, t
 
 
 def test_on_hopper_a_trainers_delta_net_runs_on_triton_unless_the_user_says_otherwise(monkeypatch):
-    """Names are those that flash-linear-attention 0.6 has there, as far as we look."""
     theirs = "tilelang where they can, else Triton kernels"
     tilelang = SimpleNamespace(backend_type="tilelang", is_available=lambda: True)
     tilelang.is_enabled = lambda: os.environ.get("FLA_TILELANG", "1") != "0"

@@ -144,7 +144,6 @@ def test_choices_are_replayed_alike_under_every_layout_and_recomputed(checkpoint
 
 
 def second_step(world, hf_dir, rows, parallel, cases):
-    """Metrics, and weights, of two mini-batches, of which the first changes the weights much."""
     found = []
     for case in cases:
         settings = {"max_tokens": 60, "num_steps_per_rollout": 2, "lr": 0.05, "eps_adam": 1e-8, **case}
@@ -200,8 +199,7 @@ def test_an_update_is_sent_choices_only_where_it_replays_them_and_they_must_fit(
 
 
 def test_the_first_choice_of_a_position_is_kept():
-    """Of four tokens the first was taken from a cache; after an update all are computed again, and one more,
-    and a step that began past the end."""
+    """The first token was taken from a cache; after an update all are computed again, and one more."""
     record = RoutingRecord(EXPERTS)
     for name, start, tokens, mark in (("a", 1, 3, 1), ("a", 0, 5, 2), ("a", 5, 1, 3), ("b", 0, 3, 1)):
         record.add(name, start, np.full((tokens, 2, 1), mark))

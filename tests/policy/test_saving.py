@@ -35,8 +35,7 @@ ROWS = sequences(6)
 
 
 class FullForAMoment(io.FileIO):
-    """A file without room for one write. torch then complains of the place in the file, and closing it
-    succeeds."""
+    """A file without room for one write, and closed without complaint."""
 
     refused = False
 

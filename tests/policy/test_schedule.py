@@ -124,7 +124,6 @@ def test_a_resumed_trainer_goes_on_bit_for_bit(world, checkpoints, tmp_path, fam
 @pytest.mark.world(2)
 @pytest.mark.parametrize("sharded", [False, True])
 def test_gradients_reduced_during_the_backward_pass_are_the_same(world, checkpoints, sharded):
-    """One reduction after the backward pass, against many during it."""
     found, small = [], partial(forward_backward.DistributedDataParallelConfig, bucket_size=4000)
     for overlap in (False, True):
         parallel = layout(distributed_optimizer=sharded, overlap_grad_reduce=overlap)

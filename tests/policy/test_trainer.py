@@ -87,8 +87,7 @@ def test_gradients_and_metrics_are_the_same_under_every_layout(checkpoints, kind
 
 @pytest.mark.world(2)
 def test_the_fused_head_trains_as_the_logits_do(world, checkpoints):
-    """With vocabulary and sequences sharded, in pipelines; two mini-batches, of which the second needs old
-    log-probs."""
+    """With vocabulary and sequences sharded, in pipelines; the second mini-batch needs old log-probs."""
     for name in ("dense", "tied"):
         chosen = (layout(), {}), *((own, {"fuse_lm_head": True}) for own in (layout(tp=2), layout(pp=2)))
         cases = [(checkpoints[name], own, {"num_steps_per_rollout": 2, **how}) for own, how in chosen]
@@ -100,9 +99,8 @@ def test_the_fused_head_trains_as_the_logits_do(world, checkpoints):
 
 
 def test_loss_ratios_and_gradients_are_those_of_autograd_without_the_masked_tokens(checkpoints):
-    """With transformers, against two data-parallel ranks, at the temperature of each sample. Sequences are
-    read as wholes, their masked tokens are in no sum; dapo divides by the mean trained length. Ratios to the
-    engine's log-probs reach the clip in the first mini-batch."""
+    """Of transformers, at the temperature of each sample, against two data-parallel ranks. Masked tokens are
+    read and in no sum. Ratios to the engine's log-probs reach the clip in the first mini-batch."""
     from transformers import AutoModelForCausalLM
 
     rows = []

@@ -73,7 +73,6 @@ def golden_credit():
 
 @pytest.mark.parametrize("case", CASES)
 def test_credit_of_recorded_groups(golden_credit, case):
-    """Advantages, weights and masks, to the last bit."""
     found, expected = credited(case), golden_credit[case]
     assert len(found) == len(expected)
     for row, wanted in zip(found, expected, strict=True):

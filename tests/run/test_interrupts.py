@@ -42,7 +42,6 @@ if sys.argv[2] == "goes on":
 
 @pytest.fixture
 def stopping(tmp_path):
-    """Starts a program that listens for signals, and ends it."""
     with ExitStack() as stack:
 
         def start(what, **options):

@@ -32,8 +32,7 @@ def indices(groups):
 
 
 def goes_on(run_dir, flags, journal="kept", count=4):
-    """A run that is killed after its third step, with a checkpoint of the second; what its journal has; and
-    one that goes on."""
+    """A run that is killed after its third step, what its journal has, and one that goes on."""
     with live_run(config_of(run_dir, *flags, *EVERY_TWO)) as killed:
         killed.take(3)
     if journal == "lost":
@@ -47,7 +46,6 @@ def goes_on(run_dir, flags, journal="kept", count=4):
 
 @pytest.fixture(scope="module", params=[(), (*AHEAD, "--keep-order")], ids=["on policy", "ahead"])
 def whole(request, tmp_path_factory):
-    """Six steps without a break: (flags, steps)."""
     flags = (*request.param, "--num-rollout", "6")
     with live_run(config_of(tmp_path_factory.mktemp("whole"), *flags, "--no-save")) as steps:
         steps.take(6)
@@ -143,7 +141,6 @@ def test_a_run_that_goes_on_leaves_no_prompt_out_and_takes_none_twice(journal, t
 
 
 def test_a_run_that_goes_on_draws_the_same_references_again_for_prompts_of_another_step(tmp_path):
-    """Groups of equal rewards are left out, and prompts of the next step take their places."""
     flags = (*AHEAD, "--keep-order", "--n-samples-per-prompt", "5", "--num-rollout", "6")
     flags += ("--dynamic-sampling", "--dynamic-sampling-by", "rewards")
     killed, _, steps = goes_on(tmp_path, flags, count=1)
@@ -265,8 +262,7 @@ def test_a_run_that_is_left_early_goes_on_where_it_was(tmp_path):
     (RuntimeError("no luck"), "failed: RuntimeError: no luck"),
 ])  # fmt: skip
 def test_what_was_sampled_before_an_error_is_not_sampled_again(tmp_path, monkeypatch, capsys, error, status):
-    """The journal has the first step's samples, and there is no checkpoint. An interrupt comes within a step,
-    and the program fails after one."""
+    """Without a checkpoint; an interrupt comes within a step, and the program fails after one."""
     fail, before, again = Mock(side_effect=error), StandIns(), StandIns()
     with monkeypatch.context() as patched:
         if isinstance(error, KeyboardInterrupt):
