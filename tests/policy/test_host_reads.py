@@ -30,21 +30,17 @@ class HostReads(TorchFunctionMode):
         self.found = Counter()
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        if waits(function.__name__, args, kwargs or {}):
+        called, by_mask = function.__name__, False
+        if called in ("__getitem__", "__setitem__"):
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            by_mask = any(isinstance(part, torch.Tensor) and part.dtype == torch.bool for part in index)
+        of_unknown_size = called == "repeat_interleave" and "output_size" not in (kwargs or {})
+        if called in READS or by_mask or of_unknown_size:
             code = sys._getframe(1).f_code
             name = os.path.relpath(Path(code.co_filename).resolve(), PACKAGE)
             if name.startswith(WATCHED) and code.co_name not in OF_THE_CPU:
                 self.found[f"{name}:{code.co_name}"] += 1
         return function(*args, **(kwargs or {}))
-
-
-def waits(name, args, kwargs):
-    if name == "repeat_interleave":
-        return "output_size" not in kwargs
-    if name in ("__getitem__", "__setitem__"):
-        index = args[1] if isinstance(args[1], tuple) else (args[1],)
-        return any(isinstance(part, torch.Tensor) and part.dtype == torch.bool for part in index)
-    return name in READS
 
 
 @pytest.mark.world(1)

@@ -37,12 +37,13 @@ def test_a_rejected_sequence_weighs_nothing_and_stays():
     assert both.token_weights_R.tolist() == close(1.5, 1.0, 1.5, 0.5, 0.5)
 
 
-def test_tokens_outside_the_loss_take_no_part():
+def test_tokens_outside_the_loss_take_no_part_and_a_mask_multiplies_into_their_weights():
     """The middle token is a tool's, for which an engine may report anything."""
-    arrays = packed([1.2, 1000.0, 0.8], masks=[[True, False, True]])
+    arrays = packed([1.2, 1000.0, 0.8], masks=[[True, False, True]], token_weights=[[0.5, 1.0, 1.0]])
     arrays.rollout_logprobs_R[1] = math.nan
     found, (told,) = correct(arrays, LossConfig(icepop=(0.5, 5.0), sequence_rejection=(0.9, 1.1)))
-    assert found.token_weights_R.tolist() == close(1.2, 1.0, 0.8)
+    assert found.token_weights_R.tolist() == close(0.6, 1.0, 0.8)
+    assert found.importance_weights_R.tolist() == close(1.2, 1.0, 0.8), "in the loss without the mask"
     assert found.weights_S.tolist() == [0.5]
     assert (told.tokens, told.tokens_cut, told.weight) == (2, 0, pytest.approx(2.0, rel=1e-6))
 

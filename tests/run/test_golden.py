@@ -17,17 +17,13 @@ RUNS = [pytest.param(a, b, None, marks=pytest.mark.slow) for a in LAYOUTS for b 
 RUNS.insert(0, pytest.param("next-tp2-ep2", "ibpo", 2, id="quick"))
 
 
-@pytest.fixture(scope="module")
-def golden():
-    return json.loads((GOLDEN / "trained.json").read_text())
-
-
 @pytest.mark.ray
 @pytest.mark.parametrize(("layout", "algorithm", "steps"), RUNS)
-def test_training_on_recorded_rollouts(golden, tmp_path, layout, algorithm, steps):
+def test_training_on_recorded_rollouts(tmp_path, layout, algorithm, steps):
     """Loss, gradient norm and some weights after every step. Adam moves a weight by about the learning rate
     per update: a weight may differ by a hundredth of that per step."""
-    expected = {name: values[:steps] for name, values in golden[layout][algorithm].items()}
+    golden = json.loads((GOLDEN / "trained.json").read_text())[layout][algorithm]
+    expected = {name: values[:steps] for name, values in golden.items()}
     trained = train_recorded(ROOT, LAYOUTS[layout], algorithm, tmp_path, steps)
     assert [row["step"] for row in trained.rows] == expected["step"]
     assert [row["loss"] for row in trained.rows] == pytest.approx(expected["loss"], rel=1e-3, abs=1e-5)
@@ -73,9 +69,7 @@ def golden_credit():
 
 @pytest.mark.parametrize("case", CASES)
 def test_credit_of_recorded_groups(golden_credit, case):
-    found, expected = credited(case), golden_credit[case]
-    assert len(found) == len(expected)
-    for row, wanted in zip(found, expected, strict=True):
+    for row, wanted in zip(credited(case), golden_credit[case], strict=True):
         assert row == wanted
 
 
