@@ -1,6 +1,5 @@
 """The whole loop with every family, adapters, multi-token prediction, and methods that sample further."""
 
-import json
 import math
 import shutil
 import subprocess
@@ -97,11 +96,10 @@ def test_the_layer_for_multi_token_prediction_learns_beside_the_policy(tmp_path)
     assert all(not torch.equal(before[name], after[name]) for name in before if name.startswith("mtp."))
 
 
-def steps_of(run_dir, *flags, recipe=None, directory=ROOT):
+def steps_of(run_dir, *flags, directory=ROOT):
     small = "--num-rollout 3 --rollout-batch-size 8 --n-samples-per-prompt 4 --num-trainers 1"
     small += " --num-steps-per-rollout 1 --eval-num-prompts 0 --vllm-dtype float32"
-    chosen = ("--config", str(ROOT / f"examples/algorithms/{recipe}.yaml")) if recipe else ()
-    process = start_script(run_dir, *small.split(), *chosen, *flags, script="run.sh", directory=directory)
+    process = start_script(run_dir, *small.split(), *flags, script="run.sh", directory=directory)
     status, output = finished(process, 900)
     assert status == 0, output[-5000:]
     rows = rows_of(run_dir)
@@ -111,26 +109,14 @@ def steps_of(run_dir, *flags, recipe=None, directory=ROOT):
     return rows
 
 
-def test_a_gated_run_goes_on_as_if_it_had_not_stopped(tmp_path):
-    every = ("--save-interval", "1", "--keep-checkpoints", "3")
-    whole = steps_of(tmp_path / "whole", *every, recipe="ibpo_gated")
-    checkpoint = tmp_path / "whole/checkpoints/step_000002"
-    remembered = json.loads((checkpoint / "run_state.json").read_text())["remembered"]
-    assert sum(tries for _, tries in remembered.values()) > 0
-    again = ("--load", str(checkpoint), "--no-save")
-    resumed = steps_of(tmp_path / "resumed", *again, recipe="ibpo_gated")
-    assert sum(row["gated_pairs"] for row in whole) > 0
-    for name in ("reward", "corrections", "gated_pairs", "tokens_corrections"):
-        assert resumed[-1].get(name) == whole[-1].get(name), name
-
-
 @pytest.mark.parametrize(("name", "counted"), [
     ("critique_grpo", "joined_corrections"),
     ("self_teacher", "teacher_tokens"),
     ("reset_groups", "reset_suffixes"),
 ])  # fmt: skip
 def test_methods_that_ask_for_further_samples_or_passes_get_them(name, counted, tmp_path):
-    rows = steps_of(tmp_path / "run", "--no-save", recipe=name)
+    recipe = ROOT / f"examples/algorithms/{name}.yaml"
+    rows = steps_of(tmp_path / "run", "--no-save", "--config", str(recipe))
     assert sum(row[counted] for row in rows) > 0
     assert all(row.get("reset_reward_errors", 0) == 0 for row in rows)
 

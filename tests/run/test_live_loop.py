@@ -148,6 +148,14 @@ def test_a_run_that_goes_on_draws_the_same_references_again_for_prompts_of_anoth
     assert all_of(steps.groups[0]) == all_of(killed.groups[2])
 
 
+def test_a_run_that_goes_on_remembers_what_came_of_corrections(tmp_path):
+    gate = str(ROOT / "examples/credit/gated.py:Gated")
+    killed, _, steps = goes_on(tmp_path, ("--ibpo-operator", gate, "--num-rollout", "6"), "lost", count=1)
+    before, after = (run.run.progress.remembered[3] for run in (killed, steps))
+    assert after == before
+    assert sum(tries for _, tries in before.values()) > 20
+
+
 @pytest.mark.parametrize("saved", [True, False], ids=["after a checkpoint", "before the first"])
 def test_trainers_that_died_train_again_on_what_they_had(whole, saved, tmp_path):
     flags, undisturbed = whole
