@@ -14,7 +14,6 @@ from megatron_ibpo.policy.planning import plan_forward, plan_update
 from megatron_ibpo.policy.reference import Reference, load_reference
 from megatron_ibpo.policy.residence import Held, Residence, _HostCopy
 from megatron_ibpo.weights.formats.retention import Keep
-from megatron_ibpo.weights.formats.run_state import find_checkpoint
 from megatron_ibpo.weights.transfer.link import Sent
 from megatron_ibpo.weights.transfer.update_order import UpdateOrder
 from support import planned
@@ -235,7 +234,7 @@ def test_a_step_beside_sleeping_engines_is_the_step_without_them(world, checkpoi
     *beside, sent, asked = step(True, tmp_path / "beside")
     assert beside == alone
     torch.testing.assert_close(sent, alone_sent, rtol=0, atol=0)
-    assert norm(opened(find_checkpoint(tmp_path / "beside"))) == alone[-1], "resumed"
+    assert norm(opened(tmp_path / "beside/step_000001")) == alone[-1], "resumed"
     if world.is_rank_0:
         assert asked == [
             ("wake", "weights", {"weights"}),

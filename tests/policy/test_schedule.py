@@ -22,7 +22,6 @@ from megatron_ibpo.policy.saving import save_checkpoint
 from megatron_ibpo.run.checks import check_run
 from megatron_ibpo.run.settings import parse_config
 from megatron_ibpo.weights.formats.load import load_hf
-from megatron_ibpo.weights.formats.run_state import find_checkpoint, load_run_state
 from support import planned
 from support.layouts import layout
 from support.train_sequences import sequences
@@ -104,26 +103,21 @@ def test_a_gradient_above_the_bound_is_scaled_to_it_as_a_whole(world, checkpoint
 def test_a_resumed_trainer_goes_on_bit_for_bit(world, checkpoints, tmp_path, family, chosen, updates):
     """It resumes in the midst of warm-up, through the peak, with weight decay. And before the first update:
     where no response was right so far, no advantage is anything but 0, and Adam has no state."""
-    found = []
-    for resumes in (False, True):
+    found, saved = [], None
+    for _ in range(2):
         config = scheduled("cosine", 0.2, 0.1, chosen, **SMALL)
         trainer, export, _ = open_trainer(world, checkpoints[family], config)
-        if resumes:
-            saved = find_checkpoint(tmp_path)
-            assert load_run_state(saved) == {"step": 1, "note": "kept"}
+        if saved:
             load_checkpoint(trainer, saved)
         else:
             for _ in range(updates):
                 planned.update(trainer, ROWS)
-            save_checkpoint(trainer, tmp_path, 1, {"note": "kept"})
+            saved = save_checkpoint(trainer, tmp_path, 1, {})
         metrics = [planned.update(trainer, ROWS) for _ in range(2)]
         found.append(([(own["grad_norm"], own["learning_rate"]) for own in metrics], weights_of(export)))
         close_trainer()
-    (told, weights), (told_again, resumed) = found
-    assert told_again == told
-    assert len({rate for _, rate in told}) == 2
-    assert weights.keys() == resumed.keys()
-    assert all(tensor.equal(weights[name]) for name, tensor in resumed.items())
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
+    assert len({rate for _, rate in found[0][0]}) == 2
 
 
 @pytest.mark.world(2)
