@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from megatron_ibpo.config import Config, ConfigError, LossConfig
 from megatron_ibpo.policy.importance_correction import Corrected, correct, correction_metrics, is_rejected
-from megatron_ibpo.policy.packing import lay_out, pack
+from megatron_ibpo.policy.packing import ALONE, Context, lay_out, pack
 from megatron_ibpo.policy.planning import (
     MicroBatch,
     cut_shares,
@@ -41,12 +41,34 @@ def made(prompt=(7, 8, 9), response=(1, 2), **fields):
     return sequence(prompt, response, **{"advantage": 1.0, "weight": 0.5, "group": 0} | fields)
 
 
-def laid_out(rows, multiple):
+def laid_out(rows, multiple, context=ALONE):
     arrays = pack(MicroBatch(tuple(range(len(rows))), tuple(rows)))
-    return lay_out(arrays, multiple=multiple, device=torch.device("cpu"))
+    return lay_out(arrays, multiple=multiple, device=torch.device("cpu"), context=context)
 
 
 SOME_SEQUENCES = st.builds(sequences, st.integers(0, 25), st.integers(0, 2**32)).map(with_holes)
+
+
+def test_two_sequences_packed_by_hand_for_two_ranks_that_share_them():
+    """Rows 5 4 | 7 8 9 1, each sequence padded to a multiple of four; chunks 0 3 and 1 2 of each."""
+    second = made([5], [4, 3], advantage=-2.0, rollout_logprobs=[-3.5, -4.5])
+    rows = [second, made(rollout_logprobs=[-1.5, -2.5])]
+    both = [laid_out(rows, 1, Context(rank, 2, "both")) for rank in range(2)]
+    assert [own.input_ids_1N.tolist() for own in both] == [[[5, 0, 7, 1]], [[4, 0, 8, 9]]]
+    assert [own.position_ids_1N.tolist() for own in both] == [[[0, 3, 0, 3]], [[1, 2, 1, 2]]]
+    assert [own.rows.targets_N.tolist() for own in both] == [[4, 0, 8, 2], [3, 0, 9, 1]]
+    assert [own.rollout_logprobs_N.tolist() for own in both] == [[-3.5, 0, 0, -2.5], [-4.5, 0, 0, -1.5]]
+    assert [own.rows.positions_N.tolist() for own in both] == [[0, 0, 0, 1], [1, 0, 0, 0]]
+    for batch in both:
+        assert batch.rows.response_mask_N.tolist() == [1, 0, 0, 1]
+        assert batch.rows.cu_seqlens.tolist() == [0, 4, 8], "of whole sequences"
+        assert (batch.rows.index.bounds, batch.rows.index.ends) == ((0, 4, 8), (1, 2))
+        assert batch.rows.index.response_rows_R.tolist() == [0, 3]
+        assert batch.rows.advantages.tolist() == [-2, 1]
+        assert batch.places_R.tolist() == [0, 4, 7, 3], "on the first rank, on the second, there and back"
+        assert (batch.rows.cp_group, batch.max_seqlen) == ("both", 4)
+    narrow = laid_out(rows, 3, Context(1, 2, "both"))
+    assert narrow.input_ids_1N.shape == (1, 6), "12 rows: a sequence of four pads both ranks to threes"
 
 
 def test_what_a_loss_mask_leaves_out_is_no_row_of_the_loss():
