@@ -13,7 +13,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 selection=(-m "not slow and not lint")
 arguments=()
 numeric=(tests/credit/test_{credit,token_credit}.py tests/loss/test_{linear_loss,loss}.py
-    tests/models/test_{gated_delta_net,model_parity}.py tests/policy/test_{critic,equivalences,gradient_meter,trainer}.py
+    tests/models/test_{gated_delta_net,model_parity}.py tests/policy/test_{critic,gradient_meter,trainer}.py
     tests/run/test_golden.py)
 all=false
 for argument in "$@"; do

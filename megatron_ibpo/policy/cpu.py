@@ -19,7 +19,7 @@ nothing of it needs a GPU: gloo serves all its collectives. `activate()` puts CP
    that runs in 0.1 s, and importing the compiler nearly 2 s.
 
 Call it in trainer processes only; the vLLM process must not see it. It does nothing where CUDA is available.
-`tests/policy/test_cpu.py` pins the sites to the Megatron version, so that an upgrade is noticed.
+`tests/policy/test_process_start.py` pins the sites to the Megatron version, so that an upgrade is noticed.
 """
 
 from __future__ import annotations

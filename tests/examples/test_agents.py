@@ -16,7 +16,7 @@ from megatron_ibpo.environments.chat import TemplateChat
 from support.example_runs import finished, rows_of, start_script
 from support.paths import ROOT
 
-CHECKPOINTS = [ROOT / "examples/tiny_qwen3_agent", ROOT / "examples/tiny_qwen3_next_agent"]
+CHECKPOINTS = {"calculator": "tiny_qwen3_agent", "guess_number": "tiny_qwen3_next_agent"}
 
 
 def said(content, **more):
@@ -24,31 +24,23 @@ def said(content, **more):
 
 
 def called(*arguments, name="calculate"):
-    """A message that calls the tool with each of these."""
-    functions = [{"name": name, "arguments": one} for one in arguments]
+    """A message that calls the tool with each of these, of which text is an expression."""
+    given = [{"expression": one} if isinstance(one, str) else one for one in arguments]
+    functions = [{"name": name, "arguments": one} for one in given]
     calls = [{"id": f"call_{n}", "type": "function", "function": one} for n, one in enumerate(functions)]
     return said("", tool_calls=calls)
 
 
-def computed(*expressions, **more):
-    return called(*({"expression": expression} for expression in expressions), **more)
-
-
-@pytest.mark.parametrize(
-    ("messages", "replies", "score"),
-    [
-        ([computed("37*84"), said("37 times 84 is 3,108.")], [["3108"], None], (1, 0, 1)),  # the last number
-        ([said("It is 3000.")], [None], (0, 0, 0)),
-        ([said("I do not know.")], [None], (0, 0, 0)),
-        ([said("3108")], [None], (1, 0, 0)),  # in the head
-        ([computed("37*84"), said("-3108")], [["3108"], None], (0, 0, 0)),
-        ([computed("37*8", "296+1"), said("297")], [["296", "297"], None], (0, 0, 1)),
-        ([computed("37*"), said("3108")], [[CANNOT_COMPUTE], None], (1, 1, 0)),
-        ([computed("37*84", name="compute"), said("3108")], [[CANNOT_COMPUTE], None], (1, 1, 0)),
-        ([said("<tool_call>", malformed_tool_calls=["{"]), computed("1")], [[UNREADABLE], ["1"]], (0, 0, 0)),
-        ([called("1", {}, [1], {"expression": 1})], [[CANNOT_COMPUTE] * 4], (0, 4, 0)),
-    ],
-)
+@pytest.mark.parametrize(("messages", "replies", "score"), [
+    ([called("37*84"), said("37 times 84 is 3,108.")], [["3108"], None], (1, 0, 1)),  # the last number
+    ([said("I do not know.")], [None], (0, 0, 0)),
+    ([said("3108")], [None], (1, 0, 0)),  # in the head
+    ([called("37*84"), said("-3108")], [["3108"], None], (0, 0, 0)),
+    ([called("37*8", "296+1"), said("297")], [["296", "297"], None], (0, 0, 1)),
+    ([called("37*84", name="compute"), said("3108")], [[CANNOT_COMPUTE], None], (1, 1, 0)),
+    ([said("<tool_call>", malformed_tool_calls=["{"]), called("1")], [[UNREADABLE], ["1"]], (0, 0, 0)),
+    ([called("37*", 1, {}, [1], {"expression": 1})], [[CANNOT_COMPUTE] * 5], (0, 5, 0)),
+])  # fmt: skip
 def test_courses_of_an_episode_with_the_tool(messages, replies, score):
     environment, question = UseCalculator(), "What is 37*84?"
     opening = environment.reset(question, "3108", {}, seed=0)
@@ -66,22 +58,17 @@ def test_the_tool_computes_sums_and_products_and_nothing_else():
             calculate(wrong)
 
 
-@pytest.mark.parametrize(
-    ("guesses", "replies", "score"),
-    [
-        (["15", "8", "11", "9"], [LOWER, HIGHER, LOWER, None], {"score": 1, "turns_used": 4}),
-        (["I guess 9"], [None], {"score": 1, "turns_used": 1}),
-        (["", "9"], [NO_NUMBER, None], {"score": 1, "turns_used": 2}),
-        (["1", "2", "3", "4", "5"], [HIGHER] * 4 + [None], {"score": 0, "turns_used": 5}),
-        (["1", "2", "3", "4", "9"], [HIGHER] * 4 + [None], {"score": 1, "turns_used": 5}),
-    ],
-)
-def test_a_game_is_won_by_the_number_in_time(guesses, replies, score):
-    environment = GuessNumber()
-    environment.reset("Guess.", "9", {"tries": 5}, seed=0)
-    turns = [environment.step(said(guess)) for guess in guesses]
-    assert [None if turn.done else turn.messages[0]["content"] for turn in turns] == replies
-    assert environment.score() == score
+def test_a_game_is_won_by_the_number_in_time():
+    for guesses, replies, score in (
+        (["15", "", "I guess 9"], [LOWER, NO_NUMBER, None], 1),
+        (["1", "2", "3", "4", "5"], [HIGHER] * 4 + [None], 0),
+        (["1", "2", "3", "4", "9"], [HIGHER] * 4 + [None], 1),
+    ):
+        environment = GuessNumber()
+        environment.reset("Guess.", "9", {"tries": 5}, seed=0)
+        turns = [environment.step(said(guess)) for guess in guesses]
+        assert [None if turn.done else turn.messages[0]["content"] for turn in turns] == replies
+        assert environment.score() == {"score": score, "turns_used": len(guesses)}
 
 
 def test_prompts_are_the_same_in_every_call_and_held_out_and_labelled_with_their_values():
@@ -94,30 +81,13 @@ def test_prompts_are_the_same_in_every_call_and_held_out_and_labelled_with_their
     assert {int(row["label"]) for row in guess_number("eval")} == set(range(1, 31))
 
 
-@pytest.mark.parametrize(("lesson", "least", "most"), [(LESSONS[0], 0.2, 0.4), (LESSONS[1], 0.3, 0.6)])
-def test_students_of_demonstrations_solve_some_and_correct_most_as_their_environment_scores_it(
-    lesson, least, most
-):
-    rows = [*itertools.islice(demonstrations(lesson, "eval"), 300)]
-    scores = [row["score"]["score"] for row in rows]
-    alone = [score for number, score in enumerate(scores) if number % 5]
-    assert least < sum(alone) / len(alone) < most
-    assert sum(scores[::5]) / len(scores[::5]) > 0.85
-    for question, row in zip(lesson.questions("eval")[:50], rows, strict=False):  # played again
-        environment = lesson.environment()
-        environment.reset(question["prompt"], question["label"], question["metadata"], seed=0)
-        messages = iter(row["messages"][1:])
-        for message in messages:
-            turn = environment.step(message)
-            assert turn.done or [*turn.messages] == [next(messages) for _ in turn.messages]
-        assert environment.score() == row["score"]
-
-
 def test_the_tokenizer_writes_every_demonstration_and_comparisons_are_those_of_correction_prompts(tmp_path):
     made = make_agent_tokenizer()
     made.save_pretrained(tmp_path)
-    for checkpoint, file in itertools.product(CHECKPOINTS, ("tokenizer.json", "chat_template.jinja")):
-        assert (checkpoint / file).read_text() == (tmp_path / file).read_text()
+    for name in CHECKPOINTS.values():
+        checkpoint = ROOT / "examples" / name
+        for file in ("tokenizer.json", "chat_template.jinja"):
+            assert (checkpoint / file).read_text() == (tmp_path / file).read_text()
         assert json.loads((checkpoint / "config.json").read_text())["vocab_size"] == 192
     tokenizer = load_tokenizer(tmp_path)
     chat = TemplateChat(tokenizer, [tokenizer.eos_id])
@@ -143,11 +113,10 @@ def test_the_tokenizer_writes_every_demonstration_and_comparisons_are_those_of_c
 @pytest.mark.engine
 @pytest.mark.ray
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("agent", ["calculator", "guess_number"])
-@pytest.mark.parametrize("checkpoint", CHECKPOINTS, ids=lambda path: path.name)
-def test_a_run_of_an_agent_trains_on_episodes(tmp_path, monkeypatch, agent, checkpoint):
+@pytest.mark.parametrize("agent", CHECKPOINTS)
+def test_a_run_of_an_agent_trains_on_episodes(tmp_path, monkeypatch, agent):
     monkeypatch.setenv("AGENT", agent)
-    monkeypatch.setenv("HF_CHECKPOINT", str(checkpoint))
+    monkeypatch.setenv("HF_CHECKPOINT", str(ROOT / "examples" / CHECKPOINTS[agent]))
     flags = ["--num-rollout", "2", "--rollout-batch-size", "4", "--eval-num-prompts", "16"]
     status, output = finished(start_script(tmp_path / "run", *flags, script="run_agent.sh"), timeout=500)
     assert status == 0, output[-5000:]

@@ -41,7 +41,6 @@ STAND_INS = {
 
 @pytest.fixture
 def slurm(tmp_path):
-    """Starts the job's script; `started` and `requeued` are where it was submitted."""
     for name, text in STAND_INS.items():
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
@@ -85,22 +84,16 @@ def test_a_slurm_job_is_saved_before_its_time_is_up_and_goes_on_afterwards(slurm
     assert lines(requeued) == ["7"], "what is finished is not started again"
 
 
-@pytest.mark.parametrize(
-    ("variables", "requeued"),
-    [
-        ({"ENDS": "1"}, ["7"]),
-        ({"ENDS": "2"}, []),  # bad input
-        ({"ENDS": "1", "SLURM_RESTART_COUNT": "50"}, []),
-        ({"ENDS": "1", "STATE": "CANCELLED"}, []),
-    ],
-)
-def test_a_slurm_job_is_requeued_where_that_can_help(slurm, tmp_path, variables, requeued):
-    assert slurm(**variables).wait(20) == int(variables["ENDS"])
-    assert lines(tmp_path / "requeued") == requeued
+def test_a_slurm_job_is_requeued_where_that_can_help(slurm, tmp_path):
+    cancelled, too_often = ({"ENDS": "1", "STATE": "CANCELLED"}, {"ENDS": "1", "SLURM_RESTART_COUNT": "50"})
+    for variables in ({"ENDS": "2"}, cancelled, too_often):
+        assert slurm(**variables).wait(20) == int(variables["ENDS"])
+        assert lines(tmp_path / "requeued") == [], variables
+    assert slurm(ENDS="1").wait(20) == 1
+    assert lines(tmp_path / "requeued") == ["7"]
 
 
 def test_the_job_of_kuberay_is_one_that_can_be_run(tmp_path, monkeypatch):
-    """Its flags are ours, and what starts it adds --load once there is something to load."""
     job, policy = yaml.safe_load_all((ROOT / "examples/cluster/kuberay.yaml").read_text())
     cluster = job["spec"]["rayClusterSpec"]
     assert (job["kind"], policy["kind"]) == ("RayJob", "NetworkPolicy")

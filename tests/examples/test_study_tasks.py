@@ -1,13 +1,12 @@
 """The suite's own tasks: what is asked, what is right, and what a student makes of it."""
 
 import random
-import types
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from study_rewards import extract_answer, score
-from study_tasks import PAIRS, RULE, STUDY_TASKS, TARGETS, Noise, pairs, rows, steps_of
+from study_rewards import score
+from study_tasks import STUDY_TASKS, Noise, pairs, rows, steps_of
 from tiny_tokenizer import make_tiny_tokenizer
 
 TARGET = {"target": 31, "terms": 5, "first": 5, "banned": [4, 7]}
@@ -20,34 +19,19 @@ def judged(kind, question, response):
     return score(task.text(question), response, task.label(question), {"kind": kind, **question})
 
 
-def test_prompts_read_as_the_page_says_and_answers_are_found_in_responses():
-    assert TARGETS.text(TARGET) == "31=5+?+?+?+?|47\n"
-    assert PAIRS.text(SUMS) == "38+7,91-5,26+1,40-8\n"
-    assert RULE.text(CHAIN) == "47?52|3,8,1,9,4,2,6,5\n"
-    assert extract_answer("38+7=45,91-5=86", {"kind": "pairs"}) == "45,86"
-    assert extract_answer("80+3=83#83", {"kind": "rule"}) == "83"
-    assert extract_answer("80+3=83", {"kind": "rule"}) is None
-
-
-@pytest.mark.parametrize(
-    ("kind", "question", "response", "reward"),
-    [
-        ("targets", TARGET, "5+8=13+9=22+6=28+3=31#31", 1),
-        ("targets", TARGET, "5+1=6+9=15+8=23+8=31#31", 1),  # another way
-        ("targets", TARGET, "5+8=13+9=22+6=29+3=31#31", 1),  # the digits do it; a result between is wrong
-        ("targets", TARGET, "5+7=12+9=21+6=27+4=31#31", 0),  # banned digits
-        ("targets", TARGET, "6+8=14+9=23+6=29+2=31#31", 0),  # another first digit
-        ("targets", TARGET, "5+8=13+9=22+6=28+2=31#31", 0),  # they come to 30
-        ("targets", TARGET, "5+8=13+9=22+6=28+3=31", 0),  # no answer
-        ("targets", {**TARGET, "target": 26}, "5+9=14+9=23+0=23+3=26#26", 0),  # 0 is no such digit
-        ("pairs", SUMS, "38+7=45,91-5=86,26+1=27,40-8=32", 1),
-        ("pairs", SUMS, "38+7=35,91-5=86,26+1=27,40-8=32", 0),
-        ("pairs", SUMS, "38+7=45,91-5=86,26+1=27,30+2=32", 0),  # of another question
-        ("rule", CHAIN, "80+3=83+8=91+1=92+9=101+4=105+2=107+6=113+5=118#118", 1),
-        ("rule", CHAIN, "80-3=77-8=69-1=68-9=59-4=55-2=53-6=47-5=42#42", 0),
-        ("rule", {**CHAIN, "left": 61}, "80-3=77-8=69-1=68-9=59-4=55-2=53-6=47-5=42#42", 1),
-    ],
-)
+@pytest.mark.parametrize(("kind", "question", "response", "reward"), [
+    ("targets", TARGET, "5+8=13+9=22+6=28+3=31#31", 1),
+    ("targets", TARGET, "5+8=13+9=22+6=29+3=31#31", 1),  # the digits do it; a result between is wrong
+    ("targets", TARGET, "5+7=12+9=21+6=27+4=31#31", 0),  # banned digits
+    ("targets", TARGET, "6+8=14+9=23+6=29+2=31#31", 0),  # another first digit
+    ("targets", TARGET, "5+8=13+9=22+6=28+2=31#31", 0),  # they come to 30
+    ("targets", TARGET, "5+8=13+9=22+6=28+3=31", 0),  # no answer
+    ("targets", {**TARGET, "target": 26}, "5+9=14+9=23+0=23+3=26#26", 0),  # 0 is no such digit
+    ("pairs", SUMS, "38+7=35,91-5=86,26+1=27,40-8=32", 0),
+    ("pairs", SUMS, "38+7=45,91-5=86,26+1=27,30+2=32", 0),  # of another question
+    ("rule", CHAIN, "80-3=77-8=69-1=68-9=59-4=55-2=53-6=47-5=42#42", 0),
+    ("rule", {**CHAIN, "left": 61}, "80-3=77-8=69-1=68-9=59-4=55-2=53-6=47-5=42#42", 1),
+])  # fmt: skip
 def test_a_response_is_judged_by_its_answer(kind, question, response, reward):
     assert judged(kind, question, response) == reward
 
@@ -70,24 +54,12 @@ def test_who_has_no_misconception_mends_every_step_or_compares_with_skill_1_is_r
     assert judged(kind, question, "".join(compared)) == 1
 
 
-def test_who_overlooks_an_error_of_pairs_still_copies_the_rest():
-    candidate, noticed = ["38+7=35", ",91-5=96", ",26+1=27", ",40-8=32"], [False, True]
-    luck = types.SimpleNamespace(random=lambda: 0.0 if noticed.pop(0) else 1.0)
-    mended = PAIRS.mended_solution(SUMS, candidate, luck, Noise(), skill=0.5)
-    assert mended == ["38+7=35", ",91-5=86", ",26+1=27", ",40-8=32"]
-
-
-@pytest.mark.parametrize(
-    ("kind", "noise", "least", "most"),
-    [
-        ("targets", Noise(0.9, 0.02), 0.2, 0.45),
-        ("pairs", Noise(0.55, 0.02), 0.2, 0.45),
-        ("rule", Noise(0.8, 0.01), 0.4, 0.7),
-    ],
-)
-def test_a_student_with_a_misconception_solves_some_in_the_alphabet_of_the_tiny_tokenizer(
-    kind, noise, least, most
-):
+@pytest.mark.parametrize(("kind", "noise", "least", "most"), [
+    ("targets", Noise(0.9, 0.02), 0.2, 0.45),
+    ("pairs", Noise(0.55, 0.02), 0.2, 0.45),
+    ("rule", Noise(0.8, 0.01), 0.4, 0.7),
+])  # fmt: skip
+def test_a_student_solves_some_in_the_alphabet_of_the_tiny_tokenizer(kind, noise, least, most):
     task, rng, tokenizer = STUDY_TASKS[kind], random.Random(0), make_tiny_tokenizer()
     questions = [task.draw(rng) for _ in range(400)]
     solved = [judged(kind, q, "".join(task.solution(q, rng, noise))) for q in questions]
@@ -95,17 +67,6 @@ def test_a_student_with_a_misconception_solves_some_in_the_alphabet_of_the_tiny_
     for row in rows(task, kind, "eval")[:50]:
         text = row["prompt"] + "".join(task.solution(row["metadata"], rng, Noise(0.5, 0.5)))
         assert tokenizer.unk_token_id not in tokenizer(text)["input_ids"]
-
-
-def test_the_first_step_of_a_rule_decides_and_what_is_mended_keeps_its_choices_where_they_can_stay():
-    steps = RULE.solution(CHAIN, random.Random(0), Noise(), begun=["80-3=77"])
-    assert "".join(steps) == "80-3=77-8=69-1=68-9=59-4=55-2=53-6=47-5=42#42"
-    assert RULE.mended(CHAIN, [], "80-3=77") == "80+3=83"
-    assert RULE.mended(CHAIN, ["80-3=77"], "-8=70") == "-8=69"
-    assert TARGETS.mended(TARGET, [], "5+8=14") == "5+8=13"
-    assert TARGETS.mended(TARGET, [], "5+7=12") == "5+6=11"  # 7 is banned, and 6 as near as 8
-    assert TARGETS.mended(TARGET, ["5+8=13", "+9=22", "+6=28"], "+4=32") == "+3=31"
-    assert PAIRS.mended(SUMS, ["38+7=35"], ",91-5=96") == ",91-5=86"
 
 
 def test_the_splits_share_no_question_and_never_change():

@@ -1,6 +1,6 @@
 """Ranks that share every sequence compute what one rank computes, gradients included: in float64, where a
 difference is not a matter of rounding. The trainer's own layouts, in float32, are in `test_trainer.py`,
-`test_critic.py` and `test_resharding.py`."""
+`test_critic.py` and `test_saving.py`."""
 
 import random
 import shutil

@@ -9,12 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ibpo.policy.gradient_meter import (
-    as_sampled,
-    compare_with_gspo,
-    estimate_noise,
-    measure_gradient,
-)
+from megatron_ibpo.policy import gradient_meter as meter
+from megatron_ibpo.policy.gradient_meter import compare_with_gspo, estimate_noise
 from megatron_ibpo.policy.planning import plan_measure
 from support import planned
 from support.layouts import layout
@@ -22,8 +18,7 @@ from support.ranks import run_ranks
 from support.train_sequences import sequences
 from support.trainers import close_trainer, config_for, open_trainer, weights_of
 
-EXACT = 1000
-"""Blocks: more than there are prompts."""
+EXACT = 1000  # blocks: more than there are prompts
 
 
 def share_of(trainer, rows, plain, blocks=EXACT):
@@ -32,12 +27,13 @@ def share_of(trainer, rows, plain, blocks=EXACT):
 
 
 def measured(world, cases, rows):
-    """Return, for each (checkpoint, configuration): the noise by each prompt and by two blocks."""
+    """The noise by each prompt and by two blocks, for each (checkpoint, configuration)."""
     found = []
     for hf_dir, config in cases:
         trainer, _, _ = open_trainer(world, hf_dir, config)
-        shares = [as_sampled(share_of(trainer, rows, rows, blocks).own) for blocks in (EXACT, 2)]
-        found.append([measure_gradient(trainer, own, trainer.objective("sequence-mean")) for own in shares])
+        shares = [meter.as_sampled(share_of(trainer, rows, rows, blocks).own) for blocks in (EXACT, 2)]
+        objective = trainer.objective("sequence-mean")
+        found.append([meter.measure_gradient(trainer, own, objective) for own in shares])
         close_trainer()
     return found
 
@@ -57,9 +53,7 @@ def test_it_measures_what_autograd_says_of_each_prompt(checkpoints):
             first = len(row.prompt_token_ids)
             logprobs = model(ids).logits[0, first - 1 : -1].log_softmax(-1)
             chosen = logprobs.gather(1, ids[0, first:, None])[:, 0]
-            weights = torch.ones_like(chosen)
-            if row.token_weights is not None:
-                weights = torch.from_numpy(row.token_weights).float()
+            weights = torch.tensor(1.0 if row.token_weights is None else row.token_weights).float()
             log_ratio = (weights * (chosen - chosen.detach())).mean()
             (-row.weight * row.advantage * log_ratio.exp()).backward()
         parts = (torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters())
@@ -102,14 +96,9 @@ def test_each_prompt_by_itself_is_the_sample_covariance(prompts, data, seed, sca
 def test_every_layout_measures_the_same(checkpoints):
     """Each parameter counts once: TP shares matrices and repeats norms, EP spreads experts."""
     rows, expected, sharded = sequences(), {}, layout(distributed_optimizer=True)
-    layouts = {
-        1: {"dense": [layout()], "next": [layout()]},
-        2: {
-            "dense": [layout(tp=2), layout(pp=2), layout(), sharded],
-            "next": [layout(tp=2, ep=2), layout(ep=2), sharded],
-        },
-    }
-    for size, by_model in layouts.items():
+    dense = [layout(tp=2), layout(pp=2), layout()]
+    two = {"dense": dense, "next": [layout(tp=2, ep=2), layout(ep=2), sharded]}
+    for size, by_model in ((1, {"dense": [layout()], "next": [layout()]}), (2, two)):
         cases = [(name, own) for name, several in by_model.items() for own in several]
         asked = [(checkpoints[name], config_for(own)) for name, own in cases]
         per_rank = run_ranks(measured, size, asked, rows, timeout=240)
@@ -121,14 +110,12 @@ def test_every_layout_measures_the_same(checkpoints):
 
 
 @pytest.mark.world(1)
-@pytest.mark.parametrize("family", ["dense", pytest.param("next", marks=pytest.mark.slow)])
-def test_training_does_not_notice_it(world, checkpoints, family):
-    """Two updates, each after a measurement and without."""
+def test_training_does_not_notice_it(world, checkpoints):
     rows, found = sequences(8), []
     plain = [row for row in rows if row.kind == "response"]
     config = config_for(layout(), lr=1e-3, eps_adam=1e-8, num_steps_per_rollout=2)
     for measures in (True, False):
-        trainer, export, _ = open_trainer(world, checkpoints[family], config)
+        trainer, export, _ = open_trainer(world, checkpoints["next"], config)
         losses = []
         for _ in range(2):
             if measures:
@@ -136,10 +123,7 @@ def test_training_does_not_notice_it(world, checkpoints, family):
             losses.append(planned.update(trainer, rows)["loss"])
         found.append((losses, weights_of(export)))
         close_trainer()
-    (losses, with_it), (losses_without, without) = found
-    assert losses == losses_without
-    assert all(tensor.equal(with_it[name]) for name, tensor in without.items())
-    assert next(iter(told)) == "gradient_snr"  # the scale-free figure comes first
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
     assert told["gspo_gradient_variance"] != told["gradient_variance"]
 
 

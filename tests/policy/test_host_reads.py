@@ -1,5 +1,6 @@
 """Reads of tensors' values, for which a GPU would wait, counted on the CPU, where the same calls read."""
 
+import os
 import sys
 from collections import Counter
 from pathlib import Path
@@ -15,10 +16,8 @@ from support.layouts import layout
 from support.trainers import close_trainer, config_for, open_trainer
 
 PACKAGE = Path(megatron_ibpo.__file__).resolve().parent
-WATCHED = ("policy/", "loss/")
-"""Rooms whose own reads are counted; what Megatron reads for them is not theirs."""
-OF_THE_CPU = ("_row_logprobs", "_write_gradient")
-"""The loss in plain torch; on a GPU kernels take its place, and the device itself checks targets."""
+WATCHED = ("policy/", "loss/")  # rooms whose own reads are counted, without what Megatron reads for them
+OF_THE_CPU = ("_row_logprobs", "_write_gradient")  # the loss in torch; on a GPU kernels take its place
 READS = {"item", "tolist", "cpu", "nonzero", "masked_select", "bincount", "unique"}
 READS |= {"__bool__", "__int__", "__float__", "__index__"}
 
@@ -31,32 +30,22 @@ class HostReads(TorchFunctionMode):
         self.found = Counter()
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        if waits(function.__name__, args, kwargs or {}):
-            self.note(sys._getframe(1).f_code)
-        return function(*args, **(kwargs or {}))
-
-    def note(self, code):
-        path = Path(code.co_filename).resolve()
-        if PACKAGE in path.parents:
-            name = path.relative_to(PACKAGE).as_posix()
+        called, by_mask = function.__name__, False
+        if called in ("__getitem__", "__setitem__"):
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            by_mask = any(isinstance(part, torch.Tensor) and part.dtype == torch.bool for part in index)
+        of_unknown_size = called == "repeat_interleave" and "output_size" not in (kwargs or {})
+        if called in READS or by_mask or of_unknown_size:
+            code = sys._getframe(1).f_code
+            name = os.path.relpath(Path(code.co_filename).resolve(), PACKAGE)
             if name.startswith(WATCHED) and code.co_name not in OF_THE_CPU:
                 self.found[f"{name}:{code.co_name}"] += 1
-
-
-def waits(name, args, kwargs):
-    if name == "repeat_interleave":
-        return "output_size" not in kwargs
-    if name in ("__getitem__", "__setitem__"):
-        index = args[1] if isinstance(args[1], tuple) else (args[1],)
-        return any(isinstance(part, torch.Tensor) and part.dtype == torch.bool for part in index)
-    return name in READS
+        return function(*args, **(kwargs or {}))
 
 
 @pytest.mark.world(1)
 @pytest.mark.parametrize("max_tokens", [10_000, 60])
-def test_an_update_reads_the_device_as_often_however_many_micro_batches_it_has(
-    world, checkpoints, max_tokens
-):
+def test_reads_of_the_device_do_not_grow_with_micro_batches(world, checkpoints, max_tokens):
     """Once for the numbers of an optimizer step, and once for the log-probs or values of each pass."""
     rows, hf_dir = rows_with_returns(9), checkpoints["dense"]
     step, values = "policy/forward_backward.py:_on_host", "policy/packing.py:response_values"
@@ -77,13 +66,3 @@ def test_an_update_reads_the_device_as_often_however_many_micro_batches_it_has(
         planned.values(critic, rows)
         planned.update_values(critic, rows)
     assert counted.found == {step: 1, values: 1}
-
-
-def test_a_read_would_be_seen():
-    mask, values = torch.tensor([True, False]), torch.tensor([1.0, 2.0])
-    one = values.sum()
-    for read in (values.tolist, one.item, lambda: values[mask], lambda: bool(one), mask.nonzero):
-        with HostReads() as counted:
-            counted.note = lambda code, counted=counted: counted.found.update(["read"])
-            read()
-        assert counted.found == {"read": 1}

@@ -16,7 +16,6 @@ from support.trainers import EPSILON, LR, assert_close, close_trainer, config_fo
 
 
 def interleaved(stages, chunks=2, config=None, **sizes):
-    """The configuration with pipeline stages of so many pieces of the model."""
     config = config or config_for(None)
     config.parallel = layout(pp=stages, **sizes)
     if chunks > 1:
@@ -25,8 +24,7 @@ def interleaved(stages, chunks=2, config=None, **sizes):
 
 
 def updated(world, hf_dirs, stages, chunks, rows, sizes):
-    """Return, of each model: log-probs and a critic's values, metrics, weights as loaded, and gradients, of a
-    step held to a reference policy."""
+    """What one step, held to a reference policy, comes to for each model and its critic."""
     found = []
     for hf_dir in hf_dirs:
         config = interleaved(stages, chunks, config_for(None, max_tokens=60, kl_coef=0.5), **sizes)
@@ -47,14 +45,11 @@ SHARED = {"distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_p
 
 
 @pytest.mark.world
-@pytest.mark.parametrize(
-    ("names", "stages", "ranks", "sizes"),
-    [
-        (["deep", "next"], 2, 2, {}),
-        pytest.param(["next"], 2, 4, SHARED, marks=pytest.mark.slow),
-        pytest.param(["deep"], 4, 4, {}, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("names", "stages", "ranks", "sizes"), [
+    (["deep", "next"], 2, 2, {}),
+    pytest.param(["next"], 2, 4, SHARED, marks=pytest.mark.slow),
+    pytest.param(["deep"], 4, 4, {}, marks=pytest.mark.slow),
+])  # fmt: skip
 def test_logprobs_loss_and_gradients_are_those_of_one_process(checkpoints, names, stages, ranks, sizes):
     hf_dirs, rows = [checkpoints[name] for name in names], rows_with_returns()
     expected = run_ranks(updated, 1, hf_dirs, 1, 1, rows, {})[0]

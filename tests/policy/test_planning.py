@@ -1,5 +1,6 @@
-"""The driver's half of packing: every sequence travels once, to one rank, and is packed there."""
+"""Every sequence travels once, to one rank, and is packed there; importance corrections of what is packed."""
 
+import math
 import pickle
 import subprocess
 import sys
@@ -11,6 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_ibpo.config import Config, ConfigError, LossConfig
+from megatron_ibpo.policy.importance_correction import Corrected, correct, correction_metrics, is_rejected
 from megatron_ibpo.policy.packing import ALONE, Context, lay_out, pack
 from megatron_ibpo.policy.planning import (
     MicroBatch,
@@ -26,9 +29,11 @@ from megatron_ibpo.policy.planning import (
     update_metrics,
     weighted_mean_length,
 )
+from megatron_ibpo.run.checks import check_settings
 from support.layouts import layout
 from support.planned import cost
-from support.train_sequences import sequence
+from support.train_sequences import packed as with_ratios
+from support.train_sequences import sequence, sequences, with_holes
 from support.trainers import config_for
 
 
@@ -36,123 +41,68 @@ def made(prompt=(7, 8, 9), response=(1, 2), **fields):
     return sequence(prompt, response, **{"advantage": 1.0, "weight": 0.5, "group": 0} | fields)
 
 
-def packed(*rows):
-    return pack(MicroBatch(tuple(range(len(rows))), rows))
-
-
-def laid_out(arrays, multiple, context=ALONE):
+def laid_out(rows, multiple, context=ALONE):
+    arrays = pack(MicroBatch(tuple(range(len(rows))), tuple(rows)))
     return lay_out(arrays, multiple=multiple, device=torch.device("cpu"), context=context)
 
 
-@st.composite
-def some_sequences(draw, max_size=25):
-    """Draw sequences of every kind that credit makes."""
-    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    rows = []
-    for _ in range(draw(st.integers(0, max_size))):
-        length = int(rng.integers(1, 30))
-        fields = {
-            name: rng.choice([0.0, 0.1, 1.0], length).tolist()
-            for name in ("token_weights", "token_advantages")
-            if rng.random() < 0.3
-        }
-        row = made(
-            rng.integers(2, 64, rng.integers(1, 9)).tolist(),
-            rng.integers(2, 64, length).tolist(),
-            loss_mask=(rng.random(length) < rng.choice([0.0, 0.6, 1.0])).tolist(),
-            kind=rng.choice(["response", "correction"]),
-            temperature=float(rng.choice([0.7, 1.0])),
-            rollout_logprobs=rng.normal(size=length).tolist(),
-            advantage=float(rng.choice([-1.3, 0.0, 0.7])),
-            weight=float(rng.random()),
-            group=int(rng.integers(5)),
-            **fields,
-        )
-        rows.append(replace(row, rollout_logprobs=None) if rng.random() < 0.1 else row)
-    return rows
-
-
-def test_two_sequences_packed_by_hand():
-    first = made(rollout_logprobs=[-1.5, -2.5])
-    second = made([5], [4, 3], advantage=-2.0, rollout_logprobs=[-3.5, -4.5], temperature=0.75)
-    arrays = replace(packed(second, first), old_logprobs_R=np.array([-3.0, -4.0, -1.0, -2.0], np.float32))
-    batch = laid_out(arrays, 4)
-    assert batch.input_ids_1N.tolist() == [[5, 4, 7, 8, 9, 1, 0, 0]]
-    assert batch.position_ids_1N.tolist() == [[0, 1, 0, 1, 2, 3, 0, 1]]
-    assert batch.rows.targets_N.tolist() == [4, 3, 8, 9, 1, 2, 0, 0]
-    assert batch.rows.response_mask_N.tolist() == [1, 1, 0, 0, 1, 1, 0, 0]
-    assert batch.rows.old_logprobs_N.tolist() == [-3, -4, 0, 0, -1, -2, 0, 0]
-    assert batch.rollout_logprobs_N.tolist() == [-3.5, -4.5, 0, 0, -1.5, -2.5, 0, 0]
-    assert batch.rows.cu_seqlens.tolist() == [0, 2, 6, 8]
-    assert (batch.max_seqlen, batch.num_sequences) == (4, 2)
-    assert batch.rows.advantages.tolist() == [-2, 1, 0]
-    assert batch.rows.sequence_weights_S.tolist() == [0.5, 0.5, 0]
-    assert batch.rows.temperature.tolist() == [0.75, 1, 1]
-    assert batch.rows.token_weights_N is None
+SOME_SEQUENCES = st.builds(sequences, st.integers(0, 25), st.integers(0, 2**32)).map(with_holes)
 
 
 def test_two_sequences_packed_by_hand_for_two_ranks_that_share_them():
-    """Rows 5 4 | 7 8 9 1 as above, each sequence padded to a multiple of four; chunks 0 3 and 1 2 of each."""
+    """Rows 5 4 | 7 8 9 1, each sequence padded to a multiple of four; chunks 0 3 and 1 2 of each."""
     second = made([5], [4, 3], advantage=-2.0, rollout_logprobs=[-3.5, -4.5])
-    arrays = packed(second, made(rollout_logprobs=[-1.5, -2.5]))
-    both = early, late = [laid_out(arrays, 1, Context(rank, 2, "both")) for rank in range(2)]
+    rows = [second, made(rollout_logprobs=[-1.5, -2.5])]
+    both = [laid_out(rows, 1, Context(rank, 2, "both")) for rank in range(2)]
     assert [own.input_ids_1N.tolist() for own in both] == [[[5, 0, 7, 1]], [[4, 0, 8, 9]]]
     assert [own.position_ids_1N.tolist() for own in both] == [[[0, 3, 0, 3]], [[1, 2, 1, 2]]]
     assert [own.rows.targets_N.tolist() for own in both] == [[4, 0, 8, 2], [3, 0, 9, 1]]
     assert [own.rollout_logprobs_N.tolist() for own in both] == [[-3.5, 0, 0, -2.5], [-4.5, 0, 0, -1.5]]
     assert [own.rows.positions_N.tolist() for own in both] == [[0, 0, 0, 1], [1, 0, 0, 0]]
-    for batch in (early, late):
+    for batch in both:
         assert batch.rows.response_mask_N.tolist() == [1, 0, 0, 1]
         assert batch.rows.cu_seqlens.tolist() == [0, 4, 8], "of whole sequences"
-        assert batch.rows.index.bounds == (0, 4, 8)
+        assert (batch.rows.index.bounds, batch.rows.index.ends) == ((0, 4, 8), (1, 2))
         assert batch.rows.index.response_rows_R.tolist() == [0, 3]
-        assert batch.rows.index.ends == (1, 2)
         assert batch.rows.advantages.tolist() == [-2, 1]
         assert batch.places_R.tolist() == [0, 4, 7, 3], "on the first rank, on the second, there and back"
         assert (batch.rows.cp_group, batch.max_seqlen) == ("both", 4)
-    narrow = laid_out(arrays, 3, Context(1, 2, "both"))
+    narrow = laid_out(rows, 3, Context(1, 2, "both"))
     assert narrow.input_ids_1N.shape == (1, 6), "12 rows: a sequence of four pads both ranks to threes"
 
 
 def test_what_a_loss_mask_leaves_out_is_no_row_of_the_loss():
     """Two tokens of a tool between two of the policy's own: context, as the prompt is."""
     row = made([7], [1, 60, 61, 2], loss_mask=[True, False, False, True], rollout_logprobs=[-1.0, 0, 0, -2.0])
-    batch = laid_out(packed(row), 1)
+    batch = laid_out([row], 1)
     assert batch.input_ids_1N.tolist() == [[7, 1, 60, 61]]
     assert batch.rows.targets_N.tolist() == [1, 60, 61, 2]
     assert batch.rows.response_mask_N.tolist() == [1, 0, 0, 1]
     assert weighted_mean_length([row]) == 2
-    dull, other = made(advantage=0.0), made(kind="correction")
-    kinds = {"sequences_trained": 2, "sequences_without_advantage": 1}
-    assert update_metrics([row, dull, other]) == {
-        **kinds, "tokens_trained": 1 + 2 + 3 + 2, "tokens_trained_corrections": 3 + 2,
-    }  # fmt: skip
+    told = {"sequences_trained": 2, "sequences_without_advantage": 1}
+    told |= {"tokens_trained": 1 + 2 + 3 + 2, "tokens_trained_corrections": 3 + 2}
+    assert update_metrics([row, made(advantage=0.0), made(kind="correction")]) == told
 
 
 def test_what_is_given_by_token_lies_on_the_response_rows():
-    """A sequence without weights has ones there; one without advantages of tokens repeats its own. An empty
-    share has one padding sequence of weight 0."""
+    """Without weights there are ones; an empty share has one padding sequence of weight 0."""
     by_token = made(token_weights=[0.25, 0.75], token_advantages=[0.5, -0.5], rollout_logprobs=[-1.5, -2.5])
-    batch = laid_out(packed(by_token, made(advantage=-2.0)), 9)
+    batch = laid_out([by_token, made(advantage=-2.0)], 9)
     assert batch.rows.token_weights_N.tolist() == [0, 0, 0.25, 0.75, 0, 0, 1, 1, 0]
     assert batch.rows.advantages.tolist() == [0, 0, 0.5, -0.5, 0, 0, -2, -2, 0]
     assert batch.rollout_logprobs_N is None, "one has none"
-    assert batch.rows.old_logprobs_N is None
-    padding = laid_out(packed(), 2)
+    padding = laid_out([], 2)
     assert padding.input_ids_1N.shape == (1, 2)
-    assert padding.rows.cu_seqlens.tolist() == [0, 2]
-    assert padding.rows.sequence_weights_S.tolist() == [0]
+    assert (padding.rows.cu_seqlens.tolist(), padding.rows.sequence_weights_S.tolist()) == ([0, 2], [0])
     assert not padding.rows.response_mask_N.any()
 
 
 @given(st.lists(st.integers(2, 300), max_size=60), st.integers(1, 5), st.integers(50, 400), st.integers(1, 5))
 def test_every_sequence_is_planned_once_and_no_rank_could_be_relieved(lengths, ranks, max_tokens, multiple):
-    """Without its shortest sequence the fullest rank has no more than any other. Like micro-batches come
-    together; such of nothing fill up to what an interleaved schedule takes."""
+    """Micro-batches of nothing fill up to what an interleaved schedule takes."""
     shares = deal(lengths, ranks, cost)
     plan = cut_shares(shares, lengths, max_tokens, cost)
     assert sorted(i for batches in plan for batch in batches for i in batch) == list(range(len(lengths)))
-    assert len(plan) == ranks
     filled = cut_shares(shares, lengths, max_tokens, cost, multiple)
     most = -(-len(plan[0]) // multiple) * multiple
     assert filled == [[*batches, *[[]] * (most - len(plan[0]))] for batches in plan]
@@ -186,8 +136,8 @@ def test_arrays_travel_once_for_both_cuts_and_are_not_copied_into_the_pickle():
     cut, buffers = share[0].cut, []
     head = pickle.dumps(cut, protocol=5, buffer_callback=buffers.append)
     assert len(head) < 5000
-    sequences = [s for batch in cut.micro_batches for s in batch.sequences]
-    arrays = [own for s in sequences for own in (s.prompt_token_ids, s.response_token_ids, s.loss_mask)]
+    sent = [s for batch in cut.micro_batches for s in batch.sequences]
+    arrays = [own for s in sent for own in (s.prompt_token_ids, s.response_token_ids, s.loss_mask)]
     assert sum(buffer.raw().nbytes for buffer in buffers) == sum(own.nbytes for own in arrays)
     (found, *_) = pickle.loads(head, buffers=buffers).forward_batches[0].sequences
     assert np.array_equal(found.response_token_ids, rows[0].response_token_ids)
@@ -208,10 +158,8 @@ OLD = {"recompute": {}, "corrected": {"sequence_rejection": (0.5, 2.0)}, "engine
 BUDGETS = st.none() | st.integers(30, 400)
 
 
-@given(some_sequences(), st.integers(1, 5), st.integers(1, 3), st.sampled_from([*OLD]), BUDGETS)
+@given(SOME_SEQUENCES, st.integers(1, 5), st.integers(1, 3), st.sampled_from([*OLD]), BUDGETS)
 def test_an_update_sends_every_sequence_with_an_advantage_to_one_rank(rows, ranks, steps, old, own_tokens):
-    """Passes without a gradient may have a budget of their own. The engine's log-probs save one."""
-    rows = [replace(s, rollout_logprobs=np.zeros(len(s.loss_mask), np.float32)) for s in rows]
     budgets = {"max_tokens": 60, "log_probs_tokens": own_tokens}
     config = config_for(layout(), num_steps_per_rollout=steps, **budgets, **OLD[old])
 
@@ -219,8 +167,13 @@ def test_an_update_sends_every_sequence_with_an_advantage_to_one_rank(rows, rank
         assert all(sum(s.num_tokens for s in b.sequences) <= most or len(b.members) == 1 for b in batches)
         return sorted(i for batch in batches for i in batch.members)
 
+    # its mean is 0, and it is trained on where its tokens differ
+    rows = [*rows, made(advantage=0.0, token_advantages=[1.0, -1.0], rollout_logprobs=[-1.0, -1.0])]
     plan = plan_update(rows, config, ranks, cost)
-    live = [[s for s in p if s.has_advantage and s.loss_mask.any()] for p in split_minibatches(rows, steps)]
+    parts = split_minibatches(rows, steps)
+    live = [
+        [s for s in p if s.loss_mask.any() and (s.advantage or s.token_advantages is not None)] for p in parts
+    ]
     needs_old = [old == "corrected" or (old == "recompute" and number > 0) for number in range(steps)]
     for number, part in enumerate(live):
         own, sent = [share[number] for share in plan.shares], []
@@ -240,24 +193,10 @@ def test_an_update_sends_every_sequence_with_an_advantage_to_one_rank(rows, rank
     assert sorted(i for share in forward for i in members(share, own_tokens or 60)) == [*range(len(rows))]
 
 
-@given(some_sequences(max_size=12), st.integers(1, 3), st.randoms())
-def test_the_order_of_arrival_changes_neither_lengths_nor_loads(rows, ranks, rng):
-    """Which of two equally long sequences comes first may depend on it, and nothing else."""
-    first, second = (
-        [[[s.num_tokens for s in batch.sequences] for batch in share] for share in plan.shares]
-        for given in (rows, rng.sample(rows, len(rows)))
-        for plan in [plan_forward(given, config_for(layout(), max_tokens=60), ranks, cost)]
-    )
-    assert first == second
-
-
 def test_a_token_mean_divides_by_the_weighted_length_of_the_whole_minibatch():
     """(1/2 · 4 + 1/4 · 2 + 1/4 · 1) / 1, one sequence without advantage, one with a hole in its mask."""
-    rows = [
-        made(response=[1, 2, 3, 4], weight=0.5),
-        made(response=[1, 2], weight=0.25, advantage=0.0),
-        made(response=[1, 2, 3], weight=0.25, loss_mask=[False, True, False]),
-    ]
+    rows = [made(response=[1, 2, 3, 4]), made(weight=0.25, advantage=0.0)]
+    rows.append(made(response=[1, 2, 3], weight=0.25, loss_mask=[False, True, False]))
     assert weighted_mean_length([]) == 1.0
     plan = plan_update(rows, config_for(layout()), 2, cost)
     assert [share[0].mean_length for share in plan.shares] == [2.75, 2.75]
@@ -289,20 +228,12 @@ def test_ranks_are_counted_tensor_parallel_first_and_pipeline_last():
 
 
 def test_a_rank_is_sent_only_what_it_reads():
-    given = {"token_weights": [1.0, 0.5], "rollout_logprobs": [-1.0, -2.0]}
-    row = made(**given, returns=[1.0, 1.0], values=[1.0, 1.0])
-
-    def sent(batches):
-        (s,) = batches[0].sequences
-        return [name for name in (*given, "returns", "values") if getattr(s, name) is not None]
-
-    policy, critic, forward = (
-        plan([row], config_for(layout()), 1, cost).shares[0]
-        for plan in (plan_update, plan_value_update, plan_forward)
-    )
-    assert sent(policy[0].cut.micro_batches) == ["token_weights", "rollout_logprobs"]
-    assert sent(critic[0].cut.micro_batches) == ["returns", "values"]
-    assert sent(forward) == []
+    names = ("token_weights", "rollout_logprobs", "returns", "values")
+    row, config = made(**{name: [0.5, 1.0] for name in names}), config_for(layout())
+    for plan, reads in ((plan_update, names[:2]), (plan_value_update, names[2:]), (plan_forward, ())):
+        (part,) = plan([row], config, 1, cost).shares[0]
+        (sent,) = (part if plan == plan_forward else part.cut.micro_batches[0]).sequences
+        assert tuple(name for name in names if getattr(sent, name) is not None) == reads
 
 
 def test_the_driver_needs_neither_torch_nor_megatron():
@@ -313,15 +244,78 @@ def test_the_driver_needs_neither_torch_nor_megatron():
 def test_a_sequence_that_lacks_what_is_read_is_refused():
     config = config_for(layout(), use_tis=True, sequence_rejection=(0.9, 1.1))
     engine = config_for(layout(), old_logprobs="engine")
-    refused: list[tuple] = [
+    for plan, fields, settings, says in (
         (plan_update, {"prompt": []}, config, "sequence 0 has no prompt"),
         (plan_update, {}, config, "--use-tis and --sequence-rejection: 1 sequences have no log-probs"),
         (plan_update, {}, engine, "--old-logprobs engine: 1 sequences have no log-probs"),
         (plan_value_update, {}, config, "the critic needs returns and old values"),
-    ]
-    for name in ("loss_mask", "rollout_logprobs", "token_weights", "returns"):
-        says = f"sequence 0: {name} has 3 entries for 2 response tokens"
-        refused.append((plan_forward, {name: [1.0] * 3}, config, says))
-    for plan, fields, settings, says in refused:
+        (plan_forward, {"loss_mask": [True] * 3}, config, "loss_mask has 3 entries for 2 response tokens"),
+        (plan_forward, {"returns": [1.0] * 3}, config, "returns has 3 entries for 2 response tokens"),
+    ):
         with pytest.raises(ValueError, match=says):
             plan([made(**fields)], settings, 1, cost)
+
+
+def close(*values):
+    return pytest.approx(list(values), rel=1e-6)
+
+
+def test_a_rejected_sequence_weighs_nothing_and_stays():
+    """By its geometric mean: √(2 · 1/2) = 1 and √(4 · 1) = 2. Tokens may be truncated as well."""
+    assert is_rejected(np.log([4.0, 1.0] * 50), 0.5, 1.9)
+    assert not is_rejected(np.log([4.0, 1.0] * 50), 0.5, 2.1)
+    arrays = with_ratios([4.0, 1.0], [2.0, 0.5], [0.5], weights=[0.5, 0.25, 1.0])
+    found, told = correct(arrays, LossConfig(sequence_rejection=(0.9, 1.1)))
+    assert found.importance_weights_R is None
+    assert found.weights_S.tolist() == [0.0, 0.25, 0.0]
+    assert found.token_weights_R.tolist() == [1.0] * 5
+    assert told == [Corrected(0, 2, 0, 0.0), Corrected(1, 2, 0, 2.0), Corrected(2, 1, 0, 0.0)]
+    assert [*correction_metrics(told).values()] == [2.0 / 5, 0.0, 2 / 3], "shares of all"
+    both, told = correct(arrays, LossConfig(sequence_rejection=(0.9, 1.1), use_tis=True, tis_clip=1.5))
+    assert [own.tokens_cut for own in told] == [1, 1, 0]
+    assert both.weights_S.tolist() == [0.0, 0.25, 0.0]
+    assert both.token_weights_R.tolist() == close(1.5, 1.0, 1.5, 0.5, 0.5)
+
+
+def test_tokens_outside_the_loss_take_no_part_and_a_mask_multiplies_into_their_weights():
+    """The middle token is a tool's, for which an engine may report anything."""
+    arrays = with_ratios([1.2, 1000.0, 0.8], masks=[[True, False, True]], token_weights=[[0.5, 1.0, 1.0]])
+    arrays.rollout_logprobs_R[1] = math.nan
+    found, (told,) = correct(arrays, LossConfig(icepop=(0.5, 5.0), sequence_rejection=(0.9, 1.1)))
+    assert found.token_weights_R.tolist() == close(0.6, 1.0, 0.8)
+    assert found.importance_weights_R.tolist() == close(1.2, 1.0, 0.8), "in the loss without the mask"
+    assert found.weights_S.tolist() == [0.5]
+    assert (told.tokens, told.tokens_cut, told.weight) == (2, 0, pytest.approx(2.0, rel=1e-6))
+
+
+def test_a_ratio_beyond_all_numbers_is_cut_and_stays_finite_and_no_sequence_has_none():
+    arrays = replace(with_ratios([1.0, 1.0]), old_logprobs_R=np.array([-1e4, 1e4], np.float32))
+    for loss, cut in ((LossConfig(use_tis=True), 1), (LossConfig(icepop=(0.5, 5.0)), 2)):
+        found, (told,) = correct(replace(arrays, rollout_logprobs_R=np.zeros(2, np.float32)), loss)
+        assert np.isfinite(found.token_weights_R).all()
+        assert told.tokens_cut == cut
+    empty = pack(MicroBatch((), ()))
+    assert correct(empty, LossConfig(use_tis=True)) == (empty, [])
+    assert correction_metrics([]) == {}
+
+
+@given(st.lists(st.lists(st.floats(0.2, 5.0), min_size=1, max_size=6), min_size=2, max_size=6))
+def test_how_sequences_are_cut_into_micro_batches_changes_nothing(ratios):
+    loss = LossConfig(icepop=(0.5, 2.0), sequence_rejection=(0.8, 1.25))
+    whole, told = correct(with_ratios(*ratios), loss)
+    alone = [correct(with_ratios(own), loss) for own in ratios]
+    assert np.concatenate([a.token_weights_R for a, _ in alone]).tolist() == whole.token_weights_R.tolist()
+    assert [own._replace(member=i) for i, (_, (own,)) in enumerate(alone)] == told
+
+
+def test_corrections_that_contradict_each_other_are_refused():
+    bounds = "must be two bounds LOW HIGH with 0 <= LOW < 1 < HIGH"
+    for settings, says in (
+        ({"use_tis": True, "icepop": (0.5, 5.0)}, "--use-tis and --icepop both weight tokens"),
+        ({"use_tis": True, "old_logprobs": "engine"}, "--use-tis cannot be combined with --old-logprobs"),
+        ({"icepop": (0.5, 5.0, 6.0)}, f"--icepop: {bounds}"),
+        ({"sequence_rejection": (1.1, 2.0)}, f"--sequence-rejection: {bounds}"),
+        ({"sequence_rejection": (0.9, math.inf)}, "--sequence-rejection: must be a finite number"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            check_settings(Config(loss=LossConfig(**settings)))

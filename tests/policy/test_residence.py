@@ -1,4 +1,4 @@
-"""A trainer whose memory is given back while engines sample computes what it would have computed with it."""
+"""What leaves the device, for engines or for a reference policy, comes back as it was."""
 
 from contextlib import contextmanager
 from functools import partial
@@ -8,7 +8,11 @@ from unittest import mock
 import pytest
 import torch
 
+from megatron_ibpo.policy import rank as policy_rank
+from megatron_ibpo.policy.checkpoint import _optimizers, saved_state
 from megatron_ibpo.policy.planning import plan_forward, plan_update
+from megatron_ibpo.policy.reference import Reference, load_reference
+from megatron_ibpo.policy.residence import Held, Residence, _HostCopy
 from megatron_ibpo.weights.formats.retention import Keep
 from megatron_ibpo.weights.transfer.link import Sent
 from megatron_ibpo.weights.transfer.update_order import UpdateOrder
@@ -18,9 +22,9 @@ from support.train_sequences import sequences
 from support.trainers import close_trainer, config_for, open_trainer, weights_of
 
 ROWS = sequences(6)
-QUICK = ["deltas bf16 sharded"]
-REST = ["dense fp32", "dense fp32 sharded", "dense bf16", "dense bf16 sharded"]
-"""Every kind of Megatron optimizer: its parameters are the model's own, views into its buffers, or copies."""
+REST = [
+    pytest.param(own, marks=pytest.mark.slow) for own in ("dense fp32", "dense fp32 sharded", "dense bf16")
+]
 
 
 def config_of(case):
@@ -31,9 +35,6 @@ def config_of(case):
 
 
 def tensors_of(trainer):
-    """Return the tensors that the model and its optimizer hold, by kind."""
-    from megatron_ibpo.policy.checkpoint import _optimizers
-
     inner = [part.optimizer for part in _optimizers(trainer)]
     return {
         "weights": [own for chunk in trainer.chunks for own in chunk.parameters()],
@@ -56,10 +57,9 @@ def taken(trainer):
 
 
 @pytest.mark.world(2)
-@pytest.mark.parametrize("case", [*QUICK, *(pytest.param(own, marks=pytest.mark.slow) for own in REST)])
+@pytest.mark.parametrize("case", ["deltas bf16 sharded", *REST])
 def test_whatever_leaves_comes_back_to_the_bit_and_takes_no_memory_meanwhile(world, checkpoints, case):
-    from megatron_ibpo.policy.residence import Held, Residence
-
+    """With every kind of Megatron optimizer: its parameters are the model's own, views, or copies."""
     hf_dir, config = checkpoints[case.split()[0]], config_of(case)
     stays, export, _ = open_trainer(world, hf_dir, config)
     planned.update(stays, ROWS)
@@ -124,10 +124,6 @@ def late_copies(arrived):
 
 @pytest.mark.world(2)
 def test_steps_and_checkpoints_wait_for_the_state_that_comes_beside_them(world, checkpoints):
-    """Steps and a save each after a return, whose copies come as late as they may, against those at home."""
-    from megatron_ibpo.policy.checkpoint import saved_state
-    from megatron_ibpo.policy.residence import Held, Residence
-
     def steps(leaves):
         trainer, _, _ = open_trainer(world, checkpoints["dense"], config_of("dense bf16 sharded"))
         residence, norms = Residence([trainer], world, offload=leaves), []
@@ -150,9 +146,6 @@ def test_steps_and_checkpoints_wait_for_the_state_that_comes_beside_them(world, 
 
 @pytest.mark.world
 def test_memory_is_freed_when_its_content_is_on_the_host_and_not_before(monkeypatch):
-    """What is copied to the host is there, at worst, when that waits for the device."""
-    from megatron_ibpo.policy.residence import _HostCopy
-
     under_way, at_once = [], torch.Tensor.copy_
 
     def copy_(tensor, content, **_):
@@ -169,12 +162,8 @@ def test_memory_is_freed_when_its_content_is_on_the_host_and_not_before(monkeypa
     assert weights.tolist() == [0, 1, 2, 3, 4]
 
 
-class Copied:
-    """An export whose tensors are copies, as those that come from a GPU: what numpy has seen of a CPU tensor
-    keeps its memory."""
-
-    def __init__(self, export):
-        self.export = export
+class Copied(SimpleNamespace):
+    """Exported tensors as copies, as from a GPU: what numpy has seen of a CPU tensor keeps its memory."""
 
     def __getattr__(self, name):
         return getattr(self.export, name)
@@ -185,24 +174,20 @@ class Copied:
 
 @pytest.mark.world(2)
 def test_a_step_beside_sleeping_engines_is_the_step_without_them(world, checkpoints, tmp_path):
-    """All that is asked of a rank in a step, where engines take the device whenever they may. They wake where
-    trainers have left it."""
-    from megatron_ibpo.policy import rank as module
-    from megatron_ibpo.weights.formats.run_state import find_checkpoint
-
+    """Engines take the device whenever they may, and wake where trainers have left it."""
     config = config_of("dense bf16 sharded")
     config.model.hf_checkpoint = checkpoints["dense"]
 
     def opened(checkpoint):
-        with mock.patch.object(module, "start_world", return_value=world):
-            return module.TrainerRank(config, checkpoint)
+        with mock.patch.object(policy_rank, "start_world", return_value=world):
+            return policy_rank.TrainerRank(config, checkpoint)
 
     def norm(rank):
         return rank.update(planned.own_share(plan_update, ROWS, config))["grad_norm"]
 
     def step(sleeping, directory):
         rank, sent, asked = opened(None), {}, []
-        rank.export, rank.whole_export = Copied(rank.export), Copied(rank.whole_export)
+        rank.export, rank.whole_export = Copied(export=rank.export), Copied(export=rank.whole_export)
 
         def send(source, links, engines, *, check):
             sent.update(weights_of(source))
@@ -249,7 +234,7 @@ def test_a_step_beside_sleeping_engines_is_the_step_without_them(world, checkpoi
     *beside, sent, asked = step(True, tmp_path / "beside")
     assert beside == alone
     torch.testing.assert_close(sent, alone_sent, rtol=0, atol=0)
-    assert norm(opened(find_checkpoint(tmp_path / "beside"))) == alone[-1], "resumed"
+    assert norm(opened(tmp_path / "beside/step_000001")) == alone[-1], "resumed"
     if world.is_rank_0:
         assert asked == [
             ("wake", "weights", {"weights"}),
@@ -258,3 +243,53 @@ def test_a_step_beside_sleeping_engines_is_the_step_without_them(world, checkpoi
             ("finish_weight_update", 1, {"weights"}),
             ("wake", "kv_cache", set()),
         ]
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize(("family", "sizes", "bf16"), [
+    ("next", {"tp": 2, "ep": 2}, False),
+    ("dense", {"distributed_optimizer": True}, False),
+    pytest.param("tied", {"pp": 2}, False, marks=pytest.mark.slow),
+    pytest.param("dense", {"tp": 2}, True, marks=pytest.mark.slow),
+])  # fmt: skip
+def test_a_reference_takes_the_policys_place_and_gives_it_back_bit_for_bit(
+    world, checkpoints, family, sizes, bf16
+):
+    """With what the optimizer steps on: float32 masters under bfloat16."""
+    config = config_for(layout(**sizes), lr=1e-2, eps_adam=1e-8)
+    config.model.bf16 = bf16
+    undisturbed, _, _ = open_trainer(world, checkpoints[family], config)
+    wanted = planned.logprobs(undisturbed, ROWS)
+    _, norm = (planned.update(undisturbed, ROWS)["grad_norm"] for _ in range(2))
+    close_trainer()
+    trainer, _, shape = open_trainer(world, checkpoints[family], config)
+    planned.update(trainer, ROWS)
+    held = [tensor for kind in ("weights", "states") for tensor in tensors_of(trainer)[kind]]
+    copies, before = [tensor.detach().clone() for tensor in held], planned.logprobs(trainer, ROWS)
+    reference = load_reference(trainer.chunks, shape, checkpoints[family])
+    with reference.swapped_in(trainer.chunks):
+        assert planned.logprobs(trainer, ROWS) == wanted != before
+    assert planned.logprobs(trainer, ROWS) == before
+    assert all(map(torch.equal, copies, held))
+    assert planned.update(trainer, ROWS)["grad_norm"] == norm, "training goes on as if nothing had been"
+
+
+def test_a_reference_is_taken_out_after_an_error_and_not_put_in_twice():
+    def fail_inside():
+        with reference.swapped_in([policy]):
+            raise KeyError
+
+    policy, other = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
+    for model in (policy, other):
+        model.tied = model.weight  # is exchanged once
+        model.register_buffer("shift", torch.rand(3))
+    reference, expected = Reference([other]), [own.clone() for own in policy.state_dict().values()]
+    view = policy.weight.data[:, 1:]
+    with reference.swapped_in([policy]):
+        assert not any(map(torch.equal, expected, policy.state_dict().values()))
+        assert view.equal(policy.weight[:, 1:]), "in place"
+        with pytest.raises(RuntimeError, match="in the model already"):
+            fail_inside()
+    with pytest.raises(KeyError):
+        fail_inside()
+    assert all(map(torch.equal, expected, policy.state_dict().values()))

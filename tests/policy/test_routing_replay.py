@@ -5,12 +5,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from megatron.core.transformer.moe.router import TopKRouter
 
 from megatron_ibpo.basics.records import expert_ids, no_expert
 from megatron_ibpo.config import ConfigError, check_config
 from megatron_ibpo.engines.vllm.routing_record import RoutingRecord
+from megatron_ibpo.policy.forward_backward import infer
 from megatron_ibpo.policy.overrides import check_overrides
+from megatron_ibpo.policy.packing import packed
 from megatron_ibpo.policy.planning import plan_forward, plan_update
+from megatron_ibpo.run.processes import check_model_layout
 from support import planned
 from support.layouts import layout
 from support.ranks import run_ranks
@@ -19,33 +23,25 @@ from support.tiny_models import make_glm4_moe, make_gpt_oss
 from support.train_sequences import sequences
 from support.trainers import close_trainer, open_trainer, weights_of
 
-LAYERS, EXPERTS, K = 4, 4, 2
-"""Of the tiny Qwen3-Next."""
+LAYERS, EXPERTS, K = 4, 4, 2  # of the tiny Qwen3-Next
 
 
 def with_strange_choices(rows, layers=LAYERS):
-    """Give the rows choices that no router would make: two different experts at random, for each token and
-    layer."""
+    """Choices that no router would make: two different experts at random, for each token and layer."""
     rng = np.random.default_rng(0)
     drawn = [rng.random((row.num_tokens - 1, layers, EXPERTS)).argsort(-1)[..., :K] for row in rows]
-    return [
-        replace(row, routed_experts=expert_ids(own, EXPERTS)) for row, own in zip(rows, drawn, strict=True)
-    ]
-
-
-def largest(gradients):
-    return max(g.abs().max().item() for g in gradients.values())
+    drawn = [expert_ids(own, EXPERTS) for own in drawn]
+    return [replace(row, routed_experts=own) for row, own in zip(rows, drawn, strict=True)]
 
 
 def gap(found, expected):
-    return max((found[name] - expected[name]).abs().max().item() for name in expected)
+    """The largest difference, relative to the largest number."""
+    largest = max(own.abs().max().item() for own in expected.values())
+    return max((found[name] - expected[name]).abs().max().item() for name in expected) / largest
 
 
 @pytest.mark.world(1)
 def test_replaying_a_routers_own_choices_changes_no_bit_and_other_experts_do(world, checkpoints):
-    from megatron_ibpo.policy.forward_backward import infer
-    from megatron_ibpo.policy.packing import packed
-
     rows = [row for row in sequences() if row.advantage]
     trainer, _, _ = open_trainer(world, checkpoints["next"], replaying())
     share, records = packed(planned.own_share(plan_forward, rows, trainer.config)), []
@@ -70,19 +66,17 @@ def test_replaying_a_routers_own_choices_changes_no_bit_and_other_experts_do(wor
     assert told[0]["routing_changed"] == told[0]["routing_live"] == 0
     assert "routing_changed" not in metrics
     # an id takes its weight along into another slot
-    assert gap(turned[1], gradients) <= 1e-6 * largest(gradients)
+    assert gap(turned[1], gradients) <= 1e-6
     assert turned[0]["routing_changed"] == 0
     # one choice of all tokens and layers
     reads = sum(row.num_tokens - 1 for row in rows)
-    assert gap(unlike[1], gradients) > 1e-3 * largest(gradients)
+    assert gap(unlike[1], gradients) > 1e-3
     assert unlike[0]["routing_changed"] == pytest.approx(1 / (reads * LAYERS))
 
 
 @pytest.mark.world(1)
 def test_experts_are_those_that_are_given_and_weights_the_trainers_own(world, checkpoints):
     """Tokens without a record are routed by the trainer, and counted."""
-    from megatron.core.transformer.moe.router import TopKRouter
-
     rows = with_strange_choices([row for row in sequences() if row.advantage])
     rows[1] = replace(rows[1], routed_experts=None)
     rows[2].routed_experts[:3] = 255  # three tokens that the engine took from its cache
@@ -116,40 +110,21 @@ def test_experts_are_those_that_are_given_and_weights_the_trainers_own(world, ch
     assert metrics["routing_changed"] > 0.3
 
 
-FULL = {"recompute": "full"}
-
-
-@pytest.mark.world(1)
-def test_recomputation_replays_the_same_choices(world, checkpoints):
-    """Bit for bit, with several micro-batches."""
-    rows = with_strange_choices(sequences(6))
-    rows[0] = replace(rows[0], routed_experts=None)
-    selective = {"recompute": "selective", "overrides": ("recompute_modules=[moe]",)}
-    configs = [replaying(max_tokens=60, **how) for how in ({}, FULL, selective)]
-    expected, *found = all_updated(world, checkpoints["next"], configs, rows)
-    for metrics, gradients, _ in found:
-        assert gap(gradients, expected[1]) == 0
-        assert metrics["routing_changed"] == expected[0]["routing_changed"] > 0
-
-
-OWN = {"rollout": False, "own": True}
-"""An update replays its own pass."""
+OWN = {"rollout": False, "own": True}  # an update replays its own pass
 INTERLEAVED = {"overrides": ("virtual_pipeline_model_parallel_size=2",)}
-BY_FOUR = layout(tp=2, pp=2, ep=2)
-MORE = {2: [(layout(pp=2), {}), (layout(pp=2), FULL), (layout(), {})], 4: [(BY_FOUR, FULL)]}
+FULL = {"recompute": "full"}
+SELECTIVE = {"recompute": "selective", "overrides": ("recompute_modules=[moe]",)}
+MORE = {2: [(layout(pp=2), FULL), (layout(), {})], 4: [(layout(tp=2, pp=2, ep=2), FULL)]}
 
 
 @pytest.mark.world
-@pytest.mark.parametrize(
-    ("family", "cases"),
-    [
-        ("next", {2: [(layout(tp=2, ep=2), {}), (layout(pp=2), FULL | INTERLEAVED)]}),
-        pytest.param("next", MORE, marks=pytest.mark.slow),
-        ("glm", {2: [(layout(pp=2, first=1), {}), (layout(pp=2, first=1), OWN)]}),
-        ("oss", {2: [(layout(tp=2, ep=2), {})]}),
-    ],
-)
-def test_choices_are_replayed_alike_under_every_layout(checkpoints, tmp_path, family, cases):
+@pytest.mark.parametrize(("family", "cases"), [
+    ("next", {1: [(layout(), SELECTIVE)], 2: [(layout(tp=2, ep=2), {}), (layout(pp=2), FULL | INTERLEAVED)]}),
+    pytest.param("next", MORE, marks=pytest.mark.slow),
+    ("glm", {2: [(layout(pp=2, first=1), {}), (layout(pp=2, first=1), OWN)]}),
+    ("oss", {2: [(layout(tp=2, ep=2), {})]}),
+])  # fmt: skip
+def test_choices_are_replayed_alike_under_every_layout_and_recomputed(checkpoints, tmp_path, family, cases):
     """The dense first of GLM's three layers, all that a pipeline stage has, has no place among the choices.
     Routers of gpt-oss have biases."""
     make = {"glm": make_glm4_moe, "oss": make_gpt_oss}.get(family)
@@ -163,13 +138,12 @@ def test_choices_are_replayed_alike_under_every_layout(checkpoints, tmp_path, fa
         found = run_ranks(all_updated, size, hf_dir, configs, rows, timeout=300)[0]
         for (chosen, how), (own_metrics, own_gradients, _) in zip(several, found, strict=True):
             metrics, gradients, _ = of_own_pass if how == OWN else plain
-            assert gap(own_gradients, gradients) <= 2e-4 * largest(gradients)
+            assert gap(own_gradients, gradients) <= 2e-4
             for name in {*metrics} - {"seconds_old_logprobs"}:
                 assert own_metrics[name] == pytest.approx(metrics[name], rel=2e-4, abs=1e-6), (chosen, name)
 
 
 def second_step(world, hf_dir, rows, parallel, cases):
-    """Metrics of updates of two mini-batches, of which the first changes the weights much, and weights."""
     found = []
     for case in cases:
         settings = {"max_tokens": 60, "num_steps_per_rollout": 2, "lr": 0.05, "eps_adam": 1e-8, **case}
@@ -180,8 +154,7 @@ def second_step(world, hf_dir, rows, parallel, cases):
 
 
 @pytest.mark.world
-@pytest.mark.parametrize("parallel", [layout(tp=2, ep=2), pytest.param(layout(pp=2), marks=pytest.mark.slow)])
-def test_an_update_replays_the_pass_for_its_old_log_probs(checkpoints, parallel):
+def test_an_update_replays_the_pass_for_its_old_log_probs(checkpoints):
     """Cut otherwise than the update, so that rows lie elsewhere and on other ranks."""
     rows = [row for row in sequences(10) if row.advantage]
     cases = [{"own": False}, {"own": True, "log_probs_tokens": 90}, {"own": True, "log_probs_tokens": 1}]
@@ -194,7 +167,7 @@ def test_an_update_replays_the_pass_for_its_old_log_probs(checkpoints, parallel)
     assert whole[0]["routing_live"] == pytest.approx(share)
     assert gap(whole[1], alone[1]) > 0
     assert whole[0]["loss"] == pytest.approx(single[0]["loss"], rel=1e-4)
-    found = run_ranks(second_step, 2, checkpoints["next"], rows, parallel, cases[1:])[0]
+    found = run_ranks(second_step, 2, checkpoints["next"], rows, layout(tp=2, ep=2), cases[1:])[0]
     for (own, _), (wanted, _) in zip(found, (whole, single), strict=True):
         for name in ("routing_changed", "routing_live"):
             assert own[name] == pytest.approx(wanted[name], abs=0.01)
@@ -202,15 +175,12 @@ def test_an_update_replays_the_pass_for_its_old_log_probs(checkpoints, parallel)
 
 
 def test_what_it_cannot_be_had_with_is_refused(shapes):
-    from megatron_ibpo.run.processes import check_model_layout
-
     with pytest.raises(ValueError, match="qwen3 is dense and routes"):
         check_model_layout(shapes["dense"], replaying(), 1)
     check_model_layout(shapes["next"], replaying(), 1)
     for settings, says in (
         ({"own": True, "old_logprobs": "engine"}, "--old-logprobs engine does not run"),
         ({"overrides": ["moe_router_fusion=true"]}, "chooses experts itself"),
-        ({"overrides": ["cuda_graph_impl=local"]}, "chooses experts itself"),
         ({"overrides": ["moe_enable_routing_replay=true"]}, "use --use-rollout-routing-replay"),
     ):
         with pytest.raises(ConfigError, match=says):
@@ -229,8 +199,7 @@ def test_an_update_is_sent_choices_only_where_it_replays_them_and_they_must_fit(
 
 
 def test_the_first_choice_of_a_position_is_kept():
-    """Of four tokens the first was taken from a cache; after an update all are computed again, and one more,
-    and a step that began past the end."""
+    """The first token was taken from a cache; after an update all are computed again, and one more."""
     record = RoutingRecord(EXPERTS)
     for name, start, tokens, mark in (("a", 1, 3, 1), ("a", 0, 5, 2), ("a", 5, 1, 3), ("b", 0, 3, 1)):
         record.add(name, start, np.full((tokens, 2, 1), mark))

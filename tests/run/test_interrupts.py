@@ -1,13 +1,21 @@
-"""Ctrl-C, SIGTERM and a closed terminal, as a program that listens for them meets them."""
+"""Ctrl-C, SIGTERM and a closed terminal, as a program meets them; and the loss of a node, with stand-ins."""
 
 import signal
 import subprocess
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 
 import pytest
 
+from megatron_ibpo.basics.entry_point import FAILED, guarded
+from megatron_ibpo.cluster.deaths import ProcessDiedError
+from megatron_ibpo.commands import train
+from megatron_ibpo.config import Config, on_device
+from megatron_ibpo.run import on_cluster
+from megatron_ibpo.run import open as run_open
+from megatron_ibpo.run.inputs import sampling_settings
 from support.paths import ROOT
 from support.waiting import eventually
 
@@ -34,7 +42,6 @@ if sys.argv[2] == "goes on":
 
 @pytest.fixture
 def stopping(tmp_path):
-    """Starts a program that listens for signals, and ends it."""
     with ExitStack() as stack:
 
         def start(what, **options):
@@ -67,20 +74,62 @@ def test_a_signal_cuts_an_evaluation_short(stopping):
     assert process.returncode == 0
 
 
-@pytest.mark.parametrize(
-    ("number", "told"),
-    [(signal.SIGTERM, ""), (signal.SIGHUP, "stopping after this step; once more to stop at once\n")],
-    ids=["nothing reads what it says", "its terminal has gone"],
-)
-def test_a_run_goes_on_and_speaks_to_a_file_when(stopping, tmp_path, number, told):
-    process = stopping("steps")
-    process.stdout.close()  # the reader goes with the terminal
-    process.send_signal(number)
-    assert process.wait(5) == 0
-    assert (tmp_path / "hangup.log").read_text() == f"{told}asked True\n"
+def test_a_run_goes_on_and_speaks_to_a_file_when_nothing_reads_what_it_says(stopping, tmp_path):
+    stopping_line = "stopping after this step; once more to stop at once\n"
+    for number, told in ((signal.SIGTERM, ""), (signal.SIGHUP, stopping_line)):
+        process = stopping("steps")
+        process.stdout.close()  # the reader goes with the terminal
+        process.send_signal(number)
+        assert process.wait(5) == 0
+        assert (tmp_path / "hangup.log").read_text() == f"{told}asked True\n"
+        (tmp_path / "hangup.log").unlink()
 
 
 def test_nohup_is_respected(stopping):
     process = stopping("steps", preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
     process.send_signal(signal.SIGHUP)
     assert not eventually(lambda: process.poll() is not None, seconds=0.5)
+
+
+def test_a_lost_node_is_waited_for_while_the_run_starts_again_but_not_for_good(monkeypatch, capsys):
+    lost, died = on_cluster.NodeLostError("a node is lost"), ProcessDiedError("engine 1 has ended")
+    config, stop = Config(), SimpleNamespace(cuts_short=lambda work: work())
+    config.cluster.node_wait = 7.0
+
+    def trained(*happens):
+        """What happens at each opening, in order: an error then, or one in the steps, or the exit status."""
+        left, waits = list(happens), []
+
+        @contextmanager
+        def open_run(config, node_wait, started):
+            waits.append(node_wait)
+            if isinstance(left[0], ProcessDiedError):
+                raise left.pop(0)
+            yield SimpleNamespace(config=config, reporter=SimpleNamespace(note=lambda _: None))
+
+        def steps(run, stop):
+            if isinstance(end := left.pop(0), Exception):
+                raise end
+            return end
+
+        monkeypatch.setattr(run_open, "open_run", open_run)
+        monkeypatch.setattr(on_cluster, "going_on", lambda run, asked: run.config)
+        monkeypatch.setattr(train, "_steps", steps)
+        return guarded(lambda: train._train(config, stop)), waits
+
+    assert trained(lost, train.DONE) == (train.DONE, [0.0, 7.0])
+    assert trained(lost, died, died, lost, died, train.DONE) == (train.DONE, [0.0, *[7.0] * 5])
+    capsys.readouterr()
+    assert trained(lost, died, died, died) == (FAILED, [0.0, 7.0, 7.0, 7.0])
+    assert capsys.readouterr().err.count("starting again") == 2
+    assert trained(died) == (FAILED, [0.0])
+
+
+def test_the_journal_serves_a_run_that_goes_on_though_its_devices_have_decided_some_settings():
+    asked = Config()
+    run = SimpleNamespace(config=on_device(asked, on_gpu=False, has_delta_nets=True))
+    again = on_cluster.going_on(run, asked)
+    assert again.run.load == run.config.run.run_dir
+    assert again.model.bf16 is False
+    assert run.config.rollout.vllm_dtype == "bfloat16"
+    assert sampling_settings(again) == sampling_settings(asked)

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from functools import cache
 
 import numpy as np
 import pytest
@@ -13,9 +12,6 @@ from megatron_ibpo.commands import sft
 from megatron_ibpo.config import ConfigError
 from megatron_ibpo.data import DataError, load_tokenizer, open_sources
 from megatron_ibpo.data.demonstrations import DemonstrationReader
-from megatron_ibpo.loss import make_objective, policy_loss
-from megatron_ibpo.policy.packing import lay_out, pack
-from megatron_ibpo.policy.planning import MicroBatch, weighted_mean_length
 from megatron_ibpo.run.settings import parse_config
 from megatron_ibpo.run.supervised import open_supervised, sequences_of, supervised
 from support.paths import ROOT
@@ -43,45 +39,26 @@ def sequences(rows, count):
     return sequences_of(source.batch(0, count))
 
 
-@cache
-def of_transformers():
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
-
-
 def cross_entropy(sequences):
     """Return transformers' loss of the sequences in one padded batch."""
+    from transformers import AutoModelForCausalLM
 
     def padded(rows, value):
         rows = [torch.from_numpy(np.concatenate(row)).long() for row in rows]
         return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=value)
 
     ids = padded([(s.prompt_token_ids, s.response_token_ids) for s in sequences], 0)
-    own = [np.where(s.loss_mask, s.response_token_ids, -100) for s in sequences]
-    labels = [(np.full(len(s.prompt_token_ids), -100), one) for s, one in zip(sequences, own, strict=True)]
+    labels = [(np.full(len(s.prompt_token_ids), -100), s.response_token_ids) for s in sequences]
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
     with torch.no_grad():
-        return of_transformers()(input_ids=ids, labels=padded(labels, -100)).loss.item()
-
-
-def test_the_loss_of_a_batch_is_the_cross_entropy_of_transformers(rows):
-    batch = sequences(rows, 7)
-    batch[0].loss_mask[:3] = False  # another speaker's
-    packed = lay_out(pack(MicroBatch(tuple(range(7)), tuple(batch))), multiple=1, device=torch.device("cpu"))
-    config, _ = supervised(parse_config(flags_for(rows)))
-    objective = make_objective(config.loss.loss_variant, aggregation=weighted_mean_length(batch))
-    whole = [np.concatenate([s.prompt_token_ids, s.response_token_ids])[None] for s in batch]
-    with torch.no_grad():
-        logits = [of_transformers()(torch.from_numpy(ids)).logits[0, :-1] for ids in whole]
-        loss, _ = policy_loss(torch.cat(logits), packed.rows, objective)
-    assert loss.item() == pytest.approx(cross_entropy(batch), rel=1e-6)
+        return model(input_ids=ids, labels=padded(labels, -100)).loss.item()
 
 
 def test_settings_of_sampling_have_no_effect_and_are_named_and_what_only_rl_can_do_is_refused(rows):
-    flags = flags_for(rows, "--kl-coef", "0.1", "--n-samples-per-prompt", "4", "--advantage-estimator", "ppo")
+    flags = flags_for(rows, "--kl-coef", "0.1", "--advantage-estimator", "ppo")
     config, idle = supervised(parse_config(flags))
     assert (config.loss.loss_variant, config.loss.kl_coef) == ("nll", 0)
-    assert {"--kl-coef", "--n-samples-per-prompt", "--advantage-estimator"} <= {*idle}
+    assert {"--kl-coef", "--advantage-estimator"} <= {*idle}
     said: list[str] = []
     plain = parse_config(flags_for(rows), note=said.append, unused=sft.UNUSED)
     assert (supervised(plain)[1], said) == ([], [])
@@ -92,9 +69,8 @@ def test_settings_of_sampling_have_no_effect_and_are_named_and_what_only_rl_can_
 
 
 def test_prompts_without_responses_are_refused_before_a_trainer_starts(tmp_path):
-    flags = ("--rollout-backend", "lean", "--num-rollout", "1", "--run-dir", str(tmp_path / "run"))
-    data = ("--hf-checkpoint", str(MODEL), "--prompt-data", "reasoning_gym://chain_sum")
-    config = parse_config((*data, *flags))
+    flags = flags_for("reasoning_gym://chain_sum", "--num-rollout", "1", "--run-dir", str(tmp_path / "run"))
+    config = parse_config((*flags, "--rollout-backend", "lean"))
     with pytest.raises(DataError, match="chain_sum has prompts without responses"), open_supervised(config):
         pass
     assert not (tmp_path / "run").exists()

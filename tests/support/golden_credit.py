@@ -4,10 +4,7 @@ import gzip
 import json
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from transformers import AutoTokenizer
@@ -23,7 +20,7 @@ from support.paths import ROOT
 COLUMNS = ["group", "kind", "index", "advantage", "weight", "token_weights", "token_advantages", "returns"]
 RESPONSE_TOKENS = 48  # --rollout-max-response-len of the recording
 NEWER = {"dr-grpo", "wrong-weight"}  # presets that the code which computed the golden credit did not have
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
+CASES = {
     **{name: (name, {}) for name in PRESETS if name not in NEWER},
     "ibpo-adaptive": ("ibpo", {"ibpo_rewrite_threshold": "adaptive"}),
     "ibpo-mask-insertions": ("ibpo-mask", {"ibpo_mask_insertions": True}),
@@ -32,30 +29,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }  # name → preset and what is set on top of it
 
 
-@cache
-def _files() -> dict[int, bytes]:
+def credited(case):
+    """Return what is trained on of every response and correction: its step, and its COLUMNS."""
     with tempfile.TemporaryDirectory() as directory:
         paths = sorted(recordings("credit", Path(directory) / "rollouts").iterdir())
-        return {json.loads(path.read_text())["step"]: path.read_bytes() for path in paths}
+        return [row for path in paths for row in _credited(case, *load_groups(path))]
 
 
-def recorded_steps() -> Iterator[tuple[int, list[dict[str, Any]]]]:
-    for step, content in _files().items():
-        yield step, json.loads(content)["groups"]
-
-
-def credited(case: str) -> list[list[Any]]:
-    """Return what is trained on of every response and correction: its step, and its COLUMNS."""
-    return [row for step in _files() for row in _credited(case, step)]
-
-
-def _credited(case: str, step: int) -> Iterator[list[Any]]:
+def _credited(case, step, groups):
     preset, settings = CASES[case]
     algorithm = algorithm_of(**of_preset(preset) | settings)
-    with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory) / "step.json"
-        path.write_bytes(_files()[step])
-        _, groups = load_groups(path)
     answers = iter(list(_answers(groups, find_operator(algorithm).ibpo_corrections)))
     for group in groups:
         group.corrections, group.skipped_pairs = [], 0
@@ -76,10 +59,10 @@ def _credited(case: str, step: int) -> Iterator[list[Any]]:
         yield [step, *(own.tolist() if isinstance(own, np.ndarray) else own for own in found)]
 
 
-def _answers(groups: Any, wanted: int) -> Iterator[Any]:
+def _answers(groups, wanted):
     """The first `wanted` recorded corrections of each wrong response, in the order they are asked for."""
     for group in groups:
-        taken: Counter[int] = Counter()
+        taken = Counter()
         for correction in group.corrections:
             taken[correction.target] += 1
             if taken[correction.target] <= wanted:
@@ -87,7 +70,7 @@ def _answers(groups: Any, wanted: int) -> Iterator[Any]:
                 yield correction.response
 
 
-def _logprobs(queries: Any) -> list[Any]:
+def _logprobs(queries):
     """Whole numbers of which every processor's `exp` is the same: none lies halfway between two floats."""
     chances, found = (0.0, -1.0, -2.0, -3.0, -5.0, -6.0, -7.0, -8.0), []
     for query in queries:
@@ -96,16 +79,12 @@ def _logprobs(queries: Any) -> list[Any]:
     return found
 
 
-def _values(sequences: Any) -> list[Any]:
+def _values(sequences):
     responses = [sequence.response_token_ids.tolist() for sequence in sequences]
     values = [[(31 * token + 7 * t) % 64 / 64 for t, token in enumerate(ids)] for ids in responses]
     return [np.array(own, np.float32) for own in values]
 
 
-def main() -> None:
-    found = json.dumps({case: credited(case) for case in CASES}).encode()
-    (GOLDEN / "credit.json.gz").write_bytes(gzip.compress(found, mtime=0))
-
-
 if __name__ == "__main__":
-    main()
+    numbers = json.dumps({case: credited(case) for case in CASES}).encode()
+    (GOLDEN / "credit.json.gz").write_bytes(gzip.compress(numbers, mtime=0))
