@@ -144,7 +144,7 @@ def test_a_node_that_has_too_little_is_named_with_what_needs_how_much():
     check_main_memory(*arguments, dict.fromkeys(range(4), 4 * GIB))
 
 
-def on_cpus(model, **config) -> Any:
+def on_cpus(model, **config) -> tuple[Config, Any, Any, Any]:
     shape = read_hf_config(model)
     resolved = on_device(Config(**config), on_gpu=False, has_delta_nets=shape.is_recurrent)
     return resolved, shape, elements_of(model), placed(cpus(3), 2, own(1, 1))

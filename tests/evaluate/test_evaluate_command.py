@@ -221,7 +221,8 @@ def test_an_evaluation_leaves_results_a_picture_and_a_table(tmp_path):
     with KeptSamples(tmp_path / "out", "/models/a", {"sums": {"--seed": 0}}):
         pass
     seconds, counts = {"start": 1.5, "evaluate": 2.5}, {"engine_restarts": 0, "verifier_deaths": 1}
-    console = Console(file=io.StringIO(), width=100)
+    said = io.StringIO()
+    console = Console(file=said, width=100)
     report_evaluation(tmp_path / "out", "/models/a", [one], seconds=seconds, counts=counts, console=console)
     results = json.loads((tmp_path / "out/results.json").read_text())
     of_set = results.pop("sets")["sums"]
@@ -232,7 +233,7 @@ def test_an_evaluation_leaves_results_a_picture_and_a_table(tmp_path):
     expected = {"status": "finished", "policy": "/models/a", "seconds_by_stage": seconds, "counts": counts}
     assert results.items() >= expected.items()
     assert matplotlib.image.imread(tmp_path / "out/evaluation.png").shape[0] > 300
-    lines = [line.split("│") for line in console.file.getvalue().splitlines() if "│" in line]
+    lines = [line.split("│") for line in said.getvalue().splitlines() if "│" in line]
     assert {line[1].strip(): line[2].strip() for line in lines} == {
         "accuracy, sampled": "0.667", "accuracy, greedy": "0.333", "pass@2": "1.000", "maj@2": "1.000",
         "best-of-2": "0.333", "cut off": "0.000", "without an answer": "0.333",

@@ -260,7 +260,7 @@ def test_one_bad_response_spoils_no_other_of_its_batch(impatient):
 
 
 def test_what_a_function_started_ends_with_its_worker_or_pool_and_what_it_prints_is_bounded(tmp_path, capfd):
-    def started(number):
+    def started(graded, number):
         """A child of the worker, a daemon that it left, and the worker."""
         note = tmp_path / f"note{number}"
         (child,) = graded.score(asked("subprocess.Popen(['sleep', '1000']).pid"))
@@ -271,11 +271,11 @@ def test_what_a_function_started_ends_with_its_worker_or_pool_and_what_it_prints
 
     with pool_of(GRADED, reward_workers=1) as opened:
         graded = verifier(opened)
-        first = started(1)
+        first = started(graded, 1)
         os.kill(first[-1], signal.SIGKILL)
         assert eventually(lambda: all(map(has_ended, first)), 10)
         assert graded.score(asked(*["print('x' * 3_000_000) or 1"] * 4)) == [Score(1.0, True)] * 4
-        second = started(2)
+        second = started(graded, 2)
     assert eventually(lambda: all(map(has_ended, second)), 10)
     said = capfd.readouterr().err
     assert len(said) < 70_000

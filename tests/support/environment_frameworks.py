@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from itertools import accumulate
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 from support import openenv_server
 from support.documented_modules import DOCS, write_modules
@@ -63,6 +64,8 @@ class SinglePlayerState:
 
 
 class TextArenaEnv:
+    state: Any
+
     def get_observation(self):
         shown, self.state.observations = self.state.observations, []
         return 0, shown

@@ -93,7 +93,7 @@ def install():
     packed_tensor.reduce_tensor = memory.reduce_tensor
     reductions.rebuild_cuda_tensor = rebuild_cuda_tensor
     torch.cuda.get_device_properties = lambda *_: SimpleNamespace(uuid=os.environ[GPU])
-    torch.UntypedStorage._release_ipc_counter_cuda = lambda path, offset: RELEASED.append(path)
+    torch.UntypedStorage._release_ipc_counter_cuda = lambda path, _: RELEASED.append(path)  # type: ignore[misc]
     torch.cuda.ipc_collect = torch.cuda.synchronize = lambda *_: None
     pynccl.PyNcclCommunicator = Communicator  # type: ignore[misc]
     torch.cuda.Stream = Stream  # type: ignore[misc]
