@@ -1,7 +1,7 @@
-"""The paper's variants and further operators by hand, leaks, the gate, and which settings go together."""
+"""Variants and further operators by hand, leaks, when corrections pay, and which settings go together."""
 
-import asyncio
 import math
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -13,15 +13,22 @@ from simulated_engines import SimulatedEngine, in_virtual_time
 
 from megatron_ibpo.basics.records import Group, SampleRequest, token_ids
 from megatron_ibpo.config import PRESETS, Config
+from megatron_ibpo.credit import find_operator
+from megatron_ibpo.credit.break_even import composition_counts, learns_from_corrections, skill_needed
 from megatron_ibpo.credit.compared_parts import ThinkingMarks, compared_pairs, part_in_prompt
 from megatron_ibpo.credit.edits import find_edits, gradient_mask, mark_rewrites
 from megatron_ibpo.credit.estimators import group_z_score
-from megatron_ibpo.edit_distance import opcodes
-from megatron_ibpo.models import read_hf_config
+from megatron_ibpo.edit_distance import distance, opcodes
+from megatron_ibpo.models import forward_flops, read_hf_config
+from megatron_ibpo.policy.loss_objective import loss_params
+from megatron_ibpo.report.correction_value import break_even, break_even_lines
 from megatron_ibpo.run.checks import check_settings
 from megatron_ibpo.run.cost import CostMeter
+from megatron_ibpo.run.settings import parse_config
 from megatron_ibpo.sampling import Sampler
 from megatron_ibpo.sampling.requests import with_beginning
+from megatron_ibpo.study.curves import break_even_points
+from megatron_ibpo.study.run_results import RunResult
 from support.credit_cases import (
     AGREEMENT,
     EOS,
@@ -77,15 +84,6 @@ def test_of_several_corrections_the_bonus_is_the_mean_and_the_mask_the_union():
     assert [right.advantage, masked.advantage] == group_z_score([1.0, 0.6 * 0.25])
 
 
-def test_a_correction_that_only_inserts_leaves_no_gradient_unless_asked():
-    y, y_hat = [10, 12], [10, 20, 12, 13]
-    for option, expected in ((False, (0, 0, 0)), (True, (1, 1, 0))):
-        config = algorithm("ibpo-mask", ibpo_mask_insertions=option, ibpo_rewrite_threshold=1.0)
-        credit = Loop(in_turn(y_hat)).credit([group(RIGHT, y)], config)
-        assert ids_of(by_kind(credit, "response")[1].token_weights) == expected
-        assert credit.metrics["empty_masks"] == float(not option)
-
-
 def test_the_end_is_changed_where_the_correction_has_none():
     """y ends, ŷ was cut off: the end-of-sequence id is no common token. The other way round y has none."""
     made = Group(prompt(), [response([10, 14], 0.0), response([10, 14], 0.0, "length")])
@@ -108,27 +106,24 @@ def test_edits_are_those_of_the_edit_script(y, y_hat):
     changed = {place for places in taken for place in places}
     before = {step.a_start - 1 for step in script if step.tag == "insert"} - {-1}
     share = 1 - len(changed) / len(y) if y else 0
-    steps = [step for step in script if step.tag != "equal"]
-    count = sum(max(step.a_end - step.a_start, step.b_end - step.b_start) for step in steps)
     for option, expected in ((False, changed), (True, changed | before)):
         pairs = compared_pairs([made], None)
         (flags,), edits = find_edits(pairs, mark_insertions=option)
         mark_rewrites(pairs, edits, 0.6, None)
         assert set(np.flatnonzero(flags).tolist()) == expected
         assert made.corrections[0].unmodified_share == pytest.approx(share)
-        assert made.corrections[0].distance == pytest.approx(count / max(len(y), len(y_hat), 1))
+        assert made.corrections[0].distance == distance(y, y_hat)
     assert len(gradient_mask([flags])) == len(y) + 1
-
-
-def one_corrected(*contents, **settings):
-    """Responses of a group of which WRONG alone is corrected."""
-    loop = Loop(lambda x: RIGHT if candidates(x)[0] == WRONG else [20, 21])
-    return by_kind(loop.credit([group(*contents)], algorithm("ibpo-mask", **settings)), "response")
 
 
 def test_in_a_wrong_group_lambda_cancels_and_the_signed_mask_turns_round():
     """r' = λβ 0 0 0, and the spread of the group divides λ out. Eq. 17 then makes the wrong token likelier,
     and nothing else of the response."""
+
+    def one_corrected(*contents, **settings):
+        loop = Loop(lambda x: RIGHT if candidates(x)[0] == WRONG else [20, 21])
+        return by_kind(loop.credit([group(*contents)], algorithm("ibpo-mask", **settings)), "response")
+
     wrong = WRONG, [20, 21], [22, 23], [24, 25]
     for estimator, expected in (("group", 3**0.5), ("group-bessel", 1.5), ("maxrl", 3.0)):
         for weight in (0.01, 1.9):
@@ -143,11 +138,11 @@ def test_in_a_wrong_group_lambda_cancels_and_the_signed_mask_turns_round():
 
 def test_cipo_shows_the_wrong_answer_alone_and_trains_on_its_correction():
     """Rewards 1 0 0 0; of three corrections the first two are right."""
-    loop, third = Loop(in_turn([13], [20, 13], [21])), 3**-0.5
+    loop = Loop(in_turn([13], [20, 13], [21]))
     credit = loop.credit([group(RIGHT, [14], [15], [16])], algorithm("cipo"))
     assert [candidates(asked) for asked in loop.asked] == [[[14]], [[15]], [[16]]]
-    expected = [3**0.5, -third, -third, -third, 2**-0.5, 2**-0.5, -(2**0.5)]
-    assert [s.advantage for s in credit.sequences] == pytest.approx(expected, abs=1e-7)
+    advantages = group_z_score([1.0, 0.0, 0.0, 0.0]) + group_z_score([1.0, 1.0, 0.0])
+    assert [s.advantage for s in credit.sequences] == advantages
 
 
 def test_corrections_are_compared_within_their_pair_or_their_prompt():
@@ -212,95 +207,67 @@ def test_hidden_thinking_is_neither_shown_nor_compared_and_keeps_its_gradient():
     assert candidates(loop.asked[1]) == [wrong, right], "without the option it is shown whole"
 
 
-def texts_of(ids):
-    """Tokens below 30 are the digit of their last place, 30 is a plus, 31 an equals sign, 32 a hash."""
-    return [{30: "+", 31: "=", 32: "#"}.get(i, str(i % 10)) for i in ids]
-
-
-def sums(*results):
-    """`1+1=…+1=…#…` with these results, the last of which is the answer; one token a number."""
-    steps = [token for result in results for token in (30, 11, 31, 10 + result)]
-    return [11, *steps, 32, 10 + results[-1]]
-
-
-def agreed(*contents, **settings):
-    config = algorithm("ibpo-shaping-only", ibpo_operator=AGREEMENT, **settings)
-    loop = Loop(fix_last)
-    credit = loop.credit([group(*contents)], config, vocabulary={"token_texts": texts_of})
-    assert loop.requests == []
-    return credit
-
-
 def test_agreement_is_the_share_of_steps_that_correct_responses_have_too():
     """Steps of `1+1=2+1=3#3`: `1+1=2`, `+1=3`, `#3`. The first wrong one has one step of three of those, the
-    second none. λ = .6."""
+    others none: λ = .6, r' = 1 .2 0 0 0 0 0 0 of mean .15."""
+
+    def texts_of(ids):  # below 30 the digit of the last place
+        return [{30: "+", 31: "=", 32: "#"}.get(i, str(i % 10)) for i in ids]
+
+    def sums(*results):
+        steps = [token for result in results for token in (30, 11, 31, 10 + result)]
+        return [11, *steps, 32, 10 + results[-1]]
+
     right, near, far = sums(2, 3), sums(2, 4), sums(5, 6)
-    credit = agreed(right, near, far)
-    assert [s.advantage for s in credit.sequences] == group_z_score([1.0, 0.6 / 3, 0.0])
-    assert credit.metrics["agreement"] == pytest.approx(1 / 6)
-    assert token_weights(credit.sequences) == [None] * 3
-    assert "corrections" not in credit.metrics
-    # `1+1=2` agrees; `+1=4` and `#4` do not; both end
-    mask = (0,) * 5 + (1,) * 4 + (1,) * 2 + (0,)
-    assert token_weights(agreed(right, near, ibpo_variant="mask").sequences) == [None, mask]
-    # r' = 1 .2 0 0 0 0 0 0, whose mean is .15: the near one becomes likelier, and the signed mask turns round
-    signed = agreed(right, near, *[far] * 6, ibpo_variant="signed-mask").sequences[1]
-    assert signed.advantage > 0
-    assert ids_of(signed.token_weights) == tuple(1 - m for m in mask)
-    nothing = agreed(near, sums(2, 5), ibpo_variant="mask").sequences
-    assert [(s.advantage, s.token_weights) for s in nothing] == [(0.0, None)] * 2, "none is correct"
-
-
-ANSWER = 70  # before the final answer, which is 13 where it is right
-STEPS = list(range(20, 40))
-NOT_YET = [*STEPS, ANSWER, 14]
-SOLVED = [*STEPS[:10], *range(40, 50), ANSWER, 13]
-
-
-def answer_start(prompt, ids):
-    marks = [place for place, token in enumerate(ids.tolist()) if token == ANSWER]
-    return marks[-1] + 1 if marks else None
-
-
-def leaked(wrong, right, corrected, start=answer_start):
-    """(the flag of the correction of `wrong`, the step's credit); `right` is its reference."""
-    made = group(wrong, right)
-    credit = Loop(lambda x: corrected).credit([made], algorithm(), vocabulary={"answer_start": start})
-    return made.corrections[0].reference_leakage, credit
+    # `1+1=2` agrees; `+1=4` and `#4` do not; both end. The near one becomes likelier, which turns the mask
+    masks = {"mask": (*[0] * 5, *[1] * 6, 0), "signed-mask": (*[1] * 5, *[0] * 6, 1)}
+    for variant, mask in masks.items():
+        config = algorithm("ibpo-shaping-only", ibpo_operator=AGREEMENT, ibpo_variant=variant)
+        made, texts = group(right, near, *[far] * 6), {"token_texts": texts_of}
+        credit = Loop(fix_last).credit([made], config, vocabulary=texts)
+        assert [s.advantage for s in credit.sequences] == group_z_score([1.0, 0.6 / 3, *[0.0] * 6])
+        assert credit.metrics["agreement"] == pytest.approx(1 / 21)
+        assert token_weights(credit.sequences[:2]) == [None, mask]
 
 
 def test_corrections_that_take_over_a_references_answer_and_nothing_else_leak():
-    for corrected, leaks in (
-        ([*STEPS, 60, 61, ANSWER, 13], True),  # nothing but the answer is another one, and "so it is"
-        ([*STEPS, 60, 61, 62, ANSWER, 13], False),  # more than a tenth is its own
-        ([*STEPS[:19], 40, ANSWER, 13], False),  # the last step is repaired
-        ([ANSWER, 13], True),  # no derivation at all
-        ([20, 21, ANSWER, 13], False),  # a tenth of the reference's
-        (SOLVED, False),  # a copy is a derivation; it is measured as such
-        ([*STEPS, ANSWER, 15], False),  # wrong itself
-        ([*STEPS, 13], False),  # says no answer
+    """Token 70 comes before the final answer, which is 13 where it is right."""
+    answer, steps = 70, list(range(20, 40))
+    not_yet, solved = [*steps, answer, 14], [*steps[:10], *range(40, 50), answer, 13]
+
+    def answer_start(prompt, ids):
+        marks = [place for place, token in enumerate(ids.tolist()) if token == answer]
+        return marks[-1] + 1 if marks else None
+
+    def leaked(wrong, right, corrected, start=answer_start):
+        loop = Loop(lambda x: corrected)
+        return loop.credit([group(wrong, right)], algorithm(), vocabulary={"answer_start": start})
+
+    taken_over = [*steps, answer, 13]
+    for wrong, right, corrected, leaks in (
+        (not_yet, solved, [*steps, 60, 61, answer, 13], 1),  # nothing but the answer and "so it is" is new
+        (not_yet, solved, [*steps, 60, 61, 62, answer, 13], 0),  # more than a tenth is its own
+        (not_yet, solved, [*steps[:19], 40, answer, 13], 0),  # the last step is repaired
+        (not_yet, solved, [answer, 13], 1),  # no derivation at all
+        (not_yet, solved, [20, 21, answer, 13], 0),  # a tenth of the reference's
+        (not_yet, solved, solved, 0),  # a copy is a derivation; it is measured as such
+        (not_yet, solved, [*steps, answer, 15], 0),  # wrong itself
+        (not_yet, solved, [*steps, 13], 0),  # says no answer
+        (not_yet, [*solved[:-1], 14], taken_over, 0),  # no reference is right
+        (steps, solved, taken_over, 0),  # an answer that was cut off is completed
     ):
-        flag, credit = leaked(NOT_YET, SOLVED, corrected)
-        assert flag is leaks, corrected
-        assert credit.metrics["reference_leakage_rate"] == float(leaks)
-    # where no answer is given away nothing leaks
-    corrected = [*STEPS, ANSWER, 13]
-    assert not leaked(NOT_YET, [*SOLVED[:-1], 14], corrected)[0], "no reference is right"
-    assert not leaked(STEPS, SOLVED, corrected)[0], "an answer that was cut off is completed"
-    flag, unknown = leaked(NOT_YET, SOLVED, corrected, start=None)
-    assert not flag
+        assert leaked(wrong, right, corrected).metrics["reference_leakage_rate"] == leaks, corrected
+    flagged, unknown = (leaked(not_yet, solved, taken_over, start) for start in (answer_start, None))
     assert "reference_leakage_rate" not in unknown.metrics
-    flagged = leaked(NOT_YET, SOLVED, corrected)[1]
-    assert [s.advantage for s in flagged.sequences] == [s.advantage for s in unknown.sequences]
-
-
-def by_token(prompt, response, *, sharing, trained):
-    """Prices where a token costs 1 to read, 1 to write and 3 to train on."""
-    return prompt / sharing + response + 3 * trained
+    assert plain(flagged.sequences) == plain(unknown.sequences)
 
 
 def gated(groups, memory=None, correct=fix_last, **settings):
-    """(the corrections' prompts, the credit)"""
+    """(the corrections' prompts, the credit) where a token costs 1 to read, 1 to write and 3 to train on"""
+
+    def by_token(prompt, response, *, sharing, trained):
+        return prompt / sharing + response + 3 * trained
+
     loop, config = Loop(correct), algorithm(ibpo_operator=GATED, **settings)
     credit = loop.credit(groups, config, price=by_token, memory=memory or {})
     return loop.asked, credit
@@ -346,19 +313,6 @@ def test_what_came_of_corrections_is_remembered_by_composition_and_fades():
     assert Loop(fix_last).credit(some_groups(), algorithm()).memory == {}, "without the gate there is none"
     with pytest.raises(ValueError, match="groups with 1/2 right is no pair of counts"):
         gated([group(RIGHT, WRONG)], {"1/2": ["a", 1]})
-
-
-def test_the_meters_price_of_a_sample_is_what_it_adds_up_for_one():
-    """A prompt of 13 tokens, an answer of 5, an update over both; then four answers to one prompt of 3."""
-    once, four = (CostMeter(read_hf_config(ROOT / "examples/tiny_qwen3"), 1) for _ in range(2))
-    made = group(WRONG, WRONG)
-    corrected = by_kind(Loop(fix_last).credit([made], algorithm()), "correction")[0]
-    once.sampling([made.corrections[0].response])
-    once.training([], [corrected.num_tokens])
-    assert once.spent.tokens == 13 + 5 + 18
-    assert once.of_sample(13, 5, trained=18) == pytest.approx(once.spent.flops, rel=1e-12)
-    four.sampling(group(WRONG, RIGHT, WRONG, WRONG).responses)
-    assert 4 * four.of_sample(3, 5, sharing=4) == pytest.approx(four.spent.flops, rel=1e-12)
 
 
 JOINING = {"ibpo_lambda": 0.0, "ibpo_joint": False, "ibpo_plain_prompt": "successful"}
@@ -412,7 +366,7 @@ def test_critique_grpo_takes_one_refinement_of_a_group_a_right_one_if_there_is_o
     assert wrong.sequences[2].off_policy
 
 
-def test_the_meter_counts_what_the_recipes_say():
+def test_the_meter_counts_what_the_recipes_say_and_has_a_price_for_one_sample():
     """|x| = 3, |y| = 5 with its end, 4 without. GSPO reads 3, writes and trains 2·5 and 2·8. A correction
     that joins reads x̃ of 3 + 2·(1 + 4), writes |y|, trains |x| + |y|. Of a reset after f = 3 tokens, K = 2
     suffixes read |x| + f once, write K(|y| - f), train K(|x| + |y|)."""
@@ -425,6 +379,11 @@ def test_the_meter_counts_what_the_recipes_say():
     assert gspo == 3 + 2 * 5 + 2 * 8
     assert spent(fix_last, JOINING) - gspo == (3 + 2 * 5) + 5 + (3 + 5)
     assert spent(in_turn([13], [14]), RESETS) - gspo == (3 + 3) + 2 * (5 - 3) + 2 * (3 + 5)
+    # the price that the gate goes by
+    meter = CostMeter(read_hf_config(ROOT / "examples/tiny_qwen3"), 1)
+    meter.sampling(group(WRONG, RIGHT, WRONG, WRONG).responses)
+    meter.training([], [8] * 4)
+    assert 4 * meter.of_sample(3, 5, sharing=4, trained=8) == pytest.approx(meter.spent.flops, rel=1e-12)
 
 
 def test_a_wrong_response_goes_on_where_it_leaves_a_right_one_by_hand():
@@ -464,28 +423,18 @@ def test_the_sampler_gives_a_begun_response_back_whole():
         judge(prompt, sample)
 
     sampler = Sampler([SimulatedEngine(STEP, lambda request: [41, 42])], score, stall_timeout=100.0)
-    plain_ids = asked_about.token_ids
-    asked = [
-        SampleRequest(np.concatenate([plain_ids, token_ids([31, 32, 33])]), 1, 9, begun=3),
-        SampleRequest(plain_ids, 2, 9),
-    ]
-
-    async def work():
-        return await asyncio.wait_for(sampler.answer(asked_about, asked), 1000)
-
-    begun, fresh = in_virtual_time(work())[0]
+    with_start = np.concatenate([asked_about.token_ids, token_ids([31, 32, 33])])
+    asked = [SampleRequest(with_start, 1, 9, begun=3), SampleRequest(asked_about.token_ids, 2, 9)]
+    begun, fresh = in_virtual_time(sampler.answer(asked_about, asked))[0]
     assert sorted(seen) == [(31, 32, 33, 41, 42), (41, 42)]
-    assert ids_of(begun.prompt_token_ids) == ids_of(plain_ids)
+    assert ids_of(begun.prompt_token_ids) == ids_of(asked_about.token_ids)
     assert ids_of(begun.loss_mask) == (False, False, False, True, True)
     assert len(begun.logprobs) == 5
-    assert (begun.num_begun_tokens, fresh.num_begun_tokens) == (3, 0)
     assert fresh.loss_mask.all()
     # spans of versions keep their places
     sample = response([41, 42, 43], prompt=(1, 2, 31, 32))
     sample.versions = ((0, 6), (2, 7))
-    whole = with_beginning(sample, 2)
-    assert whole.versions == ((0, 6), (4, 7))
-    assert whole.tokens_by_version() == [(6, 4), (7, 2)]
+    assert with_beginning(sample, 2).tokens_by_version() == [(6, 4), (7, 2)]
 
 
 @pytest.mark.parametrize(
@@ -494,11 +443,7 @@ def test_the_sampler_gives_a_begun_response_back_whole():
         ({"ibpo_lambda": 2.0, "ibpo_beta": 0.5}, "λΔ must stay below 1"),
         ({"ibpo_lambda": math.nan}, "--ibpo-lambda: must be .*, is nan"),
         ({"ibpo_k": 0, "ibpo_corrections": -1}, r"(?s)--ibpo-k: .*is 0.*--ibpo-corrections: .*is -1"),
-        (
-            {"ibpo_beta": 1.1, "ibpo_rewrite_threshold": -0.1, "ibpo_correction_weight": -1.0}
-            | {"ibpo_rewrite_penalty": -0.5},
-            r"(?s)-beta: must .*1\.1.*-threshold: must .*-0\.1.*-weight: must .*-1.*-penalty: must .*-0\.5",
-        ),
+        ({"ibpo_beta": 1.1, "ibpo_rewrite_penalty": -0.5}, r"(?s)-beta: must .*1\.1.*-penalty: must .*-0\.5"),
         ({"advantage_estimator": "gsop"}, "did you mean 'gspo'"),
         ({"advantages": "leave-out"}, r"--advantages leave-out.*'leave-one-out'"),
         (of_preset("gspo") | {"ibpo_lambda": 0.6}, "gspo with --ibpo-operator none has no such par.* has it"),
@@ -509,6 +454,9 @@ def test_the_sampler_gives_a_begun_response_back_whole():
         ({"ibpo_correction_group": "pair"}, "--ibpo-correction-group pair"),
         ({"ibpo_rewrite_penalty": 0.5, "ibpo_joint": False}, "--ibpo-rewrite-penalty acts on"),
         ({"ibpo_variant": "ratio", "ibpo_lambda": 1.0}, "--ibpo-lambda 1.0 times a share of up to 1 is 1"),
+        ({"advantages": "maxrl", "overlong_buffer_share": 0.2}, "--advantages maxrl takes the log"),
+        ({"advantages": "maxrl", "ibpo_rewrite_penalty": 0.5}, "--advantages maxrl takes the log"),
+        (of_preset("ciw") | {"dynamic_sampling_by": "credit"}, "--dynamic-sampling-by credit judges groups"),
         (JOINING | {"ibpo_joint": True}, "a correction is trained on once"),
         (JOINING | {"ibpo_operator": AGREEMENT}, "--ibpo-operator compare-and-correct has it"),
         (JOINING | {"advantages": "critic"}, "--advantages critic compares none"),
@@ -518,8 +466,6 @@ def test_the_sampler_gives_a_begun_response_back_whole():
         ({"token_credit": "divergence-cut", "ibpo_variant": "mask"}, "--ibpo-variant mask both choose"),
         (of_preset("ciw") | {"token_credit": RANDOM_WINDOW}, "--ibpo-operator span-masking both choose"),
         ({"token_credit": RANDOM_WINDOW, "token_credit_unit": "step"}, "--token-credit divergence-.* has it"),
-        ({"token_credit": "wrong-weight", "token_credit_weight": -1.0}, "--token-credit-weight: must be"),
-        ({"token_credit": "wrong-weight-by-length", "token_credit_tokens": 0}, "--token-credit-tokens: must"),
         (GSPO | {"ciw_inverted": True}, "--ciw-inverted"),
         (of_preset("ciw") | {"ibpo_joint": True}, "--ibpo-joint: ciw with --ibpo-operator span-masking"),
     ],
@@ -531,7 +477,8 @@ def test_settings_that_do_not_go_together_are_refused(settings, says):
 
 def test_settings_that_go_together_are_not_refused():
     for preset in PRESETS:
-        check_algorithm(algorithm(preset))
+        check_algorithm(own := algorithm(preset))
+        assert (own.dynamic_sampling_by == "credit") is bool(own.parameters.get("ibpo_corrections")), preset
     for fine in (
         JOINING, RESETS, {"ibpo_lambda": 1.5, "ibpo_beta": 0.5},
         {"token_credit": "wrong-weight", "ibpo_variant": "mask"},
@@ -572,3 +519,89 @@ def test_presets_are_what_is_published():
         ("dr-grpo", {"loss_variant": "dr-grpo", "advantages": "group-mean"}),
     ):
         assert PRESETS["gspo"] | differs == PRESETS[name]
+    dapo = parse_config(["--advantage-estimator", "dapo"]).loss
+    assert (dapo.loss_variant, loss_params(dapo)) == ("dapo", {"eps_low": 0.2, "eps_high": 0.28})
+
+
+@given(p=st.floats(0.01, 0.99), q=st.floats(0.01, 0.99), price=st.floats(1, 6), spent=st.floats(0.5, 50))
+def test_the_law_says_which_way_finds_a_first_text_sooner_whatever_is_spent(p, q, price, spent):
+    needed = skill_needed(p, price, first=True)
+    by_corrections, by_responses = 1 - (1 - q) ** (spent / price), 1 - (1 - p) ** spent
+    if abs(q - needed) > 1e-6 and max(by_corrections, by_responses) < 1 - 1e-9:
+        assert (q > needed) == (by_corrections > by_responses)
+
+
+def test_responses_and_corrections_are_counted_by_who_else_of_the_group_is_correct():
+    def group_of(outcomes, corrected):
+        responses, answers = ([response([7], float(ok)) for ok in oks] for oks in (outcomes, corrected))
+        wrong = [place for place, correct in enumerate(outcomes) if not correct]
+        return Group(prompt(), responses, [correction(i, own) for i, own in zip(wrong, answers, strict=True)])
+
+    groups = [
+        group_of([1, 0, 0, 0], [1, 0, 0]),  # the correct one is alone among wrong ones, the others are not
+        group_of([0, 0, 0, 0], [1, 0, 0, 0]),
+        group_of([1, 1, 0, 0], [1, 1]),
+    ]
+    assert composition_counts(groups) == {
+        "responses_alone": 5, "responses_alone_correct": 1,
+        "corrections_alone": 4, "corrections_alone_correct": 1,
+        "responses_accompanied": 7, "responses_accompanied_correct": 2,
+        "corrections_accompanied": 5, "corrections_accompanied_correct": 3,
+    }  # fmt: skip
+    unscored = group_of([0, 0, 0], [1, 1, 1])
+    unscored.responses[0].reward = unscored.corrections[0].response.reward = None
+    counts = composition_counts([unscored])
+    assert (counts["responses_alone"], counts["corrections_alone"]) == (2, 2)
+
+
+def test_the_metered_price_is_that_of_sampling_and_update():
+    """Two responses of 5 tokens to one prompt of 3, and a correction of 5 to a prompt of 13."""
+    made = group(WRONG, [20, 14, 14, 14])
+    credit = Loop(lambda x: RIGHT).credit([made], algorithm())
+    made.corrections.pop()
+    responses, corrections = by_kind(credit, "response"), by_kind(credit, "correction")
+    shape = read_hf_config(ROOT / "examples/tiny_qwen3")
+    f = [forward_flops(shape, n) for n in range(19)]
+    of_response = (f[3] + 2 * (f[8] - f[3]) + 2 * 3 * f[8]) / 2
+    meter = CostMeter(shape, 1)
+    price = meter.correction_price([made], [*responses, corrections[0]])
+    assert price == pytest.approx((f[18] + 3 * f[18]) / of_response)
+    assert meter.correction_price([made], responses) == pytest.approx(f[18] / of_response)
+    assert meter.correction_price([group(RIGHT)], responses) is None
+    assert meter.spent.flops == 0  # asking costs nothing
+
+
+def test_a_run_and_a_study_say_where_corrections_stand():
+    def step(price, **tried):
+        """A step's row: of responses_alone=(20, 3) and so on, 3 of 20 were right."""
+        row = {"kind": "step", "correction_price": price}
+        for name in map("_".join, product(("responses", "corrections"), ("alone", "accompanied"))):
+            row[name], row[f"{name}_correct"] = tried.get(name, (0.0, 0.0))
+        return row | {"corrections": row["corrections_alone"] + row["corrections_accompanied"]}
+
+    rare = step(2.0, responses_alone=(1000, 50), corrections_alone=(400, 200))
+    frequent = step(5.0, responses_accompanied=(1000, 600), corrections_accompanied=(200, 100))
+    without = {"kind": "step", "reward": 0.5}
+    found = break_even([rare, frequent, without])
+    assert found["price"] == pytest.approx((2 * 400 + 5 * 200) / 600)
+    assert found["alone"]["needed"] == pytest.approx(1 - 0.95**3)
+    assert found["accompanied"]["needed"] == pytest.approx(1.8)
+    assert (found["alone"]["pays"], found["accompanied"]["pays"]) == (True, False)
+    assert found["alone"]["skill"]["low"] == pytest.approx(0.451, abs=1e-3)
+    price, alone, _ = break_even_lines(found)
+    assert price == "A correction costs as much as 3.0 responses."
+    assert alone.endswith("worth their cost from 14% on, so these are.")
+    doubtful = break_even([step(3.0, responses_alone=(40, 4), corrections_alone=(20, 5))])
+    assert (doubtful["alone"]["pays"], "accompanied" in doubtful) == (None, False)
+    assert "from 27% on; there were too few to tell" in break_even_lines(doubtful)[-1]
+    assert break_even([without]) is None
+    assert break_even_lines(None) == []
+    points = break_even_points([RunResult("ibpo", 0, {}, 8, 1, {}, [], 0, [], 8, {}, {}, break_even=found)])
+    assert [point.margin for point in points] == pytest.approx([0.5 - (1 - 0.95**3), 0.5 - 1.8])
+
+
+def test_the_law_is_asked_only_where_texts_of_corrections_are_trained_on():
+    plain_prompt = ["--config", str(ROOT / "examples/algorithms/ibpo_plain_prompt.yaml")]
+    learning, shaping = (["--advantage-estimator", name] for name in ("ibpo", "ibpo-shaping-only"))
+    operators = [find_operator(parse_config(flags).algorithm) for flags in (learning, plain_prompt, shaping)]
+    assert [learns_from_corrections(operator) for operator in operators] == [True, True, False]

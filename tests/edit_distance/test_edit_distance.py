@@ -37,7 +37,7 @@ EDGES = [0, 1, 3, 63, 64, 65, 127, 128, 129, 192, 255, 256, 257, 511, 512, 513]
 EDGES += [1023, 1024, 1025, 2047, 2048, 2049]  # around the words, stripes and tiles of all instruction sets
 
 
-def flatten(sequences):
+def flatten(sequences) -> tuple[np.ndarray, np.ndarray]:
     """Values one after another, and offsets."""
     return np.concatenate(sequences).astype(np.int64), np.cumsum([0, *map(len, sequences)])
 
@@ -60,18 +60,12 @@ def pairs_of_all_kinds(seed, count, lengths):
     rng, pairs = np.random.default_rng(seed), []
     for _ in range(count):
         alphabet = int(rng.choice([1, 2, 4, 50, 150_000]))
-        a = rng.integers(0, alphabet, int(rng.choice(lengths)))
-        match rng.integers(0, 6):
-            case 0:  # unrelated, of any other length
-                b = rng.integers(0, alphabet, int(rng.choice(lengths)))
-            case 1:  # blocks moved
-                b = np.roll(a, int(rng.integers(0, len(a) + 1)))
-            case 2:  # much shorter
-                b = edited(rng, a[: len(a) // 4], 0.1, alphabet)
-            case 3:  # periodic
-                a, b = np.arange(len(a)) % 7, (np.arange(max(0, len(a) - 5)) + 3) % 7
-            case _:
-                b = edited(rng, a, rng.choice([0.0, 0.02, 0.2, 0.6, 0.95]), alphabet)
+        a, unrelated = (rng.integers(0, alphabet, int(rng.choice(lengths))) for _ in range(2))
+        moved, much_shorter = np.roll(a, len(unrelated)), edited(rng, a[: len(a) // 4], 0.1, alphabet)
+        periodic = np.arange(len(a)) % 7, (np.arange(max(0, len(a) - 5)) + 3) % 7
+        near = edited(rng, a, rng.choice([0.0, 0.02, 0.2, 0.6, 0.95]), alphabet)
+        kinds = [(a, unrelated), (a, moved), (a, much_shorter), periodic, (a, near), (near, a)]
+        a, b = kinds[rng.integers(len(kinds))]
         pairs.append((a, b) if rng.random() < 0.5 else (b, a))
     return pairs
 
@@ -271,20 +265,6 @@ def test_takes_arrays_tensors_and_lists_of_both_widths_in_any_layout(of_values, 
         assert distance(same, [*array, 4], normalized=False) == 1.0
 
 
-def test_arrays_and_tensors_are_not_copied(monkeypatch):
-    seen = []
-
-    def noted(*args):
-        seen.extend(args)
-        return np.zeros(2)
-
-    monkeypatch.setattr(_edit_distance, "batch_distance", noted)
-    values, offsets = torch.arange(6), torch.tensor([0, 2, 6])
-    batch_distance(values, offsets, values.numpy(), offsets.numpy())
-    addresses = [array.ctypes.data for array in seen[:4]]
-    assert addresses == [values.data_ptr(), offsets.data_ptr()] * 2
-
-
 def test_batches_of_more_than_two_billion_ids():
     longest = 2**30 - 1
     many = np.zeros(3 * longest, np.int32)  # pages that no one touches take no memory
@@ -394,11 +374,9 @@ def test_an_instruction_set_is_forced_by_name_or_environment(monkeypatch):
     [
         ({"a_values": [1.0, float("nan")]}, TypeError, "a_values: must hold int32 or int64 ids, not float64"),
         ({"a_values": [1, True]}, TypeError, "a_values: holds a bool"),  # a list of ints is read in C
-        ({"a_values": [torch.tensor(True), 1]}, TypeError, "a_values: holds a bool"),
         ({"a_values": np.ma.array([1, 2], mask=[0, 1])}, TypeError, "a_values: a masked array"),
         ({"a_values": [2**64, 1]}, TypeError, "a_values: .* not object"),
         ({"a_values": [[1, 2]]}, ValueError, r"a_values: must be 1-D, not of shape \(1, 2\)"),
-        ({"a_values": torch.empty(2, device="meta").long()}, TypeError, "a_values: cannot be read"),
         ({"a_values": 5, "a_offsets": None}, TypeError, "a: values without offsets must be a list of seq"),
         ({"a_values": [[1, 2.5]], "a_offsets": None}, TypeError, r"a\[0\]: .* not float64"),
         ({"a_offsets": [1, 2]}, ValueError, "a_offsets: must start with 0"),

@@ -1,5 +1,4 @@
-"""The kernels under Triton's interpreter. `tests/kernels/test_kernels.py` runs this folder in a process where
-TRITON_INTERPRET=1 was set before Triton was imported."""
+"""The kernels under Triton's interpreter, as conftest.py says."""
 
 import re
 import sys

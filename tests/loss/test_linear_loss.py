@@ -1,21 +1,19 @@
 """The loss with the LM head fused in equals that of the logits, and both are the same under every layout."""
 
 import itertools
-import math
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ibpo.loss import VARIANTS, LossRows, make_objective
-from megatron_ibpo.loss.coefficients import RowCoefficients, schedule
+from megatron_ibpo.loss import VARIANTS
 from support import layout_cases
 from support.linear_cases import FUSED, H, V, batch_of, fused, options_for, plain
 from support.loss_calls import loss_of_hidden
 
+# GSPO's own clips are narrower than the ratios here, and leave no gradient
 WIDE = {"params": {"eps_low": 0.5, "eps_high": 0.5}}
-"""GSPO's own clips are narrower than the ratios here, and leave no gradient."""
 
 
 def agree(found, expected, **tolerances):
@@ -58,30 +56,6 @@ def test_a_sequence_may_be_longer_than_what_is_scaled_at_a_time():
     expected = plain(batch, **WIDE)
     assert expected[2].abs().max() > 1e-3
     agree(fused(batch, chunk=4000, **WIDE), expected, rtol=1e-11, atol=1e-13)
-
-
-def test_the_worked_example_of_coefficients():
-    """Three rows of A (advantage 2) and two of B (advantage -1), chunks of two: what each chunk may use."""
-    s = math.exp(0.1)  # the ratio of either sequence
-    objective = make_objective("gspo", WIDE["params"])
-    rows = LossRows(
-        targets_N=torch.zeros(5, dtype=torch.int64), response_mask_N=torch.ones(5),
-        cu_seqlens=torch.tensor([0, 3, 5]), advantages=torch.tensor([2.0, -1.0], dtype=torch.float64),
-        old_logprobs_N=-torch.tensor([0.1, 0.2, 0.0, -0.1, 0.3], dtype=torch.float64),
-    ).checked(5, objective)  # fmt: skip
-    rows_R = torch.arange(5)
-    known = RowCoefficients(rows, objective, rows_R, torch.float64)
-    seen = []
-    for step in schedule(rows, rows_R, known.ends, 2):
-        zeros = torch.zeros(step.stop - step.start, dtype=torch.float64)
-        known.see(step, zeros, zeros)
-        seen.append(known.of_chunk(step))
-    of_a, of_b = -2 * s / 6, s / 4
-    assert [found.final_C.tolist() for found in seen] == [[], pytest.approx([of_a]), pytest.approx([of_b])]
-    assert [found.open_C.tolist() for found in seen] == [pytest.approx([1 / 6, 1 / 6]), [0.25], []]
-    assert seen[0].closing is None
-    assert [found.closing.item() for found in seen[1:]] == pytest.approx([-2 * s, s])
-    assert known.of_all_rows().tolist() == pytest.approx([of_a] * 3 + [of_b] * 2)
 
 
 def test_bf16_sums_its_weight_gradient_in_fp32():
@@ -151,6 +125,8 @@ def test_bad_input_to_the_fused_head_is_named(change, message):
 def test_every_variant_equals_one_process(world, tp, cp):
     """(2, 2) has both; (4, 1) knows no context-parallel group."""
     layout_cases.check_layout(world, "torch", tp, cp, (*VARIANTS, layout_cases.BY_PLACE_NAME))
+    off_policy = {"off_policy_S": torch.tensor([False, True, False, True])}
+    layout_cases.check_layout(world, "torch", tp, cp, ("gspo", "gspo-token", "grpo"), **off_policy)
 
 
 @pytest.mark.world(2)

@@ -1,15 +1,19 @@
-"""The reference loss: golden values by hand, gradients against autograd, edge rows, equivalences."""
+"""The reference loss: golden values by hand, formulas as published, off-policy sequences, edge rows."""
 
 import math
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import product
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from megatron_ibpo.config import Config, LossConfig
 from megatron_ibpo.loss import (
     VARIANTS,
     LossRows,
@@ -20,9 +24,15 @@ from megatron_ibpo.loss import (
 )
 from megatron_ibpo.loss import logprobs as logprobs_module
 from megatron_ibpo.loss.segments import segment_loss
-from support.linear_cases import FUSED
+from megatron_ibpo.policy.importance_correction import correct
+from megatron_ibpo.policy.packing import lay_out, pack
+from megatron_ibpo.policy.planning import MicroBatch
+from megatron_ibpo.run.checks import check_settings
+from support.credit_cases import algorithm
+from support.linear_cases import FUSED, batch_of, options_for, plain
 from support.loss_calls import loss_of_hidden, loss_of_logits
 from support.paths import ROOT
+from support.train_sequences import packed, sequence
 
 WIDE = {"eps_low": 0.5, "eps_high": 0.5}
 HALF = math.log(0.5)
@@ -48,17 +58,10 @@ def loss_and_gradient(batch, **options):
     return loss.detach(), logits.grad, stats
 
 
-def options_for(variant):
-    """Wide clips where the variant has them, and the constant where it wants one."""
-    params = {name: 0.5 for name in VARIANTS[variant].params if name.startswith("eps")}
-    constant = VARIANTS[variant].aggregation == "constant"
-    return {"variant": variant, "params": params, "aggregation": 6.0 if constant else None}
-
-
 @pytest.mark.parametrize("variant", ["gspo", "grpo"])
 @pytest.mark.parametrize("kl", ["k1", "k2", "k3"])
 def test_gradients_equal_finite_differences(variant, kl):
-    """With a penalty and temperatures; test_published_losses.py has the gradients of all variants."""
+    """With a penalty and temperatures; the published formulas below have the gradients of all variants."""
     batch = random_batch(lengths=(2, 3, 1), prompt=1, vocab=5)
     now = packed_logprobs(batch["logits_NV"], batch["targets_N"])[0]
     batch |= {"old_logprobs_N": now + 0.03 * torch.linspace(-1, 1, 9), "ref_logprobs_N": now + 0.4}
@@ -127,6 +130,118 @@ def test_every_variant_by_hand(variant):
     assert variant != "gspo" or stats.clipped.tolist() == [False, True]
     assert loss == pytest.approx(expected, abs=1e-6)
     assert found == pytest.approx(gradient, abs=1e-6)
+
+
+# Every variant against its formula as published: written from the papers, over padded rectangles [B, T] of
+# log-probs, and without anything of megatron_ibpo.loss
+LENGTHS = (3, 7, 1, 5, 4, 6) * 3
+LONGEST = 9.0  # tokens that a response may have, for Dr. GRPO
+TOKEN = {"eps_low": 0.2, "eps_high": 0.28}
+SEQUENCE = {"eps_low": 0.04, "eps_high": 0.06}
+
+
+def clipped(r, a, p):
+    """PPO, arXiv 1707.06347, eq. 7: min(rA, clip(r, 1 - ε, 1 + ε)A)."""
+    return torch.min(r * a, r.clamp(1 - p["eps_low"], 1 + p["eps_high"]) * a)
+
+
+def dual(r, a, p):
+    """Dual-clip PPO, arXiv 1912.09729, eq. 5: max(min(rA, clip(r)A), cA) for A < 0."""
+    return torch.where(a < 0, torch.max(clipped(r, a, p), p["bound"] * a), clipped(r, a, p))
+
+
+def by_sequence(x_BT, mask_BT):
+    """GRPO, arXiv 2402.03300, eq. 3: 1/G Σ_i 1/|o_i| Σ_t."""
+    return ((x_BT * mask_BT).sum(1) / mask_BT.sum(1)).mean()
+
+
+def by_token(x_BT, mask_BT):
+    """DAPO, arXiv 2503.14476, eq. 8: 1/Σ|o_i| Σ_i Σ_t."""
+    return (x_BT * mask_BT).sum() / mask_BT.sum()
+
+
+def sapo(logp, r, s, a, mask, p):
+    """SAPO, arXiv 2511.20347, eq. 5 and 6: f(r) = σ(τ(r - 1)) 4/τ, with a τ for each sign of A."""
+    tau = torch.where(a > 0, p["tau_pos"], torch.full_like(a, p["tau_neg"]))
+    return by_sequence(4 / tau / (1 + (-tau * (r - 1)).exp()) * a, mask)
+
+
+def gmpo(logp, r, s, a, mask, p):
+    """GMPO, arXiv 2507.20673, eq. 4: the geometric mean of min(r^sgn, clip(r)^sgn)^sgn times A, clipped
+    between e^-ε_low and e^ε_high."""
+    bounded = r.clamp(math.exp(-p["eps_low"]), math.exp(p["eps_high"]))
+    kept = torch.min(r ** a.sign(), bounded ** a.sign()) ** a.sign()
+    return (a[:, 0] * (torch.where(mask > 0, kept, 1.0).prod(1) ** (1 / mask.sum(1)))).mean()
+
+
+def dapo(logp, r, s, a, mask, p):
+    return by_token(clipped(r, a, p), mask)
+
+
+def gspo_token(logp, r, s, a, mask, p):
+    """GSPO, arXiv 2507.18071, eq. 13 and 14: s_it = sg[s_i] π_t/sg[π_t]."""
+    return by_sequence(clipped(s.detach() * (logp - logp.detach()).exp(), a, p), mask)
+
+
+# variant → parameters, and the objective of log-probs and ratios [B, T], sequences' ratios and advantages
+# [B, 1], the mask [B, T] and the parameters
+OBJECTIVES = {
+    "gspo": (SEQUENCE, lambda logp, r, s, a, mask, p: clipped(s, a, p).mean()),
+    "gspo-token": (SEQUENCE, gspo_token),
+    "gspo-dual-clip": (SEQUENCE | {"bound": 1.1}, lambda logp, r, s, a, mask, p: dual(s, a, p).mean()),
+    "grpo": (TOKEN, lambda logp, r, s, a, mask, p: by_sequence(clipped(r, a, p), mask)),
+    "ppo-clip": (TOKEN, dapo),
+    "dual-clip": (TOKEN | {"bound": 1.3}, lambda logp, r, s, a, mask, p: by_token(dual(r, a, p), mask)),
+    "dapo": (TOKEN, dapo),
+    # arXiv 2503.20783: the sum over tokens over a constant, and no std (credit's business)
+    "dr-grpo": (TOKEN, lambda logp, r, s, a, mask, p: (clipped(r, a, p) * mask).sum(1).mean() / LONGEST),
+    # MiniMax-M1, arXiv 2506.13585, eq. 4 and 5: sg(clip(r)) A log π, over all tokens
+    "cispo": (
+        {"eps_low": 1.0, "eps_high": 0.28},
+        lambda logp, r, s, a, mask, p: by_token(r.clamp(max=1 + p["eps_high"]).detach() * a * logp, mask),
+    ),
+    "sapo": ({"tau_pos": 1.0, "tau_neg": 1.05}, sapo),
+    "gmpo": ({"eps_low": 0.2, "eps_high": 0.25}, gmpo),
+    # the mean log-prob of all tokens, here weighted by A
+    "nll": ({}, lambda logp, r, s, a, mask, p: by_token(a * logp, mask)),
+}
+
+
+@pytest.mark.parametrize("variant", sorted(VARIANTS))
+def test_values_and_gradients_agree_with_what_is_published(variant):
+    """Responses without prompts; ratios mostly between e^-.7 and e^.7, advantages of both signs."""
+
+    def padded(values_N):
+        return torch.nn.utils.rnn.pad_sequence(values_N.split(LENGTHS), batch_first=True)
+
+    params, objective = OBJECTIVES[variant]
+    generator = torch.Generator().manual_seed(0)
+    rows, vocab = sum(LENGTHS), 13
+    logits = torch.randn(rows, vocab, generator=generator, dtype=torch.float64)
+    targets = torch.randint(vocab, (rows,), generator=generator)
+    now = logits.log_softmax(-1).gather(1, targets[:, None]).squeeze(1)
+    old = now + 0.35 * torch.randn(rows, generator=generator, dtype=torch.float64)
+    advantages = torch.randn(len(LENGTHS), generator=generator, dtype=torch.float64)
+
+    ours = logits.clone().requires_grad_()
+    loss, stats = loss_of_logits(
+        logits_NV=ours, targets_N=targets, old_logprobs_N=old, response_mask_N=torch.ones(rows),
+        cu_seqlens=torch.tensor([0, *LENGTHS]).cumsum(0).int(), advantages=advantages, variant=variant,
+        params=params, aggregation=LONGEST if variant == "dr-grpo" else None,
+    )  # fmt: skip
+    loss.backward()
+    assert ours.grad.abs().max() > 1e-3
+    assert stats.clipped.unique().tolist() == ([False] if variant in ("sapo", "nll") else [False, True])
+
+    theirs = logits.clone().requires_grad_()
+    logp = padded(theirs.log_softmax(-1).gather(1, targets[:, None]).squeeze(1))
+    mask, log_r = padded(torch.ones(rows, dtype=torch.float64)), logp - padded(old)
+    # GSPO, arXiv 2507.18071, eq. 7: log s_i = 1/|y_i| Σ_t log(π/π_old)
+    s = ((log_r * mask).sum(1) / mask.sum(1)).exp()[:, None]
+    expected = -objective(logp, log_r.exp(), s, advantages[:, None], mask, params)
+    expected.backward()
+    assert abs(loss.item() - expected.item()) < 1e-14
+    assert (ours.grad - theirs.grad).abs().max() < 1e-14
 
 
 def test_advantages_of_tokens_give_gspo_token_its_own_clips():
@@ -242,7 +357,7 @@ def test_masked_tokens_inside_a_response_are_as_if_they_were_not_there(variant, 
     batch = random_batch(lengths=(4, 1, 6), prompt=0) | options_for(variant)
     now = packed_logprobs(batch["logits_NV"], batch["targets_N"])[0]
     batch["token_weights_N"] = torch.linspace(0.1, 1, 11, dtype=torch.float64)
-    batch |= {"ref_logprobs_N": now - 0.3, "kl_coef": 0.2, "old_logprobs_N": now - 0.1}
+    batch |= {"ref_logprobs_N": now - 0.3, "kl_coef": 0.2, "old_logprobs_N": now - 0.05}
     if VARIANTS[variant].takes_token_advantages:
         batch["advantages"] = torch.linspace(-1, 1, 11, dtype=torch.float64)
     holed, is_hole = with_holes(batch)
@@ -276,7 +391,7 @@ def test_extreme_ratios_give_no_nan(variant):
 @pytest.mark.parametrize("variant", sorted(VARIANTS))
 def test_a_token_of_probability_0_gives_no_nan(variant):
     """Sequences of 2, 3 and 1 tokens at ratio 1, but for the fourth token, whose log-prob or old log-prob is
-    -inf. Its sequence has ratio 0: s = exp(-inf) = 0, which for A < 0 is cut at 1 - .5. GSPO and its token
+    -inf. Its sequence has ratio 0: s = exp(-inf) = 0, which for A < 0 is cut at 1 - .1. GSPO and its token
     form agree, as wherever advantages do not differ inside a sequence; no gradient comes of it."""
     rows: dict[str, Any] = {
         "targets_N": torch.zeros(6, dtype=torch.int64), "response_mask_N": torch.ones(6),
@@ -296,9 +411,81 @@ def test_a_token_of_probability_0_gives_no_nan(variant):
         assert now.grad.isfinite().all()
         assert ratios.tolist() == [0, math.inf if old else -math.inf, 0]
         if variant in ("gspo", "gspo-token") and options is own and weights is None and not old and advantage:
-            assert loss.item() == pytest.approx(-2 / 3 if advantage > 0 else (2 + 0.5) / 3)
+            assert loss.item() == pytest.approx(-2 / 3 if advantage > 0 else (2 + 0.9) / 3)
             slope = -advantage / 6
             assert now.grad.tolist() == pytest.approx([slope, slope, 0, 0, 0, 2 * slope])
+
+
+def two_tokens(advantage=2.0, **given):
+    """(loss, slopes by the first logits, stats) of a sequence of two response tokens with the probabilities
+    .1 and .4, of a vocabulary of two."""
+    logits = torch.tensor([[0.1, 0.9], [0.4, 0.6]], dtype=torch.float64).log().requires_grad_()
+    loss, stats = loss_of_logits(
+        logits_NV=logits, targets_N=torch.zeros(2, dtype=torch.int64), response_mask_N=torch.ones(2),
+        cu_seqlens=torch.tensor([0, 2], dtype=torch.int32), sequence_weights_S=torch.tensor([0.5]).double(),
+        off_policy_S=torch.tensor([True]), advantages=torch.tensor([advantage]).double(), **given,
+    )  # fmt: skip
+    loss.backward()
+    return loss.item(), logits.grad[:, 0].tolist(), stats
+
+
+@pytest.mark.parametrize("variant", ["gspo", "gspo-token", "grpo", "gmpo", "cispo"])
+def test_the_shaped_surrogate_by_hand(variant):
+    """Probabilities .1 and .4, A = 2, weight ½: f = .1/.2 and .4/.5, so the loss is -½·2·(.5 + .8)/2 = -.65.
+    Its derivative by log p is -½·2/2·γp/(p + γ)² = -½·.25 and -½·.16, by the logit that times 1 - p."""
+    loss, slopes, stats = two_tokens(variant=variant, aggregation="sequence-mean")
+    assert loss == pytest.approx(-0.65)
+    assert slopes == pytest.approx([-0.125 * 0.9, -0.08 * 0.6])
+    assert not stats.clipped.any()
+
+
+def test_weights_scale_the_gradient_of_the_surrogate_and_ratios_do_not_clip_it():
+    loss, slopes, _ = two_tokens(token_weights_N=torch.tensor([0.5, 0.0]).double())
+    assert (loss, slopes) == (pytest.approx(-0.65), pytest.approx([-0.0625 * 0.9, 0.0]))
+    assert two_tokens(advantage=0.0)[:2] == (0.0, [0.0, 0.0])
+    # old log-probs far off: the variant's ratio would be clipped, the shaped surrogate has none
+    loss, slopes, _ = two_tokens(old_logprobs_N=torch.tensor([-9.0, -9.0]).double())
+    assert (loss, slopes) == (pytest.approx(-0.65), pytest.approx([-0.1125, -0.048]))
+
+
+@pytest.mark.parametrize("variant", sorted(VARIANTS))
+def test_sequences_of_both_kinds_lose_what_each_loses_alone(variant):
+    batch = batch_of((3, 6, 2, 4))
+    batch["advantages"][1] = 0.7
+    kinds, everything = torch.tensor([False, True, False, True]), torch.ones(4, dtype=torch.bool)
+
+    def loss_of(chosen, off_policy):
+        weights = torch.where(chosen, batch["sequence_weights_S"], 0.0)
+        chosen_batch = batch | {"sequence_weights_S": weights}
+        return plain(chosen_batch, off_policy_S=off_policy, variant=variant, aggregation=5.0)[0]
+
+    mixed = loss_of(everything, kinds)
+    torch.testing.assert_close(mixed, loss_of(~kinds, None) + loss_of(kinds, everything))
+
+
+def test_the_engines_log_probs_are_of_the_long_prompt():
+    """So importance corrections leave off-policy sequences alone, rows that are compared with the engine
+    leave them out, and the engine's cannot be the old ones. Ratios 5 and 5 would be cut to 2."""
+    arrays = replace(packed([5.0, 5.0], [5.0, 5.0]), off_policy_S=np.array([False, True]))
+    corrected, found = correct(arrays, LossConfig(use_tis=True, tis_clip=2.0))
+    assert corrected.token_weights_R.tolist() == [2.0, 2.0, 1.0, 1.0]
+    assert [own.weight for own in found] == [4.0, 2.0]
+
+    rows = [sequence([7, 8], [3, 4], advantage=1.0, weight=1.0, group=0, off_policy=n == 1) for n in range(2)]
+    mixed, plainly = (
+        lay_out(pack(MicroBatch((0, 1), tuple(own))), multiple=4, device=torch.device("cpu"))
+        for own in (rows, [replace(row, off_policy=False) for row in rows])
+    )
+    assert mixed.rows.off_policy_S.tolist() == [False, True, False]  # the last is padding
+    assert mixed.loss_rows().tolist() == [1, 2, 4, 5]
+    assert mixed.compared_rows_R.tolist() == [1, 2]
+    assert plainly.rows.off_policy_S is None
+
+    joining = algorithm(ibpo_joint=False, ibpo_plain_prompt="successful")
+    config = Config(algorithm=joining, loss=LossConfig(old_logprobs="engine"))
+    config.model.hf_checkpoint, config.run.dry_run = Path(), True
+    with pytest.raises(ValueError, match="use --old-logprobs recompute"):
+        check_settings(config)
 
 
 @pytest.mark.parametrize("value", [-1e4, -900.0, 900.0])
@@ -332,6 +519,7 @@ def test_bf16_logits_get_fp32_statistics():
         ({"variant": "nope"}, "unknown loss variant"),
         ({"variant": "math:pi"}, "'math:pi' is a float, wanted a Variant"),
         ({"params": {"epsilon": 1.0}}, "no parameter epsilon"),
+        ({"params": {"eps_high": math.nan}}, "eps_high of loss variant 'gspo' must be above 0, is nan"),
         ({"params": {"eps_low": 1.5}}, "eps_low of loss variant 'gspo' must be above 0 and at most 1, is 1"),
         ({"variant": "dual-clip", "params": {"bound": 1.0}}, "bound .* must be above 1, is 1.0"),
         ({"advantages": torch.ones(18)}, "advantages have shape"),  # gspo's are of sequences

@@ -48,12 +48,12 @@ def context_rows(part, cp):
     return torch.cat(rows)
 
 
-def check_layout(world, backend, tp, cp, variants):
-    """On each rank of a tp × cp layout, tensor-parallel ranks next to each other."""
+def check_layout(world, backend, tp, cp, variants, **more):
+    """On each rank of a tp × cp layout, tensor-parallel ranks next to each other; `more` of the batch."""
     tensor_groups = [dist.new_group(list(range(first, first + tp))) for first in range(0, tp * cp, tp)]
     context_groups = [dist.new_group(list(range(first, tp * cp, tp))) for first in range(tp)]
     part, place = divmod(world.rank, tp)
-    whole, rows = batch_for_ranks(), context_rows(part, cp)
+    whole, rows = batch_for_ranks() | more, context_rows(part, cp)
     positions_N = response_positions(whole["response_mask_N"], whole["cu_seqlens"])
     batch = whole | {"positions_N": positions_N}
     batch |= {name: value[rows] for name, value in batch.items() if name.endswith(("_N", "_NV"))}
