@@ -231,7 +231,7 @@ def loss_of_identity_head(batch):
     return loss.detach(), hidden.grad, stats
 
 
-BOTH_HEADS = [(variant, loss_and_gradient) for variant in sorted(VARIANTS)]
+BOTH_HEADS: list = [(variant, loss_and_gradient) for variant in sorted(VARIANTS)]
 BOTH_HEADS += [(variant, loss_of_identity_head) for variant in FUSED]
 
 
@@ -277,7 +277,7 @@ def test_a_token_of_probability_0_gives_no_nan(variant):
     """Sequences of 2, 3 and 1 tokens at ratio 1, but for the fourth token, whose log-prob or old log-prob is
     -inf. Its sequence has ratio 0: s = exp(-inf) = 0, which for A < 0 is cut at 1 - .5. GSPO and its token
     form agree, as wherever advantages do not differ inside a sequence; no gradient comes of it."""
-    rows = {
+    rows: dict = {
         "targets_N": torch.zeros(6, dtype=torch.int64), "response_mask_N": torch.ones(6),
         "cu_seqlens": torch.tensor([0, 2, 5, 6], dtype=torch.int32),
     }  # fmt: skip
