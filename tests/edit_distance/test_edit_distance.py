@@ -37,7 +37,7 @@ EDGES = [0, 1, 3, 63, 64, 65, 127, 128, 129, 192, 255, 256, 257, 511, 512, 513]
 EDGES += [1023, 1024, 1025, 2047, 2048, 2049]  # around the words, stripes and tiles of all instruction sets
 
 
-def flatten(sequences):
+def flatten(sequences) -> tuple[np.ndarray, np.ndarray]:
     """Values one after another, and offsets."""
     return np.concatenate(sequences).astype(np.int64), np.cumsum([0, *map(len, sequences)])
 
