@@ -4,6 +4,7 @@ from pathlib import Path
 
 from megatron_ibpo.config import Config, LossConfig, ModelConfig, OptimizerConfig
 from support import planned
+from support.layouts import layout
 
 EPSILON, LR = 10.0, 1.0
 ROUNDING = 2**-22 * EPSILON / LR  # of a gradient read off the change of a float32 weight of up to 2 in size
@@ -53,12 +54,16 @@ def weights_of(export):
 
 
 def one_update(world, hf_dir, config, rows):
+    return _one_update(world, hf_dir, config, rows)[:3]
+
+
+def _one_update(world, hf_dir, config, rows, *, then=lambda trainer, rows: None):
     trainer, export, _ = open_trainer(world, hf_dir, config)
     before = weights_of(export)
     metrics = planned.update(trainer, rows)
-    after = weights_of(export)
+    after, found = weights_of(export), then(trainer, rows)
     close_trainer()
-    return before, after, metrics
+    return before, after, metrics, found
 
 
 def gradients(world, cases, rows, **loss):
@@ -67,8 +72,30 @@ def gradients(world, cases, rows, **loss):
     for hf_dir, parallel, *settings in cases:
         config = config_for(parallel, **loss, **dict(*settings))
         before, after, metrics = one_update(world, hf_dir, config, rows)
-        results.append(({n: (before[n] - after[n]) * (EPSILON / LR) for n in before}, metrics))
+        results.append((moved(before, after), metrics))
     return results
+
+
+def moved(before, after):
+    return {name: (before[name] - after[name]) * (EPSILON / LR) for name in before}
+
+
+def replaying(parallel=None, *, rollout=True, own=False, recompute="none", overrides=(), **settings):
+    config = config_for(parallel or layout(), use_routing_replay=own, **settings)
+    config.rollout.use_rollout_routing_replay = rollout
+    config.model.recompute_granularity = recompute
+    config.model.model_override = tuple(overrides)
+    return config
+
+
+def updated(world, hf_dir, config, rows):
+    """Return metrics, gradients by name (rank 0) and log-probs after the update."""
+    before, after, metrics, found = _one_update(world, hf_dir, config, rows, then=planned.logprobs)
+    return metrics, moved(before, after), found
+
+
+def all_updated(world, hf_dir, configs, rows):
+    return [updated(world, hf_dir, config, rows) for config in configs]
 
 
 COMPARED = (
