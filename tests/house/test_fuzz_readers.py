@@ -15,10 +15,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 import yaml
 
-from megatron_ibpo.basics.distributed import World
 from megatron_ibpo.config import Config, DataConfig, ParallelConfig, config_yaml, named_values
 from megatron_ibpo.config.all_fields import ENTRIES, flag
 from megatron_ibpo.config.config_error import ConfigError
@@ -37,6 +35,7 @@ from megatron_ibpo.weights.formats.hugging_face import Checkpoint
 from megatron_ibpo.weights.formats.integrity import check_integrity
 from megatron_ibpo.weights.formats.run_state import load_run_state, read_layout
 from megatron_ibpo.weights.weight_errors import CheckpointError
+from support.model_passes import ALONE
 from support.paths import ROOT
 from support.run_pages import TOKENIZER, record_run
 from support.tiny_models import make_qwen3
@@ -60,7 +59,6 @@ TEXTS = [
     "seed: 0b", "!!binary x", "...", "---\n---",
 ]  # fmt: skip
 TASK = "reasoning_gym://chain_sum"
-ALONE = World(0, 1, torch.device("cpu"), None)
 LAUGHS = "a: &a [x]\n" + "".join(
     f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n" for before, name in pairwise("abcdefghij")
 )  # nine levels of nine references each: hundreds of millions when written out

@@ -14,10 +14,9 @@ from megatron_ibpo.loss import VARIANTS
 from support.kernel_cases import make_batch, options_for, run
 
 
-def launch_everything() -> int:
+def launch_everything():
     """Launch the loss of every variant, forward and backward, and return how many signatures there were."""
-    bound: set[tuple[str, str]] = set()
-    h100 = GPUTarget("cuda", 90, 32)
+    bound, h100 = set(), GPUTarget("cuda", 90, 32)
     driver.set_active(SimpleNamespace(
         get_current_target=lambda: h100, get_current_device=lambda: 0, get_current_stream=lambda _: 0
     ))  # fmt: skip
@@ -32,8 +31,8 @@ def launch_everything() -> int:
     for variant in VARIANTS:
         options = {**options_for(variant), "backend": "triton"}
         run(batch, **options)
-        weights = {"token_weights_N": torch.ones_like(old), "temperature": torch.ones(6)}
-        run(batch, torch.bfloat16, **options, **weights, inplace=True, kl_coef=0.1, ref_logprobs_N=old)
+        options |= {"token_weights_N": torch.ones_like(old), "temperature": torch.ones(6), "kl_coef": 0.1}
+        run(batch, torch.bfloat16, **options, inplace=True, ref_logprobs_N=old)
     return len(bound)
 
 

@@ -55,7 +55,7 @@ def run(batch, dtype=torch.float32, scale=1.0, **options):
 
 
 def reference(batch, scale=1.0, **options):
-    return run({**batch}, torch.float64, scale, **{**options, "inplace": False}, backend="torch")
+    return run(batch, torch.float64, scale, **options, backend="torch")
 
 
 def compare(batch, size=1.0, **options):
@@ -93,23 +93,11 @@ BY_PLACE = Variant(token_term=by_place)
 BY_PLACE_NAME = "support.kernel_cases:BY_PLACE"
 
 
-def batch_for_ranks():
-    batch = make_batch("cpu", lengths=WHOLE, vocab=VOCAB)
-    generator = torch.Generator().manual_seed(5)
-    batch["token_weights_N"] = torch.rand(sum(WHOLE), generator=generator)
-    batch["ref_logprobs_N"] = batch["old_logprobs_N"] + 0.1
-    batch["sequence_weights_S"] = torch.rand(len(WHOLE), generator=generator)
-    return batch
-
-
 def one_loss(batch, variant, backend):
-    logits = batch["logits_NV"].clone().requires_grad_()
     options = {**options_for(variant), "kl": "k3", "kl_coef": 0.3, "temperature": 0.9, "backend": backend}
-    loss, stats = loss_of_logits(**{**batch, "logits_NV": logits}, **options)
-    (2 * loss).backward()
+    loss, gradient, stats = run(batch, scale=2.0, **options)
     shown = ("logprobs_N", "entropy_N", "mean_log_ratio_S", "kl_N", "clipped")
-    found = {name: getattr(stats, name) for name in shown}
-    return found | {"loss": loss.detach(), "gradient": logits.grad}
+    return {name: getattr(stats, name) for name in shown} | {"loss": loss, "gradient": gradient}
 
 
 def context_rows(part, cp):
@@ -126,9 +114,12 @@ def check_layout(world, backend, tp, cp, variants):
     tensor_groups = [dist.new_group(list(range(first, first + tp))) for first in range(0, tp * cp, tp)]
     context_groups = [dist.new_group(list(range(first, tp * cp, tp))) for first in range(tp)]
     part, place = divmod(world.rank, tp)
-    whole, rows = batch_for_ranks(), context_rows(part, cp)
-    positions_N = response_positions(whole["response_mask_N"], whole["cu_seqlens"])
-    batch = whole | {"positions_N": positions_N}
+    whole, rows = make_batch("cpu", lengths=WHOLE, vocab=VOCAB), context_rows(part, cp)
+    generator = torch.Generator().manual_seed(5)
+    whole["token_weights_N"] = torch.rand(sum(WHOLE), generator=generator)
+    whole["sequence_weights_S"] = torch.rand(len(WHOLE), generator=generator)
+    whole["ref_logprobs_N"] = whole["old_logprobs_N"] + 0.1
+    batch = whole | {"positions_N": response_positions(whole["response_mask_N"], whole["cu_seqlens"])}
     batch |= {name: value[rows] for name, value in batch.items() if name.endswith(("_N", "_NV"))}
     width = -(-VOCAB // tp)
     first, last = place * width, min((place + 1) * width, VOCAB)
@@ -284,7 +275,7 @@ def test_ratios_that_overflow_give_no_nan(device, variant):
 
 
 def test_masked_rows_and_empty_sequences(device):
-    """A fully masked sequence, an empty one, one of a single token; and an empty batch of rows."""
+    """A fully masked sequence, an empty one, one of a single token; and a batch without a token."""
     batch = make_batch(device)
     batch["response_mask_N"][: LENGTHS[0]] = 0
     compare(batch)

@@ -18,22 +18,29 @@ def config_for(parallel, *, lr=LR, eps_adam=EPSILON, max_tokens=200, log_probs_t
     return Config(model=model, parallel=parallel, optimizer=optimizer, loss=loss)
 
 
-def open_trainer(world, hf_dir, config, reference=None):
+def built(world, hf_dir, config, *, value=False, **how):
+    """Start Megatron's groups; return this rank's part of a policy, or of a `value` model, and its shape."""
     from megatron_ibpo.models import read_hf_config
-    from megatron_ibpo.models.backends import LOCAL
     from megatron_ibpo.policy import parallel
-    from megatron_ibpo.policy.model import build_model
-    from megatron_ibpo.policy.mtp_model import build_mtp
-    from megatron_ibpo.policy.reference import load_reference
-    from megatron_ibpo.policy.trainer import Trainer
-    from megatron_ibpo.weights.formats.load import load_hf, load_mtp
-    from megatron_ibpo.weights.layout.export import HFExport
+    from megatron_ibpo.policy.model import build_model, build_value_model
+    from megatron_ibpo.weights.formats.load import load_hf
 
     shape = read_hf_config(Path(hf_dir))
     parallel.initialize(config.parallel, world, seed=0)
-    chunks = build_model(shape, config, device="cpu")
-    load_hf(chunks, shape, Path(hf_dir))
-    mtp = None
+    chunks = (build_value_model if value else build_model)(shape, config, **how)
+    load_hf(chunks, shape, Path(hf_dir), head=not value)
+    return chunks, shape
+
+
+def open_trainer(world, hf_dir, config, reference=None):
+    from megatron_ibpo.models.backends import LOCAL
+    from megatron_ibpo.policy.mtp_model import build_mtp
+    from megatron_ibpo.policy.reference import load_reference
+    from megatron_ibpo.policy.trainer import Trainer
+    from megatron_ibpo.weights.formats.load import load_mtp
+    from megatron_ibpo.weights.layout.export import HFExport
+
+    (chunks, shape), mtp = built(world, hf_dir, config), None
     if config.model.mtp_num_layers:
         mtp = build_mtp(shape, config, device="cpu", libraries=LOCAL)
         load_mtp(mtp, chunks, shape, Path(hf_dir))
