@@ -12,8 +12,10 @@ import pytest
 
 from support.paths import ROOT
 
-SMALL = "--num-rollout 3 --rollout-batch-size 4 --n-samples-per-prompt 4 --eval-num-prompts 8".split()
-ONE_TRAINER = "--num-trainers 1 --tensor-model-parallel-size 1 --expert-model-parallel-size 1".split()
+SMALL = ["--num-rollout", "3", "--rollout-batch-size", "4", "--n-samples-per-prompt", "4"]
+SMALL += ["--eval-num-prompts", "8"]
+ONE_TRAINER = ["--num-trainers", "1", "--tensor-model-parallel-size", "1"]
+ONE_TRAINER += ["--expert-model-parallel-size", "1"]
 EVEN = """
 def score(question, response, label, metadata):
     return float(sum(map(ord, response)) % 2 == 0)
