@@ -60,17 +60,14 @@ def weights_of(export):
     return {name: tensor.clone() for name, tensor in export if tensor is not None}
 
 
-def one_update(world, hf_dir, config, rows):
-    return _one_update(world, hf_dir, config, rows)[:3]
-
-
-def _one_update(world, hf_dir, config, rows, *, then=lambda trainer, rows: None):
+def one_update(world, hf_dir, config, rows, then=lambda trainer: None):
     trainer, export, _ = open_trainer(world, hf_dir, config)
     before = weights_of(export)
     metrics = planned.update(trainer, rows)
-    after, found = weights_of(export), then(trainer, rows)
+    after = weights_of(export)
+    then(trainer)
     close_trainer()
-    return before, after, metrics, found
+    return before, after, metrics
 
 
 def gradients(world, cases, rows, **loss):
@@ -97,7 +94,10 @@ def replaying(parallel=None, *, rollout=True, own=False, recompute="none", overr
 
 def updated(world, hf_dir, config, rows):
     """Return metrics, gradients by name (rank 0) and log-probs after the update."""
-    before, after, metrics, found = _one_update(world, hf_dir, config, rows, then=planned.logprobs)
+    found: list = []
+    before, after, metrics = one_update(
+        world, hf_dir, config, rows, lambda trainer: found.extend(planned.logprobs(trainer, rows))
+    )
     return metrics, moved(before, after), found
 
 
