@@ -5,36 +5,39 @@ from functools import cache
 import torch
 from safetensors.torch import load_file
 
+from megatron_ibpo.basics.distributed import World
 from megatron_ibpo.basics.records import SampleRequest, token_ids
 from megatron_ibpo.config import Config, RolloutConfig
 from megatron_ibpo.engines import Engine
 from megatron_ibpo.engines.vllm.settings import engine_settings
 from megatron_ibpo.weights.transfer.update import open_transport, update_engines
 from megatron_ibpo.weights.transfer.update_order import UpdateOrder
-from support.model_passes import ALONE
 from support.weight_sources import DividedWeights
 
 CONTEXT = 256
 TIMEOUT = 120.0
+WORLD = World(0, 1, torch.device("cpu"), None)
 
 
 class CheckpointSource(DividedWeights):
-    def __init__(self, directory, world=ALONE):
+    def __init__(self, directory, world=WORLD):
         super().__init__(load_file(directory / "model.safetensors"), world.rank, world.size)
 
 
-def make_config(run_dir, dtype, **more):
-    config = Config(rollout=RolloutConfig(
+def make_config(run_dir, dtype):
+    rollout = RolloutConfig(
         rollout_max_context_len=CONTEXT, vllm_dtype=dtype, vllm_kv_cache_bytes=128 * 1024**2,
-        update_weight_buffer_size=100_000, check_weight_update_equal=True, **more,  # several buckets
-    ))  # fmt: skip
+        update_weight_buffer_size=100_000, check_weight_update_equal=True,  # several buckets
+    )  # fmt: skip
+    config = Config(rollout=rollout)
     config.run.run_dir = run_dir
     return config
 
 
 def start_engine(checkpoint, log, dtype="float32", vllm_arg=(), *, recompute_kv=True):
-    more = {"vllm_arg": vllm_arg, "recompute_kv_after_update": recompute_kv}
-    rollout = make_config(log.parent, dtype, **more).rollout
+    rollout = make_config(log.parent, dtype).rollout
+    rollout.vllm_arg = vllm_arg
+    rollout.recompute_kv_after_update = recompute_kv
     return Engine(engine_settings(rollout, checkpoint, "gloo", gpus=(), num_threads=1), log)
 
 
@@ -77,7 +80,7 @@ def difference(ours, theirs):
 
 def open_gloo(workers=1, bucket_bytes=100_000):
     sizes = {"workers_per_engine": workers, "bucket_bytes": bucket_bytes}
-    return open_transport("gloo", ALONE, **sizes, timeout=TIMEOUT)
+    return open_transport("gloo", WORLD, **sizes, timeout=TIMEOUT)
 
 
 def connect(engine, source):
@@ -88,7 +91,7 @@ def connect(engine, source):
 
 def update(transport, engine, source, version):
     order = UpdateOrder(version=version, sleeping=False, check=True, timeout=TIMEOUT)
-    sent = update_engines(transport, ALONE, source, order, {0: engine}, [0])
+    sent = update_engines(transport, WORLD, source, order, {0: engine}, [0])
     assert sent.failures == {}
     return sent
 
