@@ -14,9 +14,10 @@ from megatron_ibpo.loss import VARIANTS
 from support.kernel_cases import make_batch, options_for, run
 
 
-def launch_everything():
+def launch_everything() -> int:
     """Launch the loss of every variant, forward and backward, and return how many signatures there were."""
-    bound, h100 = set(), GPUTarget("cuda", 90, 32)
+    bound: set[tuple[str, str]] = set()
+    h100 = GPUTarget("cuda", 90, 32)
     driver.set_active(SimpleNamespace(
         get_current_target=lambda: h100, get_current_device=lambda: 0, get_current_stream=lambda _: 0
     ))  # fmt: skip
@@ -31,8 +32,11 @@ def launch_everything():
     for variant in VARIANTS:
         options = {**options_for(variant), "backend": "triton"}
         run(batch, **options)
-        options |= {"token_weights_N": torch.ones_like(old), "temperature": torch.ones(6), "kl_coef": 0.1}
-        run(batch, torch.bfloat16, **options, inplace=True, ref_logprobs_N=old)
+        weights = {
+            "token_weights_N": torch.ones_like(old),
+            "temperature": torch.ones(len(batch["advantages"])),
+        }
+        run(batch, torch.bfloat16, **options, **weights, inplace=True, kl_coef=0.1, ref_logprobs_N=old)
     return len(bound)
 
 
