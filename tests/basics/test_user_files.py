@@ -1,6 +1,8 @@
 """Files that a user may name and no program should read: pipes, devices, files of 10 GB, impossible sizes."""
 
+import gzip
 import json
+import os
 import re
 import shutil
 
@@ -11,7 +13,7 @@ from megatron_ibpo.basics.user_files import UserFileError, read_user_file
 from megatron_ibpo.commands import train
 from megatron_ibpo.commands.plan import main as plan
 from megatron_ibpo.config import DataConfig, read_yaml
-from megatron_ibpo.data import DataError, load_tokenizer, open_source, tables
+from megatron_ibpo.data import DataError, load_tokenizer, open_source, row_prompts, tables
 from megatron_ibpo.evaluate.benchmark_files import benchmark_rows
 from megatron_ibpo.evaluate.stored_samples import read_results
 from megatron_ibpo.journal.framing import records
@@ -25,10 +27,14 @@ from megatron_ibpo.weights.formats.gguf import gguf_to_hf
 from megatron_ibpo.weights.formats.integrity import check_integrity
 from megatron_ibpo.weights.formats.run_state import load_run_state
 from megatron_ibpo.weights.weight_errors import CheckpointError
-from support.bad_inputs.mutations import spoil
 from support.paths import ROOT
 
 TINY = ROOT / "examples/tiny_qwen3"
+
+
+def put_ten_gigabytes(path):
+    path.touch()
+    os.truncate(path, 10**10)  # which take no room on the disk
 
 
 def test_what_is_no_file_of_its_kind_is_refused_before_it_is_read(tmp_path, monkeypatch):
@@ -38,6 +44,7 @@ def test_what_is_no_file_of_its_kind_is_refused_before_it_is_read(tmp_path, monk
     tokenizer = load_tokenizer(TINY)
     monkeypatch.setattr(user_files, "LINE_BYTES", 2**20)
     monkeypatch.setattr(tables, "LONGEST_LINE", 2**20)
+    kinds = (os.mkfifo, lambda path: path.symlink_to("/dev/zero"), put_ten_gigabytes)
     for name, read in {
         "recipe.yaml": lambda path: read_yaml(path, str(path)),
         "config.json": lambda path: read_hf_config(path.parent),
@@ -56,12 +63,21 @@ def test_what_is_no_file_of_its_kind_is_refused_before_it_is_read(tmp_path, monk
         "machine.yaml": lambda path: find_machine(str(path)),
         "model.gguf": lambda path: gguf_to_hf(path, path.with_name("out")),
     }.items():
-        for kind in ("fifo", "device", "sparse"):
-            path = tmp_path / f"{kind} {name}" / name
+        for number, put in enumerate(kinds):
+            path = tmp_path / f"{number} {name}" / name
             path.parent.mkdir()
-            spoil(path, kind)
+            put(path)
             with pytest.raises(ValueError, match=re.escape(name)):
                 read(path)
+    monkeypatch.setattr(row_prompts, "LARGEST_COMPRESSED", 2**20)
+    for name, read in {
+        "rows.jsonl.gz": rows,
+        "aime.jsonl.gz": lambda path: [*benchmark_rows(str(path))],
+    }.items():
+        path = tmp_path / name
+        path.write_bytes(gzip.compress(bytes(2**22)))
+        with pytest.raises(ValueError, match=r"more than 1 GiB when decompressed|longer than 1 MiB"):
+            read(path)
 
 
 def test_a_file_is_refused_by_its_size_and_a_pipe_in_the_place_of_a_journal(tmp_path):
@@ -70,7 +86,8 @@ def test_a_file_is_refused_by_its_size_and_a_pipe_in_the_place_of_a_journal(tmp_
     assert read_user_file(path, 5) == b"12345"
     with pytest.raises(UserFileError, match="has 5 bytes; such a file may have at most 4"):
         read_user_file(path, 4)
-    spoil(path, "fifo")
+    path.unlink()
+    os.mkfifo(path)
     with pytest.raises(UserFileError, match="a is a pipe; expected a regular file"):
         next(records(path))
 

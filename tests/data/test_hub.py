@@ -1,10 +1,15 @@
-"""Models and data sets of the Hugging Face Hub, by a server on this machine that answers in its place."""
+"""Models and data sets of the Hugging Face Hub, with a function that answers in its place."""
 
+import base64
+import hashlib
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
+import httpx2
 import pytest
+from huggingface_hub.utils import _http
 
 import megatron_ibpo as mi
 from megatron_ibpo.basics.entry_point import BAD_INPUT
@@ -16,26 +21,99 @@ from megatron_ibpo.data.hub import HubError, with_local_copies
 from megatron_ibpo.data.hub_upload import UploadError, prepare_upload, upload_export
 from megatron_ibpo.run.checks import check_settings
 from megatron_ibpo.run.settings import parse_config
-from support.hub_stand_in import OWNER, hub_stand_in
 from support.paths import ROOT
 
 TINY, RECIPE = ROOT / "examples/tiny_qwen3", ROOT / "examples/recipes/small_cpu.yaml"
 OLD, NEW = "a" * 40, "b" * 40
+OWNER = "me"  # token of a user of this name, who may write to repositories of their own
+URL = "http://hub.test"
 
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
     """The stand-in for this process, with a cache of its own."""
+    hub = SimpleNamespace(
+        repos={},  # "owner/name" or "datasets/owner/name" → (folder, commit of main); all have its files
+        uploaded={},  # created repository → its files
+        private=set(),  # created repositories that only their owner sees
+    )
+
+    def client():
+        in_its_place = {URL: httpx2.MockTransport(lambda request: answer(hub, request))}
+        return httpx2.Client(mounts=in_its_place, event_hooks={"request": [_http.hf_request_event_hook]})
+
+    monkeypatch.setattr(_http, "_GLOBAL_CLIENT_FACTORY", client)
     monkeypatch.setenv("HF_TOKEN", OWNER)
     monkeypatch.setenv("IBPO_CWD", str(tmp_path))
-    with hub_stand_in() as hub:
-        files = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
-        for name, value in {
-            "ENDPOINT": hub.url, "HUGGINGFACE_CO_URL_TEMPLATE": files,
-            "HF_HUB_CACHE": str(tmp_path / "cache"), "HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_XET": True,
-        }.items():  # fmt: skip
-            monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
-        yield hub
+    for name, value in {
+        "ENDPOINT": URL, "HUGGINGFACE_CO_URL_TEMPLATE": URL + "/{repo_id}/resolve/{revision}/{filename}",
+        "HF_HUB_CACHE": str(tmp_path / "cache"), "HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_XET": True,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
+    _http.close_session()
+    yield hub
+    _http.close_session()
+
+
+def answer(hub, request):
+    """As the Hub, as far as downloads and uploads need it."""
+    path, sender = request.url.path, request.headers.get("Authorization", "").removeprefix("Bearer ")
+    if path.endswith("/auth-check/write"):
+        return httpx2.Response(200 if path.split("/")[3] == OWNER == sender else 403)
+    if request.method == "POST":
+        return answer_to_upload(hub, path, sender, *map(json.loads, request.content.splitlines()))
+    verb, file = "resolve", ""
+    if path.startswith(("/api/models/", "/api/datasets/")):
+        kind, owner, name, *rest = path.removeprefix("/api/").split("/")
+        repo = f"{owner}/{name}" if kind == "models" else f"{kind}/{owner}/{name}"
+        verb, revision = rest[:2] or ("revision", "main")
+    else:
+        repo, _, place = path[1:].partition("/resolve/")
+        revision, _, file = place.partition("/")
+    if repo not in hub.repos:
+        return httpx2.Response(404, headers={"X-Error-Code": "RepoNotFound"})
+    folder, newest = hub.repos[repo]
+    commit = newest if revision == "main" else revision
+    if len(commit) != 40:
+        return httpx2.Response(404, headers={"X-Error-Code": "RevisionNotFound"})
+    if verb == "revision":
+        return httpx2.Response(
+            200, json={"id": repo.removeprefix("datasets/"), "sha": commit, "siblings": []}
+        )
+    contents = {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+    digests = {name: hashlib.sha1(content).hexdigest() for name, content in contents.items()}
+    if verb == "resolve":
+        headers = {"X-Repo-Commit": commit, "ETag": f'"{digests[file]}"'}
+        return httpx2.Response(200, headers=headers, content=contents[file])
+    return httpx2.Response(200, json=[
+        {"type": "file", "oid": digests[name], "size": len(content), "path": name}
+        for name, content in contents.items()
+    ])  # fmt: skip
+
+
+def answer_to_upload(hub, path, sender, first, *rest):
+    if path == "/api/repos/create":
+        owner = first["organization"]
+        repo = f"{owner}/{first['name']}"
+        if not owner == OWNER == sender:
+            says = {"X-Error-Message": f"You may not create models of {owner}"}
+            return httpx2.Response(403, headers=says)
+        if first["visibility"] == "private" and repo not in hub.uploaded:
+            hub.private.add(repo)
+        hub.uploaded.setdefault(repo, {})
+        return httpx2.Response(200, json={"url": f"{URL}/{repo}"})
+    owner, name, verb = path.split("/")[3:6]
+    if verb == "preupload":
+        regular = {"uploadMode": "regular", "shouldIgnore": False}
+        return httpx2.Response(
+            200, json={"files": [regular | {"path": file["path"]} for file in first["files"]]}
+        )
+    files = [entry["value"] for entry in rest]
+    hub.uploaded[f"{owner}/{name}"] |= {file["path"]: base64.b64decode(file["content"]) for file in files}
+    commit = "c" * 40
+    return httpx2.Response(
+        200, json={"commitUrl": f"{URL}/{owner}/{name}/commit/{commit}", "commitOid": commit}
+    )
 
 
 def test_ids_become_snapshots_of_the_cache_and_what_cannot_be_had_is_one_line(
@@ -117,7 +195,7 @@ def test_an_export_is_uploaded_to_a_private_repository(tmp_path, hub, capsys):
     assert hub.uploaded["me/other"] == {}
     assert hub.private == {"me/tiny", "me/other"}
     said = capsys.readouterr().err
-    assert f"uploaded {tmp_path}/hf to {hub.url}/me/tiny" in said
+    assert f"uploaded {tmp_path}/hf to {URL}/me/tiny" in said
     assert "me/other: the run was stopped before its end, so nothing is uploaded" in said
 
 
@@ -127,7 +205,7 @@ def test_what_cannot_be_uploaded_is_refused_before_the_run_starts(tmp_path, hub,
             prepare_upload(RunConfig(push_to_hub=f"{owner}/tiny"))
         return str(refused.value).removeprefix(f"--push-to-hub {owner}/tiny: ")
 
-    assert refusal("you") == f"nothing can be uploaded to {hub.url}: You may not create models of you"
+    assert refusal("you") == f"nothing can be uploaded to {URL}: You may not create models of you"
     run = RunConfig(run_dir=tmp_path, push_to_hub="me/tiny")
     with pytest.raises(UploadError, match=f"not uploaded: .*`hf upload me/tiny {tmp_path}/hf` tries again$"):
         upload_export(run, stopped=False)  # there is no export

@@ -31,7 +31,7 @@ from megatron_ibpo.data.tokenizer import HuggingFaceTokenizer
 from megatron_ibpo.report import read_rows
 from megatron_ibpo.run.run_data import with_epochs
 from megatron_ibpo.run.settings import parse_config
-from support.chat_families import family_tokenizer
+from support.byte_tokenizers import family_tokenizer
 from support.credit_cases import plain
 from support.paths import ROOT
 

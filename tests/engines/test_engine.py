@@ -35,8 +35,8 @@ from megatron_ibpo.weights.transfer import gloo
 from megatron_ibpo.weights.transfer.update_order import choose_transport
 from megatron_ibpo.weights.weight_errors import WeightMismatchError, WeightPlanError
 from support import engine_runs
+from support.checkpoint_bytes import with_mtp
 from support.engine_runs import TIMEOUT, CheckpointSource, connect, difference, start_engine, update
-from support.mtp_checkpoints import with_mtp
 from support.tiny_models import EOS_ID, make_qwen3, make_qwen3_next
 from support.waiting import eventually
 

@@ -15,8 +15,8 @@ from support.engine_runs import CONTEXT, CheckpointSource, connect, make_config,
 from support.example_runs import finished, rows_of, start_script
 from support.layouts import layout
 from support.ranks import run_ranks
-from support.replayed_routing import all_updated, replaying
 from support.tiny_models import make_qwen3_moe, make_qwen3_next
+from support.trainers import all_updated, replaying
 
 pytestmark, TIMEOUT = [pytest.mark.engine, pytest.mark.slow], 600.0
 

@@ -22,10 +22,9 @@ from megatron_ibpo.environments.adapters import load_environment
 from megatron_ibpo.environments.processes import EnvironmentPool
 from megatron_ibpo.environments.protocol import EpisodeFaultError, Turn
 from megatron_ibpo.environments.tool_schema import tool_of
+from support import environment_frameworks as frameworks
 from support.documented_modules import write_modules
-from support.environment_frameworks import stand_ins, write_compared_environments
-from support.openenv_server import BreaksTheConnection, Observation, create_app, serving, serving_connections
-from support.players import call, guess_number, say
+from support.environment_frameworks import Observation, call, create_app, guess_number, say, serving
 
 
 @pytest.fixture(autouse=True)
@@ -61,9 +60,9 @@ def shown(environment, message):
 
 
 def test_one_game_written_for_six_frameworks_goes_the_same_in_each(directory, monkeypatch):
-    for name, module in stand_ins().items():
+    for name, module in frameworks.stand_ins().items():
         monkeypatch.setitem(sys.modules, name, module)
-    write_compared_environments(directory)
+    frameworks.write_compared_environments(directory)
     targets = [f"guess_{name}:GuessTheNumber" for name in ("ours", "trl", "skyrl", "gem", "textarena")]
     with serving(load_hook("--environment", "guess_openenv:app")) as server:
         for seed in range(3):
@@ -365,7 +364,7 @@ def test_what_fails_on_the_wire_is_a_fault_and_never_a_reward():
 
         def step(self, action):
             if action.message == "hang up":
-                raise BreaksTheConnection
+                raise frameworks.BreaksTheConnection
             if action.message == "raise":
                 raise RuntimeError("no such move")
             return Observation(message="Over.", done=True)
@@ -406,7 +405,7 @@ def test_a_server_that_opens_no_session_is_found_before_work_starts():
     for server, problem in (
         (nullcontext("openenv://127.0.0.1:9"), "cannot be reached: .*refused"),
         (http(), "cannot be reached: .*HTTP"),
-        (serving_connections(shout), "expected JSON with type and data"),
+        (frameworks.serving_connections(shout), "expected JSON with type and data"),
         (serving(create_app(lambda: {}["game"])), "FACTORY_ERROR: 'game'"),
     ):
         with server as target, EnvironmentPool(EnvironmentConfig()) as pool:
@@ -440,7 +439,7 @@ def real_server(directory, module):
 @pytest.mark.parametrize("package", ["skyrl_gym", "gem", "textarena", "openenv"])
 def test_the_compared_environments_play_with_the_real_base_classes(directory, package):
     needs(package)
-    write_compared_environments(directory)
+    frameworks.write_compared_environments(directory)
     ours, _ = guess_number(load_environment("guess_ours:GuessTheNumber")(), seed=3)
     name = package.partition("_")[0]
     target = f"guess_{name}:GuessTheNumber"

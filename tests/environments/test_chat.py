@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_ibpo.data.tokenizer import DataError
 from megatron_ibpo.environments.chat import open_chat
-from support.chat_families import FAMILIES, end_ids, family_tokenizer, tagged_bytes
+from support.byte_tokenizers import FAMILIES, end_ids, family_tokenizer, tagged_bytes
 
 FEW = settings(max_examples=10)
 PROPERTIES = {"text": {"type": "string"}, "count": {"type": "integer"}, "exact": {"type": "boolean"}}

@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from support.checkpoint_bytes import with_mtp
 from support.documented_modules import write_modules
 from support.example_runs import finished, rows_of, start_script, train_three_steps
-from support.mtp_checkpoints import with_mtp
 from support.paths import ROOT
 from support.tiny_models import LLAMA_3, make_glm4_moe, make_gpt_oss, make_llama, make_qwen2, make_qwen3_moe
 

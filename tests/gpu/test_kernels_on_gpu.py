@@ -5,8 +5,8 @@ import torch
 
 from megatron_ibpo.loss import VARIANTS, choose_backend, packed_logprobs
 from support import linear_cases
+from support.kernel_cases import *  # noqa: F403
 from support.kernel_cases import make_batch, options_for, run
-from support.kernel_suite import *  # noqa: F403
 from support.linear_cases import batch_of, fused, plain
 from support.loss_calls import loss_of_logits
 

@@ -5,9 +5,8 @@ import sys
 
 import pytest
 
-from support import layout_cases
-from support.kernel_cases import KINDS, check_variant, make_batch, run
-from support.kernel_suite import *  # noqa: F403
+from support.kernel_cases import *  # noqa: F403
+from support.kernel_cases import BY_PLACE_NAME, KINDS, check_layout, check_variant, make_batch, run
 from support.paths import ROOT
 
 pytestmark = pytest.mark.kernel
@@ -39,4 +38,4 @@ def test_the_documented_variants_are_the_same_in_torch_and_by_the_kernel(name, t
 @pytest.mark.world(4)
 def test_the_kernels_of_every_rank_together_equal_one_process(world):
     """tests/loss/test_linear_loss.py takes every variant in torch."""
-    layout_cases.check_layout(world, "triton", 2, 2, (*KINDS, layout_cases.BY_PLACE_NAME))
+    check_layout(world, "triton", 2, 2, (*KINDS, BY_PLACE_NAME))

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ibpo.loss import VARIANTS
-from support import layout_cases
+from support.kernel_cases import BY_PLACE_NAME, check_layout
 from support.linear_cases import FUSED, H, V, batch_of, fused, options_for, plain
 from support.loss_calls import loss_of_hidden
 
@@ -124,9 +124,9 @@ def test_bad_input_to_the_fused_head_is_named(change, message):
 @pytest.mark.parametrize(("tp", "cp"), [(2, 2), pytest.param(4, 1, marks=pytest.mark.slow)])
 def test_every_variant_equals_one_process(world, tp, cp):
     """(2, 2) has both; (4, 1) knows no context-parallel group."""
-    layout_cases.check_layout(world, "torch", tp, cp, (*VARIANTS, layout_cases.BY_PLACE_NAME))
+    check_layout(world, "torch", tp, cp, (*VARIANTS, BY_PLACE_NAME))
     off_policy = {"off_policy_S": torch.tensor([False, True, False, True])}
-    layout_cases.check_layout(world, "torch", tp, cp, ("gspo", "gspo-token", "grpo"), **off_policy)
+    check_layout(world, "torch", tp, cp, ("gspo", "gspo-token", "grpo"), **off_policy)
 
 
 @pytest.mark.world(2)

@@ -22,7 +22,7 @@ from megatron_ibpo.config import ModelConfig
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.models.backends import LOCAL
 from support import tiny_models
-from support.checkpoint_bytes import one_tensor_per_expert
+from support.checkpoint_bytes import tensor_per_expert
 from support.layouts import layout
 from support.model_passes import gradients_of, loaded
 from support.tiny_models import LLAMA_3, VOCAB_SIZE
@@ -148,7 +148,7 @@ def transformers_result(path):
     loss.backward()
     prefix = read_hf_config(path).hf_prefix  # transformers has the text model alone, unwrapped
     gradients = {name.replace("model.", prefix, 1): p.grad for name, p in model.named_parameters()}
-    return logits.detach(), loss.item(), dict(one_tensor_per_expert(gradients))
+    return logits.detach(), loss.item(), dict(tensor_per_expert(gradients))
 
 
 def megatron_result(world, path, parallel_config, bf16, libraries):

@@ -12,10 +12,9 @@ from megatron_ibpo.weights.formats.convert import megatron_to_hf
 from megatron_ibpo.weights.transfer.update_order import drafts_with_own_layer
 from megatron_ibpo.weights.weight_errors import CheckpointError
 from support import planned
-from support.checkpoint_bytes import assert_same_bytes, one_tensor_per_expert, tensors_of, with_weights
+from support.checkpoint_bytes import assert_same_bytes, tensor_per_expert, tensors_of, with_mtp, with_weights
 from support.layouts import layout
-from support.mtp_checkpoints import MIXED, with_mtp
-from support.tiny_models import make_qwen3, make_qwen3_5, make_qwen3_next
+from support.tiny_models import MIXED, make_qwen3, make_qwen3_5, make_qwen3_next
 from support.train_sequences import sequences
 from support.trainers import EPSILON, LR, close_trainer, config_for, open_trainer, weights_of
 
@@ -87,7 +86,7 @@ def plain_formula(hf_dir, rows, directory):
     loss = torch.cat(losses).mean()
     loss.backward()
     named = {name: p.grad for name, p in layer.named_parameters()}
-    inside = {f"mtp.layers.0.{name}": g for name, g in one_tensor_per_expert(named)}
+    inside = {f"mtp.layers.0.{name}": g for name, g in tensor_per_expert(named)}
     return loss.item(), torch.cat(hits).float().mean().item(), {n: t.grad for n, t in own.items()} | inside
 
 

@@ -18,10 +18,9 @@ from megatron_ibpo.run.processes import check_model_layout
 from support import planned
 from support.layouts import layout
 from support.ranks import run_ranks
-from support.replayed_routing import all_updated, replaying, updated
 from support.tiny_models import make_glm4_moe, make_gpt_oss
 from support.train_sequences import sequences
-from support.trainers import close_trainer, open_trainer, weights_of
+from support.trainers import all_updated, close_trainer, open_trainer, replaying, updated, weights_of
 
 LAYERS, EXPERTS, K = 4, 4, 2  # of the tiny Qwen3-Next
 

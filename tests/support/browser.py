@@ -17,15 +17,10 @@ import pytest
 from websockets.sync.client import ClientConnection, connect
 
 NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
-TIMEOUT_S = 30.0
-
-
-def find_browser() -> str | None:
-    return next((found for name in NAMES if (found := shutil.which(name))), None)
-
-
+BROWSER = next(filter(None, map(shutil.which, NAMES)), None)
 WHY_NOT = "no Chromium on this machine: apt-get install chromium"
-needs_browser = pytest.mark.skipif(find_browser() is None, reason=WHY_NOT)
+needs_browser = pytest.mark.skipif(BROWSER is None, reason=WHY_NOT)
+TIMEOUT_S = 30.0
 
 
 class Page:
@@ -48,10 +43,6 @@ class Page:
         self.call("Page.navigate", url=where if isinstance(where, str) else where.resolve().as_uri())
         while not any(seen["method"] == "Page.loadEventFired" for seen in self.events):
             self.events.append(json.loads(self._connection.recv(timeout=TIMEOUT_S)))
-
-    def resize(self, width: int, height: int) -> None:
-        size = {"width": width, "height": height}
-        self.call("Emulation.setDeviceMetricsOverride", **size, deviceScaleFactor=1, mobile=False)
 
     def wait_until(self, expression: str) -> Any:
         """The value of an expression once there is a true one; True for an element."""
@@ -88,14 +79,13 @@ class Page:
 
 
 @contextmanager
-def open_page(where, *, size=(1400, 1000), dark=False) -> Iterator[Page]:
+def open_page(where, *, size=(1400, 1000)) -> Iterator[Page]:
     """A file or an address of this machine in a browser that can reach nothing else."""
-    browser = find_browser()
-    assert browser is not None
+    assert BROWSER is not None
     with tempfile.TemporaryDirectory() as profile:
         process = subprocess.Popen(
             [
-                browser, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+                BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
                 "--disable-background-networking", "--disable-component-update", "--disable-sync",
                 "--remote-debugging-port=0", f"--user-data-dir={profile}",
                 f"--window-size={size[0]},{size[1]}",
@@ -115,8 +105,9 @@ def open_page(where, *, size=(1400, 1000), dark=False) -> Iterator[Page]:
                 page = Page(socket)
                 for domain in ("Page", "Runtime", "Network", "Log"):
                     page.call(f"{domain}.enable")
-                page.resize(*size)
-                scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+                shape = {"width": size[0], "height": size[1], "deviceScaleFactor": 1, "mobile": False}
+                page.call("Emulation.setDeviceMetricsOverride", **shape)
+                scheme = {"name": "prefers-color-scheme", "value": "light"}
                 page.call("Emulation.setEmulatedMedia", features=[scheme])
                 page.load(where)
                 yield page

@@ -1,21 +1,25 @@
 import json
+import re
 import shutil
 
 import torch
 from safetensors.torch import load_file, save_file
 
-from support.tiny_models import stored_dtype
+from support.tiny_models import MIXED, stored_dtype
 
 
-def with_random_bits(source, target, dtype):
-    generator, tensors = torch.Generator().manual_seed(0), {}
-    for name, tensor in tensors_of(source).items():
-        own = stored_dtype(name, dtype)
-        bits = {torch.float32: torch.int32, torch.bfloat16: torch.int16}[own]
-        limits = torch.iinfo(bits)
-        drawn = torch.randint(limits.min, limits.max, tensor.shape, dtype=bits, generator=generator).view(own)
-        tensors[name] = torch.where(drawn.isfinite(), drawn, torch.ones((), dtype=own)).contiguous()
-    return with_weights(source, target, tensors)
+def with_mtp(hf_dir, seed):
+    """Put a layer that predicts more tokens into a checkpoint."""
+    tensors, inner = tensors_of(hf_dir), re.compile(rf".*\.layers\.{MIXED}\.")
+    own = {name: tensor.shape for name, tensor in tensors.items() if inner.match(name)}
+    shapes = {inner.sub("mtp.layers.0.", name): shape for name, shape in own.items()}
+    (hidden,) = shapes["mtp.layers.0.input_layernorm.weight"]
+    norms = ("mtp.norm", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden")
+    shapes |= {f"{name}.weight": (hidden,) for name in norms} | {"mtp.fc.weight": (hidden, 2 * hidden)}
+    generator = torch.Generator().manual_seed(seed)
+    drawn = {name: torch.randn(shape, generator=generator) * 0.1 for name, shape in shapes.items()}
+    save_file(tensors | drawn, hf_dir / "model.safetensors", metadata={"format": "pt"})
+    return hf_dir
 
 
 def drawn_weights(source, dtype, seed=0):
@@ -59,7 +63,7 @@ def with_fused_experts(tensors):
     return fused
 
 
-def one_tensor_per_expert(tensors):
+def tensor_per_expert(tensors):
     """Checkpoints, but for gpt-oss's, hold experts one by one; transformers those of a layer in one."""
     if any(name.endswith("mlp.router.bias") for name in tensors):
         yield from tensors.items()

@@ -118,12 +118,6 @@ def correct_groups(groups, context, operator, sample, score):
         operator.attach(group, of_group, [next(left) for _ in of_group])
 
 
-def credit_at_once(groups, context, sample, score, operator=None):
-    operator = operator or find_operator(context.algorithm)
-    correct_groups(groups, context, operator, sample, score)
-    return assign_credit(groups, context, operator)
-
-
 class Loop:
     """A policy that corrects as told: `answers` gives the content of each correction from its x̃."""
 
@@ -142,7 +136,9 @@ class Loop:
             answer.correct = answer.reward is not None and answer.reward >= 1
 
     def credit(self, groups, config, *, operator=None, **settings):
-        return credit_at_once(groups, context(config, **settings), self.sample, self.score, operator)
+        operator, known = operator or find_operator(config), context(config, **settings)
+        correct_groups(groups, known, operator, self.sample, self.score)
+        return assign_credit(groups, known, operator)
 
     @property
     def asked(self):

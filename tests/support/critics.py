@@ -1,12 +1,11 @@
 import random
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import torch
 
 from support.train_sequences import sequences
-from support.trainers import config_for
+from support.trainers import built, config_for
 
 EPSILON = 100.0  # Adam's is far above every gradient, so that a step goes along the gradient
 
@@ -27,16 +26,9 @@ def critic_config(parallel, *, lr, eps_adam=EPSILON, **loss):
 
 def open_critic(world, hf_dir, config, head=0.3):
     """Return a critic whose head is not 0, so that the whole model has a gradient from the first step on."""
-    from megatron_ibpo.models import read_hf_config
-    from megatron_ibpo.policy import parallel
     from megatron_ibpo.policy.critic import Critic
-    from megatron_ibpo.policy.model import build_value_model
-    from megatron_ibpo.weights.formats.load import load_hf
 
-    shape = read_hf_config(Path(hf_dir))
-    parallel.initialize(config.parallel, world, seed=0)
-    chunks = build_value_model(shape, config)
-    load_hf(chunks, shape, Path(hf_dir), head=False)
+    chunks, _ = built(world, hf_dir, config, value=True)
     for chunk in chunks:
         if chunk.post_process and head:
             chunk.output_layer.weight.data.normal_(0, head, generator=torch.Generator().manual_seed(7))

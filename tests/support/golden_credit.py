@@ -10,10 +10,9 @@ import numpy as np
 from transformers import AutoTokenizer
 
 from megatron_ibpo.config import PRESETS, RolloutConfig
-from megatron_ibpo.credit import CreditContext, Vocabulary, find_operator
+from megatron_ibpo.credit import CreditContext, Vocabulary, assign_credit, find_operator
 from megatron_ibpo.report import load_groups
-from support.credit_cases import AGREEMENT, credit_at_once, of_preset
-from support.credit_cases import algorithm as algorithm_of
+from support import credit_cases
 from support.golden_runs import GOLDEN, recordings
 from support.paths import ROOT
 
@@ -25,7 +24,7 @@ CASES = {
     "ibpo-adaptive": ("ibpo", {"ibpo_rewrite_threshold": "adaptive"}),
     "ibpo-mask-insertions": ("ibpo-mask", {"ibpo_mask_insertions": True}),
     "ibpo-on-ppo": ("ibpo", {"advantages": "critic"}),
-    "agreement": ("ibpo-shaping-only", {"ibpo_operator": AGREEMENT, "ibpo_variant": "mask"}),
+    "agreement": ("ibpo-shaping-only", {"ibpo_operator": credit_cases.AGREEMENT, "ibpo_variant": "mask"}),
 }  # name → preset and what is set on top of it
 
 
@@ -38,8 +37,9 @@ def credited(case):
 
 def _credited(case, step, groups):
     preset, settings = CASES[case]
-    algorithm = algorithm_of(**of_preset(preset) | settings)
-    answers = iter(list(_answers(groups, find_operator(algorithm).ibpo_corrections)))
+    algorithm = credit_cases.algorithm(preset, **settings)
+    operator = find_operator(algorithm)
+    answers = iter(list(_answers(groups, operator.ibpo_corrections)))
     for group in groups:
         group.corrections, group.skipped_pairs = [], 0
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "examples/tiny_qwen3")
@@ -52,7 +52,10 @@ def _credited(case, step, groups):
         algorithm, RolloutConfig(rollout_max_response_len=RESPONSE_TOKENS), vocabulary, max_context=1024,
         seed=0, step=step - 1, logprobs=_logprobs, values=_values,  # recordings count from 1
     )  # fmt: skip
-    credit = credit_at_once(groups, context, lambda asked: [next(answers) for _ in asked], lambda pairs: None)
+    credit_cases.correct_groups(
+        groups, context, operator, lambda asked: [next(answers) for _ in asked], lambda pairs: None
+    )
+    credit = assign_credit(groups, context, operator)
     assert next(answers, None) is None, "every correction was asked for"
     for sequence in credit.sequences:
         found = [getattr(sequence, name) for name in COLUMNS]

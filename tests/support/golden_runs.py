@@ -8,9 +8,9 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import torch
 from torch.distributed import checkpoint as dcp
@@ -22,8 +22,7 @@ GOLDEN = TESTS / "golden"
 TIMEOUT_S = 300  # of one run, which takes about 15 s alone on two cores
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     model: str  # names its YAML and its recordings
     trainers: int
     watched: tuple[str, ...]  # tensors of which some elements are kept as golden numbers
@@ -80,8 +79,7 @@ def train_recorded(repository, layout, algorithm, directory, steps=None):
     said: dict = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     done = subprocess.run(command, cwd=repository, env=os.environ | own, **said)
     if done.returncode != 0:
-        how = f"ended with status {done.returncode}:\n{done.stdout[-5000:]}"
-        raise RuntimeError(f"{algorithm} in {repository} {how}")
+        raise RuntimeError(f"{algorithm} in {repository}: {done.returncode}\n{done.stdout[-5000:]}")
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     checkpoints = sorted((run_dir / "checkpoints").glob("step_*"))
     return SimpleNamespace(rows=[row for row in rows if row["kind"] == "step"], checkpoints=checkpoints)
@@ -89,13 +87,7 @@ def train_recorded(repository, layout, algorithm, directory, steps=None):
 
 def weights(checkpoint):
     """All weights of a training checkpoint by Megatron's names, the critic's after "critic/"."""
-    critic = checkpoint / "critic"
-    of_critic = _stored(critic) if critic.is_dir() else {}
-    return _stored(checkpoint) | {f"critic/{name}": tensor for name, tensor in of_critic.items()}
-
-
-def _stored(directory):
-    stored = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
+    stored = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
     tensors = {
         name: torch.empty(meta.size, dtype=meta.properties.dtype)
         for name, meta in stored.items()
@@ -103,8 +95,10 @@ def _stored(directory):
     }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # that this is one process
-        dcp.load(tensors, checkpoint_id=directory, no_dist=True)
-    return tensors
+        dcp.load(tensors, checkpoint_id=checkpoint, no_dist=True)
+    critic = checkpoint / "critic"
+    of_critic = weights(critic) if critic.is_dir() else {}
+    return tensors | {f"critic/{name}": tensor for name, tensor in of_critic.items()}
 
 
 def watched_weights(layout, checkpoint):

@@ -8,10 +8,8 @@ import tempfile
 import zlib
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
-from typing import Any
+from itertools import islice
 from unittest.mock import Mock, patch
 
 import numpy as np
@@ -24,6 +22,7 @@ from megatron_ibpo.rewards import Outcome, Verifier, open_pool
 from megatron_ibpo.run.open import open_run
 from megatron_ibpo.run.processes import Processes
 from megatron_ibpo.run.settings import parse_config
+from megatron_ibpo.run.steps import steps
 from support.paths import ROOT
 
 MODEL = ROOT / "examples/tiny_qwen3"
@@ -126,19 +125,16 @@ class Engines:
     def meet_trainers(self):
         self.met += 1
 
-    def wake(self):
-        """They never sleep."""
-
-    sleep = admit = wake
+    wake = sleep = admit = lambda self: None
 
 
-@dataclass
 class Trainers:
     """`policy.group.RankCalls` of one rank, which notes its work and saves that it was saved."""
 
-    dies_at: int | None = None  # number of the update in which it dies once, from 0 on
-    updates: list[list[dict[str, Any]]] = field(default_factory=list)  # sequences trained on, if none died
-    restarted_from: list[Path | None] = field(default_factory=list)
+    def __init__(self, dies_at=None):
+        """`dies_at`: number of the update in which it dies once, from 0 on."""
+        self.dies_at, self.restarted_from = dies_at, []
+        self.updates = []  # sequences trained on, if none died
 
     def each(self, method, arguments):
         assert method == "update"
@@ -177,14 +173,7 @@ class Steps:
         self.run, self.engines, self.trainers, self.groups = run, backend.engines, backend.trainers, []
 
     def take(self, count):
-        for _ in range(count):
-            groups = self.run.sample()
-            credit = self.run.credit(groups)
-            metrics = self.run.update(credit.sequences) | self.run.sync()
-            self.run.report(groups, credit, metrics)
-            self.run.save_if_due()
-            self.groups.append(groups)
-        return self.groups[-count:]
+        self.groups += [step.groups for step in islice(steps(self.run), count)]
 
     @property
     def all_groups(self):

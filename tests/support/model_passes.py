@@ -7,8 +7,7 @@ import torch
 
 from megatron_ibpo.basics.distributed import World
 from megatron_ibpo.config import Config, ModelConfig, ParallelConfig
-from megatron_ibpo.models import read_hf_config
-from support.trainers import weights_of
+from support.trainers import built, weights_of
 
 ALONE = World(0, 1, torch.device("cpu"), None)
 
@@ -19,19 +18,10 @@ def edit_json(path, **changes):
 
 def loaded(world, hf_dir, parallel_config=None, model=None, *, pieces=1, **how):
     """Start Megatron's groups; return this rank's part of a model, in so many pieces, and its shape."""
-    from megatron_ibpo.policy import parallel
-    from megatron_ibpo.policy.model import build_model
-    from megatron_ibpo.weights.formats.load import load_hf
-
     model = model or ModelConfig()
     if pieces > 1:
         model = replace(model, model_override=(f"virtual_pipeline_model_parallel_size={pieces}",))
-    config = Config(model=model, parallel=parallel_config or ParallelConfig())
-    parallel.initialize(config.parallel, world, seed=0)
-    shape = read_hf_config(hf_dir)
-    chunks = build_model(shape, config, **how)
-    load_hf(chunks, shape, hf_dir)
-    return chunks, shape
+    return built(world, hf_dir, Config(model=model, parallel=parallel_config or ParallelConfig()), **how)
 
 
 def gradients_of(chunk, shape, forward, batches):

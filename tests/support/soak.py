@@ -1,7 +1,6 @@
 """See tests/soak.sh."""
 
 import json
-import os
 import statistics
 import sys
 import tempfile
@@ -11,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import psutil
-from chaos.processes import below, by_kind, end_on_sigterm, engine_index, title
+from chaos.processes import below, by_kind, end_on_sigterm, engine_index
 from chaos.trial import Trial
 
 from megatron_ibpo.basics.versions import machine
@@ -83,8 +82,7 @@ def _memory(driver):
             named[process.pid] = f"{kind} {process.pid if index is None else index}"
     for process in [psutil.Process(driver), *processes]:
         with suppress(psutil.Error):
-            program = os.path.basename(title(process).split()[0])
-            name = named.get(process.pid, f"{program} {process.pid}")
+            name = named.get(process.pid, f"{process.name()} {process.pid}")
             memory[name] = round(process.memory_full_info().uss / 2**20, 1)
     return memory
 

@@ -21,7 +21,8 @@ SHARED = {
 }  # fmt: skip
 DENSE = {"intermediate_size": 192}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-DELTA_NETS = {  # every fourth layer is attention, the others are Gated DeltaNet
+MIXED = 3  # of the layers below the one that is attention, as the one inside a prediction layer is
+DELTA_NETS = {
     "num_hidden_layers": 4, "full_attention_interval": 4, "linear_num_key_heads": 2,
     "linear_num_value_heads": 2, "linear_key_head_dim": 64, "linear_value_head_dim": 64,
     "linear_conv_kernel_dim": 4,

@@ -28,11 +28,10 @@ from megatron_ibpo.weights.formats.run_state import find_stored
 from megatron_ibpo.weights.formats.save import save_hf
 from megatron_ibpo.weights.formats.torch_dist import ROWS_MAY_BE_PADDED, StoredCheckpoint
 from megatron_ibpo.weights.weight_errors import CheckpointError
-from support import planned, tiny_models
-from support.checkpoint_bytes import assert_same_bytes, drawn_weights, shard_by_hand, tensors_of, with_weights
+from support import checkpoint_bytes, planned, tiny_models
+from support.checkpoint_bytes import assert_same_bytes, shard_by_hand, tensors_of, with_weights
 from support.layouts import layout
 from support.model_passes import ALONE, edit_json, loaded
-from support.mtp_checkpoints import mtp_tensors
 from support.train_sequences import sequences
 from support.trainers import config_for, open_trainer, weights_of
 
@@ -58,9 +57,9 @@ def models(tmp_path_factory):
         ("next", tiny_models.make_qwen3_next, 3, torch.float32, heads),
     ):
         plain = make(directory / f"plain {name}", seed, **how)
-        made[name] = with_weights(plain, directory / name, drawn_weights(plain, dtype))
-    everything = tensors_of(made["next"]) | mtp_tensors(torch.float32)
-    made["mtp"] = with_weights(made["next"], directory / "mtp", everything)
+        drawn = checkpoint_bytes.drawn_weights(plain, dtype)
+        made[name] = with_weights(plain, directory / name, drawn)
+    made["mtp"] = checkpoint_bytes.with_mtp(shutil.copytree(made["next"], directory / "mtp"), seed=9)
     # GLM-4.5 holds its prediction layer as one more, with a projection and norms of its own
     glm, last = tensors_of(made["glm"]), "model.layers.3."
     fifth = {name.replace(last, "model.layers.4."): -own for name, own in glm.items() if last in name}

@@ -13,11 +13,10 @@ from megatron_ibpo.weights.formats.convert import differing_tensors, hf_to_megat
 from megatron_ibpo.weights.formats.hugging_face import trained_elements
 from megatron_ibpo.weights.formats.torch_dist import StoredCheckpoint
 from support import checkpoint_bytes
-from support.checkpoint_bytes import assert_same_bytes, tensors_of, with_weights
+from support.checkpoint_bytes import assert_same_bytes, tensors_of, with_mtp, with_weights
 from support.example_runs import train_three_steps
 from support.layouts import layout
 from support.model_passes import ALONE, loaded
-from support.mtp_checkpoints import mtp_tensors
 from support.tiny_models import make_qwen3_5
 from support.trainers import weights_of
 
@@ -29,12 +28,8 @@ def wrapped(tmp_path_factory):
     made = {}
     for kind, how in {"dense": {"moe": False, "tie": True}, "moe": {"moe": True}}.items():
         root, sizes = tmp_path_factory.mktemp(kind), {"kv_heads": 4, "key_heads": 4, "value_heads": 8}
-        plain = make_qwen3_5(root / "plain", 1, wrapped=True, **how, **sizes)
-        tensors = checkpoint_bytes.drawn_weights(plain, torch.bfloat16) | mtp_tensors(torch.bfloat16)
-        if kind == "dense":
-            tensors = {n: t for n, t in tensors.items() if not n.startswith("mtp.layers.0.mlp.")}
-            for part, shape in (("gate", (192, 96)), ("up", (192, 96)), ("down", (96, 192))):
-                tensors[f"mtp.layers.0.mlp.{part}_proj.weight"] = torch.rand(shape).bfloat16()
+        plain = with_mtp(make_qwen3_5(root / "plain", 1, wrapped=True, **how, **sizes), seed=9)
+        tensors = checkpoint_bytes.drawn_weights(plain, torch.bfloat16)
         decaying = {n: t.float() for n, t in tensors.items() if n.endswith((".A_log", "attn.norm.weight"))}
         made[kind] = with_weights(plain, root / "full", tensors | decaying)
     return made
