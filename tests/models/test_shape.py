@@ -1,25 +1,22 @@
-import ast
 import json
 import math
 import re
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-import megatron_ibpo
-from megatron_ibpo.models import FAMILIES, ModelConfigError, check_layout, read_hf_config
+from megatron_ibpo.data.tokenizer import read_eos_token_ids
+from megatron_ibpo.models import ModelConfigError, check_layout, read_hf_config
 from megatron_ibpo.models.rope import RopeScaling
 from support.layouts import layout
 from support.paths import ROOT
 
-NEXT_80B, LLAMA_31_8B, GLM_AIR, OSS_20B, TINY = (
+NEXT_80B, LLAMA_31_8B, GLM_AIR, OSS_20B, WRAPPED, TINY = (
     json.loads((ROOT / "examples" / name / "config.json").read_text())
     for name in ("models/qwen3_next_80b_a3b", "models/llama_3_1_8b", "models/glm_4_5_air",
-                 "models/gpt_oss_20b", "tiny_qwen3")
+                 "models/gpt_oss_20b", "models/qwen3_5_0_8b", "tiny_qwen3")
 )  # fmt: skip
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 
@@ -33,12 +30,13 @@ def test_published_configs_are_read_in_every_spelling(tmp_path):
     yarn_of_8b = {"rope_theta": 5e5, "rope_scaling": RopeScaling("yarn", 4.0, 32768)}
     new_yarn = {"rope_scaling": None, "rope_parameters": {**YARN, "rope_type": "yarn", "rope_theta": 5e5}}
     without_dense_layers = {"first_k_dense_replace": 0, "n_shared_experts": 2, "num_nextn_predict_layers": 0}
-    expected: dict[str, Any]
-    for config, expected in (
+    turns = ((False,) * 3 + (True,)) * 12
+    cases: tuple[tuple[dict, dict], ...] = (
         (NEXT_80B, {"family": "qwen3_next", "head_dim": 256, "rotary_dim": 64, "rope_theta": 1e7,
                     "num_experts": 512, "experts_per_token": 10, "expert_hidden_size": 512,
-                    "gdn_key_heads": 16, "gdn_value_heads": 32,
-                    "full_attention": ((False,) * 3 + (True,)) * 12}),
+                    "gdn_key_heads": 16, "gdn_value_heads": 32, "full_attention": turns}),
+        (WRAPPED, {"rotary_dim": 64, "full_attention": turns[:24], "tie_word_embeddings": True,
+                   "hf_prefix": "model.language_model.", "carried": ("model.visual.",)}),
         (LLAMA_31_8B, {"head_dim": 128, "rotary_dim": 128, "rope_theta": 5e5,
                        "rope_scaling": RopeScaling("llama3", 8.0, 8192), "query_key_norms": False,
                        "qkv_bias": False, "attention_output_bias": False, "mlp_bias": False}),
@@ -62,13 +60,16 @@ def test_published_configs_are_read_in_every_spelling(tmp_path):
             "qkv_bias": True, "attention_output_bias": True, "expert_bias": True, "num_experts": 32,
             "tie_word_embeddings": False, "experts_per_token": 4, "expert_hidden_size": 2880,
             "moe_layers": 24}) for spelling in ({}, {"layer_types": None, "sliding_window": None})),
-    ):  # fmt: skip
+    )  # fmt: skip
+    for config, expected in cases:
         shape = read_hf_config(write(tmp_path, config))
         assert {name: getattr(shape, name) for name in expected} == expected
         if shape.family == "gpt_oss":
             assert [shape.window(layer) for layer in range(24)] == [128, None] * 12
         if config is GLM_AIR:
             assert [layer for layer in range(46) if not shape.has_experts(layer)] == [0]
+    for config, end in ((WRAPPED, 248044), (WRAPPED | {"eos_token_id": 8}, 8)):
+        assert read_eos_token_ids(write(tmp_path, config)) == (end,)
 
 
 @pytest.fixture
@@ -85,6 +86,7 @@ def test_a_config_that_cannot_be_built_is_refused(tmp_path):
         (NEXT_80B, {"attention_bias": True, "mlp_only_layers": [0]}),
         (LLAMA_31_8B, {"hidden_act": "gelu"}),
     )
+    text = WRAPPED["text_config"]
     other_turns = ["full_attention", "sliding_attention"] * 12
     other_frequencies = LLAMA_31_8B["rope_scaling"] | {"high_freq_factor": 8}
     for config, words in (
@@ -111,6 +113,10 @@ def test_a_config_that_cannot_be_built_is_refused(tmp_path):
         (TINY | {"rms_norm_eps": 10**400}, "rms_norm_eps must be a number"),
         (TINY | {"quantization_config": {"quant_method": "fp8"}}, "quant_method 'fp8' is not"),
         (TINY | {"vocab_size": 10**15}, "vocab_size must be at most 2147483647"),
+        (WRAPPED | {"text_config": None}, "text_config must hold "),
+        (WRAPPED | {"tie_word_embeddings": False}, "tie_word_embeddings is False, and True in text_config"),
+        (WRAPPED | {"text_config": text | {"attn_output_gate": False}}, "attn_output_gate=False is not supp"),
+        (WRAPPED | {"text_config": text | {"rope_parameters": {"rope_type": "yarn"}}}, "rope type yarn over"),
     ):  # fmt: skip
         with pytest.raises(ModelConfigError, match=re.escape(words)) as caught:
             read_hf_config(write(tmp_path, config))
@@ -175,15 +181,3 @@ print("torch" in sys.modules, "megatron" in sys.modules)
     command = [sys.executable, "-c", code, str(ROOT / "examples/models")]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == ["set()", "False False"]
-
-
-def test_no_room_but_the_models_tells_families_apart():
-    package = Path(megatron_ibpo.__file__).parent
-    strays = [
-        f"{path.relative_to(package)}:{node.lineno} {node.value}"
-        for path in package.rglob("*.py")
-        if path.relative_to(package).parts[0] != "models"
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Constant) and node.value in FAMILIES
-    ]
-    assert strays == []
