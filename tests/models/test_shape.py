@@ -1,8 +1,6 @@
 import json
 import math
 import re
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -126,58 +124,37 @@ def test_a_config_that_cannot_be_built_is_refused(tmp_path):
             read_hf_config(place)
 
 
-def test_layouts_that_do_not_divide_are_refused(next_80b):
-    good = layout(tp=2, pp=4, ep=8)
-    for parallel, world_size, words in (
-        (layout(tp=3, pp=4, ep=8), 12, "does not divide the attention heads (16)"),
-        (layout(tp=2, pp=5, ep=8), 40, "does not divide the layers (48)"),
-        (layout(tp=2, pp=4, ep=3), 24, "does not divide the experts (512)"),
-        (layout(tp=2, pp=4, ep=8, etp=3), 96, "does not divide an expert's hidden size (512)"),
-        (layout(tp=2, pp=4, ep=8, cp=3), 32, "TP x PP x CP = 24 does not divide the world size (32)"),
-        (layout(tp=2, pp=4, ep=8, cp=16, delta_net_cp="heads"), 128,
+def test_layouts_that_do_not_divide_are_refused(tmp_path, next_80b):
+    """Heads and experts divide as Megatron divides them."""
+    good, four, apart = layout(tp=2, pp=4, ep=8), layout(tp=4), layout(tp=2, sequence_parallel=False)
+    oss, llama, tiny = (read_hf_config(write(tmp_path, config)) for config in (OSS_20B, LLAMA_31_8B, TINY))
+    for shape, parallel, world_size, words in (
+        (next_80b, layout(tp=3, pp=4, ep=8), 12, "does not divide the attention heads (16)"),
+        (next_80b, layout(tp=2, pp=5, ep=8), 40, "does not divide the layers (48)"),
+        (next_80b, layout(tp=2, pp=4, ep=3), 24, "does not divide the experts (512)"),
+        (next_80b, layout(tp=2, pp=4, ep=8, etp=3), 96, "does not divide an expert's hidden size (512)"),
+        (next_80b, layout(tp=2, cp=3), 32, "TP x PP x CP = 6 does not divide the world size (32)"),
+        (next_80b, layout(tp=2, pp=4, ep=8, cp=16, delta_net_cp="heads"), 128,
          "--delta-net-cp heads: TP x CP=32 does not divide the delta net's key heads (16)"),
-        (replace(good, sequence_parallel=False), 32, "needs --sequence-parallel"),
-        (layout(tp=2, pp=4, ep=64), 32, "EP x ETP x PP = 256 does not divide the world size (32)"),
-        (good, 12, "TP x PP = 8 does not divide the world size (12)"),
-        (layout(tp=0, pp=4, ep=8), 32, "must be at least 1"),
-        (layout(tp=2, pp=4, ep=8, vocabulary=0), 32, "--make-vocab-size-divisible-by=0: must be at least 1"),
+        (next_80b, apart, 32, "needs --sequence-parallel"),
+        (next_80b, layout(tp=2, pp=4, ep=64), 32, "EP x ETP x PP = 256 does not divide the world size (32)"),
+        (next_80b, good, 12, "TP x PP = 8 does not divide the world size (12)"),
+        (next_80b, layout(tp=0, pp=4, ep=8), 32, "must be at least 1"),
+        (next_80b, layout(vocabulary=0), 32, "--make-vocab-size-divisible-by=0: must be at least 1"),
+        (replace(next_80b, num_attention_heads=12, num_key_value_heads=6), four, 4,
+         "=4 is neither a divisor nor a multiple of the key/value heads (6)"),
+        (replace(next_80b, num_key_value_heads=16, gdn_key_heads=2), four, 4,
+         "--tensor-model-parallel-size=4 does not divide the delta net's key heads (2)"),
+        (oss, layout(etp=2), 2, "=2: megatron-core does not divide experts with biases, which gpt_oss has; "),
+        (tiny, layout(ep=2), 2, "qwen3 has no experts"),
+        # each rank sees the norm behind delta nets with its own heads only
+        (replace(next_80b, num_experts=0), apart, 2,
+         "delta nets with --tensor-model-parallel-size > 1 need --sequence-parallel"),
     ):  # fmt: skip
-        problems = check_layout(next_80b, parallel, world_size)
+        problems = check_layout(shape, parallel, world_size)
         assert any(words in problem for problem in problems), problems
-        assert check_layout(next_80b, good, 32) == check_layout(next_80b, layout(), 1) == []
-
-
-def test_heads_and_experts_divide_as_megatron_divides_them(tmp_path, next_80b):
-    four = layout(tp=4)
-    assert check_layout(next_80b, four, 4) == [], "two heads, each shared by two ranks"
-    (problem,) = check_layout(replace(next_80b, num_attention_heads=12, num_key_value_heads=6), four, 4)
-    assert problem.endswith("=4 is neither a divisor nor a multiple of the key/value heads (6)")
-    (problem,) = check_layout(replace(next_80b, num_key_value_heads=16, gdn_key_heads=2), four, 4)
-    assert problem == "--tensor-model-parallel-size=4 does not divide the delta net's key heads (2)"
-    oss = read_hf_config(write(tmp_path, OSS_20B))
-    assert check_layout(oss, layout(ep=8), 8) == []
-    (problem,) = check_layout(oss, layout(etp=2), 2)
-    assert "=2: megatron-core does not divide experts with biases, which gpt_oss has; use 1, and" in problem
-    (problem,) = check_layout(read_hf_config(write(tmp_path, TINY)), layout(ep=2), 2)
-    assert problem.startswith("qwen3 has no experts")
-    # each rank sees the norm behind delta nets with its own heads only
-    apart = replace(layout(tp=2), sequence_parallel=False)
-    (problem,) = check_layout(replace(next_80b, num_experts=0), apart, 2)
-    assert problem == "delta nets with --tensor-model-parallel-size > 1 need --sequence-parallel"
-    assert check_layout(read_hf_config(write(tmp_path, LLAMA_31_8B)), apart, 2) == []
-
-
-def test_shapes_and_costs_of_all_families_need_neither_torch_nor_megatron():
-    code = """
-import sys
-from pathlib import Path
-from megatron_ibpo.models import FAMILIES, forward_flops, read_hf_config
-
-shapes = [read_hf_config(model) for model in Path(sys.argv[1]).iterdir()]
-assert all(forward_flops(shape, 9) for shape in shapes)
-print({*FAMILIES.values()} - {FAMILIES[shape.family] for shape in shapes})
-print("torch" in sys.modules, "megatron" in sys.modules)
-"""
-    command = [sys.executable, "-c", code, str(ROOT / "examples/models")]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == ["set()", "False False"]
+    for shape, parallel, world_size in (
+        (next_80b, good, 32), (next_80b, layout(), 1), (oss, layout(ep=8), 8), (llama, apart, 2),
+        (next_80b, four, 4),  # two heads, each shared by two ranks
+    ):  # fmt: skip
+        assert check_layout(shape, parallel, world_size) == []

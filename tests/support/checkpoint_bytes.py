@@ -7,17 +7,6 @@ from safetensors.torch import load_file, save_file
 from support.tiny_models import stored_dtype
 
 
-def with_random_bits(source, target, dtype):
-    generator, tensors = torch.Generator().manual_seed(0), {}
-    for name, tensor in tensors_of(source).items():
-        own = stored_dtype(name, dtype)
-        bits = {torch.float32: torch.int32, torch.bfloat16: torch.int16}[own]
-        limits = torch.iinfo(bits)
-        drawn = torch.randint(limits.min, limits.max, tensor.shape, dtype=bits, generator=generator).view(own)
-        tensors[name] = torch.where(drawn.isfinite(), drawn, torch.ones((), dtype=own)).contiguous()
-    return with_weights(source, target, tensors)
-
-
 def drawn_weights(source, dtype, seed=0):
     generator, drawn = torch.Generator().manual_seed(seed), {}
     for name, tensor in tensors_of(source).items():

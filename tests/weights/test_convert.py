@@ -4,7 +4,6 @@ Qwen3.5's checkpoints wrap the text model in one that also sees: what is not tra
 
 import importlib
 import json
-import math
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,8 +13,6 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import tyro
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
 from safetensors.torch import save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -35,7 +32,7 @@ from support.checkpoint_bytes import assert_same_bytes, drawn_weights, shard_by_
 from support.example_runs import train_three_steps
 from support.layouts import layout
 from support.model_passes import ALONE, edit_json, loaded
-from support.mtp_checkpoints import mtp_tensors
+from support.mtp_checkpoints import with_mtp
 from support.train_sequences import sequences
 from support.trainers import config_for, open_trainer, weights_of
 
@@ -62,8 +59,7 @@ def models(tmp_path_factory):
     ):
         plain = make(directory / f"plain {name}", seed, **how)
         made[name] = with_weights(plain, directory / name, drawn_weights(plain, dtype))
-    everything = tensors_of(made["next"]) | mtp_tensors(torch.float32)
-    made["mtp"] = with_weights(made["next"], directory / "mtp", everything)
+    made["mtp"] = with_mtp(shutil.copytree(made["next"], directory / "mtp"), 9)
     # GLM-4.5 holds its prediction layer as one more, with a projection and norms of its own
     glm, last = tensors_of(made["glm"]), "model.layers.3."
     fifth = {name.replace(last, "model.layers.4."): -own for name, own in glm.items() if last in name}
@@ -73,13 +69,9 @@ def models(tmp_path_factory):
     made["glm mtp"] = with_weights(made["glm"], directory / "glm mtp", glm | fifth)
     for name, seen in (("3.5", {"tie": True}), ("3.5 moe", {"moe": True})):  # with a vision tower
         plain = tiny_models.make_qwen3_5(directory / f"plain {name}", 1, wrapped=True, **seen, **heads)
-        tensors = drawn_weights(plain, bfloat16) | mtp_tensors(bfloat16)
-        if name == "3.5":
-            tensors = {n: t for n, t in tensors.items() if not n.startswith("mtp.layers.0.mlp.")}
-            for part, shape in (("gate", (192, 96)), ("up", (192, 96)), ("down", (96, 192))):
-                tensors[f"mtp.layers.0.mlp.{part}_proj.weight"] = torch.rand(shape).bfloat16()
-        decaying = {n: t.float() for n, t in tensors.items() if n.endswith((".A_log", "attn.norm.weight"))}
-        made[name] = with_weights(plain, directory / name, tensors | decaying)
+        tensors = drawn_weights(plain, bfloat16)
+        tensors |= {n: t.float() for n, t in tensors.items() if n.endswith((".A_log", "attn.norm.weight"))}
+        made[name] = with_mtp(with_weights(plain, directory / name, tensors), 9, bfloat16)
     return made
 
 
@@ -117,19 +109,16 @@ def test_there_and_back_changes_no_bit(models, tmp_path, name, parallel, virtual
         assert json.loads((back / "config.json").read_text()) == config
 
 
-def test_the_result_is_whole_and_loads_in_transformers(models, tmp_path, monkeypatch):
-    from transformers import AutoModelForCausalLM
-
+def test_the_result_is_whole(models, tmp_path, monkeypatch):
     monkeypatch.setattr(convert, "HF_FILE_BYTES", 1_000_000)
     origin, stored, back = (tmp_path / name for name in ("origin", "stored", "back"))
     shutil.copytree(models["moe"], origin)
     (origin / "tokenizer.json").write_text("{}")
     hf_to_megatron(origin, stored, layout(ep=2), ALONE)
     megatron_to_hf(stored, back, ALONE)
-    assert len([*back.glob("*.safetensors")]) > 1
-    original, found = (AutoModelForCausalLM.from_pretrained(path) for path in (models["moe"], back))
-    assert_same_bytes(found.state_dict(), original.bfloat16().state_dict())
     assert (back / "tokenizer.json").exists()
+    assert len([*back.glob("*.safetensors")]) > 1
+    assert differing_tensors(back, stored, ALONE) == []
     for directory in (stored, back):
         listed = json.loads((directory / "integrity.json").read_text())["files"]
         files = {str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()}
@@ -260,36 +249,17 @@ def test_older_checkpoints_that_stack_layers_and_pad_the_vocabulary_are_read(mod
         megatron_to_hf(restored, tmp_path / "none", ALONE, origin=larger)
 
 
-@st.composite
-def pipelines(draw):
-    stages, virtual = draw(st.integers(2, 5)), draw(st.integers(1, 3))
-    middle = draw(st.integers(1, 3)) * virtual
-    first = draw(st.none() | st.integers(1, 3).map(lambda n: n * virtual))
-    last = draw(st.none() | st.integers(1, 3).map(lambda n: n * virtual))
-    others = stages - (first is not None) - (last is not None)
-    assume(others or virtual == 1)  # Megatron's own arithmetic divides by zero there
-    return (first or 0) + (last or 0) + others * middle, stages, virtual, first, last
-
-
-@given(pipelines())
-@settings(max_examples=60, deadline=None)
-def test_layers_lie_where_megatron_puts_them(pipeline):
-    from megatron.core.transformer.transformer_block import get_num_layers_to_build
-    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
-
-    num_layers, stages, virtual, first, last = pipeline
-    core = SimpleNamespace(
-        num_layers=num_layers, pipeline_model_parallel_size=stages, pipeline_model_parallel_layout=None,
-        virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
-        num_layers_in_first_pipeline_stage=first, num_layers_in_last_pipeline_stage=last,
-        account_for_embedding_in_pipeline_split=False, account_for_loss_in_pipeline_split=False,
-    )  # fmt: skip
-    parallel = layout(pp=stages, first=first, last=last)
-    for stage, chunks in enumerate(pipeline_layers(num_layers, parallel, virtual)):
-        for number, layers in enumerate(chunks):
-            vp_stage = number if virtual > 1 else None
-            assert layers.start == get_transformer_layer_offset(core, vp_stage, stage)
-            assert len(layers) == get_num_layers_to_build(core, vp_stage, stage)
+def test_layers_lie_where_megatron_puts_them():
+    """By stage and virtual stage: on which layers its virtual stages go round."""
+    for layers, parallel, virtual, expected in (
+        (4, layout(pp=2), 1, [["01"], ["23"]]),
+        (8, layout(pp=2), 2, [["01", "45"], ["23", "67"]]),
+        (5, layout(pp=3, first=1), 1, [["0"], ["12"], ["34"]]),
+        (5, layout(pp=2, last=1), 1, [["0123"], ["4"]]),
+        (8, layout(pp=3, first=2, last=4), 2, [["0", "4"], ["1", "5"], ["23", "67"]]),
+    ):
+        found = pipeline_layers(layers, parallel, virtual)
+        assert [["".join(map(str, own)) for own in chunks] for chunks in found] == expected
 
 
 def test_ranks_share_a_key_value_head_by_rows_of_its_group(models):
@@ -414,23 +384,13 @@ def test_a_file_is_unmapped_when_much_of_it_has_been_read(models, tmp_path, monk
 
 
 @pytest.mark.parametrize("name", ["moe", "glm", "oss", "next", "mtp", "few"])
-def test_shards_cover_every_stored_tensor_once(models, name):
-    covered, checkpoint, ranks = {}, Checkpoint(models[name]), 4
+def test_the_shard_of_a_rank_comes_apart_as_it_was_put_together(models, name):
+    checkpoint = Checkpoint(models[name])
     for entry in weight_map(read_hf_config(models[name]), mtp_layers=int(name == "mtp")).values():
-        whole = entry.join([checkpoint.read(piece) for piece in entry.pieces])
-        assert whole.shape == entry.shape
-        for rank in range(ranks if entry.cut else 1):
-            shard = entry.assemble(checkpoint.read_shard(entry, rank, ranks), rank, ranks)
-            parts = entry.take_apart(shard, rank, ranks)
-            for part, held in zip(parts, checkpoint.read_shard(entry, rank, ranks), strict=True):
-                assert torch.equal(part, held)
-            blocks = entry.blocks(rank, ranks)
-            assert shard.numel() == sum(math.prod(block.sizes) for block in blocks)
-            for block in blocks:
-                counts = covered.setdefault(block.key, torch.zeros(block.shape, dtype=torch.int8))
-                box = tuple(slice(o, o + s) for o, s in zip(block.offsets, block.sizes, strict=True))
-                counts[box] += 1
-    assert all(bool((counts == 1).all()) for counts in covered.values())
+        for rank in range(4 if entry.cut else 1):
+            parts = checkpoint.read_shard(entry, rank, 4)
+            apart = entry.take_apart(entry.assemble(parts, rank, 4), rank, 4)
+            assert all(torch.equal(*both) for both in zip(apart, parts, strict=True))
 
 
 @pytest.mark.world(1)
