@@ -396,7 +396,7 @@ def test_what_is_there_stays_and_a_small_disk_is_refused_at_once(origin, stored,
 
 def convert_until_the_disk_is_full(world, source, target, is_killed):
     """No file gets longer than 200 kB: the system refuses to write on in the middle of one."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, resource.RLIM_INFINITY))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
     if is_killed:
         signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # which Python ignores, so that it is an error
     with pytest.raises(DiskSpaceError, match="no room after"):

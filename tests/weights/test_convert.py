@@ -67,8 +67,8 @@ def models(tmp_path_factory):
         fifth[f"model.layers.4.{name}.weight"] = glm["model.norm.weight"].clone()
     fifth["model.layers.4.eh_proj.weight"] = torch.cat([glm["lm_head.weight"]] * 2, dim=1)
     made["glm mtp"] = with_weights(made["glm"], directory / "glm mtp", glm | fifth)
-    for name, seen in (("3.5", {"tie": True}), ("3.5 moe", {"moe": True})):  # with a vision tower
-        plain = tiny_models.make_qwen3_5(directory / f"plain {name}", 1, wrapped=True, **seen, **heads)
+    for name, how in (("3.5", {"tie": True}), ("3.5 moe", {"moe": True})):  # with a vision tower
+        plain = tiny_models.make_qwen3_5(directory / f"plain {name}", 1, wrapped=True, **how, **heads)
         tensors = drawn_weights(plain, bfloat16)
         tensors |= {n: t.float() for n, t in tensors.items() if n.endswith((".A_log", "attn.norm.weight"))}
         made[name] = with_mtp(with_weights(plain, directory / name, tensors), 9, bfloat16)
