@@ -40,11 +40,9 @@ class BytesSent(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = function.overloadpacket.__name__
-        counted = "send", "_allgather_base_", "_reduce_scatter_base_", "alltoall_base_"
-        if function.namespace == "c10d" and name in counted:
-            given = args[0 if name == "send" else 1]
-            tensors = given if isinstance(given, list | tuple) else [given]
-            self.bytes[name] += sum(tensor.nbytes for tensor in tensors)
+        if function.namespace == "c10d" and not name.startswith("recv"):
+            (given,) = args[0] if name == "send" else [args[1]]
+            self.bytes[name] += given.nbytes
         return function(*args, **(kwargs or {}))
 
 
@@ -119,7 +117,7 @@ def rows():
 
 
 def losses_and_gradients(world, paths):
-    return [loss_and_gradients(world, path, layout()) for path in paths]
+    return {name: (path, *loss_and_gradients(world, path, layout())) for name, path in paths.items()}
 
 
 def loss_and_gradients(world, path, parallel_config, libraries=LOCAL):
@@ -170,8 +168,7 @@ def alone(tmp_path_factory):
         "wide next": make_qwen3_next(directory / "wide", 4, std=0.1, key_heads=4, value_heads=8),
         "oss": make_gpt_oss(directory / "oss", 5, std=0.1),
     }
-    (found,) = run_ranks(losses_and_gradients, 1, list(paths.values()), timeout=280)
-    return {name: (path, *own) for (name, path), own in zip(paths.items(), found, strict=True)}
+    return run_ranks(losses_and_gradients, 1, paths, timeout=280)[0]
 
 
 # fmt: off

@@ -8,12 +8,12 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ibpo.config import Config, ParallelConfig
-from megatron_ibpo.models import packed, read_hf_config
+from megatron_ibpo.models import packed
 from megatron_ibpo.models.backends import LOCAL, Backends
 from megatron_ibpo.models.delta_net import layer as delta_net
 from megatron_ibpo.models.delta_net.layer import causal_conv, gated_delta_rule
 from support.delta_net_kernels import HostReads, kernels_stood_in, rule_token_by_token
+from support.model_passes import loaded
 from support.tiny_models import make_qwen3_next
 
 RULE: Any = gated_delta_rule  # mypy cannot count what a star unpacks
@@ -70,28 +70,6 @@ def test_the_rules_gradient_is_that_of_finite_differences():
     assert torch.autograd.gradcheck(rule, inputs, fast_mode=True)
 
 
-@settings(max_examples=10, deadline=None)
-@given(lengths=LENGTHS, cut=st.integers(0, 100), seed=st.integers(0, 99))
-def test_a_sequence_goes_on_from_the_state_that_its_first_part_ended_with(lengths, cut, seed):
-    """Cut anywhere, also before its first token and behind its last."""
-    inputs = [x.double() for x in rule_inputs(lengths, seed)]
-    whole = RULE(*inputs, boundaries(lengths))
-    firsts = [min(cut, length) for length in lengths]
-    seconds = [length - first for length, first in zip(lengths, firsts, strict=True)]
-    sizes = [size for pair in zip(firsts, seconds, strict=True) for size in pair]
-    states, found = torch.zeros(len(lengths), 4, 5, 3, dtype=torch.float64), []
-    for place, own in ((0, firsts), (1, seconds)):
-        parts = [torch.cat(x.split(sizes)[place::2]) for x in inputs]
-        if not sum(own):
-            found.append(parts[2])
-            continue
-        output, states = RULE(*parts, boundaries(own), states)
-        found.append(output)
-    halves = [part.split(own) for part, own in zip(found, (firsts, seconds), strict=True)]
-    together = torch.cat([piece for pair in zip(*halves, strict=True) for piece in pair])
-    assert (together - whole).abs().max() < 1e-12
-
-
 @settings(max_examples=25, deadline=None)
 @given(lengths=LENGTHS, seed=st.integers(0, 99))
 def test_the_convolution_stays_within_its_sequence(lengths, seed):
@@ -132,30 +110,27 @@ def test_megatrons_layer_asks_once_a_micro_batch_whether_the_boundaries_fit(worl
     from megatron.core.packed_seq_params import PackedSeqParams
 
     from megatron_ibpo.policy import parallel
-    from megatron_ibpo.policy.model import build_model
-    from megatron_ibpo.weights.formats.load import load_hf
 
-    hf_dir = make_qwen3_next(tmp_path / "next", 0, key_heads=2, value_heads=4)
-    parallel.initialize(ParallelConfig(), world, seed=0)
-    shape, reads = read_hf_config(hf_dir), HostReads()
+    hf_dir, reads = make_qwen3_next(tmp_path / "next", 0, key_heads=2, value_heads=4), HostReads()
     flash = Backends(transformer_engine=False, flash_linear_attention=True)
-    hidden = torch.randn(90, 1, shape.hidden_size, generator=torch.Generator().manual_seed(0))
+    hidden = torch.randn(90, 1, 96, generator=torch.Generator().manual_seed(0))
 
     def sequences(*lengths):
         cu_seqlens = boundaries(list(lengths))
         return PackedSeqParams("thd", cu_seqlens, cu_seqlens, max_seqlen_q=max(lengths))
 
+    packs, expected = sequences(40, 1, 49), []
     with kernels_stood_in(reads), torch.no_grad():
-        built = [build_model(shape, Config(), libraries=libraries) for libraries in (LOCAL, flash)]
-        for model in built:
-            load_hf(model, shape, hf_dir)
-        plain, fast = ([layer.self_attention for layer in model[0].decoder.layers[:3]] for model in built)
-        packs = sequences(40, 1, 49)
-        for ours, theirs in zip(plain, fast, strict=True):
-            expected = ours(hidden, None, packed_seq_params=packs)[0]
+        for libraries in (LOCAL, flash):
+            (model,), _ = loaded(world, hf_dir, libraries=libraries)
+            layers = [layer.self_attention for layer in model.decoder.layers[:3]]
+            if libraries is LOCAL:
+                expected = [layer(hidden, None, packed_seq_params=packs)[0] for layer in layers]
+                parallel.destroy()
+        for layer, own in zip(layers, expected, strict=True):
             with reads:
-                output = theirs(hidden, None, packed_seq_params=packs)[0]
-            assert (output - expected).abs().max() < 3e-6 * expected.abs().max(), "float32 in another order"
+                output = layer(hidden, None, packed_seq_params=packs)[0]
+            assert (output - own).abs().max() < 3e-6 * own.abs().max(), "float32 in another order"
             assert reads.count == 2
         with pytest.raises(ValueError, match="does not match total_sequence_length=90"):
-            fast[1](hidden, None, packed_seq_params=sequences(40, 49))
+            layers[1](hidden, None, packed_seq_params=sequences(40, 49))

@@ -4,8 +4,7 @@ transformers takes each sequence on its own, Megatron all of them packed: packed
 other. Bounds are wider for delta nets, whose rule transformers computes with an error of 4e-5 in float32.
 
 IBPO_PARITY_DEVICE=cuda (`bash tests/gpu.sh --only parity`) runs the same on GPUs and, in bfloat16 with bounds
-for that, what Transformer Engine and flash-linear-attention compute; transformers is on the CPU.
-"""
+for that, what Transformer Engine and flash-linear-attention compute; transformers is on the CPU."""
 
 import functools
 import importlib
@@ -33,13 +32,11 @@ DEVICE = os.environ.get("IBPO_PARITY_DEVICE", "cpu")
 
 LENGTHS = [5, 70, 130, 1, 33, 64, 1]
 """Below, at and across the delta rule's chunks; the last is padding of weight 0."""
-ODD_VOCABULARY = 211  # a prime, which tensor parallelism has to pad
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 YARN = {**LINEAR, "rope_type": "yarn", "original_max_position_embeddings": 32, "beta_fast": 16.0}
-
-
-WIDE, ODD, ONE = {"kv_heads": 4, "key_heads": 4, "value_heads": 8}, {"vocabulary": ODD_VOCABULARY}, layout()
-EACH = layout(tp=2, pp=2, ep=2)
+WIDE = {"kv_heads": 4, "key_heads": 4, "value_heads": 8}
+ODD = {"vocabulary": 211}  # a prime, which tensor parallelism has to pad
+ONE, EACH = layout(), layout(tp=2, pp=2, ep=2)
 # fmt: off
 MODELS = {
     "dense": (tiny_models.make_qwen3, 5, {}, [ONE, layout(tp=2, pp=2), layout(tp=4)]),
@@ -78,15 +75,13 @@ MODELS = {
 heads."""
 
 
-def ranks_of(parallel):
-    experts = parallel.expert_model_parallel_size * parallel.expert_tensor_parallel_size
-    return parallel.pipeline_model_parallel_size * max(parallel.tensor_model_parallel_size, experts)
-
-
 CASES = {1: {}, 2: {"3.5": [ONE]}, 4: {}}  # of two ranks: data-parallel replicas
 for model, (*_, layouts) in MODELS.items():
-    for parallel in layouts:
-        CASES[ranks_of(parallel)].setdefault(model, []).append(parallel)
+    for one in layouts:
+        experts = one.expert_model_parallel_size * one.expert_tensor_parallel_size
+        size = one.pipeline_model_parallel_size * max(one.tensor_model_parallel_size, experts)
+        CASES[size].setdefault(model, []).append(one)
+HALVES = [dict([*CASES[4].items()][half::2]) for half in (0, 1)]  # each within the time of a world
 
 
 @pytest.fixture(scope="module")
@@ -118,10 +113,8 @@ def checkpoints(tmp_path_factory, plain_transformers):
 def draw_batch(vocabulary=VOCAB_SIZE):
     """(input ids, targets, weights), each [N], of all sequences end to end. No padding ids: transformers
     gives those no gradient."""
-    generator = torch.Generator().manual_seed(0)
-    tokens = sum(LENGTHS)
-    ids = torch.randint(1, vocabulary, (tokens,), generator=generator)
-    targets = torch.randint(0, vocabulary, (tokens,), generator=generator)
+    generator, tokens = torch.Generator().manual_seed(0), sum(LENGTHS)
+    ids, targets = (torch.randint(lowest, vocabulary, (tokens,), generator=generator) for lowest in (1, 0))
     weights = torch.rand(tokens, generator=generator)
     weights[-LENGTHS[-1] :] = 0
     return ids, targets, weights / weights.sum()
@@ -182,15 +175,14 @@ def megatron_result(world, path, parallel_config, bf16, libraries):
 def packed_inputs(vocabulary=VOCAB_SIZE):
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    ids, _, _ = draw_batch(vocabulary)
-    boundaries = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0)], dtype=torch.int32)
-    positions = torch.cat([torch.arange(length) for length in LENGTHS])
-    ends = boundaries.to(DEVICE)
+    ends = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0)], dtype=torch.int32, device=DEVICE)
+    positions = torch.cat([torch.arange(length, device=DEVICE) for length in LENGTHS])
     packed = PackedSeqParams("thd", ends, ends, max_seqlen_q=max(LENGTHS), max_seqlen_kv=max(LENGTHS))
-    return ids[None].to(DEVICE), positions[None].to(DEVICE), packed
+    return draw_batch(vocabulary)[0][None].to(DEVICE), positions[None], packed
 
 
-HALVES = [dict([*CASES[4].items()][half::2]) for half in (0, 1)]  # each within the time of a world
+def norm(tensors):
+    return sum(tensor.square().sum().item() for tensor in tensors.values()) ** 0.5
 
 
 @pytest.mark.parametrize(
@@ -216,31 +208,17 @@ def test_logits_loss_and_gradients_equal_those_of_transformers(world, checkpoint
             assert norm(own) == pytest.approx(norm(gradients), rel=1e-5), case
 
 
-EVERY_KIND_OF_LAYER = {1: {"next": [ONE], "oss": [ONE]}}
+IN_BFLOAT16 = [(1, {"next": [ONE], "oss": [ONE]}, LOCAL)]  # every kind of layer
+if DEVICE == "cuda":  # and what the libraries compute that are installed
+    IN_BFLOAT16 = [(size, cases, LOCAL) for size, cases in CASES.items()]
+    if any(importlib.util.find_spec(name) for name in ("transformer_engine", "fla")):
+        for family in ("dense", "next", "3.5"):
+            for size, cases in CASES.items():
+                IN_BFLOAT16.append((size, {name: own for name, own in cases.items() if family in name}, None))
 
 
-@pytest.mark.parametrize(("ranks", "cases"), (CASES if DEVICE == "cuda" else EVERY_KIND_OF_LAYER).items())
-def test_they_are_close_in_bfloat16(world, checkpoints, expected, ranks, cases):
-    compare_in_bfloat16(world, checkpoints, expected, cases, LOCAL)
-
-
-INSTALLED = [name for name in ("transformer_engine", "fla") if importlib.util.find_spec(name)]
-
-
-@pytest.mark.skipif(DEVICE == "cpu" or not INSTALLED, reason="needs a GPU, and the libraries for it")
-@pytest.mark.parametrize(
-    ("ranks", "cases"),
-    [
-        (size, {name: layouts for name, layouts in cases.items() if family in name})
-        for family in ("dense", "next", "3.5")
-        for size, cases in CASES.items()
-    ],
-)
-def test_so_are_those_of_the_libraries_that_are_installed(world, checkpoints, expected, ranks, cases):
-    compare_in_bfloat16(world, checkpoints, expected, cases, libraries=None)
-
-
-def compare_in_bfloat16(world, checkpoints, expected, cases, libraries):
+@pytest.mark.parametrize(("ranks", "cases", "libraries"), IN_BFLOAT16)
+def test_they_are_close_in_bfloat16(world, checkpoints, expected, ranks, cases, libraries):
     """Compare on average: single tokens differ more where rounding sends them to another expert."""
     for name, parallel in [(name, one) for name, layouts in cases.items() for one in layouts]:
         case, (logits, loss, gradients) = f"{name} {parallel}", expected[name]
@@ -250,10 +228,6 @@ def compare_in_bfloat16(world, checkpoints, expected, cases, libraries):
             assert seen["loss"] == pytest.approx(loss, rel=0.01), case
         if world.is_rank_0:
             assert norm(own) == pytest.approx(norm(gradients), rel=0.05), case
-
-
-def norm(tensors):
-    return sum(tensor.square().sum().item() for tensor in tensors.values()) ** 0.5
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="kernels may add in another order")

@@ -16,7 +16,7 @@ from support.checkpoint_bytes import assert_same_bytes, tensor_per_expert, tenso
 from support.layouts import layout
 from support.tiny_models import MIXED, make_qwen3, make_qwen3_5, make_qwen3_next
 from support.train_sequences import sequences
-from support.trainers import EPSILON, LR, close_trainer, config_for, open_trainer, weights_of
+from support.trainers import EPSILON, LR, close_trainer, config_for, one_update, open_trainer, weights_of
 
 pytestmark = pytest.mark.world
 
@@ -90,15 +90,6 @@ def plain_formula(hf_dir, rows, directory):
     return loss.item(), torch.cat(hits).float().mean().item(), {n: t.grad for n, t in own.items()} | inside
 
 
-def trained(world, hf_dir, config, rows, updates=1):
-    trainer, export, _ = open_trainer(world, hf_dir, config)
-    before = weights_of(export)
-    metrics = [planned.update(trainer, rows) for _ in range(updates)]
-    after = weights_of(export)
-    close_trainer()
-    return before, after, metrics
-
-
 @pytest.fixture(scope="module")
 def expected(checkpoints, tmp_path_factory):
     rows, directory = rows_with_tools(), tmp_path_factory.mktemp("swapped")
@@ -119,7 +110,7 @@ def test_loss_and_gradients_are_those_of_the_plain_formula(world, checkpoints, e
         name, parallel, others = case
         loss, acceptance, gradients = expected[name]
         config, factor = mtp_config(parallel, **others), others.get("factor", 1.0)
-        before, after, (metrics,) = trained(world, checkpoints[name], config, rows_with_tools())
+        before, after, metrics = one_update(world, checkpoints[name], config, rows_with_tools())
         norm = sum(g.double().square().sum() for g in gradients.values()).sqrt().item()
         assert {*world.all_gather(metrics["mtp_loss"])} == {metrics["mtp_loss"]}, case
         assert metrics["mtp_loss"] == pytest.approx(loss, rel=1e-5), case
@@ -137,11 +128,14 @@ def test_loss_and_gradients_are_those_of_the_plain_formula(world, checkpoints, e
 @pytest.mark.world(2)
 def test_the_policy_is_the_same_bit_for_bit_and_the_layer_learns(world, checkpoints):
     """The gradient norm clips, and is of the policy's gradients alone."""
-    how = {"lr": 1e-2, "eps_adam": 1e-8, "clip_grad": 1e-3}
-    configs = [mtp_config(layout(tp=2, ep=2), mtp=mtp, **how) for mtp in (0, 1)]
-    (_, without, alone), (origin, beside, metrics) = (
-        trained(world, checkpoints["next"], config, sequences(), 3) for config in configs
-    )
+    runs = []
+    for mtp in (0, 1):
+        config = mtp_config(layout(tp=2, ep=2), mtp=mtp, lr=1e-2, eps_adam=1e-8, clip_grad=1e-3)
+        trainer, export, _ = open_trainer(world, checkpoints["next"], config)
+        before, metrics = weights_of(export), [planned.update(trainer, sequences()) for _ in range(3)]
+        runs.append((before, weights_of(export), metrics))
+        close_trainer()
+    (_, without, alone), (origin, beside, metrics) = runs
     assert_same_bytes({n: t for n, t in beside.items() if not n.startswith("mtp.")}, without)
     assert all(not torch.equal(beside[n], origin[n]) for n in beside if n.startswith("mtp."))
     assert [m["grad_norm"] for m in metrics] == [m["grad_norm"] for m in alone]

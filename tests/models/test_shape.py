@@ -1,25 +1,20 @@
-import ast
 import json
 import math
 import re
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-import megatron_ibpo
-from megatron_ibpo.models import FAMILIES, ModelConfigError, check_layout, read_hf_config
+from megatron_ibpo.data.tokenizer import read_eos_token_ids
+from megatron_ibpo.models import ModelConfigError, check_layout, read_hf_config
 from megatron_ibpo.models.rope import RopeScaling
 from support.layouts import layout
 from support.paths import ROOT
 
-NEXT_80B, LLAMA_31_8B, GLM_AIR, OSS_20B, TINY = (
+NEXT_80B, LLAMA_31_8B, GLM_AIR, OSS_20B, WRAPPED, TINY = (
     json.loads((ROOT / "examples" / name / "config.json").read_text())
     for name in ("models/qwen3_next_80b_a3b", "models/llama_3_1_8b", "models/glm_4_5_air",
-                 "models/gpt_oss_20b", "tiny_qwen3")
+                 "models/gpt_oss_20b", "models/qwen3_5_0_8b", "tiny_qwen3")
 )  # fmt: skip
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 
@@ -33,12 +28,13 @@ def test_published_configs_are_read_in_every_spelling(tmp_path):
     yarn_of_8b = {"rope_theta": 5e5, "rope_scaling": RopeScaling("yarn", 4.0, 32768)}
     new_yarn = {"rope_scaling": None, "rope_parameters": {**YARN, "rope_type": "yarn", "rope_theta": 5e5}}
     without_dense_layers = {"first_k_dense_replace": 0, "n_shared_experts": 2, "num_nextn_predict_layers": 0}
-    expected: dict[str, Any]
-    for config, expected in (
+    turns = ((False,) * 3 + (True,)) * 12
+    cases: tuple[tuple[dict, dict], ...] = (
         (NEXT_80B, {"family": "qwen3_next", "head_dim": 256, "rotary_dim": 64, "rope_theta": 1e7,
                     "num_experts": 512, "experts_per_token": 10, "expert_hidden_size": 512,
-                    "gdn_key_heads": 16, "gdn_value_heads": 32,
-                    "full_attention": ((False,) * 3 + (True,)) * 12}),
+                    "gdn_key_heads": 16, "gdn_value_heads": 32, "full_attention": turns}),
+        (WRAPPED, {"rotary_dim": 64, "full_attention": turns[:24], "tie_word_embeddings": True,
+                   "hf_prefix": "model.language_model.", "carried": ("model.visual.",)}),
         (LLAMA_31_8B, {"head_dim": 128, "rotary_dim": 128, "rope_theta": 5e5,
                        "rope_scaling": RopeScaling("llama3", 8.0, 8192), "query_key_norms": False,
                        "qkv_bias": False, "attention_output_bias": False, "mlp_bias": False}),
@@ -62,13 +58,16 @@ def test_published_configs_are_read_in_every_spelling(tmp_path):
             "qkv_bias": True, "attention_output_bias": True, "expert_bias": True, "num_experts": 32,
             "tie_word_embeddings": False, "experts_per_token": 4, "expert_hidden_size": 2880,
             "moe_layers": 24}) for spelling in ({}, {"layer_types": None, "sliding_window": None})),
-    ):  # fmt: skip
+    )  # fmt: skip
+    for config, expected in cases:
         shape = read_hf_config(write(tmp_path, config))
         assert {name: getattr(shape, name) for name in expected} == expected
         if shape.family == "gpt_oss":
             assert [shape.window(layer) for layer in range(24)] == [128, None] * 12
         if config is GLM_AIR:
             assert [layer for layer in range(46) if not shape.has_experts(layer)] == [0]
+    for config, end in ((WRAPPED, 248044), (WRAPPED | {"eos_token_id": 8}, 8)):
+        assert read_eos_token_ids(write(tmp_path, config)) == (end,)
 
 
 @pytest.fixture
@@ -85,6 +84,7 @@ def test_a_config_that_cannot_be_built_is_refused(tmp_path):
         (NEXT_80B, {"attention_bias": True, "mlp_only_layers": [0]}),
         (LLAMA_31_8B, {"hidden_act": "gelu"}),
     )
+    text = WRAPPED["text_config"]
     other_turns = ["full_attention", "sliding_attention"] * 12
     other_frequencies = LLAMA_31_8B["rope_scaling"] | {"high_freq_factor": 8}
     for config, words in (
@@ -111,6 +111,10 @@ def test_a_config_that_cannot_be_built_is_refused(tmp_path):
         (TINY | {"rms_norm_eps": 10**400}, "rms_norm_eps must be a number"),
         (TINY | {"quantization_config": {"quant_method": "fp8"}}, "quant_method 'fp8' is not"),
         (TINY | {"vocab_size": 10**15}, "vocab_size must be at most 2147483647"),
+        (WRAPPED | {"text_config": None}, "text_config must hold "),
+        (WRAPPED | {"tie_word_embeddings": False}, "tie_word_embeddings is False, and True in text_config"),
+        (WRAPPED | {"text_config": text | {"attn_output_gate": False}}, "attn_output_gate=False is not supp"),
+        (WRAPPED | {"text_config": text | {"rope_parameters": {"rope_type": "yarn"}}}, "rope type yarn over"),
     ):  # fmt: skip
         with pytest.raises(ModelConfigError, match=re.escape(words)) as caught:
             read_hf_config(write(tmp_path, config))
@@ -120,70 +124,37 @@ def test_a_config_that_cannot_be_built_is_refused(tmp_path):
             read_hf_config(place)
 
 
-def test_layouts_that_do_not_divide_are_refused(next_80b):
-    good = layout(tp=2, pp=4, ep=8)
-    for parallel, world_size, words in (
-        (layout(tp=3, pp=4, ep=8), 12, "does not divide the attention heads (16)"),
-        (layout(tp=2, pp=5, ep=8), 40, "does not divide the layers (48)"),
-        (layout(tp=2, pp=4, ep=3), 24, "does not divide the experts (512)"),
-        (layout(tp=2, pp=4, ep=8, etp=3), 96, "does not divide an expert's hidden size (512)"),
-        (layout(tp=2, pp=4, ep=8, cp=3), 32, "TP x PP x CP = 24 does not divide the world size (32)"),
-        (layout(tp=2, pp=4, ep=8, cp=16, delta_net_cp="heads"), 128,
+def test_layouts_that_do_not_divide_are_refused(tmp_path, next_80b):
+    """Heads and experts divide as Megatron divides them."""
+    good, four, apart = layout(tp=2, pp=4, ep=8), layout(tp=4), layout(tp=2, sequence_parallel=False)
+    oss, llama, tiny = (read_hf_config(write(tmp_path, config)) for config in (OSS_20B, LLAMA_31_8B, TINY))
+    for shape, parallel, world_size, words in (
+        (next_80b, layout(tp=3, pp=4, ep=8), 12, "does not divide the attention heads (16)"),
+        (next_80b, layout(tp=2, pp=5, ep=8), 40, "does not divide the layers (48)"),
+        (next_80b, layout(tp=2, pp=4, ep=3), 24, "does not divide the experts (512)"),
+        (next_80b, layout(tp=2, pp=4, ep=8, etp=3), 96, "does not divide an expert's hidden size (512)"),
+        (next_80b, layout(tp=2, cp=3), 32, "TP x PP x CP = 6 does not divide the world size (32)"),
+        (next_80b, layout(tp=2, pp=4, ep=8, cp=16, delta_net_cp="heads"), 128,
          "--delta-net-cp heads: TP x CP=32 does not divide the delta net's key heads (16)"),
-        (replace(good, sequence_parallel=False), 32, "needs --sequence-parallel"),
-        (layout(tp=2, pp=4, ep=64), 32, "EP x ETP x PP = 256 does not divide the world size (32)"),
-        (good, 12, "TP x PP = 8 does not divide the world size (12)"),
-        (layout(tp=0, pp=4, ep=8), 32, "must be at least 1"),
-        (layout(tp=2, pp=4, ep=8, vocabulary=0), 32, "--make-vocab-size-divisible-by=0: must be at least 1"),
+        (next_80b, apart, 32, "needs --sequence-parallel"),
+        (next_80b, layout(tp=2, pp=4, ep=64), 32, "EP x ETP x PP = 256 does not divide the world size (32)"),
+        (next_80b, good, 12, "TP x PP = 8 does not divide the world size (12)"),
+        (next_80b, layout(tp=0, pp=4, ep=8), 32, "must be at least 1"),
+        (next_80b, layout(vocabulary=0), 32, "--make-vocab-size-divisible-by=0: must be at least 1"),
+        (replace(next_80b, num_attention_heads=12, num_key_value_heads=6), four, 4,
+         "=4 is neither a divisor nor a multiple of the key/value heads (6)"),
+        (replace(next_80b, num_key_value_heads=16, gdn_key_heads=2), four, 4,
+         "--tensor-model-parallel-size=4 does not divide the delta net's key heads (2)"),
+        (oss, layout(etp=2), 2, "=2: megatron-core does not divide experts with biases, which gpt_oss has; "),
+        (tiny, layout(ep=2), 2, "qwen3 has no experts"),
+        # each rank sees the norm behind delta nets with its own heads only
+        (replace(next_80b, num_experts=0), apart, 2,
+         "delta nets with --tensor-model-parallel-size > 1 need --sequence-parallel"),
     ):  # fmt: skip
-        problems = check_layout(next_80b, parallel, world_size)
+        problems = check_layout(shape, parallel, world_size)
         assert any(words in problem for problem in problems), problems
-        assert check_layout(next_80b, good, 32) == check_layout(next_80b, layout(), 1) == []
-
-
-def test_heads_and_experts_divide_as_megatron_divides_them(tmp_path, next_80b):
-    four = layout(tp=4)
-    assert check_layout(next_80b, four, 4) == [], "two heads, each shared by two ranks"
-    (problem,) = check_layout(replace(next_80b, num_attention_heads=12, num_key_value_heads=6), four, 4)
-    assert problem.endswith("=4 is neither a divisor nor a multiple of the key/value heads (6)")
-    (problem,) = check_layout(replace(next_80b, num_key_value_heads=16, gdn_key_heads=2), four, 4)
-    assert problem == "--tensor-model-parallel-size=4 does not divide the delta net's key heads (2)"
-    oss = read_hf_config(write(tmp_path, OSS_20B))
-    assert check_layout(oss, layout(ep=8), 8) == []
-    (problem,) = check_layout(oss, layout(etp=2), 2)
-    assert "=2: megatron-core does not divide experts with biases, which gpt_oss has; use 1, and" in problem
-    (problem,) = check_layout(read_hf_config(write(tmp_path, TINY)), layout(ep=2), 2)
-    assert problem.startswith("qwen3 has no experts")
-    # each rank sees the norm behind delta nets with its own heads only
-    apart = replace(layout(tp=2), sequence_parallel=False)
-    (problem,) = check_layout(replace(next_80b, num_experts=0), apart, 2)
-    assert problem == "delta nets with --tensor-model-parallel-size > 1 need --sequence-parallel"
-    assert check_layout(read_hf_config(write(tmp_path, LLAMA_31_8B)), apart, 2) == []
-
-
-def test_shapes_and_costs_of_all_families_need_neither_torch_nor_megatron():
-    code = """
-import sys
-from pathlib import Path
-from megatron_ibpo.models import FAMILIES, forward_flops, read_hf_config
-
-shapes = [read_hf_config(model) for model in Path(sys.argv[1]).iterdir()]
-assert all(forward_flops(shape, 9) for shape in shapes)
-print({*FAMILIES.values()} - {FAMILIES[shape.family] for shape in shapes})
-print("torch" in sys.modules, "megatron" in sys.modules)
-"""
-    command = [sys.executable, "-c", code, str(ROOT / "examples/models")]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == ["set()", "False False"]
-
-
-def test_no_room_but_the_models_tells_families_apart():
-    package = Path(megatron_ibpo.__file__).parent
-    strays = [
-        f"{path.relative_to(package)}:{node.lineno} {node.value}"
-        for path in package.rglob("*.py")
-        if path.relative_to(package).parts[0] != "models"
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Constant) and node.value in FAMILIES
-    ]
-    assert strays == []
+    for shape, parallel, world_size in (
+        (next_80b, good, 32), (next_80b, layout(), 1), (oss, layout(ep=8), 8), (llama, apart, 2),
+        (next_80b, four, 4),  # two heads, each shared by two ranks
+    ):  # fmt: skip
+        assert check_layout(shape, parallel, world_size) == []

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from support.tiny_models import MIXED, stored_dtype
 
 
-def with_mtp(hf_dir, seed):
+def with_mtp(hf_dir, seed, dtype=torch.float32):
     """Put a layer that predicts more tokens into a checkpoint."""
     tensors, inner = tensors_of(hf_dir), re.compile(rf".*\.layers\.{MIXED}\.")
     own = {name: tensor.shape for name, tensor in tensors.items() if inner.match(name)}
@@ -18,6 +18,7 @@ def with_mtp(hf_dir, seed):
     shapes |= {f"{name}.weight": (hidden,) for name in norms} | {"mtp.fc.weight": (hidden, 2 * hidden)}
     generator = torch.Generator().manual_seed(seed)
     drawn = {name: torch.randn(shape, generator=generator) * 0.1 for name, shape in shapes.items()}
+    drawn = {name: tensor.to(dtype) for name, tensor in drawn.items()}
     save_file(tensors | drawn, hf_dir / "model.safetensors", metadata={"format": "pt"})
     return hf_dir
 

@@ -1,13 +1,12 @@
 """Transformer Engine 2.20's classes that Megatron's layers derive from: parameters without kernels."""
 
-import json
 import pickle
 import sys
 import types
-from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed
 from torch.optim.adamw import adamw
 
 
@@ -175,6 +174,15 @@ def _package(name, **members):
     return package
 
 
+def describe_all(models):
+    """Tell what models, as (directory, EP), are in a process of their own, as rank 0 of two."""
+    install()
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    return [describe(directory, ep) for directory, ep in models]
+
+
 def describe(config_dir, ep):
     """Build the model under TP2 and this EP with Transformer Engine's layers and with the local ones."""
     from megatron.core import optimizer
@@ -221,13 +229,3 @@ def names_of(model):
         "classes": {name: type(module).__name__ for name, module in modules.items()},
         "centred": {name: value for name, value in centred.items() if value is not None},
     }
-
-
-if __name__ == "__main__":
-    install()
-    import torch.distributed
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    models = [argument.rpartition(":") for argument in sys.argv[1:]]
-    print(json.dumps([describe(Path(directory), int(ep)) for directory, _, ep in models]))

@@ -3,17 +3,17 @@ The streams are a stand-in on a CPU; the gather and vLLM's packed sender and rec
 
 import weakref
 from contextlib import contextmanager
-from importlib.util import find_spec, module_from_spec, spec_from_file_location
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as unwatched
+from vllm.distributed.weight_transfer import packed_tensor
 
 from megatron_ibpo.weights.layout import gather
 from megatron_ibpo.weights.layout.regions import pack
+from megatron_ibpo.weights.transfer.cuda import PACKED_BUFFERS
 from support.weight_sources import DividedWeights
 
 
@@ -69,21 +69,18 @@ class Device(TorchDispatchMode):
             for tensor in tensors_in(value)
         }
         written |= {key_of(tensor): tensor for tensor in tensors_in(result) if key_of(tensor) not in given}
-        if written:  # else it is a view
-            reads = [self.of(tensor) for key, tensor in given.items() if key not in written]
-            self.touch(str(func), reads, [self.of(tensor) for tensor in written.values()])
-        return result
-
-    def touch(self, what, reads, writes):
+        if not written:  # it is a view
+            return result
         stream, operation = self.current, (self.current, self.count)
         self.count += 1
         stream.over |= self.host | {operation}
-        for memory in reads:
-            self.check_order(f"{what} reads what is still written", stream, memory.written)
+        for memory in [self.of(tensor) for key, tensor in given.items() if key not in written]:
+            self.check_order(f"{func} reads what is still written", stream, memory.written)
             memory.read.add(operation)
-        for memory in writes:
-            self.check_order(f"{what} writes over what is still used", stream, memory.written | memory.read)
+        for memory in map(self.of, written.values()):
+            self.check_order(f"{func} writes over what is still used", stream, memory.written | memory.read)
             memory.written, memory.read = {operation}, set()
+        return result
 
     def of(self, tensor):
         """Under which stream a tensor's storage was taken, and which operations wrote and read it last."""
@@ -122,16 +119,6 @@ def device(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda t, stream: device.of(t).noted.add(stream))
     return device
-
-
-@pytest.fixture(scope="module")
-def packed_tensor():
-    """vLLM's packed sending and receiving, without the rest of it, whose import takes seconds."""
-    path = Path(find_spec("vllm").origin).parent / "distributed/weight_transfer/packed_tensor.py"
-    spec = spec_from_file_location("packed_tensor", path)
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 SHAPES = {f"layer{number // 3}.{'abc'[number % 3]}": (4 + number, 8) for number in range(18)}
@@ -192,7 +179,7 @@ class Wire:
 
 
 @pytest.mark.parametrize("own_stream", [True, False])
-def test_a_gathering_races_unless_it_has_its_own_stream(device, packed_tensor, monkeypatch, own_stream):
+def test_a_gathering_races_unless_it_has_its_own_stream(device, monkeypatch, own_stream):
     source, other = halves(0), OtherRank(device)
     monkeypatch.setattr(gather, "dist", other)
     wire = Wire(device)
@@ -214,10 +201,9 @@ def test_a_gathering_races_unless_it_has_its_own_stream(device, packed_tensor, m
     assert own_stream == (device.races == [])
 
 
-@pytest.mark.parametrize("buffers", [1, 2])
-def test_a_worker_loads_what_has_arrived_and_races_with_two_buffers(device, packed_tensor, buffers):
-    """Which is the reason for PACKED_BUFFERS. A model that vLLM reloads layer by layer keeps what comes until
-    a layer is complete, and reads it then under whatever stream is the present one."""
+def test_a_worker_loads_what_has_arrived(device):
+    """A model that vLLM reloads layer by layer keeps what comes until a layer is complete, and reads it then
+    under whatever stream is the present one: with two buffers it races."""
     sent = halves(0).tensors
     parameters, kept = {name: torch.zeros(shape) for name, shape in SHAPES.items()}, {}
     coming = torch.cat([tensor.flatten().view(torch.uint8) for tensor in sent.values()])
@@ -235,7 +221,7 @@ def test_a_worker_loads_what_has_arrived_and_races_with_two_buffers(device, pack
         packed_tensor.packed_nccl_broadcast_consumer(
             iterator=iter([(name, (list(t.shape), t.dtype)) for name, t in sent.items()]),
             group=Wire(device, coming), src=0, post_unpack_func=load_weights, buffer_size_bytes=BUCKET,
-            num_buffers=buffers, device="cpu",
+            num_buffers=PACKED_BUFFERS, device="cpu",
         )  # fmt: skip
     assert all(torch.equal(parameters[name], tensor) for name, tensor in sent.items())
-    assert (device.races == []) == (buffers == 1)
+    assert device.races == []
