@@ -15,10 +15,9 @@ def replay_problems(sample, prompt, environment, chat, ends, seed, is_correction
     """How an episode differs from a fresh environment's, which did not see turns without one of `ends`."""
     seeded = derive_seed("environment", seed, prompt.index)
     opening = environment.reset(prompt.text, prompt.label, prompt.metadata, seeded)
-    problems = []
-    if not is_correction and chat.open(opening.messages, opening.tools) != sample.prompt_token_ids.tolist():
-        problems.append("the opening differs")
     ids, answer = sample.prompt_token_ids.tolist(), None
+    is_same = is_correction or chat.open(opening.messages, opening.tools) == ids
+    problems = [] if is_same else ["the opening differs"]
     edges = np.flatnonzero(np.diff(sample.loss_mask.astype(int))) + 1
     stretches, masks = np.split(sample.token_ids, edges), np.split(sample.loss_mask, edges)
     for stretch, mask in zip((own.tolist() for own in stretches), masks, strict=True):
@@ -36,20 +35,18 @@ def replay_problems(sample, prompt, environment, chat, ends, seed, is_correction
 
 
 def audit_episodes(journal, flags):
-    """Return (what is wrong, episodes with a reward, episodes without) of a run with these flags."""
+    """What is wrong, and how many episodes have a reward, of a run with these flags."""
     config = parse_config(flags)
     hf_dir, applies = config.model.hf_checkpoint, config.data.apply_chat_template
     tokenizer, ends = load_tokenizer(hf_dir), read_eos_token_ids(hf_dir)
     prompts = training_prompts(config, tokenizer)
     chat = open_chat(hf_dir, tokenizer, applies_template=applies, settings=template_settings(config.data))
     make = load_environment(config.environment.environment)
-    problems, scored, absent = [], 0, 0
-    for key, sample in read_journal(journal, 0).samples.items():
-        if sample.reward is None:
-            absent += 1
-            continue
-        scored += 1
+    problems, samples = [], read_journal(journal, 0).samples
+    scored = {key: sample for key, sample in samples.items() if sample.reward is not None}
+    for key, sample in scored.items():
         played = sample, prompts.at(key.prompt_index), make(), chat, ends, config.run.seed
         found = replay_problems(*played, is_correction=key.kind == "correction")
         problems += [f"{key}: {one}" for one in found]
-    return problems, scored, absent
+    absent = len(samples) - len(scored)
+    return {"episodes_scored": len(scored), "episodes_absent": absent, "problems": problems}

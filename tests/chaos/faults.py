@@ -2,6 +2,8 @@ import errno
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -9,7 +11,7 @@ from dataclasses import dataclass
 import psutil
 
 from chaos.processes import RAY_SERVERS, children, engine_index
-from chaos.trial import AGENTS, VICTIMS
+from chaos.trial import AGENTS, VICTIMS, within
 from megatron_ibpo.journal.entries import ClosedBatch, decode
 from megatron_ibpo.journal.framing import Record, records
 from megatron_ibpo.journal.recovery import segment_numbers, segment_path
@@ -18,7 +20,6 @@ from megatron_ibpo.weights.formats.run_state import newest_step
 KILL, TERM, STOP = "SIGKILL", "SIGTERM", "SIGSTOP"
 NEVER_CONTINUED = ("engine", "host", "verifier", "episode")  # nothing replaces a stopped driver or trainer
 ENDS_WITHIN_S = 90.0  # in which a run that cannot go on must have ended by itself
-BUSY = 8  # processes that compute while the driver starts
 HOW = {"disk": ["full"], "failing disk": ["EIO", "EROFS"], "directory": ["deleted"], "start": ["busy"]}
 
 
@@ -129,7 +130,8 @@ def mend(fault, trial):
     """Put right what a fault has left, before the driver is started again; what is wrong with that."""
     trial.failing.unlink(missing_ok=True)
     if fault.victim == "start":
-        trial.burden(BUSY)
+        computing, own = [sys.executable, "-c", "while True: pass"], within(trial.place)
+        trial.busy = [subprocess.Popen(computing, env=own) for _ in range(8)]
     if not (copy := trial.run_dir.with_name("kept")).exists():
         return []
     made_again = trial.run_dir.exists()
