@@ -3,10 +3,11 @@ import os
 import random
 import re
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import psutil
 from chaos.episodes_audit import audit_episodes
 from chaos.faults import TEARS, Fault, choose, inject, mend, wrong_end
 from chaos.journal_audit import audit
-from chaos.processes import by_kind, gone_within, of_place
+from chaos.processes import by_kind, gone_within, of_place, send
 from chaos.trial import AGENTS, ENGINES, FLAGS, HANGS_S, RESPONSES, STEPS, StuckError, Trial, within
 from megatron_ibpo.cluster.deaths import MOST_DEATHS
 from megatron_ibpo.cluster.engines import WITHIN_S
@@ -85,9 +86,7 @@ def one_run(seed, number, kills, until):
         except StuckError as error:
             trial.problems.append(str(error))
         finally:
-            for process in of_place(place):
-                with suppress(psutil.Error):
-                    process.kill()
+            send(of_place(place), signal.SIGKILL)
         run = {
             "kind": "run", "seed": seed, "run": number, "nodes": nodes, "kills": len(records), "steps": STEPS,
             "starts": trial.starts, "seconds": round(time.monotonic() - began, 1),

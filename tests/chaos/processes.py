@@ -54,6 +54,12 @@ def by_kind(processes):
     return kinds
 
 
+def send(processes, how):
+    for process in processes:
+        with suppress(psutil.Error):
+            process.send_signal(how)
+
+
 def proc(pid, name):
     with suppress(OSError):
         return Path(f"/proc/{pid}/{name}").read_text(errors="replace")
@@ -75,13 +81,9 @@ def engine_index(engine):
 
 def of_place(place):
     """All processes on this machine whose environment names `place`, with any parents."""
-    found = []
-    for pid in psutil.pids():
-        with suppress(psutil.Error):
-            named = pid != os.getpid() and str(place) in proc(pid, "environ")
-            if named and (process := psutil.Process(pid)).status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-    return found
+    others = [one for one in psutil.process_iter(["status"]) if one.pid != os.getpid()]
+    alive = [one for one in others if one.info["status"] != psutil.STATUS_ZOMBIE]
+    return [one for one in alive if str(place) in proc(one.pid, "environ")]
 
 
 def gone_within(place, seconds):

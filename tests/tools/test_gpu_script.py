@@ -100,7 +100,6 @@ def test_wheels_give_what_is_missing_for_one_run_and_hide_nothing(parts, tmp_pat
         folder.mkdir(exist_ok=True)
         with zipfile.ZipFile(folder / f"{name}-1.0-{tags}.whl", "w") as archive:
             archive.writestr(f"{name}/__init__.py", content)
-            archive.writestr(f"{name}-1.0.dist-info/METADATA", f"Name: {name}\nVersion: 1.0\n")
 
     monkeypatch.setenv("WHEELS", str(folder))
     with pytest.raises(SystemExit):

@@ -4,8 +4,7 @@ import time
 from pathlib import Path
 
 import torch
-from job import check
-from processes import apart
+from job import apart, check
 from training import set_up, start_policy
 
 SAMPLED = 1000  # elements of each tensor that are compared

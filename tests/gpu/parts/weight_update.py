@@ -6,8 +6,7 @@ import time
 
 import torch
 import vllm_stand_in
-from job import check
-from processes import TIMEOUT_S, beside
+from job import TIMEOUT_S, beside, check
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 from training import set_up, start_policy
 
