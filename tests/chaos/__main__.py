@@ -5,7 +5,7 @@ from pathlib import Path
 
 from chaos.campaign import one_run
 from chaos.processes import end_on_sigterm
-from chaos.results import append, read, table
+from chaos.results import append, read
 from chaos.trial import ROOT
 
 KILLS_OF_A_RUN = 25
@@ -19,9 +19,9 @@ def main():
     while True:
         own = read(results, seed)
         done = sum(record["kind"] == "kill" for record in own)
+        number = 1 + max((record["run"] for record in own), default=-1)
         if done >= kills or time.monotonic() > until:
             break
-        number = 1 + max((record["run"] for record in own), default=-1)
         print(f"{done} of {kills} kills; run {number}", flush=True)
         records, run, place = one_run(seed, number, min(KILLS_OF_A_RUN, kills - done), until)
         append(results, [*records, run])
@@ -30,7 +30,7 @@ def main():
             said = sorted(place.glob("driver_*.log"))[-1].read_text(errors="replace")[-6000:]
             print("\n".join([said, *run["problems"], f"all of it is kept in {place}"]), flush=True)
             return 1
-    print(table(own))
+    print(f"{done} kills in {number} runs")
     return 0
 
 

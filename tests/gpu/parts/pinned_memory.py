@@ -1,5 +1,3 @@
-"""cudaHostRegister of a few GiB, by which trainers pin what they move off the GPU."""
-
 import time
 
 import torch

@@ -1,5 +1,3 @@
-"""A trainer saves and goes on; another process resumes from there and must do the same."""
-
 import time
 from pathlib import Path
 

@@ -1,5 +1,3 @@
-"""A trainer leaves the GPU to another process and comes back with its weights. Twice, to see what stays."""
-
 import time
 
 import torch

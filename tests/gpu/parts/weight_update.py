@@ -1,5 +1,3 @@
-"""Weight updates of another process on the same GPU, through our ipc transport: checksums and GB/s."""
-
 import importlib.util
 import math
 import time
