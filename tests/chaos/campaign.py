@@ -81,8 +81,10 @@ def one_run(seed, number, kills, until):
                 records = [named | record for record in _faults(trial, rng, most, until)]
             trial.problems += _checked(trial, place)
             if AGENTS:
-                episodes = audit_episodes(trial.run_dir / "journal", [*FLAGS, "--seed", str(trial.seed)])
-                trial.problems += episodes.pop("problems")
+                journal, flags = trial.run_dir / "journal", [*FLAGS, "--seed", str(trial.seed)]
+                found, scored, absent = audit_episodes(journal, flags)
+                trial.problems += found
+                episodes = {"episodes_scored": scored, "episodes_absent": absent}
         except StuckError as error:
             trial.problems.append(str(error))
         finally:

@@ -35,18 +35,20 @@ def replay_problems(sample, prompt, environment, chat, ends, seed, is_correction
 
 
 def audit_episodes(journal, flags):
-    """What is wrong, and how many episodes have a reward, of a run with these flags."""
+    """Return (what is wrong, episodes with a reward, episodes without) of a run with these flags."""
     config = parse_config(flags)
     hf_dir, applies = config.model.hf_checkpoint, config.data.apply_chat_template
     tokenizer, ends = load_tokenizer(hf_dir), read_eos_token_ids(hf_dir)
     prompts = training_prompts(config, tokenizer)
     chat = open_chat(hf_dir, tokenizer, applies_template=applies, settings=template_settings(config.data))
     make = load_environment(config.environment.environment)
-    problems, samples = [], read_journal(journal, 0).samples
-    scored = {key: sample for key, sample in samples.items() if sample.reward is not None}
-    for key, sample in scored.items():
+    problems, scored, absent = [], 0, 0
+    for key, sample in read_journal(journal, 0).samples.items():
+        if sample.reward is None:
+            absent += 1
+            continue
+        scored += 1
         played = sample, prompts.at(key.prompt_index), make(), chat, ends, config.run.seed
         found = replay_problems(*played, is_correction=key.kind == "correction")
         problems += [f"{key}: {one}" for one in found]
-    absent = len(samples) - len(scored)
-    return {"episodes_scored": len(scored), "episodes_absent": absent, "problems": problems}
+    return problems, scored, absent
