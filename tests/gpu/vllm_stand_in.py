@@ -26,12 +26,13 @@ class IPCTrainerInitInfo:
 class IPCTrainerWeightTransferEngine:
     """Copies tensors into one buffer that the other side has opened; full, it waits for the other side."""
 
+    def __init__(self, size, client, source):
+        self._size, self._client, self._source = size, client, source
+
     @classmethod
     def trainer_init(cls, init_info, *, client, source):
         assert init_info.packed, "as our transport has it"
-        sender = cls()
-        sender._size, sender._client, sender._source = init_info.packed_buffer_size_bytes, client, source
-        return sender
+        return cls(init_info.packed_buffer_size_bytes, client, source)
 
     def send_weights(self):
         self._client.start_weight_update()
