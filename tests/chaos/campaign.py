@@ -3,10 +3,11 @@ import os
 import random
 import re
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import psutil
 from chaos.episodes_audit import audit_episodes
 from chaos.faults import TEARS, Fault, choose, inject, mend, wrong_end
 from chaos.journal_audit import audit
-from chaos.processes import by_kind, gone_within, of_place
+from chaos.processes import by_kind, gone_within, of_place, send
 from chaos.trial import AGENTS, ENGINES, FLAGS, HANGS_S, RESPONSES, STEPS, StuckError, Trial, within
 from megatron_ibpo.cluster.deaths import MOST_DEATHS
 from megatron_ibpo.cluster.engines import WITHIN_S
@@ -26,11 +27,9 @@ DISK_MB = 200
 STAYS = ("torchinductor_*", "ibpo-*.log")  # torch's cache, and tracebacks of runs whose directory took none
 UNFINISHED = (".partial", ".removed", ".tmp", ".old")
 MOST_STARTS = 60
-ENDS_SOON_S = 5.0  # seconds for a driver that ends at once if it cannot continue
 NODES, CLUSTER_EVERY, KILLS_ON_A_CLUSTER = 3, 6, 6  # the trainer on one node, engines on the others
 LATEST_STEP = STEPS - 4  # a run that is nearly done is left to finish
-AT_WORK = re.compile(rb"pid=(\d+)\).*reset prefix cache")  # comes with every update of weights
-MARGIN_S = 15.0  # the program measures work a little differently
+AT_WORK = rb"pid=(\d+)\).*reset prefix cache"  # comes with every update of weights
 
 
 class Engines:
@@ -50,7 +49,7 @@ class Engines:
         for index, (at, old, size, record) in list(self.under_way.items()):
             with (self.logs / f"engine_{index}.log").open("rb") as log:
                 log.seek(size)
-                joined = any(int(pid) != old for pid in AT_WORK.findall(log.read()))
+                joined = any(int(pid) != old for pid in re.findall(AT_WORK, log.read()))
             if joined:
                 self.joined[index] = time.monotonic()
                 record["replaced_seconds"] = round(self.joined[index] - at, 2)
@@ -61,7 +60,7 @@ class Engines:
         now, spared = time.monotonic(), set(self.under_way)
         for index, worked in self.worked.items():
             last = [*worked, now - self.joined.get(index, self.since)][-MOST_DEATHS:]
-            if len(last) == MOST_DEATHS and sum(last[1:]) < WITHIN_S + MARGIN_S:
+            if len(last) == MOST_DEATHS and sum(last[1:]) < WITHIN_S + 15:  # it measures a little differently
                 spared.add(index)
         return spared
 
@@ -71,7 +70,7 @@ def one_run(seed, number, kills, until):
     rng, began, episodes = random.Random(f"{seed}/{number}"), time.monotonic(), {}
     nodes = NODES if number % CLUSTER_EVERY == CLUSTER_EVERY - 1 and not AGENTS else 1
     with _place() as place:
-        trial = Trial(place, place / "disk" / "run", seed=rng.randrange(2**31))
+        trial, records = Trial(place, place / "disk" / "run", seed=rng.randrange(2**31)), []
         trial.failing_disk = failing_disk(place)
         try:
             named = {"kind": "kill", "seed": seed, "run": number}
@@ -87,11 +86,9 @@ def one_run(seed, number, kills, until):
                 trial.problems += found
                 episodes = {"episodes_scored": scored, "episodes_absent": absent}
         except StuckError as error:
-            records, trial.problems = [], [*trial.problems, str(error)]
+            trial.problems.append(str(error))
         finally:
-            for process in of_place(place):
-                with suppress(psutil.Error):
-                    process.kill()
+            send(of_place(place), signal.SIGKILL)
         run = {
             "kind": "run", "seed": seed, "run": number, "nodes": nodes, "kills": len(records), "steps": STEPS,
             "starts": trial.starts, "seconds": round(time.monotonic() - began, 1),
@@ -106,10 +103,9 @@ def one_run(seed, number, kills, until):
 
 def _faults(trial, rng, kills, until):
     """Inject up to `kills` faults, each after a step was made since the one before; then the run's end."""
-    records = []
     trial.start()
     trial.wait_for_step(1)
-    engines = Engines(trial)
+    engines, records = Engines(trial), []
     while trial.step() < LATEST_STEP and len(records) < kills and time.monotonic() < until:
         time.sleep(rng.uniform(0, 2))
         engines.look()
@@ -150,7 +146,7 @@ def _recovered(fault, step, at, held, rng, trial, engines):
             trial.relieve()
 
     if fault.may_go_on:
-        trial.wait_for_end(ENDS_SOON_S, must=False)
+        trial.wait_for_end(5.0, must=False)  # it ends at once if it cannot continue
     elif fault.ends_the_driver:
         trial.wait_for_end()
     while True:
@@ -183,13 +179,10 @@ def _started_again(trial, fault, at, rng):
 def _checked(trial, place):
     _, left = gone_within(place, 10)
     problems = [f"still running: {left}"] if left else []
-    names = sorted(path.name for path in (place / "tmp").iterdir())
-    lying = [
-        [name for name in names if not any(fnmatch(name, pattern) for pattern in STAYS)],
-        sorted(trial.shared_memory & set(os.listdir("/dev/shm"))),
-        [str(path) for path in trial.run_dir.rglob("*") if path.name.endswith(UNFINISHED)],
-    ]
-    problems += [f"left lying about: {found}" for found in lying if found]
+    lying = [name for name in os.listdir(place / "tmp") if not any(fnmatch(name, one) for one in STAYS)]
+    lying += trial.shared_memory & set(os.listdir("/dev/shm"))
+    lying += [str(path) for path in trial.run_dir.rglob("*") if path.name.endswith(UNFINISHED)]
+    problems += [f"left lying about: {sorted(lying)}"] if lying else []
     state = json.loads((trial.run_dir / f"checkpoints/step_{STEPS:06d}/run_state.json").read_text())
     journal = trial.run_dir / "journal"
     problems += audit(journal, steps=STEPS, responses=RESPONSES, sampling=state["sampling"])
@@ -205,10 +198,8 @@ def _checked(trial, place):
     sampled = [row["step"] for row in rows if row["kind"] == "step" and "groups_replayed" not in row]
     if sampled:
         problems.append(f"the replay of the journal sampled anew at steps {sampled}")
-    ours, replayed = (
-        {file.name: file.read_bytes() for file in (one.run_dir / "hf").glob("*.safetensors")}
-        for one in (trial, replay)
-    )
+    weights = [sorted((one.run_dir / "hf").glob("*.safetensors")) for one in (trial, replay)]
+    ours, replayed = ([(file.name, file.read_bytes()) for file in files] for files in weights)
     if ours != replayed:
         problems.append("the run's last weights differ from those of a clean replay of its journal")
     return problems
@@ -219,8 +210,8 @@ def _place():
     """A directory of a short name, for sockets, with a small disk for the run's files where one may mount."""
     place = Path(tempfile.mkdtemp(prefix="c-", dir="/tmp"))
     disk = place / "disk"
-    for directory in (disk, place / "tmp"):
-        directory.mkdir()
+    disk.mkdir()
+    (place / "tmp").mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MB}m", "none", str(disk)]
     mounted = subprocess.run(mount, check=False, capture_output=True).returncode == 0
     if not mounted:

@@ -4,17 +4,16 @@ from megatron_ibpo.environments import Opening, Turn
 
 
 class Game:
-    """A sum to which each side adds, as the seed says; an even one at the end is right. The label is the
-    number of turns."""
+    """A sum to which each side adds, as the seed says; an even one at the end is right. `label`: turns."""
 
     def reset(self, question, label, metadata, seed):
         self.random, self.turns, self.sum = random.Random(seed), int(label), 0
-        return Opening([{"role": "user", "content": f"{question} {self._own()}:"}])
+        return Opening(self._adds(f"{question} "))
 
     def step(self, message):
         self.sum += sum(map(int, message["content"].split()))
         self.turns -= 1
-        return Turn([{"role": "user", "content": f" {self._own()}:"}], done=self.turns == 0)
+        return Turn(self._adds(" "), done=self.turns == 0)
 
     def score(self):
         return float(self.sum % 2 == 0)
@@ -22,7 +21,7 @@ class Game:
     def close(self):
         pass
 
-    def _own(self):
+    def _adds(self, before):
         number = self.random.randrange(10)
         self.sum += number
-        return number
+        return [{"role": "user", "content": f"{before}{number}:"}]

@@ -30,7 +30,7 @@ from support.paths import ROOT
 KILLS_OF_A_PIECE = 50
 AT_ONCE = 24
 LIMITS = EnvironmentConfig(step_timeout=3.0, environment_processes=16, max_turns=12)
-GAME = "chaos.episode_game:Game"
+GAME = {"environment": "chaos.episode_game:Game"}
 SIGNALS = ["SIGKILL"] * 6 + ["SIGTERM"] * 2 + ["SIGSTOP"]
 TOKENIZER = byte_level()
 END = TOKENIZER.eos_id
@@ -67,8 +67,7 @@ async def one_piece(pool, seed, piece, kills):
     async def play():
         while not killing.done():
             number = next(numbers)
-            metadata = {"environment": GAME}
-            prompt = Prompt(number, ASKED, len(ASKED), str(2 + number % 8), "", "Add.", metadata)
+            prompt = Prompt(number, ASKED, len(ASKED), str(2 + number % 8), "", "Add.", GAME)
             outcomes["asked"] += 1
             request = SampleRequest(ASKED, rng.randrange(2**31), 2000)
             sample = await episodes.play(prompt, request, say, held_out=False)
@@ -92,13 +91,13 @@ def main():
     kills, seed = map(int, [*sys.argv[1:], *(100, 0)[len(sys.argv) - 1 :]])
     results = Path(os.environ.get("CHAOS_RESULTS", ROOT / "tools/results/chaos_episodes.jsonl"))
     while True:
-        own = [record for record in read(results) if record["seed"] == seed]
+        own = read(results, seed)
         done = sum(record["kills"] for record in own)
         if done >= kills:
             break
         began, number = time.monotonic(), min(KILLS_OF_A_PIECE, kills - done)
         with EnvironmentPool(LIMITS) as pool:
-            pool.check(GAME)
+            pool.check(*GAME.values())
             found = asyncio.run(one_piece(pool, seed, len(own), number))
         if left := [one.pid for one in below(os.getpid())]:
             found["problems"].append(f"still running: {left}")
@@ -108,10 +107,8 @@ def main():
         print(json.dumps(record), flush=True)
         if found["problems"]:
             return 1
-    total = Counter()
-    for record in own:
-        total.update(record["episodes"])
-    print(f"{done} kills: {dict(total)}, 0 lost, every scored one equal to its replay")
+    total = dict(sum((Counter(record["episodes"]) for record in own), Counter()))
+    print(f"{done} kills: {total}, 0 lost, every scored one equal to its replay")
     return 0
 
 

@@ -15,10 +15,9 @@ def replay_problems(sample, prompt, environment, chat, ends, seed, is_correction
     """How an episode differs from a fresh environment's, which did not see turns without one of `ends`."""
     seeded = derive_seed("environment", seed, prompt.index)
     opening = environment.reset(prompt.text, prompt.label, prompt.metadata, seeded)
-    problems = []
-    if not is_correction and chat.open(opening.messages, opening.tools) != sample.prompt_token_ids.tolist():
-        problems.append("the opening differs")
     ids, answer = sample.prompt_token_ids.tolist(), None
+    is_same = is_correction or chat.open(opening.messages, opening.tools) == ids
+    problems = [] if is_same else ["the opening differs"]
     edges = np.flatnonzero(np.diff(sample.loss_mask.astype(int))) + 1
     stretches, masks = np.split(sample.token_ids, edges), np.split(sample.loss_mask, edges)
     for stretch, mask in zip((own.tolist() for own in stretches), masks, strict=True):

@@ -11,81 +11,58 @@
 #include <string.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
-#include <sys/types.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
-#define NEXT(type, name, ...)                                   \
-    static type (*next)(__VA_ARGS__);                           \
-    if (!next) next = (type (*)(__VA_ARGS__))dlsym(RTLD_NEXT, name)
-
-/* The error that a change of this path is to have; 0 for none. */
-static int error_at(const char *path) {
+/* Whether a change of this path is to fail; if so, errno says why. */
+static int fails(const char *path) {
     const char *below = getenv("CHAOS_BELOW"), *failing = getenv("CHAOS_FAILING");
     if (!below || !failing || !path || strncmp(path, below, strlen(below))) return 0;
+    int before = errno, file = (int)syscall(SYS_openat, AT_FDCWD, failing, O_RDONLY | O_CLOEXEC);
     char text[16] = {0};
-    int file = (int)syscall(SYS_openat, AT_FDCWD, failing, O_RDONLY | O_CLOEXEC);
-    if (file < 0) return 0;
-    ssize_t length = syscall(SYS_read, file, text, sizeof text - 1);
-    syscall(SYS_close, file);
-    return length > 0 ? atoi(text) : 0;
-}
-
-static int fails(const char *path) {
-    int before = errno, error = error_at(path);
-    errno = error ? error : before;
-    return error;
+    if (file >= 0) {
+        syscall(SYS_read, file, text, sizeof text - 1);
+        syscall(SYS_close, file);
+    }
+    errno = atoi(text) ? atoi(text) : before;
+    return atoi(text);
 }
 
 static int fails_open(int file) {
-    char name[64], path[4096];
+    char name[64], path[4096] = {0};
     int before = errno;
     snprintf(name, sizeof name, "/proc/self/fd/%d", file);
     ssize_t length = readlink(name, path, sizeof path - 1);
     errno = before;
-    if (length < 0) return 0;
-    path[length] = 0;
-    return fails(path);
+    return length > 0 && fails(path);
 }
 
-ssize_t write(int file, const void *data, size_t size) {
-    NEXT(ssize_t, "write", int, const void *, size_t);
-    return fails_open(file) ? -1 : next(file, data, size);
-}
+#define NEXT(name)                      \
+    static __typeof__(name) *next;      \
+    if (!next) next = (__typeof__(name) *)dlsym(RTLD_NEXT, #name)
 
-ssize_t writev(int file, const struct iovec *parts, int count) {
-    NEXT(ssize_t, "writev", int, const struct iovec *, int);
-    return fails_open(file) ? -1 : next(file, parts, count);
-}
+#define CHANGES(type, name, failed, parameters, ...)  \
+    type name parameters {                            \
+        NEXT(name);                                   \
+        return failed ? -1 : next(__VA_ARGS__);       \
+    }
 
-ssize_t pwrite64(int file, const void *data, size_t size, off64_t offset) {
-    NEXT(ssize_t, "pwrite64", int, const void *, size_t, off64_t);
-    return fails_open(file) ? -1 : next(file, data, size, offset);
-}
+CHANGES(ssize_t, write, fails_open(file), (int file, const void *data, size_t size), file, data, size)
+CHANGES(ssize_t, writev, fails_open(file), (int file, const struct iovec *parts, int count), file, parts, count)
+CHANGES(ssize_t, pwrite64, fails_open(file), (int file, const void *data, size_t size, off64_t offset),
+        file, data, size, offset)
+CHANGES(int, fsync, fails_open(file), (int file), file)
+CHANGES(int, mkdir, fails(path), (const char *path, mode_t mode), path, mode)
+CHANGES(int, rename, fails(to), (const char *from, const char *to), from, to)
 
-int fsync(int file) {
-    NEXT(int, "fsync", int);
-    return fails_open(file) ? -1 : next(file);
-}
-
-int mkdir(const char *path, mode_t mode) {
-    NEXT(int, "mkdir", const char *, mode_t);
-    return fails(path) ? -1 : next(path, mode);
-}
-
-int rename(const char *from, const char *to) {
-    NEXT(int, "rename", const char *, const char *);
-    return fails(to) ? -1 : next(from, to);
-}
-
-#define OPENS(name)                                                                              \
-    int name(const char *path, int flags, ...) {                                                 \
-        NEXT(int, #name, const char *, int, ...);                                                \
-        va_list rest;                                                                            \
-        va_start(rest, flags);                                                                   \
-        mode_t mode = flags & O_CREAT ? va_arg(rest, mode_t) : 0;                                \
-        va_end(rest);                                                                            \
-        return (flags & (O_WRONLY | O_RDWR)) && fails(path) ? -1 : next(path, flags, mode);      \
+#define OPENS(name)                                                                          \
+    int name(const char *path, int flags, ...) {                                             \
+        NEXT(name);                                                                          \
+        va_list rest;                                                                        \
+        va_start(rest, flags);                                                               \
+        mode_t mode = flags & O_CREAT ? va_arg(rest, mode_t) : 0;                            \
+        va_end(rest);                                                                        \
+        return (flags & (O_WRONLY | O_RDWR)) && fails(path) ? -1 : next(path, flags, mode);  \
     }
 
 OPENS(open)

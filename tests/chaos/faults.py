@@ -2,14 +2,16 @@ import errno
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass
 
 import psutil
 
-from chaos.processes import RAY_SERVERS, children, engine_index
-from chaos.trial import AGENTS, VICTIMS
+from chaos.processes import RAY_SERVERS, children, engine_index, send
+from chaos.trial import AGENTS, VICTIMS, within
 from megatron_ibpo.journal.entries import ClosedBatch, decode
 from megatron_ibpo.journal.framing import Record, records
 from megatron_ibpo.journal.recovery import segment_numbers, segment_path
@@ -18,7 +20,6 @@ from megatron_ibpo.weights.formats.run_state import newest_step
 KILL, TERM, STOP = "SIGKILL", "SIGTERM", "SIGSTOP"
 NEVER_CONTINUED = ("engine", "host", "verifier", "episode")  # nothing replaces a stopped driver or trainer
 ENDS_WITHIN_S = 90.0  # in which a run that cannot go on must have ended by itself
-BUSY = 8  # processes that compute while the driver starts
 HOW = {"disk": ["full"], "failing disk": ["EIO", "EROFS"], "directory": ["deleted"], "start": ["busy"]}
 
 
@@ -129,7 +130,8 @@ def mend(fault, trial):
     """Put right what a fault has left, before the driver is started again; what is wrong with that."""
     trial.failing.unlink(missing_ok=True)
     if fault.victim == "start":
-        trial.burden(BUSY)
+        computing, own = [sys.executable, "-c", "while True: pass"], within(trial.place)
+        trial.busy = [subprocess.Popen(computing, env=own) for _ in range(8)]
     if not (copy := trial.run_dir.with_name("kept")).exists():
         return []
     made_again = trial.run_dir.exists()
@@ -141,14 +143,10 @@ def mend(fault, trial):
 def _delete(trial):
     """Delete the run's directory. A copy of one moment is kept beside it, to go on from."""
     everything = [psutil.Process(trial.driver.pid), *trial.processes()]
-    for process in everything:
-        with suppress(psutil.Error):
-            process.suspend()
+    send(everything, signal.SIGSTOP)
     shutil.copytree(trial.run_dir, trial.run_dir.with_name("kept"), symlinks=True)
     shutil.rmtree(trial.run_dir)
-    for process in everything:
-        with suppress(psutil.Error):
-            process.resume()
+    send(everything, signal.SIGCONT)
 
 
 def _tear_journal(trial, rng):
@@ -157,11 +155,11 @@ def _tear_journal(trial, rng):
     newest = newest_step(trial.run_dir)
     saved = 0 if newest is None else int(newest.name.removeprefix("step_"))
     path = segment_path(directory, max(segment_numbers(directory)))
-    whole = [found for found in records(path) if isinstance(found, Record)]
-    ends = [found.offset + 16 + len(found.payload) for found in whole]
-    entries = zip(ends, (decode(found.payload) for found in whole), strict=True)
-    kept = [end for end, entry in entries if isinstance(entry, ClosedBatch) and entry.step <= saved]
-    first, size = max([*ends[:1], *kept], default=0), path.stat().st_size
+    first, size = 0, path.stat().st_size
+    for found in (found for found in records(path) if isinstance(found, Record)):
+        entry = decode(found.payload)
+        if first == 0 or (isinstance(entry, ClosedBatch) and entry.step <= saved):
+            first = found.offset + 16 + len(found.payload)
     if first >= size:
         return "nothing to cut off"
     left = rng.randrange(first, size)

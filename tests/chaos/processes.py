@@ -8,11 +8,7 @@ from pathlib import Path
 
 import psutil
 
-VERIFIER = "-m megatron_ibpo.rewards.worker"
-SUPERVISOR = "basics/supervisor.py"  # its command holds that of its verifier
 ZYGOTE = "megatron_ibpo.environments.zygote"  # module of the process that forks episodes, and of each episode
-ENGINE = "engine_process"
-ACTOR = "ray::_Process"
 RAY_SERVERS = {"gcs_server": "gcs", "raylet": "own raylet"}  # without them the run's own Ray is gone
 
 
@@ -39,15 +35,15 @@ def by_kind(processes):
     for process in processes:
         with suppress(psutil.Error):
             command = title(process)
-            if VERIFIER in command and SUPERVISOR not in command:
-                kinds["verifier"].append(process)
+            if "-m megatron_ibpo.rewards.worker" in command:
+                if "basics/supervisor.py" not in command:  # it holds the command of its verifier
+                    kinds["verifier"].append(process)
             elif process.cmdline()[2:3] == [ZYGOTE]:
-                parent = process.parent()
-                is_fork = parent is not None and parent.cmdline()[2:3] == [ZYGOTE]
+                is_fork = any(parent.cmdline()[2:3] == [ZYGOTE] for parent in process.parents()[:1])
                 kinds["episode" if is_fork else "zygote"].append(process)
-            elif ENGINE in command:
+            elif "engine_process" in command:
                 kinds["engine"].append(process)
-            elif ACTOR in command:
+            elif "ray::_Process" in command:
                 actors.append(process)
             elif process.name() in RAY_SERVERS:
                 kinds[RAY_SERVERS[process.name()]].append(process)
@@ -56,6 +52,12 @@ def by_kind(processes):
     # those that hold engines do not load torch
     kinds["trainer"] = [a for a in actors if a.pid not in hosts and "libtorch_cpu" in proc(a.pid, "maps")]
     return kinds
+
+
+def send(processes, how):
+    for process in processes:
+        with suppress(psutil.Error):
+            process.send_signal(how)
 
 
 def proc(pid, name):
@@ -79,13 +81,9 @@ def engine_index(engine):
 
 def of_place(place):
     """All processes on this machine whose environment names `place`, with any parents."""
-    found = []
-    for pid in psutil.pids():
-        with suppress(psutil.Error):
-            named = pid != os.getpid() and str(place) in proc(pid, "environ")
-            if named and (process := psutil.Process(pid)).status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-    return found
+    others = [one for one in psutil.process_iter(["status"]) if one.pid != os.getpid()]
+    alive = [one for one in others if one.info["status"] != psutil.STATUS_ZOMBIE]
+    return [one for one in alive if str(place) in proc(one.pid, "environ")]
 
 
 def gone_within(place, seconds):

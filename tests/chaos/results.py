@@ -1,11 +1,10 @@
 import json
-import statistics
-from collections import defaultdict
 
 
-def read(path):
+def read(path, seed):
+    """The records of the campaign with this seed."""
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    return [json.loads(line) for line in lines]
+    return [record for record in map(json.loads, lines) if record["seed"] == seed]
 
 
 def append(path, records):
@@ -13,24 +12,3 @@ def append(path, records):
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         file.write("".join(json.dumps(record) + "\n" for record in records))
-
-
-def so_far(records, seed):
-    """(kills, number of the next run) of the campaign with this seed."""
-    own = [record for record in records if record["seed"] == seed]
-    kills = sum(record["kind"] == "kill" for record in own)
-    return kills, 1 + max((record["run"] for record in own), default=-1)
-
-
-def table(records):
-    """Count, and seconds of recovery, median and worst, by what was hit and how; in Markdown."""
-    kinds = defaultdict(list)
-    for record in records:
-        if record["kind"] == "kill":
-            torn = f", torn {record['torn']}" if "torn" in record else ""
-            kinds[record["victim"], record["signal"] + torn].append(record["recovery_seconds"])
-    lines = ["| victim | signal | times | to the next step: median, worst |", "|---|---|---:|---:|"]
-    for (victim, signal), seconds in sorted(kinds.items()):
-        spread = f"{statistics.median(seconds):.1f} s, {max(seconds):.1f} s"
-        lines.append(f"| {victim} | {signal} | {len(seconds)} | {spread} |")
-    return "\n".join(lines)

@@ -25,8 +25,6 @@ FLAGS = [
 ]  # fmt: skip
 ORPHANS_S = 10.0  # in which what a dead driver has started must have ended by itself
 STUCK_S = 900.0  # without a step; on a busy machine a start alone takes minutes
-END_S = 300.0  # seconds for a driver that was asked to end
-STEP_LINE = re.compile(rb"^step (\d+)/\d+ .* ([\d.]+) s \(", re.MULTILINE)
 
 
 def within(place):
@@ -49,7 +47,7 @@ class Trial:
         self.failing_disk = None  # the library that lets a disk fail, where it could be compiled
         self.failing = place / "failing"  # while it exists the disk fails, with the error that it holds
         self.problems, self.shared_memory = [], set()  # segments that its processes had
-        self.busy = []  # processes that compute for nothing
+        self.busy = []  # processes that compute for nothing, until the driver has made a step
 
     @property
     def log(self):
@@ -60,21 +58,15 @@ class Trial:
         goes_on = ["--load", str(self.run_dir)] if self.run_dir.exists() else []
         command = [sys.executable, "-m", "megatron_ibpo.commands.train", *self.flags, *goes_on]
         command += ["--seed", str(self.seed), "--run-dir", str(self.run_dir)]
-        environment = within(self.place)
-        if self.cluster is not None:
-            command += ["--ray-address", self.cluster.address]
+        command += [] if self.cluster is None else ["--ray-address", self.cluster.address]
+        how: dict = {"env": within(self.place), "cwd": ROOT, "stdin": subprocess.DEVNULL}
         if self.failing_disk is not None:
-            environment |= {"CHAOS_FAILING": str(self.failing), "CHAOS_BELOW": f"{self.run_dir}/"}
-            environment |= {"LD_PRELOAD": str(self.failing_disk)}
-        how: dict = {"env": environment, "cwd": ROOT, "stdin": subprocess.DEVNULL, "start_new_session": True}
+            how["env"] |= {"CHAOS_FAILING": str(self.failing), "CHAOS_BELOW": f"{self.run_dir}/"}
+            how["env"] |= {"LD_PRELOAD": str(self.failing_disk)}
         with self.log.open("wb") as log:
-            self.driver = subprocess.Popen(command, **how, stdout=log, stderr=subprocess.STDOUT)
+            how |= {"stdout": log, "stderr": subprocess.STDOUT, "start_new_session": True}
+            self.driver = subprocess.Popen(command, **how)
         self.spawned = time.monotonic()
-
-    def burden(self, processes):
-        """Let so many processes compute, until the driver has made a step."""
-        command, own = [sys.executable, "-c", "while True: pass"], within(self.place)
-        self.busy = [subprocess.Popen(command, env=own) for _ in range(processes)]
 
     def relieve(self):
         for process in self.busy:
@@ -93,8 +85,8 @@ class Trial:
 
     def step(self):
         """The last step that the present driver has completed; 0 before its first."""
-        lines = STEP_LINE.findall(self.log.read_bytes())
-        return int(lines[-1][0]) if lines else 0
+        steps = re.findall(rb"^step (\d+)/\d+ .* [\d.]+ s \(", self.log.read_bytes(), re.MULTILINE)
+        return int(steps[-1]) if steps else 0
 
     def wait_for_step(self, step, look=lambda: None):
         latest, since = -1, time.monotonic()
@@ -106,7 +98,7 @@ class Trial:
             look()
             time.sleep(0.05)
 
-    def wait_for_end(self, seconds=END_S, *, must=True):
+    def wait_for_end(self, seconds=300.0, *, must=True):
         try:
             self.driver.wait(seconds)
         except subprocess.TimeoutExpired:

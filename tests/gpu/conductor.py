@@ -33,7 +33,7 @@ PARTS = (  # first what only a GPU can refute: memory that is pinned, freed and 
     Part("machine", 120), Part("pinned-memory", 60), Part("trainer-qwen3", 180, "trainer", "qwen3"),
     Part("sleep", 120), Part("weight-update", 120), Part("loop", 240),
     Part("kernels", 240, "suites", "kernels"),
-    Part("delta-net", 420), Part("delta-net-backend", 420),
+    Part("delta-net", 420), Part("delta-net-backend", 420, "delta_net", "back ends"),
     Part("trainer-qwen3-next", 480, "trainer", "qwen3_next"),
     Part("trainer-qwen3-next-torch", 180, "trainer", "qwen3_next/torch"),
     Part("resume", 180), Part("parity", 300, "suites", "parity"), Part("recipes", 300, "loop", "recipes"),
@@ -52,13 +52,11 @@ def main(argv):
         return wheels.download(arguments.wheels)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the part under way is ended, too
     deadline = time.monotonic() + 60 * (QUICK_MINUTES if arguments.quick else MINUTES)
-    report: dict = {
-        "format": 1, "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "device": arguments.device, "quick": arguments.quick, "parts": {},
-    }  # fmt: skip
+    report: dict = {"format": 1, "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
+    report |= {"device": arguments.device, "quick": arguments.quick, "parts": {}}
     with tempfile.TemporaryDirectory(prefix="gpu-wheels-") as place:
-        if folder := os.environ.get("WHEELS"):
-            report["wheels"] = wheels.unpack(Path(folder), Path(place))
+        if os.environ.get("WHEELS"):
+            report["wheels"] = wheels.unpack(Path(place))
             os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), place]))
         for part in PARTS:
             if arguments.only and part.name not in arguments.only:
@@ -84,31 +82,21 @@ def parse(argv):
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: tiny shapes")
     parser.add_argument("--quick", action="store_true", help="fewer cases; fits into ten minutes")
     parser.add_argument("--only", nargs="+", choices=names, metavar="PART", help=", ".join(names))
-    wanted = "only download the small packages that WHEELS=DIR then gives"
-    parser.add_argument("--wheels", type=Path, metavar="DIR", help=wanted)
+    parser.add_argument("--wheels", type=Path, metavar="DIR", help="only download what WHEELS=DIR then gives")
     parser.add_argument("--save", type=Path, default=Path("gpu.json"), help="default: gpu.json")
     arguments = parser.parse_args(argv)
     if not arguments.save.absolute().parent.is_dir():
         parser.error(f"--save {arguments.save}: there is no directory {arguments.save.absolute().parent}")
-    if arguments.wheels is None and (folder := os.environ.get("WHEELS")):
-        if not any(Path(folder).glob("*.whl")):
-            how = "`bash tests/gpu.sh --wheels DIR` downloads them"
-            parser.error(f"WHEELS={folder}: there are no wheels; {how}")
-        if others := wheels.for_other_pythons(Path(folder)):
-            version = f"{sys.version_info.major}.{sys.version_info.minor}"
-            how = f"download with `PIP_PYTHON_VERSION={version} bash tests/gpu.sh --wheels DIR`"
-            parser.error(f"WHEELS={folder}: {others[0]} is for another Python than this {version}; {how}")
+    if arguments.wheels is None and (problem := wheels.problem()):
+        parser.error(problem)
     return arguments
 
 
 def computed_by(parts):
-    found = {}
-    for name, part in parts.items():
-        if layers := part.get("layers"):
-            libraries = sorted({library for library, _ in layers.values()})
-            local = " (local modules: no evidence of MFU)" if "torch" in libraries else ""
-            found[name] = ", ".join(libraries) + local
-    return found
+    layers = {name: part["layers"].values() for name, part in parts.items() if part.get("layers")}
+    libraries = {name: sorted({library for library, _ in own}) for name, own in layers.items()}
+    local = " (local modules: no evidence of MFU)"
+    return {name: ", ".join(own) + (local if "torch" in own else "") for name, own in libraries.items()}
 
 
 def run_part(part, arguments, deadline):
@@ -119,9 +107,9 @@ def run_part(part, arguments, deadline):
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix=f"gpu-{part.name}-") as scratch:
         found_file, log = Path(scratch, "found.json"), Path(scratch, "log")
-        command = [sys.executable, str(HERE / "part.py"), part.module or part.name.replace("-", "_")]
-        command += ["--variant", part.variant, "--device", arguments.device, "--scratch", scratch]
-        command += ["--quick"] if arguments.quick else []
+        command = [sys.executable, "-c", "import job, sys; job.main(*sys.argv[1:])"]
+        command += [part.module or part.name.replace("-", "_"), arguments.device, scratch, part.variant]
+        command += ["quick"] if arguments.quick else []
         with log.open("wb") as said:
             ended = run(command, arguments.device, said, allowed)
         found = json.loads(found_file.read_text()) if found_file.exists() else {}

@@ -1,5 +1,7 @@
 """The whole suite of the kernels on a GPU, and what only a GPU can show: real bf16, sizes, memory."""
 
+import os
+
 import pytest
 import torch
 
@@ -14,6 +16,15 @@ pytestmark = pytest.mark.kernel
 
 MIB = 2**20
 LOG_RATIOS = torch.tensor([-0.6, -0.1, 0.1, 0.6])  # further from all bounds than bf16 rounds a logit
+
+
+@pytest.fixture(scope="session")
+def device():
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device; tests/interpreted runs this suite under Triton's interpreter")
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        pytest.skip("TRITON_INTERPRET=1 would run the kernels on the CPU")
+    return "cuda"
 
 
 def test_the_kernels_are_what_auto_chooses(device):

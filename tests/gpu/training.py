@@ -1,9 +1,9 @@
 """One trainer of a random model as the driver uses it, in this process: no Ray, no engine."""
 
 import json
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -17,64 +17,44 @@ from megatron_ibpo.weights.layout.export import metadata_of
 if not hasattr(torch.accelerator, "empty_host_cache"):  # torch 2.11 has it by another name
     torch.accelerator.empty_host_cache = lambda: torch._C._host_emptyCache()
 
-MODELS = Path(__file__).resolve().parents[2] / "examples/models"
-QWEN3 = json.loads((MODELS / "qwen3_0_6b/config.json").read_text())
-QWEN3_NEXT = json.loads((MODELS / "qwen3_next_80b_a3b/config.json").read_text()) | {
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+QWEN3 = json.loads((EXAMPLES / "models/qwen3_0_6b/config.json").read_text())
+QWEN3_NEXT = json.loads((EXAMPLES / "models/qwen3_next_80b_a3b/config.json").read_text()) | {
     "hidden_size": 1024, "intermediate_size": 2560, "num_hidden_layers": 12, "num_attention_heads": 8,
     "linear_num_key_heads": 8, "linear_num_value_heads": 16, "num_experts": 32, "num_experts_per_tok": 4,
 }  # fmt: skip
 """About 1B parameters: half of the width of Qwen3-Next-80B-A3B, 1/4 of its layers, 1/16 of its experts."""
-_TINY = {
-    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 512,
-}  # fmt: skip
-_TINY_NEXT = {
-    "linear_key_head_dim": 32, "linear_num_key_heads": 2, "linear_value_head_dim": 32,
-    "linear_num_value_heads": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 32,
-}  # fmt: skip
 SHAPES = {"qwen3": QWEN3, "qwen3_next": QWEN3_NEXT}
-TINY_SHAPES = {"qwen3": QWEN3 | _TINY, "qwen3_next": QWEN3_NEXT | _TINY | _TINY_NEXT}  # for two CPU cores
 
 
 def make_random_model(directory, config, device, dtype):
     directory.mkdir(parents=True)
     (directory / "config.json").write_text(json.dumps(config, indent=2))
     shape, tensors = read_hf_config(directory), {}
-    drawn_by = {"generator": torch.Generator(device).manual_seed(0)}
+    generator = torch.Generator(device).manual_seed(0)
     for meta in metadata_of(shape, dtype):
-        tensor = torch.empty(meta.shape, device=device)
+        is_centred = shape.zero_centered_norms and "linear_attn" not in meta.name
+        tensor = torch.full(meta.shape, 0.0 if is_centred else 1.0, device=device)
         if meta.name.endswith("A_log"):
-            tensor.uniform_(1, 16, **drawn_by).log_()
+            tensor.uniform_(1, 16, generator=generator).log_()
         elif len(meta.shape) > 1:
-            tensor.normal_(0, shape.initializer_range, **drawn_by)
-        else:
-            is_centred = shape.zero_centered_norms and "linear_attn" not in meta.name
-            tensor.fill_(0.0 if is_centred else 1.0)
+            tensor.normal_(0, shape.initializer_range, generator=generator)
         tensors[meta.name] = tensor.to(dtype).cpu()
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     return directory
 
 
-@dataclass(frozen=True)
-class Load:
-    sequences: int
-    prompt: int
-    response: int  # longest; lengths are spread evenly from an eighth of it on
-    max_tokens: int  # --max-tokens-per-gpu
-
-
 def load_of(job, slow):
     """`slow`: for a delta net in plain torch, which goes through a sequence in chunks one after the other."""
     if not job.on_gpu:
-        return Load(sequences=8, prompt=4, response=28, max_tokens=128)
+        return SimpleNamespace(sequences=8, prompt=4, response=28, max_tokens=128)
     if slow or not job.is_large:
-        return Load(sequences=8, prompt=256, response=1024, max_tokens=2048)
-    return Load(sequences=24 if job.quick else 48, prompt=256, response=3840, max_tokens=8192)
+        return SimpleNamespace(sequences=8, prompt=256, response=1024, max_tokens=2048)
+    return SimpleNamespace(sequences=24 if job.quick else 48, prompt=256, response=3840, max_tokens=8192)
 
 
 def make_sequences(load, vocabulary):
-    """Random tokens; half of the sequences with a positive advantage."""
+    """Random tokens, responses of an eighth of the load's to all of it, half with a positive advantage."""
     generator = np.random.default_rng(0)
     lengths = np.linspace(load.response // 8, load.response, load.sequences).astype(int)
     for number, length in enumerate(lengths):
@@ -87,8 +67,9 @@ def make_sequences(load, vocabulary):
 
 def set_up(job, family, *, slow=False, **sections):
     """The load, settings and sequences of a part; with a learning rate at which five steps show."""
-    load, shape = load_of(job, slow), (SHAPES if job.on_gpu else TINY_SHAPES)[family]
-    dtype = torch.bfloat16 if job.on_gpu else torch.float32
+    load, dtype = load_of(job, slow), torch.bfloat16 if job.on_gpu else torch.float32
+    tiny = json.loads((EXAMPLES / f"tiny_{family}/config.json").read_text())
+    shape = SHAPES[family] if job.on_gpu else tiny
     path = make_random_model(job.scratch / "model", shape, job.device, dtype)
     model = ModelConfig(hf_checkpoint=path, bf16=job.on_gpu, max_tokens_per_gpu=load.max_tokens)
     model.allow_local_modules = True

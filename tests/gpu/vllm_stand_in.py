@@ -36,32 +36,29 @@ class IPCTrainerWeightTransferEngine:
 
     def send_weights(self):
         self._client.start_weight_update()
-        buffer, handle, chunk, used = None, None, new_chunk(), 0
+        buffer, handle, rows, used = None, None, [], 0
         for name, tensor in self._source:
             if buffer is None:
                 buffer = torch.empty(self._size, dtype=torch.uint8, device=tensor.device)
                 handle = reduce_tensor(buffer)
             flat = tensor.contiguous().view(-1).view(torch.uint8)
             if used and used + flat.numel() > len(buffer):
-                self._ship(chunk, handle)
-                chunk, used = new_chunk(), 0
+                self._ship(rows, handle)
+                rows, used = [], 0
             buffer[used : used + flat.numel()].copy_(flat)
             used += flat.numel()
             dtype = str(tensor.dtype).removeprefix("torch.")
-            for column, value in zip(chunk, (name, dtype, list(tensor.shape), flat.numel()), strict=True):
-                chunk[column].append(value)
+            rows.append((name, dtype, list(tensor.shape), flat.numel()))
         if used:
-            self._ship(chunk, handle)
+            self._ship(rows, handle)
         self._client.finish_weight_update()
 
-    def _ship(self, chunk, handle):
+    def _ship(self, rows, handle):
         if torch.cuda.is_available():
             torch.cuda.current_stream().synchronize()
+        names, dtypes, shapes, sizes = zip(*rows, strict=True)
+        chunk = {"names": names, "dtype_names": dtypes, "shapes": shapes, "tensor_sizes": sizes}
         self._client.update_weights(chunk | {"ipc_handles": handle})
-
-
-def new_chunk():
-    return {"names": [], "dtype_names": [], "shapes": [], "tensor_sizes": []}
 
 
 def absent(name):

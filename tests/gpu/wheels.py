@@ -1,5 +1,6 @@
 """The small packages that `tests/gpu.sh` needs, for a machine without a network: unpacked for one run."""
 
+import os
 import re
 import subprocess
 import sys
@@ -23,31 +24,36 @@ def download(folder):
     lines = [line for file in files for line in (REQUIREMENTS / file).read_text().splitlines()]
     pinned = {line.partition("==")[0].lower(): line for line in lines}
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
-    # megatron-core declares Python 3.12 and serves 3.11
-    status = subprocess.call(
-        [*pip, "--ignore-requires-python", "--dest", str(folder), *(pinned[name] for name in PACKAGES)]
-    )
+    pip += ["--ignore-requires-python"]  # megatron-core declares Python 3.12 and serves 3.11
+    status = subprocess.call([*pip, "--dest", str(folder), *(pinned[name] for name in PACKAGES)])
     if status == 0:
         sizes = [file.stat().st_size / 2**20 for file in folder.glob("*.whl")]
-        told = "take it along: WHEELS=DIR bash tests/gpu.sh"
-        print(f"{len(sizes)} wheels, {sum(sizes):.1f} MiB, in {folder}; {told}")
+        print(f"{len(sizes)} wheels, {sum(sizes):.1f} MiB, in {folder}: WHEELS={folder} bash tests/gpu.sh")
     return status
 
 
-def unpack(folder, into):
+def found():
+    return sorted(Path(os.environ["WHEELS"]).glob("*.whl"))
+
+
+def unpack(into):
     """Unpack what this Python has not installed; the names of the files."""
-    installed = {re.sub("[-_.]+", "_", found.name).lower() for found in metadata.distributions()}
-    wheels = sorted(folder.glob("*.whl"))
-    chosen = [file for file in wheels if file.name.partition("-")[0].lower() not in installed]
+    installed = {re.sub("[-_.]+", "_", one.name).lower() for one in metadata.distributions()}
+    chosen = [file for file in found() if file.name.partition("-")[0].lower() not in installed]
     for file in chosen:
         with zipfile.ZipFile(file) as archive:
             archive.extractall(into)
     return [file.name for file in chosen]
 
 
-def for_other_pythons(folder):
-    """Wheels of the folder with code that was compiled for another version than this one."""
-    own = f"cp{sys.version_info.major}{sys.version_info.minor}"
-    tags = {file.name: file.stem.split("-")[-3:-1] for file in folder.glob("*.whl")}
-    compiled = {name: python for name, (python, abi) in tags.items() if python[:2] == "cp" and abi != "abi3"}
-    return sorted(name for name, python in compiled.items() if python != own)
+def problem():
+    """What makes $WHEELS useless; code that is compiled serves one version, unless it is abi3."""
+    if (folder := os.environ.get("WHEELS")) and not found():
+        return f"WHEELS={folder}: there are no wheels; `bash tests/gpu.sh --wheels DIR` downloads them"
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    for file in found() if folder else ():
+        python, abi = file.stem.split("-")[-3:-1]
+        if python[:2] == "cp" and abi != "abi3" and python != "cp" + version.replace(".", ""):
+            how = f"download with `PIP_PYTHON_VERSION={version} bash tests/gpu.sh --wheels DIR`"
+            return f"WHEELS={folder}: {file.name} is for another Python than this {version}; {how}"
+    return ""

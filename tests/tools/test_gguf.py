@@ -1,3 +1,4 @@
+import random
 import shutil
 import struct
 
@@ -44,13 +45,21 @@ def tiny_gguf(path):
 
 
 def test_a_sound_file_is_converted_and_a_damaged_one_refused_before_memory_is_taken(tmp_path, capfd):
-    """More of them are made by lot in tests/house/test_fuzz_readers.py."""
-    path, out = tiny_gguf(tmp_path / "tiny.gguf"), tmp_path / "out"
+    path, out, draw = tiny_gguf(tmp_path / "tiny.gguf"), tmp_path / "out", random.Random(0)
     sound = path.read_bytes()
-    assert command(main)(Arguments(out, path)) == DONE, capfd.readouterr().err
+
+    def convert(data):
+        path.write_bytes(data)
+        status, said = command(main)(Arguments(out, path)), capfd.readouterr().err
+        assert "Traceback" not in said
+        return status, said
+
+    assert convert(sound)[0] == DONE
     for file in ("model.safetensors", "tokenizer.json"):
         assert (out / file).is_file()
-    shutil.rmtree(out)
+    for at in (draw.randrange(2_000) for _ in range(25)):  # of the header
+        assert convert(sound[:at] + draw.randbytes(1) + sound[at + 1 :])[0] in (DONE, BAD_INPUT)
+        shutil.rmtree(out, ignore_errors=True)
 
     def put(where, form, value):
         """The number of a key comes after its type, that of a tensor after the count of its dimensions."""
@@ -78,10 +87,8 @@ def test_a_sound_file_is_converted_and_a_damaged_one_refused_before_memory_is_ta
         (sound.replace(b"! !", b"! ?"), "merge '! ?'"),
         (sound.replace(b"llama", b"lambo"), damaged),
     ):
-        path.write_bytes(data)
-        assert command(main)(Arguments(out, path)) == BAD_INPUT, says
-        said = capfd.readouterr().err
-        assert "Traceback" not in said
+        status, said = convert(data)
+        assert status == BAD_INPUT, says
         (line,) = (line for line in said.splitlines() if line.startswith("error: "))
         assert str(path) in line
         assert says in line

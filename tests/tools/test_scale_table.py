@@ -3,7 +3,7 @@ from dataclasses import asdict, replace
 
 import bench_loss
 import pytest
-from bench_driver import GROUP, LOADS, STALENESS, Load, measure
+from bench_driver import LOADS
 from scale_table import DRIVER, SIZES, Driver, line, predicted, recipe, with_tables
 from simulated_engines import StepTime
 from simulated_fleet import Fleet, bound, simulate
@@ -58,21 +58,6 @@ def test_what_goes_through_the_driver_by_hand():
     assert row["samples_per_second"] == pytest.approx(384 / row["seconds"], rel=1e-3)
     sent = 384 * (4096 * 9 + 200 * 4) + 128 * 2 * 4096 * 4
     assert row["store_bytes_per_second"] == pytest.approx(sent / row["seconds"], rel=2e-3)
-
-
-@pytest.mark.slow
-def test_the_load_of_the_driver_is_what_was_asked(tmp_path):
-    load = Load(engines=4, in_flight=128, tokens=16, journal=True, batches=2)
-    row = measure(load, tmp_path)
-    assert load.wanted == 128 // GROUP // (STALENESS + 1) == 4
-    assert row.open_at_start == load.in_flight
-    # every response of the batches is scored and half of them are corrected
-    assert load.batches * load.wanted * GROUP * 1.4 <= row.samples
-    assert row.samples <= (STALENESS + 1 + load.batches) * load.wanted * GROUP * 1.5
-    assert row.journal_mb * 2**20 > row.samples * load.tokens * 9 * 0.9
-    without = measure(replace(load, journal=False), tmp_path)
-    assert (without.samples, without.journal_mb) == (row.samples, 0)
-    assert without.microseconds_per_sample["journal"] == 0 < row.microseconds_per_sample["journal"]
 
 
 def test_the_committed_predictions_of_the_loss_are_what_the_script_predicts(tmp_path, monkeypatch):

@@ -1,9 +1,13 @@
-"""flash-linear-attention's gated delta rule beside ours, in bf16: milliseconds, and errors against fp64."""
+"""flash-linear-attention's gated delta rule beside ours, in bf16: milliseconds, and errors against fp64. And
+the back end of its backward pass, in trainers and where nothing is said, which was not run yet."""
 
 import importlib.util
+import logging
 import os
 import statistics
 import time
+from contextlib import contextmanager
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -17,21 +21,25 @@ LONG = (4096, 2048, 2048, 4096, 3000, 1000)
 NAMES = ("query", "key", "value", "decay", "beta")
 OURS_BOUND = 1e-2  # relative, in the Euclidean norm; bf16 inputs and outputs, fp32 inside
 FLA_BOUND = 3e-2  # the same with bf16 products inside
+SETTINGS = {"in trainers": "0", "where nothing is said": None}  # FLA_TILELANG
 
 
 def run(job):
+    (back_ends if job.variant == "back ends" else both_rules)(job)
+
+
+def both_rules(job):
     os.environ.setdefault("FLA_TILELANG", "0")
     inputs, exact = short_inputs(job)
     ours = errors(with_gradients(gated_delta_rule, inputs), exact)
     job.note(ours_errors=ours)
     check(max(ours.values()) <= OURS_BOUND, f"ours in bf16: {ours}")
-    if job.on_gpu:
-        large = long_inputs(job)
-        ours_ms = milliseconds(gated_delta_rule, large, repeats=1 if job.quick else 2)
-        job.note(tokens=len(large["value"]), ours_ms=ours_ms)
     job.note(summary=f"ours {max(ours.values()):.1e}")
     if not job.on_gpu:
         return
+    large = long_inputs(job)
+    ours_ms = milliseconds(gated_delta_rule, large, repeats=1 if job.quick else 2)
+    job.note(tokens=len(large["value"]), ours_ms=ours_ms)
     if importlib.util.find_spec("fla") is None:
         raise Skipped("flash-linear-attention is not installed; ours alone was run")
     # its forward pass, and then its gradients, which it refuses with some versions of Triton
@@ -45,6 +53,51 @@ def run(job):
     job.note(fla_errors=theirs, fla_ms=milliseconds(fla_rule, large, repeats=2 if job.quick else 5))
     job.note(summary=f"errors: ours {max(ours.values()):.1e}, FLA {max(theirs.values()):.1e}")
     check(max(theirs.values()) <= FLA_BOUND, f"FLA in bf16: {theirs}")
+
+
+def back_ends(job):
+    if not job.on_gpu or importlib.util.find_spec("fla") is None:
+        raise Skipped("flash-linear-attention is not installed, or there is no GPU for its kernels")
+    (inputs, exact), large, found, said = short_inputs(job), long_inputs(job), {}, []
+    for name, value in SETTINGS.items():
+        found[name] = own = {}
+        job.note(back_ends=found)
+        with served(value) as by:
+            try:
+                of_rule, ms = with_gradients(fla_rule, inputs), milliseconds(fla_rule, large, repeats=2)
+                own |= {"errors": errors(of_rule, exact), "ms": ms}
+            except Exception as error:  # of the one, which is to say nothing of the other
+                own["error"] = f"{type(error).__name__}: {error}"[:500]
+        own["served_by"] = sorted(by) or ["triton"]
+        took = f"{own['ms']['median']:.1f} ms" if "ms" in own else "failed"
+        said.append(f"{name}: {' and '.join(own['served_by'])}, {took}")
+        job.note(back_ends=found, tokens=len(large["value"]), summary="; ".join(said))
+    own = found["in trainers"]
+    check(own["served_by"] == ["triton"], f"not Triton in trainers: {own}")
+    check("error" not in own and max(own["errors"].values()) <= FLA_BOUND, f"as trainers have it: {own}")
+
+
+@contextmanager
+def served(tilelang):
+    """Back ends other than its own Triton kernels that took a call, as its log says once for each, while
+    FLA_TILELANG, at which flash-linear-attention 0.6 looks in every call, is as given."""
+    found = set()
+
+    def note(record):
+        said = record.getMessage()
+        if said.startswith("[FLA Backend]") and " -> " in said and "rejected" not in said:
+            found.add(said.rpartition(" -> ")[2].strip())
+
+    logger, handler = logging.getLogger("fla.backends"), logging.Handler()
+    level, handler.emit = logger.level, note
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    with mock.patch.dict(os.environ):
+        os.environ.pop("FLA_TILELANG", None)
+        os.environ |= {} if tilelang is None else {"FLA_TILELANG": tilelang}
+        yield found
+    logger.removeHandler(handler)
+    logger.setLevel(level)
 
 
 def short_inputs(job):
@@ -61,16 +114,14 @@ def long_inputs(job):
 
 def draw(lengths, device, heads, dim=128):
     """Draw inputs as the layers of Qwen3-Next give them: unit keys come from the rule itself."""
-    generator = torch.Generator(device).manual_seed(0)
+    drawn_by = {"generator": torch.Generator(device).manual_seed(0), "device": device}
     tokens, (keys, values) = sum(lengths), heads
-
-    def normal(*shape):
-        return torch.randn(tokens, *shape, generator=generator, device=device)
-
-    query, key, value = (normal(number, dim).bfloat16() for number in (keys, keys, values))
-    decay, beta = -F.softplus(normal(values)), normal(values).sigmoid().bfloat16()  # as the layer keeps them
+    shapes = ((keys, dim), (keys, dim), (values, dim), (values,), (values,))
+    query, key, value, decay, beta = (torch.randn(tokens, *shape, **drawn_by) for shape in shapes)
+    low = (query.bfloat16(), key.bfloat16(), value.bfloat16())
     bounds = torch.tensor([0, *lengths], device=device).cumsum(0).int()
-    return dict(zip((*NAMES, "cu_seqlens"), (query, key, value, decay, beta, bounds), strict=True))
+    of_layer = (*low, -F.softplus(decay), beta.sigmoid().bfloat16(), bounds)  # decay stays in fp32
+    return dict(zip((*NAMES, "cu_seqlens"), of_layer, strict=True))
 
 
 def fla_rule(query, key, value, decay, beta, bounds):
@@ -90,8 +141,7 @@ def with_gradients(rule, inputs):
     """The output, and the gradients of a fixed random product with it."""
     leaves = {name: inputs[name].detach().clone().requires_grad_() for name in NAMES}
     output = rule(*leaves.values(), inputs["cu_seqlens"])
-    generator = torch.Generator().manual_seed(1)
-    weight = torch.randn(output.shape, generator=generator).to(output.device)
+    weight = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(output.device)
     (output.double() * weight.double()).sum().backward()
     return {"output": output.detach(), **{name: leaf.grad for name, leaf in leaves.items()}}
 

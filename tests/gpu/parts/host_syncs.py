@@ -16,7 +16,7 @@ import megatron_ibpo
 
 SYNCHRONIZES = "called a synchronizing CUDA operation"
 """Torch's warning (c10/cuda/CUDAFunctions.cpp): not of waits that are asked for, nor of other libraries'."""
-OURS = Path(megatron_ibpo.__file__).resolve().parents[1]
+OURS = Path(megatron_ibpo.__file__).resolve().parent
 INSTALLED = Path(sysconfig.get_paths()["purelib"]).resolve()
 
 
@@ -61,6 +61,6 @@ def counted():
 
 def short(file):
     path = Path(file).resolve()
-    if path.is_relative_to(OURS / "megatron_ibpo"):
-        return str(path.relative_to(OURS))
+    if path.is_relative_to(OURS):
+        return str(path.relative_to(OURS.parent))
     return str(path.relative_to(INSTALLED)) if path.is_relative_to(INSTALLED) else path.name

@@ -1,5 +1,4 @@
-"""The whole loop on this device, by IBPO without Ray and vLLM, and one step of several recipes; the first
-step on a CPU too, from the same samples."""
+"""The whole loop without Ray and vLLM, and one step of several recipes; the first step on a CPU too."""
 
 import importlib
 import importlib.util
@@ -9,8 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import yaml
-from job import Skipped, check
-from processes import apart
+from job import Skipped, apart, check
 
 ROOT = Path(__file__).resolve().parents[3]
 LOSS_BOUND, NORM_BOUND = 1e-5, 1e-3  # of the first step in float32: absolute, relative
@@ -20,17 +18,13 @@ KEPT = (
     "clip_fraction", "logprob_diff_abs_mean", "logprob_diff_abs_max", "updates_skipped", "reward_errors",
     "seconds",
 )  # fmt: skip
-
-
 ALGORITHMS = (  # files of examples/algorithms
     "gspo", "grpo", "dapo", "ppo", "maxrl", "ibpo_mask", "ibpo_signed_mask", "ibpo_on_ppo", "critique_grpo",
     "cipo", "ciw", "divergence_window", "self_teacher", "wrong_weight",
 )  # fmt: skip
-OTHERS = {
-    "kl": {"kl_coef": 0.01, "ref_load": str(ROOT / "examples/tiny_qwen3")},
-    "adapters": {"lora_rank": 8},
-    "fused": {"fuse_lm_head": True},
-}  # settings beside IBPO's
+TINY = str(ROOT / "examples/tiny_qwen3")
+OTHERS = {"adapters": {"lora_rank": 8}, "fused": {"fuse_lm_head": True}}  # settings beside IBPO's
+OTHERS["kl"] = {"kl_coef": 0.01, "ref_load": TINY}
 THREADS = 2
 
 
@@ -48,9 +42,8 @@ def whole_loop(job):
         job.note(**found)
     differences = compare_steps(found["float32"]["steps"][0], found["cpu"]["steps"][0])
     gains = {name: own["greedy"] for name, own in found.items() if name != "cpu"}
-    to = f"{differences['loss']:.0e} (loss) and {differences['grad_norm']:.0e} (gradient)"
     rise = ", ".join(f"{first:.3f} to {last:.3f} in {name}" for name, (first, last) in gains.items())
-    job.note(first_step=differences, summary=f"first step as on the CPU to {to}; greedy accuracy {rise}")
+    job.note(first_step=differences, summary=f"{summary([differences])}; greedy accuracy {rise}")
     check_equal("the first step", differences)
     for name, (first, last) in gains.items():
         check(not job.on_gpu or last >= first + GAIN, f"{name}: greedy accuracy from {first} to {last}")
@@ -76,15 +69,18 @@ def recipes(job):
             found[name][place] = future.result()["steps"][0]
             job.note(recipes=found)
     differences = {name: compare_steps(own["here"], own["cpu"]) for name, own in found.items()}
-    worst = {part: max(own[part] for own in differences.values()) for part in ("loss", "grad_norm")}
-    to = f"{worst['loss']:.0e} (loss) and {worst['grad_norm']:.0e} (gradient)"
-    job.note(differences=differences, summary=f"{len(cases)} recipes: a step as on the CPU to {to}")
+    job.note(differences=differences, summary=f"{len(cases)} recipes: {summary(differences.values())}")
     for name, own in differences.items():
         check_equal(name, own)
 
 
+def summary(differences):
+    loss, norm = (max(own[part] for own in differences) for part in ("loss", "grad_norm"))
+    return f"first step as on the CPU to {loss:.0e} (loss) and {norm:.0e} (gradient)"
+
+
 def compare_steps(ours, theirs):
-    """Return a step's differences from the same one on the CPU: absolute, but relative of the gradient."""
+    """A step's differences from the same one on the CPU: absolute, but relative of the gradient."""
     names = ("reward", "shaped_reward", "loss", "grad_norm")
     differences = {name: abs(ours[name] - theirs[name]) for name in names if name in ours}
     return differences | {"grad_norm": differences["grad_norm"] / max(1e-9, theirs["grad_norm"])}
@@ -110,12 +106,11 @@ def train(run_dir, gpus, **settings):
     run_steps.check_installed = lambda: None  # a machine with WHEELS has no engines, servers or graders
     sums = ROOT / "tests/gpu/sums.py"
     config = megatron_ibpo.load_recipe(
-        ROOT / "examples/recipes/small_cpu.yaml", hf_checkpoint=str(ROOT / "examples/tiny_qwen3"),
+        ROOT / "examples/recipes/small_cpu.yaml", hf_checkpoint=TINY,
         rollout_backend="lean", allow_local_modules=True, prompt_data=[f"import://{sums}:rows"],
         eval_prompt_data=[f"import://{sums}:rows"], rm_type=f"{sums}:score", run_dir=str(run_dir), **settings,
     )  # fmt: skip
     with megatron_ibpo.open_run(config) as run:
         steps = [{name: step.metrics[name] for name in KEPT if name in step.metrics} for step in run]
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    greedy = [line["greedy_accuracy"] for line in lines if "greedy_accuracy" in line]
-    return {"steps": steps, "greedy": greedy}
+    rows = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    return {"steps": steps, "greedy": [row["greedy_accuracy"] for row in rows if "greedy_accuracy" in row]}

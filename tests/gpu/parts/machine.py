@@ -1,6 +1,3 @@
-"""The machine that the numbers were measured on, and the rates that others are compared with."""
-
-import shutil
 import subprocess
 
 import torch
@@ -24,9 +21,8 @@ def run(job):
         multiprocessors=properties.multi_processor_count, cuda=torch.version.cuda,
         cudnn=torch.backends.cudnn.version(), nccl=list(torch.cuda.nccl.version()),
     )  # fmt: skip
-    asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    has_it = shutil.which("nvidia-smi") is not None
-    said = subprocess.run(asked, capture_output=True, text=True, timeout=30).stdout if has_it else ""
+    asked = "command -v nvidia-smi > /dev/null && nvidia-smi --query-gpu=driver_version --format=csv,noheader"
+    said = subprocess.run(asked, shell=True, capture_output=True, text=True, timeout=30).stdout
     job.note(driver=said.partition("\n")[0].strip())
     rates = ceilings()
     copied, multiplied = rates["copy_bytes_per_s"] / 1e12, rates["matmul_flops_per_s"] / 1e12

@@ -1,24 +1,19 @@
-"""cudaHostRegister of a few GiB, by which trainers pin what they move off the GPU."""
-
 import time
 
 import torch
 from job import Skipped, check
 
-SIZE = 4 * 2**30
-
 
 def run(job):
     if not job.on_gpu:
         raise Skipped("memory is pinned for a CUDA device")
-    size = SIZE if job.is_large else SIZE // 4
+    size = 2**32 if job.is_large else 2**30
     torch.zeros(1, device="cuda")  # a context
     host = torch.zeros(size, dtype=torch.uint8)
     started = time.perf_counter()
     error = int(torch.cuda.cudart().cudaHostRegister(host.data_ptr(), size, 0))
     job.note(bytes=size, register_seconds=time.perf_counter() - started, error=error)
-    what = "memory cannot be pinned here, and so sleep fails"
-    check(error == 0, f"cudaHostRegister gave error {error}: {what}")
+    check(error == 0, f"cudaHostRegister gave error {error}: no memory is pinned here, and so sleep fails")
     try:
         check(host.is_pinned(), "torch does not see that the memory is pinned")
         on_gpu = torch.empty(size, dtype=torch.uint8, device="cuda")
@@ -27,9 +22,8 @@ def run(job):
         torch.cuda.synchronize()
         error = int(torch.cuda.cudart().cudaHostUnregister(host.data_ptr()))
     check(error == 0, f"cudaHostUnregister gave error {error}")
-    speeds = f"{to / 1e9:.1f} GB/s to the GPU, {back / 1e9:.1f} GB/s from it"
-    job.note(to_gpu_bytes_per_s=to, from_gpu_bytes_per_s=back)
-    job.note(summary=f"{size / 2**30:.0f} GiB pinned, {speeds}")
+    said = f"{size / 2**30:.0f} GiB pinned, {to / 1e9:.1f} GB/s to the GPU, {back / 1e9:.1f} GB/s from it"
+    job.note(to_gpu_bytes_per_s=to, from_gpu_bytes_per_s=back, summary=said)
 
 
 def rate(target, source):

@@ -1,11 +1,8 @@
-"""A trainer saves and goes on; another process resumes from there and must do the same."""
-
 import time
 from pathlib import Path
 
 import torch
-from job import check
-from processes import apart
+from job import apart, check
 from training import set_up, start_policy
 
 SAMPLED = 1000  # elements of each tensor that are compared

@@ -1,10 +1,7 @@
-"""A trainer leaves the GPU to another process and comes back with its weights. Twice, to see what stays."""
-
 import time
 
 import torch
-from job import check
-from processes import beside
+from job import beside, check
 from training import set_up, start_policy
 
 from megatron_ibpo.policy.residence import Held
@@ -26,11 +23,10 @@ def run(job):
             rounds.append(one_round(job, rank, tenant))
             job.note(rounds=rounds)
         policy.update(sequences)
-    for found in rounds:
-        check(found["weights_kept"], "the weights are not what they were before")
+    first, second = rounds
+    check(first["weights_kept"] and second["weights_kept"], "the weights are not what they were before")
     if job.on_gpu:
         total = torch.cuda.get_device_properties(0).total_memory
-        first, second = rounds
         check(total - first["free_left"] <= LEFT, f"the trainer holds {total - first['free_left']} bytes")
         grown = first["free_left"] - second["free_left"]
         check(grown <= LEAK, f"the second round leaves less free: {rounds}")

@@ -7,14 +7,12 @@ import time
 from dataclasses import asdict
 
 import torch
-from job import check
-from processes import apart
+from job import apart, check
 from training import set_up, start_policy
 
 from megatron_ibpo.config import LossConfig
 from megatron_ibpo.models import forward_flops, read_hf_config
 
-STEPS = 5
 PEAK_FLOPS = {
     "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12,
 }  # fmt: skip
@@ -34,7 +32,7 @@ def run(job):
     before = gap(policy, sequences)
     policy.take_passes()
     steps = []
-    for _ in range(STEPS):
+    for _ in range(5):
         if job.on_gpu:
             torch.cuda.reset_peak_memory_stats()
         started = time.perf_counter()
@@ -66,16 +64,15 @@ def gap(policy, sequences):
 
 def note_speed(job, seconds, tokens, flops):
     median = statistics.median(seconds)
-    rate = flops / median
     name = torch.cuda.get_device_name(0) if job.on_gpu else ""
     peak = next((value for part, value in PEAK_FLOPS.items() if part in name), None)
     local = "torch" in {library for library, _ in job.found["layers"].values()}
-    share = ", local modules: no MFU" if local else "" if peak is None else f", MFU {rate / peak:.1%}"
+    mfu = None if peak is None or local else flops / median / peak
+    share = ", local modules: no MFU" if local else "" if mfu is None else f", MFU {mfu:.1%}"
     used = f", {memory(job)['peak_reserved'] / 2**30:.1f} GiB" if job.on_gpu else ""
     job.note(
-        seconds_per_step=median, tokens_per_step=tokens, tokens_per_second=tokens / median,
-        flops_per_second=rate, mfu=None if peak is None or local else rate / peak,
-        summary=f"{tokens / median:,.0f} tokens/s{share}{used}",
+        seconds_per_step=median, tokens_per_step=tokens, tokens_per_second=tokens / median, mfu=mfu,
+        flops_per_second=flops / median, summary=f"{tokens / median:,.0f} tokens/s{share}{used}",
     )  # fmt: skip
 
 
@@ -94,7 +91,6 @@ def predict(config, total):
 
     config.run.dry_run_gpu_memory_gib = total / 2**30
     config.run.dry_run_gpus_per_node = 1
-    plan = make_plan(config, 1)
-    stage = plan.stages[0]
+    stage = make_plan(config, 1).stages[0]
     named = vars(stage) | {"resident": stage.resident, "training": stage.training}
     return {name: int(value) for name, value in named.items()}

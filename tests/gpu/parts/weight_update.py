@@ -1,13 +1,10 @@
-"""Weight updates of another process on the same GPU, through our ipc transport: checksums and GB/s."""
-
 import importlib.util
 import math
 import time
 
 import torch
 import vllm_stand_in
-from job import check
-from processes import TIMEOUT_S, beside
+from job import TIMEOUT_S, beside, check
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 from training import set_up, start_policy
 
