@@ -16,7 +16,7 @@ from support.example_runs import finished, rows_of, start_script
 from support.layouts import layout
 from support.ranks import run_ranks
 from support.replayed_routing import all_updated, replaying
-from support.tiny_models import make_qwen3_moe, make_qwen3_next
+from support.tiny_models import make_qwen3_next
 
 pytestmark, TIMEOUT = [pytest.mark.engine, pytest.mark.slow], 600.0
 
@@ -96,33 +96,6 @@ def test_a_hybrid_engine_records_what_its_model_routes_before_and_after_an_updat
     assert agreement(again[0].routed_experts, routed_by_transformers(new, again)[0]) > 0.8
 
 
-def test_what_came_from_the_prefix_cache_has_no_record(tmp_path):
-    """The engine computes in float32, where choices are those of transformers but for ties."""
-    model = make_qwen3_moe(tmp_path / "model", 9)
-    (model / "generation_config.json").write_text('{"eos_token_id": 1}')
-    prompt = token_ids(np.random.default_rng(5).integers(2, 64, 200))
-    requests = [SampleRequest(prompt, seed, 20) for seed in (3, 4)]
-    with recording_engine(model, tmp_path / "engine.log", "float32") as engine:
-        samples = [engine.generate([one], version=0, timeout=TIMEOUT)[0] for one in requests]
-    cached = unrecorded(samples)
-    assert cached[0] == 0
-    assert 100 < cached[1] < 200  # whole blocks, and never the last token of the prompt
-    expected = routed_by_transformers(model, samples)
-    for sample, own, first in zip(samples, expected, cached, strict=True):
-        assert agreement(sample.routed_experts[first:], own[first:]) > 0.995
-
-
-def unrecorded(samples):
-    absent = [(s.routed_experts == no_expert(s.routed_experts)).all((1, 2)) for s in samples]
-    counts = [int(rows.sum()) for rows in absent]
-    assert all(rows[:count].all() for rows, count in zip(absent, counts, strict=True))
-    return counts
-
-
-def bits(samples):
-    return [(sample.token_ids.tolist(), sample.logprobs.tolist()) for sample in samples]
-
-
 @pytest.mark.timeout(900)  # it starts three engines
 def test_the_turns_of_a_conversation_are_the_same_bits_with_and_without_the_cached_turns_before(tmp_path):
     """vLLM keeps a delta net's state at every 64th token of a prompt."""
@@ -133,6 +106,15 @@ def test_the_turns_of_a_conversation_are_the_same_bits_with_and_without_the_cach
             SampleRequest(token_ids(prompt), 10 * turn + number, 30, temperature=temperature)
             for number, prompt in enumerate(prompts)
         ]
+
+    def unrecorded(samples):
+        absent = [(s.routed_experts == no_expert(s.routed_experts)).all((1, 2)) for s in samples]
+        counts = [int(rows.sum()) for rows in absent]
+        assert all(rows[:count].all() for rows, count in zip(absent, counts, strict=True))
+        return counts
+
+    def bits(samples):
+        return [(sample.token_ids.tolist(), sample.logprobs.tolist()) for sample in samples]
 
     caches = "enable_prefix_caching="
     with (

@@ -11,9 +11,7 @@ import sys
 import tomllib
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 
-import docs_site
 import pytest
 import tyro
 import yaml
@@ -101,17 +99,12 @@ def check_training(variables, script, flags):
     parse_config(["--config", str(choice.recipe), "--hf-checkpoint", str(tiny), *flags])
 
 
-@pytest.fixture
-def in_the_root(monkeypatch, tmp_path):
-    """Stand in the root, beside the modules that the documents have users write."""
-    monkeypatch.chdir(ROOT)
-    write_modules(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-
-
 @pytest.mark.lint
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_documented_commands_are_understood(in_the_root, document):
+def test_documented_commands_are_understood(monkeypatch, tmp_path, document):
+    write_modules(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(ROOT)
     for command in commands_of(document):
         try:
             check(command)
@@ -158,29 +151,6 @@ def test_every_page_is_in_the_index_and_says_why_and_every_algorithm_is_on_its_p
     algorithms = (ROOT / "docs/algorithms.md").read_text()
     for name in [*PRESETS, *(path.stem for path in ROOT.glob("examples/algorithms/*.yaml"))]:
         assert f"`{name.replace('-', '_')}`" in algorithms
-
-
-@pytest.mark.lint
-def test_the_site_has_the_pages_of_the_index_under_its_headings():
-    """Read as text: mkdocs.yml has tags of MkDocs' own."""
-    index = {}
-    for line in (ROOT / "docs/README.md").read_text().splitlines():
-        if heading := re.match(r"\| \*\*(.*)\*\* \|", line):
-            index[heading[1].capitalize()] = pages = []
-        elif line.startswith("|") and index:
-            pages += re.findall(r"\((\w[\w-]*\.md)\)", line)
-    first, *sections = yaml.safe_load((ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2])
-    assert first == "README.md"
-    assert {heading: pages for section in sections for heading, pages in section.items()} == index
-
-
-@pytest.mark.lint
-def test_the_site_leads_to_files_outside_docs():
-    text, host = "see [record](../tools/results/x.json#seeds), [a page](runs.md)", "https://host.example/a/b/"
-    shown_there = f"[record]({host}blob/main/tools/results/x.json#seeds)"
-    for url, shown in ((host, shown_there), ("", "record (`tools/results/x.json`)")):
-        site = docs_site.on_page_markdown(text, page=None, config=SimpleNamespace(repo_url=url), files=None)
-        assert site == f"see {shown}, [a page](runs.md)"
 
 
 @pytest.mark.lint

@@ -56,11 +56,10 @@ def test_the_reward_that_says_more():
     assert [extracted_answer(ASKED, text, data) for text in ("it is 13", "")] == ["13", None]
 
 
-def open_rows(source, split="train"):
-    return open_source(source, HuggingFaceTokenizer(make_tiny_tokenizer()), DataConfig(), split=split)
+def test_the_prompts(tmp_path):
+    def open_rows(source, split="train"):
+        return open_source(source, HuggingFaceTokenizer(make_tiny_tokenizer()), DataConfig(), split=split)
 
-
-def test_the_prompts():
     train, held_out = open_rows("import://sums:rows"), open_rows("import://sums:rows", "eval")
     assert [len(train), len(held_out)] == [50, 50]
     first = held_out.batch(0, 1)[0]
@@ -68,15 +67,8 @@ def test_the_prompts():
     seen = {made.text for made in train.batch(0, 50)}
     assert seen == {f"{a}+{b}=" for a in range(5) for b in range(10)}
     assert not seen & {made.text for made in held_out.batch(0, 50)}
-
-
-def test_prompts_that_cannot_be_used_say_where_they_are_from(tmp_path):
-    for number, (body, says) in enumerate({
-        "1 / 0": "it raised ZeroDivisionError",
-        "['1+1=']": "train row 0: expected a dictionary, found str",
-        "[{'prompt': '1+1='}]": "train row 0: no field 'label'",
-        "[]": "no prompts in it",
-    }.items()):  # fmt: skip
+    unusable = (("1 / 0", "it raised ZeroDivisionError"), ("['1+1=']", "train row 0: .* found str"))
+    for number, (body, says) in enumerate(unusable):
         (tmp_path / f"bad_{number}.py").write_text(f"def rows(split):\n    return {body}\n")
         with pytest.raises(DataError, match=f"import://bad_{number}:rows.*{says}"):
             open_rows(f"import://bad_{number}:rows")
