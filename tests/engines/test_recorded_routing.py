@@ -32,23 +32,6 @@ def recording_engine(checkpoint, log, dtype, *vllm_arg, context=CONTEXT):
         yield engine
 
 
-def routed_by_transformers(directory, samples):
-    """[tokens read, layers, K] of each sample, of the model in float32, each row's ids sorted."""
-    model = engine_runs.reference_model(directory)
-    found = []
-    for sample in samples:
-        ids = torch.tensor([[*sample.prompt_token_ids, *sample.token_ids[:-1]]])
-        with torch.no_grad():
-            logits = model(ids, output_router_logits=True).router_logits
-        chosen = [layer.topk(model.config.num_experts_per_tok).indices for layer in logits]
-        found.append(torch.stack(chosen, 1).sort(-1).values.numpy())
-    return found
-
-
-def agreement(recorded, expected):
-    return float((np.sort(recorded, -1) == expected).all(-1).mean())
-
-
 @pytest.fixture(scope="module")
 def hybrid(tmp_path_factory):
     """(checkpoints before and after an update, samples of the first, one that was running at the update, some
@@ -73,6 +56,22 @@ def hybrid(tmp_path_factory):
 
 def test_a_hybrid_engine_records_what_its_model_routes_before_and_after_an_update(hybrid):
     """Some choices of bfloat16 are not those of float32; chance would be 1 in 6."""
+
+    def routed_by_transformers(directory, samples):
+        """[tokens read, layers, K] of each sample, of the model in float32, each row's ids sorted."""
+        model = engine_runs.reference_model(directory)
+        found = []
+        for sample in samples:
+            ids = torch.tensor([[*sample.prompt_token_ids, *sample.token_ids[:-1]]])
+            with torch.no_grad():
+                logits = model(ids, output_router_logits=True).router_logits
+            chosen = [layer.topk(model.config.num_experts_per_tok).indices for layer in logits]
+            found.append(torch.stack(chosen, 1).sort(-1).values.numpy())
+        return found
+
+    def agreement(recorded, expected):
+        return float((np.sort(recorded, -1) == expected).all(-1).mean())
+
     (old, new), samples, across, again = hybrid
     for sample in [*samples, *again]:
         tokens = len(sample.prompt_token_ids) + len(sample.token_ids) - 1
