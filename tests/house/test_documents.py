@@ -154,22 +154,6 @@ ROOMS = [
 ]  # fmt: skip
 """From the top floor down: a room imports only from rooms below it, inside functions too."""
 
-LIBRARIES = {  # and the rooms that may import them
-    "megatron": {"policy", "models", "weights", "plan"}, "vllm": {"engines", "weights"}, "ray": {"cluster"},
-    "transformers": {"data", "weights"},  # tokenizers; what knows the names in GGUF files
-    "triton": {"kernels"}, "scipy": {"study", "plan"},  # statistics; the fit of a calibration
-    "pyarrow": {"data", "evaluate"}, "huggingface_hub": {"data"}, "msgpack": {"journal"},
-    "starlette": {"report"}, "uvicorn": {"report"}, "aiohttp": {"rewards"}, "renderers": {"environments"},
-}  # fmt: skip
-
-OPTIONAL = {  # or installed apart
-    "torch", "torchvision", "triton", "megatron", "vllm", "transformer_engine", "apex", "fla", "wandb",
-    "gguf",
-}  # fmt: skip
-
-FILES = sorted({*PACKAGE.rglob("*.py"), *(PACKAGE / "kernels").glob("*.py")} - {PACKAGE / "__init__.py"})
-"""kernels/ is a link, which rglob does not follow."""
-
 
 def imports(path):
     for node in ast.walk(ast.parse(path.read_text())):
@@ -182,11 +166,21 @@ def imports(path):
 
 
 def test_imports_run_down_and_libraries_are_declared_and_heavy_ones_stay_in_their_rooms():
+    may_import = {
+        "megatron": {"policy", "models", "weights", "plan"}, "vllm": {"engines", "weights"},
+        "ray": {"cluster"}, "transformers": {"data", "weights"},  # tokenizers; names in GGUF files
+        "triton": {"kernels"}, "scipy": {"study", "plan"},  # statistics; the fit of a calibration
+        "pyarrow": {"data", "evaluate"}, "huggingface_hub": {"data"}, "msgpack": {"journal"},
+        "starlette": {"report"}, "uvicorn": {"report"}, "aiohttp": {"rewards"}, "renderers": {"environments"},
+    }  # fmt: skip
+    apart = {"torch", "torchvision", "triton", "megatron", "vllm", "gguf", "wandb"}  # or optional
+    apart |= {"transformer_engine", "apex", "fla", "yaml", "megatron_ibpo"}
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     names = {re.match(r"[\w-]+", dependency)[0].lower().replace("-", "_") for dependency in declared}
-    known = names | OPTIONAL | {"yaml", "megatron_ibpo"} | sys.stdlib_module_names
+    known = names | apart | sys.stdlib_module_names
     arrows, wrong, rooms = set(), [], set()
-    for path in FILES:
+    # kernels/ is a link, which rglob does not follow
+    for path in {*PACKAGE.rglob("*.py"), *(PACKAGE / "kernels").glob("*.py")} - {PACKAGE / "__init__.py"}:
         room, *_ = path.relative_to(PACKAGE).parts
         rooms.add(room)
         for name in imports(path):
@@ -196,7 +190,7 @@ def test_imports_run_down_and_libraries_are_declared_and_heavy_ones_stay_in_thei
                 arrows.add((room, target))
                 if ROOMS.index(target) < ROOMS.index(room) or room == "kernels":
                     wrong.append((path, name))
-            elif room not in LIBRARIES.get(first, rooms) or first not in known:
+            elif room not in may_import.get(first, rooms) or first not in known:
                 wrong.append((path, name))
     assert wrong == []
     assert rooms == {*ROOMS}

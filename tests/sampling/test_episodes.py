@@ -273,12 +273,11 @@ def test_no_id_of_an_earlier_turn_ever_changes(lengths, max_tokens):
 
 ROLLOUT = RolloutConfig(rollout_batch_size=4, n_samples_per_prompt=4, rollout_max_response_len=400)
 CONTEXT = CreditContext(credit_of("ibpo"), ROLLOUT, Vocabulary(template), 900, seed=3, step=0)
-OPERATOR = find_operator(CONTEXT.algorithm)
-RULES = Rules(4, 1, any_group, any_group)
 
 
 async def drawn_group(sampler, memory=None):
-    groups, prompt = GroupSampler(sampler, OPERATOR, RULES, memory), prompt_of()
+    operator, rules, prompt = find_operator(CONTEXT.algorithm), Rules(4, 1, any_group, any_group), prompt_of()
+    groups = GroupSampler(sampler, operator, rules, memory)
     drawn = await groups.respond(prompt, group_requests([prompt], ROLLOUT, seed=3, step=0))
     await groups.follow_up(drawn, CONTEXT)
     return drawn.group
