@@ -265,7 +265,8 @@ def test_a_command_refuses_pipes_and_malformed_files_in_one_line(place, tmp_path
             except SystemExit as ended:
                 status = ended.code
             said = capsys.readouterr().err
-            if (status, said.count("error: "), path.name in said, "Traceback" in said) != (2, 1, True, False):
+            found = status, said.count("error: "), path.name in said, "Traceback" in said
+            if found != (BAD_INPUT, 1, True, False):
                 wrong.append((program, path.name, status, said))
         path.unlink()
         path.write_bytes(before)
