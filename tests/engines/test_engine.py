@@ -32,6 +32,7 @@ from megatron_ibpo.engines.vllm.engine import _environment
 from megatron_ibpo.engines.vllm.engine_process import SamplingEngine, _device_arguments, _engine_args
 from megatron_ibpo.engines.vllm.settings import engine_settings, start_timeout, vllm_arguments
 from megatron_ibpo.weights.transfer import gloo
+from megatron_ibpo.weights.transfer.update_order import choose_transport
 from megatron_ibpo.weights.weight_errors import WeightMismatchError, WeightPlanError
 from support import engine_runs
 from support.engine_runs import TIMEOUT, CheckpointSource, connect, difference, start_engine, update
@@ -60,6 +61,11 @@ def test_an_update_whose_trainer_died_is_ended_before_the_engine_sleeps():
     calls = [(name.split(".")[-1], *given[:1]) for name, given, _ in engine._llm.mock_calls]
     assert calls[-6:-4] == [("collective_rpc", "end_loading"), ("collective_rpc", "finish_weight_update")]
     assert calls[-4:] == [("sleep",), ("set_weight_version", "none")] * 2
+
+
+def test_transport_follows_the_devices():
+    devices = ((False, True), (True, True), (True, False))
+    assert [choose_transport(on_gpu=gpu, colocate=own) for gpu, own in devices] == ["gloo", "ipc", "nccl"]
 
 
 def test_a_large_model_has_longer_to_start(tmp_path):
