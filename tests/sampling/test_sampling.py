@@ -145,8 +145,8 @@ def test_dynamic_sampling_takes_the_groups_that_it_took_round_by_round(wanted, m
         return group.prompt.index % 5 != 1
 
     def preferred(group):
-        by_credit = after_credit and credit.leaves_gradient(group, CONTEXT, OPERATOR)
-        return by_credit or credit.is_informative(group)
+        informative = credit.is_informative(group)
+        return informative or (after_credit and credit.leaves_gradient(group, CONTEXT, OPERATOR))
 
     rules = Rules(wanted, most, usable, credit.is_informative, *[credit.leaves_gradient] * after_credit)
     engines = [SimulatedEngine(STEP, write) for _ in range(2)]
